@@ -1,3 +1,96 @@
 // Package kv is Kvasir's vocabulary: chunk hashes and object keys of the LMCache
-// key scheme, and the byte layout of a chunk. It does no I/O.
+// key scheme, the shape and byte length of a chunk, and the namespace that keeps
+// bytes of different meaning apart. It does no I/O.
 package kv
+
+import (
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"strings"
+)
+
+// Rank names one KV shard of a chunk, packed as LMCache 0.5.6 packs it:
+//
+//	world size << 24 | global rank << 16 | local world size << 8 | local rank
+//
+// LMCache always sets the local pair equal to the global one.
+type Rank uint32
+
+// MaxWorldSize is the largest number of shards a Rank can name.
+const MaxWorldSize = 255
+
+// NewRank packs shard worker of worldSize shards. It reports false when the pair
+// does not fit the byte fields or worker is outside [0, worldSize).
+func NewRank(worldSize, worker int) (Rank, bool) {
+	if worldSize < 1 || worldSize > MaxWorldSize || worker < 0 || worker >= worldSize {
+		return 0, false
+	}
+	w, r := Rank(worldSize), Rank(worker)
+	return w<<24 | r<<16 | w<<8 | r, true
+}
+
+// ObjectKey names one stored object: one chunk of one shard of one object group.
+type ObjectKey struct {
+	Chunk Hash
+	Model string
+	Rank  Rank
+	Group uint32
+	Salt  string // tenant isolation; empty for none
+}
+
+// String returns the form LMCache uses as Redis, Valkey and S3 object name:
+// model@rank@group@hash, and @salt when salted.
+func (k ObjectKey) String() string {
+	s := fmt.Sprintf("%s@%08x@%x@%s", k.Model, uint32(k.Rank), k.Group, k.Chunk)
+	if k.Salt != "" {
+		s += "@" + k.Salt
+	}
+	return s
+}
+
+// FileName returns the name LMCache's fs adapter gives the object.
+func (k ObjectKey) FileName() string {
+	s := fmt.Sprintf("%s@0x%08x@%x@%s", strings.ReplaceAll(k.Model, "/", "-SEP-"), uint32(k.Rank), k.Group, k.Chunk)
+	if k.Salt != "" {
+		s += "@" + k.Salt
+	}
+	return s + ".data"
+}
+
+// MaxSaltBytes is the longest salt LMCache accepts.
+const MaxSaltBytes = 128
+
+// ErrSalt means that a salt is too long or holds one of @ / \ NUL.
+var ErrSalt = errors.New("kv: salt longer than 128 characters or with one of @ / \\ NUL")
+
+// CheckSalt returns ErrSalt for a salt that may not enter a key.
+func CheckSalt(salt string) error {
+	if len(salt) > MaxSaltBytes && len([]rune(salt)) > MaxSaltBytes || strings.ContainsAny(salt, "@/\\\x00") {
+		return ErrSalt
+	}
+	return nil
+}
+
+// Namespace is a digest of everything, besides tokens, shard and group, that
+// decides what an object's bytes mean: model, salt and layout fingerprint.
+type Namespace [16]byte
+
+// NewNamespace digests model, salt and the fingerprint of l. The parts are
+// length-prefixed, so no two triples share an encoding.
+func NewNamespace(model, salt string, l Layout) Namespace {
+	b := make([]byte, 0, 64+len(model)+len(salt))
+	b = appendString(b, "kvasir namespace 1")
+	b = appendString(b, model)
+	b = appendString(b, salt)
+	b = appendString(b, l.Fingerprint())
+	sum := sum256(b)
+	return Namespace(sum[:16])
+}
+
+func (n Namespace) String() string { return hex.EncodeToString(n[:]) }
+
+func appendString(b []byte, s string) []byte {
+	return append(binary.AppendUvarint(b, uint64(len(s))), s...)
+}

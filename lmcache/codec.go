@@ -1,0 +1,194 @@
+package lmcache
+
+import (
+	"errors"
+	"fmt"
+	"math"
+
+	"github.com/tinylib/msgp/msgp"
+)
+
+// ErrTrailing means that a frame holds more than one msgpack value.
+var ErrTrailing = errors.New("lmcache: bytes after the value")
+
+// ErrMissing means that a structure lacks a field that has no default.
+var ErrMissing = errors.New("lmcache: field missing")
+
+func errOr(err, other error) error {
+	if err != nil {
+		return err
+	}
+	return other
+}
+
+// readInt reads a msgpack integer of any width, and a bool as 0 or 1: msgspec
+// coerces both ways at the top level.
+func readInt(b []byte) (int64, []byte, error) {
+	switch msgp.NextType(b) {
+	case msgp.BoolType:
+		v, rest, err := msgp.ReadBoolBytes(b)
+		if v {
+			return 1, rest, err
+		}
+		return 0, rest, err
+	case msgp.UintType:
+		v, rest, err := msgp.ReadUint64Bytes(b)
+		if err == nil && v > math.MaxInt64 {
+			return 0, b, errors.New("lmcache: integer above 2^63-1")
+		}
+		return int64(v), rest, err
+	}
+	return msgp.ReadInt64Bytes(b)
+}
+
+// readBool reads a msgpack bool, or an integer as a truth value.
+func readBool(b []byte) (bool, []byte, error) {
+	v, rest, err := readInt(b)
+	return v != 0, rest, err
+}
+
+// readCount reads an integer that must lie in [0, limit].
+func readCount(b []byte, limit int) (int, []byte, error) {
+	v, rest, err := readInt(b)
+	if err != nil {
+		return 0, b, err
+	}
+	if v < 0 || v > int64(limit) {
+		return 0, b, fmt.Errorf("lmcache: %d is outside 0 to %d", v, limit)
+	}
+	return int(v), rest, nil
+}
+
+// readArray reads an array header. The elements must follow in b: a count above
+// the bytes left is refused before anything is sized by it.
+func readArray(b []byte) (int, []byte, error) {
+	n, rest, err := msgp.ReadArrayHeaderBytes(b)
+	if err != nil {
+		return 0, b, err
+	}
+	if uint64(n) > uint64(len(rest)) {
+		return 0, b, fmt.Errorf("lmcache: array of %d elements in %d bytes", n, len(rest))
+	}
+	return int(n), rest, nil
+}
+
+// readMap calls field for each entry of a map with string keys. field returns
+// what is left after the value; returning the value unread (same slice) skips it.
+func readMap(b []byte, field func(name, b []byte) ([]byte, error)) ([]byte, error) {
+	n, b, err := msgp.ReadMapHeaderBytes(b)
+	if err != nil {
+		return b, err
+	}
+	for range n {
+		var name []byte
+		if name, b, err = msgp.ReadMapKeyZC(b); err != nil {
+			return b, err
+		}
+		rest, err := field(name, b)
+		if err != nil {
+			return b, fmt.Errorf("%s: %w", name, err)
+		}
+		if len(rest) == len(b) {
+			if rest, err = msgp.Skip(b); err != nil {
+				return b, fmt.Errorf("%s: %w", name, err)
+			}
+		}
+		b = rest
+	}
+	return b, nil
+}
+
+// readList calls elem for each element of an array.
+func readList(b []byte, elem func(i int, b []byte) ([]byte, error)) ([]byte, error) {
+	n, b, err := readArray(b)
+	if err != nil {
+		return b, err
+	}
+	for i := range n {
+		if b, err = elem(i, b); err != nil {
+			return b, fmt.Errorf("element %d: %w", i, err)
+		}
+	}
+	return b, nil
+}
+
+// whole turns what is left of a frame into an error unless it is empty.
+func whole(rest []byte, err error) error {
+	if err == nil && len(rest) != 0 {
+		return ErrTrailing
+	}
+	return err
+}
+
+// field readers for structures: each stores the value and returns the rest.
+
+func intInto[T ~int | ~int64](p *T, b []byte) ([]byte, error) {
+	v, rest, err := readInt(b)
+	*p = T(v)
+	return rest, err
+}
+
+func stringInto(p *string, b []byte) ([]byte, error) {
+	v, rest, err := msgp.ReadStringZC(b)
+	*p = string(v)
+	return rest, err
+}
+
+func boolInto(p *bool, b []byte) ([]byte, error) {
+	v, rest, err := readBool(b)
+	*p = v
+	return rest, err
+}
+
+func intsInto[T ~int | ~int64](p *[]T, b []byte) ([]byte, error) {
+	n, _, err := readArray(b)
+	if err != nil {
+		return b, err
+	}
+	*p = make([]T, n)
+	return readList(b, func(i int, b []byte) ([]byte, error) { return intInto(&(*p)[i], b) })
+}
+
+// DecodeInt reads a frame that holds one integer (or bool).
+func DecodeInt(frame []byte) (int64, error) {
+	v, rest, err := readInt(frame)
+	return v, whole(rest, err)
+}
+
+// DecodeBool reads a frame that holds one bool (or integer).
+func DecodeBool(frame []byte) (bool, error) {
+	v, rest, err := readBool(frame)
+	return v, whole(rest, err)
+}
+
+// DecodeOptionalInt reads a frame that holds one integer or nil; ok is false for
+// nil.
+func DecodeOptionalInt(frame []byte) (v int64, ok bool, err error) {
+	if msgp.NextType(frame) == msgp.NilType {
+		return 0, false, whole(frame[1:], nil)
+	}
+	v, err = DecodeInt(frame)
+	return v, err == nil, err
+}
+
+// DecodeString reads a frame that holds one string. The result aliases frame.
+func DecodeString(frame []byte) ([]byte, error) {
+	v, rest, err := msgp.ReadStringZC(frame)
+	return v, whole(rest, err)
+}
+
+// DecodeBytes reads a frame that holds one bin value. The result aliases frame.
+func DecodeBytes(frame []byte) ([]byte, error) {
+	v, rest, err := msgp.ReadBytesZC(frame)
+	return v, whole(rest, err)
+}
+
+// DecodeFloat reads a frame that holds one number.
+func DecodeFloat(frame []byte) (float64, error) {
+	if msgp.NextType(frame) == msgp.Float64Type {
+		v, rest, err := msgp.ReadFloat64Bytes(frame)
+		return v, whole(rest, err)
+	}
+	v, err := DecodeInt(frame)
+	return float64(v), err
+}

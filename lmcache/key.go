@@ -1,0 +1,183 @@
+package lmcache
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/tinylib/msgp/msgp"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Limits on a key's fields.
+const (
+	MaxKVReaders    = 128     // LMCache clamps num_kv_readers to 1..128
+	MaxModelBytes   = 1024    // model_name
+	MaxRequestBytes = 1024    // request_id
+	MaxTokens       = 1 << 24 // token_ids
+)
+
+// Key is LMCache's IPCCacheServerKey as a client builds it. Tokens is the whole
+// prompt from token 0; the call concerns tokens [Start, End).
+type Key struct {
+	Model     string
+	WorldSize int // KV shards per chunk
+	Worker    int // shard, or AllWorkers
+	Tokens    []uint32
+	Start     int // multiple of the chunk size
+	End       int // exclusive; multiple of the chunk size except for lookup
+	RequestID string
+	Salt      string
+	Readers   int // num_kv_readers: pins taken per object at lookup
+}
+
+// AllWorkers is the Worker of a scheduler's key: all shards (nil on the wire).
+const AllWorkers = -1
+
+// Append appends the key as a msgpack map, fields in declaration order.
+func (k *Key) Append(b []byte) []byte {
+	b = msgp.AppendMapHeader(b, 10)
+	b = msgp.AppendString(msgp.AppendString(b, "model_name"), k.Model)
+	b = msgp.AppendInt(msgp.AppendString(b, "world_size"), k.WorldSize)
+	b = msgp.AppendString(b, "worker_id")
+	if k.Worker == AllWorkers {
+		b = msgp.AppendNil(b)
+	} else {
+		b = msgp.AppendInt(b, k.Worker)
+	}
+	b = AppendTokens(msgp.AppendString(b, "token_ids"), k.Tokens)
+	b = msgp.AppendInt(msgp.AppendString(b, "start"), k.Start)
+	b = msgp.AppendInt(msgp.AppendString(b, "end"), k.End)
+	b = msgp.AppendString(msgp.AppendString(b, "request_id"), k.RequestID)
+	b = msgp.AppendString(msgp.AppendString(b, "cache_salt"), k.Salt)
+	b = msgp.AppendNil(msgp.AppendString(b, "request_configs"))
+	return msgp.AppendInt(msgp.AppendString(b, "num_kv_readers"), k.Readers)
+}
+
+// KeyView is a decoded key. Its byte slices alias the frame; Hashes belongs to
+// the KeyView and is reused by the next decode.
+type KeyView struct {
+	Model     []byte
+	WorldSize int
+	Worker    int // or AllWorkers
+	NumTokens int
+	Hashes    []kv.Hash // one per complete chunk of the token list, from token 0
+	Start     int
+	End       int
+	RequestID []byte
+	Salt      []byte
+	Readers   int
+}
+
+// ErrKey means that a key's fields contradict each other or pass a limit.
+var ErrKey = errors.New("lmcache: bad key")
+
+// key fields seen, as bits
+const (
+	seenModel = 1 << iota
+	seenWorld
+	seenWorker
+	seenTokens
+	seenStart
+	seenEnd
+	seenRequest
+	seenAll = 1<<iota - 1
+)
+
+// DecodeKey reads a key frame into k, hashing its token list.
+func (m *Memo) DecodeKey(frame []byte, k *KeyView) error {
+	*k = KeyView{Hashes: k.Hashes[:0], Worker: AllWorkers}
+	n, b, err := msgp.ReadMapHeaderBytes(frame)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrKey, err)
+	}
+	seen := 0
+	for range n {
+		var name []byte
+		if name, b, err = msgp.ReadMapKeyZC(b); err != nil {
+			return fmt.Errorf("%w: %w", ErrKey, err)
+		}
+		var bit int
+		if b, bit, err = m.decodeKeyField(name, b, k); err != nil {
+			return fmt.Errorf("%w: %s: %w", ErrKey, name, err)
+		}
+		seen |= bit
+	}
+	if len(b) != 0 {
+		return fmt.Errorf("%w: %w", ErrKey, ErrTrailing)
+	}
+	if seen != seenAll {
+		return fmt.Errorf("%w: %w (have %07b of model_name, world_size, worker_id, token_ids, start, end, request_id)", ErrKey, ErrMissing, seen)
+	}
+	return k.check()
+}
+
+func (m *Memo) decodeKeyField(name, b []byte, k *KeyView) (rest []byte, bit int, err error) {
+	switch string(name) {
+	case "model_name":
+		k.Model, rest, err = msgp.ReadStringZC(b)
+		bit = seenModel
+	case "world_size":
+		k.WorldSize, rest, err = readCount(b, kv.MaxWorldSize)
+		bit = seenWorld
+	case "worker_id":
+		bit = seenWorker
+		if msgp.NextType(b) == msgp.NilType {
+			return b[1:], bit, nil
+		}
+		k.Worker, rest, err = readCount(b, kv.MaxWorldSize)
+	case "token_ids":
+		k.Hashes, k.NumTokens, rest, err = m.hashTokens(b, k.Hashes[:0])
+		bit = seenTokens
+	case "start":
+		k.Start, rest, err = readCount(b, MaxTokens)
+		bit = seenStart
+	case "end":
+		k.End, rest, err = readCount(b, MaxTokens)
+		bit = seenEnd
+	case "request_id":
+		k.RequestID, rest, err = msgp.ReadStringZC(b)
+		bit = seenRequest
+	case "cache_salt":
+		k.Salt, rest, err = msgp.ReadStringZC(b)
+	case "num_kv_readers":
+		var n int64
+		n, rest, err = readInt(b)
+		k.Readers = int(min(max(n, 0), MaxKVReaders))
+	default: // request_configs, and fields of later versions
+		rest, err = msgp.Skip(b)
+	}
+	return rest, bit, err
+}
+
+func (k *KeyView) check() error {
+	switch {
+	case k.WorldSize < 1:
+		return fmt.Errorf("%w: world_size %d", ErrKey, k.WorldSize)
+	case k.Worker >= k.WorldSize:
+		return fmt.Errorf("%w: worker_id %d of world_size %d", ErrKey, k.Worker, k.WorldSize)
+	case k.Start > k.End:
+		return fmt.Errorf("%w: start %d after end %d", ErrKey, k.Start, k.End)
+	case len(k.Model) > MaxModelBytes || len(k.RequestID) > MaxRequestBytes || k.NumTokens > MaxTokens:
+		return fmt.Errorf("%w: model_name, request_id or token_ids too long", ErrKey)
+	}
+	if len(k.Salt) > 0 {
+		if err := kv.CheckSalt(string(k.Salt)); err != nil {
+			return fmt.Errorf("%w: %w", ErrKey, err)
+		}
+	}
+	return nil
+}
+
+// ErrRange means that [start, end) is not made of whole chunks of the prompt.
+var ErrRange = errors.New("lmcache: range is not made of whole chunks of the prompt")
+
+// ChunkRange returns the key's [Start, End) in chunks of chunkTokens. Both must be
+// multiples of the chunk size and inside the prompt, else the error wraps
+// ErrRange.
+func (k *KeyView) ChunkRange(chunkTokens int) (from, to int, err error) {
+	if k.Start%chunkTokens != 0 || k.End%chunkTokens != 0 || k.End > k.NumTokens {
+		return 0, 0, fmt.Errorf("%w: [%d, %d) of %d tokens, chunk %d", ErrRange, k.Start, k.End, k.NumTokens, chunkTokens)
+	}
+	return k.Start / chunkTokens, k.End / chunkTokens, nil
+}

@@ -1,0 +1,192 @@
+package lmcache
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Memo remembers which encoded chunk of tokens, after which chunk, has which
+// hash. Prompts are sent whole in every call and conversations come back one
+// turn longer under a new request id, so most of a token list is bytes seen
+// before: comparing them costs a fortieth of decoding and hashing them.
+//
+// An entry is one chunk: the hash of the chunk before it, its msgpack bytes and
+// its own hash. A walk probes one entry per chunk, comparing all bytes, until the
+// first that is not there. Entries are replaced by the clock algorithm.
+// Safe for concurrent use; the lock is a leaf.
+type Memo struct {
+	chunkTokens int
+	stride      int // bytes kept per entry: 5 per token, the widest uint32 form
+	seed        uint64
+	scratch     sync.Pool // *memoScratch
+
+	mu      sync.RWMutex
+	buckets []int32 // 1 + entry index, 0 is empty; length a power of two
+	blocks  []*memoBlock
+	count   int // entries in use
+	max     int // entries at most
+	hand    int      // of the clock
+}
+
+type memoEntry struct {
+	prev, hash kv.Hash
+	bucket     uint32
+	next       int32 // 1 + index of the next entry in the bucket
+	width      int32 // bytes of the encoded chunk
+	used       atomic.Bool
+}
+
+type memoScratch struct {
+	chain  *kv.Chain
+	widths []int
+}
+
+// memoBlockEntries is how many entries share one allocation.
+const memoBlockEntries = 64
+
+type memoBlock struct {
+	entries [memoBlockEntries]memoEntry
+	raw     []byte // stride bytes per entry
+}
+
+// NewMemo returns a Memo for chunks of chunkTokens tokens that takes at most
+// about maxBytes; with less than one block's worth it remembers nothing.
+func NewMemo(chunkTokens int, maxBytes int64) *Memo {
+	m := &Memo{chunkTokens: chunkTokens, stride: 5 * chunkTokens, seed: rand.Uint64()}
+	m.scratch.New = func() any { return &memoScratch{chain: kv.NewChain(chunkTokens)} }
+	const entryBytes = 32 + 32 + 16 + 4
+	blocks := maxBytes / (memoBlockEntries * int64(m.stride+entryBytes))
+	m.max = int(min(blocks, 1<<20)) * memoBlockEntries
+	size := 1
+	for size < m.max {
+		size *= 2
+	}
+	if m.max > 0 {
+		m.buckets = make([]int32, size)
+	}
+	return m
+}
+
+// ChunkTokens is the number of tokens per chunk.
+func (m *Memo) ChunkTokens() int { return m.chunkTokens }
+
+func (m *Memo) bucketOf(prev kv.Hash, b []byte) uint32 {
+	// A chunk's encoding has at least one byte per token.
+	h := xxh3.HashSeed(b[:m.chunkTokens], m.seed^binary.LittleEndian.Uint64(prev[:]))
+	return uint32(h) & uint32(len(m.buckets)-1)
+}
+
+// known appends the hashes of the leading chunks of b that are remembered, at
+// most chunks of them, and returns the bytes after them.
+func (m *Memo) known(b []byte, chunks int, hashes []kv.Hash) ([]kv.Hash, []byte) {
+	if m.max == 0 || chunks == 0 {
+		return hashes, b
+	}
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	prev := kv.Seed
+	for range chunks {
+		e := m.findLocked(prev, b)
+		if e == nil {
+			break
+		}
+		e.used.Store(true)
+		b = b[e.width:]
+		prev = e.hash
+		hashes = append(hashes, prev)
+	}
+	return hashes, b
+}
+
+// findLocked returns the entry of the chunk that b begins with, or nil.
+func (m *Memo) findLocked(prev kv.Hash, b []byte) *memoEntry {
+	if len(b) < m.chunkTokens {
+		return nil
+	}
+	for i := m.buckets[m.bucketOf(prev, b)]; i != 0; {
+		e, raw := m.entryLocked(int(i - 1))
+		if e.prev == prev && bytes.HasPrefix(b, raw[:e.width]) {
+			return e
+		}
+		i = e.next
+	}
+	return nil
+}
+
+// entryLocked returns entry i and the room for its bytes.
+func (m *Memo) entryLocked(i int) (*memoEntry, []byte) {
+	block := m.blocks[i/memoBlockEntries]
+	i %= memoBlockEntries
+	return &block.entries[i], block.raw[i*m.stride : (i+1)*m.stride]
+}
+
+// learn adds the chunks that b begins with, widths[i] bytes each, with hashes
+// hashes[first:].
+func (m *Memo) learn(b []byte, widths []int, hashes []kv.Hash, first int) {
+	if m.max == 0 {
+		return
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	prev := kv.Seed
+	if first > 0 {
+		prev = hashes[first-1]
+	}
+	for i, w := range widths {
+		hash := hashes[first+i]
+		if w <= m.stride && m.findLocked(prev, b) == nil {
+			m.addLocked(prev, b[:w], hash)
+		}
+		prev = hash
+		b = b[w:]
+	}
+}
+
+func (m *Memo) addLocked(prev kv.Hash, b []byte, hash kv.Hash) {
+	i := m.slotLocked()
+	e, raw := m.entryLocked(i)
+	e.prev, e.hash, e.width = prev, hash, int32(len(b))
+	e.bucket = m.bucketOf(prev, b)
+	e.next = m.buckets[e.bucket]
+	m.buckets[e.bucket] = int32(i + 1)
+	copy(raw, b)
+}
+
+// slotLocked returns a free entry: a new one while there is room, else the next
+// that was not used since the hand passed it.
+func (m *Memo) slotLocked() int {
+	if i := m.count; i < m.max {
+		if i%memoBlockEntries == 0 {
+			m.blocks = append(m.blocks, &memoBlock{raw: make([]byte, memoBlockEntries*m.stride)})
+		}
+		m.count++
+		return i
+	}
+	for {
+		i := m.hand
+		m.hand = (m.hand + 1) % m.count
+		e, _ := m.entryLocked(i)
+		if e.used.Swap(false) {
+			continue
+		}
+		m.unlinkLocked(e, int32(i+1))
+		return i
+	}
+}
+
+// unlinkLocked takes entry e, number id, out of its bucket.
+func (m *Memo) unlinkLocked(e *memoEntry, id int32) {
+	p := &m.buckets[e.bucket]
+	for *p != id {
+		before, _ := m.entryLocked(int(*p - 1))
+		p = &before.next
+	}
+	*p = e.next
+}

@@ -1,0 +1,472 @@
+package lmcache
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/tinylib/msgp/msgp"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// EngineDriven is RegisterEngineDrivenContextPayload: what a worker that copies
+// its own KV registers.
+type EngineDriven struct {
+	InstanceID    int64 // random, 63 bits, one per worker process
+	Model         string
+	WorldSize     int
+	BlockSize     int // tokens per engine block
+	Layers        int
+	Hidden        int
+	DType         string
+	SinglePlane   bool // use_mla on the wire
+	PhysicalSlots int  // token slots per chunk; 0 is nil on the wire: one per token
+}
+
+// Layout returns the shape of one chunk of chunkTokens tokens.
+func (p *EngineDriven) Layout(chunkTokens int) kv.Layout {
+	slots := p.PhysicalSlots
+	if slots == 0 {
+		slots = chunkTokens
+	}
+	return kv.Layout{SinglePlane: p.SinglePlane, Layers: p.Layers, Slots: slots, Hidden: p.Hidden, DType: p.DType}
+}
+
+// Append appends the payload frame of register_kv_cache_engine_driven_context.
+func (p *EngineDriven) Append(b []byte) []byte {
+	b = msgp.AppendMapHeader(b, 9)
+	b = msgp.AppendInt64(msgp.AppendString(b, "instance_id"), p.InstanceID)
+	b = msgp.AppendString(msgp.AppendString(b, "model_name"), p.Model)
+	b = msgp.AppendInt(msgp.AppendString(b, "world_size"), p.WorldSize)
+	b = msgp.AppendInt(msgp.AppendString(b, "block_size"), p.BlockSize)
+	b = msgp.AppendInt(msgp.AppendString(b, "num_layers"), p.Layers)
+	b = msgp.AppendInt(msgp.AppendString(b, "hidden_dim_size"), p.Hidden)
+	b = msgp.AppendString(msgp.AppendString(b, "dtype_str"), p.DType)
+	b = msgp.AppendBool(msgp.AppendString(b, "use_mla"), p.SinglePlane)
+	b = msgp.AppendString(b, "num_physical_slots")
+	if p.PhysicalSlots == 0 {
+		return msgp.AppendNil(b)
+	}
+	return msgp.AppendInt(b, p.PhysicalSlots)
+}
+
+// DecodeEngineDriven reads that frame. Clients before 0.5.5 leave
+// num_physical_slots out.
+func DecodeEngineDriven(frame []byte) (EngineDriven, error) {
+	var p EngineDriven
+	seen := 0
+	rest, err := readMap(frame, func(name, b []byte) (rest []byte, err error) {
+		seen++
+		switch string(name) {
+		case "instance_id":
+			return intInto(&p.InstanceID, b)
+		case "model_name":
+			return stringInto(&p.Model, b)
+		case "world_size":
+			return intInto(&p.WorldSize, b)
+		case "block_size":
+			return intInto(&p.BlockSize, b)
+		case "num_layers":
+			return intInto(&p.Layers, b)
+		case "hidden_dim_size":
+			return intInto(&p.Hidden, b)
+		case "dtype_str":
+			return stringInto(&p.DType, b)
+		case "use_mla":
+			return boolInto(&p.SinglePlane, b)
+		}
+		seen--
+		if string(name) == "num_physical_slots" && msgp.NextType(b) != msgp.NilType {
+			return intInto(&p.PhysicalSlots, b)
+		}
+		return b, nil
+	})
+	if err = whole(rest, err); err != nil {
+		return p, fmt.Errorf("register_kv_cache_engine_driven_context: %w", err)
+	}
+	if seen < 8 {
+		return p, fmt.Errorf("register_kv_cache_engine_driven_context: %w", ErrMissing)
+	}
+	if len(p.Model) > MaxModelBytes || len(p.DType) > 64 {
+		return p, fmt.Errorf("register_kv_cache_engine_driven_context: model_name or dtype_str too long")
+	}
+	if p.WorldSize < 1 || p.WorldSize > kv.MaxWorldSize {
+		return p, fmt.Errorf("register_kv_cache_engine_driven_context: world_size %d is outside 1 to %d", p.WorldSize, kv.MaxWorldSize)
+	}
+	return p, nil
+}
+
+// Pool is RegisterEngineDrivenContextResponse: the shared-memory object that
+// holds every slot. The zero Pool tells a client to pickle instead.
+type Pool struct {
+	ShmName string // under /dev/shm, without a slash
+	Bytes   int64
+}
+
+// Append appends the result frame of register_kv_cache_engine_driven_context.
+func (p Pool) Append(b []byte) []byte {
+	b = msgp.AppendMapHeader(b, 2)
+	b = msgp.AppendString(msgp.AppendString(b, "shm_name"), p.ShmName)
+	return msgp.AppendInt64(msgp.AppendString(b, "pool_size"), p.Bytes)
+}
+
+// DecodePool reads that frame.
+func DecodePool(frame []byte) (p Pool, err error) {
+	rest, err := readMap(frame, func(name, b []byte) ([]byte, error) {
+		switch string(name) {
+		case "shm_name":
+			return stringInto(&p.ShmName, b)
+		case "pool_size":
+			return intInto(&p.Bytes, b)
+		}
+		return b, nil
+	})
+	return p, whole(rest, err)
+}
+
+// Slots names the place of some chunks in the pool. All have one layout.
+type Slots struct {
+	Layout  kv.Layout
+	Length  int64   // bytes per slot
+	Offsets []int64 // bytes from the pool's start, one per slot
+	Indices []int   // store only: position of each slot's chunk inside [start, end)
+}
+
+func (s *Slots) append(b []byte) []byte {
+	b = msgp.AppendArrayHeader(msgp.AppendString(b, "slots"), uint32(len(s.Offsets)))
+	for _, off := range s.Offsets {
+		b = msgp.AppendMapHeader(b, 4)
+		b = msgp.AppendInt64(msgp.AppendString(b, "offset"), off)
+		b = msgp.AppendInt64(msgp.AppendString(b, "length"), s.Length)
+		shape := s.Layout.Shape()
+		b = msgp.AppendArrayHeader(msgp.AppendString(b, "shape"), uint32(len(shape)))
+		for _, d := range shape {
+			b = msgp.AppendInt(b, d)
+		}
+		b = msgp.AppendString(msgp.AppendString(b, "dtype"), s.Layout.DType)
+	}
+	return b
+}
+
+// AppendPrepareStore appends the result frame of prepare_store. No slots mean
+// that there is nothing to store: the client then sends no commit.
+func AppendPrepareStore(b []byte, s *Slots) []byte {
+	b = msgp.AppendString(msgp.AppendMapHeader(b, 1), "context")
+	b = s.append(msgp.AppendMapHeader(b, 2))
+	b = msgp.AppendArrayHeader(msgp.AppendString(b, "chunk_indices"), uint32(len(s.Indices)))
+	for _, i := range s.Indices {
+		b = msgp.AppendInt(b, i)
+	}
+	return b
+}
+
+// AppendPrepareRetrieve appends the result frame of prepare_retrieve; a nil s is
+// a miss.
+func AppendPrepareRetrieve(b []byte, s *Slots) []byte {
+	b = msgp.AppendMapHeader(b, 3)
+	b = msgp.AppendBool(msgp.AppendString(b, "success"), s != nil)
+	b = msgp.AppendBytes(msgp.AppendString(b, "data"), nil)
+	b = msgp.AppendString(b, "context")
+	if s == nil {
+		return msgp.AppendMapHeader(b, 0)
+	}
+	return s.append(msgp.AppendMapHeader(b, 1))
+}
+
+// SlotAt is one slot as a client receives it.
+type SlotAt struct {
+	Offset, Length int64
+	Shape          []int
+	DType          string
+}
+
+// PrepareStore is the result of prepare_store. Slots is nil, not empty, when
+// the server wants pickled tensors.
+type PrepareStore struct {
+	Slots   []SlotAt
+	Indices []int
+}
+
+// DecodePrepareStore reads the result frame of prepare_store.
+func DecodePrepareStore(frame []byte) (p PrepareStore, err error) {
+	rest, err := readMap(frame, func(name, b []byte) ([]byte, error) {
+		if string(name) != "context" {
+			return b, nil
+		}
+		return decodeContext(b, &p)
+	})
+	if err == nil && len(p.Slots) != len(p.Indices) {
+		err = fmt.Errorf("prepare_store: %d slots for %d chunks", len(p.Slots), len(p.Indices))
+	}
+	return p, whole(rest, err)
+}
+
+// PrepareRetrieve is the result of prepare_retrieve.
+type PrepareRetrieve struct {
+	Success bool
+	Data    []byte // pickled tensors; empty in shared-memory mode
+	Slots   []SlotAt
+}
+
+// DecodePrepareRetrieve reads the result frame of prepare_retrieve.
+func DecodePrepareRetrieve(frame []byte) (p PrepareRetrieve, err error) {
+	rest, err := readMap(frame, func(name, b []byte) ([]byte, error) {
+		switch string(name) {
+		case "success":
+			return boolInto(&p.Success, b)
+		case "data":
+			data, rest, err := msgp.ReadBytesBytes(b, nil)
+			p.Data = data
+			return rest, err
+		case "context":
+			var c PrepareStore
+			rest, err := decodeContext(b, &c)
+			p.Slots = c.Slots
+			return rest, err
+		}
+		return b, nil
+	})
+	return p, whole(rest, err)
+}
+
+func decodeContext(b []byte, p *PrepareStore) ([]byte, error) {
+	return readMap(b, func(name, b []byte) ([]byte, error) {
+		switch string(name) {
+		case "slots":
+			p.Slots = []SlotAt{}
+			return readList(b, func(_ int, b []byte) ([]byte, error) {
+				var s SlotAt
+				rest, err := decodeSlot(b, &s)
+				p.Slots = append(p.Slots, s)
+				return rest, err
+			})
+		case "chunk_indices":
+			return intsInto(&p.Indices, b)
+		}
+		return b, nil
+	})
+}
+
+func decodeSlot(b []byte, s *SlotAt) ([]byte, error) {
+	return readMap(b, func(name, b []byte) ([]byte, error) {
+		switch string(name) {
+		case "offset":
+			return intInto(&s.Offset, b)
+		case "length":
+			return intInto(&s.Length, b)
+		case "shape":
+			return intsInto(&s.Shape, b)
+		case "dtype":
+			return stringInto(&s.DType, b)
+		}
+		return b, nil
+	})
+}
+
+// EngineGroup is EngineGroupInfo: layers that share an attention kind.
+type EngineGroup struct {
+	ID             int
+	Layers         []int
+	TokensPerBlock int // 0 is unknown
+	WindowTokens   int // -1 is no sliding window
+	ExtraTag       int
+	Recurrent      bool
+}
+
+// KVCache is the payload of register_kv_cache: a worker whose KV the server
+// copies. Its device descriptors are counted, not opened.
+type KVCache struct {
+	InstanceID  int64
+	Descriptors int // IPC wrappers, ext code 1
+	Model       string
+	WorldSize   int
+	EngineType  string
+	Groups      []EngineGroup
+}
+
+// DecodeKVCache reads the seven payload frames of register_kv_cache.
+func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
+	if err := OpRegisterKVCache.CheckPayloads(len(frames)); err != nil {
+		return c, err
+	}
+	if c.InstanceID, err = DecodeInt(frames[0]); err != nil {
+		return c, fmt.Errorf("instance_id: %w", err)
+	}
+	rest, err := readList(frames[1], func(_ int, b []byte) ([]byte, error) {
+		c.Descriptors++
+		var ext msgp.RawExtension
+		return msgp.ReadExtensionBytes(b, withType(&ext, b))
+	})
+	if err = whole(rest, err); err != nil {
+		return c, fmt.Errorf("IPC wrappers: %w", err)
+	}
+	model, err := DecodeString(frames[2])
+	if err != nil {
+		return c, fmt.Errorf("model_name: %w", err)
+	}
+	world, err := DecodeInt(frames[3])
+	if err != nil {
+		return c, fmt.Errorf("world_size: %w", err)
+	}
+	engine, err := DecodeString(frames[4])
+	if err != nil {
+		return c, fmt.Errorf("engine_type: %w", err)
+	}
+	if rest, err := msgp.Skip(frames[5]); whole(rest, err) != nil {
+		return c, fmt.Errorf("layout_hints: %w", whole(rest, err))
+	}
+	rest, err = readList(frames[6], func(_ int, b []byte) ([]byte, error) {
+		g := EngineGroup{WindowTokens: -1}
+		rest, err := decodeEngineGroup(b, &g)
+		c.Groups = append(c.Groups, g)
+		return rest, err
+	})
+	if err = whole(rest, err); err != nil {
+		return c, fmt.Errorf("engine groups: %w", err)
+	}
+	c.Model, c.WorldSize, c.EngineType = string(model), int(world), string(engine)
+	return c, nil
+}
+
+// withType gives ext the type that the extension at b has, as msgp asks for.
+func withType(ext *msgp.RawExtension, b []byte) *msgp.RawExtension {
+	switch {
+	case len(b) > 1 && b[0] >= 0xd4 && b[0] <= 0xd8: // fixext
+		ext.Type = int8(b[1])
+	case len(b) > 0 && b[0] >= 0xc7 && b[0] <= 0xc9: // ext 8, 16, 32
+		if at := 1 + 1<<(b[0]-0xc7); len(b) > at {
+			ext.Type = int8(b[at])
+		}
+	}
+	return ext
+}
+
+func decodeEngineGroup(b []byte, g *EngineGroup) ([]byte, error) {
+	return readMap(b, func(name, b []byte) ([]byte, error) {
+		switch string(name) {
+		case "engine_group_id":
+			return intInto(&g.ID, b)
+		case "layer_indices":
+			return intsInto(&g.Layers, b)
+		case "tokens_per_block":
+			return intInto(&g.TokensPerBlock, b)
+		case "sw_size_tokens":
+			return intInto(&g.WindowTokens, b)
+		case "extra_object_group_tag":
+			return intInto(&g.ExtraTag, b)
+		case "recurrent_state":
+			return boolInto(&g.Recurrent, b)
+		}
+		return b, nil
+	})
+}
+
+// BlockAllocation is one record of report_block_allocation.
+type BlockAllocation struct {
+	RequestID string
+	NewBlocks []int
+	NewTokens []int
+}
+
+// DecodeBlockAllocations reads the third payload of report_block_allocation.
+func DecodeBlockAllocations(frame []byte) (out []BlockAllocation, err error) {
+	rest, err := readList(frame, func(_ int, b []byte) ([]byte, error) {
+		var r BlockAllocation
+		rest, err := readMap(b, func(name, b []byte) ([]byte, error) {
+			switch string(name) {
+			case "req_id":
+				return stringInto(&r.RequestID, b)
+			case "new_block_ids":
+				return intsInto(&r.NewBlocks, b)
+			case "new_token_ids":
+				return intsInto(&r.NewTokens, b)
+			}
+			return b, nil
+		})
+		out = append(out, r)
+		return rest, err
+	})
+	return out, whole(rest, err)
+}
+
+// CountObjectKeys reads a list of ObjectKey, the first payload of the p2p
+// operations, and returns its length.
+func CountObjectKeys(frame []byte) (n int, err error) {
+	rest, err := readList(frame, func(_ int, b []byte) ([]byte, error) {
+		n++
+		return readMap(b, func(_, b []byte) ([]byte, error) { return b, nil })
+	})
+	return n, whole(rest, err)
+}
+
+// AppendP2PMiss appends the result of p2p_query_lookup_results when none of n
+// keys is held: {offset: -1, size: 0} for each.
+func AppendP2PMiss(b []byte, n int) []byte {
+	b = msgp.AppendArrayHeader(b, uint32(n))
+	for range n {
+		b = msgp.AppendMapHeader(b, 2)
+		b = msgp.AppendInt(msgp.AppendString(b, "offset"), -1)
+		b = msgp.AppendInt(msgp.AppendString(b, "size"), 0)
+	}
+	return b
+}
+
+// AppendNegative appends the result frame with which a server declines op: the
+// value that the 0.5.6 client survives (the protocol has no error frame). ok is
+// false when the right answer is no result frame at all.
+func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
+	switch op {
+	case OpStore, OpRetrieve, OpStoreQ: // no event to wait for, not done
+		return msgp.AppendBool(msgp.AppendBytes(msgp.AppendArrayHeader(b, 2), nil), false), true
+	case OpQueryPrefetchStatus, OpWaitPrefetchStatus: // a miss
+		return msgp.AppendInt(b, 0), true
+	case OpRegisterEngineDriven: // no shared memory
+		return Pool{}.Append(b), true
+	case OpPrepareStore: // nothing to store, so no commit follows
+		return AppendPrepareStore(b, &Slots{}), true
+	case OpPrepareRetrieve:
+		return AppendPrepareRetrieve(b, nil), true
+	case OpCommitStore, OpCommitRetrieve, OpPing:
+		return msgp.AppendBool(b, false), true
+	case OpGetExperimental:
+		return msgp.AppendArrayHeader(b, 0), true
+	case OpP2PLookupAndLock:
+		return msgp.AppendInt(b, 0), true
+	case OpSubscribeKVEvents: // ends the client's use of the stream for good
+		b = msgp.AppendMapHeader(b, 5)
+		b = msgp.AppendBool(msgp.AppendString(b, "enabled"), false)
+		b = msgp.AppendInt(msgp.AppendString(b, "incarnation"), 0)
+		b = msgp.AppendInt(msgp.AppendString(b, "next_cursor"), 0)
+		b = msgp.AppendBool(msgp.AppendString(b, "lost"), false)
+		return msgp.AppendArrayHeader(msgp.AppendString(b, "events"), 0), true
+	case OpServerModuleCall:
+		b = msgp.AppendMapHeader(b, 3)
+		b = msgp.AppendBool(msgp.AppendString(b, "success"), false)
+		b = msgp.AppendBytes(msgp.AppendString(b, "payload"), nil)
+		return msgp.AppendString(msgp.AppendString(b, "error"), reason), true
+	}
+	return b, false
+}
+
+// AppendInt appends one integer: the frame of instance ids, hit counts, sizes.
+func AppendInt(b []byte, v int64) []byte { return msgp.AppendInt64(b, v) }
+
+// AppendBool appends one bool.
+func AppendBool(b []byte, v bool) []byte { return msgp.AppendBool(b, v) }
+
+// AppendString appends one string.
+func AppendString(b []byte, s string) []byte { return msgp.AppendString(b, s) }
+
+// AppendBytes appends one bin value.
+func AppendBytes(b, v []byte) []byte { return msgp.AppendBytes(b, v) }
+
+// AppendNil appends nil.
+func AppendNil(b []byte) []byte { return msgp.AppendNil(b) }
+
+// AppendSeconds appends a float64, the form of wait_prefetch_status's timeout.
+func AppendSeconds(b []byte, s float64) []byte {
+	if math.IsNaN(s) || s < 0 {
+		s = 0
+	}
+	return msgp.AppendFloat64(b, s)
+}

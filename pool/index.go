@@ -1,0 +1,144 @@
+package pool
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"os"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/shm"
+)
+
+// The index is a shared-memory file beside the pool segment, named after it with
+// IndexSuffix. It outlives the process, so that a later one can tell which slots
+// hold committed chunks and which may still be written by a worker. All numbers
+// are little-endian.
+//
+//	header, one page            record i, at 4096 + 128*i
+//	  0  8  "KVASIRIX"            0  8  state word, written atomically:
+//	  8  4  version, 1                    bits 0-7 state, 8-31 holds, 32-63 generation
+//	 12  4  record bytes, 128     8  8  offset in the pool, bytes
+//	 16  8  pool bytes           16  8  length, bytes
+//	 24  8  alignment, bytes     24 32  chunk hash
+//	 32  8  records              56 16  namespace digest
+//	 40  8  pool inode           72  4  kv rank
+//	 48  8  tokens per chunk     76  4  object group
+//	 56  8  process id           80 12  zero
+//	 64  8  started, unix ns     92  4  CRC-32C of bytes 8 to 91
+//	 72  4  CRC-32C of 0 to 71   96 32  zero
+//
+// Order makes it safe to be killed anywhere: a record's bytes are written while
+// its state word says free, and one atomic store of the word turns it into staged,
+// resident, condemned or free again. Nothing is promised to a peer before the
+// store. States: 0 free; 1 staged, reserved and not committed; 2 resident; 3
+// condemned, the key is gone and the memory waits for its holds to end.
+const (
+	IndexSuffix = ".kvasir"
+
+	indexMagic   = "KVASIRIX"
+	indexVersion = 1
+	headerBytes  = 4096
+	recordBytes  = 128
+	maxRecords   = 1 << 24
+)
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// ErrIndex means that an index file is of another format or damaged.
+var ErrIndex = errors.New("pool: not a pool index of this version")
+
+func writeHeader(s *shm.Segment, o Options, records int64, inode uint64) {
+	h := s.Bytes(0, headerBytes)
+	clear(h)
+	copy(h, indexMagic)
+	le := binary.LittleEndian
+	le.PutUint32(h[8:], indexVersion)
+	le.PutUint32(h[12:], recordBytes)
+	le.PutUint64(h[16:], uint64(o.Bytes))
+	le.PutUint64(h[24:], uint64(o.Align))
+	le.PutUint64(h[32:], uint64(records))
+	le.PutUint64(h[40:], inode)
+	le.PutUint64(h[48:], uint64(o.ChunkTokens))
+	le.PutUint64(h[56:], uint64(os.Getpid()))
+	le.PutUint64(h[64:], uint64(time.Now().UnixNano()))
+	le.PutUint32(h[72:], crc32.Checksum(h[:72], castagnoli))
+}
+
+// checkHeader returns the process that wrote the index, or ErrIndex.
+func checkHeader(s *shm.Segment) (pid int, err error) {
+	if s.Len() < headerBytes {
+		return 0, fmt.Errorf("%w: %d bytes", ErrIndex, s.Len())
+	}
+	h := s.Bytes(0, headerBytes)
+	le := binary.LittleEndian
+	switch {
+	case string(h[:8]) != indexMagic:
+		return 0, fmt.Errorf("%w: it does not begin with %s", ErrIndex, indexMagic)
+	case le.Uint32(h[72:]) != crc32.Checksum(h[:72], castagnoli):
+		return 0, fmt.Errorf("%w: header checksum", ErrIndex)
+	case le.Uint32(h[8:]) != indexVersion || le.Uint32(h[12:]) != recordBytes:
+		return 0, fmt.Errorf("%w: version %d", ErrIndex, le.Uint32(h[8:]))
+	}
+	return int(le.Uint64(h[56:])), nil
+}
+
+// record is a view of one index record.
+type record struct {
+	b    []byte
+	word *atomic.Uint64
+}
+
+func (p *Pool) record(s Slot) record {
+	off := headerBytes + int64(s)*recordBytes
+	return record{b: p.index.Bytes(off, recordBytes), word: p.index.Word(off)}
+}
+
+// write fills a free record; setState publishes it.
+func (r record) write(k *Key, off, n int64) {
+	le := binary.LittleEndian
+	le.PutUint64(r.b[8:], uint64(off))
+	le.PutUint64(r.b[16:], uint64(n))
+	copy(r.b[24:], k.Chunk[:])
+	copy(r.b[56:], k.Namespace[:])
+	le.PutUint32(r.b[72:], uint32(k.Rank))
+	le.PutUint32(r.b[76:], k.Group)
+	le.PutUint32(r.b[92:], crc32.Checksum(r.b[8:92], castagnoli))
+}
+
+func (r record) key() (k Key) {
+	le := binary.LittleEndian
+	k.Chunk = kv.Hash(r.b[24:56])
+	k.Namespace = kv.Namespace(r.b[56:72])
+	k.Rank = kv.Rank(le.Uint32(r.b[72:]))
+	k.Group = le.Uint32(r.b[76:])
+	return k
+}
+
+func (r record) offset() int64 { return int64(binary.LittleEndian.Uint64(r.b[8:])) }
+func (r record) length() int64 { return int64(binary.LittleEndian.Uint64(r.b[16:])) }
+
+func (r record) state() State       { return State(r.word.Load() & 0xff) }
+func (r record) holds() int         { return int(r.word.Load() >> 8 & 0xffffff) }
+func (r record) generation() uint32 { return uint32(r.word.Load() >> 32) }
+
+func (r record) setState(s State) {
+	r.word.Store(r.word.Load()&^0xff | uint64(s))
+}
+
+func (r record) setHolds(n int) {
+	r.word.Store(r.word.Load()&^0xffffff00 | uint64(n)<<8)
+}
+
+// set writes state and holds at once.
+func (r record) set(s State, holds int) {
+	r.word.Store(uint64(r.generation())<<32 | uint64(holds)<<8 | uint64(s))
+}
+
+// begin starts a new generation in state s.
+func (r record) begin(s State, holds int) {
+	r.word.Store(uint64(r.generation()+1)<<32 | uint64(holds)<<8 | uint64(s))
+}

@@ -1,0 +1,340 @@
+// Package pool is the RAM tier and the truth about it: a shared-memory segment
+// that workers write and read themselves, which of its bytes belong to which
+// chunk, and which may still be touched by a worker. It keeps that truth in an
+// index file beside the segment; index.go gives the format.
+//
+// A slot is one object's place. It goes free → staged (Reserve) → resident
+// (Commit) → free (Drop). A hold says that a worker may touch the slot's bytes; a
+// slot dropped while held is condemned: its key is gone at once, its memory comes
+// back when the last hold ends.
+//
+// A Pool decides nothing: what to evict and when a hold ends is its owner's
+// business. It is not safe for concurrent use, except Populate; its owner locks.
+package pool
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+
+	"github.com/kvasir-kv/kvasir/arena"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/shm"
+)
+
+var (
+	// ErrFull means that no free range is long enough.
+	ErrFull = errors.New("pool: no room")
+	// ErrExists means that a key is staged or resident already.
+	ErrExists = errors.New("pool: key exists")
+	// ErrInUse means that another server has the pool of that name.
+	ErrInUse = errors.New("pool: in use")
+	// ErrForeign means that a file of the pool's name is not ours.
+	ErrForeign = errors.New("pool: file exists and is not a Kvasir pool")
+	// ErrNoSpace means that the shared-memory file system is too small.
+	ErrNoSpace = errors.New("pool: shared memory too small")
+)
+
+// DefaultAlign is the alignment of slots: one page, as LMCache's.
+const DefaultAlign = 4096
+
+// Options configures a Pool.
+type Options struct {
+	Name        string // segment name, without a slash
+	Bytes       int64  // size of the segment
+	Align       int64  // of slots, a power of two; default DefaultAlign
+	ChunkTokens int    // recorded in the index
+	Dir         string // default shm.Dir; tests use another
+}
+
+// Key names an object in the pool. Namespace covers model, salt and layout.
+type Key struct {
+	Namespace kv.Namespace
+	Chunk     kv.Hash
+	Rank      kv.Rank
+	Group     uint32
+}
+
+// Slot numbers an object's place; the number is reused.
+type Slot uint32
+
+// Ref names a slot's present content: it goes stale when the slot is reused.
+type Ref struct {
+	Slot       Slot
+	Generation uint32
+}
+
+// State is what a slot is.
+type State uint8
+
+// The states of a slot, as in the index.
+const (
+	Free State = iota
+	Staged
+	Resident
+	Condemned
+)
+
+// Usage counts bytes, alignment included.
+type Usage struct {
+	Bytes          int64 // the segment
+	FreeBytes      int64
+	StagedBytes    int64
+	ResidentBytes  int64
+	CondemnedBytes int64
+	Resident       int   // objects
+	HighBytes      int64 // end of the highest byte ever handed out
+}
+
+// Pool is an open pool.
+type Pool struct {
+	opts    Options
+	segment *shm.Segment
+	index   *shm.Segment
+	arena   *arena.Arena
+	table   table
+	spare   []Slot // free records below used
+	used    int    // records ever used
+	records int
+	bytes   [4]int64 // rounded bytes by State
+	count   [4]int
+}
+
+// Open creates the pool's segment and index, empty, and locks them. A pool of
+// the same name left by a dead server is replaced; workers that still map it keep
+// the old memory, which nobody reads any more.
+func Open(o Options) (*Pool, error) {
+	o.Align = cmp.Or(o.Align, DefaultAlign)
+	if o.Align < 8 || o.Align&(o.Align-1) != 0 || o.Bytes < o.Align {
+		return nil, fmt.Errorf("pool: size %d with alignment %d", o.Bytes, o.Align)
+	}
+	path, err := shm.Path(o.Dir, o.Name)
+	if err != nil {
+		return nil, err
+	}
+	if err := replace(path); err != nil {
+		return nil, err
+	}
+	if free, err := shm.Free(cmp.Or(o.Dir, shm.Dir)); err == nil && free < o.Bytes {
+		return nil, fmt.Errorf("%w: the pool takes %d bytes, %s has %d free", ErrNoSpace, o.Bytes, cmp.Or(o.Dir, shm.Dir), free)
+	}
+	records := min(o.Bytes/o.Align, maxRecords)
+	index, err := shm.Create(path+IndexSuffix, headerBytes+records*recordBytes)
+	if errors.Is(err, fs.ErrExist) {
+		return nil, fmt.Errorf("%w: another server is starting with %s", ErrInUse, path)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("create pool index: %w", err)
+	}
+	undo := func(err error, segments ...*shm.Segment) (*Pool, error) {
+		for _, s := range segments {
+			err = errors.Join(err, s.Unlink(), s.Close())
+		}
+		return nil, err
+	}
+	if err := index.Lock(); err != nil {
+		return undo(fmt.Errorf("lock %s: %w", index.Path(), err), index)
+	}
+	segment, err := shm.Create(path, o.Bytes)
+	if err != nil {
+		return undo(fmt.Errorf("create pool: %w", err), index)
+	}
+	writeHeader(index, o, records, segment.Inode())
+	return &Pool{
+		opts: o, segment: segment, index: index, records: int(records),
+		arena: arena.New(o.Bytes, o.Align),
+	}, nil
+}
+
+// replace removes a pool that a dead server left at path.
+func replace(path string) error {
+	index, err := shm.Attach(path + IndexSuffix)
+	if errors.Is(err, fs.ErrNotExist) {
+		if _, err := os.Lstat(path); err == nil {
+			return fmt.Errorf("%w: %s", ErrForeign, path)
+		}
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %s: %w", ErrForeign, path+IndexSuffix, err)
+	}
+	defer index.Close()
+	pid, err := checkHeader(index)
+	if err != nil {
+		return fmt.Errorf("%w: %s: %w", ErrForeign, path+IndexSuffix, err)
+	}
+	if err := index.Lock(); err != nil {
+		return fmt.Errorf("%w: process %d serves %s", ErrInUse, pid, path)
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove the pool of a dead server: %w", err)
+	}
+	return index.Unlink()
+}
+
+// Name returns the segment's name as a client opens it.
+func (p *Pool) Name() string { return p.opts.Name }
+
+// Bytes returns the segment's size.
+func (p *Pool) Bytes() int64 { return p.opts.Bytes }
+
+// Find returns the slot that is staged or resident under k.
+func (p *Pool) Find(k *Key) (Slot, State) {
+	if s, ok := p.table.find(p, k); ok {
+		return s, p.record(s).state()
+	}
+	return 0, Free
+}
+
+// Reserve stages n bytes under k, with one hold for the worker that will write
+// them. Errors: ErrExists, ErrFull.
+func (p *Pool) Reserve(k *Key, n int64) (Slot, error) {
+	if _, ok := p.table.find(p, k); ok {
+		return 0, ErrExists
+	}
+	if len(p.spare) == 0 && p.used == p.records {
+		return 0, ErrFull
+	}
+	off, ok := p.arena.Alloc(n)
+	if !ok {
+		return 0, ErrFull
+	}
+	var s Slot
+	if last := len(p.spare) - 1; last >= 0 {
+		s, p.spare = p.spare[last], p.spare[:last]
+	} else {
+		s = Slot(p.used)
+		p.used++
+	}
+	r := p.record(s)
+	r.write(k, off, n)
+	r.begin(Staged, 1)
+	p.account(Staged, n, 1)
+	p.table.insert(p, s)
+	return s, nil
+}
+
+// Commit makes a staged slot resident and ends its writer's hold.
+func (p *Pool) Commit(s Slot) {
+	r := p.record(s)
+	p.must(s, r, Staged)
+	p.account(Staged, r.length(), -1)
+	p.account(Resident, r.length(), 1)
+	r.set(Resident, 0)
+}
+
+// Drop removes a staged or resident slot's key. The memory is free at once when
+// nothing holds the slot, else when the last hold ends.
+func (p *Pool) Drop(s Slot) {
+	r := p.record(s)
+	state := r.state()
+	if state != Staged && state != Resident {
+		panic(fmt.Sprintf("BUG: pool: drop of slot %d in state %d", s, state))
+	}
+	p.table.remove(p, s)
+	p.account(state, r.length(), -1)
+	if r.holds() == 0 {
+		p.free(s, r)
+		return
+	}
+	r.setState(Condemned)
+	p.account(Condemned, r.length(), 1)
+}
+
+// Hold says that a worker may now read or write the slot's bytes.
+func (p *Pool) Hold(s Slot) {
+	r := p.record(s)
+	if r.state() == Free || r.holds() >= 0xffffff {
+		panic(fmt.Sprintf("BUG: pool: hold on slot %d in state %d with %d holds", s, r.state(), r.holds()))
+	}
+	r.setHolds(r.holds() + 1)
+}
+
+// Unhold ends one hold and frees a condemned slot with its last.
+func (p *Pool) Unhold(s Slot) {
+	r := p.record(s)
+	if r.holds() == 0 {
+		panic(fmt.Sprintf("BUG: pool: slot %d is not held", s))
+	}
+	if r.holds() == 1 && r.state() == Condemned {
+		p.account(Condemned, r.length(), -1)
+		p.free(s, r)
+		return
+	}
+	r.setHolds(r.holds() - 1)
+}
+
+func (p *Pool) free(s Slot, r record) {
+	off, n := r.offset(), r.length()
+	r.set(Free, 0)
+	p.arena.Release(off, n)
+	p.spare = append(p.spare, s)
+}
+
+func (p *Pool) account(state State, n int64, d int) {
+	p.bytes[state] += int64(d) * p.arena.Round(n)
+	p.count[state] += d
+}
+
+func (p *Pool) must(s Slot, r record, want State) {
+	if got := r.state(); got != want {
+		panic(fmt.Sprintf("BUG: pool: slot %d is in state %d, not %d", s, got, want))
+	}
+}
+
+// Offset returns where the slot's bytes begin in the segment.
+func (p *Pool) Offset(s Slot) int64 { return p.record(s).offset() }
+
+// Length returns the slot's bytes.
+func (p *Pool) Length(s Slot) int64 { return p.record(s).length() }
+
+// KeyOf returns the key a slot was reserved under.
+func (p *Pool) KeyOf(s Slot) Key { return p.record(s).key() }
+
+// Holds returns how many holds a slot has.
+func (p *Pool) Holds(s Slot) int { return p.record(s).holds() }
+
+// StateOf returns a slot's state.
+func (p *Pool) StateOf(s Slot) State { return p.record(s).state() }
+
+// Ref names the slot's present content.
+func (p *Pool) Ref(s Slot) Ref { return Ref{s, p.record(s).generation()} }
+
+// Live reports whether r still names what it named, staged or resident.
+func (p *Pool) Live(r Ref) bool {
+	rec := p.record(r.Slot)
+	st := rec.state()
+	return rec.generation() == r.Generation && (st == Staged || st == Resident)
+}
+
+// Usage returns what the pool's bytes are.
+func (p *Pool) Usage() Usage {
+	return Usage{
+		Bytes: p.opts.Bytes, FreeBytes: p.arena.Free(), HighBytes: p.arena.High(),
+		StagedBytes: p.bytes[Staged], ResidentBytes: p.bytes[Resident], CondemnedBytes: p.bytes[Condemned],
+		Resident: p.count[Resident],
+	}
+}
+
+// View returns the slot's bytes in the segment. A worker may be writing them.
+func (p *Pool) View(s Slot) []byte {
+	r := p.record(s)
+	return p.segment.Bytes(r.offset(), r.length())
+}
+
+// Populate makes the kernel provide n bytes of the segment at off, clipped to its
+// end, without changing their content. Safe beside every other method.
+func (p *Pool) Populate(off, n int64) error {
+	return p.segment.Populate(off, min(n, p.segment.Len()-off))
+}
+
+// NameLost reports whether the segment's name no longer leads to it, so that no
+// further client can map the pool.
+func (p *Pool) NameLost() bool { return !p.segment.Exists() }
+
+// Close unmaps and removes the pool. Clients that map it keep their mapping.
+func (p *Pool) Close() error {
+	return errors.Join(p.segment.Unlink(), p.segment.Close(), p.index.Unlink(), p.index.Close())
+}

@@ -1,0 +1,195 @@
+//go:build linux
+
+// Package shm creates and attaches POSIX shared-memory segments: named files on
+// /dev/shm mapped read-write. It is, with internal/invariant, the only package
+// that imports unsafe.
+//
+// A slice from Bytes, or a word from Word, is valid until the segment's Close.
+// A mapping lives as long as its inode, so a peer that unlinks the name does no
+// harm; a peer of the same user that truncates the file makes every access to
+// the cut pages fault (SIGBUS), which is why segments are created mode 0600.
+package shm
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Dir is where POSIX shared memory lives on Linux.
+const Dir = "/dev/shm"
+
+var (
+	// ErrLocked means that another process holds the segment's advisory lock.
+	ErrLocked = errors.New("shm: segment is locked by another process")
+	// ErrName means that a name is empty, too long or would leave the folder.
+	ErrName = errors.New("shm: bad segment name")
+)
+
+// Segment is one mapped file. Its methods are safe for concurrent use, except
+// Close, which must come last.
+type Segment struct {
+	path  string
+	file  *os.File
+	mem   []byte
+	inode uint64
+}
+
+// Path returns the file that a segment name means in dir; an empty dir is Dir.
+// A leading slash, as shm_open wants it, is dropped.
+func Path(dir, name string) (string, error) {
+	name = strings.TrimPrefix(name, "/")
+	if name == "" || len(name) > 200 || strings.ContainsAny(name, "/\x00") || name == "." || name == ".." {
+		return "", fmt.Errorf("%w: %q", ErrName, name)
+	}
+	if dir == "" {
+		dir = Dir
+	}
+	return filepath.Join(dir, name), nil
+}
+
+// Create makes a new segment of size bytes, all zero, mode 0600. The name must
+// not exist (fs.ErrExist).
+func Create(path string, size int64) (*Segment, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := f.Truncate(size); err != nil {
+		return nil, errors.Join(fmt.Errorf("size segment %s: %w", path, err), f.Close(), os.Remove(path))
+	}
+	s, err := mapFile(path, f)
+	if err != nil {
+		return nil, errors.Join(err, os.Remove(path))
+	}
+	return s, nil
+}
+
+// Attach maps an existing segment, whole.
+func Attach(path string) (*Segment, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	return mapFile(path, f)
+}
+
+func mapFile(path string, f *os.File) (*Segment, error) {
+	var st unix.Stat_t
+	err := unix.Fstat(int(f.Fd()), &st)
+	if err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size <= 0 || int64(int(st.Size)) != st.Size) {
+		err = fmt.Errorf("not a regular file with a size (mode %o, %d bytes)", st.Mode, st.Size)
+	}
+	var mem []byte
+	if err == nil {
+		mem, err = unix.Mmap(int(f.Fd()), 0, int(st.Size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("map segment %s: %w", path, err), f.Close())
+	}
+	mapped.Add(1)
+	return &Segment{path: path, file: f, mem: mem, inode: st.Ino}, nil
+}
+
+var mapped atomic.Int64
+
+// Mapped returns how many segments this process has mapped; tests check that it
+// ends at zero.
+func Mapped() int64 { return mapped.Load() }
+
+// Path returns the segment's file name.
+func (s *Segment) Path() string { return s.path }
+
+// Inode identifies the segment's file: a re-created name has another.
+func (s *Segment) Inode() uint64 { return s.inode }
+
+// Len returns the segment's size in bytes.
+func (s *Segment) Len() int64 { return int64(len(s.mem)) }
+
+// Bytes returns n bytes at off. It panics when they are not all inside the
+// segment: offsets are checked where they enter the process.
+func (s *Segment) Bytes(off, n int64) []byte {
+	if off < 0 || n < 0 || off > s.Len() || n > s.Len()-off {
+		panic(fmt.Sprintf("BUG: shm: %d bytes at %d of %d", n, off, s.Len()))
+	}
+	return s.mem[off : off+n : off+n]
+}
+
+// Word returns the 8 bytes at off, a multiple of 8, as an atomic word.
+func (s *Segment) Word(off int64) *atomic.Uint64 {
+	if off%8 != 0 {
+		panic(fmt.Sprintf("BUG: shm: word at %d", off))
+	}
+	return (*atomic.Uint64)(unsafe.Pointer(&s.Bytes(off, 8)[0]))
+}
+
+// Lock takes the segment's advisory lock until Close or the end of the process;
+// ErrLocked when another process has it.
+func (s *Segment) Lock() error {
+	err := unix.Flock(int(s.file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		return ErrLocked
+	}
+	return err
+}
+
+// Populate makes the kernel allocate and zero the pages of n bytes at off that
+// nobody has touched yet; touched ones keep their content. The pages are then
+// dropped from this process's own page table, so that they do not count as its
+// resident memory. Returns unix.EINVAL on kernels before 5.14, and an error
+// instead of a signal when the file system is full.
+func (s *Segment) Populate(off, n int64) error {
+	b := s.Bytes(off, n)
+	if len(b) == 0 {
+		return nil
+	}
+	if err := unix.Madvise(b, unix.MADV_POPULATE_WRITE); err != nil {
+		return fmt.Errorf("populate %s: %w", s.path, err)
+	}
+	return unix.Madvise(b, unix.MADV_DONTNEED)
+}
+
+// Exists reports whether the segment's name still leads to it.
+func (s *Segment) Exists() bool {
+	var st unix.Stat_t
+	return unix.Lstat(s.path, &st) == nil && st.Ino == s.inode
+}
+
+// Unlink removes the name. Mappings, here and in other processes, stay valid.
+func (s *Segment) Unlink() error {
+	if !s.Exists() {
+		return nil
+	}
+	if err := os.Remove(s.path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// Close unmaps the segment and drops its lock. Slices and words from it must not
+// be used afterwards. Closing twice is a bug and panics.
+func (s *Segment) Close() error {
+	if s.mem == nil {
+		panic("BUG: shm: segment closed twice")
+	}
+	err := errors.Join(unix.Munmap(s.mem), s.file.Close())
+	s.mem = nil
+	mapped.Add(-1)
+	return err
+}
+
+// Free returns the bytes that the file system of dir has left.
+func Free(dir string) (int64, error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err != nil {
+		return 0, fmt.Errorf("statfs %s: %w", dir, err)
+	}
+	return int64(st.Bavail) * st.Bsize, nil
+}

@@ -1,0 +1,193 @@
+// Package store is the tiered store: which chunks are kept, found, promised to
+// engines and evicted. Its only tier so far is the shared-memory pool, which
+// workers read and write themselves; the store hands out places and keeps them
+// safe.
+//
+// Two kinds of promise keep a chunk. A pin belongs to a session: a lookup takes
+// it, a retrieve or the session's end gives it back, and only eviction looks at
+// it. A hold belongs to a worker instance that was told where a slot is and may
+// touch its bytes: it ends with that worker's commit, or a quarantine after the
+// worker was last known to care. No slot is reused while it is held, whatever
+// else happens.
+//
+// One mutex guards everything, held for microseconds and never over I/O.
+package store
+
+import (
+	"cmp"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/evict"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+// Options configures a Store. A zero field means its default.
+type Options struct {
+	Quarantine  time.Duration // life of a hold without commit, from prepare or from the worker's end; default 600 s
+	SessionIdle time.Duration // life of a session after its last use; default 600 s
+	MaxSessions int           // default 65,536
+	MaxHolds    int           // transfers in progress; default 65,536
+	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
+}
+
+// Store keeps chunks in a pool. Its methods are safe for concurrent use.
+type Store struct {
+	opts Options
+
+	mu struct {
+		sync.Mutex
+		closed bool
+		pool   *pool.Pool
+		lru    *evict.LRU
+		leases *lease.Table
+		holds  holds
+		pins   []uint32 // by slot: leases that pin it
+		ghosts ghosts
+		n      Counters
+	}
+}
+
+// New returns a Store over p, which it owns from then on.
+func New(p *pool.Pool, o Options) *Store {
+	o.Quarantine = cmp.Or(o.Quarantine, 600*time.Second)
+	o.MaxHolds = cmp.Or(o.MaxHolds, 1<<16)
+	o.Ghosts = cmp.Or(o.Ghosts, 1<<16)
+	s := &Store{opts: o}
+	s.mu.pool = p
+	s.mu.lru = evict.NewLRU()
+	s.mu.leases = lease.New(lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
+	s.mu.holds.init()
+	s.mu.ghosts.max = o.Ghosts
+	return s
+}
+
+// Close removes the pool. Chunks still held by workers stay mapped there.
+func (s *Store) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.mu.closed = true
+	return s.mu.pool.Close()
+}
+
+// Shard says whose chunks a call concerns: one namespace, and one of World
+// shards, or all of them.
+type Shard struct {
+	Namespace kv.Namespace
+	World     int
+	Index     int // 0 to World-1; ignored by lookups, which concern all
+}
+
+func (sh Shard) key(k *pool.Key, index int, chunk kv.Hash) {
+	k.Namespace = sh.Namespace
+	k.Rank, _ = kv.NewRank(sh.World, index)
+	k.Chunk = chunk
+}
+
+// pinLocked takes one lease's pin on a resident slot.
+func (s *Store) pinLocked(slot pool.Slot) {
+	for int(slot) >= len(s.mu.pins) {
+		s.mu.pins = append(s.mu.pins, 0)
+	}
+	s.mu.pins[slot]++
+	s.mu.lru.Remove(uint32(slot))
+}
+
+func (s *Store) unpinLocked(slot uint32) {
+	s.mu.pins[slot]--
+	s.touchLocked(pool.Slot(slot))
+}
+
+// touchLocked makes a slot the most recently used, if nothing keeps it from
+// being evicted.
+func (s *Store) touchLocked(slot pool.Slot) {
+	if s.mu.pool.StateOf(slot) == pool.Resident && s.mu.pool.Holds(slot) == 0 && !s.pinnedLocked(slot) {
+		s.mu.lru.Touch(uint32(slot))
+	}
+}
+
+func (s *Store) pinnedLocked(slot pool.Slot) bool {
+	return int(slot) < len(s.mu.pins) && s.mu.pins[slot] > 0
+}
+
+// dropLocked removes a resident or staged slot's key.
+func (s *Store) dropLocked(slot pool.Slot, why Reason) {
+	k := s.mu.pool.KeyOf(slot)
+	s.mu.ghosts.add(&k, why)
+	s.mu.lru.Remove(uint32(slot))
+	s.mu.pool.Drop(slot)
+}
+
+// Clear drops every chunk that nothing pins or holds, and with force every chunk
+// and every promise: memory that a worker may still touch comes back when its
+// hold ends. It returns the number of chunks dropped.
+func (s *Store) Clear(force bool) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n := 0
+	if force {
+		s.mu.leases.Each(s.releaseLocked)
+		for _, h := range s.mu.holds.all() {
+			for _, slot := range h.slots {
+				if st := s.mu.pool.StateOf(slot); st == pool.Staged || st == pool.Resident {
+					s.dropLocked(slot, Cleared)
+					n++
+				}
+			}
+		}
+	}
+	for {
+		slot, ok := s.mu.lru.Oldest()
+		if !ok {
+			s.mu.n.Cleared += uint64(n)
+			return n
+		}
+		s.dropLocked(pool.Slot(slot), Cleared)
+		n++
+	}
+}
+
+// releaseLocked gives back everything a session has pinned.
+func (s *Store) releaseLocked(sess *lease.Session) {
+	for _, l := range sess.Drop() {
+		s.releaseLeaseLocked(&l)
+	}
+}
+
+func (s *Store) releaseLeaseLocked(l *lease.Lease) {
+	for shard := range l.Shards() {
+		l.Take(shard, 0, l.Chunks, 255, s.unpinLocked)
+	}
+}
+
+// Expire ends sessions that are idle and holds whose quarantine is over. Its
+// owner calls it about once a second.
+func (s *Store) Expire() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := time.Now()
+	for sess := s.mu.leases.Expire(now); sess != nil; sess = s.mu.leases.Expire(now) {
+		s.mu.n.SessionsExpired++
+		s.releaseLocked(sess)
+	}
+	for _, h := range s.mu.holds.all() {
+		if !now.Before(h.deadline) {
+			s.mu.n.HoldsExpired++
+			s.endHoldLocked(h, false)
+		}
+	}
+}
+
+// Populate makes the kernel provide pool memory ahead of its first use.
+func (s *Store) Populate(off, n int64) error { return s.mu.pool.Populate(off, n) }
+
+// PoolName returns the shared-memory name of the pool.
+func (s *Store) PoolName() string { return s.mu.pool.Name() }
+
+// PoolBytes returns the pool's size.
+func (s *Store) PoolBytes() int64 { return s.mu.pool.Bytes() }
+
+// NameLost reports whether somebody removed the pool's name.
+func (s *Store) NameLost() bool { return s.mu.pool.NameLost() }
