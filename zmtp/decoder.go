@@ -1,0 +1,206 @@
+package zmtp
+
+import (
+	"encoding/binary"
+	"fmt"
+	"sync"
+)
+
+const (
+	firstBuffer = 16 << 10 // size of a peer's first receive buffer
+	minRead     = 4 << 10  // do not read into less room than this if a move gives more
+)
+
+// firstBuffers recycles first buffers: an idle peer holds none.
+var firstBuffers = sync.Pool{New: func() any { return new([firstBuffer]byte) }}
+
+type event byte
+
+const (
+	evMore    event = iota // not enough bytes for the next frame
+	evMessage              // a whole message, in decoder.msg
+	evCommand              // a command's body, in decoder.cmd
+)
+
+type span struct{ off, size int } // off counts from decoder.start
+
+// decoder cuts a byte stream into messages and commands. It does no I/O: the
+// caller reads into space(), reports the bytes with wrote, and calls next until
+// it returns evMore. What next returns aliases buf until the next space().
+//
+//	buf:  ....[start: message being received ... pos)[next frame ... end)....
+type decoder struct {
+	maxFrame, maxMessage int64
+	maxFrames            int
+
+	buf             []byte
+	start, pos, end int
+	missing         int    // bytes that the frame at pos still needs; 0 = unknown
+	spans           []span // frames of the message being received
+	size            int64  // their bytes, and those of commands between them
+	msg             Message
+	cmd             []byte
+}
+
+// space returns where to read to; it is never empty. The buffer grows to at
+// most four times what the peer has sent of the current message, so a length
+// that the peer only claims takes no memory.
+func (d *decoder) space() []byte {
+	if d.buf == nil {
+		d.buf = firstBuffers.Get().(*[firstBuffer]byte)[:]
+	}
+	if d.start == d.end {
+		d.start, d.pos, d.end = 0, 0, 0
+	}
+	want := max(d.missing, minRead)
+	if len(d.buf)-d.end >= want {
+		return d.buf[d.end:]
+	}
+	held := d.end - d.start
+	switch {
+	case d.start > 0 && (len(d.buf)-held >= want || d.end == len(d.buf)):
+		copy(d.buf, d.buf[d.start:d.end])
+	case d.end == len(d.buf) || d.missing > 0 && 2*held >= len(d.buf):
+		next := make([]byte, 2*len(d.buf))
+		copy(next, d.buf[d.start:d.end])
+		d.drop()
+		d.buf = next
+	default:
+		return d.buf[d.end:]
+	}
+	d.pos, d.end, d.start = d.pos-d.start, held, 0
+	return d.buf[d.end:]
+}
+
+func (d *decoder) wrote(n int) { d.end += n }
+
+// release gives the buffer back if it holds nothing.
+func (d *decoder) release() {
+	if d.start == d.end && d.buf != nil {
+		d.start, d.pos, d.end = 0, 0, 0
+		d.drop()
+	}
+}
+
+func (d *decoder) drop() {
+	if len(d.buf) == firstBuffer {
+		firstBuffers.Put((*[firstBuffer]byte)(d.buf))
+	}
+	d.buf, d.msg, d.cmd = nil, d.msg[:0], nil
+}
+
+// greeting consumes the peer's greeting; ok is false while it is not whole.
+func (d *decoder) greeting() (minor byte, ok bool, err error) {
+	b := d.buf[d.start:d.end]
+	minor, err = checkGreeting(b[:min(len(b), greetingBytes)])
+	if err != nil || len(b) < greetingBytes {
+		return 0, false, err
+	}
+	d.start += greetingBytes
+	d.pos = d.start
+	return minor, true, nil
+}
+
+// next returns the next event. After evMessage the caller must call done once
+// it no longer needs the message.
+func (d *decoder) next() (event, error) {
+	for {
+		flags, size, header, err := d.header()
+		if err != nil || header == 0 {
+			return evMore, err
+		}
+		at := d.pos + header
+		if flags&flagCommand != 0 {
+			d.cmd = d.buf[at : at+size : at+size]
+			d.pos = at + size
+			if len(d.spans) == 0 {
+				d.start = d.pos
+			}
+			return evCommand, nil
+		}
+		d.spans = append(d.spans, span{at - d.start, size})
+		d.pos = at + size
+		if flags&flagMore == 0 {
+			d.msg = d.msg[:0]
+			for _, s := range d.spans {
+				off := d.start + s.off
+				d.msg = append(d.msg, d.buf[off:off+s.size:off+s.size])
+			}
+			return evMessage, nil
+		}
+	}
+}
+
+// header checks the frame at pos against the grammar and the limits as soon as
+// its header is there, and returns header = 0 until the whole frame is.
+func (d *decoder) header() (flags byte, size, header int, err error) {
+	b := d.buf[d.pos:d.end]
+	d.missing = 0
+	if len(b) < 2 {
+		if len(b) == 1 && badFlags(b[0]) {
+			return 0, 0, 0, fmt.Errorf("%w: frame flags %#02x", ErrProtocol, b[0])
+		}
+		return 0, 0, 0, nil
+	}
+	flags = b[0]
+	if badFlags(flags) {
+		return 0, 0, 0, fmt.Errorf("%w: frame flags %#02x", ErrProtocol, flags)
+	}
+	n, header := uint64(b[1]), 2
+	if flags&flagLong != 0 {
+		if len(b) < maxHeader {
+			return 0, 0, 0, nil
+		}
+		n, header = binary.BigEndian.Uint64(b[1:]), maxHeader
+	}
+	if err := d.limits(flags, n); err != nil {
+		return 0, 0, 0, err
+	}
+	size = int(n) // limits keeps it far below the range of int
+	if have := len(b) - header; have < size {
+		d.missing = size - have
+		return 0, 0, 0, nil
+	}
+	// Bytes of a message stay in the buffer until it is whole, and so do
+	// those of commands between its frames: all count.
+	if flags&flagCommand == 0 || len(d.spans) > 0 {
+		d.size += int64(n)
+	}
+	return flags, size, header, nil
+}
+
+func (d *decoder) limits(flags byte, n uint64) error {
+	if flags&flagCommand != 0 {
+		if n > maxCommandBytes {
+			return fmt.Errorf("%w: command of %d bytes, at most %d", ErrTooLarge, n, maxCommandBytes)
+		}
+		if len(d.spans) > 0 && d.size+int64(n) > d.maxMessage {
+			return fmt.Errorf("%w: message of more than %d bytes", ErrTooLarge, d.maxMessage)
+		}
+		return nil
+	}
+	switch {
+	case n > uint64(d.maxFrame):
+		return fmt.Errorf("%w: frame of %d bytes, at most %d", ErrTooLarge, n, d.maxFrame)
+	case len(d.spans) == d.maxFrames:
+		return fmt.Errorf("%w: message of more than %d frames", ErrTooLarge, d.maxFrames)
+	case d.size+int64(n) > d.maxMessage:
+		return fmt.Errorf("%w: message of more than %d bytes", ErrTooLarge, d.maxMessage)
+	}
+	return nil
+}
+
+func badFlags(f byte) bool {
+	return f&^(flagMore|flagLong|flagCommand) != 0 || f&(flagMore|flagCommand) == flagMore|flagCommand
+}
+
+// done ends the loan of the message that next returned.
+func (d *decoder) done() {
+	if mangleLent {
+		b := d.buf[d.start:d.pos]
+		for i := range b {
+			b[i] = 0xFF
+		}
+	}
+	d.spans, d.size, d.start = d.spans[:0], 0, d.pos
+}

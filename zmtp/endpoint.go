@@ -1,0 +1,76 @@
+package zmtp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"syscall"
+)
+
+// parseEndpoint translates a ZeroMQ endpoint to what package net takes:
+//
+//	tcp://host:port, tcp://[v6]:port
+//	tcp://*:port, tcp://host:*   for listening: all addresses, any free port
+//	ipc:///path, ipc://@name     a Unix socket: a file, or Linux's abstract name
+func parseEndpoint(endpoint string) (network, address string, err error) {
+	scheme, rest, ok := strings.Cut(endpoint, "://")
+	switch {
+	case ok && scheme == "tcp":
+		host, port, err := net.SplitHostPort(rest)
+		if err != nil {
+			return "", "", fmt.Errorf("zmtp: endpoint %q: %w", endpoint, err)
+		}
+		if host == "*" {
+			host = ""
+		}
+		if port == "*" {
+			port = "0"
+		}
+		return "tcp", net.JoinHostPort(host, port), nil
+	case ok && scheme == "ipc" && rest != "" && rest != "@" && rest != "*":
+		return "unix", rest, nil
+	}
+	return "", "", fmt.Errorf("zmtp: endpoint %q is neither tcp://host:port nor ipc://path", endpoint)
+}
+
+func listen(ctx context.Context, endpoint string) (net.Listener, error) {
+	network, address, err := parseEndpoint(endpoint)
+	if err != nil {
+		return nil, err
+	}
+	if network == "unix" {
+		removeStale(ctx, address)
+	}
+	var lc net.ListenConfig
+	return lc.Listen(ctx, network, address)
+}
+
+// removeStale removes a socket file that nobody listens on, as a killed server
+// leaves it.
+func removeStale(ctx context.Context, path string) {
+	st, err := os.Stat(path)
+	if err != nil || st.Mode()&os.ModeSocket == 0 {
+		return
+	}
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "unix", path)
+	if err == nil {
+		_ = c.Close() // somebody lives there: Listen will say so
+		return
+	}
+	if errors.Is(err, syscall.ECONNREFUSED) {
+		_ = os.Remove(path) // if it fails, Listen says so
+	}
+}
+
+func dial(ctx context.Context, endpoint string) (net.Conn, error) {
+	network, address, err := parseEndpoint(endpoint)
+	if err != nil {
+		return nil, err
+	}
+	var d net.Dialer
+	return d.DialContext(ctx, network, address)
+}

@@ -1,0 +1,72 @@
+package zmtp
+
+import (
+	"fmt"
+	"time"
+)
+
+// kickAfter is the silence after which a peer's reading goroutine is woken
+// once: it gives its buffer back, and finds an end of stream that came together
+// with the last bytes (see onReadable).
+const kickAfter = time.Second
+
+// watch is what the keeper knows of a peer. Deadlines per read would cost a
+// timer operation per request, so one goroutine per socket compares counters
+// instead: a timeout is late by at most one tick.
+type watch struct {
+	reads  uint64    // count.reads when last looked at
+	at     time.Time // when it last changed
+	pinged time.Time // when a PING went out since; zero = none
+	kicked bool      // since
+}
+
+// tick is how often the keeper looks.
+func (l limits) tick() time.Duration {
+	t := time.Second
+	for _, d := range []time.Duration{l.handshakeTimeout, l.idleTimeout, l.heartbeatInterval, l.heartbeatTimeout} {
+		if d > 0 {
+			t = min(t, d/4)
+		}
+	}
+	return max(t, 5*time.Millisecond)
+}
+
+// check closes p if one of its deadlines has passed. The keeper calls it.
+func (p *Peer) check(now time.Time) {
+	l, w := &p.role.limits, &p.watch
+	if !p.ready.Load() {
+		if now.Sub(p.born) > l.handshakeTimeout {
+			p.fail(fmt.Errorf("%w after %v", ErrHandshakeTimeout, l.handshakeTimeout))
+		}
+		return
+	}
+	p.mu.Lock()
+	busy := p.mu.corked // a handler that runs, or waits for room, is no silence of the peer
+	p.mu.Unlock()
+	if reads := p.count.reads.Load(); busy || reads != w.reads || w.at.IsZero() {
+		*w = watch{reads: reads, at: now}
+	}
+	silent := now.Sub(w.at)
+	if ttl := time.Duration(p.ttl.Load()); ttl > 0 && silent > ttl {
+		p.fail(fmt.Errorf("%w: silent for %v, its TTL is %v", ErrHeartbeat, silent, ttl))
+		return
+	}
+	if l.idleTimeout > 0 && silent > l.idleTimeout {
+		p.fail(fmt.Errorf("%w for %v", ErrIdle, l.idleTimeout))
+		return
+	}
+	if l.heartbeatInterval > 0 && p.minor >= 1 {
+		switch {
+		case w.pinged.IsZero() && silent >= l.heartbeatInterval:
+			w.pinged = now
+			p.command(func(b []byte) []byte { return appendPing(b, 0) })
+		case !w.pinged.IsZero() && now.Sub(w.pinged) > l.heartbeatTimeout:
+			p.fail(fmt.Errorf("%w: no answer to a PING in %v", ErrHeartbeat, l.heartbeatTimeout))
+			return
+		}
+	}
+	if !w.kicked && silent >= kickAfter && !p.quiet.Load() {
+		w.kicked = true
+		p.kick()
+	}
+}

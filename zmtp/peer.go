@@ -1,0 +1,568 @@
+package zmtp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+)
+
+// role is what a Peer does for the socket that owns it. Immutable.
+type role struct {
+	own       socketType
+	identity  []byte
+	limits    limits
+	deliver   func(*Peer, Message) // on the reading goroutine
+	connected func(*Peer)          // on the reading goroutine, after the handshake
+}
+
+// limits are the bounds that ROUTER and DEALER share.
+type limits struct {
+	maxFrame, maxMessage int64
+	maxFrames            int
+	queueBytes           int
+	handshakeTimeout     time.Duration
+	idleTimeout          time.Duration // 0 = none
+	heartbeatInterval    time.Duration // 0 = none
+	heartbeatTimeout     time.Duration
+	writeTimeout         time.Duration
+}
+
+// corkTime bounds how long queued replies wait while the reading goroutine
+// handles more messages: past it they are flushed between two messages.
+const corkTime = 100 * time.Microsecond
+
+type phase byte
+
+const (
+	wantGreeting phase = iota
+	wantReady
+	traffic
+)
+
+// Peer is one connection. Its methods are safe for concurrent use.
+type Peer struct {
+	id   uint64 // immutable, as are the next fields
+	born time.Time
+	role *role
+	conn net.Conn
+	raw  syscall.RawConn // nil when conn has none: then the writer goroutine does all writes
+
+	// Owned by the reading goroutine.
+	in       decoder
+	phase    phase
+	readErr  error
+	corkedAt time.Time
+	readFn   func(uintptr) bool
+
+	// Owned by whoever set mu.writing.
+	out      batch
+	writeErr error
+	writeFn  func(uintptr) bool
+	vecs     [][]byte
+
+	// Owned by the keeper.
+	watch watch
+
+	// Atomic.
+	leave   atomic.Bool  // the reading goroutine shall look at mu.err and quiet
+	quiet   atomic.Bool  // handle no more messages
+	queued  atomic.Int64 // bytes queued or being written; changed under mu
+	ready   atomic.Bool  // the handshake is over; identity and minor are set before
+	ttl     atomic.Int64 // ns of silence that the peer's PINGs allow; 0 = any
+	count   counters
+	minor   byte
+	routing string
+
+	done    chan struct{} // closed by fail
+	drained chan struct{} // capacity 1: the queue fell below its bound
+	stopped chan struct{} // closed once nobody writes nor will
+	writers sync.WaitGroup
+
+	mu struct {
+		sync.Mutex
+		q       queue
+		corked  bool  // the reading goroutine will flush
+		writing bool  // somebody owns out and will look at q again
+		err     error // why the peer is closed; nil while it lives
+		idle    []chan struct{}
+	}
+}
+
+func newPeer(id uint64, c net.Conn, r *role) *Peer {
+	p := &Peer{
+		id: id, role: r, conn: c, born: time.Now(),
+		in:   decoder{maxFrame: r.limits.maxFrame, maxMessage: r.limits.maxMessage, maxFrames: r.limits.maxFrames},
+		done: make(chan struct{}), drained: make(chan struct{}, 1), stopped: make(chan struct{}),
+	}
+	p.readFn, p.writeFn = p.onReadable, p.onWritable
+	if sc, ok := c.(syscall.Conn); ok && haveRaw {
+		p.raw, _ = sc.SyscallConn()
+	}
+	return p
+}
+
+// ID numbers the connections of one socket from 1.
+func (p *Peer) ID() uint64 { return p.id }
+
+// RemoteAddr is the peer's network address.
+func (p *Peer) RemoteAddr() net.Addr { return p.conn.RemoteAddr() }
+
+// Identity is the routing id that the peer announced, mostly empty. It need
+// not be unique. It is known once OnConnect or the handler was called.
+func (p *Peer) Identity() string {
+	if !p.ready.Load() {
+		return ""
+	}
+	return p.routing
+}
+
+// Done is closed when the peer is.
+func (p *Peer) Done() <-chan struct{} { return p.done }
+
+// Err says why the peer was closed; nil while it lives.
+func (p *Peer) Err() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.mu.err
+}
+
+// Close drops the connection and what is queued. It does not wait: OnDisconnect
+// is called when the peer is gone.
+func (p *Peer) Close() { p.fail(ErrClosed) }
+
+// Send queues one message of copied frames and flushes it.
+//
+// While the peer's handler runs, on whatever goroutine Send is called, messages
+// only collect: the reading goroutine flushes them when it has handled every
+// message it had received, or after the first handler call that ends 100 µs
+// later. Call Flush to send at once.
+//
+// It returns ErrQueueFull while SendQueueBytes are queued (twice that while the
+// handler runs, so that a handler's first reply always fits unless others fill
+// the queue), and an error that wraps ErrClosed once the peer is closed.
+func (p *Peer) Send(frames ...[]byte) error {
+	if len(frames) == 0 {
+		return errNoFrames
+	}
+	p.mu.Lock()
+	if err := p.refuseLocked(); err != nil {
+		p.mu.Unlock()
+		return err
+	}
+	p.queued.Add(int64(p.mu.q.copyFrames(frames)))
+	p.unlockAndFlush()
+	return nil
+}
+
+// SendOwned is Send for frames that nobody will write to again, ever: those of
+// 8 KiB and more are sent by reference. Never give it the handler's frames.
+func (p *Peer) SendOwned(frames ...[]byte) error {
+	if len(frames) == 0 {
+		return errNoFrames
+	}
+	p.mu.Lock()
+	if err := p.refuseLocked(); err != nil {
+		p.mu.Unlock()
+		return err
+	}
+	p.queued.Add(int64(p.mu.q.ownFrames(frames)))
+	p.unlockAndFlush()
+	return nil
+}
+
+// Flush writes what the socket takes of the queued messages now.
+func (p *Peer) Flush() {
+	p.mu.Lock()
+	start := !p.mu.writing && !p.mu.q.empty() && p.mu.err == nil
+	p.mu.writing = p.mu.writing || start
+	p.mu.Unlock()
+	if start {
+		p.flush()
+	}
+}
+
+var errNoFrames = errors.New("zmtp: a message has at least one frame")
+
+func (p *Peer) refuseLocked() error {
+	if p.mu.err != nil {
+		return fmt.Errorf("%w: %w", ErrClosed, p.mu.err)
+	}
+	bound := int64(p.role.limits.queueBytes)
+	if p.mu.corked {
+		bound *= 2
+	}
+	if p.queued.Load() > bound {
+		p.count.refused.Add(1)
+		return ErrQueueFull
+	}
+	p.count.messagesOut.Add(1)
+	return nil
+}
+
+// unlockAndFlush writes the queue unless somebody else is about to.
+func (p *Peer) unlockAndFlush() {
+	start := !p.mu.corked && !p.mu.writing
+	p.mu.writing = p.mu.writing || start
+	p.mu.Unlock()
+	if start {
+		p.flush()
+	}
+}
+
+// command queues the bytes that build appends and flushes them.
+func (p *Peer) command(build func([]byte) []byte) {
+	p.mu.Lock()
+	if p.mu.err != nil {
+		p.mu.Unlock()
+		return
+	}
+	before := len(p.mu.q.buf)
+	p.mu.q.buf = build(p.mu.q.buf)
+	p.queued.Add(int64(len(p.mu.q.buf) - before))
+	p.unlockAndFlush()
+}
+
+// flush writes until the queue is empty or the socket is full; then the rest
+// goes to a goroutine. The caller has set mu.writing, which passes to flush.
+func (p *Peer) flush() {
+	for round := 0; p.takeOrStop(); round++ {
+		if p.raw != nil && round < flushRounds {
+			if err := p.raw.Write(p.writeFn); err != nil && p.writeErr == nil {
+				p.writeErr = err
+			}
+			if p.writeErr != nil {
+				p.fail(p.writeErr)
+				continue // takeOrStop stops
+			}
+			if len(p.out.vec) == 0 {
+				continue
+			}
+		}
+		p.writers.Go(p.write)
+		return
+	}
+}
+
+// takeOrStop takes the queue; if it is empty or the peer closed, it clears
+// mu.writing and returns false.
+func (p *Peer) takeOrStop() bool {
+	if len(p.out.all) > 0 || p.out.buf != nil {
+		p.out.reset()
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.mu.q.empty() || p.mu.err != nil {
+		p.mu.writing = false
+		if p.mu.err != nil {
+			close(p.stopped)
+		}
+		p.idleLocked()
+		return false
+	}
+	p.mu.q.take(&p.out)
+	return true
+}
+
+// write is the writer goroutine: it ends when the queue is empty.
+func (p *Peer) write() {
+	for {
+		for len(p.out.vec) > 0 {
+			if err := p.writeChunk(); err != nil {
+				p.fail(err)
+				break
+			}
+		}
+		_ = p.conn.SetWriteDeadline(time.Time{}) // a flush by Send must not meet it
+		if !p.takeOrStop() {
+			return
+		}
+	}
+}
+
+func (p *Peer) writeChunk() error {
+	if err := p.conn.SetWriteDeadline(time.Now().Add(p.role.limits.writeTimeout)); err != nil {
+		return err
+	}
+	if p.leave.Load() && p.Err() != nil { // fail may have set its deadline before ours
+		return ErrClosed
+	}
+	p.vecs = p.out.chunk(p.vecs, stallBytes)
+	bufs := net.Buffers(p.vecs)
+	n, err := bufs.WriteTo(p.conn)
+	clear(p.vecs)
+	p.count.writes.Add(1)
+	p.out.consume(int(n))
+	p.wrote(int(n))
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		return fmt.Errorf("%w: %d bytes wait, %d were taken in %v", ErrSlow, p.queued.Load(), n, p.role.limits.writeTimeout)
+	}
+	return err
+}
+
+// wrote accounts for n bytes that left, and wakes the reading goroutine if it
+// waits for room.
+func (p *Peer) wrote(n int) {
+	p.count.bytesOut.Add(uint64(n))
+	bound := int64(p.role.limits.queueBytes)
+	if left := p.queued.Add(-int64(n)); left <= bound && left+int64(n) > bound {
+		select {
+		case p.drained <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// fail closes the peer with err, once. It does no I/O: past deadlines wake
+// whoever reads or writes, and the reading goroutine closes the connection.
+func (p *Peer) fail(err error) {
+	p.mu.Lock()
+	first := p.mu.err == nil
+	if first {
+		p.mu.err = err
+		if !p.mu.writing { // and nobody starts to once err is set
+			close(p.stopped)
+		}
+	}
+	p.mu.Unlock()
+	if first {
+		p.leave.Store(true)
+		close(p.done)
+		_ = p.conn.SetDeadline(longAgo) // fails only when closed already
+	}
+}
+
+var longAgo = time.Unix(1, 0)
+
+// kick makes the reading goroutine look at the peer's state.
+func (p *Peer) kick() { _ = p.conn.SetReadDeadline(longAgo) }
+
+// flushed waits until nothing is queued and the handler does not run.
+func (p *Peer) flushed(ctx context.Context) error {
+	idle := make(chan struct{})
+	p.mu.Lock()
+	if p.mu.err != nil || !p.mu.corked && !p.mu.writing {
+		p.mu.Unlock()
+		return nil
+	}
+	p.mu.idle = append(p.mu.idle, idle)
+	p.mu.Unlock()
+	select {
+	case <-idle:
+		return nil
+	case <-p.done:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("flush %d bytes to %v: %w", p.queued.Load(), p.RemoteAddr(), ctx.Err())
+	}
+}
+
+// idleLocked wakes those who wait in flushed.
+func (p *Peer) idleLocked() {
+	if len(p.mu.idle) == 0 || p.mu.corked || p.mu.writing {
+		return
+	}
+	for _, c := range p.mu.idle {
+		close(c)
+	}
+	p.mu.idle = nil
+}
+
+// run is the reading goroutine. It returns why the peer ended, after the last
+// goroutine of the peer.
+func (p *Peer) run() error {
+	p.command(appendGreeting)
+	for {
+		err := p.read()
+		if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+			p.fail(err)
+		}
+		if !p.pause() {
+			break
+		}
+	}
+	<-p.stopped
+	p.writers.Wait()
+	_ = p.conn.Close() // nothing is left to lose
+	p.in.release()
+	return p.Err()
+}
+
+// read reads and handles until an error or a kick.
+func (p *Peer) read() error {
+	p.readErr = nil
+	if p.raw != nil {
+		if err := p.raw.Read(p.readFn); p.readErr == nil {
+			return err
+		}
+		return p.readErr
+	}
+	for !p.leave.Load() {
+		n, err := p.conn.Read(p.in.space())
+		if n > 0 {
+			if err := p.received(n); err != nil {
+				return err
+			}
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// pause is where a kicked reading goroutine goes. It returns false when the
+// peer is closed.
+func (p *Peer) pause() bool {
+	if p.quiet.Load() {
+		<-p.done
+		return false
+	}
+	// A fail after this reset wakes the next read; one before it shows in done.
+	_ = p.conn.SetReadDeadline(time.Time{})
+	p.in.release()
+	select {
+	case <-p.done:
+		return false
+	default:
+		return true
+	}
+}
+
+// received handles every whole message and command among the bytes received,
+// then flushes what they caused.
+func (p *Peer) received(n int) error {
+	p.in.wrote(n)
+	p.count.bytesIn.Add(uint64(n))
+	p.count.reads.Add(1)
+	p.mu.Lock()
+	p.mu.corked = true
+	p.mu.Unlock()
+	err := p.handle()
+	p.uncork()
+	return err
+}
+
+func (p *Peer) uncork() {
+	p.mu.Lock()
+	p.mu.corked = false
+	if p.mu.q.empty() || p.mu.err != nil {
+		p.idleLocked()
+		p.mu.Unlock()
+		return
+	}
+	p.unlockAndFlush()
+}
+
+func (p *Peer) handle() error {
+	if p.phase == wantGreeting {
+		minor, ok, err := p.in.greeting()
+		if err != nil || !ok {
+			return err
+		}
+		p.minor, p.phase = minor, wantReady
+		p.command(func(b []byte) []byte { return appendReady(b, p.role.own, p.role.identity) })
+	}
+	for handled := 0; !p.leave.Load(); handled++ {
+		ev, err := p.in.next()
+		if err != nil || ev == evMore {
+			return err
+		}
+		if ev == evCommand {
+			if err := p.onCommand(p.in.cmd); err != nil {
+				return err
+			}
+		} else {
+			if p.phase != traffic {
+				return fmt.Errorf("%w: message before READY", ErrProtocol)
+			}
+			p.count.messagesIn.Add(1)
+			p.role.deliver(p, p.in.msg)
+			p.in.done()
+		}
+		p.relieve(handled)
+	}
+	return nil
+}
+
+// relieve flushes between two messages when replies have waited long or the
+// queue is above its bound; in the second case it waits for the peer to read.
+func (p *Peer) relieve(handled int) {
+	full := p.queued.Load() > int64(p.role.limits.queueBytes)
+	if !full {
+		if p.in.pos == p.in.end {
+			return // the flush at the end comes now
+		}
+		now := time.Now()
+		if handled == 0 {
+			p.corkedAt = now
+		}
+		if now.Sub(p.corkedAt) < corkTime {
+			return
+		}
+		p.corkedAt = now
+	}
+	p.Flush()
+	for p.queued.Load() > int64(p.role.limits.queueBytes) {
+		select {
+		case <-p.drained:
+		case <-p.done:
+			return
+		}
+	}
+}
+
+func (p *Peer) onCommand(body []byte) error {
+	name, data, err := splitCommand(body)
+	if err != nil {
+		return err
+	}
+	switch string(name) {
+	case "READY":
+		return p.onReady(data)
+	case "ERROR":
+		return parseError(data)
+	}
+	if p.phase != traffic {
+		return fmt.Errorf("%w: command %q before READY", ErrProtocol, name)
+	}
+	switch string(name) {
+	case "PING":
+		ttl, context, err := parsePing(data)
+		if err != nil {
+			return err
+		}
+		p.ttl.Store(int64(ttl) * int64(100*time.Millisecond))
+		p.command(func(b []byte) []byte { return appendPong(b, context) })
+	default: // PONG: the bytes themselves prove life; others are for other sockets
+	}
+	return nil
+}
+
+func (p *Peer) onReady(data []byte) error {
+	if p.phase == traffic {
+		return fmt.Errorf("%w: second READY", ErrProtocol)
+	}
+	r, err := parseReady(data)
+	if err != nil {
+		return err
+	}
+	if !accepts(p.role.own, r.socketType) {
+		p.command(func(b []byte) []byte { return appendError(b, "Invalid socket type") })
+		return fmt.Errorf("%w: a %s cannot talk to a %q", ErrSocketType, p.role.own, r.socketType)
+	}
+	p.routing, p.phase = r.identity, traffic
+	p.ready.Store(true)
+	p.role.connected(p)
+	return nil
+}
+
+func isEOF(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
+}

@@ -1,0 +1,121 @@
+package zmtp
+
+const (
+	refBytes    = 8 << 10   // SendOwned keeps frames of at least this size by reference
+	keepBytes   = 64 << 10  // a copy buffer above this is not kept for reuse
+	stallBytes  = 256 << 10 // what a slow peer must take within WriteTimeout
+	maxVecs     = 64        // slices per writev
+	flushRounds = 8         // rounds in which Send writes for others before a goroutine does
+)
+
+// queue is bytes to send, in order. Short frames and headers are copied into
+// buf; long ones that the caller gave away stand in vec by reference.
+//
+// vec holds what precedes buf[mark:]. When append moves buf, slices in vec keep
+// the old array, whose bytes nobody writes any more.
+type queue struct {
+	buf  []byte
+	mark int
+	vec  [][]byte
+}
+
+func (q *queue) empty() bool { return len(q.vec) == 0 && q.mark == len(q.buf) }
+
+// copyFrames appends frames; it returns the bytes added.
+func (q *queue) copyFrames(frames [][]byte) int {
+	before, flags := len(q.buf), byte(flagMore)
+	for i, f := range frames {
+		if i == len(frames)-1 {
+			flags = 0
+		}
+		q.buf = appendHeader(q.buf, flags, len(f))
+		q.buf = append(q.buf, f...)
+	}
+	return len(q.buf) - before
+}
+
+// ownFrames appends frames, the long ones by reference.
+func (q *queue) ownFrames(frames [][]byte) int {
+	added, flags := 0, byte(flagMore)
+	for i, f := range frames {
+		if i == len(frames)-1 {
+			flags = 0
+		}
+		before := len(q.buf)
+		q.buf = appendHeader(q.buf, flags, len(f))
+		if len(f) < refBytes {
+			q.buf = append(q.buf, f...)
+			added += len(q.buf) - before
+			continue
+		}
+		added += len(q.buf) - before + len(f)
+		q.seal()
+		q.vec = append(q.vec, f)
+	}
+	return added
+}
+
+// seal moves what was copied since the last seal to vec.
+func (q *queue) seal() {
+	if q.mark < len(q.buf) {
+		q.vec = append(q.vec, q.buf[q.mark:len(q.buf):len(q.buf)])
+		q.mark = len(q.buf)
+	}
+}
+
+// batch is what a flush took from the queue; whoever set writing owns it.
+type batch struct {
+	buf []byte   // lent by the queue, for reuse
+	vec [][]byte // what is left to write
+	all [][]byte // vec's array, for reuse
+}
+
+// take moves the queue's content to b, which must be empty, and leaves b's
+// old arrays to the queue.
+func (q *queue) take(b *batch) {
+	q.seal()
+	b.vec, b.all, q.vec = q.vec, q.vec, b.all[:0]
+	b.buf, q.buf, q.mark = q.buf, b.buf[:0], 0
+}
+
+// consume drops n written bytes.
+func (b *batch) consume(n int) {
+	for n > 0 {
+		if n < len(b.vec[0]) {
+			b.vec[0] = b.vec[0][n:]
+			return
+		}
+		n -= len(b.vec[0])
+		b.vec = b.vec[1:]
+	}
+}
+
+// reset forgets what was written, so that no reference outlives the write.
+func (b *batch) reset() {
+	clear(b.all)
+	b.vec, b.all = nil, b.all[:0]
+	if cap(b.buf) > keepBytes {
+		b.buf = nil
+	}
+}
+
+// chunk returns up to max bytes of what is left as at most maxVecs slices.
+func (b *batch) chunk(dst [][]byte, limit int) [][]byte {
+	dst = dst[:0]
+	for _, v := range b.vec {
+		if limit == 0 || len(dst) == maxVecs {
+			break
+		}
+		v = v[:min(len(v), limit)]
+		limit -= len(v)
+		dst = append(dst, v)
+	}
+	return dst
+}
+
+func (b *batch) bytes() (n int) {
+	for _, v := range b.vec {
+		n += len(v)
+	}
+	return n
+}

@@ -1,0 +1,72 @@
+//go:build unix
+
+package zmtp
+
+import (
+	"io"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+const haveRaw = true
+
+// onReadable runs inside RawConn.Read: it reads and handles until the socket is
+// empty, and returns false to wait for more, true to leave with p.readErr set
+// (or nil, to look at the peer's state).
+//
+// A read that does not fill the buffer has emptied the socket, so no second
+// read asks. This needs the wait and the reads to be one RawConn.Read: it arms
+// the poller once, before the first read. The end of the stream may hide behind
+// the short read when both came at once; the keeper's kick finds it.
+func (p *Peer) onReadable(fd uintptr) bool {
+	for {
+		b := p.in.space()
+		n, err := syscall.Read(int(fd), b)
+		switch {
+		case err == syscall.EINTR:
+			continue
+		case err == syscall.EAGAIN:
+			return false
+		case err != nil:
+			p.readErr = err
+			return true
+		case n == 0:
+			p.readErr = io.EOF
+			return true
+		}
+		if p.readErr = p.received(n); p.readErr != nil || p.leave.Load() {
+			return true
+		}
+		if n < len(b) {
+			return false
+		}
+	}
+}
+
+// onWritable runs inside RawConn.Write: it writes what the socket takes at once.
+func (p *Peer) onWritable(fd uintptr) bool {
+	b := &p.out
+	for len(b.vec) > 0 {
+		var n int
+		var err error
+		if len(b.vec) == 1 {
+			n, err = syscall.Write(int(fd), b.vec[0])
+		} else {
+			n, err = unix.Writev(int(fd), b.vec[:min(len(b.vec), maxVecs)])
+		}
+		p.count.writes.Add(1)
+		switch {
+		case err == syscall.EINTR:
+			continue
+		case err == syscall.EAGAIN:
+			return true
+		case err != nil:
+			p.writeErr = err
+			return true
+		}
+		b.consume(n)
+		p.wrote(n)
+	}
+	return true
+}

@@ -1,0 +1,302 @@
+package zmtp
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Handler handles one message of p. It is called on p's reading goroutine: one
+// message at a time per peer, and the next one waits, so long work belongs
+// elsewhere. m and its frames are valid until it returns.
+type Handler func(p *Peer, m Message)
+
+// RouterOptions configures a Router. A zero field means its default.
+type RouterOptions struct {
+	MaxFrameBytes   int64 // default 64 MiB
+	MaxFrames       int   // per message; default 64
+	MaxMessageBytes int64 // sum of a message's frames; default 128 MiB
+	MaxPeers        int   // connections above it are closed at once; default 4096
+	SendQueueBytes  int   // per peer, see the package comment; default 16 MiB
+
+	HandshakeTimeout  time.Duration // from accept to READY; default 5 s
+	WriteTimeout      time.Duration // for a slow peer, see the package comment; default 30 s
+	IdleTimeout       time.Duration // closes a peer that sends nothing; 0 = never
+	HeartbeatInterval time.Duration // of silence before a PING to a 3.1 peer; 0 = no PINGs
+	HeartbeatTimeout  time.Duration // for the answer; default HeartbeatInterval
+
+	// OnConnect is called after a peer's handshake, on its reading goroutine,
+	// before its first message. OnDisconnect is called once for each peer that
+	// had an OnConnect, after its last handler call, with why it ended.
+	OnConnect    func(*Peer)
+	OnDisconnect func(*Peer, error)
+
+	Logger *slog.Logger // connections that come and go at debug level; default slog.Default()
+}
+
+// Router is a ROUTER socket that serves: it listens, and gives what its peers
+// send to a Handler. Its methods are safe for concurrent use.
+type Router struct {
+	role     role // immutable
+	o        RouterOptions
+	log      *slog.Logger
+	lastID   atomic.Uint64
+	closing  chan struct{}  // closed by the first Close or Shutdown
+	stopKeep chan struct{}  // closed when the last peer is gone
+	wg       sync.WaitGroup // peers and accept loops
+	keepWG   sync.WaitGroup
+
+	mu struct {
+		sync.Mutex
+		listeners map[net.Listener]struct{}
+		peers     map[*Peer]struct{}
+		keeping   bool
+		closed    bool  // no listener and no peer may be added
+		stopped   bool  // Close has finished
+		past      Stats // of peers that are gone
+	}
+}
+
+// NewRouter returns a Router that does not listen yet.
+func NewRouter(h Handler, o RouterOptions) *Router {
+	r := &Router{
+		o:   o,
+		log: cmp.Or(o.Logger, slog.Default()),
+		role: role{
+			own: typeRouter,
+			limits: limits{
+				maxFrame:          cmp.Or(o.MaxFrameBytes, 64<<20),
+				maxMessage:        cmp.Or(o.MaxMessageBytes, 128<<20),
+				maxFrames:         cmp.Or(o.MaxFrames, 64),
+				queueBytes:        cmp.Or(o.SendQueueBytes, 16<<20),
+				handshakeTimeout:  cmp.Or(o.HandshakeTimeout, 5*time.Second),
+				idleTimeout:       o.IdleTimeout,
+				heartbeatInterval: o.HeartbeatInterval,
+				heartbeatTimeout:  cmp.Or(o.HeartbeatTimeout, o.HeartbeatInterval),
+				writeTimeout:      cmp.Or(o.WriteTimeout, 30*time.Second),
+			},
+			deliver: h,
+		},
+		closing:  make(chan struct{}),
+		stopKeep: make(chan struct{}),
+	}
+	r.o.MaxPeers = cmp.Or(o.MaxPeers, 4096)
+	r.role.connected = r.connected
+	r.mu.listeners = make(map[net.Listener]struct{})
+	r.mu.peers = make(map[*Peer]struct{})
+	r.mu.past.Closed = make(map[string]uint64)
+	return r
+}
+
+// Listen binds endpoint and starts to serve it; ctx bounds the binding only. It
+// may be called more than once. See the endpoints at parseEndpoint: tcp://host:port,
+// tcp://*:port, ipc:///path, ipc://@name; port 0 or * takes a free one.
+func (r *Router) Listen(ctx context.Context, endpoint string) (net.Addr, error) {
+	l, err := listen(ctx, endpoint)
+	if err != nil {
+		return nil, fmt.Errorf("listen on %s: %w", endpoint, err)
+	}
+	if !r.serve(l) {
+		_ = l.Close() // never used
+		return nil, ErrClosed
+	}
+	return l.Addr(), nil
+}
+
+// serve starts the accept loop of l and, with the first, the keeper.
+func (r *Router) serve(l net.Listener) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.mu.closed {
+		return false
+	}
+	r.keepLocked()
+	r.mu.listeners[l] = struct{}{}
+	r.wg.Go(func() { r.accept(l) })
+	return true
+}
+
+func (r *Router) keepLocked() {
+	if !r.mu.keeping {
+		r.mu.keeping = true
+		r.keepWG.Go(r.keep)
+	}
+}
+
+func (r *Router) accept(l net.Listener) {
+	wait := time.Duration(0)
+	for {
+		c, err := l.Accept()
+		switch {
+		case err == nil:
+			wait = 0
+			r.add(c)
+			continue
+		case errors.Is(err, net.ErrClosed):
+			return
+		case wait == 0:
+			r.log.Warn("zmtp: accept", "listener", l.Addr(), "err", err)
+		}
+		// Out of descriptors, mostly: the connection waits in the backlog.
+		wait = min(max(2*wait, 5*time.Millisecond), time.Second)
+		t := time.NewTimer(wait)
+		select {
+		case <-t.C:
+		case <-r.closing:
+			t.Stop()
+			return
+		}
+	}
+}
+
+// add makes c a peer with its own reading goroutine.
+func (r *Router) add(c net.Conn) {
+	p := newPeer(r.lastID.Add(1), c, &r.role)
+	r.mu.Lock()
+	r.mu.past.Accepted++
+	err := ErrClosed
+	if full := len(r.mu.peers) >= r.o.MaxPeers; !r.mu.closed && !full {
+		r.mu.peers[p] = struct{}{}
+		r.wg.Go(func() { r.run(p) })
+		r.mu.Unlock()
+		return
+	} else if full {
+		err = ErrTooManyPeers
+	}
+	r.mu.past.Closed[Reason(err)]++
+	r.mu.Unlock()
+	r.log.Debug("zmtp: connection refused", "remote", c.RemoteAddr(), "err", err)
+	_ = c.Close() // it never was a peer
+}
+
+func (r *Router) run(p *Peer) {
+	err := p.run()
+	r.mu.Lock()
+	delete(r.mu.peers, p)
+	r.mu.past.add(&p.count)
+	r.mu.past.Closed[Reason(err)]++
+	if p.ready.Load() {
+		r.mu.past.Handshakes++
+	}
+	r.mu.Unlock()
+	r.log.Debug("zmtp: peer gone", "peer", p.id, "remote", p.RemoteAddr(), "err", err)
+	if p.ready.Load() && r.o.OnDisconnect != nil {
+		r.o.OnDisconnect(p, err)
+	}
+}
+
+func (r *Router) connected(p *Peer) {
+	r.log.Debug("zmtp: peer connected", "peer", p.id, "remote", p.RemoteAddr())
+	if r.o.OnConnect != nil {
+		r.o.OnConnect(p)
+	}
+}
+
+// keep watches the peers' deadlines until the last one is gone.
+func (r *Router) keep() {
+	t := time.NewTicker(r.role.limits.tick())
+	defer t.Stop()
+	var peers []*Peer
+	for {
+		select {
+		case now := <-t.C:
+			peers = r.peers(peers[:0])
+			for _, p := range peers {
+				p.check(now)
+			}
+			clear(peers)
+		case <-r.stopKeep:
+			return
+		}
+	}
+}
+
+func (r *Router) peers(dst []*Peer) []*Peer {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for p := range r.mu.peers {
+		dst = append(dst, p)
+	}
+	return dst
+}
+
+// Stats returns the counts since NewRouter.
+func (r *Router) Stats() Stats {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s := r.mu.past.clone()
+	s.Peers = len(r.mu.peers)
+	for p := range r.mu.peers {
+		s.add(&p.count)
+		if p.ready.Load() {
+			s.Handshakes++
+		}
+	}
+	return s
+}
+
+// stopAccepting closes the listeners; only the first call does anything.
+func (r *Router) stopAccepting() {
+	r.mu.Lock()
+	first := !r.mu.closed
+	r.mu.closed = true
+	listeners := r.mu.listeners
+	r.mu.Unlock()
+	if first {
+		close(r.closing)
+		for l := range listeners {
+			_ = l.Close() // ends its accept loop; a second error has no reader
+		}
+	}
+}
+
+// Quiesce stops accepting and reading: after it no handler is called but those
+// already running. Replies may still be sent; Shutdown flushes them.
+func (r *Router) Quiesce() {
+	r.stopAccepting()
+	for _, p := range r.peers(nil) {
+		p.quiet.Store(true)
+		p.leave.Store(true)
+		p.kick()
+	}
+}
+
+// Shutdown stops accepting and reading, waits until what is queued has been
+// written, then closes. A server whose handlers reply later calls Quiesce,
+// waits for its own work, and then Shutdown. When ctx ends first, what is left
+// is dropped and ctx's error returned.
+func (r *Router) Shutdown(ctx context.Context) error {
+	r.Quiesce()
+	var err error
+	for _, p := range r.peers(nil) {
+		if e := p.flushed(ctx); e != nil {
+			err = e
+			break
+		}
+	}
+	return errors.Join(err, r.Close())
+}
+
+// Close stops the listeners, drops the peers and what is queued for them, and
+// returns after the last goroutine. It must not be called by a handler.
+func (r *Router) Close() error {
+	r.stopAccepting()
+	for _, p := range r.peers(nil) {
+		p.fail(ErrClosed)
+	}
+	r.wg.Wait()
+	r.mu.Lock()
+	if !r.mu.stopped {
+		r.mu.stopped = true
+		close(r.stopKeep)
+	}
+	r.mu.Unlock()
+	r.keepWG.Wait()
+	return nil
+}

@@ -1,0 +1,41 @@
+package zmtp
+
+import (
+	"maps"
+	"sync/atomic"
+)
+
+// Stats counts what a socket did since it was made, over all its connections.
+type Stats struct {
+	Peers       int               // connected now, those in their handshake included
+	Accepted    uint64            // connections that came (ROUTER) or were made (DEALER)
+	Handshakes  uint64            // of them, those that became peers
+	Closed      map[string]uint64 // connections that ended, by Reason
+	MessagesIn  uint64
+	MessagesOut uint64 // queued
+	BytesIn     uint64
+	BytesOut    uint64
+	Reads       uint64 // read calls that brought bytes
+	Writes      uint64 // write calls
+	Refused     uint64 // messages that met a full queue
+}
+
+// counters are a peer's part of Stats; its goroutines add without contention.
+type counters struct {
+	messagesIn, messagesOut, bytesIn, bytesOut, reads, writes, refused atomic.Uint64
+}
+
+func (s *Stats) add(c *counters) {
+	s.MessagesIn += c.messagesIn.Load()
+	s.MessagesOut += c.messagesOut.Load()
+	s.BytesIn += c.bytesIn.Load()
+	s.BytesOut += c.bytesOut.Load()
+	s.Reads += c.reads.Load()
+	s.Writes += c.writes.Load()
+	s.Refused += c.refused.Load()
+}
+
+func (s Stats) clone() Stats {
+	s.Closed = maps.Clone(s.Closed)
+	return s
+}

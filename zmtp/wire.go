@@ -1,0 +1,224 @@
+package zmtp
+
+import (
+	"encoding/binary"
+	"fmt"
+)
+
+// Greeting, RFC 23 section "Greeting": 64 bytes.
+//
+//	0     0xFF
+//	1..8  padding
+//	9     0x7F
+//	10    major version
+//	11    minor version
+//	12    mechanism, 20 bytes, zero padded
+//	32    as-server
+//	33    filler, 31 bytes of zero
+const (
+	greetingBytes = 64
+	majorVersion  = 3
+	minorVersion  = 1
+)
+
+// Frame flags. A header is flags + 1 B length, or flags + 8 B length.
+const (
+	flagMore    = 0x01 // another frame of this message follows
+	flagLong    = 0x02 // the length has 8 bytes, network order
+	flagCommand = 0x04 // the frame is a command, never with flagMore
+
+	maxHeader = 9
+)
+
+// maxCommandBytes bounds the body of a command. READY is under 300 B with the
+// longest identity; PING and PONG are under 24 B.
+const maxCommandBytes = 8 << 10
+
+const (
+	maxProperties   = 64
+	maxIdentity     = 255
+	maxPingContext  = 16
+	pingHeaderBytes = 5 + 2 // 1 B name length + "PING" + 2 B TTL in tenths of a second
+)
+
+type socketType string
+
+const (
+	typeRouter socketType = "ROUTER"
+	typeDealer socketType = "DEALER"
+	typeReq    socketType = "REQ"
+	typeRep    socketType = "REP"
+	typePub    socketType = "PUB"
+	typeSub    socketType = "SUB"
+	typeXPub   socketType = "XPUB"
+	typeXSub   socketType = "XSUB"
+)
+
+// compatible is RFC 23's table of peers, for the types we can be.
+var compatible = map[socketType][]socketType{
+	typeRouter: {typeDealer, typeReq, typeRouter},
+	typeDealer: {typeRouter, typeRep, typeDealer},
+	typeReq:    {typeRep, typeRouter},
+	typePub:    {typeSub, typeXSub},
+	typeSub:    {typePub, typeXPub},
+}
+
+func accepts(own socketType, peer string) bool {
+	for _, t := range compatible[own] {
+		if string(t) == peer {
+			return true
+		}
+	}
+	return false
+}
+
+func appendGreeting(b []byte) []byte {
+	b = append(b, 0xFF, 0, 0, 0, 0, 0, 0, 0, 1, 0x7F, majorVersion, minorVersion)
+	b = append(b, "NULL"...)
+	return append(b, make([]byte, greetingBytes-16)...)
+}
+
+// checkGreeting looks at as much of a greeting as has come, so that a stranger
+// is closed at its first byte. It returns the minor version once b is whole.
+func checkGreeting(b []byte) (minor byte, err error) {
+	if len(b) > 0 && b[0] != 0xFF {
+		return 0, notZMTP(b)
+	}
+	if len(b) > 9 && b[9]&1 == 0 {
+		return 0, notZMTP(b)
+	}
+	if len(b) > 10 && b[10] < majorVersion {
+		return 0, fmt.Errorf("%w: peer's major version is %d", ErrVersion, b[10])
+	}
+	if len(b) < greetingBytes {
+		return 0, nil
+	}
+	if string(b[12:32]) != "NULL"+string(make([]byte, 16)) {
+		return 0, fmt.Errorf("%w: %q", ErrMechanism, b[12:32])
+	}
+	if b[10] > majorVersion { // a newer peer speaks down to us
+		return minorVersion, nil
+	}
+	return b[11], nil
+}
+
+func appendHeader(b []byte, flags byte, size int) []byte {
+	if size <= 255 {
+		return append(b, flags, byte(size))
+	}
+	return binary.BigEndian.AppendUint64(append(b, flags|flagLong), uint64(size))
+}
+
+// appendReady writes READY as libzmq does: the type, then the identity, which
+// is present even when empty.
+func appendReady(b []byte, own socketType, identity []byte) []byte {
+	size := 6 + (1 + len("Socket-Type") + 4 + len(own)) + (1 + len("Identity") + 4 + len(identity))
+	b = appendHeader(b, flagCommand, size)
+	b = append(b, "\x05READY"...)
+	b = appendProperty(b, "Socket-Type", []byte(own))
+	return appendProperty(b, "Identity", identity)
+}
+
+func appendProperty(b []byte, name string, value []byte) []byte {
+	b = append(append(b, byte(len(name))), name...)
+	b = binary.BigEndian.AppendUint32(b, uint32(len(value)))
+	return append(b, value...)
+}
+
+func appendError(b []byte, reason string) []byte {
+	reason = reason[:min(len(reason), 240)]
+	b = appendHeader(b, flagCommand, 6+1+len(reason))
+	b = append(b, "\x05ERROR"...)
+	return append(append(b, byte(len(reason))), reason...)
+}
+
+// appendPing writes PING without a context; ttl is in tenths of a second.
+func appendPing(b []byte, ttl uint16) []byte {
+	b = appendHeader(b, flagCommand, pingHeaderBytes)
+	return binary.BigEndian.AppendUint16(append(b, "\x04PING"...), ttl)
+}
+
+func appendPong(b, context []byte) []byte {
+	b = appendHeader(b, flagCommand, 5+len(context))
+	return append(append(b, "\x04PONG"...), context...)
+}
+
+// splitCommand returns a command's name and its data.
+func splitCommand(body []byte) (name, data []byte, err error) {
+	if len(body) == 0 || body[0] == 0 || int(body[0]) > len(body)-1 {
+		return nil, nil, fmt.Errorf("%w: malformed command %q", ErrProtocol, body[:min(len(body), 16)])
+	}
+	n := 1 + int(body[0])
+	return body[1:n], body[n:], nil
+}
+
+// ready is what we use of a READY command.
+type ready struct {
+	socketType string
+	identity   string
+}
+
+// parseReady reads the properties of READY. Names compare without case
+// (RFC 23); unknown properties are skipped.
+func parseReady(b []byte) (ready, error) {
+	var r ready
+	for n := 0; len(b) > 0; n++ {
+		if n == maxProperties {
+			return r, fmt.Errorf("%w: more than %d properties in READY", ErrProtocol, maxProperties)
+		}
+		nameLen := int(b[0])
+		if nameLen == 0 || len(b) < 1+nameLen+4 {
+			return r, fmt.Errorf("%w: truncated property in READY", ErrProtocol)
+		}
+		name := b[1 : 1+nameLen]
+		size := binary.BigEndian.Uint32(b[1+nameLen:])
+		b = b[1+nameLen+4:]
+		if uint64(size) > uint64(len(b)) {
+			return r, fmt.Errorf("%w: property %q of READY claims %d bytes, %d are left", ErrProtocol, name, size, len(b))
+		}
+		value := b[:size]
+		b = b[size:]
+		switch {
+		case equalFold(name, "socket-type"):
+			r.socketType = string(value)
+		case equalFold(name, "identity"):
+			if size > maxIdentity {
+				return r, fmt.Errorf("%w: identity of %d bytes", ErrProtocol, size)
+			}
+			r.identity = string(value)
+		}
+	}
+	return r, nil
+}
+
+// equalFold compares an ASCII name with one that is in lower case.
+func equalFold(b []byte, lower string) bool {
+	if len(b) != len(lower) {
+		return false
+	}
+	for i, c := range b {
+		if 'A' <= c && c <= 'Z' {
+			c += 'a' - 'A'
+		}
+		if c != lower[i] {
+			return false
+		}
+	}
+	return true
+}
+
+// parsePing returns the TTL in tenths of a second and the context to echo.
+func parsePing(data []byte) (ttl uint16, context []byte, err error) {
+	if len(data) < 2 || len(data) > 2+maxPingContext {
+		return 0, nil, fmt.Errorf("%w: PING with %d bytes", ErrProtocol, len(data))
+	}
+	return binary.BigEndian.Uint16(data), data[2:], nil
+}
+
+// parseError returns the reason of an ERROR command.
+func parseError(data []byte) error {
+	if len(data) == 0 || int(data[0]) > len(data)-1 {
+		return fmt.Errorf("%w: malformed ERROR", ErrProtocol)
+	}
+	return &PeerError{Text: string(data[1 : 1+int(data[0])])}
+}
