@@ -69,3 +69,16 @@ func (l Layout) Shape() []int {
 func (l Layout) Fingerprint() string {
 	return fmt.Sprintf("%v/%s", l.Shape(), l.DType)
 }
+
+// FormatBytes renders a byte count for people: 96 MiB, 1.5 GiB, 512 B.
+func FormatBytes(n int64) string {
+	units := []string{"B", "KiB", "MiB", "GiB", "TiB"}
+	v, i := float64(n), 0
+	for v >= 1024 && i < len(units)-1 {
+		v, i = v/1024, i+1
+	}
+	if v == float64(int64(v)) {
+		return fmt.Sprintf("%d %s", int64(v), units[i])
+	}
+	return fmt.Sprintf("%.1f %s", v, units[i])
+}

@@ -1,0 +1,140 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+)
+
+// populateStep is how much pool memory is prepared at a time.
+const populateStep = 8 << 20
+
+// populate makes the kernel provide the pool's memory from the lowest offset up,
+// in the order in which slots are handed out: a worker copies into memory that
+// was touched before several times faster.
+func (s *Server) populate(ctx context.Context) {
+	total := s.store.PoolBytes()
+	every := time.Duration(float64(populateStep) / float64(s.opts.PopulateRate) * float64(time.Second))
+	tick := time.NewTicker(max(every, time.Millisecond))
+	defer tick.Stop()
+	for off := int64(0); off < total; off += populateStep {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		if err := s.store.Populate(off, populateStep); err != nil {
+			s.log.Warn(fmt.Sprintf("preparing pool memory stopped at %s of %s; first copies into the rest are slower",
+				kv.FormatBytes(off), kv.FormatBytes(total)), "error", err)
+			return
+		}
+		s.populated.Store(min(off+populateStep, total))
+	}
+}
+
+// summary is the state of the counters at the last summary line.
+type summary struct{ lookups, asked, hit, stored, loaded uint64 }
+
+// summarize logs one line about the time since last, if anything happened.
+func (s *Server) summarize(last summary) summary {
+	st := s.store.Stats()
+	now := summary{
+		lookups: s.n.requests[lmcache.OpLookup].Load(), asked: s.n.askedTokens.Load(), hit: s.n.hitTokens.Load(),
+		stored: st.StoredBytes, loaded: st.LoadedBytes,
+	}
+	if now == last {
+		return now
+	}
+	rate := "no tokens asked for"
+	if asked := now.asked - last.asked; asked > 0 {
+		rate = fmt.Sprintf("%.1f %% of %d tokens hit", 100*float64(now.hit-last.hit)/float64(asked), asked)
+	}
+	s.log.Info(fmt.Sprintf("last 10 s: %d lookups, %s, stored %s, retrieved %s, pool %.1f %% full",
+		now.lookups-last.lookups, rate, kv.FormatBytes(int64(now.stored-last.stored)), kv.FormatBytes(int64(now.loaded-last.loaded)),
+		100*float64(st.Bytes-st.FreeBytes)/float64(st.Bytes)))
+	return now
+}
+
+// p2pTasks answers the peer-to-peer operations of a server that lends nothing: a
+// lookup gets a task id, and asking for its result says of each key that it is
+// not held, once.
+type p2pTasks struct {
+	mu    sync.Mutex
+	last  int64
+	keys  map[int64]int
+	order []int64
+}
+
+const maxP2PTasks = 1024
+
+var errP2PKeys = errors.New("too many keys")
+
+func (t *p2pTasks) lookup(sc *scratch, p [][]byte) error {
+	n, err := lmcache.CountObjectKeys(p[0])
+	if err != nil {
+		return err
+	}
+	if n > 1<<16 {
+		return errP2PKeys
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.keys == nil {
+		t.keys = make(map[int64]int)
+	}
+	if len(t.order) >= maxP2PTasks {
+		delete(t.keys, t.order[0])
+		t.order = append(t.order[:0], t.order[1:]...)
+	}
+	t.last++
+	t.keys[t.last] = n
+	t.order = append(t.order, t.last)
+	sc.out = lmcache.AppendInt(sc.out, t.last)
+	return nil
+}
+
+func (t *p2pTasks) query(sc *scratch, p [][]byte) error {
+	id, err := lmcache.DecodeInt(p[0])
+	if err != nil {
+		return err
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if n, ok := t.keys[id]; ok {
+		delete(t.keys, id)
+		sc.out = lmcache.AppendP2PMiss(sc.out, n)
+	}
+	return nil
+}
+
+// limiter lets a few log lines per second and reason through.
+type limiter struct {
+	mu     sync.Mutex
+	second [32]int64
+	shown  [32]int
+	hidden [32]uint64
+}
+
+const linesPerSecond = 5
+
+// allow reports whether a line may be logged, and how many were not since the
+// last one.
+func (l *limiter) allow(reason int, now time.Time) (ok bool, hidden uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if sec := now.Unix(); l.second[reason] != sec {
+		l.second[reason], l.shown[reason] = sec, 0
+	}
+	if l.shown[reason] >= linesPerSecond {
+		l.hidden[reason]++
+		return false, 0
+	}
+	l.shown[reason]++
+	hidden, l.hidden[reason] = l.hidden[reason], 0
+	return true, hidden
+}

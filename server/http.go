@@ -1,0 +1,205 @@
+package server
+
+import (
+	"context"
+	"encoding/json"
+	"log/slog"
+	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+// counters count since the start.
+type counters struct {
+	requests           [256]atomic.Uint64 // by lmcache.Op
+	refusals           [32]atomic.Uint64  // by index into refusalNames
+	misses             [16]atomic.Uint64  // by store.Reason
+	dropped            atomic.Uint64      // replies whose client was gone or too slow
+	askedTokens        atomic.Uint64
+	hitTokens          atomic.Uint64
+	earlyExits         atomic.Uint64
+	storesSubmitted    atomic.Uint64
+	storesFinished     atomic.Uint64
+	retrievesSubmitted atomic.Uint64
+	retrievesFinished  atomic.Uint64
+	reaped             atomic.Uint64
+	families           sync.Map
+}
+
+func (s *Server) debug() bool { return s.log.Enabled(context.Background(), slog.LevelDebug) }
+
+// Healthy reports whether the server can serve a hit: it is not shutting down
+// and new workers can map the pool.
+func (s *Server) Healthy() bool { return !s.draining.Load() && !s.lost.Load() }
+
+// HTTPHandler returns the admin interface: GET / /healthcheck /status /version
+// /metrics, POST /cache/clear, with LMCache's bodies where it has them.
+func (s *Server) HTTPHandler() http.Handler {
+	reg := prometheus.NewRegistry()
+	reg.MustRegister(s, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
+		writeJSON(w, http.StatusOK, map[string]string{"status": "ok", "service": "Kvasir HTTP API"})
+	})
+	mux.HandleFunc("GET /healthcheck", func(w http.ResponseWriter, _ *http.Request) {
+		if s.Healthy() {
+			writeJSON(w, http.StatusOK, map[string]string{"status": "healthy"})
+			return
+		}
+		writeJSON(w, http.StatusServiceUnavailable, map[string]string{"status": "unhealthy"})
+	})
+	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, s.status()) })
+	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, s.opts.Version) })
+	mux.HandleFunc("POST /cache/clear", s.httpClear)
+	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{}))
+	return mux
+}
+
+// httpClear takes the optional body {"tier": "l1", "force": false}.
+func (s *Server) httpClear(w http.ResponseWriter, r *http.Request) {
+	body := struct {
+		Tier  string `json:"tier"`
+		Force bool   `json:"force"`
+	}{Tier: "l1"}
+	if r.ContentLength != 0 {
+		if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, 4096)).Decode(&body); err != nil {
+			writeJSON(w, http.StatusBadRequest, map[string]string{"error": "body is not {\"tier\": \"l1\", \"force\": false}: " + err.Error()})
+			return
+		}
+	}
+	if body.Tier != "l1" {
+		writeJSON(w, http.StatusBadRequest, map[string]string{"error": "unknown tier \"" + body.Tier + "\": the only tier is l1"})
+		return
+	}
+	n := s.Clear(body.Force)
+	writeJSON(w, http.StatusOK, map[string]any{"status": "ok", "cleared": map[string]any{"tier": body.Tier, "chunks": n}})
+}
+
+func writeJSON(w http.ResponseWriter, code int, v any) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	_ = json.NewEncoder(w).Encode(v) // the client is gone if this fails
+}
+
+type workerStatus struct {
+	Instance     int64   `json:"instance_id"`
+	Model        string  `json:"model_name"`
+	World        int     `json:"world_size"`
+	ChunkShape   []int   `json:"chunk_shape,omitempty"`
+	DType        string  `json:"dtype,omitempty"`
+	ChunkBytes   int64   `json:"chunk_bytes"`
+	SilentFor    float64 `json:"silent_s"`
+	Refused      string  `json:"refused,omitempty"`
+	CannotMapShm bool    `json:"cannot_map_shm,omitempty"`
+}
+
+func (s *Server) status() map[string]any {
+	st := s.store.Stats()
+	workers := []workerStatus{}
+	for _, in := range s.registry.list() {
+		w := workerStatus{
+			Instance: in.id, Model: in.model, World: in.world, ChunkBytes: in.bytes, Refused: in.refuse, CannotMapShm: in.pickle.Load(),
+			SilentFor: time.Since(time.Unix(0, in.lastSeen.Load())).Round(time.Millisecond).Seconds(),
+		}
+		if in.refuse == "" {
+			w.ChunkShape, w.DType = in.layout.Shape(), in.layout.DType
+		}
+		workers = append(workers, w)
+	}
+	slices.SortFunc(workers, func(a, b workerStatus) int { return int(min(max(a.Instance-b.Instance, -1), 1)) })
+	misses := map[string]uint64{}
+	for i := range s.n.misses {
+		if n := s.n.misses[i].Load(); n > 0 {
+			misses[store.Reason(i).String()] = n
+		}
+	}
+	return map[string]any{
+		"healthy": s.Healthy(), "version": s.opts.Version, "uptime_s": time.Since(s.started).Round(time.Millisecond).Seconds(),
+		"chunk_size": s.opts.ChunkTokens, "hash_algorithm": "blake3", "active_sessions": st.Sessions,
+		"l1": map[string]any{
+			"shm_name": s.store.PoolName(), "total_bytes": st.Bytes, "free_bytes": st.FreeBytes, "resident_bytes": st.ResidentBytes,
+			"staged_bytes": st.StagedBytes, "quarantined_bytes": st.CondemnedBytes, "populated_bytes": s.populated.Load(),
+			"resident_chunks": st.Resident, "evictable_chunks": st.EvictableObjs, "evicted_chunks": st.EvictedChunks,
+			"transfers": st.Transfers, "transfers_in_quarantine": st.Quarantined,
+		},
+		"lookup":  map[string]any{"lookups": st.Lookups, "asked_tokens": s.n.askedTokens.Load(), "hit_tokens": s.n.hitTokens.Load(), "miss_reasons": misses},
+		"workers": workers,
+	}
+}
+
+// Describe implements prometheus.Collector as an unchecked collector.
+func (s *Server) Describe(chan<- *prometheus.Desc) {}
+
+// Collect implements prometheus.Collector. Names that begin with lmcache_mp_ are
+// LMCache's, so that its dashboards keep working.
+func (s *Server) Collect(ch chan<- prometheus.Metric) {
+	st := s.store.Stats()
+	emit := func(kind prometheus.ValueType, name, help string, v float64, labels ...string) {
+		var names, values []string
+		for i := 0; i+1 < len(labels); i += 2 {
+			names, values = append(names, labels[i]), append(values, labels[i+1])
+		}
+		ch <- prometheus.MustNewConstMetric(prometheus.NewDesc(name, help, names, nil), kind, v, values...)
+	}
+	gauge := func(name, help string, v float64) { emit(prometheus.GaugeValue, name, help, v) }
+	count := func(name, help string, v uint64) { emit(prometheus.CounterValue, name, help, float64(v)) }
+
+	gauge("lmcache_mp_l1_memory_usage_bytes", "Pool bytes in use.", float64(st.Bytes-st.FreeBytes))
+	gauge("lmcache_mp_l1_usage_ratio", "Share of the pool in use.", float64(st.Bytes-st.FreeBytes)/float64(st.Bytes))
+	gauge("lmcache_mp_l1_staging_bytes", "Pool bytes reserved and not committed.", float64(st.StagedBytes))
+	gauge("lmcache_mp_active_prefetch_jobs", "Lookups in progress.", 0)
+	count("lmcache_mp_l1_read_chunks_total", "Chunks retrieved.", st.LoadedChunks)
+	count("lmcache_mp_l1_write_chunks_total", "Chunks stored.", st.StoredChunks)
+	count("lmcache_mp_l1_evicted_chunks_total", "Chunks evicted.", st.EvictedChunks)
+	count("lmcache_mp_l1_allocation_failure_chunks_total", "Stores that did not fit whole.", st.AllocationFailures)
+	count("lmcache_mp_l1_read_failure_chunks_total", "Retrieves declined because a chunk was gone or not pinned.", st.ReadFailures)
+	count("lmcache_mp_lookups_requests_total", "Lookups.", st.Lookups)
+	count("lmcache_mp_lookup_early_exit_requests_total", "Lookups answered without looking.", s.n.earlyExits.Load())
+	count("lmcache_mp_lookup_requested_tokens_total", "Tokens asked for, whole chunks.", s.n.askedTokens.Load())
+	count("lmcache_mp_lookup_hit_tokens_total", "Tokens hit.", s.n.hitTokens.Load())
+	count("lmcache_mp_lookup_hit_l1_tokens_total", "Tokens hit in the pool.", s.n.hitTokens.Load())
+	count("lmcache_mp_num_submitted_stores_total", "prepare_store calls that were tried.", s.n.storesSubmitted.Load())
+	count("lmcache_mp_num_finished_stores_total", "Stores committed.", s.n.storesFinished.Load())
+	count("lmcache_mp_num_submitted_retrieves_total", "prepare_retrieve calls that were tried.", s.n.retrievesSubmitted.Load())
+	count("lmcache_mp_num_finished_retrieves_total", "Retrieves committed.", s.n.retrievesFinished.Load())
+	count("lmcache_mp_num_chunks_loaded_total", "Chunks retrieved.", st.LoadedChunks)
+
+	gauge("kvasir_pool_populated_bytes", "Pool bytes prepared ahead of use.", float64(s.populated.Load()))
+	gauge("kvasir_pool_bytes", "Size of the pool.", float64(st.Bytes))
+	gauge("kvasir_pool_quarantined_bytes", "Pool bytes without a key that a worker may still touch.", float64(st.CondemnedBytes))
+	gauge("kvasir_transfers", "Transfers in progress.", float64(st.Transfers))
+	gauge("kvasir_transfers_quarantined", "Transfers of workers that are gone.", float64(st.Quarantined))
+	gauge("kvasir_sessions", "Sessions.", float64(st.Sessions))
+	gauge("kvasir_workers", "Registered workers.", float64(len(s.registry.list())))
+	count("kvasir_stored_bytes_total", "Bytes stored.", st.StoredBytes)
+	count("kvasir_retrieved_bytes_total", "Bytes retrieved.", st.LoadedBytes)
+	count("kvasir_evicted_bytes_total", "Bytes evicted.", st.EvictedBytes)
+	count("kvasir_late_commits_total", "Commits of workers that had been dropped.", st.LateCommits)
+	count("kvasir_holds_expired_total", "Transfers that no commit ended.", st.HoldsExpired)
+	count("kvasir_workers_reaped_total", "Workers dropped for silence.", s.n.reaped.Load())
+	count("kvasir_replies_dropped_total", "Replies whose client was gone or too slow.", s.n.dropped.Load())
+	for i := range s.n.requests {
+		if n := s.n.requests[i].Load(); n > 0 {
+			emit(prometheus.CounterValue, "kvasir_requests_total", "Requests by operation.", float64(n), "operation", lmcache.Op(i).String())
+		}
+	}
+	for i, r := range refusalNames {
+		emit(prometheus.CounterValue, "kvasir_declined_total", "Declined requests by reason.", float64(s.n.refusals[i].Load()), "reason", r.name)
+	}
+	for i := range s.n.misses {
+		if r := store.Reason(i).String(); r != "" || i == 0 {
+			if n := s.n.misses[i].Load(); n > 0 {
+				emit(prometheus.CounterValue, "kvasir_lookup_ended_total", "Lookups that were not whole hits, by why the prefix ended.", float64(n), "reason", r)
+			}
+		}
+	}
+}

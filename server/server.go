@@ -1,0 +1,351 @@
+// Package server is the node: it answers LMCache clients over a store whose
+// chunks live in shared memory.
+//
+// Every request gets an answer. What cannot be done is declined with the value
+// that the client survives, counted and logged with its reason; the protocol has
+// no error frame. Only names and offsets pass through here: workers copy chunk
+// bytes in and out of the pool themselves.
+//
+// Requests are answered on the goroutine that read them. None waits: the store
+// answers within microseconds.
+package server
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// Options configures a Server. A zero field means its default.
+type Options struct {
+	ChunkTokens       int           // tokens per chunk; default 256
+	WorkerReap        time.Duration // silence after which a worker that has pinged is dropped; default 120 s, < 0 never
+	RegistrationGrace time.Duration // the same for one that never pinged; default 3600 s
+	MemoBytes         int64         // token-list memo; default 16 MiB
+	MaxInstances      int           // registered workers; default 4096
+	PopulateRate      int64         // bytes per second of pool memory prepared ahead; 0 = none
+	DrainTimeout      time.Duration // for transfers in progress at shutdown; default 10 s
+	Logger            *slog.Logger  // default slog.Default()
+	Version           string        // reported over HTTP
+}
+
+// Server answers LMCache clients. Its methods are safe for concurrent use.
+type Server struct {
+	opts     Options
+	store    *store.Store
+	memo     *lmcache.Memo
+	log      *slog.Logger
+	started  time.Time
+	registry registry
+	router   *zmtp.Router
+	scratch  sync.Pool // *scratch
+
+	draining  atomic.Bool
+	lost      atomic.Bool  // the pool's name is gone
+	populated atomic.Int64 // bytes
+	n         counters
+	limiter   limiter
+	p2p       p2pTasks
+}
+
+// New returns a Server over st that does not listen yet. The caller closes st
+// after the Server.
+func New(st *store.Store, o Options) *Server {
+	o.ChunkTokens = cmp.Or(o.ChunkTokens, 256)
+	o.WorkerReap = cmp.Or(o.WorkerReap, 120*time.Second)
+	o.RegistrationGrace = cmp.Or(o.RegistrationGrace, 3600*time.Second)
+	o.MemoBytes = cmp.Or(o.MemoBytes, 16<<20)
+	o.MaxInstances = cmp.Or(o.MaxInstances, 4096)
+	o.DrainTimeout = cmp.Or(o.DrainTimeout, 10*time.Second)
+	o.Logger = cmp.Or(o.Logger, slog.Default())
+	s := &Server{
+		opts: o, store: st, log: o.Logger, started: time.Now(),
+		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes),
+	}
+	s.registry.init(o.MaxInstances)
+	s.scratch.New = func() any { return new(scratch) }
+	s.router = zmtp.NewRouter(s.serve, zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second})
+	return s
+}
+
+// Listen binds a ZMQ endpoint (tcp://host:port, ipc:///path) and serves it until
+// Shutdown. It returns the bound address.
+func (s *Server) Listen(ctx context.Context, endpoint string) (string, error) {
+	addr, err := s.router.Listen(ctx, endpoint)
+	if err != nil {
+		return "", err
+	}
+	return addr.String(), nil
+}
+
+// Run does the Server's background work until ctx ends: expiry once a second,
+// and the preparation of pool memory.
+func (s *Server) Run(ctx context.Context) {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	if s.opts.PopulateRate > 0 {
+		wg.Go(func() { s.populate(ctx) })
+	}
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	var last summary
+	for n := 1; ; n++ {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		s.store.Expire()
+		s.reap(time.Now())
+		if n%10 == 0 {
+			s.checkName()
+			last = s.summarize(last)
+		}
+	}
+}
+
+// checkName notices that somebody removed the pool's name: workers that have
+// mapped it go on, new ones could not map it.
+func (s *Server) checkName() {
+	if s.store.NameLost() && !s.lost.Swap(true) {
+		s.log.Error("the pool's shared-memory name was removed; new workers cannot map it: restart the server", "shm", s.store.PoolName())
+	}
+}
+
+// Shutdown stops serving: new transfers are declined at once, those in progress
+// may commit until the drain timeout or ctx ends, then the sockets close. It
+// returns after the last reply is sent.
+func (s *Server) Shutdown(ctx context.Context) error {
+	s.draining.Store(true)
+	ctx, cancel := context.WithTimeout(ctx, s.opts.DrainTimeout)
+	defer cancel()
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		st := s.store.Stats()
+		if st.Transfers == st.Quarantined {
+			break
+		}
+		select {
+		case <-tick.C:
+			continue
+		case <-ctx.Done():
+			s.log.Warn(fmt.Sprintf("stopping with %d transfers in progress; their workers get no answer", st.Transfers-st.Quarantined))
+		}
+		break
+	}
+	return s.router.Shutdown(ctx)
+}
+
+// Close stops serving at once.
+func (s *Server) Close() error { return s.router.Close() }
+
+// scratch is what answering one request needs; reused.
+type scratch struct {
+	key    lmcache.KeyView
+	out    []byte
+	frames [3][]byte
+	place  store.Place
+	slots  lmcache.Slots
+}
+
+func (s *Server) serve(p *zmtp.Peer, m zmtp.Message) {
+	sc := s.scratch.Get().(*scratch)
+	defer s.scratch.Put(sc)
+	reply := s.answer(sc, m)
+	if reply == nil {
+		return
+	}
+	if err := p.Send(reply...); err != nil {
+		s.n.dropped.Add(1)
+	}
+}
+
+// Answer returns the frames that answer message m, or nil for a message that
+// gets no answer. The frames are valid until the next call with the same
+// goroutine's scratch; tests and in-process clients use it.
+func (s *Server) Answer(m [][]byte) [][]byte {
+	return s.answer(new(scratch), m)
+}
+
+func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
+	if len(m) < 2 {
+		s.refuse(lmcache.OpUnknown, errShort)
+		return nil
+	}
+	if len(m[1]) == 0 && len(m) == 3 && isStreamControl(m[2]) {
+		return nil // flow control of an event stream: we have none open
+	}
+	sc.frames = [3][]byte{m[0], m[1]}
+	sc.out = sc.out[:0]
+	op, err := lmcache.ParseOp(m[1])
+	if err == nil {
+		err = s.handle(sc, op, m[2:])
+	}
+	if err != nil {
+		s.hintFamily(m)
+		var ok bool
+		sc.out, ok = lmcache.AppendNegative(sc.out[:0], op, err.Error())
+		s.refuse(op, err)
+		if !ok {
+			sc.out = sc.out[:0]
+		}
+	}
+	if len(sc.out) == 0 {
+		return sc.frames[:2]
+	}
+	sc.frames[2] = sc.out
+	return sc.frames[:3]
+}
+
+func isStreamControl(b []byte) bool { return string(b) == "ack" || string(b) == "cancel" }
+
+// handle answers one operation: it appends the result frame to sc.out, or leaves
+// it empty for None. An error is answered with the operation's negative value.
+func (s *Server) handle(sc *scratch, op lmcache.Op, p [][]byte) error {
+	s.n.requests[op].Add(1)
+	if err := op.CheckPayloads(len(p)); err != nil {
+		return err
+	}
+	switch op {
+	case lmcache.OpNoop:
+		sc.out = lmcache.AppendString(sc.out, "OK")
+		return nil
+	case lmcache.OpPing:
+		return s.ping(sc, p)
+	case lmcache.OpGetChunkSize:
+		sc.out = lmcache.AppendInt(sc.out, int64(s.opts.ChunkTokens))
+		return nil
+	case lmcache.OpGetExperimental: // no optional features yet
+		sc.out, _ = lmcache.AppendNegative(sc.out, op, "")
+		return nil
+	case lmcache.OpLookup:
+		return s.lookup(sc, p)
+	case lmcache.OpQueryPrefetchStatus, lmcache.OpWaitPrefetchStatus:
+		return s.prefetchStatus(sc, p)
+	case lmcache.OpFreeLookupLocks:
+		return s.freeLookupLocks(sc, p)
+	case lmcache.OpEndSession:
+		return s.endSession(p)
+	case lmcache.OpPrepareStore:
+		return s.prepareStore(sc, p)
+	case lmcache.OpCommitStore:
+		return s.commitStore(sc, p)
+	case lmcache.OpPrepareRetrieve:
+		return s.prepareRetrieve(sc, p)
+	case lmcache.OpCommitRetrieve:
+		return s.commitRetrieve(sc, p)
+	case lmcache.OpRegisterEngineDriven:
+		return s.registerEngineDriven(sc, p)
+	case lmcache.OpUnregisterEngineDriven, lmcache.OpUnregisterKVCache:
+		return s.unregister(p)
+	case lmcache.OpClear:
+		return s.clear(p)
+	case lmcache.OpReportBlockAllocation:
+		_, err := lmcache.DecodeBlockAllocations(p[2])
+		return err
+	}
+	return s.handleRare(sc, op, p)
+}
+
+// handleRare answers what no vLLM engine in engine-driven mode asks for.
+func (s *Server) handleRare(sc *scratch, op lmcache.Op, p [][]byte) error {
+	switch op {
+	case lmcache.OpRegisterKVCache:
+		return s.registerKVCache(p)
+	case lmcache.OpP2PLookupAndLock:
+		return s.p2p.lookup(sc, p)
+	case lmcache.OpP2PQueryLookupResults:
+		return s.p2p.query(sc, p)
+	case lmcache.OpP2PUnlockObjects: // nothing is ever locked for a peer
+		_, err := lmcache.CountObjectKeys(p[0])
+		return err
+	case lmcache.OpUnknown:
+		return errUnknownOp
+	}
+	return errUnsupported
+}
+
+// reasons of refusals, also the label values of the metric
+var (
+	errShort       = errors.New("message with fewer than two frames")
+	errUnknownOp   = errors.New("unknown operation")
+	errUnsupported = errors.New("operation is not supported by this server")
+	errInstance    = errors.New("worker instance is not registered")
+	errRefused     = errors.New("worker registered for a transfer mode this server does not serve")
+	errModel       = errors.New("no worker is registered for this model and world size")
+	errDraining    = errors.New("server is shutting down")
+	errMiss        = errors.New("chunks are not readable")
+	errNoCommit    = errors.New("no transfer of that key is in progress")
+	errReaders     = errors.New("num_kv_readers is 0")
+	errPickle      = errors.New("worker sent pickled tensors: it could not map the pool")
+	errLate        = errors.New("commit of a worker that was dropped or registered anew in between")
+	errRoom        = errors.New("no room in the pool")
+)
+
+var refusalNames = []struct {
+	err  error
+	name string
+}{
+	{errShort, "short_message"},
+	{errUnknownOp, "unknown_operation"},
+	{errUnsupported, "unsupported"},
+	{errInstance, "unknown_instance"},
+	{errRefused, "refused_instance"},
+	{errModel, "unknown_model"},
+	{errDraining, "draining"},
+	{errMiss, "miss"},
+	{errNoCommit, "no_transfer"},
+	{errReaders, "no_readers"},
+	{errPickle, "pickle"},
+	{errLate, "late_commit"},
+	{errRoom, "no_room"},
+	{store.ErrBusy, "busy"},
+	{lmcache.ErrRange, "range"},
+	{lmcache.ErrPayloads, "payload_count"},
+	{nil, "malformed"}, // everything else: a frame that does not decode
+}
+
+func refusalIndex(err error) int {
+	for i, r := range refusalNames {
+		if r.err != nil && errors.Is(err, r.err) {
+			return i
+		}
+	}
+	return len(refusalNames) - 1
+}
+
+// refuse counts and logs a declined request, a few lines per second and reason.
+func (s *Server) refuse(op lmcache.Op, err error) {
+	i := refusalIndex(err)
+	s.n.refusals[i].Add(1)
+	if ok, more := s.limiter.allow(i, time.Now()); ok {
+		attrs := []any{"operation", op.String(), "reason", err.Error()}
+		if more > 0 {
+			attrs = append(attrs, "not_shown", more)
+		}
+		s.log.Warn("declined", attrs...)
+	}
+}
+
+// hintFamily logs, once per family, that a request looks like the first one of a
+// client that numbers operations otherwise.
+func (s *Server) hintFamily(m [][]byte) {
+	fam := lmcache.GuessFamily(m[1], len(m)-2)
+	if fam == "" {
+		return
+	}
+	if _, said := s.n.families.LoadOrStore(fam, true); !said {
+		s.log.Error(fmt.Sprintf("a client speaks the protocol of LMCache %s, which numbers operations differently; "+
+			"this server speaks 0.5.3 and later: upgrade the client's lmcache package", fam))
+	}
+}
