@@ -218,15 +218,24 @@ func (p *Peer) unlockAndFlush() {
 
 // command queues the bytes that build appends and flushes them.
 func (p *Peer) command(build func([]byte) []byte) {
+	p.enqueue(build)
 	p.mu.Lock()
-	if p.mu.err != nil {
+	if p.mu.err != nil || p.mu.q.empty() {
 		p.mu.Unlock()
 		return
 	}
-	before := len(p.mu.q.buf)
-	p.mu.q.buf = build(p.mu.q.buf)
-	p.queued.Add(int64(len(p.mu.q.buf) - before))
 	p.unlockAndFlush()
+}
+
+// enqueue appends what build does, whole frames, however full the queue is.
+func (p *Peer) enqueue(build func([]byte) []byte) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.mu.err == nil {
+		before := len(p.mu.q.buf)
+		p.mu.q.buf = build(p.mu.q.buf)
+		p.queued.Add(int64(len(p.mu.q.buf) - before))
+	}
 }
 
 // flush writes until the queue is empty or the socket is full; then the rest

@@ -112,10 +112,3 @@ func (b *batch) chunk(dst [][]byte, limit int) [][]byte {
 	}
 	return dst
 }
-
-func (b *batch) bytes() (n int) {
-	for _, v := range b.vec {
-		n += len(v)
-	}
-	return n
-}

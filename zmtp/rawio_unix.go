@@ -22,7 +22,7 @@ const haveRaw = true
 func (p *Peer) onReadable(fd uintptr) bool {
 	for {
 		b := p.in.space()
-		n, err := syscall.Read(int(fd), b)
+		n, err := tryRead(fd, b)
 		switch {
 		case err == syscall.EINTR:
 			continue
@@ -51,7 +51,7 @@ func (p *Peer) onWritable(fd uintptr) bool {
 		var n int
 		var err error
 		if len(b.vec) == 1 {
-			n, err = syscall.Write(int(fd), b.vec[0])
+			n, err = tryWrite(fd, b.vec[0])
 		} else {
 			n, err = unix.Writev(int(fd), b.vec[:min(len(b.vec), maxVecs)])
 		}
@@ -70,3 +70,8 @@ func (p *Peer) onWritable(fd uintptr) bool {
 	}
 	return true
 }
+
+// tryRead and tryWrite are the calls of the fast path, on a non-blocking
+// descriptor.
+func tryRead(fd uintptr, b []byte) (int, error)  { return syscall.Read(int(fd), b) }
+func tryWrite(fd uintptr, b []byte) (int, error) { return syscall.Write(int(fd), b) }

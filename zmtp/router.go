@@ -69,18 +69,8 @@ func NewRouter(h Handler, o RouterOptions) *Router {
 		o:   o,
 		log: cmp.Or(o.Logger, slog.Default()),
 		role: role{
-			own: typeRouter,
-			limits: limits{
-				maxFrame:          cmp.Or(o.MaxFrameBytes, 64<<20),
-				maxMessage:        cmp.Or(o.MaxMessageBytes, 128<<20),
-				maxFrames:         cmp.Or(o.MaxFrames, 64),
-				queueBytes:        cmp.Or(o.SendQueueBytes, 16<<20),
-				handshakeTimeout:  cmp.Or(o.HandshakeTimeout, 5*time.Second),
-				idleTimeout:       o.IdleTimeout,
-				heartbeatInterval: o.HeartbeatInterval,
-				heartbeatTimeout:  cmp.Or(o.HeartbeatTimeout, o.HeartbeatInterval),
-				writeTimeout:      cmp.Or(o.WriteTimeout, 30*time.Second),
-			},
+			own:     typeRouter,
+			limits:  newLimits(o),
 			deliver: h,
 		},
 		closing:  make(chan struct{}),
@@ -92,6 +82,20 @@ func NewRouter(h Handler, o RouterOptions) *Router {
 	r.mu.peers = make(map[*Peer]struct{})
 	r.mu.past.Closed = make(map[string]uint64)
 	return r
+}
+
+func newLimits(o RouterOptions) limits {
+	return limits{
+		maxFrame:          cmp.Or(o.MaxFrameBytes, 64<<20),
+		maxMessage:        cmp.Or(o.MaxMessageBytes, 128<<20),
+		maxFrames:         cmp.Or(o.MaxFrames, 64),
+		queueBytes:        cmp.Or(o.SendQueueBytes, 16<<20),
+		handshakeTimeout:  cmp.Or(o.HandshakeTimeout, 5*time.Second),
+		idleTimeout:       o.IdleTimeout,
+		heartbeatInterval: o.HeartbeatInterval,
+		heartbeatTimeout:  cmp.Or(o.HeartbeatTimeout, o.HeartbeatInterval),
+		writeTimeout:      cmp.Or(o.WriteTimeout, 30*time.Second),
+	}
 }
 
 // Listen binds endpoint and starts to serve it; ctx bounds the binding only. It

@@ -1,0 +1,331 @@
+package zmtp
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"sync"
+	"time"
+)
+
+const (
+	firstBackoff = 10 * time.Millisecond
+	lastBackoff  = time.Second
+)
+
+// DealerOptions configures a Dealer. A zero field means its default, which is
+// RouterOptions' where the name is the same.
+type DealerOptions struct {
+	// Handler is called on the reading goroutine, one message at a time. The
+	// message and its frames are valid until it returns.
+	Handler func(Message)
+	// OnState is called when a connection is ready (true, nil), and when it
+	// ends or an attempt fails (false, why), always on the same goroutine as
+	// Handler or between its calls.
+	OnState func(connected bool, err error)
+
+	Identity        []byte // routing id to announce, at most 255 bytes; default none
+	MaxFrameBytes   int64
+	MaxFrames       int
+	MaxMessageBytes int64
+	SendQueueBytes  int // also the bound of what waits for a connection
+
+	ConnectTimeout    time.Duration // of one attempt; default 5 s
+	HandshakeTimeout  time.Duration
+	WriteTimeout      time.Duration
+	IdleTimeout       time.Duration
+	HeartbeatInterval time.Duration
+	HeartbeatTimeout  time.Duration
+
+	Logger *slog.Logger
+}
+
+// Dealer is a DEALER socket with one connection, made again when it is lost
+// (after 10 ms, then twice as long each time up to 1 s, less up to a half at
+// random).
+//
+// Messages sent while there is no connection wait for the next one. Those that
+// were given to a connection that died are not sent again: some of them may
+// have arrived. Its methods are safe for concurrent use.
+type Dealer struct {
+	endpoint string // immutable
+	o        DealerOptions
+	role     role
+	log      *slog.Logger
+	dial     func(context.Context) (net.Conn, error)
+	stop     chan struct{} // closed by Close
+	wg       sync.WaitGroup
+
+	mu struct {
+		sync.Mutex
+		started bool
+		closed  bool
+		peer    *Peer // being connected or connected
+		ready   bool  // peer takes messages
+		waiting queue // messages for the next connection
+		bytes   int   // in waiting
+		past    Stats
+	}
+}
+
+// NewDealer returns a Dealer that does not connect yet.
+func NewDealer(endpoint string, o DealerOptions) *Dealer {
+	d := &Dealer{
+		endpoint: endpoint,
+		o:        o,
+		log:      cmp.Or(o.Logger, slog.Default()),
+		stop:     make(chan struct{}),
+		role: role{own: typeDealer, identity: o.Identity, limits: newLimits(RouterOptions{
+			MaxFrameBytes: o.MaxFrameBytes, MaxFrames: o.MaxFrames, MaxMessageBytes: o.MaxMessageBytes,
+			SendQueueBytes: o.SendQueueBytes, HandshakeTimeout: o.HandshakeTimeout, WriteTimeout: o.WriteTimeout,
+			IdleTimeout: o.IdleTimeout, HeartbeatInterval: o.HeartbeatInterval, HeartbeatTimeout: o.HeartbeatTimeout,
+		})},
+	}
+	d.dial = func(ctx context.Context) (net.Conn, error) { return dial(ctx, endpoint) }
+	d.role.connected = d.connected
+	d.role.deliver = func(_ *Peer, m Message) {
+		if o.Handler != nil {
+			o.Handler(m)
+		}
+	}
+	d.mu.past.Closed = make(map[string]uint64)
+	return d
+}
+
+// Start begins to connect, in the background. It fails on an endpoint that
+// cannot be, not on one where nobody listens yet. Close ends what it began.
+func (d *Dealer) Start() error {
+	if _, _, err := parseEndpoint(d.endpoint); err != nil {
+		return err
+	}
+	if len(d.o.Identity) > maxIdentity {
+		return fmt.Errorf("zmtp: identity of %d bytes, at most %d", len(d.o.Identity), maxIdentity)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.mu.closed {
+		return ErrClosed
+	}
+	if !d.mu.started {
+		d.mu.started = true
+		d.wg.Go(d.run)
+	}
+	return nil
+}
+
+// Send queues one message of copied frames: to the connection, as Peer.Send
+// does, or for the next one. ErrQueueFull means that SendQueueBytes wait, and
+// ErrClosed that the Dealer was closed.
+func (d *Dealer) Send(frames ...[]byte) error {
+	if p := d.ready(); p != nil {
+		if err := p.Send(frames...); !errors.Is(err, ErrClosed) {
+			return err
+		}
+	}
+	return d.wait(frames)
+}
+
+// SendOwned is Send for frames that nobody will write to again, as
+// Peer.SendOwned; without a connection they are copied.
+func (d *Dealer) SendOwned(frames ...[]byte) error {
+	if p := d.ready(); p != nil {
+		if err := p.SendOwned(frames...); !errors.Is(err, ErrClosed) {
+			return err
+		}
+	}
+	return d.wait(frames)
+}
+
+func (d *Dealer) ready() *Peer {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if !d.mu.ready || d.mu.closed {
+		return nil
+	}
+	return d.mu.peer
+}
+
+// wait queues a message for the next connection. If that came meanwhile, the
+// message goes to it.
+func (d *Dealer) wait(frames [][]byte) error {
+	if len(frames) == 0 {
+		return errNoFrames
+	}
+	p, err := d.hold(frames)
+	if p != nil {
+		p.Flush()
+	}
+	return err
+}
+
+func (d *Dealer) hold(frames [][]byte) (flush *Peer, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch {
+	case d.mu.closed:
+		return nil, ErrClosed
+	case d.mu.bytes > d.role.limits.queueBytes:
+		d.mu.past.Refused++
+		return nil, ErrQueueFull
+	}
+	d.mu.past.MessagesOut++
+	d.mu.bytes += d.mu.waiting.copyFrames(frames)
+	if !d.mu.ready || d.mu.peer.Err() != nil {
+		return nil, nil
+	}
+	d.giveLocked(d.mu.peer)
+	return d.mu.peer, nil
+}
+
+// giveLocked queues the waiting messages at p, which is to be flushed.
+func (d *Dealer) giveLocked(p *Peer) {
+	if d.mu.bytes > 0 {
+		p.enqueue(func(b []byte) []byte { return append(b, d.mu.waiting.buf...) })
+		d.mu.waiting, d.mu.bytes = queue{}, 0
+	}
+}
+
+// Stats returns the counts since NewDealer.
+func (d *Dealer) Stats() Stats {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	s := d.mu.past.clone()
+	if p := d.mu.peer; p != nil {
+		s.Peers = 1
+		s.add(&p.count)
+	}
+	return s
+}
+
+// Close drops the connection and what is queued, and returns after the last
+// goroutine. Neither Handler nor OnState may call it.
+func (d *Dealer) Close() error {
+	d.mu.Lock()
+	if !d.mu.closed {
+		d.mu.closed = true
+		close(d.stop)
+	}
+	p := d.mu.peer
+	d.mu.Unlock()
+	if p != nil {
+		p.fail(ErrClosed)
+	}
+	d.wg.Wait()
+	return nil
+}
+
+// run connects until Close.
+func (d *Dealer) run() {
+	backoff := firstBackoff
+	for {
+		ready, err := d.session()
+		if d.isClosed() {
+			return
+		}
+		d.state(false, err)
+		if ready {
+			backoff = firstBackoff
+		}
+		t := time.NewTimer(backoff - time.Duration(rand.Int64N(int64(backoff/2))))
+		backoff = min(2*backoff, lastBackoff)
+		select {
+		case <-t.C:
+		case <-d.stop:
+			t.Stop()
+			return
+		}
+	}
+}
+
+// session makes one connection and reads it to its end.
+func (d *Dealer) session() (ready bool, err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), cmp.Or(d.o.ConnectTimeout, 5*time.Second))
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() { // Close ends an attempt
+		select {
+		case <-d.stop:
+			cancel()
+		case <-stop:
+		}
+	})
+	c, err := d.dial(ctx)
+	close(stop)
+	wg.Wait()
+	cancel()
+	if err != nil {
+		return false, fmt.Errorf("connect to %s: %w", d.endpoint, err)
+	}
+	return d.converse(c)
+}
+
+func (d *Dealer) converse(c net.Conn) (ready bool, err error) {
+	d.mu.Lock()
+	p := newPeer(d.mu.past.Accepted+1, c, &d.role)
+	if d.mu.closed {
+		d.mu.Unlock()
+		_ = c.Close() // unused
+		return false, ErrClosed
+	}
+	d.mu.past.Accepted++
+	d.mu.peer = p
+	d.mu.Unlock()
+
+	var keeper sync.WaitGroup
+	keeper.Go(func() { d.keep(p) })
+	err = p.run()
+	keeper.Wait()
+
+	d.mu.Lock()
+	d.mu.peer, d.mu.ready = nil, false
+	d.mu.past.add(&p.count)
+	d.mu.past.Closed[Reason(err)]++
+	d.mu.Unlock()
+	return p.ready.Load(), err
+}
+
+func (d *Dealer) keep(p *Peer) {
+	t := time.NewTicker(d.role.limits.tick())
+	defer t.Stop()
+	for {
+		select {
+		case now := <-t.C:
+			p.check(now)
+		case <-p.done:
+			return
+		}
+	}
+}
+
+// connected gives the waiting messages to p; it runs on p's reading goroutine,
+// which flushes them.
+func (d *Dealer) connected(p *Peer) {
+	d.mu.Lock()
+	d.mu.past.Handshakes++
+	d.giveLocked(p)
+	d.mu.ready = true
+	d.mu.Unlock()
+	d.state(true, nil)
+}
+
+func (d *Dealer) state(connected bool, err error) {
+	if connected || !errors.Is(err, ErrClosed) {
+		d.log.Debug("zmtp: dealer", "endpoint", d.endpoint, "connected", connected, "err", err)
+	}
+	if d.o.OnState != nil {
+		d.o.OnState(connected, err)
+	}
+}
+
+func (d *Dealer) isClosed() bool {
+	select {
+	case <-d.stop:
+		return true
+	default:
+		return false
+	}
+}
