@@ -1,0 +1,12 @@
+// Command kvasir is the KV-cache data plane for LLM serving: see kvasir --help.
+package main
+
+import (
+	"os"
+
+	"github.com/kvasir-kv/kvasir/internal/cli"
+)
+
+func main() {
+	os.Exit(cli.Main(os.Args[1:], os.Stdout, os.Stderr))
+}

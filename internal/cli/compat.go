@@ -1,0 +1,63 @@
+package cli
+
+import (
+	"slices"
+	"strings"
+)
+
+// lmcacheFlags lists the flags of "lmcache server" 0.5.6 that mean nothing here,
+// and whether they take values. Command lines written for that server work; what
+// is ignored is said once.
+var lmcacheFlags = func() map[string]bool {
+	m := make(map[string]bool)
+	for _, name := range strings.Fields(`
+		coordinator-event-reporting disable-grpc-metrics disable-logging disable-metrics
+		disable-observability enable-blend-reorder enable-dedup-content enable-extra-logging
+		enable-gc-monitor enable-segmented-prefix enable-tracing gds-l1-use-direct-io
+		isolated-ipc l1-use-hugepages l1-use-lazy run-script-api-enabled separate-object-groups`) {
+		m["--"+name], m["--no-"+name] = false, false
+	}
+	for _, name := range strings.Fields(`
+		coordinator-advertise-ip coordinator-blend-match-concurrency coordinator-blend-timeout
+		coordinator-event-flush-interval coordinator-event-transport coordinator-heartbeat-interval
+		coordinator-kafka-bootstrap-servers coordinator-kafka-delivery-timeout
+		coordinator-kafka-topic coordinator-url enable engine-type event-bus-queue-size
+		eviction-ratio eviction-trigger-watermark extra-logging-interval format
+		gc-monitor-min-pause-ms gc-monitor-top-objects gds-l1-backend gds-l1-path
+		grpc-server-workers instance-id kv-event-log-size l1-devdax-path l1-init-size-gb
+		l1-manager l1-read-ttl-seconds l2-adapter l2-prefetch-max-in-flight
+		l2-prefetch-policy l2-store-policy lookup-hash-log-dir lookup-hash-log-max-files
+		lookup-hash-log-rotation-interval lookup-hash-log-rotation-max-size max-cpu-workers
+		max-gpu-workers max-workers metrics-sample-rate null-block-id otlp-endpoint output
+		p2p-advertise-url p2p-listen-url p2p-load-timeout p2p-lookup-timeout
+		p2p-transfer-engine periodic-notifier-interval-ms prometheus-port
+		runtime-plugin-config runtime-plugin-locations script-allowed-imports server-module
+		trace-level trace-output`) {
+		m["--"+name] = true
+	}
+	return m
+}()
+
+// dropLMCacheFlags takes those flags, and their values, out of the arguments of
+// the server command.
+func dropLMCacheFlags(args []string) (kept, dropped []string) {
+	at := slices.Index(args, "server")
+	if at < 0 {
+		return args, nil
+	}
+	kept = append(kept, args[:at+1]...)
+	for i := at + 1; i < len(args); i++ {
+		name, _, joined := strings.Cut(args[i], "=")
+		takes, known := lmcacheFlags[name]
+		if !known {
+			kept = append(kept, args[i])
+			continue
+		}
+		dropped = append(dropped, name)
+		for takes && !joined && i+1 < len(args) && !strings.HasPrefix(args[i+1], "--") {
+			i++
+		}
+	}
+	slices.Sort(dropped)
+	return kept, slices.Compact(dropped)
+}

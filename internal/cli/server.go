@@ -1,0 +1,182 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+// serverCmd has LMCache's flag names.
+type serverCmd struct {
+	Host      string  `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
+	Port      int     `help:"ZMQ port." default:"5555" group:"Network"`
+	IPC       string  `name:"ipc" help:"Also listen on this UNIX socket path." group:"Network" placeholder:"PATH"`
+	HTTPHost  string  `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
+	HTTPPort  int     `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
+	L1SizeGB  float64 `name:"l1-size-gb" help:"Pool size in GiB." default:"4" group:"Pool"`
+	ChunkSize int     `help:"Tokens per chunk; a multiple of the engine's block size." default:"256" group:"Pool"`
+	ShmName   string  `help:"Name of the pool under /dev/shm; lmcache_l1_pool_ is put before it when missing. Default: derived from the port." group:"Pool"`
+	Align     int64   `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two." default:"4096" group:"Pool"`
+	Populate  int64   `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none: first copies into untouched memory are several times slower." default:"1024" group:"Pool"`
+
+	Reap    float64 `name:"worker-reap-timeout-seconds" help:"Silence after which a worker is dropped, 0 for never." default:"120" group:"Timers"`
+	Grace   float64 `name:"worker-registration-grace-seconds" help:"The same for a worker that has never pinged." default:"3600" group:"Timers"`
+	Session float64 `name:"session-ttl-seconds" help:"Idle time after which a request's pins are dropped." default:"600" group:"Timers"`
+	Hold    float64 `name:"l1-write-ttl-seconds" help:"Quarantine: time after which memory that a worker was told about and never committed is used again." default:"600" group:"Timers"`
+	Drain   float64 `name:"drain-timeout-seconds" help:"Time for transfers in progress to commit at shutdown." default:"10" group:"Timers"`
+
+	Mode     string `name:"supported-transfer-mode" help:"engine_driven or auto; lmcache_driven workers are declined." default:"engine_driven" enum:"engine_driven,auto,lmcache_driven" group:"Compatibility"`
+	Hash     string `name:"hash-algorithm" help:"Only blake3: the others need Python." default:"blake3" group:"Compatibility"`
+	Eviction string `name:"eviction-policy" help:"Only LRU; the others run as LRU." default:"LRU" enum:"LRU,ARC,IsolatedLRU,noop" group:"Compatibility"`
+	Wire     string `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
+}
+
+// Help implements kong's detailed help.
+func (serverCmd) Help() string {
+	return `Examples:
+  kvasir server --l1-size-gb 100
+  kvasir server --port 5556 --http-port 8081 --l1-size-gb 0.5 --chunk-size 128
+
+Then start vLLM on the same host, as the same user:
+  vllm serve MODEL --kv-transfer-config '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",
+    "kv_connector_extra_config":{"lmcache.mp.mp_transfer_mode":"engine_driven"}}'
+
+The flags of "lmcache server" are accepted; those that mean nothing here are named in one warning.`
+}
+
+// lmcachePrefix is what LMCache puts before the names of its pools.
+const lmcachePrefix = "lmcache_l1_pool_"
+
+func (c *serverCmd) poolName() string {
+	name := strings.TrimPrefix(c.ShmName, "/")
+	if name == "" {
+		name = fmt.Sprintf("kvasir_%d", c.Port)
+	}
+	if !strings.HasPrefix(name, lmcachePrefix) {
+		name = lmcachePrefix + name
+	}
+	return name
+}
+
+// check refuses what cannot work, with what to do about it.
+func (c *serverCmd) check() error {
+	bytes := c.L1SizeGB * (1 << 30)
+	switch {
+	case c.Hash != "blake3":
+		return fmt.Errorf("%w: --hash-algorithm %s is computed by Python code inside vLLM; only blake3 (LMCache's default) is served", errUsage, c.Hash)
+	case c.Wire != "zmq":
+		return fmt.Errorf("%w: --transport %s is not served; use zmq and a tcp:// URL in the engine", errUsage, c.Wire)
+	case c.Mode == "lmcache_driven":
+		return fmt.Errorf("%w: --supported-transfer-mode lmcache_driven is not served; use engine_driven here and lmcache.mp.mp_transfer_mode=engine_driven in the engine", errUsage)
+	case c.ChunkSize < 1 || c.ChunkSize > kv.MaxChunkTokens:
+		return fmt.Errorf("%w: --chunk-size %d is outside 1 to %d", errUsage, c.ChunkSize, kv.MaxChunkTokens)
+	case c.Align < 64 || c.Align > 1<<30 || c.Align&(c.Align-1) != 0:
+		return fmt.Errorf("%w: --l1-align-bytes %d is not a power of two from 64 to 2^30", errUsage, c.Align)
+	case !(bytes >= float64(c.Align)) || bytes > 1<<50:
+		return fmt.Errorf("%w: --l1-size-gb %v is outside one alignment (%d bytes) to 2^20 GiB", errUsage, c.L1SizeGB, c.Align)
+	case c.Populate < 0 || min(c.Reap, c.Grace, c.Session, c.Hold, c.Drain) < 0:
+		return fmt.Errorf("%w: negative rate or time", errUsage)
+	}
+	return nil
+}
+
+func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+
+// orNever turns LMCache's 0 = never into a negative duration.
+func orNever(s float64) time.Duration {
+	if s == 0 {
+		return -1
+	}
+	return seconds(s)
+}
+
+// Run serves until a signal.
+func (c *serverCmd) Run(e *env) error {
+	if err := c.check(); err != nil {
+		return err
+	}
+	if len(e.ignored) > 0 {
+		e.log.Warn("flags without meaning here were ignored: " + strings.Join(e.ignored, " "))
+	}
+	if c.Eviction != "LRU" {
+		e.log.Warn(fmt.Sprintf("--eviction-policy %s is not available: LRU by bytes is used", c.Eviction))
+	}
+	p, err := pool.Open(pool.Options{Name: c.poolName(), Bytes: int64(c.L1SizeGB * (1 << 30)), Align: c.Align, ChunkTokens: c.ChunkSize})
+	if err != nil {
+		return c.explain(err)
+	}
+	st := store.New(p, store.Options{Quarantine: seconds(c.Hold), SessionIdle: seconds(c.Session)})
+	srv := server.New(st, server.Options{
+		ChunkTokens: c.ChunkSize, WorkerReap: orNever(c.Reap), RegistrationGrace: orNever(c.Grace),
+		PopulateRate: c.Populate << 20, DrainTimeout: seconds(c.Drain), Logger: e.log, Version: Version(),
+	})
+	return errors.Join(c.serve(e, srv), st.Close())
+}
+
+// serve listens, works and, at a signal, drains.
+func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
+	defer func() { err = errors.Join(err, srv.Close()) }()
+	endpoints := []string{"tcp://" + net.JoinHostPort(c.Host, strconv.Itoa(c.Port))}
+	if c.IPC != "" {
+		endpoints = append(endpoints, "ipc://"+c.IPC)
+	}
+	listener, err := net.Listen("tcp", net.JoinHostPort(c.HTTPHost, strconv.Itoa(c.HTTPPort)))
+	if err != nil {
+		return fmt.Errorf("%w: choose another --http-port", err)
+	}
+	web := &http.Server{Handler: srv.HTTPHandler(), ReadHeaderTimeout: 10 * time.Second, ErrorLog: nil}
+	defer web.Close()
+	for _, endpoint := range endpoints {
+		addr, err := srv.Listen(e.ctx, endpoint)
+		if err != nil {
+			listener.Close()
+			return fmt.Errorf("%w: choose another --port, or stop the server that has it", err)
+		}
+		e.log.Info(fmt.Sprintf("serving LMCache clients on %s: %s pool /dev/shm/%s, %d tokens per chunk",
+			addr, kv.FormatBytes(int64(c.L1SizeGB*(1<<30))), c.poolName(), c.ChunkSize))
+	}
+	e.log.Info(fmt.Sprintf("http://%s/status, /healthcheck, /metrics", listener.Addr()))
+
+	background, stop := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer stop()
+	wg.Go(func() { srv.Run(background) })
+	failed := make(chan error, 1)
+	wg.Go(func() {
+		if err := web.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+			failed <- fmt.Errorf("http: %w", err)
+		}
+	})
+	defer web.Close()
+	select {
+	case err = <-failed:
+	case <-e.ctx.Done():
+		e.log.Info("stopping: transfers in progress may finish")
+	}
+	return errors.Join(err, srv.Shutdown(context.Background()))
+}
+
+// explain adds what to do to an error of pool.Open.
+func (c *serverCmd) explain(err error) error {
+	switch {
+	case errors.Is(err, pool.ErrInUse):
+		return fmt.Errorf("%w: choose another --shm-name or --port, or stop that server", err)
+	case errors.Is(err, pool.ErrForeign):
+		return fmt.Errorf("%w: choose another --shm-name, or remove the file if nothing uses it", err)
+	case errors.Is(err, pool.ErrNoSpace):
+		return fmt.Errorf("%w: lower --l1-size-gb, or enlarge /dev/shm (containers: --shm-size or --ipc=host)", err)
+	}
+	return err
+}
