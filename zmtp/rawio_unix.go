@@ -18,7 +18,8 @@ const haveRaw = true
 // A read that does not fill the buffer has emptied the socket, so no second
 // read asks. This needs the wait and the reads to be one RawConn.Read: it arms
 // the poller once, before the first read. The end of the stream may hide behind
-// the short read when both came at once; the keeper's kick finds it.
+// the short read when both came at once; the keeper's kick finds it. It kicks
+// nobody who has not said READY, so until then every read asks again.
 func (p *Peer) onReadable(fd uintptr) bool {
 	for {
 		b := p.in.space()
@@ -38,7 +39,7 @@ func (p *Peer) onReadable(fd uintptr) bool {
 		if p.readErr = p.received(n); p.readErr != nil || p.leave.Load() {
 			return true
 		}
-		if n < len(b) {
+		if n < len(b) && p.phase == traffic {
 			return false
 		}
 	}

@@ -121,7 +121,7 @@ func echo(p *Peer, m Message) { _ = p.Send(m...) }
 // startRouter serves on a free port; ends is what OnDisconnect says.
 func startRouter(t testing.TB, h Handler, o RouterOptions) (r *Router, addr net.Addr, ends chan error) {
 	t.Helper()
-	ends = make(chan error, 64)
+	ends = make(chan error, 4096) // more than any test connects
 	o.Logger = quietLog
 	if o.OnDisconnect == nil {
 		o.OnDisconnect = func(_ *Peer, err error) { ends <- err }
