@@ -212,11 +212,14 @@ func TestIdleReleases(t *testing.T) {
 // The end of a stream that comes with the last bytes is found.
 func TestEndWithLastBytes(t *testing.T) {
 	_, addr, ends := startRouter(t, echo, RouterOptions{})
-	for range 20 {
+	const n = 20
+	for range n {
 		c := dialReady(t, addr)
 		c.send(frames("bye"))
 		_ = c.Conn.(*net.TCPConn).CloseWrite()
 		c.want("bye")
+	}
+	for range n {
 		if err := recv(t, ends); Reason(err) != "eof" {
 			t.Fatal(err)
 		}
