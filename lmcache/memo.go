@@ -32,7 +32,7 @@ type Memo struct {
 	blocks  []*memoBlock
 	count   int // entries in use
 	max     int // entries at most
-	hand    int      // of the clock
+	hand    int // of the clock
 }
 
 type memoEntry struct {

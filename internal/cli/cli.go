@@ -21,6 +21,7 @@ type root struct {
 	LogLevel slog.Level `help:"Least severe lines to log: debug, info, warn, error." default:"info" enum:"debug,info,warn,error,DEBUG,INFO,WARN,ERROR"`
 
 	Server  serverCmd  `cmd:"" help:"Serve KV chunks to LMCache clients (vLLM's LMCacheMPConnector)."`
+	Demo    demoCmd    `cmd:"" help:"Play a workload on a server with simulated engines, check every byte, print a table."`
 	Version versionCmd `cmd:"" help:"Print the version."`
 }
 

@@ -61,3 +61,14 @@ func (h *lineHandler) WithAttrs(attrs []slog.Attr) slog.Handler {
 }
 
 func (h *lineHandler) WithGroup(string) slog.Handler { return h }
+
+// quiet returns a logger for a server inside another command: warnings and worse.
+func quiet(l *slog.Logger) *slog.Logger {
+	h, ok := l.Handler().(*lineHandler)
+	if !ok {
+		return l
+	}
+	c := *h
+	c.level = max(c.level, slog.LevelWarn)
+	return slog.New(&c)
+}

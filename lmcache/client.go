@@ -1,0 +1,262 @@
+package lmcache
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+var (
+	// ErrDisconnected means that the connection was lost after a request was
+	// sent: it may or may not have been carried out.
+	ErrDisconnected = errors.New("lmcache: connection lost before the reply")
+	// ErrClosed means that the client was closed.
+	ErrClosed = errors.New("lmcache: client closed")
+	// ErrReply means that a reply does not fit its request.
+	ErrReply = errors.New("lmcache: bad reply")
+)
+
+// Client calls a server over one DEALER socket, many requests in flight. It
+// connects when needed and again when the connection is lost. Its methods are
+// safe for concurrent use; each waits for its reply or its context.
+type Client struct {
+	dealer *zmtp.Dealer
+
+	mu struct {
+		sync.Mutex
+		last    int64
+		pending map[string]*call // by uid frame
+		closed  bool
+	}
+}
+
+type call struct {
+	op   []byte
+	done chan struct{}
+	res  []byte // result frame, nil for None
+	err  error
+}
+
+// Endpoint turns the URLs that LMCache clients take into a ZMQ endpoint: a bare
+// host:port is tcp.
+func Endpoint(url string) string {
+	if strings.Contains(url, "://") {
+		return url
+	}
+	return "tcp://" + url
+}
+
+// NewClient returns a client of the server at url (host:port, tcp://, ipc://).
+// It does not wait for the connection; calls do.
+func NewClient(url string) (*Client, error) {
+	c := &Client{}
+	c.mu.pending = make(map[string]*call)
+	c.dealer = zmtp.NewDealer(Endpoint(url), zmtp.DealerOptions{
+		Handler: c.receive, OnState: c.state, HeartbeatInterval: 10 * time.Second,
+	})
+	if err := c.dealer.Start(); err != nil {
+		return nil, fmt.Errorf("connect to %s: %w", url, err)
+	}
+	return c, nil
+}
+
+// Close ends the connection; calls in progress return ErrClosed.
+func (c *Client) Close() error {
+	err := c.dealer.Close()
+	c.mu.Lock()
+	c.mu.closed = true
+	c.mu.Unlock()
+	c.failAll(ErrClosed)
+	return err
+}
+
+func (c *Client) state(connected bool, err error) {
+	if !connected {
+		c.failAll(fmt.Errorf("%w: %w", ErrDisconnected, err))
+	}
+}
+
+// failAll ends every call in progress: replies cannot come any more.
+func (c *Client) failAll(err error) {
+	c.mu.Lock()
+	pending := c.mu.pending
+	c.mu.pending = make(map[string]*call)
+	c.mu.Unlock()
+	for _, w := range pending {
+		w.err = err
+		close(w.done)
+	}
+}
+
+// receive pairs a reply with its call. Replies that nobody waits for are ignored.
+func (c *Client) receive(m zmtp.Message) {
+	if len(m) < 2 || len(m) > 3 {
+		return
+	}
+	c.mu.Lock()
+	w := c.mu.pending[string(m[0])]
+	delete(c.mu.pending, string(m[0]))
+	c.mu.Unlock()
+	if w == nil {
+		return
+	}
+	if !bytes.Equal(m[1], w.op) {
+		w.err = fmt.Errorf("%w: it names operation %x, not %x", ErrReply, m[1], w.op)
+	} else if len(m) == 3 {
+		w.res = bytes.Clone(m[2])
+	}
+	close(w.done)
+}
+
+// Call sends one request and returns the result frame, nil for None.
+func (c *Client) Call(ctx context.Context, op Op, payloads ...[]byte) ([]byte, error) {
+	w := &call{op: AppendOp(nil, op), done: make(chan struct{})}
+	c.mu.Lock()
+	if c.mu.closed {
+		c.mu.Unlock()
+		return nil, ErrClosed
+	}
+	uid := AppendInt(nil, c.mu.last)
+	c.mu.last++
+	c.mu.pending[string(uid)] = w
+	c.mu.Unlock()
+	if err := c.dealer.Send(append([][]byte{uid, w.op}, payloads...)...); err != nil {
+		c.forget(uid)
+		return nil, fmt.Errorf("%s: %w", op, err)
+	}
+	select {
+	case <-w.done:
+		if w.err != nil {
+			return nil, fmt.Errorf("%s: %w", op, w.err)
+		}
+		return w.res, nil
+	case <-ctx.Done():
+		c.forget(uid)
+		return nil, fmt.Errorf("%s: %w", op, ctx.Err())
+	}
+}
+
+func (c *Client) forget(uid []byte) {
+	c.mu.Lock()
+	delete(c.mu.pending, string(uid))
+	c.mu.Unlock()
+}
+
+// result calls op and decodes a result that may not be None.
+func result[T any](ctx context.Context, c *Client, decode func([]byte) (T, error), op Op, payloads ...[]byte) (T, error) {
+	var zero T
+	b, err := c.Call(ctx, op, payloads...)
+	if err != nil {
+		return zero, err
+	}
+	if b == nil {
+		return zero, fmt.Errorf("%s: %w: no result", op, ErrReply)
+	}
+	v, err := decode(b)
+	if err != nil {
+		return zero, fmt.Errorf("%s: %w: %w", op, ErrReply, err)
+	}
+	return v, nil
+}
+
+// none calls op, whose result is None.
+func (c *Client) none(ctx context.Context, op Op, payloads ...[]byte) error {
+	_, err := c.Call(ctx, op, payloads...)
+	return err
+}
+
+// ChunkTokens returns the server's tokens per chunk.
+func (c *Client) ChunkTokens(ctx context.Context) (int, error) {
+	n, err := result(ctx, c, DecodeInt, OpGetChunkSize)
+	if err == nil && (n < 1 || n > MaxTokens) {
+		return 0, fmt.Errorf("%s: %w: %d", OpGetChunkSize, ErrReply, n)
+	}
+	return int(n), err
+}
+
+// Noop does nothing, there and back.
+func (c *Client) Noop(ctx context.Context) error { return c.none(ctx, OpNoop) }
+
+// Ping tells the server that a worker lives. False asks it to register again.
+func (c *Client) Ping(ctx context.Context, instanceID int64) (bool, error) {
+	return result(ctx, c, DecodeBool, OpPing, AppendInt(nil, instanceID))
+}
+
+// RegisterEngineDriven registers a worker that copies its KV itself.
+func (c *Client) RegisterEngineDriven(ctx context.Context, p *EngineDriven) (Pool, error) {
+	return result(ctx, c, DecodePool, OpRegisterEngineDriven, p.Append(nil))
+}
+
+// UnregisterEngineDriven ends a registration.
+func (c *Client) UnregisterEngineDriven(ctx context.Context, instanceID int64) error {
+	return c.none(ctx, OpUnregisterEngineDriven, AppendInt(nil, instanceID))
+}
+
+// Lookup asks for the longest stored prefix of k's tokens and pins it for the
+// request. It returns the hit in chunks. It polls while the server still looks.
+func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
+	if err := c.none(ctx, OpLookup, k.Append(nil), AppendInt(nil, 1)); err != nil {
+		return 0, err
+	}
+	for wait := time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
+		b, err := c.Call(ctx, OpQueryPrefetchStatus, AppendString(nil, k.RequestID))
+		if err != nil {
+			return 0, err
+		}
+		if b != nil {
+			n, err := DecodeInt(b)
+			if err != nil || n < 0 || n > MaxTokens {
+				return 0, fmt.Errorf("%s: %w: %d, %v", OpQueryPrefetchStatus, ErrReply, n, err)
+			}
+			return int(n), nil
+		}
+		timer := time.NewTimer(wait)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+			return 0, fmt.Errorf("%s: %w", OpQueryPrefetchStatus, ctx.Err())
+		}
+	}
+}
+
+// FreeLookupLocks gives up the pins of k's range.
+func (c *Client) FreeLookupLocks(ctx context.Context, k *Key) error {
+	return c.none(ctx, OpFreeLookupLocks, k.Append(nil), AppendInt(nil, 1))
+}
+
+// EndSession ends a request.
+func (c *Client) EndSession(ctx context.Context, requestID string) error {
+	return c.none(ctx, OpEndSession, AppendString(nil, requestID))
+}
+
+// PrepareStore asks where to put the chunks of k's range.
+func (c *Client) PrepareStore(ctx context.Context, k *Key, instanceID int64) (PrepareStore, error) {
+	return result(ctx, c, DecodePrepareStore, OpPrepareStore, k.Append(nil), AppendInt(nil, instanceID))
+}
+
+// CommitStore says that the chunks of a PrepareStore with slots are written.
+func (c *Client) CommitStore(ctx context.Context, k *Key, instanceID int64) (bool, error) {
+	return result(ctx, c, DecodeBool, OpCommitStore, k.Append(nil), AppendInt(nil, instanceID), AppendBytes(nil, nil))
+}
+
+// PrepareRetrieve asks where the chunks of k's range are.
+func (c *Client) PrepareRetrieve(ctx context.Context, k *Key, instanceID int64) (PrepareRetrieve, error) {
+	return result(ctx, c, DecodePrepareRetrieve, OpPrepareRetrieve, k.Append(nil), AppendInt(nil, instanceID))
+}
+
+// CommitRetrieve says that the chunks of a PrepareRetrieve are read, or given up.
+func (c *Client) CommitRetrieve(ctx context.Context, k *Key, instanceID int64) (bool, error) {
+	return result(ctx, c, DecodeBool, OpCommitRetrieve, k.Append(nil), AppendInt(nil, instanceID))
+}
+
+// Clear drops what nothing needs, and with force everything.
+func (c *Client) Clear(ctx context.Context, force bool) error {
+	return c.none(ctx, OpClear, AppendBool(nil, force))
+}
