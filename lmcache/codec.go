@@ -192,3 +192,12 @@ func DecodeFloat(frame []byte) (float64, error) {
 	v, err := DecodeInt(frame)
 	return float64(v), err
 }
+
+// appendInt appends an integer as msgspec does: the shortest form, unsigned
+// unless it is negative.
+func appendInt[T ~int | ~int64](b []byte, v T) []byte {
+	if v >= 0 {
+		return msgp.AppendUint64(b, uint64(v))
+	}
+	return msgp.AppendInt64(b, int64(v))
+}

@@ -38,20 +38,20 @@ const AllWorkers = -1
 func (k *Key) Append(b []byte) []byte {
 	b = msgp.AppendMapHeader(b, 10)
 	b = msgp.AppendString(msgp.AppendString(b, "model_name"), k.Model)
-	b = msgp.AppendInt(msgp.AppendString(b, "world_size"), k.WorldSize)
+	b = appendInt(msgp.AppendString(b, "world_size"), k.WorldSize)
 	b = msgp.AppendString(b, "worker_id")
 	if k.Worker == AllWorkers {
 		b = msgp.AppendNil(b)
 	} else {
-		b = msgp.AppendInt(b, k.Worker)
+		b = appendInt(b, k.Worker)
 	}
 	b = AppendTokens(msgp.AppendString(b, "token_ids"), k.Tokens)
-	b = msgp.AppendInt(msgp.AppendString(b, "start"), k.Start)
-	b = msgp.AppendInt(msgp.AppendString(b, "end"), k.End)
+	b = appendInt(msgp.AppendString(b, "start"), k.Start)
+	b = appendInt(msgp.AppendString(b, "end"), k.End)
 	b = msgp.AppendString(msgp.AppendString(b, "request_id"), k.RequestID)
 	b = msgp.AppendString(msgp.AppendString(b, "cache_salt"), k.Salt)
 	b = msgp.AppendNil(msgp.AppendString(b, "request_configs"))
-	return msgp.AppendInt(msgp.AppendString(b, "num_kv_readers"), k.Readers)
+	return appendInt(msgp.AppendString(b, "num_kv_readers"), k.Readers)
 }
 
 // KeyView is a decoded key. Its byte slices alias the frame; Hashes belongs to

@@ -35,19 +35,19 @@ func (p *EngineDriven) Layout(chunkTokens int) kv.Layout {
 // Append appends the payload frame of register_kv_cache_engine_driven_context.
 func (p *EngineDriven) Append(b []byte) []byte {
 	b = msgp.AppendMapHeader(b, 9)
-	b = msgp.AppendInt64(msgp.AppendString(b, "instance_id"), p.InstanceID)
+	b = appendInt(msgp.AppendString(b, "instance_id"), p.InstanceID)
 	b = msgp.AppendString(msgp.AppendString(b, "model_name"), p.Model)
-	b = msgp.AppendInt(msgp.AppendString(b, "world_size"), p.WorldSize)
-	b = msgp.AppendInt(msgp.AppendString(b, "block_size"), p.BlockSize)
-	b = msgp.AppendInt(msgp.AppendString(b, "num_layers"), p.Layers)
-	b = msgp.AppendInt(msgp.AppendString(b, "hidden_dim_size"), p.Hidden)
+	b = appendInt(msgp.AppendString(b, "world_size"), p.WorldSize)
+	b = appendInt(msgp.AppendString(b, "block_size"), p.BlockSize)
+	b = appendInt(msgp.AppendString(b, "num_layers"), p.Layers)
+	b = appendInt(msgp.AppendString(b, "hidden_dim_size"), p.Hidden)
 	b = msgp.AppendString(msgp.AppendString(b, "dtype_str"), p.DType)
 	b = msgp.AppendBool(msgp.AppendString(b, "use_mla"), p.SinglePlane)
 	b = msgp.AppendString(b, "num_physical_slots")
 	if p.PhysicalSlots == 0 {
 		return msgp.AppendNil(b)
 	}
-	return msgp.AppendInt(b, p.PhysicalSlots)
+	return appendInt(b, p.PhysicalSlots)
 }
 
 // DecodeEngineDriven reads that frame. Clients before 0.5.5 leave
@@ -107,7 +107,7 @@ type Pool struct {
 func (p Pool) Append(b []byte) []byte {
 	b = msgp.AppendMapHeader(b, 2)
 	b = msgp.AppendString(msgp.AppendString(b, "shm_name"), p.ShmName)
-	return msgp.AppendInt64(msgp.AppendString(b, "pool_size"), p.Bytes)
+	return appendInt(msgp.AppendString(b, "pool_size"), p.Bytes)
 }
 
 // DecodePool reads that frame.
@@ -136,12 +136,12 @@ func (s *Slots) append(b []byte) []byte {
 	b = msgp.AppendArrayHeader(msgp.AppendString(b, "slots"), uint32(len(s.Offsets)))
 	for _, off := range s.Offsets {
 		b = msgp.AppendMapHeader(b, 4)
-		b = msgp.AppendInt64(msgp.AppendString(b, "offset"), off)
-		b = msgp.AppendInt64(msgp.AppendString(b, "length"), s.Length)
+		b = appendInt(msgp.AppendString(b, "offset"), off)
+		b = appendInt(msgp.AppendString(b, "length"), s.Length)
 		shape := s.Layout.Shape()
 		b = msgp.AppendArrayHeader(msgp.AppendString(b, "shape"), uint32(len(shape)))
 		for _, d := range shape {
-			b = msgp.AppendInt(b, d)
+			b = appendInt(b, d)
 		}
 		b = msgp.AppendString(msgp.AppendString(b, "dtype"), s.Layout.DType)
 	}
@@ -155,7 +155,7 @@ func AppendPrepareStore(b []byte, s *Slots) []byte {
 	b = s.append(msgp.AppendMapHeader(b, 2))
 	b = msgp.AppendArrayHeader(msgp.AppendString(b, "chunk_indices"), uint32(len(s.Indices)))
 	for _, i := range s.Indices {
-		b = msgp.AppendInt(b, i)
+		b = appendInt(b, i)
 	}
 	return b
 }
@@ -405,8 +405,8 @@ func AppendP2PMiss(b []byte, n int) []byte {
 	b = msgp.AppendArrayHeader(b, uint32(n))
 	for range n {
 		b = msgp.AppendMapHeader(b, 2)
-		b = msgp.AppendInt(msgp.AppendString(b, "offset"), -1)
-		b = msgp.AppendInt(msgp.AppendString(b, "size"), 0)
+		b = appendInt(msgp.AppendString(b, "offset"), -1)
+		b = appendInt(msgp.AppendString(b, "size"), 0)
 	}
 	return b
 }
@@ -419,7 +419,7 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 	case OpStore, OpRetrieve, OpStoreQ: // no event to wait for, not done
 		return msgp.AppendBool(msgp.AppendBytes(msgp.AppendArrayHeader(b, 2), nil), false), true
 	case OpQueryPrefetchStatus, OpWaitPrefetchStatus: // a miss
-		return msgp.AppendInt(b, 0), true
+		return appendInt(b, 0), true
 	case OpRegisterEngineDriven: // no shared memory
 		return Pool{}.Append(b), true
 	case OpPrepareStore: // nothing to store, so no commit follows
@@ -431,12 +431,12 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 	case OpGetExperimental:
 		return msgp.AppendArrayHeader(b, 0), true
 	case OpP2PLookupAndLock:
-		return msgp.AppendInt(b, 0), true
+		return appendInt(b, 0), true
 	case OpSubscribeKVEvents: // ends the client's use of the stream for good
 		b = msgp.AppendMapHeader(b, 5)
 		b = msgp.AppendBool(msgp.AppendString(b, "enabled"), false)
-		b = msgp.AppendInt(msgp.AppendString(b, "incarnation"), 0)
-		b = msgp.AppendInt(msgp.AppendString(b, "next_cursor"), 0)
+		b = appendInt(msgp.AppendString(b, "incarnation"), 0)
+		b = appendInt(msgp.AppendString(b, "next_cursor"), 0)
 		b = msgp.AppendBool(msgp.AppendString(b, "lost"), false)
 		return msgp.AppendArrayHeader(msgp.AppendString(b, "events"), 0), true
 	case OpServerModuleCall:
@@ -449,7 +449,7 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 }
 
 // AppendInt appends one integer: the frame of instance ids, hit counts, sizes.
-func AppendInt(b []byte, v int64) []byte { return msgp.AppendInt64(b, v) }
+func AppendInt(b []byte, v int64) []byte { return appendInt(b, v) }
 
 // AppendBool appends one bool.
 func AppendBool(b []byte, v bool) []byte { return msgp.AppendBool(b, v) }

@@ -136,15 +136,16 @@ func (s *Server) commitRetrieve(sc *scratch, p [][]byte) error {
 	}
 	t.Load = true
 	got := s.store.CommitLoad(t, sc.key.RequestID)
-	if !got.Found {
-		// Clients send a commit after a refused prepare too: nothing to say.
-		sc.out = lmcache.AppendBool(sc.out, false)
-		return nil
-	}
-	if got.Late {
+	switch {
+	case !got.Found:
+		return errNoCommit
+	case got.Late:
 		return errLate
 	}
 	sc.out = lmcache.AppendBool(sc.out, true)
+	if got.Chunks == 0 {
+		return nil // the commit that clients send after a refused prepare, too
+	}
 	s.n.retrievesFinished.Add(1)
 	s.sayMoved("retrieved", got.Chunks, in.bytes, sc.key.RequestID)
 	return nil

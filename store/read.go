@@ -148,7 +148,8 @@ func (s *Store) loadLocked(session []byte, name Transfer, hashes []kv.Hash) ([]p
 	return slots, None
 }
 
-// CommitLoad ends the transfer that Load began.
+// CommitLoad ends the transfer that Load began, or forgets its refusal (no
+// chunks).
 func (s *Store) CommitLoad(name Transfer, requestID []byte) Committed {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -156,8 +157,8 @@ func (s *Store) CommitLoad(name Transfer, requestID []byte) Committed {
 	if h == nil {
 		return Committed{}
 	}
-	out := Committed{Found: len(h.slots) > 0, Chunks: len(h.slots), Late: h.orphan}
-	if out.Found && !out.Late {
+	out := Committed{Found: true, Chunks: len(h.slots), Late: h.orphan}
+	if out.Chunks > 0 && !out.Late {
 		s.mu.n.LoadedChunks += uint64(out.Chunks)
 		s.mu.n.LoadedBytes += uint64(out.Chunks) * uint64(s.mu.pool.Length(h.slots[0]))
 		s.rememberLocked(requestID, h.slots)

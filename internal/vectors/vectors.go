@@ -1,24 +1,31 @@
 // Package vectors reads golden vectors for tests: bytes and decisions recorded
-// from the real peers.
+// from the real peers. Only tests import it.
 package vectors
 
 import (
 	"compress/gzip"
+	"embed"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"io"
 	"io/fs"
 	"os"
-	"path/filepath"
-	"strings"
+	"path"
 	"testing"
 )
 
-// Read decodes one JSON vector file into v. name is folder/file.json.
+// files holds folder/file.json.gz under testdata.
 //
-// With KVASIR_VECTORS set the file is read from that folder, and a missing file
-// skips the test. Without it the file is testdata/<file>.json, or the same name
-// with .gz, beside the test, and must be there. An unreadable file fails.
+//go:embed testdata
+var files embed.FS
+
+// Read decodes one JSON vector file, named folder/file.json, into v.
+//
+// With KVASIR_VECTORS set the file is read from that folder, plain or with .gz
+// added, and a missing file skips the test. Without it the file comes from this
+// package's testdata, or from testdata beside the test, and must be there. An
+// unreadable file fails.
 func Read(t testing.TB, name string, v any) {
 	t.Helper()
 	r, err := open(name)
@@ -35,27 +42,48 @@ func Read(t testing.TB, name string, v any) {
 }
 
 func open(name string) (io.ReadCloser, error) {
-	path := filepath.Join("testdata", filepath.Base(name))
 	if dir := os.Getenv("KVASIR_VECTORS"); dir != "" {
-		path = filepath.Join(dir, filepath.FromSlash(name))
+		return openIn(os.DirFS(dir), name)
 	}
-	f, err := os.Open(path)
-	if errors.Is(err, fs.ErrNotExist) && !strings.HasSuffix(path, ".gz") {
-		f, err = os.Open(path + ".gz")
+	r, err := openIn(files, path.Join("testdata", name))
+	if errors.Is(err, fs.ErrNotExist) {
+		return openIn(os.DirFS("testdata"), path.Base(name))
 	}
-	if err != nil {
+	return r, err
+}
+
+func openIn(dir fs.FS, name string) (io.ReadCloser, error) {
+	f, err := dir.Open(name)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return f, err
+	}
+	if f, err = dir.Open(name + ".gz"); err != nil {
 		return nil, err
-	}
-	if !strings.HasSuffix(f.Name(), ".gz") {
-		return f, nil
 	}
 	z, err := gzip.NewReader(f)
 	if err != nil {
-		f.Close()
-		return nil, err
+		return nil, errors.Join(err, f.Close())
 	}
 	return struct {
 		io.Reader
 		io.Closer
 	}{z, f}, nil
+}
+
+// Hex is a byte string that JSON carries as hex digits.
+type Hex []byte
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (h *Hex) UnmarshalText(text []byte) (err error) {
+	*h, err = hex.DecodeString(string(text))
+	return err
+}
+
+// Frames turns a list of hex strings into frames.
+func Frames(list []Hex) [][]byte {
+	out := make([][]byte, len(list))
+	for i, h := range list {
+		out[i] = h
+	}
+	return out
 }

@@ -1,0 +1,312 @@
+package lmcache_test
+
+import (
+	"bytes"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/tinylib/msgp/msgp"
+
+	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+)
+
+// recording is one file of frames that passed between the real client and server.
+type recording struct {
+	Meta struct {
+		ChunkTokens int `json:"chunk_size"`
+	}
+	Steps []struct {
+		Step   string
+		Frames []struct {
+			Direction string
+			Hex       []vectors.Hex `json:"frames_hex"`
+			Decoded   struct {
+				Payloads []json.RawMessage
+			}
+		}
+	}
+}
+
+// keyFields is a key as the recording's JSON shows it.
+type keyFields struct {
+	Model     string          `json:"model_name"`
+	WorldSize int             `json:"world_size"`
+	Worker    *int            `json:"worker_id"`
+	Tokens    []uint32        `json:"token_ids"`
+	Start     int             `json:"start"`
+	End       int             `json:"end"`
+	RequestID string          `json:"request_id"`
+	Salt      string          `json:"cache_salt"`
+	Configs   json.RawMessage `json:"request_configs"`
+	Readers   int             `json:"num_kv_readers"`
+}
+
+func (k *keyFields) key() *lmcache.Key {
+	worker := lmcache.AllWorkers
+	if k.Worker != nil {
+		worker = *k.Worker
+	}
+	return &lmcache.Key{
+		Model: k.Model, WorldSize: k.WorldSize, Worker: worker, Tokens: k.Tokens, Start: k.Start, End: k.End,
+		RequestID: k.RequestID, Salt: k.Salt, Readers: k.Readers,
+	}
+}
+
+// Every recorded frame decodes to what the recording says, and what we encode
+// ourselves is equal to it byte for byte.
+func TestRecordedFrames(t *testing.T) {
+	cases := 0
+	for _, file := range []string{"engine_driven_shm", "engine_driven_pickle", "lmcache_driven_cpu_shm", "kv_events_stream", "p2p"} {
+		var rec recording
+		vectors.Read(t, "lmcache-mp/"+file+".json", &rec)
+		memo := lmcache.NewMemo(rec.Meta.ChunkTokens, 1<<20)
+		for _, step := range rec.Steps {
+			for i, f := range step.Frames {
+				frames := vectors.Frames(f.Hex)
+				if len(frames[1]) == 0 {
+					continue // flow control of the event stream
+				}
+				cases++
+				where := fmt.Sprintf("%s: %s frame %d", file, step.Step, i)
+				op, err := lmcache.ParseOp(frames[1])
+				if err != nil || op == lmcache.OpUnknown {
+					t.Errorf("%s: ParseOp = %v, %v", where, op, err)
+				}
+				if !bytes.Equal(lmcache.AppendOp(nil, op), frames[1]) {
+					t.Errorf("%s: AppendOp(%v) = %x, want %x", where, op, lmcache.AppendOp(nil, op), frames[1])
+				}
+				if f.Direction == "client_to_server" {
+					checkRequest(t, where, memo, op, frames[2:], f.Decoded.Payloads)
+				} else if len(frames) == 3 {
+					checkReply(t, where, op, frames[2])
+				}
+			}
+		}
+	}
+	t.Logf("%d cases", cases)
+}
+
+func checkRequest(t *testing.T, where string, memo *lmcache.Memo, op lmcache.Op, payloads [][]byte, decoded []json.RawMessage) {
+	t.Helper()
+	if err := decodeRequest(memo, new(lmcache.KeyView), op, payloads); err != nil {
+		t.Errorf("%s: %v", where, err)
+	}
+	for i, p := range payloads {
+		var want keyFields
+		if json.Unmarshal(decoded[i], &want) != nil || want.Tokens == nil {
+			continue
+		}
+		key := want.key()
+		var got lmcache.KeyView
+		if err := memo.DecodeKey(p, &got); err != nil {
+			t.Errorf("%s: %v", where, err)
+			continue
+		}
+		checkKey(t, where, &got, key, memo.ChunkTokens())
+		if string(want.Configs) == "null" {
+			if enc := key.Append(nil); !bytes.Equal(enc, p) {
+				t.Errorf("%s: key encodes as\n%x, want\n%x", where, enc, p)
+			}
+		}
+	}
+	if op == lmcache.OpRegisterEngineDriven {
+		got, err := lmcache.DecodeEngineDriven(payloads[0])
+		if enc := got.Append(nil); err != nil || !bytes.Equal(enc, payloads[0]) {
+			t.Errorf("%s: %v, encodes as %x, want %x", where, err, enc, payloads[0])
+		}
+	}
+}
+
+func checkKey(t *testing.T, where string, got *lmcache.KeyView, want *lmcache.Key, chunkTokens int) {
+	t.Helper()
+	if string(got.Model) != want.Model || got.WorldSize != want.WorldSize || got.Worker != want.Worker ||
+		got.Start != want.Start || got.End != want.End || string(got.RequestID) != want.RequestID ||
+		string(got.Salt) != want.Salt || got.Readers != want.Readers || got.NumTokens != len(want.Tokens) {
+		t.Errorf("%s: decoded %+v, want %+v", where, got, want)
+	}
+	if hashes := kv.ChunkHashes(want.Tokens, chunkTokens); !slices.Equal(got.Hashes, hashes) {
+		t.Errorf("%s: hashes %v, want %v", where, got.Hashes, hashes)
+	}
+}
+
+// decodeRequest decodes every payload of a request as a server would.
+func decodeRequest(memo *lmcache.Memo, key *lmcache.KeyView, op lmcache.Op, p [][]byte) error {
+	if err := op.CheckPayloads(len(p)); err != nil {
+		return err
+	}
+	integer := func(b []byte) error { _, err := lmcache.DecodeInt(b); return err }
+	switch op {
+	case lmcache.OpRegisterKVCache:
+		_, err := lmcache.DecodeKVCache(p)
+		return err
+	case lmcache.OpRegisterEngineDriven:
+		_, err := lmcache.DecodeEngineDriven(p[0])
+		return err
+	case lmcache.OpUnregisterEngineDriven, lmcache.OpUnregisterKVCache, lmcache.OpP2PQueryLookupResults:
+		return integer(p[0])
+	case lmcache.OpPing:
+		_, _, err := lmcache.DecodeOptionalInt(p[0])
+		return err
+	case lmcache.OpClear:
+		if len(p) == 0 {
+			return nil
+		}
+		_, err := lmcache.DecodeBool(p[0])
+		return err
+	case lmcache.OpLookup, lmcache.OpFreeLookupLocks, lmcache.OpPrepareStore, lmcache.OpPrepareRetrieve, lmcache.OpCommitRetrieve,
+		lmcache.OpStore, lmcache.OpRetrieve, lmcache.OpCommitStore:
+		if err := memo.DecodeKey(p[0], key); err != nil {
+			return err
+		}
+		if err := integer(p[1]); err != nil || op != lmcache.OpCommitStore {
+			return err
+		}
+		_, err := lmcache.DecodeBytes(p[2])
+		return err
+	case lmcache.OpQueryPrefetchStatus, lmcache.OpEndSession:
+		_, err := lmcache.DecodeString(p[0])
+		return err
+	case lmcache.OpWaitPrefetchStatus:
+		if _, err := lmcache.DecodeString(p[0]); err != nil {
+			return err
+		}
+		_, err := lmcache.DecodeFloat(p[1])
+		return err
+	case lmcache.OpReportBlockAllocation:
+		_, err := lmcache.DecodeBlockAllocations(p[2])
+		return err
+	case lmcache.OpP2PLookupAndLock, lmcache.OpP2PUnlockObjects:
+		_, err := lmcache.CountObjectKeys(p[0])
+		return err
+	}
+	return nil
+}
+
+func checkReply(t *testing.T, where string, op lmcache.Op, frame []byte) {
+	t.Helper()
+	equal := func(got []byte, err error) {
+		t.Helper()
+		if err != nil || !bytes.Equal(got, frame) {
+			t.Errorf("%s: %v, encodes as %x, want %x", where, err, got, frame)
+		}
+	}
+	switch op {
+	case lmcache.OpRegisterEngineDriven:
+		p, err := lmcache.DecodePool(frame)
+		equal(p.Append(nil), err)
+	case lmcache.OpPrepareStore:
+		p, err := lmcache.DecodePrepareStore(frame)
+		if p.Slots == nil {
+			return // pickle mode: an empty context, which we never send
+		}
+		s := slotsOf(p.Slots)
+		s.Indices = p.Indices
+		equal(lmcache.AppendPrepareStore(nil, &s), err)
+	case lmcache.OpPrepareRetrieve:
+		p, err := lmcache.DecodePrepareRetrieve(frame)
+		switch {
+		case err != nil || len(p.Data) > 0:
+			if err != nil {
+				t.Errorf("%s: %v", where, err)
+			}
+		case !p.Success:
+			equal(lmcache.AppendPrepareRetrieve(nil, nil), err)
+		default:
+			s := slotsOf(p.Slots)
+			equal(lmcache.AppendPrepareRetrieve(nil, &s), err)
+		}
+	case lmcache.OpQueryPrefetchStatus, lmcache.OpWaitPrefetchStatus, lmcache.OpGetChunkSize:
+		n, err := lmcache.DecodeInt(frame)
+		equal(lmcache.AppendInt(nil, n), err)
+	case lmcache.OpPing, lmcache.OpCommitStore, lmcache.OpCommitRetrieve:
+		v, err := lmcache.DecodeBool(frame)
+		equal(lmcache.AppendBool(nil, v), err)
+	}
+}
+
+// slotsOf takes recorded slots, all of one layout, back to what made them.
+func slotsOf(slots []lmcache.SlotAt) lmcache.Slots {
+	var s lmcache.Slots
+	for _, at := range slots {
+		s.Length = at.Length
+		s.Offsets = append(s.Offsets, at.Offset)
+		sh := at.Shape
+		s.Layout = kv.Layout{SinglePlane: len(sh) == 3, Layers: sh[len(sh)-3], Slots: sh[len(sh)-2], Hidden: sh[len(sh)-1], DType: at.DType}
+	}
+	return s
+}
+
+func TestNegativeReplies(t *testing.T) {
+	f := func(op lmcache.Op, want string) {
+		t.Helper()
+		got, ok := lmcache.AppendNegative(nil, op, "why")
+		if !ok {
+			got = []byte("none")
+		}
+		w := []byte(want)
+		if want != "none" {
+			w, _ = hex.DecodeString(want)
+		}
+		if !bytes.Equal(got, w) {
+			t.Errorf("%v: %x, want %s", op, got, want)
+		}
+	}
+	f(lmcache.OpStore, "92c400c2")
+	f(lmcache.OpRetrieve, "92c400c2")
+	f(lmcache.OpLookup, "none")
+	f(lmcache.OpQueryPrefetchStatus, "00")
+	f(lmcache.OpCommitStore, "c2")
+	f(lmcache.OpClear, "none")
+	f(lmcache.OpGetExperimental, "90")
+	f(lmcache.OpUnknown, "none")
+	f(lmcache.OpRegisterKVCache, "none")
+	f(lmcache.OpPrepareStore, hex.EncodeToString(lmcache.AppendPrepareStore(nil, &lmcache.Slots{})))
+	module, _ := lmcache.AppendNegative(nil, lmcache.OpServerModuleCall, "why")
+	if v, _, err := msgp.ReadMapStrIntfBytes(module, nil); err != nil || v["success"] != false || v["error"] != "why" {
+		t.Errorf("server_module_call: %v, %v", v, err)
+	}
+	events, _ := lmcache.AppendNegative(nil, lmcache.OpSubscribeKVEvents, "why")
+	if v, _, err := msgp.ReadMapStrIntfBytes(events, nil); err != nil || v["enabled"] != false {
+		t.Errorf("subscribe_kv_events: %v, %v", v, err)
+	}
+}
+
+func TestParseOp(t *testing.T) {
+	f := func(hexFrame string, want lmcache.Op, ok bool) {
+		t.Helper()
+		b, _ := hex.DecodeString(hexFrame)
+		if got, err := lmcache.ParseOp(b); got != want || (err == nil) != ok {
+			t.Errorf("ParseOp(%s) = %v, %v, want %v", hexFrame, got, err, want)
+		}
+	}
+	f("16", lmcache.OpPing, true)
+	f("cc16", lmcache.OpPing, true) // wider than it needs
+	f("d300000000000000"+"16", lmcache.OpPing, true)
+	f("a470696e67", lmcache.OpPing, true)
+	f("0b", lmcache.OpUnknown, true)   // retired
+	f("cc80", lmcache.OpUnknown, true) // never given
+	f("ccca", lmcache.OpUnknown, true) // our own id for a named operation
+	f("ff", lmcache.OpUnknown, true)   // -1
+	f("a0", lmcache.OpUnknown, true)
+	f("", lmcache.OpUnknown, false)
+	f("c1", lmcache.OpUnknown, false)
+	f("1616", lmcache.OpUnknown, false)
+	f("cb400c000000000000", lmcache.OpUnknown, false)
+	f("a470696e", lmcache.OpUnknown, false)
+}
+
+func TestGuessFamily(t *testing.T) {
+	for id, want := range map[byte]string{18: "0.5.0 to 0.5.2", 17: "0.4.7", 21: "", 24: ""} {
+		if got := lmcache.GuessFamily([]byte{id}, 0); got != want {
+			t.Errorf("GuessFamily(%d) = %q, want %q", id, got, want)
+		}
+	}
+	if got := lmcache.GuessFamily([]byte{18}, 2); got != "" {
+		t.Errorf("a prepare_retrieve is taken for %q", got)
+	}
+}
