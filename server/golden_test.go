@@ -208,7 +208,7 @@ func TestReferenceDefects(t *testing.T) {
 		3:  "",   // end_session after the last worker left: answered
 		6:  "00", // never committed: a miss
 		7:  miss,
-		10: "",   // num_kv_readers 0: a lookup that finds nothing
+		10: "", // num_kv_readers 0: a lookup that finds nothing
 	}
 	for i, step := range file.Steps {
 		request := vectors.Frames(step.Request)

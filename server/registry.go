@@ -16,7 +16,7 @@ type instance struct {
 	model  string
 	world  int
 	layout kv.Layout
-	bytes  int64  // per chunk
+	bytes  int64 // per chunk
 	unsalt kv.Namespace
 	refuse string // why its transfers are declined; empty when they are not
 
