@@ -1,0 +1,73 @@
+package coordinator
+
+import "fmt"
+
+// Code says which rule an Error comes from.
+type Code uint8
+
+// The codes of an Error. Those up to CodeIndex carry the original's message.
+const (
+	CodeHashUnit       Code = iota + 1 // a block size is no multiple of the hash unit
+	CodeScheduler                      // the scheduler block is no multiple of the hash unit
+	CodeSchedulerGroup                 // the scheduler block is no multiple of a group's block
+	CodeNoManager                      // the dialect knows no manager for the kind
+	CodeZero                           // division by a size of zero
+	CodeCross                          // lookup of a cross-attention group
+	CodeChunkEagle                     // lookup of a chunked group with an EAGLE drop
+	CodeChunkAlign                     // lookup of a chunked group whose block is not the alignment
+	CodeUnaligned                      // a mask was asked for a length off the alignment
+	CodeIndex                          // a lookup beyond the last hash unit
+	CodeNegative                       // a negative length; the text is ours
+	CodeLimit                          // beyond what this package accepts; the text is ours
+	CodeDialect                        // the dialect has no such question; the text is ours
+	CodeLayout                         // a layout or vector text that does not parse; ours
+)
+
+// Error is a refusal. Its text is the original's, letter by letter, where the
+// original has one; Class is then the Python exception's name.
+type Error struct {
+	Code  Code
+	Class string
+	Text  string
+}
+
+func (e *Error) Error() string { return e.Text }
+
+// Is reports whether target is an Error of the same code, so that callers can
+// write errors.Is(err, coordinator.ErrCross).
+func (e *Error) Is(target error) bool {
+	t, ok := target.(*Error)
+	return ok && t.Code == e.Code
+}
+
+const (
+	assertion      = "AssertionError"
+	notImplemented = "NotImplementedError"
+	zeroDivision   = "ZeroDivisionError"
+	indexError     = "IndexError"
+	valueError     = "ValueError" // the class of refusals that are ours alone
+)
+
+// Refusals at lookup. Options.Lenient turns the first three into a hit of no
+// tokens with the refusal as its reason.
+var (
+	ErrCross      = &Error{CodeCross, notImplemented, "CrossAttentionManager does not support caching"}
+	ErrChunkEagle = &Error{CodeChunkEagle, assertion, "Hybrid KV cache is not supported for eagle + chunked local attention."}
+	ErrChunkAlign = &Error{CodeChunkAlign, assertion, "KV cache groups with different block sizes are not compatible with chunked local attention now"}
+	ErrIndex      = &Error{CodeIndex, indexError, "list index out of range"}
+	ErrDialect    = &Error{CodeDialect, valueError, "the original dialect has no lookup mask, start or prompt length"}
+)
+
+var (
+	errHashUnit       = &Error{CodeHashUnit, assertion, "block_size must be divisible by hash_block_size"}
+	errSchedulerGroup = &Error{CodeSchedulerGroup, assertion, "scheduler_block_size must be a multiple of each group's block_size"}
+	errZero           = &Error{CodeZero, zeroDivision, "integer modulo by zero"}
+)
+
+func limitf(format string, args ...any) *Error {
+	return &Error{CodeLimit, valueError, fmt.Sprintf(format, args...)}
+}
+
+func layoutf(format string, args ...any) *Error {
+	return &Error{CodeLayout, valueError, fmt.Sprintf(format, args...)}
+}

@@ -1,0 +1,206 @@
+package coordinator
+
+import "fmt"
+
+// StoreQuery asks which blocks of a stored prefix are worth keeping.
+type StoreQuery struct {
+	Tokens int // length of the prefix; a multiple of the hit alignment
+
+	// Start leaves out blocks that begin before this token, because they are
+	// stored already. Masks then begin at the first block left. Current only.
+	Start int
+
+	// Prompt is the prompt's length: under a retention interval what a repeat of
+	// it, or a longer prompt, could resume at is kept as well. It holds only with
+	// HasPrompt. Current only.
+	Prompt    int
+	HasPrompt bool
+}
+
+// StoreMask appends to dst, per group, which blocks to store so that a later hit
+// can use them. Windows keep the tail of each segment a hit can end on. Mamba
+// groups keep none in the current dialect, whose engines hand states over by
+// another path, and the last block of each segment in the original one.
+//
+// Follows MooncakeStoreCoordinator.store_mask.
+func (c *Coordinator) StoreMask(dst []Mask, q StoreQuery) ([]Mask, error) {
+	switch {
+	case c.opt.Dialect == Current:
+		return c.reachable(dst, q, true)
+	case q.Start != 0 || q.HasPrompt:
+		return dst, ErrDialect
+	}
+	if q.Tokens%c.layout.Scheduler != 0 {
+		return dst, &Error{CodeUnaligned, assertion, fmt.Sprintf(
+			"aligned_token_len (%d) must be a multiple of lcm_block_size (%d)", q.Tokens, c.layout.Scheduler)}
+	}
+	if q.Tokens < 0 || q.Tokens > maxTokens {
+		return dst, lengthError(q.Tokens)
+	}
+	return c.repeated(dst, q.Tokens)
+}
+
+// LookupMask appends to dst, per group, which blocks of a prefix of so many
+// tokens a hit can end on, densely: what StoreMask keeps without a retention
+// interval, and every Mamba block.
+//
+// Follows MooncakeStoreCoordinator.lookup_mask; the original dialect has none.
+func (c *Coordinator) LookupMask(dst []Mask, tokens int) ([]Mask, error) {
+	if c.opt.Dialect != Current {
+		return dst, ErrDialect
+	}
+	return c.reachable(dst, StoreQuery{Tokens: tokens}, false)
+}
+
+func lengthError(n int) *Error {
+	if n < 0 {
+		return &Error{CodeNegative, valueError, fmt.Sprintf("a negative length (%d)", n)}
+	}
+	return limitf("a prompt of more than %d tokens", maxTokens)
+}
+
+// reachable is the current dialect's rule for store and lookup masks.
+func (c *Coordinator) reachable(dst []Mask, q StoreQuery, store bool) ([]Mask, error) {
+	if q.Tokens%c.align != 0 {
+		return dst, &Error{CodeUnaligned, assertion, fmt.Sprintf(
+			"aligned_token_len (%d) must be a multiple of %d", q.Tokens, c.align)}
+	}
+	for _, n := range [...]int{q.Tokens, q.Start, q.Prompt} {
+		if n < 0 || n > maxTokens {
+			return dst, lengthError(n)
+		}
+	}
+	bounds, n := c.boundaries(q)
+	if !store {
+		n = 0
+	}
+	at := len(dst)
+	dst = grow(dst, len(c.layout.Groups))
+	for g := range c.layout.Groups {
+		m := &dst[at+g]
+		b := c.layout.Groups[g].Block
+		end := q.Tokens / b
+		start := min(end, ceilDiv(q.Start, b))
+		switch kind := c.layout.Groups[g].Kind; {
+		case kind.isWindow():
+			*m = c.windowMask(g, start, end, store, bounds[:n])
+		case kind == Mamba && store:
+			*m = Mask{length: end - start}
+		default:
+			*m = allMask(end - start)
+		}
+	}
+	return dst, nil
+}
+
+// boundaries returns the lengths that a repeat of the prompt, and a longer one,
+// can resume at; n of them, rising.
+func (c *Coordinator) boundaries(q StoreQuery) (at [2]int, n int) {
+	if !q.HasPrompt {
+		return at, 0
+	}
+	eagle := false
+	for i := range c.sets {
+		eagle = eagle || c.sets[i].eagle
+	}
+	if !eagle { // floor division: a prompt of nothing has no boundary
+		return [2]int{q.Prompt - 1}, 1
+	}
+	l := c.layout.Scheduler
+	at = [2]int{max((q.Prompt-1)/l*l-l, 0), max(q.Prompt/l*l-l, 0)}
+	if at[0] == at[1] {
+		return at, 1
+	}
+	return at, 2
+}
+
+// allMask is the sentinel for a mask of n blocks, all set.
+func allMask(n int) Mask {
+	return Mask{length: n, all: true, runs: [2]Run{{0, n}}}
+}
+
+// windowMask keeps, in blocks start to end, the tail that a hit at the end of
+// each segment needs, and the tails at the given boundaries.
+func (c *Coordinator) windowMask(g, start, end int, store bool, bounds []int) Mask {
+	s := &c.sets[c.bySet[g]]
+	need, shift := ceilDiv(s.window-1, s.block), 0
+	if c.opt.Corrected {
+		need = max(need, 1)
+	}
+	if c.flagged[g] { // the tail ends one block later: the one that is dropped
+		need, shift = need+1, 1
+	}
+	sparse := store && c.layout.HasRetention
+	segment := c.layout.Scheduler
+	if sparse {
+		segment = c.layout.Retention
+	}
+	m := Mask{length: end - start}
+	if segment > 0 {
+		period := segment / s.block
+		if need >= period {
+			return allMask(end - start)
+		}
+		m.phase, m.period, m.tail = start-shift, period, need
+	}
+	if !sparse {
+		return m
+	}
+	for i, b := range bounds {
+		if b < 0 {
+			continue
+		}
+		e := b/c.layout.Scheduler*c.layout.Scheduler/s.block + shift
+		m.runs[i] = Run{max(start, e-need) - start, max(min(end, e), start) - start}
+		if m.runs[i].Start >= m.runs[i].End {
+			m.runs[i] = Run{}
+		}
+	}
+	return m
+}
+
+// repeated is the original dialect's store mask: that of one segment, which is
+// the load mask of a segment under EAGLE, once per segment.
+func (c *Coordinator) repeated(dst []Mask, tokens int) ([]Mask, error) {
+	at := len(dst)
+	if c.dense || tokens == 0 {
+		dst = grow(dst, len(c.layout.Groups))
+		for g := range c.layout.Groups {
+			dst[at+g] = suffixMask(tokens/c.layout.Groups[g].Block, 0)
+		}
+		return dst, nil
+	}
+	var buf [stackSets]found
+	sets := grow(buf[:0], len(c.sets))
+	l := c.layout.Scheduler
+	q := Query{Units: l / c.layout.HashUnit, MaxTokens: l, NoEagle: c.opt.Corrected}
+	if _, err := c.find(sets, everything{}, q); err != nil {
+		if c.opt.Lenient && refusal(err) {
+			return grow(dst, len(c.layout.Groups)), nil
+		}
+		return dst, err
+	}
+	dst = grow(dst, len(c.layout.Groups))
+	for g, i := range c.bySet {
+		if c.opt.Corrected && c.sets[i].kind.isWindow() {
+			m := c.windowMask(g, 0, tokens/c.sets[i].block, false, nil)
+			m.all = false // this dialect knows no sentinel
+			dst[at+g] = m
+			continue
+		}
+		dst[at+g] = repeat(sets[i].blocks, sets[i].from, tokens/l)
+	}
+	return dst, nil
+}
+
+// repeat returns the mask of n blocks, set from block from on, times over.
+func repeat(n, from, times int) Mask {
+	m := Mask{length: n * times}
+	switch {
+	case from <= 0:
+		m.runs[0] = Run{0, m.length}
+	case from < n:
+		m.period, m.tail = n, n-from
+	}
+	return m
+}

@@ -1,0 +1,181 @@
+package coordinator
+
+// Series is a sequence of positions in a prompt that a lookup asks about. Index
+// i stands for the hash unit (i+1)*Units - 1: the last one of block i, or the
+// unit itself when Units is 1. A position is present when every group of Groups
+// holds it.
+type Series struct {
+	Groups []int // the groups of one spec, rising; belongs to the Coordinator
+	Set    int   // which spec of the Coordinator this is
+	Units  int   // hash units per index
+
+	// Fine asks for single hash units inside blocks (partial hits); Units is
+	// then 1. Such a series is asked with Last only.
+	Fine bool
+}
+
+// Window is the condition a sliding window puts on a prefix of e blocks: that
+// its last Need blocks are present, all e if e is smaller, and that
+// (e - Shift) is a multiple of Align.
+type Window struct{ Need, Align, Shift int }
+
+// down returns the largest edge of at most e that is aligned, 0 if none is.
+func (w Window) down(e int) int {
+	if e < w.Shift {
+		return 0
+	}
+	return e - (e-w.Shift)%w.Align
+}
+
+// Presence knows which blocks of one prompt a store holds. Lookups ask these
+// three questions and no other, so that a set of runs answers in the number of
+// its runs and a remote store in few batches.
+//
+// Indices are bounded by the prompt's hash units; whatever lies beyond what a
+// set was told is absent.
+type Presence interface {
+	// Prefix returns the first absent index of [lo, hi), hi if none is.
+	Prefix(s Series, lo, hi int) int
+
+	// Window returns the largest e in [1, hi] that satisfies w, 0 if none does.
+	Window(s Series, hi int, w Window) int
+
+	// Last returns the largest present i of [lo, hi) for which i+1 is a
+	// multiple of align, lo-1 if there is none.
+	Last(s Series, lo, hi, align int) int
+}
+
+// everything is the set that holds all blocks: a mask of it is a load mask.
+type everything struct{}
+
+func (everything) Prefix(_ Series, _, hi int) int        { return hi }
+func (everything) Window(_ Series, hi int, w Window) int { return w.down(hi) }
+func (everything) Last(_ Series, lo, hi, align int) int  { return max(hi/align*align-1, lo-1) }
+
+// spans is what local sets have in common: per group, where a run ends.
+type spans interface {
+	firstAbsent(s *Series, g, lo, hi int) int // hi if none
+	lastPresent(s *Series, g, lo, hi int) int // lo-1 if none
+	lastAbsent(s *Series, g, lo, hi int) int  // lo-1 if none
+}
+
+func prefixOf(p spans, s *Series, lo, hi int) int {
+	for _, g := range s.Groups {
+		if hi <= lo {
+			return lo
+		}
+		hi = p.firstAbsent(s, g, lo, hi)
+	}
+	return hi
+}
+
+// lastOf returns the largest index of [lo, hi) that all groups hold: each lowers
+// the candidate to one of its own until a round changes nothing.
+func lastOf(p spans, s *Series, lo, hi int) int {
+	at := hi - 1
+	for agreed := 0; agreed < len(s.Groups); {
+		for _, g := range s.Groups {
+			if at < lo {
+				return lo - 1
+			}
+			if i := p.lastPresent(s, g, lo, at+1); i < at {
+				at, agreed = i, 0
+			}
+			if agreed++; agreed == len(s.Groups) {
+				break
+			}
+		}
+	}
+	return max(at, lo-1)
+}
+
+// startOf returns the first index of the run that ends with the present index
+// at, no lower than lo.
+func startOf(p spans, s *Series, lo, at int) int {
+	start := lo
+	for _, g := range s.Groups {
+		start = p.lastAbsent(s, g, start, at) + 1
+	}
+	return start
+}
+
+func windowOf(p spans, s *Series, hi int, w Window) int {
+	for hi > 0 {
+		at := lastOf(p, s, 0, hi)
+		if at < 0 {
+			return 0
+		}
+		start := startOf(p, s, 0, at)
+		if e := w.down(at + 1); e > start && (start == 0 || e-start >= w.Need) {
+			return e
+		}
+		hi = start
+	}
+	return 0
+}
+
+func alignedLastOf(p spans, s *Series, lo, hi, align int) int {
+	for hi > lo {
+		at := lastOf(p, s, lo, hi)
+		if at < lo || align == 1 {
+			return at
+		}
+		start := startOf(p, s, lo, at)
+		if i := (at+1)/align*align - 1; i >= start {
+			return i
+		}
+		hi = start
+	}
+	return lo - 1
+}
+
+// Scan makes a Presence of any set that answers for one hash unit of one group
+// at a time, such as a map of keys. It costs one call per block looked at.
+type Scan func(group, unit int) bool
+
+func (f Scan) has(s *Series, i int) bool {
+	for _, g := range s.Groups {
+		if !f(g, (i+1)*s.Units-1) {
+			return false
+		}
+	}
+	return true
+}
+
+// Prefix implements Presence.
+func (f Scan) Prefix(s Series, lo, hi int) int {
+	for ; lo < hi; lo++ {
+		if !f.has(&s, lo) {
+			return lo
+		}
+	}
+	return max(lo, hi)
+}
+
+// Window implements Presence. It looks at no block twice.
+func (f Scan) Window(s Series, hi int, w Window) int {
+	known := hi // blocks of [known, e) are present
+	for e := w.down(hi); e > 0; {
+		known = min(known, e)
+		lo := max(0, e-w.Need)
+		for known > lo && f.has(&s, known-1) {
+			known--
+		}
+		if known <= lo {
+			return e
+		}
+		known-- // absent
+		e = w.down(known)
+	}
+	return 0
+}
+
+// Last implements Presence.
+func (f Scan) Last(s Series, lo, hi, align int) int {
+	for i := hi/align*align - 1; i >= lo; i -= align {
+		if f.has(&s, i) {
+			return i
+		}
+	}
+	return lo - 1
+}

@@ -1,0 +1,187 @@
+package coordinator
+
+import (
+	"fmt"
+	"slices"
+)
+
+// Kind is the attention kind of a group.
+type Kind uint8
+
+// The kinds. Full to HiddenState are the full-attention class: they share a hit
+// rule and come first in the fixed point, and never equal each other.
+const (
+	Full Kind = iota + 1
+	MLA
+	Sink
+	RSWA
+	HiddenState
+	SlidingWindow
+	SlidingWindowMLA
+	ChunkedLocal
+	Mamba
+	Cross
+	Circular        // per-request scratch, never shared; Current only
+	HiSparseHot     // its host tier owns caching; Current only
+	HiSparseSpilled // likewise ("resident"); Current only
+)
+
+var kindNames = [...]string{
+	Full: "full", MLA: "mla", Sink: "sink", RSWA: "rswa", HiddenState: "hidden",
+	SlidingWindow: "swa", SlidingWindowMLA: "swamla", ChunkedLocal: "chunk", Mamba: "mamba", Cross: "cross",
+	Circular: "circular", HiSparseHot: "hisparse-hot", HiSparseSpilled: "hisparse-resident",
+}
+
+// String returns the kind's name in the layout JSON.
+func (k Kind) String() string {
+	if int(k) < len(kindNames) && kindNames[k] != "" {
+		return kindNames[k]
+	}
+	return fmt.Sprintf("kind %d", uint8(k))
+}
+
+func (k Kind) isFull() bool    { return k >= Full && k <= HiddenState }
+func (k Kind) isWindow() bool  { return k == SlidingWindow || k == SlidingWindowMLA }
+func (k Kind) isScratch() bool { return k >= Circular && k <= HiSparseSpilled }
+
+// MambaMode is the cache mode of a Mamba group. Lookup is the same in all; the
+// mode takes part in equality, and engines cache prefixes in MambaAlign only.
+type MambaMode uint8
+
+// The Mamba cache modes.
+const (
+	MambaAlign MambaMode = iota
+	MambaNone
+	MambaAll
+)
+
+var modeNames = [...]string{MambaAlign: "align", MambaNone: "none", MambaAll: "all"}
+
+// String returns the mode's name in the layout JSON.
+func (m MambaMode) String() string {
+	if int(m) < len(modeNames) {
+		return modeNames[m]
+	}
+	return fmt.Sprintf("mode %d", uint8(m))
+}
+
+// Group describes the layers that share one block table. Sizes are in tokens.
+type Group struct {
+	Kind   Kind
+	Block  int       // tokens per block
+	Heads  int       // KV heads; takes part in equality only; 0 means 1
+	Window int       // SlidingWindow, SlidingWindowMLA: tokens, at least 1
+	Extra  int       // SlidingWindow: tokens kept beyond the window; Current only
+	Chunk  int       // ChunkedLocal: attention chunk, tokens, at least 1
+	Mode   MambaMode // Mamba
+	Eagle  bool      // holds draft-model layers
+
+	// Uniform marks a wrapper of several layer specs; the other fields then
+	// describe its first layer, which is all that hits look at.
+	Uniform bool
+
+	// Variant is whatever else tells two specs apart (head size, dtype …). It
+	// takes part in equality only.
+	Variant string
+}
+
+// Layout is a model's KV cache groups in the engine's order.
+type Layout struct {
+	Groups    []Group
+	Scheduler int  // scheduler block, tokens: hits are multiples of it
+	HashUnit  int  // tokens per hash
+	Eagle     bool // the engine drafts with EAGLE; flags all groups if none is
+
+	// Retention thins what StoreMask keeps of window groups: one tail per
+	// Retention tokens, none but the prompt's end if it is 0. It holds only
+	// with HasRetention. Current only.
+	Retention    int
+	HasRetention bool
+
+	// Partial lets hits end on any hash unit, inside a block. Current only.
+	Partial bool
+}
+
+// Limits of a Layout and of the lengths asked about. They keep every sum and
+// product below far from overflow.
+const (
+	maxGroups      = 1024
+	maxSize        = 1 << 31 // one block, window or chunk, tokens
+	maxTokens      = 1 << 48 // one prompt
+	maxVariantSize = 256     // bytes
+)
+
+// spec is the part of a Group that decides equality, unwrapped.
+type spec struct {
+	kind    Kind
+	block   int
+	heads   int
+	window  int
+	extra   int
+	chunk   int
+	mode    MambaMode
+	variant string
+}
+
+// unwrap reduces a group to the spec that hits compare. A sink spec's length is
+// its block, so the kind alone sets it apart.
+func (g *Group) unwrap(d Dialect) spec {
+	s := spec{kind: g.Kind, block: g.Block, heads: max(g.Heads, 1), variant: g.Variant}
+	switch {
+	case g.Kind.isWindow():
+		s.window, s.extra = g.Window, g.Extra
+		if d == Current { // how window + extra is split does not matter
+			s.window, s.extra = g.Window+g.Extra, 0
+		}
+	case g.Kind == ChunkedLocal:
+		s.chunk = g.Chunk
+	case g.Kind == Mamba:
+		s.heads, s.mode = 0, g.Mode
+	}
+	return s
+}
+
+// specGroup is a set of groups with equal specs. A block of it is present when
+// every member holds it.
+type specGroup struct {
+	spec
+	groups []int // members, rising
+	eagle  bool  // any member is flagged
+	units  int   // hash units per block
+}
+
+// fold joins groups of equal specs, full attention first, otherwise in order of
+// their first member.
+func fold(l *Layout, d Dialect) []specGroup {
+	var out []specGroup
+	for i := range l.Groups {
+		g := &l.Groups[i]
+		if g.Kind.isScratch() {
+			continue
+		}
+		s := g.unwrap(d)
+		at := slices.IndexFunc(out, func(x specGroup) bool { return x.spec == s })
+		if at < 0 {
+			out = append(out, specGroup{spec: s, units: s.block / l.HashUnit})
+			at = len(out) - 1
+		}
+		out[at].groups = append(out[at].groups, i)
+		out[at].eagle = out[at].eagle || g.Eagle
+	}
+	slices.SortStableFunc(out, func(a, b specGroup) int {
+		return rank(a.kind) - rank(b.kind)
+	})
+	if l.Eagle && !slices.ContainsFunc(out, func(s specGroup) bool { return s.eagle }) {
+		for i := range out {
+			out[i].eagle = true
+		}
+	}
+	return out
+}
+
+func rank(k Kind) int {
+	if k.isFull() {
+		return 0
+	}
+	return 1
+}
