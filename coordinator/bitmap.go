@@ -12,6 +12,9 @@ type Bitmap struct {
 
 type words []uint64
 
+// maxBits bounds a group's bits, 32 MiB; positions beyond it stay absent.
+const maxBits = 1 << 28
+
 // NewBitmap returns an empty set for c's groups.
 func NewBitmap(c *Coordinator) *Bitmap {
 	b := &Bitmap{
@@ -50,6 +53,9 @@ func (b *Bitmap) SetUnit(g, unit int) {
 }
 
 func (w words) set(i int) words {
+	if i < 0 || i >= maxBits {
+		return w
+	}
 	for i>>6 >= len(w) {
 		w = append(w, 0)
 	}
@@ -57,8 +63,12 @@ func (w words) set(i int) words {
 	return w
 }
 
+func (w words) has(i int) bool {
+	return i>>6 < len(w) && w[i>>6]&(1<<(i&63)) != 0
+}
+
 func (w words) clear(i int) {
-	if i>>6 < len(w) {
+	if i >= 0 && i>>6 < len(w) {
 		w[i>>6] &^= 1 << (i & 63)
 	}
 }

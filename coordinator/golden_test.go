@@ -267,8 +267,10 @@ func presences(c *coordinator.Coordinator, v *coordinator.Case) map[string]coord
 		}
 	}
 	has := func(g, u int) bool { return held[[2]int{g, u}] }
+	remote := coordinator.NewRemote(c, coordinator.RemoteOptions{Batch: 8})
+	remote.Reset(&fakeStore{has: has})
 	return map[string]coordinator.Presence{
-		"runs": runs, "bitmap": bits, "scan": coordinator.Scan(has),
+		"runs": runs, "bitmap": bits, "scan": coordinator.Scan(has), "remote": remote,
 	}
 }
 
