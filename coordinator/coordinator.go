@@ -43,7 +43,8 @@ type Options struct {
 	//   - both: the masks of a hit are those of LoadMask at its length;
 	//   - both: a chunked group continues only where its chunk is present, also
 	//     when chunks and blocks do not align;
-	//   - both: a window of one token keeps one block, as its lookup asks for it;
+	//   - both: a window of one token looks up, keeps and loads one block;
+	//   - both: a prompt shorter than a window loses one segment to EAGLE, not two;
 	//   - both: a layout in which no group can be cached never hits.
 	Corrected bool
 }

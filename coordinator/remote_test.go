@@ -47,9 +47,12 @@ const (
 
 func mustNew(t testing.TB, layout string, o coordinator.Options) *coordinator.Coordinator {
 	t.Helper()
-	l, err := coordinator.ParseLayout(layout)
-	if err != nil {
-		t.Fatal(err)
+	l := coordinator.Layout{Scheduler: 16, HashUnit: 16} // no groups have no text
+	if layout != "" {
+		var err error
+		if l, err = coordinator.ParseLayout(layout); err != nil {
+			t.Fatal(err)
+		}
 	}
 	c, err := coordinator.New(l, o)
 	if err != nil {

@@ -21,7 +21,7 @@ func (c *Coordinator) lookup(i int, p Presence, q Query, bound int, drop bool, a
 	case s.kind.isFull():
 		return l.full(), nil
 	case s.kind.isWindow():
-		return l.window()
+		return l.window(c.opt.Corrected)
 	case s.kind == ChunkedLocal:
 		return l.chunked(c.opt.Corrected)
 	case s.kind == Mamba:
@@ -79,19 +79,24 @@ func (l *lookup) blockAlign() int { return max(l.align/l.spec.block, 1) }
 
 // window looks from the right for enough present blocks in a row, or a shorter
 // row that begins the prompt.
-func (l *lookup) window() (found, error) {
+func (l *lookup) window(corrected bool) (found, error) {
 	if l.blocks > l.usable {
 		return found{}, ErrIndex
 	}
 	b, align := l.spec.block, l.blockAlign()
 	w := Window{Need: ceilDiv(l.spec.window-1, b), Align: align}
+	if corrected {
+		w.Need = max(w.Need, 1) // or a drop would leave a block that was not looked up
+	}
 	if l.drop {
 		w.Need, w.Shift = w.Need+1, 1
 	}
 	w.Need = max(w.Need, 1)
 	edge := l.p.Window(l.series, l.blocks, w)
 	n, from := edge, max(0, edge-w.Need)
-	if edge < w.Need { // the row that begins the prompt, cut to the alignment
+	if edge < w.Need && !(corrected && l.drop) {
+		// The row that begins the prompt is cut to the alignment; under a drop it
+		// is that already once the drop is made, and loses a segment twice.
 		n -= n % align
 	}
 	if l.drop && n > 0 {
