@@ -104,14 +104,14 @@ func (w words) last(lo, hi int, flip uint64) int {
 	return lo - 1
 }
 
-func (b *Bitmap) firstAbsent(_ *Series, g, lo, hi int) int { return b.blocks[g].firstZero(lo, hi) }
+func (b *Bitmap) firstAbsent(g, lo, hi int) int { return b.blocks[g].firstZero(lo, hi) }
 
-func (b *Bitmap) lastAbsent(_ *Series, g, lo, hi int) int {
+func (b *Bitmap) lastAbsent(g, lo, hi int) int {
 	return b.blocks[g].last(lo, max(lo, hi), ^uint64(0))
 }
 
-func (b *Bitmap) lastPresent(s *Series, g, lo, hi int) int {
-	if !s.Fine {
+func (b *Bitmap) lastPresent(g, lo, hi int, fine bool) int {
+	if !fine {
 		return b.blocks[g].last(lo, hi, 0)
 	}
 	k := b.units[g]

@@ -52,11 +52,12 @@ func (everything) Prefix(_ Series, _, hi int) int        { return hi }
 func (everything) Window(_ Series, hi int, w Window) int { return w.down(hi) }
 func (everything) Last(_ Series, lo, hi, align int) int  { return max(hi/align*align-1, lo-1) }
 
-// spans is what local sets have in common: per group, where a run ends.
+// spans is what local sets have in common: per group, where a run ends. It takes
+// no pointer, which would move every Series to the heap.
 type spans interface {
-	firstAbsent(s *Series, g, lo, hi int) int // hi if none
-	lastPresent(s *Series, g, lo, hi int) int // lo-1 if none
-	lastAbsent(s *Series, g, lo, hi int) int  // lo-1 if none
+	firstAbsent(g, lo, hi int) int            // hi if none
+	lastPresent(g, lo, hi int, fine bool) int // lo-1 if none
+	lastAbsent(g, lo, hi int) int             // lo-1 if none
 }
 
 func prefixOf(p spans, s *Series, lo, hi int) int {
@@ -64,7 +65,7 @@ func prefixOf(p spans, s *Series, lo, hi int) int {
 		if hi <= lo {
 			return lo
 		}
-		hi = p.firstAbsent(s, g, lo, hi)
+		hi = p.firstAbsent(g, lo, hi)
 	}
 	return hi
 }
@@ -78,7 +79,7 @@ func lastOf(p spans, s *Series, lo, hi int) int {
 			if at < lo {
 				return lo - 1
 			}
-			if i := p.lastPresent(s, g, lo, at+1); i < at {
+			if i := p.lastPresent(g, lo, at+1, s.Fine); i < at {
 				at, agreed = i, 0
 			}
 			if agreed++; agreed == len(s.Groups) {
@@ -94,7 +95,7 @@ func lastOf(p spans, s *Series, lo, hi int) int {
 func startOf(p spans, s *Series, lo, at int) int {
 	start := lo
 	for _, g := range s.Groups {
-		start = p.lastAbsent(s, g, start, at) + 1
+		start = p.lastAbsent(g, start, at) + 1
 	}
 	return start
 }

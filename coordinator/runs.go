@@ -84,7 +84,7 @@ func before(runs []Run, hi int) int {
 	return lo - 1
 }
 
-func (r *Runs) firstAbsent(_ *Series, g, lo, hi int) int {
+func (r *Runs) firstAbsent(g, lo, hi int) int {
 	runs := r.blocks[g]
 	i := before(runs, lo+1)
 	if i < 0 || runs[i].End <= lo {
@@ -93,10 +93,10 @@ func (r *Runs) firstAbsent(_ *Series, g, lo, hi int) int {
 	return min(runs[i].End, hi)
 }
 
-func (r *Runs) lastPresent(s *Series, g, lo, hi int) int {
+func (r *Runs) lastPresent(g, lo, hi int, fine bool) int {
 	best := lo - 1
 	runs := r.blocks[g]
-	if s.Fine {
+	if fine {
 		// A whole block stands for its last unit.
 		k := r.units[g]
 		if i := before(runs, hi/k); i >= 0 {
@@ -110,7 +110,7 @@ func (r *Runs) lastPresent(s *Series, g, lo, hi int) int {
 	return best
 }
 
-func (r *Runs) lastAbsent(_ *Series, g, lo, hi int) int {
+func (r *Runs) lastAbsent(g, lo, hi int) int {
 	runs := r.blocks[g]
 	i := before(runs, hi)
 	if i < 0 || runs[i].End < hi {
