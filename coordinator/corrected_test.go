@@ -193,22 +193,23 @@ func TestLenient(t *testing.T) {
 	f("full,bs=32 chunk,bs=16,chunk=32", coordinator.ErrChunkAlign)
 }
 
+func wantError(t *testing.T, what string, err error, code coordinator.Code, text string) {
+	t.Helper()
+	e, ok := errors.AsType[*coordinator.Error](err)
+	if !ok || e.Code != code || !strings.Contains(e.Text, text) {
+		t.Errorf("%s: %v, want %q", what, err, text)
+	}
+}
+
 // Bad input is a typed error with the original's text, if it has one.
 func TestRefusals(t *testing.T) {
 	full := coordinator.Group{Kind: coordinator.Full, Block: 16}
 	swa := coordinator.Group{Kind: coordinator.SlidingWindow, Block: 16, Window: 33}
-	is := func(what string, err error, code coordinator.Code, text string) {
-		t.Helper()
-		e, ok := errors.AsType[*coordinator.Error](err)
-		if !ok || e.Code != code || !strings.Contains(e.Text, text) {
-			t.Errorf("%s: %v, want %q", what, err, text)
-		}
-	}
 	build := func(code coordinator.Code, text string, sched, hash int, groups ...coordinator.Group) {
 		t.Helper()
 		for _, d := range []coordinator.Dialect{coordinator.Current, coordinator.Original} {
 			_, err := coordinator.New(coordinator.Layout{Groups: groups, Scheduler: sched, HashUnit: hash}, coordinator.Options{Dialect: d})
-			is(fmt.Sprint(sched, hash, groups), err, code, text)
+			wantError(t, fmt.Sprint(sched, hash, groups), err, code, text)
 		}
 	}
 	with := func(change func(g *coordinator.Group)) coordinator.Group {
@@ -232,15 +233,18 @@ func TestRefusals(t *testing.T) {
 	build(coordinator.CodeScheduler, "scheduler_block_size (17) must be a multiple of hash_block_size (16)", 17, 16, full)
 	build(coordinator.CodeSchedulerGroup, "scheduler_block_size must be a multiple of each group's block_size", 24, 8, full)
 	build(coordinator.CodeNoManager, "No manager registered for KVCacheSpec", 16, 16, coordinator.Group{Kind: 77, Block: 16})
+}
 
+// Lookups and masks of impossible lengths.
+func TestRefusedLengths(t *testing.T) {
 	for _, d := range []coordinator.Dialect{coordinator.Current, coordinator.Original} {
 		c := mustNew(t, "swa,bs=16,win=33", coordinator.Options{Dialect: d})
 		ask := func(units, limit int, code coordinator.Code, text string) {
 			t.Helper()
 			var r coordinator.Result
-			is("hit", c.Hit(&r, coordinator.NewRuns(c), coordinator.Query{Units: units, MaxTokens: limit}), code, text)
+			wantError(t, "hit", c.Hit(&r, coordinator.NewRuns(c), coordinator.Query{Units: units, MaxTokens: limit}), code, text)
 			_, err := c.LoadMask(nil, units, limit)
-			is("load", err, code, text)
+			wantError(t, "load", err, code, text)
 		}
 		ask(-1, 16, coordinator.CodeNegative, "a negative number of hash units")
 		ask(4, -16, coordinator.CodeNegative, "a negative length")
@@ -248,20 +252,20 @@ func TestRefusals(t *testing.T) {
 		ask(1<<60, 16, coordinator.CodeLimit, "a prompt of more than")
 		ask(1, 64, coordinator.CodeIndex, "list index out of range")
 		_, err := c.StoreMask(nil, coordinator.StoreQuery{Tokens: -15})
-		is("store", err, coordinator.CodeUnaligned, "aligned_token_len (-15) must be a multiple of ")
+		wantError(t, "store", err, coordinator.CodeUnaligned, "aligned_token_len (-15) must be a multiple of ")
 		_, err = c.StoreMask(nil, coordinator.StoreQuery{Tokens: -16})
-		is("store", err, coordinator.CodeNegative, "a negative length (-16)")
+		wantError(t, "store", err, coordinator.CodeNegative, "a negative length (-16)")
 		_, err = c.StoreMask(nil, coordinator.StoreQuery{Tokens: 1 << 60})
-		is("store", err, coordinator.CodeLimit, "a prompt of more than")
+		wantError(t, "store", err, coordinator.CodeLimit, "a prompt of more than")
 	}
 	c := mustNew(t, "chunk,bs=16,chunk=64", coordinator.Options{})
 	var r coordinator.Result
-	is("chunk", c.Hit(&r, storedAs(c, "P"), coordinator.Query{Units: 1, MaxTokens: 48}), coordinator.CodeIndex, "list index out of range")
+	wantError(t, "chunk", c.Hit(&r, storedAs(c, "P"), coordinator.Query{Units: 1, MaxTokens: 48}), coordinator.CodeIndex, "list index out of range")
 	c = mustNew(t, "full,bs=16", coordinator.Options{Dialect: coordinator.Original})
 	_, err := c.LookupMask(nil, 16)
-	is("lookup", err, coordinator.CodeDialect, "no lookup mask")
+	wantError(t, "lookup", err, coordinator.CodeDialect, "no lookup mask")
 	_, err = c.StoreMask(nil, coordinator.StoreQuery{Tokens: 16, Start: 16})
-	is("store", err, coordinator.CodeDialect, "no lookup mask")
+	wantError(t, "store", err, coordinator.CodeDialect, "no lookup mask")
 }
 
 // Per-request scratch groups never hit and never hinder; the original has no

@@ -8,22 +8,24 @@ import (
 	"github.com/kvasir-kv/kvasir/coordinator"
 )
 
-func TestExplain(t *testing.T) {
-	f := func(e coordinator.Explanation, layout, want string) {
-		t.Helper()
-		var err error
-		if e.Layout, err = coordinator.ParseLayout(layout); err != nil {
-			t.Fatal(err)
-		}
-		var b bytes.Buffer
-		if err := coordinator.Explain(&b, e); err != nil {
-			t.Fatal(err)
-		}
-		if got := b.String(); got != strings.TrimPrefix(want, "\n") {
-			t.Errorf("%s:\n%s", layout, got)
-		}
+func wantExplained(t *testing.T, e coordinator.Explanation, layout, want string) {
+	t.Helper()
+	var err error
+	if e.Layout, err = coordinator.ParseLayout(layout); err != nil {
+		t.Fatal(err)
 	}
-	f(coordinator.Explanation{Prompt: 1000, Cells: 16, ASCII: true}, "full,bs=64 swa,bs=16,win=33 hash=16", `
+	var b bytes.Buffer
+	if err := coordinator.Explain(&b, e); err != nil {
+		t.Fatal(err)
+	}
+	if got := b.String(); got != strings.TrimPrefix(want, "\n") {
+		t.Errorf("%s:\n%s", layout, got)
+	}
+}
+
+// The table and the picture, letter by letter.
+func TestExplain(t *testing.T) {
+	wantExplained(t, coordinator.Explanation{Prompt: 1000, Cells: 16, ASCII: true}, "full,bs=64 swa,bs=16,win=33 hash=16", `
 rules of vLLM 0.33.0; prompt 1000 tokens; hash unit 16; hits in steps of 64 tokens
 
 group  kind            block  blocks  stored  loaded  skipped
@@ -41,7 +43,7 @@ group 1, swa, window 33
                          ^ hit ends
 one cell is 62 tokens: # all, + some, . none
 `)
-	f(coordinator.Explanation{Prompt: 64, Cells: 4, ASCII: true}, "full,bs=16 cross,bs=16", `
+	wantExplained(t, coordinator.Explanation{Prompt: 64, Cells: 4, ASCII: true}, "full,bs=16 cross,bs=16", `
 rules of vLLM 0.33.0; prompt 64 tokens; hash unit 16; hits in steps of 16 tokens
 
 group  kind   block  blocks  stored  loaded  skipped
@@ -58,7 +60,7 @@ group 1, cross
   loaded |    |
 one cell is 16 tokens: # all, + some, . none
 `)
-	f(coordinator.Explanation{
+	wantExplained(t, coordinator.Explanation{
 		Prompt: 100, Cells: 6, ASCII: true, Options: coordinator.Options{Dialect: coordinator.Original},
 		Stored: [][]coordinator.Run{{{Start: 0, End: 6}}, {{Start: 2, End: 4}, {Start: 5, End: 6}}},
 	}, "full,bs=16 swa,bs=16,win=33", `
@@ -106,8 +108,13 @@ func TestExplainBounds(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, e := range []coordinator.Explanation{
-		{Layout: l, Prompt: -1}, {Layout: l, Prompt: 1 << 40}, {Layout: l, Units: 1 << 40},
-		{Layout: l, Units: -1}, {Layout: l, Cells: -1}, {Layout: l, Cells: 1 << 30}, {},
+		{Layout: l, Prompt: -1},
+		{Layout: l, Prompt: 1 << 40},
+		{Layout: l, Units: 1 << 40},
+		{Layout: l, Units: -1},
+		{Layout: l, Cells: -1},
+		{Layout: l, Cells: 1 << 30},
+		{},
 	} {
 		if err := coordinator.Explain(&bytes.Buffer{}, e); err == nil {
 			t.Errorf("%+v: accepted", e)

@@ -297,3 +297,53 @@ func checkLookup(t *rapid.T, c *coordinator.Coordinator, aligned int, hit coordi
 		}
 	}
 }
+
+// The ways to read a mask agree, wherever tails and boundaries touch.
+func TestMaskReadings(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		w := drawWorld(t, worldKind{eagle: rapid.Bool().Draw(t, "eagle")})
+		w.l.HasRetention = rapid.Bool().Draw(t, "sparse")
+		w.l.Retention = rapid.IntRange(0, 4).Draw(t, "segments") * w.l.Scheduler
+		c, err := coordinator.New(w.l, coordinator.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		q := coordinator.StoreQuery{
+			Tokens: c.AlignLookupLength(w.units * w.l.HashUnit), Start: w.drawMax(t),
+			Prompt: w.units * w.l.HashUnit, HasPrompt: rapid.Bool().Draw(t, "prompt"),
+		}
+		masks, err := c.StoreMask(nil, q)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for g := range masks {
+			checkMask(t, &masks[g])
+		}
+	})
+}
+
+func checkMask(t *rapid.T, m *coordinator.Mask) {
+	bools := m.AppendBools(nil)
+	count, runs := 0, 0
+	for i, set := range bools {
+		if set != m.At(i) {
+			t.Fatalf("block %d: At says %v", i, !set)
+		}
+		if set {
+			count++
+			if i == 0 || !bools[i-1] {
+				runs++
+			}
+		}
+	}
+	for range m.Runs() {
+		runs--
+	}
+	total := 0
+	for _, n := range m.AppendRunLengths(nil) {
+		total += n
+	}
+	if len(bools) != m.Len() || total != m.Len() || count != m.Count() || runs != 0 || m.At(-1) || m.At(m.Len()) {
+		t.Fatalf("%d blocks, %d bools, %d in run lengths; %d set, Count %d", m.Len(), len(bools), total, count, m.Count())
+	}
+}
