@@ -45,6 +45,9 @@ type Options struct {
 	//     when chunks and blocks do not align;
 	//   - both: a window of one token looks up, keeps and loads one block;
 	//   - both: a prompt shorter than a window loses one segment to EAGLE, not two;
+	//   - both: under EAGLE the block after the hit is always present in flagged
+	//     groups, not only where they were first verified, and so one more stored
+	//     block never shortens a hit;
 	//   - both: a layout in which no group can be cached never hits.
 	Corrected bool
 }

@@ -114,6 +114,9 @@ func TestCorrected(t *testing.T) {
 		".P..", "16 0", "0 -")
 	f("short prompt loses two segments", "full,bs=16 swa,bs=48,win=128 eagle sched=96 hash=16", coordinator.Current, q(12, 192),
 		"PPPPPPPPPPPP PPPP", "0 - -", "96 111111 11")
+	const twoWindows = "full,bs=16 swa,bs=16,win=17,eagle swa,bs=16,win=33,eagle"
+	f("EAGLE verified once", twoWindows, coordinator.Current, q(4, 64), "PPPP P.PP PP..", "16 1 1 1", "0 - - -")
+	f("and a block more costs the hit", twoWindows, coordinator.Current, q(4, 64), "PPPP P.PP PPP.", "0 - - -", "0 - - -")
 	f("nothing cacheable", "", coordinator.Current, q(4, 64), "", "64 ", "0 ")
 }
 

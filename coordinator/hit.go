@@ -178,7 +178,8 @@ func (c *Coordinator) pass(sets []found, p Presence, q Query, hit int) (int, err
 			continue
 		}
 		drop := !q.NoEagle && s.eagle && !sets[i].verified
-		verified := sets[i].verified || drop
+		// Corrected verifies every time: the block after the hit is always present.
+		verified := !c.opt.Corrected && (sets[i].verified || drop)
 		bound := cur
 		if drop {
 			bound = c.lookAhead(s, q, cur)
