@@ -22,8 +22,8 @@ import (
 type counters struct {
 	requests           [256]atomic.Uint64 // by lmcache.Op
 	refusals           [32]atomic.Uint64  // by index into refusalNames
-	misses             [16]atomic.Uint64  // by store.Reason
-	dropped            atomic.Uint64      // replies whose client was gone or too slow
+	misses             [store.NumReasons]atomic.Uint64
+	dropped            atomic.Uint64 // replies whose client was gone or too slow
 	askedTokens        atomic.Uint64
 	hitTokens          atomic.Uint64
 	earlyExits         atomic.Uint64
@@ -196,10 +196,9 @@ func (s *Server) Collect(ch chan<- prometheus.Metric) {
 		emit(prometheus.CounterValue, "kvasir_declined_total", "Declined requests by reason.", float64(s.n.refusals[i].Load()), "reason", r.name)
 	}
 	for i := range s.n.misses {
-		if r := store.Reason(i).String(); r != "" || i == 0 {
-			if n := s.n.misses[i].Load(); n > 0 {
-				emit(prometheus.CounterValue, "kvasir_lookup_ended_total", "Lookups that were not whole hits, by why the prefix ended.", float64(n), "reason", r)
-			}
+		if n := s.n.misses[i].Load(); n > 0 {
+			emit(prometheus.CounterValue, "kvasir_lookup_ended_total", "Lookups that were not whole hits, by why the prefix ended.",
+				float64(n), "reason", store.Reason(i).String())
 		}
 	}
 }

@@ -19,9 +19,11 @@ const (
 	BeingStored        // reserved, not committed yet
 	NotPinned          // no lookup of that session promised it
 	Busy               // too many transfers in progress
+
+	NumReasons = int(Busy) + 1
 )
 
-var reasons = [...]string{
+var reasons = [NumReasons]string{
 	"", "never stored", "evicted", "cleared", "its store was not completed",
 	"being stored right now", "no lookup of this request pinned it", "too many transfers in progress",
 }

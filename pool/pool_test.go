@@ -1,0 +1,217 @@
+package pool_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/shm"
+)
+
+func open(t *testing.T, dir string, bytes int64) *pool.Pool {
+	t.Helper()
+	p, err := pool.Open(pool.Options{Name: "p", Bytes: bytes, Dir: dir, ChunkTokens: 256})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func key(n byte) *pool.Key { return &pool.Key{Chunk: kv.Hash{n}} }
+
+func TestLifeOfASlot(t *testing.T) {
+	p := open(t, t.TempDir(), 4*4096)
+	defer p.Close()
+	s, err := p.Reserve(key(1), 5000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Reserve(key(1), 1); !errors.Is(err, pool.ErrExists) {
+		t.Fatalf("second reserve: %v", err)
+	}
+	if got, st := p.Find(key(1)); got != s || st != pool.Staged || p.Holds(s) != 1 || p.Length(s) != 5000 {
+		t.Fatalf("staged: slot %d, state %d, holds %d", got, st, p.Holds(s))
+	}
+	p.Commit(s)
+	if _, st := p.Find(key(1)); st != pool.Resident || p.Holds(s) != 0 {
+		t.Fatalf("resident: state %d, holds %d", st, p.Holds(s))
+	}
+	if u := p.Usage(); u.ResidentBytes != 8192 || u.FreeBytes != 8192 || u.Resident != 1 {
+		t.Fatalf("%+v", u)
+	}
+	ref := p.Ref(s)
+	p.Hold(s)
+	p.Hold(s)
+	p.Drop(s)
+	if _, st := p.Find(key(1)); st != pool.Free || p.StateOf(s) != pool.Condemned || p.Live(ref) {
+		t.Fatalf("condemned: key in state %d, slot in %d", st, p.StateOf(s))
+	}
+	again, err := p.Reserve(key(1), 4096) // the key is free, the memory is not
+	if err != nil || again == s || p.Offset(again) == p.Offset(s) {
+		t.Fatalf("slot %d at %d, %v", again, p.Offset(again), err)
+	}
+	p.Unhold(s)
+	if u := p.Usage(); u.CondemnedBytes != 8192 {
+		t.Fatalf("%+v", u)
+	}
+	p.Unhold(s)
+	if u := p.Usage(); u.CondemnedBytes != 0 || u.FreeBytes != 3*4096 {
+		t.Fatalf("%+v", u)
+	}
+	if _, err := p.Reserve(key(2), 4*4096); !errors.Is(err, pool.ErrFull) {
+		t.Fatal(err)
+	}
+}
+
+// A thousand keys of every kind, removed in another order, against a map.
+func TestManyKeys(t *testing.T) {
+	p := open(t, t.TempDir(), 2000*4096)
+	defer p.Close()
+	want := map[pool.Key]pool.Slot{}
+	for i := range 1500 {
+		k := pool.Key{Chunk: kv.Hash{byte(i), byte(i >> 8)}, Rank: kv.Rank(i % 3), Group: uint32(i % 2), Namespace: kv.Namespace{byte(i % 5)}}
+		s, err := p.Reserve(&k, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want[k] = s
+		if i%3 == 2 {
+			for old, s := range want { // any one
+				p.Drop(s)
+				p.Unhold(s)
+				delete(want, old)
+				break
+			}
+		}
+	}
+	for k, s := range want {
+		if got, st := p.Find(&k); got != s || st != pool.Staged || p.KeyOf(s) != k {
+			t.Fatalf("%+v: slot %d in state %d, want %d", k, got, st, s)
+		}
+	}
+	missing := pool.Key{Chunk: kv.Hash{9, 9, 9}}
+	if _, st := p.Find(&missing); st != pool.Free {
+		t.Fatal("found a key that was never there")
+	}
+}
+
+func TestOpenRefuses(t *testing.T) {
+	dir := t.TempDir()
+	p := open(t, dir, 4096)
+	if _, err := pool.Open(pool.Options{Name: "p", Bytes: 4096, Dir: dir}); !errors.Is(err, pool.ErrInUse) {
+		t.Errorf("a second server: %v", err)
+	}
+	if err := p.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if left, _ := os.ReadDir(dir); len(left) != 0 {
+		t.Errorf("Close left %v", left)
+	}
+
+	f := func(name string, want error, files map[string]string) {
+		t.Helper()
+		dir := t.TempDir()
+		for file, content := range files {
+			if err := os.WriteFile(filepath.Join(dir, file), []byte(content), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		p, err := pool.Open(pool.Options{Name: name, Bytes: 4096, Dir: dir})
+		if !errors.Is(err, want) {
+			t.Errorf("%s with %v: %v, want %v", name, files, err, want)
+		}
+		if err == nil {
+			p.Close()
+		}
+		for file, content := range files {
+			if got, _ := os.ReadFile(filepath.Join(dir, file)); string(got) != content {
+				t.Errorf("%s was changed", file)
+			}
+		}
+	}
+	f("p", pool.ErrForeign, map[string]string{"p": "somebody's"})
+	f("p", pool.ErrForeign, map[string]string{"p": "x", "p.kvasir": "not an index"})
+	f("p", pool.ErrForeign, map[string]string{"p.kvasir": string(make([]byte, 8192))})
+	f("../p", shm.ErrName, nil)
+	f("", shm.ErrName, nil)
+	if _, err := pool.Open(pool.Options{Name: "p", Bytes: 1 << 60, Dir: t.TempDir()}); !errors.Is(err, pool.ErrNoSpace) {
+		t.Errorf("a pool larger than the file system: %v", err)
+	}
+}
+
+// What a killed server leaves is replaced; who still maps it keeps the old
+// memory.
+func TestReplacesADeadServersPool(t *testing.T) {
+	dir := t.TempDir()
+	old := open(t, dir, 4096)
+	worker, err := shm.Attach(filepath.Join(dir, "p"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer worker.Close()
+	// Copies of the files, without the lock: what is there after a kill.
+	for _, name := range []string{"p", "p.kvasir"} {
+		b, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name+".copy"), b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := old.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"p", "p.kvasir"} {
+		if err := os.Rename(filepath.Join(dir, name+".copy"), filepath.Join(dir, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p := open(t, dir, 8192)
+	defer p.Close()
+	if p.Bytes() != 8192 || p.Usage().FreeBytes != 8192 {
+		t.Fatalf("%+v", p.Usage())
+	}
+	copy(worker.Bytes(0, 4), "late")
+	s, err := p.Reserve(key(1), 4)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := string(p.View(s)); got != "\x00\x00\x00\x00" {
+		t.Fatalf("a worker of the old pool wrote %q into the new one", got)
+	}
+}
+
+func TestNameLost(t *testing.T) {
+	dir := t.TempDir()
+	p := open(t, dir, 4096)
+	defer p.Close()
+	if p.NameLost() {
+		t.Fatal("lost at once")
+	}
+	if err := os.Remove(filepath.Join(dir, "p")); err != nil {
+		t.Fatal(err)
+	}
+	if !p.NameLost() {
+		t.Fatal("not noticed")
+	}
+}
+
+func TestPopulateKeepsContent(t *testing.T) {
+	p := open(t, t.TempDir(), 1<<20)
+	defer p.Close()
+	s, err := p.Reserve(key(1), 5)
+	if err != nil {
+		t.Fatal(err)
+	}
+	copy(p.View(s), "hello")
+	if err := p.Populate(0, 4<<20); err != nil {
+		t.Skipf("this kernel does not populate: %v", err)
+	}
+	if string(p.View(s)) != "hello" {
+		t.Fatal("content changed")
+	}
+}

@@ -1,0 +1,457 @@
+package server_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/lmcache/worker"
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/sim"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+var smallLayout = kv.Layout{SinglePlane: true, Layers: 1, Slots: 16, Hidden: 128, DType: "bfloat16"} // 4096 bytes
+
+// node is a server on a free port, in its own folder instead of /dev/shm.
+type node struct {
+	*server.Server
+	store *store.Store
+	url   string
+	dir   string
+	log   *bytes.Buffer
+}
+
+type lockedWriter struct {
+	mu sync.Mutex
+	w  io.Writer
+}
+
+func (l *lockedWriter) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.w.Write(b)
+}
+
+func startNode(t *testing.T, dir string, chunks int, o server.Options) (*node, func()) {
+	t.Helper()
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: int64(chunks) * 4096, Dir: dir, ChunkTokens: 16})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := &node{store: store.New(p, store.Options{}), dir: dir, log: new(bytes.Buffer)}
+	o.ChunkTokens = 16
+	o.Logger = slog.New(slog.NewTextHandler(&lockedWriter{w: n.log}, nil))
+	n.Server = server.New(n.store, o)
+	addr, err := n.Listen(t.Context(), "tcp://127.0.0.1:*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.url = "tcp://" + addr
+	return n, func() {
+		if err := errors.Join(n.Close(), n.store.Close()); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func newClient(t *testing.T, url string) *lmcache.Client {
+	t.Helper()
+	c, err := lmcache.NewClient(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	return c
+}
+
+func tokens(n, seed int) []uint32 {
+	out := make([]uint32, n)
+	for i := range out {
+		out[i] = uint32(i*31 + seed*1000003)
+	}
+	return out
+}
+
+// Two workers, store and retrieve, every byte; then the workload player.
+func TestStoreAndRetrieve(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 64, server.Options{})
+	defer stop()
+	ctx := t.Context()
+	c := newClient(t, n.url)
+	o := worker.Options{Model: "m", Layout: smallLayout, ShmDir: n.dir}
+	a, err := worker.Open(ctx, c, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close(ctx)
+	b, err := worker.Open(ctx, c, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close(ctx)
+	k := lmcache.Key{Tokens: tokens(70, 1), End: 64, RequestID: "r"}
+	stored, err := a.Store(ctx, k, 16, func(i int, p []byte) {
+		for j := range p {
+			p[j] = byte(i + j)
+		}
+	})
+	if err != nil || stored != 4 {
+		t.Fatalf("stored %d, %v", stored, err)
+	}
+	if stored, err = b.Store(ctx, k, 16, func(int, []byte) { t.Error("a chunk was stored twice") }); err != nil || stored != 0 {
+		t.Fatalf("stored %d again, %v", stored, err)
+	}
+	if hit, err := b.Lookup(ctx, k); err != nil || hit != 4 {
+		t.Fatalf("hit %d, %v", hit, err)
+	}
+	wrong := 0
+	ok, err := b.Retrieve(ctx, k, 16, func(i int, p []byte) {
+		for j := range p {
+			if p[j] != byte(i+j) {
+				wrong++
+			}
+		}
+	})
+	if err != nil || !ok || wrong > 0 {
+		t.Fatalf("retrieve %v, %v, %d wrong bytes", ok, err, wrong)
+	}
+	if ok, err := b.Retrieve(ctx, k, 16, func(int, []byte) {}); err != nil || ok {
+		t.Fatalf("retrieve without a pin: %v, %v", ok, err)
+	}
+	if !strings.Contains(n.log.String(), "stored 64 tokens (4 chunks, 16 KiB) for req r") {
+		t.Errorf("log:\n%s", n.log)
+	}
+}
+
+func TestPlayWorkload(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 2000, server.Options{})
+	defer stop()
+	r, err := sim.Play(t.Context(), sim.Chats(60, 3), sim.Options{URL: n.url, Model: "m", Layout: smallLayout, Workers: 3, ShmDir: n.dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r.Requests != 60 || r.WrongBytes != 0 || r.HitTokens == 0 || r.LoadedBytes == 0 {
+		t.Fatalf("%+v", r)
+	}
+	if st := n.store.Stats(); st.Transfers != 0 || st.Sessions != 0 {
+		t.Fatalf("left %+v", st)
+	}
+}
+
+// The server is gone and comes back empty: calls fail in between, the first
+// heartbeat makes the worker register again, and it goes on.
+func TestServerRestart(t *testing.T) {
+	dir := t.TempDir()
+	n, stop := startNode(t, dir, 16, server.Options{})
+	ctx := t.Context()
+	c := newClient(t, n.url)
+	w, err := worker.Open(ctx, c, worker.Options{Model: "m", Layout: smallLayout, ShmDir: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close(ctx)
+	port := n.url[strings.LastIndex(n.url, ":"):]
+	stop()
+	short, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
+	defer cancel()
+	if err := c.Noop(short); err == nil {
+		t.Fatal("a dead server answered")
+	}
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: 16 * 4096, Dir: dir, ChunkTokens: 16})
+	if err != nil {
+		t.Fatal(err)
+	}
+	st := store.New(p, store.Options{})
+	again := server.New(st, server.Options{ChunkTokens: 16, Logger: slog.New(slog.DiscardHandler)})
+	defer func() { _ = errors.Join(again.Close(), st.Close()) }()
+	if _, err := again.Listen(ctx, "tcp://127.0.0.1"+port); err != nil {
+		t.Fatal(err)
+	}
+	k := lmcache.Key{Tokens: tokens(16, 1), End: 16, RequestID: "r"}
+	fill := func(_ int, b []byte) { clear(b) }
+	if stored, err := w.Store(ctx, k, 16, fill); err != nil || stored != 0 {
+		t.Fatalf("an unknown worker stored %d, %v", stored, err)
+	}
+	if err := w.Beat(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if stored, err := w.Store(ctx, k, 16, fill); err != nil || stored != 1 {
+		t.Fatalf("after the heartbeat: stored %d, %v", stored, err)
+	}
+}
+
+// A stop lets transfers in progress commit and begins no new ones.
+func TestDrain(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 16, server.Options{})
+	defer stop()
+	ctx := t.Context()
+	c := newClient(t, n.url)
+	w, err := worker.Open(ctx, c, worker.Options{Model: "m", Layout: smallLayout, ShmDir: n.dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	k := lmcache.Key{Tokens: tokens(16, 1), End: 16, RequestID: "r"}
+	stored, err := w.Store(ctx, k, 16, func(_ int, b []byte) {
+		go func() { done <- n.Shutdown(ctx) }()
+		for n.Healthy() { // until the drain has begun
+			time.Sleep(time.Millisecond)
+		}
+		k2 := k
+		k2.Tokens = tokens(16, 2)
+		if stored, err := w.Store(ctx, k2, 16, func(int, []byte) {}); err != nil || stored != 0 {
+			t.Errorf("a new store began: %d, %v", stored, err)
+		}
+	})
+	if err != nil || stored != 1 {
+		t.Fatalf("the commit under way: %d, %v", stored, err)
+	}
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+}
+
+// register sends a registration the bare way and returns the reply's pool.
+func register(t *testing.T, s *server.Server, id int64, layout kv.Layout) lmcache.Pool {
+	t.Helper()
+	p := lmcache.EngineDriven{
+		InstanceID: id, Model: "m", WorldSize: 1, BlockSize: 16, Layers: layout.Layers, Hidden: layout.Hidden,
+		DType: layout.DType, SinglePlane: layout.SinglePlane, PhysicalSlots: layout.Slots,
+	}
+	reply := s.Answer([][]byte{{0}, {14}, p.Append(nil)})
+	pool, err := lmcache.DecodePool(reply[2])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pool
+}
+
+func prepareStore(t *testing.T, s *server.Server, id int64, k *lmcache.Key) lmcache.PrepareStore {
+	t.Helper()
+	reply := s.Answer([][]byte{{0}, {16}, k.Append(nil), lmcache.AppendInt(nil, id)})
+	p, err := lmcache.DecodePrepareStore(reply[2])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func commitStore(s *server.Server, id int64, k *lmcache.Key) bool {
+	reply := s.Answer([][]byte{{0}, {17}, k.Append(nil), lmcache.AppendInt(nil, id), lmcache.AppendBytes(nil, nil)})
+	ok, err := lmcache.DecodeBool(reply[2])
+	return err == nil && ok
+}
+
+// A worker is reaped between prepare and commit. Its commit frees its slots and
+// publishes nothing.
+func TestReapedBetweenPrepareAndCommit(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p, err := pool.Open(pool.Options{Name: "pool", Bytes: 2 * 4096, Dir: t.TempDir(), ChunkTokens: 16})
+		if err != nil {
+			t.Fatal(err)
+		}
+		st := store.New(p, store.Options{Quarantine: time.Hour})
+		s := server.New(st, server.Options{ChunkTokens: 16, Logger: slog.New(slog.DiscardHandler)})
+		ctx, cancel := context.WithCancel(t.Context())
+		var wg sync.WaitGroup
+		wg.Go(func() { s.Run(ctx) })
+		defer func() {
+			cancel()
+			wg.Wait()
+			_ = errors.Join(s.Close(), st.Close())
+		}()
+		register(t, s, 7, smallLayout)
+		s.Answer([][]byte{{0}, {22}, {7}}) // it pings, so it is reaped early
+		k := &lmcache.Key{Model: "m", WorldSize: 1, Tokens: tokens(16, 1), End: 16, RequestID: "r", Readers: 1}
+		if got := prepareStore(t, s, 7, k); len(got.Slots) != 1 {
+			t.Fatalf("%+v", got)
+		}
+		time.Sleep(119 * time.Second)
+		if st.Stats().Quarantined != 0 {
+			t.Fatal("reaped too early")
+		}
+		time.Sleep(3 * time.Second)
+		if got := st.Stats(); got.Quarantined != 1 || got.CondemnedBytes != 4096 {
+			t.Fatalf("%+v", got)
+		}
+		if got := prepareStore(t, s, 7, k); len(got.Slots) != 0 {
+			t.Fatalf("a dropped worker got slots: %+v", got)
+		}
+		if commitStore(s, 7, k) {
+			t.Fatal("the late commit was confirmed")
+		}
+		if got := st.Stats(); got.Quarantined != 0 || got.FreeBytes != got.Bytes {
+			t.Fatalf("%+v", got)
+		}
+	})
+}
+
+// A worker that sends pickled tensors cannot map the pool: it is told no.
+func TestPickleClient(t *testing.T) {
+	s, st := newServer(t, 16, 1<<20, store.Options{})
+	register(t, s, 7, smallLayout)
+	k := &lmcache.Key{Model: "m", WorldSize: 1, Tokens: tokens(16, 1), End: 16, RequestID: "r", Readers: 1}
+	if got := prepareStore(t, s, 7, k); len(got.Slots) != 1 {
+		t.Fatalf("%+v", got)
+	}
+	reply := s.Answer([][]byte{{0}, {17}, k.Append(nil), {7}, lmcache.AppendBytes(nil, []byte("pickle"))})
+	if ok, err := lmcache.DecodeBool(reply[2]); err != nil || ok {
+		t.Fatalf("%v, %v", ok, err)
+	}
+	if got := st.Stats(); got.FreeBytes != got.Bytes {
+		t.Fatalf("%+v", got)
+	}
+	if got := prepareStore(t, s, 7, k); len(got.Slots) != 0 {
+		t.Fatalf("it got slots again: %+v", got)
+	}
+}
+
+func TestRegistrationRefused(t *testing.T) {
+	s, _ := newServer(t, 16, 1<<20, store.Options{})
+	big := smallLayout
+	big.Hidden = 1 << 20
+	if p := register(t, s, 1, big); p.ShmName != "" || p.Bytes != 0 {
+		t.Errorf("a chunk larger than the pool was accepted: %+v", p)
+	}
+	odd := smallLayout
+	odd.DType = "float3"
+	if p := register(t, s, 2, odd); p.ShmName != "" {
+		t.Errorf("an unknown dtype was accepted: %+v", p)
+	}
+	if p := register(t, s, 3, smallLayout); p.ShmName == "" {
+		t.Error("a good worker was refused")
+	}
+}
+
+func TestHTTP(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 16, server.Options{Version: "v1"})
+	defer stop()
+	web := httptest.NewServer(n.HTTPHandler())
+	defer web.Close()
+	ctx := t.Context()
+	w, err := worker.Open(ctx, newClient(t, n.url), worker.Options{Model: "m", Layout: smallLayout, ShmDir: n.dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close(ctx)
+	k := lmcache.Key{Tokens: tokens(32, 1), End: 32, RequestID: "r"}
+	if stored, err := w.Store(ctx, k, 16, func(int, []byte) {}); err != nil || stored != 2 {
+		t.Fatal(stored, err)
+	}
+	get := func(path string) (int, string) {
+		t.Helper()
+		r, err := http.Get(web.URL + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Body.Close()
+		b, _ := io.ReadAll(r.Body)
+		return r.StatusCode, string(b)
+	}
+	post := func(body string) (int, string) {
+		t.Helper()
+		r, err := http.Post(web.URL+"/cache/clear", "application/json", strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Body.Close()
+		b, _ := io.ReadAll(r.Body)
+		return r.StatusCode, string(b)
+	}
+	if code, body := get("/healthcheck"); code != 200 || !strings.Contains(body, `"healthy"`) {
+		t.Errorf("healthcheck: %d %s", code, body)
+	}
+	var status struct {
+		Chunk int `json:"chunk_size"`
+		L1    struct {
+			Resident int `json:"resident_chunks"`
+		}
+		Workers []struct {
+			Instance int64 `json:"instance_id"`
+		}
+	}
+	if _, body := get("/status"); json.Unmarshal([]byte(body), &status) != nil || status.Chunk != 16 ||
+		status.L1.Resident != 2 || len(status.Workers) != 1 || status.Workers[0].Instance != w.InstanceID() {
+		t.Errorf("status: %s", body)
+	}
+	_, metrics := get("/metrics")
+	for _, want := range []string{
+		"lmcache_mp_l1_write_chunks_total 2", "lmcache_mp_l1_memory_usage_bytes 8192", `kvasir_requests_total{operation="prepare_store"} 1`,
+		`kvasir_declined_total{reason="malformed"} 0`,
+	} {
+		if !strings.Contains(metrics, want+"\n") {
+			t.Errorf("metrics lack %q", want)
+		}
+	}
+	if code, body := post(`{"tier":"l2"}`); code != 400 || !strings.Contains(body, "only tier") {
+		t.Errorf("clear l2: %d %s", code, body)
+	}
+	if code, body := post(`{"tier":`); code != 400 {
+		t.Errorf("bad body: %d %s", code, body)
+	}
+	if code, body := post(""); code != 200 || !strings.Contains(body, `"chunks":2`) {
+		t.Errorf("clear: %d %s", code, body)
+	}
+	web.Close()
+	if err := n.Shutdown(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if n.Healthy() {
+		t.Error("healthy after shutdown")
+	}
+}
+
+// Random frames of every operation: each gets an answer, nothing is left behind.
+func FuzzAnswer(f *testing.F) {
+	k := (&lmcache.Key{Model: "m", WorldSize: 1, Tokens: tokens(32, 1), End: 32, RequestID: "r", Readers: 1}).Append(nil)
+	for op := range byte(34) {
+		f.Add([]byte{op}, k, []byte{7}, []byte{0xc4, 0})
+	}
+	f.Add([]byte("\xb2server_module_call"), []byte{0x80}, []byte{}, []byte{})
+	f.Fuzz(func(t *testing.T, op, a, b, c []byte) {
+		s, st := newServer(t, 16, 16*4096, store.Options{})
+		register(t, s, 7, smallLayout)
+		for n := range 4 {
+			m := append([][]byte{{1}, op}, [][]byte{a, b, c}[:n]...)
+			got := s.Answer(m)
+			control := len(op) == 0 && n == 1 && (string(a) == "ack" || string(a) == "cancel")
+			if (len(got) < 2) != control || !control && (!bytes.Equal(got[0], m[0]) || !bytes.Equal(got[1], op)) {
+				t.Fatalf("%x: reply %x", m, got)
+			}
+		}
+		got := st.Stats()
+		if got.FreeBytes+got.StagedBytes+got.ResidentBytes+got.CondemnedBytes != got.Bytes {
+			t.Fatalf("%+v", got)
+		}
+	})
+}
+
+func BenchmarkAnswer(b *testing.B) {
+	s, _ := newServer(b, 256, 256*4096, store.Options{})
+	run := func(name string, m ...[]byte) {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				s.Answer(m)
+			}
+		})
+	}
+	run("noop", []byte{1}, []byte{24})
+	run("ping", []byte{1}, []byte{22}, []byte{0xc0})
+	k := (&lmcache.Key{Model: "m", WorldSize: 1, Worker: -1, Tokens: tokens(32768, 1), End: 32768, RequestID: "r", Readers: 1}).Append(nil)
+	run("lookup 32k", []byte{1}, []byte{8}, k, []byte{1})
+}

@@ -1,0 +1,132 @@
+package shm_test
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/shm"
+)
+
+func TestCreateAttach(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "seg")
+	a, err := shm.Create(path, 8192)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if st, _ := os.Stat(path); st.Mode().Perm() != 0o600 {
+		t.Errorf("mode %v", st.Mode())
+	}
+	if _, err := shm.Create(path, 8192); !errors.Is(err, fs.ErrExist) {
+		t.Errorf("second create: %v", err)
+	}
+	b, err := shm.Attach(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	copy(a.Bytes(4000, 200), "across a page")
+	if got := string(b.Bytes(4000, 13)); got != "across a page" {
+		t.Errorf("the other mapping sees %q", got)
+	}
+	a.Word(16).Store(0x0102030405060708)
+	if b.Bytes(16, 1)[0] != 8 || b.Inode() != a.Inode() {
+		t.Error("not the same memory")
+	}
+	if err := a.Lock(); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Lock(); !errors.Is(err, shm.ErrLocked) {
+		t.Errorf("second lock: %v", err)
+	}
+	if err := a.Unlink(); err != nil || a.Exists() {
+		t.Errorf("unlink: %v", err)
+	}
+	if err := errors.Join(a.Unlink(), a.Close()); err != nil {
+		t.Fatal(err)
+	}
+	if got := string(b.Bytes(4000, 13)); got != "across a page" {
+		t.Errorf("after unlink and the other's close: %q", got)
+	}
+	if err := b.Close(); err != nil || shm.Mapped() != 0 {
+		t.Errorf("%v, %d mapped", err, shm.Mapped())
+	}
+}
+
+// A name that was taken over by somebody else's file is not removed.
+func TestUnlinkOnlyItsOwn(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "seg")
+	a, err := shm.Create(path, 4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	if err := errors.Join(os.Remove(path), os.WriteFile(path, []byte("other"), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.Unlink(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(path); err != nil {
+		t.Fatal("a foreign file was removed")
+	}
+}
+
+func TestAttachRefuses(t *testing.T) {
+	dir := t.TempDir()
+	empty := filepath.Join(dir, "empty")
+	if err := os.WriteFile(empty, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	link := filepath.Join(dir, "link")
+	if err := os.Symlink("/dev/zero", link); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{empty, link, dir, filepath.Join(dir, "absent")} {
+		if s, err := shm.Attach(path); err == nil {
+			s.Close()
+			t.Errorf("%s was mapped", path)
+		}
+	}
+}
+
+func TestPath(t *testing.T) {
+	f := func(name, want string) {
+		t.Helper()
+		got, err := shm.Path("/d", name)
+		if got != want || (err == nil) != (want != "") {
+			t.Errorf("Path(%q) = %q, %v, want %q", name, got, err, want)
+		}
+	}
+	f("a", "/d/a")
+	f("/a", "/d/a")
+	f("", "")
+	f("/", "")
+	f("..", "")
+	f("../a", "")
+	f("a/b", "")
+	f("a\x00", "")
+}
+
+func TestBoundsPanic(t *testing.T) {
+	s, err := shm.Create(filepath.Join(t.TempDir(), "seg"), 4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	f := func(off, n int64) {
+		t.Helper()
+		defer func() {
+			if recover() == nil {
+				t.Errorf("Bytes(%d, %d) did not panic", off, n)
+			}
+		}()
+		s.Bytes(off, n)
+	}
+	f(-1, 1)
+	f(0, 4097)
+	f(4096, 1)
+	f(1, 1<<63-1)
+	f(1<<63-1, 1)
+}
