@@ -204,6 +204,11 @@ func TestDrain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	defer func() {
+		gone, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
+		defer cancel()
+		_ = w.Close(gone) // the server has stopped: only the mapping is left to close
+	}()
 	done := make(chan error, 1)
 	k := lmcache.Key{Tokens: tokens(16, 1), End: 16, RequestID: "r"}
 	stored, err := w.Store(ctx, k, 16, func(_ int, b []byte) {
