@@ -1,0 +1,34 @@
+# Shared by the interop scripts: source it after `set -euo pipefail`.
+
+free_port() { "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+
+# start_server NAME [FLAG ...]: starts bin/kvasir server on free ports and waits until it
+# answers; sets port, http and server_pid. The server is stopped when the script ends.
+start_server() {
+	local name=$1
+	shift
+	port=$(free_port) http=$(free_port)
+	bin/kvasir server --host 127.0.0.1 --port "$port" --http-port "$http" "$@" >"$work/$name.log" 2>&1 &
+	server_pid=$!
+	servers="$servers $server_pid"
+	for _ in $(seq 100); do
+		curl -sf -m 2 "http://127.0.0.1:$http/healthcheck" >/dev/null 2>&1 && return
+		kill -0 "$server_pid" 2>/dev/null || break
+		sleep 0.1
+	done
+	cat "$work/$name.log" >&2
+	echo "the server did not start" >&2
+	return 1
+}
+
+stop_servers() {
+	local pid
+	for pid in $servers; do
+		kill -TERM "$pid" 2>/dev/null && wait "$pid" 2>/dev/null || true
+	done
+	servers=
+}
+
+servers=
+work=$(mktemp -d)
+trap 'stop_servers; rm -rf "$work"' EXIT

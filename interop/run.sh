@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Runs the real peers against this build. Needs bin/kvasir; `make interop` calls it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$(interop/python.sh)
+. interop/lib.sh
+
+echo "== the ZMQ library of the real peers against package zmtp"
+KVASIR_PYTHON=$python go test -count=1 -timeout 120s ./zmtp
+
+echo "== the real lmcache 0.5.6 client against kvasir server"
+start_server one --l1-size-gb 0.5
+"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.5 \
+	--modes engine_driven --skip rate,lookup,transfer >"$work/one.json"
+
+echo "== two clients at once"
+for tag in a b; do
+	"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.5 \
+		--modes engine_driven --skip rate --lookups 20 --no-clear --run-tag $tag >"$work/$tag.json" 2>"$work/$tag.log" &
+	eval "pid_$tag=$!"
+done
+wait "$pid_a" || { cat "$work/a.log" >&2; exit 1; }
+wait "$pid_b" || { cat "$work/b.log" >&2; exit 1; }
+
+"$python" - "$work"/*.json <<'P'
+import json, sys
+for path in sys.argv[1:]:
+    r = json.load(open(path))
+    print(f"{r['passed']} checks passed, failed: {r['failed'] or 'none'}")
+P
+stop_servers
+echo "interop passed"

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# fuzz.sh SECONDS: gives each fuzz target of a rotating half of them an equal share of
+# SECONDS. Which half follows from the day, so that all are fuzzed in two days.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+total=${1:-180}
+targets=$(grep -rnoE --include='*_test.go' '^func Fuzz[A-Za-z0-9_]+' . | sed -E 's|^\./(.*)/[^/]*_test.go:[0-9]+:func |\1 |' | sort)
+half=$(($(date +%j | sed 's/^0*//') % 2))
+picked=$(echo "$targets" | awk -v h=$half 'NR % 2 == h')
+n=$(echo "$picked" | wc -l)
+each=$((total / n > 0 ? total / n : 1))
+echo "$picked" | while read -r pkg name; do
+	echo "fuzz $pkg $name for ${each}s"
+	go test -run '^$' -fuzz "^$name\$" -fuzztime "${each}s" "./$pkg" | tail -1
+done
