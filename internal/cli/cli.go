@@ -20,9 +20,10 @@ import (
 type root struct {
 	LogLevel slog.Level `help:"Least severe lines to log: debug, info, warn, error." default:"info" enum:"debug,info,warn,error,DEBUG,INFO,WARN,ERROR"`
 
-	Server  serverCmd  `cmd:"" help:"Serve KV chunks to LMCache clients (vLLM's LMCacheMPConnector)."`
-	Demo    demoCmd    `cmd:"" help:"Play a workload on a server with simulated engines, check every byte, print a table."`
-	Version versionCmd `cmd:"" help:"Print the version."`
+	Server      serverCmd      `cmd:"" help:"Serve KV chunks to LMCache clients (vLLM's LMCacheMPConnector)."`
+	Demo        demoCmd        `cmd:"" help:"Play a workload on a server with simulated engines, check every byte, print a table."`
+	Coordinator coordinatorCmd `cmd:"" help:"Show what the cache of a hybrid model keeps, finds and loads."`
+	Version     versionCmd     `cmd:"" help:"Print the version."`
 }
 
 // env is what commands share.

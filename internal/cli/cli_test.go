@@ -1,0 +1,225 @@
+package cli_test
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/cli"
+)
+
+// The test binary is also the command, so that signals and exit codes are real.
+func TestMain(m *testing.M) {
+	if os.Getenv("KVASIR_TEST_COMMAND") != "" {
+		os.Exit(cli.Main(os.Args[1:], os.Stdout, os.Stderr))
+	}
+	os.Exit(m.Run())
+}
+
+func command(args ...string) *exec.Cmd {
+	c := exec.Command(os.Args[0], args...)
+	c.Env = append(os.Environ(), "KVASIR_TEST_COMMAND=1")
+	return c
+}
+
+// run runs a command line to its end.
+func run(t *testing.T, args ...string) (code int, stdout, stderr string) {
+	t.Helper()
+	c := command(args...)
+	var out, errs bytes.Buffer
+	c.Stdout, c.Stderr = &out, &errs
+	timer := time.AfterFunc(60*time.Second, func() { _ = c.Process.Kill() })
+	defer timer.Stop()
+	err := c.Run()
+	if _, ok := err.(*exec.ExitError); err != nil && !ok {
+		t.Fatal(err)
+	}
+	return c.ProcessState.ExitCode(), out.String(), errs.String()
+}
+
+func freePort(t *testing.T) int {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().(*net.TCPAddr).Port
+}
+
+// serving is a server in a process of its own.
+type serving struct {
+	cmd        *exec.Cmd
+	port, http int
+	lines      chan string
+}
+
+func serve(t *testing.T, args ...string) *serving {
+	t.Helper()
+	s := &serving{port: freePort(t), http: freePort(t), lines: make(chan string, 1000)}
+	s.cmd = command(append([]string{"server", "--port", fmt.Sprint(s.port), "--http-port", fmt.Sprint(s.http), "--l1-size-gb", "0.01"}, args...)...)
+	stderr, err := s.cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if s.cmd.ProcessState == nil {
+			_ = s.cmd.Process.Kill()
+			_ = s.cmd.Wait()
+		}
+	})
+	go func() {
+		defer close(s.lines)
+		for r := bufio.NewScanner(stderr); r.Scan(); {
+			s.lines <- r.Text()
+		}
+	}()
+	s.wait(t, "/status")
+	return s
+}
+
+// wait reads log lines until one contains text.
+func (s *serving) wait(t *testing.T, text string) {
+	t.Helper()
+	deadline := time.After(30 * time.Second)
+	for {
+		select {
+		case line, ok := <-s.lines:
+			if !ok {
+				t.Fatalf("the server ended before it said %q", text)
+			}
+			if strings.Contains(line, text) {
+				return
+			}
+		case <-deadline:
+			t.Fatalf("the server never said %q", text)
+		}
+	}
+}
+
+func TestServerLife(t *testing.T) {
+	s := serve(t, "--max-workers", "4", "--no-l1-use-lazy", "--l2-adapter", "{}", "{}", "--eviction-policy", "LRU")
+	r, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d/healthcheck", s.http))
+	if err != nil || r.StatusCode != http.StatusOK {
+		t.Fatalf("%v, %v", r, err)
+	}
+	r.Body.Close()
+	pool := filepath.Join("/dev/shm", fmt.Sprintf("lmcache_l1_pool_kvasir_%d", s.port))
+	if _, err := os.Stat(pool); err != nil {
+		t.Fatal(err)
+	}
+	f := func(want string, args ...string) {
+		t.Helper()
+		code, _, stderr := run(t, append([]string{"server", "--l1-size-gb", "0.01"}, args...)...)
+		if code == 0 || strings.Count(strings.TrimSpace(stderr), "\n") != 0 || !strings.Contains(stderr, want) {
+			t.Errorf("%v: exit %d, want one line with %q, got:\n%s", args, code, want, stderr)
+		}
+	}
+	port, web := fmt.Sprint(freePort(t)), fmt.Sprint(freePort(t))
+	f("choose another --port", "--port", fmt.Sprint(s.port), "--shm-name", "other", "--http-port", web)
+	f("choose another --http-port", "--port", port, "--http-port", fmt.Sprint(s.http))
+	f("choose another --shm-name", "--port", port, "--http-port", web, "--shm-name", fmt.Sprintf("kvasir_%d", s.port))
+
+	if err := s.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	s.wait(t, "stopping")
+	if err := s.cmd.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	if left, _ := filepath.Glob(pool + "*"); len(left) != 0 {
+		t.Errorf("left behind: %v", left)
+	}
+}
+
+func TestIgnoredFlagsAreNamed(t *testing.T) {
+	code, _, stderr := run(t, "server", "--l1-size-gb", "0.01", "--port", "1", "--http-port", fmt.Sprint(freePort(t)),
+		"--eviction-ratio=0.2", "--l1-use-lazy", "--kv-event-log-size", "5", "--http-host", "127.0.0.1", "--host", "256.0.0.1")
+	if code == 0 || !strings.Contains(stderr, "ignored: --eviction-ratio --kv-event-log-size --l1-use-lazy") {
+		t.Errorf("exit %d:\n%s", code, stderr)
+	}
+}
+
+func TestBadCommandLines(t *testing.T) {
+	dir := t.TempDir()
+	trace := filepath.Join(dir, "trace.jsonl")
+	if err := os.WriteFile(trace, []byte("{\"input_length\": 600, \"hash_ids\": [1]}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	foreign := fmt.Sprintf("kvasir_test_foreign_%d", os.Getpid())
+	path := filepath.Join("/dev/shm", "lmcache_l1_pool_"+foreign)
+	if err := os.WriteFile(path, []byte("x"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	defer os.Remove(path)
+	trouble := regexp.MustCompile(`(?i)goroutine|panic|\.go:`)
+	f := func(code int, want string, args ...string) {
+		t.Helper()
+		got, stdout, stderr := run(t, args...)
+		if got != code || !strings.Contains(stderr, want) || trouble.MatchString(stderr+stdout) {
+			t.Errorf("kvasir %v: exit %d, want %d and %q, got:\n%s", args, got, code, want, stderr)
+		}
+	}
+	f(2, "unknown flag --bogus", "server", "--bogus")
+	f(2, "unexpected argument", "nonsense")
+	f(2, "--hash-algorithm", "server", "--hash-algorithm", "builtin")
+	f(2, "lmcache.mp.mp_transfer_mode=engine_driven", "server", "--supported-transfer-mode", "lmcache_driven")
+	f(2, "--transport", "server", "--transport", "grpc")
+	f(2, "--chunk-size", "server", "--chunk-size", "0")
+	f(2, "--l1-size-gb", "server", "--l1-size-gb", "0")
+	f(2, "--l1-size-gb", "server", "--l1-size-gb", "NaN")
+	f(2, "--l1-size-gb", "server", "--l1-size-gb", "-1")
+	f(2, "--l1-align-bytes", "server", "--l1-align-bytes", "1000")
+	f(1, "enlarge /dev/shm", "server", "--l1-size-gb", "1000000")
+	f(1, "remove the file if nothing uses it", "server", "--l1-size-gb", "0.01", "--shm-name", foreign)
+	f(1, "no such file", "demo", "--trace", filepath.Join(dir, "absent"))
+	f(1, "line 1: 1 hash_ids for input_length 600", "demo", "--trace", trace)
+	f(2, "--workers 1 to 64", "demo", "--workers", "0")
+	f(2, "name the model's groups", "coordinator")
+	f(2, `unknown kind "foo"`, "coordinator", "foo")
+	if b, err := os.ReadFile(path); err != nil || string(b) != "x" {
+		t.Error("somebody else's file was changed")
+	}
+}
+
+func TestHelp(t *testing.T) {
+	for _, args := range [][]string{{}, {"--help"}, {"server", "--help"}, {"demo", "--help"}, {"coordinator", "--help"}, {"version"}} {
+		code, stdout, stderr := run(t, args...)
+		if code != 0 || stdout == "" || stderr != "" {
+			t.Errorf("kvasir %v: exit %d, %q, %q", args, code, stdout, stderr)
+		}
+		if len(args) == 2 && !strings.Contains(stdout, "Examples") {
+			t.Errorf("kvasir %v shows no examples", args)
+		}
+	}
+}
+
+func TestDemo(t *testing.T) {
+	code, stdout, stderr := run(t, "demo", "--requests", "40", "--l1-size-gb", "0.005", "--chunk-kib", "64")
+	if code != 0 || !strings.Contains(stdout, "wrong bytes") || !strings.Contains(stderr, "40 of 40 requests") {
+		t.Errorf("exit %d:\n%s\n%s", code, stdout, stderr)
+	}
+	if !regexp.MustCompile(`wrong bytes +0\n`).MatchString(stdout) || regexp.MustCompile(`evictions +0 `).MatchString(stdout) {
+		t.Errorf("want evictions and no wrong bytes:\n%s", stdout)
+	}
+}
+
+func TestCoordinator(t *testing.T) {
+	code, stdout, _ := run(t, "coordinator", "full,bs=16", "swa,bs=16,win=1024", "--prompt", "8192", "--ascii")
+	if code != 0 || !strings.Contains(stdout, "hit: 8176 of 8192 tokens") {
+		t.Errorf("exit %d:\n%s", code, stdout)
+	}
+}
