@@ -7,6 +7,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
 const haveRaw = true
@@ -74,5 +76,5 @@ func (p *Peer) onWritable(fd uintptr) bool {
 
 // tryRead and tryWrite are the calls of the fast path, on a non-blocking
 // descriptor.
-func tryRead(fd uintptr, b []byte) (int, error)  { return syscall.Read(int(fd), b) }
-func tryWrite(fd uintptr, b []byte) (int, error) { return syscall.Write(int(fd), b) }
+func tryRead(fd uintptr, b []byte) (int, error)  { return rawio.Read(fd, b) }
+func tryWrite(fd uintptr, b []byte) (int, error) { return rawio.Write(fd, b) }

@@ -1,0 +1,35 @@
+//go:build linux
+
+// Package rawio reads and writes non-blocking sockets without telling the Go
+// scheduler. It is one of the packages that import unsafe.
+//
+// The ordinary calls announce themselves to the scheduler in case they block,
+// and on an otherwise idle process that wakes its monitor thread: 18 of the 48 µs
+// of CPU that one small request cost a server here. A non-blocking call cannot
+// block, so there is nothing to announce.
+package rawio
+
+import (
+	"syscall"
+	"unsafe"
+)
+
+// Read reads from the non-blocking descriptor fd; errors as of read(2),
+// EAGAIN and EINTR among them. b must not be empty.
+func Read(fd uintptr, b []byte) (int, error) {
+	n, _, errno := syscall.RawSyscall(syscall.SYS_READ, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)))
+	if errno != 0 {
+		return 0, errno
+	}
+	return int(n), nil
+}
+
+// Write writes to the non-blocking descriptor fd; errors as of write(2).
+// b must not be empty.
+func Write(fd uintptr, b []byte) (int, error) {
+	n, _, errno := syscall.RawSyscall(syscall.SYS_WRITE, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)))
+	if errno != 0 {
+		return 0, errno
+	}
+	return int(n), nil
+}
