@@ -32,18 +32,24 @@ type node struct {
 	store *store.Store
 	url   string
 	dir   string
-	log   *bytes.Buffer
+	log   *logBuffer
 }
 
-type lockedWriter struct {
+type logBuffer struct {
 	mu sync.Mutex
-	w  io.Writer
+	b  bytes.Buffer
 }
 
-func (l *lockedWriter) Write(b []byte) (int, error) {
+func (l *logBuffer) Write(b []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.w.Write(b)
+	return l.b.Write(b)
+}
+
+func (l *logBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
 }
 
 func startNode(t *testing.T, dir string, chunks int, o server.Options) (*node, func()) {
@@ -52,9 +58,9 @@ func startNode(t *testing.T, dir string, chunks int, o server.Options) (*node, f
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &node{store: store.New(p, store.Options{}), dir: dir, log: new(bytes.Buffer)}
+	n := &node{store: store.New(p, store.Options{}), dir: dir, log: new(logBuffer)}
 	o.ChunkTokens = 16
-	o.Logger = slog.New(slog.NewTextHandler(&lockedWriter{w: n.log}, nil))
+	o.Logger = slog.New(slog.NewTextHandler(n.log, nil))
 	n.Server = server.New(n.store, o)
 	addr, err := n.Listen(t.Context(), "tcp://127.0.0.1:*")
 	if err != nil {
