@@ -107,7 +107,7 @@ func checkRequest(t *testing.T, where string, memo *lmcache.Memo, op lmcache.Op,
 			t.Errorf("%s: %v", where, err)
 			continue
 		}
-		checkKey(t, where, &got, key, memo.ChunkTokens())
+		checkKey(t, where, memo, &got, key)
 		if string(want.Configs) == "null" {
 			if enc := key.Append(nil); !bytes.Equal(enc, p) {
 				t.Errorf("%s: key encodes as\n%x, want\n%x", where, enc, p)
@@ -122,13 +122,15 @@ func checkRequest(t *testing.T, where string, memo *lmcache.Memo, op lmcache.Op,
 	}
 }
 
-func checkKey(t *testing.T, where string, got *lmcache.KeyView, want *lmcache.Key, chunkTokens int) {
+func checkKey(t *testing.T, where string, memo *lmcache.Memo, got *lmcache.KeyView, want *lmcache.Key) {
 	t.Helper()
+	chunkTokens := memo.ChunkTokens()
 	if string(got.Model) != want.Model || got.WorldSize != want.WorldSize || got.Worker != want.Worker ||
 		got.Start != want.Start || got.End != want.End || string(got.RequestID) != want.RequestID ||
 		string(got.Salt) != want.Salt || got.Readers != want.Readers || got.NumTokens != len(want.Tokens) {
 		t.Errorf("%s: decoded %+v, want %+v", where, got, want)
 	}
+	memo.Hash(got, got.Chunks)
 	if hashes := kv.ChunkHashes(want.Tokens, chunkTokens); !slices.Equal(got.Hashes, hashes) {
 		t.Errorf("%s: hashes %v, want %v", where, got.Hashes, hashes)
 	}

@@ -61,12 +61,15 @@ type KeyView struct {
 	WorldSize int
 	Worker    int // or AllWorkers
 	NumTokens int
-	Hashes    []kv.Hash // one per complete chunk of the token list, from token 0
+	Chunks    int       // complete chunks of the token list
+	Hashes    []kv.Hash // of the leading chunks: those remembered, or asked for with Memo.Hash
 	Start     int
 	End       int
 	RequestID []byte
 	Salt      []byte
 	Readers   int
+
+	unhashed []byte // the encoded tokens after Hashes
 }
 
 // ErrKey means that a key's fields contradict each other or pass a limit.
@@ -84,7 +87,9 @@ const (
 	seenAll = 1<<iota - 1
 )
 
-// DecodeKey reads a key frame into k, hashing its token list.
+// DecodeKey reads a key frame into k. It checks the whole token list, and hashes
+// only the leading chunks that the Memo remembers: what else a caller needs, Hash
+// computes.
 func (m *Memo) DecodeKey(frame []byte, k *KeyView) error {
 	*k = KeyView{Hashes: k.Hashes[:0], Worker: AllWorkers}
 	n, b, err := msgp.ReadMapHeaderBytes(frame)
@@ -127,7 +132,7 @@ func (m *Memo) decodeKeyField(name, b []byte, k *KeyView) (rest []byte, bit int,
 		}
 		k.Worker, rest, err = readCount(b, kv.MaxWorldSize)
 	case "token_ids":
-		k.Hashes, k.NumTokens, rest, err = m.hashTokens(b, k.Hashes[:0])
+		rest, err = m.readKeyTokens(b, k)
 		bit = seenTokens
 	case "start":
 		k.Start, rest, err = readCount(b, MaxTokens)

@@ -48,6 +48,9 @@ func TestMemoAgainstChunkHashes(t *testing.T) {
 				if err := memo.DecodeKey(encodeKey(p), &view); err != nil {
 					t.Fatal(err)
 				}
+				for len(view.Hashes) < view.Chunks { // bit by bit, as a lookup asks
+					memo.Hash(&view, len(view.Hashes)+1+rnd.IntN(3))
+				}
 				if want := kv.ChunkHashes(p, chunk); !slices.Equal(view.Hashes, want) || view.NumTokens != len(p) {
 					t.Fatalf("%d tokens: %v, want %v", len(p), view.Hashes, want)
 				}
@@ -84,6 +87,7 @@ func TestMemoWideTokens(t *testing.T) {
 		if err := memo.DecodeKey(wide, &view); err != nil {
 			t.Fatal(err)
 		}
+		memo.Hash(&view, view.Chunks)
 		if want := kv.ChunkHashes(tokens, 4); !slices.Equal(view.Hashes, want) {
 			t.Fatalf("%v, want %v", view.Hashes, want)
 		}
@@ -108,6 +112,7 @@ func TestMemoConcurrent(t *testing.T) {
 					t.Error(err)
 					return
 				}
+				memo.Hash(&view, view.Chunks)
 				if !slices.Equal(view.Hashes, kv.ChunkHashes(p, 16)) {
 					t.Error("wrong hashes")
 					return
@@ -126,6 +131,9 @@ func FuzzDecodeKey(f *testing.F) {
 		memo := lmcache.NewMemo(4, 64<<10)
 		var one, two lmcache.KeyView
 		err1 := memo.DecodeKey(b, &one)
+		if err1 == nil {
+			memo.Hash(&one, one.Chunks)
+		}
 		hashes := slices.Clone(one.Hashes)
 		err2 := memo.DecodeKey(b, &two) // now from memory
 		if (err1 == nil) != (err2 == nil) || err1 == nil && !slices.Equal(hashes, two.Hashes) {
@@ -180,7 +188,7 @@ func BenchmarkDecodeKey(b *testing.B) {
 		tokens[i] = rnd.Uint32N(1 << 17)
 	}
 	frame := encodeKey(tokens)
-	run := func(name string, memory int64) {
+	run := func(name string, memory int64, hashed int) {
 		b.Run(name, func(b *testing.B) {
 			memo := lmcache.NewMemo(256, memory)
 			var view lmcache.KeyView
@@ -190,9 +198,11 @@ func BenchmarkDecodeKey(b *testing.B) {
 				if err := memo.DecodeKey(frame, &view); err != nil {
 					b.Fatal(err)
 				}
+				memo.Hash(&view, hashed)
 			}
 		})
 	}
-	run("known", 16<<20)
-	run("unknown", 0)
+	run("known", 16<<20, 128)
+	run("unknown, hashed", 0, 128)
+	run("unknown, not hashed", 0, 0)
 }

@@ -33,16 +33,14 @@ var tokenForms = func() (t [256]tokenForm) {
 }()
 
 // readTokens decodes n tokens from b into dst, 4 bytes each, big-endian, and
-// returns the number of bytes read. A nil dst only skips them.
+// returns the number of bytes read.
 func readTokens(dst, b []byte, n int) (int, error) {
 	p := 0
 	for i := range n {
 		if len(b)-p >= 8 {
 			word := binary.BigEndian.Uint64(b[p:])
 			if f := tokenForms[byte(word>>56)]; f.width != 0 {
-				if dst != nil {
-					binary.BigEndian.PutUint32(dst[4*i:], uint32(word>>f.shift)&f.mask)
-				}
+				binary.BigEndian.PutUint32(dst[4*i:], uint32(word>>f.shift)&f.mask)
 				p += int(f.width)
 				continue
 			}
@@ -51,10 +49,37 @@ func readTokens(dst, b []byte, n int) (int, error) {
 		if err != nil {
 			return p, err
 		}
-		if dst != nil {
-			binary.BigEndian.PutUint32(dst[4*i:], v)
+		binary.BigEndian.PutUint32(dst[4*i:], v)
+		p += width
+	}
+	return p, nil
+}
+
+// skipTokens checks n tokens at the start of b and returns how many bytes they
+// take. Where a token ends decides where the next begins, so the loop is bound by
+// latency: it takes two tokens out of each load.
+func skipTokens(b []byte, n int) (int, error) {
+	p := 0
+	for n > 0 {
+		if n > 1 && len(b)-p >= 8 {
+			word := binary.LittleEndian.Uint64(b[p:])
+			one := tokenForms[byte(word)].width
+			two := tokenForms[byte(word>>(8*one&63))].width
+			if one != 0 && two != 0 {
+				p += int(one) + int(two)
+				n -= 2
+				continue
+			}
+		}
+		_, width, err := slowToken(b[p:])
+		if err != nil {
+			return p, err
 		}
 		p += width
+		n--
+	}
+	if p > len(b) {
+		return p, ErrToken
 	}
 	return p, nil
 }
@@ -90,41 +115,49 @@ func AppendTokens(b []byte, tokens []uint32) []byte {
 	return b
 }
 
-// hashTokens reads an encoded token list, header included. It appends the hash
-// of each complete chunk to hashes and returns the number of tokens and the
-// bytes that follow the list.
-func (m *Memo) hashTokens(b []byte, hashes []kv.Hash) (out []kv.Hash, tokens int, rest []byte, err error) {
-	tokens, b, err = readArray(b)
+// readKeyTokens reads an encoded token list, header included: it hashes the
+// chunks that are remembered, checks the others, and leaves them to Hash. It
+// returns the bytes that follow the list.
+func (m *Memo) readKeyTokens(b []byte, k *KeyView) (rest []byte, err error) {
+	n, b, err := readArray(b)
 	if err != nil {
-		return hashes, 0, b, err
+		return b, err
 	}
-	hashes, b = m.known(b, tokens/m.chunkTokens, hashes)
-	left := tokens - len(hashes)*m.chunkTokens
-	if left >= m.chunkTokens {
-		known := len(hashes)
-		start := b
-		s := m.scratch.Get().(*memoScratch)
-		defer m.scratch.Put(s)
-		s.widths = s.widths[:0]
-		prev := kv.Seed
-		if known > 0 {
-			prev = hashes[known-1]
-		}
-		for ; left >= m.chunkTokens; left -= m.chunkTokens {
-			n, err := readTokens(s.chain.Tokens(), b, m.chunkTokens)
-			if err != nil {
-				return hashes, 0, b, err
-			}
-			b = b[n:]
-			prev = s.chain.Next(prev)
-			hashes = append(hashes, prev)
-			s.widths = append(s.widths, n)
-		}
-		m.learn(start, s.widths, hashes, known)
-	}
-	n, err := readTokens(nil, b, left)
+	k.NumTokens, k.Chunks = n, n/m.chunkTokens
+	k.Hashes, b = m.known(b, k.Chunks, k.Hashes[:0])
+	k.unhashed = b
+	skipped, err := skipTokens(b, n-len(k.Hashes)*m.chunkTokens)
 	if err != nil {
-		return hashes, 0, b, err
+		return b, err
 	}
-	return hashes, tokens, b[n:], nil
+	return b[skipped:], nil
+}
+
+// Hash extends k.Hashes to the first n chunks of its token list, or to all when
+// there are fewer. k must come from m's DecodeKey, and its frame be unchanged.
+func (m *Memo) Hash(k *KeyView, n int) {
+	n = min(n, k.Chunks)
+	known := len(k.Hashes)
+	if known >= n {
+		return
+	}
+	s := m.scratch.Get().(*memoScratch)
+	defer m.scratch.Put(s)
+	s.widths = s.widths[:0]
+	prev := kv.Seed
+	if known > 0 {
+		prev = k.Hashes[known-1]
+	}
+	start := k.unhashed
+	for range n - known {
+		width, err := readTokens(s.chain.Tokens(), k.unhashed, m.chunkTokens)
+		if err != nil {
+			panic("BUG: lmcache: a token list that was checked does not decode")
+		}
+		k.unhashed = k.unhashed[width:]
+		prev = s.chain.Next(prev)
+		k.Hashes = append(k.Hashes, prev)
+		s.widths = append(s.widths, width)
+	}
+	m.learn(start, s.widths, k.Hashes, known)
 }

@@ -29,6 +29,7 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 	if k.Worker == lmcache.AllWorkers {
 		return nil, t, fmt.Errorf("%w: worker_id is nil", lmcache.ErrKey)
 	}
+	s.memo.Hash(k, to)
 	t = store.Transfer{Instance: id, Shard: store.Shard{World: k.WorldSize, Index: k.Worker}, From: from, To: to}
 	if to > 0 {
 		t.Last = k.Hashes[to-1]
@@ -156,11 +157,11 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 		return err
 	}
 	k := &sc.key
-	asked := k.Hashes[:min(k.End/s.opts.ChunkTokens, len(k.Hashes))]
+	asked := min(k.End/s.opts.ChunkTokens, k.Chunks)
 	layout, ok := s.registry.layoutOf(k.Model, k.WorldSize)
 	var err error
 	switch {
-	case len(asked) == 0: // shorter than a chunk: a hit of 0, not an error
+	case asked == 0: // shorter than a chunk: a hit of 0, not an error
 	case !ok:
 		err = fmt.Errorf("%w: %s, %d", errModel, k.Model, k.WorldSize)
 	case k.Readers == 0:
@@ -169,12 +170,27 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 		err = errDraining
 	default:
 		sh := store.Shard{Namespace: layout.namespace(k.Salt), World: k.WorldSize}
-		s.looked(k, len(asked), s.store.Lookup(k.RequestID, sh, asked, k.Readers))
+		s.looked(k, asked, s.store.Lookup(k.RequestID, sh, s.hashForLookup(k, sh, asked), k.Readers))
 		return nil
 	}
 	s.store.NoHit(k.RequestID)
 	s.n.earlyExits.Add(1)
 	return err
+}
+
+// hashForLookup returns the hashes of the leading chunks that a lookup of asked
+// chunks has to see: up to the first that is not kept, and not many more. Most
+// misses end early, and what is not looked for need not be hashed.
+func (s *Server) hashForLookup(k *lmcache.KeyView, sh store.Shard, asked int) []kv.Hash {
+	from, n := 0, min(len(k.Hashes), asked)
+	for step := 1; n < asked; step *= 2 {
+		if s.store.Kept(sh, k.Hashes[from:n]) < n-from {
+			break
+		}
+		from, n = n, min(n+step, asked)
+		s.memo.Hash(k, n)
+	}
+	return k.Hashes[:n]
 }
 
 // looked counts a lookup and says why it was not a whole hit.

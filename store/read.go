@@ -54,6 +54,24 @@ func (s *Store) Lookup(session []byte, sh Shard, hashes []kv.Hash, readers int) 
 	return out
 }
 
+// Kept returns how many leading chunks of hashes all shards keep, without
+// promising any.
+func (s *Store) Kept(sh Shard, hashes []kv.Hash) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var k pool.Key
+	for shard := range sh.World {
+		for c, h := range hashes {
+			sh.key(&k, shard, h)
+			if _, st := s.mu.pool.Find(&k); st != pool.Resident {
+				hashes = hashes[:c]
+				break
+			}
+		}
+	}
+	return len(hashes)
+}
+
 // cut shortens the rows of `shards` whole shards from old to c chunks each; the
 // unfinished row after them has c chunks already.
 func cut(slots []uint32, shards, old, c int) []uint32 {
