@@ -21,7 +21,7 @@ var layers = map[string]int{
 	"internal/vectors":   0,
 	"kv":                 0,
 	"zmtp":               0,
-	"internal/invariant": 0,
+	"internal/invariant": -1,
 	"shm":                1,
 	"arena":              1,
 	"evict":              1,

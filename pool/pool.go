@@ -20,6 +20,7 @@ import (
 	"os"
 
 	"github.com/kvasir-kv/kvasir/arena"
+	"github.com/kvasir-kv/kvasir/internal/invariant"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/shm"
 )
@@ -269,6 +270,7 @@ func (p *Pool) Unhold(s Slot) {
 func (p *Pool) free(s Slot, r record) {
 	off, n := r.offset(), r.length()
 	r.set(Free, 0)
+	invariant.Poison(p.segment.Bytes(off, n))
 	p.arena.Release(off, n)
 	p.spare = append(p.spare, s)
 }

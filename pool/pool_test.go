@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/internal/invariant"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/shm"
@@ -213,5 +214,25 @@ func TestPopulateKeepsContent(t *testing.T) {
 	}
 	if string(p.View(s)) != "hello" {
 		t.Fatal("content changed")
+	}
+}
+
+// In builds that check themselves, freed memory is poisoned, and only freed.
+func TestPoison(t *testing.T) {
+	p := open(t, t.TempDir(), 4096)
+	defer p.Close()
+	s, err := p.Reserve(key(1), 4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	view := p.View(s)
+	copy(view, "worker's")
+	p.Drop(s)
+	if string(view[:8]) != "worker's" {
+		t.Fatal("held memory was poisoned")
+	}
+	p.Unhold(s)
+	if poisoned := view[0] == 0xff && view[4095] == 0xff; poisoned != invariant.Enabled {
+		t.Fatalf("poisoned: %v, invariants: %v", poisoned, invariant.Enabled)
 	}
 }

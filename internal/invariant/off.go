@@ -1,0 +1,6 @@
+//go:build !invariants
+
+package invariant
+
+// Enabled is true in builds with -tags invariants.
+const Enabled = false
