@@ -19,6 +19,8 @@ import (
 	"io/fs"
 	"os"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvasir-kv/kvasir/arena"
 	"github.com/kvasir-kv/kvasir/internal/invariant"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -98,6 +100,7 @@ type Pool struct {
 	table   table
 	spare   []Slot // free records below used
 	used    int    // records ever used
+	backed  int    // records whose index pages the kernel has provided
 	records int
 	bytes   [4]int64 // rounded bytes by State
 	count   [4]int
@@ -198,6 +201,9 @@ func (p *Pool) Reserve(k *Key, n int64) (Slot, error) {
 	if len(p.spare) == 0 && p.used == p.records {
 		return 0, ErrFull
 	}
+	if len(p.spare) == 0 && p.used == p.backed && !p.backIndex() {
+		return 0, ErrFull
+	}
 	off, ok := p.arena.Alloc(n)
 	if !ok {
 		return 0, ErrFull
@@ -215,6 +221,19 @@ func (p *Pool) Reserve(k *Key, n int64) (Slot, error) {
 	p.account(Staged, n, 1)
 	p.table.insert(p, s)
 	return s, nil
+}
+
+// backIndex has the kernel provide the next pages of the index, which is sparse:
+// touching a page that a full file system cannot provide would kill the process.
+func (p *Pool) backIndex() bool {
+	const records = 64 << 10 / recordBytes
+	n := min(records, p.records-p.backed)
+	err := p.index.Populate(headerBytes+int64(p.backed)*recordBytes, int64(n)*recordBytes)
+	if err != nil && !errors.Is(err, unix.EINVAL) { // kernels before 5.14 cannot say
+		return false
+	}
+	p.backed += n
+	return true
 }
 
 // Commit makes a staged slot resident and ends its writer's hold.
