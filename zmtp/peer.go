@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"os"
 	"sync"
@@ -518,7 +517,15 @@ func (p *Peer) relieve(handled int) {
 		p.corkedAt = now
 	}
 	p.Flush()
+	p.awaitRoom()
+}
+
+// awaitRoom waits until the queue is within its bound. Whoever sends meanwhile
+// leaves the flush to the reading goroutine, which is here: so it flushes again
+// each time it wakes, or it would wait for what nobody writes.
+func (p *Peer) awaitRoom() {
 	for p.queued.Load() > int64(p.role.limits.queueBytes) {
+		p.Flush()
 		select {
 		case <-p.drained:
 		case <-p.done:
@@ -570,8 +577,4 @@ func (p *Peer) onReady(data []byte) error {
 	p.ready.Store(true)
 	p.role.connected(p)
 	return nil
-}
-
-func isEOF(err error) bool {
-	return errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 }

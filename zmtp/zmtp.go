@@ -29,6 +29,8 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
+	"syscall"
 )
 
 // Message is the frames of one message. It has no identity frame: a ROUTER
@@ -106,6 +108,10 @@ func Reason(err error) string {
 		return "refused"
 	}
 	return "io"
+}
+
+func isEOF(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 }
 
 // notZMTP explains the first bytes of a peer that does not speak ZMTP.
