@@ -9,6 +9,8 @@ import (
 const (
 	firstBuffer = 16 << 10 // size of a peer's first receive buffer
 	minRead     = 4 << 10  // do not read into less room than this if a move gives more
+	keepBuffer  = 1 << 20  // a receive buffer above this is dropped once
+	keepReads   = 64       // so many reads in a row did not need a quarter of it
 )
 
 // firstBuffers recycles first buffers: an idle peer holds none.
@@ -35,6 +37,7 @@ type decoder struct {
 
 	buf             []byte
 	start, pos, end int
+	roomy           int    // reads in a row that a far smaller buffer would have held
 	missing         int    // bytes that the frame at pos still needs; 0 = unknown
 	spans           []span // frames of the message being received
 	size            int64  // their bytes, and those of commands between them
@@ -50,6 +53,7 @@ func (d *decoder) space() []byte {
 		d.buf = firstBuffers.Get().(*[firstBuffer]byte)[:]
 	}
 	if d.start == d.end {
+		d.shrink()
 		d.start, d.pos, d.end = 0, 0, 0
 	}
 	want := max(d.missing, minRead)
@@ -70,6 +74,20 @@ func (d *decoder) space() []byte {
 	}
 	d.pos, d.end, d.start = d.pos-d.start, held, 0
 	return d.buf[d.end:]
+}
+
+// shrink replaces an empty buffer that one large message made large and small
+// ones do not need: a busy peer never rests long enough for release.
+func (d *decoder) shrink() {
+	if len(d.buf) <= keepBuffer || d.end > len(d.buf)/4 {
+		d.roomy = 0
+		return
+	}
+	if d.roomy++; d.roomy == keepReads {
+		d.drop()
+		d.buf = firstBuffers.Get().(*[firstBuffer]byte)[:]
+		d.roomy = 0
+	}
 }
 
 func (d *decoder) wrote(n int) { d.end += n }

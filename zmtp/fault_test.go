@@ -188,27 +188,6 @@ func TestTimeouts(t *testing.T) {
 	f(RouterOptions{}, appendPing(bytes.Clone(hello), 25), false, 2500*time.Millisecond, 5*s, "heartbeat")
 }
 
-// An idle peer holds no receive buffer where the platform can wait without one.
-func TestIdleReleases(t *testing.T) {
-	up := make(chan *Peer, 1)
-	_, addr, _ := startRouter(t, echo, RouterOptions{OnConnect: func(p *Peer) { up <- p }, IdleTimeout: time.Hour, HandshakeTimeout: 40 * time.Millisecond})
-	c := dialReady(t, addr)
-	p := recv(t, up)
-	big := strings.Repeat("b", 1<<20)
-	c.send(frames(big))
-	c.want(big)
-	kicked := make(chan struct{})
-	go func() { // as the keeper does, without its second of silence
-		p.kick()
-		close(kicked)
-	}()
-	<-kicked
-	c.send(frames("x"))
-	c.want("x")
-	p.fail(ErrClosed)
-	c.wantEnd()
-}
-
 // The end of a stream that comes with the last bytes is found.
 func TestEndWithLastBytes(t *testing.T) {
 	_, addr, ends := startRouter(t, echo, RouterOptions{})

@@ -226,15 +226,18 @@ func (p *Peer) command(build func([]byte) []byte) {
 	p.unlockAndFlush()
 }
 
-// enqueue appends what build does, whole frames, however full the queue is.
-func (p *Peer) enqueue(build func([]byte) []byte) {
+// enqueue appends what build does, whole frames, however full the queue is. It
+// returns false, and build is not called, once the peer is closed.
+func (p *Peer) enqueue(build func([]byte) []byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.mu.err == nil {
-		before := len(p.mu.q.buf)
-		p.mu.q.buf = build(p.mu.q.buf)
-		p.queued.Add(int64(len(p.mu.q.buf) - before))
+	if p.mu.err != nil {
+		return false
 	}
+	before := len(p.mu.q.buf)
+	p.mu.q.buf = build(p.mu.q.buf)
+	p.queued.Add(int64(len(p.mu.q.buf) - before))
+	return true
 }
 
 // flush writes until the queue is empty or the socket is full; then the rest
@@ -398,7 +401,8 @@ func (p *Peer) run() error {
 	<-p.stopped
 	p.writers.Wait()
 	_ = p.conn.Close() // nothing is left to lose
-	p.in.release()
+	p.in.drop()
+	p.trim()
 	return p.Err()
 }
 
@@ -435,11 +439,22 @@ func (p *Peer) pause() bool {
 	// A fail after this reset wakes the next read; one before it shows in done.
 	_ = p.conn.SetReadDeadline(time.Time{})
 	p.in.release()
+	p.trim()
 	select {
 	case <-p.done:
 		return false
 	default:
 		return true
+	}
+}
+
+// trim gives the send buffers back if nobody writes and nothing is queued, or
+// nothing will be sent any more: who keeps a closed Peer keeps no frames.
+func (p *Peer) trim() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.mu.writing && (p.mu.q.empty() || p.mu.err != nil) {
+		p.mu.q, p.out, p.vecs = queue{}, batch{}, nil
 	}
 }
 

@@ -30,6 +30,9 @@ func (p *Peer) onReadable(fd uintptr) bool {
 		case err == syscall.EINTR:
 			continue
 		case err == syscall.EAGAIN:
+			if len(b) == firstBuffer { // wait without a buffer; taking one again is cheap
+				p.in.release()
+			}
 			return false
 		case err != nil:
 			p.readErr = err
