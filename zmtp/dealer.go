@@ -24,8 +24,8 @@ type DealerOptions struct {
 	// message and its frames are valid until it returns.
 	Handler func(Message)
 	// OnState is called when a connection is ready (true, nil), and when it
-	// ends or an attempt fails (false, why), always on the same goroutine as
-	// Handler or between its calls.
+	// ends or an attempt fails (false, why), but not because of Close. It is
+	// called on Handler's goroutine, between its calls.
 	OnState func(connected bool, err error)
 
 	Identity        []byte // routing id to announce, at most 255 bytes; default none
@@ -174,17 +174,17 @@ func (d *Dealer) hold(frames [][]byte) (flush *Peer, err error) {
 	}
 	d.mu.past.MessagesOut++
 	d.mu.bytes += d.mu.waiting.copyFrames(frames)
-	if !d.mu.ready || d.mu.peer.Err() != nil {
+	if !d.mu.ready {
 		return nil, nil
 	}
 	d.giveLocked(d.mu.peer)
 	return d.mu.peer, nil
 }
 
-// giveLocked queues the waiting messages at p, which is to be flushed.
+// giveLocked queues the waiting messages at p, which is to be flushed. If p is
+// closed already they go on waiting.
 func (d *Dealer) giveLocked(p *Peer) {
-	if d.mu.bytes > 0 {
-		p.enqueue(func(b []byte) []byte { return append(b, d.mu.waiting.buf...) })
+	if d.mu.bytes > 0 && p.enqueue(func(b []byte) []byte { return append(b, d.mu.waiting.buf...) }) {
 		d.mu.waiting, d.mu.bytes = queue{}, 0
 	}
 }
