@@ -1,0 +1,151 @@
+"""A libzmq socket that plays one scenario against ours: peer.py SCENARIO ENDPOINT [PARAMETER].
+
+It exits with 0 when all went as it should. Every wait is bounded.
+"""
+
+import hashlib
+import sys
+import time
+
+import zmq
+
+WAIT = 10_000  # ms
+ctx = zmq.Context()
+
+
+def sock(kind, **options):
+    s = ctx.socket(kind)
+    s.linger = 0
+    s.rcvtimeo = s.sndtimeo = WAIT
+    for name, value in options.items():
+        setattr(s, name, value)
+    return s
+
+
+def ask(s, *frames):
+    s.send_multipart(frames)
+    return s.recv_multipart()
+
+
+def want(got, *frames):
+    if got != list(frames):
+        sys.exit(f"got {[f[:40] for f in got]} ({[len(f) for f in got]} bytes), want {[len(f) for f in frames]}")
+
+
+def body(size):
+    return (hashlib.sha256(str(size).encode()).digest() * (size // 32 + 1))[:size]
+
+
+# DEALERs and others against our ROUTER, which echoes and appends the identity
+# when the first frame is "who".
+
+
+def frames(endpoint):
+    s = sock(zmq.DEALER)
+    s.connect(endpoint)
+    for m in [[b"a"], [b""], [b"", b""], [b"a", b"", b"c", b""], [b"x" * 255, b"y" * 256, b"z" * 8192]]:
+        want(ask(s, *m), *m)
+    for size in [160 << 10, 40_000_000, 100]:
+        want(ask(s, b"uid", body(size), b""), b"uid", body(size), b"")
+
+
+def identity(endpoint):
+    for name in [b"worker-0", b"\x01\x00\xff", b"n" * 255]:
+        s = sock(zmq.DEALER, identity=name)
+        s.connect(endpoint)
+        want(ask(s, b"who"), b"who", name)
+    want(ask(connected(zmq.DEALER, endpoint), b"who"), b"who", b"")
+
+
+def connected(kind, endpoint):
+    s = sock(kind)
+    s.connect(endpoint)
+    return s
+
+
+def req(endpoint):
+    s = connected(zmq.REQ, endpoint)
+    for _ in range(10):
+        want(ask(s, b"a", b""), b"a", b"")
+
+
+def pipeline(endpoint):
+    s = connected(zmq.DEALER, endpoint)
+    for i in range(1000):
+        s.send_multipart([b"uid%d" % i, b"", b"p" * (i % 300)])
+    for i in range(1000):
+        want(s.recv_multipart(), b"uid%d" % i, b"", b"p" * (i % 300))
+
+
+def heartbeat(endpoint):
+    s = sock(zmq.DEALER, heartbeat_ivl=50, heartbeat_timeout=1000, heartbeat_ttl=1500)
+    monitor = s.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+    s.connect(endpoint)
+    want(ask(s, b"a"), b"a")
+    time.sleep(0.7)
+    want(ask(s, body(8_000_000)), body(8_000_000))
+    if monitor.poll(0):
+        sys.exit("the connection was lost")
+
+
+def restart(endpoint):
+    """Says "up", then asks until it is answered again after the ROUTER was gone."""
+    s = connected(zmq.DEALER, endpoint)
+    want(ask(s, b"before"), b"before")
+    print("up", flush=True)
+    sys.stdin.readline()  # the ROUTER is another one now
+    s.rcvtimeo = 100
+    end = time.monotonic() + WAIT / 1000
+    while time.monotonic() < end:
+        s.send(b"after")
+        try:
+            want(s.recv_multipart(), b"after")
+            return
+        except zmq.Again:
+            pass
+    sys.exit("no answer after the restart")
+
+
+def refused(endpoint, kind):
+    s = sock(getattr(zmq, kind))
+    failed = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    monitor = s.get_monitor_socket(failed | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    s.connect(endpoint)
+    if not monitor.poll(WAIT):
+        sys.exit("nothing happened")
+
+
+# ROUTERs and others for our DEALER: they print their endpoint, and live until
+# their input ends.
+
+
+def router(endpoint, *_):
+    serve(sock(zmq.ROUTER), endpoint)
+
+
+def router_heartbeat(endpoint, *_):
+    serve(sock(zmq.ROUTER, heartbeat_ivl=50, heartbeat_timeout=1000, heartbeat_ttl=1500), endpoint)
+
+
+def bound(endpoint, kind):
+    serve(sock(getattr(zmq, kind)), endpoint)
+
+
+def serve(s, endpoint):
+    s.bind(endpoint)
+    print(s.last_endpoint.decode(), flush=True)
+    poller = zmq.Poller()
+    poller.register(sys.stdin, zmq.POLLIN)
+    if s.socket_type == zmq.ROUTER:
+        poller.register(s, zmq.POLLIN)
+    end = time.monotonic() + 6 * WAIT / 1000
+    while time.monotonic() < end:
+        ready = dict(poller.poll(1000))
+        if sys.stdin.fileno() in ready:
+            return
+        if s in ready:
+            m = s.recv_multipart()
+            s.send_multipart(m + m[:1] if m[1] == b"who" else m)
+
+
+globals()[sys.argv[1]](*sys.argv[2:])
