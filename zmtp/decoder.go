@@ -104,6 +104,7 @@ func (d *decoder) drop() {
 	if len(d.buf) == firstBuffer {
 		firstBuffers.Put((*[firstBuffer]byte)(d.buf))
 	}
+	clear(d.msg[:cap(d.msg)]) // else the last message holds the buffer
 	d.buf, d.msg, d.cmd = nil, d.msg[:0], nil
 }
 

@@ -78,6 +78,11 @@ func TestIdleHoldsNothing(t *testing.T) {
 	if p.in.buf != nil || p.mu.q.buf != nil || p.out.buf != nil || p.vecs != nil {
 		t.Fatal(len(p.in.buf), cap(p.mu.q.buf), cap(p.out.buf), cap(p.vecs))
 	}
+	for _, f := range p.in.msg[:cap(p.in.msg)] {
+		if f != nil {
+			t.Fatal("the last message holds the buffer")
+		}
+	}
 }
 
 // Who keeps a closed Peer keeps none of the frames it was given.
