@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"net"
+	"os"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -100,6 +101,33 @@ func TestPeerNeverReads(t *testing.T) {
 	}
 	if s := r.Stats(); s.Closed["slow"] != 1 || handled.Load() > 100 {
 		t.Fatalf("%d handled, %+v", handled.Load(), s)
+	}
+}
+
+// A peer that sends PINGs and never reads the answers fills its queue to the
+// bound, then is read no more, and closed.
+func TestPingFlood(t *testing.T) {
+	up := make(chan *Peer, 1)
+	_, addr, ends := startRouter(t, echo, RouterOptions{
+		SendQueueBytes: 100_000, WriteTimeout: 300 * time.Millisecond, OnConnect: func(p *Peer) { up <- p },
+	})
+	c := dialReady(t, addr)
+	p := recv(t, up)
+	flood := bytes.Repeat(append(appendHeader(nil, flagCommand, 5+2+16), "\x04PING\x00\x000123456789abcdef"...), 1000)
+	most := int64(0)
+	for {
+		_ = c.SetWriteDeadline(time.Now().Add(50 * time.Millisecond))
+		_, err := c.Write(flood)
+		most = max(most, p.queued.Load())
+		if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+			break
+		}
+	}
+	if err := recv(t, ends); !errors.Is(err, ErrSlow) {
+		t.Fatal(err)
+	}
+	if most > 100_000+64 {
+		t.Fatalf("%d bytes were queued", most)
 	}
 }
 

@@ -23,6 +23,13 @@
 // ErrQueueFull and queues nothing, and the peer's reading goroutine reads
 // nothing more from it. A peer that takes less than 256 KiB (or, if that is
 // less, all that is queued) within WriteTimeout is closed and counted.
+//
+// # Memory
+//
+// A receive buffer has 16 KiB, or up to four times what has come of a longer
+// message: a length that a peer only claims takes nothing. A peer that was
+// silent for 1 to 2 s holds no buffers, only its goroutine; a busy one that no
+// longer needs more than a quarter of its 1 MiB or more loses it after 64 reads.
 package zmtp
 
 import (
