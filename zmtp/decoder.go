@@ -4,6 +4,8 @@ import (
 	"encoding/binary"
 	"fmt"
 	"sync"
+
+	"github.com/kvasir-kv/kvasir/internal/invariant"
 )
 
 const (
@@ -215,7 +217,7 @@ func badFlags(f byte) bool {
 
 // done ends the loan of the message that next returned.
 func (d *decoder) done() {
-	if mangleLent {
+	if invariant.Enabled {
 		b := d.buf[d.start:d.pos]
 		for i := range b {
 			b[i] = 0xFF

@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"pgregory.net/rapid"
+
+	"github.com/kvasir-kv/kvasir/internal/invariant"
 )
 
 func testDecoder() *decoder {
@@ -172,7 +174,7 @@ func TestMangle(t *testing.T) {
 	}
 	lent := d.msg[0]
 	d.done()
-	if want := map[bool]string{true: "\xff\xff", false: "hi"}[mangleLent]; string(lent) != want {
+	if want := map[bool]string{true: "\xff\xff", false: "hi"}[invariant.Enabled]; string(lent) != want {
 		t.Fatalf("after done %q, want %q", lent, want)
 	}
 }

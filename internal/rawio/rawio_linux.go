@@ -1,4 +1,4 @@
-//go:build linux
+//go:build linux && !race
 
 // Package rawio reads and writes non-blocking sockets without telling the Go
 // scheduler. It is one of the packages that import unsafe.

@@ -1,6 +1,6 @@
-//go:build unix && !linux
+//go:build unix && (!linux || race)
 
-// Package rawio reads and writes non-blocking sockets.
+// Package rawio reads and writes non-blocking sockets; see rawio_linux.go.
 package rawio
 
 import "syscall"
