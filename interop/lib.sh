@@ -10,7 +10,7 @@ start_server() {
 	port=$(free_port) http=$(free_port)
 	bin/kvasir server --host 127.0.0.1 --port "$port" --http-port "$http" "$@" >"$work/$name.log" 2>&1 &
 	server_pid=$!
-	servers="$servers $server_pid"
+	servers="$servers $server_pid" ports="$ports $port"
 	for _ in $(seq 100); do
 		curl -sf -m 2 "http://127.0.0.1:$http/healthcheck" >/dev/null 2>&1 && return
 		kill -0 "$server_pid" 2>/dev/null || break
@@ -26,9 +26,12 @@ stop_servers() {
 	for pid in $servers; do
 		kill -TERM "$pid" 2>/dev/null && wait "$pid" 2>/dev/null || true
 	done
-	servers=
+	for pid in $ports; do
+		rm -f "/dev/shm/lmcache_l1_pool_kvasir_$pid" "/dev/shm/lmcache_l1_pool_kvasir_$pid".*
+	done
+	servers= ports=
 }
 
-servers=
+servers= ports=
 work=$(mktemp -d)
 trap 'stop_servers; rm -rf "$work"' EXIT

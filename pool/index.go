@@ -27,15 +27,17 @@ import (
 //	 32  8  records              56 16  namespace digest
 //	 40  8  pool inode           72  4  kv rank
 //	 48  8  tokens per chunk     76  4  object group
-//	 56  8  process id           80 12  zero
-//	 64  8  started, unix ns     92  4  CRC-32C of bytes 8 to 91
-//	 72  4  CRC-32C of 0 to 71   96 32  zero
+//	 56  4  CRC-32C of 0 to 55   80 12  zero
+//	 64  8  process id           92  4  CRC-32C of bytes 8 to 91
+//	 72  8  started, unix ns     96  8  use stamp: a larger one was used later
+//	 80  8  records ever used   104 24  zero
 //
-// Order makes it safe to be killed anywhere: a record's bytes are written while
-// its state word says free, and one atomic store of the word turns it into staged,
-// resident, condemned or free again. Nothing is promised to a peer before the
-// store. States: 0 free; 1 staged, reserved and not committed; 2 resident; 3
-// condemned, the key is gone and the memory waits for its holds to end.
+// Order makes it safe to be killed anywhere. The header is written last when a
+// pool is made; a zero magic is a pool that never was. A record's bytes are
+// written while its state word says free, and one atomic store of the word turns
+// it into staged, resident, condemned or free again. Nothing is promised to a
+// peer before the store. States: 0 free; 1 staged, reserved and not committed; 2
+// resident; 3 condemned, the key is gone and the memory waits for its holds to end.
 const (
 	IndexSuffix = ".kvasir"
 
@@ -48,13 +50,23 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// ErrIndex means that an index file is of another format or damaged.
-var ErrIndex = errors.New("pool: not a pool index of this version")
+var (
+	// ErrIndex means that an index file is not one, or is damaged.
+	ErrIndex = errors.New("pool: not a pool index, or a damaged one")
+	// ErrChanged means that a pool is there whose size, alignment, chunk size or
+	// version is another than asked for.
+	ErrChanged = errors.New("pool: the existing pool is another")
+)
+
+// offsets of the header's changing words
+const (
+	headerPid     = 64
+	headerStarted = 72
+	headerUsed    = 80
+)
 
 func writeHeader(s *shm.Segment, o Options, records int64, inode uint64) {
 	h := s.Bytes(0, headerBytes)
-	clear(h)
-	copy(h, indexMagic)
 	le := binary.LittleEndian
 	le.PutUint32(h[8:], indexVersion)
 	le.PutUint32(h[12:], recordBytes)
@@ -63,27 +75,55 @@ func writeHeader(s *shm.Segment, o Options, records int64, inode uint64) {
 	le.PutUint64(h[32:], uint64(records))
 	le.PutUint64(h[40:], inode)
 	le.PutUint64(h[48:], uint64(o.ChunkTokens))
-	le.PutUint64(h[56:], uint64(os.Getpid()))
-	le.PutUint64(h[64:], uint64(time.Now().UnixNano()))
-	le.PutUint32(h[72:], crc32.Checksum(h[:72], castagnoli))
+	var sealed [56]byte
+	copy(sealed[:], h)
+	copy(sealed[:], indexMagic)
+	le.PutUint32(h[56:], crc32.Checksum(sealed[:], castagnoli))
+	claim(s)
+	s.Word(0).Store(le.Uint64([]byte(indexMagic)))
 }
 
-// checkHeader returns the process that wrote the index, or ErrIndex.
-func checkHeader(s *shm.Segment) (pid int, err error) {
+// claim notes which process serves the pool.
+func claim(s *shm.Segment) {
+	s.Word(headerPid).Store(uint64(os.Getpid()))
+	s.Word(headerStarted).Store(uint64(time.Now().UnixNano()))
+}
+
+// header is what an index says of its pool.
+type header struct {
+	opts    Options
+	records int64
+	inode   uint64
+	pid     int
+}
+
+// errUnfinished means that the server that made the index was killed before it
+// had made the pool.
+var errUnfinished = errors.New("pool: index without a header")
+
+// readHeader returns an index's header. Errors: errUnfinished, ErrIndex,
+// ErrChanged for another version.
+func readHeader(s *shm.Segment) (h header, err error) {
 	if s.Len() < headerBytes {
-		return 0, fmt.Errorf("%w: %d bytes", ErrIndex, s.Len())
+		return h, fmt.Errorf("%w: %d bytes", ErrIndex, s.Len())
 	}
-	h := s.Bytes(0, headerBytes)
+	b := s.Bytes(0, headerBytes)
 	le := binary.LittleEndian
-	switch {
-	case string(h[:8]) != indexMagic:
-		return 0, fmt.Errorf("%w: it does not begin with %s", ErrIndex, indexMagic)
-	case le.Uint32(h[72:]) != crc32.Checksum(h[:72], castagnoli):
-		return 0, fmt.Errorf("%w: header checksum", ErrIndex)
-	case le.Uint32(h[8:]) != indexVersion || le.Uint32(h[12:]) != recordBytes:
-		return 0, fmt.Errorf("%w: version %d", ErrIndex, le.Uint32(h[8:]))
+	h = header{
+		opts:    Options{Bytes: int64(le.Uint64(b[16:])), Align: int64(le.Uint64(b[24:])), ChunkTokens: int(le.Uint64(b[48:]))},
+		records: int64(le.Uint64(b[32:])), inode: le.Uint64(b[40:]), pid: int(s.Word(headerPid).Load()),
 	}
-	return int(le.Uint64(h[56:])), nil
+	switch {
+	case s.Word(0).Load() == 0:
+		return h, errUnfinished
+	case string(b[:8]) != indexMagic:
+		return h, fmt.Errorf("%w: it does not begin with %s", ErrIndex, indexMagic)
+	case le.Uint32(b[8:]) != indexVersion || le.Uint32(b[12:]) != recordBytes:
+		return h, fmt.Errorf("%w: its index has version %d, this server writes %d", ErrChanged, le.Uint32(b[8:]), indexVersion)
+	case le.Uint32(b[56:]) != crc32.Checksum(b[:56], castagnoli) || s.Len() != headerBytes+h.records*recordBytes:
+		return h, fmt.Errorf("%w: header checksum", ErrIndex)
+	}
+	return h, nil
 }
 
 // record is a view of one index record.
@@ -117,6 +157,14 @@ func (r record) key() (k Key) {
 	k.Group = le.Uint32(r.b[76:])
 	return k
 }
+
+// intact reports whether the record's bytes are what write left.
+func (r record) intact() bool {
+	return binary.LittleEndian.Uint32(r.b[92:]) == crc32.Checksum(r.b[8:92], castagnoli)
+}
+
+func (r record) stamp() uint64     { return binary.LittleEndian.Uint64(r.b[96:]) }
+func (r record) setStamp(v uint64) { binary.LittleEndian.PutUint64(r.b[96:], v) }
 
 func (r record) offset() int64 { return int64(binary.LittleEndian.Uint64(r.b[8:])) }
 func (r record) length() int64 { return int64(binary.LittleEndian.Uint64(r.b[16:])) }

@@ -13,7 +13,6 @@
 package pool
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -49,6 +48,7 @@ type Options struct {
 	Bytes       int64  // size of the segment
 	Align       int64  // of slots, a power of two; default DefaultAlign
 	ChunkTokens int    // recorded in the index
+	Cold        bool   // discard what an earlier server left
 	Dir         string // default shm.Dir; tests use another
 }
 
@@ -104,78 +104,9 @@ type Pool struct {
 	records int
 	bytes   [4]int64 // rounded bytes by State
 	count   [4]int
-}
+	stamp   uint64 // of the latest use
 
-// Open creates the pool's segment and index, empty, and locks them. A pool of
-// the same name left by a dead server is replaced; workers that still map it keep
-// the old memory, which nobody reads any more.
-func Open(o Options) (*Pool, error) {
-	o.Align = cmp.Or(o.Align, DefaultAlign)
-	if o.Align < 8 || o.Align&(o.Align-1) != 0 || o.Bytes < o.Align {
-		return nil, fmt.Errorf("pool: size %d with alignment %d", o.Bytes, o.Align)
-	}
-	path, err := shm.Path(o.Dir, o.Name)
-	if err != nil {
-		return nil, err
-	}
-	if err := replace(path); err != nil {
-		return nil, err
-	}
-	if free, err := shm.Free(cmp.Or(o.Dir, shm.Dir)); err == nil && free < o.Bytes {
-		return nil, fmt.Errorf("%w: the pool takes %d bytes, %s has %d free", ErrNoSpace, o.Bytes, cmp.Or(o.Dir, shm.Dir), free)
-	}
-	records := min(o.Bytes/o.Align, maxRecords)
-	index, err := shm.Create(path+IndexSuffix, headerBytes+records*recordBytes)
-	if errors.Is(err, fs.ErrExist) {
-		return nil, fmt.Errorf("%w: another server is starting with %s", ErrInUse, path)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("create pool index: %w", err)
-	}
-	undo := func(err error, segments ...*shm.Segment) (*Pool, error) {
-		for _, s := range segments {
-			err = errors.Join(err, s.Unlink(), s.Close())
-		}
-		return nil, err
-	}
-	if err := index.Lock(); err != nil {
-		return undo(fmt.Errorf("lock %s: %w", index.Path(), err), index)
-	}
-	segment, err := shm.Create(path, o.Bytes)
-	if err != nil {
-		return undo(fmt.Errorf("create pool: %w", err), index)
-	}
-	writeHeader(index, o, records, segment.Inode())
-	return &Pool{
-		opts: o, segment: segment, index: index, records: int(records),
-		arena: arena.New(o.Bytes, o.Align),
-	}, nil
-}
-
-// replace removes a pool that a dead server left at path.
-func replace(path string) error {
-	index, err := shm.Attach(path + IndexSuffix)
-	if errors.Is(err, fs.ErrNotExist) {
-		if _, err := os.Lstat(path); err == nil {
-			return fmt.Errorf("%w: %s", ErrForeign, path)
-		}
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("%w: %s: %w", ErrForeign, path+IndexSuffix, err)
-	}
-	defer index.Close()
-	pid, err := checkHeader(index)
-	if err != nil {
-		return fmt.Errorf("%w: %s: %w", ErrForeign, path+IndexSuffix, err)
-	}
-	if err := index.Lock(); err != nil {
-		return fmt.Errorf("%w: process %d serves %s", ErrInUse, pid, path)
-	}
-	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove the pool of a dead server: %w", err)
-	}
-	return index.Unlink()
+	restored Restored
 }
 
 // Name returns the segment's name as a client opens it.
@@ -214,6 +145,7 @@ func (p *Pool) Reserve(k *Key, n int64) (Slot, error) {
 	} else {
 		s = Slot(p.used)
 		p.used++
+		p.index.Word(headerUsed).Store(uint64(p.used))
 	}
 	r := p.record(s)
 	r.write(k, off, n)
@@ -355,7 +287,26 @@ func (p *Pool) Populate(off, n int64) error {
 // further client can map the pool.
 func (p *Pool) NameLost() bool { return !p.segment.Exists() }
 
-// Close unmaps and removes the pool. Clients that map it keep their mapping.
+// Close unmaps the pool and gives up its lock. Its files stay, for a later server
+// to go on with.
 func (p *Pool) Close() error {
-	return errors.Join(p.segment.Unlink(), p.segment.Close(), p.index.Unlink(), p.index.Close())
+	return errors.Join(p.segment.Close(), p.index.Close())
+}
+
+// Remove removes the pool's files. Clients that map it keep their mapping.
+func (p *Pool) Remove() error {
+	err := errors.Join(p.segment.Unlink(), p.index.Unlink())
+	if note := p.notePath(); note != "" {
+		if rerr := os.Remove(note); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
+			err = errors.Join(err, rerr)
+		}
+	}
+	return err
+}
+
+// Stamp notes that a slot was used later than all others, for the order after a
+// restart.
+func (p *Pool) Stamp(s Slot) {
+	p.stamp++
+	p.record(s).setStamp(p.stamp)
 }

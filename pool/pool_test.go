@@ -4,6 +4,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/invariant"
@@ -105,11 +106,11 @@ func TestOpenRefuses(t *testing.T) {
 	if _, err := pool.Open(pool.Options{Name: "p", Bytes: 4096, Dir: dir}); !errors.Is(err, pool.ErrInUse) {
 		t.Errorf("a second server: %v", err)
 	}
-	if err := p.Close(); err != nil {
+	if err := errors.Join(p.SetNote([]byte("note")), p.Remove(), p.Close()); err != nil {
 		t.Fatal(err)
 	}
 	if left, _ := os.ReadDir(dir); len(left) != 0 {
-		t.Errorf("Close left %v", left)
+		t.Errorf("Remove left %v", left)
 	}
 
 	f := func(name string, want error, files map[string]string) {
@@ -135,7 +136,7 @@ func TestOpenRefuses(t *testing.T) {
 	}
 	f("p", pool.ErrForeign, map[string]string{"p": "somebody's"})
 	f("p", pool.ErrForeign, map[string]string{"p": "x", "p.kvasir": "not an index"})
-	f("p", pool.ErrForeign, map[string]string{"p.kvasir": string(make([]byte, 8192))})
+	f("p", pool.ErrForeign, map[string]string{"p.kvasir": strings.Repeat("x", 8192)})
 	f("../p", shm.ErrName, nil)
 	f("", shm.ErrName, nil)
 	if _, err := pool.Open(pool.Options{Name: "p", Bytes: 1 << 60, Dir: t.TempDir()}); !errors.Is(err, pool.ErrNoSpace) {
@@ -143,9 +144,9 @@ func TestOpenRefuses(t *testing.T) {
 	}
 }
 
-// What a killed server leaves is replaced; who still maps it keeps the old
-// memory.
-func TestReplacesADeadServersPool(t *testing.T) {
+// With Cold what an earlier server left is replaced; who still maps it keeps the
+// old memory.
+func TestCold(t *testing.T) {
 	dir := t.TempDir()
 	old := open(t, dir, 4096)
 	worker, err := shm.Attach(filepath.Join(dir, "p"))
@@ -153,25 +154,16 @@ func TestReplacesADeadServersPool(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer worker.Close()
-	// Copies of the files, without the lock: what is there after a kill.
-	for _, name := range []string{"p", "p.kvasir"} {
-		b, err := os.ReadFile(filepath.Join(dir, name))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(filepath.Join(dir, name+".copy"), b, 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
 	if err := old.Close(); err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range []string{"p", "p.kvasir"} {
-		if err := os.Rename(filepath.Join(dir, name+".copy"), filepath.Join(dir, name)); err != nil {
-			t.Fatal(err)
-		}
+	if _, err := pool.Open(pool.Options{Name: "p", Bytes: 8192, Dir: dir, ChunkTokens: 256}); !errors.Is(err, pool.ErrChanged) {
+		t.Fatalf("another size: %v", err)
 	}
-	p := open(t, dir, 8192)
+	p, err := pool.Open(pool.Options{Name: "p", Bytes: 8192, Dir: dir, ChunkTokens: 256, Cold: true})
+	if err != nil {
+		t.Fatal(err)
+	}
 	defer p.Close()
 	if p.Bytes() != 8192 || p.Usage().FreeBytes != 8192 {
 		t.Fatalf("%+v", p.Usage())

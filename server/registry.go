@@ -1,6 +1,7 @@
 package server
 
 import (
+	"encoding/json"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -220,6 +221,72 @@ func (r *registry) list() []*instance {
 	return out
 }
 
+// savedWorker is a registration as the pool's note keeps it.
+type savedWorker struct {
+	ID     int64
+	Model  string
+	World  int
+	Layout kv.Layout
+	Pinged bool
+}
+
+// save keeps the registrations beside the pool, so that a server that takes over
+// after this one knows the workers that map it.
+func (s *Server) save() {
+	var list []savedWorker
+	for _, in := range s.registry.list() {
+		if in.refuse == "" {
+			list = append(list, savedWorker{in.id, in.model, in.world, in.layout, in.pinged.Load()})
+		}
+	}
+	b, err := json.Marshal(list)
+	if err == nil {
+		s.saving.Lock()
+		defer s.saving.Unlock()
+		err = s.store.SetNote(b)
+	}
+	if err != nil {
+		s.log.Warn("registrations are not kept for a restart", "error", err)
+	}
+}
+
+// restore registers the workers that an earlier server knew, as far as they
+// still make sense.
+func (s *Server) restore() {
+	b, err := s.store.Note()
+	var list []savedWorker
+	if err == nil && b != nil {
+		err = json.Unmarshal(b, &list)
+	}
+	if err != nil {
+		s.log.Warn("workers of the earlier server are not known; they register again at their next heartbeat", "error", err)
+		return
+	}
+	for _, w := range list {
+		in, err := s.newInstance(w.ID, w.Model, w.World, w.Layout)
+		if err != nil || w.World < 1 || w.World > kv.MaxWorldSize {
+			continue
+		}
+		in.pinged.Store(w.Pinged)
+		s.registry.add(in)
+	}
+	if st := s.store.Stats(); st.RestoredChunks > 0 || len(list) > 0 {
+		s.log.Info(fmt.Sprintf("took over %d chunks (%s) and %d workers of the earlier server; %s wait in quarantine",
+			st.RestoredChunks, kv.FormatBytes(st.ResidentBytes), len(list), kv.FormatBytes(st.CondemnedBytes)))
+	}
+}
+
+// newInstance makes a worker whose transfers are served.
+func (s *Server) newInstance(id int64, model string, world int, layout kv.Layout) (*instance, error) {
+	bytes, err := layout.Bytes()
+	if err == nil && bytes > s.store.PoolBytes() {
+		err = fmt.Errorf("a chunk takes %s, the pool has %s: raise --l1-size-gb", kv.FormatBytes(bytes), kv.FormatBytes(s.store.PoolBytes()))
+	}
+	return &instance{
+		id: id, model: model, world: world, layout: layout, bytes: bytes, unsalt: kv.NewNamespace(model, "", layout),
+	}, err
+}
+
 func (s *Server) ping(sc *scratch, p [][]byte) error {
 	id, ok, err := lmcache.DecodeOptionalInt(p[0])
 	if err != nil {
@@ -237,15 +304,11 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 	if s.draining.Load() {
 		return errDraining
 	}
-	in := &instance{id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, layout: reg.Layout(s.opts.ChunkTokens)}
-	if in.bytes, err = in.layout.Bytes(); err == nil && in.bytes > s.store.PoolBytes() {
-		err = fmt.Errorf("a chunk takes %s, the pool has %s: raise --l1-size-gb", kv.FormatBytes(in.bytes), kv.FormatBytes(s.store.PoolBytes()))
-	}
+	in, err := s.newInstance(reg.InstanceID, reg.Model, reg.WorldSize, reg.Layout(s.opts.ChunkTokens))
 	if err != nil {
 		s.log.Error(fmt.Sprintf("refused worker %d of %s: %v", in.id, in.model, err))
 		return fmt.Errorf("%w: %w", errUnsupported, err)
 	}
-	in.unsalt = kv.NewNamespace(in.model, "", in.layout)
 	if err := s.admit(in); err != nil {
 		return err
 	}
@@ -260,6 +323,7 @@ func (s *Server) admit(in *instance) error {
 	if !ok {
 		return fmt.Errorf("%w: %d workers are registered", errUnsupported, s.opts.MaxInstances)
 	}
+	s.save()
 	if old != nil {
 		s.detached(old, "registered again")
 		return nil
@@ -299,6 +363,7 @@ func (s *Server) unregister(p [][]byte) error {
 	if in := s.registry.remove(id); in != nil {
 		s.log.Info(fmt.Sprintf("worker %d of %s unregistered", in.id, in.model))
 		s.detached(in, "unregistered")
+		s.save()
 	}
 	return nil
 }
@@ -309,6 +374,7 @@ func (s *Server) reap(now time.Time) {
 		s.log.Warn(fmt.Sprintf("worker %d of %s dropped: silent for %v", in.id, in.model,
 			now.Sub(time.Unix(0, in.lastSeen.Load())).Round(time.Second)))
 		s.detached(in, "fell silent")
+		s.save()
 	}
 }
 

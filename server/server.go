@@ -55,10 +55,12 @@ type Server struct {
 	n         counters
 	limiter   limiter
 	p2p       p2pTasks
+	saving    sync.Mutex // orders writes of the note; a leaf
 }
 
-// New returns a Server over st that does not listen yet. The caller closes st
-// after the Server.
+// New returns a Server over st that does not listen yet. It takes over the
+// workers whose registrations an earlier server kept beside the pool. The caller
+// closes st after the Server.
 func New(st *store.Store, o Options) *Server {
 	o.ChunkTokens = cmp.Or(o.ChunkTokens, 256)
 	o.WorkerReap = cmp.Or(o.WorkerReap, 120*time.Second)
@@ -73,6 +75,7 @@ func New(st *store.Store, o Options) *Server {
 	}
 	s.registry.init(o.MaxInstances)
 	s.scratch.New = func() any { return new(scratch) }
+	s.restore()
 	s.router = zmtp.NewRouter(s.serve, zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second})
 	return s
 }

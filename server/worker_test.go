@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net/http"
@@ -158,9 +159,16 @@ func TestPlayWorkload(t *testing.T) {
 	}
 }
 
-// The server is gone and comes back empty: calls fail in between, the first
-// heartbeat makes the worker register again, and it goes on.
+// The server is killed and comes back, empty or with its pool. Calls fail in
+// between. An empty one makes the worker register again by its first heartbeat;
+// one with its pool knows the worker and its chunks.
 func TestServerRestart(t *testing.T) {
+	for _, cold := range []bool{true, false} {
+		t.Run(fmt.Sprint("cold ", cold), func(t *testing.T) { restart(t, cold) })
+	}
+}
+
+func restart(t *testing.T, cold bool) {
 	dir := t.TempDir()
 	n, stop := startNode(t, dir, 16, server.Options{})
 	ctx := t.Context()
@@ -170,6 +178,11 @@ func TestServerRestart(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer w.Close(ctx)
+	fill := func(_ int, b []byte) { copy(b, "content") }
+	old := lmcache.Key{Tokens: tokens(32, 7), End: 32, RequestID: "old"}
+	if stored, err := w.Store(ctx, old, 16, fill); err != nil || stored != 2 {
+		t.Fatal(stored, err)
+	}
 	port := n.url[strings.LastIndex(n.url, ":"):]
 	stop()
 	short, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
@@ -177,7 +190,7 @@ func TestServerRestart(t *testing.T) {
 	if err := c.Noop(short); err == nil {
 		t.Fatal("a dead server answered")
 	}
-	p, err := pool.Open(pool.Options{Name: "pool", Bytes: 16 * 4096, Dir: dir, ChunkTokens: 16})
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: 16 * 4096, Dir: dir, ChunkTokens: 16, Cold: cold})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -188,15 +201,28 @@ func TestServerRestart(t *testing.T) {
 		t.Fatal(err)
 	}
 	k := lmcache.Key{Tokens: tokens(16, 1), End: 16, RequestID: "r"}
-	fill := func(_ int, b []byte) { clear(b) }
-	if stored, err := w.Store(ctx, k, 16, fill); err != nil || stored != 0 {
-		t.Fatalf("an unknown worker stored %d, %v", stored, err)
-	}
-	if err := w.Beat(ctx); err != nil {
-		t.Fatal(err)
+	if cold {
+		if stored, err := w.Store(ctx, k, 16, fill); err != nil || stored != 0 {
+			t.Fatalf("an unknown worker stored %d, %v", stored, err)
+		}
+		if err := w.Beat(ctx); err != nil {
+			t.Fatal(err)
+		}
+	} else {
+		if hit, err := w.Lookup(ctx, old); err != nil || hit != 2 {
+			t.Fatalf("hit %d, %v", hit, err)
+		}
+		ok, err := w.Retrieve(ctx, old, 16, func(_ int, b []byte) {
+			if string(b[:7]) != "content" {
+				t.Errorf("wrong bytes %q", b[:7])
+			}
+		})
+		if err != nil || !ok {
+			t.Fatalf("retrieve %v, %v", ok, err)
+		}
 	}
 	if stored, err := w.Store(ctx, k, 16, fill); err != nil || stored != 1 {
-		t.Fatalf("after the heartbeat: stored %d, %v", stored, err)
+		t.Fatalf("after the restart: stored %d, %v", stored, err)
 	}
 }
 

@@ -56,7 +56,7 @@ type bench struct {
 func newBench(t tb, dir string, chunks int, o store.Options) *bench {
 	t.Helper()
 	o.Quarantine = quarantine
-	p, err := pool.Open(pool.Options{Name: "pool", Bytes: int64(chunks * chunkBytes), Dir: dir})
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: int64(chunks * chunkBytes), Dir: dir, Cold: true})
 	if err != nil {
 		t.Fatalf("%v", err)
 	}

@@ -90,6 +90,7 @@ type Counters struct {
 	ReadFailures       uint64 // loads refused
 	LateCommits        uint64 // commits of detached workers
 	HoldsExpired       uint64 // transfers that no commit ended
+	RestoredChunks     uint64 // found in the pool at the start
 	SessionsExpired    uint64
 	SessionsPushed     uint64 // ended early to make room
 }

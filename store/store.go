@@ -61,16 +61,44 @@ func New(p *pool.Pool, o Options) *Store {
 	s.mu.leases = lease.New(lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
 	s.mu.holds.init()
 	s.mu.ghosts.max = o.Ghosts
+	s.restoreLocked() // nobody else knows s yet
 	return s
 }
 
-// Close removes the pool. Chunks still held by workers stay mapped there.
+// restoreLocked takes over the chunks that the pool kept from an earlier server.
+// What workers of that server may still touch goes into quarantine.
+func (s *Store) restoreLocked() {
+	r := s.mu.pool.Restored()
+	for _, slot := range r.Resident {
+		s.touchLocked(slot)
+	}
+	if len(r.Held) > 0 {
+		s.holdLocked(Transfer{}, nil, r.Held)
+		for h := range s.mu.holds.byInstance[0] {
+			h.orphan = true
+		}
+		s.mu.holds.orphans++
+	}
+	s.mu.n.RestoredChunks = uint64(len(r.Resident))
+}
+
+// Close leaves the pool for a later server. Nothing may be called afterwards.
 func (s *Store) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.mu.closed = true
 	return s.mu.pool.Close()
 }
+
+// Remove removes the pool's files; call it before Close. Workers that map the
+// pool keep their mapping.
+func (s *Store) Remove() error { return s.mu.pool.Remove() }
+
+// SetNote keeps b beside the pool, and Note returns it after a restart.
+func (s *Store) SetNote(b []byte) error { return s.mu.pool.SetNote(b) }
+
+// Note returns what SetNote kept last, nil when there is nothing.
+func (s *Store) Note() ([]byte, error) { return s.mu.pool.Note() }
 
 // Shard says whose chunks a call concerns: one namespace, and one of World
 // shards, or all of them.
@@ -105,6 +133,7 @@ func (s *Store) unpinLocked(slot uint32) {
 func (s *Store) touchLocked(slot pool.Slot) {
 	if s.mu.pool.StateOf(slot) == pool.Resident && s.mu.pool.Holds(slot) == 0 && !s.pinnedLocked(slot) {
 		s.mu.lru.Touch(uint32(slot))
+		s.mu.pool.Stamp(slot)
 	}
 }
 

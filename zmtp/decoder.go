@@ -217,11 +217,6 @@ func badFlags(f byte) bool {
 
 // done ends the loan of the message that next returned.
 func (d *decoder) done() {
-	if invariant.Enabled {
-		b := d.buf[d.start:d.pos]
-		for i := range b {
-			b[i] = 0xFF
-		}
-	}
+	invariant.Poison(d.buf[d.start:d.pos])
 	d.spans, d.size, d.start = d.spans[:0], 0, d.pos
 }

@@ -80,6 +80,10 @@ func serve(t *testing.T, args ...string) *serving {
 			_ = s.cmd.Process.Kill()
 			_ = s.cmd.Wait()
 		}
+		left, _ := filepath.Glob(fmt.Sprintf("/dev/shm/lmcache_l1_pool_kvasir_%d*", s.port))
+		for _, f := range left {
+			_ = os.Remove(f)
+		}
 	})
 	go func() {
 		defer close(s.lines)
@@ -139,6 +143,12 @@ func TestServerLife(t *testing.T) {
 	s.wait(t, "stopping")
 	if err := s.cmd.Wait(); err != nil {
 		t.Fatal(err)
+	}
+	again := []string{"--port", fmt.Sprint(s.port), "--http-port", fmt.Sprint(s.http)}
+	f("--cold to discard it", append(again, "--l1-align-bytes", "8192")...)
+	f("--cold to discard it", append(again, "--chunk-size", "128")...)
+	if code, _, stderr := run(t, append([]string{"server", "--l1-size-gb", "0.01", "--drop"}, again...)...); code != 0 {
+		t.Errorf("--drop: exit %d\n%s", code, stderr)
 	}
 	if left, _ := filepath.Glob(pool + "*"); len(left) != 0 {
 		t.Errorf("left behind: %v", left)

@@ -67,7 +67,7 @@ func (c *demoCmd) Run(e *env) error {
 	srv := server.New(st, server.Options{ChunkTokens: c.Chunk, PopulateRate: 1 << 30, Logger: quiet(e.log), Version: Version()})
 	report, err := c.play(e, srv, requests, layout)
 	stats := st.Stats()
-	err = errors.Join(err, srv.Close(), st.Close())
+	err = errors.Join(err, srv.Close(), st.Remove(), st.Close())
 	if err == nil && e.ctx.Err() != nil {
 		err = errors.New("interrupted")
 	}

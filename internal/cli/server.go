@@ -28,6 +28,8 @@ type serverCmd struct {
 	ChunkSize int     `help:"Tokens per chunk; a multiple of the engine's block size." default:"256" group:"Pool"`
 	ShmName   string  `help:"Name of the pool under /dev/shm; lmcache_l1_pool_ is put before it when missing. Default: derived from the port." group:"Pool"`
 	Align     int64   `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two." default:"4096" group:"Pool"`
+	Cold      bool    `help:"Start empty: discard the pool that an earlier server left." group:"Pool"`
+	Drop      bool    `help:"Remove the pool that an earlier server left, and end." group:"Pool"`
 	Populate  int64   `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none: first copies into untouched memory are several times slower." default:"1024" group:"Pool"`
 
 	Reap    float64 `name:"worker-reap-timeout-seconds" help:"Silence after which a worker is dropped, 0 for never." default:"120" group:"Timers"`
@@ -47,6 +49,11 @@ func (serverCmd) Help() string {
 	return `Examples:
   kvasir server --l1-size-gb 100
   kvasir server --port 5556 --http-port 8081 --l1-size-gb 0.5 --chunk-size 128
+  kvasir server --l1-size-gb 100 --cold     (forget what an earlier server kept)
+  kvasir server --l1-size-gb 100 --drop     (remove it and end)
+
+The pool outlives the server: started again with the same flags, it serves what was stored, and
+engines go on without registering again.
 
 Then start vLLM on the same host, as the same user:
   vllm serve MODEL --kv-transfer-config '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",
@@ -112,9 +119,15 @@ func (c *serverCmd) Run(e *env) error {
 	if c.Eviction != "LRU" {
 		e.log.Warn(fmt.Sprintf("--eviction-policy %s is not available: LRU by bytes is used", c.Eviction))
 	}
-	p, err := pool.Open(pool.Options{Name: c.poolName(), Bytes: int64(c.L1SizeGB * (1 << 30)), Align: c.Align, ChunkTokens: c.ChunkSize})
+	p, err := pool.Open(pool.Options{
+		Name: c.poolName(), Bytes: int64(c.L1SizeGB * (1 << 30)), Align: c.Align, ChunkTokens: c.ChunkSize, Cold: c.Cold || c.Drop,
+	})
 	if err != nil {
 		return c.explain(err)
+	}
+	if c.Drop {
+		e.log.Info(fmt.Sprintf("removed /dev/shm/%s", c.poolName()))
+		return errors.Join(p.Remove(), p.Close())
 	}
 	st := store.New(p, store.Options{Quarantine: seconds(c.Hold), SessionIdle: seconds(c.Session)})
 	srv := server.New(st, server.Options{
@@ -173,6 +186,8 @@ func (c *serverCmd) explain(err error) error {
 	switch {
 	case errors.Is(err, pool.ErrInUse):
 		return fmt.Errorf("%w: choose another --shm-name or --port, or stop that server", err)
+	case errors.Is(err, pool.ErrChanged):
+		return fmt.Errorf("%w: start with the old flags, or with --cold to discard it", err)
 	case errors.Is(err, pool.ErrForeign):
 		return fmt.Errorf("%w: choose another --shm-name, or remove the file if nothing uses it", err)
 	case errors.Is(err, pool.ErrNoSpace):
