@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -144,14 +145,16 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	if c.IPC != "" {
 		endpoints = append(endpoints, "ipc://"+c.IPC)
 	}
-	listener, err := net.Listen("tcp", net.JoinHostPort(c.HTTPHost, strconv.Itoa(c.HTTPPort)))
+	listener, err := bind(func() (net.Listener, error) {
+		return net.Listen("tcp", net.JoinHostPort(c.HTTPHost, strconv.Itoa(c.HTTPPort)))
+	})
 	if err != nil {
 		return fmt.Errorf("%w: choose another --http-port", err)
 	}
 	web := &http.Server{Handler: srv.HTTPHandler(), ReadHeaderTimeout: 10 * time.Second, ErrorLog: nil}
 	defer web.Close()
 	for _, endpoint := range endpoints {
-		addr, err := srv.Listen(e.ctx, endpoint)
+		addr, err := bind(func() (string, error) { return srv.Listen(e.ctx, endpoint) })
 		if err != nil {
 			listener.Close()
 			return fmt.Errorf("%w: choose another --port, or stop the server that has it", err)
@@ -179,6 +182,19 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		e.log.Info("stopping: transfers in progress may finish")
 	}
 	return errors.Join(err, srv.Shutdown(context.Background()))
+}
+
+// bind tries again for a moment while an address is in use: a server that was
+// killed keeps its ports until the kernel has taken it apart.
+func bind[T any](listen func() (T, error)) (T, error) {
+	const step = 20 * time.Millisecond
+	for wait := time.Duration(0); ; wait += step {
+		v, err := listen()
+		if !errors.Is(err, syscall.EADDRINUSE) || wait >= time.Second {
+			return v, err
+		}
+		time.Sleep(step)
+	}
 }
 
 // explain adds what to do to an error of pool.Open.
