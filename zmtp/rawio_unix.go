@@ -18,10 +18,11 @@ const haveRaw = true
 // (or nil, to look at the peer's state).
 //
 // A read that does not fill the buffer has emptied the socket, so no second
-// read asks: it would take about 5 % of a small request's CPU time. This needs the wait and the reads to be one RawConn.Read: it arms
-// the poller once, before the first read. The end of the stream may hide behind
-// the short read when both came at once; the keeper's kick finds it. It kicks
-// nobody who has not said READY, so until then every read asks again.
+// read asks: it would take about 5 % of a small request's CPU time. This needs
+// the wait and the reads to be one RawConn.Read: it arms the poller once, before
+// the first read. The end of the stream may hide behind the short read when both
+// came at once; the keeper's kick finds it. It kicks nobody who has not said
+// READY, so until then every read asks again.
 func (p *Peer) onReadable(fd uintptr) bool {
 	for {
 		b := p.in.space()
