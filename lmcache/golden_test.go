@@ -15,23 +15,6 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// recording is one file of frames that passed between the real client and server.
-type recording struct {
-	Meta struct {
-		ChunkTokens int `json:"chunk_size"`
-	}
-	Steps []struct {
-		Step   string
-		Frames []struct {
-			Direction string
-			Hex       []vectors.Hex `json:"frames_hex"`
-			Decoded   struct {
-				Payloads []json.RawMessage
-			}
-		}
-	}
-}
-
 // keyFields is a key as the recording's JSON shows it.
 type keyFields struct {
 	Model     string          `json:"model_name"`
@@ -62,7 +45,7 @@ func (k *keyFields) key() *lmcache.Key {
 func TestRecordedFrames(t *testing.T) {
 	cases := 0
 	for _, file := range []string{"engine_driven_shm", "engine_driven_pickle", "lmcache_driven_cpu_shm", "kv_events_stream", "p2p"} {
-		var rec recording
+		var rec vectors.Recording
 		vectors.Read(t, "lmcache-mp/"+file+".json", &rec)
 		memo := lmcache.NewMemo(rec.Meta.ChunkTokens, 1<<20)
 		for _, step := range rec.Steps {

@@ -37,18 +37,7 @@ func newServer(t testing.TB, chunkTokens int, poolBytes int64, so store.Options)
 // The whole recorded life of engine-driven workers, request by request: our
 // replies equal the reference's but where they may or must differ.
 func TestRecordedEngineDriven(t *testing.T) {
-	var rec struct {
-		Meta struct {
-			ChunkTokens int `json:"chunk_size"`
-		}
-		Steps []struct {
-			Step   string
-			Frames []struct {
-				Direction string
-				Hex       []vectors.Hex `json:"frames_hex"`
-			}
-		}
-	}
+	var rec vectors.Recording
 	vectors.Read(t, "lmcache-mp/engine_driven_shm.json", &rec)
 	s, _ := newServer(t, rec.Meta.ChunkTokens, 256<<20, store.Options{})
 	// Where the reference is silent, or has options that we do not.
@@ -238,15 +227,7 @@ func TestReferenceDefects(t *testing.T) {
 func TestRecordedRefusals(t *testing.T) {
 	cases := 0
 	for _, name := range []string{"lmcache_driven_cpu_shm", "engine_driven_pickle", "kv_events_stream", "p2p"} {
-		var rec struct {
-			Steps []struct {
-				Step   string
-				Frames []struct {
-					Direction string
-					Hex       []vectors.Hex `json:"frames_hex"`
-				}
-			}
-		}
+		var rec vectors.Recording
 		vectors.Read(t, "lmcache-mp/"+name+".json", &rec)
 		s, st := newServer(t, 32, 1<<20, store.Options{})
 		for _, step := range rec.Steps {

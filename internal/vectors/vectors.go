@@ -87,3 +87,21 @@ func Frames(list []Hex) [][]byte {
 	}
 	return out
 }
+
+// Recording is one file of frames that passed between a real LMCache client and
+// server.
+type Recording struct {
+	Meta struct {
+		ChunkTokens int `json:"chunk_size"`
+	}
+	Steps []struct {
+		Step   string
+		Frames []struct {
+			Direction string // client_to_server or server_to_client
+			Hex       []Hex  `json:"frames_hex"`
+			Decoded   struct {
+				Payloads []json.RawMessage
+			}
+		}
+	}
+}
