@@ -24,7 +24,11 @@ start_server() {
 stop_servers() {
 	local pid
 	for pid in $servers; do
-		kill -TERM "$pid" 2>/dev/null && wait "$pid" 2>/dev/null || true
+		kill -TERM "$pid" 2>/dev/null || continue
+		for _ in $(seq 100); do # it may not be our child
+			kill -0 "$pid" 2>/dev/null || break
+			sleep 0.1
+		done
 	done
 	for pid in $ports; do
 		rm -f "/dev/shm/lmcache_l1_pool_kvasir_$pid" "/dev/shm/lmcache_l1_pool_kvasir_$pid".*

@@ -22,6 +22,22 @@ done
 wait "$pid_a" || { cat "$work/a.log" >&2; exit 1; }
 wait "$pid_b" || { cat "$work/b.log" >&2; exit 1; }
 
+stop_servers
+
+echo "== kill -9 under load, restart, every byte"
+port=$(free_port)
+ports="$ports $port"
+cat >"$work/restart.sh" <<R
+bin/kvasir server --host 127.0.0.1 --port $port --http-port 0 --l1-size-gb 0.25 2>>"$work/kill.log" &
+echo \$! >"$work/kill.pid"
+wait
+R
+"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.25 --modes engine_driven --kill9 3 --max-lost 0 \
+	--pid-file "$work/kill.pid" --restart-cmd "sh $work/restart.sh" >"$work/kill.out" 2>"$work/kill.err" ||
+	{ tail -20 "$work/kill.err" "$work/kill.log" >&2; exit 1; }
+servers="$servers $(cat "$work/kill.pid")"
+tail -1 "$work/kill.err"
+
 "$python" - "$work"/*.json <<'P'
 import json, sys
 for path in sys.argv[1:]:

@@ -316,3 +316,36 @@ func FuzzOpen(f *testing.F) {
 		}
 	})
 }
+
+// Taking over a pool of a million chunks.
+func BenchmarkRestore(b *testing.B) {
+	const chunks = 1 << 20
+	o := Options{Name: "p", Bytes: chunks * 4096, Dir: b.TempDir()}
+	p, err := Open(o)
+	if err != nil {
+		b.Fatal(err)
+	}
+	for i := range uint32(chunks) {
+		k := Key{}
+		binary.LittleEndian.PutUint32(k.Chunk[:], i*2654435761)
+		s, err := p.Reserve(&k, 4096)
+		if err != nil {
+			b.Fatal(err)
+		}
+		p.Commit(s)
+		p.Stamp(s)
+	}
+	if err := p.Close(); err != nil {
+		b.Fatal(err)
+	}
+	for b.Loop() {
+		p, err := Open(o)
+		if err != nil {
+			b.Fatal(err)
+		}
+		if err := p.Close(); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.ReportMetric(chunks, "chunks/op")
+}
