@@ -93,12 +93,15 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	}
 	sig, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	lines := &lineWriter{w: stderr}
+	defer lines.flush()
 	e := &env{
 		ctx: sig, stdout: stdout, stderr: stderr, ignored: ignored,
-		log: slog.New(&lineHandler{w: stderr, level: cmd.LogLevel, line: new(lineBuffer)}),
+		log: slog.New(&lineHandler{level: cmd.LogLevel, out: lines}),
 	}
 	slog.SetDefault(e.log)
 	if err := ctx.Run(e); err != nil {
+		lines.flush()
 		fmt.Fprintf(stderr, "kvasir: %v\n", err)
 		if errors.Is(err, errUsage) {
 			return 2

@@ -8,28 +8,64 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 )
 
 // lineHandler writes log records as lines for people: time, level unless it is
 // info, message, key=value.
 type lineHandler struct {
-	w     io.Writer
 	level slog.Level
 	attrs string
-	line  *lineBuffer // shared by every handler made from the first
+	out   *lineWriter // shared by every handler made from the first
 }
 
-type lineBuffer struct {
-	sync.Mutex
-	b []byte
+// lineWriter collects lines for a moment: one write per line would cost a busy
+// server more than the request that the line is about. Warnings go out at once,
+// with what came before them.
+type lineWriter struct {
+	mu      sync.Mutex
+	w       io.Writer
+	pending []byte
+	timer   bool // a flush is due
+}
+
+const (
+	lineDelay   = 50 * time.Millisecond
+	linePending = 64 << 10 // bytes that are written without waiting
+)
+
+// flush writes what is pending; Main calls it last.
+func (l *lineWriter) flush() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.timer = false
+	l.flushLocked()
+}
+
+func (l *lineWriter) flushLocked() {
+	if len(l.pending) > 0 {
+		_, _ = l.w.Write(l.pending) // there is nobody else to tell
+		l.pending = l.pending[:0]
+	}
+}
+
+// addedLocked is called after a line was appended to pending.
+func (l *lineWriter) addedLocked(urgent bool) {
+	switch {
+	case urgent || len(l.pending) > linePending:
+		l.flushLocked()
+	case !l.timer:
+		l.timer = true
+		time.AfterFunc(lineDelay, l.flush)
+	}
 }
 
 func (h *lineHandler) Enabled(_ context.Context, l slog.Level) bool { return l >= h.level }
 
 func (h *lineHandler) Handle(_ context.Context, r slog.Record) error {
-	h.line.Lock()
-	defer h.line.Unlock()
-	b := r.Time.AppendFormat(h.line.b[:0], "15:04:05.000 ")
+	h.out.mu.Lock()
+	defer h.out.mu.Unlock()
+	b := r.Time.AppendFormat(h.out.pending, "15:04:05.000 ")
 	if r.Level != slog.LevelInfo {
 		b = append(append(b, r.Level.String()...), ' ')
 	}
@@ -38,10 +74,9 @@ func (h *lineHandler) Handle(_ context.Context, r slog.Record) error {
 		b = append(b, formatAttr(a)...)
 		return true
 	})
-	b = append(b, '\n')
-	h.line.b = b[:0]
-	_, err := h.w.Write(b)
-	return err
+	h.out.pending = append(b, '\n')
+	h.out.addedLocked(r.Level > slog.LevelInfo)
+	return nil
 }
 
 func formatAttr(a slog.Attr) string {

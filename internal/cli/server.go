@@ -135,7 +135,11 @@ func (c *serverCmd) Run(e *env) error {
 		ChunkTokens: c.ChunkSize, WorkerReap: orNever(c.Reap), RegistrationGrace: orNever(c.Grace),
 		PopulateRate: c.Populate << 20, DrainTimeout: seconds(c.Drain), Logger: e.log, Version: Version(),
 	})
-	return errors.Join(c.serve(e, srv), st.Close())
+	err = c.serve(e, srv)
+	if err != nil && st.Stats().Resident == 0 {
+		err = errors.Join(err, st.Remove()) // a start that failed leaves nothing behind
+	}
+	return errors.Join(err, st.Close())
 }
 
 // serve listens, works and, at a signal, drains.
