@@ -1,0 +1,145 @@
+package transfer
+
+import (
+	"context"
+	"slices"
+	"sync"
+)
+
+// claims are the ranges that one connection touches right now: at most one
+// being written, and those of read replies not yet handed to the kernel.
+type claims struct {
+	table *Table // immutable
+	cut   func() // immutable: breaks the connection, so that it lets go
+
+	mu struct { // a leaf
+		sync.Mutex
+		write Range // Len 0: none
+		reads []Range
+		free  chan struct{} // closed at the next release; nil: nobody waits
+	}
+}
+
+// refusal says why the table refused a claim.
+type refusal int
+
+const (
+	granted refusal = iota
+	refusedAddress
+	refusedFence
+)
+
+func (t *Table) newClaims(cut func()) *claims {
+	c := &claims{table: t, cut: cut}
+	t.mu.Lock()
+	t.mu.users[c] = struct{}{}
+	t.mu.Unlock()
+	return c
+}
+
+// drop forgets the claims. The connection touches no region afterwards.
+func (c *claims) drop() {
+	c.release()
+	c.table.mu.Lock()
+	delete(c.table.mu.users, c)
+	c.table.mu.Unlock()
+}
+
+// claimWrite allows the write of at until releaseWrite.
+func (c *claims) claimWrite(at Range) (*Region, refusal) {
+	c.mu.Lock()
+	c.mu.write = at
+	c.mu.Unlock()
+	c.table.order.Load()
+	v := c.table.view.Load() // after the claim: see Table
+	r := v.find(at)
+	switch {
+	case r == nil || r.mem == nil && r.dst == nil:
+		c.releaseWrite()
+		return nil, refusedAddress
+	case v.isClosed(at):
+		c.releaseWrite()
+		return nil, refusedFence
+	}
+	return r, granted
+}
+
+// claimRead allows reads of at until releaseReads.
+func (c *claims) claimRead(at Range) (*Region, refusal) {
+	c.mu.Lock()
+	c.mu.reads = append(c.mu.reads, at)
+	c.mu.Unlock()
+	c.table.order.Load()
+	r := c.table.view.Load().find(at)
+	if r == nil || r.mem == nil && r.src == nil {
+		return nil, refusedAddress // the claim falls with the connection
+	}
+	return r, granted
+}
+
+func (c *claims) releaseWrite() {
+	c.table.order.Add(1)
+	c.mu.Lock()
+	c.mu.write = Range{}
+	c.wakeLocked()
+	c.mu.Unlock()
+}
+
+func (c *claims) releaseReads() {
+	c.mu.Lock()
+	c.mu.reads = c.mu.reads[:0]
+	c.wakeLocked()
+	c.mu.Unlock()
+}
+
+func (c *claims) release() {
+	c.releaseWrite()
+	c.releaseReads()
+}
+
+func (c *claims) wakeLocked() {
+	if c.mu.free != nil {
+		close(c.mu.free)
+		c.mu.free = nil
+	}
+}
+
+// touches returns nil when no claim overlaps the ranges, else a channel that
+// is closed when a claim ends.
+func (c *claims) touches(ranges []Range, reads bool) <-chan struct{} {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	hit := func(at Range) bool {
+		// A refused claim may be impossible for an instant; it overlaps nothing.
+		return at.valid() && slices.ContainsFunc(ranges, func(r Range) bool { return r.valid() && r.overlaps(at) })
+	}
+	if !hit(c.mu.write) && (!reads || !slices.ContainsFunc(c.mu.reads, hit)) {
+		return nil
+	}
+	if c.mu.free == nil {
+		c.mu.free = make(chan struct{})
+	}
+	return c.mu.free
+}
+
+// drain returns when none of users touches the ranges. Once ctx is done it
+// cuts those that still do and waits for them to let go.
+func drain(ctx context.Context, users []*claims, ranges []Range, reads bool) (cut int) {
+	for _, c := range users {
+		done := ctx.Done()
+		for {
+			free := c.touches(ranges, reads)
+			if free == nil {
+				break
+			}
+			select {
+			case <-free:
+			case <-done:
+				c.cut()
+				cut++
+				done = nil // once is enough
+			}
+		}
+	}
+	return cut
+}

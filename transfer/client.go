@@ -1,0 +1,280 @@
+package transfer
+
+import (
+	"cmp"
+	"context"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Options configures a Client. A zero field means its default.
+type Options struct {
+	Conns      int // connections per peer; default 4
+	Window     int // requests in flight on a connection; default 256
+	MaxPeers   int // peers remembered; the longest unused idle one makes room; default 1024
+	MaxWaiting int // callers that wait for a connection to one peer, more get ErrBusy; default 1024, negative: none
+
+	// SplitBytes is the share of a batch that is worth another connection;
+	// default 32 MiB.
+	SplitBytes int
+
+	DialTimeout      time.Duration // default 5 s
+	HandshakeTimeout time.Duration // the whole exchange; default 5 s
+	ProgressTimeout  time.Duration // no byte sent, received or confirmed; default 30 s
+
+	// SettleTimeout is how long a write that is given up waits to hear that
+	// the peer has stopped reading it; default 1 s.
+	SettleTimeout time.Duration
+}
+
+func (o Options) withDefaults() Options {
+	o.Conns = cmp.Or(o.Conns, 4)
+	o.Window = cmp.Or(o.Window, 256)
+	o.MaxPeers = cmp.Or(o.MaxPeers, 1024)
+	o.MaxWaiting = max(0, cmp.Or(o.MaxWaiting, 1024))
+	o.SplitBytes = cmp.Or(o.SplitBytes, 32<<20)
+	o.DialTimeout = cmp.Or(o.DialTimeout, 5*time.Second)
+	o.HandshakeTimeout = cmp.Or(o.HandshakeTimeout, 5*time.Second)
+	o.ProgressTimeout = cmp.Or(o.ProgressTimeout, 30*time.Second)
+	o.SettleTimeout = cmp.Or(o.SettleTimeout, time.Second)
+	return o
+}
+
+// Client writes to and reads from targets. Its methods are safe for concurrent
+// use. It starts no goroutine that outlives a call.
+type Client struct {
+	opt  Options         // immutable
+	base context.Context // done when closed
+	stop context.CancelFunc
+	wg   sync.WaitGroup // calls
+	plan sync.Pool
+
+	mu struct {
+		sync.Mutex
+		closed bool
+		peers  map[string]*peer
+		conns  map[net.Conn]struct{}
+	}
+	stats clientStats
+}
+
+// ClientStats are counters since New.
+type ClientStats struct {
+	Handshakes int64
+	Dials      int64 // data connections
+	Requests   int64 // headers sent
+	Retries    int64 // runs of requests sent again after an idle connection broke
+	Rejected   int64 // requests that the peer refused
+}
+
+type clientStats struct{ handshakes, dials, requests, retries, rejected atomic.Int64 }
+
+// peer is what the client knows about one segment name.
+type peer struct {
+	name    string     // immutable
+	lanes   chan *lane // the free ones; cap is the number of lanes
+	fetch   chan struct{}
+	waiting atomic.Int64
+	desc    atomic.Pointer[Descriptor]
+
+	users int       // guarded by Client.mu
+	used  time.Time // guarded by Client.mu
+}
+
+// New returns a client without peers.
+func New(o Options) *Client {
+	c := &Client{opt: o.withDefaults()}
+	c.base, c.stop = context.WithCancel(context.Background())
+	c.plan.New = func() any { return new(plan) }
+	c.mu.peers = make(map[string]*peer)
+	c.mu.conns = make(map[net.Conn]struct{})
+	return c
+}
+
+// Close cuts all connections, waits for the calls in progress, which fail with
+// ErrClosed, and returns.
+func (c *Client) Close() {
+	c.mu.Lock()
+	c.mu.closed = true
+	conns := make([]net.Conn, 0, len(c.mu.conns))
+	for conn := range c.mu.conns {
+		conns = append(conns, conn)
+	}
+	c.mu.Unlock()
+	c.stop()
+	for _, conn := range conns {
+		conn.Close()
+	}
+	c.wg.Wait()
+}
+
+// Stats returns the counters.
+func (c *Client) Stats() ClientStats {
+	return ClientStats{
+		Handshakes: c.stats.handshakes.Load(), Dials: c.stats.dials.Load(), Requests: c.stats.requests.Load(),
+		Retries: c.stats.retries.Load(), Rejected: c.stats.rejected.Load(),
+	}
+}
+
+// Write copies each entry's Local to Remote at the peer, a segment name
+// ("host:port", "[v6]:port"). It returns when every entry is confirmed or given
+// up; it reads no Local afterwards.
+//
+// The error is a *BatchError with one result per entry, or another error when
+// nothing was sent at all. Entries are not ordered: those that overlap race. An
+// entry without bytes succeeds. An entry that fails may have been applied in
+// part; with ErrUnsettled the peer may even apply more of it later. When ctx
+// ends, the call waits up to Options.SettleTimeout to rule that out.
+//
+// A peer without acknowledgements (before 0.3.12) gets one connection per
+// request, closed for writing after the body; its clean end confirms the entry.
+func (c *Client) Write(ctx context.Context, peer string, entries []Entry) error {
+	return c.call(ctx, peer, entries, true)
+}
+
+// Read copies Remote at the peer to each entry's Local. Results as with Write;
+// the Local of a failed entry holds anything. It touches no Local after it
+// returned.
+func (c *Client) Read(ctx context.Context, peer string, entries []Entry) error {
+	return c.call(ctx, peer, entries, false)
+}
+
+// Describe asks the peer what it publishes now.
+func (c *Client) Describe(ctx context.Context, peer string) (*Descriptor, error) {
+	p, err := c.enter(peer)
+	if err != nil {
+		return nil, err
+	}
+	defer c.leave(p)
+	return c.refresh(ctx, p, p.desc.Load())
+}
+
+// Notify leaves a notice with the peer.
+func (c *Client) Notify(ctx context.Context, peer string, n Notice) error {
+	ctx, cancel := c.handshakeContext(ctx)
+	defer cancel()
+	return sendNotice(ctx, peer, n)
+}
+
+// Probe asks the peer whether it lives. Engines before 0.3.11 do not answer.
+func (c *Client) Probe(ctx context.Context, peer string) error {
+	ctx, cancel := c.handshakeContext(ctx)
+	defer cancel()
+	return probe(ctx, peer)
+}
+
+// handshakeContext ends with ctx, with the timeout, and with the client.
+func (c *Client) handshakeContext(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithTimeout(ctx, c.opt.HandshakeTimeout)
+	stop := context.AfterFunc(c.base, cancel)
+	return ctx, func() { stop(); cancel() }
+}
+
+// enter registers a call; leave ends it.
+func (c *Client) enter(name string) (*peer, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.mu.closed {
+		return nil, ErrClosed
+	}
+	p := c.mu.peers[name]
+	if p == nil {
+		if len(c.mu.peers) >= c.opt.MaxPeers && !c.evictLocked() {
+			return nil, ErrPeers
+		}
+		p = &peer{name: name, lanes: make(chan *lane, c.opt.Conns), fetch: make(chan struct{}, 1)}
+		for range c.opt.Conns {
+			p.lanes <- &lane{client: c, peer: p}
+		}
+		c.mu.peers[name] = p
+	}
+	p.users++
+	c.wg.Add(1)
+	return p, nil
+}
+
+func (c *Client) leave(p *peer) {
+	c.mu.Lock()
+	p.users--
+	p.used = time.Now()
+	c.mu.Unlock()
+	c.wg.Done()
+}
+
+// evictLocked forgets the idle peer that was used longest ago.
+func (c *Client) evictLocked() bool {
+	var oldest *peer
+	for _, p := range c.mu.peers {
+		if p.users == 0 && (oldest == nil || p.used.Before(oldest.used)) {
+			oldest = p
+		}
+	}
+	if oldest == nil {
+		return false
+	}
+	delete(c.mu.peers, oldest.name)
+	for range c.opt.Conns {
+		if l := <-oldest.lanes; l.s != nil { // idle: all lanes are there
+			delete(c.mu.conns, l.s.conn)
+			l.s.close()
+		}
+	}
+	return true
+}
+
+// lane waits for a free connection of p.
+func (c *Client) lane(ctx context.Context, p *peer) (*lane, error) {
+	select {
+	case l := <-p.lanes:
+		return l, nil
+	default:
+	}
+	if p.waiting.Add(1) > int64(c.opt.MaxWaiting) {
+		p.waiting.Add(-1)
+		return nil, ErrBusy
+	}
+	defer p.waiting.Add(-1)
+	select {
+	case l := <-p.lanes:
+		return l, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	case <-c.base.Done():
+		return nil, ErrClosed
+	}
+}
+
+// describe returns the cached descriptor of p, or fetches it.
+func (c *Client) describe(ctx context.Context, p *peer) (*Descriptor, error) {
+	if d := p.desc.Load(); d != nil {
+		return d, nil
+	}
+	return c.refresh(ctx, p, nil)
+}
+
+// refresh fetches the descriptor unless somebody replaced old meanwhile.
+func (c *Client) refresh(ctx context.Context, p *peer, old *Descriptor) (*Descriptor, error) {
+	select {
+	case p.fetch <- struct{}{}:
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	defer func() { <-p.fetch }()
+	if d := p.desc.Load(); d != nil && d != old {
+		return d, nil
+	}
+	ctx, cancel := c.handshakeContext(ctx)
+	defer cancel()
+	c.stats.handshakes.Add(1)
+	d, err := fetchDescriptor(ctx, p.name)
+	if err != nil {
+		if c.base.Err() != nil {
+			err = ErrClosed
+		}
+		return nil, err
+	}
+	p.desc.Store(d)
+	return d, nil
+}

@@ -1,0 +1,18 @@
+// Package transfer moves bytes between the memories of two processes on
+// Mooncake's transfer engine wire over TCP (P2PHANDSHAKE mode), as the target
+// of reads and writes and as their initiator.
+//
+// A [Target] publishes regions: byte slices, or ranges answered by callbacks,
+// each under a base address that is a name and not a pointer. Peers write into
+// them and read from them without asking anybody. Before the owner reuses
+// memory it fences it: [Table.Fence] returns when no write can touch the ranges
+// any more.
+//
+// A [Client] writes into and reads from targets, ours and the C++ engine's, in
+// batches with a result per entry. It merges neighbours, keeps many requests in
+// flight on a few connections per peer, and returns only when it has stopped:
+// an entry whose bytes the peer may still apply carries [ErrUnsettled].
+//
+// Framing follows Mooncake 0.3.7 to 0.3.13; docs/transfer.md draws it.
+// Lock order: Client.mu and Table.mu before claims.mu, which is a leaf.
+package transfer

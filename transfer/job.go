@@ -1,0 +1,146 @@
+package transfer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"syscall"
+)
+
+// job is one batch on its way, on one or more lanes.
+type job struct {
+	ctx     context.Context
+	write   bool
+	entries []Entry
+	plan    *plan
+
+	mu struct {
+		sync.Mutex
+		errs []error // nil while nothing failed
+	}
+}
+
+// outcome tells what a lane did with a run of requests.
+type outcome struct {
+	done      int   // leading requests that are confirmed
+	started   int   // requests of which the peer may have seen bytes; >= done
+	err       error // nil: all done
+	unsettled bool  // the peer may still apply requests done..started
+}
+
+// errRefused means that the peer answered request outcome.done with a
+// rejection; it ended the connection.
+var errRefused = errors.New("request refused")
+
+func (c *Client) call(ctx context.Context, name string, entries []Entry, write bool) error {
+	p, err := c.enter(name)
+	if err != nil {
+		return err
+	}
+	defer c.leave(p)
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	j := &job{ctx: ctx, write: write, entries: entries, plan: c.plan.Get().(*plan)}
+	defer c.plan.Put(j.plan)
+	if err := j.plan.build(entries); err != nil || len(j.plan.order) == 0 {
+		return err
+	}
+	l, err := c.lane(ctx, p)
+	if err != nil {
+		return err
+	}
+	desc, err := c.describe(ctx, p)
+	if err != nil {
+		p.lanes <- l
+		return err
+	}
+	c.spread(j, p, l, desc)
+	if j.mu.errs != nil {
+		return &BatchError{Errs: j.mu.errs}
+	}
+	return nil
+}
+
+// spread runs the job on l and, when it is large, on other lanes that are free.
+func (c *Client) spread(j *job, p *peer, l *lane, desc *Descriptor) {
+	want := 1 + j.plan.bytes/uint64(c.opt.SplitBytes)
+	if !desc.acked() { // each request waits for its own connection's end
+		want = uint64(len(j.plan.order))
+	}
+	want = min(want, uint64(c.opt.Conns))
+	var more []*lane
+	for free := true; free && uint64(len(more)) < want-1; {
+		select {
+		case m := <-p.lanes:
+			more = append(more, m)
+		default:
+			free = false
+		}
+	}
+	limit := uint64(maxRun)
+	if n := uint64(len(more)) + 1; n > 1 {
+		limit = max(j.plan.bytes/n+1, writeStep)
+	}
+	j.plan.cut(j.entries, limit)
+	shares := share(j.plan.reqs, len(more)+1, j.plan.bytes)
+	var wg sync.WaitGroup
+	for i, m := range more {
+		if i+1 < len(shares) {
+			wg.Go(func() { m.run(j, shares[i+1]) })
+		}
+	}
+	l.run(j, shares[0])
+	wg.Wait()
+	p.lanes <- l
+	for _, m := range more {
+		p.lanes <- m
+	}
+}
+
+// fail records err for the entries of reqs.
+func (j *job) fail(reqs []request, err error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.mu.errs == nil {
+		j.mu.errs = make([]error, len(j.entries))
+	}
+	for _, r := range reqs {
+		for _, k := range j.plan.order[r.first:r.last] {
+			// Parts of an entry may fail apart; the gravest result stays.
+			if old := j.mu.errs[k.index]; old == nil || !errors.Is(old, ErrUnsettled) {
+				j.mu.errs[k.index] = err
+			}
+		}
+	}
+}
+
+// failRest records the end of a run that cannot go on.
+func (j *job) failRest(reqs []request, o outcome) {
+	if o.unsettled && o.started > o.done {
+		j.fail(reqs[o.done:o.started], fmt.Errorf("%w: %w", ErrUnsettled, o.err))
+		j.fail(reqs[o.started:], o.err)
+		return
+	}
+	j.fail(reqs[o.done:], o.err)
+}
+
+// broken says whether err means that the peer ended the connection.
+func broken(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
+		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
+}
+
+// public turns an error of a lane into what callers see.
+func (c *Client) public(err error) error {
+	switch {
+	case c.base.Err() != nil || errors.Is(err, net.ErrClosed):
+		return ErrClosed
+	case broken(err):
+		return fmt.Errorf("%w: %w", ErrLost, err)
+	}
+	return err
+}

@@ -1,0 +1,386 @@
+package transfer
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"time"
+)
+
+const (
+	// staleAfter is the idle time after which a connection is looked at before
+	// use: the peer may have ended it.
+	staleAfter = 20 * time.Millisecond
+
+	maxIOV = 1024 // slices that one vectored write takes (IOV_MAX)
+)
+
+// lane is a place for one pooled connection to a peer. Who takes it from
+// peer.lanes owns it.
+type lane struct {
+	client *Client // immutable
+	peer   *peer
+
+	s       *stream // nil: not connected
+	desc    *Descriptor
+	used    time.Time
+	window  int      // requests in flight allowed now
+	headers []byte   // of the requests in iov
+	iov     [][]byte // what goes to the kernel next
+}
+
+// run transfers reqs and records failures in j. It leaves the lane with an idle
+// connection or none.
+func (l *lane) run(j *job, reqs []request) {
+	retried := false
+	for len(reqs) > 0 {
+		reused, err := l.connect(j.ctx)
+		if err != nil {
+			j.fail(reqs, l.client.public(err))
+			return
+		}
+		o := l.transfer(j, reqs)
+		l.used = time.Now()
+		if o.err == nil {
+			return
+		}
+		l.drop()
+		switch {
+		case errors.Is(o.err, errRefused):
+			l.client.stats.rejected.Add(1)
+			l.window = 1 // refused bodies cost their bytes: feel the way
+			head := reqs[o.done]
+			reqs = reqs[o.done+1:]
+			if head.single {
+				j.fail([]request{head}, ErrRejected)
+			} else {
+				reqs = append(j.plan.singles(head, j.entries), reqs...)
+			}
+		case reused && o.done == 0 && !retried && broken(o.err):
+			// The peer ended the idle connection before it saw the requests,
+			// so nothing of them can arrive late. It may have moved.
+			retried = true
+			l.client.stats.retries.Add(1)
+			if _, err := l.client.refresh(j.ctx, l.peer, l.desc); err != nil {
+				j.fail(reqs, err)
+				return
+			}
+		default:
+			o.err = l.client.public(o.err)
+			j.failRest(reqs, o)
+			return
+		}
+	}
+}
+
+// transfer runs reqs on the connection, which is good or, for a peer without
+// acknowledgements, not made yet.
+func (l *lane) transfer(j *job, reqs []request) outcome {
+	if !l.desc.acked() {
+		return l.transferV1(j, reqs)
+	}
+	defer l.watch(j.ctx)()
+	if j.write {
+		return l.write(j, reqs)
+	}
+	return l.read(j, reqs)
+}
+
+// watch interrupts the connection when ctx ends, until the function it returns
+// is called.
+func (l *lane) watch(ctx context.Context) func() {
+	if ctx.Done() == nil {
+		return func() {}
+	}
+	s := l.s
+	s.ctx = ctx
+	stop := context.AfterFunc(ctx, func() { s.conn.SetDeadline(time.Unix(1, 0)) })
+	return func() {
+		s.ctx = nil
+		if !stop() {
+			l.drop() // the interruption may still come
+		}
+	}
+}
+
+// connect makes sure that the lane has a connection. It says whether it is an
+// old one.
+func (l *lane) connect(ctx context.Context) (reused bool, err error) {
+	c := l.client
+	desc, err := c.describe(ctx, l.peer)
+	if err != nil {
+		return false, err
+	}
+	fresh := false
+	if l.s != nil && (!l.desc.sameLife(desc) || time.Since(l.used) > staleAfter && !l.idle()) {
+		l.drop()
+		if desc, err = c.refresh(ctx, l.peer, l.desc); err != nil { // the peer may have moved
+			return false, err
+		}
+		fresh = true
+	}
+	l.desc = desc
+	if l.s != nil {
+		return true, nil
+	}
+	l.window = cmp.Or(l.window, c.opt.Window)
+	if !desc.acked() {
+		return false, nil // one connection per request
+	}
+	if l.s, err = l.dial(ctx); err == nil {
+		return false, nil
+	}
+	if fresh || ctx.Err() != nil {
+		return false, err
+	}
+	if l.desc, err = c.refresh(ctx, l.peer, desc); err != nil {
+		return false, err
+	}
+	if !l.desc.acked() {
+		return false, nil
+	}
+	l.s, err = l.dial(ctx)
+	return false, err
+}
+
+// idle says whether the connection is still open and silent.
+func (l *lane) idle() bool { return l.s.try() == nil && l.s.buffered() == 0 }
+
+// dial opens a data connection as l.desc says.
+func (l *lane) dial(ctx context.Context) (*stream, error) {
+	c := l.client
+	addr, err := l.desc.dataAddr(l.peer.name)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, c.opt.DialTimeout)
+	defer cancel()
+	defer context.AfterFunc(c.base, cancel)()
+	c.stats.dials.Add(1)
+	conn, err := new(net.Dialer).DialContext(ctx, "tcp", addr)
+	if err != nil {
+		return nil, fmt.Errorf("data connection to %s: %w", l.peer.name, err)
+	}
+	s, err := newStream(conn.(*net.TCPConn), c.opt.ProgressTimeout)
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.mu.closed {
+		conn.Close()
+		return nil, ErrClosed
+	}
+	c.mu.conns[conn] = struct{}{}
+	return s, nil
+}
+
+// drop closes the connection, if there is one.
+func (l *lane) drop() {
+	if l.s != nil {
+		l.client.forget(l.s)
+		l.s = nil
+	}
+}
+
+func (c *Client) forget(s *stream) {
+	c.mu.Lock()
+	delete(c.mu.conns, net.Conn(s.conn))
+	c.mu.Unlock()
+	s.close()
+}
+
+// write sends reqs with many in flight and collects their acknowledgements.
+func (l *lane) write(j *job, reqs []request) outcome {
+	var cur cursor
+	o := outcome{}
+	for o.done < len(reqs) {
+		for cur.left > 0 || cur.req < len(reqs) && cur.req-o.done < l.window {
+			l.gather(j, reqs, &cur, o.done)
+			o.started = cur.req
+			if cur.left > 0 {
+				o.started++
+			}
+			if _, err := l.s.write(l.iov); err != nil {
+				l.lateAcks(&o, cur.req)
+				return l.giveUp(o, cur.req, err)
+			}
+			if cur.req == len(reqs) {
+				break
+			}
+			if err := l.s.try(); err != nil {
+				return l.giveUp(o, cur.req, err)
+			}
+			if o.err = l.takeAcks(&o, cur.req); o.err != nil {
+				return o
+			}
+		}
+		if o.done < cur.req {
+			if err := l.s.need(statusBytes); err != nil {
+				return l.giveUp(o, cur.req, err)
+			}
+		}
+		if o.err = l.takeAcks(&o, cur.req); o.err != nil {
+			return o
+		}
+	}
+	return o
+}
+
+// gather puts the next headers and bodies into l.iov: up to writeStep bytes,
+// maxIOV slices, and the window.
+func (l *lane) gather(j *job, reqs []request, cur *cursor, done int) {
+	l.iov, l.headers = l.iov[:0], l.headers[:0]
+	if cap(l.headers) < maxIOV/2*headerBytes {
+		l.headers = make([]byte, 0, maxIOV/2*headerBytes) // never moves below
+		l.iov = make([][]byte, 0, maxIOV)
+	}
+	for bytes := 0; bytes < writeStep && len(l.iov) <= maxIOV-2; {
+		if cur.left == 0 {
+			if cur.req == len(reqs) || cur.req-done >= l.window {
+				return
+			}
+			r := &reqs[cur.req]
+			cur.start(r)
+			at := len(l.headers)
+			l.headers = header{r.size, r.addr, opWrite | opAcked}.appendTo(l.headers)
+			l.iov = append(l.iov, l.headers[at:])
+			l.client.stats.requests.Add(1)
+		}
+		b := cur.next(j.plan, j.entries, writeStep)
+		l.iov = append(l.iov, b)
+		bytes += len(b)
+	}
+}
+
+// takeAcks reads the buffered acknowledgements, at most for the sent requests
+// whose bodies went out.
+func (l *lane) takeAcks(o *outcome, sent int) error {
+	for l.s.buffered() >= statusBytes {
+		code, ok := parseStatus(l.s.next(statusBytes))
+		switch {
+		case !ok:
+			return fmt.Errorf("%w: status without its magic", ErrProtocol)
+		case code == statusRejected && o.done < o.started:
+			return errRefused
+		case code != statusOK:
+			return fmt.Errorf("%w: status %d", ErrProtocol, code)
+		case o.done == sent:
+			return fmt.Errorf("%w: acknowledgement without a request", ErrProtocol)
+		}
+		o.done++
+		l.window = min(l.window+1, l.client.opt.Window)
+	}
+	return nil
+}
+
+// lateAcks reads what the peer said before it broke the connection.
+func (l *lane) lateAcks(o *outcome, sent int) {
+	for {
+		if o.err = l.takeAcks(o, sent); o.err != nil {
+			return
+		}
+		before := l.s.buffered()
+		if l.s.try() != nil || l.s.buffered() == before {
+			return
+		}
+	}
+}
+
+// giveUp ends a write that cannot go on. Unless the peer has ended the
+// connection, which settles it, the lane ends its own direction and waits for
+// the peer's end: then no byte of the write is under way any more.
+func (l *lane) giveUp(o outcome, sent int, err error) outcome {
+	if o.err != nil { // the peer said why
+		return o
+	}
+	o.err = err
+	if broken(err) {
+		return o
+	}
+	s := l.s
+	s.ctx = nil
+	s.conn.SetWriteDeadline(time.Now().Add(l.client.opt.SettleTimeout))
+	s.conn.CloseWrite()
+	until := time.Now().Add(l.client.opt.SettleTimeout)
+	for {
+		if l.takeAcks(&o, sent) != nil {
+			o.unsettled = false // the peer refused or talks nonsense: it ends here
+			s.abort()
+			return o
+		}
+		if o.done == o.started { // all confirmed after all
+			return o
+		}
+		s.room()
+		s.conn.SetReadDeadline(until)
+		n, rerr := s.conn.Read(s.buf[s.w:])
+		s.w += n
+		if n > 0 {
+			continue
+		}
+		o.unsettled = !broken(rerr)
+		s.abort()
+		return o
+	}
+}
+
+// read requests reqs ahead and scatters the replies, which come in order.
+func (l *lane) read(j *job, reqs []request) outcome {
+	o := outcome{}
+	for o.done < len(reqs) {
+		if o.started < len(reqs) && o.started-o.done <= l.window/2 {
+			if o.err = l.ask(reqs, &o); o.err != nil {
+				return o
+			}
+		}
+		if o.err = l.s.need(statusBytes); o.err != nil {
+			return o
+		}
+		code, ok := parseStatus(l.s.next(statusBytes))
+		switch {
+		case !ok:
+			o.err = fmt.Errorf("%w: status without its magic", ErrProtocol)
+		case code == statusRejected:
+			o.err = errRefused
+		case code != statusOK:
+			o.err = fmt.Errorf("%w: status %d", ErrProtocol, code)
+		default:
+			o.err = l.scatter(j, &reqs[o.done])
+		}
+		if o.err != nil {
+			return o
+		}
+		o.done++
+		l.window = min(l.window+1, l.client.opt.Window)
+	}
+	return o
+}
+
+// ask sends the headers of the next requests, as many as the window allows.
+func (l *lane) ask(reqs []request, o *outcome) error {
+	l.headers = l.headers[:0]
+	for o.started < len(reqs) && o.started-o.done < max(l.window, 1) {
+		r := &reqs[o.started]
+		l.headers = header{r.size, r.addr, opRead | opAcked}.appendTo(l.headers)
+		o.started++
+		l.client.stats.requests.Add(1)
+	}
+	l.iov = append(l.iov[:0], l.headers)
+	_, err := l.s.write(l.iov)
+	return err
+}
+
+// scatter reads the body of r into its entries.
+func (l *lane) scatter(j *job, r *request) error {
+	var cur cursor
+	for cur.start(r); cur.left > 0; {
+		if err := l.s.readFull(cur.next(j.plan, j.entries, maxRun)); err != nil {
+			return err
+		}
+	}
+	return nil
+}

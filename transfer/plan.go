@@ -1,0 +1,149 @@
+package transfer
+
+import (
+	"cmp"
+	"slices"
+)
+
+// maxRun bounds a merged request, so that acknowledgements show progress.
+const maxRun = 16 << 20
+
+// Entry is one piece of a batch.
+type Entry struct {
+	Local  []byte // source of a write, destination of a read
+	Remote uint64 // published address at the peer
+}
+
+// request is one header on the wire: neighbouring entries, or a part of one.
+type request struct {
+	addr, size  uint64
+	first, last int // the entries plan.order[first:last]
+	off         int // where it begins in the first entry
+	single      bool
+}
+
+type orderKey struct {
+	addr  uint64
+	index int32
+}
+
+// plan turns a batch into requests. Entries that adjoin at the peer become one,
+// wherever their local bytes lie, since only the remote address is on the wire.
+// It may be reused.
+type plan struct {
+	order []orderKey // entries with bytes, by remote address
+	reqs  []request
+	bytes uint64
+}
+
+// build plans entries. An impossible range fails all: nothing is sent.
+func (p *plan) build(entries []Entry) error {
+	p.order, p.reqs, p.bytes = p.order[:0], p.reqs[:0], 0
+	sorted := true
+	for i := range entries {
+		e := &entries[i]
+		if len(e.Local) == 0 {
+			continue // nothing goes on the wire, as with engines since 0.3.12
+		}
+		if !(Range{e.Remote, uint64(len(e.Local))}).valid() {
+			return ErrRange
+		}
+		if n := len(p.order); n > 0 && e.Remote < p.order[n-1].addr {
+			sorted = false
+		}
+		p.order = append(p.order, orderKey{e.Remote, int32(i)})
+		p.bytes += uint64(len(e.Local))
+	}
+	if !sorted {
+		slices.SortStableFunc(p.order, func(a, b orderKey) int { return cmp.Compare(a.addr, b.addr) })
+	}
+	return nil
+}
+
+// cut makes requests of at most limit bytes each.
+func (p *plan) cut(entries []Entry, limit uint64) {
+	p.reqs = p.reqs[:0]
+	limit = min(limit, maxRun)
+	for i, k := range p.order {
+		size := uint64(len(entries[k.index].Local))
+		if n := len(p.reqs); n > 0 {
+			r := &p.reqs[n-1]
+			if r.addr+r.size == k.addr && r.size+size <= limit {
+				r.size += size
+				r.last = i + 1
+				continue
+			}
+		}
+		for off := uint64(0); off < size; off += limit {
+			p.reqs = append(p.reqs, request{
+				addr: k.addr + off, size: min(limit, size-off),
+				first: i, last: i + 1, off: int(off), single: true,
+			})
+		}
+	}
+	for i := range p.reqs {
+		p.reqs[i].single = p.reqs[i].last == p.reqs[i].first+1
+	}
+}
+
+// singles splits a merged request into one per entry: a peer may refuse the
+// whole because two of its regions adjoin, or because of one entry.
+func (p *plan) singles(r request, entries []Entry) []request {
+	out := make([]request, 0, r.last-r.first)
+	for i := r.first; i < r.last; i++ {
+		k := p.order[i]
+		out = append(out, request{addr: k.addr, size: uint64(len(entries[k.index].Local)), first: i, last: i + 1, single: true})
+	}
+	return out
+}
+
+// share cuts reqs into n runs of about equal bytes.
+func share(reqs []request, n int, bytes uint64) [][]request {
+	out := make([][]request, 0, n)
+	var sum uint64
+	start := 0
+	for i := range reqs {
+		sum += reqs[i].size
+		if len(out) < n-1 && sum >= bytes*uint64(len(out)+1)/uint64(n) {
+			out = append(out, reqs[start:i+1])
+			start = i + 1
+		}
+	}
+	if start < len(reqs) {
+		out = append(out, reqs[start:])
+	}
+	return out
+}
+
+// cursor walks the local bytes of a run of requests.
+type cursor struct {
+	req   int // next request, or the one that is under way
+	entry int // index into plan.order; meaningful while left > 0
+	off   int
+	left  uint64 // of the request under way
+}
+
+func (c *cursor) start(r *request) {
+	c.entry, c.off, c.left = r.first, r.off, r.size
+}
+
+// next returns the next piece, at most limit bytes, of the request under way.
+func (c *cursor) next(p *plan, entries []Entry, limit int) []byte {
+	local := entries[p.order[c.entry].index].Local
+	b := local[c.off:]
+	if uint64(len(b)) > c.left {
+		b = b[:c.left]
+	}
+	if len(b) > limit {
+		b = b[:limit]
+	}
+	c.off += len(b)
+	c.left -= uint64(len(b))
+	if c.off == len(local) {
+		c.entry, c.off = c.entry+1, 0
+	}
+	if c.left == 0 {
+		c.req++
+	}
+	return b
+}

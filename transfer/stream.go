@@ -1,0 +1,281 @@
+package transfer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+)
+
+const (
+	smallBuf = 8 << 10   // per connection, always
+	bigBuf   = 256 << 10 // while a connection streams small frames; pooled
+
+	// directBytes is the rest of a body from which it is read straight into
+	// place. Below, one system call for many bodies is worth the copy.
+	directBytes = 24 << 10
+
+	// writeStep bounds the bytes given to the kernel in one call, and with it
+	// how late a sender notices an answer.
+	writeStep = 1 << 20
+)
+
+var bigBufs = sync.Pool{New: func() any { b := make([]byte, bigBuf); return &b }}
+
+// stream is a TCP connection with progress timeouts in both directions, a read
+// buffer that is large only while it pays, and vectored writes. It belongs to
+// one goroutine; only Close of its connection may come from others.
+//
+// A timeout is checked against the clock of the last armed deadline, so that
+// moving it costs one timer operation per eighth of the timeout and not per
+// call: a stall is noticed after 7/8 to 8/8 of it.
+type stream struct {
+	conn    *net.TCPConn
+	raw     syscall.RawConn
+	timeout time.Duration
+	ctx     context.Context // of the call in progress; nil: none watched
+
+	buf   []byte // small or *big
+	small []byte
+	big   *[]byte
+	r, w  int  // buf[r:w] is not consumed
+	hot   bool // the last read filled its space: more is waiting
+
+	readArmed  time.Time // when the deadlines were set; zero: no deadline
+	writeArmed time.Time
+	tryN       int
+	tryErr     error
+	tryRead    func(fd uintptr) bool // one read that does not wait
+}
+
+func newStream(conn *net.TCPConn, timeout time.Duration) (*stream, error) {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return nil, fmt.Errorf("raw connection: %w", err)
+	}
+	s := &stream{conn: conn, raw: raw, timeout: timeout, small: make([]byte, smallBuf)}
+	s.buf = s.small
+	s.tryRead = func(fd uintptr) bool {
+		s.tryN, s.tryErr = syscall.Read(int(fd), s.buf[s.w:])
+		return true
+	}
+	return s, nil
+}
+
+// close closes the connection and gives the large buffer back.
+func (s *stream) close() {
+	s.conn.Close()
+	s.r, s.w = 0, 0
+	s.resize(false)
+}
+
+// abort is close with a reset: the peer cannot take it for a clean end.
+func (s *stream) abort() {
+	s.conn.SetLinger(0)
+	s.close()
+}
+
+func (s *stream) buffered() int { return s.w - s.r }
+
+// next consumes n buffered bytes.
+func (s *stream) next(n int) []byte {
+	b := s.buf[s.r : s.r+n]
+	s.r += n
+	return b
+}
+
+// room makes space in the buffer: the large one while the peer streams.
+func (s *stream) room() {
+	s.resize(s.hot)
+	if s.r > 0 {
+		s.w = copy(s.buf, s.buf[s.r:s.w])
+		s.r = 0
+	}
+}
+
+func (s *stream) resize(large bool) {
+	switch {
+	case large && s.big == nil:
+		s.big = bigBufs.Get().(*[]byte)
+		s.w = copy(*s.big, s.buf[s.r:s.w])
+		s.r, s.buf = 0, *s.big
+	case !large && s.big != nil && s.w-s.r <= smallBuf/2:
+		s.w = copy(s.small, s.buf[s.r:s.w])
+		s.r, s.buf = 0, s.small
+		bigBufs.Put(s.big)
+		s.big = nil
+	}
+}
+
+// fill reads once into the buffer. An idle fill waits without a timeout.
+func (s *stream) fill(idle bool) error {
+	s.room()
+	for {
+		if !idle {
+			if err := s.armRead(); err != nil {
+				return err
+			}
+		}
+		space := s.buf[s.w:]
+		n, err := s.conn.Read(space)
+		s.w += n
+		s.hot = n == len(space)
+		switch {
+		case n > 0:
+			return nil
+		case idle && errors.Is(err, os.ErrDeadlineExceeded):
+			// A deadline left over from the last body, not an end.
+			if err := s.conn.SetReadDeadline(time.Time{}); err != nil {
+				return err
+			}
+			s.readArmed = time.Time{}
+		case err != nil:
+			return s.cause(err)
+		}
+	}
+}
+
+// try reads what is there without waiting.
+func (s *stream) try() error {
+	s.room()
+	if err := s.raw.Read(s.tryRead); err != nil {
+		if errors.Is(err, os.ErrDeadlineExceeded) && !s.cancelled() {
+			return nil // a deadline left over from earlier; the next wait moves it
+		}
+		return s.cause(err)
+	}
+	switch {
+	case s.tryErr == syscall.EAGAIN || s.tryErr == syscall.EINTR:
+		s.hot = false
+		return nil
+	case s.tryErr != nil:
+		return s.tryErr
+	case s.tryN == 0:
+		return io.EOF
+	}
+	s.hot = s.tryN == len(s.buf)-s.w
+	s.w += s.tryN
+	return nil
+}
+
+// need waits until n bytes, at most smallBuf/2, are buffered.
+func (s *stream) need(n int) error {
+	for s.buffered() < n {
+		if err := s.fill(false); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// readFull fills dst, from the buffer first.
+func (s *stream) readFull(dst []byte) error {
+	for {
+		n := copy(dst, s.buf[s.r:s.w])
+		s.r += n
+		dst = dst[n:]
+		if len(dst) == 0 {
+			return nil
+		}
+		if len(dst) < directBytes && (s.hot || s.big != nil) || len(dst) <= smallBuf/2 {
+			if err := s.fill(false); err != nil {
+				return unexpected(err)
+			}
+			continue
+		}
+		if err := s.armRead(); err != nil {
+			return err
+		}
+		n, err := s.conn.Read(dst)
+		dst, s.hot = dst[n:], false
+		if n == 0 && err != nil {
+			return unexpected(s.cause(err))
+		}
+	}
+}
+
+// write sends bufs completely; it keeps nothing of them.
+func (s *stream) write(bufs [][]byte) (sent int64, err error) {
+	for len(bufs) > 0 {
+		if err := s.armWrite(); err != nil {
+			return sent, err
+		}
+		var n int64
+		if len(bufs) == 1 {
+			var m int
+			m, err = s.conn.Write(bufs[0])
+			n = int64(m)
+			bufs[0] = bufs[0][m:]
+			if len(bufs[0]) == 0 {
+				bufs = nil
+			}
+		} else {
+			n, err = (*net.Buffers)(&bufs).WriteTo(s.conn)
+		}
+		sent += n
+		if err == nil {
+			continue
+		}
+		if n > 0 && errors.Is(err, os.ErrDeadlineExceeded) && !s.cancelled() {
+			s.writeArmed = time.Time{} // slow is not stalled
+			continue
+		}
+		return sent, s.cause(err)
+	}
+	return sent, nil
+}
+
+func (s *stream) cancelled() bool { return s.ctx != nil && s.ctx.Err() != nil }
+
+// armRead and armWrite move the deadline when an eighth of it has passed. The
+// context is asked afterwards: its watcher moves the deadline into the past,
+// and one of the two sees the other.
+func (s *stream) armRead() error {
+	if now := time.Now(); now.Sub(s.readArmed) > s.timeout/8 {
+		if err := s.conn.SetReadDeadline(now.Add(s.timeout)); err != nil {
+			return s.cause(err)
+		}
+		s.readArmed = now
+	}
+	if s.cancelled() {
+		return s.ctx.Err()
+	}
+	return nil
+}
+
+func (s *stream) armWrite() error {
+	if now := time.Now(); now.Sub(s.writeArmed) > s.timeout/8 {
+		if err := s.conn.SetWriteDeadline(now.Add(s.timeout)); err != nil {
+			return s.cause(err)
+		}
+		s.writeArmed = now
+	}
+	if s.cancelled() {
+		return s.ctx.Err()
+	}
+	return nil
+}
+
+// cause translates an error of the connection.
+func (s *stream) cause(err error) error {
+	switch {
+	case s.cancelled():
+		return s.ctx.Err()
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return ErrStalled
+	}
+	return err
+}
+
+// unexpected turns an end inside a frame into an error that says so.
+func unexpected(err error) error {
+	if errors.Is(err, io.EOF) {
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}

@@ -1,0 +1,274 @@
+package transfer
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// TargetOptions configures a Target. A zero field means its default.
+type TargetOptions struct {
+	Host          string // published to peers; default 127.0.0.1
+	Bind          string // address of the listeners; default Host
+	HandshakePort int    // default: a free one
+	DataPort      int    // default: a free one
+
+	// Boot names this life of the target to Kvasir peers; default random. Two
+	// lives must differ.
+	Boot string
+
+	ProgressTimeout  time.Duration // a body or a reply that stops moving; default 30 s
+	HandshakeTimeout time.Duration // each read and write of a handshake; default 5 s
+	MaxConns         int           // data connections; more are closed at once; default 16384
+	MaxHandshakes    int           // at a time; more wait in the backlog; default 256
+	MaxNotices       int           // kept for Notices; more are refused; default 4096
+
+	Log *slog.Logger // refused and broken connections, at debug; default none
+}
+
+// Target serves reads and writes of its Table to peers. It never closes an
+// idle data connection: the engine would fail its next transfer.
+type Target struct {
+	opt   TargetOptions // immutable after Listen
+	table *Table
+	name  string // "host:port" of the handshake listener
+	hs    net.Listener
+	data  net.Listener
+	slots chan struct{} // one per handshake in service
+	log   *slog.Logger
+	stats targetStats
+	wg    sync.WaitGroup
+
+	mu struct {
+		sync.Mutex
+		closed  bool
+		conns   map[net.Conn]struct{} // both ports
+		nData   int
+		notices []Notice
+	}
+}
+
+// TargetStats are counters since Listen, but for DataConns.
+type TargetStats struct {
+	DataConns       int64 // open now
+	Handshakes      int64
+	Writes          int64 // completed
+	Reads           int64
+	BytesIn         int64
+	BytesOut        int64
+	RejectedAddress int64 // not registered, zero, wrapping, or the callback's error
+	RejectedFence   int64 // closed to writes
+	RefusedConns    int64 // above MaxConns
+	Broken          int64 // connections that ended inside a frame or stalled
+}
+
+type targetStats struct {
+	handshakes, writes, reads, in, out         atomic.Int64
+	rejectedAddr, rejectedFence, refused, torn atomic.Int64
+}
+
+// Listen starts a target for table on both ports.
+func Listen(o TargetOptions, table *Table) (*Target, error) {
+	o.Host = cmp.Or(o.Host, "127.0.0.1")
+	o.Bind = cmp.Or(o.Bind, o.Host)
+	o.ProgressTimeout = cmp.Or(o.ProgressTimeout, 30*time.Second)
+	o.HandshakeTimeout = cmp.Or(o.HandshakeTimeout, 5*time.Second)
+	o.MaxConns = cmp.Or(o.MaxConns, 16384)
+	o.MaxHandshakes = cmp.Or(o.MaxHandshakes, 256)
+	o.MaxNotices = cmp.Or(o.MaxNotices, 4096)
+	if o.Boot == "" {
+		var b [8]byte
+		rand.Read(b[:]) // never fails
+		o.Boot = hex.EncodeToString(b[:])
+	}
+	hs, err := net.Listen("tcp", net.JoinHostPort(o.Bind, strconv.Itoa(o.HandshakePort)))
+	if err != nil {
+		return nil, fmt.Errorf("handshake port: %w", err)
+	}
+	data, err := net.Listen("tcp", net.JoinHostPort(o.Bind, strconv.Itoa(o.DataPort)))
+	if err != nil {
+		hs.Close()
+		return nil, fmt.Errorf("data port: %w", err)
+	}
+	t := &Target{
+		opt: o, table: table, hs: hs, data: data,
+		name:  net.JoinHostPort(o.Host, strconv.Itoa(port(hs))),
+		slots: make(chan struct{}, o.MaxHandshakes),
+		log:   cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
+	}
+	t.mu.conns = make(map[net.Conn]struct{})
+	t.wg.Go(t.acceptHandshakes)
+	t.wg.Go(t.acceptData)
+	return t, nil
+}
+
+func port(l net.Listener) int { return l.Addr().(*net.TCPAddr).Port }
+
+// Name is the segment name that peers dial: "host:port".
+func (t *Target) Name() string { return t.name }
+
+// Table returns the regions that the target serves.
+func (t *Target) Table() *Table { return t.table }
+
+// Descriptor returns what the target publishes now.
+func (t *Target) Descriptor() *Descriptor {
+	return &Descriptor{
+		Buffers: t.table.buffers(t.name), Boot: t.opt.Boot, Name: t.name,
+		Protocol: protocols{"tcp"}, RDMAServerName: new(string),
+		DataHost: t.opt.Host, DataPort: port(t.data), ProtoVersion: 2,
+		Timestamp: timestamp(time.Now()),
+	}
+}
+
+// Stats returns the counters.
+func (t *Target) Stats() TargetStats {
+	t.mu.Lock()
+	open := int64(t.mu.nData)
+	t.mu.Unlock()
+	return TargetStats{
+		DataConns: open, Handshakes: t.stats.handshakes.Load(),
+		Writes: t.stats.writes.Load(), Reads: t.stats.reads.Load(),
+		BytesIn: t.stats.in.Load(), BytesOut: t.stats.out.Load(),
+		RejectedAddress: t.stats.rejectedAddr.Load(), RejectedFence: t.stats.rejectedFence.Load(),
+		RefusedConns: t.stats.refused.Load(), Broken: t.stats.torn.Load(),
+	}
+}
+
+// Notices returns the notices received since the last call.
+func (t *Target) Notices() []Notice {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	list := t.mu.notices
+	t.mu.notices = nil
+	return list
+}
+
+// Close stops listening, cuts all connections and returns after the last of
+// them let go of the regions.
+func (t *Target) Close() error {
+	t.mu.Lock()
+	t.mu.closed = true
+	conns := make([]net.Conn, 0, len(t.mu.conns))
+	for c := range t.mu.conns {
+		conns = append(conns, c)
+	}
+	t.mu.Unlock()
+	err := errors.Join(t.hs.Close(), t.data.Close())
+	for _, c := range conns {
+		c.Close()
+	}
+	t.wg.Wait()
+	if errors.Is(err, net.ErrClosed) { // closed before
+		return nil
+	}
+	return err
+}
+
+// SelfDial reaches the target by the address that it publishes. It fails when
+// something else, or nothing, answers there: then peers would fail too.
+func (t *Target) SelfDial(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, t.opt.HandshakeTimeout)
+	defer cancel()
+	d, err := fetchDescriptor(ctx, t.name)
+	if err != nil {
+		return fmt.Errorf("dial the published address %s: %w", t.name, err)
+	}
+	if d.Boot != t.opt.Boot {
+		return fmt.Errorf("dial the published address %s: %w: another target answers", t.name, ErrProtocol)
+	}
+	addr, err := d.dataAddr(t.name)
+	if err != nil {
+		return err
+	}
+	c, err := new(net.Dialer).DialContext(ctx, "tcp", addr)
+	if err != nil {
+		return fmt.Errorf("dial the published data port: %w", err)
+	}
+	return c.Close()
+}
+
+// accept runs serve for each connection of l until l closes. max bounds the
+// data connections; the backlog of the kernel takes storms.
+func (t *Target) accept(l net.Listener, start func(net.Conn)) {
+	for delay := time.Duration(0); ; {
+		c, err := l.Accept()
+		if err == nil {
+			delay = 0
+			start(c)
+			continue
+		}
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		// Out of descriptors, or a connection that died in the backlog.
+		delay = min(max(2*delay, 5*time.Millisecond), 500*time.Millisecond)
+		t.log.Warn("accept", "port", l.Addr(), "err", err, "retry_in", delay)
+		time.Sleep(delay)
+	}
+}
+
+func (t *Target) acceptData() {
+	t.accept(t.data, func(c net.Conn) {
+		if !t.track(c, true) {
+			c.Close()
+			return
+		}
+		t.wg.Go(func() {
+			defer t.untrack(c, true)
+			t.serveData(c.(*net.TCPConn))
+		})
+	})
+}
+
+func (t *Target) acceptHandshakes() {
+	t.accept(t.hs, func(c net.Conn) {
+		t.slots <- struct{}{} // freed within a few handshake timeouts
+		if !t.track(c, false) {
+			c.Close()
+			<-t.slots
+			return
+		}
+		t.wg.Go(func() {
+			defer func() { <-t.slots }()
+			defer t.untrack(c, false)
+			t.serveHandshake(c.(*net.TCPConn))
+		})
+	})
+}
+
+// track registers a connection for Close; false when it must not be served.
+func (t *Target) track(c net.Conn, data bool) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.mu.closed {
+		return false
+	}
+	if data {
+		if t.mu.nData >= t.opt.MaxConns {
+			t.stats.refused.Add(1)
+			return false
+		}
+		t.mu.nData++
+	}
+	t.mu.conns[c] = struct{}{}
+	return true
+}
+
+func (t *Target) untrack(c net.Conn, data bool) {
+	c.Close()
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.mu.conns, c)
+	if data {
+		t.mu.nData--
+	}
+}

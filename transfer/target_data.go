@@ -1,0 +1,259 @@
+package transfer
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"time"
+)
+
+const (
+	// Replies gathered before they are sent. They leave earlier whenever the
+	// connection has to wait for input.
+	maxReplies     = 64
+	maxReplyBytes  = 512 << 10
+	callbackChunk  = bigBuf
+	lingerBytes    = 64 << 20 // discarded after a rejection, so that the status arrives
+	lingerDuration = 2 * time.Second
+)
+
+// errRejected ends a connection after a refused request.
+var errRejected = errors.New("request rejected")
+
+// dataConn serves the requests of one data connection, in order.
+type dataConn struct {
+	*stream
+	t      *Target
+	claims *claims
+
+	out      [][]byte // replies not yet sent; slices of regions and of statusOK
+	outBytes int
+	sending  [][]byte // scratch for write, which consumes it
+	held     bool     // read claims are held by out
+}
+
+var okFrame = statusFrame(statusOK)
+
+func (t *Target) serveData(c *net.TCPConn) {
+	s, err := newStream(c, t.opt.ProgressTimeout)
+	if err != nil {
+		t.log.Debug("data connection", "peer", c.RemoteAddr(), "err", err)
+		return
+	}
+	d := &dataConn{stream: s, t: t}
+	d.claims = t.table.newClaims(func() { c.Close() })
+	defer d.claims.drop()
+	defer d.close()
+	err = d.serve()
+	switch {
+	case err == nil, errors.Is(err, net.ErrClosed):
+	case errors.Is(err, errRejected):
+		t.log.Debug("data connection", "peer", c.RemoteAddr(), "err", err)
+	default:
+		t.stats.torn.Add(1)
+		t.log.Debug("data connection", "peer", c.RemoteAddr(), "err", err)
+	}
+}
+
+// serve returns nil when the peer ended the connection between requests.
+func (d *dataConn) serve() error {
+	for {
+		if err := d.awaitHeader(); err != nil {
+			if errors.Is(err, io.EOF) && d.buffered() == 0 {
+				return nil
+			}
+			return err
+		}
+		h := parseHeader(d.next(headerBytes))
+		var err error
+		if h.isWrite() {
+			err = d.serveWrite(h)
+		} else {
+			err = d.serveRead(h)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// awaitHeader waits for a header: without limit for its first byte, within the
+// progress timeout for the rest.
+func (d *dataConn) awaitHeader() error {
+	if d.buffered() < headerBytes && len(d.out) > 0 {
+		// More requests may be there: then their replies go together.
+		if err := d.try(); err != nil {
+			d.flush()
+			return err
+		}
+	}
+	for d.buffered() < headerBytes {
+		if err := d.flush(); err != nil {
+			return err
+		}
+		if err := d.fill(d.buffered() == 0); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// serveWrite puts the body into its region. The claim makes a fence wait.
+func (d *dataConn) serveWrite(h header) error {
+	if h.size == 0 && !h.acked() {
+		return nil // engines up to 0.3.11 send a bare header for nothing
+	}
+	r, why := d.claims.claimWrite(Range{h.addr, h.size})
+	if why != granted {
+		return d.reject(h, why)
+	}
+	err := d.body(r, h)
+	d.claims.releaseWrite()
+	if err != nil {
+		return err
+	}
+	d.t.stats.writes.Add(1)
+	d.t.stats.in.Add(int64(h.size))
+	if !h.acked() {
+		return nil
+	}
+	return d.reply(okFrame[:])
+}
+
+func (d *dataConn) body(r *Region, h header) error {
+	off := h.addr - r.at.Addr
+	if r.mem != nil {
+		return d.readFull(r.mem[off : off+h.size])
+	}
+	buf := bigBufs.Get().(*[]byte)
+	defer bigBufs.Put(buf)
+	for left := h.size; left > 0; {
+		p := (*buf)[:min(left, callbackChunk)]
+		if err := d.readFull(p); err != nil {
+			return err
+		}
+		if _, err := r.dst.WriteAt(p, int64(off)); err != nil {
+			d.claims.releaseWrite()
+			return errors.Join(d.reject(h, refusedAddress), fmt.Errorf("write callback: %w", err))
+		}
+		off += uint64(len(p))
+		left -= uint64(len(p))
+	}
+	return nil
+}
+
+// serveRead queues status and bytes. Region memory is sent from where it is,
+// under a claim that lasts until the flush.
+func (d *dataConn) serveRead(h header) error {
+	if h.size == 0 && !h.acked() {
+		return nil
+	}
+	r, why := d.claims.claimRead(Range{h.addr, h.size})
+	d.held = true
+	if why != granted {
+		return d.reject(h, why)
+	}
+	off := h.addr - r.at.Addr
+	var err error
+	if r.mem != nil {
+		if h.acked() {
+			d.out = append(d.out, okFrame[:])
+		}
+		err = d.reply(r.mem[off : off+h.size])
+	} else {
+		err = d.readCallback(r, h)
+	}
+	if err != nil {
+		return err
+	}
+	d.t.stats.reads.Add(1)
+	d.t.stats.out.Add(int64(h.size))
+	return nil
+}
+
+// readCallback sends a range answered by a callback piece by piece. An error
+// after the first piece can only cut the connection.
+func (d *dataConn) readCallback(r *Region, h header) error {
+	buf := bigBufs.Get().(*[]byte)
+	defer bigBufs.Put(buf)
+	off := h.addr - r.at.Addr
+	for left := h.size; left > 0; {
+		p := (*buf)[:min(left, callbackChunk)]
+		if n, err := r.src.ReadAt(p, int64(off)); n < len(p) {
+			if left == h.size {
+				return errors.Join(d.reject(h, refusedAddress), fmt.Errorf("read callback: %w", err))
+			}
+			return fmt.Errorf("read callback: %w", err)
+		}
+		if left == h.size && h.acked() {
+			d.out = append(d.out, okFrame[:])
+		}
+		d.out = append(d.out, p)
+		if err := d.flush(); err != nil {
+			return err
+		}
+		off += uint64(len(p))
+		left -= uint64(len(p))
+	}
+	return nil
+}
+
+func (d *dataConn) reply(b []byte) error {
+	d.out = append(d.out, b)
+	d.outBytes += len(b)
+	if len(d.out) >= maxReplies || d.outBytes >= maxReplyBytes {
+		return d.flush()
+	}
+	return nil
+}
+
+// flush sends the gathered replies and ends their read claims.
+func (d *dataConn) flush() error {
+	if len(d.out) == 0 {
+		return nil
+	}
+	d.sending = append(d.sending[:0], d.out...)
+	_, err := d.write(d.sending)
+	clear(d.out)
+	d.out, d.outBytes = d.out[:0], 0
+	if d.held {
+		d.claims.releaseReads()
+		d.held = false
+	}
+	return err
+}
+
+// reject refuses h and ends the connection, which is all that the protocol
+// offers. With status frames the peer must learn the code, so what it still
+// sends is discarded for a while instead of answered by a reset. Without them
+// the reset is the message: a clean end would mean success.
+func (d *dataConn) reject(h header, why refusal) error {
+	if why == refusedFence {
+		d.t.stats.rejectedFence.Add(1)
+	} else {
+		d.t.stats.rejectedAddr.Add(1)
+	}
+	err := fmt.Errorf("%w: %d bytes at %#x, op %#x, %s", errRejected, h.size, h.addr, h.op, why)
+	if !h.acked() {
+		d.flush()
+		d.abort()
+		return err
+	}
+	frame := statusFrame(statusRejected)
+	d.out = append(d.out, frame[:])
+	if ferr := d.flush(); ferr != nil {
+		return err
+	}
+	d.conn.CloseWrite()
+	d.conn.SetReadDeadline(time.Now().Add(lingerDuration))
+	io.CopyN(io.Discard, d.conn, lingerBytes)
+	return err
+}
+
+func (r refusal) String() string {
+	if r == refusedFence {
+		return "closed to writes"
+	}
+	return "not inside a region"
+}

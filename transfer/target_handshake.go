@@ -1,0 +1,66 @@
+package transfer
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"time"
+)
+
+// serveHandshake answers one request and waits for the client to close, as the
+// engine does: then the reply cannot be lost to a reset.
+func (t *Target) serveHandshake(c *net.TCPConn) {
+	t.stats.handshakes.Add(1)
+	c.SetDeadline(time.Now().Add(t.opt.HandshakeTimeout))
+	kind, text, err := readFrame(c)
+	if err != nil {
+		t.log.Debug("handshake", "peer", c.RemoteAddr(), "err", err)
+		return
+	}
+	reply, err := t.handshakeReply(kind, text)
+	if err != nil {
+		t.log.Debug("handshake", "peer", c.RemoteAddr(), "type", kind, "err", err)
+		return
+	}
+	c.SetDeadline(time.Now().Add(t.opt.HandshakeTimeout))
+	if _, err := c.Write(reply); err != nil {
+		t.log.Debug("handshake reply", "peer", c.RemoteAddr(), "err", err)
+		return
+	}
+	c.CloseWrite()
+	io.CopyN(io.Discard, c, MaxHandshakeBytes) // until the client's end
+}
+
+// handshakeReply returns the reply frame. Any malformed request is an error:
+// the protocol has no error frame, the connection closes.
+func (t *Target) handshakeReply(kind byte, text []byte) ([]byte, error) {
+	if !json.Valid(text) { // all that the engine asks of most requests
+		return nil, fmt.Errorf("%w: request is not JSON", ErrProtocol)
+	}
+	switch kind {
+	case frameMetadata:
+		return appendFrame(nil, kind, t.Descriptor())
+	case frameNotify:
+		var n Notice
+		if err := json.Unmarshal(text, &n); err != nil {
+			return nil, fmt.Errorf("%w: notice: %w", ErrProtocol, err)
+		}
+		return appendFrame(nil, kind, t.takeNotice(n))
+	case frameProbe:
+		return appendFrame(nil, kind, probeReply{"success"})
+	default: // frameConnection, frameTypeless
+		return appendFrame(nil, kind, connectionReply{QPNum: []uint32{}})
+	}
+}
+
+// takeNotice queues n. An empty message in the reply means refused.
+func (t *Target) takeNotice(n Notice) Notice {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.mu.notices) >= t.opt.MaxNotices {
+		return Notice{}
+	}
+	t.mu.notices = append(t.mu.notices, n)
+	return Notice{Message: "success"}
+}
