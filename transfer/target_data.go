@@ -30,6 +30,7 @@ type dataConn struct {
 	out      [][]byte // replies not yet sent; slices of regions and of statusOK
 	outBytes int
 	sending  [][]byte // scratch for write, which consumes it
+	ahead    bool     // the peer sends requests without waiting for replies
 	held     bool     // read claims are held by out
 }
 
@@ -81,13 +82,14 @@ func (d *dataConn) serve() error {
 // awaitHeader waits for a header: without limit for its first byte, within the
 // progress timeout for the rest.
 func (d *dataConn) awaitHeader() error {
-	if d.buffered() < headerBytes && len(d.out) > 0 {
+	if d.buffered() < headerBytes && len(d.out) > 0 && d.ahead {
 		// More requests may be there: then their replies go together.
 		if err := d.try(); err != nil {
 			d.flush()
 			return err
 		}
 	}
+	d.ahead = d.buffered() > 0
 	for d.buffered() < headerBytes {
 		if err := d.flush(); err != nil {
 			return err
