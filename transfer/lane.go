@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"time"
 )
 
@@ -319,8 +320,8 @@ func (l *lane) giveUp(o outcome, sent int, err error) outcome {
 		s.conn.SetReadDeadline(until)
 		n, rerr := s.conn.Read(s.buf[s.w:])
 		s.w += n
-		if n > 0 {
-			continue
+		if n > 0 || errors.Is(rerr, os.ErrDeadlineExceeded) && time.Now().Before(until) {
+			continue // or the watcher of the context came late
 		}
 		o.unsettled = !broken(rerr)
 		s.abort()

@@ -149,6 +149,11 @@ func (t *Table) Reopen(ranges ...Range) {
 	t.view.Store(&view{regions: old.regions, closed: subtract(old.closed, ranges...)})
 }
 
+// Observe orders what the caller does next after all writes that were confirmed
+// before, as Go's memory model sees it: call it between a peer's word that its
+// writes are done and the first look at the bytes. A fence does the same.
+func (t *Table) Observe() { t.order.Load() }
+
 func (t *Table) usersLocked() []*claims {
 	users := make([]*claims, 0, len(t.mu.users))
 	for c := range t.mu.users {

@@ -175,15 +175,19 @@ func (d *dataConn) serveRead(h header) error {
 }
 
 // readCallback sends a range answered by a callback piece by piece. An error
-// after the first piece can only cut the connection.
+// after the first piece can only cut the connection. The claim outlasts the
+// flushes between the pieces.
 func (d *dataConn) readCallback(r *Region, h header) error {
 	buf := bigBufs.Get().(*[]byte)
 	defer bigBufs.Put(buf)
+	d.held = false
+	defer d.claims.releaseReads()
 	off := h.addr - r.at.Addr
 	for left := h.size; left > 0; {
 		p := (*buf)[:min(left, callbackChunk)]
 		if n, err := r.src.ReadAt(p, int64(off)); n < len(p) {
 			if left == h.size {
+				d.claims.releaseReads()
 				return errors.Join(d.reject(h, refusedAddress), fmt.Errorf("read callback: %w", err))
 			}
 			return fmt.Errorf("read callback: %w", err)

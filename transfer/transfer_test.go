@@ -31,6 +31,7 @@ func TestWriteRead(t *testing.T) {
 		if err := c.Write(ctx, target.Name(), out); err != nil {
 			t.Fatal(err)
 		}
+		target.Table().Observe()
 		if !bytes.Equal(mem, want) {
 			t.Fatalf("size %d, n %d, stride %d: target memory differs", size, n, stride)
 		}
