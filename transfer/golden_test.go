@@ -326,6 +326,7 @@ func playOp(t *testing.T, c *net.TCPConn, table *Table, v dataVector, i int, at 
 		if off := o.addr() - at.Addr; !bytes.Equal(mem[off:off+o.Size], body) {
 			fail("memory differs")
 		}
+		table.Observe()
 	}
 }
 

@@ -115,9 +115,12 @@ func (l *lane) connect(ctx context.Context) (reused bool, err error) {
 		return false, err
 	}
 	fresh := false
-	if l.s != nil && (!l.desc.sameLife(desc) || time.Since(l.used) > staleAfter && !l.idle()) {
+	if l.s != nil && !l.desc.sameLife(desc) {
+		l.drop() // another lane has met the new life
+	}
+	if l.s != nil && time.Since(l.used) > staleAfter && !l.idle() {
 		l.drop()
-		if desc, err = c.refresh(ctx, l.peer, l.desc); err != nil { // the peer may have moved
+		if desc, err = c.refresh(ctx, l.peer, desc); err != nil { // the peer may have moved
 			return false, err
 		}
 		fresh = true

@@ -149,10 +149,13 @@ func (t *Table) Reopen(ranges ...Range) {
 	t.view.Store(&view{regions: old.regions, closed: subtract(old.closed, ranges...)})
 }
 
-// Observe orders what the caller does next after all writes that were confirmed
-// before, as Go's memory model sees it: call it between a peer's word that its
-// writes are done and the first look at the bytes. A fence does the same.
-func (t *Table) Observe() { t.order.Load() }
+// Observe orders the caller's looks at regions among the writes of peers, as
+// Go's memory model sees it: what it does next follows all writes confirmed
+// before, what it did before precedes all requests yet to come. Call it between
+// a peer's word that it is done and the first look, and after the last look
+// before another word to the peer. It matters only to the race detector, and
+// only where both peers live in one process.
+func (t *Table) Observe() { t.order.Add(1) }
 
 func (t *Table) usersLocked() []*claims {
 	users := make([]*claims, 0, len(t.mu.users))
@@ -162,8 +165,10 @@ func (t *Table) usersLocked() []*claims {
 	return users
 }
 
-// buffers lists the regions for a descriptor.
+// buffers lists the regions for a descriptor. Peers only ask that a buffer has a
+// name; it is kept short, so that maxRegions fit a frame.
 func (t *Table) buffers(name string) []Buffer {
+	name = name[:min(len(name), 47)] // the longest IPv6 address and port
 	regions := t.view.Load().regions
 	list := make([]Buffer, len(regions))
 	for i, r := range regions {

@@ -106,6 +106,11 @@ func (d *dataConn) serveWrite(h header) error {
 	if h.size == 0 && !h.acked() {
 		return nil // engines up to 0.3.11 send a bare header for nothing
 	}
+	if d.held { // an earlier read must not send what this writes
+		if err := d.flush(); err != nil {
+			return err
+		}
+	}
 	r, why := d.claims.claimWrite(Range{h.addr, h.size})
 	if why != granted {
 		return d.reject(h, why)

@@ -14,6 +14,7 @@ func TestWriteRead(t *testing.T) {
 		t.Helper()
 		c := client(t, o)
 		clear(mem)
+		target.Table().Observe()
 		src, dst := pattern(size*n, byte(n)), make([]byte, size*n)
 		place := rand.Perm(n)
 		var out, back []Entry
