@@ -17,7 +17,7 @@ type Options struct {
 	MaxWaiting int // callers that wait for a connection to one peer, more get ErrBusy; default 1024, negative: none
 
 	// SplitBytes is the share of a batch that is worth another connection;
-	// default 32 MiB.
+	// default 8 MiB.
 	SplitBytes int
 
 	DialTimeout      time.Duration // default 5 s
@@ -34,7 +34,7 @@ func (o Options) withDefaults() Options {
 	o.Window = cmp.Or(o.Window, 256)
 	o.MaxPeers = cmp.Or(o.MaxPeers, 1024)
 	o.MaxWaiting = max(0, cmp.Or(o.MaxWaiting, 1024))
-	o.SplitBytes = cmp.Or(o.SplitBytes, 32<<20)
+	o.SplitBytes = cmp.Or(o.SplitBytes, 8<<20)
 	o.DialTimeout = cmp.Or(o.DialTimeout, 5*time.Second)
 	o.HandshakeTimeout = cmp.Or(o.HandshakeTimeout, 5*time.Second)
 	o.ProgressTimeout = cmp.Or(o.ProgressTimeout, 30*time.Second)
@@ -74,10 +74,15 @@ type clientStats struct{ handshakes, dials, requests, retries, rejected atomic.I
 // peer is what the client knows about one segment name.
 type peer struct {
 	name    string     // immutable
-	lanes   chan *lane // the free ones; cap is the number of lanes
+	free    chan struct{} // one token for each lane of idle; cap is the number of lanes
 	fetch   chan struct{}
 	waiting atomic.Int64
 	desc    atomic.Pointer[Descriptor]
+
+	mu struct { // a leaf
+		sync.Mutex
+		idle []*lane // the last one was used last: its connection is warm
+	}
 
 	users int       // guarded by Client.mu
 	used  time.Time // guarded by Client.mu
@@ -184,9 +189,9 @@ func (c *Client) enter(name string) (*peer, error) {
 		if len(c.mu.peers) >= c.opt.MaxPeers && !c.evictLocked() {
 			return nil, ErrPeers
 		}
-		p = &peer{name: name, lanes: make(chan *lane, c.opt.Conns), fetch: make(chan struct{}, 1)}
+		p = &peer{name: name, free: make(chan struct{}, c.opt.Conns), fetch: make(chan struct{}, 1)}
 		for range c.opt.Conns {
-			p.lanes <- &lane{client: c, peer: p}
+			p.put(&lane{client: c, peer: p})
 		}
 		c.mu.peers[name] = p
 	}
@@ -216,7 +221,7 @@ func (c *Client) evictLocked() bool {
 	}
 	delete(c.mu.peers, oldest.name)
 	for range c.opt.Conns {
-		if l := <-oldest.lanes; l.s != nil { // idle: all lanes are there
+		if l := oldest.try(); l.s != nil { // no users: all lanes are there
 			delete(c.mu.conns, l.s.conn)
 			l.s.close()
 		}
@@ -224,12 +229,38 @@ func (c *Client) evictLocked() bool {
 	return true
 }
 
+// put gives a lane back.
+func (p *peer) put(l *lane) {
+	p.mu.Lock()
+	p.mu.idle = append(p.mu.idle, l)
+	p.mu.Unlock()
+	p.free <- struct{}{} // has room
+}
+
+// try returns a free lane or nil.
+func (p *peer) try() *lane {
+	select {
+	case <-p.free:
+		return p.pop()
+	default:
+		return nil
+	}
+}
+
+// pop needs a token of free.
+func (p *peer) pop() *lane {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	last := len(p.mu.idle) - 1
+	l := p.mu.idle[last]
+	p.mu.idle = p.mu.idle[:last]
+	return l
+}
+
 // lane waits for a free connection of p.
 func (c *Client) lane(ctx context.Context, p *peer) (*lane, error) {
-	select {
-	case l := <-p.lanes:
+	if l := p.try(); l != nil {
 		return l, nil
-	default:
 	}
 	if p.waiting.Add(1) > int64(c.opt.MaxWaiting) {
 		p.waiting.Add(-1)
@@ -237,8 +268,8 @@ func (c *Client) lane(ctx context.Context, p *peer) (*lane, error) {
 	}
 	defer p.waiting.Add(-1)
 	select {
-	case l := <-p.lanes:
-		return l, nil
+	case <-p.free:
+		return p.pop(), nil
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	case <-c.base.Done():

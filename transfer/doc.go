@@ -14,5 +14,6 @@
 // an entry whose bytes the peer may still apply carries [ErrUnsettled].
 //
 // Framing follows Mooncake 0.3.7 to 0.3.13; docs/transfer.md draws it.
-// Lock order: Client.mu and Table.mu before claims.mu, which is a leaf.
+// Lock order: Client.mu before peer.mu, Table.mu before claims.mu; peer.mu,
+// claims.mu, Target.mu and job.mu are leaves.
 package transfer

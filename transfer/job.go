@@ -55,7 +55,7 @@ func (c *Client) call(ctx context.Context, name string, entries []Entry, write b
 	}
 	desc, err := c.describe(ctx, p)
 	if err != nil {
-		p.lanes <- l
+		p.put(l)
 		return err
 	}
 	c.spread(j, p, l, desc)
@@ -73,13 +73,12 @@ func (c *Client) spread(j *job, p *peer, l *lane, desc *Descriptor) {
 	}
 	want = min(want, uint64(c.opt.Conns))
 	var more []*lane
-	for free := true; free && uint64(len(more)) < want-1; {
-		select {
-		case m := <-p.lanes:
-			more = append(more, m)
-		default:
-			free = false
+	for uint64(len(more)) < want-1 {
+		m := p.try()
+		if m == nil {
+			break
 		}
+		more = append(more, m)
 	}
 	limit := uint64(maxRun)
 	if n := uint64(len(more)) + 1; n > 1 {
@@ -95,10 +94,10 @@ func (c *Client) spread(j *job, p *peer, l *lane, desc *Descriptor) {
 	}
 	l.run(j, shares[0])
 	wg.Wait()
-	p.lanes <- l
 	for _, m := range more {
-		p.lanes <- m
+		p.put(m)
 	}
+	p.put(l)
 }
 
 // fail records err for the entries of reqs.

@@ -18,8 +18,8 @@ const (
 	maxIOV = 1024 // slices that one vectored write takes (IOV_MAX)
 )
 
-// lane is a place for one pooled connection to a peer. Who takes it from
-// peer.lanes owns it.
+// lane is a place for one pooled connection to a peer. Who takes it from the
+// peer owns it.
 type lane struct {
 	client *Client // immutable
 	peer   *peer

@@ -128,22 +128,34 @@ func (c *cursor) start(r *request) {
 }
 
 // next returns the next piece, at most limit bytes, of the request under way.
+// Entries that adjoin in local memory too make one piece.
 func (c *cursor) next(p *plan, entries []Entry, limit int) []byte {
-	local := entries[p.order[c.entry].index].Local
-	b := local[c.off:]
-	if uint64(len(b)) > c.left {
-		b = b[:c.left]
-	}
-	if len(b) > limit {
-		b = b[:limit]
-	}
-	c.off += len(b)
-	c.left -= uint64(len(b))
-	if c.off == len(local) {
+	limit = int(min(uint64(limit), c.left))
+	b := entries[p.order[c.entry].index].Local[c.off:]
+	n := 0 // bytes of the entries that b holds whole
+	for len(b) < limit {
+		following := entries[p.order[c.entry+1].index].Local
+		if !adjoin(b, following) {
+			break
+		}
+		n = len(b)
+		b = b[:n+len(following)]
 		c.entry, c.off = c.entry+1, 0
 	}
+	if len(b) <= limit {
+		c.entry, c.off = c.entry+1, 0
+	} else {
+		c.off += limit - n
+		b = b[:limit]
+	}
+	c.left -= uint64(len(b))
 	if c.left == 0 {
 		c.req++
 	}
 	return b
+}
+
+// adjoin says whether b begins where a ends, in a's array. b has bytes.
+func adjoin(a, b []byte) bool {
+	return cap(a)-len(a) >= len(b) && &a[:len(a)+1][len(a)] == &b[0]
 }

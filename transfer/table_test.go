@@ -136,9 +136,16 @@ func TestPlanModel(t *testing.T) {
 	for range 2000 {
 		var entries []Entry
 		at := uint64(1)
+		arena := pattern(2000, byte(r.Uint32())) // some local pieces adjoin
 		for range r.IntN(20) {
 			n := r.IntN(50)
-			entries = append(entries, Entry{pattern(n, byte(r.Uint32())), at})
+			arena = arena[r.IntN(2)*r.IntN(30):]
+			local := arena[:n]
+			if r.IntN(4) == 0 {
+				local = arena[:n:n]
+			}
+			arena = arena[n:]
+			entries = append(entries, Entry{local, at})
 			at += uint64(n) + uint64(r.IntN(2)*r.IntN(30))
 		}
 		r.Shuffle(len(entries), func(i, j int) { entries[i], entries[j] = entries[j], entries[i] })

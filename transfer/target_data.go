@@ -130,6 +130,11 @@ func (d *dataConn) serveWrite(h header) error {
 
 func (d *dataConn) body(r *Region, h header) error {
 	off := h.addr - r.at.Addr
+	if d.buffered() == 0 && h.size <= smallBuf {
+		if err := d.soon(); err != nil {
+			return unexpected(err)
+		}
+	}
 	if r.mem != nil {
 		return d.readFull(r.mem[off : off+h.size])
 	}

@@ -82,6 +82,14 @@ func Bench(ctx context.Context, o BenchOptions, out io.Writer) ([]Cell, error) {
 	o.For = cmp.Or(o.For, time.Second)
 	o.Bytes = cmp.Or(o.Bytes, 256<<20)
 	o.Callers = cmp.Or(o.Callers, 1)
+	for _, op := range o.Ops {
+		if !slices.Contains([]string{"write", "read", "socket"}, op) {
+			return nil, fmt.Errorf("unknown operation %q: write, read or socket", op)
+		}
+	}
+	if !slices.Contains([]Layout{Packed, Reversed, Scattered}, o.Layout) {
+		return nil, fmt.Errorf("unknown layout %q: packed, reversed or scattered", o.Layout)
+	}
 	var cells []Cell
 	for _, op := range o.Ops {
 		for _, size := range o.Sizes {

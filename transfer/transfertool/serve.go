@@ -42,6 +42,9 @@ type ServeOptions struct {
 // it publishes does not lead back to it.
 func Serve(ctx context.Context, o ServeOptions) error {
 	o.Bytes = cmp.Or(o.Bytes, 256<<20)
+	if o.Bytes < 0 {
+		return fmt.Errorf("serve %d bytes: %w", o.Bytes, transfer.ErrRange)
+	}
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	o.Base = cmp.Or(o.Base, randomBase())
 	o.Target.Log = o.Log
@@ -148,6 +151,9 @@ func Write(ctx context.Context, o CopyOptions, in io.Reader) (int64, error) {
 
 // Read copies o.Bytes from the peer to out and returns the bytes copied.
 func Read(ctx context.Context, o CopyOptions, out io.Writer) (int64, error) {
+	if o.Bytes < 0 {
+		return 0, fmt.Errorf("read %d bytes: %w", o.Bytes, transfer.ErrRange)
+	}
 	return o.each(ctx, o.Bytes, func(ctx context.Context, c *transfer.Client, addr uint64, buf []byte) (int, error) {
 		if err := c.Read(ctx, o.Peer, o.entries(addr, buf)); err != nil {
 			return 0, err
