@@ -73,7 +73,7 @@ type clientStats struct{ handshakes, dials, requests, retries, rejected atomic.I
 
 // peer is what the client knows about one segment name.
 type peer struct {
-	name    string     // immutable
+	name    string        // immutable
 	free    chan struct{} // one token for each lane of idle; cap is the number of lanes
 	fetch   chan struct{}
 	waiting atomic.Int64

@@ -45,9 +45,22 @@ type shape struct {
 }
 
 var shapes = []shape{
-	{1, 1, false}, {4096, 1, false}, {4096, 64, true}, {4096, 1024, false}, {4096, 2000, true}, {4096, 4096, true}, {4096, 4096, false},
-	{16 << 10, 256, true}, {64 << 10, 64, true}, {64 << 10, 512, true}, {100_003, 50, true}, {256 << 10, 64, true},
-	{1 << 20, 1, false}, {1 << 20, 32, true}, {4 << 20, 8, true}, {16 << 20, 2, true},
+	{1, 1, false},
+	{4096, 1, false},
+	{4096, 64, true},
+	{4096, 1024, false},
+	{4096, 2000, true},
+	{4096, 4096, true},
+	{4096, 4096, false},
+	{16 << 10, 256, true},
+	{64 << 10, 64, true},
+	{64 << 10, 512, true},
+	{100_003, 50, true},
+	{256 << 10, 64, true},
+	{1 << 20, 1, false},
+	{1 << 20, 32, true},
+	{4 << 20, 8, true},
+	{16 << 20, 2, true},
 }
 
 // pieces shuffles the blocks at the target; a scattered batch leaves gaps.
