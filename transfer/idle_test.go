@@ -1,0 +1,63 @@
+package transfer
+
+import (
+	"io"
+	"net"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// Idle connections, and callers that wait for a peer, cost no processor.
+func TestIdleCostsNothing(t *testing.T) {
+	target, _ := listen(t, 1<<20, TargetOptions{})
+	for range 64 {
+		c := dialData(t, target)
+		c.Write(append(header{1, testBase, opWrite | opAcked}.appendTo(nil), 1))
+		if _, err := io.ReadFull(c, make([]byte, statusBytes)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	peer := fakeTarget(t, 2)
+	let := make(chan struct{})
+	var waiting, done sync.WaitGroup
+	for range 4 {
+		waiting.Add(1)
+		done.Go(func() {
+			peer.once(func(c *net.TCPConn) {
+				io.CopyN(io.Discard, c, headerBytes+8)
+				waiting.Done()
+				<-let
+				c.Write(ackFrame)
+			})
+		})
+	}
+	c := client(t, Options{})
+	for range 4 { // all connections wait for an answer
+		done.Go(func() {
+			if err := c.Write(timeout(t, 20*time.Second), peer.name, []Entry{{make([]byte, 8), testBase}}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	waiting.Wait()
+	before := processorTime(t)
+	time.Sleep(time.Second)
+	used := processorTime(t) - before
+	close(let)
+	done.Wait()
+	if used > 100*time.Millisecond {
+		t.Errorf("%v of processor time in a second of waiting", used)
+	}
+	t.Logf("%v of processor time in a second of waiting", used)
+}
+
+func processorTime(t *testing.T) time.Duration {
+	t.Helper()
+	var u syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
+		t.Fatal(err)
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
