@@ -187,3 +187,29 @@ func TestKvasirToEngine(t *testing.T) {
 		t.Logf("engine %s: %d cases, %+v", e.Version, len(shapes), c.Stats())
 	})
 }
+
+// Both directions over IPv6.
+func TestIPv6(t *testing.T) {
+	eachEngine(t, func(t *testing.T, python string) {
+		target, mem := listen(t, transfer.TargetOptions{Host: "::1"})
+		e := startEngineAt(t, python, "::1", room, "MC_USE_IPV6=1")
+		if e.Version == "0.3.7.post2" {
+			t.Skip("its data port is IPv4 only")
+		}
+		list, src := shape{64 << 10, 64, true}.pieces(), pattern(room, 9)
+		e.fill(9)
+		if rc := e.run("write", target.Name(), testBase, list); rc != 0 {
+			t.Fatal(rc)
+		}
+		checkTarget(t, target, mem, src, list)
+		c := transfer.New(transfer.Options{})
+		defer c.Close()
+		dst := make([]byte, 1<<20)
+		if err := c.Read(limited(t), e.Segment, []transfer.Entry{{Local: dst, Remote: e.Base}}); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(dst, src[:1<<20]) {
+			t.Error("bytes read differ")
+		}
+	})
+}
