@@ -176,6 +176,10 @@ func TestStalls(t *testing.T) {
 		end := make(chan struct{})
 		defer close(end)
 		peer.each(func(_ int, c *net.TCPConn) { play(c, end) })
+		o := o
+		if not != nil { // the peer will end in time
+			o.SettleTimeout = 4 * time.Second
+		}
 		c, start := client(t, o), time.Now()
 		call := c.Write
 		if op == "read" {

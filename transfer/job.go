@@ -130,7 +130,8 @@ func (j *job) failRest(reqs []request, o outcome) {
 // broken says whether err means that the peer ended the connection.
 func broken(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
-		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
+		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) ||
+		errors.Is(err, syscall.ENOTCONN) // to end our direction of a connection that was reset
 }
 
 // public turns an error of a lane into what callers see.
