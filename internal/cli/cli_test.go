@@ -227,6 +227,54 @@ func TestDemo(t *testing.T) {
 	}
 }
 
+func TestTransfer(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "peer.json")
+	s := command("transfer", "serve", "--size", "1MiB", "--peer-file", file)
+	out, err := s.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = s.Process.Kill(); _ = s.Wait() }()
+	if _, err := bufio.NewReader(out).ReadString('\n'); err != nil { // the line that says it is ready
+		t.Fatal(err)
+	}
+	want := bytes.Repeat([]byte("blocks of bytes "), 1000)
+	w := command("transfer", "write", "--peer-file", file, "--offset", "4k")
+	w.Stdin = bytes.NewReader(want)
+	if b, err := w.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, b)
+	}
+	code, got, stderr := run(t, "transfer", "read", "--peer-file", file, "--offset", "4k", "--bytes", "16000")
+	if code != 0 || got != string(want) {
+		t.Fatalf("exit %d, %d bytes\n%s", code, len(got), stderr)
+	}
+	code, bench, stderr := run(t, "transfer", "bench", "--peer-file", file, "--sizes", "4k", "--batches", "8", "--for", "20ms", "--verify")
+	if code != 0 || !strings.Contains(bench, "BenchmarkTransfer/op=write/size=4096/batch=8") {
+		t.Errorf("exit %d\n%s%s", code, bench, stderr)
+	}
+	code, _, stderr = run(t, "transfer", "write", "--peer-file", file, "--offset", "2MiB", "--timeout", "10s")
+	if code != 0 { // nothing on standard input is nothing to write
+		t.Errorf("exit %d\n%s", code, stderr)
+	}
+	if err := s.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Wait(); err != nil {
+		t.Errorf("serve: %v", err)
+	}
+	if _, err := os.Stat(file); err == nil {
+		t.Error("the peer file was left")
+	}
+	for _, args := range [][]string{{"write"}, {"read", "--peer", "127.0.0.1:1"}, {"serve", "--size", "x"}, {"bench"}} {
+		if code, _, stderr := run(t, append([]string{"transfer"}, args...)...); code != 2 || strings.Count(strings.TrimSpace(stderr), "\n") != 0 {
+			t.Errorf("%v: exit %d\n%s", args, code, stderr)
+		}
+	}
+}
+
 func TestCoordinator(t *testing.T) {
 	code, stdout, _ := run(t, "coordinator", "full,bs=16", "swa,bs=16,win=1024", "--prompt", "8192", "--ascii")
 	if code != 0 || !strings.Contains(stdout, "hit: 8176 of 8192 tokens") {

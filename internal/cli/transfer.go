@@ -1,0 +1,181 @@
+package cli
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/transfer/transfertool"
+)
+
+// transferCmd is the transfer engine alone.
+type transferCmd struct {
+	Serve transferServeCmd `cmd:"" help:"Publish a region of memory that peers may write and read."`
+	Write transferWriteCmd `cmd:"" help:"Write standard input into a region."`
+	Read  transferReadCmd  `cmd:"" help:"Read bytes of a region to standard output."`
+	Bench transferBenchCmd `cmd:"" help:"Measure writes and reads; prints Go benchmark lines."`
+}
+
+// Help implements kong's detailed help.
+func (transferCmd) Help() string {
+	return `Moves bytes between the memories of two processes on the wire of Mooncake's transfer engine (TCP);
+either end may be the C++ engine. There is no authentication on this wire: keep it private.
+docs/transfer.md has the details.
+
+Examples:
+  kvasir transfer serve --size 256MiB --peer-file peer.json
+  kvasir transfer write --peer-file peer.json < blocks.bin
+  kvasir transfer read  --peer-file peer.json --bytes 1MiB > blocks.bin
+  kvasir transfer bench --peer-file peer.json --sizes 4k,64k,1m --batches 1,64,1024`
+}
+
+// byteSize is a number of bytes: 4096, 64k, 256MiB, 1g. Units count in 1024.
+type byteSize int64
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (b *byteSize) UnmarshalText(text []byte) error {
+	s := strings.ToLower(string(text))
+	s = strings.TrimSuffix(strings.TrimSuffix(s, "b"), "i")
+	shift := 0
+	for i, unit := range []string{"k", "m", "g", "t"} {
+		if rest, ok := strings.CutSuffix(s, unit); ok {
+			s, shift = rest, 10*(i+1)
+		}
+	}
+	n, err := strconv.ParseInt(s, 10, 64)
+	if err != nil || n < 0 || n > 1<<50>>shift {
+		return fmt.Errorf("%q is no size: want for example 4096, 64k, 256MiB", text)
+	}
+	*b = byteSize(n << shift)
+	return nil
+}
+
+type transferServeCmd struct {
+	Size          byteSize `help:"Bytes of the region." default:"256MiB"`
+	PeerFile      string   `help:"Write where the region is to this file, for the other commands." placeholder:"FILE"`
+	Host          string   `help:"Address published to peers." default:"127.0.0.1"`
+	Bind          string   `help:"Address to listen on; default that of --host." placeholder:"ADDRESS"`
+	HandshakePort int      `help:"Port of the handshake; 0 takes a free one."`
+	DataPort      int      `help:"Port of the data; 0 takes a free one."`
+	Procs         int      `help:"Processors that the server may use at once; default half of them, since the peers of one host need the others."`
+	Base          uint64   `help:"Published address of the region; default random."`
+}
+
+// Run serves until a signal.
+func (c *transferServeCmd) Run(e *env) error {
+	if c.Size == 0 {
+		return fmt.Errorf("%w: --size 0", errUsage)
+	}
+	return transfertool.Serve(e.ctx, transfertool.ServeOptions{
+		Target: transfer.TargetOptions{Host: c.Host, Bind: c.Bind, HandshakePort: c.HandshakePort, DataPort: c.DataPort, Log: e.log},
+		Procs:  cmp.Or(c.Procs, max(1, runtime.NumCPU()/2)),
+		Bytes:  int64(c.Size), Base: c.Base, PeerFile: c.PeerFile, Out: e.stdout, Log: e.log,
+	})
+}
+
+// region says which bytes of which peer.
+type region struct {
+	PeerFile string        `help:"File that serve wrote." placeholder:"FILE"`
+	Peer     string        `help:"Peer as host:port, instead of --peer-file; needs --addr." placeholder:"HOST:PORT"`
+	Addr     uint64        `help:"Published address of the first byte; default the region's base."`
+	Offset   byteSize      `help:"Bytes after that address to begin at." default:"0"`
+	Timeout  time.Duration `help:"Time for the whole; default none."`
+}
+
+func (r *region) options() (o transfertool.CopyOptions, left int64, err error) {
+	o = transfertool.CopyOptions{Peer: r.Peer, Addr: r.Addr, Timeout: r.Timeout}
+	switch {
+	case r.PeerFile != "" && r.Peer == "":
+		p, err := transfertool.ReadPeerFile(r.PeerFile)
+		if err != nil {
+			return o, 0, err
+		}
+		o.Peer, left = p.Peer, int64(p.Len)
+		if r.Addr == 0 {
+			o.Addr = p.Base
+		}
+	case r.Peer == "" || r.Addr == 0 || r.PeerFile != "":
+		return o, 0, fmt.Errorf("%w: name the region with --peer-file, or with --peer and --addr", errUsage)
+	}
+	o.Addr += uint64(r.Offset)
+	return o, left - int64(r.Offset), nil
+}
+
+type transferWriteCmd struct{ region }
+
+// Run writes standard input.
+func (c *transferWriteCmd) Run(e *env) error {
+	o, _, err := c.options()
+	if err != nil {
+		return err
+	}
+	n, err := transfertool.Write(e.ctx, o, os.Stdin)
+	e.log.Info(fmt.Sprintf("wrote %d bytes to %s", n, o.Peer))
+	return err
+}
+
+type transferReadCmd struct {
+	region
+	Bytes byteSize `help:"How many; default to the region's end." default:"0"`
+}
+
+// Run reads to standard output.
+func (c *transferReadCmd) Run(e *env) error {
+	o, left, err := c.options()
+	if err != nil {
+		return err
+	}
+	if o.Bytes = int64(c.Bytes); o.Bytes == 0 {
+		o.Bytes = left
+	}
+	if o.Bytes <= 0 {
+		return fmt.Errorf("%w: --bytes is needed with --peer", errUsage)
+	}
+	n, err := transfertool.Read(e.ctx, o, e.stdout)
+	e.log.Info(fmt.Sprintf("read %d bytes from %s", n, o.Peer))
+	return err
+}
+
+type transferBenchCmd struct {
+	PeerFile []string      `help:"File that serve wrote; repeat it for several peers." required:"" placeholder:"FILE"`
+	Sizes    []byteSize    `help:"Bytes of a block." default:"4k,16k,64k,256k,1m,4m,16m"`
+	Batches  []int         `help:"Blocks per call." default:"1,8,64,256,1024"`
+	Ops      []string      `help:"write, read, socket (the floor: a plain loopback copy)." default:"write,read" enum:"write,read,socket"`
+	Layout   string        `help:"How blocks lie at the peer: packed, reversed, scattered." default:"packed" enum:"packed,reversed,scattered"`
+	Conns    int           `help:"Connections per peer." default:"4"`
+	Callers  int           `help:"Callers per peer, each with connections of its own." default:"1"`
+	For      time.Duration `help:"Time per measurement." default:"1s"`
+	Verify   bool          `help:"Write a fresh pattern and read it back after each measurement."`
+}
+
+// Run measures.
+func (c *transferBenchCmd) Run(e *env) error {
+	if c.For <= 0 || c.Conns < 1 || c.Callers < 1 {
+		return fmt.Errorf("%w: need --for above 0, --conns and --callers of at least 1", errUsage)
+	}
+	o := transfertool.BenchOptions{
+		Client: transfer.Options{Conns: c.Conns}, Callers: c.Callers, Ops: c.Ops, Batches: c.Batches,
+		Layout: transfertool.Layout(c.Layout), For: c.For, Verify: c.Verify,
+	}
+	for _, path := range c.PeerFile {
+		p, err := transfertool.ReadPeerFile(path)
+		if err != nil {
+			return err
+		}
+		o.Peers = append(o.Peers, p)
+	}
+	for _, s := range c.Sizes {
+		o.Sizes = append(o.Sizes, int(s))
+	}
+	_, err := transfertool.Bench(e.ctx, o, e.stdout)
+	if errors.Is(err, e.ctx.Err()) && e.ctx.Err() != nil {
+		return errors.New("interrupted")
+	}
+	return err
+}
