@@ -321,7 +321,7 @@ func (l *lane) giveUp(o outcome, sent int, err error) outcome {
 		}
 		s.room()
 		s.conn.SetReadDeadline(until)
-		n, rerr := s.conn.Read(s.buf[s.w:])
+		n, rerr := s.read(s.buf[s.w:])
 		s.w += n
 		if n > 0 || errors.Is(rerr, os.ErrDeadlineExceeded) && time.Now().Before(until) {
 			continue // or the watcher of the context came late

@@ -10,6 +10,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
 const (
@@ -50,9 +52,16 @@ type stream struct {
 
 	readArmed  time.Time // when the deadlines were set; zero: no deadline
 	writeArmed time.Time
-	tryN       int
-	tryErr     error
 	tryRead    func(fd uintptr) bool // one read that does not wait
+
+	// One call of raw: its buffers in, its outcome out.
+	in      []byte
+	out     [][]byte
+	vec     rawio.Vec
+	n       int
+	err     error
+	readFn  func(fd uintptr) bool
+	writeFn func(fd uintptr) bool
 }
 
 func newStream(conn *net.TCPConn, timeout time.Duration) (*stream, error) {
@@ -63,10 +72,80 @@ func newStream(conn *net.TCPConn, timeout time.Duration) (*stream, error) {
 	s := &stream{conn: conn, raw: raw, timeout: timeout, small: make([]byte, smallBuf)}
 	s.buf = s.small
 	s.tryRead = func(fd uintptr) bool {
-		s.tryN, s.tryErr = syscall.Read(int(fd), s.buf[s.w:])
+		s.n, s.err = rawio.Read(fd, s.buf[s.w:])
 		return true
 	}
+	s.readFn, s.writeFn = s.onReadable, s.onWritable
 	return s, nil
+}
+
+// onReadable reads once, or returns false to wait until it can.
+func (s *stream) onReadable(fd uintptr) bool {
+	for {
+		s.n, s.err = rawio.Read(fd, s.in[:min(len(s.in), rawio.MaxCall)])
+		if s.err != syscall.EINTR {
+			return s.err != syscall.EAGAIN
+		}
+	}
+}
+
+// onWritable writes s.out, or returns false to wait until it can write more.
+func (s *stream) onWritable(fd uintptr) bool {
+	for len(s.out) > 0 {
+		n, err := rawio.Writev(fd, s.out, &s.vec)
+		switch err {
+		case nil:
+			s.n += n
+			s.out = consume(s.out, n)
+		case syscall.EINTR:
+		case syscall.EAGAIN:
+			return false
+		default:
+			s.err = err
+			return true
+		}
+	}
+	return true
+}
+
+// consume drops the first n bytes of bufs, and empty buffers before the rest.
+func consume(bufs [][]byte, n int) [][]byte {
+	for len(bufs) > 0 && n >= len(bufs[0]) {
+		n -= len(bufs[0])
+		bufs[0] = nil
+		bufs = bufs[1:]
+	}
+	if len(bufs) > 0 {
+		bufs[0] = bufs[0][n:]
+	}
+	return bufs
+}
+
+// read is the connection's Read without the scheduler's notice; see rawio.
+func (s *stream) read(b []byte) (int, error) {
+	s.in = b
+	err := s.raw.Read(s.readFn)
+	s.in = nil
+	switch {
+	case err != nil:
+		return 0, err
+	case s.err != nil:
+		return 0, s.err
+	case s.n == 0:
+		return 0, io.EOF
+	}
+	return s.n, nil
+}
+
+// writev sends bufs and returns what is left of them.
+func (s *stream) writev(bufs [][]byte) (left [][]byte, n int, err error) {
+	s.out, s.n, s.err = bufs, 0, nil
+	err = s.raw.Write(s.writeFn)
+	left, s.out = s.out, nil
+	if err == nil {
+		err = s.err
+	}
+	return left, s.n, err
 }
 
 // close closes the connection and gives the large buffer back.
@@ -124,7 +203,7 @@ func (s *stream) fill(idle bool) error {
 			}
 		}
 		space := s.buf[s.w:]
-		n, err := s.conn.Read(space)
+		n, err := s.read(space)
 		s.w += n
 		s.hot = n == len(space)
 		switch {
@@ -152,16 +231,16 @@ func (s *stream) try() error {
 		return s.cause(err)
 	}
 	switch {
-	case s.tryErr == syscall.EAGAIN || s.tryErr == syscall.EINTR:
+	case s.err == syscall.EAGAIN || s.err == syscall.EINTR:
 		s.hot = false
 		return nil
-	case s.tryErr != nil:
-		return s.tryErr
-	case s.tryN == 0:
+	case s.err != nil:
+		return s.err
+	case s.n == 0:
 		return io.EOF
 	}
-	s.hot = s.tryN == len(s.buf)-s.w
-	s.w += s.tryN
+	s.hot = s.n == len(s.buf)-s.w
+	s.w += s.n
 	return nil
 }
 
@@ -207,7 +286,7 @@ func (s *stream) readFull(dst []byte) error {
 		if err := s.armRead(); err != nil {
 			return err
 		}
-		n, err := s.conn.Read(dst)
+		n, err := s.read(dst)
 		dst, s.hot = dst[n:], false
 		if n == 0 && err != nil {
 			return unexpected(s.cause(err))
@@ -221,19 +300,9 @@ func (s *stream) write(bufs [][]byte) (sent int64, err error) {
 		if err := s.armWrite(); err != nil {
 			return sent, err
 		}
-		var n int64
-		if len(bufs) == 1 {
-			var m int
-			m, err = s.conn.Write(bufs[0])
-			n = int64(m)
-			bufs[0] = bufs[0][m:]
-			if len(bufs[0]) == 0 {
-				bufs = nil
-			}
-		} else {
-			n, err = (*net.Buffers)(&bufs).WriteTo(s.conn)
-		}
-		sent += n
+		var n int
+		bufs, n, err = s.writev(bufs)
+		sent += int64(n)
 		if err == nil {
 			continue
 		}

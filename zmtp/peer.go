@@ -10,6 +10,8 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
 // role is what a Peer does for the socket that owns it. Immutable.
@@ -65,6 +67,7 @@ type Peer struct {
 	writeErr error
 	writeFn  func(uintptr) bool
 	vecs     [][]byte
+	vec      rawio.Vec
 
 	// Owned by the keeper.
 	watch watch

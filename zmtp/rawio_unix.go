@@ -6,8 +6,6 @@ import (
 	"io"
 	"syscall"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
@@ -60,7 +58,7 @@ func (p *Peer) onWritable(fd uintptr) bool {
 		if len(b.vec) == 1 {
 			n, err = tryWrite(fd, b.vec[0])
 		} else {
-			n, err = unix.Writev(int(fd), b.vec[:min(len(b.vec), maxVecs)])
+			n, err = rawio.Writev(fd, b.vec, &p.vec)
 		}
 		p.count.writes.Add(1)
 		switch {
