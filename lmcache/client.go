@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -26,7 +27,8 @@ var (
 // connects when needed and again when the connection is lost. Its methods are
 // safe for concurrent use; each waits for its reply or its context.
 type Client struct {
-	dealer *zmtp.Dealer
+	dealer      *zmtp.Dealer
+	connections atomic.Uint64
 
 	mu struct {
 		sync.Mutex
@@ -77,10 +79,16 @@ func (c *Client) Close() error {
 }
 
 func (c *Client) state(connected bool, err error) {
-	if !connected {
-		c.failAll(fmt.Errorf("%w: %w", ErrDisconnected, err))
+	if connected {
+		c.connections.Add(1)
+		return
 	}
+	c.failAll(fmt.Errorf("%w: %w", ErrDisconnected, err))
 }
+
+// Connections counts the connections made so far. When it has grown, the server
+// may be another one, which knows nothing of this client.
+func (c *Client) Connections() uint64 { return c.connections.Load() }
 
 // failAll ends every call in progress: replies cannot come any more.
 func (c *Client) failAll(err error) {
@@ -186,6 +194,17 @@ func (c *Client) Noop(ctx context.Context) error { return c.none(ctx, OpNoop) }
 // Ping tells the server that a worker lives. False asks it to register again.
 func (c *Client) Ping(ctx context.Context, instanceID int64) (bool, error) {
 	return result(ctx, c, DecodeBool, OpPing, AppendInt(nil, instanceID))
+}
+
+// PingServer asks whether the server answers, on behalf of no worker.
+func (c *Client) PingServer(ctx context.Context) (bool, error) {
+	return result(ctx, c, DecodeBool, OpPing, AppendNil(nil))
+}
+
+// ReportBlockAllocations tells the server which blocks requests got; it only
+// observes them.
+func (c *Client) ReportBlockAllocations(ctx context.Context, instanceID int64, model string, records []BlockAllocation) error {
+	return c.none(ctx, OpReportBlockAllocation, AppendInt(nil, instanceID), AppendString(nil, model), AppendBlockAllocations(nil, records))
 }
 
 // RegisterEngineDriven registers a worker that copies its KV itself.
