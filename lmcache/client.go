@@ -124,6 +124,9 @@ func (c *Client) receive(m zmtp.Message) {
 
 // Call sends one request and returns the result frame, nil for None.
 func (c *Client) Call(ctx context.Context, op Op, payloads ...[]byte) ([]byte, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, fmt.Errorf("%s: %w", op, err)
+	}
 	w := &call{op: AppendOp(nil, op), done: make(chan struct{})}
 	c.mu.Lock()
 	if c.mu.closed {

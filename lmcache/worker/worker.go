@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -42,9 +43,13 @@ type Worker struct {
 	chunkBytes int64
 	instance   int64
 
+	registering sync.Mutex // one registration at a time
+
 	mu struct {
 		sync.RWMutex // held for reading while a transfer uses the mapping
 		pool         *shm.Segment
+		epoch        uint64 // registrations so far
+		connection   uint64 // of the client, at the last registration
 		closed       bool
 	}
 }
@@ -75,7 +80,41 @@ func (w *Worker) InstanceID() int64 { return w.instance }
 // Register registers the worker, again if need be, and maps the pool that the
 // server names.
 func (w *Worker) Register(ctx context.Context) error {
+	w.registering.Lock()
+	defer w.registering.Unlock()
+	return w.register(ctx)
+}
+
+// EnsureRegistered registers again if the client's connection is another one than
+// at the last registration: its server may have forgotten the worker.
+func (w *Worker) EnsureRegistered(ctx context.Context) error {
+	if !w.stale() {
+		return nil
+	}
+	w.registering.Lock()
+	defer w.registering.Unlock()
+	if !w.stale() {
+		return nil
+	}
+	return w.register(ctx)
+}
+
+func (w *Worker) stale() bool {
+	w.mu.RLock()
+	defer w.mu.RUnlock()
+	return w.client.Connections() != w.mu.connection
+}
+
+func (w *Worker) epoch() uint64 {
+	w.mu.RLock()
+	defer w.mu.RUnlock()
+	return w.mu.epoch
+}
+
+// register does the work of Register, under w.registering.
+func (w *Worker) register(ctx context.Context) error {
 	l := w.opts.Layout
+	connection := w.client.Connections()
 	pool, err := w.client.RegisterEngineDriven(ctx, &lmcache.EngineDriven{
 		InstanceID: w.instance, Model: w.opts.Model, WorldSize: w.opts.WorldSize, BlockSize: w.opts.BlockSize,
 		Layers: l.Layers, Hidden: l.Hidden, DType: l.DType, SinglePlane: l.SinglePlane, PhysicalSlots: l.Slots,
@@ -94,10 +133,15 @@ func (w *Worker) Register(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("map the server's pool (same host, same user, same /dev/shm?): %w", err)
 	}
+	if connection == 0 { // this call made the first one
+		connection = w.client.Connections()
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	old := w.mu.pool
 	w.mu.pool = seg
+	w.mu.epoch++
+	w.mu.connection = connection
 	if w.mu.closed {
 		old, w.mu.pool = seg, nil
 	}
@@ -143,13 +187,13 @@ func (w *Worker) key(k lmcache.Key) *lmcache.Key {
 // chunks written; zero and no error when there was nothing to store or the
 // server has no room.
 func (w *Worker) Store(ctx context.Context, k lmcache.Key, chunkTokens int, fill func(i int, b []byte)) (int, error) {
-	key := w.key(k)
+	key, epoch := w.key(k), w.epoch()
 	p, err := w.client.PrepareStore(ctx, key, w.instance)
 	if err != nil || len(p.Slots) == 0 {
 		return 0, err
 	}
 	n := (k.End - k.Start) / chunkTokens
-	err = w.with(p.Slots, func(at int, b []byte) error {
+	err = w.with(epoch, p.Slots, func(at int, b []byte) error {
 		if i := p.Indices[at]; i < 0 || i >= n {
 			return fmt.Errorf("%w: chunk %d of %d", ErrSlot, i, n)
 		}
@@ -170,30 +214,39 @@ func (w *Worker) Store(ctx context.Context, k lmcache.Key, chunkTokens int, fill
 // same request must have found: take reads chunk i of the range from b, valid
 // until take returns. It reports false for a miss.
 func (w *Worker) Retrieve(ctx context.Context, k lmcache.Key, chunkTokens int, take func(i int, b []byte)) (bool, error) {
-	key := w.key(k)
+	key, epoch := w.key(k), w.epoch()
 	p, err := w.client.PrepareRetrieve(ctx, key, w.instance)
-	if err != nil {
-		return false, err
-	}
 	if p.Success {
 		if n := (k.End - k.Start) / chunkTokens; len(p.Slots) != n {
 			err = fmt.Errorf("%w: %d slots for %d chunks", ErrSlot, len(p.Slots), n)
 		} else {
-			err = w.with(p.Slots, func(i int, b []byte) error { take(i, b); return nil })
+			err = w.with(epoch, p.Slots, func(i int, b []byte) error { take(i, b); return nil })
 		}
 	}
-	// The commit is owed after a refusal too: it tells the server that this
-	// worker touches nothing any more.
+	// The commit is owed after a refusal too, and when the answer did not come in
+	// time: it tells the server that this worker touches nothing any more.
+	if err != nil || ctx.Err() != nil {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(context.WithoutCancel(ctx), lateCommit)
+		defer cancel()
+	}
 	_, cerr := w.client.CommitRetrieve(ctx, key, w.instance)
 	return p.Success && err == nil, errors.Join(err, cerr)
 }
 
-// with calls f with the bytes of each slot, after checking all of them.
-func (w *Worker) with(slots []lmcache.SlotAt, f func(at int, b []byte) error) error {
+// lateCommit bounds the commit of a load that failed or ran out of time.
+const lateCommit = 500 * time.Millisecond
+
+// with calls f with the bytes of each slot, after checking all of them. Slots of
+// an earlier registration are places in another pool.
+func (w *Worker) with(epoch uint64, slots []lmcache.SlotAt, f func(at int, b []byte) error) error {
 	w.mu.RLock()
 	defer w.mu.RUnlock()
 	if w.mu.pool == nil {
 		return ErrNoPool
+	}
+	if w.mu.epoch != epoch {
+		return fmt.Errorf("%w: the worker registered again in between", ErrSlot)
 	}
 	for _, s := range slots {
 		if s.Length != w.chunkBytes || !slices.Equal(s.Shape, w.opts.Layout.Shape()) || s.DType != w.opts.Layout.DType {
