@@ -208,6 +208,7 @@ func (t *Tracker) Match(r *Request, computed int) (Matched, error) {
 }
 
 func (t *Tracker) matched(e *entry, hit, computed int) (Matched, error) {
+	computed = max(0, computed)
 	if t.o.Corrected {
 		hit = min(max(hit, 0), len(e.req.Tokens)) / t.o.ChunkTokens * t.o.ChunkTokens
 		e.VLLMHitBlocks = computed / t.o.BlockTokens
@@ -215,7 +216,7 @@ func (t *Tracker) matched(e *entry, hit, computed int) (Matched, error) {
 	if hit == 0 {
 		return Matched{}, nil
 	}
-	if hit%t.o.ChunkTokens != 0 {
+	if hit < 0 || hit%t.o.ChunkTokens != 0 {
 		return Matched{}, ErrHit
 	}
 	if t.o.Corrected {
@@ -223,7 +224,7 @@ func (t *Tracker) matched(e *entry, hit, computed int) (Matched, error) {
 	}
 	if e.CacheHitBlocks == 0 {
 		t.n.hits.Add(1)
-		t.n.hitTokens.Add(uint64(max(hit, 0)))
+		t.n.hitTokens.Add(uint64(hit))
 	}
 	e.StoredBlocks += hit / t.o.BlockTokens
 	e.VLLMHitBlocks = computed / t.o.BlockTokens
