@@ -1,0 +1,351 @@
+package worker_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/lmcache/worker"
+	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// fakeServer answers as it is told. It has a pool of its own.
+type fakeServer struct {
+	t      *testing.T
+	dir    string
+	url    string
+	pool   *shm.Segment
+	router *zmtp.Router
+	wg     sync.WaitGroup
+
+	mu      sync.Mutex
+	answers map[lmcache.Op]func(m [][]byte) []byte // nil: no reply
+	gate    chan struct{}                          // prepare_store waits for it
+	seen    []lmcache.Op
+}
+
+const poolBytes = 1 << 16
+
+func newFakeServer(t *testing.T) *fakeServer {
+	t.Helper()
+	s := &fakeServer{t: t, dir: t.TempDir(), answers: map[lmcache.Op]func([][]byte) []byte{}}
+	var err error
+	if s.pool, err = shm.Create(filepath.Join(s.dir, "pool"), poolBytes); err != nil {
+		t.Fatal(err)
+	}
+	yes := func([][]byte) []byte { return lmcache.AppendBool(nil, true) }
+	s.answers[lmcache.OpPing], s.answers[lmcache.OpCommitStore], s.answers[lmcache.OpCommitRetrieve] = yes, yes, yes
+	s.answers[lmcache.OpRegisterEngineDriven] = func([][]byte) []byte {
+		return lmcache.Pool{ShmName: "pool", Bytes: poolBytes}.Append(nil)
+	}
+	s.listen("tcp://127.0.0.1:*")
+	t.Cleanup(func() {
+		s.router.Close()
+		s.wg.Wait()
+		if err := s.pool.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+func (s *fakeServer) listen(endpoint string) {
+	s.t.Helper()
+	s.router = zmtp.NewRouter(s.serve, zmtp.RouterOptions{Logger: slog.New(slog.NewTextHandler(io.Discard, nil))})
+	addr, err := s.router.Listen(s.t.Context(), endpoint)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.url = "tcp://" + addr.String()
+}
+
+func (s *fakeServer) serve(p *zmtp.Peer, m zmtp.Message) {
+	frames := make([][]byte, len(m))
+	for i := range m {
+		frames[i] = bytes.Clone(m[i])
+	}
+	op, _ := lmcache.ParseOp(frames[1])
+	s.mu.Lock()
+	s.seen = append(s.seen, op)
+	answer, gate := s.answers[op], s.gate
+	s.mu.Unlock()
+	if op != lmcache.OpPrepareStore {
+		gate = nil
+	}
+	s.wg.Go(func() {
+		if gate != nil {
+			<-gate
+		}
+		reply := frames[:2:2]
+		if answer != nil {
+			b := answer(frames)
+			if b == nil {
+				return
+			}
+			reply = append(reply, b)
+		}
+		_ = p.Send(reply...)
+	})
+}
+
+func (s *fakeServer) set(op lmcache.Op, f func([][]byte) []byte) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.answers[op] = f
+}
+
+func (s *fakeServer) count(op lmcache.Op) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n := 0
+	for _, o := range s.seen {
+		if o == op {
+			n++
+		}
+	}
+	return n
+}
+
+// slots offers the places of the chunks 0 to n-1 of an operation.
+func slots(p *worker.Paged, chunkTokens, n int) *lmcache.Slots {
+	layout, _ := p.Layout(chunkTokens)
+	size, _ := layout.Bytes()
+	s := &lmcache.Slots{Layout: layout, Length: size}
+	for i := range n {
+		s.Offsets = append(s.Offsets, int64(i)*4096)
+		s.Indices = append(s.Indices, i)
+	}
+	return s
+}
+
+func openAdapter(t *testing.T, s *fakeServer, p *worker.Paged, change func(*worker.AdapterOptions)) *worker.Adapter {
+	t.Helper()
+	c, err := lmcache.NewClient(s.url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := worker.AdapterOptions{
+		Model: "m", Cache: p, ChunkTokens: 8, ShmDir: s.dir, Heartbeat: -1, CallTimeout: 2 * time.Second,
+		Logger: slog.New(slog.NewTextHandler(io.Discard, nil)),
+	}
+	if change != nil {
+		change(&o)
+	}
+	a, err := worker.OpenAdapter(t.Context(), c, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_ = a.Close(ctx) // the server may be gone
+		_ = c.Close()
+	})
+	return a
+}
+
+func op(d lmcache.Direction, id string, start, end int, blocks ...int) lmcache.LoadStore {
+	return lmcache.LoadStore{Direction: d, RequestID: id, Tokens: make([]uint32, 64), Blocks: blocks, Start: start, End: end}
+}
+
+func until(t *testing.T, what string, f func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); !f(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("%s: never came", what)
+		}
+	}
+}
+
+func flush(t *testing.T, a *worker.Adapter) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	if err := a.Flush(ctx); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Stores of one request that wait become one; the request is told as sent when
+// all of them have ended, once; Flush waits for them.
+func TestBatching(t *testing.T) {
+	s, p := newFakeServer(t), newPaged(worker.PlanesFirst, 1, 16, 4, 1, 8)
+	for i := range p.Layers[0] {
+		p.Layers[0][i] = byte(i * 7)
+	}
+	s.set(lmcache.OpPrepareStore, func([][]byte) []byte { return lmcache.AppendPrepareStore(nil, slots(p, 8, 1)) })
+	gate := make(chan struct{})
+	s.gate = gate
+	a := openAdapter(t, s, p, func(o *worker.AdapterOptions) { o.Concurrency, o.MaxEvents = 1, 2 })
+	a.Save([]lmcache.LoadStore{op(lmcache.Store, "other", 0, 8, 1, 2), op(lmcache.Retrieve, "never", 0, 8, 1, 2)})
+	until(t, "first operation", func() bool { return a.Stats().Running == 1 })
+	a.Save([]lmcache.LoadStore{op(lmcache.Store, "r", 0, 8, 3, 4)})
+	a.Save([]lmcache.LoadStore{op(lmcache.Store, "r", 8, 16, 5, 6)})
+	a.Save([]lmcache.LoadStore{op(lmcache.Store, "r", 24, 32, 5, 6)}) // does not follow
+	if st := a.Stats(); st.Merged != 1 || st.Queued != 2 {
+		t.Errorf("%+v", st)
+	}
+	if f := a.Finished([]string{"r", "idle"}); !slices.Equal(f.Sent, []string{"idle"}) || len(f.Received) > 0 {
+		t.Errorf("%+v", f)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	if err := a.Flush(ctx); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Flush = %v", err)
+	}
+	close(gate)
+	flush(t, a)
+	if f := a.Finished([]string{"r", "idle"}); !slices.Equal(f.Sent, []string{"r"}) {
+		t.Errorf("%+v", f)
+	}
+	if f := a.Finished([]string{"r", "idle"}); len(f.Sent) > 0 {
+		t.Errorf("told twice: %+v", f)
+	}
+	if n := s.count(lmcache.OpCommitStore); n != 3 {
+		t.Errorf("%d commits", n)
+	}
+	chunk := make([]byte, 2*8*16)
+	p.Gather([]int{5, 6}, chunk)
+	if !bytes.Equal(chunk, s.pool.Bytes(0, int64(len(chunk)))) {
+		t.Error("the pool does not hold the last chunk stored")
+	}
+	events, lost := a.Events()
+	hashes := kv.ChunkHashes(make([]uint32, 64), 8)
+	if lost != 1 || len(events) != 3 || events[0].Kind != worker.Cleared || events[2].Hash != hashes[3] || events[2].Parent != hashes[2] || events[2].First || len(events[2].Tokens) != 8 {
+		t.Errorf("%d lost, %+v", lost, events)
+	}
+}
+
+// Loads that fail, by refusal, silence or bad slots: received, with the blocks
+// that may have been written; the commit follows all the same.
+func TestLoadErrors(t *testing.T) {
+	f := func(what string, answer func(p *worker.Paged) []byte) {
+		t.Helper()
+		s, p := newFakeServer(t), newPaged(worker.PlanesFirst, 1, 16, 4, 1, 8)
+		s.set(lmcache.OpPrepareRetrieve, func([][]byte) []byte { return answer(p) })
+		a := openAdapter(t, s, p, func(o *worker.AdapterOptions) { o.CallTimeout = 200 * time.Millisecond })
+		load := op(lmcache.Retrieve, "r", 0, 16, 9, 3, 5, 7)
+		load.SkipFirst = 4
+		a.Load([]lmcache.LoadStore{load, op(lmcache.Store, "r", 0, 8, 1, 2)})
+		if f := a.Finished([]string{"r"}); len(f.Sent) > 0 {
+			t.Errorf("%s: sent while its blocks are being written: %+v", what, f)
+		}
+		flush(t, a)
+		if f := a.Finished(nil); !slices.Equal(f.Received, []string{"r"}) || len(f.Sent) > 0 {
+			t.Errorf("%s: %+v", what, f)
+		}
+		if e := a.LoadErrors(); !slices.Equal(e.Requests, []string{"r"}) || !slices.Equal(e.Blocks, []int{3, 5, 7}) {
+			t.Errorf("%s: %+v", what, e)
+		}
+		if e := a.LoadErrors(); len(e.Requests)+len(e.Blocks) > 0 {
+			t.Errorf("%s: told twice: %+v", what, e)
+		}
+		until(t, "commit", func() bool { return s.count(lmcache.OpCommitRetrieve) == 1 })
+		for _, b := range p.Layers[0] {
+			if b != 0 {
+				t.Fatalf("%s: something was written", what)
+			}
+		}
+	}
+	f("refusal", func(*worker.Paged) []byte { return lmcache.AppendPrepareRetrieve(nil, nil) })
+	f("silence", func(*worker.Paged) []byte { return nil })
+	f("garbage", func(*worker.Paged) []byte { return []byte{0xc1} })
+	f("too few slots", func(p *worker.Paged) []byte { return lmcache.AppendPrepareRetrieve(nil, slots(p, 8, 1)) })
+	f("slots outside the pool", func(p *worker.Paged) []byte {
+		s := slots(p, 8, 2)
+		s.Offsets[1] = poolBytes - 8
+		return lmcache.AppendPrepareRetrieve(nil, s)
+	})
+	f("another layout", func(p *worker.Paged) []byte {
+		s := slots(p, 8, 2)
+		s.Layout.DType = "bfloat16"
+		return lmcache.AppendPrepareRetrieve(nil, s)
+	})
+}
+
+// Operations that would touch memory they must not are refused; a full queue
+// drops stores and fails loads; ranks that keep copies do not store.
+func TestRefusedOperations(t *testing.T) {
+	s, p := newFakeServer(t), newPaged(worker.SinglePlane, 1, 16, 4, 1, 8)
+	gate := make(chan struct{})
+	s.gate = gate
+	s.set(lmcache.OpPrepareStore, func([][]byte) []byte { return lmcache.AppendPrepareStore(nil, slots(p, 8, 0)) })
+	a := openAdapter(t, s, p, func(o *worker.AdapterOptions) { o.MaxQueue, o.Concurrency = 1, 1 })
+	bad := []lmcache.LoadStore{
+		op(lmcache.Store, "id", 0, 8, 1, 16), op(lmcache.Store, "few", 0, 8, 1), op(lmcache.Store, "odd", 0, 9, 1, 2),
+		op(lmcache.Store, "long", 0, 72, make([]int, 18)...), op(lmcache.Store, "empty", 8, 8), op(lmcache.Store, "negative", -8, 0, 1, 2),
+	}
+	a.Save(bad)
+	if st := a.Stats(); st.StoresDropped != uint64(len(bad)) || st.Queued+st.Running > 0 {
+		t.Errorf("%+v", st)
+	}
+	a.Save([]lmcache.LoadStore{op(lmcache.Store, "runs", 0, 8, 1, 2)})
+	until(t, "first operation", func() bool { return a.Stats().Running == 1 })
+	a.Save([]lmcache.LoadStore{op(lmcache.Store, "waits", 0, 8, 1, 2), op(lmcache.Store, "dropped", 0, 8, 1, 2)})
+	a.Load([]lmcache.LoadStore{op(lmcache.Retrieve, "fails", 0, 8, 5, 6)})
+	if f := a.Finished([]string{"dropped"}); !slices.Equal(f.Sent, []string{"dropped"}) || !slices.Equal(f.Received, []string{"fails"}) {
+		t.Errorf("%+v", f)
+	}
+	if e := a.LoadErrors(); !slices.Equal(e.Blocks, []int{5, 6}) {
+		t.Errorf("%+v", e)
+	}
+	close(gate)
+	flush(t, a)
+
+	b := openAdapter(t, s, p, func(o *worker.AdapterOptions) { o.Parallel = lmcache.Parallel{World: 4, TP: 4, Rank: 1, MLA: true} })
+	b.Save([]lmcache.LoadStore{op(lmcache.Store, "copy", 0, 8, 1, 2)})
+	if f := b.Finished([]string{"copy"}); !slices.Equal(f.Sent, []string{"copy"}) {
+		t.Errorf("%+v", f)
+	}
+}
+
+// A false ping, silence, and a new connection each lead to a registration.
+func TestHealth(t *testing.T) {
+	s, p := newFakeServer(t), newPaged(worker.SinglePlane, 1, 16, 4, 1, 8)
+	a := openAdapter(t, s, p, func(o *worker.AdapterOptions) { o.Heartbeat = 20 * time.Millisecond })
+	var once sync.Once
+	s.set(lmcache.OpPing, func([][]byte) []byte {
+		known := true
+		once.Do(func() { known = false })
+		return lmcache.AppendBool(nil, known)
+	})
+	until(t, "registration after false", func() bool { return s.count(lmcache.OpRegisterEngineDriven) == 2 })
+	until(t, "healthy", a.Healthy)
+
+	s.set(lmcache.OpPing, func([][]byte) []byte { return nil })
+	until(t, "unhealthy", func() bool { return !a.Healthy() })
+	a.Load([]lmcache.LoadStore{op(lmcache.Retrieve, "r", 0, 8, 1, 2)})
+	if f := a.Finished(nil); !slices.Equal(f.Received, []string{"r"}) {
+		t.Errorf("%+v", f)
+	}
+	s.set(lmcache.OpPing, func([][]byte) []byte { return lmcache.AppendBool(nil, true) })
+	until(t, "healthy again", a.Healthy)
+	if n := s.count(lmcache.OpRegisterEngineDriven); n != 3 {
+		t.Errorf("%d registrations", n)
+	}
+
+	// Restarted between two pings, with an operation before the next one.
+	b := openAdapter(t, s, p, nil)
+	before := s.count(lmcache.OpRegisterEngineDriven)
+	s.router.Close()
+	s.listen(s.url)
+	s.set(lmcache.OpPrepareStore, func([][]byte) []byte { return lmcache.AppendPrepareStore(nil, slots(p, 8, 1)) })
+	until(t, "registration on a new connection", func() bool {
+		b.Save([]lmcache.LoadStore{op(lmcache.Store, "x", 0, 8, 1, 2)})
+		flush(t, b)
+		return b.Stats().Registrations == 1
+	})
+	if n := s.count(lmcache.OpRegisterEngineDriven); n <= before {
+		t.Errorf("%d registrations, %d before", n, before)
+	}
+}
