@@ -346,7 +346,7 @@ func TestProperties(t *testing.T) {
 		return s.ops
 	}
 	ops := 0
-	for seed := range uint64(300) {
+	for seed := range uint64(120) {
 		for _, d := range []tracker.Dialect{tracker.Current, tracker.Original} {
 			ops += f(tracker.Options{Dialect: d, Corrected: true}, seed)
 			ops += f(tracker.Options{Dialect: d}, seed)
