@@ -300,9 +300,8 @@ func (a *Adapter) do(j *job) bool {
 }
 
 func (a *Adapter) ensureRegistered(ctx context.Context) error {
-	before := a.w.epoch()
-	err := a.w.EnsureRegistered(ctx)
-	if err == nil && a.w.epoch() != before {
+	again, err := a.w.EnsureRegistered(ctx)
+	if again {
 		a.registered()
 	}
 	return err

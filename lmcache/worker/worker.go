@@ -86,17 +86,19 @@ func (w *Worker) Register(ctx context.Context) error {
 }
 
 // EnsureRegistered registers again if the client's connection is another one than
-// at the last registration: its server may have forgotten the worker.
-func (w *Worker) EnsureRegistered(ctx context.Context) error {
+// at the last registration: its server may have forgotten the worker. It reports
+// whether it did.
+func (w *Worker) EnsureRegistered(ctx context.Context) (again bool, err error) {
 	if !w.stale() {
-		return nil
+		return false, nil
 	}
 	w.registering.Lock()
 	defer w.registering.Unlock()
 	if !w.stale() {
-		return nil
+		return false, nil
 	}
-	return w.register(ctx)
+	err = w.register(ctx)
+	return err == nil, err
 }
 
 func (w *Worker) stale() bool {
