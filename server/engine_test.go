@@ -2,6 +2,7 @@ package server_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -33,7 +34,8 @@ type miniEngine struct {
 	track  *tracker.Tracker
 	worker *worker.Adapter
 	kv     *worker.Paged
-	next   int // block ids are never used twice
+	shard  int // which of a chunk's shards the worker keeps
+	next   int // block ids are not used twice
 	story  []string
 }
 
@@ -42,32 +44,46 @@ const (
 	miniChunk = 32
 )
 
-func newMiniEngine(t *testing.T, url, shmDir string, form worker.Form, heartbeat time.Duration) *miniEngine {
+// miniOptions configures a miniEngine.
+type miniOptions struct {
+	url, shmDir string
+	model       string // default: one of its own
+	form        worker.Form
+	heartbeat   time.Duration
+	parallel    lmcache.Parallel
+}
+
+func newMiniEngine(t *testing.T, o miniOptions) *miniEngine {
 	t.Helper()
-	e := &miniEngine{t: t, kv: &worker.Paged{Form: form, Blocks: 512, BlockTokens: miniBlock, Heads: 2, HeadSize: 8, DType: "float16"}, next: 1}
+	e := &miniEngine{t: t, kv: &worker.Paged{Form: o.form, Blocks: 512, BlockTokens: miniBlock, Heads: 2, HeadSize: 8, DType: "float16"}, next: 1}
 	planes := 2
-	if form == worker.SinglePlane {
+	if o.form == worker.SinglePlane {
 		planes = 1
 	}
 	for range 3 {
 		e.kv.Layers = append(e.kv.Layers, make([]byte, planes*512*miniBlock*32))
 	}
-	var err error
-	if e.client, err = lmcache.NewClient(url); err != nil {
+	parallel, err := o.parallel.Check()
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.shard = parallel.Shard()
+	if e.client, err = lmcache.NewClient(o.url); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	quiet := slog.New(slog.NewTextHandler(io.Discard, nil))
-	model := fmt.Sprintf("mini-%d-%d", form, time.Now().UnixNano())
+	model := cmp.Or(o.model, fmt.Sprintf("mini-%d-%d", o.form, time.Now().UnixNano()))
 	e.worker, err = worker.OpenAdapter(ctx, e.client, worker.AdapterOptions{
-		Model: model, Cache: e.kv, ShmDir: shmDir, Heartbeat: heartbeat, CallTimeout: 10 * time.Second, MaxEvents: 1000, Logger: quiet,
+		Model: model, Cache: e.kv, ShmDir: o.shmDir, Heartbeat: o.heartbeat, CallTimeout: 10 * time.Second, MaxEvents: 1000, Logger: quiet,
+		Parallel: parallel,
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	e.cache, err = tracker.NewScheduler(e.client, tracker.SchedulerOptions{
-		Model: model, ChunkTokens: miniChunk, InstanceID: e.worker.Worker().InstanceID(), Heartbeat: heartbeat, Logger: quiet,
+		Model: model, Parallel: parallel, ChunkTokens: miniChunk, InstanceID: e.worker.Worker().InstanceID(), Heartbeat: o.heartbeat, Logger: quiet,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -139,7 +155,9 @@ func (e *miniEngine) each(f func(layer, plane int)) {
 // compute writes the right content of r's whole blocks [from, to).
 func (e *miniEngine) compute(r *miniRequest, from, to int) {
 	for n := from; n < to; n++ {
-		e.each(func(layer, plane int) { copy(e.blockOf(layer, plane, r.blocks[n]), fill(layer, plane, n, r.Tokens)) })
+		e.each(func(layer, plane int) {
+			copy(e.blockOf(layer, plane, r.blocks[n]), fill(layer+100*e.shard, plane, n, r.Tokens))
+		})
 	}
 }
 
@@ -148,7 +166,7 @@ func (e *miniEngine) check(r *miniRequest, from, to int) {
 	e.t.Helper()
 	for n := from; n < to; n++ {
 		e.each(func(layer, plane int) {
-			if !bytes.Equal(e.blockOf(layer, plane, r.blocks[n]), fill(layer, plane, n, r.Tokens)) {
+			if !bytes.Equal(e.blockOf(layer, plane, r.blocks[n]), fill(layer+100*e.shard, plane, n, r.Tokens)) {
 				e.t.Errorf("%s: block %d, layer %d, plane %d: wrong bytes", r.ID, n, layer, plane)
 			}
 		})
@@ -471,7 +489,12 @@ func (e *miniEngine) compare(want []string) {
 // startMini starts a server of ours in dir; endpoint may name a port to reuse.
 func startMini(t *testing.T, dir, endpoint string) (url string, st *store.Store, stop func()) {
 	t.Helper()
-	p, err := pool.Open(pool.Options{Name: "pool", Bytes: 4 << 20, Dir: dir, ChunkTokens: miniChunk})
+	return startMiniSized(t, dir, endpoint, 4<<20)
+}
+
+func startMiniSized(t *testing.T, dir, endpoint string, poolBytes int64) (url string, st *store.Store, stop func()) {
+	t.Helper()
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: poolBytes, Dir: dir, ChunkTokens: miniChunk})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -493,7 +516,7 @@ func TestEngineScript(t *testing.T) {
 	for _, form := range []worker.Form{worker.PlanesFirst, worker.BlocksFirst, worker.SinglePlane} {
 		dir := t.TempDir()
 		url, st, stop := startMini(t, dir, "tcp://127.0.0.1:*")
-		e := newMiniEngine(t, url, dir, form, 50*time.Millisecond)
+		e := newMiniEngine(t, miniOptions{url: url, shmDir: dir, form: form, heartbeat: 50 * time.Millisecond})
 		miniScript(e)
 		e.compare(miniStory)
 		if s := st.Stats(); s.Transfers != 0 {
@@ -522,7 +545,7 @@ func TestEngineScriptReal(t *testing.T) {
 	if url == "" {
 		t.Skip("KVASIR_LMCACHE_URL names no lmcache server; interop/lmcache/tracker.sh starts one")
 	}
-	e := newMiniEngine(t, url, "", worker.PlanesFirst, time.Second)
+	e := newMiniEngine(t, miniOptions{url: url, heartbeat: time.Second})
 	defer e.close()
 	miniScript(e)
 	e.compare(miniStory)

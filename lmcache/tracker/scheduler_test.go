@@ -102,16 +102,19 @@ func newScheduler(t *testing.T, change func(*tracker.SchedulerOptions)) (*lookup
 	return s, sch
 }
 
-func result(t *testing.T, s *tracker.Scheduler, id string) int {
+func until(t *testing.T, what string, f func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
-		if n, ok := s.LookupResult(id); ok {
-			return n
-		}
+	for deadline := time.Now().Add(10 * time.Second); !f(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatalf("no result for %s", id)
+			t.Fatalf("%s: never came", what)
 		}
 	}
+}
+
+func result(t *testing.T, s *tracker.Scheduler, id string) (n int) {
+	t.Helper()
+	until(t, "result for "+id, func() (ok bool) { n, ok = s.LookupResult(id); return ok })
+	return n
 }
 
 func flush(t *testing.T, s *tracker.Scheduler) {
@@ -164,9 +167,7 @@ func TestScheduler(t *testing.T) {
 	s.set(true, false)
 	sch.SubmitLookup("b", tokens, "")
 	sch.SubmitLookup("c", tokens, "")
-	for len(s.seenNow()) < 2 {
-		time.Sleep(time.Millisecond)
-	}
+	until(t, "lookups", func() bool { return len(s.seenNow()) == 2 })
 	s.take()
 	sch.CleanupLookup("b")
 	sch.EndSession("c")
@@ -174,10 +175,7 @@ func TestScheduler(t *testing.T) {
 	expect(t, s)
 	s.set(false, false)
 	var got []string
-	for len(got) < 3 {
-		got = append(got, s.take()...)
-		time.Sleep(time.Millisecond)
-	}
+	until(t, "calls", func() bool { got = append(got, s.take()...); return len(got) >= 3 })
 	slices.Sort(got)
 	if want := []string{"end_session c", `free_lookup_locks b 0-24 4 of 1 salt ""`, `free_lookup_locks c 0-24 4 of 1 salt ""`}; !slices.Equal(got, want) {
 		t.Errorf("%q", got)
@@ -217,9 +215,7 @@ func TestSchedulerUnhealthy(t *testing.T) {
 	s.take()
 	sch.EndSession("later")
 	s.set(false, false)
-	for !sch.Healthy() {
-		time.Sleep(time.Millisecond)
-	}
+	until(t, "healthy", sch.Healthy)
 	sch.SubmitLookup("again", tokens, "")
 	if n := result(t, sch, "again"); n != 24 {
 		t.Errorf("hit %d", n)

@@ -348,4 +348,37 @@ func TestHealth(t *testing.T) {
 	if n := s.count(lmcache.OpRegisterEngineDriven); n <= before {
 		t.Errorf("%d registrations, %d before", n, before)
 	}
+
+	// The same without an operation: the next ping is answered true, but by a
+	// server that has never seen the worker.
+	idle := openAdapter(t, s, p, func(o *worker.AdapterOptions) { o.Heartbeat = 300 * time.Millisecond })
+	s.router.Close()
+	s.listen(s.url)
+	until(t, "registration of an idle worker", func() bool { return idle.Stats().Registrations == 1 })
+}
+
+// Slots that were named before the worker registered again are places in another
+// pool: nothing is written and nothing committed.
+func TestStaleSlots(t *testing.T) {
+	s, p := newFakeServer(t), newPaged(worker.PlanesFirst, 1, 16, 4, 1, 8)
+	for i := range p.Layers[0] {
+		p.Layers[0][i] = 0xaa
+	}
+	gate := make(chan struct{})
+	s.gate = gate
+	s.set(lmcache.OpPrepareStore, func([][]byte) []byte { return lmcache.AppendPrepareStore(nil, slots(p, 8, 1)) })
+	a := openAdapter(t, s, p, nil)
+	a.Save([]lmcache.LoadStore{op(lmcache.Store, "r", 0, 8, 1, 2)})
+	until(t, "prepare", func() bool { return s.count(lmcache.OpPrepareStore) == 1 })
+	if err := a.Worker().Register(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	close(gate)
+	flush(t, a)
+	if n, st := s.count(lmcache.OpCommitStore), a.Stats(); n != 0 || st.StoresFailed != 1 {
+		t.Errorf("%d commits, %+v", n, st)
+	}
+	if bytes.Contains(s.pool.Bytes(0, poolBytes), []byte{0xaa}) {
+		t.Error("a stale slot was written")
+	}
 }
