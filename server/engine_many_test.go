@@ -41,19 +41,6 @@ func miniRanks(t *testing.T, url, shmDir string, mla bool) {
 			e.worker.Save(ops)
 		}
 	}
-	done := func(r *miniRequest) {
-		if _, err := a.track.Finish(&r.Request); err != nil {
-			t.Fatal(err)
-		}
-		for _, e := range ranks {
-			var sent []string
-			e.until("end of "+r.ID, func() bool {
-				sent = append(sent, e.worker.Finished([]string{r.ID}).Sent...)
-				return slices.Contains(sent, r.ID)
-			})
-			e.settle()
-		}
-	}
 
 	r := a.request("ranks cold", prompt)
 	a.alloc(r, a.match(r, 0).Tokens)
@@ -61,7 +48,7 @@ func miniRanks(t *testing.T, url, shmDir string, mla bool) {
 		e.compute(r, 0, 6)
 	}
 	step(&tracker.Step{New: []tracker.NewRequest{{ID: r.ID}}, Scheduled: map[string]int{r.ID: 100}})
-	done(r)
+	finishRanks(ranks, r)
 	if n := ranks[1].worker.Stats().Stores; mla && n != 0 || !mla && n != 1 {
 		t.Errorf("rank 1 stored %d times", n)
 	}
@@ -80,7 +67,7 @@ func miniRanks(t *testing.T, url, shmDir string, mla bool) {
 		}
 		e.check(r, 0, 6)
 	}
-	done(r)
+	finishRanks(ranks, r)
 
 	// Every reader has used its pin: nothing keeps the chunks.
 	a.clear(false)
@@ -90,6 +77,21 @@ func miniRanks(t *testing.T, url, shmDir string, mla bool) {
 	}
 	_, _ = a.track.Finish(&r.Request)
 	a.settle()
+}
+
+// finishRanks ends r, which the first rank's scheduler tracks.
+func finishRanks(ranks []*miniEngine, r *miniRequest) {
+	if _, err := ranks[0].track.Finish(&r.Request); err != nil {
+		ranks[0].t.Fatal(err)
+	}
+	for _, e := range ranks {
+		var sent []string
+		e.until("end of "+r.ID, func() bool {
+			sent = append(sent, e.worker.Finished([]string{r.ID}).Sent...)
+			return slices.Contains(sent, r.ID)
+		})
+		e.settle()
+	}
 }
 
 func TestEngineRanks(t *testing.T) {

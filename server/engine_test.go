@@ -317,9 +317,16 @@ func miniTokens(n int, seed uint32) []uint32 {
 // miniScript is the script that every server must play alike: store, partial hit,
 // preemption, abort, failed load.
 func miniScript(e *miniEngine) {
-	t := e.t
-	t.Helper()
+	e.t.Helper()
 	prompt := miniTokens(100, 1)
+	miniHits(e, prompt)
+	miniLosses(e, prompt)
+	e.clear(true)
+}
+
+// miniHits is the script's part in which all goes well.
+func miniHits(e *miniEngine, prompt []uint32) {
+	e.t.Helper()
 	e.serve(e.request("cold", prompt))
 	stored, lost := e.worker.Events()
 	e.say("events: %d, %d lost", len(stored), lost)
@@ -334,7 +341,7 @@ func miniScript(e *miniEngine) {
 	e.load(r)
 	e.check(r, 1, 4)
 	if !bytes.Equal(e.blockOf(1, 0, r.blocks[0]), guard) {
-		t.Error("the load wrote to a block it must skip")
+		e.t.Error("the load wrote to a block it must skip")
 	}
 	e.compute(r, 0, 1)
 	e.run(r, 64, false)
@@ -356,10 +363,14 @@ func miniScript(e *miniEngine) {
 	e.settle()
 	e.clear(false)
 	e.serve(e.request("after clear", prompt))
+}
 
+// miniLosses is the script's part in which blocks and chunks are lost.
+func miniLosses(e *miniEngine, prompt []uint32) {
+	e.t.Helper()
 	// Preempted in the middle of decoding: its blocks go, its tokens come back.
-	r = e.request("preempted", slices.Clone(prompt))
-	m = e.match(r, 0)
+	r := e.request("preempted", slices.Clone(prompt))
+	m := e.match(r, 0)
 	e.alloc(r, m.Tokens)
 	e.load(r)
 	e.run(r, m.Tokens, false)
@@ -389,14 +400,13 @@ func miniScript(e *miniEngine) {
 	e.alloc(r, m.Tokens)
 	e.clear(true)
 	if e.load(r) {
-		t.Error("a load of vanished chunks succeeded")
+		e.t.Error("a load of vanished chunks succeeded")
 	}
 	e.match(r, 0)
 	e.alloc(r, 0)
 	e.run(r, 0, false)
 	e.finish(r)
 	e.serve(e.request("after failure", prompt))
-	e.clear(true)
 }
 
 var miniStory = []string{

@@ -59,35 +59,42 @@ func (b *bench) calls() string {
 	return out
 }
 
-// Each departure of Options.Corrected: what the dialects do, and what is right.
-func TestCorrected(t *testing.T) {
-	f := func(what string, play func(*bench) string, original, current, corrected string) {
-		t.Helper()
-		for _, o := range []tracker.Options{
-			{Dialect: tracker.Original},
-			{Dialect: tracker.Current},
-			{Dialect: tracker.Original, Corrected: true},
-			{Dialect: tracker.Current, Corrected: true},
-		} {
-			want := corrected
-			if !o.Corrected && o.Dialect == tracker.Original {
-				want = original
-			} else if !o.Corrected {
-				want = current
-			}
-			o.BlockTokens, o.ChunkTokens = 4, 8
-			c := &fakeCache{results: map[string]int{}}
-			tr, err := tracker.New(c, o)
-			if err != nil {
-				t.Fatal(err)
-			}
-			b := &bench{t, tr, c, &tracker.Request{ID: "r", Tokens: make([]uint32, 18), Hashes: 4, Salt: "salt"}}
-			if got := play(b); got != want {
-				t.Errorf("%s, %v, corrected %v:\ngot  %s\nwant %s", what, o.Dialect, o.Corrected, got, want)
-			}
+// departs plays a script in both dialects and corrected, which is the same for
+// both.
+func departs(t *testing.T, what string, play func(*bench) string, original, current, corrected string) {
+	t.Helper()
+	for _, o := range []tracker.Options{
+		{Dialect: tracker.Original},
+		{Dialect: tracker.Current},
+		{Dialect: tracker.Original, Corrected: true},
+		{Dialect: tracker.Current, Corrected: true},
+	} {
+		want := corrected
+		if !o.Corrected && o.Dialect == tracker.Original {
+			want = original
+		} else if !o.Corrected {
+			want = current
+		}
+		o.BlockTokens, o.ChunkTokens = 4, 8
+		c := &fakeCache{results: map[string]int{}}
+		tr, err := tracker.New(c, o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := &bench{t, tr, c, &tracker.Request{ID: "r", Tokens: make([]uint32, 18), Hashes: 4, Salt: "salt"}}
+		if got := play(b); got != want {
+			t.Errorf("%s, %v, corrected %v:\ngot  %s\nwant %s", what, o.Dialect, o.Corrected, got, want)
 		}
 	}
+}
 
+// Each departure of Options.Corrected that changes what is stored or loaded: what
+// the dialects do, and what is right.
+func TestCorrectedOperations(t *testing.T) {
+	f := func(what string, play func(*bench) string, original, current, corrected string) {
+		t.Helper()
+		departs(t, what, play, original, current, corrected)
+	}
 	f("a hit asked for twice", func(b *bench) string {
 		b.c.results["r"] = 8
 		b.match(0)
@@ -146,7 +153,14 @@ func TestCorrected(t *testing.T) {
 		b.step(tracker.Step{})
 		return b.match(0)
 	}, "{Tokens:16 Pending:false Async:true}", "{Tokens:16 Pending:false Async:true}", "{Tokens:0 Pending:false Async:false}")
+}
 
+// The same for what is asked of the cache, and for hits that do not fit.
+func TestCorrectedCalls(t *testing.T) {
+	f := func(what string, play func(*bench) string, original, current, corrected string) {
+		t.Helper()
+		departs(t, what, play, original, current, corrected)
+	}
 	f("no external tokens", func(b *bench) string {
 		b.c.results["r"] = 16
 		b.match(0)
@@ -154,7 +168,6 @@ func TestCorrected(t *testing.T) {
 		b.alloc(0, 1, 2, 3, 4, 5)
 		return b.calls() + b.step(tracker.Step{})
 	}, "[[cleanup r]]RETRIEVE 0-16 [1 2 3 4] ;", "[[cleanup r] [free_locks r 18 0 16]]", "[[cleanup r] [free_locks r 18 0 16 salt]]")
-
 	f("salt of lookups", func(b *bench) string {
 		b.match(0)
 		return b.calls()
