@@ -33,7 +33,6 @@ type Session struct {
 	ID        string
 	Hit       int // chunks of the last lookup
 	HitUnread bool
-	Used      []uint64 // what the request stored or hit, for the owner to touch; opaque here
 
 	leases       []Lease
 	last         time.Time

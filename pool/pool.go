@@ -63,12 +63,6 @@ type Key struct {
 // Slot numbers an object's place; the number is reused.
 type Slot uint32
 
-// Ref names a slot's present content: it goes stale when the slot is reused.
-type Ref struct {
-	Slot       Slot
-	Generation uint32
-}
-
 // State is what a slot is.
 type State uint8
 
@@ -251,16 +245,6 @@ func (p *Pool) Holds(s Slot) int { return p.record(s).holds() }
 
 // StateOf returns a slot's state.
 func (p *Pool) StateOf(s Slot) State { return p.record(s).state() }
-
-// Ref names the slot's present content.
-func (p *Pool) Ref(s Slot) Ref { return Ref{s, p.record(s).generation()} }
-
-// Live reports whether r still names what it named, staged or resident.
-func (p *Pool) Live(r Ref) bool {
-	rec := p.record(r.Slot)
-	st := rec.state()
-	return rec.generation() == r.Generation && (st == Staged || st == Resident)
-}
 
 // Usage returns what the pool's bytes are.
 func (p *Pool) Usage() Usage {

@@ -44,11 +44,10 @@ func TestLifeOfASlot(t *testing.T) {
 	if u := p.Usage(); u.ResidentBytes != 8192 || u.FreeBytes != 8192 || u.Resident != 1 {
 		t.Fatalf("%+v", u)
 	}
-	ref := p.Ref(s)
 	p.Hold(s)
 	p.Hold(s)
 	p.Drop(s)
-	if _, st := p.Find(key(1)); st != pool.Free || p.StateOf(s) != pool.Condemned || p.Live(ref) {
+	if _, st := p.Find(key(1)); st != pool.Free || p.StateOf(s) != pool.Condemned {
 		t.Fatalf("condemned: key in state %d, slot in %d", st, p.StateOf(s))
 	}
 	again, err := p.Reserve(key(1), 4096) // the key is free, the memory is not

@@ -95,7 +95,7 @@ func (s *Server) commitStore(sc *scratch, p [][]byte) error {
 		s.log.Warn(fmt.Sprintf("worker %d of %s cannot map /dev/shm/%s and sends pickled tensors, which this server does not read: "+
 			"run it on the same host as the same user (containers: share /dev/shm, for example --ipc=host)", in.id, in.model, s.store.PoolName()))
 	}
-	got := s.store.CommitStore(t, sc.key.RequestID, len(data) == 0)
+	got := s.store.CommitStore(t, sc.key.RequestID, sc.key.Hashes, len(data) == 0)
 	switch {
 	case len(data) > 0:
 		return errPickle

@@ -203,7 +203,7 @@ func (m *model) finish() {
 		m.store.CommitLoad(j.name, []byte(j.request))
 		return
 	}
-	got := m.store.CommitStore(j.name, []byte(j.request), true)
+	got := m.store.CommitStore(j.name, []byte(j.request), j.hashes, true)
 	if got.Chunks > 0 && j.dead {
 		m.r.Fatalf("a dead worker's commit made %d chunks visible", got.Chunks)
 	}

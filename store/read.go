@@ -179,7 +179,6 @@ func (s *Store) CommitLoad(name Transfer, requestID []byte) Committed {
 	if out.Chunks > 0 && !out.Late {
 		s.mu.n.LoadedChunks += uint64(out.Chunks)
 		s.mu.n.LoadedBytes += uint64(out.Chunks) * uint64(s.mu.pool.Length(h.slots[0]))
-		s.rememberLocked(requestID, h.slots)
 	}
 	s.endHoldLocked(h, false)
 	return out
@@ -204,36 +203,12 @@ func (s *Store) FreePins(session []byte, from, to, readers int) {
 	}
 }
 
-// maxUsed bounds the chunks a session remembers to have used.
-const maxUsed = 1 << 14
-
-// rememberLocked notes that a request used slots, for EndSession.
-func (s *Store) rememberLocked(session []byte, slots []pool.Slot) {
-	sess := s.openLocked(session, time.Now())
-	if len(sess.Used)+len(slots) > maxUsed {
-		return
-	}
-	for _, slot := range slots {
-		r := s.mu.pool.Ref(slot)
-		sess.Used = append(sess.Used, uint64(r.Generation)<<32|uint64(r.Slot))
-	}
-}
-
-// EndSession gives back what the session still pins and makes the chunks it used
-// the most recently used ones, heads after tails, so that tails are evicted
-// first.
+// EndSession gives back what the session still pins; each chunk so released
+// becomes the most recently used, heads after tails.
 func (s *Store) EndSession(session []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	sess := s.mu.leases.End(session)
-	if sess == nil {
-		return
-	}
-	s.releaseLocked(sess)
-	for i := len(sess.Used) - 1; i >= 0; i-- {
-		r := pool.Ref{Slot: pool.Slot(sess.Used[i]), Generation: uint32(sess.Used[i] >> 32)}
-		if s.mu.pool.Live(r) {
-			s.touchLocked(r.Slot)
-		}
+	if sess := s.mu.leases.End(session); sess != nil {
+		s.releaseLocked(sess)
 	}
 }

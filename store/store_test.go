@@ -29,7 +29,7 @@ func (b *bench) put(request string, hashes []kv.Hash, from, to, want int) {
 		copy(b.at(off), content(hashes[from+p.Indices[i]], 0))
 	}
 	if want > 0 {
-		if got := b.store.CommitStore(tr, []byte(request), true); got.Chunks != want {
+		if got := b.store.CommitStore(tr, []byte(request), hashes, true); got.Chunks != want {
 			b.t.Fatalf("CommitStore = %+v, want %d chunks", got, want)
 		}
 	}
@@ -89,7 +89,7 @@ func TestEveryShard(t *testing.T) {
 		if _, err := b.store.Reserve(tr, []byte("a"), h, chunkBytes, &p); err != nil {
 			t.Fatal(err)
 		}
-		b.store.CommitStore(tr, []byte("a"), true)
+		b.store.CommitStore(tr, []byte("a"), h, true)
 	}
 	got := b.store.Lookup([]byte("x"), store.Shard{Namespace: one.Namespace, World: 2}, h, 1)
 	if got.Hit != 2 || got.Shard != 1 {
@@ -133,14 +133,14 @@ func TestDelayedWriter(t *testing.T) {
 		}
 		// The old copy ends now. Its commit must not publish the new slot.
 		copy(b.at(late.Offsets[0]), bytes.Repeat([]byte{0xee}, chunkBytes))
-		if got := b.store.CommitStore(tr, []byte("slow"), true); got.Chunks != 0 || !got.Late {
+		if got := b.store.CommitStore(tr, []byte("slow"), h, true); got.Chunks != 0 || !got.Late {
 			t.Fatalf("late commit: %+v", got)
 		}
 		if got := b.hit(h); got.Hit != 0 {
 			t.Fatal("a late commit made a chunk visible that is still being written")
 		}
 		copy(b.at(again.Offsets[0]), content(h[0], 0))
-		if got := b.store.CommitStore(tr, []byte("slow"), true); got.Chunks != 1 {
+		if got := b.store.CommitStore(tr, []byte("slow"), h, true); got.Chunks != 1 {
 			t.Fatalf("commit: %+v", got)
 		}
 		if got := b.hit(h); got.Hit != 1 {

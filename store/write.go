@@ -127,8 +127,10 @@ type Committed struct {
 }
 
 // CommitStore ends the transfer that Reserve began. With ok its chunks become
-// visible, unless the worker was detached in between.
-func (s *Store) CommitStore(name Transfer, requestID []byte, ok bool) Committed {
+// visible, unless the worker was detached in between. hashes are those of the
+// prompt, at least the first name.To: the chunks before the range become more
+// recently used than those in it, so that tails are evicted before heads.
+func (s *Store) CommitStore(name Transfer, requestID []byte, hashes []kv.Hash, ok bool) Committed {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	h := s.mu.holds.match(name, requestID)
@@ -140,10 +142,22 @@ func (s *Store) CommitStore(name Transfer, requestID []byte, ok bool) Committed 
 	s.mu.n.StoredChunks += uint64(n)
 	if n > 0 {
 		s.mu.n.StoredBytes += uint64(n) * uint64(s.mu.pool.Length(h.slots[0]))
-		s.rememberLocked(requestID, h.slots)
+		s.touchHeadsLocked(name, hashes)
 	}
 	if late {
 		s.mu.n.LateCommits++
 	}
 	return Committed{Found: true, Chunks: n, Late: late}
+}
+
+// touchHeadsLocked makes the chunks of a shard before name's range the most
+// recently used, the first one last.
+func (s *Store) touchHeadsLocked(name Transfer, hashes []kv.Hash) {
+	var k pool.Key
+	for i := name.From - 1; i >= 0; i-- {
+		name.Shard.key(&k, name.Shard.Index, hashes[i])
+		if slot, st := s.mu.pool.Find(&k); st == pool.Resident {
+			s.touchLocked(slot)
+		}
+	}
 }
