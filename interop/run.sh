@@ -45,4 +45,12 @@ for path in sys.argv[1:]:
     print(f"{r['passed']} checks passed, failed: {r['failed'] or 'none'}")
 P
 stop_servers
+
+echo "== tracker and worker against the real lmcache server, restart included"
+LMCACHE=$(dirname "$python")/lmcache PORT=$(free_port) HTTP=$(free_port) interop/lmcache/tracker.sh | grep -vE '^(=== |    )'
+
+echo "== two generations of the C++ transfer engine against package transfer"
+KVASIR_PYTHON_TE=$(interop/python.sh interop/requirements-te.txt) \
+	KVASIR_PYTHON_TE_OLD=$(interop/python.sh interop/requirements-te-old.txt) \
+	go test -count=1 -timeout 400s ./interop/transfer
 echo "interop passed"

@@ -251,7 +251,7 @@ func TestTransfer(t *testing.T) {
 	if code != 0 || got != string(want) {
 		t.Fatalf("exit %d, %d bytes\n%s", code, len(got), stderr)
 	}
-	code, bench, stderr := run(t, "transfer", "bench", "--peer-file", file, "--sizes", "4k", "--batches", "8", "--for", "20ms", "--verify")
+	code, bench, stderr := run(t, "transfer", "bench", "--peer-file", file, "--sizes", "4k", "--batches", "8", "--seconds", "0.02", "--verify")
 	if code != 0 || !strings.Contains(bench, "BenchmarkTransfer/op=write/size=4096/batch=8") {
 		t.Errorf("exit %d\n%s%s", code, bench, stderr)
 	}

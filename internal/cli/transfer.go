@@ -143,25 +143,25 @@ func (c *transferReadCmd) Run(e *env) error {
 }
 
 type transferBenchCmd struct {
-	PeerFile []string      `help:"File that serve wrote; repeat it for several peers." required:"" placeholder:"FILE"`
-	Sizes    []byteSize    `help:"Bytes of a block." default:"4k,16k,64k,256k,1m,4m,16m"`
-	Batches  []int         `help:"Blocks per call." default:"1,8,64,256,1024"`
-	Ops      []string      `help:"write, read, socket (the floor: a plain loopback copy)." default:"write,read" enum:"write,read,socket"`
-	Layout   string        `help:"How blocks lie at the peer: packed, reversed, scattered." default:"packed" enum:"packed,reversed,scattered"`
-	Conns    int           `help:"Connections per peer." default:"4"`
-	Callers  int           `help:"Callers per peer, each with connections of its own." default:"1"`
-	For      time.Duration `help:"Time per measurement." default:"1s"`
-	Verify   bool          `help:"Write a fresh pattern and read it back after each measurement."`
+	PeerFile []string   `help:"File that serve wrote; repeat it for several peers." required:"" placeholder:"FILE"`
+	Sizes    []byteSize `help:"Bytes of a block." default:"4k,16k,64k,256k,1m,4m,16m"`
+	Batches  []int      `help:"Blocks per call." default:"1,8,64,256,1024"`
+	Ops      []string   `help:"write, read, socket (the floor: a plain loopback copy)." default:"write,read" enum:"write,read,socket"`
+	Layout   string     `help:"How blocks lie at the peer: packed, reversed, scattered." default:"packed" enum:"packed,reversed,scattered"`
+	Conns    int        `help:"Connections per peer." default:"4"`
+	Callers  int        `help:"Callers per peer, each with connections of its own." default:"1"`
+	Seconds  float64    `help:"Time per measurement." default:"1"`
+	Verify   bool       `help:"Write a fresh pattern and read it back after each measurement."`
 }
 
 // Run measures.
 func (c *transferBenchCmd) Run(e *env) error {
-	if c.For <= 0 || c.Conns < 1 || c.Callers < 1 {
-		return fmt.Errorf("%w: need --for above 0, --conns and --callers of at least 1", errUsage)
+	if !(c.Seconds > 0) || c.Seconds > 3600 || c.Conns < 1 || c.Callers < 1 {
+		return fmt.Errorf("%w: need --seconds above 0 and up to 3600, --conns and --callers of at least 1", errUsage)
 	}
 	o := transfertool.BenchOptions{
 		Client: transfer.Options{Conns: c.Conns}, Callers: c.Callers, Ops: c.Ops, Batches: c.Batches,
-		Layout: transfertool.Layout(c.Layout), For: c.For, Verify: c.Verify,
+		Layout: transfertool.Layout(c.Layout), For: seconds(c.Seconds), Verify: c.Verify,
 	}
 	for _, path := range c.PeerFile {
 		p, err := transfertool.ReadPeerFile(path)
