@@ -1,13 +1,9 @@
-//go:build unix && (!linux || race)
+//go:build unix && !linux
 
 // Package rawio reads and writes non-blocking sockets; see rawio_linux.go.
 package rawio
 
-import (
-	"syscall"
-
-	"golang.org/x/sys/unix"
-)
+import "syscall"
 
 // Read reads from the non-blocking descriptor fd.
 func Read(fd uintptr, b []byte) (int, error) { return syscall.Read(int(fd), b) }
@@ -15,9 +11,14 @@ func Read(fd uintptr, b []byte) (int, error) { return syscall.Read(int(fd), b) }
 // Write writes to the non-blocking descriptor fd.
 func Write(fd uintptr, b []byte) (int, error) { return syscall.Write(int(fd), b) }
 
-// Writev writes bufs, at most MaxVec of which count.
+// Writev writes the first of bufs.
 func Writev(fd uintptr, bufs [][]byte, _ *Vec) (int, error) {
-	return unix.Writev(int(fd), bufs[:min(len(bufs), MaxVec)])
+	for _, b := range bufs {
+		if len(b) > 0 {
+			return syscall.Write(int(fd), b)
+		}
+	}
+	return 0, nil
 }
 
 // Vec is scratch space for Writev.
