@@ -1,13 +1,38 @@
 #!/usr/bin/env bash
-# Races this build against the real LMCache 0.5.6 server: every row A,B,A,B in one run,
-# ratios of medians. About 15 minutes. Needs bin/kvasir; `make bench` calls it.
-# Arguments are passed on to the driver, for example --lookups 300.
+# Races this build against the originals, in turns in one run, ratios of medians: the
+# real LMCache 0.5.6 server, vLLM's hybrid coordinator, the C++ transfer engine. About
+# 20 minutes, and 10 GB the first time. Needs bin/kvasir; `make bench` calls it.
+# Arguments are passed on to the first driver, for example --lookups 300. BENCH names
+# the parts: lmcache, coordinator, transfer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=$(interop/python.sh)
-lmcache=$(dirname "$python")/lmcache
-mkdir -p bin
-trap 'bin/kvasir server --l1-size-gb 2 --shm-name race_kvasir --drop 2>/dev/null' EXIT
-"$python" interop/lmcache/mp_bench.py --l1-gb 2 --lookups 1000 --skip transfer --out bin/race.json "$@" --race \
-	"$lmcache server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http} --l1-size-gb 2 --no-l1-use-lazy --eviction-policy LRU --supported-transfer-mode auto --shm-name race{port}" \
-	"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir --cold"
+bench=${BENCH:-lmcache coordinator transfer}
+
+race_lmcache() {
+	local python lmcache
+	python=$(interop/python.sh)
+	lmcache=$(dirname "$python")/lmcache
+	mkdir -p bin
+	trap 'bin/kvasir server --l1-size-gb 2 --shm-name race_kvasir --drop 2>/dev/null' EXIT
+	"$python" interop/lmcache/mp_bench.py --l1-gb 2 --lookups 1000 --skip transfer --out bin/race.json "$@" --race \
+		"$lmcache server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http} --l1-size-gb 2 --no-l1-use-lazy --eviction-policy LRU --supported-transfer-mode auto --shm-name race{port}" \
+		"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir --cold"
+}
+
+race_coordinator() {
+	local dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
+	interop/vllm/setup_venv.sh "$dir"
+	"$dir/bin/python" interop/coordinator/bench_original.py --go .
+}
+
+race_transfer() {
+	"$(interop/python.sh interop/requirements-te.txt)" interop/transfer/compare.py --kvasir 'bin/kvasir transfer' --rounds 5
+}
+
+for part in $bench; do
+	case $part in
+	lmcache) race_lmcache "$@" ;;
+	coordinator | transfer) "race_$part" ;;
+	*) echo "BENCH: no part $part" >&2; exit 2 ;;
+	esac
+done
