@@ -13,10 +13,10 @@ race_lmcache() {
 	python=$(interop/python.sh)
 	lmcache=$(dirname "$python")/lmcache
 	mkdir -p bin
-	trap 'bin/kvasir server --l1-size-gb 2 --shm-name race_kvasir --drop 2>/dev/null' EXIT
+	trap 'rm -f /dev/shm/lmcache_l1_pool_race_kvasir_*' EXIT
 	"$python" interop/lmcache/mp_bench.py --l1-gb 2 --lookups 1000 --skip transfer --out bin/race.json "$@" --race \
 		"$lmcache server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http} --l1-size-gb 2 --no-l1-use-lazy --eviction-policy LRU --supported-transfer-mode auto --shm-name race{port}" \
-		"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir --cold"
+		"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir_{port}"
 }
 
 race_coordinator() {
