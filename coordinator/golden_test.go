@@ -2,17 +2,14 @@ package coordinator_test
 
 import (
 	"bytes"
-	"compress/gzip"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"os"
-	"path/filepath"
 	"slices"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/internal/vectors"
 )
 
 var vectorFiles = []string{
@@ -52,40 +49,10 @@ type maskCase struct {
 	R      json.RawMessage `json:"r"`
 }
 
-// vectorBytes reads a vector file from $KVASIR_VECTORS/coordinator, or the copy
-// in testdata when that is not set.
-func vectorBytes(t testing.TB, name string) []byte {
-	t.Helper()
-	if dir := os.Getenv("KVASIR_VECTORS"); dir != "" {
-		data, err := os.ReadFile(filepath.Join(dir, "coordinator", name))
-		if errors.Is(err, os.ErrNotExist) {
-			t.Skipf("no %s in $KVASIR_VECTORS", name)
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		return data
-	}
-	f, err := os.Open(filepath.Join("testdata", name+".gz"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	z, err := gzip.NewReader(f)
-	if err != nil {
-		t.Fatal(err)
-	}
-	data, err := io.ReadAll(z)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return data
-}
-
 // readVectors returns the cases of a file and what the original answered them.
 func readVectors(t testing.TB, name string) (*coordinator.Vectors, []want) {
 	t.Helper()
-	data := vectorBytes(t, name)
+	data := vectors.Bytes(t, "coordinator/"+name)
 	v, err := coordinator.ParseVectors(data)
 	if err != nil {
 		t.Fatal(err)

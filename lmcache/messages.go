@@ -2,7 +2,6 @@ package lmcache
 
 import (
 	"fmt"
-	"math"
 
 	"github.com/tinylib/msgp/msgp"
 
@@ -462,11 +461,3 @@ func AppendBytes(b, v []byte) []byte { return msgp.AppendBytes(b, v) }
 
 // AppendNil appends nil.
 func AppendNil(b []byte) []byte { return msgp.AppendNil(b) }
-
-// AppendSeconds appends a float64, the form of wait_prefetch_status's timeout.
-func AppendSeconds(b []byte, s float64) []byte {
-	if math.IsNaN(s) || s < 0 {
-		s = 0
-	}
-	return msgp.AppendFloat64(b, s)
-}

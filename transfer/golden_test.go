@@ -2,54 +2,20 @@ package transfer
 
 import (
 	"bytes"
-	"compress/gzip"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"io"
-	"io/fs"
 	"net"
-	"os"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
 	"time"
-)
 
-// vectors decodes a golden file: from $KVASIR_VECTORS/mooncake-te when that is
-// set, where a missing file skips, else from testdata, where it is compressed.
-func vectors(t *testing.T, name string, into any) {
-	t.Helper()
-	if dir := os.Getenv("KVASIR_VECTORS"); dir != "" {
-		path := filepath.Join(dir, "mooncake-te", name)
-		b, err := os.ReadFile(path)
-		if errors.Is(err, fs.ErrNotExist) {
-			t.Skipf("no %s", path)
-		}
-		if err == nil {
-			err = json.Unmarshal(b, into)
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		return
-	}
-	f, err := os.Open(filepath.Join("testdata", name+".gz"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	z, err := gzip.NewReader(f)
-	if err == nil {
-		err = json.NewDecoder(z).Decode(into)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-}
+	"github.com/kvasir-kv/kvasir/internal/vectors"
+)
 
 func unhex(t *testing.T, s string) []byte {
 	t.Helper()
@@ -68,7 +34,7 @@ func TestGoldenHeaders(t *testing.T) {
 		}
 		Status []struct{ Name, Hex string }
 	}
-	vectors(t, "header-unit.json", &v)
+	vectors.Read(t, "mooncake-te/header-unit.json", &v)
 	for _, c := range v.Headers {
 		raw := unhex(t, c.Hex)
 		h := parseHeader(raw)
@@ -103,7 +69,7 @@ type handshakeVector struct {
 // request of ours, and as our reply.
 func TestGoldenHandshakeFrames(t *testing.T) {
 	var file struct{ Vectors []handshakeVector }
-	vectors(t, "handshake.json", &file)
+	vectors.Read(t, "mooncake-te/handshake.json", &file)
 	cases := 0
 	again := func(v handshakeVector, frame []byte, into any) {
 		t.Helper()
@@ -150,7 +116,7 @@ func TestGoldenHandshakeFrames(t *testing.T) {
 // A live target gives the captured answer to each captured request.
 func TestGoldenHandshakeTarget(t *testing.T) {
 	var file struct{ Vectors []handshakeVector }
-	vectors(t, "handshake.json", &file)
+	vectors.Read(t, "mooncake-te/handshake.json", &file)
 	target, _ := listen(t, 4096, TargetOptions{})
 	for _, v := range file.Vectors {
 		c, err := net.Dial("tcp", target.Name())
@@ -248,7 +214,7 @@ func (o dataOp) refused(at Range) bool {
 // The captured initiators, played against our target.
 func TestGoldenDataTarget(t *testing.T) {
 	var file struct{ Vectors []dataVector }
-	vectors(t, "data.json", &file)
+	vectors.Read(t, "mooncake-te/data.json", &file)
 	cases := 0
 	for _, engine := range []string{"0.3.13.post1", "0.3.12.post1", "0.3.11.post1", "0.3.7.post2"} {
 		at := engineRegion(file.Vectors, engine)
@@ -334,7 +300,7 @@ func playOp(t *testing.T, c *net.TCPConn, table *Table, v dataVector, i int, at 
 // sent, with zeroes for padding.
 func TestGoldenDataInitiator(t *testing.T) {
 	var file struct{ Vectors []dataVector }
-	vectors(t, "data.json", &file)
+	vectors.Read(t, "mooncake-te/data.json", &file)
 	cases := 0
 	for _, v := range file.Vectors {
 		version := 0

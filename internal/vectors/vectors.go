@@ -20,13 +20,22 @@ import (
 //go:embed testdata
 var files embed.FS
 
-// Read decodes one JSON vector file, named folder/file.json, into v.
+// Read decodes one JSON vector file, named folder/file.json, into v; see Bytes
+// for where it comes from. A file that does not decode fails the test.
+func Read(t testing.TB, name string, v any) {
+	t.Helper()
+	if err := json.Unmarshal(Bytes(t, name), v); err != nil {
+		t.Fatalf("decode vectors %s: %v", name, err)
+	}
+}
+
+// Bytes returns a vector file, named folder/file.json.
 //
 // With KVASIR_VECTORS set the file is read from that folder, plain or with .gz
 // added, and a missing file skips the test. Without it the file comes from this
 // package's testdata, or from testdata beside the test, and must be there. An
 // unreadable file fails.
-func Read(t testing.TB, name string, v any) {
+func Bytes(t testing.TB, name string) []byte {
 	t.Helper()
 	r, err := open(name)
 	if errors.Is(err, fs.ErrNotExist) && os.Getenv("KVASIR_VECTORS") != "" {
@@ -36,9 +45,11 @@ func Read(t testing.TB, name string, v any) {
 		t.Fatalf("open vectors: %v", err)
 	}
 	defer r.Close()
-	if err := json.NewDecoder(r).Decode(v); err != nil {
+	data, err := io.ReadAll(r)
+	if err != nil {
 		t.Fatalf("read vectors %s: %v", name, err)
 	}
+	return data
 }
 
 func open(name string) (io.ReadCloser, error) {
