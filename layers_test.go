@@ -33,6 +33,7 @@ var layers = map[string]int{
 	"pool":                  2,
 	"transfer/transfertool": 2,
 	"interop/transfer":      6,
+	"mooncake":              2,
 	"lmcache/tracker":       2,
 	"lmcache/worker":        2,
 	"store":                 3,

@@ -1,0 +1,224 @@
+package mooncake
+
+import (
+	"errors"
+	"slices"
+)
+
+// GroupKind says what the blocks of a KV cache group are.
+type GroupKind int
+
+// The kinds that transfers distinguish. Sliding windows are attention.
+const (
+	Attention GroupKind = iota
+	Mamba               // recurrent state: block 0 is a placeholder, ids never expand
+)
+
+// Descriptor is one copy of a push: Len bytes from P's address Src to D's Dst.
+type Descriptor struct{ Src, Dst, Len uint64 }
+
+// slicePlan says which bytes of each block one P rank copies to one D rank.
+type slicePlan struct {
+	send             bool
+	src, dst, length uint64
+}
+
+// planSlice plans a copy of blocks of pLen and dLen payload bytes between two ranks;
+// heads and replicated as for validate. Source: _compute_sender_transfer_plan of
+// vLLM 0.33.
+func planSlice(p, d Peer, pLen, dLen uint64, replicated bool, heads int) (slicePlan, error) {
+	ratio, err := tpRatio(p.TPSize, d.TPSize)
+	if err != nil {
+		return slicePlan{}, err
+	}
+	whole := slicePlan{send: true, length: pLen}
+	if ratio == 1 {
+		return whole, nil
+	}
+	if dReplicated := d.TPSize > heads; heads > 0 && replicated != dReplicated {
+		perHead := pLen / uint64(max(heads/p.TPSize, 1))
+		pHead, dHead := p.TPRank*heads/p.TPSize, d.TPRank*heads/d.TPSize
+		return slicePlan{
+			send:   p.TPRank%max(p.TPSize/heads, 1) == 0,
+			src:    uint64(max(dHead-pHead, 0)) * perHead,
+			dst:    uint64(max(pHead-dHead, 0)) * perHead,
+			length: perHead,
+		}, nil
+	}
+	switch {
+	case replicated && ratio > 0:
+		whole.send = p.TPRank%ratio == 0
+	case replicated:
+	case ratio > 0:
+		whole.dst = uint64(p.TPRank%ratio) * pLen
+	default:
+		return slicePlan{send: true, src: uint64(d.TPRank%-ratio) * dLen, length: dLen}, nil
+	}
+	return whole, nil
+}
+
+// pushPlan is how one P worker fills the memory of one D worker: all that does not
+// depend on the request. It is immutable.
+type pushPlan struct {
+	pairs   []regionPair
+	slices  []slicePlan // of each pair
+	kinds   []GroupKind // of each KV cache group
+	perUnit int         // kernel blocks in a logical block of an attention group
+}
+
+// Errors that end a whole pull. The texts are vLLM's.
+var (
+	errSourceSlice = &LayoutError{"Computed source transfer region exceeds local KV block size."}
+	errDestSlice   = &LayoutError{"Destination transfer region exceeds remote KV block size."}
+)
+
+// Errors of one request. The texts are vLLM's.
+var (
+	errGroupCount = errors.New("KV group count mismatch")
+	errFewBlocks  = errors.New("P num blocks less than D")
+)
+
+func newPushPlan(pairs []regionPair, p, d Peer, replicated bool, heads int, kinds []GroupKind, perUnit int) (*pushPlan, error) {
+	plan := &pushPlan{pairs: pairs, kinds: kinds, perUnit: max(perUnit, 1), slices: make([]slicePlan, len(pairs))}
+	for i := range pairs {
+		s, err := planSlice(p, d, pairs[i].p.Payload, pairs[i].d.Payload, replicated, heads)
+		if err != nil {
+			return nil, err
+		}
+		plan.slices[i] = s
+	}
+	return plan, nil
+}
+
+// check returns why a slice does not fit, for the first pair that would be sent.
+func (s *slicePlan) check(r *regionPair) error {
+	switch {
+	case s.src+s.length > r.p.Payload:
+		return errSourceSlice
+	case s.dst+s.length > r.d.Payload:
+		return errDestSlice
+	}
+	return nil
+}
+
+// append adds the descriptors that fill D's blocks from P's, both lists of ids by
+// KV cache group. D may want fewer blocks than P has: it gets P's last ones.
+//
+// A *LayoutError ends the pull; another error concerns this request, of which
+// nothing was added.
+func (plan *pushPlan) append(out []Descriptor, own, wanted [][]int) ([]Descriptor, error) {
+	if !slices.ContainsFunc(wanted, func(g []int) bool { return len(g) > 0 }) {
+		return out, nil // D only wants P to let go
+	}
+	src, dst, err := plan.match(own, wanted)
+	if err != nil || !slices.ContainsFunc(src, func(g []int) bool { return len(g) > 0 }) {
+		return out, err
+	}
+	for i := range plan.pairs {
+		r, s := &plan.pairs[i], &plan.slices[i]
+		from, err := regionBlocks(src, &r.p)
+		if err != nil {
+			return out, err
+		}
+		to, err := regionBlocks(dst, &r.p) // the pair has one group
+		if err != nil {
+			return out, err
+		}
+		if len(from) == 0 || !s.send {
+			continue
+		}
+		if err := s.check(r); err != nil {
+			return out, err
+		}
+		if len(from) != len(to) {
+			return out, errFewBlocks
+		}
+		out = s.copies(out, r, from, to)
+	}
+	return out, nil
+}
+
+// match cuts own to the ids that fill wanted and expands both to kernel blocks.
+func (plan *pushPlan) match(own, wanted [][]int) (src, dst [][]int, err error) {
+	if len(own) != len(wanted) || len(own) > len(plan.kinds) {
+		return nil, nil, errGroupCount
+	}
+	src, dst = make([][]int, len(own)), make([][]int, len(own))
+	for g := range own {
+		a, b := own[g], wanted[g]
+		if plan.kinds[g] == Mamba {
+			a, b = withoutNull(a), withoutNull(b)
+		}
+		if len(a) < len(b) {
+			return nil, nil, errFewBlocks
+		}
+		src[g], dst[g] = a[len(a)-len(b):], b
+	}
+	for g := range src {
+		if plan.kinds[g] != Mamba {
+			src[g], dst[g] = expand(src[g], plan.perUnit), expand(dst[g], plan.perUnit)
+		}
+	}
+	return src, dst, nil
+}
+
+func withoutNull(ids []int) []int {
+	if !slices.Contains(ids, 0) {
+		return ids
+	}
+	return slices.DeleteFunc(slices.Clone(ids), func(id int) bool { return id == 0 })
+}
+
+// expand turns logical block ids into the n kernel blocks each of them has.
+func expand(ids []int, n int) []int {
+	if n == 1 {
+		return ids
+	}
+	out := make([]int, 0, len(ids)*n)
+	for _, id := range ids {
+		for k := range n {
+			out = append(out, id*n+k)
+		}
+	}
+	return out
+}
+
+// regionBlocks returns the ids of the region's group, or of the groups sharing it.
+func regionBlocks(byGroup [][]int, r *Region) ([]int, error) {
+	if r.Group != SharedGroup {
+		if r.Group < 0 || r.Group >= len(byGroup) {
+			return nil, layoutError("Transfer region references a missing KV group.")
+		}
+		return byGroup[r.Group], nil
+	}
+	if len(r.Shared) == 0 {
+		return nil, layoutError("Shared packed region is missing its group ids.")
+	}
+	var ids []int
+	for _, g := range r.Shared {
+		if g < 0 || g >= len(byGroup) {
+			return nil, layoutError("Transfer region references a missing KV group.")
+		}
+		ids = append(ids, byGroup[g]...)
+	}
+	return ids, nil
+}
+
+// copies adds the descriptors of one region: one per run of ids that ascend by one
+// on both sides, if whole strides are copied, else one per block.
+func (s *slicePlan) copies(out []Descriptor, r *regionPair, from, to []int) []Descriptor {
+	whole := s.src == 0 && s.dst == 0 && s.length == r.p.Stride && s.length == r.d.Stride
+	for i := 0; i < len(from); {
+		n := 1
+		for whole && i+n < len(from) && from[i+n] == from[i]+n && to[i+n] == to[i]+n {
+			n++
+		}
+		out = append(out, Descriptor{
+			Src: r.p.Base + uint64(from[i])*r.p.Stride + s.src,
+			Dst: r.d.Base + uint64(to[i])*r.d.Stride + s.dst,
+			Len: s.length * uint64(n),
+		})
+		i += n
+	}
+	return out
+}
