@@ -35,6 +35,7 @@ var layers = map[string]int{
 	"interop/transfer":      6,
 	"mooncake":              2,
 	"lmcache/tracker":       2,
+	"mooncake":              2,
 	"lmcache/worker":        2,
 	"store":                 3,
 	"server":                4,
