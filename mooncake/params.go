@@ -1,5 +1,3 @@
-// Package mooncake is vLLM's MooncakeConnector: KV caches that move from a prefill
-// engine P to a decode engine D.
 package mooncake
 
 import (

@@ -130,10 +130,9 @@ func (plan *pushPlan) append(out []Descriptor, own, wanted [][]int) ([]Descripto
 		if err := s.check(r); err != nil {
 			return out, err
 		}
-		if len(from) != len(to) {
-			return out, errFewBlocks
+		if out, err = s.copies(out, r, from, to); err != nil {
+			return out, err
 		}
-		out = s.copies(out, r, from, to)
 	}
 	return out, nil
 }
@@ -204,21 +203,25 @@ func regionBlocks(byGroup [][]int, r *Region) ([]int, error) {
 	return ids, nil
 }
 
-// copies adds the descriptors of one region: one per run of ids that ascend by one
+// copies adds the descriptors of one region: one per span of ids that ascend by one
 // on both sides, if whole strides are copied, else one per block.
-func (s *slicePlan) copies(out []Descriptor, r *regionPair, from, to []int) []Descriptor {
-	whole := s.src == 0 && s.dst == 0 && s.length == r.p.Stride && s.length == r.d.Stride
-	for i := 0; i < len(from); {
-		n := 1
-		for whole && i+n < len(from) && from[i+n] == from[i]+n && to[i+n] == to[i]+n {
-			n++
-		}
-		out = append(out, Descriptor{
+func (s *slicePlan) copies(out []Descriptor, r *regionPair, from, to []int) ([]Descriptor, error) {
+	one := func(i, n int) Descriptor {
+		return Descriptor{
 			Src: r.p.Base + uint64(from[i])*r.p.Stride + s.src,
 			Dst: r.d.Base + uint64(to[i])*r.d.Stride + s.dst,
 			Len: s.length * uint64(n),
-		})
-		i += n
+		}
 	}
-	return out
+	if s.src != 0 || s.dst != 0 || s.length != r.p.Stride || s.length != r.d.Stride {
+		for i := range from {
+			out = append(out, one(i, 1))
+		}
+		return out, nil
+	}
+	spans, err := GroupConcurrentContiguous(nil, from, to)
+	for _, span := range spans {
+		out = append(out, one(span.From, span.Len()))
+	}
+	return out, err
 }
