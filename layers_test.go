@@ -29,6 +29,7 @@ var layers = map[string]int{
 	"lease":                 1,
 	"coordinator":           1,
 	"lmcache":               1,
+	"mooncake/bootstrap":    1,
 	"transfer":              1,
 	"pool":                  2,
 	"transfer/transfertool": 2,

@@ -1,0 +1,144 @@
+// Package bootstrap is the registry through which the D side of vLLM's
+// MooncakeConnector finds the workers of P: a server that answers as vLLM's
+// MooncakeBootstrapServer does, and a client for both sides.
+//
+// Each P worker registers the address of its ZMQ side channel under its ranks.
+// D reads the whole directory once per engine id and takes the number of TP
+// ranks in it as P's TP size, for the life of D. So a directory must never show
+// half of an engine, or a mixture of two; the rules that hold this are in
+// docs/bootstrap.md and at type Registry.
+//
+// Wire: vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_utils.py,
+// 0.31 to 0.33, with FastAPI and pydantic 2; testdata/ has 1,400 recorded answers.
+package bootstrap
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+)
+
+// Limits of what both sides take from the other.
+const (
+	MaxBodyBytes      = 64 << 10 // of POST /register
+	MaxDirectoryBytes = 16 << 20 // of the answer to GET /query
+	MaxEngineIDBytes  = 1024
+	MaxAddrBytes      = 1024
+	MaxSize           = 1 << 16 // TP, PP or DP size that can be stated or expected
+)
+
+// Registration is what one P worker says of itself.
+type Registration struct {
+	EngineID string
+	DPRank   int
+	TPRank   int
+	PPRank   int
+	Addr     string // side channel, tcp://ip:port
+
+	// What stock workers do not say and a stock server ignores. TPSize and PPSize
+	// are the engine's, 0 for unsaid: the directory does not show the engine before
+	// all its workers are there. With a Lease the registration ends unless it is
+	// repeated in time; 0 means that it stays.
+	TPSize, PPSize int
+	Lease          time.Duration
+}
+
+// body returns the JSON text of POST /register, keys in vLLM's order.
+func (r Registration) body() ([]byte, error) {
+	return json.Marshal(struct {
+		EngineID string  `json:"engine_id"`
+		DPRank   int     `json:"dp_rank"`
+		TPRank   int     `json:"tp_rank"`
+		PPRank   int     `json:"pp_rank"`
+		Addr     string  `json:"addr"`
+		TPSize   int     `json:"tp_size,omitempty"`
+		PPSize   int     `json:"pp_size,omitempty"`
+		LeaseS   float64 `json:"lease_s,omitempty"`
+	}{r.EngineID, r.DPRank, r.TPRank, r.PPRank, r.Addr, r.TPSize, r.PPSize, r.Lease.Seconds()})
+}
+
+// Engine is one P engine in a directory.
+type Engine struct {
+	ID      string
+	Workers map[int]map[int]string // TP rank → PP rank → side channel
+}
+
+// TPSize returns what D takes as the engine's TP size: how many TP ranks are known.
+func (e Engine) TPSize() int { return len(e.Workers) }
+
+// Directory is the answer of GET /query: DP rank → engine.
+type Directory map[int]Engine
+
+// Engine finds an engine by its id.
+func (d Directory) Engine(id string) (dpRank int, e Engine, ok bool) {
+	for dp, e := range d {
+		if e.ID == id {
+			return dp, e, true
+		}
+	}
+	return 0, Engine{}, false
+}
+
+// ErrDirectory means that an answer to GET /query is not a directory.
+var ErrDirectory = errors.New("bootstrap: not a directory")
+
+// ParseDirectory decodes an answer of GET /query:
+//
+//	{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://10.0.0.7:41233"}}}}
+//
+// Ranks are decimal integers in strings; unknown keys are ignored. Errors wrap ErrDirectory.
+func ParseDirectory(body []byte) (Directory, error) {
+	if len(body) > MaxDirectoryBytes {
+		return nil, fmt.Errorf("%w: %d bytes, the limit is %d", ErrDirectory, len(body), MaxDirectoryBytes)
+	}
+	var raw map[string]struct {
+		EngineID   *string                      `json:"engine_id"`
+		WorkerAddr map[string]map[string]string `json:"worker_addr"`
+	}
+	if err := json.Unmarshal(body, &raw); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrDirectory, err)
+	}
+	if raw == nil {
+		return nil, fmt.Errorf("%w: null", ErrDirectory)
+	}
+	d := make(Directory, len(raw))
+	for dpText, in := range raw {
+		dp, err := parseRank("dp_rank", dpText)
+		if err != nil {
+			return nil, err
+		}
+		if in.EngineID == nil || in.WorkerAddr == nil {
+			return nil, fmt.Errorf("%w: dp_rank %d has no engine_id or no worker_addr", ErrDirectory, dp)
+		}
+		e := Engine{ID: *in.EngineID, Workers: make(map[int]map[int]string, len(in.WorkerAddr))}
+		for tpText, pps := range in.WorkerAddr {
+			tp, err := parseRank("tp_rank", tpText)
+			if err != nil {
+				return nil, err
+			}
+			byPP := make(map[int]string, len(pps))
+			for ppText, addr := range pps {
+				pp, err := parseRank("pp_rank", ppText)
+				if err != nil {
+					return nil, err
+				}
+				byPP[pp] = addr
+			}
+			e.Workers[tp] = byPP
+		}
+		d[dp] = e
+	}
+	return d, nil
+}
+
+// parseRank reads a key. Only the canonical text of a number is one, so two keys
+// cannot name one rank.
+func parseRank(what, text string) (int, error) {
+	n, err := strconv.Atoi(text)
+	if err != nil || strconv.Itoa(n) != text {
+		return 0, fmt.Errorf("%w: key %.40q is no %s", ErrDirectory, text, what)
+	}
+	return n, nil
+}
