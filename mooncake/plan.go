@@ -107,11 +107,11 @@ func (s *slicePlan) check(r *regionPair) error {
 // A *LayoutError ends the pull; another error concerns this request, of which
 // nothing was added.
 func (plan *pushPlan) append(out []Descriptor, own, wanted [][]int) ([]Descriptor, error) {
-	if !slices.ContainsFunc(wanted, func(g []int) bool { return len(g) > 0 }) {
+	if empty(wanted) {
 		return out, nil // D only wants P to let go
 	}
 	src, dst, err := plan.match(own, wanted)
-	if err != nil || !slices.ContainsFunc(src, func(g []int) bool { return len(g) > 0 }) {
+	if err != nil || empty(src) {
 		return out, err
 	}
 	for i := range plan.pairs {

@@ -1,0 +1,96 @@
+package mooncake
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+)
+
+// Storage is one allocation of KV memory. Addr is the address that regions name;
+// it is any number that keeps storages apart, not a pointer.
+type Storage struct {
+	Addr uint64
+	Mem  []byte
+}
+
+// Cache is a worker's KV memory as transfers see it. It is immutable once a Sender
+// or a Receiver has it.
+type Cache struct {
+	Storages []Storage
+	Regions  []Region    // each within one storage
+	Kinds    []GroupKind // of each transferred KV cache group
+
+	// KernelBlocks is how many kernel blocks a logical block of an attention group
+	// has: regions are in kernel blocks, requests name logical ones. 0 means 1.
+	KernelBlocks int
+	// KVHeads is the number of KV heads of the model, over all TP ranks; 0 for MLA,
+	// whose cache every rank holds whole.
+	KVHeads int
+	// Opaque says that a region is a packed row of several layers under the name of
+	// the first: such rows do not pair across pipeline sizes.
+	Opaque bool
+}
+
+// ErrCache means that the parts of a Cache do not fit each other.
+var ErrCache = errors.New("mooncake: KV cache")
+
+// check finds what would fail later: regions outside storages, groups without kind.
+func (c *Cache) check() error {
+	if len(c.Storages) == 0 || len(c.Regions) == 0 {
+		return fmt.Errorf("%w: no KV cache tensors", ErrCache)
+	}
+	sorted := slices.Clone(c.Storages)
+	slices.SortFunc(sorted, func(a, b Storage) int { return cmp.Compare(a.Addr, b.Addr) })
+	for i, s := range sorted {
+		if s.Addr == 0 || len(s.Mem) == 0 || s.Addr > 1<<63-uint64(len(s.Mem)) {
+			return fmt.Errorf("%w: storage of %d bytes at %#x", ErrCache, len(s.Mem), s.Addr)
+		}
+		if i > 0 && s.Addr-sorted[i-1].Addr < uint64(len(sorted[i-1].Mem)) {
+			return fmt.Errorf("%w: storages at %#x and %#x overlap", ErrCache, sorted[i-1].Addr, s.Addr)
+		}
+	}
+	for i := range c.Regions {
+		r := &c.Regions[i]
+		if c.storage(r.Base) < 0 || r.Payload == 0 || r.Payload > r.Stride {
+			return fmt.Errorf("%w: region %d of layer %q: %d of %d bytes per block at %#x",
+				ErrCache, i, r.Layer, r.Payload, r.Stride, r.Base)
+		}
+		for _, g := range append(slices.Clone(r.Shared), r.Group) {
+			if (g < 0 || g >= len(c.Kinds)) && g != SharedGroup {
+				return fmt.Errorf("%w: region %d of layer %q: group %d of %d", ErrCache, i, r.Layer, g, len(c.Kinds))
+			}
+		}
+	}
+	return nil
+}
+
+// storage returns the index of the storage that holds addr, or -1.
+func (c *Cache) storage(addr uint64) int {
+	return slices.IndexFunc(c.Storages, func(s Storage) bool { return addr >= s.Addr && addr-s.Addr < uint64(len(s.Mem)) })
+}
+
+// bytes returns n bytes at addr; nil when they are not wholly in one storage.
+func (c *Cache) bytes(addr, n uint64) []byte {
+	i := c.storage(addr)
+	if i < 0 {
+		return nil
+	}
+	s := &c.Storages[i]
+	off := addr - s.Addr
+	if n > uint64(len(s.Mem))-off {
+		return nil
+	}
+	return s.Mem[off : off+n : off+n]
+}
+
+// heads is what plans may use: KV heads cannot be told apart in Mamba state.
+func (c *Cache) heads() int {
+	if slices.Contains(c.Kinds, Mamba) {
+		return 0
+	}
+	return c.KVHeads
+}
+
+// replicated says whether the ranks of one engine hold the same bytes.
+func (c *Cache) replicated(tpSize int) bool { return c.KVHeads == 0 || tpSize > c.KVHeads }

@@ -1,0 +1,138 @@
+package mooncake
+
+import (
+	lru "container/list"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+)
+
+var errLayoutMiss = errors.New("layout not cached")
+
+type layoutMissError struct {
+	id      uint64
+	segment string
+}
+
+func (e *layoutMissError) Error() string {
+	return fmt.Sprintf("Mooncake KV layout %#x from %s is not cached.", e.id, e.segment)
+}
+
+func (e *layoutMissError) Is(target error) bool { return target == errLayoutMiss }
+
+// maxLayouts is how many plans a P keeps, as vLLM does.
+const maxLayouts = 1024
+
+// layoutKey names one D worker's layout.
+type layoutKey struct {
+	host           string
+	port           int
+	rank, tpp, ppp int
+	id             uint64
+}
+
+// layoutCache keeps the plans for layouts that D may name without sending them;
+// the longest unused one goes first. The zero value is ready.
+type layoutCache struct {
+	mu struct { // a leaf
+		sync.Mutex
+		plans map[layoutKey]*lru.Element // of *layoutEntry
+		order lru.List                   // the last used one is at the front
+	}
+}
+
+type layoutEntry struct {
+	key  layoutKey
+	plan *pushPlan
+}
+
+func (c *layoutCache) get(k layoutKey) *pushPlan {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	e := c.mu.plans[k]
+	if e == nil {
+		return nil
+	}
+	c.mu.order.MoveToFront(e)
+	return e.Value.(*layoutEntry).plan
+}
+
+func (c *layoutCache) put(k layoutKey, plan *pushPlan) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if e := c.mu.plans[k]; e != nil {
+		e.Value.(*layoutEntry).plan = plan
+		c.mu.order.MoveToFront(e)
+		return
+	}
+	if c.mu.plans == nil {
+		c.mu.plans = make(map[layoutKey]*lru.Element)
+	}
+	c.mu.plans[k] = c.mu.order.PushFront(&layoutEntry{k, plan})
+	if len(c.mu.plans) > maxLayouts {
+		last := c.mu.order.Back()
+		c.mu.order.Remove(last)
+		delete(c.mu.plans, last.Value.(*layoutEntry).key)
+	}
+}
+
+// prepare checks that D's worker and memory fit this one and plans the push, in
+// vLLM's order of checks.
+func (s *Sender) prepare(p *pulling) error {
+	pull, self := p.pull, s.o.Self
+	remote := Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: max(pull.PPSize, 1)}
+	paired, err := pairedRanks(self.TPRank, self.TPSize, remote.TPSize)
+	if err != nil {
+		return err
+	}
+	p.paired = paired
+	if !slices.Contains(paired, remote.TPRank) {
+		return layoutError("This D tp_rank %d is not paired with P tp_rank %d; expected one of %s.",
+			remote.TPRank, self.TPRank, pyList(paired))
+	}
+	key := layoutKey{pull.Host, pull.Port, remote.TPRank, remote.TPSize, remote.PPSize, pull.LayoutID}
+	if pull.LayoutID != 0 && len(pull.Regions) == 0 {
+		if p.plan = s.layouts.get(key); p.plan == nil {
+			return &layoutMissError{pull.LayoutID, fmt.Sprintf("%s:%d", pull.Host, pull.Port)}
+		}
+		return nil
+	}
+	if p.plan, err = s.newPlan(self, remote, pull.Regions); err == nil && pull.LayoutID != 0 {
+		s.layouts.put(key, p.plan)
+	}
+	return err
+}
+
+// newPlan plans pushes to a D worker with these regions.
+func (s *Sender) newPlan(self, remote Peer, regions []Region) (*pushPlan, error) {
+	if self.PPSize != remote.PPSize && (s.cache.Opaque || slices.ContainsFunc(regions, wholeRow)) {
+		return nil, layoutError("Mooncake non-page-contiguous packed regions keep only the first layer name, "+
+			"so they cannot be aligned across PP sizes %d and %d.", self.PPSize, remote.PPSize)
+	}
+	pairs, err := align(s.cache.Regions, regions, remote.PPSize != self.PPSize)
+	if err != nil {
+		return nil, err
+	}
+	heads, replicated := s.cache.heads(), s.cache.replicated(self.TPSize)
+	ratio, err := tpRatio(self.TPSize, remote.TPSize)
+	if err != nil {
+		return nil, err
+	}
+	if ratio == 1 || replicated { // a head's offset would land on another layer of a merged run
+		pairs = merge(pairs, len(pairs) == len(s.cache.Regions) && len(pairs) == len(regions))
+	}
+	if err := validate(pairs, self.TPSize, remote.TPSize, replicated, heads); err != nil {
+		return nil, err
+	}
+	return newPushPlan(pairs, self, remote, replicated, heads, s.cache.Kinds, s.cache.KernelBlocks)
+}
+
+// wholeRow says whether a region is a row of several layers under one name.
+func wholeRow(r Region) bool { return r.RowOffset == 0 && r.Payload == r.Stride }
+
+// pyList writes numbers as Python writes a list of them.
+func pyList(l []int) string {
+	t := tuple(append(slices.Clone(l), 0, 0)) // never the one-element form
+	return "[" + t[1:len(t)-len(", 0, 0)")] + "]"
+}

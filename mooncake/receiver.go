@@ -1,0 +1,322 @@
+package mooncake
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/transfer"
+)
+
+// ReceiverOptions configures a Receiver. A zero field means its default.
+type ReceiverOptions struct {
+	Engine Engine
+	Self   Peer
+	PPRank int
+
+	// Target takes the pushes; its Table gets the engine's memory. The Receiver
+	// does not close it.
+	Target *transfer.Target
+
+	// Release is that of P's vLLM, when it is older than 0.20; default newest.
+	Release Release
+	// Bootstrap configures the queries of bootstrap servers.
+	Bootstrap bootstrap.ClientOptions
+
+	// Timeout bounds a pull, from Start to its result: queueing and computing at P
+	// included; default 120 s.
+	Timeout time.Duration
+	// UnknownTimeout is how long a Kvasir P may not have heard of a transfer;
+	// default 10 s. A stock P does not say so: there Timeout holds.
+	UnknownTimeout time.Duration
+	// ConnectTimeout is how long a P worker may refuse the side channel; default 5 s.
+	ConnectTimeout time.Duration
+	// FenceTimeout is how long a write in progress may go on after its pull failed,
+	// before its connection is cut; default 1 s.
+	FenceTimeout time.Duration
+
+	Attempts int // per pull and P worker, when the side channel breaks; default 3
+	MaxIdle  int // idle sockets per P worker; default 8
+
+	Metrics *Metrics     // default none
+	Log     *slog.Logger // default none
+}
+
+// The reasons of a failed request.
+var (
+	// ErrTimeout means that a pull took longer than ReceiverOptions.Timeout.
+	ErrTimeout = errors.New("mooncake: pull timed out")
+	// ErrUnknownTransfer means that P has not heard of the transfer id.
+	ErrUnknownTransfer = errors.New("mooncake: P does not know the transfer")
+	// ErrUnreachable means that the bootstrap server or a P worker cannot be reached.
+	ErrUnreachable = errors.New("mooncake: P unreachable")
+	// ErrNoEngine means that the bootstrap server does not know the engine.
+	ErrNoEngine = errors.New("mooncake: engine not registered")
+	// ErrAborted means that Abort ended the pull.
+	ErrAborted = errors.New("mooncake: aborted")
+	// ErrPeer means that P answered with a failure; the error has its words.
+	ErrPeer = errors.New("mooncake: P failed the pull")
+	// ErrLost means that the side channel broke, each time it was tried.
+	ErrLost = errors.New("mooncake: side channel lost")
+)
+
+// Source says where the KV of requests is.
+type Source struct {
+	EngineID  string
+	Bootstrap string // http://host:port
+}
+
+// Receiver is the worker of a decode engine: it pulls blocks from P workers into
+// the engine's memory. Its methods are safe for concurrent use.
+//
+// A failed request's blocks are fenced before anybody hears of the failure: no
+// write of its P reaches them any more, see docs/mooncake.md.
+type Receiver struct {
+	o       ReceiverOptions // immutable
+	cache   *Cache
+	log     *slog.Logger
+	host    string // of the target
+	port    int
+	windows *windows
+	sockets *sockets
+	ctx     context.Context
+	cancel  context.CancelFunc
+	wg      sync.WaitGroup
+
+	mu struct {
+		sync.Mutex
+		closed  bool
+		clients map[string]*bootstrap.Client // by address
+		engines map[Source]bootstrap.Engine
+		known   map[string]uint64 // P worker → id of the layout that it has kept
+		active  map[string]*receiving
+		talks   map[*talk]struct{}
+		results Results
+	}
+	stats receiverStats
+}
+
+// ReceiverStats are counters since NewReceiver, but for the first two.
+type ReceiverStats struct {
+	Active       int64 // requests being pulled now
+	Windows      int64 // publications of the memory now; more than one after failures
+	Received     int64 // requests
+	Released     int64 // requests pulled without blocks, so that P frees its own
+	Failed       int64
+	Fenced       int64 // requests whose blocks were fenced
+	Cut          int64 // connections cut by fences
+	Resent       int64 // pulls sent again after the side channel broke
+	LayoutsSent  int64 // pulls with regions
+	LayoutsNamed int64 // pulls that only named them
+	LayoutMisses int64
+}
+
+type receiverStats struct {
+	received, released, failed, fenced, cut, resent atomic.Int64
+	layoutsSent, layoutsNamed, layoutMisses         atomic.Int64
+}
+
+// Results are what became of requests since the last call.
+type Results struct {
+	// Received are the requests that are settled, the failed ones too: vLLM's
+	// scheduler wants to hear of both.
+	Received []string
+	// Failed says why, for those of them whose KV did not arrive.
+	Failed map[string]error
+	// FailedBlocks are their blocks if the cache has one group: what vLLM's
+	// scheduler recomputes.
+	FailedBlocks []int
+}
+
+// receiving is one request being pulled.
+type receiving struct {
+	id      string
+	want    Wanted
+	window  *window
+	aborted atomic.Bool
+	done    chan struct{} // closed when settled
+
+	// Guarded by Receiver.mu.
+	left    int   // P workers that have not answered
+	err     error // the first failure; read freely after done
+	suspect bool  // a P may still write into the blocks
+}
+
+// NewReceiver returns a Receiver for the engine's memory, which is published at
+// the first pull.
+func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
+	if err := cache.check(); err != nil {
+		return nil, err
+	}
+	var err error
+	if o.Engine, err = o.Engine.withDefaults(); err != nil {
+		return nil, err
+	}
+	if o.Target == nil {
+		return nil, errors.New("mooncake: a Receiver needs a transfer target")
+	}
+	host, port, err := net.SplitHostPort(o.Target.Name())
+	if err != nil {
+		return nil, fmt.Errorf("mooncake: transfer target: %w", err)
+	}
+	o.Self.TPSize, o.Self.PPSize = max(o.Self.TPSize, 1), max(o.Self.PPSize, 1)
+	o.Timeout = cmp.Or(o.Timeout, 120*time.Second)
+	o.UnknownTimeout = cmp.Or(o.UnknownTimeout, 10*time.Second)
+	o.ConnectTimeout = cmp.Or(o.ConnectTimeout, 5*time.Second)
+	o.FenceTimeout = cmp.Or(o.FenceTimeout, time.Second)
+	o.Attempts = cmp.Or(o.Attempts, 3)
+	r := &Receiver{
+		o: o, cache: cache, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)), host: host,
+		windows: newWindows(cache, o.Target.Table()), sockets: newSockets(cmp.Or(o.MaxIdle, 8)),
+	}
+	r.port, _ = strconv.Atoi(port) // from a listener
+	r.ctx, r.cancel = context.WithCancel(context.Background())
+	r.mu.clients = make(map[string]*bootstrap.Client)
+	r.mu.engines = make(map[Source]bootstrap.Engine)
+	r.mu.known = make(map[string]uint64)
+	r.mu.active = make(map[string]*receiving)
+	r.mu.talks = make(map[*talk]struct{})
+	return r, nil
+}
+
+// Start begins to pull requests from one P engine; Results tells how it went. A
+// request without blocks only tells P to free its own, and has no result.
+func (r *Receiver) Start(from Source, wanted map[string]Wanted) error {
+	_, err := r.start(from, wanted)
+	return err
+}
+
+// Pull is Start that waits: it returns why requests failed, by id; empty when all
+// KV has arrived. Results lists the requests as well. When ctx ends first, they
+// are aborted.
+func (r *Receiver) Pull(ctx context.Context, from Source, wanted map[string]Wanted) (map[string]error, error) {
+	list, err := r.start(from, wanted)
+	if err != nil {
+		return nil, err
+	}
+	failed := make(map[string]error)
+	for _, q := range list {
+		select {
+		case <-q.done:
+		case <-ctx.Done():
+			for _, q := range list {
+				r.Abort(q.id)
+			}
+			<-q.done
+		}
+		if q.err != nil {
+			failed[q.id] = q.err
+		}
+	}
+	return failed, nil
+}
+
+// start registers the requests and pulls them in the background.
+func (r *Receiver) start(from Source, wanted map[string]Wanted) ([]*receiving, error) {
+	list := make([]*receiving, 0, len(wanted))
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.mu.closed {
+		return nil, errReceiverClosed
+	}
+	for id, w := range wanted {
+		if r.mu.active[id] != nil {
+			return nil, refusef(CodeBusy, "request %s is being pulled already", id)
+		}
+		if err := r.checkBlocks(w.Blocks); err != nil {
+			return nil, err
+		}
+	}
+	for id, w := range wanted {
+		q := &receiving{id: id, want: w, done: make(chan struct{})}
+		r.mu.active[id] = q
+		list = append(list, q)
+	}
+	if len(list) > 0 {
+		r.wg.Go(func() { r.run(from, list) })
+	}
+	return list, nil
+}
+
+// checkBlocks refuses ids that lie outside the memory, before a peer hears of them.
+func (r *Receiver) checkBlocks(blocks [][]int) error {
+	if len(blocks) > len(r.cache.Kinds) {
+		return refusef(CodeGroups, "%d lists of blocks for %d KV cache groups", len(blocks), len(r.cache.Kinds))
+	}
+	for i := range r.cache.Regions {
+		g := &r.cache.Regions[i]
+		if g.Group < 0 || g.Group >= len(blocks) || len(blocks[g.Group]) == 0 {
+			continue
+		}
+		last := slices.Max(blocks[g.Group])
+		if r.cache.Kinds[g.Group] != Mamba {
+			last = (last+1)*max(r.cache.KernelBlocks, 1) - 1
+		}
+		if slices.Min(blocks[g.Group]) < 0 || r.cache.bytes(g.Base+uint64(last)*g.Stride, g.Payload) == nil {
+			return refusef(CodeRange, "block %d of group %d is not in the KV cache", last, g.Group)
+		}
+	}
+	return nil
+}
+
+// Abort gives a request up. Its result comes when its blocks are fenced.
+func (r *Receiver) Abort(request string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if q := r.mu.active[request]; q != nil {
+		q.aborted.Store(true)
+		for t := range r.mu.talks {
+			t.poke()
+		}
+	}
+}
+
+// Results returns what became of requests since the last call.
+func (r *Receiver) Results() Results {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	out := r.mu.results
+	r.mu.results = Results{}
+	return out
+}
+
+// Stats returns the counters.
+func (r *Receiver) Stats() ReceiverStats {
+	r.mu.Lock()
+	n := int64(len(r.mu.active))
+	r.mu.Unlock()
+	s := &r.stats
+	return ReceiverStats{
+		Active: n, Windows: int64(r.windows.count()), Received: s.received.Load(), Released: s.released.Load(),
+		Failed: s.failed.Load(), Fenced: s.fenced.Load(), Cut: s.cut.Load(), Resent: s.resent.Load(),
+		LayoutsSent: s.layoutsSent.Load(), LayoutsNamed: s.layoutsNamed.Load(), LayoutMisses: s.layoutMisses.Load(),
+	}
+}
+
+// Close aborts what is being pulled, fences it, and takes the memory back from the
+// target: nobody writes into it any more.
+func (r *Receiver) Close() error {
+	r.mu.Lock()
+	r.mu.closed = true
+	clients := r.mu.clients
+	r.mu.Unlock()
+	r.cancel()
+	r.wg.Wait()
+	r.sockets.close()
+	for _, c := range clients {
+		_ = c.Close() // always nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), r.o.FenceTimeout)
+	defer cancel()
+	r.windows.close(ctx)
+	return nil
+}

@@ -1,0 +1,458 @@
+package mooncake
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+)
+
+// run pulls a list of requests of one engine and returns when all are settled.
+func (r *Receiver) run(from Source, list []*receiving) {
+	ctx, cancel := context.WithTimeoutCause(r.ctx, r.o.Timeout, ErrTimeout)
+	defer cancel()
+	addrs, err := r.workers(ctx, from)
+	if err != nil {
+		r.each(list, err)
+		return
+	}
+	w, err := r.windows.use(len(list))
+	if err != nil {
+		r.each(list, err)
+		return
+	}
+	r.mu.Lock()
+	for _, q := range list {
+		q.window, q.left = w, len(addrs)
+	}
+	r.mu.Unlock()
+	for _, addr := range addrs {
+		r.wg.Go(func() { r.ask(ctx, from, addr, w, list) })
+	}
+	for _, q := range list {
+		<-q.done // keeps ctx
+	}
+}
+
+// each fails requests before anything was asked.
+func (r *Receiver) each(list []*receiving, err error) {
+	for _, q := range list {
+		r.mu.Lock()
+		q.err, q.left = err, 0
+		r.mu.Unlock()
+		r.settle(q)
+	}
+}
+
+// workers returns the side channels of the P workers that hold what this one needs.
+func (r *Receiver) workers(ctx context.Context, from Source) ([]string, error) {
+	e, err := r.engine(ctx, from)
+	if err != nil {
+		return nil, err
+	}
+	ranks, err := pairedRanks(r.o.Self.TPRank, r.o.Self.TPSize, e.TPSize())
+	if err != nil {
+		return nil, fmt.Errorf("engine %s at %s: %w", from.EngineID, from.Bootstrap, err)
+	}
+	var addrs []string
+	for _, rank := range ranks {
+		stages := e.Workers[rank]
+		if len(stages) == 0 {
+			return nil, fmt.Errorf("%w: engine %s at %s has no worker of TP rank %d among %d",
+				ErrNoEngine, from.EngineID, from.Bootstrap, rank, e.TPSize())
+		}
+		if own, ok := stages[r.o.PPRank]; ok && len(stages) == r.o.Self.PPSize {
+			addrs = append(addrs, own)
+			continue
+		}
+		for _, pp := range slices.Sorted(maps.Keys(stages)) {
+			addrs = append(addrs, stages[pp])
+		}
+	}
+	return addrs, nil
+}
+
+// maxRemembered bounds what a Receiver remembers of engines and workers.
+const maxRemembered = 4096
+
+// engine finds P's workers, from memory or at the bootstrap server.
+func (r *Receiver) engine(ctx context.Context, from Source) (bootstrap.Engine, error) {
+	r.mu.Lock()
+	e, ok := r.mu.engines[from]
+	r.mu.Unlock()
+	if ok {
+		return e, nil
+	}
+	c, err := r.client(from.Bootstrap)
+	if err != nil {
+		return e, err
+	}
+	d, err := c.Query(ctx)
+	if err != nil {
+		return e, fmt.Errorf("%w: bootstrap server %s: %w", ErrUnreachable, from.Bootstrap, cause(ctx, err))
+	}
+	_, e, ok = d.Engine(from.EngineID)
+	if !ok {
+		return e, fmt.Errorf("%w: remote engine_id %s not found from bootstrap server %s", ErrNoEngine, from.EngineID, from.Bootstrap)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.mu.engines) >= maxRemembered {
+		clear(r.mu.engines)
+	}
+	r.mu.engines[from] = e
+	return e, nil
+}
+
+func (r *Receiver) client(base string) (*bootstrap.Client, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if c := r.mu.clients[base]; c != nil {
+		return c, nil
+	}
+	if len(r.mu.clients) >= maxRemembered {
+		return nil, refusef(CodeFull, "%d bootstrap servers", maxRemembered)
+	}
+	c, err := bootstrap.NewClient(base, r.o.Bootstrap)
+	if err == nil {
+		r.mu.clients[base] = c
+	}
+	return c, err
+}
+
+// cause prefers why ctx ended to what that looked like.
+func cause(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return err
+}
+
+// talk is one worker's part of a pull. Owned by its goroutine but for wake.
+type talk struct {
+	r       *Receiver
+	from    Source
+	addr    string
+	window  *window
+	left    map[string]*receiving // not answered
+	unknown map[string]bool       // of them, those P has not heard of
+	wake    chan struct{}
+	sent    bool // P may have read the pull
+	again   int  // times the connection broke after that
+	full    bool // send regions even if P should know them
+	missed  bool // P forgot the layout once
+}
+
+func (t *talk) poke() {
+	select {
+	case t.wake <- struct{}{}:
+	default:
+	}
+}
+
+// ask pulls all of list from one P worker, again while its side channel breaks.
+func (r *Receiver) ask(ctx context.Context, from Source, addr string, w *window, list []*receiving) {
+	t := &talk{r: r, from: from, addr: addr, window: w, left: make(map[string]*receiving, len(list)),
+		unknown: make(map[string]bool), wake: make(chan struct{}, 1)}
+	for _, q := range list {
+		t.left[q.id] = q
+	}
+	r.mu.Lock()
+	r.mu.talks[t] = struct{}{}
+	r.mu.Unlock()
+	t.run(ctx)
+	r.mu.Lock()
+	delete(r.mu.talks, t)
+	r.mu.Unlock()
+}
+
+func (t *talk) run(ctx context.Context) {
+	for attempt := 1; ; attempt++ {
+		err := t.once(ctx)
+		if err == nil {
+			return
+		}
+		if ctx.Err() != nil || attempt >= t.r.o.Attempts || !errors.Is(err, ErrLost) {
+			if errors.Is(err, ErrUnreachable) || errors.Is(err, ErrLost) {
+				t.r.forgetEngine(t.from) // it may have moved: ask again next time
+			}
+			t.failAll(cause(ctx, err))
+			return
+		}
+		t.r.stats.resent.Add(1)
+		t.r.log.Info("mooncake: side channel lost, pulling again", "worker", t.addr, "attempt", attempt, "err", err)
+	}
+}
+
+func (r *Receiver) forgetEngine(from Source) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.mu.engines, from)
+}
+
+func (t *talk) failAll(err error) {
+	for id := range t.left {
+		t.answer(id, fmt.Errorf("pull from %s: %w", t.addr, err))
+	}
+}
+
+// once sends the pull over one socket and follows it to its end.
+func (t *talk) once(ctx context.Context) error {
+	s, pooled, err := t.r.sockets.take(t.addr)
+	if err != nil {
+		return err
+	}
+	ended, err := t.converse(ctx, s, pooled)
+	if ended && err == nil {
+		t.r.sockets.put(s)
+	} else {
+		t.r.sockets.drop(s)
+	}
+	return err
+}
+
+// converse returns nil when nothing is left to ask; ended says that P has ended the
+// pull too, so that the socket can serve the next one.
+func (t *talk) converse(ctx context.Context, s *socket, connected bool) (ended bool, err error) {
+	if t.dropAborted(); len(t.left) == 0 {
+		return false, nil
+	}
+	if err := t.send(ctx, s); err != nil {
+		return false, err
+	}
+	connect := time.NewTimer(t.r.o.ConnectTimeout)
+	defer connect.Stop()
+	unknown := time.NewTimer(0)
+	defer unknown.Stop()
+	unknown.Stop()
+	var refused error
+	for len(t.left) > 0 {
+		select {
+		case e := <-s.events:
+			switch {
+			case e.reply != nil:
+				connected = true
+				before := len(t.unknown)
+				ended, err = t.follow(ctx, s, e.reply)
+				if err != nil || ended {
+					return ended, err
+				}
+				if before == 0 && len(t.unknown) > 0 {
+					unknown.Reset(t.r.o.UnknownTimeout)
+				}
+			case e.up:
+				connected = true
+			case connected:
+				return false, fmt.Errorf("%w: %w", ErrLost, e.err)
+			default: // a dial that failed: the dealer tries again
+				refused = e.err
+			}
+		case <-connect.C:
+			if !connected {
+				return false, fmt.Errorf("%w: %w", ErrUnreachable, errors.Join(refused, errNoAnswer))
+			}
+		case <-unknown.C:
+			for _, id := range slices.Collect(maps.Keys(t.unknown)) {
+				t.answer(id, fmt.Errorf("%w %s within %v", ErrUnknownTransfer, t.left[id].want.TransferID, t.r.o.UnknownTimeout))
+			}
+		case <-t.wake:
+			t.dropAborted()
+		case <-ctx.Done():
+			return false, ctx.Err()
+		}
+	}
+	return false, nil
+}
+
+var errNoAnswer = errors.New("no connection in time")
+
+// send sends the pull for what is left.
+func (t *talk) send(ctx context.Context, s *socket) error {
+	r := t.r
+	for len(s.events) > 0 { // of an idle connection
+		if e := <-s.events; e.err != nil {
+			return fmt.Errorf("%w: %w", ErrLost, e.err)
+		}
+	}
+	p := Pull{
+		Host: r.host, Port: r.port, TPSize: r.o.Self.TPSize, TPRank: r.o.Self.TPRank, PPSize: r.o.Self.PPSize,
+		Wanted: make(map[string]Wanted, len(t.left)), LayoutID: t.window.id,
+	}
+	if d, ok := ctx.Deadline(); ok {
+		p.DeadlineMillis = max(1, int(time.Until(d).Milliseconds()))
+	}
+	for id, q := range t.left {
+		p.Wanted[id] = q.want
+	}
+	r.mu.Lock()
+	known := r.mu.known[t.addr] == t.window.id
+	r.mu.Unlock()
+	if known && !t.full {
+		r.stats.layoutsNamed.Add(1)
+	} else {
+		p.Regions = t.window.regions
+		r.stats.layoutsSent.Add(1)
+	}
+	if t.sent {
+		t.again++
+	}
+	t.sent = true
+	if err := s.dealer.SendOwned(AppendPull(nil, &p, r.o.Release)); err != nil {
+		return fmt.Errorf("%w: %w", ErrLost, err)
+	}
+	return nil
+}
+
+// follow takes one reply in; ended says that it was the last.
+func (t *talk) follow(ctx context.Context, s *socket, y *Reply) (ended bool, err error) {
+	if y.Status == StatusLayoutMiss {
+		if t.missed {
+			return false, fmt.Errorf("%w: layout %#x missed twice: %s", ErrPeer, t.window.id, y.Message)
+		}
+		t.missed, t.full = true, true
+		t.r.stats.layoutMisses.Add(1)
+		return false, t.send(ctx, s)
+	}
+	if y.LayoutID == t.window.id {
+		t.r.remember(t.addr, y.LayoutID)
+	}
+	if y.Status == StatusError {
+		t.failAll(fmt.Errorf("%w: %s", ErrPeer, orUnknown(y.Message)))
+		return true, nil
+	}
+	for _, id := range y.Unknown {
+		if t.left[id] != nil {
+			t.unknown[id] = true
+		}
+	}
+	for _, id := range y.Known {
+		delete(t.unknown, id)
+	}
+	for _, id := range y.Failed {
+		t.answer(id, fmt.Errorf("pull from %s: %w: %s", t.addr, ErrPeer, orUnknown(y.Message)))
+	}
+	for _, id := range y.OK {
+		t.answer(id, nil)
+	}
+	if y.Status == StatusFinish {
+		t.failAll(fmt.Errorf("%w: peer finished without reporting a transfer result", ErrPeer))
+		return true, nil
+	}
+	return false, nil
+}
+
+func orUnknown(s string) string {
+	if s == "" {
+		return "unknown error"
+	}
+	return s
+}
+
+func (r *Receiver) remember(addr string, layout uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.mu.known) >= maxRemembered {
+		clear(r.mu.known)
+	}
+	r.mu.known[addr] = layout
+}
+
+func (t *talk) dropAborted() {
+	for id, q := range t.left {
+		if q.aborted.Load() {
+			t.answer(id, ErrAborted)
+		}
+	}
+}
+
+// answer is this worker's word on a request; the last worker's settles it.
+func (t *talk) answer(id string, err error) {
+	q := t.left[id]
+	if q == nil {
+		return // answered before, or never asked
+	}
+	delete(t.left, id)
+	delete(t.unknown, id)
+	r := t.r
+	r.mu.Lock()
+	if err != nil && q.err == nil {
+		q.err = err
+	}
+	// After a failure P may go on writing, and what an earlier connection asked
+	// for may be written late.
+	q.suspect = q.suspect || t.sent && (err != nil || t.again > 0)
+	q.left--
+	last := q.left == 0
+	r.mu.Unlock()
+	if last {
+		r.settle(q)
+		r.letGo(t.from, q)
+	}
+}
+
+// letGo pulls a request that D gave up once more, without blocks: P, which may
+// still be computing it, then frees its own.
+func (r *Receiver) letGo(from Source, q *receiving) {
+	if empty(q.want.Blocks) || !errors.Is(q.err, ErrAborted) && !errors.Is(q.err, ErrTimeout) {
+		return
+	}
+	_, _ = r.start(from, map[string]Wanted{q.id + releaseSuffix: {TransferID: q.want.TransferID}}) // best effort
+}
+
+// releaseSuffix keeps a pull that only lets go apart from the request's own.
+const releaseSuffix = "#release"
+
+func empty(blocks [][]int) bool {
+	return !slices.ContainsFunc(blocks, func(g []int) bool { return len(g) > 0 })
+}
+
+// settle fences what must be fenced, reports the request and forgets it.
+func (r *Receiver) settle(q *receiving) {
+	nothing := empty(q.want.Blocks)
+	if q.window != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), r.o.FenceTimeout)
+		if q.suspect && !nothing {
+			r.stats.fenced.Add(1)
+			r.stats.cut.Add(int64(r.windows.fence(ctx, q.window, q.want.Blocks)))
+		}
+		r.windows.release(ctx, q.window)
+		cancel()
+	}
+	switch {
+	case q.err != nil:
+		r.stats.failed.Add(1)
+		r.o.Metrics.failRecv()
+		r.log.Warn("mooncake: pull failed", "request", q.id, "transfer", q.want.TransferID, "err", q.err)
+	case nothing:
+		r.stats.released.Add(1)
+	default:
+		r.stats.received.Add(1)
+		r.o.Target.Table().Observe()
+	}
+	r.mu.Lock()
+	delete(r.mu.active, q.id)
+	if !nothing {
+		r.reportLocked(q)
+	}
+	r.mu.Unlock()
+	close(q.done)
+}
+
+func (r *Receiver) reportLocked(q *receiving) {
+	res := &r.mu.results
+	res.Received = append(res.Received, q.id)
+	if q.err == nil {
+		return
+	}
+	if res.Failed == nil {
+		res.Failed = make(map[string]error)
+	}
+	res.Failed[q.id] = q.err
+	if len(r.cache.Kinds) == 1 {
+		res.FailedBlocks = append(res.FailedBlocks, q.want.Blocks[0]...)
+	}
+}

@@ -1,0 +1,331 @@
+package mooncake
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// SenderOptions configures a Sender. A zero field means its default.
+type SenderOptions struct {
+	Engine Engine
+	Self   Peer // this worker's place; TPSize 0 means 1
+	DPRank int
+	PPRank int
+
+	// Listen is where the side channel is bound; default tcp://127.0.0.1:*. A
+	// wildcard host needs Host, the name that D dials.
+	Listen string
+	Host   string
+	// Bootstrap is where the worker registers; nil means nowhere.
+	Bootstrap *bootstrap.Client
+	// Lease is asked of the bootstrap server and renewed; default none, as stock
+	// workers. A server of vLLM's ignores it.
+	Lease time.Duration
+
+	// Transfer pushes the blocks. The Sender does not close it.
+	Transfer *transfer.Client
+
+	// AbortTimeout is how long blocks wait for a pull, and a pull for blocks;
+	// default 480 s (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT).
+	AbortTimeout time.Duration
+	// RetryTimeout is how long blocks stay after a pull of a Kvasir D that failed
+	// or went away: it may try again; default 10 s.
+	RetryTimeout time.Duration
+
+	Workers      int // pushes at a time; default 10 (num_workers)
+	MaxPulls     int // pulls that wait or run; more are refused; default 4096
+	MaxTransfers int // transfers that D asked for before P knew them; default 65536
+
+	Metrics *Metrics     // default none
+	Log     *slog.Logger // default none
+}
+
+// Engine names an engine and how its transfers are carried.
+type Engine struct {
+	ID       string // default random
+	InitMode string // default and only choice P2PHANDSHAKE
+	Protocol string // default and only choice tcp
+	Device   string // of RDMA; must be empty
+}
+
+func (e Engine) withDefaults() (Engine, error) {
+	e.ID = cmp.Or(e.ID, strings.ToLower(rand.Text()))
+	e.InitMode = cmp.Or(e.InitMode, "P2PHANDSHAKE")
+	e.Protocol = cmp.Or(e.Protocol, "tcp")
+	switch {
+	case e.InitMode != "P2PHANDSHAKE":
+		return e, fmt.Errorf("mooncake: init mode %q: only P2PHANDSHAKE, without a metadata server, is supported", e.InitMode)
+	case e.Protocol != "tcp":
+		return e, fmt.Errorf("mooncake: protocol %q: only tcp is supported; give the peer mooncake_protocol=tcp", e.Protocol)
+	case e.Device != "":
+		return e, fmt.Errorf("mooncake: device name %q: protocol tcp uses none", e.Device)
+	}
+	return e, nil
+}
+
+// Sender is the worker of a prefill engine: it answers the pulls of D workers and
+// pushes blocks into their memory. Its methods are safe for concurrent use; none
+// waits for a peer, but Start and Close.
+type Sender struct {
+	o      SenderOptions // immutable after Start
+	cache  *Cache
+	log    *slog.Logger
+	router *zmtp.Router
+	addr   string
+	ctx    context.Context // of the work in the background
+	cancel context.CancelFunc
+	slots  chan struct{} // one per push
+	pulls  chan struct{} // one per pull
+	wg     sync.WaitGroup
+
+	layouts layoutCache
+
+	mu struct { // holders may not lock layouts
+		sync.Mutex
+		transfers map[string]*sending // by transfer id
+		unknown   int                 // of them, without P's request
+		finished  []string            // P's request ids, for Finished
+	}
+	stats senderStats
+}
+
+// sending is one transfer. Guarded by Sender.mu.
+type sending struct {
+	id      string
+	request string    // P's; "" until P heard of it
+	blocks  [][]int   // valid when ready
+	ready   bool      // P has computed them
+	expires time.Time // zero: not yet
+	need    int       // pulls that must succeed; 0 until the first one
+	sent    int       // pulls that did
+	busy    int       // pushes under way
+	gone    bool      // out of the table; if busy, report when the pushes end
+	short   bool      // a Kvasir D gave up: RetryTimeout holds
+	waiting map[*pulling]struct{}
+}
+
+// NewSender returns a Sender over the engine's memory that does not listen yet.
+func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
+	if err := cache.check(); err != nil {
+		return nil, err
+	}
+	var err error
+	if o.Engine, err = o.Engine.withDefaults(); err != nil {
+		return nil, err
+	}
+	if o.Transfer == nil {
+		return nil, errors.New("mooncake: a Sender needs a transfer client")
+	}
+	o.Self.TPSize, o.Self.PPSize = max(o.Self.TPSize, 1), max(o.Self.PPSize, 1)
+	o.Listen = cmp.Or(o.Listen, "tcp://127.0.0.1:*")
+	o.AbortTimeout = cmp.Or(o.AbortTimeout, 480*time.Second)
+	o.RetryTimeout = cmp.Or(o.RetryTimeout, 10*time.Second)
+	o.Workers = cmp.Or(o.Workers, 10)
+	o.MaxPulls = cmp.Or(o.MaxPulls, 4096)
+	o.MaxTransfers = cmp.Or(o.MaxTransfers, 1<<16)
+	s := &Sender{
+		o: o, cache: cache, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
+		slots: make(chan struct{}, o.Workers), pulls: make(chan struct{}, o.MaxPulls),
+	}
+	s.ctx, s.cancel = context.WithCancel(context.Background())
+	s.mu.transfers = make(map[string]*sending)
+	return s, nil
+}
+
+// Start binds the side channel and registers the worker. When it fails, nothing
+// listens.
+func (s *Sender) Start(ctx context.Context) error {
+	s.router = zmtp.NewRouter(s.handle, zmtp.RouterOptions{
+		MaxFrameBytes: maxPullBytes, MaxMessageBytes: maxPullBytes, MaxPeers: s.o.MaxPulls, Logger: s.log,
+	})
+	bound, err := s.router.Listen(ctx, s.o.Listen)
+	if err != nil {
+		return fmt.Errorf("mooncake: bind the side channel: %w", err)
+	}
+	if s.addr, err = advertised(s.o.Listen, s.o.Host, bound); err != nil {
+		_ = s.router.Close() // its first error is enough
+		return err
+	}
+	if s.o.Bootstrap == nil {
+		return nil
+	}
+	if err := s.register(ctx); err != nil {
+		_ = s.router.Close()
+		return err
+	}
+	if s.o.Lease > 0 {
+		s.wg.Go(s.renew)
+	}
+	return nil
+}
+
+// maxPullBytes bounds a message: 4 million block ids and 65,536 regions fit.
+const maxPullBytes = 32 << 20
+
+// advertised is the address that D shall dial.
+func advertised(listen, host string, bound net.Addr) (string, error) {
+	own, port, err := net.SplitHostPort(bound.String())
+	if err != nil {
+		return "", fmt.Errorf("mooncake: the side channel must be on TCP, not %q", listen)
+	}
+	if ip := net.ParseIP(own); host == "" && (ip == nil || ip.IsUnspecified()) {
+		return "", fmt.Errorf("mooncake: side channel on %q: Host must name the address that D dials", listen)
+	}
+	return "tcp://" + net.JoinHostPort(cmp.Or(host, own), port), nil
+}
+
+func (s *Sender) registration() bootstrap.Registration {
+	return bootstrap.Registration{
+		EngineID: s.o.Engine.ID, DPRank: s.o.DPRank, TPRank: s.o.Self.TPRank, PPRank: s.o.PPRank, Addr: s.addr,
+		TPSize: s.o.Self.TPSize, PPSize: s.o.Self.PPSize, Lease: s.o.Lease,
+	}
+}
+
+func (s *Sender) register(ctx context.Context) error {
+	if err := s.o.Bootstrap.Register(ctx, s.registration()); err != nil {
+		return fmt.Errorf("mooncake: register engine %s at %s: %w", s.o.Engine.ID, s.o.Bootstrap.Base(), err)
+	}
+	return nil
+}
+
+// renew repeats the registration until Close.
+func (s *Sender) renew() {
+	t := time.NewTicker(s.o.Lease / 3)
+	defer t.Stop()
+	for {
+		select {
+		case <-s.ctx.Done():
+			return
+		case <-t.C:
+		}
+		if err := s.register(s.ctx); err != nil && s.ctx.Err() == nil {
+			s.log.Warn("mooncake: renew the registration", "err", err)
+		}
+	}
+}
+
+// Addr is the side channel's address, tcp://host:port, after Start.
+func (s *Sender) Addr() string { return s.addr }
+
+// EngineID names the engine in the bootstrap server's directory.
+func (s *Sender) EngineID() string { return s.o.Engine.ID }
+
+// Close stops listening, ends the pulls in progress, waits for their pushes to
+// stop, and takes the registration back where the bootstrap server knows how. The
+// engine's memory is not touched afterwards.
+func (s *Sender) Close() error {
+	s.cancel()
+	if s.router == nil {
+		return nil
+	}
+	err := s.router.Close()
+	s.wg.Wait()
+	if s.o.Bootstrap != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		if _, e := s.o.Bootstrap.Unregister(ctx, s.o.Engine.ID, s.o.DPRank, s.o.Self.TPRank, s.o.PPRank); e != nil {
+			s.log.Debug("mooncake: unregister", "err", e) // vLLM's server has no such request
+		}
+	}
+	return err
+}
+
+// Expect announces a request that P has begun to compute: a pull that came first,
+// and is by a Kvasir D, hears that it is not waiting in vain.
+func (s *Sender) Expect(request, transferID string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.nameLocked(request, transferID)
+}
+
+// Offer says that P has computed the request's blocks, one list of ids per
+// transferred group. They must stay as they are until Finished names the request.
+func (s *Sender) Offer(request, transferID string, blocks [][]int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e := s.nameLocked(request, transferID)
+	e.blocks, e.ready = blocks, true
+	e.expires = time.Now().Add(s.o.AbortTimeout)
+	if e.short {
+		e.expires = time.Now().Add(s.o.RetryTimeout)
+	}
+	e.wakeLocked()
+}
+
+// nameLocked finds or makes the transfer, which now is P's too.
+func (s *Sender) nameLocked(request, transferID string) *sending {
+	e := s.mu.transfers[transferID]
+	if e == nil {
+		e = &sending{id: transferID}
+		s.mu.transfers[transferID] = e
+	} else if e.request == "" {
+		s.mu.unknown--
+		e.wakeLocked()
+	}
+	e.request = request
+	return e
+}
+
+func (e *sending) wakeLocked() {
+	for p := range e.waiting {
+		p.poke()
+	}
+}
+
+// Abort takes a transfer back: P did not process the request, or gave it up. Pulls
+// that wait for it hear so. Blocks being pushed stay in use until the push ends;
+// blocks that were offered are then named by Finished.
+func (s *Sender) Abort(transferID string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e := s.mu.transfers[transferID]
+	if e == nil || e.request == "" { // P never had it
+		return
+	}
+	delete(s.mu.transfers, transferID)
+	e.gone = true
+	s.finishLocked(e)
+	e.wakeLocked()
+}
+
+// finishLocked reports a removed transfer whose blocks nobody reads any more.
+func (s *Sender) finishLocked(e *sending) {
+	if e.ready && e.busy == 0 {
+		s.mu.finished = append(s.mu.finished, e.request)
+	}
+}
+
+// Finished returns P's requests whose blocks are free to be reused, each once:
+// they were pushed to all who pull them, aborted after Offer, or nobody came for
+// them in time. An engine asks after every step.
+func (s *Sender) Finished() []string {
+	now := time.Now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, e := range s.mu.transfers {
+		if e.ready && e.busy == 0 && now.After(e.expires) {
+			delete(s.mu.transfers, id)
+			e.gone = true
+			s.finishLocked(e)
+			s.stats.expired.Add(1)
+			s.o.Metrics.expire()
+			s.log.Warn("mooncake: nobody pulled in time, blocks freed", "request", e.request, "transfer", id,
+				"timeout", s.o.AbortTimeout)
+		}
+	}
+	list := s.mu.finished
+	s.mu.finished = nil
+	return list
+}

@@ -1,0 +1,467 @@
+package mooncake
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"slices"
+	"strconv"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// SenderStats are counters since NewSender, but for the first three.
+type SenderStats struct {
+	Transfers int64 // known or asked for now
+	Pulls     int64 // waiting or running now
+	Ready     int64 // transfers whose blocks wait for a pull now
+
+	Pushed        int64 // batches written
+	Bytes         int64 // written
+	Descriptors   int64 // written, before the transfer engine merges them
+	FailedPushes  int64
+	FailedPulls   int64 // requests answered as failed
+	Expired       int64 // requests that nobody pulled in time
+	Refused       int64 // pulls answered StatusError
+	Disconnected  int64 // pulls that ended because D went away
+	LayoutMisses  int64
+	PlanningNanos int64 // from a pull's last byte to its first one pushed, without waiting for P
+}
+
+type senderStats struct {
+	pushed, bytes, descriptors, failedPushes, failedPulls, expired atomic.Int64
+	refused, disconnected, layoutMisses, planning                  atomic.Int64
+}
+
+// Stats returns the counters.
+func (s *Sender) Stats() SenderStats {
+	s.mu.Lock()
+	n, ready := int64(len(s.mu.transfers)), int64(0)
+	for _, e := range s.mu.transfers {
+		if e.ready {
+			ready++
+		}
+	}
+	s.mu.Unlock()
+	return SenderStats{
+		Transfers: n, Pulls: int64(len(s.pulls)), Ready: ready,
+		Pushed: s.stats.pushed.Load(), Bytes: s.stats.bytes.Load(), Descriptors: s.stats.descriptors.Load(),
+		FailedPushes: s.stats.failedPushes.Load(), FailedPulls: s.stats.failedPulls.Load(),
+		Expired: s.stats.expired.Load(), Refused: s.stats.refused.Load(), Disconnected: s.stats.disconnected.Load(),
+		LayoutMisses: s.stats.layoutMisses.Load(), PlanningNanos: s.stats.planning.Load(),
+	}
+}
+
+// pulling is one pull being answered. Owned by its goroutine but for wake.
+type pulling struct {
+	s       *Sender
+	peer    *zmtp.Peer
+	pull    *Pull
+	plan    *pushPlan
+	paired  []int               // D's TP ranks that pull from this worker
+	wake    chan struct{}       // cap 1
+	waiting map[string]*sending // by D's request id
+	unknown map[string]bool     // of them, not yet P's
+	spent   time.Duration       // planning
+}
+
+func (p *pulling) poke() {
+	select {
+	case p.wake <- struct{}{}:
+	default:
+	}
+}
+
+// handle takes one message; it runs on the peer's reading goroutine.
+func (s *Sender) handle(peer *zmtp.Peer, m zmtp.Message) {
+	if len(m) != 1 {
+		s.refuse(peer, fmt.Errorf("%w: %d frames instead of one", ErrMessage, len(m)))
+		return
+	}
+	select {
+	case s.pulls <- struct{}{}:
+	default:
+		s.refuse(peer, fmt.Errorf("mooncake: %d pulls at once, no more are taken", s.o.MaxPulls))
+		return
+	}
+	start := time.Now()
+	pull, err := DecodePull(m[0], 0)
+	if err != nil {
+		<-s.pulls
+		s.refuse(peer, err)
+		return
+	}
+	p := &pulling{s: s, peer: peer, pull: pull, wake: make(chan struct{}, 1), spent: time.Since(start)}
+	s.wg.Go(func() {
+		defer func() { <-s.pulls }()
+		p.serve()
+	})
+}
+
+// refuse ends a pull with an error.
+func (s *Sender) refuse(peer *zmtp.Peer, err error) {
+	s.stats.refused.Add(1)
+	s.log.Warn("mooncake: pull refused", "from", peer.RemoteAddr(), "err", err)
+	s.reply(peer, &Reply{Status: StatusError, Message: err.Error()})
+}
+
+// reply sends y. A peer that cannot take it is gone or will be closed.
+func (s *Sender) reply(peer *zmtp.Peer, y *Reply) {
+	if err := peer.Send(AppendReply(nil, y)); err != nil {
+		s.log.Debug("mooncake: reply", "to", peer.RemoteAddr(), "err", err)
+		return
+	}
+	peer.Flush()
+}
+
+func (p *pulling) reply(y *Reply) {
+	y.Kvasir = p.pull.DeadlineMillis > 0
+	if y.Status != StatusLayoutMiss {
+		y.LayoutID = p.pull.LayoutID
+	}
+	p.s.reply(p.peer, y)
+}
+
+// serve answers one pull: it waits for P to compute, pushes what is ready, and
+// replies after each round.
+func (p *pulling) serve() {
+	start := time.Now()
+	err := p.s.prepare(p)
+	p.spent += time.Since(start)
+	switch {
+	case errors.Is(err, errLayoutMiss):
+		p.s.stats.layoutMisses.Add(1)
+		p.reply(&Reply{Status: StatusLayoutMiss, Message: err.Error()})
+		return
+	case err != nil:
+		p.s.refuse(p.peer, err)
+		return
+	}
+	if err := p.enter(); err != nil {
+		p.s.refuse(p.peer, err)
+		return
+	}
+	defer p.leave()
+	ctx, cancel := context.WithCancel(p.s.ctx)
+	defer cancel()
+	p.s.wg.Go(func() {
+		select {
+		case <-p.peer.Done():
+			cancel() // what D asked for is no longer D's to receive
+		case <-ctx.Done():
+		}
+	})
+	p.rounds(ctx)
+}
+
+// patience is how long a pull waits for its next request to be ready.
+func (p *pulling) patience() time.Duration {
+	t := p.s.o.AbortTimeout
+	if d := time.Duration(p.pull.DeadlineMillis) * time.Millisecond; d > 0 {
+		t = min(t, d)
+	}
+	return t
+}
+
+func (p *pulling) rounds(ctx context.Context) {
+	timer := time.NewTimer(p.patience())
+	defer timer.Stop()
+	if len(p.waiting) == 0 {
+		p.reply(&Reply{Status: StatusFinish})
+		return
+	}
+	if p.pull.DeadlineMillis > 0 && len(p.unknown) > 0 {
+		p.reply(&Reply{Status: StatusContinue, Unknown: slices.Sorted(maps.Keys(p.unknown))})
+	}
+	for len(p.waiting) > 0 {
+		ready, known, gone := p.collect()
+		if len(known) > 0 && p.pull.DeadlineMillis > 0 && len(ready)+len(gone) == 0 {
+			p.reply(&Reply{Status: StatusContinue, Known: known})
+		}
+		if len(ready)+len(gone) > 0 {
+			if !p.round(ctx, ready, gone) {
+				return
+			}
+			timer.Reset(p.patience())
+			continue
+		}
+		select {
+		case <-p.wake:
+		case <-ctx.Done():
+			p.s.stats.disconnected.Add(1)
+			return
+		case <-timer.C:
+			late := slices.Sorted(maps.Keys(p.waiting))
+			p.s.stats.failedPulls.Add(int64(len(late)))
+			p.s.log.Warn("mooncake: P side not ready in time", "requests", late, "timeout", p.patience())
+			p.reply(&Reply{Status: StatusFinish, Failed: late, Message: "Timeout waiting for P side ready."})
+			return
+		}
+	}
+}
+
+var errUnknownFull = errors.New("mooncake: too many transfers that P does not know")
+
+// enter puts the pull in the list of each transfer that it asks for.
+func (p *pulling) enter() error {
+	s := p.s
+	p.waiting, p.unknown = make(map[string]*sending), make(map[string]bool)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, w := range p.pull.Wanted {
+		e := s.mu.transfers[w.TransferID]
+		if e == nil {
+			if s.mu.unknown >= s.o.MaxTransfers {
+				p.leaveLocked()
+				return errUnknownFull
+			}
+			e = &sending{id: w.TransferID}
+			s.mu.transfers[w.TransferID] = e
+			s.mu.unknown++
+		}
+		if e.waiting == nil {
+			e.waiting = make(map[*pulling]struct{})
+		}
+		e.waiting[p] = struct{}{}
+		p.waiting[id] = e
+		if e.request == "" {
+			p.unknown[id] = true
+		}
+	}
+	return nil
+}
+
+func (p *pulling) leave() {
+	p.s.mu.Lock()
+	defer p.s.mu.Unlock()
+	p.leaveLocked()
+}
+
+// leaveLocked gives up what is still waited for.
+func (p *pulling) leaveLocked() {
+	for _, e := range p.waiting {
+		p.leaveOneLocked(e)
+		p.shortenLocked(e)
+	}
+	clear(p.waiting)
+}
+
+// leaveOneLocked takes the pull out of a transfer's list; a transfer that P never
+// knew goes with its last pull.
+func (p *pulling) leaveOneLocked(e *sending) {
+	delete(e.waiting, p)
+	if e.request == "" && len(e.waiting) == 0 && !e.gone && p.s.mu.transfers[e.id] == e {
+		delete(p.s.mu.transfers, e.id)
+		p.s.mu.unknown--
+	}
+}
+
+// shortenLocked bounds the stay of blocks whose pull failed, if D is one that
+// would come back soon.
+func (p *pulling) shortenLocked(e *sending) {
+	if p.pull.DeadlineMillis == 0 {
+		return
+	}
+	e.short = true
+	if t := time.Now().Add(p.s.o.RetryTimeout); t.Before(e.expires) {
+		e.expires = t
+	}
+}
+
+// collect takes the requests whose blocks are ready, as being pushed, and those
+// whose transfer is gone; known are those that P has heard of since.
+func (p *pulling) collect() (ready map[string]*sending, known, gone []string) {
+	s := p.s
+	ready = make(map[string]*sending)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, e := range p.waiting {
+		switch {
+		case e.gone || s.mu.transfers[e.id] != e:
+			gone = append(gone, id)
+		case e.ready:
+			e.busy++
+			if e.need == 0 {
+				e.need = p.needed()
+			}
+			ready[id] = e
+		default:
+			if p.unknown[id] && e.request != "" {
+				delete(p.unknown, id)
+				known = append(known, id)
+			}
+			continue
+		}
+		delete(p.waiting, id)
+		p.leaveOneLocked(e)
+	}
+	slices.Sort(known)
+	slices.Sort(gone)
+	return ready, known, gone
+}
+
+// needed is how many pulls fill D: one per paired TP rank, and if the pipelines
+// differ, each of D's stages pulls from all of P's.
+func (p *pulling) needed() int {
+	if n := p.pull.PPSize; n > 1 && n != p.s.o.Self.PPSize {
+		return len(p.paired) * n
+	}
+	return len(p.paired)
+}
+
+// round pushes the ready requests in one batch and replies. It returns false when D
+// went away.
+func (p *pulling) round(ctx context.Context, ready map[string]*sending, gone []string) bool {
+	s := p.s
+	start := time.Now()
+	failed := make(map[string]bool)
+	var why error
+	fail := func(id string, err error) {
+		failed[id] = true
+		if why == nil {
+			why = err
+		}
+	}
+	for _, id := range gone {
+		fail(id, errors.New("P gave the request up"))
+	}
+	ids := slices.Sorted(maps.Keys(ready))
+	var batch []Descriptor
+	ends := make([]int, len(ids)) // of each request in batch
+	for i, id := range ids {
+		before := len(batch)
+		var err error
+		if batch, err = p.plan.append(batch, ready[id].blocks, p.pull.Wanted[id].Blocks); err != nil {
+			batch = batch[:before]
+			fail(id, err)
+		}
+		ends[i] = len(batch)
+	}
+	p.spent += time.Since(start)
+	if len(batch) > 0 {
+		errs, err := p.push(ctx, batch)
+		for i, id := range ids {
+			first := 0
+			if i > 0 {
+				first = ends[i-1]
+			}
+			if err != nil || slices.ContainsFunc(errs[first:ends[i]], func(e error) bool { return e != nil }) {
+				if first == ends[i] {
+					continue // asked for no bytes
+				}
+				fail(id, fmt.Errorf("Mooncake transfer engine returned -1: %w", errors.Join(err, firstError(errs)))) //nolint:staticcheck // vLLM's text
+			}
+		}
+	}
+	if ctx.Err() != nil {
+		for _, id := range ids {
+			failed[id] = true
+		}
+	}
+	p.settle(ready, failed)
+	if ctx.Err() != nil {
+		s.stats.disconnected.Add(1)
+		return false
+	}
+	p.conclude(ids, failed, why)
+	return true
+}
+
+// conclude tells D how a round went.
+func (p *pulling) conclude(ids []string, failed map[string]bool, why error) {
+	y := Reply{Status: StatusContinue}
+	if len(p.waiting) == 0 {
+		y.Status = StatusFinish
+	}
+	for _, id := range ids {
+		if !failed[id] {
+			y.OK = append(y.OK, id)
+		}
+	}
+	if len(failed) > 0 {
+		y.Failed = slices.Sorted(maps.Keys(failed))
+		y.Message = why.Error()
+		p.s.stats.failedPulls.Add(int64(len(failed)))
+		p.s.log.Warn("mooncake: pull failed", "from", p.peer.RemoteAddr(), "requests", y.Failed, "err", why)
+	}
+	p.reply(&y)
+}
+
+func firstError(errs []error) error {
+	for _, e := range errs {
+		if e != nil {
+			return e
+		}
+	}
+	return nil
+}
+
+// push writes a batch. errs has one result per descriptor; err means that nothing
+// was sent.
+func (p *pulling) push(ctx context.Context, batch []Descriptor) (errs []error, err error) {
+	s := p.s
+	select {
+	case s.slots <- struct{}{}:
+		defer func() { <-s.slots }()
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	start := time.Now()
+	entries := make([]transfer.Entry, len(batch))
+	total := int64(0)
+	for i, d := range batch {
+		mem := s.cache.bytes(d.Src, d.Len)
+		if mem == nil {
+			return nil, refusef(CodeRange, "%d bytes at %#x are not in the KV cache", d.Len, d.Src)
+		}
+		entries[i] = transfer.Entry{Local: mem, Remote: d.Dst}
+		total += int64(len(mem))
+	}
+	p.spent += time.Since(start)
+	s.stats.planning.Add(int64(p.spent))
+	p.spent = 0
+	start = time.Now()
+	segment := net.JoinHostPort(p.pull.Host, strconv.Itoa(p.pull.Port))
+	err = s.o.Transfer.Write(ctx, segment, entries)
+	if err == nil {
+		s.stats.pushed.Add(1)
+		s.stats.bytes.Add(total)
+		s.stats.descriptors.Add(int64(len(batch)))
+		s.o.Metrics.push(time.Since(start), total, len(batch))
+		return make([]error, len(batch)), nil
+	}
+	s.stats.failedPushes.Add(1)
+	s.o.Metrics.failPush()
+	if be, ok := errors.AsType[*transfer.BatchError](err); ok {
+		return be.Errs, nil
+	}
+	return nil, err
+}
+
+// settle counts the results of a round at its transfers.
+func (p *pulling) settle(ready map[string]*sending, failed map[string]bool) {
+	s := p.s
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, e := range ready {
+		e.busy--
+		if failed[id] {
+			p.shortenLocked(e)
+		} else {
+			e.sent++
+		}
+		switch {
+		case e.gone: // aborted during the push
+			s.finishLocked(e)
+		case e.sent >= e.need && s.mu.transfers[e.id] == e && e.busy == 0:
+			delete(s.mu.transfers, e.id)
+			e.gone = true
+			s.finishLocked(e)
+		}
+	}
+}

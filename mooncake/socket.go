@@ -1,0 +1,152 @@
+package mooncake
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// socket is one DEALER to a P worker. A pull has it alone: replies do not say which
+// pull they answer. Between pulls it waits in the pool.
+type socket struct {
+	addr   string // tcp://host:port
+	dealer *zmtp.Dealer
+	events chan socketEvent
+	once   sync.Once
+}
+
+// socketEvent is what a conversation reacts to.
+type socketEvent struct {
+	reply *Reply
+	up    bool
+	err   error // lost, or no sense in what came
+}
+
+// errFlood means that P sent more replies than a pull can have.
+var errFlood = fmt.Errorf("%w: replies without end", ErrMessage)
+
+// sockets is a pool of sockets by address.
+type sockets struct {
+	maxIdle int // per address; immutable
+	wg      sync.WaitGroup
+
+	mu struct { // a leaf
+		sync.Mutex
+		closed bool
+		idle   map[string][]*socket
+		all    map[*socket]struct{}
+	}
+}
+
+func newSockets(maxIdle int) *sockets {
+	p := &sockets{maxIdle: maxIdle}
+	p.mu.idle = make(map[string][]*socket)
+	p.mu.all = make(map[*socket]struct{})
+	return p
+}
+
+var errReceiverClosed = errors.New("mooncake: receiver closed")
+
+// take returns a socket to addr, an idle one if there is one. It does not wait for
+// a connection.
+func (p *sockets) take(addr string) (s *socket, pooled bool, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.mu.closed {
+		return nil, false, errReceiverClosed
+	}
+	if l := p.mu.idle[addr]; len(l) > 0 {
+		s := l[len(l)-1]
+		p.mu.idle[addr] = l[:len(l)-1]
+		return s, true, nil
+	}
+	s = &socket{addr: addr, events: make(chan socketEvent, 256)}
+	s.dealer = zmtp.NewDealer(addr, zmtp.DealerOptions{
+		Handler: func(m zmtp.Message) { s.event(decodeReplyMessage(m)) },
+		OnState: func(up bool, err error) {
+			s.event(socketEvent{up: up, err: err})
+			if !up {
+				p.forget(s)
+			}
+		},
+		MaxFrameBytes: maxPullBytes, MaxMessageBytes: maxPullBytes,
+	})
+	if err := s.dealer.Start(); err != nil {
+		return nil, false, err
+	}
+	p.mu.all[s] = struct{}{}
+	return s, false, nil
+}
+
+func decodeReplyMessage(m zmtp.Message) socketEvent {
+	if len(m) != 1 {
+		return socketEvent{err: fmt.Errorf("%w: %d frames instead of one", ErrMessage, len(m))}
+	}
+	y, err := DecodeReply(m[0], 0)
+	return socketEvent{reply: y, err: err}
+}
+
+// event hands e to the conversation; it runs on the dealer's goroutine.
+func (s *socket) event(e socketEvent) {
+	select {
+	case s.events <- e:
+	default: // nobody reads, or a flood: the conversation finds it broken
+	}
+}
+
+// put gives a socket back after a pull that ended in order.
+func (p *sockets) put(s *socket) {
+	p.mu.Lock()
+	if _, ok := p.mu.all[s]; ok && !p.mu.closed && len(p.mu.idle[s.addr]) < p.maxIdle && len(s.events) == 0 {
+		p.mu.idle[s.addr] = append(p.mu.idle[s.addr], s)
+		p.mu.Unlock()
+		return
+	}
+	p.mu.Unlock()
+	p.drop(s)
+}
+
+// forget takes a socket whose connection was lost out of the idle ones: a dealer
+// would dial a dead P for ever.
+func (p *sockets) forget(s *socket) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for i, e := range p.mu.idle[s.addr] {
+		if e != s {
+			continue
+		}
+		l := p.mu.idle[s.addr]
+		p.mu.idle[s.addr] = append(l[:i:i], l[i+1:]...)
+		if len(p.mu.idle[s.addr]) == 0 {
+			delete(p.mu.idle, s.addr)
+		}
+		delete(p.mu.all, s)
+		if !p.mu.closed {
+			p.wg.Go(func() { _ = s.dealer.Close() }) // not on the dealer's own goroutine
+		}
+		return
+	}
+}
+
+// drop closes a socket: P sees D go, and gives up what it still does for the pull.
+func (p *sockets) drop(s *socket) {
+	p.mu.Lock()
+	delete(p.mu.all, s)
+	p.mu.Unlock()
+	s.once.Do(func() { _ = s.dealer.Close() })
+}
+
+// close closes all sockets; conversations end with an error.
+func (p *sockets) close() {
+	p.mu.Lock()
+	p.mu.closed = true
+	all := p.mu.all
+	p.mu.all = make(map[*socket]struct{})
+	p.mu.Unlock()
+	for s := range all {
+		s.once.Do(func() { _ = s.dealer.Close() })
+	}
+	p.wg.Wait()
+}
