@@ -18,8 +18,11 @@ type Storage struct {
 // or a Receiver has it.
 type Cache struct {
 	Storages []Storage
-	Regions  []Region    // each within one storage
-	Kinds    []GroupKind // of each transferred KV cache group
+	Regions  []Region // each within one storage
+	// In is the storage of each region; nil when each Base lies in its storage. With
+	// it, blocks that are never used may lie before the storage.
+	In    []int
+	Kinds []GroupKind // of each transferred KV cache group
 
 	// KernelBlocks is how many kernel blocks a logical block of an attention group
 	// has: regions are in kernel blocks, requests name logical ones. 0 means 1.
@@ -52,7 +55,7 @@ func (c *Cache) check() error {
 	}
 	for i := range c.Regions {
 		r := &c.Regions[i]
-		if c.storage(r.Base) < 0 || r.Payload == 0 || r.Payload > r.Stride {
+		if c.home(i) < 0 || c.home(i) >= len(c.Storages) || r.Payload == 0 || r.Payload > r.Stride {
 			return fmt.Errorf("%w: region %d of layer %q: %d of %d bytes per block at %#x",
 				ErrCache, i, r.Layer, r.Payload, r.Stride, r.Base)
 		}
@@ -65,13 +68,24 @@ func (c *Cache) check() error {
 	return nil
 }
 
+// home returns the index of the storage of region i, or -1.
+func (c *Cache) home(i int) int {
+	if c.In == nil {
+		return c.storage(c.Regions[i].Base)
+	}
+	if len(c.In) != len(c.Regions) {
+		return -1
+	}
+	return c.In[i]
+}
+
 // storage returns the index of the storage that holds addr, or -1.
 func (c *Cache) storage(addr uint64) int {
 	return slices.IndexFunc(c.Storages, func(s Storage) bool { return addr >= s.Addr && addr-s.Addr < uint64(len(s.Mem)) })
 }
 
-// bytes returns n bytes at addr; nil when they are not wholly in one storage.
-func (c *Cache) bytes(addr, n uint64) []byte {
+// Bytes returns n bytes at addr, as regions count; nil when they are not wholly in one storage.
+func (c *Cache) Bytes(addr, n uint64) []byte {
 	i := c.storage(addr)
 	if i < 0 {
 		return nil

@@ -347,7 +347,7 @@ func TestGoldenDescriptors(t *testing.T) {
 				t.Fatal(err)
 			}
 			var err error
-			out, err = plan.append(out, own, wanted)
+			out, err = plan.Append(out, own, wanted)
 			if _, ends := errors.AsType[*LayoutError](err); ends {
 				fatal = text(err)
 				break

@@ -44,10 +44,10 @@ type layoutCache struct {
 
 type layoutEntry struct {
 	key  layoutKey
-	plan *pushPlan
+	plan *PushPlan
 }
 
-func (c *layoutCache) get(k layoutKey) *pushPlan {
+func (c *layoutCache) get(k layoutKey) *PushPlan {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	e := c.mu.plans[k]
@@ -58,7 +58,7 @@ func (c *layoutCache) get(k layoutKey) *pushPlan {
 	return e.Value.(*layoutEntry).plan
 }
 
-func (c *layoutCache) put(k layoutKey, plan *pushPlan) {
+func (c *layoutCache) put(k layoutKey, plan *PushPlan) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if e := c.mu.plans[k]; e != nil {
@@ -98,34 +98,35 @@ func (s *Sender) prepare(p *pulling) error {
 		}
 		return nil
 	}
-	if p.plan, err = s.newPlan(self, remote, pull.Regions); err == nil && pull.LayoutID != 0 {
+	if p.plan, err = PlanPush(s.cache, self, remote, pull.Regions); err == nil && pull.LayoutID != 0 {
 		s.layouts.put(key, p.plan)
 	}
 	return err
 }
 
-// newPlan plans pushes to a D worker with these regions.
-func (s *Sender) newPlan(self, remote Peer, regions []Region) (*pushPlan, error) {
-	if self.PPSize != remote.PPSize && (s.cache.Opaque || slices.ContainsFunc(regions, wholeRow)) {
+// PlanPush plans pushes from the memory c of the P worker self to regions of the D
+// worker remote. An error that says that they do not fit is a *LayoutError.
+func PlanPush(c *Cache, self, remote Peer, regions []Region) (*PushPlan, error) {
+	if self.PPSize != remote.PPSize && (c.Opaque || slices.ContainsFunc(regions, wholeRow)) {
 		return nil, layoutError("Mooncake non-page-contiguous packed regions keep only the first layer name, "+
 			"so they cannot be aligned across PP sizes %d and %d.", self.PPSize, remote.PPSize)
 	}
-	pairs, err := align(s.cache.Regions, regions, remote.PPSize != self.PPSize)
+	pairs, err := align(c.Regions, regions, remote.PPSize != self.PPSize)
 	if err != nil {
 		return nil, err
 	}
-	heads, replicated := s.cache.heads(), s.cache.replicated(self.TPSize)
+	heads, replicated := c.heads(), c.replicated(self.TPSize)
 	ratio, err := tpRatio(self.TPSize, remote.TPSize)
 	if err != nil {
 		return nil, err
 	}
 	if ratio == 1 || replicated { // a head's offset would land on another layer of a merged run
-		pairs = merge(pairs, len(pairs) == len(s.cache.Regions) && len(pairs) == len(regions))
+		pairs = merge(pairs, len(pairs) == len(c.Regions) && len(pairs) == len(regions))
 	}
 	if err := validate(pairs, self.TPSize, remote.TPSize, replicated, heads); err != nil {
 		return nil, err
 	}
-	return newPushPlan(pairs, self, remote, replicated, heads, s.cache.Kinds, s.cache.KernelBlocks)
+	return newPushPlan(pairs, self, remote, replicated, heads, c.Kinds, c.KernelBlocks)
 }
 
 // wholeRow says whether a region is a row of several layers under one name.

@@ -53,7 +53,8 @@ func (m *Metrics) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-func (m *Metrics) push(d time.Duration, bytes int64, descriptors int) {
+// Pushed counts one push of KV blocks.
+func (m *Metrics) Pushed(d time.Duration, bytes int64, descriptors int) {
 	if m == nil {
 		return
 	}

@@ -57,9 +57,9 @@ func planSlice(p, d Peer, pLen, dLen uint64, replicated bool, heads int) (sliceP
 	return whole, nil
 }
 
-// pushPlan is how one P worker fills the memory of one D worker: all that does not
+// PushPlan is how one P worker fills the memory of one D worker: all that does not
 // depend on the request. It is immutable.
-type pushPlan struct {
+type PushPlan struct {
 	pairs   []regionPair
 	slices  []slicePlan // of each pair
 	kinds   []GroupKind // of each KV cache group
@@ -78,8 +78,8 @@ var (
 	errFewBlocks  = errors.New("P num blocks less than D")
 )
 
-func newPushPlan(pairs []regionPair, p, d Peer, replicated bool, heads int, kinds []GroupKind, perUnit int) (*pushPlan, error) {
-	plan := &pushPlan{pairs: pairs, kinds: kinds, perUnit: max(perUnit, 1), slices: make([]slicePlan, len(pairs))}
+func newPushPlan(pairs []regionPair, p, d Peer, replicated bool, heads int, kinds []GroupKind, perUnit int) (*PushPlan, error) {
+	plan := &PushPlan{pairs: pairs, kinds: kinds, perUnit: max(perUnit, 1), slices: make([]slicePlan, len(pairs))}
 	for i := range pairs {
 		s, err := planSlice(p, d, pairs[i].p.Payload, pairs[i].d.Payload, replicated, heads)
 		if err != nil {
@@ -101,12 +101,12 @@ func (s *slicePlan) check(r *regionPair) error {
 	return nil
 }
 
-// append adds the descriptors that fill D's blocks from P's, both lists of ids by
+// Append adds the descriptors that fill D's blocks from P's, both lists of ids by
 // KV cache group. D may want fewer blocks than P has: it gets P's last ones.
 //
 // A *LayoutError ends the pull; another error concerns this request, of which
 // nothing was added.
-func (plan *pushPlan) append(out []Descriptor, own, wanted [][]int) ([]Descriptor, error) {
+func (plan *PushPlan) Append(out []Descriptor, own, wanted [][]int) ([]Descriptor, error) {
 	if empty(wanted) {
 		return out, nil // D only wants P to let go
 	}
@@ -138,7 +138,7 @@ func (plan *pushPlan) append(out []Descriptor, own, wanted [][]int) ([]Descripto
 }
 
 // match cuts own to the ids that fill wanted and expands both to kernel blocks.
-func (plan *pushPlan) match(own, wanted [][]int) (src, dst [][]int, err error) {
+func (plan *PushPlan) match(own, wanted [][]int) (src, dst [][]int, err error) {
 	if len(own) != len(wanted) || len(own) > len(plan.kinds) {
 		return nil, nil, errGroupCount
 	}

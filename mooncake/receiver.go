@@ -31,6 +31,8 @@ type ReceiverOptions struct {
 	Release Release
 	// Bootstrap configures the queries of bootstrap servers.
 	Bootstrap bootstrap.ClientOptions
+	// Find is asked for P's workers instead of a bootstrap server; default none.
+	Find func(context.Context, Source) (bootstrap.Engine, error)
 
 	// Timeout bounds a pull, from Start to its result: queueing and computing at P
 	// included; default 120 s.
@@ -261,7 +263,7 @@ func (r *Receiver) checkBlocks(blocks [][]int) error {
 		if r.cache.Kinds[g.Group] != Mamba {
 			last = (last+1)*max(r.cache.KernelBlocks, 1) - 1
 		}
-		if slices.Min(blocks[g.Group]) < 0 || r.cache.bytes(g.Base+uint64(last)*g.Stride, g.Payload) == nil {
+		if slices.Min(blocks[g.Group]) < 0 || r.cache.Bytes(g.Base+uint64(last)*g.Stride, g.Payload) == nil {
 			return refusef(CodeRange, "block %d of group %d is not in the KV cache", last, g.Group)
 		}
 	}

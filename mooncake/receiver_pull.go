@@ -81,6 +81,9 @@ const maxRemembered = 4096
 
 // engine finds P's workers, from memory or at the bootstrap server.
 func (r *Receiver) engine(ctx context.Context, from Source) (bootstrap.Engine, error) {
+	if r.o.Find != nil {
+		return r.o.Find(ctx, from)
+	}
 	r.mu.Lock()
 	e, ok := r.mu.engines[from]
 	r.mu.Unlock()
@@ -156,8 +159,10 @@ func (t *talk) poke() {
 
 // ask pulls all of list from one P worker, again while its side channel breaks.
 func (r *Receiver) ask(ctx context.Context, from Source, addr string, w *window, list []*receiving) {
-	t := &talk{r: r, from: from, addr: addr, window: w, left: make(map[string]*receiving, len(list)),
-		unknown: make(map[string]bool), wake: make(chan struct{}, 1)}
+	t := &talk{
+		r: r, from: from, addr: addr, window: w, left: make(map[string]*receiving, len(list)),
+		unknown: make(map[string]bool), wake: make(chan struct{}, 1),
+	}
 	for _, q := range list {
 		t.left[q.id] = q
 	}

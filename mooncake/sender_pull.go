@@ -62,7 +62,7 @@ type pulling struct {
 	s       *Sender
 	peer    *zmtp.Peer
 	pull    *Pull
-	plan    *pushPlan
+	plan    *PushPlan
 	paired  []int               // D's TP ranks that pull from this worker
 	wake    chan struct{}       // cap 1
 	waiting map[string]*sending // by D's request id
@@ -336,7 +336,7 @@ func (p *pulling) round(ctx context.Context, ready map[string]*sending, gone []s
 	for i, id := range ids {
 		before := len(batch)
 		var err error
-		if batch, err = p.plan.append(batch, ready[id].blocks, p.pull.Wanted[id].Blocks); err != nil {
+		if batch, err = p.plan.Append(batch, ready[id].blocks, p.pull.Wanted[id].Blocks); err != nil {
 			batch = batch[:before]
 			fail(id, err)
 		}
@@ -415,7 +415,7 @@ func (p *pulling) push(ctx context.Context, batch []Descriptor) (errs []error, e
 	entries := make([]transfer.Entry, len(batch))
 	total := int64(0)
 	for i, d := range batch {
-		mem := s.cache.bytes(d.Src, d.Len)
+		mem := s.cache.Bytes(d.Src, d.Len)
 		if mem == nil {
 			return nil, refusef(CodeRange, "%d bytes at %#x are not in the KV cache", d.Len, d.Src)
 		}
@@ -432,7 +432,7 @@ func (p *pulling) push(ctx context.Context, batch []Descriptor) (errs []error, e
 		s.stats.pushed.Add(1)
 		s.stats.bytes.Add(total)
 		s.stats.descriptors.Add(int64(len(batch)))
-		s.o.Metrics.push(time.Since(start), total, len(batch))
+		s.o.Metrics.Pushed(time.Since(start), total, len(batch))
 		return make([]error, len(batch)), nil
 	}
 	s.stats.failedPushes.Add(1)

@@ -89,7 +89,7 @@ func (ws *windows) openLocked() (*window, error) {
 	}
 	w.regions = make([]Region, len(ws.cache.Regions))
 	for i, r := range ws.cache.Regions {
-		s := ws.cache.storage(r.Base)
+		s := ws.cache.home(i)
 		r.Base = at[s] + (r.Base - ws.cache.Storages[s].Addr)
 		w.regions[i] = r
 	}

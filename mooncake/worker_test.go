@@ -80,7 +80,7 @@ func block(c *Cache, group, id int) []byte {
 	var all []byte
 	for _, r := range c.Regions {
 		if r.Group == group {
-			all = append(all, c.bytes(r.Base+uint64(id)*r.Stride, r.Payload)...)
+			all = append(all, c.Bytes(r.Base+uint64(id)*r.Stride, r.Payload)...)
 		}
 	}
 	return all

@@ -24,6 +24,7 @@ type root struct {
 	Demo        demoCmd        `cmd:"" help:"Play a workload on a server with simulated engines, check every byte, print a table."`
 	Coordinator coordinatorCmd `cmd:"" help:"Show what the cache of a hybrid model keeps, finds and loads."`
 	Transfer    transferCmd    `cmd:"" help:"Move bytes between the memories of two processes (Mooncake's transfer engine over TCP)."`
+	Relay       relayCmd       `cmd:"" help:"Stand between a prefill and a decode engine (vLLM's MooncakeConnector) and keep the KV that passes."`
 	Version     versionCmd     `cmd:"" help:"Print the version."`
 }
 
