@@ -25,6 +25,7 @@ type root struct {
 	Coordinator coordinatorCmd `cmd:"" help:"Show what the cache of a hybrid model keeps, finds and loads."`
 	Transfer    transferCmd    `cmd:"" help:"Move bytes between the memories of two processes (Mooncake's transfer engine over TCP)."`
 	Relay       relayCmd       `cmd:"" help:"Stand between a prefill and a decode engine (vLLM's MooncakeConnector) and keep the KV that passes."`
+	Bootstrap   bootstrapCmd   `cmd:"" help:"Serve the registry through which vLLM's MooncakeConnector finds P."`
 	Version     versionCmd     `cmd:"" help:"Print the version."`
 }
 
