@@ -338,7 +338,7 @@ func schedulerProperty(t *rapid.T) {
 		settled: map[string]int{}, asked: map[string]int{}, expected: map[string]bool{}, announced: map[string]bool{},
 	}
 	acts := []func(){m.newRequest, m.newRequest, m.schedule, m.schedule, m.schedule, m.finish, m.build, m.report, m.report}
-	for range rapid.IntRange(0, 80).Draw(t, "steps") {
+	for range rapid.SampledFrom([]int{4, 20, 60, 150}).Draw(t, "steps") {
 		rapid.SampledFrom(acts).Draw(t, "act")()
 	}
 	for _, id := range slices.Sorted(maps.Keys(m.live)) {
