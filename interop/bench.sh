@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Races this build against the originals, in turns in one run, ratios of medians: the
-# real LMCache 0.5.6 server, vLLM's hybrid coordinator, the C++ transfer engine. About
-# 20 minutes, and 10 GB the first time. Needs bin/kvasir; `make bench` calls it.
-# Arguments are passed on to the first driver, for example --lookups 300. BENCH names
-# the parts: lmcache, coordinator, transfer.
+# real LMCache 0.5.6 server, vLLM's hybrid coordinator and Mooncake connector, the C++
+# transfer engine. About 20 minutes, and 10 GB the first time. Needs bin/kvasir;
+# `make bench` calls it. Arguments are passed on to the first driver, for example
+# --lookups 300. BENCH names the parts: lmcache, coordinator, transfer, mooncake.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bench=${BENCH:-lmcache coordinator transfer}
+bench=${BENCH:-lmcache coordinator transfer mooncake}
 
 race_lmcache() {
 	local python lmcache
@@ -19,10 +19,18 @@ race_lmcache() {
 		"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir_{port}"
 }
 
-race_coordinator() {
+vllm_python() {
 	local dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
-	interop/vllm/setup_venv.sh "$dir"
-	"$dir/bin/python" interop/coordinator/bench_original.py --go .
+	interop/vllm/setup_venv.sh "$dir" >&2
+	echo "$dir/bin/python"
+}
+
+race_coordinator() {
+	"$(vllm_python)" interop/coordinator/bench_original.py --go .
+}
+
+race_mooncake() {
+	"$(vllm_python)" interop/mooncake/bench_original.py --go .
 }
 
 race_transfer() {
@@ -32,7 +40,7 @@ race_transfer() {
 for part in $bench; do
 	case $part in
 	lmcache) race_lmcache "$@" ;;
-	coordinator | transfer) "race_$part" ;;
+	coordinator | transfer | mooncake) "race_$part" ;;
 	*) echo "BENCH: no part $part" >&2; exit 2 ;;
 	esac
 done
