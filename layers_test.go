@@ -19,6 +19,7 @@ const module = "github.com/kvasir-kv/kvasir"
 var layers = map[string]int{
 	"internal/rawio":        -1, // below everything
 	"internal/vectors":      0,
+	"internal/pickle":       0,
 	"internal/leaks":        2,
 	"kv":                    0,
 	"zmtp":                  0,
