@@ -31,6 +31,7 @@ var layers = map[string]int{
 	"coordinator":           1,
 	"lmcache":               1,
 	"mooncake/bootstrap":    1,
+	"paged":                 1,
 	"transfer":              1,
 	"pool":                  2,
 	"transfer/transfertool": 2,

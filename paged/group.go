@@ -1,0 +1,177 @@
+package paged
+
+import (
+	"fmt"
+)
+
+// Layer is one layer's memory and where its blocks are in it.
+type Layer struct {
+	Memory []byte
+	View   View
+}
+
+// Group is layers whose blocks go by the same ids. A chunk holds of a group, one
+// after another: plane by plane, in it layer by layer, in it the kept blocks of
+// the chunk, their slots, heads and rows. That is [planes, layers, slots, hidden].
+type Group struct {
+	Layers   []Layer // not empty; all Same
+	PerChunk int     // blocks of a chunk
+	Keep     int     // of them, the last so many are kept; 1 to PerChunk
+	Sparse   bool    // a null id stands for a block that is not there
+}
+
+// Check reports a group that does not fit together.
+func (g *Group) Check() error {
+	if len(g.Layers) == 0 || g.Keep < 1 || g.Keep > g.PerChunk {
+		return fmt.Errorf("%w: %d layers, %d of %d blocks", ErrTensor, len(g.Layers), g.Keep, g.PerChunk)
+	}
+	first := &g.Layers[0].View
+	size := int64(first.Planes) * int64(len(g.Layers))
+	for i := range g.Layers {
+		if v := &g.Layers[i].View; !v.Same(first) {
+			return fmt.Errorf("%w: layers of one group differ: %s of %d x %d x %d bytes, and %s of %d x %d x %d",
+				ErrTensor, first.Form, first.Slots, first.Heads, first.Row, v.Form, v.Slots, v.Heads, v.Row)
+		}
+	}
+	if block := int64(first.BlockBytes()); size > maxSpan/block || int64(g.Keep) > maxSpan/(size*block) {
+		return fmt.Errorf("%w: a chunk of %d layers is too large", ErrTensor, len(g.Layers))
+	}
+	return nil
+}
+
+// Bytes is what a chunk holds of the group.
+func (g *Group) Bytes() int64 {
+	v := &g.Layers[0].View
+	return int64(v.Planes) * int64(len(g.Layers)) * int64(g.Keep) * int64(v.BlockBytes())
+}
+
+// Blocks is how many block ids the layers know: all of [0, Blocks).
+func (g *Group) Blocks() int {
+	n := g.Layers[0].View.Blocks
+	for i := range g.Layers {
+		n = min(n, g.Layers[i].View.Blocks)
+	}
+	return n
+}
+
+// IDs are the block ids of a range of chunks, checked against a group.
+type IDs struct {
+	ids  []int
+	g    *Group
+	null bool // id 0 is the null block in this list
+}
+
+// IDs checks ids, PerChunk for each of chunks chunks; more are ignored, fewer are
+// refused. An id must be a block, and no block may appear twice. Null, id 0, may
+// appear again and again where blocks can be absent: in a sparse group always,
+// in others when it does appear more than once (an engine never gives it away;
+// other clients use it as a block like any).
+func (g *Group) IDs(ids []int, chunks int) (IDs, error) {
+	if chunks < 0 || len(ids)/g.PerChunk < chunks {
+		return IDs{}, fmt.Errorf("%w: %d for %d chunks of %d", ErrBlocks, len(ids), chunks, g.PerChunk)
+	}
+	ids = ids[:chunks*g.PerChunk]
+	blocks := g.Blocks()
+	out := IDs{ids: ids, g: g, null: g.Sparse}
+	seen := make([]uint64, (blocks+63)/64)
+	for _, id := range ids {
+		if id < 0 || id >= blocks {
+			return IDs{}, fmt.Errorf("%w: block %d of %d", ErrBlocks, id, blocks)
+		}
+		bit := uint64(1) << (id & 63)
+		if seen[id>>6]&bit != 0 {
+			if id != 0 {
+				return IDs{}, fmt.Errorf("%w: block %d appears twice", ErrBlocks, id)
+			}
+			out.null = true
+		}
+		seen[id>>6] |= bit
+	}
+	return out, nil
+}
+
+// of returns the kept blocks of chunk i.
+func (d *IDs) of(i int) []int {
+	end := (i + 1) * d.g.PerChunk
+	return d.ids[end-d.g.Keep : end]
+}
+
+// Whole reports whether every block that is kept of chunk i is there. Without
+// one of them, a chunk would hold bytes that mean nothing.
+func (d *IDs) Whole(i int) bool {
+	if d.null {
+		for _, id := range d.of(i) {
+			if id == 0 {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// each copies blocks [from, to) of ids of one plane of one layer, from slot skip
+// on, where skip counts from the first of ids: into chunk, or with load out of it.
+func (g *Group) each(load bool, chunk []byte, ids []int, null bool, plane, layer, from, to, skip int) {
+	l := &g.Layers[layer]
+	v := &l.View
+	block := v.BlockBytes()
+	base := (plane*len(g.Layers) + layer) * len(ids) * block
+	for i := from; i < to; i++ {
+		first := max(0, skip-i*v.Slots)
+		if first >= v.Slots || null && ids[i] == 0 {
+			continue
+		}
+		at := v.offset + int64(plane)*v.plane + int64(ids[i])*v.block
+		v.copyBlock(load, l.Memory[at:], chunk[base+i*block:base+(i+1)*block], first)
+	}
+}
+
+// copyBlock copies one block, from slot first on, in runs that are contiguous in the
+// layer and in the chunk.
+func (v *View) copyBlock(load bool, mem, chunk []byte, first int) {
+	slot := v.Heads * v.Row // bytes of a slot in the chunk
+	dense := v.Heads == 1 || v.head == int64(v.Row)
+	switch {
+	case dense && (v.slot == int64(slot) || v.Slots == 1):
+		run(load, mem[first*slot:v.Slots*slot], chunk[first*slot:])
+	case dense:
+		for s := first; s < v.Slots; s++ {
+			at := int64(s) * v.slot
+			run(load, mem[at:at+int64(slot)], chunk[s*slot:(s+1)*slot])
+		}
+	default:
+		for h := range v.Heads {
+			for s := first; s < v.Slots; s++ {
+				at, to := int64(h)*v.head+int64(s)*v.slot, s*slot+h*v.Row
+				run(load, mem[at:at+int64(v.Row)], chunk[to:to+v.Row])
+			}
+		}
+	}
+}
+
+func run(load bool, layer, chunk []byte) {
+	if load {
+		layer, chunk = chunk, layer
+	}
+	copy(chunk, layer)
+}
+
+// Gather copies the blocks ids of every layer into chunk, whose bytes are as
+// Group describes for as many blocks. The ids are blocks of the group.
+func (g *Group) Gather(chunk []byte, ids []int) {
+	for plane := range g.Layers[0].View.Planes {
+		for layer := range g.Layers {
+			g.each(false, chunk, ids, false, plane, layer, 0, len(ids), 0)
+		}
+	}
+}
+
+// Scatter copies chunk into the blocks ids of every layer, but for the first skip
+// slots, which stay as they are.
+func (g *Group) Scatter(chunk []byte, ids []int, skip int) {
+	for plane := range g.Layers[0].View.Planes {
+		for layer := range g.Layers {
+			g.each(true, chunk, ids, false, plane, layer, 0, len(ids), skip)
+		}
+	}
+}

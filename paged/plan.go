@@ -1,0 +1,123 @@
+package paged
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+)
+
+// Plan is a list of copies, carried out by Run in cache-sized pieces. The zero
+// Plan gathers.
+type Plan struct {
+	Load bool // scatter
+
+	moves []move
+	bytes int64
+}
+
+// move is one chunk of one group.
+type move struct {
+	ids    *IDs
+	of     []int
+	chunk  []byte
+	skip   int // slots, from the first of the kept blocks
+	blocks int // per piece
+	first  int // number of its first piece
+	pieces int
+}
+
+// pieceBytes is what one goroutine copies before it takes the next piece: half
+// of a small second-level cache, in and out.
+const pieceBytes = 256 << 10
+
+// Add plans chunk i of ids. chunk is as long as the group's Bytes. Of a load the
+// first skip slots of the chunk's PerChunk blocks are left as they are, and so
+// are null blocks.
+func (p *Plan) Add(ids *IDs, i int, chunk []byte, skip int) error {
+	g := ids.g
+	if i < 0 || (i+1)*g.PerChunk > len(ids.ids) || int64(len(chunk)) != g.Bytes() || skip < 0 {
+		return fmt.Errorf("%w: chunk %d of %d ids, %d bytes for %d, skip %d", ErrBlocks, i, len(ids.ids), len(chunk), g.Bytes(), skip)
+	}
+	if !p.Load && !ids.Whole(i) {
+		return fmt.Errorf("%w: a block of chunk %d is not there", ErrBlocks, i)
+	}
+	v := &g.Layers[0].View
+	per := max(1, pieceBytes/v.BlockBytes())
+	m := move{
+		ids: ids, of: ids.of(i), chunk: chunk, blocks: per, skip: max(0, skip-(g.PerChunk-g.Keep)*v.Slots),
+		pieces: v.Planes * len(g.Layers) * ((g.Keep + per - 1) / per),
+	}
+	if n := len(p.moves); n > 0 {
+		m.first = p.moves[n-1].first + p.moves[n-1].pieces
+	}
+	p.moves = append(p.moves, m)
+	p.bytes += int64(len(chunk))
+	return nil
+}
+
+// Bytes is the size of all planned chunks.
+func (p *Plan) Bytes() int64 { return p.bytes }
+
+// Run carries the plan out with up to workers goroutines, the caller's among
+// them. Each calls guard with what it does, so that a guard can turn the fault of
+// memory that a peer has cut off into an error; a nil guard just calls. After an
+// error some pieces may not have been copied.
+func (p *Plan) Run(workers int, guard func(func()) error) error {
+	if len(p.moves) == 0 {
+		return nil
+	}
+	if guard == nil {
+		guard = func(f func()) error { f(); return nil }
+	}
+	last := &p.moves[len(p.moves)-1]
+	total := last.first + last.pieces
+	// Small pieces are taken several at once.
+	batch := max(1, int(pieceBytes*int64(total)/max(p.bytes, 1)/2))
+	workers = max(1, min(workers, total/batch, int(p.bytes/(4*pieceBytes))))
+	var next atomic.Int64
+	work := func() error {
+		return guard(func() {
+			for {
+				from := int(next.Add(int64(batch))) - batch
+				if from >= total {
+					return
+				}
+				p.do(from, min(from+batch, total))
+			}
+		})
+	}
+	errs := make([]error, workers)
+	var wg sync.WaitGroup
+	for i := 1; i < workers; i++ {
+		wg.Go(func() { errs[i] = work() })
+	}
+	errs[0] = work()
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// do copies the pieces [from, to).
+func (p *Plan) do(from, to int) {
+	lo, hi := 0, len(p.moves)
+	for hi-lo > 1 { // the move that piece from is in
+		if mid := (lo + hi) / 2; p.moves[mid].first <= from {
+			lo = mid
+		} else {
+			hi = mid
+		}
+	}
+	for ; from < to; from++ {
+		for from >= p.moves[lo].first+p.moves[lo].pieces {
+			lo++
+		}
+		m := &p.moves[lo]
+		g := m.ids.g
+		parts := (len(m.of) + m.blocks - 1) / m.blocks
+		n := from - m.first
+		part, n := n%parts, n/parts
+		layer, plane := n%len(g.Layers), n/len(g.Layers)
+		start := part * m.blocks
+		g.each(p.Load, m.chunk, m.of, m.ids.null && p.Load, plane, layer, start, min(start+m.blocks, len(m.of)), m.skip)
+	}
+}
