@@ -282,3 +282,28 @@ func (c *Client) CommitRetrieve(ctx context.Context, k *Key, instanceID int64) (
 func (c *Client) Clear(ctx context.Context, force bool) error {
 	return c.none(ctx, OpClear, AppendBool(nil, force))
 }
+
+// RegisterKVCache registers a worker whose KV the server copies. The protocol
+// has no negative answer: a refused worker's transfers are declined.
+func (c *Client) RegisterKVCache(ctx context.Context, k *KVCache) error {
+	return c.none(ctx, OpRegisterKVCache, k.Frames()...)
+}
+
+// UnregisterKVCache ends such a registration.
+func (c *Client) UnregisterKVCache(ctx context.Context, instanceID int64) error {
+	return c.none(ctx, OpUnregisterKVCache, AppendInt(nil, instanceID))
+}
+
+// StoreBlocks has the server copy the blocks of k's range out of the worker's
+// memory; blocks are by KV group.
+func (c *Client) StoreBlocks(ctx context.Context, k *Key, instanceID int64, blocks [][]int) (Copied, error) {
+	return result(ctx, c, DecodeCopied, OpStore, k.Append(nil), AppendInt(nil, instanceID), AppendBlockIDs(nil, blocks),
+		AppendBytes(nil, []byte(StubEvent)))
+}
+
+// RetrieveBlocks has the server copy k's range into the worker's blocks, but for
+// the first skipTokens tokens of the range.
+func (c *Client) RetrieveBlocks(ctx context.Context, k *Key, instanceID int64, blocks [][]int, skipTokens int) (Copied, error) {
+	return result(ctx, c, DecodeCopied, OpRetrieve, k.Append(nil), AppendInt(nil, instanceID), AppendBlockIDs(nil, blocks),
+		AppendBytes(nil, []byte(StubEvent)), AppendInt(nil, int64(skipTokens)))
+}

@@ -97,7 +97,18 @@ func checkRequest(t *testing.T, where string, memo *lmcache.Memo, op lmcache.Op,
 			}
 		}
 	}
-	if op == lmcache.OpRegisterEngineDriven {
+	switch op {
+	case lmcache.OpRegisterKVCache:
+		got, err := lmcache.DecodeKVCache(payloads)
+		if enc := got.Frames(); err != nil || !slices.EqualFunc(enc, payloads, bytes.Equal) {
+			t.Errorf("%s: %v, encodes as %x, want %x", where, err, enc, payloads)
+		}
+	case lmcache.OpStore, lmcache.OpRetrieve:
+		got, err := lmcache.DecodeBlockIDs(payloads[2])
+		if enc := lmcache.AppendBlockIDs(nil, got); err != nil || !bytes.Equal(enc, payloads[2]) {
+			t.Errorf("%s: %v, encodes as %x, want %x", where, err, enc, payloads[2])
+		}
+	case lmcache.OpRegisterEngineDriven:
 		got, err := lmcache.DecodeEngineDriven(payloads[0])
 		if enc := got.Append(nil); err != nil || !bytes.Equal(enc, payloads[0]) {
 			t.Errorf("%s: %v, encodes as %x, want %x", where, err, enc, payloads[0])
@@ -148,8 +159,15 @@ func decodeRequest(memo *lmcache.Memo, key *lmcache.KeyView, op lmcache.Op, p []
 		if err := memo.DecodeKey(p[0], key); err != nil {
 			return err
 		}
-		if err := integer(p[1]); err != nil || op != lmcache.OpCommitStore {
+		if err := integer(p[1]); err != nil {
 			return err
+		}
+		if op == lmcache.OpStore || op == lmcache.OpRetrieve {
+			_, err := lmcache.DecodeBlockIDs(p[2])
+			return err
+		}
+		if op != lmcache.OpCommitStore {
+			return nil
 		}
 		_, err := lmcache.DecodeBytes(p[2])
 		return err
@@ -211,6 +229,9 @@ func checkReply(t *testing.T, where string, op lmcache.Op, frame []byte) {
 	case lmcache.OpPing, lmcache.OpCommitStore, lmcache.OpCommitRetrieve:
 		v, err := lmcache.DecodeBool(frame)
 		equal(lmcache.AppendBool(nil, v), err)
+	case lmcache.OpStore, lmcache.OpRetrieve:
+		v, err := lmcache.DecodeCopied(frame)
+		equal(v.Append(nil), err)
 	}
 }
 

@@ -262,104 +262,6 @@ func decodeSlot(b []byte, s *SlotAt) ([]byte, error) {
 	})
 }
 
-// EngineGroup is EngineGroupInfo: layers that share an attention kind.
-type EngineGroup struct {
-	ID             int
-	Layers         []int
-	TokensPerBlock int // 0 is unknown
-	WindowTokens   int // -1 is no sliding window
-	ExtraTag       int
-	Recurrent      bool
-}
-
-// KVCache is the payload of register_kv_cache: a worker whose KV the server
-// copies. Its device descriptors are counted, not opened.
-type KVCache struct {
-	InstanceID  int64
-	Descriptors int // IPC wrappers, ext code 1
-	Model       string
-	WorldSize   int
-	EngineType  string
-	Groups      []EngineGroup
-}
-
-// DecodeKVCache reads the seven payload frames of register_kv_cache.
-func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
-	if err := OpRegisterKVCache.CheckPayloads(len(frames)); err != nil {
-		return c, err
-	}
-	if c.InstanceID, err = DecodeInt(frames[0]); err != nil {
-		return c, fmt.Errorf("instance_id: %w", err)
-	}
-	rest, err := readList(frames[1], func(_ int, b []byte) ([]byte, error) {
-		c.Descriptors++
-		var ext msgp.RawExtension
-		return msgp.ReadExtensionBytes(b, withType(&ext, b))
-	})
-	if err = whole(rest, err); err != nil {
-		return c, fmt.Errorf("IPC wrappers: %w", err)
-	}
-	model, err := DecodeString(frames[2])
-	if err != nil {
-		return c, fmt.Errorf("model_name: %w", err)
-	}
-	world, err := DecodeInt(frames[3])
-	if err != nil {
-		return c, fmt.Errorf("world_size: %w", err)
-	}
-	engine, err := DecodeString(frames[4])
-	if err != nil {
-		return c, fmt.Errorf("engine_type: %w", err)
-	}
-	if rest, err := msgp.Skip(frames[5]); whole(rest, err) != nil {
-		return c, fmt.Errorf("layout_hints: %w", whole(rest, err))
-	}
-	rest, err = readList(frames[6], func(_ int, b []byte) ([]byte, error) {
-		g := EngineGroup{WindowTokens: -1}
-		rest, err := decodeEngineGroup(b, &g)
-		c.Groups = append(c.Groups, g)
-		return rest, err
-	})
-	if err = whole(rest, err); err != nil {
-		return c, fmt.Errorf("engine groups: %w", err)
-	}
-	c.Model, c.WorldSize, c.EngineType = string(model), int(world), string(engine)
-	return c, nil
-}
-
-// withType gives ext the type that the extension at b has, as msgp asks for.
-func withType(ext *msgp.RawExtension, b []byte) *msgp.RawExtension {
-	switch {
-	case len(b) > 1 && b[0] >= 0xd4 && b[0] <= 0xd8: // fixext
-		ext.Type = int8(b[1])
-	case len(b) > 0 && b[0] >= 0xc7 && b[0] <= 0xc9: // ext 8, 16, 32
-		if at := 1 + 1<<(b[0]-0xc7); len(b) > at {
-			ext.Type = int8(b[at])
-		}
-	}
-	return ext
-}
-
-func decodeEngineGroup(b []byte, g *EngineGroup) ([]byte, error) {
-	return readMap(b, func(name, b []byte) ([]byte, error) {
-		switch string(name) {
-		case "engine_group_id":
-			return intInto(&g.ID, b)
-		case "layer_indices":
-			return intsInto(&g.Layers, b)
-		case "tokens_per_block":
-			return intInto(&g.TokensPerBlock, b)
-		case "sw_size_tokens":
-			return intInto(&g.WindowTokens, b)
-		case "extra_object_group_tag":
-			return intInto(&g.ExtraTag, b)
-		case "recurrent_state":
-			return boolInto(&g.Recurrent, b)
-		}
-		return b, nil
-	})
-}
-
 // BlockAllocation is one record of report_block_allocation.
 type BlockAllocation struct {
 	RequestID string
@@ -416,7 +318,7 @@ func AppendP2PMiss(b []byte, n int) []byte {
 func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 	switch op {
 	case OpStore, OpRetrieve, OpStoreQ: // no event to wait for, not done
-		return msgp.AppendBool(msgp.AppendBytes(msgp.AppendArrayHeader(b, 2), nil), false), true
+		return Copied{}.Append(b), true
 	case OpQueryPrefetchStatus, OpWaitPrefetchStatus: // a miss
 		return appendInt(b, 0), true
 	case OpRegisterEngineDriven: // no shared memory

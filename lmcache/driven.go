@@ -1,0 +1,334 @@
+package lmcache
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/tinylib/msgp/msgp"
+)
+
+// Limits on a register_kv_cache and on the block ids of a transfer.
+const (
+	MaxLayers = 8192 // descriptors
+	MaxGroups = 256  // KV groups
+)
+
+// EngineGroup is EngineGroupInfo: layers whose blocks go by the same ids and that
+// share an attention kind.
+type EngineGroup struct {
+	ID             int
+	Layers         []int // indices of descriptors
+	TokensPerBlock int   // 0 is unknown
+	WindowTokens   int   // -1 is no sliding window
+	ExtraTag       int   // not 0: a connector's own, no part of hits
+	Recurrent      bool  // states, not KV per token
+}
+
+// Descriptor is how a worker lends one layer's memory: 0.5.6's msgpack ext of
+// code 1. Only cpu_shm has its fields here; of other types the name is kept.
+type Descriptor struct {
+	Type    string // cpu_shm, cuda, cuda_raw, cuda_vmm, musa, npu; PickledDescriptor
+	ShmName string // POSIX name, with its slash
+	Bytes   int64  // of the whole segment
+	DType   string
+	Shape   []int64
+	Stride  []int64 // elements
+	Offset  int64   // elements
+	Device  string
+}
+
+// The descriptor types that matter here. Before 0.5.6 an ext of code 1 held a
+// Python pickle.
+const (
+	CPUShm            = "cpu_shm"
+	PickledDescriptor = "pickle"
+)
+
+// KVCache is the payload of register_kv_cache: a worker whose KV the server
+// copies.
+type KVCache struct {
+	InstanceID  int64
+	Descriptors []Descriptor // by layer
+	Model       string
+	WorldSize   int
+	EngineType  string
+	KVLayout    string        // layout_hints: NHD, HND, BLHNC, BLNHC; empty when not given
+	Groups      []EngineGroup // in the order of a transfer's block ids; none is one group of all layers
+}
+
+// Frames returns the seven payload frames of register_kv_cache.
+func (c *KVCache) Frames() [][]byte {
+	layers := msgp.AppendArrayHeader(nil, uint32(len(c.Descriptors)))
+	for i := range c.Descriptors {
+		layers, _ = msgp.AppendExtension(layers, &msgp.RawExtension{Type: 1, Data: c.Descriptors[i].append(nil)})
+	}
+	hints := msgp.AppendMapHeader(nil, 0)
+	if c.KVLayout != "" {
+		hints = msgp.AppendString(msgp.AppendString(msgp.AppendMapHeader(nil, 1), "kv_layout"), c.KVLayout)
+	}
+	groups := msgp.AppendArrayHeader(nil, uint32(len(c.Groups)))
+	for i := range c.Groups {
+		g := &c.Groups[i]
+		groups = msgp.AppendMapHeader(groups, 6)
+		groups = appendInt(msgp.AppendString(groups, "engine_group_id"), g.ID)
+		groups = appendInts(msgp.AppendString(groups, "layer_indices"), g.Layers)
+		groups = appendInt(msgp.AppendString(groups, "tokens_per_block"), g.TokensPerBlock)
+		groups = appendInt(msgp.AppendString(groups, "sw_size_tokens"), g.WindowTokens)
+		groups = appendInt(msgp.AppendString(groups, "extra_object_group_tag"), g.ExtraTag)
+		groups = msgp.AppendBool(msgp.AppendString(groups, "recurrent_state"), g.Recurrent)
+	}
+	return [][]byte{
+		AppendInt(nil, c.InstanceID), layers, AppendString(nil, c.Model), AppendInt(nil, int64(c.WorldSize)),
+		AppendString(nil, c.EngineType), hints, groups,
+	}
+}
+
+func (d *Descriptor) append(b []byte) []byte {
+	b = msgp.AppendMapHeader(b, 5)
+	b = msgp.AppendString(msgp.AppendString(b, "type"), d.Type)
+	b = msgp.AppendString(msgp.AppendString(b, "shm_name"), d.ShmName)
+	b = appendInt(msgp.AppendString(b, "nbytes"), d.Bytes)
+	b = appendInt(msgp.AppendString(b, "version"), 1)
+	b = msgp.AppendMapHeader(msgp.AppendString(b, "metadata"), 5)
+	b = msgp.AppendString(msgp.AppendString(b, "dtype"), d.DType)
+	b = appendInts(msgp.AppendString(b, "shape"), d.Shape)
+	b = appendInts(msgp.AppendString(b, "stride"), d.Stride)
+	b = appendInt(msgp.AppendString(b, "storage_offset"), d.Offset)
+	return msgp.AppendString(msgp.AppendString(b, "device_uuid"), d.Device)
+}
+
+// DecodeKVCache reads the seven payload frames of register_kv_cache. Descriptors
+// of a type that is not known, pickled ones among them, are no error.
+func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
+	if err := OpRegisterKVCache.CheckPayloads(len(frames)); err != nil {
+		return c, err
+	}
+	if c.InstanceID, err = DecodeInt(frames[0]); err != nil {
+		return c, fmt.Errorf("instance_id: %w", err)
+	}
+	rest, err := readList(frames[1], func(i int, b []byte) ([]byte, error) {
+		if i >= MaxLayers {
+			return b, fmt.Errorf("more than %d", MaxLayers)
+		}
+		var ext msgp.RawExtension
+		rest, err := msgp.ReadExtensionBytes(b, withType(&ext, b))
+		if err != nil {
+			return b, err
+		}
+		if ext.Type != 1 {
+			return b, fmt.Errorf("ext code %d", ext.Type)
+		}
+		d, err := decodeDescriptor(ext.Data)
+		c.Descriptors = append(c.Descriptors, d)
+		return rest, err
+	})
+	if err = whole(rest, err); err != nil {
+		return c, fmt.Errorf("IPC wrappers: %w", err)
+	}
+	model, err := DecodeString(frames[2])
+	if err != nil || len(model) > MaxModelBytes {
+		return c, fmt.Errorf("model_name: %w", errOr(err, errors.New("too long")))
+	}
+	world, err := DecodeInt(frames[3])
+	if err != nil {
+		return c, fmt.Errorf("world_size: %w", err)
+	}
+	engine, err := DecodeString(frames[4])
+	if err != nil {
+		return c, fmt.Errorf("engine_type: %w", err)
+	}
+	if c.KVLayout, err = decodeHints(frames[5]); err != nil {
+		return c, fmt.Errorf("layout_hints: %w", err)
+	}
+	rest, err = readList(frames[6], func(i int, b []byte) ([]byte, error) {
+		if i >= MaxGroups {
+			return b, fmt.Errorf("more than %d", MaxGroups)
+		}
+		g := EngineGroup{WindowTokens: -1}
+		rest, err := decodeEngineGroup(b, &g)
+		c.Groups = append(c.Groups, g)
+		return rest, err
+	})
+	if err = whole(rest, err); err != nil {
+		return c, fmt.Errorf("engine groups: %w", err)
+	}
+	c.Model, c.WorldSize, c.EngineType = string(model), int(world), string(engine)
+	return c, nil
+}
+
+// withType gives ext the type that the extension at b has, as msgp asks for.
+func withType(ext *msgp.RawExtension, b []byte) *msgp.RawExtension {
+	switch {
+	case len(b) > 1 && b[0] >= 0xd4 && b[0] <= 0xd8: // fixext
+		ext.Type = int8(b[1])
+	case len(b) > 0 && b[0] >= 0xc7 && b[0] <= 0xc9: // ext 8, 16, 32
+		if at := 1 + 1<<(b[0]-0xc7); len(b) > at {
+			ext.Type = int8(b[at])
+		}
+	}
+	return ext
+}
+
+// decodeDescriptor reads the data of one ext. Of a type other than cpu_shm
+// nothing but the type is kept. Unknown fields of cpu_shm are refused, as LMCache
+// does: they could change what the others mean.
+func decodeDescriptor(data []byte) (d Descriptor, err error) {
+	if len(data) > 1 && data[0] == 0x80 { // pickle's PROTO; as msgpack an empty map
+		d.Type = PickledDescriptor
+		return d, nil
+	}
+	rest, err := readMap(data, func(name, b []byte) ([]byte, error) {
+		if string(name) == "type" {
+			return stringInto(&d.Type, b)
+		}
+		return b, nil
+	})
+	if err = whole(rest, err); err != nil || d.Type != CPUShm {
+		return d, err
+	}
+	version, seen := 0, 0
+	_, err = readMap(data, func(name, b []byte) ([]byte, error) {
+		seen++
+		switch string(name) {
+		case "type":
+			return b, nil
+		case "version":
+			return intInto(&version, b)
+		case "shm_name":
+			return stringInto(&d.ShmName, b)
+		case "nbytes":
+			return intInto(&d.Bytes, b)
+		case "metadata":
+			return d.decodeMetadata(b)
+		}
+		return b, errors.New("unknown field")
+	})
+	if err == nil && seen != 5 {
+		err = ErrMissing
+	}
+	if err == nil && version != 1 {
+		err = fmt.Errorf("version %d, 1 is known", version)
+	}
+	return d, err
+}
+
+func (d *Descriptor) decodeMetadata(b []byte) ([]byte, error) {
+	seen := 0
+	rest, err := readMap(b, func(name, b []byte) ([]byte, error) {
+		seen++
+		switch string(name) {
+		case "dtype":
+			return stringInto(&d.DType, b)
+		case "shape":
+			return intsInto(&d.Shape, b)
+		case "stride":
+			return intsInto(&d.Stride, b)
+		case "storage_offset":
+			return intInto(&d.Offset, b)
+		case "device_uuid":
+			return stringInto(&d.Device, b)
+		}
+		return b, errors.New("unknown field")
+	})
+	if err == nil && seen != 5 {
+		err = ErrMissing
+	}
+	return rest, err
+}
+
+// decodeHints returns the kv_layout of layout_hints, a map or nil.
+func decodeHints(frame []byte) (layout string, err error) {
+	if msgp.NextType(frame) == msgp.NilType {
+		return "", whole(frame[1:], nil)
+	}
+	rest, err := readMap(frame, func(name, b []byte) ([]byte, error) {
+		if string(name) == "kv_layout" && msgp.NextType(b) != msgp.NilType {
+			return stringInto(&layout, b)
+		}
+		return b, nil
+	})
+	return layout, whole(rest, err)
+}
+
+func decodeEngineGroup(b []byte, g *EngineGroup) ([]byte, error) {
+	return readMap(b, func(name, b []byte) ([]byte, error) {
+		switch string(name) {
+		case "engine_group_id":
+			return intInto(&g.ID, b)
+		case "layer_indices":
+			return intsInto(&g.Layers, b)
+		case "tokens_per_block":
+			return intInto(&g.TokensPerBlock, b)
+		case "sw_size_tokens":
+			return intInto(&g.WindowTokens, b)
+		case "extra_object_group_tag":
+			return intInto(&g.ExtraTag, b)
+		case "recurrent_state":
+			return boolInto(&g.Recurrent, b)
+		}
+		return b, nil
+	})
+}
+
+// DecodeBlockIDs reads the third payload of store and retrieve: a list of engine
+// block ids for each KV group.
+func DecodeBlockIDs(frame []byte) (ids [][]int, err error) {
+	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {
+		if i >= MaxGroups {
+			return b, fmt.Errorf("more than %d groups", MaxGroups)
+		}
+		var of []int
+		rest, err := intsInto(&of, b)
+		ids = append(ids, of)
+		return rest, err
+	})
+	if err = whole(rest, err); err != nil {
+		return nil, fmt.Errorf("block_ids: %w", err)
+	}
+	return ids, nil
+}
+
+// AppendBlockIDs appends that payload.
+func AppendBlockIDs(b []byte, ids [][]int) []byte {
+	b = msgp.AppendArrayHeader(b, uint32(len(ids)))
+	for _, of := range ids {
+		b = appendInts(b, of)
+	}
+	return b
+}
+
+// StubEvent is the event handle of workers without a device: both sides send it,
+// neither reads it.
+const StubEvent = "stub_ipc_handle"
+
+// Copied is the result of store and retrieve.
+type Copied struct {
+	Event string // to wait for; empty: nothing was tried
+	OK    bool
+}
+
+// Append appends the result frame of store and retrieve.
+func (c Copied) Append(b []byte) []byte {
+	return msgp.AppendBool(msgp.AppendBytes(msgp.AppendArrayHeader(b, 2), []byte(c.Event)), c.OK)
+}
+
+// DecodeCopied reads that frame.
+func DecodeCopied(frame []byte) (c Copied, err error) {
+	n := 0
+	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {
+		n++
+		switch i {
+		case 0:
+			event, rest, err := msgp.ReadBytesZC(b)
+			c.Event = string(event)
+			return rest, err
+		case 1:
+			return boolInto(&c.OK, b)
+		}
+		return b, errors.New("too many elements")
+	})
+	if err = whole(rest, err); err == nil && n != 2 {
+		err = ErrMissing
+	}
+	return c, err
+}
