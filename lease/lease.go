@@ -21,11 +21,18 @@ type Options struct {
 	MaxLeases   int           // per session; default 4; the oldest makes room
 }
 
-// Lease is what one lookup pinned: the leading Chunks chunks of each shard.
+// Lease is what one lookup pinned: of the leading Chunks chunks of each row (one
+// for each object group and shard) those that are needed.
 type Lease struct {
 	Chunks int
-	Slots  []uint32 // [shard*Chunks + chunk]
-	Left   []uint8  // readers left, parallel to Slots; 0 is given back
+	Slots  []uint32 // [row*Chunks + chunk]
+	Left   []uint8  // readers left, parallel to Slots; 0 is given back, or never pinned
+}
+
+// Span is a run of chunks of one row, the first of them chunk From.
+type Span struct {
+	Row, From int
+	Slots     []uint32
 }
 
 // Session is one engine request.
@@ -148,36 +155,38 @@ func (s *Session) Drop() []Lease {
 	return l
 }
 
-// Find returns the newest lease in which every one of slots, the chunks from
-// `from` on of shard, has readers left; nil when there is none.
-func (s *Session) Find(shard, from int, slots []uint32) *Lease {
+// Find returns the newest lease in which every slot of every span has readers
+// left; nil when there is none.
+func (s *Session) Find(spans ...Span) *Lease {
 	for i := len(s.leases) - 1; i >= 0; i-- {
-		if l := &s.leases[i]; l.covers(shard, from, slots) {
+		if l := &s.leases[i]; l.covers(spans) {
 			return l
 		}
 	}
 	return nil
 }
 
-func (l *Lease) covers(shard, from int, slots []uint32) bool {
-	at := shard*l.Chunks + from
-	if from+len(slots) > l.Chunks || at+len(slots) > len(l.Slots) {
-		return false
-	}
-	for i, slot := range slots {
-		if l.Slots[at+i] != slot || l.Left[at+i] == 0 {
+func (l *Lease) covers(spans []Span) bool {
+	for _, span := range spans {
+		at := span.Row*l.Chunks + span.From
+		if span.From+len(span.Slots) > l.Chunks || at+len(span.Slots) > len(l.Slots) {
 			return false
+		}
+		for i, slot := range span.Slots {
+			if l.Slots[at+i] != slot || l.Left[at+i] == 0 {
+				return false
+			}
 		}
 	}
 	return true
 }
 
-// Take gives back up to readers readers of each chunk [from, to) of shard and
+// Take gives back up to readers readers of each chunk [from, to) of row and
 // calls unpin for each chunk that has none left, last chunk first.
-func (l *Lease) Take(shard, from, to, readers int, unpin func(slot uint32)) {
+func (l *Lease) Take(row, from, to, readers int, unpin func(slot uint32)) {
 	to = min(to, l.Chunks)
 	for c := to - 1; c >= from; c-- {
-		i := shard*l.Chunks + c
+		i := row*l.Chunks + c
 		if i >= len(l.Left) || l.Left[i] == 0 {
 			continue
 		}
@@ -188,8 +197,8 @@ func (l *Lease) Take(shard, from, to, readers int, unpin func(slot uint32)) {
 	}
 }
 
-// Shards is how many shards the lease covers.
-func (l *Lease) Shards() int {
+// Rows is how many rows the lease covers.
+func (l *Lease) Rows() int {
 	if l.Chunks == 0 {
 		return 0
 	}

@@ -42,7 +42,7 @@ func TestFindAndTake(t *testing.T) {
 	tab.Grant(s, lease.Lease{Chunks: 3, Slots: []uint32{1, 2, 3, 11, 12, 13}, Left: []uint8{2, 2, 2, 2, 2, 2}})
 	var gone []uint32
 	unpin := func(slot uint32) { gone = append(gone, slot) }
-	l := s.Find(1, 1, []uint32{12, 13})
+	l := s.Find(lease.Span{Row: 1, From: 1, Slots: []uint32{12, 13}})
 	if l == nil {
 		t.Fatal("not found")
 	}
@@ -56,7 +56,7 @@ func TestFindAndTake(t *testing.T) {
 	}
 	f := func(shard, from int, slots ...uint32) {
 		t.Helper()
-		if s.Find(shard, from, slots) != nil {
+		if s.Find(lease.Span{Row: shard, From: from, Slots: slots}) != nil {
 			t.Errorf("found shard %d from %d: %v", shard, from, slots)
 		}
 	}
@@ -65,7 +65,7 @@ func TestFindAndTake(t *testing.T) {
 	f(0, 2, 3, 11)    // past the end of the row
 	f(2, 0, 1)        // no such shard
 	f(0, 0, 1, 2, 99) // not that slot
-	if s.Find(0, 0, []uint32{1, 2, 3}) == nil {
+	if s.Find(lease.Span{Slots: []uint32{1, 2, 3}}) == nil {
 		t.Error("shard 0 lost its pins")
 	}
 	one := lease.Lease{Chunks: 1, Slots: []uint32{7}, Left: []uint8{1}}

@@ -15,6 +15,8 @@ type Transfer struct {
 	From, To int     // chunks
 	Last     kv.Hash // of chunk To-1
 	Load     bool
+
+	own uint64 // numbers the transfers that this process carries out
 }
 
 // hold is a transfer in progress: a worker was told where slots are.
@@ -109,11 +111,13 @@ func (t *holds) all() []*hold {
 
 // holdLocked records that the worker of name knows slots, all of them held in
 // the pool already.
-func (s *Store) holdLocked(name Transfer, requestID []byte, slots []pool.Slot) {
-	s.mu.holds.add(&hold{
+func (s *Store) holdLocked(name Transfer, requestID []byte, slots []pool.Slot) *hold {
+	h := &hold{
 		transfer: name, requestID: string(requestID), slots: slots,
 		deadline: time.Now().Add(s.opts.Quarantine),
-	})
+	}
+	s.mu.holds.add(h)
+	return h
 }
 
 // endHoldLocked ends a hold: the worker no longer touches its slots. With
@@ -127,6 +131,7 @@ func (s *Store) endHoldLocked(h *hold, publish bool) (published int) {
 		if s.mu.pool.StateOf(slot) == pool.Staged {
 			if publish {
 				s.mu.pool.Commit(slot)
+				s.mu.n.StoredBytes += uint64(s.mu.pool.Length(slot))
 				s.touchLocked(slot)
 				published++
 				continue
@@ -157,7 +162,9 @@ func (s *Store) Detach(instance int64) int {
 			h.orphan = true
 			s.mu.holds.orphans++
 		}
-		h.deadline = time.Now().Add(s.opts.Quarantine)
+		if h.transfer.own == 0 {
+			h.deadline = time.Now().Add(s.opts.Quarantine)
+		}
 		for _, slot := range h.slots {
 			if s.mu.pool.StateOf(slot) == pool.Staged {
 				s.dropLocked(slot, Failed)

@@ -15,37 +15,21 @@ type Looked struct {
 	Shard  int    // where the first missing chunk is missing
 }
 
-// Lookup finds the longest prefix of hashes that all shards keep, and pins it
-// for the session, readers readers per chunk and shard. The hit is also kept for
-// TakeHit. Nothing can be evicted between the decision and the pin.
+// Lookup finds the longest prefix of hashes that all shards can serve in all
+// groups, and pins what a load of it needs for the session, readers readers per
+// object. The hit is also kept for TakeHit. Nothing can be evicted between the
+// decision and the pin.
 func (s *Store) Lookup(session []byte, sh Shard, hashes []kv.Hash, readers int) Looked {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	now := time.Now()
-	sess := s.openLocked(session, now)
-	out := Looked{Hit: len(hashes)}
-	slots := make([]uint32, 0, sh.World*len(hashes))
-	var k pool.Key
-	for shard := range sh.World {
-		for c := 0; c < out.Hit; c++ {
-			sh.key(&k, shard, hashes[c])
-			slot, st := s.mu.pool.Find(&k)
-			if st != pool.Resident {
-				out.Hit, out.Shard = c, shard
-				out.Reason = s.whyLocked(&k, st)
-				slots = cut(slots, shard, len(hashes), c)
-				break
-			}
-			slots = append(slots, uint32(slot))
-		}
-		hashes = hashes[:out.Hit]
+	sess := s.openLocked(session, time.Now())
+	f := s.findLocked(sh, hashes)
+	out := Looked{Hit: f.hit(sh)}
+	if out.Hit < len(hashes) {
+		out.Shard, out.Reason = s.whyEndsLocked(sh, hashes, out.Hit)
 	}
 	if out.Hit > 0 {
-		l := lease.Lease{Chunks: out.Hit, Slots: slots, Left: make([]uint8, len(slots))}
-		for i, slot := range slots {
-			l.Left[i] = uint8(readers)
-			s.pinLocked(pool.Slot(slot))
-		}
+		l := s.pinFoundLocked(sh, &f, out.Hit, readers)
 		dropped := s.mu.leases.Grant(sess, l)
 		s.releaseLeaseLocked(&dropped)
 	}
@@ -54,34 +38,65 @@ func (s *Store) Lookup(session []byte, sh Shard, hashes []kv.Hash, readers int) 
 	return out
 }
 
-// Kept returns how many leading chunks of hashes all shards keep, without
-// promising any.
+// pinFoundLocked pins what a load of hit chunks needs. The lease takes over f's
+// memory.
+func (s *Store) pinFoundLocked(sh Shard, f *found, hit, readers int) lease.Lease {
+	rows := sh.Groups.Len() * sh.World
+	l := lease.Lease{Chunks: hit, Slots: f.slots[:rows*hit], Left: make([]uint8, rows*hit)}
+	for row := range rows {
+		copy(l.Slots[row*hit:(row+1)*hit], f.slots[row*f.chunks:])
+		need := sh.Groups.Need(row/sh.World, 0, hit)
+		for c := need.Start; c < need.End; c++ {
+			l.Left[row*hit+c] = uint8(readers)
+			s.pinLocked(pool.Slot(l.Slots[row*hit+c]))
+		}
+	}
+	return l
+}
+
+// whyEndsLocked says why a hit is not longer: the first object that is missing
+// of what one more chunk needs.
+func (s *Store) whyEndsLocked(sh Shard, hashes []kv.Hash, hit int) (shard int, why Reason) {
+	var k pool.Key
+	for g := range sh.Groups.Len() {
+		need := sh.Groups.Need(g, 0, hit+1)
+		for shard := range sh.World {
+			for c := need.End - 1; c >= need.Start; c-- {
+				sh.key(&k, shard, g, hashes[c])
+				if _, ok := s.residentLocked(&k); !ok {
+					_, st := s.mu.pool.Find(&k)
+					return shard, s.whyLocked(&k, st)
+				}
+				if sh.Groups.full(g) {
+					break // its other chunks are there
+				}
+			}
+		}
+	}
+	return 0, NeverStored // a longer hit ends at a chunk that is missing later
+}
+
+// Kept returns how many leading chunks of hashes all shards keep in the groups of
+// full attention, without promising any.
 func (s *Store) Kept(sh Shard, hashes []kv.Hash) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var k pool.Key
-	for shard := range sh.World {
-		for c, h := range hashes {
-			sh.key(&k, shard, h)
-			if _, st := s.mu.pool.Find(&k); st != pool.Resident {
-				hashes = hashes[:c]
-				break
+	for g := range sh.Groups.Len() {
+		if !sh.Groups.full(g) {
+			continue
+		}
+		for shard := range sh.World {
+			for c, h := range hashes {
+				sh.key(&k, shard, g, h)
+				if _, ok := s.residentLocked(&k); !ok {
+					hashes = hashes[:c]
+					break
+				}
 			}
 		}
 	}
 	return len(hashes)
-}
-
-// cut shortens the rows of `shards` whole shards from old to c chunks each; the
-// unfinished row after them has c chunks already.
-func cut(slots []uint32, shards, old, c int) []uint32 {
-	if old == c {
-		return slots
-	}
-	for shard := range shards + 1 {
-		copy(slots[shard*c:(shard+1)*c], slots[shard*old:])
-	}
-	return slots[:(shards+1)*c]
 }
 
 func (s *Store) openLocked(session []byte, now time.Time) *lease.Session {
@@ -127,43 +142,54 @@ func (s *Store) Load(session []byte, name Transfer, hashes []kv.Hash, p *Place) 
 	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
 		return Busy
 	}
-	slots, why := s.loadLocked(session, name, hashes)
+	objects, why := s.loadLocked(session, name, hashes)
 	if why != None {
 		s.mu.n.ReadFailures++
-		slots = nil
 	}
-	for _, slot := range slots {
-		p.Offsets = append(p.Offsets, s.mu.pool.Offset(slot))
+	slots := make([]pool.Slot, len(objects))
+	for i, o := range objects {
+		slots[i] = o.slot
+		p.Offsets = append(p.Offsets, s.mu.pool.Offset(o.slot))
 	}
 	s.holdLocked(name, session, slots)
 	return why
 }
 
-func (s *Store) loadLocked(session []byte, name Transfer, hashes []kv.Hash) ([]pool.Slot, Reason) {
+// loadLocked turns the pins of what a load of name's range moves into holds.
+func (s *Store) loadLocked(session []byte, name Transfer, hashes []kv.Hash) ([]object, Reason) {
 	sess := s.mu.leases.Get(session, time.Now())
 	if sess == nil || len(sess.Leases()) == 0 {
 		return nil, NotPinned
 	}
-	n := name.To - name.From
-	slots, pins := make([]pool.Slot, n), make([]uint32, n)
+	var objects []object
+	var spans []lease.Span
 	var k pool.Key
-	for i, h := range hashes[name.From:name.To] {
-		name.Shard.key(&k, name.Shard.Index, h)
-		slot, st := s.mu.pool.Find(&k)
-		if st != pool.Resident {
-			return nil, s.whyLocked(&k, st)
+	for g := range name.Shard.Groups.Len() {
+		need := name.Shard.Groups.Need(g, name.From, name.To)
+		span := lease.Span{Row: g*name.Shard.World + name.Shard.Index, From: need.Start}
+		for c := need.Start; c < need.End; c++ {
+			name.Shard.key(&k, name.Shard.Index, g, hashes[c])
+			slot, ok := s.residentLocked(&k)
+			if !ok {
+				_, st := s.mu.pool.Find(&k)
+				return nil, s.whyLocked(&k, st)
+			}
+			span.Slots = append(span.Slots, uint32(slot))
+			objects = append(objects, object{slot, c - name.From, g})
 		}
-		slots[i], pins[i] = slot, uint32(slot)
+		spans = append(spans, span)
 	}
-	l := sess.Find(name.Shard.Index, name.From, pins)
+	l := sess.Find(spans...)
 	if l == nil {
 		return nil, NotPinned
 	}
-	for _, slot := range slots {
-		s.mu.pool.Hold(slot)
+	for _, o := range objects {
+		s.mu.pool.Hold(o.slot)
 	}
-	l.Take(name.Shard.Index, name.From, name.To, 1, s.unpinLocked)
-	return slots, None
+	for _, span := range spans {
+		l.Take(span.Row, span.From, span.From+len(span.Slots), 1, s.unpinLocked)
+	}
+	return objects, None
 }
 
 // CommitLoad ends the transfer that Load began, or forgets its refusal (no
@@ -175,17 +201,23 @@ func (s *Store) CommitLoad(name Transfer, requestID []byte) Committed {
 	if h == nil {
 		return Committed{}
 	}
+	return s.loadedLocked(h, true)
+}
+
+func (s *Store) loadedLocked(h *hold, ok bool) Committed {
 	out := Committed{Found: true, Chunks: len(h.slots), Late: h.orphan}
-	if out.Chunks > 0 && !out.Late {
+	if ok && !out.Late {
 		s.mu.n.LoadedChunks += uint64(out.Chunks)
-		s.mu.n.LoadedBytes += uint64(out.Chunks) * uint64(s.mu.pool.Length(h.slots[0]))
+		for _, slot := range h.slots {
+			s.mu.n.LoadedBytes += uint64(s.mu.pool.Length(slot))
+		}
 	}
 	s.endHoldLocked(h, false)
 	return out
 }
 
 // FreePins gives back readers readers of the chunks [from, to) that the
-// session's newest lookup pinned, of all shards.
+// session's newest lookup pinned, of all shards and groups.
 func (s *Store) FreePins(session []byte, from, to, readers int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -198,8 +230,8 @@ func (s *Store) FreePins(session []byte, from, to, readers int) {
 		return
 	}
 	l := &leases[len(leases)-1]
-	for shard := range l.Shards() {
-		l.Take(shard, from, to, readers, s.unpinLocked)
+	for row := range l.Rows() {
+		l.Take(row, from, to, readers, s.unpinLocked)
 	}
 }
 

@@ -85,6 +85,7 @@ type Counters struct {
 	LoadedBytes        uint64
 	EvictedChunks      uint64
 	EvictedBytes       uint64
+	DeadChunks         uint64 // of the evicted, those of windows that no hit could load any more
 	Cleared            uint64 // chunks
 	AllocationFailures uint64 // reserves that did not fit whole
 	ReadFailures       uint64 // loads refused

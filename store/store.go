@@ -45,6 +45,7 @@ type Store struct {
 		leases *lease.Table
 		holds  holds
 		pins   []uint32 // by slot: leases that pin it
+		copies uint64   // begun by this process itself
 		ghosts ghosts
 		n      Counters
 	}
@@ -105,12 +106,14 @@ func (s *Store) Note() ([]byte, error) { return s.mu.pool.Note() }
 type Shard struct {
 	Namespace kv.Namespace
 	World     int
-	Index     int // 0 to World-1; ignored by lookups, which concern all
+	Index     int     // 0 to World-1; ignored by lookups, which concern all
+	Groups    *Groups // nil is one group of full attention
 }
 
-func (sh Shard) key(k *pool.Key, index int, chunk kv.Hash) {
+func (sh Shard) key(k *pool.Key, index, group int, chunk kv.Hash) {
 	k.Namespace = sh.Namespace
 	k.Rank, _ = kv.NewRank(sh.World, index)
+	k.Group = uint32(group)
 	k.Chunk = chunk
 }
 
@@ -186,8 +189,8 @@ func (s *Store) releaseLocked(sess *lease.Session) {
 }
 
 func (s *Store) releaseLeaseLocked(l *lease.Lease) {
-	for shard := range l.Shards() {
-		l.Take(shard, 0, l.Chunks, 255, s.unpinLocked)
+	for row := range l.Rows() {
+		l.Take(row, 0, l.Chunks, 255, s.unpinLocked)
 	}
 }
 

@@ -15,13 +15,20 @@ type Place struct {
 
 // Reserved is the outcome of Reserve besides the places.
 type Reserved struct {
-	Cached int // chunks already resident
-	Staged int // chunks being stored by somebody else
-	NoRoom int // chunks at the range's end that did not fit
+	Cached  int // chunks already resident
+	Staged  int // chunks being stored by somebody else
+	NoRoom  int // chunks at the range's end that did not fit
+	Skipped int // chunks of which the caller wanted no object
 }
 
 // ErrBusy means that too many transfers are in progress.
 var ErrBusy = errors.New("store: too many transfers in progress")
+
+// object is one object of a transfer.
+type object struct {
+	slot         pool.Slot
+	chunk, group int // the chunk counts from the range's start
+}
 
 // Reserve takes places of chunkBytes each for the chunks hashes[name.From:name.To]
 // of one shard that are not yet kept, evicting the least recently used where
@@ -30,43 +37,70 @@ var ErrBusy = errors.New("store: too many transfers in progress")
 // CommitStore.
 func (s *Store) Reserve(name Transfer, requestID []byte, hashes []kv.Hash, chunkBytes int64, p *Place) (Reserved, error) {
 	p.Offsets, p.Indices = p.Offsets[:0], p.Indices[:0]
-	var out Reserved
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
-		out.NoRoom = name.To - name.From
-		return out, ErrBusy
+		return Reserved{NoRoom: name.To - name.From}, ErrBusy
 	}
+	objects, out := s.stageLocked(name, hashes, func(int) int64 { return chunkBytes }, nil)
 	var taken []pool.Slot
-	guard := prefixGuard{store: s, shard: name.Shard, hashes: hashes[:name.To]}
-	defer guard.release()
-	var k pool.Key
-	for i, h := range hashes[name.From:name.To] {
-		name.Shard.key(&k, name.Shard.Index, h)
-		slot, err := s.reserveLocked(&k, chunkBytes, &guard)
-		switch {
-		case errors.Is(err, pool.ErrExists):
-			if _, st := s.mu.pool.Find(&k); st == pool.Resident {
-				out.Cached++
-			} else {
-				out.Staged++
-			}
-			continue
-		case err != nil:
-			out.NoRoom = name.To - name.From - i
-			s.mu.n.AllocationFailures++
-		default:
-			taken = append(taken, slot)
-			p.Offsets = append(p.Offsets, s.mu.pool.Offset(slot))
-			p.Indices = append(p.Indices, i)
-			continue
-		}
-		break
+	for _, o := range objects {
+		taken = append(taken, o.slot)
+		p.Offsets = append(p.Offsets, s.mu.pool.Offset(o.slot))
+		p.Indices = append(p.Indices, o.chunk)
 	}
 	if len(taken) > 0 {
 		s.holdLocked(name, requestID, taken)
 	}
 	return out, nil
+}
+
+// stageLocked stages what is missing of a range, chunk by chunk in all groups.
+func (s *Store) stageLocked(name Transfer, hashes []kv.Hash, bytes func(group int) int64, skip func(group, chunk int) bool) (taken []object, out Reserved) {
+	guard := prefixGuard{store: s, shard: name.Shard, hashes: hashes[:name.To]}
+	defer guard.release()
+	var k pool.Key
+	for i, h := range hashes[name.From:name.To] {
+		before, staged, skipped := len(taken), false, 0
+		for g := range name.Shard.Groups.Len() {
+			if skip != nil && skip(g, i) {
+				skipped++
+				continue
+			}
+			name.Shard.key(&k, name.Shard.Index, g, h)
+			slot, err := s.reserveLocked(&k, bytes(g), &guard)
+			if errors.Is(err, pool.ErrExists) {
+				_, st := s.mu.pool.Find(&k)
+				staged = staged || st != pool.Resident
+				continue
+			}
+			if err != nil {
+				s.unstageLocked(taken[before:])
+				out.NoRoom = name.To - name.From - i
+				s.mu.n.AllocationFailures++
+				return taken[:before], out
+			}
+			taken = append(taken, object{slot, i, g})
+		}
+		switch {
+		case len(taken) > before:
+		case staged:
+			out.Staged++
+		case skipped == name.Shard.Groups.Len():
+			out.Skipped++
+		default:
+			out.Cached++
+		}
+	}
+	return taken, out
+}
+
+// unstageLocked gives back places that nobody was told about.
+func (s *Store) unstageLocked(objects []object) {
+	for _, o := range objects {
+		s.mu.pool.Drop(o.slot)
+		s.mu.pool.Unhold(o.slot)
+	}
 }
 
 // reserveLocked stages one chunk, evicting as long as that helps.
@@ -76,20 +110,21 @@ func (s *Store) reserveLocked(k *pool.Key, n int64, guard *prefixGuard) (pool.Sl
 		if !errors.Is(err, pool.ErrFull) {
 			return slot, err
 		}
-		guard.protect()
+		if guard.protect() {
+			continue
+		}
 		victim, ok := s.mu.lru.Oldest()
 		if !ok {
 			return 0, err
 		}
-		s.mu.n.EvictedChunks++
-		s.mu.n.EvictedBytes += uint64(s.mu.pool.Length(pool.Slot(victim)))
-		s.dropLocked(pool.Slot(victim), Evicted)
+		s.evictLocked(pool.Slot(victim))
 	}
 }
 
 // prefixGuard keeps a request from evicting its own leading chunks to make room
-// for later ones, which would be of no use without them. It works only once
-// something must be evicted.
+// for later ones, which would be of no use without them. Of its window groups
+// what no hit needs any more goes first. It works only once something must be
+// evicted.
 type prefixGuard struct {
 	store  *Store
 	shard  Shard
@@ -98,19 +133,25 @@ type prefixGuard struct {
 	pinned []pool.Slot
 }
 
-func (g *prefixGuard) protect() {
+// protect reports whether it may have made room.
+func (g *prefixGuard) protect() bool {
 	if g.on {
-		return
+		return false
 	}
 	g.on = true
+	evicted := g.store.mu.n.EvictedChunks
+	g.store.dropDeadLocked(g.shard, g.hashes)
 	var k pool.Key
 	for _, h := range g.hashes {
-		g.shard.key(&k, g.shard.Index, h)
-		if slot, st := g.store.mu.pool.Find(&k); st == pool.Resident && g.store.mu.lru.Has(uint32(slot)) {
-			g.store.mu.lru.Remove(uint32(slot))
-			g.pinned = append(g.pinned, slot)
+		for group := range g.shard.Groups.Len() {
+			g.shard.key(&k, g.shard.Index, group, h)
+			if slot, st := g.store.mu.pool.Find(&k); st == pool.Resident && g.store.mu.lru.Has(uint32(slot)) {
+				g.store.mu.lru.Remove(uint32(slot))
+				g.pinned = append(g.pinned, slot)
+			}
 		}
 	}
+	return g.store.mu.n.EvictedChunks != evicted
 }
 
 func (g *prefixGuard) release() {
@@ -122,7 +163,7 @@ func (g *prefixGuard) release() {
 // Committed is the outcome of CommitStore or CommitLoad.
 type Committed struct {
 	Found  bool // a transfer of that name was in progress
-	Chunks int  // made visible, or read
+	Chunks int  // objects made visible, or read
 	Late   bool // the worker had been detached: nothing is made visible
 }
 
@@ -137,12 +178,15 @@ func (s *Store) CommitStore(name Transfer, requestID []byte, hashes []kv.Hash, o
 	if h == nil {
 		return Committed{}
 	}
+	return s.storedLocked(h, hashes, ok)
+}
+
+func (s *Store) storedLocked(h *hold, hashes []kv.Hash, ok bool) Committed {
 	late := h.orphan
 	n := s.endHoldLocked(h, ok && !late)
 	s.mu.n.StoredChunks += uint64(n)
 	if n > 0 {
-		s.mu.n.StoredBytes += uint64(n) * uint64(s.mu.pool.Length(h.slots[0]))
-		s.touchHeadsLocked(name, hashes)
+		s.touchHeadsLocked(h.transfer, hashes)
 	}
 	if late {
 		s.mu.n.LateCommits++
@@ -150,14 +194,19 @@ func (s *Store) CommitStore(name Transfer, requestID []byte, hashes []kv.Hash, o
 	return Committed{Found: true, Chunks: n, Late: late}
 }
 
-// touchHeadsLocked makes the chunks of a shard before name's range the most
-// recently used, the first one last.
+// touchHeadsLocked makes what the chunks before name's range need of a shard the
+// most recently used, the first one last.
 func (s *Store) touchHeadsLocked(name Transfer, hashes []kv.Hash) {
 	var k pool.Key
 	for i := name.From - 1; i >= 0; i-- {
-		name.Shard.key(&k, name.Shard.Index, hashes[i])
-		if slot, st := s.mu.pool.Find(&k); st == pool.Resident {
-			s.touchLocked(slot)
+		for g := range name.Shard.Groups.Len() {
+			if i < name.Shard.Groups.Need(g, 0, name.From).Start {
+				continue
+			}
+			name.Shard.key(&k, name.Shard.Index, g, hashes[i])
+			if slot, ok := s.residentLocked(&k); ok {
+				s.touchLocked(slot)
+			}
 		}
 	}
 }

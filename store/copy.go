@@ -1,0 +1,89 @@
+package store
+
+import (
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+// Copy is a transfer that this process carries out itself, on the pool's bytes.
+// They stay in place until Done.
+type Copy struct {
+	Parts []Part
+
+	store *Store
+	hold  *hold
+}
+
+// Part is one object of a Copy.
+type Part struct {
+	Chunk int    // in the range
+	Group int    // object group
+	Bytes []byte // in the pool
+}
+
+// forever is later than any copy ends: this process ends its holds itself.
+const forever = 100 * 365 * 24 * time.Hour
+
+// ownLocked begins a Copy over slots that are held in the pool.
+func (s *Store) ownLocked(name Transfer, requestID []byte, objects []object) *Copy {
+	c := &Copy{store: s}
+	s.mu.copies++
+	name.own = s.mu.copies // no other commit can mean it
+	slots := make([]pool.Slot, len(objects))
+	for i, o := range objects {
+		slots[i] = o.slot
+		c.Parts = append(c.Parts, Part{Chunk: o.chunk, Group: o.group, Bytes: s.mu.pool.View(o.slot)})
+	}
+	c.hold = s.holdLocked(name, requestID, slots)
+	c.hold.deadline = c.hold.deadline.Add(forever)
+	return c
+}
+
+// Stage takes places for the objects of the chunks hashes[name.From:name.To], of
+// all groups, that are not yet kept; of a group's chunk for which skip answers
+// true none is taken. Chunks are kept in all their groups or not at all, and what
+// does not fit is left out from the end. Nothing is visible before Done. Without
+// anything to copy the Copy is nil. Error: ErrBusy.
+func (s *Store) Stage(name Transfer, requestID []byte, hashes []kv.Hash, skip func(group, chunk int) bool) (*Copy, Reserved, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
+		return nil, Reserved{NoRoom: name.To - name.From}, ErrBusy
+	}
+	objects, out := s.stageLocked(name, hashes, func(g int) int64 { return name.Shard.Groups.list[g].Bytes }, skip)
+	if len(objects) == 0 {
+		return nil, out, nil
+	}
+	return s.ownLocked(name, requestID, objects), out, nil
+}
+
+// Fetch is Load for this process: the session's pins of what a load of the range
+// moves become the Copy's. With another reason than None the Copy is nil.
+func (s *Store) Fetch(session []byte, name Transfer, hashes []kv.Hash) (*Copy, Reason) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
+		return nil, Busy
+	}
+	objects, why := s.loadLocked(session, name, hashes)
+	if why != None {
+		s.mu.n.ReadFailures++
+		return nil, why
+	}
+	return s.ownLocked(name, session, objects), None
+}
+
+// Done ends the Copy: nothing touches its bytes any more. With ok, what was
+// staged becomes visible, unless the worker was detached in between. hashes are
+// as for CommitStore.
+func (c *Copy) Done(hashes []kv.Hash, ok bool) Committed {
+	s := c.store
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if c.hold.transfer.Load {
+		return s.loadedLocked(c.hold, ok)
+	}
+	return s.storedLocked(c.hold, hashes, ok)
+}
