@@ -77,14 +77,19 @@ func CheckSalt(salt string) error {
 // decides what an object's bytes mean: model, salt and layout fingerprint.
 type Namespace [16]byte
 
-// NewNamespace digests model, salt and the fingerprint of l. The parts are
-// length-prefixed, so no two triples share an encoding.
+// NewNamespace digests model, salt and the fingerprint of l.
 func NewNamespace(model, salt string, l Layout) Namespace {
-	b := make([]byte, 0, 64+len(model)+len(salt))
+	return NamespaceOf(model, salt, l.Fingerprint())
+}
+
+// NamespaceOf digests model, salt and a layout's fingerprint. The parts are
+// length-prefixed, so no two triples share an encoding.
+func NamespaceOf(model, salt, fingerprint string) Namespace {
+	b := make([]byte, 0, 64+len(model)+len(salt)+len(fingerprint))
 	b = appendString(b, "kvasir namespace 1")
 	b = appendString(b, model)
 	b = appendString(b, salt)
-	b = appendString(b, l.Fingerprint())
+	b = appendString(b, fingerprint)
 	sum := sum256(b)
 	return Namespace(sum[:16])
 }

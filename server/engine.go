@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store"
 )
 
-// transferOf decodes the [key, instance_id] that begin every engine-driven call
+// transferOf decodes the [key, instance_id] that begin every transfer's call
 // and names the transfer it speaks of. A commit may come from a worker that was
 // dropped in between: it still tells that the worker is done with the slots.
 func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, store.Transfer, error) {
@@ -45,7 +45,24 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 		return nil, t, fmt.Errorf("%w as %s, world size %d", errInstance, k.Model, k.WorldSize)
 	}
 	t.Shard.Namespace = in.namespace(k.Salt)
+	if in.driven != nil {
+		t.Shard.Groups = in.driven.groups
+	}
 	return in, t, nil
+}
+
+// slotsOf is transferOf for a worker that copies itself: only such a one may be
+// told offsets.
+func (s *Server) slotsOf(sc *scratch, p [][]byte, commit bool) (*instance, store.Transfer, error) {
+	in, t, err := s.transferOf(sc, p, commit)
+	if err == nil && in.driven != nil {
+		err = errMode
+	}
+	return in, t, err
+}
+
+func noRoom(missing int, t store.Transfer, chunkBytes int64) error {
+	return fmt.Errorf("%w: %d of %d chunks of %d bytes; everything else is pinned, being transferred or in quarantine", errRoom, missing, t.To-t.From, chunkBytes)
 }
 
 // nothingToStore answers a prepare_store that stores nothing: the worker takes
@@ -55,7 +72,7 @@ func nothingToStore(sc *scratch) {
 }
 
 func (s *Server) prepareStore(sc *scratch, p [][]byte) error {
-	in, t, err := s.transferOf(sc, p, false)
+	in, t, err := s.slotsOf(sc, p, false)
 	if err != nil {
 		return err
 	}
@@ -71,7 +88,7 @@ func (s *Server) prepareStore(sc *scratch, p [][]byte) error {
 		return err
 	}
 	if got.NoRoom > 0 {
-		s.refuse(lmcache.OpPrepareStore, fmt.Errorf("%w: %d of %d chunks of %d bytes; everything else is pinned, being transferred or in quarantine", errRoom, got.NoRoom, t.To-t.From, in.bytes))
+		s.refuse(lmcache.OpPrepareStore, noRoom(got.NoRoom, t, in.bytes))
 	}
 	if len(sc.place.Offsets) == 0 {
 		nothingToStore(sc)
@@ -83,7 +100,7 @@ func (s *Server) prepareStore(sc *scratch, p [][]byte) error {
 }
 
 func (s *Server) commitStore(sc *scratch, p [][]byte) error {
-	in, t, err := s.transferOf(sc, p, true)
+	in, t, err := s.slotsOf(sc, p, true)
 	if err != nil {
 		return err
 	}
@@ -107,13 +124,13 @@ func (s *Server) commitStore(sc *scratch, p [][]byte) error {
 	sc.out = lmcache.AppendBool(sc.out, got.Chunks > 0)
 	s.n.storesFinished.Add(1)
 	if got.Chunks > 0 {
-		s.sayMoved("stored", got.Chunks, in.bytes, sc.key.RequestID)
+		s.sayMoved("stored", got.Chunks, int64(got.Chunks)*in.bytes, sc.key.RequestID)
 	}
 	return nil
 }
 
 func (s *Server) prepareRetrieve(sc *scratch, p [][]byte) error {
-	in, t, err := s.transferOf(sc, p, false)
+	in, t, err := s.slotsOf(sc, p, false)
 	if err != nil {
 		return err
 	}
@@ -131,7 +148,7 @@ func (s *Server) prepareRetrieve(sc *scratch, p [][]byte) error {
 }
 
 func (s *Server) commitRetrieve(sc *scratch, p [][]byte) error {
-	in, t, err := s.transferOf(sc, p, true)
+	in, t, err := s.slotsOf(sc, p, true)
 	if err != nil {
 		return err
 	}
@@ -148,7 +165,7 @@ func (s *Server) commitRetrieve(sc *scratch, p [][]byte) error {
 		return nil // the commit that clients send after a refused prepare, too
 	}
 	s.n.retrievesFinished.Add(1)
-	s.sayMoved("retrieved", got.Chunks, in.bytes, sc.key.RequestID)
+	s.sayMoved("retrieved", got.Chunks, int64(got.Chunks)*in.bytes, sc.key.RequestID)
 	return nil
 }
 
@@ -170,6 +187,9 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 		err = errDraining
 	default:
 		sh := store.Shard{Namespace: layout.namespace(k.Salt), World: k.WorldSize}
+		if layout.driven != nil {
+			sh.Groups = layout.driven.groups
+		}
 		s.looked(k, asked, s.store.Lookup(k.RequestID, sh, s.hashForLookup(k, sh, asked), k.Readers))
 		return nil
 	}
@@ -279,7 +299,6 @@ func requestID(frame []byte) ([]byte, error) {
 	return id, nil
 }
 
-func (s *Server) sayMoved(verb string, chunks int, chunkBytes int64, request []byte) {
-	s.log.Info(fmt.Sprintf("%s %d tokens (%d chunks, %s) for req %s",
-		verb, chunks*s.opts.ChunkTokens, chunks, kv.FormatBytes(int64(chunks)*chunkBytes), request))
+func (s *Server) sayMoved(verb string, chunks int, bytes int64, request []byte) {
+	s.log.Info(fmt.Sprintf("%s %d tokens (%d chunks, %s) for req %s", verb, chunks*s.opts.ChunkTokens, chunks, kv.FormatBytes(bytes), request))
 }

@@ -226,7 +226,7 @@ func TestReferenceDefects(t *testing.T) {
 // A client whose operations are not served gets every answer at once.
 func TestRecordedRefusals(t *testing.T) {
 	cases := 0
-	for _, name := range []string{"lmcache_driven_cpu_shm", "engine_driven_pickle", "kv_events_stream", "p2p"} {
+	for _, name := range []string{"engine_driven_pickle", "kv_events_stream", "p2p"} {
 		var rec vectors.Recording
 		vectors.Read(t, "lmcache-mp/"+name+".json", &rec)
 		s, st := newServer(t, 32, 1<<20, store.Options{})

@@ -32,6 +32,7 @@ type counters struct {
 	retrievesSubmitted atomic.Uint64
 	retrievesFinished  atomic.Uint64
 	reaped             atomic.Uint64
+	swept              atomic.Uint64 // segments of dead engines
 	families           sync.Map
 }
 
@@ -186,6 +187,7 @@ func (s *Server) Collect(ch chan<- prometheus.Metric) {
 	count("kvasir_late_commits_total", "Commits of workers that had been dropped.", st.LateCommits)
 	count("kvasir_holds_expired_total", "Transfers that no commit ended.", st.HoldsExpired)
 	count("kvasir_workers_reaped_total", "Workers dropped for silence.", s.n.reaped.Load())
+	count("kvasir_worker_segments_removed_total", "Shared-memory segments of dead engines that were removed.", s.n.swept.Load())
 	count("kvasir_replies_dropped_total", "Replies whose client was gone or too slow.", s.n.dropped.Load())
 	for i := range s.n.requests {
 		if n := s.n.requests[i].Load(); n > 0 {

@@ -1,9 +1,33 @@
 package server_test
 
 import (
+	"fmt"
+	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/leaks"
+	"github.com/kvasir-kv/kvasir/shm"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) {
+	if dir := os.Getenv("KVASIR_TEST_LEND"); dir != "" {
+		lend(dir)
+		return
+	}
+	leaks.Main(m)
+}
+
+// lend is an engine's process: it makes a segment as LMCache's workers do, says
+// its name and lives until its standard input ends, or until it is killed.
+func lend(dir string) {
+	name := fmt.Sprintf("lmcache_kv_%d_0", os.Getpid())
+	seg, err := shm.Create(filepath.Join(dir, name), engineBytes)
+	if err != nil {
+		fmt.Println(err)
+		os.Exit(1)
+	}
+	fmt.Println(name)
+	_, _ = os.Stdin.Read(make([]byte, 1))
+	_ = seg.Close() // but the name stays, as LMCache leaves it
+}

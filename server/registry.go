@@ -1,7 +1,7 @@
 package server
 
 import (
-	"encoding/json"
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -21,6 +21,9 @@ type instance struct {
 	unsalt kv.Namespace
 	refuse string // why its transfers are declined; empty when they are not
 
+	fingerprint string  // of the layout
+	driven      *driven // what the server copies itself; nil for a worker that copies
+
 	lastSeen atomic.Int64 // unix ns
 	pinged   atomic.Bool
 	pickle   atomic.Bool // it could not map the pool
@@ -31,7 +34,7 @@ func (in *instance) namespace(salt []byte) kv.Namespace {
 	if len(salt) == 0 {
 		return in.unsalt
 	}
-	return kv.NewNamespace(in.model, string(salt), in.layout)
+	return kv.NamespaceOf(in.model, string(salt), in.fingerprint)
 }
 
 // registry knows the workers.
@@ -221,72 +224,6 @@ func (r *registry) list() []*instance {
 	return out
 }
 
-// savedWorker is a registration as the pool's note keeps it.
-type savedWorker struct {
-	ID     int64
-	Model  string
-	World  int
-	Layout kv.Layout
-	Pinged bool
-}
-
-// save keeps the registrations beside the pool, so that a server that takes over
-// after this one knows the workers that map it.
-func (s *Server) save() {
-	var list []savedWorker
-	for _, in := range s.registry.list() {
-		if in.refuse == "" {
-			list = append(list, savedWorker{in.id, in.model, in.world, in.layout, in.pinged.Load()})
-		}
-	}
-	b, err := json.Marshal(list)
-	if err == nil {
-		s.saving.Lock()
-		defer s.saving.Unlock()
-		err = s.store.SetNote(b)
-	}
-	if err != nil {
-		s.log.Warn("registrations are not kept for a restart", "error", err)
-	}
-}
-
-// restore registers the workers that an earlier server knew, as far as they
-// still make sense.
-func (s *Server) restore() {
-	b, err := s.store.Note()
-	var list []savedWorker
-	if err == nil && b != nil {
-		err = json.Unmarshal(b, &list)
-	}
-	if err != nil {
-		s.log.Warn("workers of the earlier server are not known; they register again at their next heartbeat", "error", err)
-		return
-	}
-	for _, w := range list {
-		in, err := s.newInstance(w.ID, w.Model, w.World, w.Layout)
-		if err != nil || w.World < 1 || w.World > kv.MaxWorldSize {
-			continue
-		}
-		in.pinged.Store(w.Pinged)
-		s.registry.add(in)
-	}
-	if st := s.store.Stats(); st.RestoredChunks > 0 || len(list) > 0 {
-		s.log.Info(fmt.Sprintf("took over %d chunks (%s) and %d workers of the earlier server; %s wait in quarantine",
-			st.RestoredChunks, kv.FormatBytes(st.ResidentBytes), len(list), kv.FormatBytes(st.CondemnedBytes)))
-	}
-}
-
-// newInstance makes a worker whose transfers are served.
-func (s *Server) newInstance(id int64, model string, world int, layout kv.Layout) (*instance, error) {
-	bytes, err := layout.Bytes()
-	if err == nil && bytes > s.store.PoolBytes() {
-		err = fmt.Errorf("a chunk takes %s, the pool has %s: raise --l1-size-gb", kv.FormatBytes(bytes), kv.FormatBytes(s.store.PoolBytes()))
-	}
-	return &instance{
-		id: id, model: model, world: world, layout: layout, bytes: bytes, unsalt: kv.NewNamespace(model, "", layout),
-	}, err
-}
-
 func (s *Server) ping(sc *scratch, p [][]byte) error {
 	id, ok, err := lmcache.DecodeOptionalInt(p[0])
 	if err != nil {
@@ -303,6 +240,9 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 	}
 	if s.draining.Load() {
 		return errDraining
+	}
+	if s.opts.RefuseEngine {
+		return fmt.Errorf("%w: --supported-transfer-mode excludes engine_driven", errUnsupported)
 	}
 	in, err := s.newInstance(reg.InstanceID, reg.Model, reg.WorldSize, reg.Layout(s.opts.ChunkTokens))
 	if err != nil {
@@ -323,36 +263,70 @@ func (s *Server) admit(in *instance) error {
 	if !ok {
 		return fmt.Errorf("%w: %d workers are registered", errUnsupported, s.opts.MaxInstances)
 	}
-	s.save()
 	if old != nil {
-		s.detached(old, "registered again")
+		s.left(old, "registered again")
+	}
+	s.save()
+	if old != nil && old.refuse == "" {
 		return nil
 	}
 	s.log.Info(fmt.Sprintf("worker %d registered: %s, world size %d, chunk %v %s = %s",
 		in.id, in.model, in.world, in.layout.Shape(), in.layout.DType, kv.FormatBytes(in.bytes)))
-	if shared && in.refuse == "" && newest.layout != in.layout {
+	if in.driven != nil {
+		s.sayGroups(in)
+	}
+	if shared && newest.fingerprint != in.fingerprint {
 		s.log.Warn(fmt.Sprintf("workers of %s disagree: chunk %s, and now %s; lookups follow the newest, the other layout's chunks are misses",
-			in.model, newest.layout.Fingerprint(), in.layout.Fingerprint()))
+			in.model, newest.fingerprint, in.fingerprint))
 	}
 	return nil
 }
 
-// registerKVCache refuses a worker whose KV the server would have to copy. The
-// protocol has no negative reply to it, so the worker is remembered and its
-// transfers are declined.
+// registerKVCache takes a worker whose KV the server copies. The protocol has no
+// negative reply to it, so a refused worker is remembered and its transfers are
+// declined.
 func (s *Server) registerKVCache(p [][]byte) error {
 	reg, err := lmcache.DecodeKVCache(p)
 	if err != nil {
 		return err
 	}
-	in := &instance{
-		id: reg.InstanceID, model: reg.Model, world: reg.WorldSize,
-		refuse: "lmcache_driven mode is not served; set lmcache.mp.mp_transfer_mode=engine_driven in kv_connector_extra_config",
+	if s.draining.Load() {
+		return errDraining
 	}
-	if _, ok := s.registry.add(in); ok {
-		s.log.Warn(fmt.Sprintf("refused worker %d of %s: %s", in.id, in.model, in.refuse))
+	var in *instance
+	if s.opts.RefuseDriven {
+		err = fmt.Errorf("%w: --supported-transfer-mode excludes lmcache_driven: "+
+			"set lmcache.mp.mp_transfer_mode=engine_driven in kv_connector_extra_config", errDriven)
+	} else {
+		in, err = s.newDrivenInstance(&reg)
+	}
+	if err == nil {
+		return s.admit(in)
+	}
+	in = &instance{id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, refuse: err.Error()}
+	old, _ := s.registry.add(in)
+	s.log.Error(fmt.Sprintf("refused worker %d of %s: %v", in.id, in.model, err))
+	if old != nil {
+		s.left(old, "registered again")
+		s.save()
 	}
 	return nil
+}
+
+// newDrivenInstance opens the memory of a worker whose transfers are served.
+func (s *Server) newDrivenInstance(reg *lmcache.KVCache) (*instance, error) {
+	d, err := newDriven(reg, s.opts.ChunkTokens, s.opts.SeparateGroups, s.opts.ShmDir)
+	if err != nil {
+		return nil, err
+	}
+	if d.bytes > s.store.PoolBytes() {
+		return nil, errors.Join(fmt.Errorf("%w: %w", errDriven, s.tooLarge(d.bytes)), d.memory.close())
+	}
+	fp := d.fingerprint()
+	return &instance{
+		id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, layout: d.layout, bytes: d.bytes,
+		fingerprint: fp, unsalt: kv.NamespaceOf(reg.Model, "", fp), driven: d,
+	}, nil
 }
 
 func (s *Server) unregister(p [][]byte) error {
@@ -362,7 +336,7 @@ func (s *Server) unregister(p [][]byte) error {
 	}
 	if in := s.registry.remove(id); in != nil {
 		s.log.Info(fmt.Sprintf("worker %d of %s unregistered", in.id, in.model))
-		s.detached(in, "unregistered")
+		s.left(in, "unregistered")
 		s.save()
 	}
 	return nil
@@ -373,14 +347,52 @@ func (s *Server) reap(now time.Time) {
 		s.n.reaped.Add(1)
 		s.log.Warn(fmt.Sprintf("worker %d of %s dropped: silent for %v", in.id, in.model,
 			now.Sub(time.Unix(0, in.lastSeen.Load())).Round(time.Second)))
-		s.detached(in, "fell silent")
+		s.left(in, "fell silent")
 		s.save()
 	}
 }
 
-func (s *Server) detached(in *instance, how string) {
+// left settles what a worker leaves that is no longer registered.
+func (s *Server) left(in *instance, how string) {
 	if n := s.store.Detach(in.id); n > 0 {
 		s.log.Warn(fmt.Sprintf("worker %d %s with %d transfers in progress: their slots are in quarantine", in.id, how, n))
 		s.registry.bury(in)
+	}
+	if in.driven == nil {
+		return
+	}
+	s.remains.add(in.driven.memory.list())
+	if err := in.driven.memory.close(); err != nil {
+		s.log.Warn("unmap a worker's memory", "error", err)
+	}
+}
+
+// sweep removes what dead engines left in shared memory. Only segments that a
+// worker had registered with this server, and that its process made, are touched.
+func (s *Server) sweep() {
+	inUse := func(l lent) bool {
+		for _, in := range s.registry.list() {
+			if in.driven != nil && in.driven.memory.has(l) {
+				return true
+			}
+		}
+		return false
+	}
+	removed := func(l lent) {
+		s.n.swept.Add(1)
+		s.log.Info(fmt.Sprintf("removed /dev/shm/%s: the engine (process %d) is gone", l.Name, l.Owner.PID))
+	}
+	if s.remains.sweep(s.opts.ShmDir, inUse, removed) {
+		s.save()
+	}
+}
+
+// sayGroups tells what a worker's KV groups become.
+func (s *Server) sayGroups(in *instance) {
+	for i, o := range in.driven.objects {
+		s.log.Info(fmt.Sprintf("worker %d object group %d: KV groups %v, window %d tokens, %s per chunk", in.id, i, o.kernels, o.rule.Window, kv.FormatBytes(o.bytes)))
+	}
+	if in.driven.merged() {
+		s.log.Warn(fmt.Sprintf("worker %d of %s has windows or states; without --separate-object-groups a hit needs all chunks of all groups", in.id, in.model))
 	}
 }

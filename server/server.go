@@ -16,11 +16,14 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/paged"
+	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -34,6 +37,11 @@ type Options struct {
 	MaxInstances      int           // registered workers; default 4096
 	PopulateRate      int64         // bytes per second of pool memory prepared ahead; 0 = none
 	DrainTimeout      time.Duration // for transfers in progress at shutdown; default 10 s
+	RefuseDriven      bool          // workers whose KV the server would copy (lmcache_driven)
+	RefuseEngine      bool          // workers that copy themselves (engine_driven)
+	SeparateGroups    bool          // an object per kind of attention and chunk, not one for all
+	CopyWorkers       int           // goroutines per copy; default: the processors
+	ShmDir            string        // where workers' segments are; default shm.Dir
 	Logger            *slog.Logger  // default slog.Default()
 	Version           string        // reported over HTTP
 }
@@ -56,6 +64,7 @@ type Server struct {
 	limiter   limiter
 	p2p       p2pTasks
 	saving    sync.Mutex // orders writes of the note; a leaf
+	remains   remains
 }
 
 // New returns a Server over st that does not listen yet. It takes over the
@@ -68,6 +77,7 @@ func New(st *store.Store, o Options) *Server {
 	o.MemoBytes = cmp.Or(o.MemoBytes, 16<<20)
 	o.MaxInstances = cmp.Or(o.MaxInstances, 4096)
 	o.DrainTimeout = cmp.Or(o.DrainTimeout, 10*time.Second)
+	o.CopyWorkers = cmp.Or(o.CopyWorkers, runtime.GOMAXPROCS(0))
 	o.Logger = cmp.Or(o.Logger, slog.Default())
 	s := &Server{
 		opts: o, store: st, log: o.Logger, started: time.Now(),
@@ -107,13 +117,20 @@ func (s *Server) Run(ctx context.Context) {
 			return
 		case <-tick.C:
 		}
-		s.store.Expire()
-		s.reap(time.Now())
+		s.Tick(time.Now())
 		if n%10 == 0 {
 			s.checkName()
 			last = s.summarize(last)
 		}
 	}
+}
+
+// Tick does once what Run does every second: expiry of pins and holds, dropping
+// of silent workers, removal of what dead engines left.
+func (s *Server) Tick(now time.Time) {
+	s.store.Expire()
+	s.reap(now)
+	s.sweep()
 }
 
 // checkName notices that somebody removed the pool's name: workers that have
@@ -149,8 +166,16 @@ func (s *Server) Shutdown(ctx context.Context) error {
 	return s.router.Shutdown(ctx)
 }
 
-// Close stops serving at once.
-func (s *Server) Close() error { return s.router.Close() }
+// Close stops serving at once and unmaps the memory of workers.
+func (s *Server) Close() error {
+	err := s.router.Close()
+	for _, in := range s.registry.list() {
+		if in.driven != nil {
+			err = errors.Join(err, in.driven.memory.close())
+		}
+	}
+	return err
+}
 
 // scratch is what answering one request needs; reused.
 type scratch struct {
@@ -247,6 +272,10 @@ func (s *Server) handle(sc *scratch, op lmcache.Op, p [][]byte) error {
 		return s.prepareRetrieve(sc, p)
 	case lmcache.OpCommitRetrieve:
 		return s.commitRetrieve(sc, p)
+	case lmcache.OpStore:
+		return s.storeBlocks(sc, p)
+	case lmcache.OpRetrieve:
+		return s.retrieveBlocks(sc, p)
 	case lmcache.OpRegisterEngineDriven:
 		return s.registerEngineDriven(sc, p)
 	case lmcache.OpUnregisterEngineDriven, lmcache.OpUnregisterKVCache:
@@ -260,7 +289,7 @@ func (s *Server) handle(sc *scratch, op lmcache.Op, p [][]byte) error {
 	return s.handleRare(sc, op, p)
 }
 
-// handleRare answers what no vLLM engine in engine-driven mode asks for.
+// handleRare answers what engines ask for once, or never.
 func (s *Server) handleRare(sc *scratch, op lmcache.Op, p [][]byte) error {
 	switch op {
 	case lmcache.OpRegisterKVCache:
@@ -284,7 +313,8 @@ var (
 	errUnknownOp   = errors.New("unknown operation")
 	errUnsupported = errors.New("operation is not supported by this server")
 	errInstance    = errors.New("worker instance is not registered")
-	errRefused     = errors.New("worker registered for a transfer mode this server does not serve")
+	errRefused     = errors.New("worker's registration was refused")
+	errMode        = errors.New("worker registered for the other transfer mode")
 	errModel       = errors.New("no worker is registered for this model and world size")
 	errDraining    = errors.New("server is shutting down")
 	errMiss        = errors.New("chunks are not readable")
@@ -304,6 +334,9 @@ var refusalNames = []struct {
 	{errUnsupported, "unsupported"},
 	{errInstance, "unknown_instance"},
 	{errRefused, "refused_instance"},
+	{errMode, "other_mode"},
+	{paged.ErrBlocks, "block_ids"},
+	{shm.ErrFault, "memory_gone"},
 	{errModel, "unknown_model"},
 	{errDraining, "draining"},
 	{errMiss, "miss"},

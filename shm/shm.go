@@ -158,8 +158,17 @@ func (s *Segment) Populate(off, n int64) error {
 
 // Exists reports whether the segment's name still leads to it.
 func (s *Segment) Exists() bool {
+	inode, err := InodeOf(s.path)
+	return err == nil && inode == s.inode
+}
+
+// InodeOf returns the inode that a name leads to now; a symbolic link's is its own.
+func InodeOf(path string) (uint64, error) {
 	var st unix.Stat_t
-	return unix.Lstat(s.path, &st) == nil && st.Ino == s.inode
+	if err := unix.Lstat(path, &st); err != nil {
+		return 0, fmt.Errorf("stat %s: %w", path, err)
+	}
+	return st.Ino, nil
 }
 
 // Unlink removes the name. Mappings, here and in other processes, stay valid.

@@ -186,7 +186,6 @@ func TestBadCommandLines(t *testing.T) {
 	f(2, "unknown flag --bogus", "server", "--bogus")
 	f(2, "unexpected argument", "nonsense")
 	f(2, "--hash-algorithm", "server", "--hash-algorithm", "builtin")
-	f(2, "lmcache.mp.mp_transfer_mode=engine_driven", "server", "--supported-transfer-mode", "lmcache_driven")
 	f(2, "--transport", "server", "--transport", "grpc")
 	f(2, "--chunk-size", "server", "--chunk-size", "0")
 	f(2, "--l1-size-gb", "server", "--l1-size-gb", "0")

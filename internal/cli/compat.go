@@ -14,7 +14,7 @@ var lmcacheFlags = func() map[string]bool {
 		coordinator-event-reporting disable-grpc-metrics disable-logging disable-metrics
 		disable-observability enable-blend-reorder enable-dedup-content enable-extra-logging
 		enable-gc-monitor enable-segmented-prefix enable-tracing gds-l1-use-direct-io
-		isolated-ipc l1-use-hugepages l1-use-lazy run-script-api-enabled separate-object-groups`) {
+		isolated-ipc l1-use-hugepages l1-use-lazy run-script-api-enabled`) {
 		m["--"+name], m["--no-"+name] = false, false
 	}
 	for _, name := range strings.Fields(`

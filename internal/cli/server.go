@@ -39,7 +39,8 @@ type serverCmd struct {
 	Hold    float64 `name:"l1-write-ttl-seconds" help:"Quarantine: time after which memory that a worker was told about and never committed is used again." default:"600" group:"Timers"`
 	Drain   float64 `name:"drain-timeout-seconds" help:"Time for transfers in progress to commit at shutdown." default:"10" group:"Timers"`
 
-	Mode     string `name:"supported-transfer-mode" help:"engine_driven or auto; lmcache_driven workers are declined." default:"engine_driven" enum:"engine_driven,auto,lmcache_driven" group:"Compatibility"`
+	Separate bool   `name:"separate-object-groups" help:"Hybrid models: keep an object per kind of attention, so that a hit needs only the windows of sliding-window layers and the last state of recurrent ones." negatable:"" group:"Pool"`
+	Mode     string `name:"supported-transfer-mode" help:"Who copies KV: engine_driven (the engine), lmcache_driven (this server, CPU engines only) or auto (both); workers of the other mode are declined." default:"auto" enum:"engine_driven,auto,lmcache_driven" group:"Compatibility"`
 	Hash     string `name:"hash-algorithm" help:"Only blake3: the others need Python." default:"blake3" group:"Compatibility"`
 	Eviction string `name:"eviction-policy" help:"Only LRU; the others run as LRU." default:"LRU" enum:"LRU,ARC,IsolatedLRU,noop" group:"Compatibility"`
 	Wire     string `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
@@ -85,8 +86,6 @@ func (c *serverCmd) check() error {
 		return fmt.Errorf("%w: --hash-algorithm %s is computed by Python code inside vLLM; only blake3 (LMCache's default) is served", errUsage, c.Hash)
 	case c.Wire != "zmq":
 		return fmt.Errorf("%w: --transport %s is not served; use zmq and a tcp:// URL in the engine", errUsage, c.Wire)
-	case c.Mode == "lmcache_driven":
-		return fmt.Errorf("%w: --supported-transfer-mode lmcache_driven is not served; use engine_driven here and lmcache.mp.mp_transfer_mode=engine_driven in the engine", errUsage)
 	case c.ChunkSize < 1 || c.ChunkSize > kv.MaxChunkTokens:
 		return fmt.Errorf("%w: --chunk-size %d is outside 1 to %d", errUsage, c.ChunkSize, kv.MaxChunkTokens)
 	case c.Align < 64 || c.Align > 1<<30 || c.Align&(c.Align-1) != 0:
@@ -133,6 +132,7 @@ func (c *serverCmd) Run(e *env) error {
 	st := store.New(p, store.Options{Quarantine: seconds(c.Hold), SessionIdle: seconds(c.Session)})
 	srv := server.New(st, server.Options{
 		ChunkTokens: c.ChunkSize, WorkerReap: orNever(c.Reap), RegistrationGrace: orNever(c.Grace),
+		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
 		PopulateRate: c.Populate << 20, DrainTimeout: seconds(c.Drain), Logger: e.log, Version: Version(),
 	})
 	err = c.serve(e, srv)

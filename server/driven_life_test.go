@@ -1,0 +1,169 @@
+package server_test
+
+import (
+	"bufio"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/shm"
+)
+
+// A server that takes over maps the workers' memory again; a worker whose memory
+// is gone or is another's is asked to register by a false ping.
+func TestDrivenRestart(t *testing.T) {
+	dir := t.TempDir()
+	n := startDriven(t, dir, "pool", server.Options{})
+	groups := []lmcache.EngineGroup{{Layers: []int{0}, WindowTokens: 40}, {ID: 1, Layers: []int{1}, WindowTokens: -1}}
+	stays, gone, other := n.newEngine(groups...), n.newEngine(groups...), n.newEngine(groups...)
+	prompt := tokens(3*drivenChunk, 6)
+	for _, e := range []*engine{stays, gone, other} {
+		e.register()
+	}
+	stays.tint(4)
+	if got := stays.storeBlocks(prompt, 0, 96, span(1, 6), span(11, 6)); got != done {
+		t.Fatal(got)
+	}
+	n.stop()
+	if err := errors.Join(os.Remove(gone.segs[1].Path()), os.Remove(other.segs[0].Path())); err != nil {
+		t.Fatal(err)
+	}
+	taken, err := shm.Create(other.segs[0].Path(), engineBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+
+	n = startDriven(t, dir, "pool", server.Options{})
+	defer n.stop()
+	ping := func(e *engine) bool {
+		ok, err := lmcache.DecodeBool(n.call(lmcache.OpPing, lmcache.AppendInt(nil, e.reg.InstanceID)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return ok
+	}
+	if !ping(stays) || ping(gone) || ping(other) {
+		t.Errorf("pings: want true, false, false\n%s", n.log.String())
+	}
+	stays.drivenNode = n
+	before := [][]byte{slices.Clone(stays.layers[0]), slices.Clone(stays.layers[1])}
+	if hit := stays.lookup(prompt, "r"); hit != 3 {
+		t.Fatalf("hit %d after the restart", hit)
+	}
+	if got := stays.retrieve(prompt, 0, 96, 0, "r", []int{0, 0, 0, 0, 25, 26}, span(30, 6)); got != done {
+		t.Fatalf("retrieve after the restart: %+v", got)
+	}
+	old := *stays
+	old.layers = before
+	stays.expect(before, &old, map[int][]int{0: {0, 0, 0, 0, 25, 26}, 1: span(30, 6)}, 0, map[int]int{0: 1, 1: 11})
+	for _, b := range taken.Bytes(0, engineBytes) {
+		if b != 0 {
+			t.Fatal("another's memory was touched")
+		}
+	}
+}
+
+// lender starts a process that lends a segment.
+func lender(t *testing.T, dir string) (name string, end func()) {
+	t.Helper()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), "KVASIR_TEST_LEND="+dir)
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	name, err = bufio.NewReader(out).ReadString('\n')
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := false
+	end = func() {
+		if !ended {
+			ended = true
+			_ = cmd.Process.Kill()
+			_ = cmd.Wait()
+			_ = in.Close()
+		}
+	}
+	t.Cleanup(end)
+	return strings.TrimSpace(name), end
+}
+
+// What a killed engine leaves is removed once it is reaped, by the server it was
+// registered with and by no other; an engine that lives keeps its memory, also
+// over a restart of the server.
+func TestSweep(t *testing.T) {
+	dir := t.TempDir()
+	n := startDriven(t, dir, "pool", server.Options{WorkerReap: time.Millisecond, RegistrationGrace: time.Millisecond})
+	other := startDriven(t, dir, "other", server.Options{WorkerReap: time.Millisecond, RegistrationGrace: time.Millisecond})
+	defer other.stop()
+	name, end := lender(t, dir)
+	stranger, endStranger := lender(t, dir) // never registered anywhere
+	endStranger()
+	path := filepath.Join(dir, name)
+	e := &engine{drivenNode: n, reg: lmcache.KVCache{
+		InstanceID: 9, Model: "m", WorldSize: 1, EngineType: "vllm", KVLayout: "NHD", Descriptors: []lmcache.Descriptor{descriptor("/" + name)},
+	}}
+	e.register()
+	time.Sleep(5 * time.Millisecond)
+	n.Tick(time.Now()) // silent for too long: dropped, but its process lives
+	if got := e.storeBlocks(tokens(32, 1), 0, 32, span(1, 2)); got != (lmcache.Copied{}) {
+		t.Fatalf("not reaped: %+v", got)
+	}
+	if _, err := os.Stat(path); err != nil {
+		t.Fatal("a living engine's memory was removed")
+	}
+	n.stop()
+	n = startDriven(t, dir, "pool", server.Options{})
+	defer n.stop()
+	end()
+	other.Tick(time.Now())
+	if _, err := os.Stat(path); err != nil {
+		t.Fatal("another server's segment was removed")
+	}
+	n.Tick(time.Now())
+	if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a dead engine's memory stays: %v\n%s", err, n.log.String())
+	}
+	if _, err := os.Stat(filepath.Join(dir, stranger)); err != nil {
+		t.Error("a segment that was never registered here was removed")
+	}
+	if st := n.store.Stats(); st.Transfers != 0 {
+		t.Errorf("%+v", st)
+	}
+}
+
+// A killed engine that was still registered at the server's restart is swept too.
+func TestSweepAfterRestart(t *testing.T) {
+	dir := t.TempDir()
+	n := startDriven(t, dir, "pool", server.Options{})
+	name, end := lender(t, dir)
+	e := &engine{drivenNode: n, reg: lmcache.KVCache{
+		InstanceID: 9, Model: "m", WorldSize: 1, EngineType: "vllm", KVLayout: "NHD", Descriptors: []lmcache.Descriptor{descriptor("/" + name)},
+	}}
+	e.register()
+	n.stop()
+	end()
+	n = startDriven(t, dir, "pool", server.Options{RegistrationGrace: time.Millisecond})
+	defer n.stop()
+	time.Sleep(5 * time.Millisecond)
+	n.Tick(time.Now())
+	if _, err := os.Stat(filepath.Join(dir, name)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a dead engine's memory stays: %v\n%s", err, n.log.String())
+	}
+}

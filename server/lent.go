@@ -1,0 +1,253 @@
+package server
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/shm"
+)
+
+// lentPrefix begins the names of the segments that LMCache's CPU workers lend:
+// lmcache_kv_<pid>_<n>. No other file is ever mapped or removed for a worker.
+const lentPrefix = "lmcache_kv_"
+
+var errLent = errors.New("worker's shared memory")
+
+// lent is one segment that a worker lends, as the note keeps it.
+type lent struct {
+	Name  string
+	Inode uint64
+	Owner process // who made it; zero when that is not proved
+}
+
+// process names a process of this PID namespace; Started tells it from a later
+// one of the same number.
+type process struct {
+	PID     int
+	Started uint64 // clock ticks after boot
+}
+
+type lentSegment struct {
+	*shm.Segment
+	owner process
+}
+
+// lentMemory is what one worker lends, mapped while it is registered.
+type lentMemory struct {
+	mu struct {
+		sync.RWMutex // held for reading while a copy uses the memory
+		segments     map[string]lentSegment
+		closed       bool
+	}
+}
+
+// attach maps the segment name of dir, once, and returns its first n bytes. A
+// shorter segment is refused, and so is any other file than a worker's.
+func (l *lentMemory) attach(dir, name string, n int64) ([]byte, error) {
+	name = strings.TrimPrefix(name, "/")
+	if !strings.HasPrefix(name, lentPrefix) {
+		return nil, fmt.Errorf("%w: the name %q does not begin with %s", errLent, name, lentPrefix)
+	}
+	seg, ok := l.mu.segments[name]
+	if !ok {
+		path, err := shm.Path(dir, name)
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", errLent, err)
+		}
+		if seg.Segment, err = shm.Attach(path); err != nil {
+			return nil, fmt.Errorf("%w: %w (same host, same user, same /dev/shm?)", errLent, err)
+		}
+		if l.mu.segments == nil {
+			l.mu.segments = make(map[string]lentSegment)
+		}
+		l.mu.segments[name] = seg
+	}
+	if n < 0 || n > seg.Len() {
+		return nil, fmt.Errorf("%w: %s has %s, announced are %s", errLent, name, kv.FormatBytes(seg.Len()), kv.FormatBytes(n))
+	}
+	return seg.Bytes(0, n), nil
+}
+
+// use calls f while the memory is mapped; it reports false when it is no longer.
+func (l *lentMemory) use(f func()) bool {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	if l.mu.closed {
+		return false
+	}
+	f()
+	return true
+}
+
+// close unmaps the memory after the copies in progress.
+func (l *lentMemory) close() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.mu.closed = true
+	var err error
+	for _, seg := range l.mu.segments {
+		err = errors.Join(err, seg.Close())
+	}
+	l.mu.segments = nil
+	return err
+}
+
+// has reports whether l is among what is mapped.
+func (l *lentMemory) has(of lent) bool {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	seg, ok := l.mu.segments[of.Name]
+	return ok && seg.Inode() == of.Inode
+}
+
+// list returns what is mapped, with the owner of each segment where it is proved.
+func (l *lentMemory) list() []lent {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	out := make([]lent, 0, len(l.mu.segments))
+	for name, seg := range l.mu.segments {
+		out = append(out, lent{Name: name, Inode: seg.Inode(), Owner: seg.owner})
+	}
+	return out
+}
+
+// prove notes who made the segments: the process that a name tells, if it maps
+// that file now. Behind another PID namespace, or for another user's process,
+// nothing is proved. known are owners that were proved before.
+func (l *lentMemory) prove(known []lent) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	maps := map[int]map[string]uint64{}
+	for name, seg := range l.mu.segments {
+		for _, k := range known {
+			if k.Name == name && k.Inode == seg.Inode() {
+				seg.owner = k.Owner
+			}
+		}
+		digits, _, ok := strings.Cut(strings.TrimPrefix(name, lentPrefix), "_")
+		pid, err := strconv.Atoi(digits)
+		if seg.owner.PID == 0 && ok && err == nil && pid > 0 {
+			if maps[pid] == nil {
+				maps[pid] = lentFilesOf(pid)
+			}
+			if inode, ok := maps[pid][name]; ok && inode == seg.Inode() {
+				if started, ok := startOf(pid); ok {
+					seg.owner = process{PID: pid, Started: started}
+				}
+			}
+		}
+		l.mu.segments[name] = seg
+	}
+}
+
+// startOf returns when a process started; false when there is none, or only what
+// its parent has not yet taken note of.
+func startOf(pid int) (uint64, bool) {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, false
+	}
+	_, after, ok := bytes.Cut(stat[max(0, bytes.LastIndexByte(stat, ')')):], []byte(") ")) // after the command's name
+	fields := bytes.Fields(after)
+	if !ok || len(fields) < 20 || fields[0][0] == 'Z' || fields[0][0] == 'X' {
+		return 0, false
+	}
+	started, err := strconv.ParseUint(string(fields[19]), 10, 64)
+	return started, err == nil
+}
+
+// lentFilesOf returns the inodes of the lent segments that a process maps, by
+// name.
+func lentFilesOf(pid int) map[string]uint64 {
+	out := map[string]uint64{}
+	f, err := os.Open(fmt.Sprintf("/proc/%d/maps", pid))
+	if err != nil {
+		return out
+	}
+	defer f.Close()
+	for lines := bufio.NewScanner(f); lines.Scan(); {
+		fields := strings.Fields(lines.Text()) // address, mode, offset, device, inode, path
+		if len(fields) < 6 || !strings.HasPrefix(filepath.Base(fields[5]), lentPrefix) {
+			continue
+		}
+		if inode, err := strconv.ParseUint(fields[4], 10, 64); err == nil {
+			out[filepath.Base(fields[5])] = inode
+		}
+	}
+	return out
+}
+
+// gone reports whether the process has ended.
+func (p process) gone() bool {
+	started, ok := startOf(p.PID)
+	return !ok || started != p.Started
+}
+
+// remains are the segments of workers that are no longer registered. An engine
+// that dies leaves them behind.
+type remains struct {
+	mu struct {
+		sync.Mutex
+		list []lent
+	}
+}
+
+const maxRemains = 1 << 14
+
+// add takes over segments of a worker that left. Those without a proved owner
+// are not ours to remove.
+func (r *remains) add(list []lent) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, l := range list {
+		if l.Owner.PID != 0 && len(r.mu.list) < maxRemains && !slices.Contains(r.mu.list, l) {
+			r.mu.list = append(r.mu.list, l)
+		}
+	}
+}
+
+func (r *remains) all() []lent {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Clone(r.mu.list)
+}
+
+// sweep removes the segments whose owner has ended, unless inUse, and forgets
+// those that are gone. It reports whether the list changed.
+func (r *remains) sweep(dir string, inUse func(lent) bool, removed func(lent)) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	kept := r.mu.list[:0]
+	n := len(r.mu.list)
+	for _, l := range r.mu.list {
+		path, err := shm.Path(dir, l.Name)
+		if err != nil || !isFile(path, l.Inode) {
+			continue
+		}
+		if !l.Owner.gone() || inUse(l) {
+			kept = append(kept, l)
+			continue
+		}
+		if err := os.Remove(path); err == nil || errors.Is(err, fs.ErrNotExist) {
+			removed(l)
+		}
+	}
+	r.mu.list = kept
+	return len(kept) != n
+}
+
+// isFile reports whether path is still the file of that inode.
+func isFile(path string, inode uint64) bool {
+	got, err := shm.InodeOf(path)
+	return err == nil && got == inode
+}
