@@ -1,0 +1,722 @@
+package mooncake
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// eventually waits until ok says true.
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); !ok(); time.Sleep(2 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("timed out: %s", what)
+		}
+	}
+}
+
+// begin starts a pull of one request in the background.
+func (x *pair) begin(t *testing.T, id, transferID string, blocks ...[]int) <-chan error {
+	t.Helper()
+	done := make(chan error, 1)
+	go func() {
+		failed, err := x.receiver.Pull(t.Context(), x.from, map[string]Wanted{id: {transferID, blocks}})
+		done <- errors.Join(err, failed[id])
+	}()
+	return done
+}
+
+func wait(t *testing.T, done <-chan error) error {
+	t.Helper()
+	select {
+	case err := <-done:
+		return err
+	case <-time.After(30 * time.Second):
+		t.Fatal("the pull hangs")
+		return nil
+	}
+}
+
+// idle checks that nothing is left of any transfer on either side.
+func (x *pair) idle(t *testing.T) {
+	t.Helper()
+	eventually(t, "both sides idle", func() bool {
+		x.sender.Finished()
+		s, r := x.sender.Stats(), x.receiver.Stats()
+		return s.Transfers == 0 && s.Pulls == 0 && r.Active == 0 && r.Windows <= 1
+	})
+}
+
+func small(t *testing.T, so SenderOptions, ro ReceiverOptions) *pair {
+	x := newPair(t, testCache(2, 32, 256), testCache(2, 32, 256), so, ro)
+	fill(x.p, 1)
+	return x
+}
+
+// The pull comes before P has heard of the request, as when the proxy asks both at
+// once.
+func TestPullFirst(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second})
+	done := x.begin(t, "d", "x", []int{1, 2})
+	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Transfers == 1 })
+	x.sender.Expect("p", "x")
+	x.sender.Offer("p", "x", [][]int{{7, 8}})
+	if err := wait(t, done); err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(block(x.d, 0, 2), block(x.p, 0, 8)) {
+		t.Fatal("wrong bytes")
+	}
+	if got := x.sender.Finished(); !slices.Equal(got, []string{"p"}) {
+		t.Fatalf("finished %v", got)
+	}
+	x.idle(t)
+}
+
+// One pull of several requests that become ready one by one, one of them never.
+func TestContinue(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second})
+	wanted := map[string]Wanted{}
+	for i := range 4 {
+		wanted[fmt.Sprint("d", i)] = Wanted{fmt.Sprint("x", i), [][]int{{2 * i, 2*i + 1}}}
+		x.sender.Expect(fmt.Sprint("p", i), fmt.Sprint("x", i))
+	}
+	if err := x.receiver.Start(x.from, wanted); err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for i := range 3 {
+		x.sender.Offer(fmt.Sprint("p", i), fmt.Sprint("x", i), [][]int{{10 + i, 20 + i}})
+		eventually(t, "request settles", func() bool {
+			got = append(got, x.receiver.Results().Received...)
+			return slices.Contains(got, fmt.Sprint("d", i))
+		})
+		if !bytes.Equal(block(x.d, 0, 2*i), block(x.p, 0, 10+i)) {
+			t.Fatal("wrong bytes")
+		}
+	}
+	x.sender.Abort("x3")
+	var r Results
+	eventually(t, "aborted request settles", func() bool {
+		r = x.receiver.Results()
+		return len(r.Received) > 0
+	})
+	if err := r.Failed["d3"]; !errors.Is(err, ErrPeer) || !slices.Equal(r.FailedBlocks, []int{6, 7}) {
+		t.Fatalf("results %+v", r)
+	}
+	x.idle(t)
+}
+
+func TestUnknownTransfer(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 50 * time.Millisecond})
+	if err := x.pull(t, "d", "never", []int{1}); !errors.Is(err, ErrUnknownTransfer) || !strings.Contains(err.Error(), "never") {
+		t.Fatal(err)
+	}
+	x.idle(t)
+}
+
+// Blocks that nobody pulls come back, and a pull that P cannot serve in time ends
+// in vLLM's words.
+func TestSenderTimeouts(t *testing.T) {
+	x := small(t, SenderOptions{AbortTimeout: 100 * time.Millisecond}, ReceiverOptions{})
+	x.sender.Offer("p", "x", [][]int{{1, 2}})
+	eventually(t, "blocks freed", func() bool { return slices.Equal(x.sender.Finished(), []string{"p"}) })
+	x.sender.Expect("p2", "x2")
+	if err := x.pull(t, "d2", "x2", []int{1}); !errors.Is(err, ErrPeer) || !strings.Contains(err.Error(), "Timeout waiting for P side ready.") {
+		t.Fatal(err)
+	}
+	x.sender.Abort("x2")
+	if s := x.sender.Stats(); s.Expired != 1 || s.Transfers != 0 {
+		t.Fatalf("stats %+v", s)
+	}
+}
+
+func TestReceiverTimeout(t *testing.T) {
+	x := small(t, SenderOptions{RetryTimeout: 50 * time.Millisecond}, ReceiverOptions{Timeout: 200 * time.Millisecond})
+	x.sender.Expect("p", "x")
+	err := x.pull(t, "d", "x", []int{1})
+	if !errors.Is(err, ErrTimeout) && !errors.Is(err, ErrPeer) { // whose clock rings first
+		t.Fatal(err)
+	}
+	x.sender.Offer("p", "x", [][]int{{5}}) // too late; D lets it go, or nobody comes
+	eventually(t, "blocks freed", func() bool { return slices.Contains(x.sender.Finished(), "p") })
+	x.idle(t)
+}
+
+func TestReceiverAbort(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second})
+	x.sender.Expect("p", "x")
+	done := x.begin(t, "d", "x", []int{1})
+	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+	x.receiver.Abort("d")
+	if err := wait(t, done); !errors.Is(err, ErrAborted) {
+		t.Fatal(err)
+	}
+	x.sender.Offer("p", "x", [][]int{{5}})
+	eventually(t, "P frees its blocks", func() bool { return slices.Contains(x.sender.Finished(), "p") })
+	x.idle(t)
+}
+
+// A request that was aborted before it was scheduled pulls without blocks.
+func TestRelease(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{})
+	x.sender.Offer("p", "x", [][]int{{5}})
+	if err := x.pull(t, "d", "x"); err != nil {
+		t.Fatal(err)
+	}
+	if got := x.sender.Finished(); !slices.Equal(got, []string{"p"}) {
+		t.Fatalf("finished %v", got)
+	}
+	if r := x.receiver.Results(); len(r.Received) != 0 {
+		t.Fatalf("results %+v", r)
+	}
+	x.idle(t)
+}
+
+func TestUnreachable(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{ConnectTimeout: 100 * time.Millisecond, Attempts: 1})
+	x.dir.show("gone", "tcp://127.0.0.1:1")
+	from := x.from
+	x.from.EngineID = "gone"
+	if err := x.pull(t, "d", "x", []int{1}); !errors.Is(err, ErrUnreachable) || !strings.Contains(err.Error(), "127.0.0.1:1") {
+		t.Fatal(err)
+	}
+	x.from.EngineID = "other"
+	if err := x.pull(t, "d", "x", []int{1}); !errors.Is(err, ErrNoEngine) || !strings.Contains(err.Error(), x.from.Bootstrap) {
+		t.Fatal(err)
+	}
+	x.from.Bootstrap = "http://127.0.0.1:1"
+	if err := x.pull(t, "d", "x", []int{1}); !errors.Is(err, ErrUnreachable) {
+		t.Fatal(err)
+	}
+	x.dir.show(from.EngineID, x.sender.Addr())
+	x.from = from
+	x.sender.Offer("p", "x", [][]int{{5}})
+	if err := x.pull(t, "d", "x", []int{1}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// gate is a TCP proxy that cuts, or stalls, each connection after so many bytes in
+// one direction.
+type gate struct {
+	l      net.Listener
+	to     string
+	wg     sync.WaitGroup
+	budget atomic.Int64 // bytes until the cut; -1: none
+	up     bool         // of bytes towards to
+	cuts   atomic.Int64
+	conns  sync.Map // accepted ones
+}
+
+func newGate(t *testing.T, to string, up bool) *gate {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := &gate{l: l, to: to, up: up}
+	g.budget.Store(-1)
+	g.wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			g.wg.Go(func() { g.serve(c) })
+		}
+	})
+	t.Cleanup(func() {
+		l.Close()
+		g.conns.Range(func(c, _ any) bool { c.(net.Conn).Close(); return true })
+		g.wg.Wait()
+	})
+	return g
+}
+
+func (g *gate) serve(c net.Conn) {
+	defer c.Close()
+	g.conns.Store(c, nil)
+	s, err := net.Dial("tcp", g.to)
+	if err != nil {
+		return
+	}
+	defer s.Close()
+	var both sync.WaitGroup
+	both.Go(func() { g.copy(s, c, g.up); s.Close(); c.Close() })
+	both.Go(func() { g.copy(c, s, !g.up); s.Close(); c.Close() })
+	both.Wait()
+}
+
+func (g *gate) copy(dst io.Writer, src io.Reader, counted bool) {
+	var b [512]byte
+	for {
+		n, err := src.Read(b[:])
+		if left := g.budget.Load(); counted && left >= 0 {
+			if int64(n) >= left {
+				_, _ = dst.Write(b[:left])
+				g.budget.Store(-1) // one cut
+				g.cuts.Add(1)
+				return
+			}
+			g.budget.Add(int64(-n))
+		}
+		if _, werr := dst.Write(b[:n]); err != nil || werr != nil {
+			return
+		}
+	}
+}
+
+// The side channel is cut after each number of bytes, in both directions: the pull
+// is sent again, or fails, and nothing is left behind.
+func TestSideChannelCut(t *testing.T) {
+	for _, up := range []bool{true, false} {
+		x := small(t, SenderOptions{RetryTimeout: 20 * time.Millisecond},
+			ReceiverOptions{UnknownTimeout: 200 * time.Millisecond, MaxIdle: 1})
+		g := newGate(t, strings.TrimPrefix(x.sender.Addr(), "tcp://"), up)
+		x.dir.show(x.sender.EngineID(), "tcp://"+g.l.Addr().String())
+		ok, failed := 0, 0
+		for i := int64(0); i < 400; i += 7 {
+			x.receiver.sockets.mu.Lock()
+			idle := slices.Concat(x.receiver.sockets.mu.idle["tcp://"+g.l.Addr().String()])
+			x.receiver.sockets.mu.Unlock()
+			for _, s := range idle { // a fresh connection each time: the cut falls into its handshake, too
+				x.receiver.sockets.forget(s)
+			}
+			g.budget.Store(i)
+			id := fmt.Sprint("x", i)
+			x.sender.Offer("p"+id, id, [][]int{{3, 4}})
+			err := x.pull(t, "d"+id, id, []int{int(i) % 8, 9})
+
+			switch {
+			case err == nil:
+				ok++
+				if !bytes.Equal(block(x.d, 0, 9), block(x.p, 0, 4)) {
+					t.Fatal("wrong bytes")
+				}
+			case errors.Is(err, ErrLost), errors.Is(err, ErrUnknownTransfer), errors.Is(err, ErrUnreachable):
+				failed++ // P had sent all, and its word was cut off: the transfer is done there
+			default:
+				t.Fatal(err)
+			}
+			g.budget.Store(-1)
+		}
+		if g.cuts.Load() < 20 || ok < 20 {
+			t.Errorf("up %v: %d cuts, %d pulls arrived, %d failed", up, g.cuts.Load(), ok, failed)
+		}
+		t.Logf("up %v: %d cuts, %d pulls arrived, %d failed, %d sent again", up, g.cuts.Load(), ok, failed, x.receiver.Stats().Resent)
+		x.idle(t)
+	}
+}
+
+// fakeP is a P that answers as told and keeps the pulls it got.
+func fakeP(t *testing.T, handler func(peer *zmtp.Peer, p *Pull)) string {
+	r := zmtp.NewRouter(func(peer *zmtp.Peer, m zmtp.Message) {
+		p, err := DecodePull(m[0], 0)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		handler(peer, p)
+	}, zmtp.RouterOptions{})
+	addr, err := r.Listen(t.Context(), "tcp://127.0.0.1:*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.Close() })
+	return "tcp://" + addr.String()
+}
+
+// The late writer: a P whose pull has failed goes on writing into the blocks, which
+// the next request uses already. It must never get through.
+func TestLateWriter(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{Timeout: 300 * time.Millisecond, FenceTimeout: 50 * time.Millisecond})
+	late := transfer.New(transfer.Options{})
+	defer late.Close()
+	garbage := bytes.Repeat([]byte{0xEE}, 256)
+	var mu sync.Mutex
+	var old []*Pull
+	var writes, rejected atomic.Int64
+	stalled := fakeP(t, func(_ *zmtp.Peer, p *Pull) { // says nothing, and will write
+		mu.Lock()
+		old = append(old, p)
+		mu.Unlock()
+	})
+	ctx, stop := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	for range 3 {
+		wg.Go(func() {
+			for ctx.Err() == nil {
+				mu.Lock()
+				pulls := slices.Clone(old)
+				mu.Unlock()
+				for _, p := range pulls {
+					var batch []transfer.Entry
+					for _, w := range p.Wanted {
+						for _, id := range slices.Concat(w.Blocks...) {
+							for _, g := range p.Regions {
+								batch = append(batch, transfer.Entry{Local: garbage, Remote: g.Base + uint64(id)*g.Stride})
+							}
+						}
+					}
+					if len(batch) == 0 {
+						continue
+					}
+					err := late.Write(ctx, net.JoinHostPort(p.Host, fmt.Sprint(p.Port)), batch)
+					writes.Add(1)
+					if err != nil {
+						rejected.Add(1)
+					}
+				}
+				time.Sleep(time.Millisecond)
+			}
+		})
+	}
+	good := x.from
+	for i := range 8 {
+		x.dir.show("stalled", stalled)
+		x.from.EngineID = "stalled"
+		if err := x.pull(t, fmt.Sprint("d", i), "late", []int{1, 2, 3}); !errors.Is(err, ErrTimeout) {
+			t.Fatal(err)
+		}
+		x.dir.show(good.EngineID, x.sender.Addr())
+		x.from = good
+		id := fmt.Sprint("x", i)
+		x.sender.Offer("p"+id, id, [][]int{{10 + i, 11 + i, 12 + i}})
+		if err := x.pull(t, "e"+id, id, []int{1, 2, 3}); err != nil {
+			t.Fatal(err)
+		}
+		for end := time.Now().Add(50 * time.Millisecond); time.Now().Before(end); {
+			for b := range 3 {
+				x.target.Table().Observe()
+				if !bytes.Equal(block(x.d, 0, 1+b), block(x.p, 0, 10+i+b)) {
+					t.Fatal("a late write got through")
+				}
+			}
+		}
+	}
+	stop()
+	wg.Wait()
+	if writes.Load() == 0 || rejected.Load() == 0 {
+		t.Fatalf("%d late batches, %d rejected: the test proves nothing", writes.Load(), rejected.Load())
+	}
+	t.Logf("%d late batches, %d rejected", writes.Load(), rejected.Load())
+	eventually(t, "old windows close", func() bool { return x.receiver.Stats().Windows <= 1 })
+}
+
+// Without the fence the late writer gets through: TestLateWriter can fail.
+func TestLateWriterReachesOpenWindow(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{Timeout: 5 * time.Second})
+	late := transfer.New(transfer.Options{})
+	defer late.Close()
+	got := make(chan *Pull, 1)
+	addr := fakeP(t, func(_ *zmtp.Peer, p *Pull) { got <- p })
+	x.dir.show("fake", addr)
+	x.from.EngineID = "fake"
+	done := x.begin(t, "d", "x", []int{1})
+	p := <-got
+	err := late.Write(t.Context(), net.JoinHostPort(p.Host, fmt.Sprint(p.Port)),
+		[]transfer.Entry{{Local: []byte{1, 2, 3}, Remote: p.Regions[0].Base + p.Regions[0].Stride}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	x.receiver.Abort("d")
+	if err := wait(t, done); !errors.Is(err, ErrAborted) {
+		t.Fatal(err)
+	}
+	if x.target.Table().Observe(); !bytes.HasPrefix(block(x.d, 0, 1), []byte{1, 2, 3}) {
+		t.Fatal("the write did not arrive")
+	}
+}
+
+// D dies while P pushes to it: P's blocks come back.
+func TestReceiverDies(t *testing.T) {
+	x := small(t, SenderOptions{AbortTimeout: 200 * time.Millisecond, RetryTimeout: 50 * time.Millisecond}, ReceiverOptions{UnknownTimeout: 20 * time.Second})
+	x.sender.Expect("p", "x")
+	done := x.begin(t, "d", "x", []int{1})
+	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+	x.receiver.Close()
+	if err := wait(t, done); err == nil {
+		t.Fatal("no error from a closed receiver")
+	}
+	x.target.Close()
+	x.sender.Offer("p", "x", [][]int{{5}})
+	eventually(t, "blocks freed", func() bool { return slices.Contains(x.sender.Finished(), "p") })
+}
+
+// P is killed while D waits: D fails at its own time, not at P's.
+func TestSenderDies(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{
+		Timeout: 20 * time.Second, UnknownTimeout: 20 * time.Second, ConnectTimeout: 100 * time.Millisecond,
+	})
+	x.sender.Expect("p", "x")
+	done := x.begin(t, "d", "x", []int{1})
+	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+	x.sender.Close()
+	if err := wait(t, done); !errors.Is(err, ErrUnreachable) && !errors.Is(err, ErrLost) {
+		t.Fatal(err)
+	}
+	eventually(t, "receiver idle", func() bool { return x.receiver.Stats().Active == 0 })
+}
+
+// An abort at P before, during and after the push.
+func TestSenderAbort(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second})
+	x.sender.Expect("p0", "x0")
+	done := x.begin(t, "d0", "x0", []int{1})
+	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+	x.sender.Abort("x0")
+	if err := wait(t, done); !errors.Is(err, ErrPeer) {
+		t.Fatal(err)
+	}
+	if got := x.sender.Finished(); len(got) != 0 {
+		t.Fatalf("finished %v, but P never offered blocks", got)
+	}
+
+	// During: the target takes no bytes until it is told to.
+	hold, entered := make(chan struct{}), make(chan struct{}, 8)
+	region := transfer.Range{Addr: 1 << 60, Len: 1 << 20}
+	h, err := x.target.Table().RegisterFunc(region, nil, writerAt(func([]byte, int64) { entered <- struct{}{}; <-hold }))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer h.Close(t.Context())
+	x.sender.Offer("p1", "x1", [][]int{{5}})
+	pull := Pull{Host: x.receiver.host, Port: x.receiver.port, TPSize: 1, Wanted: map[string]Wanted{"d1": {"x1", [][]int{{1}}}}}
+	for _, r := range x.d.Regions {
+		r.Base = region.Addr
+		pull.Regions = append(pull.Regions, r)
+	}
+	replies := make(chan *Reply, 4)
+	dealer := zmtp.NewDealer(x.sender.Addr(), zmtp.DealerOptions{Handler: func(m zmtp.Message) {
+		y, err := DecodeReply(m[0], 0)
+		if err != nil {
+			t.Error(err)
+		}
+		replies <- y
+	}})
+	if err := errors.Join(dealer.Start(), dealer.Send(AppendPull(nil, &pull, 0))); err != nil {
+		t.Fatal(err)
+	}
+	defer dealer.Close()
+	<-entered
+	x.sender.Abort("x1")
+	if got := x.sender.Finished(); len(got) != 0 {
+		t.Fatalf("finished %v while its blocks are being read", got)
+	}
+	close(hold)
+	if y := <-replies; y.Status != StatusFinish || !slices.Equal(y.OK, []string{"d1"}) {
+		t.Fatalf("reply %+v", y)
+	}
+	if got := x.sender.Finished(); !slices.Equal(got, []string{"p1"}) {
+		t.Fatalf("finished %v", got)
+	}
+
+	// After: nothing happens.
+	x.sender.Abort("x1")
+	if got := x.sender.Finished(); len(got) != 0 {
+		t.Fatalf("finished %v", got)
+	}
+	x.idle(t)
+}
+
+type writerAt func([]byte, int64)
+
+func (f writerAt) WriteAt(p []byte, off int64) (int, error) { f(p, off); return len(p), nil }
+
+// The same transfer pulled twice, at once and one after the other; and one pull
+// that asks for it under two names.
+func TestDuplicatePulls(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 50 * time.Millisecond})
+	x.sender.Offer("p", "x", [][]int{{5}})
+	a, b := x.begin(t, "a", "x", []int{1}), x.begin(t, "b", "x", []int{2})
+	ok := 0
+	for _, err := range []error{wait(t, a), wait(t, b)} {
+		switch {
+		case err == nil:
+			ok++
+		case !errors.Is(err, ErrUnknownTransfer):
+			t.Fatal(err)
+		}
+	}
+	if ok == 0 {
+		t.Fatal("nobody got the transfer")
+	}
+	if err := x.pull(t, "c", "x", []int{3}); !errors.Is(err, ErrUnknownTransfer) {
+		t.Fatal(err)
+	}
+	x.sender.Offer("q", "y", [][]int{{6}})
+	failed, err := x.receiver.Pull(t.Context(), x.from, map[string]Wanted{"e": {"y", [][]int{{1}}}, "f": {"y", [][]int{{2}}}})
+	if err != nil || len(failed) != 0 {
+		t.Fatal(failed, err)
+	}
+	if !bytes.Equal(block(x.d, 0, 1), block(x.p, 0, 6)) || !bytes.Equal(block(x.d, 0, 2), block(x.p, 0, 6)) {
+		t.Fatal("wrong bytes")
+	}
+	x.idle(t)
+	if err := x.receiver.Start(x.from, map[string]Wanted{"g": {"z", [][]int{{1}}}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := x.receiver.Start(x.from, map[string]Wanted{"g": {"z", [][]int{{1}}}}); !errors.Is(err, ErrBusy) {
+		t.Fatal(err)
+	}
+}
+
+// Layouts that do not fit end in words that name both sides' values.
+func TestLayoutsDoNotFit(t *testing.T) {
+	f := func(change func(c *Cache), text string) {
+		t.Helper()
+		d := testCache(2, 32, 256)
+		change(d)
+		x := newPair(t, testCache(2, 32, 256), d, SenderOptions{}, ReceiverOptions{})
+		x.sender.Offer("p", "x", [][]int{{1}})
+		err := x.pull(t, "d", "x", []int{1})
+		if !errors.Is(err, ErrPeer) || !strings.Contains(err.Error(), text) {
+			t.Fatalf("%v, want %q", err, text)
+		}
+	}
+	f(func(c *Cache) { c.Regions[1].Layer = "other" }, "no matching consumer occurrence: model.layers.1.attn occurrence 0.")
+	f(func(c *Cache) { c.Regions[1].Index = 9 }, "producer=1, consumer=9.")
+	f(func(c *Cache) { c.Kinds = append(c.Kinds, Attention); c.Regions[1].Group = 1 }, "group index mismatch")
+	f(func(c *Cache) { c.Regions[1].Payload = 128 }, "local=256, remote=128.")
+	x := newPair(t, testCache(2, 32, 256), testCache(2, 32, 256), SenderOptions{Self: Peer{TPSize: 2}}, ReceiverOptions{Self: Peer{TPRank: 2, TPSize: 3}})
+	x.dir.show(x.sender.EngineID(), x.sender.Addr(), x.sender.Addr())
+	if err := x.pull(t, "d", "x", []int{1}); err == nil || !strings.Contains(err.Error(), "Local tensor parallel size 3 is not divisible by remote tensor parallel size 2.") {
+		t.Fatal(err)
+	}
+}
+
+// What does not fit the request, and not the memory, fails the request alone.
+func TestRequestsDoNotFit(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{})
+	x.sender.Offer("p", "x", [][]int{{1}})
+	x.sender.Offer("q", "y", [][]int{{2, 3}})
+	failed, err := x.receiver.Pull(t.Context(), x.from, map[string]Wanted{"d": {"x", [][]int{{1, 2}}}, "e": {"y", [][]int{{4, 5}}}})
+	if err != nil || len(failed) != 1 || !strings.Contains(failed["d"].Error(), "P num blocks less than D") {
+		t.Fatal(failed, err)
+	}
+	if !bytes.Equal(block(x.d, 0, 5), block(x.p, 0, 3)) {
+		t.Fatal("wrong bytes")
+	}
+	if err := x.receiver.Start(x.from, map[string]Wanted{"g": {"z", [][]int{{32}}}}); !errors.Is(err, ErrRange) {
+		t.Fatal(err)
+	}
+	x.sender.Offer("r", "w", [][]int{{1 << 20}}) // P's own mistake
+	if err := x.pull(t, "h", "w", []int{1}); !errors.Is(err, ErrPeer) || !strings.Contains(err.Error(), "Mooncake transfer engine returned -1") {
+		t.Fatal(err)
+	}
+}
+
+// P forgets the layout that D only names from its second pull on.
+func TestLayoutMiss(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{})
+	for i := range 3 {
+		id := fmt.Sprint("x", i)
+		x.sender.Offer("p"+id, id, [][]int{{5}})
+		if i == 2 {
+			x.sender.layouts.mu.Lock()
+			clear(x.sender.layouts.mu.plans)
+			x.sender.layouts.mu.Unlock()
+		}
+		if err := x.pull(t, "d"+id, id, []int{1}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if s := x.receiver.Stats(); s.LayoutMisses != 1 || s.LayoutsSent != 2 || s.LayoutsNamed != 2 {
+		t.Fatalf("stats %+v", s)
+	}
+	twice := fakeP(t, func(peer *zmtp.Peer, _ *Pull) {
+		_ = peer.Send(AppendReply(nil, &Reply{Status: StatusLayoutMiss}))
+	})
+	x.dir.show("twice", twice)
+	x.from.EngineID = "twice"
+	if err := x.pull(t, "d", "x", []int{1}); !errors.Is(err, ErrPeer) || !strings.Contains(err.Error(), "missed twice") {
+		t.Fatal(err)
+	}
+}
+
+// Replies of a P that is wrong about what was asked.
+func TestOddReplies(t *testing.T) {
+	f := func(want error, replies ...[]byte) {
+		t.Helper()
+		x := small(t, SenderOptions{}, ReceiverOptions{Attempts: 1, Timeout: 500 * time.Millisecond})
+		addr := fakeP(t, func(peer *zmtp.Peer, _ *Pull) {
+			for _, b := range replies {
+				_ = peer.Send(b)
+			}
+			peer.Flush()
+		})
+		x.dir.show("odd", addr)
+		x.from.EngineID = "odd"
+		if err := x.pull(t, "d", "x", []int{1}); !errors.Is(err, want) {
+			t.Errorf("%v, want %v", err, want)
+		}
+	}
+	reply := func(y Reply) []byte { return AppendReply(nil, &y) }
+	f(ErrPeer, reply(Reply{Status: StatusFinish}))
+	f(ErrPeer, reply(Reply{Status: StatusFinish, OK: []string{"other"}}))
+	f(ErrPeer, reply(Reply{Status: StatusError}))
+	f(nil, reply(Reply{Status: StatusFinish, OK: []string{"d"}, Failed: nil}))
+	f(ErrPeer, reply(Reply{Status: StatusContinue, OK: []string{"d"}, Failed: []string{"d"}}))
+	f(ErrTimeout, reply(Reply{Status: StatusContinue}))
+	f(ErrLost, []byte{0xc1})
+	f(ErrLost, []byte{})
+}
+
+// Random messages on P's side channel: each is answered or dropped, and others are
+// served.
+func TestRandomMessages(t *testing.T) {
+	x := small(t, SenderOptions{AbortTimeout: 50 * time.Millisecond}, ReceiverOptions{})
+	var answers atomic.Int64
+	dealer := zmtp.NewDealer(x.sender.Addr(), zmtp.DealerOptions{Handler: func(m zmtp.Message) { answers.Add(1) }})
+	if err := dealer.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer dealer.Close()
+	rng := rand.New(rand.NewPCG(7, 7))
+	good := Pull{Host: "127.0.0.1", Port: 1, TPSize: 1, Wanted: map[string]Wanted{"d": {"none", [][]int{{1, 2}}}}, Regions: x.d.Regions}
+	const n = 10000
+	for i := range n {
+		b := AppendPull(nil, &good, 0)
+		switch i % 4 {
+		case 0:
+			b = make([]byte, rng.IntN(200))
+			for j := range b {
+				b[j] = byte(rng.Uint32())
+			}
+		case 1:
+			b = b[:rng.IntN(len(b))]
+		default:
+			for range 1 + rng.IntN(4) {
+				b[rng.IntN(len(b))] = byte(rng.Uint32())
+			}
+		}
+		frames := [][]byte{b}
+		if i%97 == 0 {
+			frames = append(frames, b)
+		}
+		for dealer.Send(frames...) != nil {
+			time.Sleep(time.Millisecond)
+		}
+	}
+	eventually(t, "answers", func() bool { return answers.Load() >= n*9/10 })
+	x.sender.Offer("p", "x", [][]int{{5}})
+	if err := x.pull(t, "d", "x", []int{1}); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "sender idle", func() bool { x.sender.Finished(); s := x.sender.Stats(); return s.Transfers == 0 && s.Pulls == 0 })
+	t.Logf("%d messages, %d answers, %d refused", n, answers.Load(), x.sender.Stats().Refused)
+}
