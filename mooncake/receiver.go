@@ -71,11 +71,17 @@ var (
 	ErrLost = errors.New("mooncake: side channel lost")
 )
 
-// Source says where the KV of requests is.
+// Source says where the KV of requests is: an engine that a bootstrap server knows,
+// or for V1 the side channel of P's TP rank 0.
 type Source struct {
 	EngineID  string
 	Bootstrap string // http://host:port
+
+	Host string // V1
+	Port int    // V1
 }
+
+func (s Source) v1() bool { return s.Host != "" }
 
 // Receiver is the worker of a decode engine: it pulls blocks from P workers into
 // the engine's memory. Its methods are safe for concurrent use.
@@ -188,6 +194,24 @@ func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
 	r.mu.active = make(map[string]*receiving)
 	r.mu.talks = make(map[*talk]struct{})
 	return r, nil
+}
+
+// Apply starts the pulls that the scheduler has decided in one step. An error
+// concerns pulls that could not be started at all; the others are.
+func (r *Receiver) Apply(m *Metadata) error {
+	bySource := make(map[Source]map[string]Wanted)
+	for _, p := range m.Pulls {
+		from := Source{EngineID: p.EngineID, Bootstrap: p.BootstrapAddr, Host: p.Host, Port: p.Port}
+		if bySource[from] == nil {
+			bySource[from] = make(map[string]Wanted)
+		}
+		bySource[from][p.RequestID] = Wanted{p.TransferID, p.Blocks}
+	}
+	var err error
+	for from, wanted := range bySource {
+		err = errors.Join(err, r.Start(from, wanted))
+	}
+	return err
 }
 
 // Start begins to pull requests from one P engine; Results tells how it went. A

@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
@@ -50,6 +52,9 @@ func (r *Receiver) each(list []*receiving, err error) {
 
 // workers returns the side channels of the P workers that hold what this one needs.
 func (r *Receiver) workers(ctx context.Context, from Source) ([]string, error) {
+	if from.v1() { // both sides have the same TP size
+		return []string{"tcp://" + net.JoinHostPort(from.Host, strconv.Itoa(from.Port+r.o.Self.TPRank))}, nil
+	}
 	e, err := r.engine(ctx, from)
 	if err != nil {
 		return nil, err
@@ -177,7 +182,12 @@ func (r *Receiver) ask(ctx context.Context, from Source, addr string, w *window,
 
 func (t *talk) run(ctx context.Context) {
 	for attempt := 1; ; attempt++ {
-		err := t.once(ctx)
+		var err error
+		if t.from.v1() {
+			err = t.onceV1(ctx)
+		} else {
+			err = t.once(ctx)
+		}
 		if err == nil {
 			return
 		}
@@ -405,7 +415,11 @@ func (r *Receiver) letGo(from Source, q *receiving) {
 	if empty(q.want.Blocks) || !errors.Is(q.err, ErrAborted) && !errors.Is(q.err, ErrTimeout) {
 		return
 	}
-	_, _ = r.start(from, map[string]Wanted{q.id + releaseSuffix: {TransferID: q.want.TransferID}}) // best effort
+	id := q.id + releaseSuffix
+	if from.v1() { // P knows the request by no other name
+		id = q.id
+	}
+	_, _ = r.start(from, map[string]Wanted{id: {TransferID: q.want.TransferID}}) // best effort
 }
 
 // releaseSuffix keeps a pull that only lets go apart from the request's own.

@@ -86,7 +86,7 @@ type Sender struct {
 	addr   string
 	ctx    context.Context // of the work in the background
 	cancel context.CancelFunc
-	slots  chan struct{} // one per push
+	push   *pusher
 	pulls  chan struct{} // one per pull
 	wg     sync.WaitGroup
 
@@ -137,7 +137,7 @@ func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
 	o.MaxTransfers = cmp.Or(o.MaxTransfers, 1<<16)
 	s := &Sender{
 		o: o, cache: cache, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
-		slots: make(chan struct{}, o.Workers), pulls: make(chan struct{}, o.MaxPulls),
+		push: newPusher(cache, o), pulls: make(chan struct{}, o.MaxPulls),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.mu.transfers = make(map[string]*sending)
@@ -240,6 +240,20 @@ func (s *Sender) Close() error {
 		}
 	}
 	return err
+}
+
+// Apply takes in what the scheduler has decided in one step.
+func (s *Sender) Apply(m *Metadata) {
+	for _, e := range m.Sends {
+		if e.Blocks == nil {
+			s.Expect(e.RequestID, e.TransferID)
+		} else {
+			s.Offer(e.RequestID, e.TransferID, e.Blocks)
+		}
+	}
+	for _, id := range m.NotProcessed {
+		s.Abort(id)
+	}
 }
 
 // Expect announces a request that P has begun to compute: a pull that came first,

@@ -11,7 +11,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -34,8 +33,7 @@ type SenderStats struct {
 }
 
 type senderStats struct {
-	pushed, bytes, descriptors, failedPushes, failedPulls, expired atomic.Int64
-	refused, disconnected, layoutMisses, planning                  atomic.Int64
+	failedPulls, expired, refused, disconnected, layoutMisses atomic.Int64
 }
 
 // Stats returns the counters.
@@ -50,10 +48,10 @@ func (s *Sender) Stats() SenderStats {
 	s.mu.Unlock()
 	return SenderStats{
 		Transfers: n, Pulls: int64(len(s.pulls)), Ready: ready,
-		Pushed: s.stats.pushed.Load(), Bytes: s.stats.bytes.Load(), Descriptors: s.stats.descriptors.Load(),
-		FailedPushes: s.stats.failedPushes.Load(), FailedPulls: s.stats.failedPulls.Load(),
+		Pushed: s.push.pushed.Load(), Bytes: s.push.bytes.Load(), Descriptors: s.push.descriptors.Load(),
+		FailedPushes: s.push.failed.Load(), FailedPulls: s.stats.failedPulls.Load(),
 		Expired: s.stats.expired.Load(), Refused: s.stats.refused.Load(), Disconnected: s.stats.disconnected.Load(),
-		LayoutMisses: s.stats.layoutMisses.Load(), PlanningNanos: s.stats.planning.Load(),
+		LayoutMisses: s.stats.layoutMisses.Load(), PlanningNanos: s.push.planning.Load(),
 	}
 }
 
@@ -344,7 +342,8 @@ func (p *pulling) round(ctx context.Context, ready map[string]*sending, gone []s
 	}
 	p.spent += time.Since(start)
 	if len(batch) > 0 {
-		errs, err := p.push(ctx, batch)
+		errs, err := s.push.write(ctx, net.JoinHostPort(p.pull.Host, strconv.Itoa(p.pull.Port)), batch, p.spent)
+		p.spent = 0
 		for i, id := range ids {
 			first := 0
 			if i > 0 {
@@ -399,48 +398,6 @@ func firstError(errs []error) error {
 		}
 	}
 	return nil
-}
-
-// push writes a batch. errs has one result per descriptor; err means that nothing
-// was sent.
-func (p *pulling) push(ctx context.Context, batch []Descriptor) (errs []error, err error) {
-	s := p.s
-	select {
-	case s.slots <- struct{}{}:
-		defer func() { <-s.slots }()
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	}
-	start := time.Now()
-	entries := make([]transfer.Entry, len(batch))
-	total := int64(0)
-	for i, d := range batch {
-		mem := s.cache.Bytes(d.Src, d.Len)
-		if mem == nil {
-			return nil, refusef(CodeRange, "%d bytes at %#x are not in the KV cache", d.Len, d.Src)
-		}
-		entries[i] = transfer.Entry{Local: mem, Remote: d.Dst}
-		total += int64(len(mem))
-	}
-	p.spent += time.Since(start)
-	s.stats.planning.Add(int64(p.spent))
-	p.spent = 0
-	start = time.Now()
-	segment := net.JoinHostPort(p.pull.Host, strconv.Itoa(p.pull.Port))
-	err = s.o.Transfer.Write(ctx, segment, entries)
-	if err == nil {
-		s.stats.pushed.Add(1)
-		s.stats.bytes.Add(total)
-		s.stats.descriptors.Add(int64(len(batch)))
-		s.o.Metrics.Pushed(time.Since(start), total, len(batch))
-		return make([]error, len(batch)), nil
-	}
-	s.stats.failedPushes.Add(1)
-	s.o.Metrics.failPush()
-	if be, ok := errors.AsType[*transfer.BatchError](err); ok {
-		return be.Errs, nil
-	}
-	return nil, err
 }
 
 // settle counts the results of a round at its transfers.

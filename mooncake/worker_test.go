@@ -13,7 +13,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
@@ -113,7 +112,7 @@ func newPair(t *testing.T, p, d *Cache, so SenderOptions, ro ReceiverOptions) *p
 	web := httptest.NewServer(x.dir)
 	t.Cleanup(web.Close)
 	x.dir.show(x.sender.EngineID(), x.sender.Addr())
-	x.from = Source{x.sender.EngineID(), web.URL}
+	x.from = Source{EngineID: x.sender.EngineID(), Bootstrap: web.URL}
 	if x.target, err = transfer.Listen(transfer.TargetOptions{}, transfer.NewTable()); err != nil {
 		t.Fatal(err)
 	}
@@ -164,5 +163,4 @@ func TestPull(t *testing.T) {
 	if r := x.receiver.Results(); len(r.Received) != 5 || len(r.Failed) != 0 {
 		t.Errorf("results %+v", r)
 	}
-	_ = bootstrap.Directory{}
 }

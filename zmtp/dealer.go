@@ -74,12 +74,16 @@ type Dealer struct {
 
 // NewDealer returns a Dealer that does not connect yet.
 func NewDealer(endpoint string, o DealerOptions) *Dealer {
+	return makeDealer(endpoint, typeDealer, o)
+}
+
+func makeDealer(endpoint string, own socketType, o DealerOptions) *Dealer {
 	d := &Dealer{
 		endpoint: endpoint,
 		o:        o,
 		log:      cmp.Or(o.Logger, slog.Default()),
 		stop:     make(chan struct{}),
-		role: role{own: typeDealer, identity: o.Identity, limits: newLimits(RouterOptions{
+		role: role{own: own, identity: o.Identity, limits: newLimits(RouterOptions{
 			MaxFrameBytes: o.MaxFrameBytes, MaxFrames: o.MaxFrames, MaxMessageBytes: o.MaxMessageBytes,
 			SendQueueBytes: o.SendQueueBytes, HandshakeTimeout: o.HandshakeTimeout, WriteTimeout: o.WriteTimeout,
 			IdleTimeout: o.IdleTimeout, HeartbeatInterval: o.HeartbeatInterval, HeartbeatTimeout: o.HeartbeatTimeout,

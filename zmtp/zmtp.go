@@ -1,5 +1,5 @@
 // Package zmtp speaks ZMTP 3.0 and 3.1, the wire protocol of ZeroMQ, with the
-// NULL mechanism: a ROUTER that serves and a DEALER that connects, over TCP and
+// NULL mechanism: a ROUTER that serves, a DEALER and a REQ that connect, over TCP and
 // Unix sockets. Facts are from RFC 23/ZMTP and RFC 37/ZMTP; where they leave
 // room it does what libzmq 4.3.5 does.
 //

@@ -136,7 +136,7 @@ def serve(s, endpoint):
     print(s.last_endpoint.decode(), flush=True)
     poller = zmq.Poller()
     poller.register(sys.stdin, zmq.POLLIN)
-    if s.socket_type == zmq.ROUTER:
+    if s.socket_type in (zmq.ROUTER, zmq.REP):
         poller.register(s, zmq.POLLIN)
     end = time.monotonic() + 6 * WAIT / 1000
     while time.monotonic() < end:
@@ -145,7 +145,7 @@ def serve(s, endpoint):
             return
         if s in ready:
             m = s.recv_multipart()
-            s.send_multipart(m + m[:1] if m[1] == b"who" else m)
+            s.send_multipart(m + m[:1] if m[1:2] == [b"who"] else m)
 
 
 globals()[sys.argv[1]](*sys.argv[2:])
