@@ -218,6 +218,10 @@ func (t *talk) failAll(err error) {
 // once sends the pull over one socket and follows it to its end.
 func (t *talk) once(ctx context.Context) error {
 	s, pooled, err := t.r.sockets.take(t.addr)
+	for pooled && s.lost() {
+		t.r.sockets.drop(s)
+		s, pooled, err = t.r.sockets.take(t.addr)
+	}
 	if err != nil {
 		return err
 	}
@@ -288,11 +292,6 @@ var errNoAnswer = errors.New("no connection in time")
 // send sends the pull for what is left.
 func (t *talk) send(ctx context.Context, s *socket) error {
 	r := t.r
-	for len(s.events) > 0 { // of an idle connection
-		if e := <-s.events; e.err != nil {
-			return fmt.Errorf("%w: %w", ErrLost, e.err)
-		}
-	}
 	p := Pull{
 		Host: r.host, Port: r.port, TPSize: r.o.Self.TPSize, TPRank: r.o.Self.TPRank, PPSize: r.o.Self.PPSize,
 		Wanted: make(map[string]Wanted, len(t.left)), LayoutID: t.window.id,

@@ -96,6 +96,16 @@ func (s *socket) event(e socketEvent) {
 	}
 }
 
+// lost says whether the connection broke while nobody used it.
+func (s *socket) lost() bool {
+	for len(s.events) > 0 {
+		if e := <-s.events; e.err != nil {
+			return true
+		}
+	}
+	return false
+}
+
 // put gives a socket back after a pull that ended in order.
 func (p *sockets) put(s *socket) {
 	p.mu.Lock()
