@@ -38,6 +38,7 @@ interop: build ## run the real peers against this build (makes a Python environm
 
 interop-vllm: build ## run a real vLLM engine against this build (10 GB, minutes)
 	interop/vllm.sh
+	interop/mooncake.sh
 
 bench: build ## ratios against LMCache, vLLM's coordinator, the C++ engine (20 minutes; BENCH=part)
 	interop/bench.sh

@@ -31,6 +31,7 @@ type engine struct {
 	rows           []*row // in the order in which TP ranks came, as Python's dict
 	byRank         map[ranks]*worker
 	tpSize, ppSize int // as its workers stated; 0: they did not
+	changes        int // workers added and removed
 
 	// missing holds ranks without which the engine is not shown. true: this very
 	// engine had them (lease ended, unregistered), so it waits for ever. false: the
@@ -53,6 +54,7 @@ func (e *engine) row(tp int) *row {
 }
 
 func (e *engine) add(w *worker) {
+	e.changes++
 	r := e.row(w.tp)
 	if r == nil {
 		r = &row{tp: w.tp}
@@ -65,6 +67,7 @@ func (e *engine) add(w *worker) {
 
 // remove takes a worker out; its place stays missing.
 func (e *engine) remove(at ranks) {
+	e.changes++
 	delete(e.byRank, at)
 	e.missing[at] = true
 	rows := e.rows[:0]

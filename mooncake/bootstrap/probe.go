@@ -16,6 +16,7 @@ import (
 // of one address and bounds how many run.
 type prober struct {
 	timeout time.Duration
+	dial    func(ctx context.Context, host string) error
 	slots   chan struct{}
 	ctx     context.Context // ends at close
 	cancel  context.CancelFunc
@@ -34,7 +35,7 @@ type probe struct {
 }
 
 func newProber(timeout time.Duration, limit int) *prober {
-	p := &prober{timeout: timeout, slots: make(chan struct{}, limit)}
+	p := &prober{timeout: timeout, slots: make(chan struct{}, limit), dial: dialTCP}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	p.mu.running = map[string]*probe{}
 	return p
@@ -57,7 +58,12 @@ const maxProbesPerEngine = 4
 func (p *prober) anyGone(ctx context.Context, workers []worker) (bool, string) {
 	ctx, cancel := context.WithTimeout(ctx, p.timeout)
 	defer cancel()
-	var probes []*probe
+	type trial struct {
+		*probe
+		host   string
+		joined bool
+	}
+	var trials []trial
 	why := "no address that can be probed"
 	for _, w := range workers[:min(len(workers), maxProbesPerEngine)] {
 		host, err := probeAddr(w)
@@ -65,43 +71,53 @@ func (p *prober) anyGone(ctx context.Context, workers []worker) (bool, string) {
 			why = err.Error()
 			continue
 		}
-		probes = append(probes, p.start(host))
+		pr, joined := p.start(host)
+		trials = append(trials, trial{pr, host, joined})
 	}
-	for _, pr := range probes {
-		select {
-		case <-pr.done:
-			if why = pr.why; pr.gone {
-				return true, why
-			}
-		case <-ctx.Done(): // it hangs; one after it may have answered
-			why = fmt.Sprintf("no answer within %v", p.timeout)
+	for _, tr := range trials {
+		gone := false
+		if gone, why = tr.wait(ctx, p.timeout); !gone && tr.joined && ctx.Err() == nil {
+			// It began before we asked, so it may be out of date; what is running now is not.
+			again, _ := p.start(tr.host)
+			gone, why = again.wait(ctx, p.timeout)
+		}
+		if gone {
+			return true, why
 		}
 	}
 	return false, why
 }
 
+// wait returns the outcome; when ctx is done, what is known by then.
+func (pr *probe) wait(ctx context.Context, timeout time.Duration) (bool, string) {
+	select {
+	case <-pr.done:
+		return pr.gone, pr.why
+	default:
+	}
+	select {
+	case <-pr.done:
+		return pr.gone, pr.why
+	case <-ctx.Done():
+		return false, fmt.Sprintf("no answer within %v", timeout)
+	}
+}
+
 // start joins the probe of an address that is under way, or starts one.
-func (p *prober) start(host string) *probe {
+func (p *prober) start(host string) (_ *probe, joined bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if pr := p.mu.running[host]; pr != nil {
-		return pr
+		return pr, true
 	}
 	pr := &probe{done: make(chan struct{})}
-	select {
-	case p.slots <- struct{}{}:
-	default:
-		pr.why = fmt.Sprintf("%d probes are under way", cap(p.slots))
-		close(pr.done)
-		return pr
-	}
 	p.mu.running[host] = pr
 	p.wg.Go(func() {
-		defer func() { <-p.slots }()
-		conn, err := (&net.Dialer{Timeout: p.timeout}).DialContext(p.ctx, "tcp", host)
+		ctx, cancel := context.WithTimeout(p.ctx, p.timeout)
+		defer cancel()
+		err := p.try(ctx, host)
 		switch {
 		case err == nil:
-			conn.Close()
 			pr.why = host + " accepts connections"
 		case errors.Is(err, syscall.ECONNREFUSED):
 			pr.gone, pr.why = true, host+" refuses connections"
@@ -113,7 +129,26 @@ func (p *prober) start(host string) *probe {
 		p.mu.Unlock()
 		close(pr.done)
 	})
-	return pr
+	return pr, false
+}
+
+// try dials when a slot is free: those who refuse answer fast.
+func (p *prober) try(ctx context.Context, host string) error {
+	select {
+	case p.slots <- struct{}{}:
+	case <-ctx.Done():
+		return fmt.Errorf("%d probes are under way", cap(p.slots))
+	}
+	defer func() { <-p.slots }()
+	return p.dial(ctx, host)
+}
+
+func dialTCP(ctx context.Context, host string) error {
+	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", host)
+	if err != nil {
+		return err
+	}
+	return conn.Close()
 }
 
 // probeAddr returns host:port of a side channel.

@@ -158,6 +158,7 @@ type conflict struct {
 	old     *engine
 	detail  string   // vLLM's answer
 	workers int      // of the old engine
+	changes int      // of the old engine: what a probe finds holds for this state
 	suspect []worker // some of them, whose side channels can be tried
 	reused  bool     // the newcomer has an address of the old engine
 }
@@ -170,7 +171,7 @@ type conflict struct {
 // Options.ProbeTimeout and holds up nobody else.
 func (r *Registry) Register(ctx context.Context, in Registration, remote bool) error {
 	for {
-		c, err := r.tryRegister(in, remote, nil)
+		c, err := r.tryRegister(in, remote, nil, "")
 		if err != nil || c == nil {
 			return err
 		}
@@ -184,14 +185,9 @@ func (r *Registry) Register(ctx context.Context, in Registration, remote bool) e
 		if !gone {
 			return r.refuse(in, c, why)
 		}
-		again, err := r.tryRegister(in, remote, c.old)
-		if err != nil {
+		again, err := r.tryRegister(in, remote, c, why)
+		if err != nil || again == nil {
 			return err
-		}
-		if again == nil {
-			r.n.replaced.Add(1)
-			r.log.Info(fmt.Sprintf("replaced engine %q of dp_rank %d, %d workers: %s", c.old.id, in.DPRank, c.workers, why))
-			return nil
 		}
 		// Another worker of the new engine was faster: look at the new state.
 		if ctx.Err() != nil {
@@ -206,14 +202,18 @@ func (r *Registry) refuse(in Registration, c *conflict, why string) error {
 	return &RefusedError{c.detail}
 }
 
-// tryRegister registers in, or says what it conflicts with. When that is the
-// engine dead, which was found to be gone, it is replaced instead.
-func (r *Registry) tryRegister(in Registration, remote bool, dead *engine) (*conflict, error) {
+// tryRegister registers in, or says what it conflicts with. When that is dead,
+// an engine that was found to be gone for the reason why, it is replaced instead.
+func (r *Registry) tryRegister(in Registration, remote bool, dead *conflict, why string) (*conflict, error) {
 	r.mu.Lock()
-	added, c, err := r.registerLocked(in, remote, dead)
+	did, c, err := r.registerLocked(in, remote, dead)
 	r.mu.Unlock()
+	if did == didReplace {
+		r.n.replaced.Add(1)
+		r.log.Info(fmt.Sprintf("replaced engine %q of dp_rank %d, %d workers: %s", dead.old.id, in.DPRank, dead.workers, why))
+	}
 	switch {
-	case added:
+	case did != didNothing:
 		r.n.registered.Add(1)
 		r.log.Info(fmt.Sprintf("registered engine %q dp_rank %d tp_rank %d pp_rank %d at %s", in.EngineID, in.DPRank, in.TPRank, in.PPRank, in.Addr))
 	case err != nil:
@@ -225,17 +225,25 @@ func (r *Registry) tryRegister(in Registration, remote bool, dead *engine) (*con
 	return c, err
 }
 
-func (r *Registry) registerLocked(in Registration, remote bool, dead *engine) (added bool, _ *conflict, _ error) {
+type deed uint8
+
+const (
+	didNothing deed = iota // a repeat, a refusal
+	didAdd
+	didReplace // and add
+)
+
+func (r *Registry) registerLocked(in Registration, remote bool, dead *conflict) (did deed, _ *conflict, _ error) {
 	at := ranks{in.TPRank, in.PPRank}
 	now := time.Now()
 	e := r.mu.byDP[in.DPRank]
 	if e != nil {
 		c := e.conflict(in, at)
-		if c != nil && e != dead {
-			return false, c, nil
-		}
-		if c != nil {
-			e = r.replaceLocked(e, in.EngineID, now)
+		switch {
+		case c != nil && (dead == nil || e != dead.old || e.changes != dead.changes):
+			return didNothing, c, nil
+		case c != nil:
+			e, did = r.replaceLocked(e, in.EngineID, now), didReplace
 		}
 	}
 	if e != nil {
@@ -244,11 +252,11 @@ func (r *Registry) registerLocked(in Registration, remote bool, dead *engine) (a
 				w.expires = now.Add(w.lease)
 				r.dueLocked(w.expires)
 			}
-			return false, nil, e.stateLocked(r, in)
+			return didNothing, nil, e.stateLocked(r, in)
 		}
 	}
 	if r.mu.workers >= r.o.MaxWorkers {
-		return false, nil, fmt.Errorf("%w: %d workers", ErrFull, r.mu.workers)
+		return didNothing, nil, fmt.Errorf("%w: %d workers", ErrFull, r.mu.workers)
 	}
 	if e == nil {
 		e = newEngine(in.EngineID, in.DPRank)
@@ -256,7 +264,7 @@ func (r *Registry) registerLocked(in Registration, remote bool, dead *engine) (a
 		r.mu.byDP[in.DPRank] = e
 	}
 	if err := e.stateLocked(r, in); err != nil {
-		return false, nil, err
+		return didNothing, nil, err
 	}
 	w := &worker{ranks: at, addr: in.Addr, remote: remote, lease: in.Lease}
 	if w.lease > 0 {
@@ -270,7 +278,7 @@ func (r *Registry) registerLocked(in Registration, remote bool, dead *engine) (a
 	e.add(w)
 	r.mu.workers++
 	r.touchLocked()
-	return true, nil, nil
+	return max(did, didAdd), nil, nil
 }
 
 // stateLocked takes over the sizes that a worker states. Workers of one engine
@@ -295,7 +303,7 @@ func (e *engine) stateLocked(r *Registry, in Registration) error {
 // conflict returns why vLLM's server would refuse in, or nil. The engine is
 // compared before the address.
 func (e *engine) conflict(in Registration, at ranks) *conflict {
-	c := &conflict{old: e, workers: len(e.byRank)}
+	c := &conflict{old: e, workers: len(e.byRank), changes: e.changes}
 	switch w := e.byRank[at]; {
 	case e.id != in.EngineID:
 		c.detail = fmt.Sprintf("Engine ID mismatch for dp_rank=%d: expected %s, got %s", in.DPRank, e.id, in.EngineID)

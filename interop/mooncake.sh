@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# P and D of a real vLLM (CPU build) with the MooncakeConnector, their registry being
+# `kvasir bootstrap`: full attention and a hybrid model, P killed and started again
+# under the running registry; then, where the build has it, `kvasir relay` between P
+# and D. Bit-equal log-probabilities and full external hits, or it fails. Needs
+# bin/kvasir; `make interop-vllm` calls it. PD names the parts: qwen2, gemma3,
+# relay. Two engines of 2 GB at a time, minutes each.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
+interop/vllm/setup_venv.sh "$dir"
+python=$dir/bin/python
+. interop/lib.sh
+
+# start NAME COMMAND …: starts a command of bin/kvasir that takes --port and answers GET /query
+# there; sets url.
+start() {
+	local name=$1 pid port
+	shift
+	port=$(free_port) url=http://127.0.0.1:$port
+	bin/kvasir "$@" --host 127.0.0.1 --port "$port" >"$work/$name.log" 2>&1 &
+	pid=$!
+	servers="$servers $pid"
+	for _ in $(seq 100); do
+		curl -sf -m 2 "$url/query" >/dev/null 2>&1 && return
+		kill -0 "$pid" 2>/dev/null || break
+		sleep 0.1
+	done
+	cat "$work/$name.log" >&2
+	echo "kvasir $1 did not start" >&2
+	return 1
+}
+
+# pd NAME FLAG …: one run of the driver; its summary in short.
+pd() {
+	local name=$1
+	shift
+	"$python" interop/vllm/run_mooncake_pd.py --out "$work/$name" "$@" >"$work/$name.json" || {
+		tail -c 3000 "$work/$name.json" >&2
+		cat "$work"/*.log >&2
+		return 1
+	}
+	"$python" - "$work/$name.json" <<'P'
+import json, sys
+r = json.loads(open(sys.argv[1]).read().strip().splitlines()[-1])
+for name, s in r["steps"].items():
+    hit = s.get("D_external_hit_tokens", [s[k]["D_external_hit_tokens"] for k in ("first", "second") if k in s])
+    diff = s.get("max_logprob_diff", [x[1] for x in s.get("same", [])])
+    print(f"  {name}: prompt {s['prompt']}, external hit {hit}, log-probability difference {diff}")
+P
+}
+
+for part in ${PD:-qwen2 gemma3 relay}; do
+	case $part in
+	qwen2 | gemma3)
+		echo "== vLLM P and D, $part, registry kvasir bootstrap, P killed and started again"
+		"$python" interop/vllm/make_model.py "$work/$part" --kind "$part" >/dev/null
+		start "bootstrap-$part" bootstrap --state "$work/$part.state"
+		pd "$part" --model "$work/$part" --bootstrap "$url" --restart-p
+		grep -E "registered|replaced|refused" "$work/bootstrap-$part.log"
+		;;
+	relay)
+		if ! bin/kvasir relay --help >/dev/null 2>&1; then
+			echo "== relay: left out, this build has no kvasir relay"
+			continue
+		fi
+		echo "== vLLM P and D with kvasir relay in between, and a second pull without P"
+		"$python" interop/vllm/make_model.py "$work/relay-model" --kind gemma3 >/dev/null
+		start bootstrap-relay bootstrap
+		upstream=$url
+		start relay relay --upstream "$upstream"
+		pd relay --model "$work/relay-model" --bootstrap "$upstream" --relay "$url" --relay-twice
+		;;
+	*) echo "PD: no part $part" >&2; exit 2 ;;
+	esac
+	stop_servers
+done
+echo "mooncake interop passed"

@@ -1,0 +1,614 @@
+package bootstrap
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// call makes one request and returns status and body.
+func call(r *Registry, method, path, body string, header ...string) (int, string) {
+	req := httptest.NewRequest(method, path, strings.NewReader(body))
+	req.RemoteAddr = "127.0.0.1:5"
+	req.Header.Set("Content-Type", "application/json")
+	for i := 0; i < len(header); i += 2 {
+		req.Header.Set(header[i], header[i+1])
+		if header[i] == "From" {
+			req.RemoteAddr = header[i+1]
+		}
+	}
+	rec := httptest.NewRecorder()
+	r.ServeHTTP(rec, req)
+	return rec.Code, rec.Body.String()
+}
+
+func mustRegister(t *testing.T, r *Registry, in Registration) {
+	t.Helper()
+	body, err := in.body()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if code, text := call(r, "POST", "/register", string(body)); code != 200 || text != `{"status":"ok"}` {
+		t.Fatalf("register %+v: %d %s", in, code, text)
+	}
+}
+
+// refused registers and returns the refusal's text.
+func refused(t *testing.T, r *Registry, status int, in Registration) string {
+	t.Helper()
+	body, err := in.body()
+	if err != nil {
+		t.Fatal(err)
+	}
+	code, text := call(r, "POST", "/register", string(body))
+	if code != status {
+		t.Fatalf("register %+v: %d %s, want %d", in, code, text, status)
+	}
+	return text
+}
+
+func wantQuery(t *testing.T, r *Registry, want string) {
+	t.Helper()
+	if code, got := call(r, "GET", "/query", ""); code != 200 || got != want {
+		t.Fatalf("query: %d %s, want %s", code, got, want)
+	}
+}
+
+// sideChannel listens as a worker does.
+func sideChannel(t *testing.T) (addr string, closeIt func()) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	return "tcp://" + l.Addr().String(), func() { l.Close() }
+}
+
+// A restarted P with two ranks: while it comes back, nothing is shown, and never
+// a mixture; a live one is not replaced.
+func TestReplaceTwoRanks(t *testing.T) {
+	r := open(t, Options{})
+	a0, close0 := sideChannel(t)
+	a1, close1 := sideChannel(t)
+	b0, _ := sideChannel(t)
+	b1, _ := sideChannel(t)
+	mustRegister(t, r, Registration{EngineID: "old", TPRank: 0, Addr: a0})
+	mustRegister(t, r, Registration{EngineID: "old", TPRank: 1, Addr: a1})
+	old := `{"0":{"engine_id":"old","worker_addr":{"0":{"0":"` + a0 + `"},"1":{"0":"` + a1 + `"}}}}`
+	wantQuery(t, r, old)
+
+	next := Registration{EngineID: "new", TPRank: 0, Addr: b0}
+	if got := refused(t, r, 400, next); got != `{"detail":"Engine ID mismatch for dp_rank=0: expected old, got new"}` {
+		t.Fatal(got)
+	}
+	wantQuery(t, r, old)
+	close0()
+	close1()
+	mustRegister(t, r, next)
+	wantQuery(t, r, `{}`)
+	mustRegister(t, r, Registration{EngineID: "new", TPRank: 1, Addr: b1})
+	wantQuery(t, r, `{"0":{"engine_id":"new","worker_addr":{"0":{"0":"`+b0+`"},"1":{"0":"`+b1+`"}}}}`)
+}
+
+// One closed side channel is enough: another process may have got the port of
+// the rank that comes first.
+func TestReplaceOneRankGone(t *testing.T) {
+	r := open(t, Options{})
+	a0, _ := sideChannel(t)
+	a1, close1 := sideChannel(t)
+	b0, _ := sideChannel(t)
+	mustRegister(t, r, Registration{EngineID: "old", TPRank: 0, Addr: a0})
+	mustRegister(t, r, Registration{EngineID: "old", TPRank: 1, Addr: a1})
+	close1()
+	mustRegister(t, r, Registration{EngineID: "new", TPRank: 0, Addr: b0})
+}
+
+// The same engine id from other addresses is another incarnation: no old address
+// stays beside a new one.
+func TestReplaceSameEngineID(t *testing.T) {
+	r := open(t, Options{})
+	a0, close0 := sideChannel(t)
+	a1, close1 := sideChannel(t)
+	b0, _ := sideChannel(t)
+	b1, _ := sideChannel(t)
+	for i, a := range []string{a0, a1} {
+		mustRegister(t, r, Registration{EngineID: "e", TPRank: i, Addr: a})
+	}
+	want := fmt.Sprintf(`{"detail":"Worker with dp_rank=0, tp_rank=1, pp_rank=0 is already registered at %s, but still want to register at %s"}`, a1, b1)
+	if got := refused(t, r, 400, Registration{EngineID: "e", TPRank: 1, Addr: b1}); got != want {
+		t.Fatal(got)
+	}
+	close0()
+	close1()
+	mustRegister(t, r, Registration{EngineID: "e", TPRank: 1, Addr: b1})
+	wantQuery(t, r, `{}`)
+	mustRegister(t, r, Registration{EngineID: "e", TPRank: 0, Addr: b0})
+	wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"1":{"0":"`+b1+`"},"0":{"0":"`+b0+`"}}}}`)
+}
+
+// Addresses that prove nothing when they refuse: not tcp, or another host's loopback.
+func TestUnprovable(t *testing.T) {
+	f := func(addr, from string) {
+		t.Helper()
+		r := open(t, Options{})
+		body, _ := Registration{EngineID: "old", Addr: addr}.body()
+		if code, text := call(r, "POST", "/register", string(body), "From", from); code != 200 {
+			t.Fatal(code, text)
+		}
+		refused(t, r, 400, Registration{EngineID: "new", Addr: "tcp://127.0.0.1:1"})
+	}
+	gone, closeIt := sideChannel(t)
+	closeIt()
+	f(gone, "10.1.1.1:7")
+	f("ipc:///tmp/x", "127.0.0.1:7")
+	f("tcp://127.0.0.1", "127.0.0.1:7")
+	f("", "127.0.0.1:7")
+}
+
+func TestStrict(t *testing.T) {
+	r := open(t, Options{Strict: true})
+	a, closeIt := sideChannel(t)
+	mustRegister(t, r, Registration{EngineID: "old", Addr: a})
+	closeIt()
+	refused(t, r, 400, Registration{EngineID: "new", Addr: "tcp://127.0.0.1:1"})
+}
+
+// A side channel that hangs holds up its own registration only.
+func TestProbeHoldsUpNobody(t *testing.T) {
+	r := open(t, Options{ProbeTimeout: time.Minute, MaxProbes: 1})
+	hang, asked := make(chan struct{}), make(chan struct{}, 10)
+	r.ask.dial = func(ctx context.Context, host string) error {
+		asked <- struct{}{}
+		select {
+		case <-hang:
+			return syscall.ECONNREFUSED
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	mustRegister(t, r, Registration{EngineID: "old", Addr: "tcp://10.0.0.1:1"})
+	mustRegister(t, r, Registration{EngineID: "other", DPRank: 1, Addr: "tcp://10.0.0.1:2"})
+	var wg sync.WaitGroup
+	for range 3 { // they share one probe
+		wg.Go(func() {
+			if err := r.Register(t.Context(), Registration{EngineID: "new", Addr: "tcp://10.0.0.2:1"}, false); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	<-asked
+	mustRegister(t, r, Registration{EngineID: "third", DPRank: 2, Addr: "tcp://10.0.0.1:3"})
+	call(r, "GET", "/query", "")
+	// A probe of another address waits for the slot as long as its request does.
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	if err := r.Register(ctx, Registration{EngineID: "x", DPRank: 1, Addr: "tcp://10.0.0.2:9"}, false); err == nil {
+		t.Fatal("replaced without a probe")
+	}
+	close(hang)
+	wg.Wait()
+	if len(asked) > 1 { // at most that of the other address, which got its slot late
+		t.Fatalf("%d more probes", len(asked))
+	}
+	if _, got := call(r, "GET", "/query", ""); !strings.Contains(got, `"new"`) || strings.Contains(got, `"old"`) {
+		t.Fatal(got)
+	}
+}
+
+// An engine that comes back narrower is shown when it has settled.
+func TestSettle(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := open(t, Options{Settle: 10 * time.Second})
+		mustRegister(t, r, Registration{EngineID: "old", TPRank: 0, Addr: "tcp://h:1"})
+		mustRegister(t, r, Registration{EngineID: "old", TPRank: 1, Addr: "tcp://h:2"})
+		mustRegister(t, r, Registration{EngineID: "new", TPRank: 0, Addr: "tcp://h:1"}) // has the old one's address
+		wantQuery(t, r, `{}`)
+		time.Sleep(10*time.Second - 1)
+		synctest.Wait()
+		wantQuery(t, r, `{}`)
+		time.Sleep(1)
+		synctest.Wait()
+		wantQuery(t, r, `{"0":{"engine_id":"new","worker_addr":{"0":{"0":"tcp://h:1"}}}}`)
+	})
+}
+
+// Sizes that workers state, or the operator, hold an engine back until it is whole.
+func TestSizes(t *testing.T) {
+	r := open(t, Options{})
+	w := func(tp, pp int) Registration {
+		return Registration{EngineID: "e", TPRank: tp, PPRank: pp, TPSize: 2, PPSize: 2, Addr: fmt.Sprintf("tcp://h:%d%d", tp, pp)}
+	}
+	for _, at := range [][2]int{{0, 0}, {1, 0}, {1, 1}} {
+		mustRegister(t, r, w(at[0], at[1]))
+		wantQuery(t, r, `{}`)
+	}
+	bad := w(0, 1)
+	bad.TPSize = 4
+	if got := refused(t, r, 400, bad); got != `{"detail":"tp_size mismatch for engine e of dp_rank=0: expected 2, got 4"}` {
+		t.Fatal(got)
+	}
+	bad.TPSize, bad.TPRank = 2, 2
+	refused(t, r, 422, bad)
+	mustRegister(t, r, w(0, 1))
+	wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://h:00","1":"tcp://h:01"},"1":{"0":"tcp://h:10","1":"tcp://h:11"}}}}`)
+
+	r = open(t, Options{TP: 2})
+	mustRegister(t, r, Registration{EngineID: "e", TPRank: 0, Addr: "a"})
+	wantQuery(t, r, `{}`)
+	mustRegister(t, r, Registration{EngineID: "e", TPRank: 1, Addr: "b"})
+	wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a"},"1":{"0":"b"}}}}`)
+}
+
+// Leases: renewed by repeating, ended to the nanosecond; what is left of an engine
+// is not shown; those who asked for none stay.
+func TestLease(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := open(t, Options{})
+		a := Registration{EngineID: "e", TPRank: 0, Addr: "a", Lease: 10 * time.Second}
+		b := Registration{EngineID: "e", TPRank: 1, Addr: "b", Lease: 20 * time.Second}
+		mustRegister(t, r, a)
+		mustRegister(t, r, b)
+		mustRegister(t, r, Registration{EngineID: "stock", DPRank: 1, Addr: "c"})
+		whole := `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a"},"1":{"0":"b"}}},"1":{"engine_id":"stock","worker_addr":{"0":{"0":"c"}}}}`
+		time.Sleep(9 * time.Second)
+		mustRegister(t, r, a)
+		time.Sleep(10*time.Second - 1)
+		wantQuery(t, r, whole)
+		time.Sleep(1)
+		synctest.Wait()
+		stock := `{"1":{"engine_id":"stock","worker_addr":{"0":{"0":"c"}}}}`
+		wantQuery(t, r, stock)
+		mustRegister(t, r, b)
+		wantQuery(t, r, stock)
+		mustRegister(t, r, a)
+		wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"1":{"0":"b"},"0":{"0":"a"}}},"1":{"engine_id":"stock","worker_addr":{"0":{"0":"c"}}}}`)
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		wantQuery(t, r, stock)
+		mustRegister(t, r, Registration{EngineID: "later", Addr: "d"}) // the place is free
+	})
+}
+
+func TestWait(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := open(t, Options{MaxWaiters: 3, MaxWait: time.Minute})
+		type result struct {
+			code int
+			body string
+			took time.Duration
+		}
+		ask := func(q string) <-chan result {
+			c := make(chan result, 1)
+			begin := time.Now()
+			go func() {
+				code, body := call(r, "GET", "/query?"+q, "")
+				c <- result{code, body, time.Since(begin)}
+			}()
+			synctest.Wait()
+			return c
+		}
+		two, engine, never := ask("wait=30&tp=2"), ask("wait=30&engine_id=e&pp=1"), ask("wait=5&tp=3")
+		if got := <-ask("wait=1&tp=1"); got.code != 503 || !strings.Contains(got.body, "3 requests are waiting") || got.took != 0 {
+			t.Fatal(got)
+		}
+		time.Sleep(time.Second)
+		mustRegister(t, r, Registration{EngineID: "e", TPRank: 0, Addr: "a"})
+		time.Sleep(time.Second)
+		if got := <-engine; got.code != 200 || got.took > 1100*time.Millisecond || !strings.Contains(got.body, `"e"`) {
+			t.Fatal(got)
+		}
+		mustRegister(t, r, Registration{EngineID: "e", TPRank: 1, Addr: "b"})
+		if got := <-two; got.code != 200 || got.body != `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a"},"1":{"0":"b"}}}}` || got.took > 2100*time.Millisecond {
+			t.Fatal(got)
+		}
+		if got := <-never; got.code != 503 || got.took != 5*time.Second ||
+			got.body != `{"detail":"not ready after 5s: engine \"e\" of dp_rank 0 has 2 TP ranks, expected tp=3"}` {
+			t.Fatal(got)
+		}
+		f := func(q string, code int, want string) {
+			t.Helper()
+			if got := <-ask(q); got.code != code || !strings.Contains(got.body, want) {
+				t.Fatalf("%s: %+v, want %d %s", q, got, code, want)
+			}
+		}
+		f("tp=2&pp=1&dp=1", 200, `"a"`)
+		f("dp=2", 503, "1 engines are shown, expected dp=2")
+		f("engine_id=no", 503, `engine \"no\" is not shown`)
+		f("pp=2", 503, "expected pp=2")
+		f("tp=x", 422, "tp:")
+		f("wait=-1", 422, "wait:")
+		f("wait=NaN", 422, "wait:")
+		f("tp=1.5", 422, "integer")
+		f("after=x", 422, "after:")
+		f("other=1", 200, `"a"`)
+
+		gen := r.current().gen
+		later := ask(fmt.Sprintf("wait=60&after=%d", gen))
+		time.Sleep(time.Second)
+		if n := r.Unregister("e", nil, nil, nil); n != 2 {
+			t.Fatal(n)
+		}
+		// The directory changed, but nothing is shown: the request wants an engine.
+		time.Sleep(time.Second)
+		mustRegister(t, r, Registration{EngineID: "f", Addr: "c"})
+		if got := <-later; got.code != 200 || got.took > 2100*time.Millisecond || r.current().gen <= gen {
+			t.Fatal(got, r.current().gen, gen)
+		}
+		same := <-ask(fmt.Sprintf("wait=2&after=%d", r.current().gen))
+		if same.code != 200 || same.took != 2*time.Second {
+			t.Fatal(same)
+		}
+	})
+}
+
+func TestUnregister(t *testing.T) {
+	r := open(t, Options{})
+	for tp := range 2 {
+		mustRegister(t, r, Registration{EngineID: "e", TPRank: tp, Addr: "a" + strconv.Itoa(tp)})
+	}
+	f := func(query string, code int, want string) {
+		t.Helper()
+		if got, text := call(r, "DELETE", "/register?"+query, ""); got != code {
+			t.Fatalf("%s: %d %s", query, got, text)
+		}
+		wantQuery(t, r, want)
+	}
+	whole := `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a0"},"1":{"0":"a1"}}}}`
+	f("", 422, whole)
+	f("engine_id=e&tp_rank=x", 422, whole)
+	f("engine_id=other", 404, whole)
+	f("engine_id=e&dp_rank=1", 404, whole)
+	f("engine_id=e&tp_rank=1", 200, `{}`) // half an engine is not shown
+	mustRegister(t, r, Registration{EngineID: "e", TPRank: 1, Addr: "b1"})
+	f("engine_id=e&tp_rank=7", 404, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a0"},"1":{"0":"b1"}}}}`)
+	f("engine_id=e", 200, `{}`)
+	f("engine_id=e", 404, `{}`)
+}
+
+func TestToken(t *testing.T) {
+	f := func(o Options, header []string, want map[string]int) {
+		t.Helper()
+		for req, code := range want {
+			r := open(t, o)
+			mustRegister(t, open(t, Options{}), Registration{EngineID: "e"})
+			_ = r.Register(t.Context(), Registration{EngineID: "e", Addr: "a"}, false)
+			method, path, _ := strings.Cut(req, " ")
+			if got, text := call(r, method, path, `{"engine_id":"e","dp_rank":0,"tp_rank":0,"pp_rank":0,"addr":"a"}`, header...); got != code {
+				t.Errorf("guard %d, %v, %s: %d %s, want %d", o.Guard, header, req, got, text, code)
+			}
+		}
+	}
+	del := "DELETE /register?engine_id=e"
+	f(Options{}, nil, map[string]int{del: 200, "POST /register": 200, "GET /query": 200, "GET /metrics": 200})
+	f(Options{}, []string{"From", "10.0.0.1:5"}, map[string]int{del: 403, "POST /register": 200, "GET /query": 200})
+	f(Options{Token: "s"}, nil, map[string]int{del: 401, "POST /register": 200, "GET /query": 200})
+	f(Options{Token: "s"}, []string{"Authorization", "Bearer t"}, map[string]int{del: 401})
+	f(Options{Token: "s"}, []string{"Authorization", "Bearer s", "From", "10.0.0.1:5"}, map[string]int{del: 200})
+	f(Options{Token: "s", Guard: GuardWrites}, nil, map[string]int{del: 401, "POST /register": 401, "GET /query": 200, "GET /metrics": 200})
+	f(Options{Token: "s", Guard: GuardAll}, nil, map[string]int{del: 401, "POST /register": 401, "GET /query": 401, "GET /metrics": 401, "GET /healthz": 200})
+	f(Options{Token: "s", Guard: GuardAll}, []string{"Authorization", "Bearer s"}, map[string]int{"POST /register": 200, "GET /query": 200})
+}
+
+func TestLimits(t *testing.T) {
+	r := open(t, Options{MaxWorkers: 2})
+	if code, text := call(r, "POST", "/register", strings.Repeat(" ", MaxBodyBytes+1)); code != 413 {
+		t.Fatal(code, text)
+	}
+	refused(t, r, 422, Registration{EngineID: strings.Repeat("x", MaxEngineIDBytes+1)})
+	refused(t, r, 422, Registration{Addr: strings.Repeat("x", MaxAddrBytes+1)})
+	refused(t, r, 422, Registration{Lease: time.Millisecond})
+	refused(t, r, 422, Registration{Lease: MaxLease + time.Second})
+	for tp := range 2 {
+		mustRegister(t, r, Registration{EngineID: "e", TPRank: tp, Addr: "a"})
+	}
+	if got := refused(t, r, 503, Registration{EngineID: "e", TPRank: 2, Addr: "a"}); !strings.Contains(got, "full: 2 workers") {
+		t.Fatal(got)
+	}
+	mustRegister(t, r, Registration{EngineID: "e", TPRank: 1, Addr: "a"}) // a repeat needs no room
+	if code, text := call(r, "POST", "/register", strings.Repeat("[", 60000)); code != 400 {
+		t.Fatal(code, text)
+	}
+}
+
+func TestMetricsAndHealth(t *testing.T) {
+	r := open(t, Options{})
+	mustRegister(t, r, Registration{EngineID: "e", Addr: "a"})
+	wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a"}}}}`)
+	_, text := call(r, "GET", "/metrics", "")
+	for _, want := range []string{"kvasir_bootstrap_workers 1", "kvasir_bootstrap_queries_total 1", "kvasir_bootstrap_registered_total 1"} {
+		if !strings.Contains(text, want+"\n") {
+			t.Errorf("no %s in\n%s", want, text)
+		}
+	}
+	var health struct {
+		Status  string
+		Workers int
+	}
+	_, text = call(r, "GET", "/healthz", "")
+	if err := json.Unmarshal([]byte(text), &health); err != nil || health.Status != "ok" || health.Workers != 1 {
+		t.Fatal(text, err)
+	}
+}
+
+// Log lines name both sides.
+func TestLog(t *testing.T) {
+	var out bytes.Buffer
+	r := open(t, Options{Logger: slog.New(slog.NewTextHandler(&out, nil))})
+	a, closeIt := sideChannel(t)
+	mustRegister(t, r, Registration{EngineID: "old", Addr: a})
+	refused(t, r, 400, Registration{EngineID: "new", Addr: "tcp://x:1"})
+	closeIt()
+	mustRegister(t, r, Registration{EngineID: "new", Addr: "tcp://x:1"})
+	for _, want := range []string{"registered engine", "expected old, got new", "accepts connections", "replaced engine", "refuses connections"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("no %q in\n%s", want, &out)
+		}
+	}
+}
+
+// A thousand workers register at once over real connections while others query:
+// no answer is lost, and no directory shows half an engine.
+func TestThousandWorkers(t *testing.T) {
+	r := open(t, Options{})
+	base := serve(t, r)
+	const engines, tp = 25, 40
+	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 50, MaxConnsPerHost: 50}}
+	defer client.CloseIdleConnections()
+	var wg sync.WaitGroup
+	for dp := range engines {
+		for rank := range tp {
+			wg.Go(func() {
+				body, _ := Registration{EngineID: "e" + strconv.Itoa(dp), DPRank: dp, TPRank: rank, TPSize: tp, Addr: fmt.Sprintf("tcp://h%d:%d", dp, rank)}.body()
+				resp, err := client.Post(base+"/register", "application/json", bytes.NewReader(body))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				resp.Body.Close()
+				if resp.StatusCode != 200 {
+					t.Error(resp.Status)
+				}
+			})
+		}
+	}
+	asker, err := NewClient(base, ClientOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer asker.Close()
+	for range 20 {
+		d, err := asker.Query(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, e := range d {
+			if e.TPSize() != tp {
+				t.Fatalf("engine %s is shown with %d of %d ranks", e.ID, e.TPSize(), tp)
+			}
+		}
+	}
+	wg.Wait()
+	d, _, err := asker.WaitFor(t.Context(), Expect{DP: engines, TP: tp, PP: 1})
+	if err != nil || len(d) != engines {
+		t.Fatal(len(d), err)
+	}
+	for dp, e := range d {
+		for rank, pps := range e.Workers {
+			if want := fmt.Sprintf("tcp://h%d:%d", dp, rank); pps[0] != want {
+				t.Fatalf("dp %d tp %d: %s", dp, rank, pps[0])
+			}
+		}
+	}
+}
+
+// serve runs r on a real port until the test ends.
+func serve(t *testing.T, r *Registry) (base string) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- r.Serve(ctx, l) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	return (&url.URL{Scheme: "http", Host: l.Addr().String()}).String()
+}
+
+// Random starts, deaths, restarts and registrations of engines. An address names
+// its incarnation, so the directory can be checked: every engine shown is one
+// incarnation, the last that registered in its place, and whole if it says how
+// large it is or is no wider than the one before.
+func TestRandomRestarts(t *testing.T) {
+	for range 200 {
+		seed := rand.Uint64()
+		rnd := rand.New(rand.NewPCG(seed, 1))
+		r := open(t, Options{Settle: time.Hour})
+		type incarnation struct {
+			n, tp int
+			dead  bool
+			told  bool // states its size
+		}
+		var mu sync.Mutex
+		live := map[int]*incarnation{} // by n
+		r.ask.dial = func(_ context.Context, host string) error {
+			mu.Lock()
+			defer mu.Unlock()
+			name, _, _ := strings.Cut(host, ":")
+			n, _ := strconv.Atoi(name[1:])
+			if live[n].dead {
+				return syscall.ECONNREFUSED
+			}
+			return nil
+		}
+		at := map[int]*incarnation{} // by dp
+		widest := map[int]int{}      // by n: of the one replaced
+		last := map[int]int{}        // dp → n of the last accepted
+		width := map[int]map[int]bool{}
+		for n := range 60 {
+			dp := rnd.IntN(2)
+			if at[dp] == nil || at[dp].dead || rnd.IntN(6) == 0 {
+				at[dp] = &incarnation{n: n, tp: 1 + rnd.IntN(3), told: rnd.IntN(2) == 0}
+				mu.Lock()
+				live[n] = at[dp]
+				mu.Unlock()
+				width[n] = map[int]bool{}
+			} else if rnd.IntN(5) == 0 {
+				mu.Lock()
+				at[dp].dead = true
+				mu.Unlock()
+				continue
+			}
+			in := at[dp]
+			reg := Registration{EngineID: "e" + strconv.Itoa(in.n), DPRank: dp, TPRank: rnd.IntN(in.tp)}
+			reg.Addr = fmt.Sprintf("tcp://n%d:%d", in.n, reg.TPRank+1)
+			if in.told {
+				reg.TPSize = in.tp
+			}
+			if err := r.Register(t.Context(), reg, true); err == nil {
+				if old, ok := last[dp]; ok && old != in.n {
+					widest[in.n] = max(len(width[old]), widest[old])
+				}
+				last[dp] = in.n
+				width[in.n][reg.TPRank] = true
+			} else if live[last[dp]].dead {
+				t.Fatalf("seed %d: refused though the old one is dead: %v", seed, err)
+			}
+			d, err := ParseDirectory(r.current().body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for dp, e := range d {
+				have := live[last[dp]]
+				if e.ID != "e"+strconv.Itoa(have.n) || (have.told && e.TPSize() != have.tp) || (!have.told && e.TPSize() < widest[have.n]) {
+					t.Fatalf("seed %d: dp %d shows %+v, registered last: %+v, the one before had %d", seed, dp, e, have, widest[have.n])
+				}
+				for tp, pps := range e.Workers {
+					if want := fmt.Sprintf("tcp://n%d:%d", have.n, tp+1); pps[0] != want {
+						t.Fatalf("seed %d: dp %d tp %d is at %s, want %s", seed, dp, tp, pps[0], want)
+					}
+				}
+			}
+		}
+	}
+}
