@@ -90,7 +90,8 @@ func (c *bootstrapCmd) Run(e *env) (err error) {
 	}
 	defer func() { err = errors.Join(err, r.Close()) }()
 	listener, err := bind(func() (net.Listener, error) {
-		return net.Listen("tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
+		// Idle connections end anyway, so the kernel need not ask after them.
+		return (&net.ListenConfig{KeepAlive: -1}).Listen(e.ctx, "tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
 	})
 	if err != nil {
 		return fmt.Errorf("%w: choose another --port, or stop the server that has it (P's own is on VLLM_MOONCAKE_BOOTSTRAP_PORT)", err)

@@ -47,11 +47,12 @@ var ErrFull = errors.New("bootstrap: registry is full")
 // Options.Settle has passed since its last registration; one that lost a worker
 // (lease ended, unregistered) when that rank is back.
 type Registry struct {
-	o    Options
-	log  *slog.Logger
-	ask  *prober
-	body atomic.Pointer[directory] // last one encoded
-	n    counters
+	o     Options
+	log   *slog.Logger
+	ask   *prober
+	body  atomic.Pointer[directory] // last one encoded
+	ready atomic.Pointer[response]  // the same as a whole answer
+	n     counters
 
 	changed chan struct{} // capacity 1: a change that waiters should hear of
 	rearm   chan struct{} // capacity 1: the next deadline came nearer

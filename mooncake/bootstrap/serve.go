@@ -23,68 +23,37 @@ const (
 	maxHeader    = 16 << 10
 )
 
-// Serve answers on l until ctx is done; then requests that wait are answered and those
-// under way may finish for 5 s.
-// It closes l and not the registry.
+// Serve answers on l until ctx is done; then requests that wait are answered
+// and those under way may finish for 5 s. It closes l and not the registry.
 func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
 	web := &http.Server{
 		Handler: r, ReadHeaderTimeout: readTimeout, ReadTimeout: readTimeout, WriteTimeout: writeTimeout, IdleTimeout: idleTimeout,
 		MaxHeaderBytes: maxHeader, ErrorLog: log.New(io.Discard, "", 0),
 	}
+	front := newFront(r, l.Addr())
 	failed := make(chan error, 1)
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		failed <- web.Serve(&limitListener{Listener: l, max: int64(r.o.MaxConns), refused: &r.n.connsRefused})
+	var accepting sync.WaitGroup
+	go func() { failed <- web.Serve(front.slow) }() // received below
+	accepting.Go(func() {
+		front.accept(&limitListener{Listener: l, max: int64(r.o.MaxConns), refused: &r.n.connsRefused})
 	})
-	defer wg.Wait()
-	select {
-	case err := <-failed:
-		return err
-	case <-ctx.Done():
-	}
+	<-ctx.Done()
+	err := l.Close()
+	accepting.Wait()
 	r.drained.Do(func() { close(r.draining) })
+	front.drain()
 	drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTimeout)
 	defer cancel()
-	err := web.Shutdown(drain)
-	if errors.Is(err, context.DeadlineExceeded) {
-		return web.Close()
+	if web.Shutdown(drain) != nil {
+		err = errors.Join(err, web.Close())
+	}
+	stop := context.AfterFunc(drain, front.cut)
+	front.wg.Wait()
+	stop()
+	if e := <-failed; !errors.Is(e, http.ErrServerClosed) {
+		err = errors.Join(err, e)
 	}
 	return err
-}
-
-// limitListener closes connections over a limit at once: a refusal is a clearer
-// answer than a connection that nobody reads.
-type limitListener struct {
-	net.Listener
-	max     int64
-	open    atomic.Int64
-	refused *atomic.Uint64
-}
-
-func (l *limitListener) Accept() (net.Conn, error) {
-	for {
-		c, err := l.Listener.Accept()
-		if err != nil {
-			return nil, err
-		}
-		if l.open.Add(1) <= l.max {
-			return &limitConn{Conn: c, l: l}, nil
-		}
-		l.open.Add(-1)
-		l.refused.Add(1)
-		c.Close()
-	}
-}
-
-type limitConn struct {
-	net.Conn
-	l    *limitListener
-	once sync.Once
-}
-
-func (c *limitConn) Close() error {
-	c.once.Do(func() { c.l.open.Add(-1) })
-	return c.Conn.Close()
 }
 
 // counters are what the metrics show.
