@@ -21,9 +21,30 @@ start_server() {
 	return 1
 }
 
+# start_phoenix NAME [FLAG ...]: like start_server, for a server that is to be killed.
+# $work/NAME.kill, a script, kills it with SIGKILL and starts it again; $work/NAME.pid has
+# its process id.
+start_phoenix() {
+	local name=$1
+	shift
+	port=$(free_port) http=$(free_port)
+	ports="$ports $port"
+	cat >"$work/$name.kill" <<-K
+		[ ! -e "$work/$name.pid" ] || kill -9 \$(cat "$work/$name.pid")
+		bin/kvasir server --host 127.0.0.1 --port $port --http-port $http $* >>"$work/$name.log" 2>&1 &
+		echo \$! >"$work/$name.pid"
+		for _ in \$(seq 100); do
+			curl -sf -m 2 "http://127.0.0.1:$http/healthcheck" >/dev/null && exit
+			sleep 0.05
+		done
+		exit 1
+	K
+	sh "$work/$name.kill" || { cat "$work/$name.log" >&2; return 1; }
+}
+
 stop_servers() {
 	local pid
-	for pid in $servers; do
+	for pid in $servers $(cat "$work"/*.pid 2>/dev/null); do
 		kill -TERM "$pid" 2>/dev/null || continue
 		for _ in $(seq 100); do # it may not be our child
 			kill -0 "$pid" 2>/dev/null || break
@@ -34,6 +55,7 @@ stop_servers() {
 		rm -f "/dev/shm/lmcache_l1_pool_kvasir_$pid" "/dev/shm/lmcache_l1_pool_kvasir_$pid".*
 	done
 	servers= ports=
+	rm -f "$work"/*.pid
 }
 
 servers= ports=

@@ -8,8 +8,20 @@ dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-
 interop/vllm/setup_venv.sh "$dir"
 python=$dir/bin/python
 . interop/lib.sh
-"$python" interop/vllm/make_model.py "$work/model" --kind qwen2
-start_server vllm --l1-size-gb 1 --chunk-size 128
-"$python" interop/vllm/run_lmcache_mp.py --model "$work/model" --server "tcp://127.0.0.1:$port" --mode engine_driven
-grep -E "stored|retrieved" "$work/vllm.log"
-stop_servers
+
+# life MODE KIND [FLAG ...]: prompts computed, stored, and after kill -9 and a restart of
+# the server loaded again with the same output.
+life() {
+	local mode=$1 kind=$2
+	shift 2
+	echo "== $mode, $kind: kill -9 of the server between store and load"
+	"$python" interop/vllm/make_model.py "$work/$kind" --kind "$kind" >/dev/null
+	start_phoenix "$mode" --l1-size-gb 1 --chunk-size 128 "$@"
+	"$python" interop/vllm/run_lmcache_mp.py --model "$work/$kind" --server "tcp://127.0.0.1:$port" --mode "$mode" \
+		--between "sh $work/$mode.kill" --out "$work/$mode"
+	grep -E "stored|retrieved|took over" "$work/$mode.log"
+	stop_servers
+}
+
+life engine_driven qwen2
+life lmcache_driven gemma3 --separate-object-groups

@@ -30,7 +30,9 @@ import (
 //	 56  4  CRC-32C of 0 to 55   80 12  zero
 //	 64  8  process id           92  4  CRC-32C of bytes 8 to 91
 //	 72  8  started, unix ns     96  8  use stamp: a larger one was used later
-//	 80  8  records ever used   104 24  zero
+//	 80  8  records ever used   104  8  xxh3 of the chunk
+//	                            112  8  2^32 + the generation that the xxh3 is of; else there is none
+//	                            120  8  zero
 //
 // Order makes it safe to be killed anywhere. The header is written last when a
 // pool is made; a zero magic is a pool that never was. A record's bytes are
@@ -165,6 +167,14 @@ func (r record) intact() bool {
 
 func (r record) stamp() uint64     { return binary.LittleEndian.Uint64(r.b[96:]) }
 func (r record) setStamp(v uint64) { binary.LittleEndian.PutUint64(r.b[96:], v) }
+
+// sum returns the checksum of the bytes that this generation of the record names.
+func (r record) sum() (uint64, bool) {
+	le := binary.LittleEndian
+	return le.Uint64(r.b[104:]), le.Uint64(r.b[112:]) == sumMark|uint64(r.generation())
+}
+
+const sumMark = 1 << 32
 
 func (r record) offset() int64 { return int64(binary.LittleEndian.Uint64(r.b[8:])) }
 func (r record) length() int64 { return int64(binary.LittleEndian.Uint64(r.b[16:])) }

@@ -9,7 +9,8 @@
 // back when the last hold ends.
 //
 // A Pool decides nothing: what to evict and when a hold ends is its owner's
-// business. It is not safe for concurrent use, except Populate; its owner locks.
+// business. It is not safe for concurrent use, except Populate and Hash; its owner
+// locks.
 package pool
 
 import (
@@ -18,6 +19,7 @@ import (
 	"io/fs"
 	"os"
 
+	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/arena"
@@ -253,6 +255,38 @@ func (p *Pool) Usage() Usage {
 		StagedBytes: p.bytes[Staged], ResidentBytes: p.bytes[Resident], CondemnedBytes: p.bytes[Condemned],
 		Resident: p.count[Resident],
 	}
+}
+
+// Generation tells a slot's content from what else it has held or will hold.
+func (p *Pool) Generation(s Slot) uint32 { return p.record(s).generation() }
+
+// Sum returns the recorded checksum of a slot's bytes; false when there is none.
+func (p *Pool) Sum(s Slot) (uint64, bool) { return p.record(s).sum() }
+
+// SetSum records the checksum of a resident slot's bytes, for the check after a
+// restart.
+func (p *Pool) SetSum(s Slot, sum uint64) {
+	r := p.record(s)
+	p.must(s, r, Resident)
+	off := headerBytes + int64(s)*recordBytes
+	p.index.Word(off + 104).Store(sum) // before the mark: a crash between leaves none
+	p.index.Word(off + 112).Store(sumMark | uint64(r.generation()))
+}
+
+// Hash returns the xxh3 of n bytes at off, read through buf. Safe beside every
+// other method but Close: a slot that is reused meanwhile gives some other sum,
+// and another Generation.
+func (p *Pool) Hash(off, n int64, buf []byte) (uint64, error) {
+	h := xxh3.New()
+	for n > 0 {
+		b := buf[:min(int64(len(buf)), n)]
+		if _, err := p.segment.ReadAt(b, off); err != nil {
+			return 0, fmt.Errorf("read pool: %w", err)
+		}
+		_, _ = h.Write(b)
+		off, n = off+int64(len(b)), n-int64(len(b))
+	}
+	return h.Sum64(), nil
 }
 
 // View returns the slot's bytes in the segment. A worker may be writing them.

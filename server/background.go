@@ -37,6 +37,36 @@ func (s *Server) populate(ctx context.Context) {
 	}
 }
 
+// checksums computes and compares checksums in the background, at no more than
+// ChecksumRate bytes per second.
+func (s *Server) checksums(ctx context.Context) {
+	rest := time.NewTimer(0)
+	defer rest.Stop()
+	corrupt := uint64(0)
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-rest.C:
+		}
+		n := s.store.SumNext()
+		if got := s.store.Stats().CorruptChunks; got != corrupt {
+			corrupt = got
+			s.log.Error(fmt.Sprintf("%d chunks of the earlier server differed from their checksums and were dropped: something wrote into the pool, or memory is faulty", got))
+		}
+		if n > 0 {
+			rest.Reset(time.Duration(float64(n) / float64(s.opts.ChecksumRate) * float64(time.Second)))
+			continue
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-s.store.Unsummed():
+			rest.Reset(0)
+		}
+	}
+}
+
 // summary is the state of the counters at the last summary line.
 type summary struct{ lookups, asked, hit, stored, loaded uint64 }
 

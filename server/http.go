@@ -174,6 +174,10 @@ func (s *Server) Collect(ch chan<- prometheus.Metric) {
 	count("lmcache_mp_num_finished_retrieves_total", "Retrieves committed.", s.n.retrievesFinished.Load())
 	count("lmcache_mp_num_chunks_loaded_total", "Chunks retrieved.", st.LoadedChunks)
 
+	count("kvasir_checksummed_chunks_total", "Chunks whose checksum was recorded for the next start.", st.SummedChunks)
+	count("kvasir_verified_chunks_total", "Chunks of an earlier server that were equal to their checksums.", st.VerifiedChunks)
+	count("kvasir_corrupt_chunks_total", "Chunks of an earlier server that differed from their checksums: misses.", st.CorruptChunks)
+	count("kvasir_evicted_dead_chunks_total", "Of the evicted, chunks of windows that no hit could load any more.", st.DeadChunks)
 	gauge("kvasir_pool_populated_bytes", "Pool bytes prepared ahead of use.", float64(s.populated.Load()))
 	gauge("kvasir_pool_bytes", "Size of the pool.", float64(st.Bytes))
 	gauge("kvasir_pool_quarantined_bytes", "Pool bytes without a key that a worker may still touch.", float64(st.CondemnedBytes))

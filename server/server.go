@@ -36,6 +36,7 @@ type Options struct {
 	MemoBytes         int64         // token-list memo; default 16 MiB
 	MaxInstances      int           // registered workers; default 4096
 	PopulateRate      int64         // bytes per second of pool memory prepared ahead; 0 = none
+	ChecksumRate      int64         // bytes per second of chunks checksummed in the background; 0 = none
 	DrainTimeout      time.Duration // for transfers in progress at shutdown; default 10 s
 	RefuseDriven      bool          // workers whose KV the server would copy (lmcache_driven)
 	RefuseEngine      bool          // workers that copy themselves (engine_driven)
@@ -107,6 +108,9 @@ func (s *Server) Run(ctx context.Context) {
 	defer wg.Wait()
 	if s.opts.PopulateRate > 0 {
 		wg.Go(func() { s.populate(ctx) })
+	}
+	if s.opts.ChecksumRate > 0 {
+		wg.Go(func() { s.checksums(ctx) })
 	}
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()

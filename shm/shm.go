@@ -130,6 +130,10 @@ func (s *Segment) Word(off int64) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Pointer(&s.Bytes(off, 8)[0]))
 }
 
+// ReadAt copies bytes at off into b without touching the mapping: no page becomes
+// resident in this process, and a file that somebody truncated is an error.
+func (s *Segment) ReadAt(b []byte, off int64) (int, error) { return s.file.ReadAt(b, off) }
+
 // Lock takes the segment's advisory lock until Close or the end of the process;
 // ErrLocked when another process has it.
 func (s *Segment) Lock() error {

@@ -102,10 +102,10 @@ func (s *Store) findLocked(sh Shard, hashes []kv.Hash) found {
 	return f
 }
 
-// residentLocked returns the slot that is resident under k.
+// residentLocked returns the slot that is resident under k and may be served.
 func (s *Store) residentLocked(k *pool.Key) (pool.Slot, bool) {
 	slot, st := s.mu.pool.Find(k)
-	return slot, st == pool.Resident
+	return slot, st == pool.Resident && !s.suspectedLocked(slot)
 }
 
 // hit returns the longest prefix that every row can serve, in chunks.

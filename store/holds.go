@@ -133,6 +133,7 @@ func (s *Store) endHoldLocked(h *hold, publish bool) (published int) {
 				s.mu.pool.Commit(slot)
 				s.mu.n.StoredBytes += uint64(s.mu.pool.Length(slot))
 				s.touchLocked(slot)
+				s.unsummedLocked(slot)
 				published++
 				continue
 			}

@@ -18,8 +18,10 @@ type Looked struct {
 // Lookup finds the longest prefix of hashes that all shards can serve in all
 // groups, and pins what a load of it needs for the session, readers readers per
 // object. The hit is also kept for TakeHit. Nothing can be evicted between the
-// decision and the pin.
+// decision and the pin. What an earlier server left is compared with its checksums
+// first.
 func (s *Store) Lookup(session []byte, sh Shard, hashes []kv.Hash, readers int) Looked {
+	s.verify(sh, hashes)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	sess := s.openLocked(session, time.Now())
@@ -89,7 +91,7 @@ func (s *Store) Kept(sh Shard, hashes []kv.Hash) int {
 		for shard := range sh.World {
 			for c, h := range hashes {
 				sh.key(&k, shard, g, h)
-				if _, ok := s.residentLocked(&k); !ok {
+				if _, st := s.mu.pool.Find(&k); st != pool.Resident {
 					hashes = hashes[:c]
 					break
 				}

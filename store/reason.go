@@ -19,13 +19,15 @@ const (
 	BeingStored        // reserved, not committed yet
 	NotPinned          // no lookup of that session promised it
 	Busy               // too many transfers in progress
+	Corrupt            // differed from its checksum after a restart
 
-	NumReasons = int(Busy) + 1
+	NumReasons = int(Corrupt) + 1
 )
 
 var reasons = [NumReasons]string{
 	"", "never stored", "evicted", "cleared", "its store was not completed",
 	"being stored right now", "no lookup of this request pinned it", "too many transfers in progress",
+	"it differed from its checksum after a restart",
 }
 
 func (r Reason) String() string { return reasons[r] }
@@ -92,6 +94,9 @@ type Counters struct {
 	LateCommits        uint64 // commits of detached workers
 	HoldsExpired       uint64 // transfers that no commit ended
 	RestoredChunks     uint64 // found in the pool at the start
+	SummedChunks       uint64 // whose checksum was computed and recorded
+	VerifiedChunks     uint64 // of an earlier server, equal to their checksums
+	CorruptChunks      uint64 // of an earlier server, different from them: dropped
 	SessionsExpired    uint64
 	SessionsPushed     uint64 // ended early to make room
 }

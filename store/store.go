@@ -16,6 +16,7 @@ package store
 import (
 	"cmp"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/evict"
@@ -30,12 +31,15 @@ type Options struct {
 	SessionIdle time.Duration // life of a session after its last use; default 600 s
 	MaxSessions int           // default 65,536
 	MaxHolds    int           // transfers in progress; default 65,536
+	Checksums   bool          // of committed chunks, for SumNext to compute
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
 }
 
 // Store keeps chunks in a pool. Its methods are safe for concurrent use.
 type Store struct {
-	opts Options
+	opts     Options
+	suspects atomic.Int64  // restored objects to be compared before they are served
+	unsummed chan struct{} // of capacity 1
 
 	mu struct {
 		sync.Mutex
@@ -47,6 +51,7 @@ type Store struct {
 		pins   []uint32 // by slot: leases that pin it
 		copies uint64   // begun by this process itself
 		ghosts ghosts
+		sums   sums
 		n      Counters
 	}
 }
@@ -56,7 +61,7 @@ func New(p *pool.Pool, o Options) *Store {
 	o.Quarantine = cmp.Or(o.Quarantine, 600*time.Second)
 	o.MaxHolds = cmp.Or(o.MaxHolds, 1<<16)
 	o.Ghosts = cmp.Or(o.Ghosts, 1<<16)
-	s := &Store{opts: o}
+	s := &Store{opts: o, unsummed: make(chan struct{}, 1)}
 	s.mu.pool = p
 	s.mu.lru = evict.NewLRU()
 	s.mu.leases = lease.New(lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
@@ -72,6 +77,12 @@ func (s *Store) restoreLocked() {
 	r := s.mu.pool.Restored()
 	for _, slot := range r.Resident {
 		s.touchLocked(slot)
+		if _, ok := s.mu.pool.Sum(slot); ok {
+			s.suspectLocked(slot)
+		}
+	}
+	if s.suspects.Load() > 0 {
+		s.unsummed <- struct{}{}
 	}
 	if len(r.Held) > 0 {
 		s.holdLocked(Transfer{}, nil, r.Held)
@@ -149,6 +160,7 @@ func (s *Store) dropLocked(slot pool.Slot, why Reason) {
 	k := s.mu.pool.KeyOf(slot)
 	s.mu.ghosts.add(&k, why)
 	s.mu.lru.Remove(uint32(slot))
+	s.trustLocked(slot)
 	s.mu.pool.Drop(slot)
 }
 

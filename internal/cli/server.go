@@ -32,6 +32,7 @@ type serverCmd struct {
 	Cold      bool    `help:"Start empty: discard the pool that an earlier server left." group:"Pool"`
 	Drop      bool    `help:"Remove the pool that an earlier server left, and end." group:"Pool"`
 	Populate  int64   `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none: first copies into untouched memory are several times slower." default:"1024" group:"Pool"`
+	Checksum  int64   `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, 0 for none: after a restart a chunk that differs from its checksum is a miss." default:"512" group:"Pool"`
 
 	Reap    float64 `name:"worker-reap-timeout-seconds" help:"Silence after which a worker is dropped, 0 for never." default:"120" group:"Timers"`
 	Grace   float64 `name:"worker-registration-grace-seconds" help:"The same for a worker that has never pinged." default:"3600" group:"Timers"`
@@ -92,7 +93,7 @@ func (c *serverCmd) check() error {
 		return fmt.Errorf("%w: --l1-align-bytes %d is not a power of two from 64 to 2^30", errUsage, c.Align)
 	case !(bytes >= float64(c.Align)) || bytes > 1<<50:
 		return fmt.Errorf("%w: --l1-size-gb %v is outside one alignment (%d bytes) to 2^20 GiB", errUsage, c.L1SizeGB, c.Align)
-	case c.Populate < 0 || min(c.Reap, c.Grace, c.Session, c.Hold, c.Drain) < 0:
+	case c.Populate < 0 || c.Checksum < 0 || min(c.Reap, c.Grace, c.Session, c.Hold, c.Drain) < 0:
 		return fmt.Errorf("%w: negative rate or time", errUsage)
 	}
 	return nil
@@ -129,11 +130,11 @@ func (c *serverCmd) Run(e *env) error {
 		e.log.Info(fmt.Sprintf("removed /dev/shm/%s", c.poolName()))
 		return errors.Join(p.Remove(), p.Close())
 	}
-	st := store.New(p, store.Options{Quarantine: seconds(c.Hold), SessionIdle: seconds(c.Session)})
+	st := store.New(p, store.Options{Quarantine: seconds(c.Hold), SessionIdle: seconds(c.Session), Checksums: c.Checksum > 0})
 	srv := server.New(st, server.Options{
 		ChunkTokens: c.ChunkSize, WorkerReap: orNever(c.Reap), RegistrationGrace: orNever(c.Grace),
 		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
-		PopulateRate: c.Populate << 20, DrainTimeout: seconds(c.Drain), Logger: e.log, Version: Version(),
+		PopulateRate: c.Populate << 20, ChecksumRate: c.Checksum << 20, DrainTimeout: seconds(c.Drain), Logger: e.log, Version: Version(),
 	})
 	err = c.serve(e, srv)
 	if err != nil && st.Stats().Resident == 0 {

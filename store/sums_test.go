@@ -1,0 +1,191 @@
+package store_test
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+// sumBench is a store that can be restarted.
+type sumBench struct {
+	*bench
+	dir string
+}
+
+func newSumBench(t *testing.T, chunks int) *sumBench {
+	b := &sumBench{dir: t.TempDir()}
+	b.bench = newBench(t, b.dir, chunks, store.Options{Checksums: true})
+	return b
+}
+
+func (b *sumBench) restart(t *testing.T, chunks int) {
+	t.Helper()
+	if err := b.store.Close(); err != nil {
+		t.Fatal(err)
+	}
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: int64(chunks * chunkBytes), Dir: b.dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.store = store.New(p, store.Options{Checksums: true, Quarantine: quarantine})
+}
+
+// put stores what is missing of h and returns the offsets.
+func (b *sumBench) put(t *testing.T, h []kv.Hash) []int64 {
+	t.Helper()
+	var p store.Place
+	tr := transfer(7, h, 0, len(h), false)
+	if _, err := b.store.Reserve(tr, []byte("p"), h, chunkBytes, &p); err != nil {
+		t.Fatal(p, err)
+	}
+	for i, off := range p.Offsets {
+		copy(b.at(off), content(h[p.Indices[i]], 0))
+	}
+	if got := b.store.CommitStore(tr, []byte("p"), h, true); got.Chunks != len(p.Offsets) {
+		t.Fatalf("%+v", got)
+	}
+	return p.Offsets
+}
+
+func (b *sumBench) sumAll() (n int) {
+	for b.store.SumNext() > 0 {
+		n++
+	}
+	return n
+}
+
+// A chunk that changed while no server ran is a miss, and so is the rest of its
+// prompt; its neighbours are served, before and after the background came by.
+func TestCorruptAfterRestart(t *testing.T) {
+	for _, background := range []bool{false, true} {
+		b := newSumBench(t, 16)
+		h := prompt(1, 5)
+		offs := b.put(t, h)
+		if n := b.sumAll(); n != 5 {
+			t.Fatalf("%d checksums", n)
+		}
+		b.at(offs[3])[chunkBytes-1] ^= 1
+		b.restart(t, 16)
+		if background {
+			if n := b.sumAll(); n != 5 {
+				t.Fatalf("%d compared", n)
+			}
+		}
+		got := b.store.Lookup([]byte("r"), one, h, 1)
+		if got.Hit != 3 || got.Reason != store.Corrupt {
+			t.Errorf("background %v: hit %d, %v", background, got.Hit, got.Reason)
+		}
+		var p store.Place
+		if why := b.store.Load([]byte("r"), transfer(7, h, 0, 3, true), h, &p); why != store.None {
+			t.Fatal(why)
+		}
+		for i, off := range p.Offsets {
+			if !bytes.Equal(b.at(off), content(h[i], 0)) {
+				t.Errorf("chunk %d: wrong bytes", i)
+			}
+		}
+		st := b.store.Stats()
+		if st.CorruptChunks != 1 || st.VerifiedChunks < 3 || st.Resident != 4 {
+			t.Errorf("%+v", st)
+		}
+		b.store.EndSession([]byte("r"))
+		b.stop()
+	}
+}
+
+// A chunk whose checksum was never recorded is served as it is; one that was
+// stored anew in a slot with an old checksum has none.
+func TestNoChecksum(t *testing.T) {
+	b := newSumBench(t, 4)
+	defer func() { b.stop() }()
+	a, c := prompt(1, 4), prompt(2, 4)
+	b.put(t, a)
+	b.sumAll()
+	b.store.Clear(true)
+	offs := b.put(t, c) // the same slots
+	b.at(offs[2])[0] ^= 1
+	b.restart(t, 4)
+	if got := b.store.Lookup([]byte("r"), one, c, 1); got.Hit != 4 {
+		t.Errorf("hit %d, %v", got.Hit, got.Reason)
+	}
+	if st := b.store.Stats(); st.VerifiedChunks != 0 || st.CorruptChunks != 0 {
+		t.Errorf("%+v", st)
+	}
+}
+
+// Chunks that are evicted between queue and checksum, or before they were
+// compared, leave nothing behind: their slots' next content is not judged by them.
+func TestEvictedBeforeSum(t *testing.T) {
+	b := newSumBench(t, 4)
+	defer func() { b.stop() }()
+	a, c := prompt(1, 4), prompt(2, 4)
+	b.put(t, a)
+	b.put(t, c) // evicts a, whose tasks are still queued
+	if n := b.sumAll(); n != 4 {
+		t.Errorf("%d checksums, want 4", n)
+	}
+	b.restart(t, 4)
+	b.put(t, a) // evicts c before it was compared
+	if n := b.sumAll(); n != 4 {
+		t.Errorf("%d after the restart, want the 4 new ones", n)
+	}
+	if got := b.store.Lookup([]byte("r"), one, a, 1); got.Hit != 4 {
+		t.Errorf("hit %d, %v", got.Hit, got.Reason)
+	}
+	if st := b.store.Stats(); st.CorruptChunks != 0 || st.VerifiedChunks != 0 {
+		t.Errorf("%+v", st)
+	}
+}
+
+// Lookups, evictions and the background at once, after a restart: with the race
+// detector and, by content, no wrong byte.
+func TestSumsConcurrent(t *testing.T) {
+	b := newSumBench(t, 40)
+	defer func() { b.stop() }()
+	for i := range 12 {
+		b.put(t, prompt(i, 5))
+	}
+	b.sumAll()
+	b.restart(t, 40)
+	stop := make(chan struct{})
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+				b.store.SumNext()
+			}
+		}
+	}()
+	for i := range 200 {
+		h := prompt(i%30, 5)
+		got := b.store.Lookup([]byte("r"), one, h, 1)
+		if got.Hit < 5 {
+			b.store.EndSession([]byte("r"))
+			b.put(t, h)
+			continue
+		}
+		var p store.Place
+		if why := b.store.Load([]byte("r"), transfer(7, h, 0, 5, true), h, &p); why != store.None {
+			t.Fatal(why)
+		}
+		for j, off := range p.Offsets {
+			if !bytes.Equal(b.at(off), content(h[j], 0)) {
+				t.Fatalf("prompt %d, chunk %d: wrong bytes", i%30, j)
+			}
+		}
+		b.store.CommitLoad(transfer(7, h, 0, 5, true), []byte("r"))
+		b.store.EndSession([]byte("r"))
+	}
+	close(stop)
+	<-ended
+	if st := b.store.Stats(); st.CorruptChunks != 0 {
+		t.Errorf("%+v", st)
+	}
+}
