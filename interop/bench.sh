@@ -14,7 +14,7 @@ race_lmcache() {
 	lmcache=$(dirname "$python")/lmcache
 	mkdir -p bin
 	trap 'rm -f /dev/shm/lmcache_l1_pool_race_kvasir_*' EXIT
-	"$python" interop/lmcache/mp_bench.py --l1-gb 2 --lookups 1000 --skip transfer --out bin/race.json "$@" --race \
+	"$python" interop/lmcache/mp_bench.py --l1-gb 2 --lookups 1000 --out bin/race.json "$@" --race \
 		"$lmcache server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http} --l1-size-gb 2 --no-l1-use-lazy --eviction-policy LRU --supported-transfer-mode auto --shm-name race{port}" \
 		"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir_{port}"
 }
