@@ -46,6 +46,12 @@ const (
 	windowAlign = 2 << 20
 )
 
+// windowBytes is the address space of a storage: a gap follows, so that no run of
+// blocks reaches over.
+func windowBytes(mem []byte) uint64 {
+	return (uint64(len(mem)) + 2*windowAlign) &^ (windowAlign - 1)
+}
+
 func newWindows(c *Cache, t *transfer.Table) *windows {
 	w := &windows{cache: c, table: t}
 	w.mu.next = windowBase
@@ -85,7 +91,7 @@ func (ws *windows) openLocked() (*window, error) {
 			return nil, err
 		}
 		w.handles = append(w.handles, h)
-		ws.mu.next += (uint64(len(s.Mem)) + 2*windowAlign) &^ (windowAlign - 1) // a gap: runs do not reach over
+		ws.mu.next += windowBytes(s.Mem)
 	}
 	w.regions = make([]Region, len(ws.cache.Regions))
 	for i, r := range ws.cache.Regions {

@@ -1,0 +1,217 @@
+package mooncake
+
+import (
+	"fmt"
+	"slices"
+)
+
+// TensorKind says how a layer's KV cache is laid out, as far as transfers care.
+type TensorKind int
+
+// The kinds of a layer.
+const (
+	AttentionTensor TensorKind = iota
+	MLATensor                  // multi-head latent attention: one plane, no heads
+	MambaTensor                // recurrent state: a block is one page of all states
+)
+
+// Tensor is one layer's KV cache as the engine holds it: a view of an allocation,
+// blocks first.
+type Tensor struct {
+	Layer   string
+	Index   int // of the layer
+	Group   int // transferred KV cache group
+	Kind    TensorKind
+	Storage int    // index into the allocations
+	Offset  uint64 // bytes from the allocation's start
+
+	Shape   []int // elements; Shape[0] counts kernel blocks
+	Stride  []int // elements, parallel to Shape
+	Element int   // bytes
+
+	// PageBytes is what one logical block of the layer holds, padding included; 0
+	// means that nothing is padded.
+	PageBytes uint64
+}
+
+// NewCache publishes tensors in storages: which regions a worker registers, and
+// what each of them covers. c gives the rest of the Cache; its Storages and Regions
+// are set.
+//
+// A tensor whose blocks are runs of an allocation that holds nothing else is one
+// region per layer, packed with its neighbours of the same row; layers of several
+// groups over the same bytes share one. A tensor whose heads lie apart is one region
+// per head. Source: register_kv_caches of vLLM 0.32.
+func NewCache(storages [][]byte, tensors []Tensor, c Cache) (*Cache, error) {
+	c.Storages, c.Regions, c.In = place(storages), nil, nil
+	type view struct{ base, stride, payload uint64 }
+	seen := make(map[view]int) // packed view → region
+	for i := range tensors {
+		t := &tensors[i]
+		if err := t.check(storages); err != nil {
+			return nil, err
+		}
+		for _, r := range t.regions(&c) {
+			v := view{r.Base, r.Stride, r.Payload}
+			if at, ok := seen[v]; ok && r.RowOffset != NoRow {
+				c.Regions[at].share(t.Group)
+				continue
+			}
+			if r.RowOffset != NoRow {
+				seen[v] = len(c.Regions)
+			}
+			c.Regions = append(c.Regions, r)
+		}
+	}
+	return &c, c.check()
+}
+
+// place gives each allocation an address, with gaps that no region bridges.
+func place(storages [][]byte) []Storage {
+	list := make([]Storage, len(storages))
+	next := uint64(windowAlign)
+	for i, mem := range storages {
+		list[i] = Storage{next, mem}
+		next += windowBytes(mem)
+	}
+	return list
+}
+
+// share adds a group to a region that several groups view.
+func (r *Region) share(group int) {
+	if !slices.Contains(r.Shared, group) {
+		r.Shared = append(r.Shared, group)
+		r.Group = SharedGroup
+	}
+}
+
+// maxTensorElements bounds products of shapes and strides.
+const maxTensorElements = 1 << 44
+
+// check finds shapes that do not fit the allocation.
+func (t *Tensor) check(storages [][]byte) error {
+	fail := func(what string) error {
+		return fmt.Errorf("%w: layer %q: %s: shape %v, strides %v, %d bytes per element, %d bytes in", ErrCache, t.Layer, what,
+			t.Shape, t.Stride, t.Element, t.Offset)
+	}
+	switch {
+	case t.Storage < 0 || t.Storage >= len(storages):
+		return fmt.Errorf("%w: layer %q: storage %d of %d", ErrCache, t.Layer, t.Storage, len(storages))
+	case len(t.Shape) == 0 || len(t.Shape) > 8 || len(t.Shape) != len(t.Stride) || t.Element <= 0 || t.Element > 64:
+		return fail("not a tensor")
+	}
+	last := uint64(0)
+	for i, n := range t.Shape {
+		if n <= 0 || t.Stride[i] < 0 || t.Stride[i] > maxTensorElements || n > maxTensorElements {
+			return fail("not a tensor")
+		}
+		step := uint64(n-1) * uint64(t.Stride[i])
+		if n > 1 && step/uint64(n-1) != uint64(t.Stride[i]) || step > maxTensorElements {
+			return fail("too large")
+		}
+		last += step
+	}
+	size := uint64(len(storages[t.Storage]))
+	if end := (last + 1) * uint64(t.Element); t.Offset > size || end > size-t.Offset {
+		return fail(fmt.Sprintf("does not fit %d bytes", size))
+	}
+	return nil
+}
+
+// regions lists the runs of blocks that make up the tensor.
+func (t *Tensor) regions(c *Cache) []Region {
+	s := c.Storages[t.Storage]
+	r := Region{
+		Layer: t.Layer, Index: t.Index, Base: s.Addr + t.Offset, Stride: uint64(t.Stride[0]) * uint64(t.Element),
+		Group: t.Group, Shared: []int{t.Group}, RowOffset: NoRow,
+	}
+	inner := t.contiguous(1) // bytes of a block that lie in one piece, else 0
+	rows := uint64(t.Shape[0])*r.Stride == uint64(len(s.Mem))
+	if t.Kind != MambaTensor && rows && r.Stride > 0 && (t.Kind == MLATensor || !t.headMajor()) {
+		if inner > 0 && inner <= r.Stride {
+			r.Payload, r.RowOffset = inner, int(t.Offset)
+		} else { // the row is all that can be named
+			r.Base, r.Payload, r.RowOffset = s.Addr, r.Stride, 0
+			c.Opaque = true
+		}
+		return []Region{r}
+	}
+	if inner > 0 || len(t.Shape) < 2 {
+		r.Payload = r.Stride
+		if page := t.PageBytes; page > 0 {
+			if t.Kind != MambaTensor {
+				page /= uint64(max(c.KernelBlocks, 1))
+			}
+			r.Payload = page
+		}
+		return []Region{r}
+	}
+	heads := make([]Region, t.Shape[1])
+	for h := range heads {
+		heads[h] = r
+		heads[h].Base += uint64(h) * uint64(t.Stride[1]) * uint64(t.Element)
+		heads[h].Payload = min(r.Stride, t.contiguous(2))
+	}
+	return heads
+}
+
+// contiguous returns the bytes of the dimensions from first on if they lie in one
+// piece, else 0.
+func (t *Tensor) contiguous(first int) uint64 {
+	n := t.Element
+	for i := len(t.Shape) - 1; i >= first; i-- {
+		if t.Shape[i] > 1 && t.Stride[i]*t.Element != n {
+			return 0
+		}
+		n *= t.Shape[i]
+	}
+	return uint64(n)
+}
+
+// headMajor says whether the tensor is [blocks, heads, tokens, size] without gaps
+// in a block.
+func (t *Tensor) headMajor() bool {
+	return len(t.Shape) == 4 && t.Stride[2] == t.Shape[3] && t.Stride[1] == t.Shape[2]*t.Shape[3]
+}
+
+// NewCacheV1 publishes tensors as vLLM 0.13 does: keys and values of a tensor
+// [2, blocks, ...] apart, an MLA tensor [blocks, ...] whole, each base address once,
+// in the order of the tensors. All blocks must have one size.
+func NewCacheV1(storages [][]byte, tensors []Tensor, c Cache) (*Cache, error) {
+	out := Cache{Storages: place(storages), Kinds: c.Kinds, KVHeads: c.KVHeads}
+	if out.Kinds == nil {
+		out.Kinds = []GroupKind{Attention}
+	}
+	bases := make(map[uint64]bool)
+	for i := range tensors {
+		t := &tensors[i]
+		if err := t.check(storages); err != nil {
+			return nil, err
+		}
+		planes, dim := 1, 0 // of keys and values; the dimension that counts blocks
+		if t.Kind != MLATensor {
+			if planes, dim = t.Shape[0], 1; planes != 2 || len(t.Shape) < 2 {
+				return nil, fmt.Errorf("%w: layer %q: shape %v does not begin with keys and values", ErrCache, t.Layer, t.Shape)
+			}
+		}
+		size := t.contiguous(dim + 1)
+		if size == 0 {
+			return nil, fmt.Errorf("%w: layer %q: a block does not lie in one piece: strides %v", ErrCache, t.Layer, t.Stride)
+		}
+		for plane := range planes {
+			base := out.Storages[t.Storage].Addr + t.Offset
+			if t.Kind != MLATensor {
+				base += uint64(plane) * uint64(t.Stride[0]) * uint64(t.Element)
+			}
+			if bases[base] {
+				continue
+			}
+			bases[base] = true
+			out.Regions = append(out.Regions, Region{
+				Layer: t.Layer, Index: t.Index, Base: base, Stride: uint64(t.Stride[dim]) * uint64(t.Element), Payload: size,
+				Group: 0, RowOffset: NoRow,
+			})
+		}
+	}
+	return &out, out.check()
+}
