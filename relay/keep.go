@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 
 	"github.com/zeebo/xxh3"
@@ -133,32 +134,36 @@ func (r *Relay) forgetLocked(k *kept) {
 // blocks lie one after the other, payload only. It has two users: the caller, and
 // the load.
 //
-// The ids count through all groups, from 1: a region that several groups share then
-// has a place for each block, and 0, which for recurrent state means no block, keeps
-// meaning that.
+// The ids of a group count from 1; through all groups if a region is shared, so that
+// it has a place for each block. 0 stays 0, with a place of its own: to P it is no
+// block if the group is recurrent state, which the messages do not say, and a block
+// like any other if it is not.
 func (r *Relay) newKeptLocked(key keptKey, regions []mooncake.Region, blocks [][]int) (*kept, error) {
 	k := &kept{key: key, done: make(chan struct{}), blocks: make([][]int, len(blocks))}
-	kinds := make([]mooncake.GroupKind, len(blocks))
-	first, count := make([]int, len(blocks)), make([]int, len(blocks))
+	shared := slices.ContainsFunc(regions, func(m mooncake.Region) bool { return m.Group == mooncake.SharedGroup })
+	first, end := make([]int, len(blocks)), make([]int, len(blocks)) // of the ids in use, per group
 	next := 1
 	for g, ids := range blocks {
+		if !shared {
+			next = 1
+		}
 		first[g] = next
 		for _, id := range ids {
 			if id == 0 {
-				kinds[g] = mooncake.Mamba
 				k.blocks[g] = append(k.blocks[g], 0)
+				first[g] = 0
 				continue
 			}
 			k.blocks[g] = append(k.blocks[g], next)
 			next++
 		}
-		count[g] = next - first[g]
+		end[g] = next
 	}
-	c := &mooncake.Cache{Kinds: kinds, In: make([]int, len(regions)), Regions: slices.Clone(regions)}
+	c := &mooncake.Cache{Kinds: make([]mooncake.GroupKind, len(blocks)), In: make([]int, len(regions)), Regions: slices.Clone(regions)}
 	total := uint64(0)
 	for i := range c.Regions {
 		m := &c.Regions[i]
-		lo, hi := next, 0
+		lo, hi := math.MaxInt, 0
 		groups := m.Shared
 		if m.Group != mooncake.SharedGroup {
 			groups = []int{m.Group}
@@ -167,13 +172,15 @@ func (r *Relay) newKeptLocked(key keptKey, regions []mooncake.Region, blocks [][
 			if g < 0 || g >= len(blocks) {
 				return nil, fmt.Errorf("relay: layer %q is of group %d, the request has %d groups", m.Layer, g, len(blocks))
 			}
-			if count[g] > 0 {
-				lo, hi = min(lo, first[g]), max(hi, first[g]+count[g])
+			if len(blocks[g]) > 0 {
+				lo, hi = min(lo, first[g]), max(hi, end[g])
 			}
 		}
 		m.Stride, m.RowOffset = m.Payload, mooncake.NoRow
-		m.Base = total - uint64(lo)*m.Payload // before the storage, for ids that are not used
-		if n := uint64(max(hi-lo, 0)); n > 0 {
+		m.Base = total
+		if lo < hi {
+			n := uint64(hi - lo)
+			m.Base -= uint64(lo) * m.Payload // before the storage, for ids that are not used
 			if m.Payload > uint64(r.o.MemoryBytes) || n > (uint64(r.o.MemoryBytes)-total)/m.Payload {
 				return nil, fmt.Errorf("%w: the blocks of transfer %.64q do not fit %d bytes", errMemory, key.transfer, r.o.MemoryBytes)
 			}
