@@ -16,7 +16,7 @@ type pusher struct {
 	metrics *Metrics
 	slots   chan struct{}
 
-	pushed, bytes, descriptors, failed, planning atomic.Int64
+	pushed, bytes, descriptors, failed, planning, pushing atomic.Int64
 }
 
 func newPusher(c *Cache, o SenderOptions) *pusher {
@@ -47,6 +47,7 @@ func (w *pusher) write(ctx context.Context, segment string, batch []Descriptor, 
 	w.planning.Add(int64(planned + time.Since(start)))
 	start = time.Now()
 	err = w.client.Write(ctx, segment, entries)
+	w.pushing.Add(int64(time.Since(start)))
 	if err == nil {
 		w.pushed.Add(1)
 		w.bytes.Add(total)

@@ -30,6 +30,7 @@ type SenderStats struct {
 	Disconnected  int64 // pulls that ended because D went away
 	LayoutMisses  int64
 	PlanningNanos int64 // from a pull's last byte to its first one pushed, without waiting for P
+	PushingNanos  int64 // in the transfer engine
 }
 
 type senderStats struct {
@@ -51,7 +52,7 @@ func (s *Sender) Stats() SenderStats {
 		Pushed: s.push.pushed.Load(), Bytes: s.push.bytes.Load(), Descriptors: s.push.descriptors.Load(),
 		FailedPushes: s.push.failed.Load(), FailedPulls: s.stats.failedPulls.Load(),
 		Expired: s.stats.expired.Load(), Refused: s.stats.refused.Load(), Disconnected: s.stats.disconnected.Load(),
-		LayoutMisses: s.stats.layoutMisses.Load(), PlanningNanos: s.push.planning.Load(),
+		LayoutMisses: s.stats.layoutMisses.Load(), PlanningNanos: s.push.planning.Load(), PushingNanos: s.push.pushing.Load(),
 	}
 }
 

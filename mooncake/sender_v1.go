@@ -158,7 +158,7 @@ func (s *SenderV1) Stats() SenderStats {
 	return SenderStats{
 		Transfers: n, Pulls: int64(len(s.pulls)),
 		Pushed: s.push.pushed.Load(), Bytes: s.push.bytes.Load(), Descriptors: s.push.descriptors.Load(),
-		FailedPushes: s.push.failed.Load(), PlanningNanos: s.push.planning.Load(),
+		FailedPushes: s.push.failed.Load(), PlanningNanos: s.push.planning.Load(), PushingNanos: s.push.pushing.Load(),
 		FailedPulls: s.failedPulls.Load(), Expired: s.expired.Load(), Refused: s.refused.Load(), Disconnected: s.disconnected.Load(),
 	}
 }

@@ -42,7 +42,7 @@ func (d *directory) show(engine string, addrs ...string) {
 	d.text += "}}}"
 }
 
-func testLog(t *testing.T) *slog.Logger {
+func testLog(t testing.TB) *slog.Logger {
 	if !testing.Verbose() {
 		return slog.New(slog.DiscardHandler)
 	}
@@ -96,7 +96,7 @@ type pair struct {
 	from     Source
 }
 
-func newPair(t *testing.T, p, d *Cache, so SenderOptions, ro ReceiverOptions) *pair {
+func newPair(t testing.TB, p, d *Cache, so SenderOptions, ro ReceiverOptions) *pair {
 	t.Helper()
 	x := &pair{p: p, d: d, dir: new(directory), client: transfer.New(transfer.Options{})}
 	t.Cleanup(x.client.Close)
@@ -126,7 +126,7 @@ func newPair(t *testing.T, p, d *Cache, so SenderOptions, ro ReceiverOptions) *p
 }
 
 // pull pulls one request and returns its failure.
-func (x *pair) pull(t *testing.T, id, transferID string, blocks ...[]int) error {
+func (x *pair) pull(t testing.TB, id, transferID string, blocks ...[]int) error {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
 	defer cancel()
