@@ -36,6 +36,7 @@ var layers = map[string]int{
 	"pool":                  2,
 	"transfer/transfertool": 2,
 	"interop/transfer":      6,
+	"interop/mooncake/both": 6,
 	"mooncake":              2,
 	"relay":                 4,
 	"lmcache/tracker":       2,

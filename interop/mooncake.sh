@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # P and D of a real vLLM (CPU build) with the MooncakeConnector, their registry being
 # `kvasir bootstrap`: full attention and a hybrid model, P killed and started again
-# under the running registry; then, where the build has it, `kvasir relay` between P
-# and D. Bit-equal log-probabilities and full external hits, or it fails. Needs
-# bin/kvasir; `make interop-vllm` calls it. PD names the parts: qwen2, gemma3,
-# relay. Two engines of 2 GB at a time, minutes each.
+# under the running registry; then `kvasir relay` between P and D, and an engine made
+# of our worker sides. Bit-equal log-probabilities and full external hits, or it
+# fails. Needs bin/kvasir; `make interop-vllm` calls it. PD names the parts: qwen2,
+# gemma3, relay, both. Two engines of 2 GB at a time, minutes each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
@@ -50,7 +50,7 @@ for name, s in r["steps"].items():
 P
 }
 
-for part in ${PD:-qwen2 gemma3 relay}; do
+for part in ${PD:-qwen2 gemma3 relay both}; do
 	case $part in
 	qwen2 | gemma3)
 		echo "== vLLM P and D, $part, registry kvasir bootstrap, P killed and started again"
@@ -60,16 +60,28 @@ for part in ${PD:-qwen2 gemma3 relay}; do
 		grep -E "registered|replaced|refused" "$work/bootstrap-$part.log"
 		;;
 	relay)
-		if ! bin/kvasir relay --help >/dev/null 2>&1; then
-			echo "== relay: left out, this build has no kvasir relay"
-			continue
-		fi
-		echo "== vLLM P and D with kvasir relay in between, and a second pull without P"
-		"$python" interop/vllm/make_model.py "$work/relay-model" --kind gemma3 >/dev/null
-		start bootstrap-relay bootstrap
-		upstream=$url
-		start relay relay --upstream "$upstream"
-		pd relay --model "$work/relay-model" --bootstrap "$upstream" --relay "$url" --relay-twice
+		for kind in qwen2 gemma3; do
+			echo "== vLLM P and D, $kind, with kvasir relay in between, and a second pull without P"
+			"$python" interop/vllm/make_model.py "$work/relay-$kind" --kind "$kind" >/dev/null
+			start "bootstrap-relay-$kind" bootstrap
+			upstream=$url
+			start "relay-$kind" relay --upstream "$upstream" --memory-gb 1
+			pd "relay-$kind" --model "$work/relay-$kind" --bootstrap "$upstream" --relay "$url" --relay-twice
+		done
+		;;
+	both)
+		echo "== vLLM P and D with an engine of Sender and Receiver in between"
+		go build -o "$work/both-engine" ./interop/mooncake/both
+		"$python" interop/vllm/make_model.py "$work/both-model" --kind gemma3 >/dev/null
+		start bootstrap-both bootstrap
+		port=$(free_port)
+		"$work/both-engine" --upstream "$url" --port "$port" >"$work/both.out" 2>"$work/both.log" &
+		engine=$!
+		servers="$servers $engine"
+		pd both --model "$work/both-model" --bootstrap "$url" --relay "http://127.0.0.1:$port"
+		kill -TERM "$engine"
+		wait "$engine" || { tail -20 "$work/both.log" >&2; exit 1; }
+		cat "$work/both.out"
 		;;
 	*) echo "PD: no part $part" >&2; exit 2 ;;
 	esac

@@ -1,0 +1,232 @@
+// Command both is an engine of the role kv_both without a model: it pulls each
+// transfer from a real P with a mooncake.Receiver, and offers it to a real D with a
+// mooncake.Sender, from the same memory. run_mooncake_pd.py takes it as --relay.
+//
+// What a real engine knows of itself, its layers and block sizes, it learns from
+// D's first pull, which it reads on its way to the Sender.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"os/signal"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+func main() {
+	upstream := flag.String("upstream", "", "P's bootstrap server")
+	port := flag.Int("port", 0, "port of GET /query")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, *upstream, *port); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+// blocks is how many blocks the engine's cache has.
+const blocks = 4096
+
+type engine struct {
+	ctx    context.Context
+	log    *slog.Logger
+	up     *bootstrap.Client
+	target *transfer.Target
+	client *transfer.Client
+	outer  *zmtp.Router // D's side; messages go on to the Sender
+	addr   string
+
+	mu       sync.Mutex
+	receiver *mooncake.Receiver
+	sender   *mooncake.Sender
+	next     int // block id
+	inner    map[*zmtp.Peer]*zmtp.Dealer
+}
+
+func run(ctx context.Context, upstream string, port int) error {
+	e := &engine{
+		ctx: ctx, log: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})),
+		client: transfer.New(transfer.Options{}), inner: make(map[*zmtp.Peer]*zmtp.Dealer), next: 1,
+	}
+	defer e.client.Close()
+	var err error
+	if e.up, err = bootstrap.NewClient(upstream, bootstrap.ClientOptions{}); err != nil {
+		return err
+	}
+	if e.target, err = transfer.Listen(transfer.TargetOptions{}, transfer.NewTable()); err != nil {
+		return err
+	}
+	defer e.target.Close()
+	e.outer = zmtp.NewRouter(e.handle, zmtp.RouterOptions{OnDisconnect: func(p *zmtp.Peer, _ error) { e.gone(p) }})
+	at, err := e.outer.Listen(ctx, "tcp://127.0.0.1:*")
+	if err != nil {
+		return err
+	}
+	defer e.outer.Close()
+	e.addr = "tcp://" + at.String()
+	l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+	if err != nil {
+		return err
+	}
+	web := &http.Server{Handler: http.HandlerFunc(e.query), ReadHeaderTimeout: time.Second}
+	go web.Serve(l)
+	<-ctx.Done()
+	web.Close()
+	return e.finish()
+}
+
+// finish says what was done; an engine that served nothing has failed.
+func (e *engine) finish() error {
+	e.mu.Lock()
+	s, r := e.sender, e.receiver
+	e.mu.Unlock()
+	if s == nil {
+		return errors.New("both: no pull came")
+	}
+	eventually := time.Now().Add(5 * time.Second)
+	for s.Stats().Transfers > 0 && time.Now().Before(eventually) {
+		time.Sleep(10 * time.Millisecond)
+	}
+	a, b := s.Stats(), r.Stats()
+	fmt.Printf("  both: received %d requests, pushed %d batches, %d bytes; %d requests of its own free, %d transfers left, %d failed\n",
+		b.Received, a.Pushed, a.Bytes, len(s.Finished()), a.Transfers, a.FailedPulls+b.Failed)
+	err := errors.Join(s.Close(), r.Close())
+	if b.Received == 0 || a.Pushed == 0 || a.Transfers > 0 || a.FailedPulls+b.Failed > 0 {
+		err = errors.Join(err, errors.New("both: not all went well"))
+	}
+	return err
+}
+
+func (e *engine) query(w http.ResponseWriter, r *http.Request) {
+	d, err := e.up.Query(r.Context())
+	if err != nil || len(d) == 0 {
+		http.Error(w, fmt.Sprint(err), http.StatusServiceUnavailable)
+		return
+	}
+	json.NewEncoder(w).Encode(map[string]any{"0": map[string]any{
+		"engine_id": "both-" + d[0].ID, "worker_addr": map[string]any{"0": map[string]string{"0": e.addr}},
+	}})
+}
+
+// handle reads a pull of D, has its transfers computed, and passes it to the Sender.
+func (e *engine) handle(peer *zmtp.Peer, m zmtp.Message) {
+	raw := append([]byte(nil), m[0]...)
+	pull, err := mooncake.DecodePull(raw, 0)
+	if err == nil {
+		err = e.open(pull)
+	}
+	var inner *zmtp.Dealer
+	if err == nil {
+		inner, err = e.dealer(peer)
+	}
+	if err == nil {
+		err = inner.Send(raw) // before the KV is there, as a proxy may do
+	}
+	if err != nil {
+		e.log.Error("pull", "err", err)
+		peer.Close()
+		return
+	}
+	for _, w := range pull.Wanted {
+		go e.prefill(w)
+	}
+}
+
+// open makes the engine's memory in D's layout: same layers, sizes and groups.
+func (e *engine) open(pull *mooncake.Pull) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.sender != nil {
+		return nil
+	}
+	c := &mooncake.Cache{}
+	for i, r := range pull.Regions {
+		r.Stride, r.RowOffset = r.Payload, mooncake.NoRow
+		r.Base = uint64(i+1) << 36
+		c.Storages = append(c.Storages, mooncake.Storage{Addr: r.Base, Mem: make([]byte, blocks*r.Payload)})
+		c.Regions = append(c.Regions, r)
+		for len(c.Kinds) <= r.Group {
+			c.Kinds = append(c.Kinds, mooncake.Attention)
+		}
+	}
+	var err error
+	if e.receiver, err = mooncake.NewReceiver(c, mooncake.ReceiverOptions{Target: e.target, Log: e.log}); err != nil {
+		return err
+	}
+	s, err := mooncake.NewSender(c, mooncake.SenderOptions{Transfer: e.client, Log: e.log})
+	if err != nil {
+		return err
+	}
+	e.sender = s
+	return s.Start(e.ctx)
+}
+
+// dealer is the connection to the Sender for a peer's pulls.
+func (e *engine) dealer(peer *zmtp.Peer) (*zmtp.Dealer, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if d := e.inner[peer]; d != nil {
+		return d, nil
+	}
+	d := zmtp.NewDealer(e.sender.Addr(), zmtp.DealerOptions{Handler: func(m zmtp.Message) {
+		if peer.Send(m...) == nil {
+			peer.Flush()
+		}
+	}})
+	e.inner[peer] = d
+	return d, d.Start()
+}
+
+func (e *engine) gone(peer *zmtp.Peer) {
+	e.mu.Lock()
+	d := e.inner[peer]
+	delete(e.inner, peer)
+	e.mu.Unlock()
+	if d != nil {
+		go d.Close()
+	}
+}
+
+// prefill gets a transfer's KV, from the real P, and offers it.
+func (e *engine) prefill(w mooncake.Wanted) {
+	e.mu.Lock()
+	s, r := e.sender, e.receiver
+	own := make([][]int, len(w.Blocks))
+	for g, ids := range w.Blocks {
+		for range ids {
+			own[g] = append(own[g], e.next)
+			e.next = max(1, (e.next+7)%blocks) // never neighbours
+		}
+	}
+	e.mu.Unlock()
+	request := "p-" + w.TransferID
+	s.Expect(request, w.TransferID)
+	d, err := e.up.Query(e.ctx)
+	if err == nil {
+		var failed map[string]error
+		failed, err = r.Pull(e.ctx, mooncake.Source{EngineID: d[0].ID, Bootstrap: e.up.Base()},
+			map[string]mooncake.Wanted{request: {TransferID: w.TransferID, Blocks: own}})
+		err = errors.Join(err, failed[request])
+	}
+	if err != nil {
+		e.log.Error("prefill", "err", err)
+		s.Abort(w.TransferID)
+		return
+	}
+	s.Offer(request, w.TransferID, own)
+}
