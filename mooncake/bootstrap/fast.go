@@ -177,11 +177,11 @@ func (c *fastConn) run() bool {
 // arm sets the deadline of the next read, seldom: while idle, a few seconds more
 // or less do not matter.
 func (c *fastConn) arm() {
-	const slack = 5 * time.Second
+	slack := c.r.idleTimeout / 16
 	now := time.Now()
 	if len(c.buf) == 0 {
 		c.since = time.Time{}
-		if next := now.Add(idleTimeout); next.Sub(c.deadline) > slack {
+		if next := now.Add(c.r.idleTimeout); next.Sub(c.deadline) > slack {
 			c.deadline = next
 			_ = c.c.SetDeadline(next)
 		}
@@ -189,7 +189,7 @@ func (c *fastConn) arm() {
 	}
 	if c.since.IsZero() { // the head of a request must come whole in time
 		c.since = now
-		c.deadline = now.Add(readTimeout)
+		c.deadline = now.Add(c.r.readTimeout)
 		_ = c.c.SetReadDeadline(c.deadline)
 	}
 }

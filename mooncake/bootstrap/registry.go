@@ -69,6 +69,8 @@ type Registry struct {
 
 	instance string // random, to be told apart from other servers
 
+	readTimeout, idleTimeout time.Duration // tests shorten them
+
 	mu struct {
 		sync.Mutex
 		engines []*engine // in the order in which DP ranks came
@@ -96,7 +98,8 @@ func Open(o Options) (*Registry, error) {
 	}
 	r := &Registry{
 		o: o, log: o.Logger, ask: newProber(o.ProbeTimeout, o.MaxProbes),
-		instance: rand.Text(), changed: make(chan struct{}, 1), rearm: make(chan struct{}, 1), save: make(chan struct{}, 1), closing: make(chan struct{}), draining: make(chan struct{}),
+		instance: rand.Text(), readTimeout: readTimeout, idleTimeout: idleTimeout,
+		changed: make(chan struct{}, 1), rearm: make(chan struct{}, 1), save: make(chan struct{}, 1), closing: make(chan struct{}), draining: make(chan struct{}),
 	}
 	r.mu.byDP = map[int]*engine{}
 	// Generations begin with the time, so that they grow over restarts too.

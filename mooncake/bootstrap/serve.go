@@ -16,7 +16,7 @@ import (
 )
 
 const (
-	readTimeout  = 10 * time.Second
+	readTimeout  = 10 * time.Second // of a whole request
 	writeTimeout = 10 * time.Second
 	idleTimeout  = 75 * time.Second
 	drainTimeout = 5 * time.Second
@@ -27,7 +27,7 @@ const (
 // and those under way may finish for 5 s. It closes l and not the registry.
 func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
 	web := &http.Server{
-		Handler: r, ReadHeaderTimeout: readTimeout, ReadTimeout: readTimeout, WriteTimeout: writeTimeout, IdleTimeout: idleTimeout,
+		Handler: r, ReadHeaderTimeout: r.readTimeout, ReadTimeout: r.readTimeout, WriteTimeout: writeTimeout, IdleTimeout: r.idleTimeout,
 		MaxHeaderBytes: maxHeader, ErrorLog: log.New(io.Discard, "", 0),
 	}
 	front := newFront(r, l.Addr())
