@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Races this build against the originals, in turns in one run, ratios of medians: the
-# real LMCache 0.5.6 server, vLLM's hybrid coordinator and Mooncake connector, the C++
-# transfer engine. About 20 minutes, and 10 GB the first time. Needs bin/kvasir;
+# real LMCache 0.5.6 server, vLLM's hybrid coordinator, Mooncake connector and bootstrap server,
+# the C++ transfer engine. About 25 minutes, and 10 GB the first time. Needs bin/kvasir;
 # `make bench` calls it. Arguments are passed on to the first driver, for example
-# --lookups 300. BENCH names the parts: lmcache, coordinator, transfer, mooncake.
+# --lookups 300. BENCH names the parts: lmcache, coordinator, transfer, mooncake, bootstrap.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bench=${BENCH:-lmcache coordinator transfer mooncake}
+bench=${BENCH:-lmcache coordinator transfer mooncake bootstrap}
 
 race_lmcache() {
 	local python lmcache
@@ -37,10 +37,17 @@ race_transfer() {
 	"$(interop/python.sh interop/requirements-te.txt)" interop/transfer/compare.py --kvasir 'bin/kvasir transfer' --rounds 5
 }
 
+race_bootstrap() {
+	local dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
+	interop/vllm/setup_venv.sh "$dir" ||
+		{ echo "bench bootstrap: no vLLM environment in $dir, and it could not be made" >&2; return 1; }
+	"$dir/bin/python" interop/mooncake/bench_bootstrap.py --kvasir bin/kvasir --go . --rounds 5 2>bin/bootstrap.rounds
+}
+
 for part in $bench; do
 	case $part in
 	lmcache) race_lmcache "$@" ;;
-	coordinator | transfer | mooncake) "race_$part" ;;
+	coordinator | transfer | mooncake | bootstrap) "race_$part" ;;
 	*) echo "BENCH: no part $part" >&2; exit 2 ;;
 	esac
 done

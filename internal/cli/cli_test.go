@@ -205,7 +205,7 @@ func TestBadCommandLines(t *testing.T) {
 }
 
 func TestHelp(t *testing.T) {
-	for _, args := range [][]string{{}, {"--help"}, {"server", "--help"}, {"demo", "--help"}, {"coordinator", "--help"}, {"version"}} {
+	for _, args := range [][]string{{}, {"--help"}, {"server", "--help"}, {"demo", "--help"}, {"coordinator", "--help"}, {"bootstrap", "--help"}, {"version"}} {
 		code, stdout, stderr := run(t, args...)
 		if code != 0 || stdout == "" || stderr != "" {
 			t.Errorf("kvasir %v: exit %d, %q, %q", args, code, stdout, stderr)

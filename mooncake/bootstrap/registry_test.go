@@ -221,7 +221,7 @@ func TestSettle(t *testing.T) {
 		time.Sleep(10*time.Second - 1)
 		synctest.Wait()
 		wantQuery(t, r, `{}`)
-		time.Sleep(1)
+		time.Sleep(time.Nanosecond)
 		synctest.Wait()
 		wantQuery(t, r, `{"0":{"engine_id":"new","worker_addr":{"0":{"0":"tcp://h:1"}}}}`)
 	})
@@ -269,7 +269,7 @@ func TestLease(t *testing.T) {
 		mustRegister(t, r, a)
 		time.Sleep(10*time.Second - 1)
 		wantQuery(t, r, whole)
-		time.Sleep(1)
+		time.Sleep(time.Nanosecond)
 		synctest.Wait()
 		stock := `{"1":{"engine_id":"stock","worker_addr":{"0":{"0":"c"}}}}`
 		wantQuery(t, r, stock)

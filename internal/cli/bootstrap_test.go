@@ -1,0 +1,101 @@
+package cli_test
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// bootstrapServer starts the command and waits until it serves.
+func bootstrapServer(t *testing.T, args ...string) (base string, stop func() string) {
+	t.Helper()
+	port := freePort(t)
+	c := command(append([]string{"bootstrap", "--host", "127.0.0.1", "--port", fmt.Sprint(port)}, args...)...)
+	stderr, err := c.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	kill := time.AfterFunc(60*time.Second, func() { _ = c.Process.Kill() })
+	t.Cleanup(func() {
+		kill.Stop()
+		if c.ProcessState == nil {
+			_ = c.Process.Kill()
+			_ = c.Wait()
+		}
+	})
+	out := bufio.NewReader(stderr)
+	log := ""
+	for !strings.Contains(log, "serving the Mooncake bootstrap registry") {
+		line, err := out.ReadString('\n')
+		if log += line; err != nil {
+			t.Fatalf("it ended:\n%s", log)
+		}
+	}
+	return fmt.Sprintf("http://127.0.0.1:%d", port), func() string {
+		t.Helper()
+		if err := c.Process.Signal(syscall.SIGTERM); err != nil {
+			t.Fatal(err)
+		}
+		rest, _ := io.ReadAll(out)
+		if err := c.Wait(); err != nil {
+			t.Fatalf("%v\n%s", err, rest)
+		}
+		return log + string(rest)
+	}
+}
+
+func TestBootstrap(t *testing.T) {
+	state := filepath.Join(t.TempDir(), "state")
+	base, stop := bootstrapServer(t, "--state", state)
+	body := `{"engine_id":"e","dp_rank":0,"tp_rank":0,"pp_rank":0,"addr":"tcp://127.0.0.1:41233"}`
+	resp, err := http.Post(base+"/register", "application/json", strings.NewReader(body))
+	if err != nil || resp.StatusCode != http.StatusOK {
+		t.Fatal(resp, err)
+	}
+	resp.Body.Close()
+	code, _, stderr := run(t, "bootstrap", "--host", "127.0.0.1", "--port", base[strings.LastIndexByte(base, ':')+1:])
+	if code != 1 || !strings.Contains(stderr, "choose another --port") {
+		t.Errorf("a second one on the port: exit %d\n%s", code, stderr)
+	}
+	if log := stop(); !strings.Contains(log, `registered engine "e" dp_rank 0 tp_rank 0 pp_rank 0 at tcp://127.0.0.1:41233`) || !strings.Contains(log, "stopping") {
+		t.Error(log)
+	}
+	base, stop = bootstrapServer(t, "--state", state)
+	resp, err = http.Get(base + "/query")
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, _ := io.ReadAll(resp.Body)
+	resp.Body.Close()
+	if string(got) != `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://127.0.0.1:41233"}}}}` {
+		t.Errorf("after a restart: %s", got)
+	}
+	stop()
+	if err := os.WriteFile(state, []byte("damaged"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	f := func(code int, want string, args ...string) {
+		t.Helper()
+		got, _, stderr := run(t, append([]string{"bootstrap", "--host", "127.0.0.1", "--port", "0"}, args...)...)
+		if got != code || !strings.Contains(stderr, want) || strings.Count(strings.TrimSpace(stderr), "\n") != 0 {
+			t.Errorf("%v: exit %d, want %d and one line with %q:\n%s", args, got, code, want, stderr)
+		}
+	}
+	f(1, state, "--state", state)
+	f(2, "--port", "--port", "70000")
+	f(2, "--tp", "--tp", "-1")
+	f(2, "--settle-seconds", "--settle-seconds", "NaN")
+	f(2, "limits", "--max-workers", "0")
+	f(2, "guards nothing", "--token-guards", "all")
+	f(2, "--token", "--token", "a b")
+}
