@@ -62,8 +62,8 @@ func (c *bootstrapCmd) check() error {
 		return fmt.Errorf("%w: --port %d is outside 0 to 65535", errUsage, c.Port)
 	case c.TP < 0 || c.TP > bootstrap.MaxSize || c.PP < 0 || c.PP > bootstrap.MaxSize:
 		return fmt.Errorf("%w: --tp %d and --pp %d must lie from 0 to %d", errUsage, c.TP, c.PP, bootstrap.MaxSize)
-	case !(c.Settle > 0) || c.Settle > 3600 || !(c.Probe > 0) || c.Probe > 60 || !(c.MaxWait > 0) || c.MaxWait > 3600:
-		return fmt.Errorf("%w: need --settle-seconds and --max-wait-seconds above 0 and up to 3600, --probe-timeout-seconds up to 60", errUsage)
+	case !(c.Settle > 0) || c.Settle > 3600 || !(c.Probe > 0) || c.Probe > 5 || !(c.MaxWait > 0) || c.MaxWait > 3600:
+		return fmt.Errorf("%w: need --settle-seconds and --max-wait-seconds above 0 and up to 3600, --probe-timeout-seconds above 0 and up to 5", errUsage)
 	case min(c.MaxWorkers, c.MaxProbes, c.MaxWaiters, c.MaxConns) < 1 || max(c.MaxWorkers, c.MaxProbes, c.MaxWaiters, c.MaxConns) > 1<<20:
 		return fmt.Errorf("%w: limits must lie from 1 to 2^20", errUsage)
 	case strings.ContainsFunc(c.Token, func(r rune) bool { return r <= ' ' || r > '~' }):

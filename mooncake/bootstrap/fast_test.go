@@ -141,6 +141,23 @@ func TestFrontTimeouts(t *testing.T) {
 	}
 }
 
+// A request may wait longer than one may take to be read.
+func TestWaitOutlivesReadTimeout(t *testing.T) {
+	r := open(t, Options{})
+	r.readTimeout = 20 * time.Millisecond
+	c := dialTest(t, serve(t, r))
+	go func() {
+		for r.waiters.Load() == 0 {
+			time.Sleep(time.Millisecond)
+		}
+		time.Sleep(10 * r.readTimeout)
+		if err := r.Register(context.Background(), Registration{EngineID: "e", Addr: "a"}, false); err != nil {
+			t.Error(err)
+		}
+	}()
+	wantAnswer(t, c, "GET /query?wait=30 HTTP/1.1\r\nHost: x\r\n\r\n", 200, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a"}}}}`)
+}
+
 func TestFrontConnLimit(t *testing.T) {
 	r := open(t, Options{MaxConns: 2})
 	base := serve(t, r)

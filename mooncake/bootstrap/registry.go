@@ -18,7 +18,7 @@ type Options struct {
 	Strict       bool          // vLLM's rule: never replace what is registered
 	TP, PP       int           // sizes of engines that do not state theirs; default unknown
 	Settle       time.Duration // after a replacement, until a narrower engine is shown; default 10 s
-	ProbeTimeout time.Duration // default 250 ms
+	ProbeTimeout time.Duration // default 250 ms, at most 5 s
 	MaxProbes    int           // at a time; default 64
 	MaxWorkers   int           // registered at a time; default 16,384
 	MaxWait      time.Duration // longest ?wait=; default 60 s
@@ -86,7 +86,7 @@ type Registry struct {
 // name the file.
 func Open(o Options) (*Registry, error) {
 	o.Settle = cmp.Or(o.Settle, 10*time.Second)
-	o.ProbeTimeout = cmp.Or(o.ProbeTimeout, 250*time.Millisecond)
+	o.ProbeTimeout = min(cmp.Or(o.ProbeTimeout, 250*time.Millisecond), 5*time.Second) // an answer has 10 s
 	o.MaxProbes = cmp.Or(o.MaxProbes, 64)
 	o.MaxWorkers = cmp.Or(o.MaxWorkers, 16384)
 	o.MaxWait = cmp.Or(o.MaxWait, time.Minute)

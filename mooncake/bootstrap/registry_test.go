@@ -170,7 +170,8 @@ func TestStrict(t *testing.T) {
 
 // A side channel that hangs holds up its own registration only.
 func TestProbeHoldsUpNobody(t *testing.T) {
-	r := open(t, Options{ProbeTimeout: time.Minute, MaxProbes: 1})
+	r := open(t, Options{MaxProbes: 1})
+	r.ask.timeout = time.Minute
 	hang, asked := make(chan struct{}), make(chan struct{}, 10)
 	r.ask.dial = func(ctx context.Context, host string) error {
 		asked <- struct{}{}
