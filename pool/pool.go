@@ -156,7 +156,7 @@ func (p *Pool) Reserve(k *Key, n int64) (Slot, error) {
 func (p *Pool) backIndex() bool {
 	const records = 64 << 10 / recordBytes
 	n := min(records, p.records-p.backed)
-	err := p.index.Populate(headerBytes+int64(p.backed)*recordBytes, int64(n)*recordBytes)
+	err := p.index.Populate(headerBytes+int64(p.backed)*recordBytes, int64(n)*recordBytes, false)
 	if err != nil && !errors.Is(err, unix.EINVAL) { // kernels before 5.14 cannot say
 		return false
 	}
@@ -296,9 +296,10 @@ func (p *Pool) View(s Slot) []byte {
 }
 
 // Populate makes the kernel provide n bytes of the segment at off, clipped to its
-// end, without changing their content. Safe beside every other method.
-func (p *Pool) Populate(off, n int64) error {
-	return p.segment.Populate(off, min(n, p.segment.Len()-off))
+// end, without changing their content; with keep they stay mapped here. Safe beside
+// every other method.
+func (p *Pool) Populate(off, n int64, keep bool) error {
+	return p.segment.Populate(off, min(n, p.segment.Len()-off), keep)
 }
 
 // NameLost reports whether the segment's name no longer leads to it, so that no

@@ -200,11 +200,13 @@ func TestPopulateKeepsContent(t *testing.T) {
 		t.Fatal(err)
 	}
 	copy(p.View(s), "hello")
-	if err := p.Populate(0, 4<<20); err != nil {
-		t.Skipf("this kernel does not populate: %v", err)
-	}
-	if string(p.View(s)) != "hello" {
-		t.Fatal("content changed")
+	for _, keep := range []bool{true, false} {
+		if err := p.Populate(0, 4<<20, keep); err != nil {
+			t.Skipf("this kernel does not populate: %v", err)
+		}
+		if string(p.View(s)) != "hello" {
+			t.Fatal("content changed")
+		}
 	}
 }
 

@@ -16,30 +16,51 @@ const populateStep = 8 << 20
 
 // populate makes the kernel provide the pool's memory from the lowest offset up,
 // in the order in which slots are handed out: a worker copies into memory that
-// was touched before several times faster.
+// was touched before several times faster. Once this server copies itself (a
+// worker lends its KV), it maps that memory too.
 func (s *Server) populate(ctx context.Context) {
+	select {
+	case <-s.lending:
+		s.populatePass(ctx, true, s.opts.PopulateRate)
+		return
+	default:
+	}
+	if !s.populatePass(ctx, false, s.opts.PopulateRate) {
+		return
+	}
+	select {
+	case <-ctx.Done():
+	case <-s.lending:
+		s.populatePass(ctx, true, 4*s.opts.PopulateRate) // the pages are there
+	}
+}
+
+// populatePass reports whether it came to the end.
+func (s *Server) populatePass(ctx context.Context, keep bool, rate int64) bool {
 	total := s.store.PoolBytes()
-	every := time.Duration(float64(populateStep) / float64(s.opts.PopulateRate) * float64(time.Second))
+	every := time.Duration(float64(populateStep) / float64(rate) * float64(time.Second))
 	tick := time.NewTicker(max(every, time.Millisecond))
 	defer tick.Stop()
 	for off := int64(0); off < total; off += populateStep {
 		select {
 		case <-ctx.Done():
-			return
+			return false
 		case <-tick.C:
 		}
-		if err := s.store.Populate(off, populateStep); err != nil {
+		if err := s.store.Populate(off, populateStep, keep); err != nil {
 			s.log.Warn(fmt.Sprintf("preparing pool memory stopped at %s of %s; first copies into the rest are slower",
 				kv.FormatBytes(off), kv.FormatBytes(total)), "error", err)
-			return
+			return false
 		}
-		s.populated.Store(min(off+populateStep, total))
+		s.populated.Store(max(s.populated.Load(), min(off+populateStep, total)))
 	}
+	return true
 }
 
 // checksums computes and compares checksums in the background, at no more than
-// ChecksumRate bytes per second.
+// ChecksumRate bytes per second, several small ones at a time.
 func (s *Server) checksums(ctx context.Context) {
+	const burst = 16 << 20
 	rest := time.NewTimer(0)
 	defer rest.Stop()
 	corrupt := uint64(0)
@@ -49,21 +70,21 @@ func (s *Server) checksums(ctx context.Context) {
 			return
 		case <-rest.C:
 		}
-		n := s.store.SumNext()
+		read, more := int64(0), true
+		for more && read < burst {
+			n := s.store.SumNext()
+			read, more = read+n, n > 0
+		}
 		if got := s.store.Stats().CorruptChunks; got != corrupt {
 			corrupt = got
-			s.log.Error(fmt.Sprintf("%d chunks of the earlier server differed from their checksums and were dropped: something wrote into the pool, or memory is faulty", got))
+			s.log.Error(fmt.Sprintf("%d chunks of the earlier server differed from their checksums and were dropped: "+
+				"something wrote into the pool, or memory is faulty", got))
 		}
-		if n > 0 {
-			rest.Reset(time.Duration(float64(n) / float64(s.opts.ChecksumRate) * float64(time.Second)))
-			continue
+		wait := time.Duration(float64(read) / float64(s.opts.ChecksumRate) * float64(time.Second))
+		if !more {
+			wait = max(wait, time.Second)
 		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-s.store.Unsummed():
-			rest.Reset(0)
-		}
+		rest.Reset(wait)
 	}
 }
 

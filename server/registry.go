@@ -322,6 +322,7 @@ func (s *Server) newDrivenInstance(reg *lmcache.KVCache) (*instance, error) {
 	if d.bytes > s.store.PoolBytes() {
 		return nil, errors.Join(fmt.Errorf("%w: %w", errDriven, s.tooLarge(d.bytes)), d.memory.close())
 	}
+	s.lendOnce.Do(func() { close(s.lending) })
 	fp := d.fingerprint()
 	return &instance{
 		id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, layout: d.layout, bytes: d.bytes,

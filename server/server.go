@@ -64,7 +64,9 @@ type Server struct {
 	n         counters
 	limiter   limiter
 	p2p       p2pTasks
-	saving    sync.Mutex // orders writes of the note; a leaf
+	saving    sync.Mutex    // orders writes of the note
+	lending   chan struct{} // closed with the first worker that lends its KV
+	lendOnce  sync.Once
 	remains   remains
 }
 
@@ -82,7 +84,7 @@ func New(st *store.Store, o Options) *Server {
 	o.Logger = cmp.Or(o.Logger, slog.Default())
 	s := &Server{
 		opts: o, store: st, log: o.Logger, started: time.Now(),
-		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes),
+		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes), lending: make(chan struct{}),
 	}
 	s.registry.init(o.MaxInstances)
 	s.scratch.New = func() any { return new(scratch) }

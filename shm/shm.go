@@ -145,17 +145,21 @@ func (s *Segment) Lock() error {
 }
 
 // Populate makes the kernel allocate and zero the pages of n bytes at off that
-// nobody has touched yet; touched ones keep their content. The pages are then
-// dropped from this process's own page table, so that they do not count as its
-// resident memory. Returns unix.EINVAL on kernels before 5.14, and an error
-// instead of a signal when the file system is full.
-func (s *Segment) Populate(off, n int64) error {
+// nobody has touched yet; touched ones keep their content. Without keep the pages
+// are then dropped from this process's own page table, so that they do not count
+// as its resident memory; with it, touching them here costs no fault. Returns
+// unix.EINVAL on kernels before 5.14, and an error instead of a signal when the
+// file system is full.
+func (s *Segment) Populate(off, n int64, keep bool) error {
 	b := s.Bytes(off, n)
 	if len(b) == 0 {
 		return nil
 	}
 	if err := unix.Madvise(b, unix.MADV_POPULATE_WRITE); err != nil {
 		return fmt.Errorf("populate %s: %w", s.path, err)
+	}
+	if keep {
+		return nil
 	}
 	return unix.Madvise(b, unix.MADV_DONTNEED)
 }

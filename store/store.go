@@ -32,14 +32,14 @@ type Options struct {
 	MaxSessions int           // default 65,536
 	MaxHolds    int           // transfers in progress; default 65,536
 	Checksums   bool          // of committed chunks, for SumNext to compute
+	SumAfter    time.Duration // age of a chunk whose checksum is computed: many do not live long; default 10 s, < 0 none
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
 }
 
 // Store keeps chunks in a pool. Its methods are safe for concurrent use.
 type Store struct {
 	opts     Options
-	suspects atomic.Int64  // restored objects to be compared before they are served
-	unsummed chan struct{} // of capacity 1
+	suspects atomic.Int64 // restored objects to be compared before they are served
 
 	mu struct {
 		sync.Mutex
@@ -59,9 +59,10 @@ type Store struct {
 // New returns a Store over p, which it owns from then on.
 func New(p *pool.Pool, o Options) *Store {
 	o.Quarantine = cmp.Or(o.Quarantine, 600*time.Second)
+	o.SumAfter = cmp.Or(o.SumAfter, 10*time.Second)
 	o.MaxHolds = cmp.Or(o.MaxHolds, 1<<16)
 	o.Ghosts = cmp.Or(o.Ghosts, 1<<16)
-	s := &Store{opts: o, unsummed: make(chan struct{}, 1)}
+	s := &Store{opts: o}
 	s.mu.pool = p
 	s.mu.lru = evict.NewLRU()
 	s.mu.leases = lease.New(lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
@@ -80,9 +81,6 @@ func (s *Store) restoreLocked() {
 		if _, ok := s.mu.pool.Sum(slot); ok {
 			s.suspectLocked(slot)
 		}
-	}
-	if s.suspects.Load() > 0 {
-		s.unsummed <- struct{}{}
 	}
 	if len(r.Held) > 0 {
 		s.holdLocked(Transfer{}, nil, r.Held)
@@ -224,8 +222,9 @@ func (s *Store) Expire() {
 	}
 }
 
-// Populate makes the kernel provide pool memory ahead of its first use.
-func (s *Store) Populate(off, n int64) error { return s.mu.pool.Populate(off, n) }
+// Populate makes the kernel provide pool memory ahead of its first use, and with
+// keep map it here.
+func (s *Store) Populate(off, n int64, keep bool) error { return s.mu.pool.Populate(off, n, keep) }
 
 // PoolName returns the shared-memory name of the pool.
 func (s *Store) PoolName() string { return s.mu.pool.Name() }

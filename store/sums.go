@@ -4,6 +4,7 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/pool"
@@ -34,6 +35,7 @@ type sumTask struct {
 	offset     int64
 	length     int64
 	want       uint64
+	due        time.Time
 	compare    bool
 	got        uint64
 	err        error
@@ -73,18 +75,13 @@ func (s *Store) unsummedLocked(slot pool.Slot) {
 	if !s.opts.Checksums || len(s.mu.sums.queue) >= maxUnsummed {
 		return
 	}
-	s.mu.sums.queue = append(s.mu.sums.queue, s.taskLocked(slot))
-	select {
-	case s.unsummed <- struct{}{}:
-	default:
-	}
+	t := s.taskLocked(slot)
+	t.due = time.Now().Add(s.opts.SumAfter)
+	s.mu.sums.queue = append(s.mu.sums.queue, t)
 }
 
-// Unsummed receives when there may be work for SumNext.
-func (s *Store) Unsummed() <-chan struct{} { return s.unsummed }
-
 // SumNext compares or computes one object's checksum and returns the bytes read,
-// 0 when there is nothing to do. Its owner calls it in the background.
+// 0 when there is nothing to do yet. Its owner calls it in the background.
 func (s *Store) SumNext() int64 {
 	s.mu.Lock()
 	t, ok := s.nextSumLocked()
@@ -111,6 +108,9 @@ func (s *Store) nextSumLocked() (sumTask, bool) {
 	}
 	for !s.mu.closed && len(q.queue) > 0 {
 		t := q.queue[0]
+		if time.Now().Before(t.due) {
+			break
+		}
 		q.queue = q.queue[1:]
 		if s.sameLocked(&t) {
 			return t, true

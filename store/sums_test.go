@@ -3,6 +3,8 @@ package store_test
 import (
 	"bytes"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/pool"
@@ -17,7 +19,7 @@ type sumBench struct {
 
 func newSumBench(t *testing.T, chunks int) *sumBench {
 	b := &sumBench{dir: t.TempDir()}
-	b.bench = newBench(t, b.dir, chunks, store.Options{Checksums: true})
+	b.bench = newBench(t, b.dir, chunks, store.Options{Checksums: true, SumAfter: -1})
 	return b
 }
 
@@ -30,7 +32,7 @@ func (b *sumBench) restart(t *testing.T, chunks int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b.store = store.New(p, store.Options{Checksums: true, Quarantine: quarantine})
+	b.store = store.New(p, store.Options{Checksums: true, SumAfter: -1, Quarantine: quarantine})
 }
 
 // put stores what is missing of h and returns the offsets.
@@ -188,4 +190,21 @@ func TestSumsConcurrent(t *testing.T) {
 	if st := b.store.Stats(); st.CorruptChunks != 0 {
 		t.Errorf("%+v", st)
 	}
+}
+
+// Chunks that do not live long cost no checksum.
+func TestSumAfter(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := &sumBench{bench: newBench(t, t.TempDir(), 8, store.Options{Checksums: true, SumAfter: time.Minute})}
+		defer b.stop()
+		b.put(t, prompt(1, 4))
+		if n := b.sumAll(); n != 0 {
+			t.Errorf("%d checksums at once", n)
+		}
+		time.Sleep(time.Minute)
+		b.put(t, prompt(2, 2))
+		if n := b.sumAll(); n != 4 {
+			t.Errorf("%d checksums after a minute, want 4", n)
+		}
+	})
 }
