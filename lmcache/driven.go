@@ -277,6 +277,9 @@ func DecodeBlockIDs(frame []byte) (ids [][]int, err error) {
 		if i >= MaxGroups {
 			return b, fmt.Errorf("more than %d groups", MaxGroups)
 		}
+		if n, _, err := readArray(b); err != nil || n > MaxTokens {
+			return b, errOr(err, fmt.Errorf("%d ids", n))
+		}
 		var of []int
 		rest, err := intsInto(&of, b)
 		ids = append(ids, of)

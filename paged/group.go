@@ -73,21 +73,48 @@ func (g *Group) IDs(ids []int, chunks int) (IDs, error) {
 	ids = ids[:chunks*g.PerChunk]
 	blocks := g.Blocks()
 	out := IDs{ids: ids, g: g, null: g.Sparse}
-	seen := make([]uint64, (blocks+63)/64)
+	seen := newIDSet(blocks)
 	for _, id := range ids {
 		if id < 0 || id >= blocks {
 			return IDs{}, fmt.Errorf("%w: block %d of %d", ErrBlocks, id, blocks)
 		}
-		bit := uint64(1) << (id & 63)
-		if seen[id>>6]&bit != 0 {
+		if !seen.add(id) {
 			if id != 0 {
 				return IDs{}, fmt.Errorf("%w: block %d appears twice", ErrBlocks, id)
 			}
 			out.null = true
 		}
-		seen[id>>6] |= bit
 	}
 	return out, nil
+}
+
+// idSet is a set of block ids. What a peer says of its memory does not size it:
+// beyond maxBits blocks the ids themselves do.
+type idSet struct {
+	bits []uint64
+	ids  map[int]struct{}
+}
+
+const maxBits = 1 << 22
+
+func newIDSet(blocks int) idSet {
+	if blocks > maxBits {
+		return idSet{ids: make(map[int]struct{})}
+	}
+	return idSet{bits: make([]uint64, (blocks+63)/64)}
+}
+
+// add reports whether id was not yet in the set.
+func (s *idSet) add(id int) bool {
+	if s.ids != nil {
+		_, old := s.ids[id]
+		s.ids[id] = struct{}{}
+		return !old
+	}
+	bit := uint64(1) << (id & 63)
+	old := s.bits[id>>6]&bit != 0
+	s.bits[id>>6] |= bit
+	return !old
 }
 
 // of returns the kept blocks of chunk i.

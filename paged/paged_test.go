@@ -355,6 +355,26 @@ func TestIDsRefuse(t *testing.T) {
 	}
 }
 
+// Many blocks, as a peer with a large sparse segment may claim: the same answers.
+func TestIDsOfManyBlocks(t *testing.T) {
+	v, size, err := paged.Dense(paged.MLA, 1<<23, 1, 1, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := paged.Group{Layers: []paged.Layer{{Memory: make([]byte, size), View: v}}, PerChunk: 2, Keep: 2}
+	if _, err := g.IDs([]int{1, 1<<23 - 1}, 1); err != nil {
+		t.Error(err)
+	}
+	for _, bad := range [][]int{{5, 5}, {1, 1 << 23}} {
+		if _, err := g.IDs(bad, 1); !errors.Is(err, paged.ErrBlocks) {
+			t.Errorf("%v: %v", bad, err)
+		}
+	}
+	if d, err := g.IDs([]int{0, 0}, 1); err != nil || d.Whole(0) {
+		t.Errorf("null blocks: %v", err)
+	}
+}
+
 // A guard's error is Run's, from whichever goroutine.
 func TestGuard(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(9, 10))

@@ -95,6 +95,8 @@ type workerStatus struct {
 	Instance     int64   `json:"instance_id"`
 	Model        string  `json:"model_name"`
 	World        int     `json:"world_size"`
+	Mode         string  `json:"mode,omitempty"`
+	ObjectGroups int     `json:"object_groups,omitempty"`
 	ChunkShape   []int   `json:"chunk_shape,omitempty"`
 	DType        string  `json:"dtype,omitempty"`
 	ChunkBytes   int64   `json:"chunk_bytes"`
@@ -112,7 +114,10 @@ func (s *Server) status() map[string]any {
 			SilentFor: time.Since(time.Unix(0, in.lastSeen.Load())).Round(time.Millisecond).Seconds(),
 		}
 		if in.refuse == "" {
-			w.ChunkShape, w.DType = in.layout.Shape(), in.layout.DType
+			w.ChunkShape, w.DType, w.Mode, w.ObjectGroups = in.layout.Shape(), in.layout.DType, "engine_driven", 1
+			if in.driven != nil {
+				w.Mode, w.ObjectGroups = "lmcache_driven", len(in.driven.objects)
+			}
 		}
 		workers = append(workers, w)
 	}

@@ -22,7 +22,13 @@ import (
 type sums struct {
 	suspects []bool      // by slot: to be compared before it is served
 	order    []pool.Slot // of the suspects, the most recently used last
-	queue    []sumTask   // committed, without a checksum; oldest first
+	queue    []unsummed  // committed, without a checksum; oldest first
+}
+
+type unsummed struct {
+	slot       pool.Slot
+	generation uint32
+	due        time.Time
 }
 
 // maxUnsummed bounds the queue. Beyond it chunks stay without a checksum.
@@ -35,7 +41,6 @@ type sumTask struct {
 	offset     int64
 	length     int64
 	want       uint64
-	due        time.Time
 	compare    bool
 	got        uint64
 	err        error
@@ -75,9 +80,7 @@ func (s *Store) unsummedLocked(slot pool.Slot) {
 	if !s.opts.Checksums || len(s.mu.sums.queue) >= maxUnsummed {
 		return
 	}
-	t := s.taskLocked(slot)
-	t.due = time.Now().Add(s.opts.SumAfter)
-	s.mu.sums.queue = append(s.mu.sums.queue, t)
+	s.mu.sums.queue = append(s.mu.sums.queue, unsummed{slot, s.mu.pool.Generation(slot), time.Now().Add(s.opts.SumAfter)})
 }
 
 // SumNext compares or computes one object's checksum and returns the bytes read,
@@ -107,13 +110,13 @@ func (s *Store) nextSumLocked() (sumTask, bool) {
 		}
 	}
 	for !s.mu.closed && len(q.queue) > 0 {
-		t := q.queue[0]
-		if time.Now().Before(t.due) {
+		u := q.queue[0]
+		if time.Now().Before(u.due) {
 			break
 		}
 		q.queue = q.queue[1:]
-		if s.sameLocked(&t) {
-			return t, true
+		if s.sameLocked(u.slot, u.generation) {
+			return s.taskLocked(u.slot), true
 		}
 	}
 	return sumTask{}, false
@@ -132,14 +135,14 @@ func (t *sumTask) read(p *pool.Pool) {
 	t.got, t.err = p.Hash(t.offset, t.length, *buf)
 }
 
-// sameLocked reports whether the slot still holds what t is about.
-func (s *Store) sameLocked(t *sumTask) bool {
-	return !s.mu.closed && s.mu.pool.StateOf(t.slot) == pool.Resident && s.mu.pool.Generation(t.slot) == t.generation
+// sameLocked reports whether the slot still holds what it held then.
+func (s *Store) sameLocked(slot pool.Slot, generation uint32) bool {
+	return !s.mu.closed && s.mu.pool.StateOf(slot) == pool.Resident && s.mu.pool.Generation(slot) == generation
 }
 
 // summedLocked settles what was read.
 func (s *Store) summedLocked(t *sumTask) {
-	if !s.sameLocked(t) {
+	if !s.sameLocked(t.slot, t.generation) {
 		return // evicted meanwhile: what was read means nothing
 	}
 	switch {
