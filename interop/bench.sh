@@ -31,6 +31,8 @@ race_coordinator() {
 
 race_mooncake() {
 	"$(vllm_python)" interop/mooncake/bench_original.py --go .
+	echo "A pull of 32k tokens, our worker sides: what is not the transfer engine's time"
+	go test -run - -bench Pull7B -benchtime 3x ./mooncake | grep Benchmark
 }
 
 race_transfer() {
@@ -38,10 +40,7 @@ race_transfer() {
 }
 
 race_bootstrap() {
-	local dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
-	interop/vllm/setup_venv.sh "$dir" ||
-		{ echo "bench bootstrap: no vLLM environment in $dir, and it could not be made" >&2; return 1; }
-	"$dir/bin/python" interop/mooncake/bench_bootstrap.py --kvasir bin/kvasir --go . --rounds 5 2>bin/bootstrap.rounds
+	"$(vllm_python)" interop/mooncake/bench_bootstrap.py --kvasir bin/kvasir --go . --rounds 5 2>bin/bootstrap.rounds
 }
 
 for part in $bench; do

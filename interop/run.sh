@@ -25,6 +25,12 @@ wait "$pid_b" || { cat "$work/b.log" >&2; exit 1; }
 
 stop_servers
 
+echo "== the same client without shared memory: pickled tensors"
+start_server pickle --l1-size-gb 0.5 --pickle only
+"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.5 \
+	--modes engine_driven --skip rate,lookup,transfer >"$work/pickle.json"
+stop_servers
+
 # kill9 MODES N [CONSTRAINT ...]: kill -9 under load and restart, N times, every byte.
 kill9() {
 	local modes=$1 n=$2

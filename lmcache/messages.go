@@ -1,6 +1,7 @@
 package lmcache
 
 import (
+	"encoding/binary"
 	"fmt"
 
 	"github.com/tinylib/msgp/msgp"
@@ -148,9 +149,13 @@ func (s *Slots) append(b []byte) []byte {
 }
 
 // AppendPrepareStore appends the result frame of prepare_store. No slots mean
-// that there is nothing to store: the client then sends no commit.
+// that there is nothing to store: the client then sends no commit. A nil s asks
+// for pickled tensors with the commit.
 func AppendPrepareStore(b []byte, s *Slots) []byte {
 	b = msgp.AppendString(msgp.AppendMapHeader(b, 1), "context")
+	if s == nil {
+		return msgp.AppendMapHeader(b, 0)
+	}
 	b = s.append(msgp.AppendMapHeader(b, 2))
 	b = msgp.AppendArrayHeader(msgp.AppendString(b, "chunk_indices"), uint32(len(s.Indices)))
 	for _, i := range s.Indices {
@@ -170,6 +175,18 @@ func AppendPrepareRetrieve(b []byte, s *Slots) []byte {
 		return msgp.AppendMapHeader(b, 0)
 	}
 	return s.append(msgp.AppendMapHeader(b, 1))
+}
+
+// AppendPickled appends the result frame of a prepare_retrieve that is a hit,
+// with the pickled tensors that write appends, less than 4 GiB.
+func AppendPickled(b []byte, write func([]byte) []byte) []byte {
+	b = msgp.AppendMapHeader(b, 3)
+	b = msgp.AppendBool(msgp.AppendString(b, "success"), true)
+	b = append(msgp.AppendString(b, "data"), 0xc6, 0, 0, 0, 0) // bin 32; the length follows
+	at := len(b)
+	b = write(b)
+	binary.BigEndian.PutUint32(b[at-4:], uint32(len(b)-at))
+	return msgp.AppendMapHeader(msgp.AppendString(b, "context"), 0)
 }
 
 // SlotAt is one slot as a client receives it.

@@ -79,10 +79,14 @@ func (s *Server) prepareStore(sc *scratch, p [][]byte) error {
 	if s.draining.Load() {
 		return errDraining
 	}
-	if in.pickle.Load() {
+	if in.pickle.Load() && s.opts.Pickle == PickleOff {
 		return errPickle
 	}
 	s.n.storesSubmitted.Add(1)
+	if in.pickle.Load() { // the chunks come with the commit
+		sc.out = lmcache.AppendPrepareStore(sc.out, nil)
+		return nil
+	}
 	got, err := s.store.Reserve(t, sc.key.RequestID, sc.key.Hashes, in.bytes, &sc.place)
 	if err != nil {
 		return err
@@ -108,14 +112,11 @@ func (s *Server) commitStore(sc *scratch, p [][]byte) error {
 	if err != nil {
 		return fmt.Errorf("data: %w", err)
 	}
-	if len(data) > 0 && !in.pickle.Swap(true) {
-		s.log.Warn(fmt.Sprintf("worker %d of %s cannot map /dev/shm/%s and sends pickled tensors, which this server does not read: "+
-			"run it on the same host as the same user (containers: share /dev/shm, for example --ipc=host)", in.id, in.model, s.store.PoolName()))
+	if len(data) > 0 {
+		return s.commitPickle(sc, in, t, data)
 	}
-	got := s.store.CommitStore(t, sc.key.RequestID, sc.key.Hashes, len(data) == 0)
+	got := s.store.CommitStore(t, sc.key.RequestID, sc.key.Hashes, true)
 	switch {
-	case len(data) > 0:
-		return errPickle
 	case !got.Found:
 		return errNoCommit
 	case got.Late:
@@ -139,6 +140,9 @@ func (s *Server) prepareRetrieve(sc *scratch, p [][]byte) error {
 	}
 	s.n.retrievesSubmitted.Add(1)
 	t.Load = true
+	if in.pickle.Load() {
+		return s.retrievePickle(sc, in, t)
+	}
 	if why := s.store.Load(sc.key.RequestID, t, sc.key.Hashes, &sc.place); why != store.None {
 		return fmt.Errorf("%w: %s", errMiss, why)
 	}
@@ -155,6 +159,9 @@ func (s *Server) commitRetrieve(sc *scratch, p [][]byte) error {
 	t.Load = true
 	got := s.store.CommitLoad(t, sc.key.RequestID)
 	switch {
+	case !got.Found && in.pickle.Load(): // it was told no places
+		sc.out = lmcache.AppendBool(sc.out, true)
+		return nil
 	case !got.Found:
 		return errNoCommit
 	case got.Late:

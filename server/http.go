@@ -27,6 +27,8 @@ type counters struct {
 	askedTokens        atomic.Uint64
 	hitTokens          atomic.Uint64
 	earlyExits         atomic.Uint64
+	pickledIn          atomic.Uint64 // bytes
+	pickledOut         atomic.Uint64
 	storesSubmitted    atomic.Uint64
 	storesFinished     atomic.Uint64
 	retrievesSubmitted atomic.Uint64
@@ -179,6 +181,8 @@ func (s *Server) Collect(ch chan<- prometheus.Metric) {
 	count("lmcache_mp_num_finished_retrieves_total", "Retrieves committed.", s.n.retrievesFinished.Load())
 	count("lmcache_mp_num_chunks_loaded_total", "Chunks retrieved.", st.LoadedChunks)
 
+	count("kvasir_pickled_stored_bytes_total", "Bytes of chunks that came through the socket.", s.n.pickledIn.Load())
+	count("kvasir_pickled_retrieved_bytes_total", "Bytes of chunks that left through the socket.", s.n.pickledOut.Load())
 	count("kvasir_checksummed_chunks_total", "Chunks whose checksum was recorded for the next start.", st.SummedChunks)
 	count("kvasir_verified_chunks_total", "Chunks of an earlier server that were equal to their checksums.", st.VerifiedChunks)
 	count("kvasir_corrupt_chunks_total", "Chunks of an earlier server that differed from their checksums: misses.", st.CorruptChunks)

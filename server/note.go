@@ -21,6 +21,7 @@ type savedWorker struct {
 	World  int
 	Layout kv.Layout
 	Pinged bool
+	Pickle bool             `json:",omitempty"` // its chunks pass through the socket
 	KV     *lmcache.KVCache `json:",omitempty"` // of a worker whose KV the server copies
 	Lent   []lent           `json:",omitempty"`
 }
@@ -35,7 +36,7 @@ func (s *Server) save() {
 		if in.refuse != "" {
 			continue
 		}
-		w := savedWorker{ID: in.id, Model: in.model, World: in.world, Layout: in.layout, Pinged: in.pinged.Load()}
+		w := savedWorker{ID: in.id, Model: in.model, World: in.world, Layout: in.layout, Pinged: in.pinged.Load(), Pickle: in.pickle.Load()}
 		if in.driven != nil {
 			w.KV, w.Lent = &in.driven.reg, in.driven.memory.list()
 		}
@@ -71,6 +72,7 @@ func (s *Server) restore() {
 			continue
 		}
 		in.pinged.Store(w.Pinged)
+		in.pickle.Store(w.Pickle)
 		s.registry.add(in)
 	}
 	if st := s.store.Stats(); st.RestoredChunks > 0 || len(n.Workers) > 0 {

@@ -26,7 +26,7 @@ type instance struct {
 
 	lastSeen atomic.Int64 // unix ns
 	pinged   atomic.Bool
-	pickle   atomic.Bool // it could not map the pool
+	pickle   atomic.Bool // it could not map the pool, or was not told of it
 }
 
 // namespace returns where the worker's chunks of one tenant live.
@@ -249,8 +249,14 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 		s.log.Error(fmt.Sprintf("refused worker %d of %s: %v", in.id, in.model, err))
 		return fmt.Errorf("%w: %w", errUnsupported, err)
 	}
+	must := s.mustPickle(sc)
+	in.pickle.Store(must)
 	if err := s.admit(in); err != nil {
 		return err
+	}
+	if must {
+		sc.out = lmcache.Pool{}.Append(sc.out)
+		return nil
 	}
 	sc.out = lmcache.Pool{ShmName: s.store.PoolName(), Bytes: s.store.PoolBytes()}.Append(sc.out)
 	return nil

@@ -42,6 +42,8 @@ type Options struct {
 	RefuseEngine      bool          // workers that copy themselves (engine_driven)
 	SeparateGroups    bool          // an object per kind of attention and chunk, not one for all
 	CopyWorkers       int           // goroutines per copy; default: the processors
+	Pickle            PickleMode    // chunks that pass through the socket; default none
+	PickleBytes       int64         // of such a message; default and limit MaxPickleBytes
 	ShmDir            string        // where workers' segments are; default shm.Dir
 	Logger            *slog.Logger  // default slog.Default()
 	Version           string        // reported over HTTP
@@ -82,6 +84,9 @@ func New(st *store.Store, o Options) *Server {
 	o.DrainTimeout = cmp.Or(o.DrainTimeout, 10*time.Second)
 	o.CopyWorkers = cmp.Or(o.CopyWorkers, runtime.GOMAXPROCS(0))
 	o.Logger = cmp.Or(o.Logger, slog.Default())
+	if o.PickleBytes <= 0 || o.PickleBytes > MaxPickleBytes {
+		o.PickleBytes = MaxPickleBytes
+	}
 	s := &Server{
 		opts: o, store: st, log: o.Logger, started: time.Now(),
 		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes), lending: make(chan struct{}),
@@ -89,7 +94,9 @@ func New(st *store.Store, o Options) *Server {
 	s.registry.init(o.MaxInstances)
 	s.scratch.New = func() any { return new(scratch) }
 	s.restore()
-	s.router = zmtp.NewRouter(s.serve, zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second})
+	ro := zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second}
+	o.routerLimits(&ro)
+	s.router = zmtp.NewRouter(s.serve, ro)
 	return s
 }
 
@@ -185,6 +192,7 @@ func (s *Server) Close() error {
 
 // scratch is what answering one request needs; reused.
 type scratch struct {
+	peer   *zmtp.Peer // who asks; nil in-process
 	key    lmcache.KeyView
 	out    []byte
 	frames [3][]byte
@@ -195,11 +203,19 @@ type scratch struct {
 func (s *Server) serve(p *zmtp.Peer, m zmtp.Message) {
 	sc := s.scratch.Get().(*scratch)
 	defer s.scratch.Put(sc)
+	sc.peer = p
 	reply := s.answer(sc, m)
+	sc.peer = nil
 	if reply == nil {
 		return
 	}
-	if err := p.Send(reply...); err != nil {
+	var err error
+	if len(sc.out) > keepLarge {
+		err = sc.sendLarge(p, reply)
+	} else {
+		err = p.Send(reply...)
+	}
+	if err != nil {
 		s.n.dropped.Add(1)
 	}
 }
@@ -349,6 +365,7 @@ var refusalNames = []struct {
 	{errNoCommit, "no_transfer"},
 	{errReaders, "no_readers"},
 	{errPickle, "pickle"},
+	{errTensors, "tensors"},
 	{errLate, "late_commit"},
 	{errRoom, "no_room"},
 	{store.ErrBusy, "busy"},

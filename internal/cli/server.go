@@ -31,6 +31,8 @@ type serverCmd struct {
 	Align     int64   `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two." default:"4096" group:"Pool"`
 	Cold      bool    `help:"Start empty: discard the pool that an earlier server left." group:"Pool"`
 	Drop      bool    `help:"Remove the pool that an earlier server left, and end." group:"Pool"`
+	Pickle    string  `help:"For workers that cannot map the pool (other hosts, containers with a /dev/shm of their own): their chunks pass through the socket as pickled tensors. on: for them; only: for all, nobody is told of the pool; off: they are declined; auto: on while only this host can connect (--host is a loopback address), else off." default:"auto" enum:"auto,on,only,off" group:"Pool"`
+	PickleMax int64   `name:"pickle-max-mib" help:"Largest message of such a worker, MiB; memory grows as it arrives." default:"4095" group:"Pool"`
 	Populate  int64   `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none: first copies into untouched memory are several times slower." default:"1024" group:"Pool"`
 	Checksum  int64   `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, 0 for none: after a restart a chunk that differs from its checksum is a miss." default:"512" group:"Pool"`
 
@@ -54,6 +56,7 @@ func (serverCmd) Help() string {
   kvasir server --port 5556 --http-port 8081 --l1-size-gb 0.5 --chunk-size 128
   kvasir server --l1-size-gb 100 --cold     (forget what an earlier server kept)
   kvasir server --l1-size-gb 100 --drop     (remove it and end)
+  kvasir server --l1-size-gb 100 --host 10.0.0.5 --pickle on     (engines on other hosts too)
 
 The pool outlives the server: started again with the same flags, it serves what was stored, and
 engines go on without registering again.
@@ -93,10 +96,27 @@ func (c *serverCmd) check() error {
 		return fmt.Errorf("%w: --l1-align-bytes %d is not a power of two from 64 to 2^30", errUsage, c.Align)
 	case !(bytes >= float64(c.Align)) || bytes > 1<<50:
 		return fmt.Errorf("%w: --l1-size-gb %v is outside one alignment (%d bytes) to 2^20 GiB", errUsage, c.L1SizeGB, c.Align)
+	case c.PickleMax < 1 || c.PickleMax > 4095:
+		return fmt.Errorf("%w: --pickle-max-mib %d is outside 1 to 4095", errUsage, c.PickleMax)
 	case c.Populate < 0 || c.Checksum < 0 || min(c.Reap, c.Grace, c.Session, c.Hold, c.Drain) < 0:
 		return fmt.Errorf("%w: negative rate or time", errUsage)
 	}
 	return nil
+}
+
+// pickleMode resolves auto: whoever can reach a loopback address is on this host.
+func (c *serverCmd) pickleMode() server.PickleMode {
+	switch c.Pickle {
+	case "on":
+		return server.PickleOn
+	case "only":
+		return server.PickleOnly
+	case "auto":
+		if ip := net.ParseIP(c.Host); c.Host == "localhost" || ip != nil && ip.IsLoopback() {
+			return server.PickleOn
+		}
+	}
+	return server.PickleOff
 }
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
@@ -134,6 +154,7 @@ func (c *serverCmd) Run(e *env) error {
 	srv := server.New(st, server.Options{
 		ChunkTokens: c.ChunkSize, WorkerReap: orNever(c.Reap), RegistrationGrace: orNever(c.Grace),
 		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
+		Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20,
 		PopulateRate: c.Populate << 20, ChecksumRate: c.Checksum << 20, DrainTimeout: seconds(c.Drain), Logger: e.log, Version: Version(),
 	})
 	err = c.serve(e, srv)

@@ -1,0 +1,199 @@
+package server
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/internal/pickle"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// PickleMode says whose chunks may pass through the socket, as pickled lists of
+// tensors, instead of shared memory.
+type PickleMode uint8
+
+// The modes.
+const (
+	PickleOff  PickleMode = iota // nobody's: a worker that cannot map the pool is declined
+	PickleOn                     // those of workers on other hosts, and of workers that could not map the pool
+	PickleOnly                   // everybody's: shared memory is offered to nobody
+)
+
+// MaxPickleBytes is what the protocol can carry in one message.
+const MaxPickleBytes = 1<<32 - 1
+
+var errTensors = errors.New("pickled tensors do not fit")
+
+// routerLimits makes room for pickled tensors in messages.
+func (o *Options) routerLimits(r *zmtp.RouterOptions) {
+	if o.Pickle == PickleOff {
+		return
+	}
+	const frame, message = 64 << 20, 128 << 20 // without them
+	r.MaxFrameBytes = max(frame, o.PickleBytes+5)
+	r.MaxMessageBytes = r.MaxFrameBytes + message - frame
+}
+
+// mustPickle reports whether the worker that registers with sc is not to be told
+// of the pool. On another host it would not find it, or another server's of the
+// same name.
+func (s *Server) mustPickle(sc *scratch) bool {
+	return s.opts.Pickle == PickleOnly || s.opts.Pickle == PickleOn && sc.peer != nil && !onThisHost(sc.peer.RemoteAddr())
+}
+
+// onThisHost reports whether a peer's address is one of this host's.
+func onThisHost(a net.Addr) bool {
+	tcp, ok := a.(*net.TCPAddr)
+	if !ok || tcp.IP.IsLoopback() {
+		return true
+	}
+	own, err := net.InterfaceAddrs()
+	return err == nil && slices.ContainsFunc(own, func(a net.Addr) bool {
+		n, ok := a.(*net.IPNet)
+		return ok && n.IP.Equal(tcp.IP)
+	})
+}
+
+// pickles says that in sends pickled tensors, once.
+func (s *Server) pickles(in *instance) {
+	if in.pickle.Swap(true) {
+		return
+	}
+	if s.opts.Pickle == PickleOff {
+		s.log.Warn(fmt.Sprintf("worker %d of %s cannot map /dev/shm/%s and sends pickled tensors, which this server does not read: "+
+			"run it on the same host as the same user (containers: share /dev/shm, for example --ipc=host), or start the server with --pickle on",
+			in.id, in.model, s.store.PoolName()))
+		return
+	}
+	s.log.Info(fmt.Sprintf("worker %d of %s does not map /dev/shm/%s: its chunks pass through the socket", in.id, in.model, s.store.PoolName()))
+	s.save()
+}
+
+// pickleGroup gives t the one object group that a copy of this process needs.
+func (s *Server) pickleGroup(in *instance, t *store.Transfer) (err error) {
+	t.Shard.Groups, err = store.NewGroups(s.opts.ChunkTokens, []store.Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: in.bytes}})
+	return err
+}
+
+// commitPickle answers a commit_store that carries the chunks of [start, end).
+// They are visible before the reply is sent.
+func (s *Server) commitPickle(sc *scratch, in *instance, t store.Transfer, data []byte) error {
+	s.pickles(in)
+	// Of a worker that was offered the pool and took places there.
+	s.store.CommitStore(t, sc.key.RequestID, sc.key.Hashes, false)
+	if s.opts.Pickle == PickleOff {
+		return errPickle
+	}
+	if s.draining.Load() {
+		return errDraining
+	}
+	if _, err := s.registry.get(in.id); err != nil {
+		return errLate
+	}
+	tensors, err := s.tensorsOf(in, t, data)
+	if err == nil {
+		err = s.pickleGroup(in, &t)
+	}
+	if err != nil {
+		return err
+	}
+	cp, got, err := s.store.Stage(t, sc.key.RequestID, sc.key.Hashes, func(int, int) bool { return false })
+	if err != nil {
+		return err
+	}
+	if got.NoRoom > 0 {
+		err = noRoom(got.NoRoom, t, in.bytes)
+		if cp == nil {
+			return err
+		}
+		s.refuse(lmcache.OpCommitStore, err)
+	}
+	if cp != nil {
+		for _, part := range cp.Parts {
+			copy(part.Bytes, tensors[part.Chunk].Data)
+		}
+		if cp.Done(sc.key.Hashes, true).Late {
+			return errLate
+		}
+		s.n.pickledIn.Add(uint64(len(cp.Parts)) * uint64(in.bytes))
+		s.sayCopied("stored", cp, sc)
+	}
+	s.n.storesFinished.Add(1)
+	sc.out = lmcache.AppendBool(sc.out, true)
+	return nil
+}
+
+// tensorsOf reads one tensor for each chunk of t, all of the worker's layout.
+func (s *Server) tensorsOf(in *instance, t store.Transfer, data []byte) ([]pickle.Tensor, error) {
+	if int64(len(data)) > s.opts.PickleBytes {
+		return nil, fmt.Errorf("%w: %s; --pickle-max-mib allows %s", errTensors, kv.FormatBytes(int64(len(data))), kv.FormatBytes(s.opts.PickleBytes))
+	}
+	tensors, err := pickle.Read(data, t.To-t.From)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errTensors, err)
+	}
+	if len(tensors) != t.To-t.From {
+		return nil, fmt.Errorf("%w: %d for %d chunks", errTensors, len(tensors), t.To-t.From)
+	}
+	for i, x := range tensors {
+		if x.DType != in.layout.DType || !slices.Equal(x.Shape, in.layout.Shape()) || int64(len(x.Data)) != in.bytes {
+			return nil, fmt.Errorf("%w: tensor %d is %v %s, registered is %v %s", errTensors, i, x.Shape, x.DType, in.layout.Shape(), in.layout.DType)
+		}
+	}
+	return tensors, nil
+}
+
+// retrievePickle answers prepare_retrieve with the chunks themselves. The
+// commit_retrieve that follows has nothing left to end.
+func (s *Server) retrievePickle(sc *scratch, in *instance, t store.Transfer) error {
+	if s.opts.Pickle == PickleOff {
+		return errPickle
+	}
+	layout, ok := pickle.NewLayout(in.layout.DType, in.layout.Shape())
+	if !ok || int64(layout.Bytes()) != in.bytes {
+		return fmt.Errorf("%w: chunks of %v %s", errTensors, in.layout.Shape(), in.layout.DType)
+	}
+	n := t.To - t.From
+	// A quotient, since the product might not fit.
+	if whole := int64(layout.Bytes() + pickle.Overhead); int64(n) > (s.opts.PickleBytes-pickle.Overhead)/whole {
+		return fmt.Errorf("%w: %d chunks of %s in one message; --pickle-max-mib allows %s", errTensors, n, kv.FormatBytes(in.bytes), kv.FormatBytes(s.opts.PickleBytes))
+	}
+	if err := s.pickleGroup(in, &t); err != nil {
+		return err
+	}
+	cp, why := s.store.Fetch(sc.key.RequestID, t, sc.key.Hashes)
+	if why != store.None {
+		return fmt.Errorf("%w: %s", errMiss, why)
+	}
+	byChunk := make([][]byte, n)
+	for _, part := range cp.Parts {
+		byChunk[part.Chunk] = part.Bytes
+	}
+	sc.out = slices.Grow(sc.out, n*(layout.Bytes()+pickle.Overhead)+pickle.Overhead)
+	sc.out = lmcache.AppendPickled(sc.out, func(b []byte) []byte {
+		return layout.Append(b, n, func(i int, dst []byte) { copy(dst, byChunk[i]) })
+	})
+	if cp.Done(sc.key.Hashes, true).Late {
+		return errLate
+	}
+	s.n.pickledOut.Add(uint64(n) * uint64(in.bytes))
+	s.n.retrievesFinished.Add(1)
+	s.sayCopied("retrieved", cp, sc)
+	return nil
+}
+
+// keepLarge is the largest reply whose memory is kept for the next one.
+const keepLarge = 1 << 20
+
+// sendLarge sends a reply without copying its result: the memory goes with it.
+func (sc *scratch) sendLarge(p *zmtp.Peer, reply [][]byte) error {
+	own := [][]byte{slices.Clone(reply[0]), slices.Clone(reply[1]), reply[2]} // the first two are the request's
+	sc.out, sc.frames = nil, [3][]byte{}
+	return p.SendOwned(own...)
+}
