@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"github.com/zeebo/xxh3"
+	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
@@ -233,7 +234,10 @@ func (r *Relay) allocLocked(n int64) (off, size int64, err error) {
 // load pulls the transfer from P into k.
 func (f *front) load(k *kept, pull *mooncake.Pull) {
 	r := f.r
-	err := r.memory.Populate(k.off, k.n) // a full /dev/shm fails here, and not with SIGBUS
+	err := r.memory.Populate(k.off, k.n, true) // a full /dev/shm fails here, and not with SIGBUS
+	if errors.Is(err, unix.EINVAL) {
+		err = nil // a kernel before 5.14
+	}
 	if err == nil {
 		err = f.loadFrom(k, pull)
 	}
