@@ -16,8 +16,15 @@ import (
 // bootstrapServer starts the command and waits until it serves.
 func bootstrapServer(t *testing.T, args ...string) (base string, stop func() string) {
 	t.Helper()
+	return webServer(t, "serving the Mooncake bootstrap registry", append([]string{"bootstrap"}, args...)...)
+}
+
+// webServer starts a command that takes --host and --port and waits until it says
+// that it is ready. stop ends it with SIGTERM and returns what it logged.
+func webServer(t *testing.T, ready string, args ...string) (base string, stop func() string) {
+	t.Helper()
 	port := freePort(t)
-	c := command(append([]string{"bootstrap", "--host", "127.0.0.1", "--port", fmt.Sprint(port)}, args...)...)
+	c := command(append(args, "--host", "127.0.0.1", "--port", fmt.Sprint(port))...)
 	stderr, err := c.StderrPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -35,7 +42,7 @@ func bootstrapServer(t *testing.T, args ...string) (base string, stop func() str
 	})
 	out := bufio.NewReader(stderr)
 	log := ""
-	for !strings.Contains(log, "serving the Mooncake bootstrap registry") {
+	for !strings.Contains(log, ready) {
 		line, err := out.ReadString('\n')
 		if log += line; err != nil {
 			t.Fatalf("it ended:\n%s", log)
