@@ -12,10 +12,11 @@ import (
 // directory is one encoded answer of GET /query. It does not change, so requests
 // read it without a lock.
 type directory struct {
-	version uint64 // of the registry when it was encoded
-	stale   bool   // encoded from nothing
-	gen     uint64 // grows when body changes
-	body    []byte
+	version uint64   // of the registry when it was encoded
+	stale   bool     // encoded from nothing
+	gen     uint64   // grows when body changes
+	body    []byte   // the end of room
+	room    []byte   // headRoom bytes, then body: for the head of a whole answer
 	length  []string // header values, ready for http.Header
 	genText []string
 	engines []shown
@@ -47,9 +48,9 @@ func (r *Registry) encodeLocked() *directory {
 	if old.version == r.mu.version && !old.stale {
 		return old
 	}
-	d := &directory{version: r.mu.version, gen: old.gen, changed: old.changed, body: make([]byte, 0, len(old.body)+256)}
+	d := &directory{version: r.mu.version, gen: old.gen, changed: old.changed, room: make([]byte, headRoom, headRoom+len(old.body)+256)}
 	now := time.Now()
-	d.body = append(d.body, '{')
+	d.room = append(d.room, '{')
 	for _, e := range r.mu.engines {
 		ok, why := e.shown(now, r.o.TP, r.o.PP)
 		if !ok {
@@ -57,25 +58,25 @@ func (r *Registry) encodeLocked() *directory {
 			continue
 		}
 		if len(d.engines) > 0 {
-			d.body = append(d.body, ',')
+			d.room = append(d.room, ',')
 		}
-		d.body = e.appendJSON(d.body)
+		d.room = e.appendJSON(d.room)
 		s := shown{id: e.id, dp: e.dp, tp: len(e.rows), ppMin: len(e.rows[0].workers)}
 		for _, row := range e.rows {
 			s.ppMin, s.ppMax = min(s.ppMin, len(row.workers)), max(s.ppMax, len(row.workers))
 		}
 		d.engines = append(d.engines, s)
 	}
-	d.body = append(d.body, '}')
-	if !old.stale && bytes.Equal(d.body, old.body) && len(d.hidden) == len(old.hidden) {
-		d.body = old.body
-	} else {
+	d.room = append(d.room, '}')
+	d.body = d.room[headRoom:]
+	if old.stale || !bytes.Equal(d.body, old.body) || len(d.hidden) != len(old.hidden) {
 		d.gen++
 		d.changed = make(chan struct{})
 		defer close(old.changed)
 	}
 	d.length = []string{strconv.Itoa(len(d.body))}
 	d.genText = []string{strconv.FormatUint(d.gen, 10)}
+	r.ready.Store(&response{d, now.Unix(), d.answer(d.room, now)})
 	r.body.Store(d)
 	return d
 }

@@ -30,8 +30,9 @@ type engine struct {
 	dp             int
 	rows           []*row // in the order in which TP ranks came, as Python's dict
 	byRank         map[ranks]*worker
-	tpSize, ppSize int // as its workers stated; 0: they did not
-	changes        int // workers added and removed
+	tpSize, ppSize int    // as its workers stated; 0: they did not
+	changes        int    // workers added and removed
+	json           []byte // as GET /query shows it; nil after a change
 
 	// missing holds ranks without which the engine is not shown. true: this very
 	// engine had them (lease ended, unregistered), so it waits for ever. false: the
@@ -55,6 +56,7 @@ func (e *engine) row(tp int) *row {
 
 func (e *engine) add(w *worker) {
 	e.changes++
+	e.json = nil
 	r := e.row(w.tp)
 	if r == nil {
 		r = &row{tp: w.tp}
@@ -68,6 +70,7 @@ func (e *engine) add(w *worker) {
 // remove takes a worker out; its place stays missing.
 func (e *engine) remove(at ranks) {
 	e.changes++
+	e.json = nil
 	delete(e.byRank, at)
 	e.missing[at] = true
 	rows := e.rows[:0]
@@ -130,6 +133,13 @@ func (e *engine) shown(now time.Time, tpMin, ppMin int) (bool, string) {
 
 // appendJSON appends the engine as GET /query shows it: "0":{"engine_id":…}.
 func (e *engine) appendJSON(b []byte) []byte {
+	if e.json == nil {
+		e.json = e.encode(make([]byte, 0, 64+len(e.id)+48*len(e.byRank)))
+	}
+	return append(b, e.json...)
+}
+
+func (e *engine) encode(b []byte) []byte {
 	b = append(appendKey(b, e.dp), `{"engine_id":`...)
 	b = append(appendString(b, e.id), `,"worker_addr":{`...)
 	for i, r := range e.rows {

@@ -287,16 +287,26 @@ func (r *Registry) response() []byte {
 	if old := r.ready.Load(); old != nil && old.d == d && old.second == now.Unix() {
 		return old.bytes
 	}
-	b := make([]byte, 0, len(d.body)+200)
+	b := d.answer(append(make([]byte, headRoom, len(d.room)), d.body...), now)
+	r.ready.Store(&response{d, now.Unix(), b})
+	return b
+}
+
+// headRoom is enough for the head of any answer to GET /query.
+const headRoom = 256
+
+// answer puts the head of this second before the body in room, which nobody else
+// reads yet, and returns both.
+func (d *directory) answer(room []byte, now time.Time) []byte {
+	b := make([]byte, 0, headRoom)
 	b = append(b, "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"+GenerationHeader+": "...)
 	b = strconv.AppendUint(b, d.gen, 10)
 	b = append(b, "\r\nDate: "...)
 	b = now.UTC().AppendFormat(b, http.TimeFormat)
 	b = append(b, "\r\nContent-Length: "...)
 	b = strconv.AppendInt(b, int64(len(d.body)), 10)
-	b = append(append(b, "\r\n\r\n"...), d.body...)
-	r.ready.Store(&response{d, now.Unix(), b})
-	return b
+	b = append(b, "\r\n\r\n"...)
+	return room[headRoom-copy(room[headRoom-len(b):], b):]
 }
 
 // handover is the listener through which net/http gets connections.
