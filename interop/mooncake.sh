@@ -18,7 +18,7 @@ start() {
 	local name=$1 pid port
 	shift
 	port=$(free_port) url=http://127.0.0.1:$port
-	bin/kvasir "$@" --host 127.0.0.1 --port "$port" >"$work/$name.log" 2>&1 &
+	bin/kvasir "$@" --port "$port" >"$work/$name.log" 2>&1 &
 	pid=$!
 	servers="$servers $pid"
 	for _ in $(seq 100); do
@@ -55,7 +55,7 @@ for part in ${PD:-qwen2 gemma3 relay both}; do
 	qwen2 | gemma3)
 		echo "== vLLM P and D, $part, registry kvasir bootstrap, P killed and started again"
 		"$python" interop/vllm/make_model.py "$work/$part" --kind "$part" >/dev/null
-		start "bootstrap-$part" bootstrap --state "$work/$part.state"
+		start "bootstrap-$part" bootstrap --host 127.0.0.1 --state "$work/$part.state"
 		pd "$part" --model "$work/$part" --bootstrap "$url" --restart-p
 		grep -E "registered|replaced|refused" "$work/bootstrap-$part.log"
 		;;

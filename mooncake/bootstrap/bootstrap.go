@@ -9,7 +9,7 @@
 // docs/bootstrap.md and at type Registry.
 //
 // Wire: vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_utils.py,
-// 0.31 to 0.33, with FastAPI and pydantic 2; testdata/ has 1,400 recorded answers.
+// 0.31 to 0.33, with FastAPI and pydantic 2; testdata/ has 4,547 recorded answers.
 package bootstrap
 
 import (
