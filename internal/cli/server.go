@@ -54,6 +54,7 @@ func (serverCmd) Help() string {
 	return `Examples:
   kvasir server --l1-size-gb 100
   kvasir server --port 5556 --http-port 8081 --l1-size-gb 0.5 --chunk-size 128
+  kvasir server --l1-size-gb 100 --separate-object-groups    (hybrid models, lmcache_driven)
   kvasir server --l1-size-gb 100 --cold     (forget what an earlier server kept)
   kvasir server --l1-size-gb 100 --drop     (remove it and end)
   kvasir server --l1-size-gb 100 --host 10.0.0.5 --pickle on     (engines on other hosts too)
@@ -64,6 +65,9 @@ engines go on without registering again.
 Then start vLLM on the same host, as the same user:
   vllm serve MODEL --kv-transfer-config '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",
     "kv_connector_extra_config":{"lmcache.mp.mp_transfer_mode":"engine_driven"}}'
+
+Models with sliding windows or recurrent layers need mp_transfer_mode=lmcache_driven, in which the
+server copies; it can do so for CPU engines. After a restart chunks are compared with their checksums.
 
 The flags of "lmcache server" are accepted; those that mean nothing here are named in one warning.`
 }
