@@ -32,7 +32,7 @@ import (
 //	 72  8  started, unix ns     96  8  use stamp: a larger one was used later
 //	 80  8  records ever used   104  8  xxh3 of the chunk
 //	                            112  8  2^32 + the generation that the xxh3 is of; else there is none
-//	                            120  8  zero
+//	                            120  8  unix ns of the first start that found it held, 0 for none
 //
 // Order makes it safe to be killed anywhere. The header is written last when a
 // pool is made; a zero magic is a pool that never was. A record's bytes are
@@ -149,6 +149,7 @@ func (r record) write(k *Key, off, n int64) {
 	le.PutUint32(r.b[72:], uint32(k.Rank))
 	le.PutUint32(r.b[76:], k.Group)
 	le.PutUint32(r.b[92:], crc32.Checksum(r.b[8:92], castagnoli))
+	r.heldAnew()
 }
 
 func (r record) key() (k Key) {
@@ -159,6 +160,20 @@ func (r record) key() (k Key) {
 	k.Group = le.Uint32(r.b[76:])
 	return k
 }
+
+// heldSince returns when a start first found the slot held by a worker of before,
+// now if that was never noted: quarantines end however often the server restarts.
+func (r record) heldSince(now time.Time) time.Time {
+	le := binary.LittleEndian
+	if at := int64(le.Uint64(r.b[120:])); at > 0 && at <= now.UnixNano() {
+		return time.Unix(0, at)
+	}
+	le.PutUint64(r.b[120:], uint64(now.UnixNano()))
+	return now
+}
+
+// heldAnew forgets that: somebody else may touch the slot from now on.
+func (r record) heldAnew() { clear(r.b[120:128]) }
 
 // intact reports whether the record's bytes are what write left.
 func (r record) intact() bool {

@@ -21,7 +21,13 @@ const NoteSuffix = ".workers"
 // Restored is what an earlier server left in the pool.
 type Restored struct {
 	Resident []Slot // committed chunks, the least recently used first
-	Held     []Slot // slots that a worker may still touch, one hold each: some are resident, the others have no key
+	Held     []Held // slots that a worker may still touch, one hold each: some are resident, the others have no key
+}
+
+// Held is a slot that a worker of an earlier server may still touch.
+type Held struct {
+	Slot  Slot
+	Since time.Time // of the first start that found it so
 }
 
 // Open opens the pool of o.Name and locks it: the one an earlier server left,
@@ -162,6 +168,7 @@ func (p *Pool) restore() error {
 		return fmt.Errorf("%w: %d records used of %d", ErrIndex, used, p.records)
 	}
 	p.used, p.backed = int(used), int(used)
+	now := time.Now()
 	for i := range p.used {
 		s := Slot(i)
 		r := p.record(s)
@@ -186,7 +193,7 @@ func (p *Pool) restore() error {
 			p.restored.Resident = append(p.restored.Resident, s)
 		}
 		if state == Condemned || holds > 0 {
-			p.restored.Held = append(p.restored.Held, s)
+			p.restored.Held = append(p.restored.Held, Held{s, r.heldSince(now)})
 			holds = 1
 		}
 		r.set(state, holds)

@@ -197,6 +197,7 @@ func (p *Pool) Hold(s Slot) {
 	if r.state() == Free || r.holds() >= 0xffffff {
 		panic(fmt.Sprintf("BUG: pool: hold on slot %d in state %d with %d holds", s, r.state(), r.holds()))
 	}
+	r.heldAnew()
 	r.setHolds(r.holds() + 1)
 }
 

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"testing"
+	"time"
 
 	"pgregory.net/rapid"
 
@@ -71,7 +72,8 @@ func check(t *rapid.T, where string, p *Pool, want truth) {
 		}
 	}
 	held := map[Slot]bool{}
-	for _, s := range found.Held {
+	for _, h := range found.Held {
+		s := h.Slot
 		held[s] = true
 		if p.Holds(s) != 1 {
 			t.Fatalf("%s: slot %d has %d holds", where, s, p.Holds(s))
@@ -241,6 +243,49 @@ func TestUseOrderSurvives(t *testing.T) {
 	if got := p.Restored().Resident; !slices.Equal(got, want) {
 		t.Fatalf("order %v, want %v", got, want)
 	}
+}
+
+// The quarantine of a slot counts from the first start that found it held, unless
+// somebody else took a hold since.
+func TestHeldSince(t *testing.T) {
+	o := Options{Name: "p", Bytes: 4 * 4096, Dir: t.TempDir()}
+	p, err := Open(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var slots []Slot
+	for i := range 2 {
+		s, err := p.Reserve(&Key{Chunk: kv.Hash{byte(i)}}, 4096)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.Commit(s)
+		p.Hold(s)
+		slots = append(slots, s)
+	}
+	since := func() (at [2]time.Time) {
+		t.Helper()
+		if err := p.Close(); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Millisecond)
+		if p, err = Open(o); err != nil {
+			t.Fatal(err)
+		}
+		for _, h := range p.Restored().Held {
+			at[h.Slot] = h.Since.Round(0)
+		}
+		return at
+	}
+	first := since()
+	if second := since(); second != first || first[0].IsZero() || first[1].IsZero() {
+		t.Errorf("held since %v, after another start since %v", first, second)
+	}
+	p.Hold(slots[1])
+	if third := since(); !third[0].Equal(first[0]) || !third[1].After(first[1]) {
+		t.Errorf("held since %v, one of them anew: %v", first, third)
+	}
+	p.Close()
 }
 
 // Damage is refused, not served.

@@ -2,6 +2,7 @@ package server_test
 
 import (
 	"bufio"
+	"context"
 	"errors"
 	"os"
 	"os/exec"
@@ -166,4 +167,65 @@ func TestSweepAfterRestart(t *testing.T) {
 	if _, err := os.Stat(filepath.Join(dir, name)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("a dead engine's memory stays: %v\n%s", err, n.log.String())
 	}
+}
+
+// Checksums are made and compared by the running server: a chunk that something
+// changed while no server ran is a miss, counted and said; the others are served.
+func TestChecksumsInTheBackground(t *testing.T) {
+	dir := t.TempDir()
+	prompt := tokens(4*drivenChunk, 7)
+	life := func(f func(n *drivenNode)) {
+		n := startDriven(t, dir, "pool", server.Options{ChecksumRate: 1 << 40, PopulateRate: 1 << 40})
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			n.Run(ctx)
+		}()
+		f(n)
+		cancel()
+		<-ended
+		n.stop()
+	}
+	until := func(what string, f func() bool) {
+		t.Helper()
+		for deadline := time.Now().Add(20 * time.Second); !f(); time.Sleep(2 * time.Millisecond) {
+			if time.Now().After(deadline) {
+				t.Fatalf("%s: never came", what)
+			}
+		}
+	}
+	var e *engine
+	life(func(n *drivenNode) {
+		e = n.newEngine()
+		e.register()
+		e.tint(6)
+		if got := e.storeBlocks(prompt, 0, 128, span(1, 8)); got != done {
+			t.Fatal(got)
+		}
+		until("checksums", func() bool { return n.store.Stats().SummedChunks == 4 })
+	})
+	seg, err := shm.Attach(filepath.Join(dir, "pool"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer seg.Close()
+	seg.Bytes(2*4096, 1)[0] ^= 1 // the third chunk
+	life(func(n *drivenNode) {
+		e.drivenNode = n
+		if hit := e.lookup(prompt, "r"); hit != 2 {
+			t.Errorf("hit %d, want 2", hit)
+		}
+		before := [][]byte{slices.Clone(e.layers[0]), slices.Clone(e.layers[1])}
+		if got := e.retrieve(prompt, 0, 64, 0, "r", span(20, 4)); got != done {
+			t.Fatal(got)
+		}
+		old := *e
+		old.layers = before
+		e.expect(before, &old, map[int][]int{0: span(20, 4), 1: span(20, 4)}, 0, map[int]int{0: 1, 1: 1})
+		until("the line", func() bool { return strings.Contains(n.log.String(), "differed from their checksums") })
+		if st := n.store.Stats(); st.CorruptChunks != 1 || st.Resident != 3 {
+			t.Errorf("%+v", st)
+		}
+	})
 }

@@ -38,7 +38,7 @@ func startDriven(t testing.TB, dir, poolName string, o server.Options) *drivenNo
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &drivenNode{t: t, store: store.New(p, store.Options{}), dir: dir, log: new(logBuffer)}
+	n := &drivenNode{t: t, store: store.New(p, store.Options{Checksums: true, SumAfter: -1}), dir: dir, log: new(logBuffer)}
 	o.ChunkTokens, o.ShmDir, o.Logger = drivenChunk, dir, slog.New(slog.NewTextHandler(n.log, nil))
 	n.Server = server.New(n.store, o)
 	return n

@@ -82,11 +82,14 @@ func (s *Store) restoreLocked() {
 			s.suspectLocked(slot)
 		}
 	}
-	if len(r.Held) > 0 {
-		s.holdLocked(Transfer{}, nil, r.Held)
-		for h := range s.mu.holds.byInstance[0] {
-			h.orphan = true
-		}
+	byAge := map[time.Time][]pool.Slot{} // few: one for each start
+	for _, h := range r.Held {
+		byAge[h.Since] = append(byAge[h.Since], h.Slot)
+	}
+	for since, slots := range byAge {
+		h := s.holdLocked(Transfer{}, nil, slots)
+		h.deadline = since.Add(s.opts.Quarantine)
+		h.orphan = true
 		s.mu.holds.orphans++
 	}
 	s.mu.n.RestoredChunks = uint64(len(r.Resident))

@@ -269,3 +269,31 @@ func BenchmarkLookup(b *testing.B) {
 		s.store.EndSession(session)
 	}
 }
+
+// Memory in quarantine comes back in time however often the server restarts.
+func TestQuarantineOverRestarts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newSumBench(t, 4)
+		defer func() { b.stop() }()
+		h := prompt(1, 3)
+		var p store.Place
+		if _, err := b.store.Reserve(transfer(7, h, 0, 3, false), []byte("r"), h, chunkBytes, &p); err != nil {
+			t.Fatal(err)
+		}
+		free := func() int64 { return b.store.Stats().FreeBytes / chunkBytes }
+		for range 3 {
+			b.restart(t, 4)
+			time.Sleep(quarantine/3 - time.Second)
+			b.store.Expire()
+			if free() != 1 {
+				t.Fatalf("%d chunks free during the quarantine", free())
+			}
+		}
+		b.restart(t, 4)
+		time.Sleep(4 * time.Second)
+		b.store.Expire()
+		if free() != 4 {
+			t.Errorf("%d chunks free, want 4", free())
+		}
+	})
+}
