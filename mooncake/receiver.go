@@ -196,9 +196,13 @@ func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
 	return r, nil
 }
 
-// Apply starts the pulls that the scheduler has decided in one step. An error
+// Apply starts the pulls that the scheduler has decided in one step, and aborts
+// those of requests that have ended. An error
 // concerns pulls that could not be started at all; the others are.
 func (r *Receiver) Apply(m *Metadata) error {
+	for _, id := range m.Aborted {
+		r.Abort(id)
+	}
 	bySource := make(map[Source]map[string]Wanted)
 	for _, p := range m.Pulls {
 		from := Source{EngineID: p.EngineID, Bootstrap: p.BootstrapAddr, Host: p.Host, Port: p.Port}

@@ -96,6 +96,7 @@ type Scheduler struct {
 	lastToken bool             // is left to D
 
 	recv, send queue            // for the next Build
+	aborted    []string         // pulls, likewise
 	dropped    map[string]bool  // not processed, likewise
 	owners     map[string]owner // by transfer id: what is to be sent; not in a Faithful one
 	receiving  map[string]*transferState

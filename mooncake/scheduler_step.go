@@ -11,6 +11,10 @@ type Metadata struct {
 	Pulls []PullMeta // D
 	Sends []SendMeta // P
 
+	// Aborted are requests that ended during their pull, which D's workers may
+	// give up; they report it in any case. A Faithful Scheduler has none.
+	Aborted []string
+
 	// NotProcessed are transfers that P will not send: transfer ids, in V1
 	// request ids (never those of a Faithful Scheduler). They may be unknown to
 	// the workers. Sorted; Sends come before them.
@@ -122,6 +126,7 @@ func (s *Scheduler) Build() (*Metadata, error) {
 			s.started(&m.Pulls[i])
 		}
 		s.recv.clear()
+		m.Aborted, s.aborted = s.aborted, nil
 	}
 	if s.o.Role != Consumer {
 		for _, p := range s.send.list {
@@ -203,6 +208,7 @@ func (s *Scheduler) fenced(r *Request) bool {
 	if t := s.receiving[r.ID]; t != nil {
 		if !t.finished {
 			t.finished = true
+			s.aborted = append(s.aborted, r.ID)
 			s.n.fenced.Add(1)
 		}
 		return true

@@ -151,7 +151,7 @@ func TestAbortedPull(t *testing.T) {
 	if err != nil || !f.KeepBlocks {
 		t.Fatalf("%+v, %v", f, err)
 	}
-	if m := build(t, s); len(m.Sends) > 0 || fmt.Sprint(m.NotProcessed) != "[x]" {
+	if m := build(t, s); len(m.Sends) > 0 || fmt.Sprint(m.NotProcessed, m.Aborted) != "[x] [r]" {
 		t.Fatalf("%+v", m)
 	}
 	again := request("r", 40, mooncake.RemotePrefill("http://p:1", "e", "y"))
