@@ -4,15 +4,15 @@
 //
 // It has both halves of the connector. [Scheduler] decides, in the scheduler's
 // process, what a request pulls and which blocks outlive it. A worker holds the
-// KV memory: [Producer] answers pulls and pushes, [Consumer] pulls; an engine with
+// KV memory: [Sender] answers pulls and pushes, [Receiver] pulls; an engine with
 // the role kv_both has both over one transfer target.
 //
 //	D                                    P
-//	Scheduler.Allocated → Meta.Recv      Scheduler.Finished → Meta.Send
-//	Consumer ── GET /query ──> bootstrap <── POST /register ── Producer
-//	Consumer ── pull {bases, block ids} ──> Producer: align, plan
-//	region  <══ transfer.Write ══════════ Producer
-//	Consumer <── {FINISH, ok, failed} ─── Producer
+//	Scheduler.Allocated → Metadata.Pulls  Scheduler.Finish → Metadata.Sends
+//	Receiver ── GET /query ──> bootstrap <── POST /register ── Sender
+//	Receiver ── pull {bases, block ids} ──> Sender: align, plan
+//	region  <══ transfer.Write ══════════ Sender
+//	Receiver <── {FINISH, ok, failed} ─── Sender
 //
 // Two dialects exist. V1 is the connector of vLLM 0.13 to 0.15, V2 that of 0.16 to
 // 0.33, which grew; Release names a point of it. Facts are from those releases;
