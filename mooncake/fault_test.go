@@ -612,6 +612,24 @@ func TestRequestsDoNotFit(t *testing.T) {
 	if err := x.receiver.Start(x.from, map[string]Wanted{"g": {"z", [][]int{{32}}}}); !errors.Is(err, ErrRange) {
 		t.Fatal(err)
 	}
+	x.receiver.Results()
+	x.sender.Offer("r2", "u", [][]int{{4}})
+	err = x.receiver.Apply(&Metadata{Pulls: []PullMeta{ // one bad request keeps no other from its KV
+		{RequestID: "bad", TransferID: "v", Blocks: [][]int{{99}}, EngineID: x.from.EngineID, BootstrapAddr: x.from.Bootstrap},
+		{RequestID: "good", TransferID: "u", Blocks: [][]int{{6}}, EngineID: x.from.EngineID, BootstrapAddr: x.from.Bootstrap},
+	}})
+	if !errors.Is(err, ErrRange) || !strings.Contains(err.Error(), "bad") {
+		t.Fatal(err)
+	}
+	var settled []string
+	eventually(t, "both settle", func() bool {
+		r := x.receiver.Results()
+		settled = append(settled, r.Received...)
+		return len(settled) == 2 && (len(r.Failed) == 0 || errors.Is(r.Failed["bad"], ErrRange))
+	})
+	if !bytes.Equal(block(x.d, 0, 6), block(x.p, 0, 4)) {
+		t.Fatal("wrong bytes")
+	}
 	x.sender.Offer("r", "w", [][]int{{1 << 20}}) // P's own mistake
 	if err := x.pull(t, "h", "w", []int{1}); !errors.Is(err, ErrPeer) || !strings.Contains(err.Error(), "Mooncake transfer engine returned -1") {
 		t.Fatal(err)

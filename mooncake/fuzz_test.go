@@ -61,7 +61,9 @@ func FuzzPull(f *testing.F) {
 
 func FuzzReply(f *testing.F) {
 	for _, y := range []Reply{
-		{}, {Status: StatusError, Message: "no"}, {Status: StatusContinue, OK: []string{"a"}, Failed: []string{}, LayoutID: 9},
+		{},
+		{Status: StatusError, Message: "no"},
+		{Status: StatusContinue, OK: []string{"a"}, Failed: []string{}, LayoutID: 9},
 		{Status: StatusContinue, Kvasir: true, Unknown: []string{"a"}, Known: []string{"b"}},
 	} {
 		f.Add(AppendReply(nil, &y))

@@ -1,9 +1,6 @@
 package mooncake
 
-import (
-	"errors"
-	"slices"
-)
+import "slices"
 
 // GroupKind says what the blocks of a KV cache group are.
 type GroupKind int
@@ -72,10 +69,15 @@ var (
 	errDestSlice   = &LayoutError{"Destination transfer region exceeds remote KV block size."}
 )
 
-// Errors of one request. The texts are vLLM's.
-var (
-	errGroupCount = errors.New("KV group count mismatch")
-	errFewBlocks  = errors.New("P num blocks less than D")
+// requestError is why one request of a pull fails, in vLLM's words.
+type requestError string
+
+func (e requestError) Error() string { return string(e) }
+
+const (
+	errGroupCount requestError = "KV group count mismatch"
+	errFewBlocks  requestError = "P num blocks less than D"
+	errGivenUp    requestError = "P gave the request up" // ours
 )
 
 func newPushPlan(pairs []regionPair, p, d Peer, replicated bool, heads int, kinds []GroupKind, perUnit int) (*PushPlan, error) {

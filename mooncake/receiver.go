@@ -219,7 +219,9 @@ func (r *Receiver) Apply(m *Metadata) error {
 }
 
 // Start begins to pull requests from one P engine; Results tells how it went. A
-// request without blocks only tells P to free its own, and has no result.
+// request without blocks only tells P to free its own, and has no result. The error
+// names the requests that cannot be pulled; the others are. Results has them, too,
+// but for those that are being pulled already.
 func (r *Receiver) Start(from Source, wanted map[string]Wanted) error {
 	_, err := r.start(from, wanted)
 	return err
@@ -231,6 +233,9 @@ func (r *Receiver) Start(from Source, wanted map[string]Wanted) error {
 func (r *Receiver) Pull(ctx context.Context, from Source, wanted map[string]Wanted) (map[string]error, error) {
 	list, err := r.start(from, wanted)
 	if err != nil {
+		for _, q := range list {
+			r.Abort(q.id)
+		}
 		return nil, err
 	}
 	failed := make(map[string]error)
@@ -251,30 +256,30 @@ func (r *Receiver) Pull(ctx context.Context, from Source, wanted map[string]Want
 }
 
 // start registers the requests and pulls them in the background.
-func (r *Receiver) start(from Source, wanted map[string]Wanted) ([]*receiving, error) {
-	list := make([]*receiving, 0, len(wanted))
+func (r *Receiver) start(from Source, wanted map[string]Wanted) (list []*receiving, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.mu.closed {
 		return nil, errReceiverClosed
 	}
 	for id, w := range wanted {
-		if r.mu.active[id] != nil {
-			return nil, refusef(CodeBusy, "request %s is being pulled already", id)
-		}
-		if err := r.checkBlocks(w.Blocks); err != nil {
-			return nil, err
-		}
-	}
-	for id, w := range wanted {
 		q := &receiving{id: id, want: w, done: make(chan struct{})}
+		if r.mu.active[id] != nil {
+			err = errors.Join(err, refusef(CodeBusy, "request %s is being pulled already", id))
+			continue
+		}
+		if q.err = r.checkBlocks(w.Blocks); q.err != nil {
+			err = errors.Join(err, fmt.Errorf("request %s: %w", id, q.err))
+			r.reportLocked(q)
+			continue
+		}
 		r.mu.active[id] = q
 		list = append(list, q)
 	}
 	if len(list) > 0 {
 		r.wg.Go(func() { r.run(from, list) })
 	}
-	return list, nil
+	return list, err
 }
 
 // checkBlocks refuses ids that lie outside the memory, before a peer hears of them.

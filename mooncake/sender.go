@@ -298,15 +298,18 @@ func (e *sending) wakeLocked() {
 	}
 }
 
-// Abort takes a transfer back: P did not process the request, or gave it up. Pulls
-// that wait for it hear so. Blocks being pushed stay in use until the push ends;
+// Abort takes a transfer back: P did not process the request, or gave it up, heard
+// of it or not. Pulls that wait for it hear so. Blocks being pushed stay in use until the push ends;
 // blocks that were offered are then named by Finished.
 func (s *Sender) Abort(transferID string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	e := s.mu.transfers[transferID]
-	if e == nil || e.request == "" { // P never had it
+	if e == nil {
 		return
+	}
+	if e.request == "" {
+		s.mu.unknown--
 	}
 	delete(s.mu.transfers, transferID)
 	e.gone = true

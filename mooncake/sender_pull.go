@@ -1,6 +1,7 @@
 package mooncake
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -327,7 +328,7 @@ func (p *pulling) round(ctx context.Context, ready map[string]*sending, gone []s
 		}
 	}
 	for _, id := range gone {
-		fail(id, errors.New("P gave the request up"))
+		fail(id, errGivenUp)
 	}
 	ids := slices.Sorted(maps.Keys(ready))
 	var batch []Descriptor
@@ -345,17 +346,14 @@ func (p *pulling) round(ctx context.Context, ready map[string]*sending, gone []s
 	if len(batch) > 0 {
 		errs, err := s.push.write(ctx, net.JoinHostPort(p.pull.Host, strconv.Itoa(p.pull.Port)), batch, p.spent)
 		p.spent = 0
+		first := 0
 		for i, id := range ids {
-			first := 0
-			if i > 0 {
-				first = ends[i-1]
-			}
-			if err != nil || slices.ContainsFunc(errs[first:ends[i]], func(e error) bool { return e != nil }) {
-				if first == ends[i] {
-					continue // asked for no bytes
+			if first < ends[i] { // else it asked for no bytes
+				if bad := cmp.Or(err, firstError(errs, first, ends[i])); bad != nil {
+					fail(id, &engineError{bad})
 				}
-				fail(id, fmt.Errorf("Mooncake transfer engine returned -1: %w", errors.Join(err, firstError(errs)))) //nolint:staticcheck // vLLM's text
 			}
+			first = ends[i]
 		}
 	}
 	if ctx.Err() != nil {
@@ -392,14 +390,21 @@ func (p *pulling) conclude(ids []string, failed map[string]bool, why error) {
 	p.reply(&y)
 }
 
-func firstError(errs []error) error {
-	for _, e := range errs {
-		if e != nil {
-			return e
+// firstError returns the first error of errs[from:to]; errs may be nil.
+func firstError(errs []error, from, to int) error {
+	for i := from; i < min(to, len(errs)); i++ {
+		if errs[i] != nil {
+			return errs[i]
 		}
 	}
 	return nil
 }
+
+// engineError is a push that failed, with vLLM's words for it.
+type engineError struct{ err error }
+
+func (e *engineError) Error() string { return "Mooncake transfer engine returned -1: " + e.err.Error() }
+func (e *engineError) Unwrap() error { return e.err }
 
 // settle counts the results of a round at its transfers.
 func (p *pulling) settle(ready map[string]*sending, failed map[string]bool) {

@@ -250,7 +250,7 @@ func (s *SenderV1) answer(ctx context.Context, p *PullV1) error {
 	}
 	if len(batch) > 0 {
 		errs, err := s.push.write(ctx, net.JoinHostPort(p.Host, strconv.Itoa(p.Port)), batch, time.Since(start))
-		if err = errors.Join(err, firstError(errs)); err != nil {
+		if err = cmp.Or(err, firstError(errs, 0, len(errs))); err != nil {
 			return err
 		}
 	}

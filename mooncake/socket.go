@@ -24,9 +24,6 @@ type socketEvent struct {
 	err   error // lost, or no sense in what came
 }
 
-// errFlood means that P sent more replies than a pull can have.
-var errFlood = fmt.Errorf("%w: replies without end", ErrMessage)
-
 // sockets is a pool of sockets by address.
 type sockets struct {
 	maxIdle int // per address; immutable
