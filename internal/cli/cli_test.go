@@ -188,6 +188,8 @@ func TestBadCommandLines(t *testing.T) {
 	f(2, "--hash-algorithm", "server", "--hash-algorithm", "builtin")
 	f(2, "--transport", "server", "--transport", "grpc")
 	f(2, "--chunk-size", "server", "--chunk-size", "0")
+	f(2, "--chunk-size", "server", "--separate-object-groups", "--supported-transfer-mode", "lmcache_driven", "--chunk-size", "0")
+	f(2, "negative rate", "server", "--checksum-mib-per-second=-1")
 	f(2, "--l1-size-gb", "server", "--l1-size-gb", "0")
 	f(2, "--l1-size-gb", "server", "--l1-size-gb", "NaN")
 	f(2, "--l1-size-gb", "server", "--l1-size-gb", "-1")
