@@ -12,6 +12,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/semaphore"
+
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -87,7 +89,8 @@ type Sender struct {
 	ctx    context.Context // of the work in the background
 	cancel context.CancelFunc
 	push   *pusher
-	pulls  chan struct{} // one per pull
+	pulls  chan struct{}       // one per pull
+	bytes  *semaphore.Weighted // of their messages
 	wg     sync.WaitGroup
 
 	layouts layoutCache
@@ -138,6 +141,7 @@ func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
 	s := &Sender{
 		o: o, cache: cache, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
 		push: newPusher(cache, o), pulls: make(chan struct{}, o.MaxPulls),
+		bytes: semaphore.NewWeighted(MaxPendingBytes),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.mu.transfers = make(map[string]*sending)
@@ -148,7 +152,7 @@ func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
 // listens.
 func (s *Sender) Start(ctx context.Context) error {
 	s.router = zmtp.NewRouter(s.handle, zmtp.RouterOptions{
-		MaxFrameBytes: maxPullBytes, MaxMessageBytes: maxPullBytes, MaxPeers: s.o.MaxPulls, Logger: s.log,
+		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, MaxPeers: s.o.MaxPulls, Logger: s.log,
 	})
 	bound, err := s.router.Listen(ctx, s.o.Listen)
 	if err != nil {
@@ -171,8 +175,13 @@ func (s *Sender) Start(ctx context.Context) error {
 	return nil
 }
 
-// maxPullBytes bounds a message: 4 million block ids and 65,536 regions fit.
-const maxPullBytes = 32 << 20
+const (
+	// MaxPullBytes bounds a message of the side channel: some 100 requests of a
+	// million tokens fit.
+	MaxPullBytes = 8 << 20
+	// MaxPendingBytes bounds the messages of all pulls in progress at one worker.
+	MaxPendingBytes = 256 << 20
+)
 
 // advertised is the address that D shall dial.
 func advertised(listen, host string, bound net.Addr) (string, error) {

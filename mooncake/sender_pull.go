@@ -83,22 +83,29 @@ func (s *Sender) handle(peer *zmtp.Peer, m zmtp.Message) {
 		s.refuse(peer, fmt.Errorf("%w: %d frames instead of one", ErrMessage, len(m)))
 		return
 	}
+	size := int64(len(m[0]))
+	if !s.bytes.TryAcquire(size) {
+		s.refuse(peer, fmt.Errorf("mooncake: pulls of %d bytes at once, no more are taken", int64(MaxPendingBytes)))
+		return
+	}
 	select {
 	case s.pulls <- struct{}{}:
 	default:
+		s.bytes.Release(size)
 		s.refuse(peer, fmt.Errorf("mooncake: %d pulls at once, no more are taken", s.o.MaxPulls))
 		return
 	}
+	done := func() { <-s.pulls; s.bytes.Release(size) }
 	start := time.Now()
 	pull, err := DecodePull(m[0], 0)
 	if err != nil {
-		<-s.pulls
+		done()
 		s.refuse(peer, err)
 		return
 	}
 	p := &pulling{s: s, peer: peer, pull: pull, wake: make(chan struct{}, 1), spent: time.Since(start)}
 	s.wg.Go(func() {
-		defer func() { <-s.pulls }()
+		defer done()
 		p.serve()
 	})
 }

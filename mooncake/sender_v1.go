@@ -12,6 +12,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sync/semaphore"
+
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -36,6 +38,7 @@ type SenderV1 struct {
 	cancel context.CancelFunc
 	push   *pusher
 	pulls  chan struct{}
+	bytes  *semaphore.Weighted // of the messages of pulls
 	wg     sync.WaitGroup
 
 	mu struct {
@@ -76,6 +79,7 @@ func NewSenderV1(cache *Cache, o SenderOptions) (*SenderV1, error) {
 	s := &SenderV1{
 		o: o, cache: cache, own: own, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
 		push: newPusher(cache, o), pulls: make(chan struct{}, o.MaxPulls),
+		bytes: semaphore.NewWeighted(MaxPendingBytes),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.mu.sends = NewSendsV1(o.AbortTimeout)
@@ -86,7 +90,7 @@ func NewSenderV1(cache *Cache, o SenderOptions) (*SenderV1, error) {
 // Start binds the side channel.
 func (s *SenderV1) Start(ctx context.Context) error {
 	s.router = zmtp.NewRouter(s.handle, zmtp.RouterOptions{
-		MaxFrameBytes: maxPullBytes, MaxMessageBytes: maxPullBytes, MaxPeers: s.o.MaxPulls, Logger: s.log,
+		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, MaxPeers: s.o.MaxPulls, Logger: s.log,
 	})
 	bound, err := s.router.Listen(ctx, s.o.Listen)
 	if err != nil {
@@ -167,23 +171,36 @@ func (s *SenderV1) Stats() SenderStats {
 func (s *SenderV1) handle(peer *zmtp.Peer, m zmtp.Message) {
 	err := fmt.Errorf("%w: %d frames instead of an empty one and a pull", ErrMessage, len(m))
 	if len(m) == 2 && len(m[0]) == 0 {
-		var p *PullV1
-		if p, err = DecodePullV1(m[1]); err == nil {
-			select {
-			case s.pulls <- struct{}{}:
-				s.wg.Go(func() {
-					defer func() { <-s.pulls }()
-					s.serve(peer, p)
-				})
-				return
-			default:
-				err = fmt.Errorf("mooncake: %d pulls at once, no more are taken", s.o.MaxPulls)
-			}
+		if err = s.take(peer, m[1]); err == nil {
+			return
 		}
 	}
 	s.refused.Add(1)
 	s.log.Warn("mooncake: pull refused", "from", peer.RemoteAddr(), "err", err)
 	s.reply(peer, replyV1Failed)
+}
+
+// take starts the answer to a pull.
+func (s *SenderV1) take(peer *zmtp.Peer, message []byte) error {
+	size := int64(len(message))
+	if !s.bytes.TryAcquire(size) {
+		return fmt.Errorf("mooncake: pulls of %d bytes at once, no more are taken", int64(MaxPendingBytes))
+	}
+	p, err := DecodePullV1(message)
+	if err == nil {
+		select {
+		case s.pulls <- struct{}{}:
+			s.wg.Go(func() {
+				defer func() { <-s.pulls; s.bytes.Release(size) }()
+				s.serve(peer, p)
+			})
+			return nil
+		default:
+			err = fmt.Errorf("mooncake: %d pulls at once, no more are taken", s.o.MaxPulls)
+		}
+	}
+	s.bytes.Release(size)
+	return err
 }
 
 func (s *SenderV1) reply(peer *zmtp.Peer, text string) {

@@ -68,7 +68,7 @@ func (p *sockets) take(addr string) (s *socket, pooled bool, err error) {
 				p.forget(s)
 			}
 		},
-		MaxFrameBytes: maxPullBytes, MaxMessageBytes: maxPullBytes,
+		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes,
 	})
 	if err := s.dealer.Start(); err != nil {
 		return nil, false, err

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sync/semaphore"
+
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/transfer"
@@ -26,10 +28,9 @@ type front struct {
 	id     string           // the engine id that D sees
 	router *zmtp.Router
 	addr   string
-	pulls  chan struct{} // one per pull of D
+	pulls  chan struct{}       // one per pull of D
+	bytes  *semaphore.Weighted // of their messages
 }
-
-const maxPullBytes = 32 << 20
 
 // front returns the engine's front, a new one if the engine is new or has moved.
 func (r *Relay) front(e bootstrap.Engine) (*front, error) {
@@ -42,9 +43,12 @@ func (r *Relay) front(e bootstrap.Engine) (*front, error) {
 	if old != nil && reflect.DeepEqual(old.engine, e) {
 		return old, nil
 	}
-	f := &front{r: r, engine: e, id: "relay-" + e.ID, pulls: make(chan struct{}, r.o.MaxPulls)}
+	f := &front{
+		r: r, engine: e, id: "relay-" + e.ID, pulls: make(chan struct{}, r.o.MaxPulls),
+		bytes: semaphore.NewWeighted(mooncake.MaxPendingBytes),
+	}
 	f.router = zmtp.NewRouter(f.handle, zmtp.RouterOptions{
-		MaxFrameBytes: maxPullBytes, MaxMessageBytes: maxPullBytes, MaxPeers: 4 * r.o.MaxPulls, Logger: r.log,
+		MaxFrameBytes: mooncake.MaxPullBytes, MaxMessageBytes: mooncake.MaxPullBytes, MaxPeers: 4 * r.o.MaxPulls, Logger: r.log,
 	})
 	at, err := f.router.Listen(r.ctx, "tcp://"+net.JoinHostPort(r.o.Host, "*"))
 	if err != nil {
@@ -74,29 +78,36 @@ func (f *front) handle(peer *zmtp.Peer, m zmtp.Message) {
 		send(peer, &mooncake.Reply{Status: mooncake.StatusError, Message: err.Error()})
 		return
 	}
+	size := int64(len(m[0]))
 	f.r.wg.Go(func() {
-		defer func() { <-f.pulls }()
+		defer func() { <-f.pulls; f.bytes.Release(size) }()
 		f.serve(peer, pull)
 	})
 }
 
+// take decodes a pull; without an error it counts until serve has ended.
 func (f *front) take(m zmtp.Message) (*mooncake.Pull, error) {
 	if len(m) != 1 {
 		return nil, fmt.Errorf("%w: %d frames instead of one", mooncake.ErrMessage, len(m))
 	}
+	size := int64(len(m[0]))
+	if !f.bytes.TryAcquire(size) {
+		return nil, fmt.Errorf("relay: pulls of %d bytes at once, no more are taken", int64(mooncake.MaxPendingBytes))
+	}
 	pull, err := mooncake.DecodePull(m[0], 0)
-	if err != nil {
-		return nil, err
+	if err == nil && len(pull.Regions) == 0 {
+		err = fmt.Errorf("%w: no regions, and the relay has never said that it kept them", mooncake.ErrMessage)
 	}
-	if len(pull.Regions) == 0 {
-		return nil, fmt.Errorf("%w: no regions, and the relay has never said that it kept them", mooncake.ErrMessage)
+	if err == nil {
+		select {
+		case f.pulls <- struct{}{}:
+			return pull, nil
+		default:
+			err = fmt.Errorf("relay: %d pulls at once, no more are taken", cap(f.pulls))
+		}
 	}
-	select {
-	case f.pulls <- struct{}{}:
-		return pull, nil
-	default:
-		return nil, fmt.Errorf("relay: %d pulls at once, no more are taken", cap(f.pulls))
-	}
+	f.bytes.Release(size)
+	return nil, err
 }
 
 // result is what became of one request of a pull.
