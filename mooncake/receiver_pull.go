@@ -150,7 +150,7 @@ type talk struct {
 	unknown map[string]bool       // of them, those P has not heard of
 	wake    chan struct{}
 	sent    bool // P may have read the pull
-	again   int  // times the connection broke after that
+	resent  bool // an earlier connection may have carried it, too
 	full    bool // send regions even if P should know them
 	missed  bool // P forgot the layout once
 }
@@ -198,6 +198,7 @@ func (t *talk) run(ctx context.Context) {
 			t.failAll(cause(ctx, err))
 			return
 		}
+		t.resent = t.resent || t.sent
 		t.r.stats.resent.Add(1)
 		t.r.log.Info("mooncake: side channel lost, pulling again", "worker", t.addr, "attempt", attempt, "err", err)
 	}
@@ -311,9 +312,6 @@ func (t *talk) send(ctx context.Context, s *socket) error {
 		p.Regions = t.window.regions
 		r.stats.layoutsSent.Add(1)
 	}
-	if t.sent {
-		t.again++
-	}
 	t.sent = true
 	if err := s.dealer.SendOwned(AppendPull(nil, &p, r.o.Release)); err != nil {
 		return fmt.Errorf("%w: %w", ErrLost, err)
@@ -398,7 +396,7 @@ func (t *talk) answer(id string, err error) {
 	}
 	// After a failure P may go on writing, and what an earlier connection asked
 	// for may be written late.
-	q.suspect = q.suspect || t.sent && (err != nil || t.again > 0)
+	q.suspect = q.suspect || t.sent && (err != nil || t.resent)
 	q.left--
 	last := q.left == 0
 	r.mu.Unlock()

@@ -44,9 +44,6 @@ func (t *talk) onceV1(ctx context.Context) error {
 			}
 		}
 	})
-	if t.sent {
-		t.again++
-	}
 	t.sent = true
 	reply, err := s.Do(ctx, AppendPullV1(nil, &p))
 	t.dropAborted()
