@@ -41,6 +41,7 @@ type memoEntry struct {
 	next       int32 // 1 + index of the next entry in the bucket
 	width      int32 // bytes of the encoded chunk
 	used       atomic.Bool
+	follower   atomic.Int32 // 1 + index of the entry that last came after this one; a hint
 }
 
 type memoScratch struct {
@@ -61,7 +62,7 @@ type memoBlock struct {
 func NewMemo(chunkTokens int, maxBytes int64) *Memo {
 	m := &Memo{chunkTokens: chunkTokens, stride: 5 * chunkTokens, seed: rand.Uint64()}
 	m.scratch.New = func() any { return &memoScratch{chain: kv.NewChain(chunkTokens)} }
-	const entryBytes = 32 + 32 + 16 + 4
+	const entryBytes = 32 + 32 + 20 + 4
 	blocks := maxBytes / (memoBlockEntries * int64(m.stride+entryBytes))
 	m.max = int(min(blocks, 1<<20)) * memoBlockEntries
 	size := 1
@@ -92,32 +93,57 @@ func (m *Memo) known(b []byte, chunks int, hashes []kv.Hash) ([]kv.Hash, []byte)
 	m.mu.RLock()
 	defer m.mu.RUnlock()
 	prev := kv.Seed
+	var before *memoEntry
 	for range chunks {
-		e := m.findLocked(prev, b)
+		e := m.afterLocked(before, prev, b)
 		if e == nil {
 			break
 		}
-		e.used.Store(true)
+		if !e.used.Load() { // a store costs more
+			e.used.Store(true)
+		}
 		b = b[e.width:]
-		prev = e.hash
+		prev, before = e.hash, e
 		hashes = append(hashes, prev)
 	}
 	return hashes, b
 }
 
-// findLocked returns the entry of the chunk that b begins with, or nil.
-func (m *Memo) findLocked(prev kv.Hash, b []byte) *memoEntry {
-	if len(b) < m.chunkTokens {
+// afterLocked is findLocked that tries first what followed last time: most chunks
+// have one successor, which then needs no hash.
+func (m *Memo) afterLocked(before *memoEntry, prev kv.Hash, b []byte) *memoEntry {
+	if before != nil {
+		if i := int(before.follower.Load()); i != 0 {
+			if e, raw := m.entryLocked(i - 1); e.prev == prev && bytes.HasPrefix(b, raw[:e.width]) {
+				return e
+			}
+		}
+	}
+	i := m.findLocked(prev, b)
+	if i == 0 {
 		return nil
+	}
+	if before != nil {
+		before.follower.Store(int32(i))
+	}
+	e, _ := m.entryLocked(i - 1)
+	return e
+}
+
+// findLocked returns 1 + the index of the entry of the chunk that b begins with,
+// or 0.
+func (m *Memo) findLocked(prev kv.Hash, b []byte) int {
+	if len(b) < m.chunkTokens {
+		return 0
 	}
 	for i := m.buckets[m.bucketOf(prev, b)]; i != 0; {
 		e, raw := m.entryLocked(int(i - 1))
 		if e.prev == prev && bytes.HasPrefix(b, raw[:e.width]) {
-			return e
+			return int(i)
 		}
 		i = e.next
 	}
-	return nil
+	return 0
 }
 
 // entryLocked returns entry i and the room for its bytes.
@@ -141,7 +167,7 @@ func (m *Memo) learn(b []byte, widths []int, hashes []kv.Hash, first int) {
 	}
 	for i, w := range widths {
 		hash := hashes[first+i]
-		if w <= m.stride && m.findLocked(prev, b) == nil {
+		if w <= m.stride && m.findLocked(prev, b) == 0 {
 			m.addLocked(prev, b[:w], hash)
 		}
 		prev = hash
