@@ -4,12 +4,14 @@ import (
 	"io"
 	"net"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 )
 
-// Idle connections, and callers that wait for a peer, cost no processor.
+// Idle connections, and callers that wait for a peer, cost no processor: not
+// even on connections that were quick until the peer stopped.
 func TestIdleCostsNothing(t *testing.T) {
 	target, _ := listen(t, 1<<20, TargetOptions{})
 	for range 64 {
@@ -21,25 +23,37 @@ func TestIdleCostsNothing(t *testing.T) {
 	}
 	peer := fakeTarget(t, 2)
 	let := make(chan struct{})
-	var waiting, done sync.WaitGroup
+	var stall atomic.Bool
+	var waiting, done, served sync.WaitGroup
+	waiting.Add(4)
 	for range 4 {
-		waiting.Add(1)
-		done.Go(func() {
+		served.Go(func() {
 			peer.once(func(c *net.TCPConn) {
-				io.CopyN(io.Discard, c, headerBytes+8)
-				waiting.Done()
-				<-let
-				c.Write(ackFrame)
+				for b := make([]byte, headerBytes+8); ; {
+					if _, err := io.ReadFull(c, b); err != nil {
+						return
+					}
+					if stall.Load() {
+						waiting.Done()
+						<-let
+					}
+					c.Write(ackFrame)
+				}
 			})
 		})
 	}
-	c := client(t, Options{})
+	c := New(Options{})
+	write := func() {
+		if err := c.Write(timeout(t, 20*time.Second), peer.name, []Entry{{make([]byte, 8), testBase}}); err != nil {
+			t.Error(err)
+		}
+	}
+	for range 500 {
+		write()
+	}
+	stall.Store(true)
 	for range 4 { // all connections wait for an answer
-		done.Go(func() {
-			if err := c.Write(timeout(t, 20*time.Second), peer.name, []Entry{{make([]byte, 8), testBase}}); err != nil {
-				t.Error(err)
-			}
-		})
+		done.Go(write)
 	}
 	waiting.Wait()
 	before := processorTime(t)
@@ -47,6 +61,8 @@ func TestIdleCostsNothing(t *testing.T) {
 	used := processorTime(t) - before
 	close(let)
 	done.Wait()
+	c.Close()
+	served.Wait()
 	if used > 100*time.Millisecond {
 		t.Errorf("%v of processor time in a second of waiting", used)
 	}

@@ -58,6 +58,7 @@ type stream struct {
 	in      []byte
 	out     [][]byte
 	vec     rawio.Vec
+	spin    spinner
 	n       int
 	err     error
 	readFn  func(fd uintptr) bool
@@ -83,8 +84,14 @@ func newStream(conn *net.TCPConn, timeout time.Duration) (*stream, error) {
 func (s *stream) onReadable(fd uintptr) bool {
 	for {
 		s.n, s.err = rawio.Read(fd, s.in[:min(len(s.in), rawio.MaxCall)])
-		if s.err != syscall.EINTR {
-			return s.err != syscall.EAGAIN
+		switch s.err {
+		case syscall.EINTR:
+		case syscall.EAGAIN:
+			if !s.spin.again() {
+				return false
+			}
+		default:
+			return true
 		}
 	}
 }
@@ -126,6 +133,7 @@ func (s *stream) read(b []byte) (int, error) {
 	s.in = b
 	err := s.raw.Read(s.readFn)
 	s.in = nil
+	s.spin.done()
 	switch {
 	case err != nil:
 		return 0, err
