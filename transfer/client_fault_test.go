@@ -170,12 +170,23 @@ func TestRejectedEntries(t *testing.T) {
 func TestStalls(t *testing.T) {
 	o := Options{ProgressTimeout: 200 * time.Millisecond, SettleTimeout: 100 * time.Millisecond}
 	big := []Entry{{make([]byte, 32<<20), testBase}}
-	f := func(op string, play func(c *net.TCPConn, end <-chan struct{}), ctx context.Context, want, not error) {
+	f := func(op string, play func(c *net.TCPConn, end <-chan struct{}), after time.Duration, want, not error) {
 		t.Helper()
 		peer := fakeTarget(t, 2)
 		end := make(chan struct{})
 		defer close(end)
-		peer.each(func(_ int, c *net.TCPConn) { play(c, end) })
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		peer.each(func(_ int, c *net.TCPConn) {
+			io.CopyN(io.Discard, c, 1) // the call has begun
+			if after > 0 {
+				defer time.AfterFunc(after, cancel).Stop()
+			}
+			play(c, end)
+		})
+		if after < 0 {
+			cancel()
+		}
 		o := o
 		if not != nil { // the peer will end in time
 			o.SettleTimeout = 4 * time.Second
@@ -194,22 +205,21 @@ func TestStalls(t *testing.T) {
 		}
 	}
 	deaf := func(_ *net.TCPConn, end <-chan struct{}) { <-end }
-	mute := func(c *net.TCPConn, end <-chan struct{}) { io.CopyN(io.Discard, c, 24+32<<20); <-end }
+	mute := func(c *net.TCPConn, end <-chan struct{}) { io.CopyN(io.Discard, c, 23+32<<20); <-end }
 	polite := func(c *net.TCPConn, _ <-chan struct{}) { io.Copy(io.Discard, c) } // ends when we end
-	f("write", deaf, t.Context(), ErrStalled, nil)
-	f("write", deaf, t.Context(), ErrUnsettled, nil)
-	f("write", mute, t.Context(), ErrStalled, nil)
-	f("write", mute, t.Context(), ErrUnsettled, nil)
-	f("write", polite, t.Context(), ErrStalled, ErrUnsettled)
-	f("read", deaf, t.Context(), ErrStalled, ErrUnsettled)
-	f("read", func(c *net.TCPConn, end <-chan struct{}) { c.Write(append(bytes.Clone(ackFrame), 1, 2, 3)); <-end }, t.Context(), ErrStalled, nil)
-	f("write", deaf, timeout(t, 50*time.Millisecond), context.DeadlineExceeded, nil)
-	f("write", deaf, timeout(t, 50*time.Millisecond), ErrUnsettled, nil)
-	f("write", polite, timeout(t, 50*time.Millisecond), context.DeadlineExceeded, ErrUnsettled)
-	f("read", deaf, timeout(t, 50*time.Millisecond), context.DeadlineExceeded, nil)
-	gone, cancel := context.WithCancel(t.Context())
-	cancel()
-	f("write", deaf, gone, context.Canceled, ErrUnsettled)
+	f("write", deaf, 0, ErrStalled, nil)
+	f("write", deaf, 0, ErrUnsettled, nil)
+	f("write", mute, 0, ErrStalled, nil)
+	f("write", mute, 0, ErrUnsettled, nil)
+	f("write", polite, 0, ErrStalled, ErrUnsettled)
+	f("read", deaf, 0, ErrStalled, ErrUnsettled)
+	f("read", func(c *net.TCPConn, end <-chan struct{}) { c.Write(append(bytes.Clone(ackFrame), 1, 2, 3)); <-end }, 0, ErrStalled, nil)
+	const cancelled = 50 * time.Millisecond
+	f("write", deaf, cancelled, context.Canceled, nil)
+	f("write", deaf, cancelled, ErrUnsettled, nil)
+	f("write", polite, cancelled, context.Canceled, ErrUnsettled)
+	f("read", deaf, cancelled, context.Canceled, nil)
+	f("write", deaf, -1, context.Canceled, ErrUnsettled)
 }
 
 // A slow peer is not a stalled one: the whole takes longer than the timeout.
