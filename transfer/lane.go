@@ -172,7 +172,6 @@ func (l *lane) dial(ctx context.Context) (*stream, error) {
 		conn.Close()
 		return nil, err
 	}
-	s.spin.on = true
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.mu.closed {

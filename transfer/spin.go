@@ -7,13 +7,13 @@ import (
 )
 
 const (
-	// spinTime is how long an initiator looks for an answer before it sleeps. To
+	// spinTime is how long a connection looks for input before it sleeps. To
 	// wake a sleeping process costs up to 50 µs, most where its processor is
-	// idle; looking saves that at one of the two ends.
+	// idle, and a single small request pays that at both ends.
 	spinTime = 120 * time.Microsecond
 
 	// quickWait is the longest wait, wake-up included, after which looking may
-	// have met the answer.
+	// have met the input.
 	quickWait = 2 * spinTime
 
 	// Spinning begins after minQuick quick waits in a row. A spin in vain asks
@@ -22,36 +22,36 @@ const (
 	maxQuick = 1024
 )
 
-// spinners counts the goroutines of the process that spin. One processor is
-// left for the others: with a single one nobody spins.
+// spinners counts the goroutines of the process that spin: half of its
+// processors at most. A single one gives way to other goroutines in between.
 var spinners atomic.Int32
 
 var epoch = time.Now()
 
 // spinner decides whether a connection without input looks again instead of
 // sleeping: once per wait, for a short time, and only while its peer answers
-// within that. So a connection that is idle, or whose peer is slow, sleeps. The
-// zero value never spins.
+// within that. So a connection that is idle, or whose peer is slow, sleeps.
 type spinner struct {
-	on    bool          // immutable
-	quick int           // quick waits in a row
-	need  int           // of them to spin
-	since time.Duration // epoch to the begin of the wait in progress; 0: none
-	spins bool
+	quick  int           // quick waits in a row
+	need   int           // of them to spin
+	since  time.Duration // epoch to the begin of the wait in progress; 0: none
+	spins  bool
+	yields bool // there is one processor
 }
 
 // again is called when nothing is there to read. It says whether to look again.
 func (w *spinner) again() bool {
 	switch {
-	case !w.on:
-		return false
 	case w.since == 0:
 		w.since = time.Since(epoch)
-		w.spins = w.quick >= max(w.need, minQuick) && enterSpin()
+		w.spins = w.quick >= max(w.need, minQuick) && w.begin()
 		return w.spins
 	case !w.spins:
 		return false
 	case time.Since(epoch)-w.since < spinTime:
+		if w.yields {
+			runtime.Gosched()
+		}
 		return true
 	}
 	w.end()
@@ -76,12 +76,18 @@ func (w *spinner) done() {
 	w.since = 0
 }
 
-func enterSpin() bool {
-	if spinners.Add(1) < int32(runtime.GOMAXPROCS(0)) {
-		return true
+// begin takes a place among the spinners, if there is one.
+func (w *spinner) begin() bool {
+	procs := runtime.GOMAXPROCS(0)
+	if runtime.NumCPU() == 1 { // the peer may need it
+		return false
 	}
-	spinners.Add(-1)
-	return false
+	if spinners.Add(1) > int32(max(1, procs/2)) {
+		spinners.Add(-1)
+		return false
+	}
+	w.yields = procs == 1
+	return true
 }
 
 func (w *spinner) end() {

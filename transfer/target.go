@@ -48,6 +48,8 @@ type Target struct {
 	stats targetStats
 	wg    sync.WaitGroup
 
+	recent atomic.Pointer[dataConn] // the last one that waited for a request
+
 	mu struct {
 		sync.Mutex
 		closed  bool

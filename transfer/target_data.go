@@ -90,6 +90,10 @@ func (d *dataConn) awaitHeader() error {
 		}
 	}
 	d.ahead = d.buffered() > 0
+	if d.buffered() == 0 && d.t.recent.Load() != d {
+		d.t.recent.Store(d)
+		d.spin.quick = 0 // others are served too: spinning would hold them up
+	}
 	for d.buffered() < headerBytes {
 		if err := d.flush(); err != nil {
 			return err
