@@ -268,7 +268,11 @@ func TestDescribeFaults(t *testing.T) {
 				conn.Close()
 			}
 		})
-		c := client(t, Options{HandshakeTimeout: 200 * time.Millisecond})
+		var o Options
+		if reply == "silence" {
+			o.HandshakeTimeout = 200 * time.Millisecond
+		}
+		c := client(t, o)
 		_, err = c.Describe(t.Context(), l.Addr().String())
 		if !errors.Is(err, want) {
 			t.Errorf("%.40q: %v, want %v", reply, err, want)
