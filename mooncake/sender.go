@@ -151,15 +151,8 @@ func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
 // Start binds the side channel and registers the worker. When it fails, nothing
 // listens.
 func (s *Sender) Start(ctx context.Context) error {
-	s.router = zmtp.NewRouter(s.handle, zmtp.RouterOptions{
-		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, MaxPeers: s.o.MaxPulls, Logger: s.log,
-	})
-	bound, err := s.router.Listen(ctx, s.o.Listen)
-	if err != nil {
-		return fmt.Errorf("mooncake: bind the side channel: %w", err)
-	}
-	if s.addr, err = advertised(s.o.Listen, s.o.Host, bound); err != nil {
-		_ = s.router.Close() // its first error is enough
+	var err error
+	if s.router, s.addr, err = bindSideChannel(ctx, s.handle, &s.o); err != nil {
 		return err
 	}
 	if s.o.Bootstrap == nil {
@@ -182,6 +175,22 @@ const (
 	// MaxPendingBytes bounds the messages of all pulls in progress at one worker.
 	MaxPendingBytes = 256 << 20
 )
+
+// bindSideChannel listens for pulls; addr is what D shall dial.
+func bindSideChannel(ctx context.Context, handle zmtp.Handler, o *SenderOptions) (r *zmtp.Router, addr string, err error) {
+	r = zmtp.NewRouter(handle, zmtp.RouterOptions{
+		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, MaxPeers: o.MaxPulls, Logger: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
+	})
+	bound, err := r.Listen(ctx, o.Listen)
+	if err != nil {
+		return nil, "", fmt.Errorf("mooncake: bind the side channel: %w", err)
+	}
+	if addr, err = advertised(o.Listen, o.Host, bound); err != nil {
+		_ = r.Close() // the first error is enough
+		return nil, "", err
+	}
+	return r, addr, nil
+}
 
 // advertised is the address that D shall dial.
 func advertised(listen, host string, bound net.Addr) (string, error) {

@@ -89,16 +89,8 @@ func NewSenderV1(cache *Cache, o SenderOptions) (*SenderV1, error) {
 
 // Start binds the side channel.
 func (s *SenderV1) Start(ctx context.Context) error {
-	s.router = zmtp.NewRouter(s.handle, zmtp.RouterOptions{
-		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, MaxPeers: s.o.MaxPulls, Logger: s.log,
-	})
-	bound, err := s.router.Listen(ctx, s.o.Listen)
-	if err != nil {
-		return fmt.Errorf("mooncake: bind the side channel: %w", err)
-	}
-	if s.addr, err = advertised(s.o.Listen, s.o.Host, bound); err != nil {
-		_ = s.router.Close() // its first error is enough
-	}
+	var err error
+	s.router, s.addr, err = bindSideChannel(ctx, s.handle, &s.o)
 	return err
 }
 

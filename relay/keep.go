@@ -65,40 +65,28 @@ func (f *front) keep(ctx context.Context, pull *mooncake.Pull, transferID string
 	r := f.r
 	key := keptKey{transferID, pull.TPRank, pull.TPSize, pull.PPSize, layoutOf(pull.Regions)}
 	r.mu.Lock()
-	k = r.mu.kept[key]
-	if k != nil {
+	if k = r.mu.kept[key]; k != nil {
 		r.useLocked(k)
-		r.mu.Unlock()
-		select {
-		case <-k.done:
-		case <-ctx.Done():
-			r.release(k)
-			return nil, false, ctx.Err()
-		}
-		if k.err != nil {
-			r.release(k)
-			return nil, false, k.err
-		}
-		return k, false, nil
-	}
-	if k, err = r.newKeptLocked(key, pull.Regions, blocks); err != nil {
-		r.mu.Unlock()
-		return nil, false, err
+	} else if k, err = r.newKeptLocked(key, pull.Regions, blocks); err == nil {
+		loaded = true
+		// Others may wait for it: it goes on when this D goes away.
+		r.wg.Go(func() { f.load(k, pull) })
 	}
 	r.mu.Unlock()
-	// Others may wait for it: it goes on when this D goes away.
-	r.wg.Go(func() { f.load(k, pull) })
+	if err != nil {
+		return nil, false, err
+	}
 	select {
 	case <-k.done:
+		err = k.err
 	case <-ctx.Done():
-		r.release(k)
-		return nil, false, ctx.Err()
+		err = ctx.Err()
 	}
-	if k.err != nil {
+	if err != nil {
 		r.release(k)
-		return nil, false, k.err
+		return nil, false, err
 	}
-	return k, true, nil
+	return k, loaded, nil
 }
 
 func (r *Relay) useLocked(k *kept) {
