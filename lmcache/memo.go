@@ -18,8 +18,9 @@ import (
 // before: comparing them costs a fortieth of decoding and hashing them.
 //
 // An entry is one chunk: the hash of the chunk before it, its msgpack bytes and
-// its own hash. A walk probes one entry per chunk, comparing all bytes, until the
-// first that is not there. Entries are replaced by the clock algorithm.
+// its own hash. A walk compares all bytes of one entry per chunk, the one that
+// followed last time or else the one that a hash finds, until the first that is
+// not there. Entries are replaced by the clock algorithm.
 // Safe for concurrent use; the lock is a leaf.
 type Memo struct {
 	chunkTokens int

@@ -12,8 +12,6 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sync/semaphore"
-
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -89,8 +87,7 @@ type Sender struct {
 	ctx    context.Context // of the work in the background
 	cancel context.CancelFunc
 	push   *pusher
-	pulls  chan struct{}       // one per pull
-	bytes  *semaphore.Weighted // of their messages
+	gate   *Gate
 	wg     sync.WaitGroup
 
 	layouts layoutCache
@@ -140,8 +137,7 @@ func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
 	o.MaxTransfers = cmp.Or(o.MaxTransfers, 1<<16)
 	s := &Sender{
 		o: o, cache: cache, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
-		push: newPusher(cache, o), pulls: make(chan struct{}, o.MaxPulls),
-		bytes: semaphore.NewWeighted(MaxPendingBytes),
+		push: newPusher(cache, o), gate: NewGate(o.MaxPulls),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.mu.transfers = make(map[string]*sending)
@@ -167,14 +163,6 @@ func (s *Sender) Start(ctx context.Context) error {
 	}
 	return nil
 }
-
-const (
-	// MaxPullBytes bounds a message of the side channel: some 100 requests of a
-	// million tokens fit.
-	MaxPullBytes = 8 << 20
-	// MaxPendingBytes bounds the messages of all pulls in progress at one worker.
-	MaxPendingBytes = 256 << 20
-)
 
 // bindSideChannel listens for pulls; addr is what D shall dial.
 func bindSideChannel(ctx context.Context, handle zmtp.Handler, o *SenderOptions) (r *zmtp.Router, addr string, err error) {

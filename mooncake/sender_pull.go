@@ -49,7 +49,7 @@ func (s *Sender) Stats() SenderStats {
 	}
 	s.mu.Unlock()
 	return SenderStats{
-		Transfers: n, Pulls: int64(len(s.pulls)), Ready: ready,
+		Transfers: n, Pulls: int64(s.gate.Len()), Ready: ready,
 		Pushed: s.push.pushed.Load(), Bytes: s.push.bytes.Load(), Descriptors: s.push.descriptors.Load(),
 		FailedPushes: s.push.failed.Load(), FailedPulls: s.stats.failedPulls.Load(),
 		Expired: s.stats.expired.Load(), Refused: s.stats.refused.Load(), Disconnected: s.stats.disconnected.Load(),
@@ -83,29 +83,21 @@ func (s *Sender) handle(peer *zmtp.Peer, m zmtp.Message) {
 		s.refuse(peer, fmt.Errorf("%w: %d frames instead of one", ErrMessage, len(m)))
 		return
 	}
-	size := int64(len(m[0]))
-	if !s.bytes.TryAcquire(size) {
-		s.refuse(peer, fmt.Errorf("mooncake: pulls of %d bytes at once, no more are taken", int64(MaxPendingBytes)))
+	leave, err := s.gate.Enter(len(m[0]))
+	if err != nil {
+		s.refuse(peer, err)
 		return
 	}
-	select {
-	case s.pulls <- struct{}{}:
-	default:
-		s.bytes.Release(size)
-		s.refuse(peer, fmt.Errorf("mooncake: %d pulls at once, no more are taken", s.o.MaxPulls))
-		return
-	}
-	done := func() { <-s.pulls; s.bytes.Release(size) }
 	start := time.Now()
 	pull, err := DecodePull(m[0], 0)
 	if err != nil {
-		done()
+		leave()
 		s.refuse(peer, err)
 		return
 	}
 	p := &pulling{s: s, peer: peer, pull: pull, wake: make(chan struct{}, 1), spent: time.Since(start)}
 	s.wg.Go(func() {
-		defer done()
+		defer leave()
 		p.serve()
 	})
 }

@@ -12,8 +12,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sync/semaphore"
-
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -37,8 +35,7 @@ type SenderV1 struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 	push   *pusher
-	pulls  chan struct{}
-	bytes  *semaphore.Weighted // of the messages of pulls
+	gate   *Gate
 	wg     sync.WaitGroup
 
 	mu struct {
@@ -78,8 +75,7 @@ func NewSenderV1(cache *Cache, o SenderOptions) (*SenderV1, error) {
 	o.MaxPulls = cmp.Or(o.MaxPulls, 4096)
 	s := &SenderV1{
 		o: o, cache: cache, own: own, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
-		push: newPusher(cache, o), pulls: make(chan struct{}, o.MaxPulls),
-		bytes: semaphore.NewWeighted(MaxPendingBytes),
+		push: newPusher(cache, o), gate: NewGate(o.MaxPulls),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.mu.sends = NewSendsV1(o.AbortTimeout)
@@ -152,7 +148,7 @@ func (s *SenderV1) Stats() SenderStats {
 	n := int64(s.mu.sends.Len())
 	s.mu.Unlock()
 	return SenderStats{
-		Transfers: n, Pulls: int64(len(s.pulls)),
+		Transfers: n, Pulls: int64(s.gate.Len()),
 		Pushed: s.push.pushed.Load(), Bytes: s.push.bytes.Load(), Descriptors: s.push.descriptors.Load(),
 		FailedPushes: s.push.failed.Load(), PlanningNanos: s.push.planning.Load(), PushingNanos: s.push.pushing.Load(),
 		FailedPulls: s.failedPulls.Load(), Expired: s.expired.Load(), Refused: s.refused.Load(), Disconnected: s.disconnected.Load(),
@@ -174,25 +170,20 @@ func (s *SenderV1) handle(peer *zmtp.Peer, m zmtp.Message) {
 
 // take starts the answer to a pull.
 func (s *SenderV1) take(peer *zmtp.Peer, message []byte) error {
-	size := int64(len(message))
-	if !s.bytes.TryAcquire(size) {
-		return fmt.Errorf("mooncake: pulls of %d bytes at once, no more are taken", int64(MaxPendingBytes))
+	leave, err := s.gate.Enter(len(message))
+	if err != nil {
+		return err
 	}
 	p, err := DecodePullV1(message)
-	if err == nil {
-		select {
-		case s.pulls <- struct{}{}:
-			s.wg.Go(func() {
-				defer func() { <-s.pulls; s.bytes.Release(size) }()
-				s.serve(peer, p)
-			})
-			return nil
-		default:
-			err = fmt.Errorf("mooncake: %d pulls at once, no more are taken", s.o.MaxPulls)
-		}
+	if err != nil {
+		leave()
+		return err
 	}
-	s.bytes.Release(size)
-	return err
+	s.wg.Go(func() {
+		defer leave()
+		s.serve(peer, p)
+	})
+	return nil
 }
 
 func (s *SenderV1) reply(peer *zmtp.Peer, text string) {

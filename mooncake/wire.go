@@ -214,15 +214,12 @@ func DecodePull(b []byte, r Release) (*Pull, error) {
 		"remote_hostname": 0, "remote_port": 0, "remote_tp_size": 0, "remote_tp_rank": 0, "req_blocks": 0,
 		"kv_caches_base_addr": 0, "block_lens": releaseBlockLens, "kv_block_lens": releaseKVBlockLens,
 	}
-	rest, err := d.object(b, func(name string, v []byte) ([]byte, error) {
+	err := d.message(b, func(name string, v []byte) ([]byte, error) {
 		delete(need, name)
 		return w.field(&d, name, v)
 	})
 	if err != nil {
 		return nil, err
-	}
-	if len(rest) != 0 {
-		return nil, fmt.Errorf("%w: %d bytes after the map", ErrMessage, len(rest))
 	}
 	for name, since := range need {
 		if r != 0 && r >= since || since == 0 {
@@ -368,7 +365,7 @@ func DecodeReply(b []byte, r Release) (*Reply, error) {
 	if r.has(releaseLayoutCache) {
 		last = StatusLayoutMiss
 	}
-	rest, err := d.object(b, func(name string, v []byte) (rest []byte, err error) {
+	err := d.message(b, func(name string, v []byte) (rest []byte, err error) {
 		switch name {
 		case "status":
 			seen = true
@@ -396,8 +393,6 @@ func DecodeReply(b []byte, r Release) (*Reply, error) {
 	switch {
 	case err != nil:
 		return nil, err
-	case len(rest) != 0:
-		return nil, fmt.Errorf("%w: %d bytes after the map", ErrMessage, len(rest))
 	case !seen:
 		return nil, fmt.Errorf("%w `status`", errMissing)
 	}

@@ -34,6 +34,15 @@ func (d *decoder) object(b []byte, field func(name string, v []byte) ([]byte, er
 	return b, nil
 }
 
+// message is object for a map that must be all of b.
+func (d *decoder) message(b []byte, field func(name string, v []byte) ([]byte, error)) error {
+	rest, err := d.object(b, field)
+	if err == nil && len(rest) != 0 {
+		err = fmt.Errorf("%w: %d bytes after the map", ErrMessage, len(rest))
+	}
+	return err
+}
+
 func (d *decoder) skip(b []byte) ([]byte, error) {
 	rest, err := msgp.Skip(b)
 	if err != nil {

@@ -47,7 +47,7 @@ func DecodePullV1(b []byte) (*PullV1, error) {
 	d := decoder{ids: maxMessageIDs}
 	var p PullV1
 	missing := []string{"remote_hostname", "remote_port", "request_ids", "kv_caches_base_addr", "block_ids"}
-	rest, err := d.object(b, func(name string, v []byte) (rest []byte, err error) {
+	err := d.message(b, func(name string, v []byte) (rest []byte, err error) {
 		missing = slices.DeleteFunc(missing, func(m string) bool { return m == name })
 		switch name {
 		case "remote_hostname":
@@ -70,8 +70,6 @@ func DecodePullV1(b []byte) (*PullV1, error) {
 	switch {
 	case err != nil:
 		return nil, err
-	case len(rest) != 0:
-		return nil, fmt.Errorf("%w: %d bytes after the map", ErrMessage, len(rest))
 	case len(missing) != 0:
 		return nil, fmt.Errorf("%w `%s`", errMissing, missing[0])
 	}

@@ -12,8 +12,6 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sync/semaphore"
-
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/transfer"
@@ -28,8 +26,7 @@ type front struct {
 	id     string           // the engine id that D sees
 	router *zmtp.Router
 	addr   string
-	pulls  chan struct{}       // one per pull of D
-	bytes  *semaphore.Weighted // of their messages
+	gate   *mooncake.Gate // of D's pulls
 }
 
 // front returns the engine's front, a new one if the engine is new or has moved.
@@ -44,8 +41,7 @@ func (r *Relay) front(e bootstrap.Engine) (*front, error) {
 		return old, nil
 	}
 	f := &front{
-		r: r, engine: e, id: "relay-" + e.ID, pulls: make(chan struct{}, r.o.MaxPulls),
-		bytes: semaphore.NewWeighted(mooncake.MaxPendingBytes),
+		r: r, engine: e, id: "relay-" + e.ID, gate: mooncake.NewGate(r.o.MaxPulls),
 	}
 	f.router = zmtp.NewRouter(f.handle, zmtp.RouterOptions{
 		MaxFrameBytes: mooncake.MaxPullBytes, MaxMessageBytes: mooncake.MaxPullBytes, MaxPeers: 4 * r.o.MaxPulls, Logger: r.log,
@@ -71,43 +67,35 @@ func (r *Relay) front(e bootstrap.Engine) (*front, error) {
 
 // handle takes one message of D; it runs on the peer's reading goroutine.
 func (f *front) handle(peer *zmtp.Peer, m zmtp.Message) {
-	pull, err := f.take(m)
+	pull, leave, err := f.take(m)
 	if err != nil {
 		f.r.stats.failed.Add(1)
 		f.r.log.Warn("relay: pull refused", "from", peer.RemoteAddr(), "err", err)
 		send(peer, &mooncake.Reply{Status: mooncake.StatusError, Message: err.Error()})
 		return
 	}
-	size := int64(len(m[0]))
 	f.r.wg.Go(func() {
-		defer func() { <-f.pulls; f.bytes.Release(size) }()
+		defer leave()
 		f.serve(peer, pull)
 	})
 }
 
-// take decodes a pull; without an error it counts until serve has ended.
-func (f *front) take(m zmtp.Message) (*mooncake.Pull, error) {
+// take decodes a pull; without an error it is in the gate until leave is called.
+func (f *front) take(m zmtp.Message) (pull *mooncake.Pull, leave func(), err error) {
 	if len(m) != 1 {
-		return nil, fmt.Errorf("%w: %d frames instead of one", mooncake.ErrMessage, len(m))
+		return nil, nil, fmt.Errorf("%w: %d frames instead of one", mooncake.ErrMessage, len(m))
 	}
-	size := int64(len(m[0]))
-	if !f.bytes.TryAcquire(size) {
-		return nil, fmt.Errorf("relay: pulls of %d bytes at once, no more are taken", int64(mooncake.MaxPendingBytes))
+	if leave, err = f.gate.Enter(len(m[0])); err != nil {
+		return nil, nil, err
 	}
-	pull, err := mooncake.DecodePull(m[0], 0)
-	if err == nil && len(pull.Regions) == 0 {
+	if pull, err = mooncake.DecodePull(m[0], 0); err == nil && len(pull.Regions) == 0 {
 		err = fmt.Errorf("%w: no regions, and the relay has never said that it kept them", mooncake.ErrMessage)
 	}
-	if err == nil {
-		select {
-		case f.pulls <- struct{}{}:
-			return pull, nil
-		default:
-			err = fmt.Errorf("relay: %d pulls at once, no more are taken", cap(f.pulls))
-		}
+	if err != nil {
+		leave()
+		return nil, nil, err
 	}
-	f.bytes.Release(size)
-	return nil, err
+	return pull, leave, nil
 }
 
 // result is what became of one request of a pull.
