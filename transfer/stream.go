@@ -23,6 +23,7 @@ const (
 	directBytes = 24 << 10
 
 	soonTries = 4
+	soonBytes = 192 << 10 // bodies of smallBuf and less, or of this and more, are worth soonTries
 
 	// writeStep bounds the bytes given to the kernel in one call, and with it
 	// how late a sender notices an answer.
@@ -59,6 +60,7 @@ type stream struct {
 	out     [][]byte
 	vec     rawio.Vec
 	spin    spinner
+	soon    int // times to look again, giving way in between, before waiting
 	n       int
 	err     error
 	readFn  func(fd uintptr) bool
@@ -87,10 +89,14 @@ func (s *stream) onReadable(fd uintptr) bool {
 		switch s.err {
 		case syscall.EINTR:
 		case syscall.EAGAIN:
-			if !s.spin.again() {
+			if s.soon > 0 {
+				s.soon--
+				syscall.RawSyscall(syscall.SYS_SCHED_YIELD, 0, 0, 0)
+			} else if !s.spin.again() {
 				return false
 			}
 		default:
+			s.soon = 0
 			return true
 		}
 	}
@@ -249,20 +255,6 @@ func (s *stream) try() error {
 	}
 	s.hot = s.n == len(s.buf)-s.w
 	s.w += s.n
-	return nil
-}
-
-// soon looks for more input a few times, giving way to whoever sends it. The
-// engine writes header and body apart: the body follows within microseconds,
-// less than it takes to sleep and wake.
-func (s *stream) soon() error {
-	for range soonTries {
-		before := s.w - s.r
-		if err := s.try(); err != nil || s.w-s.r > before {
-			return err
-		}
-		syscall.RawSyscall(syscall.SYS_SCHED_YIELD, 0, 0, 0)
-	}
 	return nil
 }
 
