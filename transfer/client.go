@@ -49,7 +49,7 @@ type Client struct {
 	base context.Context // done when closed
 	stop context.CancelFunc
 	wg   sync.WaitGroup // calls
-	plan sync.Pool
+	jobs sync.Pool
 
 	mu struct {
 		sync.Mutex
@@ -92,7 +92,7 @@ type peer struct {
 func New(o Options) *Client {
 	c := &Client{opt: o.withDefaults()}
 	c.base, c.stop = context.WithCancel(context.Background())
-	c.plan.New = func() any { return new(plan) }
+	c.jobs.New = func() any { return new(job) }
 	c.mu.peers = make(map[string]*peer)
 	c.mu.conns = make(map[net.Conn]struct{})
 	return c

@@ -10,12 +10,13 @@ import (
 	"syscall"
 )
 
-// job is one batch on its way, on one or more lanes.
+// job is one batch on its way, on one or more lanes. It may be reused.
 type job struct {
 	ctx     context.Context
 	write   bool
 	entries []Entry
-	plan    *plan
+	plan    plan
+	wg      sync.WaitGroup // of the lanes but the first
 
 	mu struct {
 		sync.Mutex
@@ -44,8 +45,12 @@ func (c *Client) call(ctx context.Context, name string, entries []Entry, write b
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	j := &job{ctx: ctx, write: write, entries: entries, plan: c.plan.Get().(*plan)}
-	defer c.plan.Put(j.plan)
+	j := c.jobs.Get().(*job)
+	j.ctx, j.write, j.entries = ctx, write, entries
+	defer func() {
+		j.ctx, j.entries, j.mu.errs = nil, nil, nil
+		c.jobs.Put(j)
+	}()
 	if err := j.plan.build(entries); err != nil || len(j.plan.order) == 0 {
 		return err
 	}
@@ -85,15 +90,16 @@ func (c *Client) spread(j *job, p *peer, l *lane, desc *Descriptor) {
 		limit = max(j.plan.bytes/n+1, writeStep)
 	}
 	j.plan.cut(j.entries, limit)
-	shares := share(j.plan.reqs, len(more)+1, j.plan.bytes)
-	var wg sync.WaitGroup
-	for i, m := range more {
-		if i+1 < len(shares) {
-			wg.Go(func() { m.run(j, shares[i+1]) })
+	own := j.plan.reqs
+	if len(more) > 0 {
+		shares := share(j.plan.reqs, len(more)+1, j.plan.bytes)
+		own = shares[0]
+		for i, m := range more[:len(shares)-1] {
+			j.wg.Go(func() { m.run(j, shares[i+1]) })
 		}
 	}
-	l.run(j, shares[0])
-	wg.Wait()
+	l.run(j, own)
+	j.wg.Wait()
 	for _, m := range more {
 		p.put(m)
 	}

@@ -254,7 +254,7 @@ func (l *lane) gather(j *job, reqs []request, cur *cursor, done int) {
 			l.iov = append(l.iov, l.headers[at:])
 			l.client.stats.requests.Add(1)
 		}
-		b := cur.next(j.plan, j.entries, writeStep)
+		b := cur.next(&j.plan, j.entries, writeStep)
 		l.iov = append(l.iov, b)
 		bytes += len(b)
 	}
@@ -382,7 +382,7 @@ func (l *lane) ask(reqs []request, o *outcome) error {
 func (l *lane) scatter(j *job, r *request) error {
 	var cur cursor
 	for cur.start(r); cur.left > 0; {
-		if err := l.s.readFull(cur.next(j.plan, j.entries, maxRun)); err != nil {
+		if err := l.s.readFull(cur.next(&j.plan, j.entries, maxRun)); err != nil {
 			return err
 		}
 	}

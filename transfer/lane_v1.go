@@ -85,7 +85,7 @@ func (l *lane) sendV1(j *job, r *request) error {
 	var cur cursor
 	for cur.start(r); cur.left > 0; {
 		for bytes := 0; cur.left > 0 && bytes < writeStep && len(l.iov) < maxIOV; {
-			b := cur.next(j.plan, j.entries, writeStep)
+			b := cur.next(&j.plan, j.entries, writeStep)
 			l.iov = append(l.iov, b)
 			bytes += len(b)
 		}

@@ -17,8 +17,8 @@ const (
 	quickWait = 2 * spinTime
 
 	// Spinning begins after minQuick quick waits in a row. A spin in vain asks
-	// for four times as many, a good one for half as many.
-	minQuick = 4
+	// for twice as many, a good one for half as many.
+	minQuick = 2
 	maxQuick = 1024
 )
 
@@ -55,7 +55,7 @@ func (w *spinner) again() bool {
 		return true
 	}
 	w.end()
-	w.quick, w.need = 0, min(max(w.need, minQuick)*4, maxQuick)
+	w.quick, w.need = 0, min(max(w.need, minQuick)*2, maxQuick)
 	return false
 }
 

@@ -44,7 +44,7 @@ func TestSpinner(t *testing.T) {
 	if n := spinners.Load(); n != 0 {
 		t.Fatalf("%d spinners afterwards", n)
 	}
-	answered(4 * minQuick)
+	answered(2 * minQuick)
 	spins()
 	other := spinner{quick: minQuick}
 	if other.again() {
