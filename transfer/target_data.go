@@ -265,7 +265,7 @@ func (d *dataConn) flush() error {
 // that would be slow to send from where they are. A peer with one request under
 // way has read all earlier replies.
 func (d *dataConn) aliased() bool {
-	if d.ahead || len(d.out) != 2 {
+	if d.ahead || d.buffered() > 0 || len(d.out) != 2 {
 		return false
 	}
 	n := len(d.out[1])
