@@ -17,18 +17,18 @@ const (
 	aliasSpan = 32
 )
 
-// SlowCopy says whether the kernel copies b several times slower than it could
-// when b goes to a connection after before other bytes and the connection's last
-// bytes have been read. Its buffer begins at a page then, and processors exist
-// (AMD's Zen 3, for one) whose block copy falls to a few bytes at a time when
-// the destination is up to 31 bytes above the source, modulo 4 KiB: for blocks
-// at pages that is after every short header. Whether this one does is measured
-// at the first call.
-func SlowCopy(before int, b []byte) bool {
+// SlowCopy says whether the kernel would copy b several times slower than it
+// could, when b follows n other bytes on a connection whose earlier bytes have all
+// been read. The kernel's buffer begins at a page then, and processors exist (AMD's
+// Zen 3, for one) whose block copy falls to a few bytes at a time when the
+// destination is 1 to 31 bytes above the source, modulo 4 KiB: for a block at a
+// page, that is after every short header. Whether this processor does so is
+// measured at the first call that depends on it.
+func SlowCopy(n int, b []byte) bool {
 	if len(b) == 0 {
 		return false
 	}
-	d := (uintptr(before) - uintptr(unsafe.Pointer(&b[0]))) % aliasPage
+	d := (uintptr(n) - uintptr(unsafe.Pointer(&b[0]))) % aliasPage
 	return d > 0 && d < aliasSpan && copiesAlias()
 }
 
