@@ -36,7 +36,7 @@ type ServeOptions struct {
 
 	// Procs is GOMAXPROCS of the process while it serves; 0 leaves it alone. A
 	// C++ peer on the same machine spins on one core and moves bytes on another:
-	// with two cores, 1 serves it up to a quarter faster than 2.
+	// with two cores, 1 serves it up to a third faster than 2.
 	Procs int
 
 	PeerFile string    // written when the region is ready; "" writes none
