@@ -88,7 +88,7 @@ func TestLayers(t *testing.T) {
 				return err
 			}
 			if to == "unsafe" && !mayImportUnsafe[pkg] {
-				t.Errorf("%s imports unsafe; only shm and internal/invariant may", path)
+				t.Errorf("%s imports unsafe; only shm and internal/rawio may", path)
 			}
 			dep, ours := strings.CutPrefix(to, module+"/")
 			if !ours || dep == pkg {

@@ -1,8 +1,8 @@
 //go:build linux
 
 // Package shm creates and attaches POSIX shared-memory segments: named files on
-// /dev/shm mapped read-write. It is, with internal/invariant, the only package
-// that imports unsafe.
+// /dev/shm mapped read-write. It is, with internal/rawio, the only package that
+// imports unsafe.
 //
 // A slice from Bytes, or a word from Word, is valid until the segment's Close.
 // A mapping lives as long as its inode, so a peer that unlinks the name does no

@@ -40,9 +40,10 @@ type dataConn struct {
 
 	out      [][]byte // replies not yet sent; slices of regions and of statusOK
 	outBytes int
-	sending  [][]byte // scratch for write, which consumes it
-	ahead    bool     // the peer sends requests without waiting for replies
-	held     bool     // read claims are held by out
+	sending  [][]byte  // scratch for write, which consumes it
+	piece    [1][]byte // the same for writeCopied
+	ahead    bool      // the peer sends requests without waiting for replies
+	held     bool      // read claims are held by out
 }
 
 var okFrame = statusFrame(statusOK)
@@ -284,7 +285,8 @@ func (d *dataConn) writeCopied(bufs [][]byte) error {
 			n += k
 			bufs = consume(bufs, k)
 		}
-		if _, err := d.write([][]byte{b[:n]}); err != nil {
+		d.piece[0] = b[:n]
+		if _, err := d.write(d.piece[:]); err != nil {
 			return err
 		}
 	}

@@ -1,7 +1,7 @@
 //go:build linux && !race
 
 // Package rawio reads and writes non-blocking sockets without telling the Go
-// scheduler. It is one of the packages that import unsafe.
+// scheduler. It is, with shm, the only package that imports unsafe.
 //
 // The ordinary calls announce themselves to the scheduler in case they block,
 // and on an otherwise idle process that wakes its monitor thread: 18 of the 48 µs
