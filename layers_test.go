@@ -18,6 +18,7 @@ const module = "github.com/kvasir-kv/kvasir"
 // ARCHITECTURE.md describes them. A package without an entry fails the test.
 var layers = map[string]int{
 	"internal/rawio":        -1, // below everything
+	"internal/loopback":     -1,
 	"internal/vectors":      0,
 	"internal/pickle":       0,
 	"internal/leaks":        2,

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"net"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -11,7 +12,10 @@ import (
 
 // Options configures a Client. A zero field means its default.
 type Options struct {
-	Conns      int // connections per peer; default 4
+	// Conns is how many connections a peer gets; default 4, of which a batch to
+	// a peer on this host uses half as many as there are processors: each keeps
+	// one busy at both ends.
+	Conns      int
 	Window     int // requests in flight on a connection; default 256
 	MaxPeers   int // peers remembered; the longest unused idle one makes room; default 1024
 	MaxWaiting int // callers that wait for a connection to one peer, more get ErrBusy; default 1024, negative: none
@@ -47,6 +51,9 @@ func (o Options) withDefaults() Options {
 type Client struct {
 	opt  Options         // immutable
 	base context.Context // done when closed
+
+	localConns int // that a batch to a peer on this host uses; immutable
+
 	stop context.CancelFunc
 	wg   sync.WaitGroup // calls
 	jobs sync.Pool
@@ -78,6 +85,7 @@ type peer struct {
 	fetch   chan struct{}
 	waiting atomic.Int64
 	desc    atomic.Pointer[Descriptor]
+	local   atomic.Bool // its last connection stayed on this host
 
 	mu struct { // a leaf
 		sync.Mutex
@@ -90,7 +98,10 @@ type peer struct {
 
 // New returns a client without peers.
 func New(o Options) *Client {
-	c := &Client{opt: o.withDefaults()}
+	c := &Client{opt: o.withDefaults(), localConns: o.Conns}
+	if o.Conns == 0 {
+		c.localConns = min(c.opt.Conns, max(1, runtime.GOMAXPROCS(0)/2))
+	}
 	c.base, c.stop = context.WithCancel(context.Background())
 	c.jobs.New = func() any { return new(job) }
 	c.mu.peers = make(map[string]*peer)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -171,6 +172,31 @@ func TestConcurrentCallers(t *testing.T) {
 	if s := target.Stats(); s.DataConns > 3 {
 		t.Errorf("%d connections", s.DataConns)
 	}
+}
+
+// A batch to this host uses half as many connections as there are processors,
+// unless the caller says how many.
+func TestLocalConns(t *testing.T) {
+	target, _ := listen(t, 4<<20, TargetOptions{})
+	f := func(conns, want int) {
+		t.Helper()
+		c := client(t, Options{Conns: conns, SplitBytes: 1 << 20})
+		for _, n := range []int{1, 4 << 20, 4 << 20} { // before the first, nobody knows where the peer is
+			if err := c.Write(timeout(t, 20*time.Second), target.Name(), []Entry{{make([]byte, n), testBase}}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if got := c.Stats().Dials; got != int64(want) {
+			t.Errorf("%d connections, want %d, with Conns %d", got, want, conns)
+		}
+	}
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(2))
+	f(0, 1)
+	f(3, 3)
+	runtime.GOMAXPROCS(6)
+	f(0, 3)
+	runtime.GOMAXPROCS(16)
+	f(0, 4)
 }
 
 // Peers without acknowledgements: one connection per request, the peer's clean

@@ -77,6 +77,9 @@ func (c *Client) spread(j *job, p *peer, l *lane, desc *Descriptor) {
 		want = uint64(len(j.plan.order))
 	}
 	want = min(want, uint64(c.opt.Conns))
+	if desc.acked() && p.local.Load() {
+		want = min(want, uint64(c.localConns))
+	}
 	var more []*lane
 	for uint64(len(more)) < want-1 {
 		m := p.try()

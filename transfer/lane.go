@@ -172,6 +172,7 @@ func (l *lane) dial(ctx context.Context) (*stream, error) {
 		conn.Close()
 		return nil, err
 	}
+	l.peer.local.Store(s.local)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.mu.closed {

@@ -11,6 +11,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/loopback"
 	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
@@ -41,6 +42,7 @@ var bigBufs = sync.Pool{New: func() any { b := make([]byte, bigBuf); return &b }
 // call: a stall is noticed after 7/8 to 8/8 of it.
 type stream struct {
 	conn    *net.TCPConn
+	local   bool // the peer is on this host
 	raw     syscall.RawConn
 	timeout time.Duration
 	ctx     context.Context // of the call in progress; nil: none watched
@@ -72,7 +74,7 @@ func newStream(conn *net.TCPConn, timeout time.Duration) (*stream, error) {
 	if err != nil {
 		return nil, fmt.Errorf("raw connection: %w", err)
 	}
-	s := &stream{conn: conn, raw: raw, timeout: timeout, small: make([]byte, smallBuf)}
+	s := &stream{conn: conn, local: loopback.Prepare(conn), raw: raw, timeout: timeout, small: make([]byte, smallBuf)}
 	s.buf = s.small
 	s.tryRead = func(fd uintptr) bool {
 		s.n, s.err = rawio.Read(fd, s.buf[s.w:])

@@ -148,7 +148,7 @@ type transferBenchCmd struct {
 	Batches  []int      `help:"Blocks per call." default:"1,8,64,256,1024"`
 	Ops      []string   `help:"write, read, socket (the floor: a plain loopback copy)." default:"write,read" enum:"write,read,socket"`
 	Layout   string     `help:"How blocks lie at the peer: packed, reversed, scattered." default:"packed" enum:"packed,reversed,scattered"`
-	Conns    int        `help:"Connections per peer." default:"4"`
+	Conns    int        `help:"Connections per peer; 0 means 4, of which a batch to this host uses half as many as there are processors." default:"0"`
 	Callers  int        `help:"Callers per peer, each with connections of its own." default:"1"`
 	Seconds  float64    `help:"Time per measurement." default:"1"`
 	Verify   bool       `help:"Write a fresh pattern and read it back after each measurement."`
@@ -156,8 +156,8 @@ type transferBenchCmd struct {
 
 // Run measures.
 func (c *transferBenchCmd) Run(e *env) error {
-	if !(c.Seconds > 0) || c.Seconds > 3600 || c.Conns < 1 || c.Callers < 1 {
-		return fmt.Errorf("%w: need --seconds above 0 and up to 3600, --conns and --callers of at least 1", errUsage)
+	if !(c.Seconds > 0) || c.Seconds > 3600 || c.Conns < 0 || c.Callers < 1 {
+		return fmt.Errorf("%w: need --seconds above 0 and up to 3600, --conns of at least 0, --callers of at least 1", errUsage)
 	}
 	o := transfertool.BenchOptions{
 		Client: transfer.Options{Conns: c.Conns}, Callers: c.Callers, Ops: c.Ops, Batches: c.Batches,

@@ -1,0 +1,7 @@
+//go:build !linux
+
+package loopback
+
+import "net"
+
+func unpaced(*net.TCPConn) {}
