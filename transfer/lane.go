@@ -97,10 +97,9 @@ func (l *lane) watch(ctx context.Context) func() {
 	}
 	s := l.s
 	s.ctx = ctx
-	stop := context.AfterFunc(ctx, func() { s.conn.SetDeadline(time.Unix(1, 0)) })
 	return func() {
 		s.ctx = nil
-		if !stop() {
+		if !s.unwatch() {
 			l.drop() // the interruption may still come
 		}
 	}

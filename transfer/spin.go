@@ -12,14 +12,22 @@ const (
 	// idle, and a single small request pays that at both ends.
 	spinTime = 120 * time.Microsecond
 
-	// quickWait is the longest wait, wake-up included, after which looking may
-	// have met the input.
-	quickWait = 2 * spinTime
+	// quickWait is the longest wait after which looking may have met the input:
+	// where both ends sleep, it holds two wake-ups, which take 100 µs and more on
+	// a virtual processor that is idle.
+	quickWait = 600 * time.Microsecond
 
-	// Spinning begins after minQuick quick waits in a row. A spin in vain asks
-	// for twice as many, a good one for half as many.
-	minQuick = 2
-	maxQuick = 1024
+	// Spinning begins after minQuick quick waits in a row. It goes on through a
+	// few spins in vain, for the machine interrupts even the busiest peer: one
+	// costs what vainCost good ones have earned, up to maxCredit. Without credit
+	// it pauses for as long as minPause of quick waits, twice that after the next
+	// spin in vain, and so on: below a hundredth of the time is spun in vain. A
+	// good spin halves the next pause.
+	minQuick  = 2
+	maxCredit = 16
+	vainCost  = 4
+	minPause  = 2 * spinTime
+	maxPause  = 128 * spinTime
 )
 
 // spinners counts the goroutines of the process that spin: half of its
@@ -33,7 +41,9 @@ var epoch = time.Now()
 // within that. So a connection that is idle, or whose peer is slow, sleeps.
 type spinner struct {
 	quick  int           // quick waits in a row
-	need   int           // of them to spin
+	credit int           // above 0: spins
+	pause  time.Duration // of quick waits, before the next spin without credit
+	next   time.Duration // the pause after the next spin in vain
 	since  time.Duration // epoch to the begin of the wait in progress; 0: none
 	spins  bool
 	yields bool // there is one processor
@@ -44,7 +54,7 @@ func (w *spinner) again() bool {
 	switch {
 	case w.since == 0:
 		w.since = time.Since(epoch)
-		w.spins = w.quick >= max(w.need, minQuick) && w.begin()
+		w.spins = (w.credit > 0 || w.quick >= minQuick && w.pause <= 0) && w.begin()
 		return w.spins
 	case !w.spins:
 		return false
@@ -55,7 +65,11 @@ func (w *spinner) again() bool {
 		return true
 	}
 	w.end()
-	w.quick, w.need = 0, min(max(w.need, minQuick)*2, maxQuick)
+	if w.credit -= vainCost; w.credit <= 0 {
+		w.calm()
+		w.pause = max(w.next, minPause)
+		w.next = min(2*w.pause, maxPause)
+	}
 	return false
 }
 
@@ -64,17 +78,23 @@ func (w *spinner) done() {
 	if w.since == 0 {
 		return
 	}
+	waited := time.Since(epoch) - w.since
 	switch {
 	case w.spins:
 		w.end()
-		w.need /= 2
-	case time.Since(epoch)-w.since < quickWait:
+		w.credit = min(w.credit+1, maxCredit)
+		w.next /= 2
+	case waited < quickWait:
 		w.quick++
+		w.pause -= waited
 	default:
 		w.quick = 0
 	}
 	w.since = 0
 }
+
+// calm makes it sleep until quick waits come in a row again.
+func (w *spinner) calm() { w.quick, w.credit = 0, 0 }
 
 // begin takes a place among the spinners, if there is one.
 func (w *spinner) begin() bool {

@@ -5,6 +5,7 @@ import (
 	"net"
 	"runtime"
 	"testing"
+	"time"
 )
 
 // A connection spins only after quick answers, for a bounded time, and after a
@@ -12,39 +13,65 @@ import (
 func TestSpinner(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(2))
 	var w spinner
-	// answered plays waits that end at once until n in a row were quick: the
-	// machine may make some of them slow.
-	answered := func(n int) {
+	// waits plays waits of d that end without a spin.
+	waits := func(n int, d time.Duration) {
 		t.Helper()
-		for w.quick < n {
+		for range n {
 			if w.again() {
-				t.Fatalf("spins after %d quick waits, not %d", w.quick, n)
+				t.Fatalf("spins after %d quick waits, pause %v, credit %d", w.quick, w.pause, w.credit)
 			}
 			if w.again() {
 				t.Fatal("spins after it was told to sleep")
 			}
+			w.since = time.Since(epoch) - d
 			w.done()
 		}
 	}
 	spins := func() {
 		t.Helper()
 		if !w.again() || spinners.Load() != 1 {
-			t.Fatalf("does not spin after %d quick waits, %d spinners", w.quick, spinners.Load())
+			t.Fatalf("does not spin after %d quick waits, pause %v, credit %d, %d spinners", w.quick, w.pause, w.credit, spinners.Load())
 		}
 	}
-	answered(minQuick)
+	vain := func() {
+		t.Helper()
+		spins()
+		for w.again() {
+		}
+		w.since = 0
+		if n := spinners.Load(); n != 0 {
+			t.Fatalf("%d spinners afterwards", n)
+		}
+	}
+	const quick = 100 * time.Microsecond // far from quickWait: the machine adds some
+	waits(1, quick)
+	waits(1, quickWait)
+	waits(minQuick, quick)
+	for pause := minPause; pause <= maxPause; pause *= 2 {
+		vain()
+		if w.pause != pause {
+			t.Errorf("pause %v, want %v", w.pause, pause)
+		}
+		w.pause = 3 * quick
+		waits(3, quick)
+	}
+	vain()
+	if w.pause != maxPause {
+		t.Errorf("pause %v, want %v", w.pause, maxPause)
+	}
+	w.pause = quick
+	waits(minQuick, quick)
 	for range 100 { // answers go on
 		spins()
 		w.done()
 	}
-	spins()
-	for w.again() { // no answer: it ends
+	if w.next > 0 || w.credit != maxCredit {
+		t.Errorf("pause of %v to come, credit %d after good spins", w.next, w.credit)
 	}
-	w.done()
-	if n := spinners.Load(); n != 0 {
-		t.Fatalf("%d spinners afterwards", n)
+	for range maxCredit / vainCost { // interruptions
+		vain()
 	}
-	answered(2 * minQuick)
+	waits(3, quick)
 	spins()
 	other := spinner{quick: minQuick}
 	if other.again() {
@@ -82,7 +109,7 @@ func TestTargetSpinsForOne(t *testing.T) {
 		}
 	}
 	target.Close()
-	if w := target.recent.Load().spin; w.quick >= minQuick || w.need > 0 {
-		t.Errorf("%d quick waits in a row, %d needed", w.quick, w.need)
+	if w := target.recent.Load().spin; w.quick >= minQuick || w.next > 0 || w.credit > 0 {
+		t.Errorf("%d quick waits in a row, pause of %v to come, credit %d", w.quick, w.next, w.credit)
 	}
 }

@@ -45,7 +45,8 @@ type stream struct {
 	local   bool // the peer is on this host
 	raw     syscall.RawConn
 	timeout time.Duration
-	ctx     context.Context // of the call in progress; nil: none watched
+	ctx     context.Context // of the call in progress; nil: none
+	watched func() bool     // ends the watch of ctx; nil: not watched
 
 	buf   []byte // small or *big
 	small []byte
@@ -93,8 +94,9 @@ func (s *stream) onReadable(fd uintptr) bool {
 		case syscall.EAGAIN:
 			if s.soon > 0 {
 				s.soon--
-				syscall.RawSyscall(syscall.SYS_SCHED_YIELD, 0, 0, 0)
+				rawio.Yield()
 			} else if !s.spin.again() {
+				s.watch()
 				return false
 			}
 		default:
@@ -114,6 +116,7 @@ func (s *stream) onWritable(fd uintptr) bool {
 			s.out = consume(s.out, n)
 		case syscall.EINTR:
 		case syscall.EAGAIN:
+			s.watch()
 			return false
 		default:
 			s.err = err
@@ -210,7 +213,10 @@ func (s *stream) resize(large bool) {
 }
 
 // fill reads once into the buffer. An idle fill waits without a timeout.
-func (s *stream) fill(idle bool) error {
+func (s *stream) fill(idle bool) error { return s.fillUpTo(bigBuf, idle) }
+
+// fillUpTo is fill that takes at most limit bytes.
+func (s *stream) fillUpTo(limit int, idle bool) error {
 	s.room()
 	for {
 		if !idle {
@@ -218,10 +224,9 @@ func (s *stream) fill(idle bool) error {
 				return err
 			}
 		}
-		space := s.buf[s.w:]
-		n, err := s.read(space)
+		n, err := s.read(s.buf[s.w:min(s.w+limit, len(s.buf))])
 		s.w += n
-		s.hot = n == len(space)
+		s.hot = s.w == len(s.buf)
 		switch {
 		case n > 0:
 			return nil
@@ -315,6 +320,24 @@ func (s *stream) write(bufs [][]byte) (sent int64, err error) {
 		return sent, s.cause(err)
 	}
 	return sent, nil
+}
+
+// watch makes the end of the context wake the call that is about to sleep.
+// Calls that never sleep go without: a watch is an allocation.
+func (s *stream) watch() {
+	if s.ctx != nil && s.watched == nil {
+		s.watched = context.AfterFunc(s.ctx, func() { s.conn.SetDeadline(time.Unix(1, 0)) })
+	}
+}
+
+// unwatch says whether the connection was not interrupted.
+func (s *stream) unwatch() bool {
+	if s.watched == nil {
+		return true
+	}
+	ok := s.watched()
+	s.watched = nil
+	return ok
 }
 
 func (s *stream) cancelled() bool { return s.ctx != nil && s.ctx.Err() != nil }

@@ -44,6 +44,7 @@ type dataConn struct {
 	piece    [1][]byte // the same for writeCopied
 	ahead    bool      // the peer sends requests without waiting for replies
 	held     bool      // read claims are held by out
+	large    bool      // the last request was a write with a large body
 }
 
 var okFrame = statusFrame(statusOK)
@@ -79,6 +80,7 @@ func (d *dataConn) serve() error {
 			return err
 		}
 		h := parseHeader(d.next(headerBytes))
+		d.large = h.isWrite() && h.size >= directBytes
 		var err error
 		if h.isWrite() {
 			err = d.serveWrite(h)
@@ -104,13 +106,17 @@ func (d *dataConn) awaitHeader() error {
 	d.ahead = d.buffered() > 0
 	if d.buffered() == 0 && d.t.recent.Load() != d {
 		d.t.recent.Store(d)
-		d.spin.quick = 0 // others are served too: spinning would hold them up
+		d.spin.calm() // others are served too: spinning would hold them up
 	}
 	for d.buffered() < headerBytes {
 		if err := d.flush(); err != nil {
 			return err
 		}
-		if err := d.fill(d.buffered() == 0); err != nil {
+		limit := bigBuf
+		if d.large {
+			limit = headerBytes // the body goes to its place, not through the buffer
+		}
+		if err := d.fillUpTo(limit, d.buffered() == 0); err != nil {
 			return err
 		}
 	}

@@ -12,22 +12,24 @@ package rawio
 import (
 	"syscall"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 )
 
-// Read reads from the non-blocking descriptor fd; errors as of read(2),
-// EAGAIN and EINTR among them. b must not be empty.
+// Read reads from the socket fd without waiting; errors as of recv(2), EAGAIN
+// and EINTR among them. b must not be empty.
 func Read(fd uintptr, b []byte) (int, error) {
-	n, _, errno := syscall.RawSyscall(syscall.SYS_READ, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)))
+	n, _, errno := syscall.RawSyscall6(unix.SYS_RECVFROM, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), unix.MSG_DONTWAIT, 0, 0)
 	if errno != 0 {
 		return 0, errno
 	}
 	return int(n), nil
 }
 
-// Write writes to the non-blocking descriptor fd; errors as of write(2).
-// b must not be empty.
+// Write writes to the socket fd without waiting; errors as of send(2). b must
+// not be empty.
 func Write(fd uintptr, b []byte) (int, error) {
-	n, _, errno := syscall.RawSyscall(syscall.SYS_WRITE, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)))
+	n, _, errno := syscall.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), sendFlags, 0, 0)
 	if errno != 0 {
 		return 0, errno
 	}

@@ -5,10 +5,10 @@ package rawio
 
 import "syscall"
 
-// Read reads from the non-blocking descriptor fd.
+// Read reads from the non-blocking socket fd.
 func Read(fd uintptr, b []byte) (int, error) { return syscall.Read(int(fd), b) }
 
-// Write writes to the non-blocking descriptor fd.
+// Write writes to the non-blocking socket fd.
 func Write(fd uintptr, b []byte) (int, error) { return syscall.Write(int(fd), b) }
 
 // Writev writes the first of bufs.
@@ -23,3 +23,6 @@ func Writev(fd uintptr, bufs [][]byte, _ *Vec) (int, error) {
 
 // Vec is scratch space for Writev.
 type Vec struct{}
+
+// Yield does nothing here.
+func Yield() {}

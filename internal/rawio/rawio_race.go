@@ -4,10 +4,10 @@ package rawio
 
 import "syscall"
 
-// Read reads from the non-blocking descriptor fd.
+// Read reads from the non-blocking socket fd.
 func Read(fd uintptr, b []byte) (int, error) { return syscall.Read(int(fd), b) }
 
-// Write writes to the non-blocking descriptor fd.
+// Write writes to the non-blocking socket fd.
 func Write(fd uintptr, b []byte) (int, error) { return syscall.Write(int(fd), b) }
 
 // announce tells the race detector that what happened so far comes before

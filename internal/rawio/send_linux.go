@@ -1,0 +1,46 @@
+//go:build linux
+
+package rawio
+
+import (
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+const sendFlags = unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL
+
+// Writev writes bufs, at most MaxVec of which count, to the socket fd without
+// waiting; errors as of sendmsg(2). vec is scratch space of the caller's.
+func Writev(fd uintptr, bufs [][]byte, vec *Vec) (int, error) {
+	vec.iov = vec.iov[:0]
+	for _, b := range bufs[:min(len(bufs), MaxVec)] {
+		if len(b) > 0 {
+			v := unix.Iovec{Base: &b[0]}
+			v.SetLen(len(b))
+			vec.iov = append(vec.iov, v)
+		}
+	}
+	if len(vec.iov) == 0 {
+		return 0, nil
+	}
+	vec.msg.Iov = &vec.iov[0]
+	vec.msg.SetIovlen(len(vec.iov))
+	announce(fd)
+	n, _, errno := syscall.RawSyscall(unix.SYS_SENDMSG, fd, uintptr(unsafe.Pointer(&vec.msg)), sendFlags)
+	clear(vec.iov) // keeps no caller's memory alive
+	if errno != 0 {
+		return 0, errno
+	}
+	return int(n), nil
+}
+
+// Vec is scratch space for Writev.
+type Vec struct {
+	iov []unix.Iovec
+	msg unix.Msghdr
+}
+
+// Yield lets other threads that wait for this processor run first.
+func Yield() { _, _, _ = syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
