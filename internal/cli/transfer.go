@@ -64,6 +64,7 @@ type transferServeCmd struct {
 	HandshakePort int      `help:"Port of the handshake; 0 takes a free one."`
 	DataPort      int      `help:"Port of the data; 0 takes a free one."`
 	Procs         int      `help:"Processors that the server may use at once; default half of them, since the peers of one host need the others."`
+	Batch         bool     `help:"Run as SCHED_BATCH: do not interrupt the peers of this host that send." default:"true" negatable:""`
 	Base          uint64   `help:"Published address of the region; default random."`
 }
 
@@ -74,8 +75,8 @@ func (c *transferServeCmd) Run(e *env) error {
 	}
 	return transfertool.Serve(e.ctx, transfertool.ServeOptions{
 		Target: transfer.TargetOptions{Host: c.Host, Bind: c.Bind, HandshakePort: c.HandshakePort, DataPort: c.DataPort, Log: e.log},
-		Procs:  cmp.Or(c.Procs, max(1, runtime.NumCPU()/2)),
-		Bytes:  int64(c.Size), Base: c.Base, PeerFile: c.PeerFile, Out: e.stdout, Log: e.log,
+		Procs:  cmp.Or(c.Procs, max(1, runtime.NumCPU()/2)), Batch: c.Batch,
+		Bytes: int64(c.Size), Base: c.Base, PeerFile: c.PeerFile, Out: e.stdout, Log: e.log,
 	})
 }
 
