@@ -9,25 +9,26 @@ import (
 const (
 	// spinTime is how long a connection looks for input before it sleeps. To
 	// wake a sleeping process costs up to 50 µs, most where its processor is
-	// idle, and a single small request pays that at both ends.
+	// idle, and a single small request pays that at both ends. Where the host of
+	// virtual processors is busy it is 200 µs and more, so each spin in vain makes
+	// the next one twice as long, up to maxSpin.
 	spinTime = 120 * time.Microsecond
+	maxSpin  = 8 * spinTime
 
 	// quickWait is the longest wait after which looking may have met the input:
-	// where both ends sleep, it holds two wake-ups, which take 100 µs and more on
-	// a virtual processor that is idle.
+	// where both ends sleep, it holds two wake-ups.
 	quickWait = 600 * time.Microsecond
 
 	// Spinning begins after minQuick quick waits in a row. It goes on through a
 	// few spins in vain, for the machine interrupts even the busiest peer: one
 	// costs what vainCost good ones have earned, up to maxCredit. Without credit
-	// it pauses for as long as minPause of quick waits, twice that after the next
-	// spin in vain, and so on: below a hundredth of the time is spun in vain. A
+	// it pauses for twice its length of quick waits, then twice as long as before,
+	// and so on up to maxPause: below a hundredth of the time is spun in vain. A
 	// good spin halves the next pause.
 	minQuick  = 2
 	maxCredit = 16
 	vainCost  = 4
-	minPause  = 2 * spinTime
-	maxPause  = 128 * spinTime
+	maxPause  = 128 * maxSpin
 )
 
 // spinners counts the goroutines of the process that spin: half of its
@@ -43,7 +44,8 @@ type spinner struct {
 	quick  int           // quick waits in a row
 	credit int           // above 0: spins
 	pause  time.Duration // of quick waits, before the next spin without credit
-	next   time.Duration // the pause after the next spin in vain
+	next   time.Duration // the pause after the next spin in vain, at least
+	limit  time.Duration // of a spin; below spinTime: spinTime
 	since  time.Duration // epoch to the begin of the wait in progress; 0: none
 	spins  bool
 	yields bool // there is one processor
@@ -58,7 +60,7 @@ func (w *spinner) again() bool {
 		return w.spins
 	case !w.spins:
 		return false
-	case time.Since(epoch)-w.since < spinTime:
+	case time.Since(epoch)-w.since < max(w.limit, spinTime):
 		if w.yields {
 			runtime.Gosched()
 		}
@@ -67,8 +69,10 @@ func (w *spinner) again() bool {
 	w.end()
 	if w.credit -= vainCost; w.credit <= 0 {
 		w.calm()
-		w.pause = max(w.next, minPause)
+		limit := max(w.limit, spinTime)
+		w.pause = max(w.next, 2*limit)
 		w.next = min(2*w.pause, maxPause)
+		w.limit = min(2*limit, maxSpin)
 	}
 	return false
 }
@@ -84,6 +88,7 @@ func (w *spinner) done() {
 		w.end()
 		w.credit = min(w.credit+1, maxCredit)
 		w.next /= 2
+		w.limit -= w.limit / 16
 	case waited < quickWait:
 		w.quick++
 		w.pause -= waited

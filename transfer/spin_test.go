@@ -47,10 +47,10 @@ func TestSpinner(t *testing.T) {
 	waits(1, quick)
 	waits(1, quickWait)
 	waits(minQuick, quick)
-	for pause := minPause; pause <= maxPause; pause *= 2 {
+	for pause, limit := 2*spinTime, 2*spinTime; pause <= maxPause; pause, limit = 2*pause, min(2*limit, maxSpin) {
 		vain()
-		if w.pause != pause {
-			t.Errorf("pause %v, want %v", w.pause, pause)
+		if w.pause != pause || w.limit != limit {
+			t.Errorf("pause %v, want %v; next spin %v, want %v", w.pause, pause, w.limit, limit)
 		}
 		w.pause = 3 * quick
 		waits(3, quick)
@@ -65,8 +65,8 @@ func TestSpinner(t *testing.T) {
 		spins()
 		w.done()
 	}
-	if w.next > 0 || w.credit != maxCredit {
-		t.Errorf("pause of %v to come, credit %d after good spins", w.next, w.credit)
+	if w.next > 0 || w.credit != maxCredit || w.limit > spinTime {
+		t.Errorf("pause of %v to come, credit %d, next spin %v after good spins", w.next, w.credit, w.limit)
 	}
 	for range maxCredit / vainCost { // interruptions
 		vain()
