@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Races this build against the originals, in turns in one run, ratios of medians: the
 # real LMCache 0.5.6 server, vLLM's hybrid coordinator, Mooncake connector and bootstrap server,
-# the C++ transfer engine. About 25 minutes, and 10 GB the first time. Needs bin/kvasir;
+# the C++ transfer engine. About 28 minutes, and 10 GB the first time. Needs bin/kvasir;
 # `make bench` calls it. Arguments are passed on to the first driver, for example
 # --lookups 300. BENCH names the parts: lmcache, coordinator, transfer, mooncake, bootstrap.
 set -euo pipefail
@@ -36,7 +36,10 @@ race_mooncake() {
 }
 
 race_transfer() {
-	"$(interop/python.sh interop/requirements-te.txt)" interop/transfer/compare.py --kvasir 'bin/kvasir transfer' --rounds 5
+	local python
+	python=$(interop/python.sh interop/requirements-te.txt)
+	"$python" interop/transfer/compare.py --kvasir 'bin/kvasir transfer' --rounds 5
+	"$python" interop/transfer/curves.py --kvasir 'bin/kvasir transfer' --rounds 3
 }
 
 race_bootstrap() {
