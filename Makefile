@@ -40,5 +40,5 @@ interop-vllm: build ## run a real vLLM engine against this build (10 GB, minutes
 	interop/vllm.sh
 	interop/mooncake.sh
 
-bench: build ## ratios against LMCache, vLLM's coordinator and registry, the C++ engine (25 minutes; BENCH=part)
+bench: build ## ratios against LMCache, vLLM's coordinator and registry, the C++ engine (28 minutes; BENCH=part)
 	interop/bench.sh
