@@ -75,10 +75,13 @@ func (c *transferServeCmd) Run(e *env) error {
 	}
 	return transfertool.Serve(e.ctx, transfertool.ServeOptions{
 		Target: transfer.TargetOptions{Host: c.Host, Bind: c.Bind, HandshakePort: c.HandshakePort, DataPort: c.DataPort, Log: e.log},
-		Procs:  cmp.Or(c.Procs, max(1, runtime.NumCPU()/2)), Batch: c.Batch,
+		Procs:  cmp.Or(c.Procs, halfOfProcs()), Batch: c.Batch,
 		Bytes: int64(c.Size), Base: c.Base, PeerFile: c.PeerFile, Out: e.stdout, Log: e.log,
 	})
 }
+
+// halfOfProcs is what is left when the peer is on this host.
+func halfOfProcs() int { return max(1, runtime.NumCPU()/2) }
 
 // region says which bytes of which peer.
 type region struct {
@@ -151,6 +154,7 @@ type transferBenchCmd struct {
 	Layout   string     `help:"How blocks lie at the peer: packed, reversed, scattered." default:"packed" enum:"packed,reversed,scattered"`
 	Conns    int        `help:"Connections per peer; 0 means 4, of which a batch to this host uses half as many as there are processors." default:"0"`
 	Callers  int        `help:"Callers per peer, each with connections of its own." default:"1"`
+	Procs    int        `help:"Processors that writes and reads may use at once; default half of them, since the peers of one host need the others."`
 	Seconds  float64    `help:"Time per measurement." default:"1"`
 	Verify   bool       `help:"Write a fresh pattern and read it back after each measurement."`
 }
@@ -162,7 +166,7 @@ func (c *transferBenchCmd) Run(e *env) error {
 	}
 	o := transfertool.BenchOptions{
 		Client: transfer.Options{Conns: c.Conns}, Callers: c.Callers, Ops: c.Ops, Batches: c.Batches,
-		Layout: transfertool.Layout(c.Layout), For: seconds(c.Seconds), Verify: c.Verify,
+		Procs: cmp.Or(c.Procs, halfOfProcs()), Layout: transfertool.Layout(c.Layout), For: seconds(c.Seconds), Verify: c.Verify,
 	}
 	for _, path := range c.PeerFile {
 		p, err := transfertool.ReadPeerFile(path)

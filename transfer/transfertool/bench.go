@@ -9,6 +9,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -38,6 +39,9 @@ type BenchOptions struct {
 	For     time.Duration // of each cell; default 1 s
 	Bytes   int           // a cell above this size is left out; default 256 MiB
 	Verify  bool          // write a fresh pattern and read it back after each cell
+
+	// Procs is GOMAXPROCS while writes and reads are measured; 0 leaves it alone.
+	Procs int
 }
 
 // Cell is one measurement: calls of one operation, size and batch.
@@ -131,6 +135,9 @@ func (o BenchOptions) cell(ctx context.Context, op string, size, batch int) (Cel
 	if op == "socket" {
 		lat, took, err := socketCopy(ctx, size*batch, o.For)
 		return newCell(op, size, batch, lat, took), err
+	}
+	if o.Procs > 0 {
+		defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(o.Procs))
 	}
 	var (
 		wg   sync.WaitGroup
