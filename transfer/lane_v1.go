@@ -97,7 +97,7 @@ func (l *lane) sendV1(j *job, r *request) error {
 	if err := s.conn.CloseWrite(); err != nil {
 		return s.cause(err)
 	}
-	err := s.fill(false)
+	err := s.fill()
 	switch {
 	case errors.Is(err, io.EOF):
 		return nil

@@ -23,8 +23,8 @@ const (
 	// few spins in vain, for the machine interrupts even the busiest peer: one
 	// costs what vainCost good ones have earned, up to maxCredit. Without credit
 	// it pauses for twice its length of quick waits, then twice as long as before,
-	// and so on up to maxPause: below a hundredth of the time is spun in vain. A
-	// good spin halves the next pause.
+	// and so on up to maxPause, where less than a hundredth of the time is spun in
+	// vain. A good spin halves the next pause.
 	minQuick  = 2
 	maxCredit = 16
 	vainCost  = 4

@@ -212,10 +212,11 @@ func (s *stream) resize(large bool) {
 	}
 }
 
-// fill reads once into the buffer. An idle fill waits without a timeout.
-func (s *stream) fill(idle bool) error { return s.fillUpTo(bigBuf, idle) }
+// fill reads once into the buffer.
+func (s *stream) fill() error { return s.fillUpTo(bigBuf, false) }
 
-// fillUpTo is fill that takes at most limit bytes.
+// fillUpTo reads once into the buffer, at most limit bytes. An idle one waits
+// without a timeout.
 func (s *stream) fillUpTo(limit int, idle bool) error {
 	s.room()
 	for {
@@ -268,7 +269,7 @@ func (s *stream) try() error {
 // need waits until n bytes, at most smallBuf/2, are buffered.
 func (s *stream) need(n int) error {
 	for s.buffered() < n {
-		if err := s.fill(false); err != nil {
+		if err := s.fill(); err != nil {
 			return err
 		}
 	}
@@ -285,7 +286,7 @@ func (s *stream) readFull(dst []byte) error {
 			return nil
 		}
 		if len(dst) < directBytes && (s.hot || s.big != nil) || len(dst) <= smallBuf/2 {
-			if err := s.fill(false); err != nil {
+			if err := s.fill(); err != nil {
 				return unexpected(err)
 			}
 			continue

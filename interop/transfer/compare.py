@@ -89,16 +89,27 @@ class Cpp:
         ln = [size] * batch
         if call(peer["peer"], src, dst, ln):
             return None
-        lat, t0 = [], time.perf_counter()
-        last = t0
-        while last - t0 < seconds or len(lat) < 3:
-            if call(peer["peer"], src, dst, ln):
-                return None
-            now = time.perf_counter()
-            lat.append(now - last)
-            last = now
-        lat.sort()
-        return (size * batch * len(lat) / (last - t0) / 1e9, lat[(len(lat) - 1) // 2] * 1e6, lat[(len(lat) - 1) * 99 // 100] * 1e6)
+        lat, took = repeat(lambda: call(peer["peer"], src, dst, ln), seconds)
+        return figures(size * batch, lat, took) if lat else None
+
+
+def repeat(call, seconds):
+    """Calls until the time is over: latencies and time in seconds; no latencies if a call failed."""
+    lat, start = [], time.perf_counter()
+    last = start
+    while last - start < seconds or len(lat) < 3:
+        if call():
+            return [], 0
+        now = time.perf_counter()
+        lat.append(now - last)
+        last = now
+    return lat, last - start
+
+
+def figures(n, lat, took):
+    """GB/s of calls of n bytes, and their p50 and p99 in us."""
+    lat = sorted(lat)
+    return n * len(lat) / took / 1e9, lat[(len(lat) - 1) // 2] * 1e6, lat[(len(lat) - 1) * 99 // 100] * 1e6
 
 
 def go_cell(cmd, peer_file, op, size, batch, layout, seconds):

@@ -17,9 +17,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 
-from compare import LINE, Cpp, human, wait_for
+from compare import LINE, Cpp, figures, human, repeat, wait_for
 
 COMPARE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "compare.py")
 
@@ -36,18 +35,12 @@ def drive(peers, callers, size, batch, seconds):
         room = peer["len"] // callers if len(peers) == 1 else 0
         src = [base + k * size for k in range(batch)]
         dst = [peer["base"] + i * room + k * size for k in range(batch)]
-        lat = []
         ready.wait()
-        start = last = time.perf_counter()
-        while last - start < seconds or len(lat) < 3:
-            if cpp.e.batch_transfer_sync_write(peer["peer"], src, dst, [size] * batch):
-                errors.append(peer["peer"])
-                return
-            now = time.perf_counter()
-            lat.append(now - last)
-            last = now
+        lat, t = repeat(lambda: cpp.e.batch_transfer_sync_write(peer["peer"], src, dst, [size] * batch), seconds)
+        if not lat:
+            errors.append(peer["peer"])
         samples.extend(lat)
-        took.append(last - start)
+        took.append(t)
 
     threads = [threading.Thread(target=caller, args=(i,)) for i in range(callers)]
     for t in threads:
@@ -56,9 +49,7 @@ def drive(peers, callers, size, batch, seconds):
         t.join()
     if errors:
         sys.exit("transfers failed: %s" % errors)
-    samples.sort()
-    print(json.dumps([size * batch * len(samples) / max(took) / 1e9,
-                      samples[(len(samples) - 1) // 2] * 1e6, samples[(len(samples) - 1) * 99 // 100] * 1e6]))
+    print(json.dumps(figures(size * batch, samples, max(took))))
     sys.stdout.flush()
     os._exit(0)  # the engine's threads do not end by themselves
 
