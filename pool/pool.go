@@ -218,7 +218,9 @@ func (p *Pool) Unhold(s Slot) {
 func (p *Pool) free(s Slot, r record) {
 	off, n := r.offset(), r.length()
 	r.set(Free, 0)
-	invariant.Poison(p.segment.Bytes(off, n))
+	if invariant.Enabled {
+		_ = shm.Guard(func() { invariant.Poison(p.segment.Bytes(off, n)) }) // memory that is gone needs no poison
+	}
 	p.arena.Release(off, n)
 	p.spare = append(p.spare, s)
 }

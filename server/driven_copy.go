@@ -77,6 +77,15 @@ func (s *Server) run(c *blockCopy, parts []store.Part, load bool, skip int) erro
 	return err
 }
 
+// copyDone ends a copy that this process made, with err where it failed: then
+// nothing of it becomes visible and its slots are given back.
+func (s *Server) copyDone(sc *scratch, cp *store.Copy, err error) error {
+	if done := cp.Done(sc.key.Hashes, err == nil); err == nil && done.Late {
+		return errLate
+	}
+	return err
+}
+
 // storeBlocks answers store: the chunks are visible before the reply is sent.
 func (s *Server) storeBlocks(sc *scratch, p [][]byte) error {
 	in, c, err := s.blockCopyOf(sc, p)
@@ -108,12 +117,7 @@ func (s *Server) storeCopy(sc *scratch, c *blockCopy) error {
 		s.n.storesFinished.Add(1)
 		return nil
 	}
-	err = s.run(c, cp.Parts, false, 0)
-	done := cp.Done(sc.key.Hashes, err == nil)
-	if err == nil && done.Late {
-		err = errLate
-	}
-	if err != nil {
+	if err := s.copyDone(sc, cp, s.run(c, cp.Parts, false, 0)); err != nil {
 		return err
 	}
 	s.n.storesFinished.Add(1)
@@ -143,10 +147,7 @@ func (s *Server) retrieveCopy(sc *scratch, c *blockCopy, frame []byte) error {
 		return fmt.Errorf("%w: %s", errMiss, why)
 	}
 	err = s.run(c, cp.Parts, true, int(min(skip, int64(sc.key.End-sc.key.Start))))
-	if done := cp.Done(sc.key.Hashes, err == nil); err == nil && done.Late {
-		err = errLate
-	}
-	if err != nil {
+	if err := s.copyDone(sc, cp, err); err != nil {
 		return err
 	}
 	s.n.retrievesFinished.Add(1)

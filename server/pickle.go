@@ -10,6 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/pickle"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -115,11 +116,13 @@ func (s *Server) commitPickle(sc *scratch, in *instance, t store.Transfer, data 
 		s.refuse(lmcache.OpCommitStore, err)
 	}
 	if cp != nil {
-		for _, part := range cp.Parts {
-			copy(part.Bytes, tensors[part.Chunk].Data)
-		}
-		if cp.Done(sc.key.Hashes, true).Late {
-			return errLate
+		err := shm.Guard(func() {
+			for _, part := range cp.Parts {
+				copy(part.Bytes, tensors[part.Chunk].Data)
+			}
+		})
+		if err := s.copyDone(sc, cp, err); err != nil {
+			return err
 		}
 		s.n.pickledIn.Add(uint64(len(cp.Parts)) * uint64(in.bytes))
 		s.sayCopied("stored", cp, sc)
@@ -176,11 +179,13 @@ func (s *Server) retrievePickle(sc *scratch, in *instance, t store.Transfer) err
 		byChunk[part.Chunk] = part.Bytes
 	}
 	sc.out = slices.Grow(sc.out, n*(layout.Bytes()+pickle.Overhead)+pickle.Overhead)
-	sc.out = lmcache.AppendPickled(sc.out, func(b []byte) []byte {
-		return layout.Append(b, n, func(i int, dst []byte) { copy(dst, byChunk[i]) })
+	err := shm.Guard(func() {
+		sc.out = lmcache.AppendPickled(sc.out, func(b []byte) []byte {
+			return layout.Append(b, n, func(i int, dst []byte) { copy(dst, byChunk[i]) })
+		})
 	})
-	if cp.Done(sc.key.Hashes, true).Late {
-		return errLate
+	if err := s.copyDone(sc, cp, err); err != nil {
+		return err
 	}
 	s.n.pickledOut.Add(uint64(n) * uint64(in.bytes))
 	s.n.retrievesFinished.Add(1)
