@@ -133,3 +133,21 @@ func TestLateWriterReachesOpenWindow(t *testing.T) {
 		t.Fatal("the write did not arrive")
 	}
 }
+
+// An engine of which no worker has registered yet fails the pull; another engine's
+// pull goes on.
+func TestEngineWithoutWorkers(t *testing.T) {
+	x := small(t, SenderOptions{}, ReceiverOptions{})
+	good := x.from
+	x.from.EngineID = "half"
+	x.dir.show("half")
+	if err := x.pull(t, "d1", "x", []int{1}); !errors.Is(err, ErrNoEngine) {
+		t.Fatal(err)
+	}
+	x.from = good
+	x.dir.show(good.EngineID, x.sender.Addr())
+	x.sender.Offer("p", "x", [][]int{{1}})
+	if err := x.pull(t, "d2", "x", []int{1}); err != nil {
+		t.Fatal(err)
+	}
+}

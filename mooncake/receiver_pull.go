@@ -59,6 +59,9 @@ func (r *Receiver) workers(ctx context.Context, from Source) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
+	if e.TPSize() == 0 {
+		return nil, fmt.Errorf("%w: engine %s at %s has no worker", ErrNoEngine, from.EngineID, from.Bootstrap)
+	}
 	ranks, err := pairedRanks(r.o.Self.TPRank, r.o.Self.TPSize, e.TPSize())
 	if err != nil {
 		return nil, fmt.Errorf("engine %s at %s: %w", from.EngineID, from.Bootstrap, err)

@@ -88,14 +88,32 @@ func (f *front) take(m zmtp.Message) (pull *mooncake.Pull, leave func(), err err
 	if leave, err = f.gate.Enter(len(m[0])); err != nil {
 		return nil, nil, err
 	}
-	if pull, err = mooncake.DecodePull(m[0], 0); err == nil && len(pull.Regions) == 0 {
-		err = fmt.Errorf("%w: no regions, and the relay has never said that it kept them", mooncake.ErrMessage)
+	if pull, err = mooncake.DecodePull(m[0], 0); err == nil {
+		err = checkRegions(pull.Regions)
 	}
 	if err != nil {
 		leave()
 		return nil, nil, err
 	}
 	return pull, leave, nil
+}
+
+// checkRegions refuses memory that cannot be D's: all else that the relay computes
+// relies on it.
+func checkRegions(regions []mooncake.Region) error {
+	if len(regions) == 0 {
+		return fmt.Errorf("%w: no regions, and the relay has never said that it kept them", mooncake.ErrMessage)
+	}
+	for i := range regions {
+		r := &regions[i]
+		switch {
+		case r.Payload == 0 || r.Payload > r.Stride:
+			return fmt.Errorf("%w: region %d: %d bytes of KV in blocks of %d", mooncake.ErrMessage, i, r.Payload, r.Stride)
+		case r.Base == 0 || r.Base > 1<<63 || r.Stride > 1<<63-r.Base:
+			return fmt.Errorf("%w: region %d: no block of %d bytes fits at %#x", mooncake.ErrMessage, i, r.Stride, r.Base)
+		}
+	}
+	return nil
 }
 
 // result is what became of one request of a pull.
@@ -182,32 +200,40 @@ func (f *front) one(ctx context.Context, pull *mooncake.Pull, want mooncake.Want
 	return nil
 }
 
-// push writes kept KV into D's blocks.
-func (f *front) push(ctx context.Context, pull *mooncake.Pull, k *kept, blocks [][]int) (int64, error) {
+// entries lists what fills D's blocks from kept KV, and its bytes.
+func (k *kept) entries(pull *mooncake.Pull, blocks [][]int) (entries []transfer.Entry, total int64, err error) {
 	self := mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize} // what D's own rank holds
 	plan, err := mooncake.PlanPush(k.cache, self, self, pull.Regions)
 	if err != nil {
-		return 0, err
+		return nil, 0, err
 	}
 	list, err := plan.Append(nil, k.blocks, blocks)
 	if err != nil {
-		return 0, err
+		return nil, 0, err
 	}
-	entries := make([]transfer.Entry, len(list))
-	total := int64(0)
+	entries = make([]transfer.Entry, len(list))
 	for i, d := range list {
 		mem := k.cache.Bytes(d.Src, d.Len)
 		if mem == nil {
-			return 0, fmt.Errorf("relay: %d bytes at %#x are not kept", d.Len, d.Src)
+			return nil, 0, fmt.Errorf("relay: %d bytes at %#x are not kept", d.Len, d.Src)
 		}
 		entries[i] = transfer.Entry{Local: mem, Remote: d.Dst}
 		total += int64(len(mem))
+	}
+	return entries, total, nil
+}
+
+// push writes kept KV into D's blocks.
+func (f *front) push(ctx context.Context, pull *mooncake.Pull, k *kept, blocks [][]int) (int64, error) {
+	entries, total, err := k.entries(pull, blocks)
+	if err != nil {
+		return 0, err
 	}
 	start := time.Now()
 	if err := f.r.client.Write(ctx, net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), entries); err != nil {
 		return 0, fmt.Errorf("relay: push to D: %w", err)
 	}
-	f.r.o.Metrics.Pushed(time.Since(start), total, len(list))
+	f.r.o.Metrics.Pushed(time.Since(start), total, len(entries))
 	f.r.stats.pushed.Add(total)
 	return total, nil
 }

@@ -157,6 +157,21 @@ func (w *world) source() mooncake.Source {
 	return mooncake.Source{EngineID: d[0].ID, Bootstrap: w.web.URL}
 }
 
+// sideChannel is where D finds the relay, as the directory says.
+func (w *world) sideChannel() string {
+	w.t.Helper()
+	c, err := bootstrap.NewClient(w.web.URL, bootstrap.ClientOptions{})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer c.Close()
+	d, err := c.Query(w.t.Context())
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return d[0].Workers[0][0]
+}
+
 func (w *world) pull(id string, wanted ...[]int) error {
 	w.t.Helper()
 	ctx, cancel := context.WithTimeout(w.t.Context(), 30*time.Second)

@@ -1,0 +1,82 @@
+package relay_test
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/relay"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// channel is a connection to the relay's side channel, as a D has it.
+type channel struct {
+	t       *testing.T
+	dealer  *zmtp.Dealer
+	replies chan *mooncake.Reply
+}
+
+func (w *world) channel() *channel {
+	w.t.Helper()
+	c := &channel{t: w.t, replies: make(chan *mooncake.Reply, 1024)}
+	c.dealer = zmtp.NewDealer(w.sideChannel(), zmtp.DealerOptions{Logger: logger(), Handler: func(m zmtp.Message) {
+		y, err := mooncake.DecodeReply(m[0], 0)
+		if err != nil {
+			w.t.Error(err)
+		}
+		c.replies <- y
+	}})
+	if err := c.dealer.Start(); err != nil {
+		w.t.Fatal(err)
+	}
+	w.t.Cleanup(func() { c.dealer.Close() })
+	return c
+}
+
+func (c *channel) send(p *mooncake.Pull) {
+	c.t.Helper()
+	if err := c.dealer.Send(mooncake.AppendPull(nil, p, 0)); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+// next returns the next reply, or nil when none comes in time.
+func (c *channel) next(atMost time.Duration) *mooncake.Reply {
+	select {
+	case y := <-c.replies:
+		return y
+	case <-time.After(atMost):
+		return nil
+	}
+}
+
+// A region whose blocks carry nothing, or more than a stride, or lie where no
+// address can be, is refused with a reason; a second D is served all the while.
+func TestRegionsThatCannotBeAreRefused(t *testing.T) {
+	w := newWorld(t, relay.Options{Timeout: time.Second})
+	bad := w.channel()
+	for _, spoil := range []func(*mooncake.Region){
+		func(r *mooncake.Region) { r.Payload = 0 },
+		func(r *mooncake.Region) { r.Stride = 0 },
+		func(r *mooncake.Region) { r.Payload, r.Stride = 0, 0 },
+		func(r *mooncake.Region) { r.Payload = r.Stride + 1 },
+		func(r *mooncake.Region) { r.Base = 1<<64 - 1 },
+		func(r *mooncake.Region) { r.Base = 0 },
+	} {
+		regions := memory(payload).Regions
+		spoil(&regions[1])
+		bad.send(&mooncake.Pull{
+			Host: "127.0.0.1", Port: 1, TPSize: 1, Regions: regions,
+			Wanted: map[string]mooncake.Wanted{"r": {TransferID: "z", Blocks: [][]int{{1}, {2}}}},
+		})
+		y := bad.next(10 * time.Second)
+		if y == nil || y.Status != mooncake.StatusError || !strings.Contains(y.Message, "region 1") {
+			t.Fatalf("%+v", y)
+		}
+		w.sender.Offer("p", "x", [][]int{{1}, {2}})
+		if err := w.pull("x", []int{1}, []int{2}); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
