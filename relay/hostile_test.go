@@ -80,3 +80,36 @@ func TestRegionsThatCannotBeAreRefused(t *testing.T) {
 		}
 	}
 }
+
+// D's that disconnect, or whose deadline is over at once, cost the relay nothing.
+func TestPullsThatEndAtOnce(t *testing.T) {
+	w := newWorld(t, relay.Options{Timeout: time.Second})
+	wanted := map[string]mooncake.Wanted{}
+	for i := range 20 {
+		wanted[string(rune('a'+i))] = mooncake.Wanted{TransferID: string(rune('a' + i)), Blocks: [][]int{{1}, {2}}}
+	}
+	for range 10 {
+		p := &mooncake.Pull{Host: "127.0.0.1", Port: 1, TPSize: 1, Regions: memory(payload).Regions, Wanted: wanted}
+		gone := w.channel()
+		gone.send(p)
+		for end := time.Now().Add(time.Second); w.relay.Stats().Kept == 0 && time.Now().Before(end); {
+			time.Sleep(50 * time.Microsecond)
+		}
+		gone.dealer.Close()
+		p.DeadlineMillis = 1
+		late := w.channel()
+		late.send(p)
+		if y := late.next(10 * time.Second); y == nil {
+			t.Fatal("no answer")
+		}
+	}
+	for end := time.Now().Add(20 * time.Second); w.relay.Stats().Kept > 0; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("loads that nobody waits for go on: %+v", w.relay.Stats())
+		}
+	}
+	w.sender.Offer("p", "x", [][]int{{1}, {2}})
+	if err := w.pull("x", []int{1}, []int{2}); err != nil {
+		t.Fatal(err)
+	}
+}

@@ -69,8 +69,10 @@ func (f *front) keep(ctx context.Context, pull *mooncake.Pull, transferID string
 		r.useLocked(k)
 	} else if k, err = r.newKeptLocked(key, pull.Regions, blocks); err == nil {
 		loaded = true
-		// Others may wait for it: it goes on when this D goes away.
-		r.wg.Go(func() { f.load(k, pull) })
+		// Others may wait for it: it goes on when this D goes away, and k, a result,
+		// is then nil.
+		mine := k
+		r.wg.Go(func() { f.load(mine, pull) })
 	}
 	r.mu.Unlock()
 	if err != nil {
