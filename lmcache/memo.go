@@ -180,10 +180,10 @@ func (m *Memo) addLocked(prev kv.Hash, b []byte, hash kv.Hash) {
 	i := m.slotLocked()
 	e, raw := m.entryLocked(i)
 	e.prev, e.hash, e.width = prev, hash, int32(len(b))
+	copy(raw, b)
 	e.bucket = m.bucketOf(prev, b)
 	e.next = m.buckets[e.bucket]
-	m.buckets[e.bucket] = int32(i + 1)
-	copy(raw, b)
+	m.buckets[e.bucket] = int32(i + 1) // last: nobody finds an entry that is not whole
 }
 
 // slotLocked returns a free entry: a new one while there is room, else the next

@@ -5,7 +5,6 @@ import (
 
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/paged"
-	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -68,13 +67,16 @@ func (c *blockCopy) plan(parts []store.Part, load bool, skip int) (*paged.Plan, 
 	return plan, nil
 }
 
-// run copies, with the worker's memory kept mapped meanwhile.
-func (s *Server) run(c *blockCopy, parts []store.Part, load bool, skip int) error {
-	plan, err := c.plan(parts, load, skip)
-	if err == nil && !c.memory.use(func() { err = plan.Run(s.opts.CopyWorkers, shm.Guard) }) {
-		err = errInstance
-	}
-	return err
+// run copies, with the worker's memory kept mapped meanwhile. Whatever happens
+// the caller ends the Copy, so a panic comes back as an error, too.
+func (s *Server) run(op lmcache.Op, c *blockCopy, parts []store.Part, skip int) error {
+	return s.contain(op, func() error {
+		plan, err := c.plan(parts, op == lmcache.OpRetrieve, skip)
+		if err == nil && !c.memory.use(func() { err = plan.Run(s.opts.CopyWorkers, s.guardCopy(op)) }) {
+			err = errInstance
+		}
+		return err
+	})
 }
 
 // copyDone ends a copy that this process made, with err where it failed: then
@@ -117,7 +119,7 @@ func (s *Server) storeCopy(sc *scratch, c *blockCopy) error {
 		s.n.storesFinished.Add(1)
 		return nil
 	}
-	if err := s.copyDone(sc, cp, s.run(c, cp.Parts, false, 0)); err != nil {
+	if err := s.copyDone(sc, cp, s.run(lmcache.OpStore, c, cp.Parts, 0)); err != nil {
 		return err
 	}
 	s.n.storesFinished.Add(1)
@@ -146,7 +148,7 @@ func (s *Server) retrieveCopy(sc *scratch, c *blockCopy, frame []byte) error {
 	if why != store.None {
 		return fmt.Errorf("%w: %s", errMiss, why)
 	}
-	err = s.run(c, cp.Parts, true, int(min(skip, int64(sc.key.End-sc.key.Start))))
+	err = s.run(lmcache.OpRetrieve, c, cp.Parts, int(min(skip, int64(sc.key.End-sc.key.Start))))
 	if err := s.copyDone(sc, cp, err); err != nil {
 		return err
 	}

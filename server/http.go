@@ -36,6 +36,8 @@ type counters struct {
 	reaped             atomic.Uint64
 	swept              atomic.Uint64 // segments of dead engines
 	families           sync.Map
+	panics             atomic.Uint64
+	stackShown         [256]atomic.Bool // by lmcache.Op
 }
 
 func (s *Server) debug() bool { return s.log.Enabled(context.Background(), slog.LevelDebug) }
@@ -201,6 +203,7 @@ func (s *Server) Collect(ch chan<- prometheus.Metric) {
 	count("kvasir_holds_expired_total", "Transfers that no commit ended.", st.HoldsExpired)
 	count("kvasir_workers_reaped_total", "Workers dropped for silence.", s.n.reaped.Load())
 	count("kvasir_worker_segments_removed_total", "Shared-memory segments of dead engines that were removed.", s.n.swept.Load())
+	count("kvasir_panics_total", "Requests that met a bug of this server and were declined.", s.n.panics.Load())
 	count("kvasir_replies_dropped_total", "Replies whose client was gone or too slow.", s.n.dropped.Load())
 	for i := range s.n.requests {
 		if n := s.n.requests[i].Load(); n > 0 {

@@ -10,7 +10,6 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/pickle"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -116,7 +115,7 @@ func (s *Server) commitPickle(sc *scratch, in *instance, t store.Transfer, data 
 		s.refuse(lmcache.OpCommitStore, err)
 	}
 	if cp != nil {
-		err := shm.Guard(func() {
+		err := s.guardCopy(lmcache.OpCommitStore)(func() {
 			for _, part := range cp.Parts {
 				copy(part.Bytes, tensors[part.Chunk].Data)
 			}
@@ -179,7 +178,7 @@ func (s *Server) retrievePickle(sc *scratch, in *instance, t store.Transfer) err
 		byChunk[part.Chunk] = part.Bytes
 	}
 	sc.out = slices.Grow(sc.out, n*(layout.Bytes()+pickle.Overhead)+pickle.Overhead)
-	err := shm.Guard(func() {
+	err := s.guardCopy(lmcache.OpPrepareRetrieve)(func() {
 		sc.out = lmcache.AppendPickled(sc.out, func(b []byte) []byte {
 			return layout.Append(b, n, func(i int, dst []byte) { copy(dst, byChunk[i]) })
 		})

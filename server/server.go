@@ -239,7 +239,7 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 	sc.out = sc.out[:0]
 	op, err := lmcache.ParseOp(m[1])
 	if err == nil {
-		err = s.handle(sc, op, m[2:])
+		err = s.contain(op, func() error { return s.handle(sc, op, m[2:]) })
 	}
 	if err != nil {
 		s.hintFamily(m)
@@ -368,6 +368,7 @@ var refusalNames = []struct {
 	{errTensors, "tensors"},
 	{errLate, "late_commit"},
 	{errRoom, "no_room"},
+	{errPanic, "internal_error"},
 	{store.ErrBusy, "busy"},
 	{lmcache.ErrRange, "range"},
 	{lmcache.ErrPayloads, "payload_count"},

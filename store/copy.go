@@ -47,8 +47,8 @@ func (s *Store) ownLocked(name Transfer, requestID []byte, objects []object) *Co
 // does not fit is left out from the end. Nothing is visible before Done. Without
 // anything to copy the Copy is nil. Error: ErrBusy.
 func (s *Store) Stage(name Transfer, requestID []byte, hashes []kv.Hash, skip func(group, chunk int) bool) (*Copy, Reserved, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
 		return nil, Reserved{NoRoom: name.To - name.From}, ErrBusy
 	}
@@ -62,8 +62,8 @@ func (s *Store) Stage(name Transfer, requestID []byte, hashes []kv.Hash, skip fu
 // Fetch is Load for this process: the session's pins of what a load of the range
 // moves become the Copy's. With another reason than None the Copy is nil.
 func (s *Store) Fetch(session []byte, name Transfer, hashes []kv.Hash) (*Copy, Reason) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
 		return nil, Busy
 	}
@@ -80,8 +80,8 @@ func (s *Store) Fetch(session []byte, name Transfer, hashes []kv.Hash) (*Copy, R
 // as for CommitStore.
 func (c *Copy) Done(hashes []kv.Hash, ok bool) Committed {
 	s := c.store
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	if c.hold.transfer.Load {
 		return s.loadedLocked(c.hold, ok)
 	}

@@ -150,8 +150,8 @@ func (s *Store) endHoldLocked(h *hold, publish bool) (published int) {
 // it may still touch stays out of use until its late commit or the end of the
 // quarantine. It returns the number of transfers left in quarantine.
 func (s *Store) Detach(instance int64) int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	n := 0
 	for h := range s.mu.holds.byInstance[instance] {
 		if len(h.slots) == 0 {

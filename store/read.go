@@ -22,8 +22,8 @@ type Looked struct {
 // first.
 func (s *Store) Lookup(session []byte, sh Shard, hashes []kv.Hash, readers int) Looked {
 	s.verify(sh, hashes)
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	sess := s.openLocked(session, time.Now())
 	f := s.findLocked(sh, hashes)
 	out := Looked{Hit: f.hit(sh)}
@@ -81,8 +81,8 @@ func (s *Store) whyEndsLocked(sh Shard, hashes []kv.Hash, hit int) (shard int, w
 // Kept returns how many leading chunks of hashes all shards keep in the groups of
 // full attention, without promising any.
 func (s *Store) Kept(sh Shard, hashes []kv.Hash) int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	var k pool.Key
 	for g := range sh.Groups.Len() {
 		if !sh.Groups.full(g) {
@@ -113,8 +113,8 @@ func (s *Store) openLocked(session []byte, now time.Time) *lease.Session {
 // NoHit records that the session's lookup found nothing for a reason outside the
 // store.
 func (s *Store) NoHit(session []byte) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	sess := s.openLocked(session, time.Now())
 	sess.Hit, sess.HitUnread = 0, true
 	s.mu.n.Lookups++
@@ -123,8 +123,8 @@ func (s *Store) NoHit(session []byte) {
 // TakeHit returns the chunks that the session's last lookup found, once; 0 when
 // there was none since.
 func (s *Store) TakeHit(session []byte) int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	sess := s.mu.leases.Get(session, time.Now())
 	if sess == nil || !sess.HitUnread {
 		return 0
@@ -139,8 +139,8 @@ func (s *Store) TakeHit(session []byte) int {
 // reason says why; a commit that follows nonetheless finds this refusal.
 func (s *Store) Load(session []byte, name Transfer, hashes []kv.Hash, p *Place) Reason {
 	p.Offsets, p.Indices = p.Offsets[:0], p.Indices[:0]
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
 		return Busy
 	}
@@ -197,8 +197,8 @@ func (s *Store) loadLocked(session []byte, name Transfer, hashes []kv.Hash) ([]o
 // CommitLoad ends the transfer that Load began, or forgets its refusal (no
 // chunks).
 func (s *Store) CommitLoad(name Transfer, requestID []byte) Committed {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	h := s.mu.holds.match(name, requestID)
 	if h == nil {
 		return Committed{}
@@ -221,8 +221,8 @@ func (s *Store) loadedLocked(h *hold, ok bool) Committed {
 // FreePins gives back readers readers of the chunks [from, to) that the
 // session's newest lookup pinned, of all shards and groups.
 func (s *Store) FreePins(session []byte, from, to, readers int) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	sess := s.mu.leases.Get(session, time.Now())
 	if sess == nil {
 		return
@@ -240,8 +240,8 @@ func (s *Store) FreePins(session []byte, from, to, readers int) {
 // EndSession gives back what the session still pins; each chunk so released
 // becomes the most recently used, heads after tails.
 func (s *Store) EndSession(session []byte) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	if sess := s.mu.leases.End(session); sess != nil {
 		s.releaseLocked(sess)
 	}

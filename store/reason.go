@@ -113,8 +113,8 @@ type Stats struct {
 
 // Stats returns a snapshot.
 func (s *Store) Stats() Stats {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	return Stats{
 		Counters: s.mu.n, Usage: s.mu.pool.Usage(), Sessions: s.mu.leases.Len(),
 		Transfers: s.mu.holds.len, Quarantined: s.mu.holds.orphans, EvictableObjs: s.mu.lru.Len(),

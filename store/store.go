@@ -97,8 +97,8 @@ func (s *Store) restoreLocked() {
 
 // Close leaves the pool for a later server. Nothing may be called afterwards.
 func (s *Store) Close() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	s.mu.closed = true
 	return s.mu.pool.Close()
 }
@@ -169,8 +169,8 @@ func (s *Store) dropLocked(slot pool.Slot, why Reason) {
 // and every promise: memory that a worker may still touch comes back when its
 // hold ends. It returns the number of chunks dropped.
 func (s *Store) Clear(force bool) int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	n := 0
 	if force {
 		s.mu.leases.Each(s.releaseLocked)
@@ -210,8 +210,8 @@ func (s *Store) releaseLeaseLocked(l *lease.Lease) {
 // Expire ends sessions that are idle and holds whose quarantine is over. Its
 // owner calls it about once a second.
 func (s *Store) Expire() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	now := time.Now()
 	for sess := s.mu.leases.Expire(now); sess != nil; sess = s.mu.leases.Expire(now) {
 		s.mu.n.SessionsExpired++

@@ -86,18 +86,22 @@ func (s *Store) unsummedLocked(slot pool.Slot) {
 // SumNext compares or computes one object's checksum and returns the bytes read,
 // 0 when there is nothing to do yet. Its owner calls it in the background.
 func (s *Store) SumNext() int64 {
-	s.mu.Lock()
-	t, ok := s.nextSumLocked()
-	p := s.mu.pool
-	s.mu.Unlock()
+	t, p, ok := s.nextSum()
 	if !ok {
 		return 0
 	}
 	t.read(p)
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	s.summedLocked(&t)
 	return max(t.length, 1)
+}
+
+func (s *Store) nextSum() (sumTask, *pool.Pool, bool) {
+	s.lock()
+	defer s.unlock()
+	t, ok := s.nextSumLocked()
+	return t, s.mu.pool, ok
 }
 
 func (s *Store) nextSumLocked() (sumTask, bool) {
@@ -165,10 +169,7 @@ func (s *Store) verify(sh Shard, hashes []kv.Hash) {
 	if s.suspects.Load() == 0 {
 		return
 	}
-	s.mu.Lock()
-	tasks := s.suspectsOfLocked(sh, hashes)
-	p := s.mu.pool
-	s.mu.Unlock()
+	tasks, p := s.suspectsOf(sh, hashes)
 	if len(tasks) == 0 {
 		return
 	}
@@ -184,11 +185,17 @@ func (s *Store) verify(sh Shard, hashes []kv.Hash) {
 	}
 	work()
 	wg.Wait()
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	for i := range tasks {
 		s.summedLocked(&tasks[i])
 	}
+}
+
+func (s *Store) suspectsOf(sh Shard, hashes []kv.Hash) ([]sumTask, *pool.Pool) {
+	s.lock()
+	defer s.unlock()
+	return s.suspectsOfLocked(sh, hashes), s.mu.pool
 }
 
 // suspectsOfLocked lists the suspects of a prompt up to the first chunk that is

@@ -37,8 +37,8 @@ type object struct {
 // CommitStore.
 func (s *Store) Reserve(name Transfer, requestID []byte, hashes []kv.Hash, chunkBytes int64, p *Place) (Reserved, error) {
 	p.Offsets, p.Indices = p.Offsets[:0], p.Indices[:0]
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
 		return Reserved{NoRoom: name.To - name.From}, ErrBusy
 	}
@@ -172,8 +172,8 @@ type Committed struct {
 // prompt, at least the first name.To: the chunks before the range become more
 // recently used than those in it, so that tails are evicted before heads.
 func (s *Store) CommitStore(name Transfer, requestID []byte, hashes []kv.Hash, ok bool) Committed {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.lock()
+	defer s.unlock()
 	h := s.mu.holds.match(name, requestID)
 	if h == nil {
 		return Committed{}

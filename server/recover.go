@@ -1,0 +1,48 @@
+package server
+
+import (
+	"errors"
+	"fmt"
+	"runtime/debug"
+
+	"github.com/kvasir-kv/kvasir/internal/invariant"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/shm"
+)
+
+// errPanic means that a request met a bug of this server. It costs that request.
+var errPanic = errors.New("internal error")
+
+// contain calls f, which answers one request, and turns its panic into errPanic.
+// Builds that check themselves let the panic go on. A panic while the store's
+// books change never arrives here: it ends the process.
+func (s *Server) contain(op lmcache.Op, f func() error) (err error) {
+	if !invariant.Enabled {
+		defer func() {
+			if v := recover(); v != nil {
+				err = s.panicked(op, v)
+			}
+		}()
+	}
+	return f()
+}
+
+// panicked counts a contained panic and logs it. The stack is shown once per
+// operation: a peer that repeats the request must not fill the log.
+func (s *Server) panicked(op lmcache.Op, v any) error {
+	s.n.panics.Add(1)
+	err := fmt.Errorf("%w: %v", errPanic, v)
+	if !s.n.stackShown[op].Swap(true) {
+		s.log.Error("a request met a bug of this server and was declined; please report it",
+			"operation", op.String(), "panic", fmt.Sprint(v), "stack", string(debug.Stack()))
+	}
+	return err
+}
+
+// guardCopy calls f, a part of a copy that may run on a goroutine of its own. The
+// fault of memory that a peer has cut off is shm.ErrFault.
+func (s *Server) guardCopy(op lmcache.Op) func(f func()) error {
+	return func(f func()) error {
+		return s.contain(op, func() error { return shm.Guard(f) })
+	}
+}

@@ -1,0 +1,59 @@
+package server
+
+import (
+	"bytes"
+	"io"
+	"log/slog"
+	"strings"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/invariant"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+func newBareServer(t *testing.T, log io.Writer) *Server {
+	t.Helper()
+	p, err := pool.Open(pool.Options{Dir: t.TempDir(), Name: "p", Bytes: 1 << 20, ChunkTokens: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	st := store.New(p, store.Options{})
+	s := New(st, Options{ChunkTokens: 4, Logger: slog.New(slog.NewTextHandler(log, nil))})
+	t.Cleanup(func() { _, _ = s.Close(), st.Close() })
+	return s
+}
+
+// A bug that one request meets costs that request: it gets the negative answer,
+// is counted, and the log shows the stack once. Others are served.
+func TestPanicCostsOneRequest(t *testing.T) {
+	if invariant.Enabled {
+		t.Skip("this build lets panics go on, so that tests find them")
+	}
+	var log bytes.Buffer
+	s := newBareServer(t, &log)
+	memo := s.memo
+	s.memo = nil // what decodes keys panics now
+	key := lmcache.Key{Model: "m", WorldSize: 1, Worker: 0, Tokens: []uint32{1, 2, 3, 4}, End: 4, RequestID: "r", Readers: 1}
+	lookup := [][]byte{{1}, lmcache.AppendOp(nil, lmcache.OpLookup), key.Append(nil), lmcache.AppendInt(nil, 1)}
+	for range 3 {
+		if got := s.Answer(lookup); len(got) < 2 || !bytes.Equal(got[0], lookup[0]) {
+			t.Fatalf("the lookup got %q", got)
+		}
+	}
+	if n := s.n.panics.Load(); n != 3 {
+		t.Errorf("%d panics counted, want 3", n)
+	}
+	if n := strings.Count(log.String(), "stack="); n != 1 {
+		t.Errorf("%d stacks logged, want 1:\n%s", n, log.String())
+	}
+	noop := [][]byte{{2}, lmcache.AppendOp(nil, lmcache.OpNoop)}
+	if got := s.Answer(noop); len(got) != 3 {
+		t.Errorf("noop got %q", got)
+	}
+	s.memo = memo
+	if s.Answer(lookup); s.n.panics.Load() != 3 {
+		t.Error("a lookup after them panicked")
+	}
+}
