@@ -2,6 +2,7 @@ package cli
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -83,6 +84,9 @@ func (c *transferServeCmd) Run(e *env) error {
 // halfOfProcs is what is left when the peer is on this host.
 func halfOfProcs() int { return max(1, runtime.NumCPU()/2) }
 
+// peerFileWait is how long a command waits for a serve that has just been started.
+const peerFileWait = 5 * time.Second
+
 // region says which bytes of which peer.
 type region struct {
 	PeerFile string        `help:"File that serve wrote." placeholder:"FILE"`
@@ -92,11 +96,11 @@ type region struct {
 	Timeout  time.Duration `help:"Time for the whole; default none."`
 }
 
-func (r *region) options() (o transfertool.CopyOptions, left int64, err error) {
+func (r *region) options(ctx context.Context) (o transfertool.CopyOptions, left int64, err error) {
 	o = transfertool.CopyOptions{Peer: r.Peer, Addr: r.Addr, Timeout: r.Timeout}
 	switch {
 	case r.PeerFile != "" && r.Peer == "":
-		p, err := transfertool.ReadPeerFile(r.PeerFile)
+		p, err := transfertool.AwaitPeerFile(ctx, r.PeerFile, peerFileWait)
 		if err != nil {
 			return o, 0, err
 		}
@@ -115,7 +119,7 @@ type transferWriteCmd struct{ region }
 
 // Run writes standard input.
 func (c *transferWriteCmd) Run(e *env) error {
-	o, _, err := c.options()
+	o, _, err := c.options(e.ctx)
 	if err != nil {
 		return err
 	}
@@ -131,7 +135,7 @@ type transferReadCmd struct {
 
 // Run reads to standard output.
 func (c *transferReadCmd) Run(e *env) error {
-	o, left, err := c.options()
+	o, left, err := c.options(e.ctx)
 	if err != nil {
 		return err
 	}
@@ -169,7 +173,7 @@ func (c *transferBenchCmd) Run(e *env) error {
 		Procs: cmp.Or(c.Procs, halfOfProcs()), Layout: transfertool.Layout(c.Layout), For: seconds(c.Seconds), Verify: c.Verify,
 	}
 	for _, path := range c.PeerFile {
-		p, err := transfertool.ReadPeerFile(path)
+		p, err := transfertool.AwaitPeerFile(e.ctx, path, peerFileWait)
 		if err != nil {
 			return err
 		}

@@ -6,8 +6,10 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"math/rand/v2"
 	"os"
@@ -56,6 +58,9 @@ func Serve(ctx context.Context, o ServeOptions) error {
 	o.Bytes = cmp.Or(o.Bytes, 256<<20)
 	if o.Bytes < 0 {
 		return fmt.Errorf("serve %d bytes: %w", o.Bytes, transfer.ErrRange)
+	}
+	if err := checkMemory(o.Bytes); err != nil {
+		return err
 	}
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	o.Base = cmp.Or(o.Base, randomBase())
@@ -138,6 +143,26 @@ func ReadPeerFile(path string) (PeerFile, error) {
 		return info, fmt.Errorf("peer file %s: peer, base or len is missing", path)
 	}
 	return info, nil
+}
+
+// AwaitPeerFile is ReadPeerFile that gives a Serve started at the same moment some
+// time, at most the given one, to write the file.
+func AwaitPeerFile(ctx context.Context, path string, atMost time.Duration) (PeerFile, error) {
+	ctx, cancel := context.WithTimeout(ctx, atMost)
+	defer cancel()
+	look := time.NewTicker(20 * time.Millisecond)
+	defer look.Stop()
+	for {
+		info, err := ReadPeerFile(path)
+		if !errors.Is(err, fs.ErrNotExist) {
+			return info, err
+		}
+		select {
+		case <-look.C:
+		case <-ctx.Done():
+			return info, fmt.Errorf("peer file: %w: transfer serve --peer-file writes it", err)
+		}
+	}
 }
 
 // CopyOptions configures Write and Read.

@@ -137,3 +137,36 @@ func TestReadPeerFile(t *testing.T) {
 	f(`{"peer":"h:1","base":1.5,"len":1}`, false)
 	f(`{`, false)
 }
+
+// A region that the machine cannot hold is refused with a line; one that it can is
+// served at the same time.
+func TestServeMoreThanMemory(t *testing.T) {
+	have, ok := availableMemory()
+	if !ok {
+		t.Skip("the kernel does not tell how much memory there is")
+	}
+	start(t, 4096)
+	err := Serve(t.Context(), ServeOptions{Bytes: have + 16<<30})
+	if err == nil || !strings.Contains(err.Error(), "lower --size") {
+		t.Fatal(err)
+	}
+}
+
+// A command that is started together with serve waits for its peer file; without a
+// serve it says so in the end.
+func TestAwaitPeerFile(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "peer.json")
+	if _, err := AwaitPeerFile(t.Context(), path, 30*time.Millisecond); !errors.Is(err, os.ErrNotExist) {
+		t.Fatal(err)
+	}
+	want := PeerFile{Peer: "127.0.0.1:1", Base: 4096, Len: 1}
+	wrote := make(chan error, 1)
+	go func() {
+		time.Sleep(50 * time.Millisecond)
+		wrote <- writePeerFile(path, want)
+	}()
+	got, err := AwaitPeerFile(t.Context(), path, 20*time.Second)
+	if err != nil || got != want || <-wrote != nil {
+		t.Fatal(got, err)
+	}
+}
