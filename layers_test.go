@@ -21,6 +21,7 @@ var layers = map[string]int{
 	"internal/loopback":     -1,
 	"internal/vectors":      0,
 	"internal/pickle":       0,
+	"internal/peercred":     0,
 	"internal/leaks":        2,
 	"kv":                    0,
 	"zmtp":                  0,

@@ -61,6 +61,7 @@ type Peer struct {
 	readErr  error
 	corkedAt time.Time
 	readFn   func(uintptr) bool
+	who      any // set before the first read
 
 	// Owned by whoever set mu.writing.
 	out      batch
@@ -123,6 +124,15 @@ func (p *Peer) Identity() string {
 		return ""
 	}
 	return p.routing
+}
+
+// Who is what RouterOptions.Identify returned for the connection; nil without it.
+// It is known once OnConnect or the handler was called.
+func (p *Peer) Who() any {
+	if !p.ready.Load() {
+		return nil
+	}
+	return p.who
 }
 
 // Done is closed when the peer is.

@@ -31,6 +31,10 @@ type RouterOptions struct {
 	HeartbeatInterval time.Duration // of silence before a PING to a 3.1 peer; 0 = no PINGs
 	HeartbeatTimeout  time.Duration // for the answer; default HeartbeatInterval
 
+	// Identify is called once for each connection, on its reading goroutine,
+	// before anything is read from it. What it returns is the Peer's Who.
+	Identify func(net.Conn) any
+
 	// OnConnect is called after a peer's handshake, on its reading goroutine,
 	// before its first message. OnDisconnect is called once for each peer that
 	// had an OnConnect, after its last handler call, with why it ended.
@@ -180,6 +184,9 @@ func (r *Router) add(c net.Conn) {
 }
 
 func (r *Router) run(p *Peer) {
+	if r.o.Identify != nil {
+		p.who = r.o.Identify(p.conn)
+	}
 	err := p.run()
 	r.mu.Lock()
 	delete(r.mu.peers, p)

@@ -1,0 +1,196 @@
+//go:build linux
+
+// Package peercred finds out which user of this host is behind an accepted
+// connection.
+//
+// Over a UNIX socket the kernel tells (SO_PEERCRED). Over TCP the peer's own
+// socket is looked up where it is on this host and in this network namespace: its
+// addresses are those of the accepted connection, the other way round. The user is
+// the one who made that socket. A local forwarder (ssh, socat, a container's port
+// proxy) therefore counts as its own user, not as the user of who uses it.
+//
+// What is not seen is not known: other hosts, other network namespaces, users that
+// this user namespace does not map, sockets that are closed already. The answer
+// holds for the life of the connection: two sockets cannot have equal addresses.
+package peercred
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+var (
+	// ErrNotHere means that no socket of this host and network namespace is the
+	// peer's: it is on another host, in another network namespace, or closed.
+	ErrNotHere = errors.New("peercred: the peer's socket is not in this network namespace")
+	// ErrUnmapped means that the peer's user has no number in this user namespace.
+	ErrUnmapped = errors.New("peercred: the peer's user is of another user namespace")
+	// ErrNoSource means that this system tells nobody's user.
+	ErrNoSource = errors.New("peercred: this system does not tell who connects")
+)
+
+// Peer is who is behind a connection.
+type Peer struct {
+	Addr   netip.Addr // of the peer, IPv4 in its short form; invalid over a UNIX socket
+	UID    int        // of the user who made the peer's socket; only with a nil Err
+	PID    int        // of the process that connected, over a UNIX socket; else 0
+	Socket uint64     // inode of the peer's TCP socket; else 0
+	Err    error      // why UID is not known
+}
+
+// Known reports whether UID is. A known peer is on this host.
+func (p *Peer) Known() bool { return p.Err == nil }
+
+// String names the user, or the address where the user is not known.
+func (p *Peer) String() string {
+	switch {
+	case p.Known():
+		return "uid " + strconv.Itoa(p.UID)
+	case p.Addr.IsValid():
+		return p.Addr.String()
+	}
+	return "a local socket"
+}
+
+// Of returns who is behind c, an accepted connection. It does not read from c.
+func Of(c net.Conn) Peer {
+	switch c := c.(type) {
+	case *net.UnixConn:
+		return ofUnix(c)
+	case *net.TCPConn:
+		local, remote := addrPort(c.LocalAddr()), addrPort(c.RemoteAddr())
+		p := Peer{Addr: remote.Addr().WithZone("")}
+		if !remote.IsValid() || !local.IsValid() {
+			p.Err = ErrNotHere
+			return p
+		}
+		s, err := find(remote, local)
+		p.UID, p.Socket, p.Err = s.uid, s.inode, err
+		if err == nil && unmapped(s.uid) {
+			p.Err = ErrUnmapped
+		}
+		return p
+	}
+	return Peer{Err: fmt.Errorf("%w: a %T", ErrNoSource, c)}
+}
+
+func addrPort(a net.Addr) netip.AddrPort {
+	t, ok := a.(*net.TCPAddr)
+	if !ok {
+		return netip.AddrPort{}
+	}
+	ap := t.AddrPort()
+	return netip.AddrPortFrom(ap.Addr().Unmap(), ap.Port())
+}
+
+func ofUnix(c *net.UnixConn) Peer {
+	var cred *unix.Ucred
+	raw, err := c.SyscallConn()
+	if err == nil {
+		if cerr := raw.Control(func(fd uintptr) {
+			cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+		}); cerr != nil {
+			err = cerr
+		}
+	}
+	if err != nil {
+		return Peer{Err: fmt.Errorf("%w: %w", ErrNoSource, err)}
+	}
+	p := Peer{UID: int(cred.Uid), PID: int(cred.Pid)}
+	if unmapped(p.UID) {
+		p.Err = ErrUnmapped
+	}
+	return p
+}
+
+// socket is a TCP socket as the kernel lists it.
+type socket struct {
+	uid   int
+	inode uint64
+	state uint8
+}
+
+// established is the only state in which the listed user counts: the row of a
+// socket that its process closed has inode 0, and uid 0 whoever made it.
+const established = 1
+
+func (s socket) check() (socket, error) {
+	if s.state != established || s.inode == 0 {
+		return socket{}, ErrNotHere
+	}
+	return s, nil
+}
+
+// find returns the socket whose own address is from and whose peer's is to.
+func find(from, to netip.AddrPort) (socket, error) {
+	s, err := diag(from, to)
+	if err == nil {
+		return s.check()
+	}
+	// Without its diagnosis module the kernel answers as if there were no such
+	// socket. The accepted one, which is there, tells the difference.
+	if errors.Is(err, syscall.ENOENT) && diagWorks(to, from) {
+		return socket{}, ErrNotHere
+	}
+	s, err = list(from, to)
+	if err != nil {
+		return socket{}, err
+	}
+	return s.check()
+}
+
+var diagSeen struct {
+	sync.Mutex
+	works bool
+}
+
+// diagWorks reports whether the kernel finds the socket of these addresses, which
+// is there. Once it did, it is not asked again.
+func diagWorks(from, to netip.AddrPort) bool {
+	diagSeen.Lock()
+	defer diagSeen.Unlock()
+	if !diagSeen.works {
+		_, err := diag(from, to)
+		diagSeen.works = err == nil
+	}
+	return diagSeen.works
+}
+
+// unmapped reports whether the kernel's answer uid stands for users that have no
+// number here. In a user namespace that maps every number there are none.
+func unmapped(uid int) bool {
+	m := mapping()
+	return uid == m.overflow && !m.whole
+}
+
+type users struct {
+	overflow int
+	whole    bool // every number is mapped
+}
+
+var mapping = sync.OnceValue(func() users {
+	u := users{overflow: 65534}
+	if b, err := os.ReadFile("/proc/sys/kernel/overflowuid"); err == nil {
+		if n, err := strconv.Atoi(strings.TrimSpace(string(b))); err == nil {
+			u.overflow = n
+		}
+	}
+	b, err := os.ReadFile("/proc/self/uid_map")
+	u.whole = err == nil && wholeMap(string(b))
+	return u
+})
+
+// wholeMap reads /proc/PID/uid_map: the first number here, there, and how many.
+func wholeMap(s string) bool {
+	f := strings.Fields(s)
+	return len(f) == 3 && f[0] == "0" && f[2] == "4294967295"
+}

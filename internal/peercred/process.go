@@ -1,0 +1,143 @@
+//go:build linux
+
+package peercred
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Process is a process of this PID namespace. Started tells it from a later one of
+// the same number. The zero Process is none.
+type Process struct {
+	PID     int
+	Started uint64 // clock ticks after boot
+}
+
+// Running returns the process of a number; false when there is none, or only what
+// its parent has not yet taken note of.
+func Running(pid int) (Process, bool) {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return Process{}, false
+	}
+	started, ok := parseStat(stat)
+	return Process{PID: pid, Started: started}, ok
+}
+
+// parseStat reads when a process started; false for one that has ended. One whose
+// first thread has ended while others run has not.
+func parseStat(stat []byte) (started uint64, ok bool) {
+	_, after, ok := bytes.Cut(stat[max(0, bytes.LastIndexByte(stat, ')')):], []byte(") ")) // after the command's name
+	f := strings.Fields(string(after))                                                     // from the third field on
+	if !ok || len(f) < 20 {
+		return 0, false
+	}
+	threads, err1 := strconv.Atoi(f[17])
+	started, err2 := strconv.ParseUint(f[19], 10, 64)
+	if err1 != nil || err2 != nil || (f[0] == "Z" || f[0] == "X") && threads < 2 {
+		return 0, false
+	}
+	return started, true
+}
+
+// Gone reports whether the process has ended.
+func (p Process) Gone() bool {
+	now, ok := Running(p.PID)
+	return !ok || now != p
+}
+
+// HasSocket reports whether process pid has the socket of that inode open. seen is
+// false when this process may not know.
+func HasSocket(pid int, inode uint64) (has, seen bool) {
+	dir := fmt.Sprintf("/proc/%d/fd", pid)
+	files, err := os.ReadDir(dir)
+	if err != nil {
+		return false, false
+	}
+	want := fmt.Sprintf("socket:[%d]", inode)
+	for _, f := range files {
+		link, err := os.Readlink(filepath.Join(dir, f.Name()))
+		if link == want {
+			return true, true
+		}
+		if os.IsPermission(err) {
+			return false, false
+		}
+	}
+	return false, true
+}
+
+// Owners finds the processes that have sockets open, by inode, among those of uid
+// that this process may look into. A socket that several processes share has no
+// entry: none of their ends proves anything. It reads the whole of /proc.
+func Owners(uid int, inodes map[uint64]bool) map[uint64]Process {
+	out := map[uint64]Process{}
+	shared := map[uint64]bool{}
+	procs, err := os.ReadDir("/proc")
+	if err != nil {
+		return out
+	}
+	for _, d := range procs {
+		pid, err := strconv.Atoi(d.Name())
+		if err != nil {
+			continue
+		}
+		var st unix.Stat_t
+		if unix.Stat(filepath.Join("/proc", d.Name()), &st) != nil || int(st.Uid) != uid {
+			continue
+		}
+		p, ok := Running(pid)
+		if !ok {
+			continue
+		}
+		for inode := range socketsOf(pid) {
+			if inodes[inode] {
+				if _, twice := out[inode]; twice {
+					shared[inode] = true
+				}
+				out[inode] = p
+			}
+		}
+		if p.Gone() { // its number may have been another's meanwhile
+			for inode, of := range out {
+				if of == p {
+					delete(out, inode)
+				}
+			}
+		}
+	}
+	for inode := range shared {
+		delete(out, inode)
+	}
+	return out
+}
+
+func socketsOf(pid int) map[uint64]bool {
+	out := map[uint64]bool{}
+	dir := fmt.Sprintf("/proc/%d/fd", pid)
+	files, err := os.ReadDir(dir)
+	if err != nil {
+		return out
+	}
+	for _, f := range files {
+		link, err := os.Readlink(filepath.Join(dir, f.Name()))
+		if err != nil {
+			continue
+		}
+		digits, ok := strings.CutPrefix(link, "socket:[")
+		if !ok {
+			continue
+		}
+		if inode, err := strconv.ParseUint(strings.TrimSuffix(digits, "]"), 10, 64); err == nil {
+			out[inode] = true
+		}
+	}
+	return out
+}

@@ -1,0 +1,39 @@
+package zmtp
+
+import (
+	"io"
+	"net"
+	"testing"
+)
+
+// Each connection is identified once, before it has sent a byte, and every message
+// comes with its own.
+func TestIdentify(t *testing.T) {
+	asked := make(chan string, 8)
+	_, addr, _ := startRouter(t, func(p *Peer, _ Message) { _ = p.Send([]byte(p.Who().(string))) }, RouterOptions{
+		Identify: func(c net.Conn) any {
+			asked <- c.RemoteAddr().String()
+			return c.RemoteAddr().String()
+		},
+	})
+	a, b := dialRaw(t, addr), dialRaw(t, addr)
+	seen := map[string]bool{recv(t, asked): true, recv(t, asked): true}
+	for _, c := range []*client{a, b} {
+		own := c.LocalAddr().String()
+		if !seen[own] {
+			t.Fatalf("%s was not identified while it was silent: %v", own, seen)
+		}
+		c.send(dealerHello)
+		hello := make([]byte, len(appendReady(appendGreeting(nil), typeRouter, nil)))
+		if _, err := io.ReadFull(c.r, hello); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			c.send(frames("who am I"))
+			c.want(own)
+		}
+	}
+	if len(asked) > 0 {
+		t.Errorf("asked again for %s", <-asked)
+	}
+}
