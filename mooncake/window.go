@@ -11,7 +11,8 @@ import (
 )
 
 // A window is one publication of D's memory: the same bytes as in any other, at
-// addresses of its own. Addresses on the wire are names, so D may have many.
+// addresses of its own, which come once in the life of the transfer table and differ
+// from those of an earlier life. Addresses on the wire are names, so D may have many.
 //
 // That is how late writes are kept out of reused blocks. When a pull fails, P may
 // still be writing, now or in an hour, and D cannot tell its writes from those of
@@ -36,15 +37,11 @@ type windows struct {
 	mu struct { // a leaf but for Table.mu
 		sync.Mutex
 		current *window
-		next    uint64 // address of the next window
 		live    map[*window]struct{}
 	}
 }
 
-const (
-	windowBase  = 1 << 41 // above what engines map, below what a wire integer loses
-	windowAlign = 2 << 20
-)
+const windowAlign = 2 << 20
 
 // windowBytes is the address space of a storage: a gap follows, so that no run of
 // blocks reaches over.
@@ -54,7 +51,6 @@ func windowBytes(mem []byte) uint64 {
 
 func newWindows(c *Cache, t *transfer.Table) *windows {
 	w := &windows{cache: c, table: t}
-	w.mu.next = windowBase
 	w.mu.live = make(map[*window]struct{})
 	return w
 }
@@ -80,23 +76,18 @@ func (ws *windows) openLocked() (*window, error) {
 	var b [8]byte
 	rand.Read(b[:]) // never fails
 	w := &window{id: binary.LittleEndian.Uint64(b[:])>>1 | 1}
-	at := make([]uint64, len(ws.cache.Storages))
+	mems := make([][]byte, len(ws.cache.Storages))
 	for i, s := range ws.cache.Storages {
-		at[i] = ws.mu.next
-		h, err := ws.table.Register(at[i], s.Mem)
-		if err != nil {
-			for _, h := range w.handles {
-				h.Close(context.Background()) // nobody knows the addresses: nothing to wait for
-			}
-			return nil, err
-		}
-		w.handles = append(w.handles, h)
-		ws.mu.next += windowBytes(s.Mem)
+		mems[i] = s.Mem
+	}
+	var err error
+	if w.handles, err = ws.table.Publish(mems...); err != nil {
+		return nil, err
 	}
 	w.regions = make([]Region, len(ws.cache.Regions))
 	for i, r := range ws.cache.Regions {
 		s := ws.cache.home(i)
-		r.Base = at[s] + (r.Base - ws.cache.Storages[s].Addr)
+		r.Base = w.handles[s].Range().Addr + (r.Base - ws.cache.Storages[s].Addr)
 		w.regions[i] = r
 	}
 	return w, nil
@@ -152,9 +143,7 @@ func (ws *windows) release(ctx context.Context, w *window) {
 	}
 	ws.mu.Unlock()
 	if last {
-		for _, h := range w.handles {
-			h.Close(ctx)
-		}
+		ws.table.Withdraw(ctx, w.handles...)
 	}
 }
 
@@ -166,9 +155,7 @@ func (ws *windows) close(ctx context.Context) {
 	ws.mu.current = nil
 	ws.mu.Unlock()
 	for w := range live {
-		for _, h := range w.handles {
-			h.Close(ctx)
-		}
+		ws.table.Withdraw(ctx, w.handles...)
 	}
 }
 

@@ -51,13 +51,12 @@ func (c *claims) claimWrite(at Range) (*Region, refusal) {
 	c.mu.write = at
 	c.mu.Unlock()
 	c.table.order.Load()
-	v := c.table.view.Load() // after the claim: see Table
-	r := v.find(at)
+	r := c.table.view.Load().find(at) // after the claim: see Table
 	switch {
 	case r == nil || r.mem == nil && r.dst == nil:
 		c.releaseWrite()
 		return nil, refusedAddress
-	case v.isClosed(at):
+	case r.isClosed(at):
 		c.releaseWrite()
 		return nil, refusedFence
 	}
@@ -104,14 +103,14 @@ func (c *claims) wakeLocked() {
 	}
 }
 
-// touches returns nil when no claim overlaps the ranges, else a channel that
-// is closed when a claim ends.
+// touches returns nil when no claim overlaps the ranges, which are sorted and
+// disjoint, else a channel that is closed when a claim ends.
 func (c *claims) touches(ranges []Range, reads bool) <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	hit := func(at Range) bool {
 		// A refused claim may be impossible for an instant; it overlaps nothing.
-		return at.valid() && slices.ContainsFunc(ranges, func(r Range) bool { return r.valid() && r.overlaps(at) })
+		return at.valid() && meets(ranges, at)
 	}
 	if !hit(c.mu.write) && (!reads || !slices.ContainsFunc(c.mu.reads, hit)) {
 		return nil

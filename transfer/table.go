@@ -3,6 +3,8 @@ package transfer
 import (
 	"cmp"
 	"context"
+	"crypto/rand"
+	"encoding/binary"
 	"io"
 	"slices"
 	"sync"
@@ -36,6 +38,11 @@ type Region struct {
 	mem   []byte      // nil for a region of callbacks
 	src   io.ReaderAt // answers reads; nil refuses them
 	dst   io.WriterAt // takes writes; nil refuses them
+
+	// closed are the ranges that take no writes: by address, disjoint, not
+	// adjoining, replaced as a whole under closing. nil means none.
+	closed  atomic.Pointer[[]Range]
+	closing sync.Mutex // a leaf
 }
 
 // Range returns the published address and length.
@@ -44,10 +51,11 @@ func (r *Region) Range() Range { return r.at }
 // Table says which addresses peers may touch. Its methods are safe for
 // concurrent use.
 //
-// Looking up an address takes no lock that a fence holds: the regions and the
-// closed ranges are one immutable view, replaced at each change. A connection
-// first publishes its claim, then looks at the view; a fence first publishes
-// the view, then looks at the claims. So one of them sees the other.
+// Looking up an address takes no lock: the regions are one immutable view,
+// replaced at each change, and so are the closed ranges of each region. A
+// connection first publishes its claim, then looks at both; a fence first
+// publishes what is closed, then looks at the claims. So one of them sees the
+// other. Table.mu is held for a time that does not depend on how much is fenced.
 type Table struct {
 	view atomic.Pointer[view]
 
@@ -58,25 +66,38 @@ type Table struct {
 	mu struct {
 		sync.Mutex // writers of view; holders may lock a claims.mu
 		users      map[*claims]struct{}
+		lent       Range // what Publish has given out, and the gaps in it
 	}
 }
 
 type view struct {
 	regions []*Region // by address, disjoint
-	closed  []Range   // to writes; by address, disjoint, not adjoining
 }
+
+// The first address that Publish gives out is random: a multiple of lentAlign in
+// [firstLent, 2*firstLent), one of 2^40. So a peer that still knows the addresses of
+// another table, of this process or of the one before it on the same ports, does not
+// hit this one. The last one lies below endLent.
+const (
+	firstLent = 1 << 61
+	endLent   = 3 * firstLent
+	lentAlign = 2 << 20
+)
 
 // NewTable returns an empty table.
 func NewTable() *Table {
 	t := new(Table)
 	t.mu.users = make(map[*claims]struct{})
 	t.view.Store(new(view))
+	var b [8]byte
+	rand.Read(b[:]) // never fails
+	t.mu.lent.Addr = firstLent + binary.LittleEndian.Uint64(b[:])%(firstLent/lentAlign)*lentAlign
 	return t
 }
 
 // Register publishes mem under the address base, which is any number: peers
 // use it as a name. The table reads and writes mem until the region's Close
-// returns.
+// returns. An address that Publish has ever given out is ErrOverlap.
 func (t *Table) Register(base uint64, mem []byte) (*Region, error) {
 	return t.add(&Region{table: t, at: Range{base, uint64(len(mem))}, mem: mem})
 }
@@ -89,41 +110,85 @@ func (t *Table) RegisterFunc(at Range, src io.ReaderAt, dst io.WriterAt) (*Regio
 	return t.add(&Region{table: t, at: at, src: src, dst: dst})
 }
 
+// Publish registers mems, all or none, at addresses that the table has never
+// given out before and never will again: a peer that knows an earlier address
+// reaches nothing. No two of the regions adjoin.
+func (t *Table) Publish(mems ...[]byte) ([]*Region, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	old := t.view.Load().regions
+	if len(old)+len(mems) > maxRegions {
+		return nil, ErrRegions
+	}
+	regions := make([]*Region, len(mems))
+	next := t.mu.lent.end()
+	for i, mem := range mems {
+		if len(mem) == 0 {
+			return nil, ErrRange
+		}
+		at := Range{next, uint64(len(mem))}
+		for { // past regions that their owners put there
+			if at.Addr > endLent || at.Len > endLent-at.Addr {
+				return nil, ErrRegions // 2^61 bytes were given out
+			}
+			k, _ := slices.BinarySearchFunc(old, at.end()+lentAlign, func(r *Region, a uint64) int { return cmp.Compare(r.at.Addr, a) })
+			if k == 0 || old[k-1].at.end()+lentAlign <= at.Addr {
+				break
+			}
+			at.Addr = lentUp(old[k-1].at.end() + lentAlign)
+		}
+		regions[i] = &Region{table: t, at: at, mem: mem}
+		next = lentUp(at.end() + lentAlign)
+	}
+	t.mu.lent.Len = next - t.mu.lent.Addr
+	all := append(slices.Clone(old), regions...)
+	slices.SortFunc(all, byAddress)
+	t.view.Store(&view{all})
+	return regions, nil
+}
+
+// lentUp returns the next multiple of lentAlign.
+func lentUp(a uint64) uint64 { return (a + lentAlign - 1) &^ (lentAlign - 1) }
+
+func byAddress(a, b *Region) int { return cmp.Compare(a.at.Addr, b.at.Addr) }
+
 func (t *Table) add(r *Region) (*Region, error) {
 	if !r.at.valid() {
 		return nil, ErrRange
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	old := t.view.Load()
-	i, _ := slices.BinarySearchFunc(old.regions, r.at.Addr, func(e *Region, a uint64) int { return cmp.Compare(e.at.Addr, a) })
+	old := t.view.Load().regions
+	i, _ := slices.BinarySearchFunc(old, r, byAddress)
 	switch {
-	case i > 0 && old.regions[i-1].at.overlaps(r.at), i < len(old.regions) && old.regions[i].at.overlaps(r.at):
+	case i > 0 && old[i-1].at.overlaps(r.at), i < len(old) && old[i].at.overlaps(r.at), r.at.overlaps(t.mu.lent):
 		return nil, ErrOverlap
-	case len(old.regions) >= maxRegions:
+	case len(old) >= maxRegions:
 		return nil, ErrRegions
 	}
-	t.view.Store(&view{regions: slices.Insert(slices.Clone(old.regions), i, r), closed: old.closed})
+	t.view.Store(&view{slices.Insert(slices.Clone(old), i, r)})
 	return r, nil
 }
 
-// Close takes the region back: new requests for it are refused at once, and
-// those in progress may finish until ctx is done; then their connections are
-// cut. When it returns nobody touches the memory any more. It returns the
+// Close takes the region back, as Withdraw does.
+func (r *Region) Close(ctx context.Context) (cut int) { return r.table.Withdraw(ctx, r) }
+
+// Withdraw takes regions of the table back: new requests for them are refused at
+// once, and those in progress may finish until ctx is done; then their connections
+// are cut. When it returns nobody touches the memory any more. It returns the
 // number of connections cut.
-func (r *Region) Close(ctx context.Context) (cut int) {
-	t := r.table
-	t.mu.Lock()
-	old := t.view.Load()
-	if i := slices.Index(old.regions, r); i >= 0 {
-		t.view.Store(&view{
-			regions: slices.Delete(slices.Clone(old.regions), i, i+1),
-			closed:  subtract(old.closed, r.at), // a later region starts open
-		})
+func (t *Table) Withdraw(ctx context.Context, regions ...*Region) (cut int) {
+	ranges := make([]Range, len(regions))
+	gone := make(map[*Region]bool, len(regions))
+	for i, r := range regions {
+		ranges[i], gone[r] = r.at, true
 	}
+	t.mu.Lock()
+	old := t.view.Load().regions
+	t.view.Store(&view{slices.DeleteFunc(slices.Clone(old), func(r *Region) bool { return gone[r] })})
 	users := t.usersLocked()
 	t.mu.Unlock()
-	return drain(ctx, users, []Range{r.at}, true)
+	return drain(ctx, users, union(nil, ranges), true)
 }
 
 // Fence closes the ranges to new writes, which are rejected at once, and waits
@@ -131,22 +196,69 @@ func (r *Region) Close(ctx context.Context) (cut int) {
 // connections are cut. When Fence returns no write changes a byte of the
 // ranges until Reopen. It returns the number of connections cut; reads go on.
 //
-// Fencing twice is fencing once; a fence does not count its callers.
+// Fencing twice is fencing once; a fence does not count its callers. Ranges, or
+// parts of them, that are in no region are left out: a later region starts open.
 func (t *Table) Fence(ctx context.Context, ranges ...Range) (cut int) {
+	all := union(nil, ranges)
+	t.change(all, union)
 	t.mu.Lock()
-	old := t.view.Load()
-	t.view.Store(&view{regions: old.regions, closed: union(old.closed, ranges)})
 	users := t.usersLocked()
 	t.mu.Unlock()
-	return drain(ctx, users, ranges, false)
+	return drain(ctx, users, all, false)
 }
 
 // Reopen allows writes into the ranges again.
-func (t *Table) Reopen(ranges ...Range) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	old := t.view.Load()
-	t.view.Store(&view{regions: old.regions, closed: subtract(old.closed, ranges...)})
+func (t *Table) Reopen(ranges ...Range) { t.change(union(nil, ranges), subtract) }
+
+// change replaces what is closed of each region by a function of it and of the
+// ranges that lie there. ranges are sorted and disjoint.
+func (t *Table) change(ranges []Range, by func(closed, ranges []Range) []Range) {
+	regions := t.view.Load().regions
+	for len(ranges) > 0 {
+		i, _ := slices.BinarySearchFunc(regions, ranges[0].Addr, func(r *Region, a uint64) int {
+			if r.at.end() <= a {
+				return -1
+			}
+			return 1
+		})
+		if i == len(regions) {
+			return
+		}
+		regions = regions[i:]
+		r := regions[0]
+		n, _ := slices.BinarySearchFunc(ranges, r.at.end(), func(e Range, a uint64) int { return cmp.Compare(e.Addr, a) })
+		own := clip(ranges[:n], r.at)
+		if len(own) > 0 {
+			r.closing.Lock()
+			var old []Range
+			if c := r.closed.Load(); c != nil {
+				old = *c
+			}
+			list := by(old, own)
+			r.closed.Store(&list)
+			r.closing.Unlock()
+		}
+		// The last range may reach into the next region.
+		if last := ranges[n-1]; last.end() > r.at.end() {
+			rest := slices.Clone(ranges[n-1:])
+			rest[0] = Range{r.at.end(), last.end() - r.at.end()}
+			ranges = rest
+		} else {
+			ranges = ranges[n:]
+		}
+	}
+}
+
+// clip returns the parts of ranges that lie in at.
+func clip(ranges []Range, at Range) []Range {
+	out := make([]Range, 0, len(ranges))
+	for _, r := range ranges {
+		first, end := max(r.Addr, at.Addr), min(r.end(), at.end())
+		if first < end {
+			out = append(out, Range{first, end - first})
+		}
+	}
+	return out
 }
 
 // Observe orders the caller's looks at regions among the writes of peers, as
@@ -194,10 +306,16 @@ func (v *view) find(at Range) *Region {
 	return r
 }
 
-// isClosed says whether a byte of at is closed to writes. at lies in a region.
-func (v *view) isClosed(at Range) bool {
-	i, _ := slices.BinarySearchFunc(v.closed, at.Addr, func(e Range, a uint64) int { return cmp.Compare(e.Addr, a) })
-	return i > 0 && v.closed[i-1].overlaps(at) || i < len(v.closed) && v.closed[i].overlaps(at)
+// isClosed says whether a byte of at, which lies in the region, is closed to writes.
+func (r *Region) isClosed(at Range) bool {
+	c := r.closed.Load()
+	return c != nil && meets(*c, at)
+}
+
+// meets says whether at overlaps one of set, which is sorted and disjoint.
+func meets(set []Range, at Range) bool {
+	i, _ := slices.BinarySearchFunc(set, at.Addr, func(e Range, a uint64) int { return cmp.Compare(e.Addr, a) })
+	return i > 0 && set[i-1].overlaps(at) || i < len(set) && set[i].overlaps(at)
 }
 
 // union returns the merge of a, which is sorted and disjoint, and b, which may
@@ -223,7 +341,7 @@ func union(a, b []Range) []Range {
 }
 
 // subtract returns a, which is sorted and disjoint, without the bytes of b.
-func subtract(a []Range, b ...Range) []Range {
+func subtract(a, b []Range) []Range {
 	holes := union(nil, b)
 	out := make([]Range, 0, len(a)+len(holes))
 	for _, r := range a {

@@ -1,10 +1,12 @@
 package transfer
 
 import (
+	"context"
 	"errors"
 	"math"
 	"math/rand/v2"
 	"testing"
+	"time"
 )
 
 // A request is granted when it lies wholly inside one region, at every edge.
@@ -98,14 +100,15 @@ func TestRangesModel(t *testing.T) {
 		if add {
 			set = union(set, list)
 		} else {
-			set = subtract(set, list...)
+			set = subtract(set, union(nil, list))
 		}
 		for _, l := range list {
 			for a := l.Addr; a < l.Addr+l.Len; a++ {
 				model[a] = add
 			}
 		}
-		v := view{closed: set}
+		var v Region
+		v.closed.Store(&set)
 		for a := range uint64(230) {
 			if v.isClosed(Range{a, 1}) != model[a] {
 				t.Fatalf("seed %d: address %d closed: %v, want %v; %v", seed, a, !model[a], model[a], set)
@@ -188,4 +191,161 @@ func TestPlanModel(t *testing.T) {
 	f(ErrRange, Entry{b, 16}, Entry{b, 1<<63 - 7})
 	f(nil, Entry{b, 1<<63 - 8})
 	f(ErrRange, Entry{b, math.MaxUint64 - 3})
+}
+
+// Addresses that Publish gives out come once in the life of a table, and two tables
+// do not share them, however they are withdrawn in between.
+func TestPublishedAddressesComeOnce(t *testing.T) {
+	seen := make(map[uint64]bool)
+	var all []Range
+	tables := []*Table{NewTable(), NewTable()}
+	for round := range 50 {
+		for _, table := range tables {
+			if _, err := table.Register(uint64(round+1)<<20, make([]byte, 64)); err != nil {
+				t.Fatal(err)
+			}
+			regions, err := table.Publish(make([]byte, 1), make([]byte, lentAlign), make([]byte, lentAlign+1))
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, r := range regions {
+				at := r.Range()
+				if seen[at.Addr] || at.Addr < firstLent || at.end() > endLent || at.Addr%lentAlign != 0 {
+					t.Fatalf("%#x was given out before, or is out of bounds", at.Addr)
+				}
+				for _, o := range all {
+					if at.overlaps(Range{o.Addr - 1, o.Len + 2}) {
+						t.Fatalf("%v adjoins or overlaps %v", at, o)
+					}
+				}
+				seen[at.Addr], all = true, append(all, at)
+			}
+			if round%3 > 0 {
+				table.Withdraw(t.Context(), regions...)
+			}
+		}
+	}
+	lent := tables[0].mu.lent
+	if _, err := tables[0].Register(lent.Addr, make([]byte, 1)); !errors.Is(err, ErrOverlap) {
+		t.Fatal(err)
+	}
+	inTheWay := Range{lent.end() + 100, 5 * lentAlign}
+	if _, err := tables[0].RegisterFunc(inTheWay, nil, nil); err != nil {
+		t.Fatal(err)
+	}
+	regions, err := tables[0].Publish(make([]byte, 1), make([]byte, 200))
+	if err != nil || regions[0].at.overlaps(inTheWay) || regions[1].at.overlaps(inTheWay) || regions[0].at.Addr < inTheWay.end() {
+		t.Fatal(err, regions[0].at, regions[1].at)
+	}
+	if _, err := tables[0].Publish(make([]byte, 1), nil); !errors.Is(err, ErrRange) {
+		t.Fatal(err)
+	}
+}
+
+// Fences over several regions, their edges and the gaps between them, against a map
+// of single addresses; a region that comes later starts open.
+func TestFenceRegionsModel(t *testing.T) {
+	seed := rand.Uint64()
+	r := rand.New(rand.NewPCG(seed, 2))
+	table := NewTable()
+	regions := map[uint64]*Region{}
+	closed := map[uint64]bool{}
+	c := table.newClaims(func() {})
+	defer c.drop()
+	for range 3000 {
+		base := 100 * (1 + r.Uint64N(4))
+		n := 40 + 60*r.Uint64N(2) // a gap follows, or the next region adjoins
+		switch old := regions[base]; {
+		case old == nil:
+			g, err := table.Register(base, make([]byte, n))
+			if err != nil {
+				t.Fatal(err)
+			}
+			regions[base] = g
+		case r.IntN(10) == 0:
+			old.Close(t.Context())
+			delete(regions, base)
+			for a := base; a < base+100; a++ {
+				delete(closed, a)
+			}
+		}
+		var list []Range
+		for range r.IntN(4) {
+			list = append(list, Range{1 + r.Uint64N(600), r.Uint64N(150)})
+		}
+		shut := r.IntN(2) == 0
+		if shut {
+			table.Fence(t.Context(), list...)
+		} else {
+			table.Reopen(list...)
+		}
+		for _, l := range list {
+			for a := l.Addr; a < l.Addr+l.Len; a++ {
+				if table.view.Load().find(Range{a, 1}) != nil {
+					closed[a] = shut
+				}
+			}
+		}
+		for a := uint64(95); a < 520; a++ {
+			_, why := c.claimWrite(Range{a, 1})
+			want := granted
+			if table.view.Load().find(Range{a, 1}) == nil {
+				want = refusedAddress
+			} else if closed[a] {
+				want = refusedFence
+			}
+			if c.releaseWrite(); why != want {
+				t.Fatalf("seed %d: address %d: %v, want %v", seed, a, why, want)
+			}
+		}
+	}
+}
+
+// A fence of many ranges in many regions lets other fences and connections go on:
+// only looking at the list of connections is done under the table's lock.
+func TestFenceOfManyRangesHoldsNobodyUp(t *testing.T) {
+	const storages, blocks = 64, 4000
+	table := NewTable()
+	mems := make([][]byte, storages)
+	for i := range mems {
+		mems[i] = make([]byte, 2*blocks*64)
+	}
+	var lists [6][]Range // windows
+	for w := range lists {
+		regions, err := table.Publish(mems...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, g := range regions {
+			for i := range uint64(blocks) {
+				lists[w] = append(lists[w], Range{g.Range().Addr + 2*i*64, 64})
+			}
+		}
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for _, l := range lists {
+			table.Fence(context.Background(), l...)
+		}
+	}()
+	longest := time.Duration(0)
+	for others := 0; ; others++ {
+		select {
+		case <-done:
+			if others == 0 {
+				t.Fatal("nothing was done meanwhile")
+			}
+			t.Logf("%d others, the longest took %v", others, longest)
+			if longest > time.Second {
+				t.Fatalf("held up for %v", longest)
+			}
+			return
+		default:
+		}
+		start := time.Now()
+		table.newClaims(func() {}).drop()
+		longest = max(longest, time.Since(start))
+		time.Sleep(100 * time.Microsecond)
+	}
 }

@@ -11,7 +11,6 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -63,7 +62,6 @@ func Serve(ctx context.Context, o ServeOptions) error {
 		return err
 	}
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
-	o.Base = cmp.Or(o.Base, randomBase())
 	o.Target.Log = o.Log
 	if o.Procs > 0 {
 		defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(o.Procs))
@@ -74,7 +72,8 @@ func Serve(ctx context.Context, o ServeOptions) error {
 		}
 	}
 	table := transfer.NewTable()
-	if _, err := table.Register(o.Base, make([]byte, o.Bytes)); err != nil {
+	base, err := register(table, o.Base, make([]byte, o.Bytes))
+	if err != nil {
 		return fmt.Errorf("register %d bytes at %#x: %w", o.Bytes, o.Base, err)
 	}
 	target, err := transfer.Listen(o.Target, table)
@@ -85,7 +84,7 @@ func Serve(ctx context.Context, o ServeOptions) error {
 	if err := target.SelfDial(ctx); err != nil {
 		return err
 	}
-	info := PeerFile{Peer: target.Name(), Base: o.Base, Len: uint64(o.Bytes)}
+	info := PeerFile{Peer: target.Name(), Base: base, Len: uint64(o.Bytes)}
 	if o.PeerFile != "" {
 		if err := writePeerFile(o.PeerFile, info); err != nil {
 			return err
@@ -102,8 +101,18 @@ func Serve(ctx context.Context, o ServeOptions) error {
 	return nil
 }
 
-// randomBase returns a page-aligned address between 2^45 and 2^46.
-func randomBase() uint64 { return 1<<45 + rand.Uint64N(1<<45)&^4095 }
+// register publishes mem at base, or where the table likes if base is 0.
+func register(table *transfer.Table, base uint64, mem []byte) (uint64, error) {
+	if base != 0 {
+		_, err := table.Register(base, mem)
+		return base, err
+	}
+	regions, err := table.Publish(mem)
+	if err != nil {
+		return 0, err
+	}
+	return regions[0].Range().Addr, nil
+}
 
 // writePeerFile writes the file whole or not at all.
 func writePeerFile(path string, info PeerFile) error {

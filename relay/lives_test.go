@@ -1,0 +1,164 @@
+package relay_test
+
+import (
+	"bytes"
+	"fmt"
+	"net"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/relay"
+	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// fakeP is a P that does what handler does with each pull.
+func fakeP(t *testing.T, handler func(peer *zmtp.Peer, p *mooncake.Pull)) string {
+	r := zmtp.NewRouter(func(peer *zmtp.Peer, m zmtp.Message) {
+		p, err := mooncake.DecodePull(m[0], 0)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		handler(peer, p)
+	}, zmtp.RouterOptions{Logger: logger()})
+	addr, err := r.Listen(t.Context(), "tcp://127.0.0.1:*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.Close() })
+	return "tcp://" + addr.String()
+}
+
+// entries is what P would push for a request: its blocks, filled with one byte.
+func entries(p *mooncake.Pull, id string, fill byte) (list []transfer.Entry) {
+	for _, g := range p.Regions {
+		for _, b := range p.Wanted[id].Blocks[g.Group] {
+			list = append(list, transfer.Entry{Local: bytes.Repeat([]byte{fill}, int(g.Payload)), Remote: g.Base + uint64(b)*g.Stride})
+		}
+	}
+	return list
+}
+
+func reply(peer *zmtp.Peer, y mooncake.Reply) {
+	_ = peer.Send(mooncake.AppendReply(nil, &y))
+	peer.Flush()
+}
+
+// show puts engines, each of one worker, into P's registry.
+func (w *world) show(addrs map[string]string) {
+	text := ""
+	dp := 0
+	for id, addr := range addrs {
+		text += fmt.Sprintf(`,"%d":{"engine_id":%q,"worker_addr":{"0":{"0":%q}}}`, dp, id, addr)
+		dp++
+	}
+	w.mu.Lock()
+	w.dir = "{" + strings.TrimPrefix(text, ",") + "}"
+	w.mu.Unlock()
+	time.Sleep(5 * time.Millisecond) // RefreshEvery
+}
+
+// Transfers in flight together, in pulls of their own and in one pull, all arrive,
+// each with its own bytes, while one that P has never heard of waits.
+func TestConcurrentTransfers(t *testing.T) {
+	w := newWorld(t, relay.Options{Timeout: 20 * time.Second})
+	from := w.source()
+	const n = 8
+	for i := range 2 * n {
+		w.sender.Expect(fmt.Sprint("p", i), fmt.Sprint("x", i))
+	}
+	pull := func(wanted map[string]mooncake.Wanted) error {
+		failed, err := w.receiver.Pull(t.Context(), from, wanted)
+		for id, why := range failed {
+			err = fmt.Errorf("%s: %w", id, why)
+		}
+		return err
+	}
+	if err := w.receiver.Start(from, map[string]mooncake.Wanted{"never": {TransferID: "never", Blocks: [][]int{{63}, {63}}}}); err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	together := map[string]mooncake.Wanted{}
+	for i := range n {
+		want := func(i int) mooncake.Wanted {
+			return mooncake.Wanted{TransferID: fmt.Sprint("x", i), Blocks: [][]int{{i}, {i}}}
+		}
+		together[fmt.Sprint("d", n+i)] = want(n + i)
+		wg.Go(func() {
+			if err := pull(map[string]mooncake.Wanted{fmt.Sprint("d", i): want(i)}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Go(func() {
+		if err := pull(together); err != nil {
+			t.Error(err)
+		}
+	})
+	for i := range 2 * n {
+		w.sender.Offer(fmt.Sprint("p", i), fmt.Sprint("x", i), [][]int{{2*n - i}, {3*n - i}})
+	}
+	wg.Wait()
+	for i := range 2 * n {
+		w.check(0, []int{i}, []int{2*n - i})
+		w.check(1, []int{i}, []int{3*n - i})
+	}
+	w.receiver.Abort("never")
+}
+
+// P goes on writing for a transfer that the relay has given up, while the next
+// transfers arrive: its writes are refused, and those hold their own bytes.
+func TestLateWritesOfAFailedTransfer(t *testing.T) {
+	w := newWorld(t, relay.Options{Timeout: 300 * time.Millisecond})
+	p := transfer.New(transfer.Options{})
+	defer p.Close()
+	var mu sync.Mutex
+	var stale []*mooncake.Pull
+	addr := fakeP(t, func(peer *zmtp.Peer, pull *mooncake.Pull) {
+		for id, want := range pull.Wanted {
+			if len(want.Blocks) == 0 {
+				return
+			}
+			if strings.HasPrefix(id, "fails") {
+				mu.Lock()
+				stale = append(stale, pull)
+				mu.Unlock()
+				return // says nothing: the relay gives up
+			}
+			go func() {
+				to := net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port))
+				if err := p.Write(t.Context(), to, entries(pull, id, 0xBB)); err != nil {
+					t.Error(err)
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				for _, old := range stale {
+					for late := range old.Wanted {
+						if err := p.Write(t.Context(), to, entries(old, late, 0xAA)); err == nil {
+							t.Error("a write for a failed transfer was taken")
+						}
+					}
+				}
+				reply(peer, mooncake.Reply{Status: mooncake.StatusFinish, OK: []string{id}})
+			}()
+		}
+	})
+	w.show(map[string]string{"fake": addr})
+	for i := range 3 {
+		if err := w.pull(fmt.Sprint("fails", i), []int{1}, []int{2}); err == nil || !strings.Contains(err.Error(), "timed out") {
+			t.Fatal(err)
+		}
+		if err := w.pull(fmt.Sprint("b", i), []int{3 + i}, []int{4 + i}); err != nil {
+			t.Fatal(err)
+		}
+		w.target.Table().Observe()
+		if got := block(w.d, 0, 3+i); !bytes.Equal(got, bytes.Repeat([]byte{0xBB}, len(got))) {
+			t.Fatalf("D's block holds %x...", got[:8])
+		}
+	}
+}
