@@ -113,9 +113,9 @@ func (t *Table) Expire(now time.Time) *Session {
 	return s
 }
 
-// Each calls f for every session.
+// Each calls f for every session, the one idle longest first. f must not end it.
 func (t *Table) Each(f func(*Session)) {
-	for _, s := range t.sessions {
+	for s := t.ring.newer; s != &t.ring; s = s.newer {
 		f(s)
 	}
 }

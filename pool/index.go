@@ -27,12 +27,13 @@ import (
 //	 32  8  records              56 16  namespace digest
 //	 40  8  pool inode           72  4  kv rank
 //	 48  8  tokens per chunk     76  4  object group
-//	 56  4  CRC-32C of 0 to 55   80 12  zero
+//	 56  4  CRC-32C of 0 to 55   80  8  name of the transfer that wrote it
+//	                             88  4  its number
 //	 64  8  process id           92  4  CRC-32C of bytes 8 to 91
 //	 72  8  started, unix ns     96  8  use stamp: a larger one was used later
 //	 80  8  records ever used   104  8  xxh3 of the chunk
 //	                            112  8  2^32 + the generation that the xxh3 is of; else there is none
-//	                            120  8  unix ns of the first start that found it held, 0 for none
+//	                            120  8  first start that found it held, ns of CLOCK_MONOTONIC; 0 for none
 //
 // Order makes it safe to be killed anywhere. The header is written last when a
 // pool is made; a zero magic is a pool that never was. A record's bytes are
@@ -140,7 +141,7 @@ func (p *Pool) record(s Slot) record {
 }
 
 // write fills a free record; setState publishes it.
-func (r record) write(k *Key, off, n int64) {
+func (r record) write(k *Key, off, n int64, by Writer) {
 	le := binary.LittleEndian
 	le.PutUint64(r.b[8:], uint64(off))
 	le.PutUint64(r.b[16:], uint64(n))
@@ -148,6 +149,8 @@ func (r record) write(k *Key, off, n int64) {
 	copy(r.b[56:], k.Namespace[:])
 	le.PutUint32(r.b[72:], uint32(k.Rank))
 	le.PutUint32(r.b[76:], k.Group)
+	le.PutUint64(r.b[80:], by.Name)
+	le.PutUint32(r.b[88:], by.Number)
 	le.PutUint32(r.b[92:], crc32.Checksum(r.b[8:92], castagnoli))
 	r.heldAnew()
 }
@@ -161,15 +164,17 @@ func (r record) key() (k Key) {
 	return k
 }
 
-// heldSince returns when a start first found the slot held by a worker of before,
-// now if that was never noted: quarantines end however often the server restarts.
-func (r record) heldSince(now time.Time) time.Time {
+// heldFor returns how long ago a start first found the slot held by a worker of
+// before, and notes now if none did: quarantines end however often the server
+// restarts. now is of a clock that only goes forward and is the same for all
+// processes since boot; the pool does not outlive a boot either.
+func (r record) heldFor(now time.Duration) time.Duration {
 	le := binary.LittleEndian
-	if at := int64(le.Uint64(r.b[120:])); at > 0 && at <= now.UnixNano() {
-		return time.Unix(0, at)
+	if at := le.Uint64(r.b[120:]); at > 0 && at <= uint64(now) {
+		return now - time.Duration(at)
 	}
-	le.PutUint64(r.b[120:], uint64(now.UnixNano()))
-	return now
+	le.PutUint64(r.b[120:], uint64(now))
+	return 0
 }
 
 // heldAnew forgets that: somebody else may touch the slot from now on.
@@ -190,6 +195,10 @@ func (r record) sum() (uint64, bool) {
 }
 
 const sumMark = 1 << 32
+
+func (r record) writer() Writer {
+	return Writer{binary.LittleEndian.Uint64(r.b[80:]), binary.LittleEndian.Uint32(r.b[88:])}
+}
 
 func (r record) offset() int64 { return int64(binary.LittleEndian.Uint64(r.b[8:])) }
 func (r record) length() int64 { return int64(binary.LittleEndian.Uint64(r.b[16:])) }

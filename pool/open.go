@@ -11,6 +11,8 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvasir-kv/kvasir/arena"
 	"github.com/kvasir-kv/kvasir/shm"
 )
@@ -26,8 +28,12 @@ type Restored struct {
 
 // Held is a slot that a worker of an earlier server may still touch.
 type Held struct {
-	Slot  Slot
-	Since time.Time // of the first start that found it so
+	Slot Slot
+	For  time.Duration // since the first start that found it so
+
+	// Writer is what Reserve was told, of a slot without a key: its writer may not
+	// be done. It is zero for a resident slot, which was only read.
+	Writer Writer
 }
 
 // Open opens the pool of o.Name and locks it: the one an earlier server left,
@@ -35,6 +41,9 @@ type Held struct {
 // old content.
 func Open(o Options) (*Pool, error) {
 	o.Align = cmp.Or(o.Align, DefaultAlign)
+	if o.Clock == nil {
+		o.Clock = monotonic
+	}
 	if o.Align < 8 || o.Align&(o.Align-1) != 0 || o.Bytes < o.Align {
 		return nil, fmt.Errorf("pool: size %d with alignment %d", o.Bytes, o.Align)
 	}
@@ -159,6 +168,16 @@ func create(path string, o Options) (*Pool, error) {
 	}, nil
 }
 
+// monotonic is CLOCK_MONOTONIC: it does not jump when the wall clock is set, and
+// stands still while the machine is suspended, as workers do.
+func monotonic() time.Duration {
+	var ts unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
+		panic(fmt.Sprintf("BUG: pool: CLOCK_MONOTONIC: %v", err))
+	}
+	return time.Duration(ts.Nano())
+}
+
 // restore takes over what the index says. Committed chunks are served again.
 // Whatever a worker may still touch stays out of use: it gets one hold, which the
 // pool's owner ends.
@@ -168,7 +187,7 @@ func (p *Pool) restore() error {
 		return fmt.Errorf("%w: %d records used of %d", ErrIndex, used, p.records)
 	}
 	p.used, p.backed = int(used), int(used)
-	now := time.Now()
+	now := p.opts.Clock()
 	for i := range p.used {
 		s := Slot(i)
 		r := p.record(s)
@@ -193,7 +212,11 @@ func (p *Pool) restore() error {
 			p.restored.Resident = append(p.restored.Resident, s)
 		}
 		if state == Condemned || holds > 0 {
-			p.restored.Held = append(p.restored.Held, Held{s, r.heldSince(now)})
+			h := Held{Slot: s, For: r.heldFor(now)}
+			if state == Condemned {
+				h.Writer = r.writer()
+			}
+			p.restored.Held = append(p.restored.Held, h)
 			holds = 1
 		}
 		r.set(state, holds)

@@ -18,6 +18,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"time"
 
 	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
@@ -52,6 +53,9 @@ type Options struct {
 	ChunkTokens int    // recorded in the index
 	Cold        bool   // discard what an earlier server left
 	Dir         string // default shm.Dir; tests use another
+
+	// Clock is the time since boot; default CLOCK_MONOTONIC. Tests use another.
+	Clock func() time.Duration
 }
 
 // Key names an object in the pool. Namespace covers model, salt and layout.
@@ -60,6 +64,13 @@ type Key struct {
 	Chunk     kv.Hash
 	Rank      kv.Rank
 	Group     uint32
+}
+
+// Writer names a transfer that writes slots, for the server that takes the pool
+// over. The zero Writer is nobody.
+type Writer struct {
+	Name   uint64 // what its commit will say
+	Number uint32 // tells transfers of one name apart
 }
 
 // Slot numbers an object's place; the number is reused.
@@ -120,8 +131,8 @@ func (p *Pool) Find(k *Key) (Slot, State) {
 }
 
 // Reserve stages n bytes under k, with one hold for the worker that will write
-// them. Errors: ErrExists, ErrFull.
-func (p *Pool) Reserve(k *Key, n int64) (Slot, error) {
+// them. by names that worker's transfer for Restored. Errors: ErrExists, ErrFull.
+func (p *Pool) Reserve(k *Key, n int64, by Writer) (Slot, error) {
 	if _, ok := p.table.find(p, k); ok {
 		return 0, ErrExists
 	}
@@ -144,7 +155,7 @@ func (p *Pool) Reserve(k *Key, n int64) (Slot, error) {
 		p.index.Word(headerUsed).Store(uint64(p.used))
 	}
 	r := p.record(s)
-	r.write(k, off, n)
+	r.write(k, off, n, by)
 	r.begin(Staged, 1)
 	p.account(Staged, n, 1)
 	p.table.insert(p, s)

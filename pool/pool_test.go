@@ -27,11 +27,11 @@ func key(n byte) *pool.Key { return &pool.Key{Chunk: kv.Hash{n}} }
 func TestLifeOfASlot(t *testing.T) {
 	p := open(t, t.TempDir(), 4*4096)
 	defer p.Close()
-	s, err := p.Reserve(key(1), 5000)
+	s, err := p.Reserve(key(1), 5000, pool.Writer{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := p.Reserve(key(1), 1); !errors.Is(err, pool.ErrExists) {
+	if _, err := p.Reserve(key(1), 1, pool.Writer{}); !errors.Is(err, pool.ErrExists) {
 		t.Fatalf("second reserve: %v", err)
 	}
 	if got, st := p.Find(key(1)); got != s || st != pool.Staged || p.Holds(s) != 1 || p.Length(s) != 5000 {
@@ -50,7 +50,7 @@ func TestLifeOfASlot(t *testing.T) {
 	if _, st := p.Find(key(1)); st != pool.Free || p.StateOf(s) != pool.Condemned {
 		t.Fatalf("condemned: key in state %d, slot in %d", st, p.StateOf(s))
 	}
-	again, err := p.Reserve(key(1), 4096) // the key is free, the memory is not
+	again, err := p.Reserve(key(1), 4096, pool.Writer{}) // the key is free, the memory is not
 	if err != nil || again == s || p.Offset(again) == p.Offset(s) {
 		t.Fatalf("slot %d at %d, %v", again, p.Offset(again), err)
 	}
@@ -62,7 +62,7 @@ func TestLifeOfASlot(t *testing.T) {
 	if u := p.Usage(); u.CondemnedBytes != 0 || u.FreeBytes != 3*4096 {
 		t.Fatalf("%+v", u)
 	}
-	if _, err := p.Reserve(key(2), 4*4096); !errors.Is(err, pool.ErrFull) {
+	if _, err := p.Reserve(key(2), 4*4096, pool.Writer{}); !errors.Is(err, pool.ErrFull) {
 		t.Fatal(err)
 	}
 }
@@ -74,7 +74,7 @@ func TestManyKeys(t *testing.T) {
 	want := map[pool.Key]pool.Slot{}
 	for i := range 1500 {
 		k := pool.Key{Chunk: kv.Hash{byte(i), byte(i >> 8)}, Rank: kv.Rank(i % 3), Group: uint32(i % 2), Namespace: kv.Namespace{byte(i % 5)}}
-		s, err := p.Reserve(&k, 1)
+		s, err := p.Reserve(&k, 1, pool.Writer{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -168,7 +168,7 @@ func TestCold(t *testing.T) {
 		t.Fatalf("%+v", p.Usage())
 	}
 	copy(worker.Bytes(0, 4), "late")
-	s, err := p.Reserve(key(1), 4)
+	s, err := p.Reserve(key(1), 4, pool.Writer{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -195,7 +195,7 @@ func TestNameLost(t *testing.T) {
 func TestPopulateKeepsContent(t *testing.T) {
 	p := open(t, t.TempDir(), 1<<20)
 	defer p.Close()
-	s, err := p.Reserve(key(1), 5)
+	s, err := p.Reserve(key(1), 5, pool.Writer{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -214,7 +214,7 @@ func TestPopulateKeepsContent(t *testing.T) {
 func TestPoison(t *testing.T) {
 	p := open(t, t.TempDir(), 4096)
 	defer p.Close()
-	s, err := p.Reserve(key(1), 4096)
+	s, err := p.Reserve(key(1), 4096, pool.Writer{})
 	if err != nil {
 		t.Fatal(err)
 	}

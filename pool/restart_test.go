@@ -189,7 +189,7 @@ func operate(r *rapid.T, p *Pool, now *truth, slots []Slot) []Slot {
 	switch rapid.IntRange(0, 5).Draw(r, "op") {
 	case 0, 1:
 		k := Key{Chunk: kv.Hash{byte(rapid.IntRange(0, 9).Draw(r, "key"))}}
-		if s, err := p.Reserve(&k, int64(rapid.IntRange(1, 2*4096).Draw(r, "bytes"))); err == nil {
+		if s, err := p.Reserve(&k, int64(rapid.IntRange(1, 2*4096).Draw(r, "bytes")), Writer{}); err == nil {
 			slots = append(slots, s)
 		}
 	case 2:
@@ -222,7 +222,7 @@ func TestUseOrderSurvives(t *testing.T) {
 	}
 	var slots []Slot
 	for i := range 4 {
-		s, err := p.Reserve(&Key{Chunk: kv.Hash{byte(i)}}, 1)
+		s, err := p.Reserve(&Key{Chunk: kv.Hash{byte(i)}}, 1, Writer{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -247,15 +247,17 @@ func TestUseOrderSurvives(t *testing.T) {
 
 // The quarantine of a slot counts from the first start that found it held, unless
 // somebody else took a hold since.
-func TestHeldSince(t *testing.T) {
-	o := Options{Name: "p", Bytes: 4 * 4096, Dir: t.TempDir()}
+func TestHeldFor(t *testing.T) {
+	clock := time.Hour
+	o := Options{Name: "p", Bytes: 4 * 4096, Dir: t.TempDir(), Clock: func() time.Duration { return clock }}
 	p, err := Open(o)
 	if err != nil {
 		t.Fatal(err)
 	}
+	defer func() { p.Close() }()
 	var slots []Slot
 	for i := range 2 {
-		s, err := p.Reserve(&Key{Chunk: kv.Hash{byte(i)}}, 4096)
+		s, err := p.Reserve(&Key{Chunk: kv.Hash{byte(i)}}, 4096, Writer{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -263,29 +265,29 @@ func TestHeldSince(t *testing.T) {
 		p.Hold(s)
 		slots = append(slots, s)
 	}
-	since := func() (at [2]time.Time) {
+	restart := func(after, want0, want1 time.Duration) {
 		t.Helper()
+		clock += after
 		if err := p.Close(); err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(time.Millisecond)
 		if p, err = Open(o); err != nil {
 			t.Fatal(err)
 		}
+		var got [2]time.Duration
 		for _, h := range p.Restored().Held {
-			at[h.Slot] = h.Since.Round(0)
+			got[h.Slot] = h.For
 		}
-		return at
+		if len(p.Restored().Held) != 2 || got != [2]time.Duration{want0, want1} {
+			t.Errorf("held for %v, want %v and %v", p.Restored().Held, want0, want1)
+		}
 	}
-	first := since()
-	if second := since(); second != first || first[0].IsZero() || first[1].IsZero() {
-		t.Errorf("held since %v, after another start since %v", first, second)
-	}
+	restart(time.Minute, 0, 0)
+	restart(time.Minute, time.Minute, time.Minute)
 	p.Hold(slots[1])
-	if third := since(); !third[0].Equal(first[0]) || !third[1].After(first[1]) {
-		t.Errorf("held since %v, one of them anew: %v", first, third)
-	}
-	p.Close()
+	restart(time.Minute, 2*time.Minute, 0)
+	clock = time.Second // as after a boot, should the files have come along
+	restart(0, 0, 0)
 }
 
 // Damage is refused, not served.
@@ -298,7 +300,7 @@ func TestDamagedIndex(t *testing.T) {
 	}
 	defer p.Close()
 	for i := range 2 {
-		s, err := p.Reserve(&Key{Chunk: kv.Hash{byte(i)}}, 4096)
+		s, err := p.Reserve(&Key{Chunk: kv.Hash{byte(i)}}, 4096, Writer{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -340,7 +342,7 @@ func FuzzOpen(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	s, err := p.Reserve(&Key{}, 100)
+	s, err := p.Reserve(&Key{}, 100, Writer{})
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -373,7 +375,7 @@ func BenchmarkRestore(b *testing.B) {
 	for i := range uint32(chunks) {
 		k := Key{}
 		binary.LittleEndian.PutUint32(k.Chunk[:], i*2654435761)
-		s, err := p.Reserve(&k, 4096)
+		s, err := p.Reserve(&k, 4096, Writer{})
 		if err != nil {
 			b.Fatal(err)
 		}

@@ -35,8 +35,15 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 		t.Last = k.Hashes[to-1]
 	}
 	in, err := s.registry.get(id)
+	known := in
+	if err != nil {
+		known = s.registry.dropped(id)
+	}
+	if known != nil {
+		t.Shard.Namespace = known.namespace(k.Salt)
+	}
 	if err != nil && commit {
-		in = s.registry.dropped(id)
+		in = known
 	}
 	if in == nil {
 		return nil, t, err
@@ -44,7 +51,6 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 	if in.world != k.WorldSize || in.model != string(k.Model) {
 		return nil, t, fmt.Errorf("%w as %s, world size %d", errInstance, k.Model, k.WorldSize)
 	}
-	t.Shard.Namespace = in.namespace(k.Salt)
 	if in.driven != nil {
 		t.Shard.Groups = in.driven.groups
 	}
@@ -132,14 +138,17 @@ func (s *Server) commitStore(sc *scratch, p [][]byte) error {
 
 func (s *Server) prepareRetrieve(sc *scratch, p [][]byte) error {
 	in, t, err := s.slotsOf(sc, p, false)
+	if err == nil && s.draining.Load() {
+		err = errDraining
+	}
+	t.Load = true
 	if err != nil {
+		if t.Shard.Namespace != (kv.Namespace{}) { // stock workers send the commit of a refused prepare, too
+			s.store.Refuse(sc.key.RequestID, t)
+		}
 		return err
 	}
-	if s.draining.Load() {
-		return errDraining
-	}
 	s.n.retrievesSubmitted.Add(1)
-	t.Load = true
 	if in.pickle.Load() {
 		return s.retrievePickle(sc, in, t)
 	}

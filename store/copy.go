@@ -52,7 +52,7 @@ func (s *Store) Stage(name Transfer, requestID []byte, hashes []kv.Hash, skip fu
 	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
 		return nil, Reserved{NoRoom: name.To - name.From}, ErrBusy
 	}
-	objects, out := s.stageLocked(name, hashes, func(g int) int64 { return name.Shard.Groups.list[g].Bytes }, skip)
+	objects, out := s.stageLocked(name, pool.Writer{}, hashes, func(g int) int64 { return name.Shard.Groups.list[g].Bytes }, skip)
 	if len(objects) == 0 {
 		return nil, out, nil
 	}

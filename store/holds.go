@@ -1,14 +1,20 @@
 package store
 
 import (
+	"cmp"
+	"encoding/binary"
+	"maps"
+	"slices"
 	"time"
+
+	"github.com/zeebo/xxh3"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
-// Transfer names one prepare and its commit. LMCache pairs them by everything in
-// the key but the request id; the chunk hash at the end covers all tokens.
+// Transfer names, with a request id, one prepare and its commit. The chunk hash at
+// the end covers all tokens.
 type Transfer struct {
 	Instance int64
 	Shard    Shard
@@ -16,11 +22,31 @@ type Transfer struct {
 	Last     kv.Hash // of chunk To-1
 	Load     bool
 
-	own uint64 // numbers the transfers that this process carries out
+	// Numbers what no commit can name: the transfers that this process carries out,
+	// and those of an earlier server.
+	own uint64
 }
 
-// hold is a transfer in progress: a worker was told where slots are.
+// nameHash stands for a transfer's name and request in the pool's index, so that a
+// server that takes over can tell whose commit arrives there. It is never 0.
+func nameHash(name Transfer, requestID []byte) uint64 {
+	var b [128]byte
+	le := binary.LittleEndian
+	le.PutUint64(b[0:], uint64(name.Instance))
+	le.PutUint64(b[8:], uint64(name.Shard.World))
+	le.PutUint64(b[16:], uint64(name.Shard.Index))
+	le.PutUint64(b[24:], uint64(name.From))
+	le.PutUint64(b[32:], uint64(name.To))
+	copy(b[40:], name.Last[:])
+	copy(b[72:], name.Shard.Namespace[:])
+	return max(xxh3.HashSeed(requestID, xxh3.Hash(b[:])), 1)
+}
+
+// hold is a transfer in progress: a worker was told where slots are. One without
+// slots is a debt only: a prepare that was refused, or whose slots were taken
+// back, and whose commit may still come.
 type hold struct {
+	number    uint64 // in order of the prepares
 	transfer  Transfer
 	requestID string
 	slots     []pool.Slot
@@ -28,43 +54,113 @@ type hold struct {
 	orphan    bool // the worker unregistered, was reaped or registered anew
 }
 
-// holds finds transfers by name and by worker.
+// debtTime is how long the commit of a refused prepare is waited for. Workers
+// send it at once.
+const debtTime = 30 * time.Second
+
+// maxDebts bounds the commits that are waited for without slots to give back.
+const maxDebts = 1 << 13
+
+// prepared names what a commit can tell apart: LMCache sends the key of the
+// prepare again, request id included, and nothing else.
+type prepared struct {
+	transfer  Transfer
+	requestID string
+}
+
+// owing are the prepares of one name and request whose commits have not all come.
+//
+// With one of them, its commit ends it. With several, nobody knows which one a
+// commit speaks of, so nothing ends before as many commits came as there are
+// holds: only then has each worker thread finished its copy.
+type owing struct {
+	holds []*hold // oldest first
+	came  int     // commits
+}
+
+// holds finds transfers by what their commits say, and by worker.
 type holds struct {
-	byTransfer map[Transfer][]*hold // oldest first
+	byPrepared map[prepared]*owing
 	byInstance map[int64]map[*hold]struct{}
-	len        int
+	former     map[uint64][]time.Time // transfers of an earlier server, by the hash of their names; until when commits may come
+	last       uint64
+	len        int // with slots
+	debts      int // without
 	orphans    int
 }
 
 func (t *holds) init() {
-	t.byTransfer = make(map[Transfer][]*hold)
+	t.byPrepared = make(map[prepared]*owing)
 	t.byInstance = make(map[int64]map[*hold]struct{})
+	t.former = make(map[uint64][]time.Time)
 }
 
+func (h *hold) prepared() prepared { return prepared{h.transfer, h.requestID} }
+
 func (t *holds) add(h *hold) {
-	t.byTransfer[h.transfer] = append(t.byTransfer[h.transfer], h)
+	t.last++
+	h.number = t.last
+	t.recognize(h.transfer, []byte(h.requestID))
+	t.link(h)
+}
+
+// recognize finds out whether an earlier server began transfers of that name and
+// request: their commits may arrive here, and are owed. Their slots wait for the
+// end of the quarantine all the same.
+func (t *holds) recognize(name Transfer, requestID []byte) {
+	if len(t.former) == 0 || name.Load || name.own != 0 {
+		return
+	}
+	hash := nameHash(name, requestID)
+	for _, until := range t.former[hash] {
+		t.link(&hold{transfer: name, requestID: string(requestID), deadline: until})
+	}
+	delete(t.former, hash)
+}
+
+func (t *holds) link(h *hold) {
+	o := t.byPrepared[h.prepared()]
+	if o == nil {
+		o = &owing{}
+		t.byPrepared[h.prepared()] = o
+	}
+	o.holds = append(o.holds, h)
+	if len(h.slots) == 0 {
+		t.debts++
+		return
+	}
+	t.len++
 	of := t.byInstance[h.transfer.Instance]
 	if of == nil {
 		of = make(map[*hold]struct{})
 		t.byInstance[h.transfer.Instance] = of
 	}
 	of[h] = struct{}{}
-	t.len++
 }
 
+// remove forgets h. A commit that came before and could have meant h did: what is
+// left in the group waits for commits of its own.
 func (t *holds) remove(h *hold) {
-	q := t.byTransfer[h.transfer]
-	for i := range q {
-		if q[i] == h {
-			q = append(q[:i], q[i+1:]...)
+	o := t.byPrepared[h.prepared()]
+	for i := range o.holds {
+		if o.holds[i] == h {
+			o.holds = append(o.holds[:i], o.holds[i+1:]...)
 			break
 		}
 	}
-	if len(q) == 0 {
-		delete(t.byTransfer, h.transfer)
-	} else {
-		t.byTransfer[h.transfer] = q
+	o.came = max(0, o.came-1)
+	if len(o.holds) == 0 {
+		delete(t.byPrepared, h.prepared())
 	}
+	if len(h.slots) == 0 {
+		t.debts--
+		return
+	}
+	t.unlist(h)
+}
+
+// unlist forgets that h keeps slots.
+func (t *holds) unlist(h *hold) {
 	of := t.byInstance[h.transfer.Instance]
 	delete(of, h)
 	if len(of) == 0 {
@@ -76,37 +172,51 @@ func (t *holds) remove(h *hold) {
 	}
 }
 
-// match returns the hold that a commit of t ends, or nil. A prepare_retrieve
-// that was refused left a hold without slots: the worker sends its commit all the
-// same, and that commit must not end a hold that names slots. Otherwise the same
-// request's oldest comes first, then the oldest, so that a commit never ends a
-// later hold than its own.
-func (t *holds) match(name Transfer, requestID []byte) *hold {
-	q := t.byTransfer[name]
-	var same *hold
-	for _, h := range q {
-		if h.requestID != string(requestID) {
-			continue
-		}
-		if len(h.slots) == 0 {
-			return h
-		}
-		if same == nil {
-			same = h
-		}
+// commit notes a commit of name and request. It returns the holds that end with
+// it: none while others of the same name are waited for. Found is false when
+// nothing of that name and request waits for a commit: after a restart, or for a
+// commit that was sent twice.
+func (t *holds) commit(name Transfer, requestID []byte) (ended []*hold, out Committed) {
+	t.recognize(name, requestID)
+	o := t.byPrepared[prepared{name, string(requestID)}]
+	if o == nil {
+		return nil, Committed{}
 	}
-	if same == nil && len(q) > 0 {
-		same = q[0]
+	for _, h := range o.holds {
+		out.Late = out.Late || h.late()
 	}
-	return same
+	out.Found = true
+	if o.came++; o.came < len(o.holds) {
+		return nil, out
+	}
+	return append(ended, o.holds...), out
 }
 
-func (t *holds) all() []*hold {
-	out := make([]*hold, 0, t.len)
-	for _, q := range t.byTransfer {
-		out = append(out, q...)
+// late reports whether the commit of h comes too late for anything to become
+// visible.
+func (h *hold) late() bool { return h.orphan || len(h.slots) == 0 && !h.transfer.Load }
+
+func older(a, b *hold) int { return cmp.Compare(a.number, b.number) }
+
+// which returns the holds that f chooses, oldest first.
+func (t *holds) which(f func(*hold) bool) (out []*hold) {
+	for _, o := range t.byPrepared {
+		for _, h := range o.holds {
+			if f(h) {
+				out = append(out, h)
+			}
+		}
 	}
+	slices.SortFunc(out, older)
 	return out
+}
+
+// oweLocked notes that a commit of name and request may come for which there are
+// no slots to give back. Beyond maxDebts of them none is noted.
+func (s *Store) oweLocked(name Transfer, requestID []byte, until time.Time) {
+	if s.mu.holds.debts < maxDebts {
+		s.mu.holds.add(&hold{transfer: name, requestID: string(requestID), deadline: until})
+	}
 }
 
 // holdLocked records that the worker of name knows slots, all of them held in
@@ -125,6 +235,10 @@ func (s *Store) holdLocked(name Transfer, requestID []byte, slots []pool.Slot) *
 // chunks that became resident.
 func (s *Store) endHoldLocked(h *hold, publish bool) (published int) {
 	s.mu.holds.remove(h)
+	return s.giveBackLocked(h, publish)
+}
+
+func (s *Store) giveBackLocked(h *hold, publish bool) (published int) {
 	// Tails first, so that heads are the more recently used.
 	for i := len(h.slots) - 1; i >= 0; i-- {
 		slot := h.slots[i]
@@ -153,11 +267,8 @@ func (s *Store) Detach(instance int64) int {
 	s.lock()
 	defer s.unlock()
 	n := 0
-	for h := range s.mu.holds.byInstance[instance] {
-		if len(h.slots) == 0 {
-			s.mu.holds.remove(h)
-			continue
-		}
+	of := slices.SortedFunc(maps.Keys(s.mu.holds.byInstance[instance]), older)
+	for _, h := range of {
 		n++
 		if !h.orphan {
 			h.orphan = true
@@ -173,4 +284,30 @@ func (s *Store) Detach(instance int64) int {
 		}
 	}
 	return n
+}
+
+// expireLocked ends holds whose time is over. A worker may be slower than that:
+// its late commit still must not end a later hold of the same name.
+func (s *Store) expireLocked(now time.Time) {
+	for hash, of := range s.mu.holds.former {
+		if of = slices.DeleteFunc(of, now.After); len(of) == 0 {
+			delete(s.mu.holds.former, hash)
+		} else {
+			s.mu.holds.former[hash] = of
+		}
+	}
+	for _, h := range s.mu.holds.which(func(h *hold) bool { return !now.Before(h.deadline) }) {
+		if len(h.slots) == 0 {
+			s.mu.holds.remove(h)
+		} else {
+			s.mu.n.HoldsExpired++
+			s.mu.holds.unlist(h)
+			s.giveBackLocked(h, false)
+			h.slots, h.orphan, h.deadline = nil, false, now.Add(s.opts.Quarantine)
+			s.mu.holds.debts++
+			if s.mu.holds.debts > maxDebts || h.transfer.own != 0 {
+				s.mu.holds.remove(h)
+			}
+		}
+	}
 }

@@ -136,17 +136,20 @@ func (s *Store) TakeHit(session []byte) int {
 // Load lets the worker of name read the chunks hashes[From:To] of its shard: the
 // session's pins, one reader each, become a hold that CommitLoad ends. All
 // chunks must be kept and pinned by the session, else nothing changes and the
-// reason says why; a commit that follows nonetheless finds this refusal.
+// reason says why; stock workers send a commit after that, too.
 func (s *Store) Load(session []byte, name Transfer, hashes []kv.Hash, p *Place) Reason {
 	p.Offsets, p.Indices = p.Offsets[:0], p.Indices[:0]
 	s.lock()
 	defer s.unlock()
 	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
+		s.oweLocked(name, session, time.Now().Add(debtTime))
 		return Busy
 	}
 	objects, why := s.loadLocked(session, name, hashes)
 	if why != None {
 		s.mu.n.ReadFailures++
+		s.oweLocked(name, session, time.Now().Add(debtTime))
+		return why
 	}
 	slots := make([]pool.Slot, len(objects))
 	for i, o := range objects {
@@ -154,7 +157,15 @@ func (s *Store) Load(session []byte, name Transfer, hashes []kv.Hash, p *Place) 
 		p.Offsets = append(p.Offsets, s.mu.pool.Offset(o.slot))
 	}
 	s.holdLocked(name, session, slots)
-	return why
+	return None
+}
+
+// Refuse notes that a load was refused before Load was asked: the worker may send
+// its commit all the same, and that one must not end another hold.
+func (s *Store) Refuse(session []byte, name Transfer) {
+	s.lock()
+	defer s.unlock()
+	s.oweLocked(name, session, time.Now().Add(debtTime))
 }
 
 // loadLocked turns the pins of what a load of name's range moves into holds.
@@ -195,15 +206,15 @@ func (s *Store) loadLocked(session []byte, name Transfer, hashes []kv.Hash) ([]o
 }
 
 // CommitLoad ends the transfer that Load began, or forgets its refusal (no
-// chunks).
+// chunks). Of several transfers of one name and request it is as with CommitStore.
 func (s *Store) CommitLoad(name Transfer, requestID []byte) Committed {
 	s.lock()
 	defer s.unlock()
-	h := s.mu.holds.match(name, requestID)
-	if h == nil {
-		return Committed{}
+	ended, out := s.mu.holds.commit(name, requestID)
+	for _, h := range ended {
+		out.Chunks += s.loadedLocked(h, true).Chunks
 	}
-	return s.loadedLocked(h, true)
+	return out
 }
 
 func (s *Store) loadedLocked(h *hold, ok bool) Committed {

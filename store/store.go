@@ -15,6 +15,8 @@ package store
 
 import (
 	"cmp"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -82,17 +84,42 @@ func (s *Store) restoreLocked() {
 			s.suspectLocked(slot)
 		}
 	}
-	byAge := map[time.Time][]pool.Slot{} // few: one for each start
-	for _, h := range r.Held {
-		byAge[h.Since] = append(byAge[h.Since], h.Slot)
+	type former struct {
+		writer pool.Writer
+		age    time.Duration
+		reader bool
 	}
-	for since, slots := range byAge {
-		h := s.holdLocked(Transfer{}, nil, slots)
-		h.deadline = since.Add(s.opts.Quarantine)
-		h.orphan = true
-		s.mu.holds.orphans++
+	of := map[former][]pool.Slot{}
+	for _, h := range r.Held {
+		k := former{h.Writer, h.For, s.mu.pool.StateOf(h.Slot) == pool.Resident}
+		of[k] = append(of[k], h.Slot)
+	}
+	order := func(a, b former) int {
+		return cmp.Or(cmp.Compare(a.age, b.age), cmp.Compare(of[a][0], of[b][0]))
+	}
+	for _, k := range slices.SortedFunc(maps.Keys(of), order) {
+		life := s.opts.Quarantine
+		if k.reader {
+			life *= 2
+		}
+		s.formerLocked(of[k], k.writer, life-k.age)
 	}
 	s.mu.n.RestoredChunks = uint64(len(r.Resident))
+}
+
+// formerLocked holds slots that a worker of an earlier server may still touch.
+// Readers are given twice the quarantine: a late commit of one could mean a load
+// that this server granted of the same chunks, which then has no hold of its own
+// left.
+func (s *Store) formerLocked(slots []pool.Slot, by pool.Writer, left time.Duration) {
+	s.mu.copies++
+	h := &hold{transfer: Transfer{own: s.mu.copies}, slots: slots, orphan: true, deadline: time.Now().Add(left)}
+	if by.Name != 0 {
+		t := &s.mu.holds
+		t.former[by.Name] = append(t.former[by.Name], h.deadline.Add(s.opts.Quarantine))
+	}
+	s.mu.holds.add(h)
+	s.mu.holds.orphans++
 }
 
 // Close leaves the pool for a later server. Nothing may be called afterwards.
@@ -174,7 +201,7 @@ func (s *Store) Clear(force bool) int {
 	n := 0
 	if force {
 		s.mu.leases.Each(s.releaseLocked)
-		for _, h := range s.mu.holds.all() {
+		for _, h := range s.mu.holds.which(func(h *hold) bool { return len(h.slots) > 0 }) {
 			for _, slot := range h.slots {
 				if st := s.mu.pool.StateOf(slot); st == pool.Staged || st == pool.Resident {
 					s.dropLocked(slot, Cleared)
@@ -217,12 +244,7 @@ func (s *Store) Expire() {
 		s.mu.n.SessionsExpired++
 		s.releaseLocked(sess)
 	}
-	for _, h := range s.mu.holds.all() {
-		if !now.Before(h.deadline) {
-			s.mu.n.HoldsExpired++
-			s.endHoldLocked(h, false)
-		}
-	}
+	s.expireLocked(now)
 }
 
 // Populate makes the kernel provide pool memory ahead of its first use, and with

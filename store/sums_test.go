@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -25,14 +24,8 @@ func newSumBench(t *testing.T, chunks int) *sumBench {
 
 func (b *sumBench) restart(t *testing.T, chunks int) {
 	t.Helper()
-	if err := b.store.Close(); err != nil {
-		t.Fatal(err)
-	}
-	p, err := pool.Open(pool.Options{Name: "pool", Bytes: int64(chunks * chunkBytes), Dir: b.dir})
-	if err != nil {
-		t.Fatal(err)
-	}
-	b.store = store.New(p, store.Options{Checksums: true, SumAfter: -1, Quarantine: quarantine})
+	b.pool.Bytes = int64(chunks * chunkBytes)
+	b.bench.restart()
 }
 
 // put stores what is missing of h and returns the offsets.

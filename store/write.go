@@ -42,7 +42,8 @@ func (s *Store) Reserve(name Transfer, requestID []byte, hashes []kv.Hash, chunk
 	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
 		return Reserved{NoRoom: name.To - name.From}, ErrBusy
 	}
-	objects, out := s.stageLocked(name, hashes, func(int) int64 { return chunkBytes }, nil)
+	by := pool.Writer{Name: nameHash(name, requestID), Number: uint32(s.mu.holds.last + 1)}
+	objects, out := s.stageLocked(name, by, hashes, func(int) int64 { return chunkBytes }, nil)
 	var taken []pool.Slot
 	for _, o := range objects {
 		taken = append(taken, o.slot)
@@ -56,7 +57,8 @@ func (s *Store) Reserve(name Transfer, requestID []byte, hashes []kv.Hash, chunk
 }
 
 // stageLocked stages what is missing of a range, chunk by chunk in all groups.
-func (s *Store) stageLocked(name Transfer, hashes []kv.Hash, bytes func(group int) int64, skip func(group, chunk int) bool) (taken []object, out Reserved) {
+// by names the transfer for a later server.
+func (s *Store) stageLocked(name Transfer, by pool.Writer, hashes []kv.Hash, bytes func(group int) int64, skip func(group, chunk int) bool) (taken []object, out Reserved) {
 	guard := prefixGuard{store: s, shard: name.Shard, hashes: hashes[:name.To]}
 	defer guard.release()
 	var k pool.Key
@@ -68,7 +70,7 @@ func (s *Store) stageLocked(name Transfer, hashes []kv.Hash, bytes func(group in
 				continue
 			}
 			name.Shard.key(&k, name.Shard.Index, g, h)
-			slot, err := s.reserveLocked(&k, bytes(g), &guard)
+			slot, err := s.reserveLocked(&k, bytes(g), by, &guard)
 			if errors.Is(err, pool.ErrExists) {
 				_, st := s.mu.pool.Find(&k)
 				staged = staged || st != pool.Resident
@@ -104,9 +106,9 @@ func (s *Store) unstageLocked(objects []object) {
 }
 
 // reserveLocked stages one chunk, evicting as long as that helps.
-func (s *Store) reserveLocked(k *pool.Key, n int64, guard *prefixGuard) (pool.Slot, error) {
+func (s *Store) reserveLocked(k *pool.Key, n int64, by pool.Writer, guard *prefixGuard) (pool.Slot, error) {
 	for {
-		slot, err := s.mu.pool.Reserve(k, n)
+		slot, err := s.mu.pool.Reserve(k, n, by)
 		if !errors.Is(err, pool.ErrFull) {
 			return slot, err
 		}
@@ -164,25 +166,29 @@ func (g *prefixGuard) release() {
 type Committed struct {
 	Found  bool // a transfer of that name was in progress
 	Chunks int  // objects made visible, or read
-	Late   bool // the worker had been detached: nothing is made visible
+	Late   bool // the worker had been detached, or was too slow: nothing is made visible
 }
 
 // CommitStore ends the transfer that Reserve began. With ok its chunks become
 // visible, unless the worker was detached in between. hashes are those of the
 // prompt, at least the first name.To: the chunks before the range become more
 // recently used than those in it, so that tails are evicted before heads.
+//
+// While the same worker has several transfers of one name and request in
+// progress, commits end none of them before the last one came.
 func (s *Store) CommitStore(name Transfer, requestID []byte, hashes []kv.Hash, ok bool) Committed {
 	s.lock()
 	defer s.unlock()
-	h := s.mu.holds.match(name, requestID)
-	if h == nil {
-		return Committed{}
+	ended, out := s.mu.holds.commit(name, requestID)
+	for _, h := range ended {
+		out.Chunks += s.storedLocked(h, hashes, ok).Chunks
 	}
-	return s.storedLocked(h, hashes, ok)
+	out.Late = out.Late && out.Chunks == 0
+	return out
 }
 
 func (s *Store) storedLocked(h *hold, hashes []kv.Hash, ok bool) Committed {
-	late := h.orphan
+	late := h.late()
 	n := s.endHoldLocked(h, ok && !late)
 	s.mu.n.StoredChunks += uint64(n)
 	if n > 0 {

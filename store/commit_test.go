@@ -1,0 +1,142 @@
+package store_test
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+// reserve stages h for worker 7 and returns where.
+func (b *bench) reserve(request string, h []kv.Hash) int64 {
+	b.t.Helper()
+	var p store.Place
+	if _, err := b.store.Reserve(transfer(7, h, 0, len(h), false), []byte(request), h, chunkBytes, &p); err != nil || len(p.Offsets) != len(h) {
+		b.t.Fatalf("Reserve for %s: %v, %v", request, p.Offsets, err)
+	}
+	return p.Offsets[0]
+}
+
+func (b *bench) commit(request string, h []kv.Hash) store.Committed {
+	return b.store.CommitStore(transfer(7, h, 0, len(h), false), []byte(request), h, true)
+}
+
+// A commit makes visible what its own request wrote, never what another request,
+// or the same request in another life, is still writing.
+func TestCommitPublishesOnlyWhatItsRequestWrote(t *testing.T) {
+	f := func(name, late, then string, between func(b *bench)) {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				b := newBench(t, t.TempDir(), 4, store.Options{})
+				defer func() { b.stop() }()
+				h := prompt(1, 1)
+				b.reserve(late, h)
+				between(b)
+				at := b.reserve(then, h)
+				if got := b.commit(late, h); got.Chunks != 0 {
+					t.Fatalf("the commit of the earlier transfer: %+v", got)
+				}
+				if got := b.hit(h); got.Hit != 0 {
+					t.Fatal("what is being written is a hit")
+				}
+				copy(b.at(at), content(h[0], 0))
+				if got := b.commit(then, h); got.Chunks != 1 || got.Late {
+					t.Fatalf("its own commit: %+v", got)
+				}
+				if got := b.hit(h); got.Hit != 1 {
+					t.Fatalf("%+v", got)
+				}
+			})
+		})
+	}
+	restart := func(b *bench) { b.restart() }
+	expire := func(b *bench) { time.Sleep(quarantine); b.store.Expire() }
+	detach := func(b *bench) { b.store.Detach(7) }
+	f("another request after a restart", "r1", "r2", restart)
+	f("another request after the quarantine", "r1", "r2", expire)
+	f("another request after a detachment", "r1", "r2", detach)
+	f("the same request after a restart", "r", "r", restart)
+	f("the same request after two restarts", "r", "r", func(b *bench) { b.restart(); b.restart() })
+	f("the same request after the quarantine", "r", "r", expire)
+	f("the same request after a restart and the quarantine", "r", "r", func(b *bench) { b.restart(); expire(b) })
+	f("the same request after a detachment", "r", "r", detach)
+}
+
+// A commit of nobody, or one sent twice, ends no transfer in progress.
+func TestStrayCommitEndsNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBench(t, t.TempDir(), 4, store.Options{})
+		defer b.stop()
+		h := prompt(1, 2)
+		b.put("a", h, 0, 2, 2)
+		load := transfer(7, h, 0, 2, true)
+		take := func(request string) store.Reason {
+			b.store.Lookup([]byte(request), one, h, 1)
+			return b.store.Load([]byte(request), load, h, &store.Place{})
+		}
+		if why := take("r1"); why != store.None {
+			t.Fatal(why)
+		}
+		busy := func(want int) {
+			t.Helper()
+			if got := b.store.Stats(); got.Transfers != want {
+				t.Fatalf("%d transfers in progress, want %d", got.Transfers, want)
+			}
+		}
+		if got := b.store.CommitLoad(load, []byte("r2")); got.Found {
+			t.Errorf("a commit of nobody: %+v", got)
+		}
+		busy(1)
+		// r1 asks again and is refused, before and inside of the store; it sends
+		// both commits.
+		b.store.Refuse([]byte("r1"), load)
+		b.store.EndSession([]byte("r1"))
+		if why := b.store.Load([]byte("r1"), load, h, &store.Place{}); why == store.None {
+			t.Fatal("granted without a lookup")
+		}
+		for range 2 {
+			if got := b.store.CommitLoad(load, []byte("r1")); got.Chunks != 0 {
+				t.Errorf("the commit of a refused load: %+v", got)
+			}
+			busy(1)
+		}
+		if got := b.store.CommitLoad(load, []byte("r1")); got.Chunks != 2 {
+			t.Errorf("the load's own commit: %+v", got)
+		}
+		busy(0)
+		if got := b.store.CommitLoad(load, []byte("r1")); got.Found {
+			t.Errorf("a commit too many: %+v", got)
+		}
+	})
+}
+
+// Refused loads whose commits never come take nothing from others and are
+// forgotten soon.
+func TestRefusedLoadsCostNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBench(t, t.TempDir(), 4, store.Options{MaxHolds: 10})
+		defer b.stop()
+		h := prompt(1, 2)
+		b.put("a", h, 0, 2, 2)
+		load := transfer(7, h, 0, 2, true)
+		for i := range 1000 {
+			if why := b.store.Load([]byte{byte(i), byte(i >> 8)}, load, h, &store.Place{}); why != store.NotPinned {
+				t.Fatal(why)
+			}
+		}
+		if got := b.store.Stats(); got.Transfers != 0 {
+			t.Fatalf("%d transfers in progress", got.Transfers)
+		}
+		time.Sleep(time.Minute)
+		b.store.Expire()
+		b.store.Lookup([]byte{7, 0}, one, h, 1)
+		if why := b.store.Load([]byte{7, 0}, load, h, &store.Place{}); why != store.None {
+			t.Fatal(why)
+		}
+		if got := b.store.CommitLoad(load, []byte{7, 0}); got.Chunks != 2 {
+			t.Fatalf("%+v", got)
+		}
+	})
+}
