@@ -47,7 +47,8 @@ func (o Options) withDefaults() Options {
 }
 
 // Client writes to and reads from targets. Its methods are safe for concurrent
-// use. It starts no goroutine that outlives a call.
+// use. A handshake may outlive the call that began it, for others wait for it; Close
+// waits for handshakes.
 type Client struct {
 	opt  Options         // immutable
 	base context.Context // done when closed
@@ -82,14 +83,14 @@ type clientStats struct{ handshakes, dials, requests, retries, rejected atomic.I
 type peer struct {
 	name    string        // immutable
 	free    chan struct{} // one token for each lane of idle; cap is the number of lanes
-	fetch   chan struct{}
 	waiting atomic.Int64
 	desc    atomic.Pointer[Descriptor]
 	local   atomic.Bool // its last connection stayed on this host
 
 	mu struct { // a leaf
 		sync.Mutex
-		idle []*lane // the last one was used last: its connection is warm
+		idle  []*lane // the last one was used last: its connection is warm
+		fetch *fetch  // of the descriptor: under way, or one that failed a moment ago
 	}
 
 	users int       // guarded by Client.mu
@@ -200,7 +201,7 @@ func (c *Client) enter(name string) (*peer, error) {
 		if len(c.mu.peers) >= c.opt.MaxPeers && !c.evictLocked() {
 			return nil, ErrPeers
 		}
-		p = &peer{name: name, free: make(chan struct{}, c.opt.Conns), fetch: make(chan struct{}, 1)}
+		p = &peer{name: name, free: make(chan struct{}, c.opt.Conns)}
 		for range c.opt.Conns {
 			p.put(&lane{client: c, peer: p})
 		}
@@ -286,37 +287,4 @@ func (c *Client) lane(ctx context.Context, p *peer) (*lane, error) {
 	case <-c.base.Done():
 		return nil, ErrClosed
 	}
-}
-
-// describe returns the cached descriptor of p, or fetches it.
-func (c *Client) describe(ctx context.Context, p *peer) (*Descriptor, error) {
-	if d := p.desc.Load(); d != nil {
-		return d, nil
-	}
-	return c.refresh(ctx, p, nil)
-}
-
-// refresh fetches the descriptor unless somebody replaced old meanwhile.
-func (c *Client) refresh(ctx context.Context, p *peer, old *Descriptor) (*Descriptor, error) {
-	select {
-	case p.fetch <- struct{}{}:
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	}
-	defer func() { <-p.fetch }()
-	if d := p.desc.Load(); d != nil && d != old {
-		return d, nil
-	}
-	ctx, cancel := c.handshakeContext(ctx)
-	defer cancel()
-	c.stats.handshakes.Add(1)
-	d, err := fetchDescriptor(ctx, p.name)
-	if err != nil {
-		if c.base.Err() != nil {
-			err = ErrClosed
-		}
-		return nil, err
-	}
-	p.desc.Store(d)
-	return d, nil
 }

@@ -37,7 +37,9 @@ const (
 type Descriptor struct {
 	Buffers []Buffer `json:"buffers"`
 	// Boot names one life of a Kvasir target; engines neither send nor read it.
-	Boot           string    `json:"kvasir_boot,omitempty"`
+	Boot string `json:"kvasir_boot,omitempty"`
+	// Keeps says that a Kvasir target understands opKeep.
+	Keeps          bool      `json:"kvasir_keeps,omitempty"`
 	Name           string    `json:"name"`
 	Protocol       protocols `json:"protocol"`
 	RDMAServerName *string   `json:"rdma_server_name,omitempty"`
@@ -45,6 +47,8 @@ type Descriptor struct {
 	DataPort       int       `json:"tcp_data_port"`               // a port number
 	ProtoVersion   int       `json:"tcp_proto_version,omitempty"` // since 0.3.12; 2 means acknowledged
 	Timestamp      string    `json:"timestamp"`
+
+	fetched time.Time // by us; zero: made here
 }
 
 // Buffer is one published region. Addr is a name, not a pointer.

@@ -26,10 +26,11 @@ type job struct {
 
 // outcome tells what a lane did with a run of requests.
 type outcome struct {
-	done      int   // leading requests that are confirmed
+	done      int   // leading requests that are answered
 	started   int   // requests of which the peer may have seen bytes; >= done
 	err       error // nil: all done
 	unsettled bool  // the peer may still apply requests done..started
+	refused   []int // of the done ones, refused on a connection that goes on
 }
 
 // errRefused means that the peer answered request outcome.done with a

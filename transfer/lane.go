@@ -25,6 +25,7 @@ type lane struct {
 	peer   *peer
 
 	s       *stream // nil: not connected
+	keeps   bool    // the peer keeps this connection when it refuses a request
 	desc    *Descriptor
 	used    time.Time
 	window  int      // requests in flight allowed now
@@ -35,7 +36,7 @@ type lane struct {
 // run transfers reqs and records failures in j. It leaves the lane with an idle
 // connection or none.
 func (l *lane) run(j *job, reqs []request) {
-	retried := false
+	retried, inRow := false, 0
 	for len(reqs) > 0 {
 		reused, err := l.connect(j.ctx)
 		if err != nil {
@@ -44,21 +45,28 @@ func (l *lane) run(j *job, reqs []request) {
 		}
 		o := l.transfer(j, reqs)
 		l.used = time.Now()
+		if o.done > 0 {
+			inRow = 0
+		}
+		var again []request // refused as merged ones, while the connection went on
+		for _, i := range o.refused {
+			again = append(again, l.refused(j, reqs[i])...)
+		}
 		if o.err == nil {
-			return
+			reqs = again
+			continue
 		}
 		l.drop()
 		switch {
 		case errors.Is(o.err, errRefused):
-			l.client.stats.rejected.Add(1)
 			l.window = 1 // refused bodies cost their bytes: feel the way
-			head := reqs[o.done]
-			reqs = reqs[o.done+1:]
-			if head.single {
-				j.fail([]request{head}, ErrRejected)
-			} else {
-				reqs = append(j.plan.singles(head, j.entries), reqs...)
+			rest := reqs[o.done+1:]
+			reqs = append(l.refused(j, reqs[o.done]), again...)
+			if inRow++; inRow == maxRefusedInRow { // a connection each
+				j.fail(append(reqs, rest...), ErrRejected)
+				return
 			}
+			reqs = append(reqs, rest...)
 		case reused && o.done == 0 && !retried && broken(o.err):
 			// The peer ended the idle connection before it saw the requests,
 			// so nothing of them can arrive late. It may have moved.
@@ -71,9 +79,24 @@ func (l *lane) run(j *job, reqs []request) {
 		default:
 			o.err = l.client.public(o.err)
 			j.failRest(reqs, o)
+			j.fail(again, o.err)
 			return
 		}
 	}
+}
+
+// maxRefusedInRow is how many connections a call spends on refusals in a row with a
+// peer that ends one after each; the rest counts as refused.
+const maxRefusedInRow = 256
+
+// refused records the refusal of r. It returns what shall be tried on its own.
+func (l *lane) refused(j *job, r request) []request {
+	l.client.stats.rejected.Add(1)
+	if !r.single {
+		return j.plan.singles(r, j.entries)
+	}
+	j.fail([]request{r}, ErrRejected)
+	return nil
 }
 
 // transfer runs reqs on the connection, which is good or, for a peer without
@@ -106,14 +129,13 @@ func (l *lane) watch(ctx context.Context) func() {
 }
 
 // connect makes sure that the lane has a connection. It says whether it is an
-// old one.
+// old one. A new one is made as a descriptor says that the peer gave just now.
 func (l *lane) connect(ctx context.Context) (reused bool, err error) {
 	c := l.client
 	desc, err := c.describe(ctx, l.peer)
 	if err != nil {
 		return false, err
 	}
-	fresh := false
 	if l.s != nil && !l.desc.sameLife(desc) {
 		l.drop() // another lane has met the new life
 	}
@@ -122,23 +144,22 @@ func (l *lane) connect(ctx context.Context) (reused bool, err error) {
 		if desc, err = c.refresh(ctx, l.peer, desc); err != nil { // the peer may have moved
 			return false, err
 		}
-		fresh = true
-	}
-	l.desc = desc
-	if l.s != nil {
-		return true, nil
 	}
 	l.window = cmp.Or(l.window, c.opt.Window)
-	if !desc.acked() {
-		return false, nil // one connection per request
+	if l.s != nil {
+		l.desc = desc
+		return true, nil
 	}
-	if l.s, err = l.dial(ctx); err == nil {
-		return false, nil
-	}
-	if fresh || ctx.Err() != nil {
+	if l.desc, err = c.describeNow(ctx, l.peer); err != nil {
 		return false, err
 	}
-	if l.desc, err = c.refresh(ctx, l.peer, desc); err != nil {
+	if !l.desc.acked() {
+		return false, nil // one connection per request
+	}
+	if l.s, err = l.dial(ctx); err == nil || ctx.Err() != nil {
+		return false, err
+	}
+	if l.desc, err = c.refresh(ctx, l.peer, l.desc); err != nil {
 		return false, err
 	}
 	if !l.desc.acked() {
@@ -149,7 +170,14 @@ func (l *lane) connect(ctx context.Context) (reused bool, err error) {
 }
 
 // idle says whether the connection is still open and silent.
-func (l *lane) idle() bool { return l.s.try() == nil && l.s.buffered() == 0 }
+func (l *lane) idle() bool {
+	// A deadline that has passed would hide the peer's end from the look.
+	if l.s.conn.SetReadDeadline(time.Time{}) != nil {
+		return false
+	}
+	l.s.readArmed = time.Time{}
+	return l.s.try() == nil && l.s.buffered() == 0
+}
 
 // dial opens a data connection as l.desc says.
 func (l *lane) dial(ctx context.Context) (*stream, error) {
@@ -179,7 +207,13 @@ func (l *lane) dial(ctx context.Context) (*stream, error) {
 		return nil, ErrClosed
 	}
 	c.mu.conns[conn] = struct{}{}
-	return s, nil
+	l.keeps = l.desc.Keeps && l.desc.acked()
+	if l.keeps {
+		l.headers = header{addr: keepAddr, op: opKeep}.appendTo(l.headers[:0])
+		conn.SetWriteDeadline(time.Now().Add(c.opt.ProgressTimeout))
+		_, err = conn.Write(l.headers)
+	}
+	return s, err
 }
 
 // drop closes the connection, if there is one.
@@ -269,7 +303,10 @@ func (l *lane) takeAcks(o *outcome, sent int) error {
 		case !ok:
 			return fmt.Errorf("%w: status without its magic", ErrProtocol)
 		case code == statusRejected && o.done < o.started:
-			return errRefused
+			if !l.keeps {
+				return errRefused
+			}
+			o.refused = append(o.refused, o.done)
 		case code != statusOK:
 			return fmt.Errorf("%w: status %d", ErrProtocol, code)
 		case o.done == sent:
@@ -348,6 +385,8 @@ func (l *lane) read(j *job, reqs []request) outcome {
 		switch {
 		case !ok:
 			o.err = fmt.Errorf("%w: status without its magic", ErrProtocol)
+		case code == statusRejected && l.keeps:
+			o.refused = append(o.refused, o.done)
 		case code == statusRejected:
 			o.err = errRefused
 		case code != statusOK:

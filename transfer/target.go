@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -29,8 +30,8 @@ type TargetOptions struct {
 	ProgressTimeout  time.Duration // a body or a reply that stops moving; default 30 s
 	HandshakeTimeout time.Duration // each read and write of a handshake; default 5 s
 	MaxConns         int           // data connections; more are closed at once; default 16384
-	MaxHandshakes    int           // at a time; more wait in the backlog; default 256
-	MaxNotices       int           // kept for Notices; more are refused; default 4096
+	MaxHandshakes    int           // at a time; more wait in the backlog, or cut those that say nothing; default 256
+	MaxNotices       int           // kept for Notices, of 4 MiB in all; more are refused; default 4096
 
 	Log *slog.Logger // refused and broken connections, at debug; default none
 }
@@ -56,8 +57,13 @@ type Target struct {
 		conns   map[net.Conn]struct{} // both ports
 		nData   int
 		notices []Notice
+
+		noticeBytes int
+		silent      []*silentConn // handshakes that have not been asked, oldest first
 	}
 }
+
+const maxNoticeBytes = 4 << 20
 
 // TargetStats are counters since Listen, but for DataConns.
 type TargetStats struct {
@@ -124,7 +130,7 @@ func (t *Target) Table() *Table { return t.table }
 // Descriptor returns what the target publishes now.
 func (t *Target) Descriptor() *Descriptor {
 	return &Descriptor{
-		Buffers: t.table.buffers(t.name), Boot: t.opt.Boot, Name: t.name,
+		Buffers: t.table.buffers(t.name), Boot: t.opt.Boot, Keeps: true, Name: t.name,
 		Protocol: protocols{"tcp"}, RDMAServerName: new(string),
 		DataHost: t.opt.Host, DataPort: port(t.data), ProtoVersion: 2,
 		Timestamp: timestamp(time.Now()),
@@ -150,7 +156,7 @@ func (t *Target) Notices() []Notice {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	list := t.mu.notices
-	t.mu.notices = nil
+	t.mu.notices, t.mu.noticeBytes = nil, 0
 	return list
 }
 
@@ -233,18 +239,77 @@ func (t *Target) acceptData() {
 
 func (t *Target) acceptHandshakes() {
 	t.accept(t.hs, func(c net.Conn) {
-		t.slots <- struct{}{} // freed within a few handshake timeouts
+		t.takeSlot()
 		if !t.track(c, false) {
 			c.Close()
 			<-t.slots
 			return
 		}
+		s := &silentConn{conn: c, since: time.Now()}
+		t.mu.Lock()
+		t.mu.silent = append(t.mu.silent, s)
+		t.mu.Unlock()
 		t.wg.Go(func() {
 			defer func() { <-t.slots }()
 			defer t.untrack(c, false)
-			t.serveHandshake(c.(*net.TCPConn))
+			defer t.asked(s)
+			t.serveHandshake(c.(*net.TCPConn), s)
 		})
 	})
+}
+
+// silentConn is a handshake whose request has not come yet.
+type silentConn struct {
+	conn  net.Conn
+	since time.Time
+}
+
+// silentFor is how long a handshake may say nothing when others wait for its place.
+const silentFor = 250 * time.Millisecond
+
+// takeSlot waits for a place among the handshakes. When all are taken, the one that
+// has said nothing for longest loses its place.
+func (t *Target) takeSlot() {
+	for {
+		select {
+		case t.slots <- struct{}{}:
+			return
+		default:
+		}
+		pause := time.NewTimer(t.cutSilent())
+		select {
+		case t.slots <- struct{}{}:
+			pause.Stop()
+			return
+		case <-pause.C:
+		}
+	}
+}
+
+// cutSilent cuts the handshake that has been silent for longest. It returns when to
+// look again.
+func (t *Target) cutSilent() time.Duration {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.mu.silent) == 0 {
+		return silentFor
+	}
+	s := t.mu.silent[0]
+	if wait := silentFor - time.Since(s.since); wait > 0 {
+		return wait
+	}
+	t.mu.silent = t.mu.silent[1:]
+	s.conn.Close()
+	return silentFor
+}
+
+// asked notes that a handshake's request has come, or will not.
+func (t *Target) asked(s *silentConn) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if i := slices.Index(t.mu.silent, s); i >= 0 {
+		t.mu.silent = slices.Delete(t.mu.silent, i, i+1)
+	}
 }
 
 // track registers a connection for Close; false when it must not be served.

@@ -44,10 +44,11 @@ type dataConn struct {
 	piece    [1][]byte // the same for writeCopied
 	ahead    bool      // the peer sends requests without waiting for replies
 	held     bool      // read claims are held by out
+	keep     bool      // the peer wants the connection kept when a request is refused
 	large    bool      // the last request was a write with a large body
 }
 
-var okFrame = statusFrame(statusOK)
+var okFrame, rejectedFrame = statusFrame(statusOK), statusFrame(statusRejected)
 
 func (t *Target) serveData(c *net.TCPConn) {
 	s, err := newStream(c, t.opt.ProgressTimeout)
@@ -82,9 +83,12 @@ func (d *dataConn) serve() error {
 		h := parseHeader(d.next(headerBytes))
 		d.large = h.isWrite() && h.size >= directBytes
 		var err error
-		if h.isWrite() {
+		switch {
+		case h.isKeep():
+			d.keep = true
+		case h.isWrite():
 			err = d.serveWrite(h)
-		} else {
+		default:
 			err = d.serveRead(h)
 		}
 		if err != nil {
@@ -170,6 +174,7 @@ func (d *dataConn) body(r *Region, h header) error {
 		}
 		if _, err := r.dst.WriteAt(p, int64(off)); err != nil {
 			d.claims.releaseWrite()
+			d.keep = false // the rest of the body is not read
 			return errors.Join(d.reject(h, refusedAddress), fmt.Errorf("write callback: %w", err))
 		}
 		off += uint64(len(p))
@@ -221,6 +226,7 @@ func (d *dataConn) readCallback(r *Region, h header) error {
 		if n, err := r.src.ReadAt(p, int64(off)); n < len(p) {
 			if left == h.size {
 				d.claims.releaseReads()
+				d.keep = false
 				return errors.Join(d.reject(h, refusedAddress), fmt.Errorf("read callback: %w", err))
 			}
 			return fmt.Errorf("read callback: %w", err)
@@ -315,8 +321,16 @@ func (d *dataConn) reject(h header, why refusal) error {
 		d.abort()
 		return err
 	}
-	frame := statusFrame(statusRejected)
-	d.out = append(d.out, frame[:])
+	if d.keep && (!h.isWrite() || h.size <= lingerBytes) {
+		if h.isWrite() {
+			if e := d.discard(h.size); e != nil {
+				return e
+			}
+		}
+		d.t.log.Debug("data request", "peer", d.conn.RemoteAddr(), "err", err)
+		return d.reply(rejectedFrame[:])
+	}
+	d.out = append(d.out, rejectedFrame[:])
 	if ferr := d.flush(); ferr != nil {
 		return err
 	}
@@ -324,6 +338,20 @@ func (d *dataConn) reject(h header, why refusal) error {
 	d.conn.SetReadDeadline(time.Now().Add(lingerDuration))
 	io.CopyN(io.Discard, d.conn, lingerBytes)
 	return err
+}
+
+// discard reads a body that was refused.
+func (d *dataConn) discard(n uint64) error {
+	buf := bigBufs.Get().(*[]byte)
+	defer bigBufs.Put(buf)
+	for n > 0 {
+		p := (*buf)[:min(n, bigBuf)]
+		if err := d.readFull(p); err != nil {
+			return err
+		}
+		n -= uint64(len(p))
+	}
+	return nil
 }
 
 func (r refusal) String() string {

@@ -10,10 +10,11 @@ import (
 
 // serveHandshake answers one request and waits for the client to close, as the
 // engine does: then the reply cannot be lost to a reset.
-func (t *Target) serveHandshake(c *net.TCPConn) {
+func (t *Target) serveHandshake(c *net.TCPConn, silent *silentConn) {
 	t.stats.handshakes.Add(1)
 	c.SetDeadline(time.Now().Add(t.opt.HandshakeTimeout))
 	kind, text, err := readFrame(c)
+	t.asked(silent)
 	if err != nil {
 		t.log.Debug("handshake", "peer", c.RemoteAddr(), "err", err)
 		return
@@ -58,9 +59,11 @@ func (t *Target) handshakeReply(kind byte, text []byte) ([]byte, error) {
 func (t *Target) takeNotice(n Notice) Notice {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if len(t.mu.notices) >= t.opt.MaxNotices {
+	size := len(n.Name) + len(n.Message)
+	if len(t.mu.notices) >= t.opt.MaxNotices || t.mu.noticeBytes+size > maxNoticeBytes {
 		return Notice{}
 	}
 	t.mu.notices = append(t.mu.notices, n)
+	t.mu.noticeBytes += size
 	return Notice{Message: "success"}
 }

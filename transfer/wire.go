@@ -21,6 +21,12 @@ const (
 	opMask  = 0x7f
 	opAcked = 0x80 // a status frame answers the request
 
+	// opKeep, ours, is the first header of a connection to a target that publishes
+	// kvasir_keeps: address keepAddr, no bytes, no answer. From then on the target
+	// refuses a request with its status alone and serves the next one.
+	opKeep   = 0x7e | opAcked
+	keepAddr = 0x6b6565706b656570
+
 	statusMagic    = 0x4d435456 // "MCTV"
 	statusOK       = 0
 	statusRejected = 1
@@ -49,6 +55,7 @@ func (h header) appendTo(b []byte) []byte {
 	return append(b, h.op, 0, 0, 0, 0, 0, 0, 0)
 }
 
+func (h header) isKeep() bool  { return h.op == opKeep && h.addr == keepAddr && h.size == 0 }
 func (h header) isWrite() bool { return h.op&opMask == opWrite }
 func (h header) acked() bool   { return h.op&opAcked != 0 }
 
