@@ -8,22 +8,26 @@ import (
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/paged"
+	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
 // driven is a worker whose KV the server copies (lmcache_driven). It is immutable
 // but for its memory's end.
 type driven struct {
-	memory  lentMemory
-	reg     lmcache.KVCache // what it registered, for the note
-	kernels []kernel        // KV groups, in the order of a transfer's block ids
-	objects []objectGroup
-	groups  *store.Groups // the same objects as the store sees them
-	bytes   int64         // of a chunk, all objects
-	layout  kv.Layout     // of the first KV group, for people
+	memory   lentMemory
+	segments []lent           // as they were at the registration
+	process  peercred.Process // the worker's, where that is proved; else zero
+	reg      lmcache.KVCache  // what it registered, for the note
+	kernels  []kernel         // KV groups, in the order of a transfer's block ids
+	objects  []objectGroup
+	groups   *store.Groups // the same objects as the store sees them
+	bytes    int64         // of a chunk, all objects
+	layout   kv.Layout     // of the first KV group, for people
 }
 
 // kernel is one KV group: layers whose blocks go by one list of ids.
@@ -43,27 +47,32 @@ type objectGroup struct {
 
 var errDriven = errors.New("lmcache_driven registration")
 
-// newDriven opens the memory of a worker and works out its groups. With separate
+// newDriven opens the memory of the worker who and works out its groups. With separate
 // each kind of attention gets objects of its own, without it a chunk is one
 // object, as LMCache 0.5.6 does both.
-func newDriven(reg *lmcache.KVCache, chunkTokens int, separate bool, shmDir string) (*driven, error) {
+func newDriven(reg *lmcache.KVCache, chunkTokens int, separate bool, shmDir string, who *caller) (*driven, error) {
 	d := &driven{reg: *reg}
-	err := d.open(chunkTokens, separate, shmDir)
+	err := d.open(chunkTokens, separate, shmDir, who)
+	if err == nil {
+		d.memory.prove(nil)
+		d.segments = d.memory.list()
+		d.process, err = d.memory.ownProcess(who)
+	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("%w: %w", errDriven, err), d.memory.close())
 	}
-	d.memory.prove(nil)
 	return d, nil
 }
 
-func (d *driven) open(chunkTokens int, separate bool, shmDir string) error {
+func (d *driven) open(chunkTokens int, separate bool, shmDir string, who *caller) error {
 	if d.reg.WorldSize < 1 || d.reg.WorldSize > kv.MaxWorldSize {
 		return fmt.Errorf("world_size %d is outside 1 to %d", d.reg.WorldSize, kv.MaxWorldSize)
 	}
+	may := func(f shm.File) error { return who.mayLend(f.UID) }
 	layers := make([]paged.Layer, len(d.reg.Descriptors))
 	for i := range d.reg.Descriptors {
 		var err error
-		if layers[i], err = d.layer(&d.reg.Descriptors[i], shmDir); err != nil {
+		if layers[i], err = d.layer(&d.reg.Descriptors[i], shmDir, may); err != nil {
 			return fmt.Errorf("layer %d: %w", i, err)
 		}
 	}
@@ -87,7 +96,7 @@ func (d *driven) open(chunkTokens int, separate bool, shmDir string) error {
 }
 
 // layer maps one layer's memory and checks that the tensor lies in it.
-func (d *driven) layer(desc *lmcache.Descriptor, shmDir string) (paged.Layer, error) {
+func (d *driven) layer(desc *lmcache.Descriptor, shmDir string, may func(shm.File) error) (paged.Layer, error) {
 	switch desc.Type {
 	case lmcache.CPUShm:
 	case lmcache.PickledDescriptor:
@@ -105,7 +114,7 @@ func (d *driven) layer(desc *lmcache.Descriptor, shmDir string) (paged.Layer, er
 	if err != nil {
 		return paged.Layer{}, err
 	}
-	memory, err := d.memory.attach(shmDir, desc.ShmName, desc.Bytes)
+	memory, err := d.memory.attach(shmDir, desc.ShmName, desc.Bytes, may)
 	if err != nil {
 		return paged.Layer{}, err
 	}

@@ -34,10 +34,11 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 	if to > 0 {
 		t.Last = k.Hashes[to-1]
 	}
-	in, err := s.registry.get(id)
+	by := sc.caller().by
+	in, err := s.registry.get(id, by)
 	known := in
 	if err != nil {
-		known = s.registry.dropped(id)
+		known = s.registry.dropped(id, by)
 	}
 	if known != nil {
 		t.Shard.Namespace = known.namespace(k.Salt)
@@ -85,11 +86,12 @@ func (s *Server) prepareStore(sc *scratch, p [][]byte) error {
 	if s.draining.Load() {
 		return errDraining
 	}
-	if in.pickle.Load() && s.opts.Pickle == PickleOff {
+	pickles := in.side() == sidePickle
+	if pickles && s.opts.Pickle == PickleOff {
 		return errPickle
 	}
 	s.n.storesSubmitted.Add(1)
-	if in.pickle.Load() { // the chunks come with the commit
+	if pickles { // the chunks come with the commit
 		sc.out = lmcache.AppendPrepareStore(sc.out, nil)
 		return nil
 	}
@@ -121,12 +123,16 @@ func (s *Server) commitStore(sc *scratch, p [][]byte) error {
 	if len(data) > 0 {
 		return s.commitPickle(sc, in, t, data)
 	}
-	got := s.store.CommitStore(t, sc.key.RequestID, sc.key.Hashes, true)
+	got, ok := in.commitPlaces(func(publish bool) store.Committed {
+		return s.store.CommitStore(t, sc.key.RequestID, sc.key.Hashes, publish)
+	})
 	switch {
 	case !got.Found:
 		return errNoCommit
 	case got.Late:
 		return errLate
+	case !ok:
+		return errSide
 	}
 	sc.out = lmcache.AppendBool(sc.out, got.Chunks > 0)
 	s.n.storesFinished.Add(1)
@@ -149,7 +155,7 @@ func (s *Server) prepareRetrieve(sc *scratch, p [][]byte) error {
 		return err
 	}
 	s.n.retrievesSubmitted.Add(1)
-	if in.pickle.Load() {
+	if in.side() == sidePickle {
 		return s.retrievePickle(sc, in, t)
 	}
 	if why := s.store.Load(sc.key.RequestID, t, sc.key.Hashes, &sc.place); why != store.None {
@@ -168,7 +174,7 @@ func (s *Server) commitRetrieve(sc *scratch, p [][]byte) error {
 	t.Load = true
 	got := s.store.CommitLoad(t, sc.key.RequestID)
 	switch {
-	case !got.Found && in.pickle.Load(): // it was told no places
+	case !got.Found && in.side() == sidePickle: // it was told no places
 		sc.out = lmcache.AppendBool(sc.out, true)
 		return nil
 	case !got.Found:

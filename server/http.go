@@ -114,7 +114,7 @@ func (s *Server) status() map[string]any {
 	workers := []workerStatus{}
 	for _, in := range s.registry.list() {
 		w := workerStatus{
-			Instance: in.id, Model: in.model, World: in.world, ChunkBytes: in.bytes, Refused: in.refuse, CannotMapShm: in.pickle.Load(),
+			Instance: in.id, Model: in.model, World: in.world, ChunkBytes: in.bytes, Refused: in.refuse, CannotMapShm: in.side() == sidePickle,
 			SilentFor: time.Since(time.Unix(0, in.lastSeen.Load())).Round(time.Millisecond).Seconds(),
 		}
 		if in.refuse == "" {

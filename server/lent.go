@@ -2,7 +2,6 @@ package server
 
 import (
 	"bufio"
-	"bytes"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -13,6 +12,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/shm"
 )
@@ -27,19 +27,12 @@ var errLent = errors.New("worker's shared memory")
 type lent struct {
 	Name  string
 	Inode uint64
-	Owner process // who made it; zero when that is not proved
-}
-
-// process names a process of this PID namespace; Started tells it from a later
-// one of the same number.
-type process struct {
-	PID     int
-	Started uint64 // clock ticks after boot
+	Owner peercred.Process // who made it; zero when that is not proved
 }
 
 type lentSegment struct {
 	*shm.Segment
-	owner process
+	owner peercred.Process
 }
 
 // lentMemory is what one worker lends, mapped while it is registered.
@@ -52,8 +45,9 @@ type lentMemory struct {
 }
 
 // attach maps the segment name of dir, once, and returns its first n bytes. A
-// shorter segment is refused, and so is any other file than a worker's.
-func (l *lentMemory) attach(dir, name string, n int64) ([]byte, error) {
+// shorter segment is refused, and so is any other file than a worker's, or one that
+// may refuses.
+func (l *lentMemory) attach(dir, name string, n int64, may func(shm.File) error) ([]byte, error) {
 	name = strings.TrimPrefix(name, "/")
 	if !strings.HasPrefix(name, lentPrefix) {
 		return nil, fmt.Errorf("%w: the name %q does not begin with %s", errLent, name, lentPrefix)
@@ -64,8 +58,16 @@ func (l *lentMemory) attach(dir, name string, n int64) ([]byte, error) {
 		if err != nil {
 			return nil, fmt.Errorf("%w: %w", errLent, err)
 		}
-		if seg.Segment, err = shm.Attach(path); err != nil {
+		if len(l.mu.segments) >= maxSegments {
+			return nil, fmt.Errorf("%w: more than %d segments", errLent, maxSegments)
+		}
+		if seg.Segment, err = shm.AttachIf(path, may); errors.Is(err, errLender) {
+			return nil, err
+		} else if err != nil {
 			return nil, fmt.Errorf("%w: %w (same host, same user, same /dev/shm?)", errLent, err)
+		}
+		if err := seg.CloseFile(); err != nil { // the mapping is enough
+			return nil, errors.Join(fmt.Errorf("%w: %w", errLent, err), seg.Close())
 		}
 		if l.mu.segments == nil {
 			l.mu.segments = make(map[string]lentSegment)
@@ -141,29 +143,13 @@ func (l *lentMemory) prove(known []lent) {
 				maps[pid] = lentFilesOf(pid)
 			}
 			if inode, ok := maps[pid][name]; ok && inode == seg.Inode() {
-				if started, ok := startOf(pid); ok {
-					seg.owner = process{PID: pid, Started: started}
+				if p, ok := peercred.Running(pid); ok {
+					seg.owner = p
 				}
 			}
 		}
 		l.mu.segments[name] = seg
 	}
-}
-
-// startOf returns when a process started; false when there is none, or only what
-// its parent has not yet taken note of.
-func startOf(pid int) (uint64, bool) {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return 0, false
-	}
-	_, after, ok := bytes.Cut(stat[max(0, bytes.LastIndexByte(stat, ')')):], []byte(") ")) // after the command's name
-	fields := bytes.Fields(after)
-	if !ok || len(fields) < 20 || fields[0][0] == 'Z' || fields[0][0] == 'X' {
-		return 0, false
-	}
-	started, err := strconv.ParseUint(string(fields[19]), 10, 64)
-	return started, err == nil
 }
 
 // lentFilesOf returns the inodes of the lent segments that a process maps, by
@@ -187,12 +173,6 @@ func lentFilesOf(pid int) map[string]uint64 {
 	return out
 }
 
-// gone reports whether the process has ended.
-func (p process) gone() bool {
-	started, ok := startOf(p.PID)
-	return !ok || started != p.Started
-}
-
 // remains are the segments of workers that are no longer registered. An engine
 // that dies leaves them behind.
 type remains struct {
@@ -204,13 +184,14 @@ type remains struct {
 
 const maxRemains = 1 << 14
 
-// add takes over segments of a worker that left. Those without a proved owner
-// are not ours to remove.
+// add takes over segments of a worker that left. Those without a proved owner, or
+// of another kind of name, are not ours to remove.
 func (r *remains) add(list []lent) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, l := range list {
-		if l.Owner.PID != 0 && len(r.mu.list) < maxRemains && !slices.Contains(r.mu.list, l) {
+		ours := strings.HasPrefix(l.Name, lentPrefix) && l.Owner.PID != 0
+		if ours && len(r.mu.list) < maxRemains && !slices.Contains(r.mu.list, l) {
 			r.mu.list = append(r.mu.list, l)
 		}
 	}
@@ -234,7 +215,7 @@ func (r *remains) sweep(dir string, inUse func(lent) bool, removed func(lent)) b
 		if err != nil || !isFile(path, l.Inode) {
 			continue
 		}
-		if !l.Owner.gone() || inUse(l) {
+		if !l.Owner.Gone() || inUse(l) {
 			kept = append(kept, l)
 			continue
 		}

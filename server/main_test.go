@@ -15,6 +15,10 @@ func TestMain(m *testing.M) {
 		lend(dir)
 		return
 	}
+	if url := os.Getenv(visitURL); url != "" {
+		visit(url)
+		return
+	}
 	leaks.Main(m)
 }
 

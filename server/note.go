@@ -2,8 +2,10 @@ package server
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
@@ -21,7 +23,8 @@ type savedWorker struct {
 	World  int
 	Layout kv.Layout
 	Pinged bool
-	Pickle bool             `json:",omitempty"` // its chunks pass through the socket
+	By     principal        // who may speak for it
+	Side   side             `json:",omitzero"`  // where its chunks pass
 	KV     *lmcache.KVCache `json:",omitempty"` // of a worker whose KV the server copies
 	Lent   []lent           `json:",omitempty"`
 }
@@ -36,7 +39,7 @@ func (s *Server) save() {
 		if in.refuse != "" {
 			continue
 		}
-		w := savedWorker{ID: in.id, Model: in.model, World: in.world, Layout: in.layout, Pinged: in.pinged.Load(), Pickle: in.pickle.Load()}
+		w := savedWorker{ID: in.id, Model: in.model, World: in.world, Layout: in.layout, Pinged: in.pinged.Load(), By: in.by, Side: in.side()}
 		if in.driven != nil {
 			w.KV, w.Lent = &in.driven.reg, in.driven.memory.list()
 		}
@@ -72,8 +75,14 @@ func (s *Server) restore() {
 			continue
 		}
 		in.pinged.Store(w.Pinged)
-		in.pickle.Store(w.Pickle)
-		s.registry.add(in)
+		in.by = w.By
+		in.takeSide(w.Side)
+		if _, _, err := s.registry.add(in); err != nil {
+			if in.driven != nil {
+				err = errors.Join(err, in.driven.memory.close())
+			}
+			s.log.Warn(fmt.Sprintf("worker %d of %s is not taken over", w.ID, w.Model), "error", err)
+		}
 	}
 	if st := s.store.Stats(); st.RestoredChunks > 0 || len(n.Workers) > 0 {
 		s.log.Info(fmt.Sprintf("took over %d chunks (%s) and %d workers of the earlier server; %s wait in quarantine",
@@ -93,7 +102,7 @@ func (s *Server) revive(w *savedWorker) (*instance, error) {
 	if s.opts.RefuseDriven {
 		return nil, errMode
 	}
-	in, err := s.newDrivenInstance(w.KV)
+	in, err := s.newDrivenInstance(w.KV, s.callerAgain(w.By))
 	if err != nil {
 		s.remains.add(w.Lent)
 		return nil, err
@@ -106,6 +115,7 @@ func (s *Server) revive(w *savedWorker) (*instance, error) {
 		}
 	}
 	in.driven.memory.prove(w.Lent)
+	in.driven.segments = in.driven.memory.list()
 	return in, nil
 }
 
@@ -123,4 +133,12 @@ func (s *Server) newInstance(id int64, model string, world int, layout kv.Layout
 
 func (s *Server) tooLarge(bytes int64) error {
 	return fmt.Errorf("a chunk takes %s, the pool has %s: raise --l1-size-gb", kv.FormatBytes(bytes), kv.FormatBytes(s.store.PoolBytes()))
+}
+
+// callerAgain is the caller that a worker of the note registered as.
+func (s *Server) callerAgain(by principal) *caller {
+	if by.User {
+		return &caller{peer: peercred.Peer{UID: by.UID}, by: by}
+	}
+	return s.callerOf(peercred.Peer{Addr: by.Addr, Err: peercred.ErrNotHere})
 }

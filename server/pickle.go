@@ -3,7 +3,6 @@ package server
 import (
 	"errors"
 	"fmt"
-	"net"
 	"slices"
 
 	"github.com/kvasir-kv/kvasir/coordinator"
@@ -40,39 +39,31 @@ func (o *Options) routerLimits(r *zmtp.RouterOptions) {
 	r.MaxMessageBytes = r.MaxFrameBytes + message - frame
 }
 
-// mustPickle reports whether the worker that registers with sc is not to be told
-// of the pool. On another host it would not find it, or another server's of the
-// same name.
-func (s *Server) mustPickle(sc *scratch) bool {
-	return s.opts.Pickle == PickleOnly || s.opts.Pickle == PickleOn && sc.peer != nil && !onThisHost(sc.peer.RemoteAddr())
-}
-
-// onThisHost reports whether a peer's address is one of this host's.
-func onThisHost(a net.Addr) bool {
-	tcp, ok := a.(*net.TCPAddr)
-	if !ok || tcp.IP.IsLoopback() {
-		return true
-	}
-	own, err := net.InterfaceAddrs()
-	return err == nil && slices.ContainsFunc(own, func(a net.Addr) bool {
-		n, ok := a.(*net.IPNet)
-		return ok && n.IP.Equal(tcp.IP)
-	})
-}
-
-// pickles says that in sends pickled tensors, once.
-func (s *Server) pickles(in *instance) {
-	if in.pickle.Swap(true) {
-		return
+// pickles notes that in sends pickled tensors. It reports false for a worker that
+// has stored in the pool itself.
+func (s *Server) pickles(in *instance) bool {
+	first, ok := in.takeSide(sidePickle)
+	if !ok || !first {
+		return ok
 	}
 	if s.opts.Pickle == PickleOff {
 		s.log.Warn(fmt.Sprintf("worker %d of %s cannot map /dev/shm/%s and sends pickled tensors, which this server does not read: "+
 			"run it on the same host as the same user (containers: share /dev/shm, for example --ipc=host), or start the server with --pickle on",
 			in.id, in.model, s.store.PoolName()))
-		return
+		return true
 	}
 	s.log.Info(fmt.Sprintf("worker %d of %s does not map /dev/shm/%s: its chunks pass through the socket", in.id, in.model, s.store.PoolName()))
 	s.save()
+	return true
+}
+
+// sayNotTold says at the registration why a worker is not told of the pool.
+func (s *Server) sayNotTold(in *instance, why error) {
+	if s.opts.Pickle == PickleOff {
+		s.log.Warn(fmt.Sprintf("worker %d of %s is declined: %v; start the server with --pickle on to take its chunks through the socket", in.id, in.model, why))
+		return
+	}
+	s.log.Info(fmt.Sprintf("worker %d of %s: %v; its chunks pass through the socket", in.id, in.model, why))
 }
 
 // pickleGroup gives t the one object group that a copy of this process needs.
@@ -84,16 +75,19 @@ func (s *Server) pickleGroup(in *instance, t *store.Transfer) (err error) {
 // commitPickle answers a commit_store that carries the chunks of [start, end).
 // They are visible before the reply is sent.
 func (s *Server) commitPickle(sc *scratch, in *instance, t store.Transfer, data []byte) error {
-	s.pickles(in)
+	ok := s.pickles(in)
 	// Of a worker that was offered the pool and took places there.
 	s.store.CommitStore(t, sc.key.RequestID, sc.key.Hashes, false)
+	if !ok {
+		return errSide
+	}
 	if s.opts.Pickle == PickleOff {
 		return errPickle
 	}
 	if s.draining.Load() {
 		return errDraining
 	}
-	if _, err := s.registry.get(in.id); err != nil {
+	if _, err := s.registry.get(in.id, sc.caller().by); err != nil {
 		return errLate
 	}
 	tensors, err := s.tensorsOf(in, t, data)

@@ -2,31 +2,32 @@ package server
 
 import (
 	"net"
+	"net/netip"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// Peers on this host are offered the pool, whatever address of it they use.
+// Every address of this host counts as its own.
 func TestOnThisHost(t *testing.T) {
-	f := func(a net.Addr, want bool) {
+	f := func(a netip.Addr, want bool) {
 		t.Helper()
 		if got := onThisHost(a); got != want {
 			t.Errorf("%v: %v", a, got)
 		}
 	}
-	f(&net.UnixAddr{Name: "@x"}, true)
-	f(&net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 1}, true)
-	f(&net.TCPAddr{IP: net.IPv6loopback, Port: 1}, true)
-	f(&net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 1}, false) // TEST-NET
-	f(&net.TCPAddr{IP: net.ParseIP("2001:db8::1"), Port: 1}, false)
+	f(netip.MustParseAddr("127.0.0.1"), true)
+	f(netip.IPv6Loopback(), true)
+	f(netip.MustParseAddr("192.0.2.1"), false) // TEST-NET
+	f(netip.MustParseAddr("2001:db8::1"), false)
 	own, err := net.InterfaceAddrs()
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, a := range own {
 		if n, ok := a.(*net.IPNet); ok {
-			f(&net.TCPAddr{IP: n.IP, Port: 1}, true)
+			ip, _ := netip.AddrFromSlice(n.IP)
+			f(ip.Unmap(), true)
 		}
 	}
 }

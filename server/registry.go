@@ -3,6 +3,7 @@ package server
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -20,13 +21,14 @@ type instance struct {
 	bytes  int64 // per chunk
 	unsalt kv.Namespace
 	refuse string // why its transfers are declined; empty when they are not
+	by     principal
 
 	fingerprint string  // of the layout
 	driven      *driven // what the server copies itself; nil for a worker that copies
 
 	lastSeen atomic.Int64 // unix ns
 	pinged   atomic.Bool
-	pickle   atomic.Bool // it could not map the pool, or was not told of it
+	sided    sided
 }
 
 // namespace returns where the worker's chunks of one tenant live.
@@ -39,14 +41,17 @@ func (in *instance) namespace(salt []byte) kv.Namespace {
 
 // registry knows the workers.
 type registry struct {
-	max int
-	mu  struct {
+	max         int
+	maxMappings int
+	mu          struct {
 		sync.RWMutex
 		instances map[int64]*instance
 		byModel   map[modelKey][]*instance // newest last
 		dropped   map[int64]*instance      // gone with transfers in progress
-		strangers map[int64]struct{}       // unknown ids that got their false ping
-		order     []int64                  // of strangers, oldest first
+		lenders   map[uint64][]*instance   // by inode of a segment
+		mappings  map[principal]int        // segments mapped for somebody
+		strangers map[stranger]struct{}    // unknown ones that got their false ping
+		order     []stranger               // of strangers, oldest first
 	}
 }
 
@@ -55,24 +60,36 @@ type modelKey struct {
 	world int
 }
 
+// stranger is an id that its sender has not registered.
+type stranger struct {
+	id int64
+	by principal
+}
+
 const maxStrangers = 1024
 
 func (r *registry) init(max int) {
-	r.max = max
+	r.max, r.maxMappings = max, maxMappings()
 	r.mu.instances = make(map[int64]*instance)
 	r.mu.byModel = make(map[modelKey][]*instance)
 	r.mu.dropped = make(map[int64]*instance)
-	r.mu.strangers = make(map[int64]struct{})
+	r.mu.lenders = make(map[uint64][]*instance)
+	r.mu.mappings = make(map[principal]int)
+	r.mu.strangers = make(map[stranger]struct{})
 }
 
-// get returns a registered worker and notes that it lives. The error wraps
-// errInstance, or errRefused for one whose mode is not served.
-func (r *registry) get(id int64) (*instance, error) {
+// get returns the worker that by registered as id, and notes that it lives. The
+// error wraps errInstance, errOwner for one that somebody else registered, or
+// errRefused for one whose mode is not served.
+func (r *registry) get(id int64, by principal) (*instance, error) {
 	r.mu.RLock()
 	in := r.mu.instances[id]
 	r.mu.RUnlock()
 	if in == nil {
 		return nil, fmt.Errorf("%w: %d", errInstance, id)
+	}
+	if in.by != by {
+		return nil, fmt.Errorf("%w: %d", errOwner, id)
 	}
 	in.lastSeen.Store(time.Now().UnixNano())
 	if in.refuse != "" {
@@ -81,11 +98,15 @@ func (r *registry) get(id int64) (*instance, error) {
 	return in, nil
 }
 
-// dropped returns a worker that is gone and left transfers in quarantine, or nil.
-func (r *registry) dropped(id int64) *instance {
+// dropped returns a worker of by's that is gone and left transfers in quarantine,
+// or nil.
+func (r *registry) dropped(id int64, by principal) *instance {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	return r.mu.dropped[id]
+	if in := r.mu.dropped[id]; in != nil && in.by == by {
+		return in
+	}
+	return nil
 }
 
 // bury remembers a worker that left transfers in quarantine, for its late
@@ -118,42 +139,70 @@ func (r *registry) layoutOf(model []byte, world int) (*instance, bool) {
 	return of[len(of)-1], true
 }
 
-// add registers in, in place of an earlier worker of the same id. old is that
-// one, or nil. It reports false when there are too many workers.
-func (r *registry) add(in *instance) (old *instance, ok bool) {
+// add registers in, in place of an earlier worker of the same id and owner. old is
+// that one, or nil. Errors: errOwner, errLender with the worker that lends the same
+// segment, errMappings, errTooMany.
+func (r *registry) add(in *instance) (old, lender *instance, err error) {
 	in.lastSeen.Store(time.Now().UnixNano())
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	old = r.mu.instances[in.id]
+	if old != nil && old.by != in.by {
+		return nil, nil, fmt.Errorf("%w: worker %d is registered by %v, not by %v", errOwner, in.id, old.by, in.by)
+	}
 	if old == nil && len(r.mu.instances) >= r.max {
-		return nil, false
+		return nil, nil, fmt.Errorf("%w: %d", errTooMany, r.max)
+	}
+	if lender, err = r.mayLendLocked(in, old); err != nil {
+		return nil, lender, err
 	}
 	if old != nil {
 		r.forgetLocked(old)
 		in.pinged.Store(old.pinged.Load())
+		if old.side() == sidePlaces {
+			in.takeSide(sidePlaces)
+		}
 	}
 	delete(r.mu.dropped, in.id)
+	r.forgetStrangerLocked(stranger{in.id, in.by})
 	r.mu.instances[in.id] = in
+	r.lendLocked(in)
 	if in.refuse == "" {
 		k := modelKey{in.model, in.world}
 		r.mu.byModel[k] = append(r.mu.byModel[k], in)
 	}
-	return old, true
+	return old, nil, nil
 }
 
-// remove forgets a worker; nil when it is not registered.
-func (r *registry) remove(id int64) *instance {
+// remove forgets a worker of by's; nil when it is not registered. Error: errOwner.
+func (r *registry) remove(id int64, by principal) (*instance, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	in := r.mu.instances[id]
-	if in != nil {
-		r.forgetLocked(in)
+	if in == nil {
+		return nil, nil
 	}
-	return in
+	if in.by != by {
+		return nil, fmt.Errorf("%w: %d", errOwner, id)
+	}
+	r.forgetLocked(in)
+	return in, nil
+}
+
+// removeThis forgets in; false when it is no longer the one registered.
+func (r *registry) removeThis(in *instance) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.mu.instances[in.id] != in {
+		return false
+	}
+	r.forgetLocked(in)
+	return true
 }
 
 func (r *registry) forgetLocked(in *instance) {
 	delete(r.mu.instances, in.id)
+	r.unlendLocked(in)
 	k := modelKey{in.model, in.world}
 	of := r.mu.byModel[k]
 	for i := range of {
@@ -169,30 +218,45 @@ func (r *registry) forgetLocked(in *instance) {
 	}
 }
 
-// ping answers a worker's heartbeat. The first one of an id that is not
-// registered is answered false, later ones true: that makes a stock client
-// register again, once, after the server lost its registrations.
-func (r *registry) ping(id int64) bool {
+// ping answers a worker's heartbeat. The first one of an id that its sender has not
+// registered is answered false, later ones true: that makes a stock client register
+// again, once, after the server lost its registration.
+func (r *registry) ping(id int64, by principal) bool {
 	r.mu.RLock()
 	in := r.mu.instances[id]
 	r.mu.RUnlock()
-	if in != nil {
+	if in != nil && in.by == by {
 		in.lastSeen.Store(time.Now().UnixNano())
 		in.pinged.Store(true)
 		return true
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if _, ok := r.mu.strangers[id]; ok {
+	who := stranger{id, by}
+	if _, ok := r.mu.strangers[who]; ok {
 		return true
 	}
 	if len(r.mu.order) >= maxStrangers {
 		delete(r.mu.strangers, r.mu.order[0])
 		r.mu.order = append(r.mu.order[:0], r.mu.order[1:]...)
 	}
-	r.mu.strangers[id] = struct{}{}
-	r.mu.order = append(r.mu.order, id)
+	r.mu.strangers[who] = struct{}{}
+	r.mu.order = append(r.mu.order, who)
 	return false
+}
+
+// forgetStranger makes the next ping of an unregistered id the first one again.
+func (r *registry) forgetStranger(id int64, by principal) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.forgetStrangerLocked(stranger{id, by})
+}
+
+func (r *registry) forgetStrangerLocked(who stranger) {
+	if _, ok := r.mu.strangers[who]; ok {
+		delete(r.mu.strangers, who)
+		r.mu.order = slices.DeleteFunc(r.mu.order, func(o stranger) bool { return o == who })
+	}
 }
 
 // silent removes and returns the workers that have been silent too long.
@@ -229,7 +293,7 @@ func (s *Server) ping(sc *scratch, p [][]byte) error {
 	if err != nil {
 		return fmt.Errorf("instance_id: %w", err)
 	}
-	sc.out = lmcache.AppendBool(sc.out, !ok || s.registry.ping(id))
+	sc.out = lmcache.AppendBool(sc.out, !ok || s.registry.ping(id, sc.caller().by))
 	return nil
 }
 
@@ -249,10 +313,17 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 		s.log.Error(fmt.Sprintf("refused worker %d of %s: %v", in.id, in.model, err))
 		return fmt.Errorf("%w: %w", errUnsupported, err)
 	}
-	must := s.mustPickle(sc)
-	in.pickle.Store(must)
+	in.by = sc.caller().by
+	why := sc.caller().mayOpen()
+	must := why != nil || s.opts.Pickle == PickleOnly
+	if must {
+		in.takeSide(sidePickle)
+	}
 	if err := s.admit(in); err != nil {
 		return err
+	}
+	if why != nil {
+		s.sayNotTold(in, why)
 	}
 	if must {
 		sc.out = lmcache.Pool{}.Append(sc.out)
@@ -262,12 +333,21 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 	return nil
 }
 
-// admit adds a worker and settles what an earlier registration left.
+// admit adds a worker and settles what an earlier registration left. A worker that
+// is not admitted is one that never was: its memory is closed.
 func (s *Server) admit(in *instance) error {
 	newest, shared := s.registry.layoutOf([]byte(in.model), in.world)
-	old, ok := s.registry.add(in)
-	if !ok {
-		return fmt.Errorf("%w: %d workers are registered", errUnsupported, s.opts.MaxInstances)
+	old, lender, err := s.registry.add(in)
+	for lender != nil && lender.driven.dead() {
+		s.drop(lender, fmt.Sprintf("its process %d has ended", lender.driven.segments[0].Owner.PID))
+		old, lender, err = s.registry.add(in)
+	}
+	if err != nil {
+		if in.driven != nil {
+			err = errors.Join(err, in.driven.memory.close())
+		}
+		s.registry.forgetStranger(in.id, in.by) // it may try again after its next pings
+		return err
 	}
 	if old != nil {
 		s.left(old, "registered again")
@@ -291,7 +371,7 @@ func (s *Server) admit(in *instance) error {
 // registerKVCache takes a worker whose KV the server copies. The protocol has no
 // negative reply to it, so a refused worker is remembered and its transfers are
 // declined.
-func (s *Server) registerKVCache(p [][]byte) error {
+func (s *Server) registerKVCache(sc *scratch, p [][]byte) error {
 	reg, err := lmcache.DecodeKVCache(p)
 	if err != nil {
 		return err
@@ -304,13 +384,16 @@ func (s *Server) registerKVCache(p [][]byte) error {
 		err = fmt.Errorf("%w: --supported-transfer-mode excludes lmcache_driven: "+
 			"set lmcache.mp.mp_transfer_mode=engine_driven in kv_connector_extra_config", errDriven)
 	} else {
-		in, err = s.newDrivenInstance(&reg)
+		in, err = s.newDrivenInstance(&reg, sc.caller())
 	}
 	if err == nil {
 		return s.admit(in)
 	}
-	in = &instance{id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, refuse: err.Error()}
-	old, _ := s.registry.add(in)
+	in = &instance{id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, refuse: err.Error(), by: sc.caller().by}
+	old, _, aerr := s.registry.add(in)
+	if aerr != nil {
+		return errors.Join(err, aerr)
+	}
 	s.log.Error(fmt.Sprintf("refused worker %d of %s: %v", in.id, in.model, err))
 	if old != nil {
 		s.left(old, "registered again")
@@ -320,8 +403,8 @@ func (s *Server) registerKVCache(p [][]byte) error {
 }
 
 // newDrivenInstance opens the memory of a worker whose transfers are served.
-func (s *Server) newDrivenInstance(reg *lmcache.KVCache) (*instance, error) {
-	d, err := newDriven(reg, s.opts.ChunkTokens, s.opts.SeparateGroups, s.opts.ShmDir)
+func (s *Server) newDrivenInstance(reg *lmcache.KVCache, who *caller) (*instance, error) {
+	d, err := newDriven(reg, s.opts.ChunkTokens, s.opts.SeparateGroups, s.opts.ShmDir, who)
 	if err != nil {
 		return nil, err
 	}
@@ -332,16 +415,20 @@ func (s *Server) newDrivenInstance(reg *lmcache.KVCache) (*instance, error) {
 	fp := d.fingerprint()
 	return &instance{
 		id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, layout: d.layout, bytes: d.bytes,
-		fingerprint: fp, unsalt: kv.NamespaceOf(reg.Model, "", fp), driven: d,
+		fingerprint: fp, unsalt: kv.NamespaceOf(reg.Model, "", fp), driven: d, by: who.by,
 	}, nil
 }
 
-func (s *Server) unregister(p [][]byte) error {
+func (s *Server) unregister(sc *scratch, p [][]byte) error {
 	id, err := lmcache.DecodeInt(p[0])
 	if err != nil {
 		return fmt.Errorf("instance_id: %w", err)
 	}
-	if in := s.registry.remove(id); in != nil {
+	in, err := s.registry.remove(id, sc.caller().by)
+	if err != nil {
+		return err
+	}
+	if in != nil {
 		s.log.Info(fmt.Sprintf("worker %d of %s unregistered", in.id, in.model))
 		s.left(in, "unregistered")
 		s.save()
@@ -357,6 +444,17 @@ func (s *Server) reap(now time.Time) {
 		s.left(in, "fell silent")
 		s.save()
 	}
+}
+
+// drop ends the registration of a worker that can no longer end it itself.
+func (s *Server) drop(in *instance, why string) {
+	if !s.registry.removeThis(in) {
+		return // it has registered anew meanwhile, or somebody else has dropped it
+	}
+	s.n.reaped.Add(1)
+	s.log.Warn(fmt.Sprintf("worker %d of %s dropped: %s", in.id, in.model, why))
+	s.left(in, "was dropped")
+	s.save()
 }
 
 // left settles what a worker leaves that is no longer registered.

@@ -16,6 +16,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -30,23 +31,24 @@ import (
 
 // Options configures a Server. A zero field means its default.
 type Options struct {
-	ChunkTokens       int           // tokens per chunk; default 256
-	WorkerReap        time.Duration // silence after which a worker that has pinged is dropped; default 120 s, < 0 never
-	RegistrationGrace time.Duration // the same for one that never pinged; default 3600 s
-	MemoBytes         int64         // token-list memo; default 16 MiB
-	MaxInstances      int           // registered workers; default 4096
-	PopulateRate      int64         // bytes per second of pool memory prepared ahead; 0 = none
-	ChecksumRate      int64         // bytes per second of chunks checksummed in the background; 0 = none
-	DrainTimeout      time.Duration // for transfers in progress at shutdown; default 10 s
-	RefuseDriven      bool          // workers whose KV the server would copy (lmcache_driven)
-	RefuseEngine      bool          // workers that copy themselves (engine_driven)
-	SeparateGroups    bool          // an object per kind of attention and chunk, not one for all
-	CopyWorkers       int           // goroutines per copy; default: the processors
-	Pickle            PickleMode    // chunks that pass through the socket; default none
-	PickleBytes       int64         // of such a message; default and limit MaxPickleBytes
-	ShmDir            string        // where workers' segments are; default shm.Dir
-	Logger            *slog.Logger  // default slog.Default()
-	Version           string        // reported over HTTP
+	ChunkTokens       int            // tokens per chunk; default 256
+	WorkerReap        time.Duration  // silence after which a worker that has pinged is dropped; default 120 s, < 0 never
+	RegistrationGrace time.Duration  // the same for one that never pinged; default 3600 s
+	MemoBytes         int64          // token-list memo; default 16 MiB
+	MaxInstances      int            // registered workers; default 4096
+	PopulateRate      int64          // bytes per second of pool memory prepared ahead; 0 = none
+	ChecksumRate      int64          // bytes per second of chunks checksummed in the background; 0 = none
+	DrainTimeout      time.Duration  // for transfers in progress at shutdown; default 10 s
+	RefuseDriven      bool           // workers whose KV the server would copy (lmcache_driven)
+	RefuseEngine      bool           // workers that copy themselves (engine_driven)
+	SeparateGroups    bool           // an object per kind of attention and chunk, not one for all
+	CopyWorkers       int            // goroutines per copy; default: the processors
+	Pickle            PickleMode     // chunks that pass through the socket; default none
+	PickleBytes       int64          // of such a message; default and limit MaxPickleBytes
+	Trust             []netip.Prefix // addresses whose peers are taken for this server's user; see identity.go
+	ShmDir            string         // where workers' segments are; default shm.Dir
+	Logger            *slog.Logger   // default slog.Default()
+	Version           string         // reported over HTTP
 }
 
 // Server answers LMCache clients. Its methods are safe for concurrent use.
@@ -94,7 +96,8 @@ func New(st *store.Store, o Options) *Server {
 	s.registry.init(o.MaxInstances)
 	s.scratch.New = func() any { return new(scratch) }
 	s.restore()
-	ro := zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second}
+	s.sayTrust()
+	ro := zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second, Identify: s.identify}
 	o.routerLimits(&ro)
 	s.router = zmtp.NewRouter(s.serve, ro)
 	return s
@@ -192,12 +195,13 @@ func (s *Server) Close() error {
 
 // scratch is what answering one request needs; reused.
 type scratch struct {
-	peer   *zmtp.Peer // who asks; nil in-process
-	key    lmcache.KeyView
-	out    []byte
-	frames [3][]byte
-	place  store.Place
-	slots  lmcache.Slots
+	peer      *zmtp.Peer // who asks; nil in-process
+	inProcess *caller    // then who it is taken for, of tests; nil is this process
+	key       lmcache.KeyView
+	out       []byte
+	frames    [3][]byte
+	place     store.Place
+	slots     lmcache.Slots
 }
 
 func (s *Server) serve(p *zmtp.Peer, m zmtp.Message) {
@@ -301,7 +305,7 @@ func (s *Server) handle(sc *scratch, op lmcache.Op, p [][]byte) error {
 	case lmcache.OpRegisterEngineDriven:
 		return s.registerEngineDriven(sc, p)
 	case lmcache.OpUnregisterEngineDriven, lmcache.OpUnregisterKVCache:
-		return s.unregister(p)
+		return s.unregister(sc, p)
 	case lmcache.OpClear:
 		return s.clear(p)
 	case lmcache.OpReportBlockAllocation:
@@ -315,7 +319,7 @@ func (s *Server) handle(sc *scratch, op lmcache.Op, p [][]byte) error {
 func (s *Server) handleRare(sc *scratch, op lmcache.Op, p [][]byte) error {
 	switch op {
 	case lmcache.OpRegisterKVCache:
-		return s.registerKVCache(p)
+		return s.registerKVCache(sc, p)
 	case lmcache.OpP2PLookupAndLock:
 		return s.p2p.lookup(sc, p)
 	case lmcache.OpP2PQueryLookupResults:
@@ -342,7 +346,8 @@ var (
 	errMiss        = errors.New("chunks are not readable")
 	errNoCommit    = errors.New("no transfer of that key is in progress")
 	errReaders     = errors.New("num_kv_readers is 0")
-	errPickle      = errors.New("worker sent pickled tensors: it could not map the pool")
+	errPickle      = errors.New("worker does not map the pool, and this server reads no pickled tensors")
+	errSide        = errors.New("worker stored in the pool itself before, and now sends pickled tensors, or the other way round")
 	errLate        = errors.New("commit of a worker that was dropped or registered anew in between")
 	errRoom        = errors.New("no room in the pool")
 )
@@ -365,6 +370,9 @@ var refusalNames = []struct {
 	{errNoCommit, "no_transfer"},
 	{errReaders, "no_readers"},
 	{errPickle, "pickle"},
+	{errSide, "other_side"},
+	{errOwner, "not_owner"},
+	{errLender, "not_lender"},
 	{errTensors, "tensors"},
 	{errLate, "late_commit"},
 	{errRoom, "no_room"},

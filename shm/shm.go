@@ -65,27 +65,78 @@ func Create(path string, size int64) (*Segment, error) {
 	if err := f.Truncate(size); err != nil {
 		return nil, errors.Join(fmt.Errorf("size segment %s: %w", path, err), f.Close(), os.Remove(path))
 	}
-	s, err := mapFile(path, f)
+	s, err := mapFile(path, f, nil)
 	if err != nil {
 		return nil, errors.Join(err, os.Remove(path))
 	}
 	return s, nil
 }
 
-// Attach maps an existing segment, whole.
-func Attach(path string) (*Segment, error) {
+// Attach maps an existing segment, whole. A symbolic link is not followed.
+func Attach(path string) (*Segment, error) { return AttachIf(path, nil) }
+
+// AttachIf is Attach for a file that ok, unless nil, takes: it is asked about the
+// open file before anything is mapped, and its error is returned.
+func AttachIf(path string, ok func(File) error) (*Segment, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, err
 	}
-	return mapFile(path, f)
+	return mapFile(path, f, ok)
 }
 
-func mapFile(path string, f *os.File) (*Segment, error) {
+// File is what is known of a segment's file.
+type File struct {
+	UID   int    // of its owner
+	Perm  uint32 // permission bits
+	Links int    // names that lead to it
+	Inode uint64
+	Bytes int64
+}
+
+// ErrNotOurs means that a file does not belong to this process's user alone.
+var ErrNotOurs = errors.New("shm: the file is not this user's alone")
+
+// Ours is an AttachIf condition: the file is this user's, nobody else may open it,
+// and it has one name. In a folder that everybody may write to anybody can have
+// made a file of any name.
+func Ours(f File) error {
+	switch {
+	case f.UID != os.Geteuid():
+		return fmt.Errorf("%w: it belongs to uid %d, this process is uid %d", ErrNotOurs, f.UID, os.Geteuid())
+	case f.Perm&0o077 != 0:
+		return fmt.Errorf("%w: its mode is %04o, not 0600", ErrNotOurs, f.Perm)
+	case f.Links != 1:
+		return fmt.Errorf("%w: it has %d names", ErrNotOurs, f.Links)
+	}
+	return nil
+}
+
+// Stat returns what is known of the regular file that path leads to, without
+// following a symbolic link.
+func Stat(path string) (File, error) {
+	var st unix.Stat_t
+	if err := unix.Lstat(path, &st); err != nil {
+		return File{}, &fs.PathError{Op: "stat", Path: path, Err: err}
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return File{}, fmt.Errorf("stat %s: not a regular file (mode %o)", path, st.Mode)
+	}
+	return fileOf(&st), nil
+}
+
+func fileOf(st *unix.Stat_t) File {
+	return File{UID: int(st.Uid), Perm: st.Mode & 0o7777, Links: int(st.Nlink), Inode: st.Ino, Bytes: st.Size}
+}
+
+func mapFile(path string, f *os.File, ok func(File) error) (*Segment, error) {
 	var st unix.Stat_t
 	err := unix.Fstat(int(f.Fd()), &st)
 	if err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size <= 0 || int64(int(st.Size)) != st.Size) {
 		err = fmt.Errorf("not a regular file with a size (mode %o, %d bytes)", st.Mode, st.Size)
+	}
+	if err == nil && ok != nil {
+		err = ok(fileOf(&st))
 	}
 	var mem []byte
 	if err == nil {
@@ -129,6 +180,10 @@ func (s *Segment) Word(off int64) *atomic.Uint64 {
 	}
 	return (*atomic.Uint64)(unsafe.Pointer(&s.Bytes(off, 8)[0]))
 }
+
+// CloseFile gives the file descriptor back; the mapping stays until Close. ReadAt
+// and Lock fail afterwards, and a lock that was held is given up.
+func (s *Segment) CloseFile() error { return s.file.Close() }
 
 // ReadAt copies bytes at off into b without touching the mapping: no page becomes
 // resident in this process, and a file that somebody truncated is an error.
@@ -196,9 +251,16 @@ func (s *Segment) Close() error {
 	if s.mem == nil {
 		panic("BUG: shm: segment closed twice")
 	}
-	err := errors.Join(unix.Munmap(s.mem), s.file.Close())
+	err := errors.Join(unix.Munmap(s.mem), ignoreClosed(s.file.Close()))
 	s.mem = nil
 	mapped.Add(-1)
+	return err
+}
+
+func ignoreClosed(err error) error {
+	if errors.Is(err, fs.ErrClosed) {
+		return nil
+	}
 	return err
 }
 

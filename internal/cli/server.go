@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/netip"
 	"strconv"
 	"strings"
 	"sync"
@@ -20,21 +21,22 @@ import (
 
 // serverCmd has LMCache's flag names.
 type serverCmd struct {
-	Host      string  `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
-	Port      int     `help:"ZMQ port." default:"5555" group:"Network"`
-	IPC       string  `name:"ipc" help:"Also listen on this UNIX socket path." group:"Network" placeholder:"PATH"`
-	HTTPHost  string  `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
-	HTTPPort  int     `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
-	L1SizeGB  float64 `name:"l1-size-gb" help:"Pool size in GiB." default:"4" group:"Pool"`
-	ChunkSize int     `help:"Tokens per chunk; a multiple of the engine's block size." default:"256" group:"Pool"`
-	ShmName   string  `help:"Name of the pool under /dev/shm; lmcache_l1_pool_ is put before it when missing. Default: derived from the port." group:"Pool"`
-	Align     int64   `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two." default:"4096" group:"Pool"`
-	Cold      bool    `help:"Start empty: discard the pool that an earlier server left." group:"Pool"`
-	Drop      bool    `help:"Remove the pool that an earlier server left, and end." group:"Pool"`
-	Pickle    string  `help:"For workers that cannot map the pool (other hosts, containers with a /dev/shm of their own): their chunks pass through the socket as pickled tensors. on: for them; only: for all, nobody is told of the pool; off: they are declined; auto: on while only this host can connect (--host is a loopback address), else off." default:"auto" enum:"auto,on,only,off" group:"Pool"`
-	PickleMax int64   `name:"pickle-max-mib" help:"Largest message of such a worker, MiB; memory grows as it arrives." default:"4095" group:"Pool"`
-	Populate  int64   `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none: first copies into untouched memory are several times slower." default:"1024" group:"Pool"`
-	Checksum  int64   `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, 0 for none: after a restart a chunk that differs from its checksum is a miss." default:"512" group:"Pool"`
+	Host      string   `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
+	Port      int      `help:"ZMQ port." default:"5555" group:"Network"`
+	IPC       string   `name:"ipc" help:"Also listen on this UNIX socket path." group:"Network" placeholder:"PATH"`
+	HTTPHost  string   `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
+	HTTPPort  int      `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
+	L1SizeGB  float64  `name:"l1-size-gb" help:"Pool size in GiB." default:"4" group:"Pool"`
+	ChunkSize int      `help:"Tokens per chunk; a multiple of the engine's block size." default:"256" group:"Pool"`
+	ShmName   string   `help:"Name of the pool under /dev/shm; lmcache_l1_pool_ is put before it when missing. Default: derived from the port." group:"Pool"`
+	Align     int64    `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two." default:"4096" group:"Pool"`
+	Cold      bool     `help:"Start empty: discard the pool that an earlier server left." group:"Pool"`
+	Drop      bool     `help:"Remove the pool that an earlier server left, and end." group:"Pool"`
+	Pickle    string   `help:"For workers that cannot map the pool (other hosts, containers with a /dev/shm of their own): their chunks pass through the socket as pickled tensors. on: for them; only: for all, nobody is told of the pool; off: they are declined; auto: on while only this host can connect (--host is a loopback address), else off." default:"auto" enum:"auto,on,only,off" group:"Pool"`
+	PickleMax int64    `name:"pickle-max-mib" help:"Largest message of such a worker, MiB; memory grows as it arrives." default:"4095" group:"Pool"`
+	Trust     []string `name:"trust-address" help:"Addresses or networks (CIDR), comma-separated, whose peers are taken for this server's user: they are told where the pool is. For containers that share /dev/shm but not the network." group:"Pool" placeholder:"CIDR"`
+	Populate  int64    `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none: first copies into untouched memory are several times slower." default:"1024" group:"Pool"`
+	Checksum  int64    `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, 0 for none: after a restart a chunk that differs from its checksum is a miss." default:"512" group:"Pool"`
 
 	Reap    float64 `name:"worker-reap-timeout-seconds" help:"Silence after which a worker is dropped, 0 for never." default:"120" group:"Timers"`
 	Grace   float64 `name:"worker-registration-grace-seconds" help:"The same for a worker that has never pinged." default:"3600" group:"Timers"`
@@ -123,6 +125,22 @@ func (c *serverCmd) pickleMode() server.PickleMode {
 	return server.PickleOff
 }
 
+// trusted reads --trust-address: networks, or addresses for networks of one.
+func (c *serverCmd) trusted() ([]netip.Prefix, error) {
+	var out []netip.Prefix
+	for _, s := range c.Trust {
+		p, err := netip.ParsePrefix(s)
+		if a, aerr := netip.ParseAddr(s); aerr == nil {
+			p, err = netip.PrefixFrom(a.Unmap(), a.Unmap().BitLen()), nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%w: --trust-address %q is no address and no network like 172.17.0.0/16", errUsage, s)
+		}
+		out = append(out, p.Masked())
+	}
+	return out, nil
+}
+
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
 // orNever turns LMCache's 0 = never into a negative duration.
@@ -136,6 +154,10 @@ func orNever(s float64) time.Duration {
 // Run serves until a signal.
 func (c *serverCmd) Run(e *env) error {
 	if err := c.check(); err != nil {
+		return err
+	}
+	trust, err := c.trusted()
+	if err != nil {
 		return err
 	}
 	if len(e.ignored) > 0 {
@@ -158,7 +180,7 @@ func (c *serverCmd) Run(e *env) error {
 	srv := server.New(st, server.Options{
 		ChunkTokens: c.ChunkSize, WorkerReap: orNever(c.Reap), RegistrationGrace: orNever(c.Grace),
 		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
-		Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20,
+		Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20, Trust: trust,
 		PopulateRate: c.Populate << 20, ChecksumRate: c.Checksum << 20, DrainTimeout: seconds(c.Drain), Logger: e.log, Version: Version(),
 	})
 	err = c.serve(e, srv)
