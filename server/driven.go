@@ -34,6 +34,7 @@ type driven struct {
 type kernel struct {
 	paged.Group
 	dtype          string
+	layers         []int // which of the worker's, in this order
 	tokensPerBlock int
 	rule           coordinator.ChunkGroup
 }
@@ -146,6 +147,7 @@ func (d *driven) kernel(info *lmcache.EngineGroup, layers []paged.Layer, taken [
 		}
 		k.dtype = d.reg.Descriptors[i].DType
 		k.Layers = append(k.Layers, layers[i])
+		k.layers = append(k.layers, i)
 	}
 	if len(k.Layers) == 0 {
 		return k, errors.New("no layers")
@@ -230,11 +232,14 @@ func (k *kernel) layout() kv.Layout {
 }
 
 // fingerprint is equal for two workers exactly when their objects mean the same
-// bytes. With one group of full attention it is that of an engine-driven worker
-// of the same model: they share chunks.
+// bytes: which layers an object holds, in which order and form. With one group of
+// full attention over all layers in order it is that of an engine-driven worker of
+// the same model: they share chunks.
 func (d *driven) fingerprint() string {
-	if len(d.objects) == 1 && len(d.objects[0].kernels) == 1 && d.objects[0].rule.Window == -1 && !d.kernels[d.objects[0].kernels[0]].Sparse {
-		return d.layout.Fingerprint()
+	if len(d.objects) == 1 && len(d.objects[0].kernels) == 1 && d.objects[0].rule.Window == -1 {
+		if k := &d.kernels[d.objects[0].kernels[0]]; !k.Sparse && len(k.layers) == len(d.reg.Descriptors) && slices.IsSorted(k.layers) {
+			return d.layout.Fingerprint()
+		}
 	}
 	var parts []string
 	for i := range d.objects {
@@ -242,7 +247,7 @@ func (d *driven) fingerprint() string {
 		var in []string
 		for _, k := range o.kernels {
 			of := &d.kernels[k]
-			in = append(in, fmt.Sprintf("%s of %d, keep %d of %d", of.layout().Fingerprint(), of.tokensPerBlock, of.Keep, of.PerChunk))
+			in = append(in, fmt.Sprintf("%s of %d, keep %d of %d, layers %v", of.layout().Fingerprint(), of.tokensPerBlock, of.Keep, of.PerChunk, of.layers))
 		}
 		parts = append(parts, fmt.Sprintf("%+v {%s}", o.rule, strings.Join(in, "; ")))
 	}

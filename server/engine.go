@@ -55,6 +55,9 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 	if in.driven != nil {
 		t.Shard.Groups = in.driven.groups
 	}
+	if s.registry.keeps(in, k.Worker) {
+		s.save()
+	}
 	return in, t, nil
 }
 
@@ -197,7 +200,7 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 	}
 	k := &sc.key
 	asked := min(k.End/s.opts.ChunkTokens, k.Chunks)
-	layout, ok := s.registry.layoutOf(k.Model, k.WorldSize)
+	sh, ok := s.registry.shardsOf(k.Model, k.Salt, k.WorldSize)
 	var err error
 	switch {
 	case asked == 0: // shorter than a chunk: a hit of 0, not an error
@@ -208,10 +211,6 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 	case s.draining.Load():
 		err = errDraining
 	default:
-		sh := store.Shard{Namespace: layout.namespace(k.Salt), World: k.WorldSize}
-		if layout.driven != nil {
-			sh.Groups = layout.driven.groups
-		}
 		s.looked(k, asked, s.store.Lookup(k.RequestID, sh, s.hashForLookup(k, sh, asked), k.Readers))
 		return nil
 	}

@@ -115,7 +115,7 @@ func (s *Server) status() map[string]any {
 	for _, in := range s.registry.list() {
 		w := workerStatus{
 			Instance: in.id, Model: in.model, World: in.world, ChunkBytes: in.bytes, Refused: in.refuse, CannotMapShm: in.side() == sidePickle,
-			SilentFor: time.Since(time.Unix(0, in.lastSeen.Load())).Round(time.Millisecond).Seconds(),
+			SilentFor: s.registry.silence(in, time.Now()).Round(time.Millisecond).Seconds(),
 		}
 		if in.refuse == "" {
 			w.ChunkShape, w.DType, w.Mode, w.ObjectGroups = in.layout.Shape(), in.layout.DType, "engine_driven", 1

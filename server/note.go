@@ -23,6 +23,7 @@ type savedWorker struct {
 	World  int
 	Layout kv.Layout
 	Pinged bool
+	Shard  int              `json:",omitempty"` // 1 + the shard it keeps
 	By     principal        // who may speak for it
 	Side   side             `json:",omitzero"`  // where its chunks pass
 	KV     *lmcache.KVCache `json:",omitempty"` // of a worker whose KV the server copies
@@ -39,7 +40,7 @@ func (s *Server) save() {
 		if in.refuse != "" {
 			continue
 		}
-		w := savedWorker{ID: in.id, Model: in.model, World: in.world, Layout: in.layout, Pinged: in.pinged.Load(), By: in.by, Side: in.side()}
+		w := savedWorker{ID: in.id, Model: in.model, World: in.world, Layout: in.layout, Pinged: in.pinged.Load(), Shard: int(in.shard.Load()), By: in.by, Side: in.side()}
 		if in.driven != nil {
 			w.KV, w.Lent = &in.driven.reg, in.driven.memory.list()
 		}
@@ -77,6 +78,7 @@ func (s *Server) restore() {
 		in.pinged.Store(w.Pinged)
 		in.by = w.By
 		in.takeSide(w.Side)
+		in.shard.Store(int32(min(max(w.Shard, 0), w.World)))
 		if _, _, err := s.registry.add(in); err != nil {
 			if in.driven != nil {
 				err = errors.Join(err, in.driven.memory.close())

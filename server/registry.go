@@ -1,6 +1,7 @@
 package server
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -26,7 +27,9 @@ type instance struct {
 	fingerprint string  // of the layout
 	driven      *driven // what the server copies itself; nil for a worker that copies
 
-	lastSeen atomic.Int64 // unix ns
+	seq      uint64       // of the registration, counted up
+	shard    atomic.Int32 // 1 + the shard it keeps, 0 while unknown
+	lastSeen atomic.Int64 // ns since registry.clock.epoch
 	pinged   atomic.Bool
 	sided    sided
 }
@@ -43,15 +46,18 @@ func (in *instance) namespace(salt []byte) kv.Namespace {
 type registry struct {
 	max         int
 	maxMappings int
+	clock       clock // its epoch is immutable, the rest belongs to Tick
 	mu          struct {
 		sync.RWMutex
+		seq       uint64
 		instances map[int64]*instance
-		byModel   map[modelKey][]*instance // newest last
-		dropped   map[int64]*instance      // gone with transfers in progress
-		lenders   map[uint64][]*instance   // by inode of a segment
-		mappings  map[principal]int        // segments mapped for somebody
-		strangers map[stranger]struct{}    // unknown ones that got their false ping
-		order     []stranger               // of strangers, oldest first
+		byModel   map[modelKey]*modelLayouts
+		departed  map[modelKey][]shardLayout // of models without a worker
+		dropped   map[int64]*instance        // gone with transfers in progress
+		lenders   map[uint64][]*instance     // by inode of a segment
+		mappings  map[principal]int          // segments mapped for somebody
+		strangers map[stranger]struct{}      // unknown ones that got their false ping
+		order     []stranger                 // of strangers, oldest first
 	}
 }
 
@@ -66,16 +72,29 @@ type stranger struct {
 	by principal
 }
 
-const maxStrangers = 1024
+const (
+	maxStrangers = 1024
+	maxDeparted  = 1024
+)
 
 func (r *registry) init(max int) {
 	r.max, r.maxMappings = max, maxMappings()
+	r.clock.epoch = time.Now()
 	r.mu.instances = make(map[int64]*instance)
-	r.mu.byModel = make(map[modelKey][]*instance)
+	r.mu.byModel = make(map[modelKey]*modelLayouts)
+	r.mu.departed = make(map[modelKey][]shardLayout)
 	r.mu.dropped = make(map[int64]*instance)
 	r.mu.lenders = make(map[uint64][]*instance)
 	r.mu.mappings = make(map[principal]int)
 	r.mu.strangers = make(map[stranger]struct{})
+}
+
+// saw notes that a worker lives.
+func (r *registry) saw(in *instance) { in.lastSeen.Store(int64(r.clock.at(time.Now()))) }
+
+// silence is how long a worker has said nothing.
+func (r *registry) silence(in *instance, now time.Time) time.Duration {
+	return r.clock.at(now) - time.Duration(in.lastSeen.Load())
 }
 
 // get returns the worker that by registered as id, and notes that it lives. The
@@ -91,7 +110,7 @@ func (r *registry) get(id int64, by principal) (*instance, error) {
 	if in.by != by {
 		return nil, fmt.Errorf("%w: %d", errOwner, id)
 	}
-	in.lastSeen.Store(time.Now().UnixNano())
+	r.saw(in)
 	if in.refuse != "" {
 		return nil, fmt.Errorf("%w: %s", errRefused, in.refuse)
 	}
@@ -127,23 +146,21 @@ func (r *registry) bury(in *instance) {
 	r.mu.dropped[in.id] = in
 }
 
-// layoutOf returns the newest worker of a model: its layout is the one lookups
-// are answered for.
-func (r *registry) layoutOf(model []byte, world int) (*instance, bool) {
+// newestOf returns the worker of a model that registered last, or nil.
+func (r *registry) newestOf(model string, world int) *instance {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	of := r.mu.byModel[modelKey{string(model), world}]
-	if len(of) == 0 {
-		return nil, false
+	if m := r.mu.byModel[modelKey{model, world}]; m != nil {
+		return m.newest()
 	}
-	return of[len(of)-1], true
+	return nil
 }
 
 // add registers in, in place of an earlier worker of the same id and owner. old is
 // that one, or nil. Errors: errOwner, errLender with the worker that lends the same
 // segment, errMappings, errTooMany.
 func (r *registry) add(in *instance) (old, lender *instance, err error) {
-	in.lastSeen.Store(time.Now().UnixNano())
+	r.saw(in)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	old = r.mu.instances[in.id]
@@ -165,13 +182,29 @@ func (r *registry) add(in *instance) (old, lender *instance, err error) {
 	}
 	delete(r.mu.dropped, in.id)
 	r.forgetStrangerLocked(stranger{in.id, in.by})
+	r.mu.seq++
+	in.seq = r.mu.seq
 	r.mu.instances[in.id] = in
 	r.lendLocked(in)
 	if in.refuse == "" {
-		k := modelKey{in.model, in.world}
-		r.mu.byModel[k] = append(r.mu.byModel[k], in)
+		r.knowLocked(in)
 	}
 	return old, nil, nil
+}
+
+// knowLocked makes in the newest worker of its model.
+func (r *registry) knowLocked(in *instance) {
+	k := modelKey{in.model, in.world}
+	m := r.mu.byModel[k]
+	if m == nil {
+		m = &modelLayouts{shards: r.mu.departed[k]}
+		delete(r.mu.departed, k)
+		r.mu.byModel[k] = m
+	}
+	m.workers = append(m.workers, in)
+	if shard := int(in.shard.Load()) - 1; shard >= 0 {
+		m.learn(in, shard)
+	}
 }
 
 // remove forgets a worker of by's; nil when it is not registered. Error: errOwner.
@@ -204,17 +237,17 @@ func (r *registry) forgetLocked(in *instance) {
 	delete(r.mu.instances, in.id)
 	r.unlendLocked(in)
 	k := modelKey{in.model, in.world}
-	of := r.mu.byModel[k]
-	for i := range of {
-		if of[i] == in {
-			of = append(of[:i:i], of[i+1:]...)
-			break
-		}
+	m := r.mu.byModel[k]
+	if m == nil {
+		return
 	}
-	if len(of) == 0 {
-		delete(r.mu.byModel, k)
-	} else {
-		r.mu.byModel[k] = of
+	m.workers = slices.DeleteFunc(m.workers, func(o *instance) bool { return o == in })
+	if len(m.workers) > 0 {
+		return
+	}
+	delete(r.mu.byModel, k)
+	if m.shards != nil && len(r.mu.departed) < maxDeparted {
+		r.mu.departed[k] = m.shards // the next engine of the model is probably of the same layout
 	}
 }
 
@@ -226,7 +259,7 @@ func (r *registry) ping(id int64, by principal) bool {
 	in := r.mu.instances[id]
 	r.mu.RUnlock()
 	if in != nil && in.by == by {
-		in.lastSeen.Store(time.Now().UnixNano())
+		r.saw(in)
 		in.pinged.Store(true)
 		return true
 	}
@@ -259,16 +292,23 @@ func (r *registry) forgetStrangerLocked(who stranger) {
 	}
 }
 
-// silent removes and returns the workers that have been silent too long.
+// silent removes and returns the workers that have been silent too long. After
+// this process did not run for a while nobody was: their pings may wait unread.
 func (r *registry) silent(now time.Time, reap, grace time.Duration) (gone []*instance) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if at := r.clock.at(now); r.clock.gap(at) {
+		for _, in := range r.mu.instances {
+			in.lastSeen.Store(int64(at))
+		}
+		return nil
+	}
 	for _, in := range r.mu.instances {
 		limit := grace
 		if in.pinged.Load() {
 			limit = reap
 		}
-		if limit >= 0 && now.Sub(time.Unix(0, in.lastSeen.Load())) >= limit {
+		if limit >= 0 && r.silence(in, now) >= limit {
 			gone = append(gone, in)
 		}
 	}
@@ -278,6 +318,7 @@ func (r *registry) silent(now time.Time, reap, grace time.Duration) (gone []*ins
 	return gone
 }
 
+// list returns the workers in the order of their registrations.
 func (r *registry) list() []*instance {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -285,6 +326,7 @@ func (r *registry) list() []*instance {
 	for _, in := range r.mu.instances {
 		out = append(out, in)
 	}
+	slices.SortFunc(out, func(a, b *instance) int { return cmp.Compare(a.seq, b.seq) })
 	return out
 }
 
@@ -336,7 +378,7 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 // admit adds a worker and settles what an earlier registration left. A worker that
 // is not admitted is one that never was: its memory is closed.
 func (s *Server) admit(in *instance) error {
-	newest, shared := s.registry.layoutOf([]byte(in.model), in.world)
+	newest := s.registry.newestOf(in.model, in.world)
 	old, lender, err := s.registry.add(in)
 	for lender != nil && lender.driven.dead() {
 		s.drop(lender, fmt.Sprintf("its process %d has ended", lender.driven.segments[0].Owner.PID))
@@ -361,9 +403,9 @@ func (s *Server) admit(in *instance) error {
 	if in.driven != nil {
 		s.sayGroups(in)
 	}
-	if shared && newest.fingerprint != in.fingerprint {
-		s.log.Warn(fmt.Sprintf("workers of %s disagree: chunk %s, and now %s; lookups follow the newest, the other layout's chunks are misses",
-			in.model, newest.fingerprint, in.fingerprint))
+	if newest != nil && newest.fingerprint != in.fingerprint {
+		s.log.Warn(fmt.Sprintf("workers of %s have unlike layouts: chunk %s, and now %s. Stages of a pipeline may; of two engines, "+
+			"lookups follow the newer one and the other one's chunks are misses", in.model, newest.fingerprint, in.fingerprint))
 	}
 	return nil
 }
@@ -440,7 +482,7 @@ func (s *Server) reap(now time.Time) {
 	for _, in := range s.registry.silent(now, s.opts.WorkerReap, s.opts.RegistrationGrace) {
 		s.n.reaped.Add(1)
 		s.log.Warn(fmt.Sprintf("worker %d of %s dropped: silent for %v", in.id, in.model,
-			now.Sub(time.Unix(0, in.lastSeen.Load())).Round(time.Second)))
+			s.registry.silence(in, now).Round(time.Second)))
 		s.left(in, "fell silent")
 		s.save()
 	}

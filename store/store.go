@@ -147,10 +147,20 @@ type Shard struct {
 	World     int
 	Index     int     // 0 to World-1; ignored by lookups, which concern all
 	Groups    *Groups // nil is one group of full attention
+
+	// Each is for lookups only: the namespace of each shard, where the workers of
+	// a model have unlike layouts. Nil means Namespace for all.
+	Each *Namespaces
 }
+
+// Namespaces are those of all shards of a model.
+type Namespaces []kv.Namespace
 
 func (sh Shard) key(k *pool.Key, index, group int, chunk kv.Hash) {
 	k.Namespace = sh.Namespace
+	if sh.Each != nil {
+		k.Namespace = (*sh.Each)[index]
+	}
 	k.Rank, _ = kv.NewRank(sh.World, index)
 	k.Group = uint32(group)
 	k.Chunk = chunk

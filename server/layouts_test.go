@@ -1,0 +1,293 @@
+package server_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+// desk is a server that is asked in-process and can be restarted over its pool.
+// Chunks have 16 tokens.
+type desk struct {
+	*server.Server
+	t     *testing.T
+	store *store.Store
+	opts  server.Options
+	pool  pool.Options
+	so    store.Options
+	log   *logBuffer
+}
+
+func newDesk(t *testing.T, o server.Options) *desk {
+	t.Helper()
+	d := &desk{t: t, opts: o, log: new(logBuffer)}
+	d.pool = pool.Options{Name: "pool", Bytes: 64 * 4096, Dir: t.TempDir(), ChunkTokens: 16}
+	d.opts.ChunkTokens = 16
+	d.opts.Logger = slog.New(slog.NewTextHandler(d.log, nil))
+	d.open()
+	t.Cleanup(d.stop)
+	return d
+}
+
+func (d *desk) open() {
+	d.t.Helper()
+	p, err := pool.Open(d.pool)
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	d.store = store.New(p, d.so)
+	d.Server = server.New(d.store, d.opts)
+}
+
+func (d *desk) stop() {
+	if err := errors.Join(d.Close(), d.store.Close()); err != nil {
+		d.t.Error(err)
+	}
+}
+
+func (d *desk) restart() { d.stop(); d.open() }
+
+// ask returns the result frame of an operation, nil when there is none.
+func (d *desk) ask(op lmcache.Op, payload ...[]byte) []byte {
+	d.t.Helper()
+	reply := d.Answer(append([][]byte{{0}, lmcache.AppendOp(nil, op)}, payload...))
+	if len(reply) < 3 {
+		return nil
+	}
+	return bytes.Clone(reply[2])
+}
+
+func (d *desk) ping(id int64) bool {
+	d.t.Helper()
+	ok, err := lmcache.DecodeBool(d.ask(lmcache.OpPing, lmcache.AppendInt(nil, id)))
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	return ok
+}
+
+// register announces a worker of model "m" whose chunks have that many layers.
+func (d *desk) register(id int64, world, layers int) lmcache.Pool {
+	d.t.Helper()
+	reg := lmcache.EngineDriven{
+		InstanceID: id, Model: "m", WorldSize: world, BlockSize: 16, Layers: layers, Hidden: 64, DType: "bfloat16", SinglePlane: true, PhysicalSlots: 16,
+	}
+	got, err := lmcache.DecodePool(d.ask(lmcache.OpRegisterEngineDriven, reg.Append(nil)))
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	return got
+}
+
+func deskKey(world, shard, chunks int, request string) *lmcache.Key {
+	return &lmcache.Key{Model: "m", WorldSize: world, Worker: shard, Tokens: tokens(16*chunks, 1), End: 16 * chunks, RequestID: request, Readers: 1}
+}
+
+// put stores a prompt's chunks of one shard and returns how many were new.
+func (d *desk) put(id int64, k *lmcache.Key) int {
+	d.t.Helper()
+	p, err := lmcache.DecodePrepareStore(d.ask(lmcache.OpPrepareStore, k.Append(nil), lmcache.AppendInt(nil, id)))
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	if len(p.Slots) == 0 {
+		return 0
+	}
+	ok, err := lmcache.DecodeBool(d.ask(lmcache.OpCommitStore, k.Append(nil), lmcache.AppendInt(nil, id), lmcache.AppendBytes(nil, nil)))
+	if err != nil || !ok {
+		d.t.Fatalf("commit: %v, %v", ok, err)
+	}
+	return len(p.Slots)
+}
+
+// hit looks a prompt up and returns the chunks that hit; the session stays open.
+func (d *desk) hit(world, chunks int, request string) int {
+	d.t.Helper()
+	k := deskKey(world, lmcache.AllWorkers, chunks, request)
+	d.ask(lmcache.OpLookup, k.Append(nil), lmcache.AppendInt(nil, 1))
+	n, err := lmcache.DecodeInt(d.ask(lmcache.OpQueryPrefetchStatus, lmcache.AppendString(nil, request)))
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	return int(n)
+}
+
+func (d *desk) loads(id int64, world, shard, chunks int, request string) bool {
+	d.t.Helper()
+	k := deskKey(world, shard, chunks, request).Append(nil)
+	p, err := lmcache.DecodePrepareRetrieve(d.ask(lmcache.OpPrepareRetrieve, k, lmcache.AppendInt(nil, id)))
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	d.ask(lmcache.OpCommitRetrieve, k, lmcache.AppendInt(nil, id))
+	return p.Success && len(p.Slots) == chunks
+}
+
+// Stages of a pipeline hold unlike numbers of layers under one model name. Each
+// shard is looked up in its own worker's layout: in one life, over a restart, and
+// for the workers of an engine that was started anew.
+func TestStagesOfUnequalDepthHit(t *testing.T) {
+	d := newDesk(t, server.Options{})
+	d.register(1, 2, 4)
+	d.register(2, 2, 3)
+	for shard := range 2 {
+		if n := d.put(int64(1+shard), deskKey(2, shard, 2, "a")); n != 2 {
+			t.Fatalf("shard %d: %d chunks stored", shard, n)
+		}
+	}
+	check := func(when, request string, first int64) {
+		t.Helper()
+		if n := d.hit(2, 2, request); n != 2 {
+			t.Fatalf("%s: %d chunks hit, want 2\n%s", when, n, d.log)
+		}
+		for shard := range 2 {
+			if !d.loads(first+int64(shard), 2, shard, 2, request) {
+				t.Errorf("%s: shard %d cannot be loaded", when, shard)
+			}
+		}
+	}
+	check("same life", "b", 1)
+	d.restart()
+	check("server restarted", "c", 1)
+	for id := range int64(2) { // the engine ends
+		d.ask(lmcache.OpUnregisterEngineDriven, lmcache.AppendInt(nil, 1+id))
+	}
+	d.register(11, 2, 4)
+	d.register(12, 2, 3)
+	check("engine restarted", "d", 11)
+	d.register(22, 2, 3) // a second engine, last stage first
+	d.register(21, 2, 4)
+	check("second engine", "e", 21)
+	check("first engine beside it", "f", 11)
+}
+
+// Of two engines with unlike layouts lookups follow the one that registered later,
+// also after a restart of the server, in whatever order they transfer.
+func TestLookupsFollowTheNewerLayout(t *testing.T) {
+	d := newDesk(t, server.Options{})
+	d.register(1, 1, 4)
+	d.put(1, deskKey(1, 0, 2, "a"))
+	if n := d.hit(1, 2, "b"); n != 2 {
+		t.Fatalf("%d chunks hit", n)
+	}
+	d.register(2, 1, 3)
+	none := func(when string) {
+		t.Helper()
+		if n := d.hit(1, 2, "c"+when); n != 0 {
+			t.Fatalf("%s: %d chunks of the older layout hit", when, n)
+		}
+	}
+	none("registered")
+	d.put(1, deskKey(1, 0, 3, "d"))
+	none("the older one stored")
+	for i := range 20 {
+		d.restart()
+		none(fmt.Sprint("restart ", i))
+	}
+	d.put(2, deskKey(1, 0, 1, "e"))
+	d.put(1, deskKey(1, 0, 4, "f"))
+	if n := d.hit(1, 2, "g"); n != 1 {
+		t.Fatalf("%d chunks of the newer layout hit, want 1", n)
+	}
+	d.ask(lmcache.OpUnregisterEngineDriven, lmcache.AppendInt(nil, 2))
+	if n := d.hit(1, 2, "h"); n != 2 {
+		t.Fatalf("only the older one is left: %d chunks hit, want 2", n)
+	}
+}
+
+// A worker that was dropped is told so by its next ping, each time: that is when
+// stock workers register again.
+func TestEveryDropIsToldToTheWorker(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDesk(t, server.Options{WorkerReap: 5 * time.Second})
+		for drop := range 3 {
+			d.register(7, 1, 4)
+			if !d.ping(7) {
+				t.Fatal("a registered worker's ping")
+			}
+			for range 7 {
+				time.Sleep(time.Second)
+				d.Tick(time.Now())
+			}
+			if d.ping(7) {
+				t.Fatalf("drop %d: the ping of a dropped worker was answered true", drop)
+			}
+			if !d.ping(7) {
+				t.Fatal("the second ping must be true: the worker registers then")
+			}
+		}
+		d.pool.Cold = true
+		d.restart()
+		if d.ping(7) {
+			t.Error("a cold restart: the ping of an unknown worker was answered true")
+		}
+	})
+}
+
+// A server that stood still, or whose wall clock jumped, holds that against no
+// worker.
+func TestStandingStillDropsNobody(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDesk(t, server.Options{WorkerReap: 5 * time.Second, RegistrationGrace: 5 * time.Second})
+		d.register(7, 1, 4)
+		d.register(8, 1, 4)
+		d.ping(7)
+		d.Tick(time.Now())
+		time.Sleep(time.Hour)
+		d.Tick(time.Now())
+		for range 4 {
+			time.Sleep(time.Second)
+			d.Tick(time.Now())
+		}
+		if n := d.put(8, deskKey(1, 0, 1, "a")); n != 1 {
+			t.Fatalf("the worker was dropped: %s", d.log)
+		}
+		for range 3 {
+			time.Sleep(time.Second)
+			d.Tick(time.Now())
+		}
+		if d.ping(7) {
+			t.Error("a worker that says nothing for its whole period is not dropped")
+		}
+	})
+}
+
+// Two workers whose groups hold other layers, or the same in another order, share
+// no chunk.
+func TestLayersArePartOfTheLayout(t *testing.T) {
+	group := func(layers ...int) lmcache.EngineGroup { return lmcache.EngineGroup{Layers: layers, WindowTokens: -1} }
+	window := func(layers ...int) lmcache.EngineGroup {
+		return lmcache.EngineGroup{Layers: layers, WindowTokens: 32}
+	}
+	f := func(name string, same bool, a, b []lmcache.EngineGroup) {
+		t.Helper()
+		for _, separate := range []bool{false, true} {
+			n := startDriven(t, t.TempDir(), "pool", server.Options{SeparateGroups: separate})
+			x, y := n.newEngine(a...), n.newEngine(b...)
+			x.register()
+			if got := x.storeBlocks(tokens(32, 1), 0, 32, slices.Repeat([][]int{span(1, 2)}, len(a))...); !got.OK {
+				t.Fatalf("%s: %+v\n%s", name, got, n.log)
+			}
+			y.register()
+			if got := y.lookup(tokens(32, 1), "r") == 32/drivenChunk; got != same {
+				t.Errorf("%s (separate groups %v): the other worker's chunk is a hit: %v", name, separate, got)
+			}
+			n.stop()
+		}
+	}
+	f("equal", true, []lmcache.EngineGroup{group(0, 2), window(1, 3)}, []lmcache.EngineGroup{group(0, 2), window(1, 3)})
+	f("other layers", false, []lmcache.EngineGroup{group(0, 2), window(1, 3)}, []lmcache.EngineGroup{group(0, 1), window(2, 3)})
+	f("other order", false, []lmcache.EngineGroup{group(0, 1, 2, 3)}, []lmcache.EngineGroup{group(1, 0, 2, 3)})
+	f("all in order", true, []lmcache.EngineGroup{group(0, 1)}, nil)
+	f("swapped groups", false, []lmcache.EngineGroup{group(0, 1), group(2, 3)}, []lmcache.EngineGroup{group(2, 3), group(0, 1)})
+}
