@@ -52,7 +52,7 @@ stop_servers() {
 		done
 	done
 	for pid in $ports; do
-		rm -f "/dev/shm/lmcache_l1_pool_kvasir_$pid" "/dev/shm/lmcache_l1_pool_kvasir_$pid".*
+		rm -f "/dev/shm/lmcache_l1_pool_kvasir_${pid}_"*
 	done
 	servers= ports=
 	rm -f "$work"/*.pid

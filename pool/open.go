@@ -5,7 +5,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"slices"
@@ -51,15 +50,42 @@ func Open(o Options) (*Pool, error) {
 	if err != nil {
 		return nil, err
 	}
-	index, err := shm.Attach(path + IndexSuffix)
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		if _, err := os.Lstat(path); err == nil {
-			return nil, fmt.Errorf("%w: %s", ErrForeign, path)
+	for wait := time.Duration(0); ; wait += startStep {
+		p, err := open(path, o, wait < startWait)
+		if !errors.Is(err, errStarting) {
+			return p, err
+		}
+		time.Sleep(startStep)
+	}
+}
+
+// A server that makes a pool gives its index a size microseconds after its name.
+const (
+	startStep = 10 * time.Millisecond
+	startWait = 300 * time.Millisecond
+)
+
+// errStarting means that another process may be making the pool now.
+var errStarting = errors.New("pool: an index without a size")
+
+// open is one try. With patient, an index without a size is errStarting; else it is
+// one whose server was killed.
+func open(path string, o Options, patient bool) (*Pool, error) {
+	index, err := shm.AttachIf(path+IndexSuffix, shm.Ours)
+	if errors.Is(err, fs.ErrNotExist) {
+		if _, err := os.Lstat(path); err == nil && !o.Cold {
+			return nil, fmt.Errorf("%w: %s", cmp.Or(foreign(path), ErrForeign), path)
+		}
+	} else if err != nil {
+		if err := unusable(path, o, patient, err); err != nil {
+			return nil, err
+		}
+	}
+	if err != nil {
+		if err := discard(path, o.Name); err != nil {
+			return nil, err
 		}
 		return create(path, o)
-	case err != nil:
-		return nil, fmt.Errorf("%w: %s: %w", ErrForeign, path+IndexSuffix, err)
 	}
 	p, err := reopen(path, index, o)
 	if p == nil {
@@ -75,32 +101,32 @@ func Open(o Options) (*Pool, error) {
 // to go on with, and what there was is removed.
 func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 	h, herr := readHeader(index)
-	if errors.Is(herr, ErrIndex) {
+	if errors.Is(herr, ErrIndex) && !o.Cold {
 		return nil, fmt.Errorf("%w: %s: %w", ErrForeign, path+IndexSuffix, herr)
 	}
-	if err := lockAfter(index, h.pid); err != nil || !index.Exists() {
+	if err := lockAfter(index.Lock, h.pid); err != nil || !index.Exists() {
 		return nil, fmt.Errorf("%w: process %d serves %s", ErrInUse, h.pid, path)
 	}
 	if o.Cold || errors.Is(herr, errUnfinished) {
-		return nil, discard(path, index)
+		return nil, discard(path, o.Name)
 	}
 	if herr != nil {
 		return nil, fmt.Errorf("%s: %w", path, herr)
 	}
-	if h.opts.Bytes != o.Bytes || h.opts.Align != o.Align || h.opts.ChunkTokens != o.ChunkTokens {
-		return nil, fmt.Errorf("%s: %w: it has %d bytes, alignment %d, %d tokens per chunk; asked for are %d, %d, %d",
-			path, ErrChanged, h.opts.Bytes, h.opts.Align, h.opts.ChunkTokens, o.Bytes, o.Align, o.ChunkTokens)
+	if d := differences(&h.opts, &o); d != "" {
+		return nil, fmt.Errorf("%s: %w: %s", path, ErrChanged, d)
 	}
-	segment, err := shm.Attach(path)
+	segment, err := shm.AttachIf(path, shm.Ours)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, discard(path, index)
+		return nil, discard(path, o.Name)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("attach pool: %w", err)
+		return nil, fmt.Errorf("%w: %w", cmp.Or(foreign(path), ErrForeign), err)
 	}
 	if segment.Inode() != h.inode || segment.Len() != h.opts.Bytes {
 		return nil, errors.Join(fmt.Errorf("%w: %s is not the file of its index", ErrForeign, path), segment.Close())
 	}
+	shm.RemoveUnfinished(path + NoteSuffix)
 	p := &Pool{opts: o, segment: segment, index: index, records: int(h.records), arena: arena.New(o.Bytes, o.Align)}
 	if err := p.restore(); err != nil {
 		return nil, errors.Join(fmt.Errorf("%s: %w", path, err), segment.Close())
@@ -112,10 +138,10 @@ func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 // lockAfter takes the lock of an index that process pid served. A killed process
 // keeps its locks until the kernel has taken it apart, some milliseconds to
 // seconds with a large mapping, and nothing tells when it has.
-func lockAfter(index *shm.Segment, pid int) error {
+func lockAfter(lock func() error, pid int) error {
 	const step = 10 * time.Millisecond
 	for wait := time.Duration(0); ; wait += step {
-		err := index.Lock()
+		err := lock()
 		if !errors.Is(err, shm.ErrLocked) || wait >= 5*time.Second || wait >= 100*time.Millisecond && lives(pid) {
 			return err
 		}
@@ -133,21 +159,12 @@ func lives(pid int) bool {
 	return len(after) > 0 && after[0] != 'Z' && after[0] != 'X'
 }
 
-// discard removes a pool whose lock is held.
-func discard(path string, index *shm.Segment) error {
-	for _, p := range []string{path, path + NoteSuffix} {
-		if err := os.Remove(p); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("remove the pool of an earlier server: %w", err)
-		}
-	}
-	return index.Unlink()
-}
-
 func create(path string, o Options) (*Pool, error) {
-	if free, err := shm.Free(cmp.Or(o.Dir, shm.Dir)); err == nil && free < o.Bytes {
-		return nil, fmt.Errorf("%w: the pool takes %d bytes, %s has %d free", ErrNoSpace, o.Bytes, cmp.Or(o.Dir, shm.Dir), free)
-	}
 	records := min(o.Bytes/o.Align, maxRecords)
+	need := o.Bytes + headerBytes + records*recordBytes
+	if free, err := shm.Free(cmp.Or(o.Dir, shm.Dir)); err == nil && free < need {
+		return nil, fmt.Errorf("%w: the pool and its index take %d bytes, %s has %d free", ErrNoSpace, need, cmp.Or(o.Dir, shm.Dir), free)
+	}
 	index, err := shm.Create(path+IndexSuffix, headerBytes+records*recordBytes)
 	if errors.Is(err, fs.ErrExist) {
 		return nil, fmt.Errorf("%w: another server is starting with %s", ErrInUse, path)
@@ -161,6 +178,9 @@ func create(path string, o Options) (*Pool, error) {
 	segment, err := shm.Create(path, o.Bytes)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("create pool: %w", err), index.Unlink(), index.Close())
+	}
+	if err := index.Populate(0, headerBytes, false); err != nil && !errors.Is(err, unix.EINVAL) { // kernels before 5.14 cannot say
+		return nil, errors.Join(fmt.Errorf("%w: %w", ErrNoSpace, err), segment.Unlink(), index.Unlink(), segment.Close(), index.Close())
 	}
 	writeHeader(index, o, records, segment.Inode())
 	return &Pool{
@@ -231,37 +251,3 @@ func (p *Pool) restore() error {
 
 // Restored returns what Open found.
 func (p *Pool) Restored() Restored { return p.restored }
-
-func (p *Pool) notePath() string {
-	path, err := shm.Path(p.opts.Dir, p.opts.Name)
-	if err != nil {
-		return ""
-	}
-	return path + NoteSuffix
-}
-
-// maxNote bounds a note.
-const maxNote = 16 << 20
-
-// SetNote keeps b beside the pool, for its owner after a restart. The old note or
-// the new one is there at any moment.
-func (p *Pool) SetNote(b []byte) error {
-	tmp := p.notePath() + ".new"
-	if err := os.WriteFile(tmp, b, 0o600); err != nil {
-		return fmt.Errorf("keep note: %w", err)
-	}
-	return os.Rename(tmp, p.notePath())
-}
-
-// Note returns what SetNote kept last, nil when there is nothing.
-func (p *Pool) Note() ([]byte, error) {
-	f, err := os.Open(p.notePath())
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	return io.ReadAll(io.LimitReader(f, maxNote))
-}

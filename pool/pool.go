@@ -328,13 +328,12 @@ func (p *Pool) Close() error {
 
 // Remove removes the pool's files. Clients that map it keep their mapping.
 func (p *Pool) Remove() error {
-	err := errors.Join(p.segment.Unlink(), p.index.Unlink())
-	if note := p.notePath(); note != "" {
-		if rerr := os.Remove(note); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
-			err = errors.Join(err, rerr)
-		}
+	err := p.segment.Unlink()
+	if rerr := os.Remove(p.notePath()); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
+		err = errors.Join(err, rerr)
 	}
-	return err
+	shm.RemoveUnfinished(p.notePath())
+	return errors.Join(err, p.index.Unlink())
 }
 
 // Stamp notes that a slot was used later than all others, for the order after a

@@ -85,50 +85,6 @@ func AttachIf(path string, ok func(File) error) (*Segment, error) {
 	return mapFile(path, f, ok)
 }
 
-// File is what is known of a segment's file.
-type File struct {
-	UID   int    // of its owner
-	Perm  uint32 // permission bits
-	Links int    // names that lead to it
-	Inode uint64
-	Bytes int64
-}
-
-// ErrNotOurs means that a file does not belong to this process's user alone.
-var ErrNotOurs = errors.New("shm: the file is not this user's alone")
-
-// Ours is an AttachIf condition: the file is this user's, nobody else may open it,
-// and it has one name. In a folder that everybody may write to anybody can have
-// made a file of any name.
-func Ours(f File) error {
-	switch {
-	case f.UID != os.Geteuid():
-		return fmt.Errorf("%w: it belongs to uid %d, this process is uid %d", ErrNotOurs, f.UID, os.Geteuid())
-	case f.Perm&0o077 != 0:
-		return fmt.Errorf("%w: its mode is %04o, not 0600", ErrNotOurs, f.Perm)
-	case f.Links != 1:
-		return fmt.Errorf("%w: it has %d names", ErrNotOurs, f.Links)
-	}
-	return nil
-}
-
-// Stat returns what is known of the regular file that path leads to, without
-// following a symbolic link.
-func Stat(path string) (File, error) {
-	var st unix.Stat_t
-	if err := unix.Lstat(path, &st); err != nil {
-		return File{}, &fs.PathError{Op: "stat", Path: path, Err: err}
-	}
-	if st.Mode&unix.S_IFMT != unix.S_IFREG {
-		return File{}, fmt.Errorf("stat %s: not a regular file (mode %o)", path, st.Mode)
-	}
-	return fileOf(&st), nil
-}
-
-func fileOf(st *unix.Stat_t) File {
-	return File{UID: int(st.Uid), Perm: st.Mode & 0o7777, Links: int(st.Nlink), Inode: st.Ino, Bytes: st.Size}
-}
-
 func mapFile(path string, f *os.File, ok func(File) error) (*Segment, error) {
 	var st unix.Stat_t
 	err := unix.Fstat(int(f.Fd()), &st)

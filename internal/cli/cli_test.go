@@ -121,7 +121,11 @@ func TestServerLife(t *testing.T) {
 		t.Fatalf("%v, %v", r, err)
 	}
 	r.Body.Close()
-	pool := filepath.Join("/dev/shm", fmt.Sprintf("lmcache_l1_pool_kvasir_%d", s.port))
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		t.Fatal(err)
+	}
+	pool := filepath.Join("/dev/shm", fmt.Sprintf("lmcache_l1_pool_kvasir_%d_%s", s.port, boot[:8]))
 	if _, err := os.Stat(pool); err != nil {
 		t.Fatal(err)
 	}
@@ -135,7 +139,7 @@ func TestServerLife(t *testing.T) {
 	port, web := fmt.Sprint(freePort(t)), fmt.Sprint(freePort(t))
 	f("choose another --port", "--port", fmt.Sprint(s.port), "--shm-name", "other", "--http-port", web)
 	f("choose another --http-port", "--port", port, "--http-port", fmt.Sprint(s.http))
-	f("choose another --shm-name", "--port", port, "--http-port", web, "--shm-name", fmt.Sprintf("kvasir_%d", s.port))
+	f("choose another --shm-name", "--port", port, "--http-port", web, "--shm-name", filepath.Base(pool))
 
 	if err := s.cmd.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
@@ -147,12 +151,22 @@ func TestServerLife(t *testing.T) {
 	again := []string{"--port", fmt.Sprint(s.port), "--http-port", fmt.Sprint(s.http)}
 	f("--cold to discard it", append(again, "--l1-align-bytes", "8192")...)
 	f("--cold to discard it", append(again, "--chunk-size", "128")...)
-	if code, _, stderr := run(t, append([]string{"server", "--l1-size-gb", "0.01", "--drop"}, again...)...); code != 0 {
-		t.Errorf("--drop: exit %d\n%s", code, stderr)
+	drop := func(want string) {
+		t.Helper()
+		code, _, stderr := run(t, append([]string{"server", "--l1-size-gb", "0.02", "--drop"}, again...)...)
+		if code != 0 || !strings.Contains(stderr, want) {
+			t.Errorf("--drop: exit %d, want %q\n%s", code, want, stderr)
+		}
+		if left, _ := filepath.Glob(pool + "*"); len(left) != 0 {
+			t.Errorf("left behind: %v", left)
+		}
 	}
-	if left, _ := filepath.Glob(pool + "*"); len(left) != 0 {
-		t.Errorf("left behind: %v", left)
+	if err := os.WriteFile(pool+".kvasir", []byte("damaged"), 0o600); err != nil {
+		t.Fatal(err)
 	}
+	f("--cold to discard it", again...)
+	drop("removed " + pool)
+	drop("nothing to remove: there is no " + pool)
 }
 
 func TestIgnoredFlagsAreNamed(t *testing.T) {
@@ -194,7 +208,7 @@ func TestBadCommandLines(t *testing.T) {
 	f(2, "--l1-size-gb", "server", "--l1-size-gb", "NaN")
 	f(2, "--l1-size-gb", "server", "--l1-size-gb", "-1")
 	f(2, "--l1-align-bytes", "server", "--l1-align-bytes", "1000")
-	f(1, "enlarge /dev/shm", "server", "--l1-size-gb", "1000000")
+	f(1, "enlarge /dev/shm", "server", "--l1-size-gb", "1000000", "--shm-name", foreign+"_large")
 	f(1, "remove the file if nothing uses it", "server", "--l1-size-gb", "0.01", "--shm-name", foreign)
 	f(1, "no such file", "demo", "--trace", filepath.Join(dir, "absent"))
 	f(1, "line 1: 1 hash_ids for input_length 600", "demo", "--trace", trace)

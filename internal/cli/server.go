@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -16,6 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -28,7 +31,7 @@ type serverCmd struct {
 	HTTPPort  int      `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
 	L1SizeGB  float64  `name:"l1-size-gb" help:"Pool size in GiB." default:"4" group:"Pool"`
 	ChunkSize int      `help:"Tokens per chunk; a multiple of the engine's block size." default:"256" group:"Pool"`
-	ShmName   string   `help:"Name of the pool under /dev/shm; lmcache_l1_pool_ is put before it when missing. Default: derived from the port." group:"Pool"`
+	ShmName   string   `help:"Name of the pool under /dev/shm; lmcache_l1_pool_ is put before it when missing. Default: kvasir_PORT_BOOT, where BOOT is the same until this host starts again, and another on other hosts." group:"Pool"`
 	Align     int64    `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two." default:"4096" group:"Pool"`
 	Cold      bool     `help:"Start empty: discard the pool that an earlier server left." group:"Pool"`
 	Drop      bool     `help:"Remove the pool that an earlier server left, and end." group:"Pool"`
@@ -80,12 +83,26 @@ const lmcachePrefix = "lmcache_l1_pool_"
 func (c *serverCmd) poolName() string {
 	name := strings.TrimPrefix(c.ShmName, "/")
 	if name == "" {
-		name = fmt.Sprintf("kvasir_%d", c.Port)
+		name = fmt.Sprintf("kvasir_%d_%s", c.Port, bootMark())
 	}
 	if !strings.HasPrefix(name, lmcachePrefix) {
 		name = lmcachePrefix + name
 	}
 	return name
+}
+
+// bootMark is 8 hexadecimal digits that are the same on this host until it starts
+// again, and others elsewhere: a worker that is told of a pool of another host must
+// not find one of that name on its own.
+func bootMark() string {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if id := strings.TrimSpace(string(b)); err == nil && len(id) >= 8 {
+		return id[:8]
+	}
+	host, _ := os.Hostname()
+	h := fnv.New32a()
+	_, _ = h.Write([]byte(host))
+	return fmt.Sprintf("%08x", h.Sum32())
 }
 
 // check refuses what cannot work, with what to do about it.
@@ -166,15 +183,14 @@ func (c *serverCmd) Run(e *env) error {
 	if c.Eviction != "LRU" {
 		e.log.Warn(fmt.Sprintf("--eviction-policy %s is not available: LRU by bytes is used", c.Eviction))
 	}
+	if c.Drop {
+		return c.drop(e)
+	}
 	p, err := pool.Open(pool.Options{
-		Name: c.poolName(), Bytes: int64(c.L1SizeGB * (1 << 30)), Align: c.Align, ChunkTokens: c.ChunkSize, Cold: c.Cold || c.Drop,
+		Name: c.poolName(), Bytes: int64(c.L1SizeGB * (1 << 30)), Align: c.Align, ChunkTokens: c.ChunkSize, Cold: c.Cold,
 	})
 	if err != nil {
 		return c.explain(err)
-	}
-	if c.Drop {
-		e.log.Info(fmt.Sprintf("removed /dev/shm/%s", c.poolName()))
-		return errors.Join(p.Remove(), p.Close())
 	}
 	st := store.New(p, store.Options{Quarantine: seconds(c.Hold), SessionIdle: seconds(c.Session), Checksums: c.Checksum > 0})
 	srv := server.New(st, server.Options{
@@ -188,6 +204,20 @@ func (c *serverCmd) Run(e *env) error {
 		err = errors.Join(err, st.Remove()) // a start that failed leaves nothing behind
 	}
 	return errors.Join(err, st.Close())
+}
+
+// drop removes the pool, whatever state it is in.
+func (c *serverCmd) drop(e *env) error {
+	taken, err := pool.Drop("", c.poolName())
+	switch {
+	case errors.Is(err, pool.ErrNothing):
+		e.log.Info(fmt.Sprintf("nothing to remove: there is no /dev/shm/%s", c.poolName()))
+		return nil
+	case err != nil:
+		return c.explain(err)
+	}
+	e.log.Info(fmt.Sprintf("removed /dev/shm/%s: %s come back when no engine maps it any more", c.poolName(), kv.FormatBytes(taken)))
+	return nil
 }
 
 // serve listens, works and, at a signal, drains.
@@ -256,6 +286,10 @@ func (c *serverCmd) explain(err error) error {
 		return fmt.Errorf("%w: choose another --shm-name or --port, or stop that server", err)
 	case errors.Is(err, pool.ErrChanged):
 		return fmt.Errorf("%w: start with the old flags, or with --cold to discard it", err)
+	case errors.Is(err, pool.ErrOwner):
+		return fmt.Errorf("%w: run as that user, or choose another --shm-name", err)
+	case errors.Is(err, pool.ErrIndex), errors.Is(err, shm.ErrNotOurs):
+		return fmt.Errorf("%w: start with --cold to discard it, or remove it with --drop", err)
 	case errors.Is(err, pool.ErrForeign):
 		return fmt.Errorf("%w: choose another --shm-name, or remove the file if nothing uses it", err)
 	case errors.Is(err, pool.ErrNoSpace):
