@@ -106,8 +106,8 @@ type Receiver struct {
 		clients map[string]*bootstrap.Client // by address
 		engines map[Source]bootstrap.Engine
 		known   map[string]uint64 // P worker → id of the layout that it has kept
+		kvasir  map[string]bool   // P workers that are Kvasir
 		active  map[string]*receiving
-		talks   map[*talk]struct{}
 		results Results
 	}
 	stats receiverStats
@@ -119,7 +119,7 @@ type ReceiverStats struct {
 	Windows      int64 // publications of the memory now; more than one after failures
 	Received     int64 // requests
 	Released     int64 // requests pulled without blocks, so that P frees its own
-	Failed       int64
+	Failed       int64 // aborted ones from the moment of the abort
 	Fenced       int64 // requests whose blocks were fenced
 	Cut          int64 // connections cut by fences
 	Resent       int64 // pulls sent again after the side channel broke
@@ -147,16 +147,37 @@ type Results struct {
 
 // receiving is one request being pulled.
 type receiving struct {
-	id      string
-	want    Wanted
-	window  *window
-	aborted atomic.Bool
-	done    chan struct{} // closed when settled
+	key    string // in Receiver.mu.active
+	id     string // as P hears it
+	want   Wanted
+	from   Source
+	group  *group // those it was started with
+	ctx    context.Context
+	giveUp context.CancelCauseFunc // ends ctx: aborted, or its window goes
+	done   chan struct{}           // closed when settled
 
 	// Guarded by Receiver.mu.
-	left    int   // P workers that have not answered
-	err     error // the first failure; read freely after done
-	suspect bool  // a P may still write into the blocks
+	window  *window // nil: no P was asked yet
+	left    int     // P workers that have not answered
+	err     error   // the first failure; read freely after done
+	suspect bool    // a P may still write into the blocks
+	filled  bool    // every P worker said that it has pushed
+	settled bool    // somebody settles it
+	counted bool    // as failed
+}
+
+// group are requests that were started together. Its context ends with the last.
+type group struct {
+	left   int // not settled; guarded by Receiver.mu
+	cancel context.CancelFunc
+}
+
+// gaveUp returns why D does not want the request any more, or nil.
+func (q *receiving) gaveUp() error {
+	if q.ctx.Err() == nil {
+		return nil
+	}
+	return context.Cause(q.ctx)
 }
 
 // NewReceiver returns a Receiver for the engine's memory, which is published at
@@ -184,15 +205,16 @@ func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
 	o.Attempts = cmp.Or(o.Attempts, 3)
 	r := &Receiver{
 		o: o, cache: cache, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)), host: host,
-		windows: newWindows(cache, o.Target.Table()), sockets: newSockets(cmp.Or(o.MaxIdle, 8)),
+		sockets: newSockets(cmp.Or(o.MaxIdle, 8)),
 	}
+	r.windows = newWindows(cache, o.Target.Table(), o.FenceTimeout, &r.wg)
 	r.port, _ = strconv.Atoi(port) // from a listener
 	r.ctx, r.cancel = context.WithCancel(context.Background())
 	r.mu.clients = make(map[string]*bootstrap.Client)
 	r.mu.engines = make(map[Source]bootstrap.Engine)
 	r.mu.known = make(map[string]uint64)
 	r.mu.active = make(map[string]*receiving)
-	r.mu.talks = make(map[*talk]struct{})
+	r.mu.kvasir = make(map[string]bool)
 	return r, nil
 }
 
@@ -223,7 +245,7 @@ func (r *Receiver) Apply(m *Metadata) error {
 // names the requests that cannot be pulled; the others are. Results has them, too,
 // but for those that are being pulled already.
 func (r *Receiver) Start(from Source, wanted map[string]Wanted) error {
-	_, err := r.start(from, wanted)
+	_, err := r.start(from, wanted, "")
 	return err
 }
 
@@ -231,10 +253,10 @@ func (r *Receiver) Start(from Source, wanted map[string]Wanted) error {
 // KV has arrived. Results lists the requests as well. When ctx ends first, they
 // are aborted.
 func (r *Receiver) Pull(ctx context.Context, from Source, wanted map[string]Wanted) (map[string]error, error) {
-	list, err := r.start(from, wanted)
+	list, err := r.start(from, wanted, "")
 	if err != nil {
 		for _, q := range list {
-			r.Abort(q.id)
+			r.abort(q)
 		}
 		return nil, err
 	}
@@ -244,7 +266,7 @@ func (r *Receiver) Pull(ctx context.Context, from Source, wanted map[string]Want
 		case <-q.done:
 		case <-ctx.Done():
 			for _, q := range list {
-				r.Abort(q.id)
+				r.abort(q)
 			}
 			<-q.done
 		}
@@ -255,16 +277,22 @@ func (r *Receiver) Pull(ctx context.Context, from Source, wanted map[string]Want
 	return failed, nil
 }
 
-// start registers the requests and pulls them in the background.
-func (r *Receiver) start(from Source, wanted map[string]Wanted) (list []*receiving, err error) {
+// start registers the requests, under their ids and suffix, and pulls them in the
+// background.
+func (r *Receiver) start(from Source, wanted map[string]Wanted, suffix string) (list []*receiving, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.mu.closed {
 		return nil, errReceiverClosed
 	}
+	ctx, cancel := context.WithTimeoutCause(r.ctx, r.o.Timeout, ErrTimeout)
+	g := &group{cancel: cancel}
 	for id, w := range wanted {
-		q := &receiving{id: id, want: w, done: make(chan struct{})}
-		if r.mu.active[id] != nil {
+		q := &receiving{key: id + suffix, id: id + suffix, want: w, from: from, group: g, done: make(chan struct{})}
+		if from.v1() {
+			q.id = id // P knows the request by no other name
+		}
+		if r.mu.active[q.key] != nil {
 			err = errors.Join(err, refusef(CodeBusy, "request %s is being pulled already", id))
 			continue
 		}
@@ -273,12 +301,15 @@ func (r *Receiver) start(from Source, wanted map[string]Wanted) (list []*receivi
 			r.reportLocked(q)
 			continue
 		}
-		r.mu.active[id] = q
+		q.ctx, q.giveUp = context.WithCancelCause(context.Background())
+		r.mu.active[q.key] = q
 		list = append(list, q)
 	}
-	if len(list) > 0 {
-		r.wg.Go(func() { r.run(from, list) })
+	if g.left = len(list); g.left == 0 {
+		cancel()
+		return nil, err
 	}
+	r.wg.Go(func() { r.run(ctx, from, list) })
 	return list, err
 }
 
@@ -303,15 +334,35 @@ func (r *Receiver) checkBlocks(blocks [][]int) error {
 	return nil
 }
 
-// Abort gives a request up. Its result comes when its blocks are fenced.
+// Abort gives a request up. Its result comes when its blocks are fenced. A stock P
+// fails every request that it pushes together with one whose blocks are closed: there
+// the blocks stay open, and the result waits, until P has answered or the rest of
+// the pull has ended.
 func (r *Receiver) Abort(request string) {
 	r.mu.Lock()
-	defer r.mu.Unlock()
-	if q := r.mu.active[request]; q != nil {
-		q.aborted.Store(true)
-		for t := range r.mu.talks {
-			t.poke()
-		}
+	q := r.mu.active[request]
+	r.mu.Unlock()
+	if q != nil {
+		r.abort(q)
+	}
+}
+
+// abort gives q up. Its conversations hear of it; if there is none yet, it ends here.
+func (r *Receiver) abort(q *receiving) {
+	q.giveUp(ErrAborted)
+	r.mu.Lock()
+	early := q.window == nil && !q.settled
+	if !q.settled && !q.counted {
+		q.counted = true
+		r.stats.failed.Add(1)
+	}
+	if early {
+		q.settled, q.err = true, ErrAborted
+	}
+	r.mu.Unlock()
+	if early {
+		r.settle(q)
+		r.letGo(q)
 	}
 }
 
@@ -350,8 +401,6 @@ func (r *Receiver) Close() error {
 	for _, c := range clients {
 		_ = c.Close() // always nil
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), r.o.FenceTimeout)
-	defer cancel()
-	r.windows.close(ctx)
+	r.windows.close()
 	return nil
 }

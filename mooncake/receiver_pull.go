@@ -14,29 +14,38 @@ import (
 )
 
 // run pulls a list of requests of one engine and returns when all are settled.
-func (r *Receiver) run(from Source, list []*receiving) {
-	ctx, cancel := context.WithTimeoutCause(r.ctx, r.o.Timeout, ErrTimeout)
-	defer cancel()
+func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
+	defer func() {
+		for _, q := range list {
+			<-q.done
+		}
+	}()
 	addrs, err := r.workers(ctx, from)
 	if err != nil {
-		r.each(list, err)
+		r.each(list, cause(ctx, err))
 		return
 	}
-	w, err := r.windows.use(len(list))
+	w, err := r.windows.use(ctx, from, list)
 	if err != nil {
 		r.each(list, err)
 		return
 	}
 	r.mu.Lock()
+	asked := make([]*receiving, 0, len(list))
 	for _, q := range list {
-		q.window, q.left = w, len(addrs)
+		if !q.settled {
+			q.window, q.left = w, len(addrs)
+			asked = append(asked, q)
+		}
 	}
 	r.mu.Unlock()
-	for _, addr := range addrs {
-		r.wg.Go(func() { r.ask(ctx, from, addr, w, list) })
-	}
 	for _, q := range list {
-		<-q.done // keeps ctx
+		if q.window == nil { // aborted meanwhile
+			r.windows.release(w, q)
+		}
+	}
+	for _, addr := range addrs {
+		r.wg.Go(func() { r.ask(ctx, from, addr, w, asked) })
 	}
 }
 
@@ -44,9 +53,14 @@ func (r *Receiver) run(from Source, list []*receiving) {
 func (r *Receiver) each(list []*receiving, err error) {
 	for _, q := range list {
 		r.mu.Lock()
-		q.err, q.left = err, 0
+		mine := !q.settled
+		if mine {
+			q.settled, q.err = true, err
+		}
 		r.mu.Unlock()
-		r.settle(q)
+		if mine {
+			r.settle(q)
+		}
 	}
 }
 
@@ -152,6 +166,7 @@ type talk struct {
 	left    map[string]*receiving // not answered
 	unknown map[string]bool       // of them, those P has not heard of
 	wake    chan struct{}
+	kvasir  bool // P is Kvasir: it answers each request by itself
 	sent    bool // P may have read the pull
 	resent  bool // an earlier connection may have carried it, too
 	full    bool // send regions even if P should know them
@@ -175,12 +190,12 @@ func (r *Receiver) ask(ctx context.Context, from Source, addr string, w *window,
 		t.left[q.id] = q
 	}
 	r.mu.Lock()
-	r.mu.talks[t] = struct{}{}
+	t.kvasir = r.mu.kvasir[addr]
 	r.mu.Unlock()
+	for _, q := range list {
+		defer context.AfterFunc(q.ctx, t.poke)()
+	}
 	t.run(ctx)
-	r.mu.Lock()
-	delete(r.mu.talks, t)
-	r.mu.Unlock()
 }
 
 func (t *talk) run(ctx context.Context) {
@@ -241,7 +256,7 @@ func (t *talk) once(ctx context.Context) error {
 // converse returns nil when nothing is left to ask; ended says that P has ended the
 // pull too, so that the socket can serve the next one.
 func (t *talk) converse(ctx context.Context, s *socket, connected bool) (ended bool, err error) {
-	if t.dropAborted(); len(t.left) == 0 {
+	if t.dropAborted(true); len(t.left) == 0 {
 		return false, nil
 	}
 	if err := t.send(ctx, s); err != nil {
@@ -283,7 +298,9 @@ func (t *talk) converse(ctx context.Context, s *socket, connected bool) (ended b
 				t.answer(id, fmt.Errorf("%w %s within %v", ErrUnknownTransfer, t.left[id].want.TransferID, t.r.o.UnknownTimeout))
 			}
 		case <-t.wake:
-			t.dropAborted()
+			t.dropAborted(false)
+		case <-s.flooded:
+			return false, fmt.Errorf("%w: replies came faster than they were read", ErrLost)
 		case <-ctx.Done():
 			return false, ctx.Err()
 		}
@@ -332,9 +349,8 @@ func (t *talk) follow(ctx context.Context, s *socket, y *Reply) (ended bool, err
 		t.r.stats.layoutMisses.Add(1)
 		return false, t.send(ctx, s)
 	}
-	if y.LayoutID == t.window.id {
-		t.r.remember(t.addr, y.LayoutID)
-	}
+	t.kvasir = y.Kvasir
+	t.r.remember(t.addr, y, t.window.id)
 	if y.Status == StatusError {
 		t.failAll(fmt.Errorf("%w: %s", ErrPeer, orUnknown(y.Message)))
 		return true, nil
@@ -367,19 +383,39 @@ func orUnknown(s string) string {
 	return s
 }
 
-func (r *Receiver) remember(addr string, layout uint64) {
+// remember keeps what a reply says of its P worker.
+func (r *Receiver) remember(addr string, y *Reply, layout uint64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if len(r.mu.known) >= maxRemembered {
+	if len(r.mu.known) >= maxRemembered || len(r.mu.kvasir) >= maxRemembered {
 		clear(r.mu.known)
+		clear(r.mu.kvasir)
 	}
-	r.mu.known[addr] = layout
+	if y.LayoutID == layout {
+		r.mu.known[addr] = layout
+	}
+	if y.Kvasir {
+		r.mu.kvasir[addr] = true
+	} else {
+		delete(r.mu.kvasir, addr)
+	}
 }
 
-func (t *talk) dropAborted() {
+// dropAborted gives up what D does not want any more. Towards a stock P that was
+// asked, that is all that is left or nothing: the blocks of one request may be in the
+// same push as those of others, which fail with it. asks says that P is about to be
+// asked, perhaps again: then no answer to an earlier pull matters.
+func (t *talk) dropAborted(asks bool) {
+	if !t.kvasir && !asks {
+		for _, q := range t.left {
+			if q.gaveUp() == nil {
+				return
+			}
+		}
+	}
 	for id, q := range t.left {
-		if q.aborted.Load() {
-			t.answer(id, ErrAborted)
+		if why := q.gaveUp(); why != nil {
+			t.answer(id, why)
 		}
 	}
 }
@@ -402,24 +438,34 @@ func (t *talk) answer(id string, err error) {
 	q.suspect = q.suspect || t.sent && (err != nil || t.resent)
 	q.left--
 	last := q.left == 0
-	r.mu.Unlock()
 	if last {
-		r.settle(q)
-		r.letGo(t.from, q)
+		q.settled, q.filled = true, q.err == nil
+		if why := q.gaveUp(); why != nil && q.err == nil {
+			q.err = why
+		}
 	}
+	r.mu.Unlock()
+	if !last {
+		return
+	}
+	if q.suspect { // a fence may take long, and other answers come
+		r.wg.Go(func() {
+			r.settle(q)
+			r.letGo(q)
+		})
+		return
+	}
+	r.settle(q)
+	r.letGo(q)
 }
 
 // letGo pulls a request that D gave up once more, without blocks: P, which may
 // still be computing it, then frees its own.
-func (r *Receiver) letGo(from Source, q *receiving) {
-	if empty(q.want.Blocks) || !errors.Is(q.err, ErrAborted) && !errors.Is(q.err, ErrTimeout) {
+func (r *Receiver) letGo(q *receiving) {
+	if empty(q.want.Blocks) || q.filled || !errors.Is(q.err, ErrAborted) && !errors.Is(q.err, ErrTimeout) && !errors.Is(q.err, errWindowEnded) {
 		return
 	}
-	id := q.id + releaseSuffix
-	if from.v1() { // P knows the request by no other name
-		id = q.id
-	}
-	_, _ = r.start(from, map[string]Wanted{id: {TransferID: q.want.TransferID}}) // best effort
+	_, _ = r.start(q.from, map[string]Wanted{q.id: {TransferID: q.want.TransferID}}, releaseSuffix) // best effort
 }
 
 // releaseSuffix keeps a pull that only lets go apart from the request's own.
@@ -433,17 +479,19 @@ func empty(blocks [][]int) bool {
 func (r *Receiver) settle(q *receiving) {
 	nothing := empty(q.want.Blocks)
 	if q.window != nil {
-		ctx, cancel := context.WithTimeout(context.Background(), r.o.FenceTimeout)
 		if q.suspect && !nothing {
+			ctx, cancel := context.WithTimeout(context.Background(), r.o.FenceTimeout)
 			r.stats.fenced.Add(1)
 			r.stats.cut.Add(int64(r.windows.fence(ctx, q.window, q.want.Blocks)))
+			cancel()
 		}
-		r.windows.release(ctx, q.window)
-		cancel()
+		r.windows.release(q.window, q)
 	}
 	switch {
 	case q.err != nil:
-		r.stats.failed.Add(1)
+		if !q.counted {
+			r.stats.failed.Add(1)
+		}
 		r.o.Metrics.failRecv()
 		r.log.Warn("mooncake: pull failed", "request", q.id, "transfer", q.want.TransferID, "err", q.err)
 	case nothing:
@@ -453,12 +501,18 @@ func (r *Receiver) settle(q *receiving) {
 		r.o.Target.Table().Observe()
 	}
 	r.mu.Lock()
-	delete(r.mu.active, q.id)
+	delete(r.mu.active, q.key)
 	if !nothing {
 		r.reportLocked(q)
 	}
+	q.group.left--
+	last := q.group.left == 0
 	r.mu.Unlock()
 	close(q.done)
+	q.giveUp(nil)
+	if last {
+		q.group.cancel()
+	}
 }
 
 func (r *Receiver) reportLocked(q *receiving) {

@@ -2,7 +2,6 @@ package mooncake
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -12,7 +11,7 @@ import (
 
 // onceV1 sends a V1 pull and waits for its one answer.
 func (t *talk) onceV1(ctx context.Context) error {
-	if t.dropAborted(); len(t.left) == 0 {
+	if t.dropAborted(true); len(t.left) == 0 {
 		return nil
 	}
 	r := t.r
@@ -31,14 +30,15 @@ func (t *talk) onceV1(ctx context.Context) error {
 	defer func() { _ = s.Close() }() // P sees D go, should it still be at it
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	r.wg.Go(func() { // all or nothing: V1 has one answer
+	wanted := slices.Collect(maps.Values(t.left))
+	r.wg.Go(func() { // all or nothing: V1 has one answer, so an abort waits while others want theirs
 		for {
+			if !slices.ContainsFunc(wanted, func(q *receiving) bool { return q.gaveUp() == nil }) {
+				cancel()
+				return
+			}
 			select {
 			case <-t.wake:
-				if slices.ContainsFunc(ids, func(id string) bool { return r.isAborted(id) }) {
-					cancel()
-					return
-				}
 			case <-ctx.Done():
 				return
 			}
@@ -46,10 +46,10 @@ func (t *talk) onceV1(ctx context.Context) error {
 	})
 	t.sent = true
 	reply, err := s.Do(ctx, AppendPullV1(nil, &p))
-	t.dropAborted()
 	switch {
-	case errors.Is(err, context.Canceled) && len(t.left) < len(ids):
-		return fmt.Errorf("%w: pulled together with an aborted request", ErrLost) // again, without it
+	case err != nil && !slices.ContainsFunc(wanted, func(q *receiving) bool { return q.gaveUp() == nil }):
+		t.dropAborted(false)
+		return nil
 	case err != nil:
 		return fmt.Errorf("%w: %w", ErrLost, err)
 	case len(reply) == 1 && string(reply[0]) == replyV1Done:
@@ -60,11 +60,4 @@ func (t *talk) onceV1(ctx context.Context) error {
 		t.failAll(fmt.Errorf("%w: %.100q", ErrPeer, reply))
 	}
 	return nil
-}
-
-func (r *Receiver) isAborted(id string) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	q := r.mu.active[id]
-	return q != nil && q.aborted.Load()
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -15,6 +16,10 @@ type socket struct {
 	dealer *zmtp.Dealer
 	events chan socketEvent
 	once   sync.Once
+	gone   chan struct{} // closed before the dealer
+
+	flooded   chan struct{} // closed when an event was lost: nothing that follows can be relied on
+	floodOnce sync.Once
 }
 
 // socketEvent is what a conversation reacts to.
@@ -59,7 +64,7 @@ func (p *sockets) take(addr string) (s *socket, pooled bool, err error) {
 		p.mu.idle[addr] = l[:len(l)-1]
 		return s, true, nil
 	}
-	s = &socket{addr: addr, events: make(chan socketEvent, 256)}
+	s = &socket{addr: addr, events: make(chan socketEvent, 256), flooded: make(chan struct{}), gone: make(chan struct{})}
 	s.dealer = zmtp.NewDealer(addr, zmtp.DealerOptions{
 		Handler: func(m zmtp.Message) { s.event(decodeReplyMessage(m)) },
 		OnState: func(up bool, err error) {
@@ -85,16 +90,44 @@ func decodeReplyMessage(m zmtp.Message) socketEvent {
 	return socketEvent{reply: y, err: err}
 }
 
+// eventPatience is how long an event may wait for a conversation, which reads within
+// microseconds.
+const eventPatience = time.Second
+
 // event hands e to the conversation; it runs on the dealer's goroutine.
 func (s *socket) event(e socketEvent) {
 	select {
 	case s.events <- e:
-	default: // nobody reads, or a flood: the conversation finds it broken
+		return
+	case <-s.flooded:
+		return
+	default:
 	}
+	patience := time.NewTimer(eventPatience) // meanwhile P's messages wait in the connection
+	defer patience.Stop()
+	select {
+	case s.events <- e:
+	case <-s.gone:
+	case <-patience.C: // nobody reads: an idle socket, flooded
+		s.floodOnce.Do(func() { close(s.flooded) })
+	}
+}
+
+// close closes the dealer, which waits for an event under way.
+func (s *socket) close() {
+	s.once.Do(func() {
+		close(s.gone)
+		_ = s.dealer.Close()
+	})
 }
 
 // lost says whether the connection broke while nobody used it.
 func (s *socket) lost() bool {
+	select {
+	case <-s.flooded:
+		return true
+	default:
+	}
 	for len(s.events) > 0 {
 		if e := <-s.events; e.err != nil {
 			return true
@@ -131,7 +164,7 @@ func (p *sockets) forget(s *socket) {
 		}
 		delete(p.mu.all, s)
 		if !p.mu.closed {
-			p.wg.Go(func() { _ = s.dealer.Close() }) // not on the dealer's own goroutine
+			p.wg.Go(s.close) // not on the dealer's own goroutine
 		}
 		return
 	}
@@ -142,7 +175,7 @@ func (p *sockets) drop(s *socket) {
 	p.mu.Lock()
 	delete(p.mu.all, s)
 	p.mu.Unlock()
-	s.once.Do(func() { _ = s.dealer.Close() })
+	s.close()
 }
 
 // close closes all sockets; conversations end with an error.
@@ -153,7 +186,7 @@ func (p *sockets) close() {
 	p.mu.all = make(map[*socket]struct{})
 	p.mu.Unlock()
 	for s := range all {
-		s.once.Do(func() { _ = s.dealer.Close() })
+		s.close()
 	}
 	p.wg.Wait()
 }

@@ -4,42 +4,64 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/binary"
+	"errors"
 	"fmt"
+	"slices"
 	"sync"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
-// A window is one publication of D's memory: the same bytes as in any other, at
-// addresses of its own, which come once in the life of the transfer table and differ
-// from those of an earlier life. Addresses on the wire are names, so D may have many.
+// A window is one publication of D's memory for one P: the same bytes as in any
+// other, at addresses of its own, which come once in the life of the transfer table
+// and differ from those of an earlier life. Addresses on the wire are names, so D may
+// have many.
 //
 // That is how late writes are kept out of reused blocks. When a pull fails, P may
 // still be writing, now or in an hour, and D cannot tell its writes from those of
 // the next pull into the same blocks: both carry only an address. So D closes the
-// blocks' ranges in this window for good (transfer.Table.Fence), retires the
-// window, and publishes the next pull under a new one. Pulls in progress finish in
-// the old window; with the last of them it is closed.
+// blocks' ranges in this window for good (transfer.Table.Fence). While pulls are in
+// progress there, the window goes on serving pulls into other blocks; the first one of
+// this P that wants a closed block gets the next window. With the last pull in progress
+// a window with closed blocks is withdrawn.
 type window struct {
 	id      uint64   // layout id: odd, random, as vLLM's are
+	owner   Source   // P
 	regions []Region // as published
 	handles []*transfer.Region
 
-	users   int  // requests that use it; guarded by windows.mu
-	retired bool // guarded by windows.mu
+	// Guarded by windows.mu.
+	users   map[*receiving]struct{}
+	closed  map[int]struct{} // block ids that take no writes any more, of all groups
+	filled  bool             // a pull into blocks used it
+	retired bool             // takes no new users
+	ended   bool             // its users were told to end
+	used    int64            // when it was used last, in windows.mu.clock
 }
 
-// windows makes and retires the windows of one Receiver.
+// windows makes and retires the windows of one Receiver. Each P has windows of its
+// own, and only as many as it needs: what one P does costs no other.
 type windows struct {
 	cache *Cache          // immutable
 	table *transfer.Table // immutable
+	max   int             // windows alive
+
+	patience time.Duration   // for a write in progress when its window goes
+	wg       *sync.WaitGroup // of withdrawals
 
 	mu struct { // a leaf but for Table.mu
 		sync.Mutex
-		current *window
-		live    map[*window]struct{}
+		current map[Source]*window
+		live    map[*window]struct{} // current ones and retired ones
+		clock   int64
+		changed chan struct{} // closed when a window goes; nil: nobody waits
 	}
 }
+
+// maxWindows bounds the windows of one Receiver; fewer where they have many storages,
+// so that all together take a quarter of the table.
+const maxWindows = 64
 
 const windowAlign = 2 << 20
 
@@ -49,33 +71,159 @@ func windowBytes(mem []byte) uint64 {
 	return (uint64(len(mem)) + 2*windowAlign) &^ (windowAlign - 1)
 }
 
-func newWindows(c *Cache, t *transfer.Table) *windows {
-	w := &windows{cache: c, table: t}
+func newWindows(c *Cache, t *transfer.Table, patience time.Duration, wg *sync.WaitGroup) *windows {
+	w := &windows{cache: c, table: t, patience: patience, wg: wg, max: min(maxWindows, max(2, transfer.MaxRegions/4/len(c.Storages)))}
 	w.mu.live = make(map[*window]struct{})
+	w.mu.current = make(map[Source]*window)
 	return w
 }
 
-// use returns the current window with n more users.
-func (ws *windows) use(n int) (*window, error) {
-	ws.mu.Lock()
-	defer ws.mu.Unlock()
-	if ws.mu.current == nil {
-		w, err := ws.openLocked()
-		if err != nil {
-			return nil, fmt.Errorf("mooncake: publish the KV cache: %w", err)
+// use gives the requests of a pull a window of their P. At the limit it makes room:
+// an idle window goes, then the oldest one of the P that has most ends, with its
+// pulls; else the pull waits for a window to go, until ctx ends.
+func (ws *windows) use(ctx context.Context, from Source, list []*receiving) (*window, error) {
+	for {
+		w, gone, wait, err := ws.tryUse(from, list)
+		for _, old := range gone {
+			ws.wg.Go(func() { ws.withdraw(old) })
 		}
-		ws.mu.current = w
-		ws.mu.live[w] = struct{}{}
+		if w != nil || err != nil {
+			return w, err
+		}
+		select {
+		case <-wait:
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
 	}
-	ws.mu.current.users += n
-	return ws.mu.current, nil
 }
 
-// openLocked registers all storages again, at new addresses.
-func (ws *windows) openLocked() (*window, error) {
+// tryUse is use without waiting: it returns a window, or what to wait for. The caller
+// withdraws what is gone.
+func (ws *windows) tryUse(from Source, list []*receiving) (w *window, gone []*window, wait <-chan struct{}, err error) {
+	ws.mu.Lock()
+	defer ws.mu.Unlock()
+	w = ws.mu.current[from]
+	if w != nil && w.wantsClosed(list) {
+		if ws.retireLocked(w) {
+			gone = append(gone, w)
+		}
+		w = nil
+	}
+	if w == nil {
+		if len(ws.mu.live) >= ws.max {
+			idle := ws.makeRoomLocked()
+			if idle == nil {
+				return nil, gone, ws.changedLocked(), nil
+			}
+			gone = append(gone, idle)
+		}
+		w, err = ws.open(from)
+		if errors.Is(err, transfer.ErrRegions) && len(ws.mu.live) > 0 {
+			if idle := ws.makeRoomLocked(); idle != nil {
+				gone = append(gone, idle)
+			}
+			return nil, gone, ws.changedLocked(), nil // others took the table's room
+		}
+		if err != nil {
+			return nil, gone, nil, fmt.Errorf("mooncake: publish the KV cache: %w", err)
+		}
+		ws.mu.current[from] = w
+		ws.mu.live[w] = struct{}{}
+	}
+	for _, q := range list {
+		w.users[q] = struct{}{}
+		w.filled = w.filled || !empty(q.want.Blocks)
+	}
+	ws.mu.clock++
+	w.used = ws.mu.clock
+	return w, gone, nil, nil
+}
+
+// wantsClosed says whether a request names a block that is closed in w.
+func (w *window) wantsClosed(list []*receiving) bool {
+	if len(w.closed) == 0 {
+		return false
+	}
+	return slices.ContainsFunc(list, func(q *receiving) bool {
+		return slices.ContainsFunc(q.want.Blocks, func(group []int) bool {
+			return slices.ContainsFunc(group, func(id int) bool { _, ok := w.closed[id]; return ok })
+		})
+	})
+}
+
+// retireLocked lets w take no new users. It says whether it has none: then it is out
+// of the table and the caller withdraws it.
+func (ws *windows) retireLocked(w *window) bool {
+	w.retired = true
+	if ws.mu.current[w.owner] == w {
+		delete(ws.mu.current, w.owner)
+	}
+	return len(w.users) == 0 && ws.forgetLocked(w)
+}
+
+// forgetLocked takes w out; false when somebody did before.
+func (ws *windows) forgetLocked(w *window) bool {
+	if _, ok := ws.mu.live[w]; !ok {
+		return false
+	}
+	delete(ws.mu.live, w)
+	if ws.mu.changed != nil {
+		close(ws.mu.changed)
+		ws.mu.changed = nil
+	}
+	return true
+}
+
+func (ws *windows) changedLocked() <-chan struct{} {
+	if ws.mu.changed == nil {
+		ws.mu.changed = make(chan struct{})
+	}
+	return ws.mu.changed
+}
+
+var errWindowEnded = errors.New("mooncake: too many failed pulls from this P: its oldest ones are given up")
+
+// makeRoomLocked takes out the idle window that was used longest ago. If none is
+// idle, the P that has most windows, and more than one, loses its oldest: the
+// requests there are told to end.
+func (ws *windows) makeRoomLocked() (idle *window) {
+	count := make(map[Source]int)
+	var most *window // the oldest one of the P with most
+	for w := range ws.mu.live {
+		count[w.owner]++
+		if len(w.users) == 0 && (idle == nil || w.used < idle.used) {
+			idle = w
+		}
+	}
+	if idle != nil {
+		ws.retireLocked(idle)
+		return idle
+	}
+	for w := range ws.mu.live {
+		n := count[w.owner]
+		if n > 1 && (most == nil || n > count[most.owner] || n == count[most.owner] && w.used < most.used) {
+			most = w
+		}
+	}
+	if most != nil && !most.ended {
+		most.ended = true
+		ws.retireLocked(most)
+		for q := range most.users {
+			q.giveUp(errWindowEnded)
+		}
+	}
+	return nil
+}
+
+// open publishes all storages again, at new addresses.
+func (ws *windows) open(from Source) (*window, error) {
 	var b [8]byte
 	rand.Read(b[:]) // never fails
-	w := &window{id: binary.LittleEndian.Uint64(b[:])>>1 | 1}
+	w := &window{
+		id: binary.LittleEndian.Uint64(b[:])>>1 | 1, owner: from,
+		users: make(map[*receiving]struct{}), closed: make(map[int]struct{}),
+	}
 	mems := make([][]byte, len(ws.cache.Storages))
 	for i, s := range ws.cache.Storages {
 		mems[i] = s.Mem
@@ -94,12 +242,15 @@ func (ws *windows) openLocked() (*window, error) {
 }
 
 // fence closes blocks to all later writes in w and waits for those in progress,
-// until ctx ends; then their connections are cut. w takes no new users.
+// until ctx ends; then their connections are cut.
 func (ws *windows) fence(ctx context.Context, w *window, blocks [][]int) (cut int) {
 	ws.mu.Lock()
-	w.retired = true
-	if ws.mu.current == w {
-		ws.mu.current = nil
+	for g, ids := range blocks {
+		for _, id := range ids {
+			if id != 0 || g >= len(ws.cache.Kinds) || ws.cache.Kinds[g] != Mamba { // 0 is no block there
+				w.closed[id] = struct{}{}
+			}
+		}
 	}
 	ws.mu.Unlock()
 	return ws.table.Fence(ctx, ws.ranges(w, blocks)...)
@@ -132,30 +283,34 @@ func (ws *windows) ranges(w *window, blocks [][]int) []transfer.Range {
 	return list
 }
 
-// release gives a use back; the last one of a retired window closes it, which
-// waits for writes in progress until ctx ends.
-func (ws *windows) release(ctx context.Context, w *window) {
+// release ends q's use. The last one of a window that is retired, or has closed
+// blocks, or was used by pulls without blocks only, withdraws it.
+func (ws *windows) release(w *window, q *receiving) {
 	ws.mu.Lock()
-	w.users--
-	last := w.retired && w.users == 0
-	if last {
-		delete(ws.mu.live, w)
-	}
+	delete(w.users, q)
+	last := len(w.users) == 0 && (w.retired || len(w.closed) > 0 || !w.filled) && ws.retireLocked(w)
 	ws.mu.Unlock()
 	if last {
-		ws.table.Withdraw(ctx, w.handles...)
+		ws.withdraw(w)
 	}
 }
 
+// withdraw takes a window back; writes in progress may go on for a while.
+func (ws *windows) withdraw(w *window) {
+	ctx, cancel := context.WithTimeout(context.Background(), ws.patience)
+	defer cancel()
+	ws.table.Withdraw(ctx, w.handles...)
+}
+
 // close takes every window back. No pull may run.
-func (ws *windows) close(ctx context.Context) {
+func (ws *windows) close() {
 	ws.mu.Lock()
 	live := ws.mu.live
 	ws.mu.live = make(map[*window]struct{})
-	ws.mu.current = nil
+	clear(ws.mu.current)
 	ws.mu.Unlock()
 	for w := range live {
-		ws.table.Withdraw(ctx, w.handles...)
+		ws.withdraw(w)
 	}
 }
 

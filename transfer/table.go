@@ -11,8 +11,8 @@ import (
 	"sync/atomic"
 )
 
-// maxRegions keeps a descriptor below MaxHandshakeBytes.
-const maxRegions = 8192
+// MaxRegions bounds the regions of a table: their descriptor fits MaxHandshakeBytes.
+const MaxRegions = 8192
 
 // Range is a range of published addresses.
 type Range struct {
@@ -117,7 +117,7 @@ func (t *Table) Publish(mems ...[]byte) ([]*Region, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	old := t.view.Load().regions
-	if len(old)+len(mems) > maxRegions {
+	if len(old)+len(mems) > MaxRegions {
 		return nil, ErrRegions
 	}
 	regions := make([]*Region, len(mems))
@@ -163,7 +163,7 @@ func (t *Table) add(r *Region) (*Region, error) {
 	switch {
 	case i > 0 && old[i-1].at.overlaps(r.at), i < len(old) && old[i].at.overlaps(r.at), r.at.overlaps(t.mu.lent):
 		return nil, ErrOverlap
-	case len(old) >= maxRegions:
+	case len(old) >= MaxRegions:
 		return nil, ErrRegions
 	}
 	t.view.Store(&view{slices.Insert(slices.Clone(old), i, r)})
@@ -278,7 +278,7 @@ func (t *Table) usersLocked() []*claims {
 }
 
 // buffers lists the regions for a descriptor. Peers only ask that a buffer has a
-// name; it is kept short, so that maxRegions fit a frame.
+// name; it is kept short, so that MaxRegions fit a frame.
 func (t *Table) buffers(name string) []Buffer {
 	name = name[:min(len(name), 47)] // the longest IPv6 address and port
 	regions := t.view.Load().regions

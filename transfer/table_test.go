@@ -79,7 +79,7 @@ func TestRegister(t *testing.T) {
 	r.Close(t.Context())
 	f(1000, 100, nil)
 	f(1<<63-10, 10, nil)
-	for i := range uint64(maxRegions - 4) {
+	for i := range uint64(MaxRegions - 4) {
 		f(1<<40+i*64, 64, nil)
 	}
 	f(1<<50, 1, ErrRegions)

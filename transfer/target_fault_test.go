@@ -298,7 +298,7 @@ func TestHandshakeFaults(t *testing.T) {
 // descriptor always fits its frame.
 func TestLargestDescriptor(t *testing.T) {
 	table := NewTable()
-	for i := range uint64(maxRegions) {
+	for i := range uint64(MaxRegions) {
 		if _, err := table.RegisterFunc(Range{1<<62 + i<<40, 1 << 40}, nil, nil); err != nil {
 			t.Fatal(err)
 		}
@@ -309,13 +309,13 @@ func TestLargestDescriptor(t *testing.T) {
 	}
 	defer target.Close()
 	d, err := client(t, Options{}).Describe(timeout(t, 10*time.Second), target.Name())
-	if err != nil || len(d.Buffers) != maxRegions {
+	if err != nil || len(d.Buffers) != MaxRegions {
 		t.Fatal(err)
 	}
 	d.Buffers = table.buffers(strings.Repeat("long-host-name.", 17) + ":65535")
 	text, err := json.Marshal(d)
 	if err != nil || len(text) > MaxHandshakeBytes*9/10 {
-		t.Errorf("%d regions need %d bytes: %v", maxRegions, len(text), err)
+		t.Errorf("%d regions need %d bytes: %v", MaxRegions, len(text), err)
 	}
 }
 
