@@ -2,10 +2,12 @@ package server
 
 import (
 	"cmp"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/kvasir-kv/kvasir/coordinator"
 	"github.com/kvasir-kv/kvasir/internal/peercred"
@@ -20,7 +22,9 @@ import (
 // but for its memory's end.
 type driven struct {
 	memory   lentMemory
-	segments []lent           // as they were at the registration
+	segments []lent // as they were at the registration
+	once     sync.Once
+	json     json.RawMessage  // of reg, once
 	process  peercred.Process // the worker's, where that is proved; else zero
 	reg      lmcache.KVCache  // what it registered, for the note
 	kernels  []kernel         // KV groups, in the order of a transfer's block ids
@@ -63,6 +67,18 @@ func newDriven(reg *lmcache.KVCache, chunkTokens int, separate bool, shmDir stri
 		return nil, errors.Join(fmt.Errorf("%w: %w", errDriven, err), d.memory.close())
 	}
 	return d, nil
+}
+
+// encoded returns the registration for the note.
+func (d *driven) encoded() json.RawMessage {
+	d.once.Do(func() {
+		b, err := json.Marshal(&d.reg)
+		if err != nil {
+			panic(fmt.Sprintf("BUG: server: a registration that JSON cannot say: %v", err))
+		}
+		d.json = b
+	})
+	return d.json
 }
 
 func (d *driven) open(chunkTokens int, separate bool, shmDir string, who *caller) error {

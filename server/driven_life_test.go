@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -75,8 +76,16 @@ func TestDrivenRestart(t *testing.T) {
 // lender starts a process that lends a segment.
 func lender(t *testing.T, dir string) (name string, end func()) {
 	t.Helper()
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), "KVASIR_TEST_LEND="+dir)
+	pid, end := start(t, "KVASIR_TEST_LEND="+dir)
+	return fmt.Sprintf("lmcache_kv_%d_0", pid), end
+}
+
+// start starts this test binary with one more variable; it waits for its first line.
+// end kills it and waits for its end.
+func start(t *testing.T, variable string) (pid int, end func()) {
+	t.Helper()
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), variable)
 	in, err := cmd.StdinPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -88,9 +97,9 @@ func lender(t *testing.T, dir string) (name string, end func()) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	name, err = bufio.NewReader(out).ReadString('\n')
+	line, err := bufio.NewReader(out).ReadString('\n')
 	if err != nil {
-		t.Fatal(err)
+		t.Fatalf("%q, %v", line, err)
 	}
 	ended := false
 	end = func() {
@@ -102,7 +111,7 @@ func lender(t *testing.T, dir string) (name string, end func()) {
 		}
 	}
 	t.Cleanup(end)
-	return strings.TrimSpace(name), end
+	return cmd.Process.Pid, end
 }
 
 // What a killed engine leaves is removed once it is reaped, by the server it was

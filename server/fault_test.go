@@ -61,12 +61,17 @@ func TestPickledCopyWithoutMemory(t *testing.T) {
 	}
 }
 
+// get returns the body of an HTTP page.
+func get(s *server.Server, path string) []byte {
+	w := httptest.NewRecorder()
+	s.HTTPHandler().ServeHTTP(w, httptest.NewRequest("GET", "http://localhost"+path, nil))
+	return w.Body.Bytes()
+}
+
 // metric returns the value of a series of /metrics, written as it stands there.
 func metric(t *testing.T, s *server.Server, series string) float64 {
 	t.Helper()
-	w := httptest.NewRecorder()
-	s.HTTPHandler().ServeHTTP(w, httptest.NewRequest("GET", "http://localhost/metrics", nil))
-	for line := range strings.Lines(w.Body.String()) {
+	for line := range strings.Lines(string(get(s, "/metrics"))) {
 		if rest, ok := strings.CutPrefix(line, series+" "); ok {
 			v, err := strconv.ParseFloat(strings.TrimSpace(rest), 64)
 			if err != nil {

@@ -35,6 +35,7 @@ type counters struct {
 	retrievesFinished  atomic.Uint64
 	reaped             atomic.Uint64
 	swept              atomic.Uint64 // segments of dead engines
+	noteFailures       atomic.Uint64
 	families           sync.Map
 	panics             atomic.Uint64
 	stackShown         [256]atomic.Bool // by lmcache.Op
@@ -201,8 +202,9 @@ func (s *Server) Collect(ch chan<- prometheus.Metric) {
 	count("kvasir_evicted_bytes_total", "Bytes evicted.", st.EvictedBytes)
 	count("kvasir_late_commits_total", "Commits of workers that had been dropped.", st.LateCommits)
 	count("kvasir_holds_expired_total", "Transfers that no commit ended.", st.HoldsExpired)
-	count("kvasir_workers_reaped_total", "Workers dropped for silence.", s.n.reaped.Load())
+	count("kvasir_workers_reaped_total", "Workers dropped for silence, or since their process had ended.", s.n.reaped.Load())
 	count("kvasir_worker_segments_removed_total", "Shared-memory segments of dead engines that were removed.", s.n.swept.Load())
+	count("kvasir_note_failures_total", "Times that the registrations could not be kept for a restart.", s.n.noteFailures.Load())
 	count("kvasir_panics_total", "Requests that met a bug of this server and were declined.", s.n.panics.Load())
 	count("kvasir_replies_dropped_total", "Replies whose client was gone or too slow.", s.n.dropped.Load())
 	for i := range s.n.requests {

@@ -129,12 +129,27 @@ func (l *lentMemory) ownProcess(c *caller) (peercred.Process, error) {
 	return of, nil
 }
 
-// dead reports whether every segment's owner is proved, and has ended.
-func (d *driven) dead() bool {
+// owned reports whether every segment's owner is proved.
+func (d *driven) owned() bool {
 	for _, seg := range d.segments {
-		if seg.Owner == (peercred.Process{}) || !seg.Owner.Gone() {
+		if seg.Owner == (peercred.Process{}) {
 			return false
 		}
 	}
 	return len(d.segments) > 0
+}
+
+// dead reports whether every segment's owner is proved, and has ended.
+func (d *driven) dead() bool {
+	if !d.owned() {
+		return false
+	}
+	var last peercred.Process
+	for _, seg := range d.segments {
+		if seg.Owner != last && !seg.Owner.Gone() {
+			return false
+		}
+		last = seg.Owner
+	}
+	return true
 }

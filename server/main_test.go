@@ -19,6 +19,10 @@ func TestMain(m *testing.M) {
 		visit(url)
 		return
 	}
+	if url := os.Getenv(stayURL); url != "" {
+		stay(url)
+		return
+	}
 	leaks.Main(m)
 }
 

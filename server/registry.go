@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
@@ -32,6 +33,9 @@ type instance struct {
 	lastSeen atomic.Int64 // ns since registry.clock.epoch
 	pinged   atomic.Bool
 	sided    sided
+	socket   uint64                           // inode of the one it registered over; 0 unknown
+	process  atomic.Pointer[peercred.Process] // which registered it, once that is proved
+	proofs   int                              // tries so far; of dropDead's goroutine
 }
 
 // namespace returns where the worker's chunks of one tenant live.
@@ -253,21 +257,21 @@ func (r *registry) forgetLocked(in *instance) {
 
 // ping answers a worker's heartbeat. The first one of an id that its sender has not
 // registered is answered false, later ones true: that makes a stock client register
-// again, once, after the server lost its registration.
-func (r *registry) ping(id int64, by principal) bool {
+// again, once, after the server lost its registration. news says that a registered
+// worker pinged for the first time.
+func (r *registry) ping(id int64, by principal) (ok, news bool) {
 	r.mu.RLock()
 	in := r.mu.instances[id]
 	r.mu.RUnlock()
 	if in != nil && in.by == by {
 		r.saw(in)
-		in.pinged.Store(true)
-		return true
+		return true, !in.pinged.Swap(true)
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	who := stranger{id, by}
 	if _, ok := r.mu.strangers[who]; ok {
-		return true
+		return true, false
 	}
 	if len(r.mu.order) >= maxStrangers {
 		delete(r.mu.strangers, r.mu.order[0])
@@ -275,7 +279,7 @@ func (r *registry) ping(id int64, by principal) bool {
 	}
 	r.mu.strangers[who] = struct{}{}
 	r.mu.order = append(r.mu.order, who)
-	return false
+	return false, false
 }
 
 // forgetStranger makes the next ping of an unregistered id the first one again.
@@ -335,7 +339,16 @@ func (s *Server) ping(sc *scratch, p [][]byte) error {
 	if err != nil {
 		return fmt.Errorf("instance_id: %w", err)
 	}
-	sc.out = lmcache.AppendBool(sc.out, !ok || s.registry.ping(id, sc.caller().by))
+	news := false
+	if ok {
+		ok, news = s.registry.ping(id, sc.caller().by)
+	} else {
+		ok = true // it names no worker
+	}
+	if news {
+		s.save()
+	}
+	sc.out = lmcache.AppendBool(sc.out, ok)
 	return nil
 }
 
@@ -355,7 +368,7 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 		s.log.Error(fmt.Sprintf("refused worker %d of %s: %v", in.id, in.model, err))
 		return fmt.Errorf("%w: %w", errUnsupported, err)
 	}
-	in.by = sc.caller().by
+	in.cameFrom(sc.caller())
 	why := sc.caller().mayOpen()
 	must := why != nil || s.opts.Pickle == PickleOnly
 	if must {
@@ -431,7 +444,8 @@ func (s *Server) registerKVCache(sc *scratch, p [][]byte) error {
 	if err == nil {
 		return s.admit(in)
 	}
-	in = &instance{id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, refuse: err.Error(), by: sc.caller().by}
+	in = &instance{id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, refuse: err.Error()}
+	in.cameFrom(sc.caller())
 	old, _, aerr := s.registry.add(in)
 	if aerr != nil {
 		return errors.Join(err, aerr)
@@ -455,10 +469,12 @@ func (s *Server) newDrivenInstance(reg *lmcache.KVCache, who *caller) (*instance
 	}
 	s.lendOnce.Do(func() { close(s.lending) })
 	fp := d.fingerprint()
-	return &instance{
+	in := &instance{
 		id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, layout: d.layout, bytes: d.bytes,
-		fingerprint: fp, unsalt: kv.NamespaceOf(reg.Model, "", fp), driven: d, by: who.by,
-	}, nil
+		fingerprint: fp, unsalt: kv.NamespaceOf(reg.Model, "", fp), driven: d,
+	}
+	in.cameFrom(who)
+	return in, nil
 }
 
 func (s *Server) unregister(sc *scratch, p [][]byte) error {

@@ -68,10 +68,11 @@ type Server struct {
 	n         counters
 	limiter   limiter
 	p2p       p2pTasks
-	saving    sync.Mutex    // orders writes of the note
+	saving    saving
 	lending   chan struct{} // closed with the first worker that lends its KV
 	lendOnce  sync.Once
 	remains   remains
+	proofs    proofs // of the goroutine of Tick
 }
 
 // New returns a Server over st that does not listen yet. It takes over the
@@ -94,6 +95,7 @@ func New(st *store.Store, o Options) *Server {
 		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes), lending: make(chan struct{}),
 	}
 	s.registry.init(o.MaxInstances)
+	s.saving.wake = make(chan struct{}, 1)
 	s.scratch.New = func() any { return new(scratch) }
 	s.restore()
 	s.sayTrust()
@@ -124,6 +126,7 @@ func (s *Server) Run(ctx context.Context) {
 	if s.opts.ChecksumRate > 0 {
 		wg.Go(func() { s.checksums(ctx) })
 	}
+	wg.Go(func() { s.keepNote(ctx) })
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
 	var last summary
@@ -142,9 +145,10 @@ func (s *Server) Run(ctx context.Context) {
 }
 
 // Tick does once what Run does every second: expiry of pins and holds, dropping
-// of silent workers, removal of what dead engines left.
+// of dead and silent workers, removal of what dead engines left.
 func (s *Server) Tick(now time.Time) {
 	s.store.Expire()
+	s.dropDead(now)
 	s.reap(now)
 	s.sweep()
 }
@@ -185,6 +189,7 @@ func (s *Server) Shutdown(ctx context.Context) error {
 // Close stops serving at once and unmaps the memory of workers.
 func (s *Server) Close() error {
 	err := s.router.Close()
+	s.saveDue()
 	for _, in := range s.registry.list() {
 		if in.driven != nil {
 			err = errors.Join(err, in.driven.memory.close())

@@ -4,6 +4,7 @@ package peercred
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -20,8 +21,17 @@ type Process struct {
 	Started uint64 // clock ticks after boot
 }
 
-// Running returns the process of a number; false when there is none, or only what
-// its parent has not yet taken note of.
+// Namespace names the PID namespace in which the numbers of processes are meant.
+func Namespace() string {
+	name, err := os.Readlink("/proc/self/ns/pid")
+	if err != nil {
+		return "unknown"
+	}
+	return name
+}
+
+// Running returns the process of a number; false when there is none, none that may
+// be seen, or only what its parent has not yet taken note of.
 func Running(pid int) (Process, bool) {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -47,10 +57,15 @@ func parseStat(stat []byte) (started uint64, ok bool) {
 	return started, true
 }
 
-// Gone reports whether the process has ended.
+// Gone reports whether the process is proved to have ended. One that may no longer
+// be seen has not.
 func (p Process) Gone() bool {
-	now, ok := Running(p.PID)
-	return !ok || now != p
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.PID))
+	if err != nil {
+		return errors.Is(unix.Kill(p.PID, 0), unix.ESRCH)
+	}
+	started, ok := parseStat(stat)
+	return !ok || started != p.Started
 }
 
 // HasSocket reports whether process pid has the socket of that inode open. seen is
