@@ -56,6 +56,13 @@ func (l *LRU) Remove(slot uint32) {
 	l.len--
 }
 
+// Ascend calls f for the slots, the least recently used first, until f answers
+// false. f must not change the list.
+func (l *LRU) Ascend(f func(slot uint32) bool) {
+	for i := l.links[0].newer; i != 0 && f(i-1); i = l.links[i].newer {
+	}
+}
+
 // Oldest returns the least recently used slot: the next to evict.
 func (l *LRU) Oldest() (slot uint32, ok bool) {
 	i := l.links[0].newer

@@ -24,9 +24,9 @@ type Options struct {
 // Lease is what one lookup pinned: of the leading Chunks chunks of each row (one
 // for each object group and shard) those that are needed.
 type Lease struct {
-	Chunks int
-	Slots  []uint32 // [row*Chunks + chunk]
-	Left   []uint8  // readers left, parallel to Slots; 0 is given back, or never pinned
+	Chunks, Rows int
+	Slots        []uint32 // [chunk*Rows + row]
+	Left         []uint8  // readers left, parallel to Slots; 0 is given back, or never pinned
 }
 
 // Span is a run of chunks of one row, the first of them chunk From.
@@ -168,12 +168,11 @@ func (s *Session) Find(spans ...Span) *Lease {
 
 func (l *Lease) covers(spans []Span) bool {
 	for _, span := range spans {
-		at := span.Row*l.Chunks + span.From
-		if span.From+len(span.Slots) > l.Chunks || at+len(span.Slots) > len(l.Slots) {
+		if span.Row >= l.Rows || span.From+len(span.Slots) > l.Chunks {
 			return false
 		}
 		for i, slot := range span.Slots {
-			if l.Slots[at+i] != slot || l.Left[at+i] == 0 {
+			if at := (span.From+i)*l.Rows + span.Row; l.Slots[at] != slot || l.Left[at] == 0 {
 				return false
 			}
 		}
@@ -184,10 +183,12 @@ func (l *Lease) covers(spans []Span) bool {
 // Take gives back up to readers readers of each chunk [from, to) of row and
 // calls unpin for each chunk that has none left, last chunk first.
 func (l *Lease) Take(row, from, to, readers int, unpin func(slot uint32)) {
-	to = min(to, l.Chunks)
-	for c := to - 1; c >= from; c-- {
-		i := row*l.Chunks + c
-		if i >= len(l.Left) || l.Left[i] == 0 {
+	if row >= l.Rows {
+		return
+	}
+	for c := min(to, l.Chunks) - 1; c >= from; c-- {
+		i := c*l.Rows + row
+		if l.Left[i] == 0 {
 			continue
 		}
 		l.Left[i] -= uint8(min(readers, int(l.Left[i])))
@@ -195,12 +196,4 @@ func (l *Lease) Take(row, from, to, readers int, unpin func(slot uint32)) {
 			unpin(l.Slots[i])
 		}
 	}
-}
-
-// Rows is how many rows the lease covers.
-func (l *Lease) Rows() int {
-	if l.Chunks == 0 {
-		return 0
-	}
-	return len(l.Slots) / l.Chunks
 }

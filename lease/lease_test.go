@@ -39,7 +39,7 @@ func TestFindAndTake(t *testing.T) {
 	tab := lease.New(lease.Options{MaxLeases: 2})
 	s, _ := tab.Open([]byte("r"), start)
 	// Two shards of three chunks, two readers each.
-	tab.Grant(s, lease.Lease{Chunks: 3, Slots: []uint32{1, 2, 3, 11, 12, 13}, Left: []uint8{2, 2, 2, 2, 2, 2}})
+	tab.Grant(s, lease.Lease{Chunks: 3, Rows: 2, Slots: []uint32{1, 11, 2, 12, 3, 13}, Left: []uint8{2, 2, 2, 2, 2, 2}})
 	var gone []uint32
 	unpin := func(slot uint32) { gone = append(gone, slot) }
 	l := s.Find(lease.Span{Row: 1, From: 1, Slots: []uint32{12, 13}})
@@ -68,7 +68,7 @@ func TestFindAndTake(t *testing.T) {
 	if s.Find(lease.Span{Slots: []uint32{1, 2, 3}}) == nil {
 		t.Error("shard 0 lost its pins")
 	}
-	one := lease.Lease{Chunks: 1, Slots: []uint32{7}, Left: []uint8{1}}
+	one := lease.Lease{Chunks: 1, Rows: 1, Slots: []uint32{7}, Left: []uint8{1}}
 	if d := tab.Grant(s, one); d.Chunks != 0 {
 		t.Fatalf("dropped %+v", d)
 	}

@@ -32,7 +32,7 @@ import (
 //	 64  8  process id           92  4  CRC-32C of bytes 8 to 91
 //	 72  8  started, unix ns     96  8  use stamp: a larger one was used later
 //	 80  8  records ever used   104  8  xxh3 of the chunk
-//	                            112  8  2^32 + the generation that the xxh3 is of; else there is none
+//	 88 32  former chunk sizes  112  8  2^32 + the generation that the xxh3 is of; else there is none
 //	                            120  8  first start that found it held, ns of CLOCK_MONOTONIC; 0 for none
 //
 // Order makes it safe to be killed anywhere. The header is written last when a
@@ -82,6 +82,7 @@ func writeHeader(s *shm.Segment, o Options, records int64, inode uint64) {
 	copy(sealed[:], h)
 	copy(sealed[:], indexMagic)
 	le.PutUint32(h[56:], crc32.Checksum(sealed[:], castagnoli))
+	setFormer(s, o.former)
 	claim(s)
 	s.Word(0).Store(le.Uint64([]byte(indexMagic)))
 }

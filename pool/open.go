@@ -87,6 +87,9 @@ func open(path string, o Options, patient bool) (*Pool, error) {
 		}
 		return create(path, o)
 	}
+	if h, err := readHeader(index); err == nil {
+		o.former = toldBy(index, h, o.ChunkTokens)
+	}
 	p, err := reopen(path, index, o)
 	if p == nil {
 		err = errors.Join(err, index.Close())
@@ -127,7 +130,7 @@ func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 		return nil, errors.Join(fmt.Errorf("%w: %s is not the file of its index", ErrForeign, path), segment.Close())
 	}
 	shm.RemoveUnfinished(path + NoteSuffix)
-	p := &Pool{opts: o, segment: segment, index: index, records: int(h.records), arena: arena.New(o.Bytes, o.Align)}
+	p := &Pool{opts: o, segment: segment, index: index, records: int(h.records), arena: arena.New(o.Bytes, o.Align), near: newRegions(o.Bytes)}
 	if err := p.restore(); err != nil {
 		return nil, errors.Join(fmt.Errorf("%s: %w", path, err), segment.Close())
 	}
@@ -184,7 +187,7 @@ func create(path string, o Options) (*Pool, error) {
 	}
 	writeHeader(index, o, records, segment.Inode())
 	return &Pool{
-		opts: o, segment: segment, index: index, records: int(records), arena: arena.New(o.Bytes, o.Align),
+		opts: o, segment: segment, index: index, records: int(records), arena: arena.New(o.Bytes, o.Align), near: newRegions(o.Bytes),
 	}, nil
 }
 
@@ -219,6 +222,7 @@ func (p *Pool) restore() error {
 		if state > Condemned || !r.intact() || !p.arena.Take(r.offset(), r.length()) {
 			return fmt.Errorf("%w: record %d", ErrIndex, i)
 		}
+		p.near.add(s, r.offset())
 		p.stamp = max(p.stamp, r.stamp())
 		if state == Staged {
 			state = Condemned

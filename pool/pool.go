@@ -56,6 +56,8 @@ type Options struct {
 
 	// Clock is the time since boot; default CLOCK_MONOTONIC. Tests use another.
 	Clock func() time.Duration
+
+	former []int // chunk sizes that earlier servers told
 }
 
 // Key names an object in the pool. Namespace covers model, salt and layout.
@@ -105,6 +107,7 @@ type Pool struct {
 	index   *shm.Segment
 	arena   *arena.Arena
 	table   table
+	near    regions
 	spare   []Slot // free records below used
 	used    int    // records ever used
 	backed  int    // records whose index pages the kernel has provided
@@ -159,6 +162,7 @@ func (p *Pool) Reserve(k *Key, n int64, by Writer) (Slot, error) {
 	r.begin(Staged, 1)
 	p.account(Staged, n, 1)
 	p.table.insert(p, s)
+	p.near.add(s, off)
 	return s, nil
 }
 
@@ -232,6 +236,7 @@ func (p *Pool) free(s Slot, r record) {
 	if invariant.Enabled {
 		_ = shm.Guard(func() { invariant.Poison(p.segment.Bytes(off, n)) }) // memory that is gone needs no poison
 	}
+	p.near.remove(s, off)
 	p.arena.Release(off, n)
 	p.spare = append(p.spare, s)
 }

@@ -211,27 +211,16 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 	case s.draining.Load():
 		err = errDraining
 	default:
-		s.looked(k, asked, s.store.Lookup(k.RequestID, sh, s.hashForLookup(k, sh, asked), k.Readers))
+		prompt := store.Prompt{Chunks: asked, Hashes: func(n int) []kv.Hash {
+			s.memo.Hash(k, n)
+			return k.Hashes
+		}}
+		s.looked(k, asked, s.store.Lookup(k.RequestID, sh, prompt, k.Readers))
 		return nil
 	}
 	s.store.NoHit(k.RequestID)
 	s.n.earlyExits.Add(1)
 	return err
-}
-
-// hashForLookup returns the hashes of the leading chunks that a lookup of asked
-// chunks has to see: up to the first that is not kept, and not many more. Most
-// misses end early, and what is not looked for need not be hashed.
-func (s *Server) hashForLookup(k *lmcache.KeyView, sh store.Shard, asked int) []kv.Hash {
-	from, n := 0, min(len(k.Hashes), asked)
-	for step := 1; n < asked; step *= 2 {
-		if s.store.Kept(sh, k.Hashes[from:n]) < n-from {
-			break
-		}
-		from, n = n, min(n+step, asked)
-		s.memo.Hash(k, n)
-	}
-	return k.Hashes[:n]
 }
 
 // looked counts a lookup and says why it was not a whole hit.

@@ -73,7 +73,7 @@ func TestStrayCommitEndsNothing(t *testing.T) {
 		b.put("a", h, 0, 2, 2)
 		load := transfer(7, h, 0, 2, true)
 		take := func(request string) store.Reason {
-			b.store.Lookup([]byte(request), one, h, 1)
+			b.store.Lookup([]byte(request), one, store.Hashed(h), 1)
 			return b.store.Load([]byte(request), load, h, &store.Place{})
 		}
 		if why := take("r1"); why != store.None {
@@ -131,7 +131,7 @@ func TestRefusedLoadsCostNothing(t *testing.T) {
 		}
 		time.Sleep(time.Minute)
 		b.store.Expire()
-		b.store.Lookup([]byte{7, 0}, one, h, 1)
+		b.store.Lookup([]byte{7, 0}, one, store.Hashed(h), 1)
 		if why := b.store.Load([]byte{7, 0}, load, h, &store.Place{}); why != store.None {
 			t.Fatal(why)
 		}

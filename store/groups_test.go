@@ -169,7 +169,7 @@ func (h *hybrid) hit(hashes []kv.Hash) int {
 // load looks up, compares the hit and fetches it. exact: nothing was evicted.
 func (h *hybrid) load(exact bool) {
 	hashes, request := h.prompt(), h.request()
-	got := h.store.Lookup(request, h.shard(0), hashes, 1)
+	got := h.store.Lookup(request, h.shard(0), store.Hashed(hashes), 1)
 	if want := h.hit(hashes); got.Hit > want || exact && got.Hit != want {
 		h.r.Fatalf("hit %d, want %d (tails %v)", got.Hit, want, h.tails)
 	}
@@ -305,10 +305,10 @@ func TestDeadWindowChunks(t *testing.T) {
 	if got.DeadChunks != 3 {
 		t.Errorf("%d dead chunks, want 3", got.DeadChunks)
 	}
-	if hit := b.store.Lookup([]byte("l"), sh, long, 1); hit.Hit != 2 {
+	if hit := b.store.Lookup([]byte("l"), sh, store.Hashed(long), 1); hit.Hit != 2 {
 		t.Errorf("hit %d, want 2", hit.Hit)
 	}
-	if hit := b.store.Lookup([]byte("o"), sh, other[:2], 1); hit.Hit != 2 {
+	if hit := b.store.Lookup([]byte("o"), sh, store.Hashed(other[:2]), 1); hit.Hit != 2 {
 		t.Errorf("the other prompt lost chunks: hit %d, want 2", hit.Hit)
 	}
 }

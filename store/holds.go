@@ -54,10 +54,6 @@ type hold struct {
 	orphan    bool // the worker unregistered, was reaped or registered anew
 }
 
-// debtTime is how long the commit of a refused prepare is waited for. Workers
-// send it at once.
-const debtTime = 30 * time.Second
-
 // maxDebts bounds the commits that are waited for without slots to give back.
 const maxDebts = 1 << 13
 

@@ -180,7 +180,7 @@ func (m *model) request() string {
 func (m *model) load() {
 	hashes := prompt(rapid.IntRange(0, 8).Draw(m.r, "prompt"), rapid.IntRange(1, 6).Draw(m.r, "chunks"))
 	request := m.request()
-	got := m.store.Lookup([]byte(request), m.shard(0), hashes, 1)
+	got := m.store.Lookup([]byte(request), m.shard(0), store.Hashed(hashes), 1)
 	if hit := m.store.TakeHit([]byte(request)); hit != got.Hit {
 		m.r.Fatalf("TakeHit = %d, want %d", hit, got.Hit)
 	}

@@ -15,45 +15,45 @@ type Looked struct {
 	Shard  int    // where the first missing chunk is missing
 }
 
-// Lookup finds the longest prefix of hashes that all shards can serve in all
+// Lookup finds the longest prefix of a prompt that all shards can serve in all
 // groups, and pins what a load of it needs for the session, readers readers per
-// object. The hit is also kept for TakeHit. Nothing can be evicted between the
-// decision and the pin. What an earlier server left is compared with its checksums
-// first.
-func (s *Store) Lookup(session []byte, sh Shard, hashes []kv.Hash, readers int) Looked {
-	s.verify(sh, hashes)
-	s.lock()
-	defer s.unlock()
-	sess := s.openLocked(session, time.Now())
-	f := s.findLocked(sh, hashes)
-	out := Looked{Hit: f.hit(sh)}
-	if out.Hit < len(hashes) {
-		out.Shard, out.Reason = s.whyEndsLocked(sh, hashes, out.Hit)
+// object. The hit is also kept for TakeHit. Whatever is evicted between the search
+// and the pin shortens the hit. What an earlier server left is compared with its
+// checksums first.
+func (s *Store) Lookup(session []byte, sh Shard, p Prompt, readers int) Looked {
+	f := found{rows: sh.Groups.Len() * sh.World}
+	hashes := s.find(sh, p, &f)
+	var l lease.Lease
+	out := Looked{}
+	for {
+		out.Hit = f.hit(sh)
+		var ok bool
+		if l, ok = s.pin(sh, hashes, &f, out.Hit, readers); ok {
+			break
+		}
 	}
-	if out.Hit > 0 {
-		l := s.pinFoundLocked(sh, &f, out.Hit, readers)
-		dropped := s.mu.leases.Grant(sess, l)
-		s.releaseLeaseLocked(&dropped)
-	}
-	sess.Hit, sess.HitUnread = out.Hit, true
-	s.mu.n.Lookups++
+	given := s.grant(session, sh, hashes, p.Chunks, &l, &out)
+	s.giveBack(given)
 	return out
 }
 
-// pinFoundLocked pins what a load of hit chunks needs. The lease takes over f's
-// memory.
-func (s *Store) pinFoundLocked(sh Shard, f *found, hit, readers int) lease.Lease {
-	rows := sh.Groups.Len() * sh.World
-	l := lease.Lease{Chunks: hit, Slots: f.slots[:rows*hit], Left: make([]uint8, rows*hit)}
-	for row := range rows {
-		copy(l.Slots[row*hit:(row+1)*hit], f.slots[row*f.chunks:])
-		need := sh.Groups.Need(row/sh.World, 0, hit)
-		for c := need.Start; c < need.End; c++ {
-			l.Left[row*hit+c] = uint8(readers)
-			s.pinLocked(pool.Slot(l.Slots[row*hit+c]))
+// grant ends a lookup: the session gets its lease and its hit. It returns leases
+// that had to make room.
+func (s *Store) grant(session []byte, sh Shard, hashes []kv.Hash, chunks int, l *lease.Lease, out *Looked) []lease.Lease {
+	s.lock()
+	defer s.unlock()
+	sess, given := s.openLocked(session, time.Now())
+	if out.Hit < chunks {
+		out.Shard, out.Reason = s.whyEndsLocked(sh, hashes, out.Hit)
+	}
+	if out.Hit > 0 {
+		if dropped := s.mu.leases.Grant(sess, *l); dropped.Chunks > 0 {
+			given = append(given, dropped)
 		}
 	}
-	return l
+	sess.Hit, sess.HitUnread = out.Hit, true
+	s.mu.n.Lookups++
+	return given
 }
 
 // whyEndsLocked says why a hit is not longer: the first object that is missing
@@ -78,46 +78,28 @@ func (s *Store) whyEndsLocked(sh Shard, hashes []kv.Hash, hit int) (shard int, w
 	return 0, NeverStored // a longer hit ends at a chunk that is missing later
 }
 
-// Kept returns how many leading chunks of hashes all shards keep in the groups of
-// full attention, without promising any.
-func (s *Store) Kept(sh Shard, hashes []kv.Hash) int {
-	s.lock()
-	defer s.unlock()
-	var k pool.Key
-	for g := range sh.Groups.Len() {
-		if !sh.Groups.full(g) {
-			continue
-		}
-		for shard := range sh.World {
-			for c, h := range hashes {
-				sh.key(&k, shard, g, h)
-				if _, st := s.mu.pool.Find(&k); st != pool.Resident {
-					hashes = hashes[:c]
-					break
-				}
-			}
-		}
-	}
-	return len(hashes)
-}
-
-func (s *Store) openLocked(session []byte, now time.Time) *lease.Session {
+// openLocked returns a session, and the leases of another one that had to make
+// room for it.
+func (s *Store) openLocked(session []byte, now time.Time) (*lease.Session, []lease.Lease) {
 	sess, pushed := s.mu.leases.Open(session, now)
-	if pushed != nil {
-		s.mu.n.SessionsPushed++
-		s.releaseLocked(pushed)
+	if pushed == nil {
+		return sess, nil
 	}
-	return sess
+	s.mu.n.SessionsPushed++
+	return sess, pushed.Drop()
 }
 
 // NoHit records that the session's lookup found nothing for a reason outside the
 // store.
 func (s *Store) NoHit(session []byte) {
-	s.lock()
-	defer s.unlock()
-	sess := s.openLocked(session, time.Now())
-	sess.Hit, sess.HitUnread = 0, true
-	s.mu.n.Lookups++
+	s.giveBack(func() []lease.Lease {
+		s.lock()
+		defer s.unlock()
+		sess, given := s.openLocked(session, time.Now())
+		sess.Hit, sess.HitUnread = 0, true
+		s.mu.n.Lookups++
+		return given
+	}())
 }
 
 // TakeHit returns the chunks that the session's last lookup found, once; 0 when
@@ -142,13 +124,13 @@ func (s *Store) Load(session []byte, name Transfer, hashes []kv.Hash, p *Place) 
 	s.lock()
 	defer s.unlock()
 	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
-		s.oweLocked(name, session, time.Now().Add(debtTime))
+		s.oweLocked(name, session, time.Now().Add(s.opts.Quarantine))
 		return Busy
 	}
 	objects, why := s.loadLocked(session, name, hashes)
 	if why != None {
 		s.mu.n.ReadFailures++
-		s.oweLocked(name, session, time.Now().Add(debtTime))
+		s.oweLocked(name, session, time.Now().Add(s.opts.Quarantine))
 		return why
 	}
 	slots := make([]pool.Slot, len(objects))
@@ -165,7 +147,7 @@ func (s *Store) Load(session []byte, name Transfer, hashes []kv.Hash, p *Place) 
 func (s *Store) Refuse(session []byte, name Transfer) {
 	s.lock()
 	defer s.unlock()
-	s.oweLocked(name, session, time.Now().Add(debtTime))
+	s.oweLocked(name, session, time.Now().Add(s.opts.Quarantine))
 }
 
 // loadLocked turns the pins of what a load of name's range moves into holds.
@@ -243,7 +225,7 @@ func (s *Store) FreePins(session []byte, from, to, readers int) {
 		return
 	}
 	l := &leases[len(leases)-1]
-	for row := range l.Rows() {
+	for row := range l.Rows {
 		l.Take(row, from, to, readers, s.unpinLocked)
 	}
 }
@@ -251,9 +233,12 @@ func (s *Store) FreePins(session []byte, from, to, readers int) {
 // EndSession gives back what the session still pins; each chunk so released
 // becomes the most recently used, heads after tails.
 func (s *Store) EndSession(session []byte) {
-	s.lock()
-	defer s.unlock()
-	if sess := s.mu.leases.End(session); sess != nil {
-		s.releaseLocked(sess)
-	}
+	s.giveBack(func() []lease.Lease {
+		s.lock()
+		defer s.unlock()
+		if sess := s.mu.leases.End(session); sess != nil {
+			return sess.Drop()
+		}
+		return nil
+	}())
 }

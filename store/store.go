@@ -52,6 +52,7 @@ type Store struct {
 		holds  holds
 		pins   []uint32 // by slot: leases that pin it
 		copies uint64   // begun by this process itself
+		drops  uint64   // keys that went, whatever the reason
 		ghosts ghosts
 		sums   sums
 		n      Counters
@@ -195,6 +196,7 @@ func (s *Store) pinnedLocked(slot pool.Slot) bool {
 
 // dropLocked removes a resident or staged slot's key.
 func (s *Store) dropLocked(slot pool.Slot, why Reason) {
+	s.mu.drops++
 	k := s.mu.pool.KeyOf(slot)
 	s.mu.ghosts.add(&k, why)
 	s.mu.lru.Remove(uint32(slot))
@@ -204,57 +206,89 @@ func (s *Store) dropLocked(slot pool.Slot, why Reason) {
 
 // Clear drops every chunk that nothing pins or holds, and with force every chunk
 // and every promise: memory that a worker may still touch comes back when its
-// hold ends. It returns the number of chunks dropped.
+// hold ends. What is stored meanwhile stays. It returns the number of chunks
+// dropped.
 func (s *Store) Clear(force bool) int {
-	s.lock()
-	defer s.unlock()
 	n := 0
 	if force {
-		s.mu.leases.Each(s.releaseLocked)
-		for _, h := range s.mu.holds.which(func(h *hold) bool { return len(h.slots) > 0 }) {
-			for _, slot := range h.slots {
-				if st := s.mu.pool.StateOf(slot); st == pool.Staged || st == pool.Resident {
-					s.dropLocked(slot, Cleared)
-					n++
-				}
+		s.giveBack(s.dropLeases())
+		n = s.dropHeld()
+	}
+	left := s.Stats().EvictableObjs
+	for more := true; more && left > 0; left -= batch {
+		var dropped int
+		dropped, more = s.dropOldest(min(batch, left))
+		n += dropped
+	}
+	return n
+}
+
+// dropLeases ends the promises of all sessions.
+func (s *Store) dropLeases() (given []lease.Lease) {
+	s.lock()
+	defer s.unlock()
+	s.mu.leases.Each(func(sess *lease.Session) { given = append(given, sess.Drop()...) })
+	return given
+}
+
+// dropHeld drops the keys of what transfers in progress hold.
+func (s *Store) dropHeld() (n int) {
+	s.lock()
+	defer s.unlock()
+	for _, h := range s.mu.holds.which(func(h *hold) bool { return len(h.slots) > 0 }) {
+		for _, slot := range h.slots {
+			if st := s.mu.pool.StateOf(slot); st == pool.Staged || st == pool.Resident {
+				s.dropLocked(slot, Cleared)
+				n++
 			}
 		}
 	}
-	for {
+	s.mu.n.Cleared += uint64(n)
+	return n
+}
+
+// dropOldest drops up to max chunks; more is false when no other is left.
+func (s *Store) dropOldest(max int) (n int, more bool) {
+	s.lock()
+	defer s.unlock()
+	defer func() { s.mu.n.Cleared += uint64(n) }()
+	for ; n < max; n++ {
 		slot, ok := s.mu.lru.Oldest()
 		if !ok {
-			s.mu.n.Cleared += uint64(n)
-			return n
+			return n, false
 		}
 		s.dropLocked(pool.Slot(slot), Cleared)
-		n++
 	}
-}
-
-// releaseLocked gives back everything a session has pinned.
-func (s *Store) releaseLocked(sess *lease.Session) {
-	for _, l := range sess.Drop() {
-		s.releaseLeaseLocked(&l)
-	}
-}
-
-func (s *Store) releaseLeaseLocked(l *lease.Lease) {
-	for row := range l.Rows() {
-		l.Take(row, 0, l.Chunks, 255, s.unpinLocked)
-	}
+	return n, true
 }
 
 // Expire ends sessions that are idle and holds whose quarantine is over. Its
 // owner calls it about once a second.
 func (s *Store) Expire() {
+	now := time.Now()
+	for more := true; more; {
+		var given []lease.Lease
+		given, more = s.expireSessions(now)
+		s.giveBack(given)
+	}
 	s.lock()
 	defer s.unlock()
-	now := time.Now()
-	for sess := s.mu.leases.Expire(now); sess != nil; sess = s.mu.leases.Expire(now) {
-		s.mu.n.SessionsExpired++
-		s.releaseLocked(sess)
-	}
 	s.expireLocked(now)
+}
+
+// expireSessions ends some idle sessions; more is false when no other is idle.
+func (s *Store) expireSessions(now time.Time) (given []lease.Lease, more bool) {
+	s.lock()
+	defer s.unlock()
+	for range batch {
+		sess := s.mu.leases.Expire(now)
+		if sess == nil {
+			return given, false
+		}
+		s.mu.n.SessionsExpired++
+		given = append(given, sess.Drop()...)
+	}
+	return given, true
 }
 
 // Populate makes the kernel provide pool memory ahead of its first use, and with

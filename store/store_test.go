@@ -36,7 +36,7 @@ func (b *bench) put(request string, hashes []kv.Hash, from, to, want int) {
 }
 
 func (b *bench) hit(hashes []kv.Hash) store.Looked {
-	got := b.store.Lookup([]byte("probe"), one, hashes, 1)
+	got := b.store.Lookup([]byte("probe"), one, store.Hashed(hashes), 1)
 	b.store.EndSession([]byte("probe"))
 	return got
 }
@@ -91,7 +91,7 @@ func TestEveryShard(t *testing.T) {
 		}
 		b.store.CommitStore(tr, []byte("a"), h, true)
 	}
-	got := b.store.Lookup([]byte("x"), store.Shard{Namespace: one.Namespace, World: 2}, h, 1)
+	got := b.store.Lookup([]byte("x"), store.Shard{Namespace: one.Namespace, World: 2}, store.Hashed(h), 1)
 	if got.Hit != 2 || got.Shard != 1 {
 		t.Fatalf("%+v, want 2 chunks, missing in shard 1", got)
 	}
@@ -158,7 +158,7 @@ func TestQuarantineEnds(t *testing.T) {
 		defer b.stop()
 		h := prompt(1, 2)
 		b.put("a", h, 0, 1, 1)
-		b.store.Lookup([]byte("r"), one, h[:1], 1)
+		b.store.Lookup([]byte("r"), one, store.Hashed(h[:1]), 1)
 		var p store.Place
 		if why := b.store.Load([]byte("r"), transfer(7, h, 0, 1, true), h, &p); why != store.None {
 			t.Fatal(why)
@@ -188,7 +188,7 @@ func TestStrayCommit(t *testing.T) {
 	h := prompt(1, 1)
 	b.put("a", h, 0, 1, 1)
 	tr := transfer(7, h, 0, 1, true)
-	b.store.Lookup([]byte("r"), one, h, 1)
+	b.store.Lookup([]byte("r"), one, store.Hashed(h), 1)
 	var p store.Place
 	if why := b.store.Load([]byte("r"), tr, h, &p); why != store.None {
 		t.Fatal(why)
@@ -210,7 +210,7 @@ func TestReaders(t *testing.T) {
 	h := prompt(1, 1)
 	b.put("a", h, 0, 1, 1)
 	tr := transfer(7, h, 0, 1, true)
-	b.store.Lookup([]byte("r"), one, h, 2)
+	b.store.Lookup([]byte("r"), one, store.Hashed(h), 2)
 	var p store.Place
 	for range 2 {
 		if b.store.Clear(false) != 0 {
@@ -237,7 +237,7 @@ func TestIdleSession(t *testing.T) {
 		defer b.stop()
 		h := prompt(1, 1)
 		b.put("a", h, 0, 1, 1)
-		b.store.Lookup([]byte("r"), one, h, 1)
+		b.store.Lookup([]byte("r"), one, store.Hashed(h), 1)
 		for range 3 {
 			time.Sleep(40 * time.Second)
 			b.store.TakeHit([]byte("r"))
@@ -263,7 +263,7 @@ func BenchmarkLookup(b *testing.B) {
 	session := []byte("r")
 	b.ReportAllocs()
 	for b.Loop() {
-		s.store.Lookup(session, one, h, 1)
+		s.store.Lookup(session, one, store.Hashed(h), 1)
 		s.store.TakeHit(session)
 		s.store.FreePins(session, 0, 128, 1)
 		s.store.EndSession(session)

@@ -69,7 +69,7 @@ func TestCorruptAfterRestart(t *testing.T) {
 				t.Fatalf("%d compared", n)
 			}
 		}
-		got := b.store.Lookup([]byte("r"), one, h, 1)
+		got := b.store.Lookup([]byte("r"), one, store.Hashed(h), 1)
 		if got.Hit != 3 || got.Reason != store.Corrupt {
 			t.Errorf("background %v: hit %d, %v", background, got.Hit, got.Reason)
 		}
@@ -103,7 +103,7 @@ func TestNoChecksum(t *testing.T) {
 	offs := b.put(t, c) // the same slots
 	b.at(offs[2])[0] ^= 1
 	b.restart(t, 4)
-	if got := b.store.Lookup([]byte("r"), one, c, 1); got.Hit != 4 {
+	if got := b.store.Lookup([]byte("r"), one, store.Hashed(c), 1); got.Hit != 4 {
 		t.Errorf("hit %d, %v", got.Hit, got.Reason)
 	}
 	if st := b.store.Stats(); st.VerifiedChunks != 0 || st.CorruptChunks != 0 {
@@ -127,7 +127,7 @@ func TestEvictedBeforeSum(t *testing.T) {
 	if n := b.sumAll(); n != 4 {
 		t.Errorf("%d after the restart, want the 4 new ones", n)
 	}
-	if got := b.store.Lookup([]byte("r"), one, a, 1); got.Hit != 4 {
+	if got := b.store.Lookup([]byte("r"), one, store.Hashed(a), 1); got.Hit != 4 {
 		t.Errorf("hit %d, %v", got.Hit, got.Reason)
 	}
 	if st := b.store.Stats(); st.CorruptChunks != 0 || st.VerifiedChunks != 0 {
@@ -160,7 +160,7 @@ func TestSumsConcurrent(t *testing.T) {
 	}()
 	for i := range 200 {
 		h := prompt(i%30, 5)
-		got := b.store.Lookup([]byte("r"), one, h, 1)
+		got := b.store.Lookup([]byte("r"), one, store.Hashed(h), 1)
 		if got.Hit < 5 {
 			b.store.EndSession([]byte("r"))
 			b.put(t, h)

@@ -107,7 +107,7 @@ func (s *Store) unstageLocked(objects []object) {
 
 // reserveLocked stages one chunk, evicting as long as that helps.
 func (s *Store) reserveLocked(k *pool.Key, n int64, by pool.Writer, guard *prefixGuard) (pool.Slot, error) {
-	for {
+	for freed := int64(0); ; {
 		slot, err := s.mu.pool.Reserve(k, n, by)
 		if !errors.Is(err, pool.ErrFull) {
 			return slot, err
@@ -115,10 +115,14 @@ func (s *Store) reserveLocked(k *pool.Key, n int64, by pool.Writer, guard *prefi
 		if guard.protect() {
 			continue
 		}
+		if freed >= 2*n && s.evictNearLocked(n) {
+			continue
+		}
 		victim, ok := s.mu.lru.Oldest()
 		if !ok {
 			return 0, err
 		}
+		freed += s.mu.pool.Round(s.mu.pool.Length(pool.Slot(victim)))
 		s.evictLocked(pool.Slot(victim))
 	}
 }

@@ -1,0 +1,235 @@
+package store
+
+import (
+	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+// batch is how many objects are searched, pinned, given back or dropped before the
+// lock is offered to others: well below a millisecond.
+const batch = 2048
+
+// Prompt is what a lookup asks for.
+type Prompt struct {
+	Chunks int
+
+	// Hashes returns the chunk hashes of the prompt, at least the first n. It is
+	// called without a lock, for more only as long as everything is kept: most
+	// misses end early, and what is not searched for need not be hashed.
+	Hashes func(n int) []kv.Hash
+}
+
+// Hashed is the Prompt of chunks whose hashes are known.
+func Hashed(hashes []kv.Hash) Prompt {
+	return Prompt{Chunks: len(hashes), Hashes: func(int) []kv.Hash { return hashes }}
+}
+
+// found is which objects of a prompt are kept: a slot for each row of each chunk, a
+// row for each group and shard.
+type found struct {
+	slots []uint32 // [chunk*rows + row]; absent where there is none
+	rows  int
+	limit int    // chunks; groups of full attention end here
+	drops uint64 // Store.mu.drops when the search began
+}
+
+const absent = ^uint32(0)
+
+func (f *found) at(chunk, row int) uint32 { return f.slots[chunk*f.rows+row] }
+
+// find searches the objects of a prompt. It ends at the first chunk that a group of
+// full attention lacks in some shard. It returns the hashes as far as it looked.
+func (s *Store) find(sh Shard, p Prompt, f *found) []kv.Hash {
+	f.drops = s.dropsSoFar()
+	columns := max(1, batch/f.rows)
+	var hashes []kv.Hash
+	for step := 1; f.limit < p.Chunks; step *= 2 {
+		hashes = p.Hashes(min(f.limit+step, p.Chunks))
+		hashes = hashes[:min(len(hashes), p.Chunks)]
+		for f.limit < len(hashes) {
+			to := min(f.limit+columns, len(hashes))
+			s.verify(sh, hashes[f.limit:to])
+			if !s.findColumns(sh, hashes[:to], f) {
+				s.findWindows(sh, hashes, f)
+				return hashes
+			}
+		}
+	}
+	s.findWindows(sh, hashes, f)
+	return hashes
+}
+
+func (s *Store) dropsSoFar() uint64 {
+	s.lock()
+	defer s.unlock()
+	return s.mu.drops
+}
+
+// findColumns searches the chunks from f.limit on in the groups of full attention.
+// It reports whether all are kept.
+func (s *Store) findColumns(sh Shard, hashes []kv.Hash, f *found) bool {
+	s.lock()
+	defer s.unlock()
+	var k pool.Key
+	for ; f.limit < len(hashes); f.limit++ {
+		for row := range f.rows {
+			group := row / sh.World
+			if !sh.Groups.full(group) {
+				f.slots = append(f.slots, absent)
+				continue
+			}
+			sh.key(&k, row%sh.World, group, hashes[f.limit])
+			slot, ok := s.residentLocked(&k)
+			if !ok {
+				f.slots = f.slots[:f.limit*f.rows]
+				return false
+			}
+			f.slots = append(f.slots, uint32(slot))
+		}
+	}
+	return true
+}
+
+// findWindows searches the chunks before f.limit in the other groups.
+func (s *Store) findWindows(sh Shard, hashes []kv.Hash, f *found) {
+	if sh.Groups == nil || !sh.Groups.windows {
+		return
+	}
+	columns := max(1, batch/f.rows)
+	for from := 0; from < f.limit; from += columns {
+		s.findWindowColumns(sh, hashes, f, from, min(from+columns, f.limit))
+	}
+}
+
+func (s *Store) findWindowColumns(sh Shard, hashes []kv.Hash, f *found, from, to int) {
+	s.lock()
+	defer s.unlock()
+	var k pool.Key
+	for c := from; c < to; c++ {
+		for row := range f.rows {
+			if group := row / sh.World; !sh.Groups.full(group) {
+				sh.key(&k, row%sh.World, group, hashes[c])
+				if slot, ok := s.residentLocked(&k); ok {
+					f.slots[c*f.rows+row] = uint32(slot)
+				}
+			}
+		}
+	}
+}
+
+// residentLocked returns the slot that is resident under k and may be served.
+func (s *Store) residentLocked(k *pool.Key) (pool.Slot, bool) {
+	slot, st := s.mu.pool.Find(k)
+	return slot, st == pool.Resident && !s.suspectedLocked(slot)
+}
+
+// hit returns the longest prefix that every row can serve, in chunks.
+func (f *found) hit(sh Shard) int {
+	if sh.Groups == nil || !sh.Groups.windows {
+		return f.limit
+	}
+	set := coordinator.NewRuns(sh.Groups.rule.Coordinator())
+	for g := range sh.Groups.Len() {
+		start := 0
+		for c := range f.limit + 1 {
+			if c < f.limit && f.has(g, sh.World, c) {
+				continue
+			}
+			set.Add(g, start, c)
+			start = c + 1
+		}
+	}
+	var r coordinator.Result
+	n, err := sh.Groups.rule.Hit(&r, set, f.limit)
+	if err != nil {
+		return 0 // longer than any prompt
+	}
+	return n
+}
+
+// has reports whether every shard keeps chunk c of group g.
+func (f *found) has(g, world, c int) bool {
+	for shard := range world {
+		if f.at(c, g*world+shard) == absent {
+			return false
+		}
+	}
+	return true
+}
+
+// pin pins what a load of hit chunks needs. The lease takes over f's memory. When
+// something was dropped since the search, and is missing, f says so, nothing is
+// pinned, and it reports false.
+func (s *Store) pin(sh Shard, hashes []kv.Hash, f *found, hit, readers int) (lease.Lease, bool) {
+	l := lease.Lease{Chunks: hit, Rows: f.rows}
+	if hit == 0 {
+		return l, true
+	}
+	l.Slots, l.Left = f.slots[:hit*f.rows], make([]uint8, hit*f.rows)
+	columns := max(1, batch/f.rows)
+	for from := 0; from < hit; from += columns {
+		if !s.pinColumns(sh, hashes, f, &l, from, min(from+columns, hit), readers) {
+			s.giveBack([]lease.Lease{l})
+			return lease.Lease{}, false
+		}
+	}
+	return l, true
+}
+
+func (s *Store) pinColumns(sh Shard, hashes []kv.Hash, f *found, l *lease.Lease, from, to, readers int) bool {
+	s.lock()
+	defer s.unlock()
+	changed := s.mu.drops != f.drops
+	var k pool.Key
+	for group := range sh.Groups.Len() {
+		need := sh.Groups.Need(group, 0, l.Chunks)
+		for shard := range sh.World {
+			row := group*sh.World + shard
+			for c := max(need.Start, from); c < min(need.End, to); c++ {
+				slot := pool.Slot(f.at(c, row))
+				if changed {
+					sh.key(&k, shard, group, hashes[c])
+					var ok bool
+					if slot, ok = s.residentLocked(&k); !ok {
+						s.missing(sh, f, group, row, c)
+						return false
+					}
+					l.Slots[c*f.rows+row] = uint32(slot)
+				}
+				l.Left[c*f.rows+row] = uint8(readers)
+				s.pinLocked(slot)
+			}
+		}
+	}
+	return true
+}
+
+// missing notes that an object is not kept after all.
+func (s *Store) missing(sh Shard, f *found, group, row, chunk int) {
+	if sh.Groups.full(group) {
+		f.limit = min(f.limit, chunk)
+	} else {
+		f.slots[chunk*f.rows+row] = absent
+	}
+}
+
+// giveBack ends the pins of leases, tails before heads.
+func (s *Store) giveBack(leases []lease.Lease) {
+	for i := range leases {
+		l := &leases[i]
+		columns := max(1, batch/max(1, l.Rows))
+		for to := l.Chunks; to > 0; to -= columns {
+			s.giveBackColumns(l, max(0, to-columns), to)
+		}
+	}
+}
+
+func (s *Store) giveBackColumns(l *lease.Lease, from, to int) {
+	s.lock()
+	defer s.unlock()
+	for row := range l.Rows {
+		l.Take(row, from, to, 255, s.unpinLocked)
+	}
+}
