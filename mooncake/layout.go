@@ -4,7 +4,9 @@ import (
 	lru "container/list"
 	"errors"
 	"fmt"
+	"net"
 	"slices"
+	"strconv"
 	"sync"
 )
 
@@ -21,8 +23,10 @@ func (e *layoutMissError) Error() string {
 
 func (e *layoutMissError) Is(target error) bool { return target == errLayoutMiss }
 
-// maxLayouts is how many plans a P keeps, as vLLM does.
-const maxLayouts = 1024
+const (
+	maxLayouts = 1024 // plans that a P keeps, as vLLM does
+	maxOfOneD  = 64   // of them, of one D's host and port
+)
 
 // layoutKey names one D worker's layout.
 type layoutKey struct {
@@ -38,7 +42,8 @@ type layoutCache struct {
 	mu struct { // a leaf
 		sync.Mutex
 		plans map[layoutKey]*lru.Element // of *layoutEntry
-		order lru.List                   // the last used one is at the front
+		byD   map[string]int
+		order lru.List // the last used one is at the front
 	}
 }
 
@@ -68,14 +73,33 @@ func (c *layoutCache) put(k layoutKey, plan *PushPlan) {
 	}
 	if c.mu.plans == nil {
 		c.mu.plans = make(map[layoutKey]*lru.Element)
+		c.mu.byD = make(map[string]int)
 	}
 	c.mu.plans[k] = c.mu.order.PushFront(&layoutEntry{k, plan})
-	if len(c.mu.plans) > maxLayouts {
-		last := c.mu.order.Back()
-		c.mu.order.Remove(last)
-		delete(c.mu.plans, last.Value.(*layoutEntry).key)
+	c.mu.byD[k.d()]++
+	switch {
+	case c.mu.byD[k.d()] > maxOfOneD:
+		for e := c.mu.order.Back(); ; e = e.Prev() {
+			if e.Value.(*layoutEntry).key.d() == k.d() {
+				c.dropLocked(e)
+				return
+			}
+		}
+	case len(c.mu.plans) > maxLayouts:
+		c.dropLocked(c.mu.order.Back())
 	}
 }
+
+func (c *layoutCache) dropLocked(e *lru.Element) {
+	k := c.mu.order.Remove(e).(*layoutEntry).key
+	delete(c.mu.plans, k)
+	if c.mu.byD[k.d()]--; c.mu.byD[k.d()] == 0 {
+		delete(c.mu.byD, k.d())
+	}
+}
+
+// d names the D worker.
+func (k *layoutKey) d() string { return net.JoinHostPort(k.host, strconv.Itoa(k.port)) }
 
 // prepare checks that D's worker and memory fit this one and plans the push, in
 // vLLM's order of checks.

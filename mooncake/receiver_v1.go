@@ -9,7 +9,8 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// onceV1 sends a V1 pull and waits for its one answer.
+// onceV1 sends a V1 pull and waits for its one answer. When that is a failure of
+// several requests, each is pulled again by itself.
 func (t *talk) onceV1(ctx context.Context) error {
 	if t.dropAborted(true); len(t.left) == 0 {
 		return nil
@@ -28,6 +29,7 @@ func (t *talk) onceV1(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = s.Close() }() // P sees D go, should it still be at it
+	ctxAll := ctx
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	wanted := slices.Collect(maps.Values(t.left))
@@ -55,6 +57,16 @@ func (t *talk) onceV1(ctx context.Context) error {
 	case len(reply) == 1 && string(reply[0]) == replyV1Done:
 		for _, id := range ids {
 			t.answer(id, nil)
+		}
+	case len(ids) > 1: // one answer for all: the next ones tell whose fault it was
+		r.mu.Lock()
+		for _, q := range t.left {
+			q.suspect = true // P may still be writing for this pull
+		}
+		r.mu.Unlock()
+		for id, q := range t.left {
+			delete(t.left, id)
+			r.wg.Go(func() { r.ask(ctxAll, t.from, t.addr, t.window, []*receiving{q}) })
 		}
 	default:
 		t.failAll(fmt.Errorf("%w: %.100q", ErrPeer, reply))

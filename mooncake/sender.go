@@ -44,7 +44,7 @@ type SenderOptions struct {
 	// or went away: it may try again; default 10 s.
 	RetryTimeout time.Duration
 
-	Workers      int // pushes at a time; default 10 (num_workers)
+	Workers      int // pushes at a time to one D worker; default 10 (num_workers)
 	MaxPulls     int // pulls that wait or run; more are refused; default 4096
 	MaxTransfers int // transfers that D asked for before P knew them; default 65536
 
@@ -88,6 +88,7 @@ type Sender struct {
 	cancel context.CancelFunc
 	push   *pusher
 	gate   *Gate
+	conns  *Conns
 	wg     sync.WaitGroup
 
 	layouts layoutCache
@@ -97,6 +98,7 @@ type Sender struct {
 		transfers map[string]*sending // by transfer id
 		unknown   int                 // of them, without P's request
 		finished  []string            // P's request ids, for Finished
+		done      doneTransfers
 	}
 	stats senderStats
 }
@@ -104,15 +106,15 @@ type Sender struct {
 // sending is one transfer. Guarded by Sender.mu.
 type sending struct {
 	id      string
-	request string    // P's; "" until P heard of it
-	blocks  [][]int   // valid when ready
-	ready   bool      // P has computed them
-	expires time.Time // zero: not yet
-	need    int       // pulls that must succeed; 0 until the first one
-	sent    int       // pulls that did
-	busy    int       // pushes under way
-	gone    bool      // out of the table; if busy, report when the pushes end
-	short   bool      // a Kvasir D gave up: RetryTimeout holds
+	request string               // P's; "" until P heard of it
+	blocks  [][]int              // valid when ready
+	ready   bool                 // P has computed them
+	expires time.Time            // zero: not yet
+	need    int                  // workers of D that must have the blocks; 0 until the first pull
+	sent    map[dWorker]answered // those that have
+	busy    int                  // pushes under way
+	gone    bool                 // out of the table; if busy, report when the pushes end
+	short   bool                 // a Kvasir D gave up: RetryTimeout holds
 	waiting map[*pulling]struct{}
 }
 
@@ -137,7 +139,7 @@ func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
 	o.MaxTransfers = cmp.Or(o.MaxTransfers, 1<<16)
 	s := &Sender{
 		o: o, cache: cache, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
-		push: newPusher(cache, o), gate: NewGate(o.MaxPulls),
+		push: newPusher(cache, o), gate: NewGate(o.MaxPulls), conns: NewConns(2 * o.MaxPulls),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.mu.transfers = make(map[string]*sending)
@@ -148,7 +150,7 @@ func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
 // listens.
 func (s *Sender) Start(ctx context.Context) error {
 	var err error
-	if s.router, s.addr, err = bindSideChannel(ctx, s.handle, &s.o); err != nil {
+	if s.router, s.addr, err = bindSideChannel(ctx, s.handle, s.conns, &s.o); err != nil {
 		return err
 	}
 	if s.o.Bootstrap == nil {
@@ -165,10 +167,10 @@ func (s *Sender) Start(ctx context.Context) error {
 }
 
 // bindSideChannel listens for pulls; addr is what D shall dial.
-func bindSideChannel(ctx context.Context, handle zmtp.Handler, o *SenderOptions) (r *zmtp.Router, addr string, err error) {
-	r = zmtp.NewRouter(handle, zmtp.RouterOptions{
-		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, MaxPeers: o.MaxPulls, Logger: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
-	})
+func bindSideChannel(ctx context.Context, handle zmtp.Handler, conns *Conns, o *SenderOptions) (r *zmtp.Router, addr string, err error) {
+	r = zmtp.NewRouter(handle, conns.Options(zmtp.RouterOptions{
+		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, Logger: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
+	}))
 	bound, err := r.Listen(ctx, o.Listen)
 	if err != nil {
 		return nil, "", fmt.Errorf("mooncake: bind the side channel: %w", err)
@@ -284,9 +286,16 @@ func (s *Sender) Offer(request, transferID string, blocks [][]int) {
 	e.wakeLocked()
 }
 
-// nameLocked finds or makes the transfer, which now is P's too.
+// nameLocked finds or makes the transfer, which now is P's too. A transfer id that
+// another request has is taken from it, as if that one were aborted.
 func (s *Sender) nameLocked(request, transferID string) *sending {
 	e := s.mu.transfers[transferID]
+	if e != nil && e.request != "" && e.request != request {
+		s.log.Warn("mooncake: transfer id of another request", "transfer", transferID, "request", request, "taken_from", e.request)
+		s.abortLocked(e)
+		e = nil
+	}
+	s.mu.done.forget(transferID)
 	if e == nil {
 		e = &sending{id: transferID}
 		s.mu.transfers[transferID] = e
@@ -310,14 +319,16 @@ func (e *sending) wakeLocked() {
 func (s *Sender) Abort(transferID string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	e := s.mu.transfers[transferID]
-	if e == nil {
-		return
+	if e := s.mu.transfers[transferID]; e != nil {
+		s.abortLocked(e)
 	}
+}
+
+func (s *Sender) abortLocked(e *sending) {
 	if e.request == "" {
 		s.mu.unknown--
 	}
-	delete(s.mu.transfers, transferID)
+	delete(s.mu.transfers, e.id)
 	e.gone = true
 	s.finishLocked(e)
 	e.wakeLocked()

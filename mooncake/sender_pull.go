@@ -63,9 +63,15 @@ type pulling struct {
 	peer    *zmtp.Peer
 	pull    *Pull
 	plan    *PushPlan
-	paired  []int               // D's TP ranks that pull from this worker
-	wake    chan struct{}       // cap 1
+	paired  []int         // D's TP ranks that pull from this worker
+	wake    chan struct{} // cap 1
+	ticket  *Ticket
+	ctx     context.Context // ends with P, with D's connection, and when the pull makes room
+	cancel  context.CancelCauseFunc
 	waiting map[string]*sending // by D's request id
+	memory  uint64              // of D, hashed
+	again   []string            // filled by an earlier pull, whose answer D did not hear
+	empty   []string            // requests without a transfer id
 	unknown map[string]bool     // of them, not yet P's
 	spent   time.Duration       // planning
 }
@@ -83,23 +89,37 @@ func (s *Sender) handle(peer *zmtp.Peer, m zmtp.Message) {
 		s.refuse(peer, fmt.Errorf("%w: %d frames instead of one", ErrMessage, len(m)))
 		return
 	}
-	leave, err := s.gate.Enter(len(m[0]))
-	if err != nil {
-		s.refuse(peer, err)
-		return
-	}
 	start := time.Now()
 	pull, err := DecodePull(m[0], 0)
 	if err != nil {
-		leave()
 		s.refuse(peer, err)
 		return
 	}
-	p := &pulling{s: s, peer: peer, pull: pull, wake: make(chan struct{}, 1), spent: time.Since(start)}
+	p := &pulling{s: s, peer: peer, pull: pull, wake: make(chan struct{}, 1)}
+	p.ctx, p.cancel = context.WithCancelCause(s.ctx)
+	if p.ticket, err = s.gate.Enter(PeerKey(peer, pull.Host, pull.Port), len(m[0]), p.cancel); err != nil {
+		p.cancel(nil)
+		s.refuse(peer, err)
+		return
+	}
+	p.spent = time.Since(start)
+	end := s.conns.Begin(peer)
 	s.wg.Go(func() {
-		defer leave()
+		defer end()
+		defer p.ticket.Leave()
+		defer p.cancel(nil)
 		p.serve()
 	})
+}
+
+// PeerKey names the D worker of a pull, for shares: from where it speaks and where it
+// wants its blocks.
+func PeerKey(peer *zmtp.Peer, host string, port int) string {
+	from, _, err := net.SplitHostPort(peer.RemoteAddr().String())
+	if err != nil {
+		from = peer.RemoteAddr().String()
+	}
+	return from + " " + net.JoinHostPort(host, strconv.Itoa(port))
 }
 
 // refuse ends a pull with an error.
@@ -141,21 +161,31 @@ func (p *pulling) serve() {
 		p.s.refuse(p.peer, err)
 		return
 	}
+	p.memory = p.plan.memory()
 	if err := p.enter(); err != nil {
 		p.s.refuse(p.peer, err)
 		return
 	}
 	defer p.leave()
-	ctx, cancel := context.WithCancel(p.s.ctx)
-	defer cancel()
 	p.s.wg.Go(func() {
 		select {
 		case <-p.peer.Done():
-			cancel() // what D asked for is no longer D's to receive
-		case <-ctx.Done():
+			p.cancel(errDLeft) // what D asked for is no longer D's to receive
+		case <-p.ctx.Done():
 		}
 	})
-	p.rounds(ctx)
+	p.rounds(p.ctx)
+}
+
+var errDLeft = errors.New("mooncake: D went away")
+
+// broken ends a pull whose context has ended.
+func (p *pulling) broken() {
+	if why := context.Cause(p.ctx); errors.Is(why, errEvicted) {
+		p.s.refuse(p.peer, why)
+		return
+	}
+	p.s.stats.disconnected.Add(1)
 }
 
 // patience is how long a pull waits for its next request to be ready.
@@ -170,15 +200,25 @@ func (p *pulling) patience() time.Duration {
 func (p *pulling) rounds(ctx context.Context) {
 	timer := time.NewTimer(p.patience())
 	defer timer.Stop()
-	if len(p.waiting) == 0 {
-		p.reply(&Reply{Status: StatusFinish})
-		return
+	if len(p.again)+len(p.empty) > 0 || len(p.waiting) == 0 {
+		y := Reply{Status: StatusContinue, OK: p.again, Failed: p.empty}
+		if len(p.empty) > 0 {
+			y.Message = "no transfer_id"
+			p.s.stats.failedPulls.Add(int64(len(p.empty)))
+		}
+		if len(p.waiting) == 0 {
+			y.Status = StatusFinish
+		}
+		if p.reply(&y); len(p.waiting) == 0 {
+			return
+		}
 	}
 	if p.pull.DeadlineMillis > 0 && len(p.unknown) > 0 {
 		p.reply(&Reply{Status: StatusContinue, Unknown: slices.Sorted(maps.Keys(p.unknown))})
 	}
 	for len(p.waiting) > 0 {
 		ready, known, gone := p.collect()
+		p.ticket.Idle(len(p.waiting) > 0 && len(p.unknown) == len(p.waiting))
 		if len(known) > 0 && p.pull.DeadlineMillis > 0 && len(ready)+len(gone) == 0 {
 			p.reply(&Reply{Status: StatusContinue, Known: known})
 		}
@@ -192,7 +232,7 @@ func (p *pulling) rounds(ctx context.Context) {
 		select {
 		case <-p.wake:
 		case <-ctx.Done():
-			p.s.stats.disconnected.Add(1)
+			p.broken()
 			return
 		case <-timer.C:
 			late := slices.Sorted(maps.Keys(p.waiting))
@@ -212,10 +252,19 @@ func (p *pulling) enter() error {
 	p.waiting, p.unknown = make(map[string]*sending), make(map[string]bool)
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	mine := 0 // of the unknown ones
 	for id, w := range p.pull.Wanted {
+		if w.TransferID == "" {
+			p.empty = append(p.empty, id)
+			continue
+		}
 		e := s.mu.transfers[w.TransferID]
 		if e == nil {
-			if s.mu.unknown >= s.o.MaxTransfers {
+			if s.mu.done.has(w.TransferID, p.worker(), p.answered(id)) {
+				p.again = append(p.again, id)
+				continue
+			}
+			if mine++; s.mu.unknown >= s.o.MaxTransfers || mine > max(1, s.o.MaxTransfers/4) {
 				p.leaveLocked()
 				return errUnknownFull
 			}
@@ -286,7 +335,7 @@ func (p *pulling) collect() (ready map[string]*sending, known, gone []string) {
 		case e.ready:
 			e.busy++
 			if e.need == 0 {
-				e.need = p.needed()
+				e.need, e.sent = p.needed(), make(map[dWorker]answered)
 			}
 			ready[id] = e
 		default:
@@ -302,15 +351,6 @@ func (p *pulling) collect() (ready map[string]*sending, known, gone []string) {
 	slices.Sort(known)
 	slices.Sort(gone)
 	return ready, known, gone
-}
-
-// needed is how many pulls fill D: one per paired TP rank, and if the pipelines
-// differ, each of D's stages pulls from all of P's.
-func (p *pulling) needed() int {
-	if n := p.pull.PPSize; n > 1 && n != p.s.o.Self.PPSize {
-		return len(p.paired) * n
-	}
-	return len(p.paired)
 }
 
 // round pushes the ready requests in one batch and replies. It returns false when D
@@ -362,7 +402,7 @@ func (p *pulling) round(ctx context.Context, ready map[string]*sending, gone []s
 	}
 	p.settle(ready, failed)
 	if ctx.Err() != nil {
-		s.stats.disconnected.Add(1)
+		p.broken()
 		return false
 	}
 	p.conclude(ids, failed, why)
@@ -415,13 +455,14 @@ func (p *pulling) settle(ready map[string]*sending, failed map[string]bool) {
 		if failed[id] {
 			p.shortenLocked(e)
 		} else {
-			e.sent++
+			e.sent[p.worker()] = p.answered(id)
 		}
 		switch {
 		case e.gone: // aborted during the push
 			s.finishLocked(e)
-		case e.sent >= e.need && s.mu.transfers[e.id] == e && e.busy == 0:
+		case len(e.sent) >= e.need && s.mu.transfers[e.id] == e && e.busy == 0:
 			delete(s.mu.transfers, e.id)
+			s.mu.done.add(e.id, e.sent)
 			e.gone = true
 			s.finishLocked(e)
 		}

@@ -36,6 +36,7 @@ type SenderV1 struct {
 	cancel context.CancelFunc
 	push   *pusher
 	gate   *Gate
+	conns  *Conns
 	wg     sync.WaitGroup
 
 	mu struct {
@@ -75,7 +76,7 @@ func NewSenderV1(cache *Cache, o SenderOptions) (*SenderV1, error) {
 	o.MaxPulls = cmp.Or(o.MaxPulls, 4096)
 	s := &SenderV1{
 		o: o, cache: cache, own: own, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
-		push: newPusher(cache, o), gate: NewGate(o.MaxPulls),
+		push: newPusher(cache, o), gate: NewGate(o.MaxPulls), conns: NewConns(2 * o.MaxPulls),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.mu.sends = NewSendsV1(o.AbortTimeout)
@@ -86,7 +87,7 @@ func NewSenderV1(cache *Cache, o SenderOptions) (*SenderV1, error) {
 // Start binds the side channel.
 func (s *SenderV1) Start(ctx context.Context) error {
 	var err error
-	s.router, s.addr, err = bindSideChannel(ctx, s.handle, &s.o)
+	s.router, s.addr, err = bindSideChannel(ctx, s.handle, s.conns, &s.o)
 	return err
 }
 
@@ -170,18 +171,22 @@ func (s *SenderV1) handle(peer *zmtp.Peer, m zmtp.Message) {
 
 // take starts the answer to a pull.
 func (s *SenderV1) take(peer *zmtp.Peer, message []byte) error {
-	leave, err := s.gate.Enter(len(message))
-	if err != nil {
-		return err
-	}
 	p, err := DecodePullV1(message)
 	if err != nil {
-		leave()
 		return err
 	}
+	ctx, cancel := context.WithCancelCause(s.ctx)
+	ticket, err := s.gate.Enter(PeerKey(peer, p.Host, p.Port), len(message), cancel)
+	if err != nil {
+		cancel(nil)
+		return err
+	}
+	end := s.conns.Begin(peer)
 	s.wg.Go(func() {
-		defer leave()
-		s.serve(peer, p)
+		defer end()
+		defer ticket.Leave()
+		defer cancel(nil)
+		s.serve(ctx, peer, p)
 	})
 	return nil
 }
@@ -192,8 +197,8 @@ func (s *SenderV1) reply(peer *zmtp.Peer, text string) {
 	}
 }
 
-func (s *SenderV1) serve(peer *zmtp.Peer, p *PullV1) {
-	ctx, cancel := context.WithTimeout(s.ctx, s.o.AbortTimeout)
+func (s *SenderV1) serve(ctx context.Context, peer *zmtp.Peer, p *PullV1) {
+	ctx, cancel := context.WithTimeout(ctx, s.o.AbortTimeout)
 	defer cancel()
 	s.wg.Go(func() {
 		select {

@@ -312,3 +312,17 @@ func TestV1AbortsInCompany(t *testing.T) {
 		t.Fatal(err)
 	}
 }
+
+// One unknown request of a V1 pull fails by itself.
+func TestV1UnknownInCompany(t *testing.T) {
+	x := newPairV1(t, SenderOptions{AbortTimeout: 20 * time.Second}, ReceiverOptions{Timeout: 20 * time.Second})
+	x.announce("good")
+	x.offer("good", 4)
+	failed, err := x.receiver.Pull(t.Context(), x.from, map[string]Wanted{"good": {"", [][]int{{1}}}, "unknown": {"", [][]int{{2}}}})
+	if err != nil || len(failed) != 1 || !errors.Is(failed["unknown"], ErrPeer) {
+		t.Fatal(err, failed)
+	}
+	if !bytes.Equal(block(x.d, 0, 1), block(x.p, 0, 4)) {
+		t.Fatal("wrong bytes")
+	}
+}

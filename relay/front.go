@@ -67,35 +67,36 @@ func (r *Relay) front(e bootstrap.Engine) (*front, error) {
 
 // handle takes one message of D; it runs on the peer's reading goroutine.
 func (f *front) handle(peer *zmtp.Peer, m zmtp.Message) {
-	pull, leave, err := f.take(m)
+	pull, err := f.take(m)
+	ctx, cancel := context.WithCancelCause(f.r.ctx)
+	var ticket *mooncake.Ticket
+	if err == nil {
+		ticket, err = f.gate.Enter(mooncake.PeerKey(peer, pull.Host, pull.Port), len(m[0]), cancel)
+	}
 	if err != nil {
 		f.r.stats.failed.Add(1)
 		f.r.log.Warn("relay: pull refused", "from", peer.RemoteAddr(), "err", err)
 		send(peer, &mooncake.Reply{Status: mooncake.StatusError, Message: err.Error()})
+		cancel(nil)
 		return
 	}
 	f.r.wg.Go(func() {
-		defer leave()
-		f.serve(peer, pull)
+		defer cancel(nil)
+		defer ticket.Leave()
+		f.serve(ctx, peer, pull)
 	})
 }
 
-// take decodes a pull; without an error it is in the gate until leave is called.
-func (f *front) take(m zmtp.Message) (pull *mooncake.Pull, leave func(), err error) {
+// take decodes and checks a pull.
+func (f *front) take(m zmtp.Message) (*mooncake.Pull, error) {
 	if len(m) != 1 {
-		return nil, nil, fmt.Errorf("%w: %d frames instead of one", mooncake.ErrMessage, len(m))
+		return nil, fmt.Errorf("%w: %d frames instead of one", mooncake.ErrMessage, len(m))
 	}
-	if leave, err = f.gate.Enter(len(m[0])); err != nil {
-		return nil, nil, err
-	}
-	if pull, err = mooncake.DecodePull(m[0], 0); err == nil {
+	pull, err := mooncake.DecodePull(m[0], 0)
+	if err == nil {
 		err = checkRegions(pull.Regions)
 	}
-	if err != nil {
-		leave()
-		return nil, nil, err
-	}
-	return pull, leave, nil
+	return pull, err
 }
 
 // checkRegions refuses memory that cannot be D's: all else that the relay computes
@@ -124,8 +125,8 @@ type result struct {
 
 // serve answers one pull of D: its requests go their ways, each is reported when it
 // is done.
-func (f *front) serve(peer *zmtp.Peer, pull *mooncake.Pull) {
-	ctx, cancel := context.WithCancel(f.r.ctx)
+func (f *front) serve(ctx context.Context, peer *zmtp.Peer, pull *mooncake.Pull) {
+	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	if pull.DeadlineMillis > 0 {
 		ctx, cancel = context.WithTimeout(ctx, time.Duration(pull.DeadlineMillis)*time.Millisecond)
