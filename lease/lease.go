@@ -17,8 +17,16 @@ import (
 // Options configures a Table. A zero field means its default.
 type Options struct {
 	Idle        time.Duration // life of a session after its last use; default 600 s
-	MaxSessions int           // default 65,536; the one idle longest makes room
+	MaxSessions int           // default 65,536
 	MaxLeases   int           // per session; default 4; the oldest makes room
+	MaxPins     int           // slots of all leases together; default 2^23
+}
+
+// Owner is who opened a session. At the limits the session that has been idle
+// longest makes room, of the connection that has most, of the peer that has most.
+type Owner struct {
+	Peer string // a user or an address
+	Conn uint64 // a connection of the peer
 }
 
 // Lease is what one lookup pinned: of the leading Chunks chunks of each row (one
@@ -42,14 +50,29 @@ type Session struct {
 	HitUnread bool
 
 	leases       []Lease
+	pins         int // slots of leases
 	last         time.Time
 	older, newer *Session
+
+	table *Table
+	of    *share
+	mine  struct{ older, newer *Session } // among those of the same owner
+}
+
+// share is what one owner has.
+type share struct {
+	owner    Owner
+	sessions int
+	pins     int
+	ring     Session // anchor of mine, as Table.ring
 }
 
 // Table holds the sessions of one store, in order of last use.
 type Table struct {
 	opts     Options
 	sessions map[string]*Session
+	shares   map[Owner]*share
+	pins     int
 	ring     Session // anchor: ring.newer is the oldest, ring.older the newest
 }
 
@@ -58,7 +81,8 @@ func New(o Options) *Table {
 	o.Idle = cmp.Or(o.Idle, 600*time.Second)
 	o.MaxSessions = cmp.Or(o.MaxSessions, 1<<16)
 	o.MaxLeases = cmp.Or(o.MaxLeases, 4)
-	t := &Table{opts: o, sessions: make(map[string]*Session)}
+	o.MaxPins = cmp.Or(o.MaxPins, 1<<23)
+	t := &Table{opts: o, sessions: make(map[string]*Session), shares: make(map[Owner]*share)}
 	t.ring.older, t.ring.newer = &t.ring, &t.ring
 	return t
 }
@@ -66,21 +90,52 @@ func New(o Options) *Table {
 // Len is the number of sessions.
 func (t *Table) Len() int { return len(t.sessions) }
 
-// Open returns the session id, a new one if need be, and restarts its idle timer.
-// pushed is the session that had to make room, or nil; its pins are the caller's
-// to undo.
-func (t *Table) Open(id []byte, now time.Time) (s, pushed *Session) {
+// Pins is the number of slots of all leases together.
+func (t *Table) Pins() int { return t.pins }
+
+// Open returns the session id, a new one of owner if need be, and restarts its idle
+// timer. pushed is the session that had to make room, or nil; its pins are the
+// caller's to undo.
+func (t *Table) Open(id []byte, owner Owner, now time.Time) (s, pushed *Session) {
 	if s := t.Get(id, now); s != nil {
 		return s, nil
 	}
 	if len(t.sessions) >= t.opts.MaxSessions {
-		pushed = t.ring.newer
+		pushed = t.heaviest(func(of *share) int { return of.sessions }).ring.mine.newer
 		t.remove(pushed)
 	}
-	s = &Session{ID: string(id)}
+	of := t.shares[owner]
+	if of == nil {
+		of = &share{owner: owner}
+		of.ring.mine.older, of.ring.mine.newer = &of.ring, &of.ring
+		t.shares[owner] = of
+	}
+	s = &Session{ID: string(id), table: t, of: of}
+	of.sessions++
 	t.sessions[s.ID] = s
 	t.link(s, now)
 	return s, pushed
+}
+
+// heaviest returns the share with most of the peer with most, by that measure.
+func (t *Table) heaviest(weight func(*share) int) (most *share) {
+	peers := map[string]int{}
+	for owner, of := range t.shares {
+		peers[owner.Peer] += weight(of)
+	}
+	for _, of := range t.shares {
+		if most == nil || t.compare(peers, weight, of, most) > 0 {
+			most = of
+		}
+	}
+	return most
+}
+
+func (t *Table) compare(peers map[string]int, weight func(*share) int, a, b *share) int {
+	return cmp.Or(
+		cmp.Compare(peers[a.owner.Peer], peers[b.owner.Peer]), cmp.Compare(a.owner.Peer, b.owner.Peer),
+		cmp.Compare(weight(a), weight(b)), cmp.Compare(a.owner.Conn, b.owner.Conn),
+	)
 }
 
 // Get returns the session id, or nil, and restarts its idle timer.
@@ -123,25 +178,79 @@ func (t *Table) Each(f func(*Session)) {
 func (t *Table) remove(s *Session) {
 	delete(t.sessions, s.ID)
 	t.unlink(s)
+	s.count(-s.pins)
+	if s.of.sessions--; s.of.sessions == 0 {
+		delete(t.shares, s.of.owner)
+	}
+	s.table = nil
+}
+
+// count notes that the session's leases name n slots more.
+func (s *Session) count(n int) {
+	if s.table != nil {
+		s.table.pins += n
+		s.of.pins += n
+		s.pins += n
+	}
 }
 
 func (t *Table) link(s *Session, now time.Time) {
 	s.last = now
 	s.older, s.newer = t.ring.older, &t.ring
 	s.older.newer, t.ring.older = s, s
+	of := &s.of.ring
+	s.mine.older, s.mine.newer = of.mine.older, of
+	s.mine.older.mine.newer, of.mine.older = s, s
 }
 
-func (t *Table) unlink(s *Session) { s.older.newer, s.newer.older = s.newer, s.older }
+func (t *Table) unlink(s *Session) {
+	s.older.newer, s.newer.older = s.newer, s.older
+	s.mine.older.mine.newer, s.mine.newer.mine.older = s.mine.newer, s.mine.older
+}
 
-// Grant adds a lease. dropped is the lease that had to make room, if any; its
-// pins are the caller's to undo.
-func (t *Table) Grant(s *Session, l Lease) (dropped Lease) {
+// Grant adds a lease. dropped are leases that had to make room: the session's
+// oldest, or all of another session, which ends. Their pins are the caller's to
+// undo.
+func (t *Table) Grant(s *Session, l Lease) (dropped []Lease) {
 	if len(s.leases) >= t.opts.MaxLeases {
-		dropped = s.leases[0]
+		dropped = append(dropped, s.leases[0])
+		s.count(-len(s.leases[0].Slots))
 		s.leases = append(s.leases[:0], s.leases[1:]...)
 	}
 	s.leases = append(s.leases, l)
+	s.count(len(l.Slots))
+	for t.pins > t.opts.MaxPins {
+		victim := t.overweight(s)
+		if victim == nil {
+			break // nobody else has any
+		}
+		dropped = append(dropped, victim.Drop()...)
+		t.remove(victim)
+	}
 	return dropped
+}
+
+// overweight returns the session that makes room for pins of s: of the heaviest
+// owner, or when that one has only s, of its peer, or of anybody.
+func (t *Table) overweight(s *Session) (other *Session) {
+	of := t.heaviest(func(of *share) int { return of.pins })
+	for o := of.ring.mine.newer; o != &of.ring; o = o.mine.newer {
+		if o != s && o.pins > 0 {
+			return o
+		}
+	}
+	for o := t.ring.newer; o != &t.ring; o = o.newer {
+		if o == s || o.pins == 0 {
+			continue
+		}
+		if o.of.owner.Peer == of.owner.Peer {
+			return o
+		}
+		if other == nil {
+			other = o
+		}
+	}
+	return other
 }
 
 // Leases returns the session's leases, oldest first.
@@ -152,6 +261,7 @@ func (s *Session) Leases() []Lease { return s.leases }
 func (s *Session) Drop() []Lease {
 	l := s.leases
 	s.leases = nil
+	s.count(-s.pins)
 	return l
 }
 

@@ -15,10 +15,10 @@ func TestIdleOrder(t *testing.T) {
 	tab := lease.New(lease.Options{Idle: time.Minute, MaxSessions: 3})
 	at := func(s int) time.Time { return start.Add(time.Duration(s) * time.Second) }
 	for i := range 3 {
-		tab.Open(fmt.Append(nil, i), at(i))
+		tab.Open(fmt.Append(nil, i), lease.Owner{}, at(i))
 	}
 	tab.Get([]byte("0"), at(10)) // used again: now 1 is idle longest
-	if _, pushed := tab.Open([]byte("3"), at(11)); pushed == nil || pushed.ID != "1" {
+	if _, pushed := tab.Open([]byte("3"), lease.Owner{}, at(11)); pushed == nil || pushed.ID != "1" {
 		t.Fatalf("pushed %+v, want session 1", pushed)
 	}
 	if s := tab.Expire(at(61)); s != nil {
@@ -37,7 +37,7 @@ func TestIdleOrder(t *testing.T) {
 
 func TestFindAndTake(t *testing.T) {
 	tab := lease.New(lease.Options{MaxLeases: 2})
-	s, _ := tab.Open([]byte("r"), start)
+	s, _ := tab.Open([]byte("r"), lease.Owner{}, start)
 	// Two shards of three chunks, two readers each.
 	tab.Grant(s, lease.Lease{Chunks: 3, Rows: 2, Slots: []uint32{1, 11, 2, 12, 3, 13}, Left: []uint8{2, 2, 2, 2, 2, 2}})
 	var gone []uint32
@@ -69,13 +69,81 @@ func TestFindAndTake(t *testing.T) {
 		t.Error("shard 0 lost its pins")
 	}
 	one := lease.Lease{Chunks: 1, Rows: 1, Slots: []uint32{7}, Left: []uint8{1}}
-	if d := tab.Grant(s, one); d.Chunks != 0 {
+	if d := tab.Grant(s, one); d != nil {
 		t.Fatalf("dropped %+v", d)
 	}
-	if d := tab.Grant(s, one); d.Chunks != 3 {
+	if d := tab.Grant(s, one); len(d) != 1 || d[0].Chunks != 3 {
 		t.Fatalf("dropped %+v, want the oldest", d)
 	}
 	if l := s.Drop(); len(l) != 2 || len(s.Leases()) != 0 {
 		t.Fatalf("%v", l)
+	}
+}
+
+// At the limits the peer with most gives way, and of its connections the one with
+// most: its session that has been idle longest. Others keep theirs.
+func TestTheHeaviestGivesWay(t *testing.T) {
+	tab := lease.New(lease.Options{MaxSessions: 20, MaxPins: 50})
+	open := func(peer string, conn uint64, i int) (pushed *lease.Session) {
+		t.Helper()
+		s, pushed := tab.Open(fmt.Appendf(nil, "%s/%d/%d", peer, conn, i), lease.Owner{Peer: peer, Conn: conn}, start)
+		tab.Grant(s, lease.Lease{Chunks: 1, Rows: 1, Slots: []uint32{uint32(i)}, Left: []uint8{1}})
+		return pushed
+	}
+	for i := range 6 {
+		open("quiet", 1, i)
+	}
+	for i := range 4 {
+		open("loud", 1, i)
+	}
+	for i := range 1000 {
+		pushed := open("loud", 2, i)
+		if i < 10 && pushed != nil || i >= 10 && (pushed == nil || pushed.ID != fmt.Sprintf("loud/2/%d", i-10)) {
+			t.Fatalf("session %d pushed %+v", i, pushed)
+		}
+	}
+	if tab.Len() != 20 || tab.Pins() != 20 {
+		t.Fatalf("%d sessions, %d pins", tab.Len(), tab.Pins())
+	}
+	// Pins: who asks for more than all others have pays first.
+	grant := func(peer string, conn uint64, id string, slots int) (lost []string) {
+		t.Helper()
+		var before []string
+		tab.Each(func(s *lease.Session) { before = append(before, s.ID) })
+		s, _ := tab.Open([]byte(id), lease.Owner{Peer: peer, Conn: conn}, start)
+		tab.Grant(s, lease.Lease{Chunks: slots, Rows: 1, Slots: make([]uint32, slots), Left: make([]uint8, slots)})
+		for _, id := range before {
+			found := false
+			tab.Each(func(s *lease.Session) { found = found || s.ID == id })
+			if !found {
+				lost = append(lost, id)
+			}
+		}
+		return lost
+	}
+	if lost := grant("loud", 3, "loud/3/0", 33); len(lost) != 3 { // one for the number of sessions
+		t.Errorf("%q made room", lost)
+	}
+	for _, id := range grant("loud", 3, "loud/3/0", 10) {
+		if id[:4] != "loud" {
+			t.Errorf("%s made room for the loud peer", id)
+		}
+	}
+	if tab.Pins() > 50 {
+		t.Errorf("%d pins", tab.Pins())
+	}
+	for i := range 6 {
+		if tab.Get(fmt.Appendf(nil, "quiet/1/%d", i), start) == nil {
+			t.Errorf("the quiet peer lost session %d to the loud one", i)
+		}
+	}
+	tab.End([]byte("loud/3/0"))
+	for _, peer := range []string{"quiet/1/%d", "loud/1/%d", "loud/2/%d"} {
+		for i := range 1000 {
+			tab.End(fmt.Appendf(nil, peer, i))
+		}
+	}
+	if tab.Len() != 0 || tab.Pins() != 0 {
+		t.Errorf("%d sessions, %d pins are left", tab.Len(), tab.Pins())
 	}
 }

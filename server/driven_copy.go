@@ -113,7 +113,7 @@ func (s *Server) storeCopy(sc *scratch, c *blockCopy) error {
 		return err
 	}
 	if got.NoRoom > 0 { // the worker need not hear of it: the chunks are absent
-		s.refuse(lmcache.OpStore, noRoom(got.NoRoom, c.transfer, c.bytes))
+		s.refuse(lmcache.OpStore, noRoom(got, c.transfer, c.bytes))
 	}
 	if cp == nil {
 		s.n.storesFinished.Add(1)

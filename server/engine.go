@@ -30,7 +30,7 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 		return nil, t, fmt.Errorf("%w: worker_id is nil", lmcache.ErrKey)
 	}
 	s.memo.Hash(k, to)
-	t = store.Transfer{Instance: id, Shard: store.Shard{World: k.WorldSize, Index: k.Worker}, From: from, To: to}
+	t = store.Transfer{Instance: id, By: sc.caller().name, Shard: store.Shard{World: k.WorldSize, Index: k.Worker}, From: from, To: to}
 	if to > 0 {
 		t.Last = k.Hashes[to-1]
 	}
@@ -71,8 +71,12 @@ func (s *Server) slotsOf(sc *scratch, p [][]byte, commit bool) (*instance, store
 	return in, t, err
 }
 
-func noRoom(missing int, t store.Transfer, chunkBytes int64) error {
-	return fmt.Errorf("%w: %d of %d chunks of %d bytes; everything else is pinned, being transferred or in quarantine", errRoom, missing, t.To-t.From, chunkBytes)
+func noRoom(got store.Reserved, t store.Transfer, chunkBytes int64) error {
+	why := "everything else is pinned, being transferred or in quarantine"
+	if got.Share {
+		why = "the worker, or all of " + t.By + ", have their share of the pool staged and not committed"
+	}
+	return fmt.Errorf("%w: %d of %d chunks of %d bytes; %s", errRoom, got.NoRoom, t.To-t.From, chunkBytes, why)
 }
 
 // nothingToStore answers a prepare_store that stores nothing: the worker takes
@@ -103,7 +107,7 @@ func (s *Server) prepareStore(sc *scratch, p [][]byte) error {
 		return err
 	}
 	if got.NoRoom > 0 {
-		s.refuse(lmcache.OpPrepareStore, noRoom(got.NoRoom, t, in.bytes))
+		s.refuse(lmcache.OpPrepareStore, noRoom(got, t, in.bytes))
 	}
 	if len(sc.place.Offsets) == 0 {
 		nothingToStore(sc)
@@ -211,14 +215,14 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 	case s.draining.Load():
 		err = errDraining
 	default:
-		prompt := store.Prompt{Chunks: asked, Hashes: func(n int) []kv.Hash {
+		prompt := store.Prompt{Chunks: asked, Owner: sc.caller().owner(), Hashes: func(n int) []kv.Hash {
 			s.memo.Hash(k, n)
 			return k.Hashes
 		}}
 		s.looked(k, asked, s.store.Lookup(k.RequestID, sh, prompt, k.Readers))
 		return nil
 	}
-	s.store.NoHit(k.RequestID)
+	s.store.NoHit(k.RequestID, sc.caller().owner())
 	s.n.earlyExits.Add(1)
 	return err
 }

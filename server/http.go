@@ -38,6 +38,7 @@ type counters struct {
 	noteFailures       atomic.Uint64
 	families           sync.Map
 	panics             atomic.Uint64
+	callers            atomic.Uint64    // connections identified
 	stackShown         [256]atomic.Bool // by lmcache.Op
 }
 

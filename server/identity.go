@@ -10,6 +10,7 @@ import (
 	"slices"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/lease"
 )
 
 // A server grants a peer no more than the peer's own rights. Who may open the pool
@@ -36,8 +37,13 @@ func (p principal) String() string {
 type caller struct {
 	peer    peercred.Peer
 	by      principal
-	trusted bool // by Options.Trust: taken for this server's user
+	name    string // of by
+	number  uint64 // tells connections apart
+	trusted bool   // by Options.Trust: taken for this server's user
 }
+
+// owner is who the connection's sessions belong to.
+func (c *caller) owner() lease.Owner { return lease.Owner{Peer: c.name, Conn: c.number} }
 
 func (c *caller) String() string { return c.peer.String() }
 
@@ -53,6 +59,7 @@ func (s *Server) callerOf(p peercred.Peer) *caller {
 	if p.Known() {
 		c.by = principal{User: true, UID: p.UID}
 	}
+	c.name, c.number = c.by.String(), s.n.callers.Add(1)
 	return c
 }
 

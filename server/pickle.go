@@ -102,7 +102,7 @@ func (s *Server) commitPickle(sc *scratch, in *instance, t store.Transfer, data 
 		return err
 	}
 	if got.NoRoom > 0 {
-		err = noRoom(got.NoRoom, t, in.bytes)
+		err = noRoom(got, t, in.bytes)
 		if cp == nil {
 			return err
 		}

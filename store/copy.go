@@ -47,16 +47,19 @@ func (s *Store) ownLocked(name Transfer, requestID []byte, objects []object) *Co
 // does not fit is left out from the end. Nothing is visible before Done. Without
 // anything to copy the Copy is nil. Error: ErrBusy.
 func (s *Store) Stage(name Transfer, requestID []byte, hashes []kv.Hash, skip func(group, chunk int) bool) (*Copy, Reserved, error) {
+	st := stage{store: s, name: name, hashes: hashes, bytes: func(g int) int64 { return name.Shard.Groups.list[g].Bytes }, skip: skip}
+	if !st.run() {
+		return nil, st.out, ErrBusy
+	}
+	if len(st.taken) == 0 {
+		return nil, st.out, nil
+	}
 	s.lock()
 	defer s.unlock()
-	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
-		return nil, Reserved{NoRoom: name.To - name.From}, ErrBusy
+	if s.mu.closed {
+		return nil, st.out, ErrBusy
 	}
-	objects, out := s.stageLocked(name, pool.Writer{}, hashes, func(g int) int64 { return name.Shard.Groups.list[g].Bytes }, skip)
-	if len(objects) == 0 {
-		return nil, out, nil
-	}
-	return s.ownLocked(name, requestID, objects), out, nil
+	return s.ownLocked(name, requestID, st.taken), st.out, nil
 }
 
 // Fetch is Load for this process: the session's pins of what a load of the range

@@ -11,9 +11,13 @@ import (
 // lock is offered to others: well below a millisecond.
 const batch = 2048
 
+// maxLookup bounds the objects of one lookup.
+const maxLookup = 1 << 21
+
 // Prompt is what a lookup asks for.
 type Prompt struct {
 	Chunks int
+	Owner  lease.Owner // who asks: at the limits the owner with most pins gives way
 
 	// Hashes returns the chunk hashes of the prompt, at least the first n. It is
 	// called without a lock, for more only as long as everything is kept: most
@@ -44,6 +48,7 @@ func (f *found) at(chunk, row int) uint32 { return f.slots[chunk*f.rows+row] }
 func (s *Store) find(sh Shard, p Prompt, f *found) []kv.Hash {
 	f.drops = s.dropsSoFar()
 	columns := max(1, batch/f.rows)
+	p.Chunks = min(p.Chunks, maxLookup/f.rows)
 	var hashes []kv.Hash
 	for step := 1; f.limit < p.Chunks; step *= 2 {
 		hashes = p.Hashes(min(f.limit+step, p.Chunks))

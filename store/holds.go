@@ -17,6 +17,7 @@ import (
 // the end covers all tokens.
 type Transfer struct {
 	Instance int64
+	By       string // who answers for the instance: a user or an address
 	Shard    Shard
 	From, To int     // chunks
 	Last     kv.Hash // of chunk To-1
@@ -50,6 +51,7 @@ type hold struct {
 	transfer  Transfer
 	requestID string
 	slots     []pool.Slot
+	staged    int64 // bytes of a store's slots
 	deadline  time.Time
 	orphan    bool // the worker unregistered, was reaped or registered anew
 }
@@ -82,13 +84,19 @@ type holds struct {
 	last       uint64
 	len        int // with slots
 	debts      int // without
-	orphans    int
+
+	// Pool bytes that workers were told to write and did not commit.
+	staged   map[int64]int64  // by instance
+	stagedBy map[string]int64 // by Transfer.By
+	orphans  int
 }
 
 func (t *holds) init() {
 	t.byPrepared = make(map[prepared]*owing)
 	t.byInstance = make(map[int64]map[*hold]struct{})
 	t.former = make(map[uint64][]time.Time)
+	t.staged = make(map[int64]int64)
+	t.stagedBy = make(map[string]int64)
 }
 
 func (h *hold) prepared() prepared { return prepared{h.transfer, h.requestID} }
@@ -126,6 +134,7 @@ func (t *holds) link(h *hold) {
 		return
 	}
 	t.len++
+	t.count(h, h.staged)
 	of := t.byInstance[h.transfer.Instance]
 	if of == nil {
 		of = make(map[*hold]struct{})
@@ -155,8 +164,22 @@ func (t *holds) remove(h *hold) {
 	t.unlist(h)
 }
 
+// count notes that h's worker may write n bytes more.
+func (t *holds) count(h *hold, n int64) {
+	if n == 0 {
+		return
+	}
+	if t.staged[h.transfer.Instance] += n; t.staged[h.transfer.Instance] == 0 {
+		delete(t.staged, h.transfer.Instance)
+	}
+	if t.stagedBy[h.transfer.By] += n; t.stagedBy[h.transfer.By] == 0 {
+		delete(t.stagedBy, h.transfer.By)
+	}
+}
+
 // unlist forgets that h keeps slots.
 func (t *holds) unlist(h *hold) {
+	t.count(h, -h.staged)
 	of := t.byInstance[h.transfer.Instance]
 	delete(of, h)
 	if len(of) == 0 {
@@ -221,6 +244,11 @@ func (s *Store) holdLocked(name Transfer, requestID []byte, slots []pool.Slot) *
 	h := &hold{
 		transfer: name, requestID: string(requestID), slots: slots,
 		deadline: time.Now().Add(s.opts.Quarantine),
+	}
+	if !name.Load {
+		for _, slot := range slots {
+			h.staged += s.mu.pool.Round(s.mu.pool.Length(slot))
+		}
 	}
 	s.mu.holds.add(h)
 	return h

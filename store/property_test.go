@@ -2,6 +2,7 @@ package store_test
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -51,6 +52,7 @@ func bubbleClock() time.Duration {
 func newBench(t tb, dir string, chunks int, o store.Options) *bench {
 	t.Helper()
 	o.Quarantine = quarantine
+	o.WorkerShare, o.PeerShare = cmp.Or(o.WorkerShare, 1), cmp.Or(o.PeerShare, 1) // of pools of a few chunks
 	b := &bench{t: t, opts: o, pool: pool.Options{Name: "pool", Bytes: int64(chunks * chunkBytes), Dir: dir, Cold: true, Clock: bubbleClock}}
 	b.open()
 	mem, err := shm.Attach(filepath.Join(dir, "pool"))

@@ -32,24 +32,22 @@ func (s *Store) Lookup(session []byte, sh Shard, p Prompt, readers int) Looked {
 			break
 		}
 	}
-	given := s.grant(session, sh, hashes, p.Chunks, &l, &out)
+	given := s.grant(session, sh, hashes, p, &l, &out)
 	s.giveBack(given)
 	return out
 }
 
 // grant ends a lookup: the session gets its lease and its hit. It returns leases
 // that had to make room.
-func (s *Store) grant(session []byte, sh Shard, hashes []kv.Hash, chunks int, l *lease.Lease, out *Looked) []lease.Lease {
+func (s *Store) grant(session []byte, sh Shard, hashes []kv.Hash, p Prompt, l *lease.Lease, out *Looked) []lease.Lease {
 	s.lock()
 	defer s.unlock()
-	sess, given := s.openLocked(session, time.Now())
-	if out.Hit < chunks {
+	sess, given := s.openLocked(session, p.Owner, time.Now())
+	if out.Hit < min(p.Chunks, maxLookup/l.Rows) {
 		out.Shard, out.Reason = s.whyEndsLocked(sh, hashes, out.Hit)
 	}
 	if out.Hit > 0 {
-		if dropped := s.mu.leases.Grant(sess, *l); dropped.Chunks > 0 {
-			given = append(given, dropped)
-		}
+		given = append(given, s.mu.leases.Grant(sess, *l)...)
 	}
 	sess.Hit, sess.HitUnread = out.Hit, true
 	s.mu.n.Lookups++
@@ -80,8 +78,8 @@ func (s *Store) whyEndsLocked(sh Shard, hashes []kv.Hash, hit int) (shard int, w
 
 // openLocked returns a session, and the leases of another one that had to make
 // room for it.
-func (s *Store) openLocked(session []byte, now time.Time) (*lease.Session, []lease.Lease) {
-	sess, pushed := s.mu.leases.Open(session, now)
+func (s *Store) openLocked(session []byte, owner lease.Owner, now time.Time) (*lease.Session, []lease.Lease) {
+	sess, pushed := s.mu.leases.Open(session, owner, now)
 	if pushed == nil {
 		return sess, nil
 	}
@@ -91,11 +89,11 @@ func (s *Store) openLocked(session []byte, now time.Time) (*lease.Session, []lea
 
 // NoHit records that the session's lookup found nothing for a reason outside the
 // store.
-func (s *Store) NoHit(session []byte) {
+func (s *Store) NoHit(session []byte, owner lease.Owner) {
 	s.giveBack(func() []lease.Lease {
 		s.lock()
 		defer s.unlock()
-		sess, given := s.openLocked(session, time.Now())
+		sess, given := s.openLocked(session, owner, time.Now())
 		sess.Hit, sess.HitUnread = 0, true
 		s.mu.n.Lookups++
 		return given

@@ -36,6 +36,11 @@ type Options struct {
 	Checksums   bool          // of committed chunks, for SumNext to compute
 	SumAfter    time.Duration // age of a chunk whose checksum is computed: many do not live long; default 10 s, < 0 none
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
+
+	// Shares of the pool that one worker, and all workers of one user or address,
+	// may have been told to write and not have committed, quarantine included;
+	// defaults 1/4 and 3/4. One chunk is always possible.
+	WorkerShare, PeerShare float64
 }
 
 // Store keeps chunks in a pool. Its methods are safe for concurrent use.
@@ -64,6 +69,8 @@ func New(p *pool.Pool, o Options) *Store {
 	o.Quarantine = cmp.Or(o.Quarantine, 600*time.Second)
 	o.SumAfter = cmp.Or(o.SumAfter, 10*time.Second)
 	o.MaxHolds = cmp.Or(o.MaxHolds, 1<<16)
+	o.WorkerShare = cmp.Or(o.WorkerShare, 0.25)
+	o.PeerShare = cmp.Or(o.PeerShare, 0.75)
 	o.Ghosts = cmp.Or(o.Ghosts, 1<<16)
 	s := &Store{opts: o}
 	s.mu.pool = p

@@ -15,10 +15,11 @@ type Place struct {
 
 // Reserved is the outcome of Reserve besides the places.
 type Reserved struct {
-	Cached  int // chunks already resident
-	Staged  int // chunks being stored by somebody else
-	NoRoom  int // chunks at the range's end that did not fit
-	Skipped int // chunks of which the caller wanted no object
+	Cached  int  // chunks already resident
+	Staged  int  // chunks being stored by somebody else
+	NoRoom  int  // chunks at the range's end that did not fit
+	Share   bool // because the worker, or its user, has its share of the pool
+	Skipped int  // chunks of which the caller wanted no object
 }
 
 // ErrBusy means that too many transfers are in progress.
@@ -32,20 +33,25 @@ type object struct {
 
 // Reserve takes places of chunkBytes each for the chunks hashes[name.From:name.To]
 // of one shard that are not yet kept, evicting the least recently used where
-// needed. What does not fit is left out from the end, so that the longest prefix
-// is kept. With any place taken, the worker name.Instance holds them until
-// CommitStore.
+// needed. What does not fit, or passes the worker's share, is left out from the
+// end, so that the longest prefix is kept. With any place taken, the worker
+// name.Instance holds them until CommitStore.
 func (s *Store) Reserve(name Transfer, requestID []byte, hashes []kv.Hash, chunkBytes int64, p *Place) (Reserved, error) {
 	p.Offsets, p.Indices = p.Offsets[:0], p.Indices[:0]
+	st := stage{
+		store: s, name: name, by: pool.Writer{Name: nameHash(name, requestID)}, hashes: hashes,
+		bytes: func(int) int64 { return chunkBytes },
+	}
+	if !st.run() {
+		return st.out, ErrBusy
+	}
 	s.lock()
 	defer s.unlock()
-	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
-		return Reserved{NoRoom: name.To - name.From}, ErrBusy
+	if s.mu.closed {
+		return st.out, ErrBusy
 	}
-	by := pool.Writer{Name: nameHash(name, requestID), Number: uint32(s.mu.holds.last + 1)}
-	objects, out := s.stageLocked(name, by, hashes, func(int) int64 { return chunkBytes }, nil)
 	var taken []pool.Slot
-	for _, o := range objects {
+	for _, o := range st.taken {
 		taken = append(taken, o.slot)
 		p.Offsets = append(p.Offsets, s.mu.pool.Offset(o.slot))
 		p.Indices = append(p.Indices, o.chunk)
@@ -53,48 +59,143 @@ func (s *Store) Reserve(name Transfer, requestID []byte, hashes []kv.Hash, chunk
 	if len(taken) > 0 {
 		s.holdLocked(name, requestID, taken)
 	}
-	return out, nil
+	return st.out, nil
 }
 
-// stageLocked stages what is missing of a range, chunk by chunk in all groups.
-// by names the transfer for a later server.
-func (s *Store) stageLocked(name Transfer, by pool.Writer, hashes []kv.Hash, bytes func(group int) int64, skip func(group, chunk int) bool) (taken []object, out Reserved) {
-	guard := prefixGuard{store: s, shard: name.Shard, hashes: hashes[:name.To]}
-	defer guard.release()
-	var k pool.Key
-	for i, h := range hashes[name.From:name.To] {
-		before, staged, skipped := len(taken), false, 0
-		for g := range name.Shard.Groups.Len() {
-			if skip != nil && skip(g, i) {
-				skipped++
-				continue
-			}
-			name.Shard.key(&k, name.Shard.Index, g, h)
-			slot, err := s.reserveLocked(&k, bytes(g), by, &guard)
-			if errors.Is(err, pool.ErrExists) {
-				_, st := s.mu.pool.Find(&k)
-				staged = staged || st != pool.Resident
-				continue
-			}
-			if err != nil {
-				s.unstageLocked(taken[before:])
-				out.NoRoom = name.To - name.From - i
-				s.mu.n.AllocationFailures++
-				return taken[:before], out
-			}
-			taken = append(taken, object{slot, i, g})
-		}
-		switch {
-		case len(taken) > before:
-		case staged:
-			out.Staged++
-		case skipped == name.Shard.Groups.Len():
-			out.Skipped++
-		default:
-			out.Cached++
+// stage takes places for what is missing of a range, chunk by chunk in all groups,
+// a batch at a time.
+type stage struct {
+	store  *Store
+	name   Transfer
+	by     pool.Writer // for a later server
+	hashes []kv.Hash
+	bytes  func(group int) int64
+	skip   func(group, chunk int) bool // may be nil
+
+	guard prefixGuard
+	limit int64 // bytes that may be staged; a copy of this process, which ends soon, has no limit
+	first int64 // the same of the first chunk
+	used  int64
+	taken []object
+	out   Reserved
+}
+
+// stageBatch is how many chunks get their places before the lock is offered to
+// others: each may evict.
+const stageBatch = 256
+
+// run reports false when too many transfers are in progress.
+func (st *stage) run() bool {
+	st.guard = prefixGuard{store: st.store, shard: st.name.Shard, hashes: st.hashes[:st.name.To]}
+	if !st.begin() {
+		st.out.NoRoom = st.name.To - st.name.From
+		return false
+	}
+	defer st.end()
+	for from := st.name.From; from < st.name.To; from += stageBatch {
+		if !st.some(from, min(from+stageBatch, st.name.To)) {
+			break
 		}
 	}
-	return taken, out
+	return true
+}
+
+func (st *stage) begin() bool {
+	s := st.store
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
+		return false
+	}
+	s.mu.holds.last++ // tells two transfers of one name apart that are staged at the same time
+	st.by.Number = uint32(s.mu.holds.last)
+	if st.by.Name == 0 {
+		st.limit, st.first = s.mu.pool.Bytes(), s.mu.pool.Bytes()
+		return true
+	}
+	total := float64(s.mu.pool.Bytes())
+	worker, peer := s.mu.holds.staged[st.name.Instance], s.mu.holds.stagedBy[st.name.By]
+	st.first = int64(total*s.opts.PeerShare) - peer
+	st.limit = min(int64(total*s.opts.WorkerShare)-worker, st.first)
+	switch {
+	case peer == 0:
+		st.first = s.mu.pool.Bytes()
+	case worker > 0:
+		st.first = st.limit
+	}
+	return true
+}
+
+func (st *stage) end() {
+	st.store.lock()
+	defer st.store.unlock()
+	if !st.store.mu.closed {
+		st.guard.release()
+	}
+}
+
+// some stages the chunks [from, to). It reports false at the first one for which
+// there is no room.
+func (st *stage) some(from, to int) bool {
+	s := st.store
+	s.lock()
+	defer s.unlock()
+	for c := from; c < to; c++ {
+		if s.mu.closed || !st.chunkLocked(c) {
+			st.out.NoRoom = st.name.To - c
+			s.mu.n.AllocationFailures++
+			return false
+		}
+	}
+	return true
+}
+
+// chunkLocked stages chunk c in all groups, or in none.
+func (st *stage) chunkLocked(c int) bool {
+	s, groups := st.store, st.name.Shard.Groups
+	var k pool.Key
+	before, used, staged, skipped := len(st.taken), st.used, false, 0
+	for g := range groups.Len() {
+		if st.skip != nil && st.skip(g, c-st.name.From) {
+			skipped++
+			continue
+		}
+		st.name.Shard.key(&k, st.name.Shard.Index, g, st.hashes[c])
+		if _, kept := s.mu.pool.Find(&k); kept != pool.Free {
+			staged = staged || kept != pool.Resident
+			continue
+		}
+		n := st.bytes(g)
+		st.used += s.mu.pool.Round(n)
+		var err error
+		var slot pool.Slot
+		limit := st.limit
+		if before == 0 {
+			limit = st.first
+		}
+		if st.used > limit {
+			st.out.Share = true
+			err = pool.ErrFull
+		} else {
+			slot, err = s.reserveLocked(&k, n, st.by, &st.guard)
+		}
+		if err != nil {
+			s.unstageLocked(st.taken[before:])
+			st.taken, st.used = st.taken[:before], used
+			return false
+		}
+		st.taken = append(st.taken, object{slot, c - st.name.From, g})
+	}
+	switch {
+	case len(st.taken) > before:
+	case staged:
+		st.out.Staged++
+	case skipped == groups.Len():
+		st.out.Skipped++
+	default:
+		st.out.Cached++
+	}
+	return true
 }
 
 // unstageLocked gives back places that nobody was told about.

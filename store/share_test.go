@@ -1,0 +1,77 @@
+package store_test
+
+import (
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+// A worker that stages all it can and never commits, alone, again under other
+// ids, and after it left, costs others a part of the pool for a while: chunks that
+// were kept stay hits and others go on storing.
+func TestOneWorkerCannotTakeThePool(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const chunks = 400
+		b := newBench(t, t.TempDir(), chunks, store.Options{WorkerShare: 0.25, PeerShare: 0.75})
+		defer b.stop()
+		kept := prompt(1, chunks)
+		for from := 0; from < chunks; from += chunks / 4 {
+			b.put("kept", kept[:from+chunks/4], from, from+chunks/4, chunks/4)
+		}
+		greedy := func(instance int64, by string) int {
+			t.Helper()
+			h := prompt(int(10+instance), 1000)
+			tr := store.Transfer{Instance: instance, By: by, Shard: one, To: len(h), Last: h[len(h)-1]}
+			var p store.Place
+			got, err := b.store.Reserve(tr, fmt.Append(nil, instance), h, chunkBytes, &p)
+			if err != nil || !got.Share || got.NoRoom != len(h)-got.Staged-got.Cached-len(p.Offsets) {
+				t.Fatalf("worker %d took %d places: %+v, %v", instance, len(p.Offsets), got, err)
+			}
+			return len(p.Offsets)
+		}
+		if n := greedy(7, "uid 1"); n != chunks/4 {
+			t.Fatalf("the worker took %d of %d places, want a quarter", n, chunks)
+		}
+		if n := greedy(7, "uid 1"); n != 0 {
+			t.Fatalf("the worker took %d places beyond its share", n)
+		}
+		if got := b.hit(kept); got.Hit != chunks*3/4 {
+			t.Fatalf("%d of %d chunks are hits still, want three quarters", got.Hit, chunks)
+		}
+		b.store.Detach(7)
+		total := chunks / 4
+		for id := int64(8); id < 20; id++ {
+			total += greedy(id, "uid 1")
+			b.store.Detach(id)
+		}
+		if total != chunks*3/4 {
+			t.Fatalf("the workers of one user took %d of %d places, want three quarters", total, chunks)
+		}
+		for i := range 20 {
+			b.put(fmt.Sprint("other", i), prompt(50+i, 20), 1, 20, 19)
+		}
+		time.Sleep(quarantine)
+		b.store.Expire()
+		if n := greedy(30, "uid 1"); n != chunks/4 {
+			t.Fatalf("after the quarantine a worker took %d places, want a quarter", n)
+		}
+	})
+}
+
+// A chunk larger than the share is possible while the worker's user has nothing
+// staged.
+func TestShareOfLargeChunks(t *testing.T) {
+	b := newBench(t, t.TempDir(), 4, store.Options{WorkerShare: 0.25, PeerShare: 0.75})
+	defer b.stop()
+	h := prompt(1, 2)
+	for i, want := range []int{1, 0} {
+		tr := store.Transfer{Instance: int64(i), By: "uid 1", Shard: one, From: i, To: 2, Last: h[1]}
+		var p store.Place
+		if _, err := b.store.Reserve(tr, []byte("r"), h, 2*chunkBytes, &p); err != nil || len(p.Offsets) != want {
+			t.Errorf("worker %d: %d places, %v, want %d", i, len(p.Offsets), err, want)
+		}
+	}
+}
