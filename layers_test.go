@@ -23,6 +23,7 @@ var layers = map[string]int{
 	"internal/pickle":       0,
 	"internal/peercred":     0,
 	"internal/leaks":        2,
+	"internal/smallfs":      0,
 	"kv":                    0,
 	"zmtp":                  0,
 	"internal/invariant":    -1,

@@ -13,6 +13,7 @@ import (
 // Arena manages [0, Size) in units of Align bytes.
 type Arena struct {
 	size, align int64
+	limit       int64 // nothing is handed out above it
 	free        int64 // bytes in free ranges
 	high        int64 // end of the highest range ever handed out
 
@@ -38,6 +39,7 @@ func New(size, align int64) *Arena {
 		panic(fmt.Sprintf("BUG: arena: size %d, align %d", size, align))
 	}
 	a := &Arena{size: size / align * align, align: align, nodes: make([]node, 1)}
+	a.limit = a.size
 	if a.size > 0 {
 		a.free = a.size
 		a.insert(0, a.size)
@@ -61,8 +63,15 @@ func (a *Arena) Longest() int64 { return a.nodes[a.root].longest }
 // Round returns n rounded up to the alignment: what Alloc(n) takes.
 func (a *Arena) Round(n int64) int64 { return (n + a.align - 1) / a.align * a.align }
 
+// Limit sets the end of what Alloc hands out; it begins as Size. What was handed
+// out above it stays, and Take does not look at it.
+func (a *Arena) Limit(end int64) { a.limit = min(max(end, 0), a.size) }
+
+// End returns the limit.
+func (a *Arena) End() int64 { return a.limit }
+
 // Alloc takes the lowest free range that holds n bytes. It reports false when
-// none does, or n is not in 1..Size.
+// none below the limit does, or n is not in 1..Size.
 func (a *Arena) Alloc(n int64) (off int64, ok bool) {
 	if n <= 0 || n > a.size {
 		return 0, false
@@ -79,6 +88,9 @@ func (a *Arena) Alloc(n int64) (off int64, ok bool) {
 			i = d.left
 		case d.n >= n:
 			off, left := d.off, d.n-n
+			if off+n > a.limit {
+				return 0, false // all others begin above it
+			}
 			a.remove(off)
 			if left > 0 {
 				a.insert(off+n, left)

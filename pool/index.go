@@ -49,6 +49,7 @@ const (
 	headerBytes  = 4096
 	recordBytes  = 128
 	maxRecords   = 1 << 24
+	firstRecords = 512 // have memory from the start
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)

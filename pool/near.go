@@ -43,17 +43,18 @@ func (r *regions) remove(s Slot, off int64) {
 }
 
 // Near appends the used slots that begin in the regions of the bytes [from, to),
-// in no order. It returns the bytes that these regions cover.
+// in no order. It returns the bytes that these regions cover, below the limit.
 func (p *Pool) Near(slots []Slot, from, to int64) (_ []Slot, start, end int64) {
 	r := &p.near
 	first := max(from, 0) / r.bytes
-	last := (min(to, p.opts.Bytes) - 1) / r.bytes
+	limit := p.arena.End()
+	last := (min(to, limit) - 1) / r.bytes
 	for i := first; i <= last; i++ {
 		for s := r.heads[i]; s != 0; s = r.links[s-1].next {
 			slots = append(slots, Slot(s-1))
 		}
 	}
-	return slots, first * r.bytes, min((last+1)*r.bytes, p.opts.Bytes)
+	return slots, first * r.bytes, min((last+1)*r.bytes, limit)
 }
 
 // Round returns the bytes that a slot of n bytes takes.

@@ -182,12 +182,13 @@ func create(path string, o Options) (*Pool, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("create pool: %w", err), index.Unlink(), index.Close())
 	}
-	if err := index.Populate(0, headerBytes, false); err != nil && !errors.Is(err, unix.EINVAL) { // kernels before 5.14 cannot say
+	first := min(records, firstRecords)
+	if err := index.Populate(0, headerBytes+first*recordBytes, false); err != nil && !errors.Is(err, shm.ErrNoPopulate) {
 		return nil, errors.Join(fmt.Errorf("%w: %w", ErrNoSpace, err), segment.Unlink(), index.Unlink(), segment.Close(), index.Close())
 	}
 	writeHeader(index, o, records, segment.Inode())
 	return &Pool{
-		opts: o, segment: segment, index: index, records: int(records), arena: arena.New(o.Bytes, o.Align), near: newRegions(o.Bytes),
+		opts: o, segment: segment, index: index, records: int(records), backed: int(first), arena: arena.New(o.Bytes, o.Align), near: newRegions(o.Bytes),
 	}, nil
 }
 

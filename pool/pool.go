@@ -21,7 +21,6 @@ import (
 	"time"
 
 	"github.com/zeebo/xxh3"
-	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/arena"
 	"github.com/kvasir-kv/kvasir/internal/invariant"
@@ -169,14 +168,21 @@ func (p *Pool) Reserve(k *Key, n int64, by Writer) (Slot, error) {
 // backIndex has the kernel provide the next pages of the index, which is sparse:
 // touching a page that a full file system cannot provide would kill the process.
 func (p *Pool) backIndex() bool {
-	const records = 64 << 10 / recordBytes
-	n := min(records, p.records-p.backed)
-	err := p.index.Populate(headerBytes+int64(p.backed)*recordBytes, int64(n)*recordBytes, false)
-	if err != nil && !errors.Is(err, unix.EINVAL) { // kernels before 5.14 cannot say
-		return false
+	return p.backIndexTo(p.backed+64<<10/recordBytes) == nil
+}
+
+// backIndexTo has pages of the index for that many records.
+func (p *Pool) backIndexTo(records int) error {
+	records = min(records, p.records)
+	if records <= p.backed {
+		return nil
 	}
-	p.backed += n
-	return true
+	err := p.index.Populate(headerBytes+int64(p.backed)*recordBytes, int64(records-p.backed)*recordBytes, false)
+	if err != nil && !errors.Is(err, shm.ErrNoPopulate) {
+		return err
+	}
+	p.backed = records
+	return nil
 }
 
 // Commit makes a staged slot resident and ends its writer's hold.
@@ -319,6 +325,24 @@ func (p *Pool) View(s Slot) []byte {
 // every other method.
 func (p *Pool) Populate(off, n int64, keep bool) error {
 	return p.segment.Populate(off, min(n, p.segment.Len()-off), keep)
+}
+
+// Provided returns how many bytes from the segment's start have memory already.
+func (p *Pool) Provided() int64 { return p.segment.Provided() }
+
+// recordPer is how much of the segment a record of the index is provided for ahead
+// of use: less than most chunks take.
+const recordPer = 64 << 10
+
+// Limit lets Reserve take nothing above that many bytes; it begins as Bytes. What
+// was taken stays. An error means that the file system has no memory for the index
+// of so much: then the limit only falls.
+func (p *Pool) Limit(bytes int64) error {
+	err := p.backIndexTo(int(min(bytes/recordPer, int64(p.records))) + firstRecords)
+	if err == nil || bytes < p.arena.End() {
+		p.arena.Limit(bytes)
+	}
+	return err
 }
 
 // NameLost reports whether the segment's name no longer leads to it, so that no

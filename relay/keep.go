@@ -9,10 +9,10 @@ import (
 	"slices"
 
 	"github.com/zeebo/xxh3"
-	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/shm"
 )
 
 // keptKey names what one D worker needs of a transfer. Workers of other ranks, or
@@ -225,8 +225,8 @@ func (r *Relay) allocLocked(n int64) (off, size int64, err error) {
 func (f *front) load(k *kept, pull *mooncake.Pull) {
 	r := f.r
 	err := r.memory.Populate(k.off, k.n, true) // a full /dev/shm fails here, and not with SIGBUS
-	if errors.Is(err, unix.EINVAL) {
-		err = nil // a kernel before 5.14
+	if errors.Is(err, shm.ErrNoPopulate) {
+		err = nil // it comes with the first touch
 	}
 	if err == nil {
 		err = f.loadFrom(k, pull)

@@ -11,52 +11,6 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// populateStep is how much pool memory is prepared at a time.
-const populateStep = 8 << 20
-
-// populate makes the kernel provide the pool's memory from the lowest offset up,
-// in the order in which slots are handed out: a worker copies into memory that
-// was touched before several times faster. Once this server copies itself (a
-// worker lends its KV), it maps that memory too.
-func (s *Server) populate(ctx context.Context) {
-	select {
-	case <-s.lending:
-		s.populatePass(ctx, true, s.opts.PopulateRate)
-		return
-	default:
-	}
-	if !s.populatePass(ctx, false, s.opts.PopulateRate) {
-		return
-	}
-	select {
-	case <-ctx.Done():
-	case <-s.lending:
-		s.populatePass(ctx, true, 4*s.opts.PopulateRate) // the pages are there
-	}
-}
-
-// populatePass reports whether it came to the end.
-func (s *Server) populatePass(ctx context.Context, keep bool, rate int64) bool {
-	total := s.store.PoolBytes()
-	every := time.Duration(float64(populateStep) / float64(rate) * float64(time.Second))
-	tick := time.NewTicker(max(every, time.Millisecond))
-	defer tick.Stop()
-	for off := int64(0); off < total; off += populateStep {
-		select {
-		case <-ctx.Done():
-			return false
-		case <-tick.C:
-		}
-		if err := s.store.Populate(off, populateStep, keep); err != nil {
-			s.log.Warn(fmt.Sprintf("preparing pool memory stopped at %s of %s; first copies into the rest are slower",
-				kv.FormatBytes(off), kv.FormatBytes(total)), "error", err)
-			return false
-		}
-		s.populated.Store(max(s.populated.Load(), min(off+populateStep, total)))
-	}
-	return true
-}
-
 // checksums computes and compares checksums in the background, at no more than
 // ChecksumRate bytes per second, several small ones at a time.
 func (s *Server) checksums(ctx context.Context) {

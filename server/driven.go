@@ -270,6 +270,15 @@ func (d *driven) fingerprint() string {
 	return strings.Join(parts, " ")
 }
 
+// objectBytes returns the bytes of each object of a chunk.
+func (d *driven) objectBytes() []int64 {
+	out := make([]int64, len(d.objects))
+	for i := range d.objects {
+		out[i] = d.objects[i].bytes
+	}
+	return out
+}
+
 // merged reports whether groups that need less than the whole prefix share
 // objects with others: their chunks are then needed all.
 func (d *driven) merged() bool {

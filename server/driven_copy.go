@@ -108,6 +108,7 @@ func (s *Server) storeCopy(sc *scratch, c *blockCopy) error {
 		}
 		return false
 	}
+	s.provide(c.transfer.To-c.transfer.From, c.objectBytes()...)
 	cp, got, err := s.store.Stage(c.transfer, sc.key.RequestID, sc.key.Hashes, missing)
 	if err != nil {
 		return err

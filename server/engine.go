@@ -102,6 +102,7 @@ func (s *Server) prepareStore(sc *scratch, p [][]byte) error {
 		sc.out = lmcache.AppendPrepareStore(sc.out, nil)
 		return nil
 	}
+	s.provide(t.To-t.From, in.bytes)
 	got, err := s.store.Reserve(t, sc.key.RequestID, sc.key.Hashes, in.bytes, &sc.place)
 	if err != nil {
 		return err

@@ -11,3 +11,6 @@ func (s *Server) AnswerAs(who peercred.Peer, m [][]byte) [][]byte {
 
 // SetMaxMappings sets how many segments may be mapped at once.
 func (s *Server) SetMaxMappings(n int) { s.registry.maxMappings = n }
+
+// ProvideMore provides one step more of pool memory.
+func (s *Server) ProvideMore() error { return s.provideStep(s.usable()) }

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -44,10 +45,6 @@ type counters struct {
 
 func (s *Server) debug() bool { return s.log.Enabled(context.Background(), slog.LevelDebug) }
 
-// Healthy reports whether the server can serve a hit: it is not shutting down
-// and new workers can map the pool.
-func (s *Server) Healthy() bool { return !s.draining.Load() && !s.lost.Load() }
-
 // HTTPHandler returns the admin interface: GET / /healthcheck /status /version
 // /metrics, POST /cache/clear, with LMCache's bodies where it has them.
 func (s *Server) HTTPHandler() http.Handler {
@@ -62,7 +59,7 @@ func (s *Server) HTTPHandler() http.Handler {
 			writeJSON(w, http.StatusOK, map[string]string{"status": "healthy"})
 			return
 		}
-		writeJSON(w, http.StatusServiceUnavailable, map[string]string{"status": "unhealthy"})
+		writeJSON(w, http.StatusServiceUnavailable, map[string]string{"status": "unhealthy", "reason": strings.Join(s.unhealthy(), "; ")})
 	})
 	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, s.status()) })
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, s.opts.Version) })
@@ -135,11 +132,11 @@ func (s *Server) status() map[string]any {
 		}
 	}
 	return map[string]any{
-		"healthy": s.Healthy(), "version": s.opts.Version, "uptime_s": time.Since(s.started).Round(time.Millisecond).Seconds(),
+		"healthy": s.Healthy(), "unhealthy": s.unhealthy(), "version": s.opts.Version, "uptime_s": time.Since(s.started).Round(time.Millisecond).Seconds(),
 		"chunk_size": s.opts.ChunkTokens, "hash_algorithm": "blake3", "active_sessions": st.Sessions,
 		"l1": map[string]any{
 			"shm_name": s.store.PoolName(), "total_bytes": st.Bytes, "free_bytes": st.FreeBytes, "resident_bytes": st.ResidentBytes,
-			"staged_bytes": st.StagedBytes, "quarantined_bytes": st.CondemnedBytes, "populated_bytes": s.populated.Load(),
+			"staged_bytes": st.StagedBytes, "quarantined_bytes": st.CondemnedBytes, "populated_bytes": s.memory.provided.Load(), "usable_bytes": s.usable(),
 			"resident_chunks": st.Resident, "evictable_chunks": st.EvictableObjs, "evicted_chunks": st.EvictedChunks,
 			"transfers": st.Transfers, "transfers_in_quarantine": st.Quarantined,
 		},
@@ -191,7 +188,8 @@ func (s *Server) Collect(ch chan<- prometheus.Metric) {
 	count("kvasir_verified_chunks_total", "Chunks of an earlier server that were equal to their checksums.", st.VerifiedChunks)
 	count("kvasir_corrupt_chunks_total", "Chunks of an earlier server that differed from their checksums: misses.", st.CorruptChunks)
 	count("kvasir_evicted_dead_chunks_total", "Of the evicted, chunks of windows that no hit could load any more.", st.DeadChunks)
-	gauge("kvasir_pool_populated_bytes", "Pool bytes prepared ahead of use.", float64(s.populated.Load()))
+	gauge("kvasir_pool_populated_bytes", "Pool bytes prepared ahead of use.", float64(s.memory.provided.Load()))
+	gauge("kvasir_pool_usable_bytes", "Pool bytes that may be handed out: less than the pool while it has no memory for all of it.", float64(s.usable()))
 	gauge("kvasir_pool_bytes", "Size of the pool.", float64(st.Bytes))
 	gauge("kvasir_pool_quarantined_bytes", "Pool bytes without a key that a worker may still touch.", float64(st.CondemnedBytes))
 	gauge("kvasir_transfers", "Transfers in progress.", float64(st.Transfers))

@@ -97,6 +97,7 @@ func (s *Server) commitPickle(sc *scratch, in *instance, t store.Transfer, data 
 	if err != nil {
 		return err
 	}
+	s.provide(t.To-t.From, in.bytes)
 	cp, got, err := s.store.Stage(t, sc.key.RequestID, sc.key.Hashes, func(int, int) bool { return false })
 	if err != nil {
 		return err

@@ -62,17 +62,17 @@ type Server struct {
 	router   *zmtp.Router
 	scratch  sync.Pool // *scratch
 
-	draining  atomic.Bool
-	lost      atomic.Bool  // the pool's name is gone
-	populated atomic.Int64 // bytes
-	n         counters
-	limiter   limiter
-	p2p       p2pTasks
-	saving    saving
-	lending   chan struct{} // closed with the first worker that lends its KV
-	lendOnce  sync.Once
-	remains   remains
-	proofs    proofs // of the goroutine of Tick
+	draining atomic.Bool
+	lost     atomic.Bool // the pool's name is gone
+	memory   memory
+	n        counters
+	limiter  limiter
+	p2p      p2pTasks
+	saving   saving
+	lending  chan struct{} // closed with the first worker that lends its KV
+	lendOnce sync.Once
+	remains  remains
+	proofs   proofs // of the goroutine of Tick
 }
 
 // New returns a Server over st that does not listen yet. It takes over the
@@ -97,6 +97,7 @@ func New(st *store.Store, o Options) *Server {
 	s.registry.init(o.MaxInstances)
 	s.saving.wake = make(chan struct{}, 1)
 	s.scratch.New = func() any { return new(scratch) }
+	s.beginMemory()
 	s.restore()
 	s.sayTrust()
 	ro := zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second, Identify: s.identify}

@@ -155,24 +155,45 @@ func (s *Segment) Lock() error {
 	return err
 }
 
+// ErrNoPopulate means that this kernel and file system cannot provide memory ahead
+// of its use.
+var ErrNoPopulate = errors.New("shm: memory cannot be provided ahead of use here")
+
 // Populate makes the kernel allocate and zero the pages of n bytes at off that
 // nobody has touched yet; touched ones keep their content. Without keep the pages
 // are then dropped from this process's own page table, so that they do not count
-// as its resident memory; with it, touching them here costs no fault. Returns
-// unix.EINVAL on kernels before 5.14, and an error instead of a signal when the
-// file system is full.
+// as its resident memory; with it, touching them here costs no fault. It returns
+// an error instead of a signal when the file system is full, and ErrNoPopulate where
+// the system cannot do it: before Linux 5.14 and on a file system without fallocate.
 func (s *Segment) Populate(off, n int64, keep bool) error {
-	b := s.Bytes(off, n)
-	if len(b) == 0 {
+	if n == 0 {
 		return nil
 	}
-	if err := unix.Madvise(b, unix.MADV_POPULATE_WRITE); err != nil {
+	n += off % int64(os.Getpagesize()) // whole pages
+	off -= off % int64(os.Getpagesize())
+	b := s.Bytes(off, n)
+	err := unix.Madvise(b, unix.MADV_POPULATE_WRITE)
+	if errors.Is(err, unix.EINVAL) { // before 5.14
+		if err = unix.Fallocate(int(s.file.Fd()), 0, off, n); errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.ENOSYS) {
+			err = ErrNoPopulate
+		}
+	}
+	if err != nil {
 		return fmt.Errorf("populate %s: %w", s.path, err)
 	}
 	if keep {
 		return nil
 	}
 	return unix.Madvise(b, unix.MADV_DONTNEED)
+}
+
+// Provided returns how many bytes from the segment's start have memory already.
+func (s *Segment) Provided() int64 {
+	hole, err := unix.Seek(int(s.file.Fd()), 0, unix.SEEK_HOLE)
+	if err != nil {
+		return 0 // this file system does not tell
+	}
+	return min(hole, s.Len())
 }
 
 // Exists reports whether the segment's name still leads to it.

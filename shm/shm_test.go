@@ -130,3 +130,28 @@ func TestBoundsPanic(t *testing.T) {
 	f(1, 1<<63-1)
 	f(1<<63-1, 1)
 }
+
+// What is provided need not begin at a page: its first page is provided, too, and
+// keeps its content.
+func TestPopulateAnywhere(t *testing.T) {
+	s, err := shm.Create(filepath.Join(t.TempDir(), "seg"), 16*4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	copy(s.Bytes(0, 7), "content")
+	for _, keep := range []bool{true, false} {
+		if err := s.Populate(100, 3*4096, keep); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Populate(16*4096-1, 1, keep); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if string(s.Bytes(0, 7)) != "content" {
+		t.Errorf("%q", s.Bytes(0, 7))
+	}
+	if got := s.Provided(); got < 4*4096 {
+		t.Errorf("%d bytes have memory, want 4 pages at least", got)
+	}
+}

@@ -54,7 +54,7 @@ func (s *Store) cheapestLocked(slots []pool.Slot, start, end, n int64) window {
 	for i := 0; i <= len(slots); i++ {
 		right := end
 		if i < len(slots) {
-			right = p.Offset(slots[i])
+			right = min(p.Offset(slots[i]), end)
 		}
 		// While the range without its first slot is long enough still, it is cheaper.
 		for first < i {

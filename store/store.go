@@ -298,10 +298,6 @@ func (s *Store) expireSessions(now time.Time) (given []lease.Lease, more bool) {
 	return given, true
 }
 
-// Populate makes the kernel provide pool memory ahead of its first use, and with
-// keep map it here.
-func (s *Store) Populate(off, n int64, keep bool) error { return s.mu.pool.Populate(off, n, keep) }
-
 // PoolName returns the shared-memory name of the pool.
 func (s *Store) PoolName() string { return s.mu.pool.Name() }
 

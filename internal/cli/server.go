@@ -38,7 +38,7 @@ type serverCmd struct {
 	Pickle    string   `help:"For workers that cannot map the pool (other hosts, containers with a /dev/shm of their own): their chunks pass through the socket as pickled tensors. on: for them; only: for all, nobody is told of the pool; off: they are declined; auto: on while only this host can connect (--host is a loopback address), else off." default:"auto" enum:"auto,on,only,off" group:"Pool"`
 	PickleMax int64    `name:"pickle-max-mib" help:"Largest message of such a worker, MiB; memory grows as it arrives." default:"4095" group:"Pool"`
 	Trust     []string `name:"trust-address" help:"Addresses or networks (CIDR), comma-separated, whose peers are taken for this server's user: they are told where the pool is. For containers that share /dev/shm but not the network." group:"Pool" placeholder:"CIDR"`
-	Populate  int64    `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none: first copies into untouched memory are several times slower." default:"1024" group:"Pool"`
+	Populate  int64    `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none. Only what was prepared is handed out, so a /dev/shm that fills up ends no engine; with 0 everything is." default:"1024" group:"Pool"`
 	Checksum  int64    `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, 0 for none: after a restart a chunk that differs from its checksum is a miss." default:"512" group:"Pool"`
 
 	Reap    float64 `name:"worker-reap-timeout-seconds" help:"Silence after which a worker is dropped, 0 for never." default:"120" group:"Timers"`
@@ -199,11 +199,30 @@ func (c *serverCmd) Run(e *env) error {
 		Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20, Trust: trust,
 		PopulateRate: c.Populate << 20, ChecksumRate: c.Checksum << 20, DrainTimeout: seconds(c.Drain), Logger: e.log, Version: Version(),
 	})
+	if free, err := memAvailable(); err == nil && c.Populate > 0 && free < st.PoolBytes()-st.Provided() {
+		e.log.Warn(fmt.Sprintf("the pool takes %s more, this machine has %s of memory left: lower --l1-size-gb",
+			kv.FormatBytes(st.PoolBytes()-st.Provided()), kv.FormatBytes(free)))
+	}
 	err = c.serve(e, srv)
 	if err != nil && st.Stats().Resident == 0 {
 		err = errors.Join(err, st.Remove()) // a start that failed leaves nothing behind
 	}
 	return errors.Join(err, st.Close())
+}
+
+// memAvailable returns the memory that this machine can still give, in bytes.
+func memAvailable() (int64, error) {
+	b, err := os.ReadFile("/proc/meminfo")
+	if err != nil {
+		return 0, err
+	}
+	for line := range strings.Lines(string(b)) {
+		if f := strings.Fields(line); len(f) >= 2 && f[0] == "MemAvailable:" {
+			kib, err := strconv.ParseInt(f[1], 10, 64)
+			return kib << 10, err
+		}
+	}
+	return 0, errors.New("no MemAvailable")
 }
 
 // drop removes the pool, whatever state it is in.
