@@ -13,11 +13,20 @@ import (
 
 // cameFrom notes who registers in.
 func (in *instance) cameFrom(c *caller) {
-	in.by, in.socket = c.by, c.peer.Socket
+	in.owned(c.by)
+	in.socket = c.peer.Socket
 	if p, ok := peercred.Running(c.peer.PID); ok {
 		in.process.Store(&p)
 	}
 }
+
+// owned notes who may speak for in.
+func (in *instance) owned(by principal) {
+	in.by = by
+	in.key = in.who().key()
+}
+
+func (in *instance) who() workerID { return workerID{in.id, in.by} }
 
 // ended returns the process whose end proves that the worker has ended, if it has.
 func (in *instance) ended() (peercred.Process, bool) {

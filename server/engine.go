@@ -30,7 +30,7 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 		return nil, t, fmt.Errorf("%w: worker_id is nil", lmcache.ErrKey)
 	}
 	s.memo.Hash(k, to)
-	t = store.Transfer{Instance: id, By: sc.caller().name, Shard: store.Shard{World: k.WorldSize, Index: k.Worker}, From: from, To: to}
+	t = store.Transfer{By: sc.caller().name, Shard: store.Shard{World: k.WorldSize, Index: k.Worker}, From: from, To: to}
 	if to > 0 {
 		t.Last = k.Hashes[to-1]
 	}
@@ -41,6 +41,7 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 		known = s.registry.dropped(id, by)
 	}
 	if known != nil {
+		t.Instance = known.key
 		t.Shard.Namespace = known.namespace(k.Salt)
 	}
 	if err != nil && commit {
@@ -205,7 +206,7 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 	}
 	k := &sc.key
 	asked := min(k.End/s.opts.ChunkTokens, k.Chunks)
-	sh, ok := s.registry.shardsOf(k.Model, k.Salt, k.WorldSize)
+	sh, ok := s.registry.shardsOf(k.Model, k.Salt, k.WorldSize, sc.caller().by)
 	var err error
 	switch {
 	case asked == 0: // shorter than a chunk: a hit of 0, not an error

@@ -96,6 +96,7 @@ func writeJSON(w http.ResponseWriter, code int, v any) {
 
 type workerStatus struct {
 	Instance     int64   `json:"instance_id"`
+	Peer         string  `json:"peer"` // who may speak for it
 	Model        string  `json:"model_name"`
 	World        int     `json:"world_size"`
 	Mode         string  `json:"mode,omitempty"`
@@ -113,7 +114,7 @@ func (s *Server) status() map[string]any {
 	workers := []workerStatus{}
 	for _, in := range s.registry.list() {
 		w := workerStatus{
-			Instance: in.id, Model: in.model, World: in.world, ChunkBytes: in.bytes, Refused: in.refuse, CannotMapShm: in.side() == sidePickle,
+			Instance: in.id, Peer: in.by.String(), Model: in.model, World: in.world, ChunkBytes: in.bytes, Refused: in.refuse, CannotMapShm: in.side() == sidePickle,
 			SilentFor: s.registry.silence(in, time.Now()).Round(time.Millisecond).Seconds(),
 		}
 		if in.refuse == "" {

@@ -30,6 +30,9 @@ func (p principal) String() string {
 	if p.User {
 		return fmt.Sprintf("uid %d", p.UID)
 	}
+	if !p.Addr.IsValid() {
+		return "a user of this host that is not known"
+	}
 	return p.Addr.String()
 }
 
@@ -56,8 +59,11 @@ func (s *Server) identify(c net.Conn) any { return s.callerOf(peercred.Of(c)) }
 func (s *Server) callerOf(p peercred.Peer) *caller {
 	c := &caller{peer: p, by: principal{Addr: p.Addr}}
 	c.trusted = p.Addr.IsValid() && slices.ContainsFunc(s.opts.Trust, func(t netip.Prefix) bool { return t.Contains(p.Addr) })
-	if p.Known() {
+	switch {
+	case p.Known():
 		c.by = principal{User: true, UID: p.UID}
+	case !p.Addr.IsValid():
+		c.by.UID = -1 // all of those are one
 	}
 	c.name, c.number = c.by.String(), s.n.callers.Add(1)
 	return c
@@ -78,7 +84,6 @@ func (sc *scratch) caller() *caller {
 var (
 	errNotTold = errors.New("the pool is not told to this worker")
 	errLender  = errors.New("the segment is not this worker's to lend")
-	errOwner   = errors.New("the worker is somebody else's")
 )
 
 // mayOpen reports why c may not be told places in the pool; nil when c could open

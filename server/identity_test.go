@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/internal/pickle"
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 )
@@ -20,6 +21,7 @@ var (
 	sameUser    = peercred.Peer{UID: os.Geteuid(), Addr: netip.MustParseAddr("127.0.0.1"), Socket: 3}
 	rootUser    = peercred.Peer{UID: 0, Addr: netip.MustParseAddr("127.0.0.1"), Socket: 4}
 	unseenUser  = peercred.Peer{Addr: netip.MustParseAddr("127.0.0.1"), Err: peercred.ErrNotHere}
+	unseenLocal = peercred.Peer{Err: peercred.ErrUnmapped} // over a UNIX socket
 	remoteHost  = peercred.Peer{Addr: netip.MustParseAddr("192.0.2.7"), Err: peercred.ErrNotHere}
 	otherHost   = peercred.Peer{Addr: netip.MustParseAddr("192.0.2.8"), Err: peercred.ErrNotHere}
 )
@@ -146,6 +148,7 @@ func TestPlacesOnlyForThoseWhoMayOpenThePool(t *testing.T) {
 		f("root", rootUser, true)
 		f("other user", anotherUser, false)
 		f("unseen user", unseenUser, false)
+		f("unmapped user", unseenLocal, false)
 		f("another host", remoteHost, false)
 		f("a trusted host", otherHost, true)
 		if got := st.Stats(); got.StagedBytes != 0 {
@@ -256,20 +259,23 @@ func TestSideIsKept(t *testing.T) {
 	}
 }
 
-// A worker belongs to who registered it: nobody else stores, loads, ends, pings or
-// replaces it under its id, before and after a restart of the server. The attempts
-// change nothing for the owner.
+// A worker belongs to who registered it: under its id nobody else stores, loads,
+// ends, pings or replaces it, before and after a restart of the server. Somebody else
+// who registers the same id has another worker, and changes nothing for the owner.
 func TestWorkerBelongsToWhoRegisteredIt(t *testing.T) {
-	for _, owner := range []peercred.Peer{anotherUser, remoteHost} {
+	for _, owner := range []peercred.Peer{anotherUser, remoteHost, unseenLocal} {
 		dir := t.TempDir()
-		n, stop := startNode(t, dir, 16, server.Options{Pickle: server.PickleOn})
+		n, stop := startNode(t, dir, 64, server.Options{Pickle: server.PickleOn})
 		own := &visitor{t, n.Server, owner, 7}
 		own.register()
 		if !own.commitStore(promptKey(1, 1), pickled(t, 1, 1)) {
 			t.Fatal("the owner does not store")
 		}
 		for life := range 2 {
-			for _, who := range []peercred.Peer{thirdUser, sameUser, rootUser, unseenUser, otherHost} {
+			for i, who := range []peercred.Peer{thirdUser, sameUser, rootUser, unseenUser, otherHost} {
+				if who.UID == 0 && os.Geteuid() == 0 && i == 1 {
+					continue // this user is root
+				}
 				v := &visitor{t, n.Server, who, 7}
 				name := fmt.Sprintf("life %d: %v as worker of %v", life, &who, &owner)
 				k := promptKey(1, 1)
@@ -286,10 +292,11 @@ func TestWorkerBelongsToWhoRegisteredIt(t *testing.T) {
 				if v.bool(lmcache.OpPing, lmcache.AppendInt(nil, 7)) {
 					t.Errorf("%s pings", name)
 				}
-				if got := v.register(); got.ShmName != "" {
-					t.Errorf("%s replaces it: %+v", name, got)
-				}
 				v.call(lmcache.OpUnregisterEngineDriven, lmcache.AppendInt(nil, 7))
+				v.register()
+				if mine := promptKey(100+10*life+i, 1); !v.commitStore(mine, pickled(t, 1, 66)) {
+					t.Errorf("%s, registered: its own chunk is declined", name)
+				}
 				v.call(lmcache.OpUnregisterKVCache, lmcache.AppendInt(nil, 7))
 			}
 			if !own.bool(lmcache.OpPing, lmcache.AppendInt(nil, 7)) {
@@ -306,7 +313,7 @@ func TestWorkerBelongsToWhoRegisteredIt(t *testing.T) {
 			}
 			if life == 0 {
 				stop()
-				n, stop = startNode(t, dir, 16, server.Options{Pickle: server.PickleOn})
+				n, stop = startNode(t, dir, 64, server.Options{Pickle: server.PickleOn})
 				own.s = n.Server
 			}
 		}
@@ -314,10 +321,72 @@ func TestWorkerBelongsToWhoRegisteredIt(t *testing.T) {
 	}
 }
 
-// A worker that was dropped, or whose registration was declined, registers again
-// by its pings, each time.
+// Two who use the same id at the same time have transfers of their own: one's
+// commit, or end, does not touch what the other was told.
+func TestEqualIDsOfTwoUsers(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 64, server.Options{Trust: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}})
+	defer stop()
+	a, b := &visitor{t, n.Server, remoteHost, 7}, &visitor{t, n.Server, otherHost, 7} // both may open the pool
+	a.register()
+	b.register()
+	k := promptKey(1, 2)
+	if got := a.prepareStore(k); len(got.Slots) != 2 {
+		t.Fatalf("%+v", got)
+	}
+	if b.commitStore(k, nil) {
+		t.Error("b's commit made a's unwritten places chunks")
+	}
+	if hit := b.lookup(*k); hit != 0 {
+		t.Errorf("hit %d", hit)
+	}
+	b.call(lmcache.OpUnregisterEngineDriven, lmcache.AppendInt(nil, 7))
+	if got := n.store.Stats(); got.Quarantined != 0 || got.Transfers != 1 {
+		t.Errorf("b's end touches a's transfer: %+v", got)
+	}
+	if !a.commitStore(k, nil) {
+		t.Error("a's own commit is declined")
+	}
+}
+
+// Another layout that somebody else registers under a model's name makes nobody
+// else's lookups misses, whether it stores or not; one's own newer engine does.
+func TestLayoutOfAnotherUser(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 64, server.Options{Pickle: server.PickleOn})
+	defer stop()
+	other := smallLayout
+	other.Hidden /= 2
+	layout := func(v *visitor, l kv.Layout) {
+		p := lmcache.EngineDriven{
+			InstanceID: v.id, Model: "m", WorldSize: 1, BlockSize: 16, Layers: l.Layers, Hidden: l.Hidden,
+			DType: l.DType, SinglePlane: l.SinglePlane, PhysicalSlots: l.Slots,
+		}
+		v.call(lmcache.OpRegisterEngineDriven, p.Append(nil))
+	}
+	us := &visitor{t, n.Server, sameUser, 1}
+	us.register()
+	k := promptKey(1, 2)
+	us.prepareStore(k)
+	if !us.commitStore(k, nil) {
+		t.Fatal("not stored")
+	}
+	for _, who := range []peercred.Peer{anotherUser, remoteHost, unseenUser, unseenLocal} {
+		v := &visitor{t, n.Server, who, 2}
+		layout(v, other)
+		v.prepareStore(promptKey(2, 1))
+		if hit := us.lookup(*k); hit != 2 {
+			t.Errorf("hit %d of 2 after %v registered another layout", hit, &who)
+		}
+	}
+	layout(&visitor{t, n.Server, sameUser, 3}, other)
+	if hit := us.lookup(*k); hit != 0 {
+		t.Errorf("hit %d after this user's own newer engine registered another layout", hit)
+	}
+}
+
+// A worker that was dropped registers again by its pings, each time, whatever another
+// one of the same id does.
 func TestDroppedTwiceComesBack(t *testing.T) {
-	n, stop := startNode(t, t.TempDir(), 16, server.Options{})
+	n, stop := startNode(t, t.TempDir(), 16, server.Options{MaxInstances: 2})
 	defer stop()
 	v, other := &visitor{t, n.Server, sameUser, 7}, &visitor{t, n.Server, anotherUser, 7}
 	ping := func(v *visitor) bool { return v.bool(lmcache.OpPing, lmcache.AppendInt(nil, v.id)) }
@@ -326,13 +395,20 @@ func TestDroppedTwiceComesBack(t *testing.T) {
 		if !ping(v) {
 			t.Fatalf("drop %d: a registered worker's ping is false", drop)
 		}
-		for try := range 3 { // declined: the id is another's
-			if ping(other) || !ping(other) {
-				t.Fatalf("drop %d, try %d: pings of the other are not false, true", drop, try)
-			}
-			other.register()
+		if ping(other) || !ping(other) {
+			t.Fatalf("drop %d: pings of the other are not false, true", drop)
 		}
-		v.call(lmcache.OpUnregisterEngineDriven, lmcache.AppendInt(nil, 7))
+		other.register()
+		third := &visitor{t, n.Server, sameUser, 8}
+		for try := range 3 { // declined: there are two already
+			if ping(third) || !ping(third) {
+				t.Fatalf("drop %d, try %d: pings of one that was declined are not false, true", drop, try)
+			}
+			third.register()
+		}
+		for _, v := range []*visitor{v, other} {
+			v.call(lmcache.OpUnregisterEngineDriven, lmcache.AppendInt(nil, 7))
+		}
 		if ping(v) || !ping(v) {
 			t.Fatalf("drop %d: pings after it are not false, true", drop)
 		}

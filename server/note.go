@@ -194,7 +194,7 @@ func (s *Server) restore() {
 			continue
 		}
 		in.pinged.Store(w.Pinged)
-		in.by = w.By
+		in.owned(w.By)
 		in.takeSide(w.Side)
 		if here && w.Process != (peercred.Process{}) {
 			in.process.Store(&w.Process)

@@ -2,6 +2,8 @@ package server
 
 import (
 	"cmp"
+	"crypto/sha256"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -24,6 +26,7 @@ type instance struct {
 	unsalt kv.Namespace
 	refuse string // why its transfers are declined; empty when they are not
 	by     principal
+	key    int64 // names it in the store
 
 	fingerprint string  // of the layout
 	driven      *driven // what the server copies itself; nil for a worker that copies
@@ -54,26 +57,40 @@ type registry struct {
 	mu          struct {
 		sync.RWMutex
 		seq       uint64
-		instances map[int64]*instance
+		instances map[workerID]*instance
 		byModel   map[modelKey]*modelLayouts
 		departed  map[modelKey][]shardLayout // of models without a worker
-		dropped   map[int64]*instance        // gone with transfers in progress
+		dropped   map[workerID]*instance     // gone with transfers in progress
 		lenders   map[uint64][]*instance     // by inode of a segment
 		mappings  map[principal]int          // segments mapped for somebody
-		strangers map[stranger]struct{}      // unknown ones that got their false ping
-		order     []stranger                 // of strangers, oldest first
+		strangers map[workerID]struct{}      // unknown ones that got their false ping
+		order     []workerID                 // of strangers, oldest first
 	}
 }
 
+// modelKey names the workers of one model: those of one peer, or everybody's.
 type modelKey struct {
 	model string
 	world int
+	by    principal // zero for everybody's
 }
 
-// stranger is an id that its sender has not registered.
-type stranger struct {
+func (in *instance) modelKeys() [2]modelKey {
+	return [2]modelKey{{in.model, in.world, in.by}, {in.model, in.world, principal{}}}
+}
+
+// workerID names a worker: clients choose their ids, so the same one of somebody else
+// is another worker.
+type workerID struct {
 	id int64
 	by principal
+}
+
+// key stands for the worker in the store and in the pool's index, where a number
+// must be enough. Nobody can choose an id that has another's.
+func (w workerID) key() int64 {
+	sum := sha256.Sum256(fmt.Appendf(nil, "%d %v", w.id, w.by))
+	return int64(binary.LittleEndian.Uint64(sum[:]))
 }
 
 const (
@@ -84,13 +101,13 @@ const (
 func (r *registry) init(max int) {
 	r.max, r.maxMappings = max, maxMappings()
 	r.clock.epoch = time.Now()
-	r.mu.instances = make(map[int64]*instance)
+	r.mu.instances = make(map[workerID]*instance)
 	r.mu.byModel = make(map[modelKey]*modelLayouts)
 	r.mu.departed = make(map[modelKey][]shardLayout)
-	r.mu.dropped = make(map[int64]*instance)
+	r.mu.dropped = make(map[workerID]*instance)
 	r.mu.lenders = make(map[uint64][]*instance)
 	r.mu.mappings = make(map[principal]int)
-	r.mu.strangers = make(map[stranger]struct{})
+	r.mu.strangers = make(map[workerID]struct{})
 }
 
 // saw notes that a worker lives.
@@ -102,17 +119,13 @@ func (r *registry) silence(in *instance, now time.Time) time.Duration {
 }
 
 // get returns the worker that by registered as id, and notes that it lives. The
-// error wraps errInstance, errOwner for one that somebody else registered, or
-// errRefused for one whose mode is not served.
+// error wraps errInstance, or errRefused for one whose mode is not served.
 func (r *registry) get(id int64, by principal) (*instance, error) {
 	r.mu.RLock()
-	in := r.mu.instances[id]
+	in := r.mu.instances[workerID{id, by}]
 	r.mu.RUnlock()
 	if in == nil {
-		return nil, fmt.Errorf("%w: %d", errInstance, id)
-	}
-	if in.by != by {
-		return nil, fmt.Errorf("%w: %d", errOwner, id)
+		return nil, fmt.Errorf("%w: %d of %v", errInstance, id, by)
 	}
 	r.saw(in)
 	if in.refuse != "" {
@@ -126,10 +139,7 @@ func (r *registry) get(id int64, by principal) (*instance, error) {
 func (r *registry) dropped(id int64, by principal) *instance {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	if in := r.mu.dropped[id]; in != nil && in.by == by {
-		return in
-	}
-	return nil
+	return r.mu.dropped[workerID{id, by}]
 }
 
 // bury remembers a worker that left transfers in quarantine, for its late
@@ -138,7 +148,7 @@ func (r *registry) dropped(id int64, by principal) *instance {
 func (r *registry) bury(in *instance) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.mu.instances[in.id] != nil {
+	if r.mu.instances[in.who()] != nil {
 		return // registered again: its commits find it there
 	}
 	for id := range r.mu.dropped {
@@ -147,30 +157,27 @@ func (r *registry) bury(in *instance) {
 		}
 		delete(r.mu.dropped, id)
 	}
-	r.mu.dropped[in.id] = in
+	r.mu.dropped[in.who()] = in
 }
 
-// newestOf returns the worker of a model that registered last, or nil.
-func (r *registry) newestOf(model string, world int) *instance {
+// newestOf returns the worker whose layout by's lookups of a model follow, or nil.
+func (r *registry) newestOf(model string, world int, by principal) *instance {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	if m := r.mu.byModel[modelKey{model, world}]; m != nil {
+	if m := r.layoutsLocked(model, world, by); m != nil {
 		return m.newest()
 	}
 	return nil
 }
 
 // add registers in, in place of an earlier worker of the same id and owner. old is
-// that one, or nil. Errors: errOwner, errLender with the worker that lends the same
+// that one, or nil. Errors: errLender with the worker that lends the same
 // segment, errMappings, errTooMany.
 func (r *registry) add(in *instance) (old, lender *instance, err error) {
 	r.saw(in)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	old = r.mu.instances[in.id]
-	if old != nil && old.by != in.by {
-		return nil, nil, fmt.Errorf("%w: worker %d is registered by %v, not by %v", errOwner, in.id, old.by, in.by)
-	}
+	old = r.mu.instances[in.who()]
 	if old == nil && len(r.mu.instances) >= r.max {
 		return nil, nil, fmt.Errorf("%w: %d", errTooMany, r.max)
 	}
@@ -184,11 +191,11 @@ func (r *registry) add(in *instance) (old, lender *instance, err error) {
 			in.takeSide(sidePlaces)
 		}
 	}
-	delete(r.mu.dropped, in.id)
-	r.forgetStrangerLocked(stranger{in.id, in.by})
+	delete(r.mu.dropped, in.who())
+	r.forgetStrangerLocked(in.who())
 	r.mu.seq++
 	in.seq = r.mu.seq
-	r.mu.instances[in.id] = in
+	r.mu.instances[in.who()] = in
 	r.lendLocked(in)
 	if in.refuse == "" {
 		r.knowLocked(in)
@@ -198,39 +205,36 @@ func (r *registry) add(in *instance) (old, lender *instance, err error) {
 
 // knowLocked makes in the newest worker of its model.
 func (r *registry) knowLocked(in *instance) {
-	k := modelKey{in.model, in.world}
-	m := r.mu.byModel[k]
-	if m == nil {
-		m = &modelLayouts{shards: r.mu.departed[k]}
-		delete(r.mu.departed, k)
-		r.mu.byModel[k] = m
-	}
-	m.workers = append(m.workers, in)
-	if shard := int(in.shard.Load()) - 1; shard >= 0 {
-		m.learn(in, shard)
+	for _, k := range in.modelKeys() {
+		m := r.mu.byModel[k]
+		if m == nil {
+			m = &modelLayouts{shards: r.mu.departed[k]}
+			delete(r.mu.departed, k)
+			r.mu.byModel[k] = m
+		}
+		m.workers = append(m.workers, in)
+		if shard := int(in.shard.Load()) - 1; shard >= 0 {
+			m.learn(in, shard)
+		}
 	}
 }
 
-// remove forgets a worker of by's; nil when it is not registered. Error: errOwner.
-func (r *registry) remove(id int64, by principal) (*instance, error) {
+// remove forgets a worker of by's; nil when it is not registered.
+func (r *registry) remove(id int64, by principal) *instance {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	in := r.mu.instances[id]
-	if in == nil {
-		return nil, nil
+	in := r.mu.instances[workerID{id, by}]
+	if in != nil {
+		r.forgetLocked(in)
 	}
-	if in.by != by {
-		return nil, fmt.Errorf("%w: %d", errOwner, id)
-	}
-	r.forgetLocked(in)
-	return in, nil
+	return in
 }
 
 // removeThis forgets in; false when it is no longer the one registered.
 func (r *registry) removeThis(in *instance) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.mu.instances[in.id] != in {
+	if r.mu.instances[in.who()] != in {
 		return false
 	}
 	r.forgetLocked(in)
@@ -238,20 +242,21 @@ func (r *registry) removeThis(in *instance) bool {
 }
 
 func (r *registry) forgetLocked(in *instance) {
-	delete(r.mu.instances, in.id)
+	delete(r.mu.instances, in.who())
 	r.unlendLocked(in)
-	k := modelKey{in.model, in.world}
-	m := r.mu.byModel[k]
-	if m == nil {
-		return
-	}
-	m.workers = slices.DeleteFunc(m.workers, func(o *instance) bool { return o == in })
-	if len(m.workers) > 0 {
-		return
-	}
-	delete(r.mu.byModel, k)
-	if m.shards != nil && len(r.mu.departed) < maxDeparted {
-		r.mu.departed[k] = m.shards // the next engine of the model is probably of the same layout
+	for _, k := range in.modelKeys() {
+		m := r.mu.byModel[k]
+		if m == nil {
+			continue
+		}
+		m.workers = slices.DeleteFunc(m.workers, func(o *instance) bool { return o == in })
+		if len(m.workers) > 0 {
+			continue
+		}
+		delete(r.mu.byModel, k)
+		if m.shards != nil && len(r.mu.departed) < maxDeparted {
+			r.mu.departed[k] = m.shards // the next engine of the model is probably of the same layout
+		}
 	}
 }
 
@@ -261,15 +266,15 @@ func (r *registry) forgetLocked(in *instance) {
 // worker pinged for the first time.
 func (r *registry) ping(id int64, by principal) (ok, news bool) {
 	r.mu.RLock()
-	in := r.mu.instances[id]
+	in := r.mu.instances[workerID{id, by}]
 	r.mu.RUnlock()
-	if in != nil && in.by == by {
+	if in != nil {
 		r.saw(in)
 		return true, !in.pinged.Swap(true)
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	who := stranger{id, by}
+	who := workerID{id, by}
 	if _, ok := r.mu.strangers[who]; ok {
 		return true, false
 	}
@@ -286,13 +291,13 @@ func (r *registry) ping(id int64, by principal) (ok, news bool) {
 func (r *registry) forgetStranger(id int64, by principal) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.forgetStrangerLocked(stranger{id, by})
+	r.forgetStrangerLocked(workerID{id, by})
 }
 
-func (r *registry) forgetStrangerLocked(who stranger) {
+func (r *registry) forgetStrangerLocked(who workerID) {
 	if _, ok := r.mu.strangers[who]; ok {
 		delete(r.mu.strangers, who)
-		r.mu.order = slices.DeleteFunc(r.mu.order, func(o stranger) bool { return o == who })
+		r.mu.order = slices.DeleteFunc(r.mu.order, func(o workerID) bool { return o == who })
 	}
 }
 
@@ -391,7 +396,7 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 // admit adds a worker and settles what an earlier registration left. A worker that
 // is not admitted is one that never was: its memory is closed.
 func (s *Server) admit(in *instance) error {
-	newest := s.registry.newestOf(in.model, in.world)
+	newest := s.registry.newestOf(in.model, in.world, in.by)
 	old, lender, err := s.registry.add(in)
 	for lender != nil && lender.driven.dead() {
 		s.drop(lender, fmt.Sprintf("its process %d has ended", lender.driven.segments[0].Owner.PID))
@@ -482,11 +487,7 @@ func (s *Server) unregister(sc *scratch, p [][]byte) error {
 	if err != nil {
 		return fmt.Errorf("instance_id: %w", err)
 	}
-	in, err := s.registry.remove(id, sc.caller().by)
-	if err != nil {
-		return err
-	}
-	if in != nil {
+	if in := s.registry.remove(id, sc.caller().by); in != nil {
 		s.log.Info(fmt.Sprintf("worker %d of %s unregistered", in.id, in.model))
 		s.left(in, "unregistered")
 		s.save()
@@ -517,7 +518,7 @@ func (s *Server) drop(in *instance, why string) {
 
 // left settles what a worker leaves that is no longer registered.
 func (s *Server) left(in *instance, how string) {
-	if n := s.store.Detach(in.id); n > 0 {
+	if n := s.store.Detach(in.key); n > 0 {
 		s.log.Warn(fmt.Sprintf("worker %d %s with %d transfers in progress: their slots are in quarantine", in.id, how, n))
 		s.registry.bury(in)
 	}

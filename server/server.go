@@ -377,7 +377,6 @@ var refusalNames = []struct {
 	{errReaders, "no_readers"},
 	{errPickle, "pickle"},
 	{errSide, "other_side"},
-	{errOwner, "not_owner"},
 	{errLender, "not_lender"},
 	{errTensors, "tensors"},
 	{errLate, "late_commit"},

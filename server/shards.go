@@ -74,12 +74,22 @@ func (m *modelLayouts) fingerprints() []string {
 	return out
 }
 
+// layoutsLocked returns what by's lookups of a model go by: by's own workers where
+// there is one for each shard, else everybody's. So a layout that somebody else
+// registers under a model's name does not make another's lookups misses.
+func (r *registry) layoutsLocked(model string, world int, by principal) *modelLayouts {
+	if m := r.mu.byModel[modelKey{model, world, by}]; m != nil && len(m.workers) >= world {
+		return m
+	}
+	return r.mu.byModel[modelKey{model, world, principal{}}]
+}
+
 // shardsOf says where the shards of a model are to be looked up: in the layouts
 // of their workers. It reports false when no worker of that model is registered.
-func (r *registry) shardsOf(model, salt []byte, world int) (store.Shard, bool) {
+func (r *registry) shardsOf(model, salt []byte, world int, by principal) (store.Shard, bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	m := r.mu.byModel[modelKey{string(model), world}]
+	m := r.layoutsLocked(string(model), world, by)
 	if m == nil {
 		return store.Shard{}, false
 	}
@@ -116,8 +126,12 @@ func (r *registry) keeps(in *instance, shard int) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	in.shard.Store(int32(shard + 1))
-	if m := r.mu.byModel[modelKey{in.model, in.world}]; m != nil && r.mu.instances[in.id] == in {
-		m.learn(in, shard)
+	if r.mu.instances[in.who()] == in {
+		for _, k := range in.modelKeys() {
+			if m := r.mu.byModel[k]; m != nil {
+				m.learn(in, shard)
+			}
+		}
 	}
 	return true
 }
