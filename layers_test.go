@@ -19,6 +19,7 @@ const module = "github.com/kvasir-kv/kvasir"
 var layers = map[string]int{
 	"internal/rawio":        -1, // below everything
 	"internal/loopback":     -1,
+	"internal/safelog":      -1,
 	"internal/vectors":      0,
 	"internal/pickle":       0,
 	"internal/peercred":     0,

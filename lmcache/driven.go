@@ -119,6 +119,9 @@ func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
 			return b, fmt.Errorf("ext code %d", ext.Type)
 		}
 		d, err := decodeDescriptor(ext.Data)
+		if max(len(d.Type), len(d.DType), len(d.Device)) > MaxNameBytes || len(d.ShmName) > MaxShmNameBytes {
+			err = errLongName
+		}
 		c.Descriptors = append(c.Descriptors, d)
 		return rest, err
 	})
@@ -137,8 +140,11 @@ func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
 	if err != nil {
 		return c, fmt.Errorf("engine_type: %w", err)
 	}
-	if c.KVLayout, err = decodeHints(frames[5]); err != nil {
-		return c, fmt.Errorf("layout_hints: %w", err)
+	if c.KVLayout, err = decodeHints(frames[5]); err == nil && max(len(c.KVLayout), len(engine)) > MaxNameBytes {
+		err = errLongName
+	}
+	if err != nil {
+		return c, fmt.Errorf("layout_hints or engine_type: %w", err)
 	}
 	rest, err = readList(frames[6], func(i int, b []byte) ([]byte, error) {
 		if i >= MaxGroups {
@@ -155,6 +161,14 @@ func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
 	c.Model, c.WorldSize, c.EngineType = string(model), int(world), string(engine)
 	return c, nil
 }
+
+// Limits on the strings of a registration.
+const (
+	MaxNameBytes    = 256
+	MaxShmNameBytes = 255
+)
+
+var errLongName = errors.New("a name is too long")
 
 // withType gives ext the type that the extension at b has, as msgp asks for.
 func withType(ext *msgp.RawExtension, b []byte) *msgp.RawExtension {

@@ -2,6 +2,7 @@ package lmcache
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 
 	"github.com/tinylib/msgp/msgp"
@@ -284,6 +285,16 @@ type BlockAllocation struct {
 	RequestID string
 	NewBlocks []int
 	NewTokens []int
+}
+
+// CheckBlockAllocations reports whether the third payload of
+// report_block_allocation can be one. It reads no record: a server has no use for
+// them, and a list that is short on the wire is long in memory.
+func CheckBlockAllocations(frame []byte) error {
+	if msgp.NextType(frame) != msgp.ArrayType {
+		return errors.New("report_block_allocation: not a list")
+	}
+	return nil
 }
 
 // DecodeBlockAllocations reads the third payload of report_block_allocation.

@@ -56,6 +56,7 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 	if in.driven != nil {
 		t.Shard.Groups = in.driven.groups
 	}
+	sc.mark()
 	if s.registry.keeps(in, k.Worker) {
 		s.save()
 	}
@@ -217,6 +218,7 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 	case s.draining.Load():
 		err = errDraining
 	default:
+		sc.mark()
 		prompt := store.Prompt{Chunks: asked, Owner: sc.caller().owner(), Hashes: func(n int) []kv.Hash {
 			s.memo.Hash(k, n)
 			return k.Hashes

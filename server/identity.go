@@ -45,6 +45,13 @@ type caller struct {
 	trusted bool   // by Options.Trust: taken for this server's user
 }
 
+// mark keeps the connection when a new one needs its place.
+func (sc *scratch) mark() {
+	if sc.peer != nil {
+		sc.peer.Mark()
+	}
+}
+
 // owner is who the connection's sessions belong to.
 func (c *caller) owner() lease.Owner { return lease.Owner{Peer: c.name, Conn: c.number} }
 

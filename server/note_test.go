@@ -105,9 +105,9 @@ func TestLargestRegistrationsAreLeftOutOfTheNote(t *testing.T) {
 	for range 9 {
 		e := n.newEngine()
 		d := e.reg.Descriptors[0]
-		d.Device = strings.Repeat("x", 1000)
+		d.Device = strings.Repeat("x", 250)
 		e.reg.Descriptors = nil
-		for range 2000 {
+		for range 8000 {
 			e.reg.Descriptors = append(e.reg.Descriptors, d)
 		}
 		e.register()

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"slices"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvasir-kv/kvasir/coordinator"
 	"github.com/kvasir-kv/kvasir/internal/pickle"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -34,9 +36,42 @@ func (o *Options) routerLimits(r *zmtp.RouterOptions) {
 	if o.Pickle == PickleOff {
 		return
 	}
-	const frame, message = 64 << 20, 128 << 20 // without them
-	r.MaxFrameBytes = max(frame, o.PickleBytes+5)
-	r.MaxMessageBytes = r.MaxFrameBytes + message - frame
+	const message = 128 << 20 // without them
+	r.MaxFrameBytes = max(plainFrame, o.PickleBytes+5)
+	r.MaxMessageBytes = r.MaxFrameBytes + message - plainFrame
+	all := max(r.MaxMessageBytes, min(4*r.MaxMessageBytes, systemMemory()/4))
+	r.MaxReceiveBytes, r.MaxUnsentBytes = all, all
+}
+
+// systemMemory is the machine's, bytes; 0 where it cannot be told.
+func systemMemory() int64 {
+	var info unix.Sysinfo_t
+	if err := unix.Sysinfo(&info); err != nil {
+		return 0
+	}
+	return int64(info.Totalram) * int64(info.Unit)
+}
+
+// plainFrame is the longest frame, bytes, of a peer that has no worker whose chunks
+// pass through the socket.
+const plainFrame = 64 << 20
+
+// mayPickle reports whether a peer may send more than plainFrame at once.
+func (s *Server) mayPickle(p *zmtp.Peer) bool {
+	c, ok := p.Who().(*caller)
+	return ok && s.registry.pickles(c.by)
+}
+
+// pickles reports whether by has a worker that may send pickled chunks.
+func (r *registry) pickles(by principal) bool {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	for _, in := range r.mu.instances {
+		if in.by == by && in.driven == nil && in.side() != sidePlaces {
+			return true
+		}
+	}
+	return false
 }
 
 // pickles notes that in sends pickled tensors. It reports false for a worker that
@@ -164,6 +199,10 @@ func (s *Server) retrievePickle(sc *scratch, in *instance, t store.Transfer) err
 	if err := s.pickleGroup(in, &t); err != nil {
 		return err
 	}
+	size := n*(layout.Bytes()+pickle.Overhead) + pickle.Overhead
+	if sc.peer != nil && !s.router.Room(sc.peer, int64(size)) {
+		return fmt.Errorf("%w: %s more", errUnread, kv.FormatBytes(int64(size)))
+	}
 	cp, why := s.store.Fetch(sc.key.RequestID, t, sc.key.Hashes)
 	if why != store.None {
 		return fmt.Errorf("%w: %s", errMiss, why)
@@ -172,7 +211,7 @@ func (s *Server) retrievePickle(sc *scratch, in *instance, t store.Transfer) err
 	for _, part := range cp.Parts {
 		byChunk[part.Chunk] = part.Bytes
 	}
-	sc.out = slices.Grow(sc.out, n*(layout.Bytes()+pickle.Overhead)+pickle.Overhead)
+	sc.out = slices.Grow(sc.out, size)
 	err := s.guardCopy(lmcache.OpPrepareRetrieve)(func() {
 		sc.out = lmcache.AppendPickled(sc.out, func(b []byte) []byte {
 			return layout.Append(b, n, func(i int, dst []byte) { copy(dst, byChunk[i]) })

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
@@ -382,6 +383,7 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 	if err := s.admit(in); err != nil {
 		return err
 	}
+	sc.mark()
 	if why != nil {
 		s.sayNotTold(in, why)
 	}
@@ -449,7 +451,7 @@ func (s *Server) registerKVCache(sc *scratch, p [][]byte) error {
 	if err == nil {
 		return s.admit(in)
 	}
-	in = &instance{id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, refuse: err.Error()}
+	in = &instance{id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, refuse: safelog.Text(err.Error(), safelog.MaxText)}
 	in.cameFrom(sc.caller())
 	old, _, aerr := s.registry.add(in)
 	if aerr != nil {

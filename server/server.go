@@ -22,6 +22,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/paged"
 	"github.com/kvasir-kv/kvasir/shm"
@@ -86,7 +87,7 @@ func New(st *store.Store, o Options) *Server {
 	o.MaxInstances = cmp.Or(o.MaxInstances, 4096)
 	o.DrainTimeout = cmp.Or(o.DrainTimeout, 10*time.Second)
 	o.CopyWorkers = cmp.Or(o.CopyWorkers, runtime.GOMAXPROCS(0))
-	o.Logger = cmp.Or(o.Logger, slog.Default())
+	o.Logger = safelog.New(cmp.Or(o.Logger, slog.Default()))
 	if o.PickleBytes <= 0 || o.PickleBytes > MaxPickleBytes {
 		o.PickleBytes = MaxPickleBytes
 	}
@@ -101,6 +102,8 @@ func New(st *store.Store, o Options) *Server {
 	s.restore()
 	s.sayTrust()
 	ro := zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second, Identify: s.identify}
+	ro.GiveWay = true
+	ro.Large, ro.LargeBytes = s.mayPickle, plainFrame
 	o.routerLimits(&ro)
 	s.router = zmtp.NewRouter(s.serve, ro)
 	return s
@@ -245,6 +248,10 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 	if len(m[1]) == 0 && len(m) == 3 && isStreamControl(m[2]) {
 		return nil // flow control of an event stream: we have none open
 	}
+	if len(m[0]) > maxUID { // it would be sent back
+		s.refuse(lmcache.OpUnknown, errUID)
+		return nil
+	}
 	sc.frames = [3][]byte{m[0], m[1]}
 	sc.out = sc.out[:0]
 	op, err := lmcache.ParseOp(m[1])
@@ -266,6 +273,9 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 	sc.frames[2] = sc.out
 	return sc.frames[:3]
 }
+
+// maxUID bounds the first frame of a request, bytes; clients send 16.
+const maxUID = 1024
 
 func isStreamControl(b []byte) bool { return string(b) == "ack" || string(b) == "cancel" }
 
@@ -315,8 +325,7 @@ func (s *Server) handle(sc *scratch, op lmcache.Op, p [][]byte) error {
 	case lmcache.OpClear:
 		return s.clear(p)
 	case lmcache.OpReportBlockAllocation:
-		_, err := lmcache.DecodeBlockAllocations(p[2])
-		return err
+		return lmcache.CheckBlockAllocations(p[2])
 	}
 	return s.handleRare(sc, op, p)
 }
@@ -356,6 +365,8 @@ var (
 	errSide        = errors.New("worker stored in the pool itself before, and now sends pickled tensors, or the other way round")
 	errLate        = errors.New("commit of a worker that was dropped or registered anew in between")
 	errRoom        = errors.New("no room in the pool")
+	errUnread      = errors.New("replies that their clients have not read hold too much memory")
+	errUID         = errors.New("request uid is too long")
 )
 
 var refusalNames = []struct {
@@ -382,6 +393,8 @@ var refusalNames = []struct {
 	{errLate, "late_commit"},
 	{errRoom, "no_room"},
 	{errPanic, "internal_error"},
+	{errUnread, "unread_replies"},
+	{errUID, "request_uid"},
 	{store.ErrBusy, "busy"},
 	{lmcache.ErrRange, "range"},
 	{lmcache.ErrPayloads, "payload_count"},

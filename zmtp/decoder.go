@@ -36,6 +36,8 @@ type span struct{ off, size int } // off counts from decoder.start
 type decoder struct {
 	maxFrame, maxMessage int64
 	maxFrames            int
+	large                int64       // a frame of more
+	allow                func() bool // must be allowed; nil is always
 
 	buf             []byte
 	start, pos, end int
@@ -201,6 +203,8 @@ func (d *decoder) limits(flags byte, n uint64) error {
 		return nil
 	}
 	switch {
+	case d.allow != nil && n > uint64(d.large) && !d.allow():
+		return fmt.Errorf("%w: frame of %d bytes, at most %d from this peer", ErrTooLarge, n, d.large)
 	case n > uint64(d.maxFrame):
 		return fmt.Errorf("%w: frame of %d bytes, at most %d", ErrTooLarge, n, d.maxFrame)
 	case len(d.spans) == d.maxFrames:

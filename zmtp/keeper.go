@@ -18,12 +18,16 @@ type watch struct {
 	at     time.Time // when it last changed
 	pinged time.Time // when a PING went out since; zero = none
 	kicked bool      // since
+
+	begun      int64     // Peer.begun when last looked at
+	progress   uint64    // count.bytesIn at progressAt
+	progressAt time.Time // since when too little may have come of an unfinished message
 }
 
 // tick is how often the keeper looks.
 func (l limits) tick() time.Duration {
 	t := time.Second
-	for _, d := range []time.Duration{l.handshakeTimeout, l.idleTimeout, l.heartbeatInterval, l.heartbeatTimeout} {
+	for _, d := range []time.Duration{l.handshakeTimeout, l.idleTimeout, l.heartbeatInterval, l.heartbeatTimeout, l.receiveTimeout} {
 		if d > 0 {
 			t = min(t, d/4)
 		}
@@ -41,10 +45,17 @@ func (p *Peer) check(now time.Time) {
 		return
 	}
 	p.mu.Lock()
-	busy := p.mu.corked // a handler that runs, or waits for room, is no silence of the peer
+	busy := p.mu.corked // a running handler, or one that waits for room, counts as activity
 	p.mu.Unlock()
 	if reads := p.count.reads.Load(); busy || reads != w.reads || w.at.IsZero() {
-		*w = watch{reads: reads, at: now}
+		w.reads, w.at, w.pinged, w.kicked = reads, now, time.Time{}, false
+		p.spoke.Store(now.UnixNano())
+	}
+	if busy { // it is not reading either
+		w.begun = 0
+	} else if p.stalled(now) {
+		p.fail(fmt.Errorf("%w: %d bytes in %v", ErrStalled, p.count.bytesIn.Load()-w.progress, l.receiveTimeout))
+		return
 	}
 	silent := now.Sub(w.at)
 	if ttl := time.Duration(p.ttl.Load()); ttl > 0 && silent > ttl {

@@ -21,6 +21,10 @@ type role struct {
 	limits    limits
 	deliver   func(*Peer, Message) // on the reading goroutine
 	connected func(*Peer)          // on the reading goroutine, after the handshake
+
+	received   *received // nil: not bounded beyond this connection's limits
+	large      func(*Peer) bool
+	largeBytes int64
 }
 
 // limits are the bounds that ROUTER and DEALER share.
@@ -33,6 +37,7 @@ type limits struct {
 	heartbeatInterval    time.Duration // 0 = none
 	heartbeatTimeout     time.Duration
 	writeTimeout         time.Duration
+	receiveTimeout       time.Duration // 0 = none
 }
 
 // corkTime bounds how long queued replies wait while the reading goroutine
@@ -53,6 +58,7 @@ type Peer struct {
 	born time.Time
 	role *role
 	conn net.Conn
+	host string
 	raw  syscall.RawConn // nil when conn has none: then the writer goroutine does all writes
 
 	// Owned by the reading goroutine.
@@ -79,6 +85,10 @@ type Peer struct {
 	queued  atomic.Int64 // bytes queued or being written; changed under mu
 	ready   atomic.Bool  // the handshake is over; identity and minor are set before
 	ttl     atomic.Int64 // ns of silence that the peer's PINGs allow; 0 = any
+	held    atomic.Int64 // bytes of the receive buffer beyond the first
+	begun   atomic.Int64 // unix ns when the unfinished message was seen first, 0 for none
+	spoke   atomic.Int64 // unix ns when the keeper last saw that something came
+	marked  atomic.Bool
 	count   counters
 	minor   byte
 	routing string
@@ -100,9 +110,13 @@ type Peer struct {
 
 func newPeer(id uint64, c net.Conn, r *role) *Peer {
 	p := &Peer{
-		id: id, role: r, conn: c, born: time.Now(),
+		id: id, role: r, conn: c, born: time.Now(), host: host(c),
 		in:   decoder{maxFrame: r.limits.maxFrame, maxMessage: r.limits.maxMessage, maxFrames: r.limits.maxFrames},
 		done: make(chan struct{}), drained: make(chan struct{}, 1), stopped: make(chan struct{}),
+	}
+	p.spoke.Store(p.born.UnixNano())
+	if r.large != nil {
+		p.in.large, p.in.allow = r.largeBytes, func() bool { return r.large(p) }
 	}
 	p.readFn, p.writeFn = p.onReadable, p.onWritable
 	if sc, ok := c.(syscall.Conn); ok && haveRaw {
@@ -415,6 +429,7 @@ func (p *Peer) run() error {
 	p.writers.Wait()
 	_ = p.conn.Close() // nothing is left to lose
 	p.in.drop()
+	p.account()
 	p.trim()
 	return p.Err()
 }
@@ -452,6 +467,7 @@ func (p *Peer) pause() bool {
 	// A fail after this reset wakes the next read; one before it shows in done.
 	_ = p.conn.SetReadDeadline(time.Time{})
 	p.in.release()
+	p.account()
 	p.trim()
 	select {
 	case <-p.done:
@@ -480,7 +496,9 @@ func (p *Peer) received(n int) error {
 	p.mu.Lock()
 	p.mu.corked = true
 	p.mu.Unlock()
+	p.account()
 	err := p.handle()
+	p.unfinished()
 	p.uncork()
 	return err
 }

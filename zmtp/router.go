@@ -23,10 +23,14 @@ type RouterOptions struct {
 	MaxFrames       int   // per message; default 64
 	MaxMessageBytes int64 // sum of a message's frames; default 128 MiB
 	MaxPeers        int   // connections above it are closed at once; default 4096
+	GiveWay         bool  // at MaxPeers, a silent connection of the host with most is closed instead; see Peer.Mark
 	SendQueueBytes  int   // per peer, see the package comment; default 16 MiB
+	MaxUnsentBytes  int64 // of all peers' queues; default 4 GiB
+	MaxReceiveBytes int64 // of all peers' unfinished messages, buffers counted; default 1 GiB
 
 	HandshakeTimeout  time.Duration // from accept to READY; default 5 s
 	WriteTimeout      time.Duration // for a slow peer, see the package comment; default 30 s
+	ReceiveTimeout    time.Duration // in which a message that has begun must end, or 64 KiB of it come; default 30 s
 	IdleTimeout       time.Duration // closes a peer that sends nothing; 0 = never
 	HeartbeatInterval time.Duration // of silence before a PING to a 3.1 peer; 0 = no PINGs
 	HeartbeatTimeout  time.Duration // for the answer; default HeartbeatInterval
@@ -34,6 +38,11 @@ type RouterOptions struct {
 	// Identify is called once for each connection, on its reading goroutine,
 	// before anything is read from it. What it returns is the Peer's Who.
 	Identify func(net.Conn) any
+
+	// Large is asked, on the reading goroutine, whether p may send a frame of more
+	// than LargeBytes; nil is yes.
+	Large      func(p *Peer) bool
+	LargeBytes int64
 
 	// OnConnect is called after a peer's handshake, on its reading goroutine,
 	// before its first message. OnDisconnect is called once for each peer that
@@ -81,6 +90,12 @@ func NewRouter(h Handler, o RouterOptions) *Router {
 		stopKeep: make(chan struct{}),
 	}
 	r.o.MaxPeers = cmp.Or(o.MaxPeers, 4096)
+	r.o.MaxUnsentBytes = cmp.Or(o.MaxUnsentBytes, 4<<30)
+	r.role.large, r.role.largeBytes = o.Large, o.LargeBytes
+	r.role.received = &received{limit: cmp.Or(o.MaxReceiveBytes, 1<<30)}
+	r.role.received.over = func() {
+		r.relieve((*Peer).heldBytes, r.role.received.limit, "of unfinished messages")
+	}
 	r.role.connected = r.connected
 	r.mu.listeners = make(map[net.Listener]struct{})
 	r.mu.peers = make(map[*Peer]struct{})
@@ -99,6 +114,7 @@ func newLimits(o RouterOptions) limits {
 		heartbeatInterval: o.HeartbeatInterval,
 		heartbeatTimeout:  cmp.Or(o.HeartbeatTimeout, o.HeartbeatInterval),
 		writeTimeout:      cmp.Or(o.WriteTimeout, 30*time.Second),
+		receiveTimeout:    cmp.Or(o.ReceiveTimeout, 30*time.Second),
 	}
 }
 
@@ -163,16 +179,27 @@ func (r *Router) accept(l net.Listener) {
 	}
 }
 
+// maxLeaving is how many connections that gave way may be about to go.
+const maxLeaving = 64
+
 // add makes c a peer with its own reading goroutine.
 func (r *Router) add(c net.Conn) {
 	p := newPeer(r.lastID.Add(1), c, &r.role)
 	r.mu.Lock()
 	r.mu.past.Accepted++
 	err := ErrClosed
-	if full := len(r.mu.peers) >= r.o.MaxPeers; !r.mu.closed && !full {
+	var silent *Peer
+	full := len(r.mu.peers) >= r.o.MaxPeers
+	if full && !r.mu.closed && r.o.GiveWay {
+		silent = r.makeRoomLocked(p.host)
+	}
+	if !r.mu.closed && (!full || silent != nil && len(r.mu.peers) < r.o.MaxPeers+maxLeaving) {
 		r.mu.peers[p] = struct{}{}
 		r.wg.Go(func() { r.run(p) })
 		r.mu.Unlock()
+		if silent != nil {
+			silent.fail(ErrTooManyPeers)
+		}
 		return
 	} else if full {
 		err = ErrTooManyPeers
@@ -221,6 +248,7 @@ func (r *Router) keep() {
 			for _, p := range peers {
 				p.check(now)
 			}
+			r.relieve((*Peer).queuedBytes, r.o.MaxUnsentBytes, "not read")
 			clear(peers)
 		case <-r.stopKeep:
 			return

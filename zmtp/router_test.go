@@ -46,13 +46,19 @@ func dialRaw(t testing.TB, addr net.Addr) *client {
 func dialReady(t testing.TB, addr net.Addr) *client {
 	t.Helper()
 	c := dialRaw(t, addr)
+	c.hello()
+	return c
+}
+
+// hello is the handshake of a DEALER.
+func (c *client) hello() {
+	c.t.Helper()
 	c.send(dealerHello)
 	want := appendReady(appendGreeting(nil), typeRouter, nil)
 	got := make([]byte, len(want))
 	if _, err := io.ReadFull(c.r, got); err != nil || !bytes.Equal(got, want) {
-		t.Fatalf("hello of the ROUTER: %v, %x", err, got)
+		c.t.Fatalf("hello of the ROUTER: %v, %x", err, got)
 	}
-	return c
 }
 
 func (c *client) send(b []byte) {

@@ -97,6 +97,8 @@ var reasons = []struct {
 	{ErrIdle, "idle"},
 	{ErrHeartbeat, "heartbeat"},
 	{ErrSlow, "slow"},
+	{ErrStalled, "stalled"},
+	{ErrShare, "share"},
 }
 
 // Reason names why a connection ended in one word, fit for a metric label:

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 )
 
 // lineHandler writes log records as lines for people: time, level unless it is
@@ -69,7 +71,7 @@ func (h *lineHandler) Handle(_ context.Context, r slog.Record) error {
 	if r.Level != slog.LevelInfo {
 		b = append(append(b, r.Level.String()...), ' ')
 	}
-	b = append(append(b, r.Message...), h.attrs...)
+	b = append(append(b, safelog.Text(r.Message, len(r.Message))...), h.attrs...)
 	r.Attrs(func(a slog.Attr) bool {
 		b = append(b, formatAttr(a)...)
 		return true
@@ -81,7 +83,7 @@ func (h *lineHandler) Handle(_ context.Context, r slog.Record) error {
 
 func formatAttr(a slog.Attr) string {
 	v := a.Value.Resolve().String()
-	if v == "" || strings.ContainsAny(v, " \"=\n") {
+	if v == "" || strings.ContainsFunc(v, func(r rune) bool { return r <= ' ' || r == '"' || r == '=' || !strconv.IsPrint(r) }) {
 		v = strconv.Quote(v)
 	}
 	return fmt.Sprintf(" %s=%s", a.Key, v)

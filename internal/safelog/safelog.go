@@ -1,0 +1,157 @@
+// Package safelog keeps a log readable whatever peers send: texts are clipped,
+// control characters are escaped, and one place in the code logs only so many lines. Names that peers choose end in log lines; they must neither forge lines
+// nor fill a disk.
+package safelog
+
+import (
+	"context"
+	"log/slog"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+	"unicode"
+	"unicode/utf8"
+)
+
+const (
+	// MaxText is how many bytes of a message or a text attribute are shown.
+	MaxText = 600
+	// maxStack is the same of the attribute "stack".
+	maxStack = 16 << 10
+	// Burst is how many lines one place in the code logs at once, and LinesPerSecond
+	// how many it logs for long.
+	Burst          = 100
+	LinesPerSecond = 5
+	// maxPlaces bounds the places that are watched.
+	maxPlaces = 4096
+)
+
+// New returns a logger that writes to l what is fit to be written. Lines that are
+// left out are counted: the next line of the same place has them as "not_shown".
+func New(l *slog.Logger) *slog.Logger {
+	if h, ok := l.Handler().(*handler); ok {
+		return slog.New(h)
+	}
+	return slog.New(&handler{next: l.Handler(), places: &places{of: make(map[uintptr]*place)}})
+}
+
+type handler struct {
+	next   slog.Handler
+	places *places // shared by all that With makes
+}
+
+type places struct {
+	mu sync.Mutex
+	of map[uintptr]*place
+}
+
+// place is a call of the logger in the code.
+type place struct {
+	last   time.Time
+	left   float64 // lines it may log now
+	hidden int
+}
+
+// allow reports whether a line may be shown now, and how many were not since the
+// last one.
+func (p *places) allow(pc uintptr, now time.Time) (ok bool, hidden int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	at := p.of[pc]
+	if at == nil {
+		if len(p.of) >= maxPlaces {
+			return true, 0
+		}
+		at = &place{last: now, left: Burst}
+		p.of[pc] = at
+	}
+	at.left = min(Burst, at.left+LinesPerSecond*max(0, now.Sub(at.last).Seconds()))
+	at.last = now
+	if at.left < 1 {
+		at.hidden++
+		return false, 0
+	}
+	at.left--
+	hidden, at.hidden = at.hidden, 0
+	return true, hidden
+}
+
+func (h *handler) Enabled(ctx context.Context, l slog.Level) bool { return h.next.Enabled(ctx, l) }
+
+func (h *handler) Handle(ctx context.Context, r slog.Record) error {
+	ok, hidden := true, 0
+	if r.PC != 0 {
+		ok, hidden = h.places.allow(r.PC, r.Time)
+	}
+	if !ok {
+		return nil
+	}
+	clean := slog.NewRecord(r.Time, r.Level, Text(r.Message, MaxText), r.PC)
+	r.Attrs(func(a slog.Attr) bool {
+		clean.AddAttrs(attr(a))
+		return true
+	})
+	if hidden > 0 {
+		clean.AddAttrs(slog.Int("not_shown", hidden))
+	}
+	return h.next.Handle(ctx, clean)
+}
+
+func (h *handler) WithAttrs(attrs []slog.Attr) slog.Handler {
+	clean := make([]slog.Attr, len(attrs))
+	for i, a := range attrs {
+		clean[i] = attr(a)
+	}
+	return &handler{next: h.next.WithAttrs(clean), places: h.places}
+}
+
+func (h *handler) WithGroup(name string) slog.Handler {
+	return &handler{next: h.next.WithGroup(name), places: h.places}
+}
+
+// attr makes texts fit; numbers, times and groups of them stay as they are.
+func attr(a slog.Attr) slog.Attr {
+	v := a.Value.Resolve()
+	if k := v.Kind(); k != slog.KindString && k != slog.KindAny {
+		return slog.Attr{Key: a.Key, Value: v}
+	}
+	limit := MaxText
+	if a.Key == "stack" {
+		return slog.String(a.Key, v.String()[:min(len(v.String()), maxStack)])
+	}
+	return slog.String(a.Key, Text(v.String(), limit))
+}
+
+// Text returns s for people to read: control characters and what is no text
+// escaped, and at most limit bytes of it, with a note of how many are left out.
+func Text(s string, limit int) string {
+	cut := len(s)
+	if cut > limit {
+		for cut = limit; cut > limit-utf8.UTFMax && !utf8.RuneStart(s[cut]); cut-- {
+		}
+	}
+	shown := s[:cut]
+	if strings.ContainsFunc(shown, unfit) || !utf8.ValidString(shown) {
+		var b strings.Builder
+		for i, r := range shown {
+			if _, n := utf8.DecodeRuneInString(shown[i:]); unfit(r) || r == utf8.RuneError && n == 1 {
+				q := strconv.Quote(shown[i : i+n])
+				b.WriteString(q[1 : len(q)-1])
+				continue
+			}
+			b.WriteRune(r)
+		}
+		shown = b.String()
+	}
+	if cut < len(s) {
+		shown += "... (" + strconv.Itoa(len(s)-cut) + " bytes more)"
+	}
+	return shown
+}
+
+// unfit reports characters that move the cursor, end the line, or change the order
+// in which a terminal shows others.
+func unfit(r rune) bool {
+	return unicode.IsControl(r) || unicode.In(r, unicode.Cf, unicode.Zl, unicode.Zp)
+}

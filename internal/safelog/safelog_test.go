@@ -1,0 +1,59 @@
+package safelog_test
+
+import (
+	"bytes"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/safelog"
+)
+
+func TestText(t *testing.T) {
+	f := func(in, want string) {
+		t.Helper()
+		if got := safelog.Text(in, 20); got != want {
+			t.Errorf("%q: %q, want %q", in, got, want)
+		}
+	}
+	f("model/ä 7", "model/ä 7")
+	f("a\n04:41:57 forged", `a\n04:41:57 forged`)
+	f("\x1b]0;x\a\r", `\x1b]0;x\a\r`)
+	f("\xff\u202e\u2028", `\xff\u202e\u2028`)
+	f(strings.Repeat("x", 25), strings.Repeat("x", 20)+"... (5 bytes more)")
+	f(strings.Repeat("x", 19)+"äöü", strings.Repeat("x", 19)+"... (6 bytes more)")
+	if n := len(safelog.Text(strings.Repeat("\x80", 1<<20), 20)); n > 200 {
+		t.Errorf("%d bytes", n)
+	}
+}
+
+// A name that a peer chose forges no line, in a message or in an attribute, and one
+// place in the code logs a bounded number of lines.
+func TestLogger(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var out bytes.Buffer
+		l := safelog.New(slog.New(slog.NewJSONHandler(&out, nil)))
+		flood := func(n int) {
+			for i := range n {
+				l.Info(fmt.Sprintf("registered %s %d", "evil\nforged \x1b[2J", i), "model", "m\r"+strings.Repeat("y", 1<<20), "n", i)
+			}
+		}
+		flood(1000)
+		l.Info("another place")
+		if got := out.String(); strings.Count(got, "\n") != safelog.Burst+1 || !strings.Contains(got, "another place") || strings.Contains(got, "\x1b") {
+			t.Fatalf("%d lines, %d bytes", strings.Count(got, "\n"), len(got))
+		}
+		if n := out.Len(); n > 200<<10 {
+			t.Errorf("%d bytes were logged", n)
+		}
+		out.Reset()
+		time.Sleep(time.Second)
+		flood(1)
+		if got := out.String(); !strings.Contains(got, `"not_shown":900`) || !strings.Contains(got, `"n":0`) {
+			t.Errorf("%s", got)
+		}
+	})
+}

@@ -1,0 +1,198 @@
+package zmtp
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync/atomic"
+	"time"
+)
+
+// What all connections of a Router hold together is bounded. A share bites only
+// when the total is used: then the host that holds most gives way, first the
+// connection of it that holds most. A host is a remote address; all connections
+// over UNIX sockets are one.
+
+// ErrShare means that the connections of all peers held too much, and this one was
+// the largest of the host with most.
+var ErrShare = errors.New("zmtp: the peer's host holds more than its share")
+
+// ErrStalled means that a message had begun, and too little of it came within
+// ReceiveTimeout.
+var ErrStalled = errors.New("zmtp: a message stopped coming")
+
+// stallProgress is what must come of an unfinished message in each ReceiveTimeout.
+const stallProgress = 64 << 10
+
+// received counts the bytes of receive buffers beyond the first of each peer.
+type received struct {
+	total atomic.Int64
+	limit int64
+	over  func() // called when total passes limit
+}
+
+// account notes how much memory p's receive buffer has. The reading goroutine
+// calls it.
+func (p *Peer) account() {
+	if p.role.received == nil {
+		return
+	}
+	now := max(0, int64(len(p.in.buf))-firstBuffer)
+	if now == p.held.Load() {
+		return
+	}
+	total := p.role.received.total.Add(now - p.held.Swap(now))
+	if total > p.role.received.limit {
+		p.role.received.over()
+	}
+}
+
+// unfinished notes whether a message has begun to come and is not whole.
+func (p *Peer) unfinished() {
+	if p.in.end == p.in.start {
+		if p.begun.Load() != 0 {
+			p.begun.Store(0)
+		}
+		return
+	}
+	if p.begun.Load() == 0 {
+		p.begun.Store(time.Now().UnixNano())
+	}
+}
+
+// stalled reports whether too little of an unfinished message came for too long.
+// The keeper calls it.
+func (p *Peer) stalled(now time.Time) bool {
+	limit := p.role.limits.receiveTimeout
+	w := &p.watch
+	begun := p.begun.Load()
+	if limit == 0 || begun == 0 || begun != w.begun {
+		w.begun, w.progressAt, w.progress = begun, now, p.count.bytesIn.Load()
+		return false
+	}
+	if now.Sub(w.progressAt) < limit {
+		return false
+	}
+	in := p.count.bytesIn.Load()
+	if in-w.progress < stallProgress {
+		return true
+	}
+	w.progressAt, w.progress = now, in
+	return false
+}
+
+// host names where a peer connects from.
+func host(c net.Conn) string {
+	if a, ok := c.RemoteAddr().(*net.TCPAddr); ok {
+		return a.AddrPort().Addr().Unmap().WithZone("").String()
+	}
+	return "unix"
+}
+
+// heaviest returns the peer with most of the host with most. what says how much a
+// peer has; one that has nothing is never chosen. It is nil when nobody has
+// anything.
+func (r *Router) heaviest(what func(*Peer) int64) (most *Peer, total int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	hosts := map[string]int64{}
+	for p := range r.mu.peers {
+		if n := what(p); n > 0 && !p.ended() {
+			hosts[p.host] += n
+			total += n
+		}
+	}
+	for p := range r.mu.peers {
+		n := what(p)
+		if n <= 0 || p.ended() {
+			continue
+		}
+		if most == nil || hosts[p.host] > hosts[most.host] || p.host == most.host && n > what(most) {
+			most = p
+		}
+	}
+	return most, total
+}
+
+// ended reports whether the peer is closed already and about to go.
+func (p *Peer) ended() bool {
+	select {
+	case <-p.done:
+		return true
+	default:
+		return false
+	}
+}
+
+// relieve closes connections of the heaviest hosts until what all have is within
+// limit.
+func (r *Router) relieve(what func(*Peer) int64, limit int64, of string) {
+	for {
+		most, total := r.heaviest(what)
+		if most == nil || total <= limit {
+			return
+		}
+		most.fail(fmt.Errorf("%w: %d bytes of %d %s", ErrShare, what(most), total, of))
+	}
+}
+
+func (p *Peer) heldBytes() int64   { return p.held.Load() }
+func (p *Peer) queuedBytes() int64 { return p.queued.Load() }
+
+// Room reports whether n bytes more may be queued for p. When all queues together
+// would hold too much, the connection that holds most, of the host that holds most,
+// is closed for it, unless that is p's own host. Ask it before building a large
+// message.
+func (r *Router) Room(p *Peer, n int64) bool {
+	limit := r.o.MaxUnsentBytes
+	for {
+		most, total := r.heaviest((*Peer).queuedBytes)
+		if total+n <= limit || most == nil {
+			return n <= limit
+		}
+		if most.host == p.host {
+			return false
+		}
+		most.fail(fmt.Errorf("%w: %d bytes of %d not read", ErrShare, most.queued.Load(), total))
+	}
+}
+
+// makeRoomLocked finds the connection that gives way to a new one of host: of the
+// host with most, the newcomer counted, the one that has been silent longest and
+// that nobody marked. It is nil when the newcomer is refused.
+func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
+	hosts := map[string]int{newcomer: 1}
+	for p := range r.mu.peers {
+		if !p.ended() {
+			hosts[p.host]++
+		}
+	}
+	for p := range r.mu.peers {
+		if p.marked.Load() || p.ended() || hosts[p.host] == 1 {
+			continue
+		}
+		if silent == nil || hosts[p.host] > hosts[silent.host] || p.host == silent.host && p.spoke.Load() < silent.spoke.Load() {
+			silent = p
+		}
+	}
+	if silent != nil && hosts[newcomer] > hosts[silent.host] {
+		return nil // the newcomer's own host has most, and all its connections are marked
+	}
+	if silent != nil {
+		return silent
+	}
+	// One host has most connections and has marked them all.
+	for p := range r.mu.peers {
+		if p.host == newcomer || p.ended() || hosts[p.host] <= r.o.MaxPeers/2 {
+			continue
+		}
+		if silent == nil || p.spoke.Load() < silent.spoke.Load() {
+			silent = p
+		}
+	}
+	return silent
+}
+
+// Mark says that the connection is in use for long: it does not give way to a new
+// one.
+func (p *Peer) Mark() { p.marked.Store(true) }

@@ -1,0 +1,155 @@
+package zmtp
+
+import (
+	"bufio"
+	"bytes"
+	"net"
+	"strings"
+	"testing"
+	"time"
+)
+
+// dialFrom connects from another loopback address and shakes hands.
+func dialFrom(t *testing.T, from string, to net.Addr) *client {
+	t.Helper()
+	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
+	conn, err := d.DialContext(t.Context(), "tcp", to.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close() })
+	_ = conn.SetDeadline(time.Now().Add(testWait))
+	c := &client{t, conn, bufio.NewReaderSize(conn, 1<<16)}
+	c.hello()
+	return c
+}
+
+// At the limit of connections a silent one of the host with most gives way: never
+// one of another host, and none that is marked.
+func TestSilentConnectionsGiveWay(t *testing.T) {
+	r, addr, _ := startRouter(t, func(p *Peer, m Message) {
+		p.Mark()
+		echo(p, m)
+	}, RouterOptions{MaxPeers: 8, GiveWay: true})
+	quiet := dialFrom(t, "127.0.0.2", addr) // one silent peer of its own host
+	worker := dialFrom(t, "127.0.0.3", addr)
+	worker.send(frames("mark"))
+	worker.want("mark")
+	var flood []*client
+	for range 60 {
+		flood = append(flood, dialFrom(t, "127.0.0.3", addr))
+	}
+	for _, c := range flood[:50] {
+		c.wantEnd()
+	}
+	newcomer := dialFrom(t, "127.0.0.4", addr)
+	for name, c := range map[string]*client{"silent": quiet, "marked": worker, "new": newcomer} {
+		c.send(frames(name))
+		c.want(name)
+	}
+	eventually(t, func() bool { s := r.Stats(); return s.Peers <= 8 && s.Closed["too_many_peers"] >= 50 })
+}
+
+// A message that stops coming ends its connection; one that comes slowly, and a
+// peer that is silent between messages, are left alone.
+func TestStalledMessage(t *testing.T) {
+	_, addr, ends := startRouter(t, echo, RouterOptions{ReceiveTimeout: 200 * time.Millisecond})
+	stalled, slow, silent := dialReady(t, addr), dialReady(t, addr), dialReady(t, addr)
+	body := strings.Repeat("x", 20*stallProgress)
+	long := frames(body)
+	stalled.send(long[:1000])
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for at := 0; at < len(long); at += 2 * stallProgress {
+			slow.send(long[at:min(at+2*stallProgress, len(long))])
+			time.Sleep(50 * time.Millisecond)
+		}
+	}()
+	stalled.wantEnd()
+	if err := recv(t, ends); Reason(err) != "stalled" {
+		t.Fatalf("ended with %v", err)
+	}
+	<-done
+	slow.want(body)
+	silent.send(frames("here"))
+	silent.want("here")
+}
+
+// Unfinished messages of all peers together are bounded: the host that holds most
+// loses its largest, another host's goes on.
+func TestUnfinishedMessagesHaveShares(t *testing.T) {
+	const total = 4 << 20
+	r, addr, _ := startRouter(t, echo, RouterOptions{MaxReceiveBytes: total})
+	honest := dialFrom(t, "127.0.0.2", addr)
+	body := strings.Repeat("h", 600<<10)
+	message := frames(body)
+	honest.send(message[:len(message)/2])
+	var greedy []*client
+	part := frames(strings.Repeat("g", 2<<20))[:1<<20]
+	for range 20 {
+		c := dialFrom(t, "127.0.0.3", addr)
+		greedy = append(greedy, c)
+		_, _ = c.Write(part) // it may be closed meanwhile
+	}
+	eventually(t, func() bool { return r.Stats().Closed["share"] >= 15 && r.role.received.total.Load() <= total })
+	honest.send(message[len(message)/2:])
+	honest.want(body)
+	for _, c := range greedy {
+		_ = c.Close()
+	}
+	eventually(t, func() bool { return r.Stats().Peers == 1 })
+	if n := r.role.received.total.Load(); n < 0 || n > 4<<20 {
+		t.Errorf("%d bytes are counted as held", n)
+	}
+	_ = honest.Close()
+	eventually(t, func() bool { return r.Stats().Peers == 0 && r.role.received.total.Load() == 0 })
+}
+
+// A frame of more than LargeBytes is only taken from a peer that may send one, and
+// is refused by its header, before memory is taken.
+func TestLargeFramesNeedLeave(t *testing.T) {
+	r, addr, _ := startRouter(t, echo, RouterOptions{
+		LargeBytes: 1000, MaxFrameBytes: 1 << 20, Large: func(p *Peer) bool { return p.host == "127.0.0.2" },
+	})
+	body := strings.Repeat("x", 5000)
+	long := frames(body)
+	may, mayNot := dialFrom(t, "127.0.0.2", addr), dialFrom(t, "127.0.0.3", addr)
+	mayNot.send(long[:20])
+	mayNot.wantEnd()
+	may.send(long)
+	may.want(body)
+	eventually(t, func() bool { return r.Stats().Closed["too_large"] == 1 })
+}
+
+// Room closes those who do not read for the sake of another host, and not for
+// their own.
+func TestRoomForLargeReplies(t *testing.T) {
+	reply := bytes.Repeat([]byte("r"), 24<<20) // more than a socket takes
+	answers := make(chan bool, 100)
+	r, addr, _ := startRouter(t, nil, RouterOptions{MaxUnsentBytes: 60 << 20, SendQueueBytes: 60 << 20})
+	r.role.deliver = func(p *Peer, m Message) {
+		ok := r.Room(p, int64(len(reply)))
+		if ok {
+			ok = p.SendOwned([]byte("x"), reply) == nil
+		}
+		answers <- ok
+	}
+	granted := 0
+	for range 6 { // none of them reads
+		c := dialFrom(t, "127.0.0.3", addr)
+		c.send(frames("give"))
+		if recv(t, answers) {
+			granted++
+		}
+	}
+	if granted < 2 || granted > 4 {
+		t.Fatalf("%d of 6 large replies were granted", granted)
+	}
+	reader := dialFrom(t, "127.0.0.2", addr)
+	reader.send(frames("give"))
+	if !recv(t, answers) {
+		t.Fatal("another host's reader is refused")
+	}
+	reader.want("x", string(reply))
+}
