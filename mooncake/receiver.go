@@ -49,6 +49,10 @@ type ReceiverOptions struct {
 	Attempts int // per pull and P worker, when the side channel breaks; default 3
 	MaxIdle  int // idle sockets per P worker; default 8
 
+	// Sockets are shared with other Receivers; default none. The Receiver does not
+	// close them.
+	Sockets *Sockets
+
 	Metrics *Metrics     // default none
 	Log     *slog.Logger // default none
 }
@@ -89,13 +93,16 @@ func (s Source) v1() bool { return s.Host != "" }
 // A failed request's blocks are fenced before anybody hears of the failure: no
 // write of its P reaches them any more, see docs/mooncake.md.
 type Receiver struct {
-	o       ReceiverOptions // immutable
-	cache   *Cache
-	log     *slog.Logger
+	o     ReceiverOptions // immutable
+	cache *Cache
+	log   *slog.Logger
+
+	ownSockets bool
+
 	host    string // of the target
 	port    int
 	windows *windows
-	sockets *sockets
+	sockets *Sockets
 	ctx     context.Context
 	cancel  context.CancelFunc
 	wg      sync.WaitGroup
@@ -205,8 +212,11 @@ func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
 	o.Attempts = cmp.Or(o.Attempts, 3)
 	r := &Receiver{
 		o: o, cache: cache, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)), host: host,
-		sockets: newSockets(cmp.Or(o.MaxIdle, 8)),
 	}
+	if r.ownSockets = o.Sockets == nil; r.ownSockets {
+		o.Sockets = NewSockets(cmp.Or(o.MaxIdle, 8))
+	}
+	r.sockets = o.Sockets
 	r.windows = newWindows(cache, o.Target.Table(), o.FenceTimeout, &r.wg)
 	r.port, _ = strconv.Atoi(port) // from a listener
 	r.ctx, r.cancel = context.WithCancel(context.Background())
@@ -397,7 +407,9 @@ func (r *Receiver) Close() error {
 	r.mu.Unlock()
 	r.cancel()
 	r.wg.Wait()
-	r.sockets.close()
+	if r.ownSockets {
+		r.sockets.Close()
+	}
 	for _, c := range clients {
 		_ = c.Close() // always nil
 	}

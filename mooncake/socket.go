@@ -29,8 +29,9 @@ type socketEvent struct {
 	err   error // lost, or no sense in what came
 }
 
-// sockets is a pool of sockets by address.
-type sockets struct {
+// Sockets is a pool of connections to the side channels of P workers, by address. Its
+// methods are safe for concurrent use.
+type Sockets struct {
 	maxIdle int // per address; immutable
 	wg      sync.WaitGroup
 
@@ -42,8 +43,9 @@ type sockets struct {
 	}
 }
 
-func newSockets(maxIdle int) *sockets {
-	p := &sockets{maxIdle: maxIdle}
+// NewSockets returns an empty pool that keeps so many idle connections per address.
+func NewSockets(maxIdle int) *Sockets {
+	p := &Sockets{maxIdle: maxIdle}
 	p.mu.idle = make(map[string][]*socket)
 	p.mu.all = make(map[*socket]struct{})
 	return p
@@ -53,7 +55,7 @@ var errReceiverClosed = errors.New("mooncake: receiver closed")
 
 // take returns a socket to addr, an idle one if there is one. It does not wait for
 // a connection.
-func (p *sockets) take(addr string) (s *socket, pooled bool, err error) {
+func (p *Sockets) take(addr string) (s *socket, pooled bool, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.mu.closed {
@@ -137,7 +139,7 @@ func (s *socket) lost() bool {
 }
 
 // put gives a socket back after a pull that ended in order.
-func (p *sockets) put(s *socket) {
+func (p *Sockets) put(s *socket) {
 	p.mu.Lock()
 	if _, ok := p.mu.all[s]; ok && !p.mu.closed && len(p.mu.idle[s.addr]) < p.maxIdle && len(s.events) == 0 {
 		p.mu.idle[s.addr] = append(p.mu.idle[s.addr], s)
@@ -150,7 +152,7 @@ func (p *sockets) put(s *socket) {
 
 // forget takes a socket whose connection was lost out of the idle ones: a dealer
 // would dial a dead P for ever.
-func (p *sockets) forget(s *socket) {
+func (p *Sockets) forget(s *socket) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for i, e := range p.mu.idle[s.addr] {
@@ -171,15 +173,15 @@ func (p *sockets) forget(s *socket) {
 }
 
 // drop closes a socket: P sees D go, and gives up what it still does for the pull.
-func (p *sockets) drop(s *socket) {
+func (p *Sockets) drop(s *socket) {
 	p.mu.Lock()
 	delete(p.mu.all, s)
 	p.mu.Unlock()
 	s.close()
 }
 
-// close closes all sockets; conversations end with an error.
-func (p *sockets) close() {
+// Close closes all sockets; conversations end with an error.
+func (p *Sockets) Close() {
 	p.mu.Lock()
 	p.mu.closed = true
 	all := p.mu.all

@@ -1,7 +1,6 @@
 package relay
 
 import (
-	"context"
 	"errors"
 	"net/http/httptest"
 	"slices"
@@ -9,7 +8,6 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
-	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -39,23 +37,20 @@ func FuzzTakeKeep(f *testing.F) {
 		f.Fatal(err)
 	}
 	defer r.Close()
-	fr := &front{r: r, engine: bootstrap.Engine{ID: "e"}, gate: mooncake.NewGate(8)} // without workers: each load fails
+	e := &engine{r: r, id: "e"} // without workers: each load fails
 	f.Fuzz(func(t *testing.T, b []byte) {
-		pull, err := fr.take(zmtp.Message{b})
+		pull, err := take(zmtp.Message{b})
 		if err != nil {
 			return
 		}
 		for _, w := range pull.Wanted {
-			r.mu.Lock()
-			k, err := r.newKeptLocked(keptKey{transfer: w.TransferID}, pull.Regions, w.Blocks)
-			r.mu.Unlock()
+			k, err := r.newKept(t.Context(), "d", pull.Regions, w.Blocks)
 			if err == nil {
 				checkEntries(t, k, pull, w)
-				k.err = errors.New("of the test")
-				r.release(k)
+				r.loaded(k, errors.New("of the test"))
 				r.release(k)
 			}
-			if err := fr.one(context.Background(), pull, w); err == nil {
+			if _, err := e.deliver(t.Context(), pull, w, nil); err == nil && !parseID(w.TransferID).again {
 				t.Fatal("served by nobody")
 			}
 		}

@@ -11,13 +11,13 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
-	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
-	"github.com/kvasir-kv/kvasir/shm"
 )
 
-// keptKey names what one D worker needs of a transfer. Workers of other ranks, or
-// with other layers or payloads, need other bytes.
+// keptKey names what one D worker needs of a transfer of one life of P. Workers of
+// other ranks, or with other layers or payloads, need other bytes.
 type keptKey struct {
+	engine       string // P's; "" with Options.KeepAcrossRestarts
+	life         int64
 	transfer     string
 	tpRank, size int
 	pp           int
@@ -27,15 +27,24 @@ type keptKey struct {
 // kept is the KV of one transfer for one kind of D worker, in the relay's memory.
 type kept struct {
 	key    keptKey
+	peer   string // the D worker that asked first
 	cache  *mooncake.Cache
-	blocks [][]int // ids in cache, by group
-	off, n int64   // in memory; immutable once loading began
+	blocks [][]int // ids in cache, by group; the load's until done
+	wants  []int   // how many blocks D wants of each group; immutable
+	off, n int64   // in memory; immutable
+	whole  bool    // from the prompt's first block on; valid when done
+	// prefixed says that the first blocks were copied from another transfer.
+	prefixed bool
 
-	done chan struct{} // closed when loaded or failed
-	err  error         // valid when done
+	ctx    context.Context // of the load
+	cancel context.CancelCauseFunc
+	done   chan struct{} // closed when loaded or failed
+	err    error         // valid when done
 
-	users int   // guarded by Relay.mu
-	used  int64 // guarded by Relay.mu: when, in Relay.mu.order
+	// Guarded by Relay.mu.
+	users int
+	used  int64 // when, in Relay.mu.order
+	freed bool  // its memory is somebody else's
 }
 
 var errMemory = errors.New("relay: not enough memory")
@@ -59,36 +68,13 @@ func layoutOf(regions []mooncake.Region) uint64 {
 	return h.Sum64()
 }
 
-// keep returns the transfer's KV with one more user; loaded says that this call
-// pulled it from P. The caller releases it.
-func (f *front) keep(ctx context.Context, pull *mooncake.Pull, transferID string, blocks [][]int) (k *kept, loaded bool, err error) {
-	r := f.r
-	key := keptKey{transferID, pull.TPRank, pull.TPSize, pull.PPSize, layoutOf(pull.Regions)}
-	r.mu.Lock()
-	if k = r.mu.kept[key]; k != nil {
-		r.useLocked(k)
-	} else if k, err = r.newKeptLocked(key, pull.Regions, blocks); err == nil {
-		loaded = true
-		// Others may wait for it: it goes on when this D goes away, and k, a result,
-		// is then nil.
-		mine := k
-		r.wg.Go(func() { f.load(mine, pull) })
+// keyLocked names a transfer for the D worker of a pull, in P's life of now.
+func (e *engine) keyLocked(pull *mooncake.Pull, transfer string) keptKey {
+	key := keptKey{e.id, e.life, transfer, pull.TPRank, pull.TPSize, pull.PPSize, layoutOf(pull.Regions)}
+	if e.r.o.KeepAcrossRestarts {
+		key.engine, key.life = "", 0
 	}
-	r.mu.Unlock()
-	if err != nil {
-		return nil, false, err
-	}
-	select {
-	case <-k.done:
-		err = k.err
-	case <-ctx.Done():
-		err = ctx.Err()
-	}
-	if err != nil {
-		r.release(k)
-		return nil, false, err
-	}
-	return k, loaded, nil
+	return key
 }
 
 func (r *Relay) useLocked(k *kept) {
@@ -98,40 +84,77 @@ func (r *Relay) useLocked(k *kept) {
 	k.used = r.mu.order
 }
 
-// release gives a use back; what failed is forgotten with its last user.
+// release gives a use back. A load that nobody waits for ends; what failed or was
+// dropped is forgotten with its last user.
 func (r *Relay) release(k *kept) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	k.users--
-	if k.users > 0 {
-		return
+	switch {
+	case k.users == 1 && !isDone(k.done): // the load itself
+		k.cancel(errNobody)
+	case k.users > 0:
+	case k.err != nil || r.mu.kept[k.key] != k:
+		r.freeLocked(k)
+	default:
+		r.mu.free[k] = struct{}{}
 	}
-	if k.err != nil {
-		r.forgetLocked(k)
-		return
-	}
-	r.mu.free[k] = struct{}{}
 }
 
-func (r *Relay) forgetLocked(k *kept) {
+var errNobody = errors.New("relay: nobody waits for it any more")
+
+// dropLocked takes k out of what can be found; its memory comes back with its last
+// user.
+func (r *Relay) dropLocked(k *kept) {
+	if r.mu.kept[k.key] == k {
+		delete(r.mu.kept, k.key)
+	}
+	if k.users == 0 {
+		r.freeLocked(k)
+	}
+}
+
+func (r *Relay) freeLocked(k *kept) {
 	if r.mu.kept[k.key] == k {
 		delete(r.mu.kept, k.key)
 	}
 	delete(r.mu.free, k)
+	k.freed = true
 	r.mu.arena.Release(k.off, k.n)
+	if r.mu.freed != nil {
+		close(r.mu.freed)
+		r.mu.freed = nil
+	}
 }
 
-// newKeptLocked mirrors D's regions for the blocks of one request: each region's
-// blocks lie one after the other, payload only. It has two users: the caller, and
-// the load.
+// mirror is D's regions for the blocks of one request, at addresses from 0 on.
+type mirror struct {
+	cache  *mooncake.Cache
+	blocks [][]int
+	bytes  uint64
+}
+
+// newMirror lays D's regions out for the blocks of one request: each region's blocks
+// lie one after the other, payload only. It takes at most limit bytes.
 //
 // The ids of a group count from 1; through all groups if a region is shared, so that
-// it has a place for each block. 0 stays 0, with a place of its own: to P it is no
-// block if the group is recurrent state, which the messages do not say, and a block
-// like any other if it is not.
-func (r *Relay) newKeptLocked(key keptKey, regions []mooncake.Region, blocks [][]int) (*kept, error) {
-	k := &kept{key: key, done: make(chan struct{}), blocks: make([][]int, len(blocks))}
-	shared := slices.ContainsFunc(regions, func(m mooncake.Region) bool { return m.Group == mooncake.SharedGroup })
+// it has a place for each block. Block id 0 is a placeholder in groups of recurrent
+// state and a real block elsewhere. The pull does not say which, so 0 is mirrored as 0
+// and always gets memory.
+func newMirror(regions []mooncake.Region, blocks [][]int, limit uint64) (*mirror, error) {
+	m := &mirror{blocks: make([][]int, len(blocks))}
+	c := &mooncake.Cache{Kinds: make([]mooncake.GroupKind, len(blocks)), In: make([]int, len(regions)), Regions: slices.Clone(regions)}
+	m.cache = c
+	for i := range c.Regions {
+		if c.Regions[i].Group != mooncake.Unsent {
+			continue
+		}
+		if len(blocks) != 1 {
+			return nil, fmt.Errorf("relay: D does not say which of %d groups a region is of: it needs vLLM 0.25 or later", len(blocks))
+		}
+		c.Regions[i].Group = 0
+	}
+	shared := slices.ContainsFunc(c.Regions, func(m mooncake.Region) bool { return m.Group == mooncake.SharedGroup })
 	first, end := make([]int, len(blocks)), make([]int, len(blocks)) // of the ids in use, per group
 	next := 1
 	for g, ids := range blocks {
@@ -141,70 +164,103 @@ func (r *Relay) newKeptLocked(key keptKey, regions []mooncake.Region, blocks [][
 		first[g] = next
 		for _, id := range ids {
 			if id == 0 {
-				k.blocks[g] = append(k.blocks[g], 0)
+				m.blocks[g] = append(m.blocks[g], 0)
 				first[g] = 0
 				continue
 			}
-			k.blocks[g] = append(k.blocks[g], next)
+			m.blocks[g] = append(m.blocks[g], next)
 			next++
 		}
 		end[g] = next
 	}
-	c := &mooncake.Cache{Kinds: make([]mooncake.GroupKind, len(blocks)), In: make([]int, len(regions)), Regions: slices.Clone(regions)}
-	total := uint64(0)
 	for i := range c.Regions {
-		m := &c.Regions[i]
+		g := &c.Regions[i]
 		lo, hi := math.MaxInt, 0
-		groups := m.Shared
-		if m.Group != mooncake.SharedGroup {
-			groups = []int{m.Group}
+		groups := g.Shared
+		if g.Group != mooncake.SharedGroup {
+			groups = []int{g.Group}
 		}
-		for _, g := range groups {
-			if g < 0 || g >= len(blocks) {
-				return nil, fmt.Errorf("relay: layer %q is of group %d, the request has %d groups", m.Layer, g, len(blocks))
+		for _, k := range groups {
+			if k < 0 || k >= len(blocks) {
+				return nil, fmt.Errorf("relay: layer %.64q is of group %d, the request has %d groups", g.Layer, k, len(blocks))
 			}
-			if len(blocks[g]) > 0 {
-				lo, hi = min(lo, first[g]), max(hi, end[g])
+			if len(blocks[k]) > 0 {
+				lo, hi = min(lo, first[k]), max(hi, end[k])
 			}
 		}
-		m.Stride, m.RowOffset = m.Payload, mooncake.NoRow
-		m.Base = total
+		g.Stride, g.RowOffset = g.Payload, mooncake.NoRow
+		g.Base = m.bytes
 		if lo < hi {
 			n := uint64(hi - lo)
-			m.Base -= uint64(lo) * m.Payload // before the storage, for ids that are not used
-			if m.Payload > uint64(r.o.MemoryBytes) || n > (uint64(r.o.MemoryBytes)-total)/m.Payload {
-				return nil, fmt.Errorf("%w: the blocks of transfer %.64q do not fit %d bytes", errMemory, key.transfer, r.o.MemoryBytes)
+			g.Base -= uint64(lo) * g.Payload // before the storage, for ids that are not used
+			if g.Payload > limit || n > (limit-m.bytes)/g.Payload {
+				return nil, fmt.Errorf("%w: the blocks do not fit %d bytes", errMemory, limit)
 			}
-			total += n * m.Payload
+			m.bytes += n * g.Payload
 		}
 	}
-	off, n, err := r.allocLocked(int64(total))
-	if err != nil {
-		return nil, fmt.Errorf("%w for transfer %.64q", err, key.transfer)
-	}
-	k.off, k.n = off, n
-	addr := uint64(storageBase) + uint64(off)
-	for i := range c.Regions {
-		c.Regions[i].Base += addr
-	}
-	c.Storages = []mooncake.Storage{{Addr: addr, Mem: r.memory.Bytes(off, int64(max(total, 1)))}}
-	k.cache = c
-	r.mu.kept[key] = k
-	r.useLocked(k)
-	r.useLocked(k)
-	return k, nil
+	return m, nil
 }
 
 // storageBase is where the relay's memory begins in its caches: far enough from 0
 // for the blocks that lie before a storage.
 const storageBase = 1 << 50
 
+// newKept takes memory for the blocks of one request. It has two users: the caller,
+// and the load. When there is no room, what is not in use goes, longest unused first;
+// then loads of the D worker that has most memory waiting for P make room for others'.
+func (r *Relay) newKept(ctx context.Context, peer string, regions []mooncake.Region, blocks [][]int) (*kept, error) {
+	m, err := newMirror(regions, blocks, uint64(r.o.MemoryBytes))
+	if err != nil {
+		return nil, err
+	}
+	size := r.mu.arena.Round(max(int64(m.bytes), 1)) // arena's size never changes
+	for {
+		r.mu.Lock()
+		off, ok := r.allocLocked(size)
+		if ok {
+			k := &kept{peer: peer, cache: m.cache, blocks: m.blocks, off: off, n: size, done: make(chan struct{})}
+			k.ctx, k.cancel = context.WithCancelCause(r.ctx)
+			addr := uint64(storageBase) + uint64(off)
+			for i := range k.cache.Regions {
+				k.cache.Regions[i].Base += addr
+			}
+			k.cache.Storages = []mooncake.Storage{{Addr: addr, Mem: r.memory.Bytes(off, int64(max(m.bytes, 1)))}}
+			r.useLocked(k)
+			r.useLocked(k)
+			r.mu.loading[k] = struct{}{}
+			r.mu.pending[peer] += size
+			r.mu.Unlock()
+			return k, nil
+		}
+		victim, free := r.victimLocked(peer), r.mu.arena.Free()
+		if victim == nil {
+			r.mu.Unlock()
+			return nil, fmt.Errorf("%w: %d bytes wanted, %d free, the rest in use", errMemory, size, free)
+		}
+		if r.mu.freed == nil {
+			r.mu.freed = make(chan struct{})
+		}
+		freed := r.mu.freed
+		delete(r.mu.loading, victim) // once
+		r.mu.pending[victim.peer] -= victim.n
+		r.mu.Unlock()
+		victim.cancel(errMadeRoom)
+		select {
+		case <-freed:
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+var errMadeRoom = fmt.Errorf("%w: it made room for another D's", errMemory)
+
 // allocLocked finds room, evicting what was used longest ago.
-func (r *Relay) allocLocked(n int64) (off, size int64, err error) {
-	size = r.mu.arena.Round(max(n, 1))
+func (r *Relay) allocLocked(size int64) (off int64, ok bool) {
 	for {
 		if off, ok := r.mu.arena.Alloc(size); ok {
-			return off, size, nil
+			return off, true
 		}
 		var oldest *kept
 		for k := range r.mu.free {
@@ -213,91 +269,24 @@ func (r *Relay) allocLocked(n int64) (off, size int64, err error) {
 			}
 		}
 		if oldest == nil {
-			return 0, 0, fmt.Errorf("%w: %d bytes wanted, %d free, the rest in use", errMemory, size, r.mu.arena.Free())
+			return 0, false
 		}
-		r.forgetLocked(oldest)
+		r.freeLocked(oldest)
 		r.stats.evicted.Add(1)
 		r.log.Info("relay: evicted", "transfer", oldest.key.transfer, "bytes", oldest.n)
 	}
 }
 
-// load pulls the transfer from P into k.
-func (f *front) load(k *kept, pull *mooncake.Pull) {
-	r := f.r
-	err := r.memory.Populate(k.off, k.n, true) // a full /dev/shm fails here, and not with SIGBUS
-	if errors.Is(err, shm.ErrNoPopulate) {
-		err = nil // it comes with the first touch
-	}
-	if err == nil {
-		err = f.loadFrom(k, pull)
-	}
-	if err == nil {
-		r.stats.pulled.Add(1)
-		r.stats.pulledBytes.Add(int64(len(k.cache.Storages[0].Mem)))
-	}
-	k.err = err
-	if err != nil { // the next one asks P again
-		r.mu.Lock()
-		if r.mu.kept[k.key] == k {
-			delete(r.mu.kept, k.key)
+// victimLocked returns the newest load of the D worker that has most memory waiting
+// for P, if that is more than peer has.
+func (r *Relay) victimLocked(peer string) (victim *kept) {
+	for k := range r.mu.loading {
+		if k.peer == peer || r.mu.pending[k.peer] <= r.mu.pending[peer] {
+			continue
 		}
-		r.mu.Unlock()
-	}
-	close(k.done)
-	r.release(k)
-}
-
-func (f *front) loadFrom(k *kept, pull *mooncake.Pull) error {
-	return f.pullUpstream(f.r.ctx, k.cache, pull, map[string]mooncake.Wanted{
-		k.key.transfer: {TransferID: k.key.transfer, Blocks: k.blocks},
-	})
-}
-
-// pullUpstream pulls from P as the D worker of the pull would.
-func (f *front) pullUpstream(ctx context.Context, c *mooncake.Cache, pull *mooncake.Pull, wanted map[string]mooncake.Wanted) error {
-	rc, err := mooncake.NewReceiver(c, mooncake.ReceiverOptions{
-		Self:    mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize},
-		Target:  f.r.target,
-		Timeout: f.r.o.Timeout,
-		Metrics: f.r.o.Metrics,
-		Log:     f.r.log,
-		Find:    func(context.Context, mooncake.Source) (bootstrap.Engine, error) { return f.engine, nil },
-	})
-	if err != nil {
-		return err
-	}
-	failed, err := rc.Pull(ctx, mooncake.Source{EngineID: f.engine.ID, Bootstrap: f.r.o.Upstream}, wanted)
-	if e := rc.Close(); err == nil {
-		err = e
-	}
-	for _, why := range failed {
-		err = errors.Join(err, why)
-	}
-	return err
-}
-
-// letGo passes on that D wants nothing of a transfer, so that P frees its blocks.
-// What the relay keeps stays.
-func (f *front) letGo(ctx context.Context, pull *mooncake.Pull, transferID string) error {
-	key := keptKey{transferID, pull.TPRank, pull.TPSize, pull.PPSize, layoutOf(pull.Regions)}
-	f.r.mu.Lock()
-	k := f.r.mu.kept[key]
-	f.r.mu.Unlock()
-	if k != nil {
-		return nil // P has pushed it, or is about to
-	}
-	mirror := mooncake.Cache{
-		Kinds:   []mooncake.GroupKind{mooncake.Attention},
-		Regions: slices.Clone(pull.Regions), In: make([]int, len(pull.Regions)),
-		Storages: []mooncake.Storage{{Addr: storageBase, Mem: make([]byte, 1)}},
-	}
-	for _, m := range pull.Regions {
-		for len(mirror.Kinds) <= max(m.Group, 0) || slices.ContainsFunc(m.Shared, func(g int) bool { return g >= len(mirror.Kinds) }) {
-			if len(mirror.Kinds) > 1<<10 {
-				return fmt.Errorf("%w: group %d", mooncake.ErrMessage, m.Group)
-			}
-			mirror.Kinds = append(mirror.Kinds, mooncake.Attention)
+		if victim == nil || r.mu.pending[k.peer] > r.mu.pending[victim.peer] || k.peer == victim.peer && k.used > victim.used {
+			victim = k
 		}
 	}
-	return f.pullUpstream(ctx, &mirror, pull, map[string]mooncake.Wanted{transferID: {TransferID: transferID}})
+	return victim
 }

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"path/filepath"
 	"strconv"
 	"time"
 
@@ -24,6 +25,9 @@ type relayCmd struct {
 	Port     int     `help:"Port of the directory (GET /query), /healthz and /metrics. 0 takes a free one." default:"8999"`
 	MemoryGB float64 `name:"memory-gb" help:"GiB of KV to keep. What was used longest ago goes first." default:"4"`
 	Timeout  float64 `help:"Seconds that a pull from P may take, P's computing included." default:"120"`
+
+	KeepAcrossRestarts bool `help:"Serve what an earlier life of P sent, also without P. Only where P's weights never change and no transfer id comes twice."`
+	Prefixes           bool `help:"Understand transfer ids T^PREFIX:n: n blocks of PREFIX from memory, the rest of T from P. P is asked for one block too many first."`
 }
 
 // Help is shown by kvasir relay --help.
@@ -36,8 +40,8 @@ carry the relay's engine id and address:
   curl http://127.0.0.1:8999/query        # engine ids for remote_engine_id
   "remote_bootstrap_addr": "http://127.0.0.1:8999"
 
-The transfer id with a suffix that begins with # (xfer-1#2) asks for the same KV again: it comes from
-memory, P is not asked.`
+The transfer id with # and digits behind it (xfer-1#2) asks for the same KV again: it comes from memory,
+P is not asked. docs/relay.md has the rules.`
 }
 
 // Run relays until it is told to stop.
@@ -45,16 +49,20 @@ func (c *relayCmd) Run(e *env) (err error) {
 	if !(c.MemoryGB > 0) || c.MemoryGB > 1<<20 || !(c.Timeout > 0) || c.Timeout > 86400 {
 		return fmt.Errorf("%w: need --memory-gb above 0, and --timeout above 0 and up to 86400", errUsage)
 	}
+	bytes := int64(c.MemoryGB * (1 << 30))
 	path, err := shm.Path("", "kvasir_relay_"+strconv.Itoa(os.Getpid()))
 	if err != nil {
 		return err
+	}
+	if free, err := shm.Free(filepath.Dir(path)); err == nil && free < bytes {
+		return fmt.Errorf("relay: --memory-gb %g is more than %s has free, %.1f GiB: lower it, or enlarge %[2]s", c.MemoryGB, filepath.Dir(path), float64(free)/(1<<30))
 	}
 	metrics := mooncake.NewMetrics()
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(metrics)
 	r, err := relay.Open(relay.Options{
-		Upstream: c.Upstream, Host: c.Host, MemoryPath: path, MemoryBytes: int64(c.MemoryGB * (1 << 30)),
-		Timeout: seconds(c.Timeout), Metrics: metrics, Log: e.log,
+		Upstream: c.Upstream, Host: c.Host, MemoryPath: path, MemoryBytes: bytes,
+		KeepAcrossRestarts: c.KeepAcrossRestarts, Prefixes: c.Prefixes, Timeout: seconds(c.Timeout), Metrics: metrics, Log: e.log,
 	})
 	if err != nil {
 		return err

@@ -1,0 +1,295 @@
+package relay
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// engine is one engine of P, as the relay shows it to D: with a side channel for each
+// of its workers, which stays where it is while the relay lives.
+type engine struct {
+	r     *Relay // immutable, as are the ids
+	id    string // P's
+	shown string // what D sees
+
+	// Guarded by Relay.mu.
+	now      bootstrap.Engine // its workers, as registered
+	life     int64            // grows when P is not what it was
+	gone     time.Time        // since when it is not registered; zero: it is
+	channels map[place]*channel
+	watches  map[string]*zmtp.Dealer // by P worker's address
+	closed   bool
+}
+
+// place is a worker's rank.
+type place struct{ tp, pp int }
+
+// channel is where D finds one worker of P.
+type channel struct {
+	e      *engine
+	at     place
+	router *zmtp.Router
+	addr   string
+}
+
+const (
+	maxGone = 64               // engines that left the registry, whose side channels stay
+	goneFor = 10 * time.Minute // how long they do
+)
+
+// follow keeps the view of P's registry fresh until the relay closes.
+func (r *Relay) follow() {
+	t := time.NewTicker(max(r.o.RefreshEvery, 100*time.Millisecond))
+	defer t.Stop()
+	for {
+		_, _ = r.directory(r.ctx) // it logs
+		select {
+		case <-t.C:
+		case <-r.ctx.Done():
+			return
+		}
+	}
+}
+
+// directory returns what D shall see of P's engines now.
+func (r *Relay) directory(ctx context.Context) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, r.o.RefreshTimeout)
+	defer cancel()
+	select {
+	case r.refresh <- struct{}{}:
+		defer func() { <-r.refresh }()
+	case <-ctx.Done():
+		return nil, fmt.Errorf("relay: ask %s: %w", r.o.Upstream, ctx.Err())
+	}
+	r.mu.Lock()
+	text, fresh := r.mu.text, time.Since(r.mu.asked) < r.o.RefreshEvery
+	r.mu.Unlock()
+	if fresh {
+		return text, nil
+	}
+	d, err := r.up.Query(ctx)
+	if err == nil {
+		text, err = r.adopt(d)
+	}
+	r.mu.Lock()
+	changed := r.mu.failing != (err != nil)
+	r.mu.failing = err != nil
+	r.mu.Unlock()
+	switch {
+	case r.ctx.Err() != nil:
+	case changed && err != nil:
+		r.log.Warn("relay: P's bootstrap server does not answer", "upstream", r.o.Upstream, "err", err)
+	case changed:
+		r.log.Info("relay: P's bootstrap server answers again", "upstream", r.o.Upstream)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("relay: P's bootstrap server: %w", err)
+	}
+	return text, nil
+}
+
+// adopt takes in what P's registry lists. The caller holds the refresh token.
+func (r *Relay) adopt(d bootstrap.Directory) ([]byte, error) {
+	type entry struct {
+		EngineID   string                 `json:"engine_id"`
+		WorkerAddr map[int]map[int]string `json:"worker_addr"`
+	}
+	out := make(map[int]entry, len(d))
+	alive := make(map[string]bool, len(d))
+	for dp, now := range d {
+		e, workers, err := r.show(now)
+		if err != nil {
+			return nil, err
+		}
+		alive[now.ID] = true
+		out[dp] = entry{e.shown, workers}
+	}
+	text, err := json.Marshal(out)
+	if err != nil {
+		return nil, fmt.Errorf("relay: directory: %w", err)
+	}
+	r.mu.Lock()
+	r.mu.asked, r.mu.text = time.Now(), text
+	var old []*engine
+	for id, e := range r.mu.engines {
+		if alive[id] {
+			continue
+		}
+		if e.gone.IsZero() {
+			e.gone = time.Now()
+			r.endLifeLocked(e, "it left the registry")
+			for addr, w := range e.watches {
+				delete(e.watches, addr)
+				r.wg.Go(func() { _ = w.Close() })
+			}
+		}
+		old = append(old, e)
+	}
+	left := len(old)
+	var closing []*engine
+	for _, e := range old {
+		if left > maxGone || time.Since(e.gone) > goneFor && !r.o.KeepAcrossRestarts {
+			left--
+			delete(r.mu.engines, e.id)
+			closing = append(closing, e)
+		}
+	}
+	r.mu.Unlock()
+	for _, e := range closing {
+		e.close()
+	}
+	return text, nil
+}
+
+// show finds or makes the engine and a side channel for each of its workers. A worker
+// that moved means another life of P.
+func (r *Relay) show(now bootstrap.Engine) (*engine, map[int]map[int]string, error) {
+	r.mu.Lock()
+	e, closed := r.mu.engines[now.ID], r.mu.closed
+	if closed {
+		r.mu.Unlock()
+		return nil, nil, errClosed
+	}
+	if e == nil {
+		e = &engine{r: r, id: now.ID, shown: "relay-" + now.ID, channels: make(map[place]*channel), watches: make(map[string]*zmtp.Dealer)}
+		r.mu.engines[now.ID] = e
+		r.log.Info("relay: engine of P", "engine", e.id, "tp", now.TPSize(), "relayed_as", e.shown)
+	}
+	e.gone = time.Time{}
+	addrs := make(map[string]bool)
+	for _, stages := range now.Workers {
+		for _, addr := range stages {
+			addrs[addr] = true
+		}
+	}
+	if moved(e.now, now) {
+		r.endLifeLocked(e, "a worker moved or left")
+	}
+	e.now = now
+	for addr := range addrs {
+		if e.watches[addr] == nil {
+			e.watches[addr] = r.watchLocked(e, addr)
+		}
+	}
+	for addr, w := range e.watches {
+		if !addrs[addr] {
+			delete(e.watches, addr)
+			r.wg.Go(func() { _ = w.Close() })
+		}
+	}
+	r.mu.Unlock()
+
+	workers := make(map[int]map[int]string, len(now.Workers))
+	for tp, stages := range now.Workers {
+		workers[tp] = make(map[int]string, len(stages))
+		for pp := range stages {
+			c, err := e.channel(place{tp, pp})
+			if err != nil {
+				return nil, nil, err
+			}
+			workers[tp][pp] = c.addr
+		}
+	}
+	return e, workers, nil
+}
+
+// moved says whether a worker is not where it was.
+func moved(before, now bootstrap.Engine) bool {
+	for tp, stages := range before.Workers {
+		for pp, addr := range stages {
+			if now.Workers[tp][pp] != addr {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// watchLocked holds a connection to a worker of P: when it breaks, the worker may be
+// another one from then on.
+func (r *Relay) watchLocked(e *engine, addr string) *zmtp.Dealer {
+	up := false // owned by the dealer's goroutine
+	w := zmtp.NewDealer(addr, zmtp.DealerOptions{
+		HeartbeatInterval: 10 * time.Second, HeartbeatTimeout: 30 * time.Second, Logger: r.log,
+		OnState: func(connected bool, err error) {
+			if up && !connected {
+				r.mu.Lock()
+				r.endLifeLocked(e, "its side channel broke")
+				r.mu.Unlock()
+			}
+			up = connected
+		},
+	})
+	if err := w.Start(); err != nil {
+		r.log.Warn("relay: watch P's side channel", "engine", e.id, "addr", addr, "err", err)
+	}
+	return w
+}
+
+// endLifeLocked forgets what was kept of the engine: it may compute something else
+// under the same transfer ids from now on.
+func (r *Relay) endLifeLocked(e *engine, why string) {
+	e.life++
+	n := 0
+	for key, k := range r.mu.kept {
+		if key.engine != e.id || r.o.KeepAcrossRestarts {
+			continue
+		}
+		n++
+		r.dropLocked(k)
+	}
+	r.stats.dropped.Add(int64(n))
+	r.log.Info("relay: engine of P is not what it was", "engine", e.id, "why", why, "transfers_dropped", n)
+}
+
+// channel returns the side channel of one worker, a new one if there is none yet. The
+// caller holds the refresh token.
+func (e *engine) channel(at place) (*channel, error) {
+	r := e.r
+	r.mu.Lock()
+	c := e.channels[at]
+	r.mu.Unlock()
+	if c != nil {
+		return c, nil
+	}
+	c = &channel{e: e, at: at}
+	c.router = zmtp.NewRouter(c.handle, r.conns.Options(zmtp.RouterOptions{
+		MaxFrameBytes: mooncake.MaxPullBytes, MaxMessageBytes: mooncake.MaxPullBytes, Logger: r.log,
+	}))
+	addr, err := c.router.Listen(r.ctx, "tcp://"+net.JoinHostPort(r.o.Host, "*"))
+	if err != nil {
+		return nil, fmt.Errorf("relay: side channel: %w", err)
+	}
+	c.addr = "tcp://" + addr.String()
+	r.mu.Lock()
+	if r.mu.closed || e.closed {
+		r.mu.Unlock()
+		_ = c.router.Close()
+		return nil, errClosed
+	}
+	e.channels[at] = c
+	r.mu.Unlock()
+	return c, nil
+}
+
+// close ends the engine's side channels and watches.
+func (e *engine) close() {
+	e.r.mu.Lock()
+	e.closed = true
+	channels, watches := e.channels, e.watches
+	e.channels, e.watches = nil, nil
+	e.r.mu.Unlock()
+	for _, c := range channels {
+		_ = c.router.Close() // nothing is left to say
+	}
+	for _, w := range watches {
+		_ = w.Close()
+	}
+}

@@ -1,0 +1,375 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/transfer"
+)
+
+// Where a request's KV came from.
+const (
+	fromP      = "P"
+	fromMemory = "memory"
+	fromBoth   = "prefix and P"
+)
+
+// find returns the KV of a request with one more user, which the caller releases.
+func (e *engine) find(ctx context.Context, pull *mooncake.Pull, id transferID, blocks [][]int, before *kept) (k *kept, source string, err error) {
+	r := e.r
+	var few error
+	r.mu.Lock()
+	key := e.keyLocked(pull, id.base)
+	if before != nil && (before.freed || before.key != key) {
+		before = nil
+	}
+	k = r.mu.kept[key]
+	other := k
+	switch {
+	case id.again && k != nil && isDone(k.done) && !k.holds(blocks):
+		few = fmt.Errorf("relay: P num blocks less than D in what is kept of transfer %.64q", id.base)
+		k = nil
+	case k != nil && !isDone(k.done) && !k.holds(blocks), k != nil && isDone(k.done) && !id.again:
+		k = nil // another shape, or P shall be asked again
+	}
+	if k != nil {
+		r.useLocked(k)
+		r.mu.Unlock()
+		return e.await(ctx, k, fromMemory)
+	}
+	if before != nil {
+		r.useLocked(before)
+	}
+	gone := !e.gone.IsZero()
+	r.mu.Unlock()
+	if err = errGone; !gone {
+		if k, source, err = e.load(ctx, pull, id, blocks, other); err == nil {
+			k, source, err = e.await(ctx, k, source)
+		}
+	}
+	switch {
+	case before == nil:
+	case err == nil:
+		r.release(before)
+	case ctx.Err() == nil: // D lost the answer: it has this request's KV, or nearly, and P has forgotten it
+		return before, fromMemory, nil
+	default:
+		r.release(before)
+	}
+	if err != nil {
+		return nil, "", errors.Join(few, err)
+	}
+	if k.prefixed {
+		source = fromBoth
+	}
+	return k, source, nil
+}
+
+// await waits for k to be loaded. On failure it gives the caller's use back.
+func (e *engine) await(ctx context.Context, k *kept, source string) (*kept, string, error) {
+	err := error(nil)
+	select {
+	case <-k.done:
+		err = k.err
+	case <-ctx.Done():
+		err = context.Cause(ctx)
+	}
+	if err != nil {
+		e.r.release(k)
+		return nil, "", err
+	}
+	return k, source, nil
+}
+
+// holds says whether k has, or will have, at least as many blocks in each group.
+func (k *kept) holds(blocks [][]int) bool {
+	return slices.EqualFunc(k.wants, blocks, func(n int, ids []int) bool { return n >= len(ids) })
+}
+
+// load begins to pull a transfer from P, in place of other, which is kept of it, with
+// one user more for the caller. Others may wait for it: it goes on while anybody does.
+// If somebody else has begun meanwhile, the caller waits for that.
+func (e *engine) load(ctx context.Context, pull *mooncake.Pull, id transferID, blocks [][]int, other *kept) (k *kept, source string, err error) {
+	r := e.r
+	probe := r.o.Prefixes && len(blocks) == 1 && !slices.ContainsFunc(pull.Regions, func(m mooncake.Region) bool { return m.Group == mooncake.SharedGroup })
+	room := blocks
+	if probe { // one block more, in front
+		room = [][]int{append([]int{1}, blocks[0]...)}
+	}
+	k, err = r.newKept(ctx, net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), pull.Regions, room)
+	if err != nil {
+		return nil, "", fmt.Errorf("transfer %.64q: %w", id.base, err)
+	}
+	k.wants = make([]int, len(blocks))
+	for g := range blocks {
+		k.wants[g] = len(blocks[g])
+	}
+	r.mu.Lock()
+	k.key = e.keyLocked(pull, id.base)
+	if old := r.mu.kept[k.key]; old != nil {
+		if old != other && old.holds(blocks) && (id.again || !isDone(old.done)) {
+			r.useLocked(old)
+			r.mu.Unlock()
+			r.loaded(k, errNobody)
+			r.release(k)
+			return old, fromMemory, nil
+		}
+		r.dropLocked(old)
+	}
+	r.mu.kept[k.key] = k
+	now := e.now
+	var prefix *kept
+	if probe && id.prefix != "" && id.blocks > 0 && id.blocks < len(blocks[0]) {
+		prefix = r.mu.kept[e.keyLocked(pull, id.prefix)]
+		if prefix != nil && (!isDone(prefix.done) || prefix.err != nil || !prefix.whole || len(prefix.blocks[0]) < id.blocks) {
+			prefix = nil
+		}
+		if prefix != nil {
+			r.useLocked(prefix)
+		}
+	}
+	r.mu.Unlock()
+	r.wg.Go(func() {
+		l := loading{e: e, k: k, pull: pull, id: id, now: now}
+		err := l.run(probe, prefix)
+		if prefix != nil {
+			r.release(prefix)
+		}
+		r.loaded(k, err)
+	})
+	return k, fromP, nil
+}
+
+// loaded ends a load.
+func (r *Relay) loaded(k *kept, err error) {
+	if err == nil {
+		r.stats.pulled.Add(1)
+	}
+	r.mu.Lock()
+	k.err = err
+	if err != nil && r.mu.kept[k.key] == k { // the next one asks P again
+		delete(r.mu.kept, k.key)
+	}
+	if _, ok := r.mu.loading[k]; ok {
+		delete(r.mu.loading, k)
+		r.mu.pending[k.peer] -= k.n
+	}
+	if r.mu.pending[k.peer] == 0 {
+		delete(r.mu.pending, k.peer)
+	}
+	close(k.done)
+	r.mu.Unlock()
+	k.cancel(nil)
+	r.release(k)
+}
+
+// loading is one load.
+type loading struct {
+	e    *engine
+	k    *kept
+	pull *mooncake.Pull
+	id   transferID
+	now  bootstrap.Engine // P's workers
+}
+
+func (l *loading) run(probe bool, prefix *kept) error {
+	r, k := l.e.r, l.k
+	err := r.memory.Populate(k.off, k.n, true)            // a full /dev/shm fails here, and not with SIGBUS
+	if err != nil && !errors.Is(err, shm.ErrNoPopulate) { // without it, it comes with the first touch
+		return err
+	}
+	if !probe {
+		return l.pullBlocks(k.blocks)
+	}
+	// If P has a block more than D wants, D has the first ones itself, and all that was
+	// asked for has come. If not, D wants the whole prompt.
+	err = l.pullBlocks(k.blocks)
+	if err == nil || !strings.Contains(err.Error(), "P num blocks less than D") {
+		return err
+	}
+	own := k.blocks[0][1:]
+	if prefix == nil {
+		if err := l.pullBlocks([][]int{own}); err != nil {
+			return err
+		}
+	} else {
+		if err := l.pullBlocks([][]int{own[l.id.blocks:]}); err != nil {
+			return err
+		}
+		n, err := copyBlocks(k.cache, own[:l.id.blocks], prefix.cache, prefix.blocks[0][:l.id.blocks])
+		if err != nil {
+			return err
+		}
+		r.stats.prefixBytes.Add(n)
+		k.prefixed = true
+	}
+	k.blocks, k.whole = [][]int{own}, true // k.wants is their number
+	return nil
+}
+
+// pullBlocks pulls some of the blocks from P.
+func (l *loading) pullBlocks(blocks [][]int) error {
+	err := l.e.pullUpstream(l.k.ctx, l.k.cache, l.pull, l.now, map[string]mooncake.Wanted{l.id.base: {TransferID: l.id.base, Blocks: blocks}})
+	if err == nil {
+		l.e.r.stats.pulledBytes.Add(bytesOf(l.k.cache, blocks))
+	}
+	return err
+}
+
+// bytesOf counts the payload of blocks.
+func bytesOf(c *mooncake.Cache, blocks [][]int) (n int64) {
+	for i := range c.Regions {
+		g := &c.Regions[i]
+		groups := g.Shared
+		if g.Group != mooncake.SharedGroup {
+			groups = []int{g.Group}
+		}
+		for _, k := range groups {
+			if k < len(blocks) {
+				n += int64(len(blocks[k])) * int64(g.Payload)
+			}
+		}
+	}
+	return n
+}
+
+// copyBlocks copies blocks of one layout, region by region, within the relay's memory.
+func copyBlocks(dst *mooncake.Cache, to []int, src *mooncake.Cache, from []int) (n int64, err error) {
+	for i := range dst.Regions {
+		d, s := &dst.Regions[i], &src.Regions[i]
+		for j := range to {
+			a := dst.Bytes(d.Base+uint64(to[j])*d.Stride, d.Payload)
+			b := src.Bytes(s.Base+uint64(from[j])*s.Stride, s.Payload)
+			if a == nil || b == nil {
+				return n, fmt.Errorf("relay: block %d of the prefix is not kept", j)
+			}
+			n += int64(copy(a, b))
+		}
+	}
+	return n, nil
+}
+
+// release is the form of message that D's regions need: what D did not send, an older
+// vLLM, the relay does not send either. Layouts are used once, so P need not keep them.
+func release(regions []mooncake.Region) mooncake.Release {
+	for i := range regions {
+		switch {
+		case regions[i].Group != mooncake.Unsent:
+		case regions[i].Layer == "":
+			return 23
+		default:
+			return 24
+		}
+	}
+	return 32
+}
+
+// pullUpstream pulls from P as the D worker of the pull would.
+func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, pull *mooncake.Pull, now bootstrap.Engine, wanted map[string]mooncake.Wanted) error {
+	r := e.r
+	rc, err := mooncake.NewReceiver(c, mooncake.ReceiverOptions{
+		Self:    mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize},
+		Target:  r.target,
+		Release: release(pull.Regions),
+		Timeout: r.o.Timeout,
+		Sockets: r.sockets,
+		Metrics: r.o.Metrics,
+		Log:     r.log,
+		Find:    func(context.Context, mooncake.Source) (bootstrap.Engine, error) { return now, nil },
+	})
+	if err != nil {
+		return err
+	}
+	failed, err := rc.Pull(ctx, mooncake.Source{EngineID: e.id, Bootstrap: r.o.Upstream}, wanted)
+	if why := context.Cause(ctx); why != nil && (err != nil || len(failed) > 0) {
+		err = why
+	}
+	if e := rc.Close(); err == nil {
+		err = e
+	}
+	for _, why := range failed {
+		err = errors.Join(err, why)
+	}
+	return err
+}
+
+// letGo passes on that D wants nothing of a transfer, so that P frees its blocks.
+// What the relay keeps stays. T#2 is not P's: the relay has it, or nobody.
+func (e *engine) letGo(ctx context.Context, pull *mooncake.Pull, id transferID) error {
+	r := e.r
+	r.mu.Lock()
+	k := r.mu.kept[e.keyLocked(pull, id.base)]
+	now, gone := e.now, !e.gone.IsZero()
+	r.mu.Unlock()
+	switch {
+	case id.again || k != nil: // P has pushed it, or is about to
+		return nil
+	case gone:
+		return errGone
+	}
+	c := &mooncake.Cache{
+		Kinds:   []mooncake.GroupKind{mooncake.Attention},
+		Regions: slices.Clone(pull.Regions), In: make([]int, len(pull.Regions)),
+		Storages: []mooncake.Storage{{Addr: storageBase, Mem: make([]byte, 1)}},
+	}
+	for i := range c.Regions {
+		m := &c.Regions[i]
+		if m.Group == mooncake.Unsent {
+			m.Group = 0
+		}
+		for len(c.Kinds) <= max(m.Group, 0) || slices.ContainsFunc(m.Shared, func(g int) bool { return g >= len(c.Kinds) }) {
+			if len(c.Kinds) > 1<<10 {
+				return fmt.Errorf("%w: group %d", mooncake.ErrMessage, m.Group)
+			}
+			c.Kinds = append(c.Kinds, mooncake.Attention)
+		}
+	}
+	return e.pullUpstream(ctx, c, pull, now, map[string]mooncake.Wanted{id.base: {TransferID: id.base}})
+}
+
+// entries lists what fills D's blocks from kept KV, and its bytes.
+func (k *kept) entries(pull *mooncake.Pull, blocks [][]int) (entries []transfer.Entry, total int64, err error) {
+	self := mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize} // what D's own rank holds
+	plan, err := mooncake.PlanPush(k.cache, self, self, pull.Regions)
+	if err != nil {
+		return nil, 0, err
+	}
+	list, err := plan.Append(nil, k.blocks, blocks)
+	if err != nil {
+		return nil, 0, err
+	}
+	entries = make([]transfer.Entry, len(list))
+	for i, d := range list {
+		mem := k.cache.Bytes(d.Src, d.Len)
+		if mem == nil {
+			return nil, 0, fmt.Errorf("relay: %d bytes at %#x are not kept", d.Len, d.Src)
+		}
+		entries[i] = transfer.Entry{Local: mem, Remote: d.Dst}
+		total += int64(len(mem))
+	}
+	return entries, total, nil
+}
+
+// push writes kept KV into D's blocks.
+func (r *Relay) push(ctx context.Context, pull *mooncake.Pull, k *kept, blocks [][]int) (int64, error) {
+	entries, total, err := k.entries(pull, blocks)
+	if err != nil {
+		return 0, err
+	}
+	start := time.Now()
+	if err := r.client.Write(ctx, net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), entries); err != nil {
+		return 0, fmt.Errorf("relay: push to D: %w", err)
+	}
+	r.o.Metrics.Pushed(time.Since(start), total, len(entries))
+	r.stats.pushed.Add(total)
+	return total, nil
+}
