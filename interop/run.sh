@@ -74,6 +74,9 @@ for path in sys.argv[1:]:
 P
 stop_servers
 
+echo "== clients of older lmcache releases, all at once, kill -9 and a server that forgot included"
+interop/generations.sh
+
 echo "== tracker and worker against the real lmcache server, restart included"
 LMCACHE=$(dirname "$python")/lmcache PORT=$(free_port) HTTP=$(free_port) interop/lmcache/tracker.sh | grep -vE '^(=== |    )'
 

@@ -29,6 +29,7 @@ var (
 type Client struct {
 	dealer      *zmtp.Dealer
 	connections atomic.Uint64
+	announced   atomic.Uint64 // connections on which a ping has shown what we are
 
 	mu struct {
 		sync.Mutex
@@ -137,6 +138,7 @@ func (c *Client) Call(ctx context.Context, op Op, payloads ...[]byte) ([]byte, e
 	c.mu.last++
 	c.mu.pending[string(uid)] = w
 	c.mu.Unlock()
+	c.announce()
 	if err := c.dealer.Send(append([][]byte{uid, w.op}, payloads...)...); err != nil {
 		c.forget(uid)
 		return nil, fmt.Errorf("%s: %w", op, err)
@@ -150,6 +152,15 @@ func (c *Client) Call(ctx context.Context, op Op, payloads ...[]byte) ([]byte, e
 	case <-ctx.Done():
 		c.forget(uid)
 		return nil, fmt.Errorf("%s: %w", op, ctx.Err())
+	}
+}
+
+// announce sends a ping on a connection that is new, and waits for no answer. A
+// server tells by its first messages which generation of clients it talks to, and
+// not every one shows it.
+func (c *Client) announce() {
+	if n := c.connections.Load(); c.announced.Swap(n) != n {
+		_ = c.dealer.Send(AppendInt(nil, -1), AppendOp(nil, OpPing), AppendNil(nil)) // the call's own Send reports what is wrong
 	}
 }
 

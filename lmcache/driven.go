@@ -97,10 +97,11 @@ func (d *Descriptor) append(b []byte) []byte {
 	return msgp.AppendString(msgp.AppendString(b, "device_uuid"), d.Device)
 }
 
-// DecodeKVCache reads the seven payload frames of register_kv_cache. Descriptors
-// of a type that is not known, pickled ones among them, are no error.
+// DecodeKVCache reads the seven payload frames of register_kv_cache; in 0.4.6
+// they were six, without groups. Descriptors of a type that is not known, pickled
+// ones among them, are no error.
 func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
-	if err := OpRegisterKVCache.CheckPayloads(len(frames)); err != nil {
+	if err := AllGenerations.CheckPayloads(OpRegisterKVCache, len(frames)); err != nil {
 		return c, err
 	}
 	if c.InstanceID, err = DecodeInt(frames[0]); err != nil {
@@ -146,7 +147,11 @@ func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
 	if err != nil {
 		return c, fmt.Errorf("layout_hints or engine_type: %w", err)
 	}
-	rest, err = readList(frames[6], func(i int, b []byte) ([]byte, error) {
+	groups := []byte{0x90}
+	if len(frames) > 6 {
+		groups = frames[6]
+	}
+	rest, err = readList(groups, func(i int, b []byte) ([]byte, error) {
 		if i >= MaxGroups {
 			return b, fmt.Errorf("more than %d", MaxGroups)
 		}

@@ -305,14 +305,3 @@ func TestParseOp(t *testing.T) {
 	f("cb400c000000000000", lmcache.OpUnknown, false)
 	f("a470696e", lmcache.OpUnknown, false)
 }
-
-func TestGuessFamily(t *testing.T) {
-	for id, want := range map[byte]string{18: "0.5.0 to 0.5.2", 17: "0.4.7", 21: "", 24: ""} {
-		if got := lmcache.GuessFamily([]byte{id}, 0); got != want {
-			t.Errorf("GuessFamily(%d) = %q, want %q", id, got, want)
-		}
-	}
-	if got := lmcache.GuessFamily([]byte{18}, 2); got != "" {
-		t.Errorf("a prepare_retrieve is taken for %q", got)
-	}
-}

@@ -67,9 +67,27 @@ type KeyView struct {
 	End       int
 	RequestID []byte
 	Salt      []byte
-	Readers   int
+	Readers   int // or ReadersUnsaid
 
 	unhashed []byte // the encoded tokens after Hashes
+}
+
+// ReadersUnsaid is the Readers of a key without num_kv_readers, as clients before
+// 0.5.5 send it.
+const ReadersUnsaid = -1
+
+// ReadersOf returns how many pins per object a lookup takes, or a
+// free_lookup_locks gives back. Clients before 0.5.5 send the size of their tensor
+// parallelism beside the key. It counts where the ranks of one shard share its
+// objects: with a single plane (MLA), or when there are fewer shards than ranks.
+func (k *KeyView) ReadersOf(tensorParallel int64, singlePlane bool) int {
+	if k.Readers != ReadersUnsaid {
+		return k.Readers
+	}
+	if singlePlane || tensorParallel > int64(k.WorldSize) {
+		return int(min(max(tensorParallel, 1), MaxKVReaders))
+	}
+	return 1
 }
 
 // ErrKey means that a key's fields contradict each other or pass a limit.
@@ -91,7 +109,7 @@ const (
 // only the leading chunks that the Memo remembers: what else a caller needs, Hash
 // computes.
 func (m *Memo) DecodeKey(frame []byte, k *KeyView) error {
-	*k = KeyView{Hashes: k.Hashes[:0], Worker: AllWorkers}
+	*k = KeyView{Hashes: k.Hashes[:0], Worker: AllWorkers, Readers: ReadersUnsaid}
 	n, b, err := msgp.ReadMapHeaderBytes(frame)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrKey, err)

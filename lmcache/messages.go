@@ -347,7 +347,7 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 	switch op {
 	case OpStore, OpRetrieve, OpStoreQ: // no event to wait for, not done
 		return Copied{}.Append(b), true
-	case OpQueryPrefetchStatus, OpWaitPrefetchStatus: // a miss
+	case OpQueryPrefetchStatus, OpWaitPrefetchStatus, OpQueryLookupHits: // a miss
 		return appendInt(b, 0), true
 	case OpRegisterEngineDriven: // no shared memory
 		return Pool{}.Append(b), true

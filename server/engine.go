@@ -34,6 +34,7 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 	if to > 0 {
 		t.Last = k.Hashes[to-1]
 	}
+	sc.conn.name(id)
 	by := sc.caller().by
 	in, err := s.registry.get(id, by)
 	known := in
@@ -49,6 +50,9 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 	}
 	if in == nil {
 		return nil, t, err
+	}
+	if in.generations&sc.conn.generations == 0 {
+		return nil, t, fmt.Errorf("%w by a client of %s", errInstance, sc.conn.generations)
 	}
 	if in.world != k.WorldSize || in.model != string(k.Model) {
 		return nil, t, fmt.Errorf("%w as %s, world size %d", errInstance, k.Model, k.WorldSize)
@@ -208,6 +212,9 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 	k := &sc.key
 	asked := min(k.End/s.opts.ChunkTokens, k.Chunks)
 	sh, ok := s.registry.shardsOf(k.Model, k.Salt, k.WorldSize, sc.caller().by)
+	if err := s.settleReaders(k, p[1], sc.caller().by); err != nil {
+		return err
+	}
 	var err error
 	switch {
 	case asked == 0: // shorter than a chunk: a hit of 0, not an error
@@ -273,6 +280,9 @@ func (s *Server) freeLookupLocks(sc *scratch, p [][]byte) error {
 	k := &sc.key
 	from, to, err := k.ChunkRange(s.opts.ChunkTokens)
 	if err != nil {
+		return err
+	}
+	if err := s.settleReaders(k, p[1], sc.caller().by); err != nil {
 		return err
 	}
 	s.store.FreePins(k.RequestID, from, to, max(k.Readers, 1))

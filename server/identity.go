@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 // A server grants a peer no more than the peer's own rights. Who may open the pool
@@ -43,6 +44,7 @@ type caller struct {
 	name    string // of by
 	number  uint64 // tells connections apart
 	trusted bool   // by Options.Trust: taken for this server's user
+	conn    *connection
 }
 
 // mark keeps the connection when a new one needs its place.
@@ -61,7 +63,11 @@ func (c *caller) String() string { return c.peer.String() }
 var self = &caller{peer: peercred.Peer{UID: os.Geteuid()}, by: principal{User: true, UID: os.Geteuid()}}
 
 // identify finds out who is behind a connection.
-func (s *Server) identify(c net.Conn) any { return s.callerOf(peercred.Of(c)) }
+func (s *Server) identify(c net.Conn) any {
+	who := s.callerOf(peercred.Of(c))
+	who.conn = &connection{generations: s.opts.ClientGenerations}
+	return who
+}
 
 func (s *Server) callerOf(p peercred.Peer) *caller {
 	c := &caller{peer: p, by: principal{Addr: p.Addr}}
@@ -81,7 +87,12 @@ func (sc *scratch) caller() *caller {
 	if sc.peer == nil {
 		return cmp.Or(sc.inProcess, self)
 	}
-	c, ok := sc.peer.Who().(*caller)
+	return whoIs(sc.peer)
+}
+
+// whoIs returns who is behind a connection.
+func whoIs(p *zmtp.Peer) *caller {
+	c, ok := p.Who().(*caller)
 	if !ok {
 		panic("BUG: server: a peer that was not identified")
 	}

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -31,9 +32,10 @@ type savedWorker struct {
 	Pinged  bool
 	Shard   int              `json:",omitempty"` // 1 + the shard it keeps
 	By      principal        // who may speak for it
-	Side    side             `json:",omitzero"` // where its chunks pass
-	Process peercred.Process `json:",omitzero"` // which registered it, where that is proved
-	KV      json.RawMessage  `json:",omitzero"` // lmcache.KVCache of a worker whose KV the server copies
+	Side    side             `json:",omitzero"`  // where its chunks pass
+	Client  string           `json:",omitempty"` // generations that it can be of; empty: any
+	Process peercred.Process `json:",omitzero"`  // which registered it, where that is proved
+	KV      json.RawMessage  `json:",omitzero"`  // lmcache.KVCache of a worker whose KV the server copies
 	Lent    []lent           `json:",omitempty"`
 }
 
@@ -157,6 +159,7 @@ func (s *Server) note() (b []byte, left int, err error) {
 func (in *instance) saved() *savedWorker {
 	w := &savedWorker{
 		ID: in.id, Model: in.model, World: in.world, Layout: in.layout, Pinged: in.pinged.Load(), Shard: int(in.shard.Load()), By: in.by, Side: in.side(),
+		Client: in.generations.String(),
 	}
 	if p := in.process.Load(); p != nil {
 		w.Process = *p
@@ -179,21 +182,25 @@ func (s *Server) restore() {
 		s.log.Warn("workers of the earlier server are not known; they register again at their next heartbeat", "error", err)
 		return
 	}
+	s.complete = b != nil
 	here := n.PIDs == peercred.Namespace()
 	s.remains.add(known(n.Remains, here))
 	for _, raw := range n.Workers {
 		var w savedWorker
 		if err := json.Unmarshal(raw, &w); err != nil {
 			s.log.Warn("a worker of the earlier server is not taken over; it registers again at its next heartbeat", "error", err)
+			s.complete = false
 			continue
 		}
 		w.Lent = known(w.Lent, here)
 		in, err := s.revive(&w)
 		if err != nil {
 			s.log.Warn(fmt.Sprintf("worker %d of %s is not taken over; it registers again at its next heartbeat", w.ID, w.Model), "error", err)
+			s.complete = false
 			continue
 		}
-		in.pinged.Store(w.Pinged)
+		// A heartbeat without an id counts once the worker has named itself.
+		in.pinged.Store(w.Pinged && !in.generations.PingsWithoutID())
 		in.owned(w.By)
 		in.takeSide(w.Side)
 		if here && w.Process != (peercred.Process{}) {
@@ -204,6 +211,7 @@ func (s *Server) restore() {
 			if in.driven != nil {
 				err = errors.Join(err, in.driven.memory.close())
 			}
+			s.complete = false
 			s.log.Warn(fmt.Sprintf("worker %d of %s is not taken over", w.ID, w.Model), "error", err)
 		}
 	}
@@ -230,8 +238,15 @@ func (s *Server) revive(w *savedWorker) (*instance, error) {
 	if w.World < 1 || w.World > kv.MaxWorldSize {
 		return nil, fmt.Errorf("world size %d", w.World)
 	}
+	client, err := lmcache.ParseGenerations(w.Client)
+	if err != nil {
+		return nil, err
+	}
+	client = cmp.Or(client, lmcache.AllGenerations)
 	if w.KV == nil {
-		return s.newInstance(w.ID, w.Model, w.World, w.Layout)
+		in, err := s.newInstance(w.ID, w.Model, w.World, w.Layout)
+		in.generations = client
+		return in, err
 	}
 	if s.opts.RefuseDriven {
 		return nil, errMode
@@ -245,6 +260,7 @@ func (s *Server) revive(w *savedWorker) (*instance, error) {
 		s.remains.add(w.Lent)
 		return nil, err
 	}
+	in.generations = client
 	for _, l := range w.Lent {
 		if !in.driven.memory.has(l) {
 			_ = in.driven.memory.close()

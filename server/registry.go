@@ -29,6 +29,8 @@ type instance struct {
 	by     principal
 	key    int64 // names it in the store
 
+	generations lmcache.Generations // that its client can be of
+
 	fingerprint string  // of the layout
 	driven      *driven // what the server copies itself; nil for a worker that copies
 
@@ -341,20 +343,23 @@ func (r *registry) list() []*instance {
 }
 
 func (s *Server) ping(sc *scratch, p [][]byte) error {
-	id, ok, err := lmcache.DecodeOptionalInt(p[0])
-	if err != nil {
-		return fmt.Errorf("instance_id: %w", err)
-	}
-	news := false
-	if ok {
-		ok, news = s.registry.ping(id, sc.caller().by)
+	var id int64
+	ok, answer, news := false, true, false // without a worker: true
+	if len(p) == 0 {
+		id, ok, answer = s.pinger(sc.conn)
 	} else {
-		ok = true // it names no worker
+		var err error
+		if id, ok, err = lmcache.DecodeOptionalInt(p[0]); err != nil {
+			return fmt.Errorf("instance_id: %w", err)
+		}
+	}
+	if ok {
+		answer, news = s.registry.ping(id, sc.caller().by)
 	}
 	if news {
 		s.save()
 	}
-	sc.out = lmcache.AppendBool(sc.out, ok)
+	sc.out = lmcache.AppendBool(sc.out, answer)
 	return nil
 }
 
@@ -375,6 +380,11 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 		return fmt.Errorf("%w: %w", errUnsupported, err)
 	}
 	in.cameFrom(sc.caller())
+	in.generations = sc.conn.generations
+	sc.conn.name(in.id)
+	if in.generations.PickleOnly() {
+		return s.registerPickleOnly(in)
+	}
 	why := sc.caller().mayOpen()
 	must := why != nil || s.opts.Pickle == PickleOnly
 	if must {
@@ -441,6 +451,10 @@ func (s *Server) registerKVCache(sc *scratch, p [][]byte) error {
 	if s.draining.Load() {
 		return errDraining
 	}
+	sc.conn.name(reg.InstanceID)
+	if sc.conn.generations.NeedsEvent() {
+		return s.refuseEvents(sc, &reg)
+	}
 	var in *instance
 	if s.opts.RefuseDriven {
 		err = fmt.Errorf("%w: --supported-transfer-mode excludes lmcache_driven: "+
@@ -449,6 +463,7 @@ func (s *Server) registerKVCache(sc *scratch, p [][]byte) error {
 		in, err = s.newDrivenInstance(&reg, sc.caller())
 	}
 	if err == nil {
+		in.generations = sc.conn.generations
 		return s.admit(in)
 	}
 	in = &instance{id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, refuse: safelog.Text(err.Error(), safelog.MaxText)}

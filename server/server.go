@@ -32,24 +32,25 @@ import (
 
 // Options configures a Server. A zero field means its default.
 type Options struct {
-	ChunkTokens       int            // tokens per chunk; default 256
-	WorkerReap        time.Duration  // silence after which a worker that has pinged is dropped; default 120 s, < 0 never
-	RegistrationGrace time.Duration  // the same for one that never pinged; default 3600 s
-	MemoBytes         int64          // token-list memo; default 16 MiB
-	MaxInstances      int            // registered workers; default 4096
-	PopulateRate      int64          // bytes per second of pool memory prepared ahead; 0 = none
-	ChecksumRate      int64          // bytes per second of chunks checksummed in the background; 0 = none
-	DrainTimeout      time.Duration  // for transfers in progress at shutdown; default 10 s
-	RefuseDriven      bool           // workers whose KV the server would copy (lmcache_driven)
-	RefuseEngine      bool           // workers that copy themselves (engine_driven)
-	SeparateGroups    bool           // an object per kind of attention and chunk, not one for all
-	CopyWorkers       int            // goroutines per copy; default: the processors
-	Pickle            PickleMode     // chunks that pass through the socket; default none
-	PickleBytes       int64          // of such a message; default and limit MaxPickleBytes
-	Trust             []netip.Prefix // addresses whose peers are taken for this server's user; see identity.go
-	ShmDir            string         // where workers' segments are; default shm.Dir
-	Logger            *slog.Logger   // default slog.Default()
-	Version           string         // reported over HTTP
+	ChunkTokens       int                 // tokens per chunk; default 256
+	WorkerReap        time.Duration       // silence after which a worker that has pinged is dropped; default 120 s, < 0 never
+	RegistrationGrace time.Duration       // the same for one that never pinged; default 3600 s
+	MemoBytes         int64               // token-list memo; default 16 MiB
+	MaxInstances      int                 // registered workers; default 4096
+	PopulateRate      int64               // bytes per second of pool memory prepared ahead; 0 = none
+	ChecksumRate      int64               // bytes per second of chunks checksummed in the background; 0 = none
+	DrainTimeout      time.Duration       // for transfers in progress at shutdown; default 10 s
+	RefuseDriven      bool                // workers whose KV the server would copy (lmcache_driven)
+	RefuseEngine      bool                // workers that copy themselves (engine_driven)
+	SeparateGroups    bool                // an object per kind of attention and chunk, not one for all
+	CopyWorkers       int                 // goroutines per copy; default: the processors
+	Pickle            PickleMode          // chunks that pass through the socket; default none
+	PickleBytes       int64               // of such a message; default and limit MaxPickleBytes
+	Trust             []netip.Prefix      // addresses whose peers are taken for this server's user; see identity.go
+	ShmDir            string              // where workers' segments are; default shm.Dir
+	Logger            *slog.Logger        // default slog.Default()
+	ClientGenerations lmcache.Generations // that clients can be of; default all that are served
+	Version           string              // reported over HTTP
 }
 
 // Server answers LMCache clients. Its methods are safe for concurrent use.
@@ -74,6 +75,7 @@ type Server struct {
 	lendOnce sync.Once
 	remains  remains
 	proofs   proofs // of the goroutine of Tick
+	complete bool   // every worker of the earlier server was taken over; set by New
 }
 
 // New returns a Server over st that does not listen yet. It takes over the
@@ -88,6 +90,7 @@ func New(st *store.Store, o Options) *Server {
 	o.DrainTimeout = cmp.Or(o.DrainTimeout, 10*time.Second)
 	o.CopyWorkers = cmp.Or(o.CopyWorkers, runtime.GOMAXPROCS(0))
 	o.Logger = safelog.New(cmp.Or(o.Logger, slog.Default()))
+	o.ClientGenerations = cmp.Or(o.ClientGenerations, lmcache.AllGenerations)
 	if o.PickleBytes <= 0 || o.PickleBytes > MaxPickleBytes {
 		o.PickleBytes = MaxPickleBytes
 	}
@@ -206,6 +209,9 @@ func (s *Server) Close() error {
 type scratch struct {
 	peer      *zmtp.Peer // who asks; nil in-process
 	inProcess *caller    // then who it is taken for, of tests; nil is this process
+	conn      *connection
+	silent    bool // the request gets no answer
+	readings  [4]lmcache.Reading
 	key       lmcache.KeyView
 	out       []byte
 	frames    [3][]byte
@@ -214,11 +220,18 @@ type scratch struct {
 }
 
 func (s *Server) serve(p *zmtp.Peer, m zmtp.Message) {
+	before := whoIs(p).connection().generations
+	s.reply(p, m)
+	s.release(p, before)
+}
+
+// reply answers one message.
+func (s *Server) reply(p *zmtp.Peer, m [][]byte) {
 	sc := s.scratch.Get().(*scratch)
 	defer s.scratch.Put(sc)
 	sc.peer = p
 	reply := s.answer(sc, m)
-	sc.peer = nil
+	sc.peer, sc.conn = nil, nil
 	if reply == nil {
 		return
 	}
@@ -254,18 +267,28 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 	}
 	sc.frames = [3][]byte{m[0], m[1]}
 	sc.out = sc.out[:0]
-	op, err := lmcache.ParseOp(m[1])
+	sc.conn = sc.caller().connection()
+	op := lmcache.OpUnknown
+	err := s.contain(op, func() (err error) {
+		op, err = s.read(sc, m)
+		return err
+	})
 	if err == nil {
 		err = s.contain(op, func() error { return s.handle(sc, op, m[2:]) })
 	}
+	if errors.Is(err, errHeld) {
+		return nil
+	}
 	if err != nil {
-		s.hintFamily(m)
-		var ok bool
-		sc.out, ok = lmcache.AppendNegative(sc.out[:0], op, err.Error())
+		ok := s.decline(sc, op, err)
 		s.refuse(op, err)
 		if !ok {
 			sc.out = sc.out[:0]
 		}
+	}
+	if sc.silent {
+		sc.silent = false
+		return nil
 	}
 	if len(sc.out) == 0 {
 		return sc.frames[:2]
@@ -283,7 +306,7 @@ func isStreamControl(b []byte) bool { return string(b) == "ack" || string(b) == 
 // it empty for None. An error is answered with the operation's negative value.
 func (s *Server) handle(sc *scratch, op lmcache.Op, p [][]byte) error {
 	s.n.requests[op].Add(1)
-	if err := op.CheckPayloads(len(p)); err != nil {
+	if err := sc.conn.generations.CheckPayloads(op, len(p)); err != nil {
 		return err
 	}
 	switch op {
@@ -293,6 +316,7 @@ func (s *Server) handle(sc *scratch, op lmcache.Op, p [][]byte) error {
 	case lmcache.OpPing:
 		return s.ping(sc, p)
 	case lmcache.OpGetChunkSize:
+		sc.conn.fresh = true
 		sc.out = lmcache.AppendInt(sc.out, int64(s.opts.ChunkTokens))
 		return nil
 	case lmcache.OpGetExperimental: // no optional features yet
@@ -392,6 +416,8 @@ var refusalNames = []struct {
 	{errTensors, "tensors"},
 	{errLate, "late_commit"},
 	{errRoom, "no_room"},
+	{errAmbiguous, "ambiguous"},
+	{errGeneration, "generation"},
 	{errPanic, "internal_error"},
 	{errUnread, "unread_replies"},
 	{errUID, "request_uid"},
@@ -420,18 +446,5 @@ func (s *Server) refuse(op lmcache.Op, err error) {
 			attrs = append(attrs, "not_shown", more)
 		}
 		s.log.Warn("declined", attrs...)
-	}
-}
-
-// hintFamily logs, once per family, that a request looks like the first one of a
-// client that numbers operations otherwise.
-func (s *Server) hintFamily(m [][]byte) {
-	fam := lmcache.GuessFamily(m[1], len(m)-2)
-	if fam == "" {
-		return
-	}
-	if _, said := s.n.families.LoadOrStore(fam, true); !said {
-		s.log.Error(fmt.Sprintf("a client speaks the protocol of LMCache %s, which numbers operations differently; "+
-			"this server speaks 0.5.3 and later: upgrade the client's lmcache package", fam))
 	}
 }

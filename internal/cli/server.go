@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/shm"
@@ -49,6 +50,7 @@ type serverCmd struct {
 
 	Separate bool   `name:"separate-object-groups" help:"Hybrid models: keep an object per kind of attention, so that a hit needs only the windows of sliding-window layers and the last state of recurrent ones." negatable:"" group:"Pool"`
 	Mode     string `name:"supported-transfer-mode" help:"Who copies KV: engine_driven (the engine), lmcache_driven (this server, CPU engines only) or auto (both); workers of the other mode are declined." default:"auto" enum:"engine_driven,auto,lmcache_driven" group:"Compatibility"`
+	Client   string `name:"client-generation" help:"Take every client for one of this lmcache generation; auto recognises each connection's. 0.5.0 stands for 0.5.0 to 0.5.2, 0.5.3 for 0.5.3 and 0.5.4." default:"auto" enum:"auto,0.4.6,0.4.7,0.5.0,0.5.3,0.5.5,0.5.6" group:"Compatibility"`
 	Hash     string `name:"hash-algorithm" help:"Only blake3: the others need Python." default:"blake3" group:"Compatibility"`
 	Eviction string `name:"eviction-policy" help:"Only LRU; the others run as LRU." default:"LRU" enum:"LRU,ARC,IsolatedLRU,noop" group:"Compatibility"`
 	Wire     string `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
@@ -158,6 +160,15 @@ func (c *serverCmd) trusted() ([]netip.Prefix, error) {
 	return out, nil
 }
 
+// generations returns what clients can be of; the flag's values are checked.
+func (c *serverCmd) generations() lmcache.Generations {
+	g, err := lmcache.ParseGenerations(c.Client)
+	if err != nil {
+		return lmcache.AllGenerations
+	}
+	return g
+}
+
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
 // orNever turns LMCache's 0 = never into a negative duration.
@@ -196,7 +207,7 @@ func (c *serverCmd) Run(e *env) error {
 	srv := server.New(st, server.Options{
 		ChunkTokens: c.ChunkSize, WorkerReap: orNever(c.Reap), RegistrationGrace: orNever(c.Grace),
 		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
-		Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20, Trust: trust,
+		ClientGenerations: c.generations(), Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20, Trust: trust,
 		PopulateRate: c.Populate << 20, ChecksumRate: c.Checksum << 20, DrainTimeout: seconds(c.Drain), Logger: e.log, Version: Version(),
 	})
 	if free, err := memAvailable(); err == nil && c.Populate > 0 && free < st.PoolBytes()-st.Provided() {

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Real clients of seven lmcache releases at once against one server: what each stores,
+# all others load, also after kill -9 of the server and after it forgot everything. Needs
+# bin/kvasir; interop/run.sh calls it. The older packages lie over the environment of the
+# newest, 65 MB each, without their own dependencies.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$(interop/python.sh)
+. interop/lib.sh
+
+releases="0.4.6 0.4.7 0.5.0 0.5.2 0.5.3 0.5.4 0.5.5"
+over=$(dirname "$(dirname "$(dirname "$python")")")/over # goes when the environment does
+engines=
+for release in $releases; do
+	if [ ! -e "$over/$release/complete" ]; then
+		rm -rf "${over:?}/$release"
+		UV_HTTP_TIMEOUT=300 "$(dirname "$python")/uv" pip install -q --python "$python" --no-deps --target "$over/$release" "lmcache==$release"
+		touch "$over/$release/complete"
+	fi
+	engines="$engines $release=$over/$release"
+done
+
+start_phoenix generations --l1-size-gb 0.2
+sed 's/--l1-size-gb/--cold &/' "$work/generations.kill" >"$work/cold.kill"
+# shellcheck disable=SC2086
+timeout 170 "$python" interop/lmcache/generations.py --url "tcp://127.0.0.1:$port" --logs "$work" \
+	--kill "sh $work/generations.kill" --cold "sh $work/cold.kill" $engines >"$work/generations.json" 2>"$work/generations.out" ||
+	{ grep -v ^PASS "$work/generations.out"; tail -30 "$work/generations.log"; exit 1; } >&2
+"$python" -c 'import json, sys; r = json.load(open(sys.argv[1])); print(r["passed"], "checks passed, failed:", r["failed"] or "none")' "$work/generations.json"

@@ -1,0 +1,250 @@
+package server
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// connection is what is known of the client behind one socket. It is used on
+// the goroutine that reads the socket.
+type connection struct {
+	generations lmcache.Generations // that the client can be of
+	early       string              // releases that are not served, once it is known to be of them
+	fresh       bool                // it asked for the chunk size: it was made in this server's life
+	worker      int64               // the instance that it named last
+	named       bool
+	doubted     bool // its ping without an id was answered false
+
+	held      [][][]byte // ambiguous messages, oldest first
+	heldBytes int
+}
+
+// Limits on the messages that one connection may have held. They are a client's
+// calls in flight when its server was replaced.
+const (
+	maxHeld      = 16
+	maxHeldBytes = 8 << 20
+)
+
+var (
+	errAmbiguous  = errors.New("operations of several client generations look like this one, and the client did not show which it is")
+	errHeld       = errors.New("held until the client shows its generation")
+	errGeneration = errors.New("clients of this generation are not served")
+)
+
+// connection returns what is known of the client behind the caller's socket.
+// In-process callers are of the latest generation.
+func (c *caller) connection() *connection {
+	if c.conn == nil {
+		return &connection{generations: lmcache.Only(lmcache.Latest)}
+	}
+	return c.conn
+}
+
+// read tells which operation a message is. With it the connection's client is
+// recognised: by its first request, get_chunk_size, else by what the registry
+// has for the worker or model that the message names, else by its payloads. A
+// message that stays ambiguous is held until another one shows what the client is;
+// a heartbeat does. To guess could do what was not asked for, and a reply of the
+// wrong type ends the thread that serves all sockets of an early client.
+func (s *Server) read(sc *scratch, m [][]byte) (lmcache.Op, error) {
+	c := sc.conn
+	if c.early != "" {
+		return lmcache.OpUnknown, fmt.Errorf("%w: lmcache %s", errGeneration, c.early)
+	}
+	readings, err := c.generations.Read(m, sc.readings[:0])
+	if err != nil {
+		return lmcache.OpUnknown, err
+	}
+	if len(readings) > 1 {
+		readings = s.recall(sc.caller().by, m[2:], readings)
+	}
+	var of lmcache.Generations
+	for _, r := range readings {
+		of |= r.Generations
+	}
+	switch len(readings) {
+	case 0:
+		s.refuseEarly(c, m)
+		return lmcache.OpUnknown, nil
+	case 1:
+		s.recognise(c, of)
+		return readings[0].Op, nil
+	}
+	s.recognise(c, of)
+	if !c.hold(m) {
+		return lmcache.OpUnknown, errAmbiguous
+	}
+	return lmcache.OpUnknown, errHeld
+}
+
+// hold keeps a copy of an ambiguous message; false when there are too many.
+func (c *connection) hold(m [][]byte) bool {
+	n := 0
+	for _, frame := range m {
+		n += len(frame)
+	}
+	if len(c.held) == maxHeld || c.heldBytes+n > maxHeldBytes {
+		return false
+	}
+	own := make([][]byte, len(m))
+	for i, frame := range m {
+		own[i] = bytes.Clone(frame)
+	}
+	c.held, c.heldBytes = append(c.held, own), c.heldBytes+n
+	return true
+}
+
+// release answers the messages that were held, now that more is known of their
+// sender. One that is still ambiguous is held again.
+func (s *Server) release(p *zmtp.Peer, before lmcache.Generations) {
+	c := whoIs(p).connection()
+	if c.generations == before || len(c.held) == 0 {
+		return
+	}
+	before = c.generations
+	held := c.held
+	c.held, c.heldBytes = nil, 0
+	for _, m := range held {
+		s.reply(p, m)
+	}
+	s.release(p, before)
+}
+
+// recall keeps the readings of which the generation is that of the worker that
+// the message names, or of the workers of its model.
+func (s *Server) recall(by principal, p [][]byte, readings []lmcache.Reading) []lmcache.Reading {
+	kept := readings[:0:0]
+	for _, r := range readings {
+		id, model, world := r.Op.Names(p)
+		known := s.registry.generationsOf(id, by, model, world)
+		if r.Generations &= known; r.Generations != 0 {
+			kept = append(kept, r)
+		}
+	}
+	if len(kept) == 0 {
+		return readings
+	}
+	return kept
+}
+
+// recognise narrows what the client can be of.
+func (s *Server) recognise(c *connection, g lmcache.Generations) {
+	if g == c.generations {
+		return
+	}
+	was := c.generations
+	c.generations = g
+	if g.Settled() && !was.Settled() {
+		s.log.Debug(fmt.Sprintf("a client is of generation %s", g))
+	}
+}
+
+// refuseEarly notices clients that lend their KV by CUDA IPC and have no other
+// way. One line for each of their generations says so.
+func (s *Server) refuseEarly(c *connection, m [][]byte) {
+	if c.generations.Settled() {
+		return
+	}
+	c.early = lmcache.Early(m)
+	if c.early == "" {
+		return
+	}
+	if _, said := s.n.families.LoadOrStore(c.early, true); !said {
+		s.log.Error(fmt.Sprintf("a client speaks the protocol of LMCache %s, which moves KV by CUDA IPC only; this server serves 0.4.6 and later: "+
+			"upgrade the client's lmcache package", c.early))
+	}
+}
+
+// decline appends the negative answer to a request that failed with err. ok is
+// false when it is to have no result.
+func (s *Server) decline(sc *scratch, op lmcache.Op, err error) (ok bool) {
+	if op == lmcache.OpRegisterEngineDriven && sc.conn.generations.PickleOnly() {
+		return false
+	}
+	sc.out, ok = lmcache.AppendNegative(sc.out[:0], op, err.Error())
+	return ok
+}
+
+// name notes that a message of the connection names worker id.
+func (c *connection) name(id int64) { c.worker, c.named = id, true }
+
+// pinger returns the worker that a heartbeat without an id speaks for: the one
+// that the connection registered or moved KV for. Without one answer tells what to
+// say. A client that came over from an earlier server, whose registration may be
+// lost, is answered false once: a worker then registers again. So is a scheduler,
+// which looks the same; it makes no lookups until the next heartbeat.
+func (s *Server) pinger(c *connection) (id int64, ok, answer bool) {
+	switch {
+	case c.named:
+		return c.worker, true, false
+	case c.fresh || c.doubted || s.complete:
+		return 0, false, true
+	}
+	c.doubted = true
+	return 0, false, false
+}
+
+// registerPickleOnly takes a worker that knows of no shared memory. Its
+// registration has no result, so one that cannot be served is remembered and its
+// transfers are declined.
+func (s *Server) registerPickleOnly(in *instance) error {
+	in.takeSide(sidePickle)
+	if s.opts.Pickle != PickleOff {
+		return s.admit(in)
+	}
+	in.refuse = fmt.Sprintf("lmcache %s sends chunks as pickled tensors only: start the server with --pickle on", in.generations)
+	if _, _, err := s.registry.add(in); err != nil {
+		return err
+	}
+	s.log.Error(fmt.Sprintf("refused worker %d of %s: %s", in.id, in.model, in.refuse))
+	return nil
+}
+
+// refuseEvents refuses a worker that lends device memory and whose client opens
+// a device event with every answer, also with a negative one. A declined store
+// would end it in the middle of its work, so its registration gets no answer: its
+// start ends with lmcache.mp.mq_timeout.
+func (s *Server) refuseEvents(sc *scratch, reg *lmcache.KVCache) error {
+	s.log.Error(fmt.Sprintf("refused worker %d of %s: lmcache %s lends its KV by CUDA IPC, and cannot be told so: its start ends after lmcache.mp.mq_timeout; "+
+		"upgrade its lmcache to 0.5.3 or later and set lmcache.mp.mp_transfer_mode=engine_driven in kv_connector_extra_config",
+		reg.InstanceID, reg.Model, sc.conn.generations))
+	sc.silent = true
+	return nil
+}
+
+// settleReaders gives a key of a client before 0.5.5 its number of readers.
+func (s *Server) settleReaders(k *lmcache.KeyView, tensorParallel []byte, by principal) error {
+	if k.Readers != lmcache.ReadersUnsaid {
+		return nil
+	}
+	n, err := lmcache.DecodeInt(tensorParallel)
+	if err != nil {
+		return fmt.Errorf("tp_size: %w", err)
+	}
+	in := s.registry.newestOf(string(k.Model), k.WorldSize, by)
+	k.Readers = k.ReadersOf(n, in != nil && in.layout.SinglePlane)
+	return nil
+}
+
+// generationsOf returns what the client of a worker of by's can be of, or, when
+// none is named, those of by's workers of a model. Nothing is known: none.
+func (r *registry) generationsOf(id int64, by principal, model []byte, world int) (g lmcache.Generations) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	if in := r.mu.instances[workerID{id, by}]; in != nil {
+		return in.generations
+	}
+	if m := r.layoutsLocked(string(model), world, by); m != nil {
+		for _, in := range m.workers {
+			if in.by == by { // what others registered tells nothing about by's clients
+				g |= in.generations
+			}
+		}
+	}
+	return g
+}
