@@ -121,6 +121,9 @@ type Pool struct {
 // Name returns the segment's name as a client opens it.
 func (p *Pool) Name() string { return p.opts.Name }
 
+// Inode identifies the segment's file.
+func (p *Pool) Inode() uint64 { return p.segment.Inode() }
+
 // Bytes returns the segment's size.
 func (p *Pool) Bytes() int64 { return p.opts.Bytes }
 

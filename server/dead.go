@@ -2,6 +2,8 @@ package server
 
 import (
 	"fmt"
+	"os"
+	"slices"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
@@ -47,13 +49,14 @@ type proofs struct {
 // maxProofs is how often the process of one worker is looked for.
 const maxProofs = 3
 
-// dropDead drops the workers whose process has ended. Slots that they were told of
-// stay in quarantine: a process may have handed its mapping on.
+// dropDead drops the workers whose process has ended.
 func (s *Server) dropDead(now time.Time) {
 	s.findProcesses(now)
+	s.findMappings()
 	for _, in := range s.registry.list() {
 		if p, ok := in.ended(); ok {
 			s.drop(in, fmt.Sprintf("its process %d has ended", p.PID))
+			s.reclaim(in)
 		}
 	}
 }
@@ -88,4 +91,45 @@ func (s *Server) findProcesses(now time.Time) {
 		s.save()
 	}
 	s.proofs.next = now.Add(20 * time.Since(began))
+}
+
+// maxLooks is how often a worker's process is looked at for the pool.
+const maxLooks = 20
+
+// findMappings notes which workers' processes map the pool. A worker that copies
+// itself does so soon after its registration.
+func (s *Server) findMappings() {
+	for _, in := range s.registry.list() {
+		p := in.process.Load()
+		if p == nil || in.maps || in.driven != nil || in.looks >= maxLooks || in.side() == sidePickle {
+			continue
+		}
+		in.looks++
+		files, _ := peercred.Mapped(p.PID, s.store.PoolName())
+		in.maps = files[s.store.PoolName()] == s.store.PoolInode() && !p.Gone()
+	}
+}
+
+// reclaim gives back at once what a dead worker was told of, where it is proved that
+// nobody touches it any more: the process that ended was the one that mapped the
+// pool, and those that map it now are registered workers, or this server. A process
+// that inherited the mapping, or whose owner only forwards, leaves it in quarantine.
+func (s *Server) reclaim(in *instance) {
+	p := in.process.Load()
+	if p == nil || !in.maps || !p.Gone() {
+		return
+	}
+	known := map[int]bool{os.Getpid(): true}
+	for _, other := range s.registry.list() {
+		if q := other.process.Load(); q != nil && !q.Gone() {
+			known[q.PID] = true
+		}
+	}
+	pids, whole := peercred.Mappers(s.store.PoolName(), s.store.PoolInode(), *p)
+	if !whole || slices.ContainsFunc(pids, func(pid int) bool { return !known[pid] }) {
+		return
+	}
+	if n := s.store.EndQuarantine(in.key); n > 0 {
+		s.log.Info(fmt.Sprintf("worker %d: the memory of %d transfers is free again: its process maps the pool no more", in.id, n))
+	}
 }

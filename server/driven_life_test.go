@@ -80,12 +80,12 @@ func lender(t *testing.T, dir string) (name string, end func()) {
 	return fmt.Sprintf("lmcache_kv_%d_0", pid), end
 }
 
-// start starts this test binary with one more variable; it waits for its first line.
+// start starts this test binary with more variables; it waits for its first line.
 // end kills it and waits for its end.
-func start(t *testing.T, variable string) (pid int, end func()) {
+func start(t *testing.T, variables ...string) (pid int, end func()) {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe")
-	cmd.Env = append(os.Environ(), variable)
+	cmd.Env = append(os.Environ(), variables...)
 	in, err := cmd.StdinPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -98,7 +98,7 @@ func start(t *testing.T, variable string) (pid int, end func()) {
 		t.Fatal(err)
 	}
 	line, err := bufio.NewReader(out).ReadString('\n')
-	if err != nil {
+	if err != nil || strings.Contains(line, " ") {
 		t.Fatalf("%q, %v", line, err)
 	}
 	ended := false

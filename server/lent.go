@@ -1,12 +1,10 @@
 package server
 
 import (
-	"bufio"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -139,8 +137,8 @@ func (l *lentMemory) prove(known []lent) {
 		digits, _, ok := strings.Cut(strings.TrimPrefix(name, lentPrefix), "_")
 		pid, err := strconv.Atoi(digits)
 		if seg.owner.PID == 0 && ok && err == nil && pid > 0 {
-			if maps[pid] == nil {
-				maps[pid] = lentFilesOf(pid)
+			if _, ok := maps[pid]; !ok {
+				maps[pid], _ = peercred.Mapped(pid, lentPrefix)
 			}
 			if inode, ok := maps[pid][name]; ok && inode == seg.Inode() {
 				if p, ok := peercred.Running(pid); ok {
@@ -150,27 +148,6 @@ func (l *lentMemory) prove(known []lent) {
 		}
 		l.mu.segments[name] = seg
 	}
-}
-
-// lentFilesOf returns the inodes of the lent segments that a process maps, by
-// name.
-func lentFilesOf(pid int) map[string]uint64 {
-	out := map[string]uint64{}
-	f, err := os.Open(fmt.Sprintf("/proc/%d/maps", pid))
-	if err != nil {
-		return out
-	}
-	defer f.Close()
-	for lines := bufio.NewScanner(f); lines.Scan(); {
-		fields := strings.Fields(lines.Text()) // address, mode, offset, device, inode, path
-		if len(fields) < 6 || !strings.HasPrefix(filepath.Base(fields[5]), lentPrefix) {
-			continue
-		}
-		if inode, err := strconv.ParseUint(fields[4], 10, 64); err == nil {
-			out[filepath.Base(fields[5])] = inode
-		}
-	}
-	return out
 }
 
 // remains are the segments of workers that are no longer registered. An engine

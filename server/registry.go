@@ -41,7 +41,9 @@ type instance struct {
 	sided    sided
 	socket   uint64                           // inode of the one it registered over; 0 unknown
 	process  atomic.Pointer[peercred.Process] // which registered it, once that is proved
-	proofs   int                              // tries so far; of dropDead's goroutine
+	proofs   int                              // tries so far; this and the next, of dropDead's goroutine
+	maps     bool                             // process was seen to map the pool
+	looks    int                              // for that
 }
 
 // namespace returns where the worker's chunks of one tenant live.
