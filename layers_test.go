@@ -20,6 +20,7 @@ var layers = map[string]int{
 	"internal/rawio":        -1, // below everything
 	"internal/loopback":     -1,
 	"internal/safelog":      -1,
+	"internal/httpguard":    -1,
 	"internal/vectors":      0,
 	"internal/pickle":       0,
 	"internal/peercred":     0,

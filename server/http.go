@@ -15,6 +15,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/kvasir-kv/kvasir/internal/httpguard"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/store"
 )
@@ -61,9 +62,12 @@ func (s *Server) HTTPHandler() http.Handler {
 		}
 		writeJSON(w, http.StatusServiceUnavailable, map[string]string{"status": "unhealthy", "reason": strings.Join(s.unhealthy(), "; ")})
 	})
-	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, s.status()) })
+	guard := httpguard.Guard{AllowHosts: s.opts.AllowHosts} // probes and metrics tell nothing that a page could use
+	mux.Handle("GET /status", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		writeJSON(w, http.StatusOK, s.status())
+	})))
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, s.opts.Version) })
-	mux.HandleFunc("POST /cache/clear", s.httpClear)
+	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(s.httpClear)))
 	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{}))
 	return mux
 }

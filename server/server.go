@@ -51,6 +51,7 @@ type Options struct {
 	Logger            *slog.Logger        // default slog.Default()
 	ClientGenerations lmcache.Generations // that clients can be of; default all that are served
 	Version           string              // reported over HTTP
+	AllowHosts        []string            // names of this machine that HTTP requests may ask for, besides its host name
 }
 
 // Server answers LMCache clients. Its methods are safe for concurrent use.

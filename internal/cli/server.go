@@ -15,6 +15,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/httpguard"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/pool"
@@ -30,6 +31,7 @@ type serverCmd struct {
 	IPC       string   `name:"ipc" help:"Also listen on this UNIX socket path." group:"Network" placeholder:"PATH"`
 	HTTPHost  string   `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
 	HTTPPort  int      `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
+	AllowHost []string `name:"allow-host" help:"Names of this machine, comma-separated, under which /status and /cache/clear are answered besides its addresses, its host name and localhost." group:"Network" placeholder:"NAME"`
 	L1SizeGB  float64  `name:"l1-size-gb" help:"Pool size in GiB." default:"4" group:"Pool"`
 	ChunkSize int      `help:"Tokens per chunk; a multiple of the engine's block size." default:"256" group:"Pool"`
 	ShmName   string   `help:"Name of the pool under /dev/shm; lmcache_l1_pool_ is put before it when missing. Default: kvasir_PORT_BOOT, where BOOT is the same until this host starts again, and another on other hosts." group:"Pool"`
@@ -137,7 +139,7 @@ func (c *serverCmd) pickleMode() server.PickleMode {
 	case "only":
 		return server.PickleOnly
 	case "auto":
-		if ip := net.ParseIP(c.Host); c.Host == "localhost" || ip != nil && ip.IsLoopback() {
+		if isLoopback(c.Host) {
 			return server.PickleOn
 		}
 	}
@@ -208,7 +210,7 @@ func (c *serverCmd) Run(e *env) error {
 		ChunkTokens: c.ChunkSize, WorkerReap: orNever(c.Reap), RegistrationGrace: orNever(c.Grace),
 		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
 		ClientGenerations: c.generations(), Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20, Trust: trust,
-		PopulateRate: c.Populate << 20, ChecksumRate: c.Checksum << 20, DrainTimeout: seconds(c.Drain), Logger: e.log, Version: Version(),
+		PopulateRate: c.Populate << 20, ChecksumRate: c.Checksum << 20, DrainTimeout: seconds(c.Drain), AllowHosts: c.AllowHost, Logger: e.log, Version: Version(),
 	})
 	if free, err := memAvailable(); err == nil && c.Populate > 0 && free < st.PoolBytes()-st.Provided() {
 		e.log.Warn(fmt.Sprintf("the pool takes %s more, this machine has %s of memory left: lower --l1-size-gb",
@@ -263,7 +265,8 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	if err != nil {
 		return fmt.Errorf("%w: choose another --http-port", err)
 	}
-	web := &http.Server{Handler: srv.HTTPHandler(), ReadHeaderTimeout: 10 * time.Second, ErrorLog: nil}
+	web := httpguard.NewServer(srv.HTTPHandler())
+	listener = httpguard.Limit(listener)
 	defer web.Close()
 	for _, endpoint := range endpoints {
 		addr, err := bind(func() (string, error) { return srv.Listen(e.ctx, endpoint) })
@@ -275,6 +278,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 			addr, kv.FormatBytes(int64(c.L1SizeGB*(1<<30))), c.poolName(), c.ChunkSize))
 	}
 	e.log.Info(fmt.Sprintf("http://%s/status, /healthcheck, /metrics", listener.Addr()))
+	c.sayOpen(e, listener.Addr())
 
 	background, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
@@ -294,6 +298,28 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		e.log.Info("stopping: transfers in progress may finish")
 	}
 	return errors.Join(err, srv.Shutdown(context.Background()))
+}
+
+// sayOpen warns where others than this machine's users can connect: there is no
+// authentication.
+func (c *serverCmd) sayOpen(e *env, web net.Addr) {
+	var open []string
+	if !isLoopback(c.Host) {
+		open = append(open, fmt.Sprintf("port %d (store, replace and read the cache of any prompt that they can name, and clear it)", c.Port))
+	}
+	if a, ok := web.(*net.TCPAddr); ok && !a.IP.IsLoopback() {
+		open = append(open, fmt.Sprintf("port %d (read the status, clear the cache)", a.Port))
+	}
+	if len(open) > 0 {
+		e.log.Warn("there is no authentication: whoever reaches this machine may use " + strings.Join(open, " and ") +
+			"; let only engines reach it (firewall, network policy)")
+	}
+}
+
+// isLoopback reports whether only this machine reaches an address to listen on.
+func isLoopback(host string) bool {
+	ip := net.ParseIP(host)
+	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
 
 // bind tries again for a moment while an address is in use: a server that was
