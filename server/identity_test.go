@@ -415,6 +415,39 @@ func TestDroppedTwiceComesBack(t *testing.T) {
 	}
 }
 
+// A restart with other flags tells nobody places who may not open the pool by them:
+// neither a worker that is no longer trusted, nor anybody with pickle only.
+func TestRestartWithOtherFlagsTellsNoPlaces(t *testing.T) {
+	trusting := server.Options{Pickle: server.PickleOn, Trust: []netip.Prefix{netip.MustParsePrefix("192.0.2.8/32")}}
+	f := func(name string, who peercred.Peer, stores bool, after server.Options, want int) {
+		t.Helper()
+		dir := t.TempDir()
+		n, stop := startNode(t, dir, 16, trusting)
+		v := &visitor{t, n.Server, who, 7}
+		v.register()
+		if k := promptKey(1, 1); stores && (len(v.prepareStore(k).Slots) != 1 || !v.commitStore(k, nil)) {
+			t.Fatalf("%s: no places before", name)
+		}
+		stop()
+		n, stop = startNode(t, dir, 16, after)
+		defer stop()
+		v.s = n.Server
+		if got := v.prepareStore(promptKey(2, 1)); len(got.Slots) != want {
+			t.Errorf("%s: %d places, want %d", name, len(got.Slots), want)
+		}
+		v.lookup(*promptKey(1, 1))
+		if got := v.prepareRetrieve(promptKey(1, 1)); want == 0 && len(got.Slots) > 0 {
+			t.Errorf("%s: places to read: %+v", name, got)
+		}
+	}
+	for _, stores := range []bool{false, true} {
+		f(fmt.Sprint("as before, stores ", stores), otherHost, stores, trusting, 1)
+		f(fmt.Sprint("no longer trusted, stores ", stores), otherHost, stores, server.Options{Pickle: server.PickleOn}, 0)
+		f(fmt.Sprint("pickle only, stores ", stores), sameUser, stores, server.Options{Pickle: server.PickleOnly}, 0)
+		f(fmt.Sprint("this user, stores ", stores), sameUser, stores, server.Options{}, 1)
+	}
+}
+
 // What a trusted address means is said at the start.
 func TestTrustIsSaid(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 16, server.Options{Trust: []netip.Prefix{netip.MustParsePrefix("172.17.0.0/16")}})

@@ -244,6 +244,12 @@ func (s *Server) revive(w *savedWorker) (*instance, error) {
 	}
 	client = cmp.Or(client, lmcache.AllGenerations)
 	if w.KV == nil {
+		if why := s.callerAgain(w.By).mayOpen(); why != nil || s.opts.Pickle == PickleOnly { // by the flags of now
+			if w.Side == sidePlaces {
+				return nil, cmp.Or(why, errNotTold)
+			}
+			w.Side = sidePickle
+		}
 		in, err := s.newInstance(w.ID, w.Model, w.World, w.Layout)
 		in.generations = client
 		return in, err
