@@ -42,6 +42,10 @@ type ReceiverOptions struct {
 	UnknownTimeout time.Duration
 	// ConnectTimeout is how long a P worker may refuse the side channel; default 5 s.
 	ConnectTimeout time.Duration
+	// ArrivalTimeout is how long blocks may be on their way after a P whose transfer
+	// engine does not confirm its writes (before 0.3.12) said that it had pushed them;
+	// default 5 s.
+	ArrivalTimeout time.Duration
 	// FenceTimeout is how long a write in progress may go on after its pull failed,
 	// before its connection is cut; default 1 s.
 	FenceTimeout time.Duration
@@ -71,6 +75,9 @@ var (
 	ErrAborted = errors.New("mooncake: aborted")
 	// ErrPeer means that P answered with a failure; the error has its words.
 	ErrPeer = errors.New("mooncake: P failed the pull")
+	// ErrUnconfirmed means that P said it had pushed the blocks, but its transfer engine
+	// does not confirm its writes, and not all of them came.
+	ErrUnconfirmed = errors.New("mooncake: blocks did not arrive; P's transfer engine does not confirm its writes: it needs mooncake-transfer-engine 0.3.12 or later")
 	// ErrLost means that the side channel broke, each time it was tried.
 	ErrLost = errors.New("mooncake: side channel lost")
 )
@@ -208,6 +215,7 @@ func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
 	o.Timeout = cmp.Or(o.Timeout, 120*time.Second)
 	o.UnknownTimeout = cmp.Or(o.UnknownTimeout, 10*time.Second)
 	o.ConnectTimeout = cmp.Or(o.ConnectTimeout, 5*time.Second)
+	o.ArrivalTimeout = cmp.Or(o.ArrivalTimeout, 5*time.Second)
 	o.FenceTimeout = cmp.Or(o.FenceTimeout, time.Second)
 	o.Attempts = cmp.Or(o.Attempts, 3)
 	r := &Receiver{

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/transfer"
 )
 
 // run pulls a list of requests of one engine and returns when all are settled.
@@ -42,6 +43,11 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 	for _, q := range list {
 		if q.window == nil { // aborted meanwhile
 			r.windows.release(w, q)
+		}
+	}
+	if r.o.Target.Table().Confirmation(w.handles...) == transfer.Unconfirmed {
+		for _, q := range asked {
+			r.o.Target.Table().Forget(r.windows.expected(w, q.want.Blocks)...)
 		}
 	}
 	for _, addr := range addrs {
@@ -444,8 +450,17 @@ func (t *talk) answer(id string, err error) {
 			q.err = why
 		}
 	}
+	arriving := last && q.err == nil && r.mayBeOnItsWay(t.addr, q)
 	r.mu.Unlock()
 	if !last {
+		return
+	}
+	if arriving {
+		r.wg.Go(func() {
+			r.awaitArrival(q)
+			r.settle(q)
+			r.letGo(q)
+		})
 		return
 	}
 	if q.suspect { // a fence may take long, and other answers come

@@ -258,6 +258,17 @@ func (ws *windows) fence(ctx context.Context, w *window, blocks [][]int) (cut in
 
 // ranges returns what a push into the blocks may touch.
 func (ws *windows) ranges(w *window, blocks [][]int) []transfer.Range {
+	return ws.each(w, blocks, func(r *Region, _, _ int) uint64 {
+		if r.RowOffset == 0 {
+			return r.Stride // P may have widened it to the row
+		}
+		return r.Payload
+	})
+}
+
+// each lists a range for each region of w and each of its blocks, of the length that
+// size says; 0 leaves it out.
+func (ws *windows) each(w *window, blocks [][]int, size func(r *Region, group, id int) uint64) []transfer.Range {
 	expanded := make([][]int, len(blocks))
 	for g, ids := range blocks {
 		if g < len(ws.cache.Kinds) && ws.cache.Kinds[g] != Mamba {
@@ -268,16 +279,19 @@ func (ws *windows) ranges(w *window, blocks [][]int) []transfer.Range {
 	var list []transfer.Range
 	for i := range w.regions {
 		r := &w.regions[i]
-		ids, err := regionBlocks(expanded, r)
-		if err != nil {
-			continue // no such group in this pull: nothing of the region is written
+		groups := r.Shared
+		if r.Group != SharedGroup {
+			groups = []int{r.Group}
 		}
-		n := r.Payload
-		if r.RowOffset == 0 {
-			n = r.Stride // P may have widened it to the row
-		}
-		for _, id := range ids {
-			list = append(list, transfer.Range{Addr: r.Base + uint64(id)*r.Stride, Len: n})
+		for _, g := range groups {
+			if g < 0 || g >= len(expanded) {
+				continue // no such group in this pull: nothing of the region is written
+			}
+			for _, id := range expanded[g] {
+				if n := size(r, g, id); n > 0 {
+					list = append(list, transfer.Range{Addr: r.Base + uint64(id)*r.Stride, Len: n})
+				}
+			}
 		}
 	}
 	return list

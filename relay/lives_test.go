@@ -2,6 +2,7 @@ package relay_test
 
 import (
 	"bytes"
+	"encoding/binary"
 	"fmt"
 	"net"
 	"strconv"
@@ -159,6 +160,76 @@ func TestLateWritesOfAFailedTransfer(t *testing.T) {
 		w.target.Table().Observe()
 		if got := block(w.d, 0, 3+i); !bytes.Equal(got, bytes.Repeat([]byte{0xBB}, len(got))) {
 			t.Fatalf("D's block holds %x...", got[:8])
+		}
+	}
+}
+
+// An engine before 0.3.12 at P says that it is done when the bytes have left it, with
+// the last block still on its way: what the relay serves, then and from memory, has
+// no holes. Another transfer passes meanwhile.
+func TestOldEngineBehindTheRelay(t *testing.T) {
+	w := newWorld(t, relay.Options{})
+	sent := make(chan struct{})
+	addr := fakeP(t, func(peer *zmtp.Peer, p *mooncake.Pull) {
+		if len(p.Wanted["old"].Blocks) == 0 {
+			return
+		}
+		go func() {
+			c := transfer.New(transfer.Options{})
+			defer c.Close()
+			d, err := c.Describe(t.Context(), net.JoinHostPort(p.Host, strconv.Itoa(p.Port)))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			list := entries(p, "old", 0xCC)
+			send := func(e transfer.Entry) {
+				k, err := net.Dial("tcp", net.JoinHostPort(d.DataHost, strconv.Itoa(d.DataPort)))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				defer k.Close()
+				b := binary.LittleEndian.AppendUint64(nil, uint64(len(e.Local)))
+				b = binary.LittleEndian.AppendUint64(b, e.Remote)
+				_, _ = k.Write(append(append(b, 1, 0, 0, 0, 0, 0, 0, 0), e.Local...))
+				_ = k.(*net.TCPConn).CloseWrite()
+				_, _ = k.Read(make([]byte, 1))
+			}
+			for _, e := range list[:len(list)-1] {
+				send(e)
+			}
+			reply(peer, mooncake.Reply{Status: mooncake.StatusFinish, OK: []string{"old"}})
+			<-sent
+			send(list[len(list)-1])
+		}()
+	})
+	w.show(map[string]string{"fake": addr})
+	from := w.source()
+	done := make(chan error, 1)
+	go func() {
+		failed, err := w.receiver.Pull(t.Context(), from, map[string]mooncake.Wanted{"d": {TransferID: "old", Blocks: [][]int{{1}, {2}}}})
+		if err == nil {
+			err = failed["d"]
+		}
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		t.Fatalf("served while a block is on its way: %v", err)
+	case <-time.After(100 * time.Millisecond):
+	}
+	close(sent)
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if err := w.pull("old#2", []int{5}, []int{6}); err != nil {
+		t.Fatal(err)
+	}
+	w.target.Table().Observe()
+	for _, b := range [][]byte{block(w.d, 0, 1), block(w.d, 1, 2), block(w.d, 0, 5), block(w.d, 1, 6)} {
+		if !bytes.Equal(b, bytes.Repeat([]byte{0xCC}, len(b))) {
+			t.Fatal("a hole was served")
 		}
 	}
 }

@@ -43,6 +43,9 @@ type Region struct {
 	// adjoining, replaced as a whole under closing. nil means none.
 	closed  atomic.Pointer[[]Range]
 	closing sync.Mutex // a leaf
+
+	arrived   arrivals
+	ackedOnce atomic.Bool // arrived.acked was set
 }
 
 // Range returns the published address and length.
@@ -62,6 +65,12 @@ type Table struct {
 	// order makes each claim happen after the writes that ended before it, also
 	// on other connections: peers know that order, the memory model does not.
 	order atomic.Uint64
+
+	waiters atomic.Int64 // for a write without acknowledgement
+	wake    struct {     // a leaf
+		sync.Mutex
+		c chan struct{} // closed at the next one; nil: nobody waits
+	}
 
 	mu struct {
 		sync.Mutex // writers of view; holders may lock a claims.mu

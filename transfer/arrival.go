@@ -1,0 +1,183 @@
+package transfer
+
+import (
+	"encoding/json"
+	"net"
+	"sync"
+)
+
+// arrivals is what writes without acknowledgement have brought. Their sender says
+// that it is done when the bytes have left it, so whoever wants to rely on them must
+// look here. Acknowledged writes are in memory before their sender hears so.
+type arrivals struct {
+	sync.Mutex         // a leaf
+	begun      bool    // one has begun, whether or not it ended
+	acked      bool    // an acknowledged write has ended
+	list       []Range // written: sorted, disjoint and not adjoining up to merged
+	merged     int
+}
+
+// began notes that a write into the region begins.
+func (r *Region) began(acked bool) {
+	if acked {
+		return
+	}
+	r.arrived.Lock()
+	r.arrived.begun = true
+	r.arrived.Unlock()
+}
+
+// wrote notes that a write has ended: all its bytes are in memory.
+func (r *Region) wrote(at Range, acked bool) {
+	a := &r.arrived
+	if acked {
+		if !r.ackedOnce.Swap(true) {
+			a.Lock()
+			a.acked = true
+			a.Unlock()
+		}
+		return
+	}
+	a.Lock()
+	a.list = append(a.list, at)
+	if len(a.list) > 2*a.merged+64 {
+		a.mergeLocked()
+	}
+	a.Unlock()
+	r.table.signal()
+}
+
+func (a *arrivals) mergeLocked() {
+	a.list = union(nil, a.list)
+	a.merged = len(a.list)
+}
+
+// signal wakes those that wait for a write.
+func (t *Table) signal() {
+	if t.waiters.Load() == 0 {
+		return
+	}
+	t.wake.Lock()
+	defer t.wake.Unlock()
+	if t.wake.c != nil {
+		close(t.wake.c)
+		t.wake.c = nil
+	}
+}
+
+// Confirmation says how the writes into regions so far were confirmed.
+type Confirmation int
+
+// The kinds of Confirmation.
+const (
+	NoWrites    Confirmation = iota // none has come
+	Confirmed                       // with acknowledgement, all of them
+	Unconfirmed                     // some without: the sender's word means little
+)
+
+// Confirmation returns how the writes into regions of the table were confirmed.
+func (t *Table) Confirmation(regions ...*Region) Confirmation {
+	c := NoWrites
+	for _, r := range regions {
+		r.arrived.Lock()
+		begun, acked := r.arrived.begun, r.arrived.acked
+		r.arrived.Unlock()
+		switch {
+		case begun:
+			return Unconfirmed
+		case acked:
+			c = Confirmed
+		}
+	}
+	return c
+}
+
+// Unwritten returns how many bytes of the ranges no write without acknowledgement has
+// filled since they were forgotten, and a channel that is closed at the next such
+// write. Call stop when the channel is not needed any more.
+func (t *Table) Unwritten(ranges ...Range) (n uint64, next <-chan struct{}, stop func()) {
+	t.waiters.Add(1)
+	t.wake.Lock()
+	if t.wake.c == nil {
+		t.wake.c = make(chan struct{})
+	}
+	next = t.wake.c
+	t.wake.Unlock()
+	all := union(nil, ranges)
+	for _, r := range all {
+		n += r.Len
+	}
+	for _, r := range t.view.Load().regions {
+		r.arrived.Lock()
+		if len(r.arrived.list) > r.arrived.merged {
+			r.arrived.mergeLocked()
+		}
+		n -= overlap(all, r.arrived.list)
+		r.arrived.Unlock()
+	}
+	return n, next, func() { t.waiters.Add(-1) }
+}
+
+// Forget makes the ranges unwritten: they are about to be filled anew.
+func (t *Table) Forget(ranges ...Range) {
+	all := union(nil, ranges)
+	for _, r := range t.view.Load().regions {
+		r.arrived.Lock()
+		if len(r.arrived.list) > 0 {
+			r.arrived.mergeLocked()
+			r.arrived.list = subtract(r.arrived.list, all)
+			r.arrived.merged = len(r.arrived.list)
+		}
+		r.arrived.Unlock()
+	}
+}
+
+// overlap returns how many bytes two sets have in common, both sorted and disjoint.
+func overlap(a, b []Range) (n uint64) {
+	for len(a) > 0 && len(b) > 0 {
+		first, end := max(a[0].Addr, b[0].Addr), min(a[0].end(), b[0].end())
+		if first < end {
+			n += end - first
+		}
+		if a[0].end() < b[0].end() {
+			a = a[1:]
+		} else {
+			b = b[1:]
+		}
+	}
+	return n
+}
+
+// maxPlainHosts bounds the hosts remembered for PlainHost.
+const maxPlainHosts = 4096
+
+// PlainHost says whether a transfer engine of that host does not confirm its writes:
+// its description, or a write, said so.
+func (t *Target) PlainHost(host string) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.mu.plain[host]
+}
+
+func (t *Target) notePlain(addr net.Addr) {
+	host, _, err := net.SplitHostPort(addr.String())
+	if err != nil {
+		return
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.mu.plain) >= maxPlainHosts {
+		clear(t.mu.plain)
+	}
+	t.mu.plain[host] = true
+}
+
+// plainDescription says whether a metadata request is the description of an engine
+// that writes without acknowledgement.
+func plainDescription(text []byte) bool {
+	var d struct {
+		Name    string `json:"name"`
+		Version int    `json:"tcp_proto_version"`
+	}
+	return json.Unmarshal(text, &d) == nil && d.Name != "" && d.Version < 2
+}
