@@ -17,6 +17,9 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 	if err := s.memo.DecodeKey(p[0], &sc.key); err != nil {
 		return nil, t, err
 	}
+	if err := s.sameChunks(sc); err != nil {
+		return nil, t, err
+	}
 	id, err := lmcache.DecodeInt(p[1])
 	if err != nil {
 		return nil, t, fmt.Errorf("instance_id: %w", err)
@@ -216,6 +219,7 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 		return err
 	}
 	var err error
+	same := s.sameChunks(sc)
 	switch {
 	case asked == 0: // shorter than a chunk: a hit of 0, not an error
 	case !ok:
@@ -224,6 +228,8 @@ func (s *Server) lookup(sc *scratch, p [][]byte) error {
 		err = errReaders
 	case s.draining.Load():
 		err = errDraining
+	case same != nil:
+		err = same
 	default:
 		sc.mark()
 		prompt := store.Prompt{Chunks: asked, Owner: sc.caller().owner(), Hashes: func(n int) []kv.Hash {

@@ -377,6 +377,13 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 		return fmt.Errorf("%w: --supported-transfer-mode excludes engine_driven", errUnsupported)
 	}
 	in, err := s.newInstance(reg.InstanceID, reg.Model, reg.WorldSize, reg.Layout(s.opts.ChunkTokens))
+	if err == nil {
+		err = s.sameChunks(sc)
+	}
+	if err == nil && reg.PhysicalSlots > s.opts.ChunkTokens {
+		err = fmt.Errorf("%w: it cuts chunks of %d tokens, this server of %d; restart the engine, or the server with --chunk-size %d",
+			errChunkSize, reg.PhysicalSlots, s.opts.ChunkTokens, reg.PhysicalSlots)
+	}
 	if err != nil {
 		s.log.Error(fmt.Sprintf("refused worker %d of %s: %v", in.id, in.model, err))
 		return fmt.Errorf("%w: %w", errUnsupported, err)
@@ -461,7 +468,7 @@ func (s *Server) registerKVCache(sc *scratch, p [][]byte) error {
 	if s.opts.RefuseDriven {
 		err = fmt.Errorf("%w: --supported-transfer-mode excludes lmcache_driven: "+
 			"set lmcache.mp.mp_transfer_mode=engine_driven in kv_connector_extra_config", errDriven)
-	} else {
+	} else if err = s.sameChunks(sc); err == nil {
 		in, err = s.newDrivenInstance(&reg, sc.caller())
 	}
 	if err == nil {

@@ -71,6 +71,7 @@ type Server struct {
 	n        counters
 	limiter  limiter
 	p2p      p2pTasks
+	former   formerSizes
 	saving   saving
 	lending  chan struct{} // closed with the first worker that lends its KV
 	lendOnce sync.Once
@@ -103,6 +104,7 @@ func New(st *store.Store, o Options) *Server {
 	s.saving.wake = make(chan struct{}, 1)
 	s.scratch.New = func() any { return new(scratch) }
 	s.beginMemory()
+	s.recallSizes()
 	s.restore()
 	s.sayTrust()
 	ro := zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second, Identify: s.identify}
@@ -159,6 +161,7 @@ func (s *Server) Tick(now time.Time) {
 	s.dropDead(now)
 	s.reap(now)
 	s.sweep()
+	s.forgetSizes(now)
 }
 
 // checkName notices that somebody removed the pool's name: workers that have
@@ -420,6 +423,7 @@ var refusalNames = []struct {
 	{errAmbiguous, "ambiguous"},
 	{errGeneration, "generation"},
 	{errPanic, "internal_error"},
+	{errChunkSize, "chunk_size"},
 	{errUnread, "unread_replies"},
 	{errUID, "request_uid"},
 	{store.ErrBusy, "busy"},

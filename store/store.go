@@ -148,6 +148,21 @@ func (s *Store) SetNote(b []byte) error { return s.mu.pool.SetNote(b) }
 // Note returns what SetNote kept last, nil when there is nothing.
 func (s *Store) Note() ([]byte, error) { return s.mu.pool.Note() }
 
+// FormerChunkTokens returns the chunk sizes that earlier servers of the pool told
+// engines which may still run.
+func (s *Store) FormerChunkTokens() []int {
+	s.lock()
+	defer s.unlock()
+	return s.mu.pool.FormerChunkTokens()
+}
+
+// ForgetFormer says that none of these engines is left.
+func (s *Store) ForgetFormer() {
+	s.lock()
+	defer s.unlock()
+	s.mu.pool.ForgetFormer()
+}
+
 // Shard says whose chunks a call concerns: one namespace, and one of World
 // shards, or all of them.
 type Shard struct {

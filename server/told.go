@@ -1,0 +1,57 @@
+package server
+
+import (
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"time"
+)
+
+// An engine asks for the chunk size when it starts and counts hits in such chunks
+// for life. Where a server takes over whose chunks have another size, an engine of
+// before would take each chunk that hits for one of the old size: tokens that were
+// never stored. So as long as such engines may be there, only connections that
+// asked this server are served.
+
+// errChunkSize means that the client may go by another chunk size.
+var errChunkSize = errors.New("the engine may go by another chunk size")
+
+// formerSizes is what earlier servers of this pool told engines.
+type formerSizes struct {
+	sizes  []int // immutable; empty: nothing to look for
+	active atomic.Bool
+	heard  atomic.Int64 // when a connection that did not ask last spoke, by registry.clock
+}
+
+// forgetAfter is how long nothing must have come from engines of before until they
+// count as gone. They send heartbeats every 10 s.
+const forgetAfter = 10 * time.Minute
+
+func (s *Server) recallSizes() {
+	s.former.sizes = s.store.FormerChunkTokens()
+	s.former.active.Store(len(s.former.sizes) > 0)
+	if len(s.former.sizes) > 0 {
+		s.log.Warn(fmt.Sprintf("earlier servers of this pool had chunks of %d tokens, this one has %d: "+
+			"engines that started under them get no hits until they are restarted", s.former.sizes, s.opts.ChunkTokens))
+	}
+}
+
+// sameChunks returns errChunkSize for a connection that may be of an engine that
+// another server told another size.
+func (s *Server) sameChunks(sc *scratch) error {
+	if !s.former.active.Load() || sc.conn.fresh || sc.caller() == self {
+		return nil
+	}
+	s.former.heard.Store(int64(s.registry.clock.at(time.Now())))
+	return fmt.Errorf("%w: it started under a server with chunks of %d tokens, this one has %d; restart the engine, or the server with --chunk-size %d",
+		errChunkSize, s.former.sizes, s.opts.ChunkTokens, s.former.sizes[0])
+}
+
+// forgetSizes ends the caution once the engines of before are gone.
+func (s *Server) forgetSizes(now time.Time) {
+	if s.former.active.Load() && s.registry.clock.at(now)-time.Duration(s.former.heard.Load()) >= forgetAfter {
+		s.former.active.Store(false)
+		s.store.ForgetFormer()
+		s.log.Info(fmt.Sprintf("no engine that started under chunks of %d tokens is left", s.former.sizes))
+	}
+}
