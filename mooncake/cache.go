@@ -30,6 +30,10 @@ type Cache struct {
 	// KVHeads is the number of KV heads of the model, over all TP ranks; 0 for MLA,
 	// whose cache every rank holds whole.
 	KVHeads int
+	// Unsliced says why a block cannot be cut by KV heads, "" that it can: the heads of
+	// a block follow each other, each in one piece. Ranks that hold other heads than
+	// the peer's cannot exchange blocks then.
+	Unsliced string
 	// Opaque says that a region is a packed row of several layers under the name of
 	// the first: such rows do not pair across pipeline sizes.
 	Opaque bool

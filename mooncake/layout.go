@@ -150,7 +150,11 @@ func PlanPush(c *Cache, self, remote Peer, regions []Region) (*PushPlan, error) 
 	if err := validate(pairs, self.TPSize, remote.TPSize, replicated, heads); err != nil {
 		return nil, err
 	}
-	return newPushPlan(pairs, self, remote, replicated, heads, c.Kinds, c.KernelBlocks)
+	plan, err := newPushPlan(pairs, self, remote, replicated, heads, c.Kinds, c.KernelBlocks)
+	if err == nil && c.Unsliced != "" && plan.cuts() {
+		return nil, layoutError("P of TP size %d cannot cut its blocks for D of TP size %d: %s.", self.TPSize, remote.TPSize, c.Unsliced)
+	}
+	return plan, err
 }
 
 // wholeRow says whether a region is a row of several layers under one name.

@@ -92,6 +92,16 @@ func newPushPlan(pairs []regionPair, p, d Peer, replicated bool, heads int, kind
 	return plan, nil
 }
 
+// cuts says whether the plan copies parts of blocks.
+func (plan *PushPlan) cuts() bool {
+	for i, s := range plan.slices {
+		if s.send && (s.length != plan.pairs[i].p.Payload || s.length != plan.pairs[i].d.Payload) {
+			return true
+		}
+	}
+	return false
+}
+
 // check returns why a slice does not fit, for the first pair that would be sent.
 func (s *slicePlan) check(r *regionPair) error {
 	switch {

@@ -86,6 +86,9 @@ func (r *Receiver) workers(ctx context.Context, from Source) ([]string, error) {
 	if err != nil {
 		return nil, fmt.Errorf("engine %s at %s: %w", from.EngineID, from.Bootstrap, err)
 	}
+	if h := r.cache.KVHeads; h > 0 && r.cache.Unsliced != "" && min(h, r.o.Self.TPSize) != min(h, e.TPSize()) {
+		return nil, layoutError("P of TP size %d, D of %d: D's blocks cannot be filled head by head: %s.", e.TPSize(), r.o.Self.TPSize, r.cache.Unsliced)
+	}
 	var addrs []string
 	for _, rank := range ranks {
 		stages := e.Workers[rank]

@@ -23,7 +23,7 @@ type SchedulerOptions struct {
 	// Groups are the model's, in the engine's order; none means one of full
 	// attention. V1 knows one only.
 	Groups   []CacheGroup
-	NoHybrid bool // the engine's hybrid cache manager is off: windows are not clipped
+	NoHybrid bool // the engine's hybrid cache manager is off: windows are not clipped; in V1 they never are
 
 	// The last prompt token of models with Mamba layers, and of those that
 	// replay a bounded window (DeepSeek V4.1), is left to D: P computes one token
@@ -139,7 +139,7 @@ func NewScheduler(o SchedulerOptions) (*Scheduler, error) {
 			continue
 		}
 		keep := 0
-		if window := g.Kind == coordinator.SlidingWindow || g.Kind == coordinator.SlidingWindowMLA; window && g.Window > 0 && !g.Uniform && !o.NoHybrid {
+		if window := g.Kind == coordinator.SlidingWindow || g.Kind == coordinator.SlidingWindowMLA; window && o.Dialect == V2 && g.Window > 0 && !g.Uniform && !o.NoHybrid {
 			keep = (g.Window+g.Block-1)/g.Block + 1 // the window may begin inside a block
 		}
 		s.moving, s.keep = append(s.moving, i), append(s.keep, keep)

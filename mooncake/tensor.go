@@ -1,6 +1,7 @@
 package mooncake
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 )
@@ -29,6 +30,13 @@ type Tensor struct {
 	Stride  []int // elements, parallel to Shape
 	Element int   // bytes
 
+	// HeadAxis is the axis of Shape that counts KV heads, 0 when it is not known or
+	// there is none: 1 for [blocks, heads, tokens, size], 2 for [blocks, tokens, heads,
+	// size], 3 for FlashInfer's [blocks, 2, tokens, heads, size]. Strides say how they
+	// lie. Only heads that are the outermost part of a block can be exchanged between
+	// engines of unequal TP size.
+	HeadAxis int
+
 	// PageBytes is what one logical block of the layer holds, padding included; 0
 	// means that nothing is padded.
 	PageBytes uint64
@@ -50,6 +58,9 @@ func NewCache(storages [][]byte, tensors []Tensor, c Cache) (*Cache, error) {
 		t := &tensors[i]
 		if err := t.check(storages); err != nil {
 			return nil, err
+		}
+		if why := t.unsliced(); why != "" && c.Unsliced == "" {
+			c.Unsliced = fmt.Sprintf("layer %.64q: %s", t.Layer, why)
 		}
 		for _, r := range t.regions(&c) {
 			v := view{r.Base, r.Stride, r.Payload}
@@ -97,6 +108,8 @@ func (t *Tensor) check(storages [][]byte) error {
 	switch {
 	case t.Storage < 0 || t.Storage >= len(storages):
 		return fmt.Errorf("%w: layer %q: storage %d of %d", ErrCache, t.Layer, t.Storage, len(storages))
+	case t.HeadAxis < 0 || t.HeadAxis >= max(1, len(t.Shape)):
+		return fail(fmt.Sprintf("no axis %d", t.HeadAxis))
 	case len(t.Shape) == 0 || len(t.Shape) > 8 || len(t.Shape) != len(t.Stride) || t.Element <= 0 || t.Element > 64:
 		return fail("not a tensor")
 	}
@@ -125,7 +138,7 @@ func (t *Tensor) regions(c *Cache) []Region {
 		Layer: t.Layer, Index: t.Index, Base: s.Addr + t.Offset, Stride: uint64(t.Stride[0]) * uint64(t.Element),
 		Group: t.Group, Shared: []int{t.Group}, RowOffset: NoRow,
 	}
-	inner := t.contiguous(1) // bytes of a block that lie in one piece, else 0
+	inner := t.dense(1) // bytes of a block that lie in one piece, else 0
 	rows := uint64(t.Shape[0])*r.Stride == uint64(len(s.Mem))
 	if t.Kind != MambaTensor && rows && r.Stride > 0 && (t.Kind == MLATensor || !t.headMajor()) {
 		if inner > 0 && inner <= r.Stride {
@@ -155,6 +168,46 @@ func (t *Tensor) regions(c *Cache) []Region {
 	return heads
 }
 
+// dense returns the bytes of the dimensions from first on if they fill one piece
+// without gaps, in whatever order, else 0.
+func (t *Tensor) dense(first int) uint64 {
+	var axes []int
+	for i := first; i < len(t.Shape); i++ {
+		if t.Shape[i] > 1 {
+			axes = append(axes, i)
+		}
+	}
+	slices.SortFunc(axes, func(a, b int) int { return cmp.Compare(t.Stride[a], t.Stride[b]) })
+	n := 1
+	for _, i := range axes {
+		if t.Stride[i] != n {
+			return 0
+		}
+		n *= t.Shape[i]
+	}
+	return uint64(n) * uint64(t.Element)
+}
+
+// unsliced says why the tensor's blocks cannot be cut by heads; "" that they can.
+func (t *Tensor) unsliced() string {
+	switch {
+	case t.Kind != AttentionTensor: // whole on every rank, or never cut by heads
+		return ""
+	case t.HeadAxis == 0:
+		if t.dense(1) == 0 && len(t.Shape) > 1 {
+			return "" // a region per head
+		}
+		return "which axis counts the KV heads is not known"
+	}
+	step := t.Stride[t.HeadAxis]
+	for i := 1; i < len(t.Shape); i++ {
+		if i != t.HeadAxis && t.Shape[i] > 1 && t.Stride[i] >= step {
+			return fmt.Sprintf("shape %v, strides %v: the KV heads, axis %d, do not lie one after the other", t.Shape, t.Stride, t.HeadAxis)
+		}
+	}
+	return ""
+}
+
 // contiguous returns the bytes of the dimensions from first on if they lie in one
 // piece, else 0.
 func (t *Tensor) contiguous(first int) uint64 {
@@ -175,8 +228,9 @@ func (t *Tensor) headMajor() bool {
 }
 
 // NewCacheV1 publishes tensors as vLLM 0.13 does: keys and values of a tensor
-// [2, blocks, ...] apart, an MLA tensor [blocks, ...] whole, each base address once,
-// in the order of the tensors. All blocks must have one size.
+// [2, blocks, ...] apart, an MLA tensor [blocks, ...] and FlashInfer's [blocks, 2, ...]
+// whole, each base address once, in the order of the tensors. The order in a block is
+// any. All blocks must have one size.
 func NewCacheV1(storages [][]byte, tensors []Tensor, c Cache) (*Cache, error) {
 	out := Cache{Storages: place(storages), Kinds: c.Kinds, KVHeads: c.KVHeads}
 	if out.Kinds == nil {
@@ -189,18 +243,20 @@ func NewCacheV1(storages [][]byte, tensors []Tensor, c Cache) (*Cache, error) {
 			return nil, err
 		}
 		planes, dim := 1, 0 // of keys and values; the dimension that counts blocks
-		if t.Kind != MLATensor {
-			if planes, dim = t.Shape[0], 1; planes != 2 || len(t.Shape) < 2 {
-				return nil, fmt.Errorf("%w: layer %q: shape %v does not begin with keys and values", ErrCache, t.Layer, t.Shape)
-			}
+		split := t.Kind != MLATensor && len(t.Shape) > 1 && t.Shape[0] == 2
+		switch {
+		case split:
+			planes, dim = 2, 1
+		case t.Kind != MLATensor && (len(t.Shape) < 2 || t.Shape[1] != 2):
+			return nil, fmt.Errorf("%w: layer %q: shape %v has no keys and values in front", ErrCache, t.Layer, t.Shape)
 		}
-		size := t.contiguous(dim + 1)
+		size := t.dense(dim + 1)
 		if size == 0 {
 			return nil, fmt.Errorf("%w: layer %q: a block does not lie in one piece: strides %v", ErrCache, t.Layer, t.Stride)
 		}
 		for plane := range planes {
 			base := out.Storages[t.Storage].Addr + t.Offset
-			if t.Kind != MLATensor {
+			if split {
 				base += uint64(plane) * uint64(t.Stride[0]) * uint64(t.Element)
 			}
 			if bases[base] {
