@@ -11,5 +11,5 @@ n=$(echo "$picked" | wc -l)
 each=$((total / n > 0 ? total / n : 1))
 echo "$picked" | while read -r pkg name; do
 	echo "fuzz $pkg $name for ${each}s"
-	go test -run '^$' -fuzz "^$name\$" -fuzztime "${each}s" "./$pkg" | tail -1
+	go test -run '^$' -fuzz "^$name\$" -fuzztime "${each}s" -fuzzminimizetime 20x "./$pkg" | tail -1
 done

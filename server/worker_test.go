@@ -452,31 +452,6 @@ func TestHTTP(t *testing.T) {
 	}
 }
 
-// Random frames of every operation: each gets an answer, nothing is left behind.
-func FuzzAnswer(f *testing.F) {
-	k := (&lmcache.Key{Model: "m", WorldSize: 1, Tokens: tokens(32, 1), End: 32, RequestID: "r", Readers: 1}).Append(nil)
-	for op := range byte(34) {
-		f.Add([]byte{op}, k, []byte{7}, []byte{0xc4, 0})
-	}
-	f.Add([]byte("\xb2server_module_call"), []byte{0x80}, []byte{}, []byte{})
-	f.Fuzz(func(t *testing.T, op, a, b, c []byte) {
-		s, st := newServer(t, 16, 16*4096, store.Options{})
-		register(t, s, 7, smallLayout)
-		for n := range 4 {
-			m := append([][]byte{{1}, op}, [][]byte{a, b, c}[:n]...)
-			got := s.Answer(m)
-			control := len(op) == 0 && n == 1 && (string(a) == "ack" || string(a) == "cancel")
-			if (len(got) < 2) != control || !control && (!bytes.Equal(got[0], m[0]) || !bytes.Equal(got[1], op)) {
-				t.Fatalf("%x: reply %x", m, got)
-			}
-		}
-		got := st.Stats()
-		if got.FreeBytes+got.StagedBytes+got.ResidentBytes+got.CondemnedBytes != got.Bytes {
-			t.Fatalf("%+v", got)
-		}
-	})
-}
-
 func BenchmarkAnswer(b *testing.B) {
 	s, _ := newServer(b, 256, 256*4096, store.Options{})
 	run := func(name string, m ...[]byte) {
