@@ -72,25 +72,39 @@ const (
 func writeHeader(s *shm.Segment, o Options, records int64, inode uint64) {
 	h := s.Bytes(0, headerBytes)
 	le := binary.LittleEndian
+	crashPoint()
 	le.PutUint32(h[8:], indexVersion)
+	crashPoint()
 	le.PutUint32(h[12:], recordBytes)
+	crashPoint()
 	le.PutUint64(h[16:], uint64(o.Bytes))
+	crashPoint()
 	le.PutUint64(h[24:], uint64(o.Align))
+	crashPoint()
 	le.PutUint64(h[32:], uint64(records))
+	crashPoint()
 	le.PutUint64(h[40:], inode)
+	crashPoint()
 	le.PutUint64(h[48:], uint64(o.ChunkTokens))
 	var sealed [56]byte
 	copy(sealed[:], h)
 	copy(sealed[:], indexMagic)
+	crashPoint()
 	le.PutUint32(h[56:], crc32.Checksum(sealed[:], castagnoli))
+	crashPoint()
 	setFormer(s, o.former)
+	crashPoint()
 	claim(s)
+	crashPoint()
 	s.Word(0).Store(le.Uint64([]byte(indexMagic)))
+	crashPoint()
 }
 
 // claim notes which process serves the pool.
 func claim(s *shm.Segment) {
+	crashPoint()
 	s.Word(headerPid).Store(uint64(os.Getpid()))
+	crashPoint()
 	s.Word(headerStarted).Store(uint64(time.Now().UnixNano()))
 }
 
@@ -145,15 +159,25 @@ func (p *Pool) record(s Slot) record {
 // write fills a free record; setState publishes it.
 func (r record) write(k *Key, off, n int64, by Writer) {
 	le := binary.LittleEndian
+	crashPoint()
 	le.PutUint64(r.b[8:], uint64(off))
+	crashPoint()
 	le.PutUint64(r.b[16:], uint64(n))
+	crashPoint()
 	copy(r.b[24:], k.Chunk[:])
+	crashPoint()
 	copy(r.b[56:], k.Namespace[:])
+	crashPoint()
 	le.PutUint32(r.b[72:], uint32(k.Rank))
+	crashPoint()
 	le.PutUint32(r.b[76:], k.Group)
+	crashPoint()
 	le.PutUint64(r.b[80:], by.Name)
+	crashPoint()
 	le.PutUint32(r.b[88:], by.Number)
+	crashPoint()
 	le.PutUint32(r.b[92:], crc32.Checksum(r.b[8:92], castagnoli))
+	crashPoint()
 	r.heldAnew()
 }
 
@@ -175,7 +199,9 @@ func (r record) heldFor(now time.Duration) time.Duration {
 	if at := le.Uint64(r.b[120:]); at > 0 && at <= uint64(now) {
 		return now - time.Duration(at)
 	}
+	crashPoint()
 	le.PutUint64(r.b[120:], uint64(now))
+	crashPoint()
 	return 0
 }
 
@@ -209,20 +235,27 @@ func (r record) state() State       { return State(r.word.Load() & 0xff) }
 func (r record) holds() int         { return int(r.word.Load() >> 8 & 0xffffff) }
 func (r record) generation() uint32 { return uint32(r.word.Load() >> 32) }
 
+// put makes one transition.
+func (r record) put(word uint64) {
+	crashPoint()
+	r.word.Store(word)
+	crashPoint()
+}
+
 func (r record) setState(s State) {
-	r.word.Store(r.word.Load()&^0xff | uint64(s))
+	r.put(r.word.Load()&^0xff | uint64(s))
 }
 
 func (r record) setHolds(n int) {
-	r.word.Store(r.word.Load()&^0xffffff00 | uint64(n)<<8)
+	r.put(r.word.Load()&^0xffffff00 | uint64(n)<<8)
 }
 
 // set writes state and holds at once.
 func (r record) set(s State, holds int) {
-	r.word.Store(uint64(r.generation())<<32 | uint64(holds)<<8 | uint64(s))
+	r.put(uint64(r.generation())<<32 | uint64(holds)<<8 | uint64(s))
 }
 
 // begin starts a new generation in state s.
 func (r record) begin(s State, holds int) {
-	r.word.Store(uint64(r.generation()+1)<<32 | uint64(holds)<<8 | uint64(s))
+	r.put(uint64(r.generation()+1)<<32 | uint64(holds)<<8 | uint64(s))
 }

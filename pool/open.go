@@ -178,11 +178,13 @@ func create(path string, o Options) (*Pool, error) {
 	if err := index.Lock(); err != nil {
 		return nil, errors.Join(fmt.Errorf("lock %s: %w", index.Path(), err), index.Unlink(), index.Close())
 	}
+	crashPoint()
 	segment, err := shm.Create(path, o.Bytes)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("create pool: %w", err), index.Unlink(), index.Close())
 	}
 	first := min(records, firstRecords)
+	crashPoint()
 	if err := index.Populate(0, headerBytes+first*recordBytes, false); err != nil && !errors.Is(err, shm.ErrNoPopulate) {
 		return nil, errors.Join(fmt.Errorf("%w: %w", ErrNoSpace, err), segment.Unlink(), index.Unlink(), segment.Close(), index.Close())
 	}

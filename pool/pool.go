@@ -158,6 +158,7 @@ func (p *Pool) Reserve(k *Key, n int64, by Writer) (Slot, error) {
 		s = Slot(p.used)
 		p.used++
 		p.index.Word(headerUsed).Store(uint64(p.used))
+		crashPoint()
 	}
 	r := p.record(s)
 	r.write(k, off, n, by)
@@ -298,6 +299,7 @@ func (p *Pool) SetSum(s Slot, sum uint64) {
 	p.must(s, r, Resident)
 	off := headerBytes + int64(s)*recordBytes
 	p.index.Word(off + 104).Store(sum) // before the mark: a crash between leaves none
+	crashPoint()
 	p.index.Word(off + 112).Store(sumMark | uint64(r.generation()))
 }
 
