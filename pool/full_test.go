@@ -106,3 +106,34 @@ func TestLimit(t *testing.T) {
 		t.Errorf("%+v", u)
 	}
 }
+
+// A limit rises only with memory for the index; it falls without.
+func TestLimitWithoutMemoryForTheIndex(t *testing.T) {
+	smallfs.Run(t, 8<<20, func(t *testing.T, dir string) {
+		p, err := pool.Open(pool.Options{Name: "p", Bytes: 1 << 20, Align: 64, Dir: dir, ChunkTokens: 256})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer p.Close()
+		smallfs.Fill(t, dir, filepath.Join(dir, "other"), 0)
+		limit := func(bytes int64, ok bool, below int64) {
+			t.Helper()
+			if err := p.Limit(bytes); (err == nil) != ok {
+				t.Errorf("limit %d: %v", bytes, err)
+			}
+			if s, err := p.Reserve(key(1), below, pool.Writer{}); err != nil {
+				t.Errorf("limit %d: %d bytes: %v", bytes, below, err)
+			} else {
+				p.Drop(s)
+				p.Unhold(s)
+			}
+			if _, err := p.Reserve(key(2), below+64, pool.Writer{}); !errors.Is(err, pool.ErrFull) {
+				t.Errorf("limit %d: %d bytes: %v", bytes, below+64, err)
+			}
+		}
+		limit(8192, true, 8192)
+		limit(1<<20, false, 8192)
+		limit(4096, true, 4096)
+		limit(512<<10, false, 4096)
+	})
+}

@@ -383,6 +383,39 @@ func TestLayoutOfAnotherUser(t *testing.T) {
 	}
 }
 
+// A model whose workers are not all one's own, as with hosts of their own, is looked
+// up in the layouts of all of them.
+func TestLayoutsOfWorkersOnTwoHosts(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 64, server.Options{Pickle: server.PickleOn})
+	defer stop()
+	workers := []*visitor{{t, n.Server, sameUser, 1}, {t, n.Server, remoteHost, 2}}
+	k := promptKey(1, 1)
+	k.WorldSize = 2
+	for i, v := range workers { // stages of unequal depth
+		l := smallLayout
+		l.Layers += i
+		p := lmcache.EngineDriven{
+			InstanceID: v.id, Model: "m", WorldSize: 2, BlockSize: 16, Layers: l.Layers, Hidden: l.Hidden,
+			DType: l.DType, SinglePlane: l.SinglePlane, PhysicalSlots: l.Slots,
+		}
+		v.call(lmcache.OpRegisterEngineDriven, p.Append(nil))
+		pl, ok := pickle.NewLayout(l.DType, l.Shape())
+		if !ok {
+			t.Fatal(l)
+		}
+		shard := *k
+		shard.Worker = i
+		if !v.commitStore(&shard, pl.Append(nil, 1, func(int, []byte) {})) {
+			t.Fatalf("worker %d does not store\n%s", i, n.log)
+		}
+	}
+	for _, v := range workers {
+		if hit := v.lookup(*k); hit != 1 {
+			t.Errorf("hit %d of 1 for %v", hit, &v.who)
+		}
+	}
+}
+
 // A worker that was dropped registers again by its pings, each time, whatever another
 // one of the same id does.
 func TestDroppedTwiceComesBack(t *testing.T) {
@@ -438,6 +471,9 @@ func TestRestartWithOtherFlagsTellsNoPlaces(t *testing.T) {
 		v.lookup(*promptKey(1, 1))
 		if got := v.prepareRetrieve(promptKey(1, 1)); want == 0 && len(got.Slots) > 0 {
 			t.Errorf("%s: places to read: %+v", name, got)
+		}
+		if want == 0 && v.commitStore(promptKey(3, 1), pickled(t, 1, 3)) == stores {
+			t.Errorf("%s: pickles: %v", name, !stores) // it keeps its side until it registers again
 		}
 	}
 	for _, stores := range []bool{false, true} {

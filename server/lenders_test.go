@@ -51,7 +51,9 @@ func TestSegmentsOfOthersAreNotMapped(t *testing.T) {
 	who.UID = 0
 	f(who, true)
 	f(otherHost, true)
-	f(anotherUser, false)
+	stranger := anotherUser
+	stranger.Socket = 0
+	f(stranger, false)
 	f(unseenUser, false)
 	f(remoteHost, false)
 }

@@ -238,6 +238,42 @@ func TestMemoryIsProvidedAheadOfRequests(t *testing.T) {
 	}
 }
 
+// Memory for the chunks without memory for the index is no memory: nothing is handed
+// out, health says so, and it goes on when there is some.
+func TestIndexWithoutMemory(t *testing.T) {
+	smallfs.Run(t, 8*mib, func(t *testing.T, dir string) {
+		p, err := pool.Open(pool.Options{Name: "p", Bytes: 2 * mib, Align: 64, Dir: dir, ChunkTokens: 16})
+		if err != nil {
+			t.Fatal(err)
+		}
+		st := store.New(p, store.Options{})
+		s := server.New(st, server.Options{ChunkTokens: 16, PopulateRate: 1, Logger: slog.New(slog.DiscardHandler)})
+		defer func() {
+			if err := errors.Join(s.Close(), st.Close()); err != nil {
+				t.Error(err)
+			}
+		}()
+		register(t, s, 7, smallLayout)
+		other := filepath.Join(dir, "other")
+		smallfs.Fill(t, dir, other, 2*mib)
+		if err := s.ProvideMore(); err == nil || s.Healthy() {
+			t.Errorf("%v, healthy %v", err, s.Healthy())
+		}
+		if got := prepareStore(t, s, 7, promptKey(1, 1)); len(got.Slots) != 0 {
+			t.Errorf("%d places", len(got.Slots))
+		}
+		if err := os.Remove(other); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.ProvideMore(); err != nil || !s.Healthy() {
+			t.Errorf("%v, healthy %v", err, s.Healthy())
+		}
+		if got := prepareStore(t, s, 7, promptKey(2, 1)); len(got.Slots) != 1 {
+			t.Errorf("%d places with memory", len(got.Slots))
+		}
+	})
+}
+
 // With populating off everything is handed out, and nothing is unhealthy.
 func TestWithoutPopulatingEverythingIsHandedOut(t *testing.T) {
 	n := startProvider(t, t.TempDir(), "p", 16*mib, server.Options{})

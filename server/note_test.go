@@ -80,6 +80,11 @@ func TestPingedIsKept(t *testing.T) {
 	n, stop := startNode(t, dir, 16, o)
 	register(t, n.Server, 1, smallLayout)
 	register(t, n.Server, 2, smallLayout)
+	for range 2 { // the second time there is nothing left to write but the ping
+		time.Sleep(150 * time.Millisecond)
+		register(t, n.Server, 2, smallLayout)
+	}
+	time.Sleep(150 * time.Millisecond)
 	if !pings(n.Server, 2) {
 		t.Fatal("not known")
 	}

@@ -5,6 +5,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -197,6 +198,41 @@ func TestOwnersEnd(t *testing.T) {
 	}
 }
 
+// A socket that two processes have open has no owner: the end of one proves nothing.
+func TestSharedSocketHasNoOwner(t *testing.T) {
+	l := listen(t, "tcp", "127.0.0.1:0")
+	c, a := dial(t, l, "tcp", l.Addr().String())
+	f, err := c.(*net.TCPConn).File()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	inode := Of(a).Socket
+	if got := Owners(os.Geteuid(), map[uint64]bool{inode: true}); got[inode].PID != os.Getpid() {
+		t.Fatalf("%v, want this process, %d", got, os.Getpid())
+	}
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env, cmd.ExtraFiles = append(os.Environ(), dialer+"=hold"), []*os.File{f}
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { in.Close(); _ = cmd.Wait() }()
+	if _, err := out.Read(make([]byte, 1)); err != nil {
+		t.Fatal(err)
+	}
+	if got := Owners(os.Geteuid(), map[uint64]bool{inode: true}); len(got) != 0 {
+		t.Errorf("%v", got)
+	}
+}
+
 // A number that stands for users without one here is nobody's, except where every
 // user has one.
 func TestUnmapped(t *testing.T) {
@@ -245,9 +281,9 @@ func TestForeignAnswers(t *testing.T) {
 			t.Errorf("%q gives %+v", other, s)
 		}
 	}
-	closed := strings.Replace(strings.Replace(row, "1000", "   0", 1), "12345", "0", 1)
-	if s, _ := scanTable(strings.NewReader(closed), from, to); s.inode != 0 {
-		t.Fatal("no closed row")
+	closed := strings.Replace(strings.Replace(row, "  1000  ", "     0  ", 1), "12345", "0", 1)
+	if s, ok := scanTable(strings.NewReader(closed), from, to); !ok || s != (socket{0, 0, established}) {
+		t.Fatalf("%+v, %v", s, ok)
 	} else if _, err := s.check(); err == nil {
 		t.Error("a closed socket's uid counts")
 	}
