@@ -242,7 +242,7 @@ func (w *rawPull) field(d *decoder, name string, v []byte) (rest []byte, err err
 	p := &w.p
 	switch name {
 	case "remote_hostname":
-		p.Host, rest, err = d.text(v)
+		p.Host, rest, err = d.name(v)
 	case "remote_port":
 		p.Port, rest, err = d.integer(v, 0, 65535)
 	case "remote_tp_size":
@@ -260,7 +260,7 @@ func (w *rawPull) field(d *decoder, name string, v []byte) (rest []byte, err err
 	case "kv_block_lens":
 		w.loads, rest, err = list(v, maxMessageRegions, d.unsigned)
 	case "registered_layer_names":
-		w.layers, rest, err = list(v, maxMessageRegions, d.text)
+		w.layers, rest, err = list(v, maxMessageRegions, d.name)
 	case "registered_layer_indices":
 		w.indices, rest, err = list(v, maxMessageRegions, d.signed)
 	case "registered_group_indices":

@@ -62,6 +62,19 @@ func (d *decoder) text(b []byte) (string, []byte, error) {
 	return string(s), rest, nil
 }
 
+// maxName bounds the names that are remembered and logged: of requests, transfers,
+// layers and hosts.
+const maxName = 1 << 10
+
+// name reads a text of at most maxName bytes.
+func (d *decoder) name(b []byte) (string, []byte, error) {
+	s, rest, err := d.text(b)
+	if err == nil && len(s) > maxName {
+		return "", nil, fmt.Errorf("%w: a name of %d bytes", ErrMessage, len(s))
+	}
+	return s, rest, err
+}
+
 func (d *decoder) unsigned(b []byte) (uint64, []byte, error) {
 	if t := msgp.NextType(b); t != msgp.IntType && t != msgp.UintType {
 		return 0, nil, fmt.Errorf("%w: expected an integer, got %s", ErrMessage, t)
@@ -133,7 +146,7 @@ func (d *decoder) wanted(b []byte) (map[string]Wanted, []byte, error) {
 	for range n {
 		var id string
 		var w Wanted
-		if id, b, err = d.text(b); err != nil {
+		if id, b, err = d.name(b); err != nil {
 			return nil, nil, err
 		}
 		if w, b, err = d.wantedOne(b); err != nil {
@@ -152,7 +165,7 @@ func (d *decoder) wantedOne(b []byte) (w Wanted, rest []byte, err error) {
 	if n != 2 {
 		return w, nil, fmt.Errorf("%w: %d elements instead of a transfer id and block ids", ErrMessage, n)
 	}
-	if w.TransferID, b, err = d.text(b); err != nil {
+	if w.TransferID, b, err = d.name(b); err != nil {
 		return w, nil, err
 	}
 	if flat(b) {

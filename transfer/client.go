@@ -47,8 +47,8 @@ func (o Options) withDefaults() Options {
 }
 
 // Client writes to and reads from targets. Its methods are safe for concurrent
-// use. A handshake may outlive the call that began it, for others wait for it; Close
-// waits for handshakes.
+// use. A handshake may outlive the call that began it, for others wait for it, and so
+// may a look at idle connections; Close waits for them.
 type Client struct {
 	opt  Options         // immutable
 	base context.Context // done when closed
@@ -62,6 +62,7 @@ type Client struct {
 	mu struct {
 		sync.Mutex
 		closed bool
+		swept  time.Time
 		peers  map[string]*peer
 		conns  map[net.Conn]struct{}
 	}
@@ -209,7 +210,43 @@ func (c *Client) enter(name string) (*peer, error) {
 	}
 	p.users++
 	c.wg.Add(1)
+	if time.Since(c.mu.swept) > sweepEvery {
+		c.mu.swept = time.Now()
+		c.wg.Go(c.sweep)
+	}
 	return p, nil
+}
+
+// sweepEvery is how often connections that their peers have ended are looked for.
+const sweepEvery = 10 * time.Second
+
+// sweep closes idle connections whose peers have ended them: each would hold its
+// descriptor until the peer is called again, or forgotten.
+func (c *Client) sweep() {
+	c.mu.Lock()
+	var idle []*peer
+	for _, p := range c.mu.peers {
+		if p.users == 0 {
+			p.users++
+			idle = append(idle, p)
+		}
+	}
+	c.mu.Unlock()
+	for _, p := range idle {
+		var lanes []*lane
+		for l := p.try(); l != nil; l = p.try() {
+			lanes = append(lanes, l)
+		}
+		for _, l := range lanes {
+			if l.s != nil && !l.idle() {
+				l.drop()
+			}
+			p.put(l)
+		}
+		c.mu.Lock()
+		p.users--
+		c.mu.Unlock()
+	}
 }
 
 func (c *Client) leave(p *peer) {

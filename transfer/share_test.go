@@ -175,3 +175,37 @@ func TestNoticesAreBounded(t *testing.T) {
 		t.Fatal(err) // there is room again
 	}
 }
+
+// Connections to peers that are gone do not stay: a call to another peer finds them.
+func TestConnectionsOfDeadPeersAreClosed(t *testing.T) {
+	c := client(t, Options{Conns: 1})
+	entries := []Entry{{make([]byte, 8), testBase}}
+	var targets []*Target
+	for range 5 {
+		target, _ := listen(t, 4096, TargetOptions{})
+		if err := c.Write(t.Context(), target.Name(), entries); err != nil {
+			t.Fatal(err)
+		}
+		targets = append(targets, target)
+	}
+	for _, target := range targets[1:] {
+		target.Close()
+	}
+	for end := time.Now().Add(20 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+		c.mu.Lock()
+		c.mu.swept = time.Time{}
+		c.mu.Unlock()
+		if err := c.Write(t.Context(), targets[0].Name(), entries); err != nil {
+			t.Fatal(err)
+		}
+		c.mu.Lock()
+		n := len(c.mu.conns)
+		c.mu.Unlock()
+		if n == 1 {
+			return
+		}
+		if time.Now().After(end) {
+			t.Fatalf("%d connections", n)
+		}
+	}
+}
