@@ -14,7 +14,7 @@ import (
 //
 //	tcp://host:port, tcp://[v6]:port
 //	tcp://*:port, tcp://host:*   for listening: all addresses, any free port
-//	ipc:///path, ipc://@name     a Unix socket: a file, or Linux's abstract name
+//	ipc:///path, ipc://@name     a Unix socket: a file, for listening mode 0600, or Linux's abstract name
 func parseEndpoint(endpoint string) (network, address string, err error) {
 	scheme, rest, ok := strings.Cut(endpoint, "://")
 	switch {
@@ -45,13 +45,22 @@ func listen(ctx context.Context, endpoint string) (net.Listener, error) {
 		removeStale(ctx, address)
 	}
 	var lc net.ListenConfig
-	return lc.Listen(ctx, network, address)
+	l, err := lc.Listen(ctx, network, address)
+	if err == nil && network == "unix" && address[0] != '@' {
+		if err = os.Chmod(address, 0o600); err != nil { // whatever the umask is
+			err = errors.Join(err, l.Close())
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	return l, nil
 }
 
 // removeStale removes a socket file that nobody listens on, as a killed server
 // leaves it.
 func removeStale(ctx context.Context, path string) {
-	st, err := os.Stat(path)
+	st, err := os.Lstat(path)
 	if err != nil || st.Mode()&os.ModeSocket == 0 {
 		return
 	}

@@ -3,8 +3,25 @@ package zmtp
 import (
 	"io"
 	"net"
+	"os"
+	"path/filepath"
+	"syscall"
 	"testing"
 )
+
+// Who may connect to a socket file does not depend on the umask.
+func TestSocketFileIsItsUsersAlone(t *testing.T) {
+	old := syscall.Umask(0)
+	defer syscall.Umask(old)
+	r, _, _ := startRouter(t, echo, RouterOptions{})
+	path := filepath.Join(t.TempDir(), "s")
+	if _, err := r.Listen(t.Context(), "ipc://"+path); err != nil {
+		t.Fatal(err)
+	}
+	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o600 {
+		t.Errorf("%v, %v", st.Mode(), err)
+	}
+}
 
 // Each connection is identified once, before it has sent a byte, and every message
 // comes with its own.
