@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # fuzz.sh SECONDS: gives each fuzz target of a rotating half of them an equal share of
-# SECONDS. Which half follows from the day, so that all are fuzzed in two days.
+# SECONDS. Inputs are not made small for long: a target with goroutines of its own would do
+# nothing else. Which half follows from the day, so that all are fuzzed in two days.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 total=${1:-180}

@@ -1,12 +1,10 @@
 package server
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 // connection is what is known of the client behind one socket. It is used on
@@ -20,18 +18,11 @@ type connection struct {
 	doubted     bool // its ping without an id was answered false
 
 	held      [][][]byte // ambiguous messages, oldest first
-	heldBytes int
+	heldBytes int64
 }
 
-// Limits on the messages that one connection may have held. They are a client's
-// calls in flight when its server was replaced.
-const (
-	maxHeld      = 16
-	maxHeldBytes = 8 << 20
-)
-
 var (
-	errAmbiguous  = errors.New("operations of several client generations look like this one, and the client did not show which it is")
+	errAmbiguous  = errors.New("operations of several client generations look like this one, and too many already wait for the client to show which it is")
 	errHeld       = errors.New("held until the client shows its generation")
 	errGeneration = errors.New("clients of this generation are not served")
 )
@@ -76,43 +67,10 @@ func (s *Server) read(sc *scratch, m [][]byte) (lmcache.Op, error) {
 		return readings[0].Op, nil
 	}
 	s.recognise(c, of)
-	if !c.hold(m) {
+	if !s.hold(sc.caller(), c, m) {
 		return lmcache.OpUnknown, errAmbiguous
 	}
 	return lmcache.OpUnknown, errHeld
-}
-
-// hold keeps a copy of an ambiguous message; false when there are too many.
-func (c *connection) hold(m [][]byte) bool {
-	n := 0
-	for _, frame := range m {
-		n += len(frame)
-	}
-	if len(c.held) == maxHeld || c.heldBytes+n > maxHeldBytes {
-		return false
-	}
-	own := make([][]byte, len(m))
-	for i, frame := range m {
-		own[i] = bytes.Clone(frame)
-	}
-	c.held, c.heldBytes = append(c.held, own), c.heldBytes+n
-	return true
-}
-
-// release answers the messages that were held, now that more is known of their
-// sender. One that is still ambiguous is held again.
-func (s *Server) release(p *zmtp.Peer, before lmcache.Generations) {
-	c := whoIs(p).connection()
-	if c.generations == before || len(c.held) == 0 {
-		return
-	}
-	before = c.generations
-	held := c.held
-	c.held, c.heldBytes = nil, 0
-	for _, m := range held {
-		s.reply(p, m)
-	}
-	s.release(p, before)
 }
 
 // recall keeps the readings of which the generation is that of the worker that

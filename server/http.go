@@ -111,6 +111,7 @@ type workerStatus struct {
 	SilentFor    float64 `json:"silent_s"`
 	Refused      string  `json:"refused,omitempty"`
 	CannotMapShm bool    `json:"cannot_map_shm,omitempty"`
+	Client       string  `json:"client_generation"` // the first lmcache release of it; several when they act alike
 }
 
 func (s *Server) status() map[string]any {
@@ -119,6 +120,7 @@ func (s *Server) status() map[string]any {
 	for _, in := range s.registry.list() {
 		w := workerStatus{
 			Instance: in.id, Peer: in.by.String(), Model: in.model, World: in.world, ChunkBytes: in.bytes, Refused: in.refuse, CannotMapShm: in.side() == sidePickle,
+			Client:    in.generations.String(),
 			SilentFor: s.registry.silence(in, time.Now()).Round(time.Millisecond).Seconds(),
 		}
 		if in.refuse == "" {

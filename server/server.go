@@ -72,6 +72,7 @@ type Server struct {
 	limiter  limiter
 	p2p      p2pTasks
 	former   formerSizes
+	held     heldBytes
 	saving   saving
 	lending  chan struct{} // closed with the first worker that lends its KV
 	lendOnce sync.Once
@@ -107,7 +108,7 @@ func New(st *store.Store, o Options) *Server {
 	s.recallSizes()
 	s.restore()
 	s.sayTrust()
-	ro := zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second, Identify: s.identify}
+	ro := zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second, Identify: s.identify, OnDisconnect: s.departed}
 	ro.GiveWay = true
 	ro.Large, ro.LargeBytes = s.mayPickle, plainFrame
 	o.routerLimits(&ro)

@@ -162,13 +162,16 @@ func (c *serverCmd) trusted() ([]netip.Prefix, error) {
 	return out, nil
 }
 
-// generations returns what clients can be of; the flag's values are checked.
-func (c *serverCmd) generations() lmcache.Generations {
+// generations returns what clients can be of; 0 leaves it to the server.
+func (c *serverCmd) generations() (lmcache.Generations, error) {
+	if c.Client == "auto" {
+		return 0, nil
+	}
 	g, err := lmcache.ParseGenerations(c.Client)
 	if err != nil {
-		return lmcache.AllGenerations
+		return 0, fmt.Errorf("%w: --client-generation %s: %w", errUsage, c.Client, err)
 	}
-	return g
+	return g, nil
 }
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
@@ -187,6 +190,10 @@ func (c *serverCmd) Run(e *env) error {
 		return err
 	}
 	trust, err := c.trusted()
+	if err != nil {
+		return err
+	}
+	clients, err := c.generations()
 	if err != nil {
 		return err
 	}
@@ -209,7 +216,7 @@ func (c *serverCmd) Run(e *env) error {
 	srv := server.New(st, server.Options{
 		ChunkTokens: c.ChunkSize, WorkerReap: orNever(c.Reap), RegistrationGrace: orNever(c.Grace),
 		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
-		ClientGenerations: c.generations(), Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20, Trust: trust,
+		ClientGenerations: clients, Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20, Trust: trust,
 		PopulateRate: c.Populate << 20, ChecksumRate: c.Checksum << 20, DrainTimeout: seconds(c.Drain), AllowHosts: c.AllowHost, Logger: e.log, Version: Version(),
 	})
 	if free, err := memAvailable(); err == nil && c.Populate > 0 && free < st.PoolBytes()-st.Provided() {
