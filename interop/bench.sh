@@ -3,10 +3,10 @@
 # real LMCache 0.5.6 server, vLLM's hybrid coordinator, Mooncake connector and bootstrap server,
 # the C++ transfer engine. About 28 minutes, and 10 GB the first time. Needs bin/kvasir;
 # `make bench` calls it. Arguments are passed on to the first driver, for example
-# --lookups 300. BENCH names the parts: lmcache, coordinator, transfer, mooncake, bootstrap.
+# --lookups 300. BENCH names the parts: lmcache, scale, coordinator, transfer, mooncake, bootstrap.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bench=${BENCH:-lmcache coordinator transfer mooncake bootstrap}
+bench=${BENCH:-lmcache scale coordinator transfer mooncake bootstrap}
 
 race_lmcache() {
 	local python lmcache
@@ -17,6 +17,19 @@ race_lmcache() {
 	"$python" interop/lmcache/mp_bench.py --l1-gb 2 --lookups 1000 --out bin/race.json "$@" --race \
 		"$lmcache server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http} --l1-size-gb 2 --no-l1-use-lazy --eviction-policy LRU --supported-transfer-mode auto --shm-name race{port}" \
 		"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir_{port}"
+}
+
+# race_scale measures this build alone: the longest holds of the store's lock, long
+# conversations, idle peers.
+race_scale() {
+	go test -run - -bench Hold -benchtime 5x ./store | grep Benchmark
+	go test -run - -bench ManyConversations -benchtime 20x ./server | grep Benchmark
+	(
+		python=python3
+		. interop/lib.sh
+		start_server idle --l1-size-gb 0.05
+		python3 interop/lmcache/idle_peers.py "$server_pid" "127.0.0.1:$port"
+	)
 }
 
 vllm_python() {
@@ -49,7 +62,7 @@ race_bootstrap() {
 for part in $bench; do
 	case $part in
 	lmcache) race_lmcache "$@" ;;
-	coordinator | transfer | mooncake | bootstrap) "race_$part" ;;
+	scale | coordinator | transfer | mooncake | bootstrap) "race_$part" ;;
 	*) echo "BENCH: no part $part" >&2; exit 2 ;;
 	esac
 done

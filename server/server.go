@@ -35,7 +35,7 @@ type Options struct {
 	ChunkTokens       int                 // tokens per chunk; default 256
 	WorkerReap        time.Duration       // silence after which a worker that has pinged is dropped; default 120 s, < 0 never
 	RegistrationGrace time.Duration       // the same for one that never pinged; default 3600 s
-	MemoBytes         int64               // token-list memo; default 16 MiB
+	MemoBytes         int64               // token-list memo; default 64 MiB, < 0 none
 	MaxInstances      int                 // registered workers; default 4096
 	PopulateRate      int64               // bytes per second of pool memory prepared ahead; 0 = none
 	ChecksumRate      int64               // bytes per second of chunks checksummed in the background; 0 = none
@@ -88,7 +88,7 @@ func New(st *store.Store, o Options) *Server {
 	o.ChunkTokens = cmp.Or(o.ChunkTokens, 256)
 	o.WorkerReap = cmp.Or(o.WorkerReap, 120*time.Second)
 	o.RegistrationGrace = cmp.Or(o.RegistrationGrace, 3600*time.Second)
-	o.MemoBytes = cmp.Or(o.MemoBytes, 16<<20)
+	o.MemoBytes = cmp.Or(o.MemoBytes, 64<<20)
 	o.MaxInstances = cmp.Or(o.MaxInstances, 4096)
 	o.DrainTimeout = cmp.Or(o.DrainTimeout, 10*time.Second)
 	o.CopyWorkers = cmp.Or(o.CopyWorkers, runtime.GOMAXPROCS(0))

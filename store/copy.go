@@ -82,11 +82,19 @@ func (s *Store) Fetch(session []byte, name Transfer, hashes []kv.Hash) (*Copy, R
 // staged becomes visible, unless the worker was detached in between. hashes are
 // as for CommitStore.
 func (c *Copy) Done(hashes []kv.Hash, ok bool) Committed {
+	out := c.done(ok)
+	if out.Chunks > 0 && !c.hold.transfer.Load {
+		c.store.touchHeads(c.hold.transfer, hashes)
+	}
+	return out
+}
+
+func (c *Copy) done(ok bool) Committed {
 	s := c.store
 	s.lock()
 	defer s.unlock()
 	if c.hold.transfer.Load {
 		return s.loadedLocked(c.hold, ok)
 	}
-	return s.storedLocked(c.hold, hashes, ok)
+	return s.storedLocked(c.hold, ok)
 }

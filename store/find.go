@@ -11,6 +11,9 @@ import (
 // lock is offered to others: well below a millisecond.
 const batch = 2048
 
+// dropBatch is the same for chunks that are dropped, which costs more.
+const dropBatch = 512
+
 // maxLookup bounds the objects of one lookup.
 const maxLookup = 1 << 21
 

@@ -6,7 +6,12 @@ import (
 )
 
 // lock begins a section that changes the books.
-func (s *Store) lock() { s.mu.Lock() }
+func (s *Store) lock() {
+	s.mu.Lock()
+	if watch != nil {
+		watch(true)
+	}
+}
 
 // unlock ends it; it must be deferred directly. A panic inside the section leaves
 // the books in an unknown state, from which wrong bytes could be served. So it
@@ -15,8 +20,14 @@ func (s *Store) unlock() {
 	if v := recover(); v != nil {
 		exit(fmt.Sprintf("BUG: store: panic while the books change: %v\n%s", v, debug.Stack()))
 	}
+	if watch != nil {
+		watch(false)
+	}
 	s.mu.Unlock()
 }
+
+// watch is called at the begin and the end of each section; benchmarks set it.
+var watch func(begin bool)
 
 // exit panics on a goroutine where nobody recovers. Tests replace it.
 var exit = func(why string) {

@@ -154,6 +154,9 @@ func (s *Store) loadLocked(session []byte, name Transfer, hashes []kv.Hash) ([]o
 	if sess == nil || len(sess.Leases()) == 0 {
 		return nil, NotPinned
 	}
+	if (name.To-name.From)*name.Shard.Groups.Len() > 8*maxTransfer {
+		return nil, Busy
+	}
 	var objects []object
 	var spans []lease.Span
 	var k pool.Key

@@ -237,9 +237,9 @@ func (s *Store) Clear(force bool) int {
 		n = s.dropHeld()
 	}
 	left := s.Stats().EvictableObjs
-	for more := true; more && left > 0; left -= batch {
+	for more := true; more && left > 0; left -= dropBatch {
 		var dropped int
-		dropped, more = s.dropOldest(min(batch, left))
+		dropped, more = s.dropOldest(min(dropBatch, left))
 		n += dropped
 	}
 	return n

@@ -80,6 +80,9 @@ type stage struct {
 	out   Reserved
 }
 
+// maxTransfer bounds the objects of one transfer: its commit shows them all at once.
+const maxTransfer = 1 << 12
+
 // stageBatch is how many chunks get their places before the lock is offered to
 // others: each may evict.
 const stageBatch = 256
@@ -141,7 +144,7 @@ func (st *stage) some(from, to int) bool {
 	s.lock()
 	defer s.unlock()
 	for c := from; c < to; c++ {
-		if s.mu.closed || !st.chunkLocked(c) {
+		if s.mu.closed || len(st.taken) >= maxTransfer || !st.chunkLocked(c) {
 			st.out.NoRoom = st.name.To - c
 			s.mu.n.AllocationFailures++
 			return false
@@ -282,34 +285,51 @@ type Committed struct {
 // While the same worker has several transfers of one name and request in
 // progress, commits end none of them before the last one came.
 func (s *Store) CommitStore(name Transfer, requestID []byte, hashes []kv.Hash, ok bool) Committed {
+	out := s.committed(name, requestID, ok)
+	if out.Chunks > 0 {
+		s.touchHeads(name, hashes)
+	}
+	return out
+}
+
+func (s *Store) committed(name Transfer, requestID []byte, ok bool) Committed {
 	s.lock()
 	defer s.unlock()
 	ended, out := s.mu.holds.commit(name, requestID)
 	for _, h := range ended {
-		out.Chunks += s.storedLocked(h, hashes, ok).Chunks
+		out.Chunks += s.storedLocked(h, ok).Chunks
 	}
 	out.Late = out.Late && out.Chunks == 0
 	return out
 }
 
-func (s *Store) storedLocked(h *hold, hashes []kv.Hash, ok bool) Committed {
+func (s *Store) storedLocked(h *hold, ok bool) Committed {
 	late := h.late()
 	n := s.endHoldLocked(h, ok && !late)
 	s.mu.n.StoredChunks += uint64(n)
-	if n > 0 {
-		s.touchHeadsLocked(h.transfer, hashes)
-	}
 	if late {
 		s.mu.n.LateCommits++
 	}
 	return Committed{Found: true, Chunks: n, Late: late}
 }
 
-// touchHeadsLocked makes what the chunks before name's range need of a shard the
-// most recently used, the first one last.
-func (s *Store) touchHeadsLocked(name Transfer, hashes []kv.Hash) {
+// touchHeads makes what the chunks before name's range need of a shard the most
+// recently used, the first one last.
+func (s *Store) touchHeads(name Transfer, hashes []kv.Hash) {
+	columns := max(1, batch/name.Shard.Groups.Len())
+	for to := name.From; to > 0; to -= columns {
+		s.touchSome(name, hashes, max(0, to-columns), to)
+	}
+}
+
+func (s *Store) touchSome(name Transfer, hashes []kv.Hash, from, to int) {
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed {
+		return
+	}
 	var k pool.Key
-	for i := name.From - 1; i >= 0; i-- {
+	for i := to - 1; i >= from; i-- {
 		for g := range name.Shard.Groups.Len() {
 			if i < name.Shard.Groups.Need(g, 0, name.From).Start {
 				continue

@@ -281,7 +281,7 @@ func (d *Dealer) converse(c net.Conn) (ready bool, err error) {
 
 	var keeper sync.WaitGroup
 	keeper.Go(func() { d.keep(p) })
-	err = p.run()
+	_, err = p.run()
 	keeper.Wait()
 
 	d.mu.Lock()

@@ -67,7 +67,8 @@ type Peer struct {
 	readErr  error
 	corkedAt time.Time
 	readFn   func(uintptr) bool
-	who      any // set before the first read
+	who      any  // set before the first read
+	fresh    bool // the handshake is just over
 
 	// Owned by whoever set mu.writing.
 	out      batch
@@ -414,12 +415,22 @@ func (p *Peer) idleLocked() {
 
 // run is the reading goroutine. It returns why the peer ended, after the last
 // goroutine of the peer.
-func (p *Peer) run() error {
-	p.command(appendGreeting)
+//
+// A ROUTER's peer leaves it once, after the handshake (done is false), and is to be
+// run again on a fresh goroutine: the stack that a handshake takes would stay with
+// an idle peer.
+func (p *Peer) run() (done bool, err error) {
+	if p.phase == wantGreeting {
+		p.command(appendGreeting)
+	}
 	for {
 		err := p.read()
 		if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
 			p.fail(err)
+		}
+		if p.fresh {
+			p.fresh = false
+			return false, nil
 		}
 		if !p.pause() {
 			break
@@ -431,7 +442,7 @@ func (p *Peer) run() error {
 	p.in.drop()
 	p.account()
 	p.trim()
-	return p.Err()
+	return true, p.Err()
 }
 
 // read reads and handles until an error or a kick.
@@ -443,7 +454,7 @@ func (p *Peer) read() error {
 		}
 		return p.readErr
 	}
-	for !p.leave.Load() {
+	for !p.leave.Load() && !p.fresh {
 		n, err := p.conn.Read(p.in.space())
 		if n > 0 {
 			if err := p.received(n); err != nil {
@@ -621,6 +632,7 @@ func (p *Peer) onReady(data []byte) error {
 	}
 	p.routing, p.phase = r.identity, traffic
 	p.ready.Store(true)
+	p.fresh = p.role.own == typeRouter
 	p.role.connected(p)
 	return nil
 }

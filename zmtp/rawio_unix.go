@@ -41,7 +41,7 @@ func (p *Peer) onReadable(fd uintptr) bool {
 			p.readErr = io.EOF
 			return true
 		}
-		if p.readErr = p.received(n); p.readErr != nil || p.leave.Load() {
+		if p.readErr = p.received(n); p.readErr != nil || p.leave.Load() || p.fresh {
 			return true
 		}
 		if n < len(b) && p.phase == traffic && p.role.own == typeRouter {

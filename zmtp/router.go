@@ -35,8 +35,7 @@ type RouterOptions struct {
 	HeartbeatInterval time.Duration // of silence before a PING to a 3.1 peer; 0 = no PINGs
 	HeartbeatTimeout  time.Duration // for the answer; default HeartbeatInterval
 
-	// Identify is called once for each connection, on its reading goroutine,
-	// before anything is read from it. What it returns is the Peer's Who.
+	// Identify is called once for each connection, before anything is read from it. What it returns is the Peer's Who.
 	Identify func(net.Conn) any
 
 	// Large is asked, on the reading goroutine, whether p may send a frame of more
@@ -212,9 +211,17 @@ func (r *Router) add(c net.Conn) {
 
 func (r *Router) run(p *Peer) {
 	if r.o.Identify != nil {
-		p.who = r.o.Identify(p.conn)
+		r.identify(p)
 	}
-	err := p.run()
+	r.proceed(p)
+}
+
+func (r *Router) proceed(p *Peer) {
+	done, err := p.run()
+	if !done {
+		r.wg.Go(func() { r.proceed(p) })
+		return
+	}
 	r.mu.Lock()
 	delete(r.mu.peers, p)
 	r.mu.past.add(&p.count)
@@ -227,6 +234,17 @@ func (r *Router) run(p *Peer) {
 	if p.ready.Load() && r.o.OnDisconnect != nil {
 		r.o.OnDisconnect(p, err)
 	}
+}
+
+// identify asks on a goroutine of its own: what a deep call adds to the stack of the
+// reading goroutine would stay there while the peer is idle.
+func (r *Router) identify(p *Peer) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		p.who = r.o.Identify(p.conn)
+	}()
+	<-done
 }
 
 func (r *Router) connected(p *Peer) {

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -42,6 +43,7 @@ type serverCmd struct {
 	PickleMax int64    `name:"pickle-max-mib" help:"Largest message of such a worker, MiB; memory grows as it arrives." default:"4095" group:"Pool"`
 	Trust     []string `name:"trust-address" help:"Addresses or networks (CIDR), comma-separated, whose peers are taken for this server's user: they are told where the pool is. For containers that share /dev/shm but not the network." group:"Pool" placeholder:"CIDR"`
 	Populate  int64    `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none. Only what was prepared is handed out, so a /dev/shm that fills up ends no engine; with 0 everything is." default:"1024" group:"Pool"`
+	Memo      int64    `name:"memo-mib" help:"Memory for the token lists of recent prompts, MiB: a prompt seen before is compared instead of hashed. 32k tokens take 160 KiB; 0 for none." default:"64" group:"Pool"`
 	Checksum  int64    `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, 0 for none: after a restart a chunk that differs from its checksum is a miss." default:"512" group:"Pool"`
 
 	Reap    float64 `name:"worker-reap-timeout-seconds" help:"Silence after which a worker is dropped, 0 for never." default:"120" group:"Timers"`
@@ -125,6 +127,8 @@ func (c *serverCmd) check() error {
 		return fmt.Errorf("%w: --l1-size-gb %v is outside one alignment (%d bytes) to 2^20 GiB", errUsage, c.L1SizeGB, c.Align)
 	case c.PickleMax < 1 || c.PickleMax > 4095:
 		return fmt.Errorf("%w: --pickle-max-mib %d is outside 1 to 4095", errUsage, c.PickleMax)
+	case c.Memo < 0 || c.Memo > 1<<20:
+		return fmt.Errorf("%w: --memo-mib %d is outside 0 to 2^20", errUsage, c.Memo)
 	case c.Populate < 0 || c.Checksum < 0 || min(c.Reap, c.Grace, c.Session, c.Hold, c.Drain) < 0:
 		return fmt.Errorf("%w: negative rate or time", errUsage)
 	}
@@ -216,7 +220,7 @@ func (c *serverCmd) Run(e *env) error {
 	srv := server.New(st, server.Options{
 		ChunkTokens: c.ChunkSize, WorkerReap: orNever(c.Reap), RegistrationGrace: orNever(c.Grace),
 		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
-		ClientGenerations: clients, Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20, Trust: trust,
+		ClientGenerations: clients, MemoBytes: cmp.Or(c.Memo<<20, -1), Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20, Trust: trust,
 		PopulateRate: c.Populate << 20, ChecksumRate: c.Checksum << 20, DrainTimeout: seconds(c.Drain), AllowHosts: c.AllowHost, Logger: e.log, Version: Version(),
 	})
 	if free, err := memAvailable(); err == nil && c.Populate > 0 && free < st.PoolBytes()-st.Provided() {
