@@ -4,7 +4,7 @@
 # under the running registry; then `kvasir relay` between P and D, and an engine made
 # of our worker sides. Bit-equal log-probabilities and full external hits, or it
 # fails. Needs bin/kvasir; `make interop-vllm` calls it. PD names the parts: qwen2,
-# gemma3, relay, both. Two engines of 2 GB at a time, minutes each.
+# gemma3, relay, load, both. Two engines of 2 GB at a time, minutes each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
@@ -50,7 +50,7 @@ for name, s in r["steps"].items():
 P
 }
 
-for part in ${PD:-qwen2 gemma3 relay both}; do
+for part in ${PD:-qwen2 gemma3 relay load both}; do
 	case $part in
 	qwen2 | gemma3)
 		echo "== vLLM P and D, $part, registry kvasir bootstrap, P killed and started again"
@@ -68,6 +68,22 @@ for part in ${PD:-qwen2 gemma3 relay both}; do
 			start "relay-$kind" relay --upstream "$upstream" --memory-gb 1
 			pd "relay-$kind" --model "$work/relay-$kind" --bootstrap "$upstream" --relay "$url" --relay-twice
 		done
+		;;
+	load)
+		echo "== vLLM P and D with kvasir relay in between: load, aborts, kills, other weights, a prefix from memory"
+		for seed in 0 1; do
+			"$python" interop/vllm/make_model.py "$work/load-$seed" --kind qwen2 --seed $seed >/dev/null
+		done
+		start bootstrap-load bootstrap --host 127.0.0.1
+		upstream=$url
+		start relay-load relay --upstream "$upstream" --memory-gb 1 --prefixes
+		"$python" interop/vllm/run_relay_load.py --models "$work/load-0,$work/load-1" --bootstrap "$upstream" --relay "$url" \
+			--out "$work/load" >"$work/load.json" || {
+			tail -c 3000 "$work/load.json" >&2
+			tail -50 "$work/relay-load.log" >&2
+			exit 1
+		}
+		"$python" -c 'import json, sys; [print("  ", k, v) for k, v in json.load(open(sys.argv[1]))["steps"].items()]' "$work/load.json"
 		;;
 	both)
 		echo "== vLLM P and D with an engine of Sender and Receiver in between"

@@ -67,11 +67,10 @@ type fleetBlock struct {
 }
 
 type fleetPull struct {
-	p        *fleetP
-	what     string
-	blocks   []int
-	pBlocks  int
-	released bool
+	p       *fleetP
+	what    string
+	blocks  []int
+	pBlocks int
 }
 
 const fleetBlocks, fleetPayload = 40, 128

@@ -453,12 +453,12 @@ func (t *talk) answer(id string, err error) {
 			q.err = why
 		}
 	}
-	arriving := last && q.err == nil && r.mayBeOnItsWay(t.addr, q)
+	filled := last && q.err == nil
 	r.mu.Unlock()
 	if !last {
 		return
 	}
-	if arriving {
+	if filled && r.mayBeOnItsWay(t.addr, q) {
 		r.wg.Go(func() {
 			r.awaitArrival(q)
 			r.settle(q)

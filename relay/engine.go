@@ -118,13 +118,14 @@ func (r *Relay) adopt(d bootstrap.Directory) ([]byte, error) {
 	r.mu.Lock()
 	r.mu.asked, r.mu.text = time.Now(), text
 	var old []*engine
+	var logs []func()
 	for id, e := range r.mu.engines {
 		if alive[id] {
 			continue
 		}
 		if e.gone.IsZero() {
 			e.gone = time.Now()
-			r.endLifeLocked(e, "it left the registry")
+			logs = append(logs, r.endLifeLocked(e, "it left the registry"))
 			for addr, w := range e.watches {
 				delete(e.watches, addr)
 				r.wg.Go(func() { _ = w.Close() })
@@ -142,6 +143,9 @@ func (r *Relay) adopt(d bootstrap.Directory) ([]byte, error) {
 		}
 	}
 	r.mu.Unlock()
+	for _, log := range logs {
+		log()
+	}
 	for _, e := range closing {
 		e.close()
 	}
@@ -170,7 +174,7 @@ func (r *Relay) show(now bootstrap.Engine) (*engine, map[int]map[int]string, err
 		}
 	}
 	if moved(e.now, now) {
-		r.endLifeLocked(e, "a worker moved or left")
+		defer r.endLifeLocked(e, "a worker moved or left")()
 	}
 	e.now = now
 	for addr := range addrs {
@@ -221,8 +225,9 @@ func (r *Relay) watchLocked(e *engine, addr string) *zmtp.Dealer {
 		OnState: func(connected bool, err error) {
 			if up && !connected {
 				r.mu.Lock()
-				r.endLifeLocked(e, "its side channel broke")
+				log := r.endLifeLocked(e, "its side channel broke")
 				r.mu.Unlock()
+				log()
 			}
 			up = connected
 		},
@@ -234,8 +239,8 @@ func (r *Relay) watchLocked(e *engine, addr string) *zmtp.Dealer {
 }
 
 // endLifeLocked forgets what was kept of the engine: it may compute something else
-// under the same transfer ids from now on.
-func (r *Relay) endLifeLocked(e *engine, why string) {
+// under the same transfer ids from now on. The caller calls log without the lock.
+func (r *Relay) endLifeLocked(e *engine, why string) (log func()) {
 	e.life++
 	n := 0
 	for key, k := range r.mu.kept {
@@ -246,7 +251,9 @@ func (r *Relay) endLifeLocked(e *engine, why string) {
 		r.dropLocked(k)
 	}
 	r.stats.dropped.Add(int64(n))
-	r.log.Info("relay: engine of P is not what it was", "engine", e.id, "why", why, "transfers_dropped", n)
+	return func() {
+		r.log.Info("relay: engine of P is not what it was", "engine", e.id, "why", why, "transfers_dropped", n)
+	}
 }
 
 // channel returns the side channel of one worker, a new one if there is none yet. The

@@ -2,17 +2,17 @@ package relay
 
 import (
 	"encoding/json"
-	"net"
 	"net/http"
-	"net/netip"
 
 	"github.com/prometheus/client_golang/prometheus"
 )
 
 // ServeHTTP answers D as a bootstrap server: GET /query lists the relay's own
 // engines, one for each of P's. GET /healthz says whether P's server answers. Web
-// pages are refused: they have no business here, even with a name that leads here.
-func (r *Relay) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+// pages are refused, as are names that are not the relay's.
+func (r *Relay) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.web.ServeHTTP(w, req) }
+
+func (r *Relay) serveHTTP(w http.ResponseWriter, req *http.Request) {
 	answer := func(status int, body []byte) {
 		w.Header().Set("Content-Type", "application/json")
 		w.WriteHeader(status)
@@ -23,8 +23,6 @@ func (r *Relay) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		answer(status, body)
 	}
 	switch {
-	case r.fromPage(req):
-		detail(http.StatusForbidden, "requests of web pages are not answered")
 	case req.URL.Path != "/query" && req.URL.Path != "/healthz" && req.URL.Path != "/healthcheck":
 		detail(http.StatusNotFound, "Not Found")
 	case req.Method != http.MethodGet:
@@ -41,35 +39,6 @@ func (r *Relay) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 			answer(http.StatusOK, []byte(`{"status":"ok"}`))
 		}
 	}
-}
-
-// fromPage says whether a web page sent the request, or asks for a host by a name that
-// is not the relay's: a name of somebody else's may lead to any address.
-func (r *Relay) fromPage(req *http.Request) bool {
-	if req.Header.Get("Origin") != "" {
-		return true
-	}
-	switch req.Header.Get("Sec-Fetch-Site") {
-	case "", "none", "same-origin":
-	default:
-		return true
-	}
-	host := req.Host
-	if h, _, err := net.SplitHostPort(host); err == nil {
-		host = h
-	}
-	if host == "" || host == "localhost" || host == r.o.Host {
-		return false
-	}
-	_, err := netip.ParseAddr(trimBrackets(host))
-	return err != nil
-}
-
-func trimBrackets(host string) string {
-	if n := len(host); n > 2 && host[0] == '[' && host[n-1] == ']' {
-		return host[1 : n-1]
-	}
-	return host
 }
 
 var (

@@ -273,7 +273,6 @@ func (r *Relay) allocLocked(size int64) (off int64, ok bool) {
 		}
 		r.freeLocked(oldest)
 		r.stats.evicted.Add(1)
-		r.log.Info("relay: evicted", "transfer", oldest.key.transfer, "bytes", oldest.n)
 	}
 }
 

@@ -27,11 +27,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/arena"
+	"github.com/kvasir-kv/kvasir/internal/httpguard"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/shm"
@@ -62,6 +64,8 @@ type Options struct {
 	// asked for one block more than D wants first, to learn whether D wants all.
 	Prefixes bool
 
+	AllowHosts []string // names, besides addresses, by which D may reach ServeHTTP
+
 	Metrics *mooncake.Metrics // default none
 	Log     *slog.Logger      // default none
 }
@@ -78,6 +82,7 @@ type Relay struct {
 	memory  *shm.Segment
 	gate    *mooncake.Gate  // of D's pulls
 	conns   *mooncake.Conns // of D
+	web     http.Handler
 	ctx     context.Context
 	cancel  context.CancelFunc
 	wg      sync.WaitGroup
@@ -136,6 +141,7 @@ func Open(o Options) (*Relay, error) {
 		o: o, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)), refresh: make(chan struct{}, 1),
 		gate: mooncake.NewGate(o.MaxPulls), conns: mooncake.NewConns(4 * o.MaxPulls),
 	}
+	r.web = httpguard.Guard{AllowHosts: append([]string{o.Host}, o.AllowHosts...)}.Handler(http.HandlerFunc(r.serveHTTP))
 	var err error
 	if r.up, err = bootstrap.NewClient(o.Upstream, bootstrap.ClientOptions{Attempts: 1, Timeout: o.RefreshTimeout}); err != nil {
 		return nil, err

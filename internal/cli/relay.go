@@ -14,6 +14,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/kvasir-kv/kvasir/internal/httpguard"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/relay"
 	"github.com/kvasir-kv/kvasir/shm"
@@ -25,6 +26,8 @@ type relayCmd struct {
 	Port     int     `help:"Port of the directory (GET /query), /healthz and /metrics. 0 takes a free one." default:"8999"`
 	MemoryGB float64 `name:"memory-gb" help:"GiB of KV to keep. What was used longest ago goes first." default:"4"`
 	Timeout  float64 `help:"Seconds that a pull from P may take, P's computing included." default:"120"`
+
+	AllowHost []string `help:"Further names by which D reaches the directory, besides addresses, localhost and --host." placeholder:"NAME"`
 
 	KeepAcrossRestarts bool `help:"Serve what an earlier life of P sent, also without P. Only where P's weights never change and no transfer id comes twice."`
 	Prefixes           bool `help:"Understand transfer ids T^PREFIX:n: n blocks of PREFIX from memory, the rest of T from P. P is asked for one block too many first."`
@@ -62,7 +65,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	registry.MustRegister(metrics)
 	r, err := relay.Open(relay.Options{
 		Upstream: c.Upstream, Host: c.Host, MemoryPath: path, MemoryBytes: bytes,
-		KeepAcrossRestarts: c.KeepAcrossRestarts, Prefixes: c.Prefixes, Timeout: seconds(c.Timeout), Metrics: metrics, Log: e.log,
+		AllowHosts: c.AllowHost, KeepAcrossRestarts: c.KeepAcrossRestarts, Prefixes: c.Prefixes, Timeout: seconds(c.Timeout), Metrics: metrics, Log: e.log,
 	})
 	if err != nil {
 		return err
@@ -76,10 +79,10 @@ func (c *relayCmd) Run(e *env) (err error) {
 	if err != nil {
 		return fmt.Errorf("listen for D's queries: %w", err)
 	}
-	web := &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 64 << 10}
+	web := httpguard.NewServer(mux)
 	e.log.Info(fmt.Sprintf("relay: D's remote_bootstrap_addr is http://%s, P's is %s; keeping up to %g GiB", listener.Addr(), c.Upstream, c.MemoryGB))
 	ended := make(chan error, 1)
-	go func() { ended <- web.Serve(listener) }()
+	go func() { ended <- web.Serve(httpguard.Limit(listener)) }()
 	select {
 	case err := <-ended:
 		return err
