@@ -1,8 +1,10 @@
 package lmcache
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/tinylib/msgp/msgp"
 )
@@ -54,6 +56,11 @@ type KVCache struct {
 	EngineType  string
 	KVLayout    string        // layout_hints: NHD, HND, BLHNC, BLNHC; empty when not given
 	Groups      []EngineGroup // in the order of a transfer's block ids; none is one group of all layers
+}
+
+// OnCPU reports whether all of the KV is in the memory of CPUs.
+func (c *KVCache) OnCPU() bool {
+	return !slices.ContainsFunc(c.Descriptors, func(d Descriptor) bool { return d.Type != CPUShm && d.Device != "cpu" })
 }
 
 // Frames returns the seven payload frames of register_kv_cache.
@@ -194,6 +201,9 @@ func withType(ext *msgp.RawExtension, b []byte) *msgp.RawExtension {
 func decodeDescriptor(data []byte) (d Descriptor, err error) {
 	if len(data) > 1 && data[0] == 0x80 { // pickle's PROTO; as msgpack an empty map
 		d.Type = PickledDescriptor
+		if bytes.Contains(data, []byte("CpuShmTensorWrapper")) { // the class
+			d.Device = "cpu"
+		}
 		return d, nil
 	}
 	rest, err := readMap(data, func(name, b []byte) ([]byte, error) {

@@ -379,9 +379,16 @@ func (s Generations) PickleOnly() bool { return s.Has(Gen046) }
 // PingsWithoutID reports whether no client of the set tells with a ping who it is.
 func (s Generations) PingsWithoutID() bool { return s != 0 && s&^(1<<Gen046|1<<Gen047) == 0 }
 
-// NeedsEvent reports whether the lent-KV calls of every client of the set cannot
-// be declined: it opens the event handle of every answer.
-func (s Generations) NeedsEvent() bool { return s != 0 && s&^(1<<Gen046|1<<Gen047|1<<Gen050) == 0 }
+// NeedsEvent reports whether every client of the set opens the event handle of
+// each answer about lent KV, also of a negative one: such an answer ends it. For
+// KV on CPUs 0.5.3 has an event without meaning.
+func (s Generations) NeedsEvent(onCPU bool) bool {
+	opens := Generations(1<<Gen046 | 1<<Gen047 | 1<<Gen050)
+	if !onCPU {
+		opens |= 1 << Gen053
+	}
+	return s != 0 && s&^opens == 0
+}
 
 // Names returns what the payloads of an operation name: a worker instance, 0 when
 // none, or a model with its world size.

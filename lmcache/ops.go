@@ -1,13 +1,15 @@
-// Package lmcache speaks the LMCache multiprocess protocol, version 0.5.6: its
-// operations, the messages of each in both directions, the token-list decoder
-// that turns a prompt into chunk hashes, and a client.
+// Package lmcache speaks the LMCache multiprocess protocol: its operations, as
+// the releases 0.4.6 to 0.5.6 number them, the messages of each in both
+// directions, the token-list decoder that turns a prompt into chunk hashes, and a
+// client of 0.5.6.
 //
 // A request is the ZMQ message [uid, operation, payload ...], a reply is
 // [uid, operation, result]; each frame is one msgpack value, and a missing result
-// frame means None. The uid is echoed and never decoded by a server.
+// frame means None. The uid is echoed; a server looks at it only to tell a client's
+// first request from later ones.
 //
-// Source of every wire fact: the lmcache 0.5.6 Python package and recordings of
-// its client and server; testdata holds them.
+// Source of every wire fact: the lmcache Python packages and recordings of their
+// clients and servers; internal/vectors holds them.
 package lmcache
 
 import (

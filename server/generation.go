@@ -169,7 +169,7 @@ func (s *Server) registerPickleOnly(in *instance) error {
 // start ends with lmcache.mp.mq_timeout.
 func (s *Server) refuseEvents(sc *scratch, reg *lmcache.KVCache) error {
 	s.log.Error(fmt.Sprintf("refused worker %d of %s: lmcache %s lends its KV by CUDA IPC, and cannot be told so: its start ends after lmcache.mp.mq_timeout; "+
-		"upgrade its lmcache to 0.5.3 or later and set lmcache.mp.mp_transfer_mode=engine_driven in kv_connector_extra_config",
+		"set lmcache.mp.mp_transfer_mode=engine_driven in kv_connector_extra_config (0.4.7: data), or with 0.4.6 upgrade its lmcache",
 		reg.InstanceID, reg.Model, sc.conn.generations))
 	sc.silent = true
 	return nil

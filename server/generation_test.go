@@ -440,11 +440,19 @@ func TestLentKVOfEarlyGenerations(t *testing.T) {
 	if got := strings.Count(n.log.String(), "lends its KV by CUDA IPC"); got != 2 {
 		t.Errorf("%d lines\n%s", got, n.log.String())
 	}
-	// Later ones survive [b"", false].
+	// 0.5.3 survives [b"", false] on CPUs only, later ones everywhere.
 	c := n.dial(t, 0)
 	c.call(21)
-	c.want(c.call(1, registration...), nil, "0.5.3's registration")
+	c.call(40)
+	c.quiet(1, registration...)
+	onCPU := slices.Clone(registration)
+	onCPU[1] = append(msgp.AppendArrayHeader(nil, 1), append([]byte{0xc7, 21, 1, 0x80, 4}, "CpuShmTensorWrapper"...)...)
+	c.want(c.call(1, onCPU...), nil, "0.5.3's registration of KV on CPUs")
 	c.want(c.call(6, oldKey(0, 1, 16, "r"), integer(6), []byte{0x91, 0x91, 1}, empty), lmcache.Copied{}.Append(nil), "0.5.3's store")
+	c = n.dial(t, 0)
+	c.call(21)
+	c.call(32)
+	c.want(c.call(1, registration...), nil, "0.5.5's registration")
 }
 
 // What a client of 0.4.6 is refused leaves no frame that it cannot decode: one

@@ -58,6 +58,7 @@ func (s *Server) hold(who *caller, c *connection, m [][]byte) bool {
 	if len(c.held) == maxHeld || c.heldBytes+n > maxHeldBytes || !s.held.take(who.by, n) {
 		return false
 	}
+	s.n.held.Add(1)
 	own := make([][]byte, len(m))
 	for i, frame := range m {
 		own[i] = bytes.Clone(frame)

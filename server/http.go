@@ -39,6 +39,7 @@ type counters struct {
 	swept              atomic.Uint64 // segments of dead engines
 	noteFailures       atomic.Uint64
 	families           sync.Map
+	held               atomic.Uint64 // requests that waited for their client's generation
 	panics             atomic.Uint64
 	callers            atomic.Uint64    // connections identified
 	stackShown         [256]atomic.Bool // by lmcache.Op
@@ -180,6 +181,7 @@ func (s *Server) Collect(ch chan<- prometheus.Metric) {
 	count("lmcache_mp_l1_read_failure_chunks_total", "Retrieves declined because a chunk was gone or not pinned.", st.ReadFailures)
 	count("lmcache_mp_lookups_requests_total", "Lookups.", st.Lookups)
 	count("lmcache_mp_lookup_early_exit_requests_total", "Lookups answered without looking.", s.n.earlyExits.Load())
+	count("kvasir_held_requests_total", "Requests that waited for a sign of their client's generation.", s.n.held.Load())
 	count("lmcache_mp_lookup_requested_tokens_total", "Tokens asked for, whole chunks.", s.n.askedTokens.Load())
 	count("lmcache_mp_lookup_hit_tokens_total", "Tokens hit.", s.n.hitTokens.Load())
 	count("lmcache_mp_lookup_hit_l1_tokens_total", "Tokens hit in the pool.", s.n.hitTokens.Load())

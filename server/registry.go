@@ -461,7 +461,7 @@ func (s *Server) registerKVCache(sc *scratch, p [][]byte) error {
 		return errDraining
 	}
 	sc.conn.name(reg.InstanceID)
-	if sc.conn.generations.NeedsEvent() {
+	if sc.conn.generations.NeedsEvent(reg.OnCPU()) {
 		return s.refuseEvents(sc, &reg)
 	}
 	var in *instance

@@ -271,7 +271,7 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 		return nil
 	}
 	sc.frames = [3][]byte{m[0], m[1]}
-	sc.out = sc.out[:0]
+	sc.out, sc.silent = sc.out[:0], false
 	sc.conn = sc.caller().connection()
 	op := lmcache.OpUnknown
 	err := s.contain(op, func() (err error) {
@@ -292,7 +292,6 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 		}
 	}
 	if sc.silent {
-		sc.silent = false
 		return nil
 	}
 	if len(sc.out) == 0 {
