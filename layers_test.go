@@ -50,6 +50,7 @@ var layers = map[string]int{
 	"server":                4,
 	"sim":                   4,
 	"internal/cli":          6,
+	"scripts/mutate":        8,
 	"cmd/kvasir":            7,
 }
 
