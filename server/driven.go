@@ -85,6 +85,9 @@ func (d *driven) open(chunkTokens int, separate bool, shmDir string, who *caller
 	if d.reg.WorldSize < 1 || d.reg.WorldSize > kv.MaxWorldSize {
 		return fmt.Errorf("world_size %d is outside 1 to %d", d.reg.WorldSize, kv.MaxWorldSize)
 	}
+	if err := who.isSeen(); err != nil { // before any file is touched for it
+		return err
+	}
 	may := func(f shm.File) error { return who.mayLend(f.UID) }
 	layers := make([]paged.Layer, len(d.reg.Descriptors))
 	for i := range d.reg.Descriptors {

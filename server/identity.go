@@ -118,15 +118,23 @@ func (c *caller) mayOpen() error {
 	return nil
 }
 
+// isSeen reports why c can lend nothing at all: its user is not known.
+func (c *caller) isSeen() error {
+	if c.trusted || c.peer.Known() {
+		return nil
+	}
+	return fmt.Errorf("%w: %s", errLender, c.unseen())
+}
+
 // mayLend reports why c may not lend a file of user uid; nil when it is c's, or c
 // is root.
 func (c *caller) mayLend(uid int) error {
+	if err := c.isSeen(); err != nil {
+		return err
+	}
 	as := c.peer.UID
-	switch {
-	case c.trusted:
+	if c.trusted {
 		as = os.Geteuid()
-	case !c.peer.Known():
-		return fmt.Errorf("%w: %s", errLender, c.unseen())
 	}
 	if as != uid && as != 0 {
 		return fmt.Errorf("%w: it belongs to uid %d, the worker is uid %d", errLender, uid, as)

@@ -56,6 +56,14 @@ func TestSegmentsOfOthersAreNotMapped(t *testing.T) {
 	f(stranger, false)
 	f(unseenUser, false)
 	f(remoteHost, false)
+
+	// Who is not seen does not make the server look for files either.
+	absent := n.newEngine()
+	absent.reg.Descriptors[0].ShmName = "/lmcache_kv_1_absent"
+	n.AnswerAs(remoteHost, append([][]byte{{7}, lmcache.AppendOp(nil, lmcache.OpRegisterKVCache)}, absent.reg.Frames()...))
+	if log := n.log.String(); strings.Contains(log, "no such file") || strings.Count(log, "192.0.2.7, which is not this host") < 2 {
+		t.Errorf("log:\n%s", log)
+	}
 }
 
 // A segment that another worker lends is not lent again: bytes of one engine do not
