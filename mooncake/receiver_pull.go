@@ -23,6 +23,7 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 	}()
 	addrs, err := r.workers(ctx, from)
 	if err != nil {
+		r.forgetEngine(from) // it may have been half registered
 		r.each(list, cause(ctx, err))
 		return
 	}
@@ -218,6 +219,11 @@ func (t *talk) run(ctx context.Context) {
 		if err == nil {
 			return
 		}
+		if errors.Is(err, errAskAgain) {
+			t.resent = true
+			attempt--
+			continue
+		}
 		if ctx.Err() != nil || attempt >= t.r.o.Attempts || !errors.Is(err, ErrLost) {
 			if errors.Is(err, ErrUnreachable) || errors.Is(err, ErrLost) {
 				t.r.forgetEngine(t.from) // it may have moved: ask again next time
@@ -231,10 +237,12 @@ func (t *talk) run(ctx context.Context) {
 	}
 }
 
+// forgetEngine makes the next pull ask the bootstrap server again.
 func (r *Receiver) forgetEngine(from Source) {
 	r.mu.Lock()
-	defer r.mu.Unlock()
 	delete(r.mu.engines, from)
+	r.mu.Unlock()
+	r.windows.forget(from)
 }
 
 func (t *talk) failAll(err error) {
@@ -361,6 +369,7 @@ func (t *talk) follow(ctx context.Context, s *socket, y *Reply) (ended bool, err
 	t.kvasir = y.Kvasir
 	t.r.remember(t.addr, y, t.window.id)
 	if y.Status == StatusError {
+		t.r.forgetEngine(t.from) // of which D may know a part only
 		t.failAll(fmt.Errorf("%w: %s", ErrPeer, orUnknown(y.Message)))
 		return true, nil
 	}
@@ -458,9 +467,9 @@ func (t *talk) answer(id string, err error) {
 	if !last {
 		return
 	}
-	if filled && r.mayBeOnItsWay(t.addr, q) {
+	if filled && r.mayBeOnItsWay(q) {
 		r.wg.Go(func() {
-			r.awaitArrival(q)
+			r.awaitArrival(t.addr, q)
 			r.settle(q)
 			r.letGo(q)
 		})

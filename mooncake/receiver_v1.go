@@ -2,12 +2,17 @@ package mooncake
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
 
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
+
+// errAskAgain means that a V1 pull ended because D gave some of its requests up: the
+// rest are pulled again, as often as it takes.
+var errAskAgain = errors.New("mooncake: pulled together with an aborted request")
 
 // onceV1 sends a V1 pull and waits for its one answer. When that is a failure of
 // several requests, each is pulled again by itself.
@@ -33,9 +38,9 @@ func (t *talk) onceV1(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	wanted := slices.Collect(maps.Values(t.left))
-	r.wg.Go(func() { // all or nothing: V1 has one answer, so an abort waits while others want theirs
+	r.wg.Go(func() { // V1 has one answer for all: without an aborted request the pull is another one
 		for {
-			if !slices.ContainsFunc(wanted, func(q *receiving) bool { return q.gaveUp() == nil }) {
+			if slices.ContainsFunc(wanted, func(q *receiving) bool { return q.gaveUp() != nil }) {
 				cancel()
 				return
 			}
@@ -49,9 +54,8 @@ func (t *talk) onceV1(ctx context.Context) error {
 	t.sent = true
 	reply, err := s.Do(ctx, AppendPullV1(nil, &p))
 	switch {
-	case err != nil && !slices.ContainsFunc(wanted, func(q *receiving) bool { return q.gaveUp() == nil }):
-		t.dropAborted(false)
-		return nil
+	case err != nil && ctxAll.Err() == nil && slices.ContainsFunc(wanted, func(q *receiving) bool { return q.gaveUp() != nil }):
+		return errAskAgain
 	case err != nil:
 		return fmt.Errorf("%w: %w", ErrLost, err)
 	case len(reply) == 1 && string(reply[0]) == replyV1Done:

@@ -297,6 +297,17 @@ func (ws *windows) each(w *window, blocks [][]int, size func(r *Region, group, i
 	return list
 }
 
+// forget retires the window of a P that may be gone.
+func (ws *windows) forget(from Source) {
+	ws.mu.Lock()
+	w := ws.mu.current[from]
+	gone := w != nil && ws.retireLocked(w)
+	ws.mu.Unlock()
+	if gone {
+		ws.wg.Go(func() { ws.withdraw(w) })
+	}
+}
+
 // release ends q's use. The last one of a window that is retired, or has closed
 // blocks, or was used by pulls without blocks only, withdraws it.
 func (ws *windows) release(w *window, q *receiving) {

@@ -23,8 +23,12 @@ func (r *Region) began(acked bool) {
 		return
 	}
 	r.arrived.Lock()
+	first := !r.arrived.begun
 	r.arrived.begun = true
 	r.arrived.Unlock()
+	if first {
+		r.table.signal()
+	}
 }
 
 // wrote notes that a write has ended: all its bytes are in memory.
@@ -35,6 +39,7 @@ func (r *Region) wrote(at Range, acked bool) {
 			a.Lock()
 			a.acked = true
 			a.Unlock()
+			r.table.signal()
 		}
 		return
 	}
@@ -94,7 +99,7 @@ func (t *Table) Confirmation(regions ...*Region) Confirmation {
 
 // Unwritten returns how many bytes of the ranges no write without acknowledgement has
 // filled since they were forgotten, and a channel that is closed at the next such
-// write. Call stop when the channel is not needed any more.
+// write, and when Confirmation may change. Call stop when the channel is not needed any more.
 func (t *Table) Unwritten(ranges ...Range) (n uint64, next <-chan struct{}, stop func()) {
 	t.waiters.Add(1)
 	t.wake.Lock()
