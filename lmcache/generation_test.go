@@ -164,6 +164,29 @@ func TestFirstCallIsGetChunkSize(t *testing.T) {
 	f(1, 32, lmcache.OpGetExperimental, lmcache.Only(lmcache.Gen055)|lmcache.Only(lmcache.Gen056))
 }
 
+// A worker's key names its shard, a scheduler's does not: 12 is prepare_store of
+// 0.4.7 with the one and free_lookup_locks of 0.5.3 with the other.
+func TestKeysOfWorkersAndSchedulers(t *testing.T) {
+	keys := map[bool][]byte{}
+	requests(t, "0.4.7", func(_, _ int, m [][]byte) {
+		switch m[1][0] {
+		case 12:
+			keys[true] = m[2]
+		case 8:
+			keys[false] = m[2]
+		}
+	})
+	for worker, want := range map[bool]lmcache.Reading{
+		true:  {Op: lmcache.OpPrepareStore, Generations: lmcache.Only(lmcache.Gen047)},
+		false: {Op: lmcache.OpFreeLookupLocks, Generations: lmcache.Only(lmcache.Gen053)},
+	} {
+		r, err := lmcache.AllGenerations.Read([][]byte{{9}, {12}, keys[worker], {1}}, nil)
+		if err != nil || len(r) != 1 || r[0] != want {
+			t.Errorf("12 with a worker's key %v: %v, %v", worker, r, err)
+		}
+	}
+}
+
 func TestParseGenerations(t *testing.T) {
 	for s := lmcache.Generations(0); s <= lmcache.AllGenerations; s++ {
 		if got, err := lmcache.ParseGenerations(s.String()); got != s || err != nil {

@@ -377,6 +377,34 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 	return b, false
 }
 
+// AppendAmbiguous appends the result frame that declines a message with several
+// readings, when there is one that the clients of all of them decode: safe is false
+// when there is none. result is false when the right answer is no result frame.
+func AppendAmbiguous(b []byte, readings []Reading) (_ []byte, result, safe bool) {
+	prepares, others := 0, 0
+	for _, r := range readings {
+		switch r.Op {
+		case OpPrepareStore, OpPrepareRetrieve:
+			prepares++
+		case OpLookup, OpFreeLookupLocks, OpEndSession, OpQueryPrefetchStatus: // None; of a status it means "ask again"
+		default:
+			others++
+		}
+	}
+	switch {
+	case others > 0 || prepares > 0 && prepares < len(readings):
+		return b, false, false
+	case prepares == 0:
+		return b, false, true
+	}
+	// A miss, and nothing to store. Fields that a client does not know are ignored.
+	b = msgp.AppendMapHeader(b, 3)
+	b = msgp.AppendBool(msgp.AppendString(b, "success"), false)
+	b = msgp.AppendBytes(msgp.AppendString(b, "data"), nil)
+	b = (&Slots{}).append(msgp.AppendMapHeader(msgp.AppendString(b, "context"), 2))
+	return msgp.AppendArrayHeader(msgp.AppendString(b, "chunk_indices"), 0), true, true
+}
+
 // AppendInt appends one integer: the frame of instance ids, hit counts, sizes.
 func AppendInt(b []byte, v int64) []byte { return appendInt(b, v) }
 

@@ -16,9 +16,9 @@ func (s *Server) SetMaxMappings(n int) { s.registry.maxMappings = n }
 func (s *Server) ProvideMore() error { return s.provideStep(s.usable()) }
 
 // Connect returns a connection of somebody's whose client is not known yet: it
-// answers messages in order. end closes it.
-func (s *Server) Connect(who peercred.Peer) (answer func(m [][]byte) [][]byte, end func()) {
+// answers messages in order.
+func (s *Server) Connect(who peercred.Peer) (answer func(m [][]byte) [][]byte) {
 	c := s.callerOf(who)
 	c.conn = &connection{generations: s.opts.ClientGenerations}
-	return func(m [][]byte) [][]byte { return s.answer(&scratch{inProcess: c}, m) }, func() { s.takeHeld(c) }
+	return func(m [][]byte) [][]byte { return s.answer(&scratch{inProcess: c}, m) }
 }

@@ -3,6 +3,7 @@ package server
 import (
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
@@ -16,13 +17,10 @@ type connection struct {
 	worker      int64               // the instance that it named last
 	named       bool
 	doubted     bool // its ping without an id was answered false
-
-	held      [][][]byte // ambiguous messages, oldest first
-	heldBytes int64
 }
 
 var (
-	errAmbiguous  = errors.New("operations of several client generations look like this one, and too many already wait for the client to show which it is")
+	errAmbiguous  = errors.New("operations of several client generations look like this one")
 	errHeld       = errors.New("held until the client shows its generation")
 	errGeneration = errors.New("clients of this generation are not served")
 )
@@ -38,10 +36,11 @@ func (c *caller) connection() *connection {
 
 // read tells which operation a message is. With it the connection's client is
 // recognised: by its first request, get_chunk_size, else by what the registry
-// has for the worker or model that the message names, else by its payloads. A
-// message that stays ambiguous is held until another one shows what the client is;
-// a heartbeat does. To guess could do what was not asked for, and a reply of the
-// wrong type ends the thread that serves all sockets of an early client.
+// has for the worker or model that the message names, else by its payloads. What
+// stays ambiguous is declined. To guess could do what was not asked for, and a
+// reply of the wrong type ends the thread that serves all sockets of an early
+// client: a message without an answer that is right for all its readings is held
+// until another one shows what the client is. A heartbeat does.
 func (s *Server) read(sc *scratch, m [][]byte) (lmcache.Op, error) {
 	c := sc.conn
 	if c.early != "" {
@@ -67,10 +66,28 @@ func (s *Server) read(sc *scratch, m [][]byte) (lmcache.Op, error) {
 		return readings[0].Op, nil
 	}
 	s.recognise(c, of)
-	if !s.hold(sc.caller(), c, m) {
-		return lmcache.OpUnknown, errAmbiguous
+	ambiguous := &ambiguousError{readings: append([]lmcache.Reading(nil), readings...)}
+	if _, _, safe := lmcache.AppendAmbiguous(nil, readings); !safe && outlived(m[0]) && s.hold(sc.peer, m) {
+		return lmcache.OpUnknown, errHeld
 	}
-	return lmcache.OpUnknown, errHeld
+	return lmcache.OpUnknown, ambiguous
+}
+
+// outlived reports whether a request of that number can be of a client that was
+// there before this server. Connectors ask for the chunk size first.
+func outlived(uid []byte) bool { return len(uid) != 1 || uid[0] != 0 }
+
+// ambiguousError is errAmbiguous with what the message can be.
+type ambiguousError struct{ readings []lmcache.Reading }
+
+func (e *ambiguousError) Unwrap() error { return errAmbiguous }
+
+func (e *ambiguousError) Error() string {
+	var each []string
+	for _, r := range e.readings {
+		each = append(each, fmt.Sprintf("%s of %s", r.Op, r.Generations))
+	}
+	return fmt.Sprintf("%v: %s", errAmbiguous, strings.Join(each, ", "))
 }
 
 // recall keeps the readings of which the generation is that of the worker that
@@ -121,6 +138,10 @@ func (s *Server) refuseEarly(c *connection, m [][]byte) {
 // decline appends the negative answer to a request that failed with err. ok is
 // false when it is to have no result.
 func (s *Server) decline(sc *scratch, op lmcache.Op, err error) (ok bool) {
+	if a, is := errors.AsType[*ambiguousError](err); is {
+		sc.out, ok, _ = lmcache.AppendAmbiguous(sc.out[:0], a.readings)
+		return ok
+	}
 	if op == lmcache.OpRegisterEngineDriven && sc.conn.generations.PickleOnly() {
 		return false
 	}

@@ -92,8 +92,12 @@ func (c *oldClient) quiet(op byte, payloads ...[]byte) {
 
 // oldKey is a key as clients before 0.5.5 send it.
 func oldKey(worker int, seed, tokenCount int, request string) []byte {
+	return tokenKey("m", worker, seed, tokenCount, request)
+}
+
+func tokenKey(model string, worker int, seed, tokenCount int, request string) []byte {
 	b := msgp.AppendMapHeader(nil, 8)
-	b = msgp.AppendString(msgp.AppendString(b, "model_name"), "m")
+	b = msgp.AppendString(msgp.AppendString(b, "model_name"), model)
 	b = msgp.AppendInt(msgp.AppendString(b, "world_size"), 1)
 	b = msgp.AppendString(b, "worker_id")
 	if worker == lmcache.AllWorkers {
@@ -311,8 +315,53 @@ func TestAmbiguousMessageWaits(t *testing.T) {
 		c.quiet(14, oldKey(0, 1, 16, "r"), integer(7))
 	}
 	c.want(c.call(14, oldKey(0, 1, 16, "r"), integer(7)), nil, "one too many")
-	if !strings.Contains(n.log.String(), "too many already wait") {
-		t.Errorf("log:\n%s", n.log.String())
+	n.Tick(time.Now().Add(14 * time.Second))
+	if !c.silent() {
+		t.Error("answered before a heartbeat can have come")
+	}
+	n.Tick(time.Now().Add(16 * time.Second))
+	for uid := byte(20); uid < 36; uid++ {
+		c.want(c.answer(uid), nil, "held for too long")
+	}
+}
+
+// Where one answer is right for all that a message can be, it comes at once; so
+// does one to a client that is new and did not ask for the chunk size, which no
+// connector is.
+func TestAmbiguousMessageIsDeclined(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 64, server.Options{})
+	defer stop()
+	c := n.dial(t, 0)
+	c.call(17)
+	c.call(10, oldRegistration(1))
+	c.call(12, oldKey(0, 1, 16, "s"), integer(1))
+	c.want(c.call(13, oldKey(0, 1, 16, "s"), integer(1), empty), yes, "commit_store")
+	c.call(5, oldKey(lmcache.AllWorkers, 1, 16, "r"), integer(1))
+	other := tokenKey("other", lmcache.AllWorkers, 1, 16, "r")
+	stranger := n.dial(t, 20)
+	stranger.want(stranger.call(8, other, integer(1)), nil, "free_lookup_locks or lookup")
+	stranger.want(stranger.call(9, text("r")), nil, "end_session or status")
+	if st := n.store.Stats(); st.EvictableObjs != 0 || st.Sessions != 1 {
+		t.Errorf("a guess was made: %+v", st)
+	}
+	stranger = n.dial(t, 20)
+	both := stranger.call(13, oldKey(0, 1, 16, "r"), integer(77))
+	if p, err := lmcache.DecodePrepareRetrieve(both); err != nil || p.Success {
+		t.Errorf("as prepare_retrieve: %+v, %v", p, err)
+	}
+	if p, err := lmcache.DecodePrepareStore(both); err != nil || p.Slots == nil || len(p.Slots) > 0 {
+		t.Errorf("as prepare_store: %+v, %v", p, err)
+	}
+	narrowed := n.dial(t, 20) // 0.4.6 or 0.4.7, which agree on 9
+	narrowed.quiet(14, oldKey(0, 1, 16, "r"), integer(77))
+	narrowed.want(narrowed.call(9, text("r")), nil, "end_session")
+	if st := n.store.Stats(); st.Sessions != 0 {
+		t.Errorf("the session is not ended: %+v", st)
+	}
+	young := n.dial(t, 0)
+	young.want(young.call(14, oldKey(0, 1, 16, "r"), integer(77)), nil, "commit_retrieve or prepare_retrieve")
+	if log := n.log.String(); !strings.Contains(log, "commit_retrieve of 0.4.6, prepare_retrieve of 0.4.7") {
+		t.Errorf("log:\n%s", log)
 	}
 }
 
@@ -404,6 +453,51 @@ func TestPingWithoutID(t *testing.T) {
 	for _, ping := range []byte{17, 18} {
 		survivor := n.dial(t, 30)
 		survivor.want(survivor.call(ping), yes, "ping to a server that took over every worker")
+	}
+}
+
+// A restored worker whose heartbeats name nobody is not silent before it has moved
+// anything: none can be told to be its own.
+func TestRestoredWorkerWithoutID(t *testing.T) {
+	dir := t.TempDir()
+	n, stop := startNode(t, dir, 64, server.Options{})
+	for i, first := range []byte{17, 21} {
+		c := n.dial(t, 0)
+		c.call(first)
+		id := int64(47 + 6*i)
+		c.call([]byte{10, 14}[i], oldRegistration(id))
+		if i == 0 {
+			c.want(c.call(18), yes, "ping")
+		} else {
+			c.want(c.call(22, integer(id)), yes, "ping")
+		}
+	}
+	stop()
+	n, stop = startNode(t, dir, 64, server.Options{})
+	defer stop()
+	for range 25 { // not all at once, as after a suspension
+		n.Tick(time.Now())
+	}
+	for second := range 200 {
+		n.Tick(time.Now().Add(time.Duration(second) * time.Second))
+	}
+	log := n.log.String()
+	if !strings.Contains(log, "worker 53 of m dropped") || strings.Contains(log, "worker 47 of m dropped") {
+		t.Errorf("log:\n%s", log)
+	}
+}
+
+// What another user registered under a model tells nothing about this one's client.
+func TestAnotherUsersGeneration(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 64, server.Options{Pickle: server.PickleOn})
+	defer stop()
+	theirs := n.Connect(peercred.Peer{UID: os.Geteuid() + 1})
+	theirs([][]byte{{0}, {17}})
+	theirs([][]byte{{1}, {10}, oldRegistration(1)})
+	mine := n.Connect(peercred.Peer{UID: os.Geteuid()})
+	mine([][]byte{{20}, {8}, oldKey(lmcache.AllWorkers, 1, 16, "r"), integer(1)})
+	if got := mine([][]byte{{21}, {22}, {0xc0}}); len(got) != 3 || !bytes.Equal(got[2], yes) {
+		t.Errorf("ping of a later generation: %x", got)
 	}
 }
 
@@ -544,7 +638,7 @@ func TestAnswersHaveTheDeclaredType(t *testing.T) {
 				continue
 			}
 			op := r[0].Op
-			answer, end := n.Connect(peercred.Peer{UID: os.Geteuid()})
+			answer := n.Connect(peercred.Peer{UID: os.Geteuid()})
 			answer([][]byte{{0}, {ask}})
 			if g == lmcache.Gen053 {
 				answer([][]byte{{0}, {40}})
@@ -567,7 +661,6 @@ func TestAnswersHaveTheDeclaredType(t *testing.T) {
 					t.Errorf("%v of %v with %x: %v", op, g, m[2:], got)
 				}
 			}
-			end()
 		}
 	}
 	if answers < 500 {
@@ -597,8 +690,7 @@ func FuzzConnection(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, messages []byte) {
 		s, _, _ := newPickleServer(t, 16, 1<<20, server.Options{Pickle: server.PickleOn})
-		answer, end := s.Connect(peercred.Peer{UID: os.Geteuid()})
-		defer end()
+		answer := s.Connect(peercred.Peer{UID: os.Geteuid()})
 		for b := messages; len(b) > 0; {
 			n := int(b[0] % 8)
 			b = b[1:]

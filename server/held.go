@@ -3,6 +3,7 @@ package server
 import (
 	"bytes"
 	"sync"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -15,82 +16,115 @@ const (
 	maxHeldBytes      = 2 << 20  // of one connection
 	maxHeldBytesOfOne = 16 << 20 // of one user or address
 	maxHeldBytesInAll = 64 << 20
+	maxHeldTime       = 15 * time.Second // a heartbeat comes every 10 s
 )
 
-// heldBytes counts what is held, by whose it is.
-type heldBytes struct {
-	sync.Mutex
-	all int64
-	by  map[principal]int64
+// heldMessages keeps messages until their clients show what they are.
+type heldMessages struct {
+	sync.Mutex // a leaf
+	bytes      int64
+	by         map[principal]int64
+	of         map[*zmtp.Peer]*held
 }
 
-// take counts n bytes of by's; false when that is more than its share, or than
-// there may be.
-func (h *heldBytes) take(by principal, n int64) bool {
-	h.Lock()
-	defer h.Unlock()
-	if h.all+n > maxHeldBytesInAll || h.by[by]+n > maxHeldBytesOfOne {
-		return false
-	}
-	if h.by == nil {
-		h.by = make(map[principal]int64)
-	}
-	h.all += n
-	h.by[by] += n
-	return true
-}
-
-func (h *heldBytes) give(by principal, n int64) {
-	h.Lock()
-	defer h.Unlock()
-	h.all -= n
-	if h.by[by] -= n; h.by[by] == 0 {
-		delete(h.by, by)
-	}
+// held is what one connection has waiting.
+type held struct {
+	messages [][][]byte // oldest first
+	bytes    int64
+	since    time.Time // of the oldest
 }
 
 // hold keeps a copy of an ambiguous message; false when there are too many.
-func (s *Server) hold(who *caller, c *connection, m [][]byte) bool {
-	n := int64(0)
-	for _, frame := range m {
-		n += int64(len(frame))
-	}
-	if len(c.held) == maxHeld || c.heldBytes+n > maxHeldBytes || !s.held.take(who.by, n) {
+func (s *Server) hold(p *zmtp.Peer, m [][]byte) bool {
+	if p == nil {
 		return false
 	}
-	s.n.held.Add(1)
-	own := make([][]byte, len(m))
+	own, n := make([][]byte, len(m)), int64(0)
 	for i, frame := range m {
 		own[i] = bytes.Clone(frame)
+		n += int64(len(frame))
 	}
-	c.held, c.heldBytes = append(c.held, own), c.heldBytes+n
+	by := whoIs(p).by
+	all := &s.held
+	all.Lock()
+	defer all.Unlock()
+	if all.of == nil {
+		all.by, all.of = make(map[principal]int64), make(map[*zmtp.Peer]*held)
+	}
+	h := all.of[p]
+	if h == nil {
+		h = &held{since: time.Now()}
+	}
+	if len(h.messages) == maxHeld || h.bytes+n > maxHeldBytes || all.by[by]+n > maxHeldBytesOfOne || all.bytes+n > maxHeldBytesInAll {
+		return false
+	}
+	h.messages, h.bytes = append(h.messages, own), h.bytes+n
+	all.of[p] = h
+	all.by[by] += n
+	all.bytes += n
+	s.n.held.Add(1)
 	return true
 }
 
-// takeHeld empties what the connection has held.
-func (s *Server) takeHeld(who *caller) [][][]byte {
-	c := who.connection()
-	if len(c.held) == 0 {
+// take returns what a connection has held, and forgets it.
+func (all *heldMessages) take(p *zmtp.Peer) [][][]byte {
+	all.Lock()
+	defer all.Unlock()
+	return all.takeLocked(p)
+}
+
+func (all *heldMessages) takeLocked(p *zmtp.Peer) [][][]byte {
+	h := all.of[p]
+	if h == nil {
 		return nil
 	}
-	held := c.held
-	s.held.give(who.by, c.heldBytes)
-	c.held, c.heldBytes = nil, 0
-	return held
+	by := whoIs(p).by
+	delete(all.of, p)
+	all.bytes -= h.bytes
+	if all.by[by] -= h.bytes; all.by[by] == 0 {
+		delete(all.by, by)
+	}
+	return h.messages
 }
 
 // release answers the messages that were held, now that more is known of their
 // sender than before. One that is still ambiguous is held again.
 func (s *Server) release(p *zmtp.Peer, before lmcache.Generations) {
-	who := whoIs(p)
-	c := who.connection()
-	for c.generations != before && len(c.held) > 0 {
+	c := whoIs(p).connection()
+	for c.generations != before {
 		before = c.generations
-		for _, m := range s.takeHeld(who) {
+		for _, m := range s.held.take(p) {
 			s.reply(p, m)
 		}
 	}
 }
 
 // departed forgets what was held of a connection that has ended.
-func (s *Server) departed(p *zmtp.Peer, _ error) { s.takeHeld(whoIs(p)) }
+func (s *Server) departed(p *zmtp.Peer, _ error) { s.held.take(p) }
+
+// expireHeld declines, without a result, what has been held for too long.
+func (s *Server) expireHeld(now time.Time) {
+	for p, messages := range s.held.late(now) {
+		for _, m := range messages {
+			s.refuse(lmcache.OpUnknown, errAmbiguous)
+			if err := p.Send(m[0], m[1]); err != nil {
+				s.n.dropped.Add(1)
+			}
+		}
+	}
+}
+
+func (all *heldMessages) late(now time.Time) map[*zmtp.Peer][][][]byte {
+	all.Lock()
+	defer all.Unlock()
+	var out map[*zmtp.Peer][][][]byte
+	for p, h := range all.of {
+		if now.Sub(h.since) >= maxHeldTime {
+			if out == nil {
+				out = make(map[*zmtp.Peer][][][]byte)
+			}
+			out[p] = all.takeLocked(p)
+		}
+	}
+	return out
+}

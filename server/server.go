@@ -72,7 +72,7 @@ type Server struct {
 	limiter  limiter
 	p2p      p2pTasks
 	former   formerSizes
-	held     heldBytes
+	held     heldMessages
 	saving   saving
 	lending  chan struct{} // closed with the first worker that lends its KV
 	lendOnce sync.Once
@@ -163,6 +163,7 @@ func (s *Server) Tick(now time.Time) {
 	s.reap(now)
 	s.sweep()
 	s.forgetSizes(now)
+	s.expireHeld(now)
 }
 
 // checkName notices that somebody removed the pool's name: workers that have
