@@ -31,12 +31,13 @@ func (in *instance) owned(by principal) {
 func (in *instance) who() workerID { return workerID{in.id, in.by} }
 
 // ended returns the process whose end proves that the worker has ended, if it has.
-func (in *instance) ended() (peercred.Process, bool) {
+// gone tells of a process whether it has ended.
+func (in *instance) ended(gone func(peercred.Process) bool) (peercred.Process, bool) {
 	if in.driven != nil && in.driven.owned() {
-		return in.driven.segments[0].Owner, in.driven.dead()
+		return in.driven.segments[0].Owner, in.driven.deadBy(gone)
 	}
 	if p := in.process.Load(); p != nil {
-		return *p, p.Gone()
+		return *p, gone(*p)
 	}
 	return peercred.Process{}, false
 }
@@ -53,8 +54,17 @@ const maxProofs = 3
 func (s *Server) dropDead(now time.Time) {
 	s.findProcesses(now)
 	s.findMappings()
+	known := map[peercred.Process]bool{} // many workers may be of one process
+	gone := func(p peercred.Process) bool {
+		is, ok := known[p]
+		if !ok {
+			is = p.Gone()
+			known[p] = is
+		}
+		return is
+	}
 	for _, in := range s.registry.list() {
-		if p, ok := in.ended(); ok {
+		if p, ok := in.ended(gone); ok {
 			s.drop(in, fmt.Sprintf("its process %d has ended", p.PID))
 			s.reclaim(in)
 		}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -140,16 +141,8 @@ func (d *driven) owned() bool {
 }
 
 // dead reports whether every segment's owner is proved, and has ended.
-func (d *driven) dead() bool {
-	if !d.owned() {
-		return false
-	}
-	var last peercred.Process
-	for _, seg := range d.segments {
-		if seg.Owner != last && !seg.Owner.Gone() {
-			return false
-		}
-		last = seg.Owner
-	}
-	return true
+func (d *driven) dead() bool { return d.deadBy(peercred.Process.Gone) }
+
+func (d *driven) deadBy(gone func(peercred.Process) bool) bool {
+	return d.owned() && !slices.ContainsFunc(d.segments, func(seg lent) bool { return !gone(seg.Owner) })
 }
