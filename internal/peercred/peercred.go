@@ -132,13 +132,19 @@ func (s socket) check() (socket, error) {
 
 // find returns the socket whose own address is from and whose peer's is to.
 func find(from, to netip.AddrPort) (socket, error) {
-	s, err := diag(from, to)
+	return findBy(diag, diagWorks, from, to)
+}
+
+// findBy finds a socket with ask. Where that is not to be had, or does not even find
+// the accepted socket (works), it looks into the kernel's tables.
+func findBy(ask func(from, to netip.AddrPort) (socket, error), works func(from, to netip.AddrPort) bool, from, to netip.AddrPort) (socket, error) {
+	s, err := ask(from, to)
 	if err == nil {
 		return s.check()
 	}
 	// Without its diagnosis module the kernel answers as if there were no such
 	// socket. The accepted one, which is there, tells the difference.
-	if errors.Is(err, syscall.ENOENT) && diagWorks(to, from) {
+	if errors.Is(err, syscall.ENOENT) && works(to, from) {
 		return socket{}, ErrNotHere
 	}
 	s, err = list(from, to)

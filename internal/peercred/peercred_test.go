@@ -96,6 +96,26 @@ func TestTablesAgree(t *testing.T) {
 	f("tcp6", "[::1]:0", "::1")
 }
 
+// Where sock_diag is forbidden, or finds nothing at all, the tables answer; where it
+// works, its "none" is one.
+func TestFindWithoutSockDiag(t *testing.T) {
+	l := listen(t, "tcp4", "127.0.0.1:0")
+	c, a := dial(t, l, "tcp4", l.Addr().String())
+	remote, local := addrPort(a.RemoteAddr()), addrPort(a.LocalAddr())
+	f := func(err error, works bool, want error) {
+		t.Helper()
+		ask := func(_, _ netip.AddrPort) (socket, error) { return socket{}, err }
+		got, gotErr := findBy(ask, func(_, _ netip.AddrPort) bool { return works }, remote, local)
+		if !errors.Is(gotErr, want) || want == nil && (got.inode != inodeOf(t, c) || got.uid != os.Geteuid()) {
+			t.Errorf("%v, works %v: %+v, %v", err, works, got, gotErr)
+		}
+	}
+	f(syscall.EPERM, false, nil)
+	f(syscall.EPROTONOSUPPORT, false, nil)
+	f(syscall.ENOENT, false, nil)
+	f(syscall.ENOENT, true, ErrNotHere)
+}
+
 // A socket that its process has closed, or half closed, is nobody's: its row shows
 // uid 0.
 func TestClosedSocketIsNobodys(t *testing.T) {
