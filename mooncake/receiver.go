@@ -104,6 +104,7 @@ type Receiver struct {
 	cache *Cache
 	log   *slog.Logger
 
+	warn       LogLimit // of what P may cause
 	ownSockets bool
 
 	host    string // of the target

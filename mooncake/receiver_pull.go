@@ -520,7 +520,7 @@ func (r *Receiver) settle(q *receiving) {
 			r.stats.failed.Add(1)
 		}
 		r.o.Metrics.failRecv()
-		r.log.Warn("mooncake: pull failed", "request", q.id, "transfer", q.want.TransferID, "err", q.err)
+		r.warn.Warn(r.log, "mooncake: pull failed", "request", q.id, "transfer", q.want.TransferID, "err", q.err)
 	case nothing:
 		r.stats.released.Add(1)
 	default:

@@ -92,6 +92,7 @@ type Sender struct {
 	wg     sync.WaitGroup
 
 	layouts layoutCache
+	warn    LogLimit // of what D may cause
 
 	mu struct { // holders may not lock layouts
 		sync.Mutex

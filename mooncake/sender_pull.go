@@ -125,7 +125,7 @@ func PeerKey(peer *zmtp.Peer, host string, port int) string {
 // refuse ends a pull with an error.
 func (s *Sender) refuse(peer *zmtp.Peer, err error) {
 	s.stats.refused.Add(1)
-	s.log.Warn("mooncake: pull refused", "from", peer.RemoteAddr(), "err", err)
+	s.warn.Warn(s.log, "mooncake: pull refused", "from", peer.RemoteAddr(), "err", err)
 	s.reply(peer, &Reply{Status: StatusError, Message: err.Error()})
 }
 
@@ -237,7 +237,7 @@ func (p *pulling) rounds(ctx context.Context) {
 		case <-timer.C:
 			late := slices.Sorted(maps.Keys(p.waiting))
 			p.s.stats.failedPulls.Add(int64(len(late)))
-			p.s.log.Warn("mooncake: P side not ready in time", "requests", late, "timeout", p.patience())
+			p.s.warn.Warn(p.s.log, "mooncake: P side not ready in time", "requests", some(late), "timeout", p.patience())
 			p.reply(&Reply{Status: StatusFinish, Failed: late, Message: "Timeout waiting for P side ready."})
 			return
 		}
@@ -424,7 +424,7 @@ func (p *pulling) conclude(ids []string, failed map[string]bool, why error) {
 		y.Failed = slices.Sorted(maps.Keys(failed))
 		y.Message = why.Error()
 		p.s.stats.failedPulls.Add(int64(len(failed)))
-		p.s.log.Warn("mooncake: pull failed", "from", p.peer.RemoteAddr(), "requests", y.Failed, "err", why)
+		p.s.warn.Warn(p.s.log, "mooncake: pull failed", "from", p.peer.RemoteAddr(), "requests", some(y.Failed), "err", why)
 	}
 	p.reply(&y)
 }

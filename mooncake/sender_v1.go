@@ -37,6 +37,7 @@ type SenderV1 struct {
 	push   *pusher
 	gate   *Gate
 	conns  *Conns
+	warn   LogLimit // of what D may cause
 	wg     sync.WaitGroup
 
 	mu struct {
@@ -165,7 +166,7 @@ func (s *SenderV1) handle(peer *zmtp.Peer, m zmtp.Message) {
 		}
 	}
 	s.refused.Add(1)
-	s.log.Warn("mooncake: pull refused", "from", peer.RemoteAddr(), "err", err)
+	s.warn.Warn(s.log, "mooncake: pull refused", "from", peer.RemoteAddr(), "err", err)
 	s.reply(peer, replyV1Failed)
 }
 
@@ -209,7 +210,7 @@ func (s *SenderV1) serve(ctx context.Context, peer *zmtp.Peer, p *PullV1) {
 	})
 	if err := s.answer(ctx, p); err != nil {
 		s.failedPulls.Add(1)
-		s.log.Warn("mooncake: pull failed", "from", peer.RemoteAddr(), "requests", p.Requests, "err", err)
+		s.warn.Warn(s.log, "mooncake: pull failed", "from", peer.RemoteAddr(), "requests", some(p.Requests), "err", err)
 		s.reply(peer, replyV1Failed)
 		return
 	}

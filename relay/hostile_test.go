@@ -1,6 +1,7 @@
 package relay_test
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -106,5 +107,36 @@ func TestPullsThatEndAtOnce(t *testing.T) {
 	w.sender.Offer("p", "x", [][]int{{1}, {2}})
 	if err := w.pull("x", []int{1}, []int{2}); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// One pull with thousands of requests for transfers that nobody has heard of: each is
+// answered, the log stays short, and another D is served meanwhile.
+func TestThousandsOfUnknownTransfers(t *testing.T) {
+	w := newWorld(t, relay.Options{Timeout: time.Second})
+	const n = 1000
+	wanted := map[string]mooncake.Wanted{}
+	for i := range n {
+		wanted[fmt.Sprint("r", i)] = mooncake.Wanted{TransferID: fmt.Sprint("never", i), Blocks: [][]int{{1}, {2}}}
+	}
+	c := w.channel()
+	c.send(&mooncake.Pull{Host: "127.0.0.1", Port: 9, TPSize: 1, Regions: memory(payload).Regions, Wanted: wanted})
+	for i := range 3 {
+		id := fmt.Sprint("x", i)
+		w.sender.Offer("p"+id, id, [][]int{{1}, {2}})
+		if err := w.pull(id, []int{1}, []int{2}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	failed := 0
+	for failed < n {
+		y := c.next(60 * time.Second)
+		if y == nil {
+			t.Fatalf("%d of %d answered", failed, n)
+		}
+		failed += len(y.Failed)
+	}
+	if s := w.relay.Stats(); s.KeptBytes > 3*4096 {
+		t.Fatalf("%+v", s)
 	}
 }

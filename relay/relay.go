@@ -83,6 +83,7 @@ type Relay struct {
 	gate    *mooncake.Gate  // of D's pulls
 	conns   *mooncake.Conns // of D
 	web     http.Handler
+	warn    mooncake.LogLimit // of what peers may cause
 	ctx     context.Context
 	cancel  context.CancelFunc
 	wg      sync.WaitGroup

@@ -40,7 +40,7 @@ func (c *channel) handle(peer *zmtp.Peer, m zmtp.Message) {
 
 func (r *Relay) refuse(peer *zmtp.Peer, err error) {
 	r.stats.failed.Add(1)
-	r.log.Warn("relay: pull refused", "from", peer.RemoteAddr(), "err", err)
+	r.warn.Warn(r.log, "relay: pull refused", "from", peer.RemoteAddr(), "err", err)
 	send(peer, &mooncake.Reply{Status: mooncake.StatusError, Message: err.Error()})
 }
 
@@ -75,6 +75,10 @@ func checkRegions(regions []mooncake.Region) error {
 	return nil
 }
 
+// maxTogether bounds the requests of one pull that are served at a time: more than an
+// engine computes at once, and no burden where none of them leads to anything.
+const maxTogether = 256
+
 // result is what became of one request of a pull.
 type result struct {
 	id  string
@@ -92,8 +96,19 @@ func (c *channel) serve(ctx context.Context, cancel context.CancelCauseFunc, pee
 	}
 	done := make(chan result, len(pull.Wanted))
 	memory := memoryOf(pull.Regions)
-	for _, id := range slices.Sorted(maps.Keys(pull.Wanted)) {
-		r.wg.Go(func() { done <- result{id, c.one(ctx, pull, memory, id)} })
+	next := make(chan string)
+	r.wg.Go(func() {
+		defer close(next)
+		for _, id := range slices.Sorted(maps.Keys(pull.Wanted)) {
+			next <- id
+		}
+	})
+	for range min(len(pull.Wanted), maxTogether) {
+		r.wg.Go(func() {
+			for id := range next {
+				done <- result{id, c.one(ctx, pull, memory, id)}
+			}
+		})
 	}
 	left := len(pull.Wanted)
 	if left == 0 {
@@ -121,7 +136,7 @@ func (r *Relay) report(peer *zmtp.Peer, pull *mooncake.Pull, res result, last bo
 	if res.err != nil {
 		r.stats.failed.Add(1)
 		y.Failed, y.Message = []string{res.id}, res.err.Error()
-		r.log.Warn("relay: request failed", "request", res.id, "transfer", pull.Wanted[res.id].TransferID, "err", res.err)
+		r.warn.Warn(r.log, "relay: request failed", "request", res.id, "transfer", pull.Wanted[res.id].TransferID, "err", res.err)
 	} else {
 		r.stats.served.Add(1)
 		y.OK = []string{res.id}

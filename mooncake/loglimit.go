@@ -1,0 +1,62 @@
+package mooncake
+
+import (
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"time"
+)
+
+// LogLimit lets a few log lines per second through: what peers can cause any number of
+// times. The zero value is ready; its methods are safe for concurrent use.
+type LogLimit struct {
+	mu struct {
+		sync.Mutex
+		second int64
+		shown  int
+		hidden int
+	}
+}
+
+const linesPerSecond = 10
+
+// Warn logs a warning, or counts it for the next one that is logged.
+func (l *LogLimit) Warn(log *slog.Logger, msg string, args ...any) {
+	ok, hidden := l.allow()
+	if !ok {
+		return
+	}
+	if hidden > 0 {
+		args = append(args, "not_shown", hidden)
+	}
+	log.Warn(msg, args...)
+}
+
+// some returns the first of a list of names, for a log line.
+func some(names []string) string {
+	const most = 4
+	text := strings.Join(names[:min(most, len(names))], " ")
+	if len(names) > most {
+		text += fmt.Sprintf(" and %d more", len(names)-most)
+	}
+	return text
+}
+
+// allow says whether a line may be logged now, and how many were not since the last
+// one that was.
+func (l *LogLimit) allow() (ok bool, hidden int) {
+	now := time.Now().Unix()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.mu.second != now {
+		l.mu.second, l.mu.shown = now, 0
+	}
+	if l.mu.shown == linesPerSecond {
+		l.mu.hidden++
+		return false, 0
+	}
+	l.mu.shown++
+	hidden, l.mu.hidden = l.mu.hidden, 0
+	return true, hidden
+}
