@@ -15,129 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/vectors"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
-	"github.com/kvasir-kv/kvasir/zmtp"
 )
-
-// oldClient is one socket of a client that numbers its operations itself.
-type oldClient struct {
-	t       *testing.T
-	dealer  *zmtp.Dealer
-	uid     byte
-	replies chan [][]byte
-}
-
-// dial connects a client whose next request has number uid: 0 for a new one, more
-// for one that outlived a server.
-func (n *node) dial(t *testing.T, uid byte) *oldClient {
-	t.Helper()
-	c := &oldClient{t: t, uid: uid, replies: make(chan [][]byte, 64)}
-	c.dealer = zmtp.NewDealer(n.url, zmtp.DealerOptions{Handler: func(m zmtp.Message) {
-		own := make([][]byte, len(m))
-		for i := range m {
-			own[i] = bytes.Clone(m[i])
-		}
-		c.replies <- own
-	}})
-	if err := c.dealer.Start(); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = c.dealer.Close() })
-	return c
-}
-
-func (c *oldClient) send(op byte, payloads ...[]byte) (uid byte) {
-	c.t.Helper()
-	uid = c.uid
-	c.uid++
-	if err := c.dealer.Send(append([][]byte{{uid}, {op}}, payloads...)...); err != nil {
-		c.t.Fatal(err)
-	}
-	return uid
-}
-
-// answer returns the result frame of the next reply, nil for None.
-func (c *oldClient) answer(uid byte) []byte {
-	c.t.Helper()
-	select {
-	case m := <-c.replies:
-		if m[0][0] != uid {
-			c.t.Fatalf("reply to request %d, not to %d", m[0][0], uid)
-		}
-		if len(m) == 2 {
-			return nil
-		}
-		return m[2]
-	case <-time.After(20 * time.Second):
-		c.t.Fatalf("no reply to request %d", uid)
-		return nil
-	}
-}
-
-func (c *oldClient) call(op byte, payloads ...[]byte) []byte {
-	c.t.Helper()
-	return c.answer(c.send(op, payloads...))
-}
-
-// quiet reports that no reply has come when a later request is answered.
-func (c *oldClient) quiet(op byte, payloads ...[]byte) {
-	c.t.Helper()
-	c.send(op, payloads...)
-	time.Sleep(20 * time.Millisecond)
-	select {
-	case m := <-c.replies:
-		c.t.Fatalf("operation %d got the reply %x", op, m)
-	default:
-	}
-}
-
-// oldKey is a key as clients before 0.5.5 send it.
-func oldKey(worker int, seed, tokenCount int, request string) []byte {
-	return tokenKey("m", worker, seed, tokenCount, request)
-}
-
-func tokenKey(model string, worker int, seed, tokenCount int, request string) []byte {
-	b := msgp.AppendMapHeader(nil, 8)
-	b = msgp.AppendString(msgp.AppendString(b, "model_name"), model)
-	b = msgp.AppendInt(msgp.AppendString(b, "world_size"), 1)
-	b = msgp.AppendString(b, "worker_id")
-	if worker == lmcache.AllWorkers {
-		b = msgp.AppendNil(b)
-	} else {
-		b = msgp.AppendInt(b, worker)
-	}
-	b = lmcache.AppendTokens(msgp.AppendString(b, "token_ids"), tokens(tokenCount, seed))
-	b = msgp.AppendInt(msgp.AppendString(b, "start"), 0)
-	b = msgp.AppendInt(msgp.AppendString(b, "end"), tokenCount)
-	b = msgp.AppendString(msgp.AppendString(b, "request_id"), request)
-	return msgp.AppendString(msgp.AppendString(b, "cache_salt"), "")
-}
-
-// oldRegistration is a worker of smallLayout without num_physical_slots.
-func oldRegistration(id int64) []byte {
-	b := msgp.AppendMapHeader(nil, 8)
-	b = msgp.AppendInt64(msgp.AppendString(b, "instance_id"), id)
-	b = msgp.AppendString(msgp.AppendString(b, "model_name"), "m")
-	b = msgp.AppendInt(msgp.AppendString(b, "world_size"), 1)
-	b = msgp.AppendInt(msgp.AppendString(b, "block_size"), 16)
-	b = msgp.AppendInt(msgp.AppendString(b, "num_layers"), smallLayout.Layers)
-	b = msgp.AppendInt(msgp.AppendString(b, "hidden_dim_size"), smallLayout.Hidden)
-	b = msgp.AppendString(msgp.AppendString(b, "dtype_str"), smallLayout.DType)
-	return msgp.AppendBool(msgp.AppendString(b, "use_mla"), smallLayout.SinglePlane)
-}
-
-var (
-	integer = func(v int64) []byte { return lmcache.AppendInt(nil, v) }
-	text    = func(s string) []byte { return lmcache.AppendString(nil, s) }
-	empty   = lmcache.AppendBytes(nil, nil)
-	yes, no = lmcache.AppendBool(nil, true), lmcache.AppendBool(nil, false)
-)
-
-func (c *oldClient) want(got, want []byte, what string) {
-	c.t.Helper()
-	if !bytes.Equal(got, want) {
-		c.t.Errorf("%s: %x, want %x", what, got, want)
-	}
-}
 
 // A recorded client of each release gets the answers that its own server gave,
 // but for places.
@@ -294,138 +172,6 @@ func TestNoteTellsGeneration(t *testing.T) {
 	}
 }
 
-// Where no note tells, an ambiguous message is answered when the next one has shown
-// what the client is, and as that.
-func TestAmbiguousMessageWaits(t *testing.T) {
-	n, stop := startNode(t, t.TempDir(), 64, server.Options{})
-	defer stop()
-	for _, ping := range []byte{17, 18} {
-		c := n.dial(t, 20)
-		c.quiet(14, oldKey(0, 1, 16, "r"), integer(int64(ping)))
-		if got := c.call2(ping); !bytes.Equal(got[0], no) {
-			t.Errorf("ping of a worker that is not known: %x", got[0])
-		} else if p, err := lmcache.DecodePrepareRetrieve(got[1]); ping == 17 && !bytes.Equal(got[1], no) ||
-			ping == 18 && (err != nil || p.Success) {
-			t.Errorf("after ping %d: %x", ping, got[1])
-		}
-	}
-	// One that never shows it is declined, and costs no more than its share.
-	c := n.dial(t, 20)
-	for range 16 {
-		c.quiet(14, oldKey(0, 1, 16, "r"), integer(7))
-	}
-	c.want(c.call(14, oldKey(0, 1, 16, "r"), integer(7)), nil, "one too many")
-	n.Tick(time.Now().Add(14 * time.Second))
-	if !c.silent() {
-		t.Error("answered before a heartbeat can have come")
-	}
-	n.Tick(time.Now().Add(16 * time.Second))
-	for uid := byte(20); uid < 36; uid++ {
-		c.want(c.answer(uid), nil, "held for too long")
-	}
-}
-
-// Where one answer is right for all that a message can be, it comes at once; so
-// does one to a client that is new and did not ask for the chunk size, which no
-// connector is.
-func TestAmbiguousMessageIsDeclined(t *testing.T) {
-	n, stop := startNode(t, t.TempDir(), 64, server.Options{})
-	defer stop()
-	c := n.dial(t, 0)
-	c.call(17)
-	c.call(10, oldRegistration(1))
-	c.call(12, oldKey(0, 1, 16, "s"), integer(1))
-	c.want(c.call(13, oldKey(0, 1, 16, "s"), integer(1), empty), yes, "commit_store")
-	c.call(5, oldKey(lmcache.AllWorkers, 1, 16, "r"), integer(1))
-	other := tokenKey("other", lmcache.AllWorkers, 1, 16, "r")
-	stranger := n.dial(t, 20)
-	stranger.want(stranger.call(8, other, integer(1)), nil, "free_lookup_locks or lookup")
-	stranger.want(stranger.call(9, text("r")), nil, "end_session or status")
-	if st := n.store.Stats(); st.EvictableObjs != 0 || st.Sessions != 1 {
-		t.Errorf("a guess was made: %+v", st)
-	}
-	stranger = n.dial(t, 20)
-	both := stranger.call(13, oldKey(0, 1, 16, "r"), integer(77))
-	if p, err := lmcache.DecodePrepareRetrieve(both); err != nil || p.Success {
-		t.Errorf("as prepare_retrieve: %+v, %v", p, err)
-	}
-	if p, err := lmcache.DecodePrepareStore(both); err != nil || p.Slots == nil || len(p.Slots) > 0 {
-		t.Errorf("as prepare_store: %+v, %v", p, err)
-	}
-	narrowed := n.dial(t, 20) // 0.4.6 or 0.4.7, which agree on 9
-	narrowed.quiet(14, oldKey(0, 1, 16, "r"), integer(77))
-	narrowed.want(narrowed.call(9, text("r")), nil, "end_session")
-	if st := n.store.Stats(); st.Sessions != 0 {
-		t.Errorf("the session is not ended: %+v", st)
-	}
-	young := n.dial(t, 0)
-	young.want(young.call(14, oldKey(0, 1, 16, "r"), integer(77)), nil, "commit_retrieve or prepare_retrieve")
-	if log := n.log.String(); !strings.Contains(log, "commit_retrieve of 0.4.6, prepare_retrieve of 0.4.7") {
-		t.Errorf("log:\n%s", log)
-	}
-}
-
-// Held messages are a share of a user's, also of many connections, and go with
-// the connection.
-func TestHeldMessagesHaveAShare(t *testing.T) {
-	n, stop := startNode(t, t.TempDir(), 64, server.Options{})
-	defer stop()
-	large := oldKey(0, 1, 150_000, "r")
-	each := 2 << 20 / len(large)
-	all := 16 << 20 / len(large)
-	var clients []*oldClient
-	for held := 0; held+each <= all; held += each {
-		c := n.dial(t, 20)
-		for range each {
-			c.quiet(14, large, integer(7))
-		}
-		clients = append(clients, c)
-	}
-	c := clients[0]
-	c.want(c.call(14, large, integer(7)), nil, "more than a connection's share")
-	late := n.dial(t, 20)
-	for range all - each*len(clients) {
-		late.quiet(14, large, integer(7))
-	}
-	late.want(late.call(14, large, integer(7)), nil, "more than a user's share")
-	if err := c.dealer.Close(); err != nil {
-		t.Fatal(err)
-	}
-	for end := time.Now().Add(20 * time.Second); ; {
-		if late.send(14, large, integer(7)); late.silent() {
-			return
-		}
-		if time.Now().After(end) {
-			t.Fatal("what an ended connection had held is still counted")
-		}
-	}
-}
-
-// silent reports that no reply comes; one that came is taken.
-func (c *oldClient) silent() bool {
-	select {
-	case <-c.replies:
-		return false
-	case <-time.After(50 * time.Millisecond):
-		return true
-	}
-}
-
-// call2 sends one request and returns its result and that of the request before.
-func (c *oldClient) call2(op byte) (results [2][]byte) {
-	c.t.Helper()
-	uid := c.send(op)
-	for range 2 {
-		select {
-		case m := <-c.replies:
-			results[uid-m[0][0]] = append([]byte(nil), slices.Concat(m[2:]...)...)
-		case <-time.After(20 * time.Second):
-			c.t.Fatal("no reply")
-		}
-	}
-	return results
-}
-
 // Heartbeats without an id bring workers back to a server that lost what it knew:
 // false once, so that they register again, and true from then on. A server that
 // took over every worker says true at once.
@@ -484,6 +230,30 @@ func TestRestoredWorkerWithoutID(t *testing.T) {
 	log := n.log.String()
 	if !strings.Contains(log, "worker 53 of m dropped") || strings.Contains(log, "worker 47 of m dropped") {
 		t.Errorf("log:\n%s", log)
+	}
+}
+
+// Early clients name workers by process ids, which come again. A worker that was
+// registered by a client of another generation is not this one's.
+func TestWorkerOfAnotherGeneration(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 64, server.Options{})
+	defer stop()
+	old, now := n.dial(t, 0), n.dial(t, 0)
+	old.call(17)
+	old.call(10, oldRegistration(4711))
+	now.call(21)
+	now.call(40)
+	nothing := lmcache.AppendPrepareStore(nil, &lmcache.Slots{})
+	now.want(now.call(16, oldKey(0, 1, 16, "s"), integer(4711)), nothing, "prepare_store of the other's worker")
+	now.call(14, oldRegistration(4711))
+	for _, c := range []struct {
+		*oldClient
+		prepare byte
+		places  int
+	}{{now, 16, 1}, {old, 12, 0}} {
+		if p, err := lmcache.DecodePrepareStore(c.call(c.prepare, oldKey(0, 1, 16, "s"), integer(4711))); err != nil || len(p.Slots) != c.places {
+			t.Errorf("after it registered: %+v, %v", p, err)
+		}
 	}
 }
 
@@ -608,113 +378,4 @@ func TestReadersOfEarlyClients(t *testing.T) {
 			t.Errorf("pins are left, freed %v", free)
 		}
 	}
-}
-
-// Every answer has the type that the client's release declares for the operation,
-// also when the request is declined: up to 0.5.4 another one ends the thread that
-// serves all sockets of the client.
-func TestAnswersHaveTheDeclaredType(t *testing.T) {
-	n, stop := startNode(t, t.TempDir(), 64, server.Options{})
-	defer stop()
-	number := func(t msgp.Type) bool { return t == msgp.IntType || t == msgp.UintType }
-	is := func(want msgp.Type) func(msgp.Type) bool { return func(got msgp.Type) bool { return got == want } }
-	declared := map[lmcache.Op]func(msgp.Type) bool{
-		lmcache.OpQueryPrefetchStatus: number, lmcache.OpWaitPrefetchStatus: number, lmcache.OpQueryLookupHits: number,
-		lmcache.OpGetChunkSize: number, lmcache.OpP2PLookupAndLock: number, lmcache.OpNoop: is(msgp.StrType),
-		lmcache.OpPrepareStore: is(msgp.MapType), lmcache.OpPrepareRetrieve: is(msgp.MapType),
-		lmcache.OpCommitStore: is(msgp.BoolType), lmcache.OpCommitRetrieve: is(msgp.BoolType), lmcache.OpPing: is(msgp.BoolType),
-		lmcache.OpStore: is(msgp.ArrayType), lmcache.OpRetrieve: is(msgp.ArrayType), lmcache.OpStoreQ: is(msgp.ArrayType),
-		lmcache.OpGetExperimental: is(msgp.ArrayType), lmcache.OpP2PQueryLookupResults: is(msgp.ArrayType),
-	}
-	first := map[lmcache.Generation]byte{lmcache.Gen046: 16, lmcache.Gen047: 17, lmcache.Gen050: 18, lmcache.Gen053: 21}
-	payloads := [][]byte{
-		oldKey(0, 1, 16, "r"), oldKey(lmcache.AllWorkers, 1, 16, "r"), integer(5), text("r"), empty, {0xc0}, {0x80}, {0x90}, {0xc1}, oldRegistration(3),
-	}
-	answers := 0
-	for g, ask := range first {
-		for id := byte(1); id <= 40; id++ {
-			r, err := lmcache.Only(g).Read([][]byte{{0}, {id}}, nil)
-			if err != nil || len(r) != 1 || r[0].Op == lmcache.OpRegisterKVCache {
-				continue
-			}
-			op := r[0].Op
-			answer := n.Connect(peercred.Peer{UID: os.Geteuid()})
-			answer([][]byte{{0}, {ask}})
-			if g == lmcache.Gen053 {
-				answer([][]byte{{0}, {40}})
-			}
-			for i := range 4 * len(payloads) {
-				m := [][]byte{{byte(i + 1)}, {id}}
-				for j := range i % 4 {
-					m = append(m, payloads[(i/4+j*(1+i/7))%len(payloads)])
-				}
-				got := answer(m)
-				if len(got) == 2 {
-					continue
-				}
-				answers++
-				want := declared[op]
-				if op == lmcache.OpRegisterEngineDriven && g != lmcache.Gen046 {
-					want = is(msgp.MapType)
-				}
-				if got := msgp.NextType(got[2]); want == nil || !want(got) {
-					t.Errorf("%v of %v with %x: %v", op, g, m[2:], got)
-				}
-			}
-		}
-	}
-	if answers < 500 {
-		t.Errorf("%d answers", answers)
-	}
-}
-
-// Any messages of a client that is not known: each gets an echo and at most one
-// whole value, or none, and the next is answered.
-func FuzzConnection(f *testing.F) {
-	for _, release := range []string{"0.4.6", "0.4.7", "0.5.0", "0.5.3", "0.5.5"} {
-		var rec struct{ Sockets [2][]recordedMessage }
-		vectors.Read(f, "lmcache-mp/generation-"+release+".json", &rec)
-		for _, socket := range rec.Sockets {
-			var all []byte
-			for _, m := range socket {
-				frames := vectors.Frames(m.Hex)
-				if m.Way == ">" && len(slices.Concat(frames...)) < 1<<12 {
-					all = append(all, byte(len(frames)))
-					for _, frame := range frames {
-						all = append(append(all, byte(len(frame)>>8), byte(len(frame))), frame...)
-					}
-				}
-			}
-			f.Add(all)
-		}
-	}
-	f.Fuzz(func(t *testing.T, messages []byte) {
-		s, _, _ := newPickleServer(t, 16, 1<<20, server.Options{Pickle: server.PickleOn})
-		answer := s.Connect(peercred.Peer{UID: os.Geteuid()})
-		for b := messages; len(b) > 0; {
-			n := int(b[0] % 8)
-			b = b[1:]
-			var m [][]byte
-			for range n {
-				if len(b) < 2 {
-					return
-				}
-				size := min(int(b[0])<<8|int(b[1]), len(b)-2)
-				m = append(m, b[2:2+size])
-				b = b[2+size:]
-			}
-			got := answer(m)
-			if got == nil {
-				continue
-			}
-			if len(got) < 2 || len(got) > 3 || !bytes.Equal(got[0], m[0]) || !bytes.Equal(got[1], m[1]) {
-				t.Fatalf("%x is answered by %x", m, got)
-			}
-			if len(got) == 3 {
-				if rest, err := msgp.Skip(got[2]); err != nil || len(rest) > 0 {
-					t.Fatalf("%x is answered by %x: %v", m, got[2], err)
-				}
-			}
-		}
-	})
 }
