@@ -38,7 +38,7 @@ fuzz: ## fuzz a rotating share of the decoders, FUZZTIME seconds in all
 interop: build ## run the real peers against this build (makes a Python environment)
 	interop/run.sh
 
-interop-vllm: build ## run a real vLLM engine against this build (10 GB, minutes)
+interop-vllm: build ## run a real vLLM engine against this build (26 GB, minutes)
 	interop/vllm.sh
 	interop/mooncake.sh
 

@@ -149,8 +149,8 @@ class Engine:
         self.scheduler.end_session(request)
         return {"done": done}
 
-    def lookup(self, request, tokens):
-        self.scheduler.maybe_submit_lookup_request(request, tokens)
+    def lookup(self, request, tokens, salt):
+        self.scheduler.maybe_submit_lookup_request(request, tokens, cache_salt=salt)
         end = time.monotonic() + 30
         while time.monotonic() < end:
             hit = self.scheduler.check_lookup_result(request)
@@ -159,15 +159,16 @@ class Engine:
             time.sleep(0.005)
         return -1
 
-    def load(self, seed, chunks, free=0):
-        """Looks a prompt up and loads it into other blocks. The first free chunks are given back instead."""
-        request, tokens, first = self.request(), self.tokens(seed, chunks), self.blocks // 2
+    def load(self, seed, chunks, free=0, more=0, salt=""):
+        """Looks a prompt of chunks and more up and loads what is there into other blocks. The first free chunks are given
+        back instead."""
+        request, tokens, first = self.request(), self.tokens(seed, chunks + more), self.blocks // 2
         self.fill(seed, chunks, 0)
         want = self.bytes(chunks, 0)
-        hit = self.lookup(request, tokens)
+        hit = self.lookup(request, tokens, salt)
         out = {"hit": hit // self.chunk, "equal": None}
         if free:
-            self.scheduler.free_lookup_locks(tokens, 0, free * self.chunk, request)
+            self.scheduler.free_lookup_locks(tokens, 0, free * self.chunk, request, cache_salt=salt)
         if hit >= self.chunk and hit > free * self.chunk:
             n = hit // self.chunk
             self.fill(seed + 1, chunks, first)
@@ -290,6 +291,8 @@ def main():
     whole = lambda _, r: r.get("hit") == 3 and r.get("equal") is True  # noqa: E731
     all_of("stores", lambda i: ("store", 100 + i, 3), lambda _, r: r.get("done"))
     all_of("loads what it stored", lambda i: ("load", 100 + i, 3), whole)
+    all_of("loads what is there of a longer prompt", lambda i: ("load", 100 + i, 3, 0, 2), whole)
+    all_of("does not see another tenant's", lambda i: ("load", 100 + i, 3, 0, 0, "tenant"), lambda _, r: r.get("hit") == 0)
     all_of("gives locks back", lambda i: ("load", 100 + i, 3, 3), lambda _, r: r.get("hit") == 3 and r.get("equal") is None)
     for i, e in enumerate(alike):
         for j, other in enumerate(alike):
