@@ -119,7 +119,8 @@ func (s *Server) prepareStore(sc *scratch, p [][]byte) error {
 	if got.NoRoom > 0 {
 		s.refuse(lmcache.OpPrepareStore, noRoom(got, t, in.bytes))
 	}
-	if len(sc.place.Offsets) == 0 {
+	if len(sc.place.Offsets) == 0 { // no commit will come
+		s.n.storesFinished.Add(1)
 		nothingToStore(sc)
 		return nil
 	}

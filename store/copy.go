@@ -82,19 +82,29 @@ func (s *Store) Fetch(session []byte, name Transfer, hashes []kv.Hash) (*Copy, R
 // staged becomes visible, unless the worker was detached in between. hashes are
 // as for CommitStore.
 func (c *Copy) Done(hashes []kv.Hash, ok bool) Committed {
-	out := c.done(ok)
-	if out.Chunks > 0 && !c.hold.transfer.Load {
+	out := Committed{Found: true, Late: c.take(ok)}
+	if c.hold.transfer.Load {
+		out.Chunks = len(c.hold.slots)
+		c.store.end(c.hold, false)
+		return out
+	}
+	out.Chunks = c.store.end(c.hold, ok && !out.Late)
+	if out.Chunks > 0 {
 		c.store.touchHeads(c.hold.transfer, hashes)
 	}
 	return out
 }
 
-func (c *Copy) done(ok bool) Committed {
+// take takes the Copy's hold out of the table. It reports whether the worker was
+// detached meanwhile.
+func (c *Copy) take(ok bool) (late bool) {
 	s := c.store
 	s.lock()
 	defer s.unlock()
-	if c.hold.transfer.Load {
-		return s.loadedLocked(c.hold, ok)
+	late = c.hold.late()
+	s.mu.holds.remove(c.hold)
+	if ok || late {
+		s.countEndLocked(c.hold)
 	}
-	return s.storedLocked(c.hold, ok)
+	return late
 }

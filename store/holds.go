@@ -51,7 +51,8 @@ type hold struct {
 	transfer  Transfer
 	requestID string
 	slots     []pool.Slot
-	staged    int64 // bytes of a store's slots
+	bytes     int64 // of the slots
+	staged    int64 // the same of a store, in the pool
 	deadline  time.Time
 	orphan    bool // the worker unregistered, was reaped or registered anew
 }
@@ -245,30 +246,45 @@ func (s *Store) holdLocked(name Transfer, requestID []byte, slots []pool.Slot) *
 		transfer: name, requestID: string(requestID), slots: slots,
 		deadline: time.Now().Add(s.opts.Quarantine),
 	}
-	if !name.Load {
-		for _, slot := range slots {
-			h.staged += s.mu.pool.Round(s.mu.pool.Length(slot))
+	for _, slot := range slots {
+		n := s.mu.pool.Length(slot)
+		h.bytes += n
+		if !name.Load {
+			h.staged += s.mu.pool.Round(n)
 		}
 	}
 	s.mu.holds.add(h)
 	return h
 }
 
-// endHoldLocked ends a hold: the worker no longer touches its slots. With
-// publish, staged slots become resident; else they are dropped. It returns the
-// chunks that became resident.
-func (s *Store) endHoldLocked(h *hold, publish bool) (published int) {
-	s.mu.holds.remove(h)
-	return s.giveBackLocked(h, publish)
+// end gives back the slots of a hold that is no longer in the table: the worker does
+// not touch them any more. Staged ones become resident with publish, else they are
+// dropped. It works in batches, tails first, so that heads are the more recently used
+// and a chunk is a hit only once all before it are. It returns the chunks that became
+// resident.
+func (s *Store) end(h *hold, publish bool) (published int) {
+	for to := len(h.slots); to > 0; to -= batch {
+		published += s.endSome(h, max(0, to-batch), to, publish)
+	}
+	return published
 }
 
-func (s *Store) giveBackLocked(h *hold, publish bool) (published int) {
-	// Tails first, so that heads are the more recently used.
-	for i := len(h.slots) - 1; i >= 0; i-- {
+func (s *Store) endSome(h *hold, from, to int, publish bool) int {
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed {
+		return 0
+	}
+	return s.giveBackLocked(h, from, to, publish)
+}
+
+func (s *Store) giveBackLocked(h *hold, from, to int, publish bool) (published int) {
+	for i := to - 1; i >= from; i-- {
 		slot := h.slots[i]
 		if s.mu.pool.StateOf(slot) == pool.Staged {
 			if publish {
 				s.mu.pool.Commit(slot)
+				s.mu.n.StoredChunks++
 				s.mu.n.StoredBytes += uint64(s.mu.pool.Length(slot))
 				s.touchLocked(slot)
 				s.unsummedLocked(slot)
@@ -326,7 +342,7 @@ func (s *Store) expireLocked(now time.Time) {
 		} else {
 			s.mu.n.HoldsExpired++
 			s.mu.holds.unlist(h)
-			s.giveBackLocked(h, false)
+			s.giveBackLocked(h, 0, len(h.slots), false)
 			h.slots, h.orphan, h.deadline = nil, false, now.Add(s.opts.Quarantine)
 			s.mu.holds.debts++
 			if s.mu.holds.debts > maxDebts || h.transfer.own != 0 {

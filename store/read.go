@@ -154,7 +154,7 @@ func (s *Store) loadLocked(session []byte, name Transfer, hashes []kv.Hash) ([]o
 	if sess == nil || len(sess.Leases()) == 0 {
 		return nil, NotPinned
 	}
-	if (name.To-name.From)*name.Shard.Groups.Len() > 8*maxTransfer {
+	if (name.To-name.From)*name.Shard.Groups.Len() > maxTransfer {
 		return nil, Busy
 	}
 	var objects []object
@@ -191,24 +191,11 @@ func (s *Store) loadLocked(session []byte, name Transfer, hashes []kv.Hash) ([]o
 // CommitLoad ends the transfer that Load began, or forgets its refusal (no
 // chunks). Of several transfers of one name and request it is as with CommitStore.
 func (s *Store) CommitLoad(name Transfer, requestID []byte) Committed {
-	s.lock()
-	defer s.unlock()
-	ended, out := s.mu.holds.commit(name, requestID)
+	ended, out := s.commit(name, requestID)
 	for _, h := range ended {
-		out.Chunks += s.loadedLocked(h, true).Chunks
+		out.Chunks += len(h.slots)
+		s.end(h, false)
 	}
-	return out
-}
-
-func (s *Store) loadedLocked(h *hold, ok bool) Committed {
-	out := Committed{Found: true, Chunks: len(h.slots), Late: h.orphan}
-	if ok && !out.Late {
-		s.mu.n.LoadedChunks += uint64(out.Chunks)
-		for _, slot := range h.slots {
-			s.mu.n.LoadedBytes += uint64(s.mu.pool.Length(slot))
-		}
-	}
-	s.endHoldLocked(h, false)
 	return out
 }
 

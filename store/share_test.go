@@ -55,17 +55,21 @@ func TestOneWorkerCannotTakeThePool(t *testing.T) {
 		}
 		time.Sleep(quarantine)
 		b.store.Expire()
-		if n := greedy(30, "uid 1"); n != chunks/4 {
-			t.Fatalf("after the quarantine a worker took %d places, want a quarter", n)
+		b.store.Clear(true)
+		if n := greedy(30, "uid 1"); n != chunks-chunks/8 {
+			t.Fatalf("a worker took %d places of an empty pool, want all but an eighth", n)
 		}
+		b.store.Detach(30)
+		b.put("still", prompt(98, 20), 0, 20, 20)
 	})
 }
 
-// A chunk larger than the share is possible while the worker's user has nothing
+// A chunk larger than the share may evict while the worker's user has nothing
 // staged.
 func TestShareOfLargeChunks(t *testing.T) {
 	b := newBench(t, t.TempDir(), 4, store.Options{WorkerShare: 0.25, PeerShare: 0.75})
 	defer b.stop()
+	b.put("kept", prompt(2, 4), 0, 4, 4)
 	h := prompt(1, 2)
 	for i, want := range []int{1, 0} {
 		tr := store.Transfer{Instance: int64(i), By: "uid 1", Shard: one, From: i, To: 2, Last: h[1]}

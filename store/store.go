@@ -37,9 +37,10 @@ type Options struct {
 	SumAfter    time.Duration // age of a chunk whose checksum is computed: many do not live long; default 10 s, < 0 none
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
 
-	// Shares of the pool that one worker, and all workers of one user or address,
-	// may have been told to write and not have committed, quarantine included;
-	// defaults 1/4 and 3/4. One chunk is always possible.
+	// Shares of the pool for which one worker, and all workers of one user or address,
+	// may have chunks evicted: what they were told to write and did not commit,
+	// quarantine included; defaults 1/4 and 3/4. One chunk is always possible. Free
+	// memory they may have beyond that, but for an eighth of a pool of many chunks.
 	WorkerShare, PeerShare float64
 }
 

@@ -73,15 +73,16 @@ type stage struct {
 	skip   func(group, chunk int) bool // may be nil
 
 	guard prefixGuard
-	limit int64 // bytes that may be staged; a copy of this process, which ends soon, has no limit
+	limit int64 // bytes that may be staged by evicting; a copy of this process, which ends soon, has no limit
 	first int64 // the same of the first chunk
+	most  int64 // bytes that may be staged where memory is free
 	used  int64
 	taken []object
 	out   Reserved
 }
 
-// maxTransfer bounds the objects of one transfer: its commit shows them all at once.
-const maxTransfer = 1 << 12
+// maxTransfer bounds the objects of one transfer.
+const maxTransfer = 1 << 16
 
 // stageBatch is how many chunks get their places before the lock is offered to
 // others: each may evict.
@@ -117,6 +118,10 @@ func (st *stage) begin() bool {
 		return true
 	}
 	total := float64(s.mu.pool.Bytes())
+	st.most = s.mu.pool.Bytes() - s.mu.holds.stagedBy[st.name.By]
+	if rest := s.mu.pool.Bytes() / 8; rest >= 8*st.bytes(0) {
+		st.most -= rest // for others
+	}
 	worker, peer := s.mu.holds.staged[st.name.Instance], s.mu.holds.stagedBy[st.name.By]
 	st.first = int64(total*s.opts.PeerShare) - peer
 	st.limit = min(int64(total*s.opts.WorkerShare)-worker, st.first)
@@ -176,12 +181,15 @@ func (st *stage) chunkLocked(c int) bool {
 		if before == 0 {
 			limit = st.first
 		}
-		if st.used > limit {
-			st.out.Share = true
-			err = pool.ErrFull
-		} else {
+		switch {
+		case st.used <= limit:
 			slot, err = s.reserveLocked(&k, n, st.by, &st.guard)
+		case st.used <= st.most:
+			slot, err = s.mu.pool.Reserve(&k, n, st.by)
+		default:
+			err = pool.ErrFull
 		}
+		st.out.Share = st.out.Share || err != nil && st.used > limit
 		if err != nil {
 			s.unstageLocked(st.taken[before:])
 			st.taken, st.used = st.taken[:before], used
@@ -292,25 +300,37 @@ func (s *Store) CommitStore(name Transfer, requestID []byte, hashes []kv.Hash, o
 	return out
 }
 
+// committed ends what a commit ends.
 func (s *Store) committed(name Transfer, requestID []byte, ok bool) Committed {
-	s.lock()
-	defer s.unlock()
-	ended, out := s.mu.holds.commit(name, requestID)
+	ended, out := s.commit(name, requestID)
 	for _, h := range ended {
-		out.Chunks += s.storedLocked(h, ok).Chunks
+		out.Chunks += s.end(h, ok && !h.late())
 	}
 	out.Late = out.Late && out.Chunks == 0
 	return out
 }
 
-func (s *Store) storedLocked(h *hold, ok bool) Committed {
-	late := h.late()
-	n := s.endHoldLocked(h, ok && !late)
-	s.mu.n.StoredChunks += uint64(n)
-	if late {
+// commit takes out of the table what a commit ends.
+func (s *Store) commit(name Transfer, requestID []byte) ([]*hold, Committed) {
+	s.lock()
+	defer s.unlock()
+	ended, out := s.mu.holds.commit(name, requestID)
+	for _, h := range ended {
+		s.mu.holds.remove(h)
+		s.countEndLocked(h)
+	}
+	return ended, out
+}
+
+// countEndLocked counts the end of a transfer.
+func (s *Store) countEndLocked(h *hold) {
+	switch {
+	case h.transfer.Load && !h.orphan:
+		s.mu.n.LoadedChunks += uint64(len(h.slots))
+		s.mu.n.LoadedBytes += uint64(h.bytes)
+	case !h.transfer.Load && h.late():
 		s.mu.n.LateCommits++
 	}
-	return Committed{Found: true, Chunks: n, Late: late}
 }
 
 // touchHeads makes what the chunks before name's range need of a shard the most
