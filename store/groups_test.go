@@ -207,6 +207,7 @@ func (h *hybrid) load(exact bool) {
 }
 
 func (h *hybrid) finish() {
+	defer h.stop() // also after a failure: the same process plays it again
 	for len(h.copies) > 0 {
 		c := h.copies[0]
 		h.copies = h.copies[1:]
@@ -216,7 +217,6 @@ func (h *hybrid) finish() {
 	if st := h.store.Stats(); st.Transfers != 0 || st.StagedBytes != 0 || st.CondemnedBytes != 0 {
 		h.r.Fatalf("left over: %+v", st)
 	}
-	h.stop()
 }
 
 // Hits of hybrid models are the longest that every group can serve, and every
