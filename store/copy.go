@@ -4,7 +4,6 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/pool"
 )
 
 // Copy is a transfer that this process carries out itself, on the pool's bytes.
@@ -31,12 +30,11 @@ func (s *Store) ownLocked(name Transfer, requestID []byte, objects []object) *Co
 	c := &Copy{store: s}
 	s.mu.copies++
 	name.own = s.mu.copies // no other commit can mean it
-	slots := make([]pool.Slot, len(objects))
-	for i, o := range objects {
-		slots[i] = o.slot
+	for _, o := range objects {
 		c.Parts = append(c.Parts, Part{Chunk: o.chunk, Group: o.group, Bytes: s.mu.pool.View(o.slot)})
 	}
-	c.hold = s.holdLocked(name, requestID, slots)
+	c.hold = s.newHold(name, requestID, objects)
+	s.mu.holds.add(c.hold)
 	c.hold.deadline = c.hold.deadline.Add(forever)
 	return c
 }

@@ -12,7 +12,7 @@ import (
 const batch = 2048
 
 // dropBatch is the same for chunks that are dropped, which costs more.
-const dropBatch = 512
+const dropBatch = 128
 
 // maxLookup bounds the objects of one lookup.
 const maxLookup = 1 << 21

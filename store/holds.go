@@ -52,7 +52,7 @@ type hold struct {
 	requestID string
 	slots     []pool.Slot
 	bytes     int64 // of the slots
-	staged    int64 // the same of a store, in the pool
+	staged    int64 // what they take of the pool, of a store
 	deadline  time.Time
 	orphan    bool // the worker unregistered, was reaped or registered anew
 }
@@ -239,21 +239,20 @@ func (s *Store) oweLocked(name Transfer, requestID []byte, until time.Time) {
 	}
 }
 
-// holdLocked records that the worker of name knows slots, all of them held in
-// the pool already.
-func (s *Store) holdLocked(name Transfer, requestID []byte, slots []pool.Slot) *hold {
+// newHold is a transfer whose worker knows objects, all of them held in the pool
+// already.
+func (s *Store) newHold(name Transfer, requestID []byte, objects []object) *hold {
 	h := &hold{
-		transfer: name, requestID: string(requestID), slots: slots,
+		transfer: name, requestID: string(requestID), slots: make([]pool.Slot, len(objects)),
 		deadline: time.Now().Add(s.opts.Quarantine),
 	}
-	for _, slot := range slots {
-		n := s.mu.pool.Length(slot)
-		h.bytes += n
+	for i, o := range objects {
+		h.slots[i] = o.slot
+		h.bytes += o.bytes
 		if !name.Load {
-			h.staged += s.mu.pool.Round(n)
+			h.staged += s.mu.pool.Round(o.bytes)
 		}
 	}
-	s.mu.holds.add(h)
 	return h
 }
 

@@ -131,12 +131,10 @@ func (s *Store) Load(session []byte, name Transfer, hashes []kv.Hash, p *Place) 
 		s.oweLocked(name, session, time.Now().Add(s.opts.Quarantine))
 		return why
 	}
-	slots := make([]pool.Slot, len(objects))
-	for i, o := range objects {
-		slots[i] = o.slot
-		p.Offsets = append(p.Offsets, s.mu.pool.Offset(o.slot))
+	for _, o := range objects {
+		p.Offsets = append(p.Offsets, o.offset)
 	}
-	s.holdLocked(name, session, slots)
+	s.mu.holds.add(s.newHold(name, session, objects))
 	return None
 }
 
@@ -171,7 +169,7 @@ func (s *Store) loadLocked(session []byte, name Transfer, hashes []kv.Hash) ([]o
 				return nil, s.whyLocked(&k, st)
 			}
 			span.Slots = append(span.Slots, uint32(slot))
-			objects = append(objects, object{slot, c - name.From, g})
+			objects = append(objects, object{slot, c - name.From, g, s.mu.pool.Offset(slot), s.mu.pool.Length(slot)})
 		}
 		spans = append(spans, span)
 	}

@@ -28,7 +28,9 @@ var ErrBusy = errors.New("store: too many transfers in progress")
 // object is one object of a transfer.
 type object struct {
 	slot         pool.Slot
-	chunk, group int // the chunk counts from the range's start
+	chunk, group int   // the chunk counts from the range's start
+	offset       int64 // in the pool
+	bytes        int64
 }
 
 // Reserve takes places of chunkBytes each for the chunks hashes[name.From:name.To]
@@ -45,20 +47,20 @@ func (s *Store) Reserve(name Transfer, requestID []byte, hashes []kv.Hash, chunk
 	if !st.run() {
 		return st.out, ErrBusy
 	}
+	for _, o := range st.taken {
+		p.Offsets = append(p.Offsets, o.offset)
+		p.Indices = append(p.Indices, o.chunk)
+	}
+	if len(st.taken) == 0 {
+		return st.out, nil
+	}
+	h := s.newHold(name, requestID, st.taken)
 	s.lock()
 	defer s.unlock()
 	if s.mu.closed {
 		return st.out, ErrBusy
 	}
-	var taken []pool.Slot
-	for _, o := range st.taken {
-		taken = append(taken, o.slot)
-		p.Offsets = append(p.Offsets, s.mu.pool.Offset(o.slot))
-		p.Indices = append(p.Indices, o.chunk)
-	}
-	if len(taken) > 0 {
-		s.holdLocked(name, requestID, taken)
-	}
+	s.mu.holds.add(h)
 	return st.out, nil
 }
 
@@ -195,7 +197,7 @@ func (st *stage) chunkLocked(c int) bool {
 			st.taken, st.used = st.taken[:before], used
 			return false
 		}
-		st.taken = append(st.taken, object{slot, c - st.name.From, g})
+		st.taken = append(st.taken, object{slot, c - st.name.From, g, s.mu.pool.Offset(slot), n})
 	}
 	switch {
 	case len(st.taken) > before:
