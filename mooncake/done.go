@@ -2,7 +2,6 @@ package mooncake
 
 import (
 	"encoding/binary"
-	"slices"
 	"time"
 
 	"github.com/zeebo/xxh3"
@@ -46,16 +45,23 @@ type answered struct {
 	port    int
 	memory  uint64 // which regions
 	request string // D's
-	blocks  [][]int
-}
-
-func (a *answered) equal(b *answered) bool {
-	return a.host == b.host && a.port == b.port && a.memory == b.memory && a.request == b.request &&
-		slices.EqualFunc(a.blocks, b.blocks, slices.Equal)
+	blocks  uint64 // which ones, hashed
 }
 
 func (p *pulling) answered(id string) answered {
-	return answered{p.pull.Host, p.pull.Port, p.memory, id, p.pull.Wanted[id].Blocks}
+	return answered{p.pull.Host, p.pull.Port, p.memory, id, hashBlocks(p.pull.Wanted[id].Blocks)}
+}
+
+func hashBlocks(blocks [][]int) uint64 {
+	var h xxh3.Hasher
+	var b [8]byte
+	for _, ids := range blocks {
+		for _, id := range append([]int{len(ids)}, ids...) {
+			binary.LittleEndian.PutUint64(b[:], uint64(id))
+			_, _ = h.Write(b[:]) // never fails
+		}
+	}
+	return h.Sum64()
 }
 
 // memory hashes where D's regions are.
@@ -115,5 +121,5 @@ func (d *doneTransfers) has(id string, w dWorker, a answered) bool {
 		return false
 	}
 	b, ok := t.sent[w]
-	return ok && a.equal(&b)
+	return ok && a == b
 }

@@ -50,6 +50,9 @@ func (r *Relay) follow() {
 	defer t.Stop()
 	for {
 		_, _ = r.directory(r.ctx) // it logs
+		r.mu.Lock()
+		r.forgetAsksLocked()
+		r.mu.Unlock()
 		select {
 		case <-t.C:
 		case <-r.ctx.Done():

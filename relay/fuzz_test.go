@@ -50,7 +50,7 @@ func FuzzTakeKeep(f *testing.F) {
 				r.loaded(k, errors.New("of the test"))
 				r.release(k)
 			}
-			if _, err := e.deliver(t.Context(), pull, w, nil); err == nil && !parseID(w.TransferID).again {
+			if _, err := e.deliver(&ask{ctx: t.Context()}, pull, w, nil); err == nil && !parseID(w.TransferID).again {
 				t.Fatal("served by nobody")
 			}
 		}

@@ -1,13 +1,16 @@
 package relay_test
 
 import (
+	"encoding/binary"
 	"fmt"
+	"net"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/relay"
+	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -139,4 +142,97 @@ func TestThousandsOfUnknownTransfers(t *testing.T) {
 	if s := w.relay.Stats(); s.KeptBytes > 3*4096 {
 		t.Fatalf("%+v", s)
 	}
+}
+
+// A D that takes connections and reads nothing holds what is pushed to it. When the
+// memory is wanted by another D, it gives way.
+func TestSilentDGivesMemoryBack(t *testing.T) {
+	const large = 1 << 20 // more than the kernel's buffers take, in a few transfers
+	w := newWorld(t, relay.Options{Timeout: 30 * time.Second, MemoryBytes: 32 << 20})
+	big := func() *mooncake.Cache {
+		c := memory(large)
+		for i := range c.Regions {
+			c.Regions[i].Payload = large
+		}
+		return c
+	}
+	w.sender.Close()
+	w.p = big()
+	w.startP("big")
+	time.Sleep(5 * time.Millisecond)
+	d := big()
+	target, err := transfer.Listen(transfer.TargetOptions{}, transfer.NewTable())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer target.Close()
+	r := w.newD(d, target)
+	from := w.source()
+	pull := func(id string) error {
+		failed, err := r.Pull(t.Context(), from, map[string]mooncake.Wanted{"d" + id: {TransferID: id, Blocks: [][]int{{1, 2}, {3, 4}}}})
+		if err == nil {
+			err = failed["d"+id]
+		}
+		return err
+	}
+	silent := w.channel()
+	host, port := silentTarget(t)
+	for i := range 4 { // 8 MiB each: all of the memory
+		id := fmt.Sprint("s", i)
+		w.sender.Offer("p"+id, id, [][]int{{1, 2}, {3, 4}})
+		silent.send(&mooncake.Pull{
+			Host: host, Port: port, TPSize: 1, Regions: d.Regions,
+			Wanted: map[string]mooncake.Wanted{id: {TransferID: id, Blocks: [][]int{{1, 2}, {3, 4}}}},
+		})
+	}
+	eventually(t, "the silent D holds all memory", func() bool { s := w.relay.Stats(); return s.Pulled == 4 && s.KeptBytes == 32<<20 })
+	time.Sleep(50 * time.Millisecond)
+	for i := range 3 {
+		id := fmt.Sprint("x", i)
+		w.sender.Offer("p"+id, id, [][]int{{1, 2}, {3, 4}})
+		if err := pull(id); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// silentTarget answers handshakes; its data port accepts and never reads.
+func silentTarget(t *testing.T) (host string, port int) {
+	data, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	hs, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { data.Close(); hs.Close() })
+	go func() {
+		for {
+			c, err := data.Accept()
+			if err != nil {
+				return
+			}
+			t.Cleanup(func() { c.Close() })
+		}
+	}()
+	text := fmt.Sprintf(`{"buffers":[],"name":"%s","protocol":"tcp","tcp_data_host":"127.0.0.1","tcp_data_port":%d,"tcp_proto_version":2,"timestamp":""}`,
+		hs.Addr(), data.Addr().(*net.TCPAddr).Port)
+	frame := append(binary.LittleEndian.AppendUint64(nil, uint64(len(text)+1)), 1)
+	frame = append(frame, text...)
+	go func() {
+		for {
+			c, err := hs.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				_, _ = c.Read(make([]byte, 4096))
+				_, _ = c.Write(frame)
+				_, _ = c.Read(make([]byte, 1))
+			}()
+		}
+	}()
+	return "127.0.0.1", hs.Addr().(*net.TCPAddr).Port
 }

@@ -98,6 +98,15 @@ func (r *Relay) release(k *kept) {
 		r.freeLocked(k)
 	default:
 		r.mu.free[k] = struct{}{}
+		r.tellFreeLocked()
+	}
+}
+
+// tellFreeLocked wakes those that wait for memory.
+func (r *Relay) tellFreeLocked() {
+	if r.mu.freed != nil {
+		close(r.mu.freed)
+		r.mu.freed = nil
 	}
 }
 
@@ -120,11 +129,9 @@ func (r *Relay) freeLocked(k *kept) {
 	}
 	delete(r.mu.free, k)
 	k.freed = true
+	k.cache, k.blocks = nil, nil // nobody uses it; requests that ended may remember k
 	r.mu.arena.Release(k.off, k.n)
-	if r.mu.freed != nil {
-		close(r.mu.freed)
-		r.mu.freed = nil
-	}
+	r.tellFreeLocked()
 }
 
 // mirror is D's regions for the blocks of one request, at addresses from 0 on.
@@ -208,7 +215,8 @@ const storageBase = 1 << 50
 
 // newKept takes memory for the blocks of one request. It has two users: the caller,
 // and the load. When there is no room, what is not in use goes, longest unused first;
-// then loads of the D worker that has most memory waiting for P make room for others'.
+// then loads of the D worker that has most memory waiting for P make room for others',
+// then pushes to the one that holds most.
 func (r *Relay) newKept(ctx context.Context, peer string, regions []mooncake.Region, blocks [][]int) (*kept, error) {
 	m, err := newMirror(regions, blocks, uint64(r.o.MemoryBytes))
 	if err != nil {
@@ -234,7 +242,11 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []mooncake.Reg
 			return k, nil
 		}
 		victim, free := r.victimLocked(peer), r.mu.arena.Free()
+		slow := (*ask)(nil)
 		if victim == nil {
+			slow = r.slowLocked(peer)
+		}
+		if victim == nil && slow == nil {
 			r.mu.Unlock()
 			return nil, fmt.Errorf("%w: %d bytes wanted, %d free, the rest in use", errMemory, size, free)
 		}
@@ -242,10 +254,16 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []mooncake.Reg
 			r.mu.freed = make(chan struct{})
 		}
 		freed := r.mu.freed
-		delete(r.mu.loading, victim) // once
-		r.mu.pending[victim.peer] -= victim.n
+		if victim != nil {
+			delete(r.mu.loading, victim) // once
+			r.mu.pending[victim.peer] -= victim.n
+		}
 		r.mu.Unlock()
-		victim.cancel(errMadeRoom)
+		if victim != nil {
+			victim.cancel(errMadeRoom)
+		} else {
+			slow.cancel()
+		}
 		select {
 		case <-freed:
 		case <-ctx.Done():
@@ -274,6 +292,26 @@ func (r *Relay) allocLocked(size int64) (off int64, ok bool) {
 		r.freeLocked(oldest)
 		r.stats.evicted.Add(1)
 	}
+}
+
+// slowLocked returns a request of the D worker that holds most memory by being pushed
+// to, if that is more than peer does: it takes its bytes too slowly, or not at all.
+func (r *Relay) slowLocked(peer string) (slow *ask) {
+	held := make(map[string]int64)
+	for _, a := range r.mu.asks {
+		if a.using != nil {
+			held[a.peer] += a.using.n
+		}
+	}
+	for _, a := range r.mu.asks {
+		if a.using == nil || a.peer == peer || held[a.peer] <= held[peer] || a.ctx.Err() != nil {
+			continue
+		}
+		if slow == nil || held[a.peer] > held[slow.peer] {
+			slow = a
+		}
+	}
+	return slow
 }
 
 // victimLocked returns the newest load of the D worker that has most memory waiting

@@ -103,7 +103,7 @@ type Relay struct {
 		free    map[*kept]struct{} // loaded, not in use: may be evicted
 		loading map[*kept]struct{}
 		pending map[string]int64 // bytes of loading ones, by the D worker that asked first
-		freed   chan struct{}    // closed when memory comes back; nil: nobody waits
+		freed   chan struct{}    // closed when memory comes back, or may be evicted; nil: nobody waits
 		asks    map[askKey]*ask
 	}
 	stats stats

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
 	"slices"
 	"strconv"
 	"time"
@@ -168,8 +169,11 @@ type ask struct {
 	err    error         // valid when done, as is k
 	k      *kept
 
+	peer string // the D worker
+
 	// Guarded by Relay.mu.
 	users  int            // that wait
+	using  *kept          // being pushed
 	places map[place]bool // where D has asked
 	at     time.Time      // when it ended
 }
@@ -200,7 +204,9 @@ func (c *channel) one(ctx context.Context, pull *mooncake.Pull, memory uint64, i
 	}
 	key := askKey{c.e.id, pull.Host, pull.Port, pull.TPRank, id, want.TransferID, memory}
 	r.mu.Lock()
-	r.forgetAsksLocked()
+	if len(r.mu.asks) > maxAsks {
+		r.forgetAsksLocked()
+	}
 	mine := r.mu.asks[key]
 	// D asks a worker a second time when it has not heard the answer, or tries again.
 	if mine == nil || isDone(mine.done) && (mine.places[c.at] || time.Since(mine.at) > askedFor) {
@@ -208,7 +214,7 @@ func (c *channel) one(ctx context.Context, pull *mooncake.Pull, memory uint64, i
 		if mine != nil {
 			before = mine.k
 		}
-		mine = &ask{done: make(chan struct{}), places: make(map[place]bool)}
+		mine = &ask{peer: net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), done: make(chan struct{}), places: make(map[place]bool)}
 		mine.ctx, mine.cancel = context.WithCancel(r.ctx)
 		r.mu.asks[key] = mine
 		a := mine
@@ -243,9 +249,6 @@ func isDone(c <-chan struct{}) bool {
 
 // forgetAsksLocked keeps the memory of ended requests short.
 func (r *Relay) forgetAsksLocked() {
-	if len(r.mu.asks) < maxAsks/2 {
-		return
-	}
 	for key, a := range r.mu.asks {
 		if isDone(a.done) && (time.Since(a.at) > askedFor || len(r.mu.asks) > maxAsks) {
 			delete(r.mu.asks, key)
@@ -257,7 +260,7 @@ func (r *Relay) forgetAsksLocked() {
 // request was pushed from, or nil.
 func (e *engine) answer(a *ask, pull *mooncake.Pull, want mooncake.Wanted, before *kept) {
 	defer a.cancel()
-	k, err := e.deliver(a.ctx, pull, want, before)
+	k, err := e.deliver(a, pull, want, before)
 	e.r.mu.Lock()
 	a.k, a.err, a.at = k, err, time.Now()
 	e.r.mu.Unlock()
@@ -265,8 +268,8 @@ func (e *engine) answer(a *ask, pull *mooncake.Pull, want mooncake.Wanted, befor
 }
 
 // deliver gets one request's KV and pushes it to D.
-func (e *engine) deliver(ctx context.Context, pull *mooncake.Pull, want mooncake.Wanted, before *kept) (*kept, error) {
-	r, id := e.r, parseID(want.TransferID)
+func (e *engine) deliver(a *ask, pull *mooncake.Pull, want mooncake.Wanted, before *kept) (*kept, error) {
+	ctx, r, id := a.ctx, e.r, parseID(want.TransferID)
 	if !slices.ContainsFunc(want.Blocks, func(g []int) bool { return len(g) > 0 }) {
 		return nil, e.letGo(ctx, pull, id)
 	}
@@ -274,7 +277,15 @@ func (e *engine) deliver(ctx context.Context, pull *mooncake.Pull, want mooncake
 	if err != nil {
 		return nil, err
 	}
-	defer r.release(k)
+	r.mu.Lock()
+	a.using = k
+	r.mu.Unlock()
+	defer func() {
+		r.mu.Lock()
+		a.using = nil
+		r.mu.Unlock()
+		r.release(k)
+	}()
 	start := time.Now()
 	n, err := r.push(ctx, pull, k, want.Blocks)
 	if err != nil {
