@@ -187,6 +187,38 @@ func TestKeysOfWorkersAndSchedulers(t *testing.T) {
 	}
 }
 
+// A message with several readings is declined only with what all of them decode.
+func TestAmbiguousAnswers(t *testing.T) {
+	f := func(want string, ops ...lmcache.Op) {
+		t.Helper()
+		var r []lmcache.Reading
+		for i, op := range ops {
+			r = append(r, lmcache.Reading{Op: op, Generations: 1 << i})
+		}
+		b, result, safe := lmcache.AppendAmbiguous(nil, r)
+		got := map[bool]string{false: "none"}[result]
+		if result {
+			store, err1 := lmcache.DecodePrepareStore(b)
+			retrieve, err2 := lmcache.DecodePrepareRetrieve(b)
+			if err1 == nil && err2 == nil && store.Slots != nil && len(store.Slots) == 0 && !retrieve.Success {
+				got = "both"
+			}
+		}
+		if !safe {
+			got = "no answer"
+		}
+		if got != want {
+			t.Errorf("%v: %s %x, want %s", ops, got, b, want)
+		}
+	}
+	f("none", lmcache.OpFreeLookupLocks, lmcache.OpLookup)
+	f("none", lmcache.OpEndSession, lmcache.OpQueryPrefetchStatus)
+	f("both", lmcache.OpPrepareRetrieve, lmcache.OpPrepareStore)
+	f("no answer", lmcache.OpCommitRetrieve, lmcache.OpPrepareRetrieve)
+	f("no answer", lmcache.OpPrepareStore, lmcache.OpLookup)
+	f("no answer", lmcache.OpCommitRetrieve, lmcache.OpPrepareStore)
+}
+
 func TestParseGenerations(t *testing.T) {
 	for s := lmcache.Generations(0); s <= lmcache.AllGenerations; s++ {
 		if got, err := lmcache.ParseGenerations(s.String()); got != s || err != nil {

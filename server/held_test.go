@@ -143,3 +143,25 @@ func (c *oldClient) call2(op byte) (results [2][]byte) {
 	}
 	return results
 }
+
+// What was held for too long is not counted any more, over all and for its user.
+func TestHeldBytesAreGivenBack(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 64, server.Options{})
+	defer stop()
+	large := oldKey(0, 1, 150_000, "r")
+	c := n.dial(t, 20)
+	rounds := 80 << 20 / len(large)
+	for range rounds {
+		c.uid = 20
+		c.send(14, large, integer(7))
+		for end := time.Now().Add(20 * time.Second); c.silent(); {
+			n.Tick(time.Now().Add(16 * time.Second))
+			if time.Now().After(end) {
+				t.Fatal("what was held for too long gets no answer")
+			}
+		}
+	}
+	if got := metric(t, n.Server, "kvasir_held_requests_total"); got < float64(rounds) {
+		t.Errorf("%v of %d messages were held", got, rounds)
+	}
+}

@@ -54,6 +54,7 @@ class Engine:
         import lmcache.integration.vllm.vllm_multi_process_adapter as adapter
 
         self.torch, self.adapter, self.mla = torch, adapter, single_plane
+        self.ranks = 2 if single_plane else 1  # of tensor parallelism; with a single plane all read the same chunks
         torch.set_num_threads(1)
         hints = {"kv_layout": "HND"}  # as vLLM has it on CPU
         adapter.vllm_layout_hints = lambda *a, **k: hints  # it would ask vLLM
@@ -84,8 +85,8 @@ class Engine:
 
     def strategy(self):
         want = {
-            "use_mla": self.mla, "mla_only": self.mla, "kv_world_size": 1, "kv_worker_id": 0, "actual_world_size": 1, "actual_worker_id": 0,
-            "vllm_world_size": 1, "vllm_worker_id": 0, "tp_size": 1, "pp_size": 1, "n_servers": 1,
+            "use_mla": self.mla, "mla_only": self.mla, "kv_world_size": 1, "kv_worker_id": 0, "actual_world_size": self.ranks, "actual_worker_id": 0,
+            "vllm_world_size": self.ranks, "vllm_worker_id": 0, "tp_size": self.ranks, "pp_size": 1, "n_servers": 1,
         }
         kind = self.adapter.ParallelStrategy
         return kind(**{k: v for k, v in want.items() if k in inspect.signature(kind).parameters})
@@ -170,12 +171,13 @@ class Engine:
         if free:
             self.scheduler.free_lookup_locks(tokens, 0, free * self.chunk, request, cache_salt=salt)
         if hit >= self.chunk and hit > free * self.chunk:
-            n = hit // self.chunk
-            self.fill(seed + 1, chunks, first)
-            self.worker.submit_retrieve_request(request, self.op(tokens, first, n * self.chunk), self.event())
-            self.wait(lambda: request in self.worker.retrieve_futures)
-            got = self.bytes(n, first)
-            out["equal"] = all(self.torch.equal(a[:len(b)], b) for a, b in zip(want, got, strict=True))
+            n, out["equal"] = hit // self.chunk, True
+            for _ in range(self.ranks):  # one worker plays them all
+                self.fill(seed + 1, chunks, first)
+                self.worker.submit_retrieve_request(request, self.op(tokens, first, n * self.chunk), self.event())
+                self.wait(lambda: request in self.worker.retrieve_futures)
+                got = self.bytes(n, first)
+                out["equal"] = out["equal"] and all(self.torch.equal(a[:len(b)], b) for a, b in zip(want, got, strict=True))
         self.scheduler.cleanup_lookup_result(request)
         self.scheduler.end_session(request)
         return out
@@ -225,7 +227,7 @@ def engine(args):
 
 class Remote:
     def __init__(self, args, release, folder, single_plane):
-        self.release = release
+        self.release = release + ", one plane and two ranks" * single_plane
         env = dict(os.environ, PYTHONPATH=folder, LMCACHE_LOG_LEVEL="ERROR", LMCACHE_TRACK_USAGE="false", PYTHONWARNINGS="ignore")
         command = [sys.executable, __file__, "--engine", "--url", args.url, "--model", MODEL + "/mla" * single_plane]
         self.log = open(os.path.join(args.logs, f"{release}{'-mla' * single_plane}.log"), "w")
@@ -273,13 +275,15 @@ def main():
 
     releases = [r.split("=", 1) for r in args.releases]
     engines = [Remote(args, r, d, False) for r, d in releases]
-    engines.append(Remote(args, releases[0][0], releases[0][1], True))
+    planes = [Remote(args, r, d, True) for r, d in {releases[0][0]: releases[0], releases[-1][0]: releases[-1]}.values()]
+    alike = engines[:]
+    engines += planes
     for e in engines:
         got = e.answer()
         check(f"{e.release} starts", "chunk" in got, got)
     if failed:
         engines = [e for e in engines if e.process.poll() is None]
-    *alike, _ = engines
+        alike = [e for e in alike if e in engines]
 
     def all_of(what, command, good):
         for i, e in enumerate(engines):
