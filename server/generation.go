@@ -171,10 +171,14 @@ func (s *Server) pinger(c *connection) (id int64, ok, answer bool) {
 // registerPickleOnly takes a worker that knows of no shared memory. Its
 // registration has no result, so one that cannot be served is remembered and its
 // transfers are declined.
-func (s *Server) registerPickleOnly(in *instance) error {
+func (s *Server) registerPickleOnly(sc *scratch, in *instance) error {
 	in.takeSide(sidePickle)
 	if s.opts.Pickle != PickleOff {
-		return s.admit(in)
+		if err := s.admit(in); err != nil {
+			return err
+		}
+		sc.mark()
+		return nil
 	}
 	in.refuse = fmt.Sprintf("lmcache %s sends chunks as pickled tensors only: start the server with --pickle on", in.generations)
 	if _, _, err := s.registry.add(in); err != nil {

@@ -58,7 +58,7 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 	in.generations = sc.conn.generations
 	sc.conn.name(in.id)
 	if in.generations.PickleOnly() {
-		return s.registerPickleOnly(in)
+		return s.registerPickleOnly(sc, in)
 	}
 	why := sc.caller().mayOpen()
 	must := why != nil || s.opts.Pickle == PickleOnly
