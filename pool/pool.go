@@ -122,6 +122,10 @@ type Pool struct {
 func (p *Pool) Name() string { return p.opts.Name }
 
 // Inode identifies the segment's file.
+// Path is the segment's file.
+func (p *Pool) Path() string { return p.segment.Path() }
+
+// Inode identifies the segment's file.
 func (p *Pool) Inode() uint64 { return p.segment.Inode() }
 
 // Bytes returns the segment's size.

@@ -44,7 +44,9 @@ type caller struct {
 	name    string // of by
 	number  uint64 // tells connections apart
 	trusted bool   // by Options.Trust: taken for this server's user
-	conn    *connection
+
+	pid  int // of its process, once it was looked for; used by its reading goroutine
+	conn *connection
 }
 
 // mark keeps the connection when a new one needs its place.

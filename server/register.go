@@ -61,6 +61,9 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 		return s.registerPickleOnly(sc, in)
 	}
 	why := sc.caller().mayOpen()
+	if why == nil {
+		why = s.seesPool(sc.caller())
+	}
 	must := why != nil || s.opts.Pickle == PickleOnly
 	if must {
 		in.takeSide(sidePickle)

@@ -72,6 +72,7 @@ type Server struct {
 	limiter  limiter
 	p2p      p2pTasks
 	former   formerSizes
+	looks    looks
 	held     heldMessages
 	saving   saving
 	lending  chan struct{} // closed with the first worker that lends its KV

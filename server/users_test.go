@@ -21,6 +21,7 @@ const (
 	visitURL     = "KVASIR_TEST_VISIT"
 	visitSegment = "KVASIR_TEST_SEGMENT" // which it tries to lend
 	visitID      = "KVASIR_TEST_ID"      // of its own worker
+	visitHide    = "KVASIR_TEST_HIDE"    // a folder that it sees another file system at
 )
 
 const victim = 77 // the instance of the user whom it visits
@@ -46,6 +47,10 @@ func visit(url string) {
 		if err != nil {
 			got.Problems = append(got.Problems, err.Error())
 		}
+	}
+	if dir := os.Getenv(visitHide); dir != "" {
+		note(syscall.Mount("tmpfs", dir, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, "mode=0700"))
+		note(os.WriteFile(filepath.Join(dir, "pool"), make([]byte, 16*4096), 0o600)) // what another server left
 	}
 	c, err := lmcache.NewClient(url)
 	note(err)
@@ -87,8 +92,12 @@ func visit(url string) {
 
 func visitAs(t *testing.T, uid, id int, url, segment string) (got visited) {
 	t.Helper()
-	cmd := exec.Command("/proc/self/exe")
-	cmd.Env = append(os.Environ(), visitURL+"="+url, visitSegment+"="+segment, visitID+"="+strconv.Itoa(id))
+	return visitBy(t, exec.Command("/proc/self/exe"), uid, id, url, segment)
+}
+
+func visitBy(t *testing.T, cmd *exec.Cmd, uid, id int, url, segment string) (got visited) {
+	t.Helper()
+	cmd.Env = append(append(os.Environ(), cmd.Env...), visitURL+"="+url, visitSegment+"="+segment, visitID+"="+strconv.Itoa(id))
 	cmd.Stderr, cmd.Dir = os.Stderr, "/"
 	if uid != os.Geteuid() {
 		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uint32(uid), Gid: uint32(uid), NoSetGroups: true}}
@@ -154,5 +163,30 @@ func TestAnotherUsersProcess(t *testing.T) {
 	got := visitAs(t, 0, 200, n.url, segment)
 	if got.Pool.ShmName == "" || got.Slots != 1 {
 		t.Errorf("our own user is not told of the pool: %+v\n%s", got, n.log.String())
+	}
+}
+
+// A process of this user that sees another file system where the pool is, as in a
+// container of its own, is not told of the pool: under its name it would find
+// another file. One that sees the pool is.
+func TestProcessWithAnotherShmIsNotToldOfThePool(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 16, server.Options{Pickle: server.PickleOn})
+	defer stop()
+	if got := visitAs(t, os.Geteuid(), 9, n.url, "none"); got.Pool.ShmName == "" || got.Slots != 1 {
+		t.Fatalf("a process that sees the pool: %+v", got)
+	}
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = []string{visitHide + "=" + n.dir}
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags:  syscall.CLONE_NEWUSER | syscall.CLONE_NEWNS,
+		UidMappings: []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getuid(), Size: 1}},
+		GidMappings: []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getgid(), Size: 1}},
+	}
+	if err := exec.Command("unshare", "-Urm", "true").Run(); err != nil {
+		t.Skipf("no user and mount namespace of its own here: %v", err)
+	}
+	got := visitBy(t, cmd, os.Geteuid(), 10, n.url, "none")
+	if got.Pool.ShmName != "" || got.Slots != 0 || !got.Pickled {
+		t.Errorf("a process with another file system there: %+v\n%s", got, n.log)
 	}
 }

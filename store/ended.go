@@ -5,6 +5,9 @@ import (
 	"time"
 )
 
+// PoolPath is the pool's file.
+func (s *Store) PoolPath() string { return s.mu.pool.Path() }
+
 // PoolInode identifies the pool's file.
 func (s *Store) PoolInode() uint64 { return s.mu.pool.Inode() }
 
