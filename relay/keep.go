@@ -11,6 +11,7 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/transfer"
 )
 
 // keptKey names what one D worker needs of a transfer of one life of P. Workers of
@@ -209,6 +210,9 @@ func newMirror(regions []mooncake.Region, blocks [][]int, limit uint64) (*mirror
 	return m, nil
 }
 
+// maxLoading bounds the loads at a time: each takes a region of the transfer table.
+const maxLoading = transfer.MaxRegions / 2
+
 // storageBase is where the relay's memory begins in its caches: far enough from 0
 // for the blocks that lie before a storage.
 const storageBase = 1 << 50
@@ -225,7 +229,10 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []mooncake.Reg
 	size := r.mu.arena.Round(max(int64(m.bytes), 1)) // arena's size never changes
 	for {
 		r.mu.Lock()
-		off, ok := r.allocLocked(size)
+		off, ok := int64(0), false
+		if len(r.mu.loading) < maxLoading {
+			off, ok = r.allocLocked(size)
+		}
 		if ok {
 			k := &kept{peer: peer, cache: m.cache, blocks: m.blocks, off: off, n: size, done: make(chan struct{})}
 			k.ctx, k.cancel = context.WithCancelCause(r.ctx)
@@ -242,13 +249,13 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []mooncake.Reg
 			return k, nil
 		}
 		victim, free := r.victimLocked(peer), r.mu.arena.Free()
-		slow := (*ask)(nil)
+		slow, n := (*ask)(nil), len(r.mu.loading)
 		if victim == nil {
 			slow = r.slowLocked(peer)
 		}
 		if victim == nil && slow == nil {
 			r.mu.Unlock()
-			return nil, fmt.Errorf("%w: %d bytes wanted, %d free, the rest in use", errMemory, size, free)
+			return nil, fmt.Errorf("%w: %d bytes wanted, %d free, the rest in use, %d loads", errMemory, size, free, n)
 		}
 		if r.mu.freed == nil {
 			r.mu.freed = make(chan struct{})

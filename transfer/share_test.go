@@ -209,3 +209,33 @@ func TestConnectionsOfDeadPeersAreClosed(t *testing.T) {
 		}
 	}
 }
+
+// Data connections that ask for nothing give way when there are too many; one that was
+// used stays, however long it is idle.
+func TestUnaskedConnectionsGiveWay(t *testing.T) {
+	target, _ := listen(t, 4096, TargetOptions{MaxConns: 4})
+	used := client(t, Options{Conns: 1})
+	entries := []Entry{{make([]byte, 8), testBase}}
+	if err := used.Write(t.Context(), target.Name(), entries); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		c, err := net.Dial("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(target.Descriptor().DataPort)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+	}
+	time.Sleep(unaskedFor + 50*time.Millisecond)
+	for range 3 {
+		if err := client(t, Options{Conns: 1}).Write(t.Context(), target.Name(), entries); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := used.Write(t.Context(), target.Name(), entries); err != nil || used.Stats().Dials != 1 {
+		t.Fatal(err, used.Stats())
+	}
+	if s := target.Stats(); s.DataConns != 4 || s.RefusedConns != 3 {
+		t.Fatalf("%+v", s)
+	}
+}

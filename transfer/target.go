@@ -54,7 +54,7 @@ type Target struct {
 	mu struct {
 		sync.Mutex
 		closed  bool
-		conns   map[net.Conn]struct{} // both ports
+		conns   map[net.Conn]*inbound // both ports
 		nData   int
 		notices []Notice
 
@@ -76,7 +76,7 @@ type TargetStats struct {
 	BytesOut        int64
 	RejectedAddress int64 // not registered, zero, wrapping, or the callback's error
 	RejectedFence   int64 // closed to writes
-	RefusedConns    int64 // above MaxConns
+	RefusedConns    int64 // above MaxConns: new ones, or those that had asked for nothing
 	Broken          int64 // connections that ended inside a frame or stalled
 }
 
@@ -114,7 +114,7 @@ func Listen(o TargetOptions, table *Table) (*Target, error) {
 		slots: make(chan struct{}, o.MaxHandshakes),
 		log:   cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
 	}
-	t.mu.conns = make(map[net.Conn]struct{})
+	t.mu.conns = make(map[net.Conn]*inbound)
 	t.mu.plain = make(map[string]bool)
 	t.wg.Go(t.acceptHandshakes)
 	t.wg.Go(t.acceptData)
@@ -228,13 +228,14 @@ func (t *Target) accept(l net.Listener, start func(net.Conn)) {
 
 func (t *Target) acceptData() {
 	t.accept(t.data, func(c net.Conn) {
-		if !t.track(c, true) {
+		in := t.track(c, true)
+		if in == nil {
 			c.Close()
 			return
 		}
 		t.wg.Go(func() {
 			defer t.untrack(c, true)
-			t.serveData(c.(*net.TCPConn))
+			t.serveData(c.(*net.TCPConn), in)
 		})
 	})
 }
@@ -242,7 +243,7 @@ func (t *Target) acceptData() {
 func (t *Target) acceptHandshakes() {
 	t.accept(t.hs, func(c net.Conn) {
 		t.takeSlot()
-		if !t.track(c, false) {
+		if t.track(c, false) == nil {
 			c.Close()
 			<-t.slots
 			return
@@ -314,21 +315,51 @@ func (t *Target) asked(s *silentConn) {
 	}
 }
 
-// track registers a connection for Close; false when it must not be served.
-func (t *Target) track(c net.Conn, data bool) bool {
+// inbound is a connection from a peer.
+type inbound struct {
+	data  bool
+	since time.Time
+	asked atomic.Bool // a request came, or part of one
+}
+
+// unaskedFor is how long a data connection may ask for nothing when there are too
+// many. One that has asked before stays: the engine would fail its next transfer.
+const unaskedFor = time.Second
+
+// track registers a connection for Close; nil when it must not be served.
+func (t *Target) track(c net.Conn, data bool) *inbound {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.mu.closed {
-		return false
+		return nil
 	}
+	in := &inbound{data: data, since: time.Now()}
 	if data {
-		if t.mu.nData >= t.opt.MaxConns {
+		if t.mu.nData >= t.opt.MaxConns && !t.cutUnaskedLocked() {
 			t.stats.refused.Add(1)
-			return false
+			return nil
 		}
 		t.mu.nData++
 	}
-	t.mu.conns[c] = struct{}{}
+	t.mu.conns[c] = in
+	return in
+}
+
+// cutUnaskedLocked cuts the oldest data connection that has never asked for anything.
+func (t *Target) cutUnaskedLocked() bool {
+	var oldest net.Conn
+	for c, in := range t.mu.conns {
+		if in.data && !in.asked.Load() && time.Since(in.since) > unaskedFor && (oldest == nil || in.since.Before(t.mu.conns[oldest].since)) {
+			oldest = c
+		}
+	}
+	if oldest == nil {
+		return false
+	}
+	t.stats.refused.Add(1)
+	delete(t.mu.conns, oldest)
+	t.mu.nData--
+	oldest.Close()
 	return true
 }
 
@@ -336,6 +367,9 @@ func (t *Target) untrack(c net.Conn, data bool) {
 	c.Close()
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	if t.mu.conns[c] == nil {
+		return // cut
+	}
 	delete(t.mu.conns, c)
 	if data {
 		t.mu.nData--

@@ -36,6 +36,7 @@ var errRejected = errors.New("request rejected")
 type dataConn struct {
 	*stream
 	t      *Target
+	in     *inbound
 	claims *claims
 
 	out      [][]byte // replies not yet sent; slices of regions and of statusOK
@@ -51,13 +52,13 @@ type dataConn struct {
 
 var okFrame, rejectedFrame = statusFrame(statusOK), statusFrame(statusRejected)
 
-func (t *Target) serveData(c *net.TCPConn) {
+func (t *Target) serveData(c *net.TCPConn, in *inbound) {
 	s, err := newStream(c, t.opt.ProgressTimeout)
 	if err != nil {
 		t.log.Debug("data connection", "peer", c.RemoteAddr(), "err", err)
 		return
 	}
-	d := &dataConn{stream: s, t: t}
+	d := &dataConn{stream: s, t: t, in: in}
 	d.claims = t.table.newClaims(func() { c.Close() })
 	defer d.claims.drop()
 	defer d.close()
@@ -80,6 +81,9 @@ func (d *dataConn) serve() error {
 				return nil
 			}
 			return err
+		}
+		if !d.in.asked.Load() {
+			d.in.asked.Store(true)
 		}
 		h := parseHeader(d.next(headerBytes))
 		d.large = h.isWrite() && h.size >= directBytes
