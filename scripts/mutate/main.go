@@ -28,6 +28,7 @@ import (
 // mutant is one change: bytes [from, to) of a file become text.
 type mutant struct {
 	dir, path string
+	src       []byte
 	line      int
 	from, to  int
 	text      string
@@ -125,12 +126,8 @@ func importers(dirs []string) (map[string][]string, error) {
 
 // judge returns KILLED, TIMEOUT or SURVIVED, or nothing for what does not compile.
 func judge(tmp string, m *mutant, dirs []string, limit time.Duration) (string, error) {
-	src, err := os.ReadFile(m.path)
-	if err != nil {
-		return "", err
-	}
 	changed := filepath.Join(tmp, "mutant.go")
-	text := slices.Concat(src[:m.from], []byte(m.text), src[m.to:])
+	text := slices.Concat(m.src[:m.from], []byte(m.text), m.src[m.to:])
 	if err := os.WriteFile(changed, text, 0o600); err != nil {
 		return "", err
 	}
@@ -193,7 +190,7 @@ func mutants(dir string) (out []mutant, err error) {
 		}
 		add := func(from, to token.Pos, text, what string) {
 			p := fset.Position(from)
-			out = append(out, mutant{dir, path, p.Line, p.Offset, fset.Position(to).Offset, text, what})
+			out = append(out, mutant{dir, path, src, p.Line, p.Offset, fset.Position(to).Offset, text, what})
 		}
 		ast.Inspect(f, func(n ast.Node) bool { return visit(n, src, fset, add) })
 	}
