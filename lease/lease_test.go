@@ -147,3 +147,25 @@ func TestTheHeaviestGivesWay(t *testing.T) {
 		t.Errorf("%d sessions, %d pins are left", tab.Len(), tab.Pins())
 	}
 }
+
+// Who alone holds more than the limit pushes out others, the one idle longest
+// first, and keeps its own.
+func TestOneLargeLease(t *testing.T) {
+	tab := lease.New(lease.Options{MaxPins: 10})
+	grant := func(peer string, slots int) (lost int) {
+		s, _ := tab.Open([]byte(peer), lease.Owner{Peer: peer}, start)
+		for _, l := range tab.Grant(s, lease.Lease{Chunks: slots, Rows: 1, Slots: make([]uint32, slots), Left: make([]uint8, slots)}) {
+			lost += len(l.Slots)
+		}
+		return lost
+	}
+	if grant("a", 3) != 0 || grant("b", 2) != 0 || grant("c", 1) != 0 {
+		t.Fatal("room was made within the limit")
+	}
+	if lost := grant("large", 7); lost != 3 || tab.Get([]byte("a"), start) != nil || tab.Get([]byte("b"), start) == nil {
+		t.Errorf("%d slots made room, a %v, b %v", lost, tab.Get([]byte("a"), start), tab.Get([]byte("b"), start))
+	}
+	if lost := grant("larger", 20); lost != 10 || tab.Pins() != 20 {
+		t.Errorf("%d slots made room, %d are pinned", lost, tab.Pins())
+	}
+}

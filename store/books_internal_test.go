@@ -1,0 +1,134 @@
+package store
+
+import (
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+// Whatever becomes of transfers, nothing of them stays in the books: committed,
+// refused, given up, detached, of an earlier server.
+func TestBooksAreEmptyInTheEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		open := func() *Store {
+			p, err := pool.Open(pool.Options{Name: "p", Bytes: 64 * 4096, Dir: dir, Clock: func() time.Duration {
+				return time.Hour + time.Since(time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC))
+			}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			return New(p, Options{Quarantine: time.Minute, MaxHolds: 40})
+		}
+		hashes := kv.ChunkHashes([]uint32{1, 2, 3, 4, 5, 6, 7, 8}, 1)
+		at := func(instance int64, from int, load bool) Transfer {
+			return Transfer{
+				Instance: instance, By: fmt.Sprint("uid ", instance%2), Shard: Shard{Namespace: kv.Namespace{1}, World: 1},
+				From: from, To: from + 2, Last: hashes[from+1], Load: load,
+			}
+		}
+		s := open()
+		var p Place
+		for instance := int64(1); instance <= 3; instance++ {
+			for i, from := range []int{0, 2, 4} {
+				request := fmt.Append(nil, "r", i)
+				if _, err := s.Reserve(at(instance, from, false), request, hashes, 4096, &p); err != nil {
+					t.Fatal(err)
+				}
+				s.Refuse(request, at(instance, from, true))
+			}
+		}
+		if s.mu.holds.len == 0 || s.mu.holds.debts != 9 || len(s.mu.holds.staged) == 0 || len(s.mu.holds.stagedBy) == 0 {
+			t.Fatalf("%+v", s.mu.holds)
+		}
+		s.CommitStore(at(1, 0, false), []byte("r0"), hashes, true)
+		s.Detach(1)
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		s = open()
+		if len(s.mu.holds.former) == 0 {
+			t.Fatal("no transfer of the earlier server is known")
+		}
+		s.CommitStore(at(1, 2, false), []byte("r1"), hashes, true)
+		if _, err := s.Reserve(at(2, 6, false), []byte("r9"), hashes, 4096, &p); err != nil {
+			t.Fatal(err)
+		}
+		s.Detach(2)
+		for range 5 * 60 {
+			time.Sleep(time.Second)
+			s.Expire()
+		}
+		h := &s.mu.holds
+		if h.len != 0 || h.debts != 0 || h.orphans != 0 || len(h.byPrepared) != 0 || len(h.byInstance) != 0 || len(h.former) != 0 || len(h.staged) != 0 || len(h.stagedBy) != 0 {
+			t.Errorf("left in the books: %+v", *h)
+		}
+		if got := s.Stats(); got.StagedBytes != 0 || got.CondemnedBytes != 0 || got.Transfers != 0 || got.Quarantined != 0 {
+			t.Errorf("left in the pool: %+v", got)
+		}
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
+
+// At the limit of transfers in progress stores and loads are declined, and only
+// until one ends.
+func TestTransfersInProgressAreBounded(t *testing.T) {
+	p, err := pool.Open(pool.Options{Name: "p", Bytes: 16 * 4096, Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := New(p, Options{MaxHolds: 2})
+	defer s.Close()
+	hashes := kv.ChunkHashes([]uint32{1, 2, 3, 4}, 1)
+	sh := Shard{Namespace: kv.Namespace{1}, World: 1}
+	tr := func(from int, load bool) Transfer {
+		return Transfer{Instance: 1, Shard: sh, From: from, To: from + 1, Last: hashes[from], Load: load}
+	}
+	var place Place
+	put := func(from int) error {
+		_, err := s.Reserve(tr(from, false), []byte("r"), hashes, 4096, &place)
+		return err
+	}
+	if err := put(0); err != nil {
+		t.Fatal(err)
+	}
+	s.CommitStore(tr(0, false), []byte("r"), hashes, true)
+	if err := put(1); err != nil {
+		t.Fatal(err)
+	}
+	if err := put(2); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.Lookup([]byte("l"), sh, Hashed(hashes), 1); got.Hit != 1 {
+		t.Fatal(got)
+	}
+	if why := s.Load([]byte("l"), tr(0, true), hashes, &place); why != Busy {
+		t.Errorf("a load beyond the limit: %v", why)
+	}
+	if c, why := s.Fetch([]byte("l"), tr(0, true), hashes); c != nil || why != Busy {
+		t.Errorf("a copy beyond the limit: %v", why)
+	}
+	if err := put(3); err != ErrBusy {
+		t.Errorf("a store beyond the limit: %v", err)
+	}
+	s.CommitStore(tr(1, false), []byte("r"), hashes, true)
+	s.CommitLoad(tr(0, true), []byte("l")) // of the load that was declined
+	if why := s.Load([]byte("l"), tr(0, true), hashes, &place); why != None {
+		t.Errorf("a load after one ended: %v", why)
+	}
+	if got := s.Stats(); got.Lookups != 1 || got.LoadedChunks != 0 {
+		t.Errorf("%+v", got)
+	}
+	if got := s.CommitLoad(tr(0, true), []byte("l")); got.Chunks != 1 {
+		t.Errorf("%+v", got)
+	}
+	if got := s.Stats(); got.LoadedChunks != 1 || got.LoadedBytes != 4096 || got.StoredChunks != 2 {
+		t.Errorf("%+v", got)
+	}
+}
