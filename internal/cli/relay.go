@@ -52,6 +52,9 @@ func (c *relayCmd) Run(e *env) (err error) {
 	if !(c.MemoryGB > 0) || c.MemoryGB > 1<<20 || !(c.Timeout > 0) || c.Timeout > 86400 {
 		return fmt.Errorf("%w: need --memory-gb above 0, and --timeout above 0 and up to 86400", errUsage)
 	}
+	if ip := net.ParseIP(c.Host); ip != nil && ip.IsUnspecified() {
+		return fmt.Errorf("%w: --host %s: name the one address that P and D dial", errUsage, c.Host)
+	}
 	bytes := int64(c.MemoryGB * (1 << 30))
 	path, err := shm.Path("", "kvasir_relay_"+strconv.Itoa(os.Getpid()))
 	if err != nil {
@@ -81,6 +84,10 @@ func (c *relayCmd) Run(e *env) (err error) {
 	}
 	web := httpguard.NewServer(mux)
 	e.log.Info(fmt.Sprintf("relay: D's remote_bootstrap_addr is http://%s, P's is %s; keeping up to %g GiB", listener.Addr(), c.Upstream, c.MemoryGB))
+	if !isLoopback(c.Host) {
+		e.log.Warn("there is no authentication: whoever reaches this machine may have any transfer's KV pushed to itself, and write what P pushes; " +
+			"let only engines reach it (firewall, network policy)")
+	}
 	ended := make(chan error, 1)
 	go func() { ended <- web.Serve(httpguard.Limit(listener)) }()
 	select {

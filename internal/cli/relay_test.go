@@ -65,3 +65,13 @@ func TestRelay(t *testing.T) {
 		t.Errorf("exit %d\n%s", code, stdout)
 	}
 }
+
+// Peers dial --host: every address at once is none.
+func TestRelayHost(t *testing.T) {
+	for _, host := range []string{"0.0.0.0", "::"} {
+		code, _, stderr := run(t, "relay", "--upstream", "http://127.0.0.1:1", "--memory-gb", "0.01", "--host", host)
+		if code != 2 || !strings.Contains(stderr, "P and D dial") {
+			t.Errorf("%s: exit %d\n%s", host, code, stderr)
+		}
+	}
+}

@@ -74,6 +74,9 @@ func (c *transferServeCmd) Run(e *env) error {
 	if c.Size == 0 {
 		return fmt.Errorf("%w: --size 0", errUsage)
 	}
+	if !isLoopback(cmp.Or(c.Bind, c.Host)) {
+		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the region; let only engines reach it (firewall, network policy)")
+	}
 	return transfertool.Serve(e.ctx, transfertool.ServeOptions{
 		Target: transfer.TargetOptions{Host: c.Host, Bind: c.Bind, HandshakePort: c.HandshakePort, DataPort: c.DataPort, Log: e.log},
 		Procs:  cmp.Or(c.Procs, halfOfProcs()), Batch: c.Batch,
