@@ -279,7 +279,7 @@ func addReading(into []Reading, op Op, g Generation) []Reading {
 // firstCall decides between get_chunk_size and other operations without payloads.
 // Every client counts its requests from 0 and asks for the chunk size first, once.
 func firstCall(readings []Reading, uid []byte) []Reading {
-	first := len(uid) == 1 && uid[0] == 0
+	first := IsFirst(uid)
 	n := 0
 	for _, r := range readings {
 		if (r.Op == OpGetChunkSize) == first {
@@ -288,6 +288,12 @@ func firstCall(readings []Reading, uid []byte) []Reading {
 		}
 	}
 	return readings[:n]
+}
+
+// IsFirst reports whether a request has the number of a client's first one.
+func IsFirst(uid []byte) bool {
+	n, rest, err := readInt(uid)
+	return err == nil && len(rest) == 0 && n == 0
 }
 
 // fits reports whether the frames are payloads of the operation as clients of

@@ -156,6 +156,11 @@ func TestFirstCallIsGetChunkSize(t *testing.T) {
 	f(0, 16, lmcache.OpGetChunkSize, lmcache.Only(lmcache.Gen046))
 	f(0, 17, lmcache.OpGetChunkSize, lmcache.Only(lmcache.Gen047))
 	f(9, 17, lmcache.OpPing, lmcache.Only(lmcache.Gen046))
+	for _, zero := range [][]byte{{0xcc, 0}, {0xd3, 0, 0, 0, 0, 0, 0, 0, 0}} {
+		if r, _ := lmcache.AllGenerations.Read([][]byte{zero, {17}}, nil); len(r) != 1 || r[0].Op != lmcache.OpGetChunkSize {
+			t.Errorf("17 as request %x: %v", zero, r)
+		}
+	}
 	f(0, 18, lmcache.OpGetChunkSize, lmcache.Only(lmcache.Gen050))
 	f(9, 18, lmcache.OpPing, lmcache.Only(lmcache.Gen047))
 	f(0, 21, lmcache.OpGetChunkSize, modern)

@@ -67,15 +67,13 @@ func (s *Server) read(sc *scratch, m [][]byte) (lmcache.Op, error) {
 	}
 	s.recognise(c, of)
 	ambiguous := &ambiguousError{readings: append([]lmcache.Reading(nil), readings...)}
-	if _, _, safe := lmcache.AppendAmbiguous(nil, readings); !safe && outlived(m[0]) && s.hold(sc.peer, m) {
+	// Connectors ask for the chunk size first: what has the number of a first request
+	// here is of no client that outlived another server.
+	if _, _, safe := lmcache.AppendAmbiguous(nil, readings); !safe && !lmcache.IsFirst(m[0]) && s.hold(sc.peer, m) {
 		return lmcache.OpUnknown, errHeld
 	}
 	return lmcache.OpUnknown, ambiguous
 }
-
-// outlived reports whether a request of that number can be of a client that was
-// there before this server. Connectors ask for the chunk size first.
-func outlived(uid []byte) bool { return len(uid) != 1 || uid[0] != 0 }
 
 // ambiguousError is errAmbiguous with what the message can be.
 type ambiguousError struct{ readings []lmcache.Reading }
