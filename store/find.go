@@ -1,6 +1,8 @@
 package store
 
 import (
+	"slices"
+
 	"github.com/kvasir-kv/kvasir/coordinator"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
@@ -81,6 +83,7 @@ func (s *Store) findColumns(sh Shard, hashes []kv.Hash, f *found) bool {
 	s.lock()
 	defer s.unlock()
 	var k pool.Key
+	f.slots = slices.Grow(f.slots, (len(hashes)-f.limit)*f.rows)
 	for ; f.limit < len(hashes); f.limit++ {
 		for row := range f.rows {
 			group := row / sh.World
