@@ -11,6 +11,7 @@ package lease
 
 import (
 	"cmp"
+	"slices"
 	"time"
 )
 
@@ -43,7 +44,8 @@ type Span struct {
 	Slots     []uint32
 }
 
-// Session is one engine request.
+// Session is one request of one engine: a request id as one connection means it.
+// Engines count their requests, so the same id of two connections is two sessions.
 type Session struct {
 	ID        string
 	Hit       int // chunks of the last lookup
@@ -69,12 +71,19 @@ type share struct {
 
 // Table holds the sessions of one store, in order of last use.
 type Table struct {
-	opts     Options
-	sessions map[string]*Session
-	shares   map[Owner]*share
-	pins     int
-	ring     Session // anchor: ring.newer is the oldest, ring.older the newest
+	opts   Options
+	named  map[name][]*Session
+	shares map[Owner]*share
+	len    int
+	pins   int
+	ring   Session // anchor: ring.newer is the oldest, ring.older the newest
 }
+
+// name finds the sessions of one request id: those of one peer, or of anybody.
+type name struct{ peer, id string }
+
+// anybody is no peer's name.
+const anybody = "\x00"
 
 // New returns an empty Table.
 func New(o Options) *Table {
@@ -82,25 +91,25 @@ func New(o Options) *Table {
 	o.MaxSessions = cmp.Or(o.MaxSessions, 1<<16)
 	o.MaxLeases = cmp.Or(o.MaxLeases, 4)
 	o.MaxPins = cmp.Or(o.MaxPins, 1<<23)
-	t := &Table{opts: o, sessions: make(map[string]*Session), shares: make(map[Owner]*share)}
+	t := &Table{opts: o, named: make(map[name][]*Session), shares: make(map[Owner]*share)}
 	t.ring.older, t.ring.newer = &t.ring, &t.ring
 	return t
 }
 
 // Len is the number of sessions.
-func (t *Table) Len() int { return len(t.sessions) }
+func (t *Table) Len() int { return t.len }
 
 // Pins is the number of slots of all leases together.
 func (t *Table) Pins() int { return t.pins }
 
-// Open returns the session id, a new one of owner if need be, and restarts its idle
+// Open returns owner's session id, a new one if need be, and restarts its idle
 // timer. pushed is the session that had to make room, or nil; its pins are the
 // caller's to undo.
 func (t *Table) Open(id []byte, owner Owner, now time.Time) (s, pushed *Session) {
-	if s := t.Get(id, now); s != nil {
+	if s := t.Get(id, owner, now); s != nil {
 		return s, nil
 	}
-	if len(t.sessions) >= t.opts.MaxSessions {
+	if t.len >= t.opts.MaxSessions {
 		pushed = t.heaviest(func(of *share) int { return of.sessions }).ring.mine.newer
 		t.remove(pushed)
 	}
@@ -112,7 +121,10 @@ func (t *Table) Open(id []byte, owner Owner, now time.Time) (s, pushed *Session)
 	}
 	s = &Session{ID: string(id), table: t, of: of}
 	of.sessions++
-	t.sessions[s.ID] = s
+	t.len++
+	for _, n := range s.names() {
+		t.named[n] = append(t.named[n], s)
+	}
 	t.link(s, now)
 	return s, pushed
 }
@@ -138,23 +150,64 @@ func (t *Table) compare(peers map[string]int, weight func(*share) int, a, b *sha
 	)
 }
 
-// Get returns the session id, or nil, and restarts its idle timer.
-func (t *Table) Get(id []byte, now time.Time) *Session {
-	s := t.sessions[string(id)]
+// names returns what finds s.
+func (s *Session) names() [2]name { return [2]name{{s.of.owner.Peer, s.ID}, {anybody, s.ID}} }
+
+// find returns owner's session id, or nil.
+func (t *Table) find(id []byte, owner Owner) *Session {
+	for _, s := range t.named[name{owner.Peer, string(id)}] {
+		if s.of.owner == owner {
+			return s
+		}
+	}
+	return nil
+}
+
+// Get returns owner's session id, or nil, and restarts its idle timer.
+func (t *Table) Get(id []byte, owner Owner, now time.Time) *Session {
+	s := t.find(id, owner)
 	if s != nil {
-		t.unlink(s)
-		t.link(s, now)
+		t.used(s, now)
 	}
 	return s
 }
 
-// End removes and returns the session id, or nil.
-func (t *Table) End(id []byte) *Session {
-	s := t.sessions[string(id)]
+// maxOthers is how many sessions of other peers are searched for a lease.
+const maxOthers = 64
+
+// Pinned returns the newest lease, of a session id of any of the peer's connections,
+// in which every slot of every span has readers left, and restarts that session's
+// idle timer. An engine's workers have other connections than its scheduler, and on
+// other hosts they are another peer: so where the peer has no such lease, those of
+// others are searched. known reports whether there was any lease at all.
+func (t *Table) Pinned(id []byte, peer string, now time.Time, spans ...Span) (l *Lease, known bool) {
+	own := t.named[name{peer, string(id)}]
+	others := t.named[name{anybody, string(id)}]
+	for _, of := range [][]*Session{own, others[max(0, len(others)-maxOthers):]} {
+		for i := len(of) - 1; i >= 0; i-- {
+			s := of[i]
+			known = known || len(s.leases) > 0
+			if l := s.Find(spans...); l != nil {
+				t.used(s, now)
+				return l, true
+			}
+		}
+	}
+	return nil, known
+}
+
+// End removes and returns owner's session id, or nil.
+func (t *Table) End(id []byte, owner Owner) *Session {
+	s := t.find(id, owner)
 	if s != nil {
 		t.remove(s)
 	}
 	return s
+}
+
+func (t *Table) used(s *Session, now time.Time) {
+	t.unlink(s)
+	t.link(s, now)
 }
 
 // Expire removes and returns one session that has been idle for Options.Idle, or
@@ -176,7 +229,15 @@ func (t *Table) Each(f func(*Session)) {
 }
 
 func (t *Table) remove(s *Session) {
-	delete(t.sessions, s.ID)
+	t.len--
+	for _, n := range s.names() {
+		of := t.named[n]
+		if i := slices.Index(of, s); len(of) > 1 {
+			t.named[n] = slices.Delete(of, i, i+1)
+		} else {
+			delete(t.named, n)
+		}
+	}
 	t.unlink(s)
 	s.count(-s.pins)
 	if s.of.sessions--; s.of.sessions == 0 {

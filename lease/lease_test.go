@@ -17,7 +17,7 @@ func TestIdleOrder(t *testing.T) {
 	for i := range 3 {
 		tab.Open(fmt.Append(nil, i), lease.Owner{}, at(i))
 	}
-	tab.Get([]byte("0"), at(10)) // used again: now 1 is idle longest
+	tab.Get([]byte("0"), lease.Owner{}, at(10)) // used again: now 1 is idle longest
 	if _, pushed := tab.Open([]byte("3"), lease.Owner{}, at(11)); pushed == nil || pushed.ID != "1" {
 		t.Fatalf("pushed %+v, want session 1", pushed)
 	}
@@ -27,10 +27,10 @@ func TestIdleOrder(t *testing.T) {
 	if s := tab.Expire(at(62)); s == nil || s.ID != "2" {
 		t.Fatalf("%+v, want session 2 expired", s)
 	}
-	if s := tab.End([]byte("0")); s == nil || tab.Len() != 1 {
+	if s := tab.End([]byte("0"), lease.Owner{}); s == nil || tab.Len() != 1 {
 		t.Fatalf("%+v, %d left", s, tab.Len())
 	}
-	if s := tab.End([]byte("0")); s != nil {
+	if s := tab.End([]byte("0"), lease.Owner{}); s != nil {
 		t.Fatal("ended twice")
 	}
 }
@@ -133,14 +133,14 @@ func TestTheHeaviestGivesWay(t *testing.T) {
 		t.Errorf("%d pins", tab.Pins())
 	}
 	for i := range 6 {
-		if tab.Get(fmt.Appendf(nil, "quiet/1/%d", i), start) == nil {
+		if tab.Get(fmt.Appendf(nil, "quiet/1/%d", i), lease.Owner{Peer: "quiet", Conn: 1}, start) == nil {
 			t.Errorf("the quiet peer lost session %d to the loud one", i)
 		}
 	}
-	tab.End([]byte("loud/3/0"))
-	for _, peer := range []string{"quiet/1/%d", "loud/1/%d", "loud/2/%d"} {
+	tab.End([]byte("loud/3/0"), lease.Owner{Peer: "loud", Conn: 3})
+	for _, of := range []lease.Owner{{Peer: "quiet", Conn: 1}, {Peer: "loud", Conn: 1}, {Peer: "loud", Conn: 2}} {
 		for i := range 1000 {
-			tab.End(fmt.Appendf(nil, peer, i))
+			tab.End(fmt.Appendf(nil, "%s/%d/%d", of.Peer, of.Conn, i), of)
 		}
 	}
 	if tab.Len() != 0 || tab.Pins() != 0 {
@@ -162,8 +162,9 @@ func TestOneLargeLease(t *testing.T) {
 	if grant("a", 3) != 0 || grant("b", 2) != 0 || grant("c", 1) != 0 {
 		t.Fatal("room was made within the limit")
 	}
-	if lost := grant("large", 7); lost != 3 || tab.Get([]byte("a"), start) != nil || tab.Get([]byte("b"), start) == nil {
-		t.Errorf("%d slots made room, a %v, b %v", lost, tab.Get([]byte("a"), start), tab.Get([]byte("b"), start))
+	get := func(peer string) *lease.Session { return tab.Get([]byte(peer), lease.Owner{Peer: peer}, start) }
+	if lost := grant("large", 7); lost != 3 || get("a") != nil || get("b") == nil {
+		t.Errorf("%d slots made room, a %v, b %v", lost, get("a"), get("b"))
 	}
 	if lost := grant("larger", 20); lost != 10 || tab.Pins() != 20 {
 		t.Errorf("%d slots made room, %d are pinned", lost, tab.Pins())

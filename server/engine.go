@@ -276,7 +276,7 @@ func (s *Server) prefetchStatus(sc *scratch, p [][]byte) error {
 			return fmt.Errorf("timeout: %w", err)
 		}
 	}
-	sc.out = lmcache.AppendInt(sc.out, int64(s.store.TakeHit(id)))
+	sc.out = lmcache.AppendInt(sc.out, int64(s.store.TakeHit(id, sc.caller().owner())))
 	return nil
 }
 
@@ -292,14 +292,14 @@ func (s *Server) freeLookupLocks(sc *scratch, p [][]byte) error {
 	if err := s.settleReaders(k, p[1], sc.caller().by); err != nil {
 		return err
 	}
-	s.store.FreePins(k.RequestID, from, to, max(k.Readers, 1))
+	s.store.FreePins(k.RequestID, sc.caller().owner(), from, to, max(k.Readers, 1))
 	return nil
 }
 
-func (s *Server) endSession(p [][]byte) error {
+func (s *Server) endSession(sc *scratch, p [][]byte) error {
 	id, err := requestID(p[0])
 	if err == nil {
-		s.store.EndSession(id)
+		s.store.EndSession(id, sc.caller().owner())
 	}
 	return err
 }

@@ -4,9 +4,11 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
-// AnswerAs is Answer for a request of somebody else.
+// AnswerAs is Answer for a request of somebody else, over that socket.
 func (s *Server) AnswerAs(who peercred.Peer, m [][]byte) [][]byte {
-	return s.answer(&scratch{inProcess: s.callerOf(who)}, m)
+	c := s.callerOf(who)
+	c.number = 1<<32 + who.Socket
+	return s.answer(&scratch{inProcess: c}, m)
 }
 
 // SetMaxMappings sets how many segments may be mapped at once.

@@ -71,8 +71,12 @@ func TestAmbiguousMessageIsDeclined(t *testing.T) {
 	}
 	narrowed := n.dial(t, 20) // 0.4.6 or 0.4.7, which agree on 9
 	narrowed.quiet(14, oldKey(0, 1, 16, "r"), integer(77))
-	narrowed.want(narrowed.call(9, text("r")), nil, "end_session")
-	if st := n.store.Stats(); st.Sessions != 0 {
+	narrowed.call(5, oldKey(lmcache.AllWorkers, 1, 16, "s"), integer(1))
+	if st := n.store.Stats(); st.Sessions != 2 {
+		t.Errorf("no session began: %+v", st)
+	}
+	narrowed.want(narrowed.call(9, text("s")), nil, "end_session")
+	if st := n.store.Stats(); st.Sessions != 1 {
 		t.Errorf("the session is not ended: %+v", st)
 	}
 	young := n.dial(t, 0)

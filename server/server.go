@@ -335,7 +335,7 @@ func (s *Server) handle(sc *scratch, op lmcache.Op, p [][]byte) error {
 	case lmcache.OpFreeLookupLocks:
 		return s.freeLookupLocks(sc, p)
 	case lmcache.OpEndSession:
-		return s.endSession(p)
+		return s.endSession(sc, p)
 	case lmcache.OpPrepareStore:
 		return s.prepareStore(sc, p)
 	case lmcache.OpCommitStore:

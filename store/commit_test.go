@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -92,7 +93,7 @@ func TestStrayCommitEndsNothing(t *testing.T) {
 		// r1 asks again and is refused, before and inside of the store; it sends
 		// both commits.
 		b.store.Refuse([]byte("r1"), load)
-		b.store.EndSession([]byte("r1"))
+		b.store.EndSession([]byte("r1"), lease.Owner{})
 		if why := b.store.Load([]byte("r1"), load, h, &store.Place{}); why == store.None {
 			t.Fatal("granted without a lookup")
 		}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/coordinator"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -182,7 +183,7 @@ func (h *hybrid) load(exact bool) {
 	from := 0
 	if rapid.Bool().Draw(h.r, "own prefix") {
 		from = rapid.IntRange(0, got.Hit-1).Draw(h.r, "from")
-		h.store.FreePins(request, 0, from, 1)
+		h.store.FreePins(request, lease.Owner{}, 0, from, 1)
 	}
 	shard := rapid.IntRange(0, h.world-1).Draw(h.r, "shard")
 	name := store.Transfer{Instance: 2, Shard: h.shard(shard), From: from, To: got.Hit, Last: hashes[got.Hit-1], Load: true}
@@ -202,7 +203,7 @@ func (h *hybrid) load(exact bool) {
 		h.r.Fatalf("loaded twice: %v", why)
 	}
 	if rapid.Bool().Draw(h.r, "end") {
-		h.store.EndSession(request)
+		h.store.EndSession(request, lease.Owner{})
 	}
 }
 

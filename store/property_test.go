@@ -16,6 +16,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/leaks"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/store"
@@ -183,11 +184,11 @@ func (m *model) load() {
 	hashes := prompt(rapid.IntRange(0, 8).Draw(m.r, "prompt"), rapid.IntRange(1, 6).Draw(m.r, "chunks"))
 	request := m.request()
 	got := m.store.Lookup([]byte(request), m.shard(0), store.Hashed(hashes), 1)
-	if hit := m.store.TakeHit([]byte(request)); hit != got.Hit {
+	if hit := m.store.TakeHit([]byte(request), lease.Owner{}); hit != got.Hit {
 		m.r.Fatalf("TakeHit = %d, want %d", hit, got.Hit)
 	}
 	if got.Hit == 0 || rapid.Bool().Draw(m.r, "give up") {
-		m.store.EndSession([]byte(request))
+		m.store.EndSession([]byte(request), lease.Owner{})
 		return
 	}
 	shard := rapid.IntRange(0, m.world-1).Draw(m.r, "shard")
@@ -205,7 +206,7 @@ func (m *model) load() {
 	m.touch(j) // a hit holds right bytes from the first moment
 	m.jobs = append(m.jobs, j)
 	if rapid.Bool().Draw(m.r, "end early") {
-		m.store.EndSession([]byte(request))
+		m.store.EndSession([]byte(request), lease.Owner{})
 	}
 }
 
@@ -217,7 +218,7 @@ func (m *model) refused() {
 		Instance: int64(rapid.IntRange(1, 3).Draw(m.r, "worker")), Shard: m.shard(rapid.IntRange(0, m.world-1).Draw(m.r, "shard")),
 		To: len(hashes), Last: hashes[len(hashes)-1], Load: true,
 	}}
-	m.store.EndSession([]byte(j.request))
+	m.store.EndSession([]byte(j.request), lease.Owner{})
 	if rapid.Bool().Draw(m.r, "before the store") {
 		m.store.Refuse([]byte(j.request), j.name)
 	} else if why := m.store.Load([]byte(j.request), j.name, hashes, &store.Place{}); why == store.None {

@@ -100,12 +100,12 @@ func (s *Store) NoHit(session []byte, owner lease.Owner) {
 	}())
 }
 
-// TakeHit returns the chunks that the session's last lookup found, once; 0 when
-// there was none since.
-func (s *Store) TakeHit(session []byte) int {
+// TakeHit returns the chunks that the last lookup of owner's session found, once; 0
+// when there was none since.
+func (s *Store) TakeHit(session []byte, owner lease.Owner) int {
 	s.lock()
 	defer s.unlock()
-	sess := s.mu.leases.Get(session, time.Now())
+	sess := s.mu.leases.Get(session, owner, time.Now())
 	if sess == nil || !sess.HitUnread {
 		return 0
 	}
@@ -114,8 +114,8 @@ func (s *Store) TakeHit(session []byte) int {
 }
 
 // Load lets the worker of name read the chunks hashes[From:To] of its shard: the
-// session's pins, one reader each, become a hold that CommitLoad ends. All
-// chunks must be kept and pinned by the session, else nothing changes and the
+// pins of a session of that id, one reader each, become a hold that CommitLoad ends.
+// All chunks must be kept and pinned by the session, else nothing changes and the
 // reason says why; stock workers send a commit after that, too.
 func (s *Store) Load(session []byte, name Transfer, hashes []kv.Hash, p *Place) Reason {
 	p.Offsets, p.Indices = p.Offsets[:0], p.Indices[:0]
@@ -148,8 +148,8 @@ func (s *Store) Refuse(session []byte, name Transfer) {
 
 // loadLocked turns the pins of what a load of name's range moves into holds.
 func (s *Store) loadLocked(session []byte, name Transfer, hashes []kv.Hash) ([]object, Reason) {
-	sess := s.mu.leases.Get(session, time.Now())
-	if sess == nil || len(sess.Leases()) == 0 {
+	now := time.Now()
+	if _, known := s.mu.leases.Pinned(session, name.By, now); !known {
 		return nil, NotPinned
 	}
 	if (name.To-name.From)*name.Shard.Groups.Len() > maxTransfer {
@@ -173,7 +173,7 @@ func (s *Store) loadLocked(session []byte, name Transfer, hashes []kv.Hash) ([]o
 		}
 		spans = append(spans, span)
 	}
-	l := sess.Find(spans...)
+	l, _ := s.mu.leases.Pinned(session, name.By, now, spans...)
 	if l == nil {
 		return nil, NotPinned
 	}
@@ -198,11 +198,11 @@ func (s *Store) CommitLoad(name Transfer, requestID []byte) Committed {
 }
 
 // FreePins gives back readers readers of the chunks [from, to) that the
-// session's newest lookup pinned, of all shards and groups.
-func (s *Store) FreePins(session []byte, from, to, readers int) {
+// newest lookup of owner's session pinned, of all shards and groups.
+func (s *Store) FreePins(session []byte, owner lease.Owner, from, to, readers int) {
 	s.lock()
 	defer s.unlock()
-	sess := s.mu.leases.Get(session, time.Now())
+	sess := s.mu.leases.Get(session, owner, time.Now())
 	if sess == nil {
 		return
 	}
@@ -216,13 +216,13 @@ func (s *Store) FreePins(session []byte, from, to, readers int) {
 	}
 }
 
-// EndSession gives back what the session still pins; each chunk so released
+// EndSession gives back what owner's session still pins; each chunk so released
 // becomes the most recently used, heads after tails.
-func (s *Store) EndSession(session []byte) {
+func (s *Store) EndSession(session []byte, owner lease.Owner) {
 	s.giveBack(func() []lease.Lease {
 		s.lock()
 		defer s.unlock()
-		if sess := s.mu.leases.End(session); sess != nil {
+		if sess := s.mu.leases.End(session, owner); sess != nil {
 			return sess.Drop()
 		}
 		return nil

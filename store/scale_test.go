@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
@@ -104,7 +105,7 @@ func BenchmarkHoldLookup64Shards(b *testing.B) {
 				b.Fatal(got)
 			}
 		}))
-		end = max(end, longestHold(func() { s.EndSession([]byte("r")) }))
+		end = max(end, longestHold(func() { s.EndSession([]byte("r"), lease.Owner{}) }))
 	}
 	report(b, "lookup-hold", lookup)
 	report(b, "end-hold", end)

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -37,7 +38,7 @@ func (b *bench) put(request string, hashes []kv.Hash, from, to, want int) {
 
 func (b *bench) hit(hashes []kv.Hash) store.Looked {
 	got := b.store.Lookup([]byte("probe"), one, store.Hashed(hashes), 1)
-	b.store.EndSession([]byte("probe"))
+	b.store.EndSession([]byte("probe"), lease.Owner{})
 	return got
 }
 
@@ -52,7 +53,7 @@ func TestLongestPrefixAndTailsFirst(t *testing.T) {
 		t.Fatalf("%+v, want 4 chunks, then never stored", got)
 	}
 	b.put("a", long, 0, 6, 0) // the rest does not push out its own prefix
-	b.store.EndSession([]byte("a"))
+	b.store.EndSession([]byte("a"), lease.Owner{})
 
 	b.put("b", prompt(2, 3), 1, 2, 1)
 	if got := b.hit(long); got.Hit != 3 || got.Reason != store.Evicted {
@@ -68,7 +69,7 @@ func TestExtendedPromptTailsFirst(t *testing.T) {
 	h := prompt(1, 4)
 	b.put("a", h, 0, 2, 2)
 	b.put("a", h, 2, 4, 2)
-	b.store.EndSession([]byte("a"))
+	b.store.EndSession([]byte("a"), lease.Owner{})
 	for n := range 3 { // a lookup in between would make the head the newest anyway
 		b.put("b", prompt(20+n, 2), 1, 2, 1)
 	}
@@ -99,7 +100,7 @@ func TestEveryShard(t *testing.T) {
 	if n := b.store.Clear(false); n != 1 {
 		t.Fatalf("%d chunks cleared, want 1", n)
 	}
-	b.store.EndSession([]byte("x"))
+	b.store.EndSession([]byte("x"), lease.Owner{})
 	if n := b.store.Clear(false); n != 4 {
 		t.Fatalf("%d chunks cleared, want 4", n)
 	}
@@ -167,7 +168,7 @@ func TestQuarantineEnds(t *testing.T) {
 			t.Fatal(err)
 		}
 		b.store.Detach(7)
-		b.store.EndSession([]byte("r"))
+		b.store.EndSession([]byte("r"), lease.Owner{})
 		time.Sleep(quarantine - time.Second)
 		b.store.Expire()
 		b.put("b", prompt(2, 2), 0, 2, 0) // no room: both slots may still be touched
@@ -240,7 +241,7 @@ func TestIdleSession(t *testing.T) {
 		b.store.Lookup([]byte("r"), one, store.Hashed(h), 1)
 		for range 3 {
 			time.Sleep(40 * time.Second)
-			b.store.TakeHit([]byte("r"))
+			b.store.TakeHit([]byte("r"), lease.Owner{})
 			b.store.Expire()
 			if b.store.Clear(false) != 0 {
 				t.Fatal("the pin of a session in use was dropped")
@@ -264,9 +265,9 @@ func BenchmarkLookup(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		s.store.Lookup(session, one, store.Hashed(h), 1)
-		s.store.TakeHit(session)
-		s.store.FreePins(session, 0, 128, 1)
-		s.store.EndSession(session)
+		s.store.TakeHit(session, lease.Owner{})
+		s.store.FreePins(session, lease.Owner{}, 0, 128, 1)
+		s.store.EndSession(session, lease.Owner{})
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -86,7 +87,7 @@ func TestCorruptAfterRestart(t *testing.T) {
 		if st.CorruptChunks != 1 || st.VerifiedChunks < 3 || st.Resident != 4 {
 			t.Errorf("%+v", st)
 		}
-		b.store.EndSession([]byte("r"))
+		b.store.EndSession([]byte("r"), lease.Owner{})
 		b.stop()
 	}
 }
@@ -162,7 +163,7 @@ func TestSumsConcurrent(t *testing.T) {
 		h := prompt(i%30, 5)
 		got := b.store.Lookup([]byte("r"), one, store.Hashed(h), 1)
 		if got.Hit < 5 {
-			b.store.EndSession([]byte("r"))
+			b.store.EndSession([]byte("r"), lease.Owner{})
 			b.put(t, h)
 			continue
 		}
@@ -176,7 +177,7 @@ func TestSumsConcurrent(t *testing.T) {
 			}
 		}
 		b.store.CommitLoad(transfer(7, h, 0, 5, true), []byte("r"))
-		b.store.EndSession([]byte("r"))
+		b.store.EndSession([]byte("r"), lease.Owner{})
 	}
 	close(stop)
 	<-ended
