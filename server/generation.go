@@ -217,7 +217,7 @@ func (s *Server) settleReaders(k *lmcache.KeyView, tensorParallel []byte, by pri
 func (r *registry) generationsOf(id int64, by principal, model []byte, world int) (g lmcache.Generations) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	if in := r.mu.instances[workerID{id, by}]; in != nil {
+	if in := r.mu.instances[workerID{id, by}]; in != nil && id != 0 {
 		return in.generations
 	}
 	if m := r.layoutsLocked(string(model), world, by); m != nil {

@@ -260,6 +260,20 @@ func TestWorkerOfAnotherGeneration(t *testing.T) {
 	}
 }
 
+// A message that names nobody is not one of the worker with the number 0.
+func TestWorkerZeroIsNobody(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 64, server.Options{})
+	defer stop()
+	old := n.Connect(peercred.Peer{UID: os.Geteuid()})
+	old([][]byte{{0}, {17}})
+	old([][]byte{{1}, {10}, oldRegistration(0)})
+	now := n.Connect(peercred.Peer{UID: os.Geteuid()})
+	now([][]byte{{20}, {9}, text("r")}) // 0.4.7's end_session, or a later status
+	if got := now([][]byte{{21}, {22}, {0xc0}}); len(got) != 3 || !bytes.Equal(got[2], yes) {
+		t.Errorf("ping of a later generation: %x", got)
+	}
+}
+
 // What another user registered under a model tells nothing about this one's client.
 func TestAnotherUsersGeneration(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 64, server.Options{Pickle: server.PickleOn})
