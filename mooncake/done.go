@@ -5,6 +5,8 @@ import (
 	"time"
 
 	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 // dWorker names a worker of D among those that pull one transfer. A pull says neither
@@ -43,13 +45,18 @@ func (p *pulling) needed() int {
 type answered struct {
 	host    string
 	port    int
-	memory  uint64 // which regions
-	request string // D's
-	blocks  uint64 // which ones, hashed
+	memory  uint64     // which regions
+	request string     // D's
+	blocks  uint64     // which ones, hashed
+	by      *zmtp.Peer // who asked
+}
+
+func (a *answered) equal(b *answered) bool {
+	return a.host == b.host && a.port == b.port && a.memory == b.memory && a.request == b.request && a.blocks == b.blocks
 }
 
 func (p *pulling) answered(id string) answered {
-	return answered{p.pull.Host, p.pull.Port, p.memory, id, hashBlocks(p.pull.Wanted[id].Blocks)}
+	return answered{p.pull.Host, p.pull.Port, p.memory, id, hashBlocks(p.pull.Wanted[id].Blocks), p.peer}
 }
 
 func hashBlocks(blocks [][]int) uint64 {
@@ -83,8 +90,8 @@ const (
 )
 
 // doneTransfers remembers transfers whose blocks were freed because all who pull them
-// have them. A D that lost the last reply asks again, for the same blocks at the same
-// addresses: they are filled. Guarded by Sender.mu. The zero value is ready.
+// have them. A D that lost the last reply, with its connection, asks again, for the same
+// blocks at the same addresses: they are filled. A D whose connection stands has heard. Guarded by Sender.mu. The zero value is ready.
 type doneTransfers struct {
 	byID  map[string]*doneTransfer
 	order []*doneTransfer // oldest first
@@ -94,6 +101,16 @@ type doneTransfer struct {
 	id   string
 	sent map[dWorker]answered
 	at   time.Time
+}
+
+// heard says whether D has the answer: its connection has not broken since.
+func (a *answered) heard() bool {
+	select {
+	case <-a.by.Done():
+		return false
+	default:
+		return true
+	}
 }
 
 func (d *doneTransfers) add(id string, sent map[dWorker]answered) {
@@ -114,12 +131,28 @@ func (d *doneTransfers) add(id string, sent map[dWorker]answered) {
 
 func (d *doneTransfers) forget(id string) { delete(d.byID, id) }
 
-// has says whether what is asked for was pushed before.
-func (d *doneTransfers) has(id string, w dWorker, a answered) bool {
+// find returns the answer to an earlier pull of the same, or nil.
+func (d *doneTransfers) find(id string, w dWorker, a answered) *answered {
 	t := d.byID[id]
 	if t == nil || time.Since(t.at) > doneFor {
-		return false
+		return nil
 	}
-	b, ok := t.sent[w]
-	return ok && a == b
+	if b, ok := t.sent[w]; ok && a.equal(&b) {
+		return &b
+	}
+	return nil
+}
+
+// awaitUnheard answers a request when the connection that had its answer turns out to
+// be broken: P may see that after D has asked again.
+func (p *pulling) awaitUnheard(id string, before *answered) {
+	select {
+	case <-before.by.Done():
+	case <-p.ctx.Done():
+		return
+	}
+	p.s.mu.Lock()
+	p.unheard = append(p.unheard, id)
+	p.s.mu.Unlock()
+	p.poke()
 }

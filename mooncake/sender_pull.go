@@ -71,6 +71,7 @@ type pulling struct {
 	waiting map[string]*sending // by D's request id
 	memory  uint64              // of D, hashed
 	again   []string            // filled by an earlier pull, whose answer D did not hear
+	unheard []string            // the same, found out later; guarded by Sender.mu
 	empty   []string            // requests without a transfer id
 	unknown map[string]bool     // of them, not yet P's
 	spent   time.Duration       // planning
@@ -200,18 +201,8 @@ func (p *pulling) patience() time.Duration {
 func (p *pulling) rounds(ctx context.Context) {
 	timer := time.NewTimer(p.patience())
 	defer timer.Stop()
-	if len(p.again)+len(p.empty) > 0 || len(p.waiting) == 0 {
-		y := Reply{Status: StatusContinue, OK: p.again, Failed: p.empty}
-		if len(p.empty) > 0 {
-			y.Message = "no transfer_id"
-			p.s.stats.failedPulls.Add(int64(len(p.empty)))
-		}
-		if len(p.waiting) == 0 {
-			y.Status = StatusFinish
-		}
-		if p.reply(&y); len(p.waiting) == 0 {
-			return
-		}
+	if p.answerEarly(p.empty, false) {
+		return
 	}
 	if p.pull.DeadlineMillis > 0 && len(p.unknown) > 0 {
 		p.reply(&Reply{Status: StatusContinue, Unknown: slices.Sorted(maps.Keys(p.unknown))})
@@ -221,6 +212,9 @@ func (p *pulling) rounds(ctx context.Context) {
 		p.ticket.Idle(len(p.waiting) > 0 && len(p.unknown) == len(p.waiting))
 		if len(known) > 0 && p.pull.DeadlineMillis > 0 && len(ready)+len(gone) == 0 {
 			p.reply(&Reply{Status: StatusContinue, Known: known})
+		}
+		if len(p.again) > 0 && p.answerEarly(nil, len(ready)+len(gone) > 0) {
+			return
 		}
 		if len(ready)+len(gone) > 0 {
 			if !p.round(ctx, ready, gone) {
@@ -244,6 +238,25 @@ func (p *pulling) rounds(ctx context.Context) {
 	}
 }
 
+// answerEarly answers what needs no push: requests that were filled before, and those
+// without a transfer id. more says that others are about to be pushed. It says whether
+// that was all.
+func (p *pulling) answerEarly(empty []string, more bool) (all bool) {
+	y := Reply{Status: StatusContinue, OK: p.again, Failed: empty}
+	p.again = nil
+	if all = len(p.waiting) == 0 && !more; all {
+		y.Status = StatusFinish
+	}
+	if len(empty) > 0 {
+		y.Message = "no transfer_id"
+		p.s.stats.failedPulls.Add(int64(len(empty)))
+	}
+	if all || len(y.OK)+len(empty) > 0 {
+		p.reply(&y)
+	}
+	return all
+}
+
 var errUnknownFull = errors.New("mooncake: too many transfers that P does not know")
 
 // enter puts the pull in the list of each transfer that it asks for.
@@ -260,9 +273,12 @@ func (p *pulling) enter() error {
 		}
 		e := s.mu.transfers[w.TransferID]
 		if e == nil {
-			if s.mu.done.has(w.TransferID, p.worker(), p.answered(id)) {
-				p.again = append(p.again, id)
-				continue
+			if before := s.mu.done.find(w.TransferID, p.worker(), p.answered(id)); before != nil {
+				if !before.heard() {
+					p.again = append(p.again, id)
+					continue
+				}
+				s.wg.Go(func() { p.awaitUnheard(id, before) })
 			}
 			if mine++; s.mu.unknown >= s.o.MaxTransfers || mine > max(1, s.o.MaxTransfers/4) {
 				p.leaveLocked()
@@ -328,6 +344,15 @@ func (p *pulling) collect() (ready map[string]*sending, known, gone []string) {
 	ready = make(map[string]*sending)
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	for _, id := range p.unheard {
+		if e := p.waiting[id]; e != nil && e.request == "" {
+			delete(p.waiting, id)
+			delete(p.unknown, id)
+			p.leaveOneLocked(e)
+			p.again = append(p.again, id)
+		}
+	}
+	p.unheard = nil
 	for id, e := range p.waiting {
 		switch {
 		case e.gone || s.mu.transfers[e.id] != e:
