@@ -179,6 +179,7 @@ func (s *Server) registerPickleOnly(sc *scratch, in *instance) error {
 		return nil
 	}
 	in.refuse = fmt.Sprintf("lmcache %s sends chunks as pickled tensors only: start the server with --pickle on", in.generations)
+	s.makeRoom(in)
 	if _, _, err := s.registry.add(in); err != nil {
 		return err
 	}

@@ -87,6 +87,7 @@ func (s *Server) registerEngineDriven(sc *scratch, p [][]byte) error {
 // is not admitted is one that never was: its memory is closed.
 func (s *Server) admit(in *instance) error {
 	newest := s.registry.newestOf(in.model, in.world, in.by)
+	s.makeRoom(in)
 	old, lender, err := s.registry.add(in)
 	for lender != nil && lender.driven.dead() {
 		s.drop(lender, fmt.Sprintf("its process %d has ended", lender.driven.segments[0].Owner.PID))
@@ -118,6 +119,13 @@ func (s *Server) admit(in *instance) error {
 	return nil
 }
 
+// makeRoom drops a worker for in where too many are registered.
+func (s *Server) makeRoom(in *instance) {
+	if silent := s.registry.crowd(in); silent != nil {
+		s.drop(silent, fmt.Sprintf("%d workers are registered, most of them by %v", s.opts.MaxInstances, silent.by))
+	}
+}
+
 // registerKVCache takes a worker whose KV the server copies. The protocol has no
 // negative reply to it, so a refused worker is remembered and its transfers are
 // declined.
@@ -146,6 +154,7 @@ func (s *Server) registerKVCache(sc *scratch, p [][]byte) error {
 	}
 	in = &instance{id: reg.InstanceID, model: reg.Model, world: reg.WorldSize, refuse: safelog.Text(err.Error(), safelog.MaxText)}
 	in.cameFrom(sc.caller())
+	s.makeRoom(in)
 	old, _, aerr := s.registry.add(in)
 	if aerr != nil {
 		return errors.Join(err, aerr)

@@ -304,6 +304,31 @@ func (r *registry) forgetStrangerLocked(who workerID) {
 	}
 }
 
+// crowd returns who gives way where the table is full and in is not in it: of the user
+// or address with most workers, the one that is silent longest. It is nil when in's own
+// has most.
+func (r *registry) crowd(in *instance) (silent *instance) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	if len(r.mu.instances) < r.max || r.mu.instances[in.who()] != nil {
+		return nil
+	}
+	has := map[principal]int{in.by: 1}
+	for who := range r.mu.instances {
+		has[who.by]++
+	}
+	for _, o := range r.mu.instances {
+		more := has[o.by] - has[in.by]
+		if silent != nil {
+			more = min(more, cmp.Or(has[o.by]-has[silent.by], cmp.Compare(silent.lastSeen.Load(), o.lastSeen.Load())))
+		}
+		if more > 0 {
+			silent = o
+		}
+	}
+	return silent
+}
+
 // silent removes and returns the workers that have been silent too long. After
 // this process did not run for a while nobody was: their pings may wait unread.
 func (r *registry) silent(now time.Time, reap, grace time.Duration) (gone []*instance) {
