@@ -42,7 +42,7 @@ func TestBooksAreEmptyInTheEnd(t *testing.T) {
 				s.Refuse(request, at(instance, from, true))
 			}
 		}
-		if s.mu.holds.len == 0 || s.mu.holds.debts != 9 || len(s.mu.holds.staged) == 0 || len(s.mu.holds.stagedBy) == 0 {
+		if s.mu.holds.all.slots == 0 || s.mu.holds.all.debts != 9 || len(s.mu.holds.staged) == 0 || len(s.mu.holds.stagedBy) == 0 {
 			t.Fatalf("%+v", s.mu.holds)
 		}
 		s.CommitStore(at(1, 0, false), []byte("r0"), hashes, true)
@@ -64,7 +64,7 @@ func TestBooksAreEmptyInTheEnd(t *testing.T) {
 			s.Expire()
 		}
 		h := &s.mu.holds
-		if h.len != 0 || h.debts != 0 || h.orphans != 0 || len(h.byPrepared) != 0 || len(h.byInstance) != 0 || len(h.former) != 0 || len(h.staged) != 0 || len(h.stagedBy) != 0 {
+		if h.all != (tally{}) || len(h.of) != 0 || h.orphans != 0 || len(h.byPrepared) != 0 || len(h.byInstance) != 0 || len(h.former) != 0 || len(h.staged) != 0 || len(h.stagedBy) != 0 {
 			t.Errorf("left in the books: %+v", *h)
 		}
 		if got := s.Stats(); got.StagedBytes != 0 || got.CondemnedBytes != 0 || got.Transfers != 0 || got.Quarantined != 0 {
@@ -83,7 +83,7 @@ func TestTransfersInProgressAreBounded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := New(p, Options{MaxHolds: 2})
+	s := New(p, Options{MaxHolds: 4})
 	defer s.Close()
 	hashes := kv.ChunkHashes([]uint32{1, 2, 3, 4}, 1)
 	sh := Shard{Namespace: kv.Namespace{1}, World: 1}

@@ -65,7 +65,7 @@ func (s *Store) Stage(name Transfer, requestID []byte, hashes []kv.Hash, skip fu
 func (s *Store) Fetch(session []byte, name Transfer, hashes []kv.Hash) (*Copy, Reason) {
 	s.lock()
 	defer s.unlock()
-	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
+	if s.busyLocked(&name) {
 		return nil, Busy
 	}
 	objects, why := s.loadLocked(session, name, hashes)

@@ -77,14 +77,20 @@ type owing struct {
 	came  int     // commits
 }
 
+// tally counts holds.
+type tally struct {
+	slots int // those with slots
+	debts int // those without
+}
+
 // holds finds transfers by what their commits say, and by worker.
 type holds struct {
 	byPrepared map[prepared]*owing
 	byInstance map[int64]map[*hold]struct{}
 	former     map[uint64][]time.Time // transfers of an earlier server, by the hash of their names; until when commits may come
 	last       uint64
-	len        int // with slots
-	debts      int // without
+	of         map[string]tally // by Transfer.By; the sum of all is all
+	all        tally
 
 	// Pool bytes that workers were told to write and did not commit.
 	staged   map[int64]int64  // by instance
@@ -96,6 +102,7 @@ func (t *holds) init() {
 	t.byPrepared = make(map[prepared]*owing)
 	t.byInstance = make(map[int64]map[*hold]struct{})
 	t.former = make(map[uint64][]time.Time)
+	t.of = make(map[string]tally)
 	t.staged = make(map[int64]int64)
 	t.stagedBy = make(map[string]int64)
 }
@@ -131,11 +138,11 @@ func (t *holds) link(h *hold) {
 	}
 	o.holds = append(o.holds, h)
 	if len(h.slots) == 0 {
-		t.debts++
+		t.tally(h, tally{debts: 1})
 		return
 	}
-	t.len++
-	t.count(h, h.staged)
+	t.tally(h, tally{slots: 1})
+	t.count(&h.transfer, h.staged)
 	of := t.byInstance[h.transfer.Instance]
 	if of == nil {
 		of = make(map[*hold]struct{})
@@ -159,34 +166,58 @@ func (t *holds) remove(h *hold) {
 		delete(t.byPrepared, h.prepared())
 	}
 	if len(h.slots) == 0 {
-		t.debts--
+		t.tally(h, tally{debts: -1})
 		return
 	}
 	t.unlist(h)
 }
 
-// count notes that h's worker may write n bytes more.
-func (t *holds) count(h *hold, n int64) {
+// count notes that the worker of a transfer may write n bytes more.
+func (t *holds) count(of *Transfer, n int64) {
 	if n == 0 {
 		return
 	}
-	if t.staged[h.transfer.Instance] += n; t.staged[h.transfer.Instance] == 0 {
-		delete(t.staged, h.transfer.Instance)
+	if t.staged[of.Instance] += n; t.staged[of.Instance] == 0 {
+		delete(t.staged, of.Instance)
 	}
-	if t.stagedBy[h.transfer.By] += n; t.stagedBy[h.transfer.By] == 0 {
-		delete(t.stagedBy, h.transfer.By)
+	if t.stagedBy[of.By] += n; t.stagedBy[of.By] == 0 {
+		delete(t.stagedBy, of.By)
 	}
+}
+
+// tally counts what h's user or address has more.
+func (t *holds) tally(h *hold, more tally) {
+	of := t.of[h.transfer.By]
+	of.slots, of.debts = of.slots+more.slots, of.debts+more.debts
+	t.all.slots, t.all.debts = t.all.slots+more.slots, t.all.debts+more.debts
+	if of == (tally{}) {
+		delete(t.of, h.transfer.By)
+	} else {
+		t.of[h.transfer.By] = of
+	}
+}
+
+// mayHave reports whether who has own of all may have one more, of limit: each may
+// have half of what the others leave.
+func mayHave(own, all, limit int) bool {
+	return all < limit && own < max(1, (limit-(all-own))/2)
+}
+
+// busyLocked reports whether a transfer must be declined because too many are in
+// progress.
+func (s *Store) busyLocked(name *Transfer) bool {
+	return s.mu.closed || !mayHave(s.mu.holds.of[name.By].slots, s.mu.holds.all.slots, s.opts.MaxHolds)
 }
 
 // unlist forgets that h keeps slots.
 func (t *holds) unlist(h *hold) {
-	t.count(h, -h.staged)
+	t.count(&h.transfer, -h.staged)
 	of := t.byInstance[h.transfer.Instance]
 	delete(of, h)
 	if len(of) == 0 {
 		delete(t.byInstance, h.transfer.Instance)
 	}
-	t.len--
+	t.tally(h, tally{slots: -1})
 	if h.orphan {
 		t.orphans--
 	}
@@ -232,9 +263,9 @@ func (t *holds) which(f func(*hold) bool) (out []*hold) {
 }
 
 // oweLocked notes that a commit of name and request may come for which there are
-// no slots to give back. Beyond maxDebts of them none is noted.
+// no slots to give back. Beyond the share of name.By in maxDebts none is noted.
 func (s *Store) oweLocked(name Transfer, requestID []byte, until time.Time) {
-	if s.mu.holds.debts < maxDebts {
+	if mayHave(s.mu.holds.of[name.By].debts, s.mu.holds.all.debts, maxDebts) {
 		s.mu.holds.add(&hold{transfer: name, requestID: string(requestID), deadline: until})
 	}
 }
@@ -343,8 +374,9 @@ func (s *Store) expireLocked(now time.Time) {
 			s.mu.holds.unlist(h)
 			s.giveBackLocked(h, 0, len(h.slots), false)
 			h.slots, h.orphan, h.deadline = nil, false, now.Add(s.opts.Quarantine)
-			s.mu.holds.debts++
-			if s.mu.holds.debts > maxDebts || h.transfer.own != 0 {
+			keep := h.transfer.own == 0 && mayHave(s.mu.holds.of[h.transfer.By].debts, s.mu.holds.all.debts, maxDebts)
+			s.mu.holds.tally(h, tally{debts: 1})
+			if !keep {
 				s.mu.holds.remove(h)
 			}
 		}

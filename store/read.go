@@ -121,7 +121,7 @@ func (s *Store) Load(session []byte, name Transfer, hashes []kv.Hash, p *Place) 
 	p.Offsets, p.Indices = p.Offsets[:0], p.Indices[:0]
 	s.lock()
 	defer s.unlock()
-	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
+	if s.busyLocked(&name) {
 		s.oweLocked(name, session, time.Now().Add(s.opts.Quarantine))
 		return Busy
 	}

@@ -117,6 +117,6 @@ func (s *Store) Stats() Stats {
 	defer s.unlock()
 	return Stats{
 		Counters: s.mu.n, Usage: s.mu.pool.Usage(), Sessions: s.mu.leases.Len(),
-		Transfers: s.mu.holds.len, Quarantined: s.mu.holds.orphans, EvictableObjs: s.mu.lru.Len(),
+		Transfers: s.mu.holds.all.slots, Quarantined: s.mu.holds.orphans, EvictableObjs: s.mu.lru.Len(),
 	}
 }

@@ -32,7 +32,7 @@ type Options struct {
 	Quarantine  time.Duration // life of a hold without commit, from prepare or from the worker's end; default 600 s
 	SessionIdle time.Duration // life of a session after its last use; default 600 s
 	MaxSessions int           // default 65,536
-	MaxHolds    int           // transfers in progress; default 65,536
+	MaxHolds    int           // transfers in progress, of a user or address half of what others leave; default 65,536
 	Checksums   bool          // of committed chunks, for SumNext to compute
 	SumAfter    time.Duration // age of a chunk whose checksum is computed: many do not live long; default 10 s, < 0 none
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536

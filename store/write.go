@@ -60,6 +60,7 @@ func (s *Store) Reserve(name Transfer, requestID []byte, hashes []kv.Hash, chunk
 	if s.mu.closed {
 		return st.out, ErrBusy
 	}
+	s.mu.holds.count(&name, -st.counted) // the hold counts
 	s.mu.holds.add(h)
 	return st.out, nil
 }
@@ -81,6 +82,8 @@ type stage struct {
 	used  int64
 	taken []object
 	out   Reserved
+
+	counted int64 // of used, in the books already
 }
 
 // maxTransfer bounds the objects of one transfer.
@@ -110,30 +113,46 @@ func (st *stage) begin() bool {
 	s := st.store
 	s.lock()
 	defer s.unlock()
-	if s.mu.closed || s.mu.holds.len >= s.opts.MaxHolds {
+	if s.busyLocked(&st.name) {
 		return false
 	}
 	s.mu.holds.last++ // tells two transfers of one name apart that are staged at the same time
-	st.by.Number = uint32(s.mu.holds.last)
-	if st.by.Name == 0 {
-		st.limit, st.first = s.mu.pool.Bytes(), s.mu.pool.Bytes()
-		return true
+	if st.by.Name != 0 {
+		st.by.Number = uint32(s.mu.holds.last)
 	}
-	total := float64(s.mu.pool.Bytes())
-	st.most = s.mu.pool.Bytes() - s.mu.holds.stagedBy[st.name.By]
-	if rest := s.mu.pool.Bytes() / 8; rest >= 8*st.bytes(0) {
+	return true
+}
+
+// sharesLocked finds out how much may be staged. What the worker and its user have
+// may change from batch to batch: several of their transfers may be staged at once.
+func (st *stage) sharesLocked() {
+	s := st.store
+	bytes := s.mu.pool.Bytes()
+	if st.by.Name == 0 {
+		st.limit, st.first = bytes, bytes
+		return
+	}
+	worker, peer := s.mu.holds.staged[st.name.Instance]-st.counted, s.mu.holds.stagedBy[st.name.By]-st.counted
+	st.most = bytes - peer
+	if rest := bytes / 8; rest >= 8*st.bytes(0) {
 		st.most -= rest // for others
 	}
-	worker, peer := s.mu.holds.staged[st.name.Instance], s.mu.holds.stagedBy[st.name.By]
-	st.first = int64(total*s.opts.PeerShare) - peer
-	st.limit = min(int64(total*s.opts.WorkerShare)-worker, st.first)
+	st.first = int64(float64(bytes)*s.opts.PeerShare) - peer
+	st.limit = min(int64(float64(bytes)*s.opts.WorkerShare)-worker, st.first)
 	switch {
 	case peer == 0:
-		st.first = s.mu.pool.Bytes()
+		st.first = bytes
 	case worker > 0:
 		st.first = st.limit
 	}
-	return true
+}
+
+// countLocked has what is staged so far count as the worker's.
+func (st *stage) countLocked() {
+	if st.by.Name != 0 {
+		st.store.mu.holds.count(&st.name, st.used-st.counted)
+		st.counted = st.used
+	}
 }
 
 func (st *stage) end() {
@@ -150,6 +169,8 @@ func (st *stage) some(from, to int) bool {
 	s := st.store
 	s.lock()
 	defer s.unlock()
+	st.sharesLocked()
+	defer st.countLocked()
 	for c := from; c < to; c++ {
 		if s.mu.closed || len(st.taken) >= maxTransfer || !st.chunkLocked(c) {
 			st.out.NoRoom = st.name.To - c

@@ -1,0 +1,155 @@
+package store
+
+import (
+	"errors"
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+const crowdChunk = 4096
+
+var crowdShard = Shard{Namespace: kv.Namespace{1}, World: 1}
+
+func crowdStore(t *testing.T, chunks int, o Options) *Store {
+	t.Helper()
+	p, err := pool.Open(pool.Options{Name: "p", Bytes: int64(chunks) * crowdChunk, Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := New(p, o)
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+func crowdPrompt(seed, n int) []kv.Hash {
+	tokens := make([]uint32, n)
+	for i := range tokens {
+		tokens[i] = uint32(seed)
+	}
+	return kv.ChunkHashes(tokens, 1)
+}
+
+func crowdTransfer(by string, instance int64, h []kv.Hash, load bool) Transfer {
+	return Transfer{Instance: instance, By: by, Shard: crowdShard, To: len(h), Last: h[len(h)-1], Load: load}
+}
+
+// One user's transfers that are never committed leave places for those of others,
+// and for those of further ones.
+func TestOneUsersTransfersLeavePlacesForOthers(t *testing.T) {
+	s := crowdStore(t, 100, Options{MaxHolds: 16})
+	taken := func(by string, instance int64) (n int) {
+		for i := 0; ; i++ {
+			h := crowdPrompt(1000*int(instance)+i, 1)
+			_, err := s.Reserve(crowdTransfer(by, instance, h, false), fmt.Append(nil, i), h, crowdChunk, &Place{})
+			if errors.Is(err, ErrBusy) {
+				return n
+			}
+			n++
+		}
+	}
+	for i, want := range []int{8, 4, 2, 1} {
+		by := fmt.Sprint("uid ", i)
+		if got := taken(by, int64(i)); got != want {
+			t.Errorf("%s has %d transfers in progress, want %d", by, got, want)
+		}
+		if got := taken(by, int64(10+i)); got != 0 {
+			t.Errorf("another worker of %s began %d more", by, got)
+		}
+	}
+	// Loads and copies of this process count as well.
+	h := crowdPrompt(1, 1)
+	if why := s.Load([]byte("r"), crowdTransfer("uid 0", 1, h, true), h, &Place{}); why != Busy {
+		t.Errorf("a load beyond the share: %v", why)
+	}
+	if c, why := s.Fetch([]byte("r"), crowdTransfer("uid 0", 1, h, true), h); c != nil || why != Busy {
+		t.Errorf("a copy beyond the share: %v", why)
+	}
+}
+
+// One user's refused loads do not make the server forget those of others, whose
+// commits must not end what was granted later.
+func TestRefusedLoadsOfOneUserHideNobodyElses(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := crowdStore(t, 16, Options{Quarantine: time.Minute})
+		h := crowdPrompt(1, 2)
+		for i := range 2 * maxDebts {
+			s.Load(fmt.Append(nil, i), crowdTransfer("uid 1", 1, h, true), h, &Place{})
+		}
+		kept := crowdTransfer("uid 2", 2, h, false)
+		if _, err := s.Reserve(kept, []byte("w"), h, crowdChunk, &Place{}); err != nil {
+			t.Fatal(err)
+		}
+		s.CommitStore(kept, []byte("w"), h, true)
+		load := crowdTransfer("uid 2", 2, h, true)
+		if why := s.Load([]byte("r"), load, h, &Place{}); why != NotPinned {
+			t.Fatal(why)
+		}
+		s.Lookup([]byte("r"), crowdShard, Hashed(h), 1)
+		if why := s.Load([]byte("r"), load, h, &Place{}); why != None {
+			t.Fatal(why)
+		}
+		if got := s.CommitLoad(load, []byte("r")); got.Chunks != 0 {
+			t.Fatalf("the commit of the refused load ended the granted one: %+v", got)
+		}
+		if got := s.CommitLoad(load, []byte("r")); got.Chunks != 2 {
+			t.Fatalf("the granted load's commit: %+v", got)
+		}
+		time.Sleep(time.Minute)
+		s.Expire()
+		if n := s.mu.holds.all.debts; n != 0 || len(s.mu.holds.of) != 0 {
+			t.Errorf("%d commits are waited for, %v", n, s.mu.holds.of)
+		}
+	})
+}
+
+// A share holds for transfers that are staged at the same time, too: between its
+// batches the first one's chunks count as its worker's.
+func TestSharesOfTransfersStagedTogether(t *testing.T) {
+	const chunks = 8 * stageBatch
+	s := crowdStore(t, chunks, Options{})
+	keep := crowdPrompt(1, chunks)
+	for from := 0; from < chunks; from += chunks / 4 {
+		tr := crowdTransfer("uid 1", 1, keep[:from+chunks/4], false)
+		tr.From = from
+		if _, err := s.Reserve(tr, []byte("keep"), keep, crowdChunk, &Place{}); err != nil {
+			t.Fatal(err)
+		}
+		s.CommitStore(tr, []byte("keep"), keep, true)
+	}
+	begin := func(seed int, instance int64) *stage {
+		h := crowdPrompt(seed, chunks)
+		tr := crowdTransfer("uid 2", instance, h, false)
+		st := &stage{store: s, name: tr, by: pool.Writer{Name: nameHash(tr, nil)}, hashes: h, bytes: func(int) int64 { return crowdChunk }}
+		st.guard = prefixGuard{store: s, shard: tr.Shard, hashes: h}
+		if !st.begin() {
+			t.Fatal("busy")
+		}
+		return st
+	}
+	var together []*stage
+	for i := range 6 {
+		together = append(together, begin(10+i, int64(10+i/3)))
+	}
+	total := map[int64]int{}
+	for from := 0; from < chunks; from += stageBatch {
+		for _, st := range together {
+			st.some(from, from+stageBatch)
+		}
+	}
+	for _, st := range together {
+		st.end()
+		total[st.name.Instance] += len(st.taken)
+	}
+	if total[10] > chunks/4 || total[11] > chunks/4 {
+		t.Errorf("two workers took %v of %d places at once, want at most a quarter each", total, chunks)
+	}
+}
