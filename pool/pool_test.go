@@ -4,6 +4,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -228,4 +229,51 @@ func TestPoison(t *testing.T) {
 	if poisoned := view[0] == 0xff && view[4095] == 0xff; poisoned != invariant.Enabled {
 		t.Fatalf("poisoned: %v, invariants: %v", poisoned, invariant.Enabled)
 	}
+}
+
+// Another size is named by what differs, and only that. Sizes that earlier servers
+// told are kept over cold starts, without the one that is told now.
+func TestChunkSizesOfEarlierServers(t *testing.T) {
+	dir := t.TempDir()
+	open := func(tokens int, cold bool) (*pool.Pool, error) {
+		return pool.Open(pool.Options{Name: "p", Bytes: 8192, Dir: dir, ChunkTokens: tokens, Cold: cold})
+	}
+	told := func(tokens int, cold bool, want ...int) {
+		t.Helper()
+		p, err := open(tokens, cold)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := p.FormerChunkTokens(); !slices.Equal(got, want) {
+			t.Errorf("former sizes %v, want %v", got, want)
+		}
+		if err := p.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	told(256, false)
+	told(256, true)
+	if _, err := open(128, false); !errors.Is(err, pool.ErrChanged) || !strings.Contains(err.Error(), "tokens per chunk") || strings.Contains(err.Error(), "alignment") {
+		t.Errorf("another chunk size: %v", err)
+	}
+	told(128, true, 256)
+	told(128, false, 256)
+	told(64, true, 128, 256)
+	told(256, true, 64, 128)
+	for i := range 20 { // more than there is room for
+		p, err := open(1000+i, true)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i == 19 {
+			if got := p.FormerChunkTokens(); len(got) != 8 || got[0] != 1018 {
+				t.Errorf("former sizes %v", got)
+			}
+			p.ForgetFormer()
+		}
+		if err := p.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	told(1019, false)
 }
