@@ -151,6 +151,14 @@ func (a *Arena) Release(off, n int64) {
 	a.free += n
 }
 
+// FreeBefore returns how many bytes that end at off are free.
+func (a *Arena) FreeBefore(off int64) int64 {
+	if at, n, ok := a.floor(off - 1); ok && at+n >= off {
+		return off - at
+	}
+	return 0
+}
+
 // floor returns the free range with the highest offset not above off.
 func (a *Arena) floor(off int64) (at, n int64, ok bool) {
 	for i := a.root; i != 0; {

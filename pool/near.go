@@ -43,8 +43,8 @@ func (r *regions) remove(s Slot, off int64) {
 }
 
 // Near appends the used slots that begin in the regions of the bytes [from, to),
-// in no order. It returns the bytes that these regions cover, below the limit.
-func (p *Pool) Near(slots []Slot, from, to int64) (_ []Slot, start, end int64) {
+// in no order, and the end of these regions, below the limit.
+func (p *Pool) Near(slots []Slot, from, to int64) (_ []Slot, end int64) {
 	r := &p.near
 	first := max(from, 0) / r.bytes
 	limit := p.arena.End()
@@ -54,8 +54,11 @@ func (p *Pool) Near(slots []Slot, from, to int64) (_ []Slot, start, end int64) {
 			slots = append(slots, Slot(s-1))
 		}
 	}
-	return slots, first * r.bytes, min((last+1)*r.bytes, limit)
+	return slots, min((last+1)*r.bytes, limit)
 }
+
+// FreeBefore returns how many bytes directly before a slot are free.
+func (p *Pool) FreeBefore(s Slot) int64 { return p.arena.FreeBefore(p.Offset(s)) }
 
 // Round returns the bytes that a slot of n bytes takes.
 func (p *Pool) Round(n int64) int64 { return p.arena.Round(n) }

@@ -153,3 +153,74 @@ func TestSharesOfTransfersStagedTogether(t *testing.T) {
 		t.Errorf("two workers took %v of %d places at once, want at most a quarter each", total, chunks)
 	}
 }
+
+// place fills what is free of the pool with chunks of n bytes each, at most count of
+// them, and keeps them as somebody who reads them.
+func place(t *testing.T, s *Store, seed, count int, n int64, read bool) {
+	t.Helper()
+	h := crowdPrompt(seed, count)
+	for i := range count {
+		tr := crowdTransfer("uid 1", 1, h[:i+1], false)
+		tr.From = i
+		if _, err := s.Reserve(tr, []byte("r"), h, n, &Place{}); err != nil {
+			t.Fatal(err)
+		}
+		if got := s.CommitStore(tr, []byte("r"), h, true); got.Chunks != 1 {
+			t.Fatal(got)
+		}
+	}
+	if !read {
+		return
+	}
+	if got := s.Lookup(fmt.Append(nil, "reads ", seed), crowdShard, Hashed(h), 1); got.Hit != count {
+		t.Fatal(got)
+	}
+}
+
+// A chunk for which no place can be made, since between any two that are being read
+// there is too little, evicts nothing, however often it is asked for.
+func TestChunkThatCannotFitEvictsNothing(t *testing.T) {
+	s := crowdStore(t, 64, Options{WorkerShare: 1, PeerShare: 1})
+	for i := range 8 {
+		place(t, s, 10+i, 1, crowdChunk, true)
+		place(t, s, 30+i, 7, crowdChunk, false)
+	}
+	long := crowdPrompt(99, 1)
+	for range 10 {
+		var p Place
+		if got, err := s.Reserve(crowdTransfer("uid 2", 2, long, false), []byte("long"), long, 8*crowdChunk, &p); err != nil || len(p.Offsets) != 0 || got.NoRoom != 1 {
+			t.Fatal(p, got, err)
+		}
+	}
+	if n := s.Stats().EvictedChunks; n != 0 {
+		t.Errorf("%d of 56 chunks were evicted for nothing", n)
+	}
+	var p Place
+	if _, err := s.Reserve(crowdTransfer("uid 2", 2, long, false), []byte("long"), long, 7*crowdChunk, &p); err != nil || len(p.Offsets) != 1 {
+		t.Errorf("a chunk that fits: %v, %v", p, err)
+	}
+}
+
+// What reaches into a neighbourhood from before it is not free: chunks that are being
+// read, and longer than a region, cost their small neighbours nothing.
+func TestLongNeighboursAreNotFree(t *testing.T) {
+	const mib = 1 << 20
+	s := crowdStore(t, 32*mib/crowdChunk, Options{WorkerShare: 1, PeerShare: 1})
+	for i := range 7 {
+		place(t, s, 10+i, 1, 7*mib/2, true)
+		place(t, s, 30+i, mib/2/crowdChunk, crowdChunk, false)
+	}
+	place(t, s, 50, 4*mib/crowdChunk, crowdChunk, false)
+	if free := s.Stats().FreeBytes; free != 0 {
+		t.Fatalf("%d bytes are free", free)
+	}
+	long := crowdPrompt(99, 1)
+	var p Place
+	if _, err := s.Reserve(crowdTransfer("uid 2", 2, long, false), []byte("long"), long, mib, &p); err != nil || len(p.Offsets) != 1 {
+		t.Fatal(p, err)
+	}
+	// Twice its length in plain order, then its length in one place.
+	if n := s.Stats().EvictedBytes; n > 3*mib+crowdChunk {
+		t.Errorf("a chunk of 1 MiB evicted %d KiB", n>>10)
+	}
+}

@@ -240,9 +240,13 @@ func (s *Store) unstageLocked(objects []object) {
 	}
 }
 
+// mostFreed is how many times its length may be evicted for a chunk that finds no place.
+const mostFreed = 16
+
 // reserveLocked stages one chunk, evicting as long as that helps.
 func (s *Store) reserveLocked(k *pool.Key, n int64, by pool.Writer, guard *prefixGuard) (pool.Slot, error) {
-	for freed := int64(0); ; {
+	freed, search := int64(0), 2*n
+	for {
 		slot, err := s.mu.pool.Reserve(k, n, by)
 		if !errors.Is(err, pool.ErrFull) {
 			return slot, err
@@ -250,16 +254,29 @@ func (s *Store) reserveLocked(k *pool.Key, n int64, by pool.Writer, guard *prefi
 		if guard.protect() {
 			continue
 		}
-		if freed >= 2*n && s.evictNearLocked(n) {
-			continue
+		if freed >= search {
+			if s.evictNearLocked(n) {
+				continue
+			}
+			search *= 2
 		}
 		victim, ok := s.mu.lru.Oldest()
-		if !ok {
+		if !ok || search > mostFreed*n || freed == 0 && s.hopelessLocked(victim, n) {
 			return 0, err
 		}
 		freed += s.mu.pool.Round(s.mu.pool.Length(pool.Slot(victim)))
 		s.evictLocked(pool.Slot(victim))
 	}
+}
+
+// hopelessLocked reports whether no eviction makes room for n bytes: between what is
+// pinned or held there is too little. It is called with the first victim.
+func (s *Store) hopelessLocked(victim uint32, n int64) bool {
+	if s.mu.pool.Length(pool.Slot(victim)) >= n {
+		return false
+	}
+	run, all := s.runLocked(n, 1)
+	return all && run.bytes < 0
 }
 
 // prefixGuard keeps a request from evicting its own leading chunks to make room
