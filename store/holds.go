@@ -334,12 +334,20 @@ func (s *Store) giveBackLocked(h *hold, from, to int, publish bool) (published i
 // it may still touch stays out of use until its late commit or the end of the
 // quarantine. It returns the number of transfers left in quarantine.
 func (s *Store) Detach(instance int64) int {
+	of := s.orphan(instance)
+	for _, h := range of {
+		s.dropKeys(h, Failed, pool.Staged)
+	}
+	return len(of)
+}
+
+// orphan marks the transfers of an instance, oldest first: their commits publish
+// nothing from now on.
+func (s *Store) orphan(instance int64) []*hold {
 	s.lock()
 	defer s.unlock()
-	n := 0
 	of := slices.SortedFunc(maps.Keys(s.mu.holds.byInstance[instance]), older)
 	for _, h := range of {
-		n++
 		if !h.orphan {
 			h.orphan = true
 			s.mu.holds.orphans++
@@ -347,18 +355,50 @@ func (s *Store) Detach(instance int64) int {
 		if h.transfer.own == 0 {
 			h.deadline = time.Now().Add(s.opts.Quarantine)
 		}
-		for _, slot := range h.slots {
-			if s.mu.pool.StateOf(slot) == pool.Staged {
-				s.dropLocked(slot, Failed)
-			}
-		}
+	}
+	return of
+}
+
+// dropKeys drops the keys of what a transfer holds in one of these states, a batch at
+// a time, for as long as it holds it. It returns their number.
+func (s *Store) dropKeys(h *hold, why Reason, states ...pool.State) (n int) {
+	for from, more := 0, true; more; from += dropBatch {
+		var dropped int
+		dropped, more = s.dropSome(h, from, why, states)
+		n += dropped
 	}
 	return n
 }
 
-// expireLocked ends holds whose time is over. A worker may be slower than that:
-// its late commit still must not end a later hold of the same name.
-func (s *Store) expireLocked(now time.Time) {
+func (s *Store) dropSome(h *hold, from int, why Reason, states []pool.State) (n int, more bool) {
+	s.lock()
+	defer s.unlock()
+	if _, holds := s.mu.holds.byInstance[h.transfer.Instance][h]; !holds || s.mu.closed {
+		return 0, false
+	}
+	to := min(from+dropBatch, len(h.slots))
+	for _, slot := range h.slots[from:to] {
+		if slices.Contains(states, s.mu.pool.StateOf(slot)) {
+			s.dropLocked(slot, why)
+			n++
+		}
+	}
+	return n, to < len(h.slots)
+}
+
+// expire ends holds whose time is over. A worker may be slower than that: its late
+// commit still must not end a later hold of the same name.
+func (s *Store) expire(now time.Time) {
+	for _, h := range s.expired(now) {
+		s.end(h, false)
+	}
+}
+
+// expired takes the slots of holds whose time is over. What is left of them waits for
+// its commit.
+func (s *Store) expired(now time.Time) (ended []*hold) {
+	s.lock()
+	defer s.unlock()
 	for hash, of := range s.mu.holds.former {
 		if of = slices.DeleteFunc(of, now.After); len(of) == 0 {
 			delete(s.mu.holds.former, hash)
@@ -369,16 +409,17 @@ func (s *Store) expireLocked(now time.Time) {
 	for _, h := range s.mu.holds.which(func(h *hold) bool { return !now.Before(h.deadline) }) {
 		if len(h.slots) == 0 {
 			s.mu.holds.remove(h)
-		} else {
-			s.mu.n.HoldsExpired++
-			s.mu.holds.unlist(h)
-			s.giveBackLocked(h, 0, len(h.slots), false)
-			h.slots, h.orphan, h.deadline = nil, false, now.Add(s.opts.Quarantine)
-			keep := h.transfer.own == 0 && mayHave(s.mu.holds.of[h.transfer.By].debts, s.mu.holds.all.debts, maxDebts)
-			s.mu.holds.tally(h, tally{debts: 1})
-			if !keep {
-				s.mu.holds.remove(h)
-			}
+			continue
+		}
+		s.mu.n.HoldsExpired++
+		s.mu.holds.unlist(h)
+		ended = append(ended, &hold{slots: h.slots})
+		h.slots, h.orphan, h.deadline = nil, false, now.Add(s.opts.Quarantine)
+		keep := h.transfer.own == 0 && mayHave(s.mu.holds.of[h.transfer.By].debts, s.mu.holds.all.debts, maxDebts)
+		s.mu.holds.tally(h, tally{debts: 1})
+		if !keep {
+			s.mu.holds.remove(h)
 		}
 	}
+	return ended
 }

@@ -200,20 +200,28 @@ func (s *Store) CommitLoad(name Transfer, requestID []byte) Committed {
 // FreePins gives back readers readers of the chunks [from, to) that the
 // newest lookup of owner's session pinned, of all shards and groups.
 func (s *Store) FreePins(session []byte, owner lease.Owner, from, to, readers int) {
+	for more := true; more; {
+		to, more = s.freeSome(session, owner, from, to, readers)
+	}
+}
+
+// freeSome gives back the last ones of [from, to), and returns where they begin; more
+// is false when they were all.
+func (s *Store) freeSome(session []byte, owner lease.Owner, from, to, readers int) (begin int, more bool) {
 	s.lock()
 	defer s.unlock()
 	sess := s.mu.leases.Get(session, owner, time.Now())
-	if sess == nil {
-		return
+	if sess == nil || len(sess.Leases()) == 0 {
+		return from, false
 	}
 	leases := sess.Leases()
-	if len(leases) == 0 {
-		return
-	}
 	l := &leases[len(leases)-1]
+	to = min(to, l.Chunks)
+	begin = max(from, to-max(1, batch/l.Rows))
 	for row := range l.Rows {
-		l.Take(row, from, to, readers, s.unpinLocked)
+		l.Take(row, begin, to, readers, s.unpinLocked)
 	}
+	return begin, begin > from
 }
 
 // EndSession gives back what owner's session still pins; each chunk so released

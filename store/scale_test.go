@@ -128,3 +128,41 @@ func BenchmarkHoldMillionChunks(b *testing.B) {
 	report(b, "grow-hold", grow)
 	report(b, "clear-hold", drop)
 }
+
+// A worker that leaves with many chunks staged, its quarantine, and a forced clear keep
+// others from the lock for a moment only.
+func BenchmarkHoldDetached(b *testing.B) {
+	const chunks = 1 << 18
+	hashes := scaleHashes(chunks)
+	var detach, end, drop time.Duration
+	stage := func(s *Store) {
+		for from := 0; from < chunks*7/8; from += maxTransfer {
+			some := hashes[from:min(from+maxTransfer, chunks*7/8)]
+			t := Transfer{Instance: 1, Shard: Shard{Namespace: kv.Namespace{1}, World: 1}, To: len(some), Last: some[len(some)-1]}
+			var p Place
+			if got, err := s.Reserve(t, []byte("r"), some, 64, &p); err != nil || got.NoRoom > 0 {
+				b.Fatal(got, err)
+			}
+		}
+	}
+	for b.Loop() {
+		s := scaleStore(b, chunks)
+		stage(s)
+		drop = max(drop, longestHold(func() {
+			if n := s.Clear(true); n != chunks*7/8 {
+				b.Fatal(n)
+			}
+		}))
+		s.Detach(1)
+		s.EndQuarantine(1)
+		stage(s)
+		detach = max(detach, longestHold(func() { s.Detach(1) }))
+		end = max(end, longestHold(func() { s.EndQuarantine(1) }))
+		if got := s.Stats(); got.FreeBytes != got.Bytes {
+			b.Fatal(got)
+		}
+	}
+	report(b, "clear-hold", drop)
+	report(b, "detach-hold", detach)
+	report(b, "quarantine-hold", end)
+}

@@ -256,18 +256,19 @@ func (s *Store) dropLeases() (given []lease.Lease) {
 
 // dropHeld drops the keys of what transfers in progress hold.
 func (s *Store) dropHeld() (n int) {
+	for _, h := range s.inProgress() {
+		n += s.dropKeys(h, Cleared, pool.Staged, pool.Resident)
+	}
 	s.lock()
 	defer s.unlock()
-	for _, h := range s.mu.holds.which(func(h *hold) bool { return len(h.slots) > 0 }) {
-		for _, slot := range h.slots {
-			if st := s.mu.pool.StateOf(slot); st == pool.Staged || st == pool.Resident {
-				s.dropLocked(slot, Cleared)
-				n++
-			}
-		}
-	}
 	s.mu.n.Cleared += uint64(n)
 	return n
+}
+
+func (s *Store) inProgress() []*hold {
+	s.lock()
+	defer s.unlock()
+	return s.mu.holds.which(func(h *hold) bool { return len(h.slots) > 0 })
 }
 
 // dropOldest drops up to max chunks; more is false when no other is left.
@@ -294,9 +295,7 @@ func (s *Store) Expire() {
 		given, more = s.expireSessions(now)
 		s.giveBack(given)
 	}
-	s.lock()
-	defer s.unlock()
-	s.expireLocked(now)
+	s.expire(now)
 }
 
 // expireSessions ends some idle sessions; more is false when no other is idle.

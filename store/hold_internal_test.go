@@ -1,0 +1,101 @@
+package store
+
+import (
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+// Whatever a client asks for, others get the lock after a batch of chunks.
+func TestNoCallKeepsTheLockForMoreThanABatch(t *testing.T) {
+	const world, chunks = 4, 4096
+	p, err := pool.Open(pool.Options{Name: "p", Bytes: 2 * world * chunks * 64, Align: 64, Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := New(p, Options{WorkerShare: 1, PeerShare: 1})
+	defer func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	hashes := scaleHashes(chunks)
+	sh := Shard{Namespace: kv.Namespace{1}, World: world}
+	transfer := func(instance int64, shard int, load bool) Transfer {
+		of := sh
+		of.Index = shard
+		return Transfer{Instance: instance, Shard: of, To: chunks, Last: hashes[chunks-1], Load: load}
+	}
+	stage := func(instance int64) {
+		for shard := range world {
+			if got, err := s.Reserve(transfer(instance, shard, false), []byte("r"), hashes, 64, &Place{}); err != nil || got.NoRoom+got.Staged+got.Cached > 0 {
+				t.Fatal(got, err)
+			}
+		}
+	}
+	in := func(name string, f func()) {
+		t.Helper()
+		type books struct{ drops, free, evictable int64 }
+		now := func() books {
+			return books{int64(s.mu.drops), s.mu.pool.Usage().FreeBytes / 64, int64(s.mu.lru.Len())}
+		}
+		distance := func(a, b int64) int64 { return max(a-b, b-a) }
+		var before books
+		most, sections := int64(0), 0
+		watch = func(begin bool) {
+			if begin {
+				before = now()
+				return
+			}
+			sections++
+			after := now()
+			most = max(most, distance(after.drops, before.drops), distance(after.free, before.free), distance(after.evictable, before.evictable))
+		}
+		f()
+		watch = nil
+		if most > batch || most == 0 {
+			t.Errorf("%s: %d chunks in one of %d sections, want at most %d", name, most, sections, batch)
+		}
+	}
+	in("prepare_store", func() { stage(1) })
+	in("unregister", func() { s.Detach(1) })
+	in("the quarantine's end", func() { s.EndQuarantine(1) })
+	stage(2)
+	in("commit_store", func() {
+		for shard := range world {
+			if got := s.CommitStore(transfer(2, shard, false), []byte("r"), hashes, true); got.Chunks != chunks {
+				t.Fatal(got)
+			}
+		}
+	})
+	in("lookup", func() {
+		if got := s.Lookup([]byte("r"), sh, Hashed(hashes), 1); got.Hit != chunks {
+			t.Fatal(got)
+		}
+	})
+	in("free_lookup_locks", func() { s.FreePins([]byte("r"), lease.Owner{}, 0, chunks, 1) })
+	s.Lookup([]byte("r"), sh, Hashed(hashes), 1)
+	for shard := range world {
+		if why := s.Load([]byte("r"), transfer(2, shard, true), hashes, &Place{}); why != None {
+			t.Fatal(why)
+		}
+	}
+	in("commit_retrieve", func() {
+		for shard := range world {
+			if got := s.CommitLoad(transfer(2, shard, true), []byte("r")); got.Chunks != chunks {
+				t.Fatal(got)
+			}
+		}
+	})
+	s.Lookup([]byte("r"), sh, Hashed(hashes), 1)
+	in("end_session", func() { s.EndSession([]byte("r"), lease.Owner{}) })
+	s.Lookup([]byte("r"), sh, Hashed(hashes), 1)
+	s.Load([]byte("r"), transfer(2, 0, true), hashes, &Place{})
+	in("clear, forced", func() {
+		if n := s.Clear(true); n != world*chunks {
+			t.Fatal(n)
+		}
+	})
+}
