@@ -314,6 +314,45 @@ func (t *Table) overweight(s *Session) (other *Session) {
 	return other
 }
 
+// Over returns, of the peer with most pins, the session with pins that has been idle
+// longest; nil when that peer is the one named, or has no more than limit pins.
+func (t *Table) Over(peer string, limit int) *Session {
+	of := t.heaviest(func(of *share) int { return of.pins })
+	if of == nil || of.owner.Peer == peer {
+		return nil
+	}
+	pins := 0
+	for owner, o := range t.shares {
+		if owner.Peer == of.owner.Peer {
+			pins += o.pins
+		}
+	}
+	if pins <= limit {
+		return nil
+	}
+	for s := t.ring.newer; s != &t.ring; s = s.newer {
+		if s.of.owner.Peer == of.owner.Peer && s.pins > 0 {
+			return s
+		}
+	}
+	return nil
+}
+
+// GiveUp gives back the last chunks of the session's oldest lease, at most so many
+// slots or one chunk, and calls unpin for each that has readers left.
+func (s *Session) GiveUp(slots int, unpin func(slot uint32)) {
+	l := &s.leases[0]
+	from := max(0, l.Chunks-max(1, slots/l.Rows))
+	for row := range l.Rows {
+		l.Take(row, from, l.Chunks, 255, unpin)
+	}
+	s.count((from - l.Chunks) * l.Rows)
+	l.Chunks, l.Slots, l.Left = from, l.Slots[:from*l.Rows], l.Left[:from*l.Rows]
+	if from == 0 {
+		s.leases = append(s.leases[:0], s.leases[1:]...)
+	}
+}
+
 // Leases returns the session's leases, oldest first.
 func (s *Session) Leases() []Lease { return s.leases }
 

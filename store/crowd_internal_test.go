@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
@@ -222,5 +223,51 @@ func TestLongNeighboursAreNotFree(t *testing.T) {
 	// Twice its length in plain order, then its length in one place.
 	if n := s.Stats().EvictedBytes; n > 3*mib+crowdChunk {
 		t.Errorf("a chunk of 1 MiB evicted %d KiB", n>>10)
+	}
+}
+
+// Somebody who pins all that is kept, and goes on asking for it, keeps nobody else from
+// storing: beyond the share of a user or address the oldest promises are given up.
+func TestOneUsersPinsLeaveRoomForOthers(t *testing.T) {
+	const chunks = 64
+	s := crowdStore(t, chunks, Options{})
+	for i := range 4 {
+		place(t, s, 10+i, chunks/4, crowdChunk, false)
+	}
+	pin := func(peer string) {
+		for i := range 4 {
+			p := Hashed(crowdPrompt(10+i, chunks/4))
+			p.Owner.Peer = peer
+			if got := s.Lookup(fmt.Append(nil, "pins ", i), crowdShard, p, 1); got.Hit < chunks/4-3 {
+				t.Fatal(got)
+			}
+		}
+	}
+	pin("uid 2")
+	store := func(by string, seed int) int {
+		h := crowdPrompt(seed, 1)
+		var p Place
+		if _, err := s.Reserve(crowdTransfer(by, 3, h, false), []byte("r"), h, crowdChunk, &p); err != nil {
+			t.Fatal(err)
+		}
+		s.CommitStore(crowdTransfer(by, 3, h, false), []byte("r"), h, true)
+		return len(p.Offsets)
+	}
+	if n := store("uid 2", 90); n != 0 {
+		t.Errorf("a user gave up its own promises for %d chunks", n)
+	}
+	if n := store("uid 3", 91); n != 1 {
+		t.Error("no place beside the pins of another user")
+	}
+	load := crowdTransfer("uid 2", 2, crowdPrompt(13, chunks/4), true)
+	if why := s.Load([]byte("pins 3"), load, crowdPrompt(13, chunks/4), &Place{}); why != None {
+		t.Errorf("the newest promise was given up: %v", why)
+	}
+	s.CommitLoad(load, []byte("pins 3"))
+	for i := range 4 {
+		s.EndSession(fmt.Append(nil, "pins ", i), lease.Owner{Peer: "uid 2"})
+	}
+	if st := s.Stats(); st.EvictableObjs != st.Resident || s.mu.leases.Pins() != 0 {
+		t.Errorf("pins are left: %d of %d can be evicted, %d", st.EvictableObjs, st.Resident, s.mu.leases.Pins())
 	}
 }

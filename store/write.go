@@ -95,7 +95,7 @@ const stageBatch = 256
 
 // run reports false when too many transfers are in progress.
 func (st *stage) run() bool {
-	st.guard = prefixGuard{store: st.store, shard: st.name.Shard, hashes: st.hashes[:st.name.To]}
+	st.guard = prefixGuard{store: st.store, shard: st.name.Shard, hashes: st.hashes[:st.name.To], by: st.name.By}
 	if !st.begin() {
 		st.out.NoRoom = st.name.To - st.name.From
 		return false
@@ -245,7 +245,7 @@ const mostFreed = 16
 
 // reserveLocked stages one chunk, evicting as long as that helps.
 func (s *Store) reserveLocked(k *pool.Key, n int64, by pool.Writer, guard *prefixGuard) (pool.Slot, error) {
-	freed, search := int64(0), 2*n
+	freed, search, asked := int64(0), 2*n, false
 	for {
 		slot, err := s.mu.pool.Reserve(k, n, by)
 		if !errors.Is(err, pool.ErrFull) {
@@ -261,11 +261,25 @@ func (s *Store) reserveLocked(k *pool.Key, n int64, by pool.Writer, guard *prefi
 			search *= 2
 		}
 		victim, ok := s.mu.lru.Oldest()
+		if !ok && !asked {
+			asked = true
+			s.giveUpLocked(guard.by)
+			victim, ok = s.mu.lru.Oldest()
+		}
 		if !ok || search > mostFreed*n || freed == 0 && s.hopelessLocked(victim, n) {
 			return 0, err
 		}
 		freed += s.mu.pool.Round(s.mu.pool.Length(pool.Slot(victim)))
 		s.evictLocked(pool.Slot(victim))
+	}
+}
+
+// giveUpLocked makes some chunks evictable for a transfer of by where all are pinned and
+// somebody else has pinned more than the share of one: then the oldest of those pins.
+func (s *Store) giveUpLocked(by string) {
+	limit := int(float64(s.mu.pool.Usage().Resident) * s.opts.PeerShare)
+	if sess := s.mu.leases.Over(by, limit); sess != nil {
+		sess.GiveUp(batch, s.unpinLocked)
 	}
 }
 
@@ -287,6 +301,7 @@ type prefixGuard struct {
 	store  *Store
 	shard  Shard
 	hashes []kv.Hash
+	by     string // Transfer.By
 	on     bool
 	pinned []pool.Slot
 }
