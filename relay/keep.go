@@ -264,13 +264,11 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []mooncake.Reg
 		if victim != nil {
 			delete(r.mu.loading, victim) // once
 			r.mu.pending[victim.peer] -= victim.n
-		}
-		r.mu.Unlock()
-		if victim != nil {
 			victim.cancel(errMadeRoom)
 		} else {
 			slow.cancel()
 		}
+		r.mu.Unlock()
 		select {
 		case <-freed:
 		case <-ctx.Done():

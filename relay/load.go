@@ -35,6 +35,8 @@ func (e *engine) find(ctx context.Context, pull *mooncake.Pull, id transferID, b
 	k = r.mu.kept[key]
 	other := k
 	switch {
+	case k != nil && k.endingLocked():
+		k = nil // whoever waited for it is gone
 	case id.again && k != nil && isDone(k.done) && !k.holds(blocks):
 		few = fmt.Errorf("relay: P num blocks less than D in what is kept of transfer %.64q", id.base)
 		k = nil
@@ -90,6 +92,10 @@ func (e *engine) await(ctx context.Context, k *kept, source string) (*kept, stri
 	return k, source, nil
 }
 
+// endingLocked says whether k is a load that was told to end, and has not ended yet.
+// It ends with an error that is nobody else's.
+func (k *kept) endingLocked() bool { return !isDone(k.done) && k.ctx.Err() != nil }
+
 // holds says whether k has, or will have, at least as many blocks in each group.
 func (k *kept) holds(blocks [][]int) bool {
 	return slices.EqualFunc(k.wants, blocks, func(n int, ids []int) bool { return n >= len(ids) })
@@ -116,7 +122,7 @@ func (e *engine) load(ctx context.Context, pull *mooncake.Pull, id transferID, b
 	r.mu.Lock()
 	k.key = e.keyLocked(pull, id.base)
 	if old := r.mu.kept[k.key]; old != nil {
-		if old != other && old.holds(blocks) && (id.again || !isDone(old.done)) {
+		if old != other && !old.endingLocked() && old.holds(blocks) && (id.again || !isDone(old.done)) {
 			r.useLocked(old)
 			r.mu.Unlock()
 			r.loaded(k, errNobody)

@@ -209,11 +209,7 @@ func (c *channel) one(ctx context.Context, pull *mooncake.Pull, memory uint64, i
 	}
 	mine := r.mu.asks[key]
 	// D asks a worker a second time when it has not heard the answer, or tries again.
-	if mine == nil || isDone(mine.done) && (mine.places[c.at] || time.Since(mine.at) > askedFor) {
-		var before *kept
-		if mine != nil {
-			before = mine.k
-		}
+	if before := mine; mine == nil || mine.endingLocked() || isDone(mine.done) && (mine.places[c.at] || time.Since(mine.at) > askedFor) {
 		mine = &ask{peer: net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), done: make(chan struct{}), places: make(map[place]bool)}
 		mine.ctx, mine.cancel = context.WithCancel(r.ctx)
 		r.mu.asks[key] = mine
@@ -238,6 +234,10 @@ func (c *channel) one(ctx context.Context, pull *mooncake.Pull, memory uint64, i
 	}
 }
 
+// endingLocked says whether the request is being given up: D may be back before its
+// push has ended.
+func (a *ask) endingLocked() bool { return !isDone(a.done) && a.ctx.Err() != nil }
+
 func isDone(c <-chan struct{}) bool {
 	select {
 	case <-c:
@@ -256,18 +256,24 @@ func (r *Relay) forgetAsksLocked() {
 	}
 }
 
-// answer serves a request and ends it. before is what an earlier answer to the same
-// request was pushed from, or nil.
-func (e *engine) answer(a *ask, pull *mooncake.Pull, want mooncake.Wanted, before *kept) {
+// answer serves a request and ends it. before is the same request as D asked earlier,
+// or nil: no two push at a time.
+func (e *engine) answer(a *ask, pull *mooncake.Pull, want mooncake.Wanted, before *ask) {
 	defer a.cancel()
-	k, err := e.deliver(a, pull, want, before)
+	var from *kept
+	if before != nil {
+		<-before.done // ended, or told to
+		from = before.k
+	}
+	k, err := e.deliver(a, pull, want, from)
 	e.r.mu.Lock()
 	a.k, a.err, a.at = k, err, time.Now()
 	e.r.mu.Unlock()
 	close(a.done)
 }
 
-// deliver gets one request's KV and pushes it to D.
+// deliver gets one request's KV and pushes it to D. It returns what it pushed from, also
+// when the push fails. before is what an earlier answer was pushed from, or nil.
 func (e *engine) deliver(a *ask, pull *mooncake.Pull, want mooncake.Wanted, before *kept) (*kept, error) {
 	ctx, r, id := a.ctx, e.r, parseID(want.TransferID)
 	if !slices.ContainsFunc(want.Blocks, func(g []int) bool { return len(g) > 0 }) {
@@ -289,7 +295,7 @@ func (e *engine) deliver(a *ask, pull *mooncake.Pull, want mooncake.Wanted, befo
 	start := time.Now()
 	n, err := r.push(ctx, pull, k, want.Blocks)
 	if err != nil {
-		return nil, err
+		return k, err
 	}
 	if source == fromMemory {
 		r.stats.fromMemory.Add(1)
