@@ -67,8 +67,9 @@ type Peer struct {
 	readErr  error
 	corkedAt time.Time
 	readFn   func(uintptr) bool
-	who      any  // set before the first read
-	fresh    bool // the handshake is just over
+	who      any    // set before the first read
+	fresh    bool   // the handshake is just over
+	whole    uint64 // messages received when the unfinished one was seen first
 
 	// Owned by whoever set mu.writing.
 	out      batch

@@ -55,7 +55,8 @@ func (p *Peer) unfinished() {
 		}
 		return
 	}
-	if p.begun.Load() == 0 {
+	if n := p.count.messagesIn.Load(); p.begun.Load() == 0 || n != p.whole {
+		p.whole = n
 		p.begun.Store(time.Now().UnixNano())
 	}
 }

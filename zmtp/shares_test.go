@@ -76,6 +76,26 @@ func TestStalledMessage(t *testing.T) {
 	silent.want("here")
 }
 
+// Messages that each end in time end no connection, also where the next one has always
+// begun when one ends.
+func TestMessagesThatOverlapAreNotStalled(t *testing.T) {
+	_, addr, ends := startRouter(t, echo, RouterOptions{ReceiveTimeout: time.Second})
+	c := dialReady(t, addr)
+	message := frames("hello")
+	half := len(message) / 2
+	c.send(message[:half])
+	for range 30 {
+		c.send(append(append([]byte{}, message[half:]...), message[:half]...))
+		c.want("hello")
+		time.Sleep(100 * time.Millisecond)
+		select {
+		case err := <-ends:
+			t.Fatalf("ended with %v", err)
+		default:
+		}
+	}
+}
+
 // Unfinished messages of all peers together are bounded: the host that holds most
 // loses its largest, another host's goes on.
 func TestUnfinishedMessagesHaveShares(t *testing.T) {
