@@ -60,9 +60,7 @@ func (s *Server) transferOf(sc *scratch, p [][]byte, commit bool) (*instance, st
 	if in.world != k.WorldSize || in.model != string(k.Model) {
 		return nil, t, fmt.Errorf("%w as %s, world size %d", errInstance, k.Model, k.WorldSize)
 	}
-	if in.driven != nil {
-		t.Shard.Groups = in.driven.groups
-	}
+	t.Shard.Groups = in.groups()
 	sc.mark()
 	if s.registry.keeps(in, k.Worker) {
 		s.save()

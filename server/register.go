@@ -112,7 +112,10 @@ func (s *Server) admit(in *instance) error {
 	if in.driven != nil {
 		s.sayGroups(in)
 	}
-	if newest != nil && newest.fingerprint != in.fingerprint {
+	if newest != nil && newest.fingerprint != in.fingerprint && !newest.groups().Like(in.groups()) {
+		s.log.Warn(fmt.Sprintf("workers of %s have unlike object groups (windows, states): they cannot hit together; "+
+			"as stages of a pipeline, start the server without --separate-object-groups", in.model))
+	} else if newest != nil && newest.fingerprint != in.fingerprint {
 		s.log.Warn(fmt.Sprintf("workers of %s have unlike layouts: chunk %s, and now %s. Stages of a pipeline may; of two engines, "+
 			"lookups follow the newer one and the other one's chunks are misses", in.model, newest.fingerprint, in.fingerprint))
 	}

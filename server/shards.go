@@ -27,14 +27,24 @@ type shardLayout struct {
 // newest is the worker that registered last.
 func (m *modelLayouts) newest() *instance { return m.workers[len(m.workers)-1] }
 
-// has reports whether a registered worker has that layout.
-func (m *modelLayouts) has(fingerprint string) bool {
-	for _, in := range m.workers {
-		if in.fingerprint == fingerprint {
-			return true
+// fits reports whether a registered worker has that layout, and can be looked up
+// together with in: its object groups follow the same rules. Else a hit would be what
+// one of them cannot load.
+func (m *modelLayouts) fits(fingerprint string, in *instance) bool {
+	for _, o := range m.workers {
+		if o.fingerprint == fingerprint {
+			return o.groups().Like(in.groups())
 		}
 	}
 	return false
+}
+
+// groups returns the worker's object groups; nil is one of full attention.
+func (in *instance) groups() *store.Groups {
+	if in.driven == nil {
+		return nil
+	}
+	return in.driven.groups
 }
 
 // learn notes that in keeps that shard. A worker that registered before the one
@@ -52,7 +62,7 @@ func (m *modelLayouts) learn(in *instance, shard int) {
 }
 
 // fingerprints returns the layout of each shard, or one for all: the one that is
-// known, as long as a registered worker has it and the newest registration is of
+// known, as long as a registered worker has it that fits and the newest registration is of
 // a known layout too; else that of the newest registration.
 func (m *modelLayouts) fingerprints() []string {
 	newest := m.newest().fingerprint
@@ -67,7 +77,7 @@ func (m *modelLayouts) fingerprints() []string {
 	}
 	out := make([]string, len(m.shards))
 	for i := range m.shards {
-		if out[i] = m.shards[i].fingerprint; !m.has(out[i]) {
+		if out[i] = m.shards[i].fingerprint; !m.fits(out[i], m.newest()) {
 			out[i] = newest
 		}
 	}
@@ -94,10 +104,7 @@ func (r *registry) shardsOf(model, salt []byte, world int, by principal) (store.
 		return store.Shard{}, false
 	}
 	in := m.newest()
-	sh := store.Shard{World: world, Namespace: in.namespace(salt)}
-	if in.driven != nil {
-		sh.Groups = in.driven.groups
-	}
+	sh := store.Shard{World: world, Namespace: in.namespace(salt), Groups: in.groups()}
 	of := m.fingerprints()
 	if len(of) == 1 {
 		return sh, true

@@ -50,6 +50,22 @@ func (g *Groups) full(i int) bool {
 	return !of.Apart && !of.Recurrent && of.Window == -1
 }
 
+// Like reports whether a hit of g and one of o need the same chunks of each group.
+func (g *Groups) Like(o *Groups) bool {
+	if g.Len() != o.Len() {
+		return false
+	}
+	for i := range g.Len() {
+		if g.full(i) && o.full(i) {
+			continue
+		}
+		if g.full(i) || o.full(i) || g.list[i].ChunkGroup != o.list[i].ChunkGroup {
+			return false
+		}
+	}
+	return true
+}
+
 // Need returns the chunks of group i that a load of the chunks [from, hit) moves.
 func (g *Groups) Need(i, from, hit int) coordinator.Run {
 	r := coordinator.Run{Start: 0, End: hit}
