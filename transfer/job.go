@@ -110,8 +110,11 @@ func (c *Client) spread(j *job, p *peer, l *lane, desc *Descriptor) {
 	p.put(l)
 }
 
-// fail records err for the entries of reqs.
+// fail records err for the entries of reqs, if there are any.
 func (j *job) fail(reqs []request, err error) {
+	if len(reqs) == 0 {
+		return // a run that was given up, and confirmed all the same
+	}
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if j.mu.errs == nil {
