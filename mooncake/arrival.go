@@ -2,8 +2,6 @@ package mooncake
 
 import (
 	"fmt"
-	"net"
-	"strings"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/transfer"
@@ -15,58 +13,32 @@ func (r *Receiver) mayBeOnItsWay(q *receiving) bool {
 	if empty(q.want.Blocks) {
 		return false
 	}
-	switch r.o.Target.Table().Confirmation(q.window.handles...) {
-	case transfer.Confirmed:
-		return false
-	default:
-		return true
-	}
-}
-
-// graceFor is how long the first bytes of a P may be on their way after its word, when
-// nothing says that its engine does not confirm its writes.
-const graceFor = 250 * time.Millisecond
-
-// patience is how long to wait for q's blocks now.
-func (r *Receiver) patience(addr string, q *receiving) time.Duration {
-	switch r.o.Target.Table().Confirmation(q.window.handles...) {
-	case transfer.Confirmed:
-		return 0
-	case transfer.Unconfirmed:
-		return r.o.ArrivalTimeout
-	}
-	host, _, err := net.SplitHostPort(strings.TrimPrefix(addr, "tcp://"))
-	if err == nil && r.o.Target.PlainHost(host) {
-		return r.o.ArrivalTimeout
-	}
-	return min(graceFor, r.o.ArrivalTimeout)
+	return r.o.Target.Table().Confirmation(q.window.handles...) != transfer.Confirmed
 }
 
 // awaitArrival waits until every byte of q's blocks has been written. It counts bytes
 // of memory, not of messages: a push that is repeated fills nothing twice. Where no
-// write has come from P at all, and none comes soon, its word is taken.
-func (r *Receiver) awaitArrival(addr string, q *receiving) {
-	table := r.o.Target.Table()
+// write has come from P at all it waits, too: an engine that confirms its writes has
+// had its confirmation, so something has come before P's word.
+func (r *Receiver) awaitArrival(q *receiving) {
 	ranges := r.windows.expected(q.window, q.want.Blocks)
-	start := time.Now()
+	timer := time.NewTimer(r.o.ArrivalTimeout)
+	defer timer.Stop()
 	for {
-		missing, next, stop := table.Unwritten(ranges...)
-		why, atMost := q.gaveUp(), r.patience(addr, q)
-		if missing > 0 && why == nil && atMost > 0 {
-			timer := time.NewTimer(atMost - time.Since(start))
+		missing, next, stop := r.o.Target.Table().Unwritten(ranges...)
+		why := q.gaveUp()
+		if missing > 0 && why == nil && r.mayBeOnItsWay(q) {
 			select {
 			case <-next:
 				stop()
-				timer.Stop()
 				continue
 			case <-q.ctx.Done():
 				why = q.gaveUp()
+			case <-r.ctx.Done():
+				why = errReceiverClosed
 			case <-timer.C:
-				if atMost == r.o.ArrivalTimeout {
-					why = fmt.Errorf("%w (%d bytes of transfer %.64q)", ErrUnconfirmed, missing, q.want.TransferID)
-				}
+				why = fmt.Errorf("%w (%d bytes of transfer %.64q)", ErrUnconfirmed, missing, q.want.TransferID)
 			}
-			timer.Stop()
 		}
 		stop()
 		if missing > 0 && why != nil {

@@ -435,7 +435,7 @@ func TestLayoutMiss(t *testing.T) {
 func TestOddReplies(t *testing.T) {
 	f := func(want error, replies ...[]byte) {
 		t.Helper()
-		x := small(t, SenderOptions{}, ReceiverOptions{Attempts: 1, Timeout: 500 * time.Millisecond})
+		x := small(t, SenderOptions{}, ReceiverOptions{Attempts: 1, Timeout: 500 * time.Millisecond, ArrivalTimeout: 100 * time.Millisecond})
 		addr := fakeP(t, func(peer *zmtp.Peer, _ *Pull) {
 			for _, b := range replies {
 				_ = peer.Send(b)
@@ -452,7 +452,7 @@ func TestOddReplies(t *testing.T) {
 	f(ErrPeer, reply(Reply{Status: StatusFinish}))
 	f(ErrPeer, reply(Reply{Status: StatusFinish, OK: []string{"other"}}))
 	f(ErrPeer, reply(Reply{Status: StatusError}))
-	f(nil, reply(Reply{Status: StatusFinish, OK: []string{"d"}, Failed: nil}))
+	f(ErrUnconfirmed, reply(Reply{Status: StatusFinish, OK: []string{"d"}, Failed: nil})) // and wrote nothing
 	f(ErrPeer, reply(Reply{Status: StatusContinue, OK: []string{"d"}, Failed: []string{"d"}}))
 	f(ErrTimeout, reply(Reply{Status: StatusContinue}))
 	f(ErrLost, []byte{0xc1})

@@ -469,7 +469,7 @@ func (t *talk) answer(id string, err error) {
 	}
 	if filled && r.mayBeOnItsWay(q) {
 		r.wg.Go(func() {
-			r.awaitArrival(t.addr, q)
+			r.awaitArrival(q)
 			r.settle(q)
 			r.letGo(q)
 		})

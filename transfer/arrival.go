@@ -1,10 +1,6 @@
 package transfer
 
-import (
-	"encoding/json"
-	"net"
-	"sync"
-)
+import "sync"
 
 // arrivals is what writes without acknowledgement have brought. Their sender says
 // that it is done when the bytes have left it, so whoever wants to rely on them must
@@ -151,38 +147,4 @@ func overlap(a, b []Range) (n uint64) {
 		}
 	}
 	return n
-}
-
-// maxPlainHosts bounds the hosts remembered for PlainHost.
-const maxPlainHosts = 4096
-
-// PlainHost says whether a transfer engine of that host does not confirm its writes:
-// its description, or a write, said so.
-func (t *Target) PlainHost(host string) bool {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.mu.plain[host]
-}
-
-func (t *Target) notePlain(addr net.Addr) {
-	host, _, err := net.SplitHostPort(addr.String())
-	if err != nil {
-		return
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if len(t.mu.plain) >= maxPlainHosts {
-		clear(t.mu.plain)
-	}
-	t.mu.plain[host] = true
-}
-
-// plainDescription says whether a metadata request is the description of an engine
-// that writes without acknowledgement.
-func plainDescription(text []byte) bool {
-	var d struct {
-		Name    string `json:"name"`
-		Version int    `json:"tcp_proto_version"`
-	}
-	return json.Unmarshal(text, &d) == nil && d.Name != "" && d.Version < 2
 }

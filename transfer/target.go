@@ -59,8 +59,7 @@ type Target struct {
 		notices []Notice
 
 		noticeBytes int
-		plain       map[string]bool // hosts whose engines do not confirm their writes
-		silent      []*silentConn   // handshakes that have not been asked, oldest first
+		silent      []*silentConn // handshakes that have not been asked, oldest first
 	}
 }
 
@@ -115,7 +114,6 @@ func Listen(o TargetOptions, table *Table) (*Target, error) {
 		log:   cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
 	}
 	t.mu.conns = make(map[net.Conn]*inbound)
-	t.mu.plain = make(map[string]bool)
 	t.wg.Go(t.acceptHandshakes)
 	t.wg.Go(t.acceptData)
 	return t, nil

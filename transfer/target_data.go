@@ -45,7 +45,6 @@ type dataConn struct {
 	piece    [1][]byte // the same for writeCopied
 	ahead    bool      // the peer sends requests without waiting for replies
 	held     bool      // read claims are held by out
-	plain    bool      // the peer writes without acknowledgement
 	keep     bool      // the peer wants the connection kept when a request is refused
 	large    bool      // the last request was a write with a large body
 }
@@ -145,10 +144,6 @@ func (d *dataConn) serveWrite(h header) error {
 	r, why := d.claims.claimWrite(Range{h.addr, h.size})
 	if why != granted {
 		return d.reject(h, why)
-	}
-	if !h.acked() && !d.plain {
-		d.plain = true
-		d.t.notePlain(d.conn.RemoteAddr())
 	}
 	r.began(h.acked())
 	err := d.body(r, h)

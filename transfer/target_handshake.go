@@ -19,9 +19,6 @@ func (t *Target) serveHandshake(c *net.TCPConn, silent *silentConn) {
 		t.log.Debug("handshake", "peer", c.RemoteAddr(), "err", err)
 		return
 	}
-	if kind == frameMetadata && plainDescription(text) {
-		t.notePlain(c.RemoteAddr())
-	}
 	reply, err := t.handshakeReply(kind, text)
 	if err != nil {
 		t.log.Debug("handshake", "peer", c.RemoteAddr(), "type", kind, "err", err)
