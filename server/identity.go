@@ -71,6 +71,15 @@ func (s *Server) identify(c net.Conn) any {
 	return who
 }
 
+// shareOf names the user for whom a connection counts; empty where only its address is
+// known.
+func shareOf(who any) string {
+	if c, ok := who.(*caller); ok && c.by.User {
+		return c.name
+	}
+	return ""
+}
+
 func (s *Server) callerOf(p peercred.Peer) *caller {
 	c := &caller{peer: p, by: principal{Addr: p.Addr}}
 	c.trusted = p.Addr.IsValid() && slices.ContainsFunc(s.opts.Trust, func(t netip.Prefix) bool { return t.Contains(p.Addr) })

@@ -109,7 +109,7 @@ func New(st *store.Store, o Options) *Server {
 	s.recallSizes()
 	s.restore()
 	s.sayTrust()
-	ro := zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second, Identify: s.identify, OnDisconnect: s.departed}
+	ro := zmtp.RouterOptions{Logger: o.Logger, HeartbeatInterval: 30 * time.Second, Identify: s.identify, Share: shareOf, OnDisconnect: s.departed}
 	ro.GiveWay = true
 	ro.Large, ro.LargeBytes = s.mayPickle, plainFrame
 	o.routerLimits(&ro)

@@ -58,7 +58,7 @@ type Peer struct {
 	born time.Time
 	role *role
 	conn net.Conn
-	host string
+	host string          // changed once, under Router.mu, before the first read
 	raw  syscall.RawConn // nil when conn has none: then the writer goroutine does all writes
 
 	// Owned by the reading goroutine.

@@ -38,6 +38,10 @@ type RouterOptions struct {
 	// Identify is called once for each connection, before anything is read from it. What it returns is the Peer's Who.
 	Identify func(net.Conn) any
 
+	// Share names, by what Identify returned, for whom a connection counts where what
+	// all have is bounded. Empty, or nil: for the remote host.
+	Share func(who any) string
+
 	// Large is asked, on the reading goroutine, whether p may send a frame of more
 	// than LargeBytes; nil is yes.
 	Large      func(p *Peer) bool
@@ -245,6 +249,14 @@ func (r *Router) identify(p *Peer) {
 		p.who = r.o.Identify(p.conn)
 	}()
 	<-done
+	if r.o.Share == nil {
+		return
+	}
+	if of := r.o.Share(p.who); of != "" {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		p.host = of
+	}
 }
 
 func (r *Router) connected(p *Peer) {

@@ -10,8 +10,8 @@ import (
 
 // What all connections of a Router hold together is bounded. A share bites only
 // when the total is used: then the host that holds most gives way, first the
-// connection of it that holds most. A host is a remote address; all connections
-// over UNIX sockets are one.
+// connection of it that holds most. A host is a remote address, or what
+// RouterOptions.Share says; else all connections over UNIX sockets are one.
 
 // ErrShare means that the connections of all peers held too much, and this one was
 // the largest of the host with most.
