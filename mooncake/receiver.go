@@ -172,13 +172,14 @@ type receiving struct {
 	done   chan struct{}           // closed when settled
 
 	// Guarded by Receiver.mu.
-	window  *window // nil: no P was asked yet
-	left    int     // P workers that have not answered
-	err     error   // the first failure; read freely after done
-	suspect bool    // a P may still write into the blocks
-	filled  bool    // every P worker said that it has pushed
-	settled bool    // somebody settles it
-	counted bool    // as failed
+	window  *window  // nil: no P was asked yet
+	left    int      // P workers that have not answered
+	err     error    // the first failure; read freely after done
+	suspect bool     // a P may still write into the blocks
+	filled  bool     // every P worker said that it has pushed
+	settled bool     // somebody settles it
+	resent  []string // P workers that were asked again after their side channel broke
+	counted bool     // as failed
 }
 
 // group are requests that were started together. Its context ends with the last.

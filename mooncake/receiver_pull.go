@@ -454,6 +454,9 @@ func (t *talk) answer(id string, err error) {
 	// After a failure P may go on writing, and what an earlier connection asked
 	// for may be written late.
 	q.suspect = q.suspect || t.sent && (err != nil || t.resent)
+	if t.resent && !t.from.v1() {
+		q.resent = append(q.resent, t.addr)
+	}
 	q.left--
 	last := q.left == 0
 	if last {
@@ -467,9 +470,12 @@ func (t *talk) answer(id string, err error) {
 	if !last {
 		return
 	}
-	if filled && r.mayBeOnItsWay(q) {
+	if onItsWay := filled && r.mayBeOnItsWay(q); onItsWay || filled && len(q.resent) > 0 {
 		r.wg.Go(func() {
-			r.awaitArrival(q)
+			r.confirmLife(q)
+			if onItsWay && q.err == nil {
+				r.awaitArrival(q)
+			}
 			r.settle(q)
 			r.letGo(q)
 		})
@@ -484,6 +490,36 @@ func (t *talk) answer(id string, err error) {
 	}
 	r.settle(q)
 	r.letGo(q)
+}
+
+// confirmLife fails a request that a P worker filled when it was asked again, unless
+// the worker is still its engine's: another process may have its address now, with a
+// transfer of the same id. Whoever can be asked for transfers has registered before.
+func (r *Receiver) confirmLife(q *receiving) {
+	if len(q.resent) == 0 || empty(q.want.Blocks) {
+		return
+	}
+	r.mu.Lock()
+	delete(r.mu.engines, q.from) // it is asked for anew
+	r.mu.Unlock()
+	ctx, stop := context.WithTimeout(r.ctx, r.o.ConnectTimeout)
+	defer stop()
+	defer context.AfterFunc(q.ctx, stop)()
+	addrs, err := r.workers(ctx, q.from)
+	for _, addr := range q.resent {
+		if err == nil && !slices.Contains(addrs, addr) {
+			err = fmt.Errorf("%w: engine %s at %s has another worker than %s now", ErrNoEngine, q.from.EngineID, q.from.Bootstrap, addr)
+		}
+	}
+	if err == nil {
+		return
+	}
+	r.forgetEngine(q.from)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if q.err == nil {
+		q.err = fmt.Errorf("the side channel broke, and P is not known to be the same: %w", err)
+	}
 }
 
 // letGo pulls a request that D gave up once more, without blocks: P, which may

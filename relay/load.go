@@ -132,7 +132,7 @@ func (e *engine) load(ctx context.Context, pull *mooncake.Pull, id transferID, b
 		r.dropLocked(old)
 	}
 	r.mu.kept[k.key] = k
-	now := e.now
+	now, life := e.now, e.life
 	var prefix *kept
 	if probe && id.prefix != "" && id.blocks > 0 && id.blocks < len(blocks[0]) {
 		prefix = r.mu.kept[e.keyLocked(pull, id.prefix)]
@@ -145,7 +145,7 @@ func (e *engine) load(ctx context.Context, pull *mooncake.Pull, id transferID, b
 	}
 	r.mu.Unlock()
 	r.wg.Go(func() {
-		l := loading{e: e, k: k, pull: pull, id: id, now: now}
+		l := loading{e: e, k: k, pull: pull, id: id, now: now, life: life}
 		err := l.run(probe, prefix)
 		if prefix != nil {
 			r.release(prefix)
@@ -185,6 +185,7 @@ type loading struct {
 	pull *mooncake.Pull
 	id   transferID
 	now  bootstrap.Engine // P's workers
+	life int64            // P's
 }
 
 func (l *loading) run(probe bool, prefix *kept) error {
@@ -224,7 +225,7 @@ func (l *loading) run(probe bool, prefix *kept) error {
 
 // pullBlocks pulls some of the blocks from P.
 func (l *loading) pullBlocks(blocks [][]int) error {
-	err := l.e.pullUpstream(l.k.ctx, l.k.cache, l.pull, l.now, map[string]mooncake.Wanted{l.id.base: {TransferID: l.id.base, Blocks: blocks}})
+	err := l.e.pullUpstream(l.k.ctx, l.k.cache, l.pull, l.now, l.life, map[string]mooncake.Wanted{l.id.base: {TransferID: l.id.base, Blocks: blocks}})
 	if err == nil {
 		l.e.r.stats.pulledBytes.Add(bytesOf(l.k.cache, blocks))
 	}
@@ -279,8 +280,9 @@ func release(regions []mooncake.Region) mooncake.Release {
 	return 32
 }
 
-// pullUpstream pulls from P as the D worker of the pull would.
-func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, pull *mooncake.Pull, now bootstrap.Engine, wanted map[string]mooncake.Wanted) error {
+// pullUpstream pulls from P as the D worker of the pull would. Of a P whose life has
+// ended it begins no pull, and believes none that it had to repeat.
+func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, pull *mooncake.Pull, now bootstrap.Engine, life int64, wanted map[string]mooncake.Wanted) error {
 	r := e.r
 	rc, err := mooncake.NewReceiver(c, mooncake.ReceiverOptions{
 		Self:    mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize},
@@ -290,7 +292,14 @@ func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, pull *moon
 		Sockets: r.sockets,
 		Metrics: r.o.Metrics,
 		Log:     r.log,
-		Find:    func(context.Context, mooncake.Source) (bootstrap.Engine, error) { return now, nil },
+		Find: func(context.Context, mooncake.Source) (bootstrap.Engine, error) {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			if e.life != life && !r.o.KeepAcrossRestarts {
+				return bootstrap.Engine{}, errOtherLife
+			}
+			return now, nil
+		},
 	})
 	if err != nil {
 		return err
@@ -314,7 +323,7 @@ func (e *engine) letGo(ctx context.Context, pull *mooncake.Pull, id transferID) 
 	r := e.r
 	r.mu.Lock()
 	k := r.mu.kept[e.keyLocked(pull, id.base)]
-	now, gone := e.now, !e.gone.IsZero()
+	now, life, gone := e.now, e.life, !e.gone.IsZero()
 	r.mu.Unlock()
 	switch {
 	case id.again || k != nil: // P has pushed it, or is about to
@@ -339,7 +348,7 @@ func (e *engine) letGo(ctx context.Context, pull *mooncake.Pull, id transferID) 
 			c.Kinds = append(c.Kinds, mooncake.Attention)
 		}
 	}
-	return e.pullUpstream(ctx, c, pull, now, map[string]mooncake.Wanted{id.base: {TransferID: id.base}})
+	return e.pullUpstream(ctx, c, pull, now, life, map[string]mooncake.Wanted{id.base: {TransferID: id.base}})
 }
 
 // entries lists what fills D's blocks from kept KV, and its bytes.

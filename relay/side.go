@@ -304,4 +304,7 @@ func (e *engine) deliver(a *ask, pull *mooncake.Pull, want mooncake.Wanted, befo
 	return k, nil
 }
 
-var errGone = errors.New("relay: the engine of P is not registered any more")
+var (
+	errGone      = errors.New("relay: the engine of P is not registered any more")
+	errOtherLife = errors.New("relay: the engine of P is not what it was when D asked")
+)

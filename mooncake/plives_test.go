@@ -1,0 +1,61 @@
+package mooncake
+
+import (
+	"bytes"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/transfer"
+)
+
+// P restarts at the same address, as another engine, while D waits for a transfer of
+// its first life; the proxy, which counts, gives the second life a transfer of the same
+// id. D's pull, sent again, is filled by that one: it fails. A connection that breaks
+// while P lives costs nothing.
+func TestPullSentAgainToAnotherLife(t *testing.T) {
+	for _, restarts := range []bool{true, false} {
+		x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second, ConnectTimeout: 10 * time.Second})
+		x.sender.Expect("p", "xfer-1")
+		done := x.begin(t, "d", "xfer-1", []int{1, 2})
+		eventually(t, "the pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+		if !restarts {
+			x.breakConnections()
+			eventually(t, "the pull comes again", func() bool { return x.receiver.Stats().Resent == 1 && x.sender.Stats().Pulls == 1 })
+			x.sender.Offer("p", "xfer-1", [][]int{{7, 8}})
+			if err := wait(t, done); err != nil {
+				t.Fatal(err)
+			}
+			if !bytes.Equal(block(x.d, 0, 2), block(x.p, 0, 8)) {
+				t.Fatal("wrong bytes")
+			}
+			continue
+		}
+		addr := x.sender.Addr()
+		x.sender.Close()
+		client := transfer.New(transfer.Options{})
+		defer client.Close()
+		second, err := NewSender(x.p, SenderOptions{Transfer: client, Listen: addr, Log: testLog(t)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := second.Start(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		defer second.Close()
+		x.dir.show(second.EngineID(), second.Addr())
+		second.Offer("other", "xfer-1", [][]int{{9, 10}})
+		if err := wait(t, done); !errors.Is(err, ErrNoEngine) {
+			t.Fatalf("another prompt's KV: %v", err)
+		}
+	}
+}
+
+// breakConnections closes D's connections to P's side channel.
+func (x *pair) breakConnections() {
+	x.sender.conns.mu.Lock()
+	defer x.sender.conns.mu.Unlock()
+	for p := range x.sender.conns.mu.all {
+		go p.Close()
+	}
+}
