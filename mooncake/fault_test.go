@@ -242,7 +242,11 @@ func TestSenderAbort(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second})
 	x.sender.Expect("p0", "x0")
 	done := x.begin(t, "d0", "x0", []int{1})
-	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+	eventually(t, "pull waits", func() bool {
+		x.sender.mu.Lock()
+		defer x.sender.mu.Unlock()
+		return len(x.sender.mu.transfers["x0"].waiting) == 1
+	})
 	x.sender.Abort("x0")
 	if err := wait(t, done); !errors.Is(err, ErrPeer) {
 		t.Fatal(err)
