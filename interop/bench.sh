@@ -20,10 +20,11 @@ race_lmcache() {
 }
 
 # race_scale measures this build alone: the longest holds of the store's lock, long
-# conversations, idle peers.
+# conversations, idle peers, silent peers of P→D.
 race_scale() {
 	go test -run - -bench Hold -benchtime 5x ./store | grep Benchmark
 	go test -run - -bench ManyConversations -benchtime 20x ./server | grep Benchmark
+	go test -run - -bench SilentPeers -benchtime 1x ./mooncake | grep Benchmark
 	(
 		python=python3
 		. interop/lib.sh

@@ -14,7 +14,7 @@ import (
 )
 
 // silentD is a D whose data port accepts and never reads.
-func silentD(t *testing.T) (host string, port int) {
+func silentD(t testing.TB) (host string, port int) {
 	data, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -55,7 +55,7 @@ func silentD(t *testing.T) (host string, port int) {
 }
 
 // ask sends pulls by hand.
-func ask(t *testing.T, addr string, p *Pull) (*zmtp.Dealer, <-chan *Reply) {
+func ask(t testing.TB, addr string, p *Pull) (*zmtp.Dealer, <-chan *Reply) {
 	t.Helper()
 	replies := make(chan *Reply, 64)
 	d := zmtp.NewDealer(addr, zmtp.DealerOptions{Handler: func(m zmtp.Message) {
