@@ -24,7 +24,7 @@ type fleet struct {
 	ds     []*fleetD
 	serial int
 
-	arrived, fromMemory, failed int
+	arrived, fromMemory, failed, former int
 }
 
 type fleetP struct {
@@ -35,6 +35,7 @@ type fleetP struct {
 	held   map[string]bool   // requests whose blocks are in use
 	what   map[string]string // what each transfer id stands for now; "" while it is being pulled
 	asked  map[string]bool   // transfer ids being pulled
+	former map[string]bool   // that an earlier life sent, and this one has not heard of
 }
 
 type fleetD struct {
@@ -58,6 +59,7 @@ type fleetPull struct {
 	what    string
 	slots   []int
 	recalls bool // from memory
+	former  bool // of an earlier life of p: it must fail
 }
 
 // fleetIDs transfer ids per P, of two blocks in each group; P's blocks for id i are
@@ -86,7 +88,10 @@ func (f *fleet) startP(p *fleetP) {
 	if err := p.sender.Start(f.t.Context()); err != nil {
 		f.t.Fatal(err)
 	}
-	p.held, p.what, p.asked = map[string]bool{}, map[string]string{}, map[string]bool{}
+	p.held, p.what = map[string]bool{}, map[string]string{}
+	if p.asked == nil { // pulls of an earlier life may go on, and find this one
+		p.asked = map[string]bool{}
+	}
 }
 
 func (f *fleet) register() {
@@ -149,6 +154,10 @@ func (f *fleet) ask() {
 	if len(slots) < 2 || p.asked[id] {
 		return
 	}
+	if p.former[id] && f.rnd.IntN(2) == 0 {
+		f.recallFormer(p, d, id, slots)
+		return
+	}
 	f.serial++
 	request := fmt.Sprint("r", f.serial)
 	q := &fleetPull{p: p, id: id, slots: slots, recalls: p.what[id] != "" && f.rnd.IntN(2) == 0}
@@ -164,6 +173,7 @@ func (f *fleet) ask() {
 			stamp(p.cache, 4*i+k, q.what, k)
 		}
 		p.held[id], p.what[id] = true, ""
+		delete(p.former, id)
 		p.sender.Offer(id, id, [][]int{{4 * i, 4*i + 1}, {4 * i, 4*i + 1}})
 	}
 	p.asked[id] = true
@@ -177,27 +187,57 @@ func (f *fleet) ask() {
 	}
 }
 
+// recallFormer asks for what an earlier life of P sent, which is nobody's any more.
+func (f *fleet) recallFormer(p *fleetP, d *fleetD, id string, slots []int) {
+	f.serial++
+	request := fmt.Sprint("r", f.serial)
+	delete(p.former, id)
+	p.asked[id] = true
+	for _, s := range slots {
+		d.slots[s].pull = request
+	}
+	d.pulls[request] = &fleetPull{p: p, id: id, slots: slots, recalls: true, former: true}
+	wanted := map[string]mooncake.Wanted{request: {TransferID: fmt.Sprint(id, "#", f.serial), Blocks: [][]int{slots, slots}}}
+	if err := d.receiver.Start(mooncake.Source{EngineID: "relay-" + p.id, Bootstrap: f.web.URL}, wanted); err != nil {
+		f.t.Fatal(err)
+	}
+}
+
+// restartP ends a life of P. What the relay kept of it is gone.
+func (f *fleet) restartP(p *fleetP) {
+	former, dropped := map[string]bool{}, f.relay.Stats().Dropped
+	for id, what := range p.what {
+		if what != "" {
+			former[id] = true
+		}
+	}
+	p.sender.Close()
+	p.client.Close()
+	if f.rnd.IntN(2) == 0 {
+		p.id += "'"
+	}
+	for _, d := range f.ds { // pulls that are under way find another P, or none
+		for _, q := range d.pulls {
+			if q.p == p {
+				q.what = ""
+			}
+		}
+	}
+	f.startP(p)
+	f.register()
+	if len(former) > 0 {
+		eventually(f.t, "the relay notices", func() bool { return f.relay.Stats().Dropped > dropped })
+	}
+	p.former = former
+}
+
 func (f *fleet) step(busy bool) {
 	if busy {
 		f.ask()
 		f.ask()
 		switch f.rnd.IntN(80) {
 		case 0: // other weights under the same engine id, sometimes
-			p := f.ps[f.rnd.IntN(len(f.ps))]
-			p.sender.Close()
-			p.client.Close()
-			if f.rnd.IntN(2) == 0 {
-				p.id += "'"
-			}
-			for _, d := range f.ds { // pulls that are under way find another P, or none
-				for _, q := range d.pulls {
-					if q.p == p {
-						q.what = ""
-					}
-				}
-			}
-			f.startP(p)
-			f.register()
+			f.restartP(f.ps[f.rnd.IntN(len(f.ps))])
 		case 1:
 			d := f.ds[f.rnd.IntN(len(f.ds))]
 			d.receiver.Close()
@@ -235,7 +275,12 @@ func (f *fleet) collect(d *fleetD) {
 		q, why := d.pulls[request], res.Failed[request]
 		delete(d.pulls, request)
 		switch {
+		case q.former && why == nil:
+			f.t.Fatalf("%s: what an earlier life of P sent was served", request)
 		case why != nil:
+			if q.former {
+				f.former++
+			}
 			f.failed++
 			f.forget(q)
 		case q.what == "":
@@ -317,7 +362,7 @@ func TestFleetThroughTheRelay(t *testing.T) {
 			p.client.Close()
 		}
 		t.Logf("seed %d: %d arrived, %d of them from memory, %d failed; %+v", seed, f.arrived, f.fromMemory, f.failed, f.relay.Stats())
-		if f.arrived == 0 || f.fromMemory == 0 || f.failed == 0 || f.relay.Stats().Dropped == 0 {
+		if f.arrived == 0 || f.fromMemory == 0 || f.failed == 0 || f.former == 0 || f.relay.Stats().Dropped == 0 {
 			t.Fatal("something did not happen")
 		}
 	}
