@@ -44,7 +44,9 @@ def main():
     pport, dport, bport = C.free_port(), C.free_port(), C.free_port()
     pb, db = f"http://127.0.0.1:{pport}", f"http://127.0.0.1:{dport}"
     xc = {"mooncake_protocol": "tcp"}
-    env = {"KV_CPU_SHIM": "device", "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bport)}
+    # A request that its client gave up before D heard of it stays at P until P's own timeout (480 s by
+    # default): nobody asks for it.
+    env = {"KV_CPU_SHIM": "device", "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bport), "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "40"}
     pk = {"kv_connector": "MooncakeConnector", "kv_role": "kv_producer",
           "kv_connector_extra_config": {**xc, "bootstrap_server_address": a.bootstrap.split("://", 1)[1]}}
     dk = {"kv_connector": "MooncakeConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": xc}
@@ -144,7 +146,7 @@ def main():
     def idle():
         """All blocks free at both engines, nothing running."""
         t0 = time.time()
-        while time.time() - t0 < 60:
+        while time.time() - t0 < 90:
             m = [C.metrics(b, want=("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"))
                  for b in (pb, db)]
             if not any(v for x in m for v in x.values()):
