@@ -314,14 +314,17 @@ func TestHealth(t *testing.T) {
 	s, p := newFakeServer(t), newPaged(worker.SinglePlane, 1, 16, 4, 1, 8)
 	a := openAdapter(t, s, p, func(o *worker.AdapterOptions) { o.Heartbeat = 20 * time.Millisecond })
 	var once sync.Once
-	s.set(lmcache.OpPing, func([][]byte) []byte {
+	s.set(lmcache.OpPing, func(m [][]byte) []byte {
 		known := true
-		once.Do(func() { known = false })
+		if _, named, err := lmcache.DecodeOptionalInt(m[2]); err == nil && named { // a new connection pings without an id
+			once.Do(func() { known = false })
+		}
 		return lmcache.AppendBool(nil, known)
 	})
-	until(t, "registration after false", func() bool { return s.count(lmcache.OpRegisterEngineDriven) == 2 })
+	until(t, "registration after false", func() bool { return s.count(lmcache.OpRegisterEngineDriven) >= 2 }) // one more where a ping took longer than the heartbeat
 	until(t, "healthy", a.Healthy)
 
+	registered := s.count(lmcache.OpRegisterEngineDriven)
 	s.set(lmcache.OpPing, func([][]byte) []byte { return nil })
 	until(t, "unhealthy", func() bool { return !a.Healthy() })
 	a.Load([]lmcache.LoadStore{op(lmcache.Retrieve, "r", 0, 8, 1, 2)})
@@ -330,8 +333,8 @@ func TestHealth(t *testing.T) {
 	}
 	s.set(lmcache.OpPing, func([][]byte) []byte { return lmcache.AppendBool(nil, true) })
 	until(t, "healthy again", a.Healthy)
-	if n := s.count(lmcache.OpRegisterEngineDriven); n != 3 {
-		t.Errorf("%d registrations", n)
+	if n := s.count(lmcache.OpRegisterEngineDriven); n <= registered {
+		t.Errorf("%d registrations, %d before the silence", n, registered)
 	}
 
 	// Restarted between two pings, with an operation before the next one.
