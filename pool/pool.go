@@ -121,7 +121,6 @@ type Pool struct {
 // Name returns the segment's name as a client opens it.
 func (p *Pool) Name() string { return p.opts.Name }
 
-// Inode identifies the segment's file.
 // Path is the segment's file.
 func (p *Pool) Path() string { return p.segment.Path() }
 

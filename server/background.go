@@ -120,9 +120,9 @@ func (t *p2pTasks) query(sc *scratch, p [][]byte) error {
 // limiter lets a few log lines per second and reason through.
 type limiter struct {
 	mu     sync.Mutex
-	second [32]int64
-	shown  [32]int
-	hidden [32]uint64
+	second [maxReasons]int64
+	shown  [maxReasons]int
+	hidden [maxReasons]uint64
 }
 
 const linesPerSecond = 5

@@ -22,8 +22,8 @@ import (
 
 // counters count since the start.
 type counters struct {
-	requests           [256]atomic.Uint64 // by lmcache.Op
-	refusals           [32]atomic.Uint64  // by index into refusalNames
+	requests           [256]atomic.Uint64        // by lmcache.Op
+	refusals           [maxReasons]atomic.Uint64 // by index into refusalNames
 	misses             [store.NumReasons]atomic.Uint64
 	dropped            atomic.Uint64 // replies whose client was gone or too slow
 	askedTokens        atomic.Uint64

@@ -399,6 +399,9 @@ var (
 	errUID         = errors.New("request uid is too long")
 )
 
+// maxReasons is room for refusalNames.
+const maxReasons = 64
+
 var refusalNames = []struct {
 	err  error
 	name string
