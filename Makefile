@@ -2,25 +2,33 @@
 
 GO ?= go
 FUZZTIME ?= 180
+SOAK ?= 500
+CAP ?= 1
+MUTANTS ?= 300
+SEED ?= 1
+MUTATED ?= ./store ./pool ./lease ./lmcache ./server
 
-.PHONY: help build demo test check interop interop-vllm bench fuzz fmt
+.PHONY: have-go help build demo test check interop interop-vllm bench soak fuzz mutants fmt
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
 
-build: ## build bin/kvasir, a static binary
-	CGO_ENABLED=0 $(GO) build -trimpath -o bin/kvasir ./cmd/kvasir
+have-go:
+	@command -v $(GO) >/dev/null || { echo "$(GO) is not installed: install Go 1.26, https://go.dev/dl"; exit 1; }
+
+build: have-go ## build bin/kvasir, a static binary
+	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=auto -o bin/kvasir ./cmd/kvasir
 
 demo: build ## play a workload on a server with simulated engines
 	bin/kvasir demo
 
-test: ## all tests that need only Go, plain, with the race detector, with invariants
+test: have-go ## all tests that need only Go, plain, with the race detector, with invariants
 	CGO_ENABLED=0 $(GO) test -p 1 -timeout 300s ./...
 	CGO_ENABLED=0 $(GO) test -p 1 -tags invariants -timeout 300s ./...
 	CGO_ENABLED=0 $(GO) test -tags crashpoints -timeout 300s ./pool
 	scripts/race.sh
 
-check: ## format, vet, staticcheck, govulncheck where reachable
+check: have-go ## format, vet, staticcheck, govulncheck where reachable
 	@bad=$$($(GO) tool gofumpt -l .); test -z "$$bad" || { echo "not formatted (make fmt):"; echo "$$bad"; exit 1; }
 	$(GO) vet ./...
 	$(GO) vet -tags invariants ./...
@@ -32,15 +40,23 @@ check: ## format, vet, staticcheck, govulncheck where reachable
 fmt: ## format all Go files
 	$(GO) tool gofumpt -w .
 
+soak: have-go ## kill processes that write to a disk, and cut the power: SOAK of them; fill a disk of 4 GiB many times (CAP=part of that); send P and D ten times what they can take, for a minute
+	SOAK=$(SOAK) CGO_ENABLED=0 $(GO) test -count=1 -timeout 3600s -run 'TestSoak|TestCrashes' ./tier/disk
+	CAP=$(CAP) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 3600s -run TestCap ./tier/disk
+	KVASIR_SOAK=60 CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 600s -run TestSoakOverload ./proxy
+
 fuzz: ## fuzz a rotating share of the decoders, FUZZTIME seconds in all
 	scripts/fuzz.sh $(FUZZTIME)
+
+mutants: have-go ## change the code at MUTANTS places of the sample SEED; report what no test notices (an hour)
+	CGO_ENABLED=0 nice -n 15 $(GO) run ./scripts/mutate -seed $(SEED) -n $(MUTANTS) -judges ./access,./lent,./workers,./admin,./lmcache/connector $(MUTATED)
 
 interop: build ## run the real peers against this build (makes a Python environment)
 	interop/run.sh
 
-interop-vllm: build ## run a real vLLM engine against this build (26 GB, minutes)
-	interop/vllm.sh
+interop-vllm: build ## run real vLLM engines against this build (34 GB, minutes; PD=parts of P/D alone)
+	[ -n "$(PD)" ] || interop/vllm.sh
 	interop/mooncake.sh
 
-bench: build ## ratios against LMCache, vLLM's coordinator and registry, the C++ engine (28 minutes; BENCH=part)
+bench: build ## ratios against LMCache, vLLM's coordinator, the C++ engine, routers, vllm bench serve (50 minutes; BENCH=part)
 	interop/bench.sh

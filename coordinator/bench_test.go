@@ -28,17 +28,16 @@ var benchShapes = []struct {
 	{"none", func(int, int, int) bool { return false }},
 }
 
-func fillBench(c *coordinator.Coordinator, n int, has func(group, i, n int) bool) (*coordinator.Runs, *coordinator.Bitmap) {
-	runs, bits := coordinator.NewRuns(c), coordinator.NewBitmap(c)
+func fillBench(c *coordinator.Coordinator, n int, has func(group, i, n int) bool) *coordinator.Runs {
+	runs := coordinator.NewRuns(c)
 	for g := range c.Groups() {
 		for i := range n {
 			if has(g, i, n) {
 				runs.Add(g, i, i+1)
-				bits.Set(g, i)
 			}
 		}
 	}
-	return runs, bits
+	return runs
 }
 
 // BenchmarkFind is one lookup: the length of the hit and its masks.
@@ -52,7 +51,7 @@ func benchHits(b *testing.B, masks bool) {
 	c := mustNew(b, benchLayout, coordinator.Options{})
 	for _, shape := range benchShapes {
 		for _, tokens := range benchSizes {
-			runs, _ := fillBench(c, tokens/16, shape.has)
+			runs := fillBench(c, tokens/16, shape.has)
 			b.Run(fmt.Sprintf("shape=%s/tokens=%d", shape.name, tokens), func(b *testing.B) {
 				b.ReportAllocs()
 				var d decision
@@ -92,7 +91,7 @@ func (d *decision) decide(tb testing.TB, c *coordinator.Coordinator, p coordinat
 func BenchmarkSets(b *testing.B) {
 	c := mustNew(b, benchLayout, coordinator.Options{})
 	for _, shape := range benchShapes {
-		runs, bits := fillBench(c, longUnits, shape.has)
+		runs := fillBench(c, longUnits, shape.has)
 		type key struct {
 			group int
 			hash  [32]byte
@@ -116,7 +115,7 @@ func BenchmarkSets(b *testing.B) {
 		for _, set := range []struct {
 			name string
 			p    coordinator.Presence
-		}{{"runs", runs}, {"bitmap", bits}, {"map", scan}, {"remote", remote}} {
+		}{{"runs", runs}, {"map", scan}, {"remote", remote}} {
 			b.Run(fmt.Sprintf("shape=%s/set=%s", shape.name, set.name), func(b *testing.B) {
 				b.ReportAllocs()
 				var d decision
@@ -138,7 +137,7 @@ func BenchmarkChunks(b *testing.B) {
 			b.Fatal(err)
 		}
 		n := tokens / 256
-		runs, _ := fillBench(k.Coordinator(), n, func(g, i, n int) bool { return g == 0 || i >= n-16 })
+		runs := fillBench(k.Coordinator(), n, func(g, i, n int) bool { return g == 0 || i >= n-16 })
 		b.Run(fmt.Sprintf("tokens=%d", tokens), func(b *testing.B) {
 			b.ReportAllocs()
 			var r coordinator.Result
@@ -163,12 +162,12 @@ func TestNoAllocations(t *testing.T) {
 		"full,bs=16 chunk,bs=16,chunk=8192",
 	}
 	for _, layout := range layouts {
-		c := mustNew(t, layout, coordinator.Options{Corrected: true})
+		c := mustNew(t, layout, coordinator.Options{})
 		for _, shape := range benchShapes {
-			runs, bits := fillBench(c, 512, shape.has)
+			runs := fillBench(c, 512, shape.has)
 			remote := coordinator.NewRemote(c, coordinator.RemoteOptions{})
 			store := &fakeStore{has: func(g, u int) bool { return shape.has(g, u, 512) }}
-			for i, p := range []coordinator.Presence{runs, bits, remote} {
+			for i, p := range []coordinator.Presence{runs, remote} {
 				var d decision
 				run := func() {
 					remote.Reset(store)

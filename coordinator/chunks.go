@@ -63,7 +63,7 @@ func NewChunks(chunkTokens int, groups []ChunkGroup) (*Chunks, error) {
 		l.Groups[i].Kind = SlidingWindow
 		l.Groups[i].Window = k.tail[i] * chunkTokens
 	}
-	c, err := New(l, Options{Corrected: true})
+	c, err := New(l, Options{})
 	k.c = c
 	return k, err
 }

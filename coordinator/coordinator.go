@@ -5,81 +5,40 @@ import (
 	"slices"
 )
 
-// Dialect selects whose decisions a Coordinator repeats.
-type Dialect uint8
-
-// The dialects.
-const (
-	Current  Dialect = iota // vLLM 0.33.0, "C"
-	Original                // vLLM 0.23.0, "S"
-)
-
-// String returns the release whose decisions the dialect repeats.
-func (d Dialect) String() string {
-	if d == Original {
-		return "0.23.0"
-	}
-	return "0.33.0"
-}
-
-// Options configures a Coordinator. The zero value is the current dialect, to
-// the letter.
+// Options configures a Coordinator.
 type Options struct {
-	Dialect Dialect
-
-	// Lenient answers a hit of no tokens with a reason where the original
-	// raises at lookup: cross attention, chunked attention under EAGLE or under
-	// unequal blocks.
-	Lenient bool
-
-	// Corrected departs from the dialect where it loses stored blocks or would
-	// load wrong ones; docs/hybrid-hits.md lists each departure:
-	//
-	//   - Original: hits are found as Current finds them (the EAGLE look-ahead
-	//     is bounded by the hashes, Mamba looks nothing ahead, each full group is
-	//     cut to the hit, a single group obeys the scheduler block);
-	//   - Original: StoreMask keeps every group's own tail of each segment; the
-	//     EAGLE drop no longer shortens and shifts the repeated masks;
-	//   - both: the masks of a hit are those of LoadMask at its length;
-	//   - both: a chunked group continues only where its chunk is present, also
-	//     when chunks and blocks do not align;
-	//   - both: a window of one token looks up, keeps and loads one block;
-	//   - both: a prompt shorter than a window loses one segment to EAGLE, not two;
-	//   - both: under EAGLE the block after the hit is always present in flagged
-	//     groups, not only where they were first verified, and so one more stored
-	//     block never shortens a hit;
-	//   - both: a layout in which no group can be cached never hits.
-	Corrected bool
+	// Release repeats the decisions of a published version, its defects included;
+	// zero decides as it should be. docs/hybrid-hits.md lists the differences.
+	Release Release
 }
 
 // Coordinator decides for one model. It is immutable.
 type Coordinator struct {
 	layout  Layout
-	opt     Options
+	rules   rule
 	sets    []specGroup // the fixed point's order
 	bySet   []int       // group → index in sets, -1 when it is not cached
 	flagged []bool      // group → its spec group drops for EAGLE
-	modern  bool        // find as Current does
 	align   int         // what a hit is a multiple of
 	simple  bool        // two spec groups, the first full: one pass suffices
-	dense   bool        // Original: StoreMask keeps everything
+	dense   bool        // repeatsMasks: StoreMask keeps everything
 }
 
-// New checks a layout the way the original does at construction. The layout's
-// slices are copied. Errors are of type *Error.
+// New checks a layout the way vLLM does at construction. The layout's slices are
+// copied. Errors are of type *Error.
 func New(l Layout, o Options) (*Coordinator, error) {
+	rules := rulesOf(o.Release)
 	if err := checkLimits(&l); err != nil {
 		return nil, err
 	}
-	if err := checkSizes(&l, o.Dialect); err != nil {
+	if err := checkSizes(&l, rules); err != nil {
 		return nil, err
 	}
 	l.Groups = slices.Clone(l.Groups)
-	if o.Dialect == Original {
+	if rules.has(noPartialHits) {
 		l.Partial, l.HasRetention, l.Retention = false, false, 0
 	}
-	c := &Coordinator{layout: l, opt: o, sets: fold(&l, o.Dialect)}
-	c.modern = o.Dialect == Current || o.Corrected
+	c := &Coordinator{layout: l, rules: rules, sets: fold(&l, rules)}
 	c.align = l.Scheduler
 	if l.Partial {
 		c.align = l.HashUnit
@@ -150,8 +109,8 @@ func (g *Group) check() *Error {
 }
 
 // checkSizes makes the original's checks in the original's order.
-func checkSizes(l *Layout, d Dialect) *Error {
-	cached := func(g *Group) bool { return d == Original || !g.Kind.isScratch() }
+func checkSizes(l *Layout, rules rule) *Error {
+	cached := func(g *Group) bool { return rules.has(noScratchKinds) || !g.Kind.isScratch() }
 	for i := range l.Groups {
 		if g := &l.Groups[i]; cached(g) && g.Block%l.HashUnit != 0 {
 			return errHashUnit
@@ -168,7 +127,7 @@ func checkSizes(l *Layout, d Dialect) *Error {
 	}
 	for i := range l.Groups {
 		g := &l.Groups[i]
-		if g.Kind < Full || g.Kind > HiSparseSpilled || d == Original && g.Kind.isScratch() {
+		if g.Kind < Full || g.Kind > HiSparseSpilled || rules.has(noScratchKinds) && g.Kind.isScratch() {
 			return &Error{CodeNoManager, assertion, fmt.Sprintf(
 				"No manager registered for KVCacheSpec %v(block_size=%d)", g.Kind, g.Block)}
 		}

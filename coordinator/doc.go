@@ -11,15 +11,15 @@
 //   - [Coordinator.StoreMask]: which blocks of each group are worth storing;
 //   - [Coordinator.LookupMask]: which blocks of each group a hit can end on.
 //
-// What the store holds comes in as a [Presence]: [Runs], [Bitmap], [Scan] over
-// any set, or [Remote] over a store that is asked in batches. Masks come out as
+// What the store holds comes in as a [Presence]: [Runs],
+// or [Remote] over a store that is asked in batches. Masks come out as
 // [Mask], a few numbers however long the prompt is. So a call costs time in the
 // number of runs of present blocks, not in blocks, and allocates nothing once
 // the caller's [Result] or slice has grown to the number of groups.
 //
-// It follows vLLM's MooncakeStoreCoordinator in two dialects, [Original]
-// (0.23.0) and [Current] (0.33.0), recorded decisions of both in testdata.
-// [Options.Corrected] gives up the equality where the original errs.
+// It follows vLLM's MooncakeStoreCoordinator where that is right. A [Release] repeats
+// a published version to the letter; recorded decisions of both are in
+// internal/vectors.
 //
 // The package is pure: no I/O, no clock, no goroutine, no lock. A Coordinator
 // is immutable and safe for concurrent use; a Result, a Remote and a set being

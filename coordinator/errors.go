@@ -10,7 +10,7 @@ const (
 	CodeHashUnit       Code = iota + 1 // a block size is no multiple of the hash unit
 	CodeScheduler                      // the scheduler block is no multiple of the hash unit
 	CodeSchedulerGroup                 // the scheduler block is no multiple of a group's block
-	CodeNoManager                      // the dialect knows no manager for the kind
+	CodeNoManager                      // the release knows no manager for the kind
 	CodeZero                           // division by a size of zero
 	CodeCross                          // lookup of a cross-attention group
 	CodeChunkEagle                     // lookup of a chunked group with an EAGLE drop
@@ -19,7 +19,7 @@ const (
 	CodeIndex                          // a lookup beyond the last hash unit
 	CodeNegative                       // a negative length; the text is ours
 	CodeLimit                          // beyond what this package accepts; the text is ours
-	CodeDialect                        // the dialect has no such question; the text is ours
+	CodeRelease                        // the release has no such question; the text is ours
 	CodeLayout                         // a layout or vector text that does not parse; ours
 )
 
@@ -48,14 +48,14 @@ const (
 	valueError     = "ValueError" // the class of refusals that are ours alone
 )
 
-// Refusals at lookup. Options.Lenient turns the first three into a hit of no
-// tokens with the refusal as its reason.
+// Refusals at lookup. Without a Release the first three are a hit of no tokens with
+// the refusal as its reason.
 var (
 	ErrCross      = &Error{CodeCross, notImplemented, "CrossAttentionManager does not support caching"}
 	ErrChunkEagle = &Error{CodeChunkEagle, assertion, "Hybrid KV cache is not supported for eagle + chunked local attention."}
 	ErrChunkAlign = &Error{CodeChunkAlign, assertion, "KV cache groups with different block sizes are not compatible with chunked local attention now"}
 	ErrIndex      = &Error{CodeIndex, indexError, "list index out of range"}
-	ErrDialect    = &Error{CodeDialect, valueError, "the original dialect has no lookup mask, start or prompt length"}
+	ErrRelease    = &Error{CodeRelease, valueError, "vLLM 0.23.0 has no lookup mask, start or prompt length"}
 )
 
 var (

@@ -14,13 +14,16 @@ import (
 // Explanation is a model, a prompt and a store to show to a person.
 type Explanation struct {
 	Layout  Layout
-	Options Options // Lenient is implied
-	Prompt  int     // tokens, at most 4 Mi
-	Units   int     // hash units; default those of Prompt
+	Options Options
+	Prompt  int // tokens, at most 4 Mi
+	Units   int // hash units; default those of Prompt
 
-	// Stored is what the store holds, by group: hash units as in Case. nil
+	// Stored is what the store holds, by group: runs of hash units. nil
 	// means what is kept of this very prompt after it ran once.
 	Stored [][]Run
+
+	// Remote also says how often a store is asked that has to be asked over a network.
+	Remote bool
 
 	Cells int  // width of the picture; default 64, at most 1024
 	ASCII bool // no block characters
@@ -41,20 +44,14 @@ func Explain(w io.Writer, e Explanation) error {
 	var b bytes.Buffer
 	v.table(&b)
 	v.verdict(&b)
+	if e.Remote {
+		if err := v.remote(&b); err != nil {
+			return err
+		}
+	}
 	v.picture(&b)
 	_, err = w.Write(b.Bytes())
 	return err
-}
-
-// Explain writes an explanation of a recorded case.
-func (v *Case) Explain(w io.Writer, o Options, ascii bool) error {
-	stored := v.Stored
-	if stored == nil {
-		stored = [][]Run{}
-	}
-	return Explain(w, Explanation{
-		Layout: v.Layout, Options: o, Prompt: v.Prompt, Units: v.Units, Stored: stored, ASCII: ascii,
-	})
 }
 
 // view is an explanation decided upon.
@@ -68,7 +65,6 @@ type view struct {
 }
 
 func (e Explanation) decide() (*view, error) {
-	e.Options.Lenient = true
 	if e.Prompt < 0 || e.Prompt > maxExplained || e.Units < 0 || e.Units > maxExplained {
 		return nil, limitf("a prompt of %d tokens: between 0 and %d can be shown", e.Prompt, maxExplained)
 	}
@@ -85,24 +81,32 @@ func (e Explanation) decide() (*view, error) {
 	if e.Stored == nil {
 		err = v.store()
 	} else {
-		(&Case{Stored: e.Stored[:min(len(e.Stored), c.Groups())]}).Presence(v.stored)
+		for g, runs := range e.Stored[:min(len(e.Stored), c.Groups())] {
+			for _, run := range runs {
+				v.stored.AddUnits(g, run.Start, run.End)
+			}
+		}
 	}
 	if err != nil {
 		return nil, err
 	}
 	// The engine computes at least the last token itself.
 	v.limit = min(c.AlignLookupLength(e.Prompt-1), e.Units*e.Layout.HashUnit)
-	return v, c.Hit(&v.hit, v.stored, Query{Units: e.Units, MaxTokens: v.limit})
+	err = c.Hit(&v.hit, v.stored, Query{Units: e.Units, MaxTokens: v.limit})
+	if refusal(err) { // a picture shows it
+		v.hit.Reason, err = err, nil
+	}
+	return v, err
 }
 
-// store fills the set with what is kept of the prompt. Mamba states, which the
-// current dialect's masks leave to the engine, are put at the ends of the prompt
+// store fills the set with what is kept of the prompt. Mamba states, which the masks
+// leave to the engine, are put at the ends of the prompt
 // that a repeat can resume at.
 func (v *view) store() error {
 	l := &v.Layout
 	aligned := v.Units * l.HashUnit / l.Scheduler * l.Scheduler
 	q := StoreQuery{Tokens: aligned}
-	if v.Options.Dialect == Current {
+	if !v.c.follows(repeatsMasks) {
 		q.Prompt, q.HasPrompt = v.Prompt, true
 	}
 	masks, err := v.c.StoreMask(nil, q)
@@ -116,7 +120,7 @@ func (v *view) store() error {
 		for r := range masks[g].Runs() {
 			v.stored.Add(g, r.Start, r.End)
 		}
-		if l.Groups[g].Kind == Mamba && v.Options.Dialect == Current {
+		if l.Groups[g].Kind == Mamba && !v.c.follows(repeatsMasks) {
 			v.handed = true
 			for _, end := range [...]int{aligned, v.c.AlignLookupLength(v.Prompt - 1), aligned - l.Scheduler} {
 				if i := end / l.Groups[g].Block; i > 0 {
@@ -152,8 +156,8 @@ func (g *Group) describe() string {
 }
 
 func (v *view) table(b *bytes.Buffer) {
-	fmt.Fprintf(b, "rules of vLLM %v; prompt %d tokens; hash unit %d; hits in steps of %d tokens\n\n",
-		v.Options.Dialect, v.Prompt, v.Layout.HashUnit, v.c.align)
+	fmt.Fprintf(b, "rules of %v; prompt %d tokens; hash unit %d; hits in steps of %d tokens\n\n",
+		v.Options.Release, v.Prompt, v.Layout.HashUnit, v.c.align)
 	t := tabwriter.NewWriter(b, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "group\tkind\tblock\tblocks\tstored\tloaded\tskipped")
 	for g := range v.Layout.Groups {
@@ -200,6 +204,40 @@ func (v *view) verdict(b *bytes.Buffer) {
 	if v.handed {
 		b.WriteString("Mamba states reach the store when the engine hands them over; those at the prompt's end are shown.\n")
 	}
+}
+
+// remote finds the hit once more, in a store that is asked by the batch.
+func (v *view) remote(b *bytes.Buffer) error {
+	r := NewRemote(v.c, RemoteOptions{})
+	r.Reset(asked{v.stored})
+	var hit Result
+	err := v.c.Hit(&hit, r, Query{Units: v.Units, MaxTokens: v.limit})
+	if err != nil && !refusal(err) {
+		return err
+	}
+	all := 0
+	for g := range v.Layout.Groups {
+		all += v.c.Blocks(g, v.Units)
+	}
+	batches, keys := r.Asked()
+	fmt.Fprintf(b, "over a network: %d questions for %d keys of %d blocks find a hit of %d tokens\n", batches, keys, all, hit.Tokens)
+	return nil
+}
+
+// asked is a set as a store that answers questions.
+type asked struct{ r *Runs }
+
+// Exists implements Querier.
+func (a asked) Exists(probes []Probe, present []bool) error {
+	for i, p := range probes {
+		runs, at := a.r.blocks[p.Group], p.Block
+		if p.Block < 0 {
+			runs, at = a.r.inside[p.Group], p.Unit
+		}
+		j := before(runs, at+1)
+		present[i] = j >= 0 && runs[j].End > at
+	}
+	return nil
 }
 
 // picture draws each group twice on one scale of tokens.

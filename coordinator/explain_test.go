@@ -2,6 +2,7 @@ package coordinator_test
 
 import (
 	"bytes"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -26,7 +27,7 @@ func wantExplained(t *testing.T, e coordinator.Explanation, layout, want string)
 // The table and the picture, letter by letter.
 func TestExplain(t *testing.T) {
 	wantExplained(t, coordinator.Explanation{Prompt: 1000, Cells: 16, ASCII: true}, "full,bs=64 swa,bs=16,win=33 hash=16", `
-rules of vLLM 0.33.0; prompt 1000 tokens; hash unit 16; hits in steps of 64 tokens
+rules of Kvasir; prompt 1000 tokens; hash unit 16; hits in steps of 64 tokens
 
 group  kind            block  blocks  stored  loaded  skipped
 0      full            64     15      15      15      0
@@ -44,7 +45,7 @@ group 1, swa, window 33
 one cell is 62 tokens: # all, + some, . none
 `)
 	wantExplained(t, coordinator.Explanation{Prompt: 64, Cells: 4, ASCII: true}, "full,bs=16 cross,bs=16", `
-rules of vLLM 0.33.0; prompt 64 tokens; hash unit 16; hits in steps of 16 tokens
+rules of Kvasir; prompt 64 tokens; hash unit 16; hits in steps of 16 tokens
 
 group  kind   block  blocks  stored  loaded  skipped
 0      full   16     4       4       0       0
@@ -61,7 +62,7 @@ group 1, cross
 one cell is 16 tokens: # all, + some, . none
 `)
 	wantExplained(t, coordinator.Explanation{
-		Prompt: 100, Cells: 6, ASCII: true, Options: coordinator.Options{Dialect: coordinator.Original},
+		Prompt: 100, Cells: 6, ASCII: true, Options: coordinator.Options{Release: coordinator.VLLM023},
 		Stored: [][]coordinator.Run{{{Start: 0, End: 6}}, {{Start: 2, End: 4}, {Start: 5, End: 6}}},
 	}, "full,bs=16 swa,bs=16,win=33", `
 rules of vLLM 0.23.0; prompt 100 tokens; hash unit 16; hits in steps of 16 tokens
@@ -90,7 +91,7 @@ func TestExplainCases(t *testing.T) {
 		drawn := 0
 		for i := range v.Cases {
 			var b bytes.Buffer
-			err := v.Cases[i].Explain(&b, coordinator.Options{Dialect: v.Dialect}, i%2 == 0)
+			err := v.Cases[i].explain(&b, v.Release, i%2 == 0)
 			if (err != nil) != (wants[i].Init != nil) {
 				t.Errorf("%s: %v", v.Cases[i].ID, err)
 			}
@@ -118,6 +119,32 @@ func TestExplainBounds(t *testing.T) {
 	} {
 		if err := coordinator.Explain(&bytes.Buffer{}, e); err == nil {
 			t.Errorf("%+v: accepted", e)
+		}
+	}
+}
+
+// A store that is asked over a network finds the same hit, with few questions.
+func TestExplainRemote(t *testing.T) {
+	for _, layout := range []string{"full,bs=16", "full,bs=16 swa,bs=16,win=1024", "full,bs=64 swa,bs=16,win=33 hash=16", "full,bs=16 mamba,bs=32,mode=align"} {
+		l, err := coordinator.ParseLayout(layout)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var b bytes.Buffer
+		if err := coordinator.Explain(&b, coordinator.Explanation{Layout: l, Prompt: 8192, Remote: true}); err != nil {
+			t.Fatal(err)
+		}
+		var hit, of, left, batches, keys, blocks, remote int
+		_, text, _ := strings.Cut(b.String(), "\nhit: ")
+		if _, err := fmt.Sscanf(text, "%d of %d tokens; %d are left to compute\n", &hit, &of, &left); err != nil {
+			t.Fatal(err, text)
+		}
+		_, text, _ = strings.Cut(text, "over a network: ")
+		if _, err := fmt.Sscanf(text, "%d questions for %d keys of %d blocks find a hit of %d tokens", &batches, &keys, &blocks, &remote); err != nil {
+			t.Fatal(err, text)
+		}
+		if remote != hit || hit == 0 || batches < 1 || batches > 20 || keys > blocks {
+			t.Errorf("%s: hit %d, over a network %d with %d questions for %d of %d keys", layout, hit, remote, batches, keys, blocks)
 		}
 	}
 }

@@ -41,7 +41,7 @@ func FuzzParseLayout(f *testing.F) {
 		if err != nil || !reflect.DeepEqual(again, l) && len(l.Groups)+len(again.Groups) > 0 {
 			t.Fatalf("%+v written as %s reads as %+v, %v", l, data, again, err)
 		}
-		for _, o := range []coordinator.Options{{}, {Dialect: coordinator.Original}, {Corrected: true}} {
+		for _, o := range []coordinator.Options{{}, {Release: coordinator.VLLM023}, {Release: coordinator.VLLM033}} {
 			tryLayout(t, l, o)
 		}
 	})
@@ -68,20 +68,16 @@ func tryLayout(t *testing.T, l coordinator.Layout, o coordinator.Options) {
 	_, _ = c.LookupMask(nil, tokens)
 }
 
-// FuzzParseVectors: no file panics or takes memory beyond its size, and each case
-// that was read can be decided and drawn.
-func FuzzParseVectors(f *testing.F) {
+// FuzzCases: each case that a vector file can hold is decided and drawn, or refused.
+func FuzzCases(f *testing.F) {
 	f.Add([]byte(`{"vllm":"0.33.0","features":{"lookup_mask":true},"cases":[{"id":"a","cfg":{"g":[{"t":"full","bs":16}],"sched":16,"hash":16,"eagle":0},"n":9,"prompt":150,"ex":[[0,4,6,2]]}]}`))
 	f.Add([]byte(`{"features":{"concat_keys":true},"cases":[{"cfg":{"g":[{"t":"swa","bs":16,"win":40},{"t":"mamba","bs":32}],"sched":32,"hash":8,"partial":1},"n":1000,"prompt":8000,"ex":[[0,1000],[3,1]]}]}`))
 	f.Add([]byte(`{"cases":[{"cfg":{"g":[],"sched":1,"hash":1},"n":281474976710656,"prompt":1,"ex":[]}]}`))
 	f.Add([]byte(`{"cases":[{"ex":[[1]]}]}`))
 	f.Add([]byte(`[]`))
 	f.Fuzz(func(t *testing.T, data []byte) {
-		v, err := coordinator.ParseVectors(data)
+		v, err := parseVectors(data)
 		if err != nil {
-			if _, ok := errors.AsType[*coordinator.Error](err); !ok {
-				t.Fatalf("untyped error %v", err)
-			}
 			return
 		}
 		for i := range v.Cases[:min(len(v.Cases), 4)] {
@@ -89,7 +85,7 @@ func FuzzParseVectors(f *testing.F) {
 			if c.Prompt > 1<<12 || c.Units > 1<<12 {
 				c.Prompt, c.Units = 1<<12, 1<<12
 			}
-			_ = c.Explain(io.Discard, coordinator.Options{Dialect: v.Dialect}, false)
+			_ = c.explain(io.Discard, v.Release, false)
 		}
 	})
 }
@@ -101,14 +97,13 @@ func FuzzSets(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte, limit uint16) {
 		c := mustNew(t, "full,bs=16 swa,bs=16,win=49 swa,bs=16,win=49,heads=1 mamba,bs=32 hash=16", coordinator.Options{})
 		held := map[[2]int]bool{}
-		runs, bits := coordinator.NewRuns(c), coordinator.NewBitmap(c)
+		runs := coordinator.NewRuns(c)
 		at := 0
 		for i, b := range data {
 			g, n := i%4, int(b)%9
 			runs.AddUnits(g, at, at+n)
 			for u := at; u < at+n; u++ {
 				held[[2]int{g, u}] = true
-				bits.SetUnit(g, u)
 			}
 			at = (at + int(b)) % 256
 		}
@@ -117,7 +112,7 @@ func FuzzSets(f *testing.F) {
 		want := -1
 		remote := coordinator.NewRemote(c, coordinator.RemoteOptions{Batch: 5})
 		remote.Reset(&fakeStore{has: has})
-		for i, p := range []coordinator.Presence{runs, bits, coordinator.Scan(has), remote} {
+		for i, p := range []coordinator.Presence{runs, coordinator.Scan(has), remote} {
 			var r coordinator.Result
 			if err := c.Hit(&r, p, q); err != nil {
 				t.Fatal(err)

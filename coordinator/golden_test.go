@@ -50,10 +50,10 @@ type maskCase struct {
 }
 
 // readVectors returns the cases of a file and what the original answered them.
-func readVectors(t testing.TB, name string) (*coordinator.Vectors, []want) {
+func readVectors(t testing.TB, name string) (*recordedFile, []want) {
 	t.Helper()
 	data := vectors.Bytes(t, "coordinator/"+name)
-	v, err := coordinator.ParseVectors(data)
+	v, err := parseVectors(data)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -75,13 +75,13 @@ func TestVectors(t *testing.T) {
 	for _, name := range vectorFiles {
 		t.Run(name, func(t *testing.T) {
 			v, wants := readVectors(t, name)
-			k := checker{t: t, dialect: v.Dialect}
+			k := checker{t: t, release: v.Release}
 			for i := range v.Cases {
 				k.run(&v.Cases[i], &wants[i])
 			}
 			t.Logf("%d cases", k.cases)
 			t.Logf("release %s: %d construction refusals, %d finds (each over 4 kinds of set), %d load, %d store, %d lookup masks, %d alignments",
-				v.Release, k.inits, k.finds, k.loads, k.stores, k.lookups, k.aligns)
+				v.VLLM, k.inits, k.finds, k.loads, k.stores, k.lookups, k.aligns)
 			if k.cases != len(wants) {
 				t.Fatalf("%d of %d cases ran", k.cases, len(wants))
 			}
@@ -91,16 +91,16 @@ func TestVectors(t *testing.T) {
 
 type checker struct {
 	t       *testing.T
-	dialect coordinator.Dialect
+	release coordinator.Release
 	id      string
 
 	cases, inits, finds, loads, stores, lookups, aligns int
 }
 
-func (k *checker) run(v *coordinator.Case, w *want) {
+func (k *checker) run(v *recordedCase, w *want) {
 	k.cases++
 	k.id = v.ID
-	c, err := coordinator.New(v.Layout, coordinator.Options{Dialect: k.dialect})
+	c, err := coordinator.New(v.Layout, coordinator.Options{Release: k.release})
 	if w.Init != nil {
 		k.inits++
 		k.refusal("init", err, *w.Init)
@@ -221,15 +221,14 @@ func sentinels(masks []coordinator.Mask) [][]int {
 }
 
 // presences are the sets of this package, filled with what a case stores.
-func presences(c *coordinator.Coordinator, v *coordinator.Case) map[string]coordinator.Presence {
-	runs, bits := coordinator.NewRuns(c), coordinator.NewBitmap(c)
-	v.Presence(runs)
+func presences(c *coordinator.Coordinator, v *recordedCase) map[string]coordinator.Presence {
+	runs := coordinator.NewRuns(c)
+	v.presence(runs)
 	held := map[[2]int]bool{}
 	for g, list := range v.Stored {
 		for _, r := range list {
 			for u := r.Start; u < r.End; u++ {
 				held[[2]int{g, u}] = true
-				bits.SetUnit(g, u)
 			}
 		}
 	}
@@ -237,7 +236,7 @@ func presences(c *coordinator.Coordinator, v *coordinator.Case) map[string]coord
 	remote := coordinator.NewRemote(c, coordinator.RemoteOptions{Batch: 8})
 	remote.Reset(&fakeStore{has: has})
 	return map[string]coordinator.Presence{
-		"runs": runs, "bitmap": bits, "scan": coordinator.Scan(has), "remote": remote,
+		"runs": runs, "scan": coordinator.Scan(has), "remote": remote,
 	}
 }
 
@@ -255,6 +254,6 @@ func TestNames(t *testing.T) {
 	f(coordinator.Kind(99), "kind 99")
 	f(coordinator.MambaAll, "all")
 	f(coordinator.MambaMode(9), "mode 9")
-	f(coordinator.Original, "0.23.0")
-	f(coordinator.Current, "0.33.0")
+	f(coordinator.VLLM023, "vLLM 0.23.0")
+	f(coordinator.VLLM033, "vLLM 0.33.0")
 }

@@ -21,8 +21,8 @@ type Result struct {
 	// loaded; an unset one before it is not needed. Lengths may differ.
 	Masks []Mask
 
-	// Reason is why the hit is empty where the original raises. Options.Lenient
-	// only.
+	// Reason is why the hit is empty where attention kinds cannot be cached
+	// together. A published Release returns it as an error.
 	Reason error
 }
 
@@ -48,12 +48,12 @@ func (c *Coordinator) Hit(r *Result, p Presence, q Query) error {
 	var buf [stackSets]found
 	sets := grow(buf[:0], len(c.sets))
 	tokens, err := c.find(sets, p, q)
-	if err == nil && c.opt.Corrected {
+	if err == nil && !c.follows(masksOfLastPass) {
 		// A list from the last pass may end elsewhere than the hit.
 		_, err = c.find(sets, everything{}, Query{Units: q.Units, MaxTokens: tokens, NoEagle: true})
 	}
 	if err != nil {
-		if c.opt.Lenient && refusal(err) {
+		if !c.follows(raises) && refusal(err) {
 			r.Reason = err
 			return nil
 		}
@@ -75,7 +75,7 @@ func (c *Coordinator) LoadMask(dst []Mask, units, tokens int) ([]Mask, error) {
 	var buf [stackSets]found
 	sets := grow(buf[:0], len(c.sets))
 	if _, err := c.find(sets, everything{}, q); err != nil {
-		if c.opt.Lenient && refusal(err) {
+		if !c.follows(raises) && refusal(err) {
 			return grow(dst, len(c.layout.Groups)), nil
 		}
 		return dst, err
@@ -127,13 +127,13 @@ func (c *Coordinator) find(sets []found, p Presence, q Query) (int, error) {
 	clear(sets)
 	switch len(c.sets) {
 	case 0:
-		if c.opt.Corrected {
-			return 0, nil
+		if c.follows(emptyLayoutHits) {
+			return q.MaxTokens, nil
 		}
-		return q.MaxTokens, nil
+		return 0, nil
 	case 1:
 		align := c.align
-		if !c.modern {
+		if c.follows(ignoresScheduler) {
 			align = c.sets[0].block
 		}
 		drop := !q.NoEagle && c.sets[0].eagle
@@ -156,7 +156,7 @@ func (c *Coordinator) find(sets []found, p Presence, q Query) (int, error) {
 		}
 	}
 	for i := range sets {
-		if s := &c.sets[i]; s.kind.isFull() && (i == 0 || c.modern) {
+		if s := &c.sets[i]; s.kind.isFull() && (i == 0 || !c.follows(longSecondFull)) {
 			sets[i].blocks = min(sets[i].blocks, ceilDiv(hit, s.block))
 		}
 	}
@@ -170,16 +170,16 @@ func (c *Coordinator) pass(sets []found, p Presence, q Query, hit int) (int, err
 	for i := range c.sets {
 		s := &c.sets[i]
 		if s.kind.isFull() && sets[i].done { // prefix-closed: no need to ask again
-			if c.modern {
-				cur = min(cur, sets[i].tokens)
-			} else {
+			if c.follows(longSecondFull) {
 				cur = cur / s.block * s.block
+			} else {
+				cur = min(cur, sets[i].tokens)
 			}
 			continue
 		}
 		drop := !q.NoEagle && s.eagle && !sets[i].verified
-		// Corrected verifies every time: the block after the hit is always present.
-		verified := !c.opt.Corrected && (sets[i].verified || drop)
+		// Verified every time, the block after the hit is always present.
+		verified := c.follows(verifiedOnce) && (sets[i].verified || drop)
 		bound := cur
 		if drop {
 			bound = c.lookAhead(s, q, cur)
@@ -202,7 +202,7 @@ func (c *Coordinator) pass(sets []found, p Presence, q Query, hit int) (int, err
 
 // lookAhead returns how far a group may match that then drops a block.
 func (c *Coordinator) lookAhead(s *specGroup, q Query, cur int) int {
-	if !c.modern {
+	if c.follows(looksAheadInRequest) {
 		return min(cur+s.block, q.MaxTokens)
 	}
 	if s.kind == Mamba { // drops nothing: it would match beyond the others

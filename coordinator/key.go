@@ -21,7 +21,7 @@ func (c *Coordinator) Units(g, i int) Run {
 	return Run{i * k, (i + 1) * k}
 }
 
-// AppendKey appends the hash under which stores of this dialect keep block i of
+// AppendKey appends the hash under which stores of this release keep block i of
 // a group: up to 0.23 the digests of its units one after the other, from 0.24 on
 // the last unit's digest. The two are equal only where a block is one unit, so
 // stores of the two generations do not read each other's blocks otherwise.
@@ -33,7 +33,7 @@ func (c *Coordinator) AppendKey(dst, digests []byte, size, g, i int) ([]byte, bo
 		return dst, false
 	}
 	u := c.Units(g, i)
-	if c.opt.Dialect == Current {
+	if !c.follows(joinsDigests) {
 		u.Start = u.End - 1
 	}
 	return append(dst, digests[u.Start*size:u.End*size]...), true

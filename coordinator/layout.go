@@ -261,7 +261,18 @@ func parseGroup(word string) (Group, error) {
 			*to = n
 		}
 	}
-	return j.group()
+	g, err := j.group()
+	switch {
+	case err != nil:
+		return Group{}, err
+	case g.Block == 0:
+		return Group{}, layoutf("layout: %.80q lacks bs=, the tokens of a block", word)
+	case g.Kind.isWindow() && g.Window == 0:
+		return Group{}, layoutf("layout: %.80q lacks win=, the tokens of its window", word)
+	case g.Kind == ChunkedLocal && g.Chunk == 0:
+		return Group{}, layoutf("layout: %.80q lacks chunk=, the tokens of an attention chunk", word)
+	}
+	return g, nil
 }
 
 // fillSizes sets the hash unit and the scheduler block that were not given.

@@ -7,28 +7,27 @@ type StoreQuery struct {
 	Tokens int // length of the prefix; a multiple of the hit alignment
 
 	// Start leaves out blocks that begin before this token, because they are
-	// stored already. Masks then begin at the first block left. Current only.
+	// stored already. Masks then begin at the first block left.
 	Start int
 
 	// Prompt is the prompt's length: under a retention interval what a repeat of
 	// it, or a longer prompt, could resume at is kept as well. It holds only with
-	// HasPrompt. Current only.
+	// HasPrompt.
 	Prompt    int
 	HasPrompt bool
 }
 
 // StoreMask appends to dst, per group, which blocks to store so that a later hit
 // can use them. Windows keep the tail of each segment a hit can end on. Mamba
-// groups keep none in the current dialect, whose engines hand states over by
-// another path, and the last block of each segment in the original one.
+// groups keep none: engines hand states over by another path.
 //
 // Follows MooncakeStoreCoordinator.store_mask.
 func (c *Coordinator) StoreMask(dst []Mask, q StoreQuery) ([]Mask, error) {
 	switch {
-	case c.opt.Dialect == Current:
+	case !c.follows(repeatsMasks):
 		return c.reachable(dst, q, true)
 	case q.Start != 0 || q.HasPrompt:
-		return dst, ErrDialect
+		return dst, ErrRelease
 	}
 	if q.Tokens%c.layout.Scheduler != 0 {
 		return dst, &Error{CodeUnaligned, assertion, fmt.Sprintf(
@@ -44,10 +43,10 @@ func (c *Coordinator) StoreMask(dst []Mask, q StoreQuery) ([]Mask, error) {
 // tokens a hit can end on, densely: what StoreMask keeps without a retention
 // interval, and every Mamba block.
 //
-// Follows MooncakeStoreCoordinator.lookup_mask; the original dialect has none.
+// Follows MooncakeStoreCoordinator.lookup_mask; VLLM023 has none: ErrRelease.
 func (c *Coordinator) LookupMask(dst []Mask, tokens int) ([]Mask, error) {
-	if c.opt.Dialect != Current {
-		return dst, ErrDialect
+	if c.follows(repeatsMasks) {
+		return dst, ErrRelease
 	}
 	return c.reachable(dst, StoreQuery{Tokens: tokens}, false)
 }
@@ -59,7 +58,7 @@ func lengthError(n int) *Error {
 	return limitf("a prompt of more than %d tokens", maxTokens)
 }
 
-// reachable is the current dialect's rule for store and lookup masks.
+// reachable is the rule for store and lookup masks.
 func (c *Coordinator) reachable(dst []Mask, q StoreQuery, store bool) ([]Mask, error) {
 	if q.Tokens%c.align != 0 {
 		return dst, &Error{CodeUnaligned, assertion, fmt.Sprintf(
@@ -124,7 +123,7 @@ func allMask(n int) Mask {
 func (c *Coordinator) windowMask(g, start, end int, store bool, bounds []int) Mask {
 	s := &c.sets[c.bySet[g]]
 	need, shift := ceilDiv(s.window-1, s.block), 0
-	if c.opt.Corrected {
+	if !c.follows(oneTokenWindow) {
 		need = max(need, 1)
 	}
 	if c.flagged[g] { // the tail ends one block later: the one that is dropped
@@ -159,8 +158,8 @@ func (c *Coordinator) windowMask(g, start, end int, store bool, bounds []int) Ma
 	return m
 }
 
-// repeated is the original dialect's store mask: that of one segment, which is
-// the load mask of a segment under EAGLE, once per segment.
+// repeated is the store mask of VLLM023: that of one segment, which is the load mask
+// of a segment under EAGLE, once per segment.
 func (c *Coordinator) repeated(dst []Mask, tokens int) ([]Mask, error) {
 	at := len(dst)
 	if c.dense || tokens == 0 {
@@ -173,21 +172,15 @@ func (c *Coordinator) repeated(dst []Mask, tokens int) ([]Mask, error) {
 	var buf [stackSets]found
 	sets := grow(buf[:0], len(c.sets))
 	l := c.layout.Scheduler
-	q := Query{Units: l / c.layout.HashUnit, MaxTokens: l, NoEagle: c.opt.Corrected}
+	q := Query{Units: l / c.layout.HashUnit, MaxTokens: l}
 	if _, err := c.find(sets, everything{}, q); err != nil {
-		if c.opt.Lenient && refusal(err) {
+		if !c.follows(raises) && refusal(err) {
 			return grow(dst, len(c.layout.Groups)), nil
 		}
 		return dst, err
 	}
 	dst = grow(dst, len(c.layout.Groups))
 	for g, i := range c.bySet {
-		if c.opt.Corrected && c.sets[i].kind.isWindow() {
-			m := c.windowMask(g, 0, tokens/c.sets[i].block, false, nil)
-			m.all = false // this dialect knows no sentinel
-			dst[at+g] = m
-			continue
-		}
 		dst[at+g] = repeat(sets[i].blocks, sets[i].from, tokens/l)
 	}
 	return dst, nil

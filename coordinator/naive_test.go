@@ -10,7 +10,7 @@ import (
 // the protocol document tells it. It is slow and has no cleverness to be wrong.
 type naive struct {
 	l       coordinator.Layout
-	dialect coordinator.Dialect
+	release coordinator.Release
 	has     func(group, unit int) bool
 	units   int
 	sets    []naiveSet
@@ -36,13 +36,13 @@ func isWindow(k coordinator.Kind) bool {
 	return k == coordinator.SlidingWindow || k == coordinator.SlidingWindowMLA
 }
 
-func newNaive(l coordinator.Layout, d coordinator.Dialect, units int, has func(g, u int) bool) *naive {
-	n := &naive{l: l, dialect: d, has: has, units: units}
+func newNaive(l coordinator.Layout, d coordinator.Release, units int, has func(g, u int) bool) *naive {
+	n := &naive{l: l, release: d, has: has, units: units}
 	var full, other []naiveSet
 	for i, g := range l.Groups {
 		eagle := g.Eagle
 		g.Eagle, g.Uniform, g.Heads = false, false, max(g.Heads, 1)
-		if d == coordinator.Current {
+		if d != coordinator.VLLM023 {
 			g.Window, g.Extra = g.Window+g.Extra, 0
 		}
 		list := &other
@@ -81,7 +81,7 @@ func (n *naive) block(s *naiveSet, i int) bool {
 
 func (n *naive) rule(s *naiveSet, max int, drop bool, align int) naiveHit {
 	b := s.g.Block
-	fine := n.dialect == coordinator.Current && align < b
+	fine := n.release != coordinator.VLLM023 && align < b
 	switch {
 	case isFull(s.g.Kind):
 		return n.full(s, max, drop, fine, align)
@@ -167,7 +167,7 @@ func (n *naive) window(s *naiveSet, max int, drop bool, align int) naiveHit {
 // find returns the hit and a list per group. It does not know chunked and cross
 // groups.
 func (n *naive) find(maxTokens int, eagle bool) (int, [][]bool) {
-	current := n.dialect == coordinator.Current
+	current := n.release != coordinator.VLLM023
 	align := n.l.Scheduler
 	if current && n.l.Partial {
 		align = n.l.HashUnit

@@ -98,32 +98,31 @@ func (w *world) hit(t *rapid.T, o coordinator.Options, q coordinator.Query) coor
 }
 
 func (w *world) presences(c *coordinator.Coordinator) []coordinator.Presence {
-	runs, bits := coordinator.NewRuns(c), coordinator.NewBitmap(c)
+	runs := coordinator.NewRuns(c)
 	for at := range w.held {
 		runs.AddUnits(at[0], at[1], at[1]+1)
-		bits.SetUnit(at[0], at[1])
 	}
 	remote := coordinator.NewRemote(c, coordinator.RemoteOptions{Batch: 3})
 	remote.Reset(&fakeStore{has: w.has})
-	return []coordinator.Presence{coordinator.Scan(w.has), runs, bits, remote}
+	return []coordinator.Presence{coordinator.Scan(w.has), runs, remote}
 }
 
 func (w *world) drawMax(t *rapid.T) int {
 	return rapid.IntRange(0, w.units*w.l.HashUnit).Draw(t, "max tokens")
 }
 
-// Every hit, mask and kind of set agrees with a walk over blocks, in both
-// dialects, with and without EAGLE and partial hits.
+// Every hit, mask and kind of set agrees with a walk over blocks, as both
+// releases, with and without EAGLE and partial hits.
 func TestHitIsNaive(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		dialect := rapid.SampledFrom([]coordinator.Dialect{coordinator.Current, coordinator.Original}).Draw(t, "dialect")
+		release := rapid.SampledFrom([]coordinator.Release{coordinator.VLLM033, coordinator.VLLM023}).Draw(t, "release")
 		w := drawWorld(t, worldKind{
 			eagle:   rapid.Bool().Draw(t, "eagle"),
-			partial: dialect == coordinator.Current && rapid.Bool().Draw(t, "partial"),
+			partial: release != coordinator.VLLM023 && rapid.Bool().Draw(t, "partial"),
 		})
 		q := coordinator.Query{Units: w.units, MaxTokens: w.drawMax(t), NoEagle: rapid.Bool().Draw(t, "no eagle")}
-		got := w.hit(t, coordinator.Options{Dialect: dialect}, q)
-		tokens, lists := newNaive(w.l, dialect, w.units, w.has).find(q.MaxTokens, !q.NoEagle)
+		got := w.hit(t, coordinator.Options{Release: release}, q)
+		tokens, lists := newNaive(w.l, release, w.units, w.has).find(q.MaxTokens, !q.NoEagle)
 		if got.Tokens != tokens {
 			t.Fatalf("hit %d, naive %d; %+v", got.Tokens, tokens, w.l)
 		}
@@ -142,13 +141,10 @@ func TestHitIsMaximal(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		eagle := rapid.Bool().Draw(t, "eagle")
 		w := drawWorld(t, worldKind{eagle: eagle, chunked: !eagle && rapid.Bool().Draw(t, "chunked")})
-		o := coordinator.Options{
-			Dialect:   rapid.SampledFrom([]coordinator.Dialect{coordinator.Current, coordinator.Original}).Draw(t, "dialect"),
-			Corrected: true,
-		}
+		o := coordinator.Options{}
 		limit := w.drawMax(t)
 		got := w.hit(t, o, coordinator.Query{Units: w.units, MaxTokens: limit})
-		n := newNaive(w.l, o.Dialect, w.units, w.has)
+		n := newNaive(w.l, o.Release, w.units, w.has)
 		want := limit / w.l.Scheduler * w.l.Scheduler
 		for !n.canAllEnd(want) || eagle && !n.canDrop(want, limit) {
 			want -= w.l.Scheduler
@@ -214,10 +210,7 @@ func (w *world) checkMasks(t *rapid.T, r coordinator.Result) {
 func TestEagleHitLoads(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		w := drawWorld(t, worldKind{eagle: true})
-		o := coordinator.Options{
-			Dialect:   rapid.SampledFrom([]coordinator.Dialect{coordinator.Current, coordinator.Original}).Draw(t, "dialect"),
-			Corrected: true,
-		}
+		o := coordinator.Options{}
 		q := coordinator.Query{Units: w.units, MaxTokens: w.drawMax(t)}
 		got := w.hit(t, o, q)
 		w.checkMasks(t, got)
@@ -229,24 +222,27 @@ func TestEagleHitLoads(t *testing.T) {
 		if err != nil || !slices.Equal(load, got.Masks) {
 			t.Fatalf("load masks %v, hit's %v, error %v", runLengths(load), runLengths(got.Masks), err)
 		}
-		if !newNaive(w.l, o.Dialect, w.units, w.has).canAllEnd(got.Tokens) {
+		if !newNaive(w.l, o.Release, w.units, w.has).canAllEnd(got.Tokens) {
 			t.Fatalf("a group cannot continue at %d", got.Tokens)
 		}
 	})
 }
 
-// One more stored block never shortens a hit: in either dialect as it is without
-// EAGLE, corrected with it. As they are, both verify a group's EAGLE block once and forget that
-// when another group shrinks, so that a block more can cost a hit.
+// One more stored block never shortens a hit: of ours, and of the releases without
+// EAGLE. With it both verify a group's EAGLE block once and forget that when another
+// group shrinks, so that a block more can cost a hit.
 func TestHitIsMonotone(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		dialect := rapid.SampledFrom([]coordinator.Dialect{coordinator.Current, coordinator.Original}).Draw(t, "dialect")
+		release := rapid.SampledFrom([]coordinator.Release{0, coordinator.VLLM033, coordinator.VLLM023}).Draw(t, "release")
 		k := worldKind{
 			eagle:   rapid.Bool().Draw(t, "eagle"),
-			partial: dialect == coordinator.Current && rapid.Bool().Draw(t, "partial"),
+			partial: release != coordinator.VLLM023 && rapid.Bool().Draw(t, "partial"),
 		}
 		w := drawWorld(t, k)
-		o := coordinator.Options{Dialect: dialect, Corrected: k.eagle}
+		o := coordinator.Options{Release: release}
+		if k.eagle {
+			o.Release = 0
+		}
 		q := coordinator.Query{Units: w.units, MaxTokens: w.drawMax(t)}
 		before := w.hit(t, o, q).Tokens
 		if w.units == 0 {
@@ -266,10 +262,7 @@ func TestHitIsMonotone(t *testing.T) {
 func TestStoredMaskHits(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		w := drawWorld(t, worldKind{eagle: rapid.Bool().Draw(t, "eagle")})
-		o := coordinator.Options{
-			Dialect:   rapid.SampledFrom([]coordinator.Dialect{coordinator.Current, coordinator.Original}).Draw(t, "dialect"),
-			Corrected: true,
-		}
+		o := coordinator.Options{}
 		c, err := coordinator.New(w.l, o)
 		if err != nil {
 			t.Fatal(err)
@@ -285,7 +278,7 @@ func TestStoredMaskHits(t *testing.T) {
 			if masks[g].Len() != aligned/b {
 				t.Fatalf("group %d: store mask of %d blocks, want %d", g, masks[g].Len(), aligned/b)
 			}
-			mamba := w.l.Groups[g].Kind == coordinator.Mamba && o.Dialect == coordinator.Current
+			mamba := w.l.Groups[g].Kind == coordinator.Mamba
 			for i := range masks[g].Len() {
 				if masks[g].At(i) || mamba {
 					w.held[[2]int{g, (i+1)*(b/w.l.HashUnit) - 1}] = true
@@ -300,9 +293,7 @@ func TestStoredMaskHits(t *testing.T) {
 		if got.Tokens < want {
 			t.Fatalf("hit %d of %d stored tokens; %+v", got.Tokens, aligned, w.l)
 		}
-		if o.Dialect == coordinator.Current {
-			checkLookup(t, c, aligned, got, hasEagle(&w.l))
-		}
+		checkLookup(t, c, aligned, got, hasEagle(&w.l))
 	})
 }
 

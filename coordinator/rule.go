@@ -16,14 +16,14 @@ func (c *Coordinator) lookup(i int, p Presence, q Query, bound int, drop bool, a
 		align:  align,
 		drop:   drop,
 	}
-	l.fine = c.modern && align < s.block && s.block%align == 0
+	l.fine = align < s.block && s.block%align == 0
 	switch {
 	case s.kind.isFull():
 		return l.full(), nil
 	case s.kind.isWindow():
-		return l.window(c.opt.Corrected)
+		return l.window(c.rules)
 	case s.kind == ChunkedLocal:
-		return l.chunked(c.opt.Corrected)
+		return l.chunked(c.rules)
 	case s.kind == Mamba:
 		return l.mamba()
 	default:
@@ -79,13 +79,13 @@ func (l *lookup) blockAlign() int { return max(l.align/l.spec.block, 1) }
 
 // window looks from the right for enough present blocks in a row, or a shorter
 // row that begins the prompt.
-func (l *lookup) window(corrected bool) (found, error) {
+func (l *lookup) window(rules rule) (found, error) {
 	if l.blocks > l.usable {
 		return found{}, ErrIndex
 	}
 	b, align := l.spec.block, l.blockAlign()
 	w := Window{Need: ceilDiv(l.spec.window-1, b), Align: align}
-	if corrected {
+	if !rules.has(oneTokenWindow) {
 		w.Need = max(w.Need, 1) // or a drop would leave a block that was not looked up
 	}
 	if l.drop {
@@ -94,7 +94,7 @@ func (l *lookup) window(corrected bool) (found, error) {
 	w.Need = max(w.Need, 1)
 	edge := l.p.Window(l.series, l.blocks, w)
 	n, from := edge, max(0, edge-w.Need)
-	if edge < w.Need && !(corrected && l.drop) {
+	if edge < w.Need && (rules.has(shortPromptLosesTwo) || !l.drop) {
 		// The row that begins the prompt is cut to the alignment; under a drop it
 		// is that already once the drop is made, and loses a segment twice.
 		n -= n % align
@@ -108,7 +108,7 @@ func (l *lookup) window(corrected bool) (found, error) {
 
 // chunked needs the present blocks of the chunk that the hit ends in; those of
 // earlier chunks are never attended to again.
-func (l *lookup) chunked(corrected bool) (found, error) {
+func (l *lookup) chunked(rules rule) (found, error) {
 	switch b := l.spec.block; {
 	case l.drop:
 		return found{}, ErrChunkEagle
@@ -128,7 +128,7 @@ func (l *lookup) chunked(corrected bool) (found, error) {
 		}
 		f := found{blocks: end, from: first, tokens: end * b}
 		// A shorter hit may end in an earlier chunk, which was not looked at.
-		if !corrected || f.tokens == bound || f.tokens/chunk*chunk/b >= first {
+		if rules.has(unseenChunks) || f.tokens == bound || f.tokens/chunk*chunk/b >= first {
 			return f, nil
 		}
 		bound = f.tokens

@@ -21,9 +21,9 @@ const (
 	ChunkedLocal
 	Mamba
 	Cross
-	Circular        // per-request scratch, never shared; Current only
-	HiSparseHot     // its host tier owns caching; Current only
-	HiSparseSpilled // likewise ("resident"); Current only
+	Circular        // per-request scratch, never shared
+	HiSparseHot     // its host tier owns caching
+	HiSparseSpilled // likewise ("resident")
 )
 
 var kindNames = [...]string{
@@ -71,7 +71,7 @@ type Group struct {
 	Block  int       // tokens per block
 	Heads  int       // KV heads; takes part in equality only; 0 means 1
 	Window int       // SlidingWindow, SlidingWindowMLA: tokens, at least 1
-	Extra  int       // SlidingWindow: tokens kept beyond the window; Current only
+	Extra  int       // SlidingWindow: tokens kept beyond the window
 	Chunk  int       // ChunkedLocal: attention chunk, tokens, at least 1
 	Mode   MambaMode // Mamba
 	Eagle  bool      // holds draft-model layers
@@ -94,11 +94,11 @@ type Layout struct {
 
 	// Retention thins what StoreMask keeps of window groups: one tail per
 	// Retention tokens, none but the prompt's end if it is 0. It holds only
-	// with HasRetention. Current only.
+	// with HasRetention.
 	Retention    int
 	HasRetention bool
 
-	// Partial lets hits end on any hash unit, inside a block. Current only.
+	// Partial lets hits end on any hash unit, inside a block.
 	Partial bool
 }
 
@@ -125,12 +125,12 @@ type spec struct {
 
 // unwrap reduces a group to the spec that hits compare. A sink spec's length is
 // its block, so the kind alone sets it apart.
-func (g *Group) unwrap(d Dialect) spec {
+func (g *Group) unwrap(rules rule) spec {
 	s := spec{kind: g.Kind, block: g.Block, heads: max(g.Heads, 1), variant: g.Variant}
 	switch {
 	case g.Kind.isWindow():
 		s.window, s.extra = g.Window, g.Extra
-		if d == Current { // how window + extra is split does not matter
+		if !rules.has(splitsWindows) { // how window + extra is split does not matter
 			s.window, s.extra = g.Window+g.Extra, 0
 		}
 	case g.Kind == ChunkedLocal:
@@ -152,14 +152,14 @@ type specGroup struct {
 
 // fold joins groups of equal specs, full attention first, otherwise in order of
 // their first member.
-func fold(l *Layout, d Dialect) []specGroup {
+func fold(l *Layout, rules rule) []specGroup {
 	var out []specGroup
 	for i := range l.Groups {
 		g := &l.Groups[i]
 		if g.Kind.isScratch() {
 			continue
 		}
-		s := g.unwrap(d)
+		s := g.unwrap(rules)
 		at := slices.IndexFunc(out, func(x specGroup) bool { return x.spec == s })
 		if at < 0 {
 			out = append(out, specGroup{spec: s, units: s.block / l.HashUnit})

@@ -1,70 +1,69 @@
 // Package evict holds eviction policies as pure state machines: they know slot
-// numbers and order, not bytes or memory.
+// numbers, weights and what was used, not bytes or memory.
 //
-// A policy is not safe for concurrent use: its owner locks.
+// A policy is not safe for concurrent use: its owner locks. No call takes long: a
+// Victim looks at a bounded number of slots, everything else at a few.
 package evict
 
-// LRU orders evictable slots by last use. The owner removes a slot while
-// something pins it and adds it again afterwards, so every slot in the list may
-// be evicted. To evict tails of a prompt before heads, the owner touches later
-// chunks before earlier ones.
-//
-// All operations take constant time and allocate only to grow.
-type LRU struct {
-	links []link // by slot; links[0] is the ring's anchor, slot s is at s+1
-	len   int
+import (
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// Policy says what to evict next. It is told of every slot that holds something, for
+// as long as it does: that somebody reads a slot right now changes nothing in its
+// books, only that it cannot be a victim.
+type Policy interface {
+	// Add notes that a slot holds something new, of weight bytes. id stands for the
+	// content: what comes back after its eviction has the same. parent is the id of
+	// what it continues, the chunk before it in its prompt; 0 for none, or if that is
+	// not known. The slots of a prompt are added tail first. The slot is not in the
+	// policy.
+	Add(slot uint32, id, parent uint64, weight int64)
+
+	// Use notes that a slot was served or stored again. The owner also calls it when
+	// a slot was busy and no longer is: Victim does not look again at what it found
+	// busy before that. A slot that is not in the policy is left alone.
+	Use(slot uint32)
+
+	// Remove notes that a slot holds nothing any more. A slot that is not in the
+	// policy is left alone.
+	Remove(slot uint32)
+
+	// Victim returns the slot to evict next of those for which busy answers false. It
+	// stays in the policy until Remove. ok is false when there is none, or, with
+	// more, when it has not looked at all of them: the next call goes on from there.
+	Victim(busy func(slot uint32) bool) (slot uint32, ok, more bool)
+
+	// Ascend calls f for the slots that Victim did not find busy, about in the order
+	// in which they are to be evicted, until f answers false. f must not change the
+	// policy.
+	Ascend(f func(slot uint32) bool)
 }
 
-type link struct{ older, newer uint32 } // indices into links; both 0 and not the anchor: absent
+// maxLooks bounds the slots that one Victim looks at.
+const maxLooks = 256
 
-// NewLRU returns an empty LRU.
-func NewLRU() *LRU { return &LRU{links: make([]link, 1)} }
+// Names are the policies that New knows.
+var Names = []string{"lru", "leaf-lru", "s3fifo", "arc", "leaf-hazard"}
 
-// Len is the number of evictable slots.
-func (l *LRU) Len() int { return l.len }
+// Default is the one that a server takes unless told otherwise.
+const Default = "leaf-hazard"
 
-// Has reports whether slot is evictable.
-func (l *LRU) Has(slot uint32) bool {
-	i := int(slot) + 1
-	return i < len(l.links) && (l.links[i] != link{} || l.len == 1 && l.links[0].older == uint32(i))
-}
-
-// Touch makes slot evictable and the most recently used.
-func (l *LRU) Touch(slot uint32) {
-	l.Remove(slot)
-	i := slot + 1
-	for int(i) >= len(l.links) {
-		l.links = append(l.links, link{})
+// New returns the policy of that name for a pool of so many bytes.
+func New(name string, poolBytes int64) (Policy, error) {
+	switch name {
+	case "lru":
+		return NewLRU(), nil
+	case "leaf-lru":
+		return NewLeafLRU(), nil
+	case "s3fifo":
+		return NewS3FIFO(poolBytes), nil
+	case "arc":
+		return NewARC(poolBytes), nil
+	case "leaf-hazard":
+		return NewLeafHazard(), nil
 	}
-	newest := l.links[0].older
-	l.links[i] = link{older: newest, newer: 0}
-	l.links[newest].newer = i
-	l.links[0].older = i
-	l.len++
-}
-
-// Remove makes slot not evictable. A slot that is not in the list is left alone.
-func (l *LRU) Remove(slot uint32) {
-	if !l.Has(slot) {
-		return
-	}
-	i := slot + 1
-	k := l.links[i]
-	l.links[k.older].newer = k.newer
-	l.links[k.newer].older = k.older
-	l.links[i] = link{}
-	l.len--
-}
-
-// Ascend calls f for the slots, the least recently used first, until f answers
-// false. f must not change the list.
-func (l *LRU) Ascend(f func(slot uint32) bool) {
-	for i := l.links[0].newer; i != 0 && f(i-1); i = l.links[i].newer {
-	}
-}
-
-// Oldest returns the least recently used slot: the next to evict.
-func (l *LRU) Oldest() (slot uint32, ok bool) {
-	i := l.links[0].newer
-	return i - 1, i != 0
+	return nil, fmt.Errorf("evict: unknown policy %q; known are %s", name, strings.Join(slices.Sorted(slices.Values(Names)), ", "))
 }

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Races this build against the originals, in turns in one run, ratios of medians: the
-# real LMCache 0.5.6 server, vLLM's hybrid coordinator, Mooncake connector and bootstrap server,
-# the C++ transfer engine. About 28 minutes, and 10 GB the first time. Needs bin/kvasir;
-# `make bench` calls it. Arguments are passed on to the first driver, for example
-# --lookups 300. BENCH names the parts: lmcache, scale, coordinator, transfer, mooncake, bootstrap.
+# real LMCache 0.5.6 server, vLLM's hybrid coordinator and Mooncake connector,
+# the C++ transfer engine, vllm-router and smg; and vllm bench serve with kvasir bench. About 50 minutes, and 10 GB the first time. Needs bin/kvasir;
+# `make bench` calls it. Arguments are passed on to the drivers of lmcache and tiers, for example
+# --lookups 300. BENCH names the parts: accuracy, lmcache, tiers, scale, coordinator, transfer, mooncake, store, proxy, clients.
+# KVASIR_BENCH_DIR is a directory on the disk for tiers; KVASIR_TRACE a trace for their hit rates.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bench=${BENCH:-lmcache scale coordinator transfer mooncake bootstrap}
+bench=${BENCH:-accuracy lmcache tiers scale coordinator transfer mooncake store proxy clients}
 
 race_lmcache() {
 	local python lmcache
@@ -19,11 +20,49 @@ race_lmcache() {
 		"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir_{port}"
 }
 
+# race_tiers loads from and stores to tiers of both servers on one file system, beside a plain reader and
+# writer with direct I/O, and opens a disk of a million objects.
+race_tiers() (
+	local python lmcache dir name adapter
+	python=$(interop/python.sh)
+	lmcache=$(dirname "$python")/lmcache
+	mkdir -p bin
+	dir=$(mktemp -d -p "${KVASIR_BENCH_DIR:-bin}" tiers-XXXXXX)
+	dir=$(cd "$dir" && pwd)
+	trap 'rm -rf "$dir"' EXIT
+	local ours="bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 1 --shm-name {shm}"
+	local theirs="$lmcache server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http} --l1-size-gb 1 --no-l1-use-lazy --eviction-policy LRU --supported-transfer-mode auto --shm-name {shm} --max-workers 4"
+	one() { # NAME KIND COMMAND [FLAG ...]
+		echo "$1" >&2
+		mkdir "$dir/$1"
+		"$python" interop/lmcache/l2_bench.py --l2 "$2" --dir "$dir/$1" --phases perf --a "$3" --out "bin/tiers_$1.json" "${@:4}" >/dev/null 2>"bin/tiers_$1.log" || { tail -5 "bin/tiers_$1.log" >&2; exit 1; }
+		rm -rf "${dir:?}/$1"
+	}
+	for name in fs fs_native; do
+		adapter="'{\"type\":\"$name\",\"base_path\":\"{dir}\"$([ $name = fs ] || echo ',"use_odirect":true')}'"
+		one "lmcache_$name" dir "$theirs --l2-adapter $adapter" "$@"
+		one "kvasir_$name" dir "$ours --l2-adapter $adapter" "$@"
+	done
+	one kvasir_disk private "$ours --disk {dir}/disk --disk-gb 4 --disk-min-free-gb 0.1 --disk-first-touch" "$@"
+	one kvasir_none private "$ours" --settle 0.1 --mib 1 --rounds 1 "$@"
+	"$python" interop/lmcache/tiers_table.py lmcache_fs=bin/tiers_lmcache_fs.json kvasir_fs=bin/tiers_kvasir_fs.json \
+		lmcache_fs_native=bin/tiers_lmcache_fs_native.json kvasir_fs_native=bin/tiers_kvasir_fs_native.json kvasir_disk=bin/tiers_kvasir_disk.json none=bin/tiers_kvasir_none.json
+	echo "Direct I/O of objects of 1 and 4 MiB: a plain reader and writer, and the disk tier"
+	KVASIR_BENCH_DIR=$dir go test -run - -bench 'Read|Write' -benchtime 2s ./tier/disk | grep Benchmark
+	echo "A disk of a million objects: it is open within 1 s, and the first object is known within 100 ms"
+	KVASIR_BENCH_DIR=$dir go test -run - -bench Open -benchtime 3x ./tier/disk | grep Benchmark
+	[ -z "${KVASIR_TRACE:-}" ] || KVASIR_BENCH_DIR=$dir go test -run - -bench Trace -benchtime 1x -timeout 1h ./tier/disk | grep Benchmark
+)
+
 # race_scale measures this build alone: the longest holds of the store's lock, long
-# conversations, idle peers, silent peers of P→D.
+# conversations, a restart over a full pool, idle peers, silent peers of P→D.
 race_scale() {
 	go test -run - -bench Hold -benchtime 5x ./store | grep Benchmark
 	go test -run - -bench ManyConversations -benchtime 20x ./server | grep Benchmark
+	echo "A restart over 8 GiB that are still to be compared: first answer under 100 ms, p99 of others at most 3 x"
+	KVASIR_RESTART_GIB=8 go test -run - -bench RestartUncompared -benchtime 2x ./internal/cli | grep Benchmark
+	echo "1,000 streams of kvasir engine, a token each in every step: 10 us of processor time are a token each 10 ms on one core"
+	GOMAXPROCS=1 go test -run - -bench Streams -benchtime 3x ./sim/api | grep Benchmark
 	go test -run - -bench SilentPeers -benchtime 1x ./mooncake | grep Benchmark
 	(
 		python=python3
@@ -31,6 +70,12 @@ race_scale() {
 		start_server idle --l1-size-gb 0.05
 		python3 interop/lmcache/idle_peers.py "$server_pid" "127.0.0.1:$port"
 	)
+}
+
+# race_accuracy plays the published tables in virtual time; it needs nothing but this build.
+race_accuracy() {
+	bin/kvasir sim table
+	bin/kvasir sim accuracy --write docs/accuracy.md
 }
 
 vllm_python() {
@@ -52,18 +97,46 @@ race_mooncake() {
 race_transfer() {
 	local python
 	python=$(interop/python.sh interop/requirements-te.txt)
+	if [ "$(id -u)" = 0 ] && command -v ip >/dev/null && ip netns list >/dev/null 2>&1; then
+		echo "pulls of real prompts between two network namespaces"
+		"$python" interop/transfer/pulls.py --kvasir 'bin/kvasir transfer' --rounds 5
+	else
+		echo "no root or no ip: pulls between network namespaces are left out"
+	fi
+	echo "blocks on loopback"
 	"$python" interop/transfer/compare.py --kvasir 'bin/kvasir transfer' --rounds 5
 	"$python" interop/transfer/curves.py --kvasir 'bin/kvasir transfer' --rounds 3
 }
 
-race_bootstrap() {
-	"$(vllm_python)" interop/mooncake/bench_bootstrap.py --kvasir bin/kvasir --go . --rounds 5 2>bin/bootstrap.rounds
+# race_proxy races kvasir proxy, with its prefix-aware policy, against vllm-router and smg in turn,
+# in front of the same mock engines: P/D and engines that do both.
+race_proxy() {
+	local python
+	python=$(interop/python.sh interop/requirements-proxy.txt)
+	"$python" interop/proxy/race.py --bin "$(dirname "$python")" --targets direct,vllm-router-rr,vllm-router-pd-rr,smg-rr,smg-pd-rr \
+		--conns 1,16,64,256 --stream on --shared-conns 0 --out bin/race_proxy.json \
+		--candidate 'bin/kvasir --log-level warn proxy --port {port} --policy prefix_aware --vllm-pd-disaggregation --kv-connector mooncake {pd_flags}' \
+		--candidate-plain 'bin/kvasir --log-level warn proxy --port {port} --policy prefix_aware --worker-urls {workers}' | grep '^|'
+	echo "The hand-over from P to D, simulated engines that compute at once: P and D together, and one after the other"
+	go test -run - -bench Handover -benchtime 1000x ./proxy | grep Benchmark
+	"$python" interop/proxy/streams.py --kvasir bin/kvasir --streams 5000
+}
+
+# race_clients compares the figures of two clients of one engine: they are to agree within 2 %.
+race_clients() {
+	interop/bench/agree.sh
+}
+
+# race_store races the C++ client of Mooncake Store against ours, over the memory of each.
+race_store() {
+	CGO_ENABLED=0 go build -o bin/store-bench ./interop/store/bench
+	python3 interop/store/race.py bin/kvasir bin/store-bench "$(interop/python.sh interop/requirements-te.txt)" --rounds 5 --seconds 0.5
 }
 
 for part in $bench; do
 	case $part in
-	lmcache) race_lmcache "$@" ;;
-	scale | coordinator | transfer | mooncake | bootstrap) "race_$part" ;;
+	lmcache | tiers) "race_$part" "$@" ;;
+	accuracy | scale | coordinator | transfer | mooncake | store | proxy | clients) "race_$part" ;;
 	*) echo "BENCH: no part $part" >&2; exit 2 ;;
 	esac
 done

@@ -6,7 +6,11 @@ python=$(interop/python.sh)
 . interop/lib.sh
 
 echo "== the ZMQ library of the real peers against package zmtp"
-KVASIR_PYTHON=$python go test -count=1 -timeout 120s ./zmtp
+KVASIR_PYTHON=$python go test -count=1 -timeout 600s ./zmtp
+
+interop/redis.sh
+
+interop/s3.sh
 
 echo "== the real lmcache 0.5.6 client against kvasir server, both modes"
 start_server one --l1-size-gb 0.5
@@ -36,7 +40,7 @@ kill9() {
 	local modes=$1 n=$2
 	shift 2
 	echo "== kill -9 under load, restart, every byte: $modes"
-	start_phoenix kill --l1-size-gb 0.25
+	start_phoenix kill --l1-size-gb 0.25 --l2-prefetch-load-timeout 60
 	"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.25 --modes "$modes" --kill9 "$n" "$@" \
 		--pid-file "$work/kill.pid" --restart-cmd "sh $work/kill.kill" >"$work/kill.out" 2>"$work/kill.err" ||
 		{ tail -20 "$work/kill.err" "$work/kill.log" >&2; exit 1; }
@@ -46,24 +50,75 @@ kill9() {
 kill9 engine_driven 3 --max-lost 0
 kill9 lmcache_driven 3 --max-lost 0
 
+echo "== lookups right after kill -9, while the pool is compared with its checksums"
+# The servers of later compare what nobody asks for at 1 MiB/s: however late a lookup comes, it is early enough. It may
+# wait for as long as a busy machine takes.
+start_phoenix pending --l1-size-gb 2 --l2-prefetch-load-timeout 120
+sed 's/--l1-size-gb/--checksum-mib-per-second 1 &/' "$work/pending.kill" >"$work/pending-later.kill"
+timeout 900 "$python" interop/lmcache/pending.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" \
+	--kill "sh $work/pending-later.kill" >"$work/pending.out" 2>"$work/pending.err" || { tail -20 "$work/pending.err" "$work/pending.log" >&2; exit 1; }
+cat "$work/pending.out"
+stop_servers
+
+echo "== KV events: the real client subscribes, and again after kill -9; vLLM's classes read our own socket"
+start_phoenix events --l1-size-gb 0.125 --kv-events "ipc://$work/events.sock" --kv-events-replay "ipc://$work/replay.sock"
+timeout 300 "$python" interop/lmcache/events.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/events.kill" \
+	--events "ipc://$work/events.sock" --replay "ipc://$work/replay.sock" >"$work/events.out" 2>"$work/events.err" || { tail -20 "$work/events.err" "$work/events.log" >&2; exit 1; }
+cat "$work/events.out"
+stop_servers
+
+# one_directory NAME [FLAG]: our server and LMCache's own over one directory.
+one_directory() {
+	echo "== one directory below this server and lmcache server: $1"
+	local adapter="{\\\"type\\\":\\\"$1\\\",\\\"base_path\\\":\\\"$work/shared-$1\\\"}"
+	[ "$1" = fs ] || adapter="{\\\"type\\\":\\\"$1\\\",\\\"use_odirect\\\":true,\\\"base_path\\\":\\\"$work/shared-$1\\\"}"
+	start_phoenix "dir-$1" --l1-size-gb 0.125 --cold --l2-prefetch-load-timeout 120 --l2-adapter "\"$adapter\""
+	timeout 900 "$python" interop/lmcache/tier.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/dir-$1.kill" \
+		--dir "$work/shared-$1" --lmcache "$(dirname "$python")/lmcache" "${@:2}" >"$work/dir-$1.out" 2>"$work/dir-$1.err" ||
+		{ grep -E "^(PASS|FAIL)|not within" "$work/dir-$1.err" >&2; tail -5 "$work/dir-$1.log" >&2; exit 1; }
+	cat "$work/dir-$1.out"
+	stop_servers
+}
+one_directory fs
+one_directory fs_native --native
+
+slow_tier() {
+	local redis listen
+	redis=$(free_port) listen=$(free_port)
+	"$server" --port "$redis" --bind 127.0.0.1 --save "" --appendonly no --daemonize yes --pidfile "$work/redis.pid" --dir "$work" >/dev/null
+	# The script listens there before it starts the server, which is started as if it were to be killed.
+	port=$(free_port) http=$(free_port)
+	ports="$ports $port"
+	write_phoenix slow --l1-size-gb 0.125 --cold --l2-adapter "\"{\\\"type\\\":\\\"resp\\\",\\\"host\\\":\\\"127.0.0.1\\\",\\\"port\\\":$listen,\\\"request_timeout\\\":30}\""
+	timeout 240 "$python" interop/lmcache/slow.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/slow.kill" \
+		--redis "$redis" --listen "$listen" >"$work/slow.out" 2>"$work/slow.err" ||
+		{ grep -E "^(PASS|FAIL)|not within" "$work/slow.err" >&2; tail -n 5 "$work/slow.log" >&2; exit 1; }
+	cat "$work/slow.out"
+	stop_servers
+}
+if server=$(command -v redis-server || command -v valkey-server); then
+	echo "== a tier that gives 1 MB/s"
+	slow_tier
+else
+	echo "neither redis-server nor valkey-server is installed: no tier that gives 1 MB/s"
+fi
+
 echo "== an engine killed with SIGKILL leaves nothing behind"
-start_server lend --l1-size-gb 0.1 --worker-reap-timeout-seconds 2 --worker-registration-grace-seconds 2
+start_server lend --l1-size-gb 0.1 --worker-reap-timeout-seconds 10 --worker-registration-grace-seconds 10
 "$python" interop/lmcache/lend.py "tcp://127.0.0.1:$port" >"$work/lend.pid" 2>"$work/lend.err" &
 job=$!
-for _ in $(seq 600); do
-	[ ! -s "$work/lend.pid" ] || break
-	sleep 0.1
-done
+lent() { [ -s "$work/lend.pid" ] || gone "$job"; }
+if ! wait_for 180 lent || [ ! -s "$work/lend.pid" ]; then
+	cat "$work/lend.err" >&2
+	exit 1
+fi
 lender=$(cat "$work/lend.pid")
-test -n "$(find /dev/shm -name "lmcache_kv_${lender}_*")"
+segments() { find /dev/shm -name "lmcache_kv_${lender}_*"; }
+none() { [ -z "$(segments)" ]; }
+test -n "$(segments)"
 kill -9 "$lender"
 wait "$job" 2>/dev/null || true
-for _ in $(seq 100); do
-	left=$(find /dev/shm -name "lmcache_kv_${lender}_*")
-	[ -n "$left" ] || break
-	sleep 0.1
-done
-[ -z "$left" ] || { echo "left behind: $left" >&2; exit 1; }
+wait_for 120 none || { echo "left behind: $(segments)" >&2; exit 1; }
 stop_servers
 
 "$python" - "$work"/*.json <<'P'
@@ -77,11 +132,33 @@ stop_servers
 echo "== clients of older lmcache releases, all at once, kill -9 and a server that forgot included"
 interop/generations.sh
 
+echo "== the simulated engine against the real lmcache 0.5.6 server, both modes"
+interop/engine.sh
+
+echo "== the OpenAI Python client through kvasir proxy: P and D, streams, tools, cancels, keys"
+"$(interop/python.sh interop/requirements-proxy.txt)" interop/proxy/client.py --kvasir bin/kvasir
+
 echo "== tracker and worker against the real lmcache server, restart included"
 LMCACHE=$(dirname "$python")/lmcache PORT=$(free_port) HTTP=$(free_port) interop/lmcache/tracker.sh | grep -vE '^(=== |    )'
 
 echo "== two generations of the C++ transfer engine against package transfer"
 KVASIR_PYTHON_TE=$(interop/python.sh interop/requirements-te.txt) \
 	KVASIR_PYTHON_TE_OLD=$(interop/python.sh interop/requirements-te-old.txt) \
-	go test -count=1 -timeout 400s ./interop/transfer
+	go test -count=1 -timeout 900s ./interop/transfer
+echo "== a real mooncake_master and C++ clients over storage nodes of this build, kills included"
+WORK=$work timeout 900 "$(interop/python.sh interop/requirements-te.txt)" interop/store/cluster.py bin/kvasir >"$work/cluster.out" 2>"$work/cluster.err" ||
+	{ cat "$work/cluster.out"; tail -20 "$work/cluster.err" "$work"/node-*.log; exit 1; }
+tail -1 "$work/cluster.out"
+
+echo "== kvasir server over a real mooncake_master and memory of a C++ client"
+master=$(free_port)
+start_phoenix pool --l1-size-gb 0.125 --cold --l2-adapter "'{\"type\":\"mooncake_store\",\"master_server_addr\":\"127.0.0.1:$master\"}'"
+timeout 1200 "$python" interop/store/tier.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/pool.kill" --master "$master" \
+	--mooncake "$(interop/python.sh interop/requirements-te.txt)" >"$work/pool.out" 2>"$work/pool.err" ||
+	{ grep -E "^(PASS|FAIL)|not within|Error" "$work/pool.err" >&2; tail -5 "$work/pool.log" >&2; exit 1; }
+cat "$work/pool.out"
+stop_servers
+
+echo "== engines over a real Mooncake Store: hybrid models, bytes by the masks, a node killed"
+timeout 1800 "$python" interop/store/engine.py bin/kvasir "$(interop/python.sh interop/requirements-te.txt)"
 echo "interop passed"

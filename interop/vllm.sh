@@ -20,30 +20,41 @@ life() {
 	start_phoenix "$mode" --l1-size-gb 1 --chunk-size 128 "$@"
 	"$python" interop/vllm/run_lmcache_mp.py --model "$work/$kind" --server "tcp://127.0.0.1:$port" --mode "$mode" \
 		--between "sh $work/$mode.kill" --out "$work/$mode"
-	grep -E "stored|retrieved|took over" "$work/$mode.log"
+	grep -E "msg=(stored|retrieved)|took over" "$work/$mode.log"
 	stop_servers
 }
 
 life engine_driven qwen2
 life lmcache_driven gemma3 --separate-object-groups
 
+# below NAME FLAG ...: the same with tiers, and after the kill the pool is dropped as well:
+# what is loaded comes from below it.
+below() {
+	local name=$1
+	shift
+	echo "== $name below the pool: kill -9 of the server, and an empty pool"
+	start_phoenix "$name" --l1-size-gb 1 --chunk-size 128 --cold "$@"
+	"$python" interop/vllm/run_lmcache_mp.py --model "$work/qwen2" --server "tcp://127.0.0.1:$port" --mode engine_driven \
+		--between "sh $work/$name.kill" --between-wait 25 --out "$work/$name"
+	curl -sf "http://127.0.0.1:$http/metrics" | grep -E '^kvasir_tier_(reads_total|failures_total|corrupt_total)'
+	stop_servers
+}
+
+below disk --disk "$work/below-disk" --disk-gb 1 --disk-min-free-gb 1 --disk-first-touch
+below fs --l2-adapter "'{\"type\":\"fs\",\"base_path\":\"$work/below-fs\"}'"
+
 # old VLLM LMCACHE [ARG ...]: the same with engines of another time, whose next process loads
 # what the first one stored; log-probabilities must be equal too.
 old() {
-	local vllm=$1 lmcache=$2 over preload=
+	local vllm=$1 lmcache=$2
 	shift 2
 	echo "== vLLM $vllm with lmcache $lmcache: kill -9 of the server, then a new engine"
-	read -r python over < <(interop/vllm/setup_pinned.sh "$vllm" "$lmcache")
-	if [ "$vllm" = 0.18.1 ]; then # its CPU worker wants both preloaded
-		preload=$(ldconfig -p | sed -n 's/.*libtcmalloc_minimal\.so\.4 .*=> //p' | head -1)
-		[ -n "$preload" ] || { echo "install libtcmalloc-minimal4" >&2; exit 1; }
-		preload=$preload:$(dirname "$(dirname "$python")")/lib/libiomp5.so
-	fi
+	pinned "$vllm" "lmcache==$lmcache"
 	"$python" interop/vllm/make_model.py "$work/old" --kind qwen2 >/dev/null
 	start_phoenix "old$lmcache" --l1-size-gb 0.5 --chunk-size 128
 	LD_PRELOAD=$preload PYTHONPATH=$over "$python" interop/vllm/run_lmcache_mp.py --model "$work/old" --server "tcp://127.0.0.1:$port" \
 		--dtype float32 --exact --restart --host-port --vllm-arg=--num-gpu-blocks-override --vllm-arg=256 --between "env -u LD_PRELOAD sh $work/old$lmcache.kill" --out "$work/old$lmcache" "$@"
-	grep -E "(stored|retrieved) [0-9]+ tokens|took over" "$work/old$lmcache.log"
+	grep -E "msg=(stored|retrieved)|took over" "$work/old$lmcache.log"
 	stop_servers
 }
 

@@ -1,5 +1,5 @@
-// Package kv is Kvasir's vocabulary: chunk hashes and object keys of the LMCache
-// key scheme, the shape and byte length of a chunk, and the namespace that keeps
+// Package kv is Kvasir's vocabulary: chunk hashes and shards as LMCache has them, the
+// one name of an object (Key), the shape and byte length of a chunk, and the namespace that keeps
 // bytes of different meaning apart. It does no I/O.
 package kv
 
@@ -7,7 +7,6 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
-	"fmt"
 	"strings"
 )
 
@@ -31,34 +30,6 @@ func NewRank(worldSize, worker int) (Rank, bool) {
 	return w<<24 | r<<16 | w<<8 | r, true
 }
 
-// ObjectKey names one stored object: one chunk of one shard of one object group.
-type ObjectKey struct {
-	Chunk Hash
-	Model string
-	Rank  Rank
-	Group uint32
-	Salt  string // tenant isolation; empty for none
-}
-
-// String returns the form LMCache uses as Redis, Valkey and S3 object name:
-// model@rank@group@hash, and @salt when salted.
-func (k ObjectKey) String() string {
-	s := fmt.Sprintf("%s@%08x@%x@%s", k.Model, uint32(k.Rank), k.Group, k.Chunk)
-	if k.Salt != "" {
-		s += "@" + k.Salt
-	}
-	return s
-}
-
-// FileName returns the name LMCache's fs adapter gives the object.
-func (k ObjectKey) FileName() string {
-	s := fmt.Sprintf("%s@0x%08x@%x@%s", strings.ReplaceAll(k.Model, "/", "-SEP-"), uint32(k.Rank), k.Group, k.Chunk)
-	if k.Salt != "" {
-		s += "@" + k.Salt
-	}
-	return s + ".data"
-}
-
 // MaxSaltBytes is the longest salt LMCache accepts.
 const MaxSaltBytes = 128
 
@@ -76,11 +47,6 @@ func CheckSalt(salt string) error {
 // Namespace is a digest of everything, besides tokens, shard and group, that
 // decides what an object's bytes mean: model, salt and layout fingerprint.
 type Namespace [16]byte
-
-// NewNamespace digests model, salt and the fingerprint of l.
-func NewNamespace(model, salt string, l Layout) Namespace {
-	return NamespaceOf(model, salt, l.Fingerprint())
-}
 
 // NamespaceOf digests model, salt and a layout's fingerprint. The parts are
 // length-prefixed, so no two triples share an encoding.

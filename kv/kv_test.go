@@ -2,7 +2,6 @@ package kv_test
 
 import (
 	"encoding/binary"
-	"encoding/hex"
 	"errors"
 	"testing"
 
@@ -48,22 +47,13 @@ func TestTokenHashes(t *testing.T) {
 	t.Logf("%d cases", len(file.Cases))
 }
 
-func TestObjectKeys(t *testing.T) {
+func TestRanks(t *testing.T) {
 	var file struct {
 		Ranks []struct {
 			World int     `json:"world_size"`
 			ID    int     `json:"worker_id"`
 			Rank  kv.Rank `json:"kv_rank"`
 		} `json:"kv_ranks"`
-		Keys []struct {
-			Hash   string  `json:"chunk_hash_hex"`
-			Model  string  `json:"model_name"`
-			Rank   kv.Rank `json:"kv_rank"`
-			Group  uint32  `json:"object_group_id"`
-			Salt   string  `json:"cache_salt"`
-			File   string  `json:"fs_file_name"`
-			Native string  `json:"native_key_string_redis_valkey_fs_native"`
-		}
 	}
 	vectors.Read(t, "lmcache-mp/object_keys.json", &file)
 	for _, r := range file.Ranks {
@@ -71,20 +61,7 @@ func TestObjectKeys(t *testing.T) {
 			t.Errorf("NewRank(%d, %d) = %08x, %v, want %08x", r.World, r.ID, got, ok, r.Rank)
 		}
 	}
-	for _, k := range file.Keys {
-		h, err := hex.DecodeString(k.Hash)
-		if err != nil {
-			t.Fatal(err)
-		}
-		key := kv.ObjectKey{Chunk: kv.Hash(h), Model: k.Model, Rank: k.Rank, Group: k.Group, Salt: k.Salt}
-		if got := key.FileName(); got != k.File {
-			t.Errorf("FileName = %s, want %s", got, k.File)
-		}
-		if got := key.String(); got != k.Native {
-			t.Errorf("String = %s, want %s", got, k.Native)
-		}
-	}
-	t.Logf("%d cases", len(file.Ranks)+len(file.Keys))
+	t.Logf("%d cases", len(file.Ranks))
 }
 
 func TestNewRankRefuses(t *testing.T) {
@@ -133,7 +110,7 @@ func TestNamespaceSeparates(t *testing.T) {
 	seen := map[kv.Namespace]string{}
 	add := func(what, model, salt string, l kv.Layout) {
 		t.Helper()
-		n := kv.NewNamespace(model, salt, l)
+		n := kv.NamespaceOf(model, salt, l.Fingerprint())
 		if other, ok := seen[n]; ok {
 			t.Errorf("%s and %s share namespace %s", what, other, n)
 		}

@@ -11,7 +11,6 @@ package lease
 
 import (
 	"cmp"
-	"slices"
 	"time"
 )
 
@@ -47,18 +46,25 @@ type Span struct {
 // Session is one request of one engine: a request id as one connection means it.
 // Engines count their requests, so the same id of two connections is two sessions.
 type Session struct {
-	ID        string
-	Hit       int // chunks of the last lookup
-	HitUnread bool
+	ID string
+
+	// The last lookup, which only the owner of the Table looks at: what it keeps of one
+	// that is still going on, how far it has come, and the chunks that it found.
+	Lookup any
+	State  uint8
+	Hit    int
 
 	leases       []Lease
+	first        [1]Lease // memory of the first leases; used once, as Drop hands it out
+	firstUsed    bool
 	pins         int // slots of leases
 	last         time.Time
 	older, newer *Session
 
 	table *Table
 	of    *share
-	mine  struct{ older, newer *Session } // among those of the same owner
+	mine  struct{ older, newer *Session }    // among those of the same owner
+	named [2]struct{ older, newer *Session } // among those of the same name, by place in names
 }
 
 // share is what one owner has.
@@ -72,18 +78,19 @@ type share struct {
 // Table holds the sessions of one store, in order of last use.
 type Table struct {
 	opts   Options
-	named  map[name][]*Session
+	named  map[name]*Session // the newest
 	shares map[Owner]*share
+	spare  *share // of an owner whose last session ended
 	len    int
 	pins   int
 	ring   Session // anchor: ring.newer is the oldest, ring.older the newest
 }
 
-// name finds the sessions of one request id: those of one peer, or of anybody.
+// name finds the sessions of one request id: those of one peer, or of any.
 type name struct{ peer, id string }
 
-// anybody is no peer's name.
-const anybody = "\x00"
+// anyPeer stands for all peers; no peer has this name.
+const anyPeer = "\x00"
 
 // New returns an empty Table.
 func New(o Options) *Table {
@@ -91,7 +98,7 @@ func New(o Options) *Table {
 	o.MaxSessions = cmp.Or(o.MaxSessions, 1<<16)
 	o.MaxLeases = cmp.Or(o.MaxLeases, 4)
 	o.MaxPins = cmp.Or(o.MaxPins, 1<<23)
-	t := &Table{opts: o, named: make(map[name][]*Session), shares: make(map[Owner]*share)}
+	t := &Table{opts: o, named: make(map[name]*Session), shares: make(map[Owner]*share)}
 	t.ring.older, t.ring.newer = &t.ring, &t.ring
 	return t
 }
@@ -113,20 +120,34 @@ func (t *Table) Open(id []byte, owner Owner, now time.Time) (s, pushed *Session)
 		pushed = t.heaviest(func(of *share) int { return of.sessions }).ring.mine.newer
 		t.remove(pushed)
 	}
-	of := t.shares[owner]
-	if of == nil {
-		of = &share{owner: owner}
-		of.ring.mine.older, of.ring.mine.newer = &of.ring, &of.ring
-		t.shares[owner] = of
-	}
+	of := t.share(owner)
 	s = &Session{ID: string(id), table: t, of: of}
 	of.sessions++
 	t.len++
-	for _, n := range s.names() {
-		t.named[n] = append(t.named[n], s)
+	for i, n := range s.names() {
+		older := t.named[n]
+		if s.named[i].older = older; older != nil {
+			older.named[i].newer = s
+		}
+		t.named[n] = s
 	}
 	t.link(s, now)
 	return s, pushed
+}
+
+// share returns what owner has, which may be nothing yet.
+func (t *Table) share(owner Owner) *share {
+	if of := t.shares[owner]; of != nil {
+		return of
+	}
+	of := t.spare
+	if t.spare = nil; of == nil {
+		of = &share{}
+		of.ring.mine.older, of.ring.mine.newer = &of.ring, &of.ring
+	}
+	of.owner = owner
+	t.shares[owner] = of
+	return of
 }
 
 // heaviest returns the share with most of the peer with most, by that measure.
@@ -150,17 +171,22 @@ func (t *Table) compare(peers map[string]int, weight func(*share) int, a, b *sha
 	)
 }
 
+// places in Session.names
+const (
+	ofPeer = iota
+	ofAny
+)
+
 // names returns what finds s.
-func (s *Session) names() [2]name { return [2]name{{s.of.owner.Peer, s.ID}, {anybody, s.ID}} }
+func (s *Session) names() [2]name { return [2]name{{s.of.owner.Peer, s.ID}, {anyPeer, s.ID}} }
 
 // find returns owner's session id, or nil.
 func (t *Table) find(id []byte, owner Owner) *Session {
-	for _, s := range t.named[name{owner.Peer, string(id)}] {
-		if s.of.owner == owner {
-			return s
-		}
+	s := t.named[name{owner.Peer, string(id)}]
+	for s != nil && s.of.owner != owner {
+		s = s.named[ofPeer].older
 	}
-	return nil
+	return s
 }
 
 // Get returns owner's session id, or nil, and restarts its idle timer.
@@ -181,11 +207,9 @@ const maxOthers = 64
 // other hosts they are another peer: so where the peer has no such lease, those of
 // others are searched. known reports whether there was any lease at all.
 func (t *Table) Pinned(id []byte, peer string, now time.Time, spans ...Span) (l *Lease, known bool) {
-	own := t.named[name{peer, string(id)}]
-	others := t.named[name{anybody, string(id)}]
-	for _, of := range [][]*Session{own, others[max(0, len(others)-maxOthers):]} {
-		for i := len(of) - 1; i >= 0; i-- {
-			s := of[i]
+	newest := [...]*Session{ofPeer: t.named[name{peer, string(id)}], ofAny: t.named[name{anyPeer, string(id)}]}
+	for place, limit := range [...]int{ofPeer: t.opts.MaxSessions, ofAny: maxOthers} {
+		for s := newest[place]; s != nil && limit > 0; s, limit = s.named[place].older, limit-1 {
 			known = known || len(s.leases) > 0
 			if l := s.Find(spans...); l != nil {
 				t.used(s, now)
@@ -230,20 +254,28 @@ func (t *Table) Each(f func(*Session)) {
 
 func (t *Table) remove(s *Session) {
 	t.len--
-	for _, n := range s.names() {
-		of := t.named[n]
-		if i := slices.Index(of, s); len(of) > 1 {
-			t.named[n] = slices.Delete(of, i, i+1)
-		} else {
+	for i, n := range s.names() {
+		older, newer := s.named[i].older, s.named[i].newer
+		if older != nil {
+			older.named[i].newer = newer
+		}
+		switch {
+		case newer != nil:
+			newer.named[i].older = older
+		case older != nil:
+			t.named[n] = older
+		default:
 			delete(t.named, n)
 		}
+		s.named[i].older, s.named[i].newer = nil, nil
 	}
 	t.unlink(s)
 	s.count(-s.pins)
 	if s.of.sessions--; s.of.sessions == 0 {
 		delete(t.shares, s.of.owner)
+		t.spare = s.of
 	}
-	s.table = nil
+	s.table, s.of = nil, nil
 }
 
 // count notes that the session's leases name n slots more.
@@ -278,12 +310,15 @@ func (t *Table) Grant(s *Session, l Lease) (dropped []Lease) {
 		s.count(-len(s.leases[0].Slots))
 		s.leases = append(s.leases[:0], s.leases[1:]...)
 	}
+	if !s.firstUsed {
+		s.leases, s.firstUsed = s.first[:0], true
+	}
 	s.leases = append(s.leases, l)
 	s.count(len(l.Slots))
 	for t.pins > t.opts.MaxPins {
 		victim := t.overweight(s)
 		if victim == nil {
-			break // nobody else has any
+			break // no other session has a pin
 		}
 		dropped = append(dropped, victim.Drop()...)
 		t.remove(victim)
@@ -352,6 +387,24 @@ func (s *Session) GiveUp(slots int, unpin func(slot uint32)) {
 		s.leases = append(s.leases[:0], s.leases[1:]...)
 	}
 }
+
+// Ended reports whether the session is no longer in its Table.
+func (s *Session) Ended() bool { return s.table == nil }
+
+// Newest calls f for up to n sessions of owner, the one used last first, until f answers
+// false. f must not end one.
+func (t *Table) Newest(owner Owner, n int, f func(*Session) bool) {
+	of := t.shares[owner]
+	if of == nil {
+		return
+	}
+	for s := of.ring.mine.older; s != &of.ring && n > 0 && f(s); s = s.mine.older {
+		n--
+	}
+}
+
+// EndThis removes a session of the Table.
+func (t *Table) EndThis(s *Session) { t.remove(s) }
 
 // Leases returns the session's leases, oldest first.
 func (s *Session) Leases() []Lease { return s.leases }

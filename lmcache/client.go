@@ -14,13 +14,14 @@ import (
 )
 
 var (
-	// ErrDisconnected means that the connection was lost after a request was
-	// sent: it may or may not have been carried out.
+	// ErrDisconnected means that there is no connection, or that it was lost after a
+	// request was sent: then the request may or may not have been carried out. No later
+	// server will carry it out.
 	ErrDisconnected = errors.New("lmcache: connection lost before the reply")
 	// ErrClosed means that the client was closed.
 	ErrClosed = errors.New("lmcache: client closed")
-	// ErrReply means that a reply does not fit its request.
-	ErrReply = errors.New("lmcache: bad reply")
+	// errReply means that a reply does not fit its request.
+	errReply = errors.New("lmcache: bad reply")
 )
 
 // Client calls a server over one DEALER socket, many requests in flight. It
@@ -35,6 +36,7 @@ type Client struct {
 		sync.Mutex
 		last    int64
 		pending map[string]*call // by uid frame
+		next    chan struct{}    // closed by the next connection
 		closed  bool
 	}
 }
@@ -46,9 +48,9 @@ type call struct {
 	err  error
 }
 
-// Endpoint turns the URLs that LMCache clients take into a ZMQ endpoint: a bare
+// endpoint turns the URLs that LMCache clients take into a ZMQ endpoint: a bare
 // host:port is tcp.
-func Endpoint(url string) string {
+func endpoint(url string) string {
 	if strings.Contains(url, "://") {
 		return url
 	}
@@ -59,9 +61,10 @@ func Endpoint(url string) string {
 // It does not wait for the connection; calls do.
 func NewClient(url string) (*Client, error) {
 	c := &Client{}
-	c.mu.pending = make(map[string]*call)
-	c.dealer = zmtp.NewDealer(Endpoint(url), zmtp.DealerOptions{
+	c.mu.pending, c.mu.next = make(map[string]*call), make(chan struct{})
+	c.dealer = zmtp.NewDealer(endpoint(url), zmtp.DealerOptions{
 		Handler: c.receive, OnState: c.state, HeartbeatInterval: 10 * time.Second,
+		NoWaiting: true, // the next server must not get what this one's clients gave up: a store, say, of blocks that others have by then
 	})
 	if err := c.dealer.Start(); err != nil {
 		return nil, fmt.Errorf("connect to %s: %w", url, err)
@@ -82,6 +85,10 @@ func (c *Client) Close() error {
 func (c *Client) state(connected bool, err error) {
 	if connected {
 		c.connections.Add(1)
+		c.mu.Lock()
+		close(c.mu.next)
+		c.mu.next = make(chan struct{})
+		c.mu.Unlock()
 		return
 	}
 	c.failAll(fmt.Errorf("%w: %w", ErrDisconnected, err))
@@ -116,7 +123,7 @@ func (c *Client) receive(m zmtp.Message) {
 		return
 	}
 	if !bytes.Equal(m[1], w.op) {
-		w.err = fmt.Errorf("%w: it names operation %x, not %x", ErrReply, m[1], w.op)
+		w.err = fmt.Errorf("%w: it names operation %x, not %x", errReply, m[1], w.op)
 	} else if len(m) == 3 {
 		w.res = bytes.Clone(m[2])
 	}
@@ -137,11 +144,28 @@ func (c *Client) Call(ctx context.Context, op Op, payloads ...[]byte) ([]byte, e
 	uid := AppendInt(nil, c.mu.last)
 	c.mu.last++
 	c.mu.pending[string(uid)] = w
+	next := c.mu.next
 	c.mu.Unlock()
-	c.announce()
-	if err := c.dealer.Send(append([][]byte{uid, w.op}, payloads...)...); err != nil {
-		c.forget(uid)
-		return nil, fmt.Errorf("%s: %w", op, err)
+	for {
+		c.announce()
+		err := c.dealer.Send(append([][]byte{uid, w.op}, payloads...)...)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, zmtp.ErrNotConnected) {
+			c.forget(uid)
+			return nil, fmt.Errorf("%s: %w", op, err)
+		}
+		select { // an attempt to connect that fails ends the call
+		case <-next:
+			c.mu.Lock()
+			next = c.mu.next
+			c.mu.Unlock()
+			continue
+		case <-w.done:
+		case <-ctx.Done():
+		}
+		break
 	}
 	select {
 	case <-w.done:
@@ -155,9 +179,9 @@ func (c *Client) Call(ctx context.Context, op Op, payloads ...[]byte) ([]byte, e
 	}
 }
 
-// announce sends a ping on a connection that is new, and waits for no answer. A
-// server tells by its first messages which generation of clients it talks to, and
-// not every one shows it.
+// announce sends a ping on a new connection and does not wait for an answer. A server
+// derives the client's generation from its first messages, and a ping shows it where
+// others do not.
 func (c *Client) announce() {
 	if n := c.connections.Load(); c.announced.Swap(n) != n {
 		_ = c.dealer.Send(AppendInt(nil, -1), AppendOp(nil, OpPing), AppendNil(nil)) // the call's own Send reports what is wrong
@@ -178,11 +202,11 @@ func result[T any](ctx context.Context, c *Client, decode func([]byte) (T, error
 		return zero, err
 	}
 	if b == nil {
-		return zero, fmt.Errorf("%s: %w: no result", op, ErrReply)
+		return zero, fmt.Errorf("%s: %w: no result", op, errReply)
 	}
 	v, err := decode(b)
 	if err != nil {
-		return zero, fmt.Errorf("%s: %w: %w", op, ErrReply, err)
+		return zero, fmt.Errorf("%s: %w: %w", op, errReply, err)
 	}
 	return v, nil
 }
@@ -197,13 +221,10 @@ func (c *Client) none(ctx context.Context, op Op, payloads ...[]byte) error {
 func (c *Client) ChunkTokens(ctx context.Context) (int, error) {
 	n, err := result(ctx, c, DecodeInt, OpGetChunkSize)
 	if err == nil && (n < 1 || n > MaxTokens) {
-		return 0, fmt.Errorf("%s: %w: %d", OpGetChunkSize, ErrReply, n)
+		return 0, fmt.Errorf("%s: %w: %d", OpGetChunkSize, errReply, n)
 	}
 	return int(n), err
 }
-
-// Noop does nothing, there and back.
-func (c *Client) Noop(ctx context.Context) error { return c.none(ctx, OpNoop) }
 
 // Ping tells the server that a worker lives. False asks it to register again.
 func (c *Client) Ping(ctx context.Context, instanceID int64) (bool, error) {
@@ -245,7 +266,7 @@ func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
 		if b != nil {
 			n, err := DecodeInt(b)
 			if err != nil || n < 0 || n > MaxTokens {
-				return 0, fmt.Errorf("%s: %w: %d, %v", OpQueryPrefetchStatus, ErrReply, n, err)
+				return 0, fmt.Errorf("%s: %w: %d, %v", OpQueryPrefetchStatus, errReply, n, err)
 			}
 			return int(n), nil
 		}

@@ -161,30 +161,20 @@ func DecodeBool(frame []byte) (bool, error) {
 	return v, whole(rest, err)
 }
 
-// DecodeOptionalInt reads a frame that holds one integer or nil; ok is false for
-// nil.
-func DecodeOptionalInt(frame []byte) (v int64, ok bool, err error) {
-	if msgp.NextType(frame) == msgp.NilType {
-		return 0, false, whole(frame[1:], nil)
-	}
-	v, err = DecodeInt(frame)
-	return v, err == nil, err
-}
-
-// DecodeString reads a frame that holds one string. The result aliases frame.
-func DecodeString(frame []byte) ([]byte, error) {
+// decodeString reads a frame that holds one string. The result aliases frame.
+func decodeString(frame []byte) ([]byte, error) {
 	v, rest, err := msgp.ReadStringZC(frame)
 	return v, whole(rest, err)
 }
 
-// DecodeBytes reads a frame that holds one bin value. The result aliases frame.
-func DecodeBytes(frame []byte) ([]byte, error) {
+// decodeBytes reads a frame that holds one bin value. The result aliases frame.
+func decodeBytes(frame []byte) ([]byte, error) {
 	v, rest, err := msgp.ReadBytesZC(frame)
 	return v, whole(rest, err)
 }
 
-// DecodeFloat reads a frame that holds one number.
-func DecodeFloat(frame []byte) (float64, error) {
+// decodeFloat reads a frame that holds one number.
+func decodeFloat(frame []byte) (float64, error) {
 	if msgp.NextType(frame) == msgp.Float64Type {
 		v, rest, err := msgp.ReadFloat64Bytes(frame)
 		return v, whole(rest, err)

@@ -11,8 +11,8 @@ import (
 
 // Limits on a register_kv_cache and on the block ids of a transfer.
 const (
-	MaxLayers = 8192 // descriptors
-	MaxGroups = 256  // KV groups
+	maxLayers = 8192 // descriptors
+	maxGroups = 256  // KV groups
 )
 
 // EngineGroup is EngineGroupInfo: layers whose blocks go by the same ids and that
@@ -104,10 +104,10 @@ func (d *Descriptor) append(b []byte) []byte {
 	return msgp.AppendString(msgp.AppendString(b, "device_uuid"), d.Device)
 }
 
-// DecodeKVCache reads the seven payload frames of register_kv_cache; in 0.4.6
-// they were six, without groups. Descriptors of a type that is not known, pickled
-// ones among them, are no error.
-func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
+// decodeKVCache reads the seven payload frames of register_kv_cache; in 0.4.6
+// they were six, without groups. It accepts descriptors of an unknown type, such as
+// pickled ones.
+func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 	if err := AllGenerations.CheckPayloads(OpRegisterKVCache, len(frames)); err != nil {
 		return c, err
 	}
@@ -115,8 +115,8 @@ func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
 		return c, fmt.Errorf("instance_id: %w", err)
 	}
 	rest, err := readList(frames[1], func(i int, b []byte) ([]byte, error) {
-		if i >= MaxLayers {
-			return b, fmt.Errorf("more than %d", MaxLayers)
+		if i >= maxLayers {
+			return b, fmt.Errorf("more than %d", maxLayers)
 		}
 		var ext msgp.RawExtension
 		rest, err := msgp.ReadExtensionBytes(b, withType(&ext, b))
@@ -127,7 +127,7 @@ func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
 			return b, fmt.Errorf("ext code %d", ext.Type)
 		}
 		d, err := decodeDescriptor(ext.Data)
-		if max(len(d.Type), len(d.DType), len(d.Device)) > MaxNameBytes || len(d.ShmName) > MaxShmNameBytes {
+		if max(len(d.Type), len(d.DType), len(d.Device)) > maxNameBytes || len(d.ShmName) > maxShmNameBytes {
 			err = errLongName
 		}
 		c.Descriptors = append(c.Descriptors, d)
@@ -136,19 +136,19 @@ func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
 	if err = whole(rest, err); err != nil {
 		return c, fmt.Errorf("IPC wrappers: %w", err)
 	}
-	model, err := DecodeString(frames[2])
-	if err != nil || len(model) > MaxModelBytes {
+	model, err := decodeString(frames[2])
+	if err != nil || len(model) > maxModelBytes {
 		return c, fmt.Errorf("model_name: %w", errOr(err, errors.New("too long")))
 	}
 	world, err := DecodeInt(frames[3])
 	if err != nil {
 		return c, fmt.Errorf("world_size: %w", err)
 	}
-	engine, err := DecodeString(frames[4])
+	engine, err := decodeString(frames[4])
 	if err != nil {
 		return c, fmt.Errorf("engine_type: %w", err)
 	}
-	if c.KVLayout, err = decodeHints(frames[5]); err == nil && max(len(c.KVLayout), len(engine)) > MaxNameBytes {
+	if c.KVLayout, err = decodeHints(frames[5]); err == nil && max(len(c.KVLayout), len(engine)) > maxNameBytes {
 		err = errLongName
 	}
 	if err != nil {
@@ -159,8 +159,8 @@ func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
 		groups = frames[6]
 	}
 	rest, err = readList(groups, func(i int, b []byte) ([]byte, error) {
-		if i >= MaxGroups {
-			return b, fmt.Errorf("more than %d", MaxGroups)
+		if i >= maxGroups {
+			return b, fmt.Errorf("more than %d", maxGroups)
 		}
 		g := EngineGroup{WindowTokens: -1}
 		rest, err := decodeEngineGroup(b, &g)
@@ -176,8 +176,8 @@ func DecodeKVCache(frames [][]byte) (c KVCache, err error) {
 
 // Limits on the strings of a registration.
 const (
-	MaxNameBytes    = 256
-	MaxShmNameBytes = 255
+	maxNameBytes    = 256
+	maxShmNameBytes = 255
 )
 
 var errLongName = errors.New("a name is too long")
@@ -299,12 +299,12 @@ func decodeEngineGroup(b []byte, g *EngineGroup) ([]byte, error) {
 	})
 }
 
-// DecodeBlockIDs reads the third payload of store and retrieve: a list of engine
+// decodeBlockIDs reads the third payload of store and retrieve: a list of engine
 // block ids for each KV group.
-func DecodeBlockIDs(frame []byte) (ids [][]int, err error) {
+func decodeBlockIDs(frame []byte) (ids [][]int, err error) {
 	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {
-		if i >= MaxGroups {
-			return b, fmt.Errorf("more than %d groups", MaxGroups)
+		if i >= maxGroups {
+			return b, fmt.Errorf("more than %d groups", maxGroups)
 		}
 		if n, _, err := readArray(b); err != nil || n > MaxTokens {
 			return b, errOr(err, fmt.Errorf("%d ids", n))

@@ -22,9 +22,29 @@ func exampleKVCache() *lmcache.KVCache {
 	}
 }
 
+// decodeKVCache decodes a registration as a server does.
+func decodeKVCache(frames [][]byte) (lmcache.KVCache, error) {
+	r, err := new(lmcache.Decoder).Decode(nil, lmcache.AllGenerations, lmcache.OpRegisterKVCache, frames)
+	if err != nil {
+		return lmcache.KVCache{}, err
+	}
+	return *r.(*lmcache.KVCache), nil
+}
+
+// decodeBlockIDs decodes the block ids of a store as a server does.
+func decodeBlockIDs(frame []byte) ([][]int, error) {
+	key := (&lmcache.Key{Model: "m", WorldSize: 1, RequestID: "r", Readers: 1}).Append(nil)
+	p := [][]byte{key, lmcache.AppendInt(nil, 1), frame, lmcache.AppendBytes(nil, nil)}
+	r, err := new(lmcache.Decoder).Decode(lmcache.NewMemo(4, 0), lmcache.Only(lmcache.Latest), lmcache.OpStore, p)
+	if err != nil {
+		return nil, err
+	}
+	return r.(*lmcache.StoreRequest).Blocks, nil
+}
+
 func TestKVCacheRoundTrip(t *testing.T) {
 	want := exampleKVCache()
-	got, err := lmcache.DecodeKVCache(want.Frames())
+	got, err := decodeKVCache(want.Frames())
 	if err != nil || !reflect.DeepEqual(&got, want) {
 		t.Errorf("%+v, %v, want %+v", got, err, want)
 	}
@@ -46,7 +66,7 @@ func wrappers(t *testing.T, code int8, data []byte) [][]byte {
 func TestDescriptorKinds(t *testing.T) {
 	f := func(data []byte, want string) {
 		t.Helper()
-		got, err := lmcache.DecodeKVCache(wrappers(t, 1, data))
+		got, err := decodeKVCache(wrappers(t, 1, data))
 		if err != nil || len(got.Descriptors) != 1 || got.Descriptors[0].Type != want {
 			t.Errorf("%x: %+v, %v", data, got.Descriptors, err)
 		}
@@ -60,7 +80,7 @@ func TestDescriptorKinds(t *testing.T) {
 func TestDescriptorRefuses(t *testing.T) {
 	f := func(what string, code int8, data []byte) {
 		t.Helper()
-		if _, err := lmcache.DecodeKVCache(wrappers(t, code, data)); err == nil {
+		if _, err := decodeKVCache(wrappers(t, code, data)); err == nil {
 			t.Errorf("%s is accepted", what)
 		}
 	}
@@ -83,17 +103,17 @@ func FuzzKVCache(f *testing.F) {
 	f.Fuzz(func(t *testing.T, layers, hints, groups, blocks []byte) {
 		frames := exampleKVCache().Frames()
 		frames[1], frames[5], frames[6] = layers, hints, groups
-		if got, err := lmcache.DecodeKVCache(frames); err == nil {
+		if got, err := decodeKVCache(frames); err == nil {
 			cpu := true
 			for _, d := range got.Descriptors {
 				cpu = cpu && d.Type == lmcache.CPUShm
 			}
-			if again, err := lmcache.DecodeKVCache(got.Frames()); cpu && (err != nil || !slices.EqualFunc(again.Frames(), got.Frames(), bytes.Equal)) {
+			if again, err := decodeKVCache(got.Frames()); cpu && (err != nil || !slices.EqualFunc(again.Frames(), got.Frames(), bytes.Equal)) {
 				t.Fatalf("%+v decodes again to %+v, %v", got, again, err)
 			}
 		}
-		if ids, err := lmcache.DecodeBlockIDs(blocks); err == nil {
-			again, err := lmcache.DecodeBlockIDs(lmcache.AppendBlockIDs(nil, ids))
+		if ids, err := decodeBlockIDs(blocks); err == nil {
+			again, err := decodeBlockIDs(lmcache.AppendBlockIDs(nil, ids))
 			if err != nil || !slices.EqualFunc(again, ids, slices.Equal) {
 				t.Fatalf("%v decodes again to %v, %v", ids, again, err)
 			}

@@ -3,12 +3,12 @@ package lmcache_test
 import (
 	"context"
 	"errors"
-	"reflect"
 	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
@@ -32,7 +32,14 @@ func TestParallel(t *testing.T) {
 	f(lmcache.Parallel{World: 8, TP: 8, DCP: 4, Rank: 6, MLA: true}, 4, 2, 2, false)
 	f(lmcache.Parallel{World: 8, TP: 8, DCP: 4, Rank: 2, MLA: true}, 4, 2, 2, true)
 	f(lmcache.Parallel{World: 8, TP: 8, Servers: 2, Rank: 5}, 4, 1, 1, true)
+	f(lmcache.Parallel{World: 8, TP: 8, Servers: 2, Rank: 4, MLA: true}, 1, 0, 4, true) // the first of its server
+	f(lmcache.Parallel{World: 8, TP: 8, Servers: 2, Rank: 5, MLA: true}, 1, 0, 4, false)
+	f(lmcache.Parallel{World: 8, TP: 8, Servers: 2, Rank: 2, MLA: true}, 1, 0, 4, false)
+	f(lmcache.Parallel{World: 8, TP: 8, DCP: 2, Servers: 2, Rank: 5, MLA: true}, 2, 1, 2, true)
+	f(lmcache.Parallel{World: 8, TP: 8, DCP: 2, Servers: 2, Rank: 6, MLA: true}, 2, 0, 2, false)
+	f(lmcache.Parallel{TP: kv.MaxWorldSize, World: kv.MaxWorldSize}, kv.MaxWorldSize, 0, 1, true)
 	for _, p := range []lmcache.Parallel{
+		{World: kv.MaxWorldSize + 1},
 		{World: -1},
 		{World: 2, Rank: 2},
 		{World: 2, Rank: -1},
@@ -75,17 +82,6 @@ func TestParallelCovers(t *testing.T) {
 				}
 			}
 		}
-	}
-}
-
-func TestBlockAllocations(t *testing.T) {
-	want := []lmcache.BlockAllocation{
-		{RequestID: "r", NewBlocks: []int{1, 300, 70000}, NewTokens: []int{5, 1 << 31}},
-		{RequestID: "", NewBlocks: []int{}, NewTokens: []int{}},
-	}
-	got, err := lmcache.DecodeBlockAllocations(lmcache.AppendBlockAllocations(nil, want))
-	if err != nil || !reflect.DeepEqual(got, want) {
-		t.Errorf("%+v, %v", got, err)
 	}
 }
 

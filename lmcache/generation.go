@@ -212,14 +212,12 @@ type Reading struct {
 	Generations Generations
 }
 
-// Read returns the readings of a message [uid, operation, payload ...] whose
-// sender is of one of the generations: one for each operation that it can be,
-// with the generations of which it is. Nil means that it is no message of any of
-// them.
+// Read returns the readings of a message [uid, operation, payload ...] whose sender is of
+// one of the generations: one for each operation that the message can mean, with the
+// generations that use that meaning. Nil means that no generation sends such a message.
 //
-// With a Settled set the number alone is read, and the payloads are left to their
-// decoders. Otherwise a reading is kept only when the number and the types of the
-// payloads fit.
+// With a Settled set, Read looks only at the operation's number; decoders check the
+// payloads. Otherwise a reading must fit the number and the types of the payloads.
 func (s Generations) Read(m [][]byte, into []Reading) ([]Reading, error) {
 	switch msgp.NextType(m[1]) {
 	case msgp.StrType:
@@ -337,7 +335,7 @@ func (o *operation) fits(g Generation, frames [][]byte, key *keyForm) bool {
 
 func isInt(t msgp.Type) bool { return t == msgp.IntType || t == msgp.UintType }
 
-// keyForm is what tells the keys of generations and roles apart.
+// keyForm distinguishes the keys of generations and roles.
 type keyForm uint8
 
 const (
@@ -382,7 +380,7 @@ func Early(m [][]byte) string {
 // registration has no result, and its chunks pass through the socket.
 func (s Generations) PickleOnly() bool { return s.Has(Gen046) }
 
-// PingsWithoutID reports whether no client of the set tells with a ping who it is.
+// PingsWithoutID reports whether no client of the set sends its id with a ping.
 func (s Generations) PingsWithoutID() bool { return s != 0 && s&^(1<<Gen046|1<<Gen047) == 0 }
 
 // NeedsEvent reports whether every client of the set opens the event handle of

@@ -40,6 +40,14 @@ func requests(t *testing.T, release string, f func(socket, i int, m [][]byte)) {
 	}
 }
 
+// chunkTokensOf is what the server of a recorded generation told.
+func chunkTokensOf(t *testing.T, release string) int {
+	t.Helper()
+	var rec recordedGeneration
+	vectors.Read(t, "lmcache-mp/generation-"+release+".json", &rec)
+	return rec.ChunkTokens
+}
+
 var recordedReleases = []string{"0.4.6", "0.4.7", "0.5.0", "0.5.3", "0.5.5"}
 
 // The table numbers every operation as the enumeration of each release does.

@@ -76,9 +76,12 @@ func TestRecordedFrames(t *testing.T) {
 
 func checkRequest(t *testing.T, where string, memo *lmcache.Memo, op lmcache.Op, payloads [][]byte, decoded []json.RawMessage) {
 	t.Helper()
-	if err := decodeRequest(memo, new(lmcache.KeyView), op, payloads); err != nil {
+	r, err := new(lmcache.Decoder).Decode(memo, lmcache.Only(lmcache.Latest), op, payloads)
+	if err != nil {
 		t.Errorf("%s: %v", where, err)
+		return
 	}
+	checkFields(t, where, r, payloads)
 	for i, p := range payloads {
 		var want keyFields
 		if json.Unmarshal(decoded[i], &want) != nil || want.Tokens == nil {
@@ -97,22 +100,35 @@ func checkRequest(t *testing.T, where string, memo *lmcache.Memo, op lmcache.Op,
 			}
 		}
 	}
-	switch op {
-	case lmcache.OpRegisterKVCache:
-		got, err := lmcache.DecodeKVCache(payloads)
-		if enc := got.Frames(); err != nil || !slices.EqualFunc(enc, payloads, bytes.Equal) {
-			t.Errorf("%s: %v, encodes as %x, want %x", where, err, enc, payloads)
+	var encoded [][]byte
+	switch r := r.(type) {
+	case *lmcache.KVCache:
+		encoded = r.Frames()
+	case *lmcache.StoreRequest:
+		encoded, payloads = [][]byte{lmcache.AppendBlockIDs(nil, r.Blocks)}, payloads[2:3]
+	case *lmcache.RetrieveRequest:
+		encoded, payloads = [][]byte{lmcache.AppendBlockIDs(nil, r.Blocks)}, payloads[2:3]
+	case *lmcache.EngineDriven:
+		encoded = [][]byte{r.Append(nil)}
+	case *lmcache.ReportBlockAllocationRequest:
+		var records []struct {
+			ID     string `json:"req_id"`
+			Blocks []int  `json:"new_block_ids"`
+			Tokens []int  `json:"new_token_ids"`
 		}
-	case lmcache.OpStore, lmcache.OpRetrieve:
-		got, err := lmcache.DecodeBlockIDs(payloads[2])
-		if enc := lmcache.AppendBlockIDs(nil, got); err != nil || !bytes.Equal(enc, payloads[2]) {
-			t.Errorf("%s: %v, encodes as %x, want %x", where, err, enc, payloads[2])
+		if err := json.Unmarshal(decoded[2], &records); err != nil {
+			t.Fatal(err)
 		}
-	case lmcache.OpRegisterEngineDriven:
-		got, err := lmcache.DecodeEngineDriven(payloads[0])
-		if enc := got.Append(nil); err != nil || !bytes.Equal(enc, payloads[0]) {
-			t.Errorf("%s: %v, encodes as %x, want %x", where, err, enc, payloads[0])
+		var list []lmcache.BlockAllocation
+		for _, r := range records {
+			list = append(list, lmcache.BlockAllocation{RequestID: r.ID, NewBlocks: r.Blocks, NewTokens: r.Tokens})
 		}
+		encoded, payloads = [][]byte{lmcache.AppendBlockAllocations(nil, list)}, payloads[2:3]
+	default:
+		return
+	}
+	if !slices.EqualFunc(encoded, payloads, bytes.Equal) {
+		t.Errorf("%s: encodes as %x, want %x", where, encoded, payloads)
 	}
 }
 
@@ -128,66 +144,6 @@ func checkKey(t *testing.T, where string, memo *lmcache.Memo, got *lmcache.KeyVi
 	if hashes := kv.ChunkHashes(want.Tokens, chunkTokens); !slices.Equal(got.Hashes, hashes) {
 		t.Errorf("%s: hashes %v, want %v", where, got.Hashes, hashes)
 	}
-}
-
-// decodeRequest decodes every payload of a request as a server would.
-func decodeRequest(memo *lmcache.Memo, key *lmcache.KeyView, op lmcache.Op, p [][]byte) error {
-	if err := op.CheckPayloads(len(p)); err != nil {
-		return err
-	}
-	integer := func(b []byte) error { _, err := lmcache.DecodeInt(b); return err }
-	switch op {
-	case lmcache.OpRegisterKVCache:
-		_, err := lmcache.DecodeKVCache(p)
-		return err
-	case lmcache.OpRegisterEngineDriven:
-		_, err := lmcache.DecodeEngineDriven(p[0])
-		return err
-	case lmcache.OpUnregisterEngineDriven, lmcache.OpUnregisterKVCache, lmcache.OpP2PQueryLookupResults:
-		return integer(p[0])
-	case lmcache.OpPing:
-		_, _, err := lmcache.DecodeOptionalInt(p[0])
-		return err
-	case lmcache.OpClear:
-		if len(p) == 0 {
-			return nil
-		}
-		_, err := lmcache.DecodeBool(p[0])
-		return err
-	case lmcache.OpLookup, lmcache.OpFreeLookupLocks, lmcache.OpPrepareStore, lmcache.OpPrepareRetrieve, lmcache.OpCommitRetrieve,
-		lmcache.OpStore, lmcache.OpRetrieve, lmcache.OpCommitStore:
-		if err := memo.DecodeKey(p[0], key); err != nil {
-			return err
-		}
-		if err := integer(p[1]); err != nil {
-			return err
-		}
-		if op == lmcache.OpStore || op == lmcache.OpRetrieve {
-			_, err := lmcache.DecodeBlockIDs(p[2])
-			return err
-		}
-		if op != lmcache.OpCommitStore {
-			return nil
-		}
-		_, err := lmcache.DecodeBytes(p[2])
-		return err
-	case lmcache.OpQueryPrefetchStatus, lmcache.OpEndSession:
-		_, err := lmcache.DecodeString(p[0])
-		return err
-	case lmcache.OpWaitPrefetchStatus:
-		if _, err := lmcache.DecodeString(p[0]); err != nil {
-			return err
-		}
-		_, err := lmcache.DecodeFloat(p[1])
-		return err
-	case lmcache.OpReportBlockAllocation:
-		_, err := lmcache.DecodeBlockAllocations(p[2])
-		return err
-	case lmcache.OpP2PLookupAndLock, lmcache.OpP2PUnlockObjects:
-		_, err := lmcache.CountObjectKeys(p[0])
-		return err
-	}
-	return nil
 }
 
 func checkReply(t *testing.T, where string, op lmcache.Op, frame []byte) {

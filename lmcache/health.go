@@ -20,7 +20,7 @@ type HealthOptions struct {
 	// everything: a worker registers again. It runs when an unhealthy server
 	// answers true, and at once when a server answers false.
 	Recover func(context.Context) error
-	// Changed, if set, hears of each change, on the goroutine that runs Run.
+	// Changed, if set, is called at each change, on the goroutine that runs Run.
 	Changed func(healthy bool, why error)
 }
 

@@ -12,7 +12,7 @@ import (
 // Limits on a key's fields.
 const (
 	MaxKVReaders    = 128     // LMCache clamps num_kv_readers to 1..128
-	MaxModelBytes   = 1024    // model_name
+	maxModelBytes   = 1024    // model_name
 	MaxRequestBytes = 1024    // request_id
 	MaxTokens       = 1 << 24 // token_ids
 )
@@ -70,6 +70,7 @@ type KeyView struct {
 	Readers   int // or ReadersUnsaid
 
 	unhashed []byte // the encoded tokens after Hashes
+	tokens   []byte // all encoded tokens, and what follows them
 }
 
 // ReadersUnsaid is the Readers of a key without num_kv_readers, as clients before
@@ -181,7 +182,7 @@ func (k *KeyView) check() error {
 		return fmt.Errorf("%w: worker_id %d of world_size %d", ErrKey, k.Worker, k.WorldSize)
 	case k.Start > k.End:
 		return fmt.Errorf("%w: start %d after end %d", ErrKey, k.Start, k.End)
-	case len(k.Model) > MaxModelBytes || len(k.RequestID) > MaxRequestBytes || k.NumTokens > MaxTokens:
+	case len(k.Model) > maxModelBytes || len(k.RequestID) > MaxRequestBytes || k.NumTokens > MaxTokens:
 		return fmt.Errorf("%w: model_name, request_id or token_ids too long", ErrKey)
 	}
 	if len(k.Salt) > 0 {

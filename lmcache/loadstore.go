@@ -26,7 +26,7 @@ type LoadStore struct {
 	RequestID string
 	Salt      string
 	Tokens    []uint32 // the request's from token 0, at least End; read only
-	Blocks    []int    // engine block ids of [Start, End), in order
+	Blocks    [][]int  // engine block ids of [Start, End), in order, by KV cache group; 0 where a hybrid engine keeps nothing
 	Start     int      // multiple of the chunk size
 	End       int      // exclusive; multiple of the chunk size
 	SkipFirst int      // Retrieve: leading tokens of the range that must not be overwritten

@@ -153,10 +153,19 @@ func FuzzRequest(f *testing.F) {
 	f.Add(uint8(29), []byte{0x91, 0x80}, []byte{0x80}, []byte{})
 	f.Fuzz(func(t *testing.T, op uint8, a, b, c []byte) {
 		memo := lmcache.NewMemo(4, 0)
-		for n := range 4 {
-			_ = decodeRequest(memo, new(lmcache.KeyView), lmcache.Op(op), [][]byte{a, b, c}[:min(n, 3)])
+		var d lmcache.Decoder
+		decode := func(op lmcache.Op, p ...[]byte) {
+			r, err := d.Decode(memo, lmcache.AllGenerations, op, p)
+			if err == nil && r.Op() != op {
+				t.Fatalf("%v decodes as %v", op, r.Op())
+			}
 		}
-		_ = decodeRequest(memo, new(lmcache.KeyView), lmcache.OpRegisterKVCache, [][]byte{b, a, c, b, c, a, a})
+		for n := range 4 {
+			decode(lmcache.Op(op), [][]byte{a, b, c}[:n]...)
+		}
+		decode(lmcache.Op(op), a, b, c, c)
+		decode(lmcache.Op(op), a, b, c, c, b)
+		decode(lmcache.OpRegisterKVCache, b, a, c, b, c, a, a)
 	})
 }
 
@@ -175,7 +184,6 @@ func FuzzReply(f *testing.F) {
 		_, _ = lmcache.DecodePool(b)
 		_, _ = lmcache.DecodeInt(b)
 		_, _ = lmcache.DecodeBool(b)
-		_, _ = lmcache.DecodeFloat(b)
 		_, _ = lmcache.ParseOp(b)
 	})
 }

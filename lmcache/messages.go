@@ -2,7 +2,6 @@ package lmcache
 
 import (
 	"encoding/binary"
-	"errors"
 	"fmt"
 
 	"github.com/tinylib/msgp/msgp"
@@ -51,9 +50,9 @@ func (p *EngineDriven) Append(b []byte) []byte {
 	return appendInt(b, p.PhysicalSlots)
 }
 
-// DecodeEngineDriven reads that frame. Clients before 0.5.5 leave
+// decodeEngineDriven reads that frame. Clients before 0.5.5 leave
 // num_physical_slots out.
-func DecodeEngineDriven(frame []byte) (EngineDriven, error) {
+func decodeEngineDriven(frame []byte) (EngineDriven, error) {
 	var p EngineDriven
 	seen := 0
 	rest, err := readMap(frame, func(name, b []byte) (rest []byte, err error) {
@@ -88,7 +87,7 @@ func DecodeEngineDriven(frame []byte) (EngineDriven, error) {
 	if seen < 8 {
 		return p, fmt.Errorf("register_kv_cache_engine_driven_context: %w", ErrMissing)
 	}
-	if len(p.Model) > MaxModelBytes || len(p.DType) > 64 {
+	if len(p.Model) > maxModelBytes || len(p.DType) > 64 {
 		return p, fmt.Errorf("register_kv_cache_engine_driven_context: model_name or dtype_str too long")
 	}
 	if p.WorldSize < 1 || p.WorldSize > kv.MaxWorldSize {
@@ -287,47 +286,6 @@ type BlockAllocation struct {
 	NewTokens []int
 }
 
-// CheckBlockAllocations reports whether the third payload of
-// report_block_allocation can be one. It reads no record: a server has no use for
-// them, and a list that is short on the wire is long in memory.
-func CheckBlockAllocations(frame []byte) error {
-	if msgp.NextType(frame) != msgp.ArrayType {
-		return errors.New("report_block_allocation: not a list")
-	}
-	return nil
-}
-
-// DecodeBlockAllocations reads the third payload of report_block_allocation.
-func DecodeBlockAllocations(frame []byte) (out []BlockAllocation, err error) {
-	rest, err := readList(frame, func(_ int, b []byte) ([]byte, error) {
-		var r BlockAllocation
-		rest, err := readMap(b, func(name, b []byte) ([]byte, error) {
-			switch string(name) {
-			case "req_id":
-				return stringInto(&r.RequestID, b)
-			case "new_block_ids":
-				return intsInto(&r.NewBlocks, b)
-			case "new_token_ids":
-				return intsInto(&r.NewTokens, b)
-			}
-			return b, nil
-		})
-		out = append(out, r)
-		return rest, err
-	})
-	return out, whole(rest, err)
-}
-
-// CountObjectKeys reads a list of ObjectKey, the first payload of the p2p
-// operations, and returns its length.
-func CountObjectKeys(frame []byte) (n int, err error) {
-	rest, err := readList(frame, func(_ int, b []byte) ([]byte, error) {
-		n++
-		return readMap(b, func(_, b []byte) ([]byte, error) { return b, nil })
-	})
-	return n, whole(rest, err)
-}
-
 // AppendP2PMiss appends the result of p2p_query_lookup_results when none of n
 // keys is held: {offset: -1, size: 0} for each.
 func AppendP2PMiss(b []byte, n int) []byte {
@@ -377,9 +335,9 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 	return b, false
 }
 
-// AppendAmbiguous appends the result frame that declines a message with several
-// readings, when there is one that the clients of all of them decode: safe is false
-// when there is none. result is false when the right answer is no result frame.
+// AppendAmbiguous appends a result frame that declines a message with several readings
+// and that the clients of all of them can decode. safe is false when no frame is such.
+// result is false when the right answer has no result frame.
 func AppendAmbiguous(b []byte, readings []Reading) (_ []byte, result, safe bool) {
 	prepares, others := 0, 0
 	for _, r := range readings {

@@ -5,8 +5,8 @@
 //
 // A request is the ZMQ message [uid, operation, payload ...], a reply is
 // [uid, operation, result]; each frame is one msgpack value, and a missing result
-// frame means None. The uid is echoed; a server looks at it only to tell a client's
-// first request from later ones.
+// frame means None. A server echoes the uid, and otherwise uses it only to distinguish a
+// client's first request from later ones.
 //
 // Source of every wire fact: the lmcache Python packages and recordings of their
 // clients and servers; internal/vectors holds them.
@@ -18,13 +18,12 @@ import (
 	"github.com/tinylib/msgp/msgp"
 )
 
-// Op is an operation. Operations up to 33 carry LMCache's frozen integer id;
-// those that exist under a name only have ids of our own above 200, which never
-// appear on the wire.
+// Op is an operation. Operations up to 33 carry LMCache's frozen integer id. Those that
+// LMCache only names have ids of ours above 200, which never appear on the wire.
 type Op uint8
 
-// The operations, by their numbers in lmcache 0.5.6, where 11 is retired. What
-// other generations number otherwise stands in generation.go.
+// The operations, by their numbers in lmcache 0.5.6, where 11 is retired. generation.go
+// has the numbers that differ in other generations.
 const (
 	OpUnknown                Op = 0
 	OpRegisterKVCache        Op = 1
@@ -77,9 +76,8 @@ func (o Op) String() string {
 	return fmt.Sprintf("operation %d", uint8(o))
 }
 
-// CheckPayloads returns an error that wraps ErrPayloads when n payload frames are
-// not what the operation takes from a client of the Latest generation.
-func (o Op) CheckPayloads(n int) error { return Only(Latest).CheckPayloads(o, n) }
+// Known reports whether the operation is one of the protocol's, or OpUnknown.
+func (o Op) Known() bool { return o == OpUnknown || rows.byOp[o] != nil }
 
 // ParseOp reads an operation frame of the Latest generation: a msgpack integer id
 // or a msgpack string name. An id or name that is not in the table gives OpUnknown

@@ -1,6 +1,7 @@
 package lmcache
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 
@@ -9,9 +10,9 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// ErrToken means that a token list holds something else than integers of 0 to
+// errToken means that a token list holds something else than integers of 0 to
 // 2^32-1, or ends early.
-var ErrToken = errors.New("lmcache: token list holds no uint32 or ends early")
+var errToken = errors.New("lmcache: token list holds no uint32 or ends early")
 
 // tokenForm says how to take a token out of the eight bytes that begin with its
 // msgpack type byte: (word >> shift) & mask, width bytes in all. width 0 marks a
@@ -86,11 +87,11 @@ func skipTokens(b []byte, n int) (int, error) {
 // it needs.
 func slowToken(b []byte) (uint32, int, error) {
 	if t := msgp.NextType(b); t != msgp.IntType && t != msgp.UintType {
-		return 0, 0, ErrToken
+		return 0, 0, errToken
 	}
 	v, rest, err := msgp.ReadInt64Bytes(b)
 	if err != nil || v < 0 || v > 0xffffffff {
-		return 0, 0, ErrToken
+		return 0, 0, errToken
 	}
 	return uint32(v), len(b) - len(rest), nil
 }
@@ -121,7 +122,7 @@ func (m *Memo) readKeyTokens(b []byte, k *KeyView) (rest []byte, err error) {
 	if err != nil {
 		return b, err
 	}
-	k.NumTokens, k.Chunks = n, n/m.chunkTokens
+	k.NumTokens, k.Chunks, k.tokens = n, n/m.chunkTokens, b
 	k.Hashes, b = m.known(b, k.Chunks, k.Hashes[:0])
 	k.unhashed = b
 	skipped, err := skipTokens(b, n-len(k.Hashes)*m.chunkTokens)
@@ -158,4 +159,28 @@ func (m *Memo) Hash(k *KeyView, n int) {
 		s.widths = append(s.widths, width)
 	}
 	m.learn(start, s.widths, k.Hashes, known)
+}
+
+// Tokens returns a function that tells the tokens of chunk i of k, as a msgpack array of
+// shortest-form integers of its own. It is called with rising i. k must come from m's DecodeKey,
+// and its frame be unchanged.
+func (m *Memo) Tokens(k *KeyView) func(i int) []byte {
+	b, at := k.tokens, 0
+	raw, tokens := make([]byte, 4*m.chunkTokens), make([]uint32, m.chunkTokens)
+	buf := make([]byte, 0, 5+5*m.chunkTokens)
+	return func(i int) []byte {
+		skipped, err := skipTokens(b, (i-at)*m.chunkTokens)
+		if err == nil {
+			b = b[skipped:]
+			skipped, err = readTokens(raw, b, m.chunkTokens)
+		}
+		if err != nil {
+			panic("BUG: lmcache: a token list that was checked does not decode")
+		}
+		b, at = b[skipped:], i+1
+		for t := range tokens {
+			tokens[t] = binary.BigEndian.Uint32(raw[4*t:])
+		}
+		return bytes.Clone(AppendTokens(buf, tokens))
+	}
 }

@@ -4,22 +4,40 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
-// mayBeOnItsWay says whether P's word that q's blocks are filled may come before the
-// blocks: its transfer engine reports success when the bytes have left it.
-func (r *Receiver) mayBeOnItsWay(q *receiving) bool {
+// mayStillArrive says whether P's answer may overtake the blocks of q: a transfer
+// engine that does not confirm its writes reports success when the bytes have left it.
+func (r *Receiver) mayStillArrive(q *receiving) bool {
 	if empty(q.want.Blocks) {
 		return false
 	}
-	return r.o.Target.Table().Confirmation(q.window.handles...) != transfer.Confirmed
+	return r.confirmation(q) != transfer.Confirmed
+}
+
+func (r *Receiver) confirmation(q *receiving) transfer.Confirmation {
+	return r.o.Target.Table().Confirmation(q.window.handles...)
+}
+
+// needsArrivalCheck says whether P's answer does not prove that q's blocks are filled.
+func (r *Receiver) needsArrivalCheck(q *receiving) bool {
+	return r.mayStillArrive(q) || r.windows.watched && !empty(q.want.Blocks)
+}
+
+// missing returns how many bytes of q's blocks have not been written.
+func (r *Receiver) missing(q *receiving) uint64 {
+	n, _, stop := r.o.Target.Table().Unwritten(r.windows.expected(q.window, q.want.Blocks)...)
+	stop()
+	return n
 }
 
 // awaitArrival waits until every byte of q's blocks has been written. It counts bytes
-// of memory, not of messages: a push that is repeated fills nothing twice. Where no
-// write has come from P at all it waits, too: an engine that confirms its writes has
-// had its confirmation, so something has come before P's word.
+// of memory and not of messages, so a repeated push counts once. It also waits when
+// nothing has come from P: an engine that confirms its writes would have written
+// something before P answered. It does not wait when all writes were confirmed,
+// because P then has nothing more to send.
 func (r *Receiver) awaitArrival(q *receiving) {
 	ranges := r.windows.expected(q.window, q.want.Blocks)
 	timer := time.NewTimer(r.o.ArrivalTimeout)
@@ -27,7 +45,9 @@ func (r *Receiver) awaitArrival(q *receiving) {
 	for {
 		missing, next, stop := r.o.Target.Table().Unwritten(ranges...)
 		why := q.gaveUp()
-		if missing > 0 && why == nil && r.mayBeOnItsWay(q) {
+		switch {
+		case missing == 0 || why != nil:
+		case r.mayStillArrive(q):
 			select {
 			case <-next:
 				stop()
@@ -37,8 +57,12 @@ func (r *Receiver) awaitArrival(q *receiving) {
 			case <-r.ctx.Done():
 				why = errReceiverClosed
 			case <-timer.C:
-				why = fmt.Errorf("%w (%d bytes of transfer %.64q)", ErrUnconfirmed, missing, q.want.TransferID)
+				if why = incompleteError(q, missing); !r.windows.watched || r.confirmation(q) == transfer.Unconfirmed {
+					why = fmt.Errorf("%w (%d bytes of transfer %.64q)", ErrUnconfirmed, missing, q.want.TransferID)
+				}
 			}
+		case r.windows.watched:
+			why = incompleteError(q, missing)
 		}
 		stop()
 		if missing > 0 && why != nil {
@@ -50,11 +74,18 @@ func (r *Receiver) awaitArrival(q *receiving) {
 	}
 }
 
-// expected returns what P's push into the blocks fills: all that carries KV.
+// incompleteError is the failure of a request of which P reports success although
+// bytes are missing.
+func incompleteError(q *receiving, missing uint64) error {
+	return fmt.Errorf("%w: it says that it has sent request %.64q, but %d bytes of it never came: P does not know the request, or has blocks of another size",
+		ErrPeer, q.id, missing)
+}
+
+// expected returns the ranges that P's push into the blocks must fill.
 func (ws *windows) expected(w *window, blocks [][]int) []transfer.Range {
-	return ws.each(w, blocks, func(r *Region, group, id int) uint64 {
+	return ws.blockRanges(w, blocks, func(r *wire.Region, group, id int) uint64 {
 		if id == 0 && group < len(ws.cache.Kinds) && ws.cache.Kinds[group] == Mamba {
-			return 0 // no block
+			return 0 // block 0 is a placeholder
 		}
 		return r.Payload
 	})

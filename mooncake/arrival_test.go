@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -52,7 +53,7 @@ func TestOldEngineSaysDoneTooEarly(t *testing.T) {
 	goOn := make(chan struct{}, 2)
 	full := bytes.Repeat([]byte{0xCC}, 64<<10)
 	old := x.oldEngine(t)
-	x.more(map[string]string{"old": fakeP(t, func(peer *zmtp.Peer, p *Pull) {
+	x.more(map[string]string{"old": fakeP(t, func(peer *zmtp.Peer, p *wire.Pull) {
 		go func() {
 			_, first := p.Wanted["d1"]
 			var rests []func()
@@ -80,7 +81,7 @@ func TestOldEngineSaysDoneTooEarly(t *testing.T) {
 	for i, id := range []string{"d2", "d1", "d1"} { // the last one into blocks that are full already
 		done := make(chan error, 1)
 		go func() {
-			failed, err := x.receiver.Pull(t.Context(), x.source("old"), map[string]Wanted{id: {id, [][]int{{1 + i%2}}}})
+			failed, err := x.receiver.Pull(t.Context(), x.source("old"), map[string]wire.Wanted{id: {TransferID: id, Blocks: [][]int{{1 + i%2}}}})
 			done <- errors.Join(err, failed[id])
 		}()
 		select {
@@ -107,7 +108,7 @@ func TestOldEngineLosesABlock(t *testing.T) {
 	old := x.oldEngine(t)
 	full := bytes.Repeat([]byte{0xCC}, 4096)
 	late := make(chan uint64, 1)
-	x.more(map[string]string{"old": fakeP(t, func(peer *zmtp.Peer, p *Pull) {
+	x.more(map[string]string{"old": fakeP(t, func(peer *zmtp.Peer, p *wire.Pull) {
 		if len(p.Wanted["d"].Blocks) == 0 {
 			return
 		}
@@ -119,7 +120,7 @@ func TestOldEngineLosesABlock(t *testing.T) {
 	})})
 	done := make(chan error, 1)
 	go func() {
-		failed, err := x.receiver.Pull(t.Context(), x.source("old"), map[string]Wanted{"d": {"x", [][]int{{1}}}})
+		failed, err := x.receiver.Pull(t.Context(), x.source("old"), map[string]wire.Wanted{"d": {TransferID: "x", Blocks: [][]int{{1}}}})
 		done <- errors.Join(err, failed["d"])
 	}()
 	at := <-late
@@ -191,7 +192,7 @@ func TestUnknownEngineSaysDoneBeforeItsFirstByte(t *testing.T) {
 	full := bytes.Repeat([]byte{0xCC}, 4096)
 	late := make(chan struct{})
 	handler := func(comes bool) string {
-		return fakeP(t, func(peer *zmtp.Peer, p *Pull) {
+		return fakeP(t, func(peer *zmtp.Peer, p *wire.Pull) {
 			w, asked := p.Wanted["d"]
 			if !asked || len(w.Blocks) == 0 {
 				return
@@ -210,7 +211,7 @@ func TestUnknownEngineSaysDoneBeforeItsFirstByte(t *testing.T) {
 	for _, from := range []string{"never", "late"} {
 		done := make(chan error, 1)
 		go func() {
-			failed, err := x.receiver.Pull(t.Context(), x.source(from), map[string]Wanted{"d": {"x", [][]int{{1}}}})
+			failed, err := x.receiver.Pull(t.Context(), x.source(from), map[string]wire.Wanted{"d": {TransferID: "x", Blocks: [][]int{{1}}}})
 			done <- errors.Join(err, failed["d"])
 		}()
 		if from == "never" {

@@ -4,11 +4,14 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
+
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// Storage is one allocation of KV memory. Addr is the address that regions name;
-// it is any number that keeps storages apart, not a pointer.
+// Storage is one allocation of KV memory. Regions name it by Addr, which need not be
+// a pointer: any numbers will do that keep storages apart.
 type Storage struct {
 	Addr uint64
 	Mem  []byte
@@ -18,7 +21,7 @@ type Storage struct {
 // or a Receiver has it.
 type Cache struct {
 	Storages []Storage
-	Regions  []Region // each within one storage
+	Regions  []wire.Region // each within one storage
 	// In is the storage of each region; nil when each Base lies in its storage. With
 	// it, blocks that are never used may lie before the storage.
 	In    []int
@@ -30,20 +33,21 @@ type Cache struct {
 	// KVHeads is the number of KV heads of the model, over all TP ranks; 0 for MLA,
 	// whose cache every rank holds whole.
 	KVHeads int
-	// Unsliced says why a block cannot be cut by KV heads, "" that it can: the heads of
-	// a block follow each other, each in one piece. Ranks that hold other heads than
-	// the peer's cannot exchange blocks then.
+	// Unsliced says why a block cannot be cut by KV heads. "" means that it can: the
+	// heads of a block follow each other, each in one piece. A block that cannot be cut
+	// can only go to a rank that holds the same heads.
 	Unsliced string
 	// Opaque says that a region is a packed row of several layers under the name of
-	// the first: such rows do not pair across pipeline sizes.
+	// the first. Such rows cannot be paired between engines of unequal pipeline size.
 	Opaque bool
 }
 
 // ErrCache means that the parts of a Cache do not fit each other.
 var ErrCache = errors.New("mooncake: KV cache")
 
-// check finds what would fail later: regions outside storages, groups without kind.
-func (c *Cache) check() error {
+// Check returns an ErrCache for regions outside storages, groups without kind, and
+// storages that overlap.
+func (c *Cache) Check() error {
 	if len(c.Storages) == 0 || len(c.Regions) == 0 {
 		return fmt.Errorf("%w: no KV cache tensors", ErrCache)
 	}
@@ -64,12 +68,20 @@ func (c *Cache) check() error {
 				ErrCache, i, r.Layer, r.Payload, r.Stride, r.Base)
 		}
 		for _, g := range append(slices.Clone(r.Shared), r.Group) {
-			if (g < 0 || g >= len(c.Kinds)) && g != SharedGroup {
+			if (g < 0 || g >= len(c.Kinds)) && g != wire.SharedGroup {
 				return fmt.Errorf("%w: region %d of layer %q: group %d of %d", ErrCache, i, r.Layer, g, len(c.Kinds))
 			}
 		}
 	}
 	return nil
+}
+
+// LogStart writes the lines that users of vLLM's connector look for when a worker starts.
+func (c *Cache) LogStart(log *slog.Logger, e Engine) {
+	log.Info("Initializing Mooncake Transfer Engine worker", "engine", e.ID)
+	log.Info("The Mooncake Transfer Engine is using tcp as its protocol")
+	log.Info("Registering KV_Caches", "use_mla", c.KVHeads == 0, "regions", len(c.Regions), "block_len", c.Regions[0].Stride,
+		"num_blocks", uint64(len(c.Storages[max(c.home(0), 0)].Mem))/c.Regions[0].Stride)
 }
 
 // home returns the index of the storage of region i, or -1.
@@ -102,7 +114,7 @@ func (c *Cache) Bytes(addr, n uint64) []byte {
 	return s.Mem[off : off+n : off+n]
 }
 
-// heads is what plans may use: KV heads cannot be told apart in Mamba state.
+// heads is the number of KV heads that plans may cut by: Mamba state has no heads.
 func (c *Cache) heads() int {
 	if slices.Contains(c.Kinds, Mamba) {
 		return 0

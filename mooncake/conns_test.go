@@ -5,6 +5,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -14,9 +15,9 @@ func TestSilentConnectionsGiveWay(t *testing.T) {
 	x := small(t, SenderOptions{MaxPulls: 4}, ReceiverOptions{})
 	const most = 8 // twice MaxPulls
 	x.sender.Expect("p", "held")
-	_, held := ask(t, x.sender.Addr(), &Pull{
+	_, held := ask(t, x.sender.Addr(), &wire.Pull{
 		Host: x.receiver.host, Port: x.receiver.port, TPSize: 1, PPSize: 1, Regions: x.d.Regions,
-		Wanted: map[string]Wanted{"d": {"held", [][]int{{}}}},
+		Wanted: map[string]wire.Wanted{"d": {TransferID: "held", Blocks: [][]int{{}}}},
 	})
 	waits := func() bool {
 		x.sender.mu.Lock()

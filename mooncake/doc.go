@@ -2,10 +2,10 @@
 // MooncakeConnector does: P pushes the KV blocks of a request straight into D's
 // memory over the transfer engine, and D asks for the push over a side channel.
 //
-// It has both halves of the connector. [Scheduler] decides, in the scheduler's
-// process, what a request pulls and which blocks outlive it. A worker holds the
-// KV memory: [Sender] answers pulls and pushes, [Receiver] pulls; an engine with
-// the role kv_both has both over one transfer target.
+// It has the worker's half of the connector, which holds the KV memory: [Sender]
+// answers pulls and pushes, [Receiver] pulls; an engine with the role kv_both has
+// both over one transfer target. What a request pulls and which blocks outlive it is
+// decided in the scheduler's process, by mooncake/scheduler.
 //
 //	D                                    P
 //	Scheduler.Allocated → Metadata.Pulls  Scheduler.Finish → Metadata.Sends
@@ -14,10 +14,11 @@
 //	region  <══ transfer.Write ══════════ Sender
 //	Receiver <── {FINISH, ok, failed} ─── Sender
 //
-// Two dialects exist. V1 is the connector of vLLM 0.13 to 0.15, V2 that of 0.16 to
-// 0.33, which grew; Release names a point of it. Facts are from those releases;
-// vectors in internal/vectors/testdata/mooncake-connector.
+// This is the connector of vLLM 0.16 to 0.33. Its messages grew from release to release;
+// wire.Release names one of them. Package v013 has the workers of 0.13, whose protocol
+// differs. Facts are from those releases; the vectors are in
+// internal/vectors/testdata/mooncake-connector.
 //
 // docs/mooncake.md draws the messages and states the rules of time: what waits for
-// what, how long, and who is told.
+// what, how long, and which side learns of the end.
 package mooncake

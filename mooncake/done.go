@@ -9,17 +9,17 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// dWorker names a worker of D among those that pull one transfer. A pull says neither
-// D's engine nor its pipeline stage, so where D has one stage the TP rank is the
-// name: a D that came back at another address is the same worker. Where it has more,
-// each stage has an address of its own.
+// dWorker names a worker of D among those that pull one transfer. A pull carries
+// neither D's engine nor its pipeline stage. If D has one stage, the TP rank alone
+// names the worker, so that a D at a new address is still the same worker. If it has
+// several, the address tells the stages apart.
 type dWorker struct {
 	rank int
 	host string // "" where D has one stage
 	port int
 }
 
-func (p *pulling) worker() dWorker {
+func (p *pullAnswer) worker() dWorker {
 	w := dWorker{rank: p.pull.TPRank}
 	if p.perStage() {
 		w.host, w.port = p.pull.Host, p.pull.Port
@@ -28,35 +28,35 @@ func (p *pulling) worker() dWorker {
 }
 
 // perStage says whether each of D's pipeline stages pulls from this worker.
-func (p *pulling) perStage() bool {
+func (p *pullAnswer) perStage() bool {
 	return p.pull.PPSize > 1 && p.pull.PPSize != p.s.o.Self.PPSize
 }
 
 // needed is how many workers of D must have the blocks: one per paired TP rank, and
 // if the pipelines differ, each of D's stages.
-func (p *pulling) needed() int {
+func (p *pullAnswer) needed() int {
 	if p.perStage() {
 		return len(p.paired) * p.pull.PPSize
 	}
 	return len(p.paired)
 }
 
-// answered is what was pushed: to whom, and where.
-type answered struct {
+// delivery describes a push to one D worker: which blocks, and into which memory.
+type delivery struct {
 	host    string
 	port    int
-	memory  uint64     // which regions
-	request string     // D's
-	blocks  uint64     // which ones, hashed
-	by      *zmtp.Peer // who asked
+	memory  uint64     // hash of D's regions
+	request string     // D's id
+	blocks  uint64     // hash of D's block ids
+	by      *zmtp.Peer // the connection of the pull
 }
 
-func (a *answered) equal(b *answered) bool {
+func (a *delivery) equal(b *delivery) bool {
 	return a.host == b.host && a.port == b.port && a.memory == b.memory && a.request == b.request && a.blocks == b.blocks
 }
 
-func (p *pulling) answered(id string) answered {
-	return answered{p.pull.Host, p.pull.Port, p.memory, id, hashBlocks(p.pull.Wanted[id].Blocks), p.peer}
+func (p *pullAnswer) delivery(id string) delivery {
+	return delivery{p.pull.Host, p.pull.Port, p.memory, id, hashBlocks(p.pull.Wanted[id].Blocks), p.peer}
 }
 
 func hashBlocks(blocks [][]int) uint64 {
@@ -71,7 +71,7 @@ func hashBlocks(blocks [][]int) uint64 {
 	return h.Sum64()
 }
 
-// memory hashes where D's regions are.
+// memory hashes the addresses and strides of D's regions.
 func (plan *PushPlan) memory() uint64 {
 	var h xxh3.Hasher
 	var b [8]byte
@@ -85,13 +85,14 @@ func (plan *PushPlan) memory() uint64 {
 }
 
 const (
-	doneFor = 30 * time.Second // how long a finished transfer is remembered
-	maxDone = 4096             // how many are
+	doneFor = 30 * time.Second // how long a Sender remembers a finished transfer
+	maxDone = 4096             // finished transfers that it remembers
 )
 
-// doneTransfers remembers transfers whose blocks were freed because all who pull them
-// have them. A D that lost the last reply, with its connection, asks again, for the same
-// blocks at the same addresses: they are filled. A D whose connection stands has heard. Guarded by Sender.mu. The zero value is ready.
+// doneTransfers remembers transfers whose blocks P freed because every worker of D has
+// them. If D loses the connection before the last reply, it pulls the same blocks at
+// the same addresses again; they are filled already. While the connection stands, D
+// has the reply. Guarded by Sender.mu. The zero value is ready.
 type doneTransfers struct {
 	byID  map[string]*doneTransfer
 	order []*doneTransfer // oldest first
@@ -99,12 +100,12 @@ type doneTransfers struct {
 
 type doneTransfer struct {
 	id   string
-	sent map[dWorker]answered
+	sent map[dWorker]delivery
 	at   time.Time
 }
 
-// heard says whether D has the answer: its connection has not broken since.
-func (a *answered) heard() bool {
+// stillConnected says whether the connection of the pull stands, so that D has the answer.
+func (a *delivery) stillConnected() bool {
 	select {
 	case <-a.by.Done():
 		return false
@@ -113,7 +114,7 @@ func (a *answered) heard() bool {
 	}
 }
 
-func (d *doneTransfers) add(id string, sent map[dWorker]answered) {
+func (d *doneTransfers) add(id string, sent map[dWorker]delivery) {
 	if d.byID == nil {
 		d.byID = make(map[string]*doneTransfer)
 	}
@@ -131,8 +132,8 @@ func (d *doneTransfers) add(id string, sent map[dWorker]answered) {
 
 func (d *doneTransfers) forget(id string) { delete(d.byID, id) }
 
-// find returns the answer to an earlier pull of the same, or nil.
-func (d *doneTransfers) find(id string, w dWorker, a answered) *answered {
+// find returns the delivery of an earlier pull that is equal to a, or nil.
+func (d *doneTransfers) find(id string, w dWorker, a delivery) *delivery {
 	t := d.byID[id]
 	if t == nil || time.Since(t.at) > doneFor {
 		return nil
@@ -143,16 +144,16 @@ func (d *doneTransfers) find(id string, w dWorker, a answered) *answered {
 	return nil
 }
 
-// awaitUnheard answers a request when the connection that had its answer turns out to
-// be broken: P may see that after D has asked again.
-func (p *pulling) awaitUnheard(id string, before *answered) {
+// awaitDisconnect answers a request as filled once the connection of its earlier
+// delivery ends. P may see that end after D's second pull.
+func (p *pullAnswer) awaitDisconnect(id string, before *delivery) {
 	select {
 	case <-before.by.Done():
 	case <-p.ctx.Done():
 		return
 	}
 	p.s.mu.Lock()
-	p.unheard = append(p.unheard, id)
+	p.lostReplies = append(p.lostReplies, id)
 	p.s.mu.Unlock()
-	p.poke()
+	p.wakeUp()
 }

@@ -7,21 +7,24 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/scheduler"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
 // engine is a scheduler with its block pool, around one worker.
 type engine struct {
 	t     *testing.T
 	rnd   *rand.Rand
-	sched *Scheduler
+	sched *scheduler.Scheduler
 	cache *Cache
 	free  []int
 	owner map[int]string
 }
 
-func newEngine(t *testing.T, rnd *rand.Rand, role Role, c *Cache, n int) *engine {
+func newEngine(t *testing.T, rnd *rand.Rand, role wire.Role, c *Cache, n int) *engine {
 	t.Helper()
-	s, err := NewScheduler(SchedulerOptions{Role: role})
+	s, err := scheduler.New(scheduler.Options{Role: role})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -69,7 +72,7 @@ func (e *engine) write(b int, prompt string, index int) {
 }
 
 func (e *engine) holds(b int, prompt string, index int) bool {
-	return !slices.ContainsFunc(e.cache.Regions, func(r Region) bool {
+	return !slices.ContainsFunc(e.cache.Regions, func(r wire.Region) bool {
 		return !bytes.Equal(e.cache.Bytes(r.Base+uint64(b)*r.Stride, r.Payload), kvOf(prompt, index, r.Payload))
 	})
 }
@@ -77,7 +80,7 @@ func (e *engine) holds(b int, prompt string, index int) bool {
 // job is a prompt: a request at P and one at D, as a proxy makes them.
 type job struct {
 	id      string
-	p, d    *Request
+	p, d    *scheduler.Request
 	pBlocks []int
 	dBlocks []int
 	own     int  // leading blocks that D has itself
@@ -106,8 +109,8 @@ func (c *couple) newJob() {
 	c.made++
 	n := 1 + c.rnd.IntN(8)
 	j := &job{id: fmt.Sprint("j", c.made), own: c.rnd.IntN(n + 1)}
-	j.p = &Request{ID: j.id + "-p", PromptTokens: n * jobBlock, Params: RemoteDecode("x" + j.id)}
-	j.d = &Request{ID: j.id + "-d", PromptTokens: n * jobBlock, Params: RemotePrefill(c.from.Bootstrap, c.from.EngineID, "x"+j.id)}
+	j.p = &scheduler.Request{ID: j.id + "-p", PromptTokens: n * jobBlock, Params: wire.RemoteDecode("x" + j.id)}
+	j.d = &scheduler.Request{ID: j.id + "-d", PromptTokens: n * jobBlock, Params: wire.RemotePrefill(c.from.Bootstrap, c.from.EngineID, "x"+j.id)}
 	c.jobs[j.id] = j
 }
 
@@ -145,10 +148,10 @@ func (c *couple) compute(j *job) {
 	for i, b := range j.pBlocks {
 		c.pe.write(b, j.id, i)
 	}
-	c.endP(j, LengthCapped)
+	c.endP(j, scheduler.LengthCapped)
 }
 
-func (c *couple) endP(j *job, status RequestStatus) {
+func (c *couple) endP(j *job, status scheduler.RequestStatus) {
 	f, err := c.pe.sched.Finish(j.p, status, [][]int{j.pBlocks})
 	c.must(err)
 	if j.pDone, j.pKept = true, f.KeepBlocks; !j.pKept {
@@ -156,7 +159,7 @@ func (c *couple) endP(j *job, status RequestStatus) {
 	}
 }
 
-func (c *couple) endD(j *job, status RequestStatus) {
+func (c *couple) endD(j *job, status scheduler.RequestStatus) {
 	f, err := c.de.sched.Finish(j.d, status, [][]int{j.dBlocks})
 	c.must(err)
 	if j.dDone, j.dKept = true, f.KeepBlocks; !j.dKept {
@@ -180,7 +183,7 @@ func (c *couple) step() {
 	c.must(err)
 	c.must(c.receiver.Apply(m))
 
-	u, err := c.pe.sched.Update(WorkerOutput{Sent: c.sender.Finished()})
+	u, err := c.pe.sched.Update(scheduler.WorkerOutput{Sent: c.sender.Finished()})
 	c.must(err)
 	for _, id := range u.Freed {
 		j := c.jobs[id[:len(id)-2]]
@@ -188,7 +191,7 @@ func (c *couple) step() {
 		j.pKept = false
 	}
 	r := c.receiver.Results()
-	o := WorkerOutput{Received: r.Received, FailedBlocks: r.FailedBlocks}
+	o := scheduler.WorkerOutput{Received: r.Received, FailedBlocks: r.FailedBlocks}
 	for id := range r.Failed {
 		o.Failed = append(o.Failed, id)
 	}
@@ -223,7 +226,7 @@ func (c *couple) check() {
 				}
 			}
 			if c.rnd.IntN(3) == 0 {
-				c.endD(j, Stopped)
+				c.endD(j, scheduler.Stopped)
 			}
 		}
 		if j.pDone && j.dDone && !j.pKept && !j.dKept {
@@ -245,7 +248,7 @@ func TestEngines(t *testing.T) {
 			ReceiverOptions{UnknownTimeout: 100 * time.Millisecond, FenceTimeout: 50 * time.Millisecond})
 		c := &couple{
 			pair: x, t: t, rnd: rnd, jobs: map[string]*job{},
-			pe: newEngine(t, rnd, Producer, x.p, blocks), de: newEngine(t, rnd, Consumer, x.d, blocks),
+			pe: newEngine(t, rnd, wire.Producer, x.p, blocks), de: newEngine(t, rnd, wire.Consumer, x.d, blocks),
 		}
 		play := func(abort int) {
 			for _, j := range c.jobs {
@@ -253,11 +256,11 @@ func TestEngines(t *testing.T) {
 				c.schedule(j)
 				if rnd.IntN(abort) == 0 && !j.pDone {
 					c.aborted++
-					c.endP(j, Aborted)
+					c.endP(j, scheduler.Aborted)
 				}
 				if rnd.IntN(abort) == 0 && !j.dDone {
 					c.aborted++
-					c.endD(j, Aborted)
+					c.endD(j, scheduler.Aborted)
 				}
 			}
 			c.step()

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -18,7 +19,7 @@ import (
 // eventually waits until ok says true.
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !ok(); time.Sleep(2 * time.Millisecond) {
+	for end := time.Now().Add(60 * time.Second); !ok(); time.Sleep(2 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("timed out: %s", what)
 		}
@@ -30,7 +31,7 @@ func (x *pair) begin(t *testing.T, id, transferID string, blocks ...[]int) <-cha
 	t.Helper()
 	done := make(chan error, 1)
 	go func() {
-		failed, err := x.receiver.Pull(t.Context(), x.from, map[string]Wanted{id: {transferID, blocks}})
+		failed, err := x.receiver.Pull(t.Context(), x.from, map[string]wire.Wanted{id: {TransferID: transferID, Blocks: blocks}})
 		done <- errors.Join(err, failed[id])
 	}()
 	return done
@@ -86,9 +87,9 @@ func TestPullFirst(t *testing.T) {
 // One pull of several requests that become ready one by one, one of them never.
 func TestContinue(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second})
-	wanted := map[string]Wanted{}
+	wanted := map[string]wire.Wanted{}
 	for i := range 4 {
-		wanted[fmt.Sprint("d", i)] = Wanted{fmt.Sprint("x", i), [][]int{{2 * i, 2*i + 1}}}
+		wanted[fmt.Sprint("d", i)] = wire.Wanted{TransferID: fmt.Sprint("x", i), Blocks: [][]int{{2 * i, 2*i + 1}}}
 		x.sender.Expect(fmt.Sprint("p", i), fmt.Sprint("x", i))
 	}
 	if err := x.receiver.Start(x.from, wanted); err != nil {
@@ -264,20 +265,20 @@ func TestSenderAbort(t *testing.T) {
 	}
 	defer h.Close(t.Context())
 	x.sender.Offer("p1", "x1", [][]int{{5}})
-	pull := Pull{Host: x.receiver.host, Port: x.receiver.port, TPSize: 1, Wanted: map[string]Wanted{"d1": {"x1", [][]int{{1}}}}}
+	pull := wire.Pull{Host: x.receiver.host, Port: x.receiver.port, TPSize: 1, Wanted: map[string]wire.Wanted{"d1": {TransferID: "x1", Blocks: [][]int{{1}}}}}
 	for _, r := range x.d.Regions {
 		r.Base = region.Addr
 		pull.Regions = append(pull.Regions, r)
 	}
-	replies := make(chan *Reply, 4)
+	replies := make(chan *wire.Reply, 4)
 	dealer := zmtp.NewDealer(x.sender.Addr(), zmtp.DealerOptions{Handler: func(m zmtp.Message) {
-		y, err := DecodeReply(m[0], 0)
+		y, err := wire.DecodeReply(m[0], 0)
 		if err != nil {
 			t.Error(err)
 		}
 		replies <- y
 	}})
-	if err := errors.Join(dealer.Start(), dealer.Send(AppendPull(nil, &pull, 0))); err != nil {
+	if err := errors.Join(dealer.Start(), dealer.Send(wire.AppendPull(nil, &pull, 0))); err != nil {
 		t.Fatal(err)
 	}
 	defer dealer.Close()
@@ -287,7 +288,7 @@ func TestSenderAbort(t *testing.T) {
 		t.Fatalf("finished %v while its blocks are being read", got)
 	}
 	close(hold)
-	if y := <-replies; y.Status != StatusFinish || !slices.Equal(y.OK, []string{"d1"}) {
+	if y := <-replies; y.Status != wire.StatusFinish || !slices.Equal(y.OK, []string{"d1"}) {
 		t.Fatalf("reply %+v", y)
 	}
 	if got := x.sender.Finished(); !slices.Equal(got, []string{"p1"}) {
@@ -328,7 +329,7 @@ func TestDuplicatePulls(t *testing.T) {
 		t.Fatal(err)
 	}
 	x.sender.Offer("q", "y", [][]int{{6}})
-	failed, err := x.receiver.Pull(t.Context(), x.from, map[string]Wanted{"e": {"y", [][]int{{1}}}, "f": {"y", [][]int{{2}}}})
+	failed, err := x.receiver.Pull(t.Context(), x.from, map[string]wire.Wanted{"e": {TransferID: "y", Blocks: [][]int{{1}}}, "f": {TransferID: "y", Blocks: [][]int{{2}}}})
 	if err != nil || len(failed) != 0 {
 		t.Fatal(failed, err)
 	}
@@ -336,10 +337,10 @@ func TestDuplicatePulls(t *testing.T) {
 		t.Fatal("wrong bytes")
 	}
 	x.idle(t)
-	if err := x.receiver.Start(x.from, map[string]Wanted{"g": {"z", [][]int{{1}}}}); err != nil {
+	if err := x.receiver.Start(x.from, map[string]wire.Wanted{"g": {TransferID: "z", Blocks: [][]int{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
-	if err := x.receiver.Start(x.from, map[string]Wanted{"g": {"z", [][]int{{1}}}}); !errors.Is(err, ErrBusy) {
+	if err := x.receiver.Start(x.from, map[string]wire.Wanted{"g": {TransferID: "z", Blocks: [][]int{{1}}}}); !errors.Is(err, wire.ErrBusy) {
 		t.Fatal(err)
 	}
 }
@@ -373,30 +374,30 @@ func TestRequestsDoNotFit(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{})
 	x.sender.Offer("p", "x", [][]int{{1}})
 	x.sender.Offer("q", "y", [][]int{{2, 3}})
-	failed, err := x.receiver.Pull(t.Context(), x.from, map[string]Wanted{"d": {"x", [][]int{{1, 2}}}, "e": {"y", [][]int{{4, 5}}}})
+	failed, err := x.receiver.Pull(t.Context(), x.from, map[string]wire.Wanted{"d": {TransferID: "x", Blocks: [][]int{{1, 2}}}, "e": {TransferID: "y", Blocks: [][]int{{4, 5}}}})
 	if err != nil || len(failed) != 1 || !strings.Contains(failed["d"].Error(), "P num blocks less than D") {
 		t.Fatal(failed, err)
 	}
 	if !bytes.Equal(block(x.d, 0, 5), block(x.p, 0, 3)) {
 		t.Fatal("wrong bytes")
 	}
-	if err := x.receiver.Start(x.from, map[string]Wanted{"g": {"z", [][]int{{32}}}}); !errors.Is(err, ErrRange) {
+	if err := x.receiver.Start(x.from, map[string]wire.Wanted{"g": {TransferID: "z", Blocks: [][]int{{32}}}}); !errors.Is(err, wire.ErrRange) {
 		t.Fatal(err)
 	}
 	x.receiver.Results()
 	x.sender.Offer("r2", "u", [][]int{{4}})
-	err = x.receiver.Apply(&Metadata{Pulls: []PullMeta{ // one bad request keeps no other from its KV
+	err = x.receiver.Apply(&wire.Metadata{Pulls: []wire.PullMeta{ // one bad request keeps no other from its KV
 		{RequestID: "bad", TransferID: "v", Blocks: [][]int{{99}}, EngineID: x.from.EngineID, BootstrapAddr: x.from.Bootstrap},
 		{RequestID: "good", TransferID: "u", Blocks: [][]int{{6}}, EngineID: x.from.EngineID, BootstrapAddr: x.from.Bootstrap},
 	}})
-	if !errors.Is(err, ErrRange) || !strings.Contains(err.Error(), "bad") {
+	if !errors.Is(err, wire.ErrRange) || !strings.Contains(err.Error(), "bad") {
 		t.Fatal(err)
 	}
 	var settled []string
 	eventually(t, "both settle", func() bool {
 		r := x.receiver.Results()
 		settled = append(settled, r.Received...)
-		return len(settled) == 2 && (len(r.Failed) == 0 || errors.Is(r.Failed["bad"], ErrRange))
+		return len(settled) == 2 && (len(r.Failed) == 0 || errors.Is(r.Failed["bad"], wire.ErrRange))
 	})
 	if !bytes.Equal(block(x.d, 0, 6), block(x.p, 0, 4)) {
 		t.Fatal("wrong bytes")
@@ -425,8 +426,8 @@ func TestLayoutMiss(t *testing.T) {
 	if s := x.receiver.Stats(); s.Fenced != 0 || s.LayoutMisses != 1 || s.LayoutsSent != 2 || s.LayoutsNamed != 2 {
 		t.Fatalf("stats %+v", s)
 	}
-	twice := fakeP(t, func(peer *zmtp.Peer, _ *Pull) {
-		_ = peer.Send(AppendReply(nil, &Reply{Status: StatusLayoutMiss}))
+	twice := fakeP(t, func(peer *zmtp.Peer, _ *wire.Pull) {
+		_ = peer.Send(wire.AppendReply(nil, &wire.Reply{Status: wire.StatusLayoutMiss}))
 	})
 	x.dir.show("twice", twice)
 	x.from.EngineID = "twice"
@@ -440,7 +441,7 @@ func TestOddReplies(t *testing.T) {
 	f := func(want error, replies ...[]byte) {
 		t.Helper()
 		x := small(t, SenderOptions{}, ReceiverOptions{Attempts: 1, Timeout: 500 * time.Millisecond, ArrivalTimeout: 100 * time.Millisecond})
-		addr := fakeP(t, func(peer *zmtp.Peer, _ *Pull) {
+		addr := fakeP(t, func(peer *zmtp.Peer, _ *wire.Pull) {
 			for _, b := range replies {
 				_ = peer.Send(b)
 			}
@@ -452,13 +453,13 @@ func TestOddReplies(t *testing.T) {
 			t.Errorf("%v, want %v", err, want)
 		}
 	}
-	reply := func(y Reply) []byte { return AppendReply(nil, &y) }
-	f(ErrPeer, reply(Reply{Status: StatusFinish}))
-	f(ErrPeer, reply(Reply{Status: StatusFinish, OK: []string{"other"}}))
-	f(ErrPeer, reply(Reply{Status: StatusError}))
-	f(ErrUnconfirmed, reply(Reply{Status: StatusFinish, OK: []string{"d"}, Failed: nil})) // and wrote nothing
-	f(ErrPeer, reply(Reply{Status: StatusContinue, OK: []string{"d"}, Failed: []string{"d"}}))
-	f(ErrTimeout, reply(Reply{Status: StatusContinue}))
+	reply := func(y wire.Reply) []byte { return wire.AppendReply(nil, &y) }
+	f(ErrPeer, reply(wire.Reply{Status: wire.StatusFinish}))
+	f(ErrPeer, reply(wire.Reply{Status: wire.StatusFinish, OK: []string{"other"}}))
+	f(ErrPeer, reply(wire.Reply{Status: wire.StatusError}))
+	f(ErrUnconfirmed, reply(wire.Reply{Status: wire.StatusFinish, OK: []string{"d"}, Failed: nil})) // and wrote nothing
+	f(ErrPeer, reply(wire.Reply{Status: wire.StatusContinue, OK: []string{"d"}, Failed: []string{"d"}}))
+	f(ErrTimeout, reply(wire.Reply{Status: wire.StatusContinue}))
 	f(ErrLost, []byte{0xc1})
 	f(ErrLost, []byte{})
 }
@@ -474,10 +475,10 @@ func TestRandomMessages(t *testing.T) {
 	}
 	defer dealer.Close()
 	rng := rand.New(rand.NewPCG(7, 7))
-	good := Pull{Host: "127.0.0.1", Port: 1, TPSize: 1, Wanted: map[string]Wanted{"d": {"none", [][]int{{1, 2}}}}, Regions: x.d.Regions}
+	good := wire.Pull{Host: "127.0.0.1", Port: 1, TPSize: 1, Wanted: map[string]wire.Wanted{"d": {TransferID: "none", Blocks: [][]int{{1, 2}}}}, Regions: x.d.Regions}
 	const n = 10000
 	for i := range n {
-		b := AppendPull(nil, &good, 0)
+		b := wire.AppendPull(nil, &good, 0)
 		switch i % 4 {
 		case 0:
 			b = make([]byte, rng.IntN(200))

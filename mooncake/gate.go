@@ -12,17 +12,17 @@ const (
 	// MaxPullBytes bounds a message of the side channel: some 100 requests of a
 	// million tokens fit.
 	MaxPullBytes = 8 << 20
-	// MaxPendingBytes bounds the messages of all pulls in progress at one worker.
-	MaxPendingBytes = 256 << 20
+	// maxPendingBytes bounds the messages of all pulls in progress at one worker.
+	maxPendingBytes = 256 << 20
 )
 
-// errEvicted is why a pull ended that had to make room for another peer's.
+// errEvicted ends a pull to make room for another peer's.
 var errEvicted = errors.New("mooncake: too many pulls at once: this one made room for another")
 
 // Gate bounds the pulls in progress at one side channel: their number, and the bytes
-// of their messages, MaxPendingBytes. When it is full a pull that waits for a transfer
-// nobody has heard of gives way, then one of the peer that has most; a peer that has
-// most itself is refused. Its methods are safe for concurrent use.
+// of their messages (maxPendingBytes). A full Gate evicts a pull that waits for
+// unknown transfers only; else a pull of the peer that has most. It refuses the peer
+// that itself has most. Its methods are safe for concurrent use.
 type Gate struct {
 	max int // immutable
 
@@ -54,9 +54,9 @@ func NewGate(pulls int) *Gate {
 	return g
 }
 
-// Enter lets a pull of peer in, whose message has size bytes, or says why not. It
-// never waits. The caller calls Leave once, when the pull has ended; evict shall end
-// it, and may be called once, from any goroutine.
+// Enter admits a pull of peer whose message has size bytes, or returns why not. It
+// never waits. The caller calls Leave once, when the pull has ended. The Gate may call
+// evict once, from any goroutine; evict ends the pull.
 func (g *Gate) Enter(peer string, size int, evict func(error)) (*Ticket, error) {
 	t := &Ticket{g: g, peer: peer, size: int64(size), evict: evict}
 	var out []*Ticket
@@ -67,7 +67,7 @@ func (g *Gate) Enter(peer string, size int, evict func(error)) (*Ticket, error) 
 	}()
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	for len(g.mu.in) >= g.max || g.mu.bytes+t.size > MaxPendingBytes {
+	for len(g.mu.in) >= g.max || g.mu.bytes+t.size > maxPendingBytes {
 		o := g.victimLocked(peer)
 		if o == nil {
 			return nil, fmt.Errorf("mooncake: %d pulls and %d bytes of pulls at once, %d of this peer: no more are taken",
@@ -84,9 +84,9 @@ func (g *Gate) Enter(peer string, size int, evict func(error)) (*Ticket, error) 
 	return t, nil
 }
 
-// victimLocked returns the pull that makes room for one of peer, or nil: the oldest
-// idle one of the peer that has most; else the newest one of the peer that has most,
-// and at least two more than peer.
+// victimLocked returns the pull to evict for one of peer, or nil. It chooses among idle
+// pulls the oldest one of the peer that has most. If none is idle, it chooses the newest
+// one of the peer that has most, if that has at least two more than peer.
 func (g *Gate) victimLocked(peer string) *Ticket {
 	var idle, other *Ticket
 	for t := range g.mu.in {
@@ -119,14 +119,14 @@ func (g *Gate) removeLocked(t *Ticket) {
 	}
 }
 
-// Idle says whether the pull waits only for transfers that nobody has heard of.
+// Idle records whether the pull waits only for transfers that P does not know.
 func (t *Ticket) Idle(idle bool) {
 	t.g.mu.Lock()
 	defer t.g.mu.Unlock()
 	t.idle = idle
 }
 
-// Leave ends the pull's stay.
+// Leave takes the pull out of the Gate.
 func (t *Ticket) Leave() {
 	t.g.mu.Lock()
 	defer t.g.mu.Unlock()
@@ -140,9 +140,9 @@ func (g *Gate) Len() int {
 	return len(g.mu.in)
 }
 
-// Conns bounds the connections of a side channel without letting those that say
-// nothing keep others out: when there are too many, the one that has been idle for
-// longest is closed. Its methods are safe for concurrent use.
+// Conns bounds the connections of a side channel. At the limit it closes the connection
+// that has been idle for longest, so that silent peers cannot keep others out. Its
+// methods are safe for concurrent use.
 type Conns struct {
 	max int // immutable
 
@@ -167,9 +167,9 @@ func NewConns(max int) *Conns {
 
 // Options adds the bound to a router's options.
 func (c *Conns) Options(o zmtp.RouterOptions) zmtp.RouterOptions {
-	o.MaxPeers = 2 * c.max // those that are in their handshake count there
+	o.MaxPeers = 2 * c.max // the router also counts connections in their handshake
 	o.OnConnect = c.connected
-	o.OnDisconnect = func(p *zmtp.Peer, _ error) { c.gone(p) }
+	o.OnDisconnect = func(p *zmtp.Peer, _ error) { c.disconnected(p) }
 	return o
 }
 
@@ -192,13 +192,13 @@ func (c *Conns) connected(p *zmtp.Peer) {
 	}
 }
 
-func (c *Conns) gone(p *zmtp.Peer) {
+func (c *Conns) disconnected(p *zmtp.Peer) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.mu.all, p)
 }
 
-// Begin notes that a pull of p begins; the function it returns, that it has ended.
+// Begin records that a pull of p begins. The caller calls end when it has ended.
 func (c *Conns) Begin(p *zmtp.Peer) (end func()) {
 	c.add(p, 1)
 	return func() { c.add(p, -1) }

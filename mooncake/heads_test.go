@@ -1,13 +1,12 @@
 package mooncake
 
 import (
-	"fmt"
 	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
@@ -129,7 +128,7 @@ func TestHeadsOfUnequalTP(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			failed, err := r.Pull(t.Context(), Source{EngineID: "e", Bootstrap: web.URL}, map[string]Wanted{"d": {"x", [][]int{{2, 3}}}})
+			failed, err := r.Pull(t.Context(), Source{EngineID: "e", Bootstrap: web.URL}, map[string]wire.Wanted{"d": {TransferID: "x", Blocks: [][]int{{2, 3}}}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -179,71 +178,10 @@ func TestUnknownHeadsAreNotCut(t *testing.T) {
 	}
 	half := c.Regions[0]
 	half.Payload, half.Stride = half.Payload/2, half.Stride/2
-	if _, err := PlanPush(c, Peer{TPSize: 1}, Peer{TPSize: 2}, []Region{half}); err == nil || !strings.Contains(err.Error(), "not known") {
+	if _, err := PlanPush(c, Peer{TPSize: 1}, Peer{TPSize: 2}, []wire.Region{half}); err == nil || !strings.Contains(err.Error(), "not known") {
 		t.Fatal(err)
 	}
 	if _, err := PlanPush(c, Peer{TPSize: 1}, Peer{TPSize: 1}, c.Regions); err != nil {
 		t.Fatal(err)
-	}
-}
-
-// What the original of V1 registers: FlashAttention's tensors in either order of heads
-// and tokens, FlashInfer's, MLA's.
-func TestLayoutsOfV1(t *testing.T) {
-	const n, tokens, heads, size = 8, 16, 2, 4
-	mem := make([]byte, 2*n*tokens*heads*size*2)
-	f := func(name string, x Tensor, regions int, payload uint64) {
-		t.Helper()
-		x.Layer, x.Element = "l", 2
-		c, err := NewCacheV1([][]byte{mem}, []Tensor{x}, Cache{})
-		if err != nil || len(c.Regions) != regions || c.Regions[0].Payload != payload || c.Regions[0].Stride != payload {
-			t.Errorf("%s: %+v, %v", name, c, err)
-		}
-	}
-	const plane = tokens * heads * size
-	f("tokens first", Tensor{Shape: []int{2, n, tokens, heads, size}, Stride: []int{n * plane, plane, heads * size, size, 1}}, 2, 2*plane)
-	f("heads first", Tensor{Shape: []int{2, n, tokens, heads, size}, Stride: []int{n * plane, plane, size, tokens * size, 1}}, 2, 2*plane)
-	f("FlashInfer", Tensor{Shape: []int{n, 2, tokens, heads, size}, Stride: []int{2 * plane, plane, heads * size, size, 1}}, 1, 4*plane)
-	f("MLA", Tensor{Kind: MLATensor, Shape: []int{n, tokens, heads * size}, Stride: []int{plane, heads * size, 1}}, 1, 2*plane)
-}
-
-// V1 knows no windows: P offers all blocks, and D asks for all of them.
-func TestV1DoesNotClipWindows(t *testing.T) {
-	all := [][]int{{1, 2, 3, 4, 5, 6, 7, 8, 9, 10}}
-	group := []CacheGroup{{Group: coordinator.Group{Kind: coordinator.SlidingWindow, Block: 16, Window: 32}}}
-	for _, faithful := range []bool{true, false} {
-		d, err := NewScheduler(SchedulerOptions{Dialect: V1, Role: Consumer, Faithful: faithful, Groups: group})
-		if err != nil {
-			t.Fatal(err)
-		}
-		r := &Request{ID: "r", PromptTokens: 160, Params: RemotePrefillV1("h", 1)}
-		if _, err := d.Match(r, 0); err != nil {
-			t.Fatal(err)
-		}
-		if err := d.Allocated(r, all, 160); err != nil {
-			t.Fatal(err)
-		}
-		m, err := d.Build()
-		if err != nil || len(m.Pulls) != 1 || fmt.Sprint(m.Pulls[0].Blocks) != fmt.Sprint(all) {
-			t.Fatalf("D asks for %+v, %v", m, err)
-		}
-		p, err := NewScheduler(SchedulerOptions{Dialect: V1, Role: Producer, Host: "h", Port: 1, Faithful: faithful, Groups: group})
-		if err != nil {
-			t.Fatal(err)
-		}
-		r = &Request{ID: "r", PromptTokens: 160, Params: RemoteDecode("")}
-		if err := p.Allocated(r, nil, 0); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := p.Build(); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := p.Finish(r, LengthCapped, all); err != nil {
-			t.Fatal(err)
-		}
-		m, err = p.Build()
-		if err != nil || len(m.Sends) != 1 || fmt.Sprint(m.Sends[0].Blocks) != fmt.Sprint(all) {
-			t.Fatalf("P offers %+v, %v", m, err)
-		}
 	}
 }

@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
 var errLayoutMiss = errors.New("layout not cached")
@@ -25,7 +27,7 @@ func (e *layoutMissError) Is(target error) bool { return target == errLayoutMiss
 
 const (
 	maxLayouts = 1024 // plans that a P keeps, as vLLM does
-	maxOfOneD  = 64   // of them, of one D's host and port
+	maxOfOneD  = 64   // of them, for one D's host and port
 )
 
 // layoutKey names one D worker's layout.
@@ -36,8 +38,8 @@ type layoutKey struct {
 	id             uint64
 }
 
-// layoutCache keeps the plans for layouts that D may name without sending them;
-// the longest unused one goes first. The zero value is ready.
+// layoutCache keeps the plans for layouts that D has sent, so that D may only name
+// them later. It evicts the least recently used one. The zero value is ready.
 type layoutCache struct {
 	mu struct { // a leaf
 		sync.Mutex
@@ -103,7 +105,7 @@ func (k *layoutKey) d() string { return net.JoinHostPort(k.host, strconv.Itoa(k.
 
 // prepare checks that D's worker and memory fit this one and plans the push, in
 // vLLM's order of checks.
-func (s *Sender) prepare(p *pulling) error {
+func (s *Sender) prepare(p *pullAnswer) error {
 	pull, self := p.pull, s.o.Self
 	remote := Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: max(pull.PPSize, 1)}
 	paired, err := pairedRanks(self.TPRank, self.TPSize, remote.TPSize)
@@ -129,8 +131,8 @@ func (s *Sender) prepare(p *pulling) error {
 }
 
 // PlanPush plans pushes from the memory c of the P worker self to regions of the D
-// worker remote. An error that says that they do not fit is a *LayoutError.
-func PlanPush(c *Cache, self, remote Peer, regions []Region) (*PushPlan, error) {
+// worker remote. It returns a *LayoutError if they do not fit.
+func PlanPush(c *Cache, self, remote Peer, regions []wire.Region) (*PushPlan, error) {
 	if self.PPSize != remote.PPSize && (c.Opaque || slices.ContainsFunc(regions, wholeRow)) {
 		return nil, layoutError("Mooncake non-page-contiguous packed regions keep only the first layer name, "+
 			"so they cannot be aligned across PP sizes %d and %d.", self.PPSize, remote.PPSize)
@@ -158,7 +160,7 @@ func PlanPush(c *Cache, self, remote Peer, regions []Region) (*PushPlan, error) 
 }
 
 // wholeRow says whether a region is a row of several layers under one name.
-func wholeRow(r Region) bool { return r.RowOffset == 0 && r.Payload == r.Stride }
+func wholeRow(r wire.Region) bool { return r.RowOffset == 0 && r.Payload == r.Stride }
 
 // pyList writes numbers as Python writes a list of them.
 func pyList(l []int) string {

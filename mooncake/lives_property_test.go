@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -208,7 +209,7 @@ func (f *fleet) pull() {
 		d.blocks[b] = fleetBlock{pull: id, holds: q.what, index: more + i}
 	}
 	d.pulls[id] = q
-	if err := d.receiver.Start(Source{EngineID: p.id, Bootstrap: f.web}, map[string]Wanted{id: {id, [][]int{blocks}}}); err != nil {
+	if err := d.receiver.Start(Source{EngineID: p.id, Bootstrap: f.web}, map[string]wire.Wanted{id: {TransferID: id, Blocks: [][]int{blocks}}}); err != nil {
 		f.t.Fatal(err)
 	}
 }
@@ -330,8 +331,8 @@ func TestFleet(t *testing.T) {
 	for seed := range uint64(2) {
 		f := newFleet(t, seed, 3, 3)
 		var mu sync.Mutex
-		var kept []*Pull
-		rogue := fakeP(t, func(_ *zmtp.Peer, p *Pull) {
+		var kept []*wire.Pull
+		rogue := fakeP(t, func(_ *zmtp.Peer, p *wire.Pull) {
 			mu.Lock()
 			defer mu.Unlock()
 			kept = append(kept, p)
@@ -349,7 +350,7 @@ func TestFleet(t *testing.T) {
 			garbage := bytes.Repeat([]byte{0xEE}, fleetPayload)
 			for ctx.Err() == nil {
 				mu.Lock()
-				pulls := append([]*Pull(nil), kept...)
+				pulls := append([]*wire.Pull(nil), kept...)
 				mu.Unlock()
 				for _, p := range pulls {
 					var batch []transfer.Entry
@@ -448,7 +449,7 @@ func (f *fleet) rogue(d *fleetD, addr, id string, mu *sync.Mutex, stalled map[st
 	text := f.dir.text
 	f.dir.text = fmt.Sprintf(`{"9":{"engine_id":"rogue","worker_addr":{"0":{"0":%q}}}}`, addr)
 	f.dir.mu.Unlock()
-	if err := d.receiver.Start(Source{EngineID: "rogue", Bootstrap: f.web}, map[string]Wanted{id: {id, [][]int{blocks}}}); err != nil {
+	if err := d.receiver.Start(Source{EngineID: "rogue", Bootstrap: f.web}, map[string]wire.Wanted{id: {TransferID: id, Blocks: [][]int{blocks}}}); err != nil {
 		f.t.Fatal(err)
 	}
 	for i := range 5000 {

@@ -9,13 +9,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 // write is what a P pushes for one request of a pull: every block of it, filled
 // with one byte.
-func write(c *transfer.Client, t *testing.T, p *Pull, id string, fill byte) error {
+func write(c *transfer.Client, t *testing.T, p *wire.Pull, id string, fill byte) error {
 	var batch []transfer.Entry
 	for _, g := range p.Regions {
 		for _, b := range p.Wanted[id].Blocks[g.Group] {
@@ -26,12 +27,12 @@ func write(c *transfer.Client, t *testing.T, p *Pull, id string, fill byte) erro
 }
 
 // ok answers a pull: all of it is filled.
-func ok(peer *zmtp.Peer, p *Pull) {
-	y := Reply{Status: StatusFinish}
+func ok(peer *zmtp.Peer, p *wire.Pull) {
+	y := wire.Reply{Status: wire.StatusFinish}
 	for id := range p.Wanted {
 		y.OK = append(y.OK, id)
 	}
-	_ = peer.Send(AppendReply(nil, &y))
+	_ = peer.Send(wire.AppendReply(nil, &y))
 	peer.Flush()
 }
 
@@ -40,11 +41,11 @@ func ok(peer *zmtp.Peer, p *Pull) {
 func TestWritesForAnEarlierLife(t *testing.T) {
 	type asked struct {
 		peer *zmtp.Peer
-		pull *Pull
+		pull *wire.Pull
 	}
 	pulls := make(chan asked, 8)
 	x := small(t, SenderOptions{}, ReceiverOptions{})
-	addr := fakeP(t, func(peer *zmtp.Peer, p *Pull) {
+	addr := fakeP(t, func(peer *zmtp.Peer, p *wire.Pull) {
 		if !empty(p.Wanted["d"].Blocks) {
 			pulls <- asked{peer, p}
 		}
@@ -54,7 +55,7 @@ func TestWritesForAnEarlierLife(t *testing.T) {
 	p := transfer.New(transfer.Options{})
 	defer p.Close()
 	var o transfer.TargetOptions
-	var old []*Pull
+	var old []*wire.Pull
 	for life := range 3 {
 		target, err := transfer.Listen(o, transfer.NewTable())
 		if err != nil {
@@ -78,7 +79,7 @@ func TestWritesForAnEarlierLife(t *testing.T) {
 		late()
 		done := make(chan error, 1)
 		go func() {
-			failed, err := r.Pull(t.Context(), from, map[string]Wanted{"d": {fmt.Sprint("x", life), [][]int{{1, 2}}}})
+			failed, err := r.Pull(t.Context(), from, map[string]wire.Wanted{"d": {TransferID: fmt.Sprint("x", life), Blocks: [][]int{{1, 2}}}})
 			done <- errors.Join(err, failed["d"])
 		}()
 		now := <-pulls

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// LogLimit lets a few log lines per second through: what peers can cause any number of
-// times. The zero value is ready; its methods are safe for concurrent use.
+// LogLimit limits log lines that peers can cause to 10 per second. The zero value is
+// ready; its methods are safe for concurrent use.
 type LogLimit struct {
 	mu struct {
 		sync.Mutex
@@ -33,8 +33,8 @@ func (l *LogLimit) Warn(log *slog.Logger, msg string, args ...any) {
 	log.Warn(msg, args...)
 }
 
-// some returns the first of a list of names, for a log line.
-func some(names []string) string {
+// SomeNames returns the first of a list of names, for a log line.
+func SomeNames(names []string) string {
 	const most = 4
 	text := strings.Join(names[:min(most, len(names))], " ")
 	if len(names) > most {
@@ -43,8 +43,8 @@ func some(names []string) string {
 	return text
 }
 
-// allow says whether a line may be logged now, and how many were not since the last
-// one that was.
+// allow says whether a line may be logged now, and how many lines it suppressed since
+// the last one.
 func (l *LogLimit) allow() (ok bool, hidden int) {
 	now := time.Now().Unix()
 	l.mu.Lock()

@@ -30,7 +30,7 @@ func TestLogLimit(t *testing.T) {
 			t.Fatal(out.String())
 		}
 	})
-	if got := some([]string{"a", "b", "c", "d", "e", "f"}); got != "a b c d and 2 more" {
+	if got := SomeNames([]string{"a", "b", "c", "d", "e", "f"}); got != "a b c d and 2 more" {
 		t.Fatal(got)
 	}
 }

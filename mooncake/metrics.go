@@ -1,55 +1,47 @@
 package mooncake
 
 import (
+	"sync/atomic"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
+	"github.com/kvasir-kv/kvasir/internal/histogram"
 )
 
-// Metrics are the connector's Prometheus metrics, under vLLM's names, so that
-// dashboards keep working. Senders and Receivers of one process may share one; a
+// Metrics count what Senders and Receivers do. Those of one process may share one; a
 // nil one counts nothing.
 type Metrics struct {
-	seconds, bytes, descriptors          prometheus.Histogram
-	failedPushes, failedRecvs, expiredKV prometheus.Counter
+	times, bytes, descriptors            *histogram.Histogram
+	failedPushes, failedRecvs, expiredKV atomic.Uint64
 }
 
-// NewMetrics returns metrics at zero; register it with Prometheus.
+// NewMetrics returns metrics at zero.
 func NewMetrics() *Metrics {
-	histogram := func(name, help string, buckets []float64) prometheus.Histogram {
-		return prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets})
+	powers := func(bound int64) (bounds []int64) {
+		for range 10 {
+			bounds = append(bounds, bound)
+			bound *= 4
+		}
+		return bounds
 	}
-	counter := func(name, help string) prometheus.Counter {
-		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
-	}
-	return &Metrics{
-		seconds: histogram("vllm:mooncake_xfer_time_seconds", "Time of one push of KV blocks.",
-			[]float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10}),
-		bytes: histogram("vllm:mooncake_bytes_transferred", "Bytes of one push of KV blocks.",
-			prometheus.ExponentialBuckets(64<<10, 4, 10)),
-		descriptors: histogram("vllm:mooncake_num_descriptors", "Descriptors of one push of KV blocks.",
-			prometheus.ExponentialBuckets(1, 4, 10)),
-		failedPushes: counter("vllm:mooncake_num_failed_transfers", "Pushes that the transfer engine failed."),
-		failedRecvs:  counter("vllm:mooncake_num_failed_recvs", "Requests whose KV did not arrive."),
-		expiredKV:    counter("vllm:mooncake_num_kv_expired_reqs", "Requests whose KV nobody pulled in time."),
-	}
+	return &Metrics{times: histogram.Times(), bytes: histogram.New(1, powers(64<<10)...), descriptors: histogram.New(1, powers(1)...)}
 }
 
-func (m *Metrics) all() []prometheus.Collector {
-	return []prometheus.Collector{m.seconds, m.bytes, m.descriptors, m.failedPushes, m.failedRecvs, m.expiredKV}
+// MetricsStats are the figures of Metrics, under vLLM's names, so that dashboards keep
+// working.
+type MetricsStats struct {
+	PushTimes       histogram.Counts `histogram:"vllm:mooncake_xfer_time_seconds" help:"Time of one push of KV blocks."`
+	PushBytes       histogram.Counts `histogram:"vllm:mooncake_bytes_transferred" help:"Bytes of one push of KV blocks."`
+	PushDescriptors histogram.Counts `histogram:"vllm:mooncake_num_descriptors" help:"Descriptors of one push of KV blocks."`
+	FailedPushes    uint64           `counter:"vllm:mooncake_num_failed_transfers" help:"Pushes that the transfer engine failed."`
+	FailedRecvs     uint64           `counter:"vllm:mooncake_num_failed_recvs" help:"Requests whose KV did not arrive; D computes them."`
+	ExpiredKV       uint64           `counter:"vllm:mooncake_num_kv_expired_reqs" help:"Requests whose KV nobody pulled in time."`
 }
 
-// Describe implements prometheus.Collector.
-func (m *Metrics) Describe(ch chan<- *prometheus.Desc) {
-	for _, c := range m.all() {
-		c.Describe(ch)
-	}
-}
-
-// Collect implements prometheus.Collector.
-func (m *Metrics) Collect(ch chan<- prometheus.Metric) {
-	for _, c := range m.all() {
-		c.Collect(ch)
+// Stats returns the figures.
+func (m *Metrics) Stats() MetricsStats {
+	return MetricsStats{
+		PushTimes: m.times.Counts(), PushBytes: m.bytes.Counts(), PushDescriptors: m.descriptors.Counts(),
+		FailedPushes: m.failedPushes.Load(), FailedRecvs: m.failedRecvs.Load(), ExpiredKV: m.expiredKV.Load(),
 	}
 }
 
@@ -58,25 +50,26 @@ func (m *Metrics) Pushed(d time.Duration, bytes int64, descriptors int) {
 	if m == nil {
 		return
 	}
-	m.seconds.Observe(d.Seconds())
-	m.bytes.Observe(float64(bytes))
-	m.descriptors.Observe(float64(descriptors))
+	m.times.Took(d)
+	m.bytes.Observe(bytes)
+	m.descriptors.Observe(int64(descriptors))
 }
 
 func (m *Metrics) failPush() {
 	if m != nil {
-		m.failedPushes.Inc()
+		m.failedPushes.Add(1)
 	}
 }
 
 func (m *Metrics) failRecv() {
 	if m != nil {
-		m.failedRecvs.Inc()
+		m.failedRecvs.Add(1)
 	}
 }
 
-func (m *Metrics) expire() {
+// Expire counts a request whose KV nobody pulled in time.
+func (m *Metrics) Expire() {
 	if m != nil {
-		m.expiredKV.Inc()
+		m.expiredKV.Add(1)
 	}
 }

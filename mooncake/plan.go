@@ -1,6 +1,10 @@
 package mooncake
 
-import "slices"
+import (
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+)
 
 // GroupKind says what the blocks of a KV cache group are.
 type GroupKind int
@@ -54,8 +58,8 @@ func planSlice(p, d Peer, pLen, dLen uint64, replicated bool, heads int) (sliceP
 	return whole, nil
 }
 
-// PushPlan is how one P worker fills the memory of one D worker: all that does not
-// depend on the request. It is immutable.
+// PushPlan describes how one P worker fills the memory of one D worker, apart from the
+// blocks of a request. It is immutable.
 type PushPlan struct {
 	pairs   []regionPair
 	slices  []slicePlan // of each pair
@@ -77,7 +81,7 @@ func (e requestError) Error() string { return string(e) }
 const (
 	errGroupCount requestError = "KV group count mismatch"
 	errFewBlocks  requestError = "P num blocks less than D"
-	errGivenUp    requestError = "P gave the request up" // ours
+	errGaveUp     requestError = "P gave the request up" // ours
 )
 
 func newPushPlan(pairs []regionPair, p, d Peer, replicated bool, heads int, kinds []GroupKind, perUnit int) (*PushPlan, error) {
@@ -116,11 +120,11 @@ func (s *slicePlan) check(r *regionPair) error {
 // Append adds the descriptors that fill D's blocks from P's, both lists of ids by
 // KV cache group. D may want fewer blocks than P has: it gets P's last ones.
 //
-// A *LayoutError ends the pull; another error concerns this request, of which
-// nothing was added.
+// A *LayoutError ends the pull. Any other error concerns only this request; the caller
+// drops what Append added for it.
 func (plan *PushPlan) Append(out []Descriptor, own, wanted [][]int) ([]Descriptor, error) {
 	if empty(wanted) {
-		return out, nil // D only wants P to let go
+		return out, nil // D only wants P to free its blocks
 	}
 	src, dst, err := plan.match(own, wanted)
 	if err != nil || empty(src) {
@@ -194,9 +198,9 @@ func expand(ids []int, n int) []int {
 	return out
 }
 
-// regionBlocks returns the ids of the region's group, or of the groups sharing it.
-func regionBlocks(byGroup [][]int, r *Region) ([]int, error) {
-	if r.Group != SharedGroup {
+// regionBlocks returns the ids of the region's group, or of all groups that share it.
+func regionBlocks(byGroup [][]int, r *wire.Region) ([]int, error) {
+	if r.Group != wire.SharedGroup {
 		if r.Group < 0 || r.Group >= len(byGroup) {
 			return nil, layoutError("Transfer region references a missing KV group.")
 		}
@@ -215,8 +219,8 @@ func regionBlocks(byGroup [][]int, r *Region) ([]int, error) {
 	return ids, nil
 }
 
-// copies adds the descriptors of one region: one per span of ids that ascend by one
-// on both sides, if whole strides are copied, else one per block.
+// copies adds the descriptors of one region. If whole strides are copied, it adds one
+// per span of ids that ascend by one on both sides, otherwise one per block.
 func (s *slicePlan) copies(out []Descriptor, r *regionPair, from, to []int) ([]Descriptor, error) {
 	one := func(i, n int) Descriptor {
 		return Descriptor{

@@ -1,21 +1,25 @@
 package mooncake
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
-// pusher writes batches from one worker's memory, a bounded number at a time to each
-// worker of D: one that is slow or dead holds up nobody else.
-type pusher struct {
+// Pusher writes batches from one worker's memory. It bounds the pushes to each worker of
+// D separately, so that a slow or dead one delays no other.
+type Pusher struct {
 	cache   *Cache
 	client  *transfer.Client
 	metrics *Metrics
+	log     *slog.Logger
 	perPeer int // pushes at a time
 
 	mu struct { // a leaf
@@ -26,26 +30,28 @@ type pusher struct {
 	pushed, bytes, descriptors, failed, planning, pushing atomic.Int64
 }
 
-func newPusher(c *Cache, o SenderOptions) *pusher {
-	w := &pusher{cache: c, client: o.Transfer, metrics: o.Metrics, perPeer: o.Workers}
+// NewPusher returns a Pusher of a Sender's memory; of o it takes Transfer, Workers and
+// Metrics.
+func NewPusher(c *Cache, o SenderOptions) *Pusher {
+	w := &Pusher{cache: c, client: o.Transfer, metrics: o.Metrics, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)), perPeer: o.Workers}
 	w.mu.peers = make(map[string]*pushPeer)
 	return w
 }
 
-// pushPeer is a D worker that is pushed to, or waited for.
+// pushPeer is a D worker with pushes that run or wait.
 type pushPeer struct {
 	slots chan struct{}
 
-	// Guarded by pusher.mu.
+	// Guarded by Pusher.mu.
 	users   int
-	stalled chan struct{} // closed when a push made no progress; then a new one
+	stalled chan struct{} // closed, and replaced, when a push makes no progress
 }
 
 var errStalledPeer = errors.New("mooncake: D takes no bytes")
 
-// enter waits for a place among the pushes to one D worker. Those that wait while a
-// push stalls fail with it, instead of stalling one after the other.
-func (w *pusher) enter(ctx context.Context, segment string) (p *pushPeer, err error) {
+// enter waits for a slot among the pushes to one D worker. When a push stalls, those
+// that wait fail with it, instead of stalling one after the other.
+func (w *Pusher) enter(ctx context.Context, segment string) (p *pushPeer, err error) {
 	w.mu.Lock()
 	if p = w.mu.peers[segment]; p == nil {
 		p = &pushPeer{slots: make(chan struct{}, w.perPeer), stalled: make(chan struct{})}
@@ -66,7 +72,7 @@ func (w *pusher) enter(ctx context.Context, segment string) (p *pushPeer, err er
 	return nil, err
 }
 
-func (w *pusher) leave(segment string, p *pushPeer, err error) {
+func (w *Pusher) leave(segment string, p *pushPeer, err error) {
 	if errors.Is(err, transfer.ErrStalled) {
 		w.mu.Lock()
 		close(p.stalled)
@@ -77,7 +83,7 @@ func (w *pusher) leave(segment string, p *pushPeer, err error) {
 	w.forget(segment, p)
 }
 
-func (w *pusher) forget(segment string, p *pushPeer) {
+func (w *Pusher) forget(segment string, p *pushPeer) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if p.users--; p.users == 0 {
@@ -85,9 +91,10 @@ func (w *pusher) forget(segment string, p *pushPeer) {
 	}
 }
 
-// write writes a batch to a transfer engine. errs has one result per descriptor; err
-// means that nothing was sent. planned is the time that the batch has cost already.
-func (w *pusher) write(ctx context.Context, segment string, batch []Descriptor, planned time.Duration) (errs []error, err error) {
+// Write writes a batch to the transfer engine at segment. errs has one result per
+// descriptor; err means that nothing was sent. planned is the planning time so far, for
+// the statistics.
+func (w *Pusher) Write(ctx context.Context, segment string, batch []Descriptor, planned time.Duration) (errs []error, err error) {
 	place, err := w.enter(ctx, segment)
 	if err != nil {
 		w.fail()
@@ -102,21 +109,24 @@ func (w *pusher) write(ctx context.Context, segment string, batch []Descriptor, 
 		mem := w.cache.Bytes(d.Src, d.Len)
 		if mem == nil {
 			w.fail()
-			return nil, refusef(CodeRange, "%d bytes at %#x are not in the KV cache", d.Len, d.Src)
+			return nil, wire.Refusef(wire.CodeRange, "%d bytes at %#x are not in the KV cache", d.Len, d.Src)
 		}
 		entries[i] = transfer.Entry{Local: mem, Remote: d.Dst}
 		total += int64(len(mem))
 	}
 	w.planning.Add(int64(planned + time.Since(start)))
+	w.log.Debug("Sending kv_caches", "to", segment, "descriptors", len(batch), "bytes", total)
 	start = time.Now()
 	err = w.client.Write(ctx, segment, entries)
 	sent = err
-	w.pushing.Add(int64(time.Since(start)))
+	took := time.Since(start)
+	w.pushing.Add(int64(took))
+	w.log.Debug("Sending kv_caches done", "to", segment, "took", took, "err", err)
 	if err == nil {
 		w.pushed.Add(1)
 		w.bytes.Add(total)
 		w.descriptors.Add(int64(len(batch)))
-		w.metrics.Pushed(time.Since(start), total, len(batch))
+		w.metrics.Pushed(took, total, len(batch))
 		return make([]error, len(batch)), nil
 	}
 	w.fail()
@@ -126,7 +136,13 @@ func (w *pusher) write(ctx context.Context, segment string, batch []Descriptor, 
 	return nil, err
 }
 
-func (w *pusher) fail() {
+func (w *Pusher) fail() {
 	w.failed.Add(1)
 	w.metrics.failPush()
+}
+
+// Count adds what was pushed to a Sender's counters.
+func (w *Pusher) Count(s *SenderStats) {
+	s.Pushed, s.Bytes, s.Descriptors = w.pushed.Load(), w.bytes.Load(), w.descriptors.Load()
+	s.FailedPushes, s.PlanningNanos, s.PushingNanos = w.failed.Load(), w.planning.Load(), w.pushing.Load()
 }

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
@@ -27,24 +28,26 @@ type ReceiverOptions struct {
 	// does not close it.
 	Target *transfer.Target
 
-	// Release is that of P's vLLM, when it is older than 0.20; default newest.
-	Release Release
+	// Release is that of P's vLLM, when it is older than 0.20; default newest. Pulls
+	// before 0.19 do not carry block sizes, so the Receiver checks that every byte came.
+	Release wire.Release
 	// Bootstrap configures the queries of bootstrap servers.
 	Bootstrap bootstrap.ClientOptions
-	// Find is asked for P's workers instead of a bootstrap server; default none.
+	// Dialect pulls from P's that have no bootstrap server; default none.
+	Dialect Dialect
+	// Find returns P's workers in place of a bootstrap server; default none.
 	Find func(context.Context, Source) (bootstrap.Engine, error)
 
 	// Timeout bounds a pull, from Start to its result: queueing and computing at P
 	// included; default 120 s.
 	Timeout time.Duration
-	// UnknownTimeout is how long a Kvasir P may not have heard of a transfer;
-	// default 10 s. A stock P does not say so: there Timeout holds.
+	// UnknownTimeout is how long a transfer may stay unknown at a Kvasir P; default
+	// 10 s. A stock P does not report unknown transfers: Timeout applies there.
 	UnknownTimeout time.Duration
 	// ConnectTimeout is how long a P worker may refuse the side channel; default 5 s.
 	ConnectTimeout time.Duration
-	// ArrivalTimeout is how long blocks may be on their way after a P whose transfer
-	// engine does not confirm its writes (before 0.3.12) said that it had pushed them;
-	// default 5 s.
+	// ArrivalTimeout is how long blocks may arrive after P's answer, if P's transfer
+	// engine does not confirm its writes (before 0.3.12); default 5 s.
 	ArrivalTimeout time.Duration
 	// FenceTimeout is how long a write in progress may go on after its pull failed,
 	// before its connection is cut; default 1 s.
@@ -53,8 +56,8 @@ type ReceiverOptions struct {
 	Attempts int // per pull and P worker, when the side channel breaks; default 3
 	MaxIdle  int // idle sockets per P worker; default 8
 
-	// Sockets are shared with other Receivers; default none. The Receiver does not
-	// close them.
+	// Sockets may be shared with other Receivers; default is a pool of its own. The
+	// Receiver does not close shared ones.
 	Sockets *Sockets
 
 	Metrics *Metrics     // default none
@@ -65,7 +68,7 @@ type ReceiverOptions struct {
 var (
 	// ErrTimeout means that a pull took longer than ReceiverOptions.Timeout.
 	ErrTimeout = errors.New("mooncake: pull timed out")
-	// ErrUnknownTransfer means that P has not heard of the transfer id.
+	// ErrUnknownTransfer means that P does not know the transfer id.
 	ErrUnknownTransfer = errors.New("mooncake: P does not know the transfer")
 	// ErrUnreachable means that the bootstrap server or a P worker cannot be reached.
 	ErrUnreachable = errors.New("mooncake: P unreachable")
@@ -73,31 +76,42 @@ var (
 	ErrNoEngine = errors.New("mooncake: engine not registered")
 	// ErrAborted means that Abort ended the pull.
 	ErrAborted = errors.New("mooncake: aborted")
-	// ErrPeer means that P answered with a failure; the error has its words.
+	// ErrPeer means that P answered with a failure; the error has P's message.
 	ErrPeer = errors.New("mooncake: P failed the pull")
 	// ErrUnconfirmed means that P said it had pushed the blocks, but its transfer engine
 	// does not confirm its writes, and not all of them came.
 	ErrUnconfirmed = errors.New("mooncake: blocks did not arrive; P's transfer engine does not confirm its writes: it needs mooncake-transfer-engine 0.3.12 or later")
-	// ErrLost means that the side channel broke, each time it was tried.
+	// ErrLost means that the side channel broke at every attempt.
 	ErrLost = errors.New("mooncake: side channel lost")
 )
 
 // Source says where the KV of requests is: an engine that a bootstrap server knows,
-// or for V1 the side channel of P's TP rank 0.
+// or, for a Dialect, the side channel of P's TP rank 0.
 type Source struct {
 	EngineID  string
 	Bootstrap string // http://host:port
 
-	Host string // V1
-	Port int    // V1
+	Host string // for a Dialect
+	Port int    // for a Dialect
 }
 
-func (s Source) v1() bool { return s.Host != "" }
+// Dialect pulls from a P of another generation: without a bootstrap server, over one
+// connection per pull, with one answer for all of its requests. Such a P knows requests
+// by D's ids and reports success even for requests that it does not know, so the
+// Receiver checks that every byte came.
+type Dialect interface {
+	// Worker returns the side channel of the P worker that D's TP rank pulls from.
+	Worker(from Source, tpRank int) (addr string, err error)
+	// Pull sends p to the worker at addr and returns nil when P says that all of its
+	// requests are filled. An ErrPeer means that P failed them; any other error, that
+	// no answer came. When ctx ends, Pull must end in a way that P notices.
+	Pull(ctx context.Context, addr string, p *wire.Pull) error
+}
 
 // Receiver is the worker of a decode engine: it pulls blocks from P workers into
 // the engine's memory. Its methods are safe for concurrent use.
 //
-// A failed request's blocks are fenced before anybody hears of the failure: no
+// The Receiver fences a failed request's blocks before it reports the failure: no
 // write of its P reaches them any more, see docs/mooncake.md.
 type Receiver struct {
 	o     ReceiverOptions // immutable
@@ -148,12 +162,12 @@ type receiverStats struct {
 	layoutsSent, layoutsNamed, layoutMisses         atomic.Int64
 }
 
-// Results are what became of requests since the last call.
+// Results lists the requests that ended since the last call.
 type Results struct {
-	// Received are the requests that are settled, the failed ones too: vLLM's
-	// scheduler wants to hear of both.
+	// Received has all requests that ended, the failed ones too, as vLLM's scheduler
+	// expects.
 	Received []string
-	// Failed says why, for those of them whose KV did not arrive.
+	// Failed has the reason for those of them whose KV did not arrive.
 	Failed map[string]error
 	// FailedBlocks are their blocks if the cache has one group: what vLLM's
 	// scheduler recomputes.
@@ -163,26 +177,26 @@ type Results struct {
 // receiving is one request being pulled.
 type receiving struct {
 	key    string // in Receiver.mu.active
-	id     string // as P hears it
-	want   Wanted
+	id     string // on the wire
+	want   wire.Wanted
 	from   Source
-	group  *group // those it was started with
+	group  *group // the requests of the same Start
 	ctx    context.Context
-	giveUp context.CancelCauseFunc // ends ctx: aborted, or its window goes
+	giveUp context.CancelCauseFunc // ends ctx: the request is aborted, or its window goes
 	done   chan struct{}           // closed when settled
 
 	// Guarded by Receiver.mu.
-	window  *window  // nil: no P was asked yet
+	window  *window  // nil before the first pull is sent
 	left    int      // P workers that have not answered
-	err     error    // the first failure; read freely after done
+	err     error    // the first failure; readable without the lock after done
 	suspect bool     // a P may still write into the blocks
-	filled  bool     // every P worker said that it has pushed
-	settled bool     // somebody settles it
-	resent  []string // P workers that were asked again after their side channel broke
-	counted bool     // as failed
+	filled  bool     // every P worker reported success
+	settled bool     // one goroutine has taken on to settle it
+	resent  []string // P workers that got the pull again after their side channel broke
+	counted bool     // counted as failed
 }
 
-// group are requests that were started together. Its context ends with the last.
+// group is the requests of one Start. Its context ends with the last.
 type group struct {
 	left   int // not settled; guarded by Receiver.mu
 	cancel context.CancelFunc
@@ -199,11 +213,14 @@ func (q *receiving) gaveUp() error {
 // NewReceiver returns a Receiver for the engine's memory, which is published at
 // the first pull.
 func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
-	if err := cache.check(); err != nil {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	if err := cache.Check(); err != nil {
 		return nil, err
 	}
 	var err error
-	if o.Engine, err = o.Engine.withDefaults(); err != nil {
+	if o.Engine, err = o.Engine.WithDefaults(); err != nil {
 		return nil, err
 	}
 	if o.Target == nil {
@@ -228,6 +245,7 @@ func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
 	}
 	r.sockets = o.Sockets
 	r.windows = newWindows(cache, o.Target.Table(), o.FenceTimeout, &r.wg)
+	r.windows.watched = o.Dialect != nil || !o.Release.BlockSizes()
 	r.port, _ = strconv.Atoi(port) // from a listener
 	r.ctx, r.cancel = context.WithCancel(context.Background())
 	r.mu.clients = make(map[string]*bootstrap.Client)
@@ -239,19 +257,19 @@ func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
 }
 
 // Apply starts the pulls that the scheduler has decided in one step, and aborts
-// those of requests that have ended. An error
-// concerns pulls that could not be started at all; the others are.
-func (r *Receiver) Apply(m *Metadata) error {
+// those of requests that have ended. The error names the pulls that could not start;
+// the others run.
+func (r *Receiver) Apply(m *wire.Metadata) error {
 	for _, id := range m.Aborted {
 		r.Abort(id)
 	}
-	bySource := make(map[Source]map[string]Wanted)
+	bySource := make(map[Source]map[string]wire.Wanted)
 	for _, p := range m.Pulls {
 		from := Source{EngineID: p.EngineID, Bootstrap: p.BootstrapAddr, Host: p.Host, Port: p.Port}
 		if bySource[from] == nil {
-			bySource[from] = make(map[string]Wanted)
+			bySource[from] = make(map[string]wire.Wanted)
 		}
-		bySource[from][p.RequestID] = Wanted{p.TransferID, p.Blocks}
+		bySource[from][p.RequestID] = wire.Wanted{TransferID: p.TransferID, Blocks: p.Blocks}
 	}
 	var err error
 	for from, wanted := range bySource {
@@ -260,19 +278,19 @@ func (r *Receiver) Apply(m *Metadata) error {
 	return err
 }
 
-// Start begins to pull requests from one P engine; Results tells how it went. A
-// request without blocks only tells P to free its own, and has no result. The error
-// names the requests that cannot be pulled; the others are. Results has them, too,
-// but for those that are being pulled already.
-func (r *Receiver) Start(from Source, wanted map[string]Wanted) error {
+// Start begins to pull requests from one P engine; Results reports how they ended. A
+// request without blocks makes P free its blocks, and has no result. The error names
+// the requests that cannot be pulled; the others run. Results has the failed ones too,
+// except those that are being pulled already.
+func (r *Receiver) Start(from Source, wanted map[string]wire.Wanted) error {
 	_, err := r.start(from, wanted, "")
 	return err
 }
 
-// Pull is Start that waits: it returns why requests failed, by id; empty when all
-// KV has arrived. Results lists the requests as well. When ctx ends first, they
-// are aborted.
-func (r *Receiver) Pull(ctx context.Context, from Source, wanted map[string]Wanted) (map[string]error, error) {
+// Pull is like Start, and waits for the results. It returns the errors of failed
+// requests by id; empty when all KV has arrived. Results lists the requests as well.
+// When ctx ends first, Pull aborts them.
+func (r *Receiver) Pull(ctx context.Context, from Source, wanted map[string]wire.Wanted) (map[string]error, error) {
 	list, err := r.start(from, wanted, "")
 	if err != nil {
 		for _, q := range list {
@@ -299,7 +317,7 @@ func (r *Receiver) Pull(ctx context.Context, from Source, wanted map[string]Want
 
 // start registers the requests, under their ids and suffix, and pulls them in the
 // background.
-func (r *Receiver) start(from Source, wanted map[string]Wanted, suffix string) (list []*receiving, err error) {
+func (r *Receiver) start(from Source, wanted map[string]wire.Wanted, suffix string) (list []*receiving, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.mu.closed {
@@ -309,11 +327,11 @@ func (r *Receiver) start(from Source, wanted map[string]Wanted, suffix string) (
 	g := &group{cancel: cancel}
 	for id, w := range wanted {
 		q := &receiving{key: id + suffix, id: id + suffix, want: w, from: from, group: g, done: make(chan struct{})}
-		if from.v1() {
-			q.id = id // P knows the request by no other name
+		if r.o.Dialect != nil {
+			q.id = id // P knows the request only by D's own id
 		}
 		if r.mu.active[q.key] != nil {
-			err = errors.Join(err, refusef(CodeBusy, "request %s is being pulled already", id))
+			err = errors.Join(err, wire.Refusef(wire.CodeBusy, "request %s is being pulled already", id))
 			continue
 		}
 		if q.err = r.checkBlocks(w.Blocks); q.err != nil {
@@ -333,10 +351,10 @@ func (r *Receiver) start(from Source, wanted map[string]Wanted, suffix string) (
 	return list, err
 }
 
-// checkBlocks refuses ids that lie outside the memory, before a peer hears of them.
+// checkBlocks refuses ids that lie outside the memory, before they go to a peer.
 func (r *Receiver) checkBlocks(blocks [][]int) error {
 	if len(blocks) > len(r.cache.Kinds) {
-		return refusef(CodeGroups, "%d lists of blocks for %d KV cache groups", len(blocks), len(r.cache.Kinds))
+		return wire.Refusef(wire.CodeGroups, "%d lists of blocks for %d KV cache groups", len(blocks), len(r.cache.Kinds))
 	}
 	for i := range r.cache.Regions {
 		g := &r.cache.Regions[i]
@@ -348,16 +366,16 @@ func (r *Receiver) checkBlocks(blocks [][]int) error {
 			last = (last+1)*max(r.cache.KernelBlocks, 1) - 1
 		}
 		if slices.Min(blocks[g.Group]) < 0 || r.cache.Bytes(g.Base+uint64(last)*g.Stride, g.Payload) == nil {
-			return refusef(CodeRange, "block %d of group %d is not in the KV cache", last, g.Group)
+			return wire.Refusef(wire.CodeRange, "block %d of group %d is not in the KV cache", last, g.Group)
 		}
 	}
 	return nil
 }
 
-// Abort gives a request up. Its result comes when its blocks are fenced. A stock P
-// fails every request that it pushes together with one whose blocks are closed: there
-// the blocks stay open, and the result waits, until P has answered or the rest of
-// the pull has ended.
+// Abort ends a request. Its result comes when its blocks are fenced. A stock P pushes
+// the requests of a pull together, and all fail if one hits closed blocks. From such a
+// P, the blocks stay open and the result waits until P has answered or the rest of the
+// pull has ended.
 func (r *Receiver) Abort(request string) {
 	r.mu.Lock()
 	q := r.mu.active[request]
@@ -367,7 +385,7 @@ func (r *Receiver) Abort(request string) {
 	}
 }
 
-// abort gives q up. Its conversations hear of it; if there is none yet, it ends here.
+// abort ends q. It wakes the connections that pull q; if there is none yet, q ends here.
 func (r *Receiver) abort(q *receiving) {
 	q.giveUp(ErrAborted)
 	r.mu.Lock()
@@ -382,11 +400,11 @@ func (r *Receiver) abort(q *receiving) {
 	r.mu.Unlock()
 	if early {
 		r.settle(q)
-		r.letGo(q)
+		r.sendRelease(q)
 	}
 }
 
-// Results returns what became of requests since the last call.
+// Results returns the requests that ended since the last call.
 func (r *Receiver) Results() Results {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -408,8 +426,8 @@ func (r *Receiver) Stats() ReceiverStats {
 	}
 }
 
-// Close aborts what is being pulled, fences it, and takes the memory back from the
-// target: nobody writes into it any more.
+// Close aborts what is being pulled, fences it, and withdraws the memory from the
+// target. No peer writes into it afterwards.
 func (r *Receiver) Close() error {
 	r.mu.Lock()
 	r.mu.closed = true

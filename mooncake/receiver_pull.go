@@ -5,12 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"net"
 	"slices"
-	"strconv"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
@@ -24,12 +23,12 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 	addrs, err := r.workers(ctx, from)
 	if err != nil {
 		r.forgetEngine(from) // it may have been half registered
-		r.each(list, cause(ctx, err))
+		r.failAll(list, cause(ctx, err))
 		return
 	}
-	w, err := r.windows.use(ctx, from, list)
+	w, err := r.windows.acquire(ctx, from, list)
 	if err != nil {
-		r.each(list, err)
+		r.failAll(list, err)
 		return
 	}
 	r.mu.Lock()
@@ -46,18 +45,18 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 			r.windows.release(w, q)
 		}
 	}
-	if r.o.Target.Table().Confirmation(w.handles...) == transfer.Unconfirmed {
+	if r.windows.watched || r.o.Target.Table().Confirmation(w.handles...) == transfer.Unconfirmed {
 		for _, q := range asked {
 			r.o.Target.Table().Forget(r.windows.expected(w, q.want.Blocks)...)
 		}
 	}
 	for _, addr := range addrs {
-		r.wg.Go(func() { r.ask(ctx, from, addr, w, asked) })
+		r.wg.Go(func() { r.pullFrom(ctx, from, addr, w, asked) })
 	}
 }
 
-// each fails requests before anything was asked.
-func (r *Receiver) each(list []*receiving, err error) {
+// failAll fails requests before a pull was sent.
+func (r *Receiver) failAll(list []*receiving, err error) {
 	for _, q := range list {
 		r.mu.Lock()
 		mine := !q.settled
@@ -73,8 +72,9 @@ func (r *Receiver) each(list []*receiving, err error) {
 
 // workers returns the side channels of the P workers that hold what this one needs.
 func (r *Receiver) workers(ctx context.Context, from Source) ([]string, error) {
-	if from.v1() { // both sides have the same TP size
-		return []string{"tcp://" + net.JoinHostPort(from.Host, strconv.Itoa(from.Port+r.o.Self.TPRank))}, nil
+	if r.o.Dialect != nil {
+		addr, err := r.o.Dialect.Worker(from, r.o.Self.TPRank)
+		return []string{addr}, err
 	}
 	e, err := r.engine(ctx, from)
 	if err != nil {
@@ -150,7 +150,7 @@ func (r *Receiver) client(base string) (*bootstrap.Client, error) {
 		return c, nil
 	}
 	if len(r.mu.clients) >= maxRemembered {
-		return nil, refusef(CodeFull, "%d bootstrap servers", maxRemembered)
+		return nil, wire.Refusef(wire.CodeFull, "%d bootstrap servers", maxRemembered)
 	}
 	c, err := bootstrap.NewClient(base, r.o.Bootstrap)
 	if err == nil {
@@ -159,7 +159,7 @@ func (r *Receiver) client(base string) (*bootstrap.Client, error) {
 	return c, err
 }
 
-// cause prefers why ctx ended to what that looked like.
+// cause returns why ctx ended if it has, else err.
 func cause(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -167,32 +167,33 @@ func cause(ctx context.Context, err error) error {
 	return err
 }
 
-// talk is one worker's part of a pull. Owned by its goroutine but for wake.
-type talk struct {
+// pullConn pulls from one P worker. Owned by its goroutine, except wake.
+type pullConn struct {
 	r       *Receiver
 	from    Source
 	addr    string
 	window  *window
-	left    map[string]*receiving // not answered
-	unknown map[string]bool       // of them, those P has not heard of
+	left    map[string]*receiving // without an answer
+	unknown map[string]bool       // of them, those that P does not know
 	wake    chan struct{}
-	kvasir  bool // P is Kvasir: it answers each request by itself
+	kvasir  bool // P is Kvasir, which answers each request on its own
 	sent    bool // P may have read the pull
-	resent  bool // an earlier connection may have carried it, too
-	full    bool // send regions even if P should know them
-	missed  bool // P forgot the layout once
+	resent  bool // P may have read it over an earlier connection too
+	full    bool // send the regions even if P should know them
+	missed  bool // P did not know the layout once
 }
 
-func (t *talk) poke() {
+func (t *pullConn) wakeUp() {
 	select {
 	case t.wake <- struct{}{}:
 	default:
 	}
 }
 
-// ask pulls all of list from one P worker, again while its side channel breaks.
-func (r *Receiver) ask(ctx context.Context, from Source, addr string, w *window, list []*receiving) {
-	t := &talk{
+// pullFrom pulls all of list from one P worker. When the side channel breaks, it tries
+// again, Attempts times in all.
+func (r *Receiver) pullFrom(ctx context.Context, from Source, addr string, w *window, list []*receiving) {
+	t := &pullConn{
 		r: r, from: from, addr: addr, window: w, left: make(map[string]*receiving, len(list)),
 		unknown: make(map[string]bool), wake: make(chan struct{}, 1),
 	}
@@ -203,23 +204,23 @@ func (r *Receiver) ask(ctx context.Context, from Source, addr string, w *window,
 	t.kvasir = r.mu.kvasir[addr]
 	r.mu.Unlock()
 	for _, q := range list {
-		defer context.AfterFunc(q.ctx, t.poke)()
+		defer context.AfterFunc(q.ctx, t.wakeUp)()
 	}
 	t.run(ctx)
 }
 
-func (t *talk) run(ctx context.Context) {
+func (t *pullConn) run(ctx context.Context) {
 	for attempt := 1; ; attempt++ {
 		var err error
-		if t.from.v1() {
-			err = t.onceV1(ctx)
+		if t.r.o.Dialect != nil {
+			err = t.pullForAll(ctx)
 		} else {
-			err = t.once(ctx)
+			err = t.pullOverSocket(ctx)
 		}
 		if err == nil {
 			return
 		}
-		if errors.Is(err, errAskAgain) {
+		if errors.Is(err, errPullAgain) {
 			t.resent = true
 			attempt--
 			continue
@@ -242,17 +243,17 @@ func (r *Receiver) forgetEngine(from Source) {
 	r.mu.Lock()
 	delete(r.mu.engines, from)
 	r.mu.Unlock()
-	r.windows.forget(from)
+	r.windows.retire(from)
 }
 
-func (t *talk) failAll(err error) {
+func (t *pullConn) failAll(err error) {
 	for id := range t.left {
-		t.answer(id, fmt.Errorf("pull from %s: %w", t.addr, err))
+		t.recordResult(id, fmt.Errorf("pull from %s: %w", t.addr, err))
 	}
 }
 
-// once sends the pull over one socket and follows it to its end.
-func (t *talk) once(ctx context.Context) error {
+// pullOverSocket sends the pull over one socket and handles replies until it has ended.
+func (t *pullConn) pullOverSocket(ctx context.Context) error {
 	s, pooled, err := t.r.sockets.take(t.addr)
 	for pooled && s.lost() {
 		t.r.sockets.drop(s)
@@ -261,7 +262,7 @@ func (t *talk) once(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	ended, err := t.converse(ctx, s, pooled)
+	ended, err := t.exchange(ctx, s, pooled)
 	if ended && err == nil {
 		t.r.sockets.put(s)
 	} else {
@@ -270,10 +271,10 @@ func (t *talk) once(ctx context.Context) error {
 	return err
 }
 
-// converse returns nil when nothing is left to ask; ended says that P has ended the
-// pull too, so that the socket can serve the next one.
-func (t *talk) converse(ctx context.Context, s *socket, connected bool) (ended bool, err error) {
-	if t.dropAborted(true); len(t.left) == 0 {
+// exchange sends the pull and handles replies until every request has a result. ended
+// says that P has ended the pull too, so that the socket can carry the next one.
+func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (ended bool, err error) {
+	if t.recordAborted(true); len(t.left) == 0 {
 		return false, nil
 	}
 	if err := t.send(ctx, s); err != nil {
@@ -292,7 +293,7 @@ func (t *talk) converse(ctx context.Context, s *socket, connected bool) (ended b
 			case e.reply != nil:
 				connected = true
 				before := len(t.unknown)
-				ended, err = t.follow(ctx, s, e.reply)
+				ended, err = t.handleReply(ctx, s, e.reply)
 				if err != nil || ended {
 					return ended, err
 				}
@@ -312,10 +313,10 @@ func (t *talk) converse(ctx context.Context, s *socket, connected bool) (ended b
 			}
 		case <-unknown.C:
 			for _, id := range slices.Collect(maps.Keys(t.unknown)) {
-				t.answer(id, fmt.Errorf("%w %s within %v", ErrUnknownTransfer, t.left[id].want.TransferID, t.r.o.UnknownTimeout))
+				t.recordResult(id, fmt.Errorf("%w %s within %v", ErrUnknownTransfer, t.left[id].want.TransferID, t.r.o.UnknownTimeout))
 			}
 		case <-t.wake:
-			t.dropAborted(false)
+			t.recordAborted(false)
 		case <-s.flooded:
 			return false, fmt.Errorf("%w: replies came faster than they were read", ErrLost)
 		case <-ctx.Done():
@@ -327,12 +328,12 @@ func (t *talk) converse(ctx context.Context, s *socket, connected bool) (ended b
 
 var errNoAnswer = errors.New("no connection in time")
 
-// send sends the pull for what is left.
-func (t *talk) send(ctx context.Context, s *socket) error {
+// send sends the pull for the requests without an answer.
+func (t *pullConn) send(ctx context.Context, s *socket) error {
 	r := t.r
-	p := Pull{
+	p := wire.Pull{
 		Host: r.host, Port: r.port, TPSize: r.o.Self.TPSize, TPRank: r.o.Self.TPRank, PPSize: r.o.Self.PPSize,
-		Wanted: make(map[string]Wanted, len(t.left)), LayoutID: t.window.id,
+		Wanted: make(map[string]wire.Wanted, len(t.left)), LayoutID: t.window.id,
 	}
 	if d, ok := ctx.Deadline(); ok {
 		p.DeadlineMillis = max(1, int(time.Until(d).Milliseconds()))
@@ -350,15 +351,15 @@ func (t *talk) send(ctx context.Context, s *socket) error {
 		r.stats.layoutsSent.Add(1)
 	}
 	t.sent = true
-	if err := s.dealer.SendOwned(AppendPull(nil, &p, r.o.Release)); err != nil {
+	if err := s.dealer.SendOwned(wire.AppendPull(nil, &p, r.o.Release)); err != nil {
 		return fmt.Errorf("%w: %w", ErrLost, err)
 	}
 	return nil
 }
 
-// follow takes one reply in; ended says that it was the last.
-func (t *talk) follow(ctx context.Context, s *socket, y *Reply) (ended bool, err error) {
-	if y.Status == StatusLayoutMiss {
+// handleReply records the results in one reply; ended says that it was the last.
+func (t *pullConn) handleReply(ctx context.Context, s *socket, y *wire.Reply) (ended bool, err error) {
+	if y.Status == wire.StatusLayoutMiss {
 		if t.missed {
 			return false, fmt.Errorf("%w: layout %#x missed twice: %s", ErrPeer, t.window.id, y.Message)
 		}
@@ -367,10 +368,10 @@ func (t *talk) follow(ctx context.Context, s *socket, y *Reply) (ended bool, err
 		return false, t.send(ctx, s)
 	}
 	t.kvasir = y.Kvasir
-	t.r.remember(t.addr, y, t.window.id)
-	if y.Status == StatusError {
+	t.r.recordReply(t.addr, y, t.window.id)
+	if y.Status == wire.StatusError {
 		t.r.forgetEngine(t.from) // of which D may know a part only
-		t.failAll(fmt.Errorf("%w: %s", ErrPeer, orUnknown(y.Message)))
+		t.failAll(fmt.Errorf("%w: %s", ErrPeer, messageOrDefault(y.Message)))
 		return true, nil
 	}
 	for _, id := range y.Unknown {
@@ -382,27 +383,27 @@ func (t *talk) follow(ctx context.Context, s *socket, y *Reply) (ended bool, err
 		delete(t.unknown, id)
 	}
 	for _, id := range y.Failed {
-		t.answer(id, fmt.Errorf("pull from %s: %w: %s", t.addr, ErrPeer, orUnknown(y.Message)))
+		t.recordResult(id, fmt.Errorf("pull from %s: %w: %s", t.addr, ErrPeer, messageOrDefault(y.Message)))
 	}
 	for _, id := range y.OK {
-		t.answer(id, nil)
+		t.recordResult(id, nil)
 	}
-	if y.Status == StatusFinish {
+	if y.Status == wire.StatusFinish {
 		t.failAll(fmt.Errorf("%w: peer finished without reporting a transfer result", ErrPeer))
 		return true, nil
 	}
 	return false, nil
 }
 
-func orUnknown(s string) string {
+func messageOrDefault(s string) string {
 	if s == "" {
 		return "unknown error"
 	}
 	return s
 }
 
-// remember keeps what a reply says of its P worker.
-func (r *Receiver) remember(addr string, y *Reply, layout uint64) {
+// recordReply remembers whether the P worker is Kvasir and which layout it keeps.
+func (r *Receiver) recordReply(addr string, y *wire.Reply, layout uint64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(r.mu.known) >= maxRemembered || len(r.mu.kvasir) >= maxRemembered {
@@ -419,11 +420,11 @@ func (r *Receiver) remember(addr string, y *Reply, layout uint64) {
 	}
 }
 
-// dropAborted gives up what D does not want any more. Towards a stock P that was
-// asked, that is all that is left or nothing: the blocks of one request may be in the
-// same push as those of others, which fail with it. asks says that P is about to be
-// asked, perhaps again: then no answer to an earlier pull matters.
-func (t *talk) dropAborted(asks bool) {
+// recordAborted ends the requests that D aborted. A stock P may push the blocks of
+// several requests together, so that one closed block fails them all: there it ends
+// requests only when all that are left were aborted. asks says that a pull is about to
+// be sent, so that answers to earlier ones do not matter.
+func (t *pullConn) recordAborted(asks bool) {
 	if !t.kvasir && !asks {
 		for _, q := range t.left {
 			if q.gaveUp() == nil {
@@ -433,16 +434,16 @@ func (t *talk) dropAborted(asks bool) {
 	}
 	for id, q := range t.left {
 		if why := q.gaveUp(); why != nil {
-			t.answer(id, why)
+			t.recordResult(id, why)
 		}
 	}
 }
 
-// answer is this worker's word on a request; the last worker's settles it.
-func (t *talk) answer(id string, err error) {
+// recordResult records this worker's result of a request. The last worker's settles it.
+func (t *pullConn) recordResult(id string, err error) {
 	q := t.left[id]
 	if q == nil {
-		return // answered before, or never asked
+		return // it has a result, or was not in the pull
 	}
 	delete(t.left, id)
 	delete(t.unknown, id)
@@ -451,10 +452,10 @@ func (t *talk) answer(id string, err error) {
 	if err != nil && q.err == nil {
 		q.err = err
 	}
-	// After a failure P may go on writing, and what an earlier connection asked
-	// for may be written late.
+	// After a failure P may go on writing. So may a P that read the pull over an
+	// earlier connection.
 	q.suspect = q.suspect || t.sent && (err != nil || t.resent)
-	if t.resent && !t.from.v1() {
+	if t.resent && r.o.Dialect == nil {
 		q.resent = append(q.resent, t.addr)
 	}
 	q.left--
@@ -470,37 +471,38 @@ func (t *talk) answer(id string, err error) {
 	if !last {
 		return
 	}
-	if onItsWay := filled && r.mayBeOnItsWay(q); onItsWay || filled && len(q.resent) > 0 {
+	if doubt := filled && r.needsArrivalCheck(q); doubt || filled && len(q.resent) > 0 {
 		r.wg.Go(func() {
 			r.confirmLife(q)
-			if onItsWay && q.err == nil {
+			if doubt && q.err == nil {
 				r.awaitArrival(q)
 			}
 			r.settle(q)
-			r.letGo(q)
+			r.sendRelease(q)
 		})
 		return
 	}
-	if q.suspect { // a fence may take long, and other answers come
+	if q.suspect { // a fence may take long: handle other replies meanwhile
 		r.wg.Go(func() {
 			r.settle(q)
-			r.letGo(q)
+			r.sendRelease(q)
 		})
 		return
 	}
 	r.settle(q)
-	r.letGo(q)
+	r.sendRelease(q)
 }
 
-// confirmLife fails a request that a P worker filled when it was asked again, unless
-// the worker is still its engine's: another process may have its address now, with a
-// transfer of the same id. Whoever can be asked for transfers has registered before.
+// confirmLife checks requests that a P worker filled only after the side channel broke.
+// Another process may have the worker's address now, and a transfer of the same id.
+// Every P registers before it answers pulls, so the request fails unless the directory
+// still lists that worker for the engine.
 func (r *Receiver) confirmLife(q *receiving) {
 	if len(q.resent) == 0 || empty(q.want.Blocks) {
 		return
 	}
 	r.mu.Lock()
-	delete(r.mu.engines, q.from) // it is asked for anew
+	delete(r.mu.engines, q.from) // so that workers queries the directory
 	r.mu.Unlock()
 	ctx, stop := context.WithTimeout(r.ctx, r.o.ConnectTimeout)
 	defer stop()
@@ -522,23 +524,23 @@ func (r *Receiver) confirmLife(q *receiving) {
 	}
 }
 
-// letGo pulls a request that D gave up once more, without blocks: P, which may
-// still be computing it, then frees its own.
-func (r *Receiver) letGo(q *receiving) {
+// sendRelease pulls an aborted request once more, without blocks, so that P, which may
+// still be computing it, frees its blocks.
+func (r *Receiver) sendRelease(q *receiving) {
 	if empty(q.want.Blocks) || q.filled || !errors.Is(q.err, ErrAborted) && !errors.Is(q.err, ErrTimeout) && !errors.Is(q.err, errWindowEnded) {
 		return
 	}
-	_, _ = r.start(q.from, map[string]Wanted{q.id: {TransferID: q.want.TransferID}}, releaseSuffix) // best effort
+	_, _ = r.start(q.from, map[string]wire.Wanted{q.id: {TransferID: q.want.TransferID}}, releaseSuffix) // best effort
 }
 
-// releaseSuffix keeps a pull that only lets go apart from the request's own.
+// releaseSuffix distinguishes a release from the request's own pull.
 const releaseSuffix = "#release"
 
 func empty(blocks [][]int) bool {
 	return !slices.ContainsFunc(blocks, func(g []int) bool { return len(g) > 0 })
 }
 
-// settle fences what must be fenced, reports the request and forgets it.
+// settle fences the request's blocks if a P may still write, and reports the result.
 func (r *Receiver) settle(q *receiving) {
 	nothing := empty(q.want.Blocks)
 	if q.window != nil {

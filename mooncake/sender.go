@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -30,8 +31,8 @@ type SenderOptions struct {
 	Host   string
 	// Bootstrap is where the worker registers; nil means nowhere.
 	Bootstrap *bootstrap.Client
-	// Lease is asked of the bootstrap server and renewed; default none, as stock
-	// workers. A server of vLLM's ignores it.
+	// Lease makes the registration expire unless the Sender renews it, which it does;
+	// default none, as stock workers. vLLM's own server ignores it.
 	Lease time.Duration
 
 	// Transfer pushes the blocks. The Sender does not close it.
@@ -40,13 +41,13 @@ type SenderOptions struct {
 	// AbortTimeout is how long blocks wait for a pull, and a pull for blocks;
 	// default 480 s (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT).
 	AbortTimeout time.Duration
-	// RetryTimeout is how long blocks stay after a pull of a Kvasir D that failed
-	// or went away: it may try again; default 10 s.
+	// RetryTimeout is how long blocks stay after the pull of a Kvasir D failed or its
+	// connection ended, so that D may try again; default 10 s.
 	RetryTimeout time.Duration
 
 	Workers      int // pushes at a time to one D worker; default 10 (num_workers)
 	MaxPulls     int // pulls that wait or run; more are refused; default 4096
-	MaxTransfers int // transfers that D asked for before P knew them; default 65536
+	MaxTransfers int // transfers that D pulls and P does not know yet; default 65536
 
 	Metrics *Metrics     // default none
 	Log     *slog.Logger // default none
@@ -60,7 +61,8 @@ type Engine struct {
 	Device   string // of RDMA; must be empty
 }
 
-func (e Engine) withDefaults() (Engine, error) {
+// WithDefaults sets empty fields to their defaults and refuses unsupported values.
+func (e Engine) WithDefaults() (Engine, error) {
 	e.ID = cmp.Or(e.ID, strings.ToLower(rand.Text()))
 	e.InitMode = cmp.Or(e.InitMode, "P2PHANDSHAKE")
 	e.Protocol = cmp.Or(e.Protocol, "tcp")
@@ -76,8 +78,8 @@ func (e Engine) withDefaults() (Engine, error) {
 }
 
 // Sender is the worker of a prefill engine: it answers the pulls of D workers and
-// pushes blocks into their memory. Its methods are safe for concurrent use; none
-// waits for a peer, but Start and Close.
+// pushes blocks into their memory. Its methods are safe for concurrent use; only Start
+// and Close wait for a peer.
 type Sender struct {
 	o      SenderOptions // immutable after Start
 	cache  *Cache
@@ -86,46 +88,49 @@ type Sender struct {
 	addr   string
 	ctx    context.Context // of the work in the background
 	cancel context.CancelFunc
-	push   *pusher
+	push   *Pusher
 	gate   *Gate
 	conns  *Conns
 	wg     sync.WaitGroup
 
 	layouts layoutCache
-	warn    LogLimit // of what D may cause
+	warn    LogLimit // of lines that D may cause
 
 	mu struct { // holders may not lock layouts
 		sync.Mutex
-		transfers map[string]*sending // by transfer id
-		unknown   int                 // of them, without P's request
-		finished  []string            // P's request ids, for Finished
+		transfers map[string]*offer // by transfer id
+		unknown   int               // of them, without P's request
+		finished  []string          // P's request ids, for Finished
 		done      doneTransfers
 	}
 	stats senderStats
 }
 
-// sending is one transfer. Guarded by Sender.mu.
-type sending struct {
+// offer is one transfer that P offers or D waits for. Guarded by Sender.mu.
+type offer struct {
 	id      string
-	request string               // P's; "" until P heard of it
+	request string               // P's id; "" while only D knows the transfer
 	blocks  [][]int              // valid when ready
 	ready   bool                 // P has computed them
-	expires time.Time            // zero: not yet
+	expires time.Time            // zero until ready
 	need    int                  // workers of D that must have the blocks; 0 until the first pull
-	sent    map[dWorker]answered // those that have
-	busy    int                  // pushes under way
-	gone    bool                 // out of the table; if busy, report when the pushes end
-	short   bool                 // a Kvasir D gave up: RetryTimeout holds
-	waiting map[*pulling]struct{}
+	sent    map[dWorker]delivery // workers of D that have them
+	busy    int                  // pushes in progress
+	gone    bool                 // out of the table; if busy, reported when the pushes end
+	short   bool                 // a pull of a Kvasir D failed: RetryTimeout applies
+	waiting map[*pullAnswer]struct{}
 }
 
 // NewSender returns a Sender over the engine's memory that does not listen yet.
 func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
-	if err := cache.check(); err != nil {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	if err := cache.Check(); err != nil {
 		return nil, err
 	}
 	var err error
-	if o.Engine, err = o.Engine.withDefaults(); err != nil {
+	if o.Engine, err = o.Engine.WithDefaults(); err != nil {
 		return nil, err
 	}
 	if o.Transfer == nil {
@@ -140,10 +145,11 @@ func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
 	o.MaxTransfers = cmp.Or(o.MaxTransfers, 1<<16)
 	s := &Sender{
 		o: o, cache: cache, log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
-		push: newPusher(cache, o), gate: NewGate(o.MaxPulls), conns: NewConns(2 * o.MaxPulls),
+		push: NewPusher(cache, o), gate: NewGate(o.MaxPulls), conns: NewConns(2 * o.MaxPulls),
 	}
+	cache.LogStart(s.log, o.Engine)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
-	s.mu.transfers = make(map[string]*sending)
+	s.mu.transfers = make(map[string]*offer)
 	return s, nil
 }
 
@@ -151,7 +157,7 @@ func NewSender(cache *Cache, o SenderOptions) (*Sender, error) {
 // listens.
 func (s *Sender) Start(ctx context.Context) error {
 	var err error
-	if s.router, s.addr, err = bindSideChannel(ctx, s.handle, s.conns, &s.o); err != nil {
+	if s.router, s.addr, err = BindSideChannel(ctx, s.handle, s.conns, &s.o); err != nil {
 		return err
 	}
 	if s.o.Bootstrap == nil {
@@ -167,10 +173,10 @@ func (s *Sender) Start(ctx context.Context) error {
 	return nil
 }
 
-// bindSideChannel listens for pulls; addr is what D shall dial.
-func bindSideChannel(ctx context.Context, handle zmtp.Handler, conns *Conns, o *SenderOptions) (r *zmtp.Router, addr string, err error) {
+// BindSideChannel listens for pulls; addr is the address for D to dial.
+func BindSideChannel(ctx context.Context, handle zmtp.Handler, conns *Conns, o *SenderOptions) (r *zmtp.Router, addr string, err error) {
 	r = zmtp.NewRouter(handle, conns.Options(zmtp.RouterOptions{
-		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, Logger: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
+		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, Log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
 	}))
 	bound, err := r.Listen(ctx, o.Listen)
 	if err != nil {
@@ -183,7 +189,7 @@ func bindSideChannel(ctx context.Context, handle zmtp.Handler, conns *Conns, o *
 	return r, addr, nil
 }
 
-// advertised is the address that D shall dial.
+// advertised returns the address for D to dial.
 func advertised(listen, host string, bound net.Addr) (string, error) {
 	own, port, err := net.SplitHostPort(bound.String())
 	if err != nil {
@@ -231,9 +237,9 @@ func (s *Sender) Addr() string { return s.addr }
 // EngineID names the engine in the bootstrap server's directory.
 func (s *Sender) EngineID() string { return s.o.Engine.ID }
 
-// Close stops listening, ends the pulls in progress, waits for their pushes to
-// stop, and takes the registration back where the bootstrap server knows how. The
-// engine's memory is not touched afterwards.
+// Close stops listening, ends the pulls in progress, waits for their pushes to stop,
+// and unregisters where the bootstrap server can. The Sender does not touch the
+// engine's memory afterwards.
 func (s *Sender) Close() error {
 	s.cancel()
 	if s.router == nil {
@@ -251,8 +257,8 @@ func (s *Sender) Close() error {
 	return err
 }
 
-// Apply takes in what the scheduler has decided in one step.
-func (s *Sender) Apply(m *Metadata) {
+// Apply carries out what the scheduler has decided in one step.
+func (s *Sender) Apply(m *wire.Metadata) {
 	for _, e := range m.Sends {
 		if e.Blocks == nil {
 			s.Expect(e.RequestID, e.TransferID)
@@ -265,12 +271,12 @@ func (s *Sender) Apply(m *Metadata) {
 	}
 }
 
-// Expect announces a request that P has begun to compute: a pull that came first,
-// and is by a Kvasir D, hears that it is not waiting in vain.
+// Expect announces a request that P has begun to compute. A Kvasir D that waits for
+// the transfer learns that P knows it.
 func (s *Sender) Expect(request, transferID string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.nameLocked(request, transferID)
+	s.claimLocked(request, transferID)
 }
 
 // Offer says that P has computed the request's blocks, one list of ids per
@@ -278,7 +284,7 @@ func (s *Sender) Expect(request, transferID string) {
 func (s *Sender) Offer(request, transferID string, blocks [][]int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	e := s.nameLocked(request, transferID)
+	e := s.claimLocked(request, transferID)
 	e.blocks, e.ready = blocks, true
 	e.expires = time.Now().Add(s.o.AbortTimeout)
 	if e.short {
@@ -287,9 +293,9 @@ func (s *Sender) Offer(request, transferID string, blocks [][]int) {
 	e.wakeLocked()
 }
 
-// nameLocked finds or makes the transfer, which now is P's too. A transfer id that
-// another request has is taken from it, as if that one were aborted.
-func (s *Sender) nameLocked(request, transferID string) *sending {
+// claimLocked finds or makes the transfer and gives it to P's request. If another
+// request has the transfer id, that one is aborted.
+func (s *Sender) claimLocked(request, transferID string) *offer {
 	e := s.mu.transfers[transferID]
 	if e != nil && e.request != "" && e.request != request {
 		s.log.Warn("mooncake: transfer id of another request", "transfer", transferID, "request", request, "taken_from", e.request)
@@ -298,7 +304,7 @@ func (s *Sender) nameLocked(request, transferID string) *sending {
 	}
 	s.mu.done.forget(transferID)
 	if e == nil {
-		e = &sending{id: transferID}
+		e = &offer{id: transferID}
 		s.mu.transfers[transferID] = e
 	} else if e.request == "" {
 		s.mu.unknown--
@@ -308,15 +314,15 @@ func (s *Sender) nameLocked(request, transferID string) *sending {
 	return e
 }
 
-func (e *sending) wakeLocked() {
+func (e *offer) wakeLocked() {
 	for p := range e.waiting {
-		p.poke()
+		p.wakeUp()
 	}
 }
 
-// Abort takes a transfer back: P did not process the request, or gave it up, heard
-// of it or not. Pulls that wait for it hear so. Blocks being pushed stay in use until the push ends;
-// blocks that were offered are then named by Finished.
+// Abort withdraws a transfer whose request P did not process or aborted; it ignores an
+// unknown one. Pulls that wait for it fail. Blocks being pushed stay in use until the
+// push ends. If the blocks were offered, Finished then names the request.
 func (s *Sender) Abort(transferID string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -325,7 +331,7 @@ func (s *Sender) Abort(transferID string) {
 	}
 }
 
-func (s *Sender) abortLocked(e *sending) {
+func (s *Sender) abortLocked(e *offer) {
 	if e.request == "" {
 		s.mu.unknown--
 	}
@@ -335,16 +341,16 @@ func (s *Sender) abortLocked(e *sending) {
 	e.wakeLocked()
 }
 
-// finishLocked reports a removed transfer whose blocks nobody reads any more.
-func (s *Sender) finishLocked(e *sending) {
+// finishLocked reports a removed transfer once no push reads its blocks.
+func (s *Sender) finishLocked(e *offer) {
 	if e.ready && e.busy == 0 {
 		s.mu.finished = append(s.mu.finished, e.request)
 	}
 }
 
-// Finished returns P's requests whose blocks are free to be reused, each once:
-// they were pushed to all who pull them, aborted after Offer, or nobody came for
-// them in time. An engine asks after every step.
+// Finished returns P's requests whose blocks may be reused, each once: every worker of
+// D has them, they were aborted after Offer, or no pull came in time. An engine calls
+// it after every step.
 func (s *Sender) Finished() []string {
 	now := time.Now()
 	s.mu.Lock()
@@ -355,7 +361,7 @@ func (s *Sender) Finished() []string {
 			e.gone = true
 			s.finishLocked(e)
 			s.stats.expired.Add(1)
-			s.o.Metrics.expire()
+			s.o.Metrics.Expire()
 			s.log.Warn("mooncake: nobody pulled in time, blocks freed", "request", e.request, "transfer", id,
 				"timeout", s.o.AbortTimeout)
 		}

@@ -12,12 +12,13 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// SenderStats are counters since NewSender, but for the first three.
+// SenderStats are counters since NewSender; the first three are current values.
 type SenderStats struct {
-	Transfers int64 // known or asked for now
+	Transfers int64 // offered, expected or waited for now
 	Pulls     int64 // waiting or running now
 	Ready     int64 // transfers whose blocks wait for a pull now
 
@@ -26,9 +27,9 @@ type SenderStats struct {
 	Descriptors   int64 // written, before the transfer engine merges them
 	FailedPushes  int64
 	FailedPulls   int64 // requests answered as failed
-	Expired       int64 // requests that nobody pulled in time
+	Expired       int64 // requests that no D pulled in time
 	Refused       int64 // pulls answered StatusError
-	Disconnected  int64 // pulls that ended because D went away
+	Disconnected  int64 // pulls that ended because D's connection did
 	LayoutMisses  int64
 	PlanningNanos int64 // from a pull's last byte to its first one pushed, without waiting for P
 	PushingNanos  int64 // in the transfer engine
@@ -48,36 +49,36 @@ func (s *Sender) Stats() SenderStats {
 		}
 	}
 	s.mu.Unlock()
-	return SenderStats{
-		Transfers: n, Pulls: int64(s.gate.Len()), Ready: ready,
-		Pushed: s.push.pushed.Load(), Bytes: s.push.bytes.Load(), Descriptors: s.push.descriptors.Load(),
-		FailedPushes: s.push.failed.Load(), FailedPulls: s.stats.failedPulls.Load(),
+	out := SenderStats{
+		Transfers: n, Pulls: int64(s.gate.Len()), Ready: ready, FailedPulls: s.stats.failedPulls.Load(),
 		Expired: s.stats.expired.Load(), Refused: s.stats.refused.Load(), Disconnected: s.stats.disconnected.Load(),
-		LayoutMisses: s.stats.layoutMisses.Load(), PlanningNanos: s.push.planning.Load(), PushingNanos: s.push.pushing.Load(),
+		LayoutMisses: s.stats.layoutMisses.Load(),
 	}
+	s.push.Count(&out)
+	return out
 }
 
-// pulling is one pull being answered. Owned by its goroutine but for wake.
-type pulling struct {
-	s       *Sender
-	peer    *zmtp.Peer
-	pull    *Pull
-	plan    *PushPlan
-	paired  []int         // D's TP ranks that pull from this worker
-	wake    chan struct{} // cap 1
-	ticket  *Ticket
-	ctx     context.Context // ends with P, with D's connection, and when the pull makes room
-	cancel  context.CancelCauseFunc
-	waiting map[string]*sending // by D's request id
-	memory  uint64              // of D, hashed
-	again   []string            // filled by an earlier pull, whose answer D did not hear
-	unheard []string            // the same, found out later; guarded by Sender.mu
-	empty   []string            // requests without a transfer id
-	unknown map[string]bool     // of them, not yet P's
-	spent   time.Duration       // planning
+// pullAnswer answers one pull. Owned by its goroutine, except wake.
+type pullAnswer struct {
+	s           *Sender
+	peer        *zmtp.Peer
+	pull        *wire.Pull
+	plan        *PushPlan
+	paired      []int         // D's TP ranks that pull from this worker
+	wake        chan struct{} // cap 1
+	ticket      *Ticket
+	ctx         context.Context // ends with P, with D's connection, and when the pull makes room
+	cancel      context.CancelCauseFunc
+	waiting     map[string]*offer // by D's request id
+	memory      uint64            // of D, hashed
+	refilled    []string          // filled by an earlier pull, whose answer D did not hear
+	lostReplies []string          // the same, found out later; guarded by Sender.mu
+	empty       []string          // requests without a transfer id
+	unknown     map[string]bool   // of them, not yet P's
+	spent       time.Duration     // planning
 }
 
-func (p *pulling) poke() {
+func (p *pullAnswer) wakeUp() {
 	select {
 	case p.wake <- struct{}{}:
 	default:
@@ -87,16 +88,16 @@ func (p *pulling) poke() {
 // handle takes one message; it runs on the peer's reading goroutine.
 func (s *Sender) handle(peer *zmtp.Peer, m zmtp.Message) {
 	if len(m) != 1 {
-		s.refuse(peer, fmt.Errorf("%w: %d frames instead of one", ErrMessage, len(m)))
+		s.refuse(peer, fmt.Errorf("%w: %d frames instead of one", wire.ErrMessage, len(m)))
 		return
 	}
 	start := time.Now()
-	pull, err := DecodePull(m[0], 0)
+	pull, err := wire.DecodePull(m[0], 0)
 	if err != nil {
 		s.refuse(peer, err)
 		return
 	}
-	p := &pulling{s: s, peer: peer, pull: pull, wake: make(chan struct{}, 1)}
+	p := &pullAnswer{s: s, peer: peer, pull: pull, wake: make(chan struct{}, 1)}
 	p.ctx, p.cancel = context.WithCancelCause(s.ctx)
 	if p.ticket, err = s.gate.Enter(PeerKey(peer, pull.Host, pull.Port), len(m[0]), p.cancel); err != nil {
 		p.cancel(nil)
@@ -127,21 +128,21 @@ func PeerKey(peer *zmtp.Peer, host string, port int) string {
 func (s *Sender) refuse(peer *zmtp.Peer, err error) {
 	s.stats.refused.Add(1)
 	s.warn.Warn(s.log, "mooncake: pull refused", "from", peer.RemoteAddr(), "err", err)
-	s.reply(peer, &Reply{Status: StatusError, Message: err.Error()})
+	s.reply(peer, &wire.Reply{Status: wire.StatusError, Message: err.Error()})
 }
 
-// reply sends y. A peer that cannot take it is gone or will be closed.
-func (s *Sender) reply(peer *zmtp.Peer, y *Reply) {
-	if err := peer.Send(AppendReply(nil, y)); err != nil {
+// reply sends y. It only logs a failure: the router closes such a peer.
+func (s *Sender) reply(peer *zmtp.Peer, y *wire.Reply) {
+	if err := peer.Send(wire.AppendReply(nil, y)); err != nil {
 		s.log.Debug("mooncake: reply", "to", peer.RemoteAddr(), "err", err)
 		return
 	}
 	peer.Flush()
 }
 
-func (p *pulling) reply(y *Reply) {
+func (p *pullAnswer) reply(y *wire.Reply) {
 	y.Kvasir = p.pull.DeadlineMillis > 0
-	if y.Status != StatusLayoutMiss {
+	if y.Status != wire.StatusLayoutMiss {
 		y.LayoutID = p.pull.LayoutID
 	}
 	p.s.reply(p.peer, y)
@@ -149,39 +150,39 @@ func (p *pulling) reply(y *Reply) {
 
 // serve answers one pull: it waits for P to compute, pushes what is ready, and
 // replies after each round.
-func (p *pulling) serve() {
+func (p *pullAnswer) serve() {
 	start := time.Now()
 	err := p.s.prepare(p)
 	p.spent += time.Since(start)
 	switch {
 	case errors.Is(err, errLayoutMiss):
 		p.s.stats.layoutMisses.Add(1)
-		p.reply(&Reply{Status: StatusLayoutMiss, Message: err.Error()})
+		p.reply(&wire.Reply{Status: wire.StatusLayoutMiss, Message: err.Error()})
 		return
 	case err != nil:
 		p.s.refuse(p.peer, err)
 		return
 	}
 	p.memory = p.plan.memory()
-	if err := p.enter(); err != nil {
+	if err := p.joinTransfers(); err != nil {
 		p.s.refuse(p.peer, err)
 		return
 	}
-	defer p.leave()
+	defer p.leaveTransfers()
 	p.s.wg.Go(func() {
 		select {
 		case <-p.peer.Done():
-			p.cancel(errDLeft) // what D asked for is no longer D's to receive
+			p.cancel(errDGone) // D may give the memory to other requests
 		case <-p.ctx.Done():
 		}
 	})
-	p.rounds(p.ctx)
+	p.pushRounds(p.ctx)
 }
 
-var errDLeft = errors.New("mooncake: D went away")
+var errDGone = errors.New("mooncake: D went away")
 
-// broken ends a pull whose context has ended.
-func (p *pulling) broken() {
+// endBroken accounts for a pull whose context has ended.
+func (p *pullAnswer) endBroken() {
 	if why := context.Cause(p.ctx); errors.Is(why, errEvicted) {
 		p.s.refuse(p.peer, why)
 		return
@@ -189,8 +190,8 @@ func (p *pulling) broken() {
 	p.s.stats.disconnected.Add(1)
 }
 
-// patience is how long a pull waits for its next request to be ready.
-func (p *pulling) patience() time.Duration {
+// waitLimit returns how long a pull waits for its next request to be ready.
+func (p *pullAnswer) waitLimit() time.Duration {
 	t := p.s.o.AbortTimeout
 	if d := time.Duration(p.pull.DeadlineMillis) * time.Millisecond; d > 0 {
 		t = min(t, d)
@@ -198,54 +199,54 @@ func (p *pulling) patience() time.Duration {
 	return t
 }
 
-func (p *pulling) rounds(ctx context.Context) {
-	timer := time.NewTimer(p.patience())
+func (p *pullAnswer) pushRounds(ctx context.Context) {
+	timer := time.NewTimer(p.waitLimit())
 	defer timer.Stop()
 	if p.answerEarly(p.empty, false) {
 		return
 	}
 	if p.pull.DeadlineMillis > 0 && len(p.unknown) > 0 {
-		p.reply(&Reply{Status: StatusContinue, Unknown: slices.Sorted(maps.Keys(p.unknown))})
+		p.reply(&wire.Reply{Status: wire.StatusContinue, Unknown: slices.Sorted(maps.Keys(p.unknown))})
 	}
 	for len(p.waiting) > 0 {
-		ready, known, gone := p.collect()
+		ready, known, gone := p.takeReady()
 		p.ticket.Idle(len(p.waiting) > 0 && len(p.unknown) == len(p.waiting))
 		if len(known) > 0 && p.pull.DeadlineMillis > 0 && len(ready)+len(gone) == 0 {
-			p.reply(&Reply{Status: StatusContinue, Known: known})
+			p.reply(&wire.Reply{Status: wire.StatusContinue, Known: known})
 		}
-		if len(p.again) > 0 && p.answerEarly(nil, len(ready)+len(gone) > 0) {
+		if len(p.refilled) > 0 && p.answerEarly(nil, len(ready)+len(gone) > 0) {
 			return
 		}
 		if len(ready)+len(gone) > 0 {
-			if !p.round(ctx, ready, gone) {
+			if !p.pushRound(ctx, ready, gone) {
 				return
 			}
-			timer.Reset(p.patience())
+			timer.Reset(p.waitLimit())
 			continue
 		}
 		select {
 		case <-p.wake:
 		case <-ctx.Done():
-			p.broken()
+			p.endBroken()
 			return
 		case <-timer.C:
 			late := slices.Sorted(maps.Keys(p.waiting))
 			p.s.stats.failedPulls.Add(int64(len(late)))
-			p.s.warn.Warn(p.s.log, "mooncake: P side not ready in time", "requests", some(late), "timeout", p.patience())
-			p.reply(&Reply{Status: StatusFinish, Failed: late, Message: "Timeout waiting for P side ready."})
+			p.s.warn.Warn(p.s.log, "mooncake: P side not ready in time", "requests", SomeNames(late), "timeout", p.waitLimit())
+			p.reply(&wire.Reply{Status: wire.StatusFinish, Failed: late, Message: "Timeout waiting for P side ready."})
 			return
 		}
 	}
 }
 
-// answerEarly answers what needs no push: requests that were filled before, and those
-// without a transfer id. more says that others are about to be pushed. It says whether
-// that was all.
-func (p *pulling) answerEarly(empty []string, more bool) (all bool) {
-	y := Reply{Status: StatusContinue, OK: p.again, Failed: empty}
-	p.again = nil
+// answerEarly answers requests that need no push: those that were filled before, and
+// those without a transfer id. more says that others are about to be pushed. all says
+// that the pull has ended.
+func (p *pullAnswer) answerEarly(empty []string, more bool) (all bool) {
+	y := wire.Reply{Status: wire.StatusContinue, OK: p.refilled, Failed: empty}
+	p.refilled = nil
 	if all = len(p.waiting) == 0 && !more; all {
-		y.Status = StatusFinish
+		y.Status = wire.StatusFinish
 	}
 	if len(empty) > 0 {
 		y.Message = "no transfer_id"
@@ -259,10 +260,10 @@ func (p *pulling) answerEarly(empty []string, more bool) (all bool) {
 
 var errUnknownFull = errors.New("mooncake: too many transfers that P does not know")
 
-// enter puts the pull in the list of each transfer that it asks for.
-func (p *pulling) enter() error {
+// joinTransfers adds the pull to each transfer that it names.
+func (p *pullAnswer) joinTransfers() error {
 	s := p.s
-	p.waiting, p.unknown = make(map[string]*sending), make(map[string]bool)
+	p.waiting, p.unknown = make(map[string]*offer), make(map[string]bool)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	mine := 0 // of the unknown ones
@@ -273,23 +274,23 @@ func (p *pulling) enter() error {
 		}
 		e := s.mu.transfers[w.TransferID]
 		if e == nil {
-			if before := s.mu.done.find(w.TransferID, p.worker(), p.answered(id)); before != nil {
-				if !before.heard() {
-					p.again = append(p.again, id)
+			if before := s.mu.done.find(w.TransferID, p.worker(), p.delivery(id)); before != nil {
+				if !before.stillConnected() {
+					p.refilled = append(p.refilled, id)
 					continue
 				}
-				s.wg.Go(func() { p.awaitUnheard(id, before) })
+				s.wg.Go(func() { p.awaitDisconnect(id, before) })
 			}
 			if mine++; s.mu.unknown >= s.o.MaxTransfers || mine > max(1, s.o.MaxTransfers/4) {
-				p.leaveLocked()
+				p.leaveTransfersLocked()
 				return errUnknownFull
 			}
-			e = &sending{id: w.TransferID}
+			e = &offer{id: w.TransferID}
 			s.mu.transfers[w.TransferID] = e
 			s.mu.unknown++
 		}
 		if e.waiting == nil {
-			e.waiting = make(map[*pulling]struct{})
+			e.waiting = make(map[*pullAnswer]struct{})
 		}
 		e.waiting[p] = struct{}{}
 		p.waiting[id] = e
@@ -300,24 +301,24 @@ func (p *pulling) enter() error {
 	return nil
 }
 
-func (p *pulling) leave() {
+func (p *pullAnswer) leaveTransfers() {
 	p.s.mu.Lock()
 	defer p.s.mu.Unlock()
-	p.leaveLocked()
+	p.leaveTransfersLocked()
 }
 
-// leaveLocked gives up what is still waited for.
-func (p *pulling) leaveLocked() {
+// leaveTransfersLocked takes the pull out of the transfers that it still waits for.
+func (p *pullAnswer) leaveTransfersLocked() {
 	for _, e := range p.waiting {
-		p.leaveOneLocked(e)
-		p.shortenLocked(e)
+		p.leaveTransferLocked(e)
+		p.shortenExpiryLocked(e)
 	}
 	clear(p.waiting)
 }
 
-// leaveOneLocked takes the pull out of a transfer's list; a transfer that P never
-// knew goes with its last pull.
-func (p *pulling) leaveOneLocked(e *sending) {
+// leaveTransferLocked takes the pull out of a transfer. It drops a transfer that P does
+// not know together with its last pull.
+func (p *pullAnswer) leaveTransferLocked(e *offer) {
 	delete(e.waiting, p)
 	if e.request == "" && len(e.waiting) == 0 && !e.gone && p.s.mu.transfers[e.id] == e {
 		delete(p.s.mu.transfers, e.id)
@@ -325,9 +326,9 @@ func (p *pulling) leaveOneLocked(e *sending) {
 	}
 }
 
-// shortenLocked bounds the stay of blocks whose pull failed, if D is one that
-// would come back soon.
-func (p *pulling) shortenLocked(e *sending) {
+// shortenExpiryLocked lets blocks whose pull failed expire after RetryTimeout, if D is
+// Kvasir, which tries again soon or never.
+func (p *pullAnswer) shortenExpiryLocked(e *offer) {
 	if p.pull.DeadlineMillis == 0 {
 		return
 	}
@@ -337,22 +338,23 @@ func (p *pulling) shortenLocked(e *sending) {
 	}
 }
 
-// collect takes the requests whose blocks are ready, as being pushed, and those
-// whose transfer is gone; known are those that P has heard of since.
-func (p *pulling) collect() (ready map[string]*sending, known, gone []string) {
+// takeReady takes the requests out of p.waiting whose blocks are ready, and marks them
+// as being pushed, and those whose transfer is gone. known are the requests that P has
+// come to know since the last call.
+func (p *pullAnswer) takeReady() (ready map[string]*offer, known, gone []string) {
 	s := p.s
-	ready = make(map[string]*sending)
+	ready = make(map[string]*offer)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, id := range p.unheard {
+	for _, id := range p.lostReplies {
 		if e := p.waiting[id]; e != nil && e.request == "" {
 			delete(p.waiting, id)
 			delete(p.unknown, id)
-			p.leaveOneLocked(e)
-			p.again = append(p.again, id)
+			p.leaveTransferLocked(e)
+			p.refilled = append(p.refilled, id)
 		}
 	}
-	p.unheard = nil
+	p.lostReplies = nil
 	for id, e := range p.waiting {
 		switch {
 		case e.gone || s.mu.transfers[e.id] != e:
@@ -360,7 +362,7 @@ func (p *pulling) collect() (ready map[string]*sending, known, gone []string) {
 		case e.ready:
 			e.busy++
 			if e.need == 0 {
-				e.need, e.sent = p.needed(), make(map[dWorker]answered)
+				e.need, e.sent = p.needed(), make(map[dWorker]delivery)
 			}
 			ready[id] = e
 		default:
@@ -371,16 +373,16 @@ func (p *pulling) collect() (ready map[string]*sending, known, gone []string) {
 			continue
 		}
 		delete(p.waiting, id)
-		p.leaveOneLocked(e)
+		p.leaveTransferLocked(e)
 	}
 	slices.Sort(known)
 	slices.Sort(gone)
 	return ready, known, gone
 }
 
-// round pushes the ready requests in one batch and replies. It returns false when D
-// went away.
-func (p *pulling) round(ctx context.Context, ready map[string]*sending, gone []string) bool {
+// pushRound pushes the ready requests in one batch and replies. It returns false when
+// the pull's context has ended.
+func (p *pullAnswer) pushRound(ctx context.Context, ready map[string]*offer, gone []string) bool {
 	s := p.s
 	start := time.Now()
 	failed := make(map[string]bool)
@@ -392,7 +394,7 @@ func (p *pulling) round(ctx context.Context, ready map[string]*sending, gone []s
 		}
 	}
 	for _, id := range gone {
-		fail(id, errGivenUp)
+		fail(id, errGaveUp)
 	}
 	ids := slices.Sorted(maps.Keys(ready))
 	var batch []Descriptor
@@ -408,11 +410,11 @@ func (p *pulling) round(ctx context.Context, ready map[string]*sending, gone []s
 	}
 	p.spent += time.Since(start)
 	if len(batch) > 0 {
-		errs, err := s.push.write(ctx, net.JoinHostPort(p.pull.Host, strconv.Itoa(p.pull.Port)), batch, p.spent)
+		errs, err := s.push.Write(ctx, net.JoinHostPort(p.pull.Host, strconv.Itoa(p.pull.Port)), batch, p.spent)
 		p.spent = 0
 		first := 0
 		for i, id := range ids {
-			if first < ends[i] { // else it asked for no bytes
+			if first < ends[i] { // it has descriptors
 				if bad := cmp.Or(err, firstError(errs, first, ends[i])); bad != nil {
 					fail(id, &engineError{bad})
 				}
@@ -425,20 +427,20 @@ func (p *pulling) round(ctx context.Context, ready map[string]*sending, gone []s
 			failed[id] = true
 		}
 	}
-	p.settle(ready, failed)
+	p.recordRound(ready, failed)
 	if ctx.Err() != nil {
-		p.broken()
+		p.endBroken()
 		return false
 	}
-	p.conclude(ids, failed, why)
+	p.replyRound(ids, failed, why)
 	return true
 }
 
-// conclude tells D how a round went.
-func (p *pulling) conclude(ids []string, failed map[string]bool, why error) {
-	y := Reply{Status: StatusContinue}
+// replyRound sends D the results of a round.
+func (p *pullAnswer) replyRound(ids []string, failed map[string]bool, why error) {
+	y := wire.Reply{Status: wire.StatusContinue}
 	if len(p.waiting) == 0 {
-		y.Status = StatusFinish
+		y.Status = wire.StatusFinish
 	}
 	for _, id := range ids {
 		if !failed[id] {
@@ -449,7 +451,7 @@ func (p *pulling) conclude(ids []string, failed map[string]bool, why error) {
 		y.Failed = slices.Sorted(maps.Keys(failed))
 		y.Message = why.Error()
 		p.s.stats.failedPulls.Add(int64(len(failed)))
-		p.s.warn.Warn(p.s.log, "mooncake: pull failed", "from", p.peer.RemoteAddr(), "requests", some(y.Failed), "err", why)
+		p.s.warn.Warn(p.s.log, "mooncake: pull failed", "from", p.peer.RemoteAddr(), "requests", SomeNames(y.Failed), "err", why)
 	}
 	p.reply(&y)
 }
@@ -464,23 +466,23 @@ func firstError(errs []error, from, to int) error {
 	return nil
 }
 
-// engineError is a push that failed, with vLLM's words for it.
+// engineError is a failed push, under vLLM's text.
 type engineError struct{ err error }
 
 func (e *engineError) Error() string { return "Mooncake transfer engine returned -1: " + e.err.Error() }
 func (e *engineError) Unwrap() error { return e.err }
 
-// settle counts the results of a round at its transfers.
-func (p *pulling) settle(ready map[string]*sending, failed map[string]bool) {
+// recordRound records the results of a round in its transfers.
+func (p *pullAnswer) recordRound(ready map[string]*offer, failed map[string]bool) {
 	s := p.s
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for id, e := range ready {
 		e.busy--
 		if failed[id] {
-			p.shortenLocked(e)
+			p.shortenExpiryLocked(e)
 		} else {
-			e.sent[p.worker()] = p.answered(id)
+			e.sent[p.worker()] = p.delivery(id)
 		}
 		switch {
 		case e.gone: // aborted during the push

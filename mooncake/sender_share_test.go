@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -55,11 +56,11 @@ func silentD(t testing.TB) (host string, port int) {
 }
 
 // ask sends pulls by hand.
-func ask(t testing.TB, addr string, p *Pull) (*zmtp.Dealer, <-chan *Reply) {
+func ask(t testing.TB, addr string, p *wire.Pull) (*zmtp.Dealer, <-chan *wire.Reply) {
 	t.Helper()
-	replies := make(chan *Reply, 64)
+	replies := make(chan *wire.Reply, 64)
 	d := zmtp.NewDealer(addr, zmtp.DealerOptions{Handler: func(m zmtp.Message) {
-		if y, err := DecodeReply(m[0], 0); err == nil {
+		if y, err := wire.DecodeReply(m[0], 0); err == nil {
 			replies <- y
 		}
 	}})
@@ -67,18 +68,18 @@ func ask(t testing.TB, addr string, p *Pull) (*zmtp.Dealer, <-chan *Reply) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { d.Close() })
-	if err := d.Send(AppendPull(nil, p, 0)); err != nil {
+	if err := d.Send(wire.AppendPull(nil, p, 0)); err != nil {
 		t.Fatal(err)
 	}
 	return d, replies
 }
 
-func next(t *testing.T, replies <-chan *Reply) *Reply {
+func next(t *testing.T, replies <-chan *wire.Reply) *wire.Reply {
 	t.Helper()
 	select {
 	case y := <-replies:
 		return y
-	case <-time.After(20 * time.Second):
+	case <-time.After(60 * time.Second):
 		t.Fatal("no reply")
 		return nil
 	}
@@ -92,9 +93,9 @@ func TestSilentDBesideAnother(t *testing.T) {
 	for i := range 24 {
 		id := fmt.Sprint("silent", i)
 		x.sender.Offer("p"+id, id, [][]int{{0, 1, 2, 3}})
-		ask(t, x.sender.Addr(), &Pull{
+		ask(t, x.sender.Addr(), &wire.Pull{
 			Host: host, Port: port, TPSize: 1, PPSize: 1, Regions: x.d.Regions,
-			Wanted: map[string]Wanted{"d" + id: {id, [][]int{{0, 1, 2, 3}}}},
+			Wanted: map[string]wire.Wanted{"d" + id: {TransferID: id, Blocks: [][]int{{0, 1, 2, 3}}}},
 		})
 	}
 	eventually(t, "pushes to the silent D", func() bool {
@@ -112,7 +113,7 @@ func TestSilentDBesideAnother(t *testing.T) {
 		if err := x.pull(t, "d"+id, id, []int{5}); err != nil {
 			t.Fatal(err)
 		}
-		if took := time.Since(start); took > 10*time.Second {
+		if took := time.Since(start); took > 25*time.Second {
 			t.Fatalf("held up for %v", took)
 		}
 	}
@@ -122,11 +123,11 @@ func TestSilentDBesideAnother(t *testing.T) {
 // room for a D whose blocks are ready.
 func TestForgottenPullsMakeRoom(t *testing.T) {
 	x := small(t, SenderOptions{MaxPulls: 8}, ReceiverOptions{})
-	var answers []<-chan *Reply
+	var answers []<-chan *wire.Reply
 	for i := range 8 {
-		_, got := ask(t, x.sender.Addr(), &Pull{
+		_, got := ask(t, x.sender.Addr(), &wire.Pull{
 			Host: "127.0.0.1", Port: 9 + i%2, TPSize: 1, PPSize: 1, Regions: x.d.Regions,
-			Wanted: map[string]Wanted{"d": {fmt.Sprint("forgotten", i), [][]int{{1, 2}}}},
+			Wanted: map[string]wire.Wanted{"d": {TransferID: fmt.Sprint("forgotten", i), Blocks: [][]int{{1, 2}}}},
 		})
 		answers = append(answers, got)
 	}
@@ -143,7 +144,7 @@ func TestForgottenPullsMakeRoom(t *testing.T) {
 	for _, a := range answers {
 		select {
 		case y := <-a:
-			if y.Status != StatusError {
+			if y.Status != wire.StatusError {
 				t.Fatalf("%+v", y)
 			}
 			made++
@@ -181,7 +182,7 @@ func TestGateShares(t *testing.T) {
 	if evicted["a"] != 4 || evicted["b"] != 0 || g.Len() != 8 {
 		t.Fatalf("evicted %v, in %d", evicted, g.Len())
 	}
-	c, err := enter("c", MaxPendingBytes-7)
+	c, err := enter("c", maxPendingBytes-7)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -218,7 +219,7 @@ func TestEachRankCountsOnce(t *testing.T) {
 		if got := x.sender.Finished(); len(got) > 0 {
 			t.Fatalf("before pull %d P frees %v: rank 1 has not pulled", i, got)
 		}
-		failed, err := r.Pull(t.Context(), x.from, map[string]Wanted{"d": {"x", [][]int{{1, 2}}}})
+		failed, err := r.Pull(t.Context(), x.from, map[string]wire.Wanted{"d": {TransferID: "x", Blocks: [][]int{{1, 2}}}})
 		if err != nil || len(failed) > 0 {
 			t.Fatal(err, failed)
 		}
@@ -247,7 +248,7 @@ func TestEachStageCounts(t *testing.T) {
 		}
 		defer r.Close()
 		for range 2 - stage {
-			failed, err := r.Pull(t.Context(), x.from, map[string]Wanted{"d": {"x", [][]int{{1}}}})
+			failed, err := r.Pull(t.Context(), x.from, map[string]wire.Wanted{"d": {TransferID: "x", Blocks: [][]int{{1}}}})
 			if err != nil || len(failed) > 0 {
 				t.Fatal(err, failed)
 			}
@@ -268,13 +269,13 @@ func TestLostLastReply(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer x.receiver.windows.withdraw(w)
-	pull := &Pull{
+	pull := &wire.Pull{
 		Host: x.receiver.host, Port: x.receiver.port, TPSize: 1, PPSize: 1, Regions: w.regions, DeadlineMillis: 30000,
-		Wanted: map[string]Wanted{"d": {"x", [][]int{{1, 2}}}},
+		Wanted: map[string]wire.Wanted{"d": {TransferID: "x", Blocks: [][]int{{1, 2}}}},
 	}
 	for range 3 {
 		d, replies := ask(t, x.sender.Addr(), pull)
-		if y := next(t, replies); len(y.OK) != 1 || y.Status != StatusFinish {
+		if y := next(t, replies); len(y.OK) != 1 || y.Status != wire.StatusFinish {
 			t.Fatalf("%+v", y)
 		}
 		d.Close() // as if the answer had been lost
@@ -303,7 +304,7 @@ func TestLostLastReply(t *testing.T) {
 		t.Fatal("blocks are said to be filled that were not pushed again")
 	}
 	d.Close()
-	if y := next(t, again); len(y.OK) != 1 || y.Status != StatusFinish {
+	if y := next(t, again); len(y.OK) != 1 || y.Status != wire.StatusFinish {
 		t.Fatalf("%+v", y)
 	}
 }
@@ -324,7 +325,7 @@ func TestOfferUnderAnotherRequestsID(t *testing.T) {
 func TestEmptyTransferID(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{})
 	x.sender.Offer("p", "x", [][]int{{1}})
-	failed, err := x.receiver.Pull(t.Context(), x.from, map[string]Wanted{"d": {"x", [][]int{{1}}}, "e": {"", [][]int{{2}}}})
+	failed, err := x.receiver.Pull(t.Context(), x.from, map[string]wire.Wanted{"d": {TransferID: "x", Blocks: [][]int{{1}}}, "e": {TransferID: "", Blocks: [][]int{{2}}}})
 	if err != nil || len(failed) != 1 || !errors.Is(failed["e"], ErrPeer) {
 		t.Fatal(err, failed)
 	}

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
@@ -62,8 +63,8 @@ func silentRound(b *testing.B, silent bool) time.Duration {
 		for i := range 24 {
 			id := fmt.Sprint("silent", i)
 			x.sender.Offer("p"+id, id, [][]int{{0, 1, 2, 3}})
-			ask(b, x.sender.Addr(), &Pull{
-				Host: host, Port: port, TPSize: 1, PPSize: 1, Regions: x.d.Regions, Wanted: map[string]Wanted{"d" + id: {id, [][]int{{0, 1, 2, 3}}}},
+			ask(b, x.sender.Addr(), &wire.Pull{
+				Host: host, Port: port, TPSize: 1, PPSize: 1, Regions: x.d.Regions, Wanted: map[string]wire.Wanted{"d" + id: {TransferID: id, Blocks: [][]int{{0, 1, 2, 3}}}},
 			})
 		}
 		dead, err := net.Listen("tcp", "127.0.0.1:0")
@@ -79,7 +80,7 @@ func silentRound(b *testing.B, silent bool) time.Duration {
 			for i := range 4 {
 				id := fmt.Sprint("never", d, i)
 				waiting.Go(func() {
-					_, _ = r.Pull(ctx, Source{EngineID: "silent", Bootstrap: web.URL}, map[string]Wanted{id: {id, [][]int{{40 + i}}}})
+					_, _ = r.Pull(ctx, Source{EngineID: "silent", Bootstrap: web.URL}, map[string]wire.Wanted{id: {TransferID: id, Blocks: [][]int{{40 + i}}}})
 				})
 			}
 		}
@@ -95,7 +96,7 @@ func silentRound(b *testing.B, silent bool) time.Duration {
 				id := fmt.Sprint("x", d, "-", i)
 				x.sender.Offer("p"+id, id, [][]int{blocks})
 				begin := time.Now()
-				failed, err := r.Pull(b.Context(), x.from, map[string]Wanted{"d" + id: {id, [][]int{blocks}}})
+				failed, err := r.Pull(b.Context(), x.from, map[string]wire.Wanted{"d" + id: {TransferID: id, Blocks: [][]int{blocks}}})
 				if err != nil || failed["d"+id] != nil {
 					b.Errorf("%s: %v, %v", id, failed, err)
 					return

@@ -6,11 +6,12 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// socket is one DEALER to a P worker. A pull has it alone: replies do not say which
-// pull they answer. Between pulls it waits in the pool.
+// socket is one DEALER to a P worker. It carries one pull at a time, because replies do
+// not name the pull that they answer. Between pulls it waits in the pool.
 type socket struct {
 	addr   string // tcp://host:port
 	dealer *zmtp.Dealer
@@ -18,15 +19,15 @@ type socket struct {
 	once   sync.Once
 	gone   chan struct{} // closed before the dealer
 
-	flooded   chan struct{} // closed when an event was lost: nothing that follows can be relied on
+	flooded   chan struct{} // closed when an event was dropped: the socket is unusable
 	floodOnce sync.Once
 }
 
-// socketEvent is what a conversation reacts to.
+// socketEvent is what pullConn.exchange reacts to.
 type socketEvent struct {
-	reply *Reply
+	reply *wire.Reply
 	up    bool
-	err   error // lost, or no sense in what came
+	err   error // the connection broke, or a reply could not be decoded
 }
 
 // Sockets is a pool of connections to the side channels of P workers, by address. Its
@@ -43,7 +44,7 @@ type Sockets struct {
 	}
 }
 
-// NewSockets returns an empty pool that keeps so many idle connections per address.
+// NewSockets returns an empty pool that keeps at most maxIdle connections per address.
 func NewSockets(maxIdle int) *Sockets {
 	p := &Sockets{maxIdle: maxIdle}
 	p.mu.idle = make(map[string][]*socket)
@@ -86,17 +87,17 @@ func (p *Sockets) take(addr string) (s *socket, pooled bool, err error) {
 
 func decodeReplyMessage(m zmtp.Message) socketEvent {
 	if len(m) != 1 {
-		return socketEvent{err: fmt.Errorf("%w: %d frames instead of one", ErrMessage, len(m))}
+		return socketEvent{err: fmt.Errorf("%w: %d frames instead of one", wire.ErrMessage, len(m))}
 	}
-	y, err := DecodeReply(m[0], 0)
+	y, err := wire.DecodeReply(m[0], 0)
 	return socketEvent{reply: y, err: err}
 }
 
-// eventPatience is how long an event may wait for a conversation, which reads within
-// microseconds.
+// eventPatience is how long an event may wait for its pullConn, which normally reads
+// within microseconds.
 const eventPatience = time.Second
 
-// event hands e to the conversation; it runs on the dealer's goroutine.
+// event hands e to the pullConn; it runs on the dealer's goroutine.
 func (s *socket) event(e socketEvent) {
 	select {
 	case s.events <- e:
@@ -110,12 +111,12 @@ func (s *socket) event(e socketEvent) {
 	select {
 	case s.events <- e:
 	case <-s.gone:
-	case <-patience.C: // nobody reads: an idle socket, flooded
+	case <-patience.C: // an idle socket, which P floods
 		s.floodOnce.Do(func() { close(s.flooded) })
 	}
 }
 
-// close closes the dealer, which waits for an event under way.
+// close closes the dealer. It waits for an event in progress.
 func (s *socket) close() {
 	s.once.Do(func() {
 		close(s.gone)
@@ -123,7 +124,7 @@ func (s *socket) close() {
 	})
 }
 
-// lost says whether the connection broke while nobody used it.
+// lost says whether the connection of an idle socket broke.
 func (s *socket) lost() bool {
 	select {
 	case <-s.flooded:
@@ -150,8 +151,8 @@ func (p *Sockets) put(s *socket) {
 	p.drop(s)
 }
 
-// forget takes a socket whose connection was lost out of the idle ones: a dealer
-// would dial a dead P for ever.
+// forget closes an idle socket whose connection broke: its dealer would dial a dead P
+// for ever.
 func (p *Sockets) forget(s *socket) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -172,7 +173,7 @@ func (p *Sockets) forget(s *socket) {
 	}
 }
 
-// drop closes a socket: P sees D go, and gives up what it still does for the pull.
+// drop closes a socket. P sees the connection end and gives up the pull.
 func (p *Sockets) drop(s *socket) {
 	p.mu.Lock()
 	delete(p.mu.all, s)
@@ -180,7 +181,7 @@ func (p *Sockets) drop(s *socket) {
 	s.close()
 }
 
-// Close closes all sockets; conversations end with an error.
+// Close closes all sockets; pulls in progress end with an error.
 func (p *Sockets) Close() {
 	p.mu.Lock()
 	p.mu.closed = true

@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
 // TensorKind says how a layer's KV cache is laid out, as far as transfers care.
@@ -51,12 +53,12 @@ type Tensor struct {
 // groups over the same bytes share one. A tensor whose heads lie apart is one region
 // per head. Source: register_kv_caches of vLLM 0.32.
 func NewCache(storages [][]byte, tensors []Tensor, c Cache) (*Cache, error) {
-	c.Storages, c.Regions, c.In = place(storages), nil, nil
+	c.Storages, c.Regions, c.In = PlaceStorages(storages), nil, nil
 	type view struct{ base, stride, payload uint64 }
 	seen := make(map[view]int) // packed view → region
 	for i := range tensors {
 		t := &tensors[i]
-		if err := t.check(storages); err != nil {
+		if err := t.Check(storages); err != nil {
 			return nil, err
 		}
 		if why := t.unsliced(); why != "" && c.Unsliced == "" {
@@ -64,21 +66,21 @@ func NewCache(storages [][]byte, tensors []Tensor, c Cache) (*Cache, error) {
 		}
 		for _, r := range t.regions(&c) {
 			v := view{r.Base, r.Stride, r.Payload}
-			if at, ok := seen[v]; ok && r.RowOffset != NoRow {
-				c.Regions[at].share(t.Group)
+			if at, ok := seen[v]; ok && r.RowOffset != wire.NoRow {
+				share(&c.Regions[at], t.Group)
 				continue
 			}
-			if r.RowOffset != NoRow {
+			if r.RowOffset != wire.NoRow {
 				seen[v] = len(c.Regions)
 			}
 			c.Regions = append(c.Regions, r)
 		}
 	}
-	return &c, c.check()
+	return &c, c.Check()
 }
 
-// place gives each allocation an address, with gaps that no region bridges.
-func place(storages [][]byte) []Storage {
+// PlaceStorages gives each allocation an address, with gaps that no region bridges.
+func PlaceStorages(storages [][]byte) []Storage {
 	list := make([]Storage, len(storages))
 	next := uint64(windowAlign)
 	for i, mem := range storages {
@@ -89,18 +91,18 @@ func place(storages [][]byte) []Storage {
 }
 
 // share adds a group to a region that several groups view.
-func (r *Region) share(group int) {
+func share(r *wire.Region, group int) {
 	if !slices.Contains(r.Shared, group) {
 		r.Shared = append(r.Shared, group)
-		r.Group = SharedGroup
+		r.Group = wire.SharedGroup
 	}
 }
 
 // maxTensorElements bounds products of shapes and strides.
 const maxTensorElements = 1 << 44
 
-// check finds shapes that do not fit the allocation.
-func (t *Tensor) check(storages [][]byte) error {
+// Check finds shapes that do not fit the allocation.
+func (t *Tensor) Check(storages [][]byte) error {
 	fail := func(what string) error {
 		return fmt.Errorf("%w: layer %q: %s: shape %v, strides %v, %d bytes per element, %d bytes in", ErrCache, t.Layer, what,
 			t.Shape, t.Stride, t.Element, t.Offset)
@@ -132,13 +134,13 @@ func (t *Tensor) check(storages [][]byte) error {
 }
 
 // regions lists the runs of blocks that make up the tensor.
-func (t *Tensor) regions(c *Cache) []Region {
+func (t *Tensor) regions(c *Cache) []wire.Region {
 	s := c.Storages[t.Storage]
-	r := Region{
+	r := wire.Region{
 		Layer: t.Layer, Index: t.Index, Base: s.Addr + t.Offset, Stride: uint64(t.Stride[0]) * uint64(t.Element),
-		Group: t.Group, Shared: []int{t.Group}, RowOffset: NoRow,
+		Group: t.Group, Shared: []int{t.Group}, RowOffset: wire.NoRow,
 	}
-	inner := t.dense(1) // bytes of a block that lie in one piece, else 0
+	inner := t.Dense(1) // bytes of a block that lie in one piece, else 0
 	rows := uint64(t.Shape[0])*r.Stride == uint64(len(s.Mem))
 	if t.Kind != MambaTensor && rows && r.Stride > 0 && (t.Kind == MLATensor || !t.headMajor()) {
 		if inner > 0 && inner <= r.Stride {
@@ -147,7 +149,7 @@ func (t *Tensor) regions(c *Cache) []Region {
 			r.Base, r.Payload, r.RowOffset = s.Addr, r.Stride, 0
 			c.Opaque = true
 		}
-		return []Region{r}
+		return []wire.Region{r}
 	}
 	if inner > 0 || len(t.Shape) < 2 {
 		r.Payload = r.Stride
@@ -157,9 +159,9 @@ func (t *Tensor) regions(c *Cache) []Region {
 			}
 			r.Payload = page
 		}
-		return []Region{r}
+		return []wire.Region{r}
 	}
-	heads := make([]Region, t.Shape[1])
+	heads := make([]wire.Region, t.Shape[1])
 	for h := range heads {
 		heads[h] = r
 		heads[h].Base += uint64(h) * uint64(t.Stride[1]) * uint64(t.Element)
@@ -168,9 +170,9 @@ func (t *Tensor) regions(c *Cache) []Region {
 	return heads
 }
 
-// dense returns the bytes of the dimensions from first on if they fill one piece
+// Dense returns the bytes of the dimensions from first on if they fill one piece
 // without gaps, in whatever order, else 0.
-func (t *Tensor) dense(first int) uint64 {
+func (t *Tensor) Dense(first int) uint64 {
 	var axes []int
 	for i := first; i < len(t.Shape); i++ {
 		if t.Shape[i] > 1 {
@@ -194,7 +196,7 @@ func (t *Tensor) unsliced() string {
 	case t.Kind != AttentionTensor: // whole on every rank, or never cut by heads
 		return ""
 	case t.HeadAxis == 0:
-		if t.dense(1) == 0 && len(t.Shape) > 1 {
+		if t.Dense(1) == 0 && len(t.Shape) > 1 {
 			return "" // a region per head
 		}
 		return "which axis counts the KV heads is not known"
@@ -225,49 +227,4 @@ func (t *Tensor) contiguous(first int) uint64 {
 // in a block.
 func (t *Tensor) headMajor() bool {
 	return len(t.Shape) == 4 && t.Stride[2] == t.Shape[3] && t.Stride[1] == t.Shape[2]*t.Shape[3]
-}
-
-// NewCacheV1 publishes tensors as vLLM 0.13 does: keys and values of a tensor
-// [2, blocks, ...] apart, an MLA tensor [blocks, ...] and FlashInfer's [blocks, 2, ...]
-// whole, each base address once, in the order of the tensors. The order in a block is
-// any. All blocks must have one size.
-func NewCacheV1(storages [][]byte, tensors []Tensor, c Cache) (*Cache, error) {
-	out := Cache{Storages: place(storages), Kinds: c.Kinds, KVHeads: c.KVHeads}
-	if out.Kinds == nil {
-		out.Kinds = []GroupKind{Attention}
-	}
-	bases := make(map[uint64]bool)
-	for i := range tensors {
-		t := &tensors[i]
-		if err := t.check(storages); err != nil {
-			return nil, err
-		}
-		planes, dim := 1, 0 // of keys and values; the dimension that counts blocks
-		split := t.Kind != MLATensor && len(t.Shape) > 1 && t.Shape[0] == 2
-		switch {
-		case split:
-			planes, dim = 2, 1
-		case t.Kind != MLATensor && (len(t.Shape) < 2 || t.Shape[1] != 2):
-			return nil, fmt.Errorf("%w: layer %q: shape %v has no keys and values in front", ErrCache, t.Layer, t.Shape)
-		}
-		size := t.dense(dim + 1)
-		if size == 0 {
-			return nil, fmt.Errorf("%w: layer %q: a block does not lie in one piece: strides %v", ErrCache, t.Layer, t.Stride)
-		}
-		for plane := range planes {
-			base := out.Storages[t.Storage].Addr + t.Offset
-			if split {
-				base += uint64(plane) * uint64(t.Stride[0]) * uint64(t.Element)
-			}
-			if bases[base] {
-				continue
-			}
-			bases[base] = true
-			out.Regions = append(out.Regions, Region{
-				Layer: t.Layer, Index: t.Index, Base: base, Stride: uint64(t.Stride[dim]) * uint64(t.Element), Payload: size,
-				Group: 0, RowOffset: NoRow,
-			})
-		}
-	}
-	return &out, out.check()
 }

@@ -88,20 +88,3 @@ func TestNewCacheRefuses(t *testing.T) {
 		t.Error(err)
 	}
 }
-
-func TestNewCacheV1(t *testing.T) {
-	mem := [][]byte{make([]byte, 4096)}
-	tensor := Tensor{Layer: "a", Shape: []int{2, 8, 16, 2}, Stride: []int{256, 32, 2, 1}, Element: 2}
-	c, err := NewCacheV1(mem, []Tensor{tensor, tensor}, Cache{KVHeads: 2})
-	if err != nil || len(c.Regions) != 2 || c.Regions[1].Base-c.Regions[0].Base != 512 || c.Regions[0].Stride != 64 {
-		t.Fatalf("%+v %v", c, err) // keys and values; the second tensor is the first again
-	}
-	mla := Tensor{Layer: "a", Kind: MLATensor, Shape: []int{8, 16, 4}, Stride: []int{64, 4, 1}, Element: 2}
-	if c, err = NewCacheV1(mem, []Tensor{mla}, Cache{}); err != nil || len(c.Regions) != 1 || c.Regions[0].Payload != 128 {
-		t.Fatalf("%+v %v", c, err)
-	}
-	tensor.Shape[0] = 3
-	if _, err = NewCacheV1(mem, []Tensor{tensor}, Cache{}); !errors.Is(err, ErrCache) {
-		t.Fatal(err)
-	}
-}

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
@@ -105,7 +106,7 @@ func TestUnequalTP(t *testing.T) {
 					t.Fatal(err)
 				}
 				t.Cleanup(func() { r.Close() })
-				failed, err := r.Pull(ctx, from, map[string]Wanted{"d": {"x", [][]int{wanted}}})
+				failed, err := r.Pull(ctx, from, map[string]wire.Wanted{"d": {TransferID: "x", Blocks: [][]int{wanted}}})
 				if err != nil || len(failed) > 0 {
 					t.Fatal(failed, err)
 				}

@@ -10,44 +10,47 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
-// A window is one publication of D's memory for one P: the same bytes as in any
-// other, at addresses of its own, which come once in the life of the transfer table
-// and differ from those of an earlier life. Addresses on the wire are names, so D may
-// have many.
+// A window is one publication of D's memory for one P. Every window has the same bytes
+// at addresses of its own. An address comes once in the life of the transfer table and
+// differs from those of earlier lives. Addresses on the wire are only names, so one
+// memory may have many.
 //
-// That is how late writes are kept out of reused blocks. When a pull fails, P may
-// still be writing, now or in an hour, and D cannot tell its writes from those of
-// the next pull into the same blocks: both carry only an address. So D closes the
-// blocks' ranges in this window for good (transfer.Table.Fence). While pulls are in
-// progress there, the window goes on serving pulls into other blocks; the first one of
-// this P that wants a closed block gets the next window. With the last pull in progress
-// a window with closed blocks is withdrawn.
+// Windows keep late writes out of reused blocks. When a pull fails, P may still be
+// writing, now or in an hour. A write carries only an address, so D could not
+// distinguish it from a write of the next pull into the same blocks. D therefore closes
+// the blocks' ranges in this window for good (transfer.Table.Fence). The window goes on
+// serving pulls into other blocks; the first pull of this P that wants a closed block
+// opens the next window. When the last pull of a window with closed blocks ends, D
+// withdraws the window.
 type window struct {
-	id      uint64   // layout id: odd, random, as vLLM's are
-	owner   Source   // P
-	regions []Region // as published
+	id      uint64        // layout id: odd, random, as vLLM's are
+	owner   Source        // P
+	regions []wire.Region // as published
 	handles []*transfer.Region
 
 	// Guarded by windows.mu.
 	users   map[*receiving]struct{}
 	closed  map[int]struct{} // block ids that take no writes any more, of all groups
-	filled  bool             // a pull into blocks used it
+	filled  bool             // at least one of its pulls had blocks
 	retired bool             // takes no new users
-	ended   bool             // its users were told to end
-	used    int64            // when it was used last, in windows.mu.clock
+	ended   bool             // its users were cancelled
+	used    int64            // last use, in windows.mu.clock
 }
 
-// windows makes and retires the windows of one Receiver. Each P has windows of its
-// own, and only as many as it needs: what one P does costs no other.
+// windows makes and retires the windows of one Receiver. Each P has windows of its own,
+// so that its failures do not cost other P's.
 type windows struct {
 	cache *Cache          // immutable
 	table *transfer.Table // immutable
 	max   int             // windows alive
 
-	patience time.Duration   // for a write in progress when its window goes
+	watched bool // count arriving bytes, because P's answer proves nothing; immutable
+
+	patience time.Duration   // for a write in progress when its window is withdrawn
 	wg       *sync.WaitGroup // of withdrawals
 
 	mu struct { // a leaf but for Table.mu
@@ -55,18 +58,18 @@ type windows struct {
 		current map[Source]*window
 		live    map[*window]struct{} // current ones and retired ones
 		clock   int64
-		changed chan struct{} // closed when a window goes; nil: nobody waits
+		changed chan struct{} // closed when a window goes; nil without waiters
 	}
 }
 
-// maxWindows bounds the windows of one Receiver; fewer where they have many storages,
-// so that all together take a quarter of the table.
+// maxWindows bounds the windows of one Receiver. With many storages the bound is lower,
+// so that all windows together take at most a quarter of the table.
 const maxWindows = 64
 
 const windowAlign = 2 << 20
 
-// windowBytes is the address space of a storage: a gap follows, so that no run of
-// blocks reaches over.
+// windowBytes returns the address space of a storage. It ends with a gap that no run of
+// blocks bridges.
 func windowBytes(mem []byte) uint64 {
 	return (uint64(len(mem)) + 2*windowAlign) &^ (windowAlign - 1)
 }
@@ -78,12 +81,12 @@ func newWindows(c *Cache, t *transfer.Table, patience time.Duration, wg *sync.Wa
 	return w
 }
 
-// use gives the requests of a pull a window of their P. At the limit it makes room:
-// an idle window goes, then the oldest one of the P that has most ends, with its
-// pulls; else the pull waits for a window to go, until ctx ends.
-func (ws *windows) use(ctx context.Context, from Source, list []*receiving) (*window, error) {
+// acquire returns a window of their P for the requests of a pull. At the limit it
+// withdraws an idle window; if none is idle, it ends the oldest window of the P that
+// has most, with its pulls. Then it waits for a window to go, until ctx ends.
+func (ws *windows) acquire(ctx context.Context, from Source, list []*receiving) (*window, error) {
 	for {
-		w, gone, wait, err := ws.tryUse(from, list)
+		w, gone, wait, err := ws.tryAcquire(from, list)
 		for _, old := range gone {
 			ws.wg.Go(func() { ws.withdraw(old) })
 		}
@@ -98,9 +101,9 @@ func (ws *windows) use(ctx context.Context, from Source, list []*receiving) (*wi
 	}
 }
 
-// tryUse is use without waiting: it returns a window, or what to wait for. The caller
+// tryAcquire is acquire without waiting: it returns a window, or what to wait for. The caller
 // withdraws what is gone.
-func (ws *windows) tryUse(from Source, list []*receiving) (w *window, gone []*window, wait <-chan struct{}, err error) {
+func (ws *windows) tryAcquire(from Source, list []*receiving) (w *window, gone []*window, wait <-chan struct{}, err error) {
 	ws.mu.Lock()
 	defer ws.mu.Unlock()
 	w = ws.mu.current[from]
@@ -162,7 +165,7 @@ func (ws *windows) retireLocked(w *window) bool {
 	return len(w.users) == 0 && ws.forgetLocked(w)
 }
 
-// forgetLocked takes w out; false when somebody did before.
+// forgetLocked takes w out of the live windows; false if it was out already.
 func (ws *windows) forgetLocked(w *window) bool {
 	if _, ok := ws.mu.live[w]; !ok {
 		return false
@@ -184,9 +187,9 @@ func (ws *windows) changedLocked() <-chan struct{} {
 
 var errWindowEnded = errors.New("mooncake: too many failed pulls from this P: its oldest ones are given up")
 
-// makeRoomLocked takes out the idle window that was used longest ago. If none is
-// idle, the P that has most windows, and more than one, loses its oldest: the
-// requests there are told to end.
+// makeRoomLocked takes out the least recently used idle window. If none is idle, it
+// cancels the requests of the oldest window of the P that has most, if that has more
+// than one.
 func (ws *windows) makeRoomLocked() (idle *window) {
 	count := make(map[Source]int)
 	var most *window // the oldest one of the P with most
@@ -232,7 +235,12 @@ func (ws *windows) open(from Source) (*window, error) {
 	if w.handles, err = ws.table.Publish(mems...); err != nil {
 		return nil, err
 	}
-	w.regions = make([]Region, len(ws.cache.Regions))
+	if ws.watched {
+		for _, h := range w.handles {
+			h.Watch() // before P can know the addresses
+		}
+	}
+	w.regions = make([]wire.Region, len(ws.cache.Regions))
 	for i, r := range ws.cache.Regions {
 		s := ws.cache.home(i)
 		r.Base = w.handles[s].Range().Addr + (r.Base - ws.cache.Storages[s].Addr)
@@ -247,7 +255,7 @@ func (ws *windows) fence(ctx context.Context, w *window, blocks [][]int) (cut in
 	ws.mu.Lock()
 	for g, ids := range blocks {
 		for _, id := range ids {
-			if id != 0 || g >= len(ws.cache.Kinds) || ws.cache.Kinds[g] != Mamba { // 0 is no block there
+			if id != 0 || g >= len(ws.cache.Kinds) || ws.cache.Kinds[g] != Mamba { // 0 is Mamba's placeholder
 				w.closed[id] = struct{}{}
 			}
 		}
@@ -258,7 +266,7 @@ func (ws *windows) fence(ctx context.Context, w *window, blocks [][]int) (cut in
 
 // ranges returns what a push into the blocks may touch.
 func (ws *windows) ranges(w *window, blocks [][]int) []transfer.Range {
-	return ws.each(w, blocks, func(r *Region, _, _ int) uint64 {
+	return ws.blockRanges(w, blocks, func(r *wire.Region, _, _ int) uint64 {
 		if r.RowOffset == 0 {
 			return r.Stride // P may have widened it to the row
 		}
@@ -266,9 +274,9 @@ func (ws *windows) ranges(w *window, blocks [][]int) []transfer.Range {
 	})
 }
 
-// each lists a range for each region of w and each of its blocks, of the length that
-// size says; 0 leaves it out.
-func (ws *windows) each(w *window, blocks [][]int, size func(r *Region, group, id int) uint64) []transfer.Range {
+// blockRanges lists a range for each region of w and each of its blocks. size returns
+// its length; 0 leaves it out.
+func (ws *windows) blockRanges(w *window, blocks [][]int, size func(r *wire.Region, group, id int) uint64) []transfer.Range {
 	expanded := make([][]int, len(blocks))
 	for g, ids := range blocks {
 		if g < len(ws.cache.Kinds) && ws.cache.Kinds[g] != Mamba {
@@ -280,7 +288,7 @@ func (ws *windows) each(w *window, blocks [][]int, size func(r *Region, group, i
 	for i := range w.regions {
 		r := &w.regions[i]
 		groups := r.Shared
-		if r.Group != SharedGroup {
+		if r.Group != wire.SharedGroup {
 			groups = []int{r.Group}
 		}
 		for _, g := range groups {
@@ -297,8 +305,8 @@ func (ws *windows) each(w *window, blocks [][]int, size func(r *Region, group, i
 	return list
 }
 
-// forget retires the window of a P that may be gone.
-func (ws *windows) forget(from Source) {
+// retire retires the window of a P that may be gone.
+func (ws *windows) retire(from Source) {
 	ws.mu.Lock()
 	w := ws.mu.current[from]
 	gone := w != nil && ws.retireLocked(w)
@@ -320,14 +328,14 @@ func (ws *windows) release(w *window, q *receiving) {
 	}
 }
 
-// withdraw takes a window back; writes in progress may go on for a while.
+// withdraw removes a window from the table; writes in progress have patience to end.
 func (ws *windows) withdraw(w *window) {
 	ctx, cancel := context.WithTimeout(context.Background(), ws.patience)
 	defer cancel()
 	ws.table.Withdraw(ctx, w.handles...)
 }
 
-// close takes every window back. No pull may run.
+// close withdraws every window. No pull may run.
 func (ws *windows) close() {
 	ws.mu.Lock()
 	live := ws.mu.live

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
@@ -59,9 +60,9 @@ func testCache(layers, n int, payload uint64, kinds ...GroupKind) *Cache {
 		mem := make([]byte, uint64(n)*payload)
 		base := uint64(0x10_0000_0000) + uint64(i)<<32
 		c.Storages = append(c.Storages, Storage{base, mem})
-		c.Regions = append(c.Regions, Region{
+		c.Regions = append(c.Regions, wire.Region{
 			Layer: fmt.Sprintf("model.layers.%d.attn", i), Index: i, Base: base, Stride: payload, Payload: payload,
-			Group: i % len(kinds), Shared: []int{i % len(kinds)}, RowOffset: NoRow,
+			Group: i % len(kinds), Shared: []int{i % len(kinds)}, RowOffset: wire.NoRow,
 		})
 	}
 	return c
@@ -130,7 +131,7 @@ func (x *pair) pull(t testing.TB, id, transferID string, blocks ...[]int) error 
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
 	defer cancel()
-	failed, err := x.receiver.Pull(ctx, x.from, map[string]Wanted{id: {transferID, blocks}})
+	failed, err := x.receiver.Pull(ctx, x.from, map[string]wire.Wanted{id: {TransferID: transferID, Blocks: blocks}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -27,7 +27,7 @@ const crashChunk = 4096
 
 func crashOptions(dir string) Options { return Options{Name: "p", Bytes: 6 * crashChunk, Dir: dir} }
 
-func crashKey(i int) *Key { return &Key{Chunk: kv.Hash{byte(i), 0xfe}, Rank: 7} }
+func crashKey(i int) *kv.Key { return &kv.Key{Chunk: kv.Hash{byte(i), 0xfe}, Rank: 7} }
 
 // crashContent is what the writer of a key writes.
 func crashContent(i int) []byte { return bytes.Repeat([]byte{byte(i), 0xa5}, crashChunk/2) }

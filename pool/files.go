@@ -11,12 +11,29 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/shm"
 )
 
 // Everybody may make files in /dev/shm, under any name. So a pool's files are used
 // only if they are this user's alone (shm.Ours), and removed only if they are this
 // user's.
+
+// Files is the part of a Pool that needs no lock: what it is called, how large it is,
+// what lies beside it, what earlier servers of it told engines. The methods of Pool say
+// more.
+type Files interface {
+	Name() string
+	Bytes() int64
+	Path() string
+	Inode() uint64
+	NameLost() bool
+	SetNote(b []byte) error
+	Note() ([]byte, error)
+	Remove() error
+	FormerChunkTokens() []int
+	ForgetFormer()
+}
 
 // ErrOwner means that a file of the pool's name belongs to another user.
 var ErrOwner = errors.New("pool: the file is another user's")
@@ -67,12 +84,12 @@ func unusable(path string, o Options, patient bool, why error) error {
 	return lock.Close()
 }
 
-// namedByUs reports whether a pool's name tells that it is Kvasir's: a segment
-// without an index may be another program's.
+// namedByUs reports whether a pool's name is one of Kvasir's: a segment without an index
+// may be another program's.
 func namedByUs(name string) bool { return strings.Contains(name, "kvasir") }
 
-// discard removes the files of a pool that nobody serves, the index last: while it
-// is there, so may be the others.
+// discard removes the files of a pool that no process serves. It removes the index last,
+// so that a pool of which only a part is removed is still found.
 func discard(path, name string) error {
 	_, err := remove(path, name)
 	return err
@@ -161,19 +178,49 @@ func servedBy(path string) int {
 	return h.pid
 }
 
-// differences tells what of a kept pool is not as asked for; empty for nothing.
-func differences(kept, asked *Options) string {
+// ChangedError says that the pool that is kept is not as asked for. It wraps
+// ErrChanged.
+type ChangedError struct {
+	Path        string
+	Kept, Asked Shape
+}
+
+// Shape is what of a pool cannot change as long as it is kept.
+type Shape struct {
+	Bytes, Align int64
+	ChunkTokens  int
+}
+
+func (o *Options) shape() Shape { return Shape{o.Bytes, o.Align, o.ChunkTokens} }
+
+func (e *ChangedError) Error() string {
 	var out []string
 	add := func(what string, kept, asked int64) {
 		if kept != asked {
 			out = append(out, fmt.Sprintf("it has %d %s, asked for are %d", kept, what, asked))
 		}
 	}
-	add("bytes", kept.Bytes, asked.Bytes)
-	add("bytes of alignment", kept.Align, asked.Align)
-	add("tokens per chunk", int64(kept.ChunkTokens), int64(asked.ChunkTokens))
-	return strings.Join(out, "; ")
+	add("bytes", e.Kept.Bytes, e.Asked.Bytes)
+	add("bytes of alignment", e.Kept.Align, e.Asked.Align)
+	add("tokens per chunk", int64(e.Kept.ChunkTokens), int64(e.Asked.ChunkTokens))
+	return fmt.Sprintf("%s: %v: %s", e.Path, ErrChanged, strings.Join(out, "; "))
 }
+
+// Unwrap returns ErrChanged.
+func (e *ChangedError) Unwrap() error { return ErrChanged }
+
+// SpaceError says that a pool does not fit into its file system. It wraps ErrNoSpace.
+type SpaceError struct {
+	Dir        string
+	Need, Free int64 // bytes, with the index
+}
+
+func (e *SpaceError) Error() string {
+	return fmt.Sprintf("%v: the pool and its index take %s, %s has %s free", ErrNoSpace, kv.FormatBytes(e.Need), e.Dir, kv.FormatBytes(e.Free))
+}
+
+// Unwrap returns ErrNoSpace.
+func (e *SpaceError) Unwrap() error { return ErrNoSpace }
 
 func (p *Pool) notePath() string {
 	path, err := shm.Path(p.opts.Dir, p.opts.Name)

@@ -3,6 +3,8 @@ package pool_test
 import (
 	"bytes"
 	"errors"
+	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -326,5 +328,51 @@ func TestFreeSpaceCountsTheIndex(t *testing.T) {
 	}
 	if files, _ := os.ReadDir(dir); len(files) != 0 {
 		t.Errorf("left %v", files)
+	}
+}
+
+// Parts of a note that a killed server left go with the next start and with the pool, and
+// a pool without a note can be removed.
+func TestUnfinishedNotesAreRemoved(t *testing.T) {
+	dir := t.TempDir()
+	leavePool(t, dir)
+	part := filepath.Join(dir, "p.workers.new-123")
+	leave := func() {
+		t.Helper()
+		if err := os.WriteFile(part, []byte("half a"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	gone := func(after string) {
+		t.Helper()
+		if _, err := os.Lstat(part); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("after %s: %v", after, err)
+		}
+	}
+	for _, cold := range []bool{false, true} {
+		leave()
+		p, err := reopened(dir, cold)
+		if err != nil {
+			t.Fatal(err)
+		}
+		gone(fmt.Sprint("a start, cold ", cold))
+		if err := p.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	leave()
+	if _, err := pool.Drop(dir, "p"); err != nil {
+		t.Fatal(err)
+	}
+	gone("Drop")
+	p := open(t, dir, 4096)
+	defer p.Close()
+	leave()
+	if err := p.Remove(); err != nil {
+		t.Errorf("without a note: %v", err)
+	}
+	gone("Remove")
+	if files, err := os.ReadDir(dir); err != nil || len(files) != 0 {
+		t.Errorf("left %v, %v", files, err)
 	}
 }

@@ -1,25 +1,27 @@
 package pool
 
 import (
+	"cmp"
 	"slices"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/shm"
 )
 
-// An engine asks for the chunk size once, when it starts, and goes by it for life.
-// So the index keeps which sizes earlier servers of this pool told, also when the
-// pool is made anew with another: header bytes 88 to 119, eight numbers of 4
-// bytes, 0 for none.
+// An engine reads the chunk size once, when it starts, and uses it for life. So the
+// index records the sizes that earlier servers of this pool announced, even when a
+// server makes the pool anew with another size: header bytes 88 to 119, eight numbers of
+// 4 bytes, 0 for none.
 const (
 	headerFormer = 88
 	maxFormer    = 8
 )
 
-// FormerChunkTokens returns the chunk sizes other than its own that earlier
-// servers of the pool told engines, which may still run.
+// FormerChunkTokens returns the chunk sizes other than its own that earlier servers of
+// the pool announced to engines. Those engines may still run.
 func (p *Pool) FormerChunkTokens() []int { return formerOf(p.index) }
 
-// ForgetFormer says that no engine goes by a former chunk size any more.
+// ForgetFormer forgets the former chunk sizes, when no engine uses one any more.
 func (p *Pool) ForgetFormer() { setFormer(p.index, nil) }
 
 func formerOf(index *shm.Segment) (out []int) {
@@ -46,10 +48,41 @@ func setFormer(index *shm.Segment, sizes []int) {
 	}
 }
 
-// toldBy returns what the servers of an index told that is not ours, the latest
-// first.
-func toldBy(index *shm.Segment, h header, ours int) []int {
-	told := append([]int{h.opts.ChunkTokens}, formerOf(index)...)
-	told = slices.DeleteFunc(told, func(n int) bool { return n == ours || n == 0 })
-	return told[:min(len(told), maxFormer)]
+// announcedSizes returns the chunk sizes other than ours that the servers of an index
+// announced, the latest first.
+func announcedSizes(index *shm.Segment, h header, ours int) []int {
+	announced := append([]int{h.opts.ChunkTokens}, formerOf(index)...)
+	announced = slices.DeleteFunc(announced, func(n int) bool { return n == ours || n == 0 })
+	return announced[:min(len(announced), maxFormer)]
+}
+
+// FormerTransfer is what one transfer of an earlier server's worker may still touch.
+type FormerTransfer struct {
+	Writer Writer        // see Held
+	For    time.Duration // since the first start that found it so
+	Reads  bool          // the slots are resident
+	Slots  []Slot
+}
+
+// FormerTransfers returns the slots of Restored that are held, by transfer, the latest
+// ones first.
+func (p *Pool) FormerTransfers() []FormerTransfer {
+	type key struct {
+		writer Writer
+		age    time.Duration
+		reads  bool
+	}
+	of := map[key][]Slot{}
+	for _, h := range p.restored.Held {
+		k := key{h.Writer, h.For, p.StateOf(h.Slot) == Resident}
+		of[k] = append(of[k], h.Slot)
+	}
+	out := make([]FormerTransfer, 0, len(of))
+	for k, slots := range of {
+		out = append(out, FormerTransfer{Writer: k.writer, For: k.age, Reads: k.reads, Slots: slots})
+	}
+	slices.SortFunc(out, func(a, b FormerTransfer) int {
+		return cmp.Or(cmp.Compare(a.For, b.For), cmp.Compare(a.Slots[0], b.Slots[0]))
+	})
+	return out
 }

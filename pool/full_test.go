@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/smallfs"
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
@@ -22,7 +23,7 @@ func TestIndexInAFullFileSystem(t *testing.T) {
 		reserve := func(p *pool.Pool) (n int) {
 			t.Helper()
 			for {
-				var k pool.Key
+				var k kv.Key
 				binary.LittleEndian.PutUint32(k.Chunk[:], uint32(total+1))
 				s, err := p.Reserve(&k, 64, pool.Writer{})
 				if errors.Is(err, pool.ErrFull) {

@@ -32,8 +32,9 @@ import (
 //	 64  8  process id           92  4  CRC-32C of bytes 8 to 91
 //	 72  8  started, unix ns     96  8  use stamp: a larger one was used later
 //	 80  8  records ever used   104  8  xxh3 of the chunk
-//	 88 32  former chunk sizes  112  8  2^32 + the generation that the xxh3 is of; else there is none
-//	                            120  8  first start that found it held, ns of CLOCK_MONOTONIC; 0 for none
+//	 88 32  former chunk sizes  112  8  2^32 + the generation that the xxh3 is of; else there is none.
+//	                                    Bits 33-63: the place below where the object is, too; 0 for none
+//	120  8  bytes of the pool   120  8  first start that found it held, ns of CLOCK_MONOTONIC; 0 for none
 //
 // Order makes it safe to be killed anywhere. The header is written last when a
 // pool is made; a zero magic is a pool that never was. A record's bytes are
@@ -67,6 +68,8 @@ const (
 	headerPid     = 64
 	headerStarted = 72
 	headerUsed    = 80
+
+	headerProvided = 120
 )
 
 func writeHeader(s *shm.Segment, o Options, records int64, inode uint64) {
@@ -157,7 +160,7 @@ func (p *Pool) record(s Slot) record {
 }
 
 // write fills a free record; setState publishes it.
-func (r record) write(k *Key, off, n int64, by Writer) {
+func (r record) write(k *kv.Key, off, n int64, by Writer) {
 	le := binary.LittleEndian
 	crashPoint()
 	le.PutUint64(r.b[8:], uint64(off))
@@ -178,10 +181,10 @@ func (r record) write(k *Key, off, n int64, by Writer) {
 	crashPoint()
 	le.PutUint32(r.b[92:], crc32.Checksum(r.b[8:92], castagnoli))
 	crashPoint()
-	r.heldAnew()
+	r.resetHeld()
 }
 
-func (r record) key() (k Key) {
+func (r record) key() (k kv.Key) {
 	le := binary.LittleEndian
 	k.Chunk = kv.Hash(r.b[24:56])
 	k.Namespace = kv.Namespace(r.b[56:72])
@@ -190,10 +193,10 @@ func (r record) key() (k Key) {
 	return k
 }
 
-// heldFor returns how long ago a start first found the slot held by a worker of
-// before, and notes now if none did: quarantines end however often the server
-// restarts. now is of a clock that only goes forward and is the same for all
-// processes since boot; the pool does not outlive a boot either.
+// heldFor returns how long ago a starting server first found the slot held by a worker
+// of an earlier one. If none has, it records now. So a quarantine ends however often the
+// server restarts. now is the time since boot, which all processes share; a pool does
+// not outlive a boot.
 func (r record) heldFor(now time.Duration) time.Duration {
 	le := binary.LittleEndian
 	if at := le.Uint64(r.b[120:]); at > 0 && at <= uint64(now) {
@@ -205,8 +208,8 @@ func (r record) heldFor(now time.Duration) time.Duration {
 	return 0
 }
 
-// heldAnew forgets that: somebody else may touch the slot from now on.
-func (r record) heldAnew() { clear(r.b[120:128]) }
+// resetHeld forgets that time, because another worker may touch the slot from now on.
+func (r record) resetHeld() { clear(r.b[120:128]) }
 
 // intact reports whether the record's bytes are what write left.
 func (r record) intact() bool {
@@ -219,10 +222,21 @@ func (r record) setStamp(v uint64) { binary.LittleEndian.PutUint64(r.b[96:], v) 
 // sum returns the checksum of the bytes that this generation of the record names.
 func (r record) sum() (uint64, bool) {
 	le := binary.LittleEndian
-	return le.Uint64(r.b[104:]), le.Uint64(r.b[112:]) == sumMark|uint64(r.generation())
+	return le.Uint64(r.b[104:]), le.Uint64(r.b[112:])&(1<<belowShift-1) == sumMark|uint64(r.generation())
 }
 
-const sumMark = 1 << 32
+// below returns the mark of the place below where the object is, 0 for none.
+func (r record) below() uint32 {
+	if _, ok := r.sum(); !ok {
+		return 0
+	}
+	return uint32(binary.LittleEndian.Uint64(r.b[112:]) >> belowShift)
+}
+
+const (
+	sumMark    = 1 << 32
+	belowShift = 33
+)
 
 func (r record) writer() Writer {
 	return Writer{binary.LittleEndian.Uint64(r.b[80:]), binary.LittleEndian.Uint32(r.b[88:])}

@@ -88,7 +88,7 @@ func open(path string, o Options, patient bool) (*Pool, error) {
 		return create(path, o)
 	}
 	if h, err := readHeader(index); err == nil {
-		o.former = toldBy(index, h, o.ChunkTokens)
+		o.former = announcedSizes(index, h, o.ChunkTokens)
 	}
 	p, err := reopen(path, index, o)
 	if p == nil {
@@ -100,8 +100,8 @@ func open(path string, o Options, patient bool) (*Pool, error) {
 	return p, err
 }
 
-// reopen goes on with an existing pool. Without pool and error there was nothing
-// to go on with, and what there was is removed.
+// reopen takes over an existing pool. It returns neither pool nor error if there was
+// nothing to take over; it has then removed what there was.
 func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 	h, herr := readHeader(index)
 	if errors.Is(herr, ErrIndex) && !o.Cold {
@@ -116,8 +116,8 @@ func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 	if herr != nil {
 		return nil, fmt.Errorf("%s: %w", path, herr)
 	}
-	if d := differences(&h.opts, &o); d != "" {
-		return nil, fmt.Errorf("%s: %w: %s", path, ErrChanged, d)
+	if kept, asked := h.opts.shape(), o.shape(); kept != asked {
+		return nil, &ChangedError{path, kept, asked}
 	}
 	segment, err := shm.AttachIf(path, shm.Ours)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -140,7 +140,7 @@ func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 
 // lockAfter takes the lock of an index that process pid served. A killed process
 // keeps its locks until the kernel has taken it apart, some milliseconds to
-// seconds with a large mapping, and nothing tells when it has.
+// seconds with a large mapping, and gives no sign when it has.
 func lockAfter(lock func() error, pid int) error {
 	const step = 10 * time.Millisecond
 	for wait := time.Duration(0); ; wait += step {
@@ -166,7 +166,7 @@ func create(path string, o Options) (*Pool, error) {
 	records := min(o.Bytes/o.Align, maxRecords)
 	need := o.Bytes + headerBytes + records*recordBytes
 	if free, err := shm.Free(cmp.Or(o.Dir, shm.Dir)); err == nil && free < need {
-		return nil, fmt.Errorf("%w: the pool and its index take %d bytes, %s has %d free", ErrNoSpace, need, cmp.Or(o.Dir, shm.Dir), free)
+		return nil, &SpaceError{cmp.Or(o.Dir, shm.Dir), need, free}
 	}
 	index, err := shm.Create(path+IndexSuffix, headerBytes+records*recordBytes)
 	if errors.Is(err, fs.ErrExist) {

@@ -16,6 +16,7 @@ package pool
 import (
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"io/fs"
 	"os"
 	"time"
@@ -56,22 +57,14 @@ type Options struct {
 	// Clock is the time since boot; default CLOCK_MONOTONIC. Tests use another.
 	Clock func() time.Duration
 
-	former []int // chunk sizes that earlier servers told
-}
-
-// Key names an object in the pool. Namespace covers model, salt and layout.
-type Key struct {
-	Namespace kv.Namespace
-	Chunk     kv.Hash
-	Rank      kv.Rank
-	Group     uint32
+	former []int // chunk sizes that earlier servers announced
 }
 
 // Writer names a transfer that writes slots, for the server that takes the pool
-// over. The zero Writer is nobody.
+// over. The zero Writer names no transfer.
 type Writer struct {
-	Name   uint64 // what its commit will say
-	Number uint32 // tells transfers of one name apart
+	Name   uint64 // which its commit repeats
+	Number uint32 // distinguishes transfers of one name
 }
 
 // Slot numbers an object's place; the number is reused.
@@ -131,7 +124,7 @@ func (p *Pool) Inode() uint64 { return p.segment.Inode() }
 func (p *Pool) Bytes() int64 { return p.opts.Bytes }
 
 // Find returns the slot that is staged or resident under k.
-func (p *Pool) Find(k *Key) (Slot, State) {
+func (p *Pool) Find(k *kv.Key) (Slot, State) {
 	if s, ok := p.table.find(p, k); ok {
 		return s, p.record(s).state()
 	}
@@ -140,7 +133,7 @@ func (p *Pool) Find(k *Key) (Slot, State) {
 
 // Reserve stages n bytes under k, with one hold for the worker that will write
 // them. by names that worker's transfer for Restored. Errors: ErrExists, ErrFull.
-func (p *Pool) Reserve(k *Key, n int64, by Writer) (Slot, error) {
+func (p *Pool) Reserve(k *kv.Key, n int64, by Writer) (Slot, error) {
 	if _, ok := p.table.find(p, k); ok {
 		return 0, ErrExists
 	}
@@ -225,7 +218,7 @@ func (p *Pool) Hold(s Slot) {
 	if r.state() == Free || r.holds() >= 0xffffff {
 		panic(fmt.Sprintf("BUG: pool: hold on slot %d in state %d with %d holds", s, r.state(), r.holds()))
 	}
-	r.heldAnew()
+	r.resetHeld()
 	r.setHolds(r.holds() + 1)
 }
 
@@ -272,7 +265,7 @@ func (p *Pool) Offset(s Slot) int64 { return p.record(s).offset() }
 func (p *Pool) Length(s Slot) int64 { return p.record(s).length() }
 
 // KeyOf returns the key a slot was reserved under.
-func (p *Pool) KeyOf(s Slot) Key { return p.record(s).key() }
+func (p *Pool) KeyOf(s Slot) kv.Key { return p.record(s).key() }
 
 // Holds returns how many holds a slot has.
 func (p *Pool) Holds(s Slot) int { return p.record(s).holds() }
@@ -288,6 +281,9 @@ func (p *Pool) Usage() Usage {
 		Resident: p.count[Resident],
 	}
 }
+
+// Slots is how many slots were ever used: their numbers are smaller.
+func (p *Pool) Slots() int { return p.used }
 
 // Generation tells a slot's content from what else it has held or will hold.
 func (p *Pool) Generation(s Slot) uint32 { return p.record(s).generation() }
@@ -305,6 +301,26 @@ func (p *Pool) SetSum(s Slot, sum uint64) {
 	crashPoint()
 	p.index.Word(off + 112).Store(sumMark | uint64(r.generation()))
 }
+
+// MarkOf returns the mark of a place below the pool by its name: never 0.
+func MarkOf(place string) uint32 {
+	h := fnv.New32a()
+	_, _ = h.Write([]byte(place))
+	return max(1, h.Sum32()>>(belowShift-32))
+}
+
+// SetBelow notes that a resident slot with a checksum is kept below the pool, too: in the
+// place of that mark, or nowhere with 0.
+func (p *Pool) SetBelow(s Slot, mark uint32) {
+	r := p.record(s)
+	p.must(s, r, Resident)
+	crashPoint()
+	p.index.Word(headerBytes + int64(s)*recordBytes + 112).Store(uint64(mark)<<belowShift | sumMark | uint64(r.generation()))
+}
+
+// Below returns the mark of the place below the pool where the slot's object is kept, 0
+// for none.
+func (p *Pool) Below(s Slot) uint32 { return p.record(s).below() }
 
 // Hash returns the xxh3 of n bytes at off, read through buf. Safe beside every
 // other method but Close: a slot that is reused meanwhile gives some other sum,
@@ -336,7 +352,13 @@ func (p *Pool) Populate(off, n int64, keep bool) error {
 }
 
 // Provided returns how many bytes from the segment's start have memory already.
-func (p *Pool) Provided() int64 { return p.segment.Provided() }
+func (p *Pool) Provided() int64 {
+	return p.segment.Provided(int64(min(p.index.Word(headerProvided).Load(), uint64(p.opts.Bytes))))
+}
+
+// NoteProvided notes for a later server that so many bytes from the segment's start
+// have memory: it need not look for holes in them.
+func (p *Pool) NoteProvided(bytes int64) { p.index.Word(headerProvided).Store(uint64(bytes)) }
 
 // recordPer is how much of the segment a record of the index is provided for ahead
 // of use: less than most chunks take.

@@ -23,7 +23,7 @@ func open(t *testing.T, dir string, bytes int64) *pool.Pool {
 	return p
 }
 
-func key(n byte) *pool.Key { return &pool.Key{Chunk: kv.Hash{n}} }
+func key(n byte) *kv.Key { return &kv.Key{Chunk: kv.Hash{n}} }
 
 func TestLifeOfASlot(t *testing.T) {
 	p := open(t, t.TempDir(), 4*4096)
@@ -72,9 +72,9 @@ func TestLifeOfASlot(t *testing.T) {
 func TestManyKeys(t *testing.T) {
 	p := open(t, t.TempDir(), 2000*4096)
 	defer p.Close()
-	want := map[pool.Key]pool.Slot{}
+	want := map[kv.Key]pool.Slot{}
 	for i := range 1500 {
-		k := pool.Key{Chunk: kv.Hash{byte(i), byte(i >> 8)}, Rank: kv.Rank(i % 3), Group: uint32(i % 2), Namespace: kv.Namespace{byte(i % 5)}}
+		k := kv.Key{Chunk: kv.Hash{byte(i), byte(i >> 8)}, Rank: kv.Rank(i % 3), Group: uint32(i % 2), Namespace: kv.Namespace{byte(i % 5)}}
 		s, err := p.Reserve(&k, 1, pool.Writer{})
 		if err != nil {
 			t.Fatal(err)
@@ -94,7 +94,7 @@ func TestManyKeys(t *testing.T) {
 			t.Fatalf("%+v: slot %d in state %d, want %d", k, got, st, s)
 		}
 	}
-	missing := pool.Key{Chunk: kv.Hash{9, 9, 9}}
+	missing := kv.Key{Chunk: kv.Hash{9, 9, 9}}
 	if _, st := p.Find(&missing); st != pool.Free {
 		t.Fatal("found a key that was never there")
 	}
@@ -238,7 +238,7 @@ func TestChunkSizesOfEarlierServers(t *testing.T) {
 	open := func(tokens int, cold bool) (*pool.Pool, error) {
 		return pool.Open(pool.Options{Name: "p", Bytes: 8192, Dir: dir, ChunkTokens: tokens, Cold: cold})
 	}
-	told := func(tokens int, cold bool, want ...int) {
+	announced := func(tokens int, cold bool, want ...int) {
 		t.Helper()
 		p, err := open(tokens, cold)
 		if err != nil {
@@ -251,15 +251,15 @@ func TestChunkSizesOfEarlierServers(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	told(256, false)
-	told(256, true)
+	announced(256, false)
+	announced(256, true)
 	if _, err := open(128, false); !errors.Is(err, pool.ErrChanged) || !strings.Contains(err.Error(), "tokens per chunk") || strings.Contains(err.Error(), "alignment") {
 		t.Errorf("another chunk size: %v", err)
 	}
-	told(128, true, 256)
-	told(128, false, 256)
-	told(64, true, 128, 256)
-	told(256, true, 64, 128)
+	announced(128, true, 256)
+	announced(128, false, 256)
+	announced(64, true, 128, 256)
+	announced(256, true, 64, 128)
 	for i := range 20 { // more than there is room for
 		p, err := open(1000+i, true)
 		if err != nil {
@@ -275,5 +275,5 @@ func TestChunkSizesOfEarlierServers(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	told(1019, false)
+	announced(1019, false)
 }

@@ -56,8 +56,8 @@ func (im image) boot(dir string, o Options) (*Pool, error) {
 
 // truth is what a restart must find.
 type truth struct {
-	resident map[Key]int64 // committed, with its offset
-	touched  map[Slot]bool // slots that a worker may still touch
+	resident map[kv.Key]int64 // committed, with its offset
+	touched  map[Slot]bool    // slots that a worker may still touch
 }
 
 func check(t *rapid.T, where string, p *Pool, want truth) {
@@ -112,7 +112,7 @@ func TestKilledAnywhere(t *testing.T) {
 		}
 		defer func() { _ = p.Close() }()
 		o.Cold = false
-		now := truth{resident: map[Key]int64{}, touched: map[Slot]bool{}}
+		now := truth{resident: map[kv.Key]int64{}, touched: map[Slot]bool{}}
 		var slots []Slot
 		for step := range rapid.IntRange(1, 25).Draw(r, "steps") {
 			before, old := p.image(), truth{cloneMap(now.resident), cloneMap(now.touched)}
@@ -174,7 +174,7 @@ func operate(r *rapid.T, p *Pool, now *truth, slots []Slot) []Slot {
 		return slots[rapid.IntRange(0, len(slots)-1).Draw(r, "slot")], true
 	}
 	sync := func() {
-		now.resident, now.touched = map[Key]int64{}, map[Slot]bool{}
+		now.resident, now.touched = map[kv.Key]int64{}, map[Slot]bool{}
 		slots = slices.DeleteFunc(slots, func(s Slot) bool { return p.StateOf(s) == Free })
 		for _, s := range slots {
 			if p.StateOf(s) == Resident {
@@ -188,7 +188,7 @@ func operate(r *rapid.T, p *Pool, now *truth, slots []Slot) []Slot {
 	defer sync()
 	switch rapid.IntRange(0, 5).Draw(r, "op") {
 	case 0, 1:
-		k := Key{Chunk: kv.Hash{byte(rapid.IntRange(0, 9).Draw(r, "key"))}}
+		k := kv.Key{Chunk: kv.Hash{byte(rapid.IntRange(0, 9).Draw(r, "key"))}}
 		if s, err := p.Reserve(&k, int64(rapid.IntRange(1, 2*4096).Draw(r, "bytes")), Writer{}); err == nil {
 			slots = append(slots, s)
 		}
@@ -222,7 +222,7 @@ func TestUseOrderSurvives(t *testing.T) {
 	}
 	var slots []Slot
 	for i := range 4 {
-		s, err := p.Reserve(&Key{Chunk: kv.Hash{byte(i)}}, 1, Writer{})
+		s, err := p.Reserve(&kv.Key{Chunk: kv.Hash{byte(i)}}, 1, Writer{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -257,7 +257,7 @@ func TestHeldFor(t *testing.T) {
 	defer func() { p.Close() }()
 	var slots []Slot
 	for i := range 2 {
-		s, err := p.Reserve(&Key{Chunk: kv.Hash{byte(i)}}, 4096, Writer{})
+		s, err := p.Reserve(&kv.Key{Chunk: kv.Hash{byte(i)}}, 4096, Writer{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -300,7 +300,7 @@ func TestDamagedIndex(t *testing.T) {
 	}
 	defer p.Close()
 	for i := range 2 {
-		s, err := p.Reserve(&Key{Chunk: kv.Hash{byte(i)}}, 4096, Writer{})
+		s, err := p.Reserve(&kv.Key{Chunk: kv.Hash{byte(i)}}, 4096, Writer{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -342,7 +342,7 @@ func FuzzOpen(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	s, err := p.Reserve(&Key{}, 100, Writer{})
+	s, err := p.Reserve(&kv.Key{}, 100, Writer{})
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -373,7 +373,7 @@ func BenchmarkRestore(b *testing.B) {
 		b.Fatal(err)
 	}
 	for i := range uint32(chunks) {
-		k := Key{}
+		k := kv.Key{}
 		binary.LittleEndian.PutUint32(k.Chunk[:], i*2654435761)
 		s, err := p.Reserve(&k, 4096, Writer{})
 		if err != nil {

@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"encoding/binary"
 	"math/rand/v2"
+
+	"github.com/kvasir-kv/kvasir/kv"
 )
 
 // table finds slots by key: open addressing with linear probing over slot
@@ -14,11 +16,39 @@ import (
 // removed there, leaves a mark that a search passes over. In the current cells
 // deletion shifts later entries back.
 type table struct {
-	cells  []uint32 // slot + 1; 0 is empty; length a power of two
-	former []uint32 // the same, half as many; nil unless entries are left in it
-	moved  int      // cells of former that are done with
+	cells  cells // slot + 1; 0 is empty
+	former cells // the same, half as many; none unless entries are left in it
+	moved  int   // cells of former that are done with
 	len    int
 	seed   uint64
+}
+
+// cells are a power of two of cells. Memory for them is taken page by page as they are used: a
+// million at once would keep others from the lock for milliseconds.
+type cells struct {
+	len   int
+	pages []*[cellPage]uint32 // nil: all its cells are 0
+}
+
+const cellPage = 4096
+
+func newCells(n int) cells {
+	return cells{n, make([]*[cellPage]uint32, (n+cellPage-1)/cellPage)}
+}
+
+func (c *cells) get(i int) uint32 {
+	if p := c.pages[uint(i)/cellPage]; p != nil {
+		return p[uint(i)%cellPage]
+	}
+	return 0
+}
+
+func (c *cells) set(i int, v uint32) {
+	p := &c.pages[uint(i)/cellPage]
+	if *p == nil {
+		*p = new([cellPage]uint32)
+	}
+	(*p)[uint(i)%cellPage] = v
 }
 
 // gone marks a cell of former whose entry moved or was removed.
@@ -30,7 +60,7 @@ const moveStep = 4
 
 // home returns the cell of mask+1 that a key hashes to. The chunk hash is a BLAKE3
 // digest, so a seeded mix of parts of the key spreads well.
-func (t *table) home(k *Key, mask int) int {
+func (t *table) home(k *kv.Key, mask int) int {
 	le := binary.LittleEndian
 	h := le.Uint64(k.Chunk[:]) ^ t.seed
 	h = (h ^ le.Uint64(k.Namespace[:])) * 0x9e3779b97f4a7c15
@@ -38,38 +68,39 @@ func (t *table) home(k *Key, mask int) int {
 	return int(h>>32) & mask
 }
 
-func (t *table) find(p *Pool, k *Key) (Slot, bool) {
-	if t.len == 0 {
+func (t *table) find(p *Pool, k *kv.Key) (Slot, bool) {
+	if s, ok := t.cells.find(t, p, k); ok || t.former.len == 0 {
+		return s, ok
+	}
+	return t.former.find(t, p, k)
+}
+
+func (in *cells) find(t *table, p *Pool, k *kv.Key) (Slot, bool) {
+	if in.len == 0 {
 		return 0, false
 	}
-	mask := len(t.cells) - 1
-	for i := t.home(k, mask); t.cells[i] != 0; i = (i + 1) & mask {
-		if s := Slot(t.cells[i] - 1); p.record(s).is(k) {
-			return s, true
+	mask := in.len - 1
+	for i := t.home(k, mask); ; i = (i + 1) & mask {
+		c := in.get(i)
+		if c == 0 {
+			return 0, false
 		}
-	}
-	if t.former == nil {
-		return 0, false
-	}
-	mask = len(t.former) - 1
-	for i := t.home(k, mask); t.former[i] != 0; i = (i + 1) & mask {
-		if c := t.former[i]; c != gone && p.record(Slot(c-1)).is(k) {
+		if c != gone && p.record(Slot(c-1)).is(k) {
 			return Slot(c - 1), true
 		}
 	}
-	return 0, false
 }
 
 // is reports whether the record's key is k.
-func (r record) is(k *Key) bool {
+func (r record) is(k *kv.Key) bool {
 	le := binary.LittleEndian
 	return bytes.Equal(r.b[24:56], k.Chunk[:]) && bytes.Equal(r.b[56:72], k.Namespace[:]) &&
 		le.Uint32(r.b[72:]) == uint32(k.Rank) && le.Uint32(r.b[76:]) == k.Group
 }
 
 func (t *table) insert(p *Pool, s Slot) {
-	if 4*(t.len+1) > 3*len(t.cells) {
-		t.move(p, len(t.former)) // nothing is left there unless moveStep is too small
+	if 4*(t.len+1) > 3*t.cells.len {
+		t.move(p, t.former.len) // nothing is left there unless moveStep is too small
 		t.grow()
 	}
 	t.move(p, moveStep)
@@ -79,12 +110,12 @@ func (t *table) insert(p *Pool, s Slot) {
 
 func (t *table) put(p *Pool, s Slot) {
 	k := p.KeyOf(s)
-	mask := len(t.cells) - 1
+	mask := t.cells.len - 1
 	i := t.home(&k, mask)
-	for t.cells[i] != 0 {
+	for t.cells.get(i) != 0 {
 		i = (i + 1) & mask
 	}
-	t.cells[i] = uint32(s) + 1
+	t.cells.set(i, uint32(s)+1)
 }
 
 func (t *table) grow() {
@@ -92,18 +123,18 @@ func (t *table) grow() {
 		t.seed = rand.Uint64() | 1
 	}
 	t.former, t.moved = t.cells, 0
-	t.cells = make([]uint32, max(64, 2*len(t.cells)))
+	t.cells = newCells(max(64, 2*t.cells.len))
 }
 
 // move moves the entries of n cells of former.
 func (t *table) move(p *Pool, n int) {
-	for ; n > 0 && t.former != nil; n-- {
-		if t.moved == len(t.former) {
-			t.former = nil
+	for ; n > 0 && t.former.len > 0; n-- {
+		if t.moved == t.former.len {
+			t.former = cells{}
 			return
 		}
-		if c := t.former[t.moved]; c != 0 && c != gone {
-			t.former[t.moved] = gone
+		if c := t.former.get(t.moved); c != 0 && c != gone {
+			t.former.set(t.moved, gone)
 			t.put(p, Slot(c-1))
 		}
 		t.moved++
@@ -113,31 +144,31 @@ func (t *table) move(p *Pool, n int) {
 func (t *table) remove(p *Pool, s Slot) {
 	t.len--
 	k := p.KeyOf(s)
-	mask := len(t.cells) - 1
+	mask := t.cells.len - 1
 	i := t.home(&k, mask)
-	for t.cells[i] != uint32(s)+1 {
-		if t.cells[i] == 0 {
+	for t.cells.get(i) != uint32(s)+1 {
+		if t.cells.get(i) == 0 {
 			t.removeFormer(&k, s)
 			return
 		}
 		i = (i + 1) & mask
 	}
 	// Shift back every later entry of the run that may move into the gap.
-	for j := (i + 1) & mask; t.cells[j] != 0; j = (j + 1) & mask {
-		k := p.KeyOf(Slot(t.cells[j] - 1))
+	for j := (i + 1) & mask; t.cells.get(j) != 0; j = (j + 1) & mask {
+		k := p.KeyOf(Slot(t.cells.get(j) - 1))
 		if home := t.home(&k, mask); (j-home)&mask >= (j-i)&mask {
-			t.cells[i] = t.cells[j]
+			t.cells.set(i, t.cells.get(j))
 			i = j
 		}
 	}
-	t.cells[i] = 0
+	t.cells.set(i, 0)
 }
 
-func (t *table) removeFormer(k *Key, s Slot) {
-	mask := len(t.former) - 1
+func (t *table) removeFormer(k *kv.Key, s Slot) {
+	mask := t.former.len - 1
 	i := t.home(k, mask)
-	for t.former[i] != uint32(s)+1 {
+	for t.former.get(i) != uint32(s)+1 {
 		i = (i + 1) & mask
 	}
-	t.former[i] = gone
+	t.former.set(i, gone)
 }

@@ -9,14 +9,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/relay"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 // stuckWrite begins to write the first of list and stops in the middle of it.
-func stuckWrite(t *testing.T, p *mooncake.Pull, list []transfer.Entry) {
+func stuckWrite(t *testing.T, p *wire.Pull, list []transfer.Entry) {
 	c := transfer.New(transfer.Options{})
 	defer c.Close()
 	d, err := c.Describe(t.Context(), net.JoinHostPort(p.Host, strconv.Itoa(p.Port)))
@@ -45,7 +45,7 @@ func TestLoadThatEndsIsNotShared(t *testing.T) {
 		defer p.Close()
 		var pulls atomic.Int32
 		stuck := make(chan struct{})
-		addr := fakeP(t, func(peer *zmtp.Peer, pull *mooncake.Pull) {
+		addr := fakeP(t, func(peer *zmtp.Peer, pull *wire.Pull) {
 			if len(pull.Wanted["x"].Blocks) == 0 {
 				return
 			}
@@ -59,7 +59,7 @@ func TestLoadThatEndsIsNotShared(t *testing.T) {
 				if err := p.Write(t.Context(), net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), entries(pull, "x", 0xBB)); err != nil {
 					t.Error(err)
 				}
-				reply(peer, mooncake.Reply{Status: mooncake.StatusFinish, OK: []string{"x"}})
+				reply(peer, wire.Reply{Status: wire.StatusFinish, OK: []string{"x"}})
 			}()
 		})
 		w.show(map[string]string{"fake": addr})
@@ -73,9 +73,9 @@ func TestLoadThatEndsIsNotShared(t *testing.T) {
 			}
 			regions[i].Base = h[0].Range().Addr
 		}
-		pull := &mooncake.Pull{
+		pull := &wire.Pull{
 			Host: host, Port: n, TPSize: 1, Regions: regions,
-			Wanted: map[string]mooncake.Wanted{"first": {TransferID: "x", Blocks: [][]int{{1}, {2}}}},
+			Wanted: map[string]wire.Wanted{"first": {TransferID: "x", Blocks: [][]int{{1}, {2}}}},
 		}
 		gone := w.channel()
 		gone.send(pull)
@@ -84,7 +84,7 @@ func TestLoadThatEndsIsNotShared(t *testing.T) {
 		gone.dealer.Close()
 		time.Sleep(100 * time.Millisecond) // the relay has seen it
 		if !same {
-			pull.Wanted = map[string]mooncake.Wanted{"second": {TransferID: "x", Blocks: [][]int{{1}, {2}}}}
+			pull.Wanted = map[string]wire.Wanted{"second": {TransferID: "x", Blocks: [][]int{{1}, {2}}}}
 		}
 		again := w.channel()
 		again.send(pull)
@@ -123,19 +123,19 @@ func TestAskedAgainWhileThePushEnds(t *testing.T) {
 	p := transfer.New(transfer.Options{})
 	defer p.Close()
 	var pulls atomic.Int32
-	addr := fakeP(t, func(peer *zmtp.Peer, pull *mooncake.Pull) {
+	addr := fakeP(t, func(peer *zmtp.Peer, pull *wire.Pull) {
 		if len(pull.Wanted["x"].Blocks) == 0 {
 			return
 		}
 		if pulls.Add(1) > 1 {
-			reply(peer, mooncake.Reply{Status: mooncake.StatusFinish, Failed: []string{"x"}, Message: "freed"})
+			reply(peer, wire.Reply{Status: wire.StatusFinish, Failed: []string{"x"}, Message: "freed"})
 			return
 		}
 		go func() {
 			if err := p.Write(t.Context(), net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), entries(pull, "x", 0xBB)); err != nil {
 				t.Error(err)
 			}
-			reply(peer, mooncake.Reply{Status: mooncake.StatusFinish, OK: []string{"x"}})
+			reply(peer, wire.Reply{Status: wire.StatusFinish, OK: []string{"x"}})
 		}()
 	})
 	w.show(map[string]string{"fake": addr})
@@ -150,9 +150,9 @@ func TestAskedAgainWhileThePushEnds(t *testing.T) {
 	}
 	host, port, _ := net.SplitHostPort(w.target.Name())
 	n, _ := strconv.Atoi(port)
-	pull := &mooncake.Pull{
+	pull := &wire.Pull{
 		Host: host, Port: n, TPSize: 1, Regions: regions,
-		Wanted: map[string]mooncake.Wanted{"d": {TransferID: "x", Blocks: [][]int{{1}, {2}}}},
+		Wanted: map[string]wire.Wanted{"d": {TransferID: "x", Blocks: [][]int{{1}, {2}}}},
 	}
 	gone := w.channel()
 	gone.send(pull)

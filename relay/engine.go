@@ -12,8 +12,8 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// engine is one engine of P, as the relay shows it to D: with a side channel for each
-// of its workers, which stays where it is while the relay lives.
+// engine is one engine of P, as the relay shows it to D. Each of its workers has a side
+// channel, whose address does not change while the relay runs.
 type engine struct {
 	r     *Relay // immutable, as are the ids
 	id    string // P's
@@ -21,37 +21,37 @@ type engine struct {
 
 	// Guarded by Relay.mu.
 	now      bootstrap.Engine // its workers, as registered
-	life     int64            // grows when P is not what it was
-	gone     time.Time        // since when it is not registered; zero: it is
-	channels map[place]*channel
+	life     int64            // grows when P may be another process
+	gone     time.Time        // when it left the registry; zero while registered
+	channels map[workerRank]*channel
 	watches  map[string]*zmtp.Dealer // by P worker's address
 	closed   bool
 }
 
-// place is a worker's rank.
-type place struct{ tp, pp int }
+// workerRank is a worker's rank.
+type workerRank struct{ tp, pp int }
 
-// channel is where D finds one worker of P.
+// channel is the side channel at which D pulls from one worker of P.
 type channel struct {
 	e      *engine
-	at     place
+	at     workerRank
 	router *zmtp.Router
 	addr   string
 }
 
 const (
-	maxGone = 64               // engines that left the registry, whose side channels stay
-	goneFor = 10 * time.Minute // how long they do
+	maxGone = 64               // engines that left the registry and keep their side channels
+	goneFor = 10 * time.Minute // how long they keep them
 )
 
-// follow keeps the view of P's registry fresh until the relay closes.
-func (r *Relay) follow() {
+// refreshLoop queries P's registry regularly until the relay closes.
+func (r *Relay) refreshLoop() {
 	t := time.NewTicker(max(r.o.RefreshEvery, 100*time.Millisecond))
 	defer t.Stop()
 	for {
 		_, _ = r.directory(r.ctx) // it logs
 		r.mu.Lock()
-		r.forgetAsksLocked()
+		r.forgetRequestsLocked()
 		r.mu.Unlock()
 		select {
 		case <-t.C:
@@ -61,7 +61,7 @@ func (r *Relay) follow() {
 	}
 }
 
-// directory returns what D shall see of P's engines now.
+// directory returns the directory of P's engines for D, at most RefreshEvery old.
 func (r *Relay) directory(ctx context.Context) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, r.o.RefreshTimeout)
 	defer cancel()
@@ -79,7 +79,7 @@ func (r *Relay) directory(ctx context.Context) ([]byte, error) {
 	}
 	d, err := r.up.Query(ctx)
 	if err == nil {
-		text, err = r.adopt(d)
+		text, err = r.updateDirectory(d)
 	}
 	r.mu.Lock()
 	changed := r.mu.failing != (err != nil)
@@ -98,8 +98,9 @@ func (r *Relay) directory(ctx context.Context) ([]byte, error) {
 	return text, nil
 }
 
-// adopt takes in what P's registry lists. The caller holds the refresh token.
-func (r *Relay) adopt(d bootstrap.Directory) ([]byte, error) {
+// updateDirectory applies what P's registry lists and returns the directory for D. The
+// caller holds the refresh token.
+func (r *Relay) updateDirectory(d bootstrap.Directory) ([]byte, error) {
 	type entry struct {
 		EngineID   string                 `json:"engine_id"`
 		WorkerAddr map[int]map[int]string `json:"worker_addr"`
@@ -107,7 +108,7 @@ func (r *Relay) adopt(d bootstrap.Directory) ([]byte, error) {
 	out := make(map[int]entry, len(d))
 	alive := make(map[string]bool, len(d))
 	for dp, now := range d {
-		e, workers, err := r.show(now)
+		e, workers, err := r.showEngine(now)
 		if err != nil {
 			return nil, err
 		}
@@ -155,9 +156,9 @@ func (r *Relay) adopt(d bootstrap.Directory) ([]byte, error) {
 	return text, nil
 }
 
-// show finds or makes the engine and a side channel for each of its workers. A worker
-// that moved means another life of P.
-func (r *Relay) show(now bootstrap.Engine) (*engine, map[int]map[int]string, error) {
+// showEngine finds or makes the engine and a side channel for each of its workers. When
+// a worker has moved, a new life of P begins.
+func (r *Relay) showEngine(now bootstrap.Engine) (*engine, map[int]map[int]string, error) {
 	r.mu.Lock()
 	e, closed := r.mu.engines[now.ID], r.mu.closed
 	if closed {
@@ -165,7 +166,7 @@ func (r *Relay) show(now bootstrap.Engine) (*engine, map[int]map[int]string, err
 		return nil, nil, errClosed
 	}
 	if e == nil {
-		e = &engine{r: r, id: now.ID, shown: "relay-" + now.ID, channels: make(map[place]*channel), watches: make(map[string]*zmtp.Dealer)}
+		e = &engine{r: r, id: now.ID, shown: "relay-" + now.ID, channels: make(map[workerRank]*channel), watches: make(map[string]*zmtp.Dealer)}
 		r.mu.engines[now.ID] = e
 		r.log.Info("relay: engine of P", "engine", e.id, "tp", now.TPSize(), "relayed_as", e.shown)
 	}
@@ -197,7 +198,7 @@ func (r *Relay) show(now bootstrap.Engine) (*engine, map[int]map[int]string, err
 	for tp, stages := range now.Workers {
 		workers[tp] = make(map[int]string, len(stages))
 		for pp := range stages {
-			c, err := e.channel(place{tp, pp})
+			c, err := e.channel(workerRank{tp, pp})
 			if err != nil {
 				return nil, nil, err
 			}
@@ -207,7 +208,7 @@ func (r *Relay) show(now bootstrap.Engine) (*engine, map[int]map[int]string, err
 	return e, workers, nil
 }
 
-// moved says whether a worker is not where it was.
+// moved says whether a worker left or has another address.
 func moved(before, now bootstrap.Engine) bool {
 	for tp, stages := range before.Workers {
 		for pp, addr := range stages {
@@ -219,12 +220,12 @@ func moved(before, now bootstrap.Engine) bool {
 	return false
 }
 
-// watchLocked holds a connection to a worker of P: when it breaks, the worker may be
-// another one from then on.
+// watchLocked holds a connection to a worker of P. When the connection breaks, another
+// process may have the worker's address, so a new life of P begins.
 func (r *Relay) watchLocked(e *engine, addr string) *zmtp.Dealer {
 	up := false // owned by the dealer's goroutine
 	w := zmtp.NewDealer(addr, zmtp.DealerOptions{
-		HeartbeatInterval: 10 * time.Second, HeartbeatTimeout: 30 * time.Second, Logger: r.log,
+		HeartbeatInterval: 10 * time.Second, HeartbeatTimeout: 30 * time.Second, Log: r.log,
 		OnState: func(connected bool, err error) {
 			if up && !connected {
 				r.mu.Lock()
@@ -241,8 +242,9 @@ func (r *Relay) watchLocked(e *engine, addr string) *zmtp.Dealer {
 	return w
 }
 
-// endLifeLocked forgets what was kept of the engine: it may compute something else
-// under the same transfer ids from now on. The caller calls log without the lock.
+// endLifeLocked begins a new life of P and drops the engine's kept transfers: P may
+// compute other KV under the same transfer ids now. The caller calls log without the
+// lock.
 func (r *Relay) endLifeLocked(e *engine, why string) (log func()) {
 	e.life++
 	n := 0
@@ -261,7 +263,7 @@ func (r *Relay) endLifeLocked(e *engine, why string) (log func()) {
 
 // channel returns the side channel of one worker, a new one if there is none yet. The
 // caller holds the refresh token.
-func (e *engine) channel(at place) (*channel, error) {
+func (e *engine) channel(at workerRank) (*channel, error) {
 	r := e.r
 	r.mu.Lock()
 	c := e.channels[at]
@@ -271,7 +273,7 @@ func (e *engine) channel(at place) (*channel, error) {
 	}
 	c = &channel{e: e, at: at}
 	c.router = zmtp.NewRouter(c.handle, r.conns.Options(zmtp.RouterOptions{
-		MaxFrameBytes: mooncake.MaxPullBytes, MaxMessageBytes: mooncake.MaxPullBytes, Logger: r.log,
+		MaxFrameBytes: mooncake.MaxPullBytes, MaxMessageBytes: mooncake.MaxPullBytes, Log: r.log,
 	}))
 	addr, err := c.router.Listen(r.ctx, "tcp://"+net.JoinHostPort(r.o.Host, "*"))
 	if err != nil {

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/relay"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
@@ -161,9 +162,9 @@ func (f *fleet) ask() {
 	f.serial++
 	request := fmt.Sprint("r", f.serial)
 	q := &fleetPull{p: p, id: id, slots: slots, recalls: p.what[id] != "" && f.rnd.IntN(2) == 0}
-	wire := id
+	transfer := id
 	if q.recalls {
-		wire, q.what = fmt.Sprint(id, "#", f.serial), p.what[id]
+		transfer, q.what = fmt.Sprint(id, "#", f.serial), p.what[id]
 	} else {
 		if p.held[id] {
 			return // P has not given the blocks back
@@ -181,7 +182,7 @@ func (f *fleet) ask() {
 		d.slots[s] = fleetSlot{pull: request, holds: fmt.Sprint(q.what, "|", k)}
 	}
 	d.pulls[request] = q
-	wanted := map[string]mooncake.Wanted{request: {TransferID: wire, Blocks: [][]int{slots, slots}}}
+	wanted := map[string]wire.Wanted{request: {TransferID: transfer, Blocks: [][]int{slots, slots}}}
 	if err := d.receiver.Start(mooncake.Source{EngineID: "relay-" + p.id, Bootstrap: f.web.URL}, wanted); err != nil {
 		f.t.Fatal(err)
 	}
@@ -197,7 +198,7 @@ func (f *fleet) recallFormer(p *fleetP, d *fleetD, id string, slots []int) {
 		d.slots[s].pull = request
 	}
 	d.pulls[request] = &fleetPull{p: p, id: id, slots: slots, recalls: true, former: true}
-	wanted := map[string]mooncake.Wanted{request: {TransferID: fmt.Sprint(id, "#", f.serial), Blocks: [][]int{slots, slots}}}
+	wanted := map[string]wire.Wanted{request: {TransferID: fmt.Sprint(id, "#", f.serial), Blocks: [][]int{slots, slots}}}
 	if err := d.receiver.Start(mooncake.Source{EngineID: "relay-" + p.id, Bootstrap: f.web.URL}, wanted); err != nil {
 		f.t.Fatal(err)
 	}

@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -15,20 +15,21 @@ import (
 // relay's, every byte that would be sent from the memory of this transfer, to an
 // address that the pull names. All memory comes back.
 func FuzzTakeKeep(f *testing.F) {
-	region := func(layer string, group int, shared ...int) mooncake.Region {
-		return mooncake.Region{Layer: layer, Base: 1 << 40, Stride: 1024, Payload: 512, Group: group, Shared: shared, RowOffset: mooncake.NoRow}
+	region := func(layer string, group int, shared ...int) wire.Region {
+		return wire.Region{Layer: layer, Base: 1 << 40, Stride: 1024, Payload: 512, Group: group, Shared: shared, RowOffset: wire.NoRow}
 	}
-	for _, p := range []mooncake.Pull{
-		{Regions: []mooncake.Region{region("a", 0, 0), region("b", 1, 1)}},
-		{Regions: []mooncake.Region{region("a", mooncake.SharedGroup, 0, 1), region("b", 0, 0)}},
-		{Regions: []mooncake.Region{{Base: 1, Group: mooncake.Unsent, Index: mooncake.Unsent, RowOffset: mooncake.Unsent}}},
+	for _, p := range []wire.Pull{
+		{Regions: []wire.Region{region("a", 0, 0), region("b", 1, 1)}},
+		{Regions: []wire.Region{region("a", wire.SharedGroup, 0, 1), region("b", 0, 0)}},
+		{Regions: []wire.Region{{Base: 1, Group: wire.Unsent, Index: wire.Unsent, RowOffset: wire.Unsent}}},
 		{},
 	} {
 		p.Host, p.Port, p.TPSize = "127.0.0.1", 1, 1
-		p.Wanted = map[string]mooncake.Wanted{
+		p.Wanted = map[string]wire.Wanted{
 			"r": {TransferID: "x", Blocks: [][]int{{1, 2, 0}, {7}}}, "s": {TransferID: "y#2", Blocks: [][]int{{}, {3, 4}}}, "t": {TransferID: "z"},
 		}
-		f.Add(mooncake.AppendPull(nil, &p, 0))
+		f.Add(wire.AppendPull(nil, &p, 0))
+		f.Add(wire.AppendPull(nil, &p, 18))
 	}
 	web := httptest.NewServer(nil)
 	defer web.Close()
@@ -39,7 +40,7 @@ func FuzzTakeKeep(f *testing.F) {
 	defer r.Close()
 	e := &engine{r: r, id: "e"} // without workers: each load fails
 	f.Fuzz(func(t *testing.T, b []byte) {
-		pull, err := take(zmtp.Message{b})
+		pull, err := decodePull(zmtp.Message{b}, 4096)
 		if err != nil {
 			return
 		}
@@ -47,10 +48,10 @@ func FuzzTakeKeep(f *testing.F) {
 			k, err := r.newKept(t.Context(), "d", pull.Regions, w.Blocks)
 			if err == nil {
 				checkEntries(t, k, pull, w)
-				r.loaded(k, errors.New("of the test"))
+				r.loadEnded(k, errors.New("of the test"))
 				r.release(k)
 			}
-			if _, err := e.deliver(&ask{ctx: t.Context()}, pull, w, nil); err == nil && !parseID(w.TransferID).again {
+			if _, err := e.deliver(&request{ctx: t.Context()}, pull, w, nil); err == nil && !parseID(w.TransferID).again {
 				t.Fatal("served by nobody")
 			}
 		}
@@ -60,7 +61,7 @@ func FuzzTakeKeep(f *testing.F) {
 	})
 }
 
-func checkEntries(t *testing.T, k *kept, pull *mooncake.Pull, w mooncake.Wanted) {
+func checkEntries(t *testing.T, k *kept, pull *wire.Pull, w wire.Wanted) {
 	entries, total, err := k.entries(pull, w.Blocks)
 	if err != nil {
 		return
@@ -68,7 +69,7 @@ func checkEntries(t *testing.T, k *kept, pull *mooncake.Pull, w mooncake.Wanted)
 	sum := int64(0)
 	for _, e := range entries {
 		sum += int64(len(e.Local))
-		named := slices.ContainsFunc(pull.Regions, func(g mooncake.Region) bool {
+		named := slices.ContainsFunc(pull.Regions, func(g wire.Region) bool {
 			return slices.ContainsFunc(slices.Concat(w.Blocks...), func(id int) bool { return e.Remote == g.Base+uint64(id)*g.Stride })
 		})
 		if !named || len(e.Local) == 0 {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/relay"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -18,14 +19,14 @@ import (
 type channel struct {
 	t       *testing.T
 	dealer  *zmtp.Dealer
-	replies chan *mooncake.Reply
+	replies chan *wire.Reply
 }
 
 func (w *world) channel() *channel {
 	w.t.Helper()
-	c := &channel{t: w.t, replies: make(chan *mooncake.Reply, 1024)}
-	c.dealer = zmtp.NewDealer(w.sideChannel(), zmtp.DealerOptions{Logger: logger(), Handler: func(m zmtp.Message) {
-		y, err := mooncake.DecodeReply(m[0], 0)
+	c := &channel{t: w.t, replies: make(chan *wire.Reply, 1024)}
+	c.dealer = zmtp.NewDealer(w.sideChannel(), zmtp.DealerOptions{Log: logger(), Handler: func(m zmtp.Message) {
+		y, err := wire.DecodeReply(m[0], 0)
 		if err != nil {
 			w.t.Error(err)
 		}
@@ -38,15 +39,15 @@ func (w *world) channel() *channel {
 	return c
 }
 
-func (c *channel) send(p *mooncake.Pull) {
+func (c *channel) send(p *wire.Pull) {
 	c.t.Helper()
-	if err := c.dealer.Send(mooncake.AppendPull(nil, p, 0)); err != nil {
+	if err := c.dealer.Send(wire.AppendPull(nil, p, 0)); err != nil {
 		c.t.Fatal(err)
 	}
 }
 
 // next returns the next reply, or nil when none comes in time.
-func (c *channel) next(atMost time.Duration) *mooncake.Reply {
+func (c *channel) next(atMost time.Duration) *wire.Reply {
 	select {
 	case y := <-c.replies:
 		return y
@@ -58,24 +59,24 @@ func (c *channel) next(atMost time.Duration) *mooncake.Reply {
 // A region whose blocks carry nothing, or more than a stride, or lie where no
 // address can be, is refused with a reason; a second D is served all the while.
 func TestRegionsThatCannotBeAreRefused(t *testing.T) {
-	w := newWorld(t, relay.Options{Timeout: time.Second})
+	w := newWorld(t, relay.Options{Timeout: 20 * time.Second})
 	bad := w.channel()
-	for _, spoil := range []func(*mooncake.Region){
-		func(r *mooncake.Region) { r.Payload = 0 },
-		func(r *mooncake.Region) { r.Stride = 0 },
-		func(r *mooncake.Region) { r.Payload, r.Stride = 0, 0 },
-		func(r *mooncake.Region) { r.Payload = r.Stride + 1 },
-		func(r *mooncake.Region) { r.Base = 1<<64 - 1 },
-		func(r *mooncake.Region) { r.Base = 0 },
+	for _, spoil := range []func(*wire.Region){
+		func(r *wire.Region) { r.Payload = 0 },
+		func(r *wire.Region) { r.Stride = 0 },
+		func(r *wire.Region) { r.Payload, r.Stride = 0, 0 },
+		func(r *wire.Region) { r.Payload = r.Stride + 1 },
+		func(r *wire.Region) { r.Base = 1<<64 - 1 },
+		func(r *wire.Region) { r.Base = 0 },
 	} {
 		regions := memory(payload).Regions
 		spoil(&regions[1])
-		bad.send(&mooncake.Pull{
+		bad.send(&wire.Pull{
 			Host: "127.0.0.1", Port: 1, TPSize: 1, Regions: regions,
-			Wanted: map[string]mooncake.Wanted{"r": {TransferID: "z", Blocks: [][]int{{1}, {2}}}},
+			Wanted: map[string]wire.Wanted{"r": {TransferID: "z", Blocks: [][]int{{1}, {2}}}},
 		})
-		y := bad.next(10 * time.Second)
-		if y == nil || y.Status != mooncake.StatusError || !strings.Contains(y.Message, "region 1") {
+		y := bad.next(60 * time.Second)
+		if y == nil || y.Status != wire.StatusError || !strings.Contains(y.Message, "region 1") {
 			t.Fatalf("%+v", y)
 		}
 		w.sender.Offer("p", "x", [][]int{{1}, {2}})
@@ -87,13 +88,13 @@ func TestRegionsThatCannotBeAreRefused(t *testing.T) {
 
 // D's that disconnect, or whose deadline is over at once, cost the relay nothing.
 func TestPullsThatEndAtOnce(t *testing.T) {
-	w := newWorld(t, relay.Options{Timeout: time.Second})
-	wanted := map[string]mooncake.Wanted{}
+	w := newWorld(t, relay.Options{Timeout: 5 * time.Second})
+	wanted := map[string]wire.Wanted{}
 	for i := range 20 {
-		wanted[string(rune('a'+i))] = mooncake.Wanted{TransferID: string(rune('a' + i)), Blocks: [][]int{{1}, {2}}}
+		wanted[string(rune('a'+i))] = wire.Wanted{TransferID: string(rune('a' + i)), Blocks: [][]int{{1}, {2}}}
 	}
 	for range 10 {
-		p := &mooncake.Pull{Host: "127.0.0.1", Port: 1, TPSize: 1, Regions: memory(payload).Regions, Wanted: wanted}
+		p := &wire.Pull{Host: "127.0.0.1", Port: 1, TPSize: 1, Regions: memory(payload).Regions, Wanted: wanted}
 		gone := w.channel()
 		gone.send(p)
 		for end := time.Now().Add(time.Second); w.relay.Stats().Kept == 0 && time.Now().Before(end); {
@@ -103,7 +104,7 @@ func TestPullsThatEndAtOnce(t *testing.T) {
 		p.DeadlineMillis = 1
 		late := w.channel()
 		late.send(p)
-		if y := late.next(10 * time.Second); y == nil {
+		if y := late.next(60 * time.Second); y == nil {
 			t.Fatal("no answer")
 		}
 	}
@@ -116,14 +117,14 @@ func TestPullsThatEndAtOnce(t *testing.T) {
 // One pull with thousands of requests for transfers that nobody has heard of: each is
 // answered, the log stays short, and another D is served meanwhile.
 func TestThousandsOfUnknownTransfers(t *testing.T) {
-	w := newWorld(t, relay.Options{Timeout: time.Second})
+	w := newWorld(t, relay.Options{Timeout: 2 * time.Second})
 	const n = 1000
-	wanted := map[string]mooncake.Wanted{}
+	wanted := map[string]wire.Wanted{}
 	for i := range n {
-		wanted[fmt.Sprint("r", i)] = mooncake.Wanted{TransferID: fmt.Sprint("never", i), Blocks: [][]int{{1}, {2}}}
+		wanted[fmt.Sprint("r", i)] = wire.Wanted{TransferID: fmt.Sprint("never", i), Blocks: [][]int{{1}, {2}}}
 	}
 	c := w.channel()
-	c.send(&mooncake.Pull{Host: "127.0.0.1", Port: 9, TPSize: 1, Regions: memory(payload).Regions, Wanted: wanted})
+	c.send(&wire.Pull{Host: "127.0.0.1", Port: 9, TPSize: 1, Regions: memory(payload).Regions, Wanted: wanted})
 	for i := range 3 {
 		id := fmt.Sprint("x", i)
 		w.sender.Offer("p"+id, id, [][]int{{1}, {2}})
@@ -169,7 +170,7 @@ func TestSilentDGivesMemoryBack(t *testing.T) {
 	r := w.newD(d, target)
 	from := w.source()
 	pull := func(id string) error {
-		failed, err := r.Pull(t.Context(), from, map[string]mooncake.Wanted{"d" + id: {TransferID: id, Blocks: [][]int{{1, 2}, {3, 4}}}})
+		failed, err := r.Pull(t.Context(), from, map[string]wire.Wanted{"d" + id: {TransferID: id, Blocks: [][]int{{1, 2}, {3, 4}}}})
 		if err == nil {
 			err = failed["d"+id]
 		}
@@ -180,9 +181,9 @@ func TestSilentDGivesMemoryBack(t *testing.T) {
 	for i := range 4 { // 8 MiB each: all of the memory
 		id := fmt.Sprint("s", i)
 		w.sender.Offer("p"+id, id, [][]int{{1, 2}, {3, 4}})
-		silent.send(&mooncake.Pull{
+		silent.send(&wire.Pull{
 			Host: host, Port: port, TPSize: 1, Regions: d.Regions,
-			Wanted: map[string]mooncake.Wanted{id: {TransferID: id, Blocks: [][]int{{1, 2}, {3, 4}}}},
+			Wanted: map[string]wire.Wanted{id: {TransferID: id, Blocks: [][]int{{1, 2}, {3, 4}}}},
 		})
 	}
 	eventually(t, "the silent D holds all memory", func() bool { s := w.relay.Stats(); return s.Pulled == 4 && s.KeptBytes == 32<<20 })

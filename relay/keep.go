@@ -11,11 +11,12 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
 
-// keptKey names what one D worker needs of a transfer of one life of P. Workers of
-// other ranks, or with other layers or payloads, need other bytes.
+// keptKey names the part of a transfer that one D worker needs, in one life of P.
+// Workers of other ranks, or with other layers or payloads, need other bytes.
 type keptKey struct {
 	engine       string // P's; "" with Options.KeepAcrossRestarts
 	life         int64
@@ -28,13 +29,13 @@ type keptKey struct {
 // kept is the KV of one transfer for one kind of D worker, in the relay's memory.
 type kept struct {
 	key    keptKey
-	peer   string // the D worker that asked first
+	peer   string // the D worker that pulled it first
 	cache  *mooncake.Cache
-	blocks [][]int // ids in cache, by group; the load's until done
-	wants  []int   // how many blocks D wants of each group; immutable
+	blocks [][]int // ids in cache, by group; owned by the load until done
+	wants  []int   // number of blocks that D wants, by group; immutable
 	off, n int64   // in memory; immutable
-	whole  bool    // from the prompt's first block on; valid when done
-	// prefixed says that the first blocks were copied from another transfer.
+	whole  bool    // it has the prompt's first block; valid when done
+	// prefixed says that the first blocks are copies from another transfer.
 	prefixed bool
 
 	ctx    context.Context // of the load
@@ -45,13 +46,15 @@ type kept struct {
 	// Guarded by Relay.mu.
 	users int
 	used  int64 // when, in Relay.mu.order
-	freed bool  // its memory is somebody else's
+	freed bool  // its memory was released
 }
+
+var errNotKept = errors.New("relay: not in memory any more")
 
 var errMemory = errors.New("relay: not enough memory")
 
-// layoutOf hashes what decides the bytes of a worker's blocks.
-func layoutOf(regions []mooncake.Region) uint64 {
+// layoutOf hashes what determines the bytes of a worker's blocks.
+func layoutOf(regions []wire.Region) uint64 {
 	var h xxh3.Hasher
 	var b []byte
 	for i := range regions {
@@ -69,8 +72,8 @@ func layoutOf(regions []mooncake.Region) uint64 {
 	return h.Sum64()
 }
 
-// keyLocked names a transfer for the D worker of a pull, in P's life of now.
-func (e *engine) keyLocked(pull *mooncake.Pull, transfer string) keptKey {
+// keyLocked returns the key of a transfer for the D worker of a pull, in P's current life.
+func (e *engine) keyLocked(pull *wire.Pull, transfer string) keptKey {
 	key := keptKey{e.id, e.life, transfer, pull.TPRank, pull.TPSize, pull.PPSize, layoutOf(pull.Regions)}
 	if e.r.o.KeepAcrossRestarts {
 		key.engine, key.life = "", 0
@@ -85,57 +88,92 @@ func (r *Relay) useLocked(k *kept) {
 	k.used = r.mu.order
 }
 
-// release gives a use back. A load that nobody waits for ends; what failed or was
-// dropped is forgotten with its last user.
+// release ends one use. It cancels a load that has lost its last waiter, and frees KV
+// that failed or was dropped with its last user.
 func (r *Relay) release(k *kept) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	k.users--
 	switch {
 	case k.users == 1 && !isDone(k.done): // the load itself
-		k.cancel(errNobody)
+		k.cancel(errNoWaiters)
 	case k.users > 0:
 	case k.err != nil || r.mu.kept[k.key] != k:
 		r.freeLocked(k)
 	default:
 		r.mu.free[k] = struct{}{}
-		r.tellFreeLocked()
+		r.notifyFreedLocked()
 	}
 }
 
-// tellFreeLocked wakes those that wait for memory.
-func (r *Relay) tellFreeLocked() {
+// notifyFreedLocked wakes those that wait for memory.
+func (r *Relay) notifyFreedLocked() {
 	if r.mu.freed != nil {
 		close(r.mu.freed)
 		r.mu.freed = nil
 	}
 }
 
-var errNobody = errors.New("relay: nobody waits for it any more")
+var errNoWaiters = errors.New("relay: nobody waits for it any more")
 
-// dropLocked takes k out of what can be found; its memory comes back with its last
-// user.
-func (r *Relay) dropLocked(k *kept) {
-	if r.mu.kept[k.key] == k {
-		delete(r.mu.kept, k.key)
+// transferKey names a transfer of one P, whichever D workers it is kept for.
+type transferKey struct{ engine, transfer string }
+
+func (k *kept) transfer() transferKey { return transferKey{k.key.engine, k.key.transfer} }
+
+// keepLocked lets requests find k.
+func (r *Relay) keepLocked(k *kept) {
+	r.mu.kept[k.key] = k
+	r.mu.transfers[k.transfer()]++
+}
+
+// forgetLocked lets no further request find k.
+func (r *Relay) forgetLocked(k *kept) {
+	if r.mu.kept[k.key] != k {
+		return
 	}
+	delete(r.mu.kept, k.key)
+	if r.mu.transfers[k.transfer()]--; r.mu.transfers[k.transfer()] == 0 {
+		delete(r.mu.transfers, k.transfer())
+	}
+}
+
+// keeps reports whether a transfer of an engine, by the name that D knows, is in memory for any D
+// worker, or about to be.
+func (r *Relay) keeps(shown, transfer string) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, e := range r.mu.engines {
+		if e.shown != shown {
+			continue
+		}
+		key := transferKey{e.id, transfer}
+		if r.o.KeepAcrossRestarts {
+			key.engine = ""
+		}
+		return r.mu.transfers[key] > 0
+	}
+	return false
+}
+
+// dropLocked removes k from r.mu.kept. Its memory is released with its last user.
+func (r *Relay) dropLocked(k *kept) {
+	r.forgetLocked(k)
 	if k.users == 0 {
 		r.freeLocked(k)
 	}
 }
 
 func (r *Relay) freeLocked(k *kept) {
-	if r.mu.kept[k.key] == k {
-		delete(r.mu.kept, k.key)
-	}
+	r.forgetLocked(k)
 	delete(r.mu.free, k)
 	k.freed = true
-	k.cache, k.blocks = nil, nil // nobody uses it; requests that ended may remember k
+	k.cache, k.blocks = nil, nil // ended requests may still point to k
 	r.mu.arena.Release(k.off, k.n)
-	r.tellFreeLocked()
+	r.notifyFreedLocked()
 }
 
-// mirror is D's regions for the blocks of one request, at addresses from 0 on.
+// mirror is a copy of D's regions for the blocks of one request, at addresses from 0 on.
 type mirror struct {
 	cache  *mooncake.Cache
 	blocks [][]int
@@ -145,16 +183,16 @@ type mirror struct {
 // newMirror lays D's regions out for the blocks of one request: each region's blocks
 // lie one after the other, payload only. It takes at most limit bytes.
 //
-// The ids of a group count from 1; through all groups if a region is shared, so that
-// it has a place for each block. Block id 0 is a placeholder in groups of recurrent
+// The ids of a group count from 1. If groups share a region, the ids count through all
+// groups, so that each block has memory there. Block id 0 is a placeholder in groups of recurrent
 // state and a real block elsewhere. The pull does not say which, so 0 is mirrored as 0
 // and always gets memory.
-func newMirror(regions []mooncake.Region, blocks [][]int, limit uint64) (*mirror, error) {
+func newMirror(regions []wire.Region, blocks [][]int, limit uint64) (*mirror, error) {
 	m := &mirror{blocks: make([][]int, len(blocks))}
 	c := &mooncake.Cache{Kinds: make([]mooncake.GroupKind, len(blocks)), In: make([]int, len(regions)), Regions: slices.Clone(regions)}
 	m.cache = c
 	for i := range c.Regions {
-		if c.Regions[i].Group != mooncake.Unsent {
+		if c.Regions[i].Group != wire.Unsent {
 			continue
 		}
 		if len(blocks) != 1 {
@@ -162,7 +200,7 @@ func newMirror(regions []mooncake.Region, blocks [][]int, limit uint64) (*mirror
 		}
 		c.Regions[i].Group = 0
 	}
-	shared := slices.ContainsFunc(c.Regions, func(m mooncake.Region) bool { return m.Group == mooncake.SharedGroup })
+	shared := slices.ContainsFunc(c.Regions, func(m wire.Region) bool { return m.Group == wire.SharedGroup })
 	first, end := make([]int, len(blocks)), make([]int, len(blocks)) // of the ids in use, per group
 	next := 1
 	for g, ids := range blocks {
@@ -185,7 +223,7 @@ func newMirror(regions []mooncake.Region, blocks [][]int, limit uint64) (*mirror
 		g := &c.Regions[i]
 		lo, hi := math.MaxInt, 0
 		groups := g.Shared
-		if g.Group != mooncake.SharedGroup {
+		if g.Group != wire.SharedGroup {
 			groups = []int{g.Group}
 		}
 		for _, k := range groups {
@@ -196,7 +234,7 @@ func newMirror(regions []mooncake.Region, blocks [][]int, limit uint64) (*mirror
 				lo, hi = min(lo, first[k]), max(hi, end[k])
 			}
 		}
-		g.Stride, g.RowOffset = g.Payload, mooncake.NoRow
+		g.Stride, g.RowOffset = g.Payload, wire.NoRow
 		g.Base = m.bytes
 		if lo < hi {
 			n := uint64(hi - lo)
@@ -213,15 +251,16 @@ func newMirror(regions []mooncake.Region, blocks [][]int, limit uint64) (*mirror
 // maxLoading bounds the loads at a time: each takes a region of the transfer table.
 const maxLoading = transfer.MaxRegions / 2
 
-// storageBase is where the relay's memory begins in its caches: far enough from 0
-// for the blocks that lie before a storage.
+// storageBase is the address of the relay's memory in its caches. The distance from 0
+// leaves addresses for unused block ids, which lie before a storage.
 const storageBase = 1 << 50
 
-// newKept takes memory for the blocks of one request. It has two users: the caller,
-// and the load. When there is no room, what is not in use goes, longest unused first;
-// then loads of the D worker that has most memory waiting for P make room for others',
-// then pushes to the one that holds most.
-func (r *Relay) newKept(ctx context.Context, peer string, regions []mooncake.Region, blocks [][]int) (*kept, error) {
+// newKept allocates memory for the blocks of one request. The result has two users: the
+// caller and the load. When memory is short, newKept first evicts unused transfers,
+// least recently used first. Then it cancels the newest load of the D worker whose loads
+// take most memory, then a push to the D worker whose pushes hold most. It waits for
+// that memory until ctx ends.
+func (r *Relay) newKept(ctx context.Context, peer string, regions []wire.Region, blocks [][]int) (*kept, error) {
 	m, err := newMirror(regions, blocks, uint64(r.o.MemoryBytes))
 	if err != nil {
 		return nil, err
@@ -249,7 +288,7 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []mooncake.Reg
 			return k, nil
 		}
 		victim, free := r.victimLocked(peer), r.mu.arena.Free()
-		slow, n := (*ask)(nil), len(r.mu.loading)
+		slow, n := (*request)(nil), len(r.mu.loading)
 		if victim == nil {
 			slow = r.slowLocked(peer)
 		}
@@ -262,7 +301,7 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []mooncake.Reg
 		}
 		freed := r.mu.freed
 		if victim != nil {
-			delete(r.mu.loading, victim) // once
+			delete(r.mu.loading, victim) // so that it is chosen only once
 			r.mu.pending[victim.peer] -= victim.n
 			victim.cancel(errMadeRoom)
 		} else {
@@ -279,7 +318,7 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []mooncake.Reg
 
 var errMadeRoom = fmt.Errorf("%w: it made room for another D's", errMemory)
 
-// allocLocked finds room, evicting what was used longest ago.
+// allocLocked allocates memory, evicting least recently used transfers as needed.
 func (r *Relay) allocLocked(size int64) (off int64, ok bool) {
 	for {
 		if off, ok := r.mu.arena.Alloc(size); ok {
@@ -299,16 +338,16 @@ func (r *Relay) allocLocked(size int64) (off int64, ok bool) {
 	}
 }
 
-// slowLocked returns a request of the D worker that holds most memory by being pushed
-// to, if that is more than peer does: it takes its bytes too slowly, or not at all.
-func (r *Relay) slowLocked(peer string) (slow *ask) {
+// slowLocked returns a request of the D worker whose pushes hold most memory, or nil if
+// that is not more than peer's hold. Such a D takes its bytes too slowly, or not at all.
+func (r *Relay) slowLocked(peer string) (slow *request) {
 	held := make(map[string]int64)
-	for _, a := range r.mu.asks {
+	for _, a := range r.mu.requests {
 		if a.using != nil {
 			held[a.peer] += a.using.n
 		}
 	}
-	for _, a := range r.mu.asks {
+	for _, a := range r.mu.requests {
 		if a.using == nil || a.peer == peer || held[a.peer] <= held[peer] || a.ctx.Err() != nil {
 			continue
 		}
@@ -319,8 +358,8 @@ func (r *Relay) slowLocked(peer string) (slow *ask) {
 	return slow
 }
 
-// victimLocked returns the newest load of the D worker that has most memory waiting
-// for P, if that is more than peer has.
+// victimLocked returns the newest load of the D worker whose loads take most memory, or
+// nil if that is not more than peer's take.
 func (r *Relay) victimLocked(peer string) (victim *kept) {
 	for k := range r.mu.loading {
 		if k.peer == peer || r.mu.pending[k.peer] <= r.mu.pending[peer] {

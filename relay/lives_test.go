@@ -11,22 +11,22 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/relay"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 // fakeP is a P that does what handler does with each pull.
-func fakeP(t *testing.T, handler func(peer *zmtp.Peer, p *mooncake.Pull)) string {
+func fakeP(t *testing.T, handler func(peer *zmtp.Peer, p *wire.Pull)) string {
 	r := zmtp.NewRouter(func(peer *zmtp.Peer, m zmtp.Message) {
-		p, err := mooncake.DecodePull(m[0], 0)
+		p, err := wire.DecodePull(m[0], 0)
 		if err != nil {
 			t.Error(err)
 			return
 		}
 		handler(peer, p)
-	}, zmtp.RouterOptions{Logger: logger()})
+	}, zmtp.RouterOptions{Log: logger()})
 	addr, err := r.Listen(t.Context(), "tcp://127.0.0.1:*")
 	if err != nil {
 		t.Fatal(err)
@@ -36,7 +36,7 @@ func fakeP(t *testing.T, handler func(peer *zmtp.Peer, p *mooncake.Pull)) string
 }
 
 // entries is what P would push for a request: its blocks, filled with one byte.
-func entries(p *mooncake.Pull, id string, fill byte) (list []transfer.Entry) {
+func entries(p *wire.Pull, id string, fill byte) (list []transfer.Entry) {
 	for _, g := range p.Regions {
 		for _, b := range p.Wanted[id].Blocks[g.Group] {
 			list = append(list, transfer.Entry{Local: bytes.Repeat([]byte{fill}, int(g.Payload)), Remote: g.Base + uint64(b)*g.Stride})
@@ -45,8 +45,8 @@ func entries(p *mooncake.Pull, id string, fill byte) (list []transfer.Entry) {
 	return list
 }
 
-func reply(peer *zmtp.Peer, y mooncake.Reply) {
-	_ = peer.Send(mooncake.AppendReply(nil, &y))
+func reply(peer *zmtp.Peer, y wire.Reply) {
+	_ = peer.Send(wire.AppendReply(nil, &y))
 	peer.Flush()
 }
 
@@ -73,25 +73,25 @@ func TestConcurrentTransfers(t *testing.T) {
 	for i := range 2 * n {
 		w.sender.Expect(fmt.Sprint("p", i), fmt.Sprint("x", i))
 	}
-	pull := func(wanted map[string]mooncake.Wanted) error {
+	pull := func(wanted map[string]wire.Wanted) error {
 		failed, err := w.receiver.Pull(t.Context(), from, wanted)
 		for id, why := range failed {
 			err = fmt.Errorf("%s: %w", id, why)
 		}
 		return err
 	}
-	if err := w.receiver.Start(from, map[string]mooncake.Wanted{"never": {TransferID: "never", Blocks: [][]int{{63}, {63}}}}); err != nil {
+	if err := w.receiver.Start(from, map[string]wire.Wanted{"never": {TransferID: "never", Blocks: [][]int{{63}, {63}}}}); err != nil {
 		t.Fatal(err)
 	}
 	var wg sync.WaitGroup
-	together := map[string]mooncake.Wanted{}
+	together := map[string]wire.Wanted{}
 	for i := range n {
-		want := func(i int) mooncake.Wanted {
-			return mooncake.Wanted{TransferID: fmt.Sprint("x", i), Blocks: [][]int{{i}, {i}}}
+		want := func(i int) wire.Wanted {
+			return wire.Wanted{TransferID: fmt.Sprint("x", i), Blocks: [][]int{{i}, {i}}}
 		}
 		together[fmt.Sprint("d", n+i)] = want(n + i)
 		wg.Go(func() {
-			if err := pull(map[string]mooncake.Wanted{fmt.Sprint("d", i): want(i)}); err != nil {
+			if err := pull(map[string]wire.Wanted{fmt.Sprint("d", i): want(i)}); err != nil {
 				t.Error(err)
 			}
 		})
@@ -115,12 +115,12 @@ func TestConcurrentTransfers(t *testing.T) {
 // P goes on writing for a transfer that the relay has given up, while the next
 // transfers arrive: its writes are refused, and those hold their own bytes.
 func TestLateWritesOfAFailedTransfer(t *testing.T) {
-	w := newWorld(t, relay.Options{Timeout: 300 * time.Millisecond})
+	w := newWorld(t, relay.Options{Timeout: 2 * time.Second})
 	p := transfer.New(transfer.Options{})
 	defer p.Close()
 	var mu sync.Mutex
-	var stale []*mooncake.Pull
-	addr := fakeP(t, func(peer *zmtp.Peer, pull *mooncake.Pull) {
+	var stale []*wire.Pull
+	addr := fakeP(t, func(peer *zmtp.Peer, pull *wire.Pull) {
 		for id, want := range pull.Wanted {
 			if len(want.Blocks) == 0 {
 				return
@@ -145,7 +145,7 @@ func TestLateWritesOfAFailedTransfer(t *testing.T) {
 						}
 					}
 				}
-				reply(peer, mooncake.Reply{Status: mooncake.StatusFinish, OK: []string{id}})
+				reply(peer, wire.Reply{Status: wire.StatusFinish, OK: []string{id}})
 			}()
 		}
 	})
@@ -170,7 +170,7 @@ func TestLateWritesOfAFailedTransfer(t *testing.T) {
 func TestOldEngineBehindTheRelay(t *testing.T) {
 	w := newWorld(t, relay.Options{})
 	sent := make(chan struct{})
-	addr := fakeP(t, func(peer *zmtp.Peer, p *mooncake.Pull) {
+	addr := fakeP(t, func(peer *zmtp.Peer, p *wire.Pull) {
 		if len(p.Wanted["old"].Blocks) == 0 {
 			return
 		}
@@ -199,7 +199,7 @@ func TestOldEngineBehindTheRelay(t *testing.T) {
 			for _, e := range list[:len(list)-1] {
 				send(e)
 			}
-			reply(peer, mooncake.Reply{Status: mooncake.StatusFinish, OK: []string{"old"}})
+			reply(peer, wire.Reply{Status: wire.StatusFinish, OK: []string{"old"}})
 			<-sent
 			send(list[len(list)-1])
 		}()
@@ -208,7 +208,7 @@ func TestOldEngineBehindTheRelay(t *testing.T) {
 	from := w.source()
 	done := make(chan error, 1)
 	go func() {
-		failed, err := w.receiver.Pull(t.Context(), from, map[string]mooncake.Wanted{"d": {TransferID: "old", Blocks: [][]int{{1}, {2}}}})
+		failed, err := w.receiver.Pull(t.Context(), from, map[string]wire.Wanted{"d": {TransferID: "old", Blocks: [][]int{{1}, {2}}}})
 		if err == nil {
 			err = failed["d"]
 		}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
@@ -23,8 +24,9 @@ const (
 	fromBoth   = "prefix and P"
 )
 
-// find returns the KV of a request with one more user, which the caller releases.
-func (e *engine) find(ctx context.Context, pull *mooncake.Pull, id transferID, blocks [][]int, before *kept) (k *kept, source string, err error) {
+// findOrLoad returns the KV of a request, from memory or from P. The caller releases it.
+// before is the KV that an earlier answer to the same request was pushed from, or nil.
+func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, before *kept) (k *kept, source string, err error) {
 	r := e.r
 	var few error
 	r.mu.Lock()
@@ -36,12 +38,12 @@ func (e *engine) find(ctx context.Context, pull *mooncake.Pull, id transferID, b
 	other := k
 	switch {
 	case k != nil && k.endingLocked():
-		k = nil // whoever waited for it is gone
+		k = nil // cancelled
 	case id.again && k != nil && isDone(k.done) && !k.holds(blocks):
 		few = fmt.Errorf("relay: P num blocks less than D in what is kept of transfer %.64q", id.base)
 		k = nil
 	case k != nil && !isDone(k.done) && !k.holds(blocks), k != nil && isDone(k.done) && !id.again:
-		k = nil // another shape, or P shall be asked again
+		k = nil // too few blocks, or the transfer id demands P's own answer
 	}
 	if k != nil {
 		r.useLocked(k)
@@ -53,7 +55,12 @@ func (e *engine) find(ctx context.Context, pull *mooncake.Pull, id transferID, b
 	}
 	gone := !e.gone.IsZero()
 	r.mu.Unlock()
-	if err = errGone; !gone {
+	switch {
+	case id.only:
+		err = fmt.Errorf("%w: %.64q", errNotKept, id.base)
+	case gone:
+		err = errGone
+	default:
 		if k, source, err = e.load(ctx, pull, id, blocks, other); err == nil {
 			k, source, err = e.await(ctx, k, source)
 		}
@@ -62,7 +69,7 @@ func (e *engine) find(ctx context.Context, pull *mooncake.Pull, id transferID, b
 	case before == nil:
 	case err == nil:
 		r.release(before)
-	case ctx.Err() == nil: // D lost the answer: it has this request's KV, or nearly, and P has forgotten it
+	case ctx.Err() == nil: // D lost the reply and pulls again; P has freed the blocks since
 		return before, fromMemory, nil
 	default:
 		r.release(before)
@@ -76,7 +83,7 @@ func (e *engine) find(ctx context.Context, pull *mooncake.Pull, id transferID, b
 	return k, source, nil
 }
 
-// await waits for k to be loaded. On failure it gives the caller's use back.
+// await waits for k to be loaded. On failure it releases k.
 func (e *engine) await(ctx context.Context, k *kept, source string) (*kept, string, error) {
 	err := error(nil)
 	select {
@@ -92,8 +99,8 @@ func (e *engine) await(ctx context.Context, k *kept, source string) (*kept, stri
 	return k, source, nil
 }
 
-// endingLocked says whether k is a load that was told to end, and has not ended yet.
-// It ends with an error that is nobody else's.
+// endingLocked says whether k is a load that was cancelled and has not ended yet. Its
+// error concerns only those that waited when it was cancelled.
 func (k *kept) endingLocked() bool { return !isDone(k.done) && k.ctx.Err() != nil }
 
 // holds says whether k has, or will have, at least as many blocks in each group.
@@ -101,14 +108,15 @@ func (k *kept) holds(blocks [][]int) bool {
 	return slices.EqualFunc(k.wants, blocks, func(n int, ids []int) bool { return n >= len(ids) })
 }
 
-// load begins to pull a transfer from P, in place of other, which is kept of it, with
-// one user more for the caller. Others may wait for it: it goes on while anybody does.
-// If somebody else has begun meanwhile, the caller waits for that.
-func (e *engine) load(ctx context.Context, pull *mooncake.Pull, id transferID, blocks [][]int, other *kept) (k *kept, source string, err error) {
+// load begins to pull a transfer from P and replaces other, the kept KV of the same
+// transfer or nil. The result has one use for the caller, who awaits and releases it.
+// Other requests may wait for the same load, which runs while at least one does. If
+// another request has begun a fitting load meanwhile, load returns that.
+func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, other *kept) (k *kept, source string, err error) {
 	r := e.r
-	probe := r.o.Prefixes && len(blocks) == 1 && !slices.ContainsFunc(pull.Regions, func(m mooncake.Region) bool { return m.Group == mooncake.SharedGroup })
+	probe := r.o.Prefixes && len(blocks) == 1 && !slices.ContainsFunc(pull.Regions, func(m wire.Region) bool { return m.Group == wire.SharedGroup })
 	room := blocks
-	if probe { // one block more, in front
+	if probe { // one more block, at the front
 		room = [][]int{append([]int{1}, blocks[0]...)}
 	}
 	k, err = r.newKept(ctx, net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), pull.Regions, room)
@@ -125,13 +133,13 @@ func (e *engine) load(ctx context.Context, pull *mooncake.Pull, id transferID, b
 		if old != other && !old.endingLocked() && old.holds(blocks) && (id.again || !isDone(old.done)) {
 			r.useLocked(old)
 			r.mu.Unlock()
-			r.loaded(k, errNobody)
+			r.loadEnded(k, errNoWaiters)
 			r.release(k)
 			return old, fromMemory, nil
 		}
 		r.dropLocked(old)
 	}
-	r.mu.kept[k.key] = k
+	r.keepLocked(k)
 	now, life := e.now, e.life
 	var prefix *kept
 	if probe && id.prefix != "" && id.blocks > 0 && id.blocks < len(blocks[0]) {
@@ -150,20 +158,20 @@ func (e *engine) load(ctx context.Context, pull *mooncake.Pull, id transferID, b
 		if prefix != nil {
 			r.release(prefix)
 		}
-		r.loaded(k, err)
+		r.loadEnded(k, err)
 	})
 	return k, fromP, nil
 }
 
-// loaded ends a load.
-func (r *Relay) loaded(k *kept, err error) {
+// loadEnded records the end of a load.
+func (r *Relay) loadEnded(k *kept, err error) {
 	if err == nil {
 		r.stats.pulled.Add(1)
 	}
 	r.mu.Lock()
 	k.err = err
-	if err != nil && r.mu.kept[k.key] == k { // the next one asks P again
-		delete(r.mu.kept, k.key)
+	if err != nil { // the next request pulls from P again
+		r.forgetLocked(k)
 	}
 	if _, ok := r.mu.loading[k]; ok {
 		delete(r.mu.loading, k)
@@ -182,7 +190,7 @@ func (r *Relay) loaded(k *kept, err error) {
 type loading struct {
 	e    *engine
 	k    *kept
-	pull *mooncake.Pull
+	pull *wire.Pull
 	id   transferID
 	now  bootstrap.Engine // P's workers
 	life int64            // P's
@@ -190,15 +198,16 @@ type loading struct {
 
 func (l *loading) run(probe bool, prefix *kept) error {
 	r, k := l.e.r, l.k
-	err := r.memory.Populate(k.off, k.n, true)            // a full /dev/shm fails here, and not with SIGBUS
-	if err != nil && !errors.Is(err, shm.ErrNoPopulate) { // without it, it comes with the first touch
+	err := r.memory.Populate(k.off, k.n, true)            // so that a full /dev/shm is an error and no SIGBUS
+	if err != nil && !errors.Is(err, shm.ErrNoPopulate) { // an old kernel: memory comes with the first touch
 		return err
 	}
 	if !probe {
 		return l.pullBlocks(k.blocks)
 	}
-	// If P has a block more than D wants, D has the first ones itself, and all that was
-	// asked for has come. If not, D wants the whole prompt.
+	// The pull names one block more than D wants. If P has that many, D has the first
+	// blocks itself, and all that D wants has come. If P refuses, D wants the whole
+	// prompt.
 	err = l.pullBlocks(k.blocks)
 	if err == nil || !strings.Contains(err.Error(), "P num blocks less than D") {
 		return err
@@ -225,7 +234,7 @@ func (l *loading) run(probe bool, prefix *kept) error {
 
 // pullBlocks pulls some of the blocks from P.
 func (l *loading) pullBlocks(blocks [][]int) error {
-	err := l.e.pullUpstream(l.k.ctx, l.k.cache, l.pull, l.now, l.life, map[string]mooncake.Wanted{l.id.base: {TransferID: l.id.base, Blocks: blocks}})
+	err := l.e.pullUpstream(l.k.ctx, l.k.cache, l.pull, l.now, l.life, map[string]wire.Wanted{l.id.base: {TransferID: l.id.base, Blocks: blocks}})
 	if err == nil {
 		l.e.r.stats.pulledBytes.Add(bytesOf(l.k.cache, blocks))
 	}
@@ -237,7 +246,7 @@ func bytesOf(c *mooncake.Cache, blocks [][]int) (n int64) {
 	for i := range c.Regions {
 		g := &c.Regions[i]
 		groups := g.Shared
-		if g.Group != mooncake.SharedGroup {
+		if g.Group != wire.SharedGroup {
 			groups = []int{g.Group}
 		}
 		for _, k := range groups {
@@ -265,29 +274,14 @@ func copyBlocks(dst *mooncake.Cache, to []int, src *mooncake.Cache, from []int) 
 	return n, nil
 }
 
-// release is the form of message that D's regions need: what D did not send, an older
-// vLLM, the relay does not send either. Layouts are used once, so P need not keep them.
-func release(regions []mooncake.Region) mooncake.Release {
-	for i := range regions {
-		switch {
-		case regions[i].Group != mooncake.Unsent:
-		case regions[i].Layer == "":
-			return 23
-		default:
-			return 24
-		}
-	}
-	return 32
-}
-
-// pullUpstream pulls from P as the D worker of the pull would. Of a P whose life has
-// ended it begins no pull, and believes none that it had to repeat.
-func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, pull *mooncake.Pull, now bootstrap.Engine, life int64, wanted map[string]mooncake.Wanted) error {
+// pullUpstream pulls from P as the D worker of the pull would. If P's life has ended, it
+// does not begin, and it fails a pull that it had to repeat meanwhile.
+func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, pull *wire.Pull, now bootstrap.Engine, life int64, wanted map[string]wire.Wanted) error {
 	r := e.r
 	rc, err := mooncake.NewReceiver(c, mooncake.ReceiverOptions{
 		Self:    mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize},
 		Target:  r.target,
-		Release: release(pull.Regions),
+		Release: min(pull.Release, 32), // layouts are used once: P need not keep them
 		Timeout: r.o.Timeout,
 		Sockets: r.sockets,
 		Metrics: r.o.Metrics,
@@ -317,9 +311,9 @@ func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, pull *moon
 	return err
 }
 
-// letGo passes on that D wants nothing of a transfer, so that P frees its blocks.
-// What the relay keeps stays. T#2 is not P's: the relay has it, or nobody.
-func (e *engine) letGo(ctx context.Context, pull *mooncake.Pull, id transferID) error {
+// releaseAtP forwards a pull without blocks, so that P frees its own. The relay's kept
+// KV stays. P does not know T#2, so a release of that goes nowhere.
+func (e *engine) releaseAtP(ctx context.Context, pull *wire.Pull, id transferID) error {
 	r := e.r
 	r.mu.Lock()
 	k := r.mu.kept[e.keyLocked(pull, id.base)]
@@ -338,21 +332,21 @@ func (e *engine) letGo(ctx context.Context, pull *mooncake.Pull, id transferID) 
 	}
 	for i := range c.Regions {
 		m := &c.Regions[i]
-		if m.Group == mooncake.Unsent {
+		if m.Group == wire.Unsent {
 			m.Group = 0
 		}
 		for len(c.Kinds) <= max(m.Group, 0) || slices.ContainsFunc(m.Shared, func(g int) bool { return g >= len(c.Kinds) }) {
 			if len(c.Kinds) > 1<<10 {
-				return fmt.Errorf("%w: group %d", mooncake.ErrMessage, m.Group)
+				return fmt.Errorf("%w: group %d", wire.ErrMessage, m.Group)
 			}
 			c.Kinds = append(c.Kinds, mooncake.Attention)
 		}
 	}
-	return e.pullUpstream(ctx, c, pull, now, life, map[string]mooncake.Wanted{id.base: {TransferID: id.base}})
+	return e.pullUpstream(ctx, c, pull, now, life, map[string]wire.Wanted{id.base: {TransferID: id.base}})
 }
 
-// entries lists what fills D's blocks from kept KV, and its bytes.
-func (k *kept) entries(pull *mooncake.Pull, blocks [][]int) (entries []transfer.Entry, total int64, err error) {
+// entries lists the writes that fill D's blocks from kept KV, and their bytes in total.
+func (k *kept) entries(pull *wire.Pull, blocks [][]int) (entries []transfer.Entry, total int64, err error) {
 	self := mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize} // what D's own rank holds
 	plan, err := mooncake.PlanPush(k.cache, self, self, pull.Regions)
 	if err != nil {
@@ -375,7 +369,7 @@ func (k *kept) entries(pull *mooncake.Pull, blocks [][]int) (entries []transfer.
 }
 
 // push writes kept KV into D's blocks.
-func (r *Relay) push(ctx context.Context, pull *mooncake.Pull, k *kept, blocks [][]int) (int64, error) {
+func (r *Relay) push(ctx context.Context, pull *wire.Pull, k *kept, blocks [][]int) (int64, error) {
 	entries, total, err := k.entries(pull, blocks)
 	if err != nil {
 		return 0, err

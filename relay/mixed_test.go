@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/relay"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -24,7 +24,7 @@ func TestPrefixOfOneLifeAndRestOfAnother(t *testing.T) {
 	var life atomic.Int32
 	restart := make(chan struct{}, 1)
 	serve := func(peer *zmtp.Peer, m zmtp.Message) {
-		pull, err := mooncake.DecodePull(m[0], 0)
+		pull, err := wire.DecodePull(m[0], 0)
 		if err != nil {
 			t.Error(err)
 			return
@@ -35,20 +35,21 @@ func TestPrefixOfOneLifeAndRestOfAnother(t *testing.T) {
 			case id == "B" && life.Load() == 1:
 				restart <- struct{}{} // says nothing any more
 			case len(want.Blocks[0]) > n:
-				reply(peer, mooncake.Reply{Status: mooncake.StatusFinish, Failed: []string{id}, Message: "P num blocks less than D"})
+				reply(peer, wire.Reply{Status: wire.StatusFinish, Failed: []string{id}, Message: "P num blocks less than D"})
 			default:
 				go func() {
 					if err := p.Write(t.Context(), net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), entries(pull, id, byte(life.Load()))); err != nil {
 						t.Error(err)
 					}
-					reply(peer, mooncake.Reply{Status: mooncake.StatusFinish, OK: []string{id}})
+					reply(peer, wire.Reply{Status: wire.StatusFinish, OK: []string{id}})
 				}()
 			}
 		}
 	}
+	var watched atomic.Bool
 	listen := func(at string) (*zmtp.Router, string) {
 		life.Add(1)
-		r := zmtp.NewRouter(serve, zmtp.RouterOptions{Logger: logger()})
+		r := zmtp.NewRouter(serve, zmtp.RouterOptions{Log: logger(), OnConnect: func(*zmtp.Peer) { watched.Store(true) }})
 		addr, err := r.Listen(t.Context(), "tcp://"+at)
 		if err != nil {
 			t.Fatal(err)
@@ -58,14 +59,15 @@ func TestPrefixOfOneLifeAndRestOfAnother(t *testing.T) {
 	first, at := listen("127.0.0.1:*")
 	w.show(map[string]string{"fake": "tcp://" + at})
 	w.source()
-	time.Sleep(100 * time.Millisecond) // the relay watches it
+	eventually(t, "the relay watches it", watched.Load)
+	time.Sleep(100 * time.Millisecond) // and knows that it does
 	if err := w.pull("A", []int{31, 32, 33}); err != nil {
 		t.Fatal(err)
 	}
 	from := w.source()
 	done := make(chan error, 1)
 	go func() {
-		failed, err := w.receiver.Pull(t.Context(), from, map[string]mooncake.Wanted{"d": {TransferID: "B^A:3", Blocks: [][]int{{41, 42, 43, 44, 45}}}})
+		failed, err := w.receiver.Pull(t.Context(), from, map[string]wire.Wanted{"d": {TransferID: "B^A:3", Blocks: [][]int{{41, 42, 43, 44, 45}}}})
 		if err == nil {
 			err = failed["d"]
 		}

@@ -12,13 +12,13 @@
 // memory and pull the same transfer from the real P under D's rank, so that P sends
 // exactly what it would have sent to D. Then the relay pushes to D.
 //
-// A transfer id T always goes to P. Only T# and digits may be served from memory, and
-// only what the same life of P sent: when one of its side channels breaks or moves, or
-// it leaves the registry, what was kept of it is gone, unless
+// A transfer id T always goes to P. The relay serves only T# and digits from memory, and
+// only KV of the same life of P. A life ends when one of P's side channels breaks or
+// moves, or when P leaves the registry; the relay then drops what it kept of it, unless
 // Options.KeepAcrossRestarts.
 //
-// Only the protocol of package mooncake is spoken: both neighbours may be unmodified
-// vLLM engines (V2, 0.20 and later).
+// The relay speaks only the protocol of package mooncake: both neighbours may be
+// unmodified vLLM engines (0.16 and later).
 package relay
 
 import (
@@ -45,8 +45,8 @@ type Options struct {
 	Upstream string // P's bootstrap server, http://host:port
 	Host     string // address that P and D dial; default 127.0.0.1
 
-	// MemoryPath is a file on a memory file system that is made, mapped and removed
-	// at once; it needs no name afterwards. MemoryBytes is its size; default 1 GiB.
+	// MemoryPath is a file on a memory file system. Open makes it, maps it and removes
+	// its name at once. MemoryBytes is its size; default 1 GiB.
 	MemoryPath  string
 	MemoryBytes int64
 
@@ -55,13 +55,18 @@ type Options struct {
 	RefreshEvery   time.Duration // how old the view of Upstream may be; default 1 s
 	MaxPulls       int           // of D, at once; default 1024
 
-	// KeepAcrossRestarts serves what an earlier life of P sent, under any of P's
-	// engines, and also when P is not there: whoever mints transfer ids uses none
-	// twice, and P's weights never change.
+	// KeepAcrossRestarts serves KV of earlier lives of P too, under any of P's engines,
+	// and also while P is down. It is right only if no transfer id is ever used twice
+	// and P's weights never change.
 	KeepAcrossRestarts bool
 
-	// Prefixes makes ids of the form T^PREFIX:n work, see docs/mooncake.md: P is then
-	// asked for one block more than D wants first, to learn whether D wants all.
+	// BlockBytes is the block size of engines before vLLM 0.19, whose pulls do not carry
+	// it: the bytes of one layer's keys or values, or of both where they lie together. 0
+	// refuses such engines. A wrong size makes requests fail.
+	BlockBytes uint64
+
+	// Prefixes enables ids of the form T^PREFIX:n, see docs/mooncake.md. The relay then
+	// first pulls one block more than D wants, to learn whether D wants the whole prompt.
 	Prefixes bool
 
 	AllowHosts []string // names, besides addresses, by which D may reach ServeHTTP
@@ -83,47 +88,49 @@ type Relay struct {
 	gate    *mooncake.Gate  // of D's pulls
 	conns   *mooncake.Conns // of D
 	web     http.Handler
-	warn    mooncake.LogLimit // of what peers may cause
+	warn    mooncake.LogLimit // of lines that peers may cause
 	ctx     context.Context
 	cancel  context.CancelFunc
 	wg      sync.WaitGroup
 
-	refresh chan struct{} // one token: who holds it asks Upstream
+	refresh chan struct{} // one token; its holder queries Upstream
 
 	mu struct {
 		sync.Mutex
-		closed  bool
-		asked   time.Time          // when engines was true
-		failing bool               // Upstream did not answer the last time
-		engines map[string]*engine // by P's engine id
-		text    []byte             // the directory for D
-		arena   *arena.Arena       // of memory
-		kept    map[keptKey]*kept  // loading or loaded
-		order   int64              // last use handed out
-		free    map[*kept]struct{} // loaded, not in use: may be evicted
-		loading map[*kept]struct{}
-		pending map[string]int64 // bytes of loading ones, by the D worker that asked first
-		freed   chan struct{}    // closed when memory comes back, or may be evicted; nil: nobody waits
-		asks    map[askKey]*ask
+		closed    bool
+		asked     time.Time           // when Upstream last answered
+		failing   bool                // the last query of Upstream failed
+		engines   map[string]*engine  // by P's engine id
+		text      []byte              // the directory for D
+		arena     *arena.Arena        // of memory
+		kept      map[keptKey]*kept   // loading or loaded
+		transfers map[transferKey]int // how many of kept each transfer has
+		order     int64               // last use handed out
+		free      map[*kept]struct{}  // loaded, not in use: may be evicted
+		loading   map[*kept]struct{}
+		pending   map[string]int64 // bytes of loading ones, by the D worker that pulled first
+		freed     chan struct{}    // closed when memory is free or may be evicted; nil without waiters
+		requests  map[requestKey]*request
 	}
 	stats stats
 }
 
-// Stats are counters since Open, but for the first three.
+// Stats are counters since Open; the first three are current values.
 type Stats struct {
-	Engines   int64 // of P, that are registered now
-	Kept      int64 // transfers in memory
-	KeptBytes int64
+	Engines   int64 `gauge:"kvasir_relay_engines" help:"Engines of P that are registered and relayed."`
+	Kept      int64 `gauge:"kvasir_relay_kept_transfers" help:"Transfers whose KV is in memory."`
+	KeptBytes int64 `gauge:"kvasir_relay_kept_bytes" help:"Memory that kept transfers take."`
 
-	Pulled      int64 // transfers pulled from P
-	PulledBytes int64 // of them
-	PrefixBytes int64 // of memory, taken from a prefix instead
-	Served      int64 // requests of D
-	FromMemory  int64 // of them, without asking P
-	PushedBytes int64
-	Failed      int64 // requests of D
-	Evicted     int64 // transfers that made room
-	Dropped     int64 // transfers of a life of P that ended
+	Pulled      int64            `counter:"kvasir_relay_pulled_total" help:"Transfers pulled from P."`
+	PulledBytes int64            `counter:"kvasir_relay_pulled_bytes_total" help:"Bytes of KV pulled from P."`
+	PrefixBytes int64            `counter:"kvasir_relay_prefix_bytes_total" help:"Bytes of KV copied from a prefix in memory instead of pulled."`
+	Served      int64            // requests of D
+	FromMemory  int64            // of them, without asking P
+	ServedFrom  map[string]int64 `counter:"kvasir_relay_served_total" label:"from" help:"Requests of D that were served, by where their KV came from."`
+	PushedBytes int64            `counter:"kvasir_relay_pushed_bytes_total" help:"Bytes of KV pushed to D."`
+	Failed      int64            `counter:"kvasir_relay_failed_total" help:"Requests of D that failed; D computes the prompt."`
+	Evicted     int64            `counter:"kvasir_relay_evicted_total" help:"Transfers dropped to make room for others."`
+	Dropped     int64            `counter:"kvasir_relay_dropped_total" help:"Transfers dropped because their P restarted or left."`
 }
 
 type stats struct {
@@ -132,6 +139,9 @@ type stats struct {
 
 // Open makes the memory and the transfer ports. It does not wait for Upstream.
 func Open(o Options) (*Relay, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
 	o.Host = cmp.Or(o.Host, "127.0.0.1")
 	o.MemoryBytes = cmp.Or(o.MemoryBytes, 1<<30)
 	o.Timeout = cmp.Or(o.Timeout, 120*time.Second)
@@ -161,17 +171,18 @@ func Open(o Options) (*Relay, error) {
 	r.ctx, r.cancel = context.WithCancel(context.Background())
 	r.mu.engines = make(map[string]*engine)
 	r.mu.kept = make(map[keptKey]*kept)
+	r.mu.transfers = make(map[transferKey]int)
 	r.mu.free = make(map[*kept]struct{})
 	r.mu.loading = make(map[*kept]struct{})
 	r.mu.pending = make(map[string]int64)
-	r.mu.asks = make(map[askKey]*ask)
+	r.mu.requests = make(map[requestKey]*request)
 	r.mu.arena = arena.New(o.MemoryBytes, memoryAlign)
 	r.mu.text = []byte("{}")
-	r.wg.Go(r.follow)
+	r.wg.Go(r.refreshLoop)
 	return r, nil
 }
 
-// memoryAlign is a page, so that transfers share none.
+// memoryAlign is a page, so that no two transfers share one.
 const memoryAlign = 4096
 
 var errClosed = errors.New("relay: closed")
@@ -207,6 +218,7 @@ func (r *Relay) Stats() Stats {
 	c := &r.stats
 	s.Pulled, s.PulledBytes, s.PrefixBytes = c.pulled.Load(), c.pulledBytes.Load(), c.prefixBytes.Load()
 	s.Served, s.FromMemory, s.PushedBytes = c.served.Load(), c.fromMemory.Load(), c.pushed.Load()
+	s.ServedFrom = map[string]int64{"memory": s.FromMemory, "p": s.Served - s.FromMemory}
 	s.Failed, s.Evicted, s.Dropped = c.failed.Load(), c.evicted.Load(), c.dropped.Load()
 	return s
 }

@@ -13,13 +13,14 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 // handle takes one message of D; it runs on the peer's reading goroutine.
 func (c *channel) handle(peer *zmtp.Peer, m zmtp.Message) {
 	r := c.e.r
-	pull, err := take(m)
+	pull, err := decodePull(m, r.o.BlockBytes)
 	ctx, cancel := context.WithCancelCause(r.ctx)
 	var ticket *mooncake.Ticket
 	if err == nil {
@@ -42,53 +43,64 @@ func (c *channel) handle(peer *zmtp.Peer, m zmtp.Message) {
 func (r *Relay) refuse(peer *zmtp.Peer, err error) {
 	r.stats.failed.Add(1)
 	r.warn.Warn(r.log, "relay: pull refused", "from", peer.RemoteAddr(), "err", err)
-	send(peer, &mooncake.Reply{Status: mooncake.StatusError, Message: err.Error()})
+	send(peer, &wire.Reply{Status: wire.StatusError, Message: err.Error()})
 }
 
-// take decodes and checks a pull.
-func take(m zmtp.Message) (*mooncake.Pull, error) {
+// decodePull decodes and checks a pull. blockBytes is the block size of a D whose pulls
+// do not carry it.
+func decodePull(m zmtp.Message, blockBytes uint64) (*wire.Pull, error) {
 	if len(m) != 1 {
-		return nil, fmt.Errorf("%w: %d frames instead of one", mooncake.ErrMessage, len(m))
+		return nil, fmt.Errorf("%w: %d frames instead of one", wire.ErrMessage, len(m))
 	}
-	pull, err := mooncake.DecodePull(m[0], 0)
-	if err == nil {
-		err = checkRegions(pull.Regions)
+	pull, err := wire.DecodePull(m[0], 0)
+	if err != nil {
+		return nil, err
 	}
-	return pull, err
+	if !pull.Release.BlockSizes() {
+		if blockBytes == 0 {
+			return nil, errNoSizes
+		}
+		for i := range pull.Regions {
+			pull.Regions[i].Stride, pull.Regions[i].Payload = blockBytes, blockBytes
+		}
+	}
+	return pull, checkRegions(pull.Regions)
 }
 
-// checkRegions refuses memory that cannot be D's: all else that the relay computes
+var errNoSizes = fmt.Errorf("%w: D does not say how large its blocks are, as before vLLM 0.19: the relay needs --block-bytes", wire.ErrMessage)
+
+// checkRegions refuses regions that no memory can have. The relay's address arithmetic
 // relies on it.
-func checkRegions(regions []mooncake.Region) error {
+func checkRegions(regions []wire.Region) error {
 	if len(regions) == 0 {
-		return fmt.Errorf("%w: no regions, and the relay has never said that it kept them", mooncake.ErrMessage)
+		return fmt.Errorf("%w: no regions, and the relay has never said that it kept them", wire.ErrMessage)
 	}
 	for i := range regions {
 		r := &regions[i]
 		switch {
 		case r.Payload == 0 || r.Payload > r.Stride:
-			return fmt.Errorf("%w: region %d: %d bytes of KV in blocks of %d (vLLM before 0.19 sends no lengths)",
-				mooncake.ErrMessage, i, r.Payload, r.Stride)
+			return fmt.Errorf("%w: region %d: %d bytes of KV in blocks of %d",
+				wire.ErrMessage, i, r.Payload, r.Stride)
 		case r.Base == 0 || r.Base > 1<<63 || r.Stride > 1<<63-r.Base:
-			return fmt.Errorf("%w: region %d: no block of %d bytes fits at %#x", mooncake.ErrMessage, i, r.Stride, r.Base)
+			return fmt.Errorf("%w: region %d: no block of %d bytes fits at %#x", wire.ErrMessage, i, r.Stride, r.Base)
 		}
 	}
 	return nil
 }
 
-// maxTogether bounds the requests of one pull that are served at a time: more than an
-// engine computes at once, and no burden where none of them leads to anything.
+// maxTogether bounds the requests of one pull that are served at a time. It is more than
+// an engine computes at once, and cheap if all of them fail.
 const maxTogether = 256
 
-// result is what became of one request of a pull.
+// result is the outcome of one request of a pull.
 type result struct {
 	id  string
 	err error
 }
 
-// serve answers one pull of D: its requests go their ways, each is reported when it
-// is done.
-func (c *channel) serve(ctx context.Context, cancel context.CancelCauseFunc, peer *zmtp.Peer, pull *mooncake.Pull) {
+// serve answers one pull of D. It serves the requests concurrently and reports each when
+// it is done.
+func (c *channel) serve(ctx context.Context, cancel context.CancelCauseFunc, peer *zmtp.Peer, pull *wire.Pull) {
 	r := c.e.r
 	if pull.DeadlineMillis > 0 {
 		var stop context.CancelFunc
@@ -107,13 +119,13 @@ func (c *channel) serve(ctx context.Context, cancel context.CancelCauseFunc, pee
 	for range min(len(pull.Wanted), maxTogether) {
 		r.wg.Go(func() {
 			for id := range next {
-				done <- result{id, c.one(ctx, pull, memory, id)}
+				done <- result{id, c.serveRequest(ctx, pull, memory, id)}
 			}
 		})
 	}
 	left := len(pull.Wanted)
 	if left == 0 {
-		send(peer, &mooncake.Reply{Status: mooncake.StatusFinish})
+		send(peer, &wire.Reply{Status: wire.StatusFinish})
 	}
 	away := peer.Done()
 	for left > 0 {
@@ -122,17 +134,17 @@ func (c *channel) serve(ctx context.Context, cancel context.CancelCauseFunc, pee
 			left--
 			r.report(peer, pull, res, left == 0)
 		case <-away:
-			cancel(nil) // nobody to push to
+			cancel(nil) // D is gone
 			away = nil
 		}
 	}
 }
 
-// report tells D, and the log, of one request.
-func (r *Relay) report(peer *zmtp.Peer, pull *mooncake.Pull, res result, last bool) {
-	y := mooncake.Reply{Status: mooncake.StatusContinue}
+// report sends D the result of one request, and logs a failure.
+func (r *Relay) report(peer *zmtp.Peer, pull *wire.Pull, res result, last bool) {
+	y := wire.Reply{Status: wire.StatusContinue}
 	if last {
-		y.Status = mooncake.StatusFinish
+		y.Status = wire.StatusFinish
 	}
 	if res.err != nil {
 		r.stats.failed.Add(1)
@@ -145,15 +157,15 @@ func (r *Relay) report(peer *zmtp.Peer, pull *mooncake.Pull, res result, last bo
 	send(peer, &y)
 }
 
-func send(peer *zmtp.Peer, y *mooncake.Reply) {
-	if peer.Send(mooncake.AppendReply(nil, y)) == nil {
+func send(peer *zmtp.Peer, y *wire.Reply) {
+	if peer.Send(wire.AppendReply(nil, y)) == nil {
 		peer.Flush()
 	}
 }
 
-// askKey names a request of one D worker for one piece of its memory. D asks each of
+// requestKey names a request of one D worker for one piece of its memory. D asks each of
 // the P workers that it is paired with; the relay pushes once for all of them.
-type askKey struct {
+type requestKey struct {
 	engine            string
 	host              string
 	port, rank        int
@@ -161,9 +173,9 @@ type askKey struct {
 	memory            uint64
 }
 
-// ask is such a request being served, or served.
-type ask struct {
-	ctx    context.Context // ends when nobody waits
+// request is such a request while it is served and for requestMemory after.
+type request struct {
+	ctx    context.Context // ends with the last waiter
 	cancel context.CancelFunc
 	done   chan struct{} // closed at the end
 	err    error         // valid when done, as is k
@@ -172,19 +184,19 @@ type ask struct {
 	peer string // the D worker
 
 	// Guarded by Relay.mu.
-	users  int            // that wait
-	using  *kept          // being pushed
-	places map[place]bool // where D has asked
-	at     time.Time      // when it ended
+	users  int                 // waiters
+	using  *kept               // being pushed
+	places map[workerRank]bool // where D has asked
+	at     time.Time           // when it ended
 }
 
 const (
-	maxAsks  = 4096
-	askedFor = 30 * time.Second // how long a request that ended is remembered
+	maxRequests   = 4096
+	requestMemory = 30 * time.Second // how long a request that ended is remembered
 )
 
 // memoryOf hashes where D's regions are.
-func memoryOf(regions []mooncake.Region) uint64 {
+func memoryOf(regions []wire.Region) uint64 {
 	var b []byte
 	for i := range regions {
 		b = strconv.AppendUint(b, regions[i].Base, 36)
@@ -193,26 +205,26 @@ func memoryOf(regions []mooncake.Region) uint64 {
 	return xxh3.Hash(b)
 }
 
-// one serves one request of D that came to this channel.
-func (c *channel) one(ctx context.Context, pull *mooncake.Pull, memory uint64, id string) error {
+// serveRequest answers one request of D that came to this channel.
+func (c *channel) serveRequest(ctx context.Context, pull *wire.Pull, memory uint64, id string) error {
 	r, want := c.e.r, pull.Wanted[id]
 	if want.TransferID == "" {
-		return fmt.Errorf("%w: no transfer id", mooncake.ErrMessage)
+		return fmt.Errorf("%w: no transfer id", wire.ErrMessage)
 	}
 	for _, g := range want.Blocks {
 		memory = memory*31 + xxh3.HashString(fmt.Sprint(g))
 	}
-	key := askKey{c.e.id, pull.Host, pull.Port, pull.TPRank, id, want.TransferID, memory}
+	key := requestKey{c.e.id, pull.Host, pull.Port, pull.TPRank, id, want.TransferID, memory}
 	r.mu.Lock()
-	if len(r.mu.asks) > maxAsks {
-		r.forgetAsksLocked()
+	if len(r.mu.requests) > maxRequests {
+		r.forgetRequestsLocked()
 	}
-	mine := r.mu.asks[key]
-	// D asks a worker a second time when it has not heard the answer, or tries again.
-	if before := mine; mine == nil || mine.endingLocked() || isDone(mine.done) && (mine.places[c.at] || time.Since(mine.at) > askedFor) {
-		mine = &ask{peer: net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), done: make(chan struct{}), places: make(map[place]bool)}
+	mine := r.mu.requests[key]
+	// A second pull from the same worker means that D lost the answer, or tries again.
+	if before := mine; mine == nil || mine.endingLocked() || isDone(mine.done) && (mine.places[c.at] || time.Since(mine.at) > requestMemory) {
+		mine = &request{peer: net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), done: make(chan struct{}), places: make(map[workerRank]bool)}
 		mine.ctx, mine.cancel = context.WithCancel(r.ctx)
-		r.mu.asks[key] = mine
+		r.mu.requests[key] = mine
 		a := mine
 		r.wg.Go(func() { c.e.answer(a, pull, want, before) })
 	}
@@ -223,7 +235,7 @@ func (c *channel) one(ctx context.Context, pull *mooncake.Pull, memory uint64, i
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		if mine.users--; mine.users == 0 {
-			mine.cancel() // nobody to push to
+			mine.cancel() // D is gone
 		}
 	}()
 	select {
@@ -234,9 +246,9 @@ func (c *channel) one(ctx context.Context, pull *mooncake.Pull, memory uint64, i
 	}
 }
 
-// endingLocked says whether the request is being given up: D may be back before its
-// push has ended.
-func (a *ask) endingLocked() bool { return !isDone(a.done) && a.ctx.Err() != nil }
+// endingLocked says whether the request was cancelled and has not ended: D may pull
+// again before its push has ended.
+func (a *request) endingLocked() bool { return !isDone(a.done) && a.ctx.Err() != nil }
 
 func isDone(c <-chan struct{}) bool {
 	select {
@@ -247,22 +259,23 @@ func isDone(c <-chan struct{}) bool {
 	}
 }
 
-// forgetAsksLocked keeps the memory of ended requests short.
-func (r *Relay) forgetAsksLocked() {
-	for key, a := range r.mu.asks {
-		if isDone(a.done) && (time.Since(a.at) > askedFor || len(r.mu.asks) > maxAsks) {
-			delete(r.mu.asks, key)
+// forgetRequestsLocked forgets requests that ended requestMemory ago, and more if there
+// are too many.
+func (r *Relay) forgetRequestsLocked() {
+	for key, a := range r.mu.requests {
+		if isDone(a.done) && (time.Since(a.at) > requestMemory || len(r.mu.requests) > maxRequests) {
+			delete(r.mu.requests, key)
 		}
 	}
 }
 
-// answer serves a request and ends it. before is the same request as D asked earlier,
-// or nil: no two push at a time.
-func (e *engine) answer(a *ask, pull *mooncake.Pull, want mooncake.Wanted, before *ask) {
+// answer serves a request and ends it. before is D's earlier pull of the same request,
+// or nil; answer waits for its end, so that the two do not push at the same time.
+func (e *engine) answer(a *request, pull *wire.Pull, want wire.Wanted, before *request) {
 	defer a.cancel()
 	var from *kept
 	if before != nil {
-		<-before.done // ended, or told to
+		<-before.done // it has ended, or was cancelled
 		from = before.k
 	}
 	k, err := e.deliver(a, pull, want, from)
@@ -272,14 +285,14 @@ func (e *engine) answer(a *ask, pull *mooncake.Pull, want mooncake.Wanted, befor
 	close(a.done)
 }
 
-// deliver gets one request's KV and pushes it to D. It returns what it pushed from, also
-// when the push fails. before is what an earlier answer was pushed from, or nil.
-func (e *engine) deliver(a *ask, pull *mooncake.Pull, want mooncake.Wanted, before *kept) (*kept, error) {
+// deliver gets one request's KV and pushes it to D. It returns the KV that it pushed
+// from, also when the push fails. before is the KV of an earlier answer, or nil.
+func (e *engine) deliver(a *request, pull *wire.Pull, want wire.Wanted, before *kept) (*kept, error) {
 	ctx, r, id := a.ctx, e.r, parseID(want.TransferID)
 	if !slices.ContainsFunc(want.Blocks, func(g []int) bool { return len(g) > 0 }) {
-		return nil, e.letGo(ctx, pull, id)
+		return nil, e.releaseAtP(ctx, pull, id)
 	}
-	k, source, err := e.find(ctx, pull, id, want.Blocks, before)
+	k, source, err := e.findOrLoad(ctx, pull, id, want.Blocks, before)
 	if err != nil {
 		return nil, err
 	}

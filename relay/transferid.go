@@ -5,11 +5,12 @@ import (
 	"strings"
 )
 
-// transferID is what the transfer id of a D's request says.
+// transferID is a parsed transfer id of one of D's requests.
 type transferID struct {
 	base   string // what P knows
-	again  bool   // the same KV again, from memory if it is there
-	prefix string // another transfer, whose first blocks are those of this one; "": none
+	again  bool   // the same KV again, from memory if the relay has it
+	only   bool   // with again: from memory or not at all
+	prefix string // another transfer with the same first blocks; "" if none
 	blocks int    // how many
 }
 
@@ -17,11 +18,14 @@ type transferID struct {
 //
 //	T            P's transfer
 //	T#2          the same again; the last # counts, with nothing but digits behind it
+//	T#2!         the same again, and P is not asked
 //	T^PREFIX:12  T, whose first 12 blocks are those of PREFIX
 func parseID(id string) transferID {
 	t := transferID{base: id}
-	if i := strings.LastIndexByte(id, '#'); i > 0 && digits(id[i+1:]) {
-		t.base, t.again = id[:i], true
+	if i := strings.LastIndexByte(id, '#'); i > 0 {
+		if n, only := strings.CutSuffix(id[i+1:], "!"); digits(n) {
+			t.base, t.again, t.only = id[:i], true, only
+		}
 	}
 	at := strings.LastIndexByte(t.base, '^')
 	colon := strings.LastIndexByte(t.base, ':')

@@ -93,7 +93,7 @@ func FuzzAnswer(f *testing.F) {
 			t.Fatal(err)
 		}
 		st := store.New(p, store.Options{})
-		s := server.New(st, server.Options{ChunkTokens: 16, MemoBytes: 64 << 10, Pickle: server.PickleOn, Logger: slog.New(slog.DiscardHandler)})
+		s := server.New(st, server.Options{ChunkTokens: 16, MemoBytes: 64 << 10, Pickle: server.PickleOn, Log: slog.New(slog.DiscardHandler)})
 		defer func() {
 			if err := s.Close(); err != nil {
 				t.Error(err)

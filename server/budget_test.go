@@ -2,9 +2,8 @@ package server_test
 
 import (
 	"bytes"
-	"net/http/httptest"
+	"encoding/json"
 	"runtime"
-	"strings"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -74,44 +73,7 @@ func TestRefusedRegistrationKeepsLittle(t *testing.T) {
 	if n := len(d.log.String()); n > 64<<10 {
 		t.Errorf("%d KiB were logged", n>>10)
 	}
-	if n := len(get(d.Server, "/status")); n > 64<<10 {
-		t.Errorf("/status has %d KiB", n>>10)
+	if b, err := json.Marshal(d.Status()); err != nil || len(b) > 64<<10 {
+		t.Errorf("the status has %d KiB, %v", len(b)>>10, err)
 	}
-}
-
-// Pages of other sites, and names that lead here, read no status and clear nothing;
-// probes and metrics answer under any name.
-func TestPagesOfOtherSitesAreRefused(t *testing.T) {
-	d := newDesk(t, server.Options{AllowHosts: []string{"cache.example"}})
-	d.register(7, 1, 4)
-	d.put(7, deskKey(1, 0, 2, "a"))
-	h := d.HTTPHandler()
-	f := func(want int, method, url, body string, header ...string) {
-		t.Helper()
-		r := httptest.NewRequest(method, url, strings.NewReader(body))
-		for i := 0; i < len(header); i += 2 {
-			r.Header.Add(header[i], header[i+1])
-		}
-		w := httptest.NewRecorder()
-		h.ServeHTTP(w, r)
-		if w.Code != want {
-			t.Errorf("%s %s %q: %d, want %d", method, url, header, w.Code, want)
-		}
-		if want == 403 && strings.Contains(w.Body.String(), "workers") {
-			t.Errorf("%s %s tells %s", method, url, w.Body)
-		}
-	}
-	const clear = "/cache/clear"
-	f(403, "POST", "http://127.0.0.1"+clear, "", "Origin", "https://evil.example")
-	f(403, "POST", "http://127.0.0.1"+clear, "", "Sec-Fetch-Site", "cross-site")
-	f(415, "POST", "http://127.0.0.1"+clear, `{"tier":"l1","force":true}`, "Content-Type", "text/plain")
-	f(403, "POST", "http://attacker.example"+clear, "")
-	f(403, "GET", "http://attacker.example/status", "")
-	f(200, "GET", "http://attacker.example/healthcheck", "")
-	f(200, "GET", "http://attacker.example/metrics", "")
-	f(200, "GET", "http://cache.example:8080/status", "")
-	if n := d.hit(1, 2, "b"); n != 2 {
-		t.Errorf("%d of 2 chunks are left", n)
-	}
-	f(200, "POST", "http://127.0.0.1"+clear, "")
 }

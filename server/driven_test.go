@@ -12,8 +12,11 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/tinylib/msgp/msgp"
+
 	"github.com/kvasir-kv/kvasir/internal/vectors"
 	"github.com/kvasir-kv/kvasir/kv"
+
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
@@ -38,8 +41,9 @@ func startDriven(t testing.TB, dir, poolName string, o server.Options) *drivenNo
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &drivenNode{t: t, store: store.New(p, store.Options{Checksums: true, SumAfter: -1}), dir: dir, log: new(logBuffer)}
-	o.ChunkTokens, o.ShmDir, o.Logger = drivenChunk, dir, slog.New(slog.NewTextHandler(n.log, nil))
+	n := &drivenNode{t: t, dir: dir, log: new(logBuffer)}
+	o.ChunkTokens, o.ShmDir, o.Log = drivenChunk, dir, slog.New(slog.NewTextHandler(n.log, nil))
+	n.store = store.New(p, store.Options{ChecksumRate: 1 << 40, SumAtOnce: true, PopulateRate: 1 << 40, Log: o.Log})
 	n.Server = server.New(n.store, o)
 	return n
 }
@@ -159,7 +163,7 @@ func (e *engine) lookup(tokens []uint32, request string) int {
 	k := e.key(tokens, 0, len(tokens)/drivenChunk*drivenChunk, request)
 	k.Worker = lmcache.AllWorkers
 	e.call(lmcache.OpLookup, k.Append(nil), lmcache.AppendInt(nil, 1))
-	n, err := lmcache.DecodeInt(e.call(lmcache.OpQueryPrefetchStatus, lmcache.AppendString(nil, request)))
+	n, err := lmcache.DecodeInt(e.call(lmcache.OpWaitPrefetchStatus, lmcache.AppendString(nil, request), msgp.AppendFloat64(nil, 60)))
 	if err != nil {
 		e.t.Fatal(err)
 	}

@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/lmcache/tracker"
-	"github.com/kvasir-kv/kvasir/lmcache/worker"
+	"github.com/kvasir-kv/kvasir/lmcache/connector"
+	"github.com/kvasir-kv/kvasir/paged"
 )
 
 // miniRanks lets two ranks of one engine store and load: with MLA rank 0 stores
@@ -20,7 +20,7 @@ func miniRanks(t *testing.T, url, shmDir string, mla bool) {
 	t.Helper()
 	o := miniOptions{url: url, shmDir: shmDir, model: fmt.Sprint("ranks-", mla, time.Now().UnixNano()), heartbeat: time.Second}
 	if mla {
-		o.form = worker.SinglePlane
+		o.form = paged.FusedNHD
 	}
 	var ranks []*miniEngine
 	for rank := range 2 {
@@ -31,7 +31,7 @@ func miniRanks(t *testing.T, url, shmDir string, mla bool) {
 	}
 	a := ranks[0]
 	prompt := miniTokens(100, 3)
-	step := func(s *tracker.Step) {
+	step := func(s *connector.Step) {
 		ops, err := a.track.Step(s)
 		if err != nil {
 			t.Fatal(err)
@@ -47,7 +47,7 @@ func miniRanks(t *testing.T, url, shmDir string, mla bool) {
 	for _, e := range ranks {
 		e.compute(r, 0, 6)
 	}
-	step(&tracker.Step{New: []tracker.NewRequest{{ID: r.ID}}, Scheduled: map[string]int{r.ID: 100}})
+	step(&connector.Step{New: []connector.NewRequest{{ID: r.ID}}, Scheduled: map[string]int{r.ID: 100}})
 	finishRanks(ranks, r)
 	if n := ranks[1].worker.Stats().Stores; mla && n != 0 || !mla && n != 1 {
 		t.Errorf("rank 1 stored %d times", n)
@@ -59,7 +59,7 @@ func miniRanks(t *testing.T, url, shmDir string, mla bool) {
 		t.Errorf("%+v", m)
 	}
 	a.alloc(r, m.Tokens)
-	step(&tracker.Step{})
+	step(&connector.Step{})
 	for _, e := range ranks {
 		e.until("load", func() bool { return slices.Contains(e.worker.Finished(nil).Received, r.ID) })
 		if bad := e.worker.LoadErrors(); len(bad.Requests) > 0 {
@@ -107,7 +107,7 @@ func TestEngineRanks(t *testing.T) {
 func TestEngineRanksReal(t *testing.T) {
 	url := os.Getenv("KVASIR_LMCACHE_URL")
 	if url == "" {
-		t.Skip("KVASIR_LMCACHE_URL names no lmcache server; interop/lmcache/tracker.sh starts one")
+		t.Skip("KVASIR_LMCACHE_URL names no lmcache server; interop/lmcache/connector.sh starts one")
 	}
 	miniRanks(t, url, "", true)
 	miniRanks(t, url, "", false)
@@ -126,7 +126,7 @@ func TestEngineRandom(t *testing.T) {
 	var mu sync.Mutex
 	loads := 0
 	for id := range 2 {
-		e := newMiniEngine(t, miniOptions{url: url, shmDir: dir, model: "shared", form: worker.PlanesFirst, heartbeat: time.Second})
+		e := newMiniEngine(t, miniOptions{url: url, shmDir: dir, model: "shared", form: paged.PlanesNHD, heartbeat: time.Second})
 		wg.Go(func() {
 			defer e.close()
 			rnd := rand.New(rand.NewPCG(seed, uint64(id)))
@@ -178,7 +178,7 @@ func (e *miniEngine) playRandom(rnd *rand.Rand, id string) {
 
 // loadOrNot carries a load out, if there is one, and returns the tokens that need
 // not be computed.
-func (e *miniEngine) loadOrNot(r *miniRequest, m tracker.Matched) int {
+func (e *miniEngine) loadOrNot(r *miniRequest, m connector.Matched) int {
 	if !m.Async {
 		return 0
 	}

@@ -18,22 +18,22 @@ import (
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/lmcache/tracker"
-	"github.com/kvasir-kv/kvasir/lmcache/worker"
+	"github.com/kvasir-kv/kvasir/lmcache/connector"
+	"github.com/kvasir-kv/kvasir/paged"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
-// miniEngine is an engine without a model: a tracker, a worker and paged KV whose
+// miniEngine is an engine without a model: a scheduler, a worker and paged KV whose
 // right content follows from the tokens. It writes down what happens.
 type miniEngine struct {
 	t      *testing.T
 	client *lmcache.Client
-	cache  *tracker.Scheduler
-	track  *tracker.Tracker
-	worker *worker.Adapter
-	kv     *worker.Paged
+	cache  *connector.ServerCache
+	track  *connector.Scheduler
+	worker *connector.Worker
+	kv     *connector.Paged
 	shard  int // which of a chunk's shards the worker keeps
 	next   int // block ids are not used twice
 	story  []string
@@ -48,16 +48,16 @@ const (
 type miniOptions struct {
 	url, shmDir string
 	model       string // default: one of its own
-	form        worker.Form
+	form        paged.Form
 	heartbeat   time.Duration
 	parallel    lmcache.Parallel
 }
 
 func newMiniEngine(t *testing.T, o miniOptions) *miniEngine {
 	t.Helper()
-	e := &miniEngine{t: t, kv: &worker.Paged{Form: o.form, Blocks: 512, BlockTokens: miniBlock, Heads: 2, HeadSize: 8, DType: "float16"}, next: 1}
+	e := &miniEngine{t: t, kv: &connector.Paged{Form: o.form, Blocks: 512, BlockTokens: miniBlock, Heads: 2, HeadSize: 8, DType: "float16"}, next: 1}
 	planes := 2
-	if o.form == worker.SinglePlane {
+	if o.form == paged.FusedNHD {
 		planes = 1
 	}
 	for range 3 {
@@ -71,24 +71,24 @@ func newMiniEngine(t *testing.T, o miniOptions) *miniEngine {
 	if e.client, err = lmcache.NewClient(o.url); err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
 	defer cancel()
 	quiet := slog.New(slog.NewTextHandler(io.Discard, nil))
 	model := cmp.Or(o.model, fmt.Sprintf("mini-%d-%d", o.form, time.Now().UnixNano()))
-	e.worker, err = worker.OpenAdapter(ctx, e.client, worker.AdapterOptions{
-		Model: model, Cache: e.kv, ShmDir: o.shmDir, Heartbeat: o.heartbeat, CallTimeout: 10 * time.Second, MaxEvents: 1000, Logger: quiet,
+	e.worker, err = connector.OpenWorker(ctx, e.client, connector.WorkerOptions{
+		Model: model, Cache: e.kv, ShmDir: o.shmDir, Heartbeat: o.heartbeat, CallTimeout: 10 * time.Second, MaxEvents: 1000, Log: quiet,
 		Parallel: parallel,
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	e.cache, err = tracker.NewScheduler(e.client, tracker.SchedulerOptions{
-		Model: model, Parallel: parallel, ChunkTokens: miniChunk, InstanceID: e.worker.Worker().InstanceID(), Heartbeat: o.heartbeat, Logger: quiet,
+	e.cache, err = connector.NewServerCache(e.client, connector.ServerCacheOptions{
+		Model: model, Parallel: parallel, ChunkTokens: miniChunk, InstanceID: e.worker.InstanceID(), Heartbeat: o.heartbeat, Log: quiet,
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	e.track, err = tracker.New(e.cache, tracker.Options{Corrected: true, BlockTokens: miniBlock, ChunkTokens: miniChunk})
+	e.track, err = connector.NewScheduler(e.cache, connector.SchedulerOptions{BlockTokens: miniBlock, ChunkTokens: miniChunk})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -96,7 +96,7 @@ func newMiniEngine(t *testing.T, o miniOptions) *miniEngine {
 }
 
 func (e *miniEngine) close() {
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
 	defer cancel()
 	e.cache.Close()
 	if err := errors.Join(e.worker.Close(ctx), e.client.Close()); err != nil {
@@ -135,9 +135,9 @@ func fill(layer, plane, n int, tokens []uint32) []byte {
 func (e *miniEngine) blockOf(layer, plane, id int) []byte {
 	at := id
 	switch e.kv.Form {
-	case worker.PlanesFirst:
+	case paged.PlanesNHD:
 		at = plane*e.kv.Blocks + id
-	case worker.BlocksFirst:
+	case paged.BlocksNHD:
 		at = id*2 + plane
 	}
 	return e.kv.Layers[layer][at*miniBlock*32:][:miniBlock*32]
@@ -146,7 +146,7 @@ func (e *miniEngine) blockOf(layer, plane, id int) []byte {
 func (e *miniEngine) each(f func(layer, plane int)) {
 	for layer := range e.kv.Layers {
 		f(layer, 0)
-		if e.kv.Form != worker.SinglePlane {
+		if e.kv.Form != paged.FusedNHD {
 			f(layer, 1)
 		}
 	}
@@ -182,18 +182,18 @@ func (e *miniEngine) spoil(r *miniRequest) {
 }
 
 type miniRequest struct {
-	tracker.Request
+	connector.Request
 	blocks []int
 }
 
 func (e *miniEngine) request(id string, tokens []uint32) *miniRequest {
-	return &miniRequest{Request: tracker.Request{ID: id, Tokens: tokens, Hashes: len(tokens) / miniBlock}}
+	return &miniRequest{Request: connector.Request{ID: id, Tokens: tokens, Hashes: len(tokens) / miniBlock}}
 }
 
 // match asks until the lookup has ended.
-func (e *miniEngine) match(r *miniRequest, computed int) tracker.Matched {
+func (e *miniEngine) match(r *miniRequest, computed int) connector.Matched {
 	e.t.Helper()
-	var m tracker.Matched
+	var m connector.Matched
 	e.until("lookup of "+r.ID, func() bool {
 		var err error
 		if m, err = e.track.Match(&r.Request, computed); err != nil {
@@ -218,7 +218,7 @@ func (e *miniEngine) alloc(r *miniRequest, external int) {
 	}
 }
 
-func (e *miniEngine) step(s *tracker.Step) {
+func (e *miniEngine) step(s *connector.Step) {
 	e.t.Helper()
 	ops, err := e.track.Step(s)
 	if err != nil {
@@ -234,7 +234,7 @@ func (e *miniEngine) step(s *tracker.Step) {
 // load emits r's load and waits for its end; it reports whether it succeeded.
 func (e *miniEngine) load(r *miniRequest) bool {
 	e.t.Helper()
-	e.step(&tracker.Step{})
+	e.step(&connector.Step{})
 	e.until("load of "+r.ID, func() bool { return slices.Contains(e.worker.Finished(nil).Received, r.ID) })
 	bad := e.worker.LoadErrors()
 	e.say("%s: loaded, errors %v in %d blocks", r.ID, bad.Requests, len(bad.Blocks))
@@ -248,12 +248,12 @@ func (e *miniEngine) load(r *miniRequest) bool {
 func (e *miniEngine) run(r *miniRequest, computed int, resumed bool) {
 	e.t.Helper()
 	e.compute(r, computed/miniBlock, len(r.Tokens)/miniBlock)
-	s := tracker.Step{Scheduled: map[string]int{r.ID: len(r.Tokens) - computed}}
+	s := connector.Step{Scheduled: map[string]int{r.ID: len(r.Tokens) - computed}}
 	if resumed {
-		s.Cached = []tracker.CachedRequest{{ID: r.ID, NewBlocks: [][]int{r.blocks}, Resumed: true, Computed: computed}}
+		s.Cached = []connector.CachedRequest{{ID: r.ID, NewBlocks: [][]int{r.blocks}, Resumed: true, Computed: computed}}
 		r.Preempted = false
 	} else {
-		s.New = []tracker.NewRequest{{ID: r.ID, Computed: computed}}
+		s.New = []connector.NewRequest{{ID: r.ID, Computed: computed}}
 	}
 	e.step(&s)
 }
@@ -380,8 +380,8 @@ func miniLosses(e *miniEngine, prompt []uint32) {
 	e.next++
 	r.blocks = append(r.blocks, fresh...)
 	e.compute(r, 6, 8)
-	e.step(&tracker.Step{
-		Cached:    []tracker.CachedRequest{{ID: r.ID, NewBlocks: [][]int{fresh}, Computed: 100}},
+	e.step(&connector.Step{
+		Cached:    []connector.CachedRequest{{ID: r.ID, NewBlocks: [][]int{fresh}, Computed: 100}},
 		Scheduled: map[string]int{r.ID: 28},
 	})
 	r.Preempted = true
@@ -463,7 +463,7 @@ func miniRestart(e *miniEngine, stop, start func()) {
 	if s := e.worker.Stats(); s.StoresDropped != 1 {
 		e.t.Errorf("%+v", s)
 	}
-	e.worker.Load([]lmcache.LoadStore{{Direction: lmcache.Retrieve, RequestID: "down", Tokens: prompt, Blocks: []int{1, 2}, End: 32, SkipFirst: 16}})
+	e.worker.Load([]lmcache.LoadStore{{Direction: lmcache.Retrieve, RequestID: "down", Tokens: prompt, Blocks: [][]int{{1, 2}}, End: 32, SkipFirst: 16}})
 	if f, bad := e.worker.Finished(nil), e.worker.LoadErrors(); !slices.Equal(f.Received, []string{"down"}) || !slices.Equal(bad.Blocks, []int{2}) {
 		e.t.Errorf("a load without a server: %+v, %+v", f, bad)
 	}
@@ -509,7 +509,7 @@ func startMiniSized(t *testing.T, dir, endpoint string, poolBytes int64) (url st
 		t.Fatal(err)
 	}
 	st = store.New(p, store.Options{})
-	s := server.New(st, server.Options{ChunkTokens: miniChunk, Logger: slog.New(slog.NewTextHandler(io.Discard, nil))})
+	s := server.New(st, server.Options{ChunkTokens: miniChunk, Log: slog.New(slog.NewTextHandler(io.Discard, nil))})
 	addr, err := s.Listen(t.Context(), endpoint)
 	if err != nil {
 		t.Fatal(err)
@@ -523,7 +523,7 @@ func startMiniSized(t *testing.T, dir, endpoint string, poolBytes int64) (url st
 
 // Tracker and worker drive our server, in every form of paged KV.
 func TestEngineScript(t *testing.T) {
-	for _, form := range []worker.Form{worker.PlanesFirst, worker.BlocksFirst, worker.SinglePlane} {
+	for _, form := range []paged.Form{paged.PlanesNHD, paged.BlocksNHD, paged.FusedNHD} {
 		dir := t.TempDir()
 		url, st, stop := startMini(t, dir, "tcp://127.0.0.1:*")
 		e := newMiniEngine(t, miniOptions{url: url, shmDir: dir, form: form, heartbeat: 50 * time.Millisecond})
@@ -549,11 +549,11 @@ func TestEngineScript(t *testing.T) {
 // The same against a real lmcache server, which listens at $KVASIR_LMCACHE_URL
 // with --chunk-size 32 and offers a shared-memory pool. With the shell commands
 // $KVASIR_LMCACHE_STOP and $KVASIR_LMCACHE_START it is restarted, too.
-// interop/lmcache/tracker.sh does all of that.
+// interop/lmcache/connector.sh does all of that.
 func TestEngineScriptReal(t *testing.T) {
 	url := os.Getenv("KVASIR_LMCACHE_URL")
 	if url == "" {
-		t.Skip("KVASIR_LMCACHE_URL names no lmcache server; interop/lmcache/tracker.sh starts one")
+		t.Skip("KVASIR_LMCACHE_URL names no lmcache server; interop/lmcache/connector.sh starts one")
 	}
 	e := newMiniEngine(t, miniOptions{url: url, heartbeat: time.Second})
 	defer e.close()

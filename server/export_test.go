@@ -2,20 +2,27 @@ package server
 
 import (
 	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/kv"
 )
 
 // AnswerAs is Answer for a request of somebody else, over that socket.
 func (s *Server) AnswerAs(who peercred.Peer, m [][]byte) [][]byte {
 	c := s.callerOf(who)
-	c.number = 1<<32 + who.Socket
+	c.Number = 1<<32 + who.Socket
 	return s.answer(&scratch{inProcess: c}, m)
 }
 
+// Answerer answers requests with one scratch, as a connection's goroutine does.
+func (s *Server) Answerer() (answer func(m [][]byte) [][]byte) {
+	sc := new(scratch)
+	return func(m [][]byte) [][]byte { return s.answer(sc, m) }
+}
+
 // SetMaxMappings sets how many segments may be mapped at once.
-func (s *Server) SetMaxMappings(n int) { s.registry.maxMappings = n }
+func (s *Server) SetMaxMappings(n int) { s.registry.SetMaxMappings(n) }
 
 // ProvideMore provides one step more of pool memory.
-func (s *Server) ProvideMore() error { return s.provideStep(s.usable()) }
+func (s *Server) ProvideMore() error { return s.store.Memory().More() }
 
 // Connect returns a connection of somebody's whose client is not known yet: it
 // answers messages in order.
@@ -23,4 +30,19 @@ func (s *Server) Connect(who peercred.Peer) (answer func(m [][]byte) [][]byte) {
 	c := s.callerOf(who)
 	c.conn = &connection{generations: s.opts.ClientGenerations}
 	return func(m [][]byte) [][]byte { return s.answer(&scratch{inProcess: c}, m) }
+}
+
+// Waits is how many requests wait for lookups.
+func (s *Server) Waits() int {
+	s.waits.mu.Lock()
+	defer s.waits.mu.Unlock()
+	return s.waits.mu.all
+}
+
+// Namespaces are those of the registered workers' chunks without a salt.
+func (s *Server) Namespaces() (out []kv.Namespace) {
+	for _, in := range s.registry.List() {
+		out = append(out, in.NamespaceOf(nil))
+	}
+	return out
 }

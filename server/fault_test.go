@@ -1,13 +1,13 @@
 package server_test
 
 import (
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/server"
 )
 
@@ -61,17 +61,14 @@ func TestPickledCopyWithoutMemory(t *testing.T) {
 	}
 }
 
-// get returns the body of an HTTP page.
-func get(s *server.Server, path string) []byte {
-	w := httptest.NewRecorder()
-	s.HTTPHandler().ServeHTTP(w, httptest.NewRequest("GET", "http://localhost"+path, nil))
-	return w.Body.Bytes()
-}
-
-// metric returns the value of a series of /metrics, written as it stands there.
+// metric returns the value of a series, written as it stands in /metrics.
 func metric(t *testing.T, s *server.Server, series string) float64 {
 	t.Helper()
-	for line := range strings.Lines(string(get(s, "/metrics"))) {
+	var page strings.Builder
+	if err := metrics.Write(&page, s.Stats()); err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(page.String()) {
 		if rest, ok := strings.CutPrefix(line, series+" "); ok {
 			v, err := strconv.ParseFloat(strings.TrimSpace(rest), 64)
 			if err != nil {

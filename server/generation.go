@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/workers"
 )
 
 // connection is what is known of the client behind one socket. It is used on
@@ -19,11 +20,8 @@ type connection struct {
 	doubted     bool // its ping without an id was answered false
 }
 
-var (
-	errAmbiguous  = errors.New("operations of several client generations look like this one")
-	errHeld       = errors.New("held until the client shows its generation")
-	errGeneration = errors.New("clients of this generation are not served")
-)
+// errHeld means that a message is kept until its client shows its generation.
+var errHeld = errors.New("held until the client shows its generation")
 
 // connection returns what is known of the client behind the caller's socket.
 // In-process callers are of the latest generation.
@@ -51,7 +49,7 @@ func (s *Server) read(sc *scratch, m [][]byte) (lmcache.Op, error) {
 		return lmcache.OpUnknown, err
 	}
 	if len(readings) > 1 {
-		readings = s.recall(sc.caller().by, m[2:], readings)
+		readings = s.recall(sc.caller().By, m[2:], readings)
 	}
 	var of lmcache.Generations
 	for _, r := range readings {
@@ -94,7 +92,7 @@ func (s *Server) recall(by principal, p [][]byte, readings []lmcache.Reading) []
 	kept := readings[:0:0]
 	for _, r := range readings {
 		id, model, world := r.Op.Names(p)
-		known := s.registry.generationsOf(id, by, model, world)
+		known := s.registry.GenerationsOf(id, by, model, world)
 		if r.Generations &= known; r.Generations != 0 {
 			kept = append(kept, r)
 		}
@@ -113,7 +111,7 @@ func (s *Server) recognise(c *connection, g lmcache.Generations) {
 	was := c.generations
 	c.generations = g
 	if g.Settled() && !was.Settled() {
-		s.log.Debug(fmt.Sprintf("a client is of generation %s", g))
+		s.log.Debug("a client's generation is known", "generation", g.String())
 	}
 }
 
@@ -127,9 +125,8 @@ func (s *Server) refuseEarly(c *connection, m [][]byte) {
 	if c.early == "" {
 		return
 	}
-	if _, said := s.n.families.LoadOrStore(c.early, true); !said {
-		s.log.Error(fmt.Sprintf("a client speaks the protocol of LMCache %s, which moves KV by CUDA IPC only; this server serves 0.4.6 and later: "+
-			"upgrade the client's lmcache package", c.early))
+	if _, said := s.n.earlyClients.LoadOrStore(c.early, true); !said {
+		s.log.Error("a client's lmcache moves KV by CUDA IPC only; this server serves 0.4.6 and later: upgrade the client's lmcache package", "lmcache", c.early)
 	}
 }
 
@@ -169,8 +166,8 @@ func (s *Server) pinger(c *connection) (id int64, ok, answer bool) {
 // registerPickleOnly takes a worker that knows of no shared memory. Its
 // registration has no result, so one that cannot be served is remembered and its
 // transfers are declined.
-func (s *Server) registerPickleOnly(sc *scratch, in *instance) error {
-	in.takeSide(sidePickle)
+func (s *Server) registerPickleOnly(sc *scratch, in *workers.Worker) error {
+	in.TakeSide(workers.Pickle)
 	if s.opts.Pickle != PickleOff {
 		if err := s.admit(in); err != nil {
 			return err
@@ -178,12 +175,12 @@ func (s *Server) registerPickleOnly(sc *scratch, in *instance) error {
 		sc.mark()
 		return nil
 	}
-	in.refuse = fmt.Sprintf("lmcache %s sends chunks as pickled tensors only: start the server with --pickle on", in.generations)
+	in.Refused = fmt.Sprintf("lmcache %s sends chunks as pickled tensors only: start the server with --pickle on", in.Generations)
 	s.makeRoom(in)
-	if _, _, err := s.registry.add(in); err != nil {
+	if _, _, err := s.registry.Add(in); err != nil {
 		return err
 	}
-	s.log.Error(fmt.Sprintf("refused worker %d of %s: %s", in.id, in.model, in.refuse))
+	s.log.Error("a worker is refused", "worker", in.ID, "model", in.Model, "err", in.Refused)
 	return nil
 }
 
@@ -192,41 +189,18 @@ func (s *Server) registerPickleOnly(sc *scratch, in *instance) error {
 // would end it in the middle of its work, so its registration gets no answer: its
 // start ends with lmcache.mp.mq_timeout.
 func (s *Server) refuseEvents(sc *scratch, reg *lmcache.KVCache) error {
-	s.log.Error(fmt.Sprintf("refused worker %d of %s: lmcache %s lends its KV by CUDA IPC, and cannot be told so: its start ends after lmcache.mp.mq_timeout; "+
+	s.log.Error("a worker is refused: it lends its KV by CUDA IPC, and cannot be told so: its start ends after lmcache.mp.mq_timeout; "+
 		"set lmcache.mp.mp_transfer_mode=engine_driven in kv_connector_extra_config (0.4.7: data), or with 0.4.6 upgrade its lmcache",
-		reg.InstanceID, reg.Model, sc.conn.generations))
+		"worker", reg.InstanceID, "model", reg.Model, "lmcache", sc.conn.generations.String())
 	sc.silent = true
 	return nil
 }
 
 // settleReaders gives a key of a client before 0.5.5 its number of readers.
-func (s *Server) settleReaders(k *lmcache.KeyView, tensorParallel []byte, by principal) error {
+func (s *Server) settleReaders(k *lmcache.KeyView, tensorParallel int64, by principal) {
 	if k.Readers != lmcache.ReadersUnsaid {
-		return nil
+		return
 	}
-	n, err := lmcache.DecodeInt(tensorParallel)
-	if err != nil {
-		return fmt.Errorf("tp_size: %w", err)
-	}
-	in := s.registry.newestOf(string(k.Model), k.WorldSize, by)
-	k.Readers = k.ReadersOf(n, in != nil && in.layout.SinglePlane)
-	return nil
-}
-
-// generationsOf returns what the client of a worker of by's can be of, or, when
-// none is named, those of by's workers of a model. Nothing is known: none.
-func (r *registry) generationsOf(id int64, by principal, model []byte, world int) (g lmcache.Generations) {
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	if in := r.mu.instances[workerID{id, by}]; in != nil && id != 0 {
-		return in.generations
-	}
-	if m := r.layoutsLocked(string(model), world, by); m != nil {
-		for _, in := range m.workers {
-			if in.by == by { // what others registered tells nothing about by's clients
-				g |= in.generations
-			}
-		}
-	}
-	return g
+	in := s.registry.NewestOf(string(k.Model), k.WorldSize, by)
+	k.Readers = k.ReadersOf(tensorParallel, in != nil && in.Layout.SinglePlane)
 }

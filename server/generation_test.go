@@ -231,7 +231,7 @@ func TestRestoredWorkerWithoutID(t *testing.T) {
 		n.Tick(time.Now().Add(time.Duration(second) * time.Second))
 	}
 	log := n.log.String()
-	if !strings.Contains(log, "worker 53 of m dropped") || strings.Contains(log, "worker 47 of m dropped") {
+	if !strings.Contains(log, "it is silent\" worker=53") || strings.Contains(log, "it is silent\" worker=47") {
 		t.Errorf("log:\n%s", log)
 	}
 }
@@ -299,7 +299,7 @@ func TestEarlyClientsAreRefused(t *testing.T) {
 		c.want(c.call(5, oldKey(lmcache.AllWorkers, 1, 16, "r"), integer(1)), nil, "lookup")
 		c.want(c.call(6, text("r")), nil, "status")
 	}
-	if got := strings.Count(n.log.String(), "LMCache 0.4.3 to 0.4.5"); got != 1 {
+	if got := strings.Count(n.log.String(), `lmcache="0.4.3 to 0.4.5"`); got != 1 {
 		t.Errorf("%d lines\n%s", got, n.log.String())
 	}
 }

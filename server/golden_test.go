@@ -22,7 +22,7 @@ func newServer(t testing.TB, chunkTokens int, poolBytes int64, so store.Options)
 		t.Fatal(err)
 	}
 	st := store.New(p, so)
-	s := server.New(st, server.Options{ChunkTokens: chunkTokens, Logger: slog.New(slog.NewTextHandler(io.Discard, nil))})
+	s := server.New(st, server.Options{ChunkTokens: chunkTokens, Log: slog.New(slog.NewTextHandler(io.Discard, nil))})
 	t.Cleanup(func() {
 		if err := s.Close(); err != nil {
 			t.Error(err)
@@ -43,7 +43,7 @@ func TestRecordedEngineDriven(t *testing.T) {
 	// Where the reference is silent, or has options that we do not.
 	differs := map[string]string{
 		"ping_id":                        "c2", // an unknown instance is asked to register
-		"get_experimental":               "90", // no event stream yet
+		"get_experimental":               "90", // no event stream without a Book
 		"prepare_store_unknown_instance": "81a7636f6e7465787482a5736c6f747390ad6368756e6b5f696e646963657390",
 	}
 	cases := 0

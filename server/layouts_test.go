@@ -33,7 +33,7 @@ func newDesk(t *testing.T, o server.Options) *desk {
 	d := &desk{t: t, opts: o, log: new(logBuffer)}
 	d.pool = pool.Options{Name: "pool", Bytes: 64 * 4096, Dir: t.TempDir(), ChunkTokens: 16}
 	d.opts.ChunkTokens = 16
-	d.opts.Logger = slog.New(slog.NewTextHandler(d.log, nil))
+	d.opts.Log = slog.New(slog.NewTextHandler(d.log, nil))
 	d.open()
 	t.Cleanup(d.stop)
 	return d

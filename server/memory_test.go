@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -33,14 +32,16 @@ type provider struct {
 	stop  func()
 }
 
-func startProvider(t *testing.T, dir, name string, bytes int64, o server.Options) *provider {
+func startProvider(t *testing.T, dir, name string, bytes int64, so store.Options, o server.Options) *provider {
 	t.Helper()
 	p, err := pool.Open(pool.Options{Name: name, Bytes: bytes, Dir: dir, ChunkTokens: 16})
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &provider{t: t, store: store.New(p, store.Options{}), log: new(logBuffer)}
-	o.ChunkTokens, o.Logger = 16, slog.New(slog.NewTextHandler(n.log, nil))
+	n := &provider{t: t, log: new(logBuffer)}
+	o.ChunkTokens, o.Log = 16, slog.New(slog.NewTextHandler(n.log, nil))
+	so.Log = o.Log
+	n.store = store.New(p, so)
 	n.Server = server.New(n.store, o)
 	if n.mem, err = shm.Attach(filepath.Join(dir, name)); err != nil {
 		t.Fatal(err)
@@ -91,24 +92,21 @@ func (n *provider) write(seed, prompts int) int {
 	return n.store.Stats().Resident
 }
 
-// health returns the health check's status and reason.
+// health returns whether the server is healthy, and why not.
 func (n *provider) health() (int, string) {
-	w := httptest.NewRecorder()
-	n.HTTPHandler().ServeHTTP(w, httptest.NewRequest("GET", "http://localhost/healthcheck", nil))
-	var body struct{ Reason string }
-	if err := json.Unmarshal(w.Body.Bytes(), &body); err != nil {
-		n.t.Fatal(err)
+	if n.Healthy() {
+		return 200, ""
 	}
-	return w.Code, body.Reason
+	return 503, strings.Join(n.Unhealthy(), "; ")
 }
 
 // status returns a number of the pool's status.
 func (n *provider) pool(name string) int64 {
+	b, err := json.Marshal(n.Status())
 	var body struct {
-		L1        map[string]any `json:"l1"`
-		Unhealthy []string       `json:"unhealthy"`
+		L1 map[string]any `json:"l1"`
 	}
-	if err := json.Unmarshal(get(n.Server, "/status"), &body); err != nil {
+	if err = errors.Join(err, json.Unmarshal(b, &body)); err != nil {
 		n.t.Fatal(err)
 	}
 	v, ok := body.L1[name].(float64)
@@ -123,8 +121,8 @@ func (n *provider) pool(name string) int64 {
 // is memory again. No engine is killed, in either.
 func TestOvercommittedMemoryIsNotHandedOut(t *testing.T) {
 	smallfs.Run(t, 40*mib, func(t *testing.T, dir string) {
-		a := startProvider(t, dir, "a", 24*mib, server.Options{PopulateRate: 1 << 40})
-		b := startProvider(t, dir, "b", 24*mib, server.Options{PopulateRate: 1 << 40})
+		a := startProvider(t, dir, "a", 24*mib, store.Options{PopulateRate: 1 << 40}, server.Options{})
+		b := startProvider(t, dir, "b", 24*mib, store.Options{PopulateRate: 1 << 40}, server.Options{})
 		defer b.stop()
 		endA := a.run()
 		eventually(t, "a's memory", func() bool { return a.pool("usable_bytes") == 24*mib })
@@ -151,7 +149,7 @@ func TestOvercommittedMemoryIsNotHandedOut(t *testing.T) {
 			}
 		}
 		endA()
-		if err := a.store.Remove(); err != nil {
+		if err := a.store.Files().Remove(); err != nil {
 			t.Fatal(err)
 		}
 		a.stop()
@@ -173,9 +171,9 @@ func TestOvercommittedMemoryIsNotHandedOut(t *testing.T) {
 // are declined or done, and nobody is killed.
 func TestFileSystemFilledByOthers(t *testing.T) {
 	smallfs.Run(t, 40*mib, func(t *testing.T, dir string) {
-		early := startProvider(t, dir, "early", 16*mib, server.Options{PopulateRate: 1 << 20})
+		early := startProvider(t, dir, "early", 16*mib, store.Options{PopulateRate: 1 << 20}, server.Options{})
 		defer early.stop()
-		late := startProvider(t, dir, "late", 8*mib, server.Options{PopulateRate: 1 << 40, Pickle: server.PickleOn})
+		late := startProvider(t, dir, "late", 8*mib, store.Options{PopulateRate: 1 << 40}, server.Options{Pickle: server.PickleOn})
 		defer late.stop()
 		end := late.run()
 		defer end()
@@ -210,7 +208,7 @@ func TestFileSystemFilledByOthers(t *testing.T) {
 // that runs in the background: nothing is evicted while the pool is not used up.
 func TestMemoryIsProvidedAheadOfRequests(t *testing.T) {
 	dir := t.TempDir()
-	n := startProvider(t, dir, "p", 64*mib, server.Options{PopulateRate: 1})
+	n := startProvider(t, dir, "p", 64*mib, store.Options{PopulateRate: 1}, server.Options{})
 	for seed := range 8 {
 		if got := n.write(seed, 8); got != 8*(seed+1) {
 			t.Errorf("%d chunks after %d", got, 8*(seed+1))
@@ -220,7 +218,7 @@ func TestMemoryIsProvidedAheadOfRequests(t *testing.T) {
 		t.Errorf("%+v", st)
 	}
 	n.stop()
-	n = startProvider(t, dir, "p", 64*mib, server.Options{PopulateRate: 1})
+	n = startProvider(t, dir, "p", 64*mib, store.Options{PopulateRate: 1}, server.Options{})
 	defer n.stop()
 	if got := n.pool("usable_bytes"); got != 64*mib {
 		t.Errorf("after a restart %d bytes are usable", got)
@@ -244,8 +242,8 @@ func TestIndexWithoutMemory(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		st := store.New(p, store.Options{})
-		s := server.New(st, server.Options{ChunkTokens: 16, PopulateRate: 1, Logger: slog.New(slog.DiscardHandler)})
+		st := store.New(p, store.Options{PopulateRate: 1})
+		s := server.New(st, server.Options{ChunkTokens: 16, Log: slog.New(slog.DiscardHandler)})
 		defer func() {
 			if err := errors.Join(s.Close(), st.Close()); err != nil {
 				t.Error(err)
@@ -274,7 +272,7 @@ func TestIndexWithoutMemory(t *testing.T) {
 
 // With populating off everything is handed out, and nothing is unhealthy.
 func TestWithoutPopulatingEverythingIsHandedOut(t *testing.T) {
-	n := startProvider(t, t.TempDir(), "p", 16*mib, server.Options{})
+	n := startProvider(t, t.TempDir(), "p", 16*mib, store.Options{}, server.Options{})
 	defer n.stop()
 	if got := n.write(1, 16); got != 16 || !n.Healthy() {
 		t.Errorf("%d chunks, healthy %v", got, n.Healthy())

@@ -14,6 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 func pings(s *server.Server, id int64) bool {
@@ -208,7 +209,7 @@ func TestSweepRemovesLentSegmentsOnly(t *testing.T) {
 	}
 	b, err := json.Marshal(map[string]any{"Remains": remains, "PIDs": ns})
 	if err == nil {
-		err = n.store.SetNote(b)
+		err = n.store.Files().SetNote(b)
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -222,5 +223,24 @@ func TestSweepRemovesLentSegmentsOnly(t *testing.T) {
 	}
 	if _, err := os.Stat(precious); err != nil {
 		t.Error("another file was removed")
+	}
+}
+
+// After a restart tiers know by what names others call the chunks that were kept, although
+// nobody has asked for them yet: else what was not written below could not be.
+func TestNamesAreKnownAfterARestart(t *testing.T) {
+	dir := t.TempDir()
+	n, stop := startNode(t, dir, 16, server.Options{})
+	register(t, n.Server, 1000, smallLayout)
+	stop()
+	names := tier.NewNames()
+	n, stop = startNode(t, dir, 16, server.Options{Names: names})
+	defer stop()
+	all := n.Server.Namespaces()
+	if len(all) != 1 {
+		t.Fatalf("%d workers were taken over", len(all))
+	}
+	if name, ok := names.Of(all[0]); !ok || name.Model == "" {
+		t.Errorf("the namespace is known as %+v, %v", name, ok)
 	}
 }

@@ -60,7 +60,7 @@ func (c *oldClient) answer(uid byte) []byte {
 			return nil
 		}
 		return m[2]
-	case <-time.After(20 * time.Second):
+	case <-time.After(60 * time.Second):
 		c.t.Fatalf("no reply to request %d", uid)
 		return nil
 	}

@@ -1,17 +1,18 @@
 package server
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/internal/pickle"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/workers"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -28,8 +29,6 @@ const (
 
 // MaxPickleBytes is what the protocol can carry in one message.
 const MaxPickleBytes = 1<<32 - 1
-
-var errTensors = errors.New("pickled tensors do not fit")
 
 // routerLimits makes room for pickled tensors in messages.
 func (o *Options) routerLimits(r *zmtp.RouterOptions) {
@@ -59,60 +58,42 @@ const plainFrame = 64 << 20
 // mayPickle reports whether a peer may send more than plainFrame at once.
 func (s *Server) mayPickle(p *zmtp.Peer) bool {
 	c, ok := p.Who().(*caller)
-	return ok && s.registry.pickles(c.by)
-}
-
-// pickles reports whether by has a worker that may send pickled chunks.
-func (r *registry) pickles(by principal) bool {
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	for _, in := range r.mu.instances {
-		if in.by == by && in.driven == nil && in.side() != sidePlaces {
-			return true
-		}
-	}
-	return false
+	return ok && s.registry.Pickles(c.By)
 }
 
 // pickles notes that in sends pickled tensors. It reports false for a worker that
 // has stored in the pool itself.
-func (s *Server) pickles(in *instance) bool {
-	first, ok := in.takeSide(sidePickle)
+func (s *Server) pickles(in *workers.Worker) bool {
+	first, ok := in.TakeSide(workers.Pickle)
 	if !ok || !first {
 		return ok
 	}
 	if s.opts.Pickle == PickleOff {
-		s.log.Warn(fmt.Sprintf("worker %d of %s cannot map /dev/shm/%s and sends pickled tensors, which this server does not read: "+
+		s.log.Warn("a worker cannot map the pool and sends pickled tensors, which this server does not read: "+
 			"run it on the same host as the same user (containers: share /dev/shm, for example --ipc=host), or start the server with --pickle on",
-			in.id, in.model, s.store.PoolName()))
+			"worker", in.ID, "model", in.Model, "shm", s.store.Files().Name())
 		return true
 	}
-	s.log.Info(fmt.Sprintf("worker %d of %s does not map /dev/shm/%s: its chunks pass through the socket", in.id, in.model, s.store.PoolName()))
+	s.log.Info("a worker does not map the pool: its chunks pass through the socket", "worker", in.ID, "model", in.Model, "shm", s.store.Files().Name())
 	s.save()
 	return true
 }
 
-// sayNotTold says at the registration why a worker is not told of the pool.
-func (s *Server) sayNotTold(in *instance, why error) {
+// logNotTold says at the registration why a worker is not told of the pool.
+func (s *Server) logNotTold(in *workers.Worker, why error) {
 	if s.opts.Pickle == PickleOff {
-		s.log.Warn(fmt.Sprintf("worker %d of %s is declined: %v; start the server with --pickle on to take its chunks through the socket", in.id, in.model, why))
+		s.log.Warn("a worker is declined; start the server with --pickle on to take its chunks through the socket", "worker", in.ID, "model", in.Model, "err", why)
 		return
 	}
-	s.log.Info(fmt.Sprintf("worker %d of %s: %v; its chunks pass through the socket", in.id, in.model, why))
-}
-
-// pickleGroup gives t the one object group that a copy of this process needs.
-func (s *Server) pickleGroup(in *instance, t *store.Transfer) (err error) {
-	t.Shard.Groups, err = store.NewGroups(s.opts.ChunkTokens, []store.Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: in.bytes}})
-	return err
+	s.log.Info("a worker's chunks pass through the socket", "worker", in.ID, "model", in.Model, "why", why)
 }
 
 // commitPickle answers a commit_store that carries the chunks of [start, end).
 // They are visible before the reply is sent.
-func (s *Server) commitPickle(sc *scratch, in *instance, t store.Transfer, data []byte) error {
+func (s *Server) commitPickle(sc *scratch, in *workers.Worker, t hold.Transfer, r *lmcache.CommitStoreRequest) error {
 	ok := s.pickles(in)
 	// Of a worker that was offered the pool and took places there.
-	s.store.CommitStore(t, sc.key.RequestID, sc.key.Hashes, false)
+	s.store.CommitStore(t, r.Key.RequestID, r.Key.Hashes, false)
 	if !ok {
 		return errSide
 	}
@@ -122,39 +103,37 @@ func (s *Server) commitPickle(sc *scratch, in *instance, t store.Transfer, data 
 	if s.draining.Load() {
 		return errDraining
 	}
-	if _, err := s.registry.get(in.id, sc.caller().by); err != nil {
+	if _, err := s.registry.Get(in.ID, sc.caller().By); err != nil {
 		return errLate
 	}
-	tensors, err := s.tensorsOf(in, t, data)
-	if err == nil {
-		err = s.pickleGroup(in, &t)
-	}
+	tensors, err := s.tensorsOf(in, t, r.Data)
 	if err != nil {
 		return err
 	}
-	s.provide(t.To-t.From, in.bytes)
-	cp, got, err := s.store.Stage(t, sc.key.RequestID, sc.key.Hashes, func(int, int) bool { return false })
+	cp := &store.Transfer{Own: true}
+	got, err := s.store.BeginStore(t, r.Key.RequestID, r.Key.Hashes, cp)
 	if err != nil {
 		return err
 	}
 	if got.NoRoom > 0 {
-		err = noRoom(got, t, in.bytes)
-		if cp == nil {
+		err = noRoom(got, t, in.Bytes)
+		if len(cp.Parts) == 0 {
 			return err
 		}
 		s.refuse(lmcache.OpCommitStore, err)
 	}
-	if cp != nil {
+	if len(cp.Parts) > 0 {
 		err := s.guardCopy(lmcache.OpCommitStore)(func() {
 			for _, part := range cp.Parts {
 				copy(part.Bytes, tensors[part.Chunk].Data)
 			}
 		})
-		if err := s.copyDone(sc, cp, err); err != nil {
+		if err := s.copyDone(r.Key, cp, err); err != nil {
 			return err
 		}
-		s.n.pickledIn.Add(uint64(len(cp.Parts)) * uint64(in.bytes))
-		s.sayCopied("stored", cp, sc)
+		s.announce(r.Key, &t.Shard, t.To)
+		s.n.pickledIn.Add(uint64(len(cp.Parts)) * uint64(in.Bytes))
+		s.logCopied("stored", cp, r.Key)
 	}
 	s.n.storesFinished.Add(1)
 	sc.out = lmcache.AppendBool(sc.out, true)
@@ -162,7 +141,7 @@ func (s *Server) commitPickle(sc *scratch, in *instance, t store.Transfer, data 
 }
 
 // tensorsOf reads one tensor for each chunk of t, all of the worker's layout.
-func (s *Server) tensorsOf(in *instance, t store.Transfer, data []byte) ([]pickle.Tensor, error) {
+func (s *Server) tensorsOf(in *workers.Worker, t hold.Transfer, data []byte) ([]pickle.Tensor, error) {
 	if int64(len(data)) > s.opts.PickleBytes {
 		return nil, fmt.Errorf("%w: %s; --pickle-max-mib allows %s", errTensors, kv.FormatBytes(int64(len(data))), kv.FormatBytes(s.opts.PickleBytes))
 	}
@@ -174,8 +153,8 @@ func (s *Server) tensorsOf(in *instance, t store.Transfer, data []byte) ([]pickl
 		return nil, fmt.Errorf("%w: %d for %d chunks", errTensors, len(tensors), t.To-t.From)
 	}
 	for i, x := range tensors {
-		if x.DType != in.layout.DType || !slices.Equal(x.Shape, in.layout.Shape()) || int64(len(x.Data)) != in.bytes {
-			return nil, fmt.Errorf("%w: tensor %d is %v %s, registered is %v %s", errTensors, i, x.Shape, x.DType, in.layout.Shape(), in.layout.DType)
+		if x.DType != in.Layout.DType || !slices.Equal(x.Shape, in.Layout.Shape()) || int64(len(x.Data)) != in.Bytes {
+			return nil, fmt.Errorf("%w: tensor %d is %v %s, registered is %v %s", errTensors, i, x.Shape, x.DType, in.Layout.Shape(), in.Layout.DType)
 		}
 	}
 	return tensors, nil
@@ -183,28 +162,25 @@ func (s *Server) tensorsOf(in *instance, t store.Transfer, data []byte) ([]pickl
 
 // retrievePickle answers prepare_retrieve with the chunks themselves. The
 // commit_retrieve that follows has nothing left to end.
-func (s *Server) retrievePickle(sc *scratch, in *instance, t store.Transfer) error {
+func (s *Server) retrievePickle(sc *scratch, in *workers.Worker, t hold.Transfer, key *lmcache.KeyView) error {
 	if s.opts.Pickle == PickleOff {
 		return errPickle
 	}
-	layout, ok := pickle.NewLayout(in.layout.DType, in.layout.Shape())
-	if !ok || int64(layout.Bytes()) != in.bytes {
-		return fmt.Errorf("%w: chunks of %v %s", errTensors, in.layout.Shape(), in.layout.DType)
+	layout, ok := pickle.NewLayout(in.Layout.DType, in.Layout.Shape())
+	if !ok || int64(layout.Bytes()) != in.Bytes {
+		return fmt.Errorf("%w: chunks of %v %s", errTensors, in.Layout.Shape(), in.Layout.DType)
 	}
 	n := t.To - t.From
 	// A quotient, since the product might not fit.
 	if whole := int64(layout.Bytes() + pickle.Overhead); int64(n) > (s.opts.PickleBytes-pickle.Overhead)/whole {
-		return fmt.Errorf("%w: %d chunks of %s in one message; --pickle-max-mib allows %s", errTensors, n, kv.FormatBytes(in.bytes), kv.FormatBytes(s.opts.PickleBytes))
-	}
-	if err := s.pickleGroup(in, &t); err != nil {
-		return err
+		return fmt.Errorf("%w: %d chunks of %s in one message; --pickle-max-mib allows %s", errTensors, n, kv.FormatBytes(in.Bytes), kv.FormatBytes(s.opts.PickleBytes))
 	}
 	size := n*(layout.Bytes()+pickle.Overhead) + pickle.Overhead
 	if sc.peer != nil && !s.router.Room(sc.peer, int64(size)) {
 		return fmt.Errorf("%w: %s more", errUnread, kv.FormatBytes(int64(size)))
 	}
-	cp, why := s.store.Fetch(sc.key.RequestID, t, sc.key.Hashes)
-	if why != store.None {
+	cp := &store.Transfer{Own: true}
+	if why := s.store.BeginLoad(key.RequestID, t, key.Hashes, cp); why != miss.None {
 		return fmt.Errorf("%w: %s", errMiss, why)
 	}
 	byChunk := make([][]byte, n)
@@ -217,12 +193,12 @@ func (s *Server) retrievePickle(sc *scratch, in *instance, t store.Transfer) err
 			return layout.Append(b, n, func(i int, dst []byte) { copy(dst, byChunk[i]) })
 		})
 	})
-	if err := s.copyDone(sc, cp, err); err != nil {
+	if err := s.copyDone(key, cp, err); err != nil {
 		return err
 	}
-	s.n.pickledOut.Add(uint64(n) * uint64(in.bytes))
+	s.n.pickledOut.Add(uint64(n) * uint64(in.Bytes))
 	s.n.retrievesFinished.Add(1)
-	s.sayCopied("retrieved", cp, sc)
+	s.logCopied("retrieved", cp, key)
 	return nil
 }
 

@@ -29,7 +29,7 @@ func newPickleServer(t testing.TB, chunkTokens int, poolBytes int64, o server.Op
 		t.Fatal(err)
 	}
 	st := store.New(p, store.Options{})
-	o.ChunkTokens, o.Logger = chunkTokens, slog.New(slog.NewTextHandler(io.Discard, nil))
+	o.ChunkTokens, o.Log = chunkTokens, slog.New(slog.NewTextHandler(io.Discard, nil))
 	s := server.New(st, o)
 	t.Cleanup(func() {
 		if err := s.Close(); err != nil {
@@ -302,7 +302,7 @@ func TestPickleRestart(t *testing.T) {
 			t.Fatal(err)
 		}
 		st := store.New(p, store.Options{})
-		s := server.New(st, server.Options{ChunkTokens: 16, Pickle: server.PickleOn, WorkerReap: time.Minute, Logger: slog.New(slog.NewTextHandler(io.Discard, nil))})
+		s := server.New(st, server.Options{ChunkTokens: 16, Pickle: server.PickleOn, WorkerReap: time.Minute, Log: slog.New(slog.NewTextHandler(io.Discard, nil))})
 		return s, st, func() { _ = s.Close(); _ = st.Close() }
 	}
 	s, _, stop := start()

@@ -1,7 +1,6 @@
 package server
 
 import (
-	"errors"
 	"fmt"
 	"runtime/debug"
 
@@ -9,9 +8,6 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/shm"
 )
-
-// errPanic means that a request met a bug of this server. It costs that request.
-var errPanic = errors.New("internal error")
 
 // contain calls f, which answers one request, and turns its panic into errPanic.
 // Builds that check themselves let the panic go on. A panic while the store's

@@ -15,14 +15,21 @@ import (
 
 func newBareServer(t *testing.T, log io.Writer) *Server {
 	t.Helper()
-	p, err := pool.Open(pool.Options{Dir: t.TempDir(), Name: "p", Bytes: 1 << 20, ChunkTokens: 4})
+	s, _ := newBareServerWith(t, log, 1<<20, Options{ChunkTokens: 4})
+	return s
+}
+
+func newBareServerWith(t *testing.T, log io.Writer, bytes int64, o Options) (*Server, *store.Store) {
+	t.Helper()
+	p, err := pool.Open(pool.Options{Dir: t.TempDir(), Name: "p", Bytes: bytes, ChunkTokens: o.ChunkTokens})
 	if err != nil {
 		t.Fatal(err)
 	}
 	st := store.New(p, store.Options{})
-	s := New(st, Options{ChunkTokens: 4, Logger: slog.New(slog.NewTextHandler(log, nil))})
+	o.Log = slog.New(slog.NewTextHandler(log, nil))
+	s := New(st, o)
 	t.Cleanup(func() { _, _ = s.Close(), st.Close() })
-	return s
+	return s, st
 }
 
 // A bug that one request meets costs that request: it gets the negative answer,

@@ -32,7 +32,7 @@ func BenchmarkManyConversations(b *testing.B) {
 		b.Fatal(err)
 	}
 	st := store.New(p, store.Options{})
-	s := server.New(st, server.Options{ChunkTokens: chunk, Logger: slog.New(slog.DiscardHandler)})
+	s := server.New(st, server.Options{ChunkTokens: chunk, Log: slog.New(slog.DiscardHandler)})
 	b.Cleanup(func() {
 		_ = s.Close()
 		_ = st.Close()

@@ -40,7 +40,7 @@ type visited struct {
 // visit is a client's life: it registers, tries what is not its, and stores a chunk
 // of its own.
 func visit(url string) {
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 120*time.Second)
 	defer cancel()
 	var got visited
 	note := func(err error) {

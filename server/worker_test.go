@@ -3,13 +3,9 @@ package server_test
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
-	"net/http"
-	"net/http/httptest"
 	"strings"
 	"sync"
 	"testing"
@@ -18,11 +14,12 @@ import (
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/lmcache/worker"
+	"github.com/kvasir-kv/kvasir/lmcache/connector"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/sim"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/workload"
 )
 
 var smallLayout = kv.Layout{SinglePlane: true, Layers: 1, Slots: 16, Hidden: 128, DType: "bfloat16"} // 4096 bytes
@@ -61,7 +58,7 @@ func startNode(t *testing.T, dir string, chunks int, o server.Options) (*node, f
 	}
 	n := &node{store: store.New(p, store.Options{}), dir: dir, log: new(logBuffer)}
 	o.ChunkTokens = 16
-	o.Logger = slog.New(slog.NewTextHandler(n.log, nil))
+	o.Log = slog.New(slog.NewTextHandler(n.log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	n.Server = server.New(n.store, o)
 	addr, err := n.Listen(t.Context(), "tcp://127.0.0.1:*")
 	if err != nil {
@@ -99,13 +96,13 @@ func TestStoreAndRetrieve(t *testing.T) {
 	defer stop()
 	ctx := t.Context()
 	c := newClient(t, n.url)
-	o := worker.Options{Model: "m", Layout: smallLayout, ShmDir: n.dir}
-	a, err := worker.Open(ctx, c, o)
+	o := connector.PoolClientOptions{Model: "m", Layout: smallLayout, ShmDir: n.dir}
+	a, err := connector.OpenPoolClient(ctx, c, o)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer a.Close(ctx)
-	b, err := worker.Open(ctx, c, o)
+	b, err := connector.OpenPoolClient(ctx, c, o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -139,7 +136,7 @@ func TestStoreAndRetrieve(t *testing.T) {
 	if ok, err := b.Retrieve(ctx, k, 16, func(int, []byte) {}); err != nil || ok {
 		t.Fatalf("retrieve without a pin: %v, %v", ok, err)
 	}
-	if !strings.Contains(n.log.String(), "stored 64 tokens (4 chunks, 16 KiB) for req r") {
+	if !strings.Contains(n.log.String(), "level=DEBUG msg=stored request=r tokens=64 chunks=4 bytes=16384") {
 		t.Errorf("log:\n%s", n.log)
 	}
 }
@@ -147,7 +144,7 @@ func TestStoreAndRetrieve(t *testing.T) {
 func TestPlayWorkload(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 2000, server.Options{})
 	defer stop()
-	r, err := sim.Play(t.Context(), sim.Chats(60, 3), sim.Options{URL: n.url, Model: "m", Layout: smallLayout, Workers: 3, ShmDir: n.dir})
+	r, err := sim.Play(t.Context(), workload.Chats(60, workload.ChatOptions{Seed: 3, Turns: 1 << 10}), sim.Options{URL: n.url, Model: "m", Layout: smallLayout, Workers: 3, ShmDir: n.dir})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -173,7 +170,7 @@ func restart(t *testing.T, cold bool) {
 	n, stop := startNode(t, dir, 16, server.Options{})
 	ctx := t.Context()
 	c := newClient(t, n.url)
-	w, err := worker.Open(ctx, c, worker.Options{Model: "m", Layout: smallLayout, ShmDir: dir})
+	w, err := connector.OpenPoolClient(ctx, c, connector.PoolClientOptions{Model: "m", Layout: smallLayout, ShmDir: dir})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -187,7 +184,7 @@ func restart(t *testing.T, cold bool) {
 	stop()
 	short, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
 	defer cancel()
-	if err := c.Noop(short); err == nil {
+	if _, err := c.Call(short, lmcache.OpNoop); err == nil {
 		t.Fatal("a dead server answered")
 	}
 	p, err := pool.Open(pool.Options{Name: "pool", Bytes: 16 * 4096, Dir: dir, ChunkTokens: 16, Cold: cold})
@@ -195,11 +192,13 @@ func restart(t *testing.T, cold bool) {
 		t.Fatal(err)
 	}
 	st := store.New(p, store.Options{})
-	again := server.New(st, server.Options{ChunkTokens: 16, Logger: slog.New(slog.DiscardHandler)})
+	again := server.New(st, server.Options{ChunkTokens: 16, Log: slog.New(slog.DiscardHandler)})
 	defer func() { _ = errors.Join(again.Close(), st.Close()) }()
 	if _, err := again.Listen(ctx, "tcp://127.0.0.1"+port); err != nil {
 		t.Fatal(err)
 	}
+	// An attempt of before that fails now would end a call.
+	eventually(t, "the client is connected again", func() bool { return c.Connections() > 1 })
 	k := lmcache.Key{Tokens: tokens(16, 1), End: 16, RequestID: "r"}
 	if cold {
 		if stored, err := w.Store(ctx, k, 16, fill); err != nil || stored != 0 {
@@ -232,7 +231,7 @@ func TestDrain(t *testing.T) {
 	defer stop()
 	ctx := t.Context()
 	c := newClient(t, n.url)
-	w, err := worker.Open(ctx, c, worker.Options{Model: "m", Layout: smallLayout, ShmDir: n.dir})
+	w, err := connector.OpenPoolClient(ctx, c, connector.PoolClientOptions{Model: "m", Layout: smallLayout, ShmDir: n.dir})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -302,7 +301,7 @@ func TestReapedBetweenPrepareAndCommit(t *testing.T) {
 			t.Fatal(err)
 		}
 		st := store.New(p, store.Options{Quarantine: time.Hour})
-		s := server.New(st, server.Options{ChunkTokens: 16, Logger: slog.New(slog.DiscardHandler)})
+		s := server.New(st, server.Options{ChunkTokens: 16, Log: slog.New(slog.DiscardHandler)})
 		ctx, cancel := context.WithCancel(t.Context())
 		var wg sync.WaitGroup
 		wg.Go(func() { s.Run(ctx) })
@@ -374,77 +373,14 @@ func TestRegistrationRefused(t *testing.T) {
 	}
 }
 
-func TestHTTP(t *testing.T) {
-	n, stop := startNode(t, t.TempDir(), 16, server.Options{Version: "v1"})
+// A server that has shut down is not healthy.
+func TestShutdownIsUnhealthy(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 16, server.Options{})
 	defer stop()
-	web := httptest.NewServer(n.HTTPHandler())
-	defer web.Close()
-	ctx := t.Context()
-	w, err := worker.Open(ctx, newClient(t, n.url), worker.Options{Model: "m", Layout: smallLayout, ShmDir: n.dir})
-	if err != nil {
-		t.Fatal(err)
+	if !n.Healthy() {
+		t.Errorf("unhealthy: %v", n.Unhealthy())
 	}
-	defer w.Close(ctx)
-	k := lmcache.Key{Tokens: tokens(32, 1), End: 32, RequestID: "r"}
-	if stored, err := w.Store(ctx, k, 16, func(int, []byte) {}); err != nil || stored != 2 {
-		t.Fatal(stored, err)
-	}
-	get := func(path string) (int, string) {
-		t.Helper()
-		r, err := http.Get(web.URL + path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer r.Body.Close()
-		b, _ := io.ReadAll(r.Body)
-		return r.StatusCode, string(b)
-	}
-	post := func(body string) (int, string) {
-		t.Helper()
-		r, err := http.Post(web.URL+"/cache/clear", "application/json", strings.NewReader(body))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer r.Body.Close()
-		b, _ := io.ReadAll(r.Body)
-		return r.StatusCode, string(b)
-	}
-	if code, body := get("/healthcheck"); code != 200 || !strings.Contains(body, `"healthy"`) {
-		t.Errorf("healthcheck: %d %s", code, body)
-	}
-	var status struct {
-		Chunk int `json:"chunk_size"`
-		L1    struct {
-			Resident int `json:"resident_chunks"`
-		}
-		Workers []struct {
-			Instance int64 `json:"instance_id"`
-		}
-	}
-	if _, body := get("/status"); json.Unmarshal([]byte(body), &status) != nil || status.Chunk != 16 ||
-		status.L1.Resident != 2 || len(status.Workers) != 1 || status.Workers[0].Instance != w.InstanceID() {
-		t.Errorf("status: %s", body)
-	}
-	_, metrics := get("/metrics")
-	for _, want := range []string{
-		"lmcache_mp_l1_write_chunks_total 2", "lmcache_mp_l1_memory_usage_bytes 8192", `kvasir_requests_total{operation="prepare_store"} 1`,
-		`kvasir_declined_total{reason="malformed"} 0`,
-	} {
-		if !strings.Contains(metrics, want+"\n") {
-			t.Errorf("metrics lack %q", want)
-		}
-	}
-	if code, body := post(`{"tier":"l2"}`); code != 400 || !strings.Contains(body, "only tier") {
-		t.Errorf("clear l2: %d %s", code, body)
-	}
-	if code, body := post(`{"tier":`); code != 400 {
-		t.Errorf("bad body: %d %s", code, body)
-	}
-	if code, body := post(""); code != 200 || !strings.Contains(body, `"chunks":2`) {
-		t.Errorf("clear: %d %s", code, body)
-	}
-	web.Close()
-	if err := n.Shutdown(ctx); err != nil {
+	if err := n.Shutdown(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if n.Healthy() {
@@ -454,11 +390,12 @@ func TestHTTP(t *testing.T) {
 
 func BenchmarkAnswer(b *testing.B) {
 	s, _ := newServer(b, 256, 256*4096, store.Options{})
+	answer := s.Answerer()
 	run := func(name string, m ...[]byte) {
 		b.Run(name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
-				s.Answer(m)
+				answer(m)
 			}
 		})
 	}

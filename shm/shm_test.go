@@ -151,7 +151,34 @@ func TestPopulateAnywhere(t *testing.T) {
 	if string(s.Bytes(0, 7)) != "content" {
 		t.Errorf("%q", s.Bytes(0, 7))
 	}
-	if got := s.Provided(); got < 4*4096 {
+	if got := s.Provided(0); got < 4*4096 {
 		t.Errorf("%d bytes have memory, want 4 pages at least", got)
 	}
+}
+
+// What is said to have memory is not searched, unless the file has less in all.
+func TestProvidedGoesOnFromWhatIsKnown(t *testing.T) {
+	s, err := shm.Create(filepath.Join(t.TempDir(), "s"), 64*4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	if err := s.Populate(0, 8*4096, false); err != nil {
+		t.Skip("memory cannot be provided here: ", err)
+	}
+	if got := s.Provided(0); got != 8*4096 {
+		t.Skipf("this file system does not tell holes: %d", got)
+	}
+	f := func(known, want int64) {
+		t.Helper()
+		if got := s.Provided(known); got != want {
+			t.Errorf("with %d known: %d, want %d", known, got, want)
+		}
+	}
+	f(4*4096, 8*4096)
+	f(8*4096, 8*4096)
+	f(9*4096, 8*4096) // cannot be
+	f(64*4096, 8*4096)
+	f(1<<60, 8*4096)
+	f(-1, 8*4096)
 }

@@ -1,3 +1,5 @@
+// Package sim plays workloads against a server with simulated workers: real
+// bytes through real shared memory over the real protocol, no model.
 package sim
 
 import (
@@ -12,7 +14,8 @@ import (
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/lmcache/worker"
+	"github.com/kvasir-kv/kvasir/lmcache/connector"
+	"github.com/kvasir-kv/kvasir/workload"
 )
 
 // Options configures Play.
@@ -51,7 +54,7 @@ func (r *Report) Quantile(q float64) time.Duration {
 // Play sends a workload's requests through simulated engines: each looks a
 // prompt up, loads what is kept and checks every byte, "computes" the rest and
 // stores it. It ends early when ctx does, with what was done so far.
-func Play(ctx context.Context, requests []Request, o Options) (*Report, error) {
+func Play(ctx context.Context, requests []workload.Request, o Options) (*Report, error) {
 	if o.Workers <= 0 {
 		o.Workers = 2
 	}
@@ -71,7 +74,7 @@ func Play(ctx context.Context, requests []Request, o Options) (*Report, error) {
 				if at >= len(requests) || ctx.Err() != nil {
 					break
 				}
-				err = e.serve(ctx, at, requests[at].Tokens)
+				err = e.serve(ctx, at, requests[at].Tokens())
 				mu.Lock()
 				if o.Progress != nil {
 					o.Progress(int(done.Add(1)), len(requests))
@@ -112,7 +115,7 @@ func (r *Report) add(o *Report) {
 type engine struct {
 	id          int
 	client      *lmcache.Client
-	worker      *worker.Worker
+	worker      *connector.PoolClient
 	chunkTokens int
 	chunkBytes  int64
 	report      Report
@@ -133,7 +136,7 @@ func openEngine(ctx context.Context, id int, o Options) (*engine, error) {
 	if err != nil {
 		return fail(err)
 	}
-	w, err := worker.Open(ctx, client, worker.Options{Model: o.Model, Layout: o.Layout, ShmDir: o.ShmDir})
+	w, err := connector.OpenPoolClient(ctx, client, connector.PoolClientOptions{Model: o.Model, Layout: o.Layout, ShmDir: o.ShmDir})
 	if err != nil {
 		return fail(err)
 	}

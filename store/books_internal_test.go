@@ -6,7 +6,10 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
@@ -25,24 +28,26 @@ func TestBooksAreEmptyInTheEnd(t *testing.T) {
 			return New(p, Options{Quarantine: time.Minute, MaxHolds: 40})
 		}
 		hashes := kv.ChunkHashes([]uint32{1, 2, 3, 4, 5, 6, 7, 8}, 1)
-		at := func(instance int64, from int, load bool) Transfer {
-			return Transfer{
-				Instance: instance, By: fmt.Sprint("uid ", instance%2), Shard: Shard{Namespace: kv.Namespace{1}, World: 1},
+		at := func(instance int64, from int, load bool) hold.Transfer {
+			return hold.Transfer{
+				Instance: instance, By: fmt.Sprint("uid ", instance%2), Shard: objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: objects.FullAttention(1, 4096)},
 				From: from, To: from + 2, Last: hashes[from+1], Load: load,
 			}
 		}
 		s := open()
-		var p Place
+		var p Transfer
 		for instance := int64(1); instance <= 3; instance++ {
 			for i, from := range []int{0, 2, 4} {
 				request := fmt.Append(nil, "r", i)
-				if _, err := s.Reserve(at(instance, from, false), request, hashes, 4096, &p); err != nil {
+				if _, err := s.BeginStore(at(instance, from, false), request, hashes, &p); err != nil {
 					t.Fatal(err)
 				}
 				s.Refuse(request, at(instance, from, true))
 			}
 		}
-		if s.mu.holds.all.slots == 0 || s.mu.holds.all.debts != 9 || len(s.mu.holds.staged) == 0 || len(s.mu.holds.stagedBy) == 0 {
+		one := at(1, 0, false)
+		worker, by := s.mu.holds.StagedBy(&one)
+		if st := s.mu.holds.Stats(); st.Transfers == 0 || st.Debts != 9 || worker == 0 || by == 0 {
 			t.Fatalf("%+v", s.mu.holds)
 		}
 		s.CommitStore(at(1, 0, false), []byte("r0"), hashes, true)
@@ -51,11 +56,11 @@ func TestBooksAreEmptyInTheEnd(t *testing.T) {
 			t.Fatal(err)
 		}
 		s = open()
-		if len(s.mu.holds.former) == 0 {
+		if s.mu.holds.Empty() {
 			t.Fatal("no transfer of the earlier server is known")
 		}
 		s.CommitStore(at(1, 2, false), []byte("r1"), hashes, true)
-		if _, err := s.Reserve(at(2, 6, false), []byte("r9"), hashes, 4096, &p); err != nil {
+		if _, err := s.BeginStore(at(2, 6, false), []byte("r9"), hashes, &p); err != nil {
 			t.Fatal(err)
 		}
 		s.Detach(2)
@@ -63,8 +68,7 @@ func TestBooksAreEmptyInTheEnd(t *testing.T) {
 			time.Sleep(time.Second)
 			s.Expire()
 		}
-		h := &s.mu.holds
-		if h.all != (tally{}) || len(h.of) != 0 || h.orphans != 0 || len(h.byPrepared) != 0 || len(h.byInstance) != 0 || len(h.former) != 0 || len(h.staged) != 0 || len(h.stagedBy) != 0 {
+		if h := s.mu.holds; !h.Empty() {
 			t.Errorf("left in the books: %+v", *h)
 		}
 		if got := s.Stats(); got.StagedBytes != 0 || got.CondemnedBytes != 0 || got.Transfers != 0 || got.Quarantined != 0 {
@@ -86,13 +90,13 @@ func TestTransfersInProgressAreBounded(t *testing.T) {
 	s := New(p, Options{MaxHolds: 4})
 	defer s.Close()
 	hashes := kv.ChunkHashes([]uint32{1, 2, 3, 4}, 1)
-	sh := Shard{Namespace: kv.Namespace{1}, World: 1}
-	tr := func(from int, load bool) Transfer {
-		return Transfer{Instance: 1, Shard: sh, From: from, To: from + 1, Last: hashes[from], Load: load}
+	sh := objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: objects.FullAttention(1, 4096)}
+	tr := func(from int, load bool) hold.Transfer {
+		return hold.Transfer{Instance: 1, Shard: sh, From: from, To: from + 1, Last: hashes[from], Load: load}
 	}
-	var place Place
+	var place Transfer
 	put := func(from int) error {
-		_, err := s.Reserve(tr(from, false), []byte("r"), hashes, 4096, &place)
+		_, err := s.BeginStore(tr(from, false), []byte("r"), hashes, &place)
 		return err
 	}
 	if err := put(0); err != nil {
@@ -108,10 +112,10 @@ func TestTransfersInProgressAreBounded(t *testing.T) {
 	if got := s.Lookup([]byte("l"), sh, Hashed(hashes), 1); got.Hit != 1 {
 		t.Fatal(got)
 	}
-	if why := s.Load([]byte("l"), tr(0, true), hashes, &place); why != Busy {
+	if why := s.BeginLoad([]byte("l"), tr(0, true), hashes, &place); why != miss.Busy {
 		t.Errorf("a load beyond the limit: %v", why)
 	}
-	if c, why := s.Fetch([]byte("l"), tr(0, true), hashes); c != nil || why != Busy {
+	if why := s.BeginLoad([]byte("l"), tr(0, true), hashes, &Transfer{Own: true}); why != miss.Busy {
 		t.Errorf("a copy beyond the limit: %v", why)
 	}
 	if err := put(3); err != ErrBusy {
@@ -119,7 +123,7 @@ func TestTransfersInProgressAreBounded(t *testing.T) {
 	}
 	s.CommitStore(tr(1, false), []byte("r"), hashes, true)
 	s.CommitLoad(tr(0, true), []byte("l")) // of the load that was declined
-	if why := s.Load([]byte("l"), tr(0, true), hashes, &place); why != None {
+	if why := s.BeginLoad([]byte("l"), tr(0, true), hashes, &place); why != miss.None {
 		t.Errorf("a load after one ended: %v", why)
 	}
 	if got := s.Stats(); got.Lookups != 1 || got.LoadedChunks != 0 {

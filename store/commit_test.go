@@ -7,14 +7,16 @@ import (
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
 // reserve stages h for worker 7 and returns where.
 func (b *bench) reserve(request string, h []kv.Hash) int64 {
 	b.t.Helper()
-	var p store.Place
-	if _, err := b.store.Reserve(transfer(7, h, 0, len(h), false), []byte(request), h, chunkBytes, &p); err != nil || len(p.Offsets) != len(h) {
+	var p store.Transfer
+	if _, err := b.store.BeginStore(transfer(7, h, 0, len(h), false), []byte(request), h, &p); err != nil || len(p.Offsets) != len(h) {
 		b.t.Fatalf("Reserve for %s: %v, %v", request, p.Offsets, err)
 	}
 	return p.Offsets[0]
@@ -73,11 +75,11 @@ func TestStrayCommitEndsNothing(t *testing.T) {
 		h := prompt(1, 2)
 		b.put("a", h, 0, 2, 2)
 		load := transfer(7, h, 0, 2, true)
-		take := func(request string) store.Reason {
+		take := func(request string) miss.Reason {
 			b.store.Lookup([]byte(request), one, store.Hashed(h), 1)
-			return b.store.Load([]byte(request), load, h, &store.Place{})
+			return b.store.BeginLoad([]byte(request), load, h, &store.Transfer{})
 		}
-		if why := take("r1"); why != store.None {
+		if why := take("r1"); why != miss.None {
 			t.Fatal(why)
 		}
 		busy := func(want int) {
@@ -94,7 +96,7 @@ func TestStrayCommitEndsNothing(t *testing.T) {
 		// both commits.
 		b.store.Refuse([]byte("r1"), load)
 		b.store.EndSession([]byte("r1"), lease.Owner{})
-		if why := b.store.Load([]byte("r1"), load, h, &store.Place{}); why == store.None {
+		if why := b.store.BeginLoad([]byte("r1"), load, h, &store.Transfer{}); why == miss.None {
 			t.Fatal("granted without a lookup")
 		}
 		for range 2 {
@@ -123,7 +125,7 @@ func TestRefusedLoadsCostNothing(t *testing.T) {
 		b.put("a", h, 0, 2, 2)
 		load := transfer(7, h, 0, 2, true)
 		for i := range 1000 {
-			if why := b.store.Load([]byte{byte(i), byte(i >> 8)}, load, h, &store.Place{}); why != store.NotPinned {
+			if why := b.store.BeginLoad([]byte{byte(i), byte(i >> 8)}, load, h, &store.Transfer{}); why != miss.NotPinned {
 				t.Fatal(why)
 			}
 		}
@@ -133,11 +135,42 @@ func TestRefusedLoadsCostNothing(t *testing.T) {
 		time.Sleep(time.Minute)
 		b.store.Expire()
 		b.store.Lookup([]byte{7, 0}, one, store.Hashed(h), 1)
-		if why := b.store.Load([]byte{7, 0}, load, h, &store.Place{}); why != store.None {
+		if why := b.store.BeginLoad([]byte{7, 0}, load, h, &store.Transfer{}); why != miss.None {
 			t.Fatal(why)
 		}
 		if got := b.store.CommitLoad(load, []byte{7, 0}); got.Chunks != 2 {
 			t.Fatalf("%+v", got)
 		}
 	})
+}
+
+// A worker that registered again has Groups of its own. The commit that it still owes
+// from before ends its transfer, and not one that it began since.
+func TestCommitOfAWorkerThatRegisteredAgain(t *testing.T) {
+	b := newBench(t, t.TempDir(), 8, store.Options{})
+	defer b.stop()
+	h := prompt(1, 2)
+	before := transfer(7, h, 0, 2, false)
+	again := before
+	again.Shard.Groups = objects.FullAttention(1, chunkBytes)
+	if again == before {
+		t.Fatal("two registrations share their Groups: the test shows nothing")
+	}
+	var first, second store.Transfer
+	if _, err := b.store.BeginStore(before, []byte("r"), h, &first); err != nil || len(first.Offsets) != 2 {
+		t.Fatal(first, err)
+	}
+	b.store.Detach(7)
+	if _, err := b.store.BeginStore(again, []byte("r"), h, &second); err != nil || len(second.Offsets) != 2 {
+		t.Fatal(second, err)
+	}
+	if got := b.store.CommitStore(again, []byte("r"), h, true); !got.Found || got.Chunks != 0 {
+		t.Errorf("the first of two commits: %+v", got)
+	}
+	if got := b.store.CommitStore(again, []byte("r"), h, true); !got.Found || got.Chunks != 2 {
+		t.Errorf("the second: %+v", got)
+	}
+	if got := b.store.Stats(); got.Transfers != 0 || got.CondemnedBytes != 0 {
+		t.Errorf("left: %+v", got)
+	}
 }

@@ -7,14 +7,17 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
 const crowdChunk = 4096
 
-var crowdShard = Shard{Namespace: kv.Namespace{1}, World: 1}
+var crowdShard = objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: objects.FullAttention(1, crowdChunk)}
 
 func crowdStore(t *testing.T, chunks int, o Options) *Store {
 	t.Helper()
@@ -39,8 +42,8 @@ func crowdPrompt(seed, n int) []kv.Hash {
 	return kv.ChunkHashes(tokens, 1)
 }
 
-func crowdTransfer(by string, instance int64, h []kv.Hash, load bool) Transfer {
-	return Transfer{Instance: instance, By: by, Shard: crowdShard, To: len(h), Last: h[len(h)-1], Load: load}
+func crowdTransfer(by string, instance int64, h []kv.Hash, load bool) hold.Transfer {
+	return hold.Transfer{Instance: instance, By: by, Shard: crowdShard, To: len(h), Last: h[len(h)-1], Load: load}
 }
 
 // One user's transfers that are never committed leave places for those of others,
@@ -50,7 +53,7 @@ func TestOneUsersTransfersLeavePlacesForOthers(t *testing.T) {
 	taken := func(by string, instance int64) (n int) {
 		for i := 0; ; i++ {
 			h := crowdPrompt(1000*int(instance)+i, 1)
-			_, err := s.Reserve(crowdTransfer(by, instance, h, false), fmt.Append(nil, i), h, crowdChunk, &Place{})
+			_, err := s.BeginStore(crowdTransfer(by, instance, h, false), fmt.Append(nil, i), h, &Transfer{})
 			if errors.Is(err, ErrBusy) {
 				return n
 			}
@@ -68,10 +71,10 @@ func TestOneUsersTransfersLeavePlacesForOthers(t *testing.T) {
 	}
 	// Loads and copies of this process count as well.
 	h := crowdPrompt(1, 1)
-	if why := s.Load([]byte("r"), crowdTransfer("uid 0", 1, h, true), h, &Place{}); why != Busy {
+	if why := s.BeginLoad([]byte("r"), crowdTransfer("uid 0", 1, h, true), h, &Transfer{}); why != miss.Busy {
 		t.Errorf("a load beyond the share: %v", why)
 	}
-	if c, why := s.Fetch([]byte("r"), crowdTransfer("uid 0", 1, h, true), h); c != nil || why != Busy {
+	if why := s.BeginLoad([]byte("r"), crowdTransfer("uid 0", 1, h, true), h, &Transfer{Own: true}); why != miss.Busy {
 		t.Errorf("a copy beyond the share: %v", why)
 	}
 }
@@ -82,20 +85,20 @@ func TestRefusedLoadsOfOneUserHideNobodyElses(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := crowdStore(t, 16, Options{Quarantine: time.Minute})
 		h := crowdPrompt(1, 2)
-		for i := range 2 * maxDebts {
-			s.Load(fmt.Append(nil, i), crowdTransfer("uid 1", 1, h, true), h, &Place{})
+		for i := range 2 * hold.MaxDebts {
+			s.BeginLoad(fmt.Append(nil, i), crowdTransfer("uid 1", 1, h, true), h, &Transfer{})
 		}
 		kept := crowdTransfer("uid 2", 2, h, false)
-		if _, err := s.Reserve(kept, []byte("w"), h, crowdChunk, &Place{}); err != nil {
+		if _, err := s.BeginStore(kept, []byte("w"), h, &Transfer{}); err != nil {
 			t.Fatal(err)
 		}
 		s.CommitStore(kept, []byte("w"), h, true)
 		load := crowdTransfer("uid 2", 2, h, true)
-		if why := s.Load([]byte("r"), load, h, &Place{}); why != NotPinned {
+		if why := s.BeginLoad([]byte("r"), load, h, &Transfer{}); why != miss.NotPinned {
 			t.Fatal(why)
 		}
 		s.Lookup([]byte("r"), crowdShard, Hashed(h), 1)
-		if why := s.Load([]byte("r"), load, h, &Place{}); why != None {
+		if why := s.BeginLoad([]byte("r"), load, h, &Transfer{}); why != miss.None {
 			t.Fatal(why)
 		}
 		if got := s.CommitLoad(load, []byte("r")); got.Chunks != 0 {
@@ -106,8 +109,8 @@ func TestRefusedLoadsOfOneUserHideNobodyElses(t *testing.T) {
 		}
 		time.Sleep(time.Minute)
 		s.Expire()
-		if n := s.mu.holds.all.debts; n != 0 || len(s.mu.holds.of) != 0 {
-			t.Errorf("%d commits are waited for, %v", n, s.mu.holds.of)
+		if !s.mu.holds.Empty() {
+			t.Errorf("commits are waited for: %+v", *s.mu.holds)
 		}
 	})
 }
@@ -121,7 +124,7 @@ func TestSharesOfTransfersStagedTogether(t *testing.T) {
 	for from := 0; from < chunks; from += chunks / 4 {
 		tr := crowdTransfer("uid 1", 1, keep[:from+chunks/4], false)
 		tr.From = from
-		if _, err := s.Reserve(tr, []byte("keep"), keep, crowdChunk, &Place{}); err != nil {
+		if _, err := s.BeginStore(tr, []byte("keep"), keep, &Transfer{}); err != nil {
 			t.Fatal(err)
 		}
 		s.CommitStore(tr, []byte("keep"), keep, true)
@@ -129,7 +132,7 @@ func TestSharesOfTransfersStagedTogether(t *testing.T) {
 	begin := func(seed int, instance int64) *stage {
 		h := crowdPrompt(seed, chunks)
 		tr := crowdTransfer("uid 2", instance, h, false)
-		st := &stage{store: s, name: tr, by: pool.Writer{Name: nameHash(tr, nil)}, hashes: h, bytes: func(int) int64 { return crowdChunk }}
+		st := &stage{store: s, name: tr, by: pool.Writer{Name: tr.Name(nil)}, hashes: h}
 		st.guard = prefixGuard{store: s, shard: tr.Shard, hashes: h}
 		if !st.begin() {
 			t.Fatal("busy")
@@ -163,7 +166,8 @@ func place(t *testing.T, s *Store, seed, count int, n int64, read bool) {
 	for i := range count {
 		tr := crowdTransfer("uid 1", 1, h[:i+1], false)
 		tr.From = i
-		if _, err := s.Reserve(tr, []byte("r"), h, n, &Place{}); err != nil {
+		tr.Shard.Groups = objects.FullAttention(1, n)
+		if _, err := s.BeginStore(tr, []byte("r"), h, &Transfer{}); err != nil {
 			t.Fatal(err)
 		}
 		if got := s.CommitStore(tr, []byte("r"), h, true); got.Chunks != 1 {
@@ -178,6 +182,13 @@ func place(t *testing.T, s *Store, seed, count int, n int64, read bool) {
 	}
 }
 
+// longTransfer stores chunks of n bytes.
+func longTransfer(h []kv.Hash, n int64) hold.Transfer {
+	tr := crowdTransfer("uid 2", 2, h, false)
+	tr.Shard.Groups = objects.FullAttention(1, n)
+	return tr
+}
+
 // A chunk for which no place can be made, since between any two that are being read
 // there is too little, evicts nothing, however often it is asked for.
 func TestChunkThatCannotFitEvictsNothing(t *testing.T) {
@@ -188,16 +199,16 @@ func TestChunkThatCannotFitEvictsNothing(t *testing.T) {
 	}
 	long := crowdPrompt(99, 1)
 	for range 10 {
-		var p Place
-		if got, err := s.Reserve(crowdTransfer("uid 2", 2, long, false), []byte("long"), long, 8*crowdChunk, &p); err != nil || len(p.Offsets) != 0 || got.NoRoom != 1 {
+		var p Transfer
+		if got, err := s.BeginStore(longTransfer(long, 8*crowdChunk), []byte("long"), long, &p); err != nil || len(p.Offsets) != 0 || got.NoRoom != 1 {
 			t.Fatal(p, got, err)
 		}
 	}
 	if n := s.Stats().EvictedChunks; n != 0 {
 		t.Errorf("%d of 56 chunks were evicted for nothing", n)
 	}
-	var p Place
-	if _, err := s.Reserve(crowdTransfer("uid 2", 2, long, false), []byte("long"), long, 7*crowdChunk, &p); err != nil || len(p.Offsets) != 1 {
+	var p Transfer
+	if _, err := s.BeginStore(longTransfer(long, 7*crowdChunk), []byte("long"), long, &p); err != nil || len(p.Offsets) != 1 {
 		t.Errorf("a chunk that fits: %v, %v", p, err)
 	}
 }
@@ -216,8 +227,8 @@ func TestLongNeighboursAreNotFree(t *testing.T) {
 		t.Fatalf("%d bytes are free", free)
 	}
 	long := crowdPrompt(99, 1)
-	var p Place
-	if _, err := s.Reserve(crowdTransfer("uid 2", 2, long, false), []byte("long"), long, mib, &p); err != nil || len(p.Offsets) != 1 {
+	var p Transfer
+	if _, err := s.BeginStore(longTransfer(long, mib), []byte("long"), long, &p); err != nil || len(p.Offsets) != 1 {
 		t.Fatal(p, err)
 	}
 	// Twice its length in plain order, then its length in one place.
@@ -246,8 +257,8 @@ func TestOneUsersPinsLeaveRoomForOthers(t *testing.T) {
 	pin("uid 2")
 	store := func(by string, seed int) int {
 		h := crowdPrompt(seed, 1)
-		var p Place
-		if _, err := s.Reserve(crowdTransfer(by, 3, h, false), []byte("r"), h, crowdChunk, &p); err != nil {
+		var p Transfer
+		if _, err := s.BeginStore(crowdTransfer(by, 3, h, false), []byte("r"), h, &p); err != nil {
 			t.Fatal(err)
 		}
 		s.CommitStore(crowdTransfer(by, 3, h, false), []byte("r"), h, true)
@@ -260,7 +271,7 @@ func TestOneUsersPinsLeaveRoomForOthers(t *testing.T) {
 		t.Error("no place beside the pins of another user")
 	}
 	load := crowdTransfer("uid 2", 2, crowdPrompt(13, chunks/4), true)
-	if why := s.Load([]byte("pins 3"), load, crowdPrompt(13, chunks/4), &Place{}); why != None {
+	if why := s.BeginLoad([]byte("pins 3"), load, crowdPrompt(13, chunks/4), &Transfer{}); why != miss.None {
 		t.Errorf("the newest promise was given up: %v", why)
 	}
 	s.CommitLoad(load, []byte("pins 3"))

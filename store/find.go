@@ -3,9 +3,9 @@ package store
 import (
 	"slices"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
@@ -42,6 +42,9 @@ type found struct {
 	rows  int
 	limit int    // chunks; groups of full attention end here
 	drops uint64 // Store.mu.drops when the search began
+
+	readyOnly bool // search what may be served now only
+	unready   bool // something was found that may not be served yet
 }
 
 const absent = ^uint32(0)
@@ -50,7 +53,7 @@ func (f *found) at(chunk, row int) uint32 { return f.slots[chunk*f.rows+row] }
 
 // find searches the objects of a prompt. It ends at the first chunk that a group of
 // full attention lacks in some shard. It returns the hashes as far as it looked.
-func (s *Store) find(sh Shard, p Prompt, f *found) []kv.Hash {
+func (s *Store) find(sh objects.Shard, p Prompt, f *found) []kv.Hash {
 	f.drops = s.dropsSoFar()
 	columns := max(1, batch/f.rows)
 	p.Chunks = min(p.Chunks, maxLookup/f.rows)
@@ -60,7 +63,6 @@ func (s *Store) find(sh Shard, p Prompt, f *found) []kv.Hash {
 		hashes = hashes[:min(len(hashes), p.Chunks)]
 		for f.limit < len(hashes) {
 			to := min(f.limit+columns, len(hashes))
-			s.verify(sh, hashes[f.limit:to])
 			if !s.findColumns(sh, hashes[:to], f) {
 				s.findWindows(sh, hashes, f)
 				return hashes
@@ -79,20 +81,20 @@ func (s *Store) dropsSoFar() uint64 {
 
 // findColumns searches the chunks from f.limit on in the groups of full attention.
 // It reports whether all are kept.
-func (s *Store) findColumns(sh Shard, hashes []kv.Hash, f *found) bool {
+func (s *Store) findColumns(sh objects.Shard, hashes []kv.Hash, f *found) bool {
 	s.lock()
 	defer s.unlock()
-	var k pool.Key
+	var k kv.Key
 	f.slots = slices.Grow(f.slots, (len(hashes)-f.limit)*f.rows)
 	for ; f.limit < len(hashes); f.limit++ {
 		for row := range f.rows {
 			group := row / sh.World
-			if !sh.Groups.full(group) {
+			if !sh.Groups.Full(group) {
 				f.slots = append(f.slots, absent)
 				continue
 			}
-			sh.key(&k, row%sh.World, group, hashes[f.limit])
-			slot, ok := s.residentLocked(&k)
+			sh.Key(&k, row%sh.World, group, hashes[f.limit])
+			slot, ok := s.seekLocked(&k, f)
 			if !ok {
 				f.slots = f.slots[:f.limit*f.rows]
 				return false
@@ -104,8 +106,8 @@ func (s *Store) findColumns(sh Shard, hashes []kv.Hash, f *found) bool {
 }
 
 // findWindows searches the chunks before f.limit in the other groups.
-func (s *Store) findWindows(sh Shard, hashes []kv.Hash, f *found) {
-	if sh.Groups == nil || !sh.Groups.windows {
+func (s *Store) findWindows(sh objects.Shard, hashes []kv.Hash, f *found) {
+	if !sh.Groups.Windows() {
 		return
 	}
 	columns := max(1, batch/f.rows)
@@ -114,15 +116,15 @@ func (s *Store) findWindows(sh Shard, hashes []kv.Hash, f *found) {
 	}
 }
 
-func (s *Store) findWindowColumns(sh Shard, hashes []kv.Hash, f *found, from, to int) {
+func (s *Store) findWindowColumns(sh objects.Shard, hashes []kv.Hash, f *found, from, to int) {
 	s.lock()
 	defer s.unlock()
-	var k pool.Key
+	var k kv.Key
 	for c := from; c < to; c++ {
 		for row := range f.rows {
-			if group := row / sh.World; !sh.Groups.full(group) {
-				sh.key(&k, row%sh.World, group, hashes[c])
-				if slot, ok := s.residentLocked(&k); ok {
+			if group := row / sh.World; !sh.Groups.Full(group) {
+				sh.Key(&k, row%sh.World, group, hashes[c])
+				if slot, ok := s.seekLocked(&k, f); ok {
 					f.slots[c*f.rows+row] = uint32(slot)
 				}
 			}
@@ -130,34 +132,28 @@ func (s *Store) findWindowColumns(sh Shard, hashes []kv.Hash, f *found, from, to
 	}
 }
 
+// seekLocked returns the slot that is resident under k, and notes when it may not be
+// served yet.
+func (s *Store) seekLocked(k *kv.Key, f *found) (pool.Slot, bool) {
+	slot, ready, ok := s.servableLocked(k)
+	if ok && !ready {
+		f.unready = true
+	}
+	return slot, ok && (ready || !f.readyOnly)
+}
+
 // residentLocked returns the slot that is resident under k and may be served.
-func (s *Store) residentLocked(k *pool.Key) (pool.Slot, bool) {
+func (s *Store) residentLocked(k *kv.Key) (pool.Slot, bool) {
 	slot, st := s.mu.pool.Find(k)
 	return slot, st == pool.Resident && !s.suspectedLocked(slot)
 }
 
 // hit returns the longest prefix that every row can serve, in chunks.
-func (f *found) hit(sh Shard) int {
-	if sh.Groups == nil || !sh.Groups.windows {
+func (f *found) hit(sh objects.Shard) int {
+	if !sh.Groups.Windows() {
 		return f.limit
 	}
-	set := coordinator.NewRuns(sh.Groups.rule.Coordinator())
-	for g := range sh.Groups.Len() {
-		start := 0
-		for c := range f.limit + 1 {
-			if c < f.limit && f.has(g, sh.World, c) {
-				continue
-			}
-			set.Add(g, start, c)
-			start = c + 1
-		}
-	}
-	var r coordinator.Result
-	n, err := sh.Groups.rule.Hit(&r, set, f.limit)
-	if err != nil {
-		return 0 // longer than any prompt
-	}
-	return n
+	return sh.Groups.Hit(f.limit, func(group, chunk int) bool { return f.has(group, sh.World, chunk) })
 }
 
 // has reports whether every shard keeps chunk c of group g.
@@ -173,7 +169,7 @@ func (f *found) has(g, world, c int) bool {
 // pin pins what a load of hit chunks needs. The lease takes over f's memory. When
 // something was dropped since the search, and is missing, f says so, nothing is
 // pinned, and it reports false.
-func (s *Store) pin(sh Shard, hashes []kv.Hash, f *found, hit, readers int) (lease.Lease, bool) {
+func (s *Store) pin(sh objects.Shard, hashes []kv.Hash, f *found, hit, readers int) (lease.Lease, bool) {
 	l := lease.Lease{Chunks: hit, Rows: f.rows}
 	if hit == 0 {
 		return l, true
@@ -189,11 +185,11 @@ func (s *Store) pin(sh Shard, hashes []kv.Hash, f *found, hit, readers int) (lea
 	return l, true
 }
 
-func (s *Store) pinColumns(sh Shard, hashes []kv.Hash, f *found, l *lease.Lease, from, to, readers int) bool {
+func (s *Store) pinColumns(sh objects.Shard, hashes []kv.Hash, f *found, l *lease.Lease, from, to, readers int) bool {
 	s.lock()
 	defer s.unlock()
 	changed := s.mu.drops != f.drops
-	var k pool.Key
+	var k kv.Key
 	for group := range sh.Groups.Len() {
 		need := sh.Groups.Need(group, 0, l.Chunks)
 		for shard := range sh.World {
@@ -201,7 +197,7 @@ func (s *Store) pinColumns(sh Shard, hashes []kv.Hash, f *found, l *lease.Lease,
 			for c := max(need.Start, from); c < min(need.End, to); c++ {
 				slot := pool.Slot(f.at(c, row))
 				if changed {
-					sh.key(&k, shard, group, hashes[c])
+					sh.Key(&k, shard, group, hashes[c])
 					var ok bool
 					if slot, ok = s.residentLocked(&k); !ok {
 						s.missing(sh, f, group, row, c)
@@ -218,8 +214,8 @@ func (s *Store) pinColumns(sh Shard, hashes []kv.Hash, f *found, l *lease.Lease,
 }
 
 // missing notes that an object is not kept after all.
-func (s *Store) missing(sh Shard, f *found, group, row, chunk int) {
-	if sh.Groups.full(group) {
+func (s *Store) missing(sh objects.Shard, f *found, group, row, chunk int) {
+	if sh.Groups.Full(group) {
 		f.limit = min(f.limit, chunk)
 	} else {
 		f.slots[chunk*f.rows+row] = absent

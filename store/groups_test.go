@@ -10,8 +10,11 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -19,7 +22,7 @@ import (
 type hybrid struct {
 	*bench
 	r      *rapid.T
-	groups *store.Groups
+	groups *objects.Groups
 	tails  []int           // chunks needed, by group; 0 is none of them
 	bytes  []int64         // by group
 	world  int             //
@@ -29,8 +32,8 @@ type hybrid struct {
 }
 
 type hybridCopy struct {
-	copy   *store.Copy
-	name   store.Transfer
+	copy   *store.Transfer
+	name   hold.Transfer
 	hashes []kv.Hash
 	dead   bool
 	clear  bool // a forced clear dropped what it had staged
@@ -41,9 +44,9 @@ const whole = 1 << 30
 func newHybrid(r *rapid.T, dir string, pages int) *hybrid {
 	h := &hybrid{bench: newBench(r, dir, pages, store.Options{}), r: r, kept: map[string]bool{}, world: rapid.IntRange(1, 2).Draw(r, "world")}
 	const chunk = 4
-	var list []store.Group
+	var list []objects.Group
 	for i := range rapid.IntRange(1, 4).Draw(r, "groups") {
-		g := store.Group{Bytes: int64(1+i) * 1000, ChunkGroup: coordinator.ChunkGroup{Window: -1}}
+		g := objects.Group{Bytes: int64(1+i) * 1000, ChunkGroup: coordinator.ChunkGroup{Window: -1}}
 		tail := whole
 		switch rapid.IntRange(0, 4).Draw(r, "kind") {
 		case 0, 1:
@@ -55,14 +58,14 @@ func newHybrid(r *rapid.T, dir string, pages int) *hybrid {
 		list, h.tails, h.bytes = append(list, g), append(h.tails, tail), append(h.bytes, g.Bytes)
 	}
 	var err error
-	if h.groups, err = store.NewGroups(chunk, list); err != nil {
+	if h.groups, err = objects.NewGroups(chunk, list); err != nil {
 		r.Fatalf("%v", err)
 	}
 	return h
 }
 
-func (h *hybrid) shard(i int) store.Shard {
-	return store.Shard{Namespace: kv.Namespace{2}, World: h.world, Index: i, Groups: h.groups}
+func (h *hybrid) shard(i int) objects.Shard {
+	return objects.Shard{Namespace: kv.Namespace{2}, World: h.world, Index: i, Groups: h.groups}
 }
 
 func object(hash kv.Hash, shard, group int) string { return fmt.Sprint(hash, shard, group) }
@@ -85,18 +88,19 @@ func (h *hybrid) prompt() []kv.Hash {
 func (h *hybrid) stage() {
 	hashes := h.prompt()
 	shard := rapid.IntRange(0, h.world-1).Draw(h.r, "shard")
-	name := store.Transfer{
+	name := hold.Transfer{
 		Instance: int64(rapid.IntRange(1, 2).Draw(h.r, "worker")), Shard: h.shard(shard),
 		From: rapid.IntRange(0, len(hashes)-1).Draw(h.r, "from"), To: len(hashes), Last: hashes[len(hashes)-1],
 	}
 	without := rapid.IntRange(0, 9).Draw(h.r, "without")
 	skip := func(g, c int) bool { return without < 3 && h.tails[g] != whole && (c+without)%3 == 0 }
-	c, got, err := h.store.Stage(name, h.request(), hashes, skip)
+	c := &store.Transfer{Own: true, Skip: skip}
+	got, err := h.store.BeginStore(name, h.request(), hashes, c)
 	if err != nil {
 		h.r.Fatalf("%v", err)
 	}
 	chunks := map[int]bool{}
-	if c != nil {
+	if len(c.Parts) > 0 {
 		for _, p := range c.Parts {
 			if chunks[p.Chunk] = true; skip(p.Group, p.Chunk) {
 				h.r.Fatalf("chunk %d of group %d is staged", p.Chunk, p.Group)
@@ -174,8 +178,8 @@ func (h *hybrid) load(exact bool) {
 	if want := h.hit(hashes); got.Hit > want || exact && got.Hit != want {
 		h.r.Fatalf("hit %d, want %d (tails %v)", got.Hit, want, h.tails)
 	}
-	if (got.Hit == len(hashes)) != (got.Reason == store.None) {
-		h.r.Fatalf("hit %d of %d: %v", got.Hit, len(hashes), got.Reason)
+	if (got.Hit == len(hashes)) != (got.Why == miss.None) {
+		h.r.Fatalf("hit %d of %d: %v", got.Hit, len(hashes), got.Why)
 	}
 	if got.Hit == 0 {
 		return
@@ -186,9 +190,10 @@ func (h *hybrid) load(exact bool) {
 		h.store.FreePins(request, lease.Owner{}, 0, from, 1)
 	}
 	shard := rapid.IntRange(0, h.world-1).Draw(h.r, "shard")
-	name := store.Transfer{Instance: 2, Shard: h.shard(shard), From: from, To: got.Hit, Last: hashes[got.Hit-1], Load: true}
-	c, why := h.store.Fetch(request, name, hashes)
-	if why != store.None {
+	name := hold.Transfer{Instance: 2, Shard: h.shard(shard), From: from, To: got.Hit, Last: hashes[got.Hit-1], Load: true}
+	c := &store.Transfer{Own: true}
+	why := h.store.BeginLoad(request, name, hashes, c)
+	if why != miss.None {
 		h.r.Fatalf("a hit cannot be loaded: %v", why)
 	}
 	parts := 0
@@ -199,7 +204,7 @@ func (h *hybrid) load(exact bool) {
 		h.r.Fatalf("%d objects, want %d of chunks [%d, %d), tails %v", len(c.Parts), parts, from, got.Hit, h.tails)
 	}
 	h.copies = append(h.copies, &hybridCopy{copy: c, name: name, hashes: hashes})
-	if _, why := h.store.Fetch(request, name, hashes); why != store.NotPinned {
+	if why := h.store.BeginLoad(request, name, hashes, &store.Transfer{Own: true}); why != miss.NotPinned {
 		h.r.Fatalf("loaded twice: %v", why)
 	}
 	if rapid.Bool().Draw(h.r, "end") {
@@ -268,20 +273,21 @@ func TestGroupsEvicting(t *testing.T) {
 func TestDeadWindowChunks(t *testing.T) {
 	b := newBench(t, t.TempDir(), 12, store.Options{})
 	defer b.stop()
-	groups, err := store.NewGroups(2, []store.Group{
+	groups, err := objects.NewGroups(2, []objects.Group{
 		{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: 4096}, {ChunkGroup: coordinator.ChunkGroup{Window: 2}, Bytes: 4096},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	sh := store.Shard{Namespace: kv.Namespace{3}, World: 1, Groups: groups}
+	sh := objects.Shard{Namespace: kv.Namespace{3}, World: 1, Groups: groups}
 	put := func(h []kv.Hash, from int, skip func(g, c int) bool) store.Reserved {
 		t.Helper()
-		c, got, err := b.store.Stage(store.Transfer{Instance: 1, Shard: sh, From: from, To: len(h), Last: h[len(h)-1]}, []byte("s"), h, skip)
+		c := &store.Transfer{Own: true, Skip: skip}
+		got, err := b.store.BeginStore(hold.Transfer{Instance: 1, Shard: sh, From: from, To: len(h), Last: h[len(h)-1]}, []byte("s"), h, c)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if c != nil {
+		if len(c.Parts) > 0 {
 			c.Done(h, true)
 		}
 		return got

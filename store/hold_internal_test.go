@@ -3,8 +3,11 @@ package store
 import (
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
@@ -22,15 +25,15 @@ func TestNoCallKeepsTheLockForMoreThanABatch(t *testing.T) {
 		}
 	}()
 	hashes := scaleHashes(chunks)
-	sh := Shard{Namespace: kv.Namespace{1}, World: world}
-	transfer := func(instance int64, shard int, load bool) Transfer {
+	sh := objects.Shard{Namespace: kv.Namespace{1}, World: world, Groups: objects.FullAttention(1, 64)}
+	transfer := func(instance int64, shard int, load bool) hold.Transfer {
 		of := sh
 		of.Index = shard
-		return Transfer{Instance: instance, Shard: of, To: chunks, Last: hashes[chunks-1], Load: load}
+		return hold.Transfer{Instance: instance, Shard: of, To: chunks, Last: hashes[chunks-1], Load: load}
 	}
 	stage := func(instance int64) {
 		for shard := range world {
-			if got, err := s.Reserve(transfer(instance, shard, false), []byte("r"), hashes, 64, &Place{}); err != nil || got.NoRoom+got.Staged+got.Cached > 0 {
+			if got, err := s.BeginStore(transfer(instance, shard, false), []byte("r"), hashes, &Transfer{}); err != nil || got.NoRoom+got.Staged+got.Cached > 0 {
 				t.Fatal(got, err)
 			}
 		}
@@ -39,7 +42,7 @@ func TestNoCallKeepsTheLockForMoreThanABatch(t *testing.T) {
 		t.Helper()
 		type books struct{ drops, free, evictable int64 }
 		now := func() books {
-			return books{int64(s.mu.drops), s.mu.pool.Usage().FreeBytes / 64, int64(s.mu.lru.Len())}
+			return books{int64(s.mu.drops), s.mu.pool.Usage().FreeBytes / 64, int64(s.mu.evictable)}
 		}
 		distance := func(a, b int64) int64 { return max(a-b, b-a) }
 		var before books
@@ -78,7 +81,7 @@ func TestNoCallKeepsTheLockForMoreThanABatch(t *testing.T) {
 	in("free_lookup_locks", func() { s.FreePins([]byte("r"), lease.Owner{}, 0, chunks, 1) })
 	s.Lookup([]byte("r"), sh, Hashed(hashes), 1)
 	for shard := range world {
-		if why := s.Load([]byte("r"), transfer(2, shard, true), hashes, &Place{}); why != None {
+		if why := s.BeginLoad([]byte("r"), transfer(2, shard, true), hashes, &Transfer{}); why != miss.None {
 			t.Fatal(why)
 		}
 	}
@@ -91,8 +94,37 @@ func TestNoCallKeepsTheLockForMoreThanABatch(t *testing.T) {
 	})
 	s.Lookup([]byte("r"), sh, Hashed(hashes), 1)
 	in("end_session", func() { s.EndSession([]byte("r"), lease.Owner{}) })
+	for slot := range pool.Slot(s.mu.pool.Slots()) { // as after a restart
+		if s.mu.pool.StateOf(slot) != pool.Resident {
+			continue
+		}
+		sum, err := s.mu.pool.Hash(s.mu.pool.Offset(slot), s.mu.pool.Length(slot), make([]byte, 64))
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.mu.pool.SetSum(slot, sum)
+		s.mu.sums.Suspect(uint32(slot))
+	}
+	in("a pending lookup", func() {
+		if got := s.Lookup([]byte("r"), sh, Hashed(hashes), 1); got.State != Pending {
+			t.Fatal(got)
+		}
+		_, ended := s.result([]byte("r"), lease.Owner{})
+		for waiting := true; waiting; {
+			s.sumNext()
+			select {
+			case <-ended:
+				waiting = false
+			default:
+			}
+		}
+		if got := s.Result([]byte("r"), lease.Owner{}); got.Hit != chunks {
+			t.Fatal(got)
+		}
+	})
+	in("end_session after it", func() { s.EndSession([]byte("r"), lease.Owner{}) })
 	s.Lookup([]byte("r"), sh, Hashed(hashes), 1)
-	s.Load([]byte("r"), transfer(2, 0, true), hashes, &Place{})
+	s.BeginLoad([]byte("r"), transfer(2, 0, true), hashes, &Transfer{})
 	in("clear, forced", func() {
 		if n := s.Clear(true); n != world*chunks {
 			t.Fatal(n)

@@ -23,7 +23,15 @@ func (s *Store) unlock() {
 	if watch != nil {
 		watch(false)
 	}
+	news := s.mu.events.news
+	s.mu.events.news = false
 	s.mu.Unlock()
+	if news {
+		select {
+		case s.news <- struct{}{}:
+		default:
+		}
+	}
 }
 
 // watch is called at the begin and the end of each section; benchmarks set it.

@@ -1,20 +1,36 @@
 package store
 
-// Populate makes the kernel provide pool memory ahead of its first use, and with
-// keep map it here.
-func (s *Store) Populate(off, n int64, keep bool) error { return s.mu.pool.Populate(off, n, keep) }
+import (
+	"github.com/kvasir-kv/kvasir/backing"
+	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/pool"
+)
 
-// Provided returns how many bytes from the pool's start have memory already.
-func (s *Store) Provided() int64 { return s.mu.pool.Provided() }
-
-// Limit lets nothing of the pool above that many bytes be handed out; without it
-// there is no limit. What was handed out, or is kept, stays. An error means that
-// there is no memory for the index of so much.
-func (s *Store) Limit(bytes int64) error {
-	s.lock()
-	defer s.unlock()
-	return s.mu.pool.Limit(bytes)
+// backed is the pool as backing.Memory sees it: what changes books takes the lock.
+type backed struct {
+	*pool.Pool
+	store *Store
 }
 
-// Round returns what an object of n bytes takes in the pool.
-func (s *Store) Round(n int64) int64 { return s.mu.pool.Round(n) }
+func (b backed) FreeBytes() int64 { return b.store.Stats().FreeBytes }
+
+func (b backed) Limit(bytes int64) error {
+	b.store.lock()
+	defer b.store.unlock()
+	return b.Pool.Limit(bytes)
+}
+
+// Memory is how much of the pool has memory. Run provides it in its time.
+func (s *Store) Memory() *backing.Memory { return s.memory }
+
+// provide has memory ready for so many chunks.
+func (s *Store) provide(chunks int, of *objects.Groups) {
+	if s.memory.Whole() {
+		return
+	}
+	bytes := int64(0)
+	for g := range of.Len() {
+		bytes += int64(chunks) * s.mu.pool.Round(of.Bytes(g))
+	}
+	s.memory.Have(bytes)
+}

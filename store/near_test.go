@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -35,9 +36,11 @@ func TestLongChunkTakesTheCheapestPlace(t *testing.T) {
 			}
 		}
 		before := b.store.Stats().EvictedChunks
-		var p store.Place
+		var p store.Transfer
 		long := prompt(99, 1)
-		if _, err := b.store.Reserve(transfer(7, long, 0, 1, false), []byte("long"), long, int64(times)*chunkBytes, &p); err != nil || len(p.Offsets) != 1 {
+		tr := transfer(7, long, 0, 1, false)
+		tr.Shard.Groups = objects.FullAttention(1, int64(times)*chunkBytes)
+		if _, err := b.store.BeginStore(tr, []byte("long"), long, &p); err != nil || len(p.Offsets) != 1 {
 			t.Fatalf("%v, %v", p, err)
 		}
 		// Twice its length in plain order, then its length in one place.

@@ -6,7 +6,9 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -45,10 +47,10 @@ func TestSumsAreCounted(t *testing.T) {
 		t.Errorf("%+v", got.Counters)
 	}
 	b.restart(t, 16)
-	if got := b.store.Lookup([]byte("r"), one, store.Hashed(h[:4]), 1); got.Hit != 4 {
+	if got := b.look(t, "r", one, h[:4]); got.Hit != 4 || !got.Waited {
 		t.Fatal(got)
 	}
-	if got := b.store.Stats(); got.VerifiedChunks != 4 || got.CorruptChunks != 0 {
+	if got := b.store.Stats(); got.VerifiedChunks < 4 || got.PendingLookups != 1 || got.LateLookups != 0 || got.CorruptChunks != 0 {
 		t.Errorf("after the lookup: %+v", got.Counters)
 	}
 	b.sumAll()
@@ -65,8 +67,8 @@ func TestEndOfAProcessEndsItsQuarantineOnly(t *testing.T) {
 		defer b.stop()
 		stage := func(instance int64, h []kv.Hash) {
 			t.Helper()
-			tr := store.Transfer{Instance: instance, Shard: one, To: len(h), Last: h[len(h)-1]}
-			if _, err := b.store.Reserve(tr, []byte("r"), h, chunkBytes, &store.Place{}); err != nil {
+			tr := hold.Transfer{Instance: instance, Shard: one, To: len(h), Last: h[len(h)-1]}
+			if _, err := b.store.BeginStore(tr, []byte("r"), h, &store.Transfer{}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -87,12 +89,13 @@ func TestEndOfAProcessEndsItsQuarantineOnly(t *testing.T) {
 			t.Errorf("%d transfers, again", n)
 		}
 		// A copy that this process makes for the worker goes on.
-		groups, err := store.NewGroups(1, []store.Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes}})
+		groups, err := objects.NewGroups(1, []objects.Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes}})
 		if err != nil {
 			t.Fatal(err)
 		}
 		h := prompt(4, 2)[1:]
-		c, _, err := b.store.Stage(store.Transfer{Instance: 3, Shard: store.Shard{Namespace: kv.Namespace{2}, World: 1, Groups: groups}, To: 1, Last: h[0]}, []byte("r"), h, nil)
+		c := &store.Transfer{Own: true}
+		_, err = b.store.BeginStore(hold.Transfer{Instance: 3, Shard: objects.Shard{Namespace: kv.Namespace{2}, World: 1, Groups: groups}, To: 1, Last: h[0]}, []byte("r"), h, c)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -115,21 +118,22 @@ func TestEndOfAProcessEndsItsQuarantineOnly(t *testing.T) {
 func TestMissingGroupIsStored(t *testing.T) {
 	b := newBench(t, t.TempDir(), 16, store.Options{})
 	defer b.stop()
-	groups, err := store.NewGroups(2, []store.Group{
+	groups, err := objects.NewGroups(2, []objects.Group{
 		{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes}, {ChunkGroup: coordinator.ChunkGroup{Window: 2}, Bytes: chunkBytes},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	h := prompt(1, 3)
-	tr := store.Transfer{Instance: 1, Shard: store.Shard{Namespace: kv.Namespace{3}, World: 1, Groups: groups}, To: 3, Last: h[2]}
+	tr := hold.Transfer{Instance: 1, Shard: objects.Shard{Namespace: kv.Namespace{3}, World: 1, Groups: groups}, To: 3, Last: h[2]}
 	put := func(skip func(g, c int) bool) (stored int, out store.Reserved) {
 		t.Helper()
-		c, out, err := b.store.Stage(tr, []byte("s"), h, skip)
+		c := &store.Transfer{Own: true, Skip: skip}
+		out, err := b.store.BeginStore(tr, []byte("s"), h, c)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if c == nil {
+		if len(c.Parts) == 0 {
 			return 0, out
 		}
 		return c.Done(h, true).Chunks, out
@@ -153,15 +157,16 @@ func TestMissingGroupIsStored(t *testing.T) {
 func TestCopyTouchesItsHeads(t *testing.T) {
 	b := newBench(t, t.TempDir(), 6, store.Options{})
 	defer b.stop()
-	groups, err := store.NewGroups(1, []store.Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes}})
+	groups, err := objects.NewGroups(1, []objects.Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	sh := store.Shard{Namespace: kv.Namespace{5}, World: 1, Groups: groups}
+	sh := objects.Shard{Namespace: kv.Namespace{5}, World: 1, Groups: groups}
 	put := func(h []kv.Hash, from int) {
 		t.Helper()
-		c, _, err := b.store.Stage(store.Transfer{Instance: 1, Shard: sh, From: from, To: len(h), Last: h[len(h)-1]}, []byte("s"), h, nil)
-		if err != nil || c == nil {
+		c := &store.Transfer{Own: true}
+		_, err := b.store.BeginStore(hold.Transfer{Instance: 1, Shard: sh, From: from, To: len(h), Last: h[len(h)-1]}, []byte("s"), h, c)
+		if err != nil || len(c.Parts) == 0 {
 			t.Fatal(err)
 		}
 		c.Done(h, true)

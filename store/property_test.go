@@ -3,6 +3,7 @@ package store_test
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -14,12 +15,18 @@ import (
 
 	"pgregory.net/rapid"
 
+	"github.com/kvasir-kv/kvasir/evict"
+	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/internal/leaks"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
 func TestMain(m *testing.M) { leaks.Main(m) }
@@ -37,12 +44,16 @@ type tb interface {
 
 // bench is a store with its pool's memory in view, as workers see it.
 type bench struct {
-	t     tb
-	store *store.Store
-	mem   *shm.Segment
-	pool  pool.Options
-	opts  store.Options
-	stop  func()
+	t      tb
+	store  *store.Store
+	mem    *shm.Segment
+	pool   pool.Options
+	opts   store.Options
+	policy string       // by name; default lru
+	memory *tier.Memory // what lies below, failing by script
+	script string
+	flaky  *tiertest.Flaky
+	stop   func()
 }
 
 // bubbleClock is the time since boot inside a synctest bubble.
@@ -75,12 +86,29 @@ func (b *bench) open() {
 	if err != nil {
 		b.t.Fatalf("%v", err)
 	}
+	if b.opts.Policy, err = evict.New(cmp.Or(b.policy, "lru"), b.pool.Bytes); err != nil {
+		b.t.Fatalf("%v", err)
+	}
+	if b.memory != nil {
+		if b.flaky, err = tiertest.NewFlaky(b.memory, b.script); err != nil {
+			b.t.Fatalf("%v", err)
+		}
+		b.opts.Below = b.flaky
+	}
 	b.store = store.New(p, b.opts)
+}
+
+// release ends what hangs below.
+func (b *bench) release() {
+	if b.flaky != nil {
+		b.flaky.Release()
+	}
 }
 
 // restart ends the store, as a kill would, and opens its pool with another.
 func (b *bench) restart() {
 	b.t.Helper()
+	b.release()
 	if err := b.store.Close(); err != nil {
 		b.t.Fatalf("%v", err)
 	}
@@ -110,7 +138,7 @@ func prompt(n, chunks int) []kv.Hash {
 
 // job is a transfer of one simulated worker between prepare and commit.
 type job struct {
-	name    store.Transfer
+	name    hold.Transfer
 	request string
 	hashes  []kv.Hash
 	offsets []int64 // empty once the worker touches nothing any more, or was refused
@@ -129,11 +157,23 @@ type model struct {
 	*bench
 	r     *rapid.T
 	jobs  []*job
+	hopes []hope
 	world int
 }
 
-func (m *model) shard(i int) store.Shard {
-	return store.Shard{Namespace: kv.Namespace{1}, World: m.world, Index: i}
+// hope is a lookup that is pending, or was when it was made.
+type hope struct {
+	request string
+	hashes  []kv.Hash
+}
+
+// forgetHope forgets what a session waits for: it has ended, or has another lookup.
+func (m *model) forgetHope(request string) {
+	m.hopes = slices.DeleteFunc(m.hopes, func(h hope) bool { return h.request == request })
+}
+
+func (m *model) shard(i int) objects.Shard {
+	return objects.Shard{Namespace: kv.Namespace{1}, World: m.world, Index: i, Groups: full}
 }
 
 // mayTouch fails if a slot handed to somebody now is one that another worker may
@@ -153,12 +193,12 @@ func (m *model) reserve() {
 	hashes := prompt(rapid.IntRange(0, 8).Draw(m.r, "prompt"), rapid.IntRange(1, 6).Draw(m.r, "chunks"))
 	j := &job{began: time.Now(), hashes: hashes, request: m.request()}
 	shard := rapid.IntRange(0, m.world-1).Draw(m.r, "shard")
-	j.name = store.Transfer{
+	j.name = hold.Transfer{
 		Instance: int64(rapid.IntRange(1, 3).Draw(m.r, "worker")), Shard: m.shard(shard),
 		From: rapid.IntRange(0, len(hashes)-1).Draw(m.r, "from"), To: len(hashes), Last: hashes[len(hashes)-1],
 	}
-	var p store.Place
-	got, err := m.store.Reserve(j.name, []byte(j.request), hashes, chunkBytes, &p)
+	var p store.Transfer
+	got, err := m.store.BeginStore(j.name, []byte(j.request), hashes, &p)
 	if err != nil {
 		m.r.Fatalf("Reserve: %v", err)
 	}
@@ -183,20 +223,106 @@ func (m *model) request() string {
 func (m *model) load() {
 	hashes := prompt(rapid.IntRange(0, 8).Draw(m.r, "prompt"), rapid.IntRange(1, 6).Draw(m.r, "chunks"))
 	request := m.request()
+	m.forgetHope(request)
 	got := m.store.Lookup([]byte(request), m.shard(0), store.Hashed(hashes), 1)
-	if hit := m.store.TakeHit([]byte(request), lease.Owner{}); hit != got.Hit {
-		m.r.Fatalf("TakeHit = %d, want %d", hit, got.Hit)
+	if got.State == store.Pending {
+		m.hopes = append(m.hopes, hope{request, hashes})
+		return
 	}
+	if hit := m.store.Result([]byte(request), lease.Owner{}).Hit; hit != got.Hit {
+		m.r.Fatalf("Result.Hit = %d, want %d", hit, got.Hit)
+	}
+	m.loadHit(request, hashes, got)
+}
+
+// take asks for the result of a lookup that was pending.
+func (m *model) take() {
+	if len(m.hopes) == 0 {
+		return
+	}
+	synctest.Wait()
+	h := rapid.SampledFrom(m.hopes).Draw(m.r, "hope")
+	if got := m.store.Result([]byte(h.request), lease.Owner{}); got.State != store.Pending {
+		m.forgetHope(h.request)
+		m.loadHit(h.request, h.hashes, got)
+	}
+}
+
+// fillTier puts some prompts below the pool, in a tier that fails now and then: it is
+// late, wrong, has lost them, or never answers.
+func (m *model) fillTier() {
+	m.memory = tier.NewMemory(1 << 20)
+	for n := range 9 {
+		hashes := prompt(n, 6)
+		keep(m.r, m.memory, m.shard(0), hashes[:rapid.IntRange(0, 6).Draw(m.r, "below")]...)
+	}
+	for range rapid.IntRange(0, 4).Draw(m.r, "faults") {
+		call := rapid.SampledFrom([]string{"read", "read", "stat", "write", "write"}).Draw(m.r, "call")
+		what := rapid.SampledFrom([]string{"error", "missing", "wrong", "slow 1s", "slow 5s", "hang", "notkept"}).Draw(m.r, "fault")
+		which := fmt.Sprint(rapid.IntRange(1, 10).Draw(m.r, "which"))
+		if rapid.IntRange(0, 5).Draw(m.r, "always") == 0 && what != "hang" { // full, or gone
+			which = "*"
+		}
+		m.script += fmt.Sprintf("%s %s %s;", call, which, what)
+	}
+	m.opts.Write = rapid.SampledFrom([]store.WritePolicy{store.WriteAtCommit, store.WriteAtFirstHit}).Draw(m.r, "policy of writing")
+	m.restart()
+}
+
+// writeBack writes some of what waits to be written below, and harms what lies there.
+func (m *model) writeBack() {
+	if m.memory == nil {
+		return
+	}
+	ended, cancel := context.WithCancel(context.Background())
+	cancel()
+	for range rapid.IntRange(1, 4).Draw(m.r, "writes") {
+		if !m.store.WriteNext(ended) {
+			break
+		}
+	}
+	if rapid.Bool().Draw(m.r, "at once") {
+		synctest.Wait()
+	}
+	if rapid.IntRange(0, 3).Draw(m.r, "harm") > 0 {
+		return
+	}
+	hashes := prompt(rapid.IntRange(0, 8).Draw(m.r, "prompt"), 6)
+	k := objectKey(m.shard(0), rapid.IntRange(0, m.world-1).Draw(m.r, "shard"), hashes[rapid.IntRange(0, 5).Draw(m.r, "chunk")])
+	data := make([]byte, chunkBytes)
+	meta, err := m.memory.Read(context.Background(), k, data)
+	if err != nil {
+		return
+	}
+	if rapid.Bool().Draw(m.r, "torn") {
+		meta.Len /= 2
+	} else {
+		data[rapid.IntRange(0, chunkBytes-1).Draw(m.r, "byte")] ^= 1
+	}
+	if err := m.memory.Write(context.Background(), k, meta, data[:meta.Len]); err != nil {
+		m.r.Fatalf("%v", err)
+	}
+}
+
+// compare compares or computes one checksum.
+func (m *model) compare() {
+	synctest.Wait() // for what lookups want
+	m.store.SumNext()
+	synctest.Wait()
+}
+
+// loadHit begins to read what a lookup has promised, or gives it up.
+func (m *model) loadHit(request string, hashes []kv.Hash, got store.LookupResult) {
 	if got.Hit == 0 || rapid.Bool().Draw(m.r, "give up") {
 		m.store.EndSession([]byte(request), lease.Owner{})
 		return
 	}
 	shard := rapid.IntRange(0, m.world-1).Draw(m.r, "shard")
-	j := &job{began: time.Now(), hashes: hashes, request: request, name: store.Transfer{
+	j := &job{began: time.Now(), hashes: hashes, request: request, name: hold.Transfer{
 		Instance: int64(rapid.IntRange(1, 3).Draw(m.r, "worker")), Shard: m.shard(shard), To: got.Hit, Last: hashes[got.Hit-1], Load: true,
 	}}
-	var p store.Place
-	if why := m.store.Load([]byte(request), j.name, hashes, &p); why != store.None {
+	var p store.Transfer
+	if why := m.store.BeginLoad([]byte(request), j.name, hashes, &p); why != miss.None {
 		m.r.Fatalf("a pinned chunk cannot be loaded: %v", why)
 	}
 	for _, off := range p.Offsets {
@@ -214,14 +340,15 @@ func (m *model) load() {
 // the same, at some time.
 func (m *model) refused() {
 	hashes := prompt(rapid.IntRange(0, 8).Draw(m.r, "prompt"), rapid.IntRange(1, 6).Draw(m.r, "chunks"))
-	j := &job{began: time.Now(), hashes: hashes, request: m.request(), name: store.Transfer{
+	j := &job{began: time.Now(), hashes: hashes, request: m.request(), name: hold.Transfer{
 		Instance: int64(rapid.IntRange(1, 3).Draw(m.r, "worker")), Shard: m.shard(rapid.IntRange(0, m.world-1).Draw(m.r, "shard")),
 		To: len(hashes), Last: hashes[len(hashes)-1], Load: true,
 	}}
+	m.forgetHope(j.request)
 	m.store.EndSession([]byte(j.request), lease.Owner{})
 	if rapid.Bool().Draw(m.r, "before the store") {
 		m.store.Refuse([]byte(j.request), j.name)
-	} else if why := m.store.Load([]byte(j.request), j.name, hashes, &store.Place{}); why == store.None {
+	} else if why := m.store.BeginLoad([]byte(j.request), j.name, hashes, &store.Transfer{}); why == miss.None {
 		m.r.Fatalf("a load without a lookup was granted")
 	}
 	m.jobs = append(m.jobs, j)
@@ -261,7 +388,7 @@ func (m *model) commit(j *job) {
 // stray sends a commit that no worker owes.
 func (m *model) stray() {
 	hashes := prompt(rapid.IntRange(0, 8).Draw(m.r, "prompt"), rapid.IntRange(1, 6).Draw(m.r, "chunks"))
-	j := &job{hashes: hashes, request: m.request(), name: store.Transfer{
+	j := &job{hashes: hashes, request: m.request(), name: hold.Transfer{
 		Instance: int64(rapid.IntRange(1, 3).Draw(m.r, "worker")), Shard: m.shard(rapid.IntRange(0, m.world-1).Draw(m.r, "shard")),
 		To: len(hashes), Last: hashes[len(hashes)-1], Load: rapid.Bool().Draw(m.r, "loads"),
 	}}
@@ -285,6 +412,12 @@ func (m *model) touch(j *job) {
 // names of transfers that had expired before are lost: their commits, which are
 // that late, do not come.
 func (m *model) reopen() {
+	m.hopes = nil
+	if rapid.Bool().Draw(m.r, "damage") {
+		for m.store.SumNext() > 0 {
+		}
+		m.damage()
+	}
 	m.restart()
 	m.jobs = slices.DeleteFunc(m.jobs, func(j *job) bool { return time.Since(j.began) >= quarantine })
 	for _, j := range m.jobs {
@@ -292,6 +425,18 @@ func (m *model) reopen() {
 			j.dead, j.former, j.began = true, true, time.Now()
 		}
 	}
+}
+
+// damage changes a byte that no worker may touch: where a chunk is kept, it has its
+// checksum already.
+func (m *model) damage() {
+	off := int64(rapid.IntRange(0, int(m.pool.Bytes/chunkBytes)-1).Draw(m.r, "damaged")) * chunkBytes
+	for _, j := range m.jobs {
+		if slices.Contains(j.offsets, off) {
+			return
+		}
+	}
+	m.at(off)[rapid.IntRange(0, chunkBytes-1).Draw(m.r, "byte")] ^= 1
 }
 
 func (m *model) detach() {
@@ -318,20 +463,27 @@ func (m *model) pass() {
 }
 
 // Random operations of three workers, one to three shards and a few request ids on
-// a pool that is always full, with restarts, refusals and commits that are late,
-// repeated or of nobody: no slot is handed to two workers that conflict, every hit
+// a pool that is always full, with restarts, refusals, commits that are late,
+// repeated or of nobody, chunks that an earlier store kept, which are compared
+// late, wrong or never, and a tier below that is written and read and fails, is full, torn
+// or gone: no slot is handed to two workers that conflict, every hit
 // holds right bytes, and in the end every byte of the pool comes back.
 func TestStoreAgainstModel(t *testing.T) {
 	dir := t.TempDir()
 	rapid.Check(t, func(r *rapid.T) {
 		bubble(t, func() {
 			chunks := rapid.IntRange(2, 12).Draw(r, "pool")
-			b := newBench(r, dir, chunks, store.Options{SessionIdle: 2 * time.Minute})
-			defer func() { b.stop() }()
+			b := newBench(r, dir, chunks, store.Options{SessionIdle: 2 * time.Minute, ChecksumRate: 1 << 40, SumAtOnce: true})
+			b.policy = rapid.SampledFrom(evict.Names).Draw(r, "policy")
+			b.restart()
+			defer func() { b.release(); b.stop() }()
 			m := &model{bench: b, r: r, world: rapid.IntRange(1, 3).Draw(r, "world")}
+			if rapid.Bool().Draw(r, "a tier below") {
+				m.fillTier()
+			}
 			ops := []func(){
 				m.reserve, m.reserve, m.load, m.load, m.finish, m.finish, m.finish, m.detach, m.pass,
-				m.refused, m.stray, m.reopen,
+				m.refused, m.stray, m.reopen, m.take, m.take, m.compare, m.writeBack, m.writeBack,
 				func() { b.store.Clear(rapid.Bool().Draw(r, "force")) },
 			}
 			for range rapid.IntRange(1, 60).Draw(r, "steps") {
@@ -341,11 +493,15 @@ func TestStoreAgainstModel(t *testing.T) {
 			for len(m.jobs) > 0 {
 				m.finish()
 			}
+			b.release()
 			time.Sleep(3 * time.Minute)
 			b.store.Expire()
 			b.store.Clear(true)
 			if got := b.store.Stats(); got.FreeBytes != got.Bytes || got.Transfers != 0 || got.Sessions != 0 || got.Quarantined != 0 {
 				r.Fatalf("something did not come back: %+v", got)
+			}
+			if err := b.store.CheckIdle(); err != nil {
+				r.Fatalf("%v", err)
 			}
 		})
 	})
@@ -371,5 +527,8 @@ func checkUsage(r *rapid.T, b *bench) {
 	got := b.store.Stats()
 	if got.FreeBytes+got.StagedBytes+got.ResidentBytes+got.CondemnedBytes != got.Bytes {
 		r.Fatalf("bytes do not add up: %+v", got)
+	}
+	if err := b.store.CheckBooks(); err != nil {
+		r.Fatalf("%v", err)
 	}
 }

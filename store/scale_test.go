@@ -9,8 +9,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
@@ -74,9 +76,9 @@ func (s *Store) fill(b *testing.B, hashes []kv.Hash, world, shard int) {
 	b.Helper()
 	for from := 0; from < len(hashes); from += maxTransfer {
 		some := hashes[from:min(from+maxTransfer, len(hashes))]
-		t := Transfer{Instance: 1, Shard: Shard{Namespace: kv.Namespace{1}, World: world, Index: shard}, To: len(some), Last: some[len(some)-1]}
-		var p Place
-		if got, err := s.Reserve(t, []byte("r"), some, 64, &p); err != nil || got.NoRoom > 0 {
+		t := hold.Transfer{Instance: 1, Shard: objects.Shard{Namespace: kv.Namespace{1}, World: world, Index: shard, Groups: objects.FullAttention(1, 64)}, To: len(some), Last: some[len(some)-1]}
+		var p Transfer
+		if got, err := s.BeginStore(t, []byte("r"), some, &p); err != nil || got.NoRoom > 0 {
 			b.Fatal(got, err)
 		}
 		if got := s.CommitStore(t, []byte("r"), some, true); got.Chunks != len(some) {
@@ -97,7 +99,7 @@ func BenchmarkHoldLookup64Shards(b *testing.B) {
 	for shard := range world {
 		s.fill(b, hashes, world, shard)
 	}
-	sh := Shard{Namespace: kv.Namespace{1}, World: world}
+	sh := objects.Shard{Namespace: kv.Namespace{1}, World: world, Groups: objects.FullAttention(1, 64)}
 	var lookup, end time.Duration
 	for b.Loop() {
 		lookup = max(lookup, longestHold(func() {
@@ -138,9 +140,9 @@ func BenchmarkHoldDetached(b *testing.B) {
 	stage := func(s *Store) {
 		for from := 0; from < chunks*7/8; from += maxTransfer {
 			some := hashes[from:min(from+maxTransfer, chunks*7/8)]
-			t := Transfer{Instance: 1, Shard: Shard{Namespace: kv.Namespace{1}, World: 1}, To: len(some), Last: some[len(some)-1]}
-			var p Place
-			if got, err := s.Reserve(t, []byte("r"), some, 64, &p); err != nil || got.NoRoom > 0 {
+			t := hold.Transfer{Instance: 1, Shard: objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: objects.FullAttention(1, 64)}, To: len(some), Last: some[len(some)-1]}
+			var p Transfer
+			if got, err := s.BeginStore(t, []byte("r"), some, &p); err != nil || got.NoRoom > 0 {
 				b.Fatal(got, err)
 			}
 		}

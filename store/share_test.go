@@ -6,6 +6,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/hold"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -24,9 +26,9 @@ func TestOneWorkerCannotTakeThePool(t *testing.T) {
 		greedy := func(instance int64, by string) int {
 			t.Helper()
 			h := prompt(int(10+instance), 1000)
-			tr := store.Transfer{Instance: instance, By: by, Shard: one, To: len(h), Last: h[len(h)-1]}
-			var p store.Place
-			got, err := b.store.Reserve(tr, fmt.Append(nil, instance), h, chunkBytes, &p)
+			tr := hold.Transfer{Instance: instance, By: by, Shard: one, To: len(h), Last: h[len(h)-1]}
+			var p store.Transfer
+			got, err := b.store.BeginStore(tr, fmt.Append(nil, instance), h, &p)
 			if err != nil || !got.Share || got.NoRoom != len(h)-got.Staged-got.Cached-len(p.Offsets) {
 				t.Fatalf("worker %d took %d places: %+v, %v", instance, len(p.Offsets), got, err)
 			}
@@ -72,9 +74,10 @@ func TestShareOfLargeChunks(t *testing.T) {
 	b.put("kept", prompt(2, 4), 0, 4, 4)
 	h := prompt(1, 2)
 	for i, want := range []int{1, 0} {
-		tr := store.Transfer{Instance: int64(i), By: "uid 1", Shard: one, From: i, To: 2, Last: h[1]}
-		var p store.Place
-		if _, err := b.store.Reserve(tr, []byte("r"), h, 2*chunkBytes, &p); err != nil || len(p.Offsets) != want {
+		tr := hold.Transfer{Instance: int64(i), By: "uid 1", Shard: one, From: i, To: 2, Last: h[1]}
+		tr.Shard.Groups = objects.FullAttention(1, 2*chunkBytes)
+		var p store.Transfer
+		if _, err := b.store.BeginStore(tr, []byte("r"), h, &p); err != nil || len(p.Offsets) != want {
 			t.Errorf("worker %d: %d places, %v, want %d", i, len(p.Offsets), err, want)
 		}
 	}

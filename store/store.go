@@ -1,7 +1,7 @@
-// Package store is the tiered store: which chunks are kept, found, promised to
-// engines and evicted. Its only tier so far is the shared-memory pool, which
-// workers read and write themselves; the store hands out places and keeps them
-// safe.
+// Package store decides which chunks are kept, found, promised to engines and evicted.
+// It keeps them in the shared-memory pool, which workers read and write themselves; the
+// store hands out places and keeps them safe. One tier.Tier may lie below the pool: what
+// it has and a lookup wants is read into the pool first.
 //
 // Two kinds of promise keep a chunk. A pin belongs to a session: a lookup takes
 // it, a retrieve or the session's end gives it back, and only eviction looks at
@@ -10,21 +10,34 @@
 // worker was last known to care. No slot is reused while it is held, whatever
 // else happens.
 //
+// A lookup never waits. What it finds and cannot serve yet has a flight, and the lookup
+// is pending until that has landed; see prefetch.go and flight.go.
+//
 // One mutex guards everything, held for microseconds and never over I/O.
 package store
 
 import (
 	"cmp"
-	"maps"
-	"slices"
+	"context"
+	"errors"
+	"log/slog"
 	"sync"
-	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/backing"
+	"github.com/kvasir-kv/kvasir/check"
+	"github.com/kvasir-kv/kvasir/estimate"
 	"github.com/kvasir-kv/kvasir/evict"
-	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/hold"
+	"github.com/kvasir-kv/kvasir/internal/crew"
+	"github.com/kvasir-kv/kvasir/internal/growing"
+	"github.com/kvasir-kv/kvasir/internal/share"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/outbox"
 	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/guarded"
 )
 
 // Options configures a Store. A zero field means its default.
@@ -33,9 +46,30 @@ type Options struct {
 	SessionIdle time.Duration // life of a session after its last use; default 600 s
 	MaxSessions int           // default 65,536
 	MaxHolds    int           // transfers in progress, of a user or address half of what others leave; default 65,536
-	Checksums   bool          // of committed chunks, for SumNext to compute
-	SumAfter    time.Duration // age of a chunk whose checksum is computed: many do not live long; default 10 s, < 0 none
+
+	// Rates of the work in the background, bytes per second; 0 is none.
+	PopulateRate int64 // pool memory provided ahead of its use
+	ChecksumRate int64 // chunks whose checksums are computed, or compared after a restart
+
+	SumAfter    time.Duration // age of a chunk whose checksum is computed: many do not live long; default 10 s
+	SumAtOnce   bool          // without waiting for that
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
+	LoadTimeout time.Duration // a lookup is pending no longer: then what is there is the answer; default 2 s
+	Log         *slog.Logger  // nil discards
+	Policy      evict.Policy  // what is evicted next; the store's from then on; default an evict.LRU
+
+	Below     tier.Tier // what lies below the pool, nil for nothing; the store closes it
+	LoadBytes int64     // on their way up from it, at most; default a quarter of the pool, 1 GiB at most
+	Place     string    // names what lies below: a later server does not write again what is in the place of that name
+
+	BelowOpened <-chan struct{} // closed once Below knows all that it has; nil where it does from the start
+
+	// LoadIfFaster has lookups ask the tier only as long as it is expected to be faster than
+	// computing: see package estimate.
+	LoadIfFaster bool
+
+	Write      WritePolicy // when objects are written below
+	WriteBytes int64       // that wait for it, at most; more is skipped and counted; default the pool's
 
 	// Shares of the pool for which one worker, and all workers of one user or address,
 	// may have chunks evicted: what they were told to write and did not commit,
@@ -46,22 +80,44 @@ type Options struct {
 
 // Store keeps chunks in a pool. Its methods are safe for concurrent use.
 type Store struct {
-	opts     Options
-	suspects atomic.Int64 // restored objects to be compared before they are served
+	opts   Options
+	log    *slog.Logger
+	memory *backing.Memory
+	busy   func(slot uint32) bool // keptLocked, for the policy
+
+	flyers  crew.Crew       // who compare what somebody waits for
+	readers chan struct{}   // a place for each who may read chunks at once
+	life    context.Context // ends with Close
+	endLife context.CancelFunc
+	running sync.WaitGroup // pending lookups, and calls of the tier below
+	below   *guarded.Tier  // nil: none
+	place   uint32         // its mark in the index
+	outbox  *outbox.Box    // nil: nothing is written below
+	rates   estimate.Rates // learned where there is a tier
+	news    chan struct{}  // see News; capacity 1
 
 	mu struct {
 		sync.Mutex
 		closed bool
 		pool   *pool.Pool
-		lru    *evict.LRU
+		policy evict.Policy // knows the resident slots
 		leases *lease.Table
-		holds  holds
-		pins   []uint32 // by slot: leases that pin it
-		copies uint64   // begun by this process itself
-		drops  uint64   // keys that went, whatever the reason
-		ghosts ghosts
-		sums   sums
-		n      Counters
+		holds  *hold.Table
+
+		passed    growing.Slice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
+		parents   growing.Slice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
+		kept      growing.Slice[uint32] // by slot: promises that keep it from being evicted
+		evictable int                   // resident slots without any
+
+		drops   uint64       // keys that went, whatever the reason
+		misses  *miss.Memory // of what was dropped
+		sums    check.Books
+		flights flights
+		writing map[pool.Slot]struct{} // to the tier below; kept and held
+		pending share.Books            // lookups and their objects
+		loading share.Awaited          // reads from the tier below and their bytes, by the user or address that began them
+		n       Counters
+		events  events
 	}
 }
 
@@ -69,17 +125,49 @@ type Store struct {
 func New(p *pool.Pool, o Options) *Store {
 	o.Quarantine = cmp.Or(o.Quarantine, 600*time.Second)
 	o.SumAfter = cmp.Or(o.SumAfter, 10*time.Second)
+	if o.SumAtOnce {
+		o.SumAfter = -1
+	}
 	o.MaxHolds = cmp.Or(o.MaxHolds, 1<<16)
 	o.WorkerShare = cmp.Or(o.WorkerShare, 0.25)
 	o.PeerShare = cmp.Or(o.PeerShare, 0.75)
 	o.Ghosts = cmp.Or(o.Ghosts, 1<<16)
-	s := &Store{opts: o}
+	o.LoadTimeout = cmp.Or(o.LoadTimeout, defaultLoadTimeout)
+	o.LoadBytes = cmp.Or(o.LoadBytes, min(p.Bytes()/4, 1<<30))
+	s := &Store{opts: o, log: o.Log, flyers: crew.New(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1)}
+	s.life, s.endLife = context.WithCancel(context.Background())
+	s.mu.flights.of, s.mu.writing = make(map[pool.Slot]*flight), make(map[pool.Slot]struct{})
+	if s.log == nil {
+		s.log = slog.New(slog.DiscardHandler)
+	}
+	if o.Below != nil {
+		s.below = guarded.New(o.Below, o.LoadTimeout, max(1, o.LoadBytes/2), s.log)
+		s.place = pool.MarkOf(o.Place)
+		if o.Write != WriteNever {
+			s.outbox = outbox.New(cmp.Or(o.WriteBytes, p.Bytes()))
+		}
+	}
 	s.mu.pool = p
-	s.mu.lru = evict.NewLRU()
+	s.mu.policy = o.Policy
+	if o.Policy == nil {
+		s.mu.policy = evict.NewLRU()
+	}
+	s.busy = func(slot uint32) bool {
+		kept := s.keptLocked(pool.Slot(slot))
+		if kept {
+			s.mu.passed.Grow(int(slot) + 1)
+			*s.mu.passed.At(int(slot)) = true
+		}
+		return kept
+	}
 	s.mu.leases = lease.New(lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
-	s.mu.holds.init()
-	s.mu.ghosts.max = o.Ghosts
+	s.mu.holds = hold.NewTable(o.Quarantine, o.MaxHolds)
+	s.mu.misses = miss.NewMemory(o.Ghosts)
 	s.restoreLocked() // nobody else knows s yet
+	s.memory = backing.New(backed{p, s}, o.PopulateRate, s.log)
+	if s.below != nil { // which is read into the pool and written from it by this process
+		s.memory.MapAhead()
+	}
 	return s
 }
 
@@ -88,30 +176,15 @@ func New(p *pool.Pool, o Options) *Store {
 func (s *Store) restoreLocked() {
 	r := s.mu.pool.Restored()
 	for _, slot := range r.Resident {
-		s.touchLocked(slot)
+		s.addLocked(slot)
 		if _, ok := s.mu.pool.Sum(slot); ok {
-			s.suspectLocked(slot)
+			s.mu.sums.Suspect(uint32(slot))
+		} else {
+			s.unsummedLocked(slot)
 		}
 	}
-	type former struct {
-		writer pool.Writer
-		age    time.Duration
-		reader bool
-	}
-	of := map[former][]pool.Slot{}
-	for _, h := range r.Held {
-		k := former{h.Writer, h.For, s.mu.pool.StateOf(h.Slot) == pool.Resident}
-		of[k] = append(of[k], h.Slot)
-	}
-	order := func(a, b former) int {
-		return cmp.Or(cmp.Compare(a.age, b.age), cmp.Compare(of[a][0], of[b][0]))
-	}
-	for _, k := range slices.SortedFunc(maps.Keys(of), order) {
-		life := s.opts.Quarantine
-		if k.reader {
-			life *= 2
-		}
-		s.formerLocked(of[k], k.writer, life-k.age)
+	for _, f := range s.mu.pool.FormerTransfers() {
+		s.formerLocked(f)
 	}
 	s.mu.n.RestoredChunks = uint64(len(r.Resident))
 }
@@ -120,112 +193,59 @@ func (s *Store) restoreLocked() {
 // Readers are given twice the quarantine: a late commit of one could mean a load
 // that this server granted of the same chunks, which then has no hold of its own
 // left.
-func (s *Store) formerLocked(slots []pool.Slot, by pool.Writer, left time.Duration) {
-	s.mu.copies++
-	h := &hold{transfer: Transfer{own: s.mu.copies}, slots: slots, orphan: true, deadline: time.Now().Add(left)}
-	if by.Name != 0 {
-		t := &s.mu.holds
-		t.former[by.Name] = append(t.former[by.Name], h.deadline.Add(s.opts.Quarantine))
+func (s *Store) formerLocked(f pool.FormerTransfer) {
+	life := s.opts.Quarantine
+	if f.Reads {
+		life *= 2
 	}
-	s.mu.holds.add(h)
-	s.mu.holds.orphans++
+	h := &hold.Hold{Slots: make([]uint32, len(f.Slots)), Deadline: time.Now().Add(life - f.For), Reads: f.Reads}
+	for i, slot := range f.Slots {
+		h.Slots[i] = uint32(slot)
+		if f.Reads {
+			s.keepLocked(slot)
+		}
+	}
+	s.mu.holds.AddFormer(h, f.Writer.Name)
 }
 
-// Close leaves the pool for a later server. Nothing may be called afterwards.
+// Close leaves the pool for a later server. Run has returned, and nothing may be called
+// afterwards.
 func (s *Store) Close() error {
-	s.lock()
-	defer s.unlock()
-	s.mu.closed = true
+	s.beginClose()
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		s.running.Wait()
+	}()
+	patience := time.NewTimer(closePatience)
+	defer patience.Stop()
+	select {
+	case <-ended:
+	case <-patience.C:
+		return ErrBelowHangs
+	}
+	if s.below != nil {
+		return errors.Join(s.below.Close(), s.mu.pool.Close())
+	}
 	return s.mu.pool.Close()
 }
 
-// Remove removes the pool's files; call it before Close. Workers that map the
-// pool keep their mapping.
-func (s *Store) Remove() error { return s.mu.pool.Remove() }
+// closePatience is how long Close waits for calls of the tier below.
+const closePatience = 10 * time.Second
 
-// SetNote keeps b beside the pool, and Note returns it after a restart.
-func (s *Store) SetNote(b []byte) error { return s.mu.pool.SetNote(b) }
+// ErrBelowHangs means that a call of the tier below did not end when it was told to. The
+// pool stays mapped, because the call may still write to it.
+var ErrBelowHangs = errors.New("store: the tier below does not end a call")
 
-// Note returns what SetNote kept last, nil when there is nothing.
-func (s *Store) Note() ([]byte, error) { return s.mu.pool.Note() }
-
-// FormerChunkTokens returns the chunk sizes that earlier servers of the pool told
-// engines which may still run.
-func (s *Store) FormerChunkTokens() []int {
+func (s *Store) beginClose() {
 	s.lock()
 	defer s.unlock()
-	return s.mu.pool.FormerChunkTokens()
+	s.mu.closed = true
+	s.endLife()
 }
 
-// ForgetFormer says that none of these engines is left.
-func (s *Store) ForgetFormer() {
-	s.lock()
-	defer s.unlock()
-	s.mu.pool.ForgetFormer()
-}
-
-// Shard says whose chunks a call concerns: one namespace, and one of World
-// shards, or all of them.
-type Shard struct {
-	Namespace kv.Namespace
-	World     int
-	Index     int     // 0 to World-1; ignored by lookups, which concern all
-	Groups    *Groups // nil is one group of full attention
-
-	// Each is for lookups only: the namespace of each shard, where the workers of
-	// a model have unlike layouts. Nil means Namespace for all.
-	Each *Namespaces
-}
-
-// Namespaces are those of all shards of a model.
-type Namespaces []kv.Namespace
-
-func (sh Shard) key(k *pool.Key, index, group int, chunk kv.Hash) {
-	k.Namespace = sh.Namespace
-	if sh.Each != nil {
-		k.Namespace = (*sh.Each)[index]
-	}
-	k.Rank, _ = kv.NewRank(sh.World, index)
-	k.Group = uint32(group)
-	k.Chunk = chunk
-}
-
-// pinLocked takes one lease's pin on a resident slot.
-func (s *Store) pinLocked(slot pool.Slot) {
-	for int(slot) >= len(s.mu.pins) {
-		s.mu.pins = append(s.mu.pins, 0)
-	}
-	s.mu.pins[slot]++
-	s.mu.lru.Remove(uint32(slot))
-}
-
-func (s *Store) unpinLocked(slot uint32) {
-	s.mu.pins[slot]--
-	s.touchLocked(pool.Slot(slot))
-}
-
-// touchLocked makes a slot the most recently used, if nothing keeps it from
-// being evicted.
-func (s *Store) touchLocked(slot pool.Slot) {
-	if s.mu.pool.StateOf(slot) == pool.Resident && s.mu.pool.Holds(slot) == 0 && !s.pinnedLocked(slot) {
-		s.mu.lru.Touch(uint32(slot))
-		s.mu.pool.Stamp(slot)
-	}
-}
-
-func (s *Store) pinnedLocked(slot pool.Slot) bool {
-	return int(slot) < len(s.mu.pins) && s.mu.pins[slot] > 0
-}
-
-// dropLocked removes a resident or staged slot's key.
-func (s *Store) dropLocked(slot pool.Slot, why Reason) {
-	s.mu.drops++
-	k := s.mu.pool.KeyOf(slot)
-	s.mu.ghosts.add(&k, why)
-	s.mu.lru.Remove(uint32(slot))
-	s.trustLocked(slot)
-	s.mu.pool.Drop(slot)
-}
+// Files is the part of the pool that needs no lock. Remove its files before Close.
+func (s *Store) Files() pool.Files { return s.mu.pool }
 
 // Clear drops every chunk that nothing pins or holds, and with force every chunk
 // and every promise: memory that a worker may still touch comes back when its
@@ -236,28 +256,29 @@ func (s *Store) Clear(force bool) int {
 	if force {
 		s.giveBack(s.dropLeases())
 		n = s.dropHeld()
+		s.dropMoving()
 	}
-	left := s.Stats().EvictableObjs
-	for more := true; more && left > 0; left -= dropBatch {
-		var dropped int
-		dropped, more = s.dropOldest(min(dropBatch, left))
-		n += dropped
-	}
-	return n
+	return n + s.dropIdle()
 }
 
 // dropLeases ends the promises of all sessions.
 func (s *Store) dropLeases() (given []lease.Lease) {
 	s.lock()
 	defer s.unlock()
-	s.mu.leases.Each(func(sess *lease.Session) { given = append(given, sess.Drop()...) })
+	s.mu.leases.Each(func(sess *lease.Session) {
+		if st := LookupState(sess.State); st == Pending || st == Ready { // of nothing that is left
+			abandonLocked(sess)
+			sess.State = uint8(Ready)
+		}
+		given = append(given, sess.Drop()...)
+	})
 	return given
 }
 
 // dropHeld drops the keys of what transfers in progress hold.
 func (s *Store) dropHeld() (n int) {
 	for _, h := range s.inProgress() {
-		n += s.dropKeys(h, Cleared, pool.Staged, pool.Resident)
+		n += s.dropKeys(h, miss.Cleared, pool.Staged, pool.Resident)
 	}
 	s.lock()
 	defer s.unlock()
@@ -265,29 +286,14 @@ func (s *Store) dropHeld() (n int) {
 	return n
 }
 
-func (s *Store) inProgress() []*hold {
+func (s *Store) inProgress() []*hold.Hold {
 	s.lock()
 	defer s.unlock()
-	return s.mu.holds.which(func(h *hold) bool { return len(h.slots) > 0 })
+	return s.mu.holds.InProgress()
 }
 
-// dropOldest drops up to max chunks; more is false when no other is left.
-func (s *Store) dropOldest(max int) (n int, more bool) {
-	s.lock()
-	defer s.unlock()
-	defer func() { s.mu.n.Cleared += uint64(n) }()
-	for ; n < max; n++ {
-		slot, ok := s.mu.lru.Oldest()
-		if !ok {
-			return n, false
-		}
-		s.dropLocked(pool.Slot(slot), Cleared)
-	}
-	return n, true
-}
-
-// Expire ends sessions that are idle and holds whose quarantine is over. Its
-// owner calls it about once a second.
+// Expire ends sessions that are idle and holds whose quarantine is over. Run calls it
+// once a second.
 func (s *Store) Expire() {
 	now := time.Now()
 	for more := true; more; {
@@ -308,16 +314,8 @@ func (s *Store) expireSessions(now time.Time) (given []lease.Lease, more bool) {
 			return given, false
 		}
 		s.mu.n.SessionsExpired++
+		abandonLocked(sess)
 		given = append(given, sess.Drop()...)
 	}
 	return given, true
 }
-
-// PoolName returns the shared-memory name of the pool.
-func (s *Store) PoolName() string { return s.mu.pool.Name() }
-
-// PoolBytes returns the pool's size.
-func (s *Store) PoolBytes() int64 { return s.mu.pool.Bytes() }
-
-// NameLost reports whether somebody removed the pool's name.
-func (s *Store) NameLost() bool { return s.mu.pool.NameLost() }

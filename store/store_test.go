@@ -7,23 +7,29 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
-var one = store.Shard{Namespace: kv.Namespace{1}, World: 1}
+var one = objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: full}
 
-func transfer(worker int64, hashes []kv.Hash, from, to int, load bool) store.Transfer {
-	return store.Transfer{Instance: worker, Shard: one, From: from, To: to, Last: hashes[to-1], Load: load}
+// full are the groups of the tests' models.
+var full = objects.FullAttention(1, chunkBytes)
+
+func transfer(worker int64, hashes []kv.Hash, from, to int, load bool) hold.Transfer {
+	return hold.Transfer{Instance: worker, Shard: one, From: from, To: to, Last: hashes[to-1], Load: load}
 }
 
 // put stores chunks [from, to) and fails unless all want of them are taken.
 func (b *bench) put(request string, hashes []kv.Hash, from, to, want int) {
 	b.t.Helper()
 	tr := transfer(1, hashes, from, to, false)
-	var p store.Place
-	if _, err := b.store.Reserve(tr, []byte(request), hashes, chunkBytes, &p); err != nil || len(p.Offsets) != want {
+	var p store.Transfer
+	if _, err := b.store.BeginStore(tr, []byte(request), hashes, &p); err != nil || len(p.Offsets) != want {
 		b.t.Fatalf("Reserve took %d chunks, %v, want %d", len(p.Offsets), err, want)
 	}
 	for i, off := range p.Offsets {
@@ -36,7 +42,7 @@ func (b *bench) put(request string, hashes []kv.Hash, from, to, want int) {
 	}
 }
 
-func (b *bench) hit(hashes []kv.Hash) store.Looked {
+func (b *bench) hit(hashes []kv.Hash) store.LookupResult {
 	got := b.store.Lookup([]byte("probe"), one, store.Hashed(hashes), 1)
 	b.store.EndSession([]byte("probe"), lease.Owner{})
 	return got
@@ -49,14 +55,14 @@ func TestLongestPrefixAndTailsFirst(t *testing.T) {
 	defer b.stop()
 	long := prompt(1, 6)
 	b.put("a", long, 0, 6, 4)
-	if got := b.hit(long); got.Hit != 4 || got.Reason != store.NeverStored {
+	if got := b.hit(long); got.Hit != 4 || got.Why != miss.NeverStored {
 		t.Fatalf("%+v, want 4 chunks, then never stored", got)
 	}
 	b.put("a", long, 0, 6, 0) // the rest does not push out its own prefix
 	b.store.EndSession([]byte("a"), lease.Owner{})
 
 	b.put("b", prompt(2, 3), 1, 2, 1)
-	if got := b.hit(long); got.Hit != 3 || got.Reason != store.Evicted {
+	if got := b.hit(long); got.Hit != 3 || got.Why != miss.Evicted {
 		t.Fatalf("%+v, want the tail evicted", got)
 	}
 }
@@ -86,13 +92,13 @@ func TestEveryShard(t *testing.T) {
 	for shard := range 2 {
 		tr := transfer(1, h, 0, 3-shard, false) // the second shard keeps one chunk less
 		tr.Shard.World, tr.Shard.Index = 2, shard
-		var p store.Place
-		if _, err := b.store.Reserve(tr, []byte("a"), h, chunkBytes, &p); err != nil {
+		var p store.Transfer
+		if _, err := b.store.BeginStore(tr, []byte("a"), h, &p); err != nil {
 			t.Fatal(err)
 		}
 		b.store.CommitStore(tr, []byte("a"), h, true)
 	}
-	got := b.store.Lookup([]byte("x"), store.Shard{Namespace: one.Namespace, World: 2}, store.Hashed(h), 1)
+	got := b.store.Lookup([]byte("x"), objects.Shard{Namespace: one.Namespace, World: 2, Groups: full}, store.Hashed(h), 1)
 	if got.Hit != 2 || got.Shard != 1 {
 		t.Fatalf("%+v, want 2 chunks, missing in shard 1", got)
 	}
@@ -115,11 +121,11 @@ func TestDelayedWriter(t *testing.T) {
 		defer b.stop()
 		h := prompt(1, 1)
 		tr := transfer(7, h, 0, 1, false)
-		var late store.Place
-		if _, err := b.store.Reserve(tr, []byte("slow"), h, chunkBytes, &late); err != nil || len(late.Offsets) != 1 {
+		var late store.Transfer
+		if _, err := b.store.BeginStore(tr, []byte("slow"), h, &late); err != nil || len(late.Offsets) != 1 {
 			t.Fatalf("%v, %v", late, err)
 		}
-		if got := b.hit(h); got.Hit != 0 || got.Reason != store.BeingStored {
+		if got := b.hit(h); got.Hit != 0 || got.Why != miss.BeingStored {
 			t.Fatalf("an uncommitted chunk: %+v", got)
 		}
 		if n := b.store.Detach(7); n != 1 {
@@ -128,8 +134,8 @@ func TestDelayedWriter(t *testing.T) {
 		for n := range 6 { // eviction is active, the late slot stays out of it
 			b.put(fmt.Sprint("other", n), prompt(30+n, 2), 1, 2, 1)
 		}
-		var again store.Place
-		if _, err := b.store.Reserve(tr, []byte("slow"), h, chunkBytes, &again); err != nil || len(again.Offsets) != 1 || again.Offsets[0] == late.Offsets[0] {
+		var again store.Transfer
+		if _, err := b.store.BeginStore(tr, []byte("slow"), h, &again); err != nil || len(again.Offsets) != 1 || again.Offsets[0] == late.Offsets[0] {
 			t.Fatalf("again at %v, %v; the old one is at %v", again.Offsets, err, late.Offsets)
 		}
 		// The old copy ends now. Its commit must not publish the new slot.
@@ -160,11 +166,11 @@ func TestQuarantineEnds(t *testing.T) {
 		h := prompt(1, 2)
 		b.put("a", h, 0, 1, 1)
 		b.store.Lookup([]byte("r"), one, store.Hashed(h[:1]), 1)
-		var p store.Place
-		if why := b.store.Load([]byte("r"), transfer(7, h, 0, 1, true), h, &p); why != store.None {
+		var p store.Transfer
+		if why := b.store.BeginLoad([]byte("r"), transfer(7, h, 0, 1, true), h, &p); why != miss.None {
 			t.Fatal(why)
 		}
-		if _, err := b.store.Reserve(transfer(7, h, 1, 2, false), []byte("r"), h, chunkBytes, &p); err != nil {
+		if _, err := b.store.BeginStore(transfer(7, h, 1, 2, false), []byte("r"), h, &p); err != nil {
 			t.Fatal(err)
 		}
 		b.store.Detach(7)
@@ -190,11 +196,11 @@ func TestStrayCommit(t *testing.T) {
 	b.put("a", h, 0, 1, 1)
 	tr := transfer(7, h, 0, 1, true)
 	b.store.Lookup([]byte("r"), one, store.Hashed(h), 1)
-	var p store.Place
-	if why := b.store.Load([]byte("r"), tr, h, &p); why != store.None {
+	var p store.Transfer
+	if why := b.store.BeginLoad([]byte("r"), tr, h, &p); why != miss.None {
 		t.Fatal(why)
 	}
-	if why := b.store.Load([]byte("r"), tr, h, &p); why != store.NotPinned {
+	if why := b.store.BeginLoad([]byte("r"), tr, h, &p); why != miss.NotPinned {
 		t.Fatalf("second load: %v", why)
 	}
 	b.store.CommitLoad(tr, []byte("r")) // the refused one's: the first still reads
@@ -212,17 +218,17 @@ func TestReaders(t *testing.T) {
 	b.put("a", h, 0, 1, 1)
 	tr := transfer(7, h, 0, 1, true)
 	b.store.Lookup([]byte("r"), one, store.Hashed(h), 2)
-	var p store.Place
+	var p store.Transfer
 	for range 2 {
 		if b.store.Clear(false) != 0 {
 			t.Fatal("a pinned chunk was cleared")
 		}
-		if why := b.store.Load([]byte("r"), tr, h, &p); why != store.None {
+		if why := b.store.BeginLoad([]byte("r"), tr, h, &p); why != miss.None {
 			t.Fatal(why)
 		}
 		b.store.CommitLoad(tr, []byte("r"))
 	}
-	if why := b.store.Load([]byte("r"), tr, h, &p); why != store.NotPinned {
+	if why := b.store.BeginLoad([]byte("r"), tr, h, &p); why != miss.NotPinned {
 		t.Fatal(why)
 	}
 	b.store.CommitLoad(tr, []byte("r"))
@@ -241,7 +247,7 @@ func TestIdleSession(t *testing.T) {
 		b.store.Lookup([]byte("r"), one, store.Hashed(h), 1)
 		for range 3 {
 			time.Sleep(40 * time.Second)
-			b.store.TakeHit([]byte("r"), lease.Owner{})
+			b.store.Result([]byte("r"), lease.Owner{})
 			b.store.Expire()
 			if b.store.Clear(false) != 0 {
 				t.Fatal("the pin of a session in use was dropped")
@@ -265,7 +271,7 @@ func BenchmarkLookup(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		s.store.Lookup(session, one, store.Hashed(h), 1)
-		s.store.TakeHit(session, lease.Owner{})
+		s.store.Result(session, lease.Owner{})
 		s.store.FreePins(session, lease.Owner{}, 0, 128, 1)
 		s.store.EndSession(session, lease.Owner{})
 	}
@@ -277,8 +283,8 @@ func TestQuarantineOverRestarts(t *testing.T) {
 		b := newSumBench(t, 4)
 		defer func() { b.stop() }()
 		h := prompt(1, 3)
-		var p store.Place
-		if _, err := b.store.Reserve(transfer(7, h, 0, 3, false), []byte("r"), h, chunkBytes, &p); err != nil {
+		var p store.Transfer
+		if _, err := b.store.BeginStore(transfer(7, h, 0, 3, false), []byte("r"), h, &p); err != nil {
 			t.Fatal(err)
 		}
 		free := func() int64 { return b.store.Stats().FreeBytes / chunkBytes }

@@ -1,12 +1,10 @@
 package store
 
 import (
-	"runtime"
 	"sync"
-	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
@@ -18,22 +16,6 @@ import (
 // Bytes are read without the lock. That an object was still the same afterwards,
 // its slot's generation tells.
 
-// sums is what is to be computed and compared.
-type sums struct {
-	suspects []bool      // by slot: to be compared before it is served
-	order    []pool.Slot // of the suspects, the most recently used last
-	queue    []unsummed  // committed, without a checksum; oldest first
-}
-
-type unsummed struct {
-	slot       pool.Slot
-	generation uint32
-	due        time.Time
-}
-
-// maxUnsummed bounds the queue. Beyond it chunks stay without a checksum.
-const maxUnsummed = 1 << 20
-
 // sumTask is an object at one moment.
 type sumTask struct {
 	slot       pool.Slot
@@ -41,7 +23,7 @@ type sumTask struct {
 	offset     int64
 	length     int64
 	want       uint64
-	compare    bool
+	flight     *flight // of what is compared; nil for what is computed
 	got        uint64
 	err        error
 }
@@ -54,39 +36,32 @@ func (s *Store) taskLocked(slot pool.Slot) sumTask {
 	return sumTask{slot: slot, generation: p.Generation(slot), offset: p.Offset(slot), length: p.Length(slot)}
 }
 
-// suspectLocked notes that a restored object is to be compared first.
-func (s *Store) suspectLocked(slot pool.Slot) {
-	for int(slot) >= len(s.mu.sums.suspects) {
-		s.mu.sums.suspects = append(s.mu.sums.suspects, false)
-	}
-	s.mu.sums.suspects[slot] = true
-	s.mu.sums.order = append(s.mu.sums.order, slot)
-	s.suspects.Add(1)
-}
+func (s *Store) suspectedLocked(slot pool.Slot) bool { return s.mu.sums.Suspected(uint32(slot)) }
 
-func (s *Store) suspectedLocked(slot pool.Slot) bool {
-	return int(slot) < len(s.mu.sums.suspects) && s.mu.sums.suspects[slot]
-}
-
-func (s *Store) trustLocked(slot pool.Slot) {
-	if s.suspectedLocked(slot) {
-		s.mu.sums.suspects[slot] = false
-		s.suspects.Add(-1)
-	}
-}
-
-// unsummedLocked queues a committed object.
+// unsummedLocked has a committed object written below, and get a checksum.
 func (s *Store) unsummedLocked(slot pool.Slot) {
-	if !s.opts.Checksums || len(s.mu.sums.queue) >= maxUnsummed {
-		return
+	s.offerNewLocked(slot)
+	if s.opts.ChecksumRate > 0 {
+		s.mu.sums.Sum(uint32(slot), s.mu.pool.Generation(slot), time.Now().Add(s.opts.SumAfter))
 	}
-	s.mu.sums.queue = append(s.mu.sums.queue, unsummed{slot, s.mu.pool.Generation(slot), time.Now().Add(s.opts.SumAfter)})
 }
 
-// SumNext compares or computes one object's checksum and returns the bytes read,
-// 0 when there is nothing to do yet. Its owner calls it in the background.
-func (s *Store) SumNext() int64 {
-	t, p, ok := s.nextSum()
+// sumNext compares or computes one object's checksum and returns the bytes read,
+// 0 when there is nothing to do yet.
+func (s *Store) sumNext() int64 {
+	return s.sum((*Store).nextSumLocked)
+}
+
+// flyNext compares one object that somebody waits for; false when there is none.
+func (s *Store) flyNext() bool {
+	return s.sum((*Store).nextCompareLocked) > 0
+}
+
+// sum does one task and returns the bytes read, 0 when there is none.
+func (s *Store) sum(next func(*Store) (sumTask, bool)) int64 {
+	s.readers <- struct{}{}
+	defer func() { <-s.readers }()
+	t, p, ok := s.begun(next)
 	if !ok {
 		return 0
 	}
@@ -97,39 +72,54 @@ func (s *Store) SumNext() int64 {
 	return max(t.length, 1)
 }
 
-func (s *Store) nextSum() (sumTask, *pool.Pool, bool) {
+func (s *Store) begun(next func(*Store) (sumTask, bool)) (sumTask, *pool.Pool, bool) {
 	s.lock()
 	defer s.unlock()
-	t, ok := s.nextSumLocked()
+	if s.mu.closed {
+		return sumTask{}, nil, false
+	}
+	t, ok := next(s)
 	return t, s.mu.pool, ok
 }
 
+// nextSumLocked prefers what somebody waits for, and then the suspects that were used
+// last.
 func (s *Store) nextSumLocked() (sumTask, bool) {
-	q := &s.mu.sums
-	for !s.mu.closed && len(q.order) > 0 {
-		slot := q.order[len(q.order)-1]
-		q.order = q.order[:len(q.order)-1]
-		if s.suspectedLocked(slot) {
-			return s.compareLocked(slot), true
+	if t, ok := s.nextCompareLocked(); ok {
+		return t, true
+	}
+	flies := func(slot uint32) bool { return s.mu.flights.of[pool.Slot(slot)] != nil }
+	if slot, ok := s.mu.sums.NextSuspect(flies); ok {
+		fl := s.newFlightLocked(pool.Slot(slot))
+		fl.begun = true
+		return s.compareLocked(fl), true
+	}
+	for now := time.Now(); ; {
+		slot, generation, ok := s.mu.sums.NextDue(now)
+		if !ok {
+			return sumTask{}, false
+		}
+		if !s.sameLocked(pool.Slot(slot), generation) {
+			continue
+		}
+		if _, ok := s.mu.pool.Sum(pool.Slot(slot)); !ok { // else whoever wrote it below computed it
+			return s.taskLocked(pool.Slot(slot)), true
 		}
 	}
-	for !s.mu.closed && len(q.queue) > 0 {
-		u := q.queue[0]
-		if time.Now().Before(u.due) {
-			break
-		}
-		q.queue = q.queue[1:]
-		if s.sameLocked(u.slot, u.generation) {
-			return s.taskLocked(u.slot), true
-		}
-	}
-	return sumTask{}, false
 }
 
-func (s *Store) compareLocked(slot pool.Slot) sumTask {
-	t := s.taskLocked(slot)
-	t.compare = true
-	t.want, _ = s.mu.pool.Sum(slot)
+func (s *Store) nextCompareLocked() (sumTask, bool) {
+	fl := s.nextWantedLocked()
+	if fl == nil {
+		return sumTask{}, false
+	}
+	return s.compareLocked(fl), true
+}
+
+func (s *Store) compareLocked(fl *flight) sumTask {
+	t := s.taskLocked(fl.slot)
+	t.flight = fl
+	t.want, _ = s.mu.pool.Sum(fl.slot)
 	return t
 }
 
@@ -144,82 +134,35 @@ func (s *Store) sameLocked(slot pool.Slot, generation uint32) bool {
 	return !s.mu.closed && s.mu.pool.StateOf(slot) == pool.Resident && s.mu.pool.Generation(slot) == generation
 }
 
-// summedLocked settles what was read.
+// summedLocked settles what was read. Of what was evicted meanwhile it means nothing.
 func (s *Store) summedLocked(t *sumTask) {
-	if !s.sameLocked(t.slot, t.generation) {
-		return // evicted meanwhile: what was read means nothing
+	same := s.sameLocked(t.slot, t.generation)
+	if t.flight != nil {
+		s.mu.n.ComparedBytes += uint64(t.length)
 	}
 	switch {
-	case !t.compare && t.err == nil:
+	case s.mu.closed:
+	case t.flight != nil:
+		s.landFlightLocked(t.flight, same && s.comparedLocked(t))
+	case same && t.err == nil && s.mu.pool.Below(t.slot) == 0:
 		s.mu.pool.SetSum(t.slot, t.got)
 		s.mu.n.SummedChunks++
-	case t.compare && s.suspectedLocked(t.slot):
-		if t.err == nil && t.got == t.want {
-			s.trustLocked(t.slot)
-			s.mu.n.VerifiedChunks++
-			return
-		}
-		s.mu.n.CorruptChunks++
-		s.dropLocked(t.slot, Corrupt)
 	}
 }
 
-// verify compares what a lookup of hashes would otherwise not serve.
-func (s *Store) verify(sh Shard, hashes []kv.Hash) {
-	if s.suspects.Load() == 0 {
-		return
+// comparedLocked reports whether an object may be served from now on. One that differs
+// is dropped.
+func (s *Store) comparedLocked(t *sumTask) bool {
+	switch {
+	case !s.suspectedLocked(t.slot):
+		return true
+	case t.err == nil && t.got == t.want:
+		s.mu.sums.Trust(uint32(t.slot))
+		s.mu.n.VerifiedChunks++
+		s.offerNewLocked(t.slot)
+		return true
 	}
-	tasks, p := s.suspectsOf(sh, hashes)
-	if len(tasks) == 0 {
-		return
-	}
-	var next atomic.Int64
-	work := func() {
-		for i := next.Add(1) - 1; i < int64(len(tasks)); i = next.Add(1) - 1 {
-			tasks[i].read(p)
-		}
-	}
-	var wg sync.WaitGroup
-	for range min(runtime.GOMAXPROCS(0), len(tasks)) - 1 {
-		wg.Go(work)
-	}
-	work()
-	wg.Wait()
-	s.lock()
-	defer s.unlock()
-	for i := range tasks {
-		s.summedLocked(&tasks[i])
-	}
-}
-
-func (s *Store) suspectsOf(sh Shard, hashes []kv.Hash) ([]sumTask, *pool.Pool) {
-	s.lock()
-	defer s.unlock()
-	return s.suspectsOfLocked(sh, hashes), s.mu.pool
-}
-
-// suspectsOfLocked lists the suspects of a prompt up to the first chunk that is
-// not kept at all.
-func (s *Store) suspectsOfLocked(sh Shard, hashes []kv.Hash) (tasks []sumTask) {
-	var k pool.Key
-	for _, full := range []bool{true, false} {
-		for row := range sh.Groups.Len() * sh.World {
-			g := row / sh.World
-			if s.mu.closed || sh.Groups.full(g) != full {
-				continue
-			}
-			for c, h := range hashes {
-				sh.key(&k, row%sh.World, g, h)
-				slot, st := s.mu.pool.Find(&k)
-				if st != pool.Resident && full {
-					hashes = hashes[:c]
-					break
-				}
-				if st == pool.Resident && s.suspectedLocked(slot) {
-					tasks = append(tasks, s.compareLocked(slot))
-				}
-			}
-		}
-	}
-	return tasks
+	s.mu.n.CorruptChunks++
+	s.dropLocked(t.slot, miss.Corrupt)
+	return false
 }

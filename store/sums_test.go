@@ -2,12 +2,15 @@ package store_test
 
 import (
 	"bytes"
+	"context"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -19,7 +22,7 @@ type sumBench struct {
 
 func newSumBench(t *testing.T, chunks int) *sumBench {
 	b := &sumBench{dir: t.TempDir()}
-	b.bench = newBench(t, b.dir, chunks, store.Options{Checksums: true, SumAfter: -1})
+	b.bench = newBench(t, b.dir, chunks, store.Options{ChecksumRate: 1 << 40, SumAtOnce: true})
 	return b
 }
 
@@ -32,9 +35,9 @@ func (b *sumBench) restart(t *testing.T, chunks int) {
 // put stores what is missing of h and returns the offsets.
 func (b *sumBench) put(t *testing.T, h []kv.Hash) []int64 {
 	t.Helper()
-	var p store.Place
+	var p store.Transfer
 	tr := transfer(7, h, 0, len(h), false)
-	if _, err := b.store.Reserve(tr, []byte("p"), h, chunkBytes, &p); err != nil {
+	if _, err := b.store.BeginStore(tr, []byte("p"), h, &p); err != nil {
 		t.Fatal(p, err)
 	}
 	for i, off := range p.Offsets {
@@ -44,6 +47,31 @@ func (b *sumBench) put(t *testing.T, h []kv.Hash) []int64 {
 		t.Fatalf("%+v", got)
 	}
 	return p.Offsets
+}
+
+// look is a lookup whose result is waited for.
+func (b *bench) look(t tb, session string, sh objects.Shard, h []kv.Hash) store.LookupResult {
+	t.Helper()
+	got := b.store.Lookup([]byte(session), sh, store.Hashed(h), 1)
+	if got.State == store.Pending {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		defer b.run()()
+		return b.store.Await(ctx, []byte(session), lease.Owner{})
+	}
+	b.store.Result([]byte(session), lease.Owner{})
+	return got
+}
+
+// run does the background work until the returned function is called.
+func (b *bench) run() (end func()) {
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		b.store.Run(ctx)
+	}()
+	return func() { cancel(); <-ended }
 }
 
 func (b *sumBench) sumAll() (n int) {
@@ -70,12 +98,12 @@ func TestCorruptAfterRestart(t *testing.T) {
 				t.Fatalf("%d compared", n)
 			}
 		}
-		got := b.store.Lookup([]byte("r"), one, store.Hashed(h), 1)
-		if got.Hit != 3 || got.Reason != store.Corrupt {
-			t.Errorf("background %v: hit %d, %v", background, got.Hit, got.Reason)
+		got := b.look(t, "r", one, h)
+		if got.Hit != 3 || got.Why != miss.Corrupt {
+			t.Errorf("background %v: hit %d, %v", background, got.Hit, got.Why)
 		}
-		var p store.Place
-		if why := b.store.Load([]byte("r"), transfer(7, h, 0, 3, true), h, &p); why != store.None {
+		var p store.Transfer
+		if why := b.store.BeginLoad([]byte("r"), transfer(7, h, 0, 3, true), h, &p); why != miss.None {
 			t.Fatal(why)
 		}
 		for i, off := range p.Offsets {
@@ -105,7 +133,7 @@ func TestNoChecksum(t *testing.T) {
 	b.at(offs[2])[0] ^= 1
 	b.restart(t, 4)
 	if got := b.store.Lookup([]byte("r"), one, store.Hashed(c), 1); got.Hit != 4 {
-		t.Errorf("hit %d, %v", got.Hit, got.Reason)
+		t.Errorf("hit %d, %v", got.Hit, got.Why)
 	}
 	if st := b.store.Stats(); st.VerifiedChunks != 0 || st.CorruptChunks != 0 {
 		t.Errorf("%+v", st)
@@ -128,8 +156,8 @@ func TestEvictedBeforeSum(t *testing.T) {
 	if n := b.sumAll(); n != 4 {
 		t.Errorf("%d after the restart, want the 4 new ones", n)
 	}
-	if got := b.store.Lookup([]byte("r"), one, store.Hashed(a), 1); got.Hit != 4 {
-		t.Errorf("hit %d, %v", got.Hit, got.Reason)
+	if got := b.look(t, "r", one, a); got.Hit != 4 {
+		t.Errorf("hit %d, %v", got.Hit, got.Why)
 	}
 	if st := b.store.Stats(); st.CorruptChunks != 0 || st.VerifiedChunks != 0 {
 		t.Errorf("%+v", st)
@@ -161,14 +189,14 @@ func TestSumsConcurrent(t *testing.T) {
 	}()
 	for i := range 200 {
 		h := prompt(i%30, 5)
-		got := b.store.Lookup([]byte("r"), one, store.Hashed(h), 1)
+		got := b.look(t, "r", one, h)
 		if got.Hit < 5 {
 			b.store.EndSession([]byte("r"), lease.Owner{})
 			b.put(t, h)
 			continue
 		}
-		var p store.Place
-		if why := b.store.Load([]byte("r"), transfer(7, h, 0, 5, true), h, &p); why != store.None {
+		var p store.Transfer
+		if why := b.store.BeginLoad([]byte("r"), transfer(7, h, 0, 5, true), h, &p); why != miss.None {
 			t.Fatal(why)
 		}
 		for j, off := range p.Offsets {
@@ -189,7 +217,7 @@ func TestSumsConcurrent(t *testing.T) {
 // Chunks that do not live long cost no checksum.
 func TestSumAfter(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := &sumBench{bench: newBench(t, t.TempDir(), 8, store.Options{Checksums: true, SumAfter: time.Minute})}
+		b := &sumBench{bench: newBench(t, t.TempDir(), 8, store.Options{ChecksumRate: 1 << 40, SumAfter: time.Minute})}
 		defer b.stop()
 		b.put(t, prompt(1, 4))
 		if n := b.sumAll(); n != 0 {

@@ -3,17 +3,13 @@ package store
 import (
 	"errors"
 
+	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
-// Place is where chunks are in the pool.
-type Place struct {
-	Offsets []int64 // bytes from the pool's start
-	Indices []int   // Reserve only: position of each chunk in the range
-}
-
-// Reserved is the outcome of Reserve besides the places.
+// Reserved is the outcome of BeginStore besides the places.
 type Reserved struct {
 	Cached  int  // chunks already resident
 	Staged  int  // chunks being stored by somebody else
@@ -33,46 +29,13 @@ type object struct {
 	bytes        int64
 }
 
-// Reserve takes places of chunkBytes each for the chunks hashes[name.From:name.To]
-// of one shard that are not yet kept, evicting the least recently used where
-// needed. What does not fit, or passes the worker's share, is left out from the
-// end, so that the longest prefix is kept. With any place taken, the worker
-// name.Instance holds them until CommitStore.
-func (s *Store) Reserve(name Transfer, requestID []byte, hashes []kv.Hash, chunkBytes int64, p *Place) (Reserved, error) {
-	p.Offsets, p.Indices = p.Offsets[:0], p.Indices[:0]
-	st := stage{
-		store: s, name: name, by: pool.Writer{Name: nameHash(name, requestID)}, hashes: hashes,
-		bytes: func(int) int64 { return chunkBytes },
-	}
-	if !st.run() {
-		return st.out, ErrBusy
-	}
-	for _, o := range st.taken {
-		p.Offsets = append(p.Offsets, o.offset)
-		p.Indices = append(p.Indices, o.chunk)
-	}
-	if len(st.taken) == 0 {
-		return st.out, nil
-	}
-	h := s.newHold(name, requestID, st.taken)
-	s.lock()
-	defer s.unlock()
-	if s.mu.closed {
-		return st.out, ErrBusy
-	}
-	s.mu.holds.count(&name, -st.counted) // the hold counts
-	s.mu.holds.add(h)
-	return st.out, nil
-}
-
 // stage takes places for what is missing of a range, chunk by chunk in all groups,
 // a batch at a time.
 type stage struct {
 	store  *Store
-	name   Transfer
+	name   hold.Transfer
 	by     pool.Writer // for a later server
 	hashes []kv.Hash
-	bytes  func(group int) int64
 	skip   func(group, chunk int) bool // may be nil
 
 	guard prefixGuard
@@ -95,16 +58,15 @@ const stageBatch = 256
 
 // run reports false when too many transfers are in progress.
 func (st *stage) run() bool {
+	st.store.provide(st.name.To-st.name.From, st.name.Shard.Groups)
 	st.guard = prefixGuard{store: st.store, shard: st.name.Shard, hashes: st.hashes[:st.name.To], by: st.name.By}
 	if !st.begin() {
 		st.out.NoRoom = st.name.To - st.name.From
 		return false
 	}
 	defer st.end()
-	for from := st.name.From; from < st.name.To; from += stageBatch {
-		if !st.some(from, min(from+stageBatch, st.name.To)) {
-			break
-		}
+	for from, more := st.name.From, true; more && from < st.name.To; {
+		from, more = st.some(from, min(from+stageBatch, st.name.To))
 	}
 	return true
 }
@@ -113,12 +75,11 @@ func (st *stage) begin() bool {
 	s := st.store
 	s.lock()
 	defer s.unlock()
-	if s.busyLocked(&st.name) {
+	if s.busyLocked(st.name.By) {
 		return false
 	}
-	s.mu.holds.last++ // tells two transfers of one name apart that are staged at the same time
-	if st.by.Name != 0 {
-		st.by.Number = uint32(s.mu.holds.last)
+	if st.by.Name != 0 { // the number tells two transfers of one name apart that are staged at the same time
+		st.by.Number = uint32(s.mu.holds.Number())
 	}
 	return true
 }
@@ -132,9 +93,10 @@ func (st *stage) sharesLocked() {
 		st.limit, st.first = bytes, bytes
 		return
 	}
-	worker, peer := s.mu.holds.staged[st.name.Instance]-st.counted, s.mu.holds.stagedBy[st.name.By]-st.counted
+	worker, peer := s.mu.holds.StagedBy(&st.name)
+	worker, peer = worker-st.counted, peer-st.counted
 	st.most = bytes - peer
-	if rest := bytes / 8; rest >= 8*st.bytes(0) {
+	if rest := bytes / 8; rest >= 8*st.name.Shard.Groups.Bytes(0) {
 		st.most -= rest // for others
 	}
 	st.first = int64(float64(bytes)*s.opts.PeerShare) - peer
@@ -150,7 +112,7 @@ func (st *stage) sharesLocked() {
 // countLocked has what is staged so far count as the worker's.
 func (st *stage) countLocked() {
 	if st.by.Name != 0 {
-		st.store.mu.holds.count(&st.name, st.used-st.counted)
+		st.store.mu.holds.Count(&st.name, st.used-st.counted)
 		st.counted = st.used
 	}
 }
@@ -163,40 +125,47 @@ func (st *stage) end() {
 	}
 }
 
-// some stages the chunks [from, to). It reports false at the first one for which
-// there is no room.
-func (st *stage) some(from, to int) bool {
+// some stages the chunks [from, to), and returns which is next; more is false once
+// there is no room for one.
+func (st *stage) some(from, to int) (next int, more bool) {
 	s := st.store
 	s.lock()
 	defer s.unlock()
 	st.sharesLocked()
 	defer st.countLocked()
 	for c := from; c < to; c++ {
-		if s.mu.closed || len(st.taken) >= maxTransfer || !st.chunkLocked(c) {
+		err := pool.ErrFull
+		if !s.mu.closed && len(st.taken) < maxTransfer {
+			err = st.chunkLocked(c)
+		}
+		switch {
+		case errors.Is(err, errAgain):
+			return c, true
+		case err != nil:
 			st.out.NoRoom = st.name.To - c
 			s.mu.n.AllocationFailures++
-			return false
+			return c, false
 		}
 	}
-	return true
+	return to, true
 }
 
-// chunkLocked stages chunk c in all groups, or in none.
-func (st *stage) chunkLocked(c int) bool {
+// chunkLocked stages chunk c in all groups, or in none. Errors: pool.ErrFull, errAgain.
+func (st *stage) chunkLocked(c int) error {
 	s, groups := st.store, st.name.Shard.Groups
-	var k pool.Key
+	var k kv.Key
 	before, used, staged, skipped := len(st.taken), st.used, false, 0
 	for g := range groups.Len() {
 		if st.skip != nil && st.skip(g, c-st.name.From) {
 			skipped++
 			continue
 		}
-		st.name.Shard.key(&k, st.name.Shard.Index, g, st.hashes[c])
+		st.name.Shard.Key(&k, st.name.Shard.Index, g, st.hashes[c])
 		if _, kept := s.mu.pool.Find(&k); kept != pool.Free {
 			staged = staged || kept != pool.Resident
 			continue
 		}
-		n := st.bytes(g)
+		n := groups.Bytes(g)
 		st.used += s.mu.pool.Round(n)
 		var err error
 		var slot pool.Slot
@@ -212,12 +181,13 @@ func (st *stage) chunkLocked(c int) bool {
 		default:
 			err = pool.ErrFull
 		}
-		st.out.Share = st.out.Share || err != nil && st.used > limit
+		st.out.Share = st.out.Share || errors.Is(err, pool.ErrFull) && st.used > limit
 		if err != nil {
 			s.unstageLocked(st.taken[before:])
 			st.taken, st.used = st.taken[:before], used
-			return false
+			return err
 		}
+		s.continuesLocked(slot, &k, st.hashes, c)
 		st.taken = append(st.taken, object{slot, c - st.name.From, g, s.mu.pool.Offset(slot), n})
 	}
 	switch {
@@ -229,12 +199,17 @@ func (st *stage) chunkLocked(c int) bool {
 	default:
 		st.out.Cached++
 	}
-	return true
+	return nil
 }
+
+// busyLocked reports whether a transfer must be declined because too many are in
+// progress.
+func (s *Store) busyLocked(by string) bool { return s.mu.closed || !s.mu.holds.MayBegin(by) }
 
 // unstageLocked gives back places that nobody was told about.
 func (s *Store) unstageLocked(objects []object) {
 	for _, o := range objects {
+		*s.mu.parents.At(int(o.slot)) = 0
 		s.mu.pool.Drop(o.slot)
 		s.mu.pool.Unhold(o.slot)
 	}
@@ -243,8 +218,9 @@ func (s *Store) unstageLocked(objects []object) {
 // mostFreed is how many times its length may be evicted for a chunk that finds no place.
 const mostFreed = 16
 
-// reserveLocked stages one chunk, evicting as long as that helps.
-func (s *Store) reserveLocked(k *pool.Key, n int64, by pool.Writer, guard *prefixGuard) (pool.Slot, error) {
+// reserveLocked stages one chunk, evicting as long as that helps. Errors: pool.ErrFull,
+// errAgain.
+func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixGuard) (pool.Slot, error) {
 	freed, search, asked := int64(0), 2*n, false
 	for {
 		slot, err := s.mu.pool.Reserve(k, n, by)
@@ -260,17 +236,20 @@ func (s *Store) reserveLocked(k *pool.Key, n int64, by pool.Writer, guard *prefi
 			}
 			search *= 2
 		}
-		victim, ok := s.mu.lru.Oldest()
-		if !ok && !asked {
+		victim, ok, more := s.victimLocked()
+		if !ok && !more && !asked {
 			asked = true
 			s.giveUpLocked(guard.by)
-			victim, ok = s.mu.lru.Oldest()
+			victim, ok, more = s.victimLocked()
+		}
+		if more {
+			return 0, errAgain
 		}
 		if !ok || search > mostFreed*n || freed == 0 && s.hopelessLocked(victim, n) {
 			return 0, err
 		}
-		freed += s.mu.pool.Round(s.mu.pool.Length(pool.Slot(victim)))
-		s.evictLocked(pool.Slot(victim))
+		freed += s.mu.pool.Round(s.mu.pool.Length(victim))
+		s.evictLocked(victim)
 	}
 }
 
@@ -285,12 +264,12 @@ func (s *Store) giveUpLocked(by string) {
 
 // hopelessLocked reports whether no eviction makes room for n bytes: between what is
 // pinned or held there is too little. It is called with the first victim.
-func (s *Store) hopelessLocked(victim uint32, n int64) bool {
-	if s.mu.pool.Length(pool.Slot(victim)) >= n {
+func (s *Store) hopelessLocked(victim pool.Slot, n int64) bool {
+	if s.mu.pool.Length(victim) >= n {
 		return false
 	}
-	run, all := s.runLocked(n, 1)
-	return all && run.bytes < 0
+	run, all := s.mu.pool.CheapestRun(n, 1, s.mu.policy.Ascend, s.busy)
+	return all && run.Bytes < 0
 }
 
 // prefixGuard keeps a request from evicting its own leading chunks to make room
@@ -299,11 +278,11 @@ func (s *Store) hopelessLocked(victim uint32, n int64) bool {
 // evicted.
 type prefixGuard struct {
 	store  *Store
-	shard  Shard
+	shard  objects.Shard
 	hashes []kv.Hash
 	by     string // Transfer.By
 	on     bool
-	pinned []pool.Slot
+	kept   []pool.Slot
 }
 
 // protect reports whether it may have made room.
@@ -314,13 +293,13 @@ func (g *prefixGuard) protect() bool {
 	g.on = true
 	evicted := g.store.mu.n.EvictedChunks
 	g.store.dropDeadLocked(g.shard, g.hashes)
-	var k pool.Key
+	var k kv.Key
 	for _, h := range g.hashes {
 		for group := range g.shard.Groups.Len() {
-			g.shard.key(&k, g.shard.Index, group, h)
-			if slot, st := g.store.mu.pool.Find(&k); st == pool.Resident && g.store.mu.lru.Has(uint32(slot)) {
-				g.store.mu.lru.Remove(uint32(slot))
-				g.pinned = append(g.pinned, slot)
+			g.shard.Key(&k, g.shard.Index, group, h)
+			if slot, st := g.store.mu.pool.Find(&k); st == pool.Resident && !g.store.keptLocked(slot) {
+				g.store.keepLocked(slot)
+				g.kept = append(g.kept, slot)
 			}
 		}
 	}
@@ -328,8 +307,8 @@ func (g *prefixGuard) protect() bool {
 }
 
 func (g *prefixGuard) release() {
-	for i := len(g.pinned) - 1; i >= 0; i-- {
-		g.store.touchLocked(g.pinned[i])
+	for i := len(g.kept) - 1; i >= 0; i-- {
+		g.store.letGoLocked(g.kept[i])
 	}
 }
 
@@ -340,14 +319,14 @@ type Committed struct {
 	Late   bool // the worker had been detached, or was too slow: nothing is made visible
 }
 
-// CommitStore ends the transfer that Reserve began. With ok its chunks become
+// CommitStore ends the transfer that BeginStore began. With ok its chunks become
 // visible, unless the worker was detached in between. hashes are those of the
 // prompt, at least the first name.To: the chunks before the range become more
 // recently used than those in it, so that tails are evicted before heads.
 //
 // While the same worker has several transfers of one name and request in
 // progress, commits end none of them before the last one came.
-func (s *Store) CommitStore(name Transfer, requestID []byte, hashes []kv.Hash, ok bool) Committed {
+func (s *Store) CommitStore(name hold.Transfer, requestID []byte, hashes []kv.Hash, ok bool) Committed {
 	out := s.committed(name, requestID, ok)
 	if out.Chunks > 0 {
 		s.touchHeads(name, hashes)
@@ -356,62 +335,70 @@ func (s *Store) CommitStore(name Transfer, requestID []byte, hashes []kv.Hash, o
 }
 
 // committed ends what a commit ends.
-func (s *Store) committed(name Transfer, requestID []byte, ok bool) Committed {
+func (s *Store) committed(name hold.Transfer, requestID []byte, ok bool) Committed {
 	ended, out := s.commit(name, requestID)
 	for _, h := range ended {
-		out.Chunks += s.end(h, ok && !h.late())
+		n := s.end(h, ok && !h.Late())
+		out.Chunks += n
+		s.computed(h, n)
 	}
 	out.Late = out.Late && out.Chunks == 0
 	return out
 }
 
+// computed lets the estimate know what a request has computed and stored.
+func (s *Store) computed(h *hold.Hold, objects int) {
+	if s.below != nil && objects > 0 {
+		s.rates.Stored([]byte(h.RequestID), h.Bytes*int64(objects)/int64(len(h.Slots)))
+	}
+}
+
 // commit takes out of the table what a commit ends.
-func (s *Store) commit(name Transfer, requestID []byte) ([]*hold, Committed) {
+func (s *Store) commit(name hold.Transfer, requestID []byte) ([]*hold.Hold, Committed) {
 	s.lock()
 	defer s.unlock()
-	ended, out := s.mu.holds.commit(name, requestID)
+	ended, found, late := s.mu.holds.Commit(name, requestID)
 	for _, h := range ended {
-		s.mu.holds.remove(h)
 		s.countEndLocked(h)
 	}
-	return ended, out
+	return ended, Committed{Found: found, Late: late}
 }
 
 // countEndLocked counts the end of a transfer.
-func (s *Store) countEndLocked(h *hold) {
+func (s *Store) countEndLocked(h *hold.Hold) {
 	switch {
-	case h.transfer.Load && !h.orphan:
-		s.mu.n.LoadedChunks += uint64(len(h.slots))
-		s.mu.n.LoadedBytes += uint64(h.bytes)
-	case !h.transfer.Load && h.late():
+	case h.Transfer.Load && !h.Orphan():
+		s.mu.n.LoadedChunks += uint64(len(h.Slots))
+		s.mu.n.LoadedBytes += uint64(h.Bytes)
+	case !h.Transfer.Load && h.Late():
 		s.mu.n.LateCommits++
 	}
 }
 
 // touchHeads makes what the chunks before name's range need of a shard the most
 // recently used, the first one last.
-func (s *Store) touchHeads(name Transfer, hashes []kv.Hash) {
+func (s *Store) touchHeads(name hold.Transfer, hashes []kv.Hash) {
 	columns := max(1, batch/name.Shard.Groups.Len())
 	for to := name.From; to > 0; to -= columns {
 		s.touchSome(name, hashes, max(0, to-columns), to)
 	}
 }
 
-func (s *Store) touchSome(name Transfer, hashes []kv.Hash, from, to int) {
+func (s *Store) touchSome(name hold.Transfer, hashes []kv.Hash, from, to int) {
 	s.lock()
 	defer s.unlock()
 	if s.mu.closed {
 		return
 	}
-	var k pool.Key
+	var k kv.Key
 	for i := to - 1; i >= from; i-- {
 		for g := range name.Shard.Groups.Len() {
 			if i < name.Shard.Groups.Need(g, 0, name.From).Start {
 				continue
 			}
-			name.Shard.key(&k, name.Shard.Index, g, hashes[i])
+			name.Shard.Key(&k, name.Shard.Index, g, hashes[i])
 			if slot, ok := s.residentLocked(&k); ok {
-				s.touchLocked(slot)
+				s.useLocked(slot)
 			}
 		}
 	}

@@ -2,9 +2,10 @@ package transfer
 
 import "sync"
 
-// arrivals is what writes without acknowledgement have brought. Their sender says
-// that it is done when the bytes have left it, so whoever wants to rely on them must
-// look here. Acknowledged writes are in memory before their sender hears so.
+// arrivals records the bytes of writes without acknowledgement, and in watched regions
+// of all writes. An engine that does not wait for acknowledgements reports success when
+// the bytes have left it, so a receiver must check here that they came. Acknowledged
+// writes are in memory before their sender reports success.
 type arrivals struct {
 	sync.Mutex         // a leaf
 	begun      bool    // one has begun, whether or not it ended
@@ -13,7 +14,7 @@ type arrivals struct {
 	merged     int
 }
 
-// began notes that a write into the region begins.
+// began records that a write into the region begins.
 func (r *Region) began(acked bool) {
 	if acked {
 		return
@@ -27,7 +28,7 @@ func (r *Region) began(acked bool) {
 	}
 }
 
-// wrote notes that a write has ended: all its bytes are in memory.
+// wrote records that a write has ended: all its bytes are in memory.
 func (r *Region) wrote(at Range, acked bool) {
 	a := &r.arrived
 	if acked {
@@ -37,7 +38,9 @@ func (r *Region) wrote(at Range, acked bool) {
 			a.Unlock()
 			r.table.signal()
 		}
-		return
+		if !r.watched.Load() {
+			return
+		}
 	}
 	a.Lock()
 	a.list = append(a.list, at)
@@ -53,6 +56,10 @@ func (a *arrivals) mergeLocked() {
 	a.merged = len(a.list)
 }
 
+// Watch makes Unwritten count acknowledged writes into the region too, from now on. It
+// serves receivers whose peer may report success without a write.
+func (r *Region) Watch() { r.watched.Store(true) }
+
 // signal wakes those that wait for a write.
 func (t *Table) signal() {
 	if t.waiters.Load() == 0 {
@@ -66,14 +73,14 @@ func (t *Table) signal() {
 	}
 }
 
-// Confirmation says how the writes into regions so far were confirmed.
+// Confirmation tells how the writes into regions so far were confirmed.
 type Confirmation int
 
 // The kinds of Confirmation.
 const (
-	NoWrites    Confirmation = iota // none has come
-	Confirmed                       // with acknowledgement, all of them
-	Unconfirmed                     // some without: the sender's word means little
+	NoWrites    Confirmation = iota // no write has come
+	Confirmed                       // all had acknowledgements
+	Unconfirmed                     // some had none: the sender's success proves nothing
 )
 
 // Confirmation returns how the writes into regions of the table were confirmed.
@@ -93,9 +100,10 @@ func (t *Table) Confirmation(regions ...*Region) Confirmation {
 	return c
 }
 
-// Unwritten returns how many bytes of the ranges no write without acknowledgement has
-// filled since they were forgotten, and a channel that is closed at the next such
-// write, and when Confirmation may change. Call stop when the channel is not needed any more.
+// Unwritten returns how many bytes of the ranges no counted write has filled since
+// Forget, and a channel that closes at the next such write and when Confirmation may
+// change. It counts writes without acknowledgement, and all writes into watched regions.
+// Call stop when the channel is not needed any more.
 func (t *Table) Unwritten(ranges ...Range) (n uint64, next <-chan struct{}, stop func()) {
 	t.waiters.Add(1)
 	t.wake.Lock()
@@ -119,7 +127,7 @@ func (t *Table) Unwritten(ranges ...Range) (n uint64, next <-chan struct{}, stop
 	return n, next, func() { t.waiters.Add(-1) }
 }
 
-// Forget makes the ranges unwritten: they are about to be filled anew.
+// Forget makes the ranges unwritten, before a peer fills them anew.
 func (t *Table) Forget(ranges ...Range) {
 	all := union(nil, ranges)
 	for _, r := range t.view.Load().regions {

@@ -6,21 +6,21 @@ import (
 	"sync"
 )
 
-// claims are the ranges that one connection touches right now: at most one
-// being written, and those of read replies not yet handed to the kernel.
+// claims are the ranges that one connection touches now: at most one that it writes,
+// and those of read replies that the kernel does not have yet.
 type claims struct {
 	table *Table // immutable
-	cut   func() // immutable: breaks the connection, so that it lets go
+	cut   func() // immutable: breaks the connection, so that it releases its claims
 
 	mu struct { // a leaf
 		sync.Mutex
 		write Range // Len 0: none
 		reads []Range
-		free  chan struct{} // closed at the next release; nil: nobody waits
+		free  chan struct{} // closed at the next release; nil without waiters
 	}
 }
 
-// refusal says why the table refused a claim.
+// refusal is why the table refused a claim.
 type refusal int
 
 const (
@@ -121,8 +121,8 @@ func (c *claims) touches(ranges []Range, reads bool) <-chan struct{} {
 	return c.mu.free
 }
 
-// drain returns when none of users touches the ranges. Once ctx is done it
-// cuts those that still do and waits for them to let go.
+// drain returns when none of users touches the ranges. Once ctx is done it cuts the
+// connections of those that still do and waits for their release.
 func drain(ctx context.Context, users []*claims, ranges []Range, reads bool) (cut int) {
 	for _, c := range users {
 		done := ctx.Done()

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"net"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -12,13 +11,10 @@ import (
 
 // Options configures a Client. A zero field means its default.
 type Options struct {
-	// Conns is how many connections a peer gets; default 4, of which a batch to
-	// a peer on this host uses half as many as there are processors: each keeps
-	// one busy at both ends.
-	Conns      int
+	Conns      int // that a peer gets; default 4. A batch to a C++ engine is spread over 2 of them at most
 	Window     int // requests in flight on a connection; default 256
 	MaxPeers   int // peers remembered; the longest unused idle one makes room; default 1024
-	MaxWaiting int // callers that wait for a connection to one peer, more get ErrBusy; default 1024, negative: none
+	MaxWaiting int // callers that wait for a connection to one peer, more get ErrBusy; default 1024
 
 	// SplitBytes is the share of a batch that is worth another connection;
 	// default 8 MiB.
@@ -28,8 +24,8 @@ type Options struct {
 	HandshakeTimeout time.Duration // the whole exchange; default 5 s
 	ProgressTimeout  time.Duration // no byte sent, received or confirmed; default 30 s
 
-	// SettleTimeout is how long a write that is given up waits to hear that
-	// the peer has stopped reading it; default 1 s.
+	// SettleTimeout is how long a failed write waits for the peer to stop reading
+	// it; default 1 s.
 	SettleTimeout time.Duration
 }
 
@@ -37,7 +33,7 @@ func (o Options) withDefaults() Options {
 	o.Conns = cmp.Or(o.Conns, 4)
 	o.Window = cmp.Or(o.Window, 256)
 	o.MaxPeers = cmp.Or(o.MaxPeers, 1024)
-	o.MaxWaiting = max(0, cmp.Or(o.MaxWaiting, 1024))
+	o.MaxWaiting = cmp.Or(o.MaxWaiting, 1024)
 	o.SplitBytes = cmp.Or(o.SplitBytes, 8<<20)
 	o.DialTimeout = cmp.Or(o.DialTimeout, 5*time.Second)
 	o.HandshakeTimeout = cmp.Or(o.HandshakeTimeout, 5*time.Second)
@@ -52,8 +48,6 @@ func (o Options) withDefaults() Options {
 type Client struct {
 	opt  Options         // immutable
 	base context.Context // done when closed
-
-	localConns int // that a batch to a peer on this host uses; immutable
 
 	stop context.CancelFunc
 	wg   sync.WaitGroup // calls
@@ -86,7 +80,6 @@ type peer struct {
 	free    chan struct{} // one token for each lane of idle; cap is the number of lanes
 	waiting atomic.Int64
 	desc    atomic.Pointer[Descriptor]
-	local   atomic.Bool // its last connection stayed on this host
 
 	mu struct { // a leaf
 		sync.Mutex
@@ -100,10 +93,7 @@ type peer struct {
 
 // New returns a client without peers.
 func New(o Options) *Client {
-	c := &Client{opt: o.withDefaults(), localConns: o.Conns}
-	if o.Conns == 0 {
-		c.localConns = min(c.opt.Conns, max(1, runtime.GOMAXPROCS(0)/2))
-	}
+	c := &Client{opt: o.withDefaults()}
 	c.base, c.stop = context.WithCancel(context.Background())
 	c.jobs.New = func() any { return new(job) }
 	c.mu.peers = make(map[string]*peer)
@@ -167,20 +157,6 @@ func (c *Client) Describe(ctx context.Context, peer string) (*Descriptor, error)
 	}
 	defer c.leave(p)
 	return c.refresh(ctx, p, p.desc.Load())
-}
-
-// Notify leaves a notice with the peer.
-func (c *Client) Notify(ctx context.Context, peer string, n Notice) error {
-	ctx, cancel := c.handshakeContext(ctx)
-	defer cancel()
-	return sendNotice(ctx, peer, n)
-}
-
-// Probe asks the peer whether it lives. Engines before 0.3.11 do not answer.
-func (c *Client) Probe(ctx context.Context, peer string) error {
-	ctx, cancel := c.handshakeContext(ctx)
-	defer cancel()
-	return probe(ctx, peer)
 }
 
 // handshakeContext ends with ctx, with the timeout, and with the client.

@@ -31,7 +31,7 @@ func TestWriteFaults(t *testing.T) {
 		peer := fakeTarget(t, 2)
 		peer.each(func(_ int, c *net.TCPConn) { play(c) })
 		c := client(t, Options{ProgressTimeout: 5 * time.Second})
-		check(t, c.Write(timeout(t, 10*time.Second), peer.name, blocks(n)), want...)
+		check(t, c.Write(timeout(t, 60*time.Second), peer.name, blocks(n)), want...)
 	}
 	take := func(c *net.TCPConn, n int) { io.CopyN(io.Discard, c, int64(n)) }
 	for _, end := range []func(*net.TCPConn){func(*net.TCPConn) {}, reset} {
@@ -63,7 +63,7 @@ func TestEarlyAck(t *testing.T) {
 		io.Copy(io.Discard, c)
 	})
 	c := client(t, Options{})
-	check(t, c.Write(timeout(t, 10*time.Second), peer.name, []Entry{{make([]byte, 15<<20), testBase}}), ErrProtocol)
+	check(t, c.Write(timeout(t, 60*time.Second), peer.name, []Entry{{make([]byte, 15<<20), testBase}}), ErrProtocol)
 }
 
 // blocks are three entries that do not adjoin.
@@ -100,7 +100,7 @@ func TestReadFaults(t *testing.T) {
 		peer.each(func(_ int, c *net.TCPConn) { play(c) })
 		c := client(t, Options{ProgressTimeout: 5 * time.Second})
 		list := blocks(n)
-		check(t, c.Read(timeout(t, 10*time.Second), peer.name, list), want...)
+		check(t, c.Read(timeout(t, 60*time.Second), peer.name, list), want...)
 		for i, err := range want {
 			if err == nil && !bytes.Equal(list[i].Local, make([]byte, n)) {
 				t.Errorf("entry %d holds other bytes", i)
@@ -150,9 +150,9 @@ func TestRejectedEntries(t *testing.T) {
 			table.Fence(t.Context(), closed)
 			want := make([]error, n)
 			want[bad] = ErrRejected
-			check(t, c.Write(timeout(t, 10*time.Second), target.Name(), list), want...)
+			check(t, c.Write(timeout(t, 60*time.Second), target.Name(), list), want...)
 			table.Reopen(closed)
-			if err := c.Read(timeout(t, 10*time.Second), target.Name(), back); err != nil {
+			if err := c.Read(timeout(t, 60*time.Second), target.Name(), back); err != nil {
 				t.Fatal(err)
 			}
 			clear(src[bad*size:][:size])
@@ -162,7 +162,7 @@ func TestRejectedEntries(t *testing.T) {
 		}
 	}
 	far := Entry{make([]byte, 8), testBase + 1<<30}
-	check(t, c.Read(timeout(t, 10*time.Second), target.Name(), []Entry{{make([]byte, 8), testBase}, far}), nil, ErrRejected)
+	check(t, c.Read(timeout(t, 60*time.Second), target.Name(), []Entry{{make([]byte, 8), testBase}, far}), nil, ErrRejected)
 }
 
 // A peer that stops is given up in time, and the result says whether it may
@@ -189,7 +189,10 @@ func TestStalls(t *testing.T) {
 		}
 		o := o
 		if not != nil { // the peer will end in time
-			o.SettleTimeout = 4 * time.Second
+			o.SettleTimeout = time.Minute
+		}
+		if after != 0 { // it is not given up before it is cancelled, however busy the machine is
+			o.ProgressTimeout = time.Minute
 		}
 		c, start := client(t, o), time.Now()
 		call := c.Write
@@ -200,7 +203,7 @@ func TestStalls(t *testing.T) {
 		if !errors.Is(err, want) || not != nil && errors.Is(err, not) {
 			t.Errorf("%s: %v, want %v and not %v", op, err, want, not)
 		}
-		if took := time.Since(start); took > 5*time.Second {
+		if took := time.Since(start); took > 50*time.Second {
 			t.Errorf("%s: gave up after %v", op, took)
 		}
 	}
@@ -228,7 +231,7 @@ func TestSlowPeer(t *testing.T) {
 	peer := fakeTarget(t, 2)
 	peer.each(func(_ int, c *net.TCPConn) {
 		for range 40 {
-			time.Sleep(25 * time.Millisecond)
+			time.Sleep(100 * time.Millisecond)
 			io.CopyN(io.Discard, c, 1<<20)
 		}
 		io.CopyN(io.Discard, c, 3*headerBytes)
@@ -236,8 +239,8 @@ func TestSlowPeer(t *testing.T) {
 		c.Write(ackFrame)
 		c.Write(ackFrame)
 	})
-	c := client(t, Options{ProgressTimeout: 700 * time.Millisecond, Conns: 1})
-	if err := c.Write(timeout(t, 10*time.Second), peer.name, []Entry{{make([]byte, 40<<20), testBase}}); err != nil {
+	c := client(t, Options{ProgressTimeout: 3 * time.Second, Conns: 1})
+	if err := c.Write(timeout(t, 60*time.Second), peer.name, []Entry{{make([]byte, 40<<20), testBase}}); err != nil {
 		t.Error(err)
 	}
 }

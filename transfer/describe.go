@@ -6,9 +6,9 @@ import (
 )
 
 const (
-	// freshFor is how long a descriptor is taken for what the peer publishes now.
-	// Before a connection is made as an older one says, the peer is asked again: it
-	// may have restarted, and its old data port may be another process's.
+	// freshFor is how long a descriptor counts as current. Before the client dials by
+	// an older one, it fetches another: the peer may have restarted, and its old data
+	// port may be another process's.
 	freshFor = time.Second
 
 	// failureFor is how long calls to a peer share the failure of a handshake,

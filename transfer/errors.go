@@ -17,8 +17,8 @@ var (
 	// ErrStalled means that the peer made no progress for the progress timeout.
 	ErrStalled = errors.New("transfer: no progress")
 
-	// ErrUnsettled marks a write that was given up while the peer could still
-	// apply bytes of it: its connection was cut without hearing the peer's end.
+	// ErrUnsettled marks a failed write of which the peer may still apply bytes: the
+	// client cut the connection before the peer ended its side.
 	ErrUnsettled = errors.New("transfer: the peer may still apply the write")
 
 	// ErrProtocol means that the peer sent something that is not its protocol.
@@ -46,7 +46,7 @@ var (
 	ErrRegions = errors.New("transfer: too many regions")
 )
 
-// BatchError tells which entries of a batch failed.
+// BatchError has the result of each entry of a batch.
 type BatchError struct {
 	// Errs has one element per entry of the batch; nil means done.
 	Errs []error

@@ -17,7 +17,7 @@ func FuzzFrame(f *testing.F) {
 		f.Add(append(binary.LittleEndian.AppendUint64(nil, uint64(len(text))), text...))
 	}
 	f.Add([]byte{0, 0, 0, 0, 0, 0, 0, 0})
-	f.Add(binary.LittleEndian.AppendUint64(nil, MaxHandshakeBytes+1))
+	f.Add(binary.LittleEndian.AppendUint64(nil, maxHandshakeBytes+1))
 	target, _ := listen(f, 64, TargetOptions{})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		r := bytes.NewReader(b)
@@ -26,7 +26,7 @@ func FuzzFrame(f *testing.F) {
 			return
 		}
 		n := binary.LittleEndian.Uint64(b)
-		if n == 0 || n > MaxHandshakeBytes || uint64(len(b)-r.Len()) != 8+n {
+		if n == 0 || n > maxHandshakeBytes || uint64(len(b)-r.Len()) != 8+n {
 			t.Fatalf("took %d bytes of a frame of %d", len(b)-r.Len(), n)
 		}
 		reply, err := target.handshakeReply(kind, text)
@@ -99,11 +99,11 @@ func FuzzDataPort(f *testing.F) {
 		table.Observe()
 		c, err := net.Dial("tcp", target.data.Addr().String())
 		if err != nil {
-			t.Skip(err)
+			t.Skip("no connection to be had: ", err)
 		}
 		defer c.Close()
 		c.(*net.TCPConn).SetLinger(0) // spares the fuzzer's ports
-		c.SetDeadline(time.Now().Add(10 * time.Second))
+		c.SetDeadline(time.Now().Add(60 * time.Second))
 		c.Write(b)
 		c.(*net.TCPConn).CloseWrite()
 		got, err := io.ReadAll(c)

@@ -28,8 +28,8 @@ const (
 	frameProbe      = 3 // since 0.3.11
 	frameTypeless   = 4 // ours: stands for the old frame; never on the wire
 
-	// MaxHandshakeBytes bounds a handshake frame, as in the engine.
-	MaxHandshakeBytes = 1 << 20
+	// maxHandshakeBytes bounds a handshake frame, as in the engine.
+	maxHandshakeBytes = 1 << 20
 )
 
 // Descriptor is what a peer publishes about itself (Mooncake's SegmentDesc).
@@ -58,9 +58,8 @@ type Buffer struct {
 	Name   string `json:"name"`
 }
 
-// Notice is a message that a peer left with [Client.Notify] or the engine's
-// notification call.
-type Notice struct {
+// notice is a message of the engine's notification call.
+type notice struct {
 	Name    string `json:"name"`
 	Message string `json:"notify_msg"`
 }
@@ -175,7 +174,7 @@ func appendFrame(b []byte, kind byte, v any) ([]byte, error) {
 	if kind != frameTypeless {
 		n++
 	}
-	if n > MaxHandshakeBytes {
+	if n > maxHandshakeBytes {
 		return nil, fmt.Errorf("%w: handshake frame of %d bytes", ErrProtocol, n)
 	}
 	b = binary.LittleEndian.AppendUint64(b, uint64(n))
@@ -193,7 +192,7 @@ func readFrame(r io.Reader) (kind byte, text []byte, err error) {
 		return 0, nil, fmt.Errorf("read handshake length: %w", err)
 	}
 	n := binary.LittleEndian.Uint64(length[:])
-	if n == 0 || n > MaxHandshakeBytes {
+	if n == 0 || n > maxHandshakeBytes {
 		return 0, nil, fmt.Errorf("%w: handshake length %d", ErrProtocol, n)
 	}
 	var buf bytes.Buffer

@@ -45,7 +45,7 @@ func TestIdleCostsNothing(t *testing.T) {
 	}
 	c := New(Options{})
 	write := func() {
-		if err := c.Write(timeout(t, 20*time.Second), peer.name, []Entry{{make([]byte, 8), testBase}}); err != nil {
+		if err := c.Write(timeout(t, 60*time.Second), peer.name, []Entry{{make([]byte, 8), testBase}}); err != nil {
 			t.Error(err)
 		}
 	}
@@ -58,9 +58,13 @@ func TestIdleCostsNothing(t *testing.T) {
 	}
 	waiting.Wait()
 	runtime.GC() // of what earlier tests left, not during the measurement
-	before := processorTime(t)
-	time.Sleep(time.Second)
-	used := processorTime(t) - before
+	// Who polls uses the processor in every second; what earlier tests left may run in some.
+	used := time.Hour
+	for i := 0; i < 10 && used > 100*time.Millisecond; i++ {
+		before := processorTime(t)
+		time.Sleep(time.Second)
+		used = min(used, processorTime(t)-before)
+	}
 	close(let)
 	done.Wait()
 	c.Close()

@@ -10,7 +10,7 @@ import (
 	"syscall"
 )
 
-// job is one batch on its way, on one or more lanes. It may be reused.
+// job is one batch in progress, on one or more lanes. It may be reused.
 type job struct {
 	ctx     context.Context
 	write   bool
@@ -24,7 +24,7 @@ type job struct {
 	}
 }
 
-// outcome tells what a lane did with a run of requests.
+// outcome is what a lane did with a run of requests.
 type outcome struct {
 	done      int   // leading requests that are answered
 	started   int   // requests of which the peer may have seen bytes; >= done
@@ -71,16 +71,21 @@ func (c *Client) call(ctx context.Context, name string, entries []Entry, write b
 	return nil
 }
 
+// engineLanes is how many connections a batch gets to a C++ engine. One thread serves all
+// of them there: with more, it finds less of each body when it looks, and reads in smaller
+// pieces.
+const engineLanes = 2
+
 // spread runs the job on l and, when it is large, on other lanes that are free.
 func (c *Client) spread(j *job, p *peer, l *lane, desc *Descriptor) {
 	want := 1 + j.plan.bytes/uint64(c.opt.SplitBytes)
-	if !desc.acked() { // each request waits for its own connection's end
+	switch {
+	case !desc.acked(): // each request waits for its own connection's end
 		want = uint64(len(j.plan.order))
+	case !desc.Keeps:
+		want = min(want, engineLanes)
 	}
 	want = min(want, uint64(c.opt.Conns))
-	if desc.acked() && p.local.Load() {
-		want = min(want, uint64(c.localConns))
-	}
 	var more []*lane
 	for uint64(len(more)) < want-1 {
 		m := p.try()

@@ -18,8 +18,8 @@ const (
 	maxIOV = 1024 // slices that one vectored write takes (IOV_MAX)
 )
 
-// lane is a place for one pooled connection to a peer. Who takes it from the
-// peer owns it.
+// lane is a slot for one pooled connection to a peer. The goroutine that takes it from
+// the peer owns it.
 type lane struct {
 	client *Client // immutable
 	peer   *peer
@@ -89,7 +89,7 @@ func (l *lane) run(j *job, reqs []request) {
 // peer that ends one after each; the rest counts as refused.
 const maxRefusedInRow = 256
 
-// refused records the refusal of r. It returns what shall be tried on its own.
+// refused records the refusal of r. It returns the requests to try one by one.
 func (l *lane) refused(j *job, r request) []request {
 	l.client.stats.rejected.Add(1)
 	if !r.single {
@@ -119,17 +119,16 @@ func (l *lane) watch(ctx context.Context) func() {
 		return func() {}
 	}
 	s := l.s
-	s.ctx = ctx
+	s.watch(ctx)
 	return func() {
-		s.ctx = nil
 		if !s.unwatch() {
 			l.drop() // the interruption may still come
 		}
 	}
 }
 
-// connect makes sure that the lane has a connection. It says whether it is an
-// old one. A new one is made as a descriptor says that the peer gave just now.
+// connect makes sure that the lane has a connection, and reports whether it is an old
+// one. It dials a new one by a descriptor at most freshFor old.
 func (l *lane) connect(ctx context.Context) (reused bool, err error) {
 	c := l.client
 	desc, err := c.describe(ctx, l.peer)
@@ -171,7 +170,7 @@ func (l *lane) connect(ctx context.Context) (reused bool, err error) {
 
 // idle says whether the connection is still open and silent.
 func (l *lane) idle() bool {
-	// A deadline that has passed would hide the peer's end from the look.
+	// A deadline that has passed would hide the peer's end from the check.
 	if l.s.conn.SetReadDeadline(time.Time{}) != nil {
 		return false
 	}
@@ -199,7 +198,6 @@ func (l *lane) dial(ctx context.Context) (*stream, error) {
 		conn.Close()
 		return nil, err
 	}
-	l.peer.local.Store(s.local)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.mu.closed {
@@ -318,7 +316,7 @@ func (l *lane) takeAcks(o *outcome, sent int) error {
 	return nil
 }
 
-// lateAcks reads what the peer said before it broke the connection.
+// lateAcks reads the acknowledgements that the peer sent before it broke the connection.
 func (l *lane) lateAcks(o *outcome, sent int) {
 	for {
 		if o.err = l.takeAcks(o, sent); o.err != nil {
@@ -356,9 +354,9 @@ func (l *lane) giveUp(o outcome, sent int, err error) outcome {
 		if o.done == o.started { // all confirmed after all
 			return o
 		}
-		s.room()
+		s.makeRoom()
 		s.conn.SetReadDeadline(until)
-		n, rerr := s.read(s.buf[s.w:])
+		n, rerr := s.conn.Read(s.buf[s.w:])
 		s.w += n
 		if n > 0 || errors.Is(rerr, os.ErrDeadlineExceeded) && time.Now().Before(until) {
 			continue // or the watcher of the context came late
@@ -374,7 +372,7 @@ func (l *lane) read(j *job, reqs []request) outcome {
 	o := outcome{}
 	for o.done < len(reqs) {
 		if o.started < len(reqs) && o.started-o.done <= l.window/2 {
-			if o.err = l.ask(reqs, &o); o.err != nil {
+			if o.err = l.sendHeaders(reqs, &o); o.err != nil {
 				return o
 			}
 		}
@@ -403,8 +401,8 @@ func (l *lane) read(j *job, reqs []request) outcome {
 	return o
 }
 
-// ask sends the headers of the next requests, as many as the window allows.
-func (l *lane) ask(reqs []request, o *outcome) error {
+// sendHeaders sends the headers of the next requests, as many as the window allows.
+func (l *lane) sendHeaders(reqs []request, o *outcome) error {
 	l.headers = l.headers[:0]
 	for o.started < len(reqs) && o.started-o.done < max(l.window, 1) {
 		r := &reqs[o.started]

@@ -66,7 +66,7 @@ func (l *lane) oneV1(j *job, r *request, o *outcome) error {
 	if broken(err) {
 		return err
 	}
-	// Not heard to end: wait for it a little, then it is unsettled.
+	// The peer has not ended its side: wait for that a little, then r is unsettled.
 	s.ctx = nil
 	s.conn.CloseWrite()
 	s.conn.SetReadDeadline(time.Now().Add(l.client.opt.SettleTimeout))

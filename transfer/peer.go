@@ -2,7 +2,6 @@ package transfer
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"net"
@@ -58,31 +57,4 @@ func fetchDescriptor(ctx context.Context, segment string) (*Descriptor, error) {
 		return nil, fmt.Errorf("handshake with %s: %w", segment, err)
 	}
 	return d, nil
-}
-
-func sendNotice(ctx context.Context, segment string, n Notice) error {
-	text, err := exchange(ctx, segment, frameNotify, n)
-	if err != nil {
-		return err
-	}
-	var reply Notice
-	if err := json.Unmarshal(text, &reply); err != nil {
-		return fmt.Errorf("%w: notify reply: %w", ErrProtocol, err)
-	}
-	if reply.Message == "" {
-		return fmt.Errorf("notify %s: %w", segment, ErrRejected)
-	}
-	return nil
-}
-
-func probe(ctx context.Context, segment string) error {
-	text, err := exchange(ctx, segment, frameProbe, struct{}{})
-	if err != nil {
-		return err
-	}
-	var reply probeReply
-	if err := json.Unmarshal(text, &reply); err != nil || reply.Status != "success" {
-		return fmt.Errorf("%w: probe answered %q", ErrProtocol, text)
-	}
-	return nil
 }

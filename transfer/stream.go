@@ -3,16 +3,12 @@ package transfer
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"net"
 	"os"
 	"sync"
 	"syscall"
 	"time"
-
-	"github.com/kvasir-kv/kvasir/internal/loopback"
-	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
 const (
@@ -23,8 +19,9 @@ const (
 	// place. Below, one system call for many bodies is worth the copy.
 	directBytes = 24 << 10
 
-	soonTries = 4
-	soonBytes = 192 << 10 // bodies of smallBuf and less, or of this and more, are worth soonTries
+	// lowWater is how much of a large body must be there before the kernel wakes its
+	// reader. A wake-up costs as much as copying some 10 KiB.
+	lowWater = 256 << 10
 
 	// writeStep bounds the bytes given to the kernel in one call, and with it
 	// how late a sender notices an answer.
@@ -34,15 +31,13 @@ const (
 var bigBufs = sync.Pool{New: func() any { b := make([]byte, bigBuf); return &b }}
 
 // stream is a TCP connection with progress timeouts in both directions, a read
-// buffer that is large only while it pays, and vectored writes. It belongs to
-// one goroutine; only Close of its connection may come from others.
+// buffer that is large only while the peer streams, and vectored writes. It belongs to
+// one goroutine; others may only Close its connection.
 //
-// A timeout is checked against the clock of the last armed deadline, so that
-// moving it costs one timer operation per eighth of the timeout and not per
-// call: a stall is noticed after 7/8 to 8/8 of it.
+// It moves a deadline only when an eighth of the timeout has passed since it last did,
+// to save timer operations. So it notices a stall after 7/8 to 8/8 of the timeout.
 type stream struct {
 	conn    *net.TCPConn
-	local   bool // the peer is on this host
 	raw     syscall.RawConn
 	timeout time.Duration
 	ctx     context.Context // of the call in progress; nil: none
@@ -56,115 +51,28 @@ type stream struct {
 
 	readArmed  time.Time // when the deadlines were set; zero: no deadline
 	writeArmed time.Time
-	tryRead    func(fd uintptr) bool // one read that does not wait
+	out        net.Buffers // of one write
+	one        [1][]byte   // out of a short one, in short
+	short      [maxReplies * statusBytes]byte
+	low        int // bytes that wake a reader; 0: one
 
-	// One call of raw: its buffers in, its outcome out.
-	in      []byte
-	out     [][]byte
-	vec     rawio.Vec
-	spin    spinner
-	soon    int // times to look again, giving way in between, before waiting
-	n       int
-	err     error
-	readFn  func(fd uintptr) bool
-	writeFn func(fd uintptr) bool
+	look func(fd uintptr) bool // one read that does not wait; its outcome:
+	n    int
+	err  error
 }
 
 func newStream(conn *net.TCPConn, timeout time.Duration) (*stream, error) {
 	raw, err := conn.SyscallConn()
 	if err != nil {
-		return nil, fmt.Errorf("raw connection: %w", err)
+		return nil, err
 	}
-	s := &stream{conn: conn, local: loopback.Prepare(conn), raw: raw, timeout: timeout, small: make([]byte, smallBuf)}
+	s := &stream{conn: conn, raw: raw, timeout: timeout, small: make([]byte, smallBuf)}
 	s.buf = s.small
-	s.tryRead = func(fd uintptr) bool {
-		s.n, s.err = rawio.Read(fd, s.buf[s.w:])
+	s.look = func(fd uintptr) bool {
+		s.n, s.err = syscall.Read(int(fd), s.buf[s.w:])
 		return true
 	}
-	s.readFn, s.writeFn = s.onReadable, s.onWritable
 	return s, nil
-}
-
-// onReadable reads once, or returns false to wait until it can.
-func (s *stream) onReadable(fd uintptr) bool {
-	for {
-		s.n, s.err = rawio.Read(fd, s.in[:min(len(s.in), rawio.MaxCall)])
-		switch s.err {
-		case syscall.EINTR:
-		case syscall.EAGAIN:
-			if s.soon > 0 {
-				s.soon--
-				rawio.Yield()
-			} else if !s.spin.again() {
-				s.watch()
-				return false
-			}
-		default:
-			s.soon = 0
-			return true
-		}
-	}
-}
-
-// onWritable writes s.out, or returns false to wait until it can write more.
-func (s *stream) onWritable(fd uintptr) bool {
-	for len(s.out) > 0 {
-		n, err := rawio.Writev(fd, s.out, &s.vec)
-		switch err {
-		case nil:
-			s.n += n
-			s.out = consume(s.out, n)
-		case syscall.EINTR:
-		case syscall.EAGAIN:
-			s.watch()
-			return false
-		default:
-			s.err = err
-			return true
-		}
-	}
-	return true
-}
-
-// consume drops the first n bytes of bufs, and empty buffers before the rest.
-func consume(bufs [][]byte, n int) [][]byte {
-	for len(bufs) > 0 && n >= len(bufs[0]) {
-		n -= len(bufs[0])
-		bufs[0] = nil
-		bufs = bufs[1:]
-	}
-	if len(bufs) > 0 {
-		bufs[0] = bufs[0][n:]
-	}
-	return bufs
-}
-
-// read is the connection's Read without the scheduler's notice; see rawio.
-func (s *stream) read(b []byte) (int, error) {
-	s.in = b
-	err := s.raw.Read(s.readFn)
-	s.in = nil
-	s.spin.done()
-	switch {
-	case err != nil:
-		return 0, err
-	case s.err != nil:
-		return 0, s.err
-	case s.n == 0:
-		return 0, io.EOF
-	}
-	return s.n, nil
-}
-
-// writev sends bufs and returns what is left of them.
-func (s *stream) writev(bufs [][]byte) (left [][]byte, n int, err error) {
-	s.out, s.n, s.err = bufs, 0, nil
-	err = s.raw.Write(s.writeFn)
-	left, s.out = s.out, nil
-	if err == nil {
-		err = s.err
-	}
-	return left, s.n, err
 }
 
 // close closes the connection and gives the large buffer back.
@@ -189,8 +97,8 @@ func (s *stream) next(n int) []byte {
 	return b
 }
 
-// room makes space in the buffer: the large one while the peer streams.
-func (s *stream) room() {
+// makeRoom makes space in the buffer: the large one while the peer streams.
+func (s *stream) makeRoom() {
 	s.resize(s.hot)
 	if s.r > 0 {
 		s.w = copy(s.buf, s.buf[s.r:s.w])
@@ -218,14 +126,14 @@ func (s *stream) fill() error { return s.fillUpTo(bigBuf, false) }
 // fillUpTo reads once into the buffer, at most limit bytes. An idle one waits
 // without a timeout.
 func (s *stream) fillUpTo(limit int, idle bool) error {
-	s.room()
+	s.makeRoom()
 	for {
 		if !idle {
 			if err := s.armRead(); err != nil {
 				return err
 			}
 		}
-		n, err := s.read(s.buf[s.w:min(s.w+limit, len(s.buf))])
+		n, err := s.conn.Read(s.buf[s.w:min(s.w+limit, len(s.buf))])
 		s.w += n
 		s.hot = s.w == len(s.buf)
 		switch {
@@ -245,8 +153,8 @@ func (s *stream) fillUpTo(limit int, idle bool) error {
 
 // try reads what is there without waiting.
 func (s *stream) try() error {
-	s.room()
-	if err := s.raw.Read(s.tryRead); err != nil {
+	s.makeRoom()
+	if err := s.raw.Read(s.look); err != nil {
 		if errors.Is(err, os.ErrDeadlineExceeded) && !s.cancelled() {
 			return nil // a deadline left over from earlier; the next wait moves it
 		}
@@ -282,6 +190,7 @@ func (s *stream) readFull(dst []byte) error {
 		n := copy(dst, s.buf[s.r:s.w])
 		s.r += n
 		dst = dst[n:]
+		s.wakeAt(len(dst))
 		if len(dst) == 0 {
 			return nil
 		}
@@ -294,7 +203,12 @@ func (s *stream) readFull(dst []byte) error {
 		if err := s.armRead(); err != nil {
 			return err
 		}
-		n, err := s.read(dst)
+		n, err := s.conn.Read(dst)
+		if n == 0 && s.low > 0 && errors.Is(err, os.ErrDeadlineExceeded) && !s.cancelled() {
+			// Less than the low water mark may have come, which is progress too.
+			s.raw.Control(func(fd uintptr) { n, _ = syscall.Read(int(fd), dst) })
+			n, s.readArmed = max(n, 0), time.Time{}
+		}
 		dst, s.hot = dst[n:], false
 		if n == 0 && err != nil {
 			return unexpected(s.cause(err))
@@ -302,43 +216,80 @@ func (s *stream) readFull(dst []byte) error {
 	}
 }
 
+// wakeAt sets the socket's low water mark for the left bytes of a body, so that the
+// kernel does not wake the reader for each segment. The peer's end wakes it in any case.
+func (s *stream) wakeAt(left int) {
+	low := min(left, lowWater)
+	if low < lowWater/4 {
+		low = 0
+	}
+	if low == s.low || low != 0 && s.low != 0 && low > s.low {
+		return
+	}
+	s.raw.Control(func(fd uintptr) {
+		if syscall.SetsockoptInt(int(fd), syscall.SOL_SOCKET, syscall.SO_RCVLOWAT, max(low, 1)) == nil {
+			s.low = low
+		}
+	})
+}
+
 // write sends bufs completely; it keeps nothing of them.
 func (s *stream) write(bufs [][]byte) (sent int64, err error) {
-	for len(bufs) > 0 {
+	s.out = s.gather(bufs)
+	for len(s.out) > 0 {
 		if err := s.armWrite(); err != nil {
 			return sent, err
 		}
-		var n int
-		bufs, n, err = s.writev(bufs)
-		sent += int64(n)
-		if err == nil {
-			continue
+		var n int64
+		if len(s.out) == 1 {
+			var k int
+			k, err = s.conn.Write(s.out[0])
+			if s.out[0] = s.out[0][k:]; len(s.out[0]) == 0 {
+				s.out = nil
+			}
+			n = int64(k)
+		} else {
+			if raceDetector { // what happened so far comes before what the peer does with these bytes
+				s.raw.Control(func(fd uintptr) { _, _ = syscall.Write(int(fd), nil) })
+			}
+			n, err = s.out.WriteTo(s.conn)
 		}
-		if n > 0 && errors.Is(err, os.ErrDeadlineExceeded) && !s.cancelled() {
+		sent += n
+		switch {
+		case n > 0 && errors.Is(err, os.ErrDeadlineExceeded) && !s.cancelled():
 			s.writeArmed = time.Time{} // slow is not stalled
-			continue
+		case err != nil:
+			return sent, s.cause(err)
 		}
-		return sent, s.cause(err)
 	}
 	return sent, nil
 }
 
-// watch makes the end of the context wake the call that is about to sleep.
-// Calls that never sleep go without: a watch is an allocation.
-func (s *stream) watch() {
-	if s.ctx != nil && s.watched == nil {
-		s.watched = context.AfterFunc(s.ctx, func() { s.conn.SetDeadline(time.Unix(1, 0)) })
+// gather puts a few bytes in many pieces, answers for example, into one.
+func (s *stream) gather(bufs [][]byte) [][]byte {
+	n := 0
+	for _, b := range bufs {
+		if n += len(b); n > len(s.short) {
+			return bufs
+		}
 	}
+	s.one[0] = s.short[:0]
+	for _, b := range bufs {
+		s.one[0] = append(s.one[0], b...)
+	}
+	return s.one[:]
 }
 
-// unwatch says whether the connection was not interrupted.
+// watch makes the end of ctx interrupt reads and writes of the connection, until unwatch.
+func (s *stream) watch(ctx context.Context) {
+	s.ctx = ctx
+	s.watched = context.AfterFunc(ctx, func() { s.conn.SetDeadline(time.Unix(1, 0)) })
+}
+
+// unwatch ends watch. It reports whether the connection was not interrupted.
 func (s *stream) unwatch() bool {
-	if s.watched == nil {
-		return true
-	}
-	ok := s.watched()
-	s.watched = nil
-	return ok
+	s.ctx = nil
+	return s.watched()
 }
 
 func (s *stream) cancelled() bool { return s.ctx != nil && s.ctx.Err() != nil }

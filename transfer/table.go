@@ -11,7 +11,7 @@ import (
 	"sync/atomic"
 )
 
-// MaxRegions bounds the regions of a table: their descriptor fits MaxHandshakeBytes.
+// MaxRegions bounds the regions of a table: their descriptor fits maxHandshakeBytes.
 const MaxRegions = 8192
 
 // Range is a range of published addresses.
@@ -46,6 +46,7 @@ type Region struct {
 
 	arrived   arrivals
 	ackedOnce atomic.Bool // arrived.acked was set
+	watched   atomic.Bool
 }
 
 // Range returns the published address and length.
@@ -69,7 +70,7 @@ type Table struct {
 	waiters atomic.Int64 // for a write without acknowledgement
 	wake    struct {     // a leaf
 		sync.Mutex
-		c chan struct{} // closed at the next one; nil: nobody waits
+		c chan struct{} // closed at the next one; nil without waiters
 	}
 
 	mu struct {
@@ -104,9 +105,9 @@ func NewTable() *Table {
 	return t
 }
 
-// Register publishes mem under the address base, which is any number: peers
-// use it as a name. The table reads and writes mem until the region's Close
-// returns. An address that Publish has ever given out is ErrOverlap.
+// Register publishes mem under the address base. Any number will do, since peers use it
+// as a name. The table reads and writes mem until the region's Close returns. An address
+// that Publish has ever given out is ErrOverlap.
 func (t *Table) Register(base uint64, mem []byte) (*Region, error) {
 	return t.add(&Region{table: t, at: Range{base, uint64(len(mem))}, mem: mem})
 }
@@ -119,9 +120,8 @@ func (t *Table) RegisterFunc(at Range, src io.ReaderAt, dst io.WriterAt) (*Regio
 	return t.add(&Region{table: t, at: at, src: src, dst: dst})
 }
 
-// Publish registers mems, all or none, at addresses that the table has never
-// given out before and never will again: a peer that knows an earlier address
-// reaches nothing. No two of the regions adjoin.
+// Publish registers mems, all or none, at addresses that the table gives out only once,
+// so that a peer with an earlier address reaches nothing. No two of the regions adjoin.
 func (t *Table) Publish(mems ...[]byte) ([]*Region, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -179,13 +179,13 @@ func (t *Table) add(r *Region) (*Region, error) {
 	return r, nil
 }
 
-// Close takes the region back, as Withdraw does.
+// Close withdraws the region.
 func (r *Region) Close(ctx context.Context) (cut int) { return r.table.Withdraw(ctx, r) }
 
-// Withdraw takes regions of the table back: new requests for them are refused at
-// once, and those in progress may finish until ctx is done; then their connections
-// are cut. When it returns nobody touches the memory any more. It returns the
-// number of connections cut.
+// Withdraw removes regions from the table. It refuses new requests for them at once.
+// Those in progress may finish until ctx is done; then it cuts their connections. When
+// it returns no peer touches the memory any more. It returns the number of connections
+// cut.
 func (t *Table) Withdraw(ctx context.Context, regions ...*Region) (cut int) {
 	ranges := make([]Range, len(regions))
 	gone := make(map[*Region]bool, len(regions))
@@ -205,8 +205,8 @@ func (t *Table) Withdraw(ctx context.Context, regions ...*Region) (cut int) {
 // connections are cut. When Fence returns no write changes a byte of the
 // ranges until Reopen. It returns the number of connections cut; reads go on.
 //
-// Fencing twice is fencing once; a fence does not count its callers. Ranges, or
-// parts of them, that are in no region are left out: a later region starts open.
+// A second fence of the same range changes nothing, and one Reopen ends both. Fence
+// ignores ranges, or parts of them, that are in no region: a later region starts open.
 func (t *Table) Fence(ctx context.Context, ranges ...Range) (cut int) {
 	all := union(nil, ranges)
 	t.change(all, union)
@@ -270,12 +270,10 @@ func clip(ranges []Range, at Range) []Range {
 	return out
 }
 
-// Observe orders the caller's looks at regions among the writes of peers, as
-// Go's memory model sees it: what it does next follows all writes confirmed
-// before, what it did before precedes all requests yet to come. Call it between
-// a peer's word that it is done and the first look, and after the last look
-// before another word to the peer. It matters only to the race detector, and
-// only where both peers live in one process.
+// Observe orders the caller's accesses to regions after all confirmed writes of peers,
+// and before all later ones, in terms of Go's memory model. Call it after a peer reports
+// its writes and before you read them, and again before you let the peer write anew.
+// Only the race detector needs it, and only if both peers run in one process.
 func (t *Table) Observe() { t.order.Add(1) }
 
 func (t *Table) usersLocked() []*claims {

@@ -31,7 +31,6 @@ type TargetOptions struct {
 	HandshakeTimeout time.Duration // each read and write of a handshake; default 5 s
 	MaxConns         int           // data connections; more are closed at once; default 16384
 	MaxHandshakes    int           // at a time; more wait in the backlog, or cut those that say nothing; default 256
-	MaxNotices       int           // kept for Notices, of 4 MiB in all; more are refused; default 4096
 
 	Log *slog.Logger // refused and broken connections, at debug; default none
 }
@@ -49,21 +48,14 @@ type Target struct {
 	stats targetStats
 	wg    sync.WaitGroup
 
-	recent atomic.Pointer[dataConn] // the last one that waited for a request
-
 	mu struct {
 		sync.Mutex
-		closed  bool
-		conns   map[net.Conn]*inbound // both ports
-		nData   int
-		notices []Notice
-
-		noticeBytes int
-		silent      []*silentConn // handshakes that have not been asked, oldest first
+		closed bool
+		conns  map[net.Conn]*inbound // both ports
+		nData  int
+		silent []*silentConn // handshakes that have not been asked, oldest first
 	}
 }
-
-const maxNoticeBytes = 4 << 20
 
 // TargetStats are counters since Listen, but for DataConns.
 type TargetStats struct {
@@ -86,13 +78,15 @@ type targetStats struct {
 
 // Listen starts a target for table on both ports.
 func Listen(o TargetOptions, table *Table) (*Target, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
 	o.Host = cmp.Or(o.Host, "127.0.0.1")
 	o.Bind = cmp.Or(o.Bind, o.Host)
 	o.ProgressTimeout = cmp.Or(o.ProgressTimeout, 30*time.Second)
 	o.HandshakeTimeout = cmp.Or(o.HandshakeTimeout, 5*time.Second)
 	o.MaxConns = cmp.Or(o.MaxConns, 16384)
 	o.MaxHandshakes = cmp.Or(o.MaxHandshakes, 256)
-	o.MaxNotices = cmp.Or(o.MaxNotices, 4096)
 	if o.Boot == "" {
 		var b [8]byte
 		rand.Read(b[:]) // never fails
@@ -151,17 +145,7 @@ func (t *Target) Stats() TargetStats {
 	}
 }
 
-// Notices returns the notices received since the last call.
-func (t *Target) Notices() []Notice {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	list := t.mu.notices
-	t.mu.notices, t.mu.noticeBytes = nil, 0
-	return list
-}
-
-// Close stops listening, cuts all connections and returns after the last of
-// them let go of the regions.
+// Close stops listening, cuts all connections and waits until none touches a region.
 func (t *Target) Close() error {
 	t.mu.Lock()
 	t.mu.closed = true
@@ -181,8 +165,8 @@ func (t *Target) Close() error {
 	return err
 }
 
-// SelfDial reaches the target by the address that it publishes. It fails when
-// something else, or nothing, answers there: then peers would fail too.
+// SelfDial dials the target at the address that it publishes. It fails unless this
+// target answers there, as peers would fail then.
 func (t *Target) SelfDial(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, t.opt.HandshakeTimeout)
 	defer cancel()
@@ -253,23 +237,23 @@ func (t *Target) acceptHandshakes() {
 		t.wg.Go(func() {
 			defer func() { <-t.slots }()
 			defer t.untrack(c, false)
-			defer t.asked(s)
+			defer t.removeSilent(s)
 			t.serveHandshake(c.(*net.TCPConn), s)
 		})
 	})
 }
 
-// silentConn is a handshake whose request has not come yet.
+// silentConn is a handshake connection without a request so far.
 type silentConn struct {
 	conn  net.Conn
 	since time.Time
 }
 
-// silentFor is how long a handshake may say nothing when others wait for its place.
+// silentFor is how long a handshake may send nothing when others wait for its slot.
 const silentFor = 250 * time.Millisecond
 
-// takeSlot waits for a place among the handshakes. When all are taken, the one that
-// has said nothing for longest loses its place.
+// takeSlot waits for a slot among the handshakes. When all are taken, it cuts the one
+// that has been silent longest, after silentFor.
 func (t *Target) takeSlot() {
 	for {
 		select {
@@ -287,8 +271,8 @@ func (t *Target) takeSlot() {
 	}
 }
 
-// cutSilent cuts the handshake that has been silent for longest. It returns when to
-// look again.
+// cutSilent cuts the handshake that has been silent longest, if for silentFor. It
+// returns how long to wait before the next call.
 func (t *Target) cutSilent() time.Duration {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -304,8 +288,8 @@ func (t *Target) cutSilent() time.Duration {
 	return silentFor
 }
 
-// asked notes that a handshake's request has come, or will not.
-func (t *Target) asked(s *silentConn) {
+// removeSilent records that a handshake's request has come, or will not come.
+func (t *Target) removeSilent(s *silentConn) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if i := slices.Index(t.mu.silent, s); i >= 0 {
@@ -320,11 +304,11 @@ type inbound struct {
 	asked atomic.Bool // a request came, or part of one
 }
 
-// unaskedFor is how long a data connection may ask for nothing when there are too
-// many. One that has asked before stays: the engine would fail its next transfer.
-const unaskedFor = time.Second
+// requestlessFor is how long a data connection may send no request when there are too
+// many. One that has sent a request stays: the engine would fail its next transfer.
+const requestlessFor = time.Second
 
-// track registers a connection for Close; nil when it must not be served.
+// track registers a connection for Close. It returns nil if the target is closed or full.
 func (t *Target) track(c net.Conn, data bool) *inbound {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -333,7 +317,7 @@ func (t *Target) track(c net.Conn, data bool) *inbound {
 	}
 	in := &inbound{data: data, since: time.Now()}
 	if data {
-		if t.mu.nData >= t.opt.MaxConns && !t.cutUnaskedLocked() {
+		if t.mu.nData >= t.opt.MaxConns && !t.cutRequestlessLocked() {
 			t.stats.refused.Add(1)
 			return nil
 		}
@@ -343,11 +327,11 @@ func (t *Target) track(c net.Conn, data bool) *inbound {
 	return in
 }
 
-// cutUnaskedLocked cuts the oldest data connection that has never asked for anything.
-func (t *Target) cutUnaskedLocked() bool {
+// cutRequestlessLocked cuts the oldest data connection that has never sent a request.
+func (t *Target) cutRequestlessLocked() bool {
 	var oldest net.Conn
 	for c, in := range t.mu.conns {
-		if in.data && !in.asked.Load() && time.Since(in.since) > unaskedFor && (oldest == nil || in.since.Before(t.mu.conns[oldest].since)) {
+		if in.data && !in.asked.Load() && time.Since(in.since) > requestlessFor && (oldest == nil || in.since.Before(t.mu.conns[oldest].since)) {
 			oldest = c
 		}
 	}

@@ -6,8 +6,6 @@ import (
 	"io"
 	"net"
 	"time"
-
-	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
 const (
@@ -18,15 +16,6 @@ const (
 	callbackChunk  = bigBuf
 	lingerBytes    = 64 << 20 // discarded after a rejection, so that the status arrives
 	lingerDuration = 2 * time.Second
-
-	// Single replies of these sizes go through a buffer where the kernel would
-	// copy them slowly: a second copy costs less. Larger ones are not so slow,
-	// for the peer reads while they are sent. The buffer's bytes begin half a page
-	// off, the farthest from where the kernel's begin.
-	minAliased   = 4 << 10
-	maxAliased   = 4 << 20
-	aliasedSkew  = 2 << 10
-	aliasedChunk = 128 << 10 // stays in the processor's cache
 )
 
 // errRejected ends a connection after a refused request.
@@ -41,12 +30,11 @@ type dataConn struct {
 
 	out      [][]byte // replies not yet sent; slices of regions and of statusOK
 	outBytes int
-	sending  [][]byte  // scratch for write, which consumes it
-	piece    [1][]byte // the same for writeCopied
-	ahead    bool      // the peer sends requests without waiting for replies
-	held     bool      // read claims are held by out
-	keep     bool      // the peer wants the connection kept when a request is refused
-	large    bool      // the last request was a write with a large body
+	sending  [][]byte // scratch for write, which consumes it
+	ahead    bool     // the peer sends requests without waiting for replies
+	held     bool     // read claims are held by out
+	keep     bool     // the peer wants the connection kept when a request is refused
+	large    bool     // the last request was a write with a large body
 }
 
 var okFrame, rejectedFrame = statusFrame(statusOK), statusFrame(statusRejected)
@@ -112,10 +100,6 @@ func (d *dataConn) awaitHeader() error {
 		}
 	}
 	d.ahead = d.buffered() > 0
-	if d.buffered() == 0 && d.t.recent.Load() != d {
-		d.t.recent.Store(d)
-		d.spin.calm() // others are served too: spinning would hold them up
-	}
 	for d.buffered() < headerBytes {
 		if err := d.flush(); err != nil {
 			return err
@@ -162,12 +146,6 @@ func (d *dataConn) serveWrite(h header) error {
 
 func (d *dataConn) body(r *Region, h header) error {
 	off := h.addr - r.at.Addr
-	if d.buffered() == 0 && (h.size <= smallBuf || h.size >= soonBytes) {
-		// The engine writes header and body apart: the body follows within
-		// microseconds, less than it takes to sleep and wake. Between these
-		// sizes the engine is faster when its header was read by then.
-		d.soon = soonTries
-	}
 	if r.mem != nil {
 		return d.readFull(r.mem[off : off+h.size])
 	}
@@ -265,12 +243,7 @@ func (d *dataConn) flush() error {
 		return nil
 	}
 	d.sending = append(d.sending[:0], d.out...)
-	var err error
-	if d.aliased() {
-		err = d.writeCopied(d.sending)
-	} else {
-		_, err = d.write(d.sending)
-	}
+	_, err := d.write(d.sending)
 	clear(d.out)
 	d.out, d.outBytes = d.out[:0], 0
 	if d.held {
@@ -278,37 +251,6 @@ func (d *dataConn) flush() error {
 		d.held = false
 	}
 	return err
-}
-
-// aliased says whether the gathered replies are status and bytes of one read
-// that would be slow to send from where they are. A peer with one request under
-// way has read all earlier replies.
-func (d *dataConn) aliased() bool {
-	if d.ahead || d.buffered() > 0 || len(d.out) != 2 {
-		return false
-	}
-	n := len(d.out[1])
-	return n >= minAliased && n <= maxAliased && rawio.SlowCopy(len(d.out[0]), d.out[1])
-}
-
-// writeCopied sends bufs through a buffer.
-func (d *dataConn) writeCopied(bufs [][]byte) error {
-	buf := bigBufs.Get().(*[]byte)
-	defer bigBufs.Put(buf)
-	b := (*buf)[aliasedSkew:][:aliasedChunk]
-	for len(bufs) > 0 {
-		n := 0
-		for len(bufs) > 0 && n < len(b) {
-			k := copy(b[n:], bufs[0])
-			n += k
-			bufs = consume(bufs, k)
-		}
-		d.piece[0] = b[:n]
-		if _, err := d.write(d.piece[:]); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // reject refuses h and ends the connection, which is all that the protocol

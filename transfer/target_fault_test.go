@@ -22,7 +22,7 @@ func works(t *testing.T, target *Target) {
 	c := New(Options{})
 	defer c.Close()
 	src, dst := pattern(8192, byte(rand.Uint32())), make([]byte, 8192)
-	ctx := timeout(t, 10*time.Second)
+	ctx := timeout(t, 60*time.Second)
 	if err := c.Write(ctx, target.Name(), []Entry{{src, testBase}}); err != nil {
 		t.Fatalf("the target does not serve any more: %v", err)
 	}
@@ -39,7 +39,7 @@ func quiet(t *testing.T, target *Target) {
 	last.Write(header{1, testBase, opRead | opAcked}.appendTo(nil))
 	last.Read(make([]byte, 1)) // or it was refused
 	last.Close()
-	for end := time.Now().Add(10 * time.Second); target.Stats().DataConns > 0; time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(60 * time.Second); target.Stats().DataConns > 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("%d data connections remain", target.Stats().DataConns)
 		}
@@ -78,7 +78,7 @@ func TestTargetCutByInitiator(t *testing.T) {
 // Whoever stops within a frame is cut after the timeout; whoever is silent
 // between frames is not.
 func TestTargetStalledPeer(t *testing.T) {
-	target, _ := listen(t, 64<<20, TargetOptions{ProgressTimeout: 150 * time.Millisecond})
+	target, _ := listen(t, 64<<20, TargetOptions{ProgressTimeout: 600 * time.Millisecond})
 	idle := dialData(t, target)
 	ping := func() {
 		t.Helper()
@@ -94,7 +94,7 @@ func TestTargetStalledPeer(t *testing.T) {
 		c.Write(send)
 		before := time.Now()
 		for target.Stats().DataConns > 1 || time.Since(before) < 20*time.Millisecond {
-			if time.Since(before) > 5*time.Second {
+			if time.Since(before) > 60*time.Second {
 				t.Fatal("the stalled connection lives on")
 			}
 			time.Sleep(time.Millisecond)
@@ -106,7 +106,7 @@ func TestTargetStalledPeer(t *testing.T) {
 	f(header{64 << 20, testBase, opRead | opAcked}.appendTo(nil)) // reads nothing of it
 	f(header{64 << 20, testBase, opRead}.appendTo(nil))
 	ping()
-	time.Sleep(400 * time.Millisecond)
+	time.Sleep(time.Second)
 	ping()
 }
 
@@ -238,7 +238,7 @@ func throw(t *testing.T, addr string, b []byte, reset bool) {
 		return
 	}
 	defer c.Close()
-	c.SetDeadline(time.Now().Add(20 * time.Second))
+	c.SetDeadline(time.Now().Add(60 * time.Second))
 	c.Write(b)
 	c.(*net.TCPConn).CloseWrite()
 	if !reset {
@@ -251,7 +251,7 @@ func throw(t *testing.T, addr string, b []byte, reset bool) {
 
 // A handshake client that says nothing, or too much, holds up nobody.
 func TestHandshakeFaults(t *testing.T) {
-	target, _ := listen(t, 1<<16, TargetOptions{HandshakeTimeout: 600 * time.Millisecond, MaxHandshakes: 8})
+	target, _ := listen(t, 1<<16, TargetOptions{HandshakeTimeout: 1500 * time.Millisecond, MaxHandshakes: 8})
 	var silent []net.Conn
 	for range 7 {
 		c, err := net.Dial("tcp", target.Name())
@@ -263,7 +263,7 @@ func TestHandshakeFaults(t *testing.T) {
 	}
 	works(t, target)
 	for _, c := range silent {
-		c.SetDeadline(time.Now().Add(5 * time.Second))
+		c.SetDeadline(time.Now().Add(60 * time.Second))
 		if n, err := c.Read(make([]byte, 1)); n > 0 || errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Fatalf("a silent client: %d bytes, %v", n, err)
 		}
@@ -276,14 +276,14 @@ func TestHandshakeFaults(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer c.Close()
-		c.SetDeadline(time.Now().Add(5 * time.Second))
+		c.SetDeadline(time.Now().Add(60 * time.Second))
 		c.Write(b)
 		if got, err := io.ReadAll(c); len(got) > 0 || errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("%.40q: answer %q, %v", b, got, err)
 		}
 	}
 	f(length(0))
-	f(length(MaxHandshakeBytes + 1))
+	f(length(maxHandshakeBytes + 1))
 	f(length(math.MaxUint64))
 	f(length(1 << 63))
 	f(append(length(100), "\x01{"...)) // and no more
@@ -308,13 +308,13 @@ func TestLargestDescriptor(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer target.Close()
-	d, err := client(t, Options{}).Describe(timeout(t, 10*time.Second), target.Name())
+	d, err := client(t, Options{}).Describe(timeout(t, 60*time.Second), target.Name())
 	if err != nil || len(d.Buffers) != MaxRegions {
 		t.Fatal(err)
 	}
 	d.Buffers = table.buffers(strings.Repeat("long-host-name.", 17) + ":65535")
 	text, err := json.Marshal(d)
-	if err != nil || len(text) > MaxHandshakeBytes*9/10 {
+	if err != nil || len(text) > maxHandshakeBytes*9/10 {
 		t.Errorf("%d regions need %d bytes: %v", MaxRegions, len(text), err)
 	}
 }
@@ -330,32 +330,10 @@ func TestIPv6(t *testing.T) {
 		t.Skip("no IPv6: ", err)
 	}
 	defer target.Close()
-	if err := target.SelfDial(timeout(t, 5*time.Second)); err != nil {
+	if err := target.SelfDial(timeout(t, 60*time.Second)); err != nil {
 		t.Error(err)
 	}
 	works(t, target)
-}
-
-// Notices are kept up to the limit, then refused.
-func TestNotices(t *testing.T) {
-	target, _ := listen(t, 4096, TargetOptions{MaxNotices: 2})
-	c := client(t, Options{})
-	f := func(want error) {
-		t.Helper()
-		if err := c.Notify(timeout(t, 5*time.Second), target.Name(), Notice{"a", "b"}); !errors.Is(err, want) {
-			t.Errorf("%v, want %v", err, want)
-		}
-	}
-	f(nil)
-	f(nil)
-	f(ErrRejected)
-	if n := target.Notices(); len(n) != 2 || n[1] != (Notice{"a", "b"}) {
-		t.Errorf("%v", n)
-	}
-	f(nil)
-	if err := c.Probe(timeout(t, 5*time.Second), target.Name()); err != nil {
-		t.Error(err)
-	}
 }
 
 // A storm of 2,000 connections, each with one write, as engines before 0.3.13
@@ -374,7 +352,7 @@ func TestConnectionStorm(t *testing.T) {
 				return
 			}
 			defer c.Close()
-			c.SetDeadline(time.Now().Add(20 * time.Second))
+			c.SetDeadline(time.Now().Add(60 * time.Second))
 			c.Write(append(header{512, testBase + uint64(i)*512, opWrite | opAcked}.appendTo(nil), want[i*512:][:512]...))
 			got := make([]byte, statusBytes)
 			if _, err := io.ReadFull(c, got); err != nil || !bytes.Equal(got, okFrame[:]) {
@@ -414,7 +392,7 @@ func TestMaxConns(t *testing.T) {
 
 func waitConns(t *testing.T, target *Target, n int) {
 	t.Helper()
-	for end := time.Now().Add(5 * time.Second); target.Stats().DataConns != int64(n); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(60 * time.Second); target.Stats().DataConns != int64(n); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("%d connections, want %d", target.Stats().DataConns, n)
 		}
@@ -424,7 +402,7 @@ func waitConns(t *testing.T, target *Target, n int) {
 // The advertised address is checked: somebody else, or nobody, answers there.
 func TestSelfDial(t *testing.T) {
 	target, _ := listen(t, 4096, TargetOptions{})
-	if err := target.SelfDial(timeout(t, 5*time.Second)); err != nil {
+	if err := target.SelfDial(timeout(t, 60*time.Second)); err != nil {
 		t.Error(err)
 	}
 	other, err := Listen(TargetOptions{Host: "127.0.0.2", Bind: "127.0.0.1"}, NewTable())
@@ -432,7 +410,7 @@ func TestSelfDial(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer other.Close()
-	if err := other.SelfDial(timeout(t, 5*time.Second)); err == nil {
+	if err := other.SelfDial(timeout(t, 60*time.Second)); err == nil {
 		t.Error("nobody answers at the published address, and SelfDial is content")
 	}
 	twin, err := Listen(TargetOptions{Host: "127.0.0.2", HandshakePort: port(other.hs)}, NewTable())
@@ -440,7 +418,7 @@ func TestSelfDial(t *testing.T) {
 		t.Skip("no second loopback address: ", err)
 	}
 	defer twin.Close()
-	if err := other.SelfDial(timeout(t, 5*time.Second)); !errors.Is(err, ErrProtocol) {
+	if err := other.SelfDial(timeout(t, 60*time.Second)); !errors.Is(err, ErrProtocol) {
 		t.Errorf("another target answers: %v", err)
 	}
 }

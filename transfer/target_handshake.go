@@ -14,7 +14,7 @@ func (t *Target) serveHandshake(c *net.TCPConn, silent *silentConn) {
 	t.stats.handshakes.Add(1)
 	c.SetDeadline(time.Now().Add(t.opt.HandshakeTimeout))
 	kind, text, err := readFrame(c)
-	t.asked(silent)
+	t.removeSilent(silent)
 	if err != nil {
 		t.log.Debug("handshake", "peer", c.RemoteAddr(), "err", err)
 		return
@@ -30,7 +30,7 @@ func (t *Target) serveHandshake(c *net.TCPConn, silent *silentConn) {
 		return
 	}
 	c.CloseWrite()
-	io.CopyN(io.Discard, c, MaxHandshakeBytes) // until the client's end
+	io.CopyN(io.Discard, c, maxHandshakeBytes) // until the client's end
 }
 
 // handshakeReply returns the reply frame. Any malformed request is an error:
@@ -43,27 +43,14 @@ func (t *Target) handshakeReply(kind byte, text []byte) ([]byte, error) {
 	case frameMetadata:
 		return appendFrame(nil, kind, t.Descriptor())
 	case frameNotify:
-		var n Notice
+		var n notice // only checked: vLLM connectors send none
 		if err := json.Unmarshal(text, &n); err != nil {
 			return nil, fmt.Errorf("%w: notice: %w", ErrProtocol, err)
 		}
-		return appendFrame(nil, kind, t.takeNotice(n))
+		return appendFrame(nil, kind, notice{Message: "success"})
 	case frameProbe:
 		return appendFrame(nil, kind, probeReply{"success"})
 	default: // frameConnection, frameTypeless
 		return appendFrame(nil, kind, connectionReply{QPNum: []uint32{}})
 	}
-}
-
-// takeNotice queues n. An empty message in the reply means refused.
-func (t *Target) takeNotice(n Notice) Notice {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	size := len(n.Name) + len(n.Message)
-	if len(t.mu.notices) >= t.opt.MaxNotices || t.mu.noticeBytes+size > maxNoticeBytes {
-		return Notice{}
-	}
-	t.mu.notices = append(t.mu.notices, n)
-	t.mu.noticeBytes += size
-	return Notice{Message: "success"}
 }

@@ -28,7 +28,7 @@ func TestWriteRead(t *testing.T) {
 			back = append(back, Entry{dst[i*size:][:size], testBase + uint64(at)})
 			copy(want[at:], src[i*size:][:size])
 		}
-		ctx := timeout(t, 20*time.Second)
+		ctx := timeout(t, 60*time.Second)
 		if err := c.Write(ctx, target.Name(), out); err != nil {
 			t.Fatal(err)
 		}

@@ -34,6 +34,10 @@ type DealerOptions struct {
 	MaxMessageBytes int64
 	SendQueueBytes  int // also the bound of what waits for a connection
 
+	// NoWaiting refuses messages while there is no connection, with ErrNotConnected: a message
+	// that its sender has given up by then must not reach a later life of the peer.
+	NoWaiting bool
+
 	ConnectTimeout    time.Duration // of one attempt; default 5 s
 	HandshakeTimeout  time.Duration
 	WriteTimeout      time.Duration
@@ -41,14 +45,14 @@ type DealerOptions struct {
 	HeartbeatInterval time.Duration
 	HeartbeatTimeout  time.Duration
 
-	Logger *slog.Logger
+	Log *slog.Logger // nil discards
 }
 
 // Dealer is a DEALER socket with one connection, made again when it is lost
 // (after 10 ms, then twice as long each time up to 1 s, less up to a half at
 // random).
 //
-// Messages sent while there is no connection wait for the next one. Those that
+// Messages sent while there is no connection wait for the next one, unless NoWaiting. Those that
 // were given to a connection that died are not sent again: some of them may
 // have arrived. Its methods are safe for concurrent use.
 type Dealer struct {
@@ -81,7 +85,7 @@ func makeDealer(endpoint string, own socketType, o DealerOptions) *Dealer {
 	d := &Dealer{
 		endpoint: endpoint,
 		o:        o,
-		log:      cmp.Or(o.Logger, slog.Default()),
+		log:      cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
 		stop:     make(chan struct{}),
 		role: role{own: own, identity: o.Identity, limits: newLimits(RouterOptions{
 			MaxFrameBytes: o.MaxFrameBytes, MaxFrames: o.MaxFrames, MaxMessageBytes: o.MaxMessageBytes,
@@ -100,8 +104,8 @@ func makeDealer(endpoint string, own socketType, o DealerOptions) *Dealer {
 	return d
 }
 
-// Start begins to connect, in the background. It fails on an endpoint that
-// cannot be, not on one where nobody listens yet. Close ends what it began.
+// Start begins to connect, in the background. It fails on a malformed endpoint, but not
+// on one without a listener. Close ends what it began.
 func (d *Dealer) Start() error {
 	if _, _, err := parseEndpoint(d.endpoint); err != nil {
 		return err
@@ -122,8 +126,8 @@ func (d *Dealer) Start() error {
 }
 
 // Send queues one message of copied frames: to the connection, as Peer.Send
-// does, or for the next one. ErrQueueFull means that SendQueueBytes wait, and
-// ErrClosed that the Dealer was closed.
+// does, or for the next one. ErrQueueFull means that SendQueueBytes wait, ErrNotConnected
+// that NoWaiting refuses it, and ErrClosed that the Dealer was closed.
 func (d *Dealer) Send(frames ...[]byte) error {
 	if p := d.ready(); p != nil {
 		if err := p.Send(frames...); !errors.Is(err, ErrClosed) {
@@ -133,7 +137,7 @@ func (d *Dealer) Send(frames ...[]byte) error {
 	return d.wait(frames)
 }
 
-// SendOwned is Send for frames that nobody will write to again, as
+// SendOwned is Send for frames that the caller never writes to again, as
 // Peer.SendOwned; without a connection they are copied.
 func (d *Dealer) SendOwned(frames ...[]byte) error {
 	if p := d.ready(); p != nil {
@@ -172,6 +176,8 @@ func (d *Dealer) hold(frames [][]byte) (flush *Peer, err error) {
 	switch {
 	case d.mu.closed:
 		return nil, ErrClosed
+	case d.o.NoWaiting:
+		return nil, ErrNotConnected
 	case d.mu.bytes > d.role.limits.queueBytes:
 		d.mu.past.Refused++
 		return nil, ErrQueueFull
@@ -280,7 +286,7 @@ func (d *Dealer) converse(c net.Conn) (ready bool, err error) {
 	d.mu.Unlock()
 
 	var keeper sync.WaitGroup
-	keeper.Go(func() { d.keep(p) })
+	keeper.Go(func() { d.runKeeper(p) })
 	_, err = p.run()
 	keeper.Wait()
 
@@ -292,7 +298,7 @@ func (d *Dealer) converse(c net.Conn) (ready bool, err error) {
 	return p.ready.Load(), err
 }
 
-func (d *Dealer) keep(p *Peer) {
+func (d *Dealer) runKeeper(p *Peer) {
 	t := time.NewTicker(d.role.limits.tick())
 	defer t.Stop()
 	for {

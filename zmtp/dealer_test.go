@@ -34,7 +34,7 @@ func startDealer(t testing.TB, endpoint string, o DealerOptions) (d *Dealer, in 
 
 func newDealer(endpoint string, o DealerOptions) (d *Dealer, in chan string, states chan error) {
 	in, states = make(chan string, 4096), make(chan error, 4096) // more than any test causes
-	o.Logger = quietLog
+	o.Log = quietLog
 	if o.Handler == nil {
 		o.Handler = func(m Message) { in <- string(bytes.Join(m, []byte("|"))) }
 	}
@@ -103,7 +103,7 @@ func TestDealerStartsFirst(t *testing.T) {
 	if err := d.SendOwned([]byte("owned")); err != nil {
 		t.Fatal(err)
 	}
-	r := NewRouter(func(p *Peer, m Message) { _ = p.Send(m[0], []byte(p.Identity())) }, RouterOptions{Logger: quietLog})
+	r := NewRouter(func(p *Peer, m Message) { _ = p.Send(m[0], []byte(p.identity())) }, RouterOptions{Log: quietLog})
 	defer r.Close()
 	if _, err := r.Listen(t.Context(), endpoint); err != nil {
 		t.Fatal(err)
@@ -159,7 +159,7 @@ func TestDealerKeepsWaiting(t *testing.T) {
 	defer ours.Close()
 	defer theirs.Close()
 	p := newPeer(1, ours, &d.role)
-	p.fail(ErrHandshakeTimeout)
+	p.fail(errHandshakeTimeout)
 	_ = d.Send([]byte("kept"))
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -185,7 +185,7 @@ func TestDealerQueueFull(t *testing.T) {
 	if err := d.Send(); err == nil {
 		t.Fatal("a message without frames was queued")
 	}
-	r := NewRouter(echo, RouterOptions{Logger: quietLog})
+	r := NewRouter(echo, RouterOptions{Log: quietLog})
 	defer r.Close()
 	if _, err := r.Listen(t.Context(), endpoint); err != nil {
 		t.Fatal(err)
@@ -333,16 +333,16 @@ func TestDealerTimeouts(t *testing.T) {
 		})
 	}
 	s := time.Second
-	f(DealerOptions{}, nil, 0, 5*s, 7*s, ErrHandshakeTimeout)
-	f(DealerOptions{HandshakeTimeout: s}, hello[:70], 0, s, 2*s, ErrHandshakeTimeout)
-	f(DealerOptions{IdleTimeout: 3 * s}, hello, 0, 3*s, 5*s, ErrIdle)
-	f(DealerOptions{HeartbeatInterval: s}, hello, 0, 2*s, 4*s, ErrHeartbeat)
-	f(DealerOptions{HeartbeatInterval: s}, hello, 5, 7*s, 10*s, ErrHeartbeat)
-	f(DealerOptions{HeartbeatInterval: s, HeartbeatTimeout: 3 * s}, hello, 0, 4*s, 6*s, ErrHeartbeat)
-	f(DealerOptions{}, appendPing(bytes.Clone(hello), 25), 0, 2500*time.Millisecond, 5*s, ErrHeartbeat)
-	f(DealerOptions{}, []byte("HTTP/1.1 400 Bad Request\r\n\r\n"), 0, 0, s, ErrNotZMTP)
-	f(DealerOptions{}, appendReady(appendGreeting(nil), typePub, nil), 0, 0, s, ErrSocketType)
-	f(DealerOptions{MaxFrameBytes: 9}, append(bytes.Clone(hello), frames("0123456789")...), 0, 0, s, ErrTooLarge)
+	f(DealerOptions{}, nil, 0, 5*s, 7*s, errHandshakeTimeout)
+	f(DealerOptions{HandshakeTimeout: s}, hello[:70], 0, s, 2*s, errHandshakeTimeout)
+	f(DealerOptions{IdleTimeout: 3 * s}, hello, 0, 3*s, 5*s, errIdle)
+	f(DealerOptions{HeartbeatInterval: s}, hello, 0, 2*s, 4*s, errHeartbeat)
+	f(DealerOptions{HeartbeatInterval: s}, hello, 5, 7*s, 10*s, errHeartbeat)
+	f(DealerOptions{HeartbeatInterval: s, HeartbeatTimeout: 3 * s}, hello, 0, 4*s, 6*s, errHeartbeat)
+	f(DealerOptions{}, appendPing(bytes.Clone(hello), 25), 0, 2500*time.Millisecond, 5*s, errHeartbeat)
+	f(DealerOptions{}, []byte("HTTP/1.1 400 Bad Request\r\n\r\n"), 0, 0, s, errNotZMTP)
+	f(DealerOptions{}, appendReady(appendGreeting(nil), typePub, nil), 0, 0, s, errSocketType)
+	f(DealerOptions{MaxFrameBytes: 9}, append(bytes.Clone(hello), frames("0123456789")...), 0, 0, s, errTooLarge)
 }
 
 // A peer of ZMTP 3.0 knows no PING: it is sent none, and lives.
@@ -396,7 +396,7 @@ func TestDealerRefused(t *testing.T) {
 	l := listenRaw(t)
 	_, _, states := startDealer(t, l.endpoint(), DealerOptions{})
 	l.accept().send(appendError(appendGreeting(nil), "go away"))
-	if e, ok := errors.AsType[*PeerError](recv(t, states)); !ok || e.Text != "go away" {
+	if e, ok := errors.AsType[*peerError](recv(t, states)); !ok || e.Text != "go away" {
 		t.Fatal(e, ok)
 	}
 	c := l.accept()
@@ -404,7 +404,7 @@ func TestDealerRefused(t *testing.T) {
 	if got := c.wantEnd(); !strings.HasSuffix(got, "\x05ERROR\x13Invalid socket type") {
 		t.Fatalf("%q", got)
 	}
-	if err := recv(t, states); !errors.Is(err, ErrSocketType) {
+	if err := recv(t, states); !errors.Is(err, errSocketType) {
 		t.Fatal(err)
 	}
 }
@@ -419,7 +419,7 @@ func TestLarge(t *testing.T) {
 				return
 			}
 			_ = p.SendOwned(bytes.Clone(m[0]), nil, bytes.Clone(m[2]))
-		}, RouterOptions{Logger: quietLog})
+		}, RouterOptions{Log: quietLog})
 		defer r.Close()
 		addr, err := r.Listen(t.Context(), endpoint)
 		if err != nil {

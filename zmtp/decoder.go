@@ -161,13 +161,13 @@ func (d *decoder) header() (flags byte, size, header int, err error) {
 	d.missing = 0
 	if len(b) < 2 {
 		if len(b) == 1 && badFlags(b[0]) {
-			return 0, 0, 0, fmt.Errorf("%w: frame flags %#02x", ErrProtocol, b[0])
+			return 0, 0, 0, fmt.Errorf("%w: frame flags %#02x", errProtocol, b[0])
 		}
 		return 0, 0, 0, nil
 	}
 	flags = b[0]
 	if badFlags(flags) {
-		return 0, 0, 0, fmt.Errorf("%w: frame flags %#02x", ErrProtocol, flags)
+		return 0, 0, 0, fmt.Errorf("%w: frame flags %#02x", errProtocol, flags)
 	}
 	n, header := uint64(b[1]), 2
 	if flags&flagLong != 0 {
@@ -195,22 +195,22 @@ func (d *decoder) header() (flags byte, size, header int, err error) {
 func (d *decoder) limits(flags byte, n uint64) error {
 	if flags&flagCommand != 0 {
 		if n > maxCommandBytes {
-			return fmt.Errorf("%w: command of %d bytes, at most %d", ErrTooLarge, n, maxCommandBytes)
+			return fmt.Errorf("%w: command of %d bytes, at most %d", errTooLarge, n, maxCommandBytes)
 		}
 		if len(d.spans) > 0 && d.size+int64(n) > d.maxMessage {
-			return fmt.Errorf("%w: message of more than %d bytes", ErrTooLarge, d.maxMessage)
+			return fmt.Errorf("%w: message of more than %d bytes", errTooLarge, d.maxMessage)
 		}
 		return nil
 	}
 	switch {
 	case d.allow != nil && n > uint64(d.large) && !d.allow():
-		return fmt.Errorf("%w: frame of %d bytes, at most %d from this peer", ErrTooLarge, n, d.large)
+		return fmt.Errorf("%w: frame of %d bytes, at most %d from this peer", errTooLarge, n, d.large)
 	case n > uint64(d.maxFrame):
-		return fmt.Errorf("%w: frame of %d bytes, at most %d", ErrTooLarge, n, d.maxFrame)
+		return fmt.Errorf("%w: frame of %d bytes, at most %d", errTooLarge, n, d.maxFrame)
 	case len(d.spans) == d.maxFrames:
-		return fmt.Errorf("%w: message of more than %d frames", ErrTooLarge, d.maxFrames)
+		return fmt.Errorf("%w: message of more than %d frames", errTooLarge, d.maxFrames)
 	case d.size+int64(n) > d.maxMessage:
-		return fmt.Errorf("%w: message of more than %d bytes", ErrTooLarge, d.maxMessage)
+		return fmt.Errorf("%w: message of more than %d bytes", errTooLarge, d.maxMessage)
 	}
 	return nil
 }

@@ -79,27 +79,27 @@ func TestDecodeLimits(t *testing.T) {
 		}
 	}
 	f(header(0, 1<<20), nil) // allowed, and no memory yet
-	f(header(0, 1<<20+1), ErrTooLarge)
-	f(header(0, 1<<63), ErrTooLarge)
-	f(header(0, 1<<64-1), ErrTooLarge)
-	f(header(flagCommand, maxCommandBytes+1), ErrTooLarge)
+	f(header(0, 1<<20+1), errTooLarge)
+	f(header(0, 1<<63), errTooLarge)
+	f(header(0, 1<<64-1), errTooLarge)
+	f(header(flagCommand, maxCommandBytes+1), errTooLarge)
 	f(bytes.Repeat(small, 8), nil)
-	f(bytes.Repeat(small, 9), ErrTooLarge)
-	f([]byte{0x08, 0}, ErrProtocol)
-	f([]byte{0x08}, ErrProtocol)
-	f([]byte{flagCommand | flagMore, 0}, ErrProtocol)
-	f([]byte{flagCommand, 0}, ErrProtocol)
+	f(bytes.Repeat(small, 9), errTooLarge)
+	f([]byte{0x08, 0}, errProtocol)
+	f([]byte{0x08}, errProtocol)
+	f([]byte{flagCommand | flagMore, 0}, errProtocol)
+	f([]byte{flagCommand, 0}, errProtocol)
 
 	d := &decoder{maxFrame: 100, maxMessage: 150, maxFrames: 8}
 	part := append([]byte{flagMore, 100}, make([]byte, 100)...)
 	last := append([]byte{0, 51}, make([]byte, 51)...)
-	if _, err := decodeAll(slices.Concat(appendGreeting(nil), part, last), []int{1000}, d); !errors.Is(err, ErrTooLarge) {
+	if _, err := decodeAll(slices.Concat(appendGreeting(nil), part, last), []int{1000}, d); !errors.Is(err, errTooLarge) {
 		t.Fatal(err)
 	}
 	// Commands between the frames of a message fill its buffer: they count.
 	d = &decoder{maxFrame: 100, maxMessage: 150, maxFrames: 8}
 	flood := slices.Concat(appendGreeting(nil), small, bytes.Repeat(appendPing(nil, 0), 30))
-	if _, err := decodeAll(flood, []int{1000}, d); !errors.Is(err, ErrTooLarge) {
+	if _, err := decodeAll(flood, []int{1000}, d); !errors.Is(err, errTooLarge) {
 		t.Fatal(err)
 	}
 }

@@ -57,8 +57,7 @@ func listen(ctx context.Context, endpoint string) (net.Listener, error) {
 	return l, nil
 }
 
-// removeStale removes a socket file that nobody listens on, as a killed server
-// leaves it.
+// removeStale removes a socket file without a listener, as a killed server leaves it.
 func removeStale(ctx context.Context, path string) {
 	st, err := os.Lstat(path)
 	if err != nil || st.Mode()&os.ModeSocket == 0 {
@@ -67,11 +66,11 @@ func removeStale(ctx context.Context, path string) {
 	var d net.Dialer
 	c, err := d.DialContext(ctx, "unix", path)
 	if err == nil {
-		_ = c.Close() // somebody lives there: Listen will say so
+		_ = c.Close() // a server runs there: Listen returns the error
 		return
 	}
 	if errors.Is(err, syscall.ECONNREFUSED) {
-		_ = os.Remove(path) // if it fails, Listen says so
+		_ = os.Remove(path) // if it fails, Listen returns the error
 	}
 }
 

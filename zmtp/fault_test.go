@@ -96,7 +96,7 @@ func TestPeerNeverReads(t *testing.T) {
 		good.send(frames("x"))
 		good.want("x")
 	}
-	if err := recv(t, ends); !errors.Is(err, ErrSlow) {
+	if err := recv(t, ends); !errors.Is(err, errSlow) {
 		t.Fatal(err)
 	}
 	if s := r.Stats(); s.Closed["slow"] != 1 || handled.Load() > 100 {
@@ -123,7 +123,7 @@ func TestPingFlood(t *testing.T) {
 			break
 		}
 	}
-	if err := recv(t, ends); !errors.Is(err, ErrSlow) {
+	if err := recv(t, ends); !errors.Is(err, errSlow) {
 		t.Fatal(err)
 	}
 	if most > 100_000+64 {
@@ -163,7 +163,7 @@ func TestQueueFull(t *testing.T) {
 
 // pipePeer is a ROUTER's peer on a net.Pipe, with a keeper, inside a bubble.
 func pipePeer(o RouterOptions) (c net.Conn, r *Router) {
-	o.Logger = quietLog
+	o.Log = quietLog
 	r = NewRouter(echo, o)
 	client, server := net.Pipe()
 	r.mu.Lock()

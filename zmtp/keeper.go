@@ -5,19 +5,19 @@ import (
 	"time"
 )
 
-// kickAfter is the silence after which a peer's reading goroutine is woken
-// once: it gives its buffer back, and finds an end of stream that came together
-// with the last bytes (see onReadable).
-const kickAfter = time.Second
+// quietAfter is the silence after which the keeper wakes a peer's reading goroutine
+// once. The goroutine then releases its buffer, and finds an end of stream that came
+// together with the last bytes (see onReadable).
+const quietAfter = time.Second
 
 // watch is what the keeper knows of a peer. Deadlines per read would cost a
 // timer operation per request, so one goroutine per socket compares counters
 // instead: a timeout is late by at most one tick.
 type watch struct {
-	reads  uint64    // count.reads when last looked at
-	at     time.Time // when it last changed
-	pinged time.Time // when a PING went out since; zero = none
-	kicked bool      // since
+	reads       uint64    // count.reads when last looked at
+	at          time.Time // when it last changed
+	pinged      time.Time // when a PING went out since then; zero = none
+	interrupted bool      // since then
 
 	begun      int64     // Peer.begun when last looked at
 	progress   uint64    // count.bytesIn at progressAt
@@ -40,7 +40,7 @@ func (p *Peer) check(now time.Time) {
 	l, w := &p.role.limits, &p.watch
 	if !p.ready.Load() {
 		if now.Sub(p.born) > l.handshakeTimeout {
-			p.fail(fmt.Errorf("%w after %v", ErrHandshakeTimeout, l.handshakeTimeout))
+			p.fail(fmt.Errorf("%w after %v", errHandshakeTimeout, l.handshakeTimeout))
 		}
 		return
 	}
@@ -48,22 +48,22 @@ func (p *Peer) check(now time.Time) {
 	busy := p.mu.corked // a running handler, or one that waits for room, counts as activity
 	p.mu.Unlock()
 	if reads := p.count.reads.Load(); busy || reads != w.reads || w.at.IsZero() {
-		w.reads, w.at, w.pinged, w.kicked = reads, now, time.Time{}, false
-		p.spoke.Store(now.UnixNano())
+		w.reads, w.at, w.pinged, w.interrupted = reads, now, time.Time{}, false
+		p.lastHeard.Store(now.UnixNano())
 	}
 	if busy { // it is not reading either
 		w.begun = 0
 	} else if p.stalled(now) {
-		p.fail(fmt.Errorf("%w: %d bytes in %v", ErrStalled, p.count.bytesIn.Load()-w.progress, l.receiveTimeout))
+		p.fail(fmt.Errorf("%w: %d bytes in %v", errStalled, p.count.bytesIn.Load()-w.progress, l.receiveTimeout))
 		return
 	}
 	silent := now.Sub(w.at)
 	if ttl := time.Duration(p.ttl.Load()); ttl > 0 && silent > ttl {
-		p.fail(fmt.Errorf("%w: silent for %v, its TTL is %v", ErrHeartbeat, silent, ttl))
+		p.fail(fmt.Errorf("%w: silent for %v, its TTL is %v", errHeartbeat, silent, ttl))
 		return
 	}
 	if l.idleTimeout > 0 && silent > l.idleTimeout {
-		p.fail(fmt.Errorf("%w for %v", ErrIdle, l.idleTimeout))
+		p.fail(fmt.Errorf("%w for %v", errIdle, l.idleTimeout))
 		return
 	}
 	if l.heartbeatInterval > 0 && p.minor >= 1 {
@@ -72,12 +72,12 @@ func (p *Peer) check(now time.Time) {
 			w.pinged = now
 			p.command(func(b []byte) []byte { return appendPing(b, 0) })
 		case !w.pinged.IsZero() && now.Sub(w.pinged) > l.heartbeatTimeout:
-			p.fail(fmt.Errorf("%w: no answer to a PING in %v", ErrHeartbeat, l.heartbeatTimeout))
+			p.fail(fmt.Errorf("%w: no answer to a PING in %v", errHeartbeat, l.heartbeatTimeout))
 			return
 		}
 	}
-	if !w.kicked && silent >= kickAfter && !p.quiet.Load() {
-		w.kicked = true
-		p.kick()
+	if !w.interrupted && silent >= quietAfter && !p.quiet.Load() {
+		w.interrupted = true
+		p.interrupt()
 	}
 }

@@ -14,7 +14,7 @@ import (
 func TestRefillWhileWaiting(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ours, theirs := net.Pipe()
-		r := NewRouter(echo, RouterOptions{SendQueueBytes: 1000, Logger: quietLog})
+		r := NewRouter(echo, RouterOptions{SendQueueBytes: 1000, Log: quietLog})
 		p := newPeer(1, ours, &r.role)
 		defer func() {
 			p.fail(ErrClosed)
@@ -48,7 +48,7 @@ func TestIdleHoldsNothing(t *testing.T) {
 	}
 	l := listenRaw(t)
 	c := dialRaw(t, l.Addr())
-	r := NewRouter(echo, RouterOptions{Logger: quietLog})
+	r := NewRouter(echo, RouterOptions{Log: quietLog})
 	defer r.Close()
 	p := newPeer(1, l.accept().Conn, &r.role)
 	defer func() {

@@ -19,8 +19,9 @@ type role struct {
 	own       socketType
 	identity  []byte
 	limits    limits
-	deliver   func(*Peer, Message) // on the reading goroutine
-	connected func(*Peer)          // on the reading goroutine, after the handshake
+	deliver   func(*Peer, Message)                        // on the reading goroutine
+	connected func(*Peer)                                 // on the reading goroutine, after the handshake
+	subscribe func(p *Peer, prefix []byte, on bool) error // of a PUB, on the reading goroutine
 
 	received   *received // nil: not bounded beyond this connection's limits
 	large      func(*Peer) bool
@@ -71,7 +72,7 @@ type Peer struct {
 	fresh    bool   // the handshake is just over
 	whole    uint64 // messages received when the unfinished one was seen first
 
-	// Owned by whoever set mu.writing.
+	// Owned by the goroutine that set mu.writing.
 	out      batch
 	writeErr error
 	writeFn  func(uintptr) bool
@@ -82,29 +83,29 @@ type Peer struct {
 	watch watch
 
 	// Atomic.
-	leave   atomic.Bool  // the reading goroutine shall look at mu.err and quiet
-	quiet   atomic.Bool  // handle no more messages
-	queued  atomic.Int64 // bytes queued or being written; changed under mu
-	ready   atomic.Bool  // the handshake is over; identity and minor are set before
-	ttl     atomic.Int64 // ns of silence that the peer's PINGs allow; 0 = any
-	held    atomic.Int64 // bytes of the receive buffer beyond the first
-	begun   atomic.Int64 // unix ns when the unfinished message was seen first, 0 for none
-	spoke   atomic.Int64 // unix ns when the keeper last saw that something came
-	marked  atomic.Bool
-	count   counters
-	minor   byte
-	routing string
+	mustLook  atomic.Bool  // the reading goroutine shall look at mu.err and quiet
+	quiet     atomic.Bool  // handle no more messages
+	queued    atomic.Int64 // bytes queued or being written; changed under mu
+	ready     atomic.Bool  // the handshake is over; identity and minor are set before
+	ttl       atomic.Int64 // ns of silence that the peer's PINGs allow; 0 = any
+	held      atomic.Int64 // bytes of the receive buffer beyond the first
+	begun     atomic.Int64 // unix ns when the unfinished message was seen first, 0 for none
+	lastHeard atomic.Int64 // unix ns when the keeper last saw that something came
+	marked    atomic.Bool
+	count     counters
+	minor     byte
+	routing   string
 
 	done    chan struct{} // closed by fail
 	drained chan struct{} // capacity 1: the queue fell below its bound
-	stopped chan struct{} // closed once nobody writes nor will
+	stopped chan struct{} // closed after the last write
 	writers sync.WaitGroup
 
 	mu struct {
 		sync.Mutex
 		q       queue
 		corked  bool  // the reading goroutine will flush
-		writing bool  // somebody owns out and will look at q again
+		writing bool  // a goroutine owns out and will look at q again
 		err     error // why the peer is closed; nil while it lives
 		idle    []chan struct{}
 	}
@@ -116,7 +117,7 @@ func newPeer(id uint64, c net.Conn, r *role) *Peer {
 		in:   decoder{maxFrame: r.limits.maxFrame, maxMessage: r.limits.maxMessage, maxFrames: r.limits.maxFrames},
 		done: make(chan struct{}), drained: make(chan struct{}, 1), stopped: make(chan struct{}),
 	}
-	p.spoke.Store(p.born.UnixNano())
+	p.lastHeard.Store(p.born.UnixNano())
 	if r.large != nil {
 		p.in.large, p.in.allow = r.largeBytes, func() bool { return r.large(p) }
 	}
@@ -133,9 +134,9 @@ func (p *Peer) ID() uint64 { return p.id }
 // RemoteAddr is the peer's network address.
 func (p *Peer) RemoteAddr() net.Addr { return p.conn.RemoteAddr() }
 
-// Identity is the routing id that the peer announced, mostly empty. It need
+// identity is the routing id that the peer announced, mostly empty. It need
 // not be unique. It is known once OnConnect or the handler was called.
-func (p *Peer) Identity() string {
+func (p *Peer) identity() string {
 	if !p.ready.Load() {
 		return ""
 	}
@@ -189,8 +190,8 @@ func (p *Peer) Send(frames ...[]byte) error {
 	return nil
 }
 
-// SendOwned is Send for frames that nobody will write to again, ever: those of
-// 8 KiB and more are sent by reference. Never give it the handler's frames.
+// SendOwned is Send for frames that the caller never writes to again: it sends those of
+// 8 KiB and more by reference. Never give it the handler's frames.
 func (p *Peer) SendOwned(frames ...[]byte) error {
 	if len(frames) == 0 {
 		return errNoFrames
@@ -234,7 +235,7 @@ func (p *Peer) refuseLocked() error {
 	return nil
 }
 
-// unlockAndFlush writes the queue unless somebody else is about to.
+// unlockAndFlush writes the queue unless another goroutine is about to.
 func (p *Peer) unlockAndFlush() {
 	start := !p.mu.corked && !p.mu.writing
 	p.mu.writing = p.mu.writing || start
@@ -330,7 +331,7 @@ func (p *Peer) writeChunk() error {
 	if err := p.conn.SetWriteDeadline(time.Now().Add(p.role.limits.writeTimeout)); err != nil {
 		return err
 	}
-	if p.leave.Load() && p.Err() != nil { // fail may have set its deadline before ours
+	if p.mustLook.Load() && p.Err() != nil { // fail may have set its deadline before ours
 		return ErrClosed
 	}
 	p.vecs = p.out.chunk(p.vecs, stallBytes)
@@ -341,7 +342,7 @@ func (p *Peer) writeChunk() error {
 	p.out.consume(int(n))
 	p.wrote(int(n))
 	if errors.Is(err, os.ErrDeadlineExceeded) {
-		return fmt.Errorf("%w: %d bytes wait, %d were taken in %v", ErrSlow, p.queued.Load(), n, p.role.limits.writeTimeout)
+		return fmt.Errorf("%w: %d bytes wait, %d were taken in %v", errSlow, p.queued.Load(), n, p.role.limits.writeTimeout)
 	}
 	return err
 }
@@ -366,13 +367,13 @@ func (p *Peer) fail(err error) {
 	first := p.mu.err == nil
 	if first {
 		p.mu.err = err
-		if !p.mu.writing { // and nobody starts to once err is set
+		if !p.mu.writing { // and no goroutine begins to once err is set
 			close(p.stopped)
 		}
 	}
 	p.mu.Unlock()
 	if first {
-		p.leave.Store(true)
+		p.mustLook.Store(true)
 		close(p.done)
 		_ = p.conn.SetDeadline(longAgo) // fails only when closed already
 	}
@@ -380,8 +381,8 @@ func (p *Peer) fail(err error) {
 
 var longAgo = time.Unix(1, 0)
 
-// kick makes the reading goroutine look at the peer's state.
-func (p *Peer) kick() { _ = p.conn.SetReadDeadline(longAgo) }
+// interrupt wakes the reading goroutine, which then looks at the peer's state.
+func (p *Peer) interrupt() { _ = p.conn.SetReadDeadline(longAgo) }
 
 // flushed waits until nothing is queued and the handler does not run.
 func (p *Peer) flushed(ctx context.Context) error {
@@ -417,7 +418,7 @@ func (p *Peer) idleLocked() {
 // run is the reading goroutine. It returns why the peer ended, after the last
 // goroutine of the peer.
 //
-// A ROUTER's peer leaves it once, after the handshake (done is false), and is to be
+// A peer of a socket that listens leaves it once, after the handshake (done is false), and is to be
 // run again on a fresh goroutine: the stack that a handshake takes would stay with
 // an idle peer.
 func (p *Peer) run() (done bool, err error) {
@@ -441,7 +442,7 @@ func (p *Peer) run() (done bool, err error) {
 	p.writers.Wait()
 	_ = p.conn.Close() // nothing is left to lose
 	p.in.drop()
-	p.account()
+	p.recordBuffer()
 	p.trim()
 	return true, p.Err()
 }
@@ -455,7 +456,7 @@ func (p *Peer) read() error {
 		}
 		return p.readErr
 	}
-	for !p.leave.Load() && !p.fresh {
+	for !p.mustLook.Load() && !p.fresh {
 		n, err := p.conn.Read(p.in.space())
 		if n > 0 {
 			if err := p.received(n); err != nil {
@@ -469,7 +470,7 @@ func (p *Peer) read() error {
 	return nil
 }
 
-// pause is where a kicked reading goroutine goes. It returns false when the
+// pause runs on a reading goroutine that was interrupted. It returns false when the
 // peer is closed.
 func (p *Peer) pause() bool {
 	if p.quiet.Load() {
@@ -479,7 +480,7 @@ func (p *Peer) pause() bool {
 	// A fail after this reset wakes the next read; one before it shows in done.
 	_ = p.conn.SetReadDeadline(time.Time{})
 	p.in.release()
-	p.account()
+	p.recordBuffer()
 	p.trim()
 	select {
 	case <-p.done:
@@ -489,8 +490,8 @@ func (p *Peer) pause() bool {
 	}
 }
 
-// trim gives the send buffers back if nobody writes and nothing is queued, or
-// nothing will be sent any more: who keeps a closed Peer keeps no frames.
+// trim releases the send buffers if no goroutine writes and nothing is queued, or if the
+// peer is closed, so that a reference to a closed Peer keeps no frames in memory.
 func (p *Peer) trim() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -508,9 +509,9 @@ func (p *Peer) received(n int) error {
 	p.mu.Lock()
 	p.mu.corked = true
 	p.mu.Unlock()
-	p.account()
+	p.recordBuffer()
 	err := p.handle()
-	p.unfinished()
+	p.recordUnfinished()
 	p.uncork()
 	return err
 }
@@ -535,7 +536,7 @@ func (p *Peer) handle() error {
 		p.minor, p.phase = minor, wantReady
 		p.command(func(b []byte) []byte { return appendReady(b, p.role.own, p.role.identity) })
 	}
-	for handled := 0; !p.leave.Load(); handled++ {
+	for handled := 0; !p.mustLook.Load(); handled++ {
 		ev, err := p.in.next()
 		if err != nil || ev == evMore {
 			return err
@@ -546,20 +547,20 @@ func (p *Peer) handle() error {
 			}
 		} else {
 			if p.phase != traffic {
-				return fmt.Errorf("%w: message before READY", ErrProtocol)
+				return fmt.Errorf("%w: message before READY", errProtocol)
 			}
 			p.count.messagesIn.Add(1)
 			p.role.deliver(p, p.in.msg)
 			p.in.done()
 		}
-		p.relieve(handled)
+		p.flushBetween(handled)
 	}
 	return nil
 }
 
-// relieve flushes between two messages when replies have waited long or the
+// flushBetween flushes between two messages when replies have waited long or the
 // queue is above its bound; in the second case it waits for the peer to read.
-func (p *Peer) relieve(handled int) {
+func (p *Peer) flushBetween(handled int) {
 	full := p.queued.Load() > int64(p.role.limits.queueBytes)
 	if !full {
 		if p.in.pos == p.in.end {
@@ -578,9 +579,9 @@ func (p *Peer) relieve(handled int) {
 	p.awaitRoom()
 }
 
-// awaitRoom waits until the queue is within its bound. Whoever sends meanwhile
-// leaves the flush to the reading goroutine, which is here: so it flushes again
-// each time it wakes, or it would wait for what nobody writes.
+// awaitRoom waits until the queue is within its bound. While a handler runs, senders
+// leave the flush to the reading goroutine, which waits here. So it flushes each time it
+// wakes; otherwise it would wait for bytes that no goroutine writes.
 func (p *Peer) awaitRoom() {
 	for p.queued.Load() > int64(p.role.limits.queueBytes) {
 		p.Flush()

@@ -89,7 +89,7 @@ func (p *python) end() {
 // echoWho echoes, with the identity appended when it is asked for.
 func echoWho(p *Peer, m Message) {
 	if string(m[0]) == "who" {
-		m = append(m, []byte(p.Identity()))
+		m = append(m, []byte(p.identity()))
 	}
 	_ = p.Send(m...)
 }
@@ -98,7 +98,7 @@ func TestRouterPyzmq(t *testing.T) {
 	f := func(scenario, endpoint string, o RouterOptions) {
 		t.Run(scenario, func(t *testing.T) {
 			t.Parallel()
-			o.Logger = quietLog
+			o.Log = quietLog
 			r := NewRouter(echoWho, o)
 			defer r.Close()
 			addr, err := r.Listen(t.Context(), endpoint)
@@ -121,12 +121,12 @@ func TestRouterPyzmq(t *testing.T) {
 	f("identity", "ipc://"+filepath.Join(t.TempDir(), "s"), RouterOptions{})
 	f("req", "ipc://@kvasir-zmtp-"+t.TempDir(), RouterOptions{})
 	f("pipeline", tcp, RouterOptions{})
-	f("heartbeat", tcp, RouterOptions{HeartbeatInterval: 50 * time.Millisecond, HeartbeatTimeout: time.Second})
+	f("heartbeat", tcp, RouterOptions{HeartbeatInterval: 50 * time.Millisecond, HeartbeatTimeout: 20 * time.Second})
 }
 
 // A pyzmq DEALER finds the ROUTER that took the place of the one it knew.
 func TestRouterRestartPyzmq(t *testing.T) {
-	r := NewRouter(echo, RouterOptions{Logger: quietLog})
+	r := NewRouter(echo, RouterOptions{Log: quietLog})
 	defer r.Close()
 	addr, err := r.Listen(t.Context(), "tcp://127.0.0.1:*")
 	if err != nil {
@@ -137,7 +137,7 @@ func TestRouterRestartPyzmq(t *testing.T) {
 		t.Fatal(got)
 	}
 	_ = r.Close()
-	next := NewRouter(echo, RouterOptions{Logger: quietLog})
+	next := NewRouter(echo, RouterOptions{Log: quietLog})
 	defer next.Close()
 	if _, err := next.Listen(t.Context(), "tcp://"+addr.String()); err != nil {
 		t.Fatal(err)
@@ -213,7 +213,7 @@ func TestDealerHeartbeatRestartPyzmq(t *testing.T) {
 	endpoint := "ipc://" + filepath.Join(t.TempDir(), "s")
 	first := startPython(t, "router_heartbeat", endpoint)
 	first.line()
-	d, in, states := startDealer(t, endpoint, DealerOptions{HeartbeatInterval: 50 * time.Millisecond, HeartbeatTimeout: time.Second})
+	d, in, states := startDealer(t, endpoint, DealerOptions{HeartbeatInterval: 50 * time.Millisecond, HeartbeatTimeout: 20 * time.Second})
 	if err := recv(t, states); err != nil {
 		t.Fatal(err)
 	}
@@ -249,7 +249,7 @@ func TestDealerRefusesPyzmq(t *testing.T) {
 			p := startPython(t, "bound", "tcp://127.0.0.1:*", kind)
 			_, _, states := startDealer(t, p.line(), DealerOptions{})
 			err := recv(t, states)
-			if _, refused := errors.AsType[*PeerError](err); !refused && !errors.Is(err, ErrSocketType) && Reason(err) != "eof" {
+			if _, refused := errors.AsType[*peerError](err); !refused && !errors.Is(err, errSocketType) && Reason(err) != "eof" {
 				t.Fatal(err)
 			}
 			p.end()

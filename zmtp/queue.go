@@ -12,7 +12,7 @@ const (
 // buf; long ones that the caller gave away stand in vec by reference.
 //
 // vec holds what precedes buf[mark:]. When append moves buf, slices in vec keep
-// the old array, whose bytes nobody writes any more.
+// the old array, whose bytes do not change any more.
 type queue struct {
 	buf  []byte
 	mark int

@@ -32,7 +32,7 @@ func NewReq(endpoint string, o DealerOptions) *Req {
 	r := &Req{turn: make(chan struct{}, 1), events: make(chan reqEvent, 1)}
 	o.Handler = func(m Message) {
 		if len(m) == 0 || len(m[0]) != 0 {
-			r.event(reqEvent{err: fmt.Errorf("%w: reply without an empty first frame", ErrProtocol)})
+			r.event(reqEvent{err: fmt.Errorf("%w: reply without an empty first frame", errProtocol)})
 			return
 		}
 		var copied [][]byte

@@ -21,7 +21,7 @@ func startReq(t *testing.T, endpoint string) *Req {
 
 func askReq(t *testing.T, r *Req) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
 	defer cancel()
 	for i, size := range []int{0, 1, 255, 256, 160 << 10, 1 << 20} {
 		body := bytes.Repeat([]byte{byte(i + 1)}, size)
@@ -65,7 +65,7 @@ func TestReq(t *testing.T) {
 	r := startReq(t, endpoint)
 	askReq(t, r)
 
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
 	defer cancel()
 	if m, err := r.Do(ctx, []byte("twice")); err != nil || len(m) != 1 || string(m[0]) != "1" {
 		t.Fatal(m, err)
@@ -73,7 +73,7 @@ func TestReq(t *testing.T) {
 	if m, err := r.Do(ctx, []byte("a"), []byte("b")); err != nil || len(m) != 2 || string(m[0]) != "a" { // not the second answer
 		t.Fatalf("%q %v", m, err)
 	}
-	if _, err := r.Do(ctx, []byte("odd")); !errors.Is(err, ErrProtocol) {
+	if _, err := r.Do(ctx, []byte("odd")); !errors.Is(err, errProtocol) {
 		t.Fatal(err)
 	}
 	if _, err := r.Do(ctx, []byte("a"), nil); !errors.Is(err, ErrClosed) {

@@ -53,7 +53,7 @@ type RouterOptions struct {
 	OnConnect    func(*Peer)
 	OnDisconnect func(*Peer, error)
 
-	Logger *slog.Logger // connections that come and go at debug level; default slog.Default()
+	Log *slog.Logger // connections that come and go at debug level; nil discards
 }
 
 // Router is a ROUTER socket that serves: it listens, and gives what its peers
@@ -83,7 +83,7 @@ type Router struct {
 func NewRouter(h Handler, o RouterOptions) *Router {
 	r := &Router{
 		o:   o,
-		log: cmp.Or(o.Logger, slog.Default()),
+		log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
 		role: role{
 			own:     typeRouter,
 			limits:  newLimits(o),
@@ -97,7 +97,7 @@ func NewRouter(h Handler, o RouterOptions) *Router {
 	r.role.large, r.role.largeBytes = o.Large, o.LargeBytes
 	r.role.received = &received{limit: cmp.Or(o.MaxReceiveBytes, 1<<30)}
 	r.role.received.over = func() {
-		r.relieve((*Peer).heldBytes, r.role.received.limit, "of unfinished messages")
+		r.closeHeaviest((*Peer).heldBytes, r.role.received.limit, "of unfinished messages")
 	}
 	r.role.connected = r.connected
 	r.mu.listeners = make(map[net.Listener]struct{})
@@ -152,7 +152,7 @@ func (r *Router) serve(l net.Listener) bool {
 func (r *Router) keepLocked() {
 	if !r.mu.keeping {
 		r.mu.keeping = true
-		r.keepWG.Go(r.keep)
+		r.keepWG.Go(r.runKeeper)
 	}
 }
 
@@ -201,11 +201,11 @@ func (r *Router) add(c net.Conn) {
 		r.wg.Go(func() { r.run(p) })
 		r.mu.Unlock()
 		if silent != nil {
-			silent.fail(ErrTooManyPeers)
+			silent.fail(errTooManyPeers)
 		}
 		return
 	} else if full {
-		err = ErrTooManyPeers
+		err = errTooManyPeers
 	}
 	r.mu.past.Closed[Reason(err)]++
 	r.mu.Unlock()
@@ -266,8 +266,8 @@ func (r *Router) connected(p *Peer) {
 	}
 }
 
-// keep watches the peers' deadlines until the last one is gone.
-func (r *Router) keep() {
+// runKeeper checks the peers' deadlines until the last peer is closed.
+func (r *Router) runKeeper() {
 	t := time.NewTicker(r.role.limits.tick())
 	defer t.Stop()
 	var peers []*Peer
@@ -278,7 +278,7 @@ func (r *Router) keep() {
 			for _, p := range peers {
 				p.check(now)
 			}
-			r.relieve((*Peer).queuedBytes, r.o.MaxUnsentBytes, "not read")
+			r.closeHeaviest((*Peer).queuedBytes, r.o.MaxUnsentBytes, "not read")
 			clear(peers)
 		case <-r.stopKeep:
 			return
@@ -325,23 +325,22 @@ func (r *Router) stopAccepting() {
 	}
 }
 
-// Quiesce stops accepting and reading: after it no handler is called but those
-// already running. Replies may still be sent; Shutdown flushes them.
-func (r *Router) Quiesce() {
+// quiesce stops accepting and reading. Handlers that run already may still send replies;
+// Shutdown flushes them.
+func (r *Router) quiesce() {
 	r.stopAccepting()
 	for _, p := range r.peers(nil) {
 		p.quiet.Store(true)
-		p.leave.Store(true)
-		p.kick()
+		p.mustLook.Store(true)
+		p.interrupt()
 	}
 }
 
 // Shutdown stops accepting and reading, waits until what is queued has been
-// written, then closes. A server whose handlers reply later calls Quiesce,
-// waits for its own work, and then Shutdown. When ctx ends first, what is left
-// is dropped and ctx's error returned.
+// written, then closes. When ctx ends first, it drops what is left and returns ctx's
+// error.
 func (r *Router) Shutdown(ctx context.Context) error {
-	r.Quiesce()
+	r.quiesce()
 	var err error
 	for _, p := range r.peers(nil) {
 		if e := p.flushed(ctx); e != nil {

@@ -8,18 +8,17 @@ import (
 	"time"
 )
 
-// What all connections of a Router hold together is bounded. A share bites only
-// when the total is used: then the host that holds most gives way, first the
-// connection of it that holds most. A host is a remote address, or what
-// RouterOptions.Share says; else all connections over UNIX sockets are one.
+// A Router bounds what all its connections hold together. When the total is over the
+// limit, it closes the connection that holds most, of the host that holds most. A host
+// is a remote address, or what RouterOptions.Share returns; without that, all
+// connections over UNIX sockets are one host.
 
-// ErrShare means that the connections of all peers held too much, and this one was
+// errShare means that the connections of all peers held too much, and this one was
 // the largest of the host with most.
-var ErrShare = errors.New("zmtp: the peer's host holds more than its share")
+var errShare = errors.New("zmtp: the peer's host holds more than its share")
 
-// ErrStalled means that a message had begun, and too little of it came within
-// ReceiveTimeout.
-var ErrStalled = errors.New("zmtp: a message stopped coming")
+// errStalled means that too little of an unfinished message came within ReceiveTimeout.
+var errStalled = errors.New("zmtp: a message stopped coming")
 
 // stallProgress is what must come of an unfinished message in each ReceiveTimeout.
 const stallProgress = 64 << 10
@@ -31,9 +30,8 @@ type received struct {
 	over  func() // called when total passes limit
 }
 
-// account notes how much memory p's receive buffer has. The reading goroutine
-// calls it.
-func (p *Peer) account() {
+// recordBuffer counts the memory of p's receive buffer. The reading goroutine calls it.
+func (p *Peer) recordBuffer() {
 	if p.role.received == nil {
 		return
 	}
@@ -47,8 +45,8 @@ func (p *Peer) account() {
 	}
 }
 
-// unfinished notes whether a message has begun to come and is not whole.
-func (p *Peer) unfinished() {
+// recordUnfinished notes whether the buffer ends in an unfinished message.
+func (p *Peer) recordUnfinished() {
 	if p.in.end == p.in.start {
 		if p.begun.Load() != 0 {
 			p.begun.Store(0)
@@ -90,9 +88,8 @@ func host(c net.Conn) string {
 	return "unix"
 }
 
-// heaviest returns the peer with most of the host with most. what says how much a
-// peer has; one that has nothing is never chosen. It is nil when nobody has
-// anything.
+// heaviest returns the peer with most of the host with most, and what all peers have.
+// what returns how much a peer has. The peer is nil if none has anything.
 func (r *Router) heaviest(what func(*Peer) int64) (most *Peer, total int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -115,7 +112,7 @@ func (r *Router) heaviest(what func(*Peer) int64) (most *Peer, total int64) {
 	return most, total
 }
 
-// ended reports whether the peer is closed already and about to go.
+// ended reports whether the peer is closed, though the Router may still list it.
 func (p *Peer) ended() bool {
 	select {
 	case <-p.done:
@@ -125,25 +122,24 @@ func (p *Peer) ended() bool {
 	}
 }
 
-// relieve closes connections of the heaviest hosts until what all have is within
+// closeHeaviest closes connections of the heaviest hosts until what all have is within
 // limit.
-func (r *Router) relieve(what func(*Peer) int64, limit int64, of string) {
+func (r *Router) closeHeaviest(what func(*Peer) int64, limit int64, of string) {
 	for {
 		most, total := r.heaviest(what)
 		if most == nil || total <= limit {
 			return
 		}
-		most.fail(fmt.Errorf("%w: %d bytes of %d %s", ErrShare, what(most), total, of))
+		most.fail(fmt.Errorf("%w: %d bytes of %d %s", errShare, what(most), total, of))
 	}
 }
 
 func (p *Peer) heldBytes() int64   { return p.held.Load() }
 func (p *Peer) queuedBytes() int64 { return p.queued.Load() }
 
-// Room reports whether n bytes more may be queued for p. When all queues together
-// would hold too much, the connection that holds most, of the host that holds most,
-// is closed for it, unless that is p's own host. Ask it before building a large
-// message.
+// Room reports whether n more bytes may be queued for p. When all queues together would
+// hold too much, it closes connections of the host that holds most until n bytes fit,
+// unless that is p's own host. Call it before you build a large message.
 func (r *Router) Room(p *Peer, n int64) bool {
 	limit := r.o.MaxUnsentBytes
 	for {
@@ -154,13 +150,13 @@ func (r *Router) Room(p *Peer, n int64) bool {
 		if most.host == p.host {
 			return false
 		}
-		most.fail(fmt.Errorf("%w: %d bytes of %d not read", ErrShare, most.queued.Load(), total))
+		most.fail(fmt.Errorf("%w: %d bytes of %d not read", errShare, most.queued.Load(), total))
 	}
 }
 
-// makeRoomLocked finds the connection that gives way to a new one of host: of the
-// host with most, the newcomer counted, the one that has been silent longest and
-// that nobody marked. It is nil when the newcomer is refused.
+// makeRoomLocked returns the connection to close for a new one of host newcomer, or nil
+// if the newcomer is refused. It chooses the host with most connections, counting the
+// newcomer, and of that host the unmarked connection that has been silent longest.
 func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
 	hosts := map[string]int{newcomer: 1}
 	for p := range r.mu.peers {
@@ -172,7 +168,7 @@ func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
 		if p.marked.Load() || p.ended() || hosts[p.host] == 1 {
 			continue
 		}
-		if silent == nil || hosts[p.host] > hosts[silent.host] || p.host == silent.host && p.spoke.Load() < silent.spoke.Load() {
+		if silent == nil || hosts[p.host] > hosts[silent.host] || p.host == silent.host && p.lastHeard.Load() < silent.lastHeard.Load() {
 			silent = p
 		}
 	}
@@ -187,13 +183,13 @@ func (r *Router) makeRoomLocked(newcomer string) (silent *Peer) {
 		if p.host == newcomer || p.ended() || hosts[p.host] <= r.o.MaxPeers/2 {
 			continue
 		}
-		if silent == nil || p.spoke.Load() < silent.spoke.Load() {
+		if silent == nil || p.lastHeard.Load() < silent.lastHeard.Load() {
 			silent = p
 		}
 	}
 	return silent
 }
 
-// Mark says that the connection is in use for long: it does not give way to a new
-// one.
+// Mark protects a connection that is in use for long: the Router does not close it to
+// make room for a new one.
 func (p *Peer) Mark() { p.marked.Store(true) }

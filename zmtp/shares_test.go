@@ -53,7 +53,7 @@ func TestSilentConnectionsGiveWay(t *testing.T) {
 // A message that stops coming ends its connection; one that comes slowly, and a
 // peer that is silent between messages, are left alone.
 func TestStalledMessage(t *testing.T) {
-	_, addr, ends := startRouter(t, echo, RouterOptions{ReceiveTimeout: 200 * time.Millisecond})
+	_, addr, ends := startRouter(t, echo, RouterOptions{ReceiveTimeout: time.Second})
 	stalled, slow, silent := dialReady(t, addr), dialReady(t, addr), dialReady(t, addr)
 	body := strings.Repeat("x", 20*stallProgress)
 	long := frames(body)
@@ -63,7 +63,7 @@ func TestStalledMessage(t *testing.T) {
 		defer close(done)
 		for at := 0; at < len(long); at += 2 * stallProgress {
 			slow.send(long[at:min(at+2*stallProgress, len(long))])
-			time.Sleep(50 * time.Millisecond)
+			time.Sleep(200 * time.Millisecond)
 		}
 	}()
 	stalled.wantEnd()

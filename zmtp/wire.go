@@ -88,13 +88,13 @@ func checkGreeting(b []byte) (minor byte, err error) {
 		return 0, notZMTP(b)
 	}
 	if len(b) > 10 && b[10] < majorVersion {
-		return 0, fmt.Errorf("%w: peer's major version is %d", ErrVersion, b[10])
+		return 0, fmt.Errorf("%w: peer's major version is %d", errVersion, b[10])
 	}
 	if len(b) < greetingBytes {
 		return 0, nil
 	}
 	if string(b[12:32]) != "NULL"+string(make([]byte, 16)) {
-		return 0, fmt.Errorf("%w: %q", ErrMechanism, b[12:32])
+		return 0, fmt.Errorf("%w: %q", errMechanism, b[12:32])
 	}
 	if b[10] > majorVersion { // a newer peer speaks down to us
 		return minorVersion, nil
@@ -146,7 +146,7 @@ func appendPong(b, context []byte) []byte {
 // splitCommand returns a command's name and its data.
 func splitCommand(body []byte) (name, data []byte, err error) {
 	if len(body) == 0 || body[0] == 0 || int(body[0]) > len(body)-1 {
-		return nil, nil, fmt.Errorf("%w: malformed command %q", ErrProtocol, body[:min(len(body), 16)])
+		return nil, nil, fmt.Errorf("%w: malformed command %q", errProtocol, body[:min(len(body), 16)])
 	}
 	n := 1 + int(body[0])
 	return body[1:n], body[n:], nil
@@ -164,17 +164,17 @@ func parseReady(b []byte) (ready, error) {
 	var r ready
 	for n := 0; len(b) > 0; n++ {
 		if n == maxProperties {
-			return r, fmt.Errorf("%w: more than %d properties in READY", ErrProtocol, maxProperties)
+			return r, fmt.Errorf("%w: more than %d properties in READY", errProtocol, maxProperties)
 		}
 		nameLen := int(b[0])
 		if nameLen == 0 || len(b) < 1+nameLen+4 {
-			return r, fmt.Errorf("%w: truncated property in READY", ErrProtocol)
+			return r, fmt.Errorf("%w: truncated property in READY", errProtocol)
 		}
 		name := b[1 : 1+nameLen]
 		size := binary.BigEndian.Uint32(b[1+nameLen:])
 		b = b[1+nameLen+4:]
 		if uint64(size) > uint64(len(b)) {
-			return r, fmt.Errorf("%w: property %q of READY claims %d bytes, %d are left", ErrProtocol, name, size, len(b))
+			return r, fmt.Errorf("%w: property %q of READY claims %d bytes, %d are left", errProtocol, name, size, len(b))
 		}
 		value := b[:size]
 		b = b[size:]
@@ -183,7 +183,7 @@ func parseReady(b []byte) (ready, error) {
 			r.socketType = string(value)
 		case equalFold(name, "identity"):
 			if size > maxIdentity {
-				return r, fmt.Errorf("%w: identity of %d bytes", ErrProtocol, size)
+				return r, fmt.Errorf("%w: identity of %d bytes", errProtocol, size)
 			}
 			r.identity = string(value)
 		}
@@ -210,7 +210,7 @@ func equalFold(b []byte, lower string) bool {
 // parsePing returns the TTL in tenths of a second and the context to echo.
 func parsePing(data []byte) (ttl uint16, context []byte, err error) {
 	if len(data) < 2 || len(data) > 2+maxPingContext {
-		return 0, nil, fmt.Errorf("%w: PING with %d bytes", ErrProtocol, len(data))
+		return 0, nil, fmt.Errorf("%w: PING with %d bytes", errProtocol, len(data))
 	}
 	return binary.BigEndian.Uint16(data), data[2:], nil
 }
@@ -218,7 +218,7 @@ func parsePing(data []byte) (ttl uint16, context []byte, err error) {
 // parseError returns the reason of an ERROR command.
 func parseError(data []byte) error {
 	if len(data) == 0 || int(data[0]) > len(data)-1 {
-		return fmt.Errorf("%w: malformed ERROR", ErrProtocol)
+		return fmt.Errorf("%w: malformed ERROR", errProtocol)
 	}
-	return &PeerError{Text: string(data[1 : 1+int(data[0])])}
+	return &peerError{Text: string(data[1 : 1+int(data[0])])}
 }

@@ -67,13 +67,13 @@ func TestGreeting(t *testing.T) {
 	f(set(10, 4), nil, "")
 	f(set(11, 9), nil, "")
 	f(set(32, 1), nil, "")
-	f(set(10, 1), ErrVersion, "1")
-	f(set(12, 'P'), ErrMechanism, "PULL")
-	f(set(20, 'x'), ErrMechanism, "NULL")
-	f(set(9, 0x7E), ErrNotZMTP, "")
-	f(text("GET / HTTP/1.1\r\n"), ErrNotZMTP, "HTTP")
-	f(text("\x16\x03\x01\x02\x00"), ErrNotZMTP, "TLS")
-	f(text("\x01\x00"), ErrNotZMTP, "ZMTP 1.0")
+	f(set(10, 1), errVersion, "1")
+	f(set(12, 'P'), errMechanism, "PULL")
+	f(set(20, 'x'), errMechanism, "NULL")
+	f(set(9, 0x7E), errNotZMTP, "")
+	f(text("GET / HTTP/1.1\r\n"), errNotZMTP, "HTTP")
+	f(text("\x16\x03\x01\x02\x00"), errNotZMTP, "TLS")
+	f(text("\x01\x00"), errNotZMTP, "ZMTP 1.0")
 	f(text(""), nil, "")
 	f(text("\xff\x00"), nil, "")
 }
@@ -89,12 +89,12 @@ func TestReady(t *testing.T) {
 	f("", "", "", nil)
 	f("\x0bSocket-Type\x00\x00\x00\x06DEALER", "DEALER", "", nil)
 	f("\x0bSOCKET-TYPE\x00\x00\x00\x03REQ\x08identity\x00\x00\x00\x02ab\x05X-New\x00\x00\x00\x01z", "REQ", "ab", nil)
-	f("\x0bSocket-Type\x00\x00\x00\x07DEALER", "", "", ErrProtocol)
-	f("\x0bSocket-Type\xff\xff\xff\xffDEALER", "", "", ErrProtocol)
-	f("\x00", "", "", ErrProtocol)
-	f("\x05ab", "", "", ErrProtocol)
-	f(string(appendProperty(nil, "Identity", make([]byte, 256))), "", "", ErrProtocol)
-	f(strings.Repeat("\x01a\x00\x00\x00\x00", maxProperties+1), "", "", ErrProtocol)
+	f("\x0bSocket-Type\x00\x00\x00\x07DEALER", "", "", errProtocol)
+	f("\x0bSocket-Type\xff\xff\xff\xffDEALER", "", "", errProtocol)
+	f("\x00", "", "", errProtocol)
+	f("\x05ab", "", "", errProtocol)
+	f(string(appendProperty(nil, "Identity", make([]byte, 256))), "", "", errProtocol)
+	f(strings.Repeat("\x01a\x00\x00\x00\x00", maxProperties+1), "", "", errProtocol)
 }
 
 func TestCommands(t *testing.T) {
@@ -103,7 +103,7 @@ func TestCommands(t *testing.T) {
 	if err != nil || string(name) != "ERROR" {
 		t.Fatal(string(name), err)
 	}
-	if e, ok := errors.AsType[*PeerError](parseError(data)); !ok || e.Text != "no" || Reason(e) != "refused" {
+	if e, ok := errors.AsType[*peerError](parseError(data)); !ok || e.Text != "no" || Reason(e) != "refused" {
 		t.Fatal(parseError(data))
 	}
 	_, data, _ = splitCommand(body(append(appendPing(nil, 25), "0123456789abcdef"...)))
@@ -114,16 +114,16 @@ func TestCommands(t *testing.T) {
 		t.Fatalf("%q", got)
 	}
 	for _, bad := range []string{"", "\x00", "\x05PING"} {
-		if _, _, err := splitCommand([]byte(bad)); !errors.Is(err, ErrProtocol) {
+		if _, _, err := splitCommand([]byte(bad)); !errors.Is(err, errProtocol) {
 			t.Fatalf("%q: %v", bad, err)
 		}
 	}
 	for _, bad := range []string{"", "a", "ab0123456789abcdefg"} {
-		if _, _, err := parsePing([]byte(bad)); !errors.Is(err, ErrProtocol) {
+		if _, _, err := parsePing([]byte(bad)); !errors.Is(err, errProtocol) {
 			t.Fatalf("%q: %v", bad, err)
 		}
 	}
-	if err := parseError([]byte("\x09short")); !errors.Is(err, ErrProtocol) {
+	if err := parseError([]byte("\x09short")); !errors.Is(err, errProtocol) {
 		t.Fatal(err)
 	}
 }

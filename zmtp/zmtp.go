@@ -1,6 +1,6 @@
 // Package zmtp speaks ZMTP 3.0 and 3.1, the wire protocol of ZeroMQ, with the
-// NULL mechanism: a ROUTER that serves, a DEALER and a REQ that connect, over TCP and
-// Unix sockets. Facts are from RFC 23/ZMTP and RFC 37/ZMTP; where they leave
+// NULL mechanism: a ROUTER and a PUB that listen, a DEALER, a REQ and a SUB that connect,
+// over TCP and Unix sockets. Facts are from RFC 23/ZMTP and RFC 37/ZMTP; where they leave
 // room it does what libzmq 4.3.5 does.
 //
 // The sockets are made for short requests. A handler runs on the goroutine that
@@ -27,9 +27,9 @@
 // # Memory
 //
 // A receive buffer has 16 KiB, or up to four times what has come of a longer
-// message: a length that a peer only claims takes nothing. A peer that was
-// silent for 1 to 2 s holds no buffers, only its goroutine; a busy one that no
-// longer needs more than a quarter of its 1 MiB or more loses it after 64 reads.
+// message; a length that a peer only claims takes no memory. A peer that was
+// silent for 1 to 2 s holds no buffers, only its goroutine. A busy peer with a buffer of
+// 1 MiB or more loses it after 64 reads that need no more than a quarter of it.
 package zmtp
 
 import (
@@ -44,61 +44,64 @@ import (
 // names the sender by its Peer.
 type Message [][]byte
 
-// Sentinels. Reason maps each to a short name, as Stats counts them.
+// Errors of sends, and the reasons of closed connections. Reason maps the latter to
+// short names, as Stats counts them.
 var (
 	// ErrClosed means that the socket or the peer was closed by this side.
 	ErrClosed = errors.New("zmtp: closed")
 	// ErrQueueFull means that the peer is slow and SendQueueBytes are waiting
 	// for it; the message was not queued.
 	ErrQueueFull = errors.New("zmtp: send queue full")
-	// ErrNotZMTP means that the first bytes are not a ZMTP 2 or 3 signature.
-	ErrNotZMTP = errors.New("zmtp: not a ZMTP peer")
-	// ErrVersion means that the peer speaks a ZMTP older than 3.0.
-	ErrVersion = errors.New("zmtp: ZMTP version older than 3.0")
-	// ErrMechanism means that the peer asks for a mechanism other than NULL.
-	ErrMechanism = errors.New("zmtp: mechanism is not NULL")
-	// ErrSocketType means that the peer's socket type cannot talk to ours.
-	ErrSocketType = errors.New("zmtp: incompatible socket type")
-	// ErrProtocol means that the peer broke the grammar of ZMTP.
-	ErrProtocol = errors.New("zmtp: protocol error")
-	// ErrTooLarge means that a frame, a message or a command is past its limit.
-	ErrTooLarge = errors.New("zmtp: over the limit")
-	// ErrTooManyPeers means that MaxPeers are connected.
-	ErrTooManyPeers = errors.New("zmtp: too many peers")
-	// ErrHandshakeTimeout means that the peer did not finish its handshake.
-	ErrHandshakeTimeout = errors.New("zmtp: handshake timed out")
-	// ErrIdle means that nothing came from the peer for IdleTimeout.
-	ErrIdle = errors.New("zmtp: idle")
-	// ErrHeartbeat means that the peer did not answer a PING, or was silent for
+	// ErrNotConnected means that a Dealer with NoWaiting has no connection.
+	ErrNotConnected = errors.New("zmtp: not connected")
+	// errNotZMTP means that the first bytes are not a ZMTP 2 or 3 signature.
+	errNotZMTP = errors.New("zmtp: not a ZMTP peer")
+	// errVersion means that the peer speaks a ZMTP older than 3.0.
+	errVersion = errors.New("zmtp: ZMTP version older than 3.0")
+	// errMechanism means that the peer asks for a mechanism other than NULL.
+	errMechanism = errors.New("zmtp: mechanism is not NULL")
+	// errSocketType means that the peer's socket type cannot talk to ours.
+	errSocketType = errors.New("zmtp: incompatible socket type")
+	// errProtocol means that the peer broke the grammar of ZMTP.
+	errProtocol = errors.New("zmtp: protocol error")
+	// errTooLarge means that a frame, a message or a command is past its limit.
+	errTooLarge = errors.New("zmtp: over the limit")
+	// errTooManyPeers means that MaxPeers are connected.
+	errTooManyPeers = errors.New("zmtp: too many peers")
+	// errHandshakeTimeout means that the peer did not finish its handshake.
+	errHandshakeTimeout = errors.New("zmtp: handshake timed out")
+	// errIdle means that nothing came from the peer for IdleTimeout.
+	errIdle = errors.New("zmtp: idle")
+	// errHeartbeat means that the peer did not answer a PING, or was silent for
 	// longer than the TTL it announced.
-	ErrHeartbeat = errors.New("zmtp: heartbeat timed out")
-	// ErrSlow means that the peer did not read within WriteTimeout.
-	ErrSlow = errors.New("zmtp: peer does not read")
+	errHeartbeat = errors.New("zmtp: heartbeat timed out")
+	// errSlow means that the peer did not read within WriteTimeout.
+	errSlow = errors.New("zmtp: peer does not read")
 )
 
-// A PeerError is the ERROR command of a peer that refused us.
-type PeerError struct{ Text string }
+// peerError is the ERROR command of a peer that refused us.
+type peerError struct{ Text string }
 
-func (e *PeerError) Error() string { return fmt.Sprintf("zmtp: refused by the peer: %q", e.Text) }
+func (e *peerError) Error() string { return fmt.Sprintf("zmtp: refused by the peer: %q", e.Text) }
 
 var reasons = []struct {
 	err  error
 	name string
 }{
 	{ErrClosed, "closed"},
-	{ErrNotZMTP, "not_zmtp"},
-	{ErrVersion, "version"},
-	{ErrMechanism, "mechanism"},
-	{ErrSocketType, "socket_type"},
-	{ErrProtocol, "protocol"},
-	{ErrTooLarge, "too_large"},
-	{ErrTooManyPeers, "too_many_peers"},
-	{ErrHandshakeTimeout, "handshake_timeout"},
-	{ErrIdle, "idle"},
-	{ErrHeartbeat, "heartbeat"},
-	{ErrSlow, "slow"},
-	{ErrStalled, "stalled"},
-	{ErrShare, "share"},
+	{errNotZMTP, "not_zmtp"},
+	{errVersion, "version"},
+	{errMechanism, "mechanism"},
+	{errSocketType, "socket_type"},
+	{errProtocol, "protocol"},
+	{errTooLarge, "too_large"},
+	{errTooManyPeers, "too_many_peers"},
+	{errHandshakeTimeout, "handshake_timeout"},
+	{errIdle, "idle"},
+	{errHeartbeat, "heartbeat"},
+	{errSlow, "slow"},
+	{errStalled, "stalled"},
+	{errShare, "share"},
 }
 
 // Reason names why a connection ended in one word, fit for a metric label:
@@ -113,7 +116,7 @@ func Reason(err error) string {
 			return r.name
 		}
 	}
-	if _, ok := errors.AsType[*PeerError](err); ok {
+	if _, ok := errors.AsType[*peerError](err); ok {
 		return "refused"
 	}
 	return "io"
@@ -137,5 +140,5 @@ func notZMTP(b []byte) error {
 	case len(b) > 1 && b[0] >= 1 && b[1] == 0:
 		hint = "this may be ZMTP 1.0; "
 	}
-	return fmt.Errorf("%w: %sfirst bytes %q", ErrNotZMTP, hint, b[:min(len(b), 16)])
+	return fmt.Errorf("%w: %sfirst bytes %q", errNotZMTP, hint, b[:min(len(b), 16)])
 }

@@ -16,7 +16,7 @@ import (
 // bootstrapServer starts the command and waits until it serves.
 func bootstrapServer(t *testing.T, args ...string) (base string, stop func() string) {
 	t.Helper()
-	return webServer(t, "serving the Mooncake bootstrap registry", append([]string{"bootstrap"}, args...)...)
+	return webServer(t, "Mooncake Bootstrap Server started at ", append([]string{"bootstrap"}, args...)...)
 }
 
 // webServer starts a command that takes --host and --port and waits until it says
@@ -74,7 +74,7 @@ func TestBootstrap(t *testing.T) {
 	if code != 1 || !strings.Contains(stderr, "choose another --port") {
 		t.Errorf("a second one on the port: exit %d\n%s", code, stderr)
 	}
-	if log := stop(); !strings.Contains(log, `registered engine "e" dp_rank 0 tp_rank 0 pp_rank 0 at tcp://127.0.0.1:41233`) || !strings.Contains(log, "stopping") {
+	if log := stop(); !strings.Contains(log, "msg=\"engine registered\" engine=e dp_rank=0 workers=1 last_addr=tcp://127.0.0.1:41233") || !strings.Contains(log, "Mooncake Bootstrap Server stopped.") {
 		t.Error(log)
 	}
 	base, stop = bootstrapServer(t, "--state", state)
@@ -100,9 +100,11 @@ func TestBootstrap(t *testing.T) {
 	}
 	f(1, state, "--state", state)
 	f(2, "--port", "--port", "70000")
-	f(2, "--tp", "--tp", "-1")
-	f(2, "--settle-seconds", "--settle-seconds", "NaN")
-	f(2, "limits", "--max-workers", "0")
-	f(2, "guards nothing", "--token-guards", "all")
-	f(2, "--token", "--token", "a b")
+	f(2, "TP size 70000", "--tp", "70000")
+	f(2, "--settle-seconds NaN is not above 0", "--settle-seconds", "NaN")
+	f(2, "settle time", "--settle-seconds", "3601")
+	f(2, "--probe-net", "--probe-net", "10.0.0.1")
+	f(2, "--max-workers 0 is less than 1", "--max-workers", "0")
+	f(2, "no token", "--token-guards", "all")
+	f(2, "token", "--token", "a b")
 }

@@ -10,23 +10,39 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
-	"runtime/debug"
+	"strings"
 	"syscall"
 
 	"github.com/alecthomas/kong"
+
+	"github.com/kvasir-kv/kvasir/internal/proxytool"
+	"github.com/kvasir-kv/kvasir/internal/settings"
+	"github.com/kvasir-kv/kvasir/internal/simcmd"
 )
 
 // root is the command line.
 type root struct {
-	LogLevel slog.Level `help:"Least severe lines to log: debug, info, warn, error." default:"info" enum:"debug,info,warn,error,DEBUG,INFO,WARN,ERROR"`
+	logFlags `group:"Log"`
 
 	Server      serverCmd      `cmd:"" help:"Serve KV chunks to LMCache clients (vLLM's LMCacheMPConnector)."`
+	Proxy       proxyCmd       `cmd:"" help:"Stand in front of engines (OpenAI API), prefill and decode apart or not."`
+	Engine      engineCmd      `cmd:"" help:"Simulate a vLLM engine: OpenAI API, its scheduler, real KV bytes, the real connectors; no GPU."`
+	Sim         simcmd.Command `cmd:"" help:"Run deployments in virtual time: the original's table, traces, held-out tables, sweeps."`
 	Demo        demoCmd        `cmd:"" help:"Play a workload on a server with simulated engines, check every byte, print a table."`
+	Bench       benchCmd       `cmd:"" help:"Measure an endpoint of the OpenAI API as vllm bench serve does; compare results."`
 	Coordinator coordinatorCmd `cmd:"" help:"Show what the cache of a hybrid model keeps, finds and loads."`
 	Transfer    transferCmd    `cmd:"" help:"Move bytes between the memories of two processes (Mooncake's transfer engine over TCP)."`
 	Relay       relayCmd       `cmd:"" help:"Stand between a prefill and a decode engine (vLLM's MooncakeConnector) and keep the KV that passes."`
+	StoreNode   storeNodeCmd   `cmd:"" help:"Give memory to a Mooncake Store cluster."`
+	Store       storeCmd       `cmd:"" help:"Look into a Mooncake Store cluster: objects and where they are."`
 	Bootstrap   bootstrapCmd   `cmd:"" help:"Serve the registry through which vLLM's MooncakeConnector finds P."`
-	Version     versionCmd     `cmd:"" help:"Print the version."`
+
+	Status     statusCmd     `cmd:"" help:"Ask a running server how it is and, in words, why hits are missing."`
+	Pool       poolCmd       `cmd:"" help:"Show and remove what servers left in /dev/shm."`
+	Tier       tierCmd       `cmd:"" help:"Show, check, empty and copy what lies below pools."`
+	Version    versionCmd    `cmd:"" help:"Print the version."`
+	HelpOf     helpCmd       `cmd:"" name:"help" help:"Show the help of a command."`
+	Completion completionCmd `cmd:"" help:"Print a completion script for a shell."`
 }
 
 // env is what commands share.
@@ -35,42 +51,17 @@ type env struct {
 	stdout  io.Writer
 	stderr  io.Writer
 	log     *slog.Logger
-	ignored []string // flags of LMCache's server that were given and mean nothing here
+	model   *kong.Application
+	flags   map[string]string // of the command and what was given, secrets aside
+	ignored []string          // flags of LMCache's server that were given and mean nothing here
 }
-
-type versionCmd struct{}
-
-func (versionCmd) Run(e *env) error {
-	_, err := fmt.Fprintln(e.stdout, "kvasir", Version())
-	return err
-}
-
-// Version returns the module version or VCS revision of this build.
-func Version() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok {
-		return "unknown"
-	}
-	v := info.Main.Version
-	for _, s := range info.Settings {
-		if s.Key == "vcs.revision" && (v == "" || v == "(devel)") {
-			v = "devel-" + s.Value[:min(12, len(s.Value))]
-		}
-	}
-	if v == "" || v == "(devel)" {
-		return "devel"
-	}
-	return v
-}
-
-// errUsage marks errors that a look at --help answers.
-var errUsage = errors.New("usage")
 
 // Main runs one command line and returns the exit code: 0, 1 when the command
 // failed, 2 when the command line is wrong.
 func Main(args []string, stdout, stderr io.Writer) int {
 	var cmd root
 	exit := -1
+	given := settings.New()
 	parser, err := kong.New(&cmd,
 		kong.Name("kvasir"),
 		kong.Description("Kvasir: the KV-cache data plane for LLM serving."),
@@ -78,40 +69,72 @@ func Main(args []string, stdout, stderr io.Writer) int {
 		kong.Exit(func(code int) { exit = code; panic(exitCalled{}) }),
 		kong.ConfigureHelp(kong.HelpOptions{Compact: true, FlagsLast: true, WrapUpperBound: 110}),
 		kong.UsageOnError(),
+		kong.Resolvers(given),
+		wordsFlag,
 	)
 	if err != nil {
 		panic("BUG: command line: " + err.Error())
 	}
-	if len(args) == 0 {
-		args = []string{"--help"}
-	}
-	args, ignored := dropLMCacheFlags(args)
+	args, ignored := dropLMCacheFlags(proxytool.Args(asHelp(simcmd.Aliases(args))))
 	ctx, err := parse(parser, args)
 	if exit >= 0 {
 		return exit // --help
 	}
 	if err != nil {
-		fmt.Fprintf(stderr, "kvasir: %v (see kvasir --help)\n", err)
+		text := parseText(err)
+		fmt.Fprintf(stderr, "kvasir: %s%s (see %s --help)\n", text, given.Origins(text), commandOf(err))
 		return 2
 	}
 	sig, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	lines := &lineWriter{w: stderr}
-	defer lines.flush()
 	e := &env{
-		ctx: sig, stdout: stdout, stderr: stderr, ignored: ignored,
-		log: slog.New(&lineHandler{level: cmd.LogLevel, out: lines}),
+		ctx: sig, stdout: stdout, stderr: stderr, model: parser.Model, ignored: ignored,
+		log: newLog(stderr, cmd.logFlags),
 	}
-	slog.SetDefault(e.log)
-	if err := ctx.Run(e); err != nil {
-		lines.flush()
-		fmt.Fprintf(stderr, "kvasir: %v\n", err)
-		if errors.Is(err, errUsage) {
+	if err := runOrCheck(e, ctx, given); err != nil {
+		text := strings.ReplaceAll(err.Error(), "\n", "; ") // of joined errors
+		text += given.Origins(text)
+		_, ours := errors.AsType[*usageError](err)
+		if _, ok := errors.AsType[*simcmd.UsageError](err); ok || ours {
+			fmt.Fprintf(stderr, "kvasir: %s (see kvasir %s --help)\n", text, ctx.Selected().Path())
 			return 2
 		}
+		fmt.Fprintf(stderr, "kvasir: %s\n", text)
 		return 1
 	}
 	return 0
+}
+
+// runOrCheck runs the command, or with --check-config prints its flags.
+func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
+	c, ok := ctx.Selected().Target.Addr().Interface().(configurable)
+	if !ok {
+		return ctx.Run(e, &simcmd.Env{Ctx: e.ctx, Stdout: e.stdout, Stderr: e.stderr, Progress: progress})
+	}
+	for _, v := range given.Misspelt(ctx.Selected(), os.Environ()) {
+		e.log.Warn("an environment variable means nothing here", "variable", v)
+	}
+	if c.checkOnly() {
+		if err := c.check(e); err != nil {
+			return err
+		}
+		return given.Print(e.stdout, ctx)
+	}
+	e.flags = given.Values(ctx)
+	hup := make(chan os.Signal, 1)
+	signal.Notify(hup, syscall.SIGHUP)
+	defer signal.Stop(hup)
+	go func() {
+		for {
+			select {
+			case <-hup:
+				e.log.Info("SIGHUP does nothing: flags are read at the start only; restart to change them")
+			case <-e.ctx.Done():
+				return
+			}
+		}
+	}()
+	return ctx.Run(e)
 }
 
 type exitCalled struct{}

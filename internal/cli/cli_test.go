@@ -3,6 +3,7 @@ package cli_test
 import (
 	"bufio"
 	"bytes"
+	"encoding/json"
 	"fmt"
 	"net"
 	"net/http"
@@ -38,7 +39,7 @@ func run(t *testing.T, args ...string) (code int, stdout, stderr string) {
 	c := command(args...)
 	var out, errs bytes.Buffer
 	c.Stdout, c.Stderr = &out, &errs
-	timer := time.AfterFunc(60*time.Second, func() { _ = c.Process.Kill() })
+	timer := time.AfterFunc(200*time.Second, func() { _ = c.Process.Kill() })
 	defer timer.Stop()
 	err := c.Run()
 	if _, ok := err.(*exec.ExitError); err != nil && !ok {
@@ -47,7 +48,7 @@ func run(t *testing.T, args ...string) (code int, stdout, stderr string) {
 	return c.ProcessState.ExitCode(), out.String(), errs.String()
 }
 
-func freePort(t *testing.T) int {
+func freePort(t testing.TB) int {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -64,7 +65,7 @@ type serving struct {
 	lines      chan string
 }
 
-func serve(t *testing.T, args ...string) *serving {
+func serve(t testing.TB, args ...string) *serving {
 	t.Helper()
 	s := &serving{port: freePort(t), http: freePort(t), lines: make(chan string, 1000)}
 	s.cmd = command(append([]string{"server", "--port", fmt.Sprint(s.port), "--http-port", fmt.Sprint(s.http), "--l1-size-gb", "0.01"}, args...)...)
@@ -96,9 +97,9 @@ func serve(t *testing.T, args ...string) *serving {
 }
 
 // wait reads log lines until one contains text.
-func (s *serving) wait(t *testing.T, text string) {
+func (s *serving) wait(t testing.TB, text string) {
 	t.Helper()
-	deadline := time.After(30 * time.Second)
+	deadline := time.After(120 * time.Second)
 	for {
 		select {
 		case line, ok := <-s.lines:
@@ -115,7 +116,7 @@ func (s *serving) wait(t *testing.T, text string) {
 }
 
 func TestServerLife(t *testing.T) {
-	s := serve(t, "--max-workers", "4", "--no-l1-use-lazy", "--l2-adapter", "{}", "{}", "--eviction-policy", "LRU")
+	s := serve(t, "--max-workers", "4", "--no-l1-use-lazy", "--l2-adapter", `{"type":"resp","host":"h","port":1}`, `{"type":"raw_block"}`, "--eviction-policy", "LRU")
 	r, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d/healthcheck", s.http))
 	if err != nil || r.StatusCode != http.StatusOK {
 		t.Fatalf("%v, %v", r, err)
@@ -165,14 +166,14 @@ func TestServerLife(t *testing.T) {
 		t.Fatal(err)
 	}
 	f("--cold to discard it", again...)
-	drop("removed " + pool)
-	drop("nothing to remove: there is no " + pool)
+	drop("no engine maps it any more\" path=" + pool)
+	drop("nothing to remove: there is no such pool\" path=" + pool)
 }
 
 func TestIgnoredFlagsAreNamed(t *testing.T) {
 	code, _, stderr := run(t, "server", "--l1-size-gb", "0.01", "--port", "1", "--http-port", fmt.Sprint(freePort(t)),
-		"--eviction-ratio=0.2", "--l1-use-lazy", "--kv-event-log-size", "5", "--http-host", "127.0.0.1", "--host", "256.0.0.1")
-	if code == 0 || !strings.Contains(stderr, "ignored: --eviction-ratio --kv-event-log-size --l1-use-lazy") {
+		"--eviction-ratio=0.2", "--l1-use-lazy", "--l1-init-size-gb", "5", "--http-host", "127.0.0.1", "--host", "256.0.0.1")
+	if code == 0 || !strings.Contains(stderr, `flags="--eviction-ratio --l1-init-size-gb --l1-use-lazy"`) {
 		t.Errorf("exit %d:\n%s", code, stderr)
 	}
 }
@@ -201,9 +202,14 @@ func TestBadCommandLines(t *testing.T) {
 	f(2, "unexpected argument", "nonsense")
 	f(2, "--hash-algorithm", "server", "--hash-algorithm", "builtin")
 	f(2, "--transport", "server", "--transport", "grpc")
+	f(2, "--eviction-policy mru is unknown; known are lru, leaf-lru, s3fifo, arc, leaf-hazard, and LMCache's LRU", "server", "--eviction-policy", "mru")
 	f(2, "--chunk-size", "server", "--chunk-size", "0")
 	f(2, "--chunk-size", "server", "--separate-object-groups", "--supported-transfer-mode", "lmcache_driven", "--chunk-size", "0")
-	f(2, "negative rate", "server", "--checksum-mib-per-second=-1")
+	f(2, "--checksum-mib-per-second", "server", "--checksum-mib-per-second=-1")
+	f(2, "--session-ttl-seconds 0 is not above 0", "server", "--session-ttl-seconds", "0")
+	f(2, "--chunk-size: -4 is outside", "server", "--chunk-size=-4")
+	f(2, "--transport grpc is not served; use zmq and a tcp:// URL in the engine; --l1-align-bytes: 1000 is not a power of two from 64 to 2^30; --memo-mib: ",
+		"server", "--transport", "grpc", "--l1-align-bytes", "1000", "--memo-mib", "1024TiB") // all at once
 	f(2, "--l1-size-gb", "server", "--l1-size-gb", "0")
 	f(2, "--l1-size-gb", "server", "--l1-size-gb", "NaN")
 	f(2, "--l1-size-gb", "server", "--l1-size-gb", "-1")
@@ -212,7 +218,7 @@ func TestBadCommandLines(t *testing.T) {
 	f(1, "remove the file if nothing uses it", "server", "--l1-size-gb", "0.01", "--shm-name", foreign)
 	f(1, "no such file", "demo", "--trace", filepath.Join(dir, "absent"))
 	f(1, "line 1: 1 hash_ids for input_length 600", "demo", "--trace", trace)
-	f(2, "--workers 1 to 64", "demo", "--workers", "0")
+	f(2, "--workers 0 is outside 1 to 64", "demo", "--workers", "0")
 	f(2, "name the model's groups", "coordinator")
 	f(2, `unknown kind "foo"`, "coordinator", "foo")
 	if b, err := os.ReadFile(path); err != nil || string(b) != "x" {
@@ -239,6 +245,11 @@ func TestDemo(t *testing.T) {
 	}
 	if !regexp.MustCompile(`wrong bytes +0\n`).MatchString(stdout) || regexp.MustCompile(`evictions +0 `).MatchString(stdout) {
 		t.Errorf("want evictions and no wrong bytes:\n%s", stdout)
+	}
+	for _, want := range []string{`requests through P and D +40 in .* s, 0 failed`, `server killed \(kill -9\) +after 20 requests`, `wrong KV / other answers +0 / 0\n`, `Next, with vLLM`} {
+		if !regexp.MustCompile(want).MatchString(stdout) {
+			t.Errorf("no %q in\n%s", want, stdout)
+		}
 	}
 }
 
@@ -274,6 +285,15 @@ func TestTransfer(t *testing.T) {
 	if code != 0 { // nothing on standard input is nothing to write
 		t.Errorf("exit %d\n%s", code, stderr)
 	}
+	code, bench, stderr = run(t, "transfer", "bench", "--peer-file", file, "--sizes", "2m,4m")
+	if code != 2 || bench != "" || !strings.Contains(stderr, "--sizes: every block is larger than the region: serve one of more than 1 MiB") {
+		t.Errorf("blocks larger than the region: exit %d\n%s%s", code, bench, stderr)
+	}
+	w = command("transfer", "write", "--peer-file", file)
+	w.Stdin = bytes.NewReader(make([]byte, 2<<20))
+	if b, err := w.CombinedOutput(); err == nil || strings.Contains(string(b), "wrote") || !strings.Contains(string(b), "more may have arrived") {
+		t.Errorf("a write past the region: %v\n%s", err, b)
+	}
 	if err := s.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
@@ -294,5 +314,38 @@ func TestCoordinator(t *testing.T) {
 	code, stdout, _ := run(t, "coordinator", "full,bs=16", "swa,bs=16,win=1024", "--prompt", "8192", "--ascii")
 	if code != 0 || !strings.Contains(stdout, "hit: 8176 of 8192 tokens") {
 		t.Errorf("exit %d:\n%s", code, stdout)
+	}
+}
+
+// Lines are slog's own, with the date, as text or as JSON, and what is below the
+// level is not written.
+func TestLogFormats(t *testing.T) {
+	drop := func(flags ...string) string {
+		t.Helper()
+		code, _, stderr := run(t, append([]string{"server", "--drop", "--shm-name", fmt.Sprintf("kvasir_test_nothing_%d", os.Getpid())}, flags...)...)
+		if code != 0 {
+			t.Fatalf("exit %d: %s", code, stderr)
+		}
+		return stderr
+	}
+	today := time.Now().Format("time=2006-01-")
+	if got := drop(); !strings.HasPrefix(got, today) || !strings.Contains(got, ` level=INFO msg="nothing to remove`) {
+		t.Errorf("text: %s", got)
+	}
+	var line struct {
+		Time  time.Time
+		Level string
+		Msg   string
+		Path  string
+	}
+	if got := drop("--log-format", "json"); json.Unmarshal([]byte(got), &line) != nil || line.Level != "INFO" || line.Msg == "" ||
+		!strings.HasPrefix(line.Path, "/dev/shm/") || time.Since(line.Time) > time.Hour {
+		t.Errorf("json: %s", got)
+	}
+	if got := drop("--log-level", "warn"); got != "" {
+		t.Errorf("below the level: %s", got)
+	}
+	if code, _, _ := run(t, "server", "--drop", "--log-format", "xml"); code != 2 {
+		t.Errorf("an unknown format: exit %d", code)
 	}
 }

@@ -24,8 +24,8 @@ var lmcacheFlags = func() map[string]bool {
 		coordinator-kafka-topic coordinator-url enable engine-type event-bus-queue-size
 		eviction-ratio eviction-trigger-watermark extra-logging-interval format
 		gc-monitor-min-pause-ms gc-monitor-top-objects gds-l1-backend gds-l1-path
-		grpc-server-workers instance-id kv-event-log-size l1-devdax-path l1-init-size-gb
-		l1-manager l1-read-ttl-seconds l2-adapter l2-prefetch-max-in-flight
+		grpc-server-workers instance-id l1-devdax-path l1-init-size-gb
+		l1-manager l1-read-ttl-seconds l2-prefetch-max-in-flight
 		l2-prefetch-policy l2-store-policy lookup-hash-log-dir lookup-hash-log-max-files
 		lookup-hash-log-rotation-interval lookup-hash-log-rotation-max-size max-cpu-workers
 		max-gpu-workers max-workers metrics-sample-rate null-block-id otlp-endpoint output
@@ -38,6 +38,13 @@ var lmcacheFlags = func() map[string]bool {
 	return m
 }()
 
+// adapterBefore reports whether the last argument is the value of --l2-adapter, which
+// LMCache lets several follow.
+func adapterBefore(args []string) bool {
+	last := args[len(args)-1]
+	return strings.HasPrefix(last, "--l2-adapter=") || strings.HasPrefix(last, "{") && args[len(args)-2] == "--l2-adapter"
+}
+
 // dropLMCacheFlags takes those flags, and their values, out of the arguments of
 // the server command.
 func dropLMCacheFlags(args []string) (kept, dropped []string) {
@@ -47,6 +54,10 @@ func dropLMCacheFlags(args []string) (kept, dropped []string) {
 	}
 	kept = append(kept, args[:at+1]...)
 	for i := at + 1; i < len(args); i++ {
+		if strings.HasPrefix(args[i], "{") && i > at+1 && len(kept) > 1 && adapterBefore(kept) { // --l2-adapter A B
+			kept = append(kept, "--l2-adapter", args[i])
+			continue
+		}
 		name, _, joined := strings.Cut(args[i], "=")
 		takes, known := lmcacheFlags[name]
 		if !known {

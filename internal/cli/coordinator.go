@@ -1,11 +1,7 @@
 package cli
 
 import (
-	"bytes"
-	"compress/gzip"
-	"fmt"
-	"io"
-	"os"
+	"errors"
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/coordinator"
@@ -13,14 +9,14 @@ import (
 
 // coordinatorCmd shows what a hybrid model's cache keeps, finds and loads.
 type coordinatorCmd struct {
-	Layout []string `arg:"" optional:"" help:"The model's groups as words (see the examples), or the JSON of a vector file's cfg."`
+	Layout []string `arg:"" optional:"" help:"The model's groups as words (see the examples) or as JSON."`
 
-	Prompt    int    `help:"Prompt length in tokens." default:"2048"`
-	Vectors   string `help:"Show a case of this vector file instead (.json or .json.gz)." placeholder:"FILE"`
-	Case      string `help:"Which case of --vectors: its id; default the first." placeholder:"ID"`
-	Original  bool   `help:"Decide as vLLM 0.23.0, not as 0.33.0 (or the release of --vectors)."`
-	Corrected bool   `help:"Decide rightly where vLLM errs."`
-	ASCII     bool   `name:"ascii" help:"Draw without block characters."`
+	Prompt  int    `help:"Prompt length in tokens." default:"2048"`
+	Release string `help:"Decide as this published vLLM, its defects included: 0.23 or 0.33. Default: as Kvasir does." enum:",0.23,0.33" default:"" placeholder:"VERSION"`
+	Remote  bool   `help:"Also say how often a store is asked that answers over a network: in batches, and for a window only where one could end."`
+	ASCII   bool   `name:"ascii" help:"Draw without block characters."`
+
+	storeFlags
 }
 
 // Help implements kong's detailed help.
@@ -32,56 +28,30 @@ never needed. docs/hybrid-hits.md teaches the rules.
 Examples:
   kvasir coordinator full,bs=16 --prompt 4096
   kvasir coordinator full,bs=16 swa,bs=16,win=1024 --prompt 8192
-  kvasir coordinator full,bs=16 mamba,bs=32,mode=align --corrected`
+  kvasir coordinator full,bs=16 swa,bs=16,win=1024 --prompt 32768 --remote
+  kvasir coordinator full,bs=16 mamba,bs=32,mode=align --release 0.33
+  kvasir coordinator full,bs=16 swa,bs=16,win=1024 --master 127.0.0.1:50051 --model simulated --tokens PROMPT.json`
 }
 
-const maxVectorFile = 256 << 20
+var releases = map[string]coordinator.Release{"0.23": coordinator.VLLM023, "0.33": coordinator.VLLM033}
 
 // Run draws one situation.
 func (c *coordinatorCmd) Run(e *env) error {
-	o := coordinator.Options{Corrected: c.Corrected, Lenient: true}
-	if c.Original {
-		o.Dialect = coordinator.Original
-	}
-	if c.Vectors != "" {
-		return c.explainCase(e, o)
-	}
 	if len(c.Layout) == 0 {
-		return fmt.Errorf("%w: name the model's groups, for example: kvasir coordinator full,bs=16 swa,bs=16,win=1024", errUsage)
+		return usagef("name the model's groups, for example: kvasir coordinator full,bs=16 swa,bs=16,win=1024")
 	}
 	layout, err := coordinator.ParseLayout(strings.Join(c.Layout, " "))
 	if err != nil {
-		return fmt.Errorf("%w: %w", errUsage, err)
+		return usagef("%v", err)
 	}
-	return coordinator.Explain(e.stdout, coordinator.Explanation{Layout: layout, Options: o, Prompt: c.Prompt, ASCII: c.ASCII})
-}
-
-func (c *coordinatorCmd) explainCase(e *env, o coordinator.Options) error {
-	f, err := os.Open(c.Vectors)
-	if err != nil {
-		return err
+	if len(c.Master) > 0 {
+		return c.explain(e, layout, releases[c.Release], c.ASCII)
 	}
-	defer f.Close()
-	data, err := io.ReadAll(io.LimitReader(f, maxVectorFile))
-	if err != nil {
-		return err
+	err = coordinator.Explain(e.stdout, coordinator.Explanation{
+		Layout: layout, Options: coordinator.Options{Release: releases[c.Release]}, Prompt: c.Prompt, ASCII: c.ASCII, Remote: c.Remote,
+	})
+	if wrong, ok := errors.AsType[*coordinator.Error](err); ok {
+		return usagef("%v", wrong)
 	}
-	if z, zerr := gzip.NewReader(bytes.NewReader(data)); zerr == nil {
-		if data, err = io.ReadAll(io.LimitReader(z, maxVectorFile)); err != nil {
-			return fmt.Errorf("read %s: %w", c.Vectors, err)
-		}
-	}
-	v, err := coordinator.ParseVectors(data)
-	if err != nil {
-		return fmt.Errorf("read %s: %w", c.Vectors, err)
-	}
-	if !c.Original {
-		o.Dialect = v.Dialect
-	}
-	for i := range v.Cases {
-		if c.Case == "" || v.Cases[i].ID == c.Case {
-			return v.Cases[i].Explain(e.stdout, o, c.ASCII)
-		}
-	}
-	return fmt.Errorf("%w: %s has no case %q", errUsage, c.Vectors, c.Case)
+	return err
 }

@@ -6,26 +6,29 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"path/filepath"
 	"strconv"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/promhttp"
-
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/relay"
 	"github.com/kvasir-kv/kvasir/shm"
 )
 
 type relayCmd struct {
+	configFlags
+
 	Upstream string  `help:"Bootstrap server that P registers at, http://HOST:PORT." required:"" placeholder:"URL"`
 	Host     string  `help:"Address that P and D dial: of the directory, the side channels and the transfer ports." default:"127.0.0.1"`
 	Port     int     `help:"Port of the directory (GET /query), /healthz and /metrics. 0 takes a free one." default:"8999"`
-	MemoryGB float64 `name:"memory-gb" help:"GiB of KV to keep. What was used longest ago goes first." default:"4"`
+	MemoryGB gibSize `name:"memory-gb" help:"KV to keep: GiB, or with a unit, as 512MiB. What was used longest ago goes first." default:"4"`
 	Timeout  float64 `help:"Seconds that a pull from P may take, P's computing included." default:"120"`
+
+	BlockBytes byteSize `help:"Bytes, or with a unit, of a block of one layer's keys or values, of engines before vLLM 0.19, which do not say it; without, these are refused."`
 
 	AllowHost []string `help:"Further names by which D reaches the directory, besides addresses, localhost and --host." placeholder:"NAME"`
 
@@ -47,49 +50,55 @@ The transfer id with # and digits behind it (xfer-1#2) asks for the same KV agai
 P is not asked. docs/relay.md has the rules.`
 }
 
+func (c *relayCmd) check(*env) error {
+	var f faults
+	f.unless(c.MemoryGB > 0, "--memory-gb %v keeps nothing", c.MemoryGB)
+	f.unless(c.Timeout > 0 && c.Timeout <= 86400, "--timeout %g is not above 0 and up to 86400", c.Timeout)
+	f.port("--port", c.Port, true)
+	up, err := url.Parse(c.Upstream)
+	f.unless(err == nil && up.Scheme == "http" && up.Port() != "" && up.Hostname() != "", "--upstream %q is not http://HOST:PORT", c.Upstream)
+	ip := net.ParseIP(c.Host)
+	f.unless(ip == nil || !ip.IsUnspecified(), "--host %s is every address: name the one that P and D dial", c.Host)
+	return f.err()
+}
+
 // Run relays until it is told to stop.
 func (c *relayCmd) Run(e *env) (err error) {
-	if !(c.MemoryGB > 0) || c.MemoryGB > 1<<20 || !(c.Timeout > 0) || c.Timeout > 86400 {
-		return fmt.Errorf("%w: need --memory-gb above 0, and --timeout above 0 and up to 86400", errUsage)
+	if err := c.check(e); err != nil {
+		return err
 	}
-	if ip := net.ParseIP(c.Host); ip != nil && ip.IsUnspecified() {
-		return fmt.Errorf("%w: --host %s: name the one address that P and D dial", errUsage, c.Host)
-	}
-	bytes := int64(c.MemoryGB * (1 << 30))
-	path, err := shm.Path("", "kvasir_relay_"+strconv.Itoa(os.Getpid()))
+	bytes := int64(c.MemoryGB)
+	path, err := memoryPath("kvasir_relay_", c.MemoryGB)
 	if err != nil {
 		return err
 	}
-	if free, err := shm.Free(filepath.Dir(path)); err == nil && free < bytes {
-		return fmt.Errorf("relay: --memory-gb %g is more than %s has free, %.1f GiB: lower it, or enlarge %[2]s", c.MemoryGB, filepath.Dir(path), float64(free)/(1<<30))
-	}
-	metrics := mooncake.NewMetrics()
-	registry := prometheus.NewRegistry()
-	registry.MustRegister(metrics)
+	pushes := mooncake.NewMetrics()
 	r, err := relay.Open(relay.Options{
 		Upstream: c.Upstream, Host: c.Host, MemoryPath: path, MemoryBytes: bytes,
-		AllowHosts: c.AllowHost, KeepAcrossRestarts: c.KeepAcrossRestarts, Prefixes: c.Prefixes, Timeout: seconds(c.Timeout), Metrics: metrics, Log: e.log,
+		AllowHosts: c.AllowHost, BlockBytes: uint64(c.BlockBytes), KeepAcrossRestarts: c.KeepAcrossRestarts, Prefixes: c.Prefixes, Timeout: seconds(c.Timeout), Metrics: pushes, Log: e.log,
 	})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, r.Close()) }()
-	registry.MustRegister(r)
+	registry := metrics.New(Version())
+	metrics.Add(registry, pushes.Stats)
+	metrics.Add(registry, r.Stats)
 	mux := http.NewServeMux()
 	mux.Handle("/", r)
-	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	mux.Handle("GET /metrics", registry.Handler())
 	listener, err := net.Listen("tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
 	if err != nil {
-		return fmt.Errorf("listen for D's queries: %w", err)
+		return listenError(err, "--host", "--port")
 	}
 	web := httpguard.NewServer(mux)
-	e.log.Info(fmt.Sprintf("relay: D's remote_bootstrap_addr is http://%s, P's is %s; keeping up to %g GiB", listener.Addr(), c.Upstream, c.MemoryGB))
+	e.log.Info("the relay serves: its address is D's remote_bootstrap_addr", "address", "http://"+listener.Addr().String(), "upstream", c.Upstream, "memory_bytes", bytes)
 	if !isLoopback(c.Host) {
 		e.log.Warn("there is no authentication: whoever reaches this machine may have any transfer's KV pushed to itself, and write what P pushes; " +
 			"let only engines reach it (firewall, network policy)")
 	}
 	ended := make(chan error, 1)
-	go func() { ended <- web.Serve(httpguard.Limit(listener)) }()
+	go func() { ended <- web.Serve(httpguard.Limit(listener, httpguard.MaxConns)) }()
 	select {
 	case err := <-ended:
 		return err
@@ -100,7 +109,18 @@ func (c *relayCmd) Run(e *env) (err error) {
 	err = web.Shutdown(ctx)
 	<-ended
 	s := r.Stats()
-	e.log.Info(fmt.Sprintf("relay: stopped: %d requests served, %d of them from memory, %d failed, %d transfers pulled from P",
-		s.Served, s.FromMemory, s.Failed, s.Pulled))
+	e.log.Info("the relay stopped", "served", s.Served, "from_memory", s.FromMemory, "failed", s.Failed, "pulled", s.Pulled)
 	return err
+}
+
+// memoryPath returns the path of this process's memory of --memory-gb, which must have room.
+func memoryPath(prefix string, size gibSize) (string, error) {
+	path, err := shm.Path("", prefix+strconv.Itoa(os.Getpid()))
+	if err != nil {
+		return "", err
+	}
+	if free, err := shm.Free(filepath.Dir(path)); err == nil && free < int64(size) {
+		return "", fmt.Errorf("--memory-gb %v is more than %s has free, %s: lower it, or enlarge %[2]s", size, filepath.Dir(path), sizeWords(free))
+	}
+	return path, nil
 }

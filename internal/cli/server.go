@@ -6,45 +6,59 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"syscall"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/admin"
+	"github.com/kvasir-kv/kvasir/evict"
+	"github.com/kvasir-kv/kvasir/internal/hostmem"
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/tiers"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // serverCmd has LMCache's flag names.
 type serverCmd struct {
+	configFlags
+
 	Host      string   `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
 	Port      int      `help:"ZMQ port." default:"5555" group:"Network"`
 	IPC       string   `name:"ipc" help:"Also listen on this UNIX socket path." group:"Network" placeholder:"PATH"`
 	HTTPHost  string   `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
 	HTTPPort  int      `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
 	AllowHost []string `name:"allow-host" help:"Names of this machine, comma-separated, under which /status and /cache/clear are answered besides its addresses, its host name and localhost." group:"Network" placeholder:"NAME"`
-	L1SizeGB  float64  `name:"l1-size-gb" help:"Pool size in GiB." default:"4" group:"Pool"`
+	Profiles  bool     `name:"pprof" help:"Serve Go's profiles on the HTTP port, at /debug/pprof/." group:"Network"`
+	L1SizeGB  gibSize  `name:"l1-size-gb" help:"Pool size: GiB, or with a unit, as 256MiB." default:"4" group:"Pool"`
 	ChunkSize int      `help:"Tokens per chunk; a multiple of the engine's block size." default:"256" group:"Pool"`
 	ShmName   string   `help:"Name of the pool under /dev/shm; lmcache_l1_pool_ is put before it when missing. Default: kvasir_PORT_BOOT, where BOOT is the same until this host starts again, and another on other hosts." group:"Pool"`
-	Align     int64    `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two." default:"4096" group:"Pool"`
+	Align     byteSize `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two: bytes, or with a unit." default:"4096" group:"Pool"`
 	Cold      bool     `help:"Start empty: discard the pool that an earlier server left." group:"Pool"`
 	Drop      bool     `help:"Remove the pool that an earlier server left, and end." group:"Pool"`
 	Pickle    string   `help:"For workers that cannot map the pool (other hosts, containers with a /dev/shm of their own): their chunks pass through the socket as pickled tensors. on: for them; only: for all, nobody is told of the pool; off: they are declined; auto: on while only this host can connect (--host is a loopback address), else off." default:"auto" enum:"auto,on,only,off" group:"Pool"`
-	PickleMax int64    `name:"pickle-max-mib" help:"Largest message of such a worker, MiB; memory grows as it arrives." default:"4095" group:"Pool"`
+	PickleMax mibSize  `name:"pickle-max-mib" help:"Largest message of such a worker, MiB or with a unit; memory grows as it arrives." default:"4095" group:"Pool"`
 	Trust     []string `name:"trust-address" help:"Addresses or networks (CIDR), comma-separated, whose peers are taken for this server's user: they are told where the pool is. For containers that share /dev/shm but not the network." group:"Pool" placeholder:"CIDR"`
-	Populate  int64    `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none. Only what was prepared is handed out, so a /dev/shm that fills up ends no engine; with 0 everything is." default:"1024" group:"Pool"`
-	Memo      int64    `name:"memo-mib" help:"Memory for the token lists of recent prompts, MiB: a prompt seen before is compared instead of hashed. 32k tokens take 160 KiB; 0 for none." default:"64" group:"Pool"`
-	Checksum  int64    `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, 0 for none: after a restart a chunk that differs from its checksum is a miss." default:"512" group:"Pool"`
+	Populate  mibSize  `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none. Only what was prepared is handed out, so a /dev/shm that fills up ends no engine; with 0 everything is." default:"1024" group:"Pool"`
+	Memo      mibSize  `name:"memo-mib" help:"Memory for the token lists of recent prompts, MiB: a prompt seen before is compared instead of hashed. 32k tokens take 160 KiB; 0 for none." default:"64" group:"Pool"`
+	Checksum  mibSize  `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, 0 for none: after a restart a chunk that differs from its checksum is a miss." default:"512" group:"Pool"`
+
+	tiers.Flags
+	eventFlags
 
 	Reap    float64 `name:"worker-reap-timeout-seconds" help:"Silence after which a worker is dropped, 0 for never." default:"120" group:"Timers"`
 	Grace   float64 `name:"worker-registration-grace-seconds" help:"The same for a worker that has never pinged." default:"3600" group:"Timers"`
@@ -56,7 +70,7 @@ type serverCmd struct {
 	Mode     string `name:"supported-transfer-mode" help:"Who copies KV: engine_driven (the engine), lmcache_driven (this server, CPU engines only) or auto (both); workers of the other mode are declined." default:"auto" enum:"engine_driven,auto,lmcache_driven" group:"Compatibility"`
 	Client   string `name:"client-generation" help:"Take every client for one of this lmcache generation; auto recognises each connection's. 0.5.0 stands for 0.5.0 to 0.5.2, 0.5.3 for 0.5.3 and 0.5.4." default:"auto" enum:"auto,0.4.6,0.4.7,0.5.0,0.5.3,0.5.5,0.5.6" group:"Compatibility"`
 	Hash     string `name:"hash-algorithm" help:"Only blake3: the others need Python." default:"blake3" group:"Compatibility"`
-	Eviction string `name:"eviction-policy" help:"Only LRU; the others run as LRU." default:"LRU" enum:"LRU,ARC,IsolatedLRU,noop" group:"Compatibility"`
+	Eviction string `name:"eviction-policy" help:"What is evicted first. leaf-hazard: ends of prompts that are the least likely to be used again soon, as learned from those before; lru: what was not used for longest; also leaf-lru, s3fifo, arc. kvasir sim evict compares them on a trace. LMCache's names LRU, ARC, IsolatedLRU and noop run as lru." default:"leaf-hazard" group:"Pool"`
 	Wire     string `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 }
 
@@ -69,6 +83,9 @@ func (serverCmd) Help() string {
   kvasir server --l1-size-gb 100 --cold     (forget what an earlier server kept)
   kvasir server --l1-size-gb 100 --drop     (remove it and end)
   kvasir server --l1-size-gb 100 --host 10.0.0.5 --pickle on     (engines on other hosts too)
+  kvasir server --l1-size-gb 100 --l2-adapter '{"type":"fs","base_path":"/data/kv"}'    (a directory below the pool)
+  kvasir server --l1-size-gb 100 --kv-events tcp://*:5557 --kv-events-replay tcp://*:5558    (for routers)
+  kvasir server --l1-size-gb 100 --disk /mnt/nvme/kv --disk-gb 2000                (a disk of its own)
 
 The pool outlives the server: started again with the same flags, it serves what was stored, and
 engines go on without registering again.
@@ -111,28 +128,97 @@ func bootMark() string {
 	return fmt.Sprintf("%08x", h.Sum32())
 }
 
-// check refuses what cannot work, with what to do about it.
-func (c *serverCmd) check() error {
-	bytes := c.L1SizeGB * (1 << 30)
-	switch {
-	case c.Hash != "blake3":
-		return fmt.Errorf("%w: --hash-algorithm %s is computed by Python code inside vLLM; only blake3 (LMCache's default) is served", errUsage, c.Hash)
-	case c.Wire != "zmq":
-		return fmt.Errorf("%w: --transport %s is not served; use zmq and a tcp:// URL in the engine", errUsage, c.Wire)
-	case c.ChunkSize < 1 || c.ChunkSize > kv.MaxChunkTokens:
-		return fmt.Errorf("%w: --chunk-size %d is outside 1 to %d", errUsage, c.ChunkSize, kv.MaxChunkTokens)
-	case c.Align < 64 || c.Align > 1<<30 || c.Align&(c.Align-1) != 0:
-		return fmt.Errorf("%w: --l1-align-bytes %d is not a power of two from 64 to 2^30", errUsage, c.Align)
-	case !(bytes >= float64(c.Align)) || bytes > 1<<50:
-		return fmt.Errorf("%w: --l1-size-gb %v is outside one alignment (%d bytes) to 2^20 GiB", errUsage, c.L1SizeGB, c.Align)
-	case c.PickleMax < 1 || c.PickleMax > 4095:
-		return fmt.Errorf("%w: --pickle-max-mib %d is outside 1 to 4095", errUsage, c.PickleMax)
-	case c.Memo < 0 || c.Memo > 1<<20:
-		return fmt.Errorf("%w: --memo-mib %d is outside 0 to 2^20", errUsage, c.Memo)
-	case c.Populate < 0 || c.Checksum < 0 || min(c.Reap, c.Grace, c.Session, c.Hold, c.Drain) < 0:
-		return fmt.Errorf("%w: negative rate or time", errUsage)
+// serverOptions are the packages' options that the flags mean.
+type serverOptions struct {
+	pool   pool.Options
+	store  store.Options
+	server server.Options
+	tiers  tiers.Options
+}
+
+// flagOf names the flag behind a field of the options.
+var flagOf = map[string]string{
+	"Name": "--shm-name", "Bytes": "--l1-size-gb", "Align": "--l1-align-bytes", "ChunkTokens": "--chunk-size",
+	"Quarantine": "--l1-write-ttl-seconds", "SessionIdle": "--session-ttl-seconds",
+	"PopulateRate": "--populate-mib-per-second", "ChecksumRate": "--checksum-mib-per-second",
+	"WorkerReap": "--worker-reap-timeout-seconds", "RegistrationGrace": "--worker-registration-grace-seconds", "DrainTimeout": "--drain-timeout-seconds",
+	"LoadTimeout": "--l2-prefetch-load-timeout", "MemoBytes": "--memo-mib", "PickleBytes": "--pickle-max-mib",
+	"Records": "--kv-event-log-size", "TokenBytes": "--kv-events-memory",
+}
+
+// options turns flags into options. The error names every flag that cannot be used,
+// with what to do about it.
+func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
+	var bad faults
+	wrong := func(format string, args ...any) { bad.unless(false, format, args...) }
+	bad.port("--port", c.Port, false)
+	bad.port("--http-port", c.HTTPPort, true)
+	if c.Hash != "blake3" {
+		wrong("--hash-algorithm %s is computed by Python code inside vLLM; only blake3 (LMCache's default) is served", c.Hash)
 	}
-	return nil
+	if c.Wire != "zmq" {
+		wrong("--transport %s is not served; use zmq and a tcp:// URL in the engine", c.Wire)
+	}
+	if !slices.Contains(evict.Names, c.policyName()) {
+		wrong("--eviction-policy %s is unknown; known are %s, and LMCache's LRU, ARC, IsolatedLRU and noop", c.Eviction, strings.Join(evict.Names, ", "))
+	}
+	positive := func(flag string, v float64) time.Duration {
+		if !(v > 0) {
+			wrong("%s %v is not above 0", flag, v)
+		}
+		return seconds(v)
+	}
+	trust, err := c.trusted()
+	if err != nil {
+		wrong("%v", err)
+	}
+	clients, err := c.generations()
+	if err != nil {
+		wrong("%v", err)
+	}
+	if err := c.eventFlags.check(); err != nil {
+		wrong("%v", err)
+	}
+	if c.ChunkSize == 0 { // to the options that is the default
+		wrong("--chunk-size 0 is outside 1 to %d", kv.MaxChunkTokens)
+	}
+	o.pool = pool.Options{Name: c.poolName(), Bytes: int64(c.L1SizeGB), Align: cmp.Or(int64(c.Align), -1), ChunkTokens: c.ChunkSize, Cold: c.Cold}
+	o.store = store.Options{
+		Quarantine: positive("--l1-write-ttl-seconds", c.Hold), SessionIdle: positive("--session-ttl-seconds", c.Session),
+		PopulateRate: int64(c.Populate), ChecksumRate: int64(c.Checksum), Log: log,
+		LoadTimeout: positive("--l2-prefetch-load-timeout", c.Timeout), Write: writePolicies[c.Write], LoadIfFaster: c.Faster,
+	}
+	if o.tiers, err = c.Flags.Options(log); err != nil {
+		wrong("%s", strings.ReplaceAll(err.Error(), "\n", "; "))
+	}
+	o.server = server.Options{
+		ChunkTokens: c.ChunkSize, WorkerReap: seconds(c.Reap), KeepSilent: c.Reap == 0, RegistrationGrace: seconds(c.Grace), KeepNeverPinged: c.Grace == 0,
+		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
+		ClientGenerations: clients, MemoBytes: int64(c.Memo), NoMemo: c.Memo == 0, Pickle: c.pickleMode(), PickleBytes: cmp.Or(int64(c.PickleMax), -1), Trust: trust,
+		DrainTimeout: cmp.Or(seconds(c.Drain), 1), Log: log, Version: Version(),
+	}
+	said := strings.Join(bad, " ")
+	options.Each(errors.Join(o.pool.Validate(), o.store.Validate(), o.server.Validate(), c.eventFlags.options().Validate()), func(e *options.Error) {
+		flag := cmp.Or(flagOf[e.Field], e.Field)
+		if !strings.Contains(said, flag+" ") { // a flag that means several fields is told once
+			said += " " + flag + " "
+			wrong("%s: %s", flag, e.Text)
+		}
+	})
+	return o, bad.err()
+}
+
+var writePolicies = map[string]store.WritePolicy{"commit": store.WriteAtCommit, "hit": store.WriteAtFirstHit, "never": store.WriteNever}
+
+// lmcachePolicies are LMCache's names of policies, all of which run as lru here.
+var lmcachePolicies = []string{"LRU", "ARC", "IsolatedLRU", "noop"}
+
+// policyName returns our name of the policy asked for.
+func (c *serverCmd) policyName() string {
+	if slices.Contains(lmcachePolicies, c.Eviction) {
+		return "lru"
+	}
+	return c.Eviction
 }
 
 // pickleMode resolves auto: whoever can reach a loopback address is on this host.
@@ -159,7 +245,7 @@ func (c *serverCmd) trusted() ([]netip.Prefix, error) {
 			p, err = netip.PrefixFrom(a.Unmap(), a.Unmap().BitLen()), nil
 		}
 		if err != nil {
-			return nil, fmt.Errorf("%w: --trust-address %q is no address and no network like 172.17.0.0/16", errUsage, s)
+			return nil, fmt.Errorf("--trust-address %q is no address and no network like 172.17.0.0/16", s)
 		}
 		out = append(out, p.Masked())
 	}
@@ -173,80 +259,106 @@ func (c *serverCmd) generations() (lmcache.Generations, error) {
 	}
 	g, err := lmcache.ParseGenerations(c.Client)
 	if err != nil {
-		return 0, fmt.Errorf("%w: --client-generation %s: %w", errUsage, c.Client, err)
+		return 0, fmt.Errorf("--client-generation %s: %w", c.Client, err)
 	}
 	return g, nil
 }
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
-// orNever turns LMCache's 0 = never into a negative duration.
-func orNever(s float64) time.Duration {
-	if s == 0 {
-		return -1
-	}
-	return seconds(s)
+func (c *serverCmd) check(e *env) error {
+	_, err := c.options(e.log)
+	return err
 }
 
 // Run serves until a signal.
 func (c *serverCmd) Run(e *env) error {
-	if err := c.check(); err != nil {
-		return err
-	}
-	trust, err := c.trusted()
-	if err != nil {
-		return err
-	}
-	clients, err := c.generations()
+	o, err := c.options(e.log)
 	if err != nil {
 		return err
 	}
 	if len(e.ignored) > 0 {
-		e.log.Warn("flags without meaning here were ignored: " + strings.Join(e.ignored, " "))
+		e.log.Warn("flags without meaning here were ignored", "flags", strings.Join(e.ignored, " "))
 	}
-	if c.Eviction != "LRU" {
-		e.log.Warn(fmt.Sprintf("--eviction-policy %s is not available: LRU by bytes is used", c.Eviction))
+	if c.Eviction != c.policyName() && c.Eviction != "LRU" {
+		e.log.Warn("the --eviction-policy is not available: lru is used", "policy", c.Eviction)
 	}
 	if c.Drop {
 		return c.drop(e)
 	}
-	p, err := pool.Open(pool.Options{
-		Name: c.poolName(), Bytes: int64(c.L1SizeGB * (1 << 30)), Align: c.Align, ChunkTokens: c.ChunkSize, Cold: c.Cold,
-	})
-	if err != nil {
-		return c.explain(err)
+	if err := c.warnSetup(e); err != nil {
+		return err
 	}
-	st := store.New(p, store.Options{Quarantine: seconds(c.Hold), SessionIdle: seconds(c.Session), Checksums: c.Checksum > 0})
-	srv := server.New(st, server.Options{
-		ChunkTokens: c.ChunkSize, WorkerReap: orNever(c.Reap), RegistrationGrace: orNever(c.Grace),
-		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
-		ClientGenerations: clients, MemoBytes: cmp.Or(c.Memo<<20, -1), Pickle: c.pickleMode(), PickleBytes: c.PickleMax << 20, Trust: trust,
-		PopulateRate: c.Populate << 20, ChecksumRate: c.Checksum << 20, DrainTimeout: seconds(c.Drain), AllowHosts: c.AllowHost, Logger: e.log, Version: Version(),
-	})
-	if free, err := memAvailable(); err == nil && c.Populate > 0 && free < st.PoolBytes()-st.Provided() {
-		e.log.Warn(fmt.Sprintf("the pool takes %s more, this machine has %s of memory left: lower --l1-size-gb",
-			kv.FormatBytes(st.PoolBytes()-st.Provided()), kv.FormatBytes(free)))
+	st, err := c.openStore(&o)
+	if err != nil {
+		return err
+	}
+	o.server.Events = c.book(st)
+	if o.server.Publisher, err = c.publisher(e.ctx, o.server.Events, c.publisherOptions(c.Port, c.ChunkSize, e.log)); err != nil {
+		return errors.Join(err, st.Close())
+	}
+	srv := server.New(st, o.server)
+	if free, ok := hostmem.Available(); ok && c.Populate > 0 && free < st.Files().Bytes()-st.Memory().Provided() {
+		e.log.Warn("the pool takes more memory than this machine has left: lower --l1-size-gb",
+			"missing_bytes", st.Files().Bytes()-st.Memory().Provided(), "free_bytes", free)
 	}
 	err = c.serve(e, srv)
 	if err != nil && st.Stats().Resident == 0 {
-		err = errors.Join(err, st.Remove()) // a start that failed leaves nothing behind
+		return errors.Join(err, st.Files().Remove(), st.Close()) // a start that failed leaves nothing behind
 	}
-	return errors.Join(err, st.Close())
+	chunks, bytes := st.Stats().Resident, st.Files().Bytes()
+	err = errors.Join(err, st.Close())
+	e.log.Info("stopped; the pool stays for the next start with the same flags, and keeps its memory until it is removed",
+		"pool", shm.Dir+"/"+c.poolName(), "pool_bytes", bytes, "chunks", chunks, "remove_with", "kvasir pool rm "+c.poolName())
+	return err
 }
 
-// memAvailable returns the memory that this machine can still give, in bytes.
-func memAvailable() (int64, error) {
-	b, err := os.ReadFile("/proc/meminfo")
+// openStore opens the tiers and the pool.
+func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
+	if len(o.tiers.Adapters) > 0 {
+		o.tiers.Names = tier.NewNames()
+	}
+	below, err := tiers.Open(o.tiers)
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
-	for line := range strings.Lines(string(b)) {
-		if f := strings.Fields(line); len(f) >= 2 && f[0] == "MemAvailable:" {
-			kib, err := strconv.ParseInt(f[1], 10, 64)
-			return kib << 10, err
+	defer func() {
+		if err != nil && below.Tier != nil {
+			err = errors.Join(err, below.Tier.Close())
 		}
+	}()
+	p, err := pool.Open(o.pool)
+	if err != nil {
+		return nil, explainPool(err, "--shm-name or --port")
 	}
-	return 0, errors.New("no MemAvailable")
+	if o.store.Policy, err = evict.New(c.policyName(), p.Bytes()); err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	o.store.Below, o.store.Place = below.Tier, below.Place
+	if below.Disk != nil {
+		o.store.BelowOpened = below.Disk.Opened()
+	}
+	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters = o.tiers.Names, below.Each, below.Disk, below.Clusters
+	return store.New(p, o.store), nil
+}
+
+// The engines' connections, one a worker and one a scheduler, and the server's own
+// files.
+const minFiles, fewFiles = 32, 256
+
+// warnSetup warns of what starts and does not serve well, and refuses what cannot.
+func (c *serverCmd) warnSetup(e *env) error {
+	var files syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &files); err == nil && files.Cur < fewFiles {
+		if files.Cur < minFiles {
+			return fmt.Errorf("this process may open %d files, a server needs %d and one for each connection: raise it (ulimit -n, LimitNOFILE=)", files.Cur, minFiles)
+		}
+		e.log.Warn("this process may open few files, and each connection takes one: raise it (ulimit -n, LimitNOFILE=)", "files", files.Cur)
+	}
+	if c.ChunkSize%16 != 0 {
+		e.log.Warn("--chunk-size is no multiple of 16, the block size of most engines: those cannot use it", "chunk_tokens", c.ChunkSize)
+	}
+	return nil
 }
 
 // drop removes the pool, whatever state it is in.
@@ -254,12 +366,12 @@ func (c *serverCmd) drop(e *env) error {
 	taken, err := pool.Drop("", c.poolName())
 	switch {
 	case errors.Is(err, pool.ErrNothing):
-		e.log.Info(fmt.Sprintf("nothing to remove: there is no /dev/shm/%s", c.poolName()))
+		e.log.Info("nothing to remove: there is no such pool", "path", "/dev/shm/"+c.poolName())
 		return nil
 	case err != nil:
-		return c.explain(err)
+		return explainPool(err, "--shm-name or --port")
 	}
-	e.log.Info(fmt.Sprintf("removed /dev/shm/%s: %s come back when no engine maps it any more", c.poolName(), kv.FormatBytes(taken)))
+	e.log.Info("removed the pool: its memory comes back when no engine maps it any more", "path", "/dev/shm/"+c.poolName(), "bytes", taken)
 	return nil
 }
 
@@ -274,22 +386,29 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		return net.Listen("tcp", net.JoinHostPort(c.HTTPHost, strconv.Itoa(c.HTTPPort)))
 	})
 	if err != nil {
-		return fmt.Errorf("%w: choose another --http-port", err)
+		return listenError(err, "--http-host", "--http-port")
 	}
-	web := httpguard.NewServer(srv.HTTPHandler())
-	listener = httpguard.Limit(listener)
+	listener = httpguard.Limit(listener, httpguard.MaxConns)
+	web := httpguard.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Profiles: c.Profiles}))
 	defer web.Close()
-	for _, endpoint := range endpoints {
+	var addresses []string
+	for i, endpoint := range endpoints {
 		addr, err := bind(func() (string, error) { return srv.Listen(e.ctx, endpoint) })
 		if err != nil {
 			listener.Close()
-			return fmt.Errorf("%w: choose another --port, or stop the server that has it", err)
+			host, port := "--host", "--port"
+			if i > 0 {
+				host, port = "--ipc", ""
+			}
+			return listenError(err, host, port)
 		}
-		e.log.Info(fmt.Sprintf("serving LMCache clients on %s: %s pool /dev/shm/%s, %d tokens per chunk",
-			addr, kv.FormatBytes(int64(c.L1SizeGB*(1<<30))), c.poolName(), c.ChunkSize))
+		addresses = append(addresses, addr)
 	}
-	e.log.Info(fmt.Sprintf("http://%s/status, /healthcheck, /metrics", listener.Addr()))
-	c.sayOpen(e, listener.Addr())
+	for _, addr := range addresses {
+		e.log.Info("serving LMCache clients", "address", addr, "pool", "/dev/shm/"+c.poolName(), "pool_bytes", int64(c.L1SizeGB), "chunk_tokens", c.ChunkSize)
+	}
+	e.log.Info("serving HTTP: /status, /healthcheck, /metrics", "address", listener.Addr().String())
+	c.warnOpen(e, listener.Addr())
 
 	background, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
@@ -311,19 +430,19 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	return errors.Join(err, srv.Shutdown(context.Background()))
 }
 
-// sayOpen warns where others than this machine's users can connect: there is no
+// warnOpen warns where others than this machine's users can connect: there is no
 // authentication.
-func (c *serverCmd) sayOpen(e *env, web net.Addr) {
-	var open []string
+func (c *serverCmd) warnOpen(e *env, web net.Addr) {
+	var open []any
 	if !isLoopback(c.Host) {
-		open = append(open, fmt.Sprintf("port %d (store, replace and read the cache of any prompt that they can name, and clear it)", c.Port))
+		open = append(open, "port", c.Port)
 	}
 	if a, ok := web.(*net.TCPAddr); ok && !a.IP.IsLoopback() {
-		open = append(open, fmt.Sprintf("port %d (read the status, clear the cache)", a.Port))
+		open = append(open, "http_port", a.Port)
 	}
 	if len(open) > 0 {
-		e.log.Warn("there is no authentication: whoever reaches this machine may use " + strings.Join(open, " and ") +
-			"; let only engines reach it (firewall, network policy)")
+		e.log.Warn("there is no authentication: whoever reaches these ports may store, replace and read the cache of any prompt that they can name, "+
+			"read the status (HTTP), and clear the cache; let only engines reach them (firewall, network policy)", open...)
 	}
 }
 
@@ -344,23 +463,4 @@ func bind[T any](listen func() (T, error)) (T, error) {
 		}
 		time.Sleep(step)
 	}
-}
-
-// explain adds what to do to an error of pool.Open.
-func (c *serverCmd) explain(err error) error {
-	switch {
-	case errors.Is(err, pool.ErrInUse):
-		return fmt.Errorf("%w: choose another --shm-name or --port, or stop that server", err)
-	case errors.Is(err, pool.ErrChanged):
-		return fmt.Errorf("%w: start with the old flags, or with --cold to discard it", err)
-	case errors.Is(err, pool.ErrOwner):
-		return fmt.Errorf("%w: run as that user, or choose another --shm-name", err)
-	case errors.Is(err, pool.ErrIndex), errors.Is(err, shm.ErrNotOurs):
-		return fmt.Errorf("%w: start with --cold to discard it, or remove it with --drop", err)
-	case errors.Is(err, pool.ErrForeign):
-		return fmt.Errorf("%w: choose another --shm-name, or remove the file if nothing uses it", err)
-	case errors.Is(err, pool.ErrNoSpace):
-		return fmt.Errorf("%w: lower --l1-size-gb, or enlarge /dev/shm (containers: --shm-size or --ipc=host)", err)
-	}
-	return err
 }

@@ -3,16 +3,14 @@ package cli
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
-	"runtime"
-	"strconv"
-	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/transfertool"
 	"github.com/kvasir-kv/kvasir/transfer"
-	"github.com/kvasir-kv/kvasir/transfer/transfertool"
 )
 
 // transferCmd is the transfer engine alone.
@@ -36,56 +34,39 @@ Examples:
   kvasir transfer bench --peer-file peer.json --sizes 4k,64k,1m --batches 1,64,1024`
 }
 
-// byteSize is a number of bytes: 4096, 64k, 256MiB, 1g. Units count in 1024.
-type byteSize int64
-
-// UnmarshalText implements encoding.TextUnmarshaler.
-func (b *byteSize) UnmarshalText(text []byte) error {
-	s := strings.ToLower(string(text))
-	s = strings.TrimSuffix(strings.TrimSuffix(s, "b"), "i")
-	shift := 0
-	for i, unit := range []string{"k", "m", "g", "t"} {
-		if rest, ok := strings.CutSuffix(s, unit); ok {
-			s, shift = rest, 10*(i+1)
-		}
-	}
-	n, err := strconv.ParseInt(s, 10, 64)
-	if err != nil || n < 0 || n > 1<<50>>shift {
-		return fmt.Errorf("%q is no size: want for example 4096, 64k, 256MiB", text)
-	}
-	*b = byteSize(n << shift)
-	return nil
-}
-
 type transferServeCmd struct {
+	configFlags
+
 	Size          byteSize `help:"Bytes of the region." default:"256MiB"`
 	PeerFile      string   `help:"Write where the region is to this file, for the other commands." placeholder:"FILE"`
 	Host          string   `help:"Address published to peers." default:"127.0.0.1"`
 	Bind          string   `help:"Address to listen on; default that of --host." placeholder:"ADDRESS"`
 	HandshakePort int      `help:"Port of the handshake; 0 takes a free one."`
 	DataPort      int      `help:"Port of the data; 0 takes a free one."`
-	Procs         int      `help:"Processors that the server may use at once; default half of them, since the peers of one host need the others."`
-	Batch         bool     `help:"Run as SCHED_BATCH: do not interrupt the peers of this host that send." default:"true" negatable:""`
 	Base          uint64   `help:"Published address of the region; default random."`
+}
+
+func (c *transferServeCmd) check(*env) error {
+	var f faults
+	f.unless(c.Size > 0, "--size %v holds nothing", c.Size)
+	f.port("--handshake-port", c.HandshakePort, true)
+	f.port("--data-port", c.DataPort, true)
+	return f.err()
 }
 
 // Run serves until a signal.
 func (c *transferServeCmd) Run(e *env) error {
-	if c.Size == 0 {
-		return fmt.Errorf("%w: --size 0", errUsage)
+	if err := c.check(e); err != nil {
+		return err
 	}
 	if !isLoopback(cmp.Or(c.Bind, c.Host)) {
 		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the region; let only engines reach it (firewall, network policy)")
 	}
 	return transfertool.Serve(e.ctx, transfertool.ServeOptions{
 		Target: transfer.TargetOptions{Host: c.Host, Bind: c.Bind, HandshakePort: c.HandshakePort, DataPort: c.DataPort, Log: e.log},
-		Procs:  cmp.Or(c.Procs, halfOfProcs()), Batch: c.Batch,
-		Bytes: int64(c.Size), Base: c.Base, PeerFile: c.PeerFile, Out: e.stdout, Log: e.log,
+		Bytes:  int64(c.Size), Base: c.Base, PeerFile: c.PeerFile, Out: e.stdout, Log: e.log,
 	})
 }
-
-// halfOfProcs is what is left when the peer is on this host.
-func halfOfProcs() int { return max(1, runtime.NumCPU()/2) }
 
 // peerFileWait is how long a command waits for a serve that has just been started.
 const peerFileWait = 5 * time.Second
@@ -112,7 +93,7 @@ func (r *region) options(ctx context.Context) (o transfertool.CopyOptions, left 
 			o.Addr = p.Base
 		}
 	case r.Peer == "" || r.Addr == 0 || r.PeerFile != "":
-		return o, 0, fmt.Errorf("%w: name the region with --peer-file, or with --peer and --addr", errUsage)
+		return o, 0, usagef("name the region with --peer-file, or with --peer and --addr")
 	}
 	o.Addr += uint64(r.Offset)
 	return o, left - int64(r.Offset), nil
@@ -127,8 +108,11 @@ func (c *transferWriteCmd) Run(e *env) error {
 		return err
 	}
 	n, err := transfertool.Write(e.ctx, o, os.Stdin)
-	e.log.Info(fmt.Sprintf("wrote %d bytes to %s", n, o.Peer))
-	return err
+	if err != nil {
+		return fmt.Errorf("after %d bytes that are confirmed (more may have arrived): %w", n, err)
+	}
+	e.log.Info("wrote", "bytes", n, "peer", o.Peer)
+	return nil
 }
 
 type transferReadCmd struct {
@@ -146,11 +130,14 @@ func (c *transferReadCmd) Run(e *env) error {
 		o.Bytes = left
 	}
 	if o.Bytes <= 0 {
-		return fmt.Errorf("%w: --bytes is needed with --peer", errUsage)
+		return usagef("--bytes is needed with --peer")
 	}
 	n, err := transfertool.Read(e.ctx, o, e.stdout)
-	e.log.Info(fmt.Sprintf("read %d bytes from %s", n, o.Peer))
-	return err
+	if err != nil {
+		return fmt.Errorf("after %d bytes: %w", n, err)
+	}
+	e.log.Info("read", "bytes", n, "peer", o.Peer)
+	return nil
 }
 
 type transferBenchCmd struct {
@@ -159,21 +146,21 @@ type transferBenchCmd struct {
 	Batches  []int      `help:"Blocks per call." default:"1,8,64,256,1024"`
 	Ops      []string   `help:"write, read, socket (the floor: a plain loopback copy)." default:"write,read" enum:"write,read,socket"`
 	Layout   string     `help:"How blocks lie at the peer: packed, reversed, scattered." default:"packed" enum:"packed,reversed,scattered"`
-	Conns    int        `help:"Connections per peer; 0 means 4, of which a batch to this host uses half as many as there are processors." default:"0"`
+	Conns    int        `help:"Connections per peer; 0 means 4." default:"0"`
 	Callers  int        `help:"Callers per peer, each with connections of its own." default:"1"`
-	Procs    int        `help:"Processors that writes and reads may use at once; default half of them, since the peers of one host need the others."`
 	Seconds  float64    `help:"Time per measurement." default:"1"`
+	Pieces   string     `help:"Measure writes of the one batch in this file: JSON, a list of [own offset, peer's offset, bytes]." placeholder:"FILE"`
 	Verify   bool       `help:"Write a fresh pattern and read it back after each measurement."`
 }
 
 // Run measures.
 func (c *transferBenchCmd) Run(e *env) error {
 	if !(c.Seconds > 0) || c.Seconds > 3600 || c.Conns < 0 || c.Callers < 1 {
-		return fmt.Errorf("%w: need --seconds above 0 and up to 3600, --conns of at least 0, --callers of at least 1", errUsage)
+		return usagef("need --seconds above 0 and up to 3600, --conns of at least 0, --callers of at least 1")
 	}
 	o := transfertool.BenchOptions{
 		Client: transfer.Options{Conns: c.Conns}, Callers: c.Callers, Ops: c.Ops, Batches: c.Batches,
-		Procs: cmp.Or(c.Procs, halfOfProcs()), Layout: transfertool.Layout(c.Layout), For: seconds(c.Seconds), Verify: c.Verify,
+		Layout: transfertool.Layout(c.Layout), For: seconds(c.Seconds), Verify: c.Verify,
 	}
 	for _, path := range c.PeerFile {
 		p, err := transfertool.AwaitPeerFile(e.ctx, path, peerFileWait)
@@ -182,8 +169,24 @@ func (c *transferBenchCmd) Run(e *env) error {
 		}
 		o.Peers = append(o.Peers, p)
 	}
+	fits := false
 	for _, s := range c.Sizes {
 		o.Sizes = append(o.Sizes, int(s))
+		for _, p := range o.Peers {
+			fits = fits || uint64(s) <= p.Len
+		}
+	}
+	if !fits {
+		return usagef("--sizes: every block is larger than the region: serve one of more than %s", sizeWords(int64(o.Peers[0].Len)))
+	}
+	if c.Pieces != "" {
+		b, err := os.ReadFile(c.Pieces)
+		if err != nil {
+			return err
+		}
+		if err := json.Unmarshal(b, &o.Pieces); err != nil || len(o.Pieces) == 0 {
+			return usagef("--pieces %s is no list of [own offset, peer's offset, bytes]", c.Pieces)
+		}
 	}
 	_, err := transfertool.Bench(e.ctx, o, e.stdout)
 	if errors.Is(err, e.ctx.Err()) && e.ctx.Err() != nil {

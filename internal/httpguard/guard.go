@@ -39,6 +39,12 @@ func (g Guard) Handler(h http.Handler) http.Handler {
 	})
 }
 
+// Allows reports whether Handler would pass the request on.
+func (g Guard) Allows(r *http.Request) bool {
+	_, why := g.refuse(r)
+	return why == ""
+}
+
 // refuse returns why a request is not answered; empty when it is.
 func (g Guard) refuse(r *http.Request) (code int, why string) {
 	if !g.known(r.Host) {

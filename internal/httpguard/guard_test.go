@@ -73,7 +73,7 @@ func TestLimit(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = c.Close() })
-		_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+		_ = c.SetDeadline(time.Now().Add(60 * time.Second))
 		return c
 	}
 	ask := func(c net.Conn) string {

@@ -7,9 +7,11 @@ import (
 	"time"
 )
 
-// Limits of an interface that people and monitoring use.
+// MaxConns is the limit of connections for an interface that people and monitoring use.
+const MaxConns = 256
+
+// Limits of one request.
 const (
-	maxConns    = 256
 	headTimeout = 10 * time.Second
 	readTimeout = 30 * time.Second
 	sendTimeout = 60 * time.Second
@@ -25,9 +27,17 @@ func NewServer(h http.Handler) *http.Server {
 	}
 }
 
-// Limit returns l with a bound of 256 connections. At the bound the oldest
+// Limit returns l with a bound on its connections. At the bound the oldest
 // connection of the host with most, the newcomer counted, is closed.
-func Limit(l net.Listener) net.Listener { return &listener{Listener: l, max: maxConns} }
+func Limit(l net.Listener, conns int) net.Listener { return &listener{Listener: l, max: conns} }
+
+// Unlimited returns the connection behind one that a limited listener accepted.
+func Unlimited(c net.Conn) net.Conn {
+	if n, ok := c.(*conn); ok {
+		return n.Conn
+	}
+	return c
+}
 
 type listener struct {
 	net.Listener

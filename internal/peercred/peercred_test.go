@@ -208,7 +208,7 @@ func TestOwnersEnd(t *testing.T) {
 	if err := one.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
-	for end := time.Now().Add(20 * time.Second); !owners[pa.Socket].Gone(); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(60 * time.Second); !owners[pa.Socket].Gone(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatal("a killed process, not yet waited for, is not gone")
 		}

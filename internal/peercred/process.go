@@ -89,8 +89,8 @@ func HasSocket(pid int, inode uint64) (has, seen bool) {
 	return false, true
 }
 
-// Owners finds the processes that have sockets open, by inode, among those of uid
-// that this process may look into. A socket that several processes share has no
+// Owners finds the processes that have sockets open, by inode, all where inodes is nil,
+// among those of uid that this process may look into. A socket that several processes share has no
 // entry: none of their ends proves anything. It reads the whole of /proc.
 func Owners(uid int, inodes map[uint64]bool) map[uint64]Process {
 	out := map[uint64]Process{}
@@ -113,7 +113,7 @@ func Owners(uid int, inodes map[uint64]bool) map[uint64]Process {
 			continue
 		}
 		for inode := range socketsOf(pid) {
-			if inodes[inode] {
+			if inodes == nil || inodes[inode] {
 				if _, twice := out[inode]; twice {
 					shared[inode] = true
 				}

@@ -23,6 +23,3 @@ func Writev(fd uintptr, bufs [][]byte, _ *Vec) (int, error) {
 
 // Vec is scratch space for Writev.
 type Vec struct{}
-
-// Yield does nothing here.
-func Yield() {}

@@ -11,11 +11,11 @@ import (
 
 const sendFlags = unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL
 
-// Writev writes bufs, at most MaxVec of which count, to the socket fd without
+// Writev writes bufs, at most maxVec of which count, to the socket fd without
 // waiting; errors as of sendmsg(2). vec is scratch space of the caller's.
 func Writev(fd uintptr, bufs [][]byte, vec *Vec) (int, error) {
 	vec.iov = vec.iov[:0]
-	for _, b := range bufs[:min(len(bufs), MaxVec)] {
+	for _, b := range bufs[:min(len(bufs), maxVec)] {
 		if len(b) > 0 {
 			v := unix.Iovec{Base: &b[0]}
 			v.SetLen(len(b))
@@ -41,6 +41,3 @@ type Vec struct {
 	iov []unix.Iovec
 	msg unix.Msghdr
 }
-
-// Yield lets other threads that wait for this processor run first.
-func Yield() { _, _, _ = syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }

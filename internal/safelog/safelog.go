@@ -27,14 +27,26 @@ const (
 	maxPlaces = 4096
 )
 
-// New returns a logger that writes to l what is fit to be written. Lines that are
-// left out are counted: the next line of the same place has them as "not_shown".
+// New returns a logger that writes to l what is fit to be written; a nil l discards.
+// Lines that are left out are counted: the next line of the same place has them as
+// "not_shown".
 func New(l *slog.Logger) *slog.Logger {
+	if l == nil {
+		return slog.New(slog.DiscardHandler)
+	}
 	if h, ok := l.Handler().(*handler); ok {
 		return slog.New(h)
 	}
-	return slog.New(&handler{next: l.Handler(), places: &places{of: make(map[uintptr]*place)}})
+	return slog.New(&handler{next: l.Handler(), places: &places{of: make(map[placeKey]*place)}})
 }
+
+// Per returns an attribute that is part of the place: lines of each value have a
+// limit of their own. The values must be few, and none a peer's.
+func Per(key, value string) slog.Attr { return slog.Any(key, per(value)) }
+
+type per string
+
+func (p per) LogValue() slog.Value { return slog.StringValue(string(p)) }
 
 type handler struct {
 	next   slog.Handler
@@ -43,10 +55,16 @@ type handler struct {
 
 type places struct {
 	mu sync.Mutex
-	of map[uintptr]*place
+	of map[placeKey]*place
 }
 
-// place is a call of the logger in the code.
+// placeKey is a call of the logger in the code, and the value of its Per.
+type placeKey struct {
+	pc  uintptr
+	per per
+}
+
+// place is how many lines a place may log.
 type place struct {
 	last   time.Time
 	left   float64 // lines it may log now
@@ -55,16 +73,16 @@ type place struct {
 
 // allow reports whether a line may be shown now, and how many were not since the
 // last one.
-func (p *places) allow(pc uintptr, now time.Time) (ok bool, hidden int) {
+func (p *places) allow(key placeKey, now time.Time) (ok bool, hidden int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	at := p.of[pc]
+	at := p.of[key]
 	if at == nil {
 		if len(p.of) >= maxPlaces {
 			return true, 0
 		}
 		at = &place{last: now, left: Burst}
-		p.of[pc] = at
+		p.of[key] = at
 	}
 	at.left = min(Burst, at.left+LinesPerSecond*max(0, now.Sub(at.last).Seconds()))
 	at.last = now
@@ -82,7 +100,15 @@ func (h *handler) Enabled(ctx context.Context, l slog.Level) bool { return h.nex
 func (h *handler) Handle(ctx context.Context, r slog.Record) error {
 	ok, hidden := true, 0
 	if r.PC != 0 {
-		ok, hidden = h.places.allow(r.PC, r.Time)
+		key := placeKey{pc: r.PC}
+		r.Attrs(func(a slog.Attr) bool {
+			v, is := a.Value.Any().(per)
+			if is {
+				key.per = v
+			}
+			return !is
+		})
+		ok, hidden = h.places.allow(key, r.Time)
 	}
 	if !ok {
 		return nil

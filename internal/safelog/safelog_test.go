@@ -57,3 +57,23 @@ func TestLogger(t *testing.T) {
 		}
 	})
 }
+
+// A flood for one reason leaves another reason's lines of the same place alone, and
+// no logger at all is one that says nothing.
+func TestPer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var out bytes.Buffer
+		l := safelog.New(slog.New(slog.NewTextHandler(&out, nil)))
+		for i := range 2 * safelog.Burst {
+			for _, reason := range []string{"flood", "rare"} {
+				if reason == "flood" || i == 2*safelog.Burst-1 {
+					l.Warn("declined", safelog.Per("reason", reason))
+				}
+			}
+		}
+		if flood, rare := strings.Count(out.String(), "reason=flood"), strings.Count(out.String(), "reason=rare"); flood != safelog.Burst || rare != 1 {
+			t.Errorf("%d lines of the flood, %d of another reason", flood, rare)
+		}
+		safelog.New(nil).Error("nobody listens")
+	})
+}

@@ -21,9 +21,21 @@ const inside = "KVASIR_TEST_SMALLFS"
 // call belongs into the test around it.
 func Run(t *testing.T, bytes int64, f func(t *testing.T, dir string)) {
 	t.Helper()
+	mounted(t, "tmpfs", fmt.Sprintf("size=%d,mode=0700", bytes), f)
+}
+
+// RunWithoutAttributes is Run in a ramfs, which keeps no extended attributes and has no
+// direct I/O.
+func RunWithoutAttributes(t *testing.T, f func(t *testing.T, dir string)) {
+	t.Helper()
+	mounted(t, "ramfs", "mode=0700", f)
+}
+
+func mounted(t *testing.T, kind, options string, f func(t *testing.T, dir string)) {
+	t.Helper()
 	if os.Getenv(inside) == t.Name() {
 		dir := t.TempDir()
-		if err := syscall.Mount("tmpfs", dir, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, fmt.Sprintf("size=%d,mode=0700", bytes)); err != nil {
+		if err := syscall.Mount(kind, dir, kind, syscall.MS_NOSUID|syscall.MS_NODEV, options); err != nil {
 			t.Fatalf("mount: %v", err)
 		}
 		t.Cleanup(func() {

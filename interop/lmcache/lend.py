@@ -11,7 +11,7 @@ import mp_bench
 
 
 def main():
-    args = argparse.Namespace(url=sys.argv[1], modes="lmcache_driven", timeout=30.0, run_tag=f"lend{os.getpid()}", no_clear=True, verbose=False)
+    args = argparse.Namespace(url=sys.argv[1], modes="lmcache_driven", timeout=120.0, run_tag=f"lend{os.getpid()}", no_clear=True, verbose=False)
     b = mp_bench.Bench(args)
     n = b.chunk // 16
     kv = b.kv(2, 2, 16, b.torch.float16, n + 1, 16)

@@ -38,4 +38,4 @@ S
 trap 'sh "$state/stop"; rm -rf "$state"' EXIT INT TERM
 sh "$state/start"
 KVASIR_LMCACHE_URL="tcp://127.0.0.1:$PORT" KVASIR_LMCACHE_STOP="sh $state/stop" KVASIR_LMCACHE_START="sh $state/start" \
-	go test -count=1 -timeout 280s -run 'TestEngine(Script|Ranks)Real$' -v ./server
+	go test -count=1 -timeout 600s -run 'TestEngine(Script|Ranks)Real$' -v ./server

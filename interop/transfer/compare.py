@@ -46,11 +46,11 @@ def registered(e, n):
     return b
 
 
-def serve_cpp(path, n):
-    e = engine()
+def serve_cpp(path, n, host="127.0.0.1"):
+    e = engine(host)
     b = registered(e, n)
     with open(path + ".tmp", "w") as f:
-        json.dump({"peer": "127.0.0.1:%d" % e.get_rpc_port(), "base": int(b.ctypes.data), "len": n}, f)
+        json.dump({"peer": "%s:%d" % (host, e.get_rpc_port()), "base": int(b.ctypes.data), "len": n}, f)
     os.replace(path + ".tmp", path)
     sys.stdin.read()
     os._exit(0)

@@ -94,7 +94,7 @@ func (e *engine) send(order any) {
 }
 
 func (e *engine) answer(into any) bool {
-	watch := time.AfterFunc(60*time.Second, func() { e.cmd.Process.Kill() })
+	watch := time.AfterFunc(180*time.Second, func() { e.cmd.Process.Kill() })
 	defer watch.Stop()
 	return e.out.Scan() && json.Unmarshal(e.out.Bytes(), into) == nil
 }

@@ -33,7 +33,7 @@ func listen(t *testing.T, o transfer.TargetOptions) (*transfer.Target, []byte) {
 }
 
 func limited(t *testing.T) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 120*time.Second)
 	t.Cleanup(cancel)
 	return ctx
 }
@@ -138,7 +138,7 @@ func TestEngineToKvasir(t *testing.T) {
 func settle(t *testing.T, target *transfer.Target, n int) {
 	t.Helper()
 	settled[target] += int64(n)
-	for end := time.Now().Add(20 * time.Second); target.Stats().BytesIn < settled[target]; time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(60 * time.Second); target.Stats().BytesIn < settled[target]; time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("%d of %d bytes arrived", target.Stats().BytesIn, settled[target])
 		}

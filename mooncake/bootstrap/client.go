@@ -18,23 +18,21 @@ import (
 )
 
 var (
-	// ErrUnreachable means that every attempt ended without an answer: no
+	// errUnreachable means that every attempt ended without an answer: no
 	// connection, a broken one, or a timeout. It wraps the last attempt's error.
-	ErrUnreachable = errors.New("bootstrap: server unreachable")
-
-	// ErrClosed means that the client was closed.
-	ErrClosed = errors.New("bootstrap: client closed")
+	errUnreachable = errors.New("bootstrap: server unreachable")
+	errClosed      = errors.New("bootstrap: client closed")
 )
 
-// StatusError is an answer other than 200.
-type StatusError struct {
-	Method, URL string
-	Status      int
-	Detail      string // the answer's detail, or the start of its body
+// statusError is an answer other than 200.
+type statusError struct {
+	what   string // method and URL
+	status int
+	detail string // the answer's detail, or the start of its body
 }
 
-func (e *StatusError) Error() string {
-	return fmt.Sprintf("bootstrap: %s %s: status %d: %s", e.Method, e.URL, e.Status, e.Detail)
+func (e *statusError) Error() string {
+	return fmt.Sprintf("bootstrap: %s: status %d: %s", e.what, e.status, e.detail)
 }
 
 // ClientOptions configures a Client. A zero field means its default, which is vLLM's.
@@ -75,7 +73,7 @@ type flight struct {
 // http://10.0.0.7:8998: what kv_transfer_params carry as remote_bootstrap_addr.
 func NewClient(base string, o ClientOptions) (*Client, error) {
 	u, err := url.Parse(base)
-	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.RawQuery != "" || u.Fragment != "" || len(base) > MaxAddrBytes {
+	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.RawQuery != "" || u.Fragment != "" || len(base) > maxAddrBytes {
 		return nil, fmt.Errorf("bootstrap: address %.200q is not http://HOST:PORT", base)
 	}
 	c := &Client{base: strings.TrimRight(base, "/"), o: o}
@@ -94,7 +92,7 @@ func NewClient(base string, o ClientOptions) (*Client, error) {
 	return c, nil
 }
 
-// Close ends queries under way and waits for them.
+// Close ends queries in progress and waits for them.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	c.mu.closed = true
@@ -108,29 +106,25 @@ func (c *Client) Close() error {
 // Base returns the address given to NewClient, without slashes at its end.
 func (c *Client) Base() string { return c.base }
 
-// Register registers a worker. As vLLM does, it tries again after a connection
-// that could not be made and after a timeout, not after an answer: a repeat of
-// the same registration is answered 200. A refusal is a *StatusError.
+// Register registers a worker. As vLLM does, it tries again after a failed dial and
+// after a timeout, but not after an answer. The server accepts a repeat.
 func (c *Client) Register(ctx context.Context, r Registration) error {
 	body, err := r.body()
 	if err != nil {
 		return fmt.Errorf("bootstrap: encode registration: %w", err)
 	}
 	wait := c.o.RegisterWait
-	again := func(err error) (time.Duration, bool) {
-		d := wait
+	_, err = c.retry(ctx, http.MethodPost, "/register", body, func(err error) (time.Duration, bool) {
+		now := wait
 		wait = min(wait*2, 10*time.Second)
-		var dial *net.OpError
-		timeout := errors.Is(err, context.DeadlineExceeded) || errors.Is(err, errTimeout)
-		return d, timeout || (errors.As(err, &dial) && dial.Op == "dial")
-	}
-	_, _, err = c.retry(ctx, http.MethodPost, "/register", body, c.o.Timeout, again)
+		dial, ok := errors.AsType[*net.OpError](err)
+		return now, errors.Is(err, context.DeadlineExceeded) || errors.Is(err, errTimeout) || (ok && dial.Op == "dial")
+	})
 	return err
 }
 
-// Unregister takes a worker back, or with ranks below 0 the whole engine. It
-// reports whether there was anything. Only a Kvasir server knows this call;
-// vLLM's answers 405, a *StatusError.
+// Unregister removes a worker, or with ranks below 0 the whole engine, and reports
+// whether it was registered. Only a Kvasir server knows this call; vLLM's answers 405.
 func (c *Client) Unregister(ctx context.Context, engineID string, dpRank, tpRank, ppRank int) (bool, error) {
 	q := url.Values{"engine_id": {engineID}}
 	for name, rank := range map[string]int{"dp_rank": dpRank, "tp_rank": tpRank, "pp_rank": ppRank} {
@@ -138,9 +132,8 @@ func (c *Client) Unregister(ctx context.Context, engineID string, dpRank, tpRank
 			q.Set(name, strconv.Itoa(rank))
 		}
 	}
-	never := func(error) (time.Duration, bool) { return 0, false }
-	_, _, err := c.retry(ctx, http.MethodDelete, "/register?"+q.Encode(), nil, c.o.Timeout, never)
-	if se, ok := errors.AsType[*StatusError](err); ok && se.Status == http.StatusNotFound {
+	_, err := c.once(ctx, http.MethodDelete, "/register?"+q.Encode(), nil)
+	if se, ok := errors.AsType[*statusError](err); ok && se.status == http.StatusNotFound {
 		return false, nil
 	}
 	return err == nil, err
@@ -161,7 +154,7 @@ func (c *Client) Query(ctx context.Context) (Directory, error) {
 	}
 	c.mu.Lock()
 	if f.waiter--; f.waiter == 0 {
-		f.cancel() // nobody waits any more
+		f.cancel() // that was the last waiter
 		if c.mu.flight == f {
 			c.mu.flight = nil
 		}
@@ -170,12 +163,12 @@ func (c *Client) Query(ctx context.Context) (Directory, error) {
 	return nil, fmt.Errorf("bootstrap: query %s: %w", c.base, context.Cause(ctx))
 }
 
-// join returns the query under way, or starts one.
+// join returns the query in progress, or starts one.
 func (c *Client) join() (*flight, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.mu.closed {
-		return nil, ErrClosed
+		return nil, errClosed
 	}
 	if f := c.mu.flight; f != nil {
 		f.waiter++
@@ -186,9 +179,9 @@ func (c *Client) join() (*flight, error) {
 	c.mu.flight = f
 	c.wg.Go(func() {
 		defer cancel()
-		f.d, _, f.err = c.query(ctx, "/query", c.o.Timeout)
+		f.d, f.err = c.query(ctx)
 		if f.err != nil && c.ctx.Err() != nil {
-			f.err = ErrClosed
+			f.err = errClosed
 		}
 		c.mu.Lock()
 		if c.mu.flight == f {
@@ -200,163 +193,71 @@ func (c *Client) join() (*flight, error) {
 	return f, nil
 }
 
-// Expect says what a directory must hold before WaitFor returns it; zero fields
-// ask for nothing.
-type Expect struct {
-	EngineID string // this engine is there
-	TP, PP   int    // TP ranks of that engine, or of every engine, and PP ranks of each
-	DP       int    // engines
-	After    uint64 // the generation is later than this
-}
-
-func (x Expect) query(wait time.Duration) string {
-	q := url.Values{}
-	q.Set("wait", strconv.FormatFloat(wait.Seconds(), 'f', 3, 64))
-	for name, n := range map[string]int{"tp": x.TP, "pp": x.PP, "dp": x.DP} {
-		if n > 0 {
-			q.Set(name, strconv.Itoa(n))
-		}
-	}
-	if x.EngineID != "" {
-		q.Set("engine_id", x.EngineID)
-	}
-	if x.After > 0 {
-		q.Set("after", strconv.FormatUint(x.After, 10))
-	}
-	return "/query?" + q.Encode()
-}
-
-// Missing says in words what d lacks of x, naming both sides' values, or "" when
-// nothing is missing. After is not looked at.
-func (x Expect) Missing(d Directory) string {
-	if x.DP > 0 && len(d) != x.DP {
-		return fmt.Sprintf("%d of %d engines (dp) are registered", len(d), x.DP)
-	}
-	if len(d) == 0 {
-		return "no engine is registered"
-	}
-	found := x.EngineID == ""
-	for dp, e := range d {
-		if x.EngineID != "" && e.ID != x.EngineID {
-			continue
-		}
-		found = true
-		if x.TP > 0 && len(e.Workers) != x.TP {
-			return fmt.Sprintf("engine %q of dp_rank %d has %d TP ranks, expected %d", e.ID, dp, len(e.Workers), x.TP)
-		}
-		for tp, pps := range e.Workers {
-			if x.PP > 0 && len(pps) != x.PP {
-				return fmt.Sprintf("engine %q of dp_rank %d has %d PP ranks at tp_rank %d, expected %d", e.ID, dp, len(pps), tp, x.PP)
-			}
-		}
-	}
-	if !found {
-		return fmt.Sprintf("engine %q is not registered", x.EngineID)
-	}
-	return ""
-}
-
-// WaitFor returns the directory once it holds what x expects, and its generation
-// (0 from a server without generations). A Kvasir server holds the request until
-// then; vLLM's ignores the question and is asked again every QueryWait. When ctx
-// ends first, the error says what is missing.
-func (c *Client) WaitFor(ctx context.Context, x Expect) (Directory, uint64, error) {
-	const step = 10 * time.Second // of one request; ctx decides about the whole
-	missing := "no answer yet"
-	for {
-		d, gen, err := c.query(ctx, x.query(step), step+c.o.Timeout)
-		se, status := errors.AsType[*StatusError](err)
-		switch {
-		case status && se.Status == http.StatusServiceUnavailable:
-			missing = se.Detail
-		case err != nil && ctx.Err() == nil:
-			return nil, 0, err
-		case err == nil:
-			if missing = x.Missing(d); missing == "" && (gen == 0 || gen > x.After) {
-				return d, gen, nil
-			}
-		}
-		if err := sleep(ctx, c.o.QueryWait); err != nil {
-			return nil, 0, fmt.Errorf("bootstrap: wait for %s: %s: %w", c.base, cmp.Or(missing, "no change"), err)
-		}
-	}
-}
-
-// GenerationHeader carries the directory's generation in answers to GET /query:
-// a number that grows with every change and never goes back while the server's
-// state file lives.
-const GenerationHeader = "X-Kvasir-Generation"
-
-func (c *Client) query(ctx context.Context, path string, timeout time.Duration) (Directory, uint64, error) {
-	again := func(error) (time.Duration, bool) { return c.o.QueryWait, true }
-	body, header, err := c.retry(ctx, http.MethodGet, path, nil, timeout, again)
+func (c *Client) query(ctx context.Context) (Directory, error) {
+	body, err := c.retry(ctx, http.MethodGet, "/query", nil, func(error) (time.Duration, bool) { return c.o.QueryWait, true })
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
-	d, err := ParseDirectory(body)
+	d, err := parseDirectory(body)
 	if err != nil {
-		return nil, 0, fmt.Errorf("answer of %s/query: %w", c.base, err)
+		return nil, fmt.Errorf("answer of %s/query: %w", c.base, err)
 	}
-	gen, _ := strconv.ParseUint(header.Get(GenerationHeader), 10, 64) // absent: 0
-	return d, gen, nil
+	return d, nil
 }
 
-// retry makes attempts until one is answered. again says how long to wait after
+// retry makes attempts until one is answered. again returns how long to wait after
 // an error and whether to try again at all.
-func (c *Client) retry(ctx context.Context, method, path string, body []byte, timeout time.Duration, again func(error) (time.Duration, bool)) ([]byte, http.Header, error) {
+func (c *Client) retry(ctx context.Context, method, path string, body []byte, again func(error) (time.Duration, bool)) ([]byte, error) {
 	for attempt := 1; ; attempt++ {
-		answer, header, err := c.once(ctx, method, path, body, timeout)
-		if _, answered := errors.AsType[*StatusError](err); err == nil || answered || errors.Is(err, ErrDirectory) {
-			return answer, header, err
+		answer, err := c.once(ctx, method, path, body)
+		if _, answered := errors.AsType[*statusError](err); err == nil || answered || errors.Is(err, errDirectory) {
+			return answer, err
 		}
 		wait, ok := again(err)
 		if !ok || attempt == c.o.Attempts || ctx.Err() != nil {
-			if attempt == 1 {
-				return nil, nil, fmt.Errorf("%w: %w", ErrUnreachable, err)
-			}
-			return nil, nil, fmt.Errorf("%w after %d attempts: %w", ErrUnreachable, attempt, err)
+			return nil, fmt.Errorf("%w: attempt %d: %w", errUnreachable, attempt, err)
 		}
-		if err := sleep(ctx, wait); err != nil {
-			return nil, nil, fmt.Errorf("%w: %w", ErrUnreachable, err)
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return nil, fmt.Errorf("%w: %w", errUnreachable, context.Cause(ctx))
 		}
 	}
 }
 
 var errTimeout = errors.New("no answer in time")
 
-func (c *Client) once(ctx context.Context, method, path string, body []byte, timeout time.Duration) ([]byte, http.Header, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, timeout, fmt.Errorf("%w: %v", errTimeout, timeout))
+func (c *Client) once(ctx context.Context, method, path string, body []byte) ([]byte, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, c.o.Timeout, fmt.Errorf("%w: %v", errTimeout, c.o.Timeout))
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, method, c.base+path, bytes.NewReader(body))
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
-	if body != nil {
-		req.Header.Set("Content-Type", "application/json")
-	}
+	req.Header.Set("Content-Type", "application/json")
 	if c.o.Token != "" {
 		req.Header.Set("Authorization", "Bearer "+c.o.Token)
 	}
 	resp, err := c.http.Do(req)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	defer resp.Body.Close()
-	limit := int64(MaxDirectoryBytes)
+	limit := int64(maxDirectoryBytes)
 	if resp.StatusCode != http.StatusOK {
 		limit = 4 << 10
 	}
 	answer, err := io.ReadAll(io.LimitReader(resp.Body, limit+1))
 	if err != nil {
-		return nil, nil, fmt.Errorf("read the answer of %s %s: %w", method, c.base+path, err)
+		return nil, fmt.Errorf("read the answer of %s %s: %w", method, c.base+path, err)
 	}
 	if resp.StatusCode != http.StatusOK {
-		return nil, nil, &StatusError{method, c.base + path, resp.StatusCode, detail(answer)}
+		return nil, &statusError{method + " " + c.base + path, resp.StatusCode, detail(answer)}
 	}
 	if int64(len(answer)) > limit {
-		return nil, nil, fmt.Errorf("%w: the answer of %s is longer than %d bytes", ErrDirectory, c.base+path, limit)
+		return nil, fmt.Errorf("%w: the answer of %s is longer than %d bytes", errDirectory, c.base+path, limit)
 	}
-	return answer, resp.Header, nil
+	return answer, nil
 }
 
 // detail picks FastAPI's {"detail": …} out of an error's body.
@@ -373,15 +274,4 @@ func detail(body []byte) string {
 		}
 	}
 	return strings.ToValidUTF8(text[:min(len(text), 500)], "\uFFFD")
-}
-
-func sleep(ctx context.Context, d time.Duration) error {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
 }

@@ -50,22 +50,13 @@ func TestClientAgainstRegistry(t *testing.T) {
 	}
 	in.Addr = "ipc://x"
 	err := c.Register(t.Context(), in)
-	se, ok := errors.AsType[*StatusError](err)
-	if !ok || se.Status != 400 || se.Detail != "Worker with dp_rank=1, tp_rank=2, pp_rank=3 is already registered at tcp://h:1, but still want to register at ipc://x" {
+	se, ok := errors.AsType[*statusError](err)
+	if !ok || se.status != 400 || se.detail != "Worker with dp_rank=1, tp_rank=2, pp_rank=3 is already registered at tcp://h:1, but still want to register at ipc://x" {
 		t.Fatal(err)
 	}
 	want := Directory{1: {"e", map[int]map[int]string{2: {3: "tcp://h:1"}}}}
 	if d, err := c.Query(t.Context()); err != nil || !reflect.DeepEqual(d, want) {
 		t.Fatal(d, err)
-	}
-	d, gen, err := c.WaitFor(t.Context(), Expect{EngineID: "e", TP: 1, PP: 1, DP: 1})
-	if err != nil || gen == 0 || !reflect.DeepEqual(d, want) {
-		t.Fatal(d, gen, err)
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-	defer cancel()
-	if _, _, err := c.WaitFor(ctx, Expect{TP: 2}); !errors.Is(err, context.DeadlineExceeded) {
-		t.Fatal(err)
 	}
 	if ok, err := c.Unregister(t.Context(), "e", 1, -1, -1); !ok || err != nil {
 		t.Fatal(ok, err)
@@ -73,40 +64,6 @@ func TestClientAgainstRegistry(t *testing.T) {
 	if ok, err := c.Unregister(t.Context(), "e", 1, -1, -1); ok || err != nil {
 		t.Fatal(ok, err)
 	}
-}
-
-// Against vLLM's server WaitFor asks until the directory is as expected.
-func TestWaitForStockServer(t *testing.T) {
-	var n atomic.Int32
-	c := newClient(t, fake(t, func(w http.ResponseWriter, _ *http.Request) {
-		body := `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a"}}}}`
-		if n.Add(1) > 3 {
-			body = `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a"},"1":{"0":"b"}}}}`
-		}
-		_, _ = w.Write([]byte(body))
-	}), ClientOptions{})
-	d, gen, err := c.WaitFor(t.Context(), Expect{TP: 2})
-	if err != nil || gen != 0 || d[0].TPSize() != 2 || n.Load() != 4 {
-		t.Fatal(d, gen, err, n.Load())
-	}
-}
-
-func TestExpectMissing(t *testing.T) {
-	d := Directory{0: {"e", map[int]map[int]string{0: {0: "a"}, 1: {0: "b"}}}}
-	f := func(x Expect, want string) {
-		t.Helper()
-		if got := x.Missing(d); !strings.Contains(got, want) || (want == "") != (got == "") {
-			t.Errorf("%+v: %q, want %q", x, got, want)
-		}
-	}
-	f(Expect{}, "")
-	f(Expect{EngineID: "e", TP: 2, PP: 1, DP: 1}, "")
-	f(Expect{EngineID: "x"}, `"x" is not registered`)
-	f(Expect{TP: 4}, "has 2 TP ranks, expected 4")
-	f(Expect{PP: 2}, "expected 2")
-	f(Expect{DP: 2}, "1 of 2")
-	d = Directory{}
-	f(Expect{}, "no engine")
 }
 
 // What is tried again and what is not.
@@ -125,9 +82,9 @@ func TestRetries(t *testing.T) {
 			t.Errorf("%s: %d requests, want %d, error %v", name, n.Load(), want, err)
 		}
 	}
-	unreachable := func(err error) bool { return errors.Is(err, ErrUnreachable) }
-	status := func(err error) bool { _, ok := errors.AsType[*StatusError](err); return ok && !unreachable(err) }
-	noDirectory := func(err error) bool { return errors.Is(err, ErrDirectory) }
+	unreachable := func(err error) bool { return errors.Is(err, errUnreachable) }
+	status := func(err error) bool { _, ok := errors.AsType[*statusError](err); return ok && !unreachable(err) }
+	noDirectory := func(err error) bool { return errors.Is(err, errDirectory) }
 	hang := func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }
 	cut := func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }
 	say := func(code int, body string) http.HandlerFunc {
@@ -158,7 +115,7 @@ func TestRetries(t *testing.T) {
 	}
 	l.Close()
 	c := newClient(t, "http://"+l.Addr().String(), ClientOptions{})
-	if err := register(c); !unreachable(err) || !strings.Contains(err.Error(), "after 3 attempts") {
+	if err := register(c); !unreachable(err) || !strings.Contains(err.Error(), "attempt 3") {
 		t.Error(err)
 	}
 }
@@ -222,10 +179,10 @@ func TestQueryShared(t *testing.T) {
 	go func() { _, err := c.Query(t.Context()); left <- err }()
 	<-arrived
 	c.Close()
-	if err := <-left; !errors.Is(err, ErrClosed) {
+	if err := <-left; !errors.Is(err, errClosed) {
 		t.Fatal(err)
 	}
-	if _, err := c.Query(t.Context()); !errors.Is(err, ErrClosed) {
+	if _, err := c.Query(t.Context()); !errors.Is(err, errClosed) {
 		t.Fatal(err)
 	}
 }

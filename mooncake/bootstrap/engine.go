@@ -1,8 +1,14 @@
 package bootstrap
 
 import (
+	"cmp"
+	"fmt"
+	"slices"
 	"strconv"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/origin"
+	"github.com/kvasir-kv/kvasir/internal/pydantic"
 )
 
 // ranks place a worker in its engine.
@@ -11,10 +17,23 @@ type ranks struct{ tp, pp int }
 // worker is one registered worker.
 type worker struct {
 	ranks
+	charge
 	addr    string
-	remote  bool          // it registered from another host: a loopback addr means nothing here
+	seen    time.Time     // its last registration
 	lease   time.Duration // 0: none
 	expires time.Time     // with a lease
+}
+
+// charge is a worker's part of Registry's limits, and the origin that it counts for.
+type charge struct {
+	from   origin.Origin
+	weight int // bytes
+}
+
+// vacant is a rank that must register again before the directory shows the engine.
+type vacant struct {
+	charge
+	own bool // this engine had it, not only the engine that it replaced
 }
 
 // row is one TP rank, its workers in the order in which they came.
@@ -28,28 +47,28 @@ type row struct {
 type engine struct {
 	id             string
 	dp             int
-	rows           []*row // in the order in which TP ranks came, as Python's dict
+	founder        origin.Origin // of its first worker
+	rows           []*row        // in the order in which TP ranks came, as Python's dict
 	byRank         map[ranks]*worker
-	tpSize, ppSize int    // as its workers stated; 0: they did not
+	tpSize, ppSize int    // from its workers' registrations; 0 if unknown
 	changes        int    // workers added and removed
 	json           []byte // as GET /query shows it; nil after a change
 
-	// missing holds ranks without which the engine is not shown. true: this very
-	// engine had them (lease ended, unregistered), so it waits for ever. false: the
-	// engine that it replaced had them, so it waits until settled.
-	missing map[ranks]bool
+	// missing has the ranks that keep the engine out of the directory: its own ones
+	// (lease ended, unregistered) until they register again, those of the engine that it
+	// replaced until settled.
+	missing map[ranks]vacant
 	settled time.Time
 }
 
-func newEngine(id string, dp int) *engine {
-	return &engine{id: id, dp: dp, byRank: map[ranks]*worker{}, missing: map[ranks]bool{}}
+func newEngine(id string, dp int, founder origin.Origin) *engine {
+	return &engine{id: id, dp: dp, founder: founder, byRank: map[ranks]*worker{}, missing: map[ranks]vacant{}}
 }
 
+// row returns a TP rank's row, or nil.
 func (e *engine) row(tp int) *row {
-	for _, r := range e.rows {
-		if r.tp == tp {
-			return r
-		}
+	if i := slices.IndexFunc(e.rows, func(r *row) bool { return r.tp == tp }); i >= 0 {
+		return e.rows[i]
 	}
 	return nil
 }
@@ -67,65 +86,68 @@ func (e *engine) add(w *worker) {
 	delete(e.missing, w.ranks)
 }
 
-// remove takes a worker out; its place stays missing.
-func (e *engine) remove(at ranks) {
+// remove takes a worker out. Unless forget is set, its rank becomes vacant.
+func (e *engine) remove(at ranks, forget bool) {
 	e.changes++
 	e.json = nil
-	delete(e.byRank, at)
-	e.missing[at] = true
-	rows := e.rows[:0]
-	for _, r := range e.rows {
-		if r.tp == at.tp {
-			kept := r.workers[:0]
-			for _, w := range r.workers {
-				if w.ranks != at {
-					kept = append(kept, w)
-				}
-			}
-			r.workers = kept
-		}
-		if len(r.workers) > 0 {
-			rows = append(rows, r)
-		}
+	if !forget {
+		e.missing[at] = vacant{e.byRank[at].charge, true}
 	}
-	e.rows = rows
+	delete(e.byRank, at)
+	in := e.row(at.tp)
+	in.workers = slices.DeleteFunc(in.workers, func(w *worker) bool { return w.ranks == at })
+	e.rows = slices.DeleteFunc(e.rows, func(r *row) bool { return len(r.workers) == 0 })
 }
 
-// successor returns the engine that takes e's place: as wide as e until settled.
-func (e *engine) successor(id string, settled time.Time) *engine {
-	next := newEngine(id, e.dp)
-	for at := range e.byRank {
-		next.missing[at] = false
+// anyWorkers returns up to n of e's workers, in any order.
+func (e *engine) anyWorkers(n int) (list []worker) {
+	for _, w := range e.byRank {
+		if len(list) < n {
+			list = append(list, *w)
+		}
 	}
-	for at := range e.missing {
-		next.missing[at] = false
+	return list
+}
+
+// seen returns when a worker of e registered last.
+func (e *engine) seen() (last time.Time) {
+	for _, w := range e.byRank {
+		if w.seen.After(last) {
+			last = w.seen
+		}
+	}
+	return last
+}
+
+// successor returns the engine that replaces e. Until settled, the directory shows it
+// only when it has all ranks of e.
+func (e *engine) successor(id string, founder origin.Origin, settled time.Time) *engine {
+	next := newEngine(id, e.dp, founder)
+	for at, w := range e.byRank {
+		next.missing[at] = vacant{w.charge, false}
+	}
+	for at, v := range e.missing {
+		next.missing[at] = vacant{v.charge, false}
 	}
 	next.settled = settled
 	return next
 }
 
-// shown reports whether the directory may show e, and when not, why. tpMin and
-// ppMin are the operator's word for engines that do not state their sizes.
+// shown reports whether the directory may show e, and if not, why. tpMin and ppMin are
+// the operator's sizes for engines that do not state theirs.
 func (e *engine) shown(now time.Time, tpMin, ppMin int) (bool, string) {
-	exact := e.tpSize > 0
-	for at, own := range e.missing {
-		if own || (!exact && now.Before(e.settled)) {
-			return false, "tp_rank " + strconv.Itoa(at.tp) + " pp_rank " + strconv.Itoa(at.pp) + " is missing"
+	for at, v := range e.missing {
+		if v.own || (e.tpSize == 0 && now.Before(e.settled)) {
+			return false, fmt.Sprintf("tp_rank %d pp_rank %d is missing", at.tp, at.pp)
 		}
 	}
-	tp, pp := max(e.tpSize, 1), max(e.ppSize, 1)
-	if e.tpSize == 0 {
-		tp = max(tpMin, 1)
-	}
-	if e.ppSize == 0 {
-		pp = max(ppMin, 1)
-	}
+	tp, pp := max(cmp.Or(e.tpSize, tpMin), 1), max(cmp.Or(e.ppSize, ppMin), 1)
 	if len(e.rows) < tp {
-		return false, strconv.Itoa(len(e.rows)) + " of " + strconv.Itoa(tp) + " TP ranks are registered"
+		return false, fmt.Sprintf("%d of %d TP ranks are registered", len(e.rows), tp)
 	}
 	for _, r := range e.rows {
 		if len(r.workers) < pp {
-			return false, "tp_rank " + strconv.Itoa(r.tp) + " has " + strconv.Itoa(len(r.workers)) + " of " + strconv.Itoa(pp) + " PP ranks"
+			return false, fmt.Sprintf("tp_rank %d has %d of %d PP ranks", r.tp, len(r.workers), pp)
 		}
 	}
 	return true, ""
@@ -133,15 +155,12 @@ func (e *engine) shown(now time.Time, tpMin, ppMin int) (bool, string) {
 
 // appendJSON appends the engine as GET /query shows it: "0":{"engine_id":…}.
 func (e *engine) appendJSON(b []byte) []byte {
-	if e.json == nil {
-		e.json = e.encode(make([]byte, 0, 64+len(e.id)+48*len(e.byRank)))
+	if e.json != nil {
+		return append(b, e.json...)
 	}
-	return append(b, e.json...)
-}
-
-func (e *engine) encode(b []byte) []byte {
+	begin := len(b)
 	b = append(appendKey(b, e.dp), `{"engine_id":`...)
-	b = append(appendString(b, e.id), `,"worker_addr":{`...)
+	b = append(pydantic.AppendString(b, e.id), `,"worker_addr":{`...)
 	for i, r := range e.rows {
 		if i > 0 {
 			b = append(b, ',')
@@ -151,11 +170,13 @@ func (e *engine) encode(b []byte) []byte {
 			if j > 0 {
 				b = append(b, ',')
 			}
-			b = appendString(appendKey(b, w.pp), w.addr)
+			b = pydantic.AppendString(appendKey(b, w.pp), w.addr)
 		}
 		b = append(b, '}')
 	}
-	return append(b, "}}"...)
+	b = append(b, "}}"...)
+	e.json = slices.Clone(b[begin:])
+	return b
 }
 
 func appendKey(b []byte, rank int) []byte {

@@ -1,7 +1,6 @@
 package bootstrap
 
 import (
-	"context"
 	"crypto/sha256"
 	"crypto/subtle"
 	"errors"
@@ -14,9 +13,24 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/origin"
 )
 
-// Guard says which requests need the token. Stock vLLM cannot send one.
+// originKey is the context key of a connection's origin.
+type originKey struct{}
+
+// originOf returns who sent req: from the connection if Serve accepted it, else from
+// the address.
+func originOf(req *http.Request) origin.Origin {
+	if o, ok := req.Context().Value(originKey{}).(origin.Origin); ok {
+		return o
+	}
+	from, _ := netip.ParseAddrPort(req.RemoteAddr) // on an error, the zero address is the origin
+	return origin.OfAddr(from.Addr())
+}
+
+// Guard selects the requests that need the token. Stock vLLM cannot send one.
 type Guard int
 
 const (
@@ -25,16 +39,10 @@ const (
 	GuardAll                     // and GET, but /healthz
 )
 
-// header values that every answer shares; nobody writes to them.
-var (
-	jsonType = []string{"application/json"}
-	textType = []string{"text/plain; charset=utf-8"}
-)
-
 // ServeHTTP answers POST /register and GET /query as vLLM's server does, and
 // DELETE /register, GET /healthz, GET /metrics.
 func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) {
-	path := req.URL.Path
+	path, reads := req.URL.Path, req.Method == http.MethodGet || req.Method == http.MethodHead
 	switch {
 	case path == "/query" && req.Method == http.MethodGet:
 		if r.allowed(w, req, GuardAll) {
@@ -42,27 +50,29 @@ func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		}
 	case path == "/register" && req.Method == http.MethodPost:
 		if r.allowed(w, req, GuardWrites) {
-			r.register(w, req)
+			r.postRegister(w, req)
 		}
 	case path == "/register" && req.Method == http.MethodDelete:
-		if r.allowed(w, req, GuardDelete) {
+		if !r.allowed(w, req, GuardDelete) {
+			return
+		}
+		if r.o.Token != "" { // a page of another site has no token
 			r.unregister(w, req)
+			return
 		}
-	case path == "/healthz" && (req.Method == http.MethodGet || req.Method == http.MethodHead):
-		r.health(w)
-	case path == "/metrics" && (req.Method == http.MethodGet || req.Method == http.MethodHead):
+		r.delete.ServeHTTP(w, req)
+	case (path == "/healthz" || path == "/healthcheck") && reads:
+		r.health(w, req)
+	case path == "/metrics" && reads:
 		if r.allowed(w, req, GuardAll) {
-			r.metrics(w)
+			r.metrics.ServeHTTP(w, req)
 		}
-	case path == "/query", path == "/healthz", path == "/metrics":
-		w.Header()["Allow"] = []string{"GET"}
-		r.send(w, detailAnswer(http.StatusMethodNotAllowed, "Method Not Allowed"))
-	case path == "/register":
-		w.Header()["Allow"] = []string{"DELETE, POST"}
+	case path == "/query", path == "/healthz", path == "/healthcheck", path == "/metrics", path == "/register":
+		w.Header().Set("Allow", map[bool]string{false: "GET", true: "DELETE, POST"}[path == "/register"])
 		r.send(w, detailAnswer(http.StatusMethodNotAllowed, "Method Not Allowed"))
 	case path == "/query/" || path == "/register/": // Starlette's redirect_slashes
 		to := url.URL{Scheme: "http", Host: req.Host, Path: strings.TrimSuffix(path, "/"), RawQuery: req.URL.RawQuery}
-		w.Header()["Location"] = []string{to.String()}
+		w.Header().Set("Location", to.String())
 		w.WriteHeader(http.StatusTemporaryRedirect)
 	default:
 		r.send(w, detailAnswer(http.StatusNotFound, "Not Found"))
@@ -71,11 +81,8 @@ func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 
 func (r *Registry) send(w http.ResponseWriter, a answer) {
 	h := w.Header()
-	h["Content-Type"] = jsonType
-	if a.status == http.StatusInternalServerError {
-		h["Content-Type"] = textType
-	}
-	h["Content-Length"] = []string{strconv.Itoa(len(a.body))}
+	h.Set("Content-Type", "application/json")
+	h.Set("Content-Length", strconv.Itoa(len(a.body)))
 	if a.status/100 != 2 {
 		r.n.errors.Add(1)
 	}
@@ -86,55 +93,55 @@ func (r *Registry) send(w http.ResponseWriter, a answer) {
 // allowed answers 401 or 403 itself when it returns false.
 func (r *Registry) allowed(w http.ResponseWriter, req *http.Request, level Guard) bool {
 	if r.o.Token == "" {
-		if level == GuardDelete && fromElsewhere(req) {
+		if level == GuardDelete && !fromLoopback(req) {
 			r.send(w, detailAnswer(http.StatusForbidden, "without a token DELETE is taken from this host only"))
 			return false
 		}
 		return true
 	}
-	if r.o.Guard < level {
+	if r.o.Guard < level || r.hasToken(req) {
 		return true
 	}
-	given, _ := strings.CutPrefix(req.Header.Get("Authorization"), "Bearer ")
-	a, b := sha256.Sum256([]byte(given)), sha256.Sum256([]byte(r.o.Token))
-	if subtle.ConstantTimeCompare(a[:], b[:]) == 1 {
-		return true
-	}
-	w.Header()["Www-Authenticate"] = []string{"Bearer"}
+	w.Header().Set("WWW-Authenticate", "Bearer")
 	r.send(w, detailAnswer(http.StatusUnauthorized, "Not authenticated"))
 	return false
 }
 
-// fromElsewhere reports whether a request came over something else than loopback.
-func fromElsewhere(req *http.Request) bool {
-	from, err := netip.ParseAddrPort(req.RemoteAddr)
-	return err != nil || !from.Addr().Unmap().IsLoopback()
+func (r *Registry) hasToken(req *http.Request) bool {
+	given, bearer := strings.CutPrefix(req.Header.Get("Authorization"), "Bearer ")
+	a, b := sha256.Sum256([]byte(given)), sha256.Sum256([]byte(r.o.Token))
+	return bearer && subtle.ConstantTimeCompare(a[:], b[:]) == 1
 }
 
-func (r *Registry) register(w http.ResponseWriter, req *http.Request) {
+func fromLoopback(req *http.Request) bool {
+	from, err := netip.ParseAddrPort(req.RemoteAddr)
+	return err == nil && from.Addr().Unmap().IsLoopback()
+}
+
+func (r *Registry) postRegister(w http.ResponseWriter, req *http.Request) {
 	r.n.registers.Add(1)
-	body, err := io.ReadAll(http.MaxBytesReader(w, req.Body, MaxBodyBytes))
+	body, err := io.ReadAll(http.MaxBytesReader(w, req.Body, maxBodyBytes))
 	if err != nil {
 		if _, tooLong := errors.AsType[*http.MaxBytesError](err); tooLong {
-			r.send(w, detailAnswer(http.StatusRequestEntityTooLarge, fmt.Sprintf("body is longer than %d bytes", MaxBodyBytes)))
+			r.send(w, detailAnswer(http.StatusRequestEntityTooLarge, fmt.Sprintf("body is longer than %d bytes", maxBodyBytes)))
 			return
 		}
-		r.send(w, detailAnswer(http.StatusBadRequest, "There was an error parsing the body"))
+		r.send(w, unreadableAnswer())
 		return
 	}
-	in, refused, ok := decodeRegistration(req.Header.Get("Content-Type"), body)
-	if !ok {
+	in, refused := decodeRegistration(req.Header.Get("Content-Type"), body)
+	if refused != nil {
 		r.n.invalid.Add(1)
-		r.send(w, refused)
+		r.send(w, *refused)
 		return
 	}
-	err = r.Register(req.Context(), in, fromElsewhere(req))
-	if re, ok := errors.AsType[*RefusedError](err); ok {
-		r.send(w, detailAnswer(http.StatusBadRequest, re.Detail))
+	err = r.register(req.Context(), in, originOf(req))
+	if re, ok := errors.AsType[refusedError](err); ok {
+		r.send(w, detailAnswer(http.StatusBadRequest, string(re)))
 		return
 	}
 	if err != nil {
-		w.Header()["Retry-After"] = []string{"1"}
+		w.Header().Set("Retry-After", "1")
 		r.send(w, detailAnswer(http.StatusServiceUnavailable, err.Error()))
 		return
 	}
@@ -145,21 +152,28 @@ func (r *Registry) query(w http.ResponseWriter, req *http.Request) {
 	r.n.queries.Add(1)
 	d := r.current()
 	if req.URL.RawQuery != "" {
-		if d = r.expected(w, req); d == nil {
+		if d = r.awaitExpected(w, req); d == nil {
 			return
 		}
 	}
 	h := w.Header()
-	h["Content-Type"] = jsonType
-	h["Content-Length"] = d.length
-	h[GenerationHeader] = d.genText
+	h.Set("Content-Type", "application/json")
+	h.Set("Content-Length", strconv.Itoa(len(d.body)))
+	h.Set(generationHeader, strconv.FormatUint(d.gen, 10))
 	_, _ = w.Write(d.body)
 }
 
-// expected serves the questions that vLLM's server does not know. It returns nil
-// when it has answered itself: 422 for a question that makes no sense, 503 when
-// the directory lacks what is expected.
-func (r *Registry) expected(w http.ResponseWriter, req *http.Request) *directory {
+// generationHeader carries the directory's generation in answers to GET /query, a number
+// that grows with every change, over restarts too if there is a state file.
+const generationHeader = "X-Kvasir-Generation"
+
+// errWaiters ends the wait of a peer that has most waiting requests.
+var errWaiters = errors.New("it made room for another peer's")
+
+// awaitExpected serves the parameters that vLLM's server does not know. It returns nil
+// when it has answered itself: 422 for a bad parameter, 503 when the directory does not
+// meet them in time.
+func (r *Registry) awaitExpected(w http.ResponseWriter, req *http.Request) *directory {
 	x, wait, known, err := r.parseExpect(req.URL.Query())
 	switch {
 	case err != nil:
@@ -168,123 +182,87 @@ func (r *Registry) expected(w http.ResponseWriter, req *http.Request) *directory
 	case !known:
 		return r.current()
 	}
-	if r.waiters.Load() >= int64(r.o.MaxWaiters) {
-		w.Header()["Retry-After"] = []string{"1"}
+	ctx, leave, ok := r.waiters.Enter(req.Context(), originOf(req), errWaiters)
+	if !ok {
+		w.Header().Set("Retry-After", "1")
 		r.send(w, detailAnswer(http.StatusServiceUnavailable, fmt.Sprintf("%d requests are waiting already", r.o.MaxWaiters)))
 		return nil
 	}
+	defer leave()
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(wait + writeTimeout)) // tests have none
-	d, missing := r.wait(req.Context(), x, wait)
+	d, missing := r.wait(ctx, x, wait)
 	if missing != "" {
-		w.Header()["Retry-After"] = []string{"1"}
+		w.Header().Set("Retry-After", "1")
 		r.send(w, detailAnswer(http.StatusServiceUnavailable, fmt.Sprintf("not ready after %v: %s", wait, missing)))
 		return nil
 	}
 	return d
 }
 
-func (r *Registry) parseExpect(q url.Values) (x Expect, wait time.Duration, known bool, _ error) {
-	var first error
-	number := func(name string, limit float64) float64 {
+// parseExpect reads the parameters. known is false if it knows none of them.
+func (r *Registry) parseExpect(q url.Values) (x expectation, wait time.Duration, known bool, err error) {
+	number := func(name string, limit float64, whole bool) float64 {
 		if !q.Has(name) {
 			return 0
 		}
 		known = true
-		f, err := strconv.ParseFloat(q.Get(name), 64)
-		if (err != nil || !(f >= 0) || f > limit) && first == nil {
-			first = fmt.Errorf("%s: %.40q is not a number from 0 to %.0f", name, q.Get(name), limit)
+		f, e := strconv.ParseFloat(q.Get(name), 64)
+		if err == nil && (e != nil || !(f >= 0) || f > limit || (whole && f != math.Trunc(f))) {
+			err = fmt.Errorf("%s: %.40q is not a number from 0 to %.0f, or not an integer", name, q.Get(name), limit)
 		}
 		return f
 	}
-	size := func(name string) int {
-		f := number(name, MaxSize)
-		if f != math.Trunc(f) && first == nil {
-			first = fmt.Errorf("%s: %.40q is not an integer", name, q.Get(name))
-		}
-		return int(f)
-	}
-	seconds := number("wait", 1e6)
-	x.TP, x.PP, x.DP = size("tp"), size("pp"), size("dp")
+	seconds := number("wait", 1e6, false)
+	x.tp, x.pp, x.dp = int(number("tp", maxSize, true)), int(number("pp", maxSize, true)), int(number("dp", maxSize, true))
 	if q.Has("engine_id") {
-		known, x.EngineID = true, q.Get("engine_id")
+		known, x.engineID = true, q.Get("engine_id")
 	}
-	if text := q.Get("after"); text != "" {
-		var err error
-		known = true
-		if x.After, err = strconv.ParseUint(text, 10, 64); err != nil && first == nil {
-			first = fmt.Errorf("after: %.40q is not a generation", text)
+	if q.Get("after") != "" {
+		var e error
+		if x.after, e = strconv.ParseUint(q.Get("after"), 10, 64); e != nil && err == nil {
+			err = fmt.Errorf("after: %.40q is not a generation", q.Get("after"))
 		}
+		known = true
 	}
-	if first != nil {
-		return x, 0, known, first
-	}
-	return x, min(time.Duration(seconds*float64(time.Second)), r.o.MaxWait), known, nil
+	return x, min(time.Duration(seconds*float64(time.Second)), r.o.MaxWait), known, err
 }
 
 // unregister serves DELETE /register?engine_id=E[&dp_rank=D][&tp_rank=T][&pp_rank=P].
 func (r *Registry) unregister(w http.ResponseWriter, req *http.Request) {
 	q := req.URL.Query()
-	rank := func(name string) (*int, error) {
-		if !q.Has(name) {
-			return nil, nil
+	var at [3]*int
+	for i, name := range []string{"dp_rank", "tp_rank", "pp_rank"} {
+		if n, err := strconv.Atoi(q.Get(name)); err == nil {
+			at[i] = &n
+		} else if q.Has(name) {
+			r.send(w, detailAnswer(http.StatusUnprocessableEntity, fmt.Sprintf("%s: %.40q is not an integer", name, q.Get(name))))
+			return
 		}
-		n, err := strconv.Atoi(q.Get(name))
-		if err != nil {
-			return nil, fmt.Errorf("%s: %.40q is not an integer", name, q.Get(name))
-		}
-		return &n, nil
 	}
-	dp, err1 := rank("dp_rank")
-	tp, err2 := rank("tp_rank")
-	pp, err3 := rank("pp_rank")
-	err := errors.Join(err1, err2, err3)
-	if !q.Has("engine_id") && err == nil {
-		err = errors.New("engine_id is required: DELETE /register?engine_id=ID[&dp_rank=N][&tp_rank=N][&pp_rank=N]")
-	}
-	if err != nil {
-		r.send(w, detailAnswer(http.StatusUnprocessableEntity, err.Error()))
+	if !q.Has("engine_id") {
+		r.send(w, detailAnswer(http.StatusUnprocessableEntity, "engine_id is required: DELETE /register?engine_id=ID[&dp_rank=N][&tp_rank=N][&pp_rank=N]"))
 		return
 	}
-	if n := r.Unregister(q.Get("engine_id"), dp, tp, pp); n == 0 {
+	if n := r.unregisterMatching(q.Get("engine_id"), at[0], at[1], at[2]); n == 0 {
 		r.send(w, detailAnswer(http.StatusNotFound, fmt.Sprintf("no such worker of engine %.100q is registered", q.Get("engine_id"))))
 		return
 	}
 	r.send(w, okAnswer)
 }
 
-// health answers 200 also when the state file cannot be written: the registry
-// works, and a restart would lose it.
-func (r *Registry) health(w http.ResponseWriter) {
+// health answers 200 even when the state file cannot be written, since the registry
+// works. Web pages, foreign host names and clients without the token for queries learn
+// only that it serves.
+func (r *Registry) health(w http.ResponseWriter, req *http.Request) {
+	if !r.guard.Allows(req) || (r.o.Token != "" && r.o.Guard == GuardAll && !r.hasToken(req)) {
+		r.send(w, okAnswer)
+		return
+	}
 	d := r.current()
 	r.mu.Lock()
 	engines, workers := len(r.mu.engines), r.mu.workers
 	r.mu.Unlock()
-	b := fmt.Appendf(nil, `{"status":"ok","instance":%q,"generation":%d,"engines":%d,"workers":%d,"engines_shown":%d,"state_saved":%t}`,
-		r.instance, d.gen, engines, workers, len(d.engines), !r.n.unsaved.Load())
+	b := fmt.Appendf(nil, `{"status":"ok","generation":%d,"engines":%d,"workers":%d,"engines_shown":%d,"state_saved":%t}`,
+		d.gen, engines, workers, len(d.engines), !r.n.unsaved.Load())
 	r.send(w, answer{http.StatusOK, b})
-}
-
-// Instance returns a word that no other registry has; GET /healthz shows it.
-func (r *Registry) Instance() string { return r.instance }
-
-// Check asks the server at base for its health and reports an error unless it is r.
-func (r *Registry) Check(ctx context.Context, base string) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, base+"/healthz", nil)
-	if err != nil {
-		return err
-	}
-	transport := &http.Transport{DisableKeepAlives: true}
-	resp, err := transport.RoundTrip(req)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(io.LimitReader(resp.Body, 4096))
-	if err != nil {
-		return err
-	}
-	if !strings.Contains(string(b), r.instance) {
-		return fmt.Errorf("something else answers at %s: status %d, %.100q", base, resp.StatusCode, b)
-	}
-	return nil
 }

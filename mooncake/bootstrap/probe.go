@@ -6,141 +6,96 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/origin"
 )
 
-// prober finds out whether something listens at a side channel. It shares probes
-// of one address and bounds how many run.
+// prober finds out whether a process listens at a side channel, with a bounded number of
+// probes at a time.
 type prober struct {
-	timeout time.Duration
-	dial    func(ctx context.Context, host string) error
-	slots   chan struct{}
-	ctx     context.Context // ends at close
-	cancel  context.CancelFunc
-	wg      sync.WaitGroup
-
-	mu struct {
-		sync.Mutex
-		running map[string]*probe
-	}
+	timeout  time.Duration
+	networks []netip.Prefix // whose addresses may be probed for every peer
+	dial     func(ctx context.Context, host string) error
+	slots    origin.Shares
+	freed    chan struct{} // capacity 1: a slot may be free
+	wg       sync.WaitGroup
 }
 
-type probe struct {
-	done chan struct{}
-	gone bool   // the connection was refused: nobody listens
-	why  string // in words
-}
-
-func newProber(timeout time.Duration, limit int) *prober {
-	p := &prober{timeout: timeout, slots: make(chan struct{}, limit), dial: dialTCP}
-	p.ctx, p.cancel = context.WithCancel(context.Background())
-	p.mu.running = map[string]*probe{}
-	return p
-}
-
-// close ends the probes under way. No call may follow.
-func (p *prober) close() {
-	p.cancel()
-	p.wg.Wait()
+func newProber(timeout time.Duration, limit int, networks []netip.Prefix) *prober {
+	return &prober{timeout: timeout, networks: networks, slots: origin.Shares{Max: limit}, freed: make(chan struct{}, 1), dial: dialTCP}
 }
 
 // maxProbesPerEngine bounds the addresses tried for one decision.
 const maxProbesPerEngine = 4
 
-// anyGone reports whether one of the workers' side channels refuses connections,
-// and says what was found. An engine works only whole, so one closed side channel
-// means that the engine is gone; all of them need not be closed, since another
-// process may have got a port of the old engine. It returns after the probe
-// timeout at the latest.
-func (p *prober) anyGone(ctx context.Context, workers []worker) (bool, string) {
+// anyDead reports whether one of the workers' side channels refuses connections, and
+// what it found. An engine works only whole, so one closed side channel proves that it
+// is dead; another process may listen at the ports of others. It returns after the
+// probe timeout at the latest.
+func (p *prober) anyDead(ctx context.Context, from origin.Origin, workers []worker) (bool, string) {
 	ctx, cancel := context.WithTimeout(ctx, p.timeout)
 	defer cancel()
-	type trial struct {
-		*probe
-		host   string
-		joined bool
-	}
-	var trials []trial
-	why := "no address that can be probed"
+	why, tried := "no address that can be probed", 0
+	found := make(chan error, maxProbesPerEngine)
 	for _, w := range workers[:min(len(workers), maxProbesPerEngine)] {
-		host, err := probeAddr(w)
+		host, err := p.addr(w)
 		if err != nil {
 			why = err.Error()
 			continue
 		}
-		pr, joined := p.start(host)
-		trials = append(trials, trial{pr, host, joined})
+		tried++
+		p.wg.Go(func() {
+			err := p.probe(ctx, from, host)
+			switch {
+			case err == nil:
+				err = fmt.Errorf("%s accepts connections", host)
+			case errors.Is(err, syscall.ECONNREFUSED):
+				err = fmt.Errorf("%s refuses connections: %w", host, syscall.ECONNREFUSED)
+			}
+			found <- err
+		})
 	}
-	for _, tr := range trials {
-		gone := false
-		if gone, why = tr.wait(ctx, p.timeout); !gone && tr.joined && ctx.Err() == nil {
-			// It began before we asked, so it may be out of date; what is running now is not.
-			again, _ := p.start(tr.host)
-			gone, why = again.wait(ctx, p.timeout)
-		}
-		if gone {
-			return true, why
+	for range tried {
+		select {
+		case err := <-found:
+			if errors.Is(err, syscall.ECONNREFUSED) {
+				return true, err.Error()
+			}
+			why = err.Error()
+		case <-ctx.Done():
+			return false, fmt.Sprintf("%s; no answer of another within %v", why, p.timeout)
 		}
 	}
 	return false, why
 }
 
-// wait returns the outcome; when ctx is done, what is known by then.
-func (pr *probe) wait(ctx context.Context, timeout time.Duration) (bool, string) {
-	select {
-	case <-pr.done:
-		return pr.gone, pr.why
-	default:
-	}
-	select {
-	case <-pr.done:
-		return pr.gone, pr.why
-	case <-ctx.Done():
-		return false, fmt.Sprintf("no answer within %v", timeout)
-	}
-}
+// errProbes ends the probe of a peer that has most of them.
+var errProbes = errors.New("made room for another peer's probe")
 
-// start joins the probe of an address that is under way, or starts one.
-func (p *prober) start(host string) (_ *probe, joined bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if pr := p.mu.running[host]; pr != nil {
-		return pr, true
-	}
-	pr := &probe{done: make(chan struct{})}
-	p.mu.running[host] = pr
-	p.wg.Go(func() {
-		ctx, cancel := context.WithTimeout(p.ctx, p.timeout)
-		defer cancel()
-		err := p.try(ctx, host)
-		switch {
-		case err == nil:
-			pr.why = host + " accepts connections"
-		case errors.Is(err, syscall.ECONNREFUSED):
-			pr.gone, pr.why = true, host+" refuses connections"
-		default:
-			pr.why = err.Error()
+// probe dials host when a slot is free.
+func (p *prober) probe(ctx context.Context, from origin.Origin, host string) error {
+	for {
+		in, leave, ok := p.slots.Enter(ctx, from, errProbes)
+		if ok {
+			defer func() { leave(); wake(p.freed) }()
+			wake(p.freed) // more than one may be free
+			err := p.dial(in, host)
+			if cause := context.Cause(in); errors.Is(cause, errProbes) {
+				return cause
+			}
+			return err
 		}
-		p.mu.Lock()
-		delete(p.mu.running, host)
-		p.mu.Unlock()
-		close(pr.done)
-	})
-	return pr, false
-}
-
-// try dials when a slot is free: those who refuse answer fast.
-func (p *prober) try(ctx context.Context, host string) error {
-	select {
-	case p.slots <- struct{}{}:
-	case <-ctx.Done():
-		return fmt.Errorf("%d probes are under way", cap(p.slots))
+		select {
+		case <-p.freed:
+		case <-ctx.Done():
+			return fmt.Errorf("%d probes are under way", p.slots.Max)
+		}
 	}
-	defer func() { <-p.slots }()
-	return p.dial(ctx, host)
 }
 
 func dialTCP(ctx context.Context, host string) error {
@@ -151,16 +106,21 @@ func dialTCP(ctx context.Context, host string) error {
 	return conn.Close()
 }
 
-// probeAddr returns host:port of a side channel.
-func probeAddr(w worker) (string, error) {
+// addr returns host:port of a worker's side channel if it may be probed. A peer on
+// another host may only have its own address probed; otherwise it could scan ports
+// through us.
+func (p *prober) addr(w worker) (string, error) {
 	hostport, ok := strings.CutPrefix(w.addr, "tcp://")
 	host, port, err := net.SplitHostPort(hostport)
 	if !ok || err != nil || host == "" || port == "" || port == "0" {
 		return "", fmt.Errorf("address %.100q is not tcp://HOST:PORT", w.addr)
 	}
-	ip, err := netip.ParseAddr(host)
-	if (err == nil && (ip.IsLoopback() || ip.IsUnspecified()) || host == "localhost") && w.remote {
-		return "", fmt.Errorf("%s was registered by another host", w.addr)
+	if w.from.Here {
+		return hostport, nil
 	}
-	return hostport, nil
+	ip, err := netip.ParseAddr(host)
+	if err == nil && (ip.Unmap().String() == w.from.Addr || slices.ContainsFunc(p.networks, func(n netip.Prefix) bool { return n.Contains(ip.Unmap()) })) {
+		return hostport, nil
+	}
+	return "", fmt.Errorf("%s was registered by another host, %s", w.addr, w.from.Addr)
 }

@@ -3,71 +3,72 @@ package bootstrap
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
+	mathrand "math/rand/v2"
+	"net/http"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/internal/origin"
+	"github.com/kvasir-kv/kvasir/internal/pydantic"
+	"github.com/kvasir-kv/kvasir/internal/safelog"
+	"github.com/kvasir-kv/kvasir/internal/statefile"
 )
 
-// Options configures a Registry. A zero field means its default.
-type Options struct {
-	Strict       bool          // vLLM's rule: never replace what is registered
-	TP, PP       int           // sizes of engines that do not state theirs; default unknown
-	Settle       time.Duration // after a replacement, until a narrower engine is shown; default 10 s
-	ProbeTimeout time.Duration // default 250 ms, at most 5 s
-	MaxProbes    int           // at a time; default 64
-	MaxWorkers   int           // registered at a time; default 16,384
-	MaxWait      time.Duration // longest ?wait=; default 60 s
-	MaxWaiters   int           // requests that wait at a time; default 1,024
-	MaxConns     int           // connections of Serve; default 4,096
-	StateFile    string        // keeps the registry over restarts; default none
-	Token        string        // bearer token; default none
-	Guard        Guard         // what the token guards
-	Logger       *slog.Logger  // default slog.Default()
-}
+// refusedError is a registration that conflicts with another: vLLM's text.
+type refusedError string
 
-// RefusedError is a registration that conflicts with another. Its text is vLLM's.
-type RefusedError struct{ Detail string }
+func (e refusedError) Error() string { return string(e) }
 
-func (e *RefusedError) Error() string { return e.Detail }
+// errFull means that the registry is full and the worker's own origin has most of it.
+var errFull = errors.New("bootstrap: registry is full")
 
-// ErrFull means that Options.MaxWorkers are registered.
-var ErrFull = errors.New("bootstrap: registry is full")
+const (
+	// maxDirectoryBytes bounds the answer to GET /query and the sum of all weights. A
+	// Client takes as much, and the state file of such a registry is under its limit.
+	maxDirectoryBytes = 16 << 20
+	// workerBytes is the weight of a worker apart from its texts.
+	workerBytes = 256
+)
 
 // Registry holds the side channels of P's workers and answers for them: it is an
 // http.Handler. Methods are safe for concurrent use.
 //
-// What the directory shows is always one incarnation of an engine, and whole as
-// far as that can be known: an engine whose workers state its sizes is shown when
-// all are there; one that replaced another when it is as wide as the other or
-// Options.Settle has passed since its last registration; one that lost a worker
-// (lease ended, unregistered) when that rank is back.
+// The directory always shows one incarnation of an engine, and shows it whole as far as
+// the Registry can know. It shows an engine that states its sizes when all workers are
+// registered; an engine that replaced another when it has all ranks of the other or
+// Options.Settle has passed since its last registration; an engine that lost a worker
+// (lease ended, unregistered) when that rank registers again.
+//
+// Workers share Options.MaxWorkers by origin. In a full registry, a worker evicts the
+// engine of the origin with most that has been silent longest.
 type Registry struct {
-	o     Options
-	log   *slog.Logger
-	ask   *prober
-	body  atomic.Pointer[directory] // last one encoded
-	ready atomic.Pointer[response]  // the same as a whole answer
-	n     counters
+	o       Options
+	log     *slog.Logger
+	delete  http.Handler // DELETE /register, guarded from web pages
+	metrics http.Handler // GET /metrics
+	guard   httpguard.Guard
+	prober  *prober
+	last    atomic.Pointer[directory] // last one encoded
+	n       counters
 
-	changed chan struct{} // capacity 1: a change that waiters should hear of
-	rearm   chan struct{} // capacity 1: the next deadline came nearer
+	changed chan struct{} // capacity 1: notifyWaiters has work
 	save    chan struct{} // capacity 1: the state file is out of date
 	closing chan struct{}
 	once    sync.Once
 
-	draining chan struct{} // closed when Serve stops: nobody waits any more
+	draining chan struct{} // closed when Serve stops or the registry closes: waiting requests end
 	drained  sync.Once
 
 	wg      sync.WaitGroup
-	file    *stateFile // nil without Options.StateFile; owned by the saving goroutine
-	waiters atomic.Int64
-
-	instance string // random, to be told apart from other servers
+	file    *statefile.File // nil without Options.StateFile; owned by the saving goroutine
+	waiters origin.Shares
 
 	readTimeout, idleTimeout time.Duration // tests shorten them
 
@@ -76,220 +77,371 @@ type Registry struct {
 		engines []*engine // in the order in which DP ranks came
 		byDP    map[int]*engine
 		workers int
-		version uint64    // of everything above; grows with each change
-		next    time.Time // deadline that the timer waits for
+		held    map[origin.Origin]int // weights of workers and of vacant places
+		weight  int                   // sum of held
+		next    time.Time             // when due fires; zero if never
+		due     *time.Timer           // calls sweep
+		closed  bool
 	}
-	version atomic.Uint64 // copy of mu.version, read without the lock
+	version atomic.Uint64 // of all that mu guards; grows with each change, under it
 }
 
 // Open loads the state file, if one is named, and starts the registry. Errors
 // name the file.
 func Open(o Options) (*Registry, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
 	o.Settle = cmp.Or(o.Settle, 10*time.Second)
-	o.ProbeTimeout = min(cmp.Or(o.ProbeTimeout, 250*time.Millisecond), 5*time.Second) // an answer has 10 s
+	o.ProbeTimeout = cmp.Or(o.ProbeTimeout, 250*time.Millisecond)
 	o.MaxProbes = cmp.Or(o.MaxProbes, 64)
 	o.MaxWorkers = cmp.Or(o.MaxWorkers, 16384)
 	o.MaxWait = cmp.Or(o.MaxWait, time.Minute)
 	o.MaxWaiters = cmp.Or(o.MaxWaiters, 1024)
 	o.MaxConns = cmp.Or(o.MaxConns, 4096)
 	o.Guard = cmp.Or(o.Guard, GuardDelete)
-	if o.Logger == nil {
-		o.Logger = slog.Default()
-	}
 	r := &Registry{
-		o: o, log: o.Logger, ask: newProber(o.ProbeTimeout, o.MaxProbes),
-		instance: rand.Text(), readTimeout: readTimeout, idleTimeout: idleTimeout,
-		changed: make(chan struct{}, 1), rearm: make(chan struct{}, 1), save: make(chan struct{}, 1), closing: make(chan struct{}), draining: make(chan struct{}),
+		o: o, log: safelog.New(cmp.Or(o.Log, slog.New(slog.DiscardHandler))), prober: newProber(o.ProbeTimeout, o.MaxProbes, o.ProbeNetworks),
+		guard: httpguard.Guard{AllowHosts: o.AllowHosts}, waiters: origin.Shares{Max: o.MaxWaiters},
+		readTimeout: readTimeout, idleTimeout: idleTimeout,
+		changed: make(chan struct{}, 1), save: make(chan struct{}, 1), closing: make(chan struct{}), draining: make(chan struct{}),
 	}
-	r.mu.byDP = map[int]*engine{}
+	r.delete = r.guard.Handler(http.HandlerFunc(r.unregister))
+	r.metrics = metrics.Of(r.Stats)
+	r.mu.byDP, r.mu.held = map[int]*engine{}, map[origin.Origin]int{}
 	// Generations begin with the time, so that they grow over restarts too.
 	gen := uint64(time.Now().UnixMicro())
+	var engines []savedEngine
 	if o.StateFile != "" {
-		file, engines, saved, err := openState(o.StateFile, o.MaxWorkers)
+		file, doc, err := statefile.Open(o.StateFile, stateMagic, maxStateBytes)
 		if err != nil {
 			return nil, err
 		}
-		r.file, gen = file, max(gen, saved+1)
-		r.restore(engines)
+		var st savedState
+		if err := st.decode(doc); err != nil {
+			return nil, errors.Join(&statefile.Error{Path: o.StateFile, Reason: "damaged: " + err.Error()}, file.Close())
+		}
+		r.file, gen = file, max(gen, st.Generation+1)
+		engines = st.Engines
 	}
-	r.body.Store(&directory{gen: gen, stale: true, changed: make(chan struct{})})
-	r.wg.Go(r.tell)
-	r.wg.Go(r.expire)
+	r.mu.due = time.AfterFunc(time.Hour, r.sweep)
+	r.restore(engines)
+	r.last.Store(&directory{gen: gen, stale: true, changed: make(chan struct{})})
+	r.wg.Go(r.notifyWaiters)
 	if r.file != nil {
-		r.wg.Go(r.keep)
+		r.wg.Go(r.saveLoop)
 	}
 	return r, nil
 }
 
-// Close ends waiting requests, writes the state file a last time and returns
-// when nothing of the registry runs any more.
+// Close ends waiting requests, writes the state file a last time and waits for the
+// registry's goroutines.
 func (r *Registry) Close() error {
+	r.drain()
 	r.once.Do(func() { close(r.closing) })
+	r.mu.Lock()
+	r.mu.closed = true
+	r.mu.due.Stop()
+	r.mu.Unlock()
 	r.wg.Wait()
-	r.ask.close()
+	r.prober.wg.Wait()
 	if r.file == nil {
 		return nil
 	}
-	return r.file.close()
+	return r.file.Close()
 }
 
-// kick wakes the owner of a channel of capacity 1.
-func kick(c chan struct{}) {
+func (r *Registry) drain() { r.drained.Do(func() { close(r.draining) }) }
+
+// wake wakes the owner of a channel of capacity 1.
+func wake(c chan struct{}) {
 	select {
 	case c <- struct{}{}:
 	default:
 	}
 }
 
-// touchLocked notes a change of the registry.
-func (r *Registry) touchLocked() {
-	r.mu.version++
-	r.version.Store(r.mu.version)
-	kick(r.changed)
-	kick(r.save)
+// changedLocked records a change of the registry.
+func (r *Registry) changedLocked() {
+	r.version.Add(1)
+	wake(r.changed)
+	wake(r.save)
 }
 
-// dueLocked makes sure that something happens at t.
-func (r *Registry) dueLocked(t time.Time) {
+// scheduleLocked makes sweep run at t or before.
+func (r *Registry) scheduleLocked(t time.Time) {
 	if r.mu.next.IsZero() || t.Before(r.mu.next) {
 		r.mu.next = t
-		kick(r.rearm)
+		r.mu.due.Reset(max(0, time.Until(t)))
 	}
 }
 
-// conflict is a registration that only a proof of death can admit.
+// conflict is a registration that only the death of the old engine can admit.
 type conflict struct {
 	old     *engine
 	detail  string   // vLLM's answer
 	workers int      // of the old engine
-	changes int      // of the old engine: what a probe finds holds for this state
-	suspect []worker // some of them, whose side channels can be tried
+	changes int      // of the old engine when the probe began
+	suspect []worker // workers of it to probe
 	reused  bool     // the newcomer has an address of the old engine
 }
 
-// Register adds or renews a worker. remote says that the request came from
-// another host. A refusal is a *RefusedError; ErrFull means a limit.
+// register adds or renews a worker. A refusal is a refusedError; errFull means a
+// limit.
 //
-// A worker that conflicts with an engine whose side channel refuses connections
-// replaces that engine, all of it. Finding that out takes up to
-// Options.ProbeTimeout and holds up nobody else.
-func (r *Registry) Register(ctx context.Context, in Registration, remote bool) error {
+// A worker that conflicts with an engine replaces the whole engine if a side channel of
+// it refuses connections. The probe takes up to Options.ProbeTimeout and holds no lock.
+func (r *Registry) register(ctx context.Context, in Registration, from origin.Origin) error {
 	for {
-		c, err := r.tryRegister(in, remote, nil, "")
+		c, err := r.tryRegister(in, from, nil, "")
+		if errors.Is(err, errFull) && r.dropDead(ctx, from) {
+			continue
+		}
 		if err != nil || c == nil {
 			return err
 		}
 		if r.o.Strict {
-			return r.refuse(in, c, "strict")
+			return r.refuse(in, from, c, "strict")
 		}
 		gone, why := c.reused, "its address is the newcomer's"
 		if !gone {
-			gone, why = r.ask.anyGone(ctx, c.suspect)
+			gone, why = r.prober.anyDead(ctx, from, c.suspect)
 		}
 		if !gone {
-			return r.refuse(in, c, why)
+			return r.refuse(in, from, c, why)
 		}
-		again, err := r.tryRegister(in, remote, c, why)
+		again, err := r.tryRegister(in, from, c, why)
 		if err != nil || again == nil {
 			return err
 		}
-		// Another worker of the new engine was faster: look at the new state.
+		// Another worker of the new engine registered meanwhile: try with the new state.
 		if ctx.Err() != nil {
-			return r.refuse(in, again, "the request ended")
+			return r.refuse(in, from, again, "the request ended")
 		}
 	}
 }
 
-func (r *Registry) refuse(in Registration, c *conflict, why string) error {
-	r.n.refused.Add(1)
-	r.log.Warn(fmt.Sprintf("refused: %s (registrant: engine %q at %s; the old one stays: %s)", c.detail, in.EngineID, in.Addr, why))
-	return &RefusedError{c.detail}
+// dropDead probes some engines of from, takes out the first dead one, and reports
+// whether there was one.
+func (r *Registry) dropDead(ctx context.Context, from origin.Origin) bool {
+	var tried []*conflict
+	r.mu.Lock()
+	for i, first := 0, mathrand.IntN(max(1, len(r.mu.engines))); i < len(r.mu.engines) && len(tried) < 8; i++ {
+		if e := r.mu.engines[(first+i)%len(r.mu.engines)]; e.founder == from {
+			tried = append(tried, &conflict{old: e, changes: e.changes, suspect: e.anyWorkers(maxProbesPerEngine)})
+		}
+	}
+	r.mu.Unlock()
+	for _, c := range tried {
+		gone, why := r.prober.anyDead(ctx, from, c.suspect)
+		r.mu.Lock()
+		gone = gone && r.mu.byDP[c.old.dp] == c.old && c.old.changes == c.changes
+		if gone {
+			r.removeLocked(c.old)
+		}
+		r.mu.Unlock()
+		if gone {
+			r.n.gaveWay.Add(1)
+			r.log.Info("engine gave way: the registry is full", "engine", c.old.id, "dp_rank", c.old.dp, "found", why)
+			return true
+		}
+	}
+	return false
 }
 
-// tryRegister registers in, or says what it conflicts with. When that is dead,
-// an engine that was found to be gone for the reason why, it is replaced instead.
-func (r *Registry) tryRegister(in Registration, remote bool, dead *conflict, why string) (*conflict, error) {
+func (r *Registry) refuse(in Registration, from origin.Origin, c *conflict, why string) error {
+	r.n.refused.Add(1)
+	r.log.Warn("registration refused: the old engine stays", "detail", c.detail, "engine", in.EngineID, "addr", in.Addr, "from", from.Addr, "found", why)
+	return refusedError(c.detail)
+}
+
+// tryRegister registers in, or returns its conflict. dead is a conflict with an engine
+// that is dead for the reason why, or nil: in replaces that engine.
+func (r *Registry) tryRegister(in Registration, from origin.Origin, dead *conflict, why string) (*conflict, error) {
 	r.mu.Lock()
-	did, c, err := r.registerLocked(in, remote, dead)
+	out, c, err := r.registerLocked(in, from, dead)
 	r.mu.Unlock()
-	if did == didReplace {
+	for _, g := range out.gaveWay {
+		r.n.gaveWay.Add(1)
+		r.log.Warn("workers gave way: the registry is full and their host has most", "engine", g.id, "dp_rank", g.dp, "host", g.most.Addr)
+	}
+	if out.replaced {
 		r.n.replaced.Add(1)
-		r.log.Info(fmt.Sprintf("replaced engine %q of dp_rank %d, %d workers: %s", dead.old.id, in.DPRank, dead.workers, why))
+		r.log.Info("engine replaced", "engine", dead.old.id, "dp_rank", in.DPRank, "workers", dead.workers, "by", in.EngineID, "found", why)
 	}
 	switch {
-	case did != didNothing:
+	case out.added:
 		r.n.registered.Add(1)
-		r.log.Info(fmt.Sprintf("registered engine %q dp_rank %d tp_rank %d pp_rank %d at %s", in.EngineID, in.DPRank, in.TPRank, in.PPRank, in.Addr))
+		r.log.Debug("Registered worker: "+fmt.Sprintf("engine_id=%s, dp_rank=%d, tp_rank=%d, pp_rank=%d at %s", in.EngineID, in.DPRank, in.TPRank, in.PPRank, in.Addr), "from", from.Addr)
+		if out.shown > 0 {
+			r.log.Info("engine registered", "engine", in.EngineID, "dp_rank", in.DPRank, "workers", out.shown, "last_addr", in.Addr)
+		}
 	case err != nil:
 		r.n.refused.Add(1)
-		r.log.Warn(fmt.Sprintf("refused: %v (registrant: engine %q at %s)", err, in.EngineID, in.Addr))
+		r.log.Warn("registration refused", "err", err, "engine", in.EngineID, "addr", in.Addr, "from", from.Addr)
 	case c == nil:
 		r.n.repeated.Add(1)
 	}
 	return c, err
 }
 
-type deed uint8
+// outcome describes what a registration changed.
+type outcome struct {
+	added    bool // false for a repeat and a refusal
+	replaced bool // it replaced an engine
+	shown    int  // workers of the engine, if the directory shows it now
+	gaveWay  []gone
+}
 
-const (
-	didNothing deed = iota // a repeat, a refusal
-	didAdd
-	didReplace // and add
-)
+// gone is an engine that lost the workers of one origin, or all of them.
+type gone struct {
+	*engine
+	most origin.Origin
+}
 
-func (r *Registry) registerLocked(in Registration, remote bool, dead *conflict) (did deed, _ *conflict, _ error) {
+func (r *Registry) registerLocked(in Registration, from origin.Origin, dead *conflict) (out outcome, _ *conflict, _ error) {
 	at := ranks{in.TPRank, in.PPRank}
 	now := time.Now()
 	e := r.mu.byDP[in.DPRank]
+	var c *conflict
 	if e != nil {
-		c := e.conflict(in, at)
-		switch {
-		case c != nil && (dead == nil || e != dead.old || e.changes != dead.changes):
-			return didNothing, c, nil
-		case c != nil:
-			e, did = r.replaceLocked(e, in.EngineID, now), didReplace
+		if c = e.conflict(in, at, r.o.Strict); c != nil && (dead == nil || e != dead.old || e.changes != dead.changes) {
+			return out, c, nil
 		}
-	}
-	if e != nil {
-		if w := e.byRank[at]; w != nil { // the same once more
-			if w.lease = in.Lease; w.lease > 0 {
-				w.expires = now.Add(w.lease)
-				r.dueLocked(w.expires)
+		if w := e.byRank[at]; w != nil && c == nil { // a repeat
+			w.seen, w.lease = now, in.Lease
+			r.leaseLocked(w)
+			return out, nil, e.adoptSizesLocked(r, in)
+		}
+		if c == nil {
+			if err := e.adoptSizesLocked(r, in); err != nil {
+				return out, nil, err
 			}
-			return didNothing, nil, e.stateLocked(r, in)
 		}
 	}
-	if r.mu.workers >= r.o.MaxWorkers {
-		return didNothing, nil, fmt.Errorf("%w: %d workers", ErrFull, r.mu.workers)
+	weight := r.weight(in.EngineID, in.Addr)
+	var err error
+	if out.gaveWay, err = r.makeRoomLocked(from, weight); err != nil {
+		return out, nil, err
 	}
-	if e == nil {
-		e = newEngine(in.EngineID, in.DPRank)
+	e = r.mu.byDP[in.DPRank] // makeRoomLocked may have evicted it
+	switch {
+	case e == nil:
+		e = newEngine(in.EngineID, in.DPRank, from)
 		r.mu.engines = append(r.mu.engines, e)
 		r.mu.byDP[in.DPRank] = e
+	case c != nil:
+		e, out.replaced = r.replaceLocked(e, in.EngineID, from, now), true
 	}
-	if err := e.stateLocked(r, in); err != nil {
-		return didNothing, nil, err
+	if err := e.adoptSizesLocked(r, in); err != nil { // a new engine takes any sizes
+		return out, nil, err
 	}
-	w := &worker{ranks: at, addr: in.Addr, remote: remote, lease: in.Lease}
-	if w.lease > 0 {
-		w.expires = now.Add(w.lease)
-		r.dueLocked(w.expires)
-	}
+	w := &worker{ranks: at, charge: charge{from, weight}, addr: in.Addr, seen: now, lease: in.Lease}
+	r.leaseLocked(w)
+	r.releaseLocked(e.missing[at].charge)
+	e.add(w)
 	if len(e.missing) > 0 && !e.settled.IsZero() {
 		e.settled = now.Add(r.o.Settle)
-		r.dueLocked(e.settled)
+		r.scheduleLocked(e.settled)
 	}
-	e.add(w)
+	r.mu.held[from] += weight
+	r.mu.weight += weight
 	r.mu.workers++
-	r.touchLocked()
-	return max(did, didAdd), nil, nil
+	r.changedLocked()
+	if ok, _ := e.shown(now, r.o.TP, r.o.PP); ok {
+		out.shown = len(e.byRank)
+	}
+	out.added = true
+	return out, nil, nil
 }
 
-// stateLocked takes over the sizes that a worker states. Workers of one engine
-// must agree.
-func (e *engine) stateLocked(r *Registry, in Registration) error {
+// leaseLocked starts a worker's lease, if it has one.
+func (r *Registry) leaseLocked(w *worker) {
+	if w.lease > 0 {
+		w.expires = w.seen.Add(w.lease)
+		r.scheduleLocked(w.expires)
+	}
+}
+
+// weight returns a worker's part of maxDirectoryBytes.
+func (r *Registry) weight(id, addr string) int {
+	return max(workerBytes+len(pydantic.AppendString(nil, id))+len(pydantic.AppendString(nil, addr)), maxDirectoryBytes/r.o.MaxWorkers)
+}
+
+// releaseLocked takes back the charge of a worker.
+func (r *Registry) releaseLocked(p charge) {
+	r.mu.weight -= p.weight
+	if r.mu.held[p.from] -= p.weight; r.mu.held[p.from] <= 0 {
+		delete(r.mu.held, p.from)
+	}
+}
+
+// makeRoomLocked evicts engines until a worker of from fits, and returns them. It fails
+// when from itself has most.
+func (r *Registry) makeRoomLocked(from origin.Origin, weight int) (list []gone, _ error) {
+	for r.mu.weight+weight > maxDirectoryBytes {
+		most := origin.Largest(r.mu.held, from, weight)
+		if most == from {
+			return list, fmt.Errorf("%w: %d workers", errFull, r.mu.workers)
+		}
+		list = append(list, gone{r.giveWayLocked(most), most})
+	}
+	return list, nil
+}
+
+// giveWayLocked evicts the engine of o that has been silent longest. If o has only
+// workers in engines of others, it evicts those in one such engine.
+func (r *Registry) giveWayLocked(o origin.Origin) *engine {
+	var found *engine
+	for _, e := range r.mu.engines {
+		if e.founder == o && (found == nil || e.seen().Before(found.seen())) {
+			found = e
+		}
+	}
+	if found != nil {
+		r.removeLocked(found)
+		return found
+	}
+	for _, e := range r.mu.engines {
+		before := r.mu.weight
+		for at, v := range e.missing {
+			if v.from == o {
+				r.releaseLocked(v.charge)
+				delete(e.missing, at)
+			}
+		}
+		for at, w := range e.byRank {
+			if w.from == o {
+				r.dropLocked(e, at, true)
+			}
+		}
+		if r.mu.weight < before {
+			r.changedLocked()
+			return e
+		}
+	}
+	panic("BUG: bootstrap: places that no engine has")
+}
+
+// removeLocked takes an engine out, with all its charges.
+func (r *Registry) removeLocked(e *engine) {
+	for _, v := range e.missing {
+		r.releaseLocked(v.charge)
+	}
+	for _, w := range e.byRank {
+		r.releaseLocked(w.charge)
+	}
+	r.mu.workers -= len(e.byRank)
+	delete(r.mu.byDP, e.dp)
+	r.mu.engines = slices.DeleteFunc(r.mu.engines, func(x *engine) bool { return x == e })
+	r.changedLocked()
+}
+
+// adoptSizesLocked adopts the sizes that a worker states. Workers of one engine must
+// agree.
+func (e *engine) adoptSizesLocked(r *Registry, in Registration) error {
 	clash := func(what string, old, now int) error {
-		return &RefusedError{fmt.Sprintf("%s mismatch for engine %s of dp_rank=%d: expected %d, got %d", what, e.id, e.dp, old, now)}
+		return refusedError(fmt.Sprintf("%s mismatch for engine %s of dp_rank=%d: expected %d, got %d", what, e.id, e.dp, old, now))
 	}
 	switch {
 	case in.TPSize > 0 && e.tpSize > 0 && in.TPSize != e.tpSize:
@@ -299,26 +451,26 @@ func (e *engine) stateLocked(r *Registry, in Registration) error {
 	}
 	if tp, pp := max(e.tpSize, in.TPSize), max(e.ppSize, in.PPSize); tp != e.tpSize || pp != e.ppSize {
 		e.tpSize, e.ppSize = tp, pp
-		r.touchLocked()
+		r.changedLocked()
 	}
 	return nil
 }
 
 // conflict returns why vLLM's server would refuse in, or nil. The engine is
-// compared before the address.
-func (e *engine) conflict(in Registration, at ranks) *conflict {
+// compared before the address. Only the first releases refuse a repeat.
+func (e *engine) conflict(in Registration, at ranks, repeats bool) *conflict {
 	c := &conflict{old: e, workers: len(e.byRank), changes: e.changes}
 	switch w := e.byRank[at]; {
 	case e.id != in.EngineID:
 		c.detail = fmt.Sprintf("Engine ID mismatch for dp_rank=%d: expected %s, got %s", in.DPRank, e.id, in.EngineID)
-	case w != nil && w.addr != in.Addr:
+	case w != nil && (repeats || w.addr != in.Addr):
 		c.detail = fmt.Sprintf("Worker with dp_rank=%d, tp_rank=%d, pp_rank=%d is already registered at %s, but still want to register at %s",
 			in.DPRank, in.TPRank, in.PPRank, w.addr, in.Addr)
 	default:
 		return nil
 	}
 	if w := e.byRank[at]; w != nil {
-		c.suspect = append(c.suspect, *w) // the one in the same place first
+		c.suspect = append(c.suspect, *w) // the one of the same rank first
 	}
 	for _, row := range e.rows {
 		for _, w := range row.workers {
@@ -331,113 +483,99 @@ func (e *engine) conflict(in Registration, at ranks) *conflict {
 	return c
 }
 
-// replaceLocked puts a successor in e's place.
-func (r *Registry) replaceLocked(e *engine, id string, now time.Time) *engine {
-	next := e.successor(id, now.Add(r.o.Settle))
-	r.dueLocked(next.settled)
+// replaceLocked replaces e with a successor.
+func (r *Registry) replaceLocked(e *engine, id string, from origin.Origin, now time.Time) *engine {
+	next := e.successor(id, from, now.Add(r.o.Settle))
+	r.scheduleLocked(next.settled)
 	r.mu.workers -= len(e.byRank)
 	r.mu.byDP[e.dp] = next
 	r.mu.engines[slices.Index(r.mu.engines, e)] = next
-	r.touchLocked()
+	r.changedLocked()
 	return next
 }
 
-// dropLocked takes a worker out, and its engine with the last one.
-func (r *Registry) dropLocked(e *engine, at ranks) {
-	e.remove(at)
-	r.mu.workers--
-	if len(e.byRank) == 0 {
-		delete(r.mu.byDP, e.dp)
-		r.mu.engines = slices.DeleteFunc(r.mu.engines, func(x *engine) bool { return x == e })
+// dropLocked takes a worker out, and its engine with the last one. Unless forget is set,
+// the directory does not show the engine before that rank registers again.
+func (r *Registry) dropLocked(e *engine, at ranks, forget bool) {
+	if len(e.byRank) == 1 {
+		r.removeLocked(e)
+		return
 	}
-	r.touchLocked()
+	if forget {
+		r.releaseLocked(e.byRank[at].charge)
+	}
+	e.remove(at, forget)
+	r.mu.workers--
+	r.changedLocked()
 }
 
-// Unregister takes back the workers of an engine that match: nil ranks match
-// all. It returns how many there were. Until all of them are back the directory
-// does not show what is left of the engine.
-func (r *Registry) Unregister(engineID string, dp, tp, pp *int) int {
+// unregisterMatching takes out the matching workers of an engine and returns their
+// number; nil ranks match all. The directory does not show the rest of the engine before
+// they register again.
+func (r *Registry) unregisterMatching(engineID string, dp, tp, pp *int) (gone int) {
 	match := func(want *int, have int) bool { return want == nil || *want == have }
-	var gone []string
 	r.mu.Lock()
 	for _, e := range slices.Clone(r.mu.engines) {
 		if e.id != engineID || !match(dp, e.dp) {
 			continue
 		}
-		for at, w := range e.byRank {
+		for at := range e.byRank {
 			if match(tp, at.tp) && match(pp, at.pp) {
-				gone = append(gone, fmt.Sprintf("dp_rank %d tp_rank %d pp_rank %d at %s", e.dp, at.tp, at.pp, w.addr))
-				r.dropLocked(e, at)
+				r.dropLocked(e, at, false)
+				gone++
 			}
 		}
 	}
 	r.mu.Unlock()
-	for _, g := range gone {
-		r.log.Info(fmt.Sprintf("unregistered engine %q %s", engineID, g))
+	r.n.unregistered.Add(uint64(gone))
+	if gone > 0 {
+		r.log.Info("unregistered", "engine", engineID, "workers", gone)
 	}
-	r.n.unregistered.Add(uint64(len(gone)))
-	return len(gone)
+	return gone
 }
 
-// expire ends leases and shows engines that have settled, when their time comes.
-func (r *Registry) expire() {
-	timer := time.NewTimer(time.Hour)
-	defer timer.Stop()
-	for {
-		select {
-		case <-r.closing:
-			return
-		case <-r.rearm:
-		case <-timer.C:
-			r.sweep(time.Now())
-		}
-		r.mu.Lock()
-		wait := time.Hour
-		if !r.mu.next.IsZero() {
-			wait = max(0, time.Until(r.mu.next))
-		}
-		r.mu.Unlock()
-		timer.Reset(wait)
-	}
-}
-
-// sweep does what is due now and finds the next deadline.
-func (r *Registry) sweep(now time.Time) {
-	var lines []string
+// sweep ends leases that have passed and settles engines whose time has come.
+func (r *Registry) sweep() {
+	ended, settled := 0, 0
 	r.mu.Lock()
 	r.mu.next = time.Time{}
+	now := time.Now()
 	for _, e := range slices.Clone(r.mu.engines) {
+		if r.mu.closed {
+			break
+		}
 		for at, w := range e.byRank {
 			switch {
 			case w.lease == 0:
 			case now.Before(w.expires):
-				r.dueLocked(w.expires)
+				r.scheduleLocked(w.expires)
 			default:
-				lines = append(lines, fmt.Sprintf("lease of %v ended: engine %q dp_rank %d tp_rank %d pp_rank %d at %s", w.lease, e.id, e.dp, at.tp, at.pp, w.addr))
-				r.dropLocked(e, at)
-				r.n.expired.Add(1)
+				r.dropLocked(e, at, false)
+				ended++
 			}
 		}
 		switch {
 		case len(e.missing) == 0 || e.settled.IsZero():
 		case now.Before(e.settled):
-			r.dueLocked(e.settled)
+			r.scheduleLocked(e.settled)
 		default:
-			missing := len(e.missing)
-			for at, own := range e.missing {
-				if !own {
+			for at, v := range e.missing {
+				if !v.own {
+					r.releaseLocked(v.charge)
 					delete(e.missing, at)
+					settled++
 				}
 			}
-			if missing != len(e.missing) {
-				lines = append(lines, fmt.Sprintf("engine %q of dp_rank %d is shown with %d TP ranks; the engine that it replaced had more", e.id, e.dp, len(e.rows)))
-			}
 			e.settled = time.Time{}
-			r.touchLocked()
+			r.changedLocked()
 		}
 	}
 	r.mu.Unlock()
-	for _, l := range lines {
-		r.log.Info(l)
+	r.n.expired.Add(uint64(ended))
+	if ended > 0 {
+		r.log.Info("leases ended", "workers", ended)
+	}
+	if settled > 0 {
+		r.log.Info("engines are shown that are narrower than those that they replaced", "workers_fewer", settled)
 	}
 }

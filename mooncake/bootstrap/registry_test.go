@@ -6,11 +6,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"net"
-	"net/http"
 	"net/http/httptest"
-	"net/url"
 	"strconv"
 	"strings"
 	"sync"
@@ -18,17 +15,25 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/origin"
 )
+
+// local is a process on this host.
+var local = origin.Origin{User: "uid 1", Addr: "127.0.0.1", Here: true}
 
 // call makes one request and returns status and body.
 func call(r *Registry, method, path, body string, header ...string) (int, string) {
 	req := httptest.NewRequest(method, path, strings.NewReader(body))
-	req.RemoteAddr = "127.0.0.1:5"
+	req.RemoteAddr, req.Host = "127.0.0.1:5", "127.0.0.1:8998"
 	req.Header.Set("Content-Type", "application/json")
 	for i := 0; i < len(header); i += 2 {
 		req.Header.Set(header[i], header[i+1])
-		if header[i] == "From" {
+		switch header[i] {
+		case "From":
 			req.RemoteAddr = header[i+1]
+		case "Host":
+			req.Host = header[i+1]
 		}
 	}
 	rec := httptest.NewRecorder()
@@ -166,14 +171,23 @@ func TestStrict(t *testing.T) {
 	mustRegister(t, r, Registration{EngineID: "old", Addr: a})
 	closeIt()
 	refused(t, r, 400, Registration{EngineID: "new", Addr: "tcp://127.0.0.1:1"})
+	// The first releases refuse a repeat, too; the default does not.
+	want := `{"detail":"Worker with dp_rank=0, tp_rank=0, pp_rank=0 is already registered at ` + a + `, but still want to register at ` + a + `"}`
+	if got := refused(t, r, 400, Registration{EngineID: "old", Addr: a}); got != want {
+		t.Fatal(got)
+	}
+	r = open(t, Options{})
+	for range 2 {
+		mustRegister(t, r, Registration{EngineID: "old", Addr: a})
+	}
 }
 
 // A side channel that hangs holds up its own registration only.
 func TestProbeHoldsUpNobody(t *testing.T) {
 	r := open(t, Options{MaxProbes: 1})
-	r.ask.timeout = time.Minute
+	r.prober.timeout = time.Minute
 	hang, asked := make(chan struct{}), make(chan struct{}, 10)
-	r.ask.dial = func(ctx context.Context, host string) error {
+	r.prober.dial = func(ctx context.Context, host string) error {
 		asked <- struct{}{}
 		select {
 		case <-hang:
@@ -185,9 +199,9 @@ func TestProbeHoldsUpNobody(t *testing.T) {
 	mustRegister(t, r, Registration{EngineID: "old", Addr: "tcp://10.0.0.1:1"})
 	mustRegister(t, r, Registration{EngineID: "other", DPRank: 1, Addr: "tcp://10.0.0.1:2"})
 	var wg sync.WaitGroup
-	for range 3 { // they share one probe
+	for range 3 { // one after the other
 		wg.Go(func() {
-			if err := r.Register(t.Context(), Registration{EngineID: "new", Addr: "tcp://10.0.0.2:1"}, false); err != nil {
+			if err := r.register(t.Context(), Registration{EngineID: "new", Addr: "tcp://10.0.0.2:1"}, local); err != nil {
 				t.Error(err)
 			}
 		})
@@ -198,14 +212,11 @@ func TestProbeHoldsUpNobody(t *testing.T) {
 	// A probe of another address waits for the slot as long as its request does.
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	if err := r.Register(ctx, Registration{EngineID: "x", DPRank: 1, Addr: "tcp://10.0.0.2:9"}, false); err == nil {
+	if err := r.register(ctx, Registration{EngineID: "x", DPRank: 1, Addr: "tcp://10.0.0.2:9"}, local); err == nil {
 		t.Fatal("replaced without a probe")
 	}
 	close(hang)
 	wg.Wait()
-	if len(asked) > 1 { // at most that of the other address, which got its slot late
-		t.Fatalf("%d more probes", len(asked))
-	}
 	if _, got := call(r, "GET", "/query", ""); !strings.Contains(got, `"new"`) || strings.Contains(got, `"old"`) {
 		t.Fatal(got)
 	}
@@ -341,7 +352,7 @@ func TestWait(t *testing.T) {
 		gen := r.current().gen
 		later := ask(fmt.Sprintf("wait=60&after=%d", gen))
 		time.Sleep(time.Second)
-		if n := r.Unregister("e", nil, nil, nil); n != 2 {
+		if n := r.unregisterMatching("e", nil, nil, nil); n != 2 {
 			t.Fatal(n)
 		}
 		// The directory changed, but nothing is shown: the request wants an engine.
@@ -387,7 +398,7 @@ func TestToken(t *testing.T) {
 		for req, code := range want {
 			r := open(t, o)
 			mustRegister(t, open(t, Options{}), Registration{EngineID: "e"})
-			_ = r.Register(t.Context(), Registration{EngineID: "e", Addr: "a"}, false)
+			_ = r.register(t.Context(), Registration{EngineID: "e", Addr: "a"}, local)
 			method, path, _ := strings.Cut(req, " ")
 			if got, text := call(r, method, path, `{"engine_id":"e","dp_rank":0,"tp_rank":0,"pp_rank":0,"addr":"a"}`, header...); got != code {
 				t.Errorf("guard %d, %v, %s: %d %s, want %d", o.Guard, header, req, got, text, code)
@@ -407,13 +418,13 @@ func TestToken(t *testing.T) {
 
 func TestLimits(t *testing.T) {
 	r := open(t, Options{MaxWorkers: 2})
-	if code, text := call(r, "POST", "/register", strings.Repeat(" ", MaxBodyBytes+1)); code != 413 {
+	if code, text := call(r, "POST", "/register", strings.Repeat(" ", maxBodyBytes+1)); code != 413 {
 		t.Fatal(code, text)
 	}
-	refused(t, r, 422, Registration{EngineID: strings.Repeat("x", MaxEngineIDBytes+1)})
-	refused(t, r, 422, Registration{Addr: strings.Repeat("x", MaxAddrBytes+1)})
+	refused(t, r, 422, Registration{EngineID: strings.Repeat("x", maxEngineIDBytes+1)})
+	refused(t, r, 422, Registration{Addr: strings.Repeat("x", maxAddrBytes+1)})
 	refused(t, r, 422, Registration{Lease: time.Millisecond})
-	refused(t, r, 422, Registration{Lease: MaxLease + time.Second})
+	refused(t, r, 422, Registration{Lease: maxLease + time.Second})
 	for tp := range 2 {
 		mustRegister(t, r, Registration{EngineID: "e", TPRank: tp, Addr: "a"})
 	}
@@ -449,167 +460,18 @@ func TestMetricsAndHealth(t *testing.T) {
 // Log lines name both sides.
 func TestLog(t *testing.T) {
 	var out bytes.Buffer
-	r := open(t, Options{Logger: slog.New(slog.NewTextHandler(&out, nil))})
+	r := open(t, Options{Log: slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: slog.LevelDebug}))})
 	a, closeIt := sideChannel(t)
 	mustRegister(t, r, Registration{EngineID: "old", Addr: a})
 	refused(t, r, 400, Registration{EngineID: "new", Addr: "tcp://x:1"})
 	closeIt()
 	mustRegister(t, r, Registration{EngineID: "new", Addr: "tcp://x:1"})
-	for _, want := range []string{"registered engine", "expected old, got new", "accepts connections", "replaced engine", "refuses connections"} {
+	for _, want := range []string{
+		"engine registered", "expected old, got new", "accepts connections", "engine replaced", "refuses connections",
+		"level=DEBUG msg=\"Registered worker: engine_id=old, dp_rank=0, tp_rank=0, pp_rank=0 at " + a,
+	} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("no %q in\n%s", want, &out)
-		}
-	}
-}
-
-// A thousand workers register at once over real connections while others query:
-// no answer is lost, and no directory shows half an engine.
-func TestThousandWorkers(t *testing.T) {
-	r := open(t, Options{})
-	base := serve(t, r)
-	const engines, tp = 25, 40
-	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 50, MaxConnsPerHost: 50}}
-	defer client.CloseIdleConnections()
-	var wg sync.WaitGroup
-	for dp := range engines {
-		for rank := range tp {
-			wg.Go(func() {
-				body, _ := Registration{EngineID: "e" + strconv.Itoa(dp), DPRank: dp, TPRank: rank, TPSize: tp, Addr: fmt.Sprintf("tcp://h%d:%d", dp, rank)}.body()
-				resp, err := client.Post(base+"/register", "application/json", bytes.NewReader(body))
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				resp.Body.Close()
-				if resp.StatusCode != 200 {
-					t.Error(resp.Status)
-				}
-			})
-		}
-	}
-	asker, err := NewClient(base, ClientOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer asker.Close()
-	for range 20 {
-		d, err := asker.Query(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, e := range d {
-			if e.TPSize() != tp {
-				t.Fatalf("engine %s is shown with %d of %d ranks", e.ID, e.TPSize(), tp)
-			}
-		}
-	}
-	wg.Wait()
-	d, _, err := asker.WaitFor(t.Context(), Expect{DP: engines, TP: tp, PP: 1})
-	if err != nil || len(d) != engines {
-		t.Fatal(len(d), err)
-	}
-	for dp, e := range d {
-		for rank, pps := range e.Workers {
-			if want := fmt.Sprintf("tcp://h%d:%d", dp, rank); pps[0] != want {
-				t.Fatalf("dp %d tp %d: %s", dp, rank, pps[0])
-			}
-		}
-	}
-}
-
-// serve runs r on a real port until the test ends.
-func serve(t *testing.T, r *Registry) (base string) {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- r.Serve(ctx, l) }()
-	t.Cleanup(func() {
-		cancel()
-		if err := <-done; err != nil {
-			t.Error(err)
-		}
-	})
-	return (&url.URL{Scheme: "http", Host: l.Addr().String()}).String()
-}
-
-// Random starts, deaths, restarts and registrations of engines. An address names
-// its incarnation, so the directory can be checked: every engine shown is one
-// incarnation, the last that registered in its place, and whole if it says how
-// large it is or is no wider than the one before.
-func TestRandomRestarts(t *testing.T) {
-	for range 200 {
-		seed := rand.Uint64()
-		rnd := rand.New(rand.NewPCG(seed, 1))
-		r := open(t, Options{Settle: time.Hour})
-		type incarnation struct {
-			n, tp int
-			dead  bool
-			told  bool // states its size
-		}
-		var mu sync.Mutex
-		live := map[int]*incarnation{} // by n
-		r.ask.dial = func(_ context.Context, host string) error {
-			mu.Lock()
-			defer mu.Unlock()
-			name, _, _ := strings.Cut(host, ":")
-			n, _ := strconv.Atoi(name[1:])
-			if live[n].dead {
-				return syscall.ECONNREFUSED
-			}
-			return nil
-		}
-		at := map[int]*incarnation{} // by dp
-		widest := map[int]int{}      // by n: of the one replaced
-		last := map[int]int{}        // dp → n of the last accepted
-		width := map[int]map[int]bool{}
-		for n := range 60 {
-			dp := rnd.IntN(2)
-			if at[dp] == nil || at[dp].dead || rnd.IntN(6) == 0 {
-				at[dp] = &incarnation{n: n, tp: 1 + rnd.IntN(3), told: rnd.IntN(2) == 0}
-				mu.Lock()
-				live[n] = at[dp]
-				mu.Unlock()
-				width[n] = map[int]bool{}
-			} else if rnd.IntN(5) == 0 {
-				mu.Lock()
-				at[dp].dead = true
-				mu.Unlock()
-				continue
-			}
-			in := at[dp]
-			reg := Registration{EngineID: "e" + strconv.Itoa(in.n), DPRank: dp, TPRank: rnd.IntN(in.tp)}
-			reg.Addr = fmt.Sprintf("tcp://n%d:%d", in.n, reg.TPRank+1)
-			if in.told {
-				reg.TPSize = in.tp
-			}
-			if err := r.Register(t.Context(), reg, true); err == nil {
-				if old, ok := last[dp]; ok && old != in.n {
-					widest[in.n] = max(len(width[old]), widest[old])
-				}
-				last[dp] = in.n
-				width[in.n][reg.TPRank] = true
-			} else if live[last[dp]].dead {
-				t.Fatalf("seed %d: refused though the old one is dead: %v", seed, err)
-			}
-			d, err := ParseDirectory(r.current().body)
-			if err != nil {
-				t.Fatal(err)
-			}
-			for dp, e := range d {
-				have := live[last[dp]]
-				if e.ID != "e"+strconv.Itoa(have.n) || (have.told && e.TPSize() != have.tp) || (!have.told && e.TPSize() < widest[have.n]) {
-					t.Fatalf("seed %d: dp %d shows %+v, registered last: %+v, the one before had %d", seed, dp, e, have, widest[have.n])
-				}
-				for tp, pps := range e.Workers {
-					if want := fmt.Sprintf("tcp://n%d:%d", have.n, tp+1); pps[0] != want {
-						t.Fatalf("seed %d: dp %d tp %d is at %s, want %s", seed, dp, tp, pps[0], want)
-					}
-				}
-			}
 		}
 	}
 }

@@ -11,48 +11,62 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/origin"
 )
 
 const (
 	readTimeout  = 10 * time.Second // of a whole request
-	writeTimeout = 10 * time.Second
+	writeTimeout = 30 * time.Second // from the end of a request's head: its body, a probe, the answer
 	idleTimeout  = 75 * time.Second
 	drainTimeout = 5 * time.Second
 	maxHeader    = 16 << 10
 )
 
-// Serve answers on l until ctx is done; then requests that wait are answered
-// and those under way may finish for 5 s. It closes l and not the registry.
+// Serve answers on l until ctx is done. Then it answers requests that wait, and gives
+// others 5 s to finish. It closes l but not the registry.
 func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
+	r.log.Info("Mooncake Bootstrap Server started at " + l.Addr().String())
+	if a, ok := l.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && (r.o.Token == "" || r.o.Guard < GuardWrites) {
+		r.log.Warn("there is no authentication: whoever reaches this port may register workers and so have KV sent elsewhere; let only engines reach it (firewall, network policy)", "addr", a.String())
+	}
+	var stopping atomic.Bool
+	var silent sync.Map // connections without a request so far, which Shutdown leaves open for 5 s
 	web := &http.Server{
 		Handler: r, ReadHeaderTimeout: r.readTimeout, ReadTimeout: r.readTimeout, WriteTimeout: writeTimeout, IdleTimeout: r.idleTimeout,
 		MaxHeaderBytes: maxHeader, ErrorLog: log.New(io.Discard, "", 0),
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			return context.WithValue(ctx, originKey{}, origin.Of(httpguard.Unlimited(c)))
+		},
+		ConnState: func(c net.Conn, s http.ConnState) {
+			silent.Delete(c)
+			if s == http.StateNew {
+				if silent.Store(c, nil); stopping.Load() {
+					_ = c.Close()
+				}
+			}
+		},
 	}
-	front := newFront(r, l.Addr())
 	failed := make(chan error, 1)
-	var accepting sync.WaitGroup
-	go func() { failed <- web.Serve(front.slow) }() // received below
-	accepting.Go(func() {
-		front.accept(&limitListener{Listener: l, max: int64(r.o.MaxConns), refused: &r.n.connsRefused})
-	})
-	<-ctx.Done()
-	err := l.Close()
-	accepting.Wait()
-	r.drained.Do(func() { close(r.draining) })
-	front.drain()
+	go func() { failed <- web.Serve(httpguard.Limit(l, r.o.MaxConns)) }() // received below
+	var err error
+	select {
+	case err = <-failed:
+		failed <- http.ErrServerClosed
+	case <-ctx.Done():
+	}
+	r.drain()
+	stopping.Store(true)
+	silent.Range(func(c, _ any) bool { _ = c.(net.Conn).Close(); return true })
 	drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTimeout)
 	defer cancel()
 	if web.Shutdown(drain) != nil {
 		err = errors.Join(err, web.Close())
 	}
-	stop := context.AfterFunc(drain, front.cut)
-	front.wg.Wait()
-	stop()
 	if e := <-failed; !errors.Is(e, http.ErrServerClosed) {
 		err = errors.Join(err, e)
 	}
+	r.log.Info("Mooncake Bootstrap Server stopped.")
 	return err
 }
 
@@ -60,52 +74,59 @@ func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
 type counters struct {
 	queries, registers, errors, invalid                            atomic.Uint64
 	registered, repeated, refused, replaced, expired, unregistered atomic.Uint64
-	saveErrors, connsRefused                                       atomic.Uint64
+	saveErrors, gaveWay                                            atomic.Uint64
 	unsaved                                                        atomic.Bool
 }
 
-func (r *Registry) metrics(w http.ResponseWriter) {
-	reg := prometheus.NewRegistry()
-	reg.MustRegister(r)
-	promhttp.HandlerFor(reg, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, &http.Request{Method: http.MethodGet, Header: http.Header{}})
+// Stats are the figures of a Registry, for metrics.
+type Stats struct {
+	Engines          uint64 `gauge:"kvasir_bootstrap_engines" help:"Engines that are registered, complete or not."`
+	EnginesShown     uint64 `gauge:"kvasir_bootstrap_engines_shown" help:"Engines that GET /query shows."`
+	Workers          uint64 `gauge:"kvasir_bootstrap_workers" help:"Workers registered."`
+	Waiters          uint64 `gauge:"kvasir_bootstrap_waiters" help:"Requests that wait for an expected directory."`
+	Generation       uint64 `gauge:"kvasir_bootstrap_generation" help:"Generation of the directory."`
+	StateUnsaved     uint64 `gauge:"kvasir_bootstrap_state_unsaved" help:"1 while the state file cannot be written."`
+	Queries          uint64 `counter:"kvasir_bootstrap_queries_total" help:"Requests for the directory, GET /query."`
+	RegisterRequests uint64 `counter:"kvasir_bootstrap_register_requests_total" help:"Registrations asked for, POST /register."`
+	Registered       uint64 `counter:"kvasir_bootstrap_registered_total" help:"Workers that were registered."`
+	Repeated         uint64 `counter:"kvasir_bootstrap_repeated_total" help:"Registrations that were there already: repeated, or a lease renewed."`
+	Refused          uint64 `counter:"kvasir_bootstrap_refused_total" help:"Registrations refused for a conflict or a limit."`
+	Invalid          uint64 `counter:"kvasir_bootstrap_invalid_total" help:"Registrations that do not decode."`
+	Replaced         uint64 `counter:"kvasir_bootstrap_replaced_total" help:"Engines replaced by a restarted one."`
+	GaveWay          uint64 `counter:"kvasir_bootstrap_gave_way_total" help:"Engines that gave way in a full registry."`
+	Expired          uint64 `counter:"kvasir_bootstrap_expired_total" help:"Workers whose lease ended because nobody renewed it."`
+	Unregistered     uint64 `counter:"kvasir_bootstrap_unregistered_total" help:"Workers taken back with DELETE."`
+	Errors           uint64 `counter:"kvasir_bootstrap_errors_total" help:"Requests answered with anything but 2xx."`
+	StateErrors      uint64 `counter:"kvasir_bootstrap_state_errors_total" help:"Writes of the state file that failed."`
 }
 
-// Describe implements prometheus.Collector as an unchecked collector.
-func (r *Registry) Describe(chan<- *prometheus.Desc) {}
-
-// Collect implements prometheus.Collector.
-func (r *Registry) Collect(ch chan<- prometheus.Metric) {
-	emit := func(kind prometheus.ValueType, name, help string, v float64) {
-		ch <- prometheus.MustNewConstMetric(prometheus.NewDesc("kvasir_bootstrap_"+name, help, nil, nil), kind, v)
+// Stats returns the figures.
+func (r *Registry) Stats() Stats {
+	d, n, unsaved := r.current(), &r.n, 0
+	if n.unsaved.Load() {
+		unsaved = 1
 	}
-	gauge := func(name, help string, v float64) { emit(prometheus.GaugeValue, name, help, v) }
-	count := func(name, help string, v *atomic.Uint64) {
-		emit(prometheus.CounterValue, name, help, float64(v.Load()))
-	}
-	d := r.current()
 	r.mu.Lock()
 	engines, workers := len(r.mu.engines), r.mu.workers
 	r.mu.Unlock()
-	gauge("engines", "Engines registered.", float64(engines))
-	gauge("engines_shown", "Engines that GET /query shows.", float64(len(d.engines)))
-	gauge("workers", "Workers registered.", float64(workers))
-	gauge("waiters", "Requests that wait for an expected directory.", float64(r.waiters.Load()))
-	gauge("generation", "Generation of the directory.", float64(d.gen))
-	unsaved := 0.0
-	if r.n.unsaved.Load() {
-		unsaved = 1
+	return Stats{
+		Engines:          uint64(engines),
+		EnginesShown:     uint64(len(d.engines)),
+		Workers:          uint64(workers),
+		Waiters:          uint64(r.waiters.Taken()),
+		Generation:       d.gen,
+		StateUnsaved:     uint64(unsaved),
+		Queries:          n.queries.Load(),
+		RegisterRequests: n.registers.Load(),
+		Registered:       n.registered.Load(),
+		Repeated:         n.repeated.Load(),
+		Refused:          n.refused.Load(),
+		Invalid:          n.invalid.Load(),
+		Replaced:         n.replaced.Load(),
+		GaveWay:          n.gaveWay.Load(),
+		Expired:          n.expired.Load(),
+		Unregistered:     n.unregistered.Load(),
+		Errors:           n.errors.Load(),
+		StateErrors:      n.saveErrors.Load(),
 	}
-	gauge("state_unsaved", "1 while the state file cannot be written.", unsaved)
-	count("queries_total", "GET /query.", &r.n.queries)
-	count("register_requests_total", "POST /register.", &r.n.registers)
-	count("registered_total", "Workers registered.", &r.n.registered)
-	count("repeated_total", "Registrations repeated or renewed.", &r.n.repeated)
-	count("refused_total", "Registrations refused for a conflict or a limit.", &r.n.refused)
-	count("invalid_total", "Registrations that do not decode.", &r.n.invalid)
-	count("replaced_total", "Engines replaced by a restarted one.", &r.n.replaced)
-	count("expired_total", "Leases that ended.", &r.n.expired)
-	count("unregistered_total", "Workers taken back with DELETE.", &r.n.unregistered)
-	count("errors_total", "Answers other than 2xx.", &r.n.errors)
-	count("state_errors_total", "Writes of the state file that failed.", &r.n.saveErrors)
-	count("connections_refused_total", "Connections closed at the limit.", &r.n.connsRefused)
 }

@@ -3,42 +3,18 @@ package bootstrap
 import (
 	"bytes"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"hash/crc32"
-	"io"
-	"io/fs"
-	"os"
-	"path/filepath"
-	"syscall"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/origin"
 )
 
-// The state file is one line of header and one of JSON:
-//
-//	kvasir-bootstrap 1 CRC32C-of-the-JSON-in-hex
-//	{"generation":…,"engines":[…]}
-//
-// It is replaced as a whole: written beside, synced, renamed, the folder synced.
-
-// StateError is a state file that cannot be used.
-type StateError struct {
-	Path   string
-	Reason string
-}
-
-func (e *StateError) Error() string {
-	return fmt.Sprintf("state file %s: %s; remove it to start with an empty registry", e.Path, e.Reason)
-}
-
 const (
-	stateMagic    = "kvasir-bootstrap 1 "
+	stateMagic    = "kvasir-bootstrap 1" // and then savedState in JSON
 	maxStateBytes = 64 << 20
 	saveEvery     = 50 * time.Millisecond // writes in between are one
 	saveRetry     = 5 * time.Second       // after an error
 )
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 type savedState struct {
 	Generation uint64        `json:"generation"`
@@ -46,182 +22,133 @@ type savedState struct {
 }
 
 type savedEngine struct {
-	ID      string        `json:"engine_id"`
-	DP      int           `json:"dp_rank"`
-	TPSize  int           `json:"tp_size,omitempty"`
-	PPSize  int           `json:"pp_size,omitempty"`
-	Workers []savedWorker `json:"workers"`
-	Missing []savedRank   `json:"missing,omitempty"`
+	ID      string         `json:"engine_id"`
+	DP      int            `json:"dp_rank"`
+	Founder *origin.Origin `json:"founder,omitempty"`
+	TPSize  int            `json:"tp_size,omitempty"`
+	PPSize  int            `json:"pp_size,omitempty"`
+	Workers []savedWorker  `json:"workers"`
+	Missing []savedRank    `json:"missing,omitempty"`
 }
 
 type savedWorker struct {
-	TP     int           `json:"tp_rank"`
-	PP     int           `json:"pp_rank"`
-	Addr   string        `json:"addr"`
-	Remote bool          `json:"remote,omitempty"`
-	Lease  time.Duration `json:"lease_ns,omitempty"`
+	TP     int            `json:"tp_rank"`
+	PP     int            `json:"pp_rank"`
+	Addr   string         `json:"addr"`
+	From   *origin.Origin `json:"from,omitempty"`
+	Remote bool           `json:"remote,omitempty"` // of files without From
+	Lease  time.Duration  `json:"lease_ns,omitempty"`
 }
 
 type savedRank struct {
-	TP  int  `json:"tp_rank"`
-	PP  int  `json:"pp_rank"`
-	Own bool `json:"own,omitempty"`
+	TP   int            `json:"tp_rank"`
+	PP   int            `json:"pp_rank"`
+	From *origin.Origin `json:"from,omitempty"`
+	Own  bool           `json:"own,omitempty"`
 }
 
-// stateFile is an open state file. One process at a time has it.
-type stateFile struct {
-	path string
-	lock *os.File
-}
-
-// openState locks the file and reads it. A file that is not there is empty.
-func openState(path string, maxWorkers int) (*stateFile, []savedEngine, uint64, error) {
-	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|syscall.O_CLOEXEC, 0o600)
-	if err != nil {
-		return nil, nil, 0, fmt.Errorf("lock state file: %w", err)
+// decode reads a document of the state file and refuses what a registry could not have
+// written. Without a document there are no engines.
+func (st *savedState) decode(doc []byte) error {
+	if doc == nil {
+		return nil
 	}
-	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
-		lock.Close()
-		return nil, nil, 0, fmt.Errorf("state file %s is in use by another process: %w", path, err)
+	if err := json.Unmarshal(doc, st); err != nil {
+		return err
 	}
-	f := &stateFile{path: path, lock: lock}
-	st, err := readState(path)
-	if err == nil {
-		err = st.check(path, maxWorkers)
-	}
-	if err != nil {
-		return nil, nil, 0, errors.Join(err, f.close())
-	}
-	return f, st.Engines, st.Generation, nil
-}
-
-func (f *stateFile) close() error { return f.lock.Close() }
-
-func readState(path string) (st savedState, _ error) {
-	in, err := os.Open(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return st, nil
-	}
-	if err != nil {
-		return st, fmt.Errorf("read state file: %w", err)
-	}
-	defer in.Close()
-	b, err := io.ReadAll(io.LimitReader(in, maxStateBytes+1))
-	if err != nil {
-		return st, fmt.Errorf("read state file: %w", err)
-	}
-	if len(b) > maxStateBytes {
-		return st, &StateError{path, fmt.Sprintf("longer than %d bytes", maxStateBytes)}
-	}
-	st, reason := decodeState(b)
-	if reason != "" {
-		return st, &StateError{path, reason}
-	}
-	return st, nil
-}
-
-func decodeState(b []byte) (st savedState, reason string) {
-	head, text, ok := bytes.Cut(b, []byte("\n"))
-	sum, known := bytes.CutPrefix(head, []byte(stateMagic))
-	if !known {
-		return st, "not a state file of this version"
-	}
-	if text = bytes.TrimSuffix(text, []byte("\n")); !ok || string(sum) != fmt.Sprintf("%08x", crc32.Checksum(text, castagnoli)) {
-		return st, "damaged: the checksum does not fit"
-	}
-	if err := json.Unmarshal(text, &st); err != nil {
-		return st, "damaged: " + err.Error()
-	}
-	return st, ""
-}
-
-func encodeState(st savedState) ([]byte, error) {
-	text, err := json.Marshal(st)
-	if err != nil {
-		return nil, err
-	}
-	b := fmt.Appendf(nil, "%s%08x\n", stateMagic, crc32.Checksum(text, castagnoli))
-	return append(append(b, text...), '\n'), nil
-}
-
-// check refuses what the registry could not have written.
-func (st *savedState) check(path string, maxWorkers int) error {
-	workers := 0
 	dps := map[int]bool{}
 	for _, e := range st.Engines {
 		seen := map[ranks]bool{}
 		for _, w := range e.Workers {
 			at := ranks{w.TP, w.PP}
-			if seen[at] || len(w.Addr) > MaxAddrBytes || w.Lease < 0 || w.Lease > MaxLease {
-				return &StateError{path, fmt.Sprintf("damaged: worker tp_rank %d pp_rank %d of engine %q", w.TP, w.PP, e.ID)}
+			if seen[at] || len(w.Addr) > maxAddrBytes || w.Lease < 0 || w.Lease > maxLease {
+				return fmt.Errorf("worker tp_rank %d pp_rank %d of engine %q", w.TP, w.PP, e.ID)
 			}
 			seen[at] = true
 		}
-		if dps[e.DP] || len(e.Workers) == 0 || len(e.ID) > MaxEngineIDBytes {
-			return &StateError{path, fmt.Sprintf("damaged: engine %q of dp_rank %d", e.ID, e.DP)}
+		if dps[e.DP] || len(e.Workers) == 0 || len(e.ID) > maxEngineIDBytes {
+			return fmt.Errorf("engine %q of dp_rank %d", e.ID, e.DP)
 		}
 		dps[e.DP] = true
-		workers += len(e.Workers)
-	}
-	if workers > maxWorkers {
-		return &StateError{path, fmt.Sprintf("has %d workers, the limit is %d", workers, maxWorkers)}
 	}
 	return nil
 }
 
+func (st *savedState) encode() []byte {
+	var b bytes.Buffer
+	out := json.NewEncoder(&b)
+	out.SetEscapeHTML(false) // it would make six bytes of one
+	if err := out.Encode(st); err != nil {
+		panic("BUG: bootstrap: encode the state: " + err.Error()) // numbers and valid texts
+	}
+	return bytes.TrimSuffix(b.Bytes(), []byte("\n"))
+}
+
 // restore fills the registry before it starts. Leases begin anew.
 func (r *Registry) restore(engines []savedEngine) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	now := time.Now()
+	by := func(o *origin.Origin, here bool) origin.Origin {
+		if o == nil {
+			return origin.Origin{User: "unknown", Addr: "unknown", Here: here}
+		}
+		return *o
+	}
+	hold := func(from origin.Origin, id, addr string) charge {
+		p := charge{from, r.weight(id, addr)}
+		r.mu.held[from] += p.weight
+		r.mu.weight += p.weight
+		return p
+	}
 	for _, s := range engines {
-		e := newEngine(s.ID, s.DP)
+		e := newEngine(s.ID, s.DP, by(s.Founder, false))
 		e.tpSize, e.ppSize = s.TPSize, s.PPSize
 		for _, m := range s.Missing {
-			e.missing[ranks{m.TP, m.PP}] = m.Own
+			e.missing[ranks{m.TP, m.PP}] = vacant{hold(by(m.From, false), s.ID, ""), m.Own}
 			e.settled = now.Add(r.o.Settle)
 		}
 		for _, w := range s.Workers {
-			in := &worker{ranks: ranks{w.TP, w.PP}, addr: w.Addr, remote: w.Remote, lease: w.Lease, expires: now.Add(w.Lease)}
+			in := &worker{ranks: ranks{w.TP, w.PP}, charge: hold(by(w.From, !w.Remote), s.ID, w.Addr), addr: w.Addr, seen: now, lease: w.Lease}
 			e.add(in)
-			if in.lease > 0 {
-				r.dueLocked(in.expires)
-			}
+			r.leaseLocked(in)
 		}
 		if !e.settled.IsZero() {
-			r.dueLocked(e.settled)
+			r.scheduleLocked(e.settled)
 		}
 		r.mu.engines = append(r.mu.engines, e)
 		r.mu.byDP[e.dp] = e
 		r.mu.workers += len(e.byRank)
 	}
 	if len(engines) > 0 {
-		r.log.Info(fmt.Sprintf("%d engines with %d workers from %s", len(engines), r.mu.workers, r.o.StateFile))
+		r.log.Info("state file read", "file", r.o.StateFile, "engines", len(engines), "workers", r.mu.workers)
 	}
 }
 
 // saved copies the registry for the state file.
-func (r *Registry) saved() savedState {
+func (r *Registry) saved() []byte {
 	gen := r.current().gen
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	st := savedState{Generation: gen, Engines: []savedEngine{}}
 	for _, e := range r.mu.engines {
-		s := savedEngine{ID: e.id, DP: e.dp, TPSize: e.tpSize, PPSize: e.ppSize}
+		s := savedEngine{ID: e.id, DP: e.dp, Founder: &e.founder, TPSize: e.tpSize, PPSize: e.ppSize}
 		for _, row := range e.rows {
 			for _, w := range row.workers {
-				s.Workers = append(s.Workers, savedWorker{w.tp, w.pp, w.addr, w.remote, w.lease})
+				s.Workers = append(s.Workers, savedWorker{TP: w.tp, PP: w.pp, Addr: w.addr, From: &w.from, Lease: w.lease})
 			}
 		}
-		for at, own := range e.missing {
-			s.Missing = append(s.Missing, savedRank{at.tp, at.pp, own})
+		for at, v := range e.missing {
+			s.Missing = append(s.Missing, savedRank{at.tp, at.pp, &v.from, v.own})
 		}
 		st.Engines = append(st.Engines, s)
 	}
-	return st
+	return st.encode()
 }
 
-// keep writes the state file after changes, without a lock held, several changes
-// at once when they come fast, and a last time when the registry closes.
-func (r *Registry) keep() {
+// saveLoop writes the state file after changes, several changes at once when they come
+// fast, and a last time when the registry closes. It holds no lock.
+func (r *Registry) saveLoop() {
 	for {
 		select {
 		case <-r.closing:
@@ -248,45 +175,18 @@ func (r *Registry) keep() {
 	}
 }
 
-// write replaces the state file and reports whether that went well.
+// write replaces the state file and reports whether it could.
 func (r *Registry) write() bool {
-	err := r.file.write(r.saved())
+	err := r.file.Write(r.saved())
 	if err == nil {
 		if r.n.unsaved.Swap(false) {
-			r.log.Info("the state file is up to date again: " + r.file.path)
+			r.log.Info("state file is up to date again", "file", r.file.Path())
 		}
 		return true
 	}
 	r.n.saveErrors.Add(1)
 	if !r.n.unsaved.Swap(true) {
-		r.log.Warn(fmt.Sprintf("state file %s is out of date, the registry goes on: %v", r.file.path, err))
+		r.log.Warn("state file is out of date, the registry goes on", "file", r.file.Path(), "err", err)
 	}
 	return false
-}
-
-func (f *stateFile) write(st savedState) (err error) {
-	b, err := encodeState(st)
-	if err != nil {
-		return err
-	}
-	tmp := f.path + ".tmp"
-	out, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = out.Write(b)
-	if err == nil {
-		err = out.Sync()
-	}
-	if err = errors.Join(err, out.Close()); err != nil {
-		return errors.Join(err, os.Remove(tmp))
-	}
-	if err := os.Rename(tmp, f.path); err != nil {
-		return err
-	}
-	dir, err := os.Open(filepath.Dir(f.path))
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
 }

@@ -3,12 +3,16 @@ package bootstrap
 import (
 	"bytes"
 	"errors"
+	"math/rand/v2"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/statefile"
 )
 
 func openAt(t *testing.T, path string) *Registry {
@@ -35,7 +39,7 @@ func TestStateRestart(t *testing.T) {
 		mustRegister(t, r, in)
 	}
 	one := 1
-	r.Unregister("lost", nil, &one, nil)
+	r.unregisterMatching("lost", nil, &one, nil)
 	before := r.current()
 	if _, err := Open(Options{StateFile: path}); err == nil || !strings.Contains(err.Error(), path+" is in use") {
 		t.Fatal(err)
@@ -79,55 +83,38 @@ func TestStateWhileRunning(t *testing.T) {
 	})
 }
 
-// A damaged file is an error that names it, wherever the damage is.
-func TestStateDamaged(t *testing.T) {
+// A file that the registry could not have written is an error that names it.
+func TestStateRefused(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
-	r := openAt(t, path)
-	mustRegister(t, r, Registration{EngineID: "e", Addr: "a"})
-	if err := r.Close(); err != nil {
-		t.Fatal(err)
-	}
-	good, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	f := func(b []byte) {
+	f := func(doc string) {
 		t.Helper()
-		if err := os.WriteFile(path, b, 0o600); err != nil {
-			t.Fatal(err)
-		}
-		r, err := Open(Options{StateFile: path})
+		file, _, err := statefile.Open(path, stateMagic, maxStateBytes)
 		if err == nil {
-			r.Close()
-			t.Fatalf("opened %q", b)
+			err = errors.Join(file.Write([]byte(doc)), file.Close())
 		}
-		se, ok := errors.AsType[*StateError](err)
-		if !ok || se.Path != path || !strings.Contains(err.Error(), path) {
-			t.Fatal(err)
-		}
-	}
-	for n := range len(good) - 1 { // without the last byte, a newline, it is whole
-		f(good[:n])
-	}
-	for i := range len(good) - 1 {
-		b := bytes.Clone(good)
-		b[i] ^= 0x10
-		f(b)
-	}
-	odd := func(engines ...savedEngine) {
-		t.Helper()
-		b, err := encodeState(savedState{Engines: engines})
 		if err != nil {
 			t.Fatal(err)
 		}
-		f(b)
+		r, err := Open(Options{StateFile: path})
+		if e, ok := errors.AsType[*statefile.Error](err); !ok || e.Path != path {
+			_ = r.Close()
+			t.Fatalf("%.100s: %v", doc, err)
+		}
+	}
+	odd := func(engines ...savedEngine) {
+		t.Helper()
+		st := savedState{Engines: engines}
+		f(string(st.encode()))
 	}
 	w := savedWorker{Addr: "a"}
 	odd(savedEngine{ID: "no workers"})
 	odd(savedEngine{Workers: []savedWorker{w, w}})
 	odd(savedEngine{Workers: []savedWorker{w}}, savedEngine{Workers: []savedWorker{w}})
 	odd(savedEngine{Workers: []savedWorker{{Addr: "a", Lease: -1}}})
-	odd(savedEngine{Workers: []savedWorker{{Addr: strings.Repeat("a", MaxAddrBytes+1)}}})
+	odd(savedEngine{Workers: []savedWorker{{Addr: strings.Repeat("a", maxAddrBytes+1)}}})
+	f("")
+	f("[]")
+	f(`{"engines":`)
 }
 
 // A folder that takes no file any more does not stop the registry, and is told.
@@ -161,4 +148,55 @@ func TestStateUnwritable(t *testing.T) {
 	r := openAt(t, path)
 	defer r.Close()
 	wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a"}}}}`)
+}
+
+// Killed at any moment, it starts again with what was saved: never a damaged file.
+func TestStateKilled(t *testing.T) {
+	if path := os.Getenv("KVASIR_TEST_STATE"); path != "" {
+		r := openAt(t, path)
+		for dp := 0; ; dp++ {
+			mustRegisterDirect(t, r, Registration{EngineID: "e", DPRank: dp % 500, TPRank: dp / 500, Addr: "tcp://h:1"}, local)
+			r.write() // also while the saving goroutine is at rest
+		}
+	}
+	path := filepath.Join(t.TempDir(), "state")
+	workers := 0
+	for i := range 8 {
+		c := exec.Command(os.Args[0], "-test.run", "^TestStateKilled$")
+		c.Env = append(os.Environ(), "KVASIR_TEST_STATE="+path)
+		if err := c.Start(); err != nil {
+			t.Fatal(err)
+		}
+		for begin := time.Now(); time.Since(begin) < time.Minute; time.Sleep(time.Millisecond) {
+			if _, err := os.Stat(path); err == nil {
+				break
+			}
+		}
+		time.Sleep(time.Duration(rand.IntN(30)) * time.Millisecond)
+		_ = c.Process.Kill()
+		_ = c.Wait() // it was killed
+		r := openAt(t, path)
+		n := r.mu.workers
+		if err := r.Close(); err != nil || n < workers || n == 0 {
+			t.Fatalf("after kill %d: %d workers, before %d, %v", i, n, workers, err)
+		}
+		workers = n
+	}
+}
+
+// A file of an earlier release, which does not say who registered, is read.
+func TestStateWithoutOrigins(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "state")
+	file, _, err := statefile.Open(path, stateMagic, maxStateBytes)
+	if err == nil {
+		err = errors.Join(file.Write([]byte(`{"generation":7,"engines":[{"engine_id":"e","dp_rank":0,"workers":[{"tp_rank":0,"pp_rank":0,"addr":"tcp://10.0.0.7:1"},`+
+			`{"tp_rank":1,"pp_rank":0,"addr":"tcp://10.0.0.7:2","remote":true}]}]}`)), file.Close())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := openAt(t, path)
+	defer r.Close()
+	wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://10.0.0.7:1"},"1":{"0":"tcp://10.0.0.7:2"}}}}`)
+	checkBooks(t, r)
 }

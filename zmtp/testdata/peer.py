@@ -78,7 +78,7 @@ def pipeline(endpoint):
 
 
 def heartbeat(endpoint):
-    s = sock(zmq.DEALER, heartbeat_ivl=50, heartbeat_timeout=1000, heartbeat_ttl=1500)
+    s = sock(zmq.DEALER, heartbeat_ivl=50, heartbeat_timeout=20000, heartbeat_ttl=30000)
     monitor = s.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
     s.connect(endpoint)
     want(ask(s, b"a"), b"a")
@@ -124,7 +124,7 @@ def router(endpoint, *_):
 
 
 def router_heartbeat(endpoint, *_):
-    serve(sock(zmq.ROUTER, heartbeat_ivl=50, heartbeat_timeout=1000, heartbeat_ttl=1500), endpoint)
+    serve(sock(zmq.ROUTER, heartbeat_ivl=50, heartbeat_timeout=20000, heartbeat_ttl=30000), endpoint)
 
 
 def bound(endpoint, kind):
@@ -146,6 +146,41 @@ def serve(s, endpoint):
         if s in ready:
             m = s.recv_multipart()
             s.send_multipart(m + m[:1] if m[1:2] == [b"who"] else m)
+
+
+# SUB and PUB against ours.
+
+
+def subscribes(endpoint, kind):
+    s = sock(getattr(zmq, kind))
+    s.connect(endpoint)
+    tell = s.send if kind == "XSUB" else None
+    for t in [b"a", b"b"]:
+        tell(b"\x01" + t) if tell else s.subscribe(t)
+    want(s.recv_multipart(), b"a1", b"")
+    want(s.recv_multipart(), b"b", b"x" * (1 << 20))
+    want(s.recv_multipart(), b"a end")
+    tell(b"\x00a") if tell else s.unsubscribe(b"a")
+    want(s.recv_multipart(), b"b end")
+
+
+def publishes(endpoint, kind):
+    s = sock(getattr(zmq, kind))
+    s.bind(endpoint)
+    print(s.last_endpoint.decode(), flush=True)
+    poller = zmq.Poller()
+    poller.register(sys.stdin, zmq.POLLIN)
+    end = time.monotonic() + 2 * WAIT / 1000
+    while time.monotonic() < end and not poller.poll(20):
+        s.send_multipart([b"a", b"ready"])
+    for m in [[b"c", b"no"], [b"b", b"x" * (1 << 20)], [b"a", b"", b"last"]]:
+        s.send_multipart(m)
+    if kind == "XPUB":
+        want([s.recv(), s.recv()], b"\x01a", b"\x01b")
+        want([s.recv()], b"\x00a")
+    else:
+        sys.stdin.readline()
+        sys.stdin.read()
 
 
 globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,12 +1,14 @@
 // Command both is an engine of the role kv_both without a model: it pulls each
 // transfer from a real P with a mooncake.Receiver, and offers it to a real D with a
-// mooncake.Sender, from the same memory. run_mooncake_pd.py takes it as --relay.
+// mooncake.Sender, from the same memory. run_mooncake_pd.py takes it as --relay,
+// run_mooncake_pd_v013.py as --middle: there the sides are those of package v013.
 //
 // What a real engine knows of itself, its layers and block sizes, it learns from
 // D's first pull, which it reads on its way to the Sender.
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -23,20 +25,33 @@ import (
 
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 func main() {
 	upstream := flag.String("upstream", "", "P's bootstrap server")
-	port := flag.Int("port", 0, "port of GET /query")
+	port := flag.Int("port", 0, "port of GET /query, or with --p-port of the side channel")
+	pPort := flag.Int("p-port", 0, "port of the side channel of a P of vLLM 0.13")
+	blockBytes := flag.Uint64("block-bytes", 0, "of a block of keys or values of engines before vLLM 0.19, which do not say it")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	if err := run(ctx, *upstream, *port); err != nil {
+	var err error
+	if *pPort > 0 {
+		err = run013(ctx, *pPort, *port, *blockBytes)
+	} else {
+		err = run(ctx, *upstream, *port, *blockBytes)
+	}
+	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
+}
+
+func newLog() *slog.Logger {
+	return slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
 }
 
 // blocks is how many blocks the engine's cache has.
@@ -48,20 +63,20 @@ type engine struct {
 	up     *bootstrap.Client
 	target *transfer.Target
 	client *transfer.Client
-	outer  *zmtp.Router // D's side; messages go on to the Sender
+	front  front // D's side; messages go on to the Sender
 	addr   string
+
+	blockBytes uint64 // where D does not say it
 
 	mu       sync.Mutex
 	receiver *mooncake.Receiver
 	sender   *mooncake.Sender
 	next     int // block id
-	inner    map[*zmtp.Peer]*zmtp.Dealer
 }
 
-func run(ctx context.Context, upstream string, port int) error {
+func run(ctx context.Context, upstream string, port int, blockBytes uint64) error {
 	e := &engine{
-		ctx: ctx, log: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})),
-		client: transfer.New(transfer.Options{}), inner: make(map[*zmtp.Peer]*zmtp.Dealer), next: 1,
+		ctx: ctx, log: newLog(), client: transfer.New(transfer.Options{}), next: 1, blockBytes: blockBytes,
 	}
 	defer e.client.Close()
 	var err error
@@ -72,13 +87,10 @@ func run(ctx context.Context, upstream string, port int) error {
 		return err
 	}
 	defer e.target.Close()
-	e.outer = zmtp.NewRouter(e.handle, zmtp.RouterOptions{OnDisconnect: func(p *zmtp.Peer, _ error) { e.gone(p) }})
-	at, err := e.outer.Listen(ctx, "tcp://127.0.0.1:*")
-	if err != nil {
+	if e.addr, err = e.front.listen(ctx, "tcp://127.0.0.1:*", e.see, func(err error) { e.log.Error("pull", "err", err) }); err != nil {
 		return err
 	}
-	defer e.outer.Close()
-	e.addr = "tcp://" + at.String()
+	defer e.front.router.Close()
 	l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port))
 	if err != nil {
 		return err
@@ -123,32 +135,24 @@ func (e *engine) query(w http.ResponseWriter, r *http.Request) {
 	}})
 }
 
-// handle reads a pull of D, has its transfers computed, and passes it to the Sender.
-func (e *engine) handle(peer *zmtp.Peer, m zmtp.Message) {
-	raw := append([]byte(nil), m[0]...)
-	pull, err := mooncake.DecodePull(raw, 0)
+// see reads a pull of D and has its transfers computed. The Sender gets the pull before
+// the KV is there, as from a proxy that asks both engines at once.
+func (e *engine) see(m zmtp.Message) (string, error) {
+	pull, err := wire.DecodePull(m[0], 0)
 	if err == nil {
 		err = e.open(pull)
 	}
-	var inner *zmtp.Dealer
-	if err == nil {
-		inner, err = e.dealer(peer)
-	}
-	if err == nil {
-		err = inner.Send(raw) // before the KV is there, as a proxy may do
-	}
 	if err != nil {
-		e.log.Error("pull", "err", err)
-		peer.Close()
-		return
+		return "", err
 	}
 	for _, w := range pull.Wanted {
 		go e.prefill(w)
 	}
+	return e.sender.Addr(), nil
 }
 
 // open makes the engine's memory in D's layout: same layers, sizes and groups.
-func (e *engine) open(pull *mooncake.Pull) error {
+func (e *engine) open(pull *wire.Pull) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.sender != nil {
@@ -156,7 +160,13 @@ func (e *engine) open(pull *mooncake.Pull) error {
 	}
 	c := &mooncake.Cache{}
 	for i, r := range pull.Regions {
-		r.Stride, r.RowOffset = r.Payload, mooncake.NoRow
+		if !pull.Release.BlockSizes() {
+			r.Payload = e.blockBytes
+		}
+		if r.Group == wire.Unsent { // before 0.25: all regions are of one group
+			r.Layer, r.Index, r.Group = cmp.Or(r.Layer, fmt.Sprint("region ", i)), i, 0
+		}
+		r.Stride, r.RowOffset = r.Payload, wire.NoRow
 		r.Base = uint64(i+1) << 36
 		c.Storages = append(c.Storages, mooncake.Storage{Addr: r.Base, Mem: make([]byte, blocks*r.Payload)})
 		c.Regions = append(c.Regions, r)
@@ -165,7 +175,7 @@ func (e *engine) open(pull *mooncake.Pull) error {
 		}
 	}
 	var err error
-	if e.receiver, err = mooncake.NewReceiver(c, mooncake.ReceiverOptions{Target: e.target, Log: e.log}); err != nil {
+	if e.receiver, err = mooncake.NewReceiver(c, mooncake.ReceiverOptions{Target: e.target, Release: pull.Release, Log: e.log}); err != nil {
 		return err
 	}
 	s, err := mooncake.NewSender(c, mooncake.SenderOptions{Transfer: e.client, Log: e.log})
@@ -176,41 +186,21 @@ func (e *engine) open(pull *mooncake.Pull) error {
 	return s.Start(e.ctx)
 }
 
-// dealer is the connection to the Sender for a peer's pulls.
-func (e *engine) dealer(peer *zmtp.Peer) (*zmtp.Dealer, error) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if d := e.inner[peer]; d != nil {
-		return d, nil
-	}
-	d := zmtp.NewDealer(e.sender.Addr(), zmtp.DealerOptions{Handler: func(m zmtp.Message) {
-		if peer.Send(m...) == nil {
-			peer.Flush()
-		}
-	}})
-	e.inner[peer] = d
-	return d, d.Start()
-}
-
-func (e *engine) gone(peer *zmtp.Peer) {
-	e.mu.Lock()
-	d := e.inner[peer]
-	delete(e.inner, peer)
-	e.mu.Unlock()
-	if d != nil {
-		go d.Close()
-	}
+// after returns the block that is taken after block id, of n, a power of two: never its
+// neighbour, and never 0, which is a placeholder in some groups.
+func after(id, n int) int {
+	return cmp.Or((id+7)%n, 7)
 }
 
 // prefill gets a transfer's KV, from the real P, and offers it.
-func (e *engine) prefill(w mooncake.Wanted) {
+func (e *engine) prefill(w wire.Wanted) {
 	e.mu.Lock()
 	s, r := e.sender, e.receiver
 	own := make([][]int, len(w.Blocks))
 	for g, ids := range w.Blocks {
 		for range ids {
 			own[g] = append(own[g], e.next)
-			e.next = max(1, (e.next+7)%blocks) // never neighbours
+			e.next = after(e.next, blocks)
 		}
 	}
 	e.mu.Unlock()
@@ -220,7 +210,7 @@ func (e *engine) prefill(w mooncake.Wanted) {
 	if err == nil {
 		var failed map[string]error
 		failed, err = r.Pull(e.ctx, mooncake.Source{EngineID: d[0].ID, Bootstrap: e.up.Base()},
-			map[string]mooncake.Wanted{request: {TransferID: w.TransferID, Blocks: own}})
+			map[string]wire.Wanted{request: {TransferID: w.TransferID, Blocks: own}})
 		err = errors.Join(err, failed[request])
 	}
 	if err != nil {

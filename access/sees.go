@@ -1,0 +1,69 @@
+package access
+
+import (
+	"fmt"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+)
+
+// A process of this user on this host may still have another /dev/shm than this
+// server: a container with the host's network. Under the pool's name it could find
+// a file that another server left there, and copy into that.
+
+// Finder looks for the processes behind connections, which reads all of /proc, and
+// spends at most half of the time on it. One look serves all who wait for it.
+type Finder struct {
+	mu    sync.Mutex
+	next  time.Time // not before it is looked again
+	uid   int       // whose sockets the last look found
+	found map[uint64]peercred.Process
+}
+
+// patience is how long a caller of Process waits for its turn, and for those before it.
+const patience = 2 * time.Second
+
+// Process returns the process that has the other end of the connection open; 0 when that
+// is not known, or so many were looked for that its turn does not come.
+func (f *Finder) Process(c *Caller) int {
+	if c.Peer.PID != 0 || !c.Peer.Known() || c.Peer.Socket == 0 {
+		return c.Peer.PID
+	}
+	asked := time.Now()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if p, ok := f.found[c.Peer.Socket]; ok && f.uid == c.Peer.UID {
+		if has, _ := peercred.HasSocket(p.PID, c.Peer.Socket); has && !p.Gone() {
+			return p.PID
+		}
+	}
+	wait := time.Until(f.next)
+	if time.Since(asked)+wait > patience {
+		return 0
+	}
+	time.Sleep(wait)
+	began := time.Now()
+	f.uid, f.found = c.Peer.UID, peercred.Owners(c.Peer.UID, nil)
+	f.next = time.Now().Add(time.Since(began)) // at most half of the time
+	return f.found[c.Peer.Socket].PID
+}
+
+// SameFile returns an error when process pid finds another file than this process, or
+// none, at path. Where that cannot be looked at, it returns nil.
+func SameFile(pid int, path string) error {
+	var ours, theirs unix.Stat_t
+	if unix.Stat(path, &ours) != nil {
+		return nil
+	}
+	switch err := unix.Stat(filepath.Join("/proc", strconv.Itoa(pid), "root", path), &theirs); {
+	case err == unix.ENOENT && unix.Stat(filepath.Join("/proc", strconv.Itoa(pid), "root"), &theirs) == nil:
+	case err != nil || ours.Dev == theirs.Dev && ours.Ino == theirs.Ino:
+		return nil
+	}
+	return fmt.Errorf("%w: process %d has another %s than this server (containers: --ipc=host, or one shared volume)", ErrNotTold, pid, filepath.Dir(path))
+}

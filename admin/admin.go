@@ -1,0 +1,113 @@
+// Package admin is the HTTP interface of a node: health, status and metrics, and
+// clearing the cache, with LMCache's bodies where it has them.
+package admin
+
+import (
+	"encoding/json"
+	"net/http"
+	"net/http/pprof"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Options configures a Handler. A zero field means its default.
+type Options struct {
+	AllowHosts []string          // names of this machine that requests may ask for, besides its host name
+	Flags      map[string]string // what the server was started with, shown in /status
+	Profiles   bool              // serve Go's profiles at /debug/pprof/
+}
+
+// Handler answers GET / /healthcheck /healthz /status /version /metrics and POST
+// /cache/clear. Probes and metrics answer under any name of the host: they tell
+// nothing that a web page could use.
+func Handler(s *server.Server, o Options) http.Handler {
+	version := s.Version()
+	reg := metrics.New(version)
+	metrics.Add(reg, s.Stats)
+	for _, t := range s.Tiers() {
+		labels := map[string]string{"tier": t.Name()}
+		metrics.AddWith(reg, labels, t.Stats)
+		if _, ok := t.Requests(); ok {
+			metrics.AddWith(reg, labels, func() tier.Requests { r, _ := t.Requests(); return r })
+		}
+	}
+	for _, name := range s.TierNames() {
+		metrics.AddWith(reg, map[string]string{"tier": name}, func() server.TierEnds { return s.TierEnds(name) })
+	}
+	if p := s.Publisher(); p != nil {
+		metrics.Add(reg, p.Stats)
+	}
+	if d := s.Disk(); d != nil {
+		metrics.Add(reg, d.Stats)
+	}
+	for name, c := range s.Clusters() {
+		metrics.AddWith(reg, map[string]string{"tier": name}, c.Stats)
+	}
+	guard := httpguard.Guard{AllowHosts: o.AllowHosts}
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
+		writeJSON(w, http.StatusOK, map[string]string{"status": "ok", "service": "Kvasir HTTP API"})
+	})
+	health := func(w http.ResponseWriter, _ *http.Request) {
+		if why := s.Unhealthy(); len(why) > 0 {
+			writeJSON(w, http.StatusServiceUnavailable, map[string]string{"status": "unhealthy", "reason": strings.Join(why, "; ")})
+			return
+		}
+		writeJSON(w, http.StatusOK, map[string]string{"status": "healthy"})
+	}
+	mux.HandleFunc("GET /healthcheck", health)
+	mux.HandleFunc("GET /healthz", health)
+	mux.Handle("GET /status", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		writeJSON(w, http.StatusOK, Status{s.Status(), o.Flags})
+	})))
+	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
+	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
+	mux.Handle("GET /metrics", reg.Handler())
+	if o.Profiles {
+		for path, h := range map[string]http.HandlerFunc{
+			"": pprof.Index, "cmdline": pprof.Cmdline, "profile": pprof.Profile, "symbol": pprof.Symbol, "trace": pprof.Trace,
+		} {
+			mux.Handle("GET /debug/pprof/"+path, guard.Handler(h))
+		}
+	}
+	return mux
+}
+
+// Status is the body of /status.
+type Status struct {
+	server.Status
+	Flags map[string]string `json:"flags,omitempty"`
+}
+
+// maxBody bounds the body of a request, bytes.
+const maxBody = 4096
+
+// clearCache takes the optional body {"tier": "l1", "force": false}.
+func clearCache(s *server.Server, w http.ResponseWriter, r *http.Request) {
+	body := struct {
+		Tier  string `json:"tier"`
+		Force bool   `json:"force"`
+	}{Tier: "l1"}
+	if r.ContentLength != 0 {
+		if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody)).Decode(&body); err != nil {
+			writeJSON(w, http.StatusBadRequest, map[string]string{"error": "body is not {\"tier\": \"l1\", \"force\": false}: " + err.Error()})
+			return
+		}
+	}
+	if body.Tier != "l1" {
+		writeJSON(w, http.StatusBadRequest, map[string]string{"error": "unknown tier \"" + body.Tier + "\": the only tier is l1"})
+		return
+	}
+	n := s.Clear(body.Force)
+	writeJSON(w, http.StatusOK, map[string]any{"status": "ok", "cleared": map[string]any{"tier": body.Tier, "chunks": n}})
+}
+
+func writeJSON(w http.ResponseWriter, code int, v any) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	_ = json.NewEncoder(w).Encode(v) // the client is gone if this fails
+}

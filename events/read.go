@@ -1,0 +1,86 @@
+package events
+
+import (
+	"cmp"
+	"slices"
+	"strings"
+)
+
+// Changed returns a channel that is closed when there are records after the newest one.
+func (b *Book) Changed() <-chan struct{} {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.mu.changed
+}
+
+// Last returns the number of the newest record.
+func (b *Book) Last() uint64 {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.mu.last
+}
+
+// Read appends to dst the records after number after that want accepts, limit at most,
+// oldest first; a nil want accepts all. It returns the number of the last one it looked at.
+// With lost some are not kept any more, or after is a number that was never given: then
+// there are none, and a Snapshot tells the rest.
+func (b *Book) Read(after uint64, limit int, dst []Record, want func(*Record) bool) (_ []Record, next uint64, lost bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	kept := uint64(len(b.mu.records))
+	if after > b.mu.last || b.mu.last > kept && after < b.mu.last-kept {
+		return dst, after, true
+	}
+	for n := 0; after < b.mu.last && n < limit; {
+		after++
+		if r := &b.mu.records[after%kept]; want == nil || want(r) {
+			dst = append(dst, *r)
+			n++
+		}
+	}
+	return dst, after, false
+}
+
+// Snapshot returns what is available, chunks after those before them in a prompt, and the number of
+// the newest record that it contains. An empty model stands for all; with onePerModel a chunk that several
+// salts have is told once.
+func (b *Book) Snapshot(model string, onePerModel bool) (chunks []*Chunk, last uint64) {
+	b.mu.Lock()
+	for key, t := range b.mu.tenants {
+		if model != "" && key.model != model {
+			continue
+		}
+		for _, s := range t.shown {
+			chunks = append(chunks, s.Chunk)
+		}
+	}
+	last = b.mu.last
+	b.mu.Unlock()
+	slices.SortFunc(chunks, func(a, c *Chunk) int {
+		return cmp.Or(strings.Compare(a.Model, c.Model), cmp.Compare(a.Index, c.Index), slices.Compare(a.Hash[:], c.Hash[:]))
+	})
+	if onePerModel {
+		chunks = slices.CompactFunc(chunks, func(a, c *Chunk) bool { return a.Model == c.Model && a.Hash == c.Hash })
+	}
+	return chunks, last
+}
+
+// Stats is a snapshot of a Book.
+type Stats struct {
+	Counters
+	Active bool
+	Chunks int    // with tokens or without, of which an object is resident
+	Bytes  int64  // of tokens
+	Kept   int    // records
+	Last   uint64 // number of the newest record
+}
+
+// Stats returns a snapshot.
+func (b *Book) Stats() Stats {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return Stats{
+		Counters: b.mu.n, Active: b.Active(), Chunks: len(b.mu.bindings), Bytes: b.mu.bytes,
+		Kept: int(min(b.mu.last, uint64(len(b.mu.records)))), Last: b.mu.last,
+	}
+}

@@ -1,0 +1,75 @@
+package evict
+
+// LeafLRU evicts, of the slots that no resident one continues, what was not used for longest. It
+// needs nobody to use tails before heads.
+//
+// While every such slot is busy it evicts what was not used for longest of the others.
+type LeafLRU struct {
+	leaves
+}
+
+// leaves is a tree with an LRU beside it: the LRU names what may be evicted when no leaf may.
+type leaves struct {
+	tree
+	all LRU
+}
+
+// NewLeafLRU returns an empty LeafLRU.
+func NewLeafLRU() *LeafLRU {
+	l := new(LeafLRU)
+	l.init(1)
+	return l
+}
+
+func (l *leaves) init(classes int) {
+	l.tree.init(classes)
+	l.all.init()
+}
+
+// Add implements Policy.
+func (l *leaves) Add(slot uint32, id, parent uint64, weight int64) {
+	l.all.Add(slot, id, parent, weight)
+	l.add(slot, id, parent)
+}
+
+// Use implements Policy.
+func (l *leaves) Use(slot uint32) {
+	l.all.Use(slot)
+	if n := l.node(slot); n != nil {
+		l.use(n, slot+l.first)
+	}
+}
+
+// Remove implements Policy.
+func (l *leaves) Remove(slot uint32) {
+	l.all.Remove(slot)
+	if n := l.node(slot); n != nil {
+		l.remove(slot, n)
+	}
+}
+
+// Ascend implements Policy, in the order of last use.
+func (l *leaves) Ascend(f func(slot uint32) bool) { l.all.Ascend(f) }
+
+// Victim implements Policy.
+func (l *LeafLRU) Victim(busy func(slot uint32) bool) (slot uint32, ok, more bool) {
+	return l.victim(busy, func() (uint32, *node) { return l.oldest(0) })
+}
+
+// victim asks next for leaves until one is idle.
+func (l *leaves) victim(isBusy func(slot uint32) bool, next func() (uint32, *node)) (slot uint32, ok, more bool) {
+	l.settle()
+	for range maxLooks {
+		i, n := next()
+		if n == nil {
+			return l.all.Victim(isBusy)
+		}
+		if slot = i - l.first; !isBusy(slot) {
+			return slot, true, false
+		}
+		l.leave(n)
+		n.state = busy
+		l.all.setAside(slot)
+	}
+	return 0, false, true
+}

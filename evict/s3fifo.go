@@ -1,0 +1,295 @@
+package evict
+
+// S3FIFO evicts what is not used again soon after it came, and of the rest what was
+// not used lately: three first-in-first-out queues. What is new enters a small queue,
+// of a tenth of the bytes, and leaves it for the main queue if it was used at least
+// twice, else for good; of the latter a third queue remembers the ids, and what comes
+// back while it does enters the main queue. A scan through many prompts that are never
+// seen again so passes by what is used often. After J. Yang et al., "FIFO queues are
+// all you need for cache eviction", SOSP 2023, algorithm 1; sizes are bytes here.
+//
+// What Victim finds busy is taken out of its queue until its next Use, and then put
+// back where it was, so that it is looked at once. An operation takes constant time.
+type S3FIFO struct {
+	capacity int64 // bytes of the pool
+	pages    []*entryPage
+	queues   [3]queue // by where
+	clock    uint64   // of the last entry into a queue
+	hint     uint32   // 1 + the slot that was put back last
+	ghosts   ghostQueue
+}
+
+// where says in which queue a slot is; aside from it while it was found busy.
+type where uint8
+
+const (
+	nowhere where = iota
+	small
+	main
+)
+
+// The paper's constants.
+const (
+	maxFreq   = 3 // uses are counted up to this
+	promoteAt = 2 // uses in the small queue that lead to the main queue
+	smallPart = 10
+)
+
+// maxWalk bounds the search for the place to which a slot is put back.
+const maxWalk = 32
+
+// entry is what is known of a slot.
+type entry struct {
+	older, newer uint32 // 1 + slot in the queue; 0 for its ends
+	of           where
+	aside        bool  // out of its queue: busy when Victim looked
+	freq         uint8 // uses
+	weight       int64
+	id           uint64
+	came         uint64 // when it entered the queue
+}
+
+// entryPage is a run of entries: the table grows without being copied.
+type entryPage [4096]entry
+
+// queue is a list by when its entries came.
+type queue struct {
+	oldest, newest uint32 // 1 + slot; 0 while it is empty
+	weight         int64  // of all that belong to it, aside or not
+	len            int
+}
+
+// NewS3FIFO returns an empty S3FIFO for a pool of so many bytes.
+func NewS3FIFO(poolBytes int64) *S3FIFO {
+	return &S3FIFO{capacity: poolBytes, ghosts: ghostQueue{limit: poolBytes - poolBytes/smallPart}}
+}
+
+func (p *S3FIFO) entry(slot uint32) *entry {
+	page := int(slot) / len(entryPage{})
+	if page >= len(p.pages) {
+		return nil
+	}
+	return &p.pages[page][int(slot)%len(entryPage{})]
+}
+
+// Add implements Policy.
+func (p *S3FIFO) Add(slot uint32, id, _ uint64, weight int64) {
+	for p.entry(slot) == nil {
+		p.pages = append(p.pages, new(entryPage))
+	}
+	e := p.entry(slot)
+	*e = entry{weight: weight, id: id}
+	if p.ghosts.take(id) {
+		p.enter(slot, e, main)
+	} else {
+		p.enter(slot, e, small)
+	}
+}
+
+// Use implements Policy.
+func (p *S3FIFO) Use(slot uint32) {
+	e := p.entry(slot)
+	if e == nil || e.of == nowhere {
+		return
+	}
+	e.freq = min(e.freq+1, maxFreq)
+	if e.aside {
+		e.aside = false
+		p.putBack(slot, e)
+	}
+}
+
+// Remove implements Policy. What was new and hardly used is remembered.
+func (p *S3FIFO) Remove(slot uint32) {
+	e := p.entry(slot)
+	if e == nil || e.of == nowhere {
+		return
+	}
+	if e.of == small && e.freq < promoteAt {
+		p.ghosts.add(e.id, e.weight)
+	}
+	p.leave(slot, e)
+	*e = entry{}
+}
+
+// Victim implements Policy.
+func (p *S3FIFO) Victim(busy func(slot uint32) bool) (slot uint32, ok, more bool) {
+	for range maxLooks {
+		of := main
+		if p.queues[small].weight >= p.capacity/smallPart && p.queues[small].len > 0 || p.queues[main].len == 0 {
+			of = small
+		}
+		if p.queues[of].len == 0 {
+			return 0, false, false
+		}
+		slot = p.queues[of].oldest - 1
+		e := p.entry(slot)
+		switch {
+		case busy(slot):
+			p.unlink(slot, e)
+			e.aside = true
+		case of == small && e.freq >= promoteAt:
+			p.leave(slot, e)
+			e.freq = 0
+			p.enter(slot, e, main)
+		case of == main && e.freq > 0:
+			p.leave(slot, e)
+			e.freq--
+			p.enter(slot, e, main)
+		default:
+			return slot, true, false
+		}
+	}
+	return 0, false, true
+}
+
+// Ascend implements Policy: the small queue first.
+func (p *S3FIFO) Ascend(f func(slot uint32) bool) {
+	for _, of := range []where{small, main} {
+		for i := p.queues[of].oldest; i != 0; i = p.entry(i - 1).newer {
+			if !f(i - 1) {
+				return
+			}
+		}
+	}
+}
+
+// enter puts a slot at the new end of a queue.
+func (p *S3FIFO) enter(slot uint32, e *entry, of where) {
+	p.clock++
+	e.of, e.came = of, p.clock
+	q := &p.queues[of]
+	q.weight += e.weight
+	p.insert(slot, e, q.newest)
+}
+
+// leave takes a slot out of its queue's books.
+func (p *S3FIFO) leave(slot uint32, e *entry) {
+	p.queues[e.of].weight -= e.weight
+	if !e.aside {
+		p.unlink(slot, e)
+	}
+	e.of, e.aside = nowhere, false
+}
+
+// insert links a slot behind older: 1 + a slot of the queue, or 0 for the old end.
+func (p *S3FIFO) insert(slot uint32, e *entry, older uint32) {
+	q := &p.queues[e.of]
+	e.older, e.newer = older, q.oldest
+	if older != 0 {
+		o := p.entry(older - 1)
+		e.newer, o.newer = o.newer, slot+1
+	} else {
+		q.oldest = slot + 1
+	}
+	if e.newer != 0 {
+		p.entry(e.newer - 1).older = slot + 1
+	} else {
+		q.newest = slot + 1
+	}
+	q.len++
+}
+
+func (p *S3FIFO) unlink(slot uint32, e *entry) {
+	q := &p.queues[e.of]
+	if e.older != 0 {
+		p.entry(e.older - 1).newer = e.newer
+	} else {
+		q.oldest = e.newer
+	}
+	if e.newer != 0 {
+		p.entry(e.newer - 1).older = e.older
+	} else {
+		q.newest = e.older
+	}
+	e.older, e.newer = 0, 0
+	q.len--
+}
+
+// putBack links a slot that was aside where it was. Only others that were put back are
+// older than it. They mostly come back in order, so the search begins at the last one;
+// after maxWalk of them it ends.
+func (p *S3FIFO) putBack(slot uint32, e *entry) {
+	older := uint32(0)
+	if p.hint != 0 {
+		if h := p.entry(p.hint - 1); h.of == e.of && !h.aside && h.came < e.came {
+			older = p.hint
+		}
+	}
+	for range maxWalk {
+		next := p.queues[e.of].oldest
+		if older != 0 {
+			next = p.entry(older - 1).newer
+		}
+		if next == 0 || p.entry(next-1).came > e.came {
+			break
+		}
+		older = next
+	}
+	p.insert(slot, e, older)
+	p.hint = slot + 1
+}
+
+// maxGhosts bounds the ids that are remembered: 40 MB.
+const maxGhosts = 1 << 20
+
+// ghostQueue remembers the ids of what left the small queue, as many as weigh limit.
+type ghostQueue struct {
+	limit  int64
+	weight int64
+	at     map[uint64]uint64 // id to its place; places are counted up
+	pages  []*ghostPage      // by place modulo maxGhosts
+	first  uint64            // the oldest place
+	next   uint64
+}
+
+type ghost struct {
+	id     uint64
+	weight int64
+}
+
+// ghostPage is a run of ghosts: the queue grows without being copied.
+type ghostPage [4096]ghost
+
+func (g *ghostQueue) place(at uint64) *ghost {
+	at %= maxGhosts
+	return &g.pages[at/uint64(len(ghostPage{}))][at%uint64(len(ghostPage{}))]
+}
+
+func (g *ghostQueue) add(id uint64, weight int64) {
+	if g.at == nil {
+		g.at = make(map[uint64]uint64)
+	}
+	g.take(id) // once only
+	for g.next > g.first && (g.next-g.first >= maxGhosts || g.weight+weight > g.limit) {
+		g.forgetOldest()
+	}
+	if g.next%maxGhosts == uint64(len(g.pages)*len(ghostPage{})) {
+		g.pages = append(g.pages, new(ghostPage))
+	}
+	*g.place(g.next) = ghost{id, weight}
+	g.at[id] = g.next
+	g.weight += weight
+	g.next++
+}
+
+func (g *ghostQueue) forgetOldest() {
+	o := g.place(g.first)
+	g.weight -= o.weight
+	if g.at[o.id] == g.first {
+		delete(g.at, o.id)
+	}
+	g.first++
+}
+
+// take reports whether id is remembered, and forgets it.
+func (g *ghostQueue) take(id uint64) bool {
+	at, ok := g.at[id]
+	if ok {
+		delete(g.at, id)
+		o := g.place(at)
+		g.weight -= o.weight
+		o.weight = 0
+	}
+	return ok
+}

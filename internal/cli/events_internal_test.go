@@ -1,0 +1,28 @@
+package cli
+
+import (
+	"strings"
+	"testing"
+)
+
+// Flags for events that do not go together are refused with what to do.
+func TestEventFlags(t *testing.T) {
+	f := func(flags eventFlags, want string) {
+		t.Helper()
+		err := flags.check()
+		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%+v: %v", flags, err)
+		}
+	}
+	f(eventFlags{EventLog: 1}, "")
+	f(eventFlags{}, "")
+	f(eventFlags{EventLog: 1, Events: "tcp://127.0.0.1:5557", EventReplay: "tcp://127.0.0.1:5558"}, "")
+	f(eventFlags{Events: "tcp://127.0.0.1:5557"}, "--kv-event-log-size is 0")
+	f(eventFlags{EventLog: 1, EventReplay: "tcp://127.0.0.1:5558"}, "without --kv-events")
+	if topic := (&eventFlags{}).publisherOptions(5555, 16, nil).Topic; !strings.HasPrefix(topic, "kv@") || !strings.HasSuffix(topic, ":5555@{model}") {
+		t.Error(topic)
+	}
+	if topic := (&eventFlags{EventTopic: "x"}).publisherOptions(5555, 16, nil).Topic; topic != "x" {
+		t.Error(topic)
+	}
+}

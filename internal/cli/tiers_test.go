@@ -1,0 +1,62 @@
+package cli_test
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// A tier of the command line is served, shown by status and counted; mistakes are one line
+// that says what was meant.
+func TestTierOfTheCommandLine(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "made", "by the server")
+	s := serve(t, "--disk", dir+"0", "--disk-gb", "1", "--l2-adapter", fmt.Sprintf(`{"type": "fs", "base_path": %q}`, dir), fmt.Sprintf(`{"type": "fs_native", "base_path": %q, "use_odirect": true}`, dir+"2"))
+	url := fmt.Sprintf("http://127.0.0.1:%d", s.http)
+	if code, out, stderr := run(t, "status", "--url", url); code != 0 || !strings.Contains(out, "tier disk ") || !strings.Contains(out, "tier fs ") || !strings.Contains(out, "tier fs_native ") {
+		t.Errorf("exit %d: %s%s", code, out, stderr)
+	}
+	r, err := http.Get(url + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Body.Close()
+	body, err := io.ReadAll(r.Body)
+	if err != nil || !strings.Contains(string(body), `kvasir_tier_hits_total{tier="fs"} 0`) || !strings.Contains(string(body), `kvasir_tier_hits_total{tier="fs_native"} 0`) ||
+		!strings.Contains(string(body), `kvasir_tier_hits_total{tier="disk"} 0`) || !strings.Contains(string(body), "kvasir_disk_opening") {
+		t.Errorf("%v: no figures of the tiers", err)
+	}
+	if code, out, stderr := run(t, "tier", "ls", "fs:"+dir); code != 0 || !strings.Contains(out, "0 objects") {
+		t.Errorf("exit %d: %s%s", code, out, stderr)
+	}
+	if code, _, stderr := run(t, "tier", "drop", "fs:"+dir); code != 2 || !strings.Contains(stderr, "say what to remove") {
+		t.Errorf("exit %d: %s", code, stderr)
+	}
+	if code, _, stderr := run(t, "tier", "verify", "disk:"+dir+"0"); code != 1 || !strings.Contains(stderr, "in use") {
+		t.Errorf("exit %d: %s", code, stderr)
+	}
+	f := func(want string, args ...string) {
+		t.Helper()
+		code, _, stderr := run(t, append([]string{"server", "--l1-size-gb", "0.01", "--shm-name", "kvasir_test_tiers"}, args...)...)
+		if code == 0 || strings.Count(strings.TrimSpace(stderr), "\n") != 0 || !strings.Contains(stderr, want) {
+			t.Errorf("%v: exit %d, want one line with %q, got:\n%s", args, code, want, stderr)
+		}
+	}
+	t.Setenv("KVASIR_SERVER_L2_ADAPTER", `{"type": "fs", "base_path": "/x", "one": 1} {"type": "fs", "base_path": "/y", "two": 2}`)
+	f(`"one" is unknown; key "two" is unknown`)
+	os.Unsetenv("KVASIR_SERVER_L2_ADAPTER") // the test's end sets it back
+	f(`did you mean "base_path"?`, "--l2-adapter", `{"type":"fs","basepath":"/x"}`)
+	f(`did you mean "fs"?`, "--l2-adapter", `{"type":"fss"}`)
+	f("is no JSON object", "--l2-adapter", "/data")
+	f("--l2-adapter: fs:", "--l2-adapter", `{"type":"fs","base_path":"/dev/null/x"}`)
+	f("not a directory", "--l2-adapter", `{"type":"fs","base_path":"/etc/hostname"}`)
+	f("--l2-prefetch-load-timeout 0 is not above 0", "--l2-prefetch-load-timeout", "0")
+	f("--l2-trust", "--l2-trust", "blind")
+	f("--disk needs --disk-gb", "--disk", dir+"3")
+	f("--disk-gb is given without --disk", "--disk-gb", "3")
+	f("less than four segments", "--disk", dir+"3", "--disk-gb", "0.001")
+	f("not a directory of kvasir", "--disk", "/etc", "--disk-gb", "1")
+}

@@ -1,0 +1,82 @@
+// Package histogram counts amounts (times, bytes, items) by size, without locks or
+// allocations.
+package histogram
+
+import (
+	"math"
+	"sync/atomic"
+	"time"
+)
+
+// times are the upper bounds for durations, ns.
+var times = []int64{
+	10e3, 30e3, 100e3, 300e3, 1e6, 3e6, 10e6, 30e6, 100e6, 300e6, 1e9, 3e9, 10e9,
+}
+
+// Histogram counts amounts. Its methods are safe for concurrent use.
+type Histogram struct {
+	bounds []int64
+	unit   float64
+	counts []atomic.Uint64 // one more than bounds
+	sum    atomic.Int64
+}
+
+// New returns an empty Histogram with those upper bounds, which rise. One amount is
+// unit of what the metric is measured in: 1e-9 where amounts are ns and the metric
+// seconds.
+func New(unit float64, bounds ...int64) *Histogram {
+	return &Histogram{bounds: bounds, unit: unit, counts: make([]atomic.Uint64, len(bounds)+1)}
+}
+
+// Times returns a Histogram of durations from 10 µs to 10 s, in seconds.
+func Times() *Histogram { return New(1e-9, times...) }
+
+// Observe counts one amount.
+func (h *Histogram) Observe(n int64) {
+	i := 0
+	for i < len(h.bounds) && n > h.bounds[i] {
+		i++
+	}
+	h.counts[i].Add(1)
+	h.sum.Add(n)
+}
+
+// Took counts one duration, in a Histogram of Times.
+func (h *Histogram) Took(d time.Duration) { h.Observe(int64(d)) }
+
+// Counts is what a Histogram has counted; the zero Counts is of no buckets.
+type Counts struct {
+	Bounds  []int64 // of all buckets but the last
+	Unit    float64
+	Buckets []uint64 // each on its own, not what is below it
+	Sum     int64
+}
+
+// Counts returns a snapshot.
+func (h *Histogram) Counts() Counts {
+	c := Counts{Bounds: h.bounds, Unit: h.unit, Buckets: make([]uint64, len(h.counts)), Sum: h.sum.Load()}
+	for i := range h.counts {
+		c.Buckets[i] = h.counts[i].Load()
+	}
+	return c
+}
+
+// Total is how many amounts were counted.
+func (c *Counts) Total() (n uint64) {
+	for _, b := range c.Buckets {
+		n += b
+	}
+	return n
+}
+
+// Below returns how many amounts are at most bound i, and that bound in the metric's
+// measure.
+func (c *Counts) Below(i int) (bound float64, n uint64) {
+	for _, b := range c.Buckets[:i+1] {
+		n += b
+	}
+	if c.Unit < 1 { // a quotient of whole numbers has the shortest decimal form
+		return float64(c.Bounds[i]) / math.Round(1/c.Unit), n
+	}
+	return float64(c.Bounds[i]) * c.Unit, n
+}

@@ -1,7 +1,0 @@
-//go:build !linux
-
-package loopback
-
-import "net"
-
-func unpaced(*net.TCPConn) {}

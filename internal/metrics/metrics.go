@@ -1,0 +1,202 @@
+// Package metrics turns the Stats structs of libraries into Prometheus samples.
+// With internal/cli it is the only package that knows Prometheus: a library has a
+// Stats method and tags on the struct that it returns.
+//
+//	type Stats struct {
+//		Lookups uint64            `counter:"kvasir_lookups_total" help:"Lookups."`
+//		Bytes   int64             `gauge:"kvasir_bytes" help:"Bytes in use."`
+//		Missed  map[string]uint64 `counter:"kvasir_missed_total" label:"reason" help:"Misses by reason."`
+//		Took    histogram.Counts    `histogram:"kvasir_seconds" help:"Time of each."`
+//	}
+//
+// Fields may be integers, floats, bools (0 or 1), durations (seconds), histogram.Counts,
+// and maps from a label's value to those. A map has every value from the start, so
+// that no series appears with its first event. Structs without a tag are walked;
+// other fields without a tag are for Go callers alone.
+package metrics
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"reflect"
+	"runtime"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"github.com/prometheus/common/expfmt"
+
+	"github.com/kvasir-kv/kvasir/internal/histogram"
+)
+
+// Registry serves the metrics of one process.
+type Registry struct{ reg *prometheus.Registry }
+
+// New returns a Registry with the metrics of the Go runtime and of the process, and
+// kvasir_build_info.
+func New(version string) *Registry {
+	r := &Registry{prometheus.NewRegistry()}
+	info := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "kvasir_build_info", Help: "The build that answers; always 1.",
+		ConstLabels: prometheus.Labels{"version": version, "goversion": runtime.Version()},
+	}, func() float64 { return 1 })
+	r.reg.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), info)
+	return r
+}
+
+// Add adds a library. stats returns its Stats; it is called when figures are asked
+// for, by several goroutines.
+func Add[T any](r *Registry, stats func() T) { AddWith(r, nil, stats) }
+
+// AddWith is Add for a library whose samples all have the same labels.
+func AddWith[T any](r *Registry, labels map[string]string, stats func() T) {
+	r.reg.MustRegister(newCollector(labels, reflect.TypeFor[T](), func() any { return stats() }))
+}
+
+// Handler answers GET /metrics.
+func (r *Registry) Handler() http.Handler { return promhttp.HandlerFor(r.reg, promhttp.HandlerOpts{}) }
+
+// Of answers GET /metrics with one library alone.
+func Of[T any](stats func() T) http.Handler {
+	r := &Registry{prometheus.NewRegistry()}
+	Add(r, stats)
+	return r.Handler()
+}
+
+// Write writes the samples of one Stats struct as text.
+func Write(w io.Writer, stats any) error {
+	reg := prometheus.NewPedanticRegistry()
+	if err := reg.Register(newCollector(nil, reflect.TypeOf(stats), func() any { return stats })); err != nil {
+		return err
+	}
+	families, err := reg.Gather()
+	if err != nil {
+		return err
+	}
+	for _, f := range families {
+		if _, err := expfmt.MetricFamilyToText(w, f); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// series is a tagged field.
+type series struct {
+	field     []int // by reflect.Value.FieldByIndex
+	desc      *prometheus.Desc
+	kind      prometheus.ValueType
+	histogram bool
+	labelled  bool
+}
+
+type collector struct {
+	stats  func() any
+	labels prometheus.Labels
+	series []series
+}
+
+var (
+	countsType   = reflect.TypeFor[histogram.Counts]()
+	durationType = reflect.TypeFor[time.Duration]()
+)
+
+func newCollector(labels map[string]string, t reflect.Type, stats func() any) *collector {
+	c := &collector{stats: stats, labels: labels}
+	if t.Kind() == reflect.Pointer {
+		t = t.Elem()
+	}
+	c.walk(t, nil)
+	if len(c.series) == 0 {
+		panic(fmt.Sprintf("BUG: metrics: %v has no tagged field", t))
+	}
+	return c
+}
+
+func (c *collector) walk(t reflect.Type, at []int) {
+	for i := range t.NumField() {
+		f := t.Field(i)
+		index := append(at[:len(at):len(at)], i)
+		s := series{field: index}
+		name := ""
+		for tag, kind := range map[string]prometheus.ValueType{"counter": prometheus.CounterValue, "gauge": prometheus.GaugeValue, "histogram": prometheus.UntypedValue} {
+			if v, ok := f.Tag.Lookup(tag); ok {
+				name, s.kind, s.histogram = v, kind, tag == "histogram"
+			}
+		}
+		if name == "" {
+			if f.Type.Kind() == reflect.Struct && f.Type != countsType {
+				c.walk(f.Type, index)
+			}
+			continue
+		}
+		var labels []string
+		of := f.Type
+		if label, ok := f.Tag.Lookup("label"); ok {
+			labels, s.labelled, of = []string{label}, true, of.Elem()
+		}
+		if s.histogram != (of == countsType) || !s.histogram && !numeric(of) {
+			panic(fmt.Sprintf("BUG: metrics: %v.%s cannot be %s", t, f.Name, f.Tag))
+		}
+		s.desc = prometheus.NewDesc(name, f.Tag.Get("help"), labels, c.labels)
+		c.series = append(c.series, s)
+	}
+}
+
+func numeric(t reflect.Type) bool {
+	return t.Kind() == reflect.Bool || t.ConvertibleTo(reflect.TypeFor[float64]())
+}
+
+// Describe implements prometheus.Collector.
+func (c *collector) Describe(ch chan<- *prometheus.Desc) {
+	for i := range c.series {
+		ch <- c.series[i].desc
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (c *collector) Collect(ch chan<- prometheus.Metric) {
+	v := reflect.Indirect(reflect.ValueOf(c.stats()))
+	for i := range c.series {
+		s := &c.series[i]
+		field := v.FieldByIndex(s.field)
+		if !s.labelled {
+			ch <- s.sample(field)
+			continue
+		}
+		for of := field.MapRange(); of.Next(); {
+			ch <- s.sample(of.Value(), of.Key().String())
+		}
+	}
+}
+
+func (s *series) sample(v reflect.Value, labels ...string) prometheus.Metric {
+	if !s.histogram {
+		return prometheus.MustNewConstMetric(s.desc, s.kind, number(v), labels...)
+	}
+	counts := v.Interface().(histogram.Counts)
+	buckets, sum := make(map[float64]uint64, len(counts.Bounds)), 0.0
+	for i := range counts.Bounds {
+		bound, n := counts.Below(i)
+		buckets[bound] = n
+	}
+	if counts.Unit > 0 {
+		sum = float64(counts.Sum) * counts.Unit
+	}
+	return prometheus.MustNewConstHistogram(s.desc, counts.Total(), sum, buckets, labels...)
+}
+
+func number(v reflect.Value) float64 {
+	switch {
+	case v.Type() == durationType:
+		return time.Duration(v.Int()).Seconds()
+	case v.Kind() == reflect.Bool:
+		if v.Bool() {
+			return 1
+		}
+		return 0
+	}
+	return v.Convert(reflect.TypeFor[float64]()).Float()
+}

@@ -1,0 +1,49 @@
+// Package options collects what is wrong with the fields of an Options struct: all of
+// it, each with the field's name, so that a command can say which flag it means.
+package options
+
+import (
+	"errors"
+	"fmt"
+	"time"
+)
+
+// Error is one field that cannot be used.
+type Error struct {
+	Field string // of the struct
+	Text  string // what is wrong, without the field
+}
+
+// Error returns the field and the text.
+func (e *Error) Error() string { return e.Field + " " + e.Text }
+
+// Checks collects Errors. The zero value has none.
+type Checks struct{ errs []error }
+
+// That notes an Error about a field unless ok.
+func (c *Checks) That(ok bool, field, format string, args ...any) {
+	if !ok {
+		c.errs = append(c.errs, &Error{field, fmt.Sprintf(format, args...)})
+	}
+}
+
+// Within checks that a number lies in [least, most].
+func Within[T int | int64 | float64 | time.Duration](c *Checks, field string, v, least, most T) {
+	c.That(v >= least && v <= most, field, "%v is outside %v to %v", v, least, most)
+}
+
+// Err returns the Errors, joined; nil when there are none.
+func (c *Checks) Err() error { return errors.Join(c.errs...) }
+
+// Each calls f with each Error in err.
+func Each(err error, f func(*Error)) {
+	if e, ok := err.(*Error); ok {
+		f(e)
+		return
+	}
+	if joined, ok := err.(interface{ Unwrap() []error }); ok {
+		for _, e := range joined.Unwrap() {
+			Each(e, f)
+		}
+	}
+}

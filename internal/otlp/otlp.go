@@ -1,0 +1,258 @@
+// Package otlp sends spans to an OpenTelemetry collector: OTLP over HTTP, as JSON.
+//
+// The official exporter brings gRPC and protobuf with it even where only HTTP is spoken; a span here
+// is a few texts and times. Sources: OTLP 1.x, W3C Trace Context.
+package otlp
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Limits of what waits to be sent.
+const (
+	maxQueue = 4096 // spans; more are dropped and counted
+	maxBatch = 512
+	every    = 2 * time.Second
+	timeout  = 10 * time.Second
+)
+
+// Context names a span across processes.
+type Context struct {
+	Trace   [16]byte
+	Span    [8]byte
+	Sampled bool
+}
+
+// New returns the Context of a new span below parent; the zero parent is none.
+func New(parent Context) Context {
+	c := Context{Trace: parent.Trace, Sampled: parent.Sampled}
+	if parent.Trace == ([16]byte{}) {
+		_, _ = rand.Read(c.Trace[:]) // never fails
+		c.Sampled = true
+	}
+	_, _ = rand.Read(c.Span[:])
+	return c
+}
+
+// Parse reads a traceparent; ok is false for what is none.
+func Parse(s string) (c Context, ok bool) {
+	parts := strings.Split(s, "-")
+	if len(parts) < 4 || len(parts[0]) != 2 || parts[0] == "ff" || parts[0] == "00" && len(parts) != 4 || len(parts[3]) != 2 {
+		return c, false
+	}
+	var version, flags [1]byte
+	for _, p := range []struct {
+		to   []byte
+		text string
+	}{{version[:], parts[0]}, {c.Trace[:], parts[1]}, {c.Span[:], parts[2]}, {flags[:], parts[3]}} {
+		if n, err := hex.Decode(p.to, []byte(p.text[:min(len(p.text), 2*len(p.to))])); err != nil || n != len(p.to) || len(p.text) != 2*len(p.to) || strings.ToLower(p.text) != p.text {
+			return Context{}, false
+		}
+	}
+	c.Sampled = flags[0]&1 == 1
+	return c, c.Trace != [16]byte{} && c.Span != [8]byte{}
+}
+
+// String is the traceparent.
+func (c Context) String() string {
+	flags := "00"
+	if c.Sampled {
+		flags = "01"
+	}
+	return "00-" + hex.EncodeToString(c.Trace[:]) + "-" + hex.EncodeToString(c.Span[:]) + "-" + flags
+}
+
+// Kind is a span's place in a call.
+type Kind int
+
+// The kinds.
+const (
+	Server Kind = 2
+	Client Kind = 3
+)
+
+// Span is one piece of work.
+type Span struct {
+	Context
+	Parent     [8]byte // zero: none
+	Name       string
+	Kind       Kind
+	Start, End time.Time
+	Attributes map[string]string
+	Err        string // "": it went well
+}
+
+// Exporter sends spans in the background. Its methods are safe for concurrent use.
+type Exporter struct {
+	url     string
+	service string
+	log     *slog.Logger
+	client  *http.Client
+	queue   chan Span
+	stop    context.CancelFunc
+	wg      sync.WaitGroup
+
+	sent, dropped atomic.Int64
+}
+
+// Open returns an Exporter to a collector, http://host:4318 for instance; a path other than / is
+// taken as it is, else /v1/traces is added.
+func Open(endpoint, service string, log *slog.Logger) (*Exporter, error) {
+	u, err := url.Parse(endpoint)
+	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {
+		return nil, fmt.Errorf("otlp: endpoint %.200q is not http://host:port", endpoint)
+	}
+	if u.Path == "" || u.Path == "/" {
+		u.Path = "/v1/traces"
+	}
+	x := &Exporter{url: u.String(), service: service, log: log, client: &http.Client{Timeout: timeout, Transport: &http.Transport{}}, queue: make(chan Span, maxQueue)}
+	var ctx context.Context
+	ctx, x.stop = context.WithCancel(context.Background())
+	x.wg.Go(func() { x.run(ctx) })
+	return x, nil
+}
+
+// Close sends what waits and ends the Exporter.
+func (x *Exporter) Close() {
+	x.stop()
+	x.wg.Wait()
+	x.client.CloseIdleConnections()
+}
+
+// Add queues a span. One too many is dropped; one that is not sampled too.
+func (x *Exporter) Add(s Span) {
+	if !s.Sampled {
+		return
+	}
+	select {
+	case x.queue <- s:
+	default:
+		x.dropped.Add(1)
+	}
+}
+
+// Stats is what an Exporter did.
+type Stats struct {
+	Sent    int64 `counter:"kvasir_proxy_spans_sent_total" help:"Spans that the collector took."`
+	Dropped int64 `counter:"kvasir_proxy_spans_dropped_total" help:"Spans that were not sent: too many, or the collector did not take them."`
+}
+
+// Stats returns the figures; those of no Exporter are 0.
+func (x *Exporter) Stats() Stats {
+	if x == nil {
+		return Stats{}
+	}
+	return Stats{x.sent.Load(), x.dropped.Load()}
+}
+
+func (x *Exporter) run(ctx context.Context) {
+	tick := time.NewTicker(every)
+	defer tick.Stop()
+	failing := false
+	for {
+		done := false
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			done = true
+		}
+		for batch := x.batch(); len(batch) > 0; batch = x.batch() {
+			err := x.send(batch)
+			if err != nil {
+				x.dropped.Add(int64(len(batch)))
+				if !failing {
+					x.log.Warn("spans are dropped: the collector does not take them", "err", err)
+				}
+			} else {
+				x.sent.Add(int64(len(batch)))
+			}
+			if failing = err != nil; failing {
+				break
+			}
+		}
+		if done {
+			return
+		}
+	}
+}
+
+func (x *Exporter) batch() (b []Span) {
+	for len(b) < maxBatch {
+		select {
+		case s := <-x.queue:
+			b = append(b, s)
+		default:
+			return b
+		}
+	}
+	return b
+}
+
+type attribute struct {
+	Key   string `json:"key"`
+	Value struct {
+		Text string `json:"stringValue"`
+	} `json:"value"`
+}
+
+func attributes(m map[string]string) []attribute {
+	out := []attribute{}
+	for k, v := range m {
+		a := attribute{Key: k}
+		a.Value.Text = v
+		out = append(out, a)
+	}
+	return out
+}
+
+// encode is an ExportTraceServiceRequest in JSON: ids in hexadecimal digits, times as texts.
+func (x *Exporter) encode(batch []Span) []byte {
+	type object = map[string]any
+	var spans []object
+	for _, s := range batch {
+		o := object{
+			"traceId": hex.EncodeToString(s.Trace[:]), "spanId": hex.EncodeToString(s.Span[:]), "name": s.Name, "kind": s.Kind,
+			"startTimeUnixNano": strconv.FormatInt(s.Start.UnixNano(), 10), "endTimeUnixNano": strconv.FormatInt(s.End.UnixNano(), 10),
+			"attributes": attributes(s.Attributes),
+		}
+		if s.Parent != [8]byte{} {
+			o["parentSpanId"] = hex.EncodeToString(s.Parent[:])
+		}
+		if s.Err != "" {
+			o["status"] = object{"code": 2, "message": s.Err}
+		}
+		spans = append(spans, o)
+	}
+	b, _ := json.Marshal(object{"resourceSpans": []object{{
+		"resource":   object{"attributes": attributes(map[string]string{"service.name": x.service})},
+		"scopeSpans": []object{{"scope": object{"name": "kvasir"}, "spans": spans}},
+	}}}) // plain values
+	return b
+}
+
+func (x *Exporter) send(batch []Span) error {
+	resp, err := x.client.Post(x.url, "application/json", bytes.NewReader(x.encode(batch)))
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	_, _ = io.CopyN(io.Discard, resp.Body, 64<<10) // so that the connection can be used again
+	if resp.StatusCode/100 != 2 {
+		return fmt.Errorf("otlp: %s: %s", x.url, resp.Status)
+	}
+	return nil
+}

@@ -1,0 +1,367 @@
+// Package resp speaks RESP 2, the protocol of Redis and Valkey, over one connection.
+//
+// Values go from the caller's memory to the socket and back without a copy in between.
+// What a server answers sizes no memory before it was checked against a limit, and a
+// reply that is not what was asked for breaks the connection: nothing is read from it
+// any more.
+package resp
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Limits of what a server may answer, values aside.
+const (
+	bufferBytes = 16 << 10 // of a connection; no line is longer
+	maxText     = 4 << 20  // bytes of a text
+	maxItems    = 1 << 17  // in a list and the lists in it
+	maxDepth    = 8
+)
+
+// ErrProtocol means that a server's answer is no RESP, or not what was asked for.
+var ErrProtocol = errors.New("resp: unexpected answer")
+
+// ErrNil means that a server has no value to answer with.
+var ErrNil = errors.New("resp: nil")
+
+// Error is a server's refusal of one command. The connection goes on.
+type Error struct{ Text string }
+
+func (e *Error) Error() string { return "the server says: " + e.Text }
+
+// Code returns the first word, like MOVED or OOM.
+func (e *Error) Code() string {
+	code, _, _ := strings.Cut(e.Text, " ")
+	return code
+}
+
+// Conn is one connection. It is for one goroutine at a time.
+type Conn struct {
+	nc      net.Conn
+	r       *bufio.Reader
+	out     []byte // commands that were not sent yet
+	pending int    // commands whose replies were not read
+	inside  int64  // bytes of a value that were not read, its end included
+	err     error  // after it the connection is of no use
+}
+
+// New returns a Conn over a connection that is open.
+func New(nc net.Conn) *Conn { return &Conn{nc: nc, r: bufio.NewReaderSize(nc, bufferBytes)} }
+
+// Close closes the connection.
+func (c *Conn) Close() error { return c.nc.Close() }
+
+// SetDeadline bounds all that waits for the server. It may be called while another
+// goroutine waits.
+func (c *Conn) SetDeadline(t time.Time) error { return c.nc.SetDeadline(t) }
+
+// Reusable reports whether all that was asked has been answered and read.
+func (c *Conn) Reusable() bool {
+	return c.err == nil && c.pending == 0 && c.inside == 0 && len(c.out) == 0 && c.r.Buffered() == 0
+}
+
+func (c *Conn) fail(err error) error {
+	if c.err == nil {
+		c.err = err
+	}
+	return c.err
+}
+
+func (c *Conn) wrong(format string, args ...any) error {
+	return c.fail(fmt.Errorf("%w: %s", ErrProtocol, fmt.Sprintf(format, args...)))
+}
+
+// Command adds a command to what Flush sends.
+func (c *Conn) Command(args ...string) {
+	c.out = appendHeader(c.out, '*', int64(len(args)))
+	for _, a := range args {
+		c.out = appendText(c.out, a)
+	}
+	c.pending++
+}
+
+func appendHeader(b []byte, kind byte, n int64) []byte {
+	return append(strconv.AppendInt(append(b, kind), n, 10), '\r', '\n')
+}
+
+func appendText(b []byte, s string) []byte {
+	return append(append(appendHeader(b, '$', int64(len(s))), s...), '\r', '\n')
+}
+
+// Flush sends the commands that were added.
+func (c *Conn) Flush() error {
+	if c.err != nil || len(c.out) == 0 {
+		return c.err
+	}
+	_, err := c.nc.Write(c.out)
+	c.out = c.out[:0]
+	if err != nil {
+		return c.fail(fmt.Errorf("send: %w", err))
+	}
+	return nil
+}
+
+// Send sends a command that has a value between its arguments, after those that were
+// added. The value is the parts in a row. They are not copied, and not looked at after
+// Send has returned.
+func (c *Conn) Send(before []string, parts [][]byte, after ...string) error {
+	if c.err != nil {
+		return c.err
+	}
+	n := int64(0)
+	for _, p := range parts {
+		n += int64(len(p))
+	}
+	c.out = appendHeader(c.out, '*', int64(len(before)+1+len(after)))
+	for _, a := range before {
+		c.out = appendText(c.out, a)
+	}
+	c.out = appendHeader(c.out, '$', n)
+	tail := []byte("\r\n")
+	for _, a := range after {
+		tail = appendText(tail, a)
+	}
+	c.pending++
+	buffers := append(net.Buffers{c.out}, parts...)
+	buffers = append(buffers, tail)
+	_, err := buffers.WriteTo(c.nc)
+	c.out = c.out[:0]
+	if err != nil {
+		return c.fail(fmt.Errorf("send: %w", err))
+	}
+	return nil
+}
+
+// line reads a line without its end. It is valid until the next read.
+func (c *Conn) line() ([]byte, error) {
+	b, err := c.r.ReadSlice('\n')
+	switch {
+	case errors.Is(err, bufio.ErrBufferFull):
+		return nil, c.wrong("a line of more than %d bytes", bufferBytes)
+	case err != nil:
+		return nil, c.fail(fmt.Errorf("receive: %w", unexpected(err)))
+	case len(b) < 3 || b[len(b)-2] != '\r':
+		return nil, c.wrong("the line %.20q", b)
+	}
+	return b[:len(b)-2], nil
+}
+
+// unexpected says that a connection must not end here.
+func unexpected(err error) error {
+	if errors.Is(err, io.EOF) {
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
+
+// number reads what stands after a line's first byte.
+func (c *Conn) number(line []byte, least int64) (int64, error) {
+	n, err := strconv.ParseInt(string(line[1:]), 10, 64)
+	if err != nil || n < least {
+		return 0, c.wrong("the number in %.40q", line)
+	}
+	return n, nil
+}
+
+// begin checks that a reply may be read.
+func (c *Conn) begin() error {
+	if c.err != nil {
+		return c.err
+	}
+	if c.pending == 0 || c.inside > 0 {
+		panic("BUG: resp: a reply is read that nobody asked for")
+	}
+	return c.Flush()
+}
+
+// Reply is one answer, values aside.
+type Reply struct {
+	Kind byte // '+' and '$' a text, ':' a number, '*' a list, '_' nothing
+	Text string
+	Int  int64
+	List []Reply
+}
+
+// Reply reads the next answer. Errors: *Error, and those that break the connection.
+func (c *Conn) Reply() (Reply, error) {
+	if err := c.begin(); err != nil {
+		return Reply{}, err
+	}
+	items := 0
+	r, err := c.reply(0, &items)
+	if c.err == nil {
+		c.pending--
+	}
+	return r, err
+}
+
+func (c *Conn) reply(depth int, items *int) (r Reply, _ error) {
+	if *items++; *items > maxItems || depth > maxDepth {
+		return r, c.wrong("a list of more than %d answers, or %d lists in one another", maxItems, maxDepth)
+	}
+	line, err := c.line()
+	if err != nil {
+		return r, err
+	}
+	switch r.Kind = line[0]; r.Kind {
+	case '+':
+		r.Text = string(line[1:])
+		return r, nil
+	case '-':
+		return r, &Error{string(line[1:])}
+	case ':':
+		r.Int, err = c.number(line, -1<<63)
+		return r, err
+	case '$':
+		n, err := c.number(line, -1)
+		if err != nil || n < 0 {
+			r.Kind = '_'
+			return r, err
+		}
+		if n > maxText {
+			return r, c.wrong("a text of %d bytes", n)
+		}
+		return c.text(r, n)
+	case '*':
+		n, err := c.number(line, -1)
+		if err != nil || n < 0 {
+			r.Kind = '_'
+			return r, err
+		}
+		for range n {
+			item, err := c.reply(depth+1, items)
+			if c.err != nil {
+				return r, c.err
+			}
+			if err != nil { // a refusal inside a list
+				return r, c.wrong("a list with an error: %v", err)
+			}
+			r.List = append(r.List, item)
+		}
+		return r, nil
+	}
+	return r, c.wrong("%.20q", line)
+}
+
+func (c *Conn) text(r Reply, n int64) (Reply, error) {
+	var b strings.Builder
+	if _, err := io.CopyN(&b, c.r, n); err != nil {
+		return r, c.fail(fmt.Errorf("receive: %w", unexpected(err)))
+	}
+	r.Text = b.String()
+	return r, c.end()
+}
+
+// end reads what ends a value.
+func (c *Conn) end() error {
+	var b [2]byte
+	if _, err := io.ReadFull(c.r, b[:]); err != nil {
+		return c.fail(fmt.Errorf("receive: %w", unexpected(err)))
+	}
+	if string(b[:]) != "\r\n" {
+		return c.wrong("a value ends with %q", b)
+	}
+	return nil
+}
+
+// OK reads an answer that means success. ErrNil means that a condition of the command
+// was not met.
+func (c *Conn) OK() error {
+	switch r, err := c.Reply(); {
+	case err != nil:
+		return err
+	case r.Kind == '_':
+		return ErrNil
+	case r.Kind != '+' || r.Text != "OK":
+		return c.wrong("%c%.20q instead of OK", r.Kind, r.Text)
+	}
+	return nil
+}
+
+// Int reads a number of at least 0.
+func (c *Conn) Int() (int64, error) {
+	r, err := c.Reply()
+	switch {
+	case err != nil:
+		return 0, err
+	case r.Kind != ':' || r.Int < 0:
+		return 0, c.wrong("%c%.20q %d instead of a number", r.Kind, r.Text, r.Int)
+	}
+	return r.Int, nil
+}
+
+// Value reads how long the value is that comes next, bytes. The caller reads all of it
+// with Fill, or the connection is of no further use. Errors: ErrNil, *Error, and those
+// that break the connection.
+func (c *Conn) Value() (int64, error) {
+	if err := c.begin(); err != nil {
+		return 0, err
+	}
+	line, err := c.line()
+	if err != nil {
+		return 0, err
+	}
+	switch line[0] {
+	case '-':
+		c.pending--
+		return 0, &Error{string(line[1:])}
+	case '$':
+		n, err := c.number(line, -1)
+		if err != nil {
+			return 0, err
+		}
+		if n > 1<<62 {
+			return 0, c.wrong("a value of %d bytes", n)
+		}
+		c.pending--
+		if n < 0 {
+			return 0, ErrNil
+		}
+		c.inside = n + 2
+		if n == 0 {
+			return 0, c.finish()
+		}
+		return n, nil
+	}
+	return 0, c.wrong("%.20q instead of a value", line)
+}
+
+// Fill reads the next bytes of a value. dst is not written to after it has returned.
+func (c *Conn) Fill(dst []byte) error {
+	if c.err != nil {
+		return c.err
+	}
+	if int64(len(dst))+2 > c.inside {
+		panic("BUG: resp: more is read than the value has")
+	}
+	n, err := io.ReadFull(c.r, dst)
+	c.inside -= int64(n)
+	if err != nil {
+		return c.fail(fmt.Errorf("receive: %w", unexpected(err)))
+	}
+	if c.inside == 2 {
+		return c.finish()
+	}
+	return nil
+}
+
+func (c *Conn) finish() error {
+	err := c.end()
+	if err == nil {
+		c.inside = 0
+	}
+	return err
+}
+
+// Do sends a command and reads its answer.
+func (c *Conn) Do(args ...string) (Reply, error) {
+	c.Command(args...)
+	return c.Reply()
+}

@@ -1,0 +1,158 @@
+package resp_test
+
+import (
+	"bytes"
+	"crypto/rand"
+	"errors"
+	"io"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/resp"
+)
+
+// said is a connection on which a server has said something, and then ended. What is
+// sent to it is kept.
+type said struct {
+	net.Conn
+	r    io.Reader
+	sent bytes.Buffer
+}
+
+func (s *said) Read(b []byte) (int, error)  { return s.r.Read(b) }
+func (s *said) Write(b []byte) (int, error) { return s.sent.Write(b) }
+func (s *said) SetDeadline(time.Time) error { return nil }
+func (s *said) Close() error                { return nil }
+func conn(text string) (*resp.Conn, *said) {
+	s := &said{r: strings.NewReader(text)}
+	return resp.New(s), s
+}
+
+func ask(text string) (*resp.Conn, resp.Reply, error) {
+	c, _ := conn(text)
+	r, err := c.Do("X")
+	return c, r, err
+}
+
+// What is sent is what the protocol's description shows.
+func TestCommands(t *testing.T) {
+	c, s := conn("+OK\r\n+OK\r\n")
+	c.Command("SELECT", "3")
+	if err := c.OK(); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Send([]string{"SET", "näme"}, [][]byte{[]byte("he"), []byte("ad")}, "EX", "60"); err != nil {
+		t.Fatal(err)
+	}
+	if c.Reusable() {
+		t.Error("it can be used again before the answer was read")
+	}
+	if err := c.OK(); err != nil || !c.Reusable() {
+		t.Error(err)
+	}
+	if want := "*2\r\n$6\r\nSELECT\r\n$1\r\n3\r\n*5\r\n$3\r\nSET\r\n$5\r\nnäme\r\n$4\r\nhead\r\n$2\r\nEX\r\n$2\r\n60\r\n"; s.sent.String() != want {
+		t.Errorf("%q", s.sent.String())
+	}
+}
+
+func TestReplies(t *testing.T) {
+	f := func(text string, kind byte, value string, n int64, items int) {
+		t.Helper()
+		c, r, err := ask(text)
+		if err != nil || r.Kind != kind || r.Text != value || r.Int != n || len(r.List) != items || !c.Reusable() {
+			t.Errorf("%q: %+v, %v", text, r, err)
+		}
+	}
+	f("+OK\r\n", '+', "OK", 0, 0)
+	f(":-12\r\n", ':', "", -12, 0)
+	f("$5\r\na\r\nbc\r\n", '$', "a\r\nbc", 0, 0)
+	f("$0\r\n\r\n", '$', "", 0, 0)
+	f("$-1\r\n", '_', "", 0, 0)
+	f("*-1\r\n", '_', "", 0, 0)
+	f("*3\r\n:1\r\n*1\r\n+x\r\n$-1\r\n", '*', "", 0, 3)
+}
+
+// A refusal costs the command, what is no protocol costs the connection, and neither
+// memory for what was only announced.
+func TestBadReplies(t *testing.T) {
+	c, _, err := ask("-MOVED 1 a:2\r\n")
+	if e, ok := errors.AsType[*resp.Error](err); !ok || e.Code() != "MOVED" || !c.Reusable() {
+		t.Errorf("refusal: %v", err)
+	}
+	for _, text := range []string{
+		"", "+OK", "+OK\n", "\r\n", "x\r\n", ":x\r\n", ":\r\n", "$-2\r\n", "$99999999999999999999\r\n", "$9223372036854775807\r\n", "$3\r\nabcde", "$3\r\nab",
+		"*-2\r\n", "*1000000000\r\n", "*9223372036854775807\r\n:1\r\n", "*2\r\n-ERR\r\n:1\r\n", strings.Repeat("*1\r\n", 100), strings.Repeat("x", 1<<20), "%1\r\n+a\r\n+b\r\n",
+	} {
+		c, r, err := ask(text)
+		if err == nil || c.Reusable() {
+			t.Errorf("%.30q: %+v", text, r)
+		}
+		if _, again := c.Do("X"); again == nil {
+			t.Errorf("%.30q: the connection goes on", text)
+		}
+	}
+}
+
+func TestValues(t *testing.T) {
+	data := make([]byte, 100<<10)
+	_, _ = rand.Read(data)
+	c, _ := conn("$102400\r\n" + string(data) + "\r\n$-1\r\n-OOM\r\n$0\r\n\r\n")
+	for range 4 {
+		c.Command("GET", "x")
+	}
+	n, err := c.Value()
+	if err != nil || n != 100<<10 {
+		t.Fatal(n, err)
+	}
+	got := make([]byte, n)
+	if err := errors.Join(c.Fill(got[:7]), c.Fill(got[7:50000])); err != nil || c.Reusable() {
+		t.Error(err)
+	}
+	if err := c.Fill(got[50000:]); err != nil || !bytes.Equal(got, data) {
+		t.Error("other bytes", err)
+	}
+	if _, err := c.Value(); !errors.Is(err, resp.ErrNil) {
+		t.Error(err)
+	}
+	if _, err := c.Value(); err == nil || err.Error() != "the server says: OOM" {
+		t.Error(err)
+	}
+	if n, err := c.Value(); n != 0 || err != nil || !c.Reusable() {
+		t.Error(n, err)
+	}
+}
+
+// FuzzConn reads whatever a server says, as an answer and as a value: nothing panics, and
+// what was read stands in what was said.
+func FuzzConn(f *testing.F) {
+	for _, seed := range []string{"+OK\r\n:1\r\n", "$3\r\nabc\r\n", "*2\r\n$1\r\na\r\n:3\r\n", "-ERR x\r\n$-1\r\n", "*1\r\n*1\r\n*1\r\n", "$9223372036854775807\r\n"} {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		c, _ := conn(text)
+		for {
+			r, err := c.Do("X")
+			if r.Kind == '$' && err == nil && !strings.Contains(text, r.Text) {
+				t.Fatalf("%q of %q", r.Text, text)
+			}
+			if err != nil && !c.Reusable() {
+				break
+			}
+			if _, ok := errors.AsType[*resp.Error](err); err != nil && !ok {
+				t.Fatal(err)
+			}
+		}
+		c, _ = conn(text)
+		c.Command("GET", "x")
+		n, err := c.Value()
+		if err != nil || n > int64(len(text)) {
+			return
+		}
+		b := make([]byte, n)
+		if n > 0 && c.Fill(b) == nil && !strings.Contains(text, string(b)) {
+			t.Fatalf("%q of %q", b, text)
+		}
+	})
+}

@@ -1,0 +1,126 @@
+// Package statefile keeps a document of one process in a file that can always be read
+// back: it is replaced as a whole, and one process at a time has it.
+//
+// The file is a line of header and the document:
+//
+//	MAGIC CRC32C-of-the-document-in-hex
+//	document
+//
+// A new one is written beside it (.tmp), synced, renamed, the folder synced: whoever is
+// killed anywhere leaves the old document or the new one.
+package statefile
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sync"
+	"syscall"
+)
+
+// Error is a file that cannot be used.
+type Error struct {
+	Path   string
+	Reason string
+}
+
+func (e *Error) Error() string {
+	return fmt.Sprintf("state file %s: %s; remove it to start without", e.Path, e.Reason)
+}
+
+// File is an open state file. Several goroutines may write it.
+type File struct {
+	path, magic string
+	max         int64
+	lock        *os.File
+	writing     sync.Mutex // there is one .tmp
+}
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// Open locks the file, PATH.lock, and reads its document, which is nil where there is
+// no file yet. The magic names content and version; max bounds the file in bytes.
+func Open(path, magic string, max int64) (*File, []byte, error) {
+	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|syscall.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, nil, fmt.Errorf("lock state file: %w", err)
+	}
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		return nil, nil, errors.Join(fmt.Errorf("state file %s is in use by another process: %w", path, err), lock.Close())
+	}
+	f := &File{path: path, magic: magic, max: max, lock: lock}
+	doc, err := f.read()
+	if err != nil {
+		return nil, nil, errors.Join(err, f.Close())
+	}
+	return f, doc, nil
+}
+
+// Close gives the file to other processes.
+func (f *File) Close() error { return f.lock.Close() }
+
+// Path returns the file's path.
+func (f *File) Path() string { return f.path }
+
+func (f *File) read() ([]byte, error) {
+	in, err := os.Open(f.path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read state file: %w", err)
+	}
+	defer in.Close()
+	b, err := io.ReadAll(io.LimitReader(in, f.max+1))
+	if err != nil {
+		return nil, fmt.Errorf("read state file: %w", err)
+	}
+	head, doc, ok := bytes.Cut(b, []byte("\n"))
+	sum, known := bytes.CutPrefix(head, []byte(f.magic+" "))
+	doc = bytes.TrimSuffix(doc, []byte("\n"))
+	switch {
+	case int64(len(b)) > f.max:
+		return nil, &Error{f.path, fmt.Sprintf("longer than %d bytes", f.max)}
+	case !known:
+		return nil, &Error{f.path, "not a " + f.magic + " file"}
+	case !ok || string(sum) != fmt.Sprintf("%08x", crc32.Checksum(doc, castagnoli)):
+		return nil, &Error{f.path, "damaged: the checksum does not fit"}
+	}
+	return doc, nil
+}
+
+// Write replaces the document, which must not end in a newline.
+func (f *File) Write(doc []byte) error {
+	b := fmt.Appendf(nil, "%s %08x\n", f.magic, crc32.Checksum(doc, castagnoli))
+	b = append(append(b, doc...), '\n')
+	if int64(len(b)) > f.max {
+		return fmt.Errorf("%d bytes are more than are read back, %d", len(b), f.max)
+	}
+	f.writing.Lock()
+	defer f.writing.Unlock()
+	tmp := f.path + ".tmp"
+	out, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|syscall.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = out.Write(b)
+	if err == nil {
+		err = out.Sync()
+	}
+	if err = errors.Join(err, out.Close()); err != nil {
+		return errors.Join(err, os.Remove(tmp))
+	}
+	if err := os.Rename(tmp, f.path); err != nil {
+		return err
+	}
+	dir, err := os.Open(filepath.Dir(f.path))
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
+}

@@ -1,0 +1,137 @@
+package statefile
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+)
+
+const magic = "test 1"
+
+func mustOpen(t *testing.T, path string) (*File, []byte) {
+	t.Helper()
+	f, doc, err := Open(path, magic, 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() }) // twice does no harm
+	return f, doc
+}
+
+// What one process writes the next one reads, and only one has the file at a time.
+func TestOneAfterAnother(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "f")
+	f, doc := mustOpen(t, path)
+	if doc != nil {
+		t.Fatalf("%q", doc)
+	}
+	for _, d := range []string{"", "{}", "a\nb", strings.Repeat("x", 1<<20-20)} {
+		if err := f.Write([]byte(d)); err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := Open(path, magic, 1<<20); err == nil || !strings.Contains(err.Error(), path+" is in use") {
+			t.Fatal(err)
+		}
+		_ = f.Close()
+		f, doc = mustOpen(t, path)
+		if string(doc) != d {
+			t.Fatalf("%.50q, want %.50q", doc, d)
+		}
+	}
+	if err := f.Write(make([]byte, 1<<20)); err == nil {
+		t.Fatal("wrote more than is read back")
+	}
+	_ = f.Close()
+	if _, doc = mustOpen(t, path); len(doc) != 1<<20-20 {
+		t.Fatalf("%d bytes after a write that was refused", len(doc))
+	}
+}
+
+// A damaged file is an error that names it, wherever the damage is.
+func TestDamage(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "f")
+	f, _ := mustOpen(t, path)
+	if err := f.Write([]byte(`{"a":1}`)); err != nil {
+		t.Fatal(err)
+	}
+	_ = f.Close()
+	good, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	refused := func(b []byte) {
+		t.Helper()
+		if err := os.WriteFile(path, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		f, _, err := Open(path, magic, 1<<10)
+		if e, ok := errors.AsType[*Error](err); !ok || e.Path != path || !strings.Contains(err.Error(), path) {
+			_ = f.Close()
+			t.Fatalf("%q: %v", b, err)
+		}
+	}
+	for n := range len(good) - 1 { // without the last byte, a newline, it is whole
+		refused(good[:n])
+	}
+	for i := range len(good) - 1 {
+		b := bytes.Clone(good)
+		b[i] ^= 0x10
+		refused(b)
+	}
+	refused(append(bytes.Clone(good), make([]byte, 1<<10)...))
+}
+
+// What an interrupted write left beside the file does no harm, and a link there is
+// not followed.
+func TestLeftovers(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "f")
+	f, _ := mustOpen(t, path)
+	for _, rest := range []string{"", magic + " 0000", strings.Repeat("x", 1<<16)} {
+		if err := os.WriteFile(path+".tmp", []byte(rest), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := f.Write([]byte("new")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	other := filepath.Join(dir, "other")
+	if err := errors.Join(os.WriteFile(other, []byte("keep"), 0o600), os.Symlink(other, path+".tmp")); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Write([]byte("through the link")); err == nil {
+		t.Fatal("wrote through a link")
+	}
+	if b, err := os.ReadFile(other); err != nil || string(b) != "keep" {
+		t.Fatalf("%q, %v", b, err)
+	}
+	_ = f.Close()
+	if _, doc := mustOpen(t, path); string(doc) != "new" {
+		t.Fatalf("%q", doc)
+	}
+}
+
+// Two who write at a time leave one of the two documents, never a mixture.
+func TestTwoWriters(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "f")
+	f, _ := mustOpen(t, path)
+	docs := []string{strings.Repeat("a", 1<<16), strings.Repeat("b", 1<<10)}
+	var wg sync.WaitGroup
+	for _, doc := range docs {
+		wg.Go(func() {
+			for range 50 {
+				if err := f.Write([]byte(doc)); err != nil {
+					t.Error(err)
+				}
+				if got, err := f.read(); err != nil || string(got) != docs[0] && string(got) != docs[1] {
+					t.Errorf("%d bytes read, %v", len(got), err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+}

@@ -1,0 +1,197 @@
+package structpack
+
+import (
+	"encoding/binary"
+	"fmt"
+	"sync"
+)
+
+// Reader reads the values of one message in order. After the first thing that is malformed all that
+// it returns is zero, and Err says what it was. Strings are copied.
+type Reader struct {
+	b     []byte
+	width uint8
+	err   error
+}
+
+// types remembers literals that were parsed. A peer decides which there are, so it is bounded.
+var types struct {
+	sync.Mutex
+	of map[string]*Type
+}
+
+const maxTypes = 256
+
+func typeOf(literal []byte) (*Type, error) {
+	types.Lock()
+	defer types.Unlock()
+	if t := types.of[string(literal)]; t != nil {
+		return t, nil
+	}
+	t, err := Parse(string(literal))
+	if err != nil {
+		return nil, err
+	}
+	if types.of == nil || len(types.of) >= maxTypes {
+		types.of = make(map[string]*Type)
+	}
+	types.of[string(literal)] = t
+	return t, nil
+}
+
+// Open reads what stands before the payload: its type comes from the message's own literal, which
+// must match the hash. Messages without a literal are refused, since nothing says what they are.
+func Open(b []byte) (*Reader, *Type, error) {
+	if len(b) < 5 {
+		return nil, nil, fmt.Errorf("%w: %d bytes", ErrMalformed, len(b))
+	}
+	hash, meta := binary.LittleEndian.Uint32(b), b[4]
+	if hash&hasMeta == 0 || meta&hasLiteral == 0 {
+		return nil, nil, fmt.Errorf("%w: no literal", ErrMalformed)
+	}
+	b = b[5:]
+	end := 0
+	for ; end < len(b) && b[end] != 0; end++ {
+		if end == maxLiteral {
+			break
+		}
+	}
+	if end == len(b) || b[end] != 0 {
+		return nil, nil, fmt.Errorf("%w: the literal does not end", ErrMalformed)
+	}
+	t, err := typeOf(b[:end])
+	if err != nil {
+		return nil, nil, err
+	}
+	if Hash(string(b[:end])) != hash&^hasMeta {
+		return nil, nil, fmt.Errorf("%w: the hash is not that of the literal", ErrMalformed)
+	}
+	return &Reader{b: b[end+1:], width: meta >> widthShift & widthBits}, t, nil
+}
+
+// Err returns the first thing that was malformed.
+func (r *Reader) Err() error { return r.err }
+
+// End returns Err, or that there are bytes left.
+func (r *Reader) End() error {
+	if r.err == nil && len(r.b) > 0 {
+		r.fail("%d bytes are left", len(r.b))
+	}
+	return r.err
+}
+
+func (r *Reader) fail(format string, args ...any) {
+	if r.err == nil {
+		r.err = fmt.Errorf("%w: %s", ErrMalformed, fmt.Sprintf(format, args...))
+	}
+	r.b = nil
+}
+
+func (r *Reader) take(n int) []byte {
+	if r.err != nil || n > len(r.b) {
+		r.fail("it ends early")
+		return nil
+	}
+	b := r.b[:n]
+	r.b = r.b[n:]
+	return b
+}
+
+// U64 reads 8 bytes.
+func (r *Reader) U64() uint64 {
+	if b := r.take(8); b != nil {
+		return binary.LittleEndian.Uint64(b)
+	}
+	return 0
+}
+
+// I32 reads 4 bytes.
+func (r *Reader) I32() int32 {
+	if b := r.take(4); b != nil {
+		return int32(binary.LittleEndian.Uint32(b))
+	}
+	return 0
+}
+
+// U8 reads a byte: the index of a variant, or a number.
+func (r *Reader) U8() uint8 {
+	if b := r.take(1); b != nil {
+		return b[0]
+	}
+	return 0
+}
+
+// Bool reads a bool, or the mark of an optional or expected.
+func (r *Reader) Bool() bool {
+	v := r.U8()
+	if v > 1 {
+		r.fail("a bool of %d", v)
+	}
+	return v == 1
+}
+
+// Size reads the size of a vector whose elements have at least least bytes each: a size that the rest of
+// the message cannot hold is malformed, so it may be allocated.
+func (r *Reader) Size(least int) int {
+	b := r.take(1 << r.width)
+	n := uint64(0)
+	for i, v := range b {
+		n |= uint64(v) << (8 * i)
+	}
+	if n > uint64(len(r.b)/max(least, 1)) {
+		r.fail("%d elements in %d bytes", n, len(r.b))
+		return 0
+	}
+	return int(n)
+}
+
+// Bytes reads a string; it is a part of the message.
+func (r *Reader) Bytes() []byte { return r.take(r.Size(1)) }
+
+// String reads a string.
+func (r *Reader) String() string { return string(r.Bytes()) }
+
+// Skip reads a value of any type.
+func (r *Reader) Skip(t *Type) {
+	if r.err != nil {
+		return
+	}
+	switch t.Kind {
+	case KindVoid:
+	case KindFixed:
+		r.take(t.Size)
+	case KindString:
+		r.Bytes()
+	case KindVector:
+		n := r.Size(t.Parts[0].least)
+		if t.Parts[0].least == 0 {
+			n = 0 // elements without bytes: any number of them takes none
+		}
+		for range n {
+			if r.err != nil {
+				return
+			}
+			r.Skip(t.Parts[0])
+		}
+	case KindOptional:
+		if r.Bool() {
+			r.Skip(t.Parts[0])
+		}
+	case KindExpected:
+		if r.Bool() {
+			r.Skip(t.Parts[0])
+		} else {
+			r.Skip(t.Parts[1])
+		}
+	case KindStruct:
+		for _, p := range t.Parts {
+			r.Skip(p)
+		}
+	case KindVariant:
+		if i := int(r.U8()); i < len(t.Parts) {
+			r.Skip(t.Parts[i])
+		} else {
+			r.fail("alternative %d of %d", i, len(t.Parts))
+		}
+	}
+}

@@ -1,0 +1,188 @@
+// Package structpack reads and writes messages of struct_pack, the serialization of
+// yalantinglibs that Mooncake Store speaks.
+//
+//	u32 LE  hash of the type; bit 0 set: a meta byte follows
+//	[u8     meta: bit 2: the type's literal follows; bits 3 and 4: bytes of each size, 1 << n]
+//	[bytes  literal, ended by a zero byte]
+//	payload
+//
+// A literal is a type in prefix notation, a byte for each part. The hash is the first four bytes
+// of its MD5, read big-endian, without bit 0. So a message with a literal can be read
+// without knowing its type beforehand.
+package structpack
+
+import (
+	"crypto/md5"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+)
+
+// ErrMalformed means that a message or a literal is not what struct_pack writes.
+var ErrMalformed = errors.New("structpack: malformed")
+
+// Literals of types. A literal is the concatenation of these.
+const (
+	I32    = "\x01"
+	U32    = "\x02"
+	I64    = "\x03"
+	U64    = "\x04"
+	U8     = "\x06"
+	Bool   = "\x0b"
+	String = "\x80\x0c"
+	Void   = "\xfa"
+	UUID   = "\xfd\x04\x04\x89\x89\xff" // two U64 in plain memory
+)
+
+// Vector returns the literal of a vector.
+func Vector(of string) string { return "\x84" + of }
+
+// Optional returns the literal of an optional.
+func Optional(of string) string { return "\x85" + of }
+
+// Struct returns the literal of a struct, a pair, or several arguments.
+func Struct(fields ...string) string { return "\xfd" + strings.Join(fields, "") + "\xff" }
+
+// Expected returns the literal of a result: a value, or an error, which is an I32.
+func Expected(of string) string { return "\x87" + of + I32 }
+
+// Hash returns the hash of a literal; bit 0 is clear.
+func Hash(literal string) uint32 {
+	sum := md5.Sum([]byte(literal))
+	return binary.BigEndian.Uint32(sum[:]) &^ 1
+}
+
+const (
+	hasMeta    = 1      // in the hash
+	hasLiteral = 1 << 2 // in the meta byte
+	widthShift = 3
+	widthBits  = 3
+
+	maxLiteral = 4096 // bytes
+	maxDepth   = 32
+)
+
+// Kind says what a Type is.
+type Kind uint8
+
+// The kinds of types.
+const (
+	KindVoid     Kind = iota // no bytes
+	KindFixed                // a number, a bool or a character of Size bytes
+	KindString               // a size, and bytes
+	KindVector               // a size, and elements; a map is a vector of pairs
+	KindOptional             // 0, or 1 and a value
+	KindExpected             // 1 and a value, or 0 and an error
+	KindStruct               // its fields
+	KindVariant              // the index of an alternative, and its value
+)
+
+// Type is a parsed literal.
+type Type struct {
+	Kind  Kind
+	Size  int     // KindFixed: bytes
+	Parts []*Type // the element, the fields that have bytes, the alternatives, the value and the error
+	least int     // bytes that a value has at least, in sizes of one byte
+}
+
+// Parse parses a literal.
+func Parse(literal string) (*Type, error) {
+	if len(literal) > maxLiteral {
+		return nil, fmt.Errorf("%w: a literal of %d bytes", ErrMalformed, len(literal))
+	}
+	t, rest, err := parse(literal, 0)
+	if err == nil && rest != "" {
+		err = fmt.Errorf("%w: %d bytes behind the literal's type", ErrMalformed, len(rest))
+	}
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+var fixed = [13]int{1: 4, 2: 4, 3: 8, 4: 8, 5: 1, 6: 1, 7: 2, 8: 2, 11: 1, 12: 1}
+
+// aligned are the two bytes that end a struct in plain memory; they have no data.
+func aligned(s string) bool {
+	is := func(b byte) bool { return b == 0x82 || b == 0x83 || b == 0x85 || b == 0x89 }
+	return len(s) >= 3 && is(s[0]) && is(s[1]) && s[2] == 0xff
+}
+
+func parse(s string, depth int) (*Type, string, error) {
+	bad := func(why string) (*Type, string, error) {
+		return nil, "", fmt.Errorf("%w: literal: %s", ErrMalformed, why)
+	}
+	if s == "" || depth > maxDepth {
+		return bad("it ends early, or is too deep")
+	}
+	b := s[0]
+	s = s[1:]
+	part := func() (*Type, error) {
+		t, rest, err := parse(s, depth+1)
+		s = rest
+		return t, err
+	}
+	switch {
+	case int(b) < len(fixed) && fixed[b] > 0:
+		return &Type{Kind: KindFixed, Size: fixed[b], least: fixed[b]}, s, nil
+	case b == 0xfa:
+		return &Type{Kind: KindVoid}, s, nil
+	case b == 0x80 || b == 0x84 || b == 0x85:
+		t, err := part()
+		if err != nil {
+			return nil, "", err
+		}
+		kind := map[byte]Kind{0x80: KindString, 0x84: KindVector, 0x85: KindOptional}[b]
+		if kind == KindString && t.Size != 1 {
+			return bad("a string of something else than characters")
+		}
+		return &Type{Kind: kind, Parts: []*Type{t}, least: 1}, s, nil
+	case b == 0x82 || b == 0x87:
+		first, err := part()
+		if err != nil {
+			return nil, "", err
+		}
+		second, err := part()
+		if err != nil {
+			return nil, "", err
+		}
+		if b == 0x87 {
+			return &Type{Kind: KindExpected, Parts: []*Type{first, second}, least: 1}, s, nil
+		}
+		pair := &Type{Kind: KindStruct, Parts: []*Type{first, second}, least: first.least + second.least}
+		return &Type{Kind: KindVector, Parts: []*Type{pair}, least: 1}, s, nil
+	case b == 0xfd || b == 0x86:
+		out := &Type{Kind: KindStruct}
+		if b == 0x86 {
+			out.Kind, out.least = KindVariant, 1
+		}
+		for {
+			if s == "" {
+				return bad("a struct without an end")
+			}
+			if s[0] == 0xff {
+				return out, s[1:], nil
+			}
+			if b == 0xfd && aligned(s) {
+				s = s[2:]
+				continue
+			}
+			t, err := part()
+			if err != nil {
+				return nil, "", err
+			}
+			if b == 0xfd && t.least == 0 {
+				continue // no value of it has a byte: many of them must cost nothing
+			}
+			out.Parts = append(out.Parts, t)
+			if b == 0xfd {
+				out.least += t.least
+			}
+		}
+	}
+	return bad(fmt.Sprintf("type %#02x", b))
+}
+
+// Least returns how many bytes a value has at least.
+func (t *Type) Least() int { return t.least }

@@ -1,0 +1,5 @@
+//go:build !linux
+
+package transfertool
+
+func prepare([]byte) {}

@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""Races OpenAI-compatible routers against each other in front of the same mock engines, side by side in one run.
+
+For every cell (prompt size, streaming, connections, corpus) each target gets its turn in each round, in rotating order, so that
+noise of the machine falls on all of them. "Added" is the target's figure minus the direct one of the same round; the median over
+rounds is shown. CPU is the router's process tree only; engines and load generator are accounted apart. Every answer is checked.
+
+    race.py --bin DIR [--candidate 'bin/kvasir proxy --port {port} --vllm-pd-disaggregation {pd_flags}'] [--out race.json]
+
+Targets: direct, vllm-router, vllm-router-pd, smg, smg-pd (each also as -rr: round robin instead of the default cache_aware), candidate (P/D), candidate-plain.
+"""
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import peers
+
+SIZES = ["2KiB", "16KiB", "220KiB", "1MiB"]
+
+
+def stats(e):
+    out = {}
+    for k, u in (("p", e.prefill[0]), ("d", e.decode[0])):
+        s = json.loads(peers.http("GET", u + "/mock/stats")[1])
+        out[k] = {x: s[x] for x in ("requests", "prefill", "decode", "aborted", "bad", "bytes_in", "bytes_out")}
+        out[k]["tokenize"] = sum(v for p, v in s["other_paths"].items() if p.endswith(("/tokenize", "/render")))
+    return out
+
+
+def cells(args):
+    out = []
+    for size in args.sizes:
+        for stream in args.stream:
+            out += [dict(size=size, stream=stream, conns=c, corpus="distinct") for c in args.conns]
+    if args.shared_conns:
+        out += [dict(size=s, stream=True, conns=args.shared_conns, corpus="shared") for s in args.sizes]
+    return out
+
+
+def label(c):
+    return f"{c['size']} {'stream' if c['stream'] else 'json'} c{c['conns']}" + (" shared" if c["corpus"] == "shared" else "")
+
+
+def run_one(args, load, e, target, cell, seed):
+    argv = [load, "--conns", str(cell["conns"]), "--size", cell["size"], "--corpus", cell["corpus"], "--duration", f"{args.seconds}s",
+            "--warmup", f"{args.warmup}s", "--max-duration", f"{args.max_seconds}s", "--max-tokens", str(args.max_tokens), "--seed", str(seed), "--timeout", f"{args.timeout}s",
+            "--pid", f"prefill={e.p.pid}", "--pid", f"decode={e.d.pid}"]
+    if cell["stream"]:
+        argv.append("--stream")
+    if args.chat:
+        argv.append("--chat")
+    for u in target["urls"]:
+        argv += ["--url", u]
+    if target["proc"]:
+        argv += ["--pid", f"router={target['proc'].pid}"]
+    before = stats(e)
+    r = subprocess.run(argv, capture_output=True, text=True, timeout=args.max_seconds + 4 * args.timeout + 30)
+    after = stats(e)
+    try:
+        res = json.loads(r.stdout)
+    except ValueError:
+        res = {"requests": 0, "failed": -1, "errors": {r.stderr[-300:] or "no output": 1}}
+    res["engine_legs"] = {k: {x: after[k][x] - before[k][x] for x in after[k]} for k in after}
+    return res
+
+
+def med(v):
+    v = [x for x in v if x is not None]
+    return statistics.median(v) if v else None
+
+
+def summarise(runs, names):
+    """runs[target] = results by round -> one row per target."""
+    out = {}
+    direct = runs.get("direct")
+    for n in names:
+        rs = runs[n]
+        row = {"failed": sum(max(0, r.get("failed", 0)) for r in rs), "rounds": len(rs), "errors": {}}
+        for r in rs:
+            for k, v in (r.get("errors") or {}).items():
+                row["errors"][k] = row["errors"].get(k, 0) + v
+        good = [(i, r) for i, r in enumerate(rs) if r.get("requests")]
+        row["requests"] = sum(r["requests"] for _, r in good)
+        row["rps"] = med([r["rps"] for _, r in good])
+        for m in ("ttft_ms", "total_ms"):
+            for q in ("p50", "p99"):
+                row[f"{m}_{q}"] = med([r[m][q] for _, r in good])
+                if direct and n != "direct":
+                    row[f"added_{m}_{q}"] = med([r[m][q] - direct[i][m][q] for i, r in good if direct[i].get("requests")])
+        pr = [r["processes"].get("router") for _, r in good]
+        if pr and pr[0]:
+            row["cpu_s_per_1000"] = med([p["cpu_s_per_1000"] for p in pr])
+            row["router_cores"] = med([p["cores"] for p in pr])
+            row["rss_mib"] = max(p["rss_bytes"] for p in pr) / 2**20
+            row["peak_rss_mib"] = max(p["peak_rss_bytes"] for p in pr) / 2**20
+        if rs:
+            # Legs that reached the engines, warm-up and draining included: a P/D target must show as many prefill as decode legs.
+            row["prefill_legs"] = sum(r["engine_legs"]["p"]["requests"] for r in rs)
+            row["decode_legs"] = sum(r["engine_legs"]["d"]["requests"] for r in rs)
+            row["kv_prefill"] = sum(r["engine_legs"]["p"]["prefill"] for r in rs)
+            row["tokenize_calls"] = sum(r["engine_legs"][k]["tokenize"] for r in rs for k in "pd")
+            row["engine_bytes_in"] = sum(r["engine_legs"][k]["bytes_in"] for r in rs for k in "pd")
+            row["kv_decode"] = sum(r["engine_legs"]["d"]["decode"] for r in rs)
+        out[n] = row
+    return out
+
+
+def f(x, d=2):
+    return "–" if x is None else f"{x:.{d}f}"
+
+
+def table(results, names):
+    out = ["| Cell | Target | rps | TTFT p50 / p99 ms | added TTFT p50 / p99 ms | total p50 / p99 ms | added total p50 / p99 ms | CPU s per 1000 | RSS MiB | failed |",
+           "|---|---|---|---|---|---|---|---|---|---|"]
+    for r in results:
+        for n in names:
+            s = r["summary"][n]
+            out.append(f"| {label(r['cell'])} | {n} | {f(s['rps'], 0)} | {f(s['ttft_ms_p50'])} / {f(s['ttft_ms_p99'])} | {f(s.get('added_ttft_ms_p50'))} / {f(s.get('added_ttft_ms_p99'))} "
+                       f"| {f(s['total_ms_p50'])} / {f(s['total_ms_p99'])} | {f(s.get('added_total_ms_p50'))} / {f(s.get('added_total_ms_p99'))} | {f(s.get('cpu_s_per_1000'), 3)} "
+                       f"| {f(s.get('rss_mib'), 0)} | {s['failed']} |")
+    return "\n".join(out)
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--bin", required=True, help="folder of the peers' commands")
+    ap.add_argument("--targets", default="direct,vllm-router,vllm-router-rr,vllm-router-pd,vllm-router-pd-rr,smg,smg-pd")
+    ap.add_argument("--candidate", help="command line of our P/D proxy; {port} {prefill} {bootstrap} {decode} {pd_flags} are filled in")
+    ap.add_argument("--candidate-plain", help="command line of our proxy in plain mode; {port} {workers}")
+    ap.add_argument("--sizes", default=",".join(SIZES))
+    ap.add_argument("--conns", default="1,16,64")
+    ap.add_argument("--stream", default="on,off")
+    ap.add_argument("--shared-conns", type=int, default=16, help="also run the shared-prefix corpus, streaming, at this many connections (0 = no)")
+    ap.add_argument("--rounds", type=int, default=2)
+    ap.add_argument("--seconds", type=float, default=1.2)
+    ap.add_argument("--max-seconds", type=float, default=5, help="a slow target is measured this long at most, until each connection had 4 requests")
+    ap.add_argument("--warmup", type=float, default=0.2)
+    ap.add_argument("--timeout", type=float, default=30)
+    ap.add_argument("--max-tokens", type=int, default=16)
+    ap.add_argument("--chat", action="store_true")
+    ap.add_argument("--engines", type=int, default=2, help="addresses per role (one mock process per role)")
+    ap.add_argument("--no-tokenize", action="store_true", help="engines answer 404 on /tokenize and …/render")
+    ap.add_argument("--ttft-ms", type=float, default=0)
+    ap.add_argument("--tpot-ms", type=float, default=0)
+    ap.add_argument("--out", help="write everything measured as JSON here")
+    args = ap.parse_args()
+    args.sizes, args.conns = args.sizes.split(","), [int(c) for c in args.conns.split(",")]
+    args.stream = [s == "on" for s in args.stream.split(",")]
+    names = args.targets.split(",")
+    names += ["candidate"] if args.candidate and "candidate" not in names else []
+    names += ["candidate-plain"] if args.candidate_plain and "candidate-plain" not in names else []
+    bindir = os.path.abspath(args.bin)
+    tmp = tempfile.mkdtemp(prefix="router-race-")
+    engine, load = peers.build(tmp)
+    delays = ["--ttft", f"{args.ttft_ms}ms", "--tpot", f"{args.tpot_ms}ms"]
+    delays += ["--no-tokenize"] if args.no_tokenize else []
+    procs, results, load0 = [], [], os.getloadavg()
+    t0 = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that finally ends what was started
+    e = peers.Engines(engine, tmp, args.engines, delays, delays)
+    try:
+        start = {
+            "vllm-router": lambda: peers.vllm_router(e, bindir, tmp, False),
+            "vllm-router-pd": lambda: peers.vllm_router(e, bindir, tmp, True, name="vllm-router-pd"),
+            "vllm-router-rr": lambda: peers.vllm_router(e, bindir, tmp, False, ["--policy", "round_robin"], "vllm-router-rr"),
+            "smg-rr": lambda: peers.smg(e, bindir, tmp, False, ["--policy", "round_robin"], "smg-rr"),
+            "vllm-router-pd-rr": lambda: peers.vllm_router(e, bindir, tmp, True, ["--policy", "round_robin"], "vllm-router-pd-rr"),
+            "smg": lambda: peers.smg(e, bindir, tmp, False),
+            "smg-pd": lambda: peers.smg(e, bindir, tmp, True, name="smg-pd"),
+            "smg-pd-rr": lambda: peers.smg(e, bindir, tmp, True, ["--policy", "round_robin"], "smg-pd-rr"),
+            "candidate": lambda: peers.candidate(e, args.candidate, tmp, True),
+            "candidate-plain": lambda: peers.candidate(e, args.candidate_plain, tmp, False, "candidate-plain"),
+        }
+        targets = {}
+        for n in names:
+            if n == "direct":
+                targets[n] = {"urls": e.decode, "proc": None}
+                continue
+            if n not in start:
+                peers.die(f"unknown target {n}; known: direct, {', '.join(start)}")
+            p, url = start[n]()
+            procs.append(p)
+            targets[n] = {"urls": [url], "proc": p}
+            sys.stderr.write(f"{n}: ready at {url}\n")
+        todo = cells(args)
+        for k, cell in enumerate(todo):
+            runs = {n: [] for n in names}
+            for r in range(args.rounds):
+                order = names[(k + r) % len(names):] + names[:(k + r) % len(names)]
+                for n in order:
+                    p = targets[n]["proc"]
+                    if p and not p.alive():
+                        runs[n].append({"requests": 0, "failed": 1, "errors": {"process ended: " + p.tail(3)[-200:]: 1},
+                                        "engine_legs": {k: {"requests": 0, "prefill": 0, "decode": 0, "tokenize": 0, "bytes_in": 0} for k in "pd"}})
+                        continue
+                    runs[n].append(run_one(args, load, e, targets[n], cell, seed=(k * 1000 + r * 100 + names.index(n)) * 7919 + 1))
+            s = summarise(runs, names)
+            results.append({"cell": cell, "summary": s, "runs": runs})
+            sys.stderr.write(f"[{k + 1}/{len(todo)} {time.monotonic() - t0:.0f}s] {label(cell)}: " + "  ".join(
+                f"{n} {f(s[n]['rps'], 0)}/s {f(s[n]['ttft_ms_p50'])}ms" + (f" FAILED {s[n]['failed']}" if s[n]["failed"] else "") for n in names) + "\n")
+        doc = {"machine": {"cpus": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version(), "load_average_before": load0, "load_average_after": os.getloadavg()},
+               "settings": {k: v for k, v in vars(args).items() if k not in ("bin", "out")}, "wall_s": time.monotonic() - t0,
+               "commands": {n: [os.path.basename(t["proc"].argv[0])] + t["proc"].argv[1:] if t["proc"] else None for n, t in targets.items()}, "results": results}
+        if args.out:
+            with open(args.out, "w") as fh:
+                json.dump(doc, fh)
+        print(json.dumps([{"cell": r["cell"], "summary": r["summary"]} for r in results]))
+        print(table(results, names))
+        shutil.rmtree(tmp)  # kept, with the logs, when something went wrong
+    finally:
+        for p in procs:
+            p.stop()
+        e.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""kvasir engine's MooncakeStoreConnector over a real master, and memory of kvasir store-node and of a C++ client.
+
+  engine.py KVASIR MOONCAKE_PYTHON
+
+What one engine process computed another one loads, which checks every byte; a node is killed in between. The keys
+are read from the master, and must be vLLM's. Prints one line per case, exits 1 on the first check that fails.
+"""
+import json, os, random, re, socket, subprocess, sys, tempfile, time, urllib.request
+
+KVASIR, PYTHON = sys.argv[1:3]
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.append(os.path.join(HERE, "..", "shared"))
+from ports import free_port, free_ports  # noqa: E402
+
+running, work = [], tempfile.mkdtemp()
+
+
+def start(name, cmd, **env):
+    log = open(os.path.join(work, name + ".log"), "a")
+    p = subprocess.Popen(cmd, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(os.environ, **env))
+    running.append(p)
+    return p
+
+
+def check(what, ok, *detail):
+    if not ok:
+        print("FAIL  " + what, *detail, flush=True)
+        raise SystemExit(1)
+
+
+def until(what, f, seconds=300):
+    end = time.time() + seconds
+    while time.time() < end:
+        try:
+            if f():
+                return
+        except OSError:
+            pass
+        time.sleep(0.1)
+    check(what, False, "not within %d s" % seconds)
+
+
+def fetch(url, body=None):
+    request = urllib.request.Request(url, json.dumps(body).encode() if body else None, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=300).read().decode()
+
+
+class Engine:
+    def __init__(self, name, *flags):
+        self.url = "http://127.0.0.1:%d" % free_port()
+        self.p = start(name, [KVASIR, "engine", "--model", "org/some-model", "--port", self.url.rsplit(":")[-1], "--tensor-parallel-size", "2", *flags, "--kv-transfer-config",
+                              '{"kv_connector":"MooncakeStoreConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'], MOONCAKE_CONFIG_PATH=config)
+        until(name + " serves", lambda: fetch(self.url + "/health") == "")
+
+    def figure(self, name):
+        return sum(float(v) for v in re.findall(r"^%s(?:{[^}]*})? ([0-9.e+]+)$" % name, fetch(self.url + "/metrics"), re.M))
+
+    def ask(self, prompt):
+        return json.loads(fetch(self.url + "/v1/completions", {"model": "org/some-model", "prompt": prompt, "max_tokens": 8}))["choices"][0]["text"]
+
+    def stored(self, least=1):
+        until("everything is stored", lambda: self.figure("kvasir_store_connector_saved_total") >= least and self.figure("kvasir_store_connector_waiting_bytes") == 0)
+
+    def stop(self):
+        check("no wrong byte", self.figure("kvasir_engine_wrong_kv_requests_total") == 0)
+        self.p.terminate()
+        check("the engine ends well", self.p.wait(120) == 0)
+
+
+try:
+    binary = subprocess.run([PYTHON, os.path.join(HERE, "cpp.py"), "--path"], capture_output=True, text=True, check=True).stdout.strip()
+    rpc, pages, http = free_ports(3)
+    address = "127.0.0.1:%d" % rpc
+    start("master", [binary, "--rpc_port=%d" % rpc, "--metrics_port=%d" % pages], LD_LIBRARY_PATH=os.path.dirname(binary))
+    until("the master listens", lambda: socket.create_connection(("127.0.0.1", rpc), 10).close() is None)
+    node = start("node", [KVASIR, "store-node", "--master", address, "--memory-gb", "512MiB", "--http-port", str(http)])
+    until("our node is mounted", lambda: fetch("http://127.0.0.1:%d/healthz" % http))
+    cpp = start("cpp", [PYTHON, os.path.join(HERE, "cpp.py"), address, str(512 << 20)])
+    until("the C++ node is mounted", lambda: len(fetch("http://127.0.0.1:%d/get_all_segments" % pages).split()) >= 2)
+    config = os.path.join(work, "mooncake.json")
+    with open(config, "w") as f:
+        json.dump({"metadata_server": "P2PHANDSHAKE", "master_server_address": address, "protocol": "tcp"}, f)
+
+    words = random.Random(1)
+    for name, flags in {
+        "full attention": [], "window": ["--window", "1024"], "window, retention 0": ["--window", "1024", "--prefix-cache-retention-interval", "0"],
+        "window, retention 2048": ["--window", "1024", "--prefix-cache-retention-interval", "2048"], "states": ["--states", "1"],
+        "window and states, keys of 0.23": ["--window", "1024", "--states", "1", "--release", "0.23"],
+    }.items():
+        prompt = " ".join("w%d" % words.randrange(10**6) for _ in range(4100))
+        a = Engine("a", *flags)
+        want = a.ask(prompt)
+        a.stored()
+        saved, bytes_saved = a.figure("kvasir_store_connector_saved_total"), a.figure("kvasir_store_connector_saved_bytes_total")
+        check("it was stored", saved > 0 and a.figure("kvasir_store_connector_save_errors_total") == 0, saved)
+        a.stop()
+        b = Engine("b", *flags)
+        check("the same tokens", b.ask(prompt) == want)
+        loaded, bytes_loaded = b.figure("kvasir_store_connector_loaded_total"), b.figure("kvasir_store_connector_loaded_bytes_total")
+        hit, asked = b.figure("kvasir_store_connector_hit_tokens_total"), b.figure("kvasir_store_connector_lookup_keys_total")
+        check("it was loaded", loaded > 0 and hit >= 4096 and b.figure("kvasir_store_connector_load_errors_total") == 0, loaded, hit)
+        b.stored(0)
+        if name == "window, retention 2048":
+            with open(os.path.join(work, "tokens.json"), "w") as f:
+                json.dump(json.loads(fetch(b.url + "/tokenize", {"model": "org/some-model", "prompt": prompt}))["tokens"], f)
+            told = subprocess.run([KVASIR, "coordinator", "full,bs=16", "swa,bs=16,win=1024", "ret=2048", "--master", address, "--model", "org/some-model", "--tensor-parallel-size", "2",
+                                   "--tokens", os.path.join(work, "tokens.json"), "--ascii"], capture_output=True, text=True, timeout=300)
+            check("kvasir coordinator --master tells the same", told.returncode == 0 and "640 keys" in told.stdout and "finds 4096 tokens" in told.stdout
+                  and "group 1 alone could continue from 4096 tokens" in told.stdout, told.stdout, told.stderr)
+        b.stop()
+        print("ok    %-32s stored %d objects, %.2f MB; loaded %d, %.2f MB; hit %d tokens, %d keys asked" % (name, saved, bytes_saved / 1e6, loaded, bytes_loaded / 1e6, hit, asked), flush=True)
+    keys = fetch("http://127.0.0.1:%d/get_all_keys" % pages).split()
+    form = re.compile(r"some-model@tp_rank:[01]@pcp0@dcp0@pp_rank:0@group:[012]@[0-9a-f]{32}")
+    check("the keys are vLLM's", len(keys) > 1000 and all(form.fullmatch(k) for k in keys), [k for k in keys if not form.fullmatch(k)][:3])
+
+    prompt = " ".join("x%d" % words.randrange(10**6) for _ in range(2100))
+    a = Engine("a", "--window", "512")
+    want = a.ask(prompt)
+    a.stored()
+    a.stop()
+    cpp.kill()
+    cpp.wait()
+    b = Engine("b", "--window", "512")
+    began = time.time()
+    check("after a node was killed the tokens are the same", b.ask(prompt) == want)
+    took, failed = time.time() - began, b.figure("kvasir_store_connector_load_errors_total")
+    check("and come in time", took < 150, took)
+    b.stop()
+    print("ok    a node was killed: right answer after %.1f s, %d objects failed to load" % (took, failed), flush=True)
+    print("store: engines agree")
+    code = 0
+except BaseException:
+    import traceback
+
+    traceback.print_exc()
+    for name in os.listdir(work):
+        if name.endswith(".log"):
+            sys.stderr.write("== %s\n%s" % (name, "".join(open(os.path.join(work, name), errors="replace").readlines()[-8:])))
+    code = 1
+for p in running:
+    if p.poll() is None:
+        p.kill()
+        p.wait()
+import shutil
+
+shutil.rmtree(work, ignore_errors=True)
+sys.exit(code)

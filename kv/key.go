@@ -1,0 +1,54 @@
+package kv
+
+import (
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+)
+
+// Key is the one name of an object, wherever it is kept: one chunk of one shard and
+// one object group. Two objects whose bytes mean different things have different
+// keys, because Namespace covers model, salt and layout.
+type Key struct {
+	Namespace Namespace
+	Chunk     Hash
+	Rank      Rank
+	Group     uint32
+}
+
+// ErrKey means that a text is not the name of an object.
+var ErrKey = errors.New("kv: not an object's name")
+
+// String returns kv1/NAMESPACE/RANK.GROUP/CHUNK: lower-case hexadecimal digits, 32
+// for the namespace, 8 each for rank and group, 64 for the chunk. It suits as a file
+// path and as a name in an object store.
+func (k Key) String() string {
+	return fmt.Sprintf("kv1/%s/%08x.%08x/%s", k.Namespace, uint32(k.Rank), k.Group, k.Chunk)
+}
+
+// ParseKey reads what String writes, and nothing else. The error is ErrKey.
+func ParseKey(s string) (k Key, err error) {
+	parts := strings.Split(s, "/")
+	if len(parts) != 4 || parts[0] != "kv1" || len(parts[2]) != 17 || parts[2][8] != '.' {
+		return Key{}, ErrKey
+	}
+	rank, rankErr := strconv.ParseUint(parts[2][:8], 16, 32)
+	group, groupErr := strconv.ParseUint(parts[2][9:], 16, 32)
+	k.Rank, k.Group = Rank(rank), uint32(group)
+	err = errors.Join(rankErr, groupErr, decodeHex(k.Namespace[:], parts[1]), decodeHex(k.Chunk[:], parts[3]))
+	if err != nil || k.String() != s { // one name, one spelling
+		return Key{}, ErrKey
+	}
+	return k, nil
+}
+
+// decodeHex fills dst from exactly as many digits as it takes.
+func decodeHex(dst []byte, s string) error {
+	if hex.DecodedLen(len(s)) != len(dst) || len(s)%2 != 0 {
+		return ErrKey
+	}
+	_, err := hex.Decode(dst, []byte(s))
+	return err
+}

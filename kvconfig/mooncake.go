@@ -1,0 +1,128 @@
+package kvconfig
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+)
+
+// Mooncake is what a MooncakeConnector is told.
+type Mooncake struct {
+	Role     wire.Role
+	EngineID string
+	Workers  int // num_workers: pushes at a time to one worker of D; default 10
+
+	// Host is the address that peers dial: VLLM_HOST_IP, else that of the interface that
+	// leads out.
+	Host string
+	// BasePort is VLLM_MOONCAKE_BOOTSTRAP_PORT, default 8998: where P's own registry listens
+	// when Registry is empty, and in 0.13 the first port of the side channels.
+	BasePort int
+	// Registry is where P registers: bootstrap_server_address as http://host:port; empty: in a
+	// registry of its own.
+	Registry string
+
+	// AbortTimeout is VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, default 480 s: how long P keeps
+	// blocks that nobody pulls.
+	AbortTimeout time.Duration
+	// ConnectTimeout is VLLM_MOONCAKE_CONNECTOR_TIMEOUT, default 30 s: how long registries
+	// are waited for.
+	ConnectTimeout time.Duration
+}
+
+var mooncakeKeys = []string{"num_workers", "mooncake_protocol", "device_name", "bootstrap_server_address"}
+
+// Mooncake reads the keys of a MooncakeConnector and the environment, which getenv
+// returns as os.LookupEnv does. The error lists everything that is wrong.
+func (c *Config) Mooncake(getenv func(string) (string, bool)) (*Mooncake, error) {
+	var p problems
+	if c.Connector != MooncakeConnector {
+		p.add("kv_connector is %s", c.Connector)
+	}
+	p.unknown(c.extra, "", mooncakeKeys)
+	m := &Mooncake{Role: c.Role, EngineID: c.EngineID}
+	workers, protocol, device, registry := 10.0, "tcp", "", ""
+	p.number(c.extra, "num_workers", 1, 1024, &workers)
+	p.text(c.extra, "", "mooncake_protocol", &protocol)
+	p.text(c.extra, "", "device_name", &device)
+	p.text(c.extra, "", "bootstrap_server_address", &registry)
+	m.Workers = int(workers)
+	if protocol != "tcp" {
+		p.add("mooncake_protocol %.64q: only tcp is supported; give both engines \"mooncake_protocol\":\"tcp\"", protocol)
+	}
+	if device != "" {
+		p.add("device_name %.64q: tcp uses none", device)
+	}
+	var err error
+	if m.Registry, err = registryURL(registry); err != nil {
+		p.add("bootstrap_server_address %.64q: %v", registry, err)
+	}
+	m.BasePort = int(p.env(getenv, "VLLM_MOONCAKE_BOOTSTRAP_PORT", 8998, 1, 65535))
+	m.AbortTimeout = seconds(p.env(getenv, "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", 480, 1, 1e6))
+	m.ConnectTimeout = seconds(p.env(getenv, "VLLM_MOONCAKE_CONNECTOR_TIMEOUT", 30, 0.001, 1e6))
+	if m.Host, err = Host(getenv); err != nil {
+		p.add("%v", err)
+	}
+	if err := p.err(MooncakeConnector); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+func seconds(n float64) time.Duration { return time.Duration(n * float64(time.Second)) }
+
+// registryURL reads host:port, or http://host:port.
+func registryURL(s string) (string, error) {
+	if s == "" {
+		return "", nil
+	}
+	if !strings.Contains(s, "://") {
+		s = "http://" + s
+	}
+	u, err := url.Parse(s)
+	if err != nil || u.Scheme != "http" || u.Hostname() == "" || u.Port() == "" || strings.Trim(u.Path, "/") != "" || u.User != nil || u.RawQuery != "" {
+		return "", errors.New("host:port is wanted")
+	}
+	return "http://" + u.Host, nil
+}
+
+// env reads a number of the environment; an empty variable counts as unset.
+func (p *problems) env(getenv func(string) (string, bool), name string, value, low, high float64) float64 {
+	s, ok := getenv(name)
+	if s = strings.TrimSpace(s); !ok || s == "" {
+		return value
+	}
+	n, err := strconv.ParseFloat(s, 64)
+	if err != nil || n < low || n > high {
+		p.add("%s=%.64q: a number from %g to %g is wanted", name, s, low, high)
+		return value
+	}
+	return n
+}
+
+// Host returns the address under which other hosts reach this one, as vLLM finds it:
+// VLLM_HOST_IP, else the source address of a route to the internet, IPv4 before IPv6. Nothing
+// is sent. A host without either is an error, where vLLM takes 0.0.0.0, which no peer can dial.
+func Host(getenv func(string) (string, bool)) (string, error) {
+	if ip, _ := getenv("VLLM_HOST_IP"); ip != "" {
+		return ip, nil
+	}
+	for _, out := range []struct{ network, addr string }{{"udp4", "8.8.8.8:80"}, {"udp6", "[2001:4860:4860::8888]:80"}} {
+		c, err := net.Dial(out.network, out.addr)
+		if err != nil {
+			continue
+		}
+		host, _, err := net.SplitHostPort(c.LocalAddr().String())
+		_ = c.Close() // nothing was sent
+		if err == nil {
+			return host, nil
+		}
+	}
+	return "", fmt.Errorf("this host's address is not known: set VLLM_HOST_IP to the one that the other engines dial")
+}

@@ -1,0 +1,98 @@
+package kvconfig
+
+import (
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+)
+
+// MooncakeStore is what a MooncakeStoreConnector is told.
+type MooncakeStore struct {
+	Role       wire.Role
+	Masters    []string // host:port; of several one leads
+	Tenant     string   // empty: the default one
+	Prefix     string   // cache_prefix of all keys
+	Segment    string   // preferred_segment for what is put
+	Lookup     bool     // enable_lookup; default true
+	SaveDecode bool     // save_decode_cache: blocks with generated tokens are stored too
+}
+
+// Keys of MooncakeStoreConnector of 0.23 to 0.33 that are served, those that change nothing here, and those that
+// are known but not supported.
+var (
+	storeKeys  = []string{"enable_lookup", "save_decode_cache", "cache_prefix", "preferred_segment"}
+	storeMoot  = []string{"load_async", "lookup_async", "lookup_rpc_port", "enable_group_semantics", "custom_mem_pool"}
+	storeOther = []string{"store_tp_size", "prefill_tp_sizes", "enable_store_tp_lcm", "enable_cross_layers_blocks"}
+
+	// Keys of the file that MOONCAKE_CONFIG_PATH names.
+	storeFileKeys = []string{
+		"metadata_server", "master_server_address", "protocol", "tenant_id",
+		"mode", "device_name", "global_segment_size", "local_buffer_size", "enable_offload",
+	}
+)
+
+const peerToPeer = "P2PHANDSHAKE"
+
+// MooncakeStore reads the keys of a MooncakeStoreConnector and the file that MOONCAKE_CONFIG_PATH names; getenv
+// returns the environment as os.LookupEnv does. The error lists everything that is wrong.
+func (c *Config) MooncakeStore(getenv func(string) (string, bool)) (*MooncakeStore, error) {
+	var p problems
+	if c.Connector != MooncakeStoreConnector {
+		p.add("kv_connector is %s", c.Connector)
+	}
+	p.unknown(c.extra, "", slices.Concat(storeKeys, storeMoot, storeOther))
+	for _, key := range storeOther {
+		if _, ok := c.extra[key]; ok {
+			p.add("%s is not supported", key)
+		}
+	}
+	m := &MooncakeStore{Role: c.Role, Lookup: true}
+	p.flag(c.extra, "enable_lookup", &m.Lookup)
+	p.flag(c.extra, "save_decode_cache", &m.SaveDecode)
+	p.text(c.extra, "", "cache_prefix", &m.Prefix)
+	p.text(c.extra, "", "preferred_segment", &m.Segment)
+	p.storeFile(getenv, m)
+	if err := p.err(MooncakeStoreConnector); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// storeFile reads where the cluster is.
+func (p *problems) storeFile(getenv func(string) (string, bool), m *MooncakeStore) {
+	path, _ := getenv("MOONCAKE_CONFIG_PATH")
+	if path == "" {
+		p.add("MOONCAKE_CONFIG_PATH is not set: a file like {\"metadata_server\":%q,\"master_server_address\":\"127.0.0.1:50051\",\"protocol\":\"tcp\"}", peerToPeer)
+		return
+	}
+	text, err := os.ReadFile(path)
+	if err != nil {
+		p.add("MOONCAKE_CONFIG_PATH: %v", err)
+		return
+	}
+	at := path + ": "
+	file := p.object(text, at)
+	if file == nil {
+		return
+	}
+	p.unknown(file, at, storeFileKeys)
+	masters, protocol, metadata := "", "rdma", ""
+	p.text(file, at, "master_server_address", &masters)
+	p.text(file, at, "protocol", &protocol)
+	p.text(file, at, "metadata_server", &metadata)
+	p.text(file, at, "tenant_id", &m.Tenant)
+	if masters == "" {
+		p.add("%smaster_server_address is missing: HOST:PORT", at)
+	}
+	if protocol != "tcp" {
+		p.add("%sprotocol %.64q: only tcp is supported", at, protocol)
+	}
+	if metadata != "" && metadata != peerToPeer {
+		p.add("%smetadata_server %.64q: only %s is supported", at, metadata, peerToPeer)
+	}
+	for address := range strings.SplitSeq(masters, ",") {
+		m.Masters = append(m.Masters, strings.TrimSpace(address))
+	}
+}

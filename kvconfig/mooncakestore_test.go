@@ -1,0 +1,43 @@
+package kvconfig_test
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+)
+
+func TestMooncakeStore(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "mooncake.json")
+	write := func(text string) {
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write(`{"mode":"embedded","metadata_server":"P2PHANDSHAKE","master_server_address":"m:50051, n:50051","global_segment_size":"4GB","protocol":"tcp","device_name":"","tenant_id":"t"}`)
+	c := parse(t, `{"kv_connector":"MooncakeStoreConnector","kv_role":"kv_both","kv_connector_extra_config":{"load_async":true,"cache_prefix":"blue",
+		"preferred_segment":"s","save_decode_cache":true,"enable_lookup":false}}`)[0]
+	m, err := c.MooncakeStore(env("MOONCAKE_CONFIG_PATH", file))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m.Role != wire.Both || !slices.Equal(m.Masters, []string{"m:50051", "n:50051"}) || m.Tenant != "t" || m.Prefix != "blue" || m.Segment != "s" || !m.SaveDecode || m.Lookup {
+		t.Errorf("%+v", *m)
+	}
+	if m, err = parse(t, `{"kv_connector":"MooncakeStoreConnector","kv_role":"kv_both"}`)[0].MooncakeStore(env("MOONCAKE_CONFIG_PATH", file)); err != nil || !m.Lookup || m.SaveDecode {
+		t.Errorf("%+v, %v", m, err)
+	}
+
+	_, err = c.MooncakeStore(env())
+	wants(t, err, "MOONCAKE_CONFIG_PATH is not set")
+	_, err = c.MooncakeStore(env("MOONCAKE_CONFIG_PATH", file+"x"))
+	wants(t, err, "MOONCAKE_CONFIG_PATH", "no such file")
+	write(`{"metadata_server":"http://m:8080/metadata","master_server_adress":"m:1"}`)
+	_, err = parse(t, `{"kv_connector":"MooncakeStoreConnector","kv_role":"kv_both","kv_connector_extra_config":{"store_tp_size":2,"enable_lookups":1}}`)[0].
+		MooncakeStore(env("MOONCAKE_CONFIG_PATH", file))
+	wants(t, err, "store_tp_size is not supported", `did you mean "enable_lookup"?`, `did you mean "master_server_address"?`, "master_server_address is missing", `protocol "rdma": only tcp`, "only P2PHANDSHAKE")
+	_, err = c.Mooncake(env())
+	wants(t, err, "kv_connector is MooncakeStoreConnector")
+}

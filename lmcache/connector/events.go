@@ -1,0 +1,79 @@
+package connector
+
+import (
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// EventKind says what a KV event reports.
+type EventKind uint8
+
+// The kinds.
+const (
+	Stored  EventKind = iota // a chunk can be found in the cache
+	Cleared                  // everything announced so far may be gone
+)
+
+// medium is the name LMCache gives to the cache server's memory.
+const medium = "CPU"
+
+// Event is a KV event as vLLM publishes it to routers. Engine-driven stores do not
+// appear as stored in the event stream of LMCache's server, so a worker reports its own.
+type Event struct {
+	Kind        EventKind
+	Medium      string
+	Model       string
+	Salt        string
+	Hash        kv.Hash  // Stored: of the chunk
+	Parent      kv.Hash  // Stored: of the chunk before it, unless First
+	First       bool     // Stored: the prompt's first chunk, without a parent
+	Tokens      []uint32 // Stored: the chunk's, shared with its request; read only
+	ChunkTokens int
+}
+
+// Events returns the events since the last call, in order, and how many older
+// ones were lost because nobody asked for too long; a Cleared one then stands
+// first.
+func (a *Worker) Events() (events []Event, lost int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	events, lost = a.mu.events, a.mu.lost
+	a.mu.events, a.mu.lost = nil, 0
+	if lost > 0 {
+		events = append([]Event{{Kind: Cleared, Medium: medium, Model: a.o.Model}}, events...)
+	}
+	return events, lost
+}
+
+func (a *Worker) emit(e Event) {
+	if a.o.MaxEvents <= 0 {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if len(a.mu.events) >= a.o.MaxEvents {
+		a.mu.events = append(a.mu.events[:0], a.mu.events[1:]...)
+		a.mu.lost++
+	}
+	a.mu.events = append(a.mu.events, e)
+}
+
+// emitStored announces the chunks of a committed store that it wrote; the others
+// were kept before, or there was no room for them.
+func (a *Worker) emitStored(j *job, chunks []int) {
+	if a.o.MaxEvents <= 0 {
+		return
+	}
+	c := a.o.ChunkTokens
+	hashes := kv.ChunkHashes(j.Tokens[:j.End], c)
+	for _, i := range chunks {
+		at := j.Start/c + i
+		e := Event{
+			Kind: Stored, Medium: medium, Model: a.o.Model, Salt: j.Salt, Hash: hashes[at], First: at == 0,
+			Tokens: j.Tokens[at*c : (at+1)*c : (at+1)*c], ChunkTokens: c,
+		}
+		if at > 0 {
+			e.Parent = hashes[at-1]
+		}
+		a.emit(e)
+	}
+}

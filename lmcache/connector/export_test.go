@@ -1,0 +1,4 @@
+package connector
+
+// Pool returns an engine_driven worker's registration.
+func (a *Worker) Pool() *PoolClient { return a.pool }

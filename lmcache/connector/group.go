@@ -1,0 +1,63 @@
+package connector
+
+import (
+	"fmt"
+	"slices"
+)
+
+// Group is one KV cache group of an engine: layers whose blocks go by one list of ids. All
+// groups have blocks of one size.
+type Group struct {
+	Window int  // tokens that a layer looks back; 0: all (full attention)
+	State  bool // recurrent: a block holds the state after its last token
+
+	// Layers are the group's among Paged.Layers; default all. Groups may share memory, as
+	// vLLM's do: a block belongs to one group at a time. Only a worker reads it.
+	Layers []int
+}
+
+// maxGroups bounds the groups of an engine; LMCache's own servers take as many.
+const maxGroups = 256
+
+// defaultGroups returns groups, or one of full attention for none.
+func defaultGroups(groups []Group) []Group {
+	if len(groups) == 0 {
+		return []Group{{}}
+	}
+	return groups
+}
+
+// hybrid reports whether groups are more than one of full attention.
+func hybrid(groups []Group) bool {
+	return len(groups) > 1 || len(groups) == 1 && groups[0].sparse()
+}
+
+func (g *Group) sparse() bool { return g.State || g.Window > 0 }
+
+func (g *Group) check() error {
+	if g.Window < 0 || g.Window > maxLimit || g.Window > 0 && g.State {
+		return fmt.Errorf("a window of %d tokens, recurrent: %v", g.Window, g.State)
+	}
+	return nil
+}
+
+// left returns how many leading blocks the engine has given up when so many tokens are
+// computed: no later token looks at them. vLLM: get_num_skipped_tokens.
+func (g *Group) left(computed, blockTokens int) int {
+	switch {
+	case g.State:
+		return max(0, computed-1) / blockTokens
+	case g.Window > 0:
+		return max(0, computed-g.Window+1) / blockTokens
+	}
+	return 0
+}
+
+// cutBlocks returns the blocks [from, to) of each group, or as many as there are.
+func cutBlocks(blocks [][]int, from, to int) [][]int {
+	out := make([][]int, len(blocks))
+	for g, list := range blocks {
+		out[g] = slices.Clone(list[min(from, len(list)):min(to, len(list))])
+	}
+	return out
+}

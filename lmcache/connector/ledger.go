@@ -1,0 +1,123 @@
+package connector
+
+import (
+	"maps"
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/lmcache"
+)
+
+// maxTold bounds the ended requests that are remembered so as not to be told
+// twice.
+const maxTold = 1 << 16
+
+// ledger knows which requests have operations in progress and what is to be told
+// about them. Its owner guards it.
+type ledger struct {
+	stores, loads map[string]int      // operations in progress, > 0
+	received      map[string]struct{} // loads that ended and were not told
+	ending        map[string]struct{} // ended by the engine, with operations in progress
+	told          map[string]struct{} // ended by the engine, and told
+	order         []string            // of told, oldest first
+	requests      map[string]struct{} // failed loads
+	blocks        map[int]struct{}    // of failed loads
+}
+
+func (l *ledger) init() {
+	l.stores, l.loads = make(map[string]int), make(map[string]int)
+	l.received, l.ending, l.told = make(map[string]struct{}), make(map[string]struct{}), make(map[string]struct{})
+	l.requests, l.blocks = make(map[string]struct{}), make(map[int]struct{})
+}
+
+// begin notes an operation; its request lives, whatever was told of an earlier one
+// of the same id.
+func (l *ledger) begin(op *lmcache.LoadStore) {
+	l.forget(op.RequestID)
+	if op.Direction == lmcache.Store {
+		l.stores[op.RequestID]++
+	} else {
+		l.loads[op.RequestID]++
+	}
+}
+
+// forget lets the end of id be told once more.
+func (l *ledger) forget(id string) {
+	if _, ok := l.told[id]; ok {
+		delete(l.told, id)
+		if i := slices.Index(l.order, id); i >= 0 {
+			l.order = slices.Delete(l.order, i, i+1)
+		}
+	}
+}
+
+func (l *ledger) end(j *job, ok bool, blockTokens int) {
+	if j.Direction == lmcache.Store {
+		less(l.stores, j.RequestID, j.parts)
+		return
+	}
+	less(l.loads, j.RequestID, j.parts)
+	l.received[j.RequestID] = struct{}{}
+	if ok {
+		return
+	}
+	l.requests[j.RequestID] = struct{}{}
+	for _, ids := range j.Blocks {
+		for _, id := range ids[min(max(0, j.SkipFirst)/blockTokens, len(ids)):] {
+			if id != 0 || len(j.Blocks) == 1 { // 0 is where a hybrid engine keeps nothing
+				l.blocks[id] = struct{}{}
+			}
+		}
+	}
+}
+
+func less(m map[string]int, id string, n int) {
+	if m[id] -= n; m[id] <= 0 {
+		delete(m, id)
+	}
+}
+
+func (l *ledger) busy(id string) bool { return l.stores[id]+l.loads[id] > 0 }
+
+func (l *ledger) take(ended []string) Finished {
+	for _, id := range ended {
+		if _, ok := l.told[id]; !ok {
+			l.ending[id] = struct{}{}
+		}
+	}
+	var out Finished
+	for id := range l.ending {
+		if l.busy(id) {
+			continue
+		}
+		delete(l.ending, id)
+		l.tell(id)
+		if _, ok := l.received[id]; !ok {
+			out.Sent = append(out.Sent, id)
+		}
+	}
+	for id := range l.received {
+		if l.loads[id] == 0 { // else another load of it runs
+			out.Received = append(out.Received, id)
+			delete(l.received, id)
+		}
+	}
+	slices.Sort(out.Received)
+	slices.Sort(out.Sent)
+	return out
+}
+
+func (l *ledger) tell(id string) {
+	if len(l.order) >= maxTold {
+		delete(l.told, l.order[0])
+		l.order = append(l.order[:0], l.order[1:]...)
+	}
+	l.told[id] = struct{}{}
+	l.order = append(l.order, id)
+}
+
+func (l *ledger) takeErrors() LoadErrors {
+	out := LoadErrors{Requests: slices.Sorted(maps.Keys(l.requests)), Blocks: slices.Sorted(maps.Keys(l.blocks))}
+	clear(l.requests)
+	clear(l.blocks)
+	return out
+}

@@ -1,0 +1,284 @@
+package connector
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/shm"
+)
+
+var (
+	// ErrNoPool means that the server offers no shared memory, or refused the
+	// registration.
+	ErrNoPool = errors.New("connector: the server offers no shared-memory pool")
+	// ErrSlot means that the server named a slot that does not fit the worker's
+	// layout or the pool.
+	ErrSlot = errors.New("connector: bad slot from the server")
+)
+
+// PoolClientOptions configures a PoolClient.
+type PoolClientOptions struct {
+	Model     string
+	WorldSize int // default 1
+	Rank      int
+	Layout    kv.Layout // of one chunk
+	BlockSize int       // tokens per engine block; default 16
+	ShmDir    string    // default shm.Dir
+}
+
+// PoolClient is one registered worker. Its methods are safe for concurrent use.
+type PoolClient struct {
+	client     *lmcache.Client
+	opts       PoolClientOptions
+	chunkBytes int64
+	instance   int64
+
+	registering sync.Mutex // one registration at a time
+
+	mu struct {
+		sync.RWMutex // held for reading while a transfer uses the mapping
+		pool         *shm.Segment
+		epoch        uint64 // registrations so far
+		connection   uint64 // of the client, at the last registration
+		closed       bool
+	}
+}
+
+// OpenPoolClient registers a worker with the server behind client, which stays the
+// caller's, and maps the server's pool.
+func OpenPoolClient(ctx context.Context, client *lmcache.Client, o PoolClientOptions) (*PoolClient, error) {
+	if o.WorldSize == 0 {
+		o.WorldSize = 1
+	}
+	if o.BlockSize == 0 {
+		o.BlockSize = 16
+	}
+	bytes, err := o.Layout.Bytes()
+	if err != nil {
+		return nil, err
+	}
+	w := &PoolClient{client: client, opts: o, chunkBytes: bytes, instance: rand.Int64()}
+	if err := w.Register(ctx); err != nil {
+		return nil, err
+	}
+	return w, nil
+}
+
+// InstanceID is the random number under which the worker is registered.
+func (w *PoolClient) InstanceID() int64 { return w.instance }
+
+// Register registers the worker, again if need be, and maps the pool that the
+// server names.
+func (w *PoolClient) Register(ctx context.Context) error {
+	w.registering.Lock()
+	defer w.registering.Unlock()
+	return w.register(ctx)
+}
+
+// EnsureRegistered registers again if the client's connection is another one than
+// at the last registration: its server may have forgotten the worker. It reports
+// whether it did.
+func (w *PoolClient) EnsureRegistered(ctx context.Context) (again bool, err error) {
+	return ensure(&w.registering, w.stale, func() error { return w.register(ctx) })
+}
+
+// ensure registers what is stale, once for all who ask at a time.
+func ensure(registering *sync.Mutex, stale func() bool, register func() error) (again bool, err error) {
+	if !stale() {
+		return false, nil
+	}
+	registering.Lock()
+	defer registering.Unlock()
+	if !stale() {
+		return false, nil
+	}
+	err = register()
+	return err == nil, err
+}
+
+func (w *PoolClient) stale() bool {
+	w.mu.RLock()
+	defer w.mu.RUnlock()
+	return w.client.Connections() != w.mu.connection
+}
+
+func (w *PoolClient) epoch() uint64 {
+	w.mu.RLock()
+	defer w.mu.RUnlock()
+	return w.mu.epoch
+}
+
+// register does the work of Register, under w.registering.
+func (w *PoolClient) register(ctx context.Context) error {
+	l := w.opts.Layout
+	connection := w.client.Connections()
+	pool, err := w.client.RegisterEngineDriven(ctx, &lmcache.EngineDriven{
+		InstanceID: w.instance, Model: w.opts.Model, WorldSize: w.opts.WorldSize, BlockSize: w.opts.BlockSize,
+		Layers: l.Layers, Hidden: l.Hidden, DType: l.DType, SinglePlane: l.SinglePlane, PhysicalSlots: l.Slots,
+	})
+	if err != nil {
+		return err
+	}
+	if pool.ShmName == "" || pool.Bytes <= 0 {
+		return ErrNoPool
+	}
+	path, err := shm.Path(w.opts.ShmDir, pool.ShmName)
+	if err != nil {
+		return err
+	}
+	seg, err := shm.Attach(path)
+	if err != nil {
+		return fmt.Errorf("map the server's pool (same host, same user, same /dev/shm?): %w", err)
+	}
+	if connection == 0 { // this call made the first one
+		connection = w.client.Connections()
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	old := w.mu.pool
+	w.mu.pool = seg
+	w.mu.epoch++
+	w.mu.connection = connection
+	if w.mu.closed {
+		old, w.mu.pool = seg, nil
+	}
+	if old != nil {
+		return old.Close()
+	}
+	return nil
+}
+
+// Close unregisters the worker and unmaps the pool, after the transfers in
+// progress.
+func (w *PoolClient) Close(ctx context.Context) error {
+	err := w.client.UnregisterEngineDriven(ctx, w.instance)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.mu.closed = true
+	if w.mu.pool != nil {
+		err = errors.Join(err, w.mu.pool.Close())
+		w.mu.pool = nil
+	}
+	return err
+}
+
+// Beat pings the server and registers again when it asks for that.
+func (w *PoolClient) Beat(ctx context.Context) error {
+	ok, err := w.client.Ping(ctx, w.instance)
+	if err != nil || ok {
+		return err
+	}
+	return w.Register(ctx)
+}
+
+// key completes k with what all of this worker's keys share.
+func (w *PoolClient) key(k lmcache.Key) *lmcache.Key {
+	k.Model, k.WorldSize, k.Worker = w.opts.Model, w.opts.WorldSize, w.opts.Rank
+	k.Readers = max(k.Readers, 1)
+	return &k
+}
+
+// Store keeps the chunks of k's tokens [Start, End): fill writes chunk i of the
+// range into b, which is exactly one chunk of the pool and valid until fill
+// returns. Chunks that are kept already are skipped. It returns the number of
+// chunks written; zero and no error when there was nothing to store or the
+// server has no room.
+func (w *PoolClient) Store(ctx context.Context, k lmcache.Key, chunkTokens int, fill func(i int, b []byte)) (int, error) {
+	key, epoch := w.key(k), w.epoch()
+	p, err := w.client.PrepareStore(ctx, key, w.instance)
+	if err != nil || len(p.Slots) == 0 {
+		return 0, err
+	}
+	n := (k.End - k.Start) / chunkTokens
+	err = w.with(epoch, p.Slots, func(at int, b []byte) error {
+		if i := p.Indices[at]; i < 0 || i >= n {
+			return fmt.Errorf("%w: chunk %d of %d", ErrSlot, i, n)
+		}
+		fill(p.Indices[at], b)
+		return nil
+	})
+	if err != nil {
+		return 0, err // no commit: the server discards the slots
+	}
+	ok, err := w.client.CommitStore(ctx, key, w.instance)
+	if err != nil || !ok {
+		return 0, err
+	}
+	return len(p.Slots), nil
+}
+
+// Retrieve loads the chunks of k's tokens [Start, End), which a lookup of the
+// same request must have found: take reads chunk i of the range from b, valid
+// until take returns. It reports false for a miss.
+func (w *PoolClient) Retrieve(ctx context.Context, k lmcache.Key, chunkTokens int, take func(i int, b []byte)) (bool, error) {
+	key, epoch := w.key(k), w.epoch()
+	p, err := w.client.PrepareRetrieve(ctx, key, w.instance)
+	if p.Success {
+		if n := (k.End - k.Start) / chunkTokens; len(p.Slots) != n {
+			err = fmt.Errorf("%w: %d slots for %d chunks", ErrSlot, len(p.Slots), n)
+		} else {
+			err = w.with(epoch, p.Slots, func(i int, b []byte) error { take(i, b); return nil })
+		}
+	}
+	// The commit is owed after a refusal too, and when the answer did not come in
+	// time: it tells the server that this worker touches nothing any more.
+	if err != nil || ctx.Err() != nil {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(context.WithoutCancel(ctx), lateCommit)
+		defer cancel()
+	}
+	_, cerr := w.client.CommitRetrieve(ctx, key, w.instance)
+	return p.Success && err == nil, errors.Join(err, cerr)
+}
+
+// lateCommit bounds the commit of a load that failed or ran out of time.
+const lateCommit = 500 * time.Millisecond
+
+// with calls f with the bytes of each slot, after checking all of them. Slots of
+// an earlier registration are places in another pool.
+func (w *PoolClient) with(epoch uint64, slots []lmcache.SlotAt, f func(at int, b []byte) error) error {
+	w.mu.RLock()
+	defer w.mu.RUnlock()
+	if w.mu.pool == nil {
+		return ErrNoPool
+	}
+	if w.mu.epoch != epoch {
+		return fmt.Errorf("%w: the worker registered again in between", ErrSlot)
+	}
+	for _, s := range slots {
+		if s.Length != w.chunkBytes || !slices.Equal(s.Shape, w.opts.Layout.Shape()) || s.DType != w.opts.Layout.DType {
+			return fmt.Errorf("%w: %d bytes of %v %s, the layout is %d bytes of %s", ErrSlot, s.Length, s.Shape, s.DType, w.chunkBytes, w.opts.Layout.Fingerprint())
+		}
+		if s.Offset < 0 || s.Offset > w.mu.pool.Len()-s.Length {
+			return fmt.Errorf("%w: %d bytes at %d of a pool of %d", ErrSlot, s.Length, s.Offset, w.mu.pool.Len())
+		}
+	}
+	for i, s := range slots {
+		if err := f(i, w.mu.pool.Bytes(s.Offset, s.Length)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Lookup asks how many leading chunks of k's tokens all shards keep, and pins
+// them for k's request.
+func (w *PoolClient) Lookup(ctx context.Context, k lmcache.Key) (chunks int, err error) {
+	key := w.key(k)
+	key.Worker = lmcache.AllWorkers
+	return w.client.Lookup(ctx, key)
+}
+
+// FreeLookupLocks gives up the pins of k's range.
+func (w *PoolClient) FreeLookupLocks(ctx context.Context, k lmcache.Key) error {
+	key := w.key(k)
+	key.Worker = lmcache.AllWorkers
+	return w.client.FreeLookupLocks(ctx, key)
+}

@@ -1,0 +1,333 @@
+package connector
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/histogram"
+	"github.com/kvasir-kv/kvasir/lmcache"
+)
+
+// ServerCacheOptions configures a ServerCache. A zero field means its default.
+type ServerCacheOptions struct {
+	Model       string
+	Parallel    lmcache.Parallel // of the engine; Rank does not matter
+	ChunkTokens int              // required; Client.ChunkTokens tells the server's
+	InstanceID  int64            // under which block allocations are reported
+
+	CallTimeout time.Duration // of one call, and of one lookup; default 30 s
+	Heartbeat   time.Duration // between pings; default 10 s
+	NoHeartbeat bool          // the server counts as healthy until a call fails
+	MaxLookups  int           // in progress; beyond, the answer is no hit; default 1024
+	MaxNotices  int           // calls without an answer that wait; beyond, they are dropped; default 4096
+	Log         *slog.Logger  // nil discards
+}
+
+// ServerCache is the Cache of a server: lookups run in the background, and what
+// needs no answer is sent in order by a goroutine of its own. While the server is
+// unhealthy every lookup is answered 0, and nothing is sent. Its methods are safe
+// for concurrent use.
+type ServerCache struct {
+	client *lmcache.Client // immutable, the caller's
+	o      ServerCacheOptions
+	health *lmcache.Health
+	ctx    context.Context
+	stop   context.CancelFunc
+	wg     sync.WaitGroup
+	notice chan notice
+
+	times                             *histogram.Histogram
+	lookups, failed, refused, dropped atomic.Uint64
+
+	mu struct {
+		sync.Mutex
+		closed  bool
+		lookups map[string]*lookup
+		running int
+	}
+}
+
+// lookup is one lookup. All fields but key are under the ServerCache's mutex.
+type lookup struct {
+	key       *lmcache.Key
+	done      bool
+	told      bool // LookupResult returned it
+	abandoned bool // nobody will ask for it: give back what it pins
+	ended     bool // and end the session after that
+	hit       int  // tokens
+}
+
+// notice is a call whose answer nobody waits for.
+type notice struct {
+	what string
+	call func(context.Context) error
+}
+
+// NewServerCache returns a ServerCache of the server behind client and starts its
+// goroutines, which Close ends.
+func NewServerCache(client *lmcache.Client, o ServerCacheOptions) (*ServerCache, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	o.Parallel, _ = o.Parallel.Check() // with its defaults
+	o.CallTimeout = cmp.Or(o.CallTimeout, 30*time.Second)
+	o.Heartbeat = cmp.Or(o.Heartbeat, 10*time.Second)
+	o.MaxLookups = cmp.Or(o.MaxLookups, 1024)
+	o.MaxNotices = cmp.Or(o.MaxNotices, 4096)
+	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
+	s := &ServerCache{client: client, o: o, notice: make(chan notice, o.MaxNotices), times: histogram.Times()}
+	s.mu.lookups = make(map[string]*lookup)
+	s.ctx, s.stop = context.WithCancel(context.Background())
+	s.health = lmcache.NewHealth(lmcache.HealthOptions{
+		Interval: o.Heartbeat, Ping: client.PingServer,
+		Changed: func(healthy bool, why error) {
+			o.Log.Warn("the cache server's health changed: lookups", "healthy", healthy, "err", why)
+		},
+	})
+	if !o.NoHeartbeat {
+		s.wg.Go(func() { s.health.Run(s.ctx) })
+	}
+	s.wg.Go(s.sendNotices)
+	return s, nil
+}
+
+// Close abandons what is in progress and returns after the last goroutine. The
+// client stays open.
+func (s *ServerCache) Close() {
+	s.mu.Lock()
+	s.mu.closed = true
+	s.mu.Unlock()
+	s.stop()
+	s.wg.Wait()
+}
+
+// Healthy reports whether the server answered the last ping.
+func (s *ServerCache) Healthy() bool { return s.health.Healthy() }
+
+func (s *ServerCache) key(id string, tokens []uint32, start, end int, salt string) *lmcache.Key {
+	return &lmcache.Key{
+		Model: s.o.Model, WorldSize: s.o.Parallel.Shards(), Worker: lmcache.AllWorkers, Tokens: tokens, Start: start, End: end,
+		RequestID: id, Salt: salt, Readers: s.o.Parallel.Readers(),
+	}
+}
+
+// whole is n rounded down to whole chunks.
+func (s *ServerCache) whole(n int) int { return n / s.o.ChunkTokens * s.o.ChunkTokens }
+
+// SubmitLookup implements Cache. A prompt shorter than a chunk, and one that
+// comes while too many lookups run or the server is unhealthy, hits nothing.
+func (s *ServerCache) SubmitLookup(id string, tokens []uint32, salt string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.mu.lookups[id] != nil {
+		return
+	}
+	l := &lookup{key: s.key(id, tokens, 0, s.whole(len(tokens)), salt)}
+	s.mu.lookups[id] = l
+	if l.key.End == 0 || s.mu.closed || !s.health.Healthy() || s.mu.running >= s.o.MaxLookups {
+		if l.key.End > 0 {
+			s.refused.Add(1)
+		}
+		l.done = true
+		return
+	}
+	s.mu.running++
+	s.lookups.Add(1)
+	s.wg.Go(func() { s.run(l) })
+}
+
+// run carries one lookup out.
+func (s *ServerCache) run(l *lookup) {
+	ctx, cancel := s.callContext()
+	start := time.Now()
+	chunks, err := s.client.Lookup(ctx, l.key)
+	cancel()
+	if err != nil {
+		s.failed.Add(1)
+		s.o.Log.Debug("lookup", "request", l.key.RequestID, "err", err)
+	} else {
+		s.times.Took(time.Since(start))
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.mu.running--
+	l.done = true
+	if err == nil {
+		l.hit = min(chunks, l.key.End/s.o.ChunkTokens) * s.o.ChunkTokens
+	}
+	if l.abandoned {
+		s.giveBackLocked(l)
+	}
+}
+
+// callContext ends with the ServerCache, the server's health and the call timeout.
+func (s *ServerCache) callContext() (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithTimeout(s.health.Context(), s.o.CallTimeout)
+	stop := context.AfterFunc(s.ctx, cancel)
+	return ctx, func() { stop(); cancel() }
+}
+
+// LookupResult implements Cache.
+func (s *ServerCache) LookupResult(id string) (hitTokens int, ok bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := s.mu.lookups[id]
+	if l == nil || !l.done {
+		return 0, false
+	}
+	l.told = true
+	return l.hit, true
+}
+
+// CleanupLookup implements Cache.
+func (s *ServerCache) CleanupLookup(id string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := s.mu.lookups[id]
+	if l == nil {
+		return
+	}
+	delete(s.mu.lookups, id)
+	if l.told {
+		return
+	}
+	l.abandoned = true
+	if l.done {
+		s.giveBackLocked(l)
+	}
+}
+
+// giveBackLocked frees what a lookup pinned that nobody asks for any more.
+func (s *ServerCache) giveBackLocked(l *lookup) {
+	if l.hit > 0 {
+		k := *l.key
+		k.End = l.hit
+		s.sendLocked("free_lookup_locks", func(ctx context.Context) error { return s.client.FreeLookupLocks(ctx, &k) })
+	}
+	if l.ended {
+		s.endLocked(l.key.RequestID)
+	}
+}
+
+// FreeLookupLocks implements Cache. start is a multiple of the chunk size, as
+// Scheduler passes it.
+func (s *ServerCache) FreeLookupLocks(id string, tokens []uint32, start, end int, salt string) {
+	if end = s.whole(end); start >= end {
+		return
+	}
+	k := s.key(id, tokens, start, end, salt)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.sendLocked("free_lookup_locks", func(ctx context.Context) error { return s.client.FreeLookupLocks(ctx, k) })
+}
+
+// EndSession implements Cache. A lookup that is still known is forgotten, and the
+// session ends after it.
+func (s *ServerCache) EndSession(id string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if l := s.mu.lookups[id]; l != nil {
+		delete(s.mu.lookups, id)
+		if !l.done {
+			l.abandoned, l.ended = true, true
+			return
+		}
+	}
+	s.endLocked(id)
+}
+
+func (s *ServerCache) endLocked(id string) {
+	s.sendLocked("end_session", func(ctx context.Context) error { return s.client.EndSession(ctx, id) })
+}
+
+// ReportBlockAllocations implements Cache.
+func (s *ServerCache) ReportBlockAllocations(records []lmcache.BlockAllocation) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.sendLocked("report_block_allocation", func(ctx context.Context) error {
+		return s.client.ReportBlockAllocations(ctx, s.o.InstanceID, s.o.Model, records)
+	})
+}
+
+// sendLocked queues a call. Nothing is sent to an unhealthy server.
+func (s *ServerCache) sendLocked(what string, call func(context.Context) error) {
+	if s.mu.closed || !s.health.Healthy() {
+		s.dropped.Add(1)
+		return
+	}
+	select {
+	case s.notice <- notice{what, call}:
+	default:
+		s.dropped.Add(1)
+	}
+}
+
+func (s *ServerCache) sendNotices() {
+	for {
+		select {
+		case <-s.ctx.Done():
+			return
+		case n := <-s.notice:
+			err := s.notify(n)
+			if err != nil && !errors.Is(err, context.Canceled) {
+				s.o.Log.Debug("call without an answer", "call", n.what, "err", err)
+			}
+		}
+	}
+}
+
+// noticeWait bounds the wait for an answer that nobody needs: a call is waited for
+// only so that the next one is carried out after it.
+const noticeWait = time.Second
+
+func (s *ServerCache) notify(n notice) error {
+	ctx, cancel := s.callContext()
+	defer cancel()
+	ctx, stop := context.WithTimeout(ctx, noticeWait)
+	defer stop()
+	return n.call(ctx)
+}
+
+// Flush waits until what was to be sent before it is answered, or ctx ends. An
+// engine needs it before it closes.
+func (s *ServerCache) Flush(ctx context.Context) error {
+	done := make(chan struct{})
+	select {
+	case s.notice <- notice{"flush", func(context.Context) error { close(done); return nil }}:
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-s.ctx.Done():
+		return s.ctx.Err()
+	}
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-s.ctx.Done():
+		return s.ctx.Err()
+	}
+}
+
+// ServerCacheStats counts since NewServerCache. The histogram has vLLM's name.
+type ServerCacheStats struct {
+	Healthy        bool             `gauge:"kvasir_connector_server_healthy" help:"1 while the server answers pings."`
+	Lookups        uint64           `counter:"kvasir_connector_lookups_total" help:"Lookups sent to the server."`
+	LookupsFailed  uint64           `counter:"kvasir_connector_lookups_failed_total" help:"Lookups that ended without an answer; they hit nothing."`
+	LookupsRefused uint64           `counter:"kvasir_connector_lookups_refused_total" help:"Lookups not sent: the server was unhealthy, or too many were running."`
+	CallsDropped   uint64           `counter:"kvasir_connector_calls_dropped_total" help:"Calls without an answer that were not sent: the server was unhealthy, or too many waited."`
+	LookupTimes    histogram.Counts `histogram:"vllm:lmcache_mp_lookup_duration_seconds" help:"Time from a lookup to its result, as the scheduler sees it."`
+}
+
+// Stats returns the counts.
+func (s *ServerCache) Stats() ServerCacheStats {
+	return ServerCacheStats{
+		Healthy: s.Healthy(), Lookups: s.lookups.Load(), LookupsFailed: s.failed.Load(), LookupsRefused: s.refused.Load(),
+		CallsDropped: s.dropped.Load(), LookupTimes: s.times.Counts(),
+	}
+}

@@ -1,0 +1,168 @@
+package connector
+
+import (
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/lmcache"
+)
+
+// NewRequest is a request that a step schedules for the first time.
+type NewRequest struct {
+	ID       string
+	Computed int // tokens computed or loaded before the step
+}
+
+// CachedRequest is a request that a step schedules again.
+type CachedRequest struct {
+	ID        string
+	NewBlocks [][]int // ids of the blocks it got for the step, by group; nil for none
+	Resumed   bool    // it was preempted: all its blocks came with Allocated
+	Computed  int     // tokens computed or loaded before the step
+}
+
+// Step is what a scheduler decided for one step of its engine.
+type Step struct {
+	New       []NewRequest
+	Cached    []CachedRequest
+	Scheduled map[string]int // tokens that the step computes, by request
+}
+
+// Step returns the operations that go to the workers with a step: first the
+// Retrieves of the requests that wait for one, then Stores of the chunks that the
+// step completes. The operations share their requests' token lists and own their
+// block lists. After an error nothing of the step may be used.
+//
+// vLLM: build_connector_meta.
+func (t *Scheduler) Step(s *Step) ([]lmcache.LoadStore, error) {
+	var ops []lmcache.LoadStore
+	slices.SortFunc(t.waiting, func(a, b *entry) int {
+		if a.seq < b.seq {
+			return -1
+		}
+		return 1
+	})
+	for len(t.waiting) > 0 {
+		if err := t.retrieve(t.waiting[0], &ops); err != nil {
+			return nil, err
+		}
+		t.waiting = slices.Delete(t.waiting, 0, 1)
+	}
+	var records []lmcache.BlockAllocation
+	for i := range s.New {
+		in := &s.New[i]
+		e := t.live[in.ID]
+		if e == nil {
+			return nil, unknown(in.ID)
+		}
+		e.Scheduled += s.Scheduled[in.ID]
+		e.before, e.computed = in.Computed, in.Computed+s.Scheduled[in.ID]
+		t.store(e, &ops)
+		records = t.record(records, e, e.known(), true)
+	}
+	for i := range s.Cached {
+		in := &s.Cached[i]
+		e := t.live[in.ID]
+		if e == nil {
+			return nil, unknown(in.ID)
+		}
+		if err := t.checkGroups(in.NewBlocks); err != nil {
+			return nil, err
+		}
+		if !in.Resumed {
+			t.extend(e, in.NewBlocks)
+		}
+		if t.follows(sumsTotals) {
+			e.Scheduled += in.Computed
+		} else {
+			e.Scheduled += s.Scheduled[in.ID]
+		}
+		e.before, e.computed = in.Computed, in.Computed+s.Scheduled[in.ID]
+		t.store(e, &ops)
+		n := 0
+		if len(in.NewBlocks) > 0 {
+			n = len(in.NewBlocks[0])
+		}
+		records = t.record(records, e, n, false)
+	}
+	if len(records) > 0 {
+		t.cache.ReportBlockAllocations(records)
+	}
+	return ops, nil
+}
+
+// retrieve emits what e waits for.
+func (t *Scheduler) retrieve(e *entry, ops *[]lmcache.LoadStore) error {
+	if e.CacheHitBlocks > e.VLLMHitBlocks {
+		from, to := t.loadStart(e), e.CacheHitBlocks
+		if e.req.Hashes < to && t.follows(takesAnyHit) {
+			return ErrHashes
+		}
+		op := t.op(e, lmcache.Retrieve, from, to)
+		op.SkipFirst = (e.VLLMHitBlocks - from) * t.o.BlockTokens
+		*ops = append(*ops, op)
+		e.loading = true
+		t.n.retrieves.Add(1)
+		t.n.retrieveTokens.Add(uint64(op.End - op.Start))
+	}
+	e.State = Ready
+	return nil
+}
+
+// store emits the chunks that e has completed and not stored.
+func (t *Scheduler) store(e *entry, ops *[]lmcache.LoadStore) {
+	e.loading = false
+	available := min(e.req.Hashes, e.known(), t.computedBlocks(e))
+	chunks := (available - e.StoredBlocks) / t.perChunk
+	if chunks < 1 {
+		return
+	}
+	for g := range t.o.Groups { // what the engine has given up may hold another request's KV by now
+		list := e.blocks[g]
+		clear(list[:min(t.o.Groups[g].left(e.before, t.o.BlockTokens), len(list))])
+	}
+	op := t.op(e, lmcache.Store, e.StoredBlocks, e.StoredBlocks+chunks*t.perChunk)
+	*ops = append(*ops, op)
+	e.StoredBlocks += chunks * t.perChunk
+	t.n.stores.Add(1)
+	t.n.storeTokens.Add(uint64(op.End - op.Start))
+}
+
+// computedBlocks is how many of e's blocks are computed by the end of the step, or
+// what the release takes for it.
+func (t *Scheduler) computedBlocks(e *entry) int {
+	switch {
+	case t.follows(sumsTotals):
+		return e.Scheduled / t.o.BlockTokens
+	case t.follows(hitsCountAsComputed):
+		return e.Scheduled/t.o.BlockTokens + max(e.VLLMHitBlocks, e.CacheHitBlocks)
+	}
+	return min(e.computed, len(e.req.Tokens)) / t.o.BlockTokens
+}
+
+// op returns an operation on e's blocks [from, to), or on as many as there are.
+func (t *Scheduler) op(e *entry, d lmcache.Direction, from, to int) lmcache.LoadStore {
+	return lmcache.LoadStore{
+		Direction: d, RequestID: e.req.ID, Salt: t.saltOf(e.req), Tokens: e.req.Tokens[:len(e.req.Tokens):len(e.req.Tokens)],
+		Blocks: cutBlocks(e.blocks, from, to),
+		Start:  from * t.o.BlockTokens, End: to * t.o.BlockTokens,
+	}
+}
+
+// record adds the last n of e's blocks to the allocation report, those of the first group.
+func (t *Scheduler) record(records []lmcache.BlockAllocation, e *entry, n int, always bool) []lmcache.BlockAllocation {
+	if t.follows(reportsNothing) || n == 0 && !always {
+		return records
+	}
+	var blocks []int
+	if len(e.blocks) > 0 {
+		blocks = e.blocks[0]
+	}
+	n = min(n, len(blocks))
+	bs, end := t.o.BlockTokens, len(e.req.Tokens)
+	from, to := min((len(blocks)-n)*bs, end), min(len(blocks)*bs, end)
+	r := lmcache.BlockAllocation{RequestID: e.req.ID, NewBlocks: slices.Clone(blocks[len(blocks)-n:]), NewTokens: make([]int, to-from)}
+	for i, token := range e.req.Tokens[from:to] {
+		r.NewTokens[i] = int(token)
+	}
+	return append(records, r)
+}

@@ -1,0 +1,102 @@
+package lmcache_test
+
+import (
+	"bytes"
+	"reflect"
+	"slices"
+	"testing"
+
+	"github.com/tinylib/msgp/msgp"
+
+	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+)
+
+// The recorded batches are read, and written again byte for byte.
+func TestRecordedKVEventBatches(t *testing.T) {
+	var rec vectors.Recording
+	vectors.Read(t, "lmcache-mp/kv_events_stream.json", &rec)
+	batches := 0
+	for _, step := range rec.Steps {
+		for _, f := range step.Frames {
+			m := vectors.Frames(f.Hex)
+			if f.Direction != "server_to_client" || len(m) != 3 || len(m[1]) == 1 {
+				continue
+			}
+			batches++
+			b, err := lmcache.DecodeKVEventBatch(m[2])
+			if err != nil {
+				t.Fatalf("%s: %v", step.Step, err)
+			}
+			if out := b.Append(nil); !bytes.Equal(out, m[2]) {
+				t.Errorf("%s: %x, want %x", step.Step, out, m[2])
+			}
+			for i := range m[2] {
+				if _, err := lmcache.DecodeKVEventBatch(m[2][:i]); err == nil {
+					t.Errorf("%s: %d of %d bytes are read", step.Step, i, len(m[2]))
+				}
+			}
+		}
+	}
+	if batches < 3 {
+		t.Errorf("%d batches", batches)
+	}
+}
+
+// The tokens of a key come back chunk by chunk, whatever their width on the wire.
+func TestTokensOfAKey(t *testing.T) {
+	memo := lmcache.NewMemo(4, 1<<20)
+	k := lmcache.Key{Model: "m", WorldSize: 1, Tokens: []uint32{1, 200, 70000, 1 << 31, 5, 6, 7, 8, 9, 10, 11, 12, 13}, End: 12, RequestID: "r"}
+	for range 2 { // the second time the hashes are remembered
+		var view lmcache.KeyView
+		frame := k.Append(nil)
+		if err := memo.DecodeKey(frame, &view); err != nil {
+			t.Fatal(err)
+		}
+		memo.Hash(&view, 3)
+		tokens := memo.Tokens(&view)
+		if got := tokens(0); !bytes.Equal(got, lmcache.AppendTokens(nil, k.Tokens[:4])) {
+			t.Errorf("chunk 0: %x", got)
+		}
+		if got := tokens(2); !bytes.Equal(got, lmcache.AppendTokens(nil, k.Tokens[8:12])) {
+			t.Errorf("chunk 2: %x", got)
+		}
+		if !slices.Equal(view.Hashes, kv.ChunkHashes(k.Tokens, 4)) {
+			t.Error("other hashes")
+		}
+	}
+	wide := msgp.AppendArrayHeader(nil, 4)
+	for range 4 {
+		wide = append(wide, 0xcf, 0, 0, 0, 0, 0, 0, 0, 3) // as no client of ours sends it
+	}
+	frame := bytes.Replace((&lmcache.Key{Model: "m", WorldSize: 1, Tokens: []uint32{9, 9, 9, 9}, End: 4}).Append(nil), []byte{0x94, 9, 9, 9, 9}, wide, 1)
+	var view lmcache.KeyView
+	if err := memo.DecodeKey(frame, &view); err != nil {
+		t.Fatal(err)
+	}
+	if got := memo.Tokens(&view)(0); !bytes.Equal(got, []byte{0x94, 3, 3, 3, 3}) {
+		t.Errorf("%x", got)
+	}
+}
+
+func TestSubscribeRequest(t *testing.T) {
+	f := func(want *lmcache.SubscribeRequest, payloads ...[]byte) {
+		t.Helper()
+		var d lmcache.Decoder
+		r, err := d.Decode(lmcache.NewMemo(4, 0), lmcache.Only(lmcache.Latest), lmcache.OpSubscribeKVEvents, payloads)
+		if (err == nil) != (want != nil) {
+			t.Errorf("%v", err)
+		} else if want != nil && !reflect.DeepEqual(r, lmcache.Request(want)) {
+			t.Errorf("%+v", r)
+		}
+	}
+	n := func(v int64) []byte { return lmcache.AppendInt(nil, v) }
+	m := lmcache.AppendString(nil, "m")
+	f(&lmcache.SubscribeRequest{InstanceID: 7, Model: []byte("m"), Cursor: 9, MaxEvents: 1024}, n(7), m, n(9), n(1024))
+	f(nil, n(7), m, n(-1), n(1))
+	f(nil, n(7), m, n(0), n(0))
+	f(nil, n(7), m, n(0), n(1025))
+	f(nil, m, m, n(0), n(1))
+	f(nil, n(7), m, n(0))
+}

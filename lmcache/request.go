@@ -1,0 +1,345 @@
+package lmcache
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/tinylib/msgp/msgp"
+)
+
+// Request is one operation as a server sees it: a pointer to EngineDriven,
+// KVCache or one of the Request types below.
+type Request interface{ Op() Op }
+
+// KeyRange is what the calls of a worker begin with: [key, instance_id].
+type KeyRange struct {
+	Key        *KeyView // its Hashes are those of [0, To)
+	InstanceID int64
+	From, To   int // the key's [Start, End) in chunks
+}
+
+// The requests about a worker's chunks.
+type (
+	PrepareStoreRequest struct{ KeyRange }
+	CommitStoreRequest  struct {
+		KeyRange
+		Data []byte // pickled tensors; empty when the worker wrote into the pool. Aliases the frame
+	}
+	PrepareRetrieveRequest struct{ KeyRange }
+	CommitRetrieveRequest  struct{ KeyRange }
+
+	// StoreRequest has the server copy blocks out of the memory that a worker
+	// lends. The event handle that follows is of devices and is not read.
+	StoreRequest struct {
+		KeyRange
+		Blocks [][]int // engine block ids by KV group
+	}
+	// RetrieveRequest has the server copy chunks into blocks.
+	RetrieveRequest struct {
+		KeyRange
+		Blocks     [][]int
+		SkipTokens int64 // leading tokens of the range that stay as they are; any number
+	}
+)
+
+// The requests of a scheduler.
+type (
+	// LookupRequest asks for the longest prefix. Only the hashes of remembered
+	// chunks are in Key: Memo.Hash computes more.
+	LookupRequest struct {
+		Key            *KeyView
+		TensorParallel int64 // see KeyView.ReadersOf
+	}
+	// PrefetchStatusRequest asks how far a lookup came, and with Wait for its end.
+	PrefetchStatusRequest struct {
+		RequestID []byte
+		Wait      bool
+		Timeout   time.Duration // of Wait; at most maxTimeout, 0 for a negative or absurd one
+	}
+	// FreeLookupLocksRequest gives back the pins of a range of chunks.
+	FreeLookupLocksRequest struct {
+		Key            *KeyView
+		TensorParallel int64
+		From, To       int // chunks
+	}
+	EndSessionRequest struct{ RequestID []byte }
+)
+
+// The other requests.
+type (
+	// UnregisterRequest ends a registration of either transfer mode.
+	UnregisterRequest struct {
+		InstanceID int64
+		op         Op
+	}
+	// PingRequest is a heartbeat. Clients before 0.5.0 send no payload, which is
+	// Bare; schedulers send nil, which is neither Bare nor OfWorker.
+	PingRequest struct {
+		InstanceID int64
+		OfWorker   bool
+		Bare       bool
+	}
+	ClearRequest           struct{ Force bool }
+	GetChunkSizeRequest    struct{}
+	GetExperimentalRequest struct{}
+	NoopRequest            struct{}
+
+	// ReportBlockAllocationRequest is an observation. Its records are not read: a
+	// server has no use for them, and a list that is short on the wire is long in
+	// memory.
+	ReportBlockAllocationRequest struct{}
+
+	// P2PLookupRequest and P2PUnlockRequest say how many object keys they name.
+	P2PLookupRequest struct{ Keys int }
+	P2PUnlockRequest struct{ Keys int }
+	P2PResultRequest struct{ Task int64 }
+
+	// SubscribeRequest asks for KV events: the records after Cursor, MaxEvents at a time.
+	SubscribeRequest struct {
+		InstanceID int64
+		Model      []byte
+		Cursor     uint64
+		MaxEvents  int
+	}
+
+	// OtherRequest is an operation that is never served: its payloads are not read.
+	OtherRequest struct{ op Op }
+)
+
+func (*EngineDriven) Op() Op                 { return OpRegisterEngineDriven }
+func (*KVCache) Op() Op                      { return OpRegisterKVCache }
+func (*PrepareStoreRequest) Op() Op          { return OpPrepareStore }
+func (*CommitStoreRequest) Op() Op           { return OpCommitStore }
+func (*PrepareRetrieveRequest) Op() Op       { return OpPrepareRetrieve }
+func (*CommitRetrieveRequest) Op() Op        { return OpCommitRetrieve }
+func (*StoreRequest) Op() Op                 { return OpStore }
+func (*RetrieveRequest) Op() Op              { return OpRetrieve }
+func (*LookupRequest) Op() Op                { return OpLookup }
+func (*FreeLookupLocksRequest) Op() Op       { return OpFreeLookupLocks }
+func (*EndSessionRequest) Op() Op            { return OpEndSession }
+func (r *UnregisterRequest) Op() Op          { return r.op }
+func (*PingRequest) Op() Op                  { return OpPing }
+func (*ClearRequest) Op() Op                 { return OpClear }
+func (*GetChunkSizeRequest) Op() Op          { return OpGetChunkSize }
+func (*GetExperimentalRequest) Op() Op       { return OpGetExperimental }
+func (*NoopRequest) Op() Op                  { return OpNoop }
+func (*ReportBlockAllocationRequest) Op() Op { return OpReportBlockAllocation }
+func (*P2PLookupRequest) Op() Op             { return OpP2PLookupAndLock }
+func (*P2PUnlockRequest) Op() Op             { return OpP2PUnlockObjects }
+func (*P2PResultRequest) Op() Op             { return OpP2PQueryLookupResults }
+func (*SubscribeRequest) Op() Op             { return OpSubscribeKVEvents }
+func (r *OtherRequest) Op() Op               { return r.op }
+
+// Op returns wait_prefetch_status or query_prefetch_status.
+func (r *PrefetchStatusRequest) Op() Op {
+	if r.Wait {
+		return OpWaitPrefetchStatus
+	}
+	return OpQueryPrefetchStatus
+}
+
+// Decoder decodes requests, one after the other: what Decode returns is valid until
+// its next call, and as long as the frames are.
+type Decoder struct {
+	key             KeyView
+	prepareStore    PrepareStoreRequest
+	commitStore     CommitStoreRequest
+	prepareRetrieve PrepareRetrieveRequest
+	commitRetrieve  CommitRetrieveRequest
+	lookup          LookupRequest
+	status          PrefetchStatusRequest
+	free            FreeLookupLocksRequest
+	end             EndSessionRequest
+	ping            PingRequest
+}
+
+// Decode decodes the payloads p of an operation as a client of one of the
+// generations sends it, keys with memo. A request that is not well-formed is an
+// error, which wraps ErrPayloads, ErrKey or ErrRange where it is about them.
+func (d *Decoder) Decode(memo *Memo, of Generations, op Op, p [][]byte) (Request, error) {
+	if err := of.CheckPayloads(op, len(p)); err != nil {
+		return nil, err
+	}
+	switch op {
+	case OpPing:
+		return &d.ping, d.ping.decode(p)
+	case OpLookup:
+		d.lookup = LookupRequest{Key: &d.key}
+		return &d.lookup, d.readers(memo, p, &d.lookup.TensorParallel)
+	case OpQueryPrefetchStatus, OpWaitPrefetchStatus:
+		return &d.status, d.status.decode(p)
+	case OpFreeLookupLocks:
+		d.free = FreeLookupLocksRequest{Key: &d.key}
+		err := d.readers(memo, p, &d.free.TensorParallel)
+		if err == nil {
+			d.free.From, d.free.To, err = d.key.ChunkRange(memo.chunkTokens)
+		}
+		return &d.free, err
+	case OpEndSession:
+		id, err := decodeRequestID(p[0])
+		d.end.RequestID = id
+		return &d.end, err
+	case OpPrepareStore:
+		return &d.prepareStore, d.keyRange(memo, p, &d.prepareStore.KeyRange)
+	case OpCommitStore:
+		err := d.keyRange(memo, p, &d.commitStore.KeyRange)
+		if err == nil {
+			d.commitStore.Data, err = named("data", decodeBytes, p[2])
+		}
+		return &d.commitStore, err
+	case OpPrepareRetrieve:
+		return &d.prepareRetrieve, d.keyRange(memo, p, &d.prepareRetrieve.KeyRange)
+	case OpCommitRetrieve:
+		return &d.commitRetrieve, d.keyRange(memo, p, &d.commitRetrieve.KeyRange)
+	case OpNoop:
+		return &NoopRequest{}, nil
+	}
+	return d.decodeRare(memo, op, p)
+}
+
+// decodeRare decodes what engines ask for once, and what carries long lists.
+func (d *Decoder) decodeRare(memo *Memo, op Op, p [][]byte) (_ Request, err error) {
+	switch op {
+	case OpStore:
+		r := &StoreRequest{}
+		if err = d.keyRange(memo, p, &r.KeyRange); err == nil {
+			r.Blocks, err = decodeBlockIDs(p[2])
+		}
+		return r, err
+	case OpRetrieve:
+		r := &RetrieveRequest{}
+		if err = d.keyRange(memo, p, &r.KeyRange); err == nil {
+			r.Blocks, err = decodeBlockIDs(p[2])
+		}
+		if err == nil {
+			r.SkipTokens, err = named("skip_first_n_tokens", DecodeInt, p[4])
+		}
+		return r, err
+	case OpRegisterEngineDriven:
+		r, err := decodeEngineDriven(p[0])
+		return &r, err
+	case OpRegisterKVCache:
+		r, err := decodeKVCache(p)
+		return &r, err
+	case OpUnregisterEngineDriven, OpUnregisterKVCache:
+		id, err := named("instance_id", DecodeInt, p[0])
+		return &UnregisterRequest{id, op}, err
+	case OpClear:
+		r := &ClearRequest{}
+		if len(p) == 1 {
+			r.Force, err = named("force", DecodeBool, p[0])
+		}
+		return r, err
+	case OpGetChunkSize:
+		return &GetChunkSizeRequest{}, nil
+	case OpGetExperimental:
+		return &GetExperimentalRequest{}, nil
+	case OpReportBlockAllocation:
+		if msgp.NextType(p[2]) != msgp.ArrayType {
+			err = errors.New("report_block_allocation: not a list")
+		}
+		return &ReportBlockAllocationRequest{}, err
+	case OpP2PLookupAndLock:
+		n, err := countObjectKeys(p[0])
+		return &P2PLookupRequest{n}, err
+	case OpP2PUnlockObjects:
+		n, err := countObjectKeys(p[0])
+		return &P2PUnlockRequest{n}, err
+	case OpP2PQueryLookupResults:
+		id, err := named("task id", DecodeInt, p[0])
+		return &P2PResultRequest{id}, err
+	case OpSubscribeKVEvents:
+		return decodeSubscribe(p)
+	}
+	return &OtherRequest{op}, nil
+}
+
+// keyRange decodes [key, instance_id] and hashes the key's chunks up to its end.
+func (d *Decoder) keyRange(memo *Memo, p [][]byte, r *KeyRange) (err error) {
+	*r = KeyRange{Key: &d.key}
+	if err = memo.DecodeKey(p[0], r.Key); err != nil {
+		return err
+	}
+	if r.InstanceID, err = named("instance_id", DecodeInt, p[1]); err != nil {
+		return err
+	}
+	if r.From, r.To, err = r.Key.ChunkRange(memo.chunkTokens); err != nil {
+		return err
+	}
+	if r.Key.Worker == AllWorkers {
+		return fmt.Errorf("%w: worker_id is nil", ErrKey)
+	}
+	memo.Hash(r.Key, r.To)
+	return nil
+}
+
+// readers decodes [key, tp_size].
+func (d *Decoder) readers(memo *Memo, p [][]byte, tensorParallel *int64) (err error) {
+	if err = memo.DecodeKey(p[0], &d.key); err == nil {
+		*tensorParallel, err = named("tp_size", DecodeInt, p[1])
+	}
+	return err
+}
+
+func (r *PingRequest) decode(p [][]byte) (err error) {
+	*r = PingRequest{Bare: len(p) == 0}
+	switch {
+	case r.Bare:
+		return nil
+	case msgp.NextType(p[0]) == msgp.NilType:
+		err = whole(p[0][1:], nil)
+	default:
+		r.InstanceID, err = DecodeInt(p[0])
+		r.OfWorker = err == nil
+	}
+	if err != nil {
+		return fmt.Errorf("instance_id: %w", err)
+	}
+	return nil
+}
+
+// maxTimeout bounds the time that a client may ask a server to wait.
+const maxTimeout = time.Hour
+
+func (r *PrefetchStatusRequest) decode(p [][]byte) (err error) {
+	*r = PrefetchStatusRequest{Wait: len(p) == 2}
+	if r.RequestID, err = decodeRequestID(p[0]); err != nil || !r.Wait {
+		return err
+	}
+	seconds, err := named("timeout", decodeFloat, p[1])
+	if seconds > 0 { // false for NaN
+		r.Timeout = time.Duration(min(seconds, maxTimeout.Seconds()) * float64(time.Second))
+	}
+	return err
+}
+
+// named decodes one payload; an error says which.
+func named[T any](name string, decode func([]byte) (T, error), frame []byte) (T, error) {
+	v, err := decode(frame)
+	if err != nil {
+		err = fmt.Errorf("%s: %w", name, err)
+	}
+	return v, err
+}
+
+func decodeRequestID(frame []byte) ([]byte, error) {
+	id, err := decodeString(frame)
+	if err == nil && len(id) > MaxRequestBytes {
+		err = errors.New("too long")
+	}
+	if err != nil {
+		return nil, fmt.Errorf("request_id: %w", err)
+	}
+	return id, nil
+}
+
+// countObjectKeys reads a list of ObjectKey, the first payload of the p2p
+// operations, and returns its length.
+func countObjectKeys(frame []byte) (n int, err error) {
+	rest, err := readList(frame, func(_ int, b []byte) ([]byte, error) {
+		n++
+		return readMap(b, func(_, b []byte) ([]byte, error) { return b, nil })
+	})
+	return n, whole(rest, err)
+}

@@ -1,0 +1,162 @@
+package bootstrap
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"net"
+	"net/netip"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// A peer of another host cannot learn through the registry whether ports of others
+// are open: its answer is the same, and nothing is dialled.
+func TestProbesTellStrangersNothing(t *testing.T) {
+	f := func(from, addr string, tried bool, networks ...netip.Prefix) {
+		t.Helper()
+		var answers []string
+		for _, outcome := range []error{nil, syscall.ECONNREFUSED} {
+			r := open(t, Options{ProbeNetworks: networks})
+			dialled := false
+			r.prober.dial = func(context.Context, string) error { dialled = true; return outcome }
+			for _, id := range []string{"old", "new"} {
+				in := Registration{EngineID: id, Addr: addr}
+				if id == "new" {
+					in.Addr = "tcp://other:1"
+				}
+				body, err := in.body()
+				if err != nil {
+					t.Fatal(err)
+				}
+				_, text := call(r, "POST", "/register", string(body), "From", from)
+				answers = append(answers, text)
+			}
+			if dialled != tried {
+				t.Errorf("from %s, %s: dialled %t, want %t", from, addr, dialled, tried)
+			}
+		}
+		if same := answers[1] == answers[3]; same == tried {
+			t.Errorf("from %s, %s: answers %q", from, addr, answers)
+		}
+	}
+	f("10.66.6.6:9", "tcp://10.0.0.7:22", false)
+	f("10.66.6.6:9", "tcp://127.0.0.1:22", false)
+	f("10.66.6.6:9", "tcp://[::1]:22", false)
+	f("10.66.6.6:9", "tcp://[::ffff:127.0.0.1]:22", false)
+	f("10.66.6.6:9", "tcp://0.0.0.0:22", false)
+	f("10.66.6.6:9", "tcp://10.66.6.6.evil.example:22", false)
+	f("10.66.6.6:9", "tcp://localhost:22", false)
+	f("10.66.6.6:9", "tcp://10.66.6.6:22", true) // its own
+	f("[2001:db8::1]:9", "tcp://[2001:db8::1]:22", true)
+	f("[2001:db8::1]:9", "tcp://[2001:db8::2]:22", false)
+	f("127.0.0.1:9", "tcp://10.0.0.7:22", true) // it could look itself
+	f("10.66.6.6:9", "tcp://10.0.0.7:22", true, netip.MustParsePrefix("10.0.0.0/24"))
+	f("10.66.6.6:9", "tcp://10.0.1.7:22", false, netip.MustParsePrefix("10.0.0.0/24"))
+}
+
+// What changes the registry and needs no token is taken from this host's own names
+// only, and not from pages; workers and D's come by any name.
+func TestForeignHostsAndPages(t *testing.T) {
+	f := func(method, path string, want int, header ...string) {
+		t.Helper()
+		r := open(t, Options{AllowHosts: []string{"registry.example"}})
+		mustRegister(t, r, Registration{EngineID: "e", Addr: "a"})
+		code, text := call(r, method, path, `{"engine_id":"e","dp_rank":0,"tp_rank":0,"pp_rank":0,"addr":"a"}`, header...)
+		if code != want {
+			t.Errorf("%s %s %v: %d %s, want %d", method, path, header, code, text, want)
+		}
+	}
+	del := "/register?engine_id=e"
+	f("DELETE", del, 200)
+	f("DELETE", del, 200, "Host", "localhost:8998")
+	f("DELETE", del, 200, "Host", "registry.example")
+	f("DELETE", del, 403, "Host", "attacker.example")
+	f("DELETE", del, 403, "Host", "127.0.0.1.attacker.example")
+	f("DELETE", del, 403, "Origin", "https://evil.example")
+	f("DELETE", del, 403, "Origin", "null")
+	f("DELETE", del, 403, "Sec-Fetch-Site", "cross-site")
+	f("DELETE", del, 403, "From", "10.0.0.7:1")
+	f("POST", "/register", 200, "Host", "registry.ns.svc")
+	f("POST", "/register", 422, "Content-Type", "text/plain", "Origin", "https://evil.example") // all that a page may send unasked
+	f("GET", "/query", 200, "Host", "registry.ns.svc")
+	f("GET", "/healthz", 200, "Host", "registry.ns.svc")
+	f("GET", "/healthcheck", 200, "Host", "registry.ns.svc")
+
+	r := open(t, Options{})
+	mustRegister(t, r, Registration{EngineID: "e", Addr: "a"})
+	if _, text := call(r, "GET", "/healthz", "", "Host", "attacker.example"); strings.Contains(text, "workers") {
+		t.Error(text)
+	}
+}
+
+// Only Bearer is a token's scheme.
+func TestTokenScheme(t *testing.T) {
+	r := open(t, Options{Token: "s"})
+	for _, header := range []string{"s", "bearer s", "Basic s", "Bearer", "Bearer  s"} {
+		if code, text := call(r, "DELETE", "/register?engine_id=e", "", "Authorization", header); code != 401 {
+			t.Errorf("%q: %d %s", header, code, text)
+		}
+	}
+}
+
+// Texts of peers stay within their line, and one peer cannot fill the log.
+func TestLogOfPeers(t *testing.T) {
+	var out bytes.Buffer
+	r := open(t, Options{Log: slog.New(slog.NewTextHandler(&out, nil))})
+	for dp := range 2000 {
+		in := Registration{EngineID: "e\r\nforged \x1b[2J" + strings.Repeat("x", 900), DPRank: dp, Addr: "tcp://h:1\nlevel=ERROR"}
+		mustRegisterDirect(t, r, in, remote("10.66.6.6"))
+		in.EngineID = "f\nforged"
+		_ = r.register(t.Context(), in, remote("10.66.6.6")) // has the old one's address, so replaces it
+	}
+	if n := strings.Count(out.String(), "\n"); n > 1000 {
+		t.Errorf("%d lines", n)
+	}
+	for line := range strings.Lines(out.String()) {
+		if !strings.HasPrefix(line, "time=") || strings.ContainsAny(strings.TrimSuffix(line, "\n"), "\r\n\x1b") || len(line) > 2500 {
+			t.Fatalf("%q", line)
+		}
+	}
+}
+
+// A port that other hosts reach is announced.
+func TestWarnsBeyondLoopback(t *testing.T) {
+	f := func(addr string, o Options, warns bool) {
+		t.Helper()
+		var out bytes.Buffer
+		o.Log = slog.New(slog.NewTextHandler(&out, nil))
+		r := open(t, o)
+		l, err := net.Listen("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if err := r.Serve(ctx, l); err != nil {
+			t.Fatal(err)
+		}
+		if got := strings.Contains(out.String(), "there is no authentication"); got != warns {
+			t.Errorf("%s: warned %t\n%s", addr, got, &out)
+		}
+		if !strings.Contains(out.String(), `msg="Mooncake Bootstrap Server started at `+l.Addr().String()+`"`) || !strings.Contains(out.String(), "Mooncake Bootstrap Server stopped.") {
+			t.Error(&out)
+		}
+	}
+	f("127.0.0.1:0", Options{}, false)
+	f("0.0.0.0:0", Options{}, true)
+	f("0.0.0.0:0", Options{Token: "s"}, true)
+	f("0.0.0.0:0", Options{Token: "s", Guard: GuardWrites}, false)
+}
+
+// Every violation is reported.
+func TestOptionsValidate(t *testing.T) {
+	_, err := Open(Options{TP: -1, PP: maxSize + 1, Settle: -1, ProbeTimeout: 6e9, MaxWorkers: -5, Token: "a b", Guard: GuardAll})
+	if err == nil || strings.Count(err.Error(), "\n") != 5 {
+		t.Fatal(err)
+	}
+	if _, err := Open(Options{Guard: GuardAll}); err == nil {
+		t.Fatal("a guard without a token")
+	}
+}

@@ -1,0 +1,85 @@
+package bootstrap
+
+import (
+	"fmt"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/pydantic"
+)
+
+// answer is a response with a JSON body.
+type answer struct {
+	status int
+	body   []byte
+}
+
+var okAnswer = answer{http.StatusOK, []byte(`{"status":"ok"}`)}
+
+// detailAnswer is FastAPI's HTTPException.
+func detailAnswer(status int, detail string) answer {
+	return answer{status, append(pydantic.AppendString([]byte(`{"detail":`), strings.ToValidUTF8(detail, "\uFFFD")), '}')}
+}
+
+// unreadableAnswer is FastAPI's for a body that it cannot parse.
+func unreadableAnswer() answer {
+	return detailAnswer(http.StatusBadRequest, "There was an error parsing the body")
+}
+
+// decodeRegistration reads the body of POST /register. A nil answer means that it could.
+func decodeRegistration(contentType string, body []byte) (r Registration, refused *answer) {
+	in, p, err := pydantic.Object(contentType, body)
+	if err != nil {
+		a := unreadableAnswer()
+		return r, &a
+	}
+	if len(p) == 0 {
+		r.EngineID = p.Text(in, "engine_id", maxEngineIDBytes)
+		r.DPRank = p.Integer(in, "dp_rank")
+		r.TPRank = p.Integer(in, "tp_rank")
+		r.PPRank = p.Integer(in, "pp_rank")
+		r.Addr = p.Text(in, "addr", maxAddrBytes)
+		r.TPSize = decodeSize(&p, in, "tp_size", r.TPRank)
+		r.PPSize = decodeSize(&p, in, "pp_size", r.PPRank)
+		r.Lease = decodeLease(&p, in)
+	}
+	if len(p) > 0 {
+		return Registration{}, &answer{http.StatusUnprocessableEntity, p.Body()}
+	}
+	return r, nil
+}
+
+// decodeSize reads a TP or PP size, which stock workers do not send.
+func decodeSize(p *pydantic.Problems, in pydantic.Fields, name string, rank int) int {
+	raw, ok := in[name]
+	if !ok || string(raw) == "null" {
+		return 0
+	}
+	before := len(*p)
+	n := p.Integer(in, name)
+	if len(*p) == before && (n < 1 || n > maxSize || rank < 0 || rank >= n) {
+		p.Add("value_error", name, fmt.Sprintf("Input should be an integer from 1 to %d and larger than the rank, which is %d", maxSize, rank), raw)
+	}
+	return n
+}
+
+// minLease and maxLease bound the lease that a worker may request.
+const (
+	minLease = 500 * time.Millisecond
+	maxLease = 24 * time.Hour
+)
+
+func decodeLease(p *pydantic.Problems, in pydantic.Fields) time.Duration {
+	raw, ok := in["lease_s"]
+	if !ok || string(raw) == "null" {
+		return 0
+	}
+	f, err := strconv.ParseFloat(string(raw), 64)
+	if err != nil || !(f >= minLease.Seconds()) || f > maxLease.Seconds() {
+		p.Add("value_error", "lease_s", fmt.Sprintf("Input should be a number of seconds from %v to %v", minLease.Seconds(), maxLease.Seconds()), raw)
+		return 0
+	}
+	return time.Duration(f * float64(time.Second))
+}

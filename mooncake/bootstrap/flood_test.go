@@ -1,0 +1,240 @@
+package bootstrap
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/origin"
+)
+
+func remote(addr string) origin.Origin { return origin.OfAddr(netip.MustParseAddr(addr)) }
+
+// flood registers from one origin until the registry refuses.
+func flood(t *testing.T, r *Registry, from origin.Origin, first int, engineID, addr string) {
+	t.Helper()
+	for dp := first; ; dp++ {
+		if err := r.register(t.Context(), Registration{EngineID: engineID, DPRank: dp, Addr: addr}, from); err != nil {
+			if !strings.Contains(err.Error(), "full") {
+				t.Fatal(err)
+			}
+			return
+		}
+	}
+}
+
+// checkBooks compares what is counted with what is there.
+func checkBooks(t *testing.T, r *Registry) {
+	t.Helper()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	workers, weight, held := 0, 0, map[origin.Origin]int{}
+	for _, e := range r.mu.engines {
+		workers += len(e.byRank)
+		for _, w := range e.byRank {
+			weight += w.weight
+			held[w.from] += w.weight
+		}
+		for _, v := range e.missing {
+			weight += v.weight
+			held[v.from] += v.weight
+		}
+	}
+	if workers != r.mu.workers || weight != r.mu.weight || weight > maxDirectoryBytes || fmt.Sprint(held) != fmt.Sprint(r.mu.held) {
+		t.Fatalf("%d workers of weight %d, counted %d and %d; held %v, counted %v", workers, weight, r.mu.workers, r.mu.weight, held, r.mu.held)
+	}
+}
+
+// An address that fills the registry keeps no other address's P out, and what others
+// registered stays; over a restart too. The longest texts that are taken can be read
+// back.
+func TestFloodKeepsNobodyOut(t *testing.T) {
+	f := func(name, id, addr string) {
+		t.Run(name, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "state")
+			r := openAt(t, path)
+			defer func() { r.Close() }()
+			mustRegisterDirect(t, r, Registration{EngineID: "early", DPRank: -1, Addr: "tcp://10.0.0.7:1"}, remote("10.0.0.7"))
+			flood(t, r, remote("10.66.6.6"), 0, id, addr)
+			checkBooks(t, r)
+			if err := r.Close(); err != nil {
+				t.Fatal(err)
+			}
+			r = openAt(t, path)
+			checkBooks(t, r)
+			for tp := range 8 {
+				mustRegisterDirect(t, r, Registration{EngineID: "late", DPRank: -2, TPRank: tp, TPSize: 8, Addr: fmt.Sprintf("tcp://10.0.0.8:%d", tp+1)}, remote("10.0.0.8"))
+			}
+			d, err := parseDirectory(r.current().body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d[-1].ID != "early" || d[-2].ID != "late" || d[-2].TPSize() != 8 {
+				t.Fatalf("%d engines, %+v, %+v", len(d), d[-1], d[-2])
+			}
+			if err := r.register(t.Context(), Registration{EngineID: id, DPRank: 1 << 20, TPRank: 1, Addr: addr}, remote("10.66.6.6")); err == nil {
+				t.Fatal("who has most is let in beyond the limit")
+			}
+			checkBooks(t, r)
+		})
+	}
+	f("short texts", "e", "a")
+	f("long texts", strings.Repeat("<", maxEngineIDBytes), strings.Repeat("<", maxAddrBytes))
+	f("texts of control characters", strings.Repeat("\x01", maxEngineIDBytes), strings.Repeat("\x01", maxAddrBytes))
+	f("texts that encoders escape", strings.Repeat("\u2028", maxEngineIDBytes/3), strings.Repeat("\u2028", maxAddrBytes/3))
+}
+
+// Who joins another's engine with thousands of ranks, loses those and not the engine.
+func TestFloodIntoAnEngineOfAnother(t *testing.T) {
+	r := open(t, Options{MaxWorkers: 100})
+	p, bad := remote("10.0.0.7"), remote("10.66.6.6")
+	mustRegisterDirect(t, r, Registration{EngineID: "e", TPRank: 0, Addr: "a0"}, p)
+	for tp := 2; ; tp++ {
+		if r.register(t.Context(), Registration{EngineID: "e", TPRank: tp, Addr: "x"}, bad) != nil {
+			break
+		}
+	}
+	mustRegisterDirect(t, r, Registration{EngineID: "e", TPRank: 1, Addr: "a1"}, p)
+	wantQuery(t, r, `{"0":{"engine_id":"e","worker_addr":{"0":{"0":"a0"},"1":{"0":"a1"}}}}`)
+	checkBooks(t, r)
+}
+
+// Ranks that left and are waited for count as if they were there: leases that end,
+// again and again, grow nothing.
+func TestFloodOfLeases(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := open(t, Options{MaxWorkers: 50})
+		bad := remote("10.66.6.6")
+		mustRegisterDirect(t, r, Registration{EngineID: "e", Addr: "x"}, bad)
+		for tp := 1; tp < 500; tp++ {
+			_ = r.register(t.Context(), Registration{EngineID: "e", TPRank: tp, Addr: "x", Lease: time.Second}, bad) // the last ones are refused
+			time.Sleep(2 * time.Second)
+			synctest.Wait()
+		}
+		checkBooks(t, r)
+		r.mu.Lock()
+		places := len(r.mu.engines[0].missing) + len(r.mu.engines[0].byRank)
+		r.mu.Unlock()
+		if places > 50 {
+			t.Fatalf("%d places", places)
+		}
+		mustRegisterDirect(t, r, Registration{EngineID: "p", DPRank: 1, Addr: "a"}, remote("10.0.0.7"))
+		checkBooks(t, r)
+	})
+}
+
+// Of the host with most, the engine that was silent longest goes first.
+func TestLongestSilentGivesWay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := open(t, Options{MaxWorkers: 4})
+		most := remote("10.66.6.6")
+		for dp := range 4 {
+			mustRegisterDirect(t, r, Registration{EngineID: fmt.Sprint("e", dp), DPRank: dp, Addr: "x"}, most)
+			time.Sleep(time.Second)
+		}
+		mustRegisterDirect(t, r, Registration{EngineID: "e0", DPRank: 0, Addr: "x"}, most) // says that it lives
+		mustRegisterDirect(t, r, Registration{EngineID: "p", DPRank: 9, Addr: "a"}, remote("10.0.0.7"))
+		d, err := parseDirectory(r.current().body)
+		if _, gone := d[1]; err != nil || gone || len(d) != 4 || d[0].ID != "e0" || d[9].ID != "p" {
+			t.Fatal(d, err)
+		}
+	})
+}
+
+// Requests that wait: one address takes all places, another's request is let in and
+// the oldest of the first is answered.
+func TestWaitersOfOneAddress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := open(t, Options{MaxWaiters: 3})
+		ask := func(from string, n int) <-chan int {
+			c := make(chan int, n)
+			for range n {
+				go func() {
+					code, _ := call(r, "GET", "/query?wait=30", "", "From", from)
+					c <- code
+				}()
+				synctest.Wait()
+			}
+			return c
+		}
+		bad := ask("10.66.6.6:1", 3)
+		good := ask("10.0.0.7:1", 1)
+		if len(bad) != 1 || <-bad != 503 || len(good) != 0 {
+			t.Fatal("the oldest request of who has most did not give way")
+		}
+		if again := ask("10.66.6.6:1", 1); len(again) != 1 || <-again != 503 {
+			t.Fatal("who has most is let in")
+		}
+		mustRegisterDirect(t, r, Registration{EngineID: "e", Addr: "a"}, local)
+		if got := <-good; got != 200 {
+			t.Fatal(got)
+		}
+	})
+}
+
+// Probes of one address that hang do not take the time of another's restart.
+func TestProbesOfOneAddress(t *testing.T) {
+	r := open(t, Options{MaxProbes: 4, ProbeTimeout: 5 * time.Second})
+	r.prober.dial = func(ctx context.Context, host string) error {
+		if strings.HasPrefix(host, "10.0.0.7:") {
+			return syscall.ECONNREFUSED
+		}
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	mustRegisterDirect(t, r, Registration{EngineID: "old", DPRank: -1, Addr: "tcp://10.0.0.7:1"}, remote("10.0.0.7"))
+	bad := remote("10.66.6.6")
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	for dp := range 8 {
+		mustRegisterDirect(t, r, Registration{EngineID: "x", DPRank: dp, Addr: fmt.Sprintf("tcp://10.66.6.6:%d", dp+1)}, bad)
+		wg.Go(func() {
+			_ = r.register(ctx, Registration{EngineID: "y", DPRank: dp, Addr: "z"}, bad) // refused at the end
+		})
+	}
+	for r.prober.slots.Taken() < 4 {
+		time.Sleep(time.Millisecond)
+	}
+	mustRegisterDirect(t, r, Registration{EngineID: "new", DPRank: -1, Addr: "tcp://10.0.0.7:2"}, remote("10.0.0.7"))
+	cancel()
+	wg.Wait()
+}
+
+// Where flood and P come from one address, what is proved dead gives way, and what
+// lives stays.
+func TestFullOfDeadEngines(t *testing.T) {
+	r := open(t, Options{MaxWorkers: 20})
+	host := remote("10.0.0.7")
+	r.prober.dial = func(_ context.Context, addr string) error {
+		if strings.HasSuffix(addr, ":1") {
+			return nil
+		}
+		return syscall.ECONNREFUSED
+	}
+	mustRegisterDirect(t, r, Registration{EngineID: "live", DPRank: -1, Addr: "tcp://10.0.0.7:1"}, host)
+	for dp := range 200 {
+		mustRegisterDirect(t, r, Registration{EngineID: "dead", DPRank: dp, Addr: "tcp://10.0.0.7:2"}, host)
+	}
+	mustRegisterDirect(t, r, Registration{EngineID: "p", DPRank: -2, Addr: "tcp://10.0.0.7:1"}, host)
+	checkBooks(t, r)
+	d, err := parseDirectory(r.current().body)
+	if err != nil || len(d) != 20 || d[-1].ID != "live" || d[-2].ID != "p" {
+		t.Fatal(d, err)
+	}
+	for dp := range 300 { // until all that are left live
+		_ = r.register(t.Context(), Registration{EngineID: "p", DPRank: 1000 + dp, Addr: "tcp://10.0.0.7:1"}, host)
+	}
+	if err := r.register(t.Context(), Registration{EngineID: "one more", DPRank: 2000, Addr: "tcp://10.0.0.7:1"}, host); err == nil {
+		t.Fatal("an engine that lives gave way")
+	}
+	if d, err = parseDirectory(r.current().body); err != nil || len(d) != 20 || d[-1].ID != "live" || d[-2].ID != "p" {
+		t.Fatal(d, err)
+	}
+}

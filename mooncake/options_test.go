@@ -1,0 +1,12 @@
+package mooncake
+
+import (
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+)
+
+func TestOptionsValidate(t *testing.T) {
+	optionstest.CheckNumbers[SenderOptions](t)
+	optionstest.CheckNumbers[ReceiverOptions](t)
+}

@@ -1,0 +1,6 @@
+// Package scheduler is the scheduler's half of vLLM's MooncakeConnector: it decides what
+// a request pulls from P, which blocks P keeps for D, and what the workers do at each
+// engine step. It does no I/O; the workers are in package mooncake.
+//
+// docs/mooncake-scheduler.md shows the calls of a request's life.
+package scheduler

@@ -1,0 +1,335 @@
+package scheduler_test
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"reflect"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/mooncake/scheduler"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+)
+
+// event is one line of a recorded script.
+type event struct {
+	Op       string          `json:"op"`
+	Req      string          `json:"req"`
+	Tokens   int             `json:"ntok"`
+	Params   json.RawMessage `json:"params"`
+	Skip     int             `json:"skip"`
+	After    json.RawMessage `json:"after"`
+	Computed int             `json:"computed"`
+	Unhashed [][]int         `json:"unhashed"`
+	External int             `json:"external"`
+	Status   string          `json:"status"`
+	Blocks   [][]int         `json:"blocks"`
+	Out      json.RawMessage `json:"out"`
+}
+
+type script struct {
+	Env struct {
+		Role   string
+		Groups []struct {
+			T    string
+			BS   int
+			Win  int
+			Xfer *int
+		}
+		HMAOff int `json:"hma_off"`
+		DP, TP int
+	}
+	Events []event
+}
+
+func (s *script) options(release wire.Release, host string) (o scheduler.Options, err error) {
+	o = scheduler.Options{NoHybrid: s.Env.HMAOff != 0, Release: release}
+	if release == 13 {
+		o.Pairing = scheduler.RequestIDs(host, 8998+s.Env.DP*s.Env.TP)
+	}
+	for _, g := range s.Env.Groups {
+		kind, ok := map[string]coordinator.Kind{"full": coordinator.Full, "swa": coordinator.SlidingWindow, "mamba": coordinator.Mamba}[g.T]
+		if !ok {
+			return o, fmt.Errorf("group %q", g.T)
+		}
+		o.Groups = append(o.Groups, scheduler.CacheGroup{Group: coordinator.Group{Kind: kind, Block: g.BS, Window: g.Win}, NoTransfer: g.Xfer != nil && *g.Xfer == 0})
+	}
+	o.Role, err = wire.ParseRole(s.Env.Role)
+	return o, err
+}
+
+var statuses = map[string]scheduler.RequestStatus{
+	"FINISHED_LENGTH_CAPPED": scheduler.LengthCapped, "FINISHED_STOPPED": scheduler.Stopped, "FINISHED_ABORTED": scheduler.Aborted,
+}
+
+// player runs a script through a Scheduler.
+type player struct {
+	sched    *scheduler.Scheduler
+	release  wire.Release // whose form the results have
+	requests map[string]*scheduler.Request
+}
+
+var errScript = errors.New("bad script")
+
+// play carries one event out and returns what the vectors write for its result.
+func (p *player) play(e *event) (any, error) {
+	r := p.requests[e.Req]
+	if r == nil && e.Op != "new" && e.Op != "build" {
+		return nil, errScript
+	}
+	switch e.Op {
+	case "new":
+		params, err := wire.ParseKVTransferParams(e.Params)
+		if err != nil {
+			return nil, errors.Join(errScript, err)
+		}
+		r = &scheduler.Request{ID: e.Req, PromptTokens: e.Tokens, MaxTokens: 64, Params: params, SkipPrefixCache: e.Skip != 0}
+		p.requests[e.Req] = r
+		p.sched.NewRequest(r)
+		return nil, nil
+	case "match":
+		m, err := p.sched.Match(r, e.Computed)
+		return []any{m.Tokens, m.Async}, err
+	case "alloc":
+		return nil, p.sched.Allocated(r, e.Unhashed, e.External)
+	case "finish":
+		status, ok := statuses[e.Status]
+		if !ok {
+			return nil, errScript
+		}
+		f, err := p.sched.Finish(r, status, e.Blocks)
+		return []any{f.KeepBlocks, f.Params}, err
+	case "build":
+		m, err := p.sched.Build()
+		if err != nil {
+			return nil, err
+		}
+		if p.release == 13 {
+			return meta013(m), nil
+		}
+		return meta(m), nil
+	}
+	return nil, errScript
+}
+
+type object map[string]any
+
+// lists writes nil as [].
+func lists[T any](l []T) any {
+	if l == nil {
+		return []T{}
+	}
+	return l
+}
+
+func first(l [][]int) any {
+	if len(l) == 0 {
+		return []int{}
+	}
+	return l[0]
+}
+
+func meta013(m *wire.Metadata) any {
+	recv, send := object{}, object{}
+	for _, x := range m.Pulls {
+		recv[x.RequestID] = object{"blocks": first(x.Blocks), "host": x.Host, "port": x.Port}
+	}
+	for _, x := range m.Sends {
+		send[x.RequestID] = first(x.Blocks)
+	}
+	if len(m.NotProcessed) > 0 {
+		send["not processed"] = m.NotProcessed // the original has none
+	}
+	return object{"recv": recv, "send": send}
+}
+
+func meta(m *wire.Metadata) any {
+	recv, send := object{}, object{}
+	for _, x := range m.Pulls {
+		if recv[x.EngineID] == nil {
+			recv[x.EngineID] = object{}
+		}
+		recv[x.EngineID].(object)[x.RequestID] = object{"blocks": lists(x.Blocks), "tid": x.TransferID, "boot": x.BootstrapAddr}
+	}
+	for _, x := range m.Sends {
+		send[x.RequestID] = []any{x.TransferID, lists(x.Blocks)}
+	}
+	return object{"recv": recv, "send": send, "not_processed": lists(m.NotProcessed)}
+}
+
+// equal compares got, marshalled, with recorded JSON; no JSON is null.
+func equal(t *testing.T, got any, want json.RawMessage, report func(string, ...any)) bool {
+	t.Helper()
+	b, err := json.Marshal(got)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(want) == 0 {
+		want = json.RawMessage("null")
+	}
+	var g, w any
+	if err := errors.Join(json.Unmarshal(b, &g), json.Unmarshal(want, &w)); err != nil {
+		t.Fatal(err)
+	}
+	if reflect.DeepEqual(g, w) {
+		return true
+	}
+	report("%s\nwant %s", b, want)
+	return false
+}
+
+var recorded = map[wire.Release]string{13: "scheduler-v0130.json", 33: "scheduler-v0330.json"}
+
+// scripts reads what was recorded of a release.
+func scripts(t *testing.T, release wire.Release) (list []script, host string) {
+	t.Helper()
+	var doc struct {
+		Host  string `json:"self_host"`
+		Cases []script
+	}
+	vectors.Read(t, "mooncake-connector/"+recorded[release], &doc)
+	if len(doc.Cases) == 0 {
+		t.Fatal("no cases")
+	}
+	return doc.Cases, doc.Host
+}
+
+// Every recorded event of the schedulers of vLLM 0.13.0 and 0.33.0: answers,
+// refusals with their texts, params afterwards, and what the workers are told.
+func TestSchedulerGolden(t *testing.T) {
+	for release := range recorded {
+		cases, host := scripts(t, release)
+		events, refused := 0, 0
+		for i := range cases {
+			at, n := play(t, &cases[i], release, host, all(release), t.Errorf)
+			if refused += n; at < len(cases[i].Events) {
+				t.Fatalf("0.%d: case %d, event %d", release, i, at)
+			}
+			events += at
+		}
+		if refused == 0 {
+			t.Fatalf("0.%d: %d cases, no refusal", release, len(cases))
+		}
+		t.Logf("0.%d: %d cases, %d events, %d refusals", release, len(cases), events, refused)
+	}
+}
+
+func all(r wire.Release) (rules uint32) {
+	bits, _, _ := scheduler.Rules(r)
+	for _, b := range bits {
+		rules |= b
+	}
+	return rules
+}
+
+// play runs a script of a release through a Scheduler that follows rules, up to the
+// first difference.
+func play(t *testing.T, c *script, of wire.Release, host string, rules uint32, report func(string, ...any)) (events, refused int) {
+	t.Helper()
+	o, err := c.options(of, host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := scheduler.New(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Follow(rules)
+	p := &player{sched: s, release: of, requests: map[string]*scheduler.Request{}}
+	for j := range c.Events {
+		if !check(t, p, &c.Events[j], &refused, report) {
+			return j, refused
+		}
+	}
+	return len(c.Events), refused
+}
+
+func quiet(string, ...any) {}
+
+// Every rule of a release is needed: without it some recorded event is decided otherwise.
+func TestEveryRuleIsSeen(t *testing.T) {
+	for release := range recorded {
+		cases, host := scripts(t, release)
+		bits, does, unseen := scheduler.Rules(release)
+		for i, b := range bits {
+			seen := 0
+			for j := range cases {
+				if at, _ := play(t, &cases[j], release, host, all(release)&^b, quiet); at < len(cases[j].Events) {
+					seen++
+				}
+			}
+			if (seen == 0) != unseen[i] {
+				t.Errorf("0.%d: %d cases show that %s", release, seen, does[i])
+			}
+			t.Logf("0.%d: %4d of %d cases: %s", release, seen, len(cases), does[i])
+		}
+	}
+}
+
+// Where we decide otherwise than a release, rules of the table say why: with them, one
+// after the other, the case goes as it was recorded.
+func TestDeparturesAreRules(t *testing.T) {
+	for release := range recorded {
+		cases, host := scripts(t, release)
+		bits, _, _ := scheduler.Rules(release)
+		differ := 0
+		for i := range cases {
+			c, rules := &cases[i], uint32(0)
+			at, _ := play(t, c, release, host, rules, quiet)
+			if at < len(c.Events) {
+				differ++
+			}
+			for at < len(c.Events) {
+				best, with := at, rules
+				for _, b := range bits {
+					if n, _ := play(t, c, release, host, rules|b, quiet); n > best {
+						best, with = n, rules|b
+					}
+				}
+				for _, a := range bits { // rules that show only together
+					for _, b := range bits {
+						if best > at {
+							break
+						}
+						if n, _ := play(t, c, release, host, rules|a|b, quiet); n > best {
+							best, with = n, rules|a|b
+						}
+					}
+				}
+				if best == at {
+					t.Fatalf("0.%d: case %d, event %d: no rule explains what we decide: %+v", release, i, at, c.Events[at])
+				}
+				at, rules = best, with
+			}
+		}
+		t.Logf("0.%d: ours differ in %d of %d cases", release, differ, len(cases))
+	}
+}
+
+// check plays one event and compares all that is recorded about it.
+func check(t *testing.T, p *player, e *event, refused *int, report func(string, ...any)) bool {
+	t.Helper()
+	out, err := p.play(e)
+	if err != nil {
+		var refusal *wire.Error
+		if !errors.As(err, &refusal) {
+			report("%s: %v", e.Op, err)
+			return false
+		}
+		*refused++
+		out = object{"err": refusal.Class, "msg": refusal.Text}
+	}
+	ok := equal(t, out, e.Out, report)
+	r := p.requests[e.Req]
+	switch e.Op {
+	case "new":
+		if len(e.After) > 0 {
+			ok = equal(t, object{"ntok": r.PromptTokens, "max_tokens": r.MaxTokens, "params": r.Params}, e.After, report) && ok
+		}
+	case "alloc", "finish":
+		ok = equal(t, r.Params, e.Params, report) && ok
+	}
+	return ok
+}

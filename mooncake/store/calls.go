@@ -1,0 +1,435 @@
+package store
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"time"
+
+	sp "github.com/kvasir-kv/kvasir/internal/structpack"
+)
+
+// PutOptions says how an object is to be kept.
+type PutOptions struct {
+	Replicas int    // on different segments; 0 means 1. The master makes as many as there are segments
+	Segment  string // name of the segment that is preferred while it has room
+	SoftPin  bool   // evicted after all others
+}
+
+// Piece is a range of a segment's memory.
+type Piece struct {
+	Addr, Bytes uint64
+	Endpoint    string // of the segment's transfer engine, host:port
+}
+
+// Replica is one copy of an object.
+type Replica struct {
+	Pieces   []Piece // in order; none where it is not in memory that TCP reaches
+	Complete bool
+	Kind     uint8 // 0 is memory
+}
+
+// Bytes returns the length of all pieces, or the largest number where that is larger.
+func (r *Replica) Bytes() (n uint64) {
+	for _, p := range r.Pieces {
+		if n += p.Bytes; n < p.Bytes {
+			return math.MaxUint64
+		}
+	}
+	return n
+}
+
+const complete = 3 // the status of a replica; 2 is being written
+
+// Found is what the master knows of an object.
+type Found struct {
+	Replicas []Replica
+	Lease    time.Duration // from before the question; the object stays for so long
+	Err      error         // a Code
+}
+
+// batches calls f with parts of n keys, of which one call may have MaxKeys.
+func (m *Master) batches(n int, f func(from, to int) error) error {
+	for from := 0; from < n; from += m.o.MaxKeys {
+		if err := f(from, min(from+m.o.MaxKeys, n)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// largest returns the largest size of a request with keys.
+func (m *Master) largest(keys []string, more ...int) int {
+	n := max(len(keys), len(m.o.Tenant))
+	for _, k := range keys {
+		n = max(n, len(k))
+	}
+	for _, v := range more {
+		n = max(n, v)
+	}
+	return n
+}
+
+// shape reports that an answer is of a type that this release does not have.
+func shape(ok bool) error {
+	if !ok {
+		return fmt.Errorf("%w: of another type", sp.ErrMalformed)
+	}
+	return nil
+}
+
+// results reads a vector of expected values: f reads the value of i, or its Code is noted.
+func results(r *sp.Reader, t *sp.Type, n int, f func(i int, t *sp.Type) error, fail func(i int, c Code)) error {
+	if err := shape(t.Kind == sp.KindVector && t.Parts[0].Kind == sp.KindExpected); err != nil {
+		return err
+	}
+	if got := r.Size(1); got != n {
+		if err := r.Err(); err != nil {
+			return err
+		}
+		return fmt.Errorf("%w: %d results for %d keys", sp.ErrMalformed, got, n)
+	}
+	value := t.Parts[0].Parts[0]
+	for i := range n {
+		if !r.Bool() {
+			fail(i, Code(r.I32()))
+		} else if err := f(i, value); err != nil {
+			return err
+		}
+		if err := r.Err(); err != nil {
+			return err
+		}
+	}
+	return r.End()
+}
+
+// result reads one expected value, or its Code.
+func result(r *sp.Reader, t *sp.Type, f func(t *sp.Type) error) error {
+	if err := shape(t.Kind == sp.KindExpected); err != nil {
+		return err
+	}
+	if !r.Bool() {
+		code := Code(r.I32())
+		if err := r.End(); err != nil {
+			return err
+		}
+		return code
+	}
+	if err := f(t.Parts[0]); err != nil {
+		return err
+	}
+	return r.End()
+}
+
+// Exists sets present[i] to whether keys[i] is kept, and leases it: for the lease time of the master it is
+// not evicted. A key whose only replicas are beyond memory is present too; Replicas tells.
+func (m *Master) Exists(ctx context.Context, keys []string, present []bool) error {
+	return m.batches(len(keys), func(from, to int) error {
+		some := keys[from:to]
+		return m.do(ctx, batchExist, true, func(c *conn, k *codec) {
+			w := c.begin(batchExist, k.forms[batchExist], m.largest(some))
+			w.Strings(some)
+			m.tenant(k, w)
+		}, func(r *sp.Reader, t *sp.Type) error {
+			return results(r, t, len(some), func(i int, t *sp.Type) error {
+				present[from+i] = r.Bool()
+				return shape(t.Kind == sp.KindFixed && t.Size == 1)
+			}, func(i int, _ Code) { present[from+i] = false })
+		})
+	})
+}
+
+// Replicas returns where objects are, and leases them.
+func (m *Master) Replicas(ctx context.Context, keys []string) ([]Found, error) {
+	out := make([]Found, len(keys))
+	err := m.batches(len(keys), func(from, to int) error {
+		some := keys[from:to]
+		return m.do(ctx, batchReplicas, true, func(c *conn, k *codec) {
+			w := c.begin(batchReplicas, k.forms[batchReplicas], m.largest(some))
+			w.Strings(some)
+			m.tenant(k, w)
+		}, func(r *sp.Reader, t *sp.Type) error {
+			return results(r, t, len(some), func(i int, t *sp.Type) error {
+				return found(r, t, &out[from+i])
+			}, func(i int, c Code) { out[from+i].Err = c })
+		})
+	})
+	return out, err
+}
+
+// found reads a list of replicas and the time of the lease.
+func found(r *sp.Reader, t *sp.Type, f *Found) (err error) {
+	if err := shape(t.Kind == sp.KindStruct && len(t.Parts) >= 2 && t.Parts[1].Size == 8); err != nil {
+		return err
+	}
+	if f.Replicas, err = replicas(r, t.Parts[0]); err != nil {
+		return err
+	}
+	const most = uint64(time.Hour / time.Millisecond)
+	f.Lease = time.Duration(min(r.U64(), most)) * time.Millisecond
+	for _, p := range t.Parts[2:] {
+		r.Skip(p)
+	}
+	return nil
+}
+
+// replicas reads a vector of descriptors: ..., what it is and where, its status.
+func replicas(r *sp.Reader, t *sp.Type) ([]Replica, error) {
+	if err := shape(t.Kind == sp.KindVector && t.Parts[0].Kind == sp.KindStruct && len(t.Parts[0].Parts) >= 2); err != nil {
+		return nil, err
+	}
+	fields := t.Parts[0].Parts
+	last := len(fields) - 1
+	where := fields[last-1]
+	if err := shape(where.Kind == sp.KindVariant && len(where.Parts) > 0 && fields[last].Size == 4); err != nil {
+		return nil, err
+	}
+	out := make([]Replica, r.Size(6)) // a variant of one byte at least, a status of four
+	for i := range out {
+		for _, p := range fields[:last-1] {
+			r.Skip(p)
+		}
+		rep := &out[i]
+		if rep.Kind = r.U8(); rep.Kind == 0 {
+			if err := pieces(r, where.Parts[0], rep); err != nil {
+				return nil, err
+			}
+		} else if int(rep.Kind) < len(where.Parts) {
+			r.Skip(where.Parts[rep.Kind])
+		} else {
+			return nil, shape(false)
+		}
+		rep.Complete = r.I32() == complete
+		if err := r.Err(); err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+// pieces reads the memory of a replica: one piece, or a vector of them.
+func pieces(r *sp.Reader, t *sp.Type, rep *Replica) error {
+	if t.Kind == sp.KindStruct && len(t.Parts) == 1 {
+		t = t.Parts[0]
+	}
+	n, part := 1, t
+	if t.Kind == sp.KindVector {
+		part = t.Parts[0]
+		n = r.Size(part.Least())
+	}
+	k := len(part.Parts)
+	if err := shape(part.Kind == sp.KindStruct && (k == 3 || k == 4) && part.Parts[0].Size == 8 && part.Parts[1].Size == 8 &&
+		part.Parts[2].Kind == sp.KindString && part.Parts[k-1].Kind == sp.KindString); err != nil {
+		return err
+	}
+	tcp := true
+	rep.Pieces = make([]Piece, n)
+	for i := range rep.Pieces {
+		p := &rep.Pieces[i]
+		p.Bytes, p.Addr = r.U64(), r.U64()
+		if k == 4 {
+			tcp = string(r.Bytes()) == "tcp" && tcp
+		}
+		p.Endpoint = r.String()
+	}
+	if !tcp {
+		rep.Pieces = nil
+	}
+	return r.Err()
+}
+
+// Started is where an object is to be written.
+type Started struct {
+	Replicas []Replica
+	Err      error // a Code
+}
+
+// PutStart takes places for objects of sizes bytes each. Every memory replica must be written; then PutEnd
+// makes the object visible, and PutRevoke gives the places back.
+func (m *Master) PutStart(ctx context.Context, client UUID, keys []string, sizes []uint64, o *PutOptions) ([]Started, error) {
+	out := make([]Started, len(keys))
+	err := m.batches(len(keys), func(from, to int) error {
+		some := keys[from:to]
+		return m.do(ctx, batchPutStart, false, func(c *conn, k *codec) {
+			w := c.begin(batchPutStart, k.forms[batchPutStart], m.largest(some, len(o.Segment)))
+			if !k.pieces() {
+				uuid(w, client)
+			}
+			w.Strings(some)
+			w.Size(len(some))
+			for _, n := range sizes[from:to] {
+				if k.pieces() {
+					w.Size(1)
+				}
+				w.U64(n)
+			}
+			k.config(w, o)
+			m.tenant(k, w)
+		}, func(r *sp.Reader, t *sp.Type) error {
+			return results(r, t, len(some), func(i int, t *sp.Type) (err error) {
+				out[from+i].Replicas, err = replicas(r, t)
+				return err
+			}, func(i int, c Code) { out[from+i].Err = c })
+		})
+	})
+	return out, err
+}
+
+// PutEnd makes objects visible that client has begun, and written whole. errs[i] is a Code or nil.
+func (m *Master) PutEnd(ctx context.Context, client UUID, keys []string, errs []error) error {
+	return m.endPut(ctx, batchPutEnd, client, keys, errs)
+}
+
+// PutRevoke gives the places of objects back that client has begun. errs[i] is a Code or nil.
+func (m *Master) PutRevoke(ctx context.Context, client UUID, keys []string, errs []error) error {
+	return m.endPut(ctx, batchPutRevoke, client, keys, errs)
+}
+
+func (m *Master) endPut(ctx context.Context, f method, client UUID, keys []string, errs []error) error {
+	return m.batches(len(keys), func(from, to int) error {
+		some := keys[from:to]
+		return m.do(ctx, f, true, func(c *conn, k *codec) {
+			w := c.begin(f, k.forms[f], m.largest(some))
+			if !k.pieces() {
+				uuid(w, client)
+			}
+			w.Size(len(some))
+			for _, key := range some {
+				w.String(key)
+				if f == batchPutEnd && k.checksum() {
+					w.Bool(false)
+				}
+			}
+			if !k.pieces() {
+				w.I32(allKinds)
+			}
+			m.tenant(k, w)
+		}, func(r *sp.Reader, t *sp.Type) error {
+			return results(r, t, len(some), func(i int, t *sp.Type) error {
+				errs[from+i] = nil
+				r.Skip(t)
+				return nil
+			}, func(i int, c Code) { errs[from+i] = c })
+		})
+	})
+}
+
+// Remove forgets an object. With force also one that is leased; 0.3.7 knows no force.
+func (m *Master) Remove(ctx context.Context, key string, force bool) error {
+	var code error
+	err := m.do(ctx, removeOne, false, func(c *conn, k *codec) {
+		w := c.begin(removeOne, k.forms[removeOne], m.largest(nil, len(key)))
+		w.String(key)
+		if !k.pieces() {
+			w.Bool(force)
+		}
+		m.tenant(k, w)
+	}, func(r *sp.Reader, t *sp.Type) error { return coded(&code, r, t) })
+	return first(err, code)
+}
+
+// coded reads a result without a value; its Code is no failure of the call.
+func coded(code *error, r *sp.Reader, t *sp.Type) error {
+	err := result(r, t, func(t *sp.Type) error {
+		r.Skip(t)
+		return nil
+	})
+	if c, ok := err.(Code); ok {
+		*code = c
+		return nil
+	}
+	return err
+}
+
+func first(errs ...error) error {
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Segment is memory of a storage node.
+type Segment struct {
+	ID          UUID
+	Name        string
+	Base, Bytes uint64 // a range of addresses, which are names; multiples of 16 MiB suit every allocator
+	Endpoint    string // of the node's transfer engine, host:port
+}
+
+// Mount gives a segment to the cluster, in client's name. It is used at once, also where the answer is lost: after
+// an error that is no Code the segment may have objects.
+func (m *Master) Mount(ctx context.Context, client UUID, s *Segment) error {
+	var code error
+	err := m.do(ctx, mountSegment, false, func(c *conn, k *codec) {
+		w := c.begin(mountSegment, k.forms[mountSegment], max(len(s.Name), len(s.Endpoint)))
+		k.segment(w, s)
+		uuid(w, client)
+	}, func(r *sp.Reader, t *sp.Type) error { return coded(&code, r, t) })
+	return first(err, code)
+}
+
+// Remount tells a master that does not know client all of its segments.
+func (m *Master) Remount(ctx context.Context, client UUID, segments ...Segment) error {
+	var code error
+	err := m.do(ctx, remountSegment, true, func(c *conn, k *codec) {
+		n := len(segments)
+		for i := range segments {
+			n = max(n, len(segments[i].Name), len(segments[i].Endpoint))
+		}
+		w := c.begin(remountSegment, k.forms[remountSegment], n)
+		w.Size(len(segments))
+		for i := range segments {
+			k.segment(w, &segments[i])
+		}
+		uuid(w, client)
+	}, func(r *sp.Reader, t *sp.Type) error { return coded(&code, r, t) })
+	return first(err, code)
+}
+
+// Unmount takes a segment back at once; objects that are only there are gone.
+func (m *Master) Unmount(ctx context.Context, client, segment UUID) error {
+	return m.unmount(ctx, unmountSegment, client, segment, -1)
+}
+
+// UnmountAfter takes a segment back: nothing new is put there, what is there stays readable for the time
+// given. Releases before 0.3.11 cannot.
+func (m *Master) UnmountAfter(ctx context.Context, client, segment UUID, grace time.Duration) error {
+	return m.unmount(ctx, gracefulUnmount, client, segment, grace)
+}
+
+func (m *Master) unmount(ctx context.Context, f method, client, segment UUID, grace time.Duration) error {
+	var code error
+	err := m.do(ctx, f, true, func(c *conn, k *codec) {
+		w := c.begin(f, k.forms[f], 0)
+		uuid(w, segment)
+		uuid(w, client)
+		if grace >= 0 {
+			w.U64(uint64(grace.Milliseconds()))
+		}
+	}, func(r *sp.Reader, t *sp.Type) error { return coded(&code, r, t) })
+	return first(err, code)
+}
+
+// Ping says that client lives. known is whether the master knows its segments.
+func (m *Master) Ping(ctx context.Context, client UUID) (known bool, err error) {
+	var code error
+	err = m.do(ctx, ping, true, func(c *conn, k *codec) {
+		uuid(c.begin(ping, k.forms[ping], 0), client)
+	}, func(r *sp.Reader, t *sp.Type) error {
+		err := result(r, t, func(t *sp.Type) error {
+			if err := shape(t.Kind == sp.KindStruct && len(t.Parts) == 2 && t.Parts[0].Size == 8 && t.Parts[1].Size == 4); err != nil {
+				return err
+			}
+			r.U64() // the view
+			known = r.I32() == 1
+			return nil
+		})
+		if c, ok := err.(Code); ok {
+			code, err = c, nil
+		}
+		return err
+	})
+	return known, first(err, code)
+}

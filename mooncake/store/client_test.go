@@ -1,0 +1,271 @@
+package store
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
+	"github.com/kvasir-kv/kvasir/transfer"
+)
+
+type clusterOf struct {
+	master *storetest.Master
+	m      *Master
+	client *Client
+	nodes  []*Node
+	stop   []func()
+}
+
+// newCluster runs nodes of 16 MiB over a fake master.
+func newCluster(t *testing.T, nodes int, o ClientOptions) *clusterOf {
+	t.Helper()
+	c := &clusterOf{master: storetest.New(t)}
+	c.m = masterOf(t, MasterOptions{Addresses: []string{c.master.Addr}})
+	te := transfer.New(transfer.Options{})
+	c.client = NewClient(c.m, te, o)
+	for range nodes {
+		n, err := NewNode(c.m, NodeOptions{Memory: make([]byte, segmentAlign), PingEvery: 5 * time.Millisecond})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(context.Background())
+		done := make(chan error, 1)
+		go func() { done <- n.Run(ctx) }()
+		c.nodes = append(c.nodes, n)
+		c.stop = append(c.stop, sync.OnceFunc(func() {
+			cancel()
+			if err := <-done; err != nil {
+				t.Error(err)
+			}
+		}))
+	}
+	for i := range nodes {
+		settled(t, c.nodes[i])
+	}
+	t.Cleanup(func() {
+		for _, stop := range c.stop {
+			stop()
+		}
+		te.Close()
+		c.m.Close()
+	})
+	return c
+}
+
+func masterOf(t *testing.T, o MasterOptions) *Master {
+	t.Helper()
+	m, err := NewMaster(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+func content(seed uint64, n int) []byte {
+	b := make([]byte, n)
+	r := rand.New(rand.NewPCG(seed, 1))
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+	return b
+}
+
+func TestPutAndGet(t *testing.T) {
+	c := newCluster(t, 2, ClientOptions{})
+	c.master.Set(func() { c.master.Copies = 2 })
+	a, b := content(1, 100_000), content(2, 77)
+	ctx := t.Context()
+	for i, err := range c.client.Put(ctx, []Object{{"a", [][]byte{a[:10], a[10:10], a[10:]}}, {"b", [][]byte{b}}}) {
+		if err != nil {
+			t.Fatal(i, err)
+		}
+	}
+	if errs := c.client.Put(ctx, []Object{{"a", [][]byte{b}}}); errs[0] != nil { // the first writer wins
+		t.Fatal(errs)
+	}
+	got, other := make([]byte, len(a)), make([]byte, len(b))
+	errs := c.client.Get(ctx, []Object{{"b", [][]byte{other}}, {"none", [][]byte{{0}}}, {"a", [][]byte{got[:99_000], got[99_000:]}}, {"b", [][]byte{make([]byte, 78)}}})
+	if errs[0] != nil || errs[1] != NotFound || errs[2] != nil || !errors.Is(errs[3], ErrUnreadable) {
+		t.Fatal(errs)
+	}
+	if !bytes.Equal(got, a) || !bytes.Equal(other, b) {
+		t.Error("other bytes")
+	}
+	present := make([]bool, 3)
+	if err := c.m.Exists(ctx, []string{"a", "x", "b"}, present); err != nil || !present[0] || present[1] || !present[2] {
+		t.Error(present, err)
+	}
+	if s := c.client.Stats(); s.Put != 2 || s.Existed != 1 || s.Got != 2 || s.Missing != 1 || s.Unreadable != 1 {
+		t.Errorf("%+v", s)
+	}
+}
+
+// A put waits for room that an eviction makes, and gives up in time where none comes.
+func TestNoRoom(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{RoomTimeout: 200 * time.Millisecond})
+	c.master.Set(func() { c.master.NoRoom = 2 })
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{1}}}, {"b", [][]byte{{2}}}}); errs[0] != nil || errs[1] != nil {
+		t.Fatal(errs)
+	}
+	c.master.Set(func() { c.master.NoRoom = 1 << 30 })
+	if errs := c.client.Put(t.Context(), []Object{{"c", [][]byte{{1}}}}); errs[0] != NoRoom {
+		t.Fatal(errs)
+	}
+}
+
+// A node that does not take the bytes: the put fails, its place comes back, and nothing is visible. Another
+// object of the same batch is not disturbed.
+func TestRefusedWriteIsRevoked(t *testing.T) {
+	c := newCluster(t, 2, ClientOptions{})
+	c.master.Set(func() { c.master.Segments[0].Base += 1 << 40 }) // the node knows no such addresses
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{1}}}}); !errors.Is(errs[0], ErrTransfer) {
+		t.Fatal(errs)
+	}
+	c.master.Set(func() {
+		if c.master.Objects["a"] != nil || c.master.Revoked != 1 {
+			t.Errorf("%d revoked", c.master.Revoked)
+		}
+		c.master.Segments = c.master.Segments[1:]
+	})
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{1}}}}); errs[0] != nil {
+		t.Fatal(errs)
+	}
+}
+
+// Bytes that came after the lease's end are not believed, since the place may be another object's by then.
+func TestLeaseThatEndsDuringTheRead(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{})
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{7}}}}); errs[0] != nil {
+		t.Fatal(errs)
+	}
+	c.master.Set(func() { c.master.Lease, c.master.Delay = 20*time.Millisecond, 40*time.Millisecond })
+	if errs := c.client.Get(t.Context(), []Object{{"a", [][]byte{{0}}}}); errs[0] != LeaseExpired {
+		t.Fatal(errs)
+	}
+	if c.client.Stats().Expired != 1 {
+		t.Error(c.client.Stats())
+	}
+}
+
+// Of two replicas the second is read where the first one's node is gone.
+func TestSecondReplica(t *testing.T) {
+	c := newCluster(t, 2, ClientOptions{})
+	c.master.Set(func() { c.master.Copies = 2 })
+	a := content(3, 5000)
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{a}}}); errs[0] != nil {
+		t.Fatal(errs)
+	}
+	first := 0
+	c.master.Set(func() {
+		if c.master.Segments[0].Endpoint != c.nodes[0].Stats().Endpoint {
+			first = 1
+		}
+	})
+	c.stop[first]()
+	got := make([]byte, len(a))
+	if errs := c.client.Get(t.Context(), []Object{{"a", [][]byte{got}}}); errs[0] != nil || !bytes.Equal(got, a) {
+		t.Fatal(errs)
+	}
+}
+
+// A master that was started again forgets its nodes. They come back by themselves, under other addresses: who still
+// reads by what the former master said gets an error, never bytes of another object.
+func TestMasterStartedAgain(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{})
+	a, b := content(4, 4096), content(5, 4096)
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{a}}}); errs[0] != nil {
+		t.Fatal(errs)
+	}
+	was, err := c.m.Replicas(t.Context(), []string{"a"})
+	if err != nil || was[0].Err != nil {
+		t.Fatal(err, was)
+	}
+	before := c.nodes[0].Stats()
+	c.master.Forget()
+	eventually(t, "mounted again", func() bool { s := c.nodes[0].Stats(); return s.Lives == 2 && s.Mounted == 1 })
+	if errs := c.client.Put(t.Context(), []Object{{"b", [][]byte{b}}}); errs[0] != nil {
+		t.Fatal(errs)
+	}
+	got := make([]byte, 4096)
+	p := was[0].Replicas[0].Pieces[0]
+	for _, endpoint := range []string{p.Endpoint, c.nodes[0].Stats().Endpoint} {
+		if err := c.client.te.Read(t.Context(), endpoint, []transfer.Entry{{Local: got, Remote: p.Addr}}); err == nil {
+			t.Error("an address of a former life was answered")
+		}
+	}
+	if errs := c.client.Get(t.Context(), []Object{{"b", [][]byte{got}}}); errs[0] != nil || !bytes.Equal(got, b) {
+		t.Fatal(errs)
+	}
+	if s := c.nodes[0].Stats(); s.Endpoint == before.Endpoint {
+		t.Error(s.Endpoint)
+	}
+}
+
+// Without a master every call ends, with an error that says so.
+func TestNoMaster(t *testing.T) {
+	m := masterOf(t, MasterOptions{Addresses: []string{"127.0.0.1:1"}})
+	defer m.Close()
+	if _, err := m.Ping(t.Context(), NewUUID()); err == nil {
+		t.Error("a ping without a master")
+	}
+	if _, err := masterOf(t, MasterOptions{}).Ping(t.Context(), NewUUID()); err == nil {
+		t.Error("a ping of nobody")
+	}
+}
+
+func eventually(t *testing.T, what string, f func() bool) {
+	t.Helper()
+	for end := time.Now().Add(60 * time.Second); time.Now().Before(end); time.Sleep(2 * time.Millisecond) {
+		if f() {
+			return
+		}
+	}
+	t.Fatalf("never: %s", what)
+}
+
+// Replicas share the reads: one by one and in batches each node has some of them.
+func TestReplicasShareTheReads(t *testing.T) {
+	c := newCluster(t, 2, ClientOptions{})
+	c.master.Set(func() { c.master.Copies = 2 })
+	a := content(6, 1000)
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{a}}}); errs[0] != nil {
+		t.Fatal(errs)
+	}
+	get := func(n int) {
+		t.Helper()
+		before := [2]int64{c.nodes[0].Stats().BytesOut, c.nodes[1].Stats().BytesOut}
+		objects := make([]Object, n)
+		for i := range objects {
+			objects[i] = Object{"a", [][]byte{make([]byte, len(a))}}
+		}
+		for range 8 / n {
+			for i, err := range c.client.Get(t.Context(), objects) {
+				if err != nil || !bytes.Equal(objects[i].Parts[0], a) {
+					t.Fatal(err)
+				}
+			}
+		}
+		eventually(t, "both nodes have read", func() bool {
+			return c.nodes[0].Stats().BytesOut > before[0] && c.nodes[1].Stats().BytesOut > before[1]
+		})
+	}
+	get(1)
+	get(8)
+}
+
+// Who asks to be told hears that somebody else has put an object.
+func TestTellExists(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{TellExists: true})
+	o := []Object{{"a", [][]byte{{1}}}}
+	if errs := c.client.Put(t.Context(), o); errs[0] != nil {
+		t.Fatal(errs)
+	}
+	if errs := c.client.Put(t.Context(), o); errs[0] != Exists || c.client.Stats().Existed != 1 {
+		t.Fatal(errs)
+	}
+}

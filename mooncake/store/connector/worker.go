@@ -1,0 +1,114 @@
+package connector
+
+import (
+	"context"
+	"sync/atomic"
+
+	"github.com/kvasir-kv/kvasir/mooncake/store"
+)
+
+// Worker moves the blocks of one rank between memory and a store. Its methods are safe for
+// concurrent use.
+type Worker struct {
+	s      *Scheduler
+	rank   int
+	client *store.Client
+	dir    Directory
+
+	loaded, loadedBytes, loadErrors, saved, savedBytes, existed, saveErrors atomic.Int64
+}
+
+// WorkerStats are counters since NewWorker.
+type WorkerStats struct {
+	Loaded      int64 `counter:"kvasir_store_connector_loaded_total" help:"Blocks loaded from Mooncake Store."`
+	LoadedBytes int64 `counter:"kvasir_store_connector_loaded_bytes_total" help:"Bytes of them."`
+	LoadErrors  int64 `counter:"kvasir_store_connector_load_errors_total" help:"Blocks that a lookup found and that could not be loaded."`
+	Saved       int64 `counter:"kvasir_store_connector_saved_total" help:"Blocks put into Mooncake Store."`
+	SavedBytes  int64 `counter:"kvasir_store_connector_saved_bytes_total" help:"Bytes of them."`
+	Existed     int64 `counter:"kvasir_store_connector_existed_total" help:"Blocks to be put that were there already."`
+	SaveErrors  int64 `counter:"kvasir_store_connector_save_errors_total" help:"Blocks that could not be put."`
+}
+
+// NewWorker returns a Worker of one rank. It closes neither client nor dir, which are of the same
+// store.
+func NewWorker(s *Scheduler, rank int, client *store.Client, dir Directory) *Worker {
+	return &Worker{s: s, rank: rank, client: client, dir: dir}
+}
+
+// Stats returns the counters.
+func (w *Worker) Stats() WorkerStats {
+	return WorkerStats{
+		Loaded: w.loaded.Load(), LoadedBytes: w.loadedBytes.Load(), LoadErrors: w.loadErrors.Load(),
+		Saved: w.saved.Load(), SavedBytes: w.savedBytes.Load(), Existed: w.existed.Load(), SaveErrors: w.saveErrors.Load(),
+	}
+}
+
+// Load reads blocks into their memory: parts[i] are the pieces of block i. errs[i] is nil where all
+// of its bytes are there. Nothing is written to the memory after Load has returned.
+func (w *Worker) Load(ctx context.Context, p *Prompt, blocks []Block, parts [][][]byte) (errs []error) {
+	objects, errs := w.objects(p, blocks, parts)
+	for i, err := range w.client.Get(ctx, objects) {
+		if errs[i] == nil {
+			errs[i] = err
+		}
+		if errs[i] != nil {
+			w.loadErrors.Add(1)
+			continue
+		}
+		w.loaded.Add(1)
+		w.loadedBytes.Add(int64(objects[i].Bytes()))
+	}
+	return errs
+}
+
+// Save puts blocks that are not in the store yet. What is there already, and what somebody else is
+// putting, is not written again.
+func (w *Worker) Save(ctx context.Context, p *Prompt, blocks []Block, parts [][][]byte) (errs []error) {
+	objects, errs := w.objects(p, blocks, parts)
+	keys := make([]string, len(objects))
+	for i := range objects {
+		keys[i] = objects[i].Key
+	}
+	found, err := w.dir.Replicas(ctx, keys)
+	if err != nil {
+		w.saveErrors.Add(int64(len(blocks)))
+		for i := range errs {
+			errs[i] = err
+		}
+		return errs
+	}
+	var missing []store.Object
+	var of []int
+	for i := range objects {
+		switch {
+		case errs[i] != nil:
+			w.saveErrors.Add(1)
+		case w.s.readable(&found[i], blocks[i].Group):
+			w.existed.Add(1)
+		default:
+			missing, of = append(missing, objects[i]), append(of, i)
+		}
+	}
+	for n, err := range w.client.Put(ctx, missing) {
+		if errs[of[n]] = err; err != nil {
+			w.saveErrors.Add(1)
+			continue
+		}
+		w.saved.Add(1)
+		w.savedBytes.Add(int64(missing[n].Bytes()))
+	}
+	return errs
+}
+
+// objects names blocks. A block without a digest is an error.
+func (w *Worker) objects(p *Prompt, blocks []Block, parts [][][]byte) ([]store.Object, []error) {
+	objects, errs := make([]store.Object, len(blocks)), make([]error, len(blocks))
+	for i, b := range blocks {
+		key, ok := w.s.Key(p, b, w.rank)
+		if !ok {
+			errs[i] = store.BadArgument
+		}
+		objects[i] = store.Object{Key: key, Parts: parts[i]}
+	}
+	return objects, errs
+}

@@ -1,0 +1,11 @@
+// Package store speaks with Mooncake Store: a cluster in which a master knows which objects are where,
+// and clients and storage nodes move the bytes among themselves with Mooncake's transfer engine.
+//
+//   - [Master] calls a real mooncake_master (coro_rpc with struct_pack bodies).
+//   - [Client] puts and gets objects.
+//   - [Node] gives memory to the cluster.
+//
+// Releases of Mooncake refuse each other's calls, since a changed struct changes the hash of a type. The
+// Master finds out which of the known ones a master is, 0.3.7, 0.3.11, 0.3.12 or 0.3.13, by calls
+// that change nothing. There is no authentication on any of these wires: keep them private.
+package store

@@ -1,0 +1,34 @@
+package store
+
+import "fmt"
+
+// Code is an error of the master, by its number.
+type Code int32
+
+// The codes that mean something to a client.
+const (
+	NoRoom        Code = -200 // now; an eviction has begun
+	BadArgument   Code = -600
+	NotYours      Code = -601
+	Complete      Code = -700
+	NotReady      Code = -703 // it is being put
+	NotFound      Code = -704
+	Exists        Code = -705 // or is being put
+	Leased        Code = -706
+	LeaseExpired  Code = -707
+	NotSupported  Code = -1012
+	QuotaExceeded Code = -1700
+)
+
+var codeTexts = map[Code]string{
+	NoRoom: "no room now", BadArgument: "bad argument", NotYours: "it belongs to another client", Complete: "it is complete", NotReady: "it is being put",
+	NotFound: "no such object", Exists: "it exists, or is being put", Leased: "it is leased", LeaseExpired: "its lease expired", NotSupported: "not supported",
+	QuotaExceeded: "the quota is exceeded",
+}
+
+func (c Code) Error() string {
+	if text := codeTexts[c]; text != "" {
+		return fmt.Sprintf("mooncake store: %s (%d)", text, int32(c))
+	}
+	return fmt.Sprintf("mooncake store: error %d", int32(c))
+}

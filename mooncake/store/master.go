@@ -1,0 +1,338 @@
+package store
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+	sp "github.com/kvasir-kv/kvasir/internal/structpack"
+)
+
+// MasterOptions configures a Master. A zero field means its default.
+type MasterOptions struct {
+	// Addresses are those of the masters, host:port. Of several one leads; the others refuse connections.
+	Addresses []string
+	Tenant    string // default "default"; releases before 0.3.12 have none
+
+	// DialTimeout is for one address, where others follow also for its first answer; default 2 s.
+	DialTimeout time.Duration
+	// CallTimeout is for one call with the search for the release; default 10 s. The wait for a connection and
+	// the dials may take DialTimeout for each address besides.
+	CallTimeout time.Duration
+	MaxConns    int // to the master, each for one call at a time; default 8
+	MaxKeys     int // of one call; more are asked in several; default 4096
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (o MasterOptions) Validate() error {
+	var c options.Checks
+	for _, a := range o.Addresses {
+		host, port, err := net.SplitHostPort(a)
+		n, notNumber := strconv.Atoi(port)
+		c.That(err == nil && host != "" && notNumber == nil && n > 0 && n < 1<<16, "Addresses", "%q is not HOST:PORT", a)
+	}
+	options.Within(&c, "DialTimeout", o.DialTimeout, 0, time.Hour)
+	options.Within(&c, "CallTimeout", o.CallTimeout, 0, time.Hour)
+	options.Within(&c, "MaxConns", o.MaxConns, 0, 1024)
+	options.Within(&c, "MaxKeys", o.MaxKeys, 0, 1<<16)
+	return c.Err()
+}
+
+// Master calls the leading one of some masters. Its methods are safe for concurrent use. Errors of single
+// keys are Codes; an error of a call means that nothing is known of any of its keys.
+type Master struct {
+	o    MasterOptions
+	free chan struct{} // a token for each connection there may be
+
+	mu struct {
+		sync.Mutex
+		closed bool
+		idle   []*conn // the last one was used last
+		codec  *codec  // of the master of all connections; nil: not asked yet
+	}
+}
+
+// NewMaster checks the options. The Master connects when it is called.
+func NewMaster(o MasterOptions) (*Master, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	o.Tenant = cmp.Or(o.Tenant, "default")
+	o.DialTimeout = cmp.Or(o.DialTimeout, 2*time.Second)
+	o.CallTimeout = cmp.Or(o.CallTimeout, 10*time.Second)
+	o.MaxConns = cmp.Or(o.MaxConns, 8)
+	o.MaxKeys = cmp.Or(o.MaxKeys, 4096)
+	m := &Master{o: o, free: make(chan struct{}, o.MaxConns)}
+	for range o.MaxConns {
+		m.free <- struct{}{}
+	}
+	return m, nil
+}
+
+// unsentError means that the master did not get the call.
+type unsentError struct{ error }
+
+func (e *unsentError) Unwrap() error { return e.error }
+
+// ErrClosed means that a Master or Client was closed.
+var ErrClosed = errors.New("mooncake store: closed")
+
+// Close ends the connections that are idle; others end with their calls.
+func (m *Master) Close() error {
+	m.mu.Lock()
+	idle := m.mu.idle
+	m.mu.idle, m.mu.closed = nil, true
+	m.mu.Unlock()
+	for _, c := range idle {
+		c.c.Close()
+	}
+	return nil
+}
+
+// Version returns the release of the master, and finds it out where it is not known.
+func (m *Master) Version(ctx context.Context) (Version, error) {
+	v := Unknown
+	err := m.do(ctx, serviceReady, true, func(_ *conn, k *codec) { v = k.version }, nil)
+	return v, err
+}
+
+// acquire returns a connection, and what its master's requests look like.
+func (m *Master) acquire(ctx context.Context) (*conn, *codec, error) {
+	select {
+	case <-m.free:
+	case <-ctx.Done():
+		return nil, nil, ctx.Err()
+	}
+	m.mu.Lock()
+	closed, codec := m.mu.closed, m.mu.codec
+	var c *conn
+	if n := len(m.mu.idle); n > 0 && !closed {
+		c, m.mu.idle = m.mu.idle[n-1], m.mu.idle[:n-1]
+		c.old = true
+	}
+	m.mu.Unlock()
+	if closed {
+		m.free <- struct{}{}
+		return nil, nil, ErrClosed
+	}
+	var err error
+	if c == nil {
+		c, err = m.dial(ctx)
+	}
+	if err == nil && codec == nil {
+		if codec, err = m.probe(ctx, c); err != nil {
+			c.c.Close()
+		} else {
+			m.mu.Lock()
+			m.mu.codec = codec
+			m.mu.Unlock()
+		}
+	}
+	if err != nil {
+		m.free <- struct{}{}
+		return nil, nil, err
+	}
+	return c, codec, nil
+}
+
+// fate is what becomes of a connection after a call.
+type fate int
+
+const (
+	keep   fate = iota // for another call
+	drop               // its caller gave up: the answer may still come
+	broken             // it is closed, and all idle ones with it, since a master that was started again may be of another release
+)
+
+// maxHeld is how much memory for requests and answers an idle connection may hold.
+const maxHeld = 1 << 20
+
+// release gives a connection back.
+func (m *Master) release(c *conn, f fate) {
+	if cap(c.body) > maxHeld || cap(c.w.B) > maxHeld {
+		c.body, c.w.B = nil, nil
+	}
+	m.mu.Lock()
+	var gone []*conn
+	switch {
+	case f == broken:
+		gone = append(m.mu.idle, c)
+		m.mu.idle, m.mu.codec = nil, nil
+	case f == drop || m.mu.closed:
+		gone = []*conn{c}
+	default:
+		m.mu.idle = append(m.mu.idle, c)
+	}
+	m.mu.Unlock()
+	for _, c := range gone {
+		c.c.Close()
+	}
+	m.free <- struct{}{}
+}
+
+func (m *Master) dial(ctx context.Context) (*conn, error) {
+	var errs []error
+	for i, addr := range m.o.Addresses {
+		limit := m.o.DialTimeout
+		if i == len(m.o.Addresses)-1 { // there is nobody else to be asked
+			limit = m.o.CallTimeout
+		}
+		c, err := m.greet(ctx, addr, limit)
+		if err == nil {
+			return c, nil
+		}
+		if errs = append(errs, err); ctx.Err() != nil {
+			break
+		}
+	}
+	if len(errs) == 0 {
+		return nil, errors.New("mooncake store: no master is named")
+	}
+	return nil, fmt.Errorf("mooncake store: no master answers: %w", errors.Join(errs...))
+}
+
+// greet connects to a master that answers within limit. Others may accept connections and say nothing.
+func (m *Master) greet(ctx context.Context, addr string, limit time.Duration) (*conn, error) {
+	end := time.Now().Add(limit)
+	d := net.Dialer{Timeout: m.o.DialTimeout}
+	nc, err := d.DialContext(ctx, "tcp", addr)
+	if err != nil {
+		return nil, err
+	}
+	c := &conn{c: nc}
+	c.begin(serviceReady, sp.Form{}, 0)
+	if _, err := c.call(ctx, serviceReady, time.Until(end)); err != nil {
+		nc.Close()
+		return nil, fmt.Errorf("%s: %w", addr, err)
+	}
+	return c, nil
+}
+
+// probe finds out the master's release: it asks to put an object without a name, which changes nothing, in
+// the form of each release. One of them is refused as a bad name, the others as bad calls.
+func (m *Master) probe(ctx context.Context, c *conn) (*codec, error) {
+	for _, v := range Versions {
+		k := codecs[v]
+		w := c.begin(putStart, k.forms[putStart], len(m.o.Tenant))
+		if !k.pieces() {
+			uuid(w, UUID{1, 1})
+		}
+		w.String("")
+		if k.pieces() {
+			w.Size(1)
+		}
+		w.U64(1)
+		k.config(w, &PutOptions{})
+		m.tenant(k, w)
+		b, err := c.call(ctx, putStart, m.o.CallTimeout)
+		var refused *rpcError
+		switch {
+		case errors.As(err, &refused) && refused.code == badArguments:
+			continue
+		case err != nil:
+			return nil, fmt.Errorf("mooncake store: %s: %w", c.c.RemoteAddr(), err)
+		}
+		r, t, err := sp.Open(b)
+		if err != nil || t.Kind != sp.KindExpected || r.Bool() || r.Err() != nil {
+			break
+		}
+		// A master that is not ready may have another reason than the name.
+		if code := Code(r.I32()); code != BadArgument {
+			return nil, fmt.Errorf("mooncake store: %s refuses to tell its release: %v", c.c.RemoteAddr(), code)
+		}
+		return k, nil
+	}
+	return nil, fmt.Errorf("%w: %s refuses the calls of 0.3.7, 0.3.11, 0.3.12 and 0.3.13 (error %d)", ErrVersion, c.c.RemoteAddr(), badArguments)
+}
+
+func (m *Master) tenant(k *codec, w *sp.Writer) {
+	if k.tenants() {
+		w.String(m.o.Tenant)
+	}
+}
+
+// do makes one call: write appends the request to a connection, read takes the answer in. A call that may be
+// made twice is made again when a connection that had been idle breaks.
+func (m *Master) do(ctx context.Context, f method, again bool, write func(*conn, *codec), read func(*sp.Reader, *sp.Type) error) error {
+	caller := ctx
+	ctx, cancel := context.WithTimeout(caller, m.o.CallTimeout+time.Duration(len(m.o.Addresses))*m.o.DialTimeout)
+	defer cancel()
+	for {
+		c, k, err := m.acquire(ctx)
+		if err != nil {
+			return &unsentError{err}
+		}
+		if !k.has[f] {
+			m.release(c, keep)
+			return &unsentError{fmt.Errorf("mooncake store: a master of %v has no %s", k.version, methodNames[f])}
+		}
+		write(c, k)
+		if read == nil {
+			m.release(c, keep)
+			return nil
+		}
+		b, err := c.call(ctx, f, m.o.CallTimeout)
+		if err == nil {
+			var r *sp.Reader
+			var t *sp.Type
+			if r, t, err = sp.Open(b); err == nil {
+				err = read(r, t)
+			}
+			if err == nil {
+				m.release(c, keep)
+			} else {
+				m.release(c, broken)
+				err = fmt.Errorf("mooncake store: answer of %s: %w", methodNames[f], err)
+			}
+			return err
+		}
+		var rpc *rpcError
+		refused := errors.As(err, &rpc)
+		if ended(caller) {
+			m.release(c, drop)
+		} else {
+			m.release(c, broken) // also a refusal: the master may be another one by now
+		}
+		if again && c.old && !refused && ctx.Err() == nil {
+			continue // the others were idle as long: they are closed, so this ends
+		}
+		return fmt.Errorf("mooncake store: %s: %w", methodNames[f], err)
+	}
+}
+
+// ended reports whether ctx has ended, or is about to.
+func ended(ctx context.Context) bool {
+	end, ok := ctx.Deadline()
+	return ctx.Err() != nil || ok && !time.Now().Before(end)
+}
+
+// UUID names a client or a segment.
+type UUID struct{ High, Low uint64 }
+
+// NewUUID returns a random UUID.
+func NewUUID() UUID {
+	var b [16]byte
+	rand.Read(b[:]) // never fails
+	return UUID{binary.BigEndian.Uint64(b[:]), binary.BigEndian.Uint64(b[8:])}
+}
+
+func (u UUID) String() string {
+	var b [16]byte
+	binary.BigEndian.PutUint64(b[:], u.High)
+	binary.BigEndian.PutUint64(b[8:], u.Low)
+	return hex.EncodeToString(b[:])
+}
+
+func uuid(w *sp.Writer, u UUID) {
+	w.U64(u.High)
+	w.U64(u.Low)
+}

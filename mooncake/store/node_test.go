@@ -1,0 +1,285 @@
+package store
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"net"
+	"os"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
+	"github.com/kvasir-kv/kvasir/transfer"
+)
+
+// run runs a node of 16 MiB over m until the test ends, or stop is called.
+func run(t *testing.T, m *Master, o NodeOptions) (n *Node, stop func()) {
+	t.Helper()
+	o.Memory, o.PingEvery = make([]byte, segmentAlign), 5*time.Millisecond
+	n, err := NewNode(m, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- n.Run(ctx) }()
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(stop)
+	return n, stop
+}
+
+// settled waits until a node is mounted and the master has said that it knows it.
+func settled(t *testing.T, n *Node) {
+	t.Helper()
+	eventually(t, "mounted", func() bool { return n.Stats().Mounted == 1 })
+	pings := n.Stats().Pings
+	eventually(t, "known", func() bool { s := n.Stats(); return s.Mounted == 1 && s.Pings > pings })
+}
+
+func newMaster(t *testing.T) (*storetest.Master, *Master) {
+	fake := storetest.New(t)
+	m := masterOf(t, MasterOptions{Addresses: []string{fake.Addr}, CallTimeout: time.Minute})
+	t.Cleanup(func() { m.Close() })
+	return fake, m
+}
+
+// A master that was once of use may refuse calls for a while, as one does that is being started or replaced. The
+// node waits for it: its memory may hold what others can still read.
+func TestNodeOutlivesAMasterThatRefuses(t *testing.T) {
+	fake, m := newMaster(t)
+	n, _ := run(t, m, NodeOptions{})
+	settled(t, n)
+	fake.Set(func() { fake.Answered = func(string, []byte) []byte { return storetest.Refusal(noFunction) } })
+	failed := n.Stats().Failures
+	eventually(t, "several refusals", func() bool { return n.Stats().Failures > failed+3 })
+	fake.Set(func() { fake.Answered = nil })
+	pings := n.Stats().Pings
+	eventually(t, "pings again", func() bool { return n.Stats().Pings > pings+3 })
+}
+
+// A master that is not ready yet when a node starts, and says so in whatever way, is no master of an unknown release:
+// the node waits for it.
+func TestMasterThatIsNotReady(t *testing.T) {
+	fake, m := newMaster(t)
+	var n atomic.Int64
+	fake.Answered = func(method string, b []byte) []byte {
+		if method != "PutStart" { // which finds out the release
+			return b
+		}
+		switch n.Add(1) {
+		case 1: // the RPC is out of order
+			return storetest.Refusal(3)
+		case 2: // the master does not serve now
+			code := int32(-1010)
+			binary.LittleEndian.PutUint32(b[len(b)-4:], uint32(code))
+		}
+		return b
+	}
+	node, _ := run(t, m, NodeOptions{})
+	settled(t, node)
+	if n.Load() < 3 {
+		t.Error(n.Load())
+	}
+}
+
+// A mount that was carried out but not answered may have been used: objects may have been put there, and
+// somebody may still read them. After the master forgot them those addresses are never given to it again.
+func TestMountWithoutAnAnswerIsALife(t *testing.T) {
+	fake, m := newMaster(t)
+	var once atomic.Bool
+	var base uint64
+	fake.Answered = func(method string, b []byte) []byte {
+		if method == "MountSegment" && once.CompareAndSwap(false, true) {
+			fake.Set(func() { base = fake.Segments[0].Base })
+			fake.Forget()
+			return nil
+		}
+		return b
+	}
+	n, _ := run(t, m, NodeOptions{})
+	settled(t, n)
+	fake.Set(func() {
+		for _, s := range fake.Segments {
+			if s.Base == base {
+				t.Error("addresses that others may know were mounted again")
+			}
+		}
+	})
+}
+
+// A node that is stopped while it mounts leaves no segment behind, into which others would put for ten seconds.
+func TestNodeStoppedWhileItMounts(t *testing.T) {
+	fake, m := newMaster(t)
+	mounted, stopped := make(chan bool), make(chan bool)
+	var once atomic.Bool
+	fake.Answered = func(method string, b []byte) []byte {
+		if method == "MountSegment" && once.CompareAndSwap(false, true) {
+			mounted <- true
+			<-stopped
+		}
+		return b
+	}
+	_, stop := run(t, m, NodeOptions{})
+	<-mounted
+	stop()
+	close(stopped)
+	fake.Set(func() {
+		if len(fake.Segments) > 0 {
+			t.Error("the segment is still there")
+		}
+	})
+}
+
+// A master that says by mistake that it does not know a node gets a new life, and is told that the former
+// one is over: else it would put half of all objects where nobody listens.
+func TestFormerLifeIsUnmounted(t *testing.T) {
+	fake, m := newMaster(t)
+	n, _ := run(t, m, NodeOptions{})
+	settled(t, n)
+	fake.Set(fake.ForgetClients)
+	eventually(t, "mounted again", func() bool { s := n.Stats(); return s.Lives == 2 && s.Mounted == 1 })
+	fake.Set(func() {
+		if len(fake.Segments) != 1 || fake.Segments[0].Endpoint != n.Stats().Endpoint {
+			t.Errorf("%+v", fake.Segments)
+		}
+	})
+}
+
+// Objects stay readable for the whole time of grace, also where a ping gets lost meanwhile.
+func TestGraceOutlastsALostPing(t *testing.T) {
+	const grace = 300 * time.Millisecond
+	fake, m := newMaster(t)
+	n, stop := run(t, m, NodeOptions{Grace: grace})
+	settled(t, n)
+	var told, gone atomic.Int64
+	fake.Set(func() {
+		fake.Answered = func(method string, b []byte) []byte {
+			switch {
+			case method == "GracefulUnmountSegment":
+				told.Store(time.Now().UnixNano())
+			case method == "UnmountSegment":
+				gone.Store(time.Now().UnixNano())
+			case method == "Ping" && told.Load() > 0:
+				return nil
+			}
+			return b
+		}
+	})
+	stop()
+	if told.Load() == 0 || gone.Load() == 0 {
+		t.Fatal("the master was not told")
+	}
+	if d := time.Duration(gone.Load() - told.Load()); d < grace-10*time.Millisecond {
+		t.Errorf("the segment was taken back after %v", d)
+	}
+}
+
+// A node whose ports cannot be opened for a new life tries again, and ends only where that is so at its start.
+func TestPortsThatCannotBeOpened(t *testing.T) {
+	fake, m := newMaster(t)
+	full := errors.New("no port is left")
+	n, err := NewNode(m, NodeOptions{Memory: make([]byte, segmentAlign), PingEvery: 5 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.listen = func(transfer.TargetOptions, *transfer.Table) (*transfer.Target, error) { return nil, full }
+	if err := n.Run(t.Context()); !errors.Is(err, full) {
+		t.Fatal(err)
+	}
+	var refused, tries atomic.Int64
+	n.listen = func(o transfer.TargetOptions, table *transfer.Table) (*transfer.Target, error) {
+		if tries.Add(1) > 1 && refused.Add(1) <= 3 {
+			return nil, full
+		}
+		return transfer.Listen(o, table)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- n.Run(ctx) }()
+	settled(t, n)
+	fake.Forget()
+	eventually(t, "mounted again", func() bool { return n.Stats().Lives == 2 && n.Stats().Mounted == 1 })
+	cancel()
+	if err := <-done; err != nil || refused.Load() < 4 {
+		t.Error(err, refused.Load())
+	}
+}
+
+// A node does not say that the master knows it when that has been silent for so long that it knows it no more.
+func TestMountedEndsWithASilentMaster(t *testing.T) {
+	fake, m := newMaster(t)
+	n, err := NewNode(m, NodeOptions{Memory: make([]byte, segmentAlign), PingEvery: 5 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.forgotten = 20 * time.Millisecond
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- n.Run(ctx) }()
+	mounted := func(v int64) func() bool { return func() bool { return n.Stats().Mounted == v } }
+	settled(t, n)
+	fake.Set(func() { fake.Answered = func(string, []byte) []byte { return nil } })
+	eventually(t, "not known", mounted(0))
+	fake.Set(func() { fake.Answered = nil })
+	eventually(t, "known again", mounted(1))
+	if n.Stats().Lives != 1 {
+		t.Error("a master that remembers the node ended its life")
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
+// Nodes may be named as hosts and by addresses of IPv6.
+func TestNamesOfNodes(t *testing.T) {
+	for _, host := range []string{"localhost", "::1"} {
+		if l, err := net.Listen("tcp", net.JoinHostPort(host, "0")); err != nil {
+			t.Log(host, err) // this machine has none
+			continue
+		} else {
+			l.Close()
+		}
+		_, m := newMaster(t)
+		n, stop := run(t, m, NodeOptions{Host: host})
+		settled(t, n)
+		te := transfer.New(transfer.Options{})
+		c := NewClient(m, te, ClientOptions{})
+		if errs := c.Put(t.Context(), []Object{{"a", [][]byte{{7}}}}); errs[0] != nil {
+			t.Fatal(host, errs)
+		}
+		got := make([]byte, 1)
+		if errs := c.Get(t.Context(), []Object{{"a", [][]byte{got}}}); errs[0] != nil || got[0] != 7 {
+			t.Error(host, got, errs)
+		}
+		te.Close()
+		stop()
+	}
+}
+
+// Lives that follow each other leave nothing open.
+func TestManyLivesLeaveNothing(t *testing.T) {
+	fake, m := newMaster(t)
+	n, _ := run(t, m, NodeOptions{})
+	open := func() int {
+		files, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Skip("no /proc to count descriptors in: ", err)
+		}
+		return len(files)
+	}
+	settled(t, n)
+	files, goroutines := open(), runtime.NumGoroutine()
+	eventually(t, "20 lives", func() bool { fake.Set(fake.ForgetClients); return n.Stats().Lives > 20 })
+	settled(t, n)
+	eventually(t, "everything closed", func() bool { return open() <= files+2 && runtime.NumGoroutine() <= goroutines+4 })
+}

@@ -1,0 +1,26 @@
+package store
+
+import (
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/leaks"
+	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+)
+
+func TestMain(m *testing.M) { leaks.Main(m) }
+
+func TestOptionsValidate(t *testing.T) {
+	optionstest.CheckNumbers[MasterOptions](t)
+	optionstest.CheckNumbers[ClientOptions](t)
+	for _, a := range []string{"", "host", ":1", "host:", "etcd://host", "host:70000"} {
+		if (MasterOptions{Addresses: []string{a}}).Validate() == nil {
+			t.Errorf("%q is an address", a)
+		}
+	}
+	if _, err := NewMaster(MasterOptions{Addresses: []string{"host"}, MaxConns: -1}); err == nil {
+		t.Error("a master without a port, and fewer than no connections")
+	}
+	if _, err := NewNode(nil, NodeOptions{Memory: make([]byte, 1<<20), Host: "0.0.0.0", PingEvery: -1, Grace: -1}); err == nil {
+		t.Error("no error")
+	}
+}

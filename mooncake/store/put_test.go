@@ -1,0 +1,217 @@
+package store
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
+	"github.com/kvasir-kv/kvasir/transfer"
+)
+
+// Two puts of one key by one client: the first is so late that the master gave the key to the second. What the
+// first says then must not make the second's unfinished object visible, nor give its place back.
+func TestLatePutEndsNoOtherPut(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{})
+	come, gates := make(chan bool), []chan bool{make(chan bool), make(chan bool)}
+	var n atomic.Int64
+	c.master.Set(func() {
+		c.master.Before = func(method string) {
+			if i := n.Load(); method == "BatchPutEnd" && int(i) < len(gates) {
+				n.Add(1)
+				come <- true
+				<-gates[i]
+			}
+		}
+	})
+	put := func(b byte) chan error {
+		done := make(chan error, 1)
+		go func() { done <- c.client.Put(t.Context(), []Object{{"k", [][]byte{{b}}}})[0] }()
+		<-come
+		return done
+	}
+	first := put(1)
+	c.master.Set(func() { delete(c.master.Objects, "k") }) // it waited for long enough
+	second := put(2)
+	close(gates[0])
+	if err := <-first; err == nil {
+		t.Error("the late put succeeded")
+	}
+	c.master.Set(func() {
+		if o := c.master.Objects["k"]; o == nil || o.Complete {
+			t.Errorf("the second put's object is %+v", o)
+		}
+	})
+	close(gates[1])
+	if err := <-second; err != nil {
+		t.Error(err)
+	}
+	got := make([]byte, 1)
+	if errs := c.client.Get(t.Context(), []Object{{"k", [][]byte{got}}}); errs[0] != nil || got[0] != 2 {
+		t.Error(got, errs)
+	}
+}
+
+// A put whose start was carried out, but not answered, gives its place back: else the key could not be put
+// for as long as the master waits for its end.
+func TestPutWithoutAnAnswerGivesItsPlaceBack(t *testing.T) {
+	for name, answer := range map[string]func(cancel func(), frame []byte) []byte{
+		"lost":    func(func(), []byte) []byte { return nil },
+		"garbage": func(_ func(), b []byte) []byte { clear(b[responseHeader:]); return b },
+		"late":    func(cancel func(), _ []byte) []byte { cancel(); return nil },
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newCluster(t, 1, ClientOptions{})
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			var once atomic.Bool
+			c.master.Set(func() {
+				c.master.Answered = func(method string, b []byte) []byte {
+					if method == "BatchPutStart" && once.CompareAndSwap(false, true) {
+						b = answer(cancel, b)
+					}
+					return b
+				}
+			})
+			if errs := c.client.Put(ctx, []Object{{"a", [][]byte{{1}}}, {"b", [][]byte{{2}}}}); errs[0] == nil || errs[1] == nil {
+				t.Fatal(errs)
+			}
+			got := make([]byte, 1)
+			for _, errs := range [][]error{
+				c.client.Put(t.Context(), []Object{{"a", [][]byte{{3}}}}), c.client.Get(t.Context(), []Object{{"a", [][]byte{got}}}),
+			} {
+				if errs[0] != nil {
+					t.Fatal(errs)
+				}
+			}
+			if got[0] != 3 {
+				t.Error(got)
+			}
+		})
+	}
+}
+
+// hang makes the node of a replica one that never answers.
+func hang(t *testing.T, master *storetest.Master, key string, replica int) {
+	addr := peer(t, "")
+	master.Set(func() { master.Objects[key].Pieces[replica].Endpoint = addr })
+}
+
+// severalTimes calls f until it reports true: what it does has little time, and the machine may be loaded.
+func severalTimes(t *testing.T, f func() bool) {
+	t.Helper()
+	for range 4 {
+		if f() {
+			return
+		}
+	}
+	t.Error("never")
+}
+
+// A node that never answers costs the objects that are only there: others of the same batch are read, and
+// so is an object with another replica.
+func TestSilentNodeCostsItsOwnObjects(t *testing.T) {
+	c := newCluster(t, 2, ClientOptions{})
+	te := transfer.New(transfer.Options{HandshakeTimeout: time.Minute})
+	defer te.Close()
+	c.client.te = te
+	a, b, d := content(1, 1000), content(2, 1000), content(3, 1000)
+	put := func(o ...Object) {
+		for _, err := range c.client.Put(t.Context(), o) {
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	put(Object{"a", [][]byte{a}}, Object{"b", [][]byte{b}})
+	c.master.Set(func() { c.master.Copies = 2 })
+	put(Object{"d", [][]byte{d}})
+	c.master.Set(func() { c.master.Lease = 2 * time.Second })
+	hang(t, c.master, "b", 0)
+	hang(t, c.master, "d", 0)
+	severalTimes(t, func() bool {
+		got := [][]byte{make([]byte, 1000), make([]byte, 1000), make([]byte, 1000)}
+		errs := c.client.Get(t.Context(), []Object{{"a", got[:1]}, {"b", got[1:2]}, {"d", got[2:]}})
+		if errs[1] == nil {
+			t.Fatal("bytes of a node that never answered")
+		}
+		return errs[0] == nil && errs[2] == nil && bytes.Equal(got[0], a) && bytes.Equal(got[2], d)
+	})
+}
+
+// Replicas of lengths that are right only together, past the end of all numbers, are no replicas.
+func TestReplicaWhoseLengthWraps(t *testing.T) {
+	parts := [][]byte{make([]byte, 10)}
+	for _, sizes := range [][]uint64{{1<<64 - 1, 11}, {11, 1<<64 - 1}, {1 << 63, 1 << 63, 10}} {
+		r := &Replica{Complete: true}
+		for _, n := range sizes {
+			r.Pieces = append(r.Pieces, Piece{Addr: 1, Bytes: n, Endpoint: "127.0.0.1:1"})
+		}
+		if newPlan(false).add(0, parts, 10, r) {
+			t.Error(sizes)
+		}
+	}
+}
+
+// A master that answers a batch with more or fewer results than it was asked for is not believed in any of them.
+func TestOtherNumberOfResults(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{})
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{1}}}, {"b", [][]byte{{2}}}}); errors.Join(errs...) != nil {
+		t.Fatal(errs)
+	}
+	var other []byte
+	c.master.Set(func() {
+		c.master.Answered = func(method string, b []byte) []byte {
+			if method == "BatchGetReplicaList" {
+				if other == nil {
+					other = bytes.Clone(b)
+				}
+				return bytes.Clone(other)
+			}
+			return b
+		}
+	})
+	get := func(keys ...string) (errs []error) {
+		var o []Object
+		for _, k := range keys {
+			o = append(o, Object{k, [][]byte{make([]byte, 1)}})
+		}
+		return c.client.Get(t.Context(), o)
+	}
+	if errs := get("a", "b"); errors.Join(errs...) != nil {
+		t.Fatal(errs)
+	}
+	for _, keys := range [][]string{{"a"}, {"a", "b", "c"}} {
+		for _, err := range get(keys...) {
+			if err == nil {
+				t.Error(keys)
+			}
+		}
+	}
+}
+
+// The time for a put counts from before its start: a start that was answered late leaves less for the writes,
+// since the master counts too.
+func TestLateStartLeavesLessTime(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{})
+	c.client.times.writes = 50 * time.Millisecond
+	c.master.Set(func() {
+		c.master.Answered = func(method string, b []byte) []byte {
+			if method == "BatchPutStart" {
+				time.Sleep(100 * time.Millisecond)
+			}
+			return b
+		}
+	})
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{1}}}}); !errors.Is(errs[0], ErrTransfer) {
+		t.Fatal(errs)
+	}
+	c.master.Set(func() {
+		if c.master.Objects["a"] != nil || c.master.Revoked != 1 {
+			t.Error("its place was not given back")
+		}
+	})
+}

@@ -1,0 +1,159 @@
+package store
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"time"
+
+	sp "github.com/kvasir-kv/kvasir/internal/structpack"
+)
+
+// Frames of coro_rpc; all numbers are little-endian.
+const (
+	magic          = 21
+	requestHeader  = 20 // magic, version, serialization, kind, sequence u32, function u32, body u32, attachment u32
+	responseHeader = 16 // magic, version, error, kind, sequence u32, body u32, attachment u32
+
+	// maxResponse bounds the body of an answer. A descriptor of a replica takes about 100 bytes.
+	maxResponse = 64 << 20
+
+	badArguments = 4  // error: the type's hash is another, or the body ends early
+	noFunction   = 11 // error
+)
+
+var (
+	// ErrVersion means that a master is of a release of Mooncake that is not known here.
+	ErrVersion = errors.New("mooncake store: the master's release is not known")
+
+	errProtocol = errors.New("mooncake store: the master does not speak coro_rpc")
+)
+
+// conn is a connection to a master, used by one call at a time.
+type conn struct {
+	c    net.Conn
+	seq  uint32
+	w    sp.Writer
+	body []byte
+	old  bool // it was idle: the master may have ended it since
+}
+
+// begin returns the writer of a request of form's arguments.
+func (c *conn) begin(m method, form sp.Form, largest int) *sp.Writer {
+	c.seq++
+	w := &c.w
+	w.B = append(w.B[:0], magic, 0, 0, 0)
+	w.B = binary.LittleEndian.AppendUint32(w.B, c.seq)
+	w.B = binary.LittleEndian.AppendUint32(w.B, functionIDs[m])
+	w.B = append(w.B, 0, 0, 0, 0, 0, 0, 0, 0)
+	if form.Literal() != "" {
+		w.Begin(form, largest)
+	}
+	return w
+}
+
+// rpcError is an error of coro_rpc itself.
+type rpcError struct {
+	method method
+	code   uint8
+}
+
+func (e *rpcError) Error() string {
+	switch e.code {
+	case badArguments:
+		return fmt.Sprintf("mooncake store: the master refuses the arguments of %s: it is of another release", methodNames[e.method])
+	case noFunction:
+		return fmt.Sprintf("mooncake store: the master has no %s", methodNames[e.method])
+	}
+	return fmt.Sprintf("mooncake store: %s: error %d of the RPC", methodNames[e.method], e.code)
+}
+
+// Unwrap returns ErrVersion for the errors by which a release refuses the calls of another.
+func (e *rpcError) Unwrap() error {
+	if e.code == badArguments || e.code == noFunction {
+		return ErrVersion
+	}
+	return nil
+}
+
+// call sends what begin's writer has and reads the answer. After an error that is no *rpcError the
+// connection is of no use.
+func (c *conn) call(ctx context.Context, m method, timeout time.Duration) ([]byte, error) {
+	limit := time.Now().Add(timeout)
+	if d, ok := ctx.Deadline(); ok && d.Before(limit) {
+		limit = d
+	}
+	if err := c.c.SetDeadline(limit); err != nil {
+		return nil, err
+	}
+	if ctx.Done() != nil {
+		cut := make(chan struct{})
+		stop := context.AfterFunc(ctx, func() {
+			defer close(cut)
+			_ = c.c.SetDeadline(time.Unix(1, 0))
+		})
+		defer func() {
+			if !stop() {
+				<-cut // else it could cut the next call on this connection
+			}
+		}()
+	}
+	b, err := c.exchange(m)
+	var rpc *rpcError
+	if err != nil && !errors.As(err, &rpc) && ctx.Err() != nil {
+		err = ctx.Err()
+	}
+	return b, err
+}
+
+func (c *conn) exchange(m method) ([]byte, error) {
+	binary.LittleEndian.PutUint32(c.w.B[12:], uint32(len(c.w.B)-requestHeader))
+	if _, err := c.c.Write(c.w.B); err != nil {
+		return nil, err
+	}
+	var h [responseHeader]byte
+	if _, err := io.ReadFull(c.c, h[:]); err != nil {
+		return nil, err
+	}
+	le := binary.LittleEndian
+	n, attached := le.Uint32(h[8:]), le.Uint32(h[12:])
+	if h[0] != magic || le.Uint32(h[4:]) != c.seq || attached > maxResponse {
+		return nil, errProtocol
+	}
+	if n > maxResponse {
+		return nil, fmt.Errorf("%w: an answer of %d bytes", errProtocol, n)
+	}
+	if err := c.read(int(n)); err != nil {
+		return nil, err
+	}
+	if attached > 0 {
+		if _, err := io.CopyN(io.Discard, c.c, int64(attached)); err != nil {
+			return nil, err
+		}
+	}
+	if h[2] != 0 {
+		return nil, &rpcError{m, h[2]}
+	}
+	return c.body, nil
+}
+
+// read reads the body. It takes memory as bytes come, not as they are announced.
+func (c *conn) read(n int) error {
+	const step = 1 << 20
+	c.body = c.body[:0]
+	for len(c.body) < n {
+		at := len(c.body)
+		more := min(step, n-at)
+		if cap(c.body) < at+more {
+			c.body = append(make([]byte, 0, max(2*cap(c.body), at+more)), c.body...)
+		}
+		c.body = c.body[:at+more]
+		if _, err := io.ReadFull(c.c, c.body[at:]); err != nil {
+			return err
+		}
+	}
+	return nil
+}

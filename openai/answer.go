@@ -1,0 +1,75 @@
+package openai
+
+import (
+	"bytes"
+	"encoding/json"
+	"strconv"
+)
+
+// Answer is what a proxy needs of an answer that is no stream.
+type Answer struct {
+	Params []byte // kv_transfer_params, an object; nil: none
+	Cached int    // usage.prompt_tokens_details.cached_tokens, which engines leave out for 0; -1: there is no usage
+}
+
+// ScanAnswer reads an answer, which must be a JSON object. It keeps no part of it.
+func ScanAnswer(text []byte) (a Answer, err error) {
+	r, err := Scan(text)
+	if err != nil {
+		return a, err
+	}
+	a.Cached = -1
+	if v := r.Params.Of(text); len(v) > 2 && v[0] == '{' {
+		a.Params = bytes.Clone(v)
+	}
+	var usage struct {
+		Details *struct {
+			Cached int `json:"cached_tokens"`
+		} `json:"prompt_tokens_details"`
+	}
+	for i := range r.fields {
+		if name, _ := r.Text(r.fields[i].name); name == "usage" {
+			if v := r.fields[i].value.Of(text); v[0] != '{' || json.Unmarshal(v, &usage) != nil {
+				continue
+			}
+			a.Cached = 0
+			if usage.Details != nil {
+				a.Cached = max(usage.Details.Cached, 0)
+			}
+		}
+	}
+	return a, nil
+}
+
+var cachedKey = []byte(`"cached_tokens"`)
+
+// SetCached returns an answer, or an event of a stream, with another number of cached tokens where
+// it tells one. Without, it is returned as it is.
+//
+// A string of an answer cannot be taken for the key: its quotes have backslashes.
+func SetCached(text []byte, n int) []byte {
+	var out []byte
+	for {
+		at := bytes.Index(text, cachedKey)
+		if at < 0 {
+			break
+		}
+		end := at + len(cachedKey)
+		from := end + len(text[end:]) - len(bytes.TrimLeft(text[end:], " :"))
+		to := from
+		for to < len(text) && text[to] >= '0' && text[to] <= '9' {
+			to++
+		}
+		if to == from || bytes.IndexByte(text[end:from], ':') < 0 || at > 0 && text[at-1] == '\\' {
+			out = append(out, text[:end]...)
+			text = text[end:]
+			continue
+		}
+		out = strconv.AppendInt(append(out, text[:from]...), int64(n), 10)
+		text = text[to:]
+	}
+	if out == nil {
+		return text
+	}
+	return append(out, text...)
+}

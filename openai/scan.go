@@ -1,0 +1,406 @@
+// Package openai knows as much of the OpenAI API as a proxy needs: where the few fields of a
+// request lie that it reads or changes, and where the events of a stream end.
+//
+// A request is scanned once and never decoded. Everything that is not changed, unknown fields
+// and their order included, passes byte for byte.
+package openai
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"strconv"
+	"unicode/utf8"
+)
+
+// Range is a run of bytes of a body: [From, To). The zero Range is none.
+type Range struct{ From, To int }
+
+// Has reports whether there is something at all.
+func (r Range) Has() bool { return r.To > r.From }
+
+// Of returns the bytes.
+func (r Range) Of(body []byte) []byte { return body[r.From:r.To] }
+
+// Request is a scanned body: a JSON object. Ranges are those of values, strings with their
+// quotes; of a key that comes twice the last, as JSON decoders take it.
+type Request struct {
+	Body []byte
+
+	Model     Range
+	Prompt    Range // of /v1/completions
+	Messages  Range // of /v1/chat/completions
+	Stream    Range
+	MaxTokens Range
+	MaxNew    Range // max_completion_tokens
+	Params    Range // kv_transfer_params
+	Salt      Range // cache_salt
+
+	StreamOptions Range
+
+	fields []field // all keys of the object, in order
+}
+
+// field is one key of the object.
+type field struct {
+	name       Range // with its quotes
+	value      Range
+	begin, end int // what is cut when the key goes: with the comma behind it, or before it
+}
+
+// Limits of a body.
+const (
+	maxDepth  = 512
+	maxFields = 1024
+)
+
+// SyntaxError says where a body is no JSON object.
+type SyntaxError struct {
+	Offset int // byte
+	Text   string
+}
+
+func (e *SyntaxError) Error() string {
+	return fmt.Sprintf("openai: position %d: %s", e.Offset, e.Text)
+}
+
+// Scan finds the fields of a body. It keeps body and allocates little else. The error is a
+// *SyntaxError: text that is no JSON, nested deeper than 512, or an object of more than 1,024
+// keys.
+func Scan(body []byte) (*Request, error) {
+	s := scanner{b: body}
+	r := &Request{Body: body}
+	s.space()
+	if !s.take('{') {
+		return nil, s.fail("an object is wanted")
+	}
+	if err := s.members(r); err != nil {
+		return nil, err
+	}
+	s.space()
+	if s.at < len(body) {
+		return nil, s.fail("more than one value")
+	}
+	return r, nil
+}
+
+type scanner struct {
+	b  []byte
+	at int
+}
+
+func (s *scanner) fail(text string) error { return &SyntaxError{s.at, text} }
+
+func (s *scanner) space() {
+	for s.at < len(s.b) {
+		switch s.b[s.at] {
+		case ' ', '\t', '\n', '\r':
+			s.at++
+		default:
+			return
+		}
+	}
+}
+
+func (s *scanner) take(c byte) bool {
+	if s.at < len(s.b) && s.b[s.at] == c {
+		s.at++
+		return true
+	}
+	return false
+}
+
+// members reads the object behind its brace.
+func (s *scanner) members(r *Request) error {
+	s.space()
+	if s.take('}') {
+		return nil
+	}
+	comma := -1 // before the member
+	for {
+		if len(r.fields) == maxFields {
+			return s.fail("too many keys")
+		}
+		s.space()
+		f := field{begin: s.at}
+		f.name.From = s.at
+		if err := s.text(); err != nil {
+			return err
+		}
+		f.name.To = s.at
+		s.space()
+		if !s.take(':') {
+			return s.fail("a colon is wanted")
+		}
+		s.space()
+		f.value.From = s.at
+		if err := s.value(1); err != nil {
+			return err
+		}
+		f.value.To, f.end = s.at, s.at
+		s.space()
+		more := s.take(',')
+		if more {
+			f.end = s.at
+		} else if comma >= 0 {
+			f.begin = comma
+		}
+		r.fields = append(r.fields, f)
+		r.note(f)
+		if more {
+			comma = s.at - 1
+			continue
+		}
+		if !s.take('}') {
+			return s.fail("a comma or a brace is wanted")
+		}
+		return nil
+	}
+}
+
+// note keeps what a proxy looks at.
+func (r *Request) note(f field) {
+	name := f.name.Of(r.Body)
+	if name = name[1 : len(name)-1]; bytes.IndexByte(name, '\\') >= 0 { // engines decode it
+		text, _ := r.Text(f.name)
+		name = []byte(text)
+	}
+	switch string(name) {
+	case "model":
+		r.Model = f.value
+	case "prompt":
+		r.Prompt = f.value
+	case "messages":
+		r.Messages = f.value
+	case "stream":
+		r.Stream = f.value
+	case "max_tokens":
+		r.MaxTokens = f.value
+	case "max_completion_tokens":
+		r.MaxNew = f.value
+	case "kv_transfer_params":
+		r.Params = f.value
+	case "cache_salt":
+		r.Salt = f.value
+	case "stream_options":
+		r.StreamOptions = f.value
+	}
+}
+
+func (s *scanner) value(depth int) error {
+	if s.at >= len(s.b) {
+		return s.fail("the text ends")
+	}
+	if depth > maxDepth {
+		return s.fail("nested too deeply")
+	}
+	switch c := s.b[s.at]; {
+	case c == '"':
+		return s.text()
+	case c == '{':
+		return s.list('}', depth, true)
+	case c == '[':
+		return s.list(']', depth, false)
+	case c == '-' || c >= '0' && c <= '9':
+		return s.number()
+	}
+	for _, word := range []string{"true", "false", "null"} {
+		if bytes.HasPrefix(s.b[s.at:], []byte(word)) {
+			s.at += len(word)
+			return nil
+		}
+	}
+	return s.fail("a value is wanted")
+}
+
+// list reads an object or an array.
+func (s *scanner) list(closing byte, depth int, object bool) error {
+	s.at++
+	s.space()
+	if s.take(closing) {
+		return nil
+	}
+	for {
+		s.space()
+		if object {
+			if err := s.text(); err != nil {
+				return err
+			}
+			s.space()
+			if !s.take(':') {
+				return s.fail("a colon is wanted")
+			}
+			s.space()
+		}
+		if err := s.value(depth + 1); err != nil {
+			return err
+		}
+		s.space()
+		switch {
+		case s.take(closing):
+			return nil
+		case !s.take(','):
+			return s.fail("a comma or an end is wanted")
+		}
+	}
+}
+
+func (s *scanner) digits() bool {
+	from := s.at
+	for s.at < len(s.b) && s.b[s.at] >= '0' && s.b[s.at] <= '9' {
+		s.at++
+	}
+	return s.at > from
+}
+
+func (s *scanner) number() error {
+	s.take('-')
+	zero := s.at < len(s.b) && s.b[s.at] == '0'
+	from := s.at
+	if !s.digits() || zero && s.at > from+1 {
+		return s.fail("a number is wanted")
+	}
+	if s.take('.') && !s.digits() {
+		return s.fail("a digit is wanted")
+	}
+	if s.take('e') || s.take('E') {
+		if !s.take('+') {
+			s.take('-')
+		}
+		if !s.digits() {
+			return s.fail("a digit is wanted")
+		}
+	}
+	return nil
+}
+
+// text reads a string: from one backslash or quote, which are found many bytes at a time, to the
+// next.
+func (s *scanner) text() error {
+	if !s.take('"') {
+		return s.fail("a string is wanted")
+	}
+	quote := -1 // the next one
+	for {
+		if quote < s.at {
+			if quote = bytes.IndexByte(s.b[s.at:], '"'); quote < 0 {
+				quote = len(s.b)
+			} else {
+				quote += s.at
+			}
+		}
+		run := s.b[s.at:quote]
+		slash := bytes.IndexByte(run, '\\')
+		if slash >= 0 {
+			run = run[:slash]
+		}
+		if !plain(run) {
+			return s.notPlain(run)
+		}
+		if s.at += len(run); s.at >= len(s.b) {
+			return s.fail("the text ends inside a string")
+		}
+		if slash < 0 {
+			s.at++
+			return nil
+		}
+		if err := s.escape(); err != nil {
+			return err
+		}
+	}
+}
+
+// notPlain says where a run is not plain.
+func (s *scanner) notPlain(run []byte) error {
+	for len(run) > 0 {
+		r, n := utf8.DecodeRune(run)
+		switch {
+		case run[0] < 0x20:
+			return s.fail("a control character inside a string")
+		case r == utf8.RuneError && n == 1:
+			return s.fail("no UTF-8")
+		}
+		run = run[n:]
+		s.at += n
+	}
+	panic("BUG: openai: the run is plain")
+}
+
+func (s *scanner) escape() error {
+	s.at++
+	if s.at >= len(s.b) {
+		return s.fail("the text ends inside a string")
+	}
+	switch s.b[s.at] {
+	case '"', '\\', '/', 'b', 'f', 'n', 'r', 't':
+		s.at++
+		return nil
+	case 'u':
+		for range 4 {
+			if s.at++; s.at >= len(s.b) || !hexDigit(s.b[s.at]) {
+				return s.fail("four hexadecimal digits are wanted")
+			}
+		}
+		s.at++
+		return nil
+	}
+	return s.fail("no escape")
+}
+
+func hexDigit(c byte) bool {
+	return c >= '0' && c <= '9' || c >= 'a' && c <= 'f' || c >= 'A' && c <= 'F'
+}
+
+// plain reports whether b has no control characters and is UTF-8.
+func plain(b []byte) bool {
+	const ones, highs = 0x0101010101010101, 0x8080808080808080
+	var low, high uint64 // a top bit is set if there is a control character, a byte that is no ASCII
+	rest := b
+	for ; len(rest) >= 32; rest = rest[32:] {
+		w0, w1 := binary.LittleEndian.Uint64(rest), binary.LittleEndian.Uint64(rest[8:])
+		w2, w3 := binary.LittleEndian.Uint64(rest[16:]), binary.LittleEndian.Uint64(rest[24:])
+		// A byte below 0x20 borrows from the one above it, which may then be taken for one, too.
+		low |= (w0-ones*0x20)&^w0 | (w1-ones*0x20)&^w1 | (w2-ones*0x20)&^w2 | (w3-ones*0x20)&^w3
+		high |= w0 | w1 | w2 | w3
+	}
+	for _, c := range rest {
+		if c < 0x20 {
+			return false
+		}
+		high |= uint64(c)
+	}
+	return low&highs == 0 && (high&highs == 0 || utf8.Valid(b))
+}
+
+// Text returns the string at a range; ok is false for another value, or none.
+func (r *Request) Text(at Range) (s string, ok bool) {
+	if !at.Has() {
+		return "", false
+	}
+	v := at.Of(r.Body)
+	if v[0] != '"' {
+		return "", false
+	}
+	if bytes.IndexByte(v, '\\') < 0 {
+		return string(v[1 : len(v)-1]), true
+	}
+	s, err := unquote(v)
+	return s, err == nil
+}
+
+// Int returns the whole number at a range; ok is false for another value, or none.
+func (r *Request) Int(at Range) (n int, ok bool) {
+	n, err := strconv.Atoi(string(at.Of(r.Body)))
+	return n, err == nil
+}
+
+// Bool returns the truth at a range; ok is false for another value, or none.
+func (r *Request) Bool(at Range) (v, ok bool) {
+	switch string(at.Of(r.Body)) {
+	case "true":
+		return true, true
+	case "false":
+		return false, true
+	}
+	return false, false
+}

@@ -1,0 +1,200 @@
+// Package outbox is what waits to be written to the tier below the pool: objects by their
+// slots, oldest first. Nothing is copied while it waits; what is evicted meanwhile is not
+// written.
+package outbox
+
+import (
+	"context"
+	"sync"
+	"time"
+)
+
+// Item is an object at one moment: what a slot has of that generation.
+type Item struct {
+	Slot, Generation uint32
+	Bytes            int64
+
+	tries int // that failed
+}
+
+// Stats are the figures of a Box.
+type Stats struct {
+	Waiting      int    // objects
+	WaitingBytes int64  // of them
+	Skipped      uint64 // objects that were not taken because too many bytes waited
+}
+
+// Box is a queue of objects. Its methods are safe for concurrent use; its mutex is a leaf.
+type Box struct {
+	limit int64
+	came  chan struct{} // something may wait
+
+	mu struct {
+		sync.Mutex
+		queue   []Item
+		waiting map[uint32]uint32 // slot → generation, of the newest Item of it that waits
+		bytes   int64
+		skipped uint64
+	}
+}
+
+// New returns an empty Box in which so many bytes may wait, or one object.
+func New(limit int64) *Box {
+	b := &Box{limit: limit, came: make(chan struct{}, 1)}
+	b.mu.waiting = make(map[uint32]uint32)
+	return b
+}
+
+// Add has an object written, once, if it is not waiting already. It reports false when too
+// much waits.
+func (b *Box) Add(it Item) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if g, ok := b.mu.waiting[it.Slot]; ok && g == it.Generation {
+		return true
+	}
+	if b.mu.bytes > 0 && b.mu.bytes+it.Bytes > b.limit {
+		b.mu.skipped++
+		return false
+	}
+	b.mu.waiting[it.Slot] = it.Generation
+	b.mu.queue = append(b.mu.queue, it)
+	b.mu.bytes += it.Bytes
+	b.wake()
+	return true
+}
+
+func (b *Box) wake() {
+	select {
+	case b.came <- struct{}{}:
+	default:
+	}
+}
+
+// Next waits for an object and takes it out. It reports false once ctx has ended.
+func (b *Box) Next(ctx context.Context) (Item, bool) {
+	for {
+		if it, ok := b.take(); ok {
+			return it, true
+		}
+		select {
+		case <-b.came:
+		case <-ctx.Done():
+			return Item{}, false
+		}
+	}
+}
+
+func (b *Box) take() (Item, bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if len(b.mu.queue) == 0 {
+		b.mu.queue = nil
+		return Item{}, false
+	}
+	it := b.mu.queue[0]
+	b.mu.queue = b.mu.queue[1:]
+	b.mu.bytes -= it.Bytes
+	if b.mu.waiting[it.Slot] == it.Generation {
+		delete(b.mu.waiting, it.Slot)
+	}
+	if len(b.mu.queue) > 0 {
+		b.wake() // another one may wait for it
+	}
+	return it, true
+}
+
+// Outcome is how the writing of an object ended.
+type Outcome uint8
+
+// Outcomes.
+const (
+	Settled Outcome = iota // it is below, or is not to be
+	Failed                 // it is tried again, maxTries times in all
+	Resting                // it is tried again until it has another outcome
+)
+
+const (
+	// patience is how long a write waits for what goes first.
+	patience = 200 * time.Millisecond
+
+	// again is after how long a writer goes on whose write failed.
+	again = time.Second
+
+	// maxTries is more than the failures in a row after which a tier is left alone
+	// (tier.Limits): what waits alone for a tier that fails is given up only where the tier
+	// works otherwise.
+	maxTries = 10
+)
+
+// Run takes objects out and has write begin to write each, n of them at once, until ctx
+// ends. It returns then, although a write may go on: its owner sees to its end. write
+// reports false when nothing may be begun any more. busy returns what is closed when
+// something that goes first has ended, nil while there is nothing.
+func (b *Box) Run(ctx context.Context, n int, busy func() chan struct{}, write func(Item) (ended chan Outcome, ok bool)) {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for range n {
+		wg.Go(func() {
+			for {
+				it, ok := b.Next(ctx)
+				if !ok {
+					return
+				}
+				wait(ctx, busy)
+				ended, ok := write(it)
+				if !ok {
+					return
+				}
+				select {
+				case o := <-ended:
+					b.settle(ctx, it, o)
+				case <-ctx.Done():
+					return
+				}
+			}
+		})
+	}
+}
+
+// wait waits until nothing goes first, for a short time.
+func wait(ctx context.Context, busy func() chan struct{}) {
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	for next := busy(); next != nil; next = busy() {
+		select {
+		case <-next:
+		case <-timer.C:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// settle offers an object again that was not written, and waits a while then.
+func (b *Box) settle(ctx context.Context, it Item, o Outcome) {
+	switch o {
+	case Settled:
+		return
+	case Failed:
+		if it.tries++; it.tries < maxTries {
+			b.Add(it)
+		}
+	case Resting:
+		b.Add(it)
+	}
+	timer := time.NewTimer(again)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}
+
+// Stats returns the figures.
+func (b *Box) Stats() Stats {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return Stats{Waiting: len(b.mu.queue), WaitingBytes: b.mu.bytes, Skipped: b.mu.skipped}
+}

@@ -1,0 +1,150 @@
+package proxy
+
+import (
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/json"
+	"fmt"
+	"net/http"
+)
+
+var roleNames = map[string]role{"engine": both, "prefill": prefill, "decode": decode}
+
+// EngineState is an engine as Admin shows it.
+type EngineState struct {
+	URL      string   `json:"url"`
+	Role     string   `json:"role"`
+	Registry string   `json:"registry,omitempty"`
+	Well     bool     `json:"well"`
+	Draining bool     `json:"draining"`
+	Requests int      `json:"requests"`
+	Models   []string `json:"models"`
+	Ranks    int      `json:"ranks,omitempty"` // in its registry
+}
+
+// Admin returns a handler of /engines for those who have a token: GET lists engines, POST adds one,
+// DELETE takes one away, POST to /engines/drain and /engines/undrain let no new requests to one, or
+// again. Requests in progress go on in any case.
+func (p *Proxy) Admin(token string) http.Handler {
+	want := sha256.Sum256([]byte(token))
+	mux := http.NewServeMux()
+	handle := func(pattern string, f func(w http.ResponseWriter, r *http.Request) error) {
+		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
+			secret, _ := bearer(r)
+			if got := sha256.Sum256([]byte(secret)); token == "" || subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
+				w.Header().Set("WWW-Authenticate", "Bearer")
+				fail(w, &refusal{status: http.StatusUnauthorized, kind: "AuthenticationError", text: "the token is missing or wrong"})
+				return
+			}
+			if err := f(w, r); err != nil {
+				failWith(w, err)
+			}
+		})
+	}
+	handle("GET /engines", func(w http.ResponseWriter, _ *http.Request) error {
+		w.Header().Set("Content-Type", "application/json")
+		return json.NewEncoder(w).Encode(map[string]any{"engines": p.states()})
+	})
+	handle("POST /engines", func(w http.ResponseWriter, r *http.Request) error {
+		var e struct{ URL, Role, Registry string }
+		if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, 64<<10)).Decode(&e); err != nil {
+			return badAdmin("body: %v", err)
+		}
+		role, ok := roleNames[e.Role]
+		if !ok {
+			return badAdmin("role %.40q is not engine, prefill or decode", e.Role)
+		}
+		if err := p.checkEngine(role, e.URL, e.Registry); err != nil {
+			return badAdmin("%v", err)
+		}
+		if err := p.add(role, e.URL, e.Registry); err != nil {
+			return &refusal{status: http.StatusConflict, kind: "ConflictError", text: err.Error()}
+		}
+		p.o.Log.Info("an engine was added", "engine", e.URL, "role", e.Role)
+		w.WriteHeader(http.StatusCreated)
+		return nil
+	})
+	one := func(pattern string, f func(b *backend)) {
+		handle(pattern, func(_ http.ResponseWriter, r *http.Request) error {
+			url, role := r.URL.Query().Get("url"), r.URL.Query().Get("role")
+			found := 0
+			for _, b := range p.fleet.engines() {
+				if b.url == trimURL(url) && (role == "" || roleNames[role] == b.role) {
+					found++
+					f(b)
+				}
+			}
+			if found == 0 {
+				return &refusal{status: http.StatusNotFound, kind: "NotFoundError", text: fmt.Sprintf("no engine %.200q", url)}
+			}
+			p.fleet.dispatch()
+			return nil
+		})
+	}
+	one("DELETE /engines", p.remove)
+	one("POST /engines/drain", func(b *backend) { b.draining.Store(true) })
+	one("POST /engines/undrain", func(b *backend) { b.draining.Store(false) })
+	return mux
+}
+
+func badAdmin(format string, args ...any) error {
+	return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: fmt.Sprintf(format, args...)}
+}
+
+// checkEngine says what is wrong with an engine's addresses.
+func (p *Proxy) checkEngine(r role, url, registry string) error {
+	o := Options{Dialect: p.o.Dialect}
+	switch r {
+	case both:
+		o.Engines = []string{url}
+	case prefill:
+		o.Prefill, o.Decode = []Prefill{{url, registry}}, []string{"http://any"}
+	case decode:
+		o.Prefill, o.Decode = []Prefill{{"http://any", "http://any"}}, []string{url}
+	}
+	return o.Validate()
+}
+
+func (p *Proxy) states() []EngineState {
+	out := []EngineState{}
+	for _, b := range p.fleet.engines() {
+		s := EngineState{URL: b.url, Well: b.well.Load(), Draining: b.draining.Load(), Requests: p.fleet.inFlight(b), Models: []string{}}
+		for name, r := range roleNames {
+			if r == b.role {
+				s.Role = name
+			}
+		}
+		if b.registry != nil {
+			s.Registry = b.registry.Base()
+			b.mu.Lock()
+			s.Ranks = len(b.mu.ranks)
+			b.mu.Unlock()
+		}
+		if list := b.models.Load(); list != nil {
+			for _, m := range *list {
+				s.Models = append(s.Models, m.id)
+			}
+		}
+		out = append(out, s)
+	}
+	return out
+}
+
+// remove takes an engine away. Its requests in progress go on.
+func (p *Proxy) remove(b *backend) {
+	b.draining.Store(true)
+	p.fleet.remove(b)
+	b.stop()
+	b.client.Close() // of idle connections
+	for _, f := range b.events {
+		f.Close()
+	}
+	p.o.Log.Info("an engine was removed", "engine", b.url, "role", b.role.String())
+	if b.registry != nil {
+		// Queries of a request in progress may still use it.
+		p.goBackground(func() {
+			<-p.ctx.Done()
+			_ = b.registry.Close() // always nil
+		})
+	}
+}

@@ -1,0 +1,172 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/url"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+)
+
+// relayPrefix begins the engine ids of a relay (package relay).
+const relayPrefix = "relay-"
+
+// askRelay bounds the question whether a relay still has a prompt's KV.
+const askRelay = time.Second
+
+// relayed is KV that went from P to D through a relay, which may still have it.
+type relayed struct {
+	registry string // the relay's address
+	engine   string // P, as the relay names it
+	transfer string // the id under which P sent it
+}
+
+// promptKey names all of a request that decides on the KV of its prompt, and whose it is.
+type promptKey [sha256.Size]byte
+
+// prompts remembers which prompts relays have. It keeps two sets of at most maxPrompts; when the younger
+// is full the older goes. Methods are safe for concurrent use.
+type prompts struct {
+	mu struct {
+		sync.Mutex
+		young, old map[promptKey]relayed
+		turn       uint64
+	}
+}
+
+// maxPrompts bounds one set; a prompt takes about 250 bytes.
+const maxPrompts = 8192
+
+func (s *prompts) add(k promptKey, r relayed) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.addLocked(k, r)
+}
+
+func (s *prompts) addLocked(k promptKey, r relayed) {
+	if _, there := s.mu.young[k]; !there && len(s.mu.young) >= maxPrompts {
+		s.mu.young, s.mu.old = nil, s.mu.young
+	}
+	if s.mu.young == nil {
+		s.mu.young = make(map[promptKey]relayed)
+	}
+	s.mu.young[k] = r
+}
+
+// find returns what a relay has of a prompt, and a transfer id under which it gives it once more.
+func (s *prompts) find(k promptKey) (r relayed, id string, ok bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if r, ok = s.mu.young[k]; !ok {
+		if r, ok = s.mu.old[k]; !ok {
+			return r, "", false
+		}
+		s.addLocked(k, r)
+	}
+	s.mu.turn++
+	return r, fmt.Sprintf("%s#%d!", r.transfer, s.mu.turn), true
+}
+
+func (s *prompts) forget(k promptKey) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.mu.young, k)
+	delete(s.mu.old, k)
+}
+
+// outputOnly are keys of a request that do not change the KV of its prompt.
+var outputOnly = map[string]bool{
+	"stream": true, "stream_options": true, "max_tokens": true, "max_completion_tokens": true, "min_tokens": true, "temperature": true,
+	"top_p": true, "top_k": true, "min_p": true, "seed": true, "stop": true, "user": true, "kv_transfer_params": true,
+}
+
+// promptKey hashes the request but for what decides on the output alone. Two requests with one key have
+// the same prompt; some with the same prompt have two.
+func (e *exchange) promptKey() (k promptKey) {
+	h := sha256.New()
+	salt := []byte(nil)
+	if len(e.salt) > 0 {
+		salt = e.salt[0].Value
+	}
+	for _, s := range []string{e.r.URL.Path, e.r.URL.RawQuery, e.want.model, string(salt)} {
+		fmt.Fprintf(h, "%d %s", len(s), s) // a hash takes all
+	}
+	e.q.Each(func(name string, value []byte) {
+		if !outputOnly[name] {
+			fmt.Fprintf(h, "%d %s%d ", len(name), name, len(value))
+			_, _ = h.Write(value)
+		}
+	})
+	h.Sum(k[:0])
+	return k
+}
+
+// again returns the params with which D gets the prompt's KV from a relay, without P; nil: no relay has
+// it, as far as is known. It notes the request's prompt in e.prompt if a relay is there at all.
+func (e *exchange) again() []byte {
+	if e.want.alone || !e.p.relays.Load() {
+		return nil
+	}
+	k := e.promptKey()
+	e.prompt = &k
+	r, id, ok := e.p.prompts.find(k)
+	if !ok {
+		return nil
+	}
+	if !e.p.relayKeeps(e.r.Context(), r) {
+		e.p.prompts.forget(k)
+		return nil
+	}
+	return encode(wire.RemotePrefill(r.registry, r.engine, id))
+}
+
+// relayKeeps asks a relay whether it still has a transfer.
+func (p *Proxy) relayKeeps(ctx context.Context, r relayed) bool {
+	ctx, cancel := context.WithTimeout(ctx, askRelay)
+	defer cancel()
+	text, ok := p.read(ctx, r.registry+"/kept?"+url.Values{"engine": {r.engine}, "transfer": {r.transfer}}.Encode(), "")
+	return ok && string(text) == `{"kept":true}`
+}
+
+// fromRelay sends the request to D alone, which has the prompt's KV from a relay.
+func (e *exchange) fromRelay(ctx context.Context, c choice, params []byte) (outcome string, err error) {
+	outcome, err = e.answer(ctx, c.engine, 0, params)
+	if err == nil {
+		e.p.n.spared[byRelay].Add(1)
+	} else if !errors.Is(err, errNotSent) {
+		e.p.prompts.forget(*e.prompt)
+	}
+	return outcome, err
+}
+
+// relayedBy remembers that a relay has the prompt's KV now.
+func (e *exchange) relayedBy(b *backend, who rank, transfer string) {
+	if e.prompt != nil && strings.HasPrefix(who.engine, relayPrefix) {
+		e.p.prompts.add(*e.prompt, relayed{b.registry.Base(), who.engine, transfer})
+	}
+}
+
+// failedEvent reports whether a stream begins with an engine's failure instead of an answer: vLLM may
+// have sent the head by then.
+func failedEvent(status int, first []byte) bool {
+	line, _, _ := bytes.Cut(first, []byte("\n"))
+	data, ok := bytes.CutPrefix(line, []byte("data:"))
+	if data = bytes.TrimSpace(data); !ok || status != http.StatusOK || !bytes.HasPrefix(data, []byte(`{"error"`)) {
+		return false
+	}
+	var e struct {
+		Error struct {
+			Code int `json:"code"`
+		} `json:"error"`
+	}
+	err := json.Unmarshal(data, &e)
+	return err == nil && (e.Error.Code == 0 || e.Error.Code >= 500)
+}

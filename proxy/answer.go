@@ -1,0 +1,273 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/upstream"
+	"github.com/kvasir-kv/kvasir/openai"
+)
+
+func isTimeout(err error) bool {
+	e, ok := errors.AsType[net.Error](err)
+	return ok && e.Timeout()
+}
+
+// send sends a request over a connection to an engine and returns the head of its answer.
+func (e *exchange) send(ctx context.Context, b *backend, n *upstream.Conn, pieces [][]byte, fields []byte, until time.Time) (*upstream.Response, error) {
+	r := upstream.Request{Method: http.MethodPost, Target: e.r.URL.EscapedPath(), Fields: fields, Body: pieces}
+	if e.r.URL.RawQuery != "" {
+		r.Target += "?" + e.r.URL.RawQuery
+	}
+	resp, err := n.Do(ctx, &r, until)
+	if errors.Is(err, upstream.ErrStale) && b.registry == nil && ctx.Err() == nil {
+		if n, err = b.client.Dial(ctx); err == nil {
+			resp, err = n.Do(ctx, &r, until)
+		}
+	}
+	switch {
+	case err == nil, ctx.Err() != nil:
+	case isTimeout(err):
+		err = errLate
+	case !errors.Is(err, upstream.ErrStale):
+		e.p.trouble(b, err)
+	}
+	return resp, err
+}
+
+// Bounds of what is read of an answer before the client hears of it, bytes.
+const (
+	maxWhole = 1 << 20
+	maxError = 64 << 10
+)
+
+var legNames = [...]string{both: "generate", prefill: "prefill", decode: "decode"}
+
+// answer is the leg whose answer the client hears: alone, or with what P says for D. An error
+// says that the client has heard nothing.
+func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []byte) (outcome string, err error) {
+	defer func() { e.p.fleet.leave(b, lacks) }()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	defer context.AfterFunc(b.life(), func() { cancel(errSilent) })()
+	if ctx.Err() != nil {
+		return "", fmt.Errorf("%w: %w", errNotSent, context.Cause(ctx))
+	}
+	n, err := b.client.Conn(ctx)
+	if err != nil {
+		if ctx.Err() == nil {
+			e.p.trouble(b, err)
+		}
+		return "", fmt.Errorf("%s: %w: %w", b.url, errNotSent, err)
+	}
+	fields := e.fields[:len(e.fields):len(e.fields)]
+	if dp, ok := e.rankOf(b, rank{}); ok {
+		fields = append(fields, "X-Data-Parallel-Rank: "+strconv.Itoa(dp)+"\r\n"...)
+	}
+	span, fields := e.legSpan(fields)
+	start := time.Now()
+	defer func() { e.legEnded(span, legNames[b.role], b, start, err) }()
+	resp, err := e.send(ctx, b, n, e.pieces(b, params), fields, start.Add(e.p.o.FirstByte))
+	if err != nil {
+		if ctx.Err() == nil && !errors.Is(err, errLate) {
+			err = fmt.Errorf("%w: %w", errLost, err)
+		}
+		return "", fmt.Errorf("%s: %w", b.url, err)
+	}
+	defer resp.Close()
+	if resp.Status >= 500 {
+		text, _ := resp.ReadAll(maxError)
+		return "", fmt.Errorf("%s: status %d: %.200s", b.url, resp.Status, text)
+	}
+	// Engines send a stream's head long before they know whether the request goes well.
+	first, err := resp.Next()
+	stream := strings.HasPrefix(resp.Field("Content-Type"), "text/event-stream")
+	if err == nil && !stream && !e.whole(resp, &first) {
+		first, err = nil, io.ErrUnexpectedEOF
+	}
+	switch {
+	case err == nil && stream && failedEvent(resp.Status, first):
+		return "", fmt.Errorf("%s: %.200s", b.url, first)
+	case err == nil, errors.Is(err, io.EOF) && resp.Status != http.StatusOK:
+	case errors.Is(err, io.EOF):
+		return "", fmt.Errorf("%s: an empty answer", b.url)
+	case ctx.Err() != nil:
+		return "", context.Cause(ctx)
+	case isTimeout(err):
+		return "", fmt.Errorf("%s: no answer within %v", b.url, e.p.o.FirstByte)
+	default:
+		e.p.trouble(b, err)
+		return "", fmt.Errorf("%s: %w: %w", b.url, errLost, err)
+	}
+	e.p.fleet.computed(b, lacks)
+	lacks = 0
+	return e.pass(b, resp, first, stream), nil
+}
+
+// pieces is the request for the engine that answers. A client does not choose from where D loads.
+func (e *exchange) pieces(b *backend, params []byte) [][]byte {
+	edits := e.salt
+	if b.role != both || e.key != nil && e.q.Params.Has() {
+		edits = append([]openai.Edit{{Key: "kv_transfer_params", Value: params}}, edits...)
+	}
+	if len(edits) == 0 {
+		return [][]byte{e.body.b}
+	}
+	pieces, _ := e.q.Apply(edits...)
+	return pieces
+}
+
+// whole reads an answer that is no stream to its end, unless it is long: until the client has
+// heard something, another engine can answer. It reports whether that went well; then first is
+// all that was read, and more may come if the answer is long.
+func (e *exchange) whole(resp *upstream.Response, first *[]byte) bool {
+	if resp.Length == int64(len(*first)) {
+		return true
+	}
+	all := make([]byte, 0, max(2*len(*first), int(min(resp.Length, maxWhole))))
+	all = append(all, *first...)
+	for len(all) < maxWhole {
+		data, err := resp.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return false
+		}
+		all = append(all, data...)
+	}
+	*first = all
+	return true
+}
+
+// head passes an answer's status and fields on. length is that of the body; -1 is not known.
+func (e *exchange) head(fields []upstream.Field, status, length int) {
+	h := e.w.Header()
+	values := make([]string, len(fields))
+	for i, f := range fields {
+		if !hop[f.Name] {
+			values[i] = f.Value
+			h[f.Name] = append(h[f.Name], values[i:i+1:i+1]...)
+		}
+	}
+	h["X-Request-Id"] = []string{e.id}
+	if length >= 0 {
+		h["Content-Length"] = []string{strconv.Itoa(length)}
+	}
+	e.extend(time.Now())
+	e.w.WriteHeader(status)
+}
+
+// extend gives the client time to take what is written. A new deadline costs more than a look at
+// the clock, so that each lasts for a while.
+func (e *exchange) extend(now time.Time) {
+	if now.Sub(e.extended) > e.p.o.SendTimeout/4 {
+		e.extended = now
+		_ = e.rc.SetWriteDeadline(now.Add(e.p.o.SendTimeout + e.p.o.SendTimeout/4)) // not every ResponseWriter has deadlines
+	}
+}
+
+// tailBytes is how much of a stream's end is looked at: its last event.
+const tailBytes = 32
+
+// tail keeps the last bytes of a stream.
+type tail struct {
+	b [tailBytes]byte
+	n int
+}
+
+func (t *tail) add(data []byte) {
+	if len(data) >= tailBytes {
+		t.n = copy(t.b[:], data[len(data)-tailBytes:])
+		return
+	}
+	if over := t.n + len(data) - tailBytes; over > 0 {
+		copy(t.b[:], t.b[over:t.n])
+		t.n -= over
+	}
+	t.n += copy(t.b[t.n:], data)
+}
+
+// done reports whether the stream ended as one should.
+func (t *tail) done() bool {
+	return bytes.HasSuffix(bytes.TrimRight(t.b[:t.n], "\r\n"), []byte("data: "+openai.Done)) || bytes.HasSuffix(bytes.TrimRight(t.b[:t.n], "\r\n"), []byte("data:"+openai.Done))
+}
+
+// pass passes an answer on, from its first bytes.
+func (e *exchange) pass(b *backend, resp *upstream.Response, first []byte, stream bool) (outcome string) {
+	good := resp.Status == http.StatusOK
+	fix := e.fixesUsage(stream)
+	length := int(resp.Length)
+	if !stream && fix != nil {
+		first = fix(first)
+		length = -1
+	}
+	if good {
+		e.noteStored()
+		e.learn(b)
+	}
+	e.releaseBody()
+	e.p.n.began(e, good)
+	e.head(resp.Fields, resp.Status, length)
+	if stream && fix != nil {
+		return e.passEvents(b, resp, first, fix)
+	}
+	var end tail
+	data, err := first, error(nil)
+	renewed := time.Time{}
+	for err == nil {
+		if stream {
+			end.add(data)
+		}
+		now := time.Now()
+		e.extend(now)
+		if _, werr := e.w.Write(data); werr != nil {
+			return "client_left"
+		}
+		if stream && !resp.More() {
+			if werr := e.rc.Flush(); werr != nil {
+				return "client_left"
+			}
+		}
+		if now.Sub(renewed) > e.p.o.Stall/4 {
+			renewed = now
+			resp.Until(now.Add(e.p.o.Stall + e.p.o.Stall/4))
+		}
+		data, err = resp.Next()
+	}
+	switch {
+	case e.r.Context().Err() != nil:
+		return "client_left"
+	case !errors.Is(err, io.EOF):
+	case !good:
+		return "bad_request"
+	case !stream || end.done():
+		return "ok"
+	default:
+		err = errors.New("the stream ended without " + openai.Done)
+	}
+	e.brokenOff(b, stream, err)
+	return ""
+}
+
+// brokenOff ends an answer that is not whole: the client must not take it for one.
+func (e *exchange) brokenOff(b *backend, stream bool, err error) {
+	if !isTimeout(err) {
+		e.p.trouble(b, err)
+	}
+	e.p.o.Log.Warn("an engine broke off in the middle of an answer", "engine", b.url, "request", e.id, "err", err)
+	if stream {
+		lost := &refusal{status: http.StatusBadGateway, kind: "InternalServerError", text: "the engine broke off"}
+		_, _ = e.w.Write(openai.AppendEvent([]byte("\n\n"), lost.body())) // the client may have gone
+		_ = e.rc.Flush()
+	}
+	panic(http.ErrAbortHandler) // cuts the connection
+}

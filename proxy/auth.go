@@ -1,0 +1,90 @@
+package proxy
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"math"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/openai"
+	"github.com/kvasir-kv/kvasir/proxy/limits"
+)
+
+// admit finds out who asks, if keys are wanted, and whether more may be asked. The error is a
+// *refusal.
+func (e *exchange) admit() error {
+	if e.p.o.Keys == nil {
+		return nil
+	}
+	secret, ok := bearer(e.r)
+	if ok {
+		e.key = e.p.o.Keys.Find(secret)
+	}
+	if e.key == nil {
+		e.w.Header().Set("WWW-Authenticate", "Bearer")
+		return &refusal{status: http.StatusUnauthorized, kind: "AuthenticationError", text: "the API key is missing or unknown", outcome: "unauthorized"}
+	}
+	e.want.who = e.key.Name
+	wait, ok := e.key.Begin(time.Now())
+	if ok {
+		if wait, ok = e.beginShared(); !ok {
+			e.key.End()
+		}
+	}
+	if !ok {
+		e.key = nil
+		return &refusal{
+			status: http.StatusTooManyRequests, kind: "RateLimitError", outcome: "limited",
+			text: "the API key has no more requests now", retry: max(1, int(math.Ceil(wait.Seconds()))),
+		}
+	}
+	return nil
+}
+
+// beginShared asks for the request together with other proxies, if that is wanted.
+func (e *exchange) beginShared() (wait time.Duration, ok bool) {
+	if e.p.o.Limits == nil {
+		return 0, true
+	}
+	var l limits.Limit
+	if l.Key, l.Rate, l.Burst, l.AtOnce = e.key.Limits(); l.Rate == 0 && l.AtOnce == 0 {
+		return 0, true
+	}
+	if wait, ok = e.p.o.Limits.Begin(l); ok {
+		e.shared = &l
+	}
+	return wait, ok
+}
+
+func bearer(r *http.Request) (secret string, ok bool) {
+	kind, secret, _ := strings.Cut(r.Header.Get("Authorization"), " ")
+	return strings.TrimSpace(secret), strings.EqualFold(kind, "Bearer") && secret != ""
+}
+
+// allowed reports whether a request that costs nothing may be answered.
+func (p *Proxy) allowed(r *http.Request) bool {
+	if p.o.Keys == nil {
+		return true
+	}
+	secret, ok := bearer(r)
+	return ok && p.o.Keys.Find(secret) != nil
+}
+
+// salted returns the edit that keeps a key's prefix cache from others. A client may divide its own
+// with a salt, but not choose another key's.
+func (e *exchange) salted() []openai.Edit {
+	if e.key == nil || e.key.Salt == "" {
+		return nil
+	}
+	salt := e.key.Salt
+	if own := e.q.Salt.Of(e.q.Body); len(own) > 0 && string(own) != "null" {
+		sum := sha256.Sum256(fmt.Appendf(nil, "%s %s", salt, own))
+		salt = hex.EncodeToString(sum[:16])
+	}
+	value, _ := json.Marshal(salt) // a text
+	return []openai.Edit{{Key: "cache_salt", Value: value}}
+}

@@ -1,0 +1,245 @@
+// Package blocks knows which prompts' KV an engine has, as the engine says it in its KV events, and
+// where in a prompt's bytes those blocks end.
+//
+// Blocks have names of our own: a chain of hashes over the token ids that events carry. So it does not
+// matter how an engine hashes, and blocks of several engines can be compared. Prompts come as bytes;
+// Prompts remembers, for marks in a prompt (package prefix), the block that ends about there, once an
+// engine has made tokens of the prompt.
+package blocks
+
+import (
+	"encoding/binary"
+	"sync"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/proxy/prefix"
+)
+
+// Key names a block and all before it; 0 is none.
+type Key uint64
+
+// root begins the chain of a prompt.
+func root(salt string, blockTokens int) Key {
+	return Key(xxh3.HashStringSeed(salt, uint64(blockTokens)))
+}
+
+// next returns the key of the block behind k.
+func (k Key) next(tokens []int64) Key {
+	var b [8]byte
+	h := uint64(k)
+	for _, t := range tokens {
+		binary.LittleEndian.PutUint64(b[:], uint64(t))
+		h = xxh3.HashSeed(b[:], h)
+	}
+	return Key(max(h, 1))
+}
+
+// Chain returns the keys of the whole blocks of a prompt.
+func Chain(salt string, blockTokens int, tokens []int64) (keys []Key) {
+	k := root(salt, blockTokens)
+	for ; len(tokens) >= blockTokens; tokens = tokens[blockTokens:] {
+		k = k.next(tokens[:blockTokens])
+		keys = append(keys, k)
+	}
+	return keys
+}
+
+// Held is the blocks of one publisher. Its methods are safe for concurrent use.
+type Held struct {
+	max int
+
+	mu struct {
+		sync.Mutex
+		by     map[uint64]held // by the engine's own hash
+		keys   map[Key]int     // how many of by have it; none is 0
+		tokens int             // of a block; 0: not known
+		all    bool            // nothing is there that was not told
+		full   bool            // max was reached since it was empty
+	}
+}
+
+type held struct {
+	key Key
+	n   int // how often it was stored and not removed
+}
+
+// NewHeld returns a Held of at most max blocks, about 100 bytes each. Further ones are not taken; those that are
+// told are then no longer all.
+func NewHeld(max int) *Held {
+	h := &Held{max: max}
+	h.Reset(false)
+	return h
+}
+
+// Reset forgets everything. all: there is nothing.
+func (h *Held) Reset(all bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.resetLocked(all)
+}
+
+func (h *Held) resetLocked(all bool) {
+	h.mu.by, h.mu.keys, h.mu.all, h.mu.full = make(map[uint64]held), make(map[Key]int), all, false
+}
+
+// hashOf returns the last 8 bytes of a block's hash: what engines send as an integer.
+func hashOf(b []byte) (h uint64) {
+	for _, c := range b[max(0, len(b)-8):] {
+		h = h<<8 | uint64(c)
+	}
+	return h
+}
+
+// Apply takes a batch. Of hybrid models the first group counts, of all media GPU; blocks of LoRA
+// adapters do not.
+func (h *Held) Apply(b *kvevent.Batch) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for i := range b.Events {
+		ev := &b.Events[i]
+		switch {
+		case ev.Kind == kvevent.Cleared:
+			h.resetLocked(true)
+		case ev.Group > 0 || ev.Medium != "" && ev.Medium != kvevent.GPU:
+		case ev.Kind == kvevent.Removed:
+			for _, hash := range ev.Hashes {
+				h.removeLocked(hashOf(hash))
+			}
+		case ev.LoRA == "":
+			h.storeLocked(ev)
+		}
+	}
+}
+
+func (h *Held) storeLocked(ev *kvevent.Event) {
+	if ev.BlockTokens <= 0 || len(ev.Tokens) < len(ev.Hashes)*ev.BlockTokens {
+		return
+	}
+	k := root(ev.Salt, ev.BlockTokens)
+	if ev.Parent != nil {
+		parent, ok := h.mu.by[hashOf(ev.Parent)]
+		if !ok { // it was stored before anybody listened
+			return
+		}
+		k = parent.key
+	}
+	h.mu.tokens = ev.BlockTokens
+	for i, hash := range ev.Hashes {
+		k = k.next(ev.Tokens[i*ev.BlockTokens : (i+1)*ev.BlockTokens])
+		id := hashOf(hash)
+		b, there := h.mu.by[id]
+		if !there {
+			if len(h.mu.by) >= h.max {
+				h.mu.full = true
+				return
+			}
+			b.key = k
+			h.mu.keys[k]++
+		}
+		b.n++
+		h.mu.by[id] = b
+	}
+}
+
+func (h *Held) removeLocked(id uint64) {
+	b, ok := h.mu.by[id]
+	if !ok {
+		return
+	}
+	if b.n--; b.n > 0 {
+		h.mu.by[id] = b
+		return
+	}
+	delete(h.mu.by, id)
+	if h.mu.keys[b.key]--; h.mu.keys[b.key] == 0 {
+		delete(h.mu.keys, b.key)
+	}
+}
+
+// Blocks is how many blocks are known, of how many tokens each; all: there are no others.
+func (h *Held) Blocks() (n, tokens int, all bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return len(h.mu.by), h.mu.tokens, h.mu.all && !h.mu.full
+}
+
+// Longest returns how many bytes of a prompt are there, by the last of its marks whose block is. known is
+// what Prompts.Find has of the marks. all: there are no others.
+func (h *Held) Longest(marks []prefix.Mark, known []Known) (bytes int, all bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for i := len(marks) - 1; i >= 0; i-- {
+		if k := known[i]; k.Key != 0 && k.Tokens == h.mu.tokens && h.mu.keys[k.Key] > 0 {
+			bytes = marks[i].End
+			break
+		}
+	}
+	return bytes, h.mu.all && !h.mu.full
+}
+
+// Known is the last whole block before a mark, of blocks of so many tokens.
+type Known struct {
+	Key    Key
+	Tokens int
+}
+
+// Prompts remembers blocks at marks. It keeps two sets of at most max marks; when the younger is full the
+// older goes. Its methods are safe for concurrent use.
+type Prompts struct {
+	max int
+
+	mu struct {
+		sync.Mutex
+		young, old map[uint64]Known
+	}
+}
+
+// NewPrompts returns Prompts of 2 max marks, about 60 bytes each.
+func NewPrompts(max int) *Prompts {
+	p := &Prompts{max: max}
+	p.mu.young = make(map[uint64]Known)
+	return p
+}
+
+// Learn takes the tokens of a prompt whose bytes have these marks. Where a mark lies in the tokens is
+// estimated by its share of the bytes, a block early.
+func (p *Prompts) Learn(marks []prefix.Mark, salt string, blockTokens int, tokens []int64) {
+	if len(marks) == 0 || blockTokens <= 0 {
+		return
+	}
+	keys := Chain(salt, blockTokens, tokens)
+	all := marks[len(marks)-1].End
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for i, m := range marks {
+		n := len(keys)
+		if i < len(marks)-1 {
+			n = min(n, int(int64(len(tokens))*int64(m.End)/int64(all))/blockTokens-1)
+		}
+		if n <= 0 {
+			continue
+		}
+		if len(p.mu.young) >= p.max {
+			p.mu.young, p.mu.old = make(map[uint64]Known), p.mu.young
+		}
+		p.mu.young[m.Hash] = Known{keys[n-1], blockTokens}
+	}
+}
+
+// Find appends what is known of each mark to dst.
+func (p *Prompts) Find(dst []Known, marks []prefix.Mark) []Known {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, m := range marks {
+		k, ok := p.mu.young[m.Hash]
+		if !ok {
+			if k, ok = p.mu.old[m.Hash]; ok && len(p.mu.young) < p.max {
+				p.mu.young[m.Hash] = k
+			}
+		}
+		dst = append(dst, k)
+	}
+	return dst
+}

@@ -1,0 +1,241 @@
+package blocks_test
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/proxy/blocks"
+	"github.com/kvasir-kv/kvasir/proxy/blocks/blockstest"
+	"github.com/kvasir-kv/kvasir/proxy/prefix"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const size = 4 // tokens of a block
+
+// tokens are those of a prompt in which each byte is one.
+func tokens(text string) (out []int64) {
+	for _, c := range []byte(text) {
+		out = append(out, int64(c))
+	}
+	return out
+}
+
+// hashes are an engine's own, of the blocks of a prompt.
+func hashes(engine, text string) (out [][]byte) {
+	for n := size; n <= len(text); n += size {
+		h := sha256.Sum256([]byte(engine + text[:n]))
+		out = append(out, h[:])
+	}
+	return out
+}
+
+// stored is the event of blocks from..to of a prompt.
+func stored(engine, text string, from, to int) kvevent.Event {
+	all := hashes(engine, text)
+	ev := kvevent.Event{Kind: kvevent.Stored, Hashes: all[from:to], Tokens: tokens(text)[from*size : to*size], BlockTokens: size, Medium: kvevent.GPU}
+	if from > 0 {
+		ev.Parent = all[from-1]
+	}
+	return ev
+}
+
+func removed(engine, text string, block int) kvevent.Event {
+	return kvevent.Event{Kind: kvevent.Removed, Hashes: hashes(engine, text)[block : block+1], Medium: kvevent.GPU}
+}
+
+// marks of a prompt lie every 8 bytes, and at its end.
+func marks(text string) (out []prefix.Mark) {
+	for end := 8; end < len(text); end += 8 {
+		out = append(out, prefix.Mark{Hash: prefix.Seed(text[:end]), End: end})
+	}
+	return append(out, prefix.Mark{Hash: prefix.Seed("whole", text), End: len(text)})
+}
+
+type view struct {
+	p *blocks.Prompts
+}
+
+func (v view) longest(h *blocks.Held, text string) int {
+	m := marks(text)
+	n, _ := h.Longest(m, v.p.Find(nil, m))
+	return n
+}
+
+const (
+	ada = "the first of two prompts, and its end...."
+	eve = "the first of two prompts, but another end"
+)
+
+// Two engines that hash differently hold what they say, of two prompts with one beginning: blocks count as
+// often as they were stored, unknown parents, other groups, media and adapters do not.
+func TestHeld(t *testing.T) {
+	v := view{blocks.NewPrompts(1000)}
+	a, b := blocks.NewHeld(100), blocks.NewHeld(100)
+	f := func(what string, wantA, wantB int, text string) {
+		t.Helper()
+		if gotA, gotB := v.longest(a, text), v.longest(b, text); gotA != wantA || gotB != wantB {
+			t.Errorf("%s: %d and %d bytes, want %d and %d", what, gotA, gotB, wantA, wantB)
+		}
+	}
+	apply := func(h *blocks.Held, events ...kvevent.Event) { h.Apply(&kvevent.Batch{Events: events}) }
+	apply(a, stored("a", ada, 0, 10))
+	apply(b, stored("b", ada, 0, 3), stored("b", ada, 3, 5))
+	f("nobody knows the tokens", 0, 0, ada)
+	v.p.Learn(marks(ada), "", size, tokens(ada))
+	f("learned", len(ada), 24, ada) // a mark stands for the block before the one that ends there
+	f("the same beginning", 24, 24, eve[:32])
+	v.p.Learn(marks(eve), "", size, tokens(eve))
+	f("another end", 24, 24, eve)
+	apply(a, stored("a", ada, 0, 10), removed("a", ada, 9))
+	f("stored twice, removed once", len(ada), 24, ada)
+	apply(a, removed("a", ada, 9), removed("a", ada, 9))
+	f("removed", 40, 24, ada)
+	for i := 8; i >= 0; i-- {
+		apply(a, removed("a", ada, i), removed("a", ada, i))
+	}
+	f("all removed", 0, 24, ada)
+	if n, _, _ := a.Blocks(); n != 0 {
+		t.Errorf("%d blocks are left", n)
+	}
+	late := stored("a", ada, 5, 10)
+	other, cpu, lora, salted := stored("a", ada, 0, 10), stored("a", ada, 0, 10), stored("a", ada, 0, 10), stored("a", ada, 0, 10)
+	other.Group, cpu.Medium, lora.LoRA, salted.Salt = 1, kvevent.CPU, "x", "s"
+	for _, ev := range []kvevent.Event{late, other, cpu, lora, salted} {
+		apply(a, ev)
+		f("does not count", 0, 24, ada)
+	}
+	v.p.Learn(marks("salt"+ada), "s", size, tokens(ada))
+	f("salted", 44+1, 0, "salt"+ada)
+	apply(b, kvevent.Event{Kind: kvevent.Cleared})
+	f("cleared", 0, 0, ada)
+	if _, _, all := b.Blocks(); !all {
+		t.Error("what was cleared is not known")
+	}
+	small := blocks.NewHeld(3)
+	small.Reset(true)
+	apply(small, stored("a", ada, 0, 10))
+	if n, tokens, all := small.Blocks(); n != 3 || tokens != size || all {
+		t.Errorf("%d blocks of %d, %v", n, tokens, all)
+	}
+}
+
+// Marks are remembered in bounded memory: those in use stay.
+func TestPrompts(t *testing.T) {
+	p := blocks.NewPrompts(64)
+	hot := marks(ada)
+	p.Learn(hot, "", size, tokens(ada))
+	for i := range 200 {
+		text := fmt.Sprintf("%08d%s", i, eve)
+		p.Learn(marks(text), "", size, tokens(text))
+		if i < 20 {
+			p.Find(nil, hot)
+		}
+	}
+	if k := p.Find(nil, hot); slices.ContainsFunc(k, func(k blocks.Known) bool { return k.Key != 0 }) {
+		t.Error("what nobody asks for stays for ever")
+	}
+	last := fmt.Sprintf("%08d%s", 199, eve)
+	if k := p.Find(nil, marks(last)); k[len(k)-1].Key == 0 {
+		t.Error("the last one is forgotten")
+	}
+	p.Learn(nil, "", size, nil)
+	p.Learn(hot, "", 0, tokens(ada))
+	p.Learn(hot, "", size, nil)
+}
+
+func eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(30 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("never: %s", what)
+		}
+	}
+}
+
+func follow(t *testing.T, p *blockstest.Publisher, replay bool) *blocks.Follower {
+	t.Helper()
+	o := blocks.Options{Endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", p.Port), ReplayTimeout: time.Second}
+	if replay {
+		o.Replay = fmt.Sprintf("tcp://127.0.0.1:%d", p.ReplayPort)
+	}
+	f, err := blocks.Follow(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(f.Close)
+	eventually(t, "it follows", func() bool { return p.Subscribers() > 0 })
+	return f
+}
+
+func wants(t *testing.T, f *blocks.Follower, what string, blocks int, all bool) {
+	t.Helper()
+	n, complete := 0, false
+	defer func() {
+		if t.Failed() {
+			t.Logf("%s: %d blocks, all %v; want %d, %v", what, n, complete, blocks, all)
+		}
+	}()
+	eventually(t, what, func() bool {
+		n, _, complete = f.Blocks()
+		return n == blocks && complete == all
+	})
+}
+
+// With replays a follower has what was published before it came, what was lost on the way and what a publisher
+// says that was started again; it knows when replays do not reach back.
+func TestFollowerWithReplay(t *testing.T) {
+	p := blockstest.Start(t, "127.0.0.1", 0, 0)
+	p.Publish(false, stored("a", ada, 0, 2))
+	f := follow(t, p, true)
+	wants(t, f, "what was before", 2, true)
+	p.Publish(false, stored("a", ada, 2, 3))
+	wants(t, f, "what comes", 3, true)
+	p.Publish(true, stored("a", ada, 3, 6))
+	p.Publish(true, removed("a", ada, 5))
+	p.Publish(false, stored("a", ada, 5, 7), removed("a", ada, 6))
+	wants(t, f, "what was lost", 6, true)
+	if f.Resets() != 0 {
+		t.Errorf("%d times void", f.Resets())
+	}
+	p.Publish(true, removed("a", ada, 5))
+	p.Forget()
+	p.Publish(false, stored("a", eve, 0, 2))
+	wants(t, f, "a replay that begins too late", 2, false)
+	p.StartAgain()
+	p.Publish(false, stored("a", eve, 0, 4))
+	wants(t, f, "another life", 4, true)
+	eventually(t, "it follows that too", func() bool { return p.Subscribers() > 0 })
+	p.Answer(false)
+	p.Publish(true, stored("a", eve, 4, 5))
+	p.Publish(false, stored("a", ada, 0, 8))
+	wants(t, f, "a replay that never comes", 8, false)
+}
+
+// Without replays a gap, and a beginning that nobody heard, make that not all is known.
+func TestFollowerWithoutReplay(t *testing.T) {
+	p := blockstest.Start(t, "127.0.0.1", 0, 0)
+	f := follow(t, p, false)
+	p.Publish(false, stored("a", ada, 0, 3))
+	wants(t, f, "from the first on", 3, true)
+	p.Publish(true, stored("a", ada, 3, 6))
+	p.Publish(false, stored("a", ada, 6, 8), stored("a", eve, 0, 1))
+	wants(t, f, "after a gap", 1, false)
+	p.Publish(false, kvevent.Event{Kind: kvevent.Cleared}, stored("a", eve, 0, 2))
+	wants(t, f, "after it was cleared", 2, true)
+	p.StartAgain()
+	wants(t, f, "the connection is lost", 0, false)
+	eventually(t, "it follows again", func() bool { return p.Subscribers() > 0 })
+	p.Publish(false, stored("a", ada, 0, 5))
+	wants(t, f, "another life", 5, true)
+	late := follow(t, p, false)
+	eventually(t, "both follow", func() bool { return p.Subscribers() == 2 })
+	p.Publish(false, stored("a", eve, 0, 1))
+	wants(t, late, "who came late", 1, false)
+}

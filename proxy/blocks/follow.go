@@ -1,0 +1,249 @@
+package blocks
+
+import (
+	"cmp"
+	"encoding/binary"
+	"log/slog"
+	"math"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// Options configures a Follower. A zero field means its default.
+type Options struct {
+	Endpoint string // of the publisher, tcp://host:port
+	Replay   string // of its replays; "": none
+	Topic    string // prefix of topics; default all
+
+	MaxBlocks     int           // default 1<<20
+	ReplayTimeout time.Duration // default 10 s
+
+	Log *slog.Logger // nil discards
+}
+
+// maxLate bounds the messages that wait for a replay.
+const maxLate = 4096
+
+// Follower keeps a Held as a publisher's events say: in their order, none left out. After a gap, a lost
+// connection or a restart of the publisher it asks for a replay; where there is none, or it does not reach back
+// as far, it forgets what it knew.
+//
+// Frames: topic, sequence (8 bytes, big-endian), batch. A replay is asked for with an empty frame and the first
+// sequence; each answer has an empty frame before those three, the last one sequence -1. Source: vLLM 0.32,
+// ZmqEventPublisher.
+type Follower struct {
+	*Held
+	o      Options
+	sub    *zmtp.Sub
+	replay *zmtp.Dealer // nil: none
+	resets atomic.Int64
+
+	mu struct {
+		sync.Mutex
+		begun  bool
+		next   uint64 // sequence
+		epoch  uint64 // of the publisher; 0: it tells none
+		asking bool   // a replay is under way, and began where
+		from   uint64
+		first  bool // its first answer has not come
+		asked  int  // replays
+		late   []message
+		closed bool
+		timer  *time.Timer
+	}
+}
+
+type message struct {
+	seq   uint64
+	batch kvevent.Batch
+}
+
+// Follow begins to follow a publisher, which need not be there.
+func Follow(o Options) (*Follower, error) {
+	o.MaxBlocks, o.ReplayTimeout = cmp.Or(o.MaxBlocks, 1<<20), cmp.Or(o.ReplayTimeout, 10*time.Second)
+	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
+	f := &Follower{Held: NewHeld(o.MaxBlocks), o: o}
+	limits := zmtp.DealerOptions{HeartbeatInterval: 10 * time.Second, HeartbeatTimeout: 30 * time.Second}
+	if o.Replay != "" {
+		ro := limits
+		ro.Handler, ro.OnState, ro.NoWaiting = f.replayed, f.replayState, true
+		f.replay = zmtp.NewDealer(o.Replay, ro)
+		if err := f.replay.Start(); err != nil {
+			return nil, err
+		}
+	}
+	so := limits
+	so.Handler, so.OnState = f.published, f.state
+	f.sub = zmtp.NewSub(o.Endpoint, so)
+	err := f.sub.Subscribe(o.Topic)
+	if err == nil {
+		err = f.sub.Start()
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
+// Close ends it.
+func (f *Follower) Close() {
+	_ = f.sub.Close() // nothing is waited for
+	if f.replay != nil {
+		_ = f.replay.Close()
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.mu.closed = true
+	f.endLocked()
+}
+
+// Resets is how often what was known became void.
+func (f *Follower) Resets() int64 { return f.resets.Load() }
+
+// state hears of the publisher's connection. What was published without one is lost.
+func (f *Follower) state(connected bool, _ error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !connected {
+		f.endLocked()
+		f.voidLocked(false)
+		f.mu.begun = false
+		return
+	}
+	from := uint64(0)
+	if f.mu.begun {
+		from = f.mu.next
+	}
+	f.askLocked(from)
+}
+
+// replayState hears of the connection for replays, which may be there later than the publisher's.
+func (f *Follower) replayState(connected bool, _ error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if connected && !f.mu.begun && !f.mu.asking {
+		f.askLocked(0)
+	}
+}
+
+// voidLocked forgets what was known.
+func (f *Follower) voidLocked(all bool) {
+	if n, _, _ := f.Blocks(); n > 0 {
+		f.resets.Add(1)
+	}
+	f.Reset(all)
+}
+
+// askLocked asks for a replay; without one the stream goes on where it is.
+func (f *Follower) askLocked(from uint64) {
+	if f.replay == nil || f.mu.asking || f.mu.closed {
+		return
+	}
+	if f.replay.Send(nil, binary.BigEndian.AppendUint64(nil, from)) != nil {
+		return
+	}
+	f.mu.asking, f.mu.from, f.mu.first = true, from, true
+	f.mu.asked++
+	n := f.mu.asked
+	f.mu.timer = time.AfterFunc(f.o.ReplayTimeout, func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		if f.mu.asking && f.mu.asked == n {
+			f.o.Log.Warn("a publisher of KV events does not replay", "endpoint", f.o.Replay)
+			f.goOnLocked()
+		}
+	})
+}
+
+// endLocked ends a replay that is under way.
+func (f *Follower) endLocked() {
+	if f.mu.timer != nil {
+		f.mu.timer.Stop()
+	}
+	f.mu.asking, f.mu.late = false, nil
+}
+
+// goOnLocked ends a replay and takes what came meanwhile.
+func (f *Follower) goOnLocked() {
+	late := f.mu.late
+	f.endLocked()
+	for i := range late {
+		if m := &late[i]; !f.mu.begun || m.seq >= f.mu.next {
+			f.takeLocked(m.seq, &m.batch)
+		}
+	}
+}
+
+// published takes a message of the publisher.
+func (f *Follower) published(m zmtp.Message) {
+	seq, batch, ok := f.decode(m)
+	if !ok {
+		return
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch {
+	case f.mu.asking && len(f.mu.late) < maxLate:
+		f.mu.late = append(f.mu.late, message{seq, batch})
+		return
+	case f.mu.asking: // too many wait
+		f.goOnLocked()
+	case f.mu.begun && seq > f.mu.next && !f.restartedLocked(&batch):
+		if f.askLocked(f.mu.next); f.mu.asking {
+			f.mu.late = append(f.mu.late, message{seq, batch})
+			return
+		}
+	}
+	f.takeLocked(seq, &batch)
+}
+
+func (f *Follower) restartedLocked(b *kvevent.Batch) bool { return f.mu.begun && b.Epoch != f.mu.epoch }
+
+// takeLocked takes the next batch. One that does not follow the last one makes what was known void.
+func (f *Follower) takeLocked(seq uint64, b *kvevent.Batch) {
+	if !f.mu.begun || seq != f.mu.next || f.restartedLocked(b) {
+		f.voidLocked(seq == 0)
+	}
+	f.mu.begun, f.mu.next, f.mu.epoch = true, seq+1, b.Epoch
+	f.Apply(b)
+}
+
+// replayed takes an answer to a replay.
+func (f *Follower) replayed(m zmtp.Message) {
+	if len(m) != 4 || len(m[0]) != 0 {
+		return
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !f.mu.asking {
+		return
+	}
+	if len(m[2]) == 8 && binary.BigEndian.Uint64(m[2]) == math.MaxUint64 {
+		f.goOnLocked()
+		return
+	}
+	seq, batch, ok := f.decode(m[1:])
+	if !ok || seq < f.mu.from || f.mu.begun && !f.mu.first && seq < f.mu.next {
+		return
+	}
+	f.mu.first = false
+	f.takeLocked(seq, &batch)
+}
+
+// decode copies what it returns.
+func (f *Follower) decode(m zmtp.Message) (seq uint64, b kvevent.Batch, ok bool) {
+	if len(m) != 3 || len(m[1]) != 8 {
+		return 0, b, false
+	}
+	b, err := kvevent.Decode(append([]byte(nil), m[2]...))
+	if err != nil {
+		f.o.Log.Warn("a message is no batch of KV events", "endpoint", f.o.Endpoint, "err", err)
+		return 0, b, false
+	}
+	return binary.BigEndian.Uint64(m[1]), b, true
+}

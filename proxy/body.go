@@ -1,0 +1,105 @@
+package proxy
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// body is a request's, in memory that is used again when nobody holds it.
+type body struct {
+	b     []byte
+	holds atomic.Int32
+}
+
+// sizes are those of the memory that is kept for later requests, bytes.
+var sizes = [...]int{16 << 10, 256 << 10, 2 << 20}
+
+var pools [len(sizes)]sync.Pool
+
+// newBody returns an empty body, held once, that will have about n bytes.
+func newBody(n int64) *body {
+	for i, size := range sizes {
+		if n <= int64(size) {
+			if b, ok := pools[i].Get().(*body); ok {
+				b.holds.Store(1)
+				return b
+			}
+			break
+		}
+	}
+	// Nobody makes us take much memory by saying that much will come.
+	b := &body{b: make([]byte, 0, min(max(n, 4<<10), 64<<10)+1)}
+	b.holds.Store(1)
+	return b
+}
+
+func (b *body) hold() { b.holds.Add(1) }
+
+func (b *body) release() {
+	if b.holds.Add(-1) > 0 {
+		return
+	}
+	for i, size := range sizes {
+		if cap(b.b) <= size+1 {
+			b.b = b.b[:0]
+			pools[i].Put(b)
+			return
+		}
+	}
+}
+
+// read reads the request.
+func (e *exchange) read() error {
+	e.body = newBody(e.r.ContentLength)
+	_ = e.rc.SetReadDeadline(time.Now().Add(e.p.o.BodyTimeout)) // not every ResponseWriter has deadlines
+	from := http.MaxBytesReader(e.w, e.r.Body, e.p.o.MaxBody)
+	b := e.body.b
+	for {
+		if len(b) == cap(b) {
+			more := 2 * cap(b)
+			if n := e.r.ContentLength; n > int64(cap(b)) {
+				more = int(min(n+1, 4*int64(cap(b))))
+			}
+			b = append(make([]byte, 0, more), b...)
+		}
+		n, err := from.Read(b[len(b):cap(b)])
+		b = b[:len(b)+n]
+		e.body.b = b
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err == nil {
+			continue
+		}
+		if _, ok := errors.AsType[*http.MaxBytesError](err); ok {
+			return &refusal{
+				status: http.StatusRequestEntityTooLarge, kind: "BadRequestError", outcome: "bad_request",
+				text: fmt.Sprintf("the request is longer than %d bytes", e.p.o.MaxBody),
+			}
+		}
+		if isTimeout(err) {
+			e.w.Header().Set("Connection", "close")
+			return &refusal{
+				status: http.StatusRequestTimeout, kind: "BadRequestError", outcome: "bad_request",
+				text: fmt.Sprintf("the request did not come within %v", e.p.o.BodyTimeout),
+			}
+		}
+		return &refusal{outcome: "client_left"}
+	}
+	// The limit on reading ends with the body. Left on, it would pass for a client that leaves.
+	_ = e.rc.SetReadDeadline(time.Time{}) // not every ResponseWriter has deadlines
+	return e.scanned()
+}
+
+// releaseBody gives the exchange's own hold back; what was scanned is gone with it.
+func (e *exchange) releaseBody() {
+	if e.body != nil {
+		e.body.release()
+		e.body, e.q, e.want.marks = nil, nil, nil
+	}
+}

@@ -1,0 +1,155 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+)
+
+// Source is where engines are found.
+type Source struct {
+	Role string // engine, prefill, decode
+	// URL is dns+http://NAME:PORT, each address of a name, or registry+http://HOST:PORT?port=PORT, the hosts of
+	// the side channels in a registry, with the port of their API.
+	URL string
+	// Registry is the port of the registry at each prefill engine that DNS finds.
+	Registry int
+}
+
+// finder asks a Source.
+type finder struct {
+	role     role
+	api      url.URL // of engines; its host is replaced
+	name     string  // DNS
+	registry *bootstrap.Client
+	port     int // of a registry at each engine
+}
+
+// discoverEvery is how many looks at engines pass between two looks for them.
+const discoverEvery = 5
+
+func newFinder(s Source, dialect Dialect) (*finder, error) {
+	r, ok := roleNames[s.Role]
+	kind, rest, _ := strings.Cut(s.URL, "+")
+	u, err := url.Parse(rest)
+	if !ok || err != nil || u.Hostname() == "" || u.Scheme != "http" && u.Scheme != "https" {
+		return nil, fmt.Errorf("%.200q is not dns+http://NAME:PORT or registry+http://HOST:PORT?port=PORT", s.URL)
+	}
+	f := &finder{role: r, port: s.Registry, api: url.URL{Scheme: u.Scheme}}
+	switch {
+	case kind == "dns" && u.Port() != "":
+		f.name, f.api.Host = u.Hostname(), ":"+u.Port()
+		return f, nil
+	case kind == "registry" && u.Query().Get("port") != "" && r == prefill && dialect == Mooncake:
+		f.api.Host = ":" + u.Query().Get("port")
+		u.RawQuery = ""
+		f.registry, err = bootstrap.NewClient(u.String(), bootstrap.ClientOptions{Attempts: 1})
+		return f, err
+	}
+	return nil, fmt.Errorf("%.200q is not dns+http://NAME:PORT, or for mooncake's P registry+http://HOST:PORT?port=PORT", s.URL)
+}
+
+// find returns the engines that are there now.
+func (f *finder) find(ctx context.Context, resolve func(context.Context, string) ([]string, error)) (out []Prefill, err error) {
+	var hosts []string
+	if f.registry == nil {
+		hosts, err = resolve(ctx, f.name)
+	} else {
+		var d bootstrap.Directory
+		d, err = f.registry.Query(ctx)
+		for _, e := range d {
+			for host := range hostsOf(e) {
+				hosts = append(hosts, host)
+			}
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	slices.Sort(hosts)
+	for _, host := range slices.Compact(hosts) {
+		e := Prefill{URL: f.api.Scheme + "://" + net.JoinHostPort(host, f.api.Host[1:])}
+		switch {
+		case f.registry != nil:
+			e.Registry = f.registry.Base()
+		case f.role == prefill:
+			e.Registry = "http://" + net.JoinHostPort(host, fmt.Sprint(f.port))
+		}
+		out = append(out, e)
+	}
+	return out, nil
+}
+
+// hostsOf returns the hosts of an engine's side channels.
+func hostsOf(e bootstrap.Engine) map[string]bool {
+	hosts := make(map[string]bool)
+	for _, of := range e.Workers {
+		for _, addr := range of {
+			if u, err := url.Parse(addr); err == nil && u.Hostname() != "" {
+				hosts[u.Hostname()] = true
+			}
+		}
+	}
+	return hosts
+}
+
+// discover adds the engines of a source and removes those that are there no more, until ctx ends. A
+// source that does not answer changes nothing.
+func (p *Proxy) discover(ctx context.Context, f *finder) {
+	known := make(map[string]*backend)
+	for {
+		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 5*time.Second))
+		found, err := f.find(look, p.o.resolve)
+		cancel()
+		if err != nil && ctx.Err() == nil {
+			p.o.Log.Warn("engines cannot be looked for", "name", f.name, "err", err)
+		}
+		if err == nil {
+			p.follow(f, known, found)
+		}
+		select {
+		case <-time.After(discoverEvery * p.o.HealthInterval):
+		case <-ctx.Done():
+			if f.registry != nil {
+				_ = f.registry.Close() // always nil
+			}
+			return
+		}
+	}
+}
+
+func (p *Proxy) follow(f *finder, known map[string]*backend, found []Prefill) {
+	there := make(map[string]bool)
+	for _, e := range found {
+		if there[e.URL] = true; known[e.URL] != nil {
+			continue
+		}
+		err := errors.Join(p.checkEngine(f.role, e.URL, e.Registry))
+		if err == nil {
+			err = p.add(f.role, e.URL, e.Registry)
+		}
+		if err != nil {
+			p.o.Log.Warn("an engine that was found cannot be added", "engine", e.URL, "err", err)
+			continue
+		}
+		for _, b := range p.fleet.engines() {
+			if b.url == e.URL && b.role == f.role {
+				known[e.URL] = b
+			}
+		}
+		p.o.Log.Info("an engine was found", "engine", e.URL, "role", f.role.String())
+	}
+	for url, b := range known {
+		if !there[url] {
+			delete(known, url)
+			p.remove(b)
+		}
+	}
+}

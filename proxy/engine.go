@@ -1,0 +1,117 @@
+package proxy
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"github.com/kvasir-kv/kvasir/internal/upstream"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/proxy/blocks"
+)
+
+// role is what an engine does for a request.
+type role uint8
+
+const (
+	both role = iota
+	prefill
+	decode
+)
+
+func (r role) String() string { return [...]string{"engine", "prefill engine", "decode engine"}[r] }
+
+// backend is one engine.
+type backend struct {
+	role     role
+	url      string
+	host     string            // of url
+	client   *upstream.Client  // of requests
+	registry *bootstrap.Client // of a Mooncake prefill engine; nil: none
+	stop     context.CancelFunc
+	events   []*blocks.Follower // of its data-parallel ranks; nil: none are followed
+	looking  sync.Mutex         // one look at a time
+
+	well     atomic.Bool // it answered the last look, and no call failed since
+	draining atomic.Bool
+	models   atomic.Pointer[[]model] // nil: not known, it may have any
+	others   atomic.Int64            // requests of other proxies, by its metrics
+	rankTurn atomic.Uint64
+	id       atomic.Uint32 // in the index of prefixes; another one for each life
+
+	// Under fleet.mu:
+	inFlight int
+	pending  int // prompt bytes that it has yet to compute
+
+	mu struct {
+		sync.Mutex
+		ranks  []rank // of a prefill engine, from its registry
+		misses int    // looks in a row that were not answered
+		life   context.Context
+		end    context.CancelCauseFunc
+	}
+}
+
+// model is one that an engine serves.
+type model struct {
+	id  string
+	raw json.RawMessage
+}
+
+// rank is one data-parallel rank of a prefill engine.
+type rank struct {
+	dp     int
+	engine string
+}
+
+// serves reports whether the engine has a model; "" is any.
+func (b *backend) serves(name string) bool {
+	list := b.models.Load()
+	return name == "" || list == nil || slices.ContainsFunc(*list, func(m model) bool { return m.id == name })
+}
+
+// turn returns the next rank of a prefill engine; false: its registry shows none.
+func (b *backend) turn() (rank, bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if len(b.mu.ranks) == 0 {
+		return rank{}, false
+	}
+	return b.mu.ranks[b.rankTurn.Add(1)%uint64(len(b.mu.ranks))], true
+}
+
+// rank returns a data-parallel rank as the registry shows it now.
+func (b *backend) rank(dp int) (rank, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, r := range b.mu.ranks {
+		if r.dp == dp {
+			return r, nil
+		}
+	}
+	return rank{}, fmt.Errorf("prefill engine %s has no data-parallel rank %d now", b.url, dp)
+}
+
+// many reports whether the registry shows several data-parallel ranks.
+func (b *backend) many() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.mu.ranks) > 1
+}
+
+// life ends when the engine has been silent for long.
+func (b *backend) life() context.Context {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.mu.life
+}
+
+func (b *backend) bearLocked() {
+	b.mu.life, b.mu.end = context.WithCancelCause(context.Background())
+}
+
+func trimURL(s string) string { return strings.TrimRight(s, "/") }

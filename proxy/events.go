@@ -1,0 +1,168 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/openai"
+	"github.com/kvasir-kv/kvasir/proxy/blocks"
+	"github.com/kvasir-kv/kvasir/proxy/prefix"
+)
+
+// Bounds of what is asked of engines so that their KV events can be used.
+const (
+	maxTokenizing = 4        // prompts that are made tokens at a time; others are left out
+	maxTokenized  = 32 << 20 // bytes of an answer
+	tokenizeTime  = 30 * time.Second
+)
+
+// followEvents begins to follow the KV events of an engine, one publisher for each of its data-parallel ranks.
+func (p *Proxy) followEvents(b *backend) error {
+	if p.o.EventsPort == 0 {
+		return nil
+	}
+	at := func(port, rank int) string {
+		return "tcp://" + net.JoinHostPort(b.host, strconv.Itoa(port+rank))
+	}
+	for rank := range max(1, p.o.DPSize) {
+		o := blocks.Options{Endpoint: at(p.o.EventsPort, rank), MaxBlocks: p.o.IndexEntries, Log: p.o.Log}
+		if p.o.ReplayPort != 0 {
+			o.Replay = at(p.o.ReplayPort, rank)
+		}
+		f, err := blocks.Follow(o)
+		if err != nil {
+			return err
+		}
+		b.events = append(b.events, f)
+	}
+	return nil
+}
+
+// blockTokens is how many tokens a block of the engine has, as its events say; 0: they have not yet.
+func (b *backend) blockTokens() (tokens int) {
+	for _, f := range b.events {
+		if _, n, _ := f.Blocks(); n > 0 {
+			tokens = n
+		}
+	}
+	return tokens
+}
+
+// holds returns how many bytes of a prompt the engine has by its events: the rank with most. all: the events tell
+// everything that it has.
+func (b *backend) holds(marks []prefix.Mark, known []blocks.Known) (n int, all bool) {
+	all = true
+	for _, f := range b.events {
+		one, complete := f.Longest(marks, known)
+		n, all = max(n, one), all && complete
+	}
+	return n, all
+}
+
+// byEvents corrects what engines have seen of a prompt by what they say they have. Beyond the last mark of
+// which the block is known, events say nothing.
+func (p *Proxy) byEvents(seen []prefix.Seen, marks []prefix.Mark) []prefix.Seen {
+	known := p.known.Find(make([]blocks.Known, 0, len(marks)), marks)
+	reach := 0
+	for i, k := range known {
+		if k.Key != 0 {
+			reach = marks[i].End
+		}
+	}
+	if reach == 0 {
+		return seen
+	}
+	for _, b := range p.fleet.engines() {
+		if len(b.events) == 0 {
+			continue
+		}
+		id, at := b.id.Load(), 0
+		for at < len(seen) && seen[at].Engine != id {
+			at++
+		}
+		if at == len(seen) {
+			seen = append(seen, prefix.Seen{Engine: id})
+		}
+		if n, all := b.holds(marks, known); n > seen[at].Bytes || all && seen[at].Bytes <= reach {
+			seen[at].Bytes = n
+		}
+		if seen[at].Bytes == 0 {
+			seen = append(seen[:at], seen[at+1:]...)
+		}
+	}
+	return seen
+}
+
+// learn asks an engine that answers for the tokens of the prompt, beside the request, if it is not known yet which
+// blocks they make.
+func (e *exchange) learn(b *backend) {
+	p := e.p
+	if p.known == nil || len(e.want.marks) == 0 {
+		return
+	}
+	size := b.blockTokens()
+	marks := e.want.marks
+	if size == 0 || p.known.Find(nil, marks[len(marks)-1:])[0].Key != 0 || !isText(e.q) {
+		return
+	}
+	select {
+	case p.tokenizing <- struct{}{}:
+	default:
+		return
+	}
+	held, salt, key := e.body, e.saltText, p.o.EngineKey
+	if auth := e.r.Header.Get("Authorization"); key == "" && p.o.Keys == nil {
+		key = strings.TrimPrefix(auth, "Bearer ")
+	}
+	held.hold()
+	started := p.goBackground(func() {
+		defer func() { <-p.tokenizing }()
+		defer held.release()
+		if tokens := p.tokenize(b, held.b, key); len(tokens) > 0 {
+			p.known.Learn(marks, salt, size, tokens)
+			p.n.tokenized.Add(1)
+		}
+	})
+	if !started {
+		held.release()
+		<-p.tokenizing
+	}
+}
+
+// isText reports whether an engine can be asked for the tokens of a prompt: it is one text, or messages.
+func isText(q *openai.Request) bool {
+	return !q.Prompt.Has() && q.Messages.Has() || q.Prompt.Has() && q.Body[q.Prompt.From] == '"'
+}
+
+func (p *Proxy) tokenize(b *backend, body []byte, key string) []int64 {
+	ctx, cancel := context.WithTimeout(p.ctx, tokenizeTime)
+	defer cancel()
+	r, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+"/tokenize", bytes.NewReader(body))
+	if err != nil {
+		return nil
+	}
+	r.Header.Set("Content-Type", "application/json")
+	if key != "" {
+		r.Header.Set("Authorization", "Bearer "+key)
+	}
+	resp, err := p.client.Do(r)
+	if err != nil {
+		return nil
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxTokenized))
+	var got struct {
+		Tokens []int64 `json:"tokens"`
+	}
+	if err != nil || resp.StatusCode != http.StatusOK || json.Unmarshal(text, &got) != nil {
+		return nil
+	}
+	return got.Tokens
+}

@@ -1,0 +1,167 @@
+package proxy_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/proxy"
+	"github.com/kvasir-kv/kvasir/proxy/blocks/blockstest"
+)
+
+// teller is an engine that publishes KV events and makes a token of each byte.
+type teller struct {
+	url       string
+	events    *blockstest.Publisher
+	asked     atomic.Int64
+	tokenized atomic.Int64
+
+	mu    sync.Mutex
+	known map[string]bool // prompts that were announced
+}
+
+const tellerBlock = 16 // tokens
+
+// tell starts such an engine at a host; ports of 0 are chosen.
+func tell(t *testing.T, host string, port, replay int) *teller {
+	t.Helper()
+	e := &teller{events: blockstest.Start(t, host, port, replay), known: map[string]bool{}}
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	prompt := func(r *http.Request) string {
+		var b struct{ Prompt string }
+		if err := json.NewDecoder(r.Body).Decode(&b); err != nil {
+			t.Error(err)
+		}
+		return b.Prompt
+	}
+	mux.HandleFunc("/v1/completions", func(w http.ResponseWriter, r *http.Request) {
+		e.asked.Add(1)
+		e.store(prompt(r))
+		fmt.Fprint(w, `{}`)
+	})
+	mux.HandleFunc("/tokenize", func(w http.ResponseWriter, r *http.Request) {
+		tokens := bytesOf(prompt(r))
+		e.tokenized.Add(1)
+		_ = json.NewEncoder(w).Encode(map[string]any{"count": len(tokens), "tokens": tokens})
+	})
+	l, err := net.Listen("tcp", net.JoinHostPort(host, "0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := httptest.NewUnstartedServer(mux)
+	s.Listener.Close()
+	s.Listener = l
+	s.Start()
+	t.Cleanup(s.Close)
+	e.url = s.URL
+	return e
+}
+
+func bytesOf(text string) (out []int64) {
+	for _, c := range []byte(text) {
+		out = append(out, int64(c))
+	}
+	return out
+}
+
+// store announces the blocks of a prompt, once.
+func (e *teller) store(prompt string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if !e.known[prompt] {
+		e.known[prompt] = true
+		n := len(prompt) / tellerBlock
+		e.events.Publish(false, kvevent.Event{
+			Kind: kvevent.Stored, Hashes: hashesOf(prompt, n), Tokens: bytesOf(prompt)[:n*tellerBlock], BlockTokens: tellerBlock, Medium: kvevent.GPU,
+		})
+	}
+}
+
+// evict announces that the blocks of a prompt are gone.
+func (e *teller) evict(prompt string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	delete(e.known, prompt)
+	e.events.Publish(false, kvevent.Event{Kind: kvevent.Removed, Hashes: hashesOf(prompt, len(prompt)/tellerBlock), Medium: kvevent.GPU})
+}
+
+func hashesOf(prompt string, n int) (out [][]byte) {
+	for i := range n {
+		h := uint64(i) + 1
+		for _, c := range []byte(prompt[:(i+1)*tellerBlock]) {
+			h = h*1099511628211 + uint64(c)
+		}
+		out = append(out, []byte{byte(h >> 56), byte(h >> 48), byte(h >> 40), byte(h >> 32), byte(h >> 24), byte(h >> 16), byte(h >> 8), byte(h)})
+	}
+	return out
+}
+
+// Requests go where engines say that the KV is: not where it was evicted, but where another proxy had it computed; of
+// two prompts each its own way. An engine that is started again has nothing.
+func TestKVEvents(t *testing.T) {
+	a := tell(t, "127.0.0.1", 0, 0)
+	b := tell(t, "127.0.0.2", a.events.Port, a.events.ReplayPort)
+	o := proxy.Options{
+		Engines: []string{a.url, b.url}, Policy: proxy.PrefixAware, HealthInterval: 50 * time.Millisecond,
+		EventsPort: a.events.Port, ReplayPort: a.events.ReplayPort,
+	}
+	url, p := startProxy(t, o)
+	for _, e := range []*teller{a, b} {
+		eventually(t, "all are well and followed", func() bool { return p.Stats().Well[e.url] == 1 && e.events.Subscribers() == 1 })
+		e.store(strings.Repeat("so that the size of blocks is known ", 10))
+		eventually(t, "its blocks are known", func() bool { return p.Stats().Blocks[e.url] > 0 })
+	}
+	prompts := []string{strings.Repeat("tell me of the sea ", 200), strings.Repeat("tell me of the hills ", 200)}
+	ask := func(prompt string) (engine *teller) {
+		t.Helper()
+		before := a.asked.Load()
+		text, _ := json.Marshal(map[string]string{"prompt": prompt})
+		if status, text, _ := post(t, url, string(text)); status != 200 {
+			t.Fatal(status, text)
+		}
+		if a.asked.Load() > before {
+			return a
+		}
+		return b
+	}
+	at := func(e *teller) *teller {
+		if e == a {
+			return b
+		}
+		return a
+	}
+	for i, prompt := range prompts {
+		home := ask(prompt)
+		other := at(home)
+		eventually(t, "its tokens are known", func() bool { return p.Stats().Tokenized == int64(2*i+1) })
+		blocks := p.Stats().Blocks
+		if got := ask(prompt); got != home {
+			t.Error("it goes elsewhere than before")
+		}
+		home.evict(prompt)
+		other.store(prompt) // for another proxy
+		eventually(t, "the proxy knows", func() bool {
+			n := p.Stats().Blocks
+			return n[home.url] < blocks[home.url] && n[other.url] > blocks[other.url]
+		})
+		if got := ask(prompt + " and the sky"); got != other {
+			t.Error("it goes where the KV was evicted")
+		}
+		eventually(t, "its tokens are known", func() bool { return p.Stats().Tokenized == int64(2*i+2) })
+	}
+	if n := p.Stats().Voids; n != 0 {
+		t.Errorf("%d times void", n)
+	}
+	// b is started again: whatever it had, it has no more.
+	b.events.StartAgain()
+	eventually(t, "the proxy knows", func() bool { return p.Stats().Blocks[b.url] == 0 && b.events.Subscribers() == 1 })
+}

@@ -1,0 +1,469 @@
+package proxy
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/otlp"
+	"github.com/kvasir-kv/kvasir/internal/upstream"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+	"github.com/kvasir-kv/kvasir/openai"
+	"github.com/kvasir-kv/kvasir/proxy/keys"
+	"github.com/kvasir-kv/kvasir/proxy/limits"
+)
+
+// upstreamIdle is how long a connection to an engine may be idle: uvicorn closes after 5 s.
+const upstreamIdle = 4 * time.Second
+
+// exchange is one request of a client.
+type exchange struct {
+	p        *Proxy
+	w        http.ResponseWriter
+	r        *http.Request
+	rc       *http.ResponseController
+	body     *body
+	q        *openai.Request
+	want     want
+	key      *keys.Key     // that was let in; nil: none is wanted
+	shared   *limits.Limit // counted together with other proxies; nil: it is not
+	salt     []openai.Edit // what keeps the key's prefix cache apart
+	id       string
+	start    time.Time
+	attempts int
+	split    bool       // P has its part in this attempt
+	fields   []byte     // of all legs
+	saltText string     // of the prompt's KV
+	prompt   *promptKey // nil: no relay is there
+
+	prefilled atomic.Int64   // when P had answered, ns after start; 0: no P, or not yet
+	cached    atomic.Int64   // prompt tokens that P had cached; -1: not told
+	model     *modelCounters // of a good answer
+	span      otlp.Context   // with Options.Spans
+	parent    [8]byte        // its parent; zero: none
+	extended  time.Time      // when the client's time to take bytes began
+}
+
+func newExchange(p *Proxy, w http.ResponseWriter, r *http.Request) *exchange {
+	e := &exchange{p: p, w: w, r: r, rc: http.NewResponseController(w), start: time.Now()}
+	e.cached.Store(-1)
+	e.id = r.Header.Get("X-Request-Id")
+	if e.id == "" {
+		e.id = newID()
+	}
+	e.want.who, _, _ = net.SplitHostPort(r.RemoteAddr)
+	e.want.session = r.Header.Get("X-Session-Id")
+	e.traced()
+	return e
+}
+
+// newID returns a name that nobody else has.
+func newID() string {
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+}
+
+// end counts and logs.
+func (e *exchange) end(outcome string) {
+	e.releaseBody()
+	if e.key != nil {
+		e.key.End()
+	}
+	if e.shared != nil {
+		e.p.o.Limits.End(*e.shared)
+	}
+	e.requestEnded(outcome)
+	e.p.n.outcome(outcome)
+	if e.model != nil && outcome == "ok" {
+		e.model.e2e.Took(time.Since(e.start))
+	}
+	e.p.o.Log.Debug("a request ended", "request", e.id, "model", e.want.model, "outcome", outcome, "attempts", e.attempts, "took", time.Since(e.start))
+}
+
+// refuse tells the client why there is no answer.
+func (e *exchange) refuse(err error) (outcome string) {
+	r, ok := errors.AsType[*refusal](err)
+	if e.r.Context().Err() != nil && (r == nil || r.status != http.StatusRequestTimeout) {
+		return "client_left"
+	}
+	if !ok {
+		r = &refusal{status: http.StatusServiceUnavailable, kind: "ServiceUnavailable", text: "no engine answered: " + err.Error(), retry: 1, outcome: "failed"}
+	}
+	if r.status != 0 {
+		e.w.Header().Set("X-Request-Id", e.id)
+		e.extend(time.Now())
+		fail(e.w, r)
+	}
+	return r.outcome
+}
+
+// errNotSent means that an engine has not had the request.
+var errNotSent = errors.New("the engine cannot be reached")
+
+// errLost means that an engine broke off before the first byte of its answer.
+var errLost = errors.New("the engine broke off")
+
+// errLate means that an engine did not answer in time.
+var errLate = errors.New("no answer in time")
+
+// serve tries the request until a first byte comes, and passes the answer on.
+func (e *exchange) serve() (outcome string) {
+	fields := e.engineFields()
+	again := e.again()
+	for {
+		e.want.ready = again != nil
+		c, err := e.p.fleet.take(e.r.Context(), &e.want)
+		if err != nil {
+			return e.refuse(err)
+		}
+		e.attempts++
+		e.want.tried = append(e.want.tried, c.engine)
+		if c.prefill != nil {
+			e.want.tried = append(e.want.tried, c.prefill)
+		}
+		e.note(c)
+		e.fields = append(append(append(fields[:len(fields):len(fields)], "X-Request-Id: "...), e.engineID(c)...), "\r\n"...)
+		outcome, err := e.attempt(c, again)
+		if err == nil {
+			return outcome
+		}
+		if !errors.Is(err, errNotSent) {
+			again = nil
+		}
+		if e.r.Context().Err() != nil {
+			return "client_left"
+		}
+		e.p.o.Log.Debug("an attempt failed", "request", e.id, "attempt", e.attempts, "err", err)
+		if e.attempts >= e.p.o.Attempts {
+			return e.refuse(err)
+		}
+		e.p.n.retries.Add(1)
+	}
+}
+
+// engineID is what engines call a request in this attempt. Where P and D know the KV by it, it must
+// be nobody else's: clients choose ids as they like, and P may still have that of a former attempt.
+func (e *exchange) engineID(c choice) string {
+	if c.prefill == nil || e.p.o.Dialect == Mooncake {
+		return e.id
+	}
+	return e.id + "-" + newID()
+}
+
+// note remembers who sees the prompt.
+func (e *exchange) note(c choice) {
+	if e.p.index == nil || len(e.want.marks) == 0 {
+		return
+	}
+	e.p.index.Add(e.want.marks, c.engine.id.Load())
+	if c.prefill != nil {
+		e.p.index.Add(e.want.marks, c.prefill.id.Load())
+	}
+}
+
+// attempt sends the request to engines once. An error says that the client has heard nothing.
+// It gives the places back. again is for D alone: where it has the KV from; nil: it has none.
+func (e *exchange) attempt(c choice, again []byte) (outcome string, err error) {
+	ctx, cancel := context.WithCancelCause(e.r.Context())
+	defer cancel(nil)
+	e.split = c.prefill != nil
+	e.cached.Store(-1)
+	e.prefilled.Store(0)
+	switch {
+	case c.prefill == nil && c.engine.role == decode && again != nil:
+		return e.fromRelay(ctx, c, again)
+	case c.prefill == nil:
+		outcome, err = e.answer(ctx, c.engine, c.lacks[0], nil)
+		if err == nil && c.spared != notSpared {
+			e.p.n.spared[c.spared].Add(1)
+		}
+		return outcome, err
+	case e.p.o.Dialect == Mooncake:
+		return e.together(ctx, cancel, c)
+	}
+	return e.oneAfterTheOther(ctx, c)
+}
+
+// leg is what P does for a request.
+type leg struct {
+	params []byte // what P says for D; nil: nothing
+	cached int    // prompt tokens that it had; -1: not told
+}
+
+// refusedByP is an answer of P that the client should hear.
+type refusedByP struct {
+	fields []upstream.Field
+	status int
+	text   []byte
+}
+
+func (a *refusedByP) Error() string { return fmt.Sprintf("status %d: %.200s", a.status, a.text) }
+
+// prefillPieces returns the request for P: one token, that nobody needs. The body is held.
+func (e *exchange) prefillPieces(params *wire.KVTransferParams) ([][]byte, *body) {
+	one := []byte("1")
+	edits := []openai.Edit{
+		{Key: "max_tokens", Value: one},
+		{Key: "stream", Value: []byte("false")},
+		{Key: "stream_options"},
+		{Key: "min_tokens"},
+		{Key: "kv_transfer_params", Value: encode(params)},
+	}
+	if e.q.MaxNew.Has() {
+		edits = append(edits, openai.Edit{Key: "max_completion_tokens", Value: one})
+	}
+	pieces, _ := e.q.Apply(append(edits, e.salt...)...)
+	e.body.hold()
+	return pieces, e.body
+}
+
+func encode(params *wire.KVTransferParams) []byte {
+	b, _ := params.MarshalJSON() // texts and truths
+	return b
+}
+
+// prefillGrace is what P's leg has to end after D has answered all: its connection can be used again.
+const prefillGrace = 2 * time.Second
+
+// together sends the request to P and D at the same time.
+func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc, c choice) (outcome string, err error) {
+	n, who, err := e.reach(ctx, c.prefill, c.rank)
+	if err != nil {
+		e.p.fleet.give(c)
+		return "", err
+	}
+	transfer := "kvasir-" + newID()
+	pieces, held := e.prefillPieces(wire.RemoteDecode(transfer))
+	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
+	done := make(chan struct{})
+	started := e.p.goBackground(func() {
+		defer close(done)
+		defer e.p.fleet.leave(c.prefill, c.lacks[1])
+		defer context.AfterFunc(e.p.ctx, abort)()
+		l, err := e.prefill(prefilling, n, c.prefill, who, pieces, held)
+		if err != nil {
+			cancel(err)
+			return
+		}
+		e.cached.Store(int64(l.cached))
+		e.prefilled.Store(int64(time.Since(e.start)))
+	})
+	if !started {
+		abort()
+		n.Close()
+		held.release()
+		e.p.fleet.give(c)
+		return "", unavailable("the proxy is stopping")
+	}
+	defer func() {
+		if outcome != "ok" {
+			abort()
+			<-done
+			return
+		}
+		select {
+		case <-done:
+			abort()
+		default: // it goes on beside the next requests
+			time.AfterFunc(prefillGrace, abort)
+		}
+	}()
+	params := wire.RemotePrefill(c.prefill.registry.Base(), who.engine, transfer)
+	outcome, err = e.answerOf(ctx, c.engine, encode(params))
+	if a, ok := errors.AsType[*refusedByP](context.Cause(ctx)); ok && err != nil {
+		return e.say(a), nil
+	}
+	if outcome == "ok" {
+		e.relayedBy(c.prefill, who, transfer)
+	}
+	return outcome, err
+}
+
+// reach returns a connection to P, and who P is now. A new connection may lead to a P that was
+// started again, under another engine id: then the registry is asked. D must not be sent to an
+// engine that is no more, since P would keep the KV of a transfer that nobody pulls.
+func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*upstream.Conn, rank, error) {
+	n, err := b.client.Conn(ctx)
+	if err != nil {
+		if ctx.Err() == nil {
+			e.p.trouble(b, err)
+		}
+		return nil, who, fmt.Errorf("prefill engine %s: %w: %w", b.url, errNotSent, err)
+	}
+	if !n.Fresh() || b.registry == nil {
+		return n, who, nil
+	}
+	look, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	if !e.p.refresh(look, b) {
+		n.Close()
+		err := fmt.Errorf("prefill engine %s: its registry does not know it", b.url)
+		if ctx.Err() == nil {
+			e.p.trouble(b, err)
+		}
+		return nil, who, err
+	}
+	if who, err = b.rank(who.dp); err != nil {
+		n.Close()
+	}
+	return n, who, err
+}
+
+// prefill is P's leg. It releases the body when P has it.
+func (e *exchange) prefill(ctx context.Context, n *upstream.Conn, b *backend, who rank, pieces [][]byte, held *body) (l leg, err error) {
+	fields := e.fields[:len(e.fields):len(e.fields)]
+	if dp, ok := e.rankOf(b, who); ok {
+		fields = append(fields, "X-Data-Parallel-Rank: "+strconv.Itoa(dp)+"\r\n"...)
+	}
+	span, fields := e.legSpan(fields)
+	start := time.Now()
+	defer func() { e.legEnded(span, "prefill", b, start, err) }()
+	resp, err := e.send(ctx, b, n, pieces, fields, start.Add(e.p.o.PrefillTimeout))
+	held.release()
+	if err != nil {
+		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
+	}
+	defer resp.Close()
+	text, err := resp.ReadAll(maxPrefilled)
+	switch {
+	case err != nil:
+		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
+	case resp.Status >= 500:
+		return l, fmt.Errorf("prefill engine %s: status %d: %.200s", b.url, resp.Status, text)
+	case resp.Status != http.StatusOK:
+		return l, &refusedByP{resp.Fields, resp.Status, text} // the request itself is at fault
+	}
+	answer, err := openai.ScanAnswer(text)
+	if err != nil {
+		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
+	}
+	return leg{answer.Params, answer.Cached}, nil
+}
+
+// maxPrefilled bounds P's answer, bytes: NIXL's lists the blocks of the prompt.
+const maxPrefilled = 8 << 20
+
+// rankOf returns the data-parallel rank for a request to an engine; ok is false if the engine chooses.
+func (e *exchange) rankOf(b *backend, who rank) (dp int, ok bool) {
+	switch {
+	case b.registry != nil:
+		return who.dp, b.many()
+	case e.p.o.DPSize > 1:
+		return int(b.rankTurn.Add(1) % uint64(e.p.o.DPSize)), true
+	}
+	return 0, false
+}
+
+// remoteDecode is what P of the dialects without a registry is told.
+func remoteDecode(d Dialect) *wire.KVTransferParams {
+	params := wire.RemoteDecode("")
+	if d == NIXL {
+		for _, key := range []string{"remote_engine_id", "remote_block_ids", "remote_host", "remote_port"} {
+			params.Set(key, nil)
+		}
+	}
+	return params
+}
+
+// oneAfterTheOther sends the request to P, and what P answers with it to D.
+func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome string, err error) {
+	n, who, err := e.reach(ctx, c.prefill, c.rank)
+	if err != nil {
+		e.p.fleet.give(c)
+		return "", err
+	}
+	pieces, held := e.prefillPieces(remoteDecode(e.p.o.Dialect))
+	l, err := e.prefill(ctx, n, c.prefill, who, pieces, held)
+	e.p.fleet.leave(c.prefill, c.lacks[1])
+	if err != nil {
+		e.p.fleet.leave(c.engine, c.lacks[0])
+		if a, ok := errors.AsType[*refusedByP](err); ok && e.r.Context().Err() == nil {
+			return e.say(a), nil
+		}
+		return "", err
+	}
+	e.cached.Store(int64(l.cached))
+	e.prefilled.Store(int64(time.Since(e.start)))
+	return e.answerOf(ctx, c.engine, l.params)
+}
+
+// answerOf is D's leg. A D that has not had the request is replaced by another: P's KV waits for
+// any. If it is not known whether a D took it, one is asked to take it all the same, so that P's
+// memory becomes free.
+func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte) (outcome string, err error) {
+	for {
+		outcome, err = e.answer(ctx, d, 0, params)
+		if !errors.Is(err, errNotSent) || ctx.Err() != nil {
+			break
+		}
+		if d = e.p.fleet.another(&e.want); d == nil {
+			break
+		}
+		e.want.tried = append(e.want.tried, d)
+		e.p.n.retries.Add(1)
+	}
+	if (errors.Is(err, errNotSent) || errors.Is(err, errLost)) && e.prefilled.Load() > 0 && params != nil {
+		e.p.free(e, params)
+	}
+	return outcome, err
+}
+
+// say passes P's refusal on.
+func (e *exchange) say(a *refusedByP) (outcome string) {
+	e.head(a.fields, a.status, len(a.text))
+	_, _ = e.w.Write(a.text) // the client has gone
+	return "bad_request"
+}
+
+// hop are fields of a connection, which end here.
+var hop = map[string]bool{
+	"Connection": true, "Keep-Alive": true, "Proxy-Connection": true, "Transfer-Encoding": true, "Te": true, "Trailer": true, "Upgrade": true,
+	"Content-Length": true, "Accept-Encoding": true, "Proxy-Authenticate": true, "Proxy-Authorization": true, "Expect": true,
+}
+
+// engineFields returns a client's fields as engines get them.
+//
+// A client's API key stays here if the proxy has keys, or engines have one of their own.
+func (e *exchange) engineFields() []byte {
+	h, own := e.r.Header, e.p.o.EngineKey
+	b := make([]byte, 0, 512)
+	named := h["Connection"] // fields that the connection names end here too
+	for k, values := range h {
+		switch {
+		case hop[k], k == "X-Request-Id", k == "Authorization" && (own != "" || e.p.o.Keys != nil), k == "Traceparent" && e.p.o.Spans != nil:
+			continue
+		case named != nil && connectionNames(named, k):
+			continue
+		}
+		for _, v := range values {
+			b = append(append(append(append(b, k...), ": "...), v...), "\r\n"...)
+		}
+	}
+	if h["Content-Type"] == nil {
+		b = append(b, "Content-Type: application/json\r\n"...)
+	}
+	if own != "" {
+		b = append(append(append(b, "Authorization: Bearer "...), own...), "\r\n"...)
+	}
+	return b
+}
+
+func connectionNames(values []string, name string) bool {
+	for _, v := range values {
+		for token := range strings.SplitSeq(v, ",") {
+			if strings.EqualFold(strings.TrimSpace(token), name) {
+				return true
+			}
+		}
+	}
+	return false
+}

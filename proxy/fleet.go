@@ -1,0 +1,430 @@
+package proxy
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/share"
+	"github.com/kvasir-kv/kvasir/proxy/prefix"
+)
+
+// fleet is all engines, and the requests that wait for room at one.
+type fleet struct {
+	o     *Options
+	store store
+
+	mu struct {
+		sync.Mutex
+		all    []*backend // replaced, never changed
+		turn   uint64
+		queues map[string]*queue // by model; none is empty
+	}
+}
+
+// queue is the requests that wait for a model, first come first served.
+type queue struct {
+	waiters []*waiter
+	shares  share.Books // of clients
+}
+
+type waiter struct {
+	want *want
+	got  chan choice // one at most
+}
+
+// want is what a request needs of an engine.
+type want struct {
+	model string
+	alone bool          // one engine: not a completion
+	ready bool          // D needs no P: a relay has the KV
+	marks []prefix.Mark // of the prompt
+	seen  []prefix.Seen // of the marks
+	bytes int           // of the prompt
+	who   string        // whose share of the queue
+
+	session string // that the client names; "": none
+	tried   []*backend
+}
+
+// choice is engines with a place taken at each.
+type choice struct {
+	engine  *backend // that answers
+	prefill *backend // nil: none
+	rank    rank     // of prefill
+	lacks   [2]int   // prompt bytes that engine and prefill do not have
+	spared  spared   // why there is no prefill
+}
+
+// engines returns all, not to be changed.
+func (f *fleet) engines() []*backend {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.mu.all
+}
+
+func (f *fleet) add(b *backend) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if slices.ContainsFunc(f.mu.all, func(o *backend) bool { return o.url == b.url && o.role == b.role }) {
+		return fmt.Errorf("%s %s is there already", b.role, b.url)
+	}
+	f.mu.all = append(slices.Clip(f.mu.all), b)
+	return nil
+}
+
+func (f *fleet) remove(b *backend) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.mu.all = slices.DeleteFunc(slices.Clone(f.mu.all), func(o *backend) bool { return o == b })
+}
+
+// shares reports whether another engine is in the same registry.
+func (f *fleet) shares(b *backend) bool {
+	return slices.ContainsFunc(f.engines(), func(o *backend) bool {
+		return o != b && o.registry != nil && o.registry.Base() == b.registry.Base()
+	})
+}
+
+func (f *fleet) inFlight(b *backend) int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return b.inFlight
+}
+
+// stand is how engines of a role stand for a request; the best of them counts.
+type stand uint8
+
+const (
+	absent stand = iota // none serves the model
+	unwell
+	full
+	ready
+)
+
+// pickLocked returns the engine that a request should go to. Those that were tried come last.
+func (f *fleet) pickLocked(r role, w *want) (best *backend, lacks int, how stand) {
+	n := len(f.mu.all)
+	f.mu.turn++
+	start, bestTried, bestCost := int(f.mu.turn%uint64(max(1, n))), false, 0.0
+	home := f.homeLocked(r, w)
+	for i := range n {
+		b := f.mu.all[(start+i)%n]
+		switch {
+		case b.role != r || !b.serves(w.model):
+			continue
+		case !b.well.Load() || b.draining.Load():
+			how = max(how, unwell)
+			continue
+		case b.inFlight >= f.o.MaxPerEngine:
+			how = max(how, full)
+			continue
+		}
+		how = ready
+		tried := slices.Contains(w.tried, b)
+		short := w.bytes - w.seenBy(b.id.Load())
+		cost := f.cost(b, w, short, home)
+		if best == nil || bestTried && !tried || tried == bestTried && cost < bestCost {
+			best, bestTried, bestCost, lacks = b, tried, cost, short
+		}
+	}
+	return best, lacks, how
+}
+
+// requestCost is how many bytes of prompt a request in progress weighs: it decodes beside others.
+const requestCost = 1 << 10
+
+func (f *fleet) cost(b *backend, w *want, lacks int, home *backend) float64 {
+	switch f.o.Policy {
+	case LeastLoaded:
+		return float64(b.inFlight) + float64(b.others.Load())
+	case PrefixAware:
+		c := float64(lacks + b.pending + requestCost*(b.inFlight+int(b.others.Load())))
+		if b == home {
+			c -= float64(w.bytes) / 2
+		}
+		return c
+	}
+	return 0 // the first in turn
+}
+
+// homeLocked returns where all proxies send a prompt that they have not seen; nil: it was seen. Its
+// first mark decides, which is the same in each turn of a conversation, or the session that the
+// client names.
+func (f *fleet) homeLocked(r role, w *want) (home *backend) {
+	if f.o.Policy != PrefixAware || len(w.marks) == 0 || len(w.seen) > 0 {
+		return nil
+	}
+	key := w.marks[0].Hash
+	if w.session != "" {
+		key = prefix.Seed(w.model, w.session)
+	}
+	var most uint64
+	for _, b := range f.mu.all {
+		if b.role != r || !b.serves(w.model) || !b.well.Load() || b.draining.Load() {
+			continue
+		}
+		if weight := prefix.Weight(key, b.url); home == nil || weight > most {
+			home, most = b, weight
+		}
+	}
+	return home
+}
+
+func (w *want) seenBy(id uint32) int {
+	for _, s := range w.seen {
+		if s.Engine == id {
+			return s.Bytes
+		}
+	}
+	return 0
+}
+
+// chooseLocked takes places for a request. how is ready, or why there is none.
+func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
+	d, dLacks, dHow := f.pickLocked(decode, w)
+	if dHow == absent {
+		e, lacks, how := f.pickLocked(both, w)
+		return f.takeLocked(choice{engine: e, lacks: [2]int{lacks}}), how, both
+	}
+	switch {
+	case dHow != ready:
+	case w.ready:
+		return f.takeLocked(choice{engine: d}), ready, decode
+	case w.alone:
+		return f.takeLocked(choice{engine: d, lacks: [2]int{dLacks}}), ready, decode
+	default:
+		if lacks, by := f.lacks(w, dLacks); lacks < f.o.SkipPrefill {
+			return f.takeLocked(choice{engine: d, lacks: [2]int{lacks}, spared: by}), ready, decode
+		}
+	}
+	p, pLacks, pHow := f.pickLocked(prefill, w)
+	var who rank
+	if pHow == ready && p.registry != nil {
+		ok := false
+		if who, ok = p.turn(); !ok {
+			pHow = unwell
+		}
+	}
+	switch {
+	case dHow == ready && pHow == ready:
+		return f.takeLocked(choice{engine: d, prefill: p, rank: who, lacks: [2]int{0, pLacks}}), ready, decode
+	case dHow == ready && pHow <= unwell && f.o.DecodeAlone:
+		return f.takeLocked(choice{engine: d, lacks: [2]int{dLacks}}), ready, decode
+	case dHow <= unwell || pHow <= unwell:
+		if e, lacks, how := f.pickLocked(both, w); how == ready {
+			return f.takeLocked(choice{engine: e, lacks: [2]int{lacks}}), ready, both
+		}
+		if pHow <= unwell {
+			return choice{}, unwell, prefill
+		}
+		return choice{}, unwell, decode
+	}
+	return choice{}, full, decode
+}
+
+// lacks returns how many bytes of a prompt D would compute alone, and why no more: it has the rest, or
+// the cache server has.
+func (f *fleet) lacks(w *want, lacks int) (int, spared) {
+	least := lacks
+	for _, id := range f.store.ids() {
+		if id != 0 {
+			least = min(least, w.bytes-w.seenBy(id))
+		}
+	}
+	if least < f.o.SkipPrefill && lacks >= f.o.SkipPrefill {
+		return least, byStore
+	}
+	return least, byDecode
+}
+
+func (f *fleet) takeLocked(c choice) choice {
+	for i, b := range []*backend{c.engine, c.prefill} {
+		if b != nil {
+			b.inFlight++
+			b.pending += c.lacks[i]
+		}
+	}
+	return c
+}
+
+// computed notes that an engine has computed what it lacked.
+func (f *fleet) computed(b *backend, lacks int) {
+	if lacks > 0 {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		b.pending -= lacks
+	}
+}
+
+// leave gives a place back.
+func (f *fleet) leave(b *backend, lacks int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	b.inFlight--
+	b.pending -= lacks
+	f.dispatchLocked()
+}
+
+// dispatch gives places to those who wait.
+func (f *fleet) dispatch() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.dispatchLocked()
+}
+
+func (f *fleet) dispatchLocked() {
+	for name, q := range f.mu.queues {
+		for len(q.waiters) > 0 {
+			c, how, _ := f.chooseLocked(q.waiters[0].want)
+			if how != ready {
+				break
+			}
+			q.waiters[0].got <- c
+			f.dropLocked(name, q, q.waiters[0])
+		}
+	}
+}
+
+func (f *fleet) dropLocked(name string, q *queue, w *waiter) bool {
+	i := slices.Index(q.waiters, w)
+	if i < 0 {
+		return false
+	}
+	q.waiters = slices.Delete(q.waiters, i, i+1)
+	q.shares.Add(w.want.who, share.Amount{Count: -1})
+	if len(q.waiters) == 0 {
+		delete(f.mu.queues, name)
+	}
+	return true
+}
+
+// queued returns how many requests wait.
+func (f *fleet) queued() (n int64) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, q := range f.mu.queues {
+		n += int64(len(q.waiters))
+	}
+	return n
+}
+
+// take takes places for a request, and waits for room if there is none. The error is a *refusal, or
+// ctx's.
+func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
+	f.mu.Lock()
+	q := f.mu.queues[w.model]
+	if q == nil { // others do not wait
+		c, how, of := f.chooseLocked(w)
+		if how != full {
+			defer f.mu.Unlock()
+			return c, f.refuseLocked(w, how, of)
+		}
+		q = new(queue)
+		f.mu.queues[w.model] = q
+	}
+	if !q.shares.MayCount(w.who, f.o.MaxQueue) {
+		if len(q.waiters) == 0 {
+			delete(f.mu.queues, w.model)
+		}
+		f.mu.Unlock()
+		return choice{}, busy("too many requests wait for the model")
+	}
+	self := &waiter{w, make(chan choice, 1)}
+	q.waiters = append(q.waiters, self)
+	q.shares.Add(w.who, share.Amount{Count: 1})
+	f.mu.Unlock()
+	late := time.NewTimer(f.o.QueueTimeout)
+	defer late.Stop()
+	var err error
+	select {
+	case c := <-self.got:
+		return c, nil
+	case <-ctx.Done():
+		err = ctx.Err()
+	case <-late.C:
+		err = busy(fmt.Sprintf("no engine had room within %v", f.o.QueueTimeout))
+	}
+	f.mu.Lock()
+	dropped := f.dropLocked(w.model, q, self)
+	f.mu.Unlock()
+	if !dropped { // it got places just now
+		c := <-self.got
+		if ctx.Err() == nil {
+			return c, nil
+		}
+		f.give(c)
+	}
+	return choice{}, err
+}
+
+// give gives all places of a choice back.
+func (f *fleet) give(c choice) {
+	f.leave(c.engine, c.lacks[0])
+	if c.prefill != nil {
+		f.leave(c.prefill, c.lacks[1])
+	}
+}
+
+// another takes a place at a decode engine that was not tried; nil: there is none.
+func (f *fleet) another(w *want) *backend {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	b, _, how := f.pickLocked(decode, w)
+	if how != ready || slices.Contains(w.tried, b) {
+		return nil
+	}
+	b.inFlight++
+	return b
+}
+
+// refuseLocked says why a request has no places; nil: it has.
+func (f *fleet) refuseLocked(w *want, how stand, of role) error {
+	switch how {
+	case ready:
+		return nil
+	case absent:
+		for _, b := range f.mu.all {
+			if b.well.Load() { // so the others are known
+				return noModel(w.model)
+			}
+		}
+		return unavailable("no engine is well")
+	}
+	return unavailable("no " + of.String() + " is well")
+}
+
+// state returns why a request for a model would be refused now; nil: it would not.
+func (f *fleet) state(name string) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	w := &want{model: name}
+	c, how, of := f.chooseLocked(w)
+	if how == ready {
+		for _, b := range []*backend{c.engine, c.prefill} {
+			if b != nil {
+				b.inFlight--
+			}
+		}
+	}
+	if how == full {
+		return nil
+	}
+	return f.refuseLocked(w, how, of)
+}
+
+func busy(text string) *refusal {
+	return &refusal{status: http.StatusServiceUnavailable, kind: "ServiceUnavailable", text: text, retry: 1, outcome: "refused"}
+}
+
+func unavailable(text string) *refusal {
+	return &refusal{status: http.StatusServiceUnavailable, kind: "ServiceUnavailable", text: text, retry: 1, outcome: "no_engine"}
+}
+
+// noModel is vLLM's answer.
+func noModel(name string) *refusal {
+	return &refusal{status: http.StatusNotFound, kind: "NotFoundError", param: "model", text: fmt.Sprintf("The model `%.128s` does not exist.", name), outcome: "bad_request"}
+}

@@ -1,0 +1,183 @@
+package proxy
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"maps"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// silentLooks is after how many looks without an answer requests that wait for an engine are given to
+// others. One that refuses connections breaks theirs by itself.
+const silentLooks = 10
+
+var errSilent = errors.New("the engine is silent")
+
+// watch looks after an engine until ctx ends: whether it is well, who it is, what it serves.
+func (p *Proxy) watch(ctx context.Context, b *backend) {
+	for n := 0; ; n++ {
+		p.look(ctx, b, n%5 == 0)
+		b.client.Sweep()
+		select {
+		case <-time.After(p.o.HealthInterval):
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// look asks an engine how it is. all: also what models it has, if it was well before.
+func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
+	b.looking.Lock()
+	defer b.looking.Unlock()
+	ctx, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second))
+	defer cancel()
+	_, well := p.get(ctx, b, "/health")
+	if well && b.registry != nil {
+		well = p.refresh(ctx, b)
+	}
+	if well && (all || !b.well.Load()) {
+		p.listModels(ctx, b)
+	}
+	if well && p.o.Policy != RoundRobin {
+		p.readLoad(ctx, b)
+	}
+	b.mu.Lock()
+	if b.mu.misses++; well {
+		b.mu.misses = 0
+	}
+	if b.mu.misses == silentLooks {
+		b.mu.end(errSilent)
+		b.bearLocked()
+	}
+	b.mu.Unlock()
+	if ctx.Err() != nil && !well && p.ctx.Err() != nil {
+		return
+	}
+	if was := b.well.Swap(well); was != well {
+		if well {
+			b.id.Store(p.lives.Add(1)) // what it had in its memory may be gone
+		}
+		p.o.Log.Info("an engine's health changed", "engine", b.url, "well", well)
+		p.fleet.dispatch()
+	}
+}
+
+// get returns the body of a small answer of an engine, and whether its status was 200.
+func (p *Proxy) get(ctx context.Context, b *backend, path string) ([]byte, bool) {
+	return p.read(ctx, b.url+path, p.o.EngineKey)
+}
+
+// read returns the body of a small answer, and whether its status was 200.
+func (p *Proxy) read(ctx context.Context, address, key string) ([]byte, bool) {
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, address, nil)
+	if err != nil {
+		return nil, false
+	}
+	if key != "" {
+		r.Header.Set("Authorization", "Bearer "+key)
+	}
+	resp, err := p.client.Do(r)
+	if err != nil {
+		return nil, false
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, 4<<20))
+	return text, err == nil && resp.StatusCode == http.StatusOK
+}
+
+// listModels asks an engine what it serves. One that does not say may have any model.
+func (p *Proxy) listModels(ctx context.Context, b *backend) {
+	text, ok := p.get(ctx, b, "/v1/models")
+	var list struct{ Data []json.RawMessage }
+	if !ok || json.Unmarshal(text, &list) != nil || len(list.Data) > 1024 {
+		return
+	}
+	models := []model{}
+	for _, raw := range list.Data {
+		var m struct{ ID string }
+		if json.Unmarshal(raw, &m) == nil && m.ID != "" {
+			models = append(models, model{m.ID, raw})
+		}
+	}
+	if len(models) > 0 {
+		b.models.Store(&models)
+	}
+}
+
+// readLoad asks an engine how many requests it has, of this proxy or not.
+func (p *Proxy) readLoad(ctx context.Context, b *backend) {
+	own := p.fleet.inFlight(b)
+	text, ok := p.get(ctx, b, "/metrics")
+	if !ok {
+		return
+	}
+	b.others.Store(max(0, requests(text)-int64(own)))
+}
+
+// requests sums up the requests that run and wait, over the engine's data-parallel ranks.
+func requests(text []byte) int64 {
+	sum := 0.0
+	for s := bufio.NewScanner(bytes.NewReader(text)); s.Scan(); {
+		line := s.Bytes()
+		if !bytes.HasPrefix(line, []byte("vllm:num_requests_running")) && !bytes.HasPrefix(line, []byte("vllm:num_requests_waiting{")) {
+			continue
+		}
+		if i := bytes.LastIndexByte(line, ' '); i >= 0 {
+			if v, err := strconv.ParseFloat(string(line[i+1:]), 64); err == nil && v > 0 && v < 1e9 {
+				sum += v
+			}
+		}
+	}
+	return int64(sum)
+}
+
+// refresh asks an engine's registry who it is.
+func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
+	d, err := b.registry.Query(ctx)
+	if err != nil {
+		return false
+	}
+	var ranks, here []rank
+	for _, dp := range slices.Sorted(maps.Keys(d)) {
+		ranks = append(ranks, rank{dp, d[dp].ID})
+		if hostsOf(d[dp])[b.host] {
+			here = append(here, rank{dp, d[dp].ID})
+		}
+	}
+	if len(here) > 0 && p.fleet.shares(b) { // one registry of several P, each with ranks of its own
+		ranks = here
+	}
+	if slices.ContainsFunc(ranks, func(r rank) bool { return strings.HasPrefix(r.engine, relayPrefix) }) {
+		p.relays.Store(true)
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if !slices.Equal(ranks, b.mu.ranks) && len(b.mu.ranks) > 0 {
+		p.o.Log.Info("a prefill engine is another one now", "engine", b.url, "ranks", len(ranks))
+		b.id.Store(p.lives.Add(1))
+	}
+	b.mu.ranks = ranks
+	return len(ranks) > 0
+}
+
+// trouble notes that a call failed: the engine is looked at before it is used again.
+func (p *Proxy) trouble(b *backend, err error) {
+	if !b.well.Swap(false) {
+		return
+	}
+	p.o.Log.Info("an engine does not answer", "engine", b.url, "err", err)
+	p.background.Lock()
+	defer p.background.Unlock()
+	if p.ctx.Err() == nil { // else Close waits for the others
+		p.wg.Go(func() { p.look(p.ctx, b, false) })
+	}
+}

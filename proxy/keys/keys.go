@@ -1,0 +1,236 @@
+// Package keys knows who may use an API: names, hashes of secrets, rates, numbers of requests at a
+// time. The file has no secrets, and is read again when it changes.
+package keys
+
+import (
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// ErrFile means that a file of keys has a line that is none.
+var ErrFile = errors.New("keys: file")
+
+// Limits of a file.
+const (
+	maxFile = 16 << 20 // bytes
+	maxKeys = 100_000
+	maxName = 64
+)
+
+// hash is the SHA-256 of a secret.
+type hash = [sha256.Size]byte
+
+// Key is what one secret may do. Its methods are safe for concurrent use.
+type Key struct {
+	Name string
+	Salt string // for its prefix cache: that of no other key; "": none
+
+	of     hash
+	rate   float64 // requests per second; 0: any
+	atOnce int     // requests at a time; 0: any
+
+	mu struct {
+		sync.Mutex
+		tokens   float64
+		at       time.Time // of tokens
+		inFlight int
+	}
+}
+
+// Set is all keys of a file. Its methods are safe for concurrent use.
+type Set struct {
+	path string
+	keys atomic.Pointer[map[hash]*Key]
+	read stamp // by Watch, after Open
+}
+
+type stamp struct {
+	changed time.Time
+	size    int64
+}
+
+// Open reads a file: on each line a name, the SHA-256 of a secret in hexadecimal digits, and
+// options: rate=N (requests per second), concurrent=N, salt=off. Empty lines and lines that begin
+// with # mean nothing.
+func Open(path string) (*Set, error) {
+	s := &Set{path: path}
+	if err := s.Reload(); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+// Reload reads the file again. Keys that are still there keep their counts. An error leaves all as
+// it was.
+func (s *Set) Reload() error {
+	f, err := os.Open(s.path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	all, err := parse(io.LimitReader(f, maxFile))
+	if err != nil {
+		return fmt.Errorf("%w %s: %w", ErrFile, s.path, err)
+	}
+	if old := s.keys.Load(); old != nil {
+		for h, k := range all {
+			if was := (*old)[h]; was != nil && was.Name == k.Name && was.Salt == k.Salt && was.rate == k.rate && was.atOnce == k.atOnce {
+				all[h] = was
+			}
+		}
+	}
+	s.keys.Store(&all)
+	s.read = stamp{info.ModTime(), info.Size()}
+	return nil
+}
+
+func parse(r io.Reader) (map[hash]*Key, error) {
+	all, names := make(map[hash]*Key), make(map[string]bool)
+	lines := bufio.NewScanner(r)
+	for n := 1; lines.Scan(); n++ {
+		words := strings.Fields(lines.Text())
+		if len(words) == 0 || strings.HasPrefix(words[0], "#") {
+			continue
+		}
+		k, err := parseKey(words)
+		switch {
+		case err != nil:
+			return nil, fmt.Errorf("line %d: %w", n, err)
+		case all[k.of] != nil || names[k.Name]:
+			return nil, fmt.Errorf("line %d: %.64q or its hash is there twice", n, k.Name)
+		case len(all) == maxKeys:
+			return nil, fmt.Errorf("more than %d keys", maxKeys)
+		}
+		all[k.of], names[k.Name] = k, true
+	}
+	return all, lines.Err()
+}
+
+func parseKey(words []string) (*Key, error) {
+	if len(words) < 2 || len(words[0]) > maxName {
+		return nil, fmt.Errorf("want NAME SHA256 [rate=N] [concurrent=N] [salt=off], a name of at most %d bytes", maxName)
+	}
+	k := &Key{Name: words[0]}
+	sum, err := hex.DecodeString(words[1])
+	if err != nil || len(sum) != len(k.of) {
+		return nil, errors.New("the second word is not the 64 digits of a SHA-256: printf %s SECRET | sha256sum")
+	}
+	k.of = hash(sum)
+	salt := sha256.Sum256(append([]byte("kvasir cache_salt of "), sum...))
+	k.Salt = hex.EncodeToString(salt[:16])
+	for _, w := range words[2:] {
+		name, value, _ := strings.Cut(w, "=")
+		var err error
+		switch name {
+		case "rate":
+			if k.rate, err = strconv.ParseFloat(value, 64); err == nil && !(k.rate > 0 && k.rate <= 1e9) {
+				err = strconv.ErrRange
+			}
+		case "concurrent":
+			if k.atOnce, err = strconv.Atoi(value); err == nil && k.atOnce < 1 {
+				err = strconv.ErrRange
+			}
+		case "salt":
+			if k.Salt = ""; value != "off" {
+				err = errors.New("only off can be said")
+			}
+		default:
+			err = errors.New("unknown")
+		}
+		if err != nil {
+			return nil, fmt.Errorf("option %.40q: %w", w, err)
+		}
+	}
+	k.mu.tokens = k.burst()
+	return k, nil
+}
+
+// Watch reads the file again when it has changed, looking each interval, until ctx ends. A file
+// that cannot be read is logged, and the former keys stay.
+func (s *Set) Watch(ctx context.Context, interval time.Duration, log *slog.Logger) {
+	last := s.read
+	for {
+		select {
+		case <-time.After(interval):
+		case <-ctx.Done():
+			return
+		}
+		info, err := os.Stat(s.path)
+		if err == nil && (stamp{info.ModTime(), info.Size()}) == last {
+			continue
+		}
+		if err == nil {
+			last = stamp{info.ModTime(), info.Size()}
+			err = s.Reload()
+		}
+		if err != nil {
+			log.Error("API keys: the former ones stay", "err", err)
+			continue
+		}
+		log.Info("API keys were read again", "keys", s.Len())
+	}
+}
+
+// Len is how many keys there are.
+func (s *Set) Len() int { return len(*s.keys.Load()) }
+
+// Find returns the key of a secret; nil for none.
+func (s *Set) Find(secret string) *Key {
+	return (*s.keys.Load())[sha256.Sum256([]byte(secret))]
+}
+
+// burst is how many requests may come at once after a pause.
+func (k *Key) burst() float64 { return math.Max(1, math.Ceil(k.rate)) }
+
+// Begin asks for one more request. If it may not be, wait says when it may, for all that is known.
+// Each Begin that is ok needs an End.
+func (k *Key) Begin(now time.Time) (wait time.Duration, ok bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.atOnce > 0 && k.mu.inFlight >= k.atOnce {
+		return time.Second, false
+	}
+	if k.rate > 0 {
+		if !k.mu.at.IsZero() {
+			k.mu.tokens = math.Min(k.burst(), k.mu.tokens+k.rate*math.Max(0, now.Sub(k.mu.at).Seconds()))
+		}
+		k.mu.at = now
+		if k.mu.tokens < 1 {
+			return time.Duration((1 - k.mu.tokens) / k.rate * float64(time.Second)), false
+		}
+		k.mu.tokens--
+	}
+	k.mu.inFlight++
+	return 0, true
+}
+
+// Limits returns what the key may do in all: requests per second, how many of them at once after a pause,
+// and requests at a time; 0 is any. id is the key's name where several proxies count together.
+func (k *Key) Limits() (id string, rate, burst float64, atOnce int) {
+	sum := sha256.Sum256(append([]byte("kvasir limits of "), k.of[:]...))
+	return k.Name + " " + hex.EncodeToString(sum[:8]), k.rate, k.burst(), k.atOnce
+}
+
+// End notes that a request has ended.
+func (k *Key) End() {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.mu.inFlight--
+}

@@ -1,0 +1,214 @@
+// Package limits counts requests of API keys together with other proxies, in one Redis or Valkey.
+//
+//	KEYS 1  PREFIX{ID}:rate     hash: tokens left, at (ms)
+//	KEYS 2  PREFIX{ID}:now      hash: proxy -> "requests expiry (ms)"
+//
+// A proxy writes how many requests it has in progress itself, not a difference, and writes it again
+// before it expires: what was lost is right again soon, and a proxy that died counts no more after
+// Options.Life. Times are the server's.
+//
+// Without an answer every request is let in: the limits that each proxy has by itself hold then. That
+// is logged when it begins and when it ends.
+package limits
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"errors"
+	"log/slog"
+	"net"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/resp"
+)
+
+// Options configures Limits. A zero field means its default.
+type Options struct {
+	Addr               string // host:port, or unix:PATH; default 127.0.0.1:6379
+	Username, Password string
+	Database           int
+	TLS                *tls.Config // nil for none
+
+	Prefix  string        // of names in the server; default "kvasir:proxy:"
+	Timeout time.Duration // of a connection, and of a call; default 250 ms
+	Pause   time.Duration // after a failure, for which the server is not asked; default 1 s
+	Life    time.Duration // for which the requests of a proxy that says nothing count; default 15 s
+
+	Log *slog.Logger // nil discards
+}
+
+// ParseURL reads redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// for TLS, or unix:PATH.
+func ParseURL(s string) (o Options, err error) {
+	if strings.HasPrefix(s, "unix:") {
+		o.Addr = s
+		return o, nil
+	}
+	u, err := url.Parse(s)
+	if err != nil || u.Scheme != "redis" && u.Scheme != "rediss" || u.Hostname() == "" || u.RawQuery != "" {
+		return o, errors.New("is not redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix:PATH") // a URL has a password
+	}
+	o.Addr = net.JoinHostPort(u.Hostname(), cmp.Or(u.Port(), "6379"))
+	o.Username = u.User.Username()
+	o.Password, _ = u.User.Password()
+	if path := strings.Trim(u.Path, "/"); path != "" {
+		if o.Database, err = strconv.Atoi(path); err != nil {
+			return o, errors.New("has a database that is no number")
+		}
+	}
+	if u.Scheme == "rediss" {
+		o.TLS = &tls.Config{ServerName: u.Hostname(), MinVersion: tls.VersionTLS12}
+	}
+	return o, nil
+}
+
+// Validate returns everything that is wrong with o.
+func (o Options) Validate() error {
+	var c options.Checks
+	_, _, err := net.SplitHostPort(o.Addr)
+	c.That(o.Addr == "" || err == nil || strings.HasPrefix(o.Addr, "unix:"), "Addr", "%q is not host:port or unix:PATH", o.Addr)
+	options.Within(&c, "Database", o.Database, 0, 1<<20)
+	options.Within(&c, "Timeout", o.Timeout, 0, time.Minute)
+	options.Within(&c, "Pause", o.Pause, 0, time.Hour)
+	options.Within(&c, "Life", o.Life, 0, time.Hour)
+	c.That(o.Life <= 0 || o.Life >= 100*time.Millisecond, "Life", "%v is below 100ms", o.Life)
+	return c.Err()
+}
+
+// maxAsks bounds the requests that wait for an answer; more are let in.
+const maxAsks = 1024
+
+// Limits counts requests. Its methods are safe for concurrent use.
+type Limits struct {
+	o    Options
+	self string // this proxy, in the server
+	asks chan *ask
+	told chan struct{} // one token: something changed
+	stop context.CancelFunc
+	done chan struct{}
+
+	mu struct {
+		sync.Mutex
+		now     map[string]int  // requests in progress, by key; none is 0
+		changed map[string]bool // and not told yet
+	}
+	n struct{ asked, refused, unknown atomic.Int64 }
+	// Owned by run.
+	conn  *resp.Conn
+	sha   string    // of the script at the server
+	rests time.Time // until then it is not asked
+	away  bool      // it did not answer the last time
+}
+
+// ask is one request that wants to begin.
+type ask struct {
+	Limit
+	wait time.Duration
+	ok   bool
+	done chan struct{}
+}
+
+// Limit is what a key may do.
+type Limit struct {
+	Key    string  // its name in the server
+	Rate   float64 // requests per second; 0: any
+	Burst  float64 // at once after a pause
+	AtOnce int     // requests at a time; 0: any
+}
+
+// New returns Limits. The server need not be there.
+func New(o Options) (*Limits, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	o.Addr = cmp.Or(o.Addr, "127.0.0.1:6379")
+	o.Prefix = cmp.Or(o.Prefix, "kvasir:proxy:")
+	o.Timeout, o.Pause, o.Life = cmp.Or(o.Timeout, 250*time.Millisecond), cmp.Or(o.Pause, time.Second), cmp.Or(o.Life, 15*time.Second)
+	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
+	l := &Limits{o: o, self: rand.Text(), asks: make(chan *ask, maxAsks), told: make(chan struct{}, 1), done: make(chan struct{})}
+	l.mu.now, l.mu.changed = make(map[string]int), make(map[string]bool)
+	ctx, stop := context.WithCancel(context.Background())
+	l.stop = stop
+	go l.run(ctx)
+	return l, nil
+}
+
+// Close takes this proxy's requests out of the counts and ends.
+func (l *Limits) Close() {
+	l.stop()
+	<-l.done
+}
+
+// Stats is what Limits did.
+type Stats struct {
+	Asked   int64 `counter:"kvasir_proxy_shared_limits_asked_total" help:"Requests that were counted together with other proxies."`
+	Refused int64 `counter:"kvasir_proxy_shared_limits_refused_total" help:"Of them beyond the limits of their key."`
+	Unknown int64 `counter:"kvasir_proxy_shared_limits_unknown_total" help:"Requests that only this proxy's own limits held for, since Redis did not answer."`
+}
+
+// Stats returns the figures; nil has none.
+func (l *Limits) Stats() Stats {
+	if l == nil {
+		return Stats{}
+	}
+	return Stats{l.n.asked.Load(), l.n.refused.Load(), l.n.unknown.Load()}
+}
+
+// Begin asks for one more request. If it may not be, wait says when it may, for all that is known. Each
+// Begin that is ok needs an End. It waits no longer than a few times Options.Timeout.
+func (l *Limits) Begin(what Limit) (wait time.Duration, ok bool) {
+	a := &ask{Limit: what, done: make(chan struct{})}
+	select {
+	case l.asks <- a:
+		select {
+		case <-a.done:
+			return a.wait, a.ok
+		case <-l.done: // Close came first
+			select {
+			case <-a.done:
+				return a.wait, a.ok
+			default:
+			}
+		}
+	default:
+	}
+	l.n.unknown.Add(1)
+	l.add(what, 1, true)
+	return 0, true
+}
+
+// End notes that a request has ended.
+func (l *Limits) End(what Limit) { l.add(what, -1, true) }
+
+// add counts requests in progress; tell: the server has to hear of it.
+func (l *Limits) add(what Limit, n int, tell bool) (now int) {
+	if what.AtOnce == 0 {
+		return 0
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	now = max(l.mu.now[what.Key]+n, 0)
+	if l.mu.now[what.Key] = now; now == 0 {
+		delete(l.mu.now, what.Key)
+	}
+	if tell {
+		l.mu.changed[what.Key] = true
+		l.wake()
+	}
+	return now
+}
+
+// wake has run tell what has changed.
+func (l *Limits) wake() {
+	select {
+	case l.told <- struct{}{}:
+	default:
+	}
+}

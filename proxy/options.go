@@ -1,0 +1,179 @@
+package proxy
+
+import (
+	"cmp"
+	"context"
+	"crypto/tls"
+	"log/slog"
+	"net"
+	"net/url"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/otlp"
+	"github.com/kvasir-kv/kvasir/proxy/keys"
+	"github.com/kvasir-kv/kvasir/proxy/limits"
+)
+
+// Prefill is a prefill engine.
+type Prefill struct {
+	URL      string // of its API, http://host:port
+	Registry string // of its bootstrap server, http://host:port; for Mooncake only
+}
+
+// Dialect is how P and D are told of each other.
+type Dialect uint8
+
+// The dialects.
+const (
+	Mooncake    Dialect = iota // vLLM's MooncakeConnector from 0.16 on: both at the same time, by a transfer id
+	Mooncake013                // its first release: P first, D gets what P answers
+	NIXL                       // NixlConnector, and others that answer kv_transfer_params: P first
+)
+
+// Policy is how an engine is chosen among those that are well and have room.
+type Policy uint8
+
+// The policies.
+const (
+	RoundRobin  Policy = iota
+	LeastLoaded        // fewest requests, of this proxy and, by the engine's metrics, of others
+	PrefixAware        // least left to compute: what the engine has seen of the prompt counts, and what waits there
+)
+
+// Options configures a Proxy. A zero field means its default.
+type Options struct {
+	Prefill []Prefill
+	Decode  []string // URLs
+	Engines []string // URLs of engines that do both
+	Sources []Source // of more engines, looked at now and then
+
+	Dialect Dialect
+	DPSize  int // data-parallel ranks behind each URL, chosen in turn; default: the engine chooses. Mooncake's P are asked
+	Policy  Policy
+
+	SkipPrefill int    // prompts of which D lacks fewer bytes go to D alone; default: 2 KiB with Store, else none do
+	SharedStore bool   // what any engine has seen, D can load from a cache server: it does not lack it
+	Store       string // URL of that server's HTTP interface, http://host:port: while it answers, and for what it has not evicted
+	DecodeAlone bool   // while no P is well, D computes prompts
+
+	EventsPort int // of each engine's KV events, tcp; of data-parallel rank r that and r. Default: none are followed
+	ReplayPort int // of their replays; default none
+
+	MaxBody      int64         // bytes of a request; default 64 MiB
+	MaxInFlight  int           // requests, those that wait included; more are refused at once; default 16,384
+	MaxPerEngine int           // requests of this proxy at one engine; default 1,024
+	MaxQueue     int           // requests of one model that wait for room; default 1,024
+	QueueTimeout time.Duration // default 30 s
+	Attempts     int           // of a request, before its first byte; default 3
+	IndexEntries int           // of the memory for prefixes, 16 bytes each; default 1<<20
+
+	PrefillTimeout time.Duration // of P's whole leg; default 10 min
+	FirstByte      time.Duration // of the leg that answers: from the request to its first byte; default 10 min
+	Stall          time.Duration // between bytes of an answer; default 5 min
+	SendTimeout    time.Duration // for a client to take what came; default 60 s
+	BodyTimeout    time.Duration // for a client to send its request; default 60 s
+	HealthInterval time.Duration // between looks at each engine and registry; default 1 s
+	DialTimeout    time.Duration // default 3 s
+
+	Keys      *keys.Set      // who may ask; nil: whoever reaches the proxy
+	Limits    *limits.Limits // of Keys, counted together with other proxies; nil: each holds its own. Closed by its owner
+	EngineTLS *tls.Config    // for engines at https; nil: the system's authorities
+	EngineKey string         // sent to engines as their API key; "": what the client sent
+
+	Spans *otlp.Exporter // of spans of requests and their legs; nil: none
+	Log   *slog.Logger   // nil discards; a line per request at debug
+
+	resolve func(ctx context.Context, host string) ([]string, error) // DNS
+}
+
+// Validate returns everything that is wrong with o.
+func (o Options) Validate() error {
+	var c options.Checks
+	address := func(field, s string) {
+		u, err := url.Parse(s)
+		c.That(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != "" && u.RawQuery == "" && u.User == nil, field, "%q is not http://host:port", s)
+	}
+	for _, p := range o.Prefill {
+		address("Prefill", p.URL)
+		if o.Dialect == Mooncake {
+			address("Prefill", p.Registry)
+		}
+	}
+	for _, d := range o.Decode {
+		address("Decode", d)
+	}
+	for _, e := range o.Engines {
+		address("Engines", e)
+	}
+	sourced := make(map[string]bool)
+	for _, s := range o.Sources {
+		f, err := newFinder(s, o.Dialect)
+		c.That(err == nil, "Sources", "%v", err)
+		if sourced[s.Role] = true; err == nil && f.registry != nil {
+			_ = f.registry.Close() // always nil
+		}
+	}
+	c.That(len(o.Prefill) == 0 && !sourced["prefill"] || len(o.Decode) > 0 || sourced["decode"], "Decode", "is missing beside prefill engines")
+	c.That(len(o.Decode) == 0 && !sourced["decode"] || len(o.Prefill) > 0 || sourced["prefill"], "Prefill", "is missing beside decode engines")
+	if o.Store != "" {
+		address("Store", o.Store)
+	}
+	c.That(o.Dialect <= NIXL, "Dialect", "is unknown")
+	c.That(o.Policy <= PrefixAware, "Policy", "is unknown")
+	options.Within(&c, "DPSize", o.DPSize, 0, 4096)
+	options.Within(&c, "EventsPort", o.EventsPort, 0, 65535)
+	options.Within(&c, "ReplayPort", o.ReplayPort, 0, 65535)
+	options.Within(&c, "SkipPrefill", o.SkipPrefill, 0, 1<<30)
+	options.Within(&c, "MaxBody", o.MaxBody, 0, 1<<30)
+	options.Within(&c, "MaxInFlight", o.MaxInFlight, 0, 1<<20)
+	options.Within(&c, "MaxPerEngine", o.MaxPerEngine, 0, 1<<20)
+	options.Within(&c, "MaxQueue", o.MaxQueue, 0, 1<<20)
+	options.Within(&c, "Attempts", o.Attempts, 0, 100)
+	options.Within(&c, "IndexEntries", o.IndexEntries, 0, 1<<28)
+	for _, t := range []struct {
+		field string
+		d     time.Duration
+	}{
+		{"QueueTimeout", o.QueueTimeout},
+		{"PrefillTimeout", o.PrefillTimeout},
+		{"FirstByte", o.FirstByte},
+		{"Stall", o.Stall},
+		{"SendTimeout", o.SendTimeout},
+		{"BodyTimeout", o.BodyTimeout},
+		{"HealthInterval", o.HealthInterval},
+		{"DialTimeout", o.DialTimeout},
+	} {
+		options.Within(&c, t.field, t.d, 0, 24*time.Hour)
+	}
+	return c.Err()
+}
+
+func (o Options) withDefaults() Options {
+	if o.Store != "" {
+		o.Store, o.SharedStore = trimURL(o.Store), false
+		o.SkipPrefill = cmp.Or(o.SkipPrefill, 2<<10)
+	}
+	o.MaxBody = cmp.Or(o.MaxBody, 64<<20)
+	o.MaxInFlight = cmp.Or(o.MaxInFlight, 16384)
+	o.MaxPerEngine = cmp.Or(o.MaxPerEngine, 1024)
+	o.MaxQueue = cmp.Or(o.MaxQueue, 1024)
+	o.QueueTimeout = cmp.Or(o.QueueTimeout, 30*time.Second)
+	o.Attempts = cmp.Or(o.Attempts, 3)
+	o.IndexEntries = cmp.Or(o.IndexEntries, 1<<20)
+	o.PrefillTimeout = cmp.Or(o.PrefillTimeout, 10*time.Minute)
+	o.FirstByte = cmp.Or(o.FirstByte, 10*time.Minute)
+	o.Stall = cmp.Or(o.Stall, 5*time.Minute)
+	o.SendTimeout = cmp.Or(o.SendTimeout, time.Minute)
+	o.BodyTimeout = cmp.Or(o.BodyTimeout, time.Minute)
+	o.HealthInterval = cmp.Or(o.HealthInterval, time.Second)
+	o.DialTimeout = cmp.Or(o.DialTimeout, 3*time.Second)
+	if o.resolve == nil {
+		o.resolve = net.DefaultResolver.LookupHost
+	}
+	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
+	return o
+}
+
+// indexed reports whether beginnings of prompts matter.
+func (o *Options) indexed() bool { return o.Policy == PrefixAware || o.SkipPrefill > 0 }

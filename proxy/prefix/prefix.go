@@ -1,0 +1,149 @@
+// Package prefix remembers which engine has seen which beginnings of prompts, in a fixed amount
+// of memory, and places beginnings that nobody has seen so that several proxies agree.
+//
+// Beginnings are bytes, not tokens: a proxy has no tokenizer. They are marked by a chain of
+// hashes at fixed offsets, which lie closer together at the start of a prompt.
+package prefix
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/zeebo/xxh3"
+)
+
+// Mark is the hash of the first End bytes of a prompt, and of what the chain began with.
+type Mark struct {
+	Hash uint64
+	End  int
+}
+
+// step is how far the first marks are apart, bytes; from 16 steps on a sixteenth of the offset.
+const step = 512
+
+// next returns the offset of the mark behind one at off.
+func next(off int) int { return off + max(step, off/16/step*step) }
+
+// Marks appends the marks of a prompt to dst: about 100 of a prompt of 1 MiB. seed tells apart
+// what never shares KV: models, salts. The last mark is the whole prompt.
+func Marks(dst []Mark, seed uint64, prompt []byte) []Mark {
+	h, at := seed, 0
+	for end := next(0); end < len(prompt); end = next(end) {
+		h = xxh3.HashSeed(prompt[at:end], h)
+		dst, at = append(dst, Mark{h, end}), end
+	}
+	if len(prompt) > 0 {
+		dst = append(dst, Mark{xxh3.HashSeed(prompt[at:], ^h), len(prompt)})
+	}
+	return dst
+}
+
+// Seed is the start of a chain for some texts.
+func Seed(texts ...string) uint64 {
+	h := uint64(0)
+	for _, t := range texts {
+		h = xxh3.HashStringSeed(t, h+1)
+	}
+	return h
+}
+
+const (
+	shards = 64
+	ways   = 8 // engines and prefixes that share a row
+)
+
+// Index knows which engine has seen which mark. Its memory is fixed: in each row of 8 entries the
+// one that was not used for longest gives way. Its methods are safe for concurrent use.
+type Index struct {
+	clock  atomic.Uint32
+	rows   uint64
+	shards [shards]struct {
+		sync.Mutex
+		rows [][ways]entry
+	}
+}
+
+type entry struct {
+	hash   uint64 // 0: none
+	engine uint32
+	used   uint32 // clock
+}
+
+// New returns an Index of that many entries of 16 bytes, rounded up to 512.
+func New(entries int) *Index {
+	x := new(Index)
+	each := max(1, (entries+shards*ways-1)/(shards*ways))
+	x.rows = uint64(each)
+	for i := range x.shards {
+		x.shards[i].rows = make([][ways]entry, each)
+	}
+	return x
+}
+
+// Entries is how many entries there are.
+func (x *Index) Entries() int { return int(x.rows) * shards * ways }
+
+// Seen is how many bytes of a prompt an engine has seen.
+type Seen struct {
+	Engine uint32
+	Bytes  int
+}
+
+// Lookup appends to dst, for each engine that has seen any of the marks, up to where. It stops
+// behind two marks that nobody has seen.
+func (x *Index) Lookup(dst []Seen, marks []Mark) []Seen {
+	from, missed := len(dst), 0
+	for _, m := range marks {
+		found := false
+		s := &x.shards[m.Hash%shards]
+		s.Lock()
+		row := &s.rows[m.Hash/shards%x.rows]
+		for i := range row {
+			if row[i].hash != m.Hash || row[i].hash == 0 {
+				continue
+			}
+			found = true
+			at := from
+			for at < len(dst) && dst[at].Engine != row[i].engine {
+				at++
+			}
+			if at == len(dst) {
+				dst = append(dst, Seen{Engine: row[i].engine})
+			}
+			dst[at].Bytes = m.End
+		}
+		s.Unlock()
+		if found {
+			missed = 0
+		} else if missed++; missed == 2 {
+			break
+		}
+	}
+	return dst
+}
+
+// Add notes that an engine sees the marks.
+func (x *Index) Add(marks []Mark, engine uint32) {
+	now := x.clock.Add(1)
+	for _, m := range marks {
+		s := &x.shards[m.Hash%shards]
+		s.Lock()
+		row := &s.rows[m.Hash/shards%x.rows]
+		at := 0
+		for i := range row {
+			if row[i].hash == m.Hash && row[i].engine == engine {
+				at = i
+				break
+			}
+			if row[i].hash == 0 && row[at].hash != 0 || row[i].hash != 0 && row[at].hash != 0 && int32(row[i].used-row[at].used) < 0 {
+				at = i
+			}
+		}
+		row[at] = entry{m.Hash, engine, now}
+		s.Unlock()
+	}
+}
+
+// Weight orders engines for a key: the one with most is its home. All who know the same names
+// agree, and when an engine goes only its keys move (rendezvous hashing).
+func Weight(key uint64, engine string) uint64 { return xxh3.HashStringSeed(engine, key) }

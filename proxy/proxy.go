@@ -1,0 +1,356 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"github.com/kvasir-kv/kvasir/internal/upstream"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/openai"
+	"github.com/kvasir-kv/kvasir/proxy/blocks"
+	"github.com/kvasir-kv/kvasir/proxy/prefix"
+)
+
+// Proxy is an http.Handler in front of engines.
+type Proxy struct {
+	o      Options
+	client *http.Client // of looks, and of small requests that are passed on
+	ctx    context.Context
+	stop   context.CancelFunc
+	wg     sync.WaitGroup
+	// background is held while something is added to wg, and when ctx ends.
+	background sync.Mutex
+
+	fleet      fleet
+	index      *prefix.Index   // nil: not needed
+	lives      atomic.Uint32   // of engines and of the cache server, in the index
+	relays     atomic.Bool     // one is there
+	prompts    prompts         // that relays have
+	known      *blocks.Prompts // which blocks prompts are; nil: nobody tells of blocks
+	tokenizing chan struct{}   // has a place for each prompt that is made tokens
+	draining   atomic.Bool
+	inFlight   atomic.Int64
+	releases   atomic.Int64
+	n          *counters
+}
+
+// New returns a Proxy and begins to look after its engines, which need not be there yet.
+func New(o Options) (*Proxy, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	o = o.withDefaults()
+	p := &Proxy{o: o, n: newCounters()}
+	p.fleet.o = &p.o
+	p.fleet.mu.queues = make(map[string]*queue)
+	if o.indexed() {
+		p.index = prefix.New(o.IndexEntries)
+		if o.EventsPort != 0 {
+			p.known, p.tokenizing = blocks.NewPrompts(max(1, o.IndexEntries/8)), make(chan struct{}, maxTokenizing)
+		}
+	}
+	p.client = &http.Client{
+		Transport: &http.Transport{
+			DialContext: (&net.Dialer{Timeout: o.DialTimeout}).DialContext, TLSClientConfig: o.EngineTLS,
+			MaxIdleConnsPerHost: 16, IdleConnTimeout: upstreamIdle, DisableCompression: true,
+		},
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
+	p.ctx, p.stop = context.WithCancel(context.Background())
+	p.fleet.store.lives = &p.lives
+	if o.SharedStore {
+		p.fleet.store.begin()
+	}
+	if o.Store != "" {
+		p.goBackground(func() { p.watchStore(p.ctx) })
+	}
+	var err error
+	for _, e := range o.Engines {
+		err = errors.Join(err, p.add(both, e, ""))
+	}
+	for _, e := range o.Prefill {
+		err = errors.Join(err, p.add(prefill, e.URL, e.Registry))
+	}
+	for _, e := range o.Decode {
+		err = errors.Join(err, p.add(decode, e, ""))
+	}
+	for _, source := range o.Sources {
+		f, ferr := newFinder(source, o.Dialect)
+		if ferr == nil {
+			p.goBackground(func() { p.discover(p.ctx, f) })
+		}
+		err = errors.Join(err, ferr)
+	}
+	if err != nil {
+		p.Close()
+		return nil, err
+	}
+	return p, nil
+}
+
+// add adds an engine and looks after it.
+func (p *Proxy) add(r role, address, registry string) (err error) {
+	b := &backend{role: r, url: trimURL(address)}
+	if u, err := url.Parse(address); err == nil {
+		b.host = u.Hostname()
+	}
+	b.mu.Lock()
+	b.bearLocked()
+	b.mu.Unlock()
+	if b.client, err = upstream.New(b.url, upstream.Options{DialTimeout: p.o.DialTimeout, IdleTimeout: upstreamIdle, TLS: p.o.EngineTLS}); err != nil {
+		return err
+	}
+	if r == prefill && p.o.Dialect == Mooncake {
+		if b.registry, err = bootstrap.NewClient(trimURL(registry), bootstrap.ClientOptions{Attempts: 1}); err != nil {
+			return err
+		}
+	}
+	var ctx context.Context
+	ctx, b.stop = context.WithCancel(p.ctx)
+	if p.known != nil {
+		err = p.followEvents(b)
+	}
+	if err == nil {
+		err = p.fleet.add(b)
+	}
+	if err != nil {
+		return errors.Join(err, b.close())
+	}
+	if !p.goBackground(func() { p.watch(ctx, b) }) {
+		return errors.New("proxy: closed")
+	}
+	return nil
+}
+
+// goBackground runs f unless the proxy is closed, which waits for it.
+func (p *Proxy) goBackground(f func()) bool {
+	p.background.Lock()
+	defer p.background.Unlock()
+	if p.ctx.Err() != nil {
+		return false
+	}
+	p.wg.Go(f)
+	return true
+}
+
+func (b *backend) close() error {
+	b.stop()
+	b.client.Close()
+	for _, f := range b.events {
+		f.Close()
+	}
+	if b.registry != nil {
+		return b.registry.Close()
+	}
+	return nil
+}
+
+// Close ends the looks at engines. Requests in progress end by themselves: close the server
+// in front first.
+func (p *Proxy) Close() {
+	p.background.Lock()
+	p.stop()
+	p.background.Unlock()
+	p.wg.Wait()
+	for _, b := range p.fleet.engines() {
+		_ = b.close() // always nil
+	}
+	p.client.CloseIdleConnections()
+}
+
+// Drain lets requests in progress go on and refuses others. /health says so, so that balancers
+// look elsewhere.
+func (p *Proxy) Drain() { p.draining.Store(true) }
+
+// ServeHTTP implements http.Handler.
+func (p *Proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	switch path := r.URL.Path; path {
+	case "/v1/completions", "/v1/chat/completions":
+		p.complete(w, r, true)
+	case "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/score", "/v1/rerank", "/pooling", "/classify", "/tokenize", "/detokenize":
+		p.complete(w, r, false)
+	case "/health", "/healthz", "/healthcheck", "/ping":
+		if p.draining.Load() {
+			fail(w, unavailable("the proxy is stopping"))
+		} else if err := p.fleet.state(""); err != nil {
+			failWith(w, err)
+		}
+	case "/v1/models":
+		if !p.allowed(r) {
+			fail(w, &refusal{status: http.StatusUnauthorized, kind: "AuthenticationError", text: "the API key is missing or unknown"})
+			return
+		}
+		p.models(w)
+	default:
+		fail(w, &refusal{status: http.StatusNotFound, kind: "NotFoundError", text: "no such path"})
+	}
+}
+
+// models lists what the engines that are well serve.
+func (p *Proxy) models(w http.ResponseWriter) {
+	out := bytes.NewBufferString(`{"object":"list","data":[`)
+	told := make(map[string]bool)
+	for _, b := range p.fleet.engines() {
+		list := b.models.Load()
+		if list == nil || !b.well.Load() {
+			continue
+		}
+		for _, m := range *list {
+			if told[m.id] {
+				continue
+			}
+			if len(told) > 0 {
+				out.WriteByte(',')
+			}
+			told[m.id] = true
+			out.Write(m.raw)
+		}
+	}
+	out.WriteString("]}")
+	w.Header().Set("Content-Type", "application/json")
+	_, _ = w.Write(out.Bytes()) // the client has gone
+}
+
+// refusal is an error to a client, as vLLM answers it.
+type refusal struct {
+	status  int
+	kind    string
+	param   string
+	text    string
+	retry   int    // seconds; 0: none
+	outcome string // for the metrics
+}
+
+func (e *refusal) Error() string { return e.text }
+
+func (e *refusal) body() []byte {
+	var param any
+	if e.param != "" {
+		param = e.param
+	}
+	b, _ := json.Marshal(map[string]any{"error": map[string]any{"message": e.text, "type": e.kind, "param": param, "code": e.status}}) // plain values
+	return b
+}
+
+func fail(w http.ResponseWriter, e *refusal) {
+	body := e.body()
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
+	if e.retry > 0 {
+		w.Header().Set("Retry-After", strconv.Itoa(e.retry))
+	}
+	w.WriteHeader(e.status)
+	_, _ = w.Write(body) // the client has gone
+}
+
+func failWith(w http.ResponseWriter, err error) {
+	r, ok := errors.AsType[*refusal](err)
+	if !ok {
+		r = unavailable(err.Error())
+	}
+	fail(w, r)
+}
+
+// complete serves one request. split: P and D may each have their part.
+func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, split bool) {
+	e := newExchange(p, w, r)
+	outcome := "bad_request"
+	defer func() {
+		e.end(outcome) // also when the connection is cut
+	}()
+	if r.Method != http.MethodPost {
+		w.Header().Set("Allow", "POST")
+		fail(w, &refusal{status: http.StatusMethodNotAllowed, kind: "BadRequestError", text: "POST is wanted"})
+		return
+	}
+	if p.inFlight.Add(1); p.draining.Load() || p.inFlight.Load() > int64(p.o.MaxInFlight) {
+		defer p.inFlight.Add(-1)
+		w.Header().Set("Connection", "close")
+		why := busy("too many requests in progress")
+		if p.draining.Load() {
+			why = busy("the proxy is stopping")
+		}
+		outcome = why.outcome
+		fail(w, why)
+		return
+	}
+	defer p.inFlight.Add(-1)
+	err := e.admit()
+	if err == nil {
+		err = e.read()
+	}
+	if err != nil {
+		outcome = e.refuse(err)
+		return
+	}
+	e.want.alone = !split
+	outcome = "broken_off" // unless serve returns
+	outcome = e.serve()
+}
+
+// scanned reads what the proxy needs to know of a request.
+func (e *exchange) scanned() error {
+	q, err := openai.Scan(e.body.b)
+	if err != nil {
+		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: err.Error(), outcome: "bad_request"}
+	}
+	name, _ := q.Text(q.Model)
+	if q.Model.Has() && name == "" && string(q.Model.Of(q.Body)) != "null" {
+		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", param: "model", text: "model must be a text", outcome: "bad_request"}
+	}
+	if name == "" {
+		if name, err = e.p.onlyModel(); err != nil {
+			return err
+		}
+	}
+	e.q, e.want.model = q, name
+	prompt := q.Prompt
+	if !prompt.Has() {
+		prompt = q.Messages
+	}
+	e.want.bytes = prompt.To - prompt.From
+	e.salt = e.salted()
+	if e.p.index != nil && prompt.Has() {
+		salt, _ := q.Text(q.Salt)
+		if len(e.salt) > 0 {
+			salt = string(e.salt[0].Value)
+		}
+		e.want.marks = prefix.Marks(nil, prefix.Seed(e.r.URL.Path, name, salt), prompt.Of(q.Body))
+		e.want.seen = e.p.index.Lookup(nil, e.want.marks)
+		if e.p.known != nil {
+			e.saltText = strings.Trim(salt, `"`) // a key's is quoted
+			e.want.seen = e.p.byEvents(e.want.seen, e.want.marks)
+		}
+	}
+	return nil
+}
+
+// onlyModel returns the model that a request without one means; "" is whatever there is.
+func (p *Proxy) onlyModel() (name string, err error) {
+	for _, b := range p.fleet.engines() {
+		list := b.models.Load()
+		if list == nil {
+			continue
+		}
+		for _, m := range *list {
+			if name != "" && m.id != name {
+				return "", &refusal{
+					status: http.StatusBadRequest, kind: "BadRequestError", param: "model", outcome: "bad_request",
+					text: fmt.Sprintf("model is missing: there is more than one, for example %.128s and %.128s", name, m.id),
+				}
+			}
+			name = m.id
+		}
+	}
+	return name, nil
+}

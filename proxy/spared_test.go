@@ -1,0 +1,265 @@
+package proxy_test
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/admin"
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/proxy"
+	"github.com/kvasir-kv/kvasir/relay"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/sim/engine"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+// asked sends a request and returns how often P was asked for it; its answer must be that of one engine alone.
+func (x *deployment) asked(request string, alone *served) (prefills int64) {
+	x.t.Helper()
+	_, want, _ := post(x.t, alone.web.URL, request)
+	before := x.p[0].Stats().Finished
+	status, got, _ := post(x.t, x.url, request)
+	if status != 200 || said(x.t, got) != said(x.t, want) {
+		x.t.Fatalf("%d %s\nwant %s", status, got, want)
+	}
+	x.idle() // also what it stores is stored
+	return x.p[0].Stats().Finished - before
+}
+
+func (x *deployment) wantAsked(what string, want int64, request string, alone *served) {
+	x.t.Helper()
+	if n := x.asked(request, alone); n != want {
+		x.t.Errorf("%s: P was asked %d times, want %d", what, n, want)
+	}
+}
+
+// What a relay has of a prompt, D gets from there: P is asked once for each of two prompts, however
+// often they come, whole or streamed. Another salt or another field is another prompt. A P that is
+// started again is asked again.
+func TestRelayServesAgain(t *testing.T) {
+	x := &deployment{t: t, registry: startRegistry(t)}
+	x.stopAll()
+	x.p = append(x.p, serve(t, "", producer(x.registry, "p0"), 0))
+	alone := serve(t, "", "", 0)
+	t.Cleanup(func() { alone.stop(t) })
+	r, err := relay.Open(relay.Options{Upstream: x.registry, MemoryPath: filepath.Join(t.TempDir(), "memory"), MemoryBytes: 16 << 20, RefreshEvery: time.Millisecond, Log: testLog()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = r.Close() })
+	web := httptest.NewServer(r)
+	t.Cleanup(web.Close)
+	o := proxy.Options{Prefill: []proxy.Prefill{{URL: x.p[0].web.URL, Registry: web.URL}}, HealthInterval: 50 * time.Millisecond}
+	for range 3 {
+		d := serve(t, "", consumer, 0)
+		x.d, o.Decode = append(x.d, d), append(o.Decode, d.web.URL)
+	}
+	x.start(o)
+	for _, e := range append(x.p, x.d...) {
+		eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[e.web.URL] == 1 })
+	}
+	for i := range 2 {
+		x.only(0)
+		x.wantAsked("first", 1, body(i, 5, ""), alone)
+		x.only(1)
+		x.wantAsked("again, at another D", 0, body(i, 9, ""), alone)
+		x.only(2)
+		x.wantAsked("again, at a third D, streamed", 0, body(i, 7, `,"stream":true,"temperature":0.5`), alone)
+		x.wantAsked("another salt", 1, body(i, 5, `,"cache_salt":"s"`), alone)
+		x.wantAsked("another field", 1, body(i, 5, `,"add_special_tokens":true`), alone)
+	}
+	if s := x.proxy.Stats(); s.Spared["relay"] != 4 || s.Retries != 0 || r.Stats().FromMemory < 4 {
+		t.Errorf("%+v, %+v", s, r.Stats())
+	}
+	addr := x.p[0].web.Listener.Addr().String()
+	x.p[0].stop(t)
+	x.p[0] = serve(t, addr, producer(x.registry, "another"), 0)
+	eventually(t, "the next request succeeds", func() bool {
+		status, _, _ := post(t, x.url, body(7, 3, ""))
+		return status == 200
+	})
+	x.idle()
+	x.wantAsked("another life of P", 1, body(0, 5, ""), alone)
+	x.wantAsked("again in that life", 0, body(0, 5, ""), alone)
+}
+
+// A relay that has lost a prompt by the time D asks costs an attempt, not the request, whole or
+// streamed.
+func TestRelayHasLostIt(t *testing.T) {
+	var kept, refused atomic.Int64
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /query", func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `{"0":{"engine_id":"relay-p","worker_addr":{"0":{"0":"tcp://h:1"}}}}`)
+	})
+	mux.HandleFunc("GET /kept", func(w http.ResponseWriter, r *http.Request) {
+		kept.Add(1)
+		fmt.Fprint(w, `{"kept":true}`)
+	})
+	var ps, ds legs
+	p := mock(t, func(w http.ResponseWriter, r *http.Request) { ps.note(r); fmt.Fprint(w, `{}`) })
+	d := mock(t, func(w http.ResponseWriter, r *http.Request) {
+		m := ds.note(r)
+		if id := m["kv_transfer_params"].(map[string]any)["transfer_id"].(string); strings.HasSuffix(id, "!") {
+			refused.Add(1)
+			if m["stream"] == true { // as vLLM does: the head is sent by then
+				w.Header().Set("Content-Type", "text/event-stream")
+				fmt.Fprint(w, "data: {\"error\":{\"message\":\"KV load failed\",\"code\":500}}\n\ndata: [DONE]\n\n")
+				return
+			}
+			http.Error(w, "KV load failed", 500)
+			return
+		}
+		eventually(t, "P has its part", func() bool { return ps.count()+int(refused.Load()) == ds.count() })
+		if m["stream"] == true {
+			w.Header().Set("Content-Type", "text/event-stream")
+			fmt.Fprint(w, "data: {}\n\ndata: [DONE]\n\n")
+			return
+		}
+		fmt.Fprint(w, `{}`)
+	})
+	url, s := startProxy(t, proxy.Options{Prefill: []proxy.Prefill{{URL: p, Registry: serveMux(t, mux)}}, Decode: []string{d}, HealthInterval: 20 * time.Millisecond})
+	reach(t, url)
+	for i, more := range []string{"", "", `,"stream":true`} {
+		// P's answer is noted before D's is over: a mock P answers first.
+		if status, text, _ := post(t, url, `{"prompt":"a"`+more+`}`); status != 200 || strings.Contains(text, "error") {
+			t.Fatal(i, status, text)
+		}
+	}
+	if ps.count() != 3 || refused.Load() != 2 || kept.Load() != 2 || s.Stats().Retries != 2 || s.Stats().Spared["relay"] != 0 {
+		t.Errorf("P %d, refused %d, kept %d: %+v", ps.count(), refused.Load(), kept.Load(), s.Stats())
+	}
+}
+
+// node is a cache server in this process, with its HTTP interface.
+type node struct {
+	url, dir string
+	web      *httptest.Server
+}
+
+const nodeChunk = 32 // tokens
+
+func startNode(t testing.TB, bytes int64) *node {
+	t.Helper()
+	dir, err := os.MkdirTemp("/dev/shm", "kvasir_proxy_test")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: bytes, Dir: dir, ChunkTokens: nodeChunk})
+	if err != nil {
+		t.Fatal(err)
+	}
+	st := store.New(p, store.Options{})
+	srv := server.New(st, server.Options{ChunkTokens: nodeChunk, ShmDir: dir, Log: testLog()})
+	addr, err := srv.Listen(t.Context(), "tcp://127.0.0.1:*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	wg.Go(func() { srv.Run(ctx) })
+	n := &node{url: "tcp://" + addr, dir: dir, web: httptest.NewServer(admin.Handler(srv, admin.Options{}))}
+	t.Cleanup(func() {
+		n.web.Close()
+		stop()
+		wg.Wait()
+		if err := srv.Close(); err != nil {
+			t.Error(err)
+		}
+		if err := st.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return n
+}
+
+// serveMulti starts an engine of a Mooncake role that stores in a cache server and loads from it.
+func (n *node) serveMulti(t testing.TB, mooncake string) *served {
+	t.Helper()
+	return serveWith(t, "", fmt.Sprintf(`{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{"connectors":[%s,
+		{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{"lmcache.mp.server_urls":%q,"lmcache.mp.mp_transfer_mode":"engine_driven"}}]}}`,
+		mooncake, n.url), engine.Options{ShmDir: n.dir})
+}
+
+// What kvasir server has of a prompt, D loads from there: P is asked once for each of two prompts,
+// and for a longer one that begins like one of them. When the server is cleared or silent, P is asked.
+func TestStoreServesAgain(t *testing.T) {
+	n := startNode(t, 64<<20)
+	x := &deployment{t: t, registry: startRegistry(t)}
+	x.stopAll()
+	x.p = append(x.p, n.serveMulti(t, producer(x.registry, "p0")))
+	alone := serve(t, "", "", 0)
+	t.Cleanup(func() { alone.stop(t) })
+	o := proxy.Options{
+		Prefill: []proxy.Prefill{{URL: x.p[0].web.URL, Registry: x.registry}}, HealthInterval: 50 * time.Millisecond,
+		Store: n.web.URL, SkipPrefill: 400,
+	}
+	for range 3 {
+		d := n.serveMulti(t, consumer)
+		x.d, o.Decode = append(x.d, d), append(o.Decode, d.web.URL)
+	}
+	x.start(o)
+	for _, e := range append(x.p, x.d...) {
+		eventually(t, "all are well", func() bool { s := x.proxy.Stats(); return s.Well[e.web.URL] == 1 && s.Store == 1 })
+	}
+	loaded := func() (sum int64) {
+		for _, d := range x.d {
+			sum += d.Stats().LoadedTokens
+		}
+		return sum
+	}
+	for who := range 2 {
+		x.only(0)
+		x.wantAsked("first", 1, talk(who, 3), alone)
+		x.only(1)
+		before := loaded()
+		x.wantAsked("again, at another D", 0, talk(who, 3), alone)
+		if got := loaded() - before; got < 250 {
+			t.Errorf("D loaded %d tokens from the server", got)
+		}
+		x.wantAsked("the next turn", 1, talk(who, 4), alone)
+	}
+	if s := x.proxy.Stats(); s.Spared["store"] != 2 {
+		t.Errorf("%+v", s)
+	}
+	was := x.proxy.StoreID()
+	r, err := http.Post(n.web.URL+"/cache/clear", "application/json", strings.NewReader(`{"force":true}`))
+	if err != nil || r.StatusCode != 200 {
+		t.Fatal(err, r)
+	}
+	r.Body.Close()
+	eventually(t, "the proxy has seen it", func() bool { return x.proxy.StoreID() != was })
+	x.only(2)
+	x.wantAsked("the server was cleared", 1, talk(0, 3), alone)
+	n.web.CloseClientConnections()
+	n.web.Close()
+	eventually(t, "the proxy has seen it", func() bool { return x.proxy.Stats().Store == 0 })
+	x.wantAsked("the server is silent", 1, talk(1, 3), alone)
+}
+
+// only lets requests go to one D alone.
+func (x *deployment) only(i int) {
+	x.t.Helper()
+	admin := x.proxy.Admin("token")
+	for k, d := range x.d {
+		path := "/engines/drain?url="
+		if k == i {
+			path = "/engines/undrain?url="
+		}
+		r := httptest.NewRequest(http.MethodPost, path+d.web.URL, nil)
+		r.Header.Set("Authorization", "Bearer token")
+		w := httptest.NewRecorder()
+		if admin.ServeHTTP(w, r); w.Code != 200 {
+			x.t.Fatal(w.Code, w.Body)
+		}
+	}
+}

@@ -1,0 +1,124 @@
+package proxy
+
+import (
+	"context"
+	"encoding/json"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// store is what is known of the cache server that engines share (kvasir server). In the index of
+// prefixes it stands like an engine, under ids that change with its lives: what was noted under an id
+// that is no more valid does not count.
+//
+// An id lasts while the server evicts half as many chunks as it holds, and is then valid for as long
+// again: a prompt's chunks are not expected to stay longer after their last use.
+type store struct {
+	lives *atomic.Uint32 // ids
+	well  atomic.Bool
+
+	mu struct {
+		sync.Mutex
+		now, before uint32 // ids; 0: none
+		life        life
+		evicted     uint64 // chunks, when now began
+	}
+}
+
+// life tells lives of a server apart, and what was in it before it was cleared.
+type life struct {
+	started string
+	pid     int
+	clears  uint64
+}
+
+// storeStatus is what a server says of itself: a part of its GET /status.
+type storeStatus struct {
+	Healthy bool   `json:"healthy"`
+	PID     int    `json:"pid"`
+	Started string `json:"started"`
+	Clears  uint64 `json:"clears"`
+	Pool    struct {
+		Resident int    `json:"resident_chunks"`
+		Evicted  uint64 `json:"evicted_chunks"`
+	} `json:"l1"`
+	Below struct {
+		Tiers []struct{} `json:"tiers"`
+	} `json:"l2"`
+}
+
+// begin begins an id of a server that says nothing.
+func (s *store) begin() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.mu.now = s.lives.Add(1)
+	s.well.Store(true)
+}
+
+// ids returns those under which marks may be noted that the server has; 0 is none.
+func (s *store) ids() (ids [2]uint32) {
+	if !s.well.Load() {
+		return ids
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return [2]uint32{s.mu.now, s.mu.before}
+}
+
+// heard takes what the server says; nil: nothing.
+func (s *store) heard(st *storeStatus) {
+	if st == nil || !st.Healthy {
+		s.well.Store(false)
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	is := life{st.Started, st.PID, st.Clears}
+	resident := uint64(max(st.Pool.Resident, 1))
+	switch gone := st.Pool.Evicted - s.mu.evicted; {
+	case is != s.mu.life:
+		s.mu.now, s.mu.before = s.lives.Add(1), 0
+	case len(st.Below.Tiers) > 0 || 2*gone <= resident:
+		s.well.Store(true)
+		return // evicted chunks are in the tier below, or few
+	case gone <= resident:
+		s.mu.now, s.mu.before = s.lives.Add(1), s.mu.now
+	default:
+		s.mu.now, s.mu.before = s.lives.Add(1), 0
+	}
+	s.mu.life, s.mu.evicted = is, st.Pool.Evicted
+	s.well.Store(true)
+}
+
+// watchStore looks after the cache server until ctx ends.
+func (p *Proxy) watchStore(ctx context.Context) {
+	for {
+		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second))
+		text, ok := p.read(look, p.o.Store+"/status", "")
+		cancel()
+		var st *storeStatus
+		if ok {
+			if st = new(storeStatus); json.Unmarshal(text, st) != nil {
+				st = nil
+			}
+		}
+		was := p.fleet.store.well.Load()
+		if p.fleet.store.heard(st); was != p.fleet.store.well.Load() && ctx.Err() == nil {
+			p.o.Log.Info("the cache server's health changed", "store", p.o.Store, "well", !was)
+		}
+		select {
+		case <-time.After(p.o.HealthInterval):
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// noteStored notes that the cache server has the prompt: an engine answers, and what engines compute
+// they store.
+func (e *exchange) noteStored() {
+	if id := e.p.fleet.store.ids()[0]; id != 0 && e.p.index != nil && len(e.want.marks) > 0 {
+		e.p.index.Add(e.want.marks, id)
+	}
+}

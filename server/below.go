@@ -1,0 +1,199 @@
+package server
+
+import (
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/estimate"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/disk"
+	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
+)
+
+// BelowStatus is about what lies below the pool, since the start.
+type BelowStatus struct {
+	Tiers         []TierStatus `json:"tiers"` // in the order in which they are asked
+	Chunks        uint64       `json:"chunks_loaded"`
+	LateLookups   uint64       `json:"late_lookups"` // that were answered with what was there when their time was over
+	WaitingBytes  int64        `json:"waiting_bytes"`
+	SkippedChunks uint64       `json:"skipped_chunks"` // not offered because too much waited
+	LostChunks    uint64       `json:"lost_chunks"`    // evicted before they were below
+
+	Estimate estimate.Stats `json:"estimate"` // is loading faster than computing?
+}
+
+// TierStatus is one tier.
+type TierStatus struct {
+	Name       string  `json:"name"`
+	Hits       uint64  `json:"hits"`
+	Misses     uint64  `json:"misses"`
+	ReadBytes  uint64  `json:"read_bytes"`
+	WriteBytes uint64  `json:"write_bytes"`
+	ReadRate   float64 `json:"read_gb_per_s"`  // of one read
+	WriteRate  float64 `json:"write_gb_per_s"` // of one write
+	Calls      int64   `json:"calls"`          // that go on
+	Unsummed   uint64  `json:"reads_without_checksum"`
+	Lost       uint64  `json:"lost"`
+	Corrupt    uint64  `json:"corrupt"`
+	Late       uint64  `json:"late"`
+	Failures   uint64  `json:"failures"`
+	Dropped    uint64  `json:"dropped"`
+	Objects    int64   `json:"objects"`
+	UsedBytes  int64   `json:"used_bytes"`
+	LimitBytes int64   `json:"limit_bytes"`
+	FreeBytes  int64   `json:"free_bytes"`
+}
+
+// Tiers are those that lie below the pool.
+func (s *Server) Tiers() []*tier.Counting { return s.opts.Tiers }
+
+// Disk is the one among the Tiers; nil for none.
+func (s *Server) Disk() *disk.Disk { return s.opts.Disk }
+
+// Clusters are the tiers that are clusters of Mooncake Store, by their names.
+func (s *Server) Clusters() map[string]*mooncakestore.Tier { return s.opts.Clusters }
+
+// below returns the part of the status about what lies below the pool.
+func (s *Server) below(st *store.Stats) BelowStatus {
+	out := BelowStatus{
+		Tiers: []TierStatus{}, Chunks: st.BelowChunks, LateLookups: st.LateLookups, WaitingBytes: st.Outbox.WaitingBytes, SkippedChunks: st.Outbox.Skipped, LostChunks: st.LostChunks,
+		Estimate: st.Rates,
+	}
+	for _, t := range s.opts.Tiers {
+		out.Tiers = append(out.Tiers, tierStatus(t.Name(), t.Stats()))
+	}
+	return out
+}
+
+func tierStatus(name string, n tier.Stats) TierStatus {
+	return TierStatus{
+		Name: name, Hits: n.Hits, Misses: n.Misses, ReadBytes: n.ReadBytes, WriteBytes: n.WrittenBytes, ReadRate: rate(n.ReadBytes, n.ReadTime), WriteRate: rate(n.WrittenBytes, n.WriteTime),
+		Calls: n.InFlight, Unsummed: n.Unsummed, Lost: n.Lost, Corrupt: n.Corrupt, Late: n.Late, Failures: n.Failures, Dropped: n.Dropped,
+		Objects: n.Objects, UsedBytes: n.Used, LimitBytes: n.Limit, FreeBytes: n.Free,
+	}
+}
+
+// Text is the tier in one line for people.
+func (t *TierStatus) Text() string {
+	out := fmt.Sprintf("read %s (%.2f GB/s each), wrote %s (%.2f GB/s each), %d of %d chunks found", kv.FormatBytes(int64(t.ReadBytes)), t.ReadRate,
+		kv.FormatBytes(int64(t.WriteBytes)), t.WriteRate, t.Hits, t.Hits+t.Misses)
+	if t.Objects > 0 {
+		out += fmt.Sprintf(", keeps %d in %s", t.Objects, kv.FormatBytes(t.UsedBytes))
+	}
+	if t.LimitBytes > 0 {
+		out += fmt.Sprintf(" of %s", kv.FormatBytes(t.LimitBytes))
+	}
+	for _, trouble := range []struct {
+		n    uint64
+		what string
+	}{{t.Corrupt, "corrupt"}, {t.Late, "late"}, {t.Failures, "failed"}, {t.Dropped, "not taken"}} {
+		if trouble.n > 0 {
+			out += fmt.Sprintf(", %d %s", trouble.n, trouble.what)
+		}
+	}
+	return out
+}
+
+// rate returns gigabytes a second.
+func rate(bytes uint64, in time.Duration) float64 {
+	if in <= 0 {
+		return 0
+	}
+	return float64(bytes) / in.Seconds() / 1e9
+}
+
+// findings explains what the tiers keep away.
+func (b *BelowStatus) findings(add func(what, do string)) {
+	for i := range b.Tiers {
+		t := &b.Tiers[i]
+		if t.Corrupt > 0 {
+			add(fmt.Sprintf("tier %s had %s of another length or checksum", t.Name, times(t.Corrupt, "object", "objects")),
+				"torn writes of a crash are normal and are replaced; more and more of them: the disk is faulty, or somebody else writes there")
+		}
+		if n := t.Failures + t.Late; n > 0 {
+			add(fmt.Sprintf("tier %s failed or was too slow in %s", t.Name, times(n, "call", "calls")), "see the log, its disk and its connection; meanwhile engines compute what it has")
+		}
+		if t.Dropped > 0 && t.WriteBytes == 0 {
+			add(fmt.Sprintf("tier %s has taken nothing of %s", t.Name, times(t.Dropped, "object", "objects")), fmt.Sprintf("see whether it is full: it has %s free", kv.FormatBytes(max(0, t.FreeBytes))))
+		}
+	}
+	if e := b.Estimate; e.LoadRate > 0 && e.ComputeRate > e.LoadRate {
+		add(fmt.Sprintf("tiers give %.2f GB/s to a request, engines compute %.2f GB/s", e.LoadRate/1e9, e.ComputeRate/1e9),
+			"computing is faster than loading: a faster tier, or --l2-load-if-faster, which leaves it out then")
+	}
+	if b.SkippedChunks > 0 || b.LostChunks > 0 {
+		add(fmt.Sprintf("%s left the pool before they were in a tier", times(b.SkippedChunks+b.LostChunks, "chunk", "chunks")),
+			"the tier is slower than engines store, or takes no more: a faster or larger one, or a larger --l1-size-gb")
+	}
+}
+
+// tierMisses count lookups that a tier ended.
+type tierMisses struct {
+	mu sync.Mutex
+	of map[tierMiss]uint64
+}
+
+type tierMiss struct {
+	tier string
+	why  miss.Reason
+}
+
+// anyTier stands for a tier that did not say its name.
+const anyTier = "any"
+
+// add counts one. A name that is none of the tiers' stands for all of them.
+func (m *tierMisses) add(tiers []*tier.Counting, name string, why miss.Reason) {
+	if len(tiers) == 0 {
+		return
+	}
+	if !slices.ContainsFunc(tiers, func(t *tier.Counting) bool { return t.Name() == name }) {
+		name = anyTier
+	}
+	if len(tiers) == 1 {
+		name = tiers[0].Name()
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.of == nil {
+		m.of = make(map[tierMiss]uint64)
+	}
+	m.of[tierMiss{name, why}]++
+}
+
+// counts returns the number for each reason of one tier, also those that did not occur.
+// call names the reasons.
+func (m *tierMisses) counts(name string, call func(miss.Reason) string) map[string]uint64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	out := make(map[string]uint64)
+	for _, why := range []miss.Reason{miss.BelowSlow, miss.BelowFailed, miss.BelowCorrupt, miss.BelowSlower} {
+		out[call(why)] = m.of[tierMiss{name, why}]
+	}
+	return out
+}
+
+// TierEnds are the lookups that a tier ended, for metrics.
+type TierEnds struct {
+	Lookups map[string]uint64 `counter:"kvasir_tier_ended_lookups_total" label:"reason" help:"Lookups whose next chunk this tier could have had, by why it did not give it; tier any where that is not known."`
+}
+
+// TierEnds returns them by tier.
+func (s *Server) TierEnds(name string) TierEnds {
+	return TierEnds{s.n.tierMisses.counts(name, miss.Reason.Label)}
+}
+
+// TierNames are the tiers that lookups can be ended by.
+func (s *Server) TierNames() (out []string) {
+	for _, t := range s.opts.Tiers {
+		out = append(out, t.Name())
+	}
+	if len(out) > 1 {
+		out = append(out, anyTier)
+	}
+	return out
+}

@@ -1,0 +1,145 @@
+package server
+
+import (
+	"fmt"
+
+	"github.com/kvasir-kv/kvasir/hold"
+	"github.com/kvasir-kv/kvasir/lent"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/workers"
+)
+
+// blockCopy is one store or retrieve of a worker whose KV the server copies.
+type blockCopy struct {
+	*lent.Blocks
+	kv       *lent.KV
+	key      *lmcache.KeyView
+	transfer hold.Transfer
+}
+
+// blockCopyOf checks what store and retrieve have in common. in is nil when the
+// worker is not known: then nothing was tried.
+func (s *Server) blockCopyOf(sc *scratch, r *lmcache.KeyRange, blocks [][]int) (in *workers.Worker, c blockCopy, err error) {
+	c.key = r.Key
+	in, c.transfer, err = s.transferOf(sc, r, false)
+	if err != nil {
+		return in, c, err
+	}
+	if c.kv = in.Lent; c.kv == nil {
+		return in, c, errMode
+	}
+	if s.draining.Load() {
+		return in, c, errDraining
+	}
+	c.Blocks, err = c.kv.Blocks(blocks, r.To-r.From)
+	return in, c, err
+}
+
+// run copies, with the worker's memory kept mapped meanwhile. Whatever happens
+// the caller ends the Transfer, so a panic comes back as an error, too.
+func (s *Server) run(op lmcache.Op, c *blockCopy, parts []store.Part, skip int) error {
+	return s.contain(op, func() error {
+		plan, err := c.Plan(parts, op == lmcache.OpRetrieve, skip)
+		if err == nil && !c.kv.Use(func() { err = plan.Run(s.opts.CopyWorkers, s.guardCopy(op)) }) {
+			err = workers.ErrUnknown
+		}
+		return err
+	})
+}
+
+// copyDone ends a copy that this process made, with err where it failed: then
+// nothing of it becomes visible and its slots are given back.
+func (s *Server) copyDone(key *lmcache.KeyView, cp *store.Transfer, err error) error {
+	if done := cp.Done(key.Hashes, err == nil); err == nil && done.Late {
+		return errLate
+	}
+	return err
+}
+
+// storeBlocks answers store: the chunks are visible before the reply is sent.
+func (s *Server) storeBlocks(sc *scratch, r *lmcache.StoreRequest) error {
+	in, c, err := s.blockCopyOf(sc, &r.KeyRange, r.Blocks)
+	if err == nil {
+		err = s.storeCopy(&c)
+	}
+	return s.copied(sc, lmcache.OpStore, in, err)
+}
+
+func (s *Server) storeCopy(c *blockCopy) error {
+	s.n.storesSubmitted.Add(1)
+	cp := &store.Transfer{Own: true, Skip: c.Missing}
+	got, err := s.store.BeginStore(c.transfer, c.key.RequestID, c.key.Hashes, cp)
+	if err != nil {
+		return err
+	}
+	if got.NoRoom > 0 { // the worker need not hear of it: the chunks are absent
+		s.refuse(lmcache.OpStore, noRoom(got, c.transfer, c.kv.Bytes))
+	}
+	if len(cp.Parts) == 0 {
+		s.n.storesFinished.Add(1)
+		return nil
+	}
+	if err := s.copyDone(c.key, cp, s.run(lmcache.OpStore, c, cp.Parts, 0)); err != nil {
+		return err
+	}
+	s.announce(c.key, &c.transfer.Shard, c.transfer.To)
+	s.n.storesFinished.Add(1)
+	s.logCopied("stored", cp, c.key)
+	return nil
+}
+
+// retrieveBlocks answers retrieve: the worker's blocks are written before the
+// reply is sent.
+func (s *Server) retrieveBlocks(sc *scratch, r *lmcache.RetrieveRequest) error {
+	in, c, err := s.blockCopyOf(sc, &r.KeyRange, r.Blocks)
+	if err == nil {
+		err = s.retrieveCopy(&c, r.SkipTokens)
+	}
+	return s.copied(sc, lmcache.OpRetrieve, in, err)
+}
+
+func (s *Server) retrieveCopy(c *blockCopy, skip int64) error {
+	if skip < 0 {
+		return fmt.Errorf("skip_first_n_tokens %d", skip)
+	}
+	s.n.retrievesSubmitted.Add(1)
+	c.transfer.Load = true
+	cp := &store.Transfer{Own: true}
+	if why := s.store.BeginLoad(c.key.RequestID, c.transfer, c.key.Hashes, cp); why != miss.None {
+		return fmt.Errorf("%w: %s", errMiss, why)
+	}
+	err := s.run(lmcache.OpRetrieve, c, cp.Parts, int(min(skip, int64(c.key.End-c.key.Start))))
+	if err := s.copyDone(c.key, cp, err); err != nil {
+		return err
+	}
+	s.n.retrievesFinished.Add(1)
+	s.logCopied("retrieved", cp, c.key)
+	return nil
+}
+
+// copied answers store and retrieve. A worker that is known gets the event handle
+// of workers without a device, as LMCache answers.
+func (s *Server) copied(sc *scratch, op lmcache.Op, in *workers.Worker, err error) error {
+	if in == nil || in.Lent == nil {
+		return err
+	}
+	if err != nil {
+		s.refuse(op, err)
+	}
+	sc.out = lmcache.Copied{Event: lmcache.StubEvent, OK: err == nil}.Append(sc.out[:0])
+	return nil
+}
+
+func (s *Server) logCopied(verb string, cp *store.Transfer, key *lmcache.KeyView) {
+	chunks, bytes, last := 0, int64(0), map[int]bool{}
+	for _, p := range cp.Parts {
+		bytes += int64(len(p.Bytes))
+		if !last[p.Chunk] {
+			last[p.Chunk] = true
+			chunks++
+		}
+	}
+	s.logMoved(verb, chunks, bytes, key.RequestID)
+}

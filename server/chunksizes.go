@@ -1,0 +1,53 @@
+package server
+
+import (
+	"fmt"
+	"sync/atomic"
+	"time"
+)
+
+// An engine asks for the chunk size when it starts and counts hits in such chunks
+// for life. Where a server takes over whose chunks have another size, an engine of
+// before would take each chunk that hits for one of the old size: tokens that were
+// never stored. So as long as such engines may be there, only connections that
+// asked this server are served.
+
+// formerSizes is what earlier servers of this pool told engines.
+type formerSizes struct {
+	sizes  []int // immutable; empty: nothing to look for
+	active atomic.Bool
+	heard  atomic.Int64 // when a connection that did not ask last spoke, since the start
+}
+
+// forgetAfter is how long nothing must have come from engines of before until they
+// count as gone. They send heartbeats every 10 s.
+const forgetAfter = 10 * time.Minute
+
+func (s *Server) recallSizes() {
+	s.former.sizes = s.store.Files().FormerChunkTokens()
+	s.former.active.Store(len(s.former.sizes) > 0)
+	if len(s.former.sizes) > 0 {
+		s.log.Warn("earlier servers of this pool had chunks of another size: engines that started under them get no hits until they are restarted",
+			"former_tokens", s.former.sizes, "chunk_tokens", s.opts.ChunkTokens)
+	}
+}
+
+// sameChunks returns errChunkSize for a connection that may be of an engine that
+// another server told another size.
+func (s *Server) sameChunks(sc *scratch) error {
+	if !s.former.active.Load() || sc.conn.fresh || sc.caller() == self {
+		return nil
+	}
+	s.former.heard.Store(int64(time.Since(s.started)))
+	return fmt.Errorf("%w: it started under a server with chunks of %d tokens, this one has %d; restart the engine, or the server with --chunk-size %d",
+		errChunkSize, s.former.sizes, s.opts.ChunkTokens, s.former.sizes[0])
+}
+
+// forgetSizes ends the caution once the engines of before are gone.
+func (s *Server) forgetSizes(now time.Time) {
+	if s.former.active.Load() && now.Sub(s.started)-time.Duration(s.former.heard.Load()) >= forgetAfter {
+		s.former.active.Store(false)
+		s.store.Files().ForgetFormer()
+		s.log.Info("no engine that started under chunks of another size is left", "former_tokens", s.former.sizes)
+	}
+}

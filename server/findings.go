@@ -1,0 +1,149 @@
+package server
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/miss"
+)
+
+// Finding is something that keeps hits away, and what to do about it.
+type Finding struct {
+	What string `json:"what"`
+	Do   string `json:"do"`
+}
+
+// findings explains a Status: what comes first in the way of a hit comes first.
+func (st *Status) findings() []Finding {
+	out := []Finding{}
+	add := func(what, do string) { out = append(out, Finding{what, do}) }
+	for _, why := range st.Unhealthy {
+		add("the server is not healthy: "+why, "see docs/server.md; engines compute what they cannot load")
+	}
+	refused := 0
+	for _, w := range st.Workers {
+		if w.Refused != "" {
+			refused++
+			add(fmt.Sprintf("worker %d of %s is refused: %s", w.Instance, w.Model, w.Refused), "nothing of it is stored or loaded until that is changed and its engine is restarted")
+		}
+	}
+	for _, r := range st.TurnedAway {
+		add(fmt.Sprintf("%s refused: %s", times(r.Count, "registration was", "registrations were"), r.Why), "change that and restart the engine; the last one came at "+r.Last)
+	}
+	if len(st.Workers) == refused {
+		add("no worker that can be served is registered", fmt.Sprintf("start vLLM on this host, as this user, with LMCacheMPConnector (kvasir server --help shows how). "+
+			"An engine that runs comes back within a heartbeat, 10 s; this server started %s ago", time.Duration(st.Uptime*float64(time.Second)).Round(time.Second)))
+	}
+	if n := st.Declined[errModel.label]; n > 0 {
+		add(fmt.Sprintf("%s for a model and world size that no worker had registered", times(n, "lookup asked", "lookups asked")),
+			"normal while an engine starts. Else scheduler and workers name the model unlike: the log's line \"declined\" has the name")
+	}
+	if n := st.Declined[errChunkSize.label]; n > 0 {
+		add(fmt.Sprintf("%s from engines that started under another chunk size", times(n, "request came", "requests came")), "restart those engines, or this server with the --chunk-size of before")
+	}
+	st.lookupFindings(add)
+	st.Below.findings(add)
+	if n := st.Pool.Failures; n > 0 {
+		add(fmt.Sprintf("%s not fit whole: everything else was pinned, in transfer or in quarantine", times(n, "store did", "stores did")), "raise --l1-size-gb")
+	}
+	if q := st.Pool.QuarantinedBytes; q > st.Pool.TotalBytes/10 {
+		add(fmt.Sprintf("%s of the pool wait in quarantine: workers that are gone may still write there", kv.FormatBytes(q)), "they come back after --l1-write-ttl-seconds; see why engines end")
+	}
+	return out
+}
+
+// lookupFindings explains what lookups did not find.
+func (st *Status) lookupFindings(add func(what, do string)) {
+	l := &st.Lookup
+	if l.Short > 0 && l.Short*2 >= l.Lookups {
+		add(fmt.Sprintf("%s shorter than a chunk of %d tokens: such prompts are neither stored nor found", times(l.Short, "prompt was", "prompts were"), st.ChunkTokens),
+			fmt.Sprintf("send longer prompts, or take a smaller --chunk-size (a multiple of the engine's block size; then restart the engines), for example %d", max(st.ChunkTokens/4, 16)))
+	}
+	if len(st.Workers) > 0 && l.Lookups == 0 && l.Short == 0 && len(st.Declined) == 0 {
+		add("workers are registered, and no prompt was asked for yet", fmt.Sprintf("send one of at least %d tokens", st.ChunkTokens))
+	}
+	if l.Hits > 0 && l.Retrieves*4 < l.Hits {
+		add(fmt.Sprintf("%s here and %s", times(l.Hits, "lookup hit", "lookups hit"), times(l.Retrieves, "load followed", "loads followed")),
+			"vLLM's own prefix cache has answered: it is asked first, and only what is not in the engine's memory is loaded from here. "+
+				"To see this cache at work, restart the engine between two prompts")
+	}
+	if l.Lookups > 0 && l.HitTokens*10 < l.AskedTokens*9 {
+		st.missFindings(add)
+	}
+}
+
+// missFindings explains the reasons of misses, the most frequent first.
+func (st *Status) missFindings(add func(what, do string)) {
+	type reason struct {
+		why string
+		n   uint64
+	}
+	var list []reason
+	for why, n := range st.Lookup.MissReasons {
+		if why != shortPrompt.text {
+			list = append(list, reason{why, n})
+		}
+	}
+	slices.SortFunc(list, func(a, b reason) int {
+		if a.n != b.n {
+			return int(b.n) - int(a.n)
+		}
+		return strings.Compare(a.why, b.why)
+	})
+	for _, r := range list {
+		add(fmt.Sprintf("%s at a chunk that could not be served: %s", times(r.n, "lookup ended", "lookups ended"), r.why), st.adviceFor(r.why))
+	}
+}
+
+func (st *Status) adviceFor(why string) string {
+	switch why {
+	case miss.NeverStored.String():
+		do := "normal for new prompts, and for the last tokens of any. A prompt hits as far as it equals an earlier one from its first token on (a date at its " +
+			"beginning makes every prompt new), with the same model name, world size and cache salt"
+		if n := st.Lookup.Salted; n > 0 {
+			do += fmt.Sprintf("; %s with a salt", times(n, "lookup came", "lookups came"))
+		}
+		return do
+	case miss.Evicted.String():
+		if r := st.Recent; r.EvictedBytes > 0 && r.Seconds >= 10 {
+			turn := time.Duration(float64(st.Pool.TotalBytes) / float64(r.EvictedBytes) * r.Seconds * float64(time.Second))
+			return fmt.Sprintf("the pool is too small for what comes again: in the last %.0f s %d chunks were evicted, at that rate all %s are new after %s. Raise --l1-size-gb", r.Seconds, r.EvictedChunks, kv.FormatBytes(st.Pool.TotalBytes), turn.Round(time.Second))
+		}
+		return "the pool was too small for what came again: raise --l1-size-gb"
+	case miss.Cleared.String():
+		return "the cache was cleared, by POST /cache/clear or by an engine; it fills again"
+	case miss.Failed.String():
+		return "a worker began to store them and did not end: it was slow, or its engine ended; see the workers above"
+	case miss.BeingStored.String():
+		return "harmless: the same prompt was asked for again before it was stored"
+	case miss.Busy.String():
+		return "too many transfers were in progress; see --session-ttl-seconds and whether engines stall"
+	case miss.Corrupt.String():
+		return "something else wrote into the pool, or memory is faulty: find out which before you trust the machine"
+	case miss.NotCompared.String():
+		return "normal in the first seconds after a restart: chunks are compared with their checksums before they are served"
+	}
+	if _, of, named := strings.Cut(why, ": "); named { // which tier
+		why = of
+	}
+	switch why {
+	case miss.BelowSlow.String():
+		return "what lies below the pool is slower than a lookup waits: raise --l1-size-gb, or find out why it is slow"
+	case miss.BelowSlower.String():
+		return "--l2-load-if-faster leaves the tier out while engines compute faster than it gives: a faster tier, or without that flag every hit is loaded"
+	case miss.BelowFailed.String(), miss.BelowCorrupt.String():
+		return "see the log for what the tier below answered; engines compute these chunks again"
+	}
+	return "see docs/server.md"
+}
+
+// times writes a number with what it counts.
+func times(n uint64, one, many string) string {
+	if n == 1 {
+		return "1 " + one
+	}
+	return fmt.Sprintf("%d %s", n, many)
+}

@@ -1,0 +1,23 @@
+package server
+
+// Healthy reports whether the server can serve a hit and take what is stored: it is
+// not shutting down, new workers can map the pool, and the pool has its memory.
+func (s *Server) Healthy() bool { return len(s.Unhealthy()) == 0 }
+
+// Unhealthy says why not; it is empty for a healthy server.
+func (s *Server) Unhealthy() []string {
+	why := []string{}
+	if s.draining.Load() {
+		why = append(why, "it is shutting down")
+	}
+	if s.lost.Load() {
+		why = append(why, "the pool's name in /dev/shm was removed: new workers cannot map it")
+	}
+	if err := s.store.Memory().Trouble(); err != nil {
+		why = append(why, err.Error()+"; free some, or start with a smaller --l1-size-gb")
+	}
+	return why
+}
+
+// Version is that of the options.
+func (s *Server) Version() string { return s.opts.Version }

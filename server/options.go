@@ -1,0 +1,99 @@
+package server
+
+import (
+	"cmp"
+	"log/slog"
+	"math"
+	"net/netip"
+	"runtime"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/events"
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/safelog"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/disk"
+	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
+)
+
+// Options configures a Server. A zero field means its default.
+type Options struct {
+	ChunkTokens       int                 // tokens per chunk; default 256
+	WorkerReap        time.Duration       // silence after which a worker that has pinged is dropped; default 120 s
+	KeepSilent        bool                // such a worker is never dropped for silence
+	RegistrationGrace time.Duration       // the same for one that never pinged; default 3600 s
+	KeepNeverPinged   bool                // such a worker is never dropped for silence
+	MemoBytes         int64               // token-list memo; default 64 MiB
+	NoMemo            bool                // no token-list memo
+	MaxInstances      int                 // registered workers; default 4096
+	DrainTimeout      time.Duration       // for transfers in progress at shutdown; default 10 s
+	RefuseDriven      bool                // workers whose KV the server would copy (lmcache_driven)
+	RefuseEngine      bool                // workers that copy themselves (engine_driven)
+	SeparateGroups    bool                // an object per kind of attention and chunk, not one for all
+	CopyWorkers       int                 // goroutines per copy; default: the processors
+	Pickle            PickleMode          // chunks that pass through the socket; default none
+	PickleBytes       int64               // of such a message; default and limit MaxPickleBytes
+	Trust             []netip.Prefix      // addresses whose peers are taken for this server's user; see package access
+	ShmDir            string              // where workers' segments are; default shm.Dir
+	Log               *slog.Logger        // nil discards
+	ClientGenerations lmcache.Generations // that clients can be of; default all that are served
+	Version           string              // reported in Status
+	Events            *events.Book        // what is stored and removed, for subscribe_kv_events; nil for none. The Server runs it
+	Publisher         *events.Publisher   // tells Events on sockets of its own; nil for none. The Server runs and closes it
+	Names             *tier.Names         // learns the namespaces that requests use; nil for none
+	Tiers             []*tier.Counting    // that lie below the pool, for Status
+	Disk              *disk.Disk          // among them, for its own figures; nil for none
+
+	// Clusters are those of the Tiers that are a Mooncake Store, by their names, for their own figures.
+	Clusters map[string]*mooncakestore.Tier
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (o Options) Validate() error {
+	var c options.Checks
+	const forever = time.Duration(math.MaxInt64)
+	options.Within(&c, "ChunkTokens", o.ChunkTokens, 0, kv.MaxChunkTokens)
+	options.Within(&c, "WorkerReap", o.WorkerReap, 0, forever)
+	options.Within(&c, "RegistrationGrace", o.RegistrationGrace, 0, forever)
+	options.Within(&c, "DrainTimeout", o.DrainTimeout, 0, forever)
+	options.Within(&c, "MemoBytes", o.MemoBytes, 0, 1<<40)
+	options.Within(&c, "MaxInstances", o.MaxInstances, 0, 1<<20)
+	options.Within(&c, "CopyWorkers", o.CopyWorkers, 0, 1<<10)
+	options.Within(&c, "PickleBytes", o.PickleBytes, 0, MaxPickleBytes)
+	c.That(o.Pickle <= PickleOnly, "Pickle", "%d is no mode", o.Pickle)
+	c.That(!o.RefuseDriven || !o.RefuseEngine, "RefuseEngine", "and RefuseDriven leave no worker")
+	c.That(o.ClientGenerations&^lmcache.AllGenerations == 0, "ClientGenerations", "%b has unknown ones", o.ClientGenerations)
+	return c.Err()
+}
+
+// withDefaults fills in what is zero.
+func (o Options) withDefaults() Options {
+	o.ChunkTokens = cmp.Or(o.ChunkTokens, 256)
+	o.WorkerReap = cmp.Or(o.WorkerReap, 120*time.Second)
+	o.RegistrationGrace = cmp.Or(o.RegistrationGrace, 3600*time.Second)
+	o.MemoBytes = cmp.Or(o.MemoBytes, 64<<20)
+	if o.NoMemo {
+		o.MemoBytes = 0
+	}
+	o.MaxInstances = cmp.Or(o.MaxInstances, 4096)
+	o.DrainTimeout = cmp.Or(o.DrainTimeout, 10*time.Second)
+	o.CopyWorkers = cmp.Or(o.CopyWorkers, runtime.GOMAXPROCS(0))
+	o.Log = safelog.New(o.Log)
+	o.ClientGenerations = cmp.Or(o.ClientGenerations, lmcache.AllGenerations)
+	o.PickleBytes = min(cmp.Or(o.PickleBytes, MaxPickleBytes), MaxPickleBytes)
+	return o
+}
+
+// silences returns after how long workers are dropped, 0 for never: those that have
+// pinged, and those that never did.
+func (o *Options) silences() (pinged, never time.Duration) {
+	if !o.KeepSilent {
+		pinged = o.WorkerReap
+	}
+	if !o.KeepNeverPinged {
+		never = o.RegistrationGrace
+	}
+	return pinged, never
+}

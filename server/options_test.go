@@ -1,0 +1,11 @@
+package server_test
+
+import (
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+	"github.com/kvasir-kv/kvasir/server"
+)
+
+// No number means "off" by being negative.
+func TestValidate(t *testing.T) { optionstest.CheckNumbers[server.Options](t) }

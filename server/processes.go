@@ -1,0 +1,35 @@
+package server
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/workers"
+)
+
+// An engine that was killed says nothing, and silence proves nothing for minutes.
+// But where its process can be seen, its end can: of who made the segments that a
+// worker lends (package lent), of who has the connection open over which it registered.
+
+// dropDead drops the workers whose process has ended.
+func (s *Server) dropDead(now time.Time) {
+	if s.registry.FindProcesses(now) {
+		s.save()
+	}
+	s.registry.FindMappings(s.store.Files().Name(), s.store.Files().Inode())
+	for _, e := range s.registry.Ended() {
+		s.drop(e.Worker, fmt.Sprintf("its process %d has ended", e.Process.PID))
+		s.reclaim(e.Worker)
+	}
+}
+
+// reclaim gives back at once what a dead worker was told of, where it is proved that
+// nobody touches it any more; else it waits in quarantine.
+func (s *Server) reclaim(in *workers.Worker) {
+	if !s.registry.LeftAlone(in, s.store.Files().Name(), s.store.Files().Inode()) {
+		return
+	}
+	if n := s.store.EndQuarantine(in.Key); n > 0 {
+		s.log.Info("a dead worker's memory is free again: its process maps the pool no more", "worker", in.ID, "transfers", n)
+	}
+}

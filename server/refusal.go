@@ -1,0 +1,91 @@
+package server
+
+import (
+	"errors"
+
+	"github.com/kvasir-kv/kvasir/access"
+	"github.com/kvasir-kv/kvasir/internal/safelog"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/paged"
+	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/workers"
+)
+
+// refusal is a reason to decline a request: an error, and its label in metrics.
+type refusal struct{ text, label string }
+
+func (r *refusal) Error() string { return r.text }
+
+var (
+	errShort       = &refusal{"message with fewer than two frames", "short_message"}
+	errUnknownOp   = &refusal{"unknown operation", "unknown_operation"}
+	errUnsupported = &refusal{"operation is not supported by this server", "unsupported"}
+	errMode        = &refusal{"worker registered for the other transfer mode", "other_mode"}
+	errModel       = &refusal{"no worker is registered for this model and world size", "unknown_model"}
+	errDraining    = &refusal{"server is shutting down", "draining"}
+	errMiss        = &refusal{"chunks are not readable", "miss"}
+	errNoCommit    = &refusal{"no transfer of that key is in progress", "no_transfer"}
+	errReaders     = &refusal{"num_kv_readers is 0", "no_readers"}
+	errPickle      = &refusal{"worker does not map the pool, and this server reads no pickled tensors", "pickle"}
+	errSide        = &refusal{"worker stored in the pool itself before, and now sends pickled tensors, or the other way round", "other_side"}
+	errTensors     = &refusal{"pickled tensors do not fit", "tensors"}
+	errLate        = &refusal{"commit of a worker that was dropped or registered anew in between", "late_commit"}
+	errRoom        = &refusal{"no room in the pool", "no_room"}
+	errAmbiguous   = &refusal{"operations of several client generations look like this one", "ambiguous"}
+	errGeneration  = &refusal{"clients of this generation are not served", "generation"}
+	errPanic       = &refusal{"internal error", "internal_error"} // a request met a bug of this server. It costs that request
+	errChunkSize   = &refusal{"the engine may go by another chunk size", "chunk_size"}
+	errUnread      = &refusal{"replies that their clients have not read hold too much memory", "unread_replies"}
+	errUID         = &refusal{"request uid is too long", "request_uid"}
+	errWaits       = &refusal{"too many requests wait for lookups", "waits"}
+	errStreams     = &refusal{"too many event streams", "streams"}
+	errTokens      = &refusal{"event streams tell the tokens of all prompts, and this peer may not read the pool", "no_events"}
+)
+
+// refusals are ours, all of them.
+var refusals = []*refusal{
+	errShort, errUnknownOp, errUnsupported, errMode, errModel, errDraining, errMiss, errNoCommit, errReaders, errPickle, errSide,
+	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errTokens,
+}
+
+// others are reasons that other packages give.
+var others = []struct {
+	err   error
+	label string
+}{
+	{workers.ErrUnknown, "unknown_instance"},
+	{workers.ErrRefused, "refused_instance"},
+	{paged.ErrBlocks, "block_ids"},
+	{shm.ErrFault, "memory_gone"},
+	{access.ErrLender, "not_lender"},
+	{store.ErrBusy, "busy"},
+	{lmcache.ErrRange, "range"},
+	{lmcache.ErrPayloads, "payload_count"},
+}
+
+// malformed labels everything else: a frame that does not decode.
+const malformed = "malformed"
+
+// refusalLabel returns the label of a reason.
+func refusalLabel(err error) string {
+	if r, ok := errors.AsType[*refusal](err); ok {
+		return r.label
+	}
+	for _, o := range others {
+		if errors.Is(err, o.err) {
+			return o.label
+		}
+	}
+	return malformed
+}
+
+// refuse counts and logs a declined request, so many lines per second and reason.
+func (s *Server) refuse(op lmcache.Op, err error) {
+	label := refusalLabel(err)
+	s.n.refusals[label].Add(1)
+	if op == lmcache.OpRegisterEngineDriven || op == lmcache.OpRegisterKVCache {
+		s.turnedAway.add(err)
+	}
+	s.log.Warn("declined", "operation", op.String(), safelog.Per("reason", label), "err", err)
+}

@@ -1,0 +1,210 @@
+package server
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/kvasir-kv/kvasir/internal/histogram"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/miss"
+)
+
+// counters count since the start.
+type counters struct {
+	requests           [256]atomic.Uint64        // by lmcache.Op
+	refusals           map[string]*atomic.Uint64 // by label; the map is immutable
+	misses             [miss.NumReasons]atomic.Uint64
+	tierMisses         tierMisses
+	times              map[lmcache.Op]*histogram.Histogram // the map is immutable
+	otherTimes         *histogram.Histogram
+	dropped            atomic.Uint64 // replies whose client was gone or too slow
+	askedTokens        atomic.Uint64
+	hitTokens          atomic.Uint64
+	belowTokens        atomic.Uint64 // of the hit tokens, those that came from below
+	earlyExits         atomic.Uint64
+	shortPrompts       atomic.Uint64 // lookups of less than a chunk
+	salted             atomic.Uint64 // lookups with a cache salt
+	hits               atomic.Uint64 // lookups that found at least one chunk
+	pickledIn          atomic.Uint64 // bytes
+	pickledOut         atomic.Uint64
+	storesSubmitted    atomic.Uint64
+	storesFinished     atomic.Uint64
+	retrievesSubmitted atomic.Uint64
+	retrievesFinished  atomic.Uint64
+	reaped             atomic.Uint64
+	swept              atomic.Uint64 // segments of dead engines
+	noteFailures       atomic.Uint64
+	held               atomic.Uint64 // requests that waited for their client's generation
+	panics             atomic.Uint64
+	callers            atomic.Uint64    // connections identified
+	earlyClients       sync.Map         // releases that are not served and were seen
+	stackShown         [256]atomic.Bool // by lmcache.Op
+}
+
+// timed are the operations of which the time is kept: those of a prompt's way
+// through the cache. The others share one histogram.
+var timed = []lmcache.Op{
+	lmcache.OpLookup, lmcache.OpQueryPrefetchStatus, lmcache.OpWaitPrefetchStatus, lmcache.OpPrepareStore, lmcache.OpCommitStore,
+	lmcache.OpPrepareRetrieve, lmcache.OpCommitRetrieve, lmcache.OpStore, lmcache.OpRetrieve, lmcache.OpEndSession,
+}
+
+func (n *counters) init() {
+	n.refusals = make(map[string]*atomic.Uint64)
+	for _, r := range refusals {
+		n.refusals[r.label] = new(atomic.Uint64)
+	}
+	for _, o := range others {
+		n.refusals[o.label] = new(atomic.Uint64)
+	}
+	n.refusals[malformed] = new(atomic.Uint64)
+	n.times = make(map[lmcache.Op]*histogram.Histogram)
+	n.otherTimes = histogram.Times()
+	for _, op := range timed {
+		n.times[op] = histogram.Times()
+	}
+}
+
+// timeOf is where the times of an operation are counted.
+func (n *counters) timeOf(op lmcache.Op) *histogram.Histogram {
+	if h := n.times[op]; h != nil {
+		return h
+	}
+	return n.otherTimes
+}
+
+// Stats are the figures of a Server, for metrics. Names that begin with lmcache_mp_
+// are LMCache's, so that its dashboards keep working.
+type Stats struct {
+	UsedBytes          int64   `gauge:"lmcache_mp_l1_memory_usage_bytes" help:"Pool bytes in use: chunks, stores in progress and quarantine."`
+	UsageRatio         float64 `gauge:"lmcache_mp_l1_usage_ratio" help:"Share of the pool in use. A cache that has run for a while stays near 1: room is made when it is needed."`
+	StagedBytes        int64   `gauge:"lmcache_mp_l1_staging_bytes" help:"Pool bytes that workers were told to fill and have not committed yet. Large for long: workers that stall or die."`
+	PrefetchJobs       int     `gauge:"lmcache_mp_active_prefetch_jobs" help:"Lookups that are pending: what they found is not ready to be served yet. Each is for 2 s at most."`
+	LoadedChunks       uint64  `counter:"lmcache_mp_l1_read_chunks_total" help:"Chunks that engines retrieved."`
+	StoredChunks       uint64  `counter:"lmcache_mp_l1_write_chunks_total" help:"Chunks that engines stored and that were not there before."`
+	EvictedChunks      uint64  `counter:"lmcache_mp_l1_evicted_chunks_total" help:"Chunks dropped to make room. Fast growth with falling hits: the pool is too small for the working set."`
+	AllocationFailures uint64  `counter:"lmcache_mp_l1_allocation_failure_chunks_total" help:"Stores that did not fit whole, since everything else was pinned, being transferred or in quarantine."`
+	ReadFailures       uint64  `counter:"lmcache_mp_l1_read_failure_chunks_total" help:"Retrieves declined because a chunk was gone or no lookup had pinned it; the engine computes it again."`
+	Lookups            uint64  `counter:"lmcache_mp_lookups_requests_total" help:"Prompts that schedulers asked about, with at least one whole chunk."`
+	EarlyExits         uint64  `counter:"lmcache_mp_lookup_early_exit_requests_total" help:"Lookups answered with no hit without a search: prompt shorter than a chunk, model without a worker, shutdown."`
+	AskedTokens        uint64  `counter:"lmcache_mp_lookup_requested_tokens_total" help:"Tokens asked for, whole chunks only. The token hit rate is hit tokens divided by these."`
+	HitTokens          uint64  `counter:"lmcache_mp_lookup_hit_tokens_total" help:"Tokens that engines could load instead of computing."`
+	HitL1Tokens        uint64  `counter:"lmcache_mp_lookup_hit_l1_tokens_total" help:"Of the hit tokens, those that were in the pool."`
+	HitL2Tokens        uint64  `counter:"lmcache_mp_lookup_hit_l2_tokens_total" help:"Of the hit tokens, those that came from the tier below the pool."`
+	StoresSubmitted    uint64  `counter:"lmcache_mp_num_submitted_stores_total" help:"Stores begun: prepare_store and store calls of registered workers."`
+	StoresFinished     uint64  `counter:"lmcache_mp_num_finished_stores_total" help:"Stores that ended well, also those that found all chunks there."`
+	RetrievesSubmitted uint64  `counter:"lmcache_mp_num_submitted_retrieves_total" help:"Retrieves begun: prepare_retrieve and retrieve calls of registered workers."`
+	RetrievesFinished  uint64  `counter:"lmcache_mp_num_finished_retrieves_total" help:"Retrieves that ended well."`
+	ChunksLoaded       uint64  `counter:"lmcache_mp_num_chunks_loaded_total" help:"Chunks that engines retrieved."`
+
+	HeldRequests      uint64  `counter:"kvasir_held_requests_total" help:"Requests that waited until their client showed which lmcache release it is. Only after an upgrade or restart of the server."`
+	PickledStored     uint64  `counter:"kvasir_pickled_stored_bytes_total" help:"Chunk bytes that came through the socket, from workers that cannot map the pool: slow."`
+	PickledRetrieved  uint64  `counter:"kvasir_pickled_retrieved_bytes_total" help:"Chunk bytes that left through the socket, to workers that cannot map the pool: slow."`
+	PendingLookups    uint64  `counter:"kvasir_lookups_pending_total" help:"Lookups that did not have their result at once: what they found was not ready to be served."`
+	LateLookups       uint64  `counter:"kvasir_lookups_late_total" help:"Of those, the ones that were answered with what was there when their time was over."`
+	BelowBytes        uint64  `counter:"kvasir_below_read_bytes_total" help:"Bytes that came from the tier below the pool."`
+	BelowFailures     uint64  `counter:"kvasir_below_failures_total" help:"Calls of the tier below that failed, and objects of it that were lost, too long or wrong."`
+	BelowWritten      uint64  `counter:"kvasir_below_written_bytes_total" help:"Bytes that were written to the tier below the pool, or found there."`
+	BelowWriteFailed  uint64  `counter:"kvasir_below_write_failures_total" help:"Chunks that the tier below failed to write. They are offered again at their next hit."`
+	BelowNotKept      uint64  `counter:"kvasir_below_not_kept_total" help:"Chunks that the tier below did not take: no room, budget used up, or seen for the first time."`
+	BelowSkipped      uint64  `counter:"kvasir_below_skipped_total" help:"Chunks that were not offered to the tier below because too many bytes waited for it. Growth: it is slower than engines store."`
+	BelowLost         uint64  `counter:"kvasir_below_lost_total" help:"Chunks that were evicted before they were below. Growth: the tier is slower than engines store, or full."`
+	BelowGone         uint64  `counter:"kvasir_below_gone_total" help:"Chunks that were below when an earlier server ended and are not any more. They are offered again."`
+	LoadRate          float64 `gauge:"kvasir_below_load_bytes_per_second" help:"How fast chunks come from tiers for one lookup, lately; 0 while not known."`
+	ComputeRate       float64 `gauge:"kvasir_compute_bytes_per_second" help:"How fast engines compute and store chunks of one request, lately; 0 while not known. Above the rate of loading: tiers slow requests down."`
+	BelowWaiting      int64   `gauge:"kvasir_below_waiting_bytes" help:"Bytes of the chunks that wait to be written to the tier below."`
+	SummedChunks      uint64  `counter:"kvasir_checksummed_chunks_total" help:"Chunks whose checksum was recorded for the next start."`
+	VerifiedChunks    uint64  `counter:"kvasir_verified_chunks_total" help:"Chunks of an earlier server that were equal to their checksums."`
+	CorruptChunks     uint64  `counter:"kvasir_corrupt_chunks_total" help:"Chunks of an earlier server that differed from their checksums, and became misses. Any: something wrote into the pool, or memory is faulty."`
+	DeadChunks        uint64  `counter:"kvasir_evicted_dead_chunks_total" help:"Of the evicted chunks, those of sliding windows that no hit could load any more."`
+	PopulatedBytes    int64   `gauge:"kvasir_pool_populated_bytes" help:"Pool bytes for which the kernel has provided memory ahead of use."`
+	UsableBytes       int64   `gauge:"kvasir_pool_usable_bytes" help:"Pool bytes that may be handed out. Less than kvasir_pool_bytes for long: /dev/shm has no memory for the whole pool."`
+	PoolBytes         int64   `gauge:"kvasir_pool_bytes" help:"Size of the pool."`
+	QuarantinedBytes  int64   `gauge:"kvasir_pool_quarantined_bytes" help:"Pool bytes that hold no chunk and wait because a worker that is gone may still write there; they come back after the quarantine."`
+	Transfers         int     `gauge:"kvasir_transfers" help:"Chunks being written or read by workers."`
+	Quarantined       int     `gauge:"kvasir_transfers_quarantined" help:"Of the transfers, those of workers that are gone."`
+	Sessions          int     `gauge:"kvasir_sessions" help:"Requests of engines that have looked up and not ended. Growth without end: an engine that does not end its requests."`
+	Workers           int     `gauge:"kvasir_workers" help:"Registered workers, refused ones included."`
+	RefusedWorkers    int     `gauge:"kvasir_workers_refused" help:"Registered workers whose transfers are all declined; /status says why."`
+	Healthy           bool    `gauge:"kvasir_healthy" help:"1 while hits can be served and stores taken; /healthcheck says why not."`
+	StoredBytes       uint64  `counter:"kvasir_stored_bytes_total" help:"Bytes of the chunks that engines stored."`
+	RetrievedBytes    uint64  `counter:"kvasir_retrieved_bytes_total" help:"Bytes of the chunks that engines retrieved."`
+	EvictedBytes      uint64  `counter:"kvasir_evicted_bytes_total" help:"Bytes of the chunks dropped to make room."`
+	LateCommits       uint64  `counter:"kvasir_late_commits_total" help:"Commits of workers that had been dropped or had registered anew: nothing of them is used."`
+	HoldsExpired      uint64  `counter:"kvasir_holds_expired_total" help:"Transfers that no commit ended; their memory was taken back after the quarantine."`
+	WorkersReaped     uint64  `counter:"kvasir_workers_reaped_total" help:"Workers dropped for silence, because their process had ended, or to make room for others."`
+	SegmentsRemoved   uint64  `counter:"kvasir_worker_segments_removed_total" help:"Shared-memory segments that dead engines had left and that were removed."`
+	NoteFailures      uint64  `counter:"kvasir_note_failures_total" help:"Times that the registrations could not be written beside the pool: after a restart engines would have to register again."`
+	Panics            uint64  `counter:"kvasir_panics_total" help:"Requests that met a bug of this server and were declined. Any: please report the stack in the log."`
+	RepliesDropped    uint64  `counter:"kvasir_replies_dropped_total" help:"Replies whose client was gone or read too slowly."`
+	EventsKept        int     `gauge:"lmcache_mp_kv_events_log_depth" help:"KV-event records that readers can still ask for."`
+	EventStreams      int     `gauge:"kvasir_kv_event_streams" help:"Open subscribe_kv_events streams."`
+	EventRecords      uint64  `counter:"kvasir_kv_events_total" help:"KV-event records: chunks that became available, or went. 0 while nobody has subscribed."`
+	EventTokenBytes   int64   `gauge:"kvasir_kv_event_token_bytes" help:"Memory of the tokens of resident chunks, for KV events."`
+	EventsUnbound     uint64  `counter:"kvasir_kv_events_unbound_total" help:"Times that a stored chunk was not announced because that memory is used up. Growth: raise --kv-events-memory."`
+	EventScans        uint64  `counter:"kvasir_kv_event_scans_total" help:"Times that KV events were made from a comparison with the whole pool: at the start, and when they came faster than they were read."`
+	SessionsExpired   uint64  `counter:"kvasir_sessions_expired_total" help:"Sessions ended because their engine said nothing about them for --session-ttl-seconds."`
+	SessionsDisplaced uint64  `counter:"kvasir_sessions_displaced_total" help:"Sessions ended early because their peer had more than its share."`
+
+	Requests    map[string]uint64           `counter:"kvasir_requests_total" label:"operation" help:"Requests by operation."`
+	Declined    map[string]uint64           `counter:"kvasir_declined_total" label:"reason" help:"Requests answered negatively, by reason; the log has one line for each, a few per second."`
+	LookupEnded map[string]uint64           `counter:"kvasir_lookup_ended_total" label:"reason" help:"Lookups that were not whole hits, by why the next chunk could not be served."`
+	Durations   map[string]histogram.Counts `histogram:"kvasir_request_duration_seconds" label:"operation" help:"Time from a request's last byte to its answer, without the way through the network."`
+}
+
+// Stats returns the figures.
+func (s *Server) Stats() Stats {
+	st := s.store.Stats()
+	n := &s.n
+	out := Stats{
+		UsedBytes: st.Bytes - st.FreeBytes, UsageRatio: usage(&st), StagedBytes: st.StagedBytes, PrefetchJobs: st.Pending,
+		LoadedChunks: st.LoadedChunks, StoredChunks: st.StoredChunks, EvictedChunks: st.EvictedChunks,
+		AllocationFailures: st.AllocationFailures, ReadFailures: st.ReadFailures,
+		Lookups: st.Lookups, EarlyExits: n.earlyExits.Load(), AskedTokens: n.askedTokens.Load(), HitTokens: n.hitTokens.Load(), HitL1Tokens: n.hitTokens.Load() - n.belowTokens.Load(), HitL2Tokens: n.belowTokens.Load(),
+		StoresSubmitted: n.storesSubmitted.Load(), StoresFinished: n.storesFinished.Load(),
+		RetrievesSubmitted: n.retrievesSubmitted.Load(), RetrievesFinished: n.retrievesFinished.Load(), ChunksLoaded: st.LoadedChunks,
+
+		HeldRequests: n.held.Load(), PickledStored: n.pickledIn.Load(), PickledRetrieved: n.pickledOut.Load(),
+		PendingLookups: st.PendingLookups, LateLookups: st.LateLookups,
+		BelowBytes: st.BelowBytes, BelowFailures: st.BelowFailures, BelowWritten: st.WrittenBytes, BelowWriteFailed: st.WriteFailures, BelowNotKept: st.NotKeptBelow,
+		BelowSkipped: st.Outbox.Skipped, BelowLost: st.LostChunks, BelowGone: st.GoneBelow, BelowWaiting: st.Outbox.WaitingBytes, LoadRate: st.Rates.LoadRate, ComputeRate: st.Rates.ComputeRate,
+		SummedChunks: st.SummedChunks, VerifiedChunks: st.VerifiedChunks, CorruptChunks: st.CorruptChunks, DeadChunks: st.DeadChunks,
+		PopulatedBytes: s.store.Memory().Provided(), UsableBytes: s.store.Memory().Usable(), PoolBytes: st.Bytes, QuarantinedBytes: st.CondemnedBytes,
+		Transfers: st.Transfers, Quarantined: st.Quarantined, Sessions: st.Sessions, Healthy: s.Healthy(),
+		StoredBytes: st.StoredBytes, RetrievedBytes: st.LoadedBytes, EvictedBytes: st.EvictedBytes,
+		LateCommits: st.LateCommits, HoldsExpired: st.HoldsExpired, WorkersReaped: n.reaped.Load(), SegmentsRemoved: n.swept.Load(),
+		NoteFailures: n.noteFailures.Load(), Panics: n.panics.Load(), RepliesDropped: n.dropped.Load(),
+		SessionsExpired: st.SessionsExpired, SessionsDisplaced: st.SessionsPushed,
+
+		Requests: make(map[string]uint64), Declined: make(map[string]uint64), LookupEnded: make(map[string]uint64), Durations: make(map[string]histogram.Counts),
+	}
+	if book := s.opts.Events; book != nil {
+		e := book.Stats()
+		out.EventsKept, out.EventRecords, out.EventTokenBytes = e.Kept, e.Records, e.Bytes
+		out.EventsUnbound, out.EventScans, out.EventStreams = e.Unbound, e.Scans, s.streams.count()
+	}
+	for _, in := range s.registry.List() {
+		out.Workers++
+		if in.Refused != "" {
+			out.RefusedWorkers++
+		}
+	}
+	for i := range n.requests {
+		if op := lmcache.Op(i); op.Known() {
+			out.Requests[op.String()] = n.requests[i].Load()
+		}
+	}
+	for label, count := range n.refusals {
+		out.Declined[label] = count.Load()
+	}
+	for i := range n.misses {
+		if r := miss.Reason(i); r != miss.None {
+			out.LookupEnded[r.Label()] = n.misses[i].Load()
+		}
+	}
+	out.LookupEnded[shortPrompt.label] = n.shortPrompts.Load()
+	for op, h := range n.times {
+		out.Durations[op.String()] = h.Counts()
+	}
+	out.Durations["other"] = n.otherTimes.Counts()
+	return out
+}

@@ -1,0 +1,220 @@
+package server
+
+import (
+	"cmp"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/safelog"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/workers"
+)
+
+// Status is a snapshot for people and tools: what GET /status answers.
+type Status struct {
+	Healthy   bool     `json:"healthy"`
+	Unhealthy []string `json:"unhealthy"` // why not
+	Version   string   `json:"version"`
+	PID       int      `json:"pid"`
+	Started   string   `json:"started"` // RFC 3339
+	Uptime    float64  `json:"uptime_s"`
+
+	ChunkTokens   int    `json:"chunk_size"`
+	HashAlgorithm string `json:"hash_algorithm"`
+	Sessions      int    `json:"active_sessions"`
+	Clears        uint64 `json:"clears"` // how often the cache was cleared
+
+	Pool       PoolStatus        `json:"l1"`
+	Below      BelowStatus       `json:"l2"`
+	Lookup     LookupStatus      `json:"lookup"`
+	Recent     RecentStatus      `json:"recent"`
+	Workers    []WorkerStatus    `json:"workers"`               // in the order of their ids
+	TurnedAway []RefusedStatus   `json:"refused_registrations"` // of workers that are not in the list
+	Declined   map[string]uint64 `json:"declined"`              // requests by reason, those that occurred
+	Findings   []Finding         `json:"findings"`              // why hits are missing, the most important first
+}
+
+// PoolStatus is the pool's part of a Status.
+type PoolStatus struct {
+	Name             string  `json:"shm_name"` // under /dev/shm
+	TotalBytes       int64   `json:"total_bytes"`
+	FreeBytes        int64   `json:"free_bytes"`
+	UsageRatio       float64 `json:"usage_ratio"`
+	ResidentBytes    int64   `json:"resident_bytes"`
+	StagedBytes      int64   `json:"staged_bytes"`
+	QuarantinedBytes int64   `json:"quarantined_bytes"`
+	PopulatedBytes   int64   `json:"populated_bytes"`
+	UsableBytes      int64   `json:"usable_bytes"`
+	ResidentChunks   int     `json:"resident_chunks"`
+	EvictableChunks  int     `json:"evictable_chunks"`
+	EvictedChunks    uint64  `json:"evicted_chunks"`
+	Failures         uint64  `json:"allocation_failures"` // stores that did not fit whole
+	Transfers        int     `json:"transfers"`
+	Quarantined      int     `json:"transfers_in_quarantine"`
+}
+
+// LookupStatus is about lookups since the start.
+type LookupStatus struct {
+	Lookups     uint64            `json:"lookups"`
+	AskedTokens uint64            `json:"asked_tokens"`
+	HitTokens   uint64            `json:"hit_tokens"`
+	MissReasons map[string]uint64 `json:"miss_reasons"`  // those that occurred
+	Hits        uint64            `json:"hits"`          // lookups that found at least one chunk
+	Short       uint64            `json:"short_prompts"` // lookups of less than a chunk; not among the lookups
+	Salted      uint64            `json:"salted"`        // lookups with a cache salt
+	Retrieves   uint64            `json:"retrieves"`     // loads by workers that ended well
+	Stores      uint64            `json:"stores"`        // the same of stores
+}
+
+// RecentStatus is about the last Seconds, five minutes where the server is older.
+type RecentStatus struct {
+	Seconds        float64 `json:"seconds"`
+	Lookups        uint64  `json:"lookups"`
+	AskedTokens    uint64  `json:"asked_tokens"`
+	HitTokens      uint64  `json:"hit_tokens"`
+	StoredBytes    uint64  `json:"stored_bytes"`
+	RetrievedBytes uint64  `json:"retrieved_bytes"`
+	EvictedChunks  uint64  `json:"evicted_chunks"`
+	EvictedBytes   uint64  `json:"evicted_bytes"`
+}
+
+// RefusedStatus is a reason for which registrations were refused.
+type RefusedStatus struct {
+	Why   string `json:"why"`
+	Count uint64 `json:"count"`
+	Last  string `json:"last"` // RFC 3339
+}
+
+// WorkerStatus is one registered worker.
+type WorkerStatus struct {
+	Instance     int64   `json:"instance_id"`
+	Peer         string  `json:"peer"` // who may speak for it
+	Model        string  `json:"model_name"`
+	World        int     `json:"world_size"`
+	Mode         string  `json:"mode,omitempty"`
+	ObjectGroups int     `json:"object_groups,omitempty"`
+	ChunkShape   []int   `json:"chunk_shape,omitempty"`
+	DType        string  `json:"dtype,omitempty"`
+	ChunkBytes   int64   `json:"chunk_bytes"`
+	SilentFor    float64 `json:"silent_s"`
+	Refused      string  `json:"refused,omitempty"` // why
+	CannotMapShm bool    `json:"cannot_map_shm,omitempty"`
+	Client       string  `json:"client_generation"` // the first lmcache release of it; several when they act alike
+}
+
+// Status returns a snapshot.
+func (s *Server) Status() Status {
+	st := s.store.Stats()
+	why := s.Unhealthy()
+	out := Status{
+		Healthy: len(why) == 0, Unhealthy: why, Version: s.opts.Version, PID: os.Getpid(),
+		Started: s.started.UTC().Format(time.RFC3339), Uptime: time.Since(s.started).Round(time.Millisecond).Seconds(),
+		ChunkTokens: s.opts.ChunkTokens, HashAlgorithm: "blake3", Sessions: st.Sessions, Clears: s.clears.Load(),
+		Pool: PoolStatus{
+			Name: s.store.Files().Name(), TotalBytes: st.Bytes, FreeBytes: st.FreeBytes, UsageRatio: usage(&st), ResidentBytes: st.ResidentBytes,
+			StagedBytes: st.StagedBytes, QuarantinedBytes: st.CondemnedBytes, PopulatedBytes: s.store.Memory().Provided(), UsableBytes: s.store.Memory().Usable(),
+			ResidentChunks: st.Resident, EvictableChunks: st.EvictableObjs, EvictedChunks: st.EvictedChunks, Failures: st.AllocationFailures,
+			Transfers: st.Transfers, Quarantined: st.Quarantined,
+		},
+		Below: s.below(&st),
+		Lookup: LookupStatus{
+			Lookups: st.Lookups, AskedTokens: s.n.askedTokens.Load(), HitTokens: s.n.hitTokens.Load(), MissReasons: map[string]uint64{},
+			Hits: s.n.hits.Load(), Short: s.n.shortPrompts.Load(), Salted: s.n.salted.Load(), Retrieves: s.n.retrievesFinished.Load(), Stores: s.n.storesFinished.Load(),
+		},
+		Recent: s.lately(), Workers: s.workers(), TurnedAway: s.turnedAway.list(), Declined: map[string]uint64{},
+	}
+	for i := range s.n.misses {
+		if n := s.n.misses[i].Load(); n > 0 && (!miss.Reason(i).IsBelow() || len(s.opts.Tiers) == 0) {
+			out.Lookup.MissReasons[miss.Reason(i).String()] = n
+		}
+	}
+	for _, name := range s.TierNames() {
+		for why, n := range s.n.tierMisses.counts(name, miss.Reason.String) {
+			if n > 0 {
+				out.Lookup.MissReasons["tier "+name+": "+why] = n
+			}
+		}
+	}
+	if out.Lookup.Short > 0 {
+		out.Lookup.MissReasons[shortPrompt.text] = out.Lookup.Short
+	}
+	for label, count := range s.n.refusals {
+		if n := count.Load(); n > 0 {
+			out.Declined[label] = n
+		}
+	}
+	out.Findings = out.findings()
+	return out
+}
+
+// shortPrompt is the reason of a miss that only this package knows.
+var shortPrompt = struct{ text, label string }{"shorter than a chunk", "short_prompt"}
+
+func (s *Server) lately() RecentStatus {
+	from, now := s.recent.since(s.started), s.count()
+	return RecentStatus{
+		Seconds: time.Since(from.at).Round(time.Millisecond).Seconds(),
+		Lookups: now.lookups - from.n.lookups, AskedTokens: now.asked - from.n.asked, HitTokens: now.hit - from.n.hit,
+		StoredBytes: now.stored - from.n.stored, RetrievedBytes: now.loaded - from.n.loaded,
+		EvictedChunks: now.evicted - from.n.evicted, EvictedBytes: now.evictedBytes - from.n.evictedBytes,
+	}
+}
+
+// turnedAway remembers why registrations were refused.
+type turnedAway struct {
+	mu      sync.Mutex
+	reasons []RefusedStatus // the latest last
+}
+
+// maxTurnedAway bounds the reasons.
+const maxTurnedAway = 16
+
+func (t *turnedAway) add(err error) {
+	why := RefusedStatus{Why: safelog.Text(err.Error(), safelog.MaxText), Count: 1, Last: time.Now().UTC().Format(time.RFC3339)}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if i := slices.IndexFunc(t.reasons, func(r RefusedStatus) bool { return r.Why == why.Why }); i >= 0 {
+		why.Count += t.reasons[i].Count
+		t.reasons = slices.Delete(t.reasons, i, i+1)
+	} else if len(t.reasons) == maxTurnedAway {
+		t.reasons = slices.Delete(t.reasons, 0, 1)
+	}
+	t.reasons = append(t.reasons, why)
+}
+
+func (t *turnedAway) list() []RefusedStatus {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return append([]RefusedStatus{}, t.reasons...)
+}
+
+// usage is the share of the pool in use.
+func usage(st *store.Stats) float64 {
+	if st.Bytes == 0 {
+		return 0
+	}
+	return float64(st.Bytes-st.FreeBytes) / float64(st.Bytes)
+}
+
+func (s *Server) workers() []WorkerStatus {
+	out := []WorkerStatus{}
+	for _, in := range s.registry.List() {
+		w := WorkerStatus{
+			Instance: in.ID, Peer: in.By.String(), Model: in.Model, World: in.World, ChunkBytes: in.Bytes, Refused: in.Refused, CannotMapShm: in.Side() == workers.Pickle,
+			Client:    in.Generations.String(),
+			SilentFor: s.registry.Silence(in, time.Now()).Round(time.Millisecond).Seconds(),
+		}
+		if in.Refused == "" {
+			w.ChunkShape, w.DType, w.Mode, w.ObjectGroups = in.Layout.Shape(), in.Layout.DType, "engine_driven", 1
+			if in.Lent != nil {
+				w.Mode, w.ObjectGroups = "lmcache_driven", len(in.Lent.Objects)
+			}
+		}
+		out = append(out, w)
+	}
+	slices.SortStableFunc(out, func(a, b WorkerStatus) int { return cmp.Compare(a.Instance, b.Instance) })
+	return out
+}

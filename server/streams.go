@@ -1,0 +1,367 @@
+package server
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/access"
+	"github.com/kvasir-kv/kvasir/events"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// subscribe_kv_events opens a stream: batches of events under one uid, each after the client
+// acknowledged the one before. A stream begins with all that its model has in memory, because
+// clients ask from the beginning whenever they connect, and does so again, marked as
+// lost, where the records it needs next are not kept any more.
+
+// Limits on streams.
+const (
+	maxStreams    = 1024    // a user or address may have half of what others leave
+	streamBytes   = 4 << 20 // about, of a batch
+	bytesPerToken = 5       // at most
+)
+
+// streamKey names a subscriber: an instance id as one user or address means it.
+type streamKey struct {
+	by access.Principal
+	id int64
+}
+
+// stream is one subscription. A goroutine of its own sends its batches.
+type stream struct {
+	key     streamKey
+	peer    *zmtp.Peer
+	uid, op []byte // frames of its replies
+	model   string
+	limit   int // events per batch
+	credit  chan struct{}
+	cancel  context.CancelFunc
+	silent  atomic.Bool  // it ends without the message that says so
+	seen    atomic.Int64 // unix nanoseconds of its last sign of life
+
+	book    *events.Book
+	cursor  uint64 // of the records, the last one that was sent
+	chunks  []*events.Chunk
+	resume  uint64 // the cursor once chunks are sent
+	records []events.Record
+}
+
+// streams are the open ones.
+type streams struct {
+	running sync.WaitGroup
+	some    atomic.Bool // there are, or were
+
+	mu struct { // a leaf
+		sync.Mutex
+		closed bool
+		of     map[streamKey]*stream
+		byUID  map[*zmtp.Peer]map[string]*stream
+		shares map[string]int
+	}
+}
+
+// begin adds a stream, in the place of one of the same subscriber. It reports false when there are too many.
+func (l *streams) begin(st *stream) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.mu.of == nil {
+		l.mu.of, l.mu.byUID, l.mu.shares = make(map[streamKey]*stream), make(map[*zmtp.Peer]map[string]*stream), make(map[string]int)
+	}
+	if old := l.mu.of[st.key]; old != nil {
+		l.removeLocked(old)
+		old.cancel()
+	}
+	share := st.key.by.String()
+	own := l.mu.shares[share]
+	if l.mu.closed || own >= max(1, (maxStreams-(len(l.mu.of)-own))/2) || len(l.mu.of) >= maxStreams {
+		return false
+	}
+	if old := l.mu.byUID[st.peer][string(st.uid)]; old != nil { // its replies could not be told from the new one's
+		old.silent.Store(true)
+		l.removeLocked(old)
+		old.cancel()
+	}
+	if l.mu.byUID[st.peer] == nil {
+		l.mu.byUID[st.peer] = make(map[string]*stream)
+	}
+	l.mu.of[st.key] = st
+	l.mu.byUID[st.peer][string(st.uid)] = st
+	l.mu.shares[share]++
+	l.some.Store(true)
+	l.running.Add(1)
+	return true
+}
+
+func (l *streams) removeLocked(st *stream) {
+	if l.mu.of[st.key] != st {
+		return
+	}
+	delete(l.mu.of, st.key)
+	if delete(l.mu.byUID[st.peer], string(st.uid)); len(l.mu.byUID[st.peer]) == 0 {
+		delete(l.mu.byUID, st.peer)
+	}
+	share := st.key.by.String()
+	if l.mu.shares[share]--; l.mu.shares[share] == 0 {
+		delete(l.mu.shares, share)
+	}
+}
+
+func (l *streams) remove(st *stream) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.removeLocked(st)
+}
+
+// control handles an ack or a cancel. Those of no stream of that connection are ignored.
+func (l *streams) control(p *zmtp.Peer, uid, what []byte) {
+	if p == nil || !l.some.Load() {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	st := l.mu.byUID[p][string(uid)]
+	if st == nil {
+		return
+	}
+	st.seen.Store(time.Now().UnixNano())
+	if string(what) == lmcache.StreamCancel {
+		st.cancel()
+		return
+	}
+	select {
+	case st.credit <- struct{}{}:
+	default: // one batch is in flight at most
+	}
+}
+
+// touch notes that a worker pinged.
+func (l *streams) touch(key streamKey) {
+	if !l.some.Load() {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if st := l.mu.of[key]; st != nil {
+		st.seen.Store(time.Now().UnixNano())
+	}
+}
+
+// end ends the streams that which chooses; with silent, without telling their clients.
+func (l *streams) end(silent bool, which func(*stream) bool) {
+	if !l.some.Load() {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, st := range l.mu.of {
+		if which(st) {
+			st.silent.Store(silent)
+			st.cancel()
+		}
+	}
+}
+
+// stop ends all streams and lets no other begin. Clients notice by the end of their connections:
+// one that was told sooner would subscribe again at once.
+func (l *streams) stop() {
+	l.mu.Lock()
+	l.mu.closed = true
+	l.mu.Unlock()
+	l.end(true, func(*stream) bool { return true })
+	l.running.Wait()
+}
+
+func (l *streams) count() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.mu.of)
+}
+
+// subscribe answers subscribe_kv_events.
+func (s *Server) subscribe(sc *scratch, r *lmcache.SubscribeRequest) error {
+	if s.opts.Events == nil {
+		return errUnsupported
+	}
+	if err := sc.caller().MayOpen(); err != nil { // who may open the pool can read all of it anyway
+		return fmt.Errorf("%w: %w", errTokens, err)
+	}
+	if sc.peer == nil { // a stream needs a connection
+		return errUnsupported
+	}
+	sc.silent = true // whatever comes is sent by the stream
+	if s.draining.Load() {
+		return nil
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	st := &stream{
+		key: streamKey{sc.caller().By, r.InstanceID}, peer: sc.peer, uid: bytes.Clone(sc.frames[0]), op: bytes.Clone(sc.frames[1]),
+		model: string(r.Model), limit: min(r.MaxEvents, 1+streamBytes/(bytesPerToken*s.opts.ChunkTokens)),
+		credit: make(chan struct{}, 1), cancel: cancel, book: s.opts.Events, cursor: r.Cursor,
+	}
+	st.seen.Store(time.Now().UnixNano())
+	if !s.streams.begin(st) {
+		cancel()
+		sc.silent = false
+		return errStreams
+	}
+	s.opts.Events.Activate()
+	go s.runStream(ctx, st)
+	return nil
+}
+
+func (s *Server) runStream(ctx context.Context, st *stream) {
+	defer s.streams.running.Done()
+	defer s.streams.remove(st)
+	defer st.cancel()
+	err := s.contain(lmcache.OpSubscribeKVEvents, func() error {
+		for first := true; ; first = false {
+			batch, ok := st.next(ctx, first, s.incarnation())
+			if !ok {
+				return nil
+			}
+			if !s.sendBatch(ctx, st, batch.Append(nil)) {
+				return nil
+			}
+		}
+	})
+	if err != nil {
+		s.refuse(lmcache.OpSubscribeKVEvents, err)
+	}
+	if !st.silent.Load() {
+		s.send(st.peer, st.uid, st.op)
+	}
+}
+
+// features are the optional ones, as get_experimental lists them.
+func (s *Server) features() []string {
+	if s.opts.Events == nil {
+		return nil
+	}
+	return []string{lmcache.KVEventStream}
+}
+
+// sendBatch sends a batch and waits until its client has consumed it; false means that the stream ends.
+func (s *Server) sendBatch(ctx context.Context, st *stream, batch []byte) bool {
+	for errors.Is(st.peer.SendOwned(st.uid, st.op, batch), zmtp.ErrQueueFull) {
+		select {
+		case <-time.After(time.Second): // other replies wait for this client, too
+		case <-ctx.Done():
+			return false
+		}
+	}
+	select {
+	case <-st.credit:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// incarnation names this life of the server.
+func (s *Server) incarnation() uint64 { return uint64(s.started.UnixNano()) }
+
+// next waits until there is something to send; ok is false when the stream ends. The first batch
+// comes at once.
+func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (batch lmcache.KVEventBatch, ok bool) {
+	batch = lmcache.KVEventBatch{Enabled: true, Incarnation: incarnation}
+	for {
+		changed := st.book.Changed()
+		if first && st.cursor == 0 {
+			st.chunks, st.resume = st.book.Snapshot(st.model, true)
+		} else if len(st.chunks) == 0 {
+			st.records, st.resume, batch.Lost = st.book.Read(st.cursor, st.limit, st.records[:0], st.wants)
+			if batch.Lost {
+				st.chunks, st.resume = st.book.Snapshot(st.model, true)
+			}
+		}
+		switch {
+		case len(st.chunks) > 0 || batch.Lost:
+			batch.Events = st.fromSnapshot()
+		default:
+			batch.Events = fromRecords(st.records)
+		}
+		st.records = st.records[:0]
+		if len(st.chunks) == 0 {
+			st.cursor = st.resume
+		}
+		batch.NextCursor = st.cursor
+		if first || batch.Lost || len(batch.Events) > 0 {
+			return batch, true
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return batch, false
+		}
+	}
+}
+
+func (st *stream) wants(r *events.Record) bool { return r.OfModel && r.Model == st.model }
+
+// fromSnapshot takes the next chunks of a snapshot. While some are left, the cursor stays: a
+// client that asks again from there gets the snapshot again.
+func (st *stream) fromSnapshot() (out []lmcache.KVEventRecord) {
+	n := min(st.limit, len(st.chunks))
+	for _, c := range st.chunks[:n] {
+		out = append(out, stored(c, st.resume))
+	}
+	if st.chunks = st.chunks[n:]; len(st.chunks) == 0 {
+		st.chunks = nil
+	}
+	return out
+}
+
+// fromRecords translates records; chunks that went one after the other share an event.
+func fromRecords(records []events.Record) (out []lmcache.KVEventRecord) {
+	for _, r := range records {
+		last := len(out) - 1
+		switch {
+		case !r.Removed:
+			out = append(out, stored(r.Chunk, r.Seq))
+		case last >= 0 && out[last].Removed:
+			out[last].Seq, out[last].Hashes = r.Seq, append(out[last].Hashes, r.Hash)
+		default:
+			out = append(out, lmcache.KVEventRecord{Seq: r.Seq, Removed: true, Model: r.Model, Hashes: []kv.Hash{r.Hash}})
+		}
+	}
+	return out
+}
+
+func stored(c *events.Chunk, seq uint64) lmcache.KVEventRecord {
+	r := lmcache.KVEventRecord{Seq: seq, Model: c.Model, Hashes: []kv.Hash{c.Hash}, Tokens: c.Tokens}
+	if c.Index > 0 {
+		r.Parent = c.Parent[:]
+	}
+	return r
+}
+
+// announce tells the Book what the first chunks of a prompt are, which a worker stored or
+// a lookup asked for.
+func (s *Server) announce(k *lmcache.KeyView, sh *objects.Shard, chunks int) {
+	book := s.opts.Events
+	if book == nil || !book.Active() {
+		return
+	}
+	hashes := k.Hashes[:min(chunks, len(k.Hashes))]
+	lacks := book.Lacks(hashes)
+	book.Named(k.Model, k.Salt, sh)
+	if lacks {
+		book.Learn(hashes, s.memo.Tokens(k))
+	}
+}
+
+// announceFound is announce for a lookup: it has news only of what an earlier server kept, of what
+// was stored before anybody subscribed, and of shards with unlike layouts.
+func (s *Server) announceFound(k *lmcache.KeyView, sh *objects.Shard) {
+	if book := s.opts.Events; book != nil && book.Active() && (book.Wonders() || sh.Each != nil) {
+		s.announce(k, sh, len(k.Hashes))
+	}
+}

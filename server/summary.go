@@ -1,0 +1,73 @@
+package server
+
+import (
+	"math"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/lmcache"
+)
+
+// summary is the state of the counters at the last summary line.
+type summary struct{ lookups, asked, hit, stored, loaded, evicted, evictedBytes uint64 }
+
+func (s *Server) count() summary {
+	st := s.store.Stats()
+	return summary{
+		lookups: s.n.requests[lmcache.OpLookup].Load(), asked: s.n.askedTokens.Load(), hit: s.n.hitTokens.Load(),
+		stored: st.StoredBytes, loaded: st.LoadedBytes, evicted: st.EvictedChunks, evictedBytes: st.EvictedBytes,
+	}
+}
+
+// summarize logs one line about the time since last, if anything happened.
+func (s *Server) summarize(last summary) summary {
+	now := s.count()
+	s.recent.add(time.Now(), now)
+	if now == last {
+		return now
+	}
+	st := s.store.Stats()
+	asked, hit := now.asked-last.asked, now.hit-last.hit
+	s.log.Info("last 10 s", "lookups", now.lookups-last.lookups, "asked_tokens", asked, "hit_tokens", hit, "hit_percent", percent(hit, asked),
+		"stored_bytes", now.stored-last.stored, "retrieved_bytes", now.loaded-last.loaded, "evicted_chunks", now.evicted-last.evicted,
+		"pool_percent", percent(uint64(st.Bytes-st.FreeBytes), uint64(st.Bytes)))
+	return now
+}
+
+// recently keeps the counters of the last five minutes.
+type recently struct {
+	mu   sync.Mutex
+	ring []sample // the oldest first
+}
+
+type sample struct {
+	at time.Time
+	n  summary
+}
+
+// maxSamples is how many summary lines are remembered.
+const maxSamples = 30
+
+func (r *recently) add(now time.Time, n summary) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.ring) == maxSamples {
+		r.ring = append(r.ring[:0], r.ring[1:]...)
+	}
+	r.ring = append(r.ring, sample{now, n})
+}
+
+// since returns the oldest sample, that of the start while there is none.
+func (r *recently) since(start time.Time) sample {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.ring) < maxSamples {
+		return sample{at: start}
+	}
+	return r.ring[0]
+}
+
+// percent is part of whole, with one digit after the point; 0 of nothing.
+func percent(part, whole uint64) float64 {
+	return math.Round(1000*float64(part)/float64(max(whole, 1))) / 10
+}

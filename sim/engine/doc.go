@@ -1,0 +1,9 @@
+// Package engine is a simulated vLLM engine: it schedules like vLLM, holds real KV bytes in
+// paged memory, and speaks the real connectors. Only the model is missing: the KV of a token
+// follows from the tokens before it (package sim/kvmem), and so does the next token.
+//
+// Whatever KV a request is given, by the prefix cache, another engine or a cache server, is
+// compared byte for byte before it is used. A wrong byte fails the request.
+//
+// An Engine runs one goroutine for its steps; the connectors have their own for transfers.
+package engine

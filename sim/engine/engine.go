@@ -1,0 +1,511 @@
+package engine
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/kvconfig"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/kvmem"
+	"github.com/kvasir-kv/kvasir/sim/sched"
+)
+
+// Options configures an Engine. A zero field means its default.
+type Options struct {
+	Model string // its name; default "simulated"
+
+	// KV is the memory; BlockTokens, Blocks and TPSize go for the scheduler too.
+	KV kvmem.Geometry
+
+	// Groups are the KV cache groups of a hybrid model, each of KV.Layers layers; default one of
+	// full attention.
+	Groups []sched.Group
+
+	MaxSeqs     int // default 256
+	MaxTokens   int // in a step; default 8192
+	MaxModel    int // longest sequence, in tokens; default 32768, or what the KV memory holds
+	NoCache     bool
+	LongPrefill int
+
+	// Time of a step: what Clock says of its rows, StepTime, and the prompt tokens computed at
+	// PrefillRate per second.
+	Clock       *clock.Profile // nil: none
+	StepTime    time.Duration  // default none
+	PrefillRate float64        // default unbounded
+
+	Connectors []*kvconfig.Config
+	// Getenv is the environment of the connectors; default none but VLLM_HOST_IP=127.0.0.1.
+	Getenv func(string) (string, bool)
+	// First is the dialect of vLLM 0.13 for a MooncakeConnector: no transfer ids, no registry.
+	First bool
+	// StoreRelease is whose decisions and keys a MooncakeStoreConnector has; default ours, with the
+	// keys of vLLM 0.24 and later.
+	StoreRelease coordinator.Release
+	// Retention thins what a MooncakeStoreConnector keeps of windows: one tail for so many tokens, and
+	// the prompt's; 0 is the prompt's alone, nil all.
+	Retention *int
+	// ShmDir is where cache servers on this host have their pools; default shm.Dir.
+	ShmDir string
+
+	Log *slog.Logger // nil discards
+}
+
+// Request is what an engine is asked for.
+type Request struct {
+	ID        string // of the engine's own; no two at a time
+	Tokens    []uint32
+	MaxTokens int
+	Priority  int
+	Salt      string // cache_salt
+	SkipCache bool   // does not read the prefix cache
+	Params    *wire.KVTransferParams
+}
+
+// The errors of a request.
+var (
+	// ErrTooLong means that prompt and output do not fit the model.
+	ErrTooLong = errors.New("engine: the request does not fit")
+	// ErrInUse means that a request of this id runs, or has blocks that a connector needs.
+	ErrInUse = errors.New("engine: a request of this id is already running")
+	// ErrClosed means that the engine has stopped.
+	ErrClosed = errors.New("engine: closed")
+	// ErrWrongBytes means that KV which the request was given is not its tokens'.
+	ErrWrongBytes = errors.New("engine: wrong KV bytes")
+	// ErrLoad means that KV could not be loaded, and that the policy is to fail then.
+	ErrLoad = errors.New("engine: KV could not be loaded")
+)
+
+// Engine is one engine. Its methods are safe for concurrent use.
+type Engine struct {
+	o     Options
+	log   *slog.Logger
+	mem   *kvmem.Memory
+	sched *sched.Scheduler // the loop's
+	conns []kvConnector    // the loop's
+
+	segments [][]string   // of the memory, by rank and layer; nil: it is not lent
+	free     func() error // of the memory
+
+	wake chan struct{}
+	done chan struct{} // closed when Run has returned
+	stop context.CancelFunc
+	ctx  context.Context
+
+	mu struct {
+		sync.Mutex
+		commands []func()
+		closed   bool
+	}
+	by    map[string]*request // the loop's: not ended
+	keeps map[string]*request // the loop's: ended, their blocks are in a connector's use
+	n     counters
+}
+
+// Open makes an engine and its memory, registers it where its connectors say, and starts its
+// steps. When ctx ends before that is done, so does Open; later it means nothing.
+func Open(ctx context.Context, o Options) (*Engine, error) {
+	o.Model = cmp.Or(o.Model, "simulated")
+	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
+	if o.Getenv == nil {
+		o.Getenv = func(name string) (string, bool) { return "127.0.0.1", name == "VLLM_HOST_IP" }
+	}
+	o.KV.TPSize = max(o.KV.TPSize, 1)
+	if len(o.Groups) == 0 {
+		o.Groups = []sched.Group{{}}
+	}
+	o.KV.Groups = make([]kvmem.Group, len(o.Groups))
+	for i, g := range o.Groups {
+		o.KV.Groups[i].State = g.State
+	}
+	if o.Clock != nil {
+		if err := o.Clock.Validate(); err != nil {
+			return nil, fmt.Errorf("engine: %w", err)
+		}
+	}
+	if o.StepTime < 0 || o.PrefillRate < 0 {
+		return nil, fmt.Errorf("engine: steps of %v, %v prompt tokens per second", o.StepTime, o.PrefillRate)
+	}
+	e := &Engine{o: o, log: o.Log, wake: make(chan struct{}, 1), done: make(chan struct{}), by: make(map[string]*request), keeps: make(map[string]*request)}
+	e.n.open()
+	c := sched.Config{
+		BlockTokens: o.KV.BlockTokens, Blocks: o.KV.Blocks, MaxSeqs: o.MaxSeqs, MaxTokens: o.MaxTokens, MaxModel: o.MaxModel,
+		NoPrefixCache: o.NoCache, LongPrefill: o.LongPrefill, Groups: o.Groups,
+	}
+	err := checkMemory(&o, &c)
+	if err != nil {
+		return nil, err
+	}
+	e.o.MaxModel = c.MaxModel
+	if e.mem, e.segments, e.free, err = newMemory(&o); err != nil {
+		return nil, err
+	}
+	e.ctx, e.stop = context.WithCancel(context.Background())
+	interrupted := context.AfterFunc(ctx, e.stop)
+	err = e.connect()
+	if !interrupted() {
+		err = context.Cause(ctx)
+	}
+	if err != nil {
+		e.stop()
+		return nil, errors.Join(err, e.closeConnectors(), e.free())
+	}
+	if len(e.conns) > 0 {
+		c.Connector = connectors{e}
+		for _, k := range o.Connectors {
+			c.Sends = c.Sends || k.Role != wire.Consumer
+			c.Receives = c.Receives || k.Role != wire.Producer
+			c.Recompute = c.Recompute || k.LoadFailurePolicy == kvconfig.Recompute
+		}
+	}
+	if e.sched, err = sched.New(c); err != nil {
+		e.stop()
+		return nil, errors.Join(err, e.closeConnectors(), e.free())
+	}
+	go e.run()
+	return e, nil
+}
+
+// Model returns the model's name.
+func (e *Engine) Model() string { return e.o.Model }
+
+// MaxModel returns the longest sequence, in tokens.
+func (e *Engine) MaxModel() int { return e.o.MaxModel }
+
+// Close aborts what runs, stops the connectors and gives the memory back.
+func (e *Engine) Close() error {
+	e.stop()
+	<-e.done
+	return errors.Join(e.closeConnectors(), e.free())
+}
+
+func (e *Engine) closeConnectors() error {
+	var errs []error
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	for _, c := range e.conns {
+		errs = append(errs, c.close(ctx))
+	}
+	e.conns = nil
+	return errors.Join(errs...)
+}
+
+// do runs f on the loop's goroutine. It reports false after the end.
+func (e *Engine) do(f func()) bool {
+	e.mu.Lock()
+	if e.mu.closed {
+		e.mu.Unlock()
+		return false
+	}
+	e.mu.commands = append(e.mu.commands, f)
+	e.mu.Unlock()
+	e.poke()
+	return true
+}
+
+func (e *Engine) poke() {
+	select {
+	case e.wake <- struct{}{}:
+	default:
+	}
+}
+
+// call runs f on the loop's goroutine and waits for it.
+func (e *Engine) call(f func()) error {
+	ended := make(chan struct{})
+	if !e.do(func() { f(); close(ended) }) {
+		return ErrClosed
+	}
+	select {
+	case <-ended:
+		return nil
+	case <-e.done:
+		return ErrClosed
+	}
+}
+
+// Submit takes a request in; the Stream tells what becomes of it. The request ends when ctx
+// does.
+func (e *Engine) Submit(ctx context.Context, r Request) (*Stream, error) {
+	if err := e.check(&r); err != nil {
+		return nil, err
+	}
+	q := newRequest(e, r)
+	var err error
+	closed := e.call(func() {
+		if err = e.add(q); err == nil {
+			q.stop = context.AfterFunc(ctx, func() { e.do(func() { e.abort(q) }) })
+		}
+	})
+	if closed != nil || err != nil {
+		return nil, errors.Join(closed, err)
+	}
+	return &q.stream, nil
+}
+
+func (e *Engine) check(r *Request) error {
+	switch n := len(r.Tokens); {
+	case n == 0 || r.MaxTokens < 1:
+		return fmt.Errorf("%w: %d prompt tokens, %d to generate", ErrTooLong, n, r.MaxTokens)
+	case r.MaxTokens > e.o.MaxModel-n:
+		return fmt.Errorf("%w: %d prompt tokens and %d to generate, the longest sequence has %d", ErrTooLong, n, r.MaxTokens, e.o.MaxModel)
+	}
+	return nil
+}
+
+func (e *Engine) add(q *request) error {
+	if e.sched.Known(q.r.ID) { // before the connectors hear of it
+		return fmt.Errorf("%w: %.128q", ErrInUse, q.r.ID)
+	}
+	for _, c := range e.conns {
+		c.begin(q)
+	}
+	if err := e.sched.Add(&q.s); err != nil {
+		return err
+	}
+	e.by[q.r.ID] = q
+	return nil
+}
+
+// Abort ends a request, if it has not ended.
+func (e *Engine) Abort(id string) {
+	e.do(func() {
+		if q := e.by[id]; q != nil {
+			e.abort(q)
+		}
+	})
+}
+
+// AbortAll ends all requests.
+func (e *Engine) AbortAll() {
+	_ = e.call(func() { // an engine that has ended has none
+		for _, q := range e.by {
+			e.abort(q)
+		}
+	})
+}
+
+func (e *Engine) abort(q *request) {
+	if e.by[q.r.ID] == q {
+		e.sched.Abort(q.r.ID)
+		e.finish(q, sched.Abort, nil)
+	}
+}
+
+// ResetPrefixCache empties the prefix cache. It works only while no request has blocks,
+// unless running preempts all of them.
+func (e *Engine) ResetPrefixCache(running bool) (ok bool) {
+	_ = e.call(func() { _, ok = e.sched.Reset(running) }) // false after the end
+	return ok
+}
+
+// run is the loop.
+func (e *Engine) run() {
+	defer close(e.done)
+	for e.ctx.Err() == nil {
+		e.mu.Lock()
+		commands := e.mu.commands
+		e.mu.commands = nil
+		e.mu.Unlock()
+		for _, f := range commands {
+			f()
+		}
+		if !e.sched.Busy() {
+			e.wait(0)
+			continue
+		}
+		e.turn()
+	}
+	e.mu.Lock()
+	e.mu.closed = true
+	e.mu.Unlock()
+	for _, q := range e.by {
+		e.finish(q, sched.Abort, ErrClosed)
+	}
+}
+
+// wait waits for something to do, at most d; 0 is for ever.
+func (e *Engine) wait(d time.Duration) {
+	var after <-chan time.Time
+	if d > 0 {
+		t := time.NewTimer(d)
+		defer t.Stop()
+		after = t.C
+	}
+	select {
+	case <-e.wake:
+	case <-after:
+	case <-e.ctx.Done():
+	}
+}
+
+// Intervals at which transfers are looked after while no request runs.
+const (
+	loadPoll = time.Millisecond
+	keptPoll = 10 * time.Millisecond
+)
+
+// turn is one step of the engine: decide, compute, take in what became of transfers.
+func (e *Engine) turn() {
+	step := e.sched.Schedule()
+	for _, h := range step.Hits {
+		q := of(h.Request)
+		if q.first.IsZero() {
+			q.cached = h.Tokens
+		}
+		if h.Request.Preemptions() > 0 {
+			continue // counted when it began
+		}
+		e.n.queries.Add(int64(len(q.r.Tokens)))
+		e.n.hits.Add(int64(h.Tokens))
+		if len(e.conns) > 0 {
+			e.n.asked.Add(int64(len(q.r.Tokens) - h.Tokens))
+		}
+	}
+	e.n.preemptions.Add(int64(len(step.Preempted) + len(step.Reset)))
+	var ended []string
+	for _, r := range step.Ended {
+		ended = append(ended, r.ID)
+	}
+	for _, c := range e.conns {
+		if err := c.settle(step); err != nil && e.ctx.Err() == nil {
+			e.log.Error("blocks are still being read", "err", err)
+		}
+	}
+	for _, c := range e.conns {
+		if err := c.build(step); err != nil {
+			e.log.Error("the connector's step failed", "err", err)
+		}
+	}
+	if len(step.Rows) > 0 {
+		e.compute(step)
+	} else if all, _ := e.sched.Waits(); all > 0 {
+		e.wait(loadPoll)
+	} else if len(ended) == 0 {
+		e.wait(keptPoll)
+	}
+	for _, c := range e.conns {
+		c.computed(step)
+	}
+	out := e.poll(ended)
+	result := e.sched.Process(out)
+	e.n.steps.Add(1)
+	for _, r := range result.Tokens {
+		q := of(r)
+		begins := q.first.IsZero()
+		q.append(q.next())
+		if begins {
+			e.n.began(q)
+		}
+		e.n.generated.Add(1)
+	}
+	for _, end := range result.Ended {
+		var err error
+		if end.Reason == sched.Error {
+			err = ErrLoad
+		}
+		e.finish(of(end.Request), end.Reason, err)
+	}
+}
+
+// compute makes the KV of a step's tokens, after comparing what the requests begin with.
+func (e *Engine) compute(step *sched.Step) {
+	began, prompt := time.Now(), 0
+	var work clock.Work
+	for i := range step.Rows {
+		row := &step.Rows[i]
+		q := of(row.Request)
+		work.Add(row.Before, row.Tokens, row.Samples)
+		if row.Before < len(q.r.Tokens) {
+			prompt += row.Tokens
+		}
+		if row.Kind != sched.RowRunning {
+			q.begun(time.Now())
+		}
+		if row.Kind != sched.RowRunning || e.sched.Last(row) { // what it begins with, and what is left of it in the end
+			e.inspect(row)
+		}
+		e.mem.Write(row.Request.Tables(), q.chain, row.Before, row.Before+row.Tokens)
+	}
+	d := e.o.StepTime
+	if e.o.PrefillRate > 0 {
+		d += time.Duration(float64(prompt) / e.o.PrefillRate * float64(time.Second))
+	}
+	if e.o.Clock != nil {
+		d += e.o.Clock.Step(work) - time.Since(began) // the bytes above are made within the step
+	}
+	if d > 0 {
+		t := time.NewTimer(d)
+		select {
+		case <-t.C:
+		case <-e.ctx.Done():
+			t.Stop()
+		}
+	}
+	for i := range step.Rows {
+		if q := of(step.Rows[i].Request); q.wrong != nil && e.by[q.r.ID] == q {
+			e.sched.Abort(q.r.ID)
+			e.finish(q, sched.Error, q.wrong)
+		}
+	}
+}
+
+// inspect compares all KV that a row's request has before the step. Of a request with wrong
+// bytes nothing is found, sent or stored any more.
+func (e *Engine) inspect(row *sched.Row) {
+	q := of(row.Request)
+	err := e.mem.Check(row.Request.Tables(), q.chain, 0, row.Before)
+	if err == nil {
+		return
+	}
+	e.n.wrong.Add(1)
+	e.log.Error("wrong KV bytes", "request", q.r.ID, "err", err)
+	q.wrong = fmt.Errorf("%w: %w", ErrWrongBytes, err)
+	e.sched.Forget(row.Request)
+}
+
+// finish tells the client that its request has ended.
+func (e *Engine) finish(q *request, why sched.Reason, err error) {
+	if e.by[q.r.ID] != q {
+		return
+	}
+	delete(e.by, q.r.ID)
+	if q.stop != nil {
+		q.stop()
+	}
+	e.n.ended(q, why, err)
+	q.stream.end(&End{why.String(), err, q.params, q.notComputed()})
+}
+
+// poll asks the connectors what became of their transfers.
+func (e *Engine) poll(ended []string) (out sched.Output) {
+	for _, c := range e.conns {
+		o := c.poll(ended)
+		for _, id := range o.Sent {
+			if e.release(id) {
+				out.Sent = append(out.Sent, id)
+			}
+		}
+		out.Arrived = append(out.Arrived, o.Arrived...)
+		for _, id := range o.Arrived {
+			if q := e.by[id]; q != nil && !q.loading.IsZero() {
+				e.n.load.Took(time.Since(q.loading))
+				q.loading = time.Time{}
+			}
+		}
+		out.Failed = append(out.Failed, o.Failed...)
+		out.Bad = append(out.Bad, o.Bad...)
+	}
+	for _, id := range out.Failed {
+		if q := e.by[id]; q != nil && q.first.IsZero() {
+			q.external = 0
+		}
+	}
+	return out
+}

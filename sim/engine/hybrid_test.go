@@ -1,0 +1,163 @@
+package engine_test
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kvconfig"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+	"github.com/kvasir-kv/kvasir/sim/engine"
+	"github.com/kvasir-kv/kvasir/sim/sched"
+)
+
+// Groups of hybrid models.
+var hybrids = map[string][]sched.Group{
+	"windows":            {{}, {Window: 40}},
+	"states":             {{}, {State: true}},
+	"states and windows": {{State: true}, {Window: 100}, {}},
+	"one window":         {{Window: 50}},
+}
+
+// Hybrid models give the tokens of any other run, from their prefix cache too, in a memory so
+// small that requests are preempted.
+func TestHybridAlone(t *testing.T) {
+	preempted := int64(0)
+	for name, groups := range hybrids {
+		g := geometry(2)
+		g.Blocks = 64
+		e := open(t, engine.Options{KV: g, Groups: groups, MaxTokens: 256, MaxModel: 256, StepTime: time.Millisecond}, "", nil)
+		big := open(t, engine.Options{KV: geometry(1), MaxModel: 1024}, "", nil)
+		var wg sync.WaitGroup
+		for i := range 30 {
+			wg.Go(func() {
+				r := engine.Request{ID: fmt.Sprint("r", i), Tokens: prompt(60+i%5*20, uint32(i%4)), MaxTokens: 60}
+				want, _ := ask(t, big, r)
+				if got, end := ask(t, e, r); end.Err != nil || !slices.Equal(got, want) {
+					t.Errorf("%s: %v, %+v", name, got, end)
+				}
+			})
+		}
+		wg.Wait()
+		idle(t, e)
+		for range 2 { // the second finds what the first left
+			ask(t, e, engine.Request{ID: "last", Tokens: prompt(100, 99), MaxTokens: 2})
+		}
+		s := e.Stats()
+		if preempted += s.Preemptions; s.Hits == 0 {
+			t.Errorf("%s: %+v", name, s)
+		}
+	}
+	if preempted == 0 {
+		t.Error("nothing was preempted")
+	}
+}
+
+// Hybrid models through a cache server, whose objects are of all groups or of each: prompts that
+// grow turn by turn, cut by steps anywhere in a chunk, in a memory so small that requests are
+// preempted. What one engine stored, another loads.
+func TestHybridCacheServer(t *testing.T) {
+	for name, groups := range hybrids {
+		for _, separate := range []bool{true, false} {
+			n := startNodeOf(t, 32<<20, separate)
+			g := geometry(2)
+			g.Blocks = 100
+			o := engine.Options{KV: g, Groups: groups, MaxTokens: 88, MaxModel: 512, ShmDir: n.dir}
+			a, b := open(t, o, lmcacheConfig(n.url, "lmcache_driven"), nil), open(t, o, lmcacheConfig(n.url, "lmcache_driven"), nil)
+			alone := open(t, engine.Options{KV: geometry(1), MaxModel: 512}, "", nil)
+			for turn, tokens := range []int{70, 96, 97, 200, 331} {
+				var wg sync.WaitGroup
+				for i := range 6 {
+					r := engine.Request{ID: fmt.Sprint("r", turn, "-", i), Tokens: prompt(tokens, uint32(i%3)), MaxTokens: 1 + 9*i}
+					want, _ := ask(t, alone, r)
+					wg.Go(func() {
+						for _, e := range []*engine.Engine{a, b} {
+							s, err := e.Submit(t.Context(), r)
+							if err != nil {
+								t.Error(err)
+								return
+							}
+							if got, end, err := s.Wait(t.Context()); err != nil || end.Err != nil || !slices.Equal(got, want) {
+								t.Errorf("%s, separate %v, %d tokens: %v, %+v, %v", name, separate, tokens, got, end, err)
+							}
+						}
+					})
+				}
+				wg.Wait()
+				idle(t, a)
+				idle(t, b)
+				b.ResetPrefixCache(false)
+			}
+			// The last prompts are in the server whole, whatever the engines have in their own memory.
+			fresh := open(t, o, lmcacheConfig(n.url, "lmcache_driven"), nil)
+			for i := range 3 {
+				r := engine.Request{ID: fmt.Sprint("last", i), Tokens: prompt(331, uint32(i)), MaxTokens: 3}
+				want, _ := ask(t, alone, r)
+				if got, end := ask(t, fresh, r); end.Err != nil || !slices.Equal(got, want) {
+					t.Fatalf("%s, separate %v: %v, %+v", name, separate, got, end)
+				}
+			}
+			idle(t, fresh)
+			if s := fresh.Stats(); s.LoadedTokens < 3*320 {
+				t.Errorf("%s, separate %v: %+v", name, separate, s)
+			}
+		}
+	}
+}
+
+// Workers that copy themselves have one group of full attention, as LMCache's: a hybrid model
+// is refused with what it needs, before anything is registered.
+func TestHybridNeedsLentMemory(t *testing.T) {
+	n := startNode(t, 8<<20)
+	for name, groups := range hybrids {
+		for _, mode := range []string{"engine_driven", "auto"} {
+			c, err := kvconfig.Parse([]byte(lmcacheConfig(n.url, mode)))
+			if err != nil {
+				t.Fatal(err)
+			}
+			e, err := engine.Open(t.Context(), engine.Options{KV: geometry(1), Groups: groups, MaxModel: 256, Connectors: c, ShmDir: n.dir})
+			if err == nil {
+				e.Close()
+			}
+			if err == nil || !strings.Contains(err.Error(), `"lmcache.mp.mp_transfer_mode":"lmcache_driven"`) {
+				t.Errorf("%s, %s: %v", name, mode, err)
+			}
+		}
+	}
+}
+
+// P and D of hybrid models: windows are clipped, the last token of models with states is D's.
+func TestHybridPair(t *testing.T) {
+	for name, groups := range hybrids {
+		for _, tp := range [][2]int{{1, 1}, {2, 2}, {2, 1}} {
+			if tp[0] != tp[1] && name != "windows" && name != "one window" {
+				continue // states are not cut by heads
+			}
+			port := freePort(t)
+			p := open(t, engine.Options{KV: geometry(tp[0]), Groups: groups, MaxModel: 1024},
+				`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":"p"}`, map[string]string{"VLLM_MOONCAKE_BOOTSTRAP_PORT": strconv.Itoa(port)})
+			d := open(t, engine.Options{KV: geometry(tp[1]), Groups: groups, MaxModel: 1024}, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}`, nil)
+			alone := open(t, engine.Options{KV: geometry(1), MaxModel: 1024}, "", nil)
+			for i := range 4 {
+				tokens, id := prompt(100+37*i, uint32(i%3)), fmt.Sprint("x", i)
+				want, _ := ask(t, alone, engine.Request{ID: id, Tokens: tokens, MaxTokens: 12})
+				if _, end := ask(t, p, engine.Request{ID: "p" + id, Tokens: tokens, MaxTokens: 1, Params: wire.RemoteDecode(id)}); end.Err != nil {
+					t.Fatalf("%s, TP %v: P: %+v", name, tp, end)
+				}
+				got, end := ask(t, d, engine.Request{ID: "d" + id, Tokens: tokens, MaxTokens: 12, Params: wire.RemotePrefill(fmt.Sprintf("http://127.0.0.1:%d", port), "p", id)})
+				if end.Err != nil || !slices.Equal(got, want) {
+					t.Fatalf("%s, TP %v: D: %v, %+v, want %v", name, tp, got, end, want)
+				}
+			}
+			idle(t, p)
+			idle(t, d)
+			if s := d.Stats(); s.LoadedTokens < 100+130 {
+				t.Fatalf("%s, TP %v: %+v", name, tp, s)
+			}
+		}
+	}
+}

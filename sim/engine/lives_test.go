@@ -1,0 +1,76 @@
+package engine_test
+
+import (
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+	"github.com/kvasir-kv/kvasir/sim/engine"
+)
+
+// An id may come again once its request has ended: each life gives its blocks back, also those
+// of which nothing is stored or loaded.
+func TestLivesOfOneID(t *testing.T) {
+	for _, mode := range []string{"engine_driven", "lmcache_driven"} {
+		n := startNode(t, 8<<20)
+		e := open(t, engine.Options{KV: geometry(2), MaxModel: 1024, ShmDir: n.dir}, lmcacheConfig(n.url, mode), nil)
+		for life := range 6 {
+			r := engine.Request{ID: "same", Tokens: prompt([]int{10, 10, 100, 10, 100, 1}[life], uint32(life%2)), MaxTokens: 3}
+			if _, end := ask(t, e, r); end.Err != nil {
+				t.Fatalf("%s, life %d: %+v", mode, life, end)
+			}
+			eventually(t, fmt.Sprint(mode, ": the blocks of life ", life, " are free"), func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
+		}
+	}
+}
+
+// Figures tell what was done: a prompt counts once, when it has a token, and what failed to load
+// counts as computed.
+func TestFigures(t *testing.T) {
+	g := geometry(1)
+	g.Blocks = 24
+	e := open(t, engine.Options{KV: g, MaxModel: 256, StepTime: time.Millisecond}, "", nil)
+	var wg sync.WaitGroup
+	for i := range 8 { // they preempt each other
+		wg.Go(func() {
+			ask(t, e, engine.Request{ID: fmt.Sprint("r", i), Tokens: prompt(40, uint32(i)), MaxTokens: 80})
+		})
+	}
+	wg.Wait()
+	if s := e.Stats(); s.Preemptions == 0 || s.Queries != 8*40 || s.PromptTokens != 8*40 || s.CachedTokens != 0 {
+		t.Errorf("preempted: %+v", s)
+	}
+
+	one := open(t, engine.Options{KV: geometry(1), MaxModel: 1024, MaxSeqs: 1, StepTime: 5 * time.Millisecond}, "", nil)
+	running, err := one.Submit(t.Context(), engine.Request{ID: "a", Tokens: prompt(30, 1), MaxTokens: 50})
+	if err != nil {
+		t.Fatal(err)
+	}
+	waiting, err := one.Submit(t.Context(), engine.Request{ID: "b", Tokens: prompt(30, 2), MaxTokens: 5})
+	if err != nil {
+		t.Fatal(err)
+	}
+	one.Abort("b")
+	for _, stream := range []*engine.Stream{waiting, running} {
+		if _, _, err := stream.Wait(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if s := one.Stats(); s.PromptTokens != 30 || s.Aborted != 1 || s.Finished != 1 {
+		t.Errorf("aborted: %+v", s)
+	}
+
+	d := open(t, engine.Options{KV: geometry(1), MaxModel: 1024}, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer","kv_load_failure_policy":"recompute"}`, nil)
+	nobody := fmt.Sprintf("http://127.0.0.1:%d", freePort(t))
+	for i := range 2 {
+		_, end := ask(t, d, engine.Request{ID: fmt.Sprint("d", i), Tokens: prompt(100, uint32(i)), MaxTokens: 2, Params: wire.RemotePrefill(nobody, "p", fmt.Sprint("x", i))})
+		if end.Err != nil || end.Cached != 0 {
+			t.Errorf("%+v", end)
+		}
+	}
+	if s := d.Stats(); s.LoadedTokens != 0 || s.CachedTokens != 0 || s.PromptTokens != 200 {
+		t.Errorf("failed loads: %+v", s)
+	}
+}

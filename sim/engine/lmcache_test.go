@@ -1,0 +1,99 @@
+package engine_test
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/sim/engine"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+// node is a cache server in this process.
+type node struct {
+	url, dir string
+	store    *store.Store
+}
+
+func startNode(t testing.TB, bytes int64) *node { return startNodeOf(t, bytes, false) }
+
+// startNodeOf starts a server with one object of all groups for each chunk, or separate ones.
+func startNodeOf(t testing.TB, bytes int64, separate bool) *node {
+	t.Helper()
+	dir, err := os.MkdirTemp("/dev/shm", "kvasir_engine_test")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: bytes, Dir: dir, ChunkTokens: 32})
+	if err != nil {
+		t.Fatal(err)
+	}
+	st := store.New(p, store.Options{})
+	srv := server.New(st, server.Options{ChunkTokens: 32, SeparateGroups: separate, ShmDir: dir, Log: testLog(t)})
+	addr, err := srv.Listen(t.Context(), "tcp://127.0.0.1:*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	wg.Go(func() { srv.Run(ctx) })
+	t.Cleanup(func() {
+		stop()
+		wg.Wait()
+		if err := srv.Close(); err != nil {
+			t.Error(err)
+		}
+		if err := st.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return &node{"tcp://" + addr, dir, st}
+}
+
+func lmcacheConfig(url, mode string) string {
+	return fmt.Sprintf(`{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute",
+		"kv_connector_extra_config":{"lmcache.mp.server_urls":%q,"lmcache.mp.mp_transfer_mode":%q}}`, url, mode)
+}
+
+// What one engine computed, another loads: the same tokens, every byte compared.
+func TestCacheServer(t *testing.T) {
+	f := func(mode string, tp int) {
+		t.Helper()
+		n := startNode(t, 8<<20)
+		o := engine.Options{KV: geometry(tp), MaxModel: 1024, ShmDir: n.dir}
+		a, b := open(t, o, lmcacheConfig(n.url, mode), nil), open(t, o, lmcacheConfig(n.url, mode), nil)
+		alone := open(t, engine.Options{KV: geometry(1), MaxModel: 1024}, "", nil)
+		for i := range 5 {
+			r := engine.Request{ID: fmt.Sprint("r", i), Tokens: prompt(200+11*i, uint32(i)), MaxTokens: 40}
+			want, _ := ask(t, alone, r)
+			for _, e := range []*engine.Engine{a, b} {
+				got, end := ask(t, e, r)
+				if end.Err != nil || !slices.Equal(got, want) {
+					t.Fatalf("%s, TP %d: %v, %+v", mode, tp, got, end)
+				}
+				idle(t, e) // its blocks are free once they are stored
+			}
+		}
+		idle(t, b)
+		if s := b.Stats(); s.LoadedTokens < 5*192 {
+			t.Fatalf("%s, TP %d: %+v", mode, tp, s)
+		}
+		other := open(t, o, lmcacheConfig(n.url, mode), nil) // another salt hits nothing
+		if _, end := ask(t, other, engine.Request{ID: "salted", Tokens: prompt(200, 0), MaxTokens: 1, Salt: "red"}); end.Err != nil {
+			t.Fatal(end.Err)
+		}
+		if s := other.Stats(); s.LoadedTokens != 0 {
+			t.Fatalf("%+v", s)
+		}
+	}
+	f("engine_driven", 1)
+	f("engine_driven", 2)
+	f("lmcache_driven", 1)
+	f("lmcache_driven", 2)
+}

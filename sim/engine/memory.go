@@ -1,0 +1,100 @@
+package engine
+
+import (
+	"cmp"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/internal/hostmem"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/kvconfig"
+	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/sim/kvmem"
+	"github.com/kvasir-kv/kvasir/sim/sched"
+)
+
+// lends reports whether a connector lends the engine's memory to a server on this host.
+func (o *Options) lends() bool {
+	for _, c := range o.Connectors {
+		if c.Connector == kvconfig.LMCacheMPConnector {
+			if l, err := c.LMCache(); err == nil && l.Mode == lmcacheDriven {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// usualModel is the longest sequence of a model that does not say.
+const usualModel = 32768
+
+// checkMemory refuses what does not fit, before anything is allocated: a model whose longest
+// sequence the KV memory cannot hold, and a KV memory that this machine cannot hold. Go ends a
+// process that gets no memory. Where the kernel does not tell, nothing is refused. It sets the
+// longest sequence of a model that does not say.
+func checkMemory(o *Options, c *sched.Config) error {
+	if err := errors.Join(o.KV.Validate(), c.Validate()); err != nil {
+		return err
+	}
+	longest := c.Longest(cmp.Or(c.MaxModel, usualModel))
+	if longest < c.MaxModel || longest < 2 {
+		return fmt.Errorf("engine: %d KV blocks of %d tokens hold a sequence of %d tokens at most, the model's longest has %d: take more blocks, or a shorter model length",
+			o.KV.Blocks, o.KV.BlockTokens, longest, cmp.Or(c.MaxModel, 2))
+	}
+	c.MaxModel = longest
+	need := o.KV.LayerBytes() * int64(o.KV.Layers*o.KV.TPSize)
+	if have, ok := hostmem.Available(); ok && need > have {
+		return fmt.Errorf("engine: %d KV blocks take %s, this machine has %s of memory available: take fewer blocks, layers, KV heads or bytes a head",
+			o.KV.Blocks, kv.FormatBytes(need), kv.FormatBytes(have))
+	}
+	if !o.lends() {
+		return nil
+	}
+	dir := cmp.Or(o.ShmDir, shm.Dir)
+	if have, err := shm.Free(dir); err == nil && need > have {
+		return fmt.Errorf("engine: %d KV blocks take %s, %s has %s left, and lmcache_driven needs them there: take fewer blocks, or engine_driven",
+			o.KV.Blocks, kv.FormatBytes(need), dir, kv.FormatBytes(have))
+	}
+	return nil
+}
+
+// newMemory makes an engine's KV memory; names are the segments of each rank's layers if it
+// is lent, and free gives it back.
+func newMemory(o *Options) (m *kvmem.Memory, names [][]string, free func() error, err error) {
+	if !o.lends() {
+		m, err = kvmem.New(o.KV, func(_, _ int, n int64) ([]byte, error) { return make([]byte, n), nil })
+		return m, nil, func() error { return nil }, err
+	}
+	var segments []*shm.Segment
+	var paths []string
+	free = func() error {
+		var errs []error
+		for i, s := range segments {
+			errs = append(errs, os.Remove(paths[i]), s.Close())
+		}
+		return errors.Join(errs...)
+	}
+	// The form of names that lmcache lends: a server takes no other, and sweeps what dead engines leave.
+	prefix := fmt.Sprintf("lmcache_kv_%d_%s", os.Getpid(), strings.ToLower(rand.Text()[:8]))
+	names = make([][]string, o.KV.TPSize)
+	m, err = kvmem.New(o.KV, func(rank, layer int, n int64) ([]byte, error) {
+		name := fmt.Sprintf("%s_%d", prefix, len(segments))
+		path, err := shm.Path(o.ShmDir, name)
+		if err != nil {
+			return nil, err
+		}
+		s, err := shm.Create(path, n)
+		if err != nil {
+			return nil, err
+		}
+		segments, paths, names[rank] = append(segments, s), append(paths, path), append(names[rank], name)
+		return s.Bytes(0, n), nil
+	})
+	if err != nil {
+		return nil, nil, nil, errors.Join(err, free())
+	}
+	return m, names, free, nil
+}

@@ -1,0 +1,394 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/kvconfig"
+	"github.com/kvasir-kv/kvasir/mooncake/store"
+	"github.com/kvasir-kv/kvasir/mooncake/store/connector"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+	"github.com/kvasir-kv/kvasir/sim/sched"
+	"github.com/kvasir-kv/kvasir/transfer"
+)
+
+// storeConn is vLLM's MooncakeStoreConnector: one scheduler, and a worker for each rank.
+//
+// Loads go straight into the request's blocks, which stay its own until poll has said that the load
+// has ended. What is stored is copied when it was computed, since blocks may be given to others
+// meanwhile.
+type storeConn struct {
+	e       *Engine
+	o       *kvconfig.MooncakeStore
+	sched   *connector.Scheduler
+	workers []*connector.Worker
+	master  *store.Master
+	te      *transfer.Client
+	n       storeCounters
+
+	ctx   context.Context
+	stop  context.CancelFunc
+	going sync.WaitGroup
+
+	requests map[string]*storeRequest // the loop's
+
+	mu struct {
+		sync.Mutex
+		arrived, failed []string
+	}
+	saves   chan save
+	waiting atomic.Int64 // bytes of saves
+}
+
+// storeRequest is a request as the connector sees it. The loop owns it, but for hit.
+type storeRequest struct {
+	prompt connector.Prompt
+	saved  int // tokens that were decided on
+	end    int // of the prefill
+	lookup *lookup
+	cancel context.CancelFunc // of its load; nil: none goes on
+	failed bool               // a load did: the store is not asked again, which would find the same
+}
+
+// lookup is a question that goes on, or was answered.
+type lookup struct {
+	tokens  int
+	done    chan struct{} // closed with the answer
+	hit     int
+	expires time.Time // what was found is leased until then
+}
+
+// save is what was computed, copied.
+type save struct {
+	prompt connector.Prompt
+	blocks []connector.Block
+	parts  [][][][]byte // by rank and block
+	bytes  int64
+}
+
+const (
+	lookupTimeout = 20 * time.Second
+	loadTimeout   = 30 * time.Second
+	saveTimeout   = 30 * time.Second
+
+	// A hit that no blocks were found for in this time is looked for again: leases end after 5 s or 10 s.
+	hitLife = 3 * time.Second
+
+	// maxSaves bounds the bytes that wait to be stored; what comes beyond is not stored.
+	maxSaves = 256 << 20
+)
+
+type storeCounters struct{ lookups, asked, batches, hitTokens, errors, skipped atomic.Int64 }
+
+// storeStats are the figures of the scheduler's side.
+type storeStats struct {
+	Lookups   int64 `counter:"kvasir_store_connector_lookups_total" help:"Prompts that Mooncake Store was asked for."`
+	Keys      int64 `counter:"kvasir_store_connector_lookup_keys_total" help:"Keys that it was asked for."`
+	Batches   int64 `counter:"kvasir_store_connector_lookup_batches_total" help:"Questions that it was asked them in."`
+	HitTokens int64 `counter:"kvasir_store_connector_hit_tokens_total" help:"Tokens of the longest prefixes that every group can load."`
+	Errors    int64 `counter:"kvasir_store_connector_lookup_errors_total" help:"Lookups that the store did not answer whole: the hit is what was known by then."`
+	Skipped   int64 `counter:"kvasir_store_connector_skipped_total" help:"Blocks that were not stored because too much waited."`
+	Waiting   int64 `gauge:"kvasir_store_connector_waiting_bytes" help:"Bytes that wait to be stored."`
+}
+
+func newStore(e *Engine, c *kvconfig.Config) (_ *storeConn, err error) {
+	o, err := c.MooncakeStore(e.o.Getenv)
+	if err != nil {
+		return nil, err
+	}
+	g := &e.o.KV
+	layout := coordinator.Layout{Scheduler: g.BlockTokens, HashUnit: g.BlockTokens}
+	if e.o.Retention != nil {
+		layout.Retention, layout.HasRetention = *e.o.Retention, true
+	}
+	var bytes []int64
+	for _, group := range e.o.Groups {
+		c := coordinator.Group{Kind: coordinator.Full, Block: g.BlockTokens}
+		switch {
+		case group.State:
+			c.Kind = coordinator.Mamba
+		case group.Window > 0:
+			c.Kind, c.Window = coordinator.SlidingWindow, group.Window
+		}
+		layout.Groups = append(layout.Groups, c)
+		bytes = append(bytes, int64(g.Layers*g.BlockBytes()))
+	}
+	k := &storeConn{e: e, o: o, requests: make(map[string]*storeRequest), saves: make(chan save, 1024)}
+	k.ctx, k.stop = context.WithCancel(context.Background())
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, k.close(context.Background()))
+		}
+	}()
+	if k.sched, err = connector.NewScheduler(connector.Options{
+		Layout: layout, Release: e.o.StoreRelease, Model: e.o.Model, Prefix: o.Prefix, Ranks: g.TPSize, ObjectBytes: bytes,
+	}); err != nil {
+		return nil, err
+	}
+	if k.master, err = store.NewMaster(store.MasterOptions{Addresses: o.Masters, Tenant: o.Tenant}); err != nil {
+		return nil, err
+	}
+	k.te = transfer.New(transfer.Options{})
+	client := store.NewClient(k.master, k.te, store.ClientOptions{Put: store.PutOptions{Segment: o.Segment}})
+	for rank := range g.TPSize {
+		k.workers = append(k.workers, connector.NewWorker(k.sched, rank, client, k.master))
+	}
+	k.going.Go(k.save)
+	return k, nil
+}
+
+func (k *storeConn) begin(q *request) {
+	k.requests[q.r.ID] = &storeRequest{end: len(q.r.Tokens)}
+}
+
+// see shows a request's tokens to the connector.
+func (k *storeConn) see(q *request) *storeRequest {
+	r := k.requests[q.r.ID]
+	r.prompt.Tokens, r.prompt.Size = len(q.tokens), len(sched.Hash{})
+	for i := r.prompt.Units(); i < len(q.tokens)/q.block; i++ {
+		h := q.hash(i)
+		r.prompt.Digests = append(r.prompt.Digests, h[:]...)
+	}
+	return r
+}
+
+func (k *storeConn) match(q *request, local int) (external int, async, ok bool) {
+	if k.o.Role == wire.Producer || !k.o.Lookup {
+		return 0, false, true
+	}
+	r := k.see(q)
+	if r.failed {
+		return 0, false, true
+	}
+	if l := r.lookup; l == nil || l.tokens != len(q.tokens) || l.answered() && time.Now().After(l.expires) {
+		r.lookup = k.look(r, len(q.tokens))
+	}
+	if !r.lookup.answered() {
+		return 0, false, false
+	}
+	return max(0, r.lookup.hit-local), true, true
+}
+
+func (l *lookup) answered() bool {
+	select {
+	case <-l.done:
+		return true
+	default:
+		return false
+	}
+}
+
+// look asks the store for a request's longest prefix.
+func (k *storeConn) look(r *storeRequest, tokens int) *lookup {
+	l := &lookup{tokens: tokens, done: make(chan struct{})}
+	prompt := r.prompt
+	k.going.Go(func() {
+		defer k.e.poke()
+		defer close(l.done)
+		began := time.Now()
+		ctx, cancel := context.WithTimeout(k.ctx, lookupTimeout)
+		defer cancel()
+		hit, err := k.sched.Lookup(ctx, k.master, &prompt, tokens-1)
+		l.hit, l.expires = hit.Tokens, began.Add(hitLife)
+		k.n.lookups.Add(1)
+		k.n.asked.Add(int64(hit.Keys))
+		k.n.batches.Add(int64(hit.Batches))
+		k.n.hitTokens.Add(int64(hit.Tokens))
+		if err != nil && k.ctx.Err() == nil {
+			k.n.errors.Add(1)
+			k.e.log.Warn("the store did not answer a lookup", "err", err)
+		}
+	})
+	return l
+}
+
+func (k *storeConn) allocated(q *request, external int) {
+	r := k.see(q)
+	l := r.lookup
+	r.lookup = nil
+	if external == 0 || l == nil {
+		return
+	}
+	blocks, err := k.sched.Loads(nil, &r.prompt, q.local, q.local+external)
+	if err != nil {
+		k.e.log.Error("a load cannot be planned", "request", q.r.ID, "err", err)
+	}
+	parts := make([][][][]byte, len(k.workers))
+	tables := q.s.Tables()
+	blocks = slices.DeleteFunc(blocks, func(b connector.Block) bool { return tables[b.Group][b.Index] == 0 }) // nobody looks at it
+	for rank := range parts {
+		for _, b := range blocks {
+			parts[rank] = append(parts[rank], k.memory(rank, tables[b.Group][b.Index]))
+		}
+	}
+	ctx, cancel := context.WithTimeout(k.ctx, loadTimeout)
+	r.cancel = cancel
+	id, prompt := q.r.ID, r.prompt
+	failed := err
+	k.going.Go(func() {
+		defer k.e.poke()
+		defer cancel()
+		var wg sync.WaitGroup
+		errs := make([]error, len(k.workers))
+		for rank, w := range k.workers {
+			wg.Go(func() { errs[rank] = errors.Join(w.Load(ctx, &prompt, blocks, parts[rank])...) })
+		}
+		wg.Wait()
+		failed = errors.Join(append(errs, failed)...)
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		k.mu.arrived = append(k.mu.arrived, id)
+		if failed != nil {
+			k.mu.failed = append(k.mu.failed, id)
+			if k.ctx.Err() == nil && ctx.Err() == nil {
+				k.e.log.Warn("KV could not be loaded from the store", "request", id, "err", failed)
+			}
+		}
+	})
+}
+
+// memory returns the pieces of a block of one rank: a layer's after another's.
+func (k *storeConn) memory(rank int, b sched.BlockID) [][]byte {
+	n := k.e.o.KV.BlockBytes()
+	var parts [][]byte
+	for _, layer := range k.e.mem.RankLayers(rank) {
+		at := int(b) * n
+		parts = append(parts, layer[at:at+n:at+n])
+	}
+	return parts
+}
+
+// settle has nothing to wait for: what is stored was copied, and loads have blocks of their own.
+func (k *storeConn) settle(*sched.Step) error { return nil }
+
+func (k *storeConn) build(*sched.Step) error { return nil }
+
+// computed copies what the step has completed of prompts, and what the prefix cache gave.
+func (k *storeConn) computed(step *sched.Step) {
+	if k.o.Role == wire.Consumer && !k.o.SaveDecode {
+		return
+	}
+	for i := range step.Rows {
+		row := &step.Rows[i]
+		q := of(row.Request)
+		if k.requests[q.r.ID] == nil {
+			continue // it ended by wrong bytes
+		}
+		r := k.see(q)
+		if row.Kind != sched.RowRunning { // it begins, perhaps anew
+			r.saved, r.end = 0, row.Request.Tokens()
+		}
+		end := r.end
+		if k.o.SaveDecode {
+			end = len(q.tokens)
+		}
+		blocks, upto, err := k.sched.Stores(nil, r.saved, row.Before+row.Tokens, end)
+		if err != nil {
+			k.e.log.Error("a store cannot be planned", "request", q.r.ID, "err", err)
+			continue
+		}
+		r.saved = upto
+		tables := row.Request.Tables()
+		blocks = slices.DeleteFunc(blocks, func(b connector.Block) bool { return tables[b.Group][b.Index] == 0 })
+		if len(blocks) > 0 {
+			k.offer(r, tables, blocks)
+		}
+	}
+}
+
+// offer queues blocks to be stored, unless too much waits.
+func (k *storeConn) offer(r *storeRequest, tables [][]sched.BlockID, blocks []connector.Block) {
+	g := &k.e.o.KV
+	n := int64(len(blocks) * len(k.workers) * g.Layers * g.BlockBytes())
+	if k.waiting.Load()+n > maxSaves {
+		k.n.skipped.Add(int64(len(blocks)))
+		return
+	}
+	s := save{prompt: r.prompt, blocks: blocks, parts: make([][][][]byte, len(k.workers)), bytes: n}
+	for rank := range s.parts {
+		for _, b := range blocks {
+			s.parts[rank] = append(s.parts[rank], [][]byte{slices.Concat(k.memory(rank, tables[b.Group][b.Index])...)})
+		}
+	}
+	k.waiting.Add(n)
+	select {
+	case k.saves <- s:
+	default:
+		k.waiting.Add(-n)
+		k.n.skipped.Add(int64(len(blocks)))
+	}
+}
+
+// save stores what was offered, until the connector is closed.
+func (k *storeConn) save() {
+	for {
+		select {
+		case <-k.ctx.Done():
+			return
+		case s := <-k.saves:
+			ctx, cancel := context.WithTimeout(k.ctx, saveTimeout)
+			var failed error
+			for rank, w := range k.workers {
+				failed = errors.Join(append(w.Save(ctx, &s.prompt, s.blocks, s.parts[rank]), failed)...)
+			}
+			cancel()
+			k.waiting.Add(-s.bytes)
+			if failed != nil && k.ctx.Err() == nil {
+				k.e.log.Warn("KV was not stored", "err", failed)
+			}
+		}
+	}
+}
+
+func (k *storeConn) finish(q *request, _ sched.Reason) bool {
+	if r := k.requests[q.r.ID]; r != nil && r.cancel != nil {
+		r.cancel()
+	}
+	delete(k.requests, q.r.ID)
+	return false
+}
+
+func (k *storeConn) poll([]string) (out sched.Output) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	out.Arrived = k.mu.arrived
+	out.Failed = slices.DeleteFunc(k.mu.failed, func(id string) bool { return k.requests[id] == nil }) // it has ended
+	k.mu.arrived, k.mu.failed = nil, nil
+	for _, id := range out.Failed {
+		k.requests[id].failed = true
+	}
+	return out
+}
+
+func (k *storeConn) stats() storeStats {
+	n := &k.n
+	return storeStats{
+		Lookups: n.lookups.Load(), Keys: n.asked.Load(), Batches: n.batches.Load(), HitTokens: n.hitTokens.Load(), Errors: n.errors.Load(),
+		Skipped: n.skipped.Load(), Waiting: k.waiting.Load(),
+	}
+}
+
+func (k *storeConn) collect(reg *metrics.Registry, labels map[string]string) {
+	metrics.AddWith(reg, labels, k.stats)
+	for rank, w := range k.workers {
+		metrics.AddWith(reg, with(labels, "tp_rank", rank), w.Stats)
+	}
+}
+
+func (k *storeConn) close(context.Context) error {
+	k.stop()
+	k.going.Wait()
+	if k.te != nil {
+		k.te.Close()
+	}
+	if k.master != nil {
+		return k.master.Close()
+	}
+	return nil
+}

@@ -1,0 +1,198 @@
+// Package kvmem is the KV memory of a simulated engine: real bytes in the layout of a real
+// engine, whose values follow from the tokens.
+//
+// The KV of a token is a function of all tokens up to it, of the layer and of the KV head.
+// So every block says what it must hold, wherever it came from: a wrong byte in any layer,
+// head or token is found by Check.
+package kvmem
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+)
+
+// Geometry is an engine's KV cache.
+type Geometry struct {
+	Layers      int
+	Heads       int // KV heads of the model, over all ranks
+	HeadBytes   int // of K and V of one head and token: a multiple of 8
+	BlockTokens int
+	Blocks      int // block 0 included
+	TPSize      int // ranks, each with Heads/TPSize heads
+
+	// Groups are the KV cache groups; default one of attention. Each has Layers layers, and
+	// layer i of every group lies in the same memory: a block belongs to one group at a time.
+	Groups []Group
+}
+
+// Group is one KV cache group.
+type Group struct {
+	State bool // recurrent: a block holds the state after its last token, not the tokens' KV
+}
+
+func (g *Geometry) state(group int) bool { return group < len(g.Groups) && g.Groups[group].State }
+
+// ErrGeometry means that sizes do not fit each other.
+var ErrGeometry = errors.New("kvmem: geometry")
+
+// Validate returns everything that is wrong with g.
+func (g *Geometry) Validate() error {
+	var errs []error
+	f := func(ok bool, format string, args ...any) {
+		if !ok {
+			errs = append(errs, fmt.Errorf("%w: %s", ErrGeometry, fmt.Sprintf(format, args...)))
+		}
+	}
+	f(g.Layers >= 1 && g.Layers <= 1024, "%d layers; 1 to 1024", g.Layers)
+	f(g.Heads >= 1 && g.Heads <= 1024, "%d KV heads; 1 to 1024", g.Heads)
+	f(g.HeadBytes >= 8 && g.HeadBytes <= 1<<16 && g.HeadBytes%8 == 0, "%d bytes per head and token; a multiple of 8 to 64 KiB", g.HeadBytes)
+	f(g.BlockTokens >= 1 && g.BlockTokens <= 1<<12, "blocks of %d tokens; 1 to 4096", g.BlockTokens)
+	f(g.Blocks >= 2 && g.Blocks <= 1<<26, "%d blocks; 2 to 2^26", g.Blocks)
+	f(len(g.Groups) <= 64, "%d groups; 64 at most", len(g.Groups))
+	f(g.TPSize >= 1 && g.Heads%max(g.TPSize, 1) == 0, "%d KV heads on %d ranks", g.Heads, g.TPSize)
+	if len(errs) == 0 {
+		f(g.LayerBytes() <= 1<<40/int64(g.Layers*g.TPSize), "%d bytes of KV", g.LayerBytes()*int64(g.Layers*g.TPSize))
+	}
+	return errors.Join(errs...)
+}
+
+// RankHeads returns the KV heads of one rank.
+func (g *Geometry) RankHeads() int { return g.Heads / g.TPSize }
+
+// BlockBytes returns the bytes of a block in one layer of one rank.
+func (g *Geometry) BlockBytes() int { return g.RankHeads() * g.BlockTokens * g.HeadBytes }
+
+// LayerBytes returns the bytes of one layer of one rank.
+func (g *Geometry) LayerBytes() int64 { return int64(g.Blocks) * int64(g.BlockBytes()) }
+
+// TokenBytes returns the KV of one token over all layers and ranks, of one group.
+func (g *Geometry) TokenBytes() int { return g.Layers * g.Heads * g.HeadBytes }
+
+// Memory is the KV of all ranks of an engine. A layer of a rank is [blocks, heads, tokens,
+// HeadBytes] without gaps. Calls that touch different blocks may run at once.
+type Memory struct {
+	Geometry
+	ranks [][][]byte // by rank and layer
+}
+
+// New makes memory; alloc returns the bytes of one layer of one rank, zero at first.
+func New(g Geometry, alloc func(rank, layer int, bytes int64) ([]byte, error)) (*Memory, error) {
+	if err := g.Validate(); err != nil {
+		return nil, err
+	}
+	m := &Memory{Geometry: g, ranks: make([][][]byte, g.TPSize)}
+	for rank := range m.ranks {
+		for layer := range g.Layers {
+			b, err := alloc(rank, layer, g.LayerBytes())
+			if err != nil {
+				return nil, err
+			}
+			m.ranks[rank] = append(m.ranks[rank], b)
+		}
+	}
+	return m, nil
+}
+
+// RankLayers returns the memory of a rank's layers.
+func (m *Memory) RankLayers(rank int) [][]byte { return m.ranks[rank] }
+
+// Chain is what the KV of a request's tokens follows from: a state per token, which depends
+// on all tokens up to it.
+type Chain []uint64
+
+// Append adds tokens.
+func (c Chain) Append(tokens ...uint32) Chain {
+	last := uint64(0)
+	if len(c) > 0 {
+		last = c[len(c)-1]
+	}
+	for _, t := range tokens {
+		last = mix(last + uint64(t)*0x9E3779B97F4A7C15 + 1)
+		c = append(c, last)
+	}
+	return c
+}
+
+// mix is the finalizer of splitmix64. Source: Steele, Lea and Flood, Fast Splittable
+// Pseudorandom Number Generators, 2014.
+func mix(x uint64) uint64 {
+	x = (x ^ x>>30) * 0xBF58476D1CE4E5B9
+	x = (x ^ x>>27) * 0x94D049BB133111EB
+	return x ^ x>>31
+}
+
+func seed(state uint64, layer, head int) uint64 {
+	return mix(state ^ uint64(layer)<<32 ^ uint64(head)<<48)
+}
+
+// WrongBytesError says where KV is not what its tokens make.
+type WrongBytesError struct {
+	Token, Group, Layer, Head, Rank int
+	Block                           int32
+}
+
+func (e *WrongBytesError) Error() string {
+	return fmt.Sprintf("kvmem: wrong bytes: token %d, group %d, layer %d, KV head %d (rank %d), block %d", e.Token, e.Group, e.Layer, e.Head, e.Rank, e.Block)
+}
+
+// Write computes the KV of tokens [from, to) of a request into the blocks of its tables, one
+// for each group.
+func (m *Memory) Write(tables [][]int32, c Chain, from, to int) {
+	for g, table := range tables {
+		m.each(g, table, c, from, to, func(b []byte, s uint64, _, _, _ int) bool {
+			for i := 0; i < len(b); i += 8 {
+				binary.LittleEndian.PutUint64(b[i:], mix(s+uint64(i)))
+			}
+			return true
+		})
+	}
+}
+
+// Check returns a *WrongBytesError unless the blocks of the tables hold the KV of tokens
+// [from, to). Tokens of block 0 hold nothing and are not looked at.
+func (m *Memory) Check(tables [][]int32, c Chain, from, to int) error {
+	var wrong error
+	for g, table := range tables {
+		m.each(g, table, c, from, to, func(b []byte, s uint64, token, layer, head int) bool {
+			for i := 0; i < len(b); i += 8 {
+				if binary.LittleEndian.Uint64(b[i:]) != mix(s+uint64(i)) {
+					wrong = &WrongBytesError{token, g, layer, head, head / m.RankHeads(), table[token/m.BlockTokens]}
+					return false
+				}
+			}
+			return true
+		})
+		if wrong != nil {
+			break
+		}
+	}
+	return wrong
+}
+
+// each calls f with the bytes of each token, layer and head of a group, until f returns
+// false. A recurrent state is that of the last token of its block, and fills it.
+func (m *Memory) each(g int, table []int32, c Chain, from, to int, f func(b []byte, s uint64, token, layer, head int) bool) {
+	heads, size := m.RankHeads(), m.HeadBytes
+	state := m.state(g)
+	for t := from; t < to; t++ {
+		block, slot := table[t/m.BlockTokens], t%m.BlockTokens
+		if block == 0 || state && slot != m.BlockTokens-1 && t != to-1 {
+			continue
+		}
+		for rank, layers := range m.ranks {
+			for layer, mem := range layers {
+				base := int64(block) * int64(m.BlockBytes())
+				for h := range heads {
+					at, n := base+int64((h*m.BlockTokens+slot)*size), int64(size)
+					if state {
+						at, n = base+int64(h*m.BlockTokens*size), int64(m.BlockTokens*size)
+					}
+					if !f(mem[at:at+n:at+n], seed(c[t], g*m.Layers+layer, rank*heads+h), t, layer, rank*heads+h) {
+						return
+					}
+				}
+			}
+		}
+	}
+}

@@ -1,0 +1,134 @@
+package kvmem_test
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/sim/kvmem"
+)
+
+func heap(_, _ int, n int64) ([]byte, error) { return make([]byte, n), nil }
+
+func memory(t testing.TB, tp int) *kvmem.Memory {
+	t.Helper()
+	m, err := kvmem.New(kvmem.Geometry{Layers: 3, Heads: 4, HeadBytes: 16, BlockTokens: 8, Blocks: 10, TPSize: tp}, heap)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+// Any byte that is not the token's is found, wherever it is.
+func TestEveryByteIsChecked(t *testing.T) {
+	tokens := []uint32{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}
+	c := kvmem.Chain(nil).Append(tokens...)
+	for _, tp := range []int{1, 2, 4} {
+		m := memory(t, tp)
+		table := [][]int32{{7, 3}}
+		m.Write(table, c, 0, 5)
+		m.Write(table, c, 5, len(c))
+		if err := m.Check(table, c, 0, len(c)); err != nil {
+			t.Fatal(err)
+		}
+		written := 0
+		for rank := range tp {
+			for layer, mem := range m.RankLayers(rank) {
+				for i := range mem {
+					mem[i] ^= 0x40
+					err := m.Check(table, c, 0, len(c))
+					if err != nil {
+						written++
+						wrong, ok := errors.AsType[*kvmem.WrongBytesError](err)
+						if !ok || wrong.Layer != layer || wrong.Rank != rank {
+							t.Fatalf("byte %d of layer %d, rank %d: %v", i, layer, rank, err)
+						}
+					}
+					mem[i] ^= 0x40
+				}
+			}
+		}
+		if want := len(c) * m.TokenBytes(); written != want {
+			t.Fatalf("TP %d: %d bytes are looked at, %d were written", tp, written, want)
+		}
+	}
+}
+
+// KV of a token depends on all tokens before it; equal prefixes have equal KV, in any block.
+func TestPrefixes(t *testing.T) {
+	m := memory(t, 2)
+	a, b := kvmem.Chain(nil).Append(1, 2, 3, 4, 5, 6, 7, 8, 9), kvmem.Chain(nil).Append(1, 2, 3, 4, 5, 6, 7, 8, 10)
+	other := kvmem.Chain(nil).Append(0, 2, 3, 4, 5, 6, 7, 8, 9)
+	m.Write([][]int32{{1, 2}}, a, 0, 9)
+	if err := m.Check([][]int32{{1}}, b, 0, 8); err != nil {
+		t.Fatal("equal prefixes differ:", err)
+	}
+	if m.Check([][]int32{{1, 2}}, b, 0, 9) == nil || m.Check([][]int32{{1}}, other, 7, 8) == nil {
+		t.Fatal("unlike prefixes have equal KV")
+	}
+	if err := m.Check([][]int32{{0, 2}}, a, 0, 9); err != nil {
+		t.Fatal("the placeholder is looked at:", err)
+	}
+}
+
+// A state is that of the last token; a block that the sequence has left keeps the state at its
+// end.
+func TestStates(t *testing.T) {
+	m, err := kvmem.New(kvmem.Geometry{
+		Layers: 2, Heads: 2, HeadBytes: 8, BlockTokens: 4, Blocks: 10, TPSize: 2, Groups: []kvmem.Group{{}, {State: true}},
+	}, heap)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := kvmem.Chain(nil).Append(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+	tables := [][]int32{{1, 2, 3}, {4, 5, 6}}
+	m.Write(tables, c, 0, 10)
+	for _, n := range []int{4, 8, 10} {
+		if err := m.Check(tables, c, 0, n); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := m.Check([][]int32{{1, 2}, {0, 5}}, c, 0, 8); err != nil {
+		t.Fatal(err)
+	}
+	if m.Check([][]int32{{0, 0}, {4, 5}}, c, 0, 7) == nil {
+		t.Fatal("the state after token 8 passes for that after token 7")
+	}
+	if m.Check([][]int32{{4}, {1}}, c, 0, 4) == nil {
+		t.Fatal("groups are not told apart")
+	}
+}
+
+func TestGeometry(t *testing.T) {
+	good := kvmem.Geometry{Layers: 1, Heads: 2, HeadBytes: 8, BlockTokens: 1, Blocks: 2, TPSize: 1}
+	for _, change := range []func(g *kvmem.Geometry){
+		func(g *kvmem.Geometry) { g.Layers = 0 },
+		func(g *kvmem.Geometry) { g.Heads = 3; g.TPSize = 2 },
+		func(g *kvmem.Geometry) { g.HeadBytes = 12 },
+		func(g *kvmem.Geometry) { g.BlockTokens = -1 },
+		func(g *kvmem.Geometry) { g.Blocks = 1 },
+		func(g *kvmem.Geometry) { g.TPSize = 0 },
+		func(g *kvmem.Geometry) { g.Blocks, g.HeadBytes, g.BlockTokens = 1<<26, 1<<16, 1<<12 },
+	} {
+		g := good
+		change(&g)
+		if _, err := kvmem.New(g, heap); !errors.Is(err, kvmem.ErrGeometry) {
+			t.Errorf("%+v: %v", g, err)
+		}
+	}
+}
+
+func BenchmarkWrite(b *testing.B) {
+	m, err := kvmem.New(kvmem.Geometry{Layers: 4, Heads: 8, HeadBytes: 256, BlockTokens: 16, Blocks: 40, TPSize: 1}, heap)
+	if err != nil {
+		b.Fatal(err)
+	}
+	c := make(kvmem.Chain, 512)
+	table := make([]int32, 32)
+	for i := range table {
+		table[i] = int32(i + 1)
+	}
+	b.SetBytes(int64(len(c) * m.TokenBytes()))
+	for b.Loop() {
+		m.Write([][]int32{table}, c, 0, len(c))
+	}
+}

@@ -1,0 +1,278 @@
+package sched
+
+import "slices"
+
+// RowKind says how a request came into a step.
+type RowKind uint8
+
+// The kinds of a row.
+const (
+	RowRunning RowKind = iota // it was running
+	RowNew
+	RowResumed // after a preemption
+)
+
+// Row is one request of a step.
+type Row struct {
+	Request *Request
+	Tokens  int // to compute
+	Before  int // tokens that have KV already
+	Kind    RowKind
+	// Blocks are, by group, the new ones of a continued request, the whole table of another.
+	Blocks [][]BlockID
+	// Samples says that the step yields the request's next token.
+	Samples bool
+}
+
+// Hit is a request whose prefix was in the cache.
+type Hit struct {
+	Request *Request
+	Tokens  int
+}
+
+// Step is what the worker is to compute.
+type Step struct {
+	Rows      []Row
+	Hits      []Hit      // of requests that were admitted, or began to load; 0 tokens too
+	Preempted []*Request // victims in order
+	Reset     []*Request // preempted by resets since the last step
+	Ended     []*Request // since the last step
+
+	number int64 // of those with tokens; 0 without
+}
+
+// Schedule decides the next step. A step without rows may have ends to tell, and its output
+// can report loads.
+func (s *Scheduler) Schedule() *Step {
+	p := pass{Scheduler: s, step: &Step{}, budget: s.c.MaxTokens, cap: s.c.MaxTokens}
+	if n := len(s.running) + s.waiting.n + s.holding.n; n > 1 && s.c.LongPrefill > 0 {
+		p.cap = s.c.LongPrefill
+		if s.c.Adaptive {
+			p.cap = max(p.cap, s.c.MaxTokens/n)
+		}
+	}
+	p.continueRunning()
+	if len(p.step.Preempted) == 0 {
+		p.admitWaiting()
+	}
+	step := p.step
+	step.Rows = append(step.Rows, p.admitted...)
+	for i := range step.Rows {
+		s.scheduled(&step.Rows[i])
+	}
+	step.Reset, s.resets = s.resets, nil
+	step.Ended, s.ended = s.ended, nil
+	if len(step.Rows) > 0 {
+		s.newest++
+		step.number = s.newest
+		for i := range step.Rows {
+			step.Rows[i].Request.lastStep = s.newest
+		}
+	}
+	s.flight = append(s.flight, step)
+	return step
+}
+
+// scheduled notes that a row's tokens are being computed.
+func (s *Scheduler) scheduled(row *Row) {
+	r := row.Request
+	r.done += row.Tokens
+	r.inFlight += row.Tokens
+	if row.Samples = r.done >= r.tokens+r.placeholders; row.Samples {
+		delete(s.prefills, r)
+		r.prefill = false
+		if s.c.Async {
+			r.placeholders++
+		}
+	}
+}
+
+// pass is one call of Schedule.
+type pass struct {
+	*Scheduler
+	step     *Step
+	admitted []Row
+	budget   int
+	cap      int // tokens of one request
+}
+
+func (p *pass) continueRunning() {
+	s := p.Scheduler
+	for i := 0; i < len(s.running) && p.budget > 0; i++ {
+		r := s.running[i]
+		if s.c.Async && r.placeholders > 0 && r.done+2-r.placeholders >= r.Prompt+r.MaxTokens {
+			continue // its last token is being computed
+		}
+		n := min(r.tokens+r.placeholders-r.done, p.cap, p.budget, s.c.MaxModel-1-r.done)
+		if n <= 0 {
+			continue
+		}
+		owned := len(r.tables[0])
+		for !s.allocate(r, n, nil, 0, 0, false, false) {
+			v := s.victim()
+			if s.mustWait(v) {
+				return
+			}
+			at := slices.Index(s.running, v)
+			s.running = slices.Delete(s.running, at, at+1)
+			if at < i {
+				i--
+			}
+			if row := slices.IndexFunc(p.step.Rows, func(row Row) bool { return row.Request == v }); row >= 0 {
+				p.budget += p.step.Rows[row].Tokens
+				p.step.Rows = slices.Delete(p.step.Rows, row, row+1)
+			}
+			s.preempt(v, false)
+			p.step.Preempted = append(p.step.Preempted, v)
+			if v == r {
+				return
+			}
+		}
+		p.budget -= n
+		p.step.Rows = append(p.step.Rows, Row{Request: r, Tokens: n, Before: r.done, Blocks: copyTables(r.tables, owned)})
+	}
+}
+
+// copyTables copies the tables from one block on; all groups have as many blocks.
+func copyTables(tables [][]BlockID, from int) [][]BlockID {
+	out := make([][]BlockID, len(tables))
+	for g := range tables {
+		out[g] = slices.Clone(tables[g][from:])
+	}
+	return out
+}
+
+// victim is who gives way.
+func (s *Scheduler) victim() *Request {
+	v := s.running[len(s.running)-1]
+	if s.c.Priority {
+		for _, r := range s.running {
+			if v.before(r) {
+				v = r
+			}
+		}
+	}
+	return v
+}
+
+func (p *pass) admitWaiting() {
+	s := p.Scheduler
+	var skipped []*Request
+	for p.budget > 0 && len(s.running) < s.c.MaxActive {
+		q := &s.holding
+		if q.first == nil {
+			q = &s.waiting
+		}
+		r := q.first
+		if r == nil {
+			break
+		}
+		skip, ok := p.admit(r)
+		if !ok {
+			break
+		}
+		if skip {
+			r.queued.remove(r)
+			skipped = append(skipped, r)
+		}
+	}
+	for _, r := range slices.Backward(skipped) {
+		if r.status == Loading || r.done > 0 {
+			s.holding.pushFront(r)
+		} else {
+			s.waiting.pushFront(r)
+		}
+	}
+}
+
+// admit lets the request at the head in, or begin to load. skip: it waits, those behind it
+// may overtake it; not ok: nothing more is admitted in this step.
+func (p *pass) admit(r *Request) (skip, ok bool) {
+	s := p.Scheduler
+	if r.status == Loading {
+		if !r.arrived {
+			return true, true
+		}
+		s.land(r)
+	}
+	if r.stale > 0 && !r.dropStale {
+		return true, true
+	}
+	var hit [][]BlockID
+	local, external, async := 0, 0, false
+	if r.done == 0 && len(r.tables[0]) == 0 { // a prompt of one token may be loaded, and nothing computed
+		hit, local = s.hit(r)
+		if s.c.Connector != nil {
+			n, later, known := s.c.Connector.Match(r, local)
+			switch {
+			case r.SkipCache: // it is asked all the same
+			case !known:
+				return true, true
+			default:
+				external, async = n, later && n > 0
+			}
+		}
+	}
+	begin := r.done + local + external
+	n := 0
+	if !async {
+		n = min(r.tokens-begin, p.cap)
+		if s.c.NoChunks && n > p.budget {
+			return false, false
+		}
+		n = min(n, p.budget)
+	}
+	fresh := r.done == 0
+	if !s.allocate(r, n, hit, local, external, true, async) {
+		return false, false
+	}
+	if fresh {
+		p.step.Hits = append(p.step.Hits, Hit{r, local})
+	}
+	if s.c.Connector != nil {
+		s.c.Connector.Allocated(r, external)
+	}
+	r.done = begin
+	if async {
+		r.status = Loading
+		s.join(r)
+		return true, true
+	}
+	kind := RowNew
+	if r.status == Preempted {
+		kind = RowResumed
+	}
+	r.queued.remove(r)
+	r.status = Running
+	s.running = append(s.running, r)
+	p.budget -= n
+	if begin+n < r.tokens {
+		s.join(r)
+	}
+	p.admitted = append(p.admitted, Row{Request: r, Tokens: n, Before: begin, Kind: kind, Blocks: copyTables(r.tables, 0)})
+	return false, true
+}
+
+func (s *Scheduler) join(r *Request) {
+	r.prefill = true
+	s.prefills[r] = struct{}{}
+}
+
+// land ends r's load: what came counts as computed.
+func (s *Scheduler) land(r *Request) {
+	switch {
+	case !r.broken:
+		s.commit(r, r.done)
+		if r.done == r.tokens {
+			r.done-- // one token is always computed
+		}
+	case r.done > 0:
+		s.commit(r, r.done)
+	default:
+		s.free(r)
+	}
+	r.arrived, r.broken = false, false
+	if r.status = Waiting; r.preemptions > 0 {
+		r.status = Preempted
+	}
+}

@@ -1,0 +1,184 @@
+// Package sweep runs one workload over many deployments in virtual time: how many engines
+// prefill and decode, how large the cache below them is, how fast their network, how many
+// tokens a step has, how many requests come in a second.
+package sweep
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/benchmark"
+	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/virtual"
+	"github.com/kvasir-kv/kvasir/workload"
+)
+
+// Engines are how many engines prefill and decode; without Prefill, Decode engines do both.
+type Engines struct{ Prefill, Decode int }
+
+func (e Engines) String() string {
+	if e.Prefill == 0 {
+		return fmt.Sprintf("%d regular", e.Decode)
+	}
+	return fmt.Sprintf("%dP%dD", e.Prefill, e.Decode)
+}
+
+// Options say what is swept: every combination is run. An empty list is one of the profile's
+// own value, or none.
+type Options struct {
+	Profile *clock.Profile
+
+	Engines []Engines // default 1P1D
+	Cache   []int     // blocks of a store below the engines that prefill; 0: none
+	Link    []float64 // GB/s between engines, and of the store
+	Budget  []int     // tokens of a step
+	Rate    []float64 // requests per second, Poisson; 0: as the requests have it
+
+	Requests []workload.Request
+	Seed     uint64 // of arrivals
+	SLOs     []benchmark.SLO
+
+	Progress func(done, total int) // nil for none
+}
+
+// ErrOptions means that a sweep is impossible.
+var ErrOptions = errors.New("sweep: options")
+
+// maxPoints bounds a sweep.
+const maxPoints = 10000
+
+func (o *Options) defaults() {
+	if len(o.Engines) == 0 {
+		o.Engines = []Engines{{1, 1}}
+	}
+	if len(o.Cache) == 0 {
+		o.Cache = []int{0}
+	}
+	if len(o.Link) == 0 {
+		o.Link = []float64{o.Profile.Constants.TransferGBps}
+	}
+	if len(o.Budget) == 0 {
+		o.Budget = []int{o.Profile.TokenBudget}
+	}
+	if len(o.Rate) == 0 {
+		o.Rate = []float64{0}
+	}
+}
+
+// Validate returns everything that is wrong with o.
+func (o *Options) Validate() error {
+	if o.Profile == nil || len(o.Requests) == 0 {
+		return fmt.Errorf("%w: a profile and requests are needed", ErrOptions)
+	}
+	var errs []error
+	f := func(ok bool, format string, args ...any) {
+		if !ok {
+			errs = append(errs, fmt.Errorf("%w: %s", ErrOptions, fmt.Sprintf(format, args...)))
+		}
+	}
+	points := 1
+	for _, n := range []int{len(o.Engines), len(o.Cache), len(o.Link), len(o.Budget), len(o.Rate)} {
+		points = min(points*max(n, 1), 1<<30)
+	}
+	f(points <= maxPoints, "%d deployments; %d at most", points, maxPoints)
+	for _, r := range o.Rate {
+		f(r >= 0 && r <= 1e6, "%v requests per second; 0 to 1,000,000", r)
+	}
+	for _, g := range o.Link {
+		f(g > 0 && g <= 1e6, "a network of %v GB/s", g)
+	}
+	for _, n := range o.Budget {
+		f(n >= 1 && n <= 1<<24, "a step of %d tokens", n)
+	}
+	return errors.Join(errs...)
+}
+
+// Point is one deployment and what it measured.
+type Point struct {
+	Engines string  `json:"engines"`
+	Prefill int     `json:"prefill"`
+	Decode  int     `json:"decode"`
+	Cache   int     `json:"cache_blocks"`
+	Link    float64 `json:"link_gbps"`
+	Budget  int     `json:"max_num_batched_tokens"`
+	Rate    float64 `json:"request_rate"` // 0: as the requests have it
+
+	Goodput     float64 `json:"request_goodput"` // requests per second that keep the limits
+	GoodPerGPU  float64 `json:"goodput_per_gpu"`
+	Throughput  float64 `json:"output_throughput"`
+	Failed      int     `json:"failed"` // that fit nowhere
+	Cached      float64 `json:"cached"` // share of prompt tokens not computed
+	PrefillBusy float64 `json:"prefill_busy"`
+	DecodeBusy  float64 `json:"decode_busy"`
+
+	Figures virtual.Figures `json:"figures"`
+}
+
+// Run runs all deployments. When ctx ends, the points so far are returned with its error.
+func Run(ctx context.Context, o Options) ([]Point, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	o.defaults()
+	var todo, done []Point
+	for _, e := range o.Engines {
+		for _, cache := range o.Cache {
+			for _, link := range o.Link {
+				for _, budget := range o.Budget {
+					for _, rate := range o.Rate {
+						todo = append(todo, Point{Engines: e.String(), Prefill: e.Prefill, Decode: e.Decode, Cache: cache, Link: link, Budget: budget, Rate: rate})
+					}
+				}
+			}
+		}
+	}
+	for i := range todo {
+		p := todo[i]
+		if err := o.measure(ctx, &p); err != nil {
+			return done, err
+		}
+		done = append(done, p)
+		if o.Progress != nil {
+			o.Progress(len(done), len(todo))
+		}
+	}
+	return done, nil
+}
+
+func (o *Options) measure(ctx context.Context, p *Point) error {
+	profile := *o.Profile
+	profile.TokenBudget, profile.Constants.TransferGBps = p.Budget, p.Link
+	list := o.Requests
+	if p.Rate > 0 {
+		list = slices.Clone(list)
+		if err := workload.Arrive(list, p.Rate, 1, o.Seed); err != nil {
+			return err
+		}
+	}
+	v := virtual.Options{Profile: &profile, Prefill: p.Prefill, Decode: p.Decode}
+	if p.Cache > 0 {
+		v.Store = virtual.Store{Blocks: p.Cache, GBps: p.Link, Latency: time.Millisecond}
+	}
+	r, err := virtual.Run(ctx, list, v)
+	if err != nil {
+		return err
+	}
+	m := r.Measure(benchmark.Options{SLOs: o.SLOs})
+	p.Figures = r.Figures()
+	p.Goodput, p.Throughput, p.Failed = m.RequestThroughput, m.OutputThroughput, m.Failed
+	if m.RequestGoodput != nil {
+		p.Goodput = *m.RequestGoodput
+	}
+	p.GoodPerGPU = p.Goodput / float64((p.Prefill+p.Decode)*profile.TP)
+	p.PrefillBusy, p.DecodeBusy = r.PrefillBusy, r.DecodeBusy
+	cached := 0
+	for i := range r.Records {
+		cached += r.Records[i].Cached
+	}
+	p.Cached = float64(cached) / math.Max(float64(p.Figures.Input), 1)
+	return nil
+}

@@ -1,0 +1,41 @@
+package tables_test
+
+import (
+	"context"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/sim/tables"
+)
+
+// A document without a place for the tables is left alone, and so is one when the run is ended.
+func TestWriteAccuracyRefuses(t *testing.T) {
+	if _, err := tables.WriteAccuracy(t.Context(), []byte("no markers")); !errors.Is(err, tables.ErrMarkers) {
+		t.Errorf("%v", err)
+	}
+	text, err := os.ReadFile("../../docs/accuracy.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := tables.WriteAccuracy(ctx, text); !errors.Is(err, context.Canceled) {
+		t.Errorf("%v", err)
+	}
+}
+
+// The document has the figures that the build gives: of the table, cheap enough for each test run.
+func TestAccuracyDocumentIsOfThisBuild(t *testing.T) {
+	text, err := os.ReadFile("../../docs/accuracy.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := play(t, tables.Options{})
+	for _, line := range got.Lines() {
+		if !strings.Contains(string(text), line) {
+			t.Errorf("docs/accuracy.md lacks %q; make bench BENCH=accuracy writes it", line)
+		}
+	}
+}

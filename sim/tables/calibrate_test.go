@@ -1,0 +1,28 @@
+package tables_test
+
+import (
+	"math"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/sim/tables"
+)
+
+// The constants of the profiles are what their figures give: nobody changed one by hand.
+func TestStoredConstantsFollowFromTheirFigures(t *testing.T) {
+	for _, c := range tables.Calibrations() {
+		got, err := c.Recalibrate(t.Context())
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		for _, k := range got {
+			t.Logf("%s: %s %.6g gives %s %.6g, wanted %.6g; stored %.6g", k.Calibration, k.Constant, k.Value, k.Figure, k.Got, k.Want, k.Stored)
+			if math.Abs(k.Got/k.Want-1) > 0.005 {
+				t.Errorf("%s: %s %.6g gives %s %.6g, wanted %.6g", k.Calibration, k.Constant, k.Value, k.Figure, k.Got, k.Want)
+			}
+			if math.Abs(k.Stored/k.Value-1) > 0.005 {
+				t.Errorf("%s: %s %.6g is stored, its figure gives %.6g", k.Calibration, k.Constant, k.Stored, k.Value)
+			}
+		}
+	}
+}

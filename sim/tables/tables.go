@@ -1,0 +1,321 @@
+// Package tables plays published measurements of vLLM and SGLang, prefill and decode apart or
+// not, in virtual time, and compares figure by figure.
+//
+// Constants are calibrated on the original's table (Original); all other tables are held out
+// and printed whatever their errors are.
+package tables
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"math"
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/benchmark"
+	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/virtual"
+)
+
+// Names of the rows of the original's table.
+const (
+	Mooncake = "mooncake"
+	P2pNccl  = "p2pnccl"
+)
+
+// Names lists the rows, in the order of Length.Output.
+var Names = []string{Mooncake, P2pNccl}
+
+// OriginalSource is where the table is from.
+const OriginalSource = "vLLM's pull request that introduces the MooncakeConnector (2025-09-12): Qwen2.5-7B-Instruct, 1P1D on 2 A10 servers, vllm bench serve, 100 prompts of ShareGPT, all at once"
+
+// figureOrder is the order of the figures, under the keys of vllm bench serve.
+var figureOrder = []string{
+	"duration", "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput", "total_token_throughput",
+	"mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_itl_ms", "median_itl_ms", "p99_itl_ms",
+}
+
+// tokenTotals are given, not predicted: no error is counted for them.
+func tokenTotals(figure string) bool {
+	return figure == "total_input_tokens" || figure == "total_output_tokens"
+}
+
+// original is the table, in the order of figureOrder.
+var original = map[string][]float64{
+	Mooncake: {30.93, 23260, 21350, 3.23, 690.19, 1442.12, 2692.51, 2662.22, 4799.88, 37.64, 37.76, 42.77, 37.26, 37.34, 43.69},
+	P2pNccl:  {31.97, 23260, 21881, 3.13, 684.44, 1412.02, 2934.43, 3148.52, 5053.23, 38.22, 38.10, 43.22, 37.47, 37.59, 46.06},
+}
+
+// Original returns a figure of the original's table, by row and by the key of vllm bench serve.
+func Original(row, figure string) float64 {
+	i := slices.Index(figureOrder, figure)
+	if i < 0 || original[row] == nil {
+		return math.NaN()
+	}
+	return original[row][i]
+}
+
+// Row is one figure beside the original's.
+type Row struct {
+	Row      string  `json:"row"`
+	Figure   string  `json:"figure"`
+	Original float64 `json:"original"`
+	Ours     float64 `json:"ours"`
+	Error    float64 `json:"error"` // ours ÷ original − 1
+	// Use is what the figure is for: calibrated (a constant is from it), predicted, or given.
+	Use string `json:"use"`
+}
+
+// Spread is one figure over generated workloads.
+type Spread struct {
+	Row       string  `json:"row"`
+	Figure    string  `json:"figure"`
+	Condition bool    `json:"condition"` // the longest output is where the table says
+	Seeds     int     `json:"seeds"`     // that were played
+	Original  float64 `json:"original"`
+	P5        float64 `json:"p5"`
+	Median    float64 `json:"median"`
+	P95       float64 `json:"p95"`
+	Error     float64 `json:"error"` // of the median
+}
+
+// Table is the original's table, played.
+type Table struct {
+	Source      string         `json:"source"`
+	Profile     *clock.Profile `json:"profile"`
+	Rows        []Row          `json:"rows"`
+	Differences []Row          `json:"differences"` // P2pNccl less Mooncake
+	Seeds       int            `json:"seeds,omitempty"`
+	Spread      []Spread       `json:"spread,omitempty"`
+	MAPE        []RowMAPE      `json:"mape"`
+	Sensitivity []Moved        `json:"sensitivity,omitempty"`
+
+	// Results are the rows as a client's benchmark has them, in the order of Names.
+	Results []*benchmark.Result `json:"-"`
+}
+
+// RowMAPE is the mean absolute error of a row's figures, token totals apart.
+type RowMAPE struct {
+	Row   string  `json:"row"`
+	MAPE  float64 `json:"mape"`
+	Worst string  `json:"worst_figure"`
+}
+
+// Options change how the original's table is played.
+type Options struct {
+	Lengths     []Length // default Reference
+	Seeds       int      // generated workloads in addition
+	TokenBudget int      // of a step; default the profile's
+	Set         []Setting
+	Sensitivity bool // move every constant, and the token budget
+}
+
+// Setting is a constant's value.
+type Setting struct {
+	Name  string
+	Value float64
+}
+
+// Profile returns a profile, or one of a file (clock.Open), with the changes that o has.
+func Profile(name string, o Options) (*clock.Profile, error) {
+	p, err := clock.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	return p, o.Apply(p)
+}
+
+// Apply changes a profile as o says.
+func (o *Options) Apply(p *clock.Profile) error {
+	for _, s := range o.Set {
+		if err := p.Constants.Set(s.Name, s.Value); err != nil {
+			return err
+		}
+	}
+	p.TokenBudget = cmp.Or(o.TokenBudget, p.TokenBudget)
+	return p.Validate()
+}
+
+// rowProfile returns the profile and transport of a row.
+func (o *Options) rowProfile(row string) (*clock.Profile, virtual.Transport, error) {
+	p, err := clock.Get(clock.A10Qwen)
+	if err != nil {
+		return nil, 0, err
+	}
+	transport := virtual.Pull
+	if row == P2pNccl {
+		p, transport = p.NCCL(), virtual.Push
+	}
+	return p, transport, o.Apply(p)
+}
+
+// playRow returns the figures of one row.
+func (o *Options) playRow(ctx context.Context, row string, list []Length) (map[string]float64, error) {
+	r, err := o.runRow(ctx, row, list)
+	if err != nil {
+		return nil, err
+	}
+	return values(r)
+}
+
+func (o *Options) runRow(ctx context.Context, row string, list []Length) (*virtual.Result, error) {
+	p, transport, err := o.rowProfile(row)
+	if err != nil {
+		return nil, err
+	}
+	return runList(ctx, p, transport, list, slices.Index(Names, row))
+}
+
+func play(ctx context.Context, p *clock.Profile, transport virtual.Transport, list []Length, output int) (map[string]float64, error) {
+	r, err := runList(ctx, p, transport, list, output)
+	if err != nil {
+		return nil, err
+	}
+	return values(r)
+}
+
+func runList(ctx context.Context, p *clock.Profile, transport virtual.Transport, list []Length, output int) (*virtual.Result, error) {
+	return virtual.Run(ctx, requests(list, output), virtual.Options{Profile: p, Prefill: 1, Decode: 1, Transport: transport})
+}
+
+// values returns figures by their keys.
+func values(r *virtual.Result) (map[string]float64, error) {
+	f := r.Figures()
+	if f.Failed > 0 {
+		for _, q := range r.Records {
+			if q.Error != "" {
+				return nil, fmt.Errorf("tables: %d requests cannot be run: %s", f.Failed, q.Error)
+			}
+		}
+	}
+	text, err := json.Marshal(f)
+	if err != nil {
+		return nil, err
+	}
+	out := make(map[string]float64)
+	return out, json.Unmarshal(text, &out)
+}
+
+// Play plays the original's table.
+func Play(ctx context.Context, o Options) (*Table, error) {
+	list := o.Lengths
+	if list == nil {
+		list = Reference()
+	}
+	t := &Table{Source: OriginalSource}
+	ours := make(map[string]map[string]float64)
+	for _, row := range Names {
+		p, _, err := o.rowProfile(row)
+		if err != nil {
+			return nil, err
+		}
+		if t.Profile == nil {
+			t.Profile = p
+		}
+		r, err := o.runRow(ctx, row, list)
+		if err != nil {
+			return nil, err
+		}
+		if ours[row], err = values(r); err != nil {
+			return nil, err
+		}
+		m := r.Measure(benchmark.Options{GPUs: benchmark.GPUs{Prefill: 1, Decode: 1}})
+		m.Model, m.Backend = p.Model.Name, "kvasir sim, "+row
+		t.Results = append(t.Results, m)
+		for _, figure := range figureOrder {
+			r := Row{Row: row, Figure: figure, Original: Original(row, figure), Ours: ours[row][figure], Use: use(figure)}
+			r.Error = r.Ours/r.Original - 1
+			t.Rows = append(t.Rows, r)
+		}
+		mape, worst := MAPE(against(row, ours[row]))
+		t.MAPE = append(t.MAPE, RowMAPE{row, mape, worst})
+	}
+	for _, figure := range figureOrder {
+		if !tokenTotals(figure) {
+			d := Row{Row: "difference", Figure: figure, Original: Original(P2pNccl, figure) - Original(Mooncake, figure), Ours: ours[P2pNccl][figure] - ours[Mooncake][figure], Use: use(figure)}
+			d.Error = d.Ours/d.Original - 1
+			t.Differences = append(t.Differences, d)
+		}
+	}
+	if o.Seeds > 0 {
+		if err := t.spread(ctx, &o); err != nil {
+			return t, err
+		}
+	}
+	if o.Sensitivity {
+		moved, err := Sensitivity(ctx, NewRefit())
+		t.Sensitivity = moved
+		if err != nil {
+			return t, err
+		}
+	}
+	return t, nil
+}
+
+func use(figure string) string {
+	switch {
+	case tokenTotals(figure):
+		return "given"
+	case figure == "mean_ttft_ms" || figure == "mean_itl_ms":
+		return "calibrated"
+	}
+	return "predicted"
+}
+
+// MAPE is the mean of the absolute errors, and the figure with the largest.
+func MAPE(rows []Row) (mean float64, worst string) {
+	most := -1.0
+	for _, r := range rows {
+		e := math.Abs(r.Error)
+		mean += e / float64(len(rows))
+		if e > most {
+			most, worst = e, r.Figure
+		}
+	}
+	return mean, worst
+}
+
+// spread plays generated workloads, with and without the condition on the longest output. When
+// ctx ends, the spread is over those that were played in both rows.
+func (t *Table) spread(ctx context.Context, o *Options) error {
+	t.Seeds = o.Seeds
+	for _, condition := range []bool{true, false} {
+		played, all := 0, make(map[[2]string][]float64) // by row and figure
+		var err error
+		for ; played < o.Seeds && err == nil; played++ {
+			list := Generate(uint64(played)+1, condition)
+			got := make(map[string]map[string]float64)
+			for _, row := range Names {
+				if got[row], err = o.playRow(ctx, row, list); err != nil {
+					break
+				}
+			}
+			if err != nil {
+				break
+			}
+			for row, v := range got {
+				for figure, x := range v {
+					all[[2]string{row, figure}] = append(all[[2]string{row, figure}], x)
+				}
+			}
+		}
+		for _, row := range Names {
+			for _, figure := range figureOrder {
+				if played == 0 || tokenTotals(figure) {
+					continue
+				}
+				v := all[[2]string{row, figure}]
+				slices.Sort(v)
+				s := Spread{Row: row, Figure: figure, Condition: condition, Seeds: played, Original: Original(row, figure)}
+				s.P5, s.Median, s.P95 = virtual.Percentile(v, 5), virtual.Percentile(v, 50), virtual.Percentile(v, 95)
+				s.Error = s.Median/s.Original - 1
+				t.Spread = append(t.Spread, s)
+			}
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,292 @@
+package store
+
+import (
+	"context"
+	"errors"
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/internal/share"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/probe"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Where a tier lies below the pool, a lookup that the pool cannot serve whole is pending
+// while the tier is asked for the rest and objects are read, head first, straight into
+// their slots. Each has a flight, as what is to be compared has: one for all who want it.
+// What the tier's checksum does not fit is dropped. What comes after LoadTimeout stays.
+
+const (
+	maxLoads = 32 // reads at once; a user or address has half of what others leave
+
+	// loadLife is how many times LoadTimeout a read may take before it is told to end.
+	loadLife = 10
+)
+
+// useBelow reports whether lookups may ask the tier: they do without it while it does not
+// answer.
+func (s *Store) useBelow() bool { return s.below != nil && s.below.Answers() }
+
+// goUnlessClosed starts a goroutine that Close waits for.
+func (s *Store) goUnlessClosed(f func()) bool {
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed {
+		return false
+	}
+	s.running.Go(f)
+	return true
+}
+
+// search is the search of a pending lookup for what the tier can add to the pool.
+type search struct {
+	*Store
+	*probe.Search
+	pf *prefetch
+}
+
+// fetch has a pending lookup wait for what the pool has, and for what the tier has.
+func (s *Store) fetch(pf *prefetch) {
+	x := &search{Store: s, pf: pf}
+	x.Search = probe.New(&pf.shard, pf.hashes, places{s, pf})
+	x.take(x.Longest(pf.ctx))
+}
+
+// places are the store as a search of a pending lookup sees it.
+type places struct {
+	*Store
+	pf *prefetch
+}
+
+// InPool implements probe.Places.
+func (p places) InPool(keys []kv.Key, there []bool) {
+	p.lock()
+	defer p.unlock()
+	for i := range keys {
+		_, _, there[i] = p.servableLocked(&keys[i])
+	}
+}
+
+// InTier implements probe.Places.
+func (p places) InTier(ctx context.Context, keys []kv.Key) ([]tier.Meta, error) {
+	return p.below.Ask(ctx, keys, p.goUnlessClosed)
+}
+
+// Failed implements probe.Places.
+func (p places) Failed(err error) { p.belowFailed(p.pf, miss.BelowFailed, tier.NameOf(err)) }
+
+// Differs implements probe.Places.
+func (p places) Differs(kv.Key) { p.belowFailed(p.pf, miss.BelowCorrupt, "") }
+
+// belowFailed notes why the tier did not help, and which if that is known, for the reason
+// of a miss.
+func (s *Store) belowFailed(pf *prefetch, why miss.Reason, tier string) {
+	s.lock()
+	defer s.unlock()
+	pf.belowWhy, pf.tier = why, tier
+	s.mu.n.BelowFailures++
+}
+
+// take has the lookup wait for what a hit of so many chunks needs, head first: what is in
+// the pool is pinned or its flight joined, what is in the tier gets a flight. It ends
+// where a prefix can get no longer.
+func (x *search) take(hit int) {
+	missing := int64(0)
+	for i := range hit * x.Rows() {
+		if x.Where(i) == probe.InTier && x.Needs(i, hit) {
+			missing += x.mu.pool.Round(x.Bytes(i))
+		}
+	}
+	x.memory.Have(missing)
+	for i := 0; i < hit*x.Rows() && x.pf.ctx.Err() == nil; {
+		var load, more bool
+		if i, load, more = x.takeSome(i, hit); !more || load && !x.load(i) {
+			return
+		}
+		if load {
+			i++
+		}
+	}
+}
+
+// takeSome takes what is in the pool from object i on. It returns the object that is next,
+// and whether that is to be loaded; more is false where the prefix ends.
+func (x *search) takeSome(i, hit int) (next int, load, more bool) {
+	x.lock()
+	defer x.unlock()
+	for end := min(i+batch, hit*x.Rows()); i < end; i++ {
+		if !x.Needs(i, hit) {
+			continue
+		}
+		k := x.Key(i)
+		switch taken := x.takeLocked(&k); {
+		case taken:
+		case x.Where(i) == probe.InTier:
+			return i, true, true
+		case x.Full(i):
+			return i, false, false
+		}
+	}
+	return i, false, true
+}
+
+// takeLocked pins an object that may be served, or joins its flight.
+func (x *search) takeLocked(k *kv.Key) bool {
+	slot, ready, ok := x.servableLocked(k)
+	switch {
+	case ok && ready:
+		x.pinForLocked(x.pf, slot)
+	case ok:
+		x.joinFlightLocked(x.pf, slot)
+	}
+	return ok
+}
+
+// load begins to read object i from the tier. It waits for its turn. It reports false
+// when there is no room in the pool, or no time left.
+func (x *search) load(i int) bool {
+	k := x.Key(i)
+	for {
+		fl, wait, err := x.beginLoad(&k, i)
+		switch {
+		case errors.Is(err, errAgain):
+		case wait != nil:
+			select {
+			case <-wait:
+			case <-x.pf.ctx.Done():
+				return false
+			}
+		case fl == nil: // somebody else has it, or there is no room
+			return err == nil
+		case x.goUnlessClosed(func() { x.read(fl, k) }):
+			return true
+		default:
+			x.landBelow(fl, 0, miss.BelowFailed, "")
+			return false
+		}
+	}
+}
+
+// beginLoad makes a slot and its flight for object i. The flight is nil when somebody
+// else has begun meanwhile, and with an error; wait is what to wait for when too much is
+// on its way.
+func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err error) {
+	x.lock()
+	defer x.unlock()
+	if x.takeLocked(k) {
+		return nil, nil, nil
+	}
+	n := x.Bytes(i)
+	size := x.mu.pool.Round(n)
+	peer := x.pf.prompt.Owner.Peer
+	if !x.mayLoadLocked(peer, size) {
+		return nil, x.mu.loading.Next(), nil
+	}
+	slot, err := x.reserveLocked(k, n, pool.Writer{}, &prefixGuard{store: x.Store, by: peer, on: true})
+	if err != nil {
+		return nil, nil, err
+	}
+	x.mu.loading.Add(peer, share.Amount{Count: 1, Size: size})
+	fl := x.newFlightLocked(slot)
+	fl.begun, fl.below, fl.chunk, fl.peer = true, true, i/x.Rows(), peer
+	x.joinFlightLocked(x.pf, slot)
+	return fl, nil, nil
+}
+
+// mayLoadLocked reports whether peer may begin a read of so many bytes. One at a time it
+// always may, as long as LoadBytes has room.
+func (s *Store) mayLoadLocked(peer string, bytes int64) bool {
+	l, limit := &s.mu.loading, s.opts.LoadBytes
+	all := l.All()
+	return l.MayCount(peer, maxLoads) && (all.Count == 0 || all.Size+bytes <= limit) && (l.Of(peer).Count == 0 || l.MaySize(peer, bytes, limit))
+}
+
+// read reads an object into its slot. The slot is held until the tier has returned.
+func (s *Store) read(fl *flight, k kv.Key) {
+	ctx, cancel := context.WithTimeout(s.life, loadLife*s.opts.LoadTimeout)
+	defer cancel()
+	sum, err := s.below.Read(ctx, k, s.view(fl))
+	_, corrupt := errors.AsType[*tier.CorruptError](err)
+	switch {
+	case corrupt:
+		s.landBelow(fl, 0, miss.BelowCorrupt, tier.NameOf(err))
+	case err != nil:
+		s.landBelow(fl, 0, miss.BelowFailed, tier.NameOf(err))
+	default:
+		s.landBelow(fl, sum, miss.None, "")
+	}
+}
+
+func (s *Store) view(fl *flight) []byte {
+	s.lock()
+	defer s.unlock()
+	return s.mu.pool.View(fl.slot)
+}
+
+// landBelow ends the flight of an object from the tier: it becomes resident, with its
+// checksum, or goes.
+func (s *Store) landBelow(fl *flight, sum uint64, why miss.Reason, tier string) {
+	s.lock()
+	defer s.unlock()
+	p := s.mu.pool
+	n := p.Length(fl.slot)
+	s.mu.loading.Add(fl.peer, share.Amount{Count: -1, Size: -p.Round(n)})
+	s.mu.loading.Ended()
+	staged := p.StateOf(fl.slot) == pool.Staged // else it was cleared meanwhile
+	switch {
+	case staged && why == miss.None:
+		p.Commit(fl.slot)
+		s.addLocked(fl.slot)
+		p.Stamp(fl.slot)
+		p.SetSum(fl.slot, sum)
+		p.SetBelow(fl.slot, s.place)
+		s.mu.n.BelowChunks++
+		s.mu.n.BelowBytes += uint64(n)
+		for _, pf := range fl.waiting {
+			pf.fromBelow = append(pf.fromBelow, fl.chunk)
+			pf.loaded += n
+		}
+	case staged:
+		s.mu.n.BelowFailures++
+		if why == miss.BelowCorrupt {
+			s.mu.n.BelowCorrupt++
+		}
+		for _, pf := range fl.waiting {
+			pf.tier = tier
+		}
+		s.dropLocked(fl.slot, why)
+		p.Unhold(fl.slot)
+	default:
+		p.Unhold(fl.slot)
+	}
+	s.landFlightLocked(fl, staged && why == miss.None)
+}
+
+// dropMoving forgets what is on its way from the tier, or to it.
+func (s *Store) dropMoving() {
+	s.lock()
+	defer s.unlock()
+	for slot := range s.mu.writing {
+		if s.mu.pool.StateOf(slot) == pool.Resident {
+			s.dropLocked(slot, miss.Cleared)
+		}
+	}
+	for slot, fl := range s.mu.flights.of {
+		if fl.below && s.mu.pool.StateOf(slot) == pool.Staged {
+			s.dropLocked(slot, miss.Cleared)
+		}
+	}
+}
+
+// fromBelowLocked counts the chunks of a hit that came from the tier for it.
+func (pf *prefetch) fromBelowLocked(hit int) (n int) {
+	slices.Sort(pf.fromBelow)
+	for _, c := range slices.Compact(pf.fromBelow) {
+		if c < hit {
+			n++
+		}
+	}
+	return n
+}

@@ -1,0 +1,131 @@
+package store
+
+import (
+	"runtime"
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/internal/turns"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+// flight is an object on its way to being served: one for each object, whoever wants
+// it. Guarded by Store.mu.
+type flight struct {
+	slot    pool.Slot
+	begun   bool
+	kept    bool        // resident, and kept for those who wait
+	below   bool        // it comes from the tier; the slot is staged
+	chunk   int         // of a prompt, of what comes from the tier
+	peer    string      // who began that
+	waiting []*prefetch // that joined it and still wait
+}
+
+// flights are those of one store.
+type flights struct {
+	of     map[pool.Slot]*flight
+	wanted turns.Queue[*prefetch] // with flights that nobody has begun
+}
+
+// joinFlightLocked has pf wait for the flight of an object: of one that is resident and
+// was not compared yet the first one to wait makes it.
+func (s *Store) joinFlightLocked(pf *prefetch, slot pool.Slot) {
+	fl := s.mu.flights.of[slot]
+	if fl == nil {
+		fl = s.newFlightLocked(slot)
+	}
+	if len(fl.waiting) == 0 && !fl.below {
+		s.keepLocked(slot)
+		fl.kept = true
+	}
+	fl.waiting = append(fl.waiting, pf)
+	pf.flights = append(pf.flights, fl)
+	pf.waiting++
+	if fl.begun {
+		return
+	}
+	pf.todo = append(pf.todo, fl)
+	if !pf.queued {
+		pf.queued = true
+		s.mu.flights.wanted.Add(pf.prompt.Owner.Peer, pf)
+	}
+}
+
+func (s *Store) newFlightLocked(slot pool.Slot) *flight {
+	fl := &flight{slot: slot}
+	s.mu.flights.of[slot] = fl
+	return fl
+}
+
+// landFlightLocked ends a flight: who waits for it keeps its slot, if it may be served.
+func (s *Store) landFlightLocked(fl *flight, ok bool) {
+	delete(s.mu.flights.of, fl.slot)
+	for _, pf := range fl.waiting {
+		if ok && !pf.done {
+			s.pinForLocked(pf, fl.slot)
+		}
+		pf.waiting--
+		s.landedLocked(pf)
+	}
+	if fl.kept {
+		s.letGoLocked(fl.slot)
+	}
+	fl.waiting = nil
+}
+
+// leaveFlights ends pf's interest in what is still on its way. What nobody else waits
+// for and nobody has begun is left to the background.
+func (s *Store) leaveFlights(pf *prefetch) {
+	for more := true; more; {
+		more = s.leaveSome(pf)
+	}
+}
+
+func (s *Store) leaveSome(pf *prefetch) (more bool) {
+	s.lock()
+	defer s.unlock()
+	pf.done, pf.todo = true, nil
+	n := min(batch, len(pf.flights))
+	for _, fl := range pf.flights[:n] {
+		i := slices.Index(fl.waiting, pf)
+		if i < 0 {
+			continue // it has landed
+		}
+		fl.waiting = slices.Delete(fl.waiting, i, i+1)
+		if len(fl.waiting) > 0 {
+			continue
+		}
+		if fl.kept {
+			fl.kept = false
+			s.letGoLocked(fl.slot)
+		}
+		if !fl.begun {
+			delete(s.mu.flights.of, fl.slot)
+			s.mu.sums.Return(uint32(fl.slot))
+		}
+	}
+	pf.flights = pf.flights[n:]
+	return len(pf.flights) > 0
+}
+
+// nextWantedLocked begins a flight that somebody waits for: of each user or address in
+// turn, and of its pending lookups in turn, so that a long one or many of them do not keep
+// others waiting.
+func (s *Store) nextWantedLocked() (next *flight) {
+	s.mu.flights.wanted.Next(func(pf *prefetch) bool {
+		for len(pf.todo) > 0 {
+			fl := pf.todo[0]
+			pf.todo = pf.todo[1:]
+			if !fl.begun {
+				fl.begun, next = true, fl
+				return true
+			}
+		}
+		pf.queued = false
+		return false
+	})
+	return next
+}
+
+// readers is how many goroutines read chunks at once: one processor is left to those who
+// answer requests, where there are two.
+func readers() int { return max(1, runtime.GOMAXPROCS(0)-1) }

@@ -1,0 +1,191 @@
+package store
+
+import (
+	"errors"
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+// Whatever keeps a resident slot from being evicted (pins, holds of readers, a store
+// that guards its own prefix) counts in mu.kept. The policy knows every resident slot
+// and hears of uses only: that a slot is kept changes nothing in its books.
+
+// errAgain means that the policy has not looked at all slots for a victim: others get
+// the lock first.
+var errAgain = errors.New("store: go on after others had the lock")
+
+// addLocked makes a resident slot known to the policy, and to who watches.
+func (s *Store) addLocked(slot pool.Slot) {
+	k := s.mu.pool.KeyOf(slot)
+	parent := uint64(0)
+	if int(slot) < s.mu.parents.Len() {
+		parent = *s.mu.parents.At(int(slot))
+	}
+	s.mu.policy.Add(uint32(slot), miss.ID(&k), parent, s.mu.pool.Round(s.mu.pool.Length(slot)))
+	s.mu.events.add(k, false)
+	if !s.keptLocked(slot) {
+		s.mu.evictable++
+	}
+}
+
+// continuesLocked notes that a staged slot of hashes[c] continues the chunk before it. Of what an
+// earlier server kept, and of what the tier below brings, that is not known.
+func (s *Store) continuesLocked(slot pool.Slot, k *kv.Key, hashes []kv.Hash, c int) {
+	s.mu.parents.Grow(int(slot) + 1)
+	parent := uint64(0)
+	if c > 0 {
+		before := *k
+		before.Chunk = hashes[c-1]
+		parent = miss.ID(&before)
+	}
+	*s.mu.parents.At(int(slot)) = parent
+}
+
+// keepLocked notes one more promise on a resident slot.
+func (s *Store) keepLocked(slot pool.Slot) {
+	s.mu.kept.Grow(int(slot) + 1)
+	n := s.mu.kept.At(int(slot))
+	if *n++; *n == 1 {
+		s.mu.evictable--
+	}
+}
+
+// letGoLocked ends one promise, and counts as a use of the slot.
+func (s *Store) letGoLocked(slot pool.Slot) {
+	if s.letGoUnusedLocked(slot) {
+		s.useLocked(slot)
+	}
+}
+
+// letGoUnusedLocked ends a promise that was no use of the slot, unless the policy would not look at it
+// again without one. It reports false when the slot was dropped meanwhile.
+func (s *Store) letGoUnusedLocked(slot pool.Slot) bool {
+	n := s.mu.kept.At(int(slot))
+	*n--
+	resident := s.mu.pool.StateOf(slot) == pool.Resident
+	if resident && *n == 0 {
+		s.mu.evictable++
+		if int(slot) < s.mu.passed.Len() && *s.mu.passed.At(int(slot)) {
+			s.useLocked(slot)
+		}
+	}
+	return resident
+}
+
+// useLocked notes a use of a resident slot, also for the order after a restart.
+func (s *Store) useLocked(slot pool.Slot) {
+	s.mu.policy.Use(uint32(slot))
+	s.mu.pool.Stamp(slot)
+	if int(slot) < s.mu.passed.Len() && !s.keptLocked(slot) {
+		*s.mu.passed.At(int(slot)) = false
+	}
+}
+
+func (s *Store) keptLocked(slot pool.Slot) bool {
+	return int(slot) < s.mu.kept.Len() && *s.mu.kept.At(int(slot)) > 0
+}
+
+// evictableLocked reports whether a slot may be evicted.
+func (s *Store) evictableLocked(slot pool.Slot) bool {
+	return s.mu.pool.StateOf(slot) == pool.Resident && !s.keptLocked(slot)
+}
+
+// victimLocked returns the slot to evict next: see evict.Policy.
+func (s *Store) victimLocked() (victim pool.Slot, ok, more bool) {
+	if s.mu.evictable == 0 {
+		return 0, false, false
+	}
+	slot, ok, more := s.mu.policy.Victim(s.busy)
+	return pool.Slot(slot), ok, more
+}
+
+// neighbourhoods is how many places are looked at for a range that takes little
+// eviction.
+const neighbourhoods = 16
+
+// evictNearLocked evicts one run of neighbours that leaves n bytes free, around one
+// of those to be evicted next: the run that costs the fewest bytes. It reports false
+// when it found none.
+func (s *Store) evictNearLocked(n int64) bool {
+	best, _ := s.mu.pool.CheapestRun(n, neighbourhoods, s.mu.policy.Ascend, s.busy)
+	for _, slot := range best.Slots {
+		s.evictLocked(slot)
+	}
+	return best.Bytes >= 0
+}
+
+// pinLocked takes one lease's pin on a resident slot.
+func (s *Store) pinLocked(slot pool.Slot) { s.keepLocked(slot) }
+
+func (s *Store) unpinLocked(slot uint32) { s.letGoLocked(pool.Slot(slot)) }
+
+// dropLocked removes a resident or staged slot's key.
+func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
+	s.mu.drops++
+	k := s.mu.pool.KeyOf(slot)
+	s.mu.misses.Add(&k, why)
+	if s.mu.pool.StateOf(slot) == pool.Resident {
+		s.mu.events.add(k, true)
+	}
+	if s.evictableLocked(slot) {
+		s.mu.evictable--
+	}
+	s.mu.policy.Remove(uint32(slot))
+	if int(slot) < s.mu.passed.Len() {
+		*s.mu.passed.At(int(slot)) = false
+	}
+	s.mu.sums.Trust(uint32(slot))
+	if int(slot) < s.mu.parents.Len() {
+		*s.mu.parents.At(int(slot)) = 0
+	}
+	s.mu.pool.Drop(slot)
+}
+
+// dropIdle drops what is evictable now and still is when it comes to it.
+func (s *Store) dropIdle() (n int) {
+	was := s.idle()
+	for from := 0; from < len(was); from += dropBatch {
+		n += s.dropIdleSlots(from, was[from:min(from+dropBatch, len(was))])
+	}
+	return n
+}
+
+// idle returns 1 + the generation of each slot that is evictable, 0 for others.
+func (s *Store) idle() (was []uint64) {
+	for more := true; more; {
+		was = slices.Grow(was, batch) // others have the lock while this takes its time
+		was, more = s.idleSlots(was)
+	}
+	return was
+}
+
+func (s *Store) idleSlots(was []uint64) (_ []uint64, more bool) {
+	s.lock()
+	defer s.unlock()
+	to := min(len(was)+batch, s.mu.pool.Slots())
+	for slot := pool.Slot(len(was)); int(slot) < to; slot++ {
+		is := uint64(0)
+		if s.evictableLocked(slot) {
+			is = 1 + uint64(s.mu.pool.Generation(slot))
+		}
+		was = append(was, is)
+	}
+	return was, len(was) < s.mu.pool.Slots()
+}
+
+func (s *Store) dropIdleSlots(from int, was []uint64) (n int) {
+	s.lock()
+	defer s.unlock()
+	for i, is := range was {
+		slot := pool.Slot(from + i)
+		if is > 0 && s.evictableLocked(slot) && s.mu.pool.Generation(slot) == uint32(is-1) {
+			s.dropLocked(slot, miss.Cleared)
+			n++
+		}
+	}
+	s.mu.n.Cleared += uint64(n)
+	return n
+}

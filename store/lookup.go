@@ -1,0 +1,309 @@
+package store
+
+import (
+	"context"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+// LookupState is how far a session's last lookup has come.
+type LookupState uint8
+
+// The states of a lookup.
+const (
+	Unknown LookupState = iota // there was none, or its session ended
+	Pending                    // what it hopes for is not ready to be served yet
+	Ready                      // its result was not taken
+	Taken                      // it was
+)
+
+// LookupResult is the outcome of a lookup. Only in state Ready the rest counts.
+type LookupResult struct {
+	State  LookupState
+	Asked  int         // chunks
+	Hit    int         // chunks of the prefix that every shard can serve
+	Why    miss.Reason // why the prefix ends there; None when it is whole
+	Shard  int         // where the first missing chunk is missing
+	Waited bool        // the lookup was pending before
+	Below  int         // of Hit, chunks that came from the tier below for it
+	Tier   string      // which one Why is about, where that is known
+}
+
+// query is what a lookup asks.
+type query struct {
+	session []byte
+	shard   objects.Shard
+	prompt  Prompt
+	readers int
+}
+
+// Lookup finds the longest prefix of a prompt that all shards can serve in all
+// groups, and pins what a load of it needs for the session, readers readers per
+// object. It never waits. If everything that it finds is ready to be served it is
+// Ready at once; whatever is evicted between the search and the pin shortens the hit.
+// Else it is Pending, for Options.LoadTimeout at most, until what it found has become
+// ready. Either way Result has the result, once. A lookup of the same session that
+// went on before is given up.
+func (s *Store) Lookup(session []byte, sh objects.Shard, p Prompt, readers int) LookupResult {
+	q := query{session, sh, p, readers}
+	f := found{rows: sh.Groups.Len() * sh.World}
+	hashes := s.find(sh, p, &f)
+	below := s.below != nil && f.hit(sh) < min(p.Chunks, maxLookup/f.rows)
+	ask := below && s.useBelow()
+	why := miss.BelowSlow
+	if ask && s.opts.LoadIfFaster && !s.rates.WorthLoading() {
+		ask, why = false, miss.BelowSlower
+	}
+	if ask {
+		hashes = p.Hashes(min(p.Chunks, maxLookup/f.rows)) // the tier may have more
+	}
+	if f.unready || ask {
+		if s.begin(&q, &f, hashes) {
+			return LookupResult{State: Pending, Asked: p.Chunks}
+		}
+		f = found{rows: f.rows, readyOnly: true}
+		hashes = s.find(sh, p, &f)
+	}
+	l, hit := s.pinHit(&q, &f, hashes)
+	out, given := s.grant(&q, hashes, l, hit)
+	s.giveBack(given)
+	if below { // else it would have been asked
+		out.Why = out.Why.Because(why)
+	}
+	return out
+}
+
+// pinHit pins the longest hit of what was found.
+func (s *Store) pinHit(q *query, f *found, hashes []kv.Hash) (l lease.Lease, hit int) {
+	for {
+		hit = f.hit(q.shard)
+		if l, ok := s.pin(q.shard, hashes, f, hit, q.readers); ok {
+			return l, hit
+		}
+	}
+}
+
+// grant ends a lookup that was not pending: the session gets its lease and its hit. It
+// returns leases that had to make room.
+func (s *Store) grant(q *query, hashes []kv.Hash, l lease.Lease, hit int) (LookupResult, []lease.Lease) {
+	s.lock()
+	defer s.unlock()
+	sess, given := s.openLocked(q.session, q.prompt.Owner, time.Now())
+	out, more := s.grantLocked(q, sess, hashes, l, hit)
+	return out, append(given, more...)
+}
+
+func (s *Store) grantLocked(q *query, sess *lease.Session, hashes []kv.Hash, l lease.Lease, hit int) (out LookupResult, given []lease.Lease) {
+	out = LookupResult{State: Ready, Asked: q.prompt.Chunks, Hit: hit}
+	if hit < min(q.prompt.Chunks, maxLookup/l.Rows) {
+		out.Shard, out.Why = s.whyEndsLocked(q.shard, hashes, hit)
+	}
+	if hit > 0 {
+		given = s.mu.leases.Grant(sess, l)
+	}
+	sess.State, sess.Hit = uint8(Ready), hit
+	s.mu.n.Lookups++
+	if s.below != nil && hit < out.Asked {
+		s.rates.Answered(q.session)
+	}
+	return out, given
+}
+
+// whyEndsLocked says why a hit is not longer: the first object that is missing
+// of what one more chunk needs.
+func (s *Store) whyEndsLocked(sh objects.Shard, hashes []kv.Hash, hit int) (shard int, why miss.Reason) {
+	if hit >= len(hashes) {
+		return 0, miss.NeverStored
+	}
+	var k kv.Key
+	for g := range sh.Groups.Len() {
+		need := sh.Groups.Need(g, 0, hit+1)
+		for shard := range sh.World {
+			for c := need.End - 1; c >= need.Start; c-- {
+				sh.Key(&k, shard, g, hashes[c])
+				if _, ok := s.residentLocked(&k); !ok {
+					_, st := s.mu.pool.Find(&k)
+					return shard, s.whyLocked(&k, st)
+				}
+				if sh.Groups.Full(g) {
+					break // its other chunks are there
+				}
+			}
+		}
+	}
+	return 0, miss.NeverStored // a longer hit ends at a chunk that is missing later
+}
+
+// whyLocked says why the object under k, found in state st, is not served.
+func (s *Store) whyLocked(k *kv.Key, st pool.State) miss.Reason {
+	switch st {
+	case pool.Staged:
+		if slot, _ := s.mu.pool.Find(k); s.mu.flights.of[slot] != nil {
+			return miss.BelowSlow
+		}
+		return miss.BeingStored
+	case pool.Resident: // or it would be served
+		return miss.NotCompared
+	}
+	return s.mu.misses.Why(k)
+}
+
+// openLocked returns a session without a lookup, and the leases of another one that
+// had to make room for it.
+func (s *Store) openLocked(session []byte, owner lease.Owner, now time.Time) (*lease.Session, []lease.Lease) {
+	sess, pushed := s.mu.leases.Open(session, owner, now)
+	abandonLocked(sess)
+	if pushed == nil {
+		return sess, nil
+	}
+	s.mu.n.SessionsPushed++
+	abandonLocked(pushed)
+	return sess, pushed.Drop()
+}
+
+// NoHit records that the session's lookup found nothing for a reason outside the
+// store.
+func (s *Store) NoHit(session []byte, owner lease.Owner) {
+	s.giveBack(func() []lease.Lease {
+		s.lock()
+		defer s.unlock()
+		sess, given := s.openLocked(session, owner, time.Now())
+		sess.State, sess.Hit = uint8(Ready), 0
+		s.mu.n.Lookups++
+		return given
+	}())
+}
+
+// Result returns the result of the last lookup of owner's session: Ready once, then
+// Taken. Of a lookup that was Ready at once it has the hit only.
+func (s *Store) Result(session []byte, owner lease.Owner) LookupResult {
+	out, _ := s.result(session, owner)
+	return out
+}
+
+// result also returns what is closed when a pending lookup has its result, or has lost
+// its session.
+func (s *Store) result(session []byte, owner lease.Owner) (LookupResult, <-chan struct{}) {
+	s.lock()
+	defer s.unlock()
+	sess := s.mu.leases.Get(session, owner, time.Now())
+	if sess == nil {
+		return LookupResult{}, nil
+	}
+	pf, _ := sess.Lookup.(*prefetch)
+	switch LookupState(sess.State) {
+	case Pending:
+		return LookupResult{State: Pending, Asked: pf.prompt.Chunks}, pf.ended
+	case Ready:
+		sess.State, sess.Lookup = uint8(Taken), nil
+		if pf != nil {
+			return pf.out, nil
+		}
+		return LookupResult{State: Ready, Hit: sess.Hit}, nil
+	}
+	return LookupResult{State: LookupState(sess.State)}, nil
+}
+
+// Await is Result for a caller that waits, while the lookup is pending, until ctx ends.
+func (s *Store) Await(ctx context.Context, session []byte, owner lease.Owner) LookupResult {
+	for {
+		out, ended := s.result(session, owner)
+		if out.State != Pending {
+			return out
+		}
+		select {
+		case <-ended:
+		case <-ctx.Done():
+			return out
+		}
+	}
+}
+
+// FreePins gives back readers readers of the chunks [from, to) that the newest lookup
+// of owner's session pinned, of all shards and groups. While that one is pending there
+// is nothing to give back.
+func (s *Store) FreePins(session []byte, owner lease.Owner, from, to, readers int) {
+	for more := true; more; {
+		to, more = s.freeSome(session, owner, from, to, readers)
+	}
+}
+
+// freeSome gives back the last ones of [from, to), and returns where they begin; more
+// is false when they were all.
+func (s *Store) freeSome(session []byte, owner lease.Owner, from, to, readers int) (begin int, more bool) {
+	s.lock()
+	defer s.unlock()
+	sess := s.mu.leases.Get(session, owner, time.Now())
+	if sess == nil || len(sess.Leases()) == 0 || sess.State == uint8(Pending) {
+		return from, false
+	}
+	leases := sess.Leases()
+	l := &leases[len(leases)-1]
+	to = min(to, l.Chunks)
+	begin = max(from, to-max(1, batch/l.Rows))
+	for row := range l.Rows {
+		l.Take(row, begin, to, readers, s.unpinLocked)
+	}
+	return begin, begin > from
+}
+
+// EndSession gives back what owner's session still pins; each chunk so released
+// becomes the most recently used, heads after tails. A lookup that is pending ends.
+func (s *Store) EndSession(session []byte, owner lease.Owner) {
+	s.giveBack(func() []lease.Lease {
+		s.lock()
+		defer s.unlock()
+		sess := s.mu.leases.End(session, owner)
+		if sess == nil {
+			return nil
+		}
+		abandonLocked(sess)
+		return sess.Drop()
+	}())
+}
+
+// Leave says that owner is gone: nobody can take the results of its lookups any more.
+// Sessions whose results were not taken end, of the last ones that it used. What was
+// taken may be loaded over other connections.
+func (s *Store) Leave(owner lease.Owner) {
+	s.giveBack(s.endUntaken(owner))
+}
+
+func (s *Store) endUntaken(owner lease.Owner) (given []lease.Lease) {
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed {
+		return nil
+	}
+	var untaken []*lease.Session
+	s.mu.leases.Newest(owner, batch, func(sess *lease.Session) bool {
+		if st := LookupState(sess.State); st == Pending || st == Ready {
+			untaken = append(untaken, sess)
+		}
+		return true
+	})
+	for _, sess := range untaken {
+		s.mu.leases.EndThis(sess)
+		abandonLocked(sess)
+		given = append(given, sess.Drop()...)
+	}
+	return given
+}
+
+// servableLocked returns the slot of what is resident under k and may be served, or will
+// be once its flight has landed: ready tells which.
+func (s *Store) servableLocked(k *kv.Key) (slot pool.Slot, ready, ok bool) {
+	slot, st := s.mu.pool.Find(k)
+	switch st {
+	case pool.Resident:
+		return slot, !s.suspectedLocked(slot), true
+	case pool.Staged:
+		return slot, false, s.mu.flights.of[slot] != nil
+	}
+	return slot, false, false
+}

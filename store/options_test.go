@@ -1,0 +1,11 @@
+package store_test
+
+import (
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+// No number means "off" by being negative.
+func TestValidate(t *testing.T) { optionstest.CheckNumbers[store.Options](t) }

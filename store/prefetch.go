@@ -1,0 +1,247 @@
+package store
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/share"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+// prefetch is a pending lookup. A goroutine of its own works for it: it pins what is
+// ready, joins the flight of each object that is on its way, waits for them, searches
+// once more what can be served then, and gives the session its lease. It ends when all
+// flights have landed, when LoadTimeout is over (then what is there is the answer), or
+// when its session has ended or has another lookup.
+type prefetch struct {
+	query // its bytes are the prefetch's own
+
+	found   found // when it began
+	hashes  []kv.Hash
+	sess    *lease.Session
+	objects int // counted in Store.mu.pending
+	began   time.Time
+	landed  chan struct{}   // closed once all flights have landed
+	ended   chan struct{}   // closed when the session has its result, or lost it
+	ctx     context.Context // ends with LoadTimeout, the session or its lookup, and Close
+	cancel  context.CancelFunc
+
+	// Guarded by Store.mu.
+	abandoned bool
+	planned   bool        // all flights are joined
+	done      bool        // nothing is pinned for it any more
+	flights   []*flight   // joined
+	todo      []*flight   // of them, for workers to begin, head first
+	queued    bool        // in Store.mu.flights.wanted
+	waiting   int         // flights that have not landed
+	pins      []pool.Slot // kept until the lookup is answered
+	fromBelow []int       // chunks that came from the tier
+	loaded    int64       // bytes that did
+	belowWhy  miss.Reason // why the tier did not help; None when it did
+	tier      string      // that did not, where it said its name
+	out       LookupResult
+}
+
+const (
+	// maxPending bounds the lookups that are pending; a user or address has half of
+	// what others leave.
+	maxPending = 256
+
+	// defaultLoadTimeout is how long a lookup is pending at most.
+	defaultLoadTimeout = 2 * time.Second
+)
+
+// mayPendLocked reports whether peer may have one more pending lookup, of so many objects.
+func (s *Store) mayPendLocked(peer string, objects int) bool {
+	return s.mu.pending.MayCount(peer, maxPending) && s.mu.pending.MaySize(peer, int64(objects), maxLookup)
+}
+
+// begin makes a lookup pending. It reports false when too many are.
+func (s *Store) begin(q *query, f *found, hashes []kv.Hash) bool {
+	given, ok := s.beginPrefetch(q, f, hashes)
+	s.giveBack(given)
+	return ok
+}
+
+func (s *Store) beginPrefetch(q *query, f *found, hashes []kv.Hash) ([]lease.Lease, bool) {
+	s.lock()
+	defer s.unlock()
+	peer, objects := q.prompt.Owner.Peer, f.rows*len(hashes)
+	if s.mu.closed || !s.mayPendLocked(peer, objects) {
+		return nil, false
+	}
+	sess, given := s.openLocked(q.session, q.prompt.Owner, time.Now())
+	pf := &prefetch{
+		found: *f, hashes: slices.Clone(hashes), sess: sess, objects: objects,
+		landed: make(chan struct{}), ended: make(chan struct{}), began: time.Now(),
+	}
+	pf.ctx, pf.cancel = context.WithTimeout(s.life, s.opts.LoadTimeout)
+	// Not a copy of q: its bytes and functions are the caller's.
+	pf.query = query{session: slices.Clone(q.session), shard: q.shard, readers: q.readers, prompt: Hashed(pf.hashes)}
+	pf.prompt.Chunks, pf.prompt.Owner = q.prompt.Chunks, q.prompt.Owner
+	sess.State, sess.Lookup = uint8(Pending), pf
+	s.mu.pending.Add(peer, share.Amount{Count: 1, Size: int64(objects)})
+	s.mu.n.PendingLookups++
+	s.running.Go(func() { s.run(pf) })
+	return given, true
+}
+
+// abandonLocked ends what a session's lookup still waits for, and forgets its result.
+func abandonLocked(sess *lease.Session) {
+	if pf, ok := sess.Lookup.(*prefetch); ok && !pf.abandoned {
+		pf.abandoned = true
+		pf.cancel()
+	}
+	sess.Lookup, sess.State, sess.Hit = nil, uint8(Unknown), 0
+}
+
+// run is the life of a prefetch.
+func (s *Store) run(pf *prefetch) {
+	defer pf.cancel()
+	switch {
+	case s.useBelow():
+		s.fetch(pf)
+	case s.below != nil: // it has stopped to answer since the lookup began
+		s.belowFailed(pf, miss.BelowSlow, "")
+		s.join(pf)
+	default:
+		s.join(pf)
+	}
+	s.flyers.Wake()
+	s.plannedAll(pf)
+	select {
+	case <-pf.landed:
+	case <-pf.ctx.Done():
+	}
+	s.conclude(pf, errors.Is(pf.ctx.Err(), context.DeadlineExceeded))
+}
+
+// plannedAll notes that a prefetch joins no further flights.
+func (s *Store) plannedAll(pf *prefetch) {
+	s.lock()
+	defer s.unlock()
+	pf.planned = true
+	s.landedLocked(pf)
+}
+
+// join pins what the hoped-for hit needs and is ready, and joins the flights of what
+// is not, head first, a batch at a time.
+func (s *Store) join(pf *prefetch) {
+	hit := pf.found.hit(pf.shard)
+	columns := max(1, batch/pf.found.rows)
+	for from, more := 0, true; more; from += columns {
+		more = s.joinColumns(pf, hit, from, min(from+columns, hit))
+		s.flyers.Wake()
+	}
+}
+
+func (s *Store) joinColumns(pf *prefetch, hit, from, to int) (more bool) {
+	s.lock()
+	defer s.unlock()
+	more = to < hit && !pf.abandoned && !s.mu.closed
+	var k kv.Key
+	for c := from; c < to; c++ {
+		for row := range pf.found.rows {
+			g := row / pf.shard.World
+			if c < pf.shard.Groups.Need(g, 0, hit).Start {
+				continue
+			}
+			pf.shard.Key(&k, row%pf.shard.World, g, pf.hashes[c])
+			switch slot, ready, ok := s.servableLocked(&k); {
+			case ok && ready:
+				s.pinForLocked(pf, slot)
+			case ok:
+				s.joinFlightLocked(pf, slot)
+			case pf.shard.Groups.Full(g): // what follows is of no use
+				more, to = false, c
+			}
+		}
+	}
+	return more
+}
+
+// pinForLocked keeps a resident slot until the lookup is answered.
+func (s *Store) pinForLocked(pf *prefetch, slot pool.Slot) {
+	s.keepLocked(slot)
+	pf.pins = append(pf.pins, slot)
+}
+
+// landedLocked notices that a prefetch waits for nothing any more.
+func (s *Store) landedLocked(pf *prefetch) {
+	if pf.planned && pf.waiting == 0 && !pf.done {
+		pf.done = true
+		close(pf.landed)
+	}
+}
+
+// conclude answers a lookup that was pending, with what can be served now.
+func (s *Store) conclude(pf *prefetch, late bool) {
+	s.leaveFlights(pf)
+	var given []lease.Lease
+	if s.stillWanted(pf) {
+		f := found{rows: pf.found.rows, readyOnly: true}
+		hashes := s.find(pf.shard, pf.prompt, &f)
+		l, hit := s.pinHit(&pf.query, &f, hashes)
+		given = s.grantPrefetch(pf, hashes, l, hit, late)
+	}
+	for to := len(pf.pins); to > 0; to -= batch {
+		s.unpinSome(pf.pins[max(0, to-batch):to])
+	}
+	s.forget(pf)
+	s.giveBack(given)
+	close(pf.ended)
+}
+
+func (s *Store) stillWanted(pf *prefetch) bool {
+	s.lock()
+	defer s.unlock()
+	return !s.mu.closed && !pf.abandoned && !pf.sess.Ended()
+}
+
+// grantPrefetch gives the session its lease and its result. It returns leases to be
+// given back: what had to make room, or its own when the session has ended.
+func (s *Store) grantPrefetch(pf *prefetch, hashes []kv.Hash, l lease.Lease, hit int, late bool) []lease.Lease {
+	s.lock()
+	defer s.unlock()
+	if pf.abandoned || pf.sess.Ended() {
+		return []lease.Lease{l}
+	}
+	out, given := s.grantLocked(&pf.query, pf.sess, hashes, l, hit)
+	out.Waited = true
+	if late {
+		s.mu.n.LateLookups++
+		if s.below != nil && pf.belowWhy == miss.None {
+			pf.belowWhy = miss.BelowSlow
+		}
+	}
+	if pf.belowWhy != miss.None {
+		out.Why = out.Why.Because(pf.belowWhy)
+	}
+	if pf.loaded > 0 {
+		s.rates.Loaded(pf.loaded, time.Since(pf.began))
+	}
+	if out.Below = pf.fromBelowLocked(hit); out.Why.IsBelow() {
+		out.Tier = pf.tier
+	}
+	pf.out = out
+	return given
+}
+
+func (s *Store) unpinSome(slots []pool.Slot) {
+	s.lock()
+	defer s.unlock()
+	for i := len(slots) - 1; i >= 0; i-- {
+		s.letGoLocked(slots[i])
+	}
+}
+
+func (s *Store) forget(pf *prefetch) {
+	s.lock()
+	defer s.unlock()
+	s.mu.pending.Add(pf.prompt.Owner.Peer, share.Amount{Count: -1, Size: -int64(pf.objects)})
+}

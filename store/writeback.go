@@ -1,0 +1,111 @@
+package store
+
+import (
+	"errors"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/outbox"
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// What is stored is written to the tier below, too, in the background: slot by slot,
+// straight from the pool. A slot is held while the tier reads it, like a worker's. The
+// pool's index notes what is below, so that no later server writes it again.
+
+// WritePolicy says when objects are written to the tier below.
+type WritePolicy uint8
+
+// The policies. What the tier did not take is offered again at each hit.
+const (
+	WriteAtCommit   WritePolicy = iota // soon after they were stored
+	WriteAtFirstHit                    // once an engine has loaded them
+	WriteNever
+)
+
+// writers is how many objects are written at once.
+const writers = 4
+
+// offerLocked has a resident object written below, unless it is there.
+func (s *Store) offerLocked(slot pool.Slot) {
+	if p := s.mu.pool; s.outbox != nil && p.Below(slot) != s.place && !s.suspectedLocked(slot) {
+		s.outbox.Add(outbox.Item{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Round(p.Length(slot))})
+	}
+}
+
+// offerNewLocked has an object written that became resident.
+func (s *Store) offerNewLocked(slot pool.Slot) {
+	if s.opts.Write == WriteAtCommit {
+		s.offerLocked(slot)
+	}
+}
+
+// beginWriting has one object written, on a goroutine that Close waits for.
+func (s *Store) beginWriting(it outbox.Item) (ended chan outbox.Outcome, ok bool) {
+	ended = make(chan outbox.Outcome, 1)
+	return ended, s.goUnlessClosed(func() { ended <- s.write(it) })
+}
+
+// nextLanding returns what is closed when the next object has come from the tier, nil
+// while none is on its way.
+func (s *Store) nextLanding() chan struct{} {
+	s.lock()
+	defer s.unlock()
+	if s.mu.loading.All().Count == 0 {
+		return nil
+	}
+	return s.mu.loading.Next()
+}
+
+// write writes one object, if it is still what was meant.
+func (s *Store) write(it outbox.Item) outbox.Outcome {
+	k, view, sum, known, ok := s.beginWrite(it)
+	if !ok {
+		return outbox.Settled
+	}
+	sum, err := s.below.Write(s.life, k, view, sum, known)
+	return s.endWrite(it, sum, err)
+}
+
+func (s *Store) beginWrite(it outbox.Item) (k kv.Key, view []byte, sum uint64, known, ok bool) {
+	s.lock()
+	defer s.unlock()
+	slot := pool.Slot(it.Slot)
+	_, writing := s.mu.writing[slot] // it was offered again meanwhile
+	if writing || !s.sameLocked(slot, it.Generation) || s.mu.pool.Below(slot) == s.place {
+		return k, nil, 0, false, false
+	}
+	s.mu.pool.Hold(slot)
+	s.keepLocked(slot)
+	s.mu.writing[slot] = struct{}{}
+	sum, known = s.mu.pool.Sum(slot)
+	return s.mu.pool.KeyOf(slot), s.mu.pool.View(slot), sum, known, true
+}
+
+// endWrite gives the slot back, and notes that the object is below.
+func (s *Store) endWrite(it outbox.Item, sum uint64, err error) (out outbox.Outcome) {
+	s.lock()
+	defer s.unlock()
+	p, slot := s.mu.pool, pool.Slot(it.Slot)
+	same := p.StateOf(slot) == pool.Resident && p.Generation(slot) == it.Generation
+	switch {
+	case errors.Is(err, tier.ErrResting):
+		out = outbox.Resting
+	case errors.Is(err, tier.ErrNotKept):
+		s.mu.n.NotKeptBelow++
+	case err != nil:
+		s.mu.n.WriteFailures++
+		out = outbox.Failed
+	default:
+		s.mu.n.WrittenChunks++
+		s.mu.n.WrittenBytes += uint64(p.Length(slot))
+		if same {
+			p.SetSum(slot, sum)
+			p.SetBelow(slot, s.place)
+		}
+	}
+	delete(s.mu.writing, slot)
+	s.letGoUnusedLocked(slot)
+	p.Unhold(slot)
+	return out
+}

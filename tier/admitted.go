@@ -1,0 +1,97 @@
+package tier
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"hash/maphash"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Admission says what a Tier is spared: objects that are of little use. A zero field means
+// its default.
+type Admission struct {
+	MinHits  int           // an object is kept when it was offered so often before; default 0, at once
+	MinAge   time.Duration // and the first time was so long ago; default 0, at once
+	Remember int           // objects that were offered; beyond it the oldest are forgotten; default 1 Mi, 32 bytes each
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (a Admission) Validate() error {
+	var c options.Checks
+	options.Within(&c, "MinHits", a.MinHits, 0, 1<<16)
+	options.Within(&c, "MinAge", a.MinAge, 0, 365*24*time.Hour)
+	options.Within(&c, "Remember", a.Remember, 0, 1<<28)
+	return c.Err()
+}
+
+// Admitting is a Tier that keeps objects of little use from another one.
+type Admitting struct {
+	Tier
+
+	o    Admission
+	seed maphash.Seed
+	mu   struct {
+		sync.Mutex
+		young, old map[uint64]offers // of objects, by a hash of their keys; young ones become old together
+	}
+}
+
+// offers are how often an object was offered, and when first.
+type offers struct {
+	first time.Time
+	n     int
+}
+
+// Admitted keeps from t what an Admission says.
+func Admitted(t Tier, o Admission) *Admitting {
+	o.Remember = cmp.Or(o.Remember, 1<<20)
+	a := &Admitting{Tier: t, o: o, seed: maphash.MakeSeed()}
+	a.mu.young, a.mu.old = make(map[uint64]offers), make(map[uint64]offers)
+	return a
+}
+
+// Write implements Tier. It returns ErrNotKept for what was not offered often enough, or
+// long enough ago.
+func (a *Admitting) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
+	if o := a.offered(k); o.n <= a.o.MinHits {
+		return fmt.Errorf("%w: it was offered %d times", ErrNotKept, o.n)
+	} else if age := time.Since(o.first); age < a.o.MinAge {
+		return fmt.Errorf("%w: it was offered first %v ago", ErrNotKept, age)
+	}
+	return a.Tier.Write(ctx, k, m, src)
+}
+
+// offered counts that an object is offered.
+func (a *Admitting) offered(k kv.Key) offers {
+	h := maphash.Comparable(a.seed, k)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	o, ok := a.mu.young[h]
+	if !ok {
+		if o, ok = a.mu.old[h]; !ok {
+			o.first = time.Now()
+		}
+		if len(a.mu.young) >= max(1, a.o.Remember/2) {
+			a.mu.old, a.mu.young = a.mu.young, make(map[uint64]offers)
+		}
+	}
+	o.n++
+	a.mu.young[h] = o
+	return o
+}
+
+// List implements Lister.
+func (a *Admitting) List(ctx context.Context, f func(kv.Key, Meta) bool) error {
+	return list(ctx, a.Tier, f)
+}
+
+// Space implements Sized.
+func (a *Admitting) Space() Space { return spaceOf(a.Tier) }
+
+// Requests implements Billed.
+func (a *Admitting) Requests() (Requests, bool) { return requestsOf(a.Tier) }

@@ -1,0 +1,268 @@
+package tier
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Limits bound the use of a Tier. A zero field means its default.
+type Limits struct {
+	Calls   int           // at once, writes no more than half of them; default 64
+	Bytes   int64         // of reads and writes at once; one of any size may always go on; default 1 GiB
+	Timeout time.Duration // of a call; default 30 s
+
+	// After so many calls in a row that failed or took too long, the tier is left alone
+	// for Pause: nothing is there, and writes return ErrResting. Then one call tries again.
+	Failures int           // default 8
+	Pause    time.Duration // default 5 s
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (l Limits) Validate() error {
+	var c options.Checks
+	options.Within(&c, "Calls", l.Calls, 0, 1<<16)
+	options.Within(&c, "Bytes", l.Bytes, 0, 1<<50)
+	options.Within(&c, "Timeout", l.Timeout, 0, 24*time.Hour)
+	options.Within(&c, "Failures", l.Failures, 0, 1<<20)
+	options.Within(&c, "Pause", l.Pause, 0, 24*time.Hour)
+	return c.Err()
+}
+
+// Bounding is a Tier that bounds the use of another one.
+type Bounding struct {
+	of     Tier
+	limits Limits
+
+	mu struct {
+		sync.Mutex
+		calls, writes int
+		bytes         int64
+		freed         chan struct{} // closed when a call ends; nil while nobody waits
+		failures      int           // in a row
+		restUntil     time.Time     // while failures are too many
+		trying        bool          // one call tries whether the tier works again
+	}
+}
+
+// Bounded bounds the use of t.
+func Bounded(t Tier, l Limits) *Bounding {
+	l.Calls, l.Bytes, l.Timeout = cmp.Or(l.Calls, 64), cmp.Or(l.Bytes, 1<<30), cmp.Or(l.Timeout, 30*time.Second)
+	l.Failures, l.Pause = cmp.Or(l.Failures, 8), cmp.Or(l.Pause, 5*time.Second)
+	return &Bounding{of: t, limits: l}
+}
+
+// Resting reports whether the tier is left alone after failures.
+func (b *Bounding) Resting() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.mu.failures >= b.limits.Failures
+}
+
+// do calls f once there is room for it. Error: ErrResting without a call.
+func (b *Bounding) do(ctx context.Context, bytes int64, write bool, f func(context.Context) error) error {
+	trial, err := b.admit()
+	if err != nil {
+		return err
+	}
+	if err := b.enter(ctx, bytes, write); err != nil {
+		b.settle(unknown, trial)
+		return err
+	}
+	defer b.leave(bytes, write)
+	limited, cancel := context.WithTimeout(ctx, b.limits.Timeout)
+	defer cancel()
+	var settled atomic.Bool
+	settle := func(o outcome) {
+		if settled.CompareAndSwap(false, true) {
+			b.settle(o, trial)
+		}
+	}
+	// A call that does not end counts when its time is over, not when it ends.
+	timer := time.AfterFunc(b.limits.Timeout, func() { settle(failed) })
+	defer timer.Stop()
+	returned := false
+	defer func() {
+		if !returned { // it panicked
+			settle(failed)
+		}
+	}()
+	err = f(limited)
+	returned = true
+	settle(b.judge(ctx, err))
+	return err
+}
+
+type outcome uint8
+
+const (
+	worked outcome = iota
+	failed
+	unknown // it was given up
+)
+
+// judge says what an error tells about the tier.
+func (b *Bounding) judge(ctx context.Context, err error) outcome {
+	_, corrupt := errors.AsType[*CorruptError](err)
+	switch {
+	case err == nil, corrupt, errors.Is(err, ErrMissing), errors.Is(err, ErrNotKept):
+		return worked
+	case errors.Is(err, ErrResting):
+		return unknown
+	case errors.Is(ctx.Err(), context.Canceled):
+		return unknown
+	}
+	return failed
+}
+
+// enter waits for room.
+func (b *Bounding) enter(ctx context.Context, bytes int64, write bool) error {
+	for {
+		wait := b.tryEnter(bytes, write)
+		if wait == nil {
+			return nil
+		}
+		select {
+		case <-wait:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// tryEnter takes room, or returns what to wait for.
+func (b *Bounding) tryEnter(bytes int64, write bool) (wait chan struct{}) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	room := b.mu.calls < b.limits.Calls && (bytes == 0 || b.mu.bytes == 0 || b.mu.bytes+bytes <= b.limits.Bytes)
+	if write {
+		room = room && b.mu.writes < max(1, b.limits.Calls/2)
+	}
+	if !room {
+		if b.mu.freed == nil {
+			b.mu.freed = make(chan struct{})
+		}
+		return b.mu.freed
+	}
+	b.mu.calls++
+	b.mu.bytes += bytes
+	if write {
+		b.mu.writes++
+	}
+	return nil
+}
+
+func (b *Bounding) leave(bytes int64, write bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.mu.calls--
+	b.mu.bytes -= bytes
+	if write {
+		b.mu.writes--
+	}
+	if b.mu.freed != nil {
+		close(b.mu.freed)
+		b.mu.freed = nil
+	}
+}
+
+// admit refuses a call while the tier rests; trial is the one call that may try.
+func (b *Bounding) admit() (trial bool, err error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	switch {
+	case b.mu.failures < b.limits.Failures:
+		return false, nil
+	case b.mu.trying || time.Now().Before(b.mu.restUntil):
+		return false, ErrResting
+	}
+	b.mu.trying = true
+	return true, nil
+}
+
+// settle counts how a call ended.
+func (b *Bounding) settle(o outcome, trial bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if trial {
+		b.mu.trying = false
+	}
+	switch {
+	case o == worked && (trial || b.mu.failures < b.limits.Failures): // an old call ends no rest
+		b.mu.failures = 0
+	case o == failed:
+		b.mu.failures = min(b.mu.failures+1, b.limits.Failures)
+		if b.mu.failures == b.limits.Failures {
+			b.mu.restUntil = time.Now().Add(b.limits.Pause)
+		}
+	}
+}
+
+// Stat implements Tier. While the tier rests nothing is there.
+func (b *Bounding) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
+	err := b.do(ctx, 0, false, func(ctx context.Context) error { return b.of.Stat(ctx, keys, metas) })
+	if errors.Is(err, ErrResting) {
+		clear(metas[:len(keys)])
+		return nil
+	}
+	return err
+}
+
+// Read implements Tier. While the tier rests nothing is there.
+func (b *Bounding) Read(ctx context.Context, k kv.Key, dst []byte) (m Meta, err error) {
+	err = b.read(ctx, len(dst), func(ctx context.Context) (err error) {
+		m, err = b.of.Read(ctx, k, dst)
+		return err
+	})
+	return m, err
+}
+
+// ReadSummed implements Summing. While the tier rests nothing is there.
+func (b *Bounding) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta, sum uint64, err error) {
+	err = b.read(ctx, len(dst), func(ctx context.Context) (err error) {
+		m, sum, err = ReadSummed(ctx, b.of, k, dst)
+		return err
+	})
+	return m, sum, err
+}
+
+func (b *Bounding) read(ctx context.Context, bytes int, f func(context.Context) error) error {
+	err := b.do(ctx, int64(bytes), false, f)
+	if errors.Is(err, ErrResting) {
+		return ErrMissing
+	}
+	return err
+}
+
+// Write implements Tier. While the tier rests it returns ErrResting, and so does the call
+// whose failure begins or prolongs the rest: the object is to be offered again.
+func (b *Bounding) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
+	err := b.do(ctx, int64(len(src)), true, func(ctx context.Context) error { return b.of.Write(ctx, k, m, src) })
+	if b.judge(ctx, err) == failed && b.Resting() {
+		return fmt.Errorf("%w: %w", ErrResting, err)
+	}
+	return err
+}
+
+// Delete implements Tier.
+func (b *Bounding) Delete(ctx context.Context, keys []kv.Key) error {
+	return b.do(ctx, 0, false, func(ctx context.Context) error { return b.of.Delete(ctx, keys) })
+}
+
+// List implements Lister.
+func (b *Bounding) List(ctx context.Context, f func(kv.Key, Meta) bool) error {
+	return list(ctx, b.of, f)
+}
+
+// Space implements Sized.
+func (b *Bounding) Space() Space { return spaceOf(b.of) }
+
+// Close implements Tier.
+func (b *Bounding) Close() error { return b.of.Close() }

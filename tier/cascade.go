@@ -1,0 +1,303 @@
+package tier
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// CascadeOptions configure a Cascade. A zero field means its default.
+type CascadeOptions struct {
+	// What a read finds in a lower place is written to those above it, in the background.
+	// So many bytes may wait for that; default 64 MiB. More is not written, and counted.
+	FillBytes int64
+	NoFill    bool
+	FillTime  time.Duration // for each; default 30 s
+}
+
+// Cascading is a Tier of several: it reads the first one that has an object, and writes
+// to all.
+type Cascading struct {
+	tiers []Tier // first the one to be asked first
+	o     CascadeOptions
+
+	life  context.Context // ends with Close
+	end   context.CancelFunc
+	fills sync.WaitGroup
+	mu    struct {
+		sync.Mutex
+		closed   bool
+		filling  map[kv.Key]*fill
+		deleting map[kv.Key]int // by how many; they are not filled meanwhile
+		bytes    int64
+		skipped  uint64
+	}
+}
+
+// fill is an object on its way to the upper places.
+type fill struct {
+	key    kv.Key
+	bytes  int64
+	wanted bool          // it was not deleted; guarded by Cascading.mu
+	done   chan struct{} // closed when it has ended
+}
+
+// Cascade makes one Tier of several.
+func Cascade(o CascadeOptions, tiers ...Tier) *Cascading {
+	o.FillBytes, o.FillTime = cmp.Or(o.FillBytes, 64<<20), cmp.Or(o.FillTime, 30*time.Second)
+	c := &Cascading{tiers: tiers, o: o}
+	c.life, c.end = context.WithCancel(context.Background())
+	c.mu.filling, c.mu.deleting = make(map[kv.Key]*fill), make(map[kv.Key]int)
+	return c
+}
+
+// Stat implements Tier: the lower ones are asked for what the upper ones lack. One that
+// fails has nothing; it is an error when all do.
+func (c *Cascading) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
+	clear(metas[:len(keys)])
+	var errs []error
+	rest, at := keys, []int(nil)
+	for i, t := range c.tiers {
+		found := make([]Meta, len(rest))
+		if err := t.Stat(ctx, rest, found); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		var missing []kv.Key
+		var missingAt []int
+		for j := range rest {
+			to := j
+			if at != nil {
+				to = at[j]
+			}
+			if metas[to] = found[j]; found[j].Len == 0 {
+				missing, missingAt = append(missing, rest[j]), append(missingAt, to)
+			}
+		}
+		if rest, at = missing, missingAt; len(rest) == 0 || i == len(c.tiers)-1 {
+			break
+		}
+	}
+	if len(errs) == len(c.tiers) {
+		return errors.Join(errs...)
+	}
+	return ctx.Err()
+}
+
+// Read implements Tier. The error is that of the last one unless another one says more.
+func (c *Cascading) Read(ctx context.Context, k kv.Key, dst []byte) (m Meta, err error) {
+	err = c.read(ctx, k, dst, func(t Tier) (Meta, error) {
+		m, err = t.Read(ctx, k, dst)
+		return m, err
+	})
+	return m, err
+}
+
+// ReadSummed implements Summing, as Read does.
+func (c *Cascading) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta, sum uint64, err error) {
+	err = c.read(ctx, k, dst, func(t Tier) (Meta, error) {
+		m, sum, err = ReadSummed(ctx, t, k, dst)
+		return m, err
+	})
+	return m, sum, err
+}
+
+func (c *Cascading) read(ctx context.Context, k kv.Key, dst []byte, f func(Tier) (Meta, error)) error {
+	var worst error
+	for i, t := range c.tiers {
+		m, err := f(t)
+		if err == nil {
+			if i > 0 && !m.NoSum { // what has no checksum would get one that nobody computed
+				c.fill(k, m, dst, c.tiers[:i])
+			}
+			return nil
+		}
+		if worst == nil || errors.Is(worst, ErrMissing) {
+			worst = err
+		}
+		if ctx.Err() != nil {
+			break
+		}
+	}
+	return worst
+}
+
+// fill writes an object to upper tiers, in the background. What is being filled is not
+// filled again.
+func (c *Cascading) fill(k kv.Key, m Meta, data []byte, upper []Tier) {
+	f := c.beginFill(k, int64(len(data)))
+	if f == nil {
+		return
+	}
+	begun := false
+	defer func() {
+		if !begun { // the memory of data went away
+			c.endFill(f)
+		}
+	}()
+	data = bytes.Clone(data)
+	begun = true
+	go func() {
+		defer c.endFill(f)
+		ctx, cancel := context.WithTimeout(c.life, c.o.FillTime)
+		defer cancel()
+		for _, t := range upper {
+			if c.wanted(f) {
+				_ = t.Write(ctx, k, m, data) // the tier counts it
+			}
+		}
+	}()
+}
+
+// beginFill returns nil for what is not to be filled.
+func (c *Cascading) beginFill(k kv.Key, n int64) *fill {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.o.NoFill || c.mu.closed || c.mu.filling[k] != nil || c.mu.deleting[k] > 0 {
+		return nil
+	}
+	if c.mu.bytes+n > c.o.FillBytes {
+		c.mu.skipped++
+		return nil
+	}
+	f := &fill{key: k, bytes: n, wanted: true, done: make(chan struct{})}
+	c.mu.filling[k] = f
+	c.mu.bytes += n
+	c.fills.Add(1)
+	return f
+}
+
+func (c *Cascading) endFill(f *fill) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.mu.filling, f.key)
+	c.mu.bytes -= f.bytes
+	close(f.done)
+	c.fills.Done()
+}
+
+func (c *Cascading) wanted(f *fill) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return f.wanted
+}
+
+// Skipped is how many objects were not filled because too many bytes waited.
+func (c *Cascading) Skipped() uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.mu.skipped
+}
+
+// Write implements Tier: to all. It is kept if one of them keeps it.
+func (c *Cascading) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
+	var errs []error
+	for _, t := range c.tiers {
+		if err := t.Write(ctx, k, m, src); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	if len(errs) < len(c.tiers) {
+		return nil
+	}
+	return errors.Join(errs...)
+}
+
+// Delete implements Tier. It waits for fills of the same objects: they would bring back
+// what is deleted.
+func (c *Cascading) Delete(ctx context.Context, keys []kv.Key) error {
+	fills := c.beginDelete(keys)
+	defer c.endDelete(keys)
+	for _, f := range fills {
+		select {
+		case <-f.done:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	var errs []error
+	for _, t := range c.tiers {
+		errs = append(errs, t.Delete(ctx, keys))
+	}
+	return errors.Join(errs...)
+}
+
+func (c *Cascading) beginDelete(keys []kv.Key) (fills []*fill) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, k := range keys {
+		c.mu.deleting[k]++
+		if f := c.mu.filling[k]; f != nil {
+			f.wanted = false
+			fills = append(fills, f)
+		}
+	}
+	return fills
+}
+
+func (c *Cascading) endDelete(keys []kv.Key) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, k := range keys {
+		if c.mu.deleting[k]--; c.mu.deleting[k] == 0 {
+			delete(c.mu.deleting, k)
+		}
+	}
+}
+
+// List implements Lister: each object once, as the first one has it. Places that cannot
+// list are left out; it is an error when none can.
+func (c *Cascading) List(ctx context.Context, f func(kv.Key, Meta) bool) error {
+	seen, more, able := make(map[kv.Key]struct{}), true, false
+	for _, t := range c.tiers {
+		l, ok := t.(Lister)
+		if !ok || !more {
+			continue
+		}
+		err := l.List(ctx, func(k kv.Key, m Meta) bool {
+			if _, ok := seen[k]; ok {
+				return true
+			}
+			seen[k] = struct{}{}
+			more = f(k, m)
+			return more
+		})
+		if errors.Is(err, ErrNoList) {
+			continue
+		}
+		if able = true; err != nil {
+			return err
+		}
+	}
+	if !able {
+		return ErrNoList
+	}
+	return nil
+}
+
+// Close implements Tier. Fills end first.
+func (c *Cascading) Close() error {
+	c.stop()
+	c.fills.Wait()
+	return closeAll(c.tiers)
+}
+
+func (c *Cascading) stop() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.mu.closed = true
+	c.end()
+}
+
+func closeAll(tiers []Tier) error {
+	var errs []error
+	for _, t := range tiers {
+		errs = append(errs, t.Close())
+	}
+	return errors.Join(errs...)
+}

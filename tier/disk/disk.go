@@ -1,0 +1,426 @@
+//go:build linux
+
+// Package disk is a tier on local disks: a log of segments in each of some directories.
+//
+// Objects are appended to a segment with direct I/O, straight from and to the caller's
+// memory where that begins at a multiple of 4,096 bytes. A full segment is sealed with an
+// index, synced, and never changed again; the oldest are removed as a whole. The index of
+// all objects is in memory: about 130 bytes each. Open reads it from a checkpoint and from
+// the segments' indexes, in the background.
+//
+// What is sealed outlives a power cut, what is written outlives the process. Every record
+// names its object and has a checksum, which each Read compares.
+package disk
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"log/slog"
+	"math"
+	"path/filepath"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/internal/histogram"
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+var (
+	// ErrInUse means that another process, or another Disk, has the directory.
+	ErrInUse = errors.New("disk: directory is in use")
+	// ErrNotOurs means that a directory has files of somebody else.
+	ErrNotOurs = errors.New("disk: not a directory of kvasir")
+	// ErrNewer means that a newer build wrote the directory.
+	ErrNewer = errors.New("disk: written by a newer build")
+)
+
+// Dir is one directory, which has a file system, and so a disk, of its own.
+type Dir struct {
+	Path  string
+	Bytes int64 // that its files may take
+}
+
+// Options configures a Disk. A zero field means its default.
+type Options struct {
+	Dirs         []Dir
+	SegmentBytes int64 // of one file; default 16 MiB to 4 GiB, by the size of Dirs. The largest object is a little smaller
+	MinFree      int64 // bytes of each file system that are left to others; default 1/20 of it, at most 4 GiB
+	WriteBudget  int64 // bytes that may be written to each Dir in a day (UTC); default no limit
+	ScrubRate    int64 // bytes per second that are compared with their checksums in the background; default 8 MiB
+	FirstTouch   bool  // keep an object when it is written first; else the second time, for what is used once wears the disk
+	Log          *slog.Logger
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (o Options) Validate() error {
+	var c options.Checks
+	c.That(len(o.Dirs) > 0, "Dirs", "names no directory")
+	seen := map[string]bool{}
+	for _, d := range o.Dirs {
+		path, err := filepath.Abs(d.Path)
+		c.That(err == nil && d.Path != "" && !seen[path], "Dirs", "has %q twice, or it is no path", d.Path)
+		seen[path] = true
+		c.That(d.Bytes >= 4*cmp.Or(o.SegmentBytes, smallest), "Dirs", "gives %s %d bytes, which is less than four segments", d.Path, d.Bytes)
+	}
+	c.That(o.SegmentBytes == 0 || o.SegmentBytes >= minSegment && o.SegmentBytes <= maxSegment && o.SegmentBytes%block == 0,
+		"SegmentBytes", "%d is no multiple of %d from %d to %d", o.SegmentBytes, block, minSegment, int64(maxSegment))
+	options.Within(&c, "MinFree", o.MinFree, 0, math.MaxInt64)
+	options.Within(&c, "WriteBudget", o.WriteBudget, 0, math.MaxInt64)
+	options.Within(&c, "ScrubRate", o.ScrubRate, 0, 1<<40)
+	return c.Err()
+}
+
+// minFree returns how many bytes of a file system are left to others.
+func (o *Options) minFree(all int64) int64 { return cmp.Or(o.MinFree, min(all/20, 4<<30)) }
+
+// smallest is the default size of the segments of a small directory.
+const smallest = 16 << 20
+
+// segmentBytes returns the default size of the segments of a directory: at most 1,024 of
+// them, since each is an open file, up to 4 TiB.
+func segmentBytes(bytes int64) int64 {
+	n := max(smallest, min(bytes/64, 256<<20), min(bytes/1024, maxSegment))
+	return n / block * block
+}
+
+// Disk is a tier.Tier, tier.Lister and tier.Sized. Its methods are safe for concurrent
+// use.
+type Disk struct {
+	opts    Options
+	volumes []*volume
+	opened  chan struct{}
+	waiting sync.WaitGroup
+	touched touched
+
+	firstTouches        atomic.Int64
+	readTime, writeTime *histogram.Histogram
+}
+
+// Open opens the directories and makes those that are not there. Their index is read in
+// the background: until Opened is closed, some of what is there is missing. Errors:
+// ErrInUse, ErrNotOurs, ErrNewer, those of the file system; then nothing was changed.
+func Open(o Options) (*Disk, error) {
+	return openWith(o, func(path string) (files, error) { return openFiles(path) }, time.Now)
+}
+
+// openWith opens directories whose files and clock may be a test's.
+func openWith(o Options, open func(path string) (files, error), now func() time.Time) (*Disk, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	d := &Disk{opts: o, opened: make(chan struct{}), touched: touched{seed: maphash.MakeSeed(), most: mostTouched}, readTime: histogram.Times(), writeTime: histogram.Times()}
+	for _, dir := range o.Dirs {
+		f, err := open(dir.Path)
+		var v *volume
+		if err == nil {
+			v, err = openVolume(&d.opts, dir, f, now)
+		}
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("open %s: %w", dir.Path, err), d.Close())
+		}
+		d.volumes = append(d.volumes, v)
+	}
+	d.waiting.Go(func() {
+		for _, v := range d.volumes {
+			<-v.opened
+		}
+		close(d.opened)
+	})
+	return d, nil
+}
+
+// openVolume opens the files of a directory, which it closes when that fails.
+func openVolume(o *Options, dir Dir, f files, now func() time.Time) (*volume, error) {
+	v := &volume{dir: dir, opts: o, segment: cmp.Or(o.SegmentBytes, segmentBytes(dir.Bytes)), log: o.Log, files: f, now: now}
+	v.life, v.stop = context.WithCancel(context.Background())
+	v.opened, v.wake, v.full = make(chan struct{}), make(chan struct{}, 1), make(chan struct{}, 1)
+	v.journal.turn = make(chan struct{}, 1)
+	v.heads.bytes, v.bounces.bytes = 2*block, bouncePiece
+	v.mu.index, v.mu.segs, v.mu.gone = map[kv.Key]entry{}, map[uint32]*segment{}, map[uint64]map[uint32]struct{}{}
+	v.mu.writing = map[kv.Key]int{}
+	v.mu.changed = make(chan struct{})
+	if err := v.open(); err != nil {
+		v.stop()
+		return nil, errors.Join(err, v.journal.close(), f.close())
+	}
+	return v, nil
+}
+
+// Opened is closed when the whole index has been read.
+func (d *Disk) Opened() <-chan struct{} { return d.opened }
+
+// wait waits for the index.
+func (d *Disk) wait(ctx context.Context) error {
+	select {
+	case <-d.opened:
+		return ctx.Err()
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// Stat implements tier.Tier. It reads nothing from the disks.
+func (d *Disk) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
+	clear(metas)
+	for _, v := range d.volumes {
+		v.stat(keys, metas)
+	}
+	return ctx.Err()
+}
+
+// ReadSummed implements tier.Summing: Read has compared the checksum.
+func (d *Disk) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, uint64, error) {
+	m, err := d.Read(ctx, k, dst)
+	return m, m.Sum, err
+}
+
+// Read implements tier.Tier. What turns out to be damaged is forgotten.
+func (d *Disk) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	if err := ctx.Err(); err != nil {
+		return tier.Meta{}, err
+	}
+	began := time.Now()
+	for _, v := range d.volumes {
+		m, err := v.read(ctx, k, dst)
+		if err == nil {
+			d.readTime.Took(time.Since(began))
+		}
+		if !errors.Is(err, tier.ErrMissing) {
+			return m, err
+		}
+	}
+	return tier.Meta{}, tier.ErrMissing
+}
+
+// Write implements tier.Tier. It appends to the disk that the key falls to, or, if that
+// takes nothing now, to the next one. tier.ErrNotKept: first touch, no room, budget.
+func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	if m.Len != int64(len(src)) || m.Len < 1 {
+		return fmt.Errorf("disk: write of %d bytes as %d", len(src), m.Len)
+	}
+	if m.NoSum {
+		m = tier.Meta{Len: m.Len, Sum: xxh3.Hash(src)}
+	}
+	var has [1]tier.Meta
+	if err := d.Stat(ctx, []kv.Key{k}, has[:]); err != nil || has[0] == m {
+		return err
+	}
+	if !d.opts.FirstTouch && !d.touched.again(&k) {
+		d.firstTouches.Add(1)
+		return fmt.Errorf("%w: first touch", tier.ErrNotKept)
+	}
+	began := time.Now()
+	var err error
+	for i, v := range d.order(&k) {
+		if e := v.write(ctx, k, m, src); i == 0 || !errors.Is(e, tier.ErrNotKept) {
+			err = e
+		}
+		if err == nil {
+			d.writeTime.Took(time.Since(began))
+			d.dropElsewhere(k, v)
+		}
+		if err == nil || ctx.Err() != nil || isFault(err) {
+			return err
+		}
+	}
+	return err
+}
+
+// order returns the volumes, first the one that a key falls to. One more or less changes
+// that only for the keys that fall to it.
+func (d *Disk) order(k *kv.Key) []*volume {
+	if len(d.volumes) == 1 {
+		return d.volumes
+	}
+	key := keyHash(k)
+	weigh := func(v *volume) float64 { // rendezvous hashing, by size
+		at := (float64(mix(key^v.id)>>11) + 0.5) / (1 << 53)
+		return -float64(v.dir.Bytes) / math.Log(at)
+	}
+	all := slices.Clone(d.volumes)
+	slices.SortFunc(all, func(a, b *volume) int { return cmp.Compare(weigh(b), weigh(a)) })
+	return all
+}
+
+// keyHash folds a key, whose chunk and namespace are digests already.
+func keyHash(k *kv.Key) uint64 {
+	return le.Uint64(k.Chunk[:]) ^ mix(le.Uint64(k.Namespace[:])^uint64(k.Rank)<<32^uint64(k.Group))
+}
+
+// mix is the finalizer of MurmurHash3.
+func mix(x uint64) uint64 {
+	x ^= x >> 33
+	x *= 0xff51afd7ed558ccd
+	x ^= x >> 33
+	x *= 0xc4ceb9fe1a85ec53
+	return x ^ x>>33
+}
+
+// dropElsewhere forgets what other volumes have of a key that was written.
+func (d *Disk) dropElsewhere(k kv.Key, but *volume) {
+	for _, v := range d.volumes {
+		if v != but {
+			v.drop([]kv.Key{k})
+		}
+	}
+}
+
+// Delete implements tier.Tier. It waits until the whole index has been read. What it
+// returns for is gone for good.
+func (d *Disk) Delete(ctx context.Context, keys []kv.Key) error {
+	if len(keys) == 0 {
+		return nil
+	}
+	if err := d.wait(ctx); err != nil {
+		return err
+	}
+	var errs []error
+	for _, v := range d.volumes {
+		if err := v.begin(); err != nil {
+			return err
+		}
+		v.drop(keys)
+		errs = append(errs, v.save())
+		v.calls.Done()
+	}
+	return errors.Join(errs...)
+}
+
+// List implements tier.Lister. It waits until the whole index has been read.
+func (d *Disk) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
+	if err := d.wait(ctx); err != nil {
+		return err
+	}
+	for _, v := range d.volumes {
+		more := true
+		v.list(func(part []listed) bool {
+			for i := range part {
+				more = more && ctx.Err() == nil && f(part[i].key, part[i].meta())
+			}
+			return more
+		})
+		if !more {
+			break
+		}
+	}
+	return ctx.Err()
+}
+
+// Flush seals what has been written: a power cut after it returns loses none of that.
+func (d *Disk) Flush(ctx context.Context) error {
+	var errs []error
+	for _, v := range d.volumes {
+		errs = append(errs, v.flush(ctx))
+	}
+	return errors.Join(errs...)
+}
+
+// Close seals what was written, writes a checkpoint, and gives the directories to others.
+func (d *Disk) Close() error {
+	var errs []error
+	for _, v := range d.volumes {
+		if err := v.close(); err != nil {
+			errs = append(errs, fmt.Errorf("close %s: %w", v.dir.Path, err))
+		}
+	}
+	d.waiting.Wait()
+	return errors.Join(errs...)
+}
+
+func (v *volume) close() error {
+	v.mu.Lock()
+	closed := v.mu.closed
+	v.mu.closed = true
+	v.mu.Unlock()
+	if closed {
+		return nil
+	}
+	v.stop()
+	v.calls.Wait()
+	v.running.Wait()
+	v.mu.Lock()
+	v.retireLocked()
+	spare := v.mu.spare
+	v.mu.spare = nil
+	v.mu.Unlock()
+	v.sealAll()
+	errs := []error{v.save()}
+	if spare != nil {
+		errs = append(errs, v.evict(spare))
+	}
+	if v.checked != v.mu.all && v.whole.Load() {
+		errs = append(errs, v.checkpoint())
+	}
+	for _, s := range v.mu.segs {
+		errs = append(errs, s.file.close())
+	}
+	return errors.Join(append(errs, v.journal.close(), v.files.close())...)
+}
+
+func (j *journal) close() error {
+	if j.file == nil {
+		return nil
+	}
+	return j.file.close()
+}
+
+// touched remembers keys that were offered once, the last of them: two tables take turns.
+type touched struct {
+	seed maphash.Seed
+	most int // in one table
+	mu   struct {
+		sync.Mutex
+		now, before map[uint64]struct{}
+	}
+}
+
+const mostTouched = 1 << 19
+
+// again reports whether a key was offered before, and remembers it.
+func (t *touched) again(k *kv.Key) bool {
+	h := maphash.Comparable(t.seed, *k)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	_, now := t.mu.now[h]
+	_, before := t.mu.before[h]
+	if now || before {
+		return true
+	}
+	if len(t.mu.now) >= t.most || t.mu.now == nil {
+		t.mu.now, t.mu.before = make(map[uint64]struct{}), t.mu.now
+	}
+	t.mu.now[h] = struct{}{}
+	return false
+}
+
+// isFault reports whether the caller's memory was gone.
+func isFault(err error) bool { return errors.Is(err, syscall.EFAULT) }
+
+// isBroken reports whether an error is the disk's.
+func isBroken(err error) bool {
+	return !isFault(err) && !errors.Is(err, errClosed) && !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded)
+}
+
+// counters are what a volume has done.
+type counters struct {
+	reads, readBytes, writes, writeBytes, diskBytes atomic.Int64
+	noRoom, overBudget, tooLarge                    atomic.Int64
+	corrupt, evicted, evictedObjects, readmitted    atomic.Int64
+	scrubbed, openTook, free                        atomic.Int64
+}

@@ -1,0 +1,318 @@
+//go:build linux
+
+package disk
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/shm"
+)
+
+// files are those of one directory. Tests have others, which lose what was not synced.
+type files interface {
+	// list returns names and sizes.
+	list() (map[string]int64, error)
+	// open opens a file to read and write it.
+	open(name string) (file, error)
+	// create makes a file for which so many bytes are reserved. Errors: fs.ErrExist,
+	// ENOSPC.
+	create(name string, bytes int64) (file, error)
+	rename(from, to string) error
+	// remove removes a name; that it is not there is no error.
+	remove(name string) error
+	// sync makes names durable.
+	sync() error
+	// space returns the bytes of the file system, and those that are free.
+	space() (all, free int64, err error)
+	close() error
+}
+
+// file is read and written in blocks at multiples of a block, from and to memory that
+// begins at a multiple of a block.
+type file interface {
+	// readv fills bufs. Error: io.ErrUnexpectedEOF.
+	readv(bufs [][]byte, off int64) error
+	writev(bufs [][]byte, off int64) error
+	size() (int64, error)
+	truncate(bytes int64) error
+	sync() error
+	close() error
+}
+
+const (
+	markName  = "kvasir-disk"
+	lockName  = "lock"
+	checkName = "checkpoint"
+	goneName  = "deleted"
+	newSuffix = ".new"
+)
+
+// osFiles are a directory's files in a file system.
+type osFiles struct {
+	path   string
+	dir    int
+	lock   int
+	direct int // O_DIRECT, or 0 where the file system has none
+}
+
+// ours are the names that a directory of this package has before it has its marker.
+var ours = map[string]bool{lockName: true, markName + newSuffix: true, "lost+found": true, "probe": true}
+
+// openFiles opens and locks a directory, and makes it where it is not there. It changes
+// nothing in a directory that is not ours. Errors: ErrInUse, ErrNotOurs.
+func openFiles(path string) (_ *osFiles, err error) {
+	if err := os.MkdirAll(path, 0o700); err != nil {
+		return nil, err
+	}
+	o := &osFiles{path: path, dir: -1, lock: -1, direct: unix.O_DIRECT}
+	defer func() {
+		if err != nil {
+			_ = o.close()
+		}
+	}()
+	if o.dir, err = unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0); err != nil {
+		return nil, err
+	}
+	names, err := o.list()
+	if err != nil {
+		return nil, err
+	}
+	if _, ok := names[markName]; !ok {
+		for name := range names {
+			if !ours[name] {
+				return nil, fmt.Errorf("%w: it has a file %q and none named %s", ErrNotOurs, name, markName)
+			}
+		}
+	}
+	if o.lock, err = o.openat(lockName, unix.O_RDWR|unix.O_CREAT); err != nil {
+		return nil, fmt.Errorf("make %s: %w", lockName, err)
+	}
+	if err := unix.Flock(o.lock, unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+		by := make([]byte, 32)
+		n, _ := unix.Pread(o.lock, by, 0)
+		return nil, fmt.Errorf("%w by process %s", ErrInUse, by[:max(n, 0)])
+	} else if err != nil {
+		return nil, fmt.Errorf("lock: %w", err)
+	}
+	_ = unix.Ftruncate(o.lock, 0)
+	_, _ = unix.Pwrite(o.lock, fmt.Append(nil, os.Getpid()), 0) // for people
+	return o, o.probe()
+}
+
+// probe finds out whether direct I/O is possible.
+func (o *osFiles) probe() error {
+	if err := o.remove("probe"); err != nil {
+		return err
+	}
+	for {
+		f, err := o.create("probe", 0)
+		b := shm.MakeAligned(block, block)
+		if err == nil {
+			err = errors.Join(f.writev([][]byte{b}, 0), f.readv([][]byte{b}, 0), f.close())
+		}
+		if err := errors.Join(err, o.remove("probe")); errors.Is(err, unix.EINVAL) && o.direct != 0 {
+			o.direct = 0
+			continue
+		} else if err != nil {
+			return fmt.Errorf("try to write: %w", err)
+		}
+		return nil
+	}
+}
+
+func (o *osFiles) openat(name string, flags int) (int, error) {
+	return unix.Openat(o.dir, name, flags|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+}
+
+func (o *osFiles) list() (map[string]int64, error) {
+	entries, err := os.ReadDir(o.path)
+	if err != nil {
+		return nil, err
+	}
+	names := make(map[string]int64, len(entries))
+	for _, e := range entries {
+		info, err := e.Info()
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		names[e.Name()] = info.Size()
+	}
+	return names, nil
+}
+
+func (o *osFiles) open(name string) (file, error) {
+	fd, err := o.openat(name, unix.O_RDWR|o.direct)
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", name, err)
+	}
+	return osFile(fd), nil
+}
+
+func (o *osFiles) create(name string, bytes int64) (file, error) {
+	fd, err := o.openat(name, unix.O_RDWR|unix.O_CREAT|unix.O_EXCL|o.direct)
+	if err != nil {
+		return nil, fmt.Errorf("make %s: %w", name, err)
+	}
+	if bytes > 0 {
+		err = unix.Fallocate(fd, 0, 0, bytes)
+		if errors.Is(err, unix.EOPNOTSUPP) {
+			err = unix.Ftruncate(fd, bytes)
+		}
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("reserve %d bytes for %s: %w", bytes, name, err), unix.Close(fd), o.remove(name))
+	}
+	return osFile(fd), nil
+}
+
+func (o *osFiles) rename(from, to string) error { return unix.Renameat(o.dir, from, o.dir, to) }
+
+func (o *osFiles) remove(name string) error {
+	if err := unix.Unlinkat(o.dir, name, 0); err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("remove %s: %w", name, err)
+	}
+	return nil
+}
+
+func (o *osFiles) sync() error {
+	if err := unix.Fsync(o.dir); err != nil && !errors.Is(err, unix.EINVAL) { // some have nothing to sync
+		return err
+	}
+	return nil
+}
+
+func (o *osFiles) space() (all, free int64, err error) {
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(o.dir, &st); err != nil {
+		return 0, 0, err
+	}
+	return int64(st.Blocks) * st.Bsize, int64(st.Bavail) * st.Bsize, nil
+}
+
+func (o *osFiles) close() error {
+	var errs []error
+	for _, fd := range []int{o.lock, o.dir} {
+		if fd >= 0 {
+			errs = append(errs, unix.Close(fd))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// osFile is a file's descriptor.
+type osFile int
+
+func (f osFile) readv(bufs [][]byte, off int64) error {
+	return each(bufs, off, func(bufs [][]byte, off int64) (int, error) { return unix.Preadv(int(f), bufs, off) }, io.ErrUnexpectedEOF)
+}
+
+func (f osFile) writev(bufs [][]byte, off int64) error {
+	return each(bufs, off, func(bufs [][]byte, off int64) (int, error) { return unix.Pwritev(int(f), bufs, off) }, io.ErrShortWrite)
+}
+
+// each repeats a call until it has moved all of bufs; none is the error when it moves
+// nothing.
+func each(bufs [][]byte, off int64, call func([][]byte, int64) (int, error), none error) error {
+	for len(bufs) > 0 {
+		n, err := call(bufs, off)
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if err == nil && n == 0 {
+			err = none
+		}
+		if err != nil {
+			return err
+		}
+		off += int64(n)
+		bufs = after(bufs, n)
+	}
+	return nil
+}
+
+// after returns what is left of bufs behind n bytes, without changing them.
+func after(bufs [][]byte, n int) [][]byte {
+	for i := range bufs {
+		if n < len(bufs[i]) {
+			return append([][]byte{bufs[i][n:]}, bufs[i+1:]...)
+		}
+		n -= len(bufs[i])
+	}
+	return nil
+}
+
+func (f osFile) size() (int64, error) {
+	var st unix.Stat_t
+	err := unix.Fstat(int(f), &st)
+	return st.Size, err
+}
+
+func (f osFile) truncate(bytes int64) error { return unix.Ftruncate(int(f), bytes) }
+func (f osFile) sync() error                { return unix.Fdatasync(int(f)) }
+func (f osFile) close() error               { return unix.Close(int(f)) }
+
+// replace writes a file as a whole: the old one or the new one is there at any moment.
+// write calls put with blocks, in order.
+func replace(d files, name string, write func(put func(b []byte) error) error) error {
+	if err := d.remove(name + newSuffix); err != nil {
+		return err
+	}
+	f, err := d.create(name+newSuffix, 0)
+	if err != nil {
+		return err
+	}
+	off := int64(0)
+	err = write(func(b []byte) error {
+		off += int64(len(b))
+		return f.writev([][]byte{b}, off-int64(len(b)))
+	})
+	if err == nil {
+		err = f.sync()
+	}
+	if err = errors.Join(err, f.close()); err == nil {
+		err = d.rename(name+newSuffix, name)
+	}
+	if err != nil {
+		return errors.Join(fmt.Errorf("write %s: %w", name, err), d.remove(name+newSuffix))
+	}
+	return d.sync()
+}
+
+// contents reads a file as a whole, which may have as many bytes as the file says; nil
+// where there is none.
+func contents(d files, names map[string]int64, name string) ([]byte, error) {
+	if names[name] < block {
+		return nil, nil
+	}
+	f, err := d.open(name)
+	if err != nil {
+		return nil, err
+	}
+	b := shm.MakeAligned(int(names[name]/block*block), block)
+	return b, errors.Join(f.readv([][]byte{b}, 0), f.close())
+}
+
+// buffers are of one size, aligned, and used again.
+type buffers struct {
+	bytes int
+	pool  sync.Pool
+}
+
+func (b *buffers) get() []byte {
+	if p, ok := b.pool.Get().(*[]byte); ok {
+		return *p
+	}
+	return shm.MakeAligned(b.bytes, block)
+}
+
+func (b *buffers) put(buf []byte) { b.pool.Put(&buf) }

@@ -1,0 +1,136 @@
+package disk
+
+import (
+	"fmt"
+
+	"github.com/kvasir-kv/kvasir/shm"
+)
+
+// journal is the file of what was deleted. Indexes of segments are never changed: what is
+// in the journal is left out when they are read.
+type journal struct {
+	turn chan struct{} // who has put something in it may write; it has room for one
+	file file
+	off  int64  // of the tail
+	tail []byte // what the last block has already
+}
+
+// load reads the journal of a directory.
+func (v *volume) loadJournal(names map[string]int64) error {
+	b, err := contents(v.files, names, goneName)
+	if err != nil {
+		return fmt.Errorf("read journal: %w", err)
+	}
+	v.mu.Lock()
+	getGone(b, v.addGoneLocked)
+	v.mu.Unlock()
+	v.journal.off = blocksOf(names[goneName]) * block
+	if _, ok := names[goneName]; ok {
+		v.journal.file, err = v.files.open(goneName)
+	}
+	return err
+}
+
+// save makes what was deleted so far last.
+func (v *volume) save() error {
+	v.journal.turn <- struct{}{}
+	defer func() { <-v.journal.turn }()
+	v.mu.Lock()
+	fresh := v.mu.fresh
+	v.mu.fresh = nil
+	v.mu.Unlock()
+	if len(fresh) == 0 {
+		return nil
+	}
+	n, err := v.journal.write(v.files, fresh)
+	v.wrote(n)
+	if err != nil {
+		v.mu.Lock()
+		v.mu.fresh = append(fresh, v.mu.fresh...)
+		v.mu.Unlock()
+		return fmt.Errorf("write journal in %s: %w", v.dir.Path, err)
+	}
+	return nil
+}
+
+func (j *journal) write(d files, fresh []place) (bytes int64, err error) {
+	if j.file == nil {
+		if j.file, err = d.create(goneName, 0); err != nil {
+			return 0, err
+		}
+		if err := d.sync(); err != nil {
+			return 0, err
+		}
+	}
+	used := len(j.tail) + len(fresh)*goneBytes
+	b := shm.MakeAligned(int(blocksOf(int64(used))*block), block)
+	at := copy(b, j.tail)
+	for _, p := range fresh {
+		putGone(b[at:], p)
+		at += goneBytes
+	}
+	if err := j.file.writev([][]byte{b}, j.off); err != nil {
+		return 0, err
+	}
+	whole := used / block * block
+	j.off += int64(whole)
+	j.tail = append(j.tail[:0], b[whole:used]...)
+	return int64(len(b)), j.file.sync()
+}
+
+// compact writes the journal anew where most of it is of segments that are gone.
+func (v *volume) compact() error {
+	if !v.whole.Load() {
+		return nil
+	}
+	v.journal.turn <- struct{}{}
+	defer func() { <-v.journal.turn }()
+	places, saved := v.living()
+	if v.journal.off < 2*int64(len(places))*goneBytes+16*block {
+		return nil
+	}
+	b := shm.MakeAligned(int(blocksOf(int64(len(places))*goneBytes)*block), block)
+	for i, p := range places {
+		putGone(b[i*goneBytes:], p)
+	}
+	err := replace(v.files, goneName, func(put func([]byte) error) error {
+		if len(b) == 0 {
+			return nil
+		}
+		return put(b)
+	})
+	if err != nil {
+		return err
+	}
+	v.wrote(int64(len(b)))
+	old := v.journal.file
+	v.journal.off, v.journal.tail = int64(len(b)), nil
+	if v.journal.file, err = v.files.open(goneName); err != nil {
+		return err
+	}
+	v.mu.Lock()
+	v.mu.fresh = v.mu.fresh[saved:]
+	v.mu.Unlock()
+	return old.close()
+}
+
+// living returns what was deleted from segments that are there, and how much of that is
+// not in the journal yet. It forgets the rest.
+func (v *volume) living() (places []place, fresh int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	ids := make(map[uint64]bool, len(v.mu.segs))
+	for _, s := range v.mu.segs {
+		ids[s.id] = true
+	}
+	for id, of := range v.mu.gone {
+		if !ids[id] {
+			delete(v.mu.gone, id)
+			continue
+		}
+		for at := range of {
+			places = append(places, place{id, at})
+		}
+	}
+	return places, len(v.mu.fresh)
+}

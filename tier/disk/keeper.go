@@ -1,0 +1,527 @@
+package disk
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"syscall"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/shm"
+)
+
+const (
+	tendEvery  = time.Second
+	syncEvery  = 5 * time.Second
+	scrubEvery = 24 * time.Hour // one round begins
+
+	candidates    = 16       // segments that the next victim is chosen from, at most and
+	fewest        = 4        // where there are so many, at least
+	mostReadmit   = 64 << 20 // bytes of a victim that are kept, and
+	readmitShare  = 8        // that part of it
+	dropBatch     = 1024     // objects of a victim that are forgotten at once
+	checkpointPer = 64       // a checkpoint is written after so many times its bytes
+)
+
+// keep makes segments and evicts others for them, until the volume ends.
+func (v *volume) keep() {
+	tick := time.NewTicker(tendEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-v.life.Done():
+			return
+		case <-v.wake:
+		case <-tick.C:
+			v.guard()
+		}
+		v.provide()
+	}
+}
+
+// last makes what is written last, until the volume ends. It is not keep's work: writers
+// who wait for a segment do not wait for a sync.
+func (v *volume) last() {
+	tick := time.NewTicker(tendEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-v.life.Done():
+			return
+		case <-v.full:
+		case <-tick.C:
+		}
+		v.tend()
+	}
+}
+
+// tend seals, syncs, and writes a checkpoint, as is due.
+func (v *volume) tend() {
+	v.sealAll()
+	if now := v.now(); now.Sub(v.synced) >= syncEvery {
+		v.synced = now
+		v.syncActive()
+	}
+	if v.isOpen() && v.checkpointDue() {
+		if err := v.checkpoint(); err != nil {
+			v.log.Warn("write checkpoint", "path", v.dir.Path, "err", err)
+		}
+	}
+}
+
+func (v *volume) isOpen() bool {
+	select {
+	case <-v.opened:
+		return true
+	default:
+		return false
+	}
+}
+
+// provide makes the next segment where one is wanted.
+func (v *volume) provide() {
+	v.mu.Lock()
+	need := v.mu.wanted && v.mu.spare == nil
+	sealing := len(v.mu.sealing) > 0
+	v.mu.Unlock()
+	if !need {
+		return
+	}
+	s, err := v.newSegment()
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if errors.Is(err, errFull) && sealing { // then there is, or will be, one more that can go
+		if len(v.mu.sealing) == 0 {
+			signal(v.wake)
+		}
+		return
+	}
+	v.mu.wanted = false
+	if err != nil {
+		if v.mu.refused == nil && !errors.Is(err, errOpens) {
+			v.log.Warn("nothing more is kept on this disk for now", "path", v.dir.Path, "err", err)
+		}
+		v.refusedLocked(err)
+		if errors.Is(err, errOpens) {
+			v.mu.until = v.now().Add(tendEvery)
+		}
+		return
+	}
+	v.mu.spare, v.mu.refused = s, nil
+	v.changedLocked()
+}
+
+// newSegment makes a segment, for which it evicts others where there is no room.
+func (v *volume) newSegment() (*segment, error) {
+	if err := v.room(v.segment); err != nil {
+		return nil, err
+	}
+	v.mu.Lock()
+	if v.mu.nextSeq == math.MaxUint32 {
+		v.mu.Unlock()
+		return nil, errors.New("disk: the numbers of segments are used up")
+	}
+	v.mu.nextSeq++
+	s := &segment{seq: v.mu.nextSeq, id: randomID(), size: v.segment, end: block, refs: 1, done: make(chan struct{})}
+	h := head{s.seq, s.id, v.mu.wear}
+	v.mu.Unlock()
+	b := shm.MakeAligned(block, block)
+	putHead(b, h)
+	name := segmentName(s.seq, s.id)
+	var err error
+	s.file, err = v.files.create(name, v.segment)
+	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) { // there is less than it seemed
+		if old := v.victim(); old != nil && v.isOpen() && v.evict(old) == nil {
+			s.file, err = v.files.create(name, v.segment)
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	err = s.file.writev([][]byte{b}, 0)
+	if err == nil {
+		err = errors.Join(s.file.sync(), v.files.sync())
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("begin %s: %w", name, err), s.file.close(), v.files.remove(name))
+	}
+	v.wrote(block)
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.mu.segs[s.seq] = s
+	v.mu.used += s.size
+	return s, nil
+}
+
+// lack returns how many bytes must go before need more may be used.
+func (v *volume) lack(need int64) (int64, error) {
+	v.mu.Lock()
+	over := v.mu.used + need - v.dir.Bytes
+	v.mu.Unlock()
+	all, free, err := v.files.space()
+	if err != nil {
+		v.n.free.Store(-1)
+		return 0, err
+	}
+	v.n.free.Store(free)
+	return max(0, over, v.opts.minFree(all)-(free-need)), nil
+}
+
+// room evicts until so many bytes more may be used. It looks again, since others write,
+// too, but not for ever: what is removed may still be read, and take its room meanwhile.
+// Errors: errFull, errOpens.
+func (v *volume) room(need int64) error {
+	for range 4 {
+		lack, err := v.lack(need)
+		if err != nil || lack == 0 {
+			return err
+		}
+		if !v.isOpen() {
+			return errOpens
+		}
+		for lack > 0 {
+			s := v.victim()
+			if s == nil {
+				return errFull
+			}
+			lack -= s.size
+			if err := v.evict(s); err != nil {
+				return err
+			}
+		}
+	}
+	return errFull
+}
+
+// guard gives room back that others need, or that is above a limit that was lowered.
+func (v *volume) guard() {
+	if !v.isOpen() {
+		return
+	}
+	if err := v.room(0); err != nil && !errors.Is(err, errFull) {
+		v.log.Warn("make room", "path", v.dir.Path, "err", err)
+	}
+}
+
+// victim returns the coldest of the oldest segments, nil when none can go. That the
+// others were passed over makes them colder.
+func (v *volume) victim() *segment {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	var old []*segment
+	for _, s := range v.mu.segs {
+		if !s.kept && !s.leaving && (s.sealed || s.err != nil) {
+			old = append(old, s)
+		}
+	}
+	if len(old) == 0 || len(old) < fewest && len(v.mu.sealing) > 0 { // soon there is a choice
+		return nil
+	}
+	slices.SortFunc(old, func(a, b *segment) int { return cmp.Compare(a.seq, b.seq) })
+	old = old[:min(len(old), max(fewest, min(candidates, len(old)/4)))]
+	coldest := slices.MinFunc(old, func(a, b *segment) int { return cmp.Compare(a.heat, b.heat) })
+	for _, s := range old {
+		s.heat *= 0.75
+	}
+	coldest.leaving = true
+	return coldest
+}
+
+// evict removes a segment that nobody else will: it is leaving.
+func (v *volume) evict(s *segment) error {
+	err := v.tryEvict(s)
+	if err != nil {
+		v.mu.Lock()
+		s.leaving = false
+		v.mu.Unlock()
+	}
+	return err
+}
+
+// tryEvict removes a segment. Some of what was read since it was written is written again.
+func (v *volume) tryEvict(s *segment) error {
+	records, err := v.recordsOf(s)
+	if err != nil { // its index is damaged: the other index knows
+		records = v.walk(s)
+	}
+	v.readmit(s, records)
+	if err := v.save(); err != nil {
+		return err
+	}
+	if err := errors.Join(v.files.remove(segmentName(s.seq, s.id)), v.files.sync()); err != nil {
+		return err
+	}
+	for len(records) > 0 {
+		n := min(len(records), dropBatch)
+		v.dropFrom(s, records[:n])
+		records = records[n:]
+	}
+	v.mu.Lock()
+	delete(v.mu.segs, s.seq)
+	delete(v.mu.gone, s.id)
+	v.mu.used -= s.size
+	sealed := s.count > 0 || s.sealed
+	v.mu.Unlock()
+	if sealed {
+		v.n.evicted.Add(1)
+	}
+	v.release(s)
+	return nil
+}
+
+func (v *volume) dropFrom(s *segment, records []record) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for i := range records {
+		if e, ok := v.mu.index[records[i].key]; ok && e.seg == s.seq {
+			delete(v.mu.index, records[i].key)
+			v.n.evictedObjects.Add(1)
+		}
+	}
+}
+
+// recordsOf returns what is in a segment, or was.
+func (v *volume) recordsOf(s *segment) ([]record, error) {
+	v.mu.Lock()
+	sealed, size, records := s.sealed, s.size, s.entries
+	v.mu.Unlock()
+	if !sealed {
+		return records, nil
+	}
+	_, records, err := readIndex(s.file, s.id, size)
+	return records, err
+}
+
+// walk returns what is in a segment, from the index.
+func (v *volume) walk(s *segment) (records []record) {
+	v.list(func(part []listed) bool {
+		for _, o := range part {
+			if o.seg == s.seq {
+				records = append(records, record{o.key, o.block, o.len, o.sum, o.hot})
+			}
+		}
+		return true
+	})
+	return records
+}
+
+// listed is an object in the index.
+type listed struct {
+	key kv.Key
+	entry
+}
+
+// list calls f with what is in the index, some at a time, until it answers false.
+func (v *volume) list(f func([]listed) bool) {
+	part := make([]listed, 0, dropBatch)
+	v.mu.Lock()
+	for k, e := range v.mu.index {
+		if part = append(part, listed{k, e}); len(part) < dropBatch {
+			continue
+		}
+		v.mu.Unlock() // others may change a map that is being walked, one after the other
+		more := f(part)
+		if part = part[:0]; !more {
+			return
+		}
+		v.mu.Lock()
+	}
+	v.mu.Unlock()
+	f(part)
+}
+
+// live returns those of records that are still in the index at their place.
+func (v *volume) live(s *segment, records []record) []record {
+	var out []record
+	for part := range slices.Chunk(records, dropBatch) {
+		v.mu.Lock()
+		for _, r := range part {
+			if e, ok := v.mu.index[r.key]; ok && e.seg == s.seq && e.block == r.block {
+				r.hot = e.hot
+				out = append(out, r)
+			}
+		}
+		v.mu.Unlock()
+	}
+	return out
+}
+
+// writes counts who writes an object.
+func (v *volume) writes(k kv.Key, by int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.mu.writing[k] += by; v.mu.writing[k] == 0 {
+		delete(v.mu.writing, k)
+	}
+}
+
+// readmit writes some of what was read to the active segment, if that has room.
+func (v *volume) readmit(s *segment, records []record) {
+	budget := min(v.segment/readmitShare, mostReadmit)
+	for _, r := range v.live(s, records) {
+		need := recordBytes(int64(r.len))
+		if !r.hot || need > budget {
+			continue
+		}
+		b := shm.MakeAligned(int(r.len), block)
+		if err := v.readInto(v.life, s, &r, b); err != nil {
+			continue
+		}
+		t, at, _, err := v.tryReserve(need, &r.key)
+		if errors.Is(err, errBusy) {
+			continue
+		}
+		if t == nil || err != nil {
+			return
+		}
+		copied := record{r.key, uint32(at / block), r.len, r.sum, false}
+		err = v.append(v.life, t, &copied, b)
+		v.finish(t, &copied, &entry{seg: s.seq, block: r.block}, err)
+		if err != nil {
+			return
+		}
+		v.n.readmitted.Add(need)
+		budget -= need
+	}
+}
+
+// sealAll seals what takes no more records and has none being written.
+func (v *volume) sealAll() {
+	for {
+		v.mu.Lock()
+		i := slices.IndexFunc(v.mu.sealing, func(s *segment) bool { return s.pending == 0 })
+		if i < 0 {
+			v.mu.Unlock()
+			return
+		}
+		s := v.mu.sealing[i]
+		v.mu.Unlock()
+		v.seal(s)
+		v.mu.Lock()
+		v.mu.sealing = slices.DeleteFunc(v.mu.sealing, func(x *segment) bool { return x == s })
+		v.mu.Unlock()
+		signal(v.wake)
+	}
+}
+
+// seal writes the index of a segment and makes everything in it last.
+func (v *volume) seal(s *segment) {
+	v.mu.Lock()
+	entries := s.entries
+	v.mu.Unlock()
+	records := v.live(s, entries)
+	t, err := v.writeIndex(s, records)
+	if err != nil {
+		v.log.Error("seal segment", "path", v.dir.Path, "segment", segmentName(s.seq, s.id), "err", err)
+	}
+	v.mu.Lock()
+	s.err = err
+	if err == nil {
+		v.mu.used += t.bytes - s.size
+		s.size, s.sealed, s.entries, s.dirty = t.bytes, true, nil, false
+		s.leaving = len(records) == 0
+	} else {
+		v.refusedLocked(err)
+	}
+	v.mu.Unlock()
+	close(s.done)
+	if err == nil && len(records) == 0 {
+		if err := v.evict(s); err != nil {
+			v.log.Warn("remove empty segment", "path", v.dir.Path, "err", err)
+		}
+	}
+}
+
+func (v *volume) writeIndex(s *segment, records []record) (trailer, error) {
+	b := shm.MakeAligned(int(indexBytes(len(records))), block)
+	t := putIndex(b, trailer{seq: s.seq, id: s.id, end: s.end, bytes: s.end + int64(len(b))}, records)
+	putTrailer(b[len(b)-block:], t)
+	if err := s.file.sync(); err != nil { // before the journal says what it took the place of
+		return t, err
+	}
+	if err := v.save(); err != nil {
+		return t, err
+	}
+	if err := s.file.writev([][]byte{b}, s.end); err != nil {
+		return t, err
+	}
+	v.wrote(int64(len(b)))
+	return t, errors.Join(s.file.truncate(t.bytes), s.file.sync())
+}
+
+// syncActive makes what was written lately last, also without a seal.
+func (v *volume) syncActive() {
+	v.mu.Lock()
+	s := v.mu.active
+	if s != nil && s.dirty {
+		s.dirty = false
+		s.refs++
+	} else {
+		s = nil
+	}
+	v.mu.Unlock()
+	var err error
+	if s != nil {
+		err = s.file.sync()
+		v.release(s)
+	}
+	if err = errors.Join(err, v.save()); err != nil {
+		v.log.Warn("sync", "path", v.dir.Path, "err", err)
+	}
+}
+
+// flush seals what was written so far, and waits for that.
+func (v *volume) flush(ctx context.Context) error {
+	v.mu.Lock()
+	if v.mu.closed {
+		v.mu.Unlock()
+		return errClosed
+	}
+	v.calls.Add(1)
+	defer v.calls.Done()
+	if v.mu.active != nil && v.mu.active.count > 0 {
+		v.retireLocked()
+	}
+	waiting := slices.Clone(v.mu.sealing)
+	v.mu.Unlock()
+	var errs []error
+	for _, s := range waiting {
+		select {
+		case <-s.done:
+			v.mu.Lock()
+			errs = append(errs, s.err)
+			v.mu.Unlock()
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-v.life.Done():
+			return errClosed
+		}
+	}
+	return errors.Join(append(errs, v.save())...)
+}
+
+// sealedSegments returns the sealed segments, newest first.
+func (v *volume) sealedSegments() []*segment {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	all := slices.Collect(maps.Values(v.mu.segs))
+	all = slices.DeleteFunc(all, func(s *segment) bool { return !s.sealed || s.kept })
+	slices.SortFunc(all, func(a, b *segment) int { return cmp.Compare(b.seq, a.seq) })
+	return all
+}
+
+// retain keeps a segment until release. It reports false when it was evicted.
+func (v *volume) retain(s *segment) bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.mu.segs[s.seq] != s {
+		return false
+	}
+	s.refs++
+	return true
+}

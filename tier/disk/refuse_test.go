@@ -1,0 +1,295 @@
+package disk
+
+import (
+	"errors"
+	"maps"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/smallfs"
+	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
+)
+
+// snapshot returns a directory's files and what is in them.
+func snapshot(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	all := map[string]string{}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		b, err := os.ReadFile(filepath.Join(dir, e.Name()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		all[e.Name()] = string(b)
+	}
+	return all
+}
+
+// refused checks that a directory is refused in one line, and is as it was.
+func refused(t *testing.T, dir string, want error) {
+	t.Helper()
+	before := snapshot(t, dir)
+	d, err := Open(small(dir))
+	if err == nil {
+		closeDisk(t, d)
+	}
+	if !errors.Is(err, want) || strings.Contains(err.Error(), "\n") || !strings.Contains(err.Error(), dir) {
+		t.Errorf("%v, want %v", err, want)
+	}
+	if after := snapshot(t, dir); !maps.Equal(before, after) {
+		t.Errorf("the directory was changed")
+	}
+}
+
+// A directory with files of somebody else stays as it is.
+func TestNotOurs(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "thesis.txt"), []byte("mine"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	refused(t, dir, ErrNotOurs)
+	if err := os.WriteFile(filepath.Join(dir, markName), make([]byte, block), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	before := snapshot(t, dir)
+	if _, err := Open(small(dir)); !errors.Is(err, ErrNotOurs) {
+		t.Errorf("a marker of somebody else: %v", err)
+	}
+	after := snapshot(t, dir)
+	delete(after, lockName)
+	if !maps.Equal(before, after) {
+		t.Error("the directory was changed")
+	}
+	file := filepath.Join(dir, "thesis.txt")
+	if _, err := Open(small(file)); !errors.Is(err, syscall.ENOTDIR) {
+		t.Errorf("a file: %v", err)
+	}
+}
+
+// The second server on a directory is told so; the first one goes on.
+func TestTwoServers(t *testing.T) {
+	dir := t.TempDir()
+	d := open(t, small(dir))
+	put(t, d, 1, 10_000)
+	refused(t, dir, ErrInUse)
+	need(t, d, 1, 10_000)
+	put(t, d, 2, 10_000)
+	closeDisk(t, d)
+	d = open(t, small(dir))
+	need(t, d, 1, 10_000)
+	need(t, d, 2, 10_000)
+	closeDisk(t, d)
+}
+
+// patch changes a file and renews the checksum of the block at off.
+func patch(t *testing.T, path string, off int64, change func(b []byte)) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	b := make([]byte, block)
+	if off < 0 {
+		info, _ := f.Stat()
+		off += info.Size()
+	}
+	if _, err := f.ReadAt(b, off); err != nil {
+		t.Fatal(err)
+	}
+	change(b)
+	if _, err := f.WriteAt(b, off); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func asVersion2(b []byte) {
+	le.PutUint32(b[8:], 2)
+	le.PutUint32(b[crcAt:], crc(b[:crcAt]))
+}
+
+// A directory of a newer version is refused and stays as it is.
+func TestNewerDirectory(t *testing.T) {
+	dir := t.TempDir()
+	d := open(t, small(dir))
+	put(t, d, 1, 10_000)
+	closeDisk(t, d)
+	patch(t, filepath.Join(dir, markName), 0, asVersion2)
+	if err := os.Truncate(filepath.Join(dir, lockName), 0); err != nil {
+		t.Fatal(err)
+	}
+	before := snapshot(t, dir)
+	_, err := Open(small(dir))
+	if !errors.Is(err, ErrNewer) || !strings.Contains(err.Error(), "version 2") {
+		t.Errorf("%v", err)
+	}
+	after := snapshot(t, dir)
+	after[lockName] = ""
+	if !maps.Equal(before, after) {
+		t.Error("the directory was changed")
+	}
+}
+
+// A segment of a newer version is never served and never removed, whether its end is as
+// in this version or not.
+func TestNewerSegment(t *testing.T) {
+	dir := t.TempDir()
+	d := open(t, small(dir))
+	for i := range 3 {
+		put(t, d, i, 10_000)
+		if err := d.Flush(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	closeDisk(t, d)
+	_ = os.Remove(filepath.Join(dir, checkName))
+	names, _ := filepath.Glob(filepath.Join(dir, "*"+suffix))
+	patch(t, names[0], -block, asVersion2)
+	patch(t, names[1], 0, asVersion2)
+	patch(t, names[1], -block, func(b []byte) { clear(b) })
+	o := small(dir)
+	o.Dirs[0].Bytes = 4 << 20
+	d = open(t, o)
+	for i := range 2 {
+		if err := get(t, d, i, 10_000, 0); !errors.Is(err, tier.ErrMissing) {
+			t.Errorf("object %d of a newer segment: %v", i, err)
+		}
+	}
+	need(t, d, 2, 10_000)
+	for i := range 100 { // evicts whatever may be evicted
+		put(t, d, 100+i, 100_000)
+	}
+	closeDisk(t, d)
+	for _, name := range names[:2] {
+		if _, err := os.Stat(name); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// A file system that can only be read is refused.
+func TestReadOnly(t *testing.T) {
+	m := newMemFiles(1, 1<<30)
+	m.fail = func(deed, _ string) error {
+		if deed == "create" || deed == "write" || deed == "remove" {
+			return syscall.EROFS
+		}
+		return nil
+	}
+	if _, err := openWith(small("mem"), func(string) (files, error) { return m, nil }, time.Now); !errors.Is(err, syscall.EROFS) {
+		t.Errorf("%v", err)
+	}
+}
+
+// A real full file system: what is there is served, what comes is not kept, and later it
+// is.
+func TestFullFileSystem(t *testing.T) {
+	smallfs.Run(t, 16<<20, func(t *testing.T, dir string) {
+		o := small(dir)
+		d := open(t, o)
+		put(t, d, 1, 100_000)
+		other := filepath.Join(dir, "other")
+		smallfs.Fill(t, dir, other, 0)
+		full := false
+		for i := 2; i < 100 && !full; i++ {
+			b, meta := object(i, 100_000, 0)
+			err := d.Write(t.Context(), tiertest.Key(i), meta, b)
+			if full = errors.Is(err, tier.ErrNotKept); err != nil && !full {
+				t.Fatal(err)
+			}
+		}
+		if !full {
+			t.Error("everything is kept on a full disk")
+		}
+		if err := os.Remove(other); err != nil {
+			t.Fatal(err)
+		}
+		closeDisk(t, d)
+		d = open(t, o)
+		put(t, d, 200, 100_000)
+		need(t, d, 200, 100_000)
+		closeDisk(t, d)
+	})
+}
+
+func TestValidate(t *testing.T) {
+	if err := small("/a", "/b").Validate(); err != nil {
+		t.Error(err)
+	}
+	f := func(field string, change func(o *Options)) {
+		t.Helper()
+		o := small("/a")
+		change(&o)
+		n := 0
+		options.Each(o.Validate(), func(e *options.Error) {
+			if n++; e.Field != field {
+				t.Errorf("%v, want one about %s", e, field)
+			}
+		})
+		if n != 1 {
+			t.Errorf("%s: %d errors", field, n)
+		}
+	}
+	f("Dirs", func(o *Options) { o.Dirs = nil })
+	f("Dirs", func(o *Options) { o.Dirs = append(o.Dirs, Dir{"/x/../a", 64 << 20}) })
+	f("Dirs", func(o *Options) { o.Dirs[0].Path = "" })
+	f("Dirs", func(o *Options) { o.Dirs[0].Bytes = 4<<20 - 1 })
+	f("SegmentBytes", func(o *Options) { o.SegmentBytes = 1<<20 + 1 })
+	f("SegmentBytes", func(o *Options) { o.SegmentBytes = -1 << 20 })
+	f("MinFree", func(o *Options) { o.MinFree = -1 })
+	f("WriteBudget", func(o *Options) { o.WriteBudget = -1 })
+	f("ScrubRate", func(o *Options) { o.ScrubRate = -1 })
+}
+
+// The caller's memory can go in the middle of a call. That is an error, and costs nobody
+// else.
+func TestMemoryThatIsGone(t *testing.T) {
+	d := open(t, small(t.TempDir()))
+	defer closeDisk(t, d)
+	const n = 64 << 10
+	for i, length := range []int{n, n - 100, 100} { // whole blocks, a rest, a rest alone
+		b, meta := object(i, length, 0)
+		put(t, d, i, length)
+		path := filepath.Join(t.TempDir(), "view")
+		s, err := shm.Create(path, n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		view := s.Bytes(0, int64(length))
+		copy(view, b)
+		if err := os.Truncate(path, 0); err != nil {
+			t.Fatal(err)
+		}
+		var read, write error
+		fault := shm.Guard(func() { _, read = d.Read(t.Context(), tiertest.Key(i), view) })
+		if read == nil && fault == nil {
+			t.Errorf("%d bytes: read into nothing", length)
+		}
+		fault = shm.Guard(func() { write = d.Write(t.Context(), tiertest.Key(100+i), meta, view) })
+		if write == nil && fault == nil {
+			t.Errorf("%d bytes: written from nothing", length)
+		}
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+		need(t, d, i, length)
+		put(t, d, 200+i, length)
+		need(t, d, 200+i, length)
+		if err := get(t, d, 100+i, length, 0); !errors.Is(err, tier.ErrMissing) {
+			t.Errorf("%v", err)
+		}
+	}
+	if err := d.Flush(t.Context()); err != nil {
+		t.Error(err)
+	}
+}

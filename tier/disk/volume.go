@@ -1,0 +1,596 @@
+package disk
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+const (
+	directPiece = 2 << 20 // of one call into or from memory that suits direct I/O
+	bouncePiece = 1 << 20 // of one call by way of a buffer
+
+	refusePause = 10 * time.Second // without writing, after a disk was full or failed
+)
+
+var (
+	errClosed = errors.New("disk: closed")
+	errFull   = errors.New("no room on the disk")
+	errOpens  = errors.New("the disk is still being read")
+	errBudget = errors.New("the bytes that may be written today are used")
+	errBusy   = errors.New("the object is being written")
+	errLarge  = errors.New("it is larger than a segment")
+)
+
+// volume is one directory: segments, and the index of what is in them.
+type volume struct {
+	dir     Dir
+	opts    *Options
+	segment int64 // bytes of one
+	log     *slog.Logger
+	files   files
+	id      uint64 // of the directory
+	now     func() time.Time
+
+	heads, bounces buffers // of two blocks, of bouncePiece
+
+	life    context.Context
+	stop    context.CancelFunc
+	running sync.WaitGroup // in the background
+	calls   sync.WaitGroup // in progress
+	opened  chan struct{}  // closed when the index is there
+	whole   atomic.Bool    // it is there of every segment
+	wake    chan struct{}  // of keep
+	full    chan struct{}  // of last
+	journal journal        // owned by who has its turn
+	synced  time.Time      // by last
+	checked int64          // what had been written at the last checkpoint
+	n       counters
+
+	mu struct {
+		sync.Mutex
+		index   map[kv.Key]entry
+		segs    map[uint32]*segment
+		writing map[kv.Key]int                 // objects that are being written, by how many
+		gone    map[uint64]map[uint32]struct{} // deleted and still in a segment, by its id
+		fresh   []place                        // of gone, what is not in the journal yet
+
+		active  *segment   // takes records
+		spare   *segment   // comes next
+		sealing []*segment // take no more
+		nextSeq uint32
+		used    int64 // bytes of all files of segments
+
+		wanted  bool          // somebody wants a spare
+		changed chan struct{} // closed with the next spare, or refusal
+		refused error         // why there is none
+		until   time.Time     // when to try again
+
+		wear
+		closed bool
+	}
+}
+
+// entry is where an object is. It has no pointer: the garbage collector does not walk
+// the index.
+type entry struct {
+	sum   uint64
+	seg   uint32
+	block uint32
+	len   uint32
+	hot   bool
+}
+
+func (e *entry) meta() tier.Meta { return tier.Meta{Len: int64(e.len), Sum: e.sum} }
+
+// newer reports whether a record was reserved after another of the same key.
+func (e *entry) newer(than *entry) bool {
+	return e.seg > than.seg || e.seg == than.seg && e.block > than.block
+}
+
+// segment is one file. Its fields are guarded by volume.mu but for seq, id and file.
+type segment struct {
+	seq  uint32
+	id   uint64
+	file file
+
+	size    int64    // bytes of the file
+	end     int64    // where the next record goes
+	count   int      // records reserved
+	pending int      // records being written
+	refs    int      // readers, and the volume itself
+	dirty   bool     // written since the last sync
+	heat    float64  // bytes read, of late
+	entries []record // in it and in the index, until it is sealed
+	sealed  bool
+	kept    bool          // of a newer version: not ours to remove
+	leaving bool          // somebody removes it
+	done    chan struct{} // closed when it was sealed, or could not be
+	err     error         // why not
+}
+
+// begin counts a call, which ends with v.calls.Done.
+func (v *volume) begin() error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.mu.closed {
+		return errClosed
+	}
+	v.calls.Add(1)
+	return nil
+}
+
+// stat sets the metas that are zero and whose keys are here.
+func (v *volume) stat(keys []kv.Key, metas []tier.Meta) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for i := range keys {
+		if e, ok := v.mu.index[keys[i]]; ok && metas[i].Len == 0 {
+			metas[i] = e.meta()
+		}
+	}
+}
+
+// use finds an object and keeps its segment until release.
+func (v *volume) use(k *kv.Key, n int) (s *segment, e entry, err error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	e, ok := v.mu.index[*k]
+	switch {
+	case v.mu.closed:
+		return nil, e, errClosed
+	case !ok:
+		return nil, e, tier.ErrMissing
+	case int(e.len) != n:
+		return nil, e, &tier.CorruptError{Key: *k, Want: tier.Meta{Len: int64(n)}, Got: e.meta()}
+	}
+	s = v.mu.segs[e.seg]
+	s.refs++
+	s.heat += float64(n)
+	if !e.hot {
+		e.hot = true
+		v.mu.index[*k] = e
+	}
+	v.calls.Add(1)
+	return s, e, nil
+}
+
+// release ends a use. The last one closes the file.
+func (v *volume) release(s *segment) {
+	v.mu.Lock()
+	s.refs--
+	last := s.refs == 0
+	v.mu.Unlock()
+	if last {
+		if err := s.file.close(); err != nil {
+			v.log.Warn("close segment", "path", v.dir.Path, "segment", segmentName(s.seq, s.id), "err", err)
+		}
+	}
+}
+
+// read fills dst with an object.
+func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	s, e, err := v.use(&k, len(dst))
+	if err != nil {
+		return tier.Meta{}, err
+	}
+	defer v.calls.Done()
+	defer v.release(s)
+	r := record{k, e.block, e.len, e.sum, false}
+	got := tier.Meta{Len: int64(len(dst))}
+	err = v.readInto(ctx, s, &r, dst)
+	if err == nil {
+		if got.Sum = xxh3.Hash(dst); got.Sum != e.sum {
+			err = fmt.Errorf("%w: checksum %x", errDamaged, got.Sum)
+		}
+	}
+	switch {
+	case err == nil:
+		v.n.reads.Add(1)
+		v.n.readBytes.Add(int64(len(dst)))
+		return e.meta(), nil
+	case ctx.Err() != nil:
+		return tier.Meta{}, ctx.Err()
+	case isFault(err): // dst is gone; the disk has no part in it
+		return tier.Meta{}, err
+	}
+	v.spoilt(s, &r, err)
+	if errors.Is(err, errDamaged) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return tier.Meta{}, &tier.CorruptError{Key: k, Want: e.meta(), Got: got}
+	}
+	return tier.Meta{}, fmt.Errorf("read from %s: %w", v.dir.Path, err)
+}
+
+// spoilt forgets an object that cannot be read.
+func (v *volume) spoilt(s *segment, r *record, err error) {
+	if !v.forget(s, r) {
+		return
+	}
+	v.n.corrupt.Add(1)
+	v.log.Warn("an object on disk is damaged; it is forgotten", "path", v.dir.Path, "segment", segmentName(s.seq, s.id), "place", int64(r.block)*block, "err", err)
+}
+
+// forget takes an object out of the index if it is still at that place.
+func (v *volume) forget(s *segment, r *record) bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	e, ok := v.mu.index[r.key]
+	if !ok || e.seg != s.seq || e.block != r.block {
+		return false
+	}
+	delete(v.mu.index, r.key)
+	v.goneLocked(s, r.block)
+	return true
+}
+
+// goneLocked notes that a record shall not be found again.
+func (v *volume) goneLocked(s *segment, at uint32) {
+	if _, ok := v.mu.gone[s.id][at]; !ok {
+		v.addGoneLocked(place{s.id, at})
+		v.mu.fresh = append(v.mu.fresh, place{s.id, at})
+	}
+}
+
+func (v *volume) addGoneLocked(p place) {
+	of := v.mu.gone[p.id]
+	if of == nil {
+		of = make(map[uint32]struct{})
+		v.mu.gone[p.id] = of
+	}
+	of[p.block] = struct{}{}
+}
+
+// readInto reads a record's payload straight into dst where the memory allows it, and
+// compares the record's header.
+func (v *volume) readInto(ctx context.Context, s *segment, r *record, dst []byte) error {
+	if !shm.Aligned(dst, block) {
+		at := 0
+		return v.stream(ctx, s, r, func(b []byte) error {
+			at += copy(dst[at:], b)
+			return nil
+		})
+	}
+	ends := v.heads.get()
+	defer v.heads.put(ends)
+	body, rest, extra := parts(int64(r.len))
+	for at, done := int64(0), false; !done; {
+		n := min(body-at, directPiece)
+		done = at+n == body
+		if err := v.readPiece(s, r, at, dst[at:at+n], ends, done && extra); err != nil {
+			return err
+		}
+		at += n
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+	}
+	copy(dst[body:], restOf(ends, rest, extra))
+	return nil
+}
+
+// restOf returns where the rest of a payload is in the two blocks.
+func restOf(ends []byte, rest int64, extra bool) []byte {
+	if extra {
+		return ends[block:][:rest]
+	}
+	return ends[headBytes:][:rest]
+}
+
+// readPiece reads what lies at a place of the payload's body, before it the header, which
+// is compared, and behind it the rest if it has a block of its own.
+func (v *volume) readPiece(s *segment, r *record, at int64, body, ends []byte, extra bool) error {
+	var parts [3][]byte
+	bufs, off := parts[:0], int64(r.block)*block
+	if at == 0 {
+		bufs = append(bufs, ends[:block])
+	} else {
+		off += block + at
+	}
+	if len(body) > 0 {
+		bufs = append(bufs, body)
+	}
+	if extra {
+		bufs = append(bufs, ends[block:])
+	}
+	if err := s.file.readv(bufs, off); err != nil || at > 0 {
+		return err
+	}
+	switch got, err := getRecord(ends, s.id, int64(r.block)*block); {
+	case err != nil:
+		return err
+	case got.key != r.key || got.len != r.len || got.sum != r.sum:
+		return fmt.Errorf("%w: it is another object", errDamaged)
+	}
+	return nil
+}
+
+// stream calls f with the payload of a record, piece by piece, in a buffer.
+func (v *volume) stream(ctx context.Context, s *segment, r *record, f func([]byte) error) error {
+	ends, bounce := v.heads.get(), v.bounces.get()
+	defer v.heads.put(ends)
+	defer v.bounces.put(bounce)
+	body, rest, extra := parts(int64(r.len))
+	for at, done := int64(0), false; !done; {
+		n := min(body-at, bouncePiece)
+		done = at+n == body
+		if err := v.readPiece(s, r, at, bounce[:n], ends, done && extra); err != nil {
+			return err
+		}
+		if err := f(bounce[:n]); err != nil {
+			return err
+		}
+		at += n
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+	}
+	return f(restOf(ends, rest, extra))
+}
+
+// verify compares a record with its checksum. paced is told of the bytes that it read.
+func (v *volume) verify(ctx context.Context, s *segment, r *record, paced func(int) error) error {
+	h := xxh3.New()
+	err := v.stream(ctx, s, r, func(b []byte) error {
+		_, _ = h.Write(b) // never fails
+		return paced(len(b))
+	})
+	if err == nil && h.Sum64() != r.sum {
+		err = fmt.Errorf("%w: checksum %x", errDamaged, h.Sum64())
+	}
+	return err
+}
+
+// write appends an object. Errors: tier.ErrNotKept.
+func (v *volume) write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
+	if err := v.begin(); err != nil {
+		return err
+	}
+	defer v.calls.Done()
+	if m.Len > v.largest() {
+		return v.refuse(errLarge)
+	}
+	v.writes(k, 1)
+	defer v.writes(k, -1)
+	s, at, err := v.reserve(ctx, recordBytes(m.Len))
+	if err != nil {
+		return err
+	}
+	r := record{k, uint32(at / block), uint32(m.Len), m.Sum, false}
+	err = errClosed // should src fault
+	defer func() { v.finish(s, &r, nil, err) }()
+	if err = v.append(ctx, s, &r, src); err != nil {
+		return err
+	}
+	v.n.writes.Add(1)
+	v.n.writeBytes.Add(m.Len)
+	return nil
+}
+
+// largest is the longest object that fits a segment.
+func (v *volume) largest() int64 { return v.segment - block - indexBytes(1) - 2*block }
+
+// refuse returns tier.ErrNotKept and counts why.
+func (v *volume) refuse(why error) error {
+	switch {
+	case errors.Is(why, errBudget):
+		v.n.overBudget.Add(1)
+	case errors.Is(why, errLarge):
+		v.n.tooLarge.Add(1)
+	default:
+		v.n.noRoom.Add(1)
+	}
+	return fmt.Errorf("%w: %s: %w", tier.ErrNotKept, v.dir.Path, why)
+}
+
+// reserve finds a place for a record. It waits for a segment while one is being made.
+func (v *volume) reserve(ctx context.Context, need int64) (*segment, int64, error) {
+	for {
+		s, at, wait, err := v.tryReserve(need, nil)
+		switch {
+		case err != nil:
+			return nil, 0, v.refuse(err)
+		case s != nil:
+			return s, at, nil
+		}
+		signal(v.wake)
+		select {
+		case <-wait:
+		case <-ctx.Done():
+			return nil, 0, ctx.Err()
+		case <-v.life.Done():
+			return nil, 0, errClosed
+		}
+	}
+}
+
+// signal wakes who waits for c, now or when it next does.
+func signal(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}
+
+// tryReserve finds a place for a record. Where there is none it returns what to wait for;
+// a copy of what is there is not worth a new segment, and gets no place while its object is being written: what is
+// written would look older than the copy. Errors: errBudget, errBusy, why there is no segment.
+func (v *volume) tryReserve(need int64, copyOf *kv.Key) (s *segment, at int64, wait chan struct{}, err error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	want := copyOf == nil
+	if !want && v.mu.writing[*copyOf] > 0 {
+		return nil, 0, nil, errBusy
+	}
+	if v.overBudgetLocked(need) {
+		return nil, 0, nil, errBudget
+	}
+	for {
+		if s = v.mu.active; s != nil && s.end+need+indexBytes(s.count+1) <= s.size {
+			break
+		}
+		if v.mu.spare == nil {
+			if want && v.mu.refused != nil && v.now().Before(v.mu.until) {
+				return nil, 0, nil, v.mu.refused
+			}
+			v.mu.wanted = v.mu.wanted || want
+			return nil, 0, v.mu.changed, nil
+		}
+		v.retireLocked()
+		v.mu.active, v.mu.spare = v.mu.spare, nil
+	}
+	at = s.end
+	s.end += need
+	s.count++
+	s.pending++
+	s.dirty = true
+	v.wroteLocked(need)
+	if s.end > s.size/8 && v.mu.spare == nil && !v.mu.wanted { // the next one is ready when this one is full
+		v.mu.wanted = true
+		signal(v.wake)
+	}
+	return s, at, nil, nil
+}
+
+// retireLocked has the active segment sealed.
+func (v *volume) retireLocked() {
+	if v.mu.active != nil {
+		v.mu.sealing = append(v.mu.sealing, v.mu.active)
+		v.mu.active = nil
+		signal(v.full)
+	}
+}
+
+// overBudgetLocked reports whether so many bytes more may not be written today.
+func (v *volume) overBudgetLocked(n int64) bool {
+	if day := v.now().Unix() / 86400; day != v.mu.day {
+		v.mu.day, v.mu.today = day, 0
+	}
+	return v.opts.WriteBudget > 0 && v.mu.today+n > v.opts.WriteBudget
+}
+
+// wroteLocked counts bytes that go to the disk.
+func (v *volume) wroteLocked(n int64) {
+	v.mu.today += n
+	v.mu.all += n
+	v.n.diskBytes.Add(n)
+}
+
+func (v *volume) wrote(n int64) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.wroteLocked(n)
+}
+
+// append writes a record to the place that was reserved for it.
+func (v *volume) append(ctx context.Context, s *segment, r *record, src []byte) error {
+	ends := v.heads.get()
+	defer v.heads.put(ends)
+	clear(ends)
+	body, rest, extra := parts(int64(r.len))
+	putRecord(ends, s.id, r)
+	copy(restOf(ends, rest, extra), src[body:])
+	piece := int64(directPiece)
+	var bounce []byte
+	if !shm.Aligned(src, block) {
+		bounce, piece = v.bounces.get(), bouncePiece
+		defer v.bounces.put(bounce)
+	}
+	for at, done := int64(0), false; !done; {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		n := min(body-at, piece)
+		done = at+n == body
+		from := src[at : at+n]
+		if bounce != nil {
+			from = bounce[:copy(bounce, from)]
+		}
+		if err := writePiece(s, r, at, from, ends, done && extra); err != nil {
+			return err
+		}
+		at += n
+	}
+	return nil
+}
+
+func writePiece(s *segment, r *record, at int64, body, ends []byte, extra bool) error {
+	var parts [3][]byte
+	bufs, off := parts[:0], int64(r.block)*block
+	if at == 0 {
+		bufs = append(bufs, ends[:block])
+	} else {
+		off += block + at
+	}
+	if len(body) > 0 {
+		bufs = append(bufs, body)
+	}
+	if extra {
+		bufs = append(bufs, ends[block:])
+	}
+	return s.file.writev(bufs, off)
+}
+
+// finish ends a reservation. What was written takes the place of what the key had; of a
+// copy, only if that is still at from.
+func (v *volume) finish(s *segment, r *record, from *entry, err error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	s.pending--
+	if s.pending == 0 && s != v.mu.active {
+		signal(v.full)
+	}
+	e := entry{sum: r.sum, seg: s.seq, block: r.block, len: r.len}
+	old, had := v.mu.index[r.key]
+	switch {
+	case err != nil && s == v.mu.active && isBroken(err):
+		v.retireLocked()
+		v.refusedLocked(err)
+	case err != nil:
+	case from != nil && (!had || old.seg != from.seg || old.block != from.block):
+		v.goneLocked(s, r.block) // it was deleted or written again meanwhile
+	case from == nil && had && old.meta() == e.meta():
+		v.goneLocked(s, r.block) // two have written it at the same time
+	default:
+		if had && from == nil {
+			v.goneLocked(v.mu.segs[old.seg], old.block)
+		}
+		v.mu.index[r.key] = e
+		s.entries = append(s.entries, *r)
+	}
+}
+
+// refusedLocked lets writers do without this disk for a while.
+func (v *volume) refusedLocked(err error) {
+	v.mu.refused, v.mu.until, v.mu.wanted = err, v.now().Add(refusePause), false
+	v.changedLocked()
+}
+
+func (v *volume) changedLocked() {
+	close(v.mu.changed)
+	v.mu.changed = make(chan struct{})
+}
+
+// drop takes objects out of the index; journal.save makes it last.
+func (v *volume) drop(keys []kv.Key) (dropped bool) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, k := range keys {
+		if e, ok := v.mu.index[k]; ok {
+			delete(v.mu.index, k)
+			v.goneLocked(v.mu.segs[e.seg], e.block)
+			dropped = true
+		}
+	}
+	return dropped
+}

@@ -1,0 +1,258 @@
+// Package fs keeps objects as files in a directory that LMCache servers may share: names
+// and bytes are those of LMCache's fs and fs_native adapters (0.5.6). Beside each file's
+// bytes, where LMCache does not look, an extended attribute keeps its checksum.
+//
+//	MODEL@0xRANK@GROUP@HASH[@SALT].data    the model's slashes are "-SEP-"; rank 8 digits, group and hash hexadecimal
+//
+// A file appears whole, by a rename. One of a wrong length is not there, and is replaced.
+package fs
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	iofs "io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Trust is what a file must show before it is served.
+type Trust uint8
+
+// Trusts.
+const (
+	TrustLength   Trust = iota // the right length; the checksum too, where it has one
+	TrustChecksum              // a checksum: what LMCache servers wrote is not there
+)
+
+// Options configures a Dir. A zero field means its default.
+type Options struct {
+	Path    string // made when it is not there
+	TempDir string // below Path, where files are written before they get their names; default Path
+	Direct  bool   // past the page cache where the file system can
+	Pad     bool   // files are filled up to whole pages with zeros: LMCache's fs_native with use_odirect reads no others
+	Trust   Trust
+	Limit   int64 // bytes of all files, those of others too; 0 for no limit
+	MinFree int64 // bytes that are left free in the file system
+
+	// Beyond EvictAt of Limit, files are deleted until EvictShare of Limit less is used,
+	// those first that were not read or written for longest. With 0 none is deleted, and
+	// what passes the limit is not kept.
+	EvictAt, EvictShare float64
+
+	NoMake bool        // Path has to be there
+	Names  *tier.Names // of the namespaces; required
+	Log    *slog.Logger
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (o Options) Validate() error {
+	var c options.Checks
+	c.That(o.TempDir == "" || filepath.IsLocal(o.TempDir), "TempDir", "%q does not lie below the directory", o.TempDir)
+	c.That(o.Trust <= TrustChecksum, "Trust", "%d is none", o.Trust)
+	options.Within(&c, "Limit", o.Limit, 0, 1<<60)
+	options.Within(&c, "MinFree", o.MinFree, 0, 1<<60)
+	options.Within(&c, "EvictAt", o.EvictAt, 0, 1)
+	options.Within(&c, "EvictShare", o.EvictShare, 0, 1)
+	return c.Err()
+}
+
+// Dir is a Tier in a directory. Its methods are safe for concurrent use.
+type Dir struct {
+	o        Options
+	log      *slog.Logger
+	temp     string
+	readOnly bool
+	attrs    attrs
+
+	noDirect atomic.Bool
+	noSums   atomic.Bool   // the file system has no place for checksums
+	gone     atomic.Bool   // the last write met no directory
+	temps    atomic.Uint64 // counts temporary names
+	written  atomic.Int64
+	usage    usage
+	warned   sync.Map // of what was said once
+
+	stop func()
+	done sync.WaitGroup
+}
+
+// ErrNoChecksums means that a directory cannot keep checksums and is to be trusted by
+// them alone.
+var ErrNoChecksums = errors.New("fs: the file system keeps no extended attributes, so no file can show a checksum")
+
+// Open returns the Tier of a directory. Temporary files of servers that ended are
+// removed after an hour. Where nothing can be written the Tier only reads.
+func Open(o Options) (*Dir, error) { return openWith(o, kernel) }
+
+// openWith opens a directory whose file system may keep attributes otherwise.
+func openWith(o Options, a attrs) (*Dir, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	if o.Path == "" || o.Names == nil {
+		return nil, errors.New("fs: no path, or no names")
+	}
+	d := &Dir{o: o, log: o.Log, attrs: a, temp: filepath.Join(o.Path, o.TempDir)}
+	d.usage.changed = make(chan struct{}, 1)
+	if d.log == nil {
+		d.log = slog.New(slog.DiscardHandler)
+	}
+	if !o.NoMake {
+		if err := os.MkdirAll(d.temp, 0o777); err != nil && !unwritable(err) {
+			return nil, fmt.Errorf("fs: %w", err)
+		}
+	}
+	if st, err := os.Stat(o.Path); err != nil {
+		return nil, fmt.Errorf("fs: %w", err)
+	} else if !st.IsDir() {
+		return nil, fmt.Errorf("fs: %s is no directory", o.Path)
+	}
+	if err := d.try(); err != nil {
+		return nil, err
+	}
+	life, stop := context.WithCancel(context.Background())
+	d.stop = stop
+	d.statfs()
+	d.done.Go(func() { d.watch(life) })
+	return d, nil
+}
+
+func unwritable(err error) bool {
+	return errors.Is(err, iofs.ErrPermission) || errors.Is(err, unix.EROFS)
+}
+
+// try writes a file to learn what the directory can.
+func (d *Dir) try() error {
+	path := d.tempName()
+	fd, err := unix.Open(path, unix.O_CREAT|unix.O_EXCL|unix.O_WRONLY|unix.O_CLOEXEC, 0o600)
+	switch {
+	case unwritable(err):
+		d.readOnly = true
+		d.log.Warn("the directory cannot be written: what it has is served, and nothing is added", "path", d.o.Path, "err", err)
+		return nil
+	case noRoom(err): // it may have room later
+		return nil
+	case err != nil:
+		return fmt.Errorf("fs: write to %s: %w", d.temp, err)
+	}
+	err = d.setSum(fd, attr{})
+	_ = unix.Close(fd)
+	_ = unix.Unlink(path)
+	if noRoom(err) || errors.Is(err, unix.EIO) { // of this file; others may get one
+		return nil
+	}
+	return err
+}
+
+// setSum gives a file its attribute. Where the file system has none the file goes without, and so do all that
+// come later, unless a checksum is what files are trusted by.
+func (d *Dir) setSum(fd int, a attr) error {
+	if d.noSums.Load() {
+		return nil
+	}
+	err := d.attrs.set(fd, a.bytes())
+	switch {
+	case err == nil, noRoom(err), errors.Is(err, unix.EIO):
+		return err
+	case d.o.Trust == TrustChecksum:
+		return fmt.Errorf("%w: %s", ErrNoChecksums, d.o.Path)
+	}
+	if !d.noSums.Swap(true) {
+		d.log.Warn("the file system keeps no extended attributes, so files are compared by their length alone", "path", d.o.Path, "err", err)
+	}
+	return nil
+}
+
+// once reports whether something is to be said that was not said yet.
+func (d *Dir) once(what string) bool {
+	_, said := d.warned.LoadOrStore(what, true)
+	return !said
+}
+
+const (
+	suffix     = ".data"
+	tempPrefix = "kvasir-"
+	tempSuffix = ".tmp" // LMCache does not read such names
+	slash      = "-SEP-"
+)
+
+// tempName returns a name that no other file has.
+func (d *Dir) tempName() string {
+	return filepath.Join(d.temp, fmt.Sprintf("%s%x-%x-%x%s", tempPrefix, os.Getpid(), time.Now().UnixNano(), d.temps.Add(1), tempSuffix))
+}
+
+// FileName returns the name of an object's file. It reports false where there can be
+// none.
+func FileName(n tier.Name, k kv.Key) (string, bool) {
+	model := strings.ReplaceAll(n.Model, "/", slash)
+	name := model + fmt.Sprintf("@0x%08x@%x@%s", uint32(k.Rank), k.Group, k.Chunk)
+	if n.Salt != "" {
+		name += "@" + n.Salt
+	}
+	name += suffix
+	ok := model != "" && len(name) <= unix.NAME_MAX-len(suffix) && !strings.ContainsAny(model, "@\x00") && !strings.ContainsAny(n.Salt, "@/\x00")
+	return name, ok
+}
+
+// ParseFileName returns what a file's name tells of its object: all but the namespace.
+func ParseFileName(name string) (n tier.Name, k kv.Key, ok bool) {
+	name, ok = strings.CutSuffix(name, suffix)
+	parts := strings.Split(name, "@")
+	if !ok || len(parts) < 4 || len(parts) > 5 {
+		return n, k, false
+	}
+	rank, err1 := strconv.ParseUint(strings.TrimPrefix(parts[1], "0x"), 16, 32)
+	group, err2 := strconv.ParseUint(parts[2], 16, 32)
+	hash, err3 := hex.DecodeString(parts[3])
+	if err1 != nil || err2 != nil || err3 != nil || len(hash) != len(k.Chunk) {
+		return n, k, false
+	}
+	n.Model = strings.ReplaceAll(parts[0], slash, "/")
+	if len(parts) == 5 {
+		n.Salt = parts[4]
+	}
+	k.Rank, k.Group, k.Chunk = kv.Rank(rank), uint32(group), kv.Hash(hash)
+	again, ok := FileName(n, k)
+	return n, k, ok && again == name+suffix
+}
+
+// path returns the path of an object; false where its name is not known, or can be none.
+func (d *Dir) path(k kv.Key) (string, bool) {
+	n, ok := d.o.Names.Of(k.Namespace)
+	if !ok {
+		return "", false
+	}
+	name, ok := FileName(n, k)
+	if !ok && d.once("name") {
+		d.log.Warn("files of a model can have no name, so nothing of it is kept; further ones are not told", "model", n.Model, "salt", n.Salt)
+	}
+	return filepath.Join(d.o.Path, name), ok
+}
+
+// Space implements tier.Sized.
+func (d *Dir) Space() tier.Space {
+	return tier.Space{
+		Objects: d.usage.objects.Load(), Used: d.usage.bytes.Load(), Limit: d.o.Limit, Free: d.usage.free.Load(), Written: d.written.Load(),
+	}
+}
+
+// Close implements tier.Tier.
+func (d *Dir) Close() error {
+	d.stop()
+	d.done.Wait()
+	return nil
+}

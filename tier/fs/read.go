@@ -1,0 +1,306 @@
+package fs
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/zeebo/xxh3"
+	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// attrName is the extended attribute beside a file:
+//
+//	0   1  version, 1
+//	1  16  namespace of the object
+//	17  8  its length, bytes, little-endian
+//	25  8  its xxh3, little-endian
+const (
+	attrName    = "user.kvasir.x3"
+	attrVersion = 1
+	attrBytes   = 33
+)
+
+// attrs sets and reads the attribute of a file.
+type attrs struct {
+	set func(fd int, b []byte) error
+	of  func(fd int, b []byte) (int, error)
+	at  func(path string, b []byte) (int, error)
+}
+
+// kernel has the attributes of real files.
+var kernel = attrs{
+	set: func(fd int, b []byte) error { return unix.Fsetxattr(fd, attrName, b, 0) },
+	of:  func(fd int, b []byte) (int, error) { return unix.Fgetxattr(fd, attrName, b) },
+	at:  func(path string, b []byte) (int, error) { return unix.Lgetxattr(path, attrName, b) },
+}
+
+// attr is what a file says of itself.
+type attr struct {
+	namespace kv.Namespace
+	length    int64
+	sum       uint64
+}
+
+func (a attr) bytes() []byte {
+	b := make([]byte, attrBytes)
+	b[0] = attrVersion
+	copy(b[1:], a.namespace[:])
+	binary.LittleEndian.PutUint64(b[17:], uint64(a.length))
+	binary.LittleEndian.PutUint64(b[25:], a.sum)
+	return b
+}
+
+func parseAttr(b []byte) (a attr, ok bool) {
+	if len(b) != attrBytes || b[0] != attrVersion {
+		return a, false
+	}
+	a.namespace = kv.Namespace(b[1:17])
+	a.length = int64(binary.LittleEndian.Uint64(b[17:]))
+	a.sum = binary.LittleEndian.Uint64(b[25:])
+	return a, true
+}
+
+// metaOf says what a regular file of size bytes is to those who ask for k; zero when it
+// is none of theirs. get reads the attribute.
+func (d *Dir) metaOf(k kv.Key, size int64, get func(b []byte) (int, error)) tier.Meta {
+	var b [attrBytes + 1]byte
+	n, err := get(b[:])
+	a, ok := parseAttr(b[:max(0, n)])
+	switch {
+	case size <= 0:
+		return tier.Meta{}
+	case err != nil || !ok: // another server's
+		if d.o.Trust == TrustChecksum {
+			return tier.Meta{}
+		}
+		return tier.Meta{Len: size, NoSum: true}
+	case a.namespace != k.Namespace: // another layout of the same model
+		return tier.Meta{}
+	case size != a.length && size != tier.Padded(a.length): // torn
+		return tier.Meta{Len: size, Sum: a.sum}
+	}
+	return tier.Meta{Len: a.length, Sum: a.sum}
+}
+
+// look returns what is known of an object without opening it. The size is that of the
+// file, -1 when there is none.
+func (d *Dir) look(k kv.Key, path string) (m tier.Meta, size int64, err error) {
+	var st unix.Stat_t
+	if err := retry(func() error { return unix.Lstat(path, &st) }); err != nil {
+		if errors.Is(err, unix.ENOENT) {
+			err = nil
+		}
+		return m, -1, err
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return m, st.Size, nil
+	}
+	return d.metaOf(k, st.Size, func(b []byte) (int, error) { return d.attrs.at(path, b) }), st.Size, nil
+}
+
+// retry calls f again while a signal interrupts it.
+func retry(f func() error) error {
+	for {
+		if err := f(); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+// statsAtOnce is how many files are looked at at once, for a place where each takes long.
+const statsAtOnce = 8
+
+// Stat implements tier.Tier.
+func (d *Dir) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
+	n := min(statsAtOnce, 1+len(keys)/32)
+	errs := make([]error, n)
+	part := func(i int) {
+		for j := i * len(keys) / n; j < (i+1)*len(keys)/n && errs[i] == nil; j++ {
+			metas[j] = tier.Meta{}
+			if errs[i] = ctx.Err(); errs[i] != nil {
+				break
+			}
+			if path, ok := d.path(keys[j]); ok {
+				metas[j], _, errs[i] = d.look(keys[j], path)
+			}
+		}
+	}
+	var wg sync.WaitGroup
+	for i := 1; i < n; i++ {
+		wg.Go(func() { part(i) })
+	}
+	part(0)
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+const (
+	// piece is how much is read or written between two looks at the context, bytes.
+	piece = 8 << 20
+
+	// hotPiece is how much is copied from the page cache before its checksum is computed: it is in the
+	// processor's cache then.
+	hotPiece = 128 << 10
+)
+
+// Read implements tier.Tier.
+func (d *Dir) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	return d.read(ctx, k, dst, nil)
+}
+
+// ReadSummed implements tier.Summing.
+func (d *Dir) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m tier.Meta, sum uint64, err error) {
+	if d.o.Direct && !d.noDirect.Load() { // nothing of it is in the processor's cache
+		if m, err = d.read(ctx, k, dst, nil); err == nil {
+			sum = xxh3.Hash(dst)
+		}
+		return m, sum, err
+	}
+	h := hashers.Get().(*xxh3.Hasher)
+	defer hashers.Put(h)
+	h.Reset()
+	if m, err = d.read(ctx, k, dst, h); err == nil {
+		sum = h.Sum64()
+	}
+	return m, sum, err
+}
+
+var hashers = sync.Pool{New: func() any { return xxh3.New() }}
+
+// read fills dst, and has the bytes pass through h, if there is one.
+func (d *Dir) read(ctx context.Context, k kv.Key, dst []byte, h *xxh3.Hasher) (tier.Meta, error) {
+	path, ok := d.path(k)
+	if !ok {
+		return tier.Meta{}, tier.ErrMissing
+	}
+	if err := ctx.Err(); err != nil {
+		return tier.Meta{}, err
+	}
+	fd, direct, err := d.open(path, unix.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return tier.Meta{}, missing(err, path)
+	}
+	defer unix.Close(fd)
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return tier.Meta{}, fmt.Errorf("fs: %s: %w", path, err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return tier.Meta{}, tier.ErrMissing
+	}
+	m := d.metaOf(k, st.Size, func(b []byte) (int, error) { return d.attrs.of(fd, b) })
+	want := int64(len(dst))
+	switch {
+	case m.Len == 0:
+		return tier.Meta{}, tier.ErrMissing
+	case !m.Fits(want):
+		return tier.Meta{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: want}, Got: m}
+	}
+	got, err := d.readAll(ctx, fd, direct, dst, h)
+	switch {
+	case err != nil:
+		return tier.Meta{}, fmt.Errorf("fs: read %s: %w", path, err)
+	case got < want: // somebody cuts it
+		return tier.Meta{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: want}, Got: tier.Meta{Len: got}}
+	}
+	return tier.Meta{Len: want, Sum: m.Sum, NoSum: m.NoSum}, nil
+}
+
+// missing says that nothing is there, where that is why a file cannot be opened.
+func missing(err error, path string) error {
+	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ENXIO) {
+		return tier.ErrMissing
+	}
+	return fmt.Errorf("fs: open %s: %w", path, err)
+}
+
+// open opens a file, never what a link leads to, past the page cache if it is to be and
+// can.
+func (d *Dir) open(path string, flags int, mode uint32) (fd int, direct bool, err error) {
+	flags |= unix.O_CLOEXEC | unix.O_NOFOLLOW
+	direct = d.o.Direct && !d.noDirect.Load()
+	if direct {
+		err = retry(func() error { fd, err = unix.Open(path, flags|unix.O_DIRECT, mode); return err })
+		if !errors.Is(err, unix.EINVAL) {
+			return fd, true, err
+		}
+		if !d.noDirect.Swap(true) {
+			d.log.Warn("the file system has no direct I/O: files pass through the page cache", "path", d.o.Path)
+		}
+		if flags&unix.O_CREAT != 0 {
+			_ = unix.Unlink(path) // Linux has made the file before it found that out
+		}
+	}
+	err = retry(func() error { fd, err = unix.Open(path, flags, mode); return err })
+	return fd, false, err
+}
+
+// readAll fills dst and returns how many bytes it got: less where the file ends.
+func (d *Dir) readAll(ctx context.Context, fd int, direct bool, dst []byte, h *xxh3.Hasher) (int64, error) {
+	return d.inPieces(ctx, fd, direct, dst, func(b []byte, off int64) (int, error) {
+		if h != nil {
+			b = b[:min(len(b), hotPiece)]
+		}
+		n, err := unix.Pread(fd, b, off)
+		if h != nil && n > 0 {
+			_, _ = h.Write(b[:n]) // never fails
+		}
+		return n, err
+	})
+}
+
+// inPieces moves all of b through f, whole pages first. What the kernel refuses as not
+// aligned, and what fills no page, passes through the page cache. It returns how many
+// bytes were moved: less where f moves none.
+func (d *Dir) inPieces(ctx context.Context, fd int, direct bool, b []byte, f func(b []byte, off int64) (int, error)) (int64, error) {
+	off := int64(0)
+	for off < int64(len(b)) {
+		if err := ctx.Err(); err != nil {
+			return off, err
+		}
+		part := b[off:min(int64(len(b)), off+piece)]
+		if direct {
+			whole := len(part) &^ (tier.Page - 1)
+			if whole == 0 || off%tier.Page != 0 {
+				if err := indirect(fd); err != nil {
+					return off, err
+				}
+				direct = false
+				continue
+			}
+			part = part[:whole]
+		}
+		n, err := f(part, off)
+		switch {
+		case errors.Is(err, unix.EINTR):
+		case errors.Is(err, unix.EINVAL) && direct:
+			if err := indirect(fd); err != nil {
+				return off, err
+			}
+			direct = false
+		case err != nil:
+			return off, err
+		case n == 0:
+			return off, nil
+		default:
+			off += int64(n)
+		}
+	}
+	return off, nil
+}
+
+// indirect has a file pass through the page cache from now on.
+func indirect(fd int) error {
+	flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0)
+	if err != nil {
+		return err
+	}
+	_, err = unix.FcntlInt(uintptr(fd), unix.F_SETFL, flags&^unix.O_DIRECT)
+	return err
+}

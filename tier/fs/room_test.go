@@ -1,0 +1,189 @@
+package fs_test
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/fs"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
+)
+
+// used is what all files of a directory take.
+func used(t *testing.T, dir string) (n int64) {
+	t.Helper()
+	files, err := filepath.Glob(filepath.Join(dir, "*.data"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range files {
+		if st, err := os.Stat(f); err == nil {
+			n += st.Size()
+		}
+	}
+	return n
+}
+
+// A limit is one, also for what was there before and for what others wrote; what passes it
+// is not kept, and what was deleted makes room.
+func TestLimit(t *testing.T) {
+	const n = 10_000
+	dir := folder(t)
+	for seed := range 3 {
+		b, _ := tiertest.Object(seed, n)
+		if err := os.WriteFile(pathOf(dir, seed), b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	d := open(t, fs.Options{Path: dir, Limit: 5*n + 100})
+	for !counted(t, d) {
+		time.Sleep(time.Millisecond)
+	}
+	kept := 0
+	for seed := 3; seed < 10; seed++ {
+		b, m := tiertest.Object(seed, n)
+		switch err := d.Write(t.Context(), tiertest.Key(seed), m, b); {
+		case err == nil:
+			kept++
+		case !errors.Is(err, tier.ErrNotKept):
+			t.Fatal(err)
+		}
+		if got := used(t, dir); got > 5*n+100 {
+			t.Fatalf("%d bytes are used", got)
+		}
+	}
+	if kept != 2 {
+		t.Errorf("%d of 7 were kept beside 3 others, want 2", kept)
+	}
+	// What changed while it was counted is counted again soon.
+	got := d.Space()
+	for end := time.Now().Add(30 * time.Second); (got.Objects != 5 || got.Used != 5*n) && time.Now().Before(end); got = d.Space() {
+		time.Sleep(10 * time.Millisecond)
+	}
+	if got.Objects != 5 || got.Used != 5*n || got.Limit != 5*n+100 || got.Free <= 0 {
+		t.Errorf("%+v", got)
+	}
+	if err := os.Remove(pathOf(dir, 0)); err != nil { // by somebody else: it is counted again in a minute
+		t.Fatal(err)
+	}
+	if err := d.Delete(t.Context(), keysOf(3)); err != nil {
+		t.Fatal(err)
+	}
+	put(t, d, 20, n)
+}
+
+// With eviction what was not used for longest goes, and new objects are kept.
+func TestEviction(t *testing.T) {
+	const n = 10_000
+	dir := folder(t)
+	d := open(t, fs.Options{Path: dir, Limit: 10 * n, EvictAt: 0.8, EvictShare: 0.3})
+	for !counted(t, d) {
+		time.Sleep(time.Millisecond)
+	}
+	for seed := range 8 {
+		put(t, d, seed, n)
+		old := time.Now().Add(time.Duration(seed-100) * time.Hour)
+		if err := os.Chtimes(pathOf(dir, seed), old, old); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(t, d, 8, n) // beyond the watermark: files are deleted before or after it is there
+	for end := time.Now().Add(time.Minute); used(t, dir) > 6*n; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%d bytes are used", used(t, dir))
+		}
+	}
+	for seed, want := range map[int]bool{0: false, 2: false, 4: true, 8: true} {
+		if got := stat(t, d, seed).Len > 0; got != want {
+			t.Errorf("object %d is there: %v", seed, got)
+		}
+	}
+}
+
+// A directory that cannot be written serves what it has, and keeps nothing.
+func TestReadOnly(t *testing.T) {
+	if os.Geteuid() == 0 {
+		t.Skip("root may write everywhere")
+	}
+	dir := folder(t)
+	d := open(t, fs.Options{Path: dir})
+	b, m := put(t, d, 1, 100)
+	if err := os.Chmod(dir, 0o500); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.Chmod(dir, 0o700) })
+	r := open(t, fs.Options{Path: dir})
+	dst := make([]byte, 100)
+	if got, err := r.Read(t.Context(), tiertest.Key(1), dst); err != nil || got != m || !bytes.Equal(dst, b) {
+		t.Errorf("%+v, %v", got, err)
+	}
+	if err := r.Write(t.Context(), tiertest.Key(2), m, b); !errors.Is(err, tier.ErrNotKept) {
+		t.Error(err)
+	}
+}
+
+// Temporary files of servers that ended go; those of servers that may live, and of LMCache,
+// stay.
+func TestTemporaryFiles(t *testing.T) {
+	dir := folder(t)
+	old := time.Now().Add(-2 * time.Hour)
+	for name, at := range map[string]time.Time{"kvasir-1-2-3.tmp": old, "kvasir-9-9-9.tmp": time.Now(), "m@0x00000001@0@00.tmp": old} {
+		path := filepath.Join(dir, name)
+		if err := errors.Join(os.WriteFile(path, []byte("x"), 0o600), os.Chtimes(path, at, at)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	open(t, fs.Options{Path: dir})
+	gone := filepath.Join(dir, "kvasir-1-2-3.tmp")
+	for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+		if _, err := os.Stat(gone); errors.Is(err, os.ErrNotExist) {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal("an old temporary file stays")
+		}
+	}
+	if files, err := os.ReadDir(dir); err != nil || len(files) != 2 {
+		t.Errorf("%d files are left, want 2", len(files))
+	}
+}
+
+// Two servers write and read the same objects in one directory, one of them padded: whoever
+// reads gets all of an object or nothing.
+func TestTwoServersOnOneDirectory(t *testing.T) {
+	dir := folder(t)
+	const n = 50_001
+	var wg sync.WaitGroup
+	for i := range 2 {
+		d := open(t, fs.Options{Path: dir, Pad: i == 1})
+		wg.Go(func() {
+			for j := range 30 {
+				k := tiertest.Key(j % 3)
+				b, m := tiertest.Object(j%3, n)
+				if err := d.Write(t.Context(), k, m, b); err != nil {
+					t.Error(err)
+				}
+				dst := make([]byte, n)
+				switch got, err := d.Read(t.Context(), k, dst); {
+				case errors.Is(err, tier.ErrMissing):
+				case err != nil || got != m || !bytes.Equal(dst, b):
+					t.Errorf("%+v, %v", got, err)
+				}
+				if j%7 == 0 {
+					if err := d.Delete(t.Context(), keysOf(j%3)); err != nil {
+						t.Error(err)
+					}
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if files, err := filepath.Glob(filepath.Join(dir, "*.tmp")); err != nil || len(files) > 0 {
+		t.Errorf("%v are left", files)
+	}
+}

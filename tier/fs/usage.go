@@ -1,0 +1,276 @@
+package fs
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// usage is what a directory has, as of the last scan and of what was written since.
+type usage struct {
+	objects, bytes, free atomic.Int64
+	counted              atomic.Bool   // a scan has ended
+	changed              chan struct{} // wakes who evicts
+
+	mu struct { // a leaf; held where several of the figures change
+		sync.Mutex
+		changes              int64 // of files, by this server
+		newObjects, newBytes int64 // what was written, in all
+	}
+}
+
+// replaced notes that a file of was bytes became one of is bytes; -1 for none.
+func (u *usage) replaced(was, is int64) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.mu.changes++
+	if is >= 0 {
+		u.mu.newObjects++
+		u.mu.newBytes += is
+	}
+	count := func(n int64, by int64) {
+		if n >= 0 {
+			u.objects.Add(by)
+			u.bytes.Add(by * n)
+		}
+	}
+	count(was, -1)
+	count(is, 1)
+	if is > 0 {
+		u.free.Add(-is)
+	}
+}
+
+// scanned takes over what a scan has found since then. What was written meanwhile may be in it or not; it is
+// added, so that a limit is kept. It reports whether anything changed meanwhile: then the figures are too high
+// until the next scan.
+func (u *usage) scanned(objects, bytes int64, since counts) (changed bool) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.objects.Store(objects + u.mu.newObjects - since.newObjects)
+	u.bytes.Store(bytes + u.mu.newBytes - since.newBytes)
+	u.counted.Store(true)
+	return u.mu.changes != since.changes
+}
+
+// counts are the figures of changes at some time.
+type counts struct{ changes, newObjects, newBytes int64 }
+
+func (u *usage) counts() counts {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return counts{u.mu.changes, u.mu.newObjects, u.mu.newBytes}
+}
+
+// room reports, as ErrNotKept, that n bytes more are too many.
+func (d *Dir) room(n int64) error {
+	if d.o.MinFree > 0 && d.usage.free.Load()-n < d.o.MinFree {
+		return fmt.Errorf("%w: less than %d bytes would be free in the file system", tier.ErrNotKept, d.o.MinFree)
+	}
+	if d.o.Limit == 0 {
+		return nil
+	}
+	if !d.usage.counted.Load() {
+		return fmt.Errorf("%w: what is there is being counted", tier.ErrNotKept)
+	}
+	if float64(d.usage.bytes.Load()+n) > d.o.EvictAt*float64(d.o.Limit) {
+		select {
+		case d.usage.changed <- struct{}{}:
+		default:
+		}
+	}
+	if d.usage.bytes.Load()+n > d.o.Limit {
+		return fmt.Errorf("%w: the limit of %d bytes is reached", tier.ErrNotKept, d.o.Limit)
+	}
+	return nil
+}
+
+// statfs notes what is free.
+func (d *Dir) statfs() {
+	var st unix.Statfs_t
+	if err := retry(func() error { return unix.Statfs(d.o.Path, &st) }); err == nil {
+		d.usage.free.Store(int64(st.Bavail) * st.Bsize)
+	}
+}
+
+// watch counts what is there, removes what servers that ended left, and evicts, until
+// ctx ends. Others may write to the directory, too.
+func (d *Dir) watch(ctx context.Context) {
+	free := time.NewTicker(time.Second)
+	defer free.Stop()
+	scan := time.NewTimer(0)
+	defer scan.Stop()
+	for {
+		evict := false
+		select {
+		case <-ctx.Done():
+			return
+		case <-free.C:
+			d.statfs()
+			continue
+		case <-scan.C:
+		case <-d.usage.changed:
+			evict = d.o.EvictAt > 0
+		}
+		began := time.Now()
+		next := time.Minute
+		if d.scan(ctx, evict) {
+			next = time.Second
+		}
+		scan.Reset(max(next, 100*time.Since(began)))
+	}
+}
+
+// found is a file that a scan has seen.
+type found struct {
+	name string
+	size int64
+	used int64 // seconds since 1970
+}
+
+// tempAge is how long a temporary file was not written when its server is taken to have
+// ended.
+const tempAge = time.Hour
+
+// scan counts the files, and deletes those not used for longest where they are too many. It reports whether it is
+// to be done again soon.
+func (d *Dir) scan(ctx context.Context, evict bool) (again bool) {
+	var all []found
+	since := d.usage.counts()
+	objects, bytes := int64(0), int64(0)
+	err := d.each(ctx, d.o.Path, func(f found) bool {
+		objects++
+		bytes += f.size
+		if evict {
+			all = append(all, f)
+		}
+		return true
+	})
+	d.sweep()
+	if err != nil {
+		return false
+	}
+	again = d.usage.scanned(objects, bytes, since)
+	limit := float64(d.o.Limit)
+	if !evict || d.readOnly || float64(bytes) <= limit*max(0, d.o.EvictAt-d.o.EvictShare) {
+		return again
+	}
+	slices.SortFunc(all, func(a, b found) int { return cmp.Or(cmp.Compare(a.used, b.used), cmp.Compare(a.name, b.name)) })
+	for _, f := range all {
+		if float64(bytes) <= limit*max(0, d.o.EvictAt-d.o.EvictShare) || ctx.Err() != nil {
+			break
+		}
+		if unix.Unlink(filepath.Join(d.o.Path, f.name)) == nil {
+			d.usage.replaced(f.size, -1)
+			bytes -= f.size
+		}
+	}
+	return again
+}
+
+// each calls f with each object's file until it answers false.
+func (d *Dir) each(ctx context.Context, path string, f func(found) bool) error {
+	dir, err := os.Open(path)
+	if err != nil {
+		return fmt.Errorf("fs: %w", err)
+	}
+	defer dir.Close()
+	for {
+		names, err := dir.Readdirnames(1024)
+		for _, name := range names {
+			if ctx.Err() != nil {
+				return ctx.Err()
+			}
+			var st unix.Stat_t
+			if !strings.HasSuffix(name, suffix) || unix.Lstat(filepath.Join(path, name), &st) != nil || st.Mode&unix.S_IFMT != unix.S_IFREG {
+				continue
+			}
+			if !f(found{name, st.Size, max(st.Atim.Sec, st.Mtim.Sec)}) {
+				return nil
+			}
+		}
+		if err != nil || len(names) == 0 {
+			return nil // the end, or a directory that goes away
+		}
+	}
+}
+
+// sweep removes temporary files that nobody writes any more.
+func (d *Dir) sweep() {
+	files, err := filepath.Glob(filepath.Join(d.temp, tempPrefix+"*"+tempSuffix))
+	if err != nil || d.readOnly {
+		return
+	}
+	for _, path := range files {
+		if st, err := os.Lstat(path); err == nil && st.Mode().IsRegular() && time.Since(st.ModTime()) > tempAge {
+			_ = os.Remove(path)
+		}
+	}
+}
+
+// File is one file of a directory, as tools see it.
+type File struct {
+	Name   string
+	Size   int64
+	Object tier.Name
+	Key    kv.Key    // without a namespace where the file has no checksum
+	Meta   tier.Meta // zero Len where it is torn
+}
+
+// Files calls f with each file that has an object's name until it answers false. Names
+// learn those that have a checksum.
+func (d *Dir) Files(ctx context.Context, f func(File) bool) error {
+	return d.each(ctx, d.o.Path, func(at found) bool {
+		n, k, ok := ParseFileName(at.name)
+		if !ok {
+			return true
+		}
+		out := File{Name: at.name, Size: at.size, Object: n, Key: k, Meta: tier.Meta{Len: at.size, NoSum: true}}
+		var b [attrBytes + 1]byte
+		got, err := d.attrs.at(filepath.Join(d.o.Path, at.name), b[:])
+		if a, ok := parseAttr(b[:max(0, got)]); ok && err == nil {
+			out.Key.Namespace = a.namespace
+			d.o.Names.Add(a.namespace, n.Model, []byte(n.Salt))
+			out.Meta = tier.Meta{}
+			if at.size == a.length || at.size == tier.Padded(a.length) {
+				out.Meta = tier.Meta{Len: a.length, Sum: a.sum}
+			}
+		}
+		return f(out)
+	})
+}
+
+// List implements tier.Lister: the objects with a checksum, since only those tell their
+// namespace. See Files.
+func (d *Dir) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
+	return d.Files(ctx, func(file File) bool {
+		if file.Meta.Len == 0 || file.Meta.NoSum {
+			return true
+		}
+		return f(file.Key, file.Meta)
+	})
+}
+
+// Discard removes a file by its name.
+func (d *Dir) Discard(name string) error {
+	if _, _, ok := ParseFileName(name); !ok || name != filepath.Base(name) {
+		return fmt.Errorf("fs: %q is the name of no object", name)
+	}
+	if err := unix.Unlink(filepath.Join(d.o.Path, name)); err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("fs: remove %s: %w", name, err)
+	}
+	return nil
+}

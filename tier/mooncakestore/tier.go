@@ -1,0 +1,301 @@
+// Package mooncakestore keeps objects in the pool of a Mooncake Store, in the memory of its
+// storage nodes, as LMCache's mooncake_store adapter (0.5.6) does: the bytes under LMCache's
+// name and nothing else. LMCache servers may share them.
+//
+// Bytes are read over connections of our own into the caller's memory, of which no peer
+// ever knows an address. So nobody can write there late, and there is no transfer.Table to be
+// fenced. An object is read under a lease that begins before its place is asked for; what
+// came after its end is a miss.
+package mooncakestore
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/mooncake/store"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/transfer"
+)
+
+// Options configures a Tier. A zero field means its default.
+type Options struct {
+	Masters []string // host:port; of several one leads
+	Tenant  string   // default "default"
+	Put     store.PutOptions
+
+	Conns int           // to the master, and to each node; default 8 and 4
+	Look  time.Duration // how often a master that cannot be used is tried; default 10 s
+
+	Names *tier.Names // of the namespaces; required
+	Log   *slog.Logger
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (o Options) Validate() error {
+	var c options.Checks
+	options.Each(o.master().Validate(), func(e *options.Error) {
+		if e.Field == "Addresses" {
+			c.That(false, "Masters", "%s", e.Text)
+		}
+	})
+	options.Within(&c, "Put.Replicas", o.Put.Replicas, 0, 64)
+	options.Within(&c, "Conns", o.Conns, 0, 1024)
+	options.Within(&c, "Look", o.Look, 0, time.Hour)
+	return c.Err()
+}
+
+// callTimeout bounds a call of the master: lookups wait for it.
+const callTimeout = 5 * time.Second
+
+func (o Options) master() store.MasterOptions {
+	return store.MasterOptions{Addresses: o.Masters, Tenant: o.Tenant, MaxConns: o.Conns, CallTimeout: callTimeout}
+}
+
+// Tier is a tier.Tier in a Mooncake Store. Its methods are safe for concurrent use.
+type Tier struct {
+	o      Options
+	log    *slog.Logger
+	master *store.Master
+	te     *transfer.Client
+	client *store.Client
+
+	off    atomic.Bool // the master is of a release that is not known: nothing is there, nothing is kept
+	warned sync.Map    // of what was said once
+
+	stop func()
+	done sync.WaitGroup
+}
+
+// Open returns the Tier. It does not wait for the master: while that is not there nothing
+// is.
+func Open(o Options) (*Tier, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	switch {
+	case len(o.Masters) == 0:
+		return nil, errors.New("mooncakestore: no master is named")
+	case o.Names == nil:
+		return nil, errors.New("mooncakestore: LMCache's layout needs names")
+	}
+	o.Look = cmp.Or(o.Look, 10*time.Second)
+	master, err := store.NewMaster(o.master())
+	if err != nil {
+		return nil, err
+	}
+	t := &Tier{o: o, log: o.Log, master: master, te: transfer.New(transfer.Options{Conns: o.Conns})}
+	if t.log == nil {
+		t.log = slog.New(slog.DiscardHandler)
+	}
+	t.client = store.NewClient(master, t.te, store.ClientOptions{Put: o.Put, TellExists: true})
+	life, stop := context.WithCancel(context.Background())
+	t.stop = stop
+	t.done.Go(func() { t.watch(life) })
+	return t, nil
+}
+
+// Stats returns the client's counters.
+func (t *Tier) Stats() store.ClientStats { return t.client.Stats() }
+
+// Close implements tier.Tier.
+func (t *Tier) Close() error {
+	t.stop()
+	t.done.Wait()
+	t.te.Close()
+	return t.master.Close()
+}
+
+// watch asks the master who it is, now and then, until ctx ends. It says once that it does
+// not answer, or that its release is not known, and once that it can be used again.
+func (t *Tier) watch(ctx context.Context) {
+	ticker := time.NewTicker(t.o.Look)
+	defer ticker.Stop()
+	masters := strings.Join(t.o.Masters, " ")
+	said := "" // what was said last
+	say := func(what string, f func()) {
+		if what != said {
+			said = what
+			f()
+		}
+	}
+	for {
+		v, err := t.master.Version(ctx)
+		switch {
+		case ctx.Err() != nil:
+			return
+		case errors.Is(err, store.ErrVersion):
+			t.off.Store(true)
+			say("off", func() {
+				t.log.Warn("the tier is off: the Mooncake Store's master is of a release that is not known", "masters", masters, "err", err)
+			})
+		case err != nil:
+			say("silent", func() {
+				t.log.Warn("the Mooncake Store's master does not answer: what it has is missing until it does", "masters", masters, "err", err)
+			})
+		default:
+			t.off.Store(false)
+			say(v.String(), func() { t.log.Info("the Mooncake Store's master answers", "masters", masters, "release", v) })
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+	}
+}
+
+// name returns the name of an object; false where it is not known, or can be none.
+func (t *Tier) name(k kv.Key) (string, bool) {
+	n, ok := t.o.Names.Of(k.Namespace)
+	if !ok {
+		return "", false
+	}
+	name, ok := n.LMCache(k)
+	if _, said := t.warned.LoadOrStore(n.Model, true); !ok && !said {
+		t.log.Warn("this model can have no name in LMCache's layout, so nothing of it is kept", "model", n.Model)
+	}
+	return name, ok
+}
+
+// maxObject bounds the lengths that are believed, bytes.
+const maxObject = 1 << 50
+
+// length returns the length of an object as it can be read; 0 where it cannot.
+func length(f *store.Found) int64 {
+	if n := f.Bytes(); f.Err == nil && n <= maxObject {
+		return int64(n)
+	}
+	return 0
+}
+
+// Stat implements tier.Tier. What is there is leased: it stays until it can be read.
+func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	clear(metas[:len(keys)])
+	if t.off.Load() {
+		return nil
+	}
+	names, of := make([]string, 0, len(keys)), make([]int, 0, len(keys))
+	for i, k := range keys {
+		if name, ok := t.name(k); ok {
+			names, of = append(names, name), append(of, i)
+		}
+	}
+	if len(names) == 0 {
+		return nil
+	}
+	found, err := t.master.Replicas(ctx, names)
+	if err != nil {
+		return err
+	}
+	for n, i := range of {
+		if bytes := length(&found[n]); bytes > 0 {
+			metas[i] = tier.Meta{Len: bytes, NoSum: true}
+		}
+	}
+	return nil
+}
+
+// Read implements tier.Tier. What a single node does not give, and what came after its
+// lease, is missing: the others go on.
+func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	if err := ctx.Err(); err != nil {
+		return tier.Meta{}, err
+	}
+	name, ok := t.name(k)
+	if !ok || t.off.Load() {
+		return tier.Meta{}, tier.ErrMissing
+	}
+	err := t.client.Get(ctx, []store.Object{{Key: name, Parts: [][]byte{dst}}})[0]
+	switch {
+	case err == nil:
+		return tier.Meta{Len: int64(len(dst)), NoSum: true}, nil
+	case ctx.Err() != nil:
+		return tier.Meta{}, ctx.Err()
+	case errors.Is(err, store.NotFound), errors.Is(err, store.NotReady):
+		return tier.Meta{}, tier.ErrMissing
+	case errors.Is(err, store.ErrUnreadable):
+		return tier.Meta{}, t.unreadable(ctx, k, name, len(dst))
+	case errors.Is(err, store.ErrTransfer), errors.Is(err, store.LeaseExpired):
+		return tier.Meta{}, fmt.Errorf("%w: %w", tier.ErrMissing, err)
+	}
+	return tier.Meta{}, err
+}
+
+// unreadable says why an object that is there was not read.
+func (t *Tier) unreadable(ctx context.Context, k kv.Key, name string, want int) error {
+	found, err := t.master.Replicas(ctx, []string{name})
+	if err != nil {
+		return err
+	}
+	if n := length(&found[0]); n > 0 && n != int64(want) {
+		return &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(want)}, Got: tier.Meta{Len: n, NoSum: true}}
+	}
+	return fmt.Errorf("%w: %w", tier.ErrMissing, store.ErrUnreadable)
+}
+
+// Write implements tier.Tier. Objects are immutable: what is there stays as it is, and where
+// it is of another length this one is not kept. What somebody else is putting counts as
+// kept.
+func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
+	if m.Len != int64(len(src)) || m.Len < 1 {
+		return fmt.Errorf("mooncakestore: write of %d bytes for %d", len(src), m.Len)
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	name, ok := t.name(k)
+	switch {
+	case t.off.Load():
+		return fmt.Errorf("%w: the master's release is not known", tier.ErrNotKept)
+	case !ok:
+		return fmt.Errorf("%w: LMCache has no name for it", tier.ErrNotKept)
+	}
+	err := t.client.Put(ctx, []store.Object{{Key: name, Parts: [][]byte{src}}})[0]
+	switch {
+	case errors.Is(err, store.Exists):
+		found, err := t.master.Replicas(ctx, []string{name})
+		if err != nil {
+			return err
+		}
+		if n := length(&found[0]); n > 0 && n != m.Len {
+			return fmt.Errorf("%w: there is an object of %d bytes by its name", tier.ErrNotKept, n)
+		}
+		return nil
+	case errors.Is(err, store.NoRoom), errors.Is(err, store.QuotaExceeded):
+		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
+	}
+	return err
+}
+
+// Delete implements tier.Tier. What is leased stays: somebody reads it, and its place would be
+// given to another object.
+func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
+	var errs []error
+	for _, k := range keys {
+		name, ok := t.name(k)
+		if !ok || t.off.Load() {
+			continue
+		}
+		err := t.master.Remove(ctx, name, false)
+		if err == nil || errors.Is(err, store.NotFound) {
+			continue
+		}
+		errs = append(errs, fmt.Errorf("%s: %w", k, err))
+		if _, of := errors.AsType[store.Code](err); !of {
+			break // the master does not answer
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,323 @@
+package mooncakestore
+
+import (
+	"bytes"
+	"context"
+	"encoding/hex"
+	"errors"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/leaks"
+	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/mooncake/store"
+	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
+)
+
+func TestMain(m *testing.M) { leaks.Main(m) }
+
+func TestValidate(t *testing.T) {
+	optionstest.CheckNumbers[Options](t)
+	for _, o := range []Options{{Masters: []string{"host"}}, {Put: store.PutOptions{Replicas: -1}}} {
+		if o.Validate() == nil {
+			t.Errorf("%+v", o)
+		}
+	}
+	for _, o := range []Options{{Names: tiertest.Names()}, {Masters: []string{"h:1"}}} {
+		if _, err := Open(o); err == nil {
+			t.Errorf("%+v", o)
+		}
+	}
+}
+
+func open(t *testing.T, o Options) *Tier {
+	t.Helper()
+	if o.Names == nil {
+		o.Names = tiertest.Names()
+	}
+	x, err := Open(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x
+}
+
+// cluster is a fake master with nodes of 16 MiB.
+type cluster struct {
+	*storetest.Master
+	nodes []*store.Node
+	stop  []func()
+}
+
+func newCluster(t *testing.T, nodes int) *cluster {
+	t.Helper()
+	c := &cluster{Master: storetest.New(t)}
+	m, err := store.NewMaster(store.MasterOptions{Addresses: []string{c.Addr}, CallTimeout: time.Minute})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { m.Close() })
+	for range nodes {
+		n, err := store.NewNode(m, store.NodeOptions{Memory: make([]byte, 16<<20), PingEvery: 20 * time.Millisecond})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(context.Background())
+		done := make(chan error, 1)
+		go func() { done <- n.Run(ctx) }()
+		stop := sync.OnceFunc(func() {
+			cancel()
+			if err := <-done; err != nil {
+				t.Error(err)
+			}
+		})
+		t.Cleanup(stop)
+		c.nodes, c.stop = append(c.nodes, n), append(c.stop, stop)
+		eventually(t, "a node is mounted", func() bool { return n.Stats().Mounted == 1 })
+	}
+	return c
+}
+
+func eventually(t *testing.T, what string, f func() bool) {
+	t.Helper()
+	for end := time.Now().Add(60 * time.Second); time.Now().Before(end); time.Sleep(2 * time.Millisecond) {
+		if f() {
+			return
+		}
+	}
+	t.Fatalf("never: %s", what)
+}
+
+func TestTier(t *testing.T) {
+	for name, o := range map[string]Options{"one replica": {}, "two replicas": {Put: store.PutOptions{Replicas: 2}}, "one connection": {Conns: 1}} {
+		t.Run(name, func(t *testing.T) {
+			tiertest.Run(t, func(t *testing.T) tier.Tier {
+				o := o
+				c := newCluster(t, max(1, o.Put.Replicas))
+				c.Set(func() { c.Copies = max(1, o.Put.Replicas) })
+				o.Masters = []string{c.Addr}
+				return tiertest.WithSums(open(t, o))
+			})
+		})
+	}
+}
+
+// Objects have the names that LMCache gives them.
+func TestNamesAreLMCaches(t *testing.T) {
+	var file struct {
+		Keys []struct {
+			Chunk string `json:"chunk_hash_hex"`
+			Model string `json:"model_name"`
+			Rank  uint32 `json:"kv_rank"`
+			Group uint32 `json:"object_group_id"`
+			Salt  string `json:"cache_salt"`
+			Want  string `json:"native_key_string_redis_valkey_fs_native"`
+		}
+	}
+	vectors.Read(t, "lmcache-mp/object_keys.json", &file)
+	c, known := newCluster(t, 1), tier.NewNames()
+	x := open(t, Options{Masters: []string{c.Addr}, Names: known})
+	defer x.Close()
+	for i, v := range file.Keys {
+		k := kv.Key{Namespace: kv.Namespace{byte(i), 1}, Rank: kv.Rank(v.Rank), Group: v.Group}
+		if _, err := hex.Decode(k.Chunk[:], []byte(v.Chunk)); err != nil {
+			t.Fatal(err)
+		}
+		known.Add(k.Namespace, v.Model, []byte(v.Salt))
+		b, meta := tiertest.Object(i, 100+i)
+		if err := x.Write(t.Context(), k, meta, b); err != nil {
+			t.Fatal(err)
+		}
+		c.Set(func() {
+			if c.Objects[v.Want] == nil || len(c.Objects) != i+1 {
+				t.Errorf("no object %q among %d", v.Want, len(c.Objects))
+			}
+		})
+	}
+	if len(file.Keys) == 0 {
+		t.Error("no vectors")
+	}
+	if err := x.Write(t.Context(), kv.Key{Namespace: kv.Namespace{0xff}}, tier.Meta{Len: 1}, []byte{1}); !errors.Is(err, tier.ErrNotKept) {
+		t.Error(err)
+	}
+	bad := kv.Namespace{0xfe}
+	known.Add(bad, "a@b", nil)
+	if err := x.Write(t.Context(), kv.Key{Namespace: bad}, tier.Meta{Len: 1}, []byte{1}); !errors.Is(err, tier.ErrNotKept) {
+		t.Error(err)
+	}
+}
+
+func key(seed int) kv.Key { return tiertest.Key(seed) }
+
+func put(t *testing.T, x tier.Tier, seed, n int) []byte {
+	t.Helper()
+	b, meta := tiertest.Object(seed, n)
+	if err := x.Write(t.Context(), key(seed), meta, b); err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// What one server wrote another one reads. A node that dies costs what was there alone: that is
+// missing, which is no failure of the tier, and the rest is read.
+func TestNodeThatDiesCostsItsObjects(t *testing.T) {
+	c := newCluster(t, 2)
+	a, b := open(t, Options{Masters: []string{c.Addr}}), open(t, Options{Masters: []string{c.Addr}})
+	defer a.Close()
+	defer b.Close()
+	want := [][]byte{put(t, a, 0, 5000), nil}
+	c.Set(func() { c.Segments[0], c.Segments[1] = c.Segments[1], c.Segments[0] }) // the next one lies on the other
+	want[1] = put(t, b, 1, 6000)
+	for i, w := range want {
+		for _, x := range []*Tier{a, b} {
+			got := make([]byte, len(w))
+			if m, err := x.Read(t.Context(), key(i), got); err != nil || !m.NoSum || !bytes.Equal(got, w) {
+				t.Fatal(i, m, err)
+			}
+		}
+	}
+	var at string // of the first object
+	chunk := key(0).Chunk
+	c.Set(func() {
+		for name, o := range c.Objects {
+			if strings.Contains(name, hex.EncodeToString(chunk[:])) {
+				at = o.Pieces[0].Endpoint
+			}
+		}
+	})
+	for i, n := range c.nodes {
+		if n.Stats().Endpoint == at {
+			c.stop[i]()
+		}
+	}
+	got := make([]byte, 5000)
+	if _, err := a.Read(t.Context(), key(0), got); !errors.Is(err, tier.ErrMissing) || !errors.Is(err, store.ErrTransfer) {
+		t.Error(err)
+	}
+	got = make([]byte, 6000)
+	if _, err := a.Read(t.Context(), key(1), got); err != nil || !bytes.Equal(got, want[1]) {
+		t.Error(err)
+	}
+}
+
+// What came after the lease's end is a miss.
+func TestLeaseThatEndsIsAMiss(t *testing.T) {
+	c := newCluster(t, 1)
+	x := open(t, Options{Masters: []string{c.Addr}})
+	defer x.Close()
+	put(t, x, 1, 100)
+	c.Set(func() { c.Lease, c.Delay = 20*time.Millisecond, 40*time.Millisecond })
+	if _, err := x.Read(t.Context(), key(1), make([]byte, 100)); !errors.Is(err, tier.ErrMissing) || !errors.Is(err, store.LeaseExpired) {
+		t.Error(err)
+	}
+	if s := x.Stats(); s.Expired != 1 {
+		t.Errorf("%+v", s)
+	}
+}
+
+// An object of another length stays, since objects are immutable, and ours is not kept. A full
+// cluster keeps nothing. Neither is a failure.
+func TestNotKept(t *testing.T) {
+	c := newCluster(t, 1)
+	x := open(t, Options{Masters: []string{c.Addr}})
+	defer x.Close()
+	was := put(t, x, 1, 100)
+	if err := x.Write(t.Context(), key(1), tier.Meta{Len: 3}, []byte{1, 2, 3}); !errors.Is(err, tier.ErrNotKept) {
+		t.Error(err)
+	}
+	got := make([]byte, 100)
+	if _, err := x.Read(t.Context(), key(1), got); err != nil || !bytes.Equal(got, was) {
+		t.Error(err)
+	}
+	b, meta := tiertest.Object(2, 17<<20) // larger than the node
+	if err := x.Write(t.Context(), key(2), meta, b); !errors.Is(err, tier.ErrNotKept) || !errors.Is(err, store.NoRoom) {
+		t.Error(err)
+	}
+}
+
+// lines is a log that is looked at while it is written.
+type lines struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *lines) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *lines) count(text string) int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return strings.Count(l.b.String(), text)
+}
+
+// A master of a release that is not known switches the tier off, with one line: nothing is there
+// and nothing is kept, without errors. A known one switches it on again.
+func TestUnknownReleaseSwitchesOff(t *testing.T) {
+	c, log := newCluster(t, 1), &lines{}
+	unknown := func(on bool) {
+		c.Set(func() {
+			c.Answered = func(method string, b []byte) []byte {
+				if on && method == "PutStart" {
+					return storetest.Refusal(4)
+				}
+				return b
+			}
+		})
+	}
+	unknown(true)
+	x := open(t, Options{Masters: []string{c.Addr}, Look: 5 * time.Millisecond, Log: slog.New(slog.NewTextHandler(log, nil))})
+	defer x.Close()
+	eventually(t, "it is off", func() bool { return x.off.Load() && log.count("the tier is off") == 1 })
+	b, meta := tiertest.Object(1, 100)
+	for range 20 {
+		metas := []tier.Meta{{Len: 7}}
+		if err := x.Stat(t.Context(), []kv.Key{key(1)}, metas); err != nil || metas[0] != (tier.Meta{}) {
+			t.Fatal(metas, err)
+		}
+		if err := x.Write(t.Context(), key(1), meta, b); !errors.Is(err, tier.ErrNotKept) {
+			t.Fatal(err)
+		}
+		if _, err := x.Read(t.Context(), key(1), b); !errors.Is(err, tier.ErrMissing) {
+			t.Fatal(err)
+		}
+		if err := x.Delete(t.Context(), []kv.Key{key(1)}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Millisecond)
+	}
+	if n := log.count("the tier is off"); n != 1 {
+		t.Errorf("%d lines", n)
+	}
+	unknown(false)
+	eventually(t, "it is on again", func() bool { return !x.off.Load() })
+	put(t, x, 1, 100)
+}
+
+// What is no master, and what is nobody, costs calls that fail, and one line.
+func TestNoMaster(t *testing.T) {
+	log := &lines{}
+	x := open(t, Options{Masters: []string{"127.0.0.1:1"}, Look: 5 * time.Millisecond, Log: slog.New(slog.NewTextHandler(log, nil))})
+	defer x.Close()
+	eventually(t, "it is said", func() bool { return log.count("does not answer") == 1 })
+	b, meta := tiertest.Object(1, 100)
+	if x.Stat(t.Context(), []kv.Key{key(1)}, make([]tier.Meta, 1)) == nil || x.Write(t.Context(), key(1), meta, b) == nil || x.Delete(t.Context(), []kv.Key{key(1)}) == nil {
+		t.Error("no error")
+	}
+	if _, err := x.Read(t.Context(), key(1), b); err == nil || errors.Is(err, tier.ErrMissing) {
+		t.Error(err)
+	}
+	time.Sleep(50 * time.Millisecond)
+	if n := log.count("does not answer"); n != 1 {
+		t.Errorf("%d lines", n)
+	}
+}

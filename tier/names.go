@@ -1,0 +1,61 @@
+package tier
+
+import (
+	"sync"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// maxNames bounds what Names remember.
+const maxNames = 1 << 16
+
+// Name is what a namespace digests and others call objects by.
+type Name struct{ Model, Salt string }
+
+// Names remember which model and salt each namespace is of, for places whose objects
+// others name by those. A nil *Names remembers nothing. Its methods are safe for
+// concurrent use.
+type Names struct {
+	mu struct {
+		sync.RWMutex
+		of map[kv.Namespace]Name
+	}
+}
+
+// NewNames returns empty Names.
+func NewNames() *Names {
+	n := &Names{}
+	n.mu.of = make(map[kv.Namespace]Name)
+	return n
+}
+
+// Add remembers a namespace. At the limit any other one is forgotten: whoever uses that
+// again adds it again.
+func (n *Names) Add(ns kv.Namespace, model string, salt []byte) {
+	if n == nil {
+		return
+	}
+	if _, ok := n.Of(ns); ok {
+		return
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for other := range n.mu.of {
+		if len(n.mu.of) < maxNames {
+			break
+		}
+		delete(n.mu.of, other)
+	}
+	n.mu.of[ns] = Name{model, string(salt)}
+}
+
+// Of returns the model and the salt of a namespace; false where it is not remembered.
+func (n *Names) Of(ns kv.Namespace) (Name, bool) {
+	if n == nil {
+		return Name{}, false
+	}
+	n.mu.RLock()
+	defer n.mu.RUnlock()
+	name, ok := n.mu.of[ns]
+	return name, ok
+}

@@ -1,0 +1,299 @@
+package redis
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/resp"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// slowest is the rate at which a value must at least be moved, bytes a second.
+const slowest = 4 << 20
+
+// conns are the connections of one use to one server.
+type conns struct {
+	dial func(context.Context) (*resp.Conn, error)
+	room chan struct{} // has a place for each
+
+	mu struct {
+		sync.Mutex
+		idle   []*resp.Conn
+		closed bool
+	}
+}
+
+func newConns(most int, dial func(context.Context) (*resp.Conn, error)) *conns {
+	return &conns{dial: dial, room: make(chan struct{}, most)}
+}
+
+// take returns a connection, a new one when fresh or when none is idle.
+func (p *conns) take(ctx context.Context, fresh bool) (c *resp.Conn, reused bool, err error) {
+	select {
+	case p.room <- struct{}{}:
+	default:
+		select {
+		case p.room <- struct{}{}:
+		case <-ctx.Done():
+			return nil, false, ctx.Err()
+		}
+	}
+	if c := p.pop(); c != nil && !fresh {
+		return c, true, nil
+	} else if c != nil {
+		_ = c.Close()
+	}
+	if c, err = p.dial(ctx); err != nil {
+		<-p.room
+	}
+	return c, false, err
+}
+
+func (p *conns) pop() *resp.Conn {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	n := len(p.mu.idle)
+	if n == 0 {
+		return nil
+	}
+	c := p.mu.idle[n-1]
+	p.mu.idle = p.mu.idle[:n-1]
+	return c
+}
+
+// give takes a connection back, for others if it can be used again.
+func (p *conns) give(c *resp.Conn, again bool) {
+	if again {
+		p.mu.Lock()
+		if again = !p.mu.closed; again {
+			p.mu.idle = append(p.mu.idle, c)
+		}
+		p.mu.Unlock()
+	}
+	if !again {
+		_ = c.Close()
+	}
+	<-p.room
+}
+
+// close closes the idle connections, and those in use when they are given back.
+func (p *conns) close() {
+	p.mu.Lock()
+	idle := p.mu.idle
+	p.mu.idle, p.mu.closed = nil, true
+	p.mu.Unlock()
+	for _, c := range idle {
+		_ = c.Close()
+	}
+}
+
+// maxFailures in a row mean that a server is left alone for a while. One call tries then
+// whether it is back.
+const maxFailures = 3
+
+// server is one Redis or Valkey server.
+type server struct {
+	o       *Options
+	addr    string
+	lookups *conns
+	bulk    *conns
+
+	mu struct {
+		sync.Mutex
+		failures int
+		until    time.Time
+		trying   bool
+	}
+}
+
+func newServer(o *Options, addr string) *server {
+	s := &server{o: o, addr: addr}
+	dial := func(ctx context.Context) (*resp.Conn, error) {
+		return dial(ctx, o, addr, login{o.Username, o.Password, o.Database})
+	}
+	s.lookups, s.bulk = newConns(o.Lookups, dial), newConns(o.Workers, dial)
+	return s
+}
+
+func (s *server) close() {
+	s.lookups.close()
+	s.bulk.close()
+}
+
+// do calls f with a connection, within the time that moving so many bytes may take.
+// Where an idle connection turns out to be gone f is called again, with a new one.
+func (s *server) do(ctx context.Context, p *conns, bytes int64, f func(*resp.Conn) error) error {
+	trial, err := s.admit()
+	if err != nil {
+		return err
+	}
+	result := unknown // where f panics
+	defer func() { s.settle(trial, result) }()
+	reused, err := s.once(ctx, p, bytes, false, f)
+	if reused && isGone(err) && ctx.Err() == nil {
+		_, err = s.once(ctx, p, bytes, true, f)
+	}
+	result = judge(ctx, err)
+	return err
+}
+
+// isGone reports whether a connection ended before its time.
+func isGone(err error) bool {
+	if err == nil || errors.Is(err, resp.ErrProtocol) || errors.Is(err, resp.ErrNil) {
+		return false
+	}
+	_, refused := errors.AsType[*resp.Error](err)
+	timeout, ok := errors.AsType[net.Error](err)
+	return !refused && !(ok && timeout.Timeout()) && !isOurs(err) && !errors.Is(err, syscall.EFAULT)
+}
+
+// once calls f with one connection and reports whether that had been idle.
+func (s *server) once(ctx context.Context, p *conns, bytes int64, fresh bool, f func(*resp.Conn) error) (reused bool, err error) {
+	c, reused, err := p.take(ctx, fresh)
+	if err != nil {
+		return false, fmt.Errorf("redis: connect to %s: %w", s.addr, err)
+	}
+	again := false
+	deadline := time.Now().Add(s.o.Timeout + time.Duration(bytes/slowest)*time.Second)
+	_ = c.SetDeadline(deadline)
+	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
+	defer func() { p.give(c, stop() && again) }()
+	err = f(c)
+	again = c.Reusable()
+	switch {
+	case err == nil:
+		return reused, nil
+	case ctx.Err() != nil:
+		return reused, fmt.Errorf("redis: %s: %w", s.addr, ctx.Err())
+	}
+	return reused, fmt.Errorf("redis: %s: %w", s.addr, err)
+}
+
+// outcome is what a call tells of its server.
+type outcome uint8
+
+const (
+	works outcome = iota
+	fails
+	unknown // nothing
+)
+
+func judge(ctx context.Context, err error) outcome {
+	switch {
+	case err == nil, isOurs(err), errors.Is(err, resp.ErrNil):
+		return works
+	case errors.Is(ctx.Err(), context.Canceled), errors.Is(err, syscall.EFAULT), errors.Is(err, tier.ErrResting): // ours
+		return unknown
+	}
+	if e, ok := errors.AsType[*resp.Error](err); ok {
+		switch e.Code() {
+		case "LOADING", "CLUSTERDOWN", "MASTERDOWN", "BUSY", "NOAUTH", "WRONGPASS":
+		default:
+			return works
+		}
+	}
+	return fails
+}
+
+func (s *server) admit() (trial bool, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.mu.failures < maxFailures:
+		return false, nil
+	case s.mu.trying || time.Now().Before(s.mu.until):
+		return false, fmt.Errorf("redis: %s: %w", s.addr, tier.ErrResting)
+	}
+	s.mu.trying = true
+	return true, nil
+}
+
+func (s *server) settle(trial bool, o outcome) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if trial {
+		s.mu.trying = false
+	}
+	switch {
+	case o == works && (trial || s.mu.failures < maxFailures): // an old call ends no rest
+		s.mu.failures = 0
+	case o == fails:
+		if s.mu.failures++; s.mu.failures >= maxFailures {
+			s.mu.failures, s.mu.until = maxFailures, time.Now().Add(s.o.Pause)
+		}
+	}
+}
+
+// login is who we are to a server.
+type login struct {
+	user, password string
+	database       int
+}
+
+// dial opens a connection to host:port, or to a UNIX socket at unix:PATH.
+func dial(ctx context.Context, o *Options, addr string, who login) (_ *resp.Conn, err error) {
+	ctx, cancel := context.WithTimeout(ctx, o.DialTimeout)
+	defer cancel()
+	network := "tcp"
+	path, local := strings.CutPrefix(addr, unixScheme)
+	if local {
+		network, addr = "unix", path
+	}
+	nc, err := (&net.Dialer{}).DialContext(ctx, network, addr)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			_ = nc.Close()
+		}
+	}()
+	if o.TLS != nil && !local {
+		config := o.TLS.Clone()
+		if config.ServerName == "" {
+			if config.ServerName, _, err = net.SplitHostPort(addr); err != nil {
+				return nil, err
+			}
+		}
+		t := tls.Client(nc, config)
+		if err := t.HandshakeContext(ctx); err != nil {
+			return nil, fmt.Errorf("TLS: %w", err)
+		}
+		nc = t
+	}
+	c := resp.New(nc)
+	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
+	err = who.enter(c)
+	if !stop() {
+		err = errors.Join(ctx.Err(), err)
+	}
+	return c, err
+}
+
+// enter logs in.
+func (l login) enter(c *resp.Conn) error {
+	if l.password != "" || l.user != "" {
+		args := []string{"AUTH", l.password}
+		if l.user != "" {
+			args = []string{"AUTH", l.user, l.password}
+		}
+		c.Command(args...)
+		if err := c.OK(); err != nil {
+			return fmt.Errorf("log in: %w", err)
+		}
+	}
+	if l.database > 0 {
+		c.Command("SELECT", fmt.Sprint(l.database))
+		if err := c.OK(); err != nil {
+			return fmt.Errorf("select database %d: %w", l.database, err)
+		}
+	}
+	return nil
+}

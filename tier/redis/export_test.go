@@ -1,0 +1,7 @@
+package redis
+
+// SlotOf is slotOf, for tests.
+var SlotOf = slotOf
+
+// HeaderBytes is how much stands before an object in its first value.
+const HeaderBytes = headerBytes

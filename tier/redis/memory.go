@@ -1,0 +1,180 @@
+package redis
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/resp"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+const (
+	lookEvery   = 10 * time.Second // at the servers' memory, and at who they are
+	atMostEvery = time.Second      // when calls ask for it
+
+	// respShare is how much of its limit a server of LMCache's resp adapters is filled
+	// to.
+	respShare = 0.9
+)
+
+// usage is what one server says of its memory.
+type usage struct {
+	used, limit int64 // bytes; no limit is 0
+	evicts      bool  // at its limit it deletes what it likes
+	keys        int64
+}
+
+// memory is what the servers said last.
+type memory struct {
+	mu struct {
+		sync.Mutex
+		of map[string]usage // by address
+	}
+}
+
+func (m *memory) set(of map[string]usage) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.mu.of = of
+}
+
+func (m *memory) get(addr string) usage {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.mu.of[addr]
+}
+
+// add counts what was written since a server was asked.
+func (m *memory) add(addr string, bytes int64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if u, ok := m.mu.of[addr]; ok {
+		u.used += bytes
+		m.mu.of[addr] = u
+	}
+}
+
+func (m *memory) space() (s tier.Space) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	s.Free = -1
+	for _, u := range m.mu.of {
+		s.Objects += u.keys
+		s.Used += u.used
+		s.Limit += u.limit
+	}
+	return s
+}
+
+// room returns tier.ErrNotKept, with the reason, where a server is to keep no more.
+func (t *Tier) room(addr string, bytes int64) error {
+	u := t.memory.get(addr)
+	if t.o.Limit > 0 && u.used+bytes > t.o.Limit {
+		return fmt.Errorf("%w: %s uses %d bytes of %d", tier.ErrNotKept, addr, u.used, t.o.Limit)
+	}
+	if t.o.Layout == RESP && u.limit > 0 && float64(u.used+bytes) > respShare*float64(u.limit) {
+		if t.once("full") {
+			t.log.Warn("Redis is nearly full: nothing is added, because LMCache's resp adapter does not survive a full one", "addr", addr, "used", u.used, "limit", u.limit)
+		}
+		return fmt.Errorf("%w: %s uses %d bytes of its %d", tier.ErrNotKept, addr, u.used, u.limit)
+	}
+	return nil
+}
+
+// watch keeps what is known of the servers fresh, until the context ends.
+func (t *Tier) watch(ctx context.Context) {
+	ticker := time.NewTicker(lookEvery)
+	defer ticker.Stop()
+	reached, said := false, false
+	for {
+		err := t.look(ctx)
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err != nil && (reached || !said):
+			t.log.Warn("Redis does not answer: what it has is missing until it does", "addrs", strings.Join(t.o.Addrs, " "), "err", err)
+		case err == nil && !reached:
+			t.log.Info("Redis answers", "addrs", strings.Join(t.o.Addrs, " "))
+		}
+		reached, said = err == nil, true
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		case <-t.stale:
+			select { // a failure is no reason to ask all the time
+			case <-ctx.Done():
+				return
+			case <-time.After(atMostEvery):
+			}
+		}
+	}
+}
+
+// look asks who the servers are and what their memory is.
+func (t *Tier) look(ctx context.Context) error {
+	if err := t.topology.ask(ctx); err != nil {
+		return err
+	}
+	var errs []error
+	of := make(map[string]usage)
+	for _, s := range t.topology.all() {
+		var u usage
+		err := s.do(ctx, s.lookups, 0, func(c *resp.Conn) (err error) {
+			u, err = askUsage(c)
+			return err
+		})
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		of[s.addr] = u
+		if t.o.Layout == RESP && u.limit > 0 && u.evicts && t.once("evicts") {
+			t.log.Warn("Redis deletes what it likes when it is full: LMCache's resp adapter (0.5.6) may then wait for ever", "addr", s.addr, "limit", u.limit)
+		}
+	}
+	t.memory.set(of)
+	return errors.Join(errs...)
+}
+
+// askUsage asks one server. What an ACL forbids is not known.
+func askUsage(c *resp.Conn) (u usage, _ error) {
+	c.Command("INFO", "memory")
+	c.Command("DBSIZE")
+	info, refusedInfo := c.Reply()
+	if refusedInfo != nil && !isRefusal(refusedInfo) {
+		return u, refusedInfo
+	}
+	for line := range strings.Lines(info.Text) {
+		key, value, _ := strings.Cut(strings.TrimSpace(line), ":")
+		n, _ := strconv.ParseInt(value, 10, 64)
+		switch key {
+		case "used_memory":
+			u.used = max(0, n)
+		case "maxmemory":
+			u.limit = max(0, n)
+		case "maxmemory_policy":
+			u.evicts = value != "noeviction"
+		}
+	}
+	var err error
+	u.keys, err = c.Int()
+	return u, errors.Join(unlessForbidden(refusedInfo), unlessForbidden(err))
+}
+
+func isRefusal(err error) bool {
+	_, ok := errors.AsType[*resp.Error](err)
+	return ok
+}
+
+func unlessForbidden(err error) error {
+	if e, ok := errors.AsType[*resp.Error](err); ok && e.Code() == "NOPERM" {
+		return nil
+	}
+	return err
+}

@@ -1,0 +1,292 @@
+package redis
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/resp"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// strayLife is how long stripes live whose first value was never written, because their
+// writer ended.
+const strayLife = 10 * time.Minute
+
+// found is what stands under an object's name.
+type found struct {
+	header
+	there   bool // something
+	foreign bool // that is no value
+	good    bool // with a header, and with all its stripes
+	headed  bool // with a header
+}
+
+// find looks at objects: one round for their headers, and one more where some have
+// several stripes. Where only some servers answered the error is errSome, and what the
+// others have looks as if it were not there.
+func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
+	all := make([]found, len(keys))
+	queries := make([]query, len(keys))
+	for i, k := range keys {
+		queries[i] = t.lookAt(t.name(k), &all[i])
+	}
+	some := t.ask(ctx, queries)
+	if enough(ctx, some) != nil {
+		return nil, some
+	}
+	type stripe struct {
+		of, i int
+		there bool
+	}
+	var stripes []stripe
+	for i := range all {
+		for j := 1; all[i].headed && j < all[i].stripes(); j++ {
+			stripes = append(stripes, stripe{of: i, i: j})
+		}
+	}
+	queries = queries[:0]
+	for i := range stripes {
+		s := &stripes[i]
+		name, h := t.name(keys[s.of]), all[s.of].header
+		queries = append(queries, query{name, []string{"STRLEN", stripeName(name, h, s.i)}, func(c *resp.Conn) error {
+			n, err := c.Int()
+			s.there = err == nil && n == h.size(s.i)
+			return unlessWrongType(err)
+		}})
+	}
+	if err := t.ask(ctx, queries); err != nil {
+		if some = err; enough(ctx, err) != nil {
+			return nil, err
+		}
+	}
+	for _, s := range stripes {
+		all[s.of].good = all[s.of].good && s.there
+	}
+	return all, some
+}
+
+// lookAt asks for an object's header.
+func (t *Tier) lookAt(name string, f *found) query {
+	return query{name, []string{"GETRANGE", name, "0", strconv.Itoa(headerBytes - 1)}, func(c *resp.Conn) (err error) {
+		*f, err = readFound(c)
+		return err
+	}}
+}
+
+// unlessWrongType drops the error of a name that is no value's.
+func unlessWrongType(err error) error {
+	if e, ok := errors.AsType[*resp.Error](err); ok && e.Code() == "WRONGTYPE" {
+		return nil
+	}
+	return err
+}
+
+func readFound(c *resp.Conn) (f found, _ error) {
+	n, err := c.Value()
+	switch {
+	case err != nil && unlessWrongType(err) == nil:
+		return found{there: true, foreign: true}, nil
+	case errors.Is(err, resp.ErrNil):
+		return f, nil
+	case err != nil:
+		return f, err
+	case n > headerBytes:
+		return f, fmt.Errorf("%w: %d bytes where %d were asked for", resp.ErrProtocol, n, headerBytes)
+	case n == 0:
+		return f, nil
+	}
+	b := make([]byte, n)
+	if err := c.Fill(b); err != nil {
+		return f, err
+	}
+	f.there = true
+	f.header, f.headed = parseHeader(b)
+	f.good = f.headed
+	return f, nil
+}
+
+// readNative fills dst from an object's stripes.
+func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	name := t.name(k)
+	var h header
+	err := t.at(ctx, name, int64(len(dst)), func(c *resp.Conn) (err error) {
+		h, err = readFirst(c, k, name, dst)
+		return err
+	})
+	for i := 1; err == nil && i < h.stripes(); i++ {
+		from, to := h.span(i)
+		err = t.at(ctx, name, to-from, func(c *resp.Conn) error { return readExact(c, k, stripeName(name, h, i), dst[from:to]) })
+	}
+	if errors.Is(err, errForeign) {
+		return tier.Meta{}, tier.ErrMissing
+	}
+	if h.length > 0 && isOurs(err) { // a part of it is missing or torn: no use to anybody
+		_ = t.remove(ctx, name, names(name, h))
+		return tier.Meta{}, tier.ErrMissing
+	}
+	if err != nil {
+		return tier.Meta{}, err
+	}
+	return h.meta(), nil
+}
+
+// readFirst reads an object's header and its first stripe. With an error about the
+// object the header is that of one whose stripes do not fit it.
+func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte) (h header, _ error) {
+	c.Command("GET", name)
+	n, err := c.Value()
+	switch {
+	case err != nil:
+		return h, readError(err)
+	case n < headerBytes:
+		return h, errForeign
+	}
+	var b [headerBytes]byte
+	if err := c.Fill(b[:]); err != nil {
+		return h, err
+	}
+	h, ok := parseHeader(b[:])
+	if !ok {
+		return header{}, errForeign
+	}
+	if int64(h.length) != int64(len(dst)) {
+		return header{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: h.meta()}
+	}
+	if n-headerBytes != h.size(0) {
+		return h, tier.ErrMissing
+	}
+	return h, c.Fill(dst[:h.size(0)])
+}
+
+// readError says that nothing is there, where that is what an answer means.
+func readError(err error) error {
+	if unlessWrongType(err) == nil {
+		return errForeign
+	}
+	if errors.Is(err, resp.ErrNil) {
+		return tier.ErrMissing
+	}
+	return err
+}
+
+// readExact fills dst with a value that is as long.
+func readExact(c *resp.Conn, k kv.Key, name string, dst []byte) error {
+	c.Command("GET", name)
+	n, err := c.Value()
+	switch {
+	case err != nil:
+		return readError(err)
+	case n == 0:
+		return tier.ErrMissing
+	case n != int64(len(dst)):
+		return &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: n}}
+	}
+	return c.Fill(dst)
+}
+
+// writeNative writes an object's stripes, the first one last.
+func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byte) (wrote bool, _ error) {
+	all, err := t.find(ctx, []kv.Key{k})
+	if err != nil {
+		return false, err
+	}
+	was, name := all[0], t.name(k)
+	switch {
+	case was.foreign:
+		return false, fmt.Errorf("%w: its name is taken by something else", tier.ErrNotKept)
+	case was.good && was.meta() == m:
+		return false, nil
+	}
+	h := header{uint64(m.Len), m.Sum, uint64(t.o.Stripe)}
+	if h.stripes() > maxStripes {
+		return false, fmt.Errorf("%w: %d bytes are too many", tier.ErrNotKept, m.Len)
+	}
+	life := strayLife
+	if t.o.TTL > 0 {
+		life = t.o.TTL
+	}
+	for i := 1; i < h.stripes(); i++ {
+		from, to := h.span(i)
+		err := t.at(ctx, name, to-from, func(c *resp.Conn) error {
+			if err := c.Send([]string{"SET", stripeName(name, h, i)}, [][]byte{src[from:to]}, "EX", seconds(life)); err != nil {
+				return err
+			}
+			return c.OK()
+		})
+		if err != nil {
+			return true, err
+		}
+	}
+	if err := t.writeFirst(ctx, name, h, src[:h.size(0)], was.there); err != nil {
+		return true, err
+	}
+	if was.headed && (was.sum != h.sum || was.stripe != h.stripe) {
+		return true, t.remove(ctx, name, names(name, was.header)[1:])
+	}
+	return true, nil
+}
+
+// writeFirst writes an object's first value, after which the others do not end any more
+// before their time. Where another server has written one meanwhile that one stays.
+func (t *Tier) writeFirst(ctx context.Context, name string, h header, first []byte, replace bool) error {
+	var options []string
+	if t.o.TTL > 0 {
+		options = append(options, "EX", seconds(t.o.TTL))
+	}
+	if !replace {
+		options = append(options, "NX")
+	}
+	lost := false
+	err := t.at(ctx, name, int64(len(first)), func(c *resp.Conn) error {
+		if err := c.Send([]string{"SET", name}, [][]byte{h.bytes(), first}, options...); err != nil {
+			return err
+		}
+		err := c.OK()
+		lost = errors.Is(err, resp.ErrNil)
+		if err != nil && !lost {
+			return err
+		}
+		if t.o.TTL > 0 || h.stripes() == 1 {
+			return nil
+		}
+		for i := 1; i < h.stripes(); i++ {
+			c.Command("PERSIST", stripeName(name, h, i))
+		}
+		for i := 1; i < h.stripes(); i++ {
+			if _, err := c.Int(); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil || !lost || h.stripes() == 1 {
+		return err
+	}
+	var now found
+	err = t.ask(ctx, []query{t.lookAt(name, &now)})
+	if err == nil && now.header != h {
+		err = t.remove(ctx, name, names(name, h)[1:])
+	}
+	return err
+}
+
+func seconds(d time.Duration) string { return strconv.FormatInt(int64(d/time.Second), 10) }
+
+// remove deletes values that are all in the slot of one name.
+func (t *Tier) remove(ctx context.Context, name string, values []string) error {
+	if len(values) == 0 {
+		return nil
+	}
+	return t.ask(ctx, []query{unlink(name, values)})
+}
+
+func unlink(name string, values []string) query {
+	return query{name, append([]string{"UNLINK"}, values...), func(c *resp.Conn) error {
+		_, err := c.Int()
+		return err
+	}}
+}

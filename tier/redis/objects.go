@@ -1,0 +1,227 @@
+package redis
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+
+	"github.com/kvasir-kv/kvasir/internal/resp"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// maxValue is the longest value that Redis takes unless it is told otherwise, bytes.
+const maxValue = 512 << 20
+
+// Stat implements tier.Tier.
+func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	clear(metas[:len(keys)])
+	if t.o.Layout != Native {
+		return t.statLMCache(ctx, keys, metas)
+	}
+	all, err := t.find(ctx, keys)
+	if enough(ctx, err) != nil {
+		return err
+	}
+	for i, f := range all {
+		if f.good {
+			metas[i] = f.meta()
+		}
+	}
+	return nil
+}
+
+// statLMCache asks for lengths: LMCache's layouts tell no more.
+func (t *Tier) statLMCache(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
+	queries := make([]query, 0, len(keys))
+	for i, k := range keys {
+		name, ok := t.lmcacheName(k)
+		if !ok {
+			continue
+		}
+		queries = append(queries, query{name, []string{"STRLEN", name}, func(c *resp.Conn) error {
+			n, err := c.Int()
+			if n > 0 && err == nil {
+				metas[i] = tier.Meta{Len: n, NoSum: true}
+			}
+			return unlessWrongType(err)
+		}})
+	}
+	return enough(ctx, t.ask(ctx, queries))
+}
+
+// Read implements tier.Tier. In LMCache's layouts a value of another length than dst
+// stays: the next Write replaces it.
+func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	if err := ctx.Err(); err != nil {
+		return tier.Meta{}, err
+	}
+	if t.o.Layout == Native {
+		return t.readNative(ctx, k, dst)
+	}
+	name, ok := t.lmcacheName(k)
+	if !ok {
+		return tier.Meta{}, tier.ErrMissing
+	}
+	err := t.at(ctx, name, int64(len(dst)), func(c *resp.Conn) error { return readExact(c, k, name, dst) })
+	if errors.Is(err, errForeign) {
+		err = tier.ErrMissing
+	}
+	if err != nil {
+		return tier.Meta{}, err
+	}
+	return tier.Meta{Len: int64(len(dst)), NoSum: true}, nil
+}
+
+// Write implements tier.Tier. What is there in the right length is left as it is.
+func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
+	if m.Len != int64(len(src)) || m.Len < 1 {
+		return fmt.Errorf("redis: write of %d bytes for %d", len(src), m.Len)
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	name, known := "", true
+	if t.o.Layout == Native {
+		name = t.name(k)
+	} else if name, known = t.lmcacheName(k); !known {
+		return fmt.Errorf("%w: LMCache has no name for it", tier.ErrNotKept)
+	}
+	s, err := t.pick(ctx, name)
+	if err != nil {
+		return err
+	}
+	if err := t.room(s.addr, m.Len); err != nil {
+		return err
+	}
+	wrote := false
+	if t.o.Layout == Native {
+		wrote, err = t.writeNative(ctx, k, m, src)
+	} else {
+		wrote, err = t.writeLMCache(ctx, name, src)
+	}
+	if wrote {
+		t.written.Add(m.Len)
+		t.memory.add(s.addr, m.Len)
+	}
+	return t.refusal(err)
+}
+
+func (t *Tier) writeLMCache(ctx context.Context, name string, src []byte) (wrote bool, _ error) {
+	if len(src) > maxValue {
+		return false, fmt.Errorf("%w: a value has at most %d bytes", tier.ErrNotKept, maxValue)
+	}
+	var length int64
+	err := t.at(ctx, name, 0, func(c *resp.Conn) (err error) {
+		c.Command("STRLEN", name) // a refusal where the name is no value's: SET would replace that, too
+		length, err = c.Int()
+		return err
+	})
+	if err != nil || length == int64(len(src)) {
+		return false, err
+	}
+	var options []string
+	if t.o.TTL > 0 {
+		options = []string{"EX", seconds(t.o.TTL)}
+	}
+	return true, t.at(ctx, name, int64(len(src)), func(c *resp.Conn) error {
+		if err := c.Send([]string{"SET", name}, [][]byte{src}, options...); err != nil {
+			return err
+		}
+		return c.OK()
+	})
+}
+
+// Delete implements tier.Tier. In the RESP layout it does nothing unless it may.
+func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
+	if len(keys) == 0 || t.o.Layout == RESP && !t.o.MayDelete {
+		return nil
+	}
+	var queries []query
+	if t.o.Layout != Native {
+		for _, k := range keys {
+			if name, ok := t.lmcacheName(k); ok {
+				queries = append(queries, unlink(name, []string{name}))
+			}
+		}
+		return t.ask(ctx, queries)
+	}
+	all, err := t.find(ctx, keys)
+	if err != nil {
+		return err
+	}
+	for i, f := range all {
+		name := t.name(keys[i])
+		switch {
+		case f.headed:
+			queries = append(queries, unlink(name, names(name, f.header)))
+		case f.there && !f.foreign:
+			queries = append(queries, unlink(name, []string{name}))
+		}
+	}
+	return t.ask(ctx, queries)
+}
+
+// scanCount is how many names one call asks for.
+const scanCount = 512
+
+// List implements tier.Lister for the native layout: the names of LMCache's do not tell
+// the namespace.
+func (t *Tier) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
+	if t.o.Layout != Native {
+		return tier.ErrNoList
+	}
+	if err := t.topology.ask(ctx); err != nil {
+		return err
+	}
+	seen := make(map[kv.Key]bool)
+	for _, s := range t.topology.all() {
+		if more, err := t.listServer(ctx, s, seen, f); err != nil || !more {
+			return err
+		}
+	}
+	return nil
+}
+
+func (t *Tier) listServer(ctx context.Context, s *server, seen map[kv.Key]bool, f func(kv.Key, tier.Meta) bool) (more bool, _ error) {
+	cursor := "0"
+	for {
+		var keys []kv.Key
+		err := s.do(ctx, s.lookups, 0, func(c *resp.Conn) error {
+			r, err := c.Do("SCAN", cursor, "MATCH", t.o.Prefix+"{*}", "COUNT", strconv.Itoa(scanCount))
+			if err != nil {
+				return err
+			}
+			if len(r.List) != 2 || r.List[0].Kind != '$' {
+				return fmt.Errorf("%w: SCAN", resp.ErrProtocol)
+			}
+			cursor, keys = r.List[0].Text, nil
+			for _, name := range r.List[1].List {
+				if k, ok := t.keyOf(name.Text); ok && !seen[k] { // a scan may name one twice
+					seen[k] = true
+					keys = append(keys, k)
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return false, err
+		}
+		all, err := t.find(ctx, keys)
+		if err != nil {
+			return false, err
+		}
+		for i, found := range all {
+			if found.good && !f(keys[i], found.meta()) {
+				return false, nil
+			}
+		}
+		if cursor == "0" {
+			return true, nil
+		}
+	}
+}

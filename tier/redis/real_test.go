@@ -1,0 +1,138 @@
+package redis_test
+
+import (
+	"bytes"
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/resp"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/redis"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
+)
+
+// TestRealServer runs the conformance suite on a real Redis or Valkey, whose address
+// KVASIR_REDIS names (host:port, or unix:PATH), or on a cluster (KVASIR_REDIS_CLUSTER).
+// make interop starts them.
+func TestRealServer(t *testing.T) {
+	one, cluster := os.Getenv("KVASIR_REDIS"), os.Getenv("KVASIR_REDIS_CLUSTER")
+	if one == "" && cluster == "" {
+		t.Skip("neither KVASIR_REDIS nor KVASIR_REDIS_CLUSTER names a server")
+	}
+	all := map[string]redis.Options{}
+	if one != "" {
+		all["one value"] = redis.Options{Addrs: []string{one}}
+		all["stripes"] = redis.Options{Addrs: []string{one}, Stripe: 64 << 10}
+		all["stripes that end"] = redis.Options{Addrs: []string{one}, Stripe: 64 << 10, TTL: time.Minute}
+		all["another database"] = redis.Options{Addrs: []string{one}, Database: 3}
+		all["resp"] = redis.Options{Addrs: []string{one}, Layout: redis.RESP, MayDelete: true}
+		all["valkey"] = redis.Options{Addrs: []string{one}, Layout: redis.Valkey, Prefix: "site", TTL: time.Minute}
+	}
+	if cluster != "" {
+		all["cluster"] = redis.Options{Addrs: []string{cluster}, Cluster: true, Stripe: 64 << 10}
+		all["valkey in a cluster"] = redis.Options{Addrs: []string{cluster}, Cluster: true, Layout: redis.Valkey}
+	}
+	n := 0
+	for name, o := range all {
+		t.Run(name, func(t *testing.T) {
+			tiertest.Run(t, func(t *testing.T) tier.Tier {
+				n++ // each gets names of its own
+				unique := fmt.Sprintf("test-%d-%d", time.Now().UnixNano(), n)
+				o := o
+				o.Names = tier.NewNames()
+				other := tiertest.Key(0).Namespace
+				other[15]++
+				o.Names.Add(tiertest.Key(0).Namespace, unique, nil)
+				o.Names.Add(other, unique, []byte("tenant"))
+				if o.Layout == redis.Native {
+					o.Prefix = unique + ":"
+				}
+				x, err := redis.Open(o)
+				if err != nil {
+					t.Fatal(err)
+				}
+				eventually(t, "the server answers", func() bool { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) == nil })
+				if o.Layout != redis.Native {
+					return tiertest.WithSums(x)
+				}
+				return x
+			})
+		})
+	}
+}
+
+// TestRealFailover ends a master of a real cluster (KVASIR_REDIS_CLUSTER) with SHUTDOWN.
+// Meanwhile nothing is wrong and nothing hangs, and afterwards all is there again, for
+// its replica had it.
+func TestRealFailover(t *testing.T) {
+	cluster := os.Getenv("KVASIR_REDIS_CLUSTER")
+	if cluster == "" {
+		t.Skip("KVASIR_REDIS_CLUSTER names no server")
+	}
+	x := open(t, redis.Options{Addrs: []string{cluster}, Cluster: true, Stripe: 4 << 10, Prefix: fmt.Sprintf("failover-%d:", time.Now().UnixNano()), Timeout: 10 * time.Second})
+	keys := objects(t, x, 60)
+	missing := func() (n int) {
+		for i, k := range keys {
+			want, meta := tiertest.Object(i, 9<<10)
+			dst := make([]byte, len(want))
+			began := time.Now()
+			m, err := x.Read(t.Context(), k, dst)
+			if err == nil && (m != meta || !bytes.Equal(dst, want)) {
+				t.Fatalf("object %d: wrong bytes", i)
+			}
+			if took := time.Since(began); took > 60*time.Second {
+				t.Fatalf("object %d: %v", i, took)
+			}
+			if err != nil {
+				n++
+			}
+		}
+		return n
+	}
+	if n := missing(); n > 0 {
+		t.Fatalf("%d of %d are missing before anything happened", n, len(keys))
+	}
+	master := anotherMaster(t, cluster)
+	c := dialRaw(t, master)
+	_, _ = c.Do("SHUTDOWN", "NOSAVE")
+	most := 0
+	for range 5 {
+		most = max(most, missing())
+	}
+	eventually(t, "all is there again", func() bool { return missing() == 0 })
+	b, meta := tiertest.Object(100, 9<<10)
+	for i := range keys {
+		write(t, x, tiertest.Key(1000+i), meta, b)
+	}
+	t.Logf("%s ended: at most %d of %d were missing", master, most, len(keys))
+}
+
+func dialRaw(t *testing.T, addr string) *resp.Conn {
+	nc, err := net.Dial("tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { nc.Close() })
+	_ = nc.SetDeadline(time.Now().Add(30 * time.Second))
+	return resp.New(nc)
+}
+
+// anotherMaster returns the address of a master that is not at addr.
+func anotherMaster(t *testing.T, addr string) string {
+	r, err := dialRaw(t, addr).Do("CLUSTER", "SLOTS")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, item := range r.List {
+		if m := item.List[2].List; !strings.HasSuffix(addr, fmt.Sprintf(":%d", m[1].Int)) {
+			return fmt.Sprintf("%s:%d", m[0].Text, m[1].Int)
+		}
+	}
+	t.Fatal("a cluster of one")
+	return ""
+}

@@ -1,0 +1,224 @@
+// Package redis keeps objects in Redis or Valkey: one server, a cluster, or the master
+// that sentinels name. Objects lie there in one of three layouts: one of our own, which
+// keeps checksums and splits large objects, or those of LMCache's resp and valkey
+// adapters (0.5.6), byte for byte, which LMCache servers may share.
+//
+// Values go from the pool's memory to the socket and back without a copy in between, on
+// connections of their own, so that lookups never wait for them. A server that does not
+// answer, or answers something else, costs the call that asked it, within its deadline.
+package redis
+
+import (
+	"cmp"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/resp"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Layout is how objects lie in the database.
+type Layout uint8
+
+// Layouts.
+const (
+	Native Layout = iota // ours; see header
+	RESP                 // LMCache's resp adapter: the bytes under LMCache's name
+	Valkey               // LMCache's valkey adapter: the same, after a prefix if there is one
+)
+
+// unixScheme begins the address of a UNIX socket.
+const unixScheme = "unix:"
+
+// Options configures a Tier. A zero field means its default.
+type Options struct {
+	Addrs    []string // host:port, or unix:PATH; one, or several of a cluster or of sentinels
+	Cluster  bool     // the servers are a cluster
+	Sentinel string   // Addrs are sentinels that know the master by this name
+
+	Username, Password                 string
+	SentinelUsername, SentinelPassword string
+	Database                           int         // not in a cluster
+	TLS                                *tls.Config // nil for none; without a ServerName certificates are those of the host
+
+	Layout Layout
+	Prefix string        // of names; default "kvasir:" in the native layout, none in Valkey. RESP has none
+	Stripe int64         // native: bytes of an object in one value; default 4 MiB
+	TTL    time.Duration // life of objects, whole seconds; 0 for no end. RESP has none
+	Limit  int64         // bytes that a server may use in all; beyond it nothing is kept. 0 for no limit
+
+	// MayDelete lets objects be deleted in the RESP layout: LMCache's servers of 0.5.6
+	// wait for ever when one is gone between a lookup and its load.
+	MayDelete bool
+
+	Workers     int           // connections for values, to each server; default 8
+	Lookups     int           // connections for all else; default 4
+	Timeout     time.Duration // of a request, with a second more for each 4 MiB of a value; default 5 s
+	DialTimeout time.Duration // of a connection until it can be used; default 10 s
+
+	Pause time.Duration // for which a server is left alone after three failures; default 2 s
+
+	Names *tier.Names // of the namespaces; required in LMCache's layouts
+	Log   *slog.Logger
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (o Options) Validate() error {
+	var c options.Checks
+	for _, a := range o.Addrs {
+		path, local := strings.CutPrefix(a, unixScheme)
+		_, _, err := net.SplitHostPort(a)
+		c.That(local && path != "" || !local && err == nil, "Addrs", "%q is no host:port and no unix:PATH", a)
+	}
+	c.That(!o.Cluster || o.Sentinel == "", "Sentinel", "%q does not go with a cluster", o.Sentinel)
+	options.Within(&c, "Database", o.Database, 0, 1<<20)
+	c.That(o.Database <= 0 || !o.Cluster, "Database", "%d: a cluster has one, 0", o.Database)
+	c.That(o.Layout <= Valkey, "Layout", "%d is none", o.Layout)
+	c.That(o.Layout != RESP || o.Prefix == "", "Prefix", "%q: LMCache's resp adapter has none", o.Prefix)
+	c.That(o.Layout != Valkey || !strings.Contains(o.Prefix, "@"), "Prefix", "%q has an @", o.Prefix)
+	c.That(o.Layout != Native || !strings.ContainsAny(o.Prefix, "{}*?[]\\"), "Prefix", "%q has one of {}*?[]\\", o.Prefix)
+	options.Within(&c, "Stripe", o.Stripe, 0, 256<<20)
+	c.That(o.Stripe <= 0 || o.Stripe >= 4<<10, "Stripe", "%d is less than 4 KiB", o.Stripe)
+	options.Within(&c, "TTL", o.TTL, 0, 10*365*24*time.Hour)
+	c.That(o.TTL <= 0 || o.TTL >= time.Second, "TTL", "%v is less than a second", o.TTL)
+	c.That(o.Layout != RESP || o.TTL <= 0, "TTL", "%v: LMCache's servers of 0.5.6 wait for ever for what expires", o.TTL)
+	options.Within(&c, "Limit", o.Limit, 0, 1<<60)
+	options.Within(&c, "Workers", o.Workers, 0, 1<<12)
+	options.Within(&c, "Lookups", o.Lookups, 0, 1<<12)
+	options.Within(&c, "Timeout", o.Timeout, 0, time.Hour)
+	options.Within(&c, "DialTimeout", o.DialTimeout, 0, time.Hour)
+	options.Within(&c, "Pause", o.Pause, 0, time.Hour)
+	return c.Err()
+}
+
+// Tier is a tier.Tier in Redis or Valkey. Its methods are safe for concurrent use.
+type Tier struct {
+	o   Options
+	log *slog.Logger
+
+	topology topology
+	memory   memory
+	written  atomic.Int64
+	warned   sync.Map // of what was said once
+
+	stale chan struct{} // the topology is to be asked for again
+	stop  func()
+	done  sync.WaitGroup
+}
+
+// Open returns the Tier. It does not wait for the servers: while they are not there
+// nothing is.
+func Open(o Options) (*Tier, error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	switch {
+	case len(o.Addrs) == 0:
+		return nil, errors.New("redis: no address")
+	case len(o.Addrs) > 1 && !o.Cluster && o.Sentinel == "":
+		return nil, errors.New("redis: several addresses of what is no cluster and no sentinels")
+	case o.Layout != Native && o.Names == nil:
+		return nil, errors.New("redis: LMCache's layouts need names")
+	}
+	if o.Layout == Native {
+		o.Prefix = cmp.Or(o.Prefix, "kvasir:")
+	}
+	o.Stripe = cmp.Or(o.Stripe, 4<<20)
+	o.Workers, o.Lookups = cmp.Or(o.Workers, 8), cmp.Or(o.Lookups, 4)
+	o.Timeout, o.DialTimeout = cmp.Or(o.Timeout, 5*time.Second), cmp.Or(o.DialTimeout, 10*time.Second)
+	o.Pause = cmp.Or(o.Pause, 2*time.Second)
+	t := &Tier{o: o, log: o.Log, stale: make(chan struct{}, 1)}
+	if t.log == nil {
+		t.log = slog.New(slog.DiscardHandler)
+	}
+	t.topology.open(&t.o)
+	if o.Layout == RESP && !o.MayDelete {
+		t.log.Info("nothing is deleted from Redis, and writes stop before it is full: LMCache's resp adapter survives neither", "addr", o.Addrs[0])
+	}
+	life, stop := context.WithCancel(context.Background())
+	t.stop = stop
+	t.done.Go(func() { t.watch(life) })
+	return t, nil
+}
+
+// once reports whether something is to be said that was not said yet.
+func (t *Tier) once(what string) bool {
+	_, said := t.warned.LoadOrStore(what, true)
+	return !said
+}
+
+// Space implements tier.Sized.
+func (t *Tier) Space() tier.Space {
+	s := t.memory.space()
+	s.Written = t.written.Load()
+	if t.o.Limit > 0 {
+		s.Limit = t.o.Limit
+	}
+	return s
+}
+
+// Close implements tier.Tier.
+func (t *Tier) Close() error {
+	t.stop()
+	t.done.Wait()
+	t.topology.close()
+	return nil
+}
+
+// isOurs reports whether an error is about an object, and not about a server.
+func isOurs(err error) bool {
+	_, corrupt := errors.AsType[*tier.CorruptError](err)
+	return corrupt || errors.Is(err, tier.ErrMissing) || errors.Is(err, tier.ErrNotKept) || errors.Is(err, errForeign)
+}
+
+// errForeign means that a name is somebody else's.
+var errForeign = errors.New("redis: a value of somebody else")
+
+// refusal says that the place does not take objects, where that is why a server refused
+// to write.
+func (t *Tier) refusal(err error) error {
+	e, ok := errors.AsType[*resp.Error](err)
+	if !ok {
+		return err
+	}
+	switch code := e.Code(); code {
+	case "OOM", "MISCONF", "NOPERM", "READONLY", "NOREPLICAS":
+		if code == "READONLY" {
+			t.refresh()
+		}
+		if t.once(code) {
+			t.log.Warn("Redis takes no objects: what it has is served, and nothing is added", "err", err)
+		}
+		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
+	case "WRONGTYPE":
+		return fmt.Errorf("%w: its name is taken by something else", tier.ErrNotKept)
+	}
+	return err
+}
+
+// lmcacheName returns the name of an object in LMCache's layouts; false where it is not
+// known, or can be none.
+func (t *Tier) lmcacheName(k kv.Key) (string, bool) {
+	n, ok := t.o.Names.Of(k.Namespace)
+	if !ok {
+		return "", false
+	}
+	name, ok := n.LMCache(k)
+	if !ok && t.once("name "+n.Model) {
+		t.log.Warn("this model can have no name in LMCache's layout, so nothing of it is kept", "model", n.Model)
+	}
+	if t.o.Prefix != "" {
+		name = t.o.Prefix + "@" + name
+	}
+	return name, ok
+}

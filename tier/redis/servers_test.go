@@ -1,0 +1,295 @@
+package redis_test
+
+import (
+	"bytes"
+	"fmt"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/redis"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
+)
+
+// The slot of a key is what the cluster specification computes: CRC16 of its tag.
+func TestSlots(t *testing.T) {
+	f := func(key string, want int) {
+		t.Helper()
+		if got := redis.SlotOf(key); got != want {
+			t.Errorf("%q: slot %d, want %d", key, got, want)
+		}
+	}
+	f("123456789", 12739) // the specification's example, 0x31C3
+	f("", 0)
+	f("a{123456789}b", 12739)
+	f("{123456789}{x}", 12739)
+	f("{}123456789", redis.SlotOf("{}123456789"))
+	if redis.SlotOf("{}x") == redis.SlotOf("") {
+		t.Error("an empty tag is taken for one")
+	}
+}
+
+// newCluster returns servers that share the slots, in equal parts.
+func newCluster(t *testing.T, n int) []*fake {
+	all := make([]*fake, n)
+	for i := range all {
+		all[i] = newFake(t)
+	}
+	share(all)
+	return all
+}
+
+// share gives the servers their slots.
+func share(all []*fake) {
+	table := fmt.Sprintf("*%d\r\n", len(all))
+	const slots = 16384
+	owner := func(slot int) int { return slot * len(all) / slots }
+	for i, f := range all {
+		host, port, _ := net.SplitHostPort(f.addr)
+		first, last := -1, 0
+		for s := range slots {
+			if owner(s) == i {
+				if first < 0 {
+					first = s
+				}
+				last = s
+			}
+		}
+		table += fmt.Sprintf("*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%s\r\n:%s\r\n", first, last, len(host), host, port)
+	}
+	for i, f := range all {
+		f.mu.Lock()
+		f.table = table
+		for s := range slots {
+			delete(f.slots, s)
+			if owner(s) != i {
+				f.slots[s] = fmt.Sprintf("MOVED %d %s", s, all[owner(s)].addr)
+			}
+		}
+		f.mu.Unlock()
+	}
+}
+
+// objects writes n objects with several stripes each.
+func objects(t *testing.T, x tier.Tier, n int) (keys []kv.Key) {
+	for i := range n {
+		b, meta := tiertest.Object(i, 9<<10)
+		keys = append(keys, tiertest.Key(i))
+		write(t, x, keys[i], meta, b)
+	}
+	return keys
+}
+
+func check(t *testing.T, x tier.Tier, i int) {
+	t.Helper()
+	want, meta := tiertest.Object(i, 9<<10)
+	dst := make([]byte, len(want))
+	if m, err := x.Read(t.Context(), tiertest.Key(i), dst); err != nil || m != meta || !bytes.Equal(dst, want) {
+		t.Errorf("object %d: %+v, %v", i, m, err)
+	}
+}
+
+// Objects are spread over a cluster's servers, and found when slots move from one to
+// another, also in the middle of it.
+func TestCluster(t *testing.T) {
+	all := newCluster(t, 3)
+	x := open(t, redis.Options{Addrs: []string{all[1].addr}, Cluster: true, Stripe: 4 << 10, Pause: time.Millisecond})
+	keys := objects(t, x, 30)
+	for i, f := range all {
+		if n := len(f.names()); n < 6 {
+			t.Errorf("server %d has %d values", i, n)
+		}
+	}
+	// One slot is on its way from one server to another: the source sends those who ask
+	// for what it has no more to the target, which answers those who say so.
+	name := ""
+	for _, n := range all[0].names() {
+		if strings.HasSuffix(n, "}") {
+			name = n
+			break
+		}
+	}
+	moving := redis.SlotOf(name)
+	for _, n := range all[0].names() {
+		if redis.SlotOf(n) == moving {
+			all[2].set(n, all[0].value(n))
+			all[0].drop(n)
+		}
+	}
+	all[0].mu.Lock()
+	all[0].slots[moving] = fmt.Sprintf("ASK %d %s", moving, all[2].addr)
+	all[0].mu.Unlock()
+	for i := range keys {
+		check(t, x, i)
+	}
+	if all[2].called("ASKING") == 0 {
+		t.Error("nobody asked for the slot that moves")
+	}
+	// A server leaves: what it had is with the others.
+	for _, n := range all[2].names() {
+		to := all[min(1, redis.SlotOf(n)*2/16384)]
+		to.set(n, all[2].value(n))
+	}
+	for _, n := range append(all[0].names(), all[1].names()...) {
+		from, to := all[0], all[min(1, redis.SlotOf(n)*2/16384)]
+		if to == all[0] {
+			from = all[1]
+		}
+		if v := from.value(n); v != nil {
+			to.set(n, v)
+		}
+	}
+	share(all[:2])
+	all[2].stop()
+	eventually(t, "all are found without the server that left", func() bool {
+		metas := make([]tier.Meta, len(keys))
+		if x.Stat(t.Context(), keys, metas) != nil {
+			return false
+		}
+		for _, m := range metas {
+			if m.Len == 0 {
+				return false
+			}
+		}
+		return true
+	})
+	for i := range keys {
+		check(t, x, i)
+	}
+}
+
+// While one server of a cluster is gone its objects are missing, and those of the others
+// are there.
+func TestClusterWithoutOne(t *testing.T) {
+	all := newCluster(t, 2)
+	x := open(t, redis.Options{Addrs: []string{all[0].addr}, Cluster: true, Stripe: 4 << 10, Pause: time.Millisecond})
+	keys := objects(t, x, 20)
+	gone := len(all[1].names())
+	all[1].stop()
+	for range 5 { // first it fails, then it is left alone
+		there := 0
+		for _, ok := range has(t, x, keys...) {
+			if ok {
+				there++
+			}
+		}
+		if there == 0 || there == len(keys) || gone == 0 {
+			t.Fatalf("%d of %d objects are there", there, len(keys))
+		}
+	}
+}
+
+func newSentinel(t *testing.T, master string) *fake {
+	s := newFake(t)
+	point(s, master)
+	return s
+}
+
+// point has a sentinel name a master.
+func point(s *fake, master string) {
+	host, port, _ := net.SplitHostPort(master)
+	s.misbehave(func(cmd []string, normal []byte, c net.Conn) ([]byte, bool) {
+		if strings.EqualFold(cmd[0], "SENTINEL") && cmd[2] == "main" {
+			return fmt.Appendf(nil, "*2\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n", len(host), host, len(port), port), true
+		}
+		return []byte("*-1\r\n"), true
+	})
+}
+
+// After a failover the new master is used, whether the old one is gone or refuses to
+// write.
+func TestSentinelFailover(t *testing.T) {
+	for _, gone := range []bool{true, false} {
+		old, next := newFake(t), newFake(t)
+		silent := newFake(t)
+		silent.stop() // one of the sentinels is away
+		s := newSentinel(t, old.addr)
+		x := open(t, redis.Options{Addrs: []string{silent.addr, s.addr}, Sentinel: "main"})
+		b, meta := tiertest.Object(1, 100)
+		write(t, x, tiertest.Key(1), meta, b)
+		if len(old.names()) != 1 {
+			t.Fatal(old.names())
+		}
+		point(s, next.addr)
+		if gone {
+			old.stop()
+		} else {
+			old.misbehave(func(cmd []string, normal []byte, c net.Conn) ([]byte, bool) {
+				return []byte("-READONLY You can't write against a read only replica.\r\n"), cmd[0] == "SET"
+			})
+		}
+		eventually(t, "the new master is written to", func() bool {
+			return x.Write(t.Context(), tiertest.Key(2), meta, b) == nil && len(next.names()) == 1
+		})
+	}
+}
+
+// A server that is started again is used again, without a call that fails when it was
+// only the idle connections that ended.
+func TestConnectionsAreReplaced(t *testing.T) {
+	f := newFake(t)
+	x := open(t, redis.Options{Addrs: []string{f.addr}, Password: "p", Stripe: 4 << 10})
+	objects(t, x, 3)
+	logins := f.logins
+	f.cut()
+	if got := has(t, x, tiertest.Key(0), tiertest.Key(1)); !got[0] || !got[1] {
+		t.Error("after its connections ended it has nothing")
+	}
+	f.cut()
+	check(t, x, 2)
+	f.cut()
+	b, meta := tiertest.Object(7, 9<<10)
+	write(t, x, tiertest.Key(7), meta, b)
+	check(t, x, 7)
+	if f.logins == logins {
+		t.Error("new connections did not log in")
+	}
+	f.stop()
+	if err := x.Stat(t.Context(), []kv.Key{tiertest.Key(0)}, make([]tier.Meta, 1)); err == nil {
+		t.Error("a server that is gone answers")
+	}
+	l, err := net.Listen("tcp", f.addr)
+	if err != nil {
+		t.Skip("the port is taken: ", err)
+	}
+	again := newFakeOn(t, l)
+	eventually(t, "the server that came back is used", func() bool { return x.Write(t.Context(), tiertest.Key(1), meta, b) == nil })
+	if len(again.names()) == 0 {
+		t.Error("it has nothing")
+	}
+}
+
+// Values that take their time hold up no lookup.
+func TestValuesDelayNoLookup(t *testing.T) {
+	f := newFake(t)
+	x := open(t, redis.Options{Addrs: []string{f.addr}, Workers: 1, Lookups: 1, Timeout: time.Minute})
+	b, meta := tiertest.Object(1, 1<<20)
+	write(t, x, tiertest.Key(1), meta, b)
+	begun, release := make(chan bool), make(chan bool)
+	f.misbehave(func(cmd []string, normal []byte, c net.Conn) ([]byte, bool) {
+		if cmd[0] == "GET" {
+			_, _ = c.Write(normal[:len(normal)/2])
+			begun <- true
+			<-release
+			return normal[len(normal)/2:], true
+		}
+		return nil, false
+	})
+	read := make(chan error)
+	dst := make([]byte, len(b))
+	go func() {
+		_, err := x.Read(t.Context(), tiertest.Key(1), dst)
+		read <- err
+	}()
+	<-begun
+	if got := has(t, x, tiertest.Key(1), tiertest.Key(2)); !got[0] || got[1] {
+		t.Errorf("Stat in the middle of a value: %v", got)
+	}
+	close(release)
+	if err := <-read; err != nil || !bytes.Equal(dst, b) {
+		t.Error(err)
+	}
+}

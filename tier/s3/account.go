@@ -1,0 +1,165 @@
+package s3
+
+import (
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// kind is a request as bills have it.
+type kind uint8
+
+const (
+	kindGet kind = iota
+	kindPut
+	kindHead
+	kindList
+	kindDelete
+	kindPost
+	kinds
+)
+
+var kindNames = [kinds]string{"GET", "PUT", "HEAD", "LIST", "DELETE", "POST"}
+
+// why a request is sent again.
+const (
+	whyBusy = iota
+	whyFailed
+	whyBroken
+	whys
+)
+
+var whyNames = [whys]string{"busy", "failed", "connection"}
+
+// bill counts what is sent.
+type bill struct {
+	requests                      [kinds]atomic.Uint64
+	retries                       [whys]atomic.Uint64
+	sent, received                atomic.Uint64
+	noBudget, readOnly, noRetries atomic.Uint64
+}
+
+func (b *bill) read() tier.Requests {
+	r := tier.Requests{
+		Requests: make(map[string]uint64, kinds), Retries: make(map[string]uint64, whys), Sent: b.sent.Load(), Received: b.received.Load(),
+		Unspent: map[string]uint64{"budget": b.noBudget.Load(), "read only": b.readOnly.Load(), "retries": b.noRetries.Load()},
+	}
+	for i, name := range kindNames {
+		r.Requests[name] = b.requests[i].Load()
+	}
+	for i, name := range whyNames {
+		r.Retries[name] = b.retries[i].Load()
+	}
+	return r
+}
+
+// budget lets so many things happen in a time: all of them at once, or spread over it.
+type budget struct {
+	rate float64 // a second
+	most float64
+	mu   struct {
+		sync.Mutex
+		left float64
+		at   time.Time
+	}
+}
+
+func newBudget(n int, per time.Duration) *budget {
+	b := &budget{rate: float64(n) / per.Seconds(), most: float64(n)}
+	b.mu.left, b.mu.at = b.most, time.Now()
+	return b
+}
+
+// take takes n, or reports that there are fewer. More than there can ever be is taken
+// when it is full.
+func (b *budget) take(n int) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	now := time.Now()
+	b.mu.left = min(b.most, b.mu.left+b.rate*now.Sub(b.mu.at).Seconds())
+	b.mu.at = now
+	if b.mu.left < min(float64(n), b.most) {
+		return false
+	}
+	b.mu.left -= float64(n)
+	return true
+}
+
+const (
+	earn      = 0.1 // sent again for each request that worked: a tenth of all
+	allowance = 64  // at most
+)
+
+// retries bounds what is sent again, so that a store in trouble is not asked several
+// times as often. The zero value may send some.
+type retries struct {
+	mu struct {
+		sync.Mutex
+		spent float64
+	}
+}
+
+func (r *retries) worked() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.mu.spent = max(0, r.mu.spent-earn)
+}
+
+func (r *retries) take() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.mu.spent+1 > allowance {
+		return false
+	}
+	r.mu.spent++
+	return true
+}
+
+const (
+	firstWait = 50 * time.Millisecond
+	longWait  = 2 * time.Second
+)
+
+// backoff is how long to wait before a request is sent again: any time up to one that
+// doubles, so that clients that failed together do not come back together.
+func backoff(try int) time.Duration {
+	most := min(firstWait<<min(try, 10), longWait)
+	return rand.N(most) + time.Millisecond
+}
+
+// pause is a time in which something is not tried.
+type pause struct{ until atomic.Int64 } // UnixNano
+
+func (p *pause) begin(d time.Duration) { p.until.Store(time.Now().Add(d).UnixNano()) }
+
+func (p *pause) on() bool { return time.Now().UnixNano() < p.until.Load() }
+
+// sayEvery is how often one thing is said again while it goes on.
+const sayEvery = time.Hour
+
+// maxSaid bounds what is remembered of it.
+const maxSaid = 256
+
+// said remembers what was said, and when. The zero value has said nothing.
+type said struct {
+	mu sync.Mutex
+	at map[string]time.Time
+}
+
+// now reports whether something is to be said, and takes it for said.
+func (s *said) now(what string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := time.Now()
+	if last, ok := s.at[what]; ok && now.Sub(last) < sayEvery {
+		return false
+	}
+	if s.at == nil || len(s.at) >= maxSaid {
+		s.at = make(map[string]time.Time)
+	}
+	s.at[what] = now
+	return true
+}

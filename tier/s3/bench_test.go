@@ -1,0 +1,72 @@
+package s3_test
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"sync"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/s3"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
+)
+
+// BenchmarkRead reads 64 chunks of 4 MiB, 16 at once, and beside it gets the same objects
+// with net/http, plainly and in parallel. MB/s are those of all together.
+func BenchmarkRead(b *testing.B) {
+	const chunks, size, width = 64, 4 << 20, 16
+	data, meta := tiertest.Object(1, size)
+	store := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Length", fmt.Sprint(size))
+		w.Header().Set("X-Amz-Meta-Kvasir", fmt.Sprintf("1.%s.%016x.%d", tiertest.Key(0).Namespace, meta.Sum, size))
+		_, _ = w.Write(data)
+	}))
+	defer store.Close()
+	bench := func(name string, read func(i int, dst []byte) error) {
+		b.Run(name, func(b *testing.B) {
+			b.SetBytes(chunks * size)
+			slots := make([][]byte, width)
+			for i := range slots {
+				slots[i] = make([]byte, size)
+			}
+			for b.Loop() {
+				var wg sync.WaitGroup
+				for w := range width {
+					wg.Go(func() {
+						for i := w; i < chunks; i += width {
+							if err := read(i, slots[w]); err != nil {
+								b.Error(err)
+							}
+						}
+					})
+				}
+				wg.Wait()
+			}
+		})
+	}
+	x, err := s3.Open(s3.Options{URL: store.URL + "/bucket", Keys: keys()})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer x.Close()
+	bench("tier", func(i int, dst []byte) error {
+		m, err := x.Read(b.Context(), tiertest.Key(i), dst)
+		if err == nil && m != (tier.Meta{Len: size, Sum: meta.Sum}) {
+			err = fmt.Errorf("%+v", m)
+		}
+		return err
+	})
+	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: width, DisableCompression: true}}
+	defer client.CloseIdleConnections()
+	bench("plain", func(i int, dst []byte) error {
+		a, err := client.Get(fmt.Sprintf("%s/bucket/%d", store.URL, i))
+		if err != nil {
+			return err
+		}
+		defer a.Body.Close()
+		_, err = io.ReadFull(a.Body, dst)
+		return err
+	})
+}

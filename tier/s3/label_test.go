@@ -1,0 +1,45 @@
+package s3
+
+import (
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// FuzzLabel reads marks that somebody else may have put on an object: what is read is what
+// would be written.
+func FuzzLabel(f *testing.F) {
+	f.Add(label{kv.Namespace{1, 2}, 3, 4}.String())
+	f.Add("1.00000000000000000000000000000000.0000000000000000.-1")
+	f.Add("1.00000000000000000000000000000000.0000000000000000.01")
+	f.Add("2....")
+	f.Fuzz(func(t *testing.T, text string) {
+		if l, ok := parseLabel(text); ok && (l.String() != text || l.length < 1) {
+			t.Errorf("%q is %+v", text, l)
+		}
+	})
+}
+
+func TestLabel(t *testing.T) {
+	want := label{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40}
+	if l, ok := parseLabel(want.String()); !ok || l != want {
+		t.Errorf("%q: %+v", want, l)
+	}
+	if l, ok := parseLabel("1.00000000000000000000000000000000.0000000000000000.0"); ok {
+		t.Errorf("no bytes: %+v", l)
+	}
+}
+
+// Names are read back, and nothing else is a name of ours.
+func TestNamesAreReadBack(t *testing.T) {
+	one, two := &Tier{o: Options{Prefix: "kvasir/"}}, &Tier{o: Options{Prefix: "other/"}}
+	k := kv.Key{Namespace: kv.Namespace{1}, Chunk: kv.Hash{2}, Rank: 3, Group: 4}
+	if got, ok := one.keyOf(one.nativeName(k)); !ok || got != k {
+		t.Errorf("%+v", got)
+	}
+	for _, name := range []string{two.nativeName(k), "kvasir/03" + one.nativeName(k)[len("kvasir/02"):], "kvasir/", "kvasir/02", one.nativeName(k) + "x"} {
+		if got, ok := one.keyOf(name); ok {
+			t.Errorf("%q: %+v", name, got)
+		}
+	}
+}

@@ -1,0 +1,72 @@
+package s3
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/kvasir-kv/kvasir/internal/aws"
+	"github.com/kvasir-kv/kvasir/internal/upstream"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// page is a part of a list.
+type page struct {
+	IsTruncated           bool
+	NextContinuationToken string
+	Contents              []struct {
+		Key  string
+		Size int64
+	}
+}
+
+// List implements tier.Lister for the native layout: the names of LMCache's do not tell
+// the namespace. A HEAD for each object tells its checksum.
+func (t *Tier) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
+	if t.o.Layout != Native {
+		return tier.ErrNoList
+	}
+	for token := ""; ; {
+		query := map[string]string{"list-type": "2", "prefix": t.o.Prefix}
+		if token != "" {
+			query["continuation-token"] = token
+		}
+		var p page
+		err := t.do(ctx, &request{kind: kindList, query: aws.Query(query)}, func(a *upstream.Response) error {
+			p = page{}
+			return document(a, "ListBucketResult", &p)
+		})
+		if err != nil {
+			return err
+		}
+		if more, err := t.listPage(ctx, &p, f); err != nil || !more {
+			return err
+		}
+		if !p.IsTruncated {
+			return nil
+		}
+		if p.NextContinuationToken == "" || p.NextContinuationToken == token {
+			return fmt.Errorf("%w: a list that does not go on", errAnswer)
+		}
+		token = p.NextContinuationToken
+	}
+}
+
+func (t *Tier) listPage(ctx context.Context, p *page, f func(kv.Key, tier.Meta) bool) (more bool, _ error) {
+	var keys []kv.Key
+	for _, c := range p.Contents {
+		if k, ok := t.keyOf(c.Key); ok && c.Size > 0 { // others' objects are none of ours
+			keys = append(keys, k)
+		}
+	}
+	metas := make([]tier.Meta, len(keys))
+	if err := t.Stat(ctx, keys, metas); err != nil {
+		return false, err
+	}
+	for i, m := range metas {
+		if m.Len > 0 && !f(keys[i], m) {
+			return false, nil
+		}
+	}
+	return true, nil
+}

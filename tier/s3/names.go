@@ -1,0 +1,104 @@
+package s3
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/internal/aws"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// In the native layout an object is called
+//
+//	PREFIX XX / KEY    KEY as kv.Key.String writes it, XX the first two digits of its chunk
+//
+// so that objects are spread over 256 prefixes, each of which S3 serves so many requests a
+// second of. In LMCache's layout it has the name that tier.Name.LMCache gives.
+//
+// In both, x-amz-meta-kvasir says what the object is:
+//
+//	1.NAMESPACE.SUM.LENGTH    namespace 32 digits and xxh3 16, hexadecimal; length decimal, bytes
+const metaField = "x-amz-meta-kvasir"
+
+// label is what stands in an object's metadata.
+type label struct {
+	namespace kv.Namespace
+	sum       uint64
+	length    int64
+}
+
+func (l label) String() string { return fmt.Sprintf("1.%s.%016x.%d", l.namespace, l.sum, l.length) }
+
+// parseLabel reads what String writes, and nothing else.
+func parseLabel(text string) (l label, ok bool) {
+	parts := strings.Split(text, ".")
+	if len(parts) != 4 {
+		return l, false
+	}
+	k, err := kv.ParseKey("kv1/" + parts[1] + "/00000000.00000000/" + strings.Repeat("0", 64))
+	if err != nil {
+		return l, false
+	}
+	l.namespace = k.Namespace
+	if l.sum, err = strconv.ParseUint(parts[2], 16, 64); err != nil {
+		return label{}, false
+	}
+	if l.length, err = strconv.ParseInt(parts[3], 10, 64); err != nil || l.length < 1 || l.String() != text { // one label, one spelling
+		return label{}, false
+	}
+	return l, true
+}
+
+// nativeName returns the name of an object in the native layout.
+func (t *Tier) nativeName(k kv.Key) string {
+	return t.o.Prefix + k.Chunk.String()[:2] + "/" + k.String()
+}
+
+// objectName returns the name of an object; false where it is not known, or can be none.
+func (t *Tier) objectName(k kv.Key) (string, bool) {
+	if t.o.Layout == Native {
+		return t.nativeName(k), true
+	}
+	n, ok := t.o.Names.Of(k.Namespace)
+	if !ok {
+		return "", false
+	}
+	name, ok := n.LMCache(k)
+	if ok = ok && len(t.o.Prefix)+len(name) <= maxName; !ok && t.said.now("name "+n.Model) {
+		t.log.Warn("this model can have no name in LMCache's layout, so nothing of it is kept", "model", n.Model)
+	}
+	return t.o.Prefix + name, ok
+}
+
+// maxName is how long a name in a bucket may be, bytes.
+const maxName = 1024
+
+// keyOf returns the object of a name in the native layout; false for what is not ours.
+func (t *Tier) keyOf(name string) (kv.Key, bool) {
+	inner, ok := strings.CutPrefix(name, t.o.Prefix)
+	if !ok || len(inner) < 3 {
+		return kv.Key{}, false
+	}
+	k, err := kv.ParseKey(inner[3:])
+	return k, err == nil && t.nativeName(k) == name
+}
+
+// path returns where an object is on its server, escaped.
+func path(name string) string { return "/" + aws.Escape(name, true) }
+
+// known says what an object of so many bytes is to those who ask for k, by its metadata.
+// It is zero for what is not theirs.
+func (t *Tier) known(k kv.Key, length int64, meta string) tier.Meta {
+	l, ok := parseLabel(meta)
+	switch {
+	case length <= 0:
+		return tier.Meta{}
+	case !ok && t.o.Layout == LMCache && !t.o.Summed: // another server's
+		return tier.Meta{Len: length, NoSum: true}
+	case !ok, l.namespace != k.Namespace, l.length != length: // not ours, of another layout, torn
+		return tier.Meta{}
+	}
+	return tier.Meta{Len: length, Sum: l.sum}
+}

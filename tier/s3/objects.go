@@ -1,0 +1,245 @@
+package s3
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/upstream"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// metaAnswer is metaField as answers have it.
+const metaAnswer = "X-Amz-Meta-Kvasir"
+
+// object is what stands under a name.
+type object struct {
+	there  bool
+	length int64
+	meta   string
+	tag    string // tells one version from another
+}
+
+func objectOf(a *upstream.Response) (object, error) {
+	n, err := length(a)
+	return object{there: true, length: n, meta: a.Field(metaAnswer), tag: a.Field("Etag")}, err
+}
+
+// look asks for an object without its bytes.
+func (t *Tier) look(ctx context.Context, name string) (o object, _ error) {
+	err := t.do(ctx, &request{kind: kindHead, name: name}, func(a *upstream.Response) (err error) {
+		o, err = objectOf(a)
+		return err
+	})
+	switch status(err) {
+	case http.StatusNotFound:
+		if !t.bucket.Load() {
+			return object{}, t.reason(ctx, name, err)
+		}
+		return object{}, nil
+	case http.StatusForbidden, http.StatusBadRequest, http.StatusMovedPermanently: // a HEAD does not say why
+		return object{}, t.reason(ctx, name, err)
+	}
+	return o, err
+}
+
+// reason finds out why a HEAD was refused, by asking for a byte of the object. The error is
+// nil where that is because the object is not there: without the right to list S3 says
+// that it is forbidden.
+func (t *Tier) reason(ctx context.Context, name string, refused error) error {
+	if t.noList.on() && status(refused) == http.StatusForbidden {
+		return nil
+	}
+	err := t.do(ctx, &request{kind: kindGet, name: name, fields: header(nil, "range", "bytes=0-0")}, nothing)
+	switch {
+	case err == nil && status(refused) == http.StatusNotFound: // it was put there meanwhile
+		return nil
+	case err == nil: // only HEAD is forbidden
+		return refused
+	case status(err) == http.StatusNotFound && !hasCode(err, "NoSuchBucket"):
+		t.bucket.Store(true)
+		return nil
+	case hasCode(err, "AccessDenied"):
+		t.noList.begin(time.Minute)
+		if t.said.now("list") {
+			t.log.Warn("S3 says AccessDenied instead of whether objects are there: allow s3:GetObject and s3:ListBucket. What it refuses is taken for missing", "url", t.o.URL)
+		}
+		return nil
+	}
+	return err
+}
+
+// enoughFailures of one Stat end it.
+const enoughFailures = 3
+
+// Stat implements tier.Tier: a HEAD for each key, many at once. What some requests could
+// not find out is missing, if others could.
+func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	clear(metas[:len(keys)])
+	var answered atomic.Bool
+	var failed atomic.Int32
+	var one atomic.Pointer[error] // of those that failed
+	err := spread(ctx, t.o.Lookups, len(keys), func(ctx context.Context, i int) error {
+		name, ok := t.objectName(keys[i])
+		if !ok {
+			return nil
+		}
+		o, err := t.look(ctx, name)
+		if err != nil {
+			one.Store(&err)
+			if failed.Add(1) < enoughFailures {
+				return nil
+			}
+			return err
+		}
+		answered.Store(true)
+		metas[i] = t.known(keys[i], o.length, o.meta)
+		return nil
+	})
+	switch e := one.Load(); {
+	case answered.Load() && ctx.Err() == nil:
+		return nil
+	case err == nil && e != nil:
+		return *e
+	}
+	return err
+}
+
+// Read implements tier.Tier: several ranges at once where the object is larger than a part.
+func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	if err := ctx.Err(); err != nil {
+		return tier.Meta{}, err
+	}
+	name, ok := t.objectName(k)
+	if !ok || len(dst) == 0 {
+		return tier.Meta{}, tier.ErrMissing
+	}
+	o, err := t.readParts(ctx, k, name, dst)
+	switch {
+	case errors.Is(err, errWhole), errors.Is(err, errChanged):
+		o, err = t.readWhole(ctx, k, name, dst)
+	}
+	switch status(err) {
+	case http.StatusNotFound:
+		if !hasCode(err, "NoSuchBucket") {
+			err = tier.ErrMissing
+		}
+	case http.StatusForbidden:
+		if hasCode(err, "AccessDenied") { // as in reason
+			err = t.reason(ctx, name, err)
+			if err == nil {
+				err = tier.ErrMissing
+			}
+		}
+	}
+	if err != nil {
+		return tier.Meta{}, err
+	}
+	meta := t.known(k, o.length, o.meta)
+	if meta.Len == 0 {
+		return tier.Meta{}, tier.ErrMissing
+	}
+	return meta, nil
+}
+
+var (
+	// errWhole means that a store does not serve ranges.
+	errWhole = errors.New("s3: the answer has the whole object, where a range was asked for")
+
+	// errChanged means that an object became another one while it was read in parts.
+	errChanged = errors.New("s3: the object changed while it was read")
+)
+
+// readParts reads an object in parts, which must be of one version of it.
+func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte) (object, error) {
+	size := int64(len(dst))
+	n := int((size-1)/t.o.Part) + 1
+	if n == 1 {
+		return t.readWhole(ctx, k, name, dst)
+	}
+	parts := make([]object, n)
+	err := spread(ctx, n, n, func(ctx context.Context, i int) error {
+		from, to := int64(i)*t.o.Part, min(size, int64(i+1)*t.o.Part)
+		r := request{kind: kindGet, name: name, bytes: to - from, fields: header(nil, "range", fmt.Sprintf("bytes=%d-%d", from, to-1))}
+		return t.do(ctx, &r, func(a *upstream.Response) error {
+			if a.Status != http.StatusPartialContent {
+				return errWhole
+			}
+			var first, last, whole int64
+			if got, err := fmt.Sscanf(a.Field("Content-Range"), "bytes %d-%d/%d", &first, &last, &whole); err != nil || got != 3 {
+				return fmt.Errorf("%w: Content-Range %.60q", errAnswer, a.Field("Content-Range"))
+			}
+			if whole != size {
+				return &tier.CorruptError{Key: k, Want: tier.Meta{Len: size}, Got: tier.Meta{Len: whole}}
+			}
+			o, err := objectOf(a)
+			if err != nil {
+				return err
+			}
+			if first != from || last != to-1 || o.length != to-from {
+				return fmt.Errorf("%w: %d bytes, %d to %d, where %d to %d were asked for", errAnswer, o.length, first, last, from, to-1)
+			}
+			o.length = whole
+			parts[i] = o
+			return t.fill(a, dst[from:to])
+		})
+	})
+	if status(err) == http.StatusRequestedRangeNotSatisfiable {
+		err = &tier.CorruptError{Key: k, Want: tier.Meta{Len: size}} // it is shorter
+	}
+	if err != nil {
+		return object{}, err
+	}
+	for _, p := range parts[1:] {
+		if p.tag != parts[0].tag || p.meta != parts[0].meta {
+			return object{}, errChanged
+		}
+	}
+	return parts[0], nil
+}
+
+// readWhole reads an object with one request.
+func (t *Tier) readWhole(ctx context.Context, k kv.Key, name string, dst []byte) (o object, _ error) {
+	err := t.do(ctx, &request{kind: kindGet, name: name, bytes: int64(len(dst))}, func(a *upstream.Response) (err error) {
+		if a.Status != http.StatusOK {
+			return fmt.Errorf("%w: status %d", errAnswer, a.Status)
+		}
+		if o, err = objectOf(a); err != nil {
+			return err
+		}
+		if o.length != int64(len(dst)) {
+			return &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: o.length}}
+		}
+		return t.fill(a, dst)
+	})
+	return o, err
+}
+
+// Delete implements tier.Tier: a request for each key, many at once. In LMCache's layout
+// objects of another layout than ours stay.
+func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
+	return spread(ctx, t.o.Lookups, len(keys), func(ctx context.Context, i int) error {
+		name, ok := t.objectName(keys[i])
+		if !ok {
+			return nil
+		}
+		if t.o.Layout == LMCache { // others have a name for it, too
+			o, err := t.look(ctx, name)
+			if err != nil || t.known(keys[i], o.length, o.meta).Len == 0 && o.length > 0 {
+				return err
+			}
+		}
+		err := t.do(ctx, &request{kind: kindDelete, name: name}, nothing)
+		if status(err) == http.StatusNotFound && !hasCode(err, "NoSuchBucket") {
+			err = nil
+		}
+		return err
+	})
+}

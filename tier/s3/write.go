@@ -1,0 +1,198 @@
+package s3
+
+import (
+	"bytes"
+	"context"
+	"encoding/xml"
+	"errors"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/aws"
+	"github.com/kvasir-kv/kvasir/internal/upstream"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+const (
+	readOnlyFor = time.Minute      // nothing is written after a refusal
+	abortTime   = 10 * time.Second // of ending an upload that failed
+	uploadWidth = 4                // parts at once
+	maxParts    = 10_000           // of an upload
+	maxRaces    = 3                // with others who write or delete the same object
+)
+
+var (
+	errReadOnly = errors.New("the credentials may not write")
+	errBudget   = errors.New("the PUTs of this hour are used up")
+)
+
+// Write implements tier.Tier. What is there in the right length is left as it is; a HEAD
+// tells, which costs a tenth of a PUT. Of two servers that write one object at once the
+// first one stays, where the store knows If-None-Match.
+func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
+	if m.Len != int64(len(src)) || m.Len < 1 {
+		return fmt.Errorf("s3: write of %d bytes for %d", len(src), m.Len)
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	name, ok := t.objectName(k)
+	if !ok {
+		return fmt.Errorf("%w: LMCache has no name for it", tier.ErrNotKept)
+	}
+	if t.readOnly.on() {
+		t.bill.readOnly.Add(1)
+		return fmt.Errorf("%w: %w", tier.ErrNotKept, errReadOnly)
+	}
+	for range maxRaces {
+		was, err := t.look(ctx, name)
+		if err != nil || t.known(k, was.length, was.meta).Len == m.Len {
+			return err
+		}
+		err = t.put(ctx, name, label{k.Namespace, m.Sum, m.Len}, src, was.there)
+		switch {
+		case err == nil:
+			t.written.Add(m.Len)
+			return nil
+		case status(err) != http.StatusPreconditionFailed:
+			return t.refused(err)
+		}
+	}
+	return fmt.Errorf("%w: others write and delete it, or it is there and may not be seen", tier.ErrNotKept)
+}
+
+// refused says that the place does not take objects, where that is why it refused.
+func (t *Tier) refused(err error) error {
+	e, ok := errors.AsType[*Error](err)
+	switch {
+	case !ok:
+		return err
+	case e.Status == http.StatusConflict: // another one is writing it
+		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
+	case e.Code == "AccessDenied", e.Code == "AllAccessDisabled", e.Code == "MethodNotAllowed", e.Code == "AccountProblem":
+		t.readOnly.begin(readOnlyFor)
+		if t.said.now("write " + e.Code) {
+			t.log.Warn("S3 takes no objects: what it has is served, and nothing is added", "url", t.o.URL, "err", err)
+		}
+		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
+	case e.Status == http.StatusInsufficientStorage, e.Code == "QuotaExceeded", e.Code == "XMinioStorageFull", e.Code == "InvalidRequest", e.Code == "EntityTooLarge":
+		if t.said.now("write " + e.Code) {
+			t.log.Warn("S3 does not take an object", "url", t.o.URL, "err", err)
+		}
+		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
+	}
+	return err
+}
+
+// put writes an object: with one request, or in parts. Unless it replaces another one, the
+// error is one with status 412 where there is one meanwhile.
+func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replace bool) error {
+	requests := 1
+	part := t.o.Upload
+	if l.length > part {
+		part = max(part, (l.length-1)/maxParts+1)
+		requests = int((l.length-1)/part) + 1 + 2
+	}
+	if t.puts != nil && !t.puts.take(requests) {
+		t.bill.noBudget.Add(1)
+		if t.said.now("budget") {
+			t.log.Warn("the PUTs of this hour are used up: nothing is added to S3 for a while", "url", t.o.URL, "puts_per_hour", t.o.PutsPerHour)
+		}
+		return fmt.Errorf("%w: %w", tier.ErrNotKept, errBudget)
+	}
+	fields := []aws.Field{{Name: "content-type", Value: "application/octet-stream"}, {Name: metaField, Value: l.String()}}
+	var condition []aws.Field
+	if !replace && !t.o.Overwrite && !t.unconditional.Load() {
+		condition = []aws.Field{{Name: "if-none-match", Value: "*"}}
+	}
+	write := func(condition []aws.Field) error {
+		if l.length > t.o.Upload {
+			return t.upload(ctx, name, fields, condition, src, part)
+		}
+		return t.do(ctx, &request{kind: kindPut, name: name, fields: append(fields, condition...), body: src}, nothing)
+	}
+	err := write(condition)
+	if condition != nil && (status(err) == http.StatusNotImplemented || hasCode(err, "NotImplemented")) {
+		if !t.unconditional.Swap(true) {
+			t.log.Info("S3 does not know If-None-Match here: of two servers that write one object at once the last one stays", "url", t.o.URL)
+		}
+		err = write(nil)
+	}
+	return err
+}
+
+// upload writes an object in parts. What it has written goes again where that fails.
+func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.Field, src []byte, part int64) (err error) {
+	var begun struct {
+		UploadID string `xml:"UploadId"`
+	}
+	err = t.do(ctx, &request{kind: kindPost, name: name, query: "uploads=", fields: fields}, func(a *upstream.Response) error {
+		return document(a, "InitiateMultipartUploadResult", &begun)
+	})
+	if err == nil && begun.UploadID == "" {
+		err = fmt.Errorf("%w: an upload without a name", errAnswer)
+	}
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), abortTime)
+			defer cancel()
+			_ = t.do(ctx, &request{kind: kindDelete, name: name, query: aws.Query(map[string]string{"uploadId": begun.UploadID})}, nothing)
+		}
+	}()
+	size := int64(len(src))
+	tags := make([]string, (size-1)/part+1)
+	err = spread(ctx, uploadWidth, len(tags), func(ctx context.Context, i int) error {
+		r := request{kind: kindPut, name: name, body: src[int64(i)*part : min(size, int64(i+1)*part)], query: aws.Query(map[string]string{"partNumber": fmt.Sprint(i + 1), "uploadId": begun.UploadID})}
+		return t.do(ctx, &r, func(a *upstream.Response) error {
+			if tags[i] = a.Field("Etag"); tags[i] == "" {
+				return fmt.Errorf("%w: a part without an ETag", errAnswer)
+			}
+			return nothing(a)
+		})
+	})
+	if err != nil {
+		return err
+	}
+	var list bytes.Buffer
+	list.WriteString("<CompleteMultipartUpload>")
+	for i, tag := range tags {
+		fmt.Fprintf(&list, "<Part><PartNumber>%d</PartNumber><ETag>", i+1)
+		_ = xml.EscapeText(&list, []byte(tag)) // a Buffer takes all
+		list.WriteString("</ETag></Part>")
+	}
+	list.WriteString("</CompleteMultipartUpload>")
+	r := request{kind: kindPost, name: name, query: aws.Query(map[string]string{"uploadId": begun.UploadID}), fields: condition, body: list.Bytes()}
+	return t.do(ctx, &r, func(a *upstream.Response) error {
+		return document(a, "CompleteMultipartUploadResult", &struct{}{}) // it may begin as a success and be none
+	})
+}
+
+// document reads an answer that is an XML document of one kind, or an error in spite of
+// its status.
+func document(a *upstream.Response, root string, into any) error {
+	body, err := a.ReadAll(maxDocument)
+	if err != nil {
+		return fmt.Errorf("s3: read: %w", err)
+	}
+	var name struct{ XMLName xml.Name }
+	if err := xml.Unmarshal(body, &name); err != nil {
+		return fmt.Errorf("%w: %w", errAnswer, err)
+	}
+	if name.XMLName.Local == "Error" {
+		e := &Error{Status: http.StatusInternalServerError, Kind: root}
+		e.read(body)
+		return e
+	}
+	if name.XMLName.Local != root {
+		return fmt.Errorf("%w: %.60q where %s was asked for", errAnswer, name.XMLName.Local, root)
+	}
+	if err := xml.Unmarshal(body, into); err != nil {
+		return fmt.Errorf("%w: %w", errAnswer, err)
+	}
+	return nil
+}

@@ -1,0 +1,138 @@
+// Package tier is what lies below the pool: places where objects are kept that are slower
+// than memory, and larger. The store reads them into the pool when a lookup wants them.
+//
+// A Tier keeps bytes under names and decides nothing: which objects go there, and when,
+// is the store's business. tiertest.Run says what every Tier must do.
+package tier
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Meta is what a Tier knows of an object without reading it.
+type Meta struct {
+	Len   int64  // bytes; an object has at least one
+	Sum   uint64 // xxh3 of the bytes, as the store gave it; the store compares it after Read
+	NoSum bool   // the place has no checksum of it, because somebody else put it there
+}
+
+// Page is what padding rounds lengths up to, bytes.
+const Page = 4096
+
+// Padded returns n rounded up to whole pages.
+func Padded(n int64) int64 { return (n + Page - 1) &^ (Page - 1) }
+
+// Fits reports whether an object of n bytes can be what Meta speaks of. What somebody
+// else put there may be padded.
+func (m Meta) Fits(n int64) bool { return m.Len == n || m.NoSum && m.Len == Padded(n) }
+
+// Tier is one place below the pool. Its methods are safe for concurrent use, and end soon
+// after their context.
+type Tier interface {
+	// Stat sets metas[i] to what is known of keys[i], and to zero where it is not there.
+	// It is one call to the place, however many keys there are.
+	Stat(ctx context.Context, keys []kv.Key, metas []Meta) error
+
+	// Read fills dst, which is as long as the object, and returns what the place knows of
+	// it. It never writes to dst after it has returned, also when the context ended: dst
+	// is memory that somebody else is given then. Errors: ErrMissing, *CorruptError where
+	// the object is not as long as dst. With an error the bytes of dst mean nothing.
+	Read(ctx context.Context, k kv.Key, dst []byte) (Meta, error)
+
+	// Write keeps src under k; others see all of it or nothing. What is there already need
+	// not be written again. Write does not look at src after it has returned. Errors:
+	// ErrNotKept, with a reason, where the place does not take the object now; ErrResting
+	// where it is to be offered again.
+	Write(ctx context.Context, k kv.Key, m Meta, src []byte) error
+
+	// Delete forgets objects. That one is not there is no error.
+	Delete(ctx context.Context, keys []kv.Key) error
+
+	// Close ends the use of the place. Nothing is called afterwards.
+	Close() error
+}
+
+// Summing is a Tier that computes the xxh3 of what it reads on the way, which is cheaper than in a second pass.
+type Summing interface {
+	// ReadSummed is Read, and returns the xxh3 of the bytes in dst too.
+	ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta, sum uint64, err error)
+}
+
+// ReadSummed reads an object and returns the xxh3 of its bytes.
+func ReadSummed(ctx context.Context, t Tier, k kv.Key, dst []byte) (m Meta, sum uint64, err error) {
+	if s, ok := t.(Summing); ok {
+		return s.ReadSummed(ctx, k, dst)
+	}
+	if m, err = t.Read(ctx, k, dst); err == nil {
+		sum = xxh3.Hash(dst)
+	}
+	return m, sum, err
+}
+
+// Lister is a Tier that can say what it holds.
+type Lister interface {
+	// List calls f for each object until it answers false. What is written or deleted
+	// meanwhile may be named or not.
+	List(ctx context.Context, f func(kv.Key, Meta) bool) error
+}
+
+// Space is what a place takes, and what it may take.
+type Space struct {
+	Objects int64 // kept
+	Used    int64 // bytes that they take there
+	Limit   int64 // bytes that they may take; 0 for no limit
+	Free    int64 // bytes free in its file system; -1 where that is not known
+	Written int64 // bytes written since the start, padding and books included
+}
+
+// Sized is a Tier that knows its Space. Space is asked for often and does not wait for the
+// place.
+type Sized interface{ Space() Space }
+
+var (
+	// ErrMissing means that an object is not there.
+	ErrMissing = errors.New("tier: no such object")
+
+	// ErrNotKept means that a place did not take an object: it is full, has its budget
+	// written, or does not keep what comes for the first time. It is no failure.
+	ErrNotKept = errors.New("tier: not kept")
+
+	// ErrResting means that a place is left alone after failures, or is not there now; it
+	// may be asked again later.
+	ErrResting = errors.New("tier: it rests")
+)
+
+// Error says which tier an error is of.
+type Error struct {
+	Tier string
+	Err  error
+}
+
+func (e *Error) Error() string { return "tier " + e.Tier + ": " + e.Err.Error() }
+
+// Unwrap returns the tier's error.
+func (e *Error) Unwrap() error { return e.Err }
+
+// NameOf returns which tier an error is of, empty where it does not say.
+func NameOf(err error) string {
+	if e, ok := errors.AsType[*Error](err); ok {
+		return e.Tier
+	}
+	return ""
+}
+
+// CorruptError means that an object is there and is not what it was.
+type CorruptError struct {
+	Key       kv.Key
+	Want, Got Meta
+}
+
+func (e *CorruptError) Error() string {
+	return fmt.Sprintf("tier: %s has %d bytes and checksum %x, want %d and %x", e.Key, e.Got.Len, e.Got.Sum, e.Want.Len, e.Want.Sum)
+}

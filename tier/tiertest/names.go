@@ -1,0 +1,58 @@
+package tiertest
+
+import (
+	"context"
+	"sync"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Names returns the models and salts of the namespaces that Run uses.
+func Names() *tier.Names {
+	n := tier.NewNames()
+	other := Key(0).Namespace
+	other[15]++
+	n.Add(Key(0).Namespace, "org/model", nil)
+	n.Add(other, "org/model", []byte("tenant"))
+	return n
+}
+
+// WithSums returns x with the checksums of what was written through it, for a layout that has no
+// place for them: Run compares them.
+func WithSums(x tier.Tier) tier.Tier { return &summed{Tier: x, sums: map[kv.Key]uint64{}} }
+
+type summed struct {
+	tier.Tier
+	mu   sync.Mutex
+	sums map[kv.Key]uint64
+}
+
+func (s *summed) fill(k kv.Key, m *tier.Meta) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if m.NoSum {
+		*m = tier.Meta{Len: m.Len, Sum: s.sums[k]}
+	}
+}
+
+func (s *summed) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
+	err := s.Tier.Stat(ctx, keys, metas)
+	for i, k := range keys {
+		s.fill(k, &metas[i])
+	}
+	return err
+}
+
+func (s *summed) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	m, err := s.Tier.Read(ctx, k, dst)
+	s.fill(k, &m)
+	return m, err
+}
+
+func (s *summed) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
+	s.mu.Lock()
+	s.sums[k] = m.Sum
+	s.mu.Unlock()
+	return s.Tier.Write(ctx, k, m, src)
+}

@@ -1,0 +1,106 @@
+package workers
+
+import (
+	"os"
+	"slices"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+)
+
+// maxTries is how often the process of one worker is looked for.
+const maxTries = 3
+
+// FindProcesses finds who has the connections open over which workers registered, and
+// reports whether any was found. One goroutine calls it and FindMappings. Looking reads
+// all of /proc, so it looks for a twentieth of the time at most.
+func (r *Registry) FindProcesses(now time.Time) bool {
+	if now.Before(r.nextSearch) {
+		return false
+	}
+	byUser := map[int][]*Worker{}
+	for _, in := range r.List() {
+		if in.By.User && in.Socket != 0 && in.Process.Load() == nil && in.Search.Tries < maxTries && (in.Lent == nil || !in.Lent.Owned()) {
+			in.Search.Tries++
+			byUser[in.By.UID] = append(byUser[in.By.UID], in)
+		}
+	}
+	began, found := time.Now(), false
+	for uid, list := range byUser {
+		sockets := make(map[uint64]bool, len(list))
+		for _, in := range list {
+			sockets[in.Socket] = true
+		}
+		owners := peercred.Owners(uid, sockets)
+		for _, in := range list {
+			if p, ok := owners[in.Socket]; ok {
+				in.Process.Store(&p)
+				found = true
+			}
+		}
+	}
+	r.nextSearch = now.Add(20 * time.Since(began))
+	return found
+}
+
+// maxLooks is how often a worker's process is looked at for the pool.
+const maxLooks = 20
+
+// FindMappings notes which workers' processes map the pool, a segment of that name and
+// inode. A worker that copies itself does so soon after its registration.
+func (r *Registry) FindMappings(pool string, inode uint64) {
+	for _, in := range r.List() {
+		p := in.Process.Load()
+		if p == nil || in.Search.MapsPool || in.Lent != nil || in.Search.Looks >= maxLooks || in.Side() == Pickle {
+			continue
+		}
+		in.Search.Looks++
+		files, _ := peercred.Mapped(p.PID, pool)
+		in.Search.MapsPool = files[pool] == inode && !p.Gone()
+	}
+}
+
+// Ending is a worker and the process whose end proves its own.
+type Ending struct {
+	*Worker
+	Process peercred.Process
+}
+
+// Ended returns the workers whose process is proved to have ended, in the order of
+// their registrations.
+func (r *Registry) Ended() (ended []Ending) {
+	known := map[peercred.Process]bool{} // many workers may be of one process
+	gone := func(p peercred.Process) bool {
+		is, ok := known[p]
+		if !ok {
+			is = p.Gone()
+			known[p] = is
+		}
+		return is
+	}
+	for _, w := range r.List() {
+		if p, ok := w.Ended(gone); ok {
+			ended = append(ended, Ending{w, p})
+		}
+	}
+	return ended
+}
+
+// LeftAlone reports whether it is proved that nobody touches any more what a dead
+// worker was told of: the process that ended was the one that mapped the pool, and
+// those that map it now are registered workers, or this process. One that inherited
+// the mapping, or whose owner only forwards, is not left alone.
+func (r *Registry) LeftAlone(w *Worker, pool string, inode uint64) bool {
+	p := w.Process.Load()
+	if p == nil || !w.Search.MapsPool || !p.Gone() {
+		return false
+	}
+	known := map[int]bool{os.Getpid(): true}
+	for _, other := range r.List() {
+		if q := other.Process.Load(); q != nil && !q.Gone() {
+			known[q.PID] = true
+		}
+	}
+	pids, whole := peercred.Mappers(pool, inode, *p)
+	return whole && !slices.ContainsFunc(pids, func(pid int) bool { return !known[pid] })
+}

@@ -1,0 +1,76 @@
+package workload
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"time"
+)
+
+// Arrivals say when requests arrive, as vllm bench serve does it.
+type Arrivals struct {
+	Rate       float64 // requests per second; +Inf: all at once
+	Burstiness float64 // as of Arrive; +Inf: equal gaps
+	Seed       uint64
+
+	// RampUp changes the rate from Start to End over the requests, linear or exponential;
+	// empty: the rate is Rate.
+	RampUp     string
+	Start, End float64
+}
+
+// rate is the rate at which request i of n arrives.
+func (a *Arrivals) rate(i, n int) float64 {
+	done := float64(i) / float64(max(n-1, 1))
+	switch a.RampUp {
+	case "linear":
+		return a.Start + (a.End-a.Start)*done
+	case "exponential":
+		return a.Start * math.Pow(a.End/a.Start, done)
+	}
+	return a.Rate
+}
+
+// Schedule sets the arrivals of requests. Each gap, the one before the first request
+// included, is drawn from a gamma distribution with the mean of the rate then. Without a ramp
+// the gaps are scaled so that the last request arrives when the rate says, and not one or
+// two per cent beside it.
+func Schedule(requests []Request, a Arrivals) error {
+	switch a.RampUp {
+	case "":
+		if !(a.Rate > 0) {
+			return fmt.Errorf("workload: %v requests per second", a.Rate)
+		}
+	case "linear", "exponential":
+		if !(a.Start > 0) || !(a.End > 0) || math.IsInf(a.Start+a.End, 0) {
+			return fmt.Errorf("workload: a ramp from %v to %v requests per second", a.Start, a.End)
+		}
+	default:
+		return fmt.Errorf("workload: no ramp %q, want linear or exponential", a.RampUp)
+	}
+	if !(a.Burstiness > 0) {
+		return fmt.Errorf("workload: burstiness %v", a.Burstiness)
+	}
+	rnd := rand.New(rand.NewPCG(a.Seed, 5))
+	at := make([]float64, len(requests))
+	last := 0.0
+	for i := range at {
+		gap := 1 / a.rate(i, len(at)) // of an infinite rate 0
+		if !math.IsInf(a.Burstiness, 1) {
+			gap *= gamma(rnd, a.Burstiness) / a.Burstiness
+		}
+		last += gap
+		at[i] = last
+	}
+	scale := 1.0
+	if a.RampUp == "" && last > 0 {
+		scale = float64(len(at)) / a.Rate / last
+	}
+	if !(last*scale < float64(math.MaxInt64)/1e9) {
+		return fmt.Errorf("workload: the last request would arrive after %.3g s", last*scale)
+	}
+	for i := range requests {
+		requests[i].Arrival = time.Duration(at[i] * scale * float64(time.Second))
+	}
+	return nil
+}

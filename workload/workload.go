@@ -1,0 +1,168 @@
+// Package workload has requests to play: conversations, random prompts, and traces of real
+// services in the formats that people publish them in.
+//
+// A workload is decided by its seed alone, so that two tools, or two runs, play the same. A
+// request knows its prompt as prefix blocks and makes the tokens when asked: an hour of
+// production with 145 million tokens fits in memory.
+package workload
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"time"
+)
+
+// Vocabulary is the range of generated tokens, 0 to Vocabulary-1: a common size.
+const Vocabulary = 151936
+
+// Request is one request of a workload.
+type Request struct {
+	Arrival time.Duration // from the start
+	Input   int           // prompt tokens
+	Output  int           // tokens to generate; 0: not said
+
+	// Blocks names the prompt's blocks of BlockTokens tokens: equal names are equal tokens
+	// after equal prefixes. The last block may be partial.
+	Blocks      []int64
+	BlockTokens int
+
+	// Conversation counts the chat that the request belongs to, Turn its place there, both from
+	// 0. Requests that stand alone have a conversation each.
+	Conversation, Turn int
+
+	// Text is the prompt where the source has text and no tokens; Blocks is then empty, and
+	// Input an estimate.
+	Text string
+}
+
+// Tokens makes the prompt.
+func (r *Request) Tokens() []uint32 {
+	out := make([]uint32, 0, r.Input)
+	for _, id := range r.Blocks {
+		rnd := rand.New(rand.NewPCG(uint64(id), 2))
+		for range min(r.BlockTokens, r.Input-len(out)) {
+			out = append(out, rnd.Uint32N(Vocabulary))
+		}
+	}
+	return out
+}
+
+// Random makes n requests of unrelated prompts whose lengths spread evenly by the fraction
+// spread (0 to 1) around input and output tokens.
+func Random(n, input, output int, spread float64, seed uint64) ([]Request, error) {
+	if n < 1 || input < 1 || output < 0 || spread < 0 || spread > 1 || input > maxInputTokens || n > maxRequests {
+		return nil, fmt.Errorf("workload: %d requests of %d prompt tokens and %d to generate, spread %v: 1 to %d requests, 1 to %d prompt tokens, 0 or more, 0 to 1 are possible",
+			n, input, output, spread, maxRequests, maxInputTokens)
+	}
+	rnd := rand.New(rand.NewPCG(seed, 3))
+	around := func(mean int) int {
+		d := int(float64(mean) * spread)
+		return max(1, mean-d+rnd.IntN(2*d+1))
+	}
+	out := make([]Request, n)
+	for i := range out {
+		r := &out[i]
+		r.Input, r.Conversation, r.BlockTokens = around(input), i, maxInputTokens
+		if output > 0 {
+			r.Output = around(output)
+		}
+		r.Blocks = []int64{int64(rnd.Uint64() >> 1)}
+	}
+	return out, nil
+}
+
+// ChatOptions shape conversations. A zero field means its default.
+type ChatOptions struct {
+	Seed    uint64
+	Open    int // conversations at a time; default 12
+	Systems int // system prompts that conversations begin with; default 3
+	Turns   int // most turns of a conversation; default 8
+}
+
+// chatBlock is the prefix block of made conversations.
+const chatBlock = 512
+
+// Chats makes n requests of conversations: each begins with one of a few system prompts, and
+// each turn sends the conversation so far and a new part. Turns of open conversations
+// interleave.
+func Chats(n int, o ChatOptions) []Request {
+	open, systems, turns := o.Open, o.Systems, o.Turns
+	if open < 1 {
+		open = 12
+	}
+	if systems < 1 {
+		systems = 3
+	}
+	if turns < 1 {
+		turns = 8
+	}
+	rnd := rand.New(rand.NewPCG(o.Seed, 1))
+	type chat struct {
+		blocks   []int64
+		id, turn int
+	}
+	chats := make([]chat, open)
+	next, id := int64(0), 0
+	out := make([]Request, 0, max(n, 0))
+	for len(out) < n {
+		c := &chats[rnd.IntN(open)]
+		if c.turn == 0 || c.turn >= turns || len(c.blocks) > 16 {
+			system := int64(rnd.IntN(systems))
+			*c = chat{blocks: []int64{system, system + 1000003, system + 2000003}, id: id}
+			id++
+		}
+		for range 1 + rnd.IntN(3) {
+			next++
+			c.blocks = append(c.blocks, 5000000+next)
+		}
+		out = append(out, Request{
+			Arrival: time.Duration(len(out)) * time.Millisecond, Input: len(c.blocks)*chatBlock - rnd.IntN(chatBlock/2),
+			Output: 16 + rnd.IntN(112), Blocks: slices.Clone(c.blocks), BlockTokens: chatBlock, Conversation: c.id, Turn: c.turn,
+		})
+		c.turn++
+	}
+	return out
+}
+
+// Arrive sets the arrivals of requests to a process of rate requests per second: with
+// burstiness 1 a Poisson process, below 1 in bursts, above 1 more even (the gaps follow a
+// gamma distribution, as in vllm bench serve). An infinite rate sends all at once.
+func Arrive(requests []Request, rate, burstiness float64, seed uint64) error {
+	if !(rate > 0) || !(burstiness > 0) {
+		return fmt.Errorf("workload: %v requests per second, burstiness %v: both must be above 0", rate, burstiness)
+	}
+	rnd := rand.New(rand.NewPCG(seed, 4))
+	at := 0.0
+	for i := range requests {
+		if math.IsInf(rate, 1) {
+			requests[i].Arrival = 0
+			continue
+		}
+		at += gamma(rnd, burstiness) / (burstiness * rate)
+		requests[i].Arrival = time.Duration(at * float64(time.Second))
+	}
+	return nil
+}
+
+// gamma draws from the gamma distribution of a shape above 0 and scale 1. Source: Marsaglia
+// and Tsang, A Simple Method for Generating Gamma Variables, 2000.
+func gamma(rnd *rand.Rand, shape float64) float64 {
+	if shape < 1 {
+		return gamma(rnd, shape+1) * math.Pow(1-rnd.Float64(), 1/shape)
+	}
+	d := shape - 1.0/3
+	c := 1 / math.Sqrt(9*d)
+	for {
+		x := rnd.NormFloat64()
+		v := 1 + c*x
+		if v <= 0 {
+			continue
+		}
+		v = v * v * v
+		if math.Log(1-rnd.Float64()) < x*x/2+d-d*v+d*math.Log(v) {
+			return d * v
+		}
+	}
+}

@@ -1,0 +1,13 @@
+package zmtp
+
+import (
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+)
+
+func TestOptionsValidate(t *testing.T) {
+	optionstest.CheckNumbers[RouterOptions](t)
+	optionstest.CheckNumbers[DealerOptions](t)
+	optionstest.CheckNumbers[PubOptions](t)
+}

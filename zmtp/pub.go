@@ -1,0 +1,180 @@
+package zmtp
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// PubOptions configures a Pub. A zero field means its default, which is RouterOptions'
+// where the name is the same and nothing else is said.
+type PubOptions struct {
+	MaxPeers         int   // default 1024
+	SendQueueBytes   int   // per subscriber: what passes it is dropped for that one and counted
+	MaxUnsentBytes   int64 // of all subscribers' queues; default 1 GiB
+	MaxSubscriptions int   // of one subscriber, which is closed above it; default 1024
+	MaxPrefixBytes   int   // of one prefix; default 4 KiB
+
+	HandshakeTimeout  time.Duration
+	WriteTimeout      time.Duration
+	HeartbeatInterval time.Duration
+	HeartbeatTimeout  time.Duration
+
+	Identify func(net.Conn) any
+	Share    func(who any) string
+
+	// OnSubscribe is called on p's reading goroutine when p begins or ends a subscription
+	// that it did not have, or had. prefix is valid until it returns.
+	OnSubscribe func(p *Peer, prefix []byte, on bool)
+
+	Log *slog.Logger // nil discards
+}
+
+// Pub is a PUB socket: it listens as a Router does, and sends each message to those
+// who subscribed to a prefix of its first frame. Its methods are safe for concurrent use.
+//
+// Publish waits for nobody. A subscriber that does not keep up loses messages, whole ones,
+// and one that reads nothing for WriteTimeout is closed: both are counted.
+type Pub struct {
+	r       *Router
+	o       PubOptions
+	dropped atomic.Uint64
+
+	order sync.Mutex // held while one message is sent: all subscribers see one order
+	mu    struct {   // a leaf
+		sync.Mutex
+		of map[*Peer][][]byte // sorted prefixes
+	}
+}
+
+// NewPub returns a Pub that does not listen yet.
+func NewPub(o PubOptions) *Pub {
+	o.MaxPeers = cmp.Or(o.MaxPeers, 1024)
+	o.MaxUnsentBytes = cmp.Or(o.MaxUnsentBytes, 1<<30)
+	o.MaxSubscriptions = cmp.Or(o.MaxSubscriptions, 1024)
+	o.MaxPrefixBytes = cmp.Or(o.MaxPrefixBytes, 4<<10)
+	p := &Pub{o: o}
+	p.mu.of = make(map[*Peer][][]byte)
+	p.r = NewRouter(p.deliver, RouterOptions{
+		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, // subscriptions are all that is read
+		MaxPeers: o.MaxPeers, SendQueueBytes: o.SendQueueBytes, MaxUnsentBytes: o.MaxUnsentBytes, MaxReceiveBytes: 64 << 20,
+		HandshakeTimeout: o.HandshakeTimeout, WriteTimeout: o.WriteTimeout,
+		HeartbeatInterval: o.HeartbeatInterval, HeartbeatTimeout: o.HeartbeatTimeout,
+		Identify: o.Identify, Share: o.Share, OnDisconnect: p.departed, Log: o.Log,
+	})
+	p.r.role.own, p.r.role.subscribe = typePub, p.subscribe
+	return p
+}
+
+// Listen binds endpoint, as Router.Listen does.
+func (p *Pub) Listen(ctx context.Context, endpoint string) (net.Addr, error) {
+	return p.r.Listen(ctx, endpoint)
+}
+
+// deliver reads a subscription in ZMTP 3.0's form: a message whose first byte is 1, or 0 for its end.
+// What else subscribers send is not for a PUB.
+func (p *Pub) deliver(peer *Peer, m Message) {
+	if len(m) != 1 || len(m[0]) == 0 || m[0][0] > 1 {
+		return
+	}
+	if err := p.subscribe(peer, m[0][1:], m[0][0] == 1); err != nil {
+		peer.fail(err)
+	}
+}
+
+// subscribe begins or ends a subscription. One that is there already, or is not, changes nothing.
+func (p *Pub) subscribe(peer *Peer, prefix []byte, on bool) error {
+	changed, err := p.change(peer, prefix, on)
+	if changed && p.o.OnSubscribe != nil {
+		p.o.OnSubscribe(peer, prefix, on)
+	}
+	return err
+}
+
+func (p *Pub) change(peer *Peer, prefix []byte, on bool) (changed bool, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	list := p.mu.of[peer]
+	i, there := slices.BinarySearchFunc(list, prefix, bytes.Compare)
+	switch {
+	case there == on:
+		return false, nil
+	case !on:
+		p.mu.of[peer] = slices.Delete(list, i, i+1)
+		return true, nil
+	case len(prefix) > p.o.MaxPrefixBytes:
+		return false, fmt.Errorf("%w: a subscription of %d bytes", errTooLarge, len(prefix))
+	case len(list) >= p.o.MaxSubscriptions:
+		return false, fmt.Errorf("%w: more than %d subscriptions", errTooLarge, len(list))
+	}
+	p.mu.of[peer] = slices.Insert(list, i, bytes.Clone(prefix))
+	return true, nil
+}
+
+func (p *Pub) departed(peer *Peer, _ error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.mu.of, peer)
+}
+
+// Publish sends one message to all who subscribed to a prefix of its first frame, and
+// returns how many took it. The caller never writes to the frames again.
+func (p *Pub) Publish(frames ...[]byte) (sent int) {
+	if len(frames) == 0 {
+		return 0
+	}
+	p.order.Lock()
+	defer p.order.Unlock()
+	for _, peer := range p.interested(frames[0]) {
+		switch err := peer.SendOwned(frames...); {
+		case err == nil:
+			sent++
+		case errors.Is(err, ErrQueueFull):
+			p.dropped.Add(1)
+		}
+	}
+	return sent
+}
+
+func (p *Pub) interested(topic []byte) (peers []*Peer) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for peer, list := range p.mu.of {
+		if slices.ContainsFunc(list, func(prefix []byte) bool { return bytes.HasPrefix(topic, prefix) }) {
+			peers = append(peers, peer)
+		}
+	}
+	return peers
+}
+
+// Subscribers returns how many connections have a subscription.
+func (p *Pub) Subscribers() (n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, list := range p.mu.of {
+		if len(list) > 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// Dropped returns how many times a message was dropped for a subscriber that did not keep up.
+func (p *Pub) Dropped() uint64 { return p.dropped.Load() }
+
+// Stats returns the counts since NewPub.
+func (p *Pub) Stats() Stats { return p.r.Stats() }
+
+// Shutdown sends what is queued, then closes, as Router.Shutdown does.
+func (p *Pub) Shutdown(ctx context.Context) error { return p.r.Shutdown(ctx) }
+
+// Close drops the subscribers and returns after the last goroutine. OnSubscribe must not call it.
+func (p *Pub) Close() error { return p.r.Close() }
