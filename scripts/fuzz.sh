@@ -12,5 +12,6 @@ n=$(echo "$picked" | wc -l)
 each=$((total / n > 0 ? total / n : 1))
 echo "$picked" | while read -r pkg name; do
 	echo "fuzz $pkg $name for ${each}s"
-	go test -run '^$' -fuzz "^$name\$" -fuzztime "${each}s" -fuzzminimizetime 20x "./$pkg" | tail -1
+	out=$(go test -run '^$' -fuzz "^$name\$" -fuzztime "${each}s" -fuzzminimizetime 20x "./$pkg" 2>&1) || { echo "$out"; exit 1; }
+	echo "$out" | tail -1
 done

@@ -29,9 +29,12 @@ var ErrAnswer = errors.New("upstream: not an HTTP answer")
 
 // Limits of an answer.
 const (
-	maxHead   = 64 << 10 // bytes
-	maxFields = 256
-	bufBytes  = 8 << 10 // of a connection
+	maxHead      = 64 << 10 // bytes
+	maxChunkLine = 4 << 10  // bytes, as in net/http
+	maxTrailer   = 4 << 10  // bytes, as in net/http
+	maxExcess    = 16 << 10 // bytes of chunk sizes beyond 16 of each chunk and twice its data, as in net/http
+	maxFields    = 256
+	bufBytes     = 8 << 10 // of a connection
 )
 
 // Options configures a Client. A zero field means its default.
@@ -316,6 +319,12 @@ type Field struct{ Name, Value string }
 
 // line reads a line without its end; it is valid until the next read.
 func (n *Conn) line(left *int) ([]byte, error) {
+	b, err := n.rawLine(left)
+	return bytes.TrimSuffix(bytes.TrimSuffix(b, []byte("\n")), []byte("\r")), err
+}
+
+// rawLine is line with what ends the line.
+func (n *Conn) rawLine(left *int) ([]byte, error) {
 	b, err := n.br.ReadSlice('\n')
 	if errors.Is(err, bufio.ErrBufferFull) {
 		long := bytes.Clone(b)
@@ -326,7 +335,7 @@ func (n *Conn) line(left *int) ([]byte, error) {
 		b = long
 	}
 	if *left -= len(b); *left < 0 {
-		return nil, fmt.Errorf("%w: a head of more than %d bytes", ErrAnswer, maxHead)
+		return nil, fmt.Errorf("%w: a head or trailer is too long", ErrAnswer)
 	}
 	if err != nil {
 		if errors.Is(err, io.EOF) {
@@ -334,6 +343,5 @@ func (n *Conn) line(left *int) ([]byte, error) {
 		}
 		return nil, err
 	}
-	b = b[:len(b)-1]
-	return bytes.TrimSuffix(b, []byte("\r")), nil
+	return b, nil
 }

@@ -202,6 +202,13 @@ func TestBadAnswers(t *testing.T) {
 		"HTTP/1.1 200 OK\r\n folded: x\r\n\r\n", "HTTP/1.1 200 OK\r\nno colon\r\n\r\n", "HTTP/1.1 200 OK\r\nA : b\r\n\r\n", "HTTP/1.1 200 OK\r\nA: b\x00\r\n\r\n",
 		"HTTP/1.1 200 OK\r\n" + strings.Repeat("A: b\r\n", 1000) + "\r\n", "HTTP/1.1 200 OK\r\nA: " + strings.Repeat("b", 100<<10) + "\r\n\r\n",
 		strings.Repeat("HTTP/1.1 100 x\r\n\r\n", 100),
+		"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: Content-Length\r\n\r\n0\r\n\r\n",
+	}
+	for _, body := range []string{"1\na\r\n0\r\n\r\n", "1\r\na\n0\r\n\r\n", "1;\rx\r\na\r\n0\r\n\r\n", " 1\r\na\r\n0\r\n\r\n", "00000000000000001\r\na\r\n0\r\n\r\n", strings.Repeat("1;"+strings.Repeat("x", 1<<10)+"\r\na\r\n", 20) + "0\r\n\r\n"} {
+		bad = append(bad, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"+body)
+	}
+	for _, trailer := range []string{"no colon\r\n\r\n", "A : b\r\n\r\n", " folded: x\r\n\r\n", "A: b\n\r\n", "A: b\r\n\n", "A: b\x00\r\n\r\n", "A: " + strings.Repeat("b", 8<<10) + "\r\n\r\n"} {
+		bad = append(bad, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"+trailer)
 	}
 	c := raw(t, bad...)
 	for _, text := range bad {
@@ -363,6 +370,8 @@ func FuzzAnswer(f *testing.F) {
 	f.Add([]byte(chunked))
 	f.Add([]byte("HTTP/1.1 200 OK\r\n\r\nto the end"))
 	f.Add([]byte("HTTP/1.0 200\nConnection: close\n\nx"))
+	f.Add([]byte(strings.TrimSuffix(chunked, "\r\n") + "no field\r\n\r\n"))
+	f.Add([]byte("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: Sum\r\n\r\n1\r\nx\r\n0\r\nSum: 1\r\n\r\n"))
 	f.Fuzz(func(t *testing.T, text []byte) {
 		a, got, err := read(text)
 		if err != nil {

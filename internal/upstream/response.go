@@ -26,6 +26,7 @@ type Response struct {
 	close   bool  // the connection cannot be used again
 	lent    int   // bytes of the reader that the caller looks at
 	started bool  // a chunk was read
+	excess  int64 // bytes of chunk sizes beyond what is usual for their data
 }
 
 // Field returns the first value of a name in canonical form; "" for none.
@@ -76,12 +77,19 @@ func (n *Conn) oneHead() (*Response, error) {
 		if len(line) == 0 {
 			return r, nil
 		}
-		name, value, ok := bytes.Cut(line, []byte(":"))
-		if !ok || !isToken(name) || len(r.Fields) == maxFields || bytes.ContainsFunc(value, func(c rune) bool { return c < ' ' && c != '\t' || c == 0x7f }) {
+		name, value, ok := cutField(line)
+		if !ok || len(r.Fields) == maxFields {
 			return nil, fmt.Errorf("%w: %.60q", ErrAnswer, line)
 		}
 		r.Fields = append(r.Fields, Field{canonical(name), string(bytes.Trim(value, " \t"))})
 	}
+}
+
+// cutField returns the parts of a field's line, and whether it is one (RFC 9112, 5).
+func cutField(line []byte) (name, value []byte, ok bool) {
+	name, value, ok = bytes.Cut(line, []byte(":"))
+	ok = ok && isToken(name) && !bytes.ContainsFunc(value, func(c rune) bool { return c < ' ' && c != '\t' || c == 0x7f })
+	return name, value, ok
 }
 
 func isToken(b []byte) bool {
@@ -129,6 +137,13 @@ func (r *Response) frame(method string) error {
 				return fmt.Errorf("%w: Transfer-Encoding %.30q", ErrAnswer, f.Value)
 			}
 			r.chunked = true
+		case "Trailer":
+			for name := range strings.SplitSeq(f.Value, ",") {
+				switch textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)) {
+				case "Content-Length", "Transfer-Encoding", "Trailer": // would move the body's end
+					return fmt.Errorf("%w: Trailer %.60q", ErrAnswer, f.Value)
+				}
+			}
 		case "Connection":
 			for token := range strings.SplitSeq(f.Value, ",") {
 				r.close = r.close || strings.EqualFold(strings.TrimSpace(token), "close")
@@ -258,35 +273,57 @@ func (r *Response) read(p []byte) (int, error) {
 }
 
 // chunk reads to the first byte of the next chunk; io.EOF after the last one and the trailer.
+// It is as strict as net/http (RFC 9112, 7.1): lines end with CRLF and have no other CR, and
+// sizes and extensions together are not much longer than the data.
 func (r *Response) chunk() error {
-	left := maxHead
+	left := maxChunkLine
 	if r.started {
-		if line, err := r.n.line(&left); err != nil {
+		if line, err := r.n.rawLine(&left); err != nil {
 			return err
-		} else if len(line) > 0 {
+		} else if string(line) != "\r\n" {
 			return fmt.Errorf("%w: a chunk is longer than it says", ErrAnswer)
 		}
 	}
 	r.started = true
-	line, err := r.n.line(&left)
+	line, err := r.n.rawLine(&left)
 	if err != nil {
 		return err
 	}
-	size, _, _ := bytes.Cut(line, []byte(";"))
-	n, err := strconv.ParseUint(string(bytes.TrimSpace(size)), 16, 62)
-	if err != nil || len(size) == 0 || size[0] == '+' {
+	if bytes.IndexByte(line, '\r') != len(line)-2 {
 		return fmt.Errorf("%w: chunk size %.30q", ErrAnswer, line)
+	}
+	size, _, _ := bytes.Cut(bytes.TrimRight(line[:len(line)-2], " \t"), []byte(";"))
+	n, err := strconv.ParseUint(string(size), 16, 62)
+	if err != nil || len(size) > 16 {
+		return fmt.Errorf("%w: chunk size %.30q", ErrAnswer, line)
+	}
+	if r.excess = max(r.excess+int64(len(line)-16)-2*int64(min(n, maxExcess)), 0); r.excess > maxExcess {
+		return fmt.Errorf("%w: chunks of more sizes than data", ErrAnswer)
 	}
 	if r.left = int64(n); n > 0 {
 		return nil
 	}
+	return r.trailer()
+}
+
+// trailer reads the fields behind the last chunk, which nobody here uses; io.EOF at their
+// end. It takes what net/http takes: lines that end with CRLF, maxTrailer bytes in all.
+func (r *Response) trailer() error {
+	left := maxTrailer
 	for {
-		line, err := r.n.line(&left)
+		line, err := r.n.rawLine(&left)
 		if err != nil {
 			return err
 		}
-		if len(line) == 0 {
+		field, ok := bytes.CutSuffix(line, []byte("\r\n"))
+		if ok && len(field) == 0 {
 			return io.EOF
+		}
+		if ok {
+			_, _, ok = cutField(field)
+		}
+		if !ok {
+			return fmt.Errorf("%w: a trailer of %.60q", ErrAnswer, line)
 		}
 	}
 }
