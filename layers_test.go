@@ -107,6 +107,7 @@ var layers = map[string]int{
 	"sim/policies":                 2,
 	"sim/virtual":                  4,
 	"sim/sweep":                    5,
+	"sim/fleet":                    5,
 	"internal/simcmd":              6,
 	"sim/tables":                   5,
 	"sim/engine":                   6,

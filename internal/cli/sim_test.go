@@ -278,3 +278,37 @@ func TestCalibrateFromResult(t *testing.T) {
 	f("profile.json", "calibrate", result, profile) // a profile is no result
 	f(".json", "calibrate", result, "--write", "mine")
 }
+
+// Fleets as a table and as files; what is impossible is one line.
+func TestSimFleet(t *testing.T) {
+	dir := t.TempDir()
+	csvFile, plot := filepath.Join(dir, "fleet.csv"), filepath.Join(dir, "fleet.svg")
+	code, out, errs := run(t, "sim", "fleet", "--nodes", "1,2", "--requests", "30", "--pool-gib", "1", "--csv", csvFile, "--plot", plot)
+	if code != 0 || !strings.Contains(out, "does not bind") || strings.Count(out, "\n") != 4 {
+		t.Errorf("%d: %s%s", code, out, errs)
+	}
+	for _, name := range []string{csvFile, plot} {
+		if b, err := os.ReadFile(name); err != nil || len(b) == 0 {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	trace := filepath.Join(dir, "trace.jsonl")
+	lines := `{"timestamp": 0, "input_length": 1100, "output_length": 1, "hash_ids": [1, 2, 3]}` + "\n" + `{"timestamp": 9000, "input_length": 1100, "output_length": 1, "hash_ids": [1, 2, 4]}` + "\n"
+	if err := os.WriteFile(trace, []byte(lines), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	code, out, errs = run(t, "sim", "fleet", "--nodes", "2", "--trace", trace, "--rate", "0.01", "--json", "-")
+	var got []struct {
+		Store int `json:"store_blocks"`
+		Gets  int
+		Puts  int
+	}
+	if err := json.Unmarshal([]byte(out), &got); code != 0 || err != nil || len(got) != 1 || got[0].Store != 2 || got[0].Gets != 2 || got[0].Puts != 2 {
+		t.Errorf("%d, %v: %s%s", code, err, out, errs)
+	}
+	for _, wrong := range [][]string{{"--nodes", "0"}, {"--nodes", "4,2"}, {"--rate", "0"}, {"--requests", "1000000"}, {"--read-gbps", "-1"}, {"--pool-gib", "0"}, {"--profile", "none"}} {
+		if code, _, errs := run(t, append([]string{"sim", "fleet"}, wrong...)...); code != 2 || errs == "" {
+			t.Errorf("%v: %d, %s", wrong, code, errs)
+		}
+	}
+}

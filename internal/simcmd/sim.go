@@ -1,4 +1,4 @@
-// Package simcmd is kvasir sim: flags to options of sim/tables, sim/replay, sim/policies, sim/sweep
+// Package simcmd is kvasir sim: flags to options of sim/tables, sim/replay, sim/policies, sim/sweep, sim/fleet
 // and sim/virtual, and their results as text or JSON.
 package simcmd
 
@@ -17,6 +17,7 @@ import (
 	"github.com/kvasir-kv/kvasir/benchmark"
 	"github.com/kvasir-kv/kvasir/benchmark/report"
 	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/fleet"
 	"github.com/kvasir-kv/kvasir/sim/policies"
 	"github.com/kvasir-kv/kvasir/sim/sweep"
 	"github.com/kvasir-kv/kvasir/sim/tables"
@@ -31,6 +32,7 @@ type Command struct {
 	Evict     evictCmd     `cmd:"" help:"Compare eviction policies on a trace, at several sizes, with the optimum."`
 	Check     checkCmd     `cmd:"" help:"Play published tables that no constant is from."`
 	Sweep     sweepCmd     `cmd:"" help:"Run a workload over many deployments: P and D, cache, network, tokens of a step, rate."`
+	Fleet     fleetCmd     `cmd:"" help:"Play 1 to 256 nodes over one store: hits, bytes, requests, and where the store's bandwidth binds."`
 	Profile   profileCmd   `cmd:"" help:"Show a hardware profile: its constants, where they are from, its arithmetic."`
 	Accuracy  accuracyCmd  `cmd:"" help:"Play all tables with spreads and ranges, as Markdown (minutes): the figures of docs/accuracy.md."`
 	Calibrate calibrateCmd `cmd:"" help:"Fit a profile to results of vllm bench serve; without any, the profiles' constants from their figures."`
@@ -158,7 +160,7 @@ func sortedSettings(set map[string]float64) (out []tables.Setting) {
 
 // asUsage makes errors that a flag caused usage errors, and says how far an interrupted run came.
 func asUsage(e *Env, err error) error {
-	for _, wrong := range []error{clock.ErrConstant, clock.ErrProfile, virtual.ErrOptions, tables.ErrLengths, tables.ErrTable, tables.ErrMarkers, sweep.ErrOptions, tables.ErrResult, workload.ErrTrace, policies.ErrOptions} {
+	for _, wrong := range []error{clock.ErrConstant, clock.ErrProfile, virtual.ErrOptions, tables.ErrLengths, tables.ErrTable, tables.ErrMarkers, sweep.ErrOptions, fleet.ErrOptions, tables.ErrResult, workload.ErrTrace, policies.ErrOptions} {
 		if errors.Is(err, wrong) {
 			return usagef("%v", err)
 		}

@@ -15,8 +15,37 @@ import (
 	"github.com/kvasir-kv/kvasir/workload"
 )
 
+// pointFiles write points as CSV and as a drawing.
+type pointFiles struct {
+	CSV  string `name:"csv" help:"Write the points to this file; - is standard output." placeholder:"FILE"`
+	Plot string `help:"Draw the points into this SVG file." placeholder:"FILE"`
+}
+
+// onStdout reports whether one of the files is standard output, where then no table is.
+func (f *pointFiles) onStdout() bool { return f.CSV == "-" || f.Plot == "-" }
+
+// writePoints writes the files that are asked for.
+func (f *pointFiles) writePoints(e *Env, asCSV, asSVG func(io.Writer) error) error {
+	var errs []error
+	for _, file := range []struct {
+		path  string
+		write func(io.Writer) error
+	}{{f.CSV, asCSV}, {f.Plot, asSVG}} {
+		var b bytes.Buffer
+		switch file.path {
+		case "":
+		case "-":
+			errs = append(errs, file.write(e.Stdout))
+		default:
+			errs = append(errs, file.write(&b), os.WriteFile(file.path, b.Bytes(), 0o644))
+		}
+	}
+	return errors.Join(errs...)
+}
+
 type sweepCmd struct {
 	jsonFlag
+	pointFiles
 
 	Profile string             `help:"Hardware profile of an engine: a name, or a file of kvasir engine calibrate." default:"a10-qwen2.5-7b" group:"Profile"`
 	Set     map[string]float64 `help:"Give a constant of the profile another value; again for more." placeholder:"CONSTANT=VALUE" group:"Profile"`
@@ -33,9 +62,6 @@ type sweepCmd struct {
 	Output   int      `name:"random-output-len" help:"Tokens that each of them generates." default:"128" placeholder:"TOKENS" group:"Workload"`
 	Seed     uint64   `help:"Seed of requests and arrivals." default:"1" group:"Workload"`
 	Goodput  []string `help:"Limits of a good request, milliseconds." default:"ttft:2000,tpot:50" placeholder:"NAME:MS" group:"Workload"`
-
-	CSV  string `name:"csv" help:"Write the points to this file." placeholder:"FILE"`
-	Plot string `help:"Draw TTFT, TPOT and goodput into this SVG file." placeholder:"FILE"`
 }
 
 // Help is shown by kvasir sim sweep --help.
@@ -104,29 +130,16 @@ func (c *sweepCmd) Run(e *Env) error {
 	if len(points) == 0 {
 		return asUsage(e, err)
 	}
-	errs := []error{}
-	for _, f := range []struct {
-		path  string
-		write func(io.Writer, []sweep.Point) error
-	}{{c.CSV, sweep.WriteCSV}, {c.Plot, sweep.WriteSVG}} {
-		var b bytes.Buffer
-		switch f.path {
-		case "":
-		case "-":
-			errs = append(errs, f.write(e.Stdout, points))
-		default:
-			errs = append(errs, f.write(&b, points), os.WriteFile(f.path, b.Bytes(), 0o644))
-		}
-	}
+	files := c.writePoints(e, func(w io.Writer) error { return sweep.WriteCSV(w, points) }, func(w io.Writer) error { return sweep.WriteSVG(w, points) })
 	text := func(w io.Writer) error {
-		if c.CSV == "-" || c.Plot == "-" {
+		if c.onStdout() {
 			return nil
 		}
 		return sweep.Print(w, points)
 	}
-	errs = append(errs, c.write(e, points, text))
+	files = errors.Join(files, c.write(e, points, text))
 	if err != nil && e.Ctx.Err() != nil {
 		err = fmt.Errorf("interrupted after %d deployments", len(points))
 	}
-	return errors.Join(append(errs, asUsage(e, err))...)
+	return errors.Join(files, asUsage(e, err))
 }

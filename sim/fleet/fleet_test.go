@@ -1,0 +1,244 @@
+package fleet_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/csv"
+	"encoding/json"
+	"encoding/xml"
+	"errors"
+	"io"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/fleet"
+	"github.com/kvasir-kv/kvasir/sim/replay"
+	"github.com/kvasir-kv/kvasir/workload"
+)
+
+func profile(t *testing.T, block int) *clock.Profile {
+	t.Helper()
+	p, err := clock.Get(clock.H100Llama)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.BlockTokens = block
+	return p
+}
+
+// chats are n conversations' requests a node, at a rate per second and node.
+func chats(n int, rate float64) func(int) ([]workload.Request, error) {
+	return func(nodes int) ([]workload.Request, error) {
+		list := workload.Chats(n*nodes, workload.ChatOptions{Seed: 1, Open: 12 * nodes})
+		return list, workload.Arrive(list, rate*float64(nodes), 1, 1)
+	}
+}
+
+func run(t *testing.T, o fleet.Options) []fleet.Point {
+	t.Helper()
+	got, err := fleet.Run(t.Context(), o)
+	if err != nil || len(got) != len(o.Nodes) {
+		t.Fatalf("%d points, %v", len(got), err)
+	}
+	return got
+}
+
+// Requests far apart over a store with room for all find what one cache with room for all would
+// have, whatever the number of nodes and their RAM.
+func TestFleetIsOneCache(t *testing.T) {
+	list, _ := chats(300, 1)(1)
+	for i := range list {
+		list[i].Arrival = time.Duration(i) * time.Minute
+	}
+	hits, blocks := 0, 0
+	c := replay.NewCache[int64](0)
+	for i := range list {
+		q := &list[i]
+		full, n := q.Input/q.BlockTokens, 0
+		for n < (q.Input-1)/q.BlockTokens && c.Has(q.Blocks[n]) {
+			n++
+		}
+		hits, blocks = hits+n, blocks+full
+		c.PutRun(full, func(k int) int64 { return q.Blocks[k] })
+	}
+	for _, pool := range []int{20, 200, 1 << 20} {
+		for _, route := range []fleet.Route{fleet.Even, fleet.Sticky} {
+			o := fleet.Options{Profile: profile(t, 512), Nodes: []int{1, 3, 16}, Pool: pool, Route: route}
+			o.Store.Latency = time.Millisecond
+			o.Requests = func(int) ([]workload.Request, error) { return list, nil }
+			for _, p := range run(t, o) {
+				if got := p.RAMBlocks + p.StoreBlocks; got != hits || p.Blocks != blocks || p.LateBlocks != 0 || p.Doubled != 0 || p.Skipped != 0 || p.Hit != p.Ceiling {
+					t.Errorf("%d nodes of %d blocks, %s: %d hits of %d, one cache has %d of %d: %+v", p.Nodes, pool, route, got, p.Blocks, hits, blocks, p)
+				}
+				if p.Gets < p.StoreBlocks || p.Alone > p.Hit || p.Alone*float64(p.Blocks) < float64(p.RAMBlocks)-0.5 && p.Nodes == 1 {
+					t.Errorf("%+v", p)
+				}
+			}
+		}
+	}
+}
+
+// Where the bandwidth is less than what the fleet asks for, it binds: it is in use all the time, no
+// more than it has passes, and the hits of the store are fewer.
+func TestBandwidthBinds(t *testing.T) {
+	o := fleet.Options{Profile: profile(t, 512), Nodes: []int{1, 64}, Pool: 100, Requests: chats(60, 1)}
+	free := run(t, o)
+	if free[1].Binds != "" || free[1].LateBlocks > 0 {
+		t.Fatalf("without a limit: %+v", free[1])
+	}
+	o.Store.ReadGBps = free[1].ReadGBps / 4
+	slow := run(t, o)
+	if slow[0].Binds != "" || slow[1].Binds != "reads" || slow[1].ReadGBps > o.Store.ReadGBps*1.0001 || slow[1].Hit >= free[1].Hit || slow[1].LateBlocks == 0 || slow[1].Hit < slow[1].Alone/2 {
+		t.Errorf("with a quarter of %v GB/s: %+v", free[1].ReadGBps, slow)
+	}
+	if slow[1].RAMBlocks == 0 || slow[1].MeanTTFT <= free[1].MeanTTFT {
+		t.Errorf("%+v", slow[1])
+	}
+	o.Store.ReadGBps, o.Store.WriteGBps = 0, free[1].WriteGBps/4
+	if p := run(t, o)[1]; p.Binds != "writes" || p.WriteGBps > o.Store.WriteGBps*1.0001 || p.Hit >= free[1].Hit {
+		t.Errorf("writes: %+v", p)
+	}
+	o.Store.WriteGBps, o.NodeGBps = 0, free[1].ReadGBps/64/4 // of each node: then the nodes' networks bind, not the store's
+	if p := run(t, o)[1]; p.Binds != "" || p.Hit >= free[1].Hit {
+		t.Errorf("networks of nodes: %+v", p)
+	}
+}
+
+// Conversations that stay on their node hit its RAM, and read less.
+func TestSticky(t *testing.T) {
+	o := fleet.Options{Profile: profile(t, 512), Nodes: []int{8}, Pool: 1000, Requests: chats(200, 1)}
+	even := run(t, o)[0]
+	o.Route = fleet.Sticky
+	sticky := run(t, o)[0]
+	if sticky.RAMBlocks <= even.RAMBlocks || sticky.Gets >= even.Gets {
+		t.Errorf("even %+v, sticky %+v", even, sticky)
+	}
+}
+
+// A store with little room forgets, and what went after a lookup is not read.
+func TestSmallStore(t *testing.T) {
+	o := fleet.Options{Profile: profile(t, 512), Nodes: []int{4}, Pool: 30, Requests: chats(200, 2)}
+	all := run(t, o)[0]
+	o.Store.Blocks = 200
+	if few := run(t, o)[0]; few.Hit >= all.Hit || few.Puts <= all.Puts || few.StoreBlocks == 0 {
+		t.Errorf("%+v, with room for all %+v", few, all)
+	}
+}
+
+// One run is like another.
+func TestSame(t *testing.T) {
+	o := fleet.Options{Profile: profile(t, 512), Nodes: []int{1, 5, 32}, Pool: 100, Route: fleet.Sticky, Requests: chats(50, 2)}
+	o.Store = fleet.Store{ReadGBps: 1, WriteGBps: 1, Latency: time.Millisecond}
+	a, b := run(t, o), run(t, o)
+	for i := range a {
+		if a[i] != b[i] {
+			t.Errorf("%+v, then %+v", a[i], b[i])
+		}
+	}
+}
+
+func TestOutputs(t *testing.T) {
+	o := fleet.Options{Profile: profile(t, 512), Nodes: []int{1, 2, 32}, Pool: 100, Requests: chats(20, 1)}
+	o.Store.ReadGBps = 0.5
+	done := 0
+	o.Progress = func(n, total int) { done = n*10 + total }
+	points := run(t, o)
+	var table, text, plot bytes.Buffer
+	if err := errors.Join(fleet.Print(&table, points), fleet.WriteCSV(&text, points), fleet.WriteSVG(&plot, points)); err != nil {
+		t.Fatal(err)
+	}
+	if done != 33 || strings.Count(table.String(), "\n") != 5 || !strings.Contains(table.String(), "binds from 32 nodes on (reads)") {
+		t.Errorf("%d: %s", done, table.String())
+	}
+	rows, err := csv.NewReader(&text).ReadAll()
+	if err != nil || len(rows) != 4 || rows[3][0] != "32" || rows[3][len(rows[3])-1] != "reads" {
+		t.Errorf("%v, %v", rows, err)
+	}
+	var fields map[string]any
+	b, _ := json.Marshal(points[2])
+	if err := json.Unmarshal(b, &fields); err != nil || len(fields) != len(rows[0]) {
+		t.Errorf("%d columns, %d fields: %v", len(rows[0]), len(fields), err)
+	}
+	for _, name := range rows[0] {
+		if _, ok := fields[name]; !ok {
+			t.Errorf("column %s is no field", name)
+		}
+	}
+	for dec := xml.NewDecoder(bytes.NewReader(plot.Bytes())); ; {
+		if _, err := dec.Token(); err == io.EOF {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := strings.Count(plot.String(), "<polyline"); n != 6 {
+		t.Errorf("%d curves", n)
+	}
+	table.Reset()
+	if err := fleet.Print(&table, points[:1]); err != nil || !strings.Contains(table.String(), "does not bind") {
+		t.Error(table.String(), err)
+	}
+}
+
+func TestRefused(t *testing.T) {
+	_, err := fleet.Run(t.Context(), fleet.Options{Nodes: []int{2, 1, 0}, Route: "home", NodeGBps: -1})
+	if !errors.Is(err, fleet.ErrOptions) {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"Profile", "Requests", "Nodes 0", "do not ascend", "Pool", "NodeGBps", "Route"} {
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("%s is not in %v", want, err)
+		}
+	}
+	o := fleet.Options{Profile: profile(t, 16), Nodes: []int{1}, Pool: 1, Requests: chats(5, 1)}
+	if _, err := fleet.Run(t.Context(), o); !errors.Is(err, fleet.ErrOptions) {
+		t.Error(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	o.Profile = profile(t, 512)
+	if got, err := fleet.Run(ctx, o); !errors.Is(err, context.Canceled) || len(got) > 0 {
+		t.Errorf("%v, %v", got, err)
+	}
+}
+
+func TestAtRate(t *testing.T) {
+	list := []workload.Request{{Arrival: 0}, {Arrival: time.Second}, {Arrival: 4 * time.Second}, {Arrival: 8 * time.Second}}
+	got := fleet.AtRate(list, 2)
+	if got[0].Arrival != 0 || got[1].Arrival != time.Second/4 || got[3].Arrival != 2*time.Second || list[3].Arrival != 8*time.Second {
+		t.Errorf("%v", got)
+	}
+	got = fleet.AtRate(make([]workload.Request, 4), 2)
+	if got[1].Arrival != time.Second/2 || len(fleet.AtRate(nil, 1)) > 0 {
+		t.Errorf("%v", got)
+	}
+}
+
+// A production trace, where it is at hand: whatever the fleet, what one cache would have, until
+// the store's bandwidth binds.
+func TestProductionTrace(t *testing.T) {
+	f, err := os.Open("../../../shared/traces/conversation_trace.jsonl")
+	if err != nil {
+		t.Skip("no production trace beside the repository")
+	}
+	defer f.Close()
+	list, err := workload.ReadTrace(f, workload.TraceOptions{Max: 3000})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := fleet.Options{Profile: profile(t, 512), Nodes: []int{1, 8, 64}, Pool: 1600}
+	o.Store = fleet.Store{ReadGBps: 20, WriteGBps: 20, Latency: time.Millisecond}
+	o.Requests = func(nodes int) ([]workload.Request, error) { return fleet.AtRate(list, 0.5*float64(nodes)), nil }
+	got := run(t, o)
+	for _, p := range got[:2] {
+		if p.Binds != "" || p.Hit < 0.97*p.Ceiling || p.Alone > 0.7*p.Hit {
+			t.Errorf("%+v", p)
+		}
+	}
+	if p := got[2]; p.Binds != "writes" || p.Hit > 0.9*p.Ceiling {
+		t.Errorf("%+v", p)
+	}
+}
