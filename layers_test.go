@@ -37,6 +37,8 @@ var layers = map[string]int{
 	"internal/leaks":               2,
 	"internal/statefile":           -1,
 	"internal/settings":            1,
+	"internal/together":            -1,
+	"internal/topview":             8,
 	"internal/upstream":            -1,
 	"internal/otlp":                -1,
 	"internal/certfile":            -1,

@@ -19,6 +19,7 @@ type Options struct {
 	AllowHosts []string          // names of this machine that requests may ask for, besides its host name
 	Flags      map[string]string // what the server was started with, shown in /status
 	Profiles   bool              // serve Go's profiles at /debug/pprof/
+	Parts      *Parts            // what runs beside the server in this process; nil: nothing
 }
 
 // Handler answers GET / /healthcheck /healthz /status /version /metrics and POST
@@ -62,7 +63,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.HandleFunc("GET /healthcheck", health)
 	mux.HandleFunc("GET /healthz", health)
 	mux.Handle("GET /status", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		writeJSON(w, http.StatusOK, Status{s.Status(), o.Flags})
+		writeJSON(w, http.StatusOK, Status{s.Status(), o.Flags, o.Parts.figures()})
 	})))
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
 	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
@@ -80,7 +81,8 @@ func Handler(s *server.Server, o Options) http.Handler {
 // Status is the body of /status.
 type Status struct {
 	server.Status
-	Flags map[string]string `json:"flags,omitempty"`
+	Flags map[string]string             `json:"flags,omitempty"`
+	Parts map[string]map[string]float64 `json:"parts,omitempty"` // what runs in the same process: its metrics, histograms aside, by the part's name
 }
 
 // maxBody bounds the body of a request, bytes.

@@ -56,6 +56,32 @@ func ask(h http.Handler, method, url, body string, header ...string) (int, strin
 	return w.Code, w.Body.String()
 }
 
+// What runs beside the server is shown by its metrics, also what is added later.
+func TestParts(t *testing.T) {
+	type stats struct {
+		Pulled uint64            `counter:"x_pulled_total" help:"Pulled."`
+		Served map[string]uint64 `counter:"x_served_total" label:"from" help:"Served."`
+	}
+	parts, n := new(admin.Parts), uint64(1)
+	h := admin.Handler(newServer(t), admin.Options{Parts: parts})
+	figures := func() map[string]map[string]float64 {
+		var st admin.Status
+		if code, body := ask(h, "GET", "http://localhost/status", ""); code != 200 || json.Unmarshal([]byte(body), &st) != nil {
+			t.Fatalf("%d %s", code, body)
+		}
+		return st.Parts
+	}
+	if got := figures(); got != nil {
+		t.Errorf("without parts: %v", got)
+	}
+	parts.Add("relay", func() any { return stats{n, map[string]uint64{"p": 2}} })
+	n = 3
+	if got := figures()["relay"]; len(got) != 2 || got["x_pulled_total"] != 3 || got[`x_served_total{from="p"}`] != 2 {
+		t.Errorf("got %v", got)
+	}
+	(*admin.Parts)(nil).Add("nobody", nil) // a command alone has none
+}
+
 // The pages say what the server says, and nothing else.
 func TestPages(t *testing.T) {
 	s := newServer(t)

@@ -15,6 +15,7 @@ import (
 
 	"github.com/alecthomas/kong"
 
+	"github.com/kvasir-kv/kvasir/admin"
 	"github.com/kvasir-kv/kvasir/internal/proxytool"
 	"github.com/kvasir-kv/kvasir/internal/settings"
 	"github.com/kvasir-kv/kvasir/internal/simcmd"
@@ -24,6 +25,7 @@ import (
 type root struct {
 	logFlags `group:"Log"`
 
+	All         allCmd         `cmd:"" help:"Run server, registry, relay and proxy in one process, from one file."`
 	Server      serverCmd      `cmd:"" help:"Serve KV chunks to LMCache clients (vLLM's LMCacheMPConnector)."`
 	Proxy       proxyCmd       `cmd:"" help:"Stand in front of engines (OpenAI API), prefill and decode apart or not."`
 	Engine      engineCmd      `cmd:"" help:"Simulate a vLLM engine: OpenAI API, its scheduler, real KV bytes, the real connectors; no GPU."`
@@ -37,6 +39,7 @@ type root struct {
 	Store       storeCmd       `cmd:"" help:"Look into a Mooncake Store cluster: objects and where they are."`
 	Bootstrap   bootstrapCmd   `cmd:"" help:"Serve the registry through which vLLM's MooncakeConnector finds P."`
 
+	Config     configCmd     `cmd:"" help:"Write a file for kvasir all to begin with, or check one."`
 	Status     statusCmd     `cmd:"" help:"Ask a running server how it is and, in words, why hits are missing."`
 	Pool       poolCmd       `cmd:"" help:"Show and remove what servers left in /dev/shm."`
 	Tier       tierCmd       `cmd:"" help:"Show, check, empty and copy what lies below pools."`
@@ -52,8 +55,18 @@ type env struct {
 	stderr  io.Writer
 	log     *slog.Logger
 	model   *kong.Application
+	given   *settings.Settings
 	flags   map[string]string // of the command and what was given, secrets aside
 	ignored []string          // flags of LMCache's server that were given and mean nothing here
+	ready   func()            // of a part of kvasir all: it listens; nil: nobody asks
+	parts   *admin.Parts      // what runs beside the server in this process; nil: nothing
+}
+
+// isReady tells that a command listens.
+func (e *env) isReady() {
+	if e.ready != nil {
+		e.ready()
+	}
 }
 
 // Main runs one command line and returns the exit code: 0, 1 when the command
@@ -88,10 +101,13 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	sig, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	e := &env{
-		ctx: sig, stdout: stdout, stderr: stderr, model: parser.Model, ignored: ignored,
+		ctx: sig, stdout: stdout, stderr: stderr, model: parser.Model, given: given, ignored: ignored,
 		log: newLog(stderr, cmd.logFlags),
 	}
 	if err := runOrCheck(e, ctx, given); err != nil {
+		if code, ok := errors.AsType[exitError](err); ok {
+			return int(code)
+		}
 		text := strings.ReplaceAll(err.Error(), "\n", "; ") // of joined errors
 		text += given.Origins(text)
 		_, ours := errors.AsType[*usageError](err)
@@ -118,7 +134,13 @@ func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
 		if err := c.check(e); err != nil {
 			return err
 		}
-		return given.Print(e.stdout, ctx)
+		if err := given.Print(e.stdout, ctx); err != nil {
+			return err
+		}
+		if all, ok := c.(*allCmd); ok {
+			return all.print(e.stdout)
+		}
+		return nil
 	}
 	e.flags = given.Values(ctx)
 	hup := make(chan os.Signal, 1)

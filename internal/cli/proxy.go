@@ -185,5 +185,7 @@ func (c *proxyCmd) Run(e *env) (err error) {
 	if !isLoopback(c.Host) && o.Keys == nil {
 		e.log.Warn("there are no API keys: whoever reaches this port may use the engines; let only clients reach it, or give --api-keys")
 	}
+	e.parts.Add("proxy", func() any { return p.Stats() })
+	e.isReady()
 	return so.Serve(e.ctx)
 }

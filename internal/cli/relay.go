@@ -92,6 +92,8 @@ func (c *relayCmd) Run(e *env) (err error) {
 		return listenError(err, "--host", "--port")
 	}
 	web := httpguard.NewServer(mux)
+	e.parts.Add("relay", func() any { return r.Stats() })
+	e.isReady()
 	e.log.Info("the relay serves: its address is D's remote_bootstrap_addr", "address", "http://"+listener.Addr().String(), "upstream", c.Upstream, "memory_bytes", bytes)
 	if !isLoopback(c.Host) {
 		e.log.Warn("there is no authentication: whoever reaches this machine may have any transfer's KV pushed to itself, and write what P pushes; " +

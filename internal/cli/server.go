@@ -389,7 +389,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		return listenError(err, "--http-host", "--http-port")
 	}
 	listener = httpguard.Limit(listener, httpguard.MaxConns)
-	web := httpguard.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Profiles: c.Profiles}))
+	web := httpguard.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Profiles: c.Profiles, Parts: e.parts}))
 	defer web.Close()
 	var addresses []string
 	for i, endpoint := range endpoints {
@@ -409,6 +409,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	}
 	e.log.Info("serving HTTP: /status, /healthcheck, /metrics", "address", listener.Addr().String())
 	c.warnOpen(e, listener.Addr())
+	e.isReady()
 
 	background, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup

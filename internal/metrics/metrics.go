@@ -83,9 +83,30 @@ func Write(w io.Writer, stats any) error {
 	return nil
 }
 
+// Values returns the samples of one Stats struct by name, with a label as Prometheus
+// writes it: x_missed_total{reason="a"}. Histograms are left out.
+func Values(stats any) map[string]float64 {
+	v := reflect.Indirect(reflect.ValueOf(stats))
+	c, out := newCollector(nil, v.Type(), nil), make(map[string]float64)
+	for i := range c.series {
+		switch s, field := &c.series[i], v.FieldByIndex(c.series[i].field); {
+		case s.histogram:
+		case !s.labelled:
+			out[s.name] = number(field)
+		default:
+			for of := field.MapRange(); of.Next(); {
+				out[fmt.Sprintf("%s{%s=%q}", s.name, s.label, of.Key().String())] = number(of.Value())
+			}
+		}
+	}
+	return out
+}
+
 // series is a tagged field.
 type series struct {
-	field     []int // by reflect.Value.FieldByIndex
+	name      string
+	label     string // of a map's keys
+	field     []int  // by reflect.Value.FieldByIndex
 	desc      *prometheus.Desc
 	kind      prometheus.ValueType
 	histogram bool
@@ -135,11 +156,12 @@ func (c *collector) walk(t reflect.Type, at []int) {
 		var labels []string
 		of := f.Type
 		if label, ok := f.Tag.Lookup("label"); ok {
-			labels, s.labelled, of = []string{label}, true, of.Elem()
+			labels, s.label, s.labelled, of = []string{label}, label, true, of.Elem()
 		}
 		if s.histogram != (of == countsType) || !s.histogram && !numeric(of) {
 			panic(fmt.Sprintf("BUG: metrics: %v.%s cannot be %s", t, f.Name, f.Tag))
 		}
+		s.name = name
 		s.desc = prometheus.NewDesc(name, f.Tag.Get("help"), labels, c.labels)
 		c.series = append(c.series, s)
 	}

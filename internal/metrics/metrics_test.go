@@ -1,6 +1,7 @@
 package metrics_test
 
 import (
+	"maps"
 	"net/http/httptest"
 	"strings"
 	"testing"
@@ -55,6 +56,15 @@ func TestWrite(t *testing.T) {
 	}
 	if strings.Contains(out.String(), " 9\n") || strings.Contains(strings.ToLower(out.String()), "hidden") {
 		t.Errorf("a field without a tag is there:\n%s", &out)
+	}
+}
+
+// Values are the same samples by name, histograms aside.
+func TestValues(t *testing.T) {
+	got := metrics.Values(&stats{inner: inner{Up: true}, Hits: 3, Bytes: -4, Age: 1500 * time.Millisecond, Missed: map[string]uint64{"a": 1, "b": 0}, Hidden: 9})
+	want := map[string]float64{"x_up": 1, "x_hits_total": 3, "x_bytes": -4, "x_age_seconds": 1.5, `x_missed_total{reason="a"}`: 1, `x_missed_total{reason="b"}`: 0}
+	if !maps.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
 	}
 }
 

@@ -30,9 +30,15 @@ const maxConfig = 1 << 20
 type Settings struct {
 	getenv func(string) (string, bool)
 
-	path string // of the file
-	file map[string]setting
-	from map[string]string // where a flag's value is from, by name
+	path     string // of the file
+	file     map[string]setting
+	from     map[string]string     // where a flag's value is from, by name
+	sections map[string]*yaml.Node // of a file for several commands, by command
+
+	section *yaml.Node         // what stands in for the file; nil: none
+	name    string             // of the section
+	last    map[string]setting // count where nothing else does
+	lastOf  string             // where those are from
 }
 
 // setting is a value of the file.
@@ -65,6 +71,10 @@ func (s *Settings) Resolve(c *kong.Context, at *kong.Path, f *kong.Flag) (any, e
 	}
 	if v, ok := s.file[f.Name]; ok {
 		s.from[f.Name] = fmt.Sprintf("%s line %d", s.path, v.line)
+		return asValue(f, nil, v.value, v.list), nil
+	}
+	if v, ok := s.last[f.Name]; ok {
+		s.from[f.Name] = s.lastOf
 		return asValue(f, nil, v.value, v.list), nil
 	}
 	return nil, nil
@@ -131,6 +141,15 @@ func (s *Settings) load(c *kong.Context, command *kong.Node) error {
 		return nil
 	}
 	s.file = make(map[string]setting)
+	known := knownFlags(command)
+	if s.name != "" {
+		if s.section == nil {
+			return nil
+		}
+		var err error
+		s.file, err = s.readMapping(s.section, known, nil)
+		return err
+	}
 	for _, p := range c.Path {
 		if p.Flag != nil && p.Flag.Name == "config" {
 			s.path, _ = c.FlagValue(p.Flag).(string)
@@ -139,15 +158,26 @@ func (s *Settings) load(c *kong.Context, command *kong.Node) error {
 	if s.path == "" {
 		name := envName(&kong.Path{Command: command}, FlagNamed(command, "config"))
 		if s.path, _ = s.getenv(name); s.path == "" {
+			s.path = FlagNamed(command, "config").Default
+		}
+		if s.path == "" {
 			return nil
 		}
 	}
 	f, err := os.Open(s.path)
+	if errors.Is(err, os.ErrNotExist) && sectionsOf(command) != nil {
+		return FileError{err.Error() + ": kvasir config init " + s.path + " writes one to begin with"}
+	}
 	if err != nil {
 		return FileError{err.Error()}
 	}
 	defer f.Close()
-	var known []string
+	s.file, err = s.readSettings(f, known, sectionsOf(command))
+	return err
+}
+
+// knownFlags returns the flags of a command that can stand in a file.
+func knownFlags(command *kong.Node) (known []string) {
 	for _, group := range command.AllFlags(true) {
 		for _, f := range group {
 			if !slices.Contains(notInFile, f.Name) {
@@ -155,8 +185,7 @@ func (s *Settings) load(c *kong.Context, command *kong.Node) error {
 			}
 		}
 	}
-	s.file, err = readSettings(f, s.path, known)
-	return err
+	return known
 }
 
 // FileError is an error about the file: no flag is to blame.
@@ -167,40 +196,64 @@ func (e FileError) Error() string {
 	return safelog.Text(strings.ReplaceAll(e.text, "\n", "; "), 4096) // keys are anybody's text
 }
 
-// readSettings reads one YAML mapping of scalars and lists of scalars.
-func readSettings(r io.Reader, path string, known []string) (map[string]setting, error) {
-	out := make(map[string]setting)
+// readSettings reads one YAML mapping of scalars and lists of scalars, and of sections,
+// which are mappings themselves.
+func (s *Settings) readSettings(r io.Reader, known, sections []string) (map[string]setting, error) {
 	text, err := io.ReadAll(io.LimitReader(r, maxConfig+1))
 	if err != nil {
-		return out, FileError{err.Error()}
+		return nil, FileError{err.Error()}
 	}
 	if len(text) > maxConfig {
-		return out, FileError{fmt.Sprintf("%s is longer than %s", path, kv.FormatBytes(maxConfig))}
+		return nil, FileError{fmt.Sprintf("%s is longer than %s", s.path, kv.FormatBytes(maxConfig))}
 	}
 	var doc yaml.Node
 	if err := yaml.Unmarshal(text, &doc); err != nil {
-		return out, FileError{fmt.Sprintf("%s: %s", path, strings.TrimPrefix(err.Error(), "yaml: "))}
+		return nil, FileError{fmt.Sprintf("%s: %s", s.path, strings.TrimPrefix(err.Error(), "yaml: "))}
 	}
 	if len(doc.Content) == 0 {
-		return out, nil // empty, or comments
+		return make(map[string]setting), nil // empty, or comments
 	}
-	top := doc.Content[0]
+	return s.readMapping(doc.Content[0], known, sections)
+}
+
+// readMapping reads the mapping of a file or of a section. Sections are noted.
+func (s *Settings) readMapping(top *yaml.Node, known, sections []string) (map[string]setting, error) {
+	out := make(map[string]setting)
+	of, example := "", "port: 5555"
+	if s.name != "" {
+		of = " in " + s.name
+	}
+	if sections != nil {
+		s.sections, example = make(map[string]*yaml.Node), sections[0]+":"
+	}
 	if top.Kind != yaml.MappingNode {
-		return out, FileError{fmt.Sprintf("%s line %d: want lines like port: 5555", path, top.Line)}
+		return out, FileError{fmt.Sprintf("%s line %d: want lines like %s", s.path, top.Line, example+of)}
 	}
 	var wrong []string
 	for i := 0; i+1 < len(top.Content); i += 2 {
 		key, node := top.Content[i], top.Content[i+1]
 		fault := func(format string, args ...any) {
-			wrong = append(wrong, fmt.Sprintf("%s line %d: %s", path, key.Line, fmt.Sprintf(format, args...)))
+			wrong = append(wrong, fmt.Sprintf("%s line %d: %s", s.path, key.Line, fmt.Sprintf(format, args...)))
 		}
 		value, list, ok := scalars(node)
 		before, twice := out[key.Value]
 		switch {
+		case slices.Contains(sections, key.Value):
+			if node.Kind == yaml.AliasNode {
+				node = node.Alias
+			}
+			switch {
+			case s.sections[key.Value] != nil:
+				fault("%s was given in line %d already", key.Value, s.sections[key.Value].Line)
+			case node.Kind == yaml.MappingNode, node.Tag == "!!null":
+				s.sections[key.Value] = &yaml.Node{Kind: yaml.MappingNode, Line: key.Line, Content: node.Content}
+			default:
+				fault("%s is no section: want lines below it like port: 5555", key.Value)
+			}
 		case slices.Contains(notInFile, key.Value):
 			fault("%s can only be given on the command line", key.Value)
 		case !slices.Contains(known, key.Value):
-			fault("unknown key %q%s", key.Value, nearest.Hint(key.Value, known))
+			fault("unknown key %q%s%s", key.Value, of, s.hint(key.Value, known, sections))
 		case twice:
 			fault("%s was given in line %d already", key.Value, before.line)
 		case !ok:
