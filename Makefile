@@ -23,10 +23,10 @@ demo: build ## play a workload on a server with simulated engines
 	bin/kvasir demo
 
 test: have-go ## all tests that need only Go, plain, with the race detector, with invariants
-	CGO_ENABLED=0 $(GO) test -p 1 -timeout 300s ./...
-	CGO_ENABLED=0 $(GO) test -p 1 -tags invariants -timeout 300s ./...
-	CGO_ENABLED=0 $(GO) test -tags crashpoints -timeout 300s ./pool
-	scripts/race.sh
+	CGO_ENABLED=0 GO=$(GO) scripts/test.sh ./... -p 1 -timeout 300s
+	CGO_ENABLED=0 GO=$(GO) scripts/test.sh ./... -p 1 -tags invariants -timeout 300s
+	CGO_ENABLED=0 GO=$(GO) scripts/test.sh ./pool -tags crashpoints -timeout 300s
+	GO=$(GO) scripts/race.sh
 
 check: have-go ## format, vet, staticcheck, govulncheck where reachable
 	@bad=$$($(GO) tool gofumpt -l .); test -z "$$bad" || { echo "not formatted (make fmt):"; echo "$$bad"; exit 1; }
@@ -51,8 +51,8 @@ fuzz: ## fuzz a rotating share of the decoders, FUZZTIME seconds in all
 mutants: have-go ## change the code at MUTANTS places of the sample SEED; report what no test notices (an hour)
 	CGO_ENABLED=0 nice -n 15 $(GO) run ./scripts/mutate -seed $(SEED) -n $(MUTANTS) -judges ./access,./lent,./workers,./admin,./lmcache/connector $(MUTATED)
 
-interop: build ## run the real peers against this build (makes a Python environment)
-	interop/run.sh
+interop: build ## run the real peers against this build (makes a Python environment; PART=one of them)
+	interop/run.sh $(PART)
 
 interop-vllm: build ## run real vLLM engines against this build (34 GB, minutes; PD=parts of P/D alone)
 	[ -n "$(PD)" ] || interop/vllm.sh

@@ -13,7 +13,7 @@ name=kvasir_engine_interop_$$
 	--no-l1-use-lazy --eviction-policy LRU --separate-object-groups --supported-transfer-mode auto --shm-name "$name" >"$work/lmcache.log" 2>&1 &
 lmcache=$!
 servers="$servers $lmcache"
-trap 'stop_servers; rm -f /dev/shm/*'"$name"'*; rm -rf "$work"' EXIT
+trap 'finish; rm -f /dev/shm/*'"$name"'*' EXIT
 if ! wait_for 300 answers "http://127.0.0.1:$http/healthcheck" "$lmcache" || gone "$lmcache"; then
 	tail -20 "$work/lmcache.log" >&2
 	exit 1

@@ -1,4 +1,6 @@
-# Shared by the interop scripts: source it after `set -euo pipefail`.
+# Shared by the interop scripts: source it after `set -euo pipefail`, in the root folder.
+
+. scripts/again.sh
 
 free_port() { "$python" interop/shared/ports.py; }
 
@@ -75,6 +77,7 @@ stop_servers() {
 			echo "process $pid did not end after SIGTERM" >&2
 			kill -KILL "$pid" 2>/dev/null || true
 		}
+		rm -f "/dev/shm/lmcache_kv_${pid}_"* # of a client that was ended before it could
 	done
 	for pid in $ports; do
 		rm -f "/dev/shm/lmcache_l1_pool_kvasir_${pid}_"*
@@ -93,6 +96,13 @@ pinned() {
 	preload=$preload:$(dirname "$(dirname "$python")")/lib/libiomp5.so
 }
 
+# finish: stops the servers and removes $work; after a failure it first prints what their logs say of bugs of ours.
+finish() {
+	[ "$?" = 0 ] || grep -HsE "$bugs" "$work"/*.log | head -20 >&2 || true
+	stop_servers
+	rm -rf "$work"
+}
+
 servers= ports=
 work=$(mktemp -d)
-trap 'stop_servers; rm -rf "$work"' EXIT
+trap finish EXIT

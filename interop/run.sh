@@ -1,39 +1,55 @@
 #!/usr/bin/env bash
-# Runs the real peers against this build. Needs bin/kvasir; `make interop` calls it.
+# run.sh [PART ...]: runs the real peers against this build, all parts or those named. Needs bin/kvasir; `make interop`
+# calls it. Each part is a process of its own with a folder and servers of its own. With RERUN=1 a part that fails is run
+# once more: one that passes then is named at the end, with its first output. One that shows a bug of ours, as a panic,
+# a data race or wrong bytes, is not: scripts/again.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+if [ "${1:-}" != --alone ]; then
+	[ $# -gt 0 ] || set -- zmtp redis s3 client two pickle kill9-engine kill9-lmcache pending events fs fs_native slow lend \
+		generations engine openai tracker transfer cluster tier store-engine
+	. scripts/again.sh
+	outputs=$(mktemp -d)
+	trap 'rm -rf "$outputs"' EXIT
+	failed=
+	for part; do
+		if [ "${RERUN:-}" != 1 ]; then
+			interop/run.sh --alone "$part"
+			continue
+		fi
+		# No pipe: a process that a part left behind would keep it open.
+		code=0
+		interop/run.sh --alone "$part" >"$outputs/$part" 2>&1 || code=$?
+		cat "$outputs/$part"
+		[ "$code" != 0 ] || continue
+		if bug=$(shows_bug "$outputs/$part"); then
+			echo "not run again: part $part: $bug" >&2
+			exit 1
+		fi
+		echo "run again: part $part"
+		interop/run.sh --alone "$part" || { echo "part $part failed twice" >&2; exit 1; }
+		failed="$failed $part"
+	done
+	for part in $failed; do
+		unsteady "interop part $part" "$outputs/$part"
+	done
+	echo "interop passed"
+	exit
+fi
+part=${2:?}
 python=$(interop/python.sh)
 . interop/lib.sh
 
-echo "== the ZMQ library of the real peers against package zmtp"
-KVASIR_PYTHON=$python go test -count=1 -timeout 600s ./zmtp
-
-interop/redis.sh
-
-interop/s3.sh
-
-echo "== the real lmcache 0.5.6 client against kvasir server, both modes"
-start_server one --l1-size-gb 0.5
-"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.5 \
-	--modes engine_driven,lmcache_driven --skip rate,lookup,transfer >"$work/one.json" 2>"$work/one.log" ||
-	{ cat "$work/one.log" >&2; exit 1; }
-
-echo "== two clients at once"
-for tag in a b; do
-	"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.5 \
-		--modes engine_driven,lmcache_driven --skip rate --lookups 20 --no-clear --run-tag $tag >"$work/$tag.json" 2>"$work/$tag.log" &
-	eval "pid_$tag=$!"
-done
-wait "$pid_a" || { cat "$work/a.log" >&2; exit 1; }
-wait "$pid_b" || { cat "$work/b.log" >&2; exit 1; }
-
-stop_servers
-
-echo "== the same client without shared memory: pickled tensors"
-start_server pickle --l1-size-gb 0.5 --pickle only
-"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.5 \
-	--modes engine_driven --skip rate,lookup,transfer >"$work/pickle.json"
-stop_servers
+# passed FILE ...: how many checks of mp_bench.py passed, by its results.
+passed() {
+	"$python" - "$@" <<-'P'
+		import json, sys
+		for path in sys.argv[1:]:
+		    r = json.load(open(path))
+		    print(f"{r['passed']} checks passed, failed: {r['failed'] or 'none'}")
+	P
+}
 
 # kill9 MODES N [CONSTRAINT ...]: kill -9 under load and restart, N times, every byte.
 kill9() {
@@ -45,27 +61,7 @@ kill9() {
 		--pid-file "$work/kill.pid" --restart-cmd "sh $work/kill.kill" >"$work/kill.out" 2>"$work/kill.err" ||
 		{ tail -20 "$work/kill.err" "$work/kill.log" >&2; exit 1; }
 	tail -1 "$work/kill.err"
-	stop_servers
 }
-kill9 engine_driven 3 --max-lost 0
-kill9 lmcache_driven 3 --max-lost 0
-
-echo "== lookups right after kill -9, while the pool is compared with its checksums"
-# The servers of later compare what nobody asks for at 1 MiB/s: however late a lookup comes, it is early enough. It may
-# wait for as long as a busy machine takes.
-start_phoenix pending --l1-size-gb 2 --l2-prefetch-load-timeout 120
-sed 's/--l1-size-gb/--checksum-mib-per-second 1 &/' "$work/pending.kill" >"$work/pending-later.kill"
-timeout 900 "$python" interop/lmcache/pending.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" \
-	--kill "sh $work/pending-later.kill" >"$work/pending.out" 2>"$work/pending.err" || { tail -20 "$work/pending.err" "$work/pending.log" >&2; exit 1; }
-cat "$work/pending.out"
-stop_servers
-
-echo "== KV events: the real client subscribes, and again after kill -9; vLLM's classes read our own socket"
-start_phoenix events --l1-size-gb 0.125 --kv-events "ipc://$work/events.sock" --kv-events-replay "ipc://$work/replay.sock"
-timeout 300 "$python" interop/lmcache/events.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/events.kill" \
-	--events "ipc://$work/events.sock" --replay "ipc://$work/replay.sock" >"$work/events.out" 2>"$work/events.err" || { tail -20 "$work/events.err" "$work/events.log" >&2; exit 1; }
-cat "$work/events.out"
-stop_servers
 
 # one_directory NAME [FLAG]: our server and LMCache's own over one directory.
 one_directory() {
@@ -77,11 +73,9 @@ one_directory() {
 		--dir "$work/shared-$1" --lmcache "$(dirname "$python")/lmcache" "${@:2}" >"$work/dir-$1.out" 2>"$work/dir-$1.err" ||
 		{ grep -E "^(PASS|FAIL)|not within" "$work/dir-$1.err" >&2; tail -5 "$work/dir-$1.log" >&2; exit 1; }
 	cat "$work/dir-$1.out"
-	stop_servers
 }
-one_directory fs
-one_directory fs_native --native
 
+# slow_tier: below the server lies a Redis, `server`, that gives 1 MB/s.
 slow_tier() {
 	local redis listen
 	redis=$(free_port) listen=$(free_port)
@@ -94,71 +88,146 @@ slow_tier() {
 		--redis "$redis" --listen "$listen" >"$work/slow.out" 2>"$work/slow.err" ||
 		{ grep -E "^(PASS|FAIL)|not within" "$work/slow.err" >&2; tail -n 5 "$work/slow.log" >&2; exit 1; }
 	cat "$work/slow.out"
-	stop_servers
 }
-if server=$(command -v redis-server || command -v valkey-server); then
-	echo "== a tier that gives 1 MB/s"
-	slow_tier
-else
-	echo "neither redis-server nor valkey-server is installed: no tier that gives 1 MB/s"
-fi
 
-echo "== an engine killed with SIGKILL leaves nothing behind"
-start_server lend --l1-size-gb 0.1 --worker-reap-timeout-seconds 10 --worker-registration-grace-seconds 10
-"$python" interop/lmcache/lend.py "tcp://127.0.0.1:$port" >"$work/lend.pid" 2>"$work/lend.err" &
-job=$!
-lent() { [ -s "$work/lend.pid" ] || gone "$job"; }
-if ! wait_for 180 lent || [ ! -s "$work/lend.pid" ]; then
-	cat "$work/lend.err" >&2
-	exit 1
-fi
-lender=$(cat "$work/lend.pid")
-segments() { find /dev/shm -name "lmcache_kv_${lender}_*"; }
-none() { [ -z "$(segments)" ]; }
-test -n "$(segments)"
-kill -9 "$lender"
-wait "$job" 2>/dev/null || true
-wait_for 120 none || { echo "left behind: $(segments)" >&2; exit 1; }
-stop_servers
-
-"$python" - "$work"/*.json <<'P'
-import json, sys
-for path in sys.argv[1:]:
-    r = json.load(open(path))
-    print(f"{r['passed']} checks passed, failed: {r['failed'] or 'none'}")
-P
-stop_servers
-
-echo "== clients of older lmcache releases, all at once, kill -9 and a server that forgot included"
-interop/generations.sh
-
-echo "== the simulated engine against the real lmcache 0.5.6 server, both modes"
-interop/engine.sh
-
-echo "== the OpenAI Python client through kvasir proxy: P and D, streams, tools, cancels, keys"
-"$(interop/python.sh interop/requirements-proxy.txt)" interop/proxy/client.py --kvasir bin/kvasir
-
-echo "== tracker and worker against the real lmcache server, restart included"
-LMCACHE=$(dirname "$python")/lmcache PORT=$(free_port) HTTP=$(free_port) interop/lmcache/tracker.sh | grep -vE '^(=== |    )'
-
-echo "== two generations of the C++ transfer engine against package transfer"
-KVASIR_PYTHON_TE=$(interop/python.sh interop/requirements-te.txt) \
-	KVASIR_PYTHON_TE_OLD=$(interop/python.sh interop/requirements-te-old.txt) \
-	go test -count=1 -timeout 900s ./interop/transfer
-echo "== a real mooncake_master and C++ clients over storage nodes of this build, kills included"
-WORK=$work timeout 900 "$(interop/python.sh interop/requirements-te.txt)" interop/store/cluster.py bin/kvasir >"$work/cluster.out" 2>"$work/cluster.err" ||
-	{ cat "$work/cluster.out"; tail -20 "$work/cluster.err" "$work"/node-*.log; exit 1; }
-tail -1 "$work/cluster.out"
-
-echo "== kvasir server over a real mooncake_master and memory of a C++ client"
-master=$(free_port)
-start_phoenix pool --l1-size-gb 0.125 --cold --l2-adapter "'{\"type\":\"mooncake_store\",\"master_server_addr\":\"127.0.0.1:$master\"}'"
-timeout 1200 "$python" interop/store/tier.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/pool.kill" --master "$master" \
-	--mooncake "$(interop/python.sh interop/requirements-te.txt)" >"$work/pool.out" 2>"$work/pool.err" ||
-	{ grep -E "^(PASS|FAIL)|not within|Error" "$work/pool.err" >&2; tail -5 "$work/pool.log" >&2; exit 1; }
-cat "$work/pool.out"
-stop_servers
-
-echo "== engines over a real Mooncake Store: hybrid models, bytes by the masks, a node killed"
-timeout 1800 "$python" interop/store/engine.py bin/kvasir "$(interop/python.sh interop/requirements-te.txt)"
-echo "interop passed"
+case $part in
+zmtp)
+	echo "== the ZMQ library of the real peers against package zmtp"
+	KVASIR_PYTHON=$python go test -count=1 -timeout 600s ./zmtp
+	;;
+redis)
+	interop/redis.sh
+	;;
+s3)
+	interop/s3.sh
+	;;
+client)
+	echo "== the real lmcache 0.5.6 client against kvasir server, both modes"
+	start_server one --l1-size-gb 0.5
+	"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.5 \
+		--modes engine_driven,lmcache_driven --skip rate,lookup,transfer >"$work/one.json" 2>"$work/one.log" ||
+		{ cat "$work/one.log" >&2; exit 1; }
+	passed "$work/one.json"
+	;;
+two)
+	echo "== two clients at once"
+	start_server two --l1-size-gb 0.5
+	for tag in a b; do
+		"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.5 \
+			--modes engine_driven,lmcache_driven --skip rate --lookups 20 --no-clear --run-tag $tag >"$work/$tag.json" 2>"$work/$tag.log" &
+		eval "pid_$tag=$!"
+		servers="$servers $!"
+	done
+	wait "$pid_a" || { cat "$work/a.log" >&2; exit 1; }
+	wait "$pid_b" || { cat "$work/b.log" >&2; exit 1; }
+	passed "$work/a.json" "$work/b.json"
+	;;
+pickle)
+	echo "== the same client without shared memory: pickled tensors"
+	start_server pickle --l1-size-gb 0.5 --pickle only
+	"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.5 \
+		--modes engine_driven --skip rate,lookup,transfer >"$work/pickle.json"
+	passed "$work/pickle.json"
+	;;
+kill9-engine)
+	kill9 engine_driven 3 --max-lost 0
+	;;
+kill9-lmcache)
+	kill9 lmcache_driven 3 --max-lost 0
+	;;
+pending)
+	echo "== lookups right after kill -9, while the pool is compared with its checksums"
+	# The servers of later compare what nobody asks for at 1 MiB/s: however late a lookup comes, it is early enough. It may
+	# wait for as long as a busy machine takes.
+	start_phoenix pending --l1-size-gb 2 --l2-prefetch-load-timeout 120
+	sed 's/--l1-size-gb/--checksum-mib-per-second 1 &/' "$work/pending.kill" >"$work/pending-later.kill"
+	timeout 900 "$python" interop/lmcache/pending.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" \
+		--kill "sh $work/pending-later.kill" >"$work/pending.out" 2>"$work/pending.err" || { tail -20 "$work/pending.err" "$work/pending.log" >&2; exit 1; }
+	cat "$work/pending.out"
+	;;
+events)
+	echo "== KV events: the real client subscribes, and again after kill -9; vLLM's classes read our own socket"
+	start_phoenix events --l1-size-gb 0.125 --kv-events "ipc://$work/events.sock" --kv-events-replay "ipc://$work/replay.sock"
+	timeout 300 "$python" interop/lmcache/events.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/events.kill" \
+		--events "ipc://$work/events.sock" --replay "ipc://$work/replay.sock" >"$work/events.out" 2>"$work/events.err" || { tail -20 "$work/events.err" "$work/events.log" >&2; exit 1; }
+	cat "$work/events.out"
+	;;
+fs)
+	one_directory fs
+	;;
+fs_native)
+	one_directory fs_native --native
+	;;
+slow)
+	if server=$(command -v redis-server || command -v valkey-server); then
+		echo "== a tier that gives 1 MB/s"
+		slow_tier
+	else
+		echo "neither redis-server nor valkey-server is installed: no tier that gives 1 MB/s"
+	fi
+	;;
+lend)
+	echo "== an engine killed with SIGKILL leaves nothing behind"
+	start_server lend --l1-size-gb 0.1 --worker-reap-timeout-seconds 10 --worker-registration-grace-seconds 10
+	"$python" interop/lmcache/lend.py "tcp://127.0.0.1:$port" >"$work/lend.pid" 2>"$work/lend.err" &
+	job=$!
+	servers="$servers $job"
+	lent() { [ -s "$work/lend.pid" ] || gone "$job"; }
+	if ! wait_for 180 lent || [ ! -s "$work/lend.pid" ]; then
+		cat "$work/lend.err" >&2
+		exit 1
+	fi
+	lender=$(cat "$work/lend.pid")
+	segments() { find /dev/shm -name "lmcache_kv_${lender}_*"; }
+	none() { [ -z "$(segments)" ]; }
+	test -n "$(segments)"
+	kill -9 "$lender"
+	wait "$job" 2>/dev/null || true
+	wait_for 120 none || { echo "left behind: $(segments)" >&2; exit 1; }
+	;;
+generations)
+	echo "== clients of older lmcache releases, all at once, kill -9 and a server that forgot included"
+	interop/generations.sh
+	;;
+engine)
+	echo "== the simulated engine against the real lmcache 0.5.6 server, both modes"
+	interop/engine.sh
+	;;
+openai)
+	echo "== the OpenAI Python client through kvasir proxy: P and D, streams, tools, cancels, keys"
+	"$(interop/python.sh interop/requirements-proxy.txt)" interop/proxy/client.py --kvasir bin/kvasir
+	;;
+tracker)
+	echo "== tracker and worker against the real lmcache server, restart included"
+	LMCACHE=$(dirname "$python")/lmcache PORT=$(free_port) HTTP=$(free_port) interop/lmcache/tracker.sh | grep -vE '^(=== |    )'
+	;;
+transfer)
+	echo "== two generations of the C++ transfer engine against package transfer"
+	KVASIR_PYTHON_TE=$(interop/python.sh interop/requirements-te.txt) \
+		KVASIR_PYTHON_TE_OLD=$(interop/python.sh interop/requirements-te-old.txt) \
+		go test -count=1 -timeout 900s ./interop/transfer
+	;;
+cluster)
+	echo "== a real mooncake_master and C++ clients over storage nodes of this build, kills included"
+	WORK=$work timeout 900 "$(interop/python.sh interop/requirements-te.txt)" interop/store/cluster.py bin/kvasir >"$work/cluster.out" 2>"$work/cluster.err" ||
+		{ cat "$work/cluster.out"; tail -20 "$work/cluster.err" "$work"/node-*.log; exit 1; }
+	tail -1 "$work/cluster.out"
+	;;
+tier)
+	echo "== kvasir server over a real mooncake_master and memory of a C++ client"
+	master=$(free_port)
+	start_phoenix pool --l1-size-gb 0.125 --cold --l2-adapter "'{\"type\":\"mooncake_store\",\"master_server_addr\":\"127.0.0.1:$master\"}'"
+	timeout 1200 "$python" interop/store/tier.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/pool.kill" --master "$master" \
+		--mooncake "$(interop/python.sh interop/requirements-te.txt)" >"$work/pool.out" 2>"$work/pool.err" ||
+		{ grep -E "^(PASS|FAIL)|not within|Error" "$work/pool.err" >&2; tail -5 "$work/pool.log" >&2; exit 1; }
+	cat "$work/pool.out"
+	;;
+store-engine)
+	echo "== engines over a real Mooncake Store: hybrid models, bytes by the masks, a node killed"
+	timeout 1800 "$python" interop/store/engine.py bin/kvasir "$(interop/python.sh interop/requirements-te.txt)"
+	;;
+*)
+	echo "no part $part" >&2
+	exit 2
+	;;
+esac
