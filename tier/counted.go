@@ -14,6 +14,7 @@ import (
 type Stats struct {
 	Hits         uint64 `counter:"kvasir_tier_hits_total" help:"Objects that lookups asked the tier for and that were there."`
 	Misses       uint64 `counter:"kvasir_tier_misses_total" help:"Objects that lookups asked the tier for and that were not there."`
+	Spared       uint64 `counter:"kvasir_tier_absent_total" help:"Of the misses, those that were not asked for, because they were not there a moment before (absent_seconds)."`
 	Reads        uint64 `counter:"kvasir_tier_reads_total" help:"Objects read from the tier."`
 	ReadBytes    uint64 `counter:"kvasir_tier_read_bytes_total" help:"Bytes of them."`
 	Unsummed     uint64 `counter:"kvasir_tier_reads_without_checksum_total" help:"Of the objects read, those that others put there without a checksum: only their length was compared."`
@@ -66,6 +67,9 @@ func (c *Counting) Stats() Stats {
 		Lost: c.n.lost.Load(), Corrupt: c.n.corrupt.Load(), Late: c.n.late.Load(), Failures: c.n.failures.Load(), Writes: c.n.writes.Load(),
 		WrittenBytes: c.n.writeBytes.Load(), Dropped: c.n.dropped.Load(), ReadTime: time.Duration(c.n.readTime.Load()),
 		WriteTime: time.Duration(c.n.writeTime.Load()), InFlight: c.n.inFlight.Load(), Took: make(map[string]histogram.Counts), Free: -1,
+	}
+	if r, ok := c.of.(*Remembering); ok {
+		s.Spared = r.Spared()
 	}
 	for call, h := range c.took {
 		s.Took[call] = h.Counts()

@@ -36,6 +36,7 @@ type Adapter struct {
 	S3       *bucket                // of types s3 and s3_native
 
 	Admission tier.Admission // min_hits, min_age_seconds
+	Absence   tier.Absence   // absent_seconds; only where a network is between
 
 	Ignored []string // keys that mean nothing here
 }

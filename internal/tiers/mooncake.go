@@ -43,6 +43,7 @@ func (r *reader) mooncake(a *Adapter) error {
 	r.take("preferred_segment", &o.Put.Segment)
 	r.take("soft_pin", &o.Put.SoftPin)
 	r.admission(a)
+	r.absence(a)
 	for m := range strings.SplitSeq(masters, ",") {
 		o.Masters = append(o.Masters, strings.TrimSpace(m))
 	}

@@ -56,6 +56,7 @@ func (r *reader) redis(a *Adapter) {
 	o.Stripe, o.Limit = int64(stripe*(1<<20)), int64(a.LimitGB*gib)
 	r.tls(o)
 	r.admission(a)
+	r.absence(a)
 	if _, ok := r.raw["serde"]; ok {
 		r.errs = append(r.errs, errSerde)
 	}

@@ -68,6 +68,7 @@ func (r *reader) s3(a *Adapter) {
 	o.Timeout, o.DialTimeout = time.Duration(request*float64(time.Second)), time.Duration(connect*float64(time.Second))
 	o.Part, o.Upload = int64(part*(1<<20)), int64(upload*(1<<20))
 	r.admission(a)
+	r.absence(a)
 	if _, ok := r.raw["serde"]; ok {
 		r.errs = append(r.errs, errSerde)
 	}
@@ -91,6 +92,14 @@ func (r *reader) admission(a *Adapter) {
 	r.within("min_age_seconds", age, 0, 365*24*3600)
 	r.within("min_hits", float64(a.Admission.MinHits), 0, 1<<16)
 	a.Admission.MinAge = time.Duration(age * float64(time.Second))
+}
+
+// absence reads for how long what was not there is not asked for again.
+func (r *reader) absence(a *Adapter) {
+	seconds := 1.0
+	r.take("absent_seconds", &seconds)
+	r.within("absent_seconds", seconds, 0, 3600)
+	a.Absence.For = time.Duration(seconds * float64(time.Second))
 }
 
 var errEndpoint = errors.New(`where the bucket is is missing: "s3_bucket" for Amazon's, "s3_endpoint" like "s3://bucket.host" or with "s3_bucket" like "https://host:9000"`)

@@ -63,11 +63,15 @@ func Open(o Options) (s Set, err error) {
 			return Set{}, fmt.Errorf("--l2-adapter: %w", err)
 		}
 		opened = append(opened, d)
-		name, used := uniqueName(s.Each, a.Type), d
+		name, used := uniqueName(s.Each, a.Type), tier.Tier(d)
 		if a.Admission != (tier.Admission{}) {
 			used = tier.Admitted(d, a.Admission)
 		}
-		s.Each = append(s.Each, tier.Counted(tier.Bounded(used, tier.Limits{Calls: max(a.Calls, 64), Bytes: a.Bytes}), name))
+		used = tier.Bounded(used, tier.Limits{Calls: max(a.Calls, 64), Bytes: a.Bytes})
+		if a.Absence.For > 0 {
+			used = tier.Remembered(used, a.Absence)
+		}
+		s.Each = append(s.Each, tier.Counted(used, name))
 		if c, ok := d.(*mooncakestore.Tier); ok {
 			if s.Clusters == nil {
 				s.Clusters = make(map[string]*mooncakestore.Tier)

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/leaks"
 	"github.com/kvasir-kv/kvasir/internal/tiers"
@@ -138,6 +139,26 @@ func TestDisksSayTheirRoom(t *testing.T) {
 		}
 		if !strings.Contains(said.String(), c.want) {
 			t.Errorf("%+v: it says %q", c, said.String())
+		}
+	}
+}
+
+// What was not there is remembered for a second where a network is between, or as told.
+func TestAbsence(t *testing.T) {
+	f := func(text string, want time.Duration) {
+		t.Helper()
+		if a, err := tiers.Parse(text); err != nil || a.Absence.For != want {
+			t.Errorf("%s: %v, %v", text, a.Absence, err)
+		}
+	}
+	f(`{"type":"redis","host":"h","port":1}`, time.Second)
+	f(`{"type":"resp","host":"h","port":1,"absent_seconds":0}`, 0)
+	f(`{"type":"s3_native","s3_bucket":"b","absent_seconds":2.5}`, 2500*time.Millisecond)
+	f(`{"type":"mooncake_store"}`, time.Second)
+	f(`{"type":"fs","base_path":"/x"}`, 0)
+	for _, wrong := range []string{`{"type":"redis","host":"h","port":1,"absent_seconds":-1}`, `{"type":"s3","s3_bucket":"b","absent_seconds":4000}`, `{"type":"fs","base_path":"/x","absent_seconds":1}`} {
+		if _, err := tiers.Parse(wrong); err == nil || !strings.Contains(err.Error(), "absent_seconds") {
+			t.Errorf("%s: %v", wrong, err)
 		}
 	}
 }

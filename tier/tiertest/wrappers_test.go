@@ -26,6 +26,7 @@ func TestWrappers(t *testing.T) {
 		"cascade over a place that is full":  func() tier.Tier { return tier.Cascade(tier.CascadeOptions{}, full{memory()}, memory()) },
 		"cascade above a place that is full": func() tier.Tier { return tier.Cascade(tier.CascadeOptions{}, memory(), full{memory()}) },
 		"admitted":                           func() tier.Tier { return tier.Admitted(memory(), tier.Admission{}) },
+		"remembered":                         func() tier.Tier { return tier.Remembered(memory(), tier.Absence{For: time.Hour}) },
 		"route":                              func() tier.Tier { return tier.Route(byRank, memory(), memory()) },
 		"all of them": func() tier.Tier {
 			low := tier.Counted(tier.Bounded(memory(), tier.Limits{}), "low")

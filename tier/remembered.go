@@ -1,0 +1,155 @@
+package tier
+
+import (
+	"cmp"
+	"context"
+	"hash/maphash"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Absence says for how long a Tier is not asked again for what was not there. What others
+// write meanwhile is found after that time at the latest.
+type Absence struct {
+	For      time.Duration // 0: it is always asked
+	Remember int           // objects; beyond it the oldest are asked for again; default 64 Ki, about 50 bytes each
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (a Absence) Validate() error {
+	var c options.Checks
+	options.Within(&c, "For", a.For, 0, time.Hour)
+	options.Within(&c, "Remember", a.Remember, 0, 1<<24)
+	return c.Err()
+}
+
+// Remembering is a Tier that remembers for a short time what another one did not have.
+type Remembering struct {
+	of     Tier
+	o      Absence
+	seed   maphash.Seed
+	spared atomic.Uint64
+
+	mu struct {
+		sync.Mutex
+		young, old map[uint64]time.Time // until when, by a hash of the keys; young ones become old together
+
+		// Writes that ended, by a part of the hash: what a Stat did not find while one did may be there.
+		writes [1 << 12]uint32
+	}
+}
+
+// Remembered remembers what t did not have.
+func Remembered(t Tier, o Absence) *Remembering {
+	o.Remember = cmp.Or(o.Remember, 1<<16)
+	r := &Remembering{of: t, o: o, seed: maphash.MakeSeed()}
+	r.mu.young, r.mu.old = make(map[uint64]time.Time), make(map[uint64]time.Time)
+	return r
+}
+
+// Spared returns how many objects the tier was not asked for.
+func (r *Remembering) Spared() uint64 { return r.spared.Load() }
+
+// Stat implements Tier. What was not there a moment ago is not there.
+func (r *Remembering) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
+	clear(metas[:len(keys)])
+	hashes := make([]uint64, len(keys))
+	for i := range keys {
+		hashes[i] = maphash.Comparable(r.seed, keys[i])
+	}
+	now := time.Now()
+	at, seen := r.unknown(hashes, now)
+	r.spared.Add(uint64(len(keys) - len(at)))
+	if len(at) == 0 {
+		return ctx.Err()
+	}
+	asked, found := make([]kv.Key, len(at)), make([]Meta, len(at))
+	for j, i := range at {
+		asked[j] = keys[i]
+	}
+	if err := r.of.Stat(ctx, asked, found); err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for j, i := range at {
+		if metas[i] = found[j]; found[j].Len == 0 && *r.writesLocked(hashes[i]) == seen[j] {
+			r.noteLocked(hashes[i], now.Add(r.o.For))
+		}
+	}
+	return nil
+}
+
+func (r *Remembering) writesLocked(hash uint64) *uint32 {
+	return &r.mu.writes[hash%uint64(len(r.mu.writes))]
+}
+
+// unknown returns which of the objects are to be asked for, and the writes that ended before.
+func (r *Remembering) unknown(hashes []uint64, now time.Time) (at []int, seen []uint32) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for i, h := range hashes {
+		until, ok := r.mu.young[h]
+		if !ok {
+			until, ok = r.mu.old[h]
+		}
+		if !ok || !now.Before(until) {
+			at, seen = append(at, i), append(seen, *r.writesLocked(h))
+		}
+	}
+	return at, seen
+}
+
+func (r *Remembering) noteLocked(hash uint64, until time.Time) {
+	if len(r.mu.young) >= max(1, r.o.Remember/2) {
+		r.mu.old, r.mu.young = r.mu.young, make(map[uint64]time.Time)
+	}
+	r.mu.young[hash] = until
+}
+
+// written forgets that an object was not there.
+func (r *Remembering) written(k kv.Key) {
+	h := maphash.Comparable(r.seed, k)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	*r.writesLocked(h)++
+	delete(r.mu.young, h)
+	delete(r.mu.old, h)
+}
+
+// Read implements Tier.
+func (r *Remembering) Read(ctx context.Context, k kv.Key, dst []byte) (Meta, error) {
+	return r.of.Read(ctx, k, dst)
+}
+
+// ReadSummed implements Summing.
+func (r *Remembering) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (Meta, uint64, error) {
+	return ReadSummed(ctx, r.of, k, dst)
+}
+
+// Write implements Tier. What was written may be there from then on.
+func (r *Remembering) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
+	defer r.written(k)
+	return r.of.Write(ctx, k, m, src)
+}
+
+// Delete implements Tier.
+func (r *Remembering) Delete(ctx context.Context, keys []kv.Key) error { return r.of.Delete(ctx, keys) }
+
+// List implements Lister.
+func (r *Remembering) List(ctx context.Context, f func(kv.Key, Meta) bool) error {
+	return list(ctx, r.of, f)
+}
+
+// Space implements Sized.
+func (r *Remembering) Space() Space { return spaceOf(r.of) }
+
+// Requests implements Billed.
+func (r *Remembering) Requests() (Requests, bool) { return requestsOf(r.of) }
+
+// Close implements Tier.
+func (r *Remembering) Close() error { return r.of.Close() }
