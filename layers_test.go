@@ -132,7 +132,7 @@ var layers = map[string]int{
 	"access":                       2,
 	"lent":                         4,
 	"events":                       4,
-	"p2p":                          0,
+	"p2p":                          4,
 	"workers":                      5,
 	"server":                       6,
 	"admin":                        7,

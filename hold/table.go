@@ -80,11 +80,17 @@ func (t *Table) AddOwn(h *Hold) {
 // AddFormer enters a hold of an earlier server's worker, in quarantine. With a name, a
 // commit may come for it, once the same transfer is begun here.
 func (t *Table) AddFormer(h *Hold, name uint64) {
-	t.own++
-	h.Transfer.own, h.orphan = t.own, true
 	if name != 0 {
 		t.former[name] = append(t.former[name], h.Deadline.Add(t.life))
 	}
+	t.AddLoan(h)
+}
+
+// AddLoan enters a hold of somebody whose commit does not come: it lives until its deadline or
+// its removal, and nobody waits for it, as in quarantine.
+func (t *Table) AddLoan(h *Hold) {
+	t.own++
+	h.Transfer.own, h.orphan = t.own, true
 	t.Add(h)
 	t.orphans++
 }

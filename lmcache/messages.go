@@ -286,18 +286,6 @@ type BlockAllocation struct {
 	NewTokens []int
 }
 
-// AppendP2PMiss appends the result of p2p_query_lookup_results when none of n
-// keys is held: {offset: -1, size: 0} for each.
-func AppendP2PMiss(b []byte, n int) []byte {
-	b = msgp.AppendArrayHeader(b, uint32(n))
-	for range n {
-		b = msgp.AppendMapHeader(b, 2)
-		b = appendInt(msgp.AppendString(b, "offset"), -1)
-		b = appendInt(msgp.AppendString(b, "size"), 0)
-	}
-	return b
-}
-
 // AppendNegative appends the result frame with which a server declines op: the
 // value that the 0.5.6 client survives (the protocol has no error frame). ok is
 // false when the right answer is no result frame at all.
@@ -317,8 +305,8 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 		return msgp.AppendBool(b, false), true
 	case OpGetExperimental:
 		return msgp.AppendArrayHeader(b, 0), true
-	case OpP2PLookupAndLock:
-		return appendInt(b, 0), true
+	case OpP2PLookupAndLock: // a task that nobody knows
+		return appendInt(b, -1), true
 	case OpSubscribeKVEvents: // ends the client's use of the stream for good
 		b = msgp.AppendMapHeader(b, 5)
 		b = msgp.AppendBool(msgp.AppendString(b, "enabled"), false)

@@ -90,9 +90,9 @@ type (
 	// memory.
 	ReportBlockAllocationRequest struct{}
 
-	// P2PLookupRequest and P2PUnlockRequest say how many object keys they name.
-	P2PLookupRequest struct{ Keys int }
-	P2PUnlockRequest struct{ Keys int }
+	// P2PLookupRequest and P2PUnlockRequest name objects by their keys, which alias the frames.
+	P2PLookupRequest struct{ Keys []ObjectKey }
+	P2PUnlockRequest struct{ Keys []ObjectKey }
 	P2PResultRequest struct{ Task int64 }
 
 	// SubscribeRequest asks for KV events: the records after Cursor, MaxEvents at a time.
@@ -241,11 +241,11 @@ func (d *Decoder) decodeRare(memo *Memo, op Op, p [][]byte) (_ Request, err erro
 		}
 		return &ReportBlockAllocationRequest{}, err
 	case OpP2PLookupAndLock:
-		n, err := countObjectKeys(p[0])
-		return &P2PLookupRequest{n}, err
+		keys, err := named("keys", decodeObjectKeys, p[0])
+		return &P2PLookupRequest{keys}, err
 	case OpP2PUnlockObjects:
-		n, err := countObjectKeys(p[0])
-		return &P2PUnlockRequest{n}, err
+		keys, err := named("keys", decodeObjectKeys, p[0])
+		return &P2PUnlockRequest{keys}, err
 	case OpP2PQueryLookupResults:
 		id, err := named("task id", DecodeInt, p[0])
 		return &P2PResultRequest{id}, err
@@ -332,14 +332,4 @@ func decodeRequestID(frame []byte) ([]byte, error) {
 		return nil, fmt.Errorf("request_id: %w", err)
 	}
 	return id, nil
-}
-
-// countObjectKeys reads a list of ObjectKey, the first payload of the p2p
-// operations, and returns its length.
-func countObjectKeys(frame []byte) (n int, err error) {
-	rest, err := readList(frame, func(_ int, b []byte) ([]byte, error) {
-		n++
-		return readMap(b, func(_, b []byte) ([]byte, error) { return b, nil })
-	})
-	return n, whole(rest, err)
 }

@@ -105,9 +105,9 @@ func checkFields(t *testing.T, where string, r lmcache.Request, payloads [][]byt
 			want("force", r.Force, plain[0])
 		}
 	case *lmcache.P2PLookupRequest:
-		want("keys", r.Keys, len(plain[0].([]any)))
+		wantKeys(t, where, r.Keys, payloads[0], plain[0].([]any))
 	case *lmcache.P2PUnlockRequest:
-		want("keys", r.Keys, len(plain[0].([]any)))
+		wantKeys(t, where, r.Keys, payloads[0], plain[0].([]any))
 	case *lmcache.P2PResultRequest:
 		want("task", r.Task, number(plain[0]))
 	case *lmcache.EngineDriven:
@@ -235,4 +235,55 @@ func TestDecodeAllocatesNothing(t *testing.T) {
 			t.Errorf("%v: %v allocations", op, n)
 		}
 	}
+}
+
+// wantKeys compares object keys with what a plain reader finds, and with the frame once
+// they are encoded again.
+func wantKeys(t *testing.T, where string, got []lmcache.ObjectKey, frame []byte, plain []any) {
+	t.Helper()
+	if len(got) != len(plain) {
+		t.Fatalf("%s: %d keys, want %d", where, len(got), len(plain))
+	}
+	again := msgp.AppendArrayHeader(nil, uint32(len(got)))
+	for i, k := range got {
+		m := plain[i].(map[string]any)
+		if string(k.Chunk[:]) != string(m["chunk_hash"].([]byte)) || string(k.Model) != m["model_name"] || string(k.Salt) != m["cache_salt"] {
+			t.Errorf("%s: key %d is %+v, want %v", where, i, k, m)
+		}
+		again = k.Append(again)
+	}
+	if string(again) != string(frame) {
+		t.Errorf("%s: encoded again\n%x, want\n%x", where, again, frame)
+	}
+}
+
+// Object keys that are not whole, too many or out of range are errors.
+func TestBadObjectKeys(t *testing.T) {
+	var d lmcache.Decoder
+	f := func(name string, keys []byte) {
+		t.Helper()
+		if _, err := d.Decode(lmcache.NewMemo(4, 1<<20), lmcache.Only(lmcache.Latest), lmcache.OpP2PUnlockObjects, [][]byte{keys}); err == nil {
+			t.Errorf("%s: no error", name)
+		}
+	}
+	list := func(n int, key []byte) []byte {
+		b := msgp.AppendArrayHeader(nil, uint32(n))
+		for range n {
+			b = append(b, key...)
+		}
+		return b
+	}
+	good := lmcache.ObjectKey{Model: []byte("m"), Rank: 0x01000100}
+	if _, err := d.Decode(lmcache.NewMemo(4, 1<<20), lmcache.Only(lmcache.Latest), lmcache.OpP2PUnlockObjects, [][]byte{list(2, good.Append(nil))}); err != nil {
+		t.Fatal(err)
+	}
+	f("empty", list(1, []byte{0x80}))
+	f("more than there are", list(2, good.Append(nil))[:40])
+	f("too many", list(lmcache.MaxObjectKeys+1, good.Append(nil)))
+	f("a salt with a slash", list(1, (&lmcache.ObjectKey{Model: []byte("m"), Salt: []byte("a/b")}).Append(nil)))
+	f("a model that is too long", list(1, (&lmcache.ObjectKey{Model: make([]byte, 4096)}).Append(nil)))
+	short := msgp.AppendBytes(msgp.AppendString(msgp.AppendMapHeader(nil, 1), "chunk_hash"), make([]byte, 31))
+	f("a short hash", list(1, short))
+	rank := msgp.AppendInt64(msgp.AppendString(msgp.AppendMapHeader(nil, 1), "kv_rank"), 1<<32)
+	f("a rank of more than 32 bits", list(1, rank))
 }

@@ -1,56 +1,175 @@
-// Package p2p answers LMCache's peer-to-peer operations for a node that lends nothing
-// to its peers: a lookup gets a task id, and asking for its result says of each key
-// that it is not held, once.
+// Package p2p answers LMCache's peer-to-peer operations: a peer names objects, is told where
+// in the pool they are, reads them and says so. Until then, or for the life of a read lock,
+// they stay in place.
+//
+// The operations are p2p_lookup_and_lock, p2p_query_lookup_results and p2p_unlock_objects of
+// lmcache 0.5.6. Its servers read one another's pools by a transfer engine of their own; this
+// one runs none, so places are for peers that map the pool.
 package p2p
 
 import (
-	"errors"
+	"slices"
 	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/store"
 )
 
 const (
+	// Life is how long objects wait to be unlocked, as LMCache's read locks do.
+	Life = 300 * time.Second
+
+	// maxTasks bounds the lookups of all peers: about 10 KB each with 100 keys.
 	maxTasks = 1024
-	maxKeys  = 1 << 16
+
+	// maxKeys bounds the keys of all lookups that are remembered: 100 MB.
+	maxKeys = 1 << 20
 )
 
-// ErrKeys means that a lookup names too many keys.
-var ErrKeys = errors.New("too many keys")
+// Keys finds the name of an object that a peer names; false for what this node cannot have.
+type Keys func(*lmcache.ObjectKey) (kv.Key, bool)
 
-// Tasks are the lookups whose results were not asked for yet; beyond 1,024 the oldest
-// is forgotten. Its zero value is ready, its methods are safe for concurrent use.
+// Tasks are the lookups whose objects are not all unlocked, or whose results nobody asked
+// for yet; beyond 1,024, and a million keys, the oldest is forgotten and its objects are
+// unlocked. Methods are safe for concurrent use.
 type Tasks struct {
-	mu    sync.Mutex
-	last  int64
-	keys  map[int64]int
-	order []int64
+	store *store.Store
+	mu    struct { // a leaf
+		sync.Mutex
+		last  int64
+		tasks []*task // oldest first
+		keys  int     // of all of them
+	}
 }
 
-// Lookup begins a task about so many keys and returns its id.
-func (t *Tasks) Lookup(keys int) (id int64, err error) {
-	if keys > maxKeys {
-		return 0, ErrKeys
+type task struct {
+	id     int64
+	by     string
+	began  time.Time
+	places []lmcache.PeerPlace // nil once they were asked for
+	locked map[kv.Key]int      // how often
+	loan   *store.Loan         // nil where nothing is locked
+	keys   int
+}
+
+// New returns Tasks of what a store has.
+func New(s *store.Store) *Tasks { return &Tasks{store: s} }
+
+// Lookup locks, of each shard and object group, the objects before the first that is not
+// there, and returns the id by which by asks for their places. Ids count from 0. Where too
+// many transfers are in progress nothing is locked.
+func (t *Tasks) Lookup(by string, names []lmcache.ObjectKey, find Keys) (id int64) {
+	k := task{by: by, began: time.Now(), keys: len(names), places: make([]lmcache.PeerPlace, len(names)), locked: make(map[kv.Key]int)}
+	keys, at := make([]kv.Key, 0, len(names)), make([]int, 0, len(names))
+	for i := range names {
+		k.places[i] = lmcache.NotHeld
+		if key, ok := find(&names[i]); ok {
+			keys, at = append(keys, key), append(at, i)
+		}
+	}
+	places, loan, err := t.store.Lend(by, keys, Life)
+	if err == nil {
+		k.loan = loan
+		for i, p := range places {
+			if p.Bytes > 0 {
+				k.places[at[i]] = lmcache.PeerPlace{Offset: p.Offset, Size: p.Bytes}
+				k.locked[keys[i]]++
+			}
+		}
+	}
+	forgotten := t.add(&k)
+	for _, loan := range forgotten {
+		loan.GiveBack()
+	}
+	return k.id
+}
+
+// add returns the loans of those that had to go.
+func (t *Tasks) add(k *task) (forgotten []*store.Loan) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	k.id = t.mu.last
+	t.mu.last++
+	t.mu.tasks = append(t.mu.tasks, k)
+	t.mu.keys += k.keys
+	for len(t.mu.tasks) > 1 && (len(t.mu.tasks) > maxTasks || t.mu.keys > maxKeys || time.Since(t.mu.tasks[0].began) >= Life) {
+		if loan := t.mu.tasks[0].loan; loan != nil {
+			forgotten = append(forgotten, loan)
+		}
+		t.removeLocked(0)
+	}
+	return forgotten
+}
+
+func (t *Tasks) removeLocked(i int) {
+	t.mu.keys -= t.mu.tasks[i].keys
+	t.mu.tasks = slices.Delete(t.mu.tasks, i, i+1)
+}
+
+// Result returns the places of by's lookup, one for each key, once; ok is false for a lookup
+// that is not known or older than Life, or whose result was told.
+func (t *Tasks) Result(by string, id int64) (places []lmcache.PeerPlace, ok bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	i := slices.IndexFunc(t.mu.tasks, func(k *task) bool { return k.id == id && k.by == by })
+	if i < 0 || t.mu.tasks[i].places == nil {
+		return nil, false
+	}
+	k := t.mu.tasks[i]
+	places, k.places = k.places, nil
+	late := time.Since(k.began) >= Life // nothing is locked any more
+	if k.loan == nil || late {
+		t.removeLocked(i)
+	}
+	return places, !late
+}
+
+// Unlock ends one lock of by on each of the objects, that of its oldest lookup. What a lookup
+// locked stays in place until all of it is unlocked.
+func (t *Tasks) Unlock(by string, names []lmcache.ObjectKey, find Keys) {
+	for _, loan := range t.unlock(by, names, find) {
+		loan.GiveBack()
+	}
+}
+
+func (t *Tasks) unlock(by string, names []lmcache.ObjectKey, find Keys) (ended []*store.Loan) {
+	keys := make([]kv.Key, 0, len(names))
+	for i := range names {
+		if key, ok := find(&names[i]); ok {
+			keys = append(keys, key)
+		}
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.keys == nil {
-		t.keys = make(map[int64]int)
+	for i := 0; i < len(t.mu.tasks) && len(keys) > 0; i++ {
+		k := t.mu.tasks[i]
+		if k.by != by || k.loan == nil {
+			continue
+		}
+		keys = slices.DeleteFunc(keys, k.unlock)
+		if len(k.locked) == 0 {
+			ended = append(ended, k.loan)
+			if k.loan = nil; k.places == nil {
+				t.removeLocked(i)
+				i--
+			}
+		}
 	}
-	if len(t.order) >= maxTasks {
-		delete(t.keys, t.order[0])
-		t.order = append(t.order[:0], t.order[1:]...)
-	}
-	t.last++
-	t.keys[t.last] = keys
-	t.order = append(t.order, t.last)
-	return t.last, nil
+	return ended
 }
 
-// Result returns how many keys the task was about, once; ok is false for a task that
-// is not known, or not any more.
-func (t *Tasks) Result(id int64) (keys int, ok bool) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	keys, ok = t.keys[id]
-	delete(t.keys, id)
-	return keys, ok
+// unlock reports whether the task had a lock on the object.
+func (k *task) unlock(key kv.Key) bool {
+	n := k.locked[key]
+	switch n {
+	case 0:
+		return false
+	case 1:
+		delete(k.locked, key)
+	default:
+		k.locked[key] = n - 1
+	}
+	return true
 }

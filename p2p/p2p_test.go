@@ -1,45 +1,193 @@
 package p2p_test
 
 import (
-	"errors"
+	"fmt"
+	"slices"
 	"testing"
+	"testing/synctest"
+	"time"
 
-	"go.uber.org/goleak"
-
+	"github.com/kvasir-kv/kvasir/hold"
+	"github.com/kvasir-kv/kvasir/internal/leaks"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/p2p"
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/store"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }
 
-// Two peers' tasks have ids of their own, each result is told once, and what nobody
-// asks for is forgotten, the oldest first.
-func TestTasks(t *testing.T) {
-	var tasks p2p.Tasks
-	begin := func(keys int) int64 {
-		t.Helper()
-		id, err := tasks.Lookup(keys)
-		if err != nil {
-			t.Fatal(err)
+const chunkBytes = 4096
+
+// node is a store of a few chunks and what peers ask of it.
+type node struct {
+	*p2p.Tasks
+	t     *testing.T
+	store *store.Store
+	shard objects.Shard
+}
+
+func newNode(t *testing.T, chunks int) *node {
+	t.Helper()
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: int64(chunks * chunkBytes), Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	st := store.New(p, store.Options{WorkerShare: 1, PeerShare: 1})
+	return &node{p2p.New(st), t, st, objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: objects.FullAttention(1, chunkBytes)}}
+}
+
+func (n *node) close() {
+	if err := n.store.Close(); err != nil {
+		n.t.Error(err)
+	}
+}
+
+// fill stores the chunks of those numbers, and reports how many found a place.
+func (n *node) fill(numbers ...byte) int {
+	n.t.Helper()
+	got := 0
+	for _, number := range numbers {
+		hashes := []kv.Hash{{number}}
+		name := hold.Transfer{Instance: 1, Shard: n.shard, To: 1, Last: hashes[0]}
+		var place store.Transfer
+		if _, err := n.store.BeginStore(name, []byte("r"), hashes, &place); err != nil {
+			n.t.Fatal(err)
 		}
-		return id
-	}
-	a, b := begin(3), begin(5)
-	if a == b {
-		t.Errorf("both are %d", a)
-	}
-	result := func(id int64, keys int, known bool) {
-		t.Helper()
-		if n, ok := tasks.Result(id); n != keys || ok != known {
-			t.Errorf("task %d: %d, %v", id, n, ok)
+		if len(place.Offsets) > 0 {
+			got += n.store.CommitStore(name, []byte("r"), hashes, true).Chunks
 		}
 	}
-	result(b, 5, true)
-	result(b, 0, false)
-	for range 1024 {
-		begin(1)
+	return got
+}
+
+func names(numbers ...byte) []lmcache.ObjectKey {
+	out := make([]lmcache.ObjectKey, len(numbers))
+	for i, number := range numbers {
+		out[i] = lmcache.ObjectKey{Chunk: kv.Hash{number}, Model: []byte("m"), Rank: 0x01000100}
 	}
-	result(a, 0, false)
-	if _, err := tasks.Lookup(1<<16 + 1); !errors.Is(err, p2p.ErrKeys) {
-		t.Errorf("too many keys: %v", err)
+	return out
+}
+
+// find knows one model.
+func (n *node) find(name *lmcache.ObjectKey) (k kv.Key, ok bool) {
+	n.shard.Key(&k, 0, int(name.Group), name.Chunk)
+	return k, string(name.Model) == "m"
+}
+
+// has asks for a result and returns which of the keys are held.
+func (n *node) has(by string, id int64) (held []bool, ok bool) {
+	places, ok := n.Result(by, id)
+	for _, p := range places {
+		if held = append(held, p != lmcache.NotHeld); p != lmcache.NotHeld && p.Size != chunkBytes {
+			n.t.Errorf("%d bytes are told", p.Size)
+		}
+	}
+	return held, ok
+}
+
+// What two peers locked stays while others store, each result is told once and to its own
+// peer, and what one of them unlocks the other may still read.
+func TestLockedStays(t *testing.T) {
+	n := newNode(t, 4)
+	defer n.close()
+	n.fill(1, 2, 3)
+	a := n.Lookup("a", names(1, 2, 9, 3), n.find)
+	b := n.Lookup("b", names(2), n.find)
+	if a != 0 || b != 1 {
+		t.Errorf("the ids are %d and %d", a, b)
+	}
+	if _, ok := n.has("b", a); ok {
+		t.Error("a peer is told another's result")
+	}
+	if held, ok := n.has("a", a); !ok || !slices.Equal(held, []bool{true, true, false, false}) {
+		t.Errorf("held are %v, %v: nothing behind the first that is not there", held, ok)
+	}
+	if _, ok := n.has("a", a); ok {
+		t.Error("a result is told twice")
+	}
+	if got := n.fill(11, 12, 13, 14, 15); got != 5 {
+		t.Errorf("beside the two locked ones %d chunks were stored, want 5, two at a time", got)
+	}
+	again := n.Lookup("c", names(1), n.find)
+	if held, _ := n.has("c", again); !slices.Equal(held, []bool{true}) {
+		t.Error("a locked object went")
+	}
+	n.Unlock("c", names(1), n.find)
+	n.Unlock("a", names(1), n.find)
+	n.Unlock("a", names(2), n.find)
+	if got := n.store.Stats(); got.Transfers != 1 {
+		t.Errorf("%d lookups hold something, want b's", got.Transfers)
+	}
+	n.Unlock("b", names(2, 2, 7), n.find)
+	if got := n.store.Stats(); got.Transfers != 0 || got.EvictableObjs != got.Resident {
+		t.Errorf("left: %+v", got)
+	}
+	if held, ok := n.has("b", b); !ok || !slices.Equal(held, []bool{true}) {
+		t.Errorf("a result that nobody took before the unlock: %v, %v", held, ok)
+	}
+}
+
+// A model that is not known holds nothing, and neither does a lookup that is too late.
+func TestNothingHeld(t *testing.T) {
+	n := newNode(t, 2)
+	defer n.close()
+	n.fill(1)
+	other := names(1)
+	other[0].Model = []byte("other")
+	if held, ok := n.has("a", n.Lookup("a", other, n.find)); !ok || !slices.Equal(held, []bool{false}) {
+		t.Errorf("another model: %v, %v", held, ok)
+	}
+	if held, ok := n.has("a", n.Lookup("a", nil, n.find)); !ok || len(held) != 0 {
+		t.Errorf("no keys: %v, %v", held, ok)
+	}
+	if _, ok := n.has("a", 77); ok {
+		t.Error("a lookup that never was has a result")
+	}
+}
+
+// A peer that never unlocks keeps its objects for the life of a lock.
+func TestLocksExpire(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, 1)
+		defer n.close()
+		n.fill(1)
+		late := n.Lookup("a", names(1), n.find)
+		time.Sleep(p2p.Life - 1)
+		n.store.Expire()
+		if got := n.fill(2); got != 0 {
+			t.Error("a locked object was evicted")
+		}
+		time.Sleep(time.Nanosecond)
+		n.store.Expire()
+		if got := n.fill(3); got != 1 {
+			t.Error("an object stays locked for ever")
+		}
+		if _, ok := n.has("a", late); ok {
+			t.Error("a peer is told where something was")
+		}
+		n.Unlock("a", names(1), n.find) // too late, of nothing
+		if got := n.store.Stats(); got.Transfers != 0 {
+			t.Errorf("left: %+v", got)
+		}
+	})
+}
+
+// Of lookups that nobody ends the oldest are forgotten, with their locks.
+func TestOldestIsForgotten(t *testing.T) {
+	n := newNode(t, 2)
+	defer n.close()
+	n.fill(1, 2)
+	first := n.Lookup("peer 0", names(1), n.find)
+	for i := range 1024 {
+		n.Lookup(fmt.Sprint("peer ", i+1), names(2), n.find)
+	}
+	if _, ok := n.has("peer 0", first); ok {
+		t.Error("the oldest of 1,025 is remembered")
+	}
+	if got := n.store.Stats(); got.Transfers != 1024 || got.EvictableObjs != 1 {
+		t.Errorf("%d hold something, %d objects may go", got.Transfers, got.EvictableObjs)
 	}
 }

@@ -46,7 +46,7 @@ type Server struct {
 	lost       atomic.Bool // the pool's name is gone
 	clears     atomic.Uint64
 	n          counters
-	p2p        p2p.Tasks
+	p2p        *p2p.Tasks
 	former     formerSizes
 	finder     access.Finder
 	held       held.Messages[*zmtp.Peer, principal] // until their clients show what they are
@@ -67,7 +67,7 @@ func New(st *store.Store, o Options) *Server {
 	o = o.withDefaults()
 	s := &Server{
 		opts: o, store: st, log: o.Log, started: time.Now(),
-		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes),
+		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes), p2p: p2p.New(st),
 	}
 	s.n.init()
 	s.registry = workers.NewRegistry(o.MaxInstances)
@@ -360,18 +360,8 @@ func (s *Server) handleRare(sc *scratch, r lmcache.Request) error {
 	case *lmcache.ClearRequest:
 		s.Clear(r.Force)
 		return nil
-	case *lmcache.P2PLookupRequest:
-		id, err := s.p2p.Lookup(r.Keys)
-		if err == nil {
-			sc.out = lmcache.AppendInt(sc.out, id)
-		}
-		return err
-	case *lmcache.P2PResultRequest:
-		if n, ok := s.p2p.Result(r.Task); ok {
-			sc.out = lmcache.AppendP2PMiss(sc.out, n)
-		}
-		return nil
-	case *lmcache.P2PUnlockRequest: // nothing is ever locked for a peer
+	case *lmcache.P2PLookupRequest, *lmcache.P2PResultRequest, *lmcache.P2PUnlockRequest:
+		s.answerPeer(sc, r)
 		return nil
 	}
 	if r.Op() == lmcache.OpUnknown {

@@ -1,0 +1,45 @@
+package server
+
+import (
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/p2p"
+)
+
+// answerPeer answers what another node asks for. Who may not open the pool is told that
+// nothing is held.
+func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
+	by := sc.caller().Name
+	switch r := r.(type) {
+	case *lmcache.P2PLookupRequest:
+		find := s.keysFor(sc)
+		if s.draining.Load() {
+			find = func(*lmcache.ObjectKey) (kv.Key, bool) { return kv.Key{}, false }
+		}
+		sc.out = lmcache.AppendInt(sc.out, s.p2p.Lookup(by, r.Keys, find))
+	case *lmcache.P2PResultRequest:
+		if places, ok := s.p2p.Result(by, r.Task); ok {
+			sc.out = lmcache.AppendPeerPlaces(sc.out, places)
+		}
+	case *lmcache.P2PUnlockRequest:
+		s.p2p.Unlock(by, r.Keys, s.keysFor(sc))
+	}
+}
+
+// keysFor finds objects in the layouts that the caller's lookups go by.
+func (s *Server) keysFor(sc *scratch) p2p.Keys {
+	c := sc.caller()
+	may := c.MayOpen() == nil
+	return func(name *lmcache.ObjectKey) (k kv.Key, ok bool) {
+		world, shard := int(name.Rank>>24), int(name.Rank>>16&0xff)
+		if rank, fits := kv.NewRank(world, shard); !may || !fits || rank != name.Rank {
+			return k, false
+		}
+		sh, ok := s.registry.ShardsOf(name.Model, name.Salt, world, c.By)
+		if !ok || int64(name.Group) >= int64(sh.Groups.Len()) {
+			return k, false
+		}
+		sh.Key(&k, shard, int(name.Group), name.Chunk)
+		return k, true
+	}
+}

@@ -1,0 +1,97 @@
+package store
+
+import (
+	"time"
+
+	"github.com/kvasir-kv/kvasir/hold"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Place is where an object is: bytes from the pool's start.
+type Place struct{ Offset, Bytes int64 }
+
+// Loan keeps objects in place for somebody who reads them by their places, until it is given
+// back or its time is over.
+type Loan struct {
+	store *Store
+	hold  *hold.Hold
+}
+
+// row is one shard of one object group.
+type row struct {
+	namespace kv.Namespace
+	rank      kv.Rank
+	group     uint32
+}
+
+// Lend holds the objects of keys for a reader of by: of each shard and object group those
+// before the first that is not there, no more than one transfer may have. places has one for
+// each key; of what is not lent Bytes is 0. The loan is nil when nothing is. Error: ErrBusy.
+func (s *Store) Lend(by string, keys []kv.Key, life time.Duration) (places []Place, _ *Loan, err error) {
+	places = make([]Place, len(keys))
+	ended := make(map[row]bool)
+	var held []object
+	for from := 0; from < len(keys); from += batch {
+		if held, err = s.lendSome(by, keys, from, places, ended, held); err != nil {
+			s.giveBackLent(held)
+			return nil, nil, err
+		}
+	}
+	if len(held) == 0 {
+		return places, nil, nil
+	}
+	h := s.newHold(hold.Transfer{By: by, Load: true}, nil, held)
+	h.Deadline = time.Now().Add(life)
+	s.lock()
+	defer s.unlock()
+	s.mu.holds.AddLoan(h)
+	return places, &Loan{s, h}, nil
+}
+
+func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, ended map[row]bool, held []object) ([]object, error) {
+	s.lock()
+	defer s.unlock()
+	if s.busyLocked(by) {
+		return held, ErrBusy
+	}
+	for i := from; i < min(from+batch, len(keys)); i++ {
+		k := &keys[i]
+		r := row{k.Namespace, k.Rank, k.Group}
+		slot, ok := s.residentLocked(k)
+		if !ok || ended[r] || len(held) == maxTransfer {
+			ended[r] = true
+			continue
+		}
+		s.mu.pool.Hold(slot)
+		s.keepLocked(slot)
+		o := object{slot: slot, offset: s.mu.pool.Offset(slot), bytes: s.mu.pool.Length(slot)}
+		places[i] = Place{o.offset, o.bytes}
+		held = append(held, o)
+	}
+	return held, nil
+}
+
+// giveBackLent ends holds that nobody was told of.
+func (s *Store) giveBackLent(held []object) {
+	if len(held) > 0 {
+		s.end(s.newHold(hold.Transfer{Load: true}, nil, held), false)
+	}
+}
+
+// GiveBack ends the loan. Of one whose time is over it does nothing.
+func (l *Loan) GiveBack() {
+	if l.take() {
+		l.store.end(l.hold, false)
+	}
+}
+
+func (l *Loan) take() bool {
+	s := l.store
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed || !s.mu.holds.Keeps(l.hold) {
+		return false
+	}
+	s.mu.holds.Remove(l.hold)
+	return true
+}
