@@ -153,7 +153,7 @@ var thirdParty = map[string][]string{
 	"github.com/zeebo/xxh3":               {"hold", "internal/tiertool", "lmcache", "mooncake", "pool", "proxy/blocks", "proxy/prefix", "relay", "sim/engine", "tier", "tier/disk", "tier/fs", "tier/guarded", "tier/redis", "tier/tiertest"},
 	"go.yaml.in/yaml/v3":                  {"internal/settings"},
 	"go.uber.org/goleak":                  {"internal/leaks"},
-	"golang.org/x/sys":                    {"access", "internal/peercred", "internal/rawio", "internal/transfertool", "pool", "server", "shm", "tier/disk", "tier/fs"},
+	"golang.org/x/sys":                    {"access", "internal/peercred", "internal/rawio", "internal/topview", "internal/transfertool", "pool", "server", "shm", "tier/disk", "tier/fs"},
 }
 
 // mayImportUnsafe lists the only packages that may convert between bytes and

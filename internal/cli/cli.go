@@ -41,6 +41,7 @@ type root struct {
 
 	Config     configCmd     `cmd:"" help:"Write a file for kvasir all to begin with, or check one."`
 	Status     statusCmd     `cmd:"" help:"Ask a running server how it is and, in words, why hits are missing."`
+	Top        topCmd        `cmd:"" help:"Watch a running server in a terminal."`
 	Pool       poolCmd       `cmd:"" help:"Show and remove what servers left in /dev/shm."`
 	Tier       tierCmd       `cmd:"" help:"Show, check, empty and copy what lies below pools."`
 	Version    versionCmd    `cmd:"" help:"Print the version."`

@@ -34,7 +34,7 @@ func Get(ctx context.Context, at string) ([]byte, error) {
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return nil, fmt.Errorf("nothing listens at %s: is the server running, and is that its --http-port? kvasir pool ls shows who serves a pool", at)
 	case errors.Is(err, context.DeadlineExceeded):
-		return nil, fmt.Errorf("%s does not answer in time: raise --timeout, or see the server's log", at)
+		return nil, fmt.Errorf("%s does not answer in time: see the server's log", at)
 	case err != nil:
 		return nil, err
 	}

@@ -1,0 +1,34 @@
+package cli_test
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+)
+
+// top prints what it would show where nobody looks; what it cannot ask is one line.
+func TestTopOnce(t *testing.T) {
+	s := serve(t)
+	for _, args := range [][]string{{"--once"}, nil} { // the output of this test is no terminal
+		code, stdout, stderr := run(t, append([]string{"top", "--interval", "0.1", "--url", fmt.Sprintf("http://127.0.0.1:%d/", s.http)}, args...)...)
+		if code != 0 || stderr != "" || strings.Contains(stdout, "\x1b") {
+			t.Fatalf("exit %d, %s\n%q", code, stderr, stdout)
+		}
+		for _, want := range []string{fmt.Sprintf("process %d", s.cmd.Process.Pid), "\nhealthy\n", "0.0 % of 10.2 MiB", "lookups 0.0/s", "GB/s      stored 0.00", "no worker that can be served is registered"} {
+			if !strings.Contains(stdout, want) {
+				t.Errorf("no %q in\n%s", want, stdout)
+			}
+		}
+	}
+	f := func(code int, want string, args ...string) {
+		t.Helper()
+		got, stdout, stderr := run(t, append([]string{"top"}, args...)...)
+		if got != code || stdout != "" || strings.Count(stderr, "\n") != 1 || !strings.Contains(stderr, want) {
+			t.Errorf("%v: exit %d, %s%s", args, got, stdout, stderr)
+		}
+	}
+	f(2, "--url \"nonsense\" is not http://HOST:PORT", "--url", "nonsense")
+	f(2, "--interval 0 is not between 0.1 and 3600", "--interval", "0")
+	f(2, "--interval NaN is not between", "--interval", "NaN")
+	f(1, "nothing listens at http://127.0.0.1:1/status", "--url", "http://127.0.0.1:1")
+}
