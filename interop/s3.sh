@@ -7,19 +7,32 @@ python=$(interop/python.sh)
 . interop/lib.sh
 
 (cd interop/s3 && go build -o "$work/store" .)
-mkfifo "$work/end" # the store serves until nobody has it open
-"$work/store" <"$work/end" >"$work/store.addr" 2>"$work/store.log" &
-exec 8>"$work/end"
-for _ in $(seq 300); do
-	[ ! -s "$work/store.addr" ] || break
-	sleep 0.1
-done
-addr=$(cat "$work/store.addr")
-[ -n "$addr" ] || { cat "$work/store.log" >&2; exit 1; }
+mkfifo "$work/end" # stores serve until nobody has it open
+
+# start_store NAME FLAG...: sets addr.
+start_store() {
+	local name=$1
+	shift
+	"$work/store" "$@" <"$work/end" >"$work/$name.addr" 2>"$work/$name.log" &
+	exec 8>"$work/end"
+	for _ in $(seq 300); do
+		[ ! -s "$work/$name.addr" ] || break
+		sleep 0.1
+	done
+	addr=$(cat "$work/$name.addr")
+	[ -n "$addr" ] || { cat "$work/$name.log" >&2; exit 1; }
+}
+start_store careful -verify -ca "$work/ca.pem"
+careful=$addr
+start_store store
 export AWS_ACCESS_KEY_ID=id AWS_SECRET_ACCESS_KEY=secret
 
 echo "== a real object store (gofakes3) against tier/s3, both layouts"
 KVASIR_S3=http://$addr/kvcache go test -count=1 -timeout 120s -run TestReal ./tier/s3
+
+echo "== one that verifies signatures, over TLS with an authority of its own"
+AWS_CA_BUNDLE=$work/ca.pem KVASIR_S3_KEYS=1 KVASIR_S3=https://$careful/kvcache go test -count=1 -timeout 120s -run TestReal ./tier/s3
+AWS_ACCESS_KEY_ID=session AWS_SESSION_TOKEN=token AWS_CA_BUNDLE=$work/ca.pem AWS_ENDPOINT_URL=https://$careful bin/kvasir tier ls s3_native:kvcache/none
 
 # two_nodes TYPE: two servers over one bucket.
 two_nodes() {

@@ -1,5 +1,7 @@
 // Command s3 is an object store in memory for interop: gofakes3 with one bucket. It prints
-// its address and serves until its standard input ends.
+// its address and serves until its standard input ends. With -ca it serves TLS, with a
+// certificate of an authority whose own goes to that file. With -verify it compares signatures with
+// those of Amazon's signer, and knows credentials that are good, end, have ended, or whose clock is wrong.
 package main
 
 import (
@@ -17,14 +19,16 @@ import (
 
 func main() {
 	bucket := flag.String("bucket", "kvcache", "name of the bucket")
+	ca := flag.String("ca", "", "serve TLS, and write the authority's certificate to this file")
+	check := flag.Bool("verify", false, "verify signatures")
 	flag.Parse()
-	if err := serve(*bucket); err != nil {
+	if err := serve(*bucket, *ca, *check); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 }
 
-func serve(bucket string) error {
+func serve(bucket, ca string, check bool) error {
 	store := s3mem.New()
 	if err := store.CreateBucket(bucket); err != nil {
 		return err
@@ -33,8 +37,18 @@ func serve(bucket string) error {
 	if err != nil {
 		return err
 	}
-	fmt.Println(l.Addr())
-	s := http.Server{Handler: gofakes3.New(store).Server(), ReadHeaderTimeout: time.Minute}
+	address := l.Addr()
+	if ca != "" {
+		if l, err = secure(l, ca); err != nil {
+			return err
+		}
+	}
+	h := gofakes3.New(store).Server()
+	if check {
+		h = verify(h)
+	}
+	fmt.Println(address)
+	s := http.Server{Handler: h, ReadHeaderTimeout: time.Minute}
 	go func() {
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		_ = s.Close()

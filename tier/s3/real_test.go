@@ -2,8 +2,13 @@ package s3_test
 
 import (
 	"bytes"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
 	"fmt"
+	"log/slog"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -26,7 +31,7 @@ func TestRealStore(t *testing.T) {
 	n := 0
 	start := func(t *testing.T, o s3.Options) *s3.Tier {
 		n++ // each gets names of its own
-		o.URL, o.Names, o.Prefix = url, tiertest.Names(), fmt.Sprintf("%s-%d/%s", prefix, n, o.Prefix)
+		o.URL, o.Names, o.TLS, o.Prefix = url, tiertest.Names(), trust(t), fmt.Sprintf("%s-%d/%s", prefix, n, o.Prefix)
 		x, err := s3.Open(o)
 		if err != nil {
 			t.Fatal(err)
@@ -75,11 +80,79 @@ func TestRealStore(t *testing.T) {
 		}
 	})
 	if os.Getenv("KVASIR_S3_KEYS") != "" { // it compares signatures
-		t.Run("wrong credentials", func(t *testing.T) {
-			x := open(t, s3.Options{URL: url, Keys: aws.Keep(aws.Static{ID: os.Getenv("AWS_ACCESS_KEY_ID"), Secret: "another"})})
-			if err := x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)); err == nil {
-				t.Error("they are accepted")
+		t.Run("keys", func(t *testing.T) { realKeys(t, url) })
+	}
+}
+
+// trust is what AWS_CA_BUNDLE names, nil for the system's.
+func trust(t *testing.T) *tls.Config {
+	t.Helper()
+	ca := os.Getenv("AWS_CA_BUNDLE")
+	if ca == "" {
+		return nil
+	}
+	pem, err := os.ReadFile(ca)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &tls.Config{RootCAs: x509.NewCertPool(), MinVersion: tls.VersionTLS12}
+	if !c.RootCAs.AppendCertsFromPEM(pem) {
+		t.Fatalf("%s has no certificate", ca)
+	}
+	return c
+}
+
+// realKeys uses a store that verifies signatures (interop/s3 -verify, which knows these keys).
+func realKeys(t *testing.T, url string) {
+	b, meta := tiertest.Object(7, 5000)
+	prefix := fmt.Sprintf("keys-%d/", time.Now().UnixNano())
+	with := func(t *testing.T, log *lines, c aws.Static) *s3.Tier {
+		return open(t, s3.Options{URL: url, Prefix: prefix, TLS: trust(t), Keys: aws.Keep(c), Log: slog.New(slog.NewTextHandler(log, nil))})
+	}
+	write(t, with(t, new(lines), aws.Static{ID: "id", Secret: "secret"}), tiertest.Key(1), meta, b)
+	session := with(t, new(lines), aws.Static{ID: "session", Secret: "secret", Token: "token"})
+	if stat(t, session, tiertest.Key(1)) != meta {
+		t.Error("keys of a session do not see the object")
+	}
+	write(t, session, tiertest.Key(2), meta, b)
+
+	for says, c := range map[string]aws.Static{
+		"does not accept the credentials":         {ID: "id", Secret: "another"},
+		"does not accept the credentials: look":   {ID: "nobody", Secret: "secret"},
+		"InvalidToken":                            {ID: "session", Secret: "secret", Token: "another"},
+		"have expired":                            {ID: "ended", Secret: "secret", Token: "token"},
+		"clocks of this machine and of S3 differ": {ID: "skewed", Secret: "secret"},
+	} {
+		var log lines
+		x := with(t, &log, c)
+		for range 2 {
+			if m, err := x.Read(t.Context(), tiertest.Key(1), make([]byte, len(b))); err == nil || m != (tier.Meta{}) {
+				t.Errorf("%+v: %+v, %v", c, m, err)
 			}
-		})
+		}
+		if log.with(says) != 1 || log.with("") != 1 {
+			t.Errorf("%+v: %q", c, log.all)
+		}
+	}
+
+	var log lines
+	x := with(t, &log, aws.Static{ID: "readonly", Secret: "secret"})
+	for range 2 {
+		if err := x.Write(t.Context(), tiertest.Key(3), meta, b); !errors.Is(err, tier.ErrNotKept) {
+			t.Errorf("a write with keys that may only read: %v", err)
+		}
+		if m, err := x.Read(t.Context(), tiertest.Key(1), make([]byte, len(b))); err != nil || m != meta {
+			t.Errorf("a read with keys that may only read: %+v, %v", m, err)
+		}
+	}
+	if log.with("takes no objects") != 1 || log.with("") != 1 {
+		t.Errorf("%q", log.all)
+	}
+	if strings.HasPrefix(url, "https:") {
+		var log lines
+		x := open(t, s3.Options{URL: url, Prefix: prefix, TLS: &tls.Config{RootCAs: x509.NewCertPool()}, Keys: aws.Keep(aws.Static{ID: "id", Secret: "secret"}), Log: slog.New(slog.NewTextHandler(&log, nil))})
+		if _, err := x.Read(t.Context(), tiertest.Key(1), make([]byte, len(b))); err == nil || log.with("certificate is not trusted") != 1 {
+			t.Errorf("a store of an unknown authority: %v, %q", err, log.all)
+		}
 	}
 }
