@@ -133,6 +133,7 @@ var layers = map[string]int{
 	"lent":                         4,
 	"events":                       4,
 	"p2p":                          4,
+	"explain":                      4,
 	"workers":                      5,
 	"server":                       6,
 	"admin":                        7,

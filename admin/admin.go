@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"net/http"
 	"net/http/pprof"
+	"strconv"
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
@@ -22,7 +23,7 @@ type Options struct {
 	Parts      *Parts            // what runs beside the server in this process; nil: nothing
 }
 
-// Handler answers GET / /healthcheck /healthz /status /version /metrics and POST
+// Handler answers GET / /healthcheck /healthz /status /explain /version /metrics and POST
 // /cache/clear. Probes and metrics answer under any name of the host: they tell
 // nothing that a web page could use.
 func Handler(s *server.Server, o Options) http.Handler {
@@ -65,6 +66,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.Handle("GET /status", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		writeJSON(w, http.StatusOK, Status{s.Status(), o.Flags, o.Parts.figures()})
 	})))
+	mux.Handle("GET /explain", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { explain(s, w, r) })))
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
 	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
 	mux.Handle("GET /metrics", reg.Handler())
@@ -83,6 +85,23 @@ type Status struct {
 	server.Status
 	Flags map[string]string             `json:"flags,omitempty"`
 	Parts map[string]map[string]float64 `json:"parts,omitempty"` // what runs in the same process: its metrics, histograms aside, by the part's name
+}
+
+// maxExplained bounds the lookups of one answer, and defaultExplained is their number.
+const maxExplained, defaultExplained = 4096, 20
+
+// explain says why lookups found no more: of ?request_id=, else the last ones, ?limit= of them.
+func explain(s *server.Server, w http.ResponseWriter, r *http.Request) {
+	q := r.URL.Query()
+	most := defaultExplained
+	if text := q.Get("limit"); text != "" {
+		var err error
+		if most, err = strconv.Atoi(text); err != nil || most < 1 || most > maxExplained {
+			writeJSON(w, http.StatusBadRequest, map[string]string{"error": "limit is not a number from 1 to " + strconv.Itoa(maxExplained)})
+			return
+		}
+	}
+	writeJSON(w, http.StatusOK, s.Explain(q.Get("request_id"), most))
 }
 
 // maxBody bounds the body of a request, bytes.

@@ -202,6 +202,29 @@ func TestClear(t *testing.T) {
 	f(`{"tier":"l1","force":true}`, 200, `"chunks":0`)
 }
 
+// A request that found less than it asked for is explained by its id, within limits.
+func TestExplain(t *testing.T) {
+	s := newServer(t)
+	h := admin.Handler(s, admin.Options{})
+	for _, id := range []string{"r 1", "r2"} {
+		key := lmcache.Key{Model: "m", WorldSize: 1, Worker: lmcache.AllWorkers, Tokens: make([]uint32, 64), End: 64, RequestID: id, Readers: 1}
+		s.Answer([][]byte{{0}, lmcache.AppendOp(nil, lmcache.OpLookup), key.Append(nil), lmcache.AppendInt(nil, 1)})
+	}
+	f := func(query string, want int, contains string) {
+		t.Helper()
+		if code, got := ask(h, "GET", "http://localhost/explain"+query, ""); code != want || !strings.Contains(got, contains) {
+			t.Errorf("%s: %d %s", query, code, got)
+		}
+	}
+	f("?request_id=r+1", 200, `"request_id":"r 1","model_name":"m","cache_salt":"","asked_tokens":64,"hit_tokens":32,"reason":"never_stored","text":"32 of 64 tokens hit; the next chunk: never stored"`)
+	f("", 200, `{"kept":2,"reasons":{"never_stored":2},"lookups":[{`)
+	f("?limit=1", 200, `"request_id":"r2"`)
+	f("?request_id=nobody", 200, `"lookups":[],`)
+	f("?limit=0", 400, "1 to 4096")
+	f("?limit=5000", 400, "1 to 4096")
+	f("?limit=x", 400, "1 to 4096")
+}
+
 // Pages of other sites, and names that lead here, read no status and clear nothing;
 // probes and metrics answer under any name.
 func TestPagesOfOtherSitesAreRefused(t *testing.T) {
@@ -223,6 +246,7 @@ func TestPagesOfOtherSitesAreRefused(t *testing.T) {
 	f(415, "POST", "http://127.0.0.1"+clear, `{"tier":"l1","force":true}`, "Content-Type", "text/plain")
 	f(403, "POST", "http://attacker.example"+clear, "")
 	f(403, "GET", "http://attacker.example/status", "")
+	f(403, "GET", "http://attacker.example/explain", "")
 	f(200, "GET", "http://attacker.example/healthcheck", "")
 	f(200, "GET", "http://attacker.example/metrics", "")
 	f(200, "GET", "http://cache.example:8080/status", "")

@@ -3,7 +3,9 @@ package miss
 
 import (
 	"encoding/binary"
+	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/growing"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
@@ -26,8 +28,17 @@ const (
 	BelowFailed         // the tier below failed, or had lost it
 	BelowCorrupt        // the tier below has something else
 	BelowSlower         // the tier below was not asked: computing is expected to be faster
+	Window              // a group with a window or states lacks it, which others of the chunk do not
+	OtherSalt           // only prompts with another salt stored it
+	OtherModel          // only another model did
+	OtherRank           // only other ranks of the model, or another world size
+	OtherLayout         // only workers that keep it in another layout
+	OtherName           // only under a name of which model and salt are not known here
+	Short               // the prompt was shorter than a chunk
+	Unregistered        // no worker of the model and world size is registered
+	Declined            // the lookup was declined for another reason
 
-	NumReasons = int(BelowSlower) + 1
+	NumReasons = int(Declined) + 1
 )
 
 var reasons = [NumReasons]string{
@@ -35,7 +46,10 @@ var reasons = [NumReasons]string{
 	"being stored right now", "no lookup of this request pinned it", "too many transfers in progress",
 	"it differed from its checksum after a restart", "it is still to be compared with its checksum after a restart",
 	"the tier below did not answer in time", "the tier below failed", "the tier below has other bytes",
-	"computing is faster than the tier below",
+	"computing is faster than the tier below", "the window of a group ends elsewhere",
+	"stored with another salt only", "stored by another model only", "stored by other ranks or another world size only",
+	"stored in another layout only", "stored before the restart under another model, salt or layout only",
+	"shorter than a chunk", "no worker of its model and world size was registered", "the lookup was declined",
 }
 
 func (r Reason) String() string { return reasons[r] }
@@ -44,6 +58,7 @@ func (r Reason) String() string { return reasons[r] }
 var labels = [NumReasons]string{
 	"none", "never_stored", "evicted", "cleared", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "not_compared",
 	"below_slow", "below_failed", "below_corrupt", "below_slower",
+	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined",
 }
 
 // Label returns the reason's name in metrics.
@@ -56,24 +71,41 @@ func (r Reason) IsBelow() bool { return r >= BelowSlow && r <= BelowSlower }
 // below might have had.
 func (r Reason) Because(below Reason) Reason {
 	switch r {
-	case NeverStored, Evicted, Cleared, Failed:
+	case NeverStored, Evicted, Cleared, Failed, Window:
 		return below
 	}
 	return r
 }
 
-// Memory remembers 64 bits of the keys that were dropped last, and why. Two keys
-// that agree in those bits only explain a miss wrongly. It takes no lock: its owner's
-// covers it.
+// Gone says why an object is not there.
+type Gone struct {
+	Why Reason
+	At  time.Time    // when it went; zero where that is not known
+	By  string       // the user or address that needed its room; empty where none did
+	For kv.Namespace // whose objects got the room
+}
+
+// Memory remembers 64 bits of the keys that were dropped last, when, why and for whom. Two
+// keys that agree in those bits only explain a miss wrongly. It takes no lock: its owner's
+// covers it. Less than 112 bytes for each key, taken as keys come.
 type Memory struct {
-	most    int
-	reasons map[uint64]Reason
-	ring    []uint64
-	next    int
+	most int
+	len  int
+	at   map[uint64]uint32 // where in ring
+	ring growing.Slice[entry]
+	next int
+}
+
+type entry struct {
+	id   uint64
+	at   int64 // Unix, ns; 0 is not known
+	by   string
+	of   kv.Namespace
+	gone Reason
 }
 
 // NewMemory returns a Memory of that many keys at most.
-func NewMemory(most int) *Memory { return &Memory{most: most, reasons: make(map[uint64]Reason)} }
+func NewMemory(most int) *Memory { return &Memory{most: most, at: make(map[uint64]uint32)} }
 
 // ID returns the bits of a key that a Memory remembers.
 func ID(k *kv.Key) uint64 {
@@ -82,24 +114,39 @@ func ID(k *kv.Key) uint64 {
 }
 
 // Add notes that an object was dropped, and why.
-func (m *Memory) Add(k *kv.Key, why Reason) {
+func (m *Memory) Add(k *kv.Key, gone Gone) {
 	id := ID(k)
-	if _, ok := m.reasons[id]; !ok {
-		if len(m.ring) < m.most {
-			m.ring = append(m.ring, id)
-		} else {
-			delete(m.reasons, m.ring[m.next])
-			m.ring[m.next] = id
-			m.next = (m.next + 1) % m.most
-		}
+	i, ok := m.at[id]
+	switch {
+	case ok:
+	case m.len < m.most:
+		i = uint32(m.len)
+		m.len++
+		m.ring.Grow(m.len)
+		m.at[id] = i
+	default:
+		i = uint32(m.next)
+		m.next = (m.next + 1) % m.most
+		delete(m.at, m.ring.At(int(i)).id)
+		m.at[id] = i
 	}
-	m.reasons[id] = why
+	at := int64(0)
+	if !gone.At.IsZero() {
+		at = gone.At.UnixNano()
+	}
+	*m.ring.At(int(i)) = entry{id: id, at: at, by: gone.By, of: gone.For, gone: gone.Why}
 }
 
 // Why returns why an object is not there: NeverStored of what is not remembered.
-func (m *Memory) Why(k *kv.Key) Reason {
-	if r := m.reasons[ID(k)]; r != None {
-		return r
+func (m *Memory) Why(k *kv.Key) Gone {
+	i, ok := m.at[ID(k)]
+	if !ok {
+		return Gone{Why: NeverStored}
 	}
-	return NeverStored
+	e := m.ring.At(int(i))
+	gone := Gone{Why: e.gone, By: e.by, For: e.of}
+	if e.at != 0 {
+		gone.At = time.Unix(0, e.at)
+	}
+	return gone
 }

@@ -12,14 +12,14 @@ import (
 func TestTheOldestIsForgottenFirst(t *testing.T) {
 	one, two, three := kv.Key{Chunk: kv.Hash{1}}, kv.Key{Chunk: kv.Hash{2}}, kv.Key{Chunk: kv.Hash{1}, Group: 1}
 	m := miss.NewMemory(2)
-	m.Add(&one, miss.Failed)
-	m.Add(&two, miss.Cleared)
-	m.Add(&one, miss.Evicted)
-	if a, b, c := m.Why(&one), m.Why(&two), m.Why(&three); a != miss.Evicted || b != miss.Cleared || c != miss.NeverStored {
+	m.Add(&one, miss.Gone{Why: miss.Failed})
+	m.Add(&two, miss.Gone{Why: miss.Cleared})
+	m.Add(&one, miss.Gone{Why: miss.Evicted})
+	if a, b, c := m.Why(&one).Why, m.Why(&two).Why, m.Why(&three).Why; a != miss.Evicted || b != miss.Cleared || c != miss.NeverStored {
 		t.Errorf("%v, %v, %v", a, b, c)
 	}
-	m.Add(&three, miss.Corrupt)
-	if a, b, c := m.Why(&one), m.Why(&two), m.Why(&three); a != miss.NeverStored || b != miss.Cleared || c != miss.Corrupt {
+	m.Add(&three, miss.Gone{Why: miss.Corrupt})
+	if a, b, c := m.Why(&one).Why, m.Why(&two).Why, m.Why(&three).Why; a != miss.NeverStored || b != miss.Cleared || c != miss.Corrupt {
 		t.Errorf("with a third: %v, %v, %v", a, b, c)
 	}
 }

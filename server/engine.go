@@ -2,9 +2,11 @@ package server
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 
+	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -36,7 +38,7 @@ func (s *Server) transferOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*wor
 	if known != nil {
 		t.Instance = known.Key
 		t.Shard.Namespace = known.NamespaceOf(k.Salt)
-		s.opts.Names.Add(t.Shard.Namespace, known.Model, k.Salt)
+		s.names.Add(t.Shard.Namespace, known.Model, k.Salt)
 	}
 	if err != nil && commit {
 		in = known
@@ -205,7 +207,7 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	}
 	switch {
 	case asked == 0: // a hit of 0, not an error
-		s.n.shortPrompts.Add(1)
+		s.declinedLookup(k, miss.Short, fmt.Sprintf("it has %d", k.End))
 	case !ok:
 		err = fmt.Errorf("%w: %s, %d", errModel, k.Model, k.WorldSize)
 	case k.Readers == 0:
@@ -223,14 +225,39 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 		}}
 		s.n.askedTokens.Add(uint64(asked * s.opts.ChunkTokens))
 		if got := s.store.Lookup(k.RequestID, sh, prompt, k.Readers); got.State == store.Ready {
-			s.recordLookup(k.RequestID, got)
+			s.recordLookup(k.RequestID, &explain.Asked{Model: k.Model, Salt: k.Salt}, got)
+		} else { // who asks for its result does not name model and salt
+			s.names.Add(sh.Namespace, string(k.Model), k.Salt)
 		}
 		s.announceFound(k, &sh)
 		return nil
 	}
 	s.store.NoHit(k.RequestID, sc.caller().Owner())
 	s.n.earlyExits.Add(1)
+	switch {
+	case errors.Is(err, errModel):
+		s.declinedLookup(k, miss.Unregistered, err.Error())
+	case err != nil:
+		s.declinedLookup(k, miss.Declined, err.Error())
+	}
 	return err
+}
+
+func (s *Server) declinedLookup(k *lmcache.KeyView, why miss.Reason, detail string) {
+	s.ended.Declined(k.RequestID, explain.Asked{Model: k.Model, Salt: k.Salt}, k.End, why, detail)
+}
+
+// Explain returns why the last lookups of a request id, or of all requests where it is empty,
+// found no more; at most so many.
+func (s *Server) Explain(request string, most int) explain.Explanation {
+	var st *Status
+	return s.ended.Explain(request, most, func(why miss.Reason) string {
+		if st == nil {
+			now := s.Status()
+			st = &now
+		}
+		return st.adviceFor(why.String())
+	})
 }
 
 // nameShard lets the tiers below know by what names others call the chunks of a shard.
@@ -240,7 +267,7 @@ func (s *Server) nameShard(sh objects.Shard, k *lmcache.KeyView) {
 	}
 	add := func(ns kv.Namespace) {
 		if _, ok := s.opts.Names.Of(ns); !ok {
-			s.opts.Names.Add(ns, string(k.Model), k.Salt)
+			s.names.Add(ns, string(k.Model), k.Salt)
 		}
 	}
 	add(sh.Namespace)
@@ -252,7 +279,7 @@ func (s *Server) nameShard(sh objects.Shard, k *lmcache.KeyView) {
 }
 
 // recordLookup counts the result of a lookup and says why it was not a whole hit.
-func (s *Server) recordLookup(request []byte, got store.LookupResult) {
+func (s *Server) recordLookup(request []byte, of *explain.Asked, got store.LookupResult) {
 	c := s.opts.ChunkTokens
 	s.n.hitTokens.Add(uint64(got.Hit * c))
 	s.n.belowTokens.Add(uint64(got.Below * c))
@@ -260,7 +287,7 @@ func (s *Server) recordLookup(request []byte, got store.LookupResult) {
 		s.n.hits.Add(1)
 	}
 	if got.Why != miss.None {
-		s.n.misses[got.Why].Add(1)
+		s.ended.Ended(request, of, &got)
 	}
 	if got.Why.IsBelow() {
 		s.n.tierMisses.add(s.opts.Tiers, got.Tier, got.Why)

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/miss"
 )
@@ -83,7 +84,9 @@ func (st *Status) missFindings(add func(what, do string)) {
 	}
 	var list []reason
 	for why, n := range st.Lookup.MissReasons {
-		if why != shortPrompt.text {
+		switch why {
+		case miss.Short.String(), miss.Unregistered.String(), miss.Declined.String(): // see findings
+		default:
 			list = append(list, reason{why, n})
 		}
 	}
@@ -113,18 +116,9 @@ func (st *Status) adviceFor(why string) string {
 			return fmt.Sprintf("the pool is too small for what comes again: in the last %.0f s %d chunks were evicted, at that rate all %s are new after %s. Raise --l1-size-gb", r.Seconds, r.EvictedChunks, kv.FormatBytes(st.Pool.TotalBytes), turn.Round(time.Second))
 		}
 		return "the pool was too small for what came again: raise --l1-size-gb"
-	case miss.Cleared.String():
-		return "the cache was cleared, by POST /cache/clear or by an engine; it fills again"
-	case miss.Failed.String():
-		return "a worker began to store them and did not end: it was slow, or its engine ended; see the workers above"
-	case miss.BeingStored.String():
-		return "harmless: the same prompt was asked for again before it was stored"
-	case miss.Busy.String():
-		return "too many transfers were in progress; see --session-ttl-seconds and whether engines stall"
-	case miss.Corrupt.String():
-		return "something else wrote into the pool, or memory is faulty: find out which before you trust the machine"
-	case miss.NotCompared.String():
-		return "normal in the first seconds after a restart: chunks are compared with their checksums before they are served"
+	}
+	if do := explain.Do(why); do != "" {
+		return do
 	}
 	if _, of, named := strings.Cut(why, ": "); named { // which tier
 		why = of

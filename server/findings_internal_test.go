@@ -36,7 +36,7 @@ func TestFindings(t *testing.T) {
 	f("", "", func(st *Status) { st.Lookup.MissReasons["never stored"] = 10 }) // 95 % hit: the ends of prompts
 	f("not healthy: it is shutting down", "docs/server.md", func(st *Status) { st.Unhealthy = []string{"it is shutting down"} })
 	f("no worker that can be served", "LMCacheMPConnector", func(st *Status) { st.Workers = nil })
-	f("2 registrations were refused: raise --l1-size-gb", "restart the engine", func(st *Status) { st.TurnedAway = []RefusedStatus{{"raise --l1-size-gb", 2, ""}} })
+	f("2 registrations were refused: raise --l1-size-gb", "restart the engine", func(st *Status) { st.TurnedAway = []RefusedStatus{{Why: "raise --l1-size-gb", Count: 2}} })
 	f("worker 2 of other is refused: because", "restarted", func(st *Status) {
 		st.Workers = append([]WorkerStatus{{Instance: 2, Model: "other", Refused: "because"}}, served...)
 	})
@@ -45,7 +45,7 @@ func TestFindings(t *testing.T) {
 	f("no prompt was asked for yet", "at least 256 tokens", func(st *Status) { st.Lookup = LookupStatus{} })
 	f("8 prompts were shorter than a chunk of 256 tokens", "--chunk-size", func(st *Status) {
 		st.Lookup.Short = 8
-		st.Lookup.MissReasons[shortPrompt.text] = 8
+		st.Lookup.MissReasons[miss.Short.String()] = 8
 	})
 	f("7 lookups ended at a chunk that could not be served: never stored", "from its first token on", missed("never stored"))
 	f("never stored", "4 lookups came with a salt", func(st *Status) { missed("never stored")(st); st.Lookup.Salted = 4 })
@@ -58,7 +58,10 @@ func TestFindings(t *testing.T) {
 	f("1 store did not fit whole", "raise --l1-size-gb", func(st *Status) { st.Pool.Failures = 1 })
 	f("wait in quarantine", "--l1-write-ttl-seconds", func(st *Status) { st.Pool.QuarantinedBytes = 1 << 29 })
 	for r := miss.NeverStored; int(r) < miss.NumReasons; r++ {
-		if r != miss.NotPinned { // a load's, not a lookup's
+		switch r {
+		case miss.NotPinned: // a load's, not a lookup's
+		case miss.Short, miss.Unregistered, miss.Declined: // other findings speak of them
+		default:
 			f(r.String(), "", missed(r.String()))
 		}
 		if do := (&Status{}).adviceFor(r.String()); do == "see docs/server.md" && r != miss.NotPinned {
@@ -79,18 +82,5 @@ func TestRecentForgetsTheOld(t *testing.T) {
 	}
 	if got := r.since(start).n.lookups; got != 100-maxSamples {
 		t.Errorf("the oldest sample is number %d", got)
-	}
-}
-
-// A flood of unlike refusals keeps the latest, and equal ones count.
-func TestTurnedAwayIsBounded(t *testing.T) {
-	var a turnedAway
-	for i := range 3 * maxTurnedAway {
-		a.add(&refusal{text: strings.Repeat("x", i)})
-	}
-	a.add(errRoom)
-	a.add(errRoom)
-	if got := a.list(); len(got) != maxTurnedAway || got[len(got)-1].Why != errRoom.text || got[len(got)-1].Count != 2 {
-		t.Errorf("%d reasons, the last %+v", len(got), got[len(got)-1])
 	}
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/estimate"
 	"github.com/kvasir-kv/kvasir/lease"
 	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -175,7 +176,7 @@ func TestFindingsBeginWhereTheyMatter(t *testing.T) {
 
 // Reasons of misses come with the most frequent first, equal ones by name.
 func TestFrequentMissesComeFirst(t *testing.T) {
-	st := &Status{Lookup: LookupStatus{MissReasons: map[string]uint64{"evicted": 2, "never stored": 9, "cleared": 2, "z": 1, shortPrompt.text: 99}}}
+	st := &Status{Lookup: LookupStatus{MissReasons: map[string]uint64{"evicted": 2, "never stored": 9, "cleared": 2, "z": 1, miss.Short.String(): 99}}}
 	var order []string
 	st.missFindings(func(what, _ string) { order = append(order, what[strings.LastIndex(what, ": ")+2:]) })
 	if got := strings.Join(order, ", "); got != "never stored, cleared, evicted, z" {

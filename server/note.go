@@ -95,7 +95,7 @@ func (s *Server) restore() {
 			continue
 		}
 		// Its chunks may be written below before anybody asks for them.
-		s.opts.Names.Add(in.NamespaceOf(nil), in.Model, nil)
+		s.names.Add(in.NamespaceOf(nil), in.Model, nil)
 	}
 	if st := s.store.Stats(); st.RestoredChunks > 0 || len(n.Workers) > 0 {
 		s.log.Info("took over the earlier server's pool", "chunks", st.RestoredChunks, "bytes", st.ResidentBytes,

@@ -133,7 +133,7 @@ func (s *Server) appendHit(b, request []byte, got store.LookupResult) []byte {
 		return b
 	}
 	if got.Waited {
-		s.recordLookup(request, got)
+		s.recordLookup(request, nil, got)
 	}
 	return lmcache.AppendInt(b, int64(got.Hit))
 }

@@ -85,7 +85,7 @@ func (s *Server) refuse(op lmcache.Op, err error) {
 	label := refusalLabel(err)
 	s.n.refusals[label].Add(1)
 	if op == lmcache.OpRegisterEngineDriven || op == lmcache.OpRegisterKVCache {
-		s.turnedAway.add(err)
+		s.turnedAway.Add(err)
 	}
 	s.log.Warn("declined", "operation", op.String(), safelog.Per("reason", label), "err", err)
 }

@@ -21,12 +21,14 @@ import (
 
 	"github.com/kvasir-kv/kvasir/access"
 	"github.com/kvasir-kv/kvasir/events"
+	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/internal/held"
 	"github.com/kvasir-kv/kvasir/internal/paced"
 	"github.com/kvasir-kv/kvasir/lent"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/p2p"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/workers"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -56,8 +58,10 @@ type Server struct {
 	noted      noteState
 	leftovers  lent.Leftovers
 	recent     recently
-	turnedAway turnedAway
-	complete   bool // every worker of the earlier server was taken over; set by New
+	turnedAway explain.Refusals
+	names      *tier.Names   // of the namespaces that were transferred
+	ended      *explain.Book // lookups that found less than they asked for
+	complete   bool          // every worker of the earlier server was taken over; set by New
 }
 
 // New returns a Server over st that does not listen yet; o is as Validate wants it. It takes over the
@@ -67,8 +71,12 @@ func New(st *store.Store, o Options) *Server {
 	o = o.withDefaults()
 	s := &Server{
 		opts: o, store: st, log: o.Log, started: time.Now(),
-		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes), p2p: p2p.New(st),
+		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes), p2p: p2p.New(st), names: o.Names,
 	}
+	if s.names == nil {
+		s.names = tier.NewNames()
+	}
+	s.ended = explain.New(s.names, o.ChunkTokens)
 	s.n.init()
 	s.registry = workers.NewRegistry(o.MaxInstances)
 	s.saving = paced.New(noteEvery, s.writeNote)

@@ -13,7 +13,6 @@ import (
 type counters struct {
 	requests           [256]atomic.Uint64        // by lmcache.Op
 	refusals           map[string]*atomic.Uint64 // by label; the map is immutable
-	misses             [miss.NumReasons]atomic.Uint64
 	tierMisses         tierMisses
 	times              map[lmcache.Op]*histogram.Histogram // the map is immutable
 	otherTimes         *histogram.Histogram
@@ -22,7 +21,6 @@ type counters struct {
 	hitTokens          atomic.Uint64
 	belowTokens        atomic.Uint64 // of the hit tokens, those that came from below
 	earlyExits         atomic.Uint64
-	shortPrompts       atomic.Uint64 // lookups of less than a chunk
 	salted             atomic.Uint64 // lookups with a cache salt
 	hits               atomic.Uint64 // lookups that found at least one chunk
 	pickledIn          atomic.Uint64 // bytes
@@ -196,12 +194,9 @@ func (s *Server) Stats() Stats {
 	for label, count := range n.refusals {
 		out.Declined[label] = count.Load()
 	}
-	for i := range n.misses {
-		if r := miss.Reason(i); r != miss.None {
-			out.LookupEnded[r.Label()] = n.misses[i].Load()
-		}
+	for r := miss.None + 1; int(r) < miss.NumReasons; r++ {
+		out.LookupEnded[r.Label()] = s.ended.Count(r)
 	}
-	out.LookupEnded[shortPrompt.label] = n.shortPrompts.Load()
 	for op, h := range n.times {
 		out.Durations[op.String()] = h.Counts()
 	}

@@ -4,10 +4,9 @@ import (
 	"cmp"
 	"os"
 	"slices"
-	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/safelog"
+	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/workers"
@@ -82,11 +81,7 @@ type RecentStatus struct {
 }
 
 // RefusedStatus is a reason for which registrations were refused.
-type RefusedStatus struct {
-	Why   string `json:"why"`
-	Count uint64 `json:"count"`
-	Last  string `json:"last"` // RFC 3339
-}
+type RefusedStatus = explain.Refused
 
 // WorkerStatus is one registered worker.
 type WorkerStatus struct {
@@ -122,13 +117,13 @@ func (s *Server) Status() Status {
 		Below: s.below(&st),
 		Lookup: LookupStatus{
 			Lookups: st.Lookups, AskedTokens: s.n.askedTokens.Load(), HitTokens: s.n.hitTokens.Load(), MissReasons: map[string]uint64{},
-			Hits: s.n.hits.Load(), Short: s.n.shortPrompts.Load(), Salted: s.n.salted.Load(), Retrieves: s.n.retrievesFinished.Load(), Stores: s.n.storesFinished.Load(),
+			Hits: s.n.hits.Load(), Short: s.ended.Count(miss.Short), Salted: s.n.salted.Load(), Retrieves: s.n.retrievesFinished.Load(), Stores: s.n.storesFinished.Load(),
 		},
-		Recent: s.lately(), Workers: s.workers(), TurnedAway: s.turnedAway.list(), Declined: map[string]uint64{},
+		Recent: s.lately(), Workers: s.workers(), TurnedAway: s.turnedAway.List(), Declined: map[string]uint64{},
 	}
-	for i := range s.n.misses {
-		if n := s.n.misses[i].Load(); n > 0 && (!miss.Reason(i).IsBelow() || len(s.opts.Tiers) == 0) {
-			out.Lookup.MissReasons[miss.Reason(i).String()] = n
+	for r := miss.None + 1; int(r) < miss.NumReasons; r++ {
+		if n := s.ended.Count(r); n > 0 && (!r.IsBelow() || len(s.opts.Tiers) == 0) {
+			out.Lookup.MissReasons[r.String()] = n
 		}
 	}
 	for _, name := range s.TierNames() {
@@ -137,9 +132,6 @@ func (s *Server) Status() Status {
 				out.Lookup.MissReasons["tier "+name+": "+why] = n
 			}
 		}
-	}
-	if out.Lookup.Short > 0 {
-		out.Lookup.MissReasons[shortPrompt.text] = out.Lookup.Short
 	}
 	for label, count := range s.n.refusals {
 		if n := count.Load(); n > 0 {
@@ -150,9 +142,6 @@ func (s *Server) Status() Status {
 	return out
 }
 
-// shortPrompt is the reason of a miss that only this package knows.
-var shortPrompt = struct{ text, label string }{"shorter than a chunk", "short_prompt"}
-
 func (s *Server) lately() RecentStatus {
 	from, now := s.recent.since(s.started), s.count()
 	return RecentStatus{
@@ -161,34 +150,6 @@ func (s *Server) lately() RecentStatus {
 		StoredBytes: now.stored - from.n.stored, RetrievedBytes: now.loaded - from.n.loaded,
 		EvictedChunks: now.evicted - from.n.evicted, EvictedBytes: now.evictedBytes - from.n.evictedBytes,
 	}
-}
-
-// turnedAway remembers why registrations were refused.
-type turnedAway struct {
-	mu      sync.Mutex
-	reasons []RefusedStatus // the latest last
-}
-
-// maxTurnedAway bounds the reasons.
-const maxTurnedAway = 16
-
-func (t *turnedAway) add(err error) {
-	why := RefusedStatus{Why: safelog.Text(err.Error(), safelog.MaxText), Count: 1, Last: time.Now().UTC().Format(time.RFC3339)}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if i := slices.IndexFunc(t.reasons, func(r RefusedStatus) bool { return r.Why == why.Why }); i >= 0 {
-		why.Count += t.reasons[i].Count
-		t.reasons = slices.Delete(t.reasons, i, i+1)
-	} else if len(t.reasons) == maxTurnedAway {
-		t.reasons = slices.Delete(t.reasons, 0, 1)
-	}
-	t.reasons = append(t.reasons, why)
-}
-
-func (t *turnedAway) list() []RefusedStatus {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return append([]RefusedStatus{}, t.reasons...)
 }
 
 // usage is the share of the pool in use.

@@ -22,17 +22,17 @@ func (s *Store) dropDeadLocked(sh objects.Shard, hashes []kv.Hash) {
 	sh.Groups.Dead(len(hashes), kept, func(group, chunk int) {
 		if slot, st := find(group, chunk); st == pool.Resident && !s.keptLocked(slot) {
 			s.mu.n.DeadChunks++
-			s.evictLocked(slot)
+			s.evictLocked(slot, miss.Window)
 		}
 	})
 }
 
 // evictLocked drops a slot to make room.
-func (s *Store) evictLocked(slot pool.Slot) {
+func (s *Store) evictLocked(slot pool.Slot, why miss.Reason) {
 	s.mu.n.EvictedChunks++
 	if s.outbox != nil && s.mu.pool.Below(slot) != s.place {
 		s.mu.n.LostChunks++
 	}
 	s.mu.n.EvictedBytes += uint64(s.mu.pool.Length(slot))
-	s.dropLocked(slot, miss.Evicted)
+	s.dropLocked(slot, why)
 }

@@ -3,6 +3,7 @@ package store
 import (
 	"errors"
 	"slices"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/miss"
@@ -25,6 +26,7 @@ func (s *Store) addLocked(slot pool.Slot) {
 		parent = *s.mu.parents.At(int(slot))
 	}
 	s.mu.policy.Add(uint32(slot), miss.ID(&k), parent, s.mu.pool.Round(s.mu.pool.Length(slot)))
+	s.mu.chunks.Add(uint32(slot), &k.Chunk)
 	s.mu.events.add(k, false)
 	if !s.keptLocked(slot) {
 		s.mu.evictable++
@@ -112,7 +114,7 @@ const neighbourhoods = 16
 func (s *Store) evictNearLocked(n int64) bool {
 	best, _ := s.mu.pool.CheapestRun(n, neighbourhoods, s.mu.policy.Ascend, s.busy)
 	for _, slot := range best.Slots {
-		s.evictLocked(slot)
+		s.evictLocked(slot, miss.Evicted)
 	}
 	return best.Bytes >= 0
 }
@@ -126,7 +128,12 @@ func (s *Store) unpinLocked(slot uint32) { s.letGoLocked(pool.Slot(slot)) }
 func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 	s.mu.drops++
 	k := s.mu.pool.KeyOf(slot)
-	s.mu.misses.Add(&k, why)
+	gone := miss.Gone{Why: why, At: time.Now()}
+	if why == miss.Evicted || why == miss.Window {
+		gone.By, gone.For = s.mu.needs.by, s.mu.needs.namespace
+	}
+	s.mu.misses.Add(&k, gone)
+	s.mu.chunks.Remove(uint32(slot), &k.Chunk)
 	if s.mu.pool.StateOf(slot) == pool.Resident {
 		s.mu.events.add(k, true)
 	}

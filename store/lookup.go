@@ -2,6 +2,7 @@ package store
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -32,6 +33,10 @@ type LookupResult struct {
 	Waited bool        // the lookup was pending before
 	Below  int         // of Hit, chunks that came from the tier below for it
 	Tier   string      // which one Why is about, where that is known
+
+	Missing kv.Key    // the object that is missing, where Why is not None
+	Gone    miss.Gone // what is known of its end, where Why is about that
+	Others  []kv.Key  // objects of that chunk under other names, where it was never stored under this one; a few
 }
 
 // query is what a lookup asks.
@@ -101,7 +106,7 @@ func (s *Store) grant(q *query, hashes []kv.Hash, l lease.Lease, hit int) (Looku
 func (s *Store) grantLocked(q *query, sess *lease.Session, hashes []kv.Hash, l lease.Lease, hit int) (out LookupResult, given []lease.Lease) {
 	out = LookupResult{State: Ready, Asked: q.prompt.Chunks, Hit: hit}
 	if hit < min(q.prompt.Chunks, maxLookup/l.Rows) {
-		out.Shard, out.Why = s.whyEndsLocked(q.shard, hashes, hit)
+		s.whyEndsLocked(&out, q.shard, hashes)
 	}
 	if hit > 0 {
 		given = s.mu.leases.Grant(sess, l)
@@ -116,19 +121,25 @@ func (s *Store) grantLocked(q *query, sess *lease.Session, hashes []kv.Hash, l l
 
 // whyEndsLocked says why a hit is not longer: the first object that is missing
 // of what one more chunk needs.
-func (s *Store) whyEndsLocked(sh objects.Shard, hashes []kv.Hash, hit int) (shard int, why miss.Reason) {
+func (s *Store) whyEndsLocked(out *LookupResult, sh objects.Shard, hashes []kv.Hash) {
+	out.Why = miss.NeverStored // also where a longer hit ends at a chunk that is missing later
+	hit, k := out.Hit, &out.Missing
 	if hit >= len(hashes) {
-		return 0, miss.NeverStored
+		return
 	}
-	var k kv.Key
 	for g := range sh.Groups.Len() {
 		need := sh.Groups.Need(g, 0, hit+1)
 		for shard := range sh.World {
 			for c := need.End - 1; c >= need.Start; c-- {
-				sh.Key(&k, shard, g, hashes[c])
-				if _, ok := s.residentLocked(&k); !ok {
-					_, st := s.mu.pool.Find(&k)
-					return shard, s.whyLocked(&k, st)
+				sh.Key(k, shard, g, hashes[c])
+				if _, ok := s.residentLocked(k); !ok {
+					_, st := s.mu.pool.Find(k)
+					out.Shard, out.Gone = shard, s.whyLocked(k, st)
+					out.Why = out.Gone.Why
+					if out.Why == miss.NeverStored {
+						out.Why, out.Others = s.othersLocked(k, !sh.Groups.Full(g))
+					}
+					return
 				}
 				if sh.Groups.Full(g) {
 					break // its other chunks are there
@@ -136,19 +147,47 @@ func (s *Store) whyEndsLocked(sh objects.Shard, hashes []kv.Hash, hit int) (shar
 			}
 		}
 	}
-	return 0, miss.NeverStored // a longer hit ends at a chunk that is missing later
+}
+
+const (
+	maxOthers    = 8   // names that are told
+	maxLookedFor = 512 // slots that are looked at for them
+)
+
+// othersLocked looks for the chunk of k, which is not known, under other names. Where window is
+// set and other groups of the same shard have it, the store left out what no hit could load.
+func (s *Store) othersLocked(k *kv.Key, window bool) (why miss.Reason, others []kv.Key) {
+	why = miss.NeverStored
+	left := maxLookedFor
+	s.mu.chunks.Each(&k.Chunk, func(slot uint32) bool {
+		other := s.mu.pool.KeyOf(pool.Slot(slot))
+		same := other.Namespace == k.Namespace && other.Rank == k.Rank
+		switch {
+		case other.Chunk != k.Chunk:
+		case same && window:
+			why, others = miss.Window, nil
+			return false
+		case !same && len(others) < maxOthers && !slices.ContainsFunc(others, func(o kv.Key) bool {
+			return o.Namespace == other.Namespace && o.Rank == other.Rank
+		}):
+			others = append(others, other)
+		}
+		left--
+		return left > 0
+	})
+	return why, others
 }
 
 // whyLocked says why the object under k, found in state st, is not served.
-func (s *Store) whyLocked(k *kv.Key, st pool.State) miss.Reason {
+func (s *Store) whyLocked(k *kv.Key, st pool.State) miss.Gone {
 	switch st {
 	case pool.Staged:
 		if slot, _ := s.mu.pool.Find(k); s.mu.flights.of[slot] != nil {
-			return miss.BelowSlow
+			return miss.Gone{Why: miss.BelowSlow}
 		}
-		return miss.BeingStored
+		return miss.Gone{Why: miss.BeingStored}
 	case pool.Resident: // or it would be served
-		return miss.NotCompared
+		return miss.Gone{Why: miss.NotCompared}
 	}
 	return s.mu.misses.Why(k)
 }

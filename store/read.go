@@ -37,7 +37,7 @@ func (s *Store) loadLocked(session []byte, name hold.Transfer, hashes []kv.Hash)
 			slot, ok := s.residentLocked(&k)
 			if !ok {
 				_, st := s.mu.pool.Find(&k)
-				return nil, s.whyLocked(&k, st)
+				return nil, s.whyLocked(&k, st).Why
 			}
 			span.Slots = append(span.Slots, uint32(slot))
 			objects = append(objects, object{slot, c - name.From, g, s.mu.pool.Offset(slot), s.mu.pool.Length(slot)})

@@ -32,6 +32,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/crew"
 	"github.com/kvasir-kv/kvasir/internal/growing"
 	"github.com/kvasir-kv/kvasir/internal/share"
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
 	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/outbox"
@@ -111,6 +112,8 @@ type Store struct {
 
 		drops   uint64       // keys that went, whatever the reason
 		misses  *miss.Memory // of what was dropped
+		chunks  miss.Chunks  // resident slots by their chunks
+		needs   needs        // who needs room, while something is evicted for it
 		sums    check.Books
 		flights flights
 		writing map[pool.Slot]struct{} // to the tier below; kept and held
@@ -119,6 +122,12 @@ type Store struct {
 		n       Counters
 		events  events
 	}
+}
+
+// needs is who needs room in the pool: a user or address, for objects of a namespace.
+type needs struct {
+	by        string
+	namespace kv.Namespace
 }
 
 // New returns a Store over p, which it owns from then on.

@@ -5,6 +5,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/pool"
 )
@@ -222,6 +223,7 @@ const mostFreed = 16
 // errAgain.
 func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixGuard) (pool.Slot, error) {
 	freed, search, asked := int64(0), 2*n, false
+	s.mu.needs = needs{guard.by, k.Namespace}
 	for {
 		slot, err := s.mu.pool.Reserve(k, n, by)
 		if !errors.Is(err, pool.ErrFull) {
@@ -249,7 +251,7 @@ func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixG
 			return 0, err
 		}
 		freed += s.mu.pool.Round(s.mu.pool.Length(victim))
-		s.evictLocked(victim)
+		s.evictLocked(victim, miss.Evicted)
 	}
 }
 

@@ -19,6 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/proxytool"
 	"github.com/kvasir-kv/kvasir/internal/settings"
 	"github.com/kvasir-kv/kvasir/internal/simcmd"
+	"github.com/kvasir-kv/kvasir/internal/topview"
 )
 
 // root is the command line.
@@ -39,14 +40,15 @@ type root struct {
 	Store       storeCmd       `cmd:"" help:"Look into a Mooncake Store cluster: objects and where they are."`
 	Bootstrap   bootstrapCmd   `cmd:"" help:"Serve the registry through which vLLM's MooncakeConnector finds P."`
 
-	Config     configCmd     `cmd:"" help:"Write a file for kvasir all to begin with, or check one."`
-	Status     statusCmd     `cmd:"" help:"Ask a running server how it is and, in words, why hits are missing."`
-	Top        topCmd        `cmd:"" help:"Watch a running server in a terminal."`
-	Pool       poolCmd       `cmd:"" help:"Show and remove what servers left in /dev/shm."`
-	Tier       tierCmd       `cmd:"" help:"Show, check, empty and copy what lies below pools."`
-	Version    versionCmd    `cmd:"" help:"Print the version."`
-	HelpOf     helpCmd       `cmd:"" name:"help" help:"Show the help of a command."`
-	Completion completionCmd `cmd:"" help:"Print a completion script for a shell."`
+	Config     configCmd              `cmd:"" help:"Write a file for kvasir all to begin with, or check one."`
+	Status     statusCmd              `cmd:"" help:"Ask a running server how it is and, in words, why hits are missing."`
+	Top        topCmd                 `cmd:"" help:"Watch a running server in a terminal."`
+	Explain    topview.ExplainCommand `cmd:"" help:"Ask a running server why lookups found no more than they did."`
+	Pool       poolCmd                `cmd:"" help:"Show and remove what servers left in /dev/shm."`
+	Tier       tierCmd                `cmd:"" help:"Show, check, empty and copy what lies below pools."`
+	Version    versionCmd             `cmd:"" help:"Print the version."`
+	HelpOf     helpCmd                `cmd:"" name:"help" help:"Show the help of a command."`
+	Completion completionCmd          `cmd:"" help:"Print a completion script for a shell."`
 }
 
 // env is what commands share.

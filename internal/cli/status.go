@@ -42,7 +42,7 @@ func (c *statusCmd) Run(e *env) error {
 	ctx, cancel := context.WithTimeout(e.ctx, seconds(c.Timeout))
 	defer cancel()
 	at := strings.TrimSuffix(u.String(), "/") + "/status"
-	body, err := get(ctx, at)
+	body, err := topview.Get(ctx, at)
 	if err != nil {
 		return err
 	}
@@ -56,9 +56,6 @@ func (c *statusCmd) Run(e *env) error {
 	}
 	return topview.Print(e.stdout, c.URL, &st)
 }
-
-// get asks an HTTP interface of a server.
-func get(ctx context.Context, at string) ([]byte, error) { return topview.Get(ctx, at) }
 
 // printable is text of others, such as the names of models and files, for a terminal:
 // it moves no cursor and begins no line.

@@ -80,6 +80,9 @@ type UsageError struct{ text string }
 
 func (e *UsageError) Error() string { return e.text }
 
+// UsageErrorf returns a UsageError, also for commands of other packages.
+func UsageErrorf(format string, args ...any) error { return usagef(format, args...) }
+
 func usagef(format string, args ...any) error { return &UsageError{fmt.Sprintf(format, args...)} }
 
 // faults collects what is wrong with a command line.
