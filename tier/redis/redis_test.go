@@ -11,10 +11,13 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/big"
 	"net"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -450,4 +453,46 @@ func TestOpenRefuses(t *testing.T) {
 	f("Prefix", redis.Options{Addrs: []string{"a:1"}, Prefix: "{x}"})
 	f("Prefix", redis.Options{Addrs: []string{"a:1"}, Layout: redis.Valkey, Prefix: "a@b", Names: tiertest.Names()})
 	f("Stripe", redis.Options{Addrs: []string{"a:1"}, Stripe: 100})
+}
+
+// A user that may only read: reads go on, and that nothing is written is said once.
+func TestReadOnlyUser(t *testing.T) {
+	f := newFake(t)
+	b, meta := tiertest.Object(1, 6000)
+	write(t, open(t, redis.Options{Addrs: []string{f.addr}, Stripe: 4 << 10}), tiertest.Key(1), meta, b)
+	f.misbehave(func(cmd []string, normal []byte, c net.Conn) ([]byte, bool) {
+		return []byte("-NOPERM User reader has no permissions to run the command\r\n"), slices.Contains([]string{"SET", "SETNX", "DEL", "UNLINK", "EXPIRE", "PERSIST"}, cmd[0])
+	})
+	var log bytes.Buffer
+	var mu sync.Mutex
+	x := open(t, redis.Options{Addrs: []string{f.addr}, Stripe: 4 << 10, Log: slog.New(slog.NewTextHandler(locked{&mu, &log}, nil))})
+	for range 3 {
+		if err := x.Write(t.Context(), tiertest.Key(2), meta, b); !errors.Is(err, tier.ErrNotKept) {
+			t.Errorf("Write: %v", err)
+		}
+		dst := make([]byte, len(b))
+		if m, err := x.Read(t.Context(), tiertest.Key(1), dst); err != nil || m != meta || !bytes.Equal(dst, b) {
+			t.Errorf("Read: %+v, %v", m, err)
+		}
+	}
+	if got := has(t, x, tiertest.Key(1), tiertest.Key(2)); !got[0] || got[1] {
+		t.Errorf("there: %v", got)
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if text := log.String(); strings.Count(text, "takes no objects") != 1 || strings.Count(text, "level=WARN") != 1 || strings.Contains(text, "level=ERROR") {
+		t.Errorf("%q", text)
+	}
+}
+
+// locked is a Buffer that several write to.
+type locked struct {
+	mu *sync.Mutex
+	*bytes.Buffer
+}
+
+func (l locked) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.Buffer.Write(b)
 }

@@ -109,6 +109,12 @@ func (f *fake) set(name string, s stored) {
 	f.objects[name] = s
 }
 
+func (f *fake) drop(name string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.objects, name)
+}
+
 func (f *fake) change(how func(stored) stored) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -470,3 +470,79 @@ func (c *changing) Find(context.Context) (aws.Credentials, error) {
 }
 
 func (*changing) Name() string { return "a test" }
+
+// A bucket with versions: what was deleted is not there, what is written again is, and older
+// versions are neither asked for nor deleted.
+func TestVersionedBucket(t *testing.T) {
+	f := newFake(t)
+	x := open(t, s3.Options{URL: f.url})
+	f.misbehave(func(w http.ResponseWriter, r *http.Request, normal *httptest.ResponseRecorder) bool {
+		w.Header().Set("X-Amz-Version-Id", "v"+r.Method)
+		if r.Method == http.MethodDelete || normal.Code == http.StatusNotFound {
+			w.Header().Set("X-Amz-Delete-Marker", "true")
+		}
+		return false
+	})
+	k := tiertest.Key(1)
+	for seed := range 3 {
+		b, meta := tiertest.Object(seed, 100+seed)
+		write(t, x, k, meta, b)
+		dst := make([]byte, len(b))
+		if m, err := x.Read(t.Context(), k, dst); err != nil || m != meta || !bytes.Equal(dst, b) {
+			t.Errorf("version %d: %+v, %v", seed, m, err)
+		}
+		if err := x.Delete(t.Context(), []kv.Key{k}); err != nil {
+			t.Error(err)
+		}
+		if m := stat(t, x, k); m != (tier.Meta{}) {
+			t.Errorf("version %d is there after its end: %+v", seed, m)
+		}
+		if _, err := x.Read(t.Context(), k, dst); !errors.Is(err, tier.ErrMissing) {
+			t.Errorf("version %d: Read after its end: %v", seed, err)
+		}
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, call := range f.calls {
+		if strings.Contains(strings.ToLower(call), "version") {
+			t.Errorf("%s names a version", call)
+		}
+	}
+}
+
+// A bucket whose objects are locked takes none without a checksum, and deletes none: what it has is
+// served, and it is said once.
+func TestLockedBucket(t *testing.T) {
+	f := newFake(t)
+	b, meta := tiertest.Object(1, 100)
+	write(t, open(t, s3.Options{URL: f.url}), tiertest.Key(1), meta, b)
+	kept := f.get(f.names()[0])
+	var log lines
+	x := open(t, s3.Options{URL: f.url, Log: slog.New(slog.NewTextHandler(&log, nil))})
+	f.misbehave(func(w http.ResponseWriter, r *http.Request, normal *httptest.ResponseRecorder) bool {
+		name := strings.TrimPrefix(r.URL.Path, "/bucket/")
+		switch r.Method {
+		case http.MethodPut:
+			f.drop(name)
+			return status(400, "InvalidRequest")(w, r, normal)
+		case http.MethodDelete:
+			f.set(name, kept)
+			return status(403, "AccessDenied")(w, r, normal)
+		}
+		return false
+	})
+	for range 3 {
+		if err := x.Write(t.Context(), tiertest.Key(2), meta, b); !errors.Is(err, tier.ErrNotKept) {
+			t.Errorf("Write: %v", err)
+		}
+		if m, err := x.Read(t.Context(), tiertest.Key(1), make([]byte, len(b))); err != nil || m != meta {
+			t.Errorf("Read: %+v, %v", m, err)
+		}
+		if err := x.Delete(t.Context(), []kv.Key{tiertest.Key(1)}); err == nil {
+			t.Error("a delete that was refused succeeds")
+		}
+	}
+	if log.with("does not take an object") != 1 || log.with("") != 1 {
+		t.Errorf("%q", log.all)
+	}
+}
