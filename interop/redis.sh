@@ -13,9 +13,12 @@ fi
 work=$(mktemp -d)
 stop() {
 	for f in "$work"/*/pid; do
-		[ ! -s "$f" ] || kill "$(cat "$f")" 2>/dev/null || true
+		[ ! -s "$f" ] || kill -KILL "$(cat "$f")" 2>/dev/null || true
 	done
-	rm -rf "$work"
+	for _ in $(seq 600); do # a node writes its file until it has ended
+		! rm -rf "$work" 2>/dev/null || break
+		sleep 0.1
+	done
 }
 trap stop EXIT
 

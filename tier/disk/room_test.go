@@ -169,10 +169,17 @@ func TestWriteBudget(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 	}
-	fill()
-	if kept < 40 || kept > 52 {
-		t.Errorf("%d objects are in the budget", kept)
+	// used: a day's budget is used up, and by objects more than by bookkeeping. How often there is a checkpoint meanwhile, of
+	// up to 80 KiB, depends on who is faster.
+	used := func() {
+		t.Helper()
+		each := recordBytes(20_000)
+		if today := d.Stats().Today["a"]; today+each <= o.WriteBudget || int64(kept)*each > o.WriteBudget || int64(kept)*each < o.WriteBudget/2 {
+			t.Errorf("%d objects of %d bytes are in the budget, of which %d bytes are used", kept, each, today)
+		}
 	}
+	fill()
+	used()
 	need(t, d, 0, 20_000)
 	closeDisk(t, d)
 	d = openMem(t, o, 8<<20, c, m)
@@ -180,11 +187,10 @@ func TestWriteBudget(t *testing.T) {
 		t.Errorf("a restart gave %d objects more", kept)
 	}
 	c.pass(24 * time.Hour)
-	if fill(); kept < 40 || kept > 52 {
-		t.Errorf("%d objects are in the budget of the next day", kept)
-	}
+	fill()
+	used()
 	s := d.Stats()
-	if s.Today["a"] > 1<<20+128<<10 || s.Ever["a"] < 2<<20-256<<10 || s.NotKept["budget"] == 0 {
+	if s.Today["a"] > 1<<20+256<<10 || s.Ever["a"] < 2<<20-256<<10 || s.NotKept["budget"] == 0 {
 		t.Errorf("today %d, ever %d, not kept %v", s.Today["a"], s.Ever["a"], s.NotKept)
 	}
 	closeDisk(t, d)
