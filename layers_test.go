@@ -51,6 +51,7 @@ var layers = map[string]int{
 	"internal/crew":                -1,
 	"internal/origin":              0,
 	"internal/smallfs":             0,
+	"internal/ports":               0,
 	"kv":                           0,
 	"openai":                       0,
 	"benchmark":                    0,

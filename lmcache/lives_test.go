@@ -2,11 +2,11 @@ package lmcache_test
 
 import (
 	"context"
-	"net"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/ports"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -14,10 +14,7 @@ import (
 // What a client gave up while there was no server does not reach the next one: it could be a
 // store of blocks that others have by then. What is called later does.
 func TestGivenUpCallsDoNotReachTheNextServer(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := ports.Listen(t)
 	addr := l.Addr().String()
 	serve := func() (*zmtp.Router, func(lmcache.Op) int) {
 		var mu sync.Mutex

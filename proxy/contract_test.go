@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/ports"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -444,7 +445,9 @@ type gate struct {
 }
 
 func newGate(t testing.TB, to string) *gate {
-	g := &gate{t: t, addr: "127.0.0.1:0", to: strings.TrimPrefix(to, "http://")}
+	l := ports.Listen(t)
+	g := &gate{t: t, addr: l.Addr().String(), to: strings.TrimPrefix(to, "http://")}
+	l.Close()
 	g.open()
 	t.Cleanup(g.close)
 	return g
@@ -455,7 +458,7 @@ func (g *gate) open() {
 	for end := time.Now().Add(60 * time.Second); ; time.Sleep(5 * time.Millisecond) {
 		l, err := net.Listen("tcp", g.addr)
 		if err == nil {
-			g.l, g.addr = l, l.Addr().String()
+			g.l = l
 			break
 		}
 		if time.Now().After(end) {

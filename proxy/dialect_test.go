@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"strconv"
 	"strings"
@@ -13,19 +12,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/ports"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
-
-func freePort(t testing.TB) int {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port
-}
 
 // pair is a model's engines: P's and D's of one dialect, or engines that do both.
 type pair struct {
@@ -53,7 +43,7 @@ func (x *deployment) pair(t testing.TB, y pair, o *proxy.Options, step time.Dura
 	for i := range y.p {
 		registry, config := "", `{"kv_connector":"MooncakeConnector","kv_role":"kv_producer"}`
 		po := eo
-		po.Getenv = env(freePort(t))
+		po.Getenv = env(ports.Free(t))
 		if y.dialect == proxy.Mooncake {
 			registry = startRegistry(t)
 			config = producer(registry, fmt.Sprint(y.model, i))
@@ -64,7 +54,7 @@ func (x *deployment) pair(t testing.TB, y pair, o *proxy.Options, step time.Dura
 	}
 	for range y.d {
 		do := eo
-		do.Getenv = env(freePort(t))
+		do.Getenv = env(ports.Free(t))
 		config := consumer
 		if y.p == 0 {
 			config = ""

@@ -21,6 +21,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/leaks"
 	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/ports"
 	"github.com/kvasir-kv/kvasir/kvconfig"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/proxy"
@@ -75,8 +76,10 @@ func serveWith(t testing.TB, addr, config string, o engine.Options) *served {
 		t.Fatal(err)
 	}
 	s := &served{Engine: e, web: httptest.NewUnstartedServer(api.New(e, api.Options{SameIDs: o.First}))}
-	if addr != "" {
-		s.web.Listener.Close()
+	s.web.Listener.Close()
+	if addr == "" {
+		s.web.Listener = ports.Listen(t)
+	} else {
 		for end := time.Now().Add(60 * time.Second); ; time.Sleep(10 * time.Millisecond) {
 			if s.web.Listener, err = net.Listen("tcp", addr); err == nil {
 				break
@@ -111,10 +114,7 @@ func startRegistry(t testing.TB) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := ports.Listen(t)
 	ctx, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
 	wg.Go(func() { _ = r.Serve(ctx, l) })

@@ -26,7 +26,7 @@ func pings(s *server.Server, id int64) bool {
 // eventually waits for what another goroutine does soon.
 func eventually(t *testing.T, what string, f func() bool) {
 	t.Helper()
-	for end := time.Now().Add(30 * time.Second); !f(); time.Sleep(2 * time.Millisecond) {
+	for end := time.Now().Add(60 * time.Second); !f(); time.Sleep(2 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("%s: it never came", what)
 		}

@@ -14,6 +14,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/ports"
 )
 
 // allOf is kvasir all in a process of its own.
@@ -39,7 +41,7 @@ func startAll(t *testing.T) *allOf {
 
 func tryAll(t *testing.T) *allOf {
 	t.Helper()
-	port, registry := freePort(t), freePort(t)
+	port, registry := ports.Free(t), ports.Free(t)
 	file := write(t, fmt.Sprintf("log-level: info\nserver: {port: %d, http-port: 0, l1-size-gb: 8MiB, checksum-mib-per-second: 0}\nbootstrap: {port: %d}\nrelay: {port: 0, memory-gb: 8MiB}\nproxy: {port: 0, prefill: ['http://127.0.0.1:1'], decode: ['http://127.0.0.1:1']}\n", port, registry))
 	c := command("all", "--config", file)
 	stderr, err := c.StderrPipe()

@@ -11,6 +11,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/ports"
 )
 
 // bootstrapServer starts the command and waits until it serves.
@@ -23,7 +25,7 @@ func bootstrapServer(t *testing.T, args ...string) (base string, stop func() str
 // that it is ready. stop ends it with SIGTERM and returns what it logged.
 func webServer(t *testing.T, ready string, args ...string) (base string, stop func() string) {
 	t.Helper()
-	port := freePort(t)
+	port := ports.Free(t)
 	c := command(append(args, "--host", "127.0.0.1", "--port", fmt.Sprint(port))...)
 	stderr, err := c.StderrPipe()
 	if err != nil {

@@ -5,7 +5,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -17,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/cli"
+	"github.com/kvasir-kv/kvasir/internal/ports"
 )
 
 // The test binary is also the command, so that signals and exit codes are real.
@@ -48,16 +48,6 @@ func run(t *testing.T, args ...string) (code int, stdout, stderr string) {
 	return c.ProcessState.ExitCode(), out.String(), errs.String()
 }
 
-func freePort(t testing.TB) int {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port
-}
-
 // serving is a server in a process of its own.
 type serving struct {
 	cmd        *exec.Cmd
@@ -67,7 +57,7 @@ type serving struct {
 
 func serve(t testing.TB, args ...string) *serving {
 	t.Helper()
-	s := &serving{port: freePort(t), http: freePort(t), lines: make(chan string, 1000)}
+	s := &serving{port: ports.Free(t), http: ports.Free(t), lines: make(chan string, 1000)}
 	s.cmd = command(append([]string{"server", "--port", fmt.Sprint(s.port), "--http-port", fmt.Sprint(s.http), "--l1-size-gb", "0.01"}, args...)...)
 	stderr, err := s.cmd.StderrPipe()
 	if err != nil {
@@ -137,7 +127,7 @@ func TestServerLife(t *testing.T) {
 			t.Errorf("%v: exit %d, want one line with %q, got:\n%s", args, code, want, stderr)
 		}
 	}
-	port, web := fmt.Sprint(freePort(t)), fmt.Sprint(freePort(t))
+	port, web := fmt.Sprint(ports.Free(t)), fmt.Sprint(ports.Free(t))
 	f("choose another --port", "--port", fmt.Sprint(s.port), "--shm-name", "other", "--http-port", web)
 	f("choose another --http-port", "--port", port, "--http-port", fmt.Sprint(s.http))
 	f("choose another --shm-name", "--port", port, "--http-port", web, "--shm-name", filepath.Base(pool))
@@ -171,7 +161,7 @@ func TestServerLife(t *testing.T) {
 }
 
 func TestIgnoredFlagsAreNamed(t *testing.T) {
-	code, _, stderr := run(t, "server", "--l1-size-gb", "0.01", "--port", "1", "--http-port", fmt.Sprint(freePort(t)),
+	code, _, stderr := run(t, "server", "--l1-size-gb", "0.01", "--port", "1", "--http-port", fmt.Sprint(ports.Free(t)),
 		"--eviction-ratio=0.2", "--l1-use-lazy", "--l1-init-size-gb", "5", "--http-host", "127.0.0.1", "--host", "256.0.0.1")
 	if code == 0 || !strings.Contains(stderr, `flags="--eviction-ratio --l1-init-size-gb --l1-use-lazy"`) {
 		t.Errorf("exit %d:\n%s", code, stderr)

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/internal/ports"
 	"github.com/kvasir-kv/kvasir/shm"
 )
 
@@ -48,7 +49,7 @@ func TestMessages(t *testing.T) {
 	f(2, `--workers 65 is outside 1 to 64; --chunk-kib 0B is outside 1KiB to 1GiB (see kvasir demo --help)`, "demo", "--workers", "65", "--chunk-kib", "0")
 	f(2, `--l1-size-gb 512MiB holds no chunk of 976.6 MiB (see kvasir demo --help)`, "demo", "--chunk-kib", "1000000", "--l1-size-gb", "512MiB")
 
-	free := fmt.Sprint(freePort(t))
+	free := fmt.Sprint(ports.Free(t))
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

@@ -4,8 +4,6 @@ import (
 	"bufio"
 	"context"
 	"fmt"
-	"math/rand/v2"
-	"net"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -15,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/ports"
 	"github.com/kvasir-kv/kvasir/internal/transfertool"
 	"github.com/kvasir-kv/kvasir/transfer"
 )
@@ -68,20 +67,6 @@ func (c *child) kill() {
 	c.cmd.Wait()
 }
 
-// freePort returns a port below those that the system gives to clients: it stays free while the target is down.
-func freePort(t *testing.T) int {
-	t.Helper()
-	for range 100 {
-		p := 20000 + rand.IntN(10000)
-		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", p)); err == nil {
-			l.Close()
-			return p
-		}
-	}
-	t.Fatal("no free port")
-	return 0
-}
-
 // The engine's target is killed under our write: the call ends, says which
 // entries it lost, and the next engine is served.
 func TestEngineKilled(t *testing.T) {
@@ -119,7 +104,7 @@ func TestEngineKilled(t *testing.T) {
 func TestKvasirKilled(t *testing.T) {
 	eachEngine(t, func(t *testing.T, python string) {
 		e := startEngine(t, python, room)
-		hs, data := freePort(t), freePort(t)
+		hs, data := ports.Free(t), ports.Free(t)
 		first := startChild(t, hs, data)
 		list := shape{60000, 512, true}.pieces()
 		e.fill(3)

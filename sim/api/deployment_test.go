@@ -26,6 +26,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/leaks"
+	"github.com/kvasir-kv/kvasir/internal/ports"
 	"github.com/kvasir-kv/kvasir/kvconfig"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/pool"
@@ -225,23 +226,6 @@ type deployment struct {
 	retries, aborts  atomic.Int64
 }
 
-func freePorts(t testing.TB, n int) []int {
-	t.Helper()
-	var ports []int
-	for len(ports) < n { // below those that the kernel gives to clients: free when a process starts again
-		port := 12000 + rand.IntN(18000)
-		l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port))
-		if err != nil {
-			continue
-		}
-		l.Close()
-		if !slices.ContainsFunc(ports, func(p int) bool { return max(p-port, port-p) < 8 }) {
-			ports = append(ports, port)
-		}
-	}
-	return ports
-}
-
 func deploy(t testing.TB, name string, pTP, dTP int, groups []sched.Group, first bool) *deployment {
 	t.Helper()
 	dir, err := os.MkdirTemp("/dev/shm", "kvasir_api_test")
@@ -249,10 +233,13 @@ func deploy(t testing.TB, name string, pTP, dTP int, groups []sched.Group, first
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	ports := freePorts(t, 6)
+	port := make([]int, 6)
+	for i := range port {
+		port[i] = ports.Free(t)
+	}
 	d := &deployment{t: t, name: name, first: first}
-	d.server = &child{Name: "server", Kind: "server", Port: ports[0], Separate: true}
-	d.registry = &child{Name: "registry", Kind: "registry", Port: ports[1]}
+	d.server = &child{Name: "server", Kind: "server", Port: port[0], Separate: true}
+	d.registry = &child{Name: "registry", Kind: "registry", Port: port[1]}
 	d.registryURL = d.registry.url()
 	if first {
 		d.registryURL = ""
@@ -262,9 +249,9 @@ func deploy(t testing.TB, name string, pTP, dTP int, groups []sched.Group, first
 			mode = "lmcache_driven" // engine_driven has one group of full attention
 		}
 		return fmt.Sprintf(`{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{
-			"lmcache.mp.server_urls":"tcp://127.0.0.1:%d","lmcache.mp.mp_transfer_mode":%q,"lmcache.mp.mq_timeout":3,"lmcache.mp.heartbeat_interval":0.2}}`, ports[0], mode)
+			"lmcache.mp.server_urls":"tcp://127.0.0.1:%d","lmcache.mp.mp_transfer_mode":%q,"lmcache.mp.mq_timeout":3,"lmcache.mp.heartbeat_interval":0.2}}`, port[0], mode)
 	}
-	extra := fmt.Sprintf(`{"bootstrap_server_address":"127.0.0.1:%d"}`, ports[1])
+	extra := fmt.Sprintf(`{"bootstrap_server_address":"127.0.0.1:%d"}`, port[1])
 	if first {
 		extra = "{}"
 	}
@@ -274,10 +261,10 @@ func deploy(t testing.TB, name string, pTP, dTP int, groups []sched.Group, first
 		return &child{Name: name, Kind: "engine", Port: port, TP: tp, Config: config, Groups: groups, First: first}
 	}
 	d.engines = []*child{
-		engineOf("P", ports[2], pTP, p),
-		engineOf("D", ports[3], dTP, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer","kv_load_failure_policy":"recompute"}`),
-		engineOf("E", ports[4], 2, cache("lmcache_driven")),
-		engineOf("F", ports[5], 2, cache("engine_driven")),
+		engineOf("P", port[2], pTP, p),
+		engineOf("D", port[3], dTP, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer","kv_load_failure_policy":"recompute"}`),
+		engineOf("E", port[4], 2, cache("lmcache_driven")),
+		engineOf("F", port[5], 2, cache("engine_driven")),
 	}
 	d.children = append([]*child{d.server, d.registry}, d.engines...)
 	for _, c := range d.children {

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/ports"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
@@ -32,19 +33,23 @@ func TestFigures(t *testing.T) {
 	g := geometry(1)
 	g.Blocks = 24
 	e := open(t, engine.Options{KV: g, MaxModel: 256, StepTime: time.Millisecond}, "", nil)
-	var wg sync.WaitGroup
-	for i := range 8 { // they preempt each other
-		wg.Go(func() {
-			ask(t, e, engine.Request{ID: fmt.Sprint("r", i), Tokens: prompt(40, uint32(i)), MaxTokens: 80})
-		})
+	var asked int64
+	for round, end := 0, time.Now().Add(60*time.Second); e.Stats().Preemptions == 0 && time.Now().Before(end); round++ {
+		var wg sync.WaitGroup
+		for i := range 8 { // they preempt each other, once enough of them run at a time
+			asked += 40
+			wg.Go(func() {
+				ask(t, e, engine.Request{ID: fmt.Sprint("r", round, "-", i), Tokens: prompt(40, uint32(8*round+i)), MaxTokens: 80})
+			})
+		}
+		wg.Wait()
 	}
-	wg.Wait()
-	if s := e.Stats(); s.Preemptions == 0 || s.Queries != 8*40 || s.PromptTokens != 8*40 || s.CachedTokens != 0 {
-		t.Errorf("preempted: %+v", s)
+	if s := e.Stats(); s.Preemptions == 0 || s.Queries != asked || s.PromptTokens != asked || s.CachedTokens != 0 {
+		t.Errorf("preempted: %+v, asked for %d tokens", s, asked)
 	}
 
-	one := open(t, engine.Options{KV: geometry(1), MaxModel: 1024, MaxSeqs: 1, StepTime: 5 * time.Millisecond}, "", nil)
-	running, err := one.Submit(t.Context(), engine.Request{ID: "a", Tokens: prompt(30, 1), MaxTokens: 50})
+	one := open(t, engine.Options{KV: geometry(1), MaxModel: 1024, MaxSeqs: 1, StepTime: 50 * time.Millisecond}, "", nil)
+	running, err := one.Submit(t.Context(), engine.Request{ID: "a", Tokens: prompt(30, 1), MaxTokens: 900}) // 45 s, if it were not aborted
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -53,17 +58,23 @@ func TestFigures(t *testing.T) {
 		t.Fatal(err)
 	}
 	one.Abort("b")
-	for _, stream := range []*engine.Stream{waiting, running} {
-		if _, _, err := stream.Wait(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+	if _, _, err := waiting.Wait(t.Context()); err != nil {
+		t.Fatal(err)
 	}
-	if s := one.Stats(); s.PromptTokens != 30 || s.Aborted != 1 || s.Finished != 1 {
+	eventually(t, "the other one has a token", func() bool { return one.Stats().PromptTokens > 0 })
+	if s := one.Stats(); s.PromptTokens != 30 || s.Aborted != 1 || s.Finished != 0 {
 		t.Errorf("aborted: %+v", s)
+	}
+	one.Abort("a")
+	if _, _, err := running.Wait(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if s := one.Stats(); s.PromptTokens != 30 || s.Aborted != 2 || s.Finished != 0 {
+		t.Errorf("both aborted: %+v", s)
 	}
 
 	d := open(t, engine.Options{KV: geometry(1), MaxModel: 1024}, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer","kv_load_failure_policy":"recompute"}`, nil)
-	nobody := fmt.Sprintf("http://127.0.0.1:%d", freePort(t))
+	nobody := fmt.Sprintf("http://127.0.0.1:%d", ports.Free(t))
 	for i := range 2 {
 		_, end := ask(t, d, engine.Request{ID: fmt.Sprint("d", i), Tokens: prompt(100, uint32(i)), MaxTokens: 2, Params: wire.RemotePrefill(nobody, "p", fmt.Sprint("x", i))})
 		if end.Err != nil || end.Cached != 0 {

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/leaks"
+	"github.com/kvasir-kv/kvasir/internal/ports"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/sim/engine"
@@ -88,7 +89,7 @@ func TestServerKilled(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	port := freePort(t)
+	port := ports.Free(t)
 	node := &childServer{t: t, args: dir + " " + strconv.Itoa(port)}
 	node.start()
 	t.Cleanup(node.kill)
