@@ -22,6 +22,7 @@ var layers = map[string]int{
 	"internal/rawio":               -1, // below everything
 	"internal/resp":                -1,
 	"internal/nearest":             -1,
+	"internal/size":                -1,
 	"internal/jsonfault":           -1,
 	"internal/safelog":             -1,
 	"internal/httpguard":           -1,
@@ -135,6 +136,7 @@ var layers = map[string]int{
 	"events":                       4,
 	"p2p":                          4,
 	"explain":                      4,
+	"tenants":                      2,
 	"workers":                      5,
 	"server":                       6,
 	"admin":                        7,

@@ -64,11 +64,13 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.HandleFunc("GET /healthcheck", health)
 	mux.HandleFunc("GET /healthz", health)
 	mux.Handle("GET /status", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		writeJSON(w, http.StatusOK, Status{s.Status(), o.Flags, o.Parts.figures()})
+		writeJSON(w, http.StatusOK, Status{s.Status(), o.Flags, o.Parts.figures(), tenantsOf(s.Store())})
 	})))
 	mux.Handle("GET /explain", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { explain(s, w, r) })))
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
 	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
+	metrics.Add(reg, func() tenantStats { return statsOf(tenantsOf(s.Store())) })
+	handleQuotas(mux, guard, s.Store())
 	mux.Handle("GET /metrics", reg.Handler())
 	if o.Profiles {
 		for path, h := range map[string]http.HandlerFunc{
@@ -85,6 +87,8 @@ type Status struct {
 	server.Status
 	Flags map[string]string             `json:"flags,omitempty"`
 	Parts map[string]map[string]float64 `json:"parts,omitempty"` // what runs in the same process: its metrics, histograms aside, by the part's name
+
+	Tenants []Tenant `json:"tenants,omitempty"` // those with a quota, by salt
 }
 
 // maxExplained bounds the lookups of one answer, and defaultExplained is their number.

@@ -39,6 +39,7 @@ func (s *Server) transferOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*wor
 		t.Instance = known.Key
 		t.Shard.Namespace = known.NamespaceOf(k.Salt)
 		s.names.Add(t.Shard.Namespace, known.Model, k.Salt)
+		s.store.NameTenant(t.Shard.Namespace, k.Salt)
 	}
 	if err != nil && commit {
 		in = known
@@ -260,12 +261,14 @@ func (s *Server) Explain(request string, most int) explain.Explanation {
 	})
 }
 
-// nameShard lets the tiers below know by what names others call the chunks of a shard.
+// nameShard lets the tiers below know by what names others call the chunks of a shard, and
+// the store whose they are.
 func (s *Server) nameShard(sh objects.Shard, k *lmcache.KeyView) {
-	if s.opts.Names == nil {
+	if s.opts.Names == nil && !s.store.HasQuotas() {
 		return
 	}
 	add := func(ns kv.Namespace) {
+		s.store.NameTenant(ns, k.Salt)
 		if _, ok := s.opts.Names.Of(ns); !ok {
 			s.names.Add(ns, string(k.Model), k.Salt)
 		}
@@ -302,6 +305,9 @@ func (s *Server) freeLookupLocks(sc *scratch, r *lmcache.FreeLookupLocksRequest)
 	s.settleReaders(r.Key, r.TensorParallel, sc.caller().By)
 	s.store.FreePins(r.Key.RequestID, sc.caller().Owner(), r.From, r.To, max(r.Key.Readers, 1))
 }
+
+// Store is what the Server answers from.
+func (s *Server) Store() *store.Store { return s.store }
 
 // Clear drops every chunk that nothing needs, and with force every chunk.
 func (s *Server) Clear(force bool) int {

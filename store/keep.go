@@ -25,7 +25,7 @@ func (s *Store) addLocked(slot pool.Slot) {
 	if int(slot) < s.mu.parents.Len() {
 		parent = *s.mu.parents.At(int(slot))
 	}
-	s.mu.policy.Add(uint32(slot), miss.ID(&k), parent, s.mu.pool.Round(s.mu.pool.Length(slot)))
+	s.mu.policy.Add(uint32(slot), k.Namespace, miss.ID(&k), parent)
 	s.mu.chunks.Add(uint32(slot), &k.Chunk)
 	s.mu.events.add(k, false)
 	if !s.keptLocked(slot) {
@@ -100,7 +100,7 @@ func (s *Store) victimLocked() (victim pool.Slot, ok, more bool) {
 	if s.mu.evictable == 0 {
 		return 0, false, false
 	}
-	slot, ok, more := s.mu.policy.Victim(s.busy)
+	slot, ok, more := s.mu.policy.Victim()
 	return pool.Slot(slot), ok, more
 }
 
@@ -112,8 +112,11 @@ const neighbourhoods = 16
 // of those to be evicted next: the run that costs the fewest bytes. It reports false
 // when it found none.
 func (s *Store) evictNearLocked(n int64) bool {
-	best, _ := s.mu.pool.CheapestRun(n, neighbourhoods, s.mu.policy.Ascend, s.busy)
+	best, _ := s.mu.pool.CheapestRun(n, neighbourhoods, s.mu.policy.Ascend, s.untouchable)
 	for _, slot := range best.Slots {
+		if s.mu.policy.Any() && s.mu.policy.Spared(uint32(slot)) { // by now: others of its tenant went
+			return false
+		}
 		s.evictLocked(slot, miss.Evicted)
 	}
 	return best.Bytes >= 0
@@ -140,7 +143,7 @@ func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 	if s.evictableLocked(slot) {
 		s.mu.evictable--
 	}
-	s.mu.policy.Remove(uint32(slot))
+	s.mu.policy.Remove(uint32(slot), why == miss.Evicted || why == miss.Window)
 	if int(slot) < s.mu.passed.Len() {
 		*s.mu.passed.At(int(slot)) = false
 	}

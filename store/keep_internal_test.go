@@ -12,8 +12,9 @@ import (
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
-// CheckBooks compares what the store counts with what it can be counted from.
-func (s *Store) CheckBooks() error {
+// CheckBooks compares what the store counts with what it can be counted from. spaces are those
+// of tenants with a quota.
+func (s *Store) CheckBooks(spaces map[kv.Namespace]string) error {
 	s.lock()
 	defer s.unlock()
 	evictable := 0
@@ -26,7 +27,14 @@ func (s *Store) CheckBooks() error {
 		return fmt.Errorf("%d slots are evictable, counted are %d", evictable, s.mu.evictable)
 	}
 	known := map[uint32]bool{}
-	s.mu.policy.Ascend(func(slot uint32) bool { known[slot] = true; return true })
+	look := func(space kv.Namespace) { // a tenant's own policy is asked when room is for it
+		s.mu.policy.For(space, 1<<50)
+		s.mu.policy.Ascend(func(slot uint32) bool { known[slot] = true; return true })
+	}
+	look(kv.Namespace{})
+	for space := range spaces {
+		look(space)
+	}
 	for slot := range known {
 		if s.mu.pool.StateOf(pool.Slot(slot)) != pool.Resident {
 			return fmt.Errorf("the policy knows slot %d, which is not resident", slot)
@@ -35,6 +43,24 @@ func (s *Store) CheckBooks() error {
 	for slot := range pool.Slot(s.mu.pool.Slots()) {
 		if s.evictableLocked(slot) && !known[uint32(slot)] {
 			return fmt.Errorf("slot %d can be evicted and the policy does not name it", slot)
+		}
+	}
+	return nil
+}
+
+// CheckTenants compares what tenants with a quota have with what is in the pool.
+func (s *Store) CheckTenants(salts map[kv.Namespace]string) error {
+	s.lock()
+	defer s.unlock()
+	bytes := map[string]int64{}
+	for slot := range pool.Slot(s.mu.pool.Slots()) {
+		if st := s.mu.pool.StateOf(slot); st == pool.Staged || st == pool.Resident {
+			bytes[salts[s.mu.pool.KeyOf(slot).Namespace]] += s.mu.pool.Round(s.mu.pool.Length(slot))
+		}
+	}
+	for _, of := range s.mu.policy.List() {
+		if of.Bytes != bytes[of.Salt] {
+			return fmt.Errorf("tenant %q has %d bytes in the books, %d in the pool", of.Salt, of.Bytes, bytes[of.Salt])
 		}
 	}
 	return nil
@@ -130,7 +156,7 @@ func TestPinsAndHoldsNeverDisturbThePolicy(t *testing.T) {
 				place(t, s, 70+i, 1, crowdChunk, false)
 				order[twin] = append(order[twin], -1)
 				order[twin] = append(order[twin], s.resident(h)...)
-				if err := s.CheckBooks(); err != nil {
+				if err := s.CheckBooks(nil); err != nil {
 					t.Fatal(name, err)
 				}
 			}
@@ -214,7 +240,7 @@ func TestPromisesThatAreNoUseLeaveVictims(t *testing.T) {
 				s.letGoUnusedLocked(slot)
 			}
 		}()
-		if err := s.CheckBooks(); err != nil {
+		if err := s.CheckBooks(nil); err != nil {
 			t.Error(name, err)
 		}
 		place(t, s, 8, 4, crowdChunk, false) // evicts all four
@@ -224,7 +250,7 @@ func TestPromisesThatAreNoUseLeaveVictims(t *testing.T) {
 // policyLooks has the policy find every slot kept, as a search for a victim does while one other slot is not.
 func (s *Store) policyLooks(t *testing.T) {
 	t.Helper()
-	if _, ok, more := s.mu.policy.Victim(s.busy); ok || more {
+	if _, ok, more := s.mu.policy.Victim(); ok || more {
 		t.Fatal(ok, more)
 	}
 }

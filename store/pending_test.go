@@ -36,7 +36,7 @@ func (b *bench) idle() {
 	if err := b.store.CheckIdle(); err != nil {
 		b.t.Errorf("%v", err)
 	}
-	if err := b.store.CheckBooks(); err != nil {
+	if err := b.store.CheckBooks(nil); err != nil {
 		b.t.Errorf("%v", err)
 	}
 }

@@ -49,11 +49,13 @@ type bench struct {
 	mem    *shm.Segment
 	pool   pool.Options
 	opts   store.Options
-	policy string       // by name; default lru
+	policy string       // by name, of tenants too; default lru
 	memory *tier.Memory // what lies below, failing by script
 	script string
 	flaky  *tiertest.Flaky
 	stop   func()
+
+	tenants map[kv.Namespace]string // salts
 }
 
 // bubbleClock is the time since boot inside a synctest bubble.
@@ -88,6 +90,13 @@ func (b *bench) open() {
 	}
 	if b.opts.Policy, err = evict.New(cmp.Or(b.policy, "lru"), b.pool.Bytes); err != nil {
 		b.t.Fatalf("%v", err)
+	}
+	b.opts.TenantPolicy = func(quota int64) evict.Policy {
+		p, err := evict.New(cmp.Or(b.policy, "lru"), max(quota, chunkBytes))
+		if err != nil {
+			b.t.Fatalf("%v", err)
+		}
+		return p
 	}
 	if b.memory != nil {
 		if b.flaky, err = tiertest.NewFlaky(b.memory, b.script); err != nil {
@@ -159,10 +168,13 @@ type model struct {
 	jobs  []*job
 	hopes []hope
 	world int
+
+	quotas map[string]int64
 }
 
 // hope is a lookup that is pending, or was when it was made.
 type hope struct {
+	space   kv.Namespace
 	request string
 	hashes  []kv.Hash
 }
@@ -193,12 +205,15 @@ func (m *model) reserve() {
 	hashes := prompt(rapid.IntRange(0, 8).Draw(m.r, "prompt"), rapid.IntRange(1, 6).Draw(m.r, "chunks"))
 	j := &job{began: time.Now(), hashes: hashes, request: m.request()}
 	shard := rapid.IntRange(0, m.world-1).Draw(m.r, "shard")
+	space := m.tenant()
 	j.name = hold.Transfer{
-		Instance: int64(rapid.IntRange(1, 3).Draw(m.r, "worker")), Shard: m.shard(shard),
+		Instance: int64(rapid.IntRange(1, 3).Draw(m.r, "worker")), Shard: m.shardOf(space, shard),
 		From: rapid.IntRange(0, len(hashes)-1).Draw(m.r, "from"), To: len(hashes), Last: hashes[len(hashes)-1],
 	}
 	var p store.Transfer
+	before := m.store.Quotas()
 	got, err := m.store.BeginStore(j.name, []byte(j.request), hashes, &p)
+	m.kept(before, space)
 	if err != nil {
 		m.r.Fatalf("Reserve: %v", err)
 	}
@@ -224,15 +239,16 @@ func (m *model) load() {
 	hashes := prompt(rapid.IntRange(0, 8).Draw(m.r, "prompt"), rapid.IntRange(1, 6).Draw(m.r, "chunks"))
 	request := m.request()
 	m.forgetHope(request)
-	got := m.store.Lookup([]byte(request), m.shard(0), store.Hashed(hashes), 1)
+	space := m.tenant()
+	got := m.store.Lookup([]byte(request), m.shardOf(space, 0), store.Hashed(hashes), 1)
 	if got.State == store.Pending {
-		m.hopes = append(m.hopes, hope{request, hashes})
+		m.hopes = append(m.hopes, hope{space, request, hashes})
 		return
 	}
 	if hit := m.store.Result([]byte(request), lease.Owner{}).Hit; hit != got.Hit {
 		m.r.Fatalf("Result.Hit = %d, want %d", hit, got.Hit)
 	}
-	m.loadHit(request, hashes, got)
+	m.loadHit(space, request, hashes, got)
 }
 
 // take asks for the result of a lookup that was pending.
@@ -244,7 +260,7 @@ func (m *model) take() {
 	h := rapid.SampledFrom(m.hopes).Draw(m.r, "hope")
 	if got := m.store.Result([]byte(h.request), lease.Owner{}); got.State != store.Pending {
 		m.forgetHope(h.request)
-		m.loadHit(h.request, h.hashes, got)
+		m.loadHit(h.space, h.request, h.hashes, got)
 	}
 }
 
@@ -312,14 +328,14 @@ func (m *model) compare() {
 }
 
 // loadHit begins to read what a lookup has promised, or gives it up.
-func (m *model) loadHit(request string, hashes []kv.Hash, got store.LookupResult) {
+func (m *model) loadHit(space kv.Namespace, request string, hashes []kv.Hash, got store.LookupResult) {
 	if got.Hit == 0 || rapid.Bool().Draw(m.r, "give up") {
 		m.store.EndSession([]byte(request), lease.Owner{})
 		return
 	}
 	shard := rapid.IntRange(0, m.world-1).Draw(m.r, "shard")
 	j := &job{began: time.Now(), hashes: hashes, request: request, name: hold.Transfer{
-		Instance: int64(rapid.IntRange(1, 3).Draw(m.r, "worker")), Shard: m.shard(shard), To: got.Hit, Last: hashes[got.Hit-1], Load: true,
+		Instance: int64(rapid.IntRange(1, 3).Draw(m.r, "worker")), Shard: m.shardOf(space, shard), To: got.Hit, Last: hashes[got.Hit-1], Load: true,
 	}}
 	var p store.Transfer
 	if why := m.store.BeginLoad([]byte(request), j.name, hashes, &p); why != miss.None {
@@ -401,8 +417,8 @@ func (m *model) stray() {
 func (m *model) touch(j *job) {
 	for i, off := range j.offsets {
 		if !j.name.Load {
-			copy(m.at(off), content(j.hashes[j.name.From+j.indices[i]], j.name.Shard.Index))
-		} else if !bytes.Equal(m.at(off), content(j.hashes[j.name.From+i], j.name.Shard.Index)) {
+			copy(m.at(off), bytesOf(j.name.Shard, j.hashes[j.name.From+j.indices[i]]))
+		} else if !bytes.Equal(m.at(off), bytesOf(j.name.Shard, j.hashes[j.name.From+i])) {
 			m.r.Fatalf("wrong bytes at %d (dead: %v)", off, j.dead)
 		}
 	}
@@ -413,6 +429,7 @@ func (m *model) touch(j *job) {
 // that late, do not come.
 func (m *model) reopen() {
 	m.hopes = nil
+	clear(m.quotas) // which a store does not keep
 	if rapid.Bool().Draw(m.r, "damage") {
 		for m.store.SumNext() > 0 {
 		}
@@ -466,8 +483,9 @@ func (m *model) pass() {
 // a pool that is always full, with restarts, refusals, commits that are late,
 // repeated or of nobody, chunks that an earlier store kept, which are compared
 // late, wrong or never, and a tier below that is written and read and fails, is full, torn
-// or gone: no slot is handed to two workers that conflict, every hit
-// holds right bytes, and in the end every byte of the pool comes back.
+// or gone, of three tenants with quotas that come and go: no slot is handed to two workers that
+// conflict, every hit holds right bytes, no store takes from another tenant what is within
+// its quota, and in the end every byte of the pool comes back.
 func TestStoreAgainstModel(t *testing.T) {
 	dir := t.TempDir()
 	rapid.Check(t, func(r *rapid.T) {
@@ -477,13 +495,14 @@ func TestStoreAgainstModel(t *testing.T) {
 			b.policy = rapid.SampledFrom(evict.Names).Draw(r, "policy")
 			b.restart()
 			defer func() { b.release(); b.stop() }()
-			m := &model{bench: b, r: r, world: rapid.IntRange(1, 3).Draw(r, "world")}
+			b.tenants = salts
+			m := &model{bench: b, r: r, world: rapid.IntRange(1, 3).Draw(r, "world"), quotas: map[string]int64{}}
 			if rapid.Bool().Draw(r, "a tier below") {
 				m.fillTier()
 			}
 			ops := []func(){
 				m.reserve, m.reserve, m.load, m.load, m.finish, m.finish, m.finish, m.detach, m.pass,
-				m.refused, m.stray, m.reopen, m.take, m.take, m.compare, m.writeBack, m.writeBack,
+				m.refused, m.stray, m.reopen, m.quota, m.quota, m.take, m.take, m.compare, m.writeBack, m.writeBack,
 				func() { b.store.Clear(rapid.Bool().Draw(r, "force")) },
 			}
 			for range rapid.IntRange(1, 60).Draw(r, "steps") {
@@ -528,7 +547,10 @@ func checkUsage(r *rapid.T, b *bench) {
 	if got.FreeBytes+got.StagedBytes+got.ResidentBytes+got.CondemnedBytes != got.Bytes {
 		r.Fatalf("bytes do not add up: %+v", got)
 	}
-	if err := b.store.CheckBooks(); err != nil {
+	if err := b.store.CheckBooks(b.tenants); err != nil {
+		r.Fatalf("%v", err)
+	}
+	if err := b.store.CheckTenants(b.tenants); err != nil {
 		r.Fatalf("%v", err)
 	}
 }

@@ -37,6 +37,7 @@ import (
 	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/outbox"
 	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/tenants"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/guarded"
 )
@@ -58,6 +59,9 @@ type Options struct {
 	LoadTimeout time.Duration // a lookup is pending no longer: then what is there is the answer; default 2 s
 	Log         *slog.Logger  // nil discards
 	Policy      evict.Policy  // what is evicted next; the store's from then on; default an evict.LRU
+
+	// TenantPolicy makes the policy of a tenant that gets a quota; default an evict.LRU.
+	TenantPolicy func(quota int64) evict.Policy
 
 	Below     tier.Tier // what lies below the pool, nil for nothing; the store closes it
 	LoadBytes int64     // on their way up from it, at most; default a quarter of the pool, 1 GiB at most
@@ -86,6 +90,10 @@ type Store struct {
 	memory *backing.Memory
 	busy   func(slot uint32) bool // keptLocked, for the policy
 
+	// untouchable also answers true for what stays within the quota of a tenant that the room
+	// is not for.
+	untouchable func(slot uint32) bool
+
 	flyers  crew.Crew       // who compare what somebody waits for
 	readers chan struct{}   // a place for each who may read chunks at once
 	life    context.Context // ends with Close
@@ -95,13 +103,14 @@ type Store struct {
 	place   uint32         // its mark in the index
 	outbox  *outbox.Box    // nil: nothing is written below
 	rates   estimate.Rates // learned where there is a tier
-	news    chan struct{}  // see News; capacity 1
+	quotas  quotas
+	news    chan struct{} // see News; capacity 1
 
 	mu struct {
 		sync.Mutex
 		closed bool
 		pool   *pool.Pool
-		policy evict.Policy // knows the resident slots
+		policy *tenants.Table // knows the resident slots
 		leases *lease.Table
 		holds  *hold.Table
 
@@ -138,6 +147,12 @@ func New(p *pool.Pool, o Options) *Store {
 		o.SumAfter = -1
 	}
 	o.MaxHolds = cmp.Or(o.MaxHolds, 1<<16)
+	if o.Policy == nil {
+		o.Policy = evict.NewLRU()
+	}
+	if o.TenantPolicy == nil {
+		o.TenantPolicy = func(int64) evict.Policy { return evict.NewLRU() }
+	}
 	o.WorkerShare = cmp.Or(o.WorkerShare, 0.25)
 	o.PeerShare = cmp.Or(o.PeerShare, 0.75)
 	o.Ghosts = cmp.Or(o.Ghosts, 1<<16)
@@ -157,10 +172,6 @@ func New(p *pool.Pool, o Options) *Store {
 		}
 	}
 	s.mu.pool = p
-	s.mu.policy = o.Policy
-	if o.Policy == nil {
-		s.mu.policy = evict.NewLRU()
-	}
 	s.busy = func(slot uint32) bool {
 		kept := s.keptLocked(pool.Slot(slot))
 		if kept {
@@ -169,6 +180,8 @@ func New(p *pool.Pool, o Options) *Store {
 		}
 		return kept
 	}
+	s.mu.policy = tenants.New(p.Bytes(), o.Policy, o.TenantPolicy, func(slot uint32) bool { return s.busy(slot) }, func(slot uint32) int64 { return p.Round(p.Length(pool.Slot(slot))) })
+	s.untouchable = func(slot uint32) bool { return s.busy(slot) || s.mu.policy.Any() && s.mu.policy.Spared(slot) }
 	s.mu.leases = lease.New(lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
 	s.mu.holds = hold.NewTable(o.Quarantine, o.MaxHolds)
 	s.mu.misses = miss.NewMemory(o.Ghosts)

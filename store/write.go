@@ -178,7 +178,7 @@ func (st *stage) chunkLocked(c int) error {
 		case st.used <= limit:
 			slot, err = s.reserveLocked(&k, n, st.by, &st.guard)
 		case st.used <= st.most:
-			slot, err = s.mu.pool.Reserve(&k, n, st.by)
+			slot, err = s.placeLocked(&k, n, st.by)
 		default:
 			err = pool.ErrFull
 		}
@@ -211,6 +211,7 @@ func (s *Store) busyLocked(by string) bool { return s.mu.closed || !s.mu.holds.M
 func (s *Store) unstageLocked(objects []object) {
 	for _, o := range objects {
 		*s.mu.parents.At(int(o.slot)) = 0
+		s.mu.policy.Remove(uint32(o.slot), false)
 		s.mu.pool.Drop(o.slot)
 		s.mu.pool.Unhold(o.slot)
 	}
@@ -224,8 +225,9 @@ const mostFreed = 16
 func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixGuard) (pool.Slot, error) {
 	freed, search, asked := int64(0), 2*n, false
 	s.mu.needs = needs{guard.by, k.Namespace}
+	s.makeRoomForLocked(k, n)
 	for {
-		slot, err := s.mu.pool.Reserve(k, n, by)
+		slot, err := s.placeLocked(k, n, by)
 		if !errors.Is(err, pool.ErrFull) {
 			return slot, err
 		}
@@ -270,7 +272,7 @@ func (s *Store) hopelessLocked(victim pool.Slot, n int64) bool {
 	if s.mu.pool.Length(victim) >= n {
 		return false
 	}
-	run, all := s.mu.pool.CheapestRun(n, 1, s.mu.policy.Ascend, s.busy)
+	run, all := s.mu.pool.CheapestRun(n, 1, s.mu.policy.Ascend, s.untouchable)
 	return all && run.Bytes < 0
 }
 

@@ -66,12 +66,13 @@ type serverCmd struct {
 	Hold    float64 `name:"l1-write-ttl-seconds" help:"Quarantine: time after which memory that a worker was told about and never committed is used again." default:"600" group:"Timers"`
 	Drain   float64 `name:"drain-timeout-seconds" help:"Time for transfers in progress to commit at shutdown." default:"10" group:"Timers"`
 
-	Separate bool   `name:"separate-object-groups" help:"Hybrid models: keep an object per kind of attention, so that a hit needs only the windows of sliding-window layers and the last state of recurrent ones." negatable:"" group:"Pool"`
-	Mode     string `name:"supported-transfer-mode" help:"Who copies KV: engine_driven (the engine), lmcache_driven (this server, CPU engines only) or auto (both); workers of the other mode are declined." default:"auto" enum:"engine_driven,auto,lmcache_driven" group:"Compatibility"`
-	Client   string `name:"client-generation" help:"Take every client for one of this lmcache generation; auto recognises each connection's. 0.5.0 stands for 0.5.0 to 0.5.2, 0.5.3 for 0.5.3 and 0.5.4." default:"auto" enum:"auto,0.4.6,0.4.7,0.5.0,0.5.3,0.5.5,0.5.6" group:"Compatibility"`
-	Hash     string `name:"hash-algorithm" help:"Only blake3: the others need Python." default:"blake3" group:"Compatibility"`
-	Eviction string `name:"eviction-policy" help:"What is evicted first. leaf-hazard: ends of prompts that are the least likely to be used again soon, as learned from those before; lru: what was not used for longest; also leaf-lru, s3fifo, arc. kvasir sim evict compares them on a trace. LMCache's names LRU, ARC, IsolatedLRU and noop run as lru." default:"leaf-hazard" group:"Pool"`
-	Wire     string `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
+	Separate bool     `name:"separate-object-groups" help:"Hybrid models: keep an object per kind of attention, so that a hit needs only the windows of sliding-window layers and the last state of recurrent ones." negatable:"" group:"Pool"`
+	Mode     string   `name:"supported-transfer-mode" help:"Who copies KV: engine_driven (the engine), lmcache_driven (this server, CPU engines only) or auto (both); workers of the other mode are declined." default:"auto" enum:"engine_driven,auto,lmcache_driven" group:"Compatibility"`
+	Client   string   `name:"client-generation" help:"Take every client for one of this lmcache generation; auto recognises each connection's. 0.5.0 stands for 0.5.0 to 0.5.2, 0.5.3 for 0.5.3 and 0.5.4." default:"auto" enum:"auto,0.4.6,0.4.7,0.5.0,0.5.3,0.5.5,0.5.6" group:"Compatibility"`
+	Hash     string   `name:"hash-algorithm" help:"Only blake3: the others need Python." default:"blake3" group:"Compatibility"`
+	Eviction string   `name:"eviction-policy" help:"What is evicted first. leaf-hazard: ends of prompts that are the least likely to be used again soon, as learned from those before; lru: what was not used for longest; also leaf-lru, s3fifo, arc. kvasir sim evict compares them on a trace. LMCache's names LRU, ARC, IsolatedLRU and noop run as lru." default:"leaf-hazard" group:"Pool"`
+	Quota    []string `name:"quota" sep:"none" help:"What the tenant of a cache salt keeps of the pool whatever others store, with a policy of its own; a number alone is GiB. _default is the empty salt, __default a tenant called _default. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
+	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 }
 
 // Help implements kong's detailed help.
@@ -174,6 +175,9 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	}
 	clients, err := c.generations()
 	if err != nil {
+		wrong("%v", err)
+	}
+	if err := c.checkQuotas(int64(c.L1SizeGB)); err != nil {
 		wrong("%v", err)
 	}
 	if err := c.eventFlags.check(); err != nil {
@@ -280,7 +284,7 @@ func (c *serverCmd) Run(e *env) error {
 	if len(e.ignored) > 0 {
 		e.log.Warn("flags without meaning here were ignored", "flags", strings.Join(e.ignored, " "))
 	}
-	if c.Eviction != c.policyName() && c.Eviction != "LRU" {
+	if c.Eviction != c.policyName() && c.Eviction != "LRU" && c.Eviction != "IsolatedLRU" {
 		e.log.Warn("the --eviction-policy is not available: lru is used", "policy", c.Eviction)
 	}
 	if c.Drop {
@@ -334,12 +338,21 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	if o.store.Policy, err = evict.New(c.policyName(), p.Bytes()); err != nil {
 		return nil, errors.Join(err, p.Close())
 	}
+	o.store.TenantPolicy = func(quota int64) evict.Policy {
+		policy, _ := evict.New(c.policyName(), max(quota, p.Bytes()/64)) // the name is known
+		return policy
+	}
 	o.store.Below, o.store.Place = below.Tier, below.Place
 	if below.Disk != nil {
 		o.store.BelowOpened = below.Disk.Opened()
 	}
 	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters = o.tiers.Names, below.Each, below.Disk, below.Clusters
-	return store.New(p, o.store), nil
+	st := store.New(p, o.store)
+	if err = c.setQuotas(st.SetQuota); err != nil {
+		below.Tier = nil // the store closes it
+		return nil, errors.Join(err, st.Close())
+	}
+	return st, nil
 }
 
 // The engines' connections, one a worker and one a scheduler, and the server's own

@@ -1,4 +1,4 @@
-package cli
+package size
 
 import (
 	"strings"
@@ -11,11 +11,11 @@ func TestSizes(t *testing.T) {
 	f := func(text string, shift uint, want int64) {
 		t.Helper()
 		var n, again int64
-		if err := parseSize(&n, []byte(text), shift); err != nil || n != want {
+		if err := parse(&n, []byte(text), shift); err != nil || n != want {
 			t.Errorf("%q: %d, %v, want %d", text, n, err, want)
 		}
-		if err := parseSize(&again, []byte(sizeText(n)), shift); err != nil || again != n {
-			t.Errorf("%q is printed as %q, and read back as %d, %v", text, sizeText(n), again, err)
+		if err := parse(&again, []byte(format(n)), shift); err != nil || again != n {
+			t.Errorf("%q is printed as %q, and read back as %d, %v", text, format(n), again, err)
 		}
 	}
 	for _, shift := range []uint{0, 10, 20, 30} {
@@ -34,7 +34,7 @@ func TestSizes(t *testing.T) {
 	g := func(text, want string) {
 		t.Helper()
 		n := int64(7)
-		if err := parseSize(&n, []byte(text), 30); err == nil || !strings.Contains(err.Error(), want) || n != 7 {
+		if err := parse(&n, []byte(text), 30); err == nil || !strings.Contains(err.Error(), want) || n != 7 {
 			t.Errorf("%q: %d, %v, want %q", text, n, err, want)
 		}
 	}

@@ -1,0 +1,132 @@
+package store
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/tenants"
+)
+
+// quotas let one change of them follow another; without any, requests do nothing more than
+// look at the flag.
+type quotas struct {
+	changing sync.Mutex // taken before Store.mu
+	any      atomic.Bool
+}
+
+// SetQuota gives the tenant of a cache salt bytes of the pool: no other tenant makes it fall
+// below them. The empty salt is a tenant like others. What it stored before counts from its next
+// request of the same model on. Errors: tenants.ErrTooMany, ErrSum, ErrQuota.
+func (s *Store) SetQuota(salt string, bytes int64) error {
+	s.quotas.changing.Lock()
+	defer s.quotas.changing.Unlock()
+	s.lock()
+	defer s.unlock()
+	err := s.mu.policy.SetQuota(salt, bytes)
+	s.quotas.any.Store(s.mu.policy.Any())
+	return err
+}
+
+// DropQuota ends a tenant's quota, and reports whether it had one. Its objects stay, and may
+// go for whoever needs room.
+func (s *Store) DropQuota(salt string) bool {
+	s.quotas.changing.Lock()
+	defer s.quotas.changing.Unlock()
+	dropped, ok := s.beginDropQuota(salt)
+	if ok {
+		s.eachSlot(func(slot pool.Slot, st pool.State) {
+			id, parent := s.contentLocked(slot)
+			s.mu.policy.Release(dropped, uint32(slot), st == pool.Resident, id, parent)
+		})
+	}
+	return ok
+}
+
+func (s *Store) beginDropQuota(salt string) (tenants.Dropped, bool) {
+	s.lock()
+	defer s.unlock()
+	dropped, ok := s.mu.policy.DropQuota(salt)
+	s.quotas.any.Store(s.mu.policy.Any())
+	return dropped, ok
+}
+
+// Quotas returns what tenants with a quota have, by salt.
+func (s *Store) Quotas() []tenants.Usage {
+	s.lock()
+	defer s.unlock()
+	return s.mu.policy.List()
+}
+
+// HasQuotas reports whether any tenant has a quota. It takes no lock.
+func (s *Store) HasQuotas() bool { return s.quotas.any.Load() }
+
+// NameTenant says whose namespaces are: the objects of a tenant with a quota are its own from
+// then on. While there is no quota it does nothing.
+func (s *Store) NameTenant(space kv.Namespace, salt []byte) {
+	if !s.quotas.any.Load() || !s.nameTenant(space, salt) {
+		return
+	}
+	s.eachSlot(func(slot pool.Slot, st pool.State) {
+		if s.mu.pool.KeyOf(slot).Namespace == space {
+			id, parent := s.contentLocked(slot)
+			s.mu.policy.Adopt(uint32(slot), space, st == pool.Resident, id, parent)
+		}
+	})
+}
+
+func (s *Store) nameTenant(space kv.Namespace, salt []byte) (news bool) {
+	s.lock()
+	defer s.unlock()
+	return s.mu.policy.Name(space, salt)
+}
+
+// eachSlot calls f, under the mutex, for every slot that is staged or resident when it comes
+// to it. Others have the lock in between.
+func (s *Store) eachSlot(f func(slot pool.Slot, st pool.State)) {
+	for from, more := 0, true; more; from += batch {
+		more = s.someSlots(from, f)
+	}
+}
+
+func (s *Store) someSlots(from int, f func(slot pool.Slot, st pool.State)) (more bool) {
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed {
+		return false
+	}
+	to := min(from+batch, s.mu.pool.Slots())
+	for slot := pool.Slot(from); int(slot) < to; slot++ {
+		if st := s.mu.pool.StateOf(slot); st == pool.Staged || st == pool.Resident {
+			f(slot, st)
+		}
+	}
+	return to < s.mu.pool.Slots()
+}
+
+// contentLocked returns what a policy knows a slot's object and the one before it by.
+func (s *Store) contentLocked(slot pool.Slot) (id, parent uint64) {
+	k := s.mu.pool.KeyOf(slot)
+	if int(slot) < s.mu.parents.Len() {
+		parent = *s.mu.parents.At(int(slot))
+	}
+	return miss.ID(&k), parent
+}
+
+// placeLocked stages an object in memory that is free.
+func (s *Store) placeLocked(k *kv.Key, n int64, by pool.Writer) (pool.Slot, error) {
+	slot, err := s.mu.pool.Reserve(k, n, by)
+	if err == nil && s.mu.policy.Any() {
+		s.mu.policy.Stage(uint32(slot), k.Namespace)
+	}
+	return slot, err
+}
+
+// makeRoomForLocked says for whom victims are asked from now on.
+func (s *Store) makeRoomForLocked(k *kv.Key, n int64) {
+	if s.mu.policy.Any() {
+		s.mu.policy.For(k.Namespace, s.mu.pool.Round(n))
+	}
+}

@@ -1,0 +1,373 @@
+// Package tenants keeps an account for each cache salt that has a quota: what it has of the
+// pool, what it may keep, and an eviction policy of its own. Everybody else is in one common
+// policy, as all are while nobody has a quota.
+//
+// A quota is kept, not a limit: where memory is free a tenant may have more. When room is
+// needed, what passes a quota goes first, then what has none; what is within its quota goes
+// only for its own tenant.
+//
+// A Table takes no lock: its owner's covers it.
+package tenants
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"unicode/utf8"
+
+	"github.com/kvasir-kv/kvasir/evict"
+	"github.com/kvasir-kv/kvasir/internal/growing"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+const (
+	// MaxQuotas bounds the tenants with a quota. Each takes what its policy takes:
+	// leaf-hazard 8 MB at most, and what a slot costs.
+	MaxQuotas = 256
+
+	// maxSpaces bounds the namespaces of all of them: models and layouts.
+	maxSpaces = 1 << 14
+)
+
+var (
+	// ErrTooMany means that there are MaxQuotas quotas.
+	ErrTooMany = errors.New("tenants: too many quotas")
+	// ErrSum means that all quotas together are more than the pool.
+	ErrSum = errors.New("tenants: the quotas do not fit into the pool")
+	// ErrQuota means that a quota is negative.
+	ErrQuota = errors.New("tenants: a quota below 0")
+)
+
+// Table has the accounts and knows every slot that is in use. Add, Use, Remove, Victim and
+// Ascend are those of evict.Policy, told whose a slot is.
+type Table struct {
+	pool   int64 // bytes
+	common evict.Policy
+	policy func(quota int64) evict.Policy // for an account
+	busy   func(slot uint32) bool
+	bytes  func(slot uint32) int64
+
+	accounts map[string]*account // by salt
+	order    []*account          // the same, for a walk without a map
+	spaces   map[kv.Namespace]*account
+	slots    growing.Slice[place] // of those in an account; only grown while there are any
+
+	writer *account // for whom room is made; nil for one without a quota
+	need   int64    // bytes
+}
+
+// place is where a slot is in the books. The zero place is in no account.
+type place struct {
+	of    *account
+	local uint32 // 1 + its number in the account's policy; 0 while it is staged
+}
+
+type account struct {
+	Usage
+	policy evict.Policy
+	slots  growing.Slice[uint32] // by local number
+	free   []uint32              // local numbers
+	used   uint32                // local numbers that were ever used
+	busy   func(local uint32) bool
+}
+
+// Usage says what a tenant has.
+type Usage struct {
+	Salt         string
+	QuotaBytes   int64
+	Bytes        int64 // staged and resident, as they are rounded in the pool
+	Objects      int   // the same
+	Evicted      uint64
+	EvictedBytes uint64
+}
+
+// New returns a Table without quotas for a pool of so many bytes. policy makes the policy of
+// a tenant; busy is asked about victims, bytes how much of the pool a slot takes.
+func New(pool int64, common evict.Policy, policy func(quota int64) evict.Policy, busy func(slot uint32) bool, bytes func(slot uint32) int64) *Table {
+	return &Table{pool: pool, common: common, policy: policy, busy: busy, bytes: bytes, accounts: make(map[string]*account), spaces: make(map[kv.Namespace]*account)}
+}
+
+// Any reports whether any tenant has a quota.
+func (t *Table) Any() bool { return len(t.order) > 0 }
+
+// SetQuota gives a tenant a quota, or another one. What the tenant has already counts once
+// its namespaces are named and its slots adopted. Errors: ErrTooMany, ErrSum, ErrQuota,
+// kv.ErrSalt.
+func (t *Table) SetQuota(salt string, bytes int64) error {
+	a := t.accounts[salt]
+	sum := min(bytes, math.MaxInt64/2)
+	for _, o := range t.order {
+		if o != a {
+			sum += o.QuotaBytes
+		}
+	}
+	switch {
+	case kv.CheckSalt(salt) != nil:
+		return kv.ErrSalt
+	case !utf8.ValidString(salt):
+		return fmt.Errorf("%w: it is not UTF-8", kv.ErrSalt)
+	case bytes < 0:
+		return ErrQuota
+	case a == nil && len(t.order) == MaxQuotas:
+		return fmt.Errorf("%w: there are %d", ErrTooMany, MaxQuotas)
+	case bytes > t.pool || sum > t.pool:
+		return fmt.Errorf("%w: with this one they are %s of %s", ErrSum, kv.FormatBytes(sum), kv.FormatBytes(t.pool))
+	}
+	if a == nil {
+		a = &account{Usage: Usage{Salt: salt}, policy: t.policy(bytes)}
+		a.busy = func(local uint32) bool { return t.busy(*a.slots.At(int(local))) }
+		t.accounts[salt] = a
+		t.order = append(t.order, a)
+	}
+	a.QuotaBytes = bytes
+	return nil
+}
+
+// Name says whose a namespace is. It reports whether that was news: then the slots that are
+// in it already are to be adopted.
+func (t *Table) Name(space kv.Namespace, salt []byte) (news bool) {
+	a := t.accounts[string(salt)]
+	if a == nil || t.spaces[space] == a || len(t.spaces) == maxSpaces {
+		return false
+	}
+	t.spaces[space] = a
+	return true
+}
+
+// Stage notes that a slot is being written.
+func (t *Table) Stage(slot uint32, space kv.Namespace) {
+	if a := t.spaces[space]; a != nil {
+		t.slots.Grow(int(slot) + 1)
+		*t.slots.At(int(slot)) = place{of: a}
+		a.Bytes += t.bytes(slot)
+		a.Objects++
+	}
+}
+
+// Add notes that a slot became resident: see evict.Policy.
+func (t *Table) Add(slot uint32, space kv.Namespace, id, parent uint64) {
+	if !t.Any() {
+		t.common.Add(slot, id, parent, t.bytes(slot))
+		return
+	}
+	if t.at(slot).of == nil {
+		t.Stage(slot, space)
+	}
+	p := t.at(slot)
+	if p.of == nil {
+		t.common.Add(slot, id, parent, t.bytes(slot))
+		return
+	}
+	p.of.policy.Add(t.enter(slot, p.of), id, parent, t.bytes(slot))
+}
+
+// enter gives a slot a number in an account.
+func (t *Table) enter(slot uint32, a *account) (local uint32) {
+	if last := len(a.free) - 1; last >= 0 {
+		local, a.free = a.free[last], a.free[:last]
+	} else {
+		local = a.used
+		a.used++
+		a.slots.Grow(int(a.used))
+	}
+	*a.slots.At(int(local)) = slot
+	t.slots.At(int(slot)).local = local + 1
+	return local
+}
+
+// Adopt moves a slot of a named namespace into its account, a resident one as the most
+// recently used. A slot that is in one is left alone.
+func (t *Table) Adopt(slot uint32, space kv.Namespace, resident bool, id, parent uint64) {
+	switch {
+	case t.spaces[space] == nil || t.at(slot).of != nil:
+	case resident:
+		t.common.Remove(slot)
+		t.Add(slot, space, id, parent)
+	default:
+		t.Stage(slot, space)
+	}
+}
+
+// Use notes that a slot was served or stored again.
+func (t *Table) Use(slot uint32) {
+	switch p := t.at(slot); {
+	case p.of == nil:
+		t.common.Use(slot)
+	case p.local > 0:
+		p.of.policy.Use(p.local - 1)
+	}
+}
+
+// Remove notes that a slot holds nothing any more, and whether it had to make room. A slot
+// that is not in the books is left alone.
+func (t *Table) Remove(slot uint32, evicted bool) {
+	p := t.at(slot)
+	a := p.of
+	if a == nil {
+		t.common.Remove(slot)
+		return
+	}
+	bytes := t.bytes(slot)
+	a.Bytes -= bytes
+	a.Objects--
+	if evicted {
+		a.Evicted++
+		a.EvictedBytes += uint64(bytes)
+	}
+	if p.local > 0 {
+		a.policy.Remove(p.local - 1)
+		a.free = append(a.free, p.local-1)
+	}
+	*t.slots.At(int(slot)) = place{}
+}
+
+// at returns where a slot is.
+func (t *Table) at(slot uint32) place {
+	if int(slot) >= t.slots.Len() {
+		return place{}
+	}
+	return *t.slots.At(int(slot))
+}
+
+// For says for whom Victim and Ascend are asked, and for how many bytes.
+func (t *Table) For(space kv.Namespace, bytes int64) {
+	t.writer, t.need = t.spaces[space], bytes
+}
+
+// over returns by how much an account passes its quota, with what the writer needs.
+func (t *Table) over(a *account) int64 {
+	n := a.Bytes - a.QuotaBytes
+	if a == t.writer {
+		n += t.need
+	}
+	return n
+}
+
+// byExcess calls f for the accounts above their quotas, the farthest first, until f answers
+// false.
+func (t *Table) byExcess(f func(a *account) bool) bool {
+	last, tried := int64(0), -1
+	for {
+		most, at := int64(0), -1
+		for i, a := range t.order {
+			n := t.over(a)
+			if n <= 0 || tried >= 0 && (n > last || n == last && i <= tried) {
+				continue
+			}
+			if n > most {
+				most, at = n, i
+			}
+		}
+		if at < 0 {
+			return true
+		}
+		if !f(t.order[at]) {
+			return false
+		}
+		last, tried = most, at
+	}
+}
+
+// Victim returns the slot to evict next for whom For said: see evict.Policy.
+func (t *Table) Victim() (slot uint32, ok, more bool) {
+	if !t.Any() {
+		return t.common.Victim(t.busy)
+	}
+	own := false // the writer's policy was asked
+	t.byExcess(func(a *account) bool {
+		own = own || a == t.writer
+		slot, ok, more = t.victimOf(a)
+		ok = ok && !t.Spared(slot)
+		return !ok && !more
+	})
+	if ok || more {
+		return slot, ok, more
+	}
+	if slot, ok, more = t.common.Victim(t.busy); ok || more || own || t.writer == nil {
+		return slot, ok, more
+	}
+	return t.victimOf(t.writer)
+}
+
+func (t *Table) victimOf(a *account) (slot uint32, ok, more bool) {
+	local, ok, more := a.policy.Victim(a.busy)
+	if !ok {
+		return 0, false, more
+	}
+	return *a.slots.At(int(local)), true, false
+}
+
+// Spared reports whether a slot is not the writer's to evict: without its bytes another
+// tenant would be below its quota.
+func (t *Table) Spared(slot uint32) bool {
+	a := t.at(slot).of
+	return a != nil && a != t.writer && a.Bytes-t.bytes(slot) < a.QuotaBytes
+}
+
+// Ascend is evict.Policy's, for whom For said.
+func (t *Table) Ascend(f func(slot uint32) bool) {
+	on, own := true, false
+	ascend := func(a *account) bool {
+		own = own || a == t.writer
+		a.policy.Ascend(func(local uint32) bool {
+			on = f(*a.slots.At(int(local)))
+			return on
+		})
+		return on
+	}
+	if !t.byExcess(ascend) {
+		return
+	}
+	t.common.Ascend(func(slot uint32) bool {
+		on = f(slot)
+		return on
+	})
+	if on && !own && t.writer != nil {
+		ascend(t.writer)
+	}
+}
+
+// List returns what the tenants have, by salt.
+func (t *Table) List() []Usage {
+	out := make([]Usage, len(t.order))
+	for i, a := range t.order {
+		out[i] = a.Usage
+	}
+	slices.SortFunc(out, func(a, b Usage) int { return cmp.Compare(a.Salt, b.Salt) })
+	return out
+}
+
+// Dropped is a tenant whose quota has ended and whose slots are still to be released.
+type Dropped struct{ account *account }
+
+// DropQuota ends a tenant's quota; ok is false where it has none. Until all slots are released
+// the tenant gets no other quota.
+func (t *Table) DropQuota(salt string) (d Dropped, ok bool) {
+	a := t.accounts[salt]
+	if a == nil {
+		return Dropped{}, false
+	}
+	for space, of := range t.spaces {
+		if of == a {
+			delete(t.spaces, space)
+		}
+	}
+	delete(t.accounts, salt)
+	t.order = slices.DeleteFunc(t.order, func(o *account) bool { return o == a })
+	a.QuotaBytes, t.writer = 0, nil
+	return Dropped{a}, true
+}
+
+// Release moves a slot of a dropped tenant to the common policy, as the most recently used, or
+// out of the books while it is staged. Another slot is left alone.
+func (t *Table) Release(d Dropped, slot uint32, resident bool, id, parent uint64) {
+	if t.at(slot).of != d.account {
+		return
+	}
+	t.Remove(slot, false)
+	if resident {
+		t.common.Add(slot, id, parent, t.bytes(slot))
+	}
+}
