@@ -12,6 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/tally"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -30,9 +31,11 @@ func Handler(s *server.Server, o Options) http.Handler {
 	version := s.Version()
 	reg := metrics.New(version)
 	metrics.Add(reg, s.Stats)
+	metrics.Add(reg, s.ByModel)
 	for _, t := range s.Tiers() {
 		labels := map[string]string{"tier": t.Name()}
 		metrics.AddWith(reg, labels, t.Stats)
+		metrics.AddWith(reg, map[string]string{"l2_name": t.Name()}, func() tally.Tier { return tally.OfTier(t.Stats()) })
 		if _, ok := t.Requests(); ok {
 			metrics.AddWith(reg, labels, func() tier.Requests { r, _ := t.Requests(); return r })
 		}

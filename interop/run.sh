@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if [ "${1:-}" != --alone ]; then
-	[ $# -gt 0 ] || set -- zmtp redis s3 client two pickle kill9-engine kill9-lmcache pending events fs fs_native slow lend \
+	[ $# -gt 0 ] || set -- zmtp redis s3 client series two pickle kill9-engine kill9-lmcache pending events fs fs_native slow lend \
 		generations engine openai tracker transfer cluster tier store-engine
 	. scripts/again.sh
 	outputs=$(mktemp -d)
@@ -108,6 +108,14 @@ client)
 		--modes engine_driven,lmcache_driven --skip rate,lookup,transfer >"$work/one.json" 2>"$work/one.log" ||
 		{ cat "$work/one.log" >&2; exit 1; }
 	passed "$work/one.json"
+	;;
+series)
+	echo "== the series that lmcache server shows under the same driver"
+	start_server series --l1-size-gb 0.125 --l2-adapter "{\"type\":\"fs\",\"base_path\":\"$work/series\"}"
+	"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.125 \
+		--modes engine_driven,lmcache_driven --skip rate,lookup,transfer >"$work/series.json" 2>"$work/series.log" ||
+		{ cat "$work/series.log" >&2; exit 1; }
+	"$python" interop/lmcache/series.py --http "http://127.0.0.1:$http" --against admin/testdata/lmcache-0.5.6.series
 	;;
 two)
 	echo "== two clients at once"

@@ -86,6 +86,18 @@ func (t *Tasks) Lookup(by string, names []lmcache.ObjectKey, find Keys) (id int6
 	return k.id
 }
 
+// Len is how many lookups there are whose places were not asked for yet.
+func (t *Tasks) Len() (n int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, k := range t.mu.tasks {
+		if k.places != nil {
+			n++
+		}
+	}
+	return n
+}
+
 // add returns the loans of those that had to go.
 func (t *Tasks) add(k *task) (forgotten []*store.Loan) {
 	t.mu.Lock()

@@ -68,7 +68,7 @@ func (s *Server) storeBlocks(sc *scratch, r *lmcache.StoreRequest) error {
 }
 
 func (s *Server) storeCopy(c *blockCopy) error {
-	s.n.storesSubmitted.Add(1)
+	s.n.storesSubmitted.Add(true)
 	cp := &store.Transfer{Own: true, Skip: c.Missing}
 	got, err := s.store.BeginStore(c.transfer, c.key.RequestID, c.key.Hashes, cp)
 	if err != nil {
@@ -78,14 +78,14 @@ func (s *Server) storeCopy(c *blockCopy) error {
 		s.refuse(lmcache.OpStore, noRoom(got, c.transfer, c.kv.Bytes))
 	}
 	if len(cp.Parts) == 0 {
-		s.n.storesFinished.Add(1)
+		s.n.storesFinished.Add(true)
 		return nil
 	}
 	if err := s.copyDone(c.key, cp, s.run(lmcache.OpStore, c, cp.Parts, 0)); err != nil {
 		return err
 	}
 	s.announce(c.key, &c.transfer.Shard, c.transfer.To)
-	s.n.storesFinished.Add(1)
+	s.n.storesFinished.Add(true)
 	s.logCopied("stored", cp, c.key)
 	return nil
 }
@@ -95,16 +95,16 @@ func (s *Server) storeCopy(c *blockCopy) error {
 func (s *Server) retrieveBlocks(sc *scratch, r *lmcache.RetrieveRequest) error {
 	in, c, err := s.blockCopyOf(sc, &r.KeyRange, r.Blocks)
 	if err == nil {
-		err = s.retrieveCopy(&c, r.SkipTokens)
+		err = s.retrieveCopy(&c, r.SkipTokens, r.InstanceID)
 	}
 	return s.copied(sc, lmcache.OpRetrieve, in, err)
 }
 
-func (s *Server) retrieveCopy(c *blockCopy, skip int64) error {
+func (s *Server) retrieveCopy(c *blockCopy, skip, worker int64) error {
 	if skip < 0 {
 		return fmt.Errorf("skip_first_n_tokens %d", skip)
 	}
-	s.n.retrievesSubmitted.Add(1)
+	s.n.retrievesSubmitted.Add(true)
 	c.transfer.Load = true
 	cp := &store.Transfer{Own: true}
 	if why := s.store.BeginLoad(c.key.RequestID, c.transfer, c.key.Hashes, cp); why != miss.None {
@@ -114,8 +114,8 @@ func (s *Server) retrieveCopy(c *blockCopy, skip int64) error {
 	if err := s.copyDone(c.key, cp, err); err != nil {
 		return err
 	}
-	s.n.retrievesFinished.Add(1)
-	s.logCopied("retrieved", cp, c.key)
+	s.n.retrievesFinished.Add(true)
+	s.tally.Loaded(string(c.key.Model), c.key.Salt, worker, s.logCopied("retrieved", cp, c.key))
 	return nil
 }
 
@@ -132,8 +132,9 @@ func (s *Server) copied(sc *scratch, op lmcache.Op, in *workers.Worker, err erro
 	return nil
 }
 
-func (s *Server) logCopied(verb string, cp *store.Transfer, key *lmcache.KeyView) {
-	chunks, bytes, last := 0, int64(0), map[int]bool{}
+// logCopied says what was copied, and returns its chunks.
+func (s *Server) logCopied(verb string, cp *store.Transfer, key *lmcache.KeyView) (chunks int) {
+	bytes, last := int64(0), map[int]bool{}
 	for _, p := range cp.Parts {
 		bytes += int64(len(p.Bytes))
 		if !last[p.Chunk] {
@@ -142,4 +143,5 @@ func (s *Server) logCopied(verb string, cp *store.Transfer, key *lmcache.KeyView
 		}
 	}
 	s.logMoved(verb, chunks, bytes, key.RequestID)
+	return chunks
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tally"
 	"github.com/kvasir-kv/kvasir/workers"
 )
 
@@ -97,7 +98,7 @@ func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error
 	if pickles && s.opts.Pickle == PickleOff {
 		return errPickle
 	}
-	s.n.storesSubmitted.Add(1)
+	s.n.storesSubmitted.Add(false)
 	if pickles { // the chunks come with the commit
 		sc.out = lmcache.AppendPrepareStore(sc.out, nil)
 		return nil
@@ -110,7 +111,7 @@ func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error
 		s.refuse(lmcache.OpPrepareStore, noRoom(got, t, in.Bytes))
 	}
 	if len(sc.place.Offsets) == 0 { // no commit will come
-		s.n.storesFinished.Add(1)
+		s.n.storesFinished.Add(false)
 		nothingToStore(sc)
 		return nil
 	}
@@ -139,7 +140,7 @@ func (s *Server) commitStore(sc *scratch, r *lmcache.CommitStoreRequest) error {
 		return errSide
 	}
 	sc.out = lmcache.AppendBool(sc.out, got.Chunks > 0)
-	s.n.storesFinished.Add(1)
+	s.n.storesFinished.Add(false)
 	if got.Chunks > 0 {
 		s.announce(r.Key, &t.Shard, t.To)
 		s.logMoved("stored", got.Chunks, int64(got.Chunks)*in.Bytes, r.Key.RequestID)
@@ -159,7 +160,7 @@ func (s *Server) prepareRetrieve(sc *scratch, r *lmcache.PrepareRetrieveRequest)
 		}
 		return err
 	}
-	s.n.retrievesSubmitted.Add(1)
+	s.n.retrievesSubmitted.Add(false)
 	if in.Side() == workers.Pickle {
 		return s.retrievePickle(sc, in, t, r.Key)
 	}
@@ -191,7 +192,8 @@ func (s *Server) commitRetrieve(sc *scratch, r *lmcache.CommitRetrieveRequest) e
 	if got.Chunks == 0 {
 		return nil // the commit that clients send after a refused prepare, too
 	}
-	s.n.retrievesFinished.Add(1)
+	s.n.retrievesFinished.Add(false)
+	s.tally.Loaded(in.Model, r.Key.Salt, in.ID, got.Chunks)
 	s.logMoved("retrieved", got.Chunks, int64(got.Chunks)*in.Bytes, r.Key.RequestID)
 	return nil
 }
@@ -202,12 +204,14 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	sh, ok := s.registry.ShardsOf(k.Model, k.Salt, k.WorldSize, sc.caller().By)
 	s.settleReaders(k, r.TensorParallel, sc.caller().By)
 	var err error
+	counts, early := s.tally.Of(k.Model, k.Salt, ok), tally.Declined
 	same := s.sameChunks(sc)
 	if len(k.Salt) > 0 {
 		s.n.salted.Add(1)
 	}
 	switch {
 	case asked == 0: // a hit of 0, not an error
+		early = tally.Short
 		s.declinedLookup(k, miss.Short, fmt.Sprintf("it has %d", k.End))
 	case !ok:
 		err = fmt.Errorf("%w: %s, %d", errModel, k.Model, k.WorldSize)
@@ -226,7 +230,7 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 		}}
 		s.n.askedTokens.Add(uint64(asked * s.opts.ChunkTokens))
 		if got := s.store.Lookup(k.RequestID, sh, prompt, k.Readers); got.State == store.Ready {
-			s.recordLookup(k.RequestID, &explain.Asked{Model: k.Model, Salt: k.Salt}, got)
+			s.recordLookup(k.RequestID, &explain.Asked{Model: k.Model, Salt: k.Salt}, counts, got)
 		} else { // who asks for its result does not name model and salt
 			s.names.Add(sh.Namespace, string(k.Model), k.Salt)
 		}
@@ -234,13 +238,14 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 		return nil
 	}
 	s.store.NoHit(k.RequestID, sc.caller().Owner())
-	s.n.earlyExits.Add(1)
 	switch {
 	case errors.Is(err, errModel):
+		early = tally.Unregistered
 		s.declinedLookup(k, miss.Unregistered, err.Error())
 	case err != nil:
 		s.declinedLookup(k, miss.Declined, err.Error())
 	}
+	counts.Early(early)
 	return err
 }
 
@@ -282,10 +287,10 @@ func (s *Server) nameShard(sh objects.Shard, k *lmcache.KeyView) {
 }
 
 // recordLookup counts the result of a lookup and says why it was not a whole hit.
-func (s *Server) recordLookup(request []byte, of *explain.Asked, got store.LookupResult) {
+func (s *Server) recordLookup(request []byte, of *explain.Asked, counts *tally.Counts, got store.LookupResult) {
+	counts.Asked(&got, s.opts.ChunkTokens)
 	c := s.opts.ChunkTokens
 	s.n.hitTokens.Add(uint64(got.Hit * c))
-	s.n.belowTokens.Add(uint64(got.Below * c))
 	if got.Hit > 0 {
 		s.n.hits.Add(1)
 	}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"flag"
 	"io"
 	"os"
@@ -308,7 +309,7 @@ func TestFigures(t *testing.T) {
 
 	var out strings.Builder
 	stats := s.Stats()
-	if err := metrics.Write(&out, stats); err != nil {
+	if err := errors.Join(metrics.Write(&out, stats), metrics.Write(&out, s.ByModel())); err != nil {
 		t.Fatal(err)
 	}
 	status, err := json.MarshalIndent(s.Status(), "", "  ")

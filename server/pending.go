@@ -133,7 +133,8 @@ func (s *Server) appendHit(b, request []byte, got store.LookupResult) []byte {
 		return b
 	}
 	if got.Waited {
-		s.recordLookup(request, nil, got)
+		n, known := s.names.Of(got.Namespace)
+		s.recordLookup(request, nil, s.tally.Of([]byte(n.Model), []byte(n.Salt), known), got)
 	}
 	return lmcache.AppendInt(b, int64(got.Hit))
 }

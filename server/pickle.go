@@ -135,7 +135,7 @@ func (s *Server) commitPickle(sc *scratch, in *workers.Worker, t hold.Transfer, 
 		s.n.pickledIn.Add(uint64(len(cp.Parts)) * uint64(in.Bytes))
 		s.logCopied("stored", cp, r.Key)
 	}
-	s.n.storesFinished.Add(1)
+	s.n.storesFinished.Add(false)
 	sc.out = lmcache.AppendBool(sc.out, true)
 	return nil
 }
@@ -197,8 +197,8 @@ func (s *Server) retrievePickle(sc *scratch, in *workers.Worker, t hold.Transfer
 		return err
 	}
 	s.n.pickledOut.Add(uint64(n) * uint64(in.Bytes))
-	s.n.retrievesFinished.Add(1)
-	s.logCopied("retrieved", cp, key)
+	s.n.retrievesFinished.Add(false)
+	s.tally.Loaded(in.Model, key.Salt, in.ID, s.logCopied("retrieved", cp, key))
 	return nil
 }
 

@@ -28,6 +28,7 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/p2p"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tally"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/workers"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -61,7 +62,8 @@ type Server struct {
 	turnedAway explain.Refusals
 	names      *tier.Names   // of the namespaces that were transferred
 	ended      *explain.Book // lookups that found less than they asked for
-	complete   bool          // every worker of the earlier server was taken over; set by New
+	tally      *tally.Tally
+	complete   bool // every worker of the earlier server was taken over; set by New
 }
 
 // New returns a Server over st that does not listen yet; o is as Validate wants it. It takes over the
@@ -76,7 +78,7 @@ func New(st *store.Store, o Options) *Server {
 	if s.names == nil {
 		s.names = tier.NewNames()
 	}
-	s.ended = explain.New(s.names, o.ChunkTokens)
+	s.ended, s.tally = explain.New(s.names, o.ChunkTokens), tally.New()
 	s.n.init()
 	s.registry = workers.NewRegistry(o.MaxInstances)
 	s.saving = paced.New(noteEvery, s.writeNote)

@@ -7,6 +7,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/tally"
 )
 
 // counters count since the start.
@@ -19,16 +20,14 @@ type counters struct {
 	dropped            atomic.Uint64 // replies whose client was gone or too slow
 	askedTokens        atomic.Uint64
 	hitTokens          atomic.Uint64
-	belowTokens        atomic.Uint64 // of the hit tokens, those that came from below
-	earlyExits         atomic.Uint64
 	salted             atomic.Uint64 // lookups with a cache salt
 	hits               atomic.Uint64 // lookups that found at least one chunk
 	pickledIn          atomic.Uint64 // bytes
 	pickledOut         atomic.Uint64
-	storesSubmitted    atomic.Uint64
-	storesFinished     atomic.Uint64
-	retrievesSubmitted atomic.Uint64
-	retrievesFinished  atomic.Uint64
+	storesSubmitted    tally.Transfers
+	storesFinished     tally.Transfers
+	retrievesSubmitted tally.Transfers
+	retrievesFinished  tally.Transfers
 	reaped             atomic.Uint64
 	swept              atomic.Uint64 // segments of dead engines
 	noteFailures       atomic.Uint64
@@ -73,26 +72,25 @@ func (n *counters) timeOf(op lmcache.Op) *histogram.Histogram {
 // Stats are the figures of a Server, for metrics. Names that begin with lmcache_mp_
 // are LMCache's, so that its dashboards keep working.
 type Stats struct {
-	UsedBytes          int64   `gauge:"lmcache_mp_l1_memory_usage_bytes" help:"Pool bytes in use: chunks, stores in progress and quarantine."`
-	UsageRatio         float64 `gauge:"lmcache_mp_l1_usage_ratio" help:"Share of the pool in use. A cache that has run for a while stays near 1: room is made when it is needed."`
-	StagedBytes        int64   `gauge:"lmcache_mp_l1_staging_bytes" help:"Pool bytes that workers were told to fill and have not committed yet. Large for long: workers that stall or die."`
-	PrefetchJobs       int     `gauge:"lmcache_mp_active_prefetch_jobs" help:"Lookups that are pending: what they found is not ready to be served yet. Each is for 2 s at most."`
-	LoadedChunks       uint64  `counter:"lmcache_mp_l1_read_chunks_total" help:"Chunks that engines retrieved."`
-	StoredChunks       uint64  `counter:"lmcache_mp_l1_write_chunks_total" help:"Chunks that engines stored and that were not there before."`
-	EvictedChunks      uint64  `counter:"lmcache_mp_l1_evicted_chunks_total" help:"Chunks dropped to make room. Fast growth with falling hits: the pool is too small for the working set."`
-	AllocationFailures uint64  `counter:"lmcache_mp_l1_allocation_failure_chunks_total" help:"Stores that did not fit whole, since everything else was pinned, being transferred or in quarantine."`
-	ReadFailures       uint64  `counter:"lmcache_mp_l1_read_failure_chunks_total" help:"Retrieves declined because a chunk was gone or no lookup had pinned it; the engine computes it again."`
-	Lookups            uint64  `counter:"lmcache_mp_lookups_requests_total" help:"Prompts that schedulers asked about, with at least one whole chunk."`
-	EarlyExits         uint64  `counter:"lmcache_mp_lookup_early_exit_requests_total" help:"Lookups answered with no hit without a search: prompt shorter than a chunk, model without a worker, shutdown."`
-	AskedTokens        uint64  `counter:"lmcache_mp_lookup_requested_tokens_total" help:"Tokens asked for, whole chunks only. The token hit rate is hit tokens divided by these."`
-	HitTokens          uint64  `counter:"lmcache_mp_lookup_hit_tokens_total" help:"Tokens that engines could load instead of computing."`
-	HitL1Tokens        uint64  `counter:"lmcache_mp_lookup_hit_l1_tokens_total" help:"Of the hit tokens, those that were in the pool."`
-	HitL2Tokens        uint64  `counter:"lmcache_mp_lookup_hit_l2_tokens_total" help:"Of the hit tokens, those that came from the tier below the pool."`
-	StoresSubmitted    uint64  `counter:"lmcache_mp_num_submitted_stores_total" help:"Stores begun: prepare_store and store calls of registered workers."`
-	StoresFinished     uint64  `counter:"lmcache_mp_num_finished_stores_total" help:"Stores that ended well, also those that found all chunks there."`
-	RetrievesSubmitted uint64  `counter:"lmcache_mp_num_submitted_retrieves_total" help:"Retrieves begun: prepare_retrieve and retrieve calls of registered workers."`
-	RetrievesFinished  uint64  `counter:"lmcache_mp_num_finished_retrieves_total" help:"Retrieves that ended well."`
-	ChunksLoaded       uint64  `counter:"lmcache_mp_num_chunks_loaded_total" help:"Chunks that engines retrieved."`
+	UsedBytes          int64             `gauge:"lmcache_mp_l1_memory_usage_bytes" always:"backend=shm,l1_tag=_default" help:"Pool bytes in use: chunks, stores in progress and quarantine."`
+	UsageRatio         float64           `gauge:"lmcache_mp_l1_usage_ratio" always:"backend=shm,l1_tag=_default" help:"Share of the pool in use. A cache that has run for a while stays near 1: room is made when it is needed."`
+	StagedBytes        int64             `gauge:"lmcache_mp_l1_staging_bytes" always:"backend=shm,l1_tag=_default" help:"Pool bytes that workers were told to fill and have not committed yet. Large for long: workers that stall or die."`
+	PrefetchJobs       int               `gauge:"lmcache_mp_active_prefetch_jobs" help:"Lookups that are pending: what they found is not ready to be served yet. Each is for 2 s at most."`
+	LoadedChunks       uint64            `counter:"lmcache_mp_l1_read_chunks_total" always:"l1_tag=_default" help:"Chunks that engines retrieved."`
+	StoredChunks       uint64            `counter:"lmcache_mp_l1_write_chunks_total" always:"l1_tag=_default" help:"Chunks that engines stored and that were not there before."`
+	EvictedChunks      uint64            `counter:"lmcache_mp_l1_evicted_chunks_total" always:"l1_tag=_default" help:"Chunks dropped to make room. Fast growth with falling hits: the pool is too small for the working set."`
+	AllocationFailures uint64            `counter:"lmcache_mp_l1_allocation_failure_chunks_total" always:"during=l1_store" help:"Stores that did not fit whole, since everything else was pinned, being transferred or in quarantine."`
+	ReadFailures       uint64            `counter:"lmcache_mp_l1_read_failure_chunks_total" always:"during=l1_retrieve" help:"Retrieves declined because a chunk was gone or no lookup had pinned it; the engine computes it again."`
+	StoresSubmitted    map[string]uint64 `counter:"lmcache_mp_num_submitted_stores_total" label:"device" help:"Stores begun: prepare_store and store calls of registered workers."`
+	StoresFinished     map[string]uint64 `counter:"lmcache_mp_num_finished_stores_total" label:"device" help:"Stores that ended well, also those that found all chunks there."`
+	RetrievesSubmitted map[string]uint64 `counter:"lmcache_mp_num_submitted_retrieves_total" label:"device" help:"Retrieves begun: prepare_retrieve and retrieve calls of registered workers."`
+	RetrievesFinished  map[string]uint64 `counter:"lmcache_mp_num_finished_retrieves_total" label:"device" help:"Retrieves that ended well."`
+
+	P2PJobs       int            `gauge:"lmcache_mp_active_p2p_lookup_jobs" help:"Lookups of other nodes whose result was not taken yet."`
+	BelowChunks   uint64         `counter:"lmcache_mp_l2_prefetch_load_completed_chunks_total" help:"Objects that came from the tiers below the pool."`
+	WrittenChunks uint64         `counter:"lmcache_mp_l2_store_completed_objects_chunks_total" help:"Objects that were written to the tiers below, or found there."`
+	LoadAdapters  map[string]int `gauge:"lmcache_mp_l2_prefetch_adapters" label:"state" help:"Tiers below the pool that lookups ask."`
+	StoreAdapters map[string]int `gauge:"lmcache_mp_l2_store_adapters" label:"state" always:"l1_tag=_default" help:"Tiers below the pool that are written to."`
 
 	HeldRequests      uint64  `counter:"kvasir_held_requests_total" help:"Requests that waited until their client showed which lmcache release it is. Only after an upgrade or restart of the server."`
 	PickledStored     uint64  `counter:"kvasir_pickled_stored_bytes_total" help:"Chunk bytes that came through the socket, from workers that cannot map the pool: slow."`
@@ -149,6 +147,9 @@ type Stats struct {
 	Durations   map[string]histogram.Counts `histogram:"kvasir_request_duration_seconds" label:"operation" help:"Time from a request's last byte to its answer, without the way through the network."`
 }
 
+// ByModel are the figures by model, salt and worker.
+func (s *Server) ByModel() tally.Stats { return s.tally.Stats() }
+
 // Stats returns the figures.
 func (s *Server) Stats() Stats {
 	st := s.store.Stats()
@@ -157,10 +158,11 @@ func (s *Server) Stats() Stats {
 		UsedBytes: st.Bytes - st.FreeBytes, UsageRatio: usage(&st), StagedBytes: st.StagedBytes, PrefetchJobs: st.Pending,
 		LoadedChunks: st.LoadedChunks, StoredChunks: st.StoredChunks, EvictedChunks: st.EvictedChunks,
 		AllocationFailures: st.AllocationFailures, ReadFailures: st.ReadFailures,
-		Lookups: st.Lookups, EarlyExits: n.earlyExits.Load(), AskedTokens: n.askedTokens.Load(), HitTokens: n.hitTokens.Load(), HitL1Tokens: n.hitTokens.Load() - n.belowTokens.Load(), HitL2Tokens: n.belowTokens.Load(),
-		StoresSubmitted: n.storesSubmitted.Load(), StoresFinished: n.storesFinished.Load(),
-		RetrievesSubmitted: n.retrievesSubmitted.Load(), RetrievesFinished: n.retrievesFinished.Load(), ChunksLoaded: st.LoadedChunks,
+		StoresSubmitted: n.storesSubmitted.ByDevice(), StoresFinished: n.storesFinished.ByDevice(),
+		RetrievesSubmitted: n.retrievesSubmitted.ByDevice(), RetrievesFinished: n.retrievesFinished.ByDevice(),
 
+		P2PJobs: s.p2p.Len(), BelowChunks: st.BelowChunks, WrittenChunks: st.WrittenChunks,
+		LoadAdapters: map[string]int{"active": len(s.opts.Tiers)}, StoreAdapters: map[string]int{"active": len(s.opts.Tiers)},
 		HeldRequests: n.held.Load(), PickledStored: n.pickledIn.Load(), PickledRetrieved: n.pickledOut.Load(),
 		PendingLookups: st.PendingLookups, LateLookups: st.LateLookups,
 		BelowBytes: st.BelowBytes, BelowFailures: st.BelowFailures, BelowWritten: st.WrittenBytes, BelowWriteFailed: st.WriteFailures, BelowNotKept: st.NotKeptBelow,

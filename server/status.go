@@ -117,7 +117,7 @@ func (s *Server) Status() Status {
 		Below: s.below(&st),
 		Lookup: LookupStatus{
 			Lookups: st.Lookups, AskedTokens: s.n.askedTokens.Load(), HitTokens: s.n.hitTokens.Load(), MissReasons: map[string]uint64{},
-			Hits: s.n.hits.Load(), Short: s.ended.Count(miss.Short), Salted: s.n.salted.Load(), Retrieves: s.n.retrievesFinished.Load(), Stores: s.n.storesFinished.Load(),
+			Hits: s.n.hits.Load(), Short: s.ended.Count(miss.Short), Salted: s.n.salted.Load(), Retrieves: s.n.retrievesFinished.Sum(), Stores: s.n.storesFinished.Sum(),
 		},
 		Recent: s.lately(), Workers: s.workers(), TurnedAway: s.turnedAway.List(), Declined: map[string]uint64{},
 	}

@@ -280,13 +280,17 @@ func (s *Store) dropMoving() {
 	}
 }
 
-// fromBelowLocked counts the chunks of a hit that came from the tier for it.
-func (pf *prefetch) fromBelowLocked(hit int) (n int) {
+// fromBelowLocked counts the chunks of a hit that came from the tier for it, and their objects.
+func (pf *prefetch) fromBelowLocked(hit int) (chunks, objects int) {
 	slices.Sort(pf.fromBelow)
-	for _, c := range slices.Compact(pf.fromBelow) {
-		if c < hit {
-			n++
+	for i, c := range pf.fromBelow {
+		if c >= hit {
+			break
+		}
+		objects++
+		if i == 0 || c != pf.fromBelow[i-1] {
+			chunks++
 		}
 	}
-	return n
+	return chunks, objects
 }

@@ -34,6 +34,10 @@ type LookupResult struct {
 	Below  int         // of Hit, chunks that came from the tier below for it
 	Tier   string      // which one Why is about, where that is known
 
+	Namespace    kv.Namespace // that was searched, of the first shard
+	Objects      int          // that the hit needs
+	BelowObjects int          // of them, those that came from the tier below for it
+
 	Missing kv.Key    // the object that is missing, where Why is not None
 	Gone    miss.Gone // what is known of its end, where Why is about that
 	Others  []kv.Key  // objects of that chunk under other names, where it was never stored under this one; a few
@@ -104,7 +108,11 @@ func (s *Store) grant(q *query, hashes []kv.Hash, l lease.Lease, hit int) (Looku
 }
 
 func (s *Store) grantLocked(q *query, sess *lease.Session, hashes []kv.Hash, l lease.Lease, hit int) (out LookupResult, given []lease.Lease) {
-	out = LookupResult{State: Ready, Asked: q.prompt.Chunks, Hit: hit}
+	out = LookupResult{State: Ready, Asked: q.prompt.Chunks, Hit: hit, Namespace: q.shard.Namespace}
+	for g := range q.shard.Groups.Len() {
+		need := q.shard.Groups.Need(g, 0, hit)
+		out.Objects += (need.End - need.Start) * q.shard.World
+	}
 	if hit < min(q.prompt.Chunks, maxLookup/l.Rows) {
 		s.whyEndsLocked(&out, q.shard, hashes)
 	}

@@ -225,7 +225,7 @@ func (s *Store) grantPrefetch(pf *prefetch, hashes []kv.Hash, l lease.Lease, hit
 	if pf.loaded > 0 {
 		s.rates.Loaded(pf.loaded, time.Since(pf.began))
 	}
-	if out.Below = pf.fromBelowLocked(hit); out.Why.IsBelow() {
+	if out.Below, out.BelowObjects = pf.fromBelowLocked(hit); out.Why.IsBelow() {
 		out.Tier = pf.tier
 	}
 	pf.out = out

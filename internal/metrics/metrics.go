@@ -6,21 +6,26 @@
 //		Lookups uint64            `counter:"kvasir_lookups_total" help:"Lookups."`
 //		Bytes   int64             `gauge:"kvasir_bytes" help:"Bytes in use."`
 //		Missed  map[string]uint64 `counter:"kvasir_missed_total" label:"reason" help:"Misses by reason."`
+//		Slow    map[[2]string]int `gauge:"kvasir_slow" label:"model,tenant" help:"Slow ones."`
+//		Full    float64           `gauge:"kvasir_full" always:"tier=ram" help:"Share in use."`
 //		Took    histogram.Counts    `histogram:"kvasir_seconds" help:"Time of each."`
 //	}
 //
 // Fields may be integers, floats, bools (0 or 1), durations (seconds), histogram.Counts,
-// and maps from a label's value to those. A map has every value from the start, so
-// that no series appears with its first event. Structs without a tag are walked;
+// and maps from a label's value, or from an array of the values of several labels, to those. A map
+// has every value from the start where they are known, so that no series appears with its first
+// event. The tag always adds labels that are the same in all samples of a field. Structs without a tag are walked;
 // other fields without a tag are for Go callers alone.
 package metrics
 
 import (
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"reflect"
 	"runtime"
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -95,7 +100,7 @@ func Values(stats any) map[string]float64 {
 			out[s.name] = number(field)
 		default:
 			for of := field.MapRange(); of.Next(); {
-				out[fmt.Sprintf("%s{%s=%q}", s.name, s.label, of.Key().String())] = number(of.Value())
+				out[s.name+"{"+s.pairs(of.Key())+"}"] = number(of.Value())
 			}
 		}
 	}
@@ -105,8 +110,8 @@ func Values(stats any) map[string]float64 {
 // series is a tagged field.
 type series struct {
 	name      string
-	label     string // of a map's keys
-	field     []int  // by reflect.Value.FieldByIndex
+	labels    []string // of a map's keys
+	field     []int    // by reflect.Value.FieldByIndex
 	desc      *prometheus.Desc
 	kind      prometheus.ValueType
 	histogram bool
@@ -153,18 +158,36 @@ func (c *collector) walk(t reflect.Type, at []int) {
 			}
 			continue
 		}
-		var labels []string
 		of := f.Type
 		if label, ok := f.Tag.Lookup("label"); ok {
-			labels, s.label, s.labelled, of = []string{label}, label, true, of.Elem()
+			s.labels, s.labelled = strings.Split(label, ","), true
+			if key := of.Key(); key.Kind() == reflect.Array && key.Len() != len(s.labels) || key.Kind() != reflect.Array && len(s.labels) > 1 {
+				panic(fmt.Sprintf("BUG: metrics: %v.%s has not one value for each of %s", t, f.Name, label))
+			}
+			of = of.Elem()
 		}
 		if s.histogram != (of == countsType) || !s.histogram && !numeric(of) {
 			panic(fmt.Sprintf("BUG: metrics: %v.%s cannot be %s", t, f.Name, f.Tag))
 		}
 		s.name = name
-		s.desc = prometheus.NewDesc(name, f.Tag.Get("help"), labels, c.labels)
+		s.desc = prometheus.NewDesc(name, f.Tag.Get("help"), s.labels, c.constant(f.Tag.Get("always")))
 		c.series = append(c.series, s)
 	}
+}
+
+// constant returns the labels of all samples of a field: those of the collector, and
+// those of its tag, as a=b,c=d.
+func (c *collector) constant(always string) prometheus.Labels {
+	if always == "" {
+		return c.labels
+	}
+	out := prometheus.Labels{}
+	maps.Copy(out, c.labels)
+	for pair := range strings.SplitSeq(always, ",") {
+		label, value, _ := strings.Cut(pair, "=")
+		out[label] = value
+	}
+	return out
 }
 
 func numeric(t reflect.Type) bool {
@@ -189,9 +212,30 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 			continue
 		}
 		for of := field.MapRange(); of.Next(); {
-			ch <- s.sample(of.Value(), of.Key().String())
+			ch <- s.sample(of.Value(), values(of.Key())...)
 		}
 	}
+}
+
+// values are those of the labels that a map's key stands for.
+func values(key reflect.Value) []string {
+	if key.Kind() != reflect.Array {
+		return []string{key.String()}
+	}
+	out := make([]string, key.Len())
+	for i := range out {
+		out[i] = key.Index(i).String()
+	}
+	return out
+}
+
+// pairs are labels and values as Prometheus writes them.
+func (s *series) pairs(key reflect.Value) string {
+	var out []string
+	for i, v := range values(key) {
+		out = append(out, fmt.Sprintf("%s=%q", s.labels[i], v))
+	}
+	return strings.Join(out, ",")
 }
 
 func (s *series) sample(v reflect.Value, labels ...string) prometheus.Metric {

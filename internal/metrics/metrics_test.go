@@ -28,6 +28,7 @@ type stats struct {
 	Age    time.Duration               `gauge:"x_age_seconds" help:"Age."`
 	Missed map[string]uint64           `counter:"x_missed_total" label:"reason" help:"Misses."`
 	Took   map[string]histogram.Counts `histogram:"x_seconds" label:"deed" help:"Time."`
+	Pairs  map[[2]string]int           `gauge:"x_pairs" label:"first,second" always:"a=1,b=2" help:"Pairs."`
 	Hidden int
 }
 
@@ -38,7 +39,7 @@ func TestWrite(t *testing.T) {
 	h.Took(time.Hour)
 	s := stats{
 		inner: inner{Up: true}, Hits: 3, Bytes: -4, Age: 1500 * time.Millisecond, Missed: map[string]uint64{"a": 1, "b": 0},
-		Took: map[string]histogram.Counts{"read": h.Counts()}, Hidden: 9,
+		Took: map[string]histogram.Counts{"read": h.Counts()}, Pairs: map[[2]string]int{{"x", "y"}: 7}, Hidden: 9,
 	}
 	var out strings.Builder
 	if err := metrics.Write(&out, &s); err != nil {
@@ -48,7 +49,7 @@ func TestWrite(t *testing.T) {
 		"# TYPE x_up gauge\nx_up 1\n", "# HELP x_hits_total Hits.\n# TYPE x_hits_total counter\nx_hits_total 3\n", "x_bytes -4\n", "x_age_seconds 1.5\n",
 		`x_missed_total{reason="a"} 1`, `x_missed_total{reason="b"} 0`, `x_seconds_bucket{deed="read",le="1e-05"} 0`,
 		`x_seconds_bucket{deed="read",le="3e-05"} 1`, `x_seconds_bucket{deed="read",le="10"} 1`, `x_seconds_bucket{deed="read",le="+Inf"} 2`, `x_seconds_count{deed="read"} 2`,
-		`x_seconds_sum{deed="read"} 3600.00002`,
+		`x_seconds_sum{deed="read"} 3600.00002`, `x_pairs{a="1",b="2",first="x",second="y"} 7`,
 	} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("no %q in\n%s", want, &out)
@@ -61,8 +62,8 @@ func TestWrite(t *testing.T) {
 
 // Values are the same samples by name, histograms aside.
 func TestValues(t *testing.T) {
-	got := metrics.Values(&stats{inner: inner{Up: true}, Hits: 3, Bytes: -4, Age: 1500 * time.Millisecond, Missed: map[string]uint64{"a": 1, "b": 0}, Hidden: 9})
-	want := map[string]float64{"x_up": 1, "x_hits_total": 3, "x_bytes": -4, "x_age_seconds": 1.5, `x_missed_total{reason="a"}`: 1, `x_missed_total{reason="b"}`: 0}
+	got := metrics.Values(&stats{inner: inner{Up: true}, Hits: 3, Bytes: -4, Age: 1500 * time.Millisecond, Missed: map[string]uint64{"a": 1, "b": 0}, Pairs: map[[2]string]int{{"x", "y"}: 7}, Hidden: 9})
+	want := map[string]float64{"x_up": 1, "x_hits_total": 3, "x_bytes": -4, "x_age_seconds": 1.5, `x_missed_total{reason="a"}`: 1, `x_missed_total{reason="b"}`: 0, `x_pairs{first="x",second="y"}`: 7}
 	if !maps.Equal(got, want) {
 		t.Errorf("got %v, want %v", got, want)
 	}
@@ -113,6 +114,12 @@ func TestBadTags(t *testing.T) {
 	}{})
 	f("a histogram that is none", struct {
 		N int `histogram:"x" help:"x"`
+	}{})
+	f("two labels and one value", struct {
+		N map[string]int `gauge:"x" label:"a,b" help:"x"`
+	}{})
+	f("one label and two values", struct {
+		N map[[2]string]int `gauge:"x" label:"a" help:"x"`
 	}{})
 	f("nothing", struct{ N int }{})
 }

@@ -1,0 +1,64 @@
+package tally_test
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tally"
+)
+
+// What lookups found is counted for their model and salt, by where it came from.
+func TestLookups(t *testing.T) {
+	c := tally.New()
+	m := c.Of([]byte("m"), []byte("s"), true)
+	m.Asked(&store.LookupResult{Asked: 5, Hit: 3, Below: 1, Objects: 12, BelowObjects: 4}, 10)
+	m.Asked(&store.LookupResult{Asked: 1, Objects: 1, BelowObjects: 3}, 10) // more were loaded than the hit needs
+	c.Of([]byte("m"), []byte("s"), false).Early(tally.Short)
+	c.Of([]byte("x"), nil, false).Early(tally.Unregistered)
+	got := c.Stats()
+	p := [2]string{"m", "s"}
+	if got.Lookups[p] != 3 || got.Asked[p] != 60 || got.Hit[p] != 30 || got.HitL1[p] != 20 || got.HitL2[p] != 10 || got.KeysL1[p] != 8 || got.KeysL2[p] != 5 {
+		t.Errorf("%+v", got)
+	}
+	if got.EarlyExits[[3]string{"m", "s", "empty_chunk_hashes"}] != 1 || got.EarlyExits[[3]string{tally.Other, tally.Other, "no_gpu_context"}] != 1 {
+		t.Errorf("early: %v", got.EarlyExits)
+	}
+}
+
+// Names that clients make up take a bounded number of places, and none that is no text: what
+// has no place of its own is counted all the same.
+func TestNamesAreBounded(t *testing.T) {
+	c := tally.New()
+	for i := range 3 * tally.MaxPairs {
+		c.Of([]byte("m"), fmt.Append(nil, i), true).Early(tally.Short)
+	}
+	c.Of([]byte("\xff"), nil, true).Early(tally.Short)
+	for i := range int64(3 * tally.MaxLoads) {
+		c.Loaded("m", nil, i, 2)
+	}
+	c.Loaded("\xff", []byte("\xff"), 1, 2)
+	got := c.Stats()
+	if len(got.Lookups) != tally.MaxPairs+2 || got.Lookups[[2]string{tally.Other, tally.Other}] != 2*tally.MaxPairs+1 {
+		t.Errorf("%d pairs, %d of others", len(got.Lookups), got.Lookups[[2]string{tally.Other, tally.Other}])
+	}
+	if len(got.Loaded) > tally.MaxLoads+2 || got.Loaded[[3]string{tally.Other, tally.Other, tally.Other}] != 2*(2*tally.MaxLoads+1) {
+		t.Errorf("%d workers, %d of others", len(got.Loaded), got.Loaded[[3]string{tally.Other, tally.Other, tally.Other}])
+	}
+	if err := metrics.Write(&strings.Builder{}, got); err != nil {
+		t.Error(err)
+	}
+}
+
+// Transfers are counted by who copies.
+func TestTransfers(t *testing.T) {
+	var n tally.Transfers
+	n.Add(true)
+	n.Add(false)
+	n.Add(false)
+	if got := n.ByDevice(); n.Sum() != 3 || got["cpu"] != 1 || got["engine"] != 2 {
+		t.Errorf("%d, %v", n.Sum(), got)
+	}
+}
