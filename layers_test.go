@@ -52,7 +52,8 @@ var layers = map[string]int{
 	"internal/crew":                -1,
 	"internal/origin":              0,
 	"internal/smallfs":             0,
-	"internal/ports":               0,
+	"internal/ports":               -1,
+	"internal/goroutines":          -1,
 	"kv":                           0,
 	"openai":                       0,
 	"benchmark":                    0,
@@ -157,7 +158,7 @@ var thirdParty = map[string][]string{
 	"github.com/zeebo/blake3":             {"kv"},
 	"github.com/zeebo/xxh3":               {"hold", "internal/tiertool", "lmcache", "mooncake", "pool", "proxy/blocks", "proxy/prefix", "relay", "sim/engine", "tier", "tier/disk", "tier/fs", "tier/guarded", "tier/redis", "tier/tiertest"},
 	"go.yaml.in/yaml/v3":                  {"internal/settings"},
-	"go.uber.org/goleak":                  {"internal/leaks"},
+	"go.uber.org/goleak":                  {"internal/goroutines"},
 	"golang.org/x/sys":                    {"access", "internal/peercred", "internal/rawio", "internal/topview", "internal/transfertool", "pool", "server", "shm", "tier/disk", "tier/fs"},
 }
 

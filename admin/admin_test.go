@@ -10,9 +10,9 @@ import (
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
-	"go.uber.org/goleak"
 
 	"github.com/kvasir-kv/kvasir/admin"
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/pool"
@@ -20,7 +20,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 // newServer returns a server with two stored chunks of 16 tokens.
 func newServer(t *testing.T) *server.Server {

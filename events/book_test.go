@@ -6,9 +6,8 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"go.uber.org/goleak"
-
 	"github.com/kvasir-kv/kvasir/hold"
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kvevent"
 	"github.com/kvasir-kv/kvasir/lease"
@@ -17,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 const chunkTokens = 4
 

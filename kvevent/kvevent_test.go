@@ -10,13 +10,12 @@ import (
 	"slices"
 	"testing"
 
-	"go.uber.org/goleak"
-
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/internal/vectors"
 	"github.com/kvasir-kv/kvasir/kvevent"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 // recorded is vectors/kv-events/events.json: what vLLM 0.32's classes write and read.
 type recorded struct {

@@ -8,9 +8,8 @@ import (
 	"strings"
 	"testing"
 
-	"go.uber.org/goleak"
-
 	"github.com/kvasir-kv/kvasir/access"
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/lent"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -19,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 const (
 	blocks = 8

@@ -3,7 +3,7 @@ package lmcache_test
 import (
 	"testing"
 
-	"go.uber.org/goleak"
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }

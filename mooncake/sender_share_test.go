@@ -140,20 +140,19 @@ func TestForgottenPullsMakeRoom(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	made := 0
-	for _, a := range answers {
-		select {
-		case y := <-a:
-			if y.Status != wire.StatusError {
-				t.Fatalf("%+v", y)
+	eventually(t, "somebody makes room", func() bool {
+		for _, a := range answers {
+			select {
+			case y := <-a:
+				if y.Status != wire.StatusError {
+					t.Fatalf("%+v", y)
+				}
+				return true
+			default:
 			}
-			made++
-		default:
 		}
-	}
-	if made == 0 {
-		t.Fatal("nobody made room")
-	}
+		return false
+	})
 }
 
 // One peer with many pulls gives way to another, and not the other way round.

@@ -80,9 +80,8 @@ func TestLoadThatEndsIsNotShared(t *testing.T) {
 		gone := w.channel()
 		gone.send(pull)
 		<-stuck
-		time.Sleep(50 * time.Millisecond) // the write is there
 		gone.dealer.Close()
-		time.Sleep(100 * time.Millisecond) // the relay has seen it
+		eventually(t, "the load is being ended", func() bool { requests, loads := w.relay.Waiting(); return requests+loads == 0 })
 		if !same {
 			pull.Wanted = map[string]wire.Wanted{"second": {TransferID: "x", Blocks: [][]int{{1}, {2}}}}
 		}
@@ -158,10 +157,13 @@ func TestAskedAgainWhileThePushEnds(t *testing.T) {
 	gone.send(pull)
 	<-slow.begun
 	gone.dealer.Close()
-	time.Sleep(100 * time.Millisecond) // the relay has seen it
+	waiting := func(n int) func() bool {
+		return func() bool { requests, _ := w.relay.Waiting(); return requests == n }
+	}
+	eventually(t, "the relay knows that D is gone", waiting(0))
 	again := w.channel()
 	again.send(pull)
-	time.Sleep(50 * time.Millisecond)
+	eventually(t, "D waits again", waiting(1))
 	close(slow.goOn)
 	y := again.next(30 * time.Second)
 	if y == nil || len(y.OK) != 1 {

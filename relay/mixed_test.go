@@ -1,6 +1,7 @@
 package relay_test
 
 import (
+	"fmt"
 	"net"
 	"strconv"
 	"strings"
@@ -8,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/ports"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/relay"
 	"github.com/kvasir-kv/kvasir/transfer"
@@ -56,7 +58,7 @@ func TestPrefixOfOneLifeAndRestOfAnother(t *testing.T) {
 		}
 		return r, addr.String()
 	}
-	first, at := listen("127.0.0.1:*")
+	first, at := listen(fmt.Sprint("127.0.0.1:", ports.Free(t)))
 	w.show(map[string]string{"fake": "tcp://" + at})
 	w.source()
 	eventually(t, "the relay watches it", watched.Load)

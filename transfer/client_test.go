@@ -8,6 +8,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/ports"
 )
 
 // relisten stops a target and starts another on the handshake port.
@@ -26,7 +28,7 @@ func relisten(t *testing.T, old *Target, sameData bool) (*Target, []byte) {
 func TestPeerRestarts(t *testing.T) {
 	for _, sameData := range []bool{true, false} {
 		for _, wait := range []time.Duration{0, 2 * staleAfter} {
-			target, _ := listen(t, 1<<20, TargetOptions{})
+			target, _ := listen(t, 1<<20, TargetOptions{HandshakePort: ports.Free(t), DataPort: ports.Free(t)})
 			c := client(t, Options{})
 			src := pattern(100_000, 1)
 			for range 3 {

@@ -7,6 +7,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/ports"
 )
 
 // Calls to a peer that accepts handshakes and says nothing fail together, after one
@@ -113,10 +115,8 @@ func TestRefusedBlocksKeepTheConnection(t *testing.T) {
 // D restarts on its handshake port and gets another data port; another process has
 // the old one. A connection made later goes to D, not there.
 func TestDescriptionOfAnEarlierBoot(t *testing.T) {
-	first, _ := listen(t, 4096, TargetOptions{})
-	_, port, _ := net.SplitHostPort(first.Name())
-	hs, _ := strconv.Atoi(port)
-	data := first.Descriptor().DataPort
+	hs, data := ports.Free(t), ports.Free(t)
+	first, _ := listen(t, 4096, TargetOptions{HandshakePort: hs, DataPort: data})
 	c := client(t, Options{Conns: 1})
 	write := func(b byte) error {
 		return c.Write(t.Context(), first.Name(), []Entry{{[]byte{b}, testBase}})

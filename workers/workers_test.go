@@ -6,9 +6,8 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/kvasir-kv/kvasir/access"
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lent"
@@ -17,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/workers"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 var alice, bob = access.Principal{User: true, UID: 1001}, access.Principal{User: true, UID: 1002}
 

@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
@@ -14,6 +15,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/ports"
 )
 
 // python is a child that runs testdata/peer.py.
@@ -128,7 +131,7 @@ func TestRouterPyzmq(t *testing.T) {
 func TestRouterRestartPyzmq(t *testing.T) {
 	r := NewRouter(echo, RouterOptions{Log: quietLog})
 	defer r.Close()
-	addr, err := r.Listen(t.Context(), "tcp://127.0.0.1:*")
+	addr, err := r.Listen(t.Context(), fmt.Sprint("tcp://127.0.0.1:", ports.Free(t)))
 	if err != nil {
 		t.Fatal(err)
 	}

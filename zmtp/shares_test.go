@@ -53,7 +53,7 @@ func TestSilentConnectionsGiveWay(t *testing.T) {
 // A message that stops coming ends its connection; one that comes slowly, and a
 // peer that is silent between messages, are left alone.
 func TestStalledMessage(t *testing.T) {
-	_, addr, ends := startRouter(t, echo, RouterOptions{ReceiveTimeout: time.Second})
+	_, addr, ends := startRouter(t, echo, RouterOptions{ReceiveTimeout: 3 * time.Second})
 	stalled, slow, silent := dialReady(t, addr), dialReady(t, addr), dialReady(t, addr)
 	body := strings.Repeat("x", 20*stallProgress)
 	long := frames(body)
@@ -63,7 +63,7 @@ func TestStalledMessage(t *testing.T) {
 		defer close(done)
 		for at := 0; at < len(long); at += 2 * stallProgress {
 			slow.send(long[at:min(at+2*stallProgress, len(long))])
-			time.Sleep(200 * time.Millisecond)
+			time.Sleep(400 * time.Millisecond)
 		}
 	}()
 	stalled.wantEnd()
@@ -79,12 +79,12 @@ func TestStalledMessage(t *testing.T) {
 // Messages that each end in time end no connection, also where the next one has always
 // begun when one ends.
 func TestMessagesThatOverlapAreNotStalled(t *testing.T) {
-	_, addr, ends := startRouter(t, echo, RouterOptions{ReceiveTimeout: time.Second})
+	_, addr, ends := startRouter(t, echo, RouterOptions{ReceiveTimeout: 3 * time.Second})
 	c := dialReady(t, addr)
 	message := frames("hello")
 	half := len(message) / 2
 	c.send(message[:half])
-	for range 30 {
+	for range 40 {
 		c.send(append(append([]byte{}, message[half:]...), message[:half]...))
 		c.want("hello")
 		time.Sleep(100 * time.Millisecond)

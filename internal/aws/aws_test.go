@@ -13,12 +13,11 @@ import (
 	"testing/synctest"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/kvasir-kv/kvasir/internal/aws"
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 // Signatures are those of the examples in Amazon's documentation of S3 ("Authenticating
 // Requests: Using the Authorization Header").

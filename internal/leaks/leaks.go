@@ -4,24 +4,18 @@ package leaks
 
 import (
 	"fmt"
-	"os"
 	"testing"
 
-	"go.uber.org/goleak"
-
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/shm"
 )
 
 // Main runs m and exits; call it from TestMain.
 func Main(m *testing.M) {
-	code := m.Run()
-	if err := goleak.Find(); code == 0 && err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		code = 1
-	}
-	if n := shm.Mapped(); code == 0 && n != 0 {
-		fmt.Fprintf(os.Stderr, "%d segments are still mapped\n", n)
-		code = 1
-	}
-	os.Exit(code)
+	goroutines.Exit(m, func() error {
+		if n := shm.Mapped(); n != 0 {
+			return fmt.Errorf("%d segments are still mapped", n)
+		}
+		return nil
+	})
 }

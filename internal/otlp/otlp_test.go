@@ -11,12 +11,11 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/internal/otlp"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 // A traceparent is read as W3C says, and nothing else is one.
 func TestParse(t *testing.T) {

@@ -9,12 +9,11 @@ import (
 	"sync"
 	"testing"
 
-	"go.uber.org/goleak"
-
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/internal/together"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 // journal notes what parts do, in order.
 type journal struct {

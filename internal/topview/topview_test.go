@@ -14,15 +14,15 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/admin"
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/internal/topview"
 	"github.com/kvasir-kv/kvasir/server"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 // fake answers as a server does: figures grow by one step with each question for a status.
 type fake struct {

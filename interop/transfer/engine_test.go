@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 )
 
 func TestMain(m *testing.M) {
@@ -21,7 +21,7 @@ func TestMain(m *testing.M) {
 		serveMain()
 		return
 	}
-	goleak.VerifyTestMain(m)
+	goroutines.Main(m)
 }
 
 // interpreters name the Pythons that hold the engine; unset ones skip.

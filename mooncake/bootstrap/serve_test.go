@@ -70,7 +70,7 @@ func mustRegisterDirect(t *testing.T, r *Registry, in Registration, from origin.
 // however long the client takes to read it.
 func TestLateRequestGetsWholeAnswer(t *testing.T) {
 	r := open(t, Options{})
-	r.idleTimeout = 2 * time.Second
+	r.idleTimeout = 4 * time.Second
 	for dp := range 3000 {
 		mustRegisterDirect(t, r, Registration{EngineID: strings.Repeat("e", 1000), DPRank: dp, Addr: strings.Repeat("a", 1000)}, local)
 	}

@@ -7,15 +7,14 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/kvevent"
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 	"github.com/kvasir-kv/kvasir/proxy/blocks/blockstest"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 const size = 4 // tokens of a block
 

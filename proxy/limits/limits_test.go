@@ -12,14 +12,13 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 	"github.com/kvasir-kv/kvasir/proxy/limits/limitstest"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 func TestOptions(t *testing.T) { optionstest.CheckNumbers[limits.Options](t) }
 

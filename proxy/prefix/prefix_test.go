@@ -6,10 +6,10 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"go.uber.org/goleak"
+	"github.com/kvasir-kv/kvasir/internal/goroutines"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goroutines.Main(m) }
 
 func text(seed uint64, n int) []byte {
 	r := rand.New(rand.NewPCG(seed, 1))

@@ -62,7 +62,7 @@ func TestLimit(t *testing.T) {
 	}
 	// What changed while it was counted is counted again soon.
 	got := d.Space()
-	for end := time.Now().Add(30 * time.Second); (got.Objects != 5 || got.Used != 5*n) && time.Now().Before(end); got = d.Space() {
+	for end := time.Now().Add(60 * time.Second); (got.Objects != 5 || got.Used != 5*n) && time.Now().Before(end); got = d.Space() {
 		time.Sleep(10 * time.Millisecond)
 	}
 	if got.Objects != 5 || got.Used != 5*n || got.Limit != 5*n+100 || got.Free <= 0 {

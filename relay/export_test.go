@@ -1,0 +1,16 @@
+package relay
+
+// Waiting returns how many requests of D wait for their answer, and how many loads from P go on.
+func (r *Relay) Waiting() (requests, loads int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, a := range r.mu.requests {
+		requests += a.users
+	}
+	for k := range r.mu.loading {
+		if !k.endingLocked() {
+			loads++
+		}
+	}
+	return requests, loads
+}
