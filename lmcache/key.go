@@ -67,7 +67,8 @@ type KeyView struct {
 	End       int
 	RequestID []byte
 	Salt      []byte
-	Readers   int // or ReadersUnsaid
+	Readers   int  // or ReadersUnsaid
+	SkipSave  bool // request_configs has lmcache.skip_save: nothing of the request is to be stored
 
 	unhashed []byte // the encoded tokens after Hashes
 	tokens   []byte // all encoded tokens, and what follows them
@@ -168,10 +169,31 @@ func (m *Memo) decodeKeyField(name, b []byte, k *KeyView) (rest []byte, bit int,
 		var n int64
 		n, rest, err = readInt(b)
 		k.Readers = int(min(max(n, 0), MaxKVReaders))
-	default: // request_configs, and fields of later versions
+	case "request_configs":
+		rest, err = readRequestConfigs(b, k)
+	default: // fields of later versions
 		rest, err = msgp.Skip(b)
 	}
 	return rest, bit, err
+}
+
+// readRequestConfigs reads the settings of a request, of which lmcache.skip_save counts. Whatever
+// else there is, of any type, is passed over.
+func readRequestConfigs(b []byte, k *KeyView) ([]byte, error) {
+	rest, err := msgp.Skip(b)
+	if err != nil || msgp.NextType(b) != msgp.MapType {
+		return rest, err
+	}
+	_, _ = readMap(b, func(name, b []byte) ([]byte, error) {
+		t := msgp.NextType(b)
+		if string(name) != "lmcache.skip_save" || t != msgp.BoolType && t != msgp.IntType && t != msgp.UintType {
+			return b, nil
+		}
+		v, rest, err := readBool(b)
+		k.SkipSave = err == nil && v
+		return rest, err
+	})
+	return rest, nil
 }
 
 func (k *KeyView) check() error {

@@ -99,6 +99,11 @@ func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error
 		return errPickle
 	}
 	s.n.storesSubmitted.Add(false)
+	if r.Key.SkipSave {
+		s.n.storesFinished.Add(false)
+		nothingToStore(sc)
+		return nil
+	}
 	if pickles { // the chunks come with the commit
 		sc.out = lmcache.AppendPrepareStore(sc.out, nil)
 		return nil
