@@ -81,6 +81,7 @@ var layers = map[string]int{
 	"tier/mooncakestore":           3,
 	"tier/s3":                      2,
 	"probe":                        2,
+	"warming":                      2,
 	"internal/tiers":               4,
 	"internal/tiertool":            5,
 	"outbox":                       2,

@@ -98,6 +98,7 @@ type Stats struct {
 	PendingLookups    uint64  `counter:"kvasir_lookups_pending_total" help:"Lookups that did not have their result at once: what they found was not ready to be served."`
 	LateLookups       uint64  `counter:"kvasir_lookups_late_total" help:"Of those, the ones that were answered with what was there when their time was over."`
 	BelowBytes        uint64  `counter:"kvasir_below_read_bytes_total" help:"Bytes that came from the tier below the pool."`
+	BelowWarmed       uint64  `counter:"kvasir_below_warmed_bytes_total" help:"Of these, what was read after the start before anybody asked for it (--warm)."`
 	BelowFailures     uint64  `counter:"kvasir_below_failures_total" help:"Calls of the tier below that failed, and objects of it that were lost, too long or wrong."`
 	BelowWritten      uint64  `counter:"kvasir_below_written_bytes_total" help:"Bytes that were written to the tier below the pool, or found there."`
 	BelowWriteFailed  uint64  `counter:"kvasir_below_write_failures_total" help:"Chunks that the tier below failed to write. They are offered again at their next hit."`
@@ -165,7 +166,7 @@ func (s *Server) Stats() Stats {
 		LoadAdapters: map[string]int{"active": len(s.opts.Tiers)}, StoreAdapters: map[string]int{"active": len(s.opts.Tiers)},
 		HeldRequests: n.held.Load(), PickledStored: n.pickledIn.Load(), PickledRetrieved: n.pickledOut.Load(),
 		PendingLookups: st.PendingLookups, LateLookups: st.LateLookups,
-		BelowBytes: st.BelowBytes, BelowFailures: st.BelowFailures, BelowWritten: st.WrittenBytes, BelowWriteFailed: st.WriteFailures, BelowNotKept: st.NotKeptBelow,
+		BelowBytes: st.BelowBytes, BelowWarmed: st.WarmedBytes, BelowFailures: st.BelowFailures, BelowWritten: st.WrittenBytes, BelowWriteFailed: st.WriteFailures, BelowNotKept: st.NotKeptBelow,
 		BelowSkipped: st.Outbox.Skipped, BelowLost: st.LostChunks, BelowGone: st.GoneBelow, BelowWaiting: st.Outbox.WaitingBytes, LoadRate: st.Rates.LoadRate, ComputeRate: st.Rates.ComputeRate,
 		SummedChunks: st.SummedChunks, VerifiedChunks: st.VerifiedChunks, CorruptChunks: st.CorruptChunks, DeadChunks: st.DeadChunks,
 		PopulatedBytes: s.store.Memory().Provided(), UsableBytes: s.store.Memory().Usable(), PoolBytes: st.Bytes, QuarantinedBytes: st.CondemnedBytes,

@@ -244,6 +244,10 @@ func (s *Store) landBelow(fl *flight, sum uint64, why miss.Reason, tier string) 
 		p.SetBelow(fl.slot, s.place)
 		s.mu.n.BelowChunks++
 		s.mu.n.BelowBytes += uint64(n)
+		if fl.peer == warmPeer {
+			s.mu.n.WarmedChunks++
+			s.mu.n.WarmedBytes += uint64(n)
+		}
 		for _, pf := range fl.waiting {
 			pf.fromBelow = append(pf.fromBelow, fl.chunk)
 			pf.loaded += n

@@ -19,6 +19,8 @@ func (o Options) Validate() error {
 	options.Within(&c, "MaxHolds", o.MaxHolds, 0, 1<<24)
 	options.Within(&c, "Ghosts", o.Ghosts, 0, 1<<24)
 	options.Within(&c, "LoadBytes", o.LoadBytes, 0, math.MaxInt64)
+	options.Within(&c, "WarmBytes", o.WarmBytes, 0, math.MaxInt64)
+	options.Within(&c, "WarmTime", o.WarmTime, 0, forever)
 	options.Within(&c, "WriteBytes", o.WriteBytes, 0, math.MaxInt64)
 	c.That(o.Write <= WriteNever, "Write", "%d is no policy", o.Write)
 	options.Within(&c, "PopulateRate", o.PopulateRate, 0, math.MaxInt64)

@@ -21,6 +21,9 @@ func (s *Store) Run(ctx context.Context) {
 		wg.Go(func() { s.outbox.Run(ctx, writers, s.nextLanding, s.beginWriting) })
 		wg.Go(func() { s.recheck(ctx) })
 	}
+	if s.below != nil && s.opts.WarmBytes > 0 {
+		wg.Go(func() { s.warm(ctx) })
+	}
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
 	for {

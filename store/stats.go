@@ -28,6 +28,8 @@ type Counters struct {
 	VerifiedChunks     uint64 // of an earlier server, equal to their checksums
 	BelowChunks        uint64 // objects that came from the tier below
 	BelowBytes         uint64
+	WarmedChunks       uint64 // of those, what nobody had asked for yet
+	WarmedBytes        uint64
 	BelowFailures      uint64 // calls of it that failed, and objects that did not fit
 	BelowCorrupt       uint64 // of those, objects that differed from their checksums
 	WrittenChunks      uint64 // objects written to the tier below, or found there

@@ -73,6 +73,9 @@ type Options struct {
 	// computing: see package estimate.
 	LoadIfFaster bool
 
+	WarmBytes int64         // read from it at the start of Run, the hottest first, into free memory; 0 for none
+	WarmTime  time.Duration // that this takes at most; default 5 minutes
+
 	Write      WritePolicy // when objects are written below
 	WriteBytes int64       // that wait for it, at most; more is skipped and counted; default the pool's
 
@@ -156,6 +159,7 @@ func New(p *pool.Pool, o Options) *Store {
 	o.WorkerShare = cmp.Or(o.WorkerShare, 0.25)
 	o.PeerShare = cmp.Or(o.PeerShare, 0.75)
 	o.Ghosts = cmp.Or(o.Ghosts, 1<<16)
+	o.WarmTime = cmp.Or(o.WarmTime, 5*time.Minute)
 	o.LoadTimeout = cmp.Or(o.LoadTimeout, defaultLoadTimeout)
 	o.LoadBytes = cmp.Or(o.LoadBytes, min(p.Bytes()/4, 1<<30))
 	s := &Store{opts: o, log: o.Log, flyers: crew.New(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1)}

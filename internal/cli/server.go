@@ -191,6 +191,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 		Quarantine: positive("--l1-write-ttl-seconds", c.Hold), SessionIdle: positive("--session-ttl-seconds", c.Session),
 		PopulateRate: int64(c.Populate), ChecksumRate: int64(c.Checksum), Log: log,
 		LoadTimeout: positive("--l2-prefetch-load-timeout", c.Timeout), Write: writePolicies[c.Write], LoadIfFaster: c.Faster,
+		WarmBytes: int64(c.Warm * (1 << 30)), WarmTime: seconds(c.WarmFor),
 	}
 	if o.tiers, err = c.Flags.Options(log); err != nil {
 		wrong("%s", strings.ReplaceAll(err.Error(), "\n", "; "))

@@ -4,10 +4,13 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 )
 
 // A tier of the command line is served, shown by status and counted; mistakes are one line
@@ -59,4 +62,34 @@ func TestTierOfTheCommandLine(t *testing.T) {
 	f("--disk-gb is given without --disk", "--disk-gb", "3")
 	f("less than four segments", "--disk", dir+"3", "--disk-gb", "0.001")
 	f("not a directory of kvasir", "--disk", "/etc", "--disk-gb", "1")
+}
+
+// A server warms itself from what its tiers have, after it is ready; where no tier knows what is hot
+// it says so.
+func TestWarmOfTheCommandLine(t *testing.T) {
+	asked := make(chan struct{})
+	var once sync.Once
+	bucket := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Query().Get("list-type") == "" {
+			w.WriteHeader(http.StatusNotFound)
+			return
+		}
+		once.Do(func() { close(asked) })
+		fmt.Fprint(w, `<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>`)
+	}))
+	defer bucket.Close()
+	adapter := fmt.Sprintf(`{"type":"s3_native","s3_endpoint":%q,"s3_bucket":"kv","aws_access_key_id":"i","aws_secret_access_key":"s"}`, bucket.URL)
+	serve(t, "--warm", "0.5", "--warm-seconds", "60", "--l2-adapter", adapter)
+	select {
+	case <-asked:
+	case <-time.After(2 * time.Minute):
+		t.Error("the bucket is not asked what it has")
+	}
+	for _, c := range []struct{ says, args string }{
+		{"redis and s3_native do", `--warm 1`}, {"--warm -1", `--warm=-1`}, {"--warm-seconds", "--warm-seconds 0"}, {"redis and s3_native do", `--warm 1 --l2-adapter {"type":"fs","base_path":"/x"}`},
+	} {
+		if code, _, stderr := run(t, append([]string{"server", "--l1-size-gb", "0.1"}, strings.Fields(c.args)...)...); code != 2 || !strings.Contains(stderr, c.says) {
+			t.Errorf("%s: exit %d: %s", c.args, code, stderr)
+		}
+	}
 }

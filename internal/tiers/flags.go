@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/fs"
@@ -21,6 +22,8 @@ type Flags struct {
 	Trust   string  `name:"l2-trust" help:"What of an --l2-adapter is served. length: what has the right length, and the right checksum where it has one (LMCache writes none); checksum: only what has a checksum." default:"length" enum:"length,checksum" group:"Tiers"`
 	Timeout float64 `name:"l2-prefetch-load-timeout" help:"Seconds that a lookup waits for tiers; then what is there is the answer, and what comes later stays." default:"2" group:"Tiers"`
 	Faster  bool    `name:"l2-load-if-faster" help:"Leave tiers out while engines compute chunks faster than tiers give them; kvasir status shows both rates." group:"Tiers"`
+	Warm    float64 `name:"warm" help:"GiB that a server reads from its tiers after its start, what is the hottest there first, in the background and into free memory; 0 for none. redis and s3_native know what is hot." default:"0" group:"Tiers" placeholder:"GIB"`
+	WarmFor float64 `name:"warm-seconds" help:"Seconds that --warm may take." default:"300" group:"Tiers"`
 	Write   string  `name:"l2-write" help:"When chunks are written to tiers: commit (soon after they are stored), hit (once an engine has loaded them) or never." default:"commit" enum:"commit,hit,never" group:"Tiers"`
 }
 
@@ -42,6 +45,14 @@ func (f *Flags) Options(log *slog.Logger) (Options, error) {
 		if !(v >= 0 && v <= 1<<20) {
 			wrong("%s %v is outside 0 to %d", flag, v, 1<<20)
 		}
+	}
+	switch {
+	case !(f.Warm >= 0 && f.Warm <= 1<<20):
+		wrong("--warm %v is outside 0 to %d", f.Warm, 1<<20)
+	case !(f.WarmFor > 0 && f.WarmFor <= 24*3600):
+		wrong("--warm-seconds %v is not above 0 and up to %d", f.WarmFor, 24*3600)
+	case f.Warm > 0 && !slices.ContainsFunc(o.Adapters, func(a Adapter) bool { return a.Type == "redis" || a.Type == "s3_native" }):
+		wrong("--warm: no --l2-adapter knows what is hot; redis and s3_native do")
 	}
 	switch {
 	case len(f.Disk) == 0 && f.DiskGB > 0:

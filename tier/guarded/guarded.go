@@ -79,6 +79,11 @@ func (t *Tier) Ask(ctx context.Context, keys []kv.Key, start func(func()) bool) 
 	}
 }
 
+// Hottest is that of the tier.
+func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
+	return t.contain(func() error { return tier.Hottest(ctx, t.of, n, f) })
+}
+
 // Read fills dst, which may be memory that goes away, and returns the checksum of what is
 // there. Errors: those of the tier, *tier.CorruptError also when its checksum is another
 // (then the tier is told to forget the object), ErrPanic, faults of dst.

@@ -1,9 +1,12 @@
 package redis
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"math"
+	"slices"
 	"strconv"
 
 	"github.com/kvasir-kv/kvasir/internal/resp"
@@ -180,16 +183,104 @@ func (t *Tier) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
 	}
 	seen := make(map[kv.Key]bool)
 	for _, s := range t.topology.all() {
-		if more, err := t.listServer(ctx, s, seen, f); err != nil || !more {
+		more, err := t.scan(ctx, s, func(names []string, keys []kv.Key) (bool, error) { return t.listSome(ctx, keys, seen, f) })
+		if err != nil || !more {
 			return err
 		}
 	}
 	return nil
 }
 
-func (t *Tier) listServer(ctx context.Context, s *server, seen map[kv.Key]bool, f func(kv.Key, tier.Meta) bool) (more bool, _ error) {
+// listSome calls f for those of keys that are whole and were not named yet: a scan may name one
+// twice.
+func (t *Tier) listSome(ctx context.Context, keys []kv.Key, seen map[kv.Key]bool, f func(kv.Key, tier.Meta) bool) (more bool, _ error) {
+	keys = slices.DeleteFunc(keys, func(k kv.Key) bool {
+		was := seen[k]
+		seen[k] = true
+		return was
+	})
+	all, err := t.find(ctx, keys)
+	if err != nil {
+		return false, err
+	}
+	for i, found := range all {
+		if found.good && !f(keys[i], found.meta()) {
+			return false, nil
+		}
+	}
+	return true, nil
+}
+
+// Hottest implements tier.Ranking for the native layout: those used most often where the server
+// counts that (a maxmemory-policy of the LFU kind), else those used last.
+func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
+	if t.o.Layout != Native {
+		return tier.ErrNoList
+	}
+	if err := t.topology.ask(ctx); err != nil {
+		return err
+	}
+	hot := tier.NewHot(n)
+	for _, s := range t.topology.all() {
+		_, err := t.scan(ctx, s, func(names []string, keys []kv.Key) (bool, error) {
+			heats, err := t.heats(ctx, s, names)
+			for i := range heats {
+				hot.Add(keys[i], heats[i])
+			}
+			return true, err
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return hot.Each(ctx, t, f)
+}
+
+// heats asks a server how hot values are. One that does not tell is as cold as can be.
+func (t *Tier) heats(ctx context.Context, s *server, names []string) (heats []int64, err error) {
+	err = s.do(ctx, s.lookups, 0, func(c *resp.Conn) error {
+		heats = make([]int64, len(names))
+		for _, name := range names {
+			c.Command("OBJECT", "FREQ", name)
+			c.Command("OBJECT", "IDLETIME", name)
+		}
+		if err := c.Flush(); err != nil {
+			return err
+		}
+		for i := range names { // one of the two is an error, by the server's policy
+			freq, err1 := number(c)
+			idle, err2 := number(c)
+			if err := cmp.Or(err1, err2); err != nil {
+				return err
+			}
+			switch {
+			case freq >= 0:
+				heats[i] = freq
+			case idle >= 0:
+				heats[i] = -idle
+			default:
+				heats[i] = math.MinInt64
+			}
+		}
+		return nil
+	})
+	return heats, err
+}
+
+// number reads one, or -1 where the server has none.
+func number(c *resp.Conn) (int64, error) {
+	r, err := c.Reply()
+	if _, refused := errors.AsType[*resp.Error](err); refused || errors.Is(err, resp.ErrNil) || err == nil && r.Kind != ':' {
+		return -1, nil
+	}
+	return r.Int, err
+}
+
+// scan calls f with the objects' first values of a server, some at a time, until it reports false.
+func (t *Tier) scan(ctx context.Context, s *server, f func(names []string, keys []kv.Key) (more bool, _ error)) (more bool, _ error) {
 	cursor := "0"
 	for {
+		var names []string
 		var keys []kv.Key
 		err := s.do(ctx, s.lookups, 0, func(c *resp.Conn) error {
 			r, err := c.Do("SCAN", cursor, "MATCH", t.o.Prefix+"{*}", "COUNT", strconv.Itoa(scanCount))
@@ -199,11 +290,10 @@ func (t *Tier) listServer(ctx context.Context, s *server, seen map[kv.Key]bool, 
 			if len(r.List) != 2 || r.List[0].Kind != '$' {
 				return fmt.Errorf("%w: SCAN", resp.ErrProtocol)
 			}
-			cursor, keys = r.List[0].Text, nil
+			cursor, names, keys = r.List[0].Text, nil, nil
 			for _, name := range r.List[1].List {
-				if k, ok := t.keyOf(name.Text); ok && !seen[k] { // a scan may name one twice
-					seen[k] = true
-					keys = append(keys, k)
+				if k, ok := t.keyOf(name.Text); ok {
+					names, keys = append(names, name.Text), append(keys, k)
 				}
 			}
 			return nil
@@ -211,14 +301,8 @@ func (t *Tier) listServer(ctx context.Context, s *server, seen map[kv.Key]bool, 
 		if err != nil {
 			return false, err
 		}
-		all, err := t.find(ctx, keys)
-		if err != nil {
+		if more, err := f(names, keys); err != nil || !more {
 			return false, err
-		}
-		for i, found := range all {
-			if found.good && !f(keys[i], found.meta()) {
-				return false, nil
-			}
 		}
 		if cursor == "0" {
 			return true, nil

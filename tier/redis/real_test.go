@@ -66,6 +66,28 @@ func TestRealServer(t *testing.T) {
 	}
 }
 
+// TestRealHottest asks a real server (KVASIR_REDIS) and a real cluster (KVASIR_REDIS_CLUSTER) what is
+// hot, by both of a server's ways of counting.
+func TestRealHottest(t *testing.T) {
+	one, cluster := os.Getenv("KVASIR_REDIS"), os.Getenv("KVASIR_REDIS_CLUSTER")
+	if one == "" && cluster == "" {
+		t.Skip("neither KVASIR_REDIS nor KVASIR_REDIS_CLUSTER names a server")
+	}
+	for addr, o := range map[string]redis.Options{one: {Addrs: []string{one}}, cluster: {Addrs: []string{cluster}, Cluster: true}} {
+		if addr == "" {
+			continue
+		}
+		o.Prefix = fmt.Sprintf("hot-%d:", time.Now().UnixNano())
+		x := open(t, o)
+		eventually(t, "the server answers", func() bool { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) == nil })
+		keys := objects(t, x, 20)
+		seen := map[kv.Key]bool{}
+		if err := x.Hottest(t.Context(), 100, func(k kv.Key, m tier.Meta) bool { seen[k] = m.Len > 0; return true }); err != nil || len(seen) != len(keys) {
+			t.Errorf("%d of %d are named, %v", len(seen), len(keys), err)
+		}
+	}
+}
+
 // TestRealFailover ends a master of a real cluster (KVASIR_REDIS_CLUSTER) with SHUTDOWN.
 // Meanwhile nothing is wrong and nothing hangs, and afterwards all is there again, for
 // its replica had it.

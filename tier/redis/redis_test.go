@@ -496,3 +496,40 @@ func (l locked) Write(b []byte) (int, error) {
 	defer l.mu.Unlock()
 	return l.Buffer.Write(b)
 }
+
+// What was used last, or most often where the server counts that, is the hottest; one that does not
+// tell has objects all the same.
+func TestHottest(t *testing.T) {
+	f := newFake(t)
+	x := open(t, redis.Options{Addrs: []string{f.addr}, Stripe: 4 << 10})
+	keys := objects(t, x, 8)
+	f.set("others", []byte("theirs"))
+	place := func(name string) int { // of an object, by its name
+		return slices.IndexFunc(keys, func(k kv.Key) bool { return strings.Contains(name, k.Chunk.String()) })
+	}
+	for counts, heat := range map[string]func(i int) int{"IDLETIME": func(i int) int { return i * 5 % 8 }, "FREQ": func(i int) int { return 7 - i*5%8 }, "nothing": nil} {
+		f.misbehave(func(cmd []string, _ []byte, _ net.Conn) ([]byte, bool) {
+			switch {
+			case cmd[0] != "OBJECT":
+				return nil, false
+			case cmd[1] == counts:
+				return fmt.Appendf(nil, ":%d\r\n", heat(place(cmd[2]))), true
+			}
+			return []byte("-ERR An LFU maxmemory policy is not selected, access frequency not tracked.\r\n"), true
+		})
+		var got []int
+		if err := x.Hottest(t.Context(), 5, func(k kv.Key, m tier.Meta) bool {
+			got = append(got, slices.Index(keys, k))
+			return m.Len > 0
+		}); err != nil || len(got) != 5 {
+			t.Fatalf("%s: %v, %v", counts, got, err)
+		}
+		if want := []int{0, 5, 2, 7, 4}; heat != nil && !slices.Equal(got, want) { // i*5%8 is 0, 1, 2, 3, 4 there
+			t.Errorf("%s: %v, want %v", counts, got, want)
+		}
+	}
+	y := open(t, redis.Options{Addrs: []string{f.addr}, Layout: redis.RESP})
+	if err := y.Hottest(t.Context(), 4, nil); !errors.Is(err, tier.ErrNoList) {
+		t.Errorf("LMCache's names: %v", err)
+	}
+}

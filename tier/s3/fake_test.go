@@ -46,6 +46,8 @@ type fake struct {
 	heads   []http.Header
 	pages   int // objects of a page; 0 for 1,000
 
+	modified map[string]time.Time // of objects, where a test says so
+
 	// answer replaces the answer to a request where it returns true. It is called without
 	// the lock, with what the store would answer.
 	answer func(w http.ResponseWriter, r *http.Request, normal *httptest.ResponseRecorder) bool
@@ -56,7 +58,7 @@ type fake struct {
 func newFake(t *testing.T) *fake { return startFake(t, httptest.NewServer, "/bucket") }
 
 func startFake(t *testing.T, start func(http.Handler) *httptest.Server, root string) *fake {
-	f := &fake{t: t, objects: map[string]stored{}, uploads: map[string]map[int][]byte{}, metas: map[string]string{}}
+	f := &fake{t: t, objects: map[string]stored{}, uploads: map[string]map[int][]byte{}, metas: map[string]string{}, modified: map[string]time.Time{}}
 	f.Server = start(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, root) }))
 	f.url = f.URL + root
 	t.Cleanup(func() {
@@ -225,8 +227,9 @@ func rangeOf(r *http.Request) (from, to int, ok bool) {
 
 func (f *fake) list(w http.ResponseWriter, q url.Values) {
 	type content struct {
-		Key  string
-		Size int
+		Key          string
+		Size         int
+		LastModified string
 	}
 	page := struct {
 		XMLName               xml.Name `xml:"ListBucketResult"`
@@ -242,7 +245,7 @@ func (f *fake) list(w http.ResponseWriter, q url.Values) {
 			page.IsTruncated, page.NextContinuationToken = true, page.Contents[len(page.Contents)-1].Key
 			break
 		}
-		page.Contents = append(page.Contents, content{name, len(f.objects[name].data)})
+		page.Contents = append(page.Contents, content{name, len(f.objects[name].data), f.modified[name].UTC().Format("2006-01-02T15:04:05.000Z")})
 	}
 	text, _ := xml.Marshal(page)
 	_, _ = w.Write(text)

@@ -3,6 +3,7 @@ package s3
 import (
 	"context"
 	"fmt"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/aws"
 	"github.com/kvasir-kv/kvasir/internal/upstream"
@@ -15,14 +16,38 @@ type page struct {
 	IsTruncated           bool
 	NextContinuationToken string
 	Contents              []struct {
-		Key  string
-		Size int64
+		Key          string
+		Size         int64
+		LastModified time.Time
 	}
 }
 
 // List implements tier.Lister for the native layout: the names of LMCache's do not tell
 // the namespace. A HEAD for each object tells its checksum.
 func (t *Tier) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
+	return t.pages(ctx, func(p *page) (more bool, _ error) { return t.listPage(ctx, p, f) })
+}
+
+// Hottest implements tier.Ranking for the native layout: those written last. S3 does not tell what
+// was read.
+func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
+	hot := tier.NewHot(n)
+	err := t.pages(ctx, func(p *page) (more bool, _ error) {
+		for _, c := range p.Contents {
+			if k, ok := t.keyOf(c.Key); ok && c.Size > 0 {
+				hot.Add(k, c.LastModified.UnixMilli())
+			}
+		}
+		return true, nil
+	})
+	if err != nil {
+		return err
+	}
+	return hot.Each(ctx, t, f)
+}
+
+// pages calls f with each part of the list until it reports false.
+func (t *Tier) pages(ctx context.Context, f func(p *page) (more bool, _ error)) error {
 	if t.o.Layout != Native {
 		return tier.ErrNoList
 	}
@@ -39,7 +64,7 @@ func (t *Tier) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
 		if err != nil {
 			return err
 		}
-		if more, err := t.listPage(ctx, &p, f); err != nil || !more {
+		if more, err := f(&p); err != nil || !more {
 			return err
 		}
 		if !p.IsTruncated {

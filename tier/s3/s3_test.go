@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/aws"
 	"github.com/kvasir-kv/kvasir/internal/leaks"
@@ -452,5 +453,44 @@ func TestCallsEndWithTheirContext(t *testing.T) {
 			}
 		}
 		close(release)
+	}
+}
+
+// What was written last is the hottest, in all pages of the list, ours alone.
+func TestHottest(t *testing.T) {
+	f := newFake(t)
+	f.pages = 3
+	x := open(t, s3.Options{URL: f.url})
+	b, meta := tiertest.Object(1, 100)
+	for seed := range 10 {
+		write(t, x, tiertest.Key(seed), meta, b)
+	}
+	f.set("kvasir/notes", stored{[]byte("theirs"), ""})
+	names := f.names()
+	f.mu.Lock()
+	for i, name := range names {
+		f.modified[name] = time.Unix(int64(i*7%11), 0) // in another order than the names
+	}
+	f.mu.Unlock()
+	var got []kv.Key
+	if err := x.Hottest(t.Context(), 4, func(k kv.Key, m tier.Meta) bool {
+		if m != meta {
+			t.Errorf("%+v", m)
+		}
+		got = append(got, k)
+		return len(got) < 3
+	}); err != nil || len(got) != 3 {
+		t.Fatalf("%v, %v", got, err)
+	}
+	slices.SortFunc(names, func(a, b string) int { return f.modified[b].Compare(f.modified[a]) })
+	names = slices.DeleteFunc(names, func(name string) bool { return name == "kvasir/notes" })
+	for i, k := range got {
+		if !strings.HasSuffix(names[i], k.Chunk.String()) {
+			t.Errorf("place %d: %s, written last is %s", i, k, names[i])
+		}
+	}
+	y := open(t, s3.Options{URL: f.url, Layout: s3.LMCache})
+	if err := y.Hottest(t.Context(), 4, nil); !errors.Is(err, tier.ErrNoList) {
+		t.Errorf("LMCache's names: %v", err)
 	}
 }

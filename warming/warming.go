@@ -1,0 +1,103 @@
+// Package warming reads what is the hottest in a tier before anybody asks for it, bounded in
+// bytes and time.
+package warming
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+const (
+	reads  = 4                // at once
+	speaks = 10 * time.Second // between two lines in the log
+	names  = 1 << 16          // objects at most, about 10 MiB of names
+)
+
+// Options say how much is read.
+type Options struct {
+	Bytes   int64         // in all, at most
+	Time    time.Duration // that it takes, at most
+	Longest int64         // bytes of an object; longer ones are left out
+	Log     *slog.Logger
+}
+
+// Reader is who keeps what is read.
+type Reader interface {
+	// Hottest names objects, the hottest first.
+	Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error
+	// Warm reads an object, unless it is there. It reports false when there is no room. It ends soon
+	// after ctx.
+	Warm(ctx context.Context, k kv.Key, bytes int64) (room bool)
+	// Warmed is what was read so far.
+	Warmed() (objects, bytes uint64)
+}
+
+// Run reads until enough is read, all is, the time is over, there is no room, or ctx ends.
+func Run(ctx context.Context, r Reader, o Options) {
+	ctx, cancel := context.WithTimeout(ctx, o.Time)
+	defer cancel()
+	began := time.Now()
+	args := func() []any {
+		objects, bytes := r.Warmed()
+		return []any{"chunks", objects, "bytes", bytes, "took", time.Since(began).Round(time.Millisecond)}
+	}
+	o.Log.Info("reading what is hot in the tiers below", "bytes_at_most", o.Bytes, "time_at_most", o.Time)
+	todo := make(chan object)
+	var full atomic.Bool
+	var readers sync.WaitGroup
+	for range reads {
+		readers.Go(func() {
+			for x := range todo {
+				if !r.Warm(ctx, x.key, x.bytes) {
+					full.Store(true)
+				}
+			}
+		})
+	}
+	why, left, said := "all was read", o.Bytes, began
+	err := r.Hottest(ctx, names, func(k kv.Key, m tier.Meta) bool {
+		switch {
+		case full.Load():
+			why = "the pool is full"
+			return false
+		case m.NoSum || m.Len > o.Longest: // nobody could tell whether it is right, or it is none of ours
+			return true
+		case m.Len > left:
+			why = "enough was read"
+			return false
+		}
+		left -= m.Len
+		if time.Since(said) >= speaks {
+			said = time.Now()
+			o.Log.Info("still reading what is hot", args()...)
+		}
+		select {
+		case todo <- object{k, m.Len}:
+			return true
+		case <-ctx.Done():
+			return false
+		}
+	})
+	close(todo)
+	readers.Wait()
+	switch {
+	case ctx.Err() != nil:
+		o.Log.Info("read what was hot in the tiers below", append(args(), "ended", "the time is over")...)
+	case err != nil:
+		o.Log.Warn("what is hot in the tiers below is not known", append(args(), "err", err)...)
+	default:
+		o.Log.Info("read what was hot in the tiers below", append(args(), "ended", why)...)
+	}
+}
+
+// object is one to be read.
+type object struct {
+	key   kv.Key
+	bytes int64
+}
