@@ -3,7 +3,6 @@ package relay_test
 import (
 	"fmt"
 	"testing"
-	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/relay"
@@ -106,9 +105,15 @@ func TestPrefixThatDoesNotFit(t *testing.T) {
 	f("^A:9", 41, 42, 43, 44, 45)
 	w.restart("e1")
 	eventually(t, "the relay notices", func() bool { return w.relay.Stats().Dropped > 0 })
-	time.Sleep(150 * time.Millisecond)
-	w.source()
-	f("^A:3", 41, 42, 43, 44, 45)
+	// It notices twice, by the registry and by the connection that broke: a pull in between fails.
+	own := []int{11, 12, 13, 14, 15}
+	eventually(t, "P is pulled from in its new life", func() bool {
+		n++
+		id := fmt.Sprint("T", n)
+		w.sender.Offer("p"+id, id, [][]int{own})
+		return w.pull(id+"^A:3", []int{41, 42, 43, 44, 45}) == nil
+	})
+	w.check(0, []int{41, 42, 43, 44, 45}, own)
 	if s := w.relay.Stats(); s.PrefixBytes != 0 {
 		t.Fatalf("%+v", s)
 	}

@@ -19,7 +19,9 @@ const patience = 30 * time.Second
 func Main(m *testing.M) { Exit(m, func() error { return nil }) }
 
 // Exit is Main that also waits until left answers nil.
-func Exit(m *testing.M, left func() error) {
+func Exit(m *testing.M, left func() error) { exit(m, patience, left) }
+
+func exit(m *testing.M, patience time.Duration, left func() error) {
 	code := m.Run()
 	if code == 0 {
 		err := errors.Join(goleak.Find(), left())
