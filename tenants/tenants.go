@@ -148,14 +148,11 @@ func (t *Table) Stage(slot uint32, space kv.Namespace) {
 
 // Add notes that a slot became resident: see evict.Policy.
 func (t *Table) Add(slot uint32, space kv.Namespace, id, parent uint64) {
-	if !t.Any() {
-		t.common.Add(slot, id, parent, t.bytes(slot))
-		return
-	}
-	if t.at(slot).of == nil {
-		t.Stage(slot, space)
-	}
 	p := t.at(slot)
+	if p.of == nil && t.Any() {
+		t.Stage(slot, space)
+		p = t.at(slot)
+	}
 	if p.of == nil {
 		t.common.Add(slot, id, parent, t.bytes(slot))
 		return

@@ -109,3 +109,28 @@ func TestWithoutQuotasNothingIsAllocated(t *testing.T) {
 		t.Errorf("%v allocations", n)
 	}
 }
+
+// A slot that is committed after its tenant's quota was dropped, and before it is released, is in
+// the common policy once.
+func TestCommitBetweenDropAndRelease(t *testing.T) {
+	f := func(quotas ...int64) {
+		t.Helper()
+		tab, _ := table(quotas...)
+		tab.Stage(5, kv.Namespace{1})
+		d, ok := tab.DropQuota("a")
+		if !ok {
+			t.Fatal("no quota")
+		}
+		tab.Add(5, kv.Namespace{1}, 1, 0)
+		tab.Release(d, 5, true, 1, 0)
+		seen := 0
+		tab.Ascend(func(slot uint32) bool { seen++; return seen < 10 })
+		tab.Remove(5, false)
+		slot, left, _ := tab.Victim()
+		if seen != 1 || left {
+			t.Errorf("%d quotas: the slot is there %d times, after its removal slot %d is (%v)", len(quotas), seen, slot, left)
+		}
+	}
+	f(100)      // the last quota
+	f(100, 100) // others are left
+}
