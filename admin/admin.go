@@ -74,6 +74,14 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
 	metrics.Add(reg, func() tenantStats { return statsOf(tenantsOf(s.Store())) })
 	handleQuotas(mux, guard, s.Store())
+	handleObjects(mux, guard, s)
+	mux.Handle("GET /config", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		flags := o.Flags
+		if flags == nil {
+			flags = map[string]string{}
+		}
+		writeJSON(w, http.StatusOK, flags)
+	})))
 	mux.Handle("GET /metrics", reg.Handler())
 	if o.Profiles {
 		for path, h := range map[string]http.HandlerFunc{

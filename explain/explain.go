@@ -166,9 +166,12 @@ func withSalt(salt string) string {
 // Asked is who asked: a model's name and a salt.
 type Asked struct{ Model, Salt []byte }
 
-// Ended counts why a lookup found no more than it did, and remembers it. Where of is nil, who
+// Ended counts why a lookup found no more than it did, and remembers it; nothing of one that found all. Where of is nil, who
 // asked is known by the namespace of what was searched for.
 func (b *Book) Ended(request []byte, of *Asked, got *store.LookupResult) {
+	if got.Why == miss.None {
+		return
+	}
 	c := b.chunkTokens
 	e := miss.Ended{
 		At: time.Now(), Request: string(request), Asked: got.Asked * c, Hit: got.Hit * c, Why: got.Why,

@@ -2,6 +2,7 @@ package miss
 
 import (
 	"encoding/binary"
+	"slices"
 
 	"github.com/kvasir-kv/kvasir/internal/growing"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -73,4 +74,39 @@ func (c *Chunks) Each(h *kv.Hash, yield func(slot uint32) bool) {
 	}
 	for s := *c.heads.At(at); s != 0 && yield(s-1); s = c.links.At(int(s - 1)).next {
 	}
+}
+
+const (
+	maxOthers    = 8   // names that are told
+	maxLookedFor = 512 // slots that are looked at for them
+)
+
+// Of returns the keys of slots that have a chunk's hash; 512 slots are looked at, at most.
+func (c *Chunks) Of(h *kv.Hash, keyOf func(slot uint32) kv.Key) (out []kv.Key) {
+	left := maxLookedFor
+	c.Each(h, func(slot uint32) bool {
+		if k := keyOf(slot); k.Chunk == *h {
+			out = append(out, k)
+		}
+		left--
+		return left > 0
+	})
+	return out
+}
+
+// Others looks for the chunk of k, which is not known, under other names: a few. Where window is
+// set and other groups of the same shard have it, the store left out what no hit could load.
+func (c *Chunks) Others(k *kv.Key, window bool, keyOf func(slot uint32) kv.Key) (why Reason, others []kv.Key) {
+	for _, other := range c.Of(&k.Chunk, keyOf) {
+		same := other.Namespace == k.Namespace && other.Rank == k.Rank
+		switch {
+		case same && window:
+			return Window, nil
+		case !same && len(others) < maxOthers && !slices.ContainsFunc(others, func(o kv.Key) bool {
+			return o.Namespace == other.Namespace && o.Rank == other.Rank
+		}):
+			others = append(others, other)
+		}
+	}
+	return NeverStored, others
 }

@@ -299,9 +299,7 @@ func (s *Server) recordLookup(request []byte, of *explain.Asked, counts *tally.C
 	if got.Hit > 0 {
 		s.n.hits.Add(1)
 	}
-	if got.Why != miss.None {
-		s.ended.Ended(request, of, &got)
-	}
+	s.ended.Ended(request, of, &got)
 	if got.Why.IsBelow() {
 		s.n.tierMisses.add(s.opts.Tiers, got.Tier, got.Why)
 	}

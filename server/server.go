@@ -24,6 +24,7 @@ import (
 	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/internal/held"
 	"github.com/kvasir-kv/kvasir/internal/paced"
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lent"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/p2p"
@@ -136,6 +137,9 @@ func (s *Server) Run(ctx context.Context) {
 
 // Publisher is the one that tells KV events on sockets of its own; nil for none.
 func (s *Server) Publisher() *events.Publisher { return s.opts.Publisher }
+
+// NameOf returns the model and the salt of a namespace; false where nobody has named it since the start.
+func (s *Server) NameOf(ns kv.Namespace) (tier.Name, bool) { return s.names.Of(ns) }
 
 // Tick does once what Run does every second: expiry of pins and holds, dropping
 // of dead and silent workers, removal of what dead engines left.

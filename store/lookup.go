@@ -2,7 +2,6 @@ package store
 
 import (
 	"context"
-	"slices"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -145,7 +144,7 @@ func (s *Store) whyEndsLocked(out *LookupResult, sh objects.Shard, hashes []kv.H
 					out.Shard, out.Gone = shard, s.whyLocked(k, st)
 					out.Why = out.Gone.Why
 					if out.Why == miss.NeverStored {
-						out.Why, out.Others = s.othersLocked(k, !sh.Groups.Full(g))
+						out.Why, out.Others = s.mu.chunks.Others(k, !sh.Groups.Full(g), s.keyOfLocked)
 					}
 					return
 				}
@@ -157,34 +156,8 @@ func (s *Store) whyEndsLocked(out *LookupResult, sh objects.Shard, hashes []kv.H
 	}
 }
 
-const (
-	maxOthers    = 8   // names that are told
-	maxLookedFor = 512 // slots that are looked at for them
-)
-
-// othersLocked looks for the chunk of k, which is not known, under other names. Where window is
-// set and other groups of the same shard have it, the store left out what no hit could load.
-func (s *Store) othersLocked(k *kv.Key, window bool) (why miss.Reason, others []kv.Key) {
-	why = miss.NeverStored
-	left := maxLookedFor
-	s.mu.chunks.Each(&k.Chunk, func(slot uint32) bool {
-		other := s.mu.pool.KeyOf(pool.Slot(slot))
-		same := other.Namespace == k.Namespace && other.Rank == k.Rank
-		switch {
-		case other.Chunk != k.Chunk:
-		case same && window:
-			why, others = miss.Window, nil
-			return false
-		case !same && len(others) < maxOthers && !slices.ContainsFunc(others, func(o kv.Key) bool {
-			return o.Namespace == other.Namespace && o.Rank == other.Rank
-		}):
-			others = append(others, other)
-		}
-		left--
-		return left > 0
-	})
-	return why, others
-}
+// keyOfLocked is for the index by chunk hashes.
+func (s *Store) keyOfLocked(slot uint32) kv.Key { return s.mu.pool.KeyOf(pool.Slot(slot)) }
 
 // whyLocked says why the object under k, found in state st, is not served.
 func (s *Store) whyLocked(k *kv.Key, st pool.State) miss.Gone {

@@ -1,0 +1,69 @@
+package store
+
+import (
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+// Object is a resident object.
+type Object struct {
+	Key   kv.Key
+	Bytes int64
+}
+
+// Objects appends some resident objects to dst until it has most of them, from slot from on; 0 begins.
+// more is false when no slot is left, else next is where to go on. Others have the lock between two calls.
+func (s *Store) Objects(from int, dst []Object, most int) (_ []Object, next int, more bool) {
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed {
+		return dst, 0, false
+	}
+	end := s.mu.pool.Slots()
+	for next = max(from, 0); next < min(end, max(from, 0)+batch) && len(dst) < most; next++ {
+		if slot := pool.Slot(next); s.mu.pool.StateOf(slot) == pool.Resident {
+			dst = append(dst, Object{s.mu.pool.KeyOf(slot), s.mu.pool.Length(slot)})
+		}
+	}
+	return dst, next, next < end
+}
+
+// OfChunk returns the resident objects that have a chunk's hash, whatever they are of; 512 slots
+// are looked at, at most.
+func (s *Store) OfChunk(h kv.Hash) []kv.Key {
+	s.lock()
+	defer s.unlock()
+	return s.mu.chunks.Of(&h, s.keyOfLocked)
+}
+
+// Drop drops objects that nothing pins or holds, and skips those that something does. What is
+// not resident counts as neither.
+func (s *Store) Drop(keys []kv.Key) (dropped, skipped int) {
+	for from := 0; from < len(keys); from += dropBatch {
+		d, k := s.dropThese(keys[from:min(from+dropBatch, len(keys))])
+		dropped, skipped = dropped+d, skipped+k
+	}
+	return dropped, skipped
+}
+
+func (s *Store) dropThese(keys []kv.Key) (dropped, skipped int) {
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed {
+		return 0, 0
+	}
+	for i := range keys {
+		slot, st := s.mu.pool.Find(&keys[i])
+		switch {
+		case st != pool.Resident:
+		case s.evictableLocked(slot):
+			s.dropLocked(slot, miss.Cleared)
+			dropped++
+		default:
+			skipped++
+		}
+	}
+	s.mu.n.Cleared += uint64(dropped)
+	return dropped, skipped
+}
