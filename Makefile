@@ -6,9 +6,10 @@ SOAK ?= 500
 CAP ?= 1
 MUTANTS ?= 300
 SEED ?= 1
+PICTURES ?=
 MUTATED ?= ./store ./pool ./lease ./lmcache ./server
 
-.PHONY: have-go help build demo test check interop interop-vllm bench soak fuzz mutants fmt
+.PHONY: have-go help build demo test check interop interop-vllm bench soak fuzz mutants page fmt
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -44,6 +45,9 @@ soak: have-go ## kill processes that write to a disk, and cut the power: SOAK of
 	SOAK=$(SOAK) CGO_ENABLED=0 $(GO) test -count=1 -timeout 3600s -run 'TestSoak|TestCrashes' ./tier/disk
 	CAP=$(CAP) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 3600s -run TestCap ./tier/disk
 	KVASIR_SOAK=60 CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 600s -run TestSoakOverload ./proxy
+
+page: have-go ## click through the admin page in headless Chromium; PICTURES=FOLDER keeps what was seen
+	KVASIR_PICTURES=$(abspath $(PICTURES)) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 600s -run TestPageInABrowser ./admin
 
 fuzz: ## fuzz a rotating share of the decoders, FUZZTIME seconds in all
 	scripts/fuzz.sh $(FUZZTIME)

@@ -39,6 +39,7 @@ var layers = map[string]int{
 	"internal/statefile":           -1,
 	"internal/settings":            1,
 	"internal/together":            -1,
+	"internal/slowlog":             -1,
 	"internal/topview":             8,
 	"internal/upstream":            -1,
 	"internal/otlp":                -1,

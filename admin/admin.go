@@ -24,8 +24,8 @@ type Options struct {
 	Parts      *Parts            // what runs beside the server in this process; nil: nothing
 }
 
-// Handler answers GET / /healthcheck /healthz /status /explain /version /metrics and POST
-// /cache/clear. Probes and metrics answer under any name of the host: they tell
+// Handler answers GET / /live /healthcheck /healthz /status /explain /version /metrics and
+// POST /cache/clear. Probes and metrics answer under any name of the host: they tell
 // nothing that a web page could use.
 func Handler(s *server.Server, o Options) http.Handler {
 	version := s.Version()
@@ -54,9 +54,8 @@ func Handler(s *server.Server, o Options) http.Handler {
 	}
 	guard := httpguard.Guard{AllowHosts: o.AllowHosts}
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
-		writeJSON(w, http.StatusOK, map[string]string{"status": "ok", "service": "Kvasir HTTP API"})
-	})
+	mux.Handle("GET /{$}", page(guard))
+	mux.Handle("GET /live", guard.Handler(&live{server: s, parts: o.Parts}))
 	health := func(w http.ResponseWriter, _ *http.Request) {
 		if why := s.Unhealthy(); len(why) > 0 {
 			writeJSON(w, http.StatusServiceUnavailable, map[string]string{"status": "unhealthy", "reason": strings.Join(why, "; ")})
@@ -69,7 +68,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.Handle("GET /status", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		writeJSON(w, http.StatusOK, Status{s.Status(), o.Flags, o.Parts.figures(), tenantsOf(s.Store())})
 	})))
-	mux.Handle("GET /explain", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { explain(s, w, r) })))
+	mux.Handle("GET /explain", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { explainLookups(s, w, r) })))
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
 	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
 	metrics.Add(reg, func() tenantStats { return statsOf(tenantsOf(s.Store())) })
@@ -105,8 +104,8 @@ type Status struct {
 // maxExplained bounds the lookups of one answer, and defaultExplained is their number.
 const maxExplained, defaultExplained = 4096, 20
 
-// explain says why lookups found no more: of ?request_id=, else the last ones, ?limit= of them.
-func explain(s *server.Server, w http.ResponseWriter, r *http.Request) {
+// explainLookups says why lookups found no more: of ?request_id=, else the last ones, ?limit= of them.
+func explainLookups(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	q := r.URL.Query()
 	most := defaultExplained
 	if text := q.Get("limit"); text != "" {

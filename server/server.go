@@ -24,10 +24,12 @@ import (
 	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/internal/held"
 	"github.com/kvasir-kv/kvasir/internal/paced"
+	"github.com/kvasir-kv/kvasir/internal/slowlog"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lent"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/p2p"
+	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/tally"
 	"github.com/kvasir-kv/kvasir/tier"
@@ -63,6 +65,7 @@ type Server struct {
 	turnedAway explain.Refusals
 	names      *tier.Names   // of the namespaces that were transferred
 	ended      *explain.Book // lookups that found less than they asked for
+	slow       *slowlog.Log
 	tally      *tally.Tally
 	complete   bool // every worker of the earlier server was taken over; set by New
 }
@@ -79,7 +82,7 @@ func New(st *store.Store, o Options) *Server {
 	if s.names == nil {
 		s.names = tier.NewNames()
 	}
-	s.ended, s.tally = explain.New(s.names, o.ChunkTokens), tally.New()
+	s.ended, s.tally, s.slow = explain.New(s.names, o.ChunkTokens), tally.New(), slowlog.New(time.Millisecond)
 	s.n.init()
 	s.registry = workers.NewRegistry(o.MaxInstances)
 	s.saving = paced.New(noteEvery, s.writeNote)
@@ -87,12 +90,16 @@ func New(st *store.Store, o Options) *Server {
 	s.recallSizes()
 	s.restore()
 	s.logTrust()
-	ro := zmtp.RouterOptions{Log: o.Log, HeartbeatInterval: 30 * time.Second, Identify: s.identify, Share: shareOf, OnDisconnect: s.departed}
-	ro.GiveWay = true
-	ro.Large, ro.LargeBytes = s.mayPickle, plainFrame
+	ro := zmtp.RouterOptions{Log: o.Log, HeartbeatInterval: 30 * time.Second, Identify: s.identify, Share: shareOf, OnDisconnect: s.departed, GiveWay: true, Large: s.mayPickle, LargeBytes: plainFrame}
 	o.routerLimits(&ro)
 	s.router = zmtp.NewRouter(s.serve, ro)
 	return s
+}
+
+// Look returns what lies where in the pool, in so many cells, and the slowest requests of ten minutes
+// that took at least a millisecond from their last byte to their answer; waits for pending lookups are not in it.
+func (s *Server) Look(cells int) (pool.Map, []slowlog.Request) {
+	return s.store.Map(cells, 0), s.slow.Latest(time.Now())
 }
 
 // Listen binds a ZMQ endpoint (tcp://host:port, ipc:///path) and serves it until
@@ -270,11 +277,9 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 		s.refuse(lmcache.OpUnknown, errUID)
 		return nil
 	}
-	began := time.Now()
-	sc.frames = [3][]byte{m[0], m[1]}
-	sc.out, sc.silent = sc.out[:0], false
+	began, op, asked := time.Now(), lmcache.OpUnknown, lmcache.Request(nil)
+	sc.frames, sc.out, sc.silent = [3][]byte{m[0], m[1]}, sc.out[:0], false
 	sc.conn = sc.caller().connection()
-	op := lmcache.OpUnknown
 	err := s.contain(op, func() (err error) {
 		op, err = s.read(sc, m)
 		return err
@@ -286,13 +291,14 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 			if err != nil {
 				return err
 			}
+			asked = r
 			return s.handle(sc, r)
 		})
 	}
 	if errors.Is(err, errHeld) {
 		return nil
 	}
-	defer func() { s.n.timeOf(op).Took(time.Since(began)) }()
+	defer func() { s.n.timeOf(op).Took(time.Since(began)); s.slow.Note(op, lmcache.RequestID(asked), began) }()
 	if err != nil {
 		ok := s.decline(sc, op, err)
 		s.refuse(op, err)

@@ -51,10 +51,7 @@ const maxSamples = 30
 func (r *recently) add(now time.Time, n summary) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if len(r.ring) == maxSamples {
-		r.ring = append(r.ring[:0], r.ring[1:]...)
-	}
-	r.ring = append(r.ring, sample{now, n})
+	r.ring = append(r.ring[max(0, len(r.ring)+1-maxSamples):], sample{now, n})
 }
 
 // since returns the oldest sample, that of the start while there is none.

@@ -119,7 +119,7 @@ func (s *Screen) head(width int, note string, at time.Time) []string {
 	}
 	p, l, r := &st.Pool, &st.Lookup, &st.Recent
 	lines = append(lines,
-		fmt.Sprintf("pool      [%s] %5.1f %% of %s, %s chunks, %s evicted", bar(p.UsageRatio, 20), 100*p.UsageRatio, kv.FormatBytes(p.TotalBytes), Thousands(uint64(p.ResidentChunks)), Thousands(p.EvictedChunks)),
+		fmt.Sprintf("pool      [%s] %5.1f %% of %s, %s chunks, %s evicted", bar(p.UsageRatio, 12), 100*p.UsageRatio, kv.FormatBytes(p.TotalBytes), Thousands(uint64(p.ResidentChunks)), Thousands(p.EvictedChunks)),
 		fmt.Sprintf("hits      now %s   last %v %s   since the start %s of tokens", percent(s.now.hitRate(s.before)),
 			time.Duration(r.Seconds*float64(time.Second)).Round(time.Second), share2(r.HitTokens, r.AskedTokens), share2(l.HitTokens, l.AskedTokens)),
 		fmt.Sprintf("requests  lookups %s   sessions %d   transfers %d   workers %d", s.perSecond(func(s *Snapshot) float64 { return float64(s.Status.Lookup.Lookups) }), st.Sessions, p.Transfers, len(st.Workers)),
@@ -182,12 +182,12 @@ func (s *Screen) workers() (out block) {
 
 // parts are what runs in the process of the server.
 func (s *Screen) parts() (out block) {
-	out.title = "in the same process"
+	out.title = "in the same process: P→D, registry, proxy"
 	parts := s.now.Status.Parts
 	if m := parts["relay"]; m != nil {
-		out.rows = append(out.rows, fmt.Sprintf("  relay     P→D: %.0f pulled (%s), %.0f from P, %.0f from memory, %.0f failed, keeps %s",
+		out.rows = append(out.rows, fmt.Sprintf("  relay     %.0f pulled (%s), %.0f served from P, %.0f from memory, %.0f failed",
 			m["kvasir_relay_pulled_total"], kv.FormatBytes(int64(m["kvasir_relay_pulled_bytes_total"])), m[`kvasir_relay_served_total{from="p"}`], m[`kvasir_relay_served_total{from="memory"}`],
-			m["kvasir_relay_failed_total"], kv.FormatBytes(int64(m["kvasir_relay_kept_bytes"]))))
+			m["kvasir_relay_failed_total"]))
 	}
 	if m := parts["bootstrap"]; m != nil {
 		out.rows = append(out.rows, fmt.Sprintf("  registry  %.0f engines (%.0f shown), %.0f workers, %.0f queries", m["kvasir_bootstrap_engines"], m["kvasir_bootstrap_engines_shown"], m["kvasir_bootstrap_workers"], m["kvasir_bootstrap_queries_total"]))

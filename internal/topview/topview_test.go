@@ -105,7 +105,7 @@ func see(t *testing.T, f *fake, width, height int) []string {
 func TestRates(t *testing.T) {
 	got := strings.Join(see(t, &fake{many: 1, model: "m"}, 120, 0), "\n")
 	for _, want := range []string{
-		"kvasir v1  http://h:1  process 7  up 1m1s", "note\nhealthy\n", "[##########..........]  50.0 % of 4 GiB, 12,345 chunks",
+		"kvasir v1  http://h:1  process 7  up 1m1s", "note\nhealthy\n", "[######......]  50.0 % of 4 GiB, 12,345 chunks",
 		"now 75.0 %   last 1m1s 50.0 %   since the start 75.0 % of tokens", "lookups 5.0/s", "GB/s      stored 0.50   retrieved 1.00   from tiers 0.00",
 		"hit rate   ▇", "  never stored                        3          6", "  evicted                             0          5",
 		"  lookup                              100      ≤ 1ms     ≤ 10ms", "refused: its pool is", "12 pulled (0 B)", "4 from memory", "1 of 2 engines well", "  - m",

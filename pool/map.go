@@ -1,0 +1,68 @@
+package pool
+
+import "cmp"
+
+// Map is what lies where in the pool: the pool's bytes in cells of one size, and in each the
+// bytes that are resident, staged, and of slots that wait for a worker that is gone. The
+// rest of a cell is free.
+type Map struct {
+	CellBytes   int64   `json:"cell_bytes"`
+	Resident    []int64 `json:"resident"`
+	Staged      []int64 `json:"staged"`
+	Quarantined []int64 `json:"quarantined"`
+	Sampled     bool    `json:"sampled"` // one slot in several was looked at, and stands for the others
+
+	bytes int64 // of the pool
+	most  int   // slots to look at
+	next  int   // slot
+}
+
+// Limits of a Map.
+const (
+	maxMapCells = 4096
+	maxMapped   = 1 << 17 // slots that are looked at by default
+)
+
+// NewMap returns the Map of a pool of so many bytes, in at most so many cells, of at least
+// 4,096 bytes. It has nothing before AddSome. most is how many slots are looked at, 0 for the default.
+func NewMap(bytes int64, cells, most int) Map {
+	parts := int64(min(max(cells, 1), maxMapCells))
+	cell := max((bytes+parts-1)/parts, 4096)
+	n := int((bytes + cell - 1) / cell)
+	return Map{
+		CellBytes: cell, Resident: make([]int64, n), Staged: make([]int64, n), Quarantined: make([]int64, n),
+		bytes: bytes, most: cmp.Or(most, maxMapped),
+	}
+}
+
+// AddSome looks at so many slots of p, and reports whether there are more.
+func (m *Map) AddSome(p *Pool, n int) (more bool) {
+	slots := p.Slots()
+	step := max(1, (slots+m.most-1)/m.most)
+	m.Sampled = m.Sampled || step > 1
+	for end := min(slots, m.next+n*step); m.next < end; m.next += step {
+		slot, of := Slot(m.next), m.Resident
+		switch p.StateOf(slot) {
+		case Resident:
+		case Staged:
+			of = m.Staged
+		case Condemned:
+			of = m.Quarantined
+		default:
+			continue
+		}
+		m.add(of, p.Offset(slot), p.Round(p.Length(slot)), int64(step))
+	}
+	return m.next < slots
+}
+
+// add adds times the n bytes at off to the cells that have them, and never more to one than
+// it has: samples may add up to that.
+func (m *Map) add(of []int64, off, n, times int64) {
+	for n > 0 {
+		i := off / m.CellBytes
+		part := min(n, (i+1)*m.CellBytes-off)
+		of[i] = min(of[i]+part*times, m.CellBytes, m.bytes-i*m.CellBytes)
+		off, n = off+part, n-part
+	}
+}
