@@ -13,7 +13,7 @@ mkfifo "$work/end" # stores serve until nobody has it open
 start_store() {
 	local name=$1
 	shift
-	"$work/store" "$@" <"$work/end" >"$work/$name.addr" 2>"$work/$name.log" &
+	"$work/store" "$@" 8>&- <"$work/end" >"$work/$name.addr" 2>"$work/$name.log" &
 	exec 8>"$work/end"
 	for _ in $(seq 300); do
 		[ ! -s "$work/$name.addr" ] || break
