@@ -229,6 +229,7 @@ func TestHelp(t *testing.T) {
 }
 
 func TestDemo(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir()) // for its report
 	code, stdout, stderr := run(t, "demo", "--requests", "40", "--l1-size-gb", "0.005", "--chunk-kib", "64")
 	if code != 0 || !strings.Contains(stdout, "wrong bytes") || !strings.Contains(stderr, "40 of 40 requests") {
 		t.Errorf("exit %d:\n%s\n%s", code, stdout, stderr)
