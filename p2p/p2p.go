@@ -32,8 +32,9 @@ const (
 type Keys func(*lmcache.ObjectKey) (kv.Key, bool)
 
 // Tasks are the lookups whose objects are not all unlocked, or whose results nobody asked
-// for yet; beyond 1,024, and a million keys, the oldest is forgotten and its objects are
-// unlocked. Methods are safe for concurrent use.
+// for yet. Beyond 1,024 the oldest of the peer with the most is forgotten, beyond a million
+// keys that of the peer with the most keys, and its objects are unlocked: no peer ends another's
+// locks by asking often. Methods are safe for concurrent use.
 type Tasks struct {
 	store *store.Store
 	mu    struct { // a leaf
@@ -106,13 +107,34 @@ func (t *Tasks) add(k *task) (forgotten []*store.Loan) {
 	t.mu.last++
 	t.mu.tasks = append(t.mu.tasks, k)
 	t.mu.keys += k.keys
-	for len(t.mu.tasks) > 1 && (len(t.mu.tasks) > maxTasks || t.mu.keys > maxKeys || time.Since(t.mu.tasks[0].began) >= Life) {
-		if loan := t.mu.tasks[0].loan; loan != nil {
+	for len(t.mu.tasks) > 1 {
+		i := 0
+		switch {
+		case time.Since(t.mu.tasks[0].began) >= Life:
+		case len(t.mu.tasks) > maxTasks:
+			i = t.oldestOfMostLocked(func(*task) int { return 1 })
+		case t.mu.keys > maxKeys:
+			i = t.oldestOfMostLocked(func(k *task) int { return k.keys })
+		default:
+			return forgotten
+		}
+		if loan := t.mu.tasks[i].loan; loan != nil {
 			forgotten = append(forgotten, loan)
 		}
-		t.removeLocked(0)
+		t.removeLocked(i)
 	}
 	return forgotten
+}
+
+// oldestOfMostLocked returns the oldest task of the peer whose tasks cost most together; of
+// equal peers the one with the oldest.
+func (t *Tasks) oldestOfMostLocked(cost func(*task) int) (at int) {
+	sums, most := make(map[string]int), 0
+	for _, k := range t.mu.tasks {
+		sums[k.by] += cost(k)
+		most = max(most, sums[k.by])
+	}
+	return slices.IndexFunc(t.mu.tasks, func(k *task) bool { return sums[k.by] == most })
 }
 
 func (t *Tasks) removeLocked(i int) {

@@ -191,3 +191,29 @@ func TestOldestIsForgotten(t *testing.T) {
 		t.Errorf("%d hold something, %d objects may go", got.Transfers, got.EvictableObjs)
 	}
 }
+
+// A peer that asks often, or for much, loses its own lookups, not the locks of another.
+func TestAPeerEndsNoLocksOfAnother(t *testing.T) {
+	f := func(lookups int, of []lmcache.ObjectKey) {
+		t.Helper()
+		n := newNode(t, 2)
+		defer n.close()
+		n.fill(1)
+		reads := n.Lookup("b", names(1), n.find)
+		first := n.Lookup("a", of, n.find)
+		for range lookups {
+			n.Lookup("a", of, n.find)
+		}
+		if held, ok := n.has("b", reads); !ok || !slices.Equal(held, []bool{true}) {
+			t.Errorf("after %d lookups of another peer: %v, %v", lookups, held, ok)
+		}
+		if got := n.store.Stats(); got.Transfers != 1 {
+			t.Errorf("%d lookups hold something, want b's", got.Transfers)
+		}
+		if _, ok := n.has("a", first); ok {
+			t.Error("nothing was forgotten")
+		}
+	}
+	f(1024, nil)
+	f(20, make([]lmcache.ObjectKey, lmcache.MaxObjectKeys))
+}
