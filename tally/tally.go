@@ -59,6 +59,9 @@ type load struct {
 	worker      int64
 }
 
+// others are the workers that have no place of their own.
+var others = load{Other, Other, -1}
+
 // New returns a Tally with the figures of the empty names and of Other, so that all series are
 // there from the start.
 func New() *Tally {
@@ -120,7 +123,7 @@ func (t *Tally) Loaded(model string, salt []byte, worker int64, chunks int) {
 	k := load{model, string(salt), worker}
 	n := t.mu.loads[k]
 	if n == nil && (len(t.mu.loads) >= MaxLoads || !utf8.ValidString(model) || !utf8.Valid(salt)) {
-		k = load{Other, Other, -1}
+		k = others
 		n = t.mu.loads[k]
 	}
 	if n == nil {
@@ -175,7 +178,7 @@ func (t *Tally) Stats() Stats {
 	}
 	for l, n := range t.mu.loads {
 		worker := strconv.FormatInt(l.worker, 10)
-		if l.model == Other {
+		if l == others {
 			worker = Other
 		}
 		out.Loaded[[3]string{l.model, l.salt, worker}] = n.Load()

@@ -52,6 +52,17 @@ func TestNamesAreBounded(t *testing.T) {
 	}
 }
 
+// A model that is called as what has no place keeps the figures of each of its workers.
+func TestAModelCalledOther(t *testing.T) {
+	c := tally.New()
+	c.Loaded(tally.Other, nil, 1, 2)
+	c.Loaded(tally.Other, nil, 2, 3)
+	got := c.Stats().Loaded
+	if got[[3]string{tally.Other, "", "1"}] != 2 || got[[3]string{tally.Other, "", "2"}] != 3 {
+		t.Errorf("%v", got)
+	}
+}
+
 // Transfers are counted by who copies.
 func TestTransfers(t *testing.T) {
 	var n tally.Transfers
