@@ -5,6 +5,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/pool"
 )
@@ -94,7 +95,7 @@ func (s *Store) findColumns(sh objects.Shard, hashes []kv.Hash, f *found) bool {
 				continue
 			}
 			sh.Key(&k, row%sh.World, group, hashes[f.limit])
-			slot, ok := s.seekLocked(&k, f)
+			slot, ok := s.seekLocked(&k, sh.Groups.Bytes(group), f)
 			if !ok {
 				f.slots = f.slots[:f.limit*f.rows]
 				return false
@@ -124,7 +125,7 @@ func (s *Store) findWindowColumns(sh objects.Shard, hashes []kv.Hash, f *found, 
 		for row := range f.rows {
 			if group := row / sh.World; !sh.Groups.Full(group) {
 				sh.Key(&k, row%sh.World, group, hashes[c])
-				if slot, ok := s.seekLocked(&k, f); ok {
+				if slot, ok := s.seekLocked(&k, sh.Groups.Bytes(group), f); ok {
 					f.slots[c*f.rows+row] = uint32(slot)
 				}
 			}
@@ -133,13 +134,24 @@ func (s *Store) findWindowColumns(sh objects.Shard, hashes []kv.Hash, f *found, 
 }
 
 // seekLocked returns the slot that is resident under k, and notes when it may not be
-// served yet.
-func (s *Store) seekLocked(k *kv.Key, f *found) (pool.Slot, bool) {
+// served yet. What was warmed and has not n bytes is not served: nobody knew how long it has to
+// be. It goes unless something keeps it.
+func (s *Store) seekLocked(k *kv.Key, n int64, f *found) (pool.Slot, bool) {
 	slot, ready, ok := s.servableLocked(k)
+	misfit := ok && s.misfitLocked(slot, n)
+	if misfit && s.evictableLocked(slot) {
+		s.dropLocked(slot, miss.BelowCorrupt)
+	}
+	ok = ok && (!misfit || !ready) // what is on its way is looked for again
 	if ok && !ready {
 		f.unready = true
 	}
 	return slot, ok && (ready || !f.readyOnly)
+}
+
+// misfitLocked reports whether a slot was warmed and has another length than n.
+func (s *Store) misfitLocked(slot pool.Slot, n int64) bool {
+	return s.mu.warmed.Has(uint32(slot)) && s.mu.pool.Length(slot) != n
 }
 
 // residentLocked returns the slot that is resident under k and may be served.
@@ -199,7 +211,7 @@ func (s *Store) pinColumns(sh objects.Shard, hashes []kv.Hash, f *found, l *leas
 				if changed {
 					sh.Key(&k, shard, group, hashes[c])
 					var ok bool
-					if slot, ok = s.residentLocked(&k); !ok {
+					if slot, ok = s.residentLocked(&k); !ok || s.misfitLocked(slot, sh.Groups.Bytes(group)) {
 						s.missing(sh, f, group, row, c)
 						return false
 					}

@@ -17,20 +17,12 @@ type Loan struct {
 	hold  *hold.Hold
 }
 
-// row is one shard of one object group.
-type row struct {
-	namespace kv.Namespace
-	rank      kv.Rank
-	group     uint32
-}
-
 // Lend holds the objects of keys for a reader of by: of each shard and object group those
 // before the first that is not there, no more than one transfer may have. places has one for
 // each key; of what is not lent Bytes is 0. The loan is nil when nothing is. Error: ErrBusy.
 func (s *Store) Lend(by string, keys []kv.Key, life time.Duration) (places []Place, _ *Loan, err error) {
 	places = make([]Place, len(keys))
-	ended := make(map[row]bool)
-	var held []object
+	ended, held := make(map[kv.Key]bool), []object(nil) // ended are shards of object groups, by keys without a chunk
 	for from := 0; from < len(keys); from += batch {
 		if held, err = s.lendSome(by, keys, from, places, ended, held); err != nil {
 			s.giveBackLent(held)
@@ -48,7 +40,7 @@ func (s *Store) Lend(by string, keys []kv.Key, life time.Duration) (places []Pla
 	return places, &Loan{s, h}, nil
 }
 
-func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, ended map[row]bool, held []object) ([]object, error) {
+func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, ended map[kv.Key]bool, held []object) ([]object, error) {
 	s.lock()
 	defer s.unlock()
 	if s.busyLocked(by) {
@@ -56,7 +48,7 @@ func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, end
 	}
 	for i := from; i < min(from+batch, len(keys)); i++ {
 		k := &keys[i]
-		r := row{k.Namespace, k.Rank, k.Group}
+		r := kv.Key{Namespace: k.Namespace, Rank: k.Rank, Group: k.Group}
 		slot, ok := s.residentLocked(k)
 		if !ok || ended[r] || len(held) == maxTransfer {
 			ended[r] = true

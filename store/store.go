@@ -40,6 +40,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tenants"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/guarded"
+	"github.com/kvasir-kv/kvasir/warming"
 )
 
 // Options configures a Store. A zero field means its default.
@@ -118,6 +119,7 @@ type Store struct {
 		holds  *hold.Table
 
 		passed    growing.Slice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
+		warmed    warming.Slots         // read by Warm, when nobody knew how long it has to be
 		parents   growing.Slice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
 		kept      growing.Slice[uint32] // by slot: promises that keep it from being evicted
 		evictable int                   // resident slots without any

@@ -2,6 +2,7 @@ package store_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"log/slog"
 	"slices"
@@ -10,6 +11,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/zeebo/xxh3"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store"
@@ -22,13 +25,15 @@ type ranked struct {
 	tier.Tier
 	hot []kv.Hash // the hottest first
 
+	lens map[kv.Hash]int64 // of those that are no chunk long
+
 	mu   sync.Mutex
 	read []kv.Hash
 }
 
 func (r *ranked) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
 	for _, h := range r.hot[:min(n, len(r.hot))] {
-		if !f(objectKey(one, 0, h), tier.Meta{Len: chunkBytes, Sum: 1}) {
+		if !f(objectKey(one, 0, h), tier.Meta{Len: cmp.Or(r.lens[h], chunkBytes), Sum: 1}) {
 			return nil
 		}
 	}
@@ -118,6 +123,44 @@ func TestWarmFillsFreeMemory(t *testing.T) {
 		}
 		b.idle()
 	})
+}
+
+// An object whose length is not that of its layout is never a hit, also when it was warmed before anybody
+// named the layout: a worker that read a whole chunk from it would read its neighbour's bytes.
+func TestWarmOfAnotherLength(t *testing.T) {
+	for _, looks := range []time.Duration{500 * time.Millisecond, time.Minute} { // while it is read, and later
+		synctest.Test(t, func(t *testing.T) {
+			h := prompt(1, 3)
+			b, r := newWarm(t, 16, "read * slow 1s", store.Options{WarmBytes: 1 << 30}, h)
+			defer b.close()
+			half := content(h[1], 0)[:chunkBytes/2]
+			r.lens = map[kv.Hash]int64{h[1]: chunkBytes / 2}
+			k := objectKey(one, 0, h[1])
+			if err := b.memory.Delete(t.Context(), []kv.Key{k}); err != nil {
+				t.Fatal(err)
+			}
+			if err := b.memory.Write(t.Context(), k, tier.Meta{Len: chunkBytes / 2, Sum: xxh3.Hash(half)}, half); err != nil {
+				t.Fatal(err)
+			}
+			end := b.run()
+			time.Sleep(looks)
+			if got := b.await(t, nobody, one, h); got.Hit != 1 {
+				t.Errorf("after %v: %d chunks hit, want the one before it", looks, got.Hit)
+			}
+			b.store.EndSession([]byte("r"), nobody)
+			if got := b.await(t, nobody, one, h); got.Hit != 1 {
+				t.Errorf("after %v, again: %d chunks hit", looks, got.Hit)
+			}
+			b.store.EndSession([]byte("r"), nobody)
+			b.put("p", h, 0, 3, 1)
+			if got := b.await(t, nobody, one, h); got.Hit != 3 {
+				t.Errorf("after %v: stored anew, %d chunks hit", looks, got.Hit)
+			}
+			b.store.EndSession([]byte("r"), nobody)
+			end()
+			b.idle()
+		})
+	}
 }
 
 // Lookups go first: from when one reads from the tier until it has what it wants, nothing else is
