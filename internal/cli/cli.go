@@ -41,8 +41,8 @@ type root struct {
 	Bootstrap   bootstrapCmd   `cmd:"" help:"Serve the registry through which vLLM's MooncakeConnector finds P."`
 
 	Config     configCmd              `cmd:"" help:"Write a file for kvasir all to begin with, or check one."`
-	Status     statusCmd              `cmd:"" help:"Ask a running server how it is and, in words, why hits are missing."`
-	Top        topCmd                 `cmd:"" help:"Watch a running server in a terminal."`
+	Status     topview.StatusCommand  `cmd:"" help:"Ask a running server how it is and, in words, why hits are missing."`
+	Top        topview.TopCommand     `cmd:"" help:"Watch a running server in a terminal."`
 	Explain    topview.ExplainCommand `cmd:"" help:"Ask a running server why lookups found no more than they did."`
 	Pool       poolCmd                `cmd:"" help:"Show and remove what servers left in /dev/shm."`
 	Tier       tierCmd                `cmd:"" help:"Show, check, empty and copy what lies below pools."`

@@ -1,7 +1,9 @@
 package cli
 
 import (
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/internal/size"
+	"github.com/kvasir-kv/kvasir/internal/topview"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
@@ -14,3 +16,10 @@ type (
 
 // sizeWords writes a size for people: 3.7 GiB.
 func sizeWords(n int64) string { return kv.FormatBytes(n) }
+
+// printable is text of others, such as the names of models and files, for a terminal:
+// it moves no cursor and begins no line.
+func printable(s string) string { return safelog.Text(s, 4096) }
+
+// thousands writes a number in groups of three: 3,308,093.
+func thousands(n uint64) string { return topview.Thousands(n) }

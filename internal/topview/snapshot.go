@@ -36,14 +36,14 @@ const timed = "kvasir_request_duration_seconds_bucket"
 // Take asks a server, url/status and url/metrics. at is the time of the snapshot.
 func Take(ctx context.Context, url string, at time.Time) (*Snapshot, error) {
 	s := &Snapshot{At: at}
-	body, err := Get(ctx, url+"/status")
+	body, err := get(ctx, url+"/status")
 	if err != nil {
 		return nil, err
 	}
 	if json.Unmarshal(body, &s.Status) != nil || s.Status.PID == 0 || s.Status.ChunkTokens == 0 {
 		return nil, fmt.Errorf("%s/status is not answered by a kvasir server", url)
 	}
-	if body, err = Get(ctx, url+"/metrics"); err != nil {
+	if body, err = get(ctx, url+"/metrics"); err != nil {
 		return nil, err
 	}
 	s.read(body)

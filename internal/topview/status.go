@@ -1,9 +1,11 @@
-// Package topview shows in a terminal how a running server is: once in words, or as a screen
-// that is drawn again and again.
+// Package topview is what operators ask a running server: kvasir status, top and
+// explain. It shows in a terminal how the server is, once in words or as a screen that is drawn
+// again and again.
 package topview
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -23,12 +25,18 @@ import (
 // maxAnswer bounds an answer, bytes.
 const maxAnswer = 64 << 20
 
-// Get asks an HTTP interface of a server. The error says in one line what to look at.
-func Get(ctx context.Context, at string) ([]byte, error) {
+// get asks an HTTP interface of a server. The error says in one line what to look at.
+func get(ctx context.Context, at string) ([]byte, error) {
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, at, nil)
 	if err != nil {
 		return nil, err
 	}
+	return do(r)
+}
+
+// do sends a request. Where the server refuses it, the error is the server's own text.
+func do(r *http.Request) ([]byte, error) {
+	at := r.URL.String()
 	answer, err := http.DefaultClient.Do(r)
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
@@ -45,10 +53,14 @@ func Get(ctx context.Context, at string) ([]byte, error) {
 		return nil, err
 	case answer.StatusCode == http.StatusForbidden:
 		return nil, fmt.Errorf("%s: the server does not know this name of its machine: use its address, or start it with --allow-host", at)
-	case answer.StatusCode != http.StatusOK:
-		return nil, fmt.Errorf("%s: %s: is that a kvasir server?", at, answer.Status)
+	case answer.StatusCode == http.StatusOK:
+		return body, nil
 	}
-	return body, nil
+	var refusal struct{ Error string }
+	if json.Unmarshal(body, &refusal) == nil && refusal.Error != "" {
+		return nil, errors.New(printable(refusal.Error))
+	}
+	return nil, fmt.Errorf("%s: %s: is that a kvasir server?", at, answer.Status)
 }
 
 // Print writes a status in words.
