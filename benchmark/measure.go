@@ -4,6 +4,7 @@ import (
 	"math"
 	"regexp"
 	"slices"
+	"sync"
 	"time"
 )
 
@@ -44,12 +45,12 @@ func (d *Distribution) At(p float64) (millis float64, ok bool) {
 const maxErrors = 100
 
 // numbers are those of a failure's text, an HTTP status with its name.
-var numbers = regexp.MustCompile(`HTTP \d+|\d+`)
+var numbers = sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(`HTTP \d+|\d+`) })
 
 // kindOf is what failures of one kind have in common: their text without numbers, but the
 // HTTP status.
 func kindOf(text string) string {
-	return numbers.ReplaceAllStringFunc(text, func(s string) string {
+	return numbers().ReplaceAllStringFunc(text, func(s string) string {
 		if s[0] == 'H' {
 			return s
 		}

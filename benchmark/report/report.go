@@ -12,6 +12,7 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/kvasir-kv/kvasir/benchmark"
 )
@@ -25,7 +26,7 @@ type Run struct {
 //go:embed page.html
 var source string
 
-var page = template.Must(template.New("page").Parse(source))
+var page = sync.OnceValue(func() *template.Template { return template.Must(template.New("page").Parse(source)) })
 
 type view struct {
 	Title, Subtitle string
@@ -95,7 +96,7 @@ func Write(w io.Writer, runs []Run) error {
 		v.hits(i, r, len(runs) > 1)
 	}
 	v.Pareto = pareto(runs)
-	return page.Execute(w, v)
+	return page().Execute(w, v)
 }
 
 func subtitle(runs []Run) string {

@@ -42,14 +42,6 @@ the order registry, server, relay, proxy and end in reverse. docs/all.md has the
 
 func (c *allCmd) checkOnly() bool { return c.CheckConfig }
 
-// grammar is the command line of each part alone.
-type grammar struct {
-	Server    serverCmd    `cmd:""`
-	Bootstrap bootstrapCmd `cmd:""`
-	Relay     relayCmd     `cmd:""`
-	Proxy     proxyCmd     `cmd:""`
-}
-
 // part is a section of the file, read as the command line of its command.
 type part struct {
 	name  string
@@ -115,25 +107,19 @@ func (c *allCmd) check(e *env) error {
 
 // readPart parses a section as if its flags were on the command line.
 func readPart(name string, given *settings.Settings) (*part, error) {
-	var g grammar
 	p := &part{name: name, given: given}
-	k, err := kong.New(&g, kong.Name("kvasir"), kong.Resolvers(given), kong.Writers(io.Discard, io.Discard))
+	k, err := kong.New(new(struct{}), kong.Name("kvasir"), kong.Resolvers(given), kong.Writers(io.Discard, io.Discard), settings.Alone(new(root), []string{name}))
 	if err != nil {
 		panic("BUG: sections: " + err.Error())
 	}
 	if p.ctx, err = k.Parse([]string{name}); err != nil {
 		return p, err
 	}
-	switch name {
-	case "server":
-		p.cmd, p.run = &g.Server, g.Server.Run
-	case "bootstrap":
-		p.cmd, p.run = &g.Bootstrap, g.Bootstrap.Run
-	case "relay":
-		p.cmd, p.run = &g.Relay, g.Relay.Run
-	case "proxy":
-		p.cmd, p.run = &g.Proxy, g.Proxy.Run
-	}
+	c := p.ctx.Selected().Target.Addr().Interface().(interface {
+		configurable
+		Run(e *env) error
+	})
+	p.cmd, p.run = c, c.Run
 	return p, nil
 }
 

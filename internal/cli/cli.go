@@ -12,17 +12,19 @@ import (
 	"os/signal"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/alecthomas/kong"
 
 	"github.com/kvasir-kv/kvasir/admin"
+	"github.com/kvasir-kv/kvasir/internal/hostmem"
 	"github.com/kvasir-kv/kvasir/internal/proxytool"
 	"github.com/kvasir-kv/kvasir/internal/settings"
 	"github.com/kvasir-kv/kvasir/internal/simcmd"
 	"github.com/kvasir-kv/kvasir/internal/topview"
 )
 
-// root is the command line.
+// root is the command line. The tag whole is for commands that need all of it (settings.Alone).
 type root struct {
 	logFlags `group:"Log"`
 
@@ -47,8 +49,8 @@ type root struct {
 	Pool       poolCmd                `cmd:"" help:"Show and remove what servers left in /dev/shm."`
 	Tier       tierCmd                `cmd:"" help:"Show, check, empty and copy what lies below pools."`
 	Version    versionCmd             `cmd:"" help:"Print the version."`
-	HelpOf     helpCmd                `cmd:"" name:"help" help:"Show the help of a command."`
-	Completion completionCmd          `cmd:"" help:"Print a completion script for a shell."`
+	HelpOf     helpCmd                `cmd:"" whole:"" name:"help" help:"Show the help of a command."`
+	Completion completionCmd          `cmd:"" whole:"" help:"Print a completion script for a shell."`
 }
 
 // env is what commands share.
@@ -65,8 +67,9 @@ type env struct {
 	parts   *admin.Parts      // what runs beside the server in this process; nil: nothing
 }
 
-// isReady tells that a command listens.
+// isReady tells that a command listens. What only its start needed is given back soon.
 func (e *env) isReady() {
+	time.AfterFunc(100*time.Millisecond, hostmem.GiveBack)
 	if e.ready != nil {
 		e.ready()
 	}
@@ -75,27 +78,12 @@ func (e *env) isReady() {
 // Main runs one command line and returns the exit code: 0, 1 when the command
 // failed, 2 when the command line is wrong.
 func Main(args []string, stdout, stderr io.Writer) int {
-	var cmd root
-	exit := -1
-	given := settings.New()
-	parser, err := kong.New(&cmd,
-		kong.Name("kvasir"),
-		kong.Description("Kvasir: the KV-cache data plane for LLM serving."),
-		kong.Writers(stdout, stderr),
-		kong.Exit(func(code int) { exit = code; panic(exitCalled{}) }),
-		kong.ConfigureHelp(kong.HelpOptions{Compact: true, FlagsLast: true, WrapUpperBound: 110}),
-		kong.UsageOnError(),
-		kong.Resolvers(given),
-		wordsFlag,
-	)
-	if err != nil {
-		panic("BUG: command line: " + err.Error())
-	}
 	args, ignored := dropLMCacheFlags(proxytool.Args(asHelp(simcmd.Aliases(args))))
-	ctx, err := parse(parser, args)
-	if exit >= 0 {
-		return exit // --help
+	line, err := readLine(args, stdout, stderr)
+	if line.exit >= 0 {
+		return line.exit // --help
 	}
+	given := line.given
 	if err != nil {
 		text := parseText(err)
 		fmt.Fprintf(stderr, "kvasir: %s%s (see %s --help)\n", text, given.Origins(text), commandOf(err))
@@ -104,10 +92,10 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	sig, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	e := &env{
-		ctx: sig, stdout: stdout, stderr: stderr, model: parser.Model, given: given, ignored: ignored,
-		log: newLog(stderr, cmd.logFlags),
+		ctx: sig, stdout: stdout, stderr: stderr, model: line.parser.Model, given: given, ignored: ignored,
+		log: newLog(stderr, line.log),
 	}
-	if err := runOrCheck(e, ctx, given); err != nil {
+	if err := runOrCheck(e, line.ctx, given); err != nil {
 		if code, ok := errors.AsType[exitError](err); ok {
 			return int(code)
 		}
@@ -115,7 +103,7 @@ func Main(args []string, stdout, stderr io.Writer) int {
 		text += given.Origins(text)
 		_, ours := errors.AsType[*usageError](err)
 		if _, ok := errors.AsType[*simcmd.UsageError](err); ok || ours {
-			fmt.Fprintf(stderr, "kvasir: %s (see kvasir %s --help)\n", text, ctx.Selected().Path())
+			fmt.Fprintf(stderr, "kvasir: %s (see kvasir %s --help)\n", text, line.ctx.Selected().Path())
 			return 2
 		}
 		fmt.Fprintf(stderr, "kvasir: %s\n", text)
@@ -162,9 +150,50 @@ func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
 	return ctx.Run(e)
 }
 
+// commandLine is one that was read.
+type commandLine struct {
+	parser *kong.Kong
+	ctx    *kong.Context
+	given  *settings.Settings
+	log    logFlags
+	exit   int // what --help ends with; -1: it was not asked for
+}
+
+// readLine reads a command line with the flags of its command alone, or of all commands where
+// that does not do.
+func readLine(args []string, stdout, stderr io.Writer) (*commandLine, error) {
+	if alone := settings.Alone(new(root), args); alone != nil {
+		var one struct {
+			logFlags `group:"Log"`
+		}
+		if l, err := parse(&one, &one.logFlags, args, stdout, stderr, alone); err == nil {
+			return l, nil
+		}
+	}
+	all := new(root)
+	return parse(all, &all.logFlags, args, stdout, stderr, nil)
+}
+
 type exitCalled struct{}
 
-func parse(p *kong.Kong, args []string) (ctx *kong.Context, err error) {
+func parse(grammar any, log *logFlags, args []string, stdout, stderr io.Writer, more kong.Option) (l *commandLine, err error) {
+	l = &commandLine{given: settings.New(), exit: -1}
+	options := []kong.Option{
+		kong.Name("kvasir"),
+		kong.Description("Kvasir: the KV-cache data plane for LLM serving."),
+		kong.Writers(stdout, stderr),
+		kong.Exit(func(code int) { l.exit = code; panic(exitCalled{}) }),
+		kong.ConfigureHelp(kong.HelpOptions{Compact: true, FlagsLast: true, WrapUpperBound: 110}),
+		kong.UsageOnError(),
+		kong.Resolvers(l.given),
+		wordsFlag,
+	}
+	if more != nil {
+		options = append(options, more)
+	}
+	if l.parser, err = kong.New(grammar, options...); err != nil {
+		panic("BUG: command line: " + err.Error())
+	}
 	defer func() {
 		if r := recover(); r != nil {
 			if _, ok := r.(exitCalled); !ok {
@@ -172,5 +201,7 @@ func parse(p *kong.Kong, args []string) (ctx *kong.Context, err error) {
 			}
 		}
 	}()
-	return p.Parse(args)
+	l.ctx, err = l.parser.Parse(args)
+	l.log = *log
+	return l, err
 }

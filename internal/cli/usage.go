@@ -22,17 +22,14 @@ func usagef(format string, args ...any) error {
 }
 
 // plainer rewrites what the parser says of a value.
-var plainer = []struct {
-	was *regexp.Regexp
-	is  string
-}{
-	{regexp.MustCompile(`expected \S+ value but got "EOL" \(<EOL>\)`), "a value is missing"},
-	{regexp.MustCompile(`missing value, expecting "<arg>,\.\.\."`), "a value is missing"},
-	{regexp.MustCompile(`expected (?:int|string) value but got "([^"]*)" \([a-z ]+\); perhaps try (\S+)\?`), `a value is missing, or write $2`},
-	{regexp.MustCompile(`expected a valid \d+ bit u?int but got ("[^"]*")`), "$1 is no whole number"},
-	{regexp.MustCompile(`expected a float but got ("[^"]*") \(string\)`), "$1 is no number"},
-	{regexp.MustCompile(`slog: level string ("[^"]*"): unknown name`), "$1 is no level: want debug, info, warn or error"},
-	{regexp.MustCompile(`bool value must be .* but got ("[^"]*")`), "$1 is neither true nor false"},
+var plainer = []struct{ was, is string }{
+	{`expected \S+ value but got "EOL" \(<EOL>\)`, "a value is missing"},
+	{`missing value, expecting "<arg>,\.\.\."`, "a value is missing"},
+	{`expected (?:int|string) value but got "([^"]*)" \([a-z ]+\); perhaps try (\S+)\?`, `a value is missing, or write $2`},
+	{`expected a valid \d+ bit u?int but got ("[^"]*")`, "$1 is no whole number"},
+	{`expected a float but got ("[^"]*") \(string\)`, "$1 is no number"},
+	{`slog: level string ("[^"]*"): unknown name`, "$1 is no level: want debug, info, warn or error"},
+	{`bool value must be .* but got ("[^"]*")`, "$1 is neither true nor false"},
 }
 
 // parseText returns what the parser says, in plainer words.
@@ -42,7 +39,7 @@ func parseText(err error) string {
 	}
 	text := err.Error()
 	for _, p := range plainer {
-		text = p.was.ReplaceAllString(text, p.is)
+		text = regexp.MustCompile(p.was).ReplaceAllString(text, p.is)
 	}
 	return text
 }

@@ -11,6 +11,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/alecthomas/kong"
 	"go.yaml.in/yaml/v3"
@@ -300,12 +301,12 @@ func FlagNamed(n *kong.Node, name string) *kong.Flag {
 	return nil
 }
 
-var flagInText = regexp.MustCompile(`--([a-z0-9][a-z0-9-]*)`)
+var flagInText = sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(`--([a-z0-9][a-z0-9-]*)`) })
 
 // Origins says where the flags that a text names were given, if not on the command line.
 func (s *Settings) Origins(text string) string {
 	out, told := "", map[string]bool{}
-	for _, m := range flagInText.FindAllStringSubmatch(text, -1) {
+	for _, m := range flagInText().FindAllStringSubmatch(text, -1) {
 		if from := s.from[m[1]]; from != "" && !told[m[1]] {
 			told[m[1]] = true
 			out += fmt.Sprintf(" (--%s is from %s)", m[1], from)
@@ -324,7 +325,10 @@ func (s *Settings) Misspelt(command *kong.Node, environ []string) []string {
 	}
 	for _, v := range environ {
 		name, _, _ := strings.Cut(v, "=")
-		if near := nearest.Word(name, known); strings.HasPrefix(name, prefix) && !slices.Contains(known, name) && near != "" && !strings.Contains(name, "_SERVICE_") {
+		if !strings.HasPrefix(name, prefix) || slices.Contains(known, name) || strings.Contains(name, "_SERVICE_") {
+			continue
+		}
+		if near := nearest.Word(name, known); near != "" {
 			out = append(out, fmt.Sprintf("%s (did you mean %s?)", name, near))
 		}
 	}

@@ -1,0 +1,46 @@
+package hostmem
+
+import (
+	"os"
+	"runtime/debug"
+	"strconv"
+	"strings"
+	"syscall"
+)
+
+// GiveBack returns to the kernel what only the start of a process needed: free memory of the heap, and the pages of the
+// program's file, of which the kernel maps 16 for each one that is used. What is used again is mapped again.
+func GiveBack() {
+	debug.FreeOSMemory()
+	for _, m := range program() {
+		_, _, _ = syscall.Syscall(syscall.SYS_MADVISE, m.from, m.to-m.from, syscall.MADV_DONTNEED) // else they stay
+	}
+}
+
+// mapping is a part of the address space.
+type mapping struct{ from, to uintptr }
+
+// program returns where the file of the program lies that nothing can have changed: its code and its constants.
+func program() (out []mapping) {
+	path, err := os.Readlink("/proc/self/exe")
+	if err != nil {
+		return nil
+	}
+	text, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		return nil
+	}
+	for line := range strings.Lines(string(text)) { // 00400000-00d9a000 r-xp 00000000 fe:00 9979192    /usr/bin/kvasir
+		f := strings.SplitN(strings.Join(strings.Fields(line), " "), " ", 6)
+		if len(f) < 6 || f[5] != path || strings.Contains(f[1], "w") || !strings.HasSuffix(f[1], "p") {
+			continue
+		}
+		from, to, _ := strings.Cut(f[0], "-")
+		a, err := strconv.ParseUint(from, 16, 64)
+		b, err2 := strconv.ParseUint(to, 16, 64)
+		if err == nil && err2 == nil && b > a {
+			out = append(out, mapping{uintptr(a), uintptr(b)})
+		}
+	}
+	return out
+}
