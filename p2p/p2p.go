@@ -118,8 +118,9 @@ func (t *Tasks) add(k *task) (forgotten []*store.Loan) {
 		default:
 			return forgotten
 		}
-		if loan := t.mu.tasks[i].loan; loan != nil {
-			forgotten = append(forgotten, loan)
+		if gone := t.mu.tasks[i]; gone.loan != nil {
+			forgotten = append(forgotten, gone.loan)
+			gone.loan = nil
 		}
 		t.removeLocked(i)
 	}
@@ -155,55 +156,78 @@ func (t *Tasks) Result(by string, id int64) (places []lmcache.PeerPlace, ok bool
 	places, k.places = k.places, nil
 	late := time.Since(k.began) >= Life // nothing is locked any more
 	if k.loan == nil || late {
+		k.loan = nil
 		t.removeLocked(i)
 	}
 	return places, !late
 }
 
 // Unlock ends one lock of by on each of the objects, that of its oldest lookup. What a lookup
-// locked stays in place until all of it is unlocked.
+// locked stays in place until all of it is unlocked. It takes a map access for each name, and
+// at most one for each object that by has locked; others wait for one lookup's at most.
 func (t *Tasks) Unlock(by string, names []lmcache.ObjectKey, find Keys) {
-	for _, loan := range t.unlock(by, names, find) {
-		loan.GiveBack()
+	want := make(map[kv.Key]int)
+	for i := range names {
+		if key, ok := find(&names[i]); ok {
+			want[key]++
+		}
+	}
+	if len(want) == 0 {
+		return
+	}
+	for _, k := range t.lockedBy(by) {
+		if loan := t.unlock(k, want); loan != nil {
+			loan.GiveBack()
+		}
+		if len(want) == 0 {
+			return
+		}
 	}
 }
 
-func (t *Tasks) unlock(by string, names []lmcache.ObjectKey, find Keys) (ended []*store.Loan) {
-	keys := make([]kv.Key, 0, len(names))
-	for i := range names {
-		if key, ok := find(&names[i]); ok {
-			keys = append(keys, key)
-		}
-	}
+// lockedBy returns by's tasks that have locks, oldest first.
+func (t *Tasks) lockedBy(by string) (tasks []*task) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for i := 0; i < len(t.mu.tasks) && len(keys) > 0; i++ {
-		k := t.mu.tasks[i]
-		if k.by != by || k.loan == nil {
-			continue
+	for _, k := range t.mu.tasks {
+		if k.by == by && k.loan != nil {
+			tasks = append(tasks, k)
 		}
-		keys = slices.DeleteFunc(keys, k.unlock)
-		if len(k.locked) == 0 {
-			ended = append(ended, k.loan)
-			if k.loan = nil; k.places == nil {
-				t.removeLocked(i)
-				i--
-			}
+	}
+	return tasks
+}
+
+// unlock ends those locks of a task that are wanted, and takes them from want. It returns the
+// loan of a task that has no locks any more.
+func (t *Tasks) unlock(k *task, want map[kv.Key]int) (ended *store.Loan) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if k.loan == nil {
+		return nil // forgotten meanwhile
+	}
+	few, many := want, k.locked
+	if len(few) > len(many) {
+		few, many = many, few
+	}
+	for key := range few {
+		if n := min(few[key], many[key]); n > 0 {
+			take(few, key, n)
+			take(many, key, n)
 		}
+	}
+	if len(k.locked) > 0 {
+		return nil
+	}
+	ended, k.loan = k.loan, nil
+	if k.places == nil {
+		t.removeLocked(slices.Index(t.mu.tasks, k))
 	}
 	return ended
 }
 
-// unlock reports whether the task had a lock on the object.
-func (k *task) unlock(key kv.Key) bool {
-	n := k.locked[key]
-	switch n {
-	case 0:
-		return false
-	case 1:
-		delete(k.locked, key)
-	default:
-		k.locked[key] = n - 1
+// take takes n from a count, which goes with the last one.
+func take(counts map[kv.Key]int, key kv.Key, n int) {
+	if counts[key] -= n; counts[key] == 0 {
+		delete(counts, key)
 	}
-	return true
 }

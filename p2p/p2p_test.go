@@ -1,7 +1,9 @@
 package p2p_test
 
 import (
+	"encoding/binary"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"testing"
 	"testing/synctest"
@@ -216,4 +218,74 @@ func TestAPeerEndsNoLocksOfAnother(t *testing.T) {
 	}
 	f(1024, nil)
 	f(20, make([]lmcache.ObjectKey, lmcache.MaxObjectKeys))
+}
+
+// Unlocking many objects at once, known or not, some of them twice, is as unlocking one after
+// the other, also between the lookups of two peers and after some were forgotten.
+func TestUnlockAtOnce(t *testing.T) {
+	at := rand.Uint64()
+	r := rand.New(rand.NewPCG(at, 1))
+	once, each := newNode(t, 8), newNode(t, 8)
+	defer once.close()
+	defer each.close()
+	both := []*node{once, each}
+	for _, n := range both {
+		n.fill(0, 1, 2, 3, 4, 5, 6, 7)
+	}
+	some := func() (numbers []byte) {
+		for range r.IntN(12) {
+			numbers = append(numbers, byte(r.IntN(10)))
+		}
+		return numbers
+	}
+	for step := range 3000 {
+		by, numbers := fmt.Sprint(r.IntN(2)), some()
+		switch r.IntN(5) {
+		case 0, 1:
+			told := r.IntN(2) == 0
+			for _, n := range both {
+				if id := n.Lookup(by, names(numbers...), n.find); told {
+					n.Result(by, id)
+				}
+			}
+		default:
+			once.Unlock(by, names(numbers...), once.find)
+			for _, number := range numbers {
+				each.Unlock(by, names(number), each.find)
+			}
+		}
+		a, b := once.store.Stats(), each.store.Stats()
+		if a.Transfers != b.Transfers || a.EvictableObjs != b.EvictableObjs || once.Len() != each.Len() {
+			t.Fatalf("seed %d, step %d: %d and %d lookups hold something, %d and %d objects may go, %d and %d were not asked for", at, step, a.Transfers, b.Transfers, a.EvictableObjs, b.EvictableObjs, once.Len(), each.Len())
+		}
+	}
+}
+
+// BenchmarkUnlockUnknown unlocks as many objects as a peer may name, none of them locked, beside
+// 1,023 lookups of its own.
+func BenchmarkUnlockUnknown(b *testing.B) {
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: chunkBytes, Dir: b.TempDir()})
+	if err != nil {
+		b.Fatal(err)
+	}
+	n := &node{store: store.New(p, store.Options{WorkerShare: 1, PeerShare: 1}), shard: objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: objects.FullAttention(1, chunkBytes)}}
+	n.Tasks = p2p.New(n.store)
+	defer n.store.Close()
+	var place store.Transfer
+	h := []kv.Hash{{1}}
+	if _, err := n.store.BeginStore(hold.Transfer{Instance: 1, Shard: n.shard, To: 1, Last: h[0]}, []byte("r"), h, &place); err != nil {
+		b.Fatal(err)
+	}
+	n.store.CommitStore(hold.Transfer{Instance: 1, Shard: n.shard, To: 1, Last: h[0]}, []byte("r"), h, true)
+	for range 1023 {
+		n.Lookup("a", names(1), n.find)
+	}
+	unknown := make([]lmcache.ObjectKey, lmcache.MaxObjectKeys)
+	for i := range unknown {
+		unknown[i] = names(2)[0]
+		binary.LittleEndian.PutUint32(unknown[i].Chunk[4:], uint32(i))
+	}
+	for b.Loop() {
+		n.Unlock("a", unknown, n.find)
+	}
 }
