@@ -121,7 +121,7 @@ func (x *search) takeSome(i, hit int) (next int, load, more bool) {
 			continue
 		}
 		k := x.Key(i)
-		switch taken := x.takeLocked(&k); {
+		switch taken := x.takeLocked(&k, i); {
 		case taken:
 		case x.Where(i) == probe.InTier:
 			return i, true, true
@@ -132,14 +132,14 @@ func (x *search) takeSome(i, hit int) (next int, load, more bool) {
 	return i, false, true
 }
 
-// takeLocked pins an object that may be served, or joins its flight.
-func (x *search) takeLocked(k *kv.Key) bool {
+// takeLocked pins object i, if it may be served, or joins its flight.
+func (x *search) takeLocked(k *kv.Key, i int) bool {
 	slot, ready, ok := x.servableLocked(k)
 	switch {
 	case ok && ready:
 		x.pinForLocked(x.pf, slot)
 	case ok:
-		x.joinFlightLocked(x.pf, slot)
+		x.joinFlightLocked(x.pf, slot, i/x.Rows())
 	}
 	return ok
 }
@@ -175,7 +175,7 @@ func (x *search) load(i int) bool {
 func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err error) {
 	x.lock()
 	defer x.unlock()
-	if x.takeLocked(k) {
+	if x.takeLocked(k, i) {
 		return nil, nil, nil
 	}
 	n := x.Bytes(i)
@@ -190,8 +190,8 @@ func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err
 	}
 	x.mu.loading.Add(peer, share.Amount{Count: 1, Size: size})
 	fl := x.newFlightLocked(slot)
-	fl.begun, fl.below, fl.chunk, fl.peer = true, true, i/x.Rows(), peer
-	x.joinFlightLocked(x.pf, slot)
+	fl.begun, fl.below, fl.peer = true, true, peer
+	x.joinFlightLocked(x.pf, slot, i/x.Rows())
 	return fl, nil, nil
 }
 

@@ -15,7 +15,7 @@ type flight struct {
 	begun   bool
 	kept    bool        // resident, and kept for those who wait
 	below   bool        // it comes from the tier; the slot is staged
-	chunk   int         // of a prompt, of what comes from the tier
+	chunk   int         // of the prompts that joined it
 	peer    string      // who began that
 	waiting []*prefetch // that joined it and still wait
 }
@@ -27,8 +27,8 @@ type flights struct {
 }
 
 // joinFlightLocked has pf wait for the flight of an object: of one that is resident and
-// was not compared yet the first one to wait makes it.
-func (s *Store) joinFlightLocked(pf *prefetch, slot pool.Slot) {
+// was not compared yet the first one to wait makes it. chunk is its place in the prompt.
+func (s *Store) joinFlightLocked(pf *prefetch, slot pool.Slot, chunk int) {
 	fl := s.mu.flights.of[slot]
 	if fl == nil {
 		fl = s.newFlightLocked(slot)
@@ -37,7 +37,7 @@ func (s *Store) joinFlightLocked(pf *prefetch, slot pool.Slot) {
 		s.keepLocked(slot)
 		fl.kept = true
 	}
-	fl.waiting = append(fl.waiting, pf)
+	fl.chunk, fl.waiting = chunk, append(fl.waiting, pf) // the same chunk for all: its name covers those before it
 	pf.flights = append(pf.flights, fl)
 	pf.waiting++
 	if fl.begun {

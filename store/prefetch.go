@@ -156,7 +156,7 @@ func (s *Store) joinColumns(pf *prefetch, hit, from, to int) (more bool) {
 			case ok && ready:
 				s.pinForLocked(pf, slot)
 			case ok:
-				s.joinFlightLocked(pf, slot)
+				s.joinFlightLocked(pf, slot, c)
 			case pf.shard.Groups.Full(g): // what follows is of no use
 				more, to = false, c
 			}

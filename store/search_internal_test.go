@@ -137,7 +137,7 @@ func TestEachFlightBeginsOnce(t *testing.T) {
 				var k kv.Key
 				crowdShard.Key(&k, 0, 0, h[c])
 				slot, _ := s.residentLocked(&k)
-				s.joinFlightLocked(pf, slot)
+				s.joinFlightLocked(pf, slot, c)
 			}
 		}
 		begun := map[pool.Slot]*flight{}

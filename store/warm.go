@@ -2,7 +2,6 @@ package store
 
 import (
 	"context"
-	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/share"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -14,10 +13,7 @@ import (
 // A new server finds nothing in its pool. With Options.WarmBytes it reads what is the hottest in the tier
 // below, in the background, into memory that nothing else has: nothing is evicted for it, and lookups go first.
 
-const (
-	warmPeer  = "warming"   // whose these reads are among all
-	warmAgain = time.Second // after which a tier that does not answer is tried again
-)
+const warmPeer = "warming" // whose these reads are among all
 
 // warmer is the store as package warming sees it.
 type warmer struct{ *Store }
@@ -37,41 +33,30 @@ func (w warmer) Warmed() (objects, bytes uint64) {
 	return n.WarmedChunks, n.WarmedBytes
 }
 
+// Usable implements warming.Reader.
+func (w warmer) Usable() bool { return w.useBelow() }
+
 // Warm implements warming.Reader.
-func (w warmer) Warm(ctx context.Context, k kv.Key, bytes int64) (room bool) {
-	for ctx.Err() == nil {
-		if !w.useBelow() {
-			select {
-			case <-time.After(warmAgain):
-			case <-ctx.Done():
-			}
-			continue
-		}
-		w.memory.Have(bytes)
-		fl, wait, room := w.beginWarm(&k, bytes)
-		switch {
-		case wait != nil:
-			select {
-			case <-wait:
-			case <-ctx.Done():
-			}
-			continue
-		case fl == nil:
-			return room
-		}
-		ended := make(chan struct{})
-		if w.goUnlessClosed(func() {
-			defer close(ended)
+func (w warmer) Warm(ctx context.Context, k kv.Key, bytes int64) (wait chan struct{}, room bool) {
+	w.memory.Have(bytes)
+	ended := make(chan struct{})
+	var next chan struct{}
+	var had bool
+	if !w.goUnlessClosed(func() { // Close waits for a flight from its beginning on
+		defer close(ended)
+		var fl *flight
+		if fl, next, had = w.beginWarm(&k, bytes); fl != nil {
 			w.read(fl, k)
-		}) {
-			select {
-			case <-ended:
-			case <-ctx.Done(): // it stays, when it comes
-			}
 		}
-		return true
+	}) {
+		return nil, true
 	}
-	return true
+	select {
+	case <-ended:
+		return next, had
+	case <-ctx.Done(): // it stays, when it comes
+		return nil, true
+	}
 }
 
 // beginWarm makes a slot and its flight. The flight is nil when the object is there or on its way, or when there

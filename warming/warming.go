@@ -15,6 +15,7 @@ import (
 
 const (
 	reads  = 4                // at once
+	again  = time.Second      // after which a tier that does not answer is tried again
 	speaks = 10 * time.Second // between two lines in the log
 	names  = 1 << 16          // objects at most, about 10 MiB of names
 )
@@ -31,9 +32,11 @@ type Options struct {
 type Reader interface {
 	// Hottest names objects, the hottest first.
 	Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error
-	// Warm reads an object, unless it is there. It reports false when there is no room. It ends soon
-	// after ctx.
-	Warm(ctx context.Context, k kv.Key, bytes int64) (room bool)
+	// Usable reports whether the tier answers.
+	Usable() bool
+	// Warm reads an object, unless it is there, or others go first: wait is what to wait for then. It
+	// reports false when there is no room. It ends soon after ctx.
+	Warm(ctx context.Context, k kv.Key, bytes int64) (wait chan struct{}, room bool)
 	// Warmed is what was read so far.
 	Warmed() (objects, bytes uint64)
 }
@@ -54,7 +57,7 @@ func Run(ctx context.Context, r Reader, o Options) {
 	for range reads {
 		readers.Go(func() {
 			for x := range todo {
-				if !r.Warm(ctx, x.key, x.bytes) {
+				if !read(ctx, r, x) {
 					full.Store(true)
 				}
 			}
@@ -100,4 +103,26 @@ func Run(ctx context.Context, r Reader, o Options) {
 type object struct {
 	key   kv.Key
 	bytes int64
+}
+
+// read has an object read once it may be. It reports false when there is no room.
+func read(ctx context.Context, r Reader, x object) (room bool) {
+	for ctx.Err() == nil {
+		if !r.Usable() {
+			select {
+			case <-time.After(again):
+			case <-ctx.Done():
+			}
+			continue
+		}
+		wait, room := r.Warm(ctx, x.key, x.bytes)
+		if wait == nil {
+			return room
+		}
+		select {
+		case <-wait:
+		case <-ctx.Done():
+		}
+	}
+	return true
 }
