@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs package tier/redis against real servers: redis-server (or valkey-server) alone, and
-# a cluster of six whose master ends in the middle. Needs Go and one of the two; without
+# a cluster of six whose slots move, and whose master ends, in the middle; and two and four `kvasir server` over one. Needs bin/kvasir, Go and one of the two; without
 # it says so and ends with 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -36,7 +36,11 @@ for _ in $(seq 600); do
 done
 KVASIR_REDIS=unix:$work/one.sock go test -count=1 -timeout 600s -run TestReal ./tier/redis ./proxy/limits
 
-echo "== a cluster of six, a master of which ends in the middle"
+echo "== two and four servers over that Redis, and what kvasir sim fleet says of them"
+KVASIR_REDIS=unix:$work/one.sock go test -count=1 -timeout 600s -v -run TestRealFleet ./interop/fleet >"$work/fleet.log" || { tail -40 "$work/fleet.log" >&2; exit 1; }
+grep -E 'requests: |^ok' "$work/fleet.log"
+
+echo "== a cluster of six: slots move under load, and a master ends in the middle"
 # Ports of the nodes, and 10,000 above them those of the cluster, all below the ones that the system gives
 # to clients. Where one is taken all the same, six others are tried.
 answers() {
@@ -68,5 +72,5 @@ for _ in $(seq 1200); do
 		[ "$("$cli" -p $((base + 3)) info replication | tr -d '\r' | grep -c '^connected_slaves:1')" != 1 ] || break
 	sleep 0.1
 done
-KVASIR_REDIS_CLUSTER=127.0.0.1:$((base + 1)) go test -count=1 -timeout 600s -v -run TestReal ./tier/redis >"$work/cluster.log" || { tail -20 "$work/cluster.log" >&2; exit 1; }
-grep -E 'were missing|^ok' "$work/cluster.log"
+KVASIR_REDIS_CLI=$cli KVASIR_REDIS_CLUSTER=127.0.0.1:$((base + 1)) go test -count=1 -timeout 600s -v -run TestReal ./tier/redis >"$work/cluster.log" || { tail -20 "$work/cluster.log" >&2; exit 1; }
+grep -E 'were missing|slots moved|^ok' "$work/cluster.log"

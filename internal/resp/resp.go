@@ -49,6 +49,7 @@ type Conn struct {
 	out     []byte // commands that were not sent yet
 	pending int    // commands whose replies were not read
 	inside  int64  // bytes of a value that were not read, its end included
+	asking  bool   // before each command another one goes that says so
 	err     error  // after it the connection is of no use
 }
 
@@ -78,8 +79,21 @@ func (c *Conn) wrong(format string, args ...any) error {
 	return c.fail(fmt.Errorf("%w: %s", ErrProtocol, fmt.Sprintf(format, args...)))
 }
 
+// Asking has ASKING go before each command from now on, and its answer read, or no more: a
+// server of a cluster wants that of those whom another one sent for a slot that moves. It is
+// called when nothing is pending.
+func (c *Conn) Asking(on bool) { c.asking = on }
+
+// ask adds what goes before a command.
+func (c *Conn) ask() {
+	if c.asking {
+		c.out = appendText(appendHeader(c.out, '*', 1), "ASKING")
+	}
+}
+
 // Command adds a command to what Flush sends.
 func (c *Conn) Command(args ...string) {
+	c.ask()
 	c.out = appendHeader(c.out, '*', int64(len(args)))
 	for _, a := range args {
 		c.out = appendText(c.out, a)
@@ -119,6 +133,7 @@ func (c *Conn) Send(before []string, parts [][]byte, after ...string) error {
 	for _, p := range parts {
 		n += int64(len(p))
 	}
+	c.ask()
 	c.out = appendHeader(c.out, '*', int64(len(before)+1+len(after)))
 	for _, a := range before {
 		c.out = appendText(c.out, a)
@@ -170,7 +185,7 @@ func (c *Conn) number(line []byte, least int64) (int64, error) {
 	return n, nil
 }
 
-// begin checks that a reply may be read.
+// begin checks that a reply may be read, and reads what comes before it.
 func (c *Conn) begin() error {
 	if c.err != nil {
 		return c.err
@@ -178,7 +193,14 @@ func (c *Conn) begin() error {
 	if c.pending == 0 || c.inside > 0 {
 		panic("BUG: resp: a reply is read that nobody asked for")
 	}
-	return c.Flush()
+	if err := c.Flush(); err != nil || !c.asking {
+		return err
+	}
+	line, err := c.line()
+	if err == nil && string(line) != "+OK" {
+		err = c.wrong("%.40q to ASKING", line)
+	}
+	return err
 }
 
 // Reply is one answer, values aside.

@@ -57,6 +57,40 @@ func TestCommands(t *testing.T) {
 	}
 }
 
+// While a server is asked for what moves there, ASKING goes before each command, and its answer
+// is none of the command's.
+func TestAsking(t *testing.T) {
+	c, s := conn("+OK\r\n:1\r\n+OK\r\n$2\r\nab\r\n+OK\r\n-ERR no\r\n+OK\r\n+OK\r\n:7\r\n")
+	c.Asking(true)
+	c.Command("STRLEN", "a")
+	c.Command("GET", "b")
+	if n, err := c.Int(); n != 1 || err != nil {
+		t.Error(n, err)
+	}
+	b := make([]byte, 2)
+	if n, err := c.Value(); n != 2 || err != nil || c.Fill(b) != nil || string(b) != "ab" {
+		t.Errorf("%d, %v, %q", n, err, b)
+	}
+	if _, err := c.Do("X"); err == nil || err.Error() != "the server says: ERR no" {
+		t.Error(err)
+	}
+	if err := c.Send([]string{"SET", "c"}, [][]byte{[]byte("v")}); err != nil || c.OK() != nil {
+		t.Error(err)
+	}
+	c.Asking(false)
+	if r, err := c.Do("DBSIZE"); r.Int != 7 || err != nil || !c.Reusable() {
+		t.Errorf("%+v, %v", r, err)
+	}
+	if sent := s.sent.String(); strings.Count(sent, "*1\r\n$6\r\nASKING\r\n*") != 4 || !strings.HasSuffix(sent, "v\r\n*1\r\n$6\r\nDBSIZE\r\n") {
+		t.Errorf("%q", sent)
+	}
+	c, _ = conn("-ERR This instance has cluster support disabled\r\n+OK\r\n")
+	c.Asking(true)
+	if _, err := c.Do("X"); !errors.Is(err, resp.ErrProtocol) || c.Reusable() {
+		t.Error(err)
+	}
+}
+
 func TestReplies(t *testing.T) {
 	f := func(text string, kind byte, value string, n int64, items int) {
 		t.Helper()

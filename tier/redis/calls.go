@@ -39,8 +39,8 @@ func (t *Tier) at(ctx context.Context, key string, bytes int64, f func(*resp.Con
 	return t.from(ctx, s, false, bytes, f)
 }
 
-// from is at, beginning with a server; asking where it is to be told that it was asked
-// for because another one said so.
+// from is at, beginning with a server; asking where it is to be told with each command that
+// another one sent us.
 func (t *Tier) from(ctx context.Context, s *server, asking bool, bytes int64, f func(*resp.Conn) error) error {
 	for moves := 0; ; moves++ {
 		p := s.lookups
@@ -48,12 +48,8 @@ func (t *Tier) from(ctx context.Context, s *server, asking bool, bytes int64, f 
 			p = s.bulk
 		}
 		err := s.do(ctx, p, bytes, func(c *resp.Conn) error {
-			if asking {
-				c.Command("ASKING")
-				if err := c.OK(); err != nil {
-					return err
-				}
-			}
+			c.Asking(asking)
+			defer c.Asking(false)
 			return f(c)
 		})
 		if err == nil {

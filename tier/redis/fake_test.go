@@ -30,6 +30,7 @@ type fake struct {
 	ends   map[string]bool // names with an end of life
 	calls  []string        // the first two words of each command
 	slots  map[int]string  // of a cluster: the server of a slot, where that is not this one
+	moving map[int]string  // of a cluster: where the keys of a slot go, one by one
 	table  string          // the answer to CLUSTER SLOTS
 	logins int
 
@@ -47,7 +48,7 @@ func newFake(t *testing.T) *fake {
 }
 
 func newFakeOn(t *testing.T, l net.Listener) *fake {
-	f := &fake{t: t, l: l, addr: l.Addr().String(), conns: map[net.Conn]bool{}, values: map[string][]byte{}, lists: map[string]bool{}, ends: map[string]bool{}, slots: map[int]string{}}
+	f := &fake{t: t, l: l, addr: l.Addr().String(), conns: map[net.Conn]bool{}, values: map[string][]byte{}, lists: map[string]bool{}, ends: map[string]bool{}, slots: map[int]string{}, moving: map[int]string{}}
 	f.done.Go(f.accept)
 	t.Cleanup(f.stop)
 	return f
@@ -204,6 +205,14 @@ func (f *fake) reply(cmd []string, asking bool) []byte {
 		return []byte(wrong)
 	}
 	value, there := f.values[name]
+	if to := f.moving[redis.SlotOf(name)]; keyed && to != "" {
+		if len(cmd) > 2 && strings.EqualFold(cmd[0], "UNLINK") {
+			return []byte("-TRYAGAIN Multiple keys request during rehashing of slot\r\n")
+		}
+		if !there {
+			return fmt.Appendf(nil, "-ASK %d %s\r\n", redis.SlotOf(name), to)
+		}
+	}
 	number := func(n int) []byte { return fmt.Appendf(nil, ":%d\r\n", n) }
 	switch strings.ToUpper(cmd[0]) {
 	case "AUTH":

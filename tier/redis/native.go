@@ -278,15 +278,17 @@ func seconds(d time.Duration) string { return strconv.FormatInt(int64(d/time.Sec
 
 // remove deletes values that are all in the slot of one name.
 func (t *Tier) remove(ctx context.Context, name string, values []string) error {
-	if len(values) == 0 {
-		return nil
-	}
-	return t.ask(ctx, []query{unlink(name, values)})
+	return t.ask(ctx, unlink(nil, name, values))
 }
 
-func unlink(name string, values []string) query {
-	return query{name, append([]string{"UNLINK"}, values...), func(c *resp.Conn) error {
-		_, err := c.Int()
-		return err
-	}}
+// unlink adds a command for each value: of several in one command a cluster refuses all while it moves
+// their slot.
+func unlink(queries []query, name string, values []string) []query {
+	for _, v := range values {
+		queries = append(queries, query{name, []string{"UNLINK", v}, func(c *resp.Conn) error {
+			_, err := c.Int()
+			return err
+		}})
+	}
+	return queries
 }

@@ -148,7 +148,7 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	if t.o.Layout != Native {
 		for _, k := range keys {
 			if name, ok := t.lmcacheName(k); ok {
-				queries = append(queries, unlink(name, []string{name}))
+				queries = unlink(queries, name, []string{name})
 			}
 		}
 		return t.ask(ctx, queries)
@@ -161,9 +161,9 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 		name := t.name(keys[i])
 		switch {
 		case f.headed:
-			queries = append(queries, unlink(name, names(name, f.header)))
+			queries = unlink(queries, name, names(name, f.header))
 		case f.there && !f.foreign:
-			queries = append(queries, unlink(name, []string{name}))
+			queries = unlink(queries, name, []string{name})
 		}
 	}
 	return t.ask(ctx, queries)

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"os/exec"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -88,6 +90,60 @@ func TestRealHottest(t *testing.T) {
 	}
 }
 
+// TestRealReshard moves slots of a real cluster (KVASIR_REDIS_CLUSTER) from one master to another with
+// redis-cli (KVASIR_REDIS_CLI), while objects are read and written. No byte is wrong, no call stalls, and in
+// the end all is there.
+func TestRealReshard(t *testing.T) {
+	cluster, cli := os.Getenv("KVASIR_REDIS_CLUSTER"), os.Getenv("KVASIR_REDIS_CLI")
+	if cluster == "" || cli == "" {
+		t.Skip("KVASIR_REDIS_CLUSTER names no server, or KVASIR_REDIS_CLI no program")
+	}
+	x := open(t, redis.Options{Addrs: []string{cluster}, Cluster: true, Stripe: 4 << 10, Prefix: fmt.Sprintf("reshard-%d:", time.Now().UnixNano())})
+	l := newLoad(x, objects(t, x, 400))
+	masters := masters(t, cluster)
+	redirected := func() (asks, moves int) {
+		for _, m := range masters {
+			info, err := dialRaw(t, m.addr).Do("INFO", "errorstats")
+			if err != nil {
+				t.Fatal(err)
+			}
+			for line := range strings.Lines(info.Text) {
+				var n int
+				if _, err := fmt.Sscanf(line, "errorstat_ASK:count=%d", &n); err == nil {
+					asks += n
+				} else if _, err := fmt.Sscanf(line, "errorstat_MOVED:count=%d", &n); err == nil {
+					moves += n
+				}
+			}
+		}
+		return asks, moves
+	}
+	asks, moves := redirected()
+	l.start(t)
+	began := time.Now()
+	rounds, a, m := 0, asks, moves
+	for ; rounds < 2 || rounds < 10 && (a == asks || m == moves); rounds++ {
+		eventually(t, "the servers agree", func() bool { return exec.CommandContext(t.Context(), cli, "--cluster", "check", cluster).Run() == nil })
+		out, err := exec.CommandContext(t.Context(), cli, "--cluster", "reshard", cluster, "--cluster-from", masters[rounds%len(masters)].id, "--cluster-to", masters[(rounds+1)%len(masters)].id,
+			"--cluster-slots", "2000", "--cluster-yes", "--cluster-pipeline", "1").CombinedOutput()
+		if err != nil {
+			t.Fatalf("redis-cli: %v\n%s", err, out[max(0, len(out)-2000):])
+		}
+		a, m = redirected()
+	}
+	took := time.Since(began)
+	l.end(t)
+	if l.slowest > 30*time.Second {
+		t.Errorf("a call took %v", l.slowest)
+	}
+	eventually(t, "all is there", func() bool { return l.missing(t) == 0 })
+	if a == asks || m == moves {
+		t.Errorf("%d times ASK, %d times MOVED: this tests nothing", a-asks, m-moves)
+	}
+	t.Logf("%d slots moved in %v: %d times ASK, %d times MOVED; %d reads and %d writes, of which %d and %d failed, the slowest took %v; none were missing in the end",
+		2000*rounds, took.Round(time.Millisecond), a-asks, m-moves, l.reads, l.writes, l.readsFailed, l.writesFailed, l.slowest.Round(time.Millisecond))
+}
+
 // TestRealFailover ends a master of a real cluster (KVASIR_REDIS_CLUSTER) with SHUTDOWN.
 // Meanwhile nothing is wrong and nothing hangs, and afterwards all is there again, for
 // its replica had it.
@@ -144,15 +200,29 @@ func dialRaw(t *testing.T, addr string) *resp.Conn {
 	return resp.New(nc)
 }
 
-// anotherMaster returns the address of a master that is not at addr.
-func anotherMaster(t *testing.T, addr string) string {
+// master is one of a cluster.
+type master struct{ addr, id string }
+
+func masters(t *testing.T, addr string) (all []master) {
 	r, err := dialRaw(t, addr).Do("CLUSTER", "SLOTS")
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, item := range r.List {
-		if m := item.List[2].List; !strings.HasSuffix(addr, fmt.Sprintf(":%d", m[1].Int)) {
-			return fmt.Sprintf("%s:%d", m[0].Text, m[1].Int)
+		m := item.List[2].List
+		one := master{fmt.Sprintf("%s:%d", m[0].Text, m[1].Int), m[2].Text}
+		if !slices.Contains(all, one) {
+			all = append(all, one)
+		}
+	}
+	return all
+}
+
+// anotherMaster returns the address of a master that is not at addr.
+func anotherMaster(t *testing.T, addr string) string {
+	for _, m := range masters(t, addr) {
+		if m.addr != addr {
+			return m.addr
 		}
 	}
 	t.Fatal("a cluster of one")
