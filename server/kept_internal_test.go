@@ -68,24 +68,38 @@ func TestConnectionsInUseAreKept(t *testing.T) {
 			if name != "a scheduler" && name != "a worker of an earlier connection" {
 				_ = register.Close()
 			}
-			c := connect(use)
-			for range 2 * places { // silent for a shorter time than c
-				raw, err := net.Dial("tcp", addr.String())
-				if err != nil {
-					t.Fatal(err)
+			kept := false
+			for tries := range 20 {
+				c := connect(use)
+				closed := router.Stats().Closed["too_many_peers"]
+				for range 2 * places { // silent for a shorter time than c
+					raw, err := net.Dial("tcp", addr.String())
+					if err != nil {
+						t.Fatal(err)
+					}
+					defer raw.Close()
 				}
-				defer raw.Close()
-			}
-			for router.Stats().Closed["too_many_peers"] < places {
-				select {
-				case <-ctx.Done():
-					t.Fatalf("nobody gave way: %+v", router.Stats())
-				case <-time.After(time.Millisecond):
+				for router.Stats().Closed["too_many_peers"] < closed+places {
+					select {
+					case <-ctx.Done():
+						t.Fatalf("nobody gave way: %+v", router.Stats())
+					case <-time.After(time.Millisecond):
+					}
+				}
+				_, err = c.PingServer(ctx)
+				kept = err == nil && c.Connections() == 1
+				// What came from c counts as heard when the keeper sees it, which may be after
+				// the others were born: then they give way first.
+				if kept == (name != "nobody") {
+					break
+				}
+				t.Logf("try %d: kept: %v, %v after %d connections", tries, kept, err, c.Connections())
+				if name != "nobody" {
+					break
 				}
 			}
-			_, err = c.PingServer(ctx)
-			if kept := err == nil && c.Connections() == 1; kept != (name != "nobody") {
-				t.Errorf("kept: %v, %v after %d connections", kept, err, c.Connections())
+			if kept != (name != "nobody") {
+				t.Errorf("kept: %v", kept)
 			}
 		})
 	}
