@@ -17,26 +17,33 @@ type Reader struct {
 // types remembers literals that were parsed. A peer decides which there are, so it is bounded.
 var types struct {
 	sync.Mutex
-	of map[string]*Type
+	of map[string]known
+}
+
+// known is a type and the hash of its literal.
+type known struct {
+	t    *Type
+	hash uint32
 }
 
 const maxTypes = 256
 
-func typeOf(literal []byte) (*Type, error) {
+func typeOf(literal []byte) (known, error) {
 	types.Lock()
 	defer types.Unlock()
-	if t := types.of[string(literal)]; t != nil {
-		return t, nil
+	if k, ok := types.of[string(literal)]; ok {
+		return k, nil
 	}
 	t, err := Parse(string(literal))
 	if err != nil {
-		return nil, err
+		return known{}, err
 	}
 	if types.of == nil || len(types.of) >= maxTypes {
-		types.of = make(map[string]*Type)
+		types.of = make(map[string]known)
 	}
-	types.of[string(literal)] = t
-	return t, nil
+	k := known{t, Hash(string(literal))}
+	types.of[string(literal)] = k
+	return k, nil
 }
 
 // Open reads what stands before the payload: its type comes from the message's own literal, which
@@ -59,14 +66,14 @@ func Open(b []byte) (*Reader, *Type, error) {
 	if end == len(b) || b[end] != 0 {
 		return nil, nil, fmt.Errorf("%w: the literal does not end", ErrMalformed)
 	}
-	t, err := typeOf(b[:end])
+	k, err := typeOf(b[:end])
 	if err != nil {
 		return nil, nil, err
 	}
-	if Hash(string(b[:end])) != hash&^hasMeta {
+	if k.hash != hash&^hasMeta {
 		return nil, nil, fmt.Errorf("%w: the hash is not that of the literal", ErrMalformed)
 	}
-	return &Reader{b: b[end+1:], width: meta >> widthShift & widthBits}, t, nil
+	return &Reader{b: b[end+1:], width: meta >> widthShift & widthBits}, k.t, nil
 }
 
 // Err returns the first thing that was malformed.

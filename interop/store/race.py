@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The C++ client of Mooncake Store against this module's, and memory of a C++ client against kvasir store-node's.
 
-  race.py KVASIR GO_CLIENT MOONCAKE_PYTHON [--rounds 5] [--seconds 0.5]
+  race.py KVASIR GO_CLIENT MOONCAKE_PYTHON [--rounds 5] [--seconds 0.5] [--only exist]
 
 One real master and both memories are up; the clients take turns in every cell of every round. A ratio is that of the
 medians over the rounds. In every round each client reads what the other one put, and compares it. Prints a table and
@@ -122,6 +122,7 @@ for name in ("kvasir", "go", "python"):
     parser.add_argument(name)
 parser.add_argument("--rounds", type=int, default=5)
 parser.add_argument("--seconds", type=float, default=0.5)
+parser.add_argument("--only", choices=["exist"], help="leave puts and gets out")
 args = parser.parse_args()
 running, work = [], tempfile.mkdtemp()
 
@@ -220,7 +221,7 @@ try:
                 a = client(Do="exist", **more)
                 differ += a["Present"] != {"exist, hit": 1, "exist, miss": 0, "exist, 512": 256}[cell]
                 note(cell, client, a)
-        for memory, segment in (("C++ memory", theirs), ("our memory", "ours")):
+        for memory, segment in (("C++ memory", theirs), ("our memory", "ours")) if not args.only else ():
             for label, size in SIZES:
                 for n in (1, 8):
                     for do in ("put", "get"):
@@ -240,6 +241,9 @@ try:
         ratios[cell] = mid(cell, "go", "P50") / mid(cell, "cpp", "P50")
         print("  %-12s %8.1f %8.1f  %5.2f    processor %7.1f %7.1f  %5.2f" % (cell, mid(cell, "cpp", "P50"), mid(cell, "go", "P50"), ratios[cell],
               mid(cell, "cpp", "CPU"), mid(cell, "go", "CPU"), mid(cell, "go", "CPU") / mid(cell, "cpp", "CPU")))
+    if args.only:
+        print(json.dumps({"ratios": {k: round(v, 3) for k, v in ratios.items()}}))
+        raise SystemExit(differ > 0)
     copy = median(copies)
     print("GB/s: C++, Go, ratio; client's processor seconds a GB; a plain socket copies %.2f GB/s" % copy)
     large, cpu, shares = [], [], []
@@ -263,6 +267,10 @@ try:
     print("1 to 16 MiB: Go by C++ %(large_ratio).2f, of a socket's copy %(large_of_socket).2f, processor %(large_cpu_ratio).2f; our memory by theirs %(our_memory_by_theirs).2f; %(differ)d objects differ" % summary)
     print(json.dumps({"summary": summary, "ratios": {k: round(v, 3) for k, v in ratios.items()}}))
     code = int(differ > 0)
+except SystemExit as e:
+    code = e.code if isinstance(e.code, int) else 1
+    if code:
+        print(e.code, file=sys.stderr)
 except BaseException:
     import traceback
 

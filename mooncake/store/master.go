@@ -105,12 +105,23 @@ func (m *Master) Version(ctx context.Context) (Version, error) {
 	return v, err
 }
 
-// acquire returns a connection, and what its master's requests look like.
-func (m *Master) acquire(ctx context.Context) (*conn, *codec, error) {
+// acquire returns a connection, and what its master's requests look like, until limit.
+func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec, error) {
+	ctx := caller
+	bound := func() context.CancelFunc { // a context with a limit is made only where something is to be waited for
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadline(caller, limit)
+		return cancel
+	}
 	select {
 	case <-m.free:
-	case <-ctx.Done():
-		return nil, nil, ctx.Err()
+	default:
+		defer bound()()
+		select {
+		case <-m.free:
+		case <-ctx.Done():
+			return nil, nil, ctx.Err()
+		}
 	}
 	m.mu.Lock()
 	closed, codec := m.mu.closed, m.mu.codec
@@ -125,6 +136,9 @@ func (m *Master) acquire(ctx context.Context) (*conn, *codec, error) {
 		return nil, nil, ErrClosed
 	}
 	var err error
+	if c == nil || codec == nil {
+		defer bound()()
+	}
 	if c == nil {
 		c, err = m.dial(ctx)
 	}
@@ -208,7 +222,7 @@ func (m *Master) greet(ctx context.Context, addr string, limit time.Duration) (*
 	if err != nil {
 		return nil, err
 	}
-	c := &conn{c: nc}
+	c := &conn{c: nc, quick: newQuick(nc)}
 	c.begin(serviceReady, sp.Form{}, 0)
 	if _, err := c.call(ctx, serviceReady, time.Until(end)); err != nil {
 		nc.Close()
@@ -263,11 +277,9 @@ func (m *Master) tenant(k *codec, w *sp.Writer) {
 // do makes one call: write appends the request to a connection, read takes the answer in. A call that may be
 // made twice is made again when a connection that had been idle breaks.
 func (m *Master) do(ctx context.Context, f method, again bool, write func(*conn, *codec), read func(*sp.Reader, *sp.Type) error) error {
-	caller := ctx
-	ctx, cancel := context.WithTimeout(caller, m.o.CallTimeout+time.Duration(len(m.o.Addresses))*m.o.DialTimeout)
-	defer cancel()
+	limit := time.Now().Add(m.o.CallTimeout + time.Duration(len(m.o.Addresses))*m.o.DialTimeout)
 	for {
-		c, k, err := m.acquire(ctx)
+		c, k, err := m.acquire(ctx, limit)
 		if err != nil {
 			return &unsentError{err}
 		}
@@ -280,7 +292,7 @@ func (m *Master) do(ctx context.Context, f method, again bool, write func(*conn,
 			m.release(c, keep)
 			return nil
 		}
-		b, err := c.call(ctx, f, m.o.CallTimeout)
+		b, err := c.call(ctx, f, min(m.o.CallTimeout, time.Until(limit)))
 		if err == nil {
 			var r *sp.Reader
 			var t *sp.Type
@@ -297,12 +309,12 @@ func (m *Master) do(ctx context.Context, f method, again bool, write func(*conn,
 		}
 		var rpc *rpcError
 		refused := errors.As(err, &rpc)
-		if ended(caller) {
+		if ended(ctx) {
 			m.release(c, drop)
 		} else {
 			m.release(c, broken) // also a refusal: the master may be another one by now
 		}
-		if again && c.old && !refused && ctx.Err() == nil {
+		if again && c.old && !refused && ctx.Err() == nil && time.Now().Before(limit) {
 			continue // the others were idle as long: they are closed, so this ends
 		}
 		return fmt.Errorf("mooncake store: %s: %w", methodNames[f], err)

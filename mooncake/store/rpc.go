@@ -34,11 +34,13 @@ var (
 
 // conn is a connection to a master, used by one call at a time.
 type conn struct {
-	c    net.Conn
-	seq  uint32
-	w    sp.Writer
-	body []byte
-	old  bool // it was idle: the master may have ended it since
+	c     net.Conn
+	quick *quick    // of c; nil: it has none
+	until time.Time // c's deadline
+	seq   uint32
+	w     sp.Writer
+	body  []byte
+	old   bool // it was idle: the master may have ended it since
 }
 
 // begin returns the writer of a request of form's arguments.
@@ -82,12 +84,13 @@ func (e *rpcError) Unwrap() error {
 // call sends what begin's writer has and reads the answer. After an error that is no *rpcError the
 // connection is of no use.
 func (c *conn) call(ctx context.Context, m method, timeout time.Duration) ([]byte, error) {
+	// A deadline costs two timers: that of an earlier call serves while it ends in the last eighth of this one's time.
 	limit := time.Now().Add(timeout)
-	if d, ok := ctx.Deadline(); ok && d.Before(limit) {
-		limit = d
-	}
-	if err := c.c.SetDeadline(limit); err != nil {
-		return nil, err
+	if c.until.After(limit) || c.until.Before(limit.Add(-timeout/8)) {
+		if err := c.c.SetDeadline(limit); err != nil {
+			return nil, err
+		}
+		c.until = limit
 	}
 	if ctx.Done() != nil {
 		cut := make(chan struct{})
@@ -98,6 +101,7 @@ func (c *conn) call(ctx context.Context, m method, timeout time.Duration) ([]byt
 		defer func() {
 			if !stop() {
 				<-cut // else it could cut the next call on this connection
+				c.until = time.Time{}
 			}
 		}()
 	}
@@ -109,28 +113,46 @@ func (c *conn) call(ctx context.Context, m method, timeout time.Duration) ([]byt
 	return b, err
 }
 
+// exchange writes the request, and reads the answer.
 func (c *conn) exchange(m method) ([]byte, error) {
 	binary.LittleEndian.PutUint32(c.w.B[12:], uint32(len(c.w.B)-requestHeader))
-	if _, err := c.c.Write(c.w.B); err != nil {
-		return nil, err
+	var come []byte // of the answer, at once
+	written := 0
+	if c.quick != nil {
+		var err error
+		if written, come, err = c.quick.exchange(c.w.B); err != nil {
+			return nil, err
+		}
+	}
+	if written < len(c.w.B) {
+		if _, err := c.c.Write(c.w.B[written:]); err != nil {
+			return nil, err
+		}
 	}
 	var h [responseHeader]byte
-	if _, err := io.ReadFull(c.c, h[:]); err != nil {
+	n := copy(h[:], come)
+	come = come[n:]
+	if _, err := io.ReadFull(c.c, h[n:]); err != nil {
 		return nil, err
 	}
 	le := binary.LittleEndian
-	n, attached := le.Uint32(h[8:]), le.Uint32(h[12:])
+	bytes, attached := le.Uint32(h[8:]), le.Uint32(h[12:])
 	if h[0] != magic || le.Uint32(h[4:]) != c.seq || attached > maxResponse {
 		return nil, errProtocol
 	}
-	if n > maxResponse {
-		return nil, fmt.Errorf("%w: an answer of %d bytes", errProtocol, n)
+	if bytes > maxResponse {
+		return nil, fmt.Errorf("%w: an answer of %d bytes", errProtocol, bytes)
 	}
-	if err := c.read(int(n)); err != nil {
+	if len(come) > int(bytes+attached) {
+		return nil, fmt.Errorf("%w: more than was asked for", errProtocol)
+	}
+	n = min(len(come), int(bytes))
+	c.body = append(c.body[:0], come[:n]...)
+	if err := c.read(int(bytes)); err != nil {
 		return nil, err
 	}
-	if attached > 0 {
-		if _, err := io.CopyN(io.Discard, c.c, int64(attached)); err != nil {
+	if left := int64(attached) - int64(len(come)-n); left > 0 {
+		if _, err := io.CopyN(io.Discard, c.c, left); err != nil {
 			return nil, err
 		}
 	}
@@ -140,10 +162,9 @@ func (c *conn) exchange(m method) ([]byte, error) {
 	return c.body, nil
 }
 
-// read reads the body. It takes memory as bytes come, not as they are announced.
+// read reads the rest of a body of n bytes. It takes memory as bytes come, not as they are announced.
 func (c *conn) read(n int) error {
 	const step = 1 << 20
-	c.body = c.body[:0]
 	for len(c.body) < n {
 		at := len(c.body)
 		more := min(step, n-at)
