@@ -3,8 +3,9 @@
 # `kvasir bootstrap`: full attention and a hybrid model, P killed and started again
 # under the running registry; then `kvasir relay` between P and D, and an engine made
 # of our worker sides. Then engines of earlier releases, as far as each goes. Bit-equal
-# log-probabilities and full external hits, or it fails. Needs bin/kvasir; `make interop-vllm`
-# calls it. PD names the parts: qwen2, gemma3, proxy, relay, load, both, engine (0.32), 0.13, 0.18, 0.23. Two
+# log-probabilities and full external hits, or it fails. And engines with the MooncakeStoreConnector over a cluster whose
+# memory is `kvasir store-node`'s alone, one of two nodes killed. Needs bin/kvasir; `make interop-vllm`
+# calls it. PD names the parts: qwen2, gemma3, proxy, relay, load, both, engine, store (0.32), 0.13, 0.18, 0.23, store-0.23. Two
 # engines of 2 GB at a time, minutes each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -91,11 +92,28 @@ early() {
 	pd "$@" --model "$work/llama" --own-registry --in-flight 4 --vllm-arg=--num-gpu-blocks-override --vllm-arg=256
 }
 
-for part in ${PD:-qwen2 gemma3 proxy relay load both engine 0.13 0.18 0.23}; do
+# over_our_nodes NAME KIND FLAG …: an engine whose MooncakeStoreConnector has only our memory; what it hit, step by step.
+over_our_nodes() {
+	local name=$1 kind=$2
+	shift 2
+	echo "== vLLM, $name, $kind, with its own MooncakeStoreConnector over two kvasir store-nodes, one of them killed and started again"
+	"$python" interop/vllm/make_model.py "$work/$name" --kind "$kind" >/dev/null
+	drive "$name" run_mooncake_store.py --model "$work/$name" --kvasir bin/kvasir --vllm-arg=--num-gpu-blocks-override --vllm-arg=256 "$@"
+	"$python" - "$work/$name.json" <<'P'
+import json, sys
+r = json.loads(open(sys.argv[1]).read().strip().splitlines()[-1])
+for name, s in r["steps"].items():
+    print(f"  {name}: hit {s['hit']} tokens, {s['seconds']} s" + (f", log-probability difference {s['max_logprob_diff']}" if "same" in s else ""))
+print(f"  {r['loaded_bytes'] / 1e6:.1f} MB came from our memory; the master gave the killed node up after {r['times']['given_up_s']} s")
+P
+}
+
+for part in ${PD:-qwen2 gemma3 proxy relay load both engine store 0.13 0.18 0.23 store-0.23}; do
 	case $part in
 	0.13) pinned 0.13.0 ;;
 	0.18) pinned 0.18.1 ;;
 	0.23) pinned 0.23.0 mooncake-transfer-engine-non-cuda==0.3.13.post1 ;; # its own, 0.3.11, does not confirm writes
+	store-0.23) pinned 0.23.0 ;; # Mooncake 0.3.11.post1 comes with it: master and client
 	*) newest ;;
 	esac
 	case $part in
@@ -185,6 +203,11 @@ for part in ${PD:-qwen2 gemma3 proxy relay load both engine 0.13 0.18 0.23}; do
 		early "both-$part" --shim "$shim" --bootstrap "$url" --relay "$both_url" --requests 2
 		stop_both "$part"
 		;;
+	store)
+		over_our_nodes store qwen2
+		over_our_nodes store-windows gemma3
+		;;
+	store-0.23) over_our_nodes store-0.23 qwen2 ;;
 	*) echo "PD: no part $part" >&2; exit 2 ;;
 	esac
 	stop_servers

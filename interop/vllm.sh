@@ -24,9 +24,6 @@ life() {
 	stop_servers
 }
 
-life engine_driven qwen2
-life lmcache_driven gemma3 --separate-object-groups
-
 # below NAME FLAG ...: the same with tiers, and after the kill the pool is dropped as well:
 # what is loaded comes from below it.
 below() {
@@ -34,14 +31,29 @@ below() {
 	shift
 	echo "== $name below the pool: kill -9 of the server, and an empty pool"
 	start_phoenix "$name" --l1-size-gb 1 --chunk-size 128 --cold "$@"
+	"$python" interop/vllm/make_model.py "$work/qwen2" --kind qwen2 >/dev/null
 	"$python" interop/vllm/run_lmcache_mp.py --model "$work/qwen2" --server "tcp://127.0.0.1:$port" --mode engine_driven \
 		--between "sh $work/$name.kill" --between-wait 25 --out "$work/$name"
-	curl -sf "http://127.0.0.1:$http/metrics" | grep -E '^kvasir_tier_(reads_total|failures_total|corrupt_total)'
+	curl -sf "http://127.0.0.1:$http/metrics" | grep -E '^kvasir_(tier_(reads|failures|corrupt)|mooncake_store_(got|missing|get_errors))_total'
 	stop_servers
 }
 
-below disk --disk "$work/below-disk" --disk-gb 1 --disk-min-free-gb 1 --disk-first-touch
-below fs --l2-adapter "'{\"type\":\"fs\",\"base_path\":\"$work/below-fs\"}'"
+# start_cluster: a Mooncake Store whose memory is a C++ client's; sets master.
+start_cluster() {
+	local binary
+	binary=$("$python" interop/store/cpp.py --path)
+	master=127.0.0.1:$(free_port)
+	LD_LIBRARY_PATH=$(dirname "$binary") "$binary" --rpc_port="${master##*:}" --metrics_port="$(free_port)" >"$work/master.log" 2>&1 &
+	servers="$servers $!"
+	wait_for 60 listens "${master##*:}" || { cat "$work/master.log" >&2; return 1; }
+	mkfifo "$work/cpp.in"
+	"$python" interop/store/cpp.py "$master" $((256 << 20)) <>"$work/cpp.in" >"$work/cpp.out" 2>&1 & # open for both: it does not end
+	servers="$servers $!"
+	wait_for 120 grep -q '"setup": 0' "$work/cpp.out" || { cat "$work/cpp.out" "$work/master.log" >&2; return 1; }
+}
+
+# listens PORT: whether somebody listens there.
+listens() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 
 # old VLLM LMCACHE [ARG ...]: the same with engines of another time, whose next process loads
 # what the first one stored; log-probabilities must be equal too.
@@ -58,6 +70,19 @@ old() {
 	stop_servers
 }
 
-old 0.18.1 0.4.6 --mode= --shim cudastub
-old 0.23.0 0.4.7 --mode data
-old 0.23.0 0.5.3 --mode engine_driven
+for part in ${*:-engine_driven lmcache_driven disk fs mooncakestore 0.4.6 0.4.7 0.5.3}; do
+	case $part in
+	engine_driven) life engine_driven qwen2 ;;
+	lmcache_driven) life lmcache_driven gemma3 --separate-object-groups ;;
+	disk) below disk --disk "$work/below-disk" --disk-gb 1 --disk-min-free-gb 1 --disk-first-touch ;;
+	fs) below fs --l2-adapter "'{\"type\":\"fs\",\"base_path\":\"$work/below-fs\"}'" ;;
+	mooncakestore)
+		start_cluster
+		below mooncakestore --l2-adapter "'{\"type\":\"mooncake_store\",\"master_server_addr\":\"$master\"}'"
+		;;
+	0.4.6) old 0.18.1 0.4.6 --mode= --shim cudastub ;;
+	0.4.7) old 0.23.0 0.4.7 --mode data ;;
+	0.5.3) old 0.23.0 0.5.3 --mode engine_driven ;;
+	*) echo "vllm.sh: no part $part" >&2; exit 2 ;;
+	esac
+done
