@@ -16,7 +16,8 @@ type Flags struct {
 	DiskGB     float64  `name:"disk-gb" help:"GiB that each --disk may take, never more." group:"Tiers" placeholder:"GIB"`
 	DiskFree   float64  `name:"disk-min-free-gb" help:"GiB of each file system that are left to others; 0 for a twentieth of it, at most 4." default:"0" group:"Tiers"`
 	DiskWrites float64  `name:"disk-write-gb-per-day" help:"GiB that may be written to each --disk in a day, for its wear; 0 for no limit." default:"0" group:"Tiers"`
-	DiskAll    bool     `name:"disk-first-touch" help:"Write every chunk to disk, not only those that were asked for again." group:"Tiers"`
+	DiskAll    bool     `name:"disk-first-touch" help:"Write every chunk to disk. By default chunks are written at once while the disk has room or that gives more hits, else when they were asked for again." group:"Tiers"`
+	DiskAgain  bool     `name:"disk-second-touch" help:"Write only chunks to disk that were asked for again: the least wear." group:"Tiers"`
 
 	L2      []Text  `name:"l2-adapter" sep:"none" help:"A tier below the pool, as JSON with LMCache's keys: {\"type\":\"fs\",\"base_path\":\"/data/kv\"}, fs_native, redis, resp, valkey, s3, s3_native or mooncake_store. LMCache servers may share all but redis and s3_native. Repeat it for more tiers: the first is asked first, after the disks." group:"Tiers" placeholder:"JSON"`
 	Trust   string  `name:"l2-trust" help:"What of an --l2-adapter is served. length: what has the right length, and the right checksum where it has one (LMCache writes none); checksum: only what has a checksum." default:"length" enum:"length,checksum" group:"Tiers"`
@@ -63,7 +64,7 @@ func (f *Flags) Options(log *slog.Logger) (Options, error) {
 	for _, path := range f.Disk {
 		o.Disk.Dirs = append(o.Disk.Dirs, disk.Dir{Path: path, Bytes: int64(f.DiskGB * gib)})
 	}
-	o.Disk.MinFree, o.Disk.WriteBudget, o.Disk.FirstTouch, o.Disk.Log = int64(f.DiskFree*gib), int64(f.DiskWrites*gib), f.DiskAll, log
+	o.Disk.MinFree, o.Disk.WriteBudget, o.Disk.FirstTouch, o.Disk.SecondTouch, o.Disk.Log = int64(f.DiskFree*gib), int64(f.DiskWrites*gib), f.DiskAll, f.DiskAgain, log
 	if len(f.Disk) > 0 && len(errs) == 0 {
 		if err := o.Disk.Validate(); err != nil {
 			wrong("--disk: %w", err)

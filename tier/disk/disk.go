@@ -57,7 +57,8 @@ type Options struct {
 	MinFree      int64 // bytes of each file system that are left to others; default 1/20 of it, at most 4 GiB
 	WriteBudget  int64 // bytes that may be written to each Dir in a day (UTC); default no limit
 	ScrubRate    int64 // bytes per second that are compared with their checksums in the background; default 8 MiB
-	FirstTouch   bool  // keep an object when it is written first; else the second time, for what is used once wears the disk
+	FirstTouch   bool  // keep an object when it is offered first, whatever the disk has; default: while it has room, or that gives more hits
+	SecondTouch  bool  // keep an object when it is offered for the second time, whatever the disk has
 	Log          *slog.Logger
 }
 
@@ -74,6 +75,7 @@ func (o Options) Validate() error {
 	}
 	c.That(o.SegmentBytes == 0 || o.SegmentBytes >= minSegment && o.SegmentBytes <= maxSegment && o.SegmentBytes%block == 0,
 		"SegmentBytes", "%d is no multiple of %d from %d to %d", o.SegmentBytes, block, minSegment, int64(maxSegment))
+	c.That(!o.FirstTouch || !o.SecondTouch, "SecondTouch", "is asked for together with FirstTouch")
 	options.Within(&c, "MinFree", o.MinFree, 0, math.MaxInt64)
 	options.Within(&c, "WriteBudget", o.WriteBudget, 0, math.MaxInt64)
 	options.Within(&c, "ScrubRate", o.ScrubRate, 0, 1<<40)
@@ -100,9 +102,8 @@ type Disk struct {
 	volumes []*volume
 	opened  chan struct{}
 	waiting sync.WaitGroup
-	touched touched
 
-	firstTouches        atomic.Int64
+	admission           admission
 	readTime, writeTime *histogram.Histogram
 }
 
@@ -121,7 +122,8 @@ func openWith(o Options, open func(path string) (files, error), now func() time.
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	d := &Disk{opts: o, opened: make(chan struct{}), touched: touched{seed: maphash.MakeSeed(), most: mostTouched}, readTime: histogram.Times(), writeTime: histogram.Times()}
+	d := &Disk{opts: o, opened: make(chan struct{}), readTime: histogram.Times(), writeTime: histogram.Times()}
+	d.admission.touched.seed, d.admission.touched.most = maphash.MakeSeed(), mostTouched
 	for _, dir := range o.Dirs {
 		f, err := open(dir.Path)
 		var v *volume
@@ -197,6 +199,7 @@ func (d *Disk) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error
 		m, err := v.read(ctx, k, dst)
 		if err == nil {
 			d.readTime.Took(time.Since(began))
+			d.wasRead(&k, m.Len)
 		}
 		if !errors.Is(err, tier.ErrMissing) {
 			return m, err
@@ -221,8 +224,8 @@ func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	if err := d.Stat(ctx, []kv.Key{k}, has[:]); err != nil || has[0] == m {
 		return err
 	}
-	if !d.opts.FirstTouch && !d.touched.again(&k) {
-		d.firstTouches.Add(1)
+	if !d.admits(&k, m.Len) {
+		d.admission.refused.Add(1)
 		return fmt.Errorf("%w: first touch", tier.ErrNotKept)
 	}
 	began := time.Now()
@@ -378,35 +381,6 @@ func (j *journal) close() error {
 		return nil
 	}
 	return j.file.close()
-}
-
-// touched remembers keys that were offered once, the last of them: two tables take turns.
-type touched struct {
-	seed maphash.Seed
-	most int // in one table
-	mu   struct {
-		sync.Mutex
-		now, before map[uint64]struct{}
-	}
-}
-
-const mostTouched = 1 << 19
-
-// again reports whether a key was offered before, and remembers it.
-func (t *touched) again(k *kv.Key) bool {
-	h := maphash.Comparable(t.seed, *k)
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	_, now := t.mu.now[h]
-	_, before := t.mu.before[h]
-	if now || before {
-		return true
-	}
-	if len(t.mu.now) >= t.most || t.mu.now == nil {
-		t.mu.now, t.mu.before = make(map[uint64]struct{}), t.mu.now
-	}
-	t.mu.now[h] = struct{}{}
-	return false
 }
 
 // isFault reports whether the caller's memory was gone.

@@ -136,6 +136,7 @@ func (v *volume) newSegment() (*segment, error) {
 	var err error
 	s.file, err = v.files.create(name, v.segment)
 	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) { // there is less than it seemed
+		v.noteFull()
 		if old := v.victim(); old != nil && v.isOpen() && v.evict(old) == nil {
 			s.file, err = v.files.create(name, v.segment)
 		}
@@ -190,12 +191,20 @@ func (v *volume) room(need int64) error {
 				return errFull
 			}
 			lack -= s.size
+			v.noteFull()
 			if err := v.evict(s); err != nil {
 				return err
 			}
 		}
 	}
 	return errFull
+}
+
+// noteFull notes how much the volume holds when something has to go for room.
+func (v *volume) noteFull() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.mu.full = max(v.mu.used, v.segment)
 }
 
 // guard gives room back that others need, or that is above a limit that was lowered.

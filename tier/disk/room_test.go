@@ -108,10 +108,10 @@ func TestHotObjectsStay(t *testing.T) {
 	}
 }
 
-// By default an object is kept when it is offered the second time.
+// With SecondTouch an object is kept when it is offered the second time.
 func TestSecondTouch(t *testing.T) {
 	m := newMemFiles(1, 1<<30)
-	d := openMem(t, Options{SegmentBytes: 256 << 10, MinFree: 1}, 4<<20, newClock(), m)
+	d := openMem(t, Options{SegmentBytes: 256 << 10, MinFree: 1, SecondTouch: true}, 4<<20, newClock(), m)
 	defer closeDisk(t, d)
 	for _, seed := range []int{1, 2} {
 		b, meta := object(seed, 1000, 0)
@@ -136,7 +136,7 @@ func TestSecondTouch(t *testing.T) {
 func TestTouchedIsBounded(t *testing.T) {
 	const most = 10_000
 	x := touched{most: most, seed: maphash.MakeSeed()}
-	k := func(i int) *kv.Key { return &kv.Key{Group: uint32(i)} }
+	k := func(i int) uint64 { return mix(uint64(i)) }
 	x.again(k(0))
 	for i := 1; i <= 2*most; i++ {
 		if x.again(k(i)) {

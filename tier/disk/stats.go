@@ -24,6 +24,7 @@ type Stats struct {
 	Written    map[string]int64 `counter:"kvasir_disk_written_bytes_total" label:"kind" help:"Bytes written: of objects, and all together. Their quotient is the write amplification."`
 	Readmitted int64            `counter:"kvasir_disk_readmitted_bytes_total" help:"Bytes written again at eviction, since they had been read."`
 	NotKept    map[string]int64 `counter:"kvasir_disk_not_kept_total" label:"reason" help:"Objects that were not written."`
+	First      bool             `gauge:"kvasir_disk_first_touch" help:"1 while objects are kept when they are offered for the first time."`
 	Evicted    int64            `counter:"kvasir_disk_evicted_segments_total" help:"Segments removed for room."`
 	EvictedObj int64            `counter:"kvasir_disk_evicted_objects_total" help:"Objects in them."`
 	Corrupt    int64            `counter:"kvasir_disk_corrupt_objects_total" help:"Objects forgotten since they were damaged."`
@@ -62,7 +63,8 @@ func (d *Disk) Stats() Stats {
 		s.ReadBytes += v.n.readBytes.Load()
 	}
 	s.Written = map[string]int64{"objects": objects, "all": all}
-	s.NotKept = map[string]int64{"first_touch": d.firstTouches.Load(), "no_room": noRoom, "budget": overBudget, "too_large": tooLarge}
+	s.NotKept = map[string]int64{"first_touch": d.admission.refused.Load(), "no_room": noRoom, "budget": overBudget, "too_large": tooLarge}
+	s.First = d.keepsFirst()
 	s.ReadTime, s.WriteTime = d.readTime.Counts(), d.writeTime.Counts()
 	return s
 }

@@ -108,29 +108,35 @@ func BenchmarkTrace(b *testing.B) {
 		b.Skip("KVASIR_TRACE names no trace")
 	}
 	requests := readTrace(b, path)
-	disk := func(b *testing.B, blocks int64, first bool) *Disk {
+	disk := func(b *testing.B, blocks int64, rule Options) *Disk {
 		if blocks == 0 {
 			return nil
 		}
-		d := open(b, Options{Dirs: []Dir{{benchDir(b), blocks * block}}, SegmentBytes: max(minSegment, blocks*block/1024/block*block), MinFree: 1, FirstTouch: first})
+		rule.Dirs, rule.SegmentBytes, rule.MinFree = []Dir{{benchDir(b), blocks * block}}, max(minSegment, blocks*block/1024/block*block), 1
+		d := open(b, rule)
 		b.Cleanup(func() { closeDisk(b, d) })
 		return d
 	}
-	run := func(name string, pool int, blocks int64, first bool) {
+	run := func(name string, pool int, blocks int64, rule Options) {
 		b.Run(name, func(b *testing.B) {
 			for b.Loop() {
-				hits, all := playTrace(b, requests, &lru{most: pool, at: map[int64]*list.Element{}}, disk(b, blocks, first))
+				d := disk(b, blocks, rule)
+				hits, all := playTrace(b, requests, &lru{most: pool, at: map[int64]*list.Element{}}, d)
 				b.ReportMetric(100*float64(hits)/float64(all), "%hits")
+				if d != nil {
+					b.ReportMetric(float64(d.Stats().Written["objects"])/float64(all), "written/block")
+				}
 			}
 		})
 	}
 	const above = 2000
-	run(fmt.Sprintf("pool=%d", above), above, 0, false)
+	run(fmt.Sprintf("pool=%d", above), above, 0, Options{})
 	for _, blocks := range []int{5000, 10_000, 20_000, 50_000, 100_000} {
-		run(fmt.Sprintf("lru=%d", blocks), blocks, 0, false)
-		run(fmt.Sprintf("disk=%d,first", blocks), 0, int64(blocks), true)
-		run(fmt.Sprintf("disk=%d,second", blocks), 0, int64(blocks), false)
-		run(fmt.Sprintf("pool=%d,disk=%d,first", above, blocks), above, int64(blocks), true)
-		run(fmt.Sprintf("pool=%d,disk=%d,second", above, blocks), above, int64(blocks), false)
+		run(fmt.Sprintf("lru=%d", blocks), blocks, 0, Options{})
+		for _, pool := range []int{0, above} {
+			run(fmt.Sprintf("pool=%d,disk=%d,first", pool, blocks), pool, int64(blocks), Options{FirstTouch: true})
+			run(fmt.Sprintf("pool=%d,disk=%d,second", pool, blocks), pool, int64(blocks), Options{SecondTouch: true})
+			run(fmt.Sprintf("pool=%d,disk=%d,default", pool, blocks), pool, int64(blocks), Options{})
+		}
 	}
 }

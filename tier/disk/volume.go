@@ -71,6 +71,7 @@ type volume struct {
 		sealing []*segment // take no more
 		nextSeq uint32
 		used    int64 // bytes of all files of segments
+		full    int64 // the same when one was last removed for room; 0: none was
 
 		wanted  bool          // somebody wants a spare
 		changed chan struct{} // closed with the next spare, or refusal
