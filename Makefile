@@ -58,9 +58,9 @@ mutants: have-go ## change the code at MUTANTS places of the sample SEED; report
 interop: build ## run the real peers against this build (makes a Python environment; PART=one of them)
 	interop/run.sh $(PART)
 
-interop-vllm: build ## run real vLLM engines against this build (34 GB, minutes; PD=parts of P/D alone)
-	[ -n "$(PD)" ] || interop/vllm.sh
-	interop/mooncake.sh
+interop-vllm: build ## run real vLLM engines against this build (34 GB, minutes; PART=parts of LMCache alone, PD=parts of P/D alone)
+	[ -n "$(PD)" ] || interop/vllm.sh $(PART)
+	[ -n "$(PART)" ] || interop/mooncake.sh
 
 bench: build ## ratios against LMCache, vLLM's coordinator, the C++ engine, routers, vllm bench serve (50 minutes; BENCH=part)
 	interop/bench.sh

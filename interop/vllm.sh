@@ -55,6 +55,17 @@ start_cluster() {
 # listens PORT: whether somebody listens there.
 listens() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 
+# events MODE: what the engine publishes of this server's chunks on its own KV-event socket, to vLLM's own classes.
+events() {
+	local mode=$1
+	echo "== $mode: the engine publishes what the server stores, evicts, clears, and has after kill -9"
+	"$python" interop/vllm/make_model.py "$work/qwen2" --kind qwen2 >/dev/null
+	start_phoenix "events-$mode" --l1-size-gb 0.00390625 --chunk-size 128 # 16 chunks
+	"$python" interop/vllm/run_events.py --model "$work/qwen2" --server "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" \
+		--mode "$mode" --kill "sh $work/events-$mode.kill" --out "$work/events-$mode"
+	stop_servers
+}
+
 # old VLLM LMCACHE [ARG ...]: the same with engines of another time, whose next process loads
 # what the first one stored; log-probabilities must be equal too.
 old() {
@@ -70,7 +81,7 @@ old() {
 	stop_servers
 }
 
-for part in ${*:-engine_driven lmcache_driven disk fs mooncakestore 0.4.6 0.4.7 0.5.3}; do
+for part in ${*:-engine_driven lmcache_driven disk fs mooncakestore events 0.4.6 0.4.7 0.5.3}; do
 	case $part in
 	engine_driven) life engine_driven qwen2 ;;
 	lmcache_driven) life lmcache_driven gemma3 --separate-object-groups ;;
@@ -79,6 +90,10 @@ for part in ${*:-engine_driven lmcache_driven disk fs mooncakestore 0.4.6 0.4.7 
 	mooncakestore)
 		start_cluster
 		below mooncakestore --l2-adapter "'{\"type\":\"mooncake_store\",\"master_server_addr\":\"$master\"}'"
+		;;
+	events)
+		events engine_driven
+		events lmcache_driven
 		;;
 	0.4.6) old 0.18.1 0.4.6 --mode= --shim cudastub ;;
 	0.4.7) old 0.23.0 0.4.7 --mode data ;;
