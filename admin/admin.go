@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/server"
@@ -20,11 +21,12 @@ import (
 type Options struct {
 	AllowHosts []string          // names of this machine that requests may ask for, besides its host name
 	Flags      map[string]string // what the server was started with, shown in /status
+	Socket     string            // where engines reach the server, a URL or an address, for /readyz; empty: it is not asked
 	Profiles   bool              // serve Go's profiles at /debug/pprof/
 	Parts      *Parts            // what runs beside the server in this process; nil: nothing
 }
 
-// Handler answers GET / /live /healthcheck /healthz /status /explain /version /metrics and
+// Handler answers GET / /live /healthcheck /healthz /readyz /status /explain /version /metrics and
 // POST /cache/clear. Probes and metrics answer under any name of the host: they tell
 // nothing that a web page could use.
 func Handler(s *server.Server, o Options) http.Handler {
@@ -41,7 +43,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 		}
 	}
 	for _, name := range s.TierNames() {
-		metrics.AddWith(reg, map[string]string{"tier": name}, func() server.TierEnds { return s.TierEnds(name) })
+		metrics.AddWith(reg, map[string]string{"tier": name}, func() explain.TierEnds { return s.TierEnds(name) })
 	}
 	if p := s.Publisher(); p != nil {
 		metrics.Add(reg, p.Stats)
@@ -65,8 +67,9 @@ func Handler(s *server.Server, o Options) http.Handler {
 	}
 	mux.HandleFunc("GET /healthcheck", health)
 	mux.HandleFunc("GET /healthz", health)
+	mux.Handle("GET /readyz", &readiness{server: s, url: o.Socket})
 	mux.Handle("GET /status", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		writeJSON(w, http.StatusOK, Status{s.Status(), o.Flags, o.Parts.figures(), tenantsOf(s.Store())})
+		writeJSON(w, http.StatusOK, Status{Status: s.Status(), Shape: shapeOf(s, o.Flags), Flags: o.Flags, Parts: o.Parts.figures(), Tenants: tenantsOf(s.Store())})
 	})))
 	mux.Handle("GET /explain", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { explainLookups(s, w, r) })))
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
@@ -74,6 +77,8 @@ func Handler(s *server.Server, o Options) http.Handler {
 	metrics.Add(reg, func() tenantStats { return statsOf(tenantsOf(s.Store())) })
 	handleQuotas(mux, guard, s.Store())
 	handleObjects(mux, guard, s)
+	handlePrefetches(mux, guard, s)
+	handleChecksums(mux, guard, s)
 	mux.Handle("GET /config", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		flags := o.Flags
 		if flags == nil {
@@ -95,6 +100,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 // Status is the body of /status.
 type Status struct {
 	server.Status
+	*Shape
 	Flags map[string]string             `json:"flags,omitempty"`
 	Parts map[string]map[string]float64 `json:"parts,omitempty"` // what runs in the same process: its metrics, histograms aside, by the part's name
 

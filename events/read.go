@@ -65,6 +65,9 @@ func (b *Book) Snapshot(model string, onePerModel bool) (chunks []*Chunk, last u
 	return chunks, last
 }
 
+// Capacity is how many records are kept for readers.
+func (b *Book) Capacity() int { return b.o.Records }
+
 // Stats is a snapshot of a Book.
 type Stats struct {
 	Counters

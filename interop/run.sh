@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if [ "${1:-}" != --alone ]; then
-	[ $# -gt 0 ] || set -- zmtp redis s3 client series two pickle kill9-engine kill9-lmcache pending events fs fs_native slow lend \
+	[ $# -gt 0 ] || set -- zmtp redis s3 client series routes two pickle kill9-engine kill9-lmcache pending events fs fs_native slow lend \
 		generations engine openai tracker transfer cluster tier store-engine
 	. scripts/again.sh
 	outputs=$(mktemp -d)
@@ -118,6 +118,14 @@ series)
 		[ -s "$work/series.json" ] || { cat "$work/series.log" >&2; exit 1; }
 	grep -E '^FAIL' "$work/series.log" || true
 	"$python" interop/lmcache/series.py --http "http://127.0.0.1:$http" --against admin/testdata/lmcache-0.5.6.series
+	;;
+routes)
+	echo "== LMCache's HTTP routes: /status, /cache/prefetches, /cache/checksums"
+	mkdir "$work/routes"
+	start_server routes --l1-size-gb 0.125 --l2-adapter "{\"type\":\"fs\",\"base_path\":\"$work/routes\"}"
+	timeout 600 "$python" interop/lmcache/routes.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --dir "$work/routes" \
+		--status admin/testdata/lmcache-0.5.6.status >"$work/routes.out" 2>"$work/routes.err" || { grep -vE '^PASS' "$work/routes.err" >&2; tail -5 "$work/routes.log" >&2; exit 1; }
+	cat "$work/routes.out"
 	;;
 two)
 	echo "== two clients at once"

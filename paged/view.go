@@ -234,3 +234,23 @@ func (v *View) BlockBytes() int { return v.Slots * v.Heads * v.Row }
 func (v *View) Same(w *View) bool {
 	return v.Planes == w.Planes && v.Slots == w.Slots && v.Heads == w.Heads && v.Row == w.Row
 }
+
+// Rows calls f with the bytes of one plane of a block, a row of one head of one slot at a time, in the
+// order in which they lie in memory. plane and block are in range, and memory is what the View was made for.
+func (v *View) Rows(memory []byte, plane, block int, f func(row []byte)) {
+	outer, inner := v.Slots, v.Heads
+	far, near := v.slot, v.head
+	if v.Form == PlanesHND || v.Form == BlocksHND || v.Form == FusedHND {
+		outer, inner, far, near = inner, outer, near, far
+	}
+	at := v.offset + int64(plane)*v.plane + int64(block)*v.block
+	for i := range int64(outer) {
+		for j := range int64(inner) {
+			from := at + i*far + j*near
+			f(memory[from : from+int64(v.Row)])
+		}
+	}
+}
+
+// BlocksFirst reports whether a block's planes lie beside each other.
+func (v *View) BlocksFirst() bool { return v.Form == BlocksNHD || v.Form == BlocksHND }

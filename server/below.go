@@ -2,13 +2,11 @@ package server
 
 import (
 	"fmt"
-	"slices"
-	"sync"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/estimate"
+	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
@@ -132,60 +130,8 @@ func (b *BelowStatus) findings(add func(what, do string)) {
 	}
 }
 
-// tierMisses count lookups that a tier ended.
-type tierMisses struct {
-	mu sync.Mutex
-	of map[tierMiss]uint64
-}
-
-type tierMiss struct {
-	tier string
-	why  miss.Reason
-}
-
-// anyTier stands for a tier that did not say its name.
-const anyTier = "any"
-
-// add counts one. A name that is none of the tiers' stands for all of them.
-func (m *tierMisses) add(tiers []*tier.Counting, name string, why miss.Reason) {
-	if len(tiers) == 0 {
-		return
-	}
-	if !slices.ContainsFunc(tiers, func(t *tier.Counting) bool { return t.Name() == name }) {
-		name = anyTier
-	}
-	if len(tiers) == 1 {
-		name = tiers[0].Name()
-	}
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.of == nil {
-		m.of = make(map[tierMiss]uint64)
-	}
-	m.of[tierMiss{name, why}]++
-}
-
-// counts returns the number for each reason of one tier, also those that did not occur.
-// call names the reasons.
-func (m *tierMisses) counts(name string, call func(miss.Reason) string) map[string]uint64 {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	out := make(map[string]uint64)
-	for _, why := range []miss.Reason{miss.BelowSlow, miss.BelowFailed, miss.BelowCorrupt, miss.BelowSlower} {
-		out[call(why)] = m.of[tierMiss{name, why}]
-	}
-	return out
-}
-
-// TierEnds are the lookups that a tier ended, for metrics.
-type TierEnds struct {
-	Lookups map[string]uint64 `counter:"kvasir_tier_ended_lookups_total" label:"reason" help:"Lookups whose next chunk this tier could have had, by why it did not give it; tier any where that is not known."`
-}
-
 // TierEnds returns them by tier.
-func (s *Server) TierEnds(name string) TierEnds {
-	return TierEnds{s.n.tierMisses.counts(name, miss.Reason.Label)}
-}
+func (s *Server) TierEnds(name string) explain.TierEnds { return s.n.tierMisses.Stats(name) }
 
 // TierNames are the tiers that lookups can be ended by.
 func (s *Server) TierNames() (out []string) {
@@ -193,7 +139,7 @@ func (s *Server) TierNames() (out []string) {
 		out = append(out, t.Name())
 	}
 	if len(out) > 1 {
-		out = append(out, anyTier)
+		out = append(out, explain.AnyTier)
 	}
 	return out
 }

@@ -14,7 +14,7 @@ func TestMissesNameTheTier(t *testing.T) {
 	f := func(tiers []*tier.Counting, said, counted string) {
 		t.Helper()
 		s := &Server{opts: Options{Tiers: tiers}}
-		s.n.tierMisses.add(tiers, said, miss.BelowFailed)
+		s.n.tierMisses.Add(tiers, said, miss.BelowFailed)
 		for _, name := range s.TierNames() {
 			want := uint64(0)
 			if name == counted {

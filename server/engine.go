@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 
+	"github.com/kvasir-kv/kvasir/access"
 	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -291,6 +292,24 @@ func (s *Server) nameShard(sh objects.Shard, k *lmcache.KeyView) {
 	}
 }
 
+// ShardsOf says where the chunks of a model, salt and world size are to be looked up, for somebody who is no
+// worker. It reports false when no worker of that model is registered.
+func (s *Server) ShardsOf(model, salt string, world int) (objects.Shard, bool) {
+	self := access.Self()
+	k := lmcache.KeyView{Model: []byte(model), Salt: []byte(salt)}
+	sh, ok := s.registry.ShardsOf(k.Model, k.Salt, world, self.By)
+	if ok {
+		s.nameShard(sh, &k)
+	}
+	return sh, ok
+}
+
+// Registry has the registered workers.
+func (s *Server) Registry() *workers.Registry { return s.registry }
+
+// Options are those that it was started with, and the defaults of the others.
+func (s *Server) Options() Options { return s.opts }
+
 // recordLookup counts the result of a lookup and says why it was not a whole hit.
 func (s *Server) recordLookup(request []byte, of *explain.Asked, counts *tally.Counts, got store.LookupResult) {
 	counts.Asked(&got, s.opts.ChunkTokens)
@@ -301,7 +320,7 @@ func (s *Server) recordLookup(request []byte, of *explain.Asked, counts *tally.C
 	}
 	s.ended.Ended(request, of, &got)
 	if got.Why.IsBelow() {
-		s.n.tierMisses.add(s.opts.Tiers, got.Tier, got.Why)
+		s.n.tierMisses.Add(s.opts.Tiers, got.Tier, got.Why)
 	}
 	if s.log.Enabled(context.Background(), slog.LevelDebug) {
 		s.log.Debug("lookup", "request", string(request), "hit_tokens", got.Hit*c, "asked_tokens", got.Asked*c,

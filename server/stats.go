@@ -4,6 +4,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/miss"
@@ -14,7 +15,7 @@ import (
 type counters struct {
 	requests           [256]atomic.Uint64        // by lmcache.Op
 	refusals           map[string]*atomic.Uint64 // by label; the map is immutable
-	tierMisses         tierMisses
+	tierMisses         explain.TierMisses
 	times              map[lmcache.Op]*histogram.Histogram // the map is immutable
 	otherTimes         *histogram.Histogram
 	dropped            atomic.Uint64 // replies whose client was gone or too slow

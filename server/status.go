@@ -127,7 +127,7 @@ func (s *Server) Status() Status {
 		}
 	}
 	for _, name := range s.TierNames() {
-		for why, n := range s.n.tierMisses.counts(name, miss.Reason.String) {
+		for why, n := range s.n.tierMisses.Counts(name, miss.Reason.String) {
 			if n > 0 {
 				out.Lookup.MissReasons["tier "+name+": "+why] = n
 			}

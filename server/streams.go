@@ -223,7 +223,7 @@ func (s *Server) runStream(ctx context.Context, st *stream) {
 	defer st.cancel()
 	err := s.contain(lmcache.OpSubscribeKVEvents, func() error {
 		for first := true; ; first = false {
-			batch, ok := st.next(ctx, first, s.incarnation())
+			batch, ok := st.next(ctx, first, s.Incarnation())
 			if !ok {
 				return nil
 			}
@@ -265,8 +265,8 @@ func (s *Server) sendBatch(ctx context.Context, st *stream, batch []byte) bool {
 	}
 }
 
-// incarnation names this life of the server.
-func (s *Server) incarnation() uint64 { return uint64(s.started.UnixNano()) }
+// Incarnation names this life of the server.
+func (s *Server) Incarnation() uint64 { return uint64(s.started.UnixNano()) }
 
 // next waits until there is something to send; ok is false when the stream ends. The first batch
 // comes at once.

@@ -403,7 +403,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		return listenError(err, "--http-host", "--http-port")
 	}
 	listener = httpguard.Limit(listener, httpguard.MaxConns)
-	web := httpguard.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Profiles: c.Profiles, Parts: e.parts}))
+	web := httpguard.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Socket: endpoints[0], Profiles: c.Profiles, Parts: e.parts}))
 	defer web.Close()
 	var addresses []string
 	for i, endpoint := range endpoints {

@@ -1,0 +1,78 @@
+package admin
+
+import (
+	"context"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server"
+)
+
+// Limits of GET /readyz.
+const (
+	readyTimeout = 5 * time.Second // for the server's own socket to answer
+	readyFor     = time.Second     // an answer is that old at most
+)
+
+// readiness asks a server as an engine would, over its own socket: a process can live, and its HTTP too, while no
+// engine gets an answer.
+type readiness struct {
+	server *server.Server
+	url    string // of the socket; empty: it is not asked
+
+	mu  sync.Mutex // who has it asks; the others wait for the answer
+	at  time.Time
+	why string
+}
+
+// trouble says why no hit can be served; empty when one can.
+func (r *readiness) trouble() string {
+	if why := r.server.Unhealthy(); len(why) > 0 {
+		return strings.Join(why, "; ")
+	}
+	if r.url == "" {
+		return ""
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if time.Since(r.at) >= readyFor {
+		r.why = r.ask()
+		r.at = time.Now()
+	}
+	return r.why
+}
+
+func (r *readiness) ask() string {
+	ctx, cancel := context.WithTimeout(context.Background(), readyTimeout)
+	defer cancel()
+	c, err := lmcache.NewClient(r.url)
+	if err != nil {
+		return "its own socket cannot be asked: " + err.Error()
+	}
+	defer c.Close()
+	if _, err := c.ChunkTokens(ctx); err != nil {
+		return "its own socket does not answer within 5 s: " + err.Error()
+	}
+	held := make(chan struct{})
+	go func() { // who has the store's lock gives it back in microseconds
+		defer close(held)
+		_ = r.server.Store().Stats()
+	}()
+	select {
+	case <-held:
+		return ""
+	case <-ctx.Done():
+		return "its store does not answer within 5 s"
+	}
+}
+
+func (r *readiness) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
+	if why := r.trouble(); why != "" {
+		writeJSON(w, http.StatusServiceUnavailable, map[string]string{"status": "not ready", "reason": why})
+		return
+	}
+	writeJSON(w, http.StatusOK, map[string]string{"status": "ready"})
+}
