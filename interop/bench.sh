@@ -2,12 +2,12 @@
 # Races this build against the originals, in turns in one run, ratios of medians: the
 # real LMCache 0.5.6 server, vLLM's hybrid coordinator and Mooncake connector,
 # the C++ transfer engine, vllm-router and smg; and vllm bench serve with kvasir bench. About 50 minutes, and 10 GB the first time. Needs bin/kvasir;
-# `make bench` calls it. Arguments are passed on to the drivers of lmcache and tiers, for example
-# --lookups 300. BENCH names the parts: accuracy, lmcache, tiers, scale, coordinator, transfer, mooncake, store, proxy, clients.
+# `make bench` calls it. Arguments are passed on to the drivers of lmcache, events and tiers, for example
+# --lookups 300. BENCH names the parts: accuracy, lmcache, events, tiers, scale, coordinator, transfer, mooncake, store, proxy, clients.
 # KVASIR_BENCH_DIR is a directory on the disk for tiers; KVASIR_TRACE a trace for their hit rates.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bench=${BENCH:-accuracy lmcache tiers scale coordinator transfer mooncake store proxy clients}
+bench=${BENCH:-accuracy lmcache events tiers scale coordinator transfer mooncake store proxy clients}
 
 race_lmcache() {
 	local python lmcache
@@ -19,6 +19,19 @@ race_lmcache() {
 		"$lmcache server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http} --l1-size-gb 2 --no-l1-use-lazy --eviction-policy LRU --supported-transfer-mode auto --shm-name race{port}" \
 		"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir_{port}"
 }
+
+# race_events races this build without KV events against itself with ten subscribers of them: rows of race_lmcache.
+# KVASIR_WITHOUT is another binary to race against, for example one built before something was added.
+race_events() (
+	local python dir
+	python=$(interop/python.sh)
+	mkdir -p bin
+	dir=$(mktemp -d)
+	trap 'rm -rf "$dir" /dev/shm/lmcache_l1_pool_race_kvasir_*' EXIT
+	local flags="server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir_{port}"
+	"$python" interop/lmcache/mp_bench.py --l1-gb 2 --lookups 1500 --rounds 5 --out bin/race_events.json --subscribers 10 "ipc://$dir/{port}.events" "$@" --race \
+		"${KVASIR_WITHOUT:-bin/kvasir} $flags --kv-event-log-size 0" "bin/kvasir $flags --kv-events ipc://$dir/{port}.events"
+)
 
 # race_tiers loads from and stores to tiers of both servers on one file system, beside a plain reader and
 # writer with direct I/O, and opens a disk of a million objects.
@@ -135,7 +148,7 @@ race_store() {
 
 for part in $bench; do
 	case $part in
-	lmcache | tiers) "race_$part" "$@" ;;
+	lmcache | events | tiers) "race_$part" "$@" ;;
 	accuracy | scale | coordinator | transfer | mooncake | store | proxy | clients) "race_$part" ;;
 	*) echo "BENCH: no part $part" >&2; exit 2 ;;
 	esac
