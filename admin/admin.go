@@ -69,7 +69,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.HandleFunc("GET /healthz", health)
 	mux.Handle("GET /readyz", &readiness{server: s, url: o.Socket})
 	mux.Handle("GET /status", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		writeJSON(w, http.StatusOK, Status{Status: s.Status(), Shape: shapeOf(s, o.Flags), Flags: o.Flags, Parts: o.Parts.figures(), Tenants: tenantsOf(s.Store())})
+		writeJSON(w, http.StatusOK, Status{Status: s.Status(), Shape: shapeOf(s, o.Flags), Flags: o.Flags, Parts: o.Parts.figures(), Tenants: tenantsOf(s.Store()), ByModel: sharesOf(s.ByModel(), liveShares)})
 	})))
 	mux.Handle("GET /explain", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { explainLookups(s, w, r) })))
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
@@ -105,6 +105,7 @@ type Status struct {
 	Parts map[string]map[string]float64 `json:"parts,omitempty"` // what runs in the same process: its metrics, histograms aside, by the part's name
 
 	Tenants []Tenant `json:"tenants,omitempty"` // those with a quota, by salt
+	ByModel []Share  `json:"by_model"`          // hits by model and tenant, 64 at most
 }
 
 // maxExplained bounds the lookups of one answer, and defaultExplained is their number.

@@ -46,6 +46,19 @@ func newServer(t *testing.T) *server.Server {
 	return s
 }
 
+// loadPrompt has the worker of newServer look up four chunks as a request, and load the two that are there.
+func loadPrompt(s *server.Server, request string) {
+	call := func(op lmcache.Op, p ...[]byte) {
+		s.Answer(append([][]byte{{0}, lmcache.AppendOp(nil, op)}, p...))
+	}
+	key := lmcache.Key{Model: "m", WorldSize: 1, Worker: lmcache.AllWorkers, Tokens: make([]uint32, 64), End: 64, RequestID: request, Readers: 1}
+	call(lmcache.OpLookup, key.Append(nil), lmcache.AppendInt(nil, 1))
+	key.Worker, key.End = 0, 32
+	call(lmcache.OpPrepareRetrieve, key.Append(nil), lmcache.AppendInt(nil, 7))
+	call(lmcache.OpCommitRetrieve, key.Append(nil), lmcache.AppendInt(nil, 7))
+	call(lmcache.OpEndSession, lmcache.AppendString(nil, request))
+}
+
 func ask(h http.Handler, method, url, body string, header ...string) (int, string) {
 	r := httptest.NewRequest(method, url, strings.NewReader(body))
 	for i := 0; i+1 < len(header); i += 2 {

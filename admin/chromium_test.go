@@ -233,9 +233,35 @@ func pageURL(t *testing.T) string {
 	}
 	parts := new(admin.Parts)
 	parts.Add("relay", func() any { return relay{7} })
-	web := httptest.NewServer(admin.Handler(newServer(t), admin.Options{Parts: parts}))
+	s := newServer(t)
+	loadPrompt(s, "chat-1")
+	web := httptest.NewServer(admin.Handler(s, admin.Options{Parts: parts}))
 	t.Cleanup(func() { web.CloseClientConnections(); web.Close() })
 	return web.URL + "/"
+}
+
+// waterfall chooses requests by a button, from the keyboard, and by their ids.
+func waterfall(b *browser) {
+	b.t.Helper()
+	b.until(`[...document.querySelectorAll("#by-list td")].map(td => td.textContent).join() === "m,none,–,50.0 %,64"`) // nobody asks now
+	b.until(`(() => { const x = [...document.querySelectorAll("#recent-list button")].find(x => x.textContent === "chat-1"); if (x) x.click(); return !!x; })()`)
+	b.until(`document.querySelector("#request-text").textContent.startsWith("chat-1, m: 32 of 64 tokens hit, 0 of them from tiers")`)
+	for _, what := range []string{"lookup", "prepare_retrieve", "the engine copies", "commit_retrieve", "end_session"} {
+		b.until(fmt.Sprintf(`[...document.querySelectorAll("#waterfall td")].some(td => td.textContent === %q)`, what))
+	}
+	if n, _ := b.eval(`document.querySelectorAll("#waterfall svg[role=img][aria-label] rect").length`).(float64); n < 5 {
+		b.t.Errorf("the waterfall has %v bars", n)
+	}
+	b.eval(`document.querySelector("#request").focus()`)
+	b.eval(`document.querySelector("#request").value = ""`)
+	for _, key := range "pt1" {
+		b.key(string(key))
+	}
+	if at := b.eval(`document.activeElement.id + document.querySelector("#request").value + document.querySelector("#pause").getAttribute("aria-pressed")`); at != "requestpt1false" {
+		b.t.Errorf("typing an id: %v", at)
+	}
+	b.key("Enter")
+	b.until(`document.querySelector("#request-text").textContent.startsWith("Request pt1 is not remembered") && !document.querySelector("#waterfall table")`)
 }
 
 // The page works in a real browser: it asks nobody but its server, says nothing on the
@@ -293,6 +319,9 @@ func TestPageInABrowser(t *testing.T) {
 		t.Errorf("a system that is dark gets %v", system)
 	}
 
+	if os.Getenv("KVASIR_PAGE") == "" {
+		waterfall(b)
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, r := range b.requests {

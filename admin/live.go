@@ -32,6 +32,7 @@ const (
 	liveWorkers  = 64               // of the workers in an event, and the tiers; /status has all
 	mapCells     = 240
 	liveEnded    = 8
+	liveShares   = 64
 )
 
 // Live is an event of GET /live: what the page shows.
@@ -44,6 +45,9 @@ type Live struct {
 	Slow     []slowlog.Request             `json:"slow"`
 	Ended    []explain.Lookup              `json:"ended"` // the last lookups that found less than they asked for, 8 at most
 	Parts    map[string]map[string]float64 `json:"parts"`
+
+	By       []Share            `json:"by"`       // hits by model and tenant, those that were asked for most first, 64 at most
+	Requests []explain.Timeline `json:"requests"` // the last ones, 8 at most
 }
 
 // LiveBytes are counters since the start, bytes.
@@ -81,10 +85,10 @@ func (l *live) latest() ([]byte, int) {
 		l.pool, l.slow = l.server.Look(mapCells)
 		l.poolAt = now
 	}
-	n := l.server.Stats()
+	n, why := l.server.Stats(), l.server.Explain("", liveEnded)
 	e := Live{
 		AtMillis: now.UnixMilli(), Status: l.server.Status(), Map: l.pool, Slow: l.slow, Parts: l.parts.figures(),
-		Ended: l.server.Explain("", liveEnded).Lookups,
+		Ended: why.Lookups, Requests: why.Requests, By: sharesOf(l.server.ByModel(), liveShares),
 		Bytes: LiveBytes{Stored: n.StoredBytes, Retrieved: n.RetrievedBytes, Below: n.BelowBytes, Evicted: n.EvictedBytes},
 	}
 	e.Workers = len(e.Status.Workers)

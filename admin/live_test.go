@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -14,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/admin"
+	"github.com/kvasir-kv/kvasir/explain"
 )
 
 // events opens /live and returns what it sends, until close.
@@ -161,5 +163,40 @@ func TestPage(t *testing.T) {
 	res := get("http://localhost/", "Accept", "*/*")
 	if body, _ := io.ReadAll(res.Body); string(body) != "{\"service\":\"Kvasir HTTP API\",\"status\":\"ok\"}\n" || res.Header.Get("Vary") != "Accept" {
 		t.Errorf("a program: %s", body)
+	}
+}
+
+// What the page shows of models, tenants and requests is what they asked for.
+func TestLiveRequests(t *testing.T) {
+	s := newServer(t)
+	h := admin.Handler(s, admin.Options{})
+	for i := range 20 {
+		loadPrompt(s, fmt.Sprintf("chat-%d", i))
+	}
+	var st admin.Status
+	if _, body := ask(h, "GET", "http://localhost/status", ""); json.Unmarshal([]byte(body), &st) != nil || len(st.ByModel) != 1 ||
+		st.ByModel[0] != (admin.Share{Model: "m", Lookups: 20, AskedTokens: 20 * 64, HitTokens: 20 * 32}) {
+		t.Errorf("%+v", st.ByModel)
+	}
+	var got explain.Explanation
+	if code, body := ask(h, "GET", "http://localhost/explain?request_id=chat-7", ""); code != 200 || json.Unmarshal([]byte(body), &got) != nil || len(got.Requests) != 1 || len(got.Lookups) != 1 {
+		t.Fatalf("%d %s", code, body)
+	}
+	r := got.Requests[0]
+	var names []string
+	for i, span := range r.Spans {
+		names = append(names, span.Operation)
+		if span.MS < 0 || span.FromMS < 0 || i > 0 && span.FromMS < r.Spans[i-1].FromMS {
+			t.Errorf("%+v", r.Spans)
+		}
+	}
+	if r.Request != "chat-7" || r.Model != "m" || r.AskedTokens != 64 || r.HitTokens != 32 || strings.Join(names, " ") != "lookup prepare_retrieve commit_retrieve end_session" {
+		t.Errorf("%+v", r)
+	}
+	web := httptest.NewServer(h)
+	t.Cleanup(func() { web.CloseClientConnections(); web.Close() })
+	next, _ := events(t, web.URL)
+	if e := next(); len(e.Requests) != 8 || e.Requests[0].Request != "chat-19" || len(e.By) != 1 {
+		t.Errorf("%+v, %+v", e.By, e.Requests)
 	}
 }

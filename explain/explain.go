@@ -22,6 +22,8 @@ type Explanation struct {
 	Reasons map[string]uint64 `json:"reasons"` // of all lookups since the start, by label, those that occurred
 	Lookups []Lookup          `json:"lookups"` // the newest first
 	Advice  map[string]Advice `json:"advice"`  // of the reasons in Lookups
+
+	Requests []Timeline `json:"requests"` // the newest first: the last MaxTimelines are remembered, also those that found all
 }
 
 // Advice is what to do about a reason.
@@ -36,7 +38,18 @@ type Book struct {
 	chunkTokens int
 	counts      [miss.NumReasons]atomic.Uint64
 	log         miss.Log
+	lines       timelines
 }
+
+// Took notes an operation of a request that began then and is answered now. One without a request id is not noted.
+func (b *Book) Took(operation string, request []byte, began, ended time.Time) {
+	if len(request) > 0 {
+		b.lines.took(operation, request, began, ended)
+	}
+}
+
+// Requests returns what the last requests asked for, the newest first, at most so many.
+func (b *Book) Requests(most int) []Timeline { return b.lines.last("", most) }
 
 // New returns an empty Book for chunks of so many tokens.
 func New(names *tier.Names, chunkTokens int) *Book {
@@ -100,6 +113,7 @@ func (b *Book) Explain(request string, most int, advise func(miss.Reason) string
 			out.Advice[l.Reason] = Advice{What: e.Why.String(), Do: advise(e.Why)}
 		}
 	}
+	out.Requests = b.lines.last(request, most)
 	return out
 }
 
@@ -169,20 +183,20 @@ type Asked struct{ Model, Salt []byte }
 // Ended counts why a lookup found no more than it did, and remembers it; nothing of one that found all. Where of is nil, who
 // asked is known by the namespace of what was searched for.
 func (b *Book) Ended(request []byte, of *Asked, got *store.LookupResult) {
+	c := b.chunkTokens
+	if of == nil {
+		n, _ := b.names.Of(got.Namespace)
+		of = &Asked{[]byte(n.Model), []byte(n.Salt)}
+	}
+	b.lines.looked(request, of.Model, of.Salt, got, c)
 	if got.Why == miss.None {
 		return
 	}
-	c := b.chunkTokens
 	e := miss.Ended{
 		At: time.Now(), Request: string(request), Asked: got.Asked * c, Hit: got.Hit * c, Why: got.Why,
 		Missing: got.Missing, Shard: got.Shard, Tier: got.Tier, GoneAt: got.Gone.At, GoneBy: got.Gone.By,
 	}
-	if of != nil {
-		e.Model, e.Salt = string(of.Model), string(of.Salt)
-	} else {
-		n, _ := b.names.Of(got.Missing.Namespace)
-		e.Model, e.Salt = n.Model, n.Salt
-	}
+	e.Model, e.Salt = string(of.Model), string(of.Salt)
 	if got.Gone.By != "" {
 		n, _ := b.names.Of(got.Gone.For)
 		e.GoneModel, e.GoneSalt = n.Model, n.Salt

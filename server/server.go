@@ -298,7 +298,7 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 	if errors.Is(err, errHeld) {
 		return nil
 	}
-	defer func() { s.n.timeOf(op).Took(time.Since(began)); s.slow.Note(op, lmcache.RequestID(asked), began) }()
+	defer func() { s.took(op, lmcache.RequestID(asked), began) }()
 	if err != nil {
 		ok := s.decline(sc, op, err)
 		s.refuse(op, err)
@@ -314,6 +314,14 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 	}
 	sc.frames[2] = sc.out
 	return sc.frames[:3]
+}
+
+// took notes that a request is answered.
+func (s *Server) took(op lmcache.Op, request []byte, began time.Time) {
+	now := time.Now()
+	s.n.timeOf(op).Took(now.Sub(began))
+	s.slow.Note(op, request, began, now)
+	s.ended.Took(op.String(), request, began, now)
 }
 
 // maxUID bounds the first frame of a request, bytes; clients send 16.

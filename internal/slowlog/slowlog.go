@@ -50,10 +50,9 @@ func New(from time.Duration) *Log {
 // SetFrom sets what counts as slow.
 func (l *Log) SetFrom(from time.Duration) { l.from.Store(int64(from)) }
 
-// Note takes a request that began then and is answered now. What is not slow costs a look at the clock and
-// two atomic loads. The id is copied.
-func (l *Log) Note(operation fmt.Stringer, id []byte, began time.Time) {
-	at := time.Now()
+// Note takes a request that began then and was answered at a time. What is not slow costs two atomic
+// loads. The id is copied.
+func (l *Log) Note(operation fmt.Stringer, id []byte, began, at time.Time) {
 	took := at.Sub(began)
 	if int64(took) < l.from.Load() || int64(took) < l.floor.Load() {
 		return

@@ -22,7 +22,9 @@ func TestLog(t *testing.T) {
 func testLog(t *testing.T) {
 	const n = slowlog.MaxRequests
 	l, now := slowlog.New(time.Millisecond), time.Now()
-	add := func(id string, took time.Duration) { l.Note(name("lookup"), []byte(id), time.Now().Add(-took)) }
+	add := func(id string, took time.Duration) {
+		l.Note(name("lookup"), []byte(id), time.Now().Add(-took), time.Now())
+	}
 	add("fast", time.Millisecond-1)
 	if got := l.Latest(now); got == nil || len(got) != 0 {
 		t.Errorf("what is fast is remembered: %+v", got)
