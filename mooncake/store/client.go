@@ -39,6 +39,7 @@ func (o ClientOptions) Validate() error {
 type Client struct {
 	o      ClientOptions
 	times  putTimes
+	now    func() moment
 	master *Master
 	te     *transfer.Client
 	stats  clientStats
@@ -68,7 +69,7 @@ type clientStats struct {
 func NewClient(master *Master, te *transfer.Client, o ClientOptions) *Client {
 	o.RoomTimeout = cmp.Or(o.RoomTimeout, time.Second)
 	o.BatchBytes = cmp.Or(o.BatchBytes, 256<<20)
-	return &Client{o: o, times: defaultPutTimes, master: master, te: te}
+	return &Client{o: o, times: defaultPutTimes, now: now, master: master, te: te}
 }
 
 // Stats returns the counters.
@@ -178,8 +179,8 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 		keys[n], sizes[n] = objects[i].Key, objects[i].Bytes()
 	}
 	// The master knows each attempt as a client of its own, so that none can end or revoke what another one began.
-	id, begin := NewUUID(), time.Now()
-	last, cancel := context.WithDeadline(ctx, begin.Add(c.times.whole))
+	id, begin := NewUUID(), c.now()
+	last, cancel := context.WithDeadline(ctx, begin.steady.Add(c.times.whole))
 	defer cancel()
 	started, err := c.master.PutStart(last, id, keys, sizes, &c.o.Put)
 	if err != nil {
@@ -191,7 +192,7 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 		}
 		return nil
 	}
-	plan := newPlan(true)
+	plan := newPlan(true, c.now)
 	var begun []int // of todo
 	for n, i := range todo {
 		errs[i] = started[n].Err
@@ -216,9 +217,14 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 			}
 		}
 	}
-	writing, cancelWriting := context.WithDeadline(last, begin.Add(c.times.writes))
+	writing, cancelWriting := context.WithDeadline(last, begin.steady.Add(c.times.writes))
 	plan.run(c.te, func([]int) context.Context { return writing })
 	cancelWriting()
+	if c.now().since(begin) > c.times.whole { // the machine slept
+		for _, n := range begun {
+			plan.fail(n, fmt.Errorf("%w: it took too long", ErrTransfer))
+		}
+	}
 	var whole, broken []string
 	var of []int
 	for _, n := range begun {
@@ -254,11 +260,11 @@ func (c *Client) putSome(ctx context.Context, objects []Object, todo []int, errs
 // revoke gives places back that the attempt id took after begin, also when the caller's context has ended: else they
 // stay taken for ten minutes. unsure says that keys may be another's: 0.3.7, which does not tell clients
 // apart, would revoke theirs.
-func (c *Client) revoke(begin time.Time, id UUID, keys []string, unsure bool) {
+func (c *Client) revoke(begin moment, id UUID, keys []string, unsure bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), maxLeft)
 	defer cancel()
 	v, err := c.master.Version(ctx)
-	if err != nil || v == V0_3_7 && (unsure || time.Since(begin) > c.times.whole) {
+	if err != nil || v == V0_3_7 && (unsure || c.now().since(begin) > c.times.whole) {
 		return
 	}
 	_ = c.master.PutRevoke(ctx, id, keys, make([]error, len(keys))) // else the master discards them
@@ -298,7 +304,7 @@ func (c *Client) get(ctx context.Context, objects []Object, errs []error) {
 	for i := range objects {
 		keys[i] = objects[i].Key
 	}
-	asked := time.Now()
+	asked := c.now()
 	found, err := c.master.Replicas(ctx, keys)
 	if err != nil {
 		for i := range errs {
@@ -350,7 +356,7 @@ func (f *Found) Bytes() uint64 {
 }
 
 // read reads objects[todo] from where they were found when asked: from the first replica that answers.
-func (c *Client) read(ctx context.Context, asked time.Time, objects []Object, todo []int, found []Found, errs []error) {
+func (c *Client) read(ctx context.Context, asked moment, objects []Object, todo []int, found []Found, errs []error) {
 	next := make([]int, len(objects)) // the replica to be tried
 	for _, i := range todo {
 		if r := found[i].Replicas; len(r) > 1 {
@@ -359,7 +365,7 @@ func (c *Client) read(ctx context.Context, asked time.Time, objects []Object, to
 		}
 	}
 	for len(todo) > 0 {
-		plan := newPlan(false)
+		plan := newPlan(false, c.now)
 		var tried []int
 		for _, i := range todo {
 			if found[i].Err != nil {
@@ -384,7 +390,7 @@ func (c *Client) read(ctx context.Context, asked time.Time, objects []Object, to
 		plan.run(c.te, func(of []int) context.Context {
 			left, elsewhere := time.Duration(0), true
 			for _, i := range of {
-				left = max(left, found[i].Lease-time.Since(asked))
+				left = max(left, found[i].Lease-c.now().since(asked))
 				elsewhere = elsewhere && found[i].readable(objects[i].Bytes(), next[i]) > 0
 			}
 			if elsewhere {
@@ -400,7 +406,7 @@ func (c *Client) read(ctx context.Context, asked time.Time, objects []Object, to
 		todo = todo[:0]
 		for _, i := range tried {
 			errs[i] = plan.errs[i]
-			took := plan.ends[i].Sub(asked)
+			took := plan.ends[i].since(asked)
 			switch {
 			case ctx.Err() == nil && errs[i] != nil && took >= found[i].Lease:
 				errs[i] = LeaseExpired
@@ -417,8 +423,9 @@ func (c *Client) read(ctx context.Context, asked time.Time, objects []Object, to
 type plan struct {
 	write bool
 	nodes map[string]*nodePlan
-	errs  map[int]error     // by object
-	ends  map[int]time.Time // by object: when its last node was done
+	errs  map[int]error  // by object
+	ends  map[int]moment // by object: when its last node was done
+	now   func() moment
 }
 
 type nodePlan struct {
@@ -426,8 +433,8 @@ type nodePlan struct {
 	of      []int // the object of each entry
 }
 
-func newPlan(write bool) *plan {
-	return &plan{write, make(map[string]*nodePlan), make(map[int]error), make(map[int]time.Time)}
+func newPlan(write bool, now func() moment) *plan {
+	return &plan{write, make(map[string]*nodePlan), make(map[int]error), make(map[int]moment), now}
 }
 
 func (p *plan) fail(object int, err error) {
@@ -471,7 +478,7 @@ func (p *plan) run(te *transfer.Client, limit func(of []int) context.Context) {
 	type result struct {
 		n   *nodePlan
 		err error
-		end time.Time
+		end moment
 	}
 	done := make(chan result, len(p.nodes))
 	move := func(ctx context.Context, endpoint string, n *nodePlan) {
@@ -480,7 +487,7 @@ func (p *plan) run(te *transfer.Client, limit func(of []int) context.Context) {
 			f = te.Write
 		}
 		err := f(ctx, endpoint, n.entries)
-		done <- result{n, err, time.Now()}
+		done <- result{n, err, p.now()}
 	}
 	for endpoint, n := range p.nodes {
 		ctx := limit(n.of)
@@ -493,7 +500,7 @@ func (p *plan) run(te *transfer.Client, limit func(of []int) context.Context) {
 	for range p.nodes {
 		r := <-done
 		for _, object := range r.n.of {
-			if p.ends[object].Before(r.end) {
+			if p.ends[object].steady.Before(r.end.steady) {
 				p.ends[object] = r.end
 			}
 		}

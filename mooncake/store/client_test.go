@@ -6,6 +6,7 @@ import (
 	"errors"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -149,6 +150,48 @@ func TestLeaseThatEndsDuringTheRead(t *testing.T) {
 	}
 	if c.client.Stats().Expired != 1 {
 		t.Error(c.client.Stats())
+	}
+}
+
+// A clock that jumps costs misses and never wrong bytes: set forward, or found ahead after the machine slept, leases
+// seem to have ended; set back they still do end.
+func TestClockJumps(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{})
+	get := func() ([]byte, error) {
+		got := []byte{0}
+		err := c.client.Get(t.Context(), []Object{{"a", [][]byte{got}}})[0]
+		return got, err
+	}
+	// jumps makes the wall's clock differ by d from the second look at it on.
+	jumps := func(d time.Duration) {
+		var looks atomic.Int64
+		c.client.now = func() moment {
+			m := now()
+			if looks.Add(1) > 1 {
+				m.wall = m.wall.Add(d)
+			}
+			return m
+		}
+	}
+	jumps(time.Hour)
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{7}}}}); !errors.Is(errs[0], ErrTransfer) {
+		t.Fatal(errs) // somebody else may have the key by now
+	}
+	jumps(-time.Hour)
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{7}}}}); errs[0] != nil {
+		t.Fatal(errs)
+	}
+	if got, err := get(); err != nil || got[0] != 7 {
+		t.Error(got, err)
+	}
+	jumps(time.Hour)
+	if _, err := get(); err != LeaseExpired {
+		t.Error(err)
+	}
+	jumps(-time.Hour)
+	c.master.Set(func() { c.master.Lease, c.master.Delay = 20*time.Millisecond, 40*time.Millisecond })
+	if _, err := get(); err != LeaseExpired {
+		t.Error(err)
 	}
 }
 

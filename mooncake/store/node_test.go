@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -263,6 +264,23 @@ func TestNamesOfNodes(t *testing.T) {
 		}
 		te.Close()
 		stop()
+	}
+}
+
+// A master may name a node by what is no address, or is nobody's: what is there alone fails in time and is a miss, and others of
+// the batch are read.
+func TestWrongNamesOfNodes(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{})
+	if errs := c.client.Put(t.Context(), []Object{{"a", [][]byte{{7}}}, {"b", [][]byte{{8}}}}); errors.Join(errs...) != nil {
+		t.Fatal(errs)
+	}
+	for _, name := range []string{"", ":", "nosuch", "127.0.0.1", "127.0.0.1:99999", "127.0.0.1:0", "[::1", "a\x00b:1\n", strings.Repeat("x", 10_000) + ":1"} {
+		c.master.Set(func() { c.master.Objects["a"].Pieces[0].Endpoint = name })
+		got := []byte{0, 0}
+		errs := c.client.Get(t.Context(), []Object{{"a", [][]byte{got[:1]}}, {"b", [][]byte{got[1:]}}})
+		if !errors.Is(errs[0], ErrTransfer) && !errors.Is(errs[0], ErrUnreadable) || errs[1] != nil || got[1] != 8 {
+			t.Errorf("%.20q: %v", name, errs)
+		}
 	}
 }
 

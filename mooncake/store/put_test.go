@@ -150,7 +150,7 @@ func TestReplicaWhoseLengthWraps(t *testing.T) {
 		for _, n := range sizes {
 			r.Pieces = append(r.Pieces, Piece{Addr: 1, Bytes: n, Endpoint: "127.0.0.1:1"})
 		}
-		if newPlan(false).add(0, parts, 10, r) {
+		if newPlan(false, now).add(0, parts, 10, r) {
 			t.Error(sizes)
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"log/slog"
+	"net"
 	"strings"
 	"sync"
 	"testing"
@@ -305,19 +306,63 @@ func TestUnknownReleaseSwitchesOff(t *testing.T) {
 
 // What is no master, and what is nobody, costs calls that fail, and one line.
 func TestNoMaster(t *testing.T) {
-	log := &lines{}
-	x := open(t, Options{Masters: []string{"127.0.0.1:1"}, Look: 5 * time.Millisecond, Log: slog.New(slog.NewTextHandler(log, nil))})
-	defer x.Close()
-	eventually(t, "it is said", func() bool { return log.count("does not answer") == 1 })
-	b, meta := tiertest.Object(1, 100)
-	if x.Stat(t.Context(), []kv.Key{key(1)}, make([]tier.Meta, 1)) == nil || x.Write(t.Context(), key(1), meta, b) == nil || x.Delete(t.Context(), []kv.Key{key(1)}) == nil {
-		t.Error("no error")
+	web, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
 	}
-	if _, err := x.Read(t.Context(), key(1), b); err == nil || errors.Is(err, tier.ErrMissing) {
+	var serving sync.WaitGroup
+	serving.Go(func() {
+		for {
+			c, err := web.Accept()
+			if err != nil {
+				return
+			}
+			_, _ = c.Write([]byte("HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"))
+			c.Close()
+		}
+	})
+	defer serving.Wait()
+	defer web.Close()
+	for name, address := range map[string]string{"nobody": "127.0.0.1:1", "a web server": web.Addr().String()} {
+		t.Run(name, func(t *testing.T) {
+			log := &lines{}
+			x := open(t, Options{Masters: []string{address}, Look: 5 * time.Millisecond, Log: slog.New(slog.NewTextHandler(log, nil))})
+			defer x.Close()
+			eventually(t, "it is said", func() bool { return log.count("does not answer") == 1 })
+			b, meta := tiertest.Object(1, 100)
+			if x.Stat(t.Context(), []kv.Key{key(1)}, make([]tier.Meta, 1)) == nil || x.Write(t.Context(), key(1), meta, b) == nil || x.Delete(t.Context(), []kv.Key{key(1)}) == nil {
+				t.Error("no error")
+			}
+			if _, err := x.Read(t.Context(), key(1), b); err == nil || errors.Is(err, tier.ErrMissing) {
+				t.Error(err)
+			}
+			time.Sleep(50 * time.Millisecond)
+			if n := log.count("does not answer"); n != 1 {
+				t.Errorf("%d lines", n)
+			}
+		})
+	}
+}
+
+// A cluster that is full of what others put keeps nothing of ours, which is no failure of the tier; what is there is read,
+// and when there is room again it is used.
+func TestClusterFullOfOthersObjects(t *testing.T) {
+	c, log := newCluster(t, 1), &lines{}
+	x := open(t, Options{Masters: []string{c.Addr}, Log: slog.New(slog.NewTextHandler(log, nil))})
+	defer x.Close()
+	was := put(t, x, 1, 100)
+	c.Set(func() { c.NoRoom = 1 << 30 })
+	b, meta := tiertest.Object(2, 1000)
+	if err := x.Write(t.Context(), key(2), meta, b); !errors.Is(err, tier.ErrNotKept) {
 		t.Error(err)
 	}
-	time.Sleep(50 * time.Millisecond)
-	if n := log.count("does not answer"); n != 1 {
-		t.Errorf("%d lines", n)
+	got := make([]byte, 100)
+	if _, err := x.Read(t.Context(), key(1), got); err != nil || !bytes.Equal(got, was) {
+		t.Error(err)
+	}
+	c.Set(func() { c.NoRoom = 0 })
+	put(t, x, 2, 1000)
+	if n := log.count("level=WARN"); n != 0 {
+		t.Errorf("%d warnings", n)
 	}
 }

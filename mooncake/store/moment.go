@@ -1,0 +1,16 @@
+package store
+
+import "time"
+
+// moment is a time by both clocks. The steady one stands still while a machine sleeps, and a lease does not; the wall's may
+// be set at any time.
+type moment struct{ steady, wall time.Time }
+
+func now() moment {
+	t := time.Now()
+	return moment{t, t.Round(0)} // Round takes the steady clock's reading away
+}
+
+// since returns how long ago t was by the clock that says more: a wall clock that is set forward makes leases seem to have
+// ended, which costs a miss.
+func (m moment) since(t moment) time.Duration { return max(m.steady.Sub(t.steady), m.wall.Sub(t.wall)) }
