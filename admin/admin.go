@@ -74,8 +74,9 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.Handle("GET /explain", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { explainLookups(s, w, r) })))
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
 	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
-	metrics.Add(reg, func() tenantStats { return statsOf(tenantsOf(s.Store())) })
-	handleQuotas(mux, guard, s.Store())
+	metrics.Add(reg, func() tenantStats { return tenantStatsOf(s.Store()) })
+	handleQuotas(mux, guard, s)
+	handleTenants(mux, guard, s)
 	handleObjects(mux, guard, s)
 	handlePrefetches(mux, guard, s)
 	handleChecksums(mux, guard, s)
@@ -104,7 +105,7 @@ type Status struct {
 	Flags map[string]string             `json:"flags,omitempty"`
 	Parts map[string]map[string]float64 `json:"parts,omitempty"` // what runs in the same process: its metrics, histograms aside, by the part's name
 
-	Tenants []Tenant `json:"tenants,omitempty"` // those with a quota, by salt
+	Tenants []Tenant `json:"tenants,omitempty"` // those that have something of their own, by salt
 	ByModel []Share  `json:"by_model"`          // hits by model and tenant, 64 at most
 }
 

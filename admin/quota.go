@@ -11,7 +11,7 @@ import (
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
-	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/tenants"
 )
 
@@ -44,72 +44,32 @@ func SaltOf(name string) string {
 // gib is the unit of limit_gb: LMCache's counts in 1024.
 const gib = 1 << 30
 
-// SetQuotas calls set for each of a list like team-a=20GiB, salts by name; size reads what is
-// behind the last equals sign.
-func SetQuotas(list []string, set func(salt string, bytes int64) error, size func(text []byte) (int64, error)) error {
+// EachSalt calls set for each of a list like team-a=20GiB, salts by name. flag is where the list is from, and value is what
+// stands behind the last equals sign, for example.
+func EachSalt(flag, value string, list []string, set func(salt, value string) error) error {
 	seen := make(map[string]bool)
 	for _, s := range list {
 		at := strings.LastIndexByte(s, '=')
 		if at < 1 {
-			return fmt.Errorf("--quota %q is not SALT=SIZE, as in team-a=20GiB", s)
+			return fmt.Errorf("%s %q is not SALT=VALUE, as in team-a=%s", flag, s, value)
 		}
-		name := s[:at]
-		bytes, err := size([]byte(s[at+1:]))
-		switch {
-		case err != nil:
-		case seen[name]:
-			err = errors.New("the tenant has one already")
-		default:
-			err = set(SaltOf(name), bytes)
+		name, err := s[:at], errors.New("the tenant has one already")
+		if !seen[name] {
+			err = set(SaltOf(name), s[at+1:])
 		}
 		if err != nil {
-			return fmt.Errorf("--quota %s: %w", name, err)
+			return fmt.Errorf("%s %s: %w", flag, name, err)
 		}
 		seen[name] = true
 	}
 	return nil
 }
 
-// Tenant is what one tenant with a quota has, in /status.
-type Tenant struct {
-	Salt         string `json:"cache_salt"`
-	QuotaBytes   int64  `json:"quota_bytes"`
-	Bytes        int64  `json:"bytes"` // staged and resident
-	Objects      int    `json:"objects"`
-	Evicted      uint64 `json:"evicted_objects"` // to make room
-	EvictedBytes uint64 `json:"evicted_bytes"`
-}
-
-func tenantsOf(st *store.Store) []Tenant {
-	var out []Tenant
-	for _, u := range st.Quotas() {
-		out = append(out, Tenant{SaltName(u.Salt), u.QuotaBytes, u.Bytes, u.Objects, u.Evicted, u.EvictedBytes})
-	}
-	return out
-}
-
-// tenantStats are the same as samples; tenants.MaxQuotas bounds the labels, and only an operator
-// sets quotas, so no engine can name one.
-type tenantStats struct {
-	Quota   map[string]int64  `gauge:"kvasir_tenant_quota_bytes" label:"cache_salt" help:"Bytes that no other tenant takes from this one."`
-	Bytes   map[string]int64  `gauge:"kvasir_tenant_bytes" label:"cache_salt" help:"Bytes of the pool that a tenant with a quota has, staged and resident."`
-	Objects map[string]int    `gauge:"kvasir_tenant_objects" label:"cache_salt" help:"The same in objects."`
-	Evicted map[string]uint64 `counter:"kvasir_tenant_evicted_bytes_total" label:"cache_salt" help:"Bytes of a tenant with a quota that were evicted."`
-}
-
-func statsOf(list []Tenant) tenantStats {
-	out := tenantStats{make(map[string]int64), make(map[string]int64), make(map[string]int), make(map[string]uint64)}
-	for _, t := range list {
-		out.Quota[t.Salt], out.Bytes[t.Salt], out.Objects[t.Salt], out.Evicted[t.Salt] = t.QuotaBytes, t.Bytes, t.Objects, t.EvictedBytes
-	}
-	return out
-}
-
 // handleQuotas serves LMCache's routes of quotas: PUT, GET and DELETE /quota/{cache_salt} and
 // GET /quota, with its bodies (lmcache 0.5.6, http_apis/quota_api.py).
-func handleQuotas(mux *http.ServeMux, guard httpguard.Guard, st *store.Store) {
-	handle := func(pattern string, f func(st *store.Store, w http.ResponseWriter, r *http.Request)) {
-		mux.Handle(pattern, guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f(st, w, r) })))
+func handleQuotas(mux *http.ServeMux, guard httpguard.Guard, s *server.Server) {
+	handle := func(pattern string, f func(s *server.Server, w http.ResponseWriter, r *http.Request)) {
+		mux.Handle(pattern, guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f(s, w, r) })))
 	}
 	handle("GET /quota", listQuotas)
 	handle("PUT /quota/{salt}", setQuota)
@@ -117,15 +77,17 @@ func handleQuotas(mux *http.ServeMux, guard httpguard.Guard, st *store.Store) {
 	handle("DELETE /quota/{salt}", dropQuota)
 }
 
-func listQuotas(st *store.Store, w http.ResponseWriter, _ *http.Request) {
+func listQuotas(s *server.Server, w http.ResponseWriter, _ *http.Request) {
 	users := map[string]map[string]float64{}
-	for _, t := range tenantsOf(st) {
-		users[t.Salt] = map[string]float64{"limit_gb": float64(t.QuotaBytes) / gib, "current_usage_gb": float64(t.Bytes) / gib}
+	for _, u := range s.Store().Tenants() {
+		if u.QuotaBytes >= 0 {
+			users[SaltName(u.Salt)] = map[string]float64{"limit_gb": float64(u.QuotaBytes) / gib, "current_usage_gb": float64(u.Bytes) / gib}
+		}
 	}
 	writeJSON(w, http.StatusOK, map[string]any{"users": users})
 }
 
-func setQuota(st *store.Store, w http.ResponseWriter, r *http.Request) {
+func setQuota(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	refuse := func(why string) { writeJSON(w, http.StatusBadRequest, map[string]string{"error": why}) }
 	limit, err := limitOf(http.MaxBytesReader(w, r.Body, maxBody))
 	if err != nil {
@@ -134,10 +96,11 @@ func setQuota(st *store.Store, w http.ResponseWriter, r *http.Request) {
 	}
 	bytes := int64(min(limit*gib, math.MaxInt64/2)) // more than any pool
 	name := r.PathValue("salt")
-	if err := st.SetQuota(SaltOf(name), bytes); err != nil {
+	if err := s.Store().SetQuota(SaltOf(name), bytes); err != nil {
 		refuse(err.Error())
 		return
 	}
+	nameKnown(s, SaltOf(name))
 	writeJSON(w, http.StatusOK, map[string]any{"cache_salt": name, "limit_gb": limit, "status": "ok"})
 }
 
@@ -162,12 +125,12 @@ func limitOf(body io.Reader) (float64, error) {
 	return limit, nil
 }
 
-func getQuota(st *store.Store, w http.ResponseWriter, r *http.Request) {
+func getQuota(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	name := r.PathValue("salt")
 	var of tenants.Usage
 	exists := false
-	for _, u := range st.Quotas() {
-		if u.Salt == SaltOf(name) {
+	for _, u := range s.Store().Tenants() {
+		if u.Salt == SaltOf(name) && u.QuotaBytes >= 0 {
 			of, exists = u, true
 		}
 	}
@@ -176,9 +139,9 @@ func getQuota(st *store.Store, w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-func dropQuota(st *store.Store, w http.ResponseWriter, r *http.Request) {
+func dropQuota(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	name, status := r.PathValue("salt"), "not_found"
-	if st.DropQuota(SaltOf(name)) {
+	if s.Store().DropQuota(SaltOf(name)) {
 		status = "removed"
 	}
 	writeJSON(w, http.StatusOK, map[string]string{"cache_salt": name, "status": status})

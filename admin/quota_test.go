@@ -32,7 +32,7 @@ func TestQuotaRoutes(t *testing.T) {
 	f("GET", "/quota/__default", "", 200, `{"cache_salt":"__default","current_usage_gb":0,"exists":true,"limit_gb":0.00006103515625}`)
 	f("GET", "/quota", "", 200, `{"users":{"__default":{"current_usage_gb":0,"limit_gb":0.00006103515625},"_default":{"current_usage_gb":0.00000762939453125,"limit_gb":0.000030517578125}}}`)
 	var salts []string
-	for _, u := range s.Store().Quotas() {
+	for _, u := range s.Store().Tenants() {
 		salts = append(salts, u.Salt)
 	}
 	if got := fmt.Sprintf("%q", salts); got != `["" "_default"]` {
@@ -58,7 +58,11 @@ func TestQuotaRoutes(t *testing.T) {
 	if code, body := ask(h, "GET", "http://localhost/status", ""); code != 200 || json.Unmarshal([]byte(body), &st) != nil {
 		t.Fatal(code, body)
 	}
-	if got := fmt.Sprint(st.Tenants); got != "[{_default 32768 8192 2 0 0} {__default 65536 0 0 0 0}]" {
+	got := ""
+	for _, x := range st.Tenants {
+		got += fmt.Sprintf("%s %d %d %d; ", x.Salt, *x.Quota, x.Bytes, x.Objects)
+	}
+	if got != "_default 32768 8192 2; __default 65536 0 0; " {
 		t.Errorf("status has %s", got)
 	}
 	_, metrics := ask(h, "GET", "http://localhost/metrics", "")

@@ -265,6 +265,7 @@ var advice = map[string]string{
 	miss.Unregistered.String(): "normal while an engine starts. Else scheduler and workers name the model unlike: compare it with the engine's --model",
 	miss.Declined.String():     "the reason stands beside the lookup",
 	miss.Cleared.String():      "the cache was cleared, by POST /cache/clear or by an engine; it fills again",
+	miss.Expired.String():      "nobody used it for its time to live: --ttl-seconds, or the tenant's own (kvasir quota list shows them)",
 	miss.Failed.String():       "a worker began to store them and did not end: it was slow, or its engine ended; see the workers above",
 	miss.BeingStored.String():  "harmless: the same prompt was asked for again before it was stored",
 	miss.Busy.String():         "too many transfers were in progress; see --session-ttl-seconds and whether engines stall",

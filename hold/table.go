@@ -191,6 +191,30 @@ func (t *Table) StagedBy(of *Transfer) (worker, by int64) {
 	return t.staged[of.Instance], t.transfers.Of(of.By).Size
 }
 
+// Share is the part of a pool for which a worker, and all of who answers for it, may have others' objects evicted.
+type Share struct{ Worker, By float64 }
+
+// MayStage returns how many bytes of a pool a transfer may be told to write by evicting, of which counted are in the
+// table already: limit, and first for its first chunk, which is possible even where it is larger than the share; most
+// is how many where memory is free. Of a pool of many chunks an eighth is left for others.
+func (t *Table) MayStage(of *Transfer, counted, pool, chunk int64, may Share) (limit, first, most int64) {
+	worker, by := t.StagedBy(of)
+	worker, by = worker-counted, by-counted
+	most = pool - by
+	if rest := pool / 8; rest >= 8*chunk {
+		most -= rest
+	}
+	first = int64(float64(pool)*may.By) - by
+	limit = min(int64(float64(pool)*may.Worker)-worker, first)
+	switch {
+	case by == 0:
+		first = pool
+	case worker > 0:
+		first = limit
+	}
+	return limit, first, most
+}
+
 // Commit notes a commit of name and request. It removes and returns the holds that end
 // with it: none while others of the same name are waited for. Found is false when
 // nothing of that name and request waits for a commit: after a restart, or for a

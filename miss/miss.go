@@ -18,6 +18,7 @@ const (
 	NeverStored         // no chunk of that key was seen, or too long ago
 	Evicted             // to make room
 	Cleared             // by an operator or a client
+	Expired             // nobody used it for its TTL
 	Failed              // its writer never committed it
 	BeingStored         // reserved, not committed yet
 	NotPinned           // no lookup of that session promised it
@@ -42,7 +43,7 @@ const (
 )
 
 var reasons = [NumReasons]string{
-	"", "never stored", "evicted", "cleared", "its store was not completed",
+	"", "never stored", "evicted", "cleared", "expired", "its store was not completed",
 	"being stored right now", "no lookup of this request pinned it", "too many transfers in progress",
 	"it differed from its checksum after a restart", "it is still to be compared with its checksum after a restart",
 	"the tier below did not answer in time", "the tier below failed", "the tier below has other bytes",
@@ -56,7 +57,7 @@ func (r Reason) String() string { return reasons[r] }
 
 // labels name the reasons in metrics.
 var labels = [NumReasons]string{
-	"none", "never_stored", "evicted", "cleared", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "not_compared",
+	"none", "never_stored", "evicted", "cleared", "expired", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "not_compared",
 	"below_slow", "below_failed", "below_corrupt", "below_slower",
 	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined",
 }
@@ -71,7 +72,7 @@ func (r Reason) IsBelow() bool { return r >= BelowSlow && r <= BelowSlower }
 // below might have had.
 func (r Reason) Because(below Reason) Reason {
 	switch r {
-	case NeverStored, Evicted, Cleared, Failed, Window:
+	case NeverStored, Evicted, Cleared, Expired, Failed, Window:
 		return below
 	}
 	return r

@@ -275,7 +275,7 @@ func (s *Server) Explain(request string, most int) explain.Explanation {
 // nameShard lets the tiers below know by what names others call the chunks of a shard, and
 // the store whose they are.
 func (s *Server) nameShard(sh objects.Shard, k *lmcache.KeyView) {
-	if s.opts.Names == nil && !s.store.HasQuotas() {
+	if s.opts.Names == nil && !s.store.NamesTenants() {
 		return
 	}
 	add := func(ns kv.Namespace) {

@@ -173,6 +173,17 @@ func TestEachReasonIsExplained(t *testing.T) {
 	}
 	f("cleared", keyOf("m", "", "r14", 1, prompt), 0, miss.Cleared, " before")
 
+	if err := n.store.SetTTL("brief", time.Second); err != nil {
+		t.Fatal(err)
+	}
+	a.store(one, keyOf("m", "brief", "s5", 1, prompt))
+	for end := time.Now().Add(time.Minute); n.store.Stats().ExpiredChunks < 2; time.Sleep(20 * time.Millisecond) {
+		if n.store.Expire(); time.Now().After(end) {
+			t.Fatal("nothing expires")
+		}
+	}
+	f("expired", keyOf("m", "brief", "r15", 1, prompt), 0, miss.Expired, " before")
+
 	if hit, why := a.ask(keyOf("m", "", strings.Repeat("long", 100), 1, prompt)); hit != 0 || !strings.HasPrefix(why.Request, "longlong") || len(why.Request) != 128 {
 		t.Errorf("a long request id: %+v", why)
 	}

@@ -156,7 +156,7 @@ func (s *Store) misfitLocked(slot pool.Slot, n int64) bool {
 
 // residentLocked returns the slot that is resident under k and may be served.
 func (s *Store) residentLocked(k *kv.Key) (pool.Slot, bool) {
-	slot, st := s.mu.pool.Find(k)
+	slot, st := s.findLocked(k)
 	return slot, st == pool.Resident && !s.suspectedLocked(slot)
 }
 

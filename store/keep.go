@@ -8,6 +8,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/tenants"
 )
 
 // Whatever keeps a resident slot from being evicted (pins, holds of readers, a store
@@ -143,7 +144,7 @@ func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 	if s.evictableLocked(slot) {
 		s.mu.evictable--
 	}
-	s.mu.policy.Remove(uint32(slot), why == miss.Evicted || why == miss.Window)
+	s.mu.policy.Remove(uint32(slot), causes[why])
 	if int(slot) < s.mu.passed.Len() {
 		*s.mu.passed.At(int(slot)) = false
 	}
@@ -153,7 +154,13 @@ func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 		*s.mu.parents.At(int(slot)) = 0
 	}
 	s.mu.pool.Drop(slot)
+	if s.mu.policy.Unpin(uint32(slot)) {
+		s.letGoUnusedLocked(slot)
+	}
 }
+
+// causes are why objects go, for the books of tenants.
+var causes = map[miss.Reason]tenants.Cause{miss.Evicted: tenants.Evicted, miss.Window: tenants.Evicted, miss.Expired: tenants.Expired}
 
 // dropIdle drops what is evictable now and still is when it comes to it.
 func (s *Store) dropIdle() (n int) {

@@ -318,7 +318,7 @@ func (s *Store) endUntaken(owner lease.Owner) (given []lease.Lease) {
 // servableLocked returns the slot of what is resident under k and may be served, or will
 // be once its flight has landed: ready tells which.
 func (s *Store) servableLocked(k *kv.Key) (slot pool.Slot, ready, ok bool) {
-	slot, st := s.mu.pool.Find(k)
+	slot, st := s.findLocked(k)
 	switch st {
 	case pool.Resident:
 		return slot, !s.suspectedLocked(slot), true

@@ -40,30 +40,34 @@ func (s *Store) OfChunk(h kv.Hash) []kv.Key {
 // Drop drops objects that nothing pins or holds, and skips those that something does. What is
 // not resident counts as neither.
 func (s *Store) Drop(keys []kv.Key) (dropped, skipped int) {
-	for from := 0; from < len(keys); from += dropBatch {
-		d, k := s.dropThese(keys[from:min(from+dropBatch, len(keys))])
-		dropped, skipped = dropped+d, skipped+k
-	}
+	s.eachResident(keys, dropBatch, func(slot pool.Slot) bool {
+		if !s.evictableLocked(slot) {
+			skipped++
+			return true
+		}
+		s.dropLocked(slot, miss.Cleared)
+		s.mu.n.Cleared++
+		dropped++
+		return true
+	})
 	return dropped, skipped
 }
 
-func (s *Store) dropThese(keys []kv.Key) (dropped, skipped int) {
+// eachResident calls f, under the mutex, for the slots of those keys that are resident, until f answers false. Others
+// have the lock after so many.
+func (s *Store) eachResident(keys []kv.Key, most int, f func(slot pool.Slot) bool) {
+	for more := true; more && len(keys) > 0; keys = keys[min(most, len(keys)):] {
+		more = s.someResident(keys[:min(most, len(keys))], f)
+	}
+}
+
+func (s *Store) someResident(keys []kv.Key, f func(slot pool.Slot) bool) (more bool) {
 	s.lock()
 	defer s.unlock()
-	if s.mu.closed {
-		return 0, 0
-	}
 	for i := range keys {
-		slot, st := s.mu.pool.Find(&keys[i])
-		switch {
-		case st != pool.Resident:
-		case s.evictableLocked(slot):
-			s.dropLocked(slot, miss.Cleared)
-			dropped++
-		default:
-			skipped++
+		if slot, st := s.findLocked(&keys[i]); st == pool.Resident && !s.mu.closed && !f(slot) {
+			return false
 		}
 	}
-	s.mu.n.Cleared += uint64(dropped)
-	return dropped, skipped
+	return true
 }

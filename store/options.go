@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/tenants"
 )
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -14,6 +15,7 @@ func (o Options) Validate() error {
 	options.Within(&c, "Quarantine", o.Quarantine, 0, forever)
 	options.Within(&c, "SessionIdle", o.SessionIdle, 0, forever)
 	options.Within(&c, "SumAfter", o.SumAfter, 0, forever)
+	options.Within(&c, "TTL", o.TTL, 0, tenants.MaxTTL)
 	options.Within(&c, "LoadTimeout", o.LoadTimeout, 0, forever)
 	options.Within(&c, "MaxSessions", o.MaxSessions, 0, 1<<24)
 	options.Within(&c, "MaxHolds", o.MaxHolds, 0, 1<<24)

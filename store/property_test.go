@@ -211,7 +211,7 @@ func (m *model) reserve() {
 		From: rapid.IntRange(0, len(hashes)-1).Draw(m.r, "from"), To: len(hashes), Last: hashes[len(hashes)-1],
 	}
 	var p store.Transfer
-	before := m.store.Quotas()
+	before := m.store.Tenants()
 	got, err := m.store.BeginStore(j.name, []byte(j.request), hashes, &p)
 	m.kept(before, space)
 	if err != nil {

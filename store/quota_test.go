@@ -59,7 +59,7 @@ func (m *model) quota() {
 
 // kept fails when a store of one tenant took from another what is within its quota.
 func (m *model) kept(before []tenants.Usage, writer kv.Namespace) {
-	for i, now := range m.store.Quotas() {
+	for i, now := range m.store.Tenants() {
 		if was := before[i]; now.Salt != salts[writer] && now.Bytes < min(was.Bytes, was.QuotaBytes) {
 			m.r.Fatalf("tenant %q has %d bytes, had %d of a quota of %d before %q stored", now.Salt, now.Bytes, was.Bytes, was.QuotaBytes, salts[writer])
 		}
@@ -127,7 +127,7 @@ func (x *tenantOf) has(number int) bool {
 
 // bytes is what the tenant has by the books.
 func (x *tenantOf) bytes() int64 {
-	for _, of := range x.store.Quotas() {
+	for _, of := range x.store.Tenants() {
 		if of.Salt == x.salt {
 			return of.Bytes
 		}
@@ -292,8 +292,12 @@ func TestTenantsAreToldApart(t *testing.T) {
 			x.put(i)
 		}
 	}
-	if got := fmt.Sprint(b.store.Quotas()); got != "[{ 4096 4096 1 0 0} {_defaul 12288 12288 3 0 0} {_default 8192 8192 2 0 0}]" {
-		t.Errorf("the tenants have %s", got)
+	got := ""
+	for _, u := range b.store.Tenants() {
+		got += fmt.Sprintf("%q has %d of %d; ", u.Salt, u.Bytes, u.QuotaBytes)
+	}
+	if want := `"" has 4096 of 4096; "_defaul" has 12288 of 12288; "_default" has 8192 of 8192; `; got != want {
+		t.Errorf("%s, want %s", got, want)
 	}
 }
 
@@ -316,7 +320,7 @@ func TestQuotaComesAndGoes(t *testing.T) {
 	if one.bytes() != 3*chunkBytes {
 		t.Errorf("%d bytes are kept", one.bytes())
 	}
-	if !b.store.DropQuota("one") || b.store.DropQuota("one") || b.store.HasQuotas() {
+	if !b.store.DropQuota("one") || b.store.DropQuota("one") || b.store.NamesTenants() {
 		t.Error("a quota is not dropped once")
 	}
 	if got := b.store.Stats(); got.Resident != 8 || got.EvictableObjs != 8 {
@@ -379,9 +383,9 @@ func TestQuotasOfUnlikeObjects(t *testing.T) {
 		}
 		for i := range rapid.IntRange(1, 120).Draw(r, "stores") {
 			x := rapid.SampledFrom(all).Draw(r, "tenant")
-			before := b.store.Quotas()
+			before := b.store.Tenants()
 			x.put(i)
-			for j, now := range b.store.Quotas() {
+			for j, now := range b.store.Tenants() {
 				if was := before[j]; now.Salt != x.salt && now.Bytes < min(was.Bytes, was.QuotaBytes) {
 					r.Fatalf("%q has %d bytes, had %d of a quota of %d before %q stored", now.Salt, now.Bytes, was.Bytes, was.QuotaBytes, x.salt)
 				}

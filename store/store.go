@@ -64,6 +64,9 @@ type Options struct {
 	// TenantPolicy makes the policy of a tenant that gets a quota; default an evict.LRU.
 	TenantPolicy func(quota int64) evict.Policy
 
+	// TTL is after which time objects go that nobody used, unless their tenant has one of its own; 0: never.
+	TTL time.Duration
+
 	Below     tier.Tier // what lies below the pool, nil for nothing; the store closes it
 	LoadBytes int64     // on their way up from it, at most; default a quarter of the pool, 1 GiB at most
 	Place     string    // names what lies below: a later server does not write again what is in the place of that name
@@ -109,6 +112,7 @@ type Store struct {
 	rates   estimate.Rates // learned where there is a tier
 	quotas  quotas
 	news    chan struct{} // see News; capacity 1
+	began   time.Time
 
 	mu struct {
 		sync.Mutex
@@ -131,6 +135,7 @@ type Store struct {
 		sums    check.Books
 		flights flights
 		writing map[pool.Slot]struct{} // to the tier below; kept and held
+		aging   int                    // the slot that Expire looks at next
 		pending share.Books            // lookups and their objects
 		loading share.Awaited          // reads from the tier below and their bytes, by the user or address that began them
 		n       Counters
@@ -164,7 +169,7 @@ func New(p *pool.Pool, o Options) *Store {
 	o.WarmTime = cmp.Or(o.WarmTime, 5*time.Minute)
 	o.LoadTimeout = cmp.Or(o.LoadTimeout, defaultLoadTimeout)
 	o.LoadBytes = cmp.Or(o.LoadBytes, min(p.Bytes()/4, 1<<30))
-	s := &Store{opts: o, log: o.Log, flyers: crew.New(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1)}
+	s := &Store{opts: o, log: o.Log, flyers: crew.New(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1), began: time.Now()}
 	s.life, s.endLife = context.WithCancel(context.Background())
 	s.mu.flights.of, s.mu.writing = make(map[pool.Slot]*flight), make(map[pool.Slot]struct{})
 	if s.log == nil {
@@ -187,6 +192,7 @@ func New(p *pool.Pool, o Options) *Store {
 		return kept
 	}
 	s.mu.policy = tenants.New(p.Bytes(), o.Policy, o.TenantPolicy, func(slot uint32) bool { return s.busy(slot) }, func(slot uint32) int64 { return p.Round(p.Length(pool.Slot(slot))) })
+	_ = s.mu.policy.SetCommonTTL(o.TTL) // Validate has looked at it
 	s.untouchable = func(slot uint32) bool { return s.busy(slot) || s.mu.policy.Any() && s.mu.policy.Spared(slot) }
 	s.mu.leases = lease.New(lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
 	s.mu.holds = hold.NewTable(o.Quarantine, o.MaxHolds)
@@ -282,6 +288,7 @@ func (s *Store) Files() pool.Files { return s.mu.pool }
 func (s *Store) Clear(force bool) int {
 	n := 0
 	if force {
+		s.endPins(true)
 		s.giveBack(s.dropLeases())
 		n = s.dropHeld()
 		s.dropMoving()
@@ -320,7 +327,7 @@ func (s *Store) inProgress() []*hold.Hold {
 	return s.mu.holds.InProgress()
 }
 
-// Expire ends sessions that are idle and holds whose quarantine is over. Run calls it
+// Expire ends sessions that are idle, holds whose quarantine is over, pins and what nobody used for its TTL. Run calls it
 // once a second.
 func (s *Store) Expire() {
 	now := time.Now()
@@ -330,6 +337,8 @@ func (s *Store) Expire() {
 		s.giveBack(given)
 	}
 	s.expire(now)
+	s.endPins(false)
+	s.expireSlots()
 }
 
 // expireSessions ends some idle sessions; more is false when no other is idle.

@@ -8,6 +8,7 @@ import (
 	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/tenants"
 )
 
 // Reserved is the outcome of BeginStore besides the places.
@@ -94,20 +95,8 @@ func (st *stage) sharesLocked() {
 		st.limit, st.first = bytes, bytes
 		return
 	}
-	worker, peer := s.mu.holds.StagedBy(&st.name)
-	worker, peer = worker-st.counted, peer-st.counted
-	st.most = bytes - peer
-	if rest := bytes / 8; rest >= 8*st.name.Shard.Groups.Bytes(0) {
-		st.most -= rest // for others
-	}
-	st.first = int64(float64(bytes)*s.opts.PeerShare) - peer
-	st.limit = min(int64(float64(bytes)*s.opts.WorkerShare)-worker, st.first)
-	switch {
-	case peer == 0:
-		st.first = bytes
-	case worker > 0:
-		st.first = st.limit
-	}
+	may := hold.Share{Worker: s.opts.WorkerShare, By: s.opts.PeerShare}
+	st.limit, st.first, st.most = s.mu.holds.MayStage(&st.name, st.counted, bytes, st.name.Shard.Groups.Bytes(0), may)
 }
 
 // countLocked has what is staged so far count as the worker's.
@@ -162,7 +151,7 @@ func (st *stage) chunkLocked(c int) error {
 			continue
 		}
 		st.name.Shard.Key(&k, st.name.Shard.Index, g, st.hashes[c])
-		if _, kept := s.mu.pool.Find(&k); kept != pool.Free {
+		if _, kept := s.findLocked(&k); kept != pool.Free {
 			staged = staged || kept != pool.Resident
 			continue
 		}
@@ -211,7 +200,7 @@ func (s *Store) busyLocked(by string) bool { return s.mu.closed || !s.mu.holds.M
 func (s *Store) unstageLocked(objects []object) {
 	for _, o := range objects {
 		*s.mu.parents.At(int(o.slot)) = 0
-		s.mu.policy.Remove(uint32(o.slot), false)
+		s.mu.policy.Remove(uint32(o.slot), tenants.Other)
 		s.mu.pool.Drop(o.slot)
 		s.mu.pool.Unhold(o.slot)
 	}

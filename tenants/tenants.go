@@ -1,6 +1,7 @@
 // Package tenants keeps an account for each cache salt that has a quota: what it has of the
 // pool, what it may keep, and an eviction policy of its own. Everybody else is in one common
-// policy, as all are while nobody has a quota.
+// policy, as all are while nobody has a quota. It knows how long what nobody uses may stay, and what
+// an operator has pinned.
 //
 // A quota is kept, not a limit: where memory is free a tenant may have more. When room is
 // needed, what passes a quota goes first, then what has none; what is within its quota goes
@@ -15,6 +16,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"time"
 	"unicode/utf8"
 
 	"github.com/kvasir-kv/kvasir/evict"
@@ -23,18 +25,15 @@ import (
 )
 
 const (
-	// MaxQuotas bounds the tenants with a quota. Each takes what its policy takes:
-	// leaf-hazard 8 MB at most, and what a slot costs.
+	// MaxQuotas bounds the tenants with a quota, those with a TTL of their own and those that may pin.
+	// A quota takes what its policy takes: leaf-hazard 8 MB at most, and what a slot costs.
 	MaxQuotas = 256
-
-	// maxSpaces bounds the namespaces of all of them: models and layouts.
-	maxSpaces = 1 << 14
 )
 
 var (
-	// ErrTooMany means that there are MaxQuotas quotas.
+	// ErrTooMany means that MaxQuotas tenants have one.
 	ErrTooMany = errors.New("tenants: too many quotas")
-	// ErrSum means that all quotas together are more than the pool.
+	// ErrSum means that all quotas, and what may be pinned beyond them, are more than the pool.
 	ErrSum = errors.New("tenants: the quotas do not fit into the pool")
 	// ErrQuota means that a quota is negative.
 	ErrQuota = errors.New("tenants: a quota below 0")
@@ -51,8 +50,10 @@ type Table struct {
 
 	accounts map[string]*account // by salt
 	order    []*account          // the same, for a walk without a map
-	spaces   map[kv.Namespace]*account
+	spaces   spaces[*account]
 	slots    growing.Slice[place] // of those in an account; only grown while there are any
+	lives    lives
+	pins     pins
 
 	writer *account // for whom room is made; nil for one without a quota
 	need   int64    // bytes
@@ -60,8 +61,16 @@ type Table struct {
 
 // place is where a slot is in the books. The zero place is in no account.
 type place struct {
-	of    *account
+	in    *space[*account]
 	local uint32 // 1 + its number in the account's policy; 0 while it is staged
+}
+
+// of is the account that a slot is in, nil for none.
+func (p place) of() *account {
+	if p.in == nil {
+		return nil
+	}
+	return p.in.whose
 }
 
 type account struct {
@@ -76,44 +85,79 @@ type account struct {
 // Usage says what a tenant has.
 type Usage struct {
 	Salt         string
-	QuotaBytes   int64
+	QuotaBytes   int64 // -1: it has none, then the next four are not counted
 	Bytes        int64 // staged and resident, as they are rounded in the pool
 	Objects      int   // the same
 	Evicted      uint64
 	EvictedBytes uint64
+
+	TTL     time.Duration // its own; 0: it has none, then Expired is not counted; or Forever
+	Expired uint64        // objects
+
+	PinLimit      int64 // bytes
+	PinnedBytes   int64
+	PinnedObjects int
 }
 
 // New returns a Table without quotas for a pool of so many bytes. policy makes the policy of
 // a tenant; busy is asked about victims, bytes how much of the pool a slot takes.
 func New(pool int64, common evict.Policy, policy func(quota int64) evict.Policy, busy func(slot uint32) bool, bytes func(slot uint32) int64) *Table {
-	return &Table{pool: pool, common: common, policy: policy, busy: busy, bytes: bytes, accounts: make(map[string]*account), spaces: make(map[kv.Namespace]*account)}
+	return &Table{pool: pool, common: common, policy: policy, busy: busy, bytes: bytes, accounts: make(map[string]*account)}
 }
 
 // Any reports whether any tenant has a quota.
 func (t *Table) Any() bool { return len(t.order) > 0 }
+
+// Named reports whether any tenant has something of its own for which its namespaces are to be named.
+func (t *Table) Named() bool { return t.Any() || len(t.lives.of) > 0 }
+
+func checkSalt(salt string) error {
+	switch {
+	case kv.CheckSalt(salt) != nil:
+		return kv.ErrSalt
+	case !utf8.ValidString(salt):
+		return fmt.Errorf("%w: it is not UTF-8", kv.ErrSalt)
+	}
+	return nil
+}
+
+// mayReserve reports why a tenant may not have a quota and a limit of pins: of each tenant the larger of the
+// two counts, and all together fit into the pool.
+func (t *Table) mayReserve(salt string, quota, pins int64) error {
+	if err := checkSalt(salt); err != nil {
+		return err
+	}
+	if quota < 0 || pins < 0 {
+		return ErrQuota
+	}
+	bytes := max(quota, pins)
+	sum := min(bytes, math.MaxInt64/2)
+	for _, o := range t.order {
+		if o.Salt != salt {
+			sum += max(o.QuotaBytes, t.pins.limitOf(o.Salt))
+		}
+	}
+	for _, b := range t.pins.budgets {
+		if b.salt != salt && t.accounts[b.salt] == nil {
+			sum += b.limit
+		}
+	}
+	if bytes > t.pool || sum > t.pool {
+		return fmt.Errorf("%w: with this one they are %s of %s", ErrSum, kv.FormatBytes(sum), kv.FormatBytes(t.pool))
+	}
+	return nil
+}
 
 // SetQuota gives a tenant a quota, or another one. What the tenant has already counts once
 // its namespaces are named and its slots adopted. Errors: ErrTooMany, ErrSum, ErrQuota,
 // kv.ErrSalt.
 func (t *Table) SetQuota(salt string, bytes int64) error {
 	a := t.accounts[salt]
-	sum := min(bytes, math.MaxInt64/2)
-	for _, o := range t.order {
-		if o != a {
-			sum += o.QuotaBytes
-		}
+	if err := t.mayReserve(salt, bytes, t.pins.limitOf(salt)); err != nil {
+		return err
 	}
-	switch {
-	case kv.CheckSalt(salt) != nil:
-		return kv.ErrSalt
-	case !utf8.ValidString(salt):
-		return fmt.Errorf("%w: it is not UTF-8", kv.ErrSalt)
-	case bytes < 0:
-		return ErrQuota
-	case a == nil && len(t.order) == MaxQuotas:
+	if a == nil && len(t.order) == MaxQuotas {
 		return fmt.Errorf("%w: there are %d", ErrTooMany, MaxQuotas)
-	case bytes > t.pool || sum > t.pool:
-		return fmt.Errorf("%w: with this one they are %s of %s", ErrSum, kv.FormatBytes(sum), kv.FormatBytes(t.pool))
 	}
 	if a == nil {
 		a = &account{Usage: Usage{Salt: salt}, policy: t.policy(bytes)}
@@ -127,37 +171,45 @@ func (t *Table) SetQuota(salt string, bytes int64) error {
 
 // Name says whose a namespace is. It reports whether that was news: then the slots that are
 // in it already are to be adopted.
-func (t *Table) Name(space kv.Namespace, salt []byte) (news bool) {
-	a := t.accounts[string(salt)]
-	if a == nil || t.spaces[space] == a || len(t.spaces) == maxSpaces {
-		return false
+func (t *Table) Name(ns kv.Namespace, salt []byte) (news bool) {
+	if a := t.accounts[string(salt)]; a != nil {
+		news = t.spaces.name(ns, a)
 	}
-	t.spaces[space] = a
-	return true
+	if l := t.lives.of[string(salt)]; l != nil {
+		news = t.lives.spaces.name(ns, l) || news
+	}
+	return news
 }
 
 // Stage notes that a slot is being written.
-func (t *Table) Stage(slot uint32, space kv.Namespace) {
-	if a := t.spaces[space]; a != nil {
+func (t *Table) Stage(slot uint32, ns kv.Namespace) {
+	if in := t.spaces.of[ns]; in != nil {
 		t.slots.Grow(int(slot) + 1)
-		*t.slots.At(int(slot)) = place{of: a}
-		a.Bytes += t.bytes(slot)
-		a.Objects++
+		*t.slots.At(int(slot)) = place{in: in}
+		t.spaces.enter(in)
+		in.whose.Bytes += t.bytes(slot)
+		in.whose.Objects++
 	}
 }
 
 // Add notes that a slot became resident: see evict.Policy.
-func (t *Table) Add(slot uint32, space kv.Namespace, id, parent uint64) {
+func (t *Table) Add(slot uint32, ns kv.Namespace, id, parent uint64) {
+	t.lives.add(slot, ns)
+	t.admit(slot, ns, id, parent)
+}
+
+// admit makes a resident slot known to a policy.
+func (t *Table) admit(slot uint32, ns kv.Namespace, id, parent uint64) {
 	p := t.at(slot)
-	if p.of == nil && t.Any() {
-		t.Stage(slot, space)
+	if p.in == nil && t.Any() {
+		t.Stage(slot, ns)
 		p = t.at(slot)
 	}
-	if p.of == nil {
+	if p.in == nil {
 		t.common.Add(slot, id, parent, t.bytes(slot))
 		return
 	}
-	p.of.policy.Add(t.enter(slot, p.of), id, parent, t.bytes(slot))
+	p.of().policy.Add(t.enter(slot, p.of()), id, parent, t.bytes(slot))
 }
 
 // enter gives a slot a number in an account.
@@ -174,34 +226,56 @@ func (t *Table) enter(slot uint32, a *account) (local uint32) {
 	return local
 }
 
-// Adopt moves a slot of a named namespace into its account, a resident one as the most
-// recently used. A slot that is in one is left alone.
-func (t *Table) Adopt(slot uint32, space kv.Namespace, resident bool, id, parent uint64) {
+// Adopt notes whose a slot of a named namespace is: it moves into its tenant's account, a resident one as the most
+// recently used. A slot that is in an account is left there.
+func (t *Table) Adopt(slot uint32, ns kv.Namespace, resident bool, id, parent uint64) {
+	if resident {
+		t.lives.adopt(slot, ns)
+	}
 	switch {
-	case t.spaces[space] == nil || t.at(slot).of != nil:
+	case t.spaces.of[ns] == nil || t.at(slot).in != nil:
 	case resident:
 		t.common.Remove(slot)
-		t.Add(slot, space, id, parent)
+		t.admit(slot, ns, id, parent)
 	default:
-		t.Stage(slot, space)
+		t.Stage(slot, ns)
 	}
 }
 
 // Use notes that a slot was served or stored again.
 func (t *Table) Use(slot uint32) {
+	t.lives.use(slot)
 	switch p := t.at(slot); {
-	case p.of == nil:
+	case p.in == nil:
 		t.common.Use(slot)
 	case p.local > 0:
-		p.of.policy.Use(p.local - 1)
+		p.of().policy.Use(p.local - 1)
 	}
 }
 
-// Remove notes that a slot holds nothing any more, and whether it had to make room. A slot
-// that is not in the books is left alone.
-func (t *Table) Remove(slot uint32, evicted bool) {
+// Cause says why a slot goes.
+type Cause uint8
+
+// The causes that are counted for tenants.
+const (
+	Other   Cause = iota
+	Evicted       // it had to make room
+	Expired       // its time was over
+)
+
+// Remove notes that a slot holds nothing any more. A slot that is not in the books is left alone.
+func (t *Table) Remove(slot uint32, why Cause) {
+	if why == Expired {
+		t.lives.expired(slot)
+	}
+	t.lives.remove(slot)
+	t.leave(slot, why == Evicted)
+}
+
+// leave takes a slot out of its policy.
+func (t *Table) leave(slot uint32, evicted bool) {
 	p := t.at(slot)
-	a := p.of
+	a := p.of()
 	if a == nil {
 		t.common.Remove(slot)
 		return
@@ -217,6 +291,7 @@ func (t *Table) Remove(slot uint32, evicted bool) {
 		a.policy.Remove(p.local - 1)
 		a.free = append(a.free, p.local-1)
 	}
+	t.spaces.leave(p.in)
 	*t.slots.At(int(slot)) = place{}
 }
 
@@ -229,8 +304,8 @@ func (t *Table) at(slot uint32) place {
 }
 
 // For says for whom Victim and Ascend are asked, and for how many bytes.
-func (t *Table) For(space kv.Namespace, bytes int64) {
-	t.writer, t.need = t.spaces[space], bytes
+func (t *Table) For(ns kv.Namespace, bytes int64) {
+	t.writer, t.need = place{in: t.spaces.of[ns]}.of(), bytes
 }
 
 // over returns by how much an account passes its quota, with what the writer needs.
@@ -299,7 +374,7 @@ func (t *Table) victimOf(a *account) (slot uint32, ok, more bool) {
 // Spared reports whether a slot is not the writer's to evict: without its bytes another
 // tenant would be below its quota.
 func (t *Table) Spared(slot uint32) bool {
-	a := t.at(slot).of
+	a := t.at(slot).of()
 	return a != nil && a != t.writer && a.Bytes-t.bytes(slot) < a.QuotaBytes
 }
 
@@ -326,11 +401,32 @@ func (t *Table) Ascend(f func(slot uint32) bool) {
 	}
 }
 
-// List returns what the tenants have, by salt.
+// List returns what the tenants have that have something of their own, by salt.
 func (t *Table) List() []Usage {
-	out := make([]Usage, len(t.order))
-	for i, a := range t.order {
-		out[i] = a.Usage
+	of := make(map[string]*Usage)
+	add := func(salt string) *Usage {
+		if of[salt] == nil {
+			of[salt] = &Usage{Salt: salt, QuotaBytes: -1}
+		}
+		return of[salt]
+	}
+	for _, a := range t.order {
+		*add(a.Salt) = a.Usage
+	}
+	for salt, l := range t.lives.of {
+		u := add(salt)
+		u.TTL, u.Expired = time.Duration(l.ttl)*time.Second, l.expired
+		if l.ttl == 0 {
+			u.TTL = Forever
+		}
+	}
+	for salt, b := range t.pins.budgets {
+		u := add(salt)
+		u.PinLimit, u.PinnedBytes, u.PinnedObjects = b.limit, b.bytes, b.objects
+	}
+	out := make([]Usage, 0, len(of))
+	for _, u := range of {
+		out = append(out, *u)
 	}
 	slices.SortFunc(out, func(a, b Usage) int { return cmp.Compare(a.Salt, b.Salt) })
 	return out
@@ -346,11 +442,7 @@ func (t *Table) DropQuota(salt string) (d Dropped, ok bool) {
 	if a == nil {
 		return Dropped{}, false
 	}
-	for space, of := range t.spaces {
-		if of == a {
-			delete(t.spaces, space)
-		}
-	}
+	t.spaces.forgetAll(func(of *space[*account]) bool { return of.whose == a })
 	delete(t.accounts, salt)
 	t.order = slices.DeleteFunc(t.order, func(o *account) bool { return o == a })
 	a.QuotaBytes, t.writer = 0, nil
@@ -360,10 +452,10 @@ func (t *Table) DropQuota(salt string) (d Dropped, ok bool) {
 // Release moves a slot of a dropped tenant to the common policy, as the most recently used, or
 // out of the books while it is staged. Another slot is left alone.
 func (t *Table) Release(d Dropped, slot uint32, resident bool, id, parent uint64) {
-	if t.at(slot).of != d.account {
+	if t.at(slot).of() != d.account {
 		return
 	}
-	t.Remove(slot, false)
+	t.leave(slot, false)
 	if resident {
 		t.common.Add(slot, id, parent, t.bytes(slot))
 	}

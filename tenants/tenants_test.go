@@ -50,7 +50,7 @@ func TestPolicyOfATenantIsAsLargeAsTheTenant(t *testing.T) {
 		tab.Stage(slot, kv.Namespace{1})
 		tab.Add(slot, kv.Namespace{1}, uint64(i), 0)
 		tab.Use(slot)
-		tab.Remove(slot, true)
+		tab.Remove(slot, tenants.Evicted)
 		other := 2_000_000 + i
 		if i < 3 {
 			tab.Add(other, kv.Namespace{2}, uint64(i), 0)
@@ -79,7 +79,7 @@ func TestOrderOfVictims(t *testing.T) {
 			break
 		}
 		order = append(order, slot)
-		tab.Remove(slot, true)
+		tab.Remove(slot, tenants.Evicted)
 	}
 	want := []uint32{2, 0, 3, 7, 6}
 	if !slices.Equal(order, want) {
@@ -99,7 +99,7 @@ func TestWithoutQuotasNothingIsAllocated(t *testing.T) {
 	tab, _ := table()
 	tab.Add(5, kv.Namespace{1}, 1, 0)
 	if n := testing.AllocsPerRun(100, func() {
-		tab.Remove(5, false)
+		tab.Remove(5, tenants.Other)
 		tab.Add(5, kv.Namespace{1}, 1, 0)
 		tab.Use(5)
 		if slot, ok, _ := tab.Victim(); slot != 5 || !ok {
@@ -125,7 +125,7 @@ func TestCommitBetweenDropAndRelease(t *testing.T) {
 		tab.Release(d, 5, true, 1, 0)
 		seen := 0
 		tab.Ascend(func(slot uint32) bool { seen++; return seen < 10 })
-		tab.Remove(5, false)
+		tab.Remove(5, tenants.Other)
 		slot, left, _ := tab.Victim()
 		if seen != 1 || left {
 			t.Errorf("%d quotas: the slot is there %d times, after its removal slot %d is (%v)", len(quotas), seen, slot, left)

@@ -1,21 +1,51 @@
 package cli
 
 import (
+	"fmt"
+	"time"
+
 	"github.com/kvasir-kv/kvasir/admin"
 	"github.com/kvasir-kv/kvasir/evict"
 	"github.com/kvasir-kv/kvasir/tenants"
 )
 
-// setQuotas calls set for the tenants of --quota.
-func (c *serverCmd) setQuotas(set func(salt string, bytes int64) error) error {
-	return admin.SetQuotas(c.Quota, set, func(text []byte) (int64, error) {
-		var size gibSize
-		err := size.UnmarshalText(text)
-		return int64(size), err
+// tenantBook is what the flags of tenants are set in.
+type tenantBook interface {
+	SetQuota(salt string, bytes int64) error
+	SetTTL(salt string, ttl time.Duration) error
+	SetPinLimit(salt string, bytes int64) error
+}
+
+// setTenants sets what --quota, --tenant-ttl and --pin-limit say.
+func (c *serverCmd) setTenants(book tenantBook) error {
+	bytes := func(set func(string, int64) error) func(string, string) error {
+		return func(salt, text string) error {
+			var size gibSize
+			if err := size.UnmarshalText([]byte(text)); err != nil {
+				return err
+			}
+			return set(salt, int64(size))
+		}
+	}
+	if err := admin.EachSalt("--quota", "20GiB", c.Quota, bytes(book.SetQuota)); err != nil {
+		return err
+	}
+	if err := admin.EachSalt("--pin-limit", "20GiB", c.PinLimit, bytes(book.SetPinLimit)); err != nil {
+		return err
+	}
+	return admin.EachSalt("--tenant-ttl", "24h", c.OwnTTL, func(salt, text string) error {
+		ttl, err := admin.ParseTTL(text)
+		if err != nil {
+			return err
+		}
+		return book.SetTTL(salt, ttl)
 	})
 }
 
-// checkQuotas reports what is wrong with --quota for a pool of so many bytes.
-func (c *serverCmd) checkQuotas(pool int64) error {
-	return c.setQuotas(tenants.New(pool, nil, func(int64) evict.Policy { return nil }, nil, nil).SetQuota)
+// checkTenants reports what is wrong with them for a pool of so many bytes.
+func (c *serverCmd) checkTenants(pool int64) error {
+	if c.TTL != 0 && c.TTL < 1 {
+		return fmt.Errorf("--ttl-seconds %v is neither 0 nor 1 at least", c.TTL)
+	}
+	return c.setTenants(tenants.New(pool, nil, func(int64) evict.Policy { return nil }, nil, nil))
 }

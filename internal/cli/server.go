@@ -71,6 +71,9 @@ type serverCmd struct {
 	Client   string   `name:"client-generation" help:"Take every client for one of this lmcache generation; auto recognises each connection's. 0.5.0 stands for 0.5.0 to 0.5.2, 0.5.3 for 0.5.3 and 0.5.4." default:"auto" enum:"auto,0.4.6,0.4.7,0.5.0,0.5.3,0.5.5,0.5.6" group:"Compatibility"`
 	Hash     string   `name:"hash-algorithm" help:"Only blake3: the others need Python." default:"blake3" group:"Compatibility"`
 	Eviction string   `name:"eviction-policy" help:"What is evicted first. leaf-hazard: ends of prompts that are the least likely to be used again soon, as learned from those before; lru: what was not used for longest; also leaf-lru, s3fifo, arc. kvasir sim evict compares them on a trace. LMCache's names LRU, ARC, IsolatedLRU and noop run as lru." default:"leaf-hazard" group:"Pool"`
+	TTL      float64  `name:"ttl-seconds" help:"Time after which chunks go that nobody used, at least 1; 0: they stay until room is needed. What a lookup or a transfer keeps does not go." default:"0" group:"Pool"`
+	OwnTTL   []string `name:"tenant-ttl" sep:"none" help:"The same for the tenant of a cache salt: 90s, 24h, or never. Repeatable." placeholder:"SALT=TIME" group:"Pool"`
+	PinLimit []string `name:"pin-limit" sep:"none" help:"How much of a cache salt's chunks may be pinned (POST /cache/pins), at a time; nothing unless given. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
 	Quota    []string `name:"quota" sep:"none" help:"What the tenant of a cache salt keeps of the pool whatever others store, with a policy of its own; a number alone is GiB. _default is the empty salt, __default a tenant called _default. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
 	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 }
@@ -140,7 +143,7 @@ type serverOptions struct {
 // flagOf names the flag behind a field of the options.
 var flagOf = map[string]string{
 	"Name": "--shm-name", "Bytes": "--l1-size-gb", "Align": "--l1-align-bytes", "ChunkTokens": "--chunk-size",
-	"Quarantine": "--l1-write-ttl-seconds", "SessionIdle": "--session-ttl-seconds",
+	"Quarantine": "--l1-write-ttl-seconds", "TTL": "--ttl-seconds", "SessionIdle": "--session-ttl-seconds",
 	"PopulateRate": "--populate-mib-per-second", "ChecksumRate": "--checksum-mib-per-second",
 	"WorkerReap": "--worker-reap-timeout-seconds", "RegistrationGrace": "--worker-registration-grace-seconds", "DrainTimeout": "--drain-timeout-seconds",
 	"LoadTimeout": "--l2-prefetch-load-timeout", "MemoBytes": "--memo-mib", "PickleBytes": "--pickle-max-mib",
@@ -177,7 +180,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	if err != nil {
 		wrong("%v", err)
 	}
-	if err := c.checkQuotas(int64(c.L1SizeGB)); err != nil {
+	if err := c.checkTenants(int64(c.L1SizeGB)); err != nil {
 		wrong("%v", err)
 	}
 	if err := c.eventFlags.check(); err != nil {
@@ -191,7 +194,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 		Quarantine: positive("--l1-write-ttl-seconds", c.Hold), SessionIdle: positive("--session-ttl-seconds", c.Session),
 		PopulateRate: int64(c.Populate), ChecksumRate: int64(c.Checksum), Log: log,
 		LoadTimeout: positive("--l2-prefetch-load-timeout", c.Timeout), Write: writePolicies[c.Write], LoadIfFaster: c.Faster,
-		WarmBytes: int64(c.Warm * (1 << 30)), WarmTime: seconds(c.WarmFor),
+		TTL: seconds(c.TTL), WarmBytes: int64(c.Warm * (1 << 30)), WarmTime: seconds(c.WarmFor),
 	}
 	if o.tiers, err = c.Flags.Options(log); err != nil {
 		wrong("%s", strings.ReplaceAll(err.Error(), "\n", "; "))
@@ -349,7 +352,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	}
 	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters = o.tiers.Names, below.Each, below.Disk, below.Clusters
 	st := store.New(p, o.store)
-	if err = c.setQuotas(st.SetQuota); err != nil {
+	if err = c.setTenants(st); err != nil {
 		below.Tier = nil // the store closes it
 		return nil, errors.Join(err, st.Close())
 	}

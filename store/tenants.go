@@ -3,6 +3,7 @@ package store
 import (
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/miss"
@@ -10,11 +11,11 @@ import (
 	"github.com/kvasir-kv/kvasir/tenants"
 )
 
-// quotas let one change of them follow another; without any, requests do nothing more than
-// look at the flag.
+// quotas let one change of them follow another; while no tenant has a quota or a TTL of its own, requests do nothing
+// more than look at the flag.
 type quotas struct {
 	changing sync.Mutex // taken before Store.mu
-	any      atomic.Bool
+	named    atomic.Bool
 }
 
 // SetQuota gives the tenant of a cache salt bytes of the pool: no other tenant makes it fall
@@ -26,7 +27,21 @@ func (s *Store) SetQuota(salt string, bytes int64) error {
 	s.lock()
 	defer s.unlock()
 	err := s.mu.policy.SetQuota(salt, bytes)
-	s.quotas.any.Store(s.mu.policy.Any())
+	s.quotas.named.Store(s.mu.policy.Named())
+	return err
+}
+
+// SetTTL says after which time the objects of a cache salt go that nobody uses: at least a second, tenants.Forever, or 0
+// for what Options.TTL says. Errors: tenants.ErrTTL, ErrTooMany.
+func (s *Store) SetTTL(salt string, ttl time.Duration) (err error) {
+	s.lock()
+	defer s.unlock()
+	if ttl == 0 {
+		s.mu.policy.DropTTL(salt)
+	} else {
+		err = s.mu.policy.SetTTL(salt, ttl)
+	}
+	s.quotas.named.Store(s.mu.policy.Named())
 	return err
 }
 
@@ -49,24 +64,24 @@ func (s *Store) beginDropQuota(salt string) (tenants.Dropped, bool) {
 	s.lock()
 	defer s.unlock()
 	dropped, ok := s.mu.policy.DropQuota(salt)
-	s.quotas.any.Store(s.mu.policy.Any())
+	s.quotas.named.Store(s.mu.policy.Named())
 	return dropped, ok
 }
 
-// Quotas returns what tenants with a quota have, by salt.
-func (s *Store) Quotas() []tenants.Usage {
+// Tenants returns what tenants have that have a quota, a TTL of their own, or may pin, by salt.
+func (s *Store) Tenants() []tenants.Usage {
 	s.lock()
 	defer s.unlock()
 	return s.mu.policy.List()
 }
 
-// HasQuotas reports whether any tenant has a quota. It takes no lock.
-func (s *Store) HasQuotas() bool { return s.quotas.any.Load() }
+// NamesTenants reports whether NameTenant does anything. It takes no lock.
+func (s *Store) NamesTenants() bool { return s.quotas.named.Load() }
 
 // NameTenant says whose namespaces are: the objects of a tenant with a quota are its own from
-// then on. While there is no quota it does nothing.
+// then on, and its TTL is theirs. While no tenant has either it does nothing.
 func (s *Store) NameTenant(space kv.Namespace, salt []byte) {
-	if !s.quotas.any.Load() || !s.nameTenant(space, salt) {
+	if !s.quotas.named.Load() || !s.nameTenant(space, salt) {
 		return
 	}
 	s.eachSlot(func(slot pool.Slot, st pool.State) {
@@ -129,4 +144,49 @@ func (s *Store) makeRoomForLocked(k *kv.Key, n int64) {
 	if s.mu.policy.Any() {
 		s.mu.policy.For(k.Namespace, s.mu.pool.Round(n))
 	}
+}
+
+// findLocked is pool.Find; what nobody has used for longer than its TTL goes.
+func (s *Store) findLocked(k *kv.Key) (pool.Slot, pool.State) {
+	slot, st := s.mu.pool.Find(k)
+	if st == pool.Resident && s.expireLocked(slot) {
+		return slot, pool.Free
+	}
+	return slot, st
+}
+
+// expireLocked drops a slot whose time is over, unless something keeps it.
+func (s *Store) expireLocked(slot pool.Slot) bool {
+	if !s.mu.policy.Expired(uint32(slot)) || !s.evictableLocked(slot) {
+		return false
+	}
+	s.mu.n.ExpiredChunks++
+	s.mu.n.ExpiredBytes += uint64(s.mu.pool.Length(slot))
+	s.dropLocked(slot, miss.Expired)
+	return true
+}
+
+// expireLooks is how many slots Expire looks at for their TTLs.
+const expireLooks = 1 << 17
+
+// expireSlots looks at some slots, and drops those whose time is over.
+func (s *Store) expireSlots() {
+	for looks := 0; looks < expireLooks && s.expireSome(); looks += dropBatch {
+	}
+}
+
+func (s *Store) expireSome() (more bool) {
+	s.lock()
+	defer s.unlock()
+	if !s.mu.policy.Mortal() || s.mu.closed {
+		return false
+	}
+	to := min(s.mu.aging+dropBatch, s.mu.pool.Slots())
+	for ; s.mu.aging < to; s.mu.aging++ {
+		s.expireLocked(pool.Slot(s.mu.aging))
+	}
+	if more = to < s.mu.pool.Slots(); !more {
+		s.mu.aging = 0
+	}
+	return more
 }

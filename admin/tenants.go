@@ -1,0 +1,227 @@
+package admin
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"net/http"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tenants"
+)
+
+// Tenant is a tenant that has something of its own, in /status and /tenants.
+type Tenant struct {
+	Salt         string `json:"cache_salt"`
+	Quota        *int64 `json:"quota_bytes"` // nil: none, then the next four are not counted
+	Bytes        int64  `json:"bytes"`       // staged and resident
+	Objects      int    `json:"objects"`
+	Evicted      uint64 `json:"evicted_objects"` // to make room
+	EvictedBytes uint64 `json:"evicted_bytes"`
+
+	TTL     *float64 `json:"ttl_seconds"` // nil: the common one, then what expired is not counted; -1: its objects stay
+	Expired uint64   `json:"expired_objects"`
+
+	PinLimit      int64 `json:"pin_limit_bytes"`
+	PinnedBytes   int64 `json:"pinned_bytes"`
+	PinnedObjects int   `json:"pinned_objects"`
+}
+
+func tenantsOf(st *store.Store) []Tenant {
+	var out []Tenant
+	for _, u := range st.Tenants() {
+		t := Tenant{
+			Salt: SaltName(u.Salt), Bytes: u.Bytes, Objects: u.Objects, Evicted: u.Evicted, EvictedBytes: u.EvictedBytes, Expired: u.Expired,
+			PinLimit: u.PinLimit, PinnedBytes: u.PinnedBytes, PinnedObjects: u.PinnedObjects,
+		}
+		if u.QuotaBytes >= 0 {
+			t.Quota = &u.QuotaBytes
+		}
+		if u.TTL != 0 {
+			seconds := u.TTL.Seconds()
+			if u.TTL == tenants.Forever {
+				seconds = -1
+			}
+			t.TTL = &seconds
+		}
+		out = append(out, t)
+	}
+	return out
+}
+
+// tenantStats are the same as samples; tenants.MaxQuotas bounds the labels, and only an operator
+// names tenants, so no engine can name one.
+type tenantStats struct {
+	Quota   map[string]int64  `gauge:"kvasir_tenant_quota_bytes" label:"cache_salt" help:"Bytes that no other tenant takes from this one."`
+	Bytes   map[string]int64  `gauge:"kvasir_tenant_bytes" label:"cache_salt" help:"Bytes of the pool that a tenant with a quota has, staged and resident."`
+	Objects map[string]int    `gauge:"kvasir_tenant_objects" label:"cache_salt" help:"The same in objects."`
+	Evicted map[string]uint64 `counter:"kvasir_tenant_evicted_bytes_total" label:"cache_salt" help:"Bytes of a tenant with a quota that were evicted."`
+	Expired map[string]uint64 `counter:"kvasir_tenant_expired_chunks_total" label:"cache_salt" help:"Chunks of a tenant with a TTL of its own that nobody used for that long."`
+	Pinned  map[string]int64  `gauge:"kvasir_tenant_pinned_bytes" label:"cache_salt" help:"Bytes of a tenant that an operator has pinned."`
+	Limit   map[string]int64  `gauge:"kvasir_tenant_pin_limit_bytes" label:"cache_salt" help:"Bytes of a tenant that may be pinned at a time."`
+
+	AllExpired   uint64 `counter:"kvasir_expired_chunks_total" help:"Chunks of all tenants that nobody used for their time to live."`
+	ExpiredBytes uint64 `counter:"kvasir_expired_bytes_total" help:"The same in bytes."`
+}
+
+func tenantStatsOf(st *store.Store) tenantStats {
+	n := st.Stats()
+	out := tenantStats{
+		map[string]int64{},
+		map[string]int64{},
+		map[string]int{},
+		map[string]uint64{},
+		map[string]uint64{},
+		map[string]int64{},
+		map[string]int64{},
+		n.ExpiredChunks, n.ExpiredBytes,
+	}
+	for _, t := range tenantsOf(st) {
+		if t.Quota != nil {
+			out.Quota[t.Salt], out.Bytes[t.Salt], out.Objects[t.Salt], out.Evicted[t.Salt] = *t.Quota, t.Bytes, t.Objects, t.EvictedBytes
+		}
+		if t.TTL != nil {
+			out.Expired[t.Salt] = t.Expired
+		}
+		if t.PinLimit > 0 || t.PinnedBytes > 0 {
+			out.Pinned[t.Salt], out.Limit[t.Salt] = t.PinnedBytes, t.PinLimit
+		}
+	}
+	return out
+}
+
+// nameKnown has what is known to be of a tenant follow what was set for it. What nobody has named since the start follows
+// it from the tenant's next request on.
+func nameKnown(s *server.Server, salt string) {
+	seen := make(map[kv.Namespace]bool)
+	var found []store.Object
+	for from, more := 0, true; more; {
+		found, from, more = s.Store().Objects(from, found[:0], maxPageSize)
+		for _, o := range found {
+			if !seen[o.Key.Namespace] {
+				seen[o.Key.Namespace] = true
+				if n, ok := s.NameOf(o.Key.Namespace); ok && n.Salt == salt {
+					s.Store().NameTenant(o.Key.Namespace, []byte(salt))
+				}
+			}
+		}
+	}
+}
+
+// ParseTTL reads 90s, 24h, or never.
+func ParseTTL(text string) (time.Duration, error) {
+	if text == "never" {
+		return tenants.Forever, nil
+	}
+	ttl, err := time.ParseDuration(text)
+	if err != nil || ttl < time.Second || ttl > tenants.MaxTTL {
+		return 0, fmt.Errorf("%q is no time from 1s to ten years, as 90s or 24h, and not never", text)
+	}
+	return ttl, nil
+}
+
+// handleTenants serves what a tenant has of its own: GET /tenants, PUT and DELETE /tenants/{salt}.
+func handleTenants(mux *http.ServeMux, guard httpguard.Guard, s *server.Server) {
+	handle := func(pattern string, f func(s *server.Server, w http.ResponseWriter, r *http.Request)) {
+		mux.Handle(pattern, guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f(s, w, r) })))
+	}
+	handle("GET /tenants", func(s *server.Server, w http.ResponseWriter, _ *http.Request) {
+		writeJSON(w, http.StatusOK, Tenants{append([]Tenant{}, tenantsOf(s.Store())...)})
+	})
+	handle("PUT /tenants/{salt}", setTenant)
+	handle("DELETE /tenants/{salt}", dropTenant)
+}
+
+// Tenants is what GET /tenants answers.
+type Tenants struct {
+	Tenants []Tenant `json:"tenants"` // by salt
+}
+
+// setTenant sets what its body names, and leaves the rest; null takes it away.
+func setTenant(s *server.Server, w http.ResponseWriter, r *http.Request) {
+	var fields struct {
+		Quota json.RawMessage `json:"quota_bytes"`
+		TTL   json.RawMessage `json:"ttl_seconds"`
+		Pins  json.RawMessage `json:"pin_limit_bytes"`
+	}
+	in := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
+	in.DisallowUnknownFields()
+	if err := in.Decode(&fields); err != nil {
+		badRequest(w, "body is not {\"quota_bytes\": 1073741824, \"ttl_seconds\": 3600, \"pin_limit_bytes\": 1073741824}, or some of these: %v", err)
+		return
+	}
+	st, salt := s.Store(), SaltOf(r.PathValue("salt"))
+	for _, f := range []struct {
+		name  string
+		value json.RawMessage
+		set   func(v float64, given bool) error
+	}{
+		{"quota_bytes", fields.Quota, func(v float64, given bool) error {
+			if !given {
+				st.DropQuota(salt)
+				return nil
+			}
+			return st.SetQuota(salt, bytesOf(v))
+		}},
+		{"ttl_seconds", fields.TTL, func(v float64, given bool) error {
+			ttl := tenants.Forever
+			switch {
+			case !given:
+				ttl = 0
+			case v != -1 && !(v >= 1 && v <= tenants.MaxTTL.Seconds()):
+				return errors.New("it is neither -1 nor from 1 to ten years")
+			case v != -1:
+				ttl = time.Duration(v * float64(time.Second))
+			}
+			return st.SetTTL(salt, ttl)
+		}},
+		{"pin_limit_bytes", fields.Pins, func(v float64, _ bool) error { return st.SetPinLimit(salt, bytesOf(v)) }},
+	} {
+		if len(f.value) == 0 {
+			continue
+		}
+		v, given := 0.0, !bytes.Equal(f.value, []byte("null"))
+		err := error(nil)
+		if given && (json.Unmarshal(f.value, &v) != nil || math.IsInf(v, 0)) {
+			err = errors.New("it is no number")
+		}
+		if err == nil {
+			err = f.set(v, given)
+		}
+		if err != nil {
+			badRequest(w, "%s: %v", f.name, err)
+			return
+		}
+	}
+	nameKnown(s, salt)
+	for _, t := range tenantsOf(st) {
+		if SaltOf(t.Salt) == salt {
+			writeJSON(w, http.StatusOK, t)
+			return
+		}
+	}
+	writeJSON(w, http.StatusOK, Tenant{Salt: SaltName(salt)})
+}
+
+// bytesOf is a number of bytes; what is more than any pool has stays so.
+func bytesOf(v float64) int64 { return int64(max(-1, min(v, math.MaxInt64/2))) }
+
+// dropTenant takes away all that a tenant has of its own. Its objects stay, and its pins end.
+func dropTenant(s *server.Server, w http.ResponseWriter, r *http.Request) {
+	name, status := r.PathValue("salt"), "not_found"
+	for _, u := range s.Store().Tenants() {
+		if u.Salt == SaltOf(name) {
+			status = "removed"
+		}
+	}
+	s.Store().DropQuota(SaltOf(name))
+	_ = s.Store().SetTTL(SaltOf(name), 0)      // takes it away
+	_ = s.Store().SetPinLimit(SaltOf(name), 0) // the same
+	writeJSON(w, http.StatusOK, map[string]string{"cache_salt": name, "status": status})
+}

@@ -1,0 +1,85 @@
+package store
+
+import (
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/pool"
+)
+
+// SetPinLimit says how many bytes of the pool may be pinned of a cache salt, 0 for none; what is pinned beyond that is
+// so no more, the newest first. Errors: tenants.ErrTooMany, ErrSum, ErrQuota.
+func (s *Store) SetPinLimit(salt string, bytes int64) error {
+	err := s.setPinLimit(salt, bytes)
+	s.endPins(false)
+	return err
+}
+
+func (s *Store) setPinLimit(salt string, bytes int64) error {
+	s.lock()
+	defer s.unlock()
+	return s.mu.policy.SetPinLimit(salt, bytes)
+}
+
+// Pin keeps resident objects of a cache salt from being evicted, dropped by Clear without force or expiring, for so
+// long; what is pinned for longer already stays so. It returns how many are pinned now. Errors, at the first that may
+// not be pinned: tenants.ErrNoPins, ErrPinLimit, ErrTooManyPins.
+func (s *Store) Pin(salt string, keys []kv.Key, life time.Duration) (pinned int, err error) {
+	s.eachResident(keys, batch, func(slot pool.Slot) bool {
+		fresh := false
+		if fresh, err = s.mu.policy.Pin(salt, uint32(slot), life); err != nil {
+			return false
+		}
+		if fresh {
+			s.keepLocked(slot)
+		}
+		pinned++
+		return true
+	})
+	return pinned, err
+}
+
+// Unpin ends the pins of objects, and returns how many there were.
+func (s *Store) Unpin(keys []kv.Key) (n int) {
+	s.eachResident(keys, batch, func(slot pool.Slot) bool {
+		if s.mu.policy.Unpin(uint32(slot)) {
+			s.letGoLocked(slot)
+			n++
+		}
+		return true
+	})
+	return n
+}
+
+// endPins ends pins whose time is over or that pass a limit, or all.
+func (s *Store) endPins(all bool) {
+	for more := true; more; {
+		more = s.endSomePins(all)
+	}
+}
+
+func (s *Store) endSomePins(all bool) (more bool) {
+	s.lock()
+	defer s.unlock()
+	return !s.mu.closed && s.mu.policy.EndPins(all, batch, func(slot uint32) { s.letGoLocked(pool.Slot(slot)) })
+}
+
+// PinnedObject is an object that is pinned.
+type PinnedObject struct {
+	Key   kv.Key
+	Bytes int64
+	Left  time.Duration // until the pin ends
+}
+
+// Pins appends some pinned objects to dst, from number from on; 0 begins. next is 0 when none is left, else where to go
+// on: what comes and goes between two calls may be missed or told twice.
+func (s *Store) Pins(from int, dst []PinnedObject) (_ []PinnedObject, next int) {
+	s.lock()
+	defer s.unlock()
+	list, next := s.mu.policy.Pins(from, batch, nil)
+	for _, p := range list {
+		slot := pool.Slot(p.Slot)
+		dst = append(dst, PinnedObject{s.mu.pool.KeyOf(slot), s.mu.pool.Length(slot), p.Left})
+	}
+	return dst, next
+}
