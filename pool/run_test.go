@@ -46,6 +46,13 @@ func TestTheCheapestRunHasNobodyBusyInIt(t *testing.T) {
 	if run, _ := p.CheapestRun(3*page, slots, order, func(uint32) bool { return false }); run.Bytes != 3*page {
 		t.Errorf("three of nine that are idle: %+v", run)
 	}
+	asked := 0
+	run, all := p.CheapestRun(2*page, 1, func(f func(uint32) bool) {
+		order(func(slot uint32) bool { asked++; return f(slot) })
+	}, func(uint32) bool { return false })
+	if all || asked != 2 || run.Bytes != 2*page {
+		t.Errorf("one place was to be looked at: %d slots asked, all %v, %+v", asked, all, run)
+	}
 	p.Drop(at[4])
 	if run, _ := p.CheapestRun(2*page, slots, order, func(slot uint32) bool { return slot == uint32(at[3]) }); run.Bytes != page {
 		t.Errorf("beside a free place one is enough: %+v", run)

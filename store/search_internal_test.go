@@ -153,6 +153,9 @@ func TestEachFlightBeginsOnce(t *testing.T) {
 		for _, fl := range begun {
 			s.landFlightLocked(fl, false)
 		}
+		if left := len(s.mu.flights.of); left != 0 {
+			t.Errorf("%d flights are left", left)
+		}
 		for i, pf := range waiting {
 			if pf.waiting != 0 || pf.queued || len(pf.pins) != 0 {
 				t.Errorf("lookup %d waits for %d flights, queued %v, %d pins", i, pf.waiting, pf.queued, len(pf.pins))
