@@ -355,23 +355,32 @@ func (c *Conn) Value() (int64, error) {
 	return 0, c.wrong("%.20q instead of a value", line)
 }
 
+// Read reads the next bytes of a value; io.EOF after the last one.
+func (c *Conn) Read(p []byte) (int, error) {
+	if c.err != nil {
+		return 0, c.err
+	}
+	if c.inside == 0 {
+		return 0, io.EOF
+	}
+	n, err := c.r.Read(p[:min(int64(len(p)), c.inside-2)])
+	c.inside -= int64(n)
+	switch {
+	case err != nil:
+		return n, c.fail(fmt.Errorf("receive: %w", unexpected(err)))
+	case c.inside == 2:
+		return n, c.finish()
+	}
+	return n, nil
+}
+
 // Fill reads the next bytes of a value. dst is not written to after it has returned.
 func (c *Conn) Fill(dst []byte) error {
-	if c.err != nil {
-		return c.err
-	}
-	if int64(len(dst))+2 > c.inside {
+	if c.err == nil && int64(len(dst))+2 > c.inside {
 		panic("BUG: resp: more is read than the value has")
 	}
-	n, err := io.ReadFull(c.r, dst)
-	c.inside -= int64(n)
-	if err != nil {
-		return c.fail(fmt.Errorf("receive: %w", unexpected(err)))
-	}
-	if c.inside == 2 {
-		return c.finish()
-	}
-	return nil
+	_, err := io.ReadFull(c, dst)
+	return err
 }
 
 func (c *Conn) finish() error {

@@ -110,16 +110,16 @@ func readFound(c *resp.Conn) (f found, _ error) {
 }
 
 // readNative fills dst from an object's stripes.
-func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer) (tier.Meta, error) {
 	name := t.name(k)
 	var h header
 	err := t.at(ctx, name, int64(len(dst)), func(c *resp.Conn) (err error) {
-		h, err = readFirst(c, k, name, dst)
+		h, err = readFirst(c, k, name, dst, sum)
 		return err
 	})
 	for i := 1; err == nil && i < h.stripes(); i++ {
 		from, to := h.span(i)
-		err = t.at(ctx, name, to-from, func(c *resp.Conn) error { return readExact(c, k, stripeName(name, h, i), dst[from:to]) })
+		err = t.at(ctx, name, to-from, func(c *resp.Conn) error { return readExact(c, k, stripeName(name, h, i), dst[from:to], from, sum) })
 	}
 	if errors.Is(err, errForeign) {
 		return tier.Meta{}, tier.ErrMissing
@@ -136,7 +136,7 @@ func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte) (tier.Meta,
 
 // readFirst reads an object's header and its first stripe. With an error about the
 // object the header is that of one whose stripes do not fit it.
-func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte) (h header, _ error) {
+func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer) (h header, _ error) {
 	c.Command("GET", name)
 	n, err := c.Value()
 	switch {
@@ -159,7 +159,7 @@ func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte) (h header, _ err
 	if n-headerBytes != h.size(0) {
 		return h, tier.ErrMissing
 	}
-	return h, c.Fill(dst[:h.size(0)])
+	return h, sum.Fill(c, dst[:h.size(0)], 0)
 }
 
 // readError says that nothing is there, where that is what an answer means.
@@ -173,8 +173,8 @@ func readError(err error) error {
 	return err
 }
 
-// readExact fills dst with a value that is as long.
-func readExact(c *resp.Conn, k kv.Key, name string, dst []byte) error {
+// readExact fills dst, which begins at byte at of the object, with a value that is as long.
+func readExact(c *resp.Conn, k kv.Key, name string, dst []byte, at int64, sum *tier.Summer) error {
 	c.Command("GET", name)
 	n, err := c.Value()
 	switch {
@@ -185,7 +185,7 @@ func readExact(c *resp.Conn, k kv.Key, name string, dst []byte) error {
 	case n != int64(len(dst)):
 		return &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: n}}
 	}
-	return c.Fill(dst)
+	return sum.Fill(c, dst, at)
 }
 
 // writeNative writes an object's stripes, the first one last.

@@ -60,17 +60,26 @@ func (t *Tier) statLMCache(ctx context.Context, keys []kv.Key, metas []tier.Meta
 // Read implements tier.Tier. In LMCache's layouts a value of another length than dst
 // stays: the next Write replaces it.
 func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	return t.read(ctx, k, dst, nil)
+}
+
+// ReadSummed implements tier.Summing.
+func (t *Tier) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m tier.Meta, sum uint64, err error) {
+	return tier.Summed(dst, func(s *tier.Summer) (tier.Meta, error) { return t.read(ctx, k, dst, s) })
+}
+
+func (t *Tier) read(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer) (tier.Meta, error) {
 	if err := ctx.Err(); err != nil {
 		return tier.Meta{}, err
 	}
 	if t.o.Layout == Native {
-		return t.readNative(ctx, k, dst)
+		return t.readNative(ctx, k, dst, sum)
 	}
 	name, ok := t.lmcacheName(k)
 	if !ok {
 		return tier.Meta{}, tier.ErrMissing
 	}
-	err := t.at(ctx, name, int64(len(dst)), func(c *resp.Conn) error { return readExact(c, k, name, dst) })
+	err := t.at(ctx, name, int64(len(dst)), func(c *resp.Conn) error { return readExact(c, k, name, dst, 0, sum) })
 	if errors.Is(err, errForeign) {
 		err = tier.ErrMissing
 	}

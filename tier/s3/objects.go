@@ -114,6 +114,16 @@ func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error
 
 // Read implements tier.Tier: several ranges at once where the object is larger than a part.
 func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	return t.read(ctx, k, dst, nil)
+}
+
+// ReadSummed implements tier.Summing.
+func (t *Tier) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m tier.Meta, sum uint64, err error) {
+	return tier.Summed(dst, func(s *tier.Summer) (tier.Meta, error) { return t.read(ctx, k, dst, s) })
+}
+
+// read fills dst, and has the bytes of a single part pass through sum.
+func (t *Tier) read(ctx context.Context, k kv.Key, dst []byte, sum *tier.Summer) (tier.Meta, error) {
 	if err := ctx.Err(); err != nil {
 		return tier.Meta{}, err
 	}
@@ -121,10 +131,10 @@ func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error
 	if !ok || len(dst) == 0 {
 		return tier.Meta{}, tier.ErrMissing
 	}
-	o, err := t.readParts(ctx, k, name, dst)
+	o, err := t.readParts(ctx, k, name, dst, sum)
 	switch {
 	case errors.Is(err, errWhole), errors.Is(err, errChanged):
-		o, err = t.readWhole(ctx, k, name, dst)
+		o, err = t.readWhole(ctx, k, name, dst, sum)
 	}
 	switch status(err) {
 	case http.StatusNotFound:
@@ -158,11 +168,11 @@ var (
 )
 
 // readParts reads an object in parts, which must be of one version of it.
-func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte) (object, error) {
+func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte, sum *tier.Summer) (object, error) {
 	size := int64(len(dst))
 	n := int((size-1)/t.o.Part) + 1
 	if n == 1 {
-		return t.readWhole(ctx, k, name, dst)
+		return t.readWhole(ctx, k, name, dst, sum)
 	}
 	parts := make([]object, n)
 	err := spread(ctx, n, n, func(ctx context.Context, i int) error {
@@ -188,7 +198,7 @@ func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte)
 			}
 			o.length = whole
 			parts[i] = o
-			return t.fill(a, dst[from:to])
+			return t.fill(a, dst[from:to], nil)
 		})
 	})
 	if status(err) == http.StatusRequestedRangeNotSatisfiable {
@@ -206,7 +216,7 @@ func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte)
 }
 
 // readWhole reads an object with one request.
-func (t *Tier) readWhole(ctx context.Context, k kv.Key, name string, dst []byte) (o object, _ error) {
+func (t *Tier) readWhole(ctx context.Context, k kv.Key, name string, dst []byte, sum *tier.Summer) (o object, _ error) {
 	err := t.do(ctx, &request{kind: kindGet, name: name, bytes: int64(len(dst))}, func(a *upstream.Response) (err error) {
 		if a.Status != http.StatusOK {
 			return fmt.Errorf("%w: status %d", errAnswer, a.Status)
@@ -217,7 +227,7 @@ func (t *Tier) readWhole(ctx context.Context, k kv.Key, name string, dst []byte)
 		if o.length != int64(len(dst)) {
 			return &tier.CorruptError{Key: k, Want: tier.Meta{Len: int64(len(dst))}, Got: tier.Meta{Len: o.length}}
 		}
-		return t.fill(a, dst)
+		return t.fill(a, dst, sum)
 	})
 	return o, err
 }

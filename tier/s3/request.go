@@ -7,7 +7,6 @@ import (
 	"encoding/xml"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"net/http"
 	"slices"
@@ -331,11 +330,8 @@ func length(a *upstream.Response) (int64, error) {
 }
 
 // fill reads an answer of exactly as many bytes as dst has.
-func (t *Tier) fill(a *upstream.Response, dst []byte) error {
-	if _, err := io.ReadFull(a, dst); err != nil {
-		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-			err = io.ErrUnexpectedEOF
-		}
+func (t *Tier) fill(a *upstream.Response, dst []byte, sum *tier.Summer) error {
+	if err := sum.Fill(a, dst, 0); err != nil {
 		return fmt.Errorf("s3: read: %w", err)
 	}
 	t.bill.received.Add(uint64(len(dst)))
