@@ -24,7 +24,7 @@ const (
 )
 
 // writers is how many objects are written at once.
-const writers = 4
+const writers = 8
 
 // offerLocked has a resident object written below, unless it is there.
 func (s *Store) offerLocked(slot pool.Slot) {

@@ -17,7 +17,7 @@ import (
 const (
 	maxReads            = 16
 	maxReadBytes        = 512 << 20
-	maxWrites           = 4
+	maxWrites           = 8
 	firstStat, mostStat = 16, 256
 	slowCalls           = 8 // reads that take longer than the timeout; then lookups do without
 )
