@@ -101,6 +101,7 @@ var layers = map[string]int{
 	"interop/mooncake/both":        8,
 	"interop/proxy/load":           8,
 	"interop/store/bench":          8,
+	"interop/bench/plain":          8,
 	"interop/fleet":                8,
 	"interop/proxy/mockengine":     8,
 	"internal/transfertool":        2,

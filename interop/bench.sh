@@ -3,11 +3,11 @@
 # real LMCache 0.5.6 server, vLLM's hybrid coordinator and Mooncake connector,
 # the C++ transfer engine, vllm-router and smg; and vllm bench serve with kvasir bench. About 50 minutes, and 10 GB the first time. Needs bin/kvasir;
 # `make bench` calls it. Arguments are passed on to the drivers of lmcache, events and tiers, for example
-# --lookups 300. BENCH names the parts: accuracy, lmcache, events, tiers, scale, coordinator, transfer, mooncake, store, proxy, clients.
+# --lookups 300. BENCH names the parts: accuracy, lmcache, events, tiers, redis, s3, scale, coordinator, transfer, mooncake, store, proxy, clients.
 # KVASIR_BENCH_DIR is a directory on the disk for tiers; KVASIR_TRACE a trace for their hit rates.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bench=${BENCH:-accuracy lmcache events tiers scale coordinator transfer mooncake store proxy clients}
+bench=${BENCH:-accuracy lmcache events tiers redis s3 scale coordinator transfer mooncake store proxy clients}
 
 race_lmcache() {
 	local python lmcache
@@ -66,6 +66,30 @@ race_tiers() (
 	KVASIR_BENCH_DIR=$dir go test -run - -bench Open -benchtime 3x ./tier/disk | grep Benchmark
 	[ -z "${KVASIR_TRACE:-}" ] || KVASIR_BENCH_DIR=$dir go test -run - -bench Trace -benchtime 1x -timeout 1h ./tier/disk | grep Benchmark
 )
+
+# race_redis puts LMCache's resp adapter, ours and a plain loop over one Redis, in turns.
+race_redis() {
+	local python lmcache redis
+	redis=$(command -v redis-server || command -v valkey-server) || { echo "neither redis-server nor valkey-server is installed: part redis is left out"; return 0; }
+	python=$(interop/python.sh)
+	lmcache=$(dirname "$python")/lmcache
+	CGO_ENABLED=0 go build -o bin/plain ./interop/bench/plain
+	local adapter="'{\"type\":\"resp\",\"host\":\"127.0.0.1\",\"port\":{l2port}}'"
+	"$python" interop/lmcache/l2_race.py --l2 redis --redis "$redis" --plain bin/plain --out bin/race_redis.json \
+		--a "$lmcache server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http} --l1-size-gb 1 --no-l1-use-lazy --eviction-policy LRU --supported-transfer-mode auto --shm-name {shm} --max-workers 4 --l2-adapter $adapter" \
+		--b "bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 1 --shm-name {shm} --l2-adapter $adapter" "$@"
+}
+
+# race_s3 puts this build and plain parallel GETs over one bucket, in turns.
+race_s3() {
+	local python
+	python=$(interop/python.sh)
+	CGO_ENABLED=0 go build -o bin/plain ./interop/bench/plain
+	(cd interop/s3 && CGO_ENABLED=0 go build -o ../../bin/s3-store .)
+	local adapter="'{\"type\":\"s3\",\"s3_endpoint\":\"http://127.0.0.1:{l2port}\",\"s3_bucket\":\"{bucket}\",\"aws_access_key_id\":\"test\",\"aws_secret_access_key\":\"test\"}'"
+	"$python" interop/lmcache/l2_race.py --l2 s3 --s3-cmd 'bin/s3-store -addr 127.0.0.1:{s3port}' --plain bin/plain --out bin/race_s3.json \
+		--b "bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 1 --shm-name {shm} --l2-adapter $adapter" "$@"
+}
 
 # race_scale measures this build alone: the longest holds of the store's lock, long
 # conversations, a restart over a full pool, idle peers, silent peers of P→D.
@@ -148,7 +172,7 @@ race_store() {
 
 for part in $bench; do
 	case $part in
-	lmcache | events | tiers) "race_$part" "$@" ;;
+	lmcache | events | tiers | redis | s3) "race_$part" "$@" ;;
 	accuracy | scale | coordinator | transfer | mooncake | store | proxy | clients) "race_$part" ;;
 	*) echo "BENCH: no part $part" >&2; exit 2 ;;
 	esac

@@ -114,13 +114,13 @@ class Dir:
 
 class Proxy:
     """TCP proxy on 127.0.0.1: ``silent`` stops forwarding (connections stay open), ``hook`` runs once when a
-    pattern is seen from the server's side, before these bytes go on."""
+    pattern is seen from the server's side, before these bytes go on. ``delay``: seconds that each answer waits."""
 
     def __init__(self, target):
         self.target = target
         self.open = threading.Event()
         self.open.set()
-        self.hook = None
+        self.hook, self.delay = None, 0.0
         self.lock = threading.Lock()
         self.ls = socket.socket()
         self.ls.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -170,6 +170,8 @@ class Proxy:
                     if fn:
                         fn()
                     tail = d[-16:]
+                if not up and self.delay:
+                    time.sleep(self.delay)
                 self.open.wait()
                 b.sendall(d)
         except OSError:

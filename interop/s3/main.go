@@ -1,10 +1,11 @@
 // Command s3 is an object store in memory for interop: gofakes3 with one bucket. It prints
-// its address and serves until its standard input ends. With -ca it serves TLS, with a
-// certificate of an authority whose own goes to that file. With -verify it compares signatures with
+// its address and serves until its standard input ends, or with -addr until it is ended itself.
+// With -ca it serves TLS, with a certificate of an authority whose own goes to that file. With -verify it compares signatures with
 // those of Amazon's signer, and knows credentials that are good, end, have ended, or whose clock is wrong.
 package main
 
 import (
+	"cmp"
 	"flag"
 	"fmt"
 	"io"
@@ -20,20 +21,21 @@ import (
 func main() {
 	bucket := flag.String("bucket", "kvcache", "name of the bucket")
 	ca := flag.String("ca", "", "serve TLS, and write the authority's certificate to this file")
+	addr := flag.String("addr", "", "serve at this HOST:PORT; default a free port")
 	check := flag.Bool("verify", false, "verify signatures")
 	flag.Parse()
-	if err := serve(*bucket, *ca, *check); err != nil {
+	if err := serve(*bucket, *ca, *addr, *check); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 }
 
-func serve(bucket, ca string, check bool) error {
+func serve(bucket, ca, addr string, check bool) error {
 	store := s3mem.New()
 	if err := store.CreateBucket(bucket); err != nil {
 		return err
 	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	l, err := net.Listen("tcp", cmp.Or(addr, "127.0.0.1:0"))
 	if err != nil {
 		return err
 	}
@@ -50,6 +52,9 @@ func serve(bucket, ca string, check bool) error {
 	fmt.Println(address)
 	s := http.Server{Handler: h, ReadHeaderTimeout: time.Minute}
 	go func() {
+		if addr != "" {
+			return
+		}
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		_ = s.Close()
 	}()
