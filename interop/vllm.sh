@@ -66,6 +66,25 @@ events() {
 	stop_servers
 }
 
+# fleet: two servers over one Redis, an engine each: what one stored is a hit at the other, and one is killed.
+fleet() {
+	local redis one one_http
+	redis=$(command -v redis-server || command -v valkey-server) || { echo "neither redis-server nor valkey-server is installed: no two servers over one Redis"; return 0; }
+	echo "== two servers over one Redis, an engine each: kill -9 of one server"
+	"$python" interop/vllm/make_model.py "$work/qwen2" --kind qwen2 >/dev/null
+	"$redis" --port 0 --unixsocket "$work/redis.sock" --save "" --appendonly no --daemonize yes --pidfile "$work/redis.pid" --dir "$work" >/dev/null
+	local over="--l1-size-gb 1 --chunk-size 128 --cold --l2-adapter '{\"type\":\"redis\",\"unix_socket\":\"$work/redis.sock\"}'"
+	start_phoenix fleet-a "$over"
+	one=$port one_http=$http
+	start_phoenix fleet-b "$over"
+	"$python" interop/vllm/run_fleet.py --model "$work/qwen2" --servers "tcp://127.0.0.1:$one" "tcp://127.0.0.1:$port" --https "http://127.0.0.1:$one_http" "http://127.0.0.1:$http" \
+		--pid-file "$work/fleet-a.pid" --restart "sh $work/fleet-a.kill" --out "$work/fleet"
+	grep -hE "msg=(stored|retrieved)" "$work"/fleet-[ab].log
+	stop_servers
+}
+
+fleet
+
 # old VLLM LMCACHE [ARG ...]: the same with engines of another time, whose next process loads
 # what the first one stored; log-probabilities must be equal too.
 old() {

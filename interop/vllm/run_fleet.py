@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Two unmodified vLLM engines, each with a server of its own, over one Redis.
+
+  1. engine A computes a prompt, and server A writes it to the Redis
+  2. engine B asks for it: a hit of all whole chunks, which only the Redis had, and the same output
+  3. server A is killed with SIGKILL: engine B stores another prompt and loads it again, and the first one once more; engine A
+     computes a new prompt
+  4. server A starts again with an empty pool (--restart CMD): engine A loads what only server B had stored, with B's output
+Output: greedy tokens. Prints one JSON line.
+"""
+import argparse
+import os
+import subprocess
+import tempfile
+import time
+
+import common as C
+
+
+def figure(http, name):
+    text = C.http("GET", http + "/metrics")[1].decode()
+    return sum(float(x.rsplit(" ", 1)[1]) for x in text.splitlines() if x.startswith((name + " ", name + "{")))
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--model", required=True)
+    ap.add_argument("--servers", nargs=2, required=True, help="tcp://host:port of servers A and B")
+    ap.add_argument("--https", nargs=2, required=True, help="http://host:port of servers A and B")
+    ap.add_argument("--pid-file", required=True, help="has the process id of server A")
+    ap.add_argument("--restart", required=True, help="shell command that starts server A again")
+    ap.add_argument("--chunk", type=int, default=128)
+    ap.add_argument("--prompt-tokens", type=int, default=700)
+    ap.add_argument("--max-tokens", type=int, default=16)
+    ap.add_argument("--out")
+    ap.add_argument("--timeout", type=float, default=600)
+    a = ap.parse_args()
+    out = a.out or tempfile.mkdtemp(prefix="fleet.")
+    os.makedirs(out, exist_ok=True)
+    R = {"scenario": "fleet", "logs": out, "steps": {}}
+    env = C.cpu_env()
+    whole = a.prompt_tokens // a.chunk * a.chunk
+    ok = True
+
+    def start(name, url):
+        kvt = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
+               "kv_connector_extra_config": {"lmcache.mp.server_urls": url, "lmcache.mp.mp_transfer_mode": "engine_driven"}}
+        p = C.free_port()
+        return C.Proc("vllm-" + name, C.vllm_cmd(a.model, p, kvt, 32), os.path.join(out, f"vllm-{name}.log"), env), f"http://127.0.0.1:{p}"
+
+    def check(name, good, detail):
+        nonlocal ok
+        R["steps"][name] = detail if isinstance(detail, dict) else {"value": detail}
+        R["steps"][name]["ok"] = bool(good)
+        ok = ok and bool(good)
+
+    def ask(base, seed):
+        """One prompt, with nothing of it in the engine: the answer and how many tokens came from elsewhere."""
+        C.reset_prefix_cache(base)
+        m0 = C.metrics(base)
+        r = C.complete(base, C.prompt_ids(a.prompt_tokens, seed), a.max_tokens)
+        time.sleep(1)
+        d = C.delta(m0, C.metrics(base))
+        return r, int(d.get("vllm:external_prefix_cache_hits_total", 0))
+
+    def written(http, before, chunks):
+        """Waits until a server has written so many chunks more; reports whether it did."""
+        end = time.time() + 120
+        while time.time() < end:
+            if figure(http, "kvasir_tier_writes_total") >= before + chunks:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def until_hit(base, seed, want, limit=180):
+        """Asks until the hit is as long: an engine that lost its server looks for it again every few seconds."""
+        end = time.time() + limit
+        while True:
+            r, hit = ask(base, seed)
+            if hit >= want or time.time() > end:
+                return r, hit
+            time.sleep(2)
+
+    try:
+        (A, abase), (B, bbase) = start("A", a.servers[0]), start("B", a.servers[1])
+        for p, base in ((A, abase), (B, bbase)):
+            C.wait_http(base + "/health", p, a.timeout)
+            C.complete(base, C.prompt_ids(40, 5), 2)  # shorter than a chunk
+
+        first, hit = ask(abase, 11)
+        check("A_cold", hit == 0, {"hit": hit})
+        check("A_written", written(a.https[0], 0, whole // a.chunk), figure(a.https[0], "kvasir_tier_writes_total"))
+        second, hit = ask(bbase, 11)
+        check("B_hits_what_A_stored", hit >= whole - 1 and C.same(first, second)[0] and figure(a.https[1], "kvasir_tier_reads_total") >= whole // a.chunk,
+              {"hit": hit, "expected": whole, "same_ids": C.same(first, second)[0], "max_logprob_diff": C.same(first, second)[1]})
+        other, hit = ask(bbase, 22)
+        check("B_control", hit == 0 and other["token_ids"] != first["token_ids"], {"hit": hit})
+
+        os.kill(int(open(a.pid_file).read()), 9)
+        before = figure(a.https[1], "kvasir_tier_writes_total")
+        third, hit = ask(bbase, 33)
+        check("B_stores_after_A_was_killed", hit == 0 and written(a.https[1], before, whole // a.chunk), {"hit": hit})
+        again, hit = ask(bbase, 33)
+        check("B_loads_it", hit >= whole - 1 and C.same(third, again)[0], {"hit": hit, "same_ids": C.same(third, again)[0]})
+        again, hit = ask(bbase, 11)
+        check("B_still_has_what_A_stored", hit >= whole - 1 and C.same(first, again)[0], {"hit": hit, "same_ids": C.same(first, again)[0]})
+        t0 = time.time()
+        alone, hit = ask(abase, 44)
+        check("A_computes_without_its_server", alone["status"] == 200 and hit == 0, {"hit": hit, "seconds": round(time.time() - t0, 1)})
+
+        with open(os.path.join(out, "restart.log"), "wb") as fh:
+            subprocess.run(a.restart, shell=True, check=True, stdin=subprocess.DEVNULL, stdout=fh, stderr=subprocess.STDOUT, timeout=300, start_new_session=True)
+        got, hit = until_hit(abase, 33, whole - 1)
+        check("A_again_hits_what_B_stored", hit >= whole - 1 and C.same(third, got)[0], {"hit": hit, "same_ids": C.same(third, got)[0]})
+        check("nothing_was_wrong", sum(figure(h, "kvasir_tier_corrupt_total") for h in a.https) == 0, {})
+        A.stop()
+        B.stop()
+        C.emit(R, ok)
+    except SystemExit:
+        raise
+    except BaseException as e:
+        R["error"] = f"{type(e).__name__}: {e}"[-3000:]
+        C.emit(R, False)
+
+
+if __name__ == "__main__":
+    main()
