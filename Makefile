@@ -9,10 +9,10 @@ SEED ?= 1
 PICTURES ?=
 MUTATED ?= ./store ./pool ./lease ./lmcache ./server
 
-.PHONY: have-go help build demo test check interop interop-vllm bench soak fuzz mutants page fmt
+.PHONY: have-go help build demo test check interop interop-masters interop-vllm bench soak fuzz mutants page fmt
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 17
 
 have-go:
 	@command -v $(GO) >/dev/null || { echo "$(GO) is not installed: install Go 1.26, https://go.dev/dl"; exit 1; }
@@ -57,6 +57,9 @@ mutants: have-go ## change the code at MUTANTS places of the sample SEED; report
 
 interop: build ## run the real peers against this build (makes a Python environment; PART=one of them)
 	interop/run.sh $(PART)
+
+interop-masters: build ## the parts of make interop over a Mooncake Store, with its releases 0.3.7, 0.3.11 and 0.3.12
+	interop/run.sh $(foreach r,0.3.7 0.3.11 0.3.12,cluster@$(r) tier@$(r) store-engine@$(r))
 
 interop-vllm: build ## run real vLLM engines against this build (34 GB, minutes; PART=parts of LMCache alone, PD=parts of P/D alone)
 	[ -n "$(PD)" ] || interop/vllm.sh $(PART)

@@ -2,7 +2,8 @@
 # run.sh [PART ...]: runs the real peers against this build, all parts or those named. Needs bin/kvasir; `make interop`
 # calls it. Each part is a process of its own with a folder and servers of its own. With RERUN=1 a part that fails is run
 # once more: one that passes then is named at the end, with its first output. One that shows a bug of ours, as a panic,
-# a data race or wrong bytes, is not: scripts/again.sh.
+# a data race or wrong bytes, is not: scripts/again.sh. cluster, tier and store-engine may name a release of Mooncake, as in
+# cluster@0.3.7; make interop-masters runs them with all earlier ones.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -88,6 +89,18 @@ slow_tier() {
 		--redis "$redis" --listen "$listen" >"$work/slow.out" 2>"$work/slow.err" ||
 		{ grep -E "^(PASS|FAIL)|not within" "$work/slow.err" >&2; tail -n 5 "$work/slow.log" >&2; exit 1; }
 	cat "$work/slow.out"
+}
+
+# mooncake: sets te, the Python of the Mooncake that the part names, or else of the newest.
+mooncake() {
+	case $part in
+	*@0.3.7) te=$(interop/python.sh interop/requirements-te-old.txt) ;;
+	*@*) te=$(interop/python.sh "interop/requirements-te-${part#*@}.txt") ;;
+	*) te=$(interop/python.sh interop/requirements-te.txt) ;;
+	esac
+	case $part in
+	*@0.3.12) LD_LIBRARY_PATH=$("$te" -c 'import nvidia.cuda_runtime as r; print(list(r.__path__)[0] + "/lib")') && export LD_LIBRARY_PATH ;;
+	esac
 }
 
 case $part in
@@ -225,24 +238,27 @@ transfer)
 		KVASIR_PYTHON_TE_OLD=$(interop/python.sh interop/requirements-te-old.txt) \
 		go test -count=1 -timeout 900s ./interop/transfer
 	;;
-cluster)
-	echo "== a real mooncake_master and C++ clients over storage nodes of this build, kills included"
-	WORK=$work timeout 900 "$(interop/python.sh interop/requirements-te.txt)" interop/store/cluster.py bin/kvasir >"$work/cluster.out" 2>"$work/cluster.err" ||
-		{ cat "$work/cluster.out"; tail -20 "$work/cluster.err" "$work"/node-*.log; exit 1; }
+cluster | cluster@*)
+	echo "== a real mooncake_master and C++ clients over storage nodes of this build, kills included: $part"
+	mooncake
+	WORK=$work timeout 900 "$te" interop/store/cluster.py bin/kvasir >"$work/cluster.out" 2>"$work/cluster.err" ||
+		{ cat "$work/cluster.out"; tail -n 20 "$work/cluster.err" "$work"/node-*.log; exit 1; }
 	tail -1 "$work/cluster.out"
 	;;
-tier)
-	echo "== kvasir server over a real mooncake_master and memory of a C++ client"
+tier | tier@*)
+	echo "== kvasir server over a real mooncake_master and memory of a C++ client: $part"
+	mooncake
 	master=$(free_port)
 	start_phoenix pool --l1-size-gb 0.125 --cold --l2-adapter "'{\"type\":\"mooncake_store\",\"master_server_addr\":\"127.0.0.1:$master\"}'"
 	timeout 1200 "$python" interop/store/tier.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/pool.kill" --master "$master" \
-		--mooncake "$(interop/python.sh interop/requirements-te.txt)" >"$work/pool.out" 2>"$work/pool.err" ||
+		--mooncake "$te" >"$work/pool.out" 2>"$work/pool.err" ||
 		{ grep -E "^(PASS|FAIL)|not within|Error" "$work/pool.err" >&2; tail -5 "$work/pool.log" >&2; exit 1; }
 	cat "$work/pool.out"
 	;;
-store-engine)
-	echo "== engines over a real Mooncake Store: hybrid models, bytes by the masks, a node killed"
-	timeout 1800 "$python" interop/store/engine.py bin/kvasir "$(interop/python.sh interop/requirements-te.txt)"
+store-engine | store-engine@*)
+	echo "== engines over a real Mooncake Store: hybrid models, bytes by the masks, a node killed: $part"
+	mooncake
+	timeout 1800 "$python" interop/store/engine.py bin/kvasir "$te"
 	;;
 *)
 	echo "no part $part" >&2

@@ -72,7 +72,7 @@ try:
     binary = subprocess.run([PYTHON, os.path.join(HERE, "cpp.py"), "--path"], capture_output=True, text=True, check=True).stdout.strip()
     rpc, pages, http = free_ports(3)
     address = "127.0.0.1:%d" % rpc
-    start("master", [binary, "--rpc_port=%d" % rpc, "--metrics_port=%d" % pages], LD_LIBRARY_PATH=os.path.dirname(binary))
+    start("master", [binary, "--rpc_port=%d" % rpc, "--metrics_port=%d" % pages], LD_LIBRARY_PATH=os.path.dirname(binary) + ":" + os.environ.get("LD_LIBRARY_PATH", ""))
     until("the master listens", lambda: socket.create_connection(("127.0.0.1", rpc), 10).close() is None)
     node = start("node", [KVASIR, "store-node", "--master", address, "--memory-gb", "512MiB", "--http-port", str(http)])
     until("our node is mounted", lambda: fetch("http://127.0.0.1:%d/healthz" % http))

@@ -193,7 +193,7 @@ try:
     binary = subprocess.run([args.python, os.path.join(HERE, "cpp.py"), "--path"], capture_output=True, text=True, check=True).stdout.strip()
     rpc, pages, http = free_ports(3)
     master = "127.0.0.1:%d" % rpc
-    start("master", [binary, "--rpc_port=%d" % rpc, "--metrics_port=%d" % pages], LD_LIBRARY_PATH=os.path.dirname(binary))
+    start("master", [binary, "--rpc_port=%d" % rpc, "--metrics_port=%d" % pages], LD_LIBRARY_PATH=os.path.dirname(binary) + ":" + os.environ.get("LD_LIBRARY_PATH", ""))
     until("the master", lambda: socket.create_connection(("127.0.0.1", rpc), 1).close() is None)
     start("memory", [args.python, os.path.join(HERE, "cpp.py"), master, str(512 << 20)])
     segments = lambda: set(fetch("http://127.0.0.1:%d/get_all_segments" % pages).split())  # noqa: E731

@@ -80,7 +80,7 @@ def main():
 
     def start_master():
         m = start([binary, "--rpc_port=" + args.master, "--metrics_port=%d" % pages], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                  env=dict(os.environ, LD_LIBRARY_PATH=os.path.dirname(binary)))
+                  env=dict(os.environ, LD_LIBRARY_PATH=os.path.dirname(binary) + ":" + os.environ.get("LD_LIBRARY_PATH", "")))
         until("the master", lambda: socket.create_connection(("127.0.0.1", int(args.master)), 10).close() is None)
         return m
 
