@@ -274,22 +274,21 @@ func (s *scanner) number() error {
 	return nil
 }
 
-// text reads a string: from one backslash or quote, which are found many bytes at a time, to the
-// next.
+// window is how much of a string is looked through at once, bytes: for a quote, for backslashes and for what is
+// not plain. It stays in the processor's first cache meanwhile.
+const window = 16 << 10
+
+// text reads a string: from one backslash or quote, which are found many bytes at a time, to the next.
 func (s *scanner) text() error {
 	if !s.take('"') {
 		return s.fail("a string is wanted")
 	}
-	quote := -1 // the next one
+	to, quote := -1, false // where the window ends, and whether there is a quote
 	for {
-		if quote < s.at {
-			if quote = bytes.IndexByte(s.b[s.at:], '"'); quote < 0 {
-				quote = len(s.b)
-			} else {
-				quote += s.at
-			}
+		if to < s.at || to == s.at && !quote {
+			to, quote = s.window()
 		}
-		run := s.b[s.at:quote]
+		run := s.b[s.at:to]
 		slash := bytes.IndexByte(run, '\\')
 		if slash >= 0 {
 			run = run[:slash]
@@ -297,17 +296,33 @@ func (s *scanner) text() error {
 		if !plain(run) {
 			return s.notPlain(run)
 		}
-		if s.at += len(run); s.at >= len(s.b) {
-			return s.fail("the text ends inside a string")
-		}
-		if slash < 0 {
+		s.at += len(run)
+		switch {
+		case slash >= 0:
+			if err := s.escape(); err != nil {
+				return err
+			}
+		case quote:
 			s.at++
 			return nil
-		}
-		if err := s.escape(); err != nil {
-			return err
+		case s.at >= len(s.b):
+			return s.fail("the text ends inside a string")
 		}
 	}
+}
+
+// window returns where the next window ends: at a quote, between two runes, or where the text ends.
+func (s *scanner) window() (to int, quote bool) {
+	to = min(len(s.b), s.at+window)
+	if i := bytes.IndexByte(s.b[s.at:to], '"'); i >= 0 {
+		return s.at + i, true
+	}
+	for range utf8.UTFMax - 1 {
+		if to < len(s.b) && !utf8.RuneStart(s.b[to]) {
+			to--
+		}
+	}
+	return to, false
 }
 
 // notPlain says where a run is not plain.
@@ -363,11 +378,22 @@ func plain(b []byte) bool {
 		low |= (w0-ones*0x20)&^w0 | (w1-ones*0x20)&^w1 | (w2-ones*0x20)&^w2 | (w3-ones*0x20)&^w3
 		high |= w0 | w1 | w2 | w3
 	}
-	for _, c := range rest {
-		if c < 0x20 {
-			return false
+	for ; len(rest) >= 8; rest = rest[8:] {
+		w := binary.LittleEndian.Uint64(rest)
+		low, high = low|(w-ones*0x20)&^w, high|w
+	}
+	switch {
+	case len(rest) == 0:
+	case len(b) >= 8: // some bytes again
+		w := binary.LittleEndian.Uint64(b[len(b)-8:])
+		low, high = low|(w-ones*0x20)&^w, high|w
+	default:
+		for _, c := range rest {
+			if c < 0x20 {
+				return false
+			}
+			high |= uint64(c) * ones
 		}
-		high |= uint64(c)
 	}
 	return low&highs == 0 && (high&highs == 0 || utf8.Valid(b))
 }

@@ -9,6 +9,7 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"github.com/kvasir-kv/kvasir/openai"
 )
@@ -180,6 +181,33 @@ func TestStringsOfEveryLength(t *testing.T) {
 				if err == nil {
 					if got, ok := r.Text(r.Prompt); !ok || got != want["prompt"] {
 						t.Fatalf("%q: %q", body, got)
+					}
+				}
+			}
+		}
+	}
+}
+
+// A long string is looked through in windows: what needs a look is found on both sides of a window's end, and across it.
+func TestLongStrings(t *testing.T) {
+	const window = 16 << 10
+	long := strings.Repeat("x", 3*window)
+	for at := window - 12; at < window+12; at++ {
+		for _, odd := range []string{`\"`, `\\`, `\n`, `\u00e9`, `\ud83d\ude00`, "é", "漢", "😀", "漢漢漢漢", "\x01", "\x80", "\xe6\xbc", "\xf0\x9f\x98", `\x`, `"`} {
+			for _, text := range []string{long[:at] + odd, long[:at] + odd + long, long[:at+window] + odd + odd + long[:at] + odd + "y"} {
+				body := []byte(`{"prompt":"` + text + `","m":"n"}`)
+				var want map[string]string
+				theirs := json.Unmarshal(body, &want)
+				if !utf8.Valid(body) {
+					theirs = errors.New("no UTF-8") // encoding/json replaces it
+				}
+				r, err := openai.Scan(body)
+				if (err == nil) != (theirs == nil) {
+					t.Fatalf("%q at %d: %v and %v", odd, at, err, theirs)
+				}
+				if err == nil {
+					if got, ok := r.Text(r.Prompt); !ok || got != want["prompt"] {
+						t.Fatalf("%q at %d: another text", odd, at)
 					}
 				}
 			}

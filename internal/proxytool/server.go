@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/certfile"
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/rawio"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/proxy/keys"
 )
@@ -73,7 +74,7 @@ func (s *Server) Serve(ctx context.Context) (err error) {
 	s.Log.Info("the proxy serves", "address", scheme+s.Listener.Addr().String(), "engines", len(s.Proxy.Stats().Well))
 	ended := make(chan error, 1)
 	go func() {
-		limited := httpguard.Limit(s.Listener, s.MaxConns)
+		limited := httpguard.Limit(rawio.Listener{Listener: s.Listener}, s.MaxConns)
 		if web.TLSConfig != nil {
 			ended <- web.ServeTLS(limited, "", "")
 			return

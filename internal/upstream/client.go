@@ -18,6 +18,8 @@ import (
 	"strconv"
 	"sync"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/rawio"
 )
 
 // ErrStale means that a connection that was used before broke before any byte of the answer
@@ -189,6 +191,7 @@ func (c *Client) Dial(ctx context.Context) (*Conn, error) {
 	if err != nil {
 		return nil, err
 	}
+	nc = rawio.Wrap(nc)
 	if c.tls != nil {
 		t := tls.Client(nc, c.tls)
 		if err := t.HandshakeContext(ctx); err != nil {
@@ -310,6 +313,9 @@ func (n *Conn) write(head []byte, length int, body [][]byte) error {
 	}
 	pieces := make(net.Buffers, 0, 1+len(body))
 	pieces = append(append(pieces, head), body...)
+	if raw, ok := n.nc.(*rawio.Conn); ok {
+		return raw.WriteAll(pieces)
+	}
 	_, err := pieces.WriteTo(n.nc)
 	return err
 }

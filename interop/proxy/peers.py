@@ -71,9 +71,9 @@ def wait_for(what, check, seconds, proc=None):
 
 
 def build(outdir):
-    """Compiles mockengine and load; returns their paths."""
+    """Compiles mockengine, load and forward; returns their paths."""
     out = []
-    for name in ("mockengine", "load"):
+    for name in ("mockengine", "load", "forward"):
         path = os.path.join(outdir, name)
         subprocess.run(["go", "build", "-o", path, "."], cwd=os.path.join(HERE, name), check=True, env={**os.environ, "CGO_ENABLED": "0"})
         out.append(path)
@@ -156,6 +156,15 @@ def smg(e, binary_dir, logdir, pd, extra=(), name="smg"):
                 raise RuntimeError(f"smg refused worker {w}: {st} {raw!r}")
         wait_for(name, lambda: http("GET", url + "/workers")[1].count(b'"status":"ready"') == len(todo), 30, p)
     return _ready(name, p, url)
+
+
+def forward(e, binary, logdir, splice, name):
+    """The floor: a bare forwarder, which looks into no prompt; with splice the kernel moves the prompts."""
+    (port,) = free_ports(1)
+    argv = [binary, "--listen", f"127.0.0.1:{port}"] + (["--splice"] if splice else [])
+    for p in e.d_ports:
+        argv += ["--to", f"127.0.0.1:{p}"]
+    return _ready(name, Proc(name, argv, logdir), f"http://127.0.0.1:{port}")
 
 
 def candidate(e, cmd, logdir, pd, name="candidate"):

@@ -7,7 +7,7 @@ rounds is shown. CPU is the router's process tree only; engines and load generat
 
     race.py --bin DIR [--candidate 'bin/kvasir proxy --port {port} --vllm-pd-disaggregation {pd_flags}'] [--out race.json]
 
-Targets: direct, vllm-router, vllm-router-pd, smg, smg-pd (each also as -rr: round robin instead of the default cache_aware), candidate (P/D), candidate-plain.
+Targets: direct, vllm-router, vllm-router-pd, smg, smg-pd (each also as -rr: round robin instead of the default cache_aware), forward and forward-splice (a bare forwarder in Go: the floor), candidate (P/D), candidate-plain.
 """
 import argparse
 import json
@@ -159,7 +159,7 @@ def main():
     names += ["candidate-plain"] if args.candidate_plain and "candidate-plain" not in names else []
     bindir = os.path.abspath(args.bin)
     tmp = tempfile.mkdtemp(prefix="router-race-")
-    engine, load = peers.build(tmp)
+    engine, load, forward = peers.build(tmp)
     delays = ["--ttft", f"{args.ttft_ms}ms", "--tpot", f"{args.tpot_ms}ms"]
     delays += ["--no-tokenize"] if args.no_tokenize else []
     procs, results, load0 = [], [], os.getloadavg()
@@ -176,6 +176,8 @@ def main():
             "smg": lambda: peers.smg(e, bindir, tmp, False),
             "smg-pd": lambda: peers.smg(e, bindir, tmp, True, name="smg-pd"),
             "smg-pd-rr": lambda: peers.smg(e, bindir, tmp, True, ["--policy", "round_robin"], "smg-pd-rr"),
+            "forward": lambda: peers.forward(e, forward, tmp, False, "forward"),
+            "forward-splice": lambda: peers.forward(e, forward, tmp, True, "forward-splice"),
             "candidate": lambda: peers.candidate(e, args.candidate, tmp, True),
             "candidate-plain": lambda: peers.candidate(e, args.candidate_plain, tmp, False, "candidate-plain"),
         }

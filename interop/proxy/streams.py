@@ -56,7 +56,7 @@ def main():
     ap.add_argument("--requests", type=int, default=100000)
     args = ap.parse_args()
     tmp = tempfile.mkdtemp(prefix="proxy-streams-")
-    engine, load = peers.build(tmp)
+    engine, load, _ = peers.build(tmp)
     e = peers.Engines(engine, tmp, 2, ["--tpot", "2s"], ["--tpot", "2s"])
     quick = peers.Engines(engine, tmp, 2)
     ok = True

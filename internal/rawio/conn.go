@@ -1,0 +1,180 @@
+//go:build unix
+
+package rawio
+
+import (
+	"errors"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"syscall"
+)
+
+// most is how many bytes one call moves: the processor is not given to others meanwhile.
+const most = 256 << 10
+
+// Conn is a TCP connection whose reads and writes the Go scheduler does not hear of. Its methods are safe for
+// concurrent use, as those of every net.Conn.
+type Conn struct {
+	*net.TCPConn
+	raw     syscall.RawConn
+	in, out transfer
+}
+
+// transfer is one direction. Its function is made once, so that a call allocates nothing.
+type transfer struct {
+	sync.Mutex
+	b    []byte
+	bufs [][]byte
+	vec  Vec
+	n    int
+	err  error
+	try  func(fd uintptr) (ready bool)
+}
+
+// Wrap returns a Conn of a TCP connection, and any other connection as it is.
+func Wrap(c net.Conn) net.Conn {
+	t, ok := c.(*net.TCPConn)
+	if !ok {
+		return c
+	}
+	raw, err := t.SyscallConn()
+	if err != nil {
+		return c
+	}
+	n := &Conn{TCPConn: t, raw: raw}
+	n.in.try, n.out.try = n.in.read, n.out.write
+	return n
+}
+
+func (t *transfer) read(fd uintptr) bool {
+	for {
+		t.n, t.err = Read(fd, t.b)
+		switch {
+		case errors.Is(t.err, syscall.EINTR):
+		case errors.Is(t.err, syscall.EAGAIN):
+			return false
+		default:
+			return true
+		}
+	}
+}
+
+func (t *transfer) write(fd uintptr) bool {
+	for {
+		var n int
+		if len(t.bufs) > 0 {
+			n, t.err = Writev(fd, t.bufs, &t.vec)
+		} else {
+			n, t.err = Write(fd, t.b)
+		}
+		switch {
+		case errors.Is(t.err, syscall.EINTR):
+		case errors.Is(t.err, syscall.EAGAIN):
+			return false
+		default:
+			t.n = max(0, n)
+			return true
+		}
+	}
+}
+
+// Read implements net.Conn.
+func (c *Conn) Read(b []byte) (int, error) {
+	if len(b) == 0 {
+		return 0, nil
+	}
+	t := &c.in
+	t.Lock()
+	defer t.Unlock()
+	t.b = b[:min(len(b), most)]
+	t.n, t.err = 0, nil
+	err := c.raw.Read(t.try)
+	t.b = nil
+	switch {
+	case err != nil:
+		return 0, err
+	case t.err != nil:
+		return 0, c.fault("read", t.err)
+	case t.n == 0:
+		return 0, io.EOF
+	}
+	return t.n, nil
+}
+
+// Write implements net.Conn.
+func (c *Conn) Write(b []byte) (written int, err error) {
+	t := &c.out
+	t.Lock()
+	defer t.Unlock()
+	for len(b) > 0 && err == nil {
+		t.b = b[:min(len(b), most)]
+		err = c.once(t)
+		b, written = b[t.n:], written+t.n
+	}
+	t.b = nil
+	return written, err
+}
+
+// WriteAll writes all of bufs, some with each call. It changes none of them.
+func (c *Conn) WriteAll(bufs [][]byte) (err error) {
+	t := &c.out
+	t.Lock()
+	defer t.Unlock()
+	part := make([][]byte, 0, len(bufs))
+	for at := 0; len(bufs) > 0 && err == nil; { // at of the first one is written
+		part = part[:0]
+		room := most
+		for i, b := range bufs {
+			if i == 0 {
+				b = b[at:]
+			}
+			if b = b[:min(len(b), room)]; len(b) > 0 {
+				part, room = append(part, b), room-len(b)
+			}
+			if room == 0 || len(part) == maxVec {
+				break
+			}
+		}
+		if len(part) == 0 { // all are empty
+			break
+		}
+		t.bufs = part
+		err = c.once(t)
+		for at += t.n; len(bufs) > 0 && at >= len(bufs[0]); bufs = bufs[1:] {
+			at -= len(bufs[0])
+		}
+	}
+	t.bufs = nil
+	return err
+}
+
+// once writes what the socket takes, and waits until it takes something.
+func (c *Conn) once(t *transfer) error {
+	t.n, t.err = 0, nil
+	if err := c.raw.Write(t.try); err != nil {
+		return err
+	}
+	if t.err != nil {
+		return c.fault("write", t.err)
+	}
+	return nil
+}
+
+// fault is an error as package net has it.
+func (c *Conn) fault(call string, err error) error {
+	return &net.OpError{Op: call, Net: "tcp", Source: c.LocalAddr(), Addr: c.RemoteAddr(), Err: os.NewSyscallError(call, err)}
+}
+
+// Listener has connections of a listener that are Conns.
+type Listener struct{ net.Listener }
+
+// Accept implements net.Listener.
+func (l Listener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return Wrap(c), nil
+}
