@@ -61,8 +61,8 @@ class Node:
         return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith("kvasir_store_node_" + name))
 
 
-def master_at(port):
-    p = start("master", [MASTER, "--rpc_port=%d" % port, "--metrics_port=%d" % free_port()])
+def master_at(port, *flags):
+    p = start("master", [MASTER, "--rpc_port=%d" % port, "--metrics_port=%d" % free_port(), *flags])
     wait("the master listens", lambda: socket.create_connection(("127.0.0.1", port), 10).close() is None)
     return p
 
@@ -186,6 +186,13 @@ try:
     b.p.send_signal(signal.SIGTERM)
     check("a node that is stopped ends well", b.p.wait(120) == 0)
     check("its objects are gone at once", ours("get", "after")[0] == 1)
+
+    addr, d = "127.0.0.1:%d" % free_port(), content(11, 4096) * (64 << 8)
+    master_at(int(addr.rsplit(":")[-1]), "--default_kv_lease_ttl=1")
+    Node("node-d", addr)
+    check("we put 64 MiB where leases last 1 ms", ours("put", "late", data=d)[0] == 0)
+    r = subprocess.run([KVASIR, "store", "get", "late", "--master", addr], capture_output=True, timeout=180)
+    check("bytes that come after the lease are not believed", r.returncode == 1 and not r.stdout and b"lease expired" in r.stderr, r.stderr)
     print("store: all well with Mooncake", release)
     sys.stdout.flush()
     for p in running:
