@@ -77,6 +77,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	metrics.Add(reg, func() tenantStats { return tenantStatsOf(s.Store()) })
 	handleQuotas(mux, guard, s)
 	handleTenants(mux, guard, s)
+	handlePins(mux, guard, s)
 	handleObjects(mux, guard, s)
 	handlePrefetches(mux, guard, s)
 	handleChecksums(mux, guard, s)

@@ -46,6 +46,7 @@ type root struct {
 	Status     topview.StatusCommand  `cmd:"" help:"Ask a running server how it is and, in words, why hits are missing."`
 	Top        topview.TopCommand     `cmd:"" help:"Watch a running server in a terminal."`
 	Explain    topview.ExplainCommand `cmd:"" help:"Ask a running server why lookups found no more than they did."`
+	Quota      topview.QuotaCommand   `cmd:"" help:"Show and set what tenants of a running server keep: quota, time to live, pins."`
 	Pool       poolCmd                `cmd:"" help:"Show and remove what servers left in /dev/shm."`
 	Tier       tierCmd                `cmd:"" help:"Show, check, empty and copy what lies below pools."`
 	Version    versionCmd             `cmd:"" help:"Print the version."`

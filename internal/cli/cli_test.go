@@ -89,13 +89,14 @@ func serve(t testing.TB, args ...string) *serving {
 // wait reads log lines until one contains text.
 func (s *serving) wait(t testing.TB, text string) {
 	t.Helper()
-	deadline := time.After(120 * time.Second)
+	deadline, last := time.After(120*time.Second), ""
 	for {
 		select {
 		case line, ok := <-s.lines:
 			if !ok {
-				t.Fatalf("the server ended before it said %q", text)
+				t.Fatalf("the server ended before it said %q: %s", text, last)
 			}
+			last = line
 			if strings.Contains(line, text) {
 				return
 			}

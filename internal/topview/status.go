@@ -1,5 +1,5 @@
-// Package topview is what operators ask a running server: kvasir status, top and
-// explain. It shows in a terminal how the server is, once in words or as a screen that is drawn
+// Package topview is what operators ask a running server: kvasir status, top, explain and
+// quota. It shows in a terminal how the server is, once in words or as a screen that is drawn
 // again and again.
 package topview
 
