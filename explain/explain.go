@@ -73,6 +73,7 @@ type Lookup struct {
 	Shard       int        `json:"shard"`
 	Group       int        `json:"object_group"`
 	Tier        string     `json:"tier,omitempty"`
+	Tags        string     `json:"tags,omitempty"` // of the request: name=value, …
 	Gone        *GoneChunk `json:"gone,omitempty"`
 	Other       *OtherName `json:"other,omitempty"`
 }
@@ -120,7 +121,7 @@ func (b *Book) Explain(request string, most int, advise func(miss.Reason) string
 func explained(e *miss.Ended, chunkTokens int) Lookup {
 	l := Lookup{
 		At: e.At.UTC().Format(time.RFC3339Nano), Request: e.Request, Model: e.Model, Salt: e.Salt, AskedTokens: e.Asked, HitTokens: e.Hit,
-		Reason: e.Why.Label(), Shard: e.Shard, Group: int(e.Missing.Group), Tier: e.Tier,
+		Reason: e.Why.Label(), Shard: e.Shard, Group: int(e.Missing.Group), Tier: e.Tier, Tags: e.Tags,
 	}
 	if e.Missing.Chunk != (kv.Hash{}) {
 		l.Chunk = e.Missing.Chunk.String()
@@ -197,6 +198,9 @@ func (b *Book) Ended(request []byte, of *Asked, got *store.LookupResult) {
 		Missing: got.Missing, Shard: got.Shard, Tier: got.Tier, GoneAt: got.Gone.At, GoneBy: got.Gone.By,
 	}
 	e.Model, e.Salt = string(of.Model), string(of.Salt)
+	if tags, ok := got.Note.(fmt.Stringer); ok {
+		e.Tags = tags.String()
+	}
 	if got.Gone.By != "" {
 		n, _ := b.names.Of(got.Gone.For)
 		e.GoneModel, e.GoneSalt = n.Model, n.Salt

@@ -1,6 +1,7 @@
 package lmcache
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 
@@ -69,10 +70,20 @@ type KeyView struct {
 	Salt      []byte
 	Readers   int  // or ReadersUnsaid
 	SkipSave  bool // request_configs has lmcache.skip_save: nothing of the request is to be stored
+	Tags      []Tag
 
 	unhashed []byte // the encoded tokens after Hashes
 	tokens   []byte // all encoded tokens, and what follows them
 }
+
+// Tag is an lmcache.tag.NAME of request_configs, whose value is a text.
+type Tag struct{ Name, Value []byte }
+
+// MaxTags bounds the tags of a request, and MaxTagBytes a name and a value; what is beyond is passed over.
+const (
+	MaxTags     = 8
+	MaxTagBytes = 64
+)
 
 // ReadersUnsaid is the Readers of a key without num_kv_readers, as clients before
 // 0.5.5 send it.
@@ -111,7 +122,7 @@ const (
 // only the leading chunks that the Memo remembers: what else a caller needs, Hash
 // computes.
 func (m *Memo) DecodeKey(frame []byte, k *KeyView) error {
-	*k = KeyView{Hashes: k.Hashes[:0], Worker: AllWorkers, Readers: ReadersUnsaid}
+	*k = KeyView{Hashes: k.Hashes[:0], Tags: k.Tags[:0], Worker: AllWorkers, Readers: ReadersUnsaid}
 	n, b, err := msgp.ReadMapHeaderBytes(frame)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrKey, err)
@@ -177,7 +188,10 @@ func (m *Memo) decodeKeyField(name, b []byte, k *KeyView) (rest []byte, bit int,
 	return rest, bit, err
 }
 
-// readRequestConfigs reads the settings of a request, of which lmcache.skip_save counts. Whatever
+// tagPrefix is put before the name of a tag (lmcache 0.5.6, utils.py).
+const tagPrefix = "lmcache.tag."
+
+// readRequestConfigs reads the settings of a request, of which lmcache.skip_save and tags count. Whatever
 // else there is, of any type, is passed over.
 func readRequestConfigs(b []byte, k *KeyView) ([]byte, error) {
 	rest, err := msgp.Skip(b)
@@ -186,6 +200,13 @@ func readRequestConfigs(b []byte, k *KeyView) ([]byte, error) {
 	}
 	_, _ = readMap(b, func(name, b []byte) ([]byte, error) {
 		t := msgp.NextType(b)
+		if tag, ok := bytes.CutPrefix(name, []byte(tagPrefix)); ok && t == msgp.StrType && len(k.Tags) < MaxTags {
+			v, rest, err := msgp.ReadStringZC(b)
+			if err == nil && len(tag) <= MaxTagBytes && len(v) <= MaxTagBytes {
+				k.Tags = append(k.Tags, Tag{tag, v})
+			}
+			return rest, err
+		}
 		if string(name) != "lmcache.skip_save" || t != msgp.BoolType && t != msgp.IntType && t != msgp.UintType {
 			return b, nil
 		}

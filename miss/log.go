@@ -22,6 +22,7 @@ type Ended struct {
 	Shard   int    // of it
 	Tier    string // that is to blame, where that is known
 	Detail  string // why the lookup was declined
+	Tags    string // of its request
 
 	GoneAt              time.Time // of what was there once; zero where that is not known
 	GoneBy              string    // the user or address that got its room
@@ -77,7 +78,7 @@ type record struct {
 	request, detail             long
 	salt, goneSalt, otherSalt   long
 	model, goneModel, otherName short
-	tier, goneBy                short
+	tier, goneBy, tags          short
 }
 
 // Add notes a lookup in the place of the oldest one.
@@ -101,6 +102,7 @@ func (l *Log) Add(e *Ended) {
 	r.why, r.missing = e.Why, e.Missing
 	r.request.set(e.Request)
 	r.detail.set(e.Detail)
+	r.tags.set(e.Tags)
 	r.model.set(e.Model)
 	r.salt.set(e.Salt)
 	r.tier.set(e.Tier)
@@ -149,7 +151,7 @@ func (l *Log) Len() int {
 func (r *record) ended() Ended {
 	e := Ended{
 		At: time.Unix(0, r.at), Request: r.request.String(), Model: r.model.String(), Salt: r.salt.String(),
-		Asked: int(r.asked), Hit: int(r.hit), Why: r.why, Missing: r.missing, Shard: int(r.shard), Tier: r.tier.String(), Detail: r.detail.String(),
+		Asked: int(r.asked), Hit: int(r.hit), Why: r.why, Missing: r.missing, Shard: int(r.shard), Tier: r.tier.String(), Detail: r.detail.String(), Tags: r.tags.String(),
 		GoneBy: r.goneBy.String(), GoneModel: r.goneModel.String(), GoneSalt: r.goneSalt.String(),
 		OtherModel: r.otherName.String(), OtherSalt: r.otherSalt.String(), OtherWorld: int(r.otherWorld),
 	}

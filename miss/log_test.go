@@ -22,7 +22,7 @@ func TestLogKeepsTheLast(t *testing.T) {
 	at := time.Unix(1000, 5)
 	full := miss.Ended{
 		At: at, Request: "first", Model: "m", Salt: "s", Asked: 512, Hit: 256, Why: miss.Evicted, Missing: kv.Key{Chunk: kv.Hash{7}, Group: 3}, Shard: 1, Tier: "disk",
-		Detail: "d", GoneAt: at.Add(-time.Second), GoneBy: "uid 1", GoneModel: "gm", GoneSalt: "gs", OtherModel: "om", OtherSalt: "os", OtherWorld: 2,
+		Detail: "d", Tags: "t", GoneAt: at.Add(-time.Second), GoneBy: "uid 1", GoneModel: "gm", GoneSalt: "gs", OtherModel: "om", OtherSalt: "os", OtherWorld: 2,
 	}
 	l.Add(&full)
 	if got := l.Of("first", 5); len(got) != 1 || got[0] != full {
@@ -64,7 +64,7 @@ func TestMemoryIsBounded(t *testing.T) {
 	f("a full log", 5<<20, func() any {
 		l := new(miss.Log)
 		for range 3 * miss.MaxEnded {
-			l.Add(&miss.Ended{Request: long, Model: long, Salt: long, Tier: long, Detail: long, GoneBy: long, GoneModel: long, GoneSalt: long, OtherModel: long, OtherSalt: long})
+			l.Add(&miss.Ended{Request: long, Model: long, Salt: long, Tier: long, Detail: long, Tags: long, GoneBy: long, GoneModel: long, GoneSalt: long, OtherModel: long, OtherSalt: long})
 		}
 		return l
 	})

@@ -2,6 +2,8 @@ package server_test
 
 import (
 	"bytes"
+	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/tinylib/msgp/msgp"
@@ -88,6 +90,54 @@ func TestRequestConfigsOfAnyKind(t *testing.T) {
 		p, err := lmcache.DecodePrepareStore(d.ask(lmcache.OpPrepareStore, configured(t, k, configs), lmcache.AppendInt(nil, 1)))
 		if err != nil || len(p.Slots) != 2 {
 			t.Errorf("%x: %d slots, %v", configs, len(p.Slots), err)
+		}
+	}
+}
+
+// Tags of a request count its lookups, at once and after a wait, and stand in the explanation of what it did not find. What is
+// no text, too long or too many is passed over.
+func TestTags(t *testing.T) {
+	text := func(b []byte, pairs ...string) []byte {
+		for _, s := range pairs {
+			b = msgp.AppendString(b, s)
+		}
+		return b
+	}
+	d := newDesk(t, server.Options{})
+	d.register(1, 1, 2)
+	ask := func(request string, configs []byte) {
+		t.Helper()
+		k := deskKey(1, 0, 2, request)
+		k.Worker = lmcache.AllWorkers
+		d.ask(lmcache.OpLookup, configured(t, k, configs), lmcache.AppendInt(nil, 1))
+	}
+	ask("r1", text(msgp.AppendMapHeader(nil, 2), "lmcache.tag.team", "blue", "lmcache.tag.stage", "prod"))
+	ask("r2", text(msgp.AppendMapHeader(nil, 3), "lmcache.tag.team", "blue", "other", "x", "lmcache.ttl", "5"))
+	ask("r3", append(text(msgp.AppendMapHeader(nil, 3), "lmcache.tag.long", strings.Repeat("x", lmcache.MaxTagBytes+1), "lmcache.tag.n"), 5, 0xa1, 'y', 0xc0))
+	many := msgp.AppendMapHeader(nil, 20)
+	for i := range 20 {
+		many = text(many, fmt.Sprint("lmcache.tag.many", i), "v")
+	}
+	ask("r4", many)
+	got := d.ByModel()
+	f := func(name, value string, lookups uint64) {
+		t.Helper()
+		at := [2]string{name, value}
+		if got.TagLookups[at] != lookups || got.TagAsked[at] != 32*lookups || got.TagHit[at] != 0 {
+			t.Errorf("%s=%s: %d lookups of %d tokens", name, value, got.TagLookups[at], got.TagAsked[at])
+		}
+	}
+	f("team", "blue", 2)
+	f("stage", "prod", 1)
+	f("many0", "v", 1)
+	f("many7", "v", 1)
+	f("many8", "v", 0)
+	if len(got.TagLookups) != 2+lmcache.MaxTags+1 {
+		t.Errorf("the tags are %v", got.TagLookups)
+	}
+	for request, want := range map[string]string{"r1": "team=blue, stage=prod", "r2": "team=blue", "r3": ""} {
+		if x := d.Explain(request, 1).Lookups; len(x) != 1 || x[0].Tags != want {
+			t.Errorf("%s: %+v, want tags %q", request, x, want)
 		}
 	}
 }

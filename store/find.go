@@ -24,6 +24,7 @@ const maxLookup = 1 << 21
 type Prompt struct {
 	Chunks int
 	Owner  lease.Owner // who asks: at the limits the owner with most pins gives way
+	Note   any         // the caller's, for the result
 
 	// Hashes returns the chunk hashes of the prompt, at least the first n. It is
 	// called without a lock, for more only as long as everything is kept: most

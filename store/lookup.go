@@ -33,6 +33,7 @@ type LookupResult struct {
 	Below  int         // of Hit, chunks that came from the tier below for it
 	Tier   string      // which one Why is about, where that is known
 
+	Note         any          // Prompt.Note
 	Namespace    kv.Namespace // that was searched, of the first shard
 	Objects      int          // that the hit needs
 	BelowObjects int          // of them, those that came from the tier below for it
@@ -107,7 +108,7 @@ func (s *Store) grant(q *query, hashes []kv.Hash, l lease.Lease, hit int) (Looku
 }
 
 func (s *Store) grantLocked(q *query, sess *lease.Session, hashes []kv.Hash, l lease.Lease, hit int) (out LookupResult, given []lease.Lease) {
-	out = LookupResult{State: Ready, Asked: q.prompt.Chunks, Hit: hit, Namespace: q.shard.Namespace}
+	out = LookupResult{State: Ready, Asked: q.prompt.Chunks, Hit: hit, Namespace: q.shard.Namespace, Note: q.prompt.Note}
 	for g := range q.shard.Groups.Len() {
 		need := q.shard.Groups.Need(g, 0, hit)
 		out.Objects += (need.End - need.Start) * q.shard.World

@@ -83,7 +83,7 @@ func (s *Store) beginPrefetch(q *query, f *found, hashes []kv.Hash) ([]lease.Lea
 	pf.ctx, pf.cancel = context.WithTimeout(s.life, s.opts.LoadTimeout)
 	// Not a copy of q: its bytes and functions are the caller's.
 	pf.query = query{session: slices.Clone(q.session), shard: q.shard, readers: q.readers, prompt: Hashed(pf.hashes)}
-	pf.prompt.Chunks, pf.prompt.Owner = q.prompt.Chunks, q.prompt.Owner
+	pf.prompt.Chunks, pf.prompt.Owner, pf.prompt.Note = q.prompt.Chunks, q.prompt.Owner, q.prompt.Note
 	sess.State, sess.Lookup = uint8(Pending), pf
 	s.mu.pending.Add(peer, share.Amount{Count: 1, Size: int64(objects)})
 	s.mu.n.PendingLookups++

@@ -51,6 +51,7 @@ type Tally struct {
 		pairs int
 		of    map[string]map[string]*Counts // by model and salt
 		loads map[load]*atomic.Uint64
+		tags  map[pair]*tagCounts // by name and value
 	}
 }
 
@@ -68,6 +69,7 @@ func New() *Tally {
 	t := &Tally{}
 	t.mu.of = map[string]map[string]*Counts{"": {"": new(Counts)}, Other: {Other: new(Counts)}}
 	t.mu.loads = make(map[load]*atomic.Uint64)
+	t.mu.tags = map[pair]*tagCounts{{Other, Other}: new(tagCounts)}
 	return t
 }
 
@@ -98,8 +100,11 @@ func (t *Tally) Of(model, salt []byte, register bool) *Counts {
 	return c
 }
 
-// Asked counts a lookup that was searched for, once it has its result.
+// Asked counts a lookup that was searched for, once it has its result, also for its tags where its note is Tagged.
 func (c *Counts) Asked(got *store.LookupResult, chunkTokens int) {
+	if x, ok := got.Note.(*Tagged); ok {
+		x.Count(got, chunkTokens)
+	}
 	c.lookups.Add(1)
 	c.asked.Add(uint64(got.Asked * chunkTokens))
 	c.hit.Add(uint64(got.Hit * chunkTokens))
@@ -149,6 +154,10 @@ type Stats struct {
 	EarlyExits map[[3]string]uint64 `counter:"lmcache_mp_lookup_early_exit_requests_total" label:"model_name,cache_salt,reason" help:"Lookups answered with no hit without a search: prompt shorter than a chunk, model without a worker, others declined."`
 
 	Loaded map[[3]string]uint64 `counter:"lmcache_mp_num_chunks_loaded_total" label:"model_name,cache_salt,worker_id" help:"Chunks that engines retrieved."`
+
+	TagLookups map[pair]uint64 `counter:"kvasir_tag_lookups_total" label:"tag,value" help:"Lookups of requests with this tag, an lmcache.tag.NAME of their request_configs; 256 of name and value, later ones share _other."`
+	TagAsked   map[pair]uint64 `counter:"kvasir_tag_requested_tokens_total" label:"tag,value" help:"Tokens that lookups with this tag asked for, whole chunks only."`
+	TagHit     map[pair]uint64 `counter:"kvasir_tag_hit_tokens_total" label:"tag,value" help:"Of these the tokens that engines could load instead of computing."`
 }
 
 // Stats returns the figures.
@@ -163,6 +172,9 @@ func (t *Tally) Stats() Stats {
 		map[pair]uint64{},
 		map[[3]string]uint64{},
 		map[[3]string]uint64{{}: 0},
+		map[pair]uint64{},
+		map[pair]uint64{},
+		map[pair]uint64{},
 	}
 	t.mu.RLock()
 	defer t.mu.RUnlock()
@@ -175,6 +187,9 @@ func (t *Tally) Stats() Stats {
 				out.EarlyExits[[3]string{model, salt, reason}] = c.early[i].Load()
 			}
 		}
+	}
+	for k, c := range t.mu.tags {
+		out.TagLookups[k], out.TagAsked[k], out.TagHit[k] = c.lookups.Load(), c.asked.Load(), c.hit.Load()
 	}
 	for l, n := range t.mu.loads {
 		worker := strconv.FormatInt(l.worker, 10)

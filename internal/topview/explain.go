@@ -73,6 +73,9 @@ func printExplanation(w io.Writer, got *explain.Explanation) error {
 		if l.Salt != "" {
 			model += fmt.Sprintf(" (salt %q)", l.Salt)
 		}
+		if l.Tags != "" {
+			model += "  " + l.Tags
+		}
 		fmt.Fprintf(w, "%s  %s  %s\n  %s\n", l.At, printable(l.Request), printable(model), printable(l.Text))
 		if !slices.Contains(order, l.Reason) {
 			order = append(order, l.Reason)
