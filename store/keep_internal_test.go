@@ -58,8 +58,20 @@ func (s *Store) CheckTenants(salts map[kv.Namespace]string) error {
 			bytes[salts[s.mu.pool.KeyOf(slot).Namespace]] += s.mu.pool.Round(s.mu.pool.Length(slot))
 		}
 	}
+	pinned := map[string]int64{}
+	list, _ := s.mu.policy.Pins(0, 1<<20, nil)
+	for _, p := range list {
+		slot := pool.Slot(p.Slot)
+		if s.mu.pool.StateOf(slot) != pool.Resident || !s.keptLocked(slot) {
+			return fmt.Errorf("slot %d is pinned, is %v and kept %v", slot, s.mu.pool.StateOf(slot), s.keptLocked(slot))
+		}
+		pinned[salts[s.mu.pool.KeyOf(slot).Namespace]] += s.mu.pool.Round(s.mu.pool.Length(slot))
+	}
 	for _, of := range s.mu.policy.List() {
-		if of.Bytes != bytes[of.Salt] {
+		if of.PinnedBytes != pinned[of.Salt] || of.PinnedBytes > of.PinLimit {
+			return fmt.Errorf("tenant %q has %d bytes pinned in the books, %d in the pool, may %d", of.Salt, of.PinnedBytes, pinned[of.Salt], of.PinLimit)
+		}
+		if of.QuotaBytes >= 0 && of.Bytes != bytes[of.Salt] {
 			return fmt.Errorf("tenant %q has %d bytes in the books, %d in the pool", of.Salt, of.Bytes, bytes[of.Salt])
 		}
 	}

@@ -170,6 +170,7 @@ type model struct {
 	world int
 
 	quotas map[string]int64
+	limits map[string]int64 // of pins
 }
 
 // hope is a lookup that is pending, or was when it was made.
@@ -430,6 +431,7 @@ func (m *model) touch(j *job) {
 func (m *model) reopen() {
 	m.hopes = nil
 	clear(m.quotas) // which a store does not keep
+	clear(m.limits)
 	if rapid.Bool().Draw(m.r, "damage") {
 		for m.store.SumNext() > 0 {
 		}
@@ -483,9 +485,9 @@ func (m *model) pass() {
 // a pool that is always full, with restarts, refusals, commits that are late,
 // repeated or of nobody, chunks that an earlier store kept, which are compared
 // late, wrong or never, and a tier below that is written and read and fails, is full, torn
-// or gone, of three tenants with quotas that come and go: no slot is handed to two workers that
+// or gone, of three tenants with quotas, times to live and pins that come and go: no slot is handed to two workers that
 // conflict, every hit holds right bytes, no store takes from another tenant what is within
-// its quota, and in the end every byte of the pool comes back.
+// its quota or what is pinned, and in the end every byte of the pool comes back.
 func TestStoreAgainstModel(t *testing.T) {
 	dir := t.TempDir()
 	rapid.Check(t, func(r *rapid.T) {
@@ -496,13 +498,13 @@ func TestStoreAgainstModel(t *testing.T) {
 			b.restart()
 			defer func() { b.release(); b.stop() }()
 			b.tenants = salts
-			m := &model{bench: b, r: r, world: rapid.IntRange(1, 3).Draw(r, "world"), quotas: map[string]int64{}}
+			m := &model{bench: b, r: r, world: rapid.IntRange(1, 3).Draw(r, "world"), quotas: map[string]int64{}, limits: map[string]int64{}}
 			if rapid.Bool().Draw(r, "a tier below") {
 				m.fillTier()
 			}
 			ops := []func(){
 				m.reserve, m.reserve, m.load, m.load, m.finish, m.finish, m.finish, m.detach, m.pass,
-				m.refused, m.stray, m.reopen, m.quota, m.quota, m.take, m.take, m.compare, m.writeBack, m.writeBack,
+				m.refused, m.stray, m.reopen, m.quota, m.quota, m.ttl, m.limitPins, m.pin, m.pin, m.take, m.take, m.compare, m.writeBack, m.writeBack,
 				func() { b.store.Clear(rapid.Bool().Draw(r, "force")) },
 			}
 			for range rapid.IntRange(1, 60).Draw(r, "steps") {

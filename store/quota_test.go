@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"testing"
+	"time"
 
 	"pgregory.net/rapid"
 
@@ -42,12 +43,7 @@ func (m *model) quota() {
 	if rapid.Bool().Draw(m.r, "whole chunks") {
 		bytes -= bytes % chunkBytes
 	}
-	sum := bytes
-	for other, q := range m.quotas {
-		if other != salt {
-			sum += q
-		}
-	}
+	sum := m.reserved(salt, bytes, m.limits[salt])
 	switch err := m.store.SetQuota(salt, bytes); {
 	case errors.Is(err, tenants.ErrSum) != (sum > m.pool.Bytes):
 		m.r.Fatalf("quotas of %d bytes of %d: %v", sum, m.pool.Bytes, err)
@@ -57,10 +53,68 @@ func (m *model) quota() {
 	}
 }
 
+// reserved is what all tenants' quotas and limits of pins take of the pool, with others for one.
+func (m *model) reserved(salt string, quota, limit int64) int64 {
+	sum := max(quota, limit)
+	for _, other := range salts {
+		if other != salt {
+			sum += max(m.quotas[other], m.limits[other])
+		}
+	}
+	return sum
+}
+
+// ttl gives a tenant a time to live, another one or none.
+func (m *model) ttl() {
+	space := kv.Namespace{byte(rapid.IntRange(1, len(salts)).Draw(m.r, "tenant"))}
+	ttl := rapid.SampledFrom([]time.Duration{0, tenants.Forever, 5 * time.Second, time.Minute}).Draw(m.r, "ttl")
+	if err := m.store.SetTTL(salts[space], ttl); err != nil {
+		m.r.Fatalf("%v", err)
+	}
+	m.store.NameTenant(space, []byte(salts[space]))
+}
+
+// limitPins says how much of a tenant may be pinned.
+func (m *model) limitPins() {
+	salt := salts[kv.Namespace{byte(rapid.IntRange(1, len(salts)).Draw(m.r, "tenant"))}]
+	bytes := int64(rapid.IntRange(0, int(m.pool.Bytes)).Draw(m.r, "limit"))
+	sum := m.reserved(salt, m.quotas[salt], bytes)
+	switch err := m.store.SetPinLimit(salt, bytes); {
+	case errors.Is(err, tenants.ErrSum) != (sum > m.pool.Bytes && bytes > 0):
+		m.r.Fatalf("limits and quotas of %d bytes of %d: %v", sum, m.pool.Bytes, err)
+	case err == nil:
+		m.limits[salt] = bytes
+	}
+}
+
+// pin pins some objects of a prompt, or ends that.
+func (m *model) pin() {
+	space := m.tenant()
+	sh := m.shardOf(space, 0)
+	var keys []kv.Key
+	for _, h := range prompt(rapid.IntRange(0, 8).Draw(m.r, "prompt"), rapid.IntRange(1, 6).Draw(m.r, "chunks")) {
+		for i := range sh.World {
+			keys = append(keys, objectKey(sh, i, h))
+		}
+	}
+	if rapid.IntRange(0, 2).Draw(m.r, "unpin") == 0 {
+		m.store.Unpin(keys)
+		return
+	}
+	life := time.Duration(rapid.IntRange(1, 100).Draw(m.r, "life")) * time.Second
+	if n, err := m.store.Pin(salts[space], keys, life); n > 0 && m.limits[salts[space]] == 0 || err != nil && !errors.Is(err, tenants.ErrNoPins) && !errors.Is(err, tenants.ErrPinLimit) {
+		m.r.Fatalf("%d are pinned, %v", n, err)
+	}
+}
+
 // kept fails when a store of one tenant took from another what is within its quota.
 func (m *model) kept(before []tenants.Usage, writer kv.Namespace) {
 	for i, now := range m.store.Tenants() {
-		if was := before[i]; now.Salt != salts[writer] && now.Bytes < min(was.Bytes, was.QuotaBytes) {
+		was := before[i]
+		if now.PinnedBytes < was.PinnedBytes {
+			m.r.Fatalf("of what is pinned of %q %d bytes are left of %d after %q stored", now.Salt, now.PinnedBytes, was.PinnedBytes, salts[writer])
+		}
+		if now.Salt != salts[writer] && now.Bytes < min(was.Bytes, was.QuotaBytes) {
 			m.r.Fatalf("tenant %q has %d bytes, had %d of a quota of %d before %q stored", now.Salt, now.Bytes, was.Bytes, was.QuotaBytes, salts[writer])
 		}
 	}
