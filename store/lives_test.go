@@ -168,14 +168,18 @@ func TestExpiredIsNotServed(t *testing.T) {
 		x := b.tenantOf("x", chunkBytes)
 		x.put(0)
 		x.put(1)
+		x.put(2)
 		b.store.TickOnly(12 * time.Second)
+		if _, loan, err := b.store.Lend("uid 1", x.keys(2), time.Hour); err != nil || loan != nil {
+			t.Errorf("what has expired is lent: %v, %v", loan, err)
+		}
 		if !x.put(0) || !x.has(0) {
 			t.Error("what has expired is not stored again")
 		}
 		if got := x.ask(1); got.Hit != 0 || got.Why != miss.Expired {
 			t.Errorf("%+v", got)
 		}
-		if got := b.store.Stats(); got.ExpiredChunks != 2 || got.Resident != 1 {
+		if got := b.store.Stats(); got.ExpiredChunks != 3 || got.Resident != 1 {
 			t.Errorf("%+v", got)
 		}
 	})
