@@ -15,7 +15,7 @@ func (o Options) Validate() error {
 	options.Within(&c, "Quarantine", o.Quarantine, 0, forever)
 	options.Within(&c, "SessionIdle", o.SessionIdle, 0, forever)
 	options.Within(&c, "SumAfter", o.SumAfter, 0, forever)
-	options.Within(&c, "TTL", o.TTL, 0, tenants.MaxTTL)
+	c.That(o.TTL == 0 || o.TTL >= time.Second && o.TTL <= tenants.MaxTTL, "TTL", "%v is neither 0 nor from 1 s to ten years", o.TTL)
 	options.Within(&c, "LoadTimeout", o.LoadTimeout, 0, forever)
 	options.Within(&c, "MaxSessions", o.MaxSessions, 0, 1<<24)
 	options.Within(&c, "MaxHolds", o.MaxHolds, 0, 1<<24)
