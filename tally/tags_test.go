@@ -11,7 +11,9 @@ import (
 	"github.com/kvasir-kv/kvasir/tally"
 )
 
-func tag(name, value string) lmcache.Tag { return lmcache.Tag{Name: []byte(name), Value: []byte(value)} }
+func tag(name, value string) lmcache.Tag {
+	return lmcache.Tag{Name: []byte(name), Value: []byte(value)}
+}
 
 // Lookups count for each of their tags, by name and value, and beyond the limit, or where a tag is no text, for all others.
 func TestTagsCount(t *testing.T) {
