@@ -92,6 +92,58 @@ func TestMasterThatIsNotReady(t *testing.T) {
 	}
 }
 
+// A master of a release that is not known, and a server that is no master, get nothing of a node, and put and give nothing: each
+// call says what it is.
+func TestMasterOfAnotherRelease(t *testing.T) {
+	fake := storetest.New(t)
+	fake.Answered = func(method string, b []byte) []byte {
+		if method == "PutStart" { // which finds out the release
+			return storetest.Refusal(badArguments)
+		}
+		return b
+	}
+	for address, want := range map[string]error{fake.Addr: ErrVersion, peer(t, "HTTP/1.1 400 Bad Request\r\n\r\n"): errProtocol} {
+		m := masterOf(t, MasterOptions{Addresses: []string{address}, CallTimeout: time.Minute})
+		te := transfer.New(transfer.Options{})
+		c := NewClient(m, te, ClientOptions{})
+		objects := []Object{{"a", [][]byte{{1}}}, {"b", [][]byte{{2}}}}
+		for _, err := range append(c.Put(t.Context(), objects), c.Get(t.Context(), objects)...) {
+			if !errors.Is(err, want) {
+				t.Error(err)
+			}
+		}
+		present := make([]bool, 1)
+		if err := m.Exists(t.Context(), []string{"a"}, present); !errors.Is(err, want) || present[0] {
+			t.Error(present, err)
+		}
+		n, err := NewNode(m, NodeOptions{Memory: make([]byte, segmentAlign), PingEvery: 5 * time.Millisecond})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- n.Run(ctx) }()
+		if want != ErrVersion { // whatever listens there now, a master may later
+			eventually(t, "it tries on", func() bool { return n.Stats().Failures > 3 })
+			cancel()
+		}
+		if err := <-done; want == ErrVersion && (!errors.Is(err, want) || !strings.Contains(err.Error(), "0.3.13")) || want != ErrVersion && err != nil {
+			t.Error(err)
+		}
+		if s := n.Stats(); s.Mounted != 0 || s.Pings != 0 {
+			t.Errorf("%+v", s)
+		}
+		cancel()
+		te.Close()
+		m.Close()
+	}
+	fake.Set(func() {
+		if len(fake.Segments)+len(fake.Objects) != 0 {
+			t.Error(fake.Segments, fake.Objects)
+		}
+	})
+}
+
 // A mount that was carried out but not answered may have been used: objects may have been put there, and
 // somebody may still read them. After the master forgot them those addresses are never given to it again.
 func TestMountWithoutAnAnswerIsALife(t *testing.T) {
