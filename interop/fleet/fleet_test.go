@@ -49,9 +49,12 @@ func start(t *testing.T, socket, prefix string, chunks int) *node {
 	zmq, web := ports.Free(t), ports.Free(t)
 	n := &node{http: fmt.Sprintf("http://127.0.0.1:%d", web), bytes: size}
 	var log bytes.Buffer
-	cmd := exec.Command(program, "server", "--host", "127.0.0.1", "--port", strconv.Itoa(zmq), "--http-port", strconv.Itoa(web), "--chunk-size", strconv.Itoa(chunkTokens),
+	args := []string{
+		"server", "--host", "127.0.0.1", "--port", strconv.Itoa(zmq), "--http-port", strconv.Itoa(web), "--chunk-size", strconv.Itoa(chunkTokens),
 		"--l1-size-gb", fmt.Sprintf("%dB", int64(chunks)*size), "--eviction-policy", "lru", "--cold",
-		"--l2-adapter", fmt.Sprintf(`{"type":"redis","unix_socket":%q,"key_prefix":%q,"absent_seconds":0}`, socket, prefix), "--l2-prefetch-load-timeout", "60")
+		"--l2-adapter", fmt.Sprintf(`{"type":"redis","unix_socket":%q,"key_prefix":%q,"absent_seconds":0}`, socket, prefix), "--l2-prefetch-load-timeout", "60",
+	}
+	cmd := exec.Command(program, args...)
 	cmd.Stdout, cmd.Stderr = &log, &log
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -60,6 +63,9 @@ func start(t *testing.T, socket, prefix string, chunks int) *node {
 		_ = cmd.Process.Signal(syscall.SIGTERM)
 		if err := cmd.Wait(); err != nil || t.Failed() {
 			t.Errorf("the server ends with %v:\n%s", err, &log)
+		}
+		if out, err := exec.Command(program, append(args, "--drop")...).CombinedOutput(); err != nil { // its pool
+			t.Errorf("%v: %s", err, out)
 		}
 	})
 	eventually(t, "the server answers", func() bool {
