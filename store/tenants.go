@@ -149,7 +149,7 @@ func (s *Store) makeRoomForLocked(k *kv.Key, n int64) {
 // findLocked is pool.Find; what nobody has used for longer than its TTL goes.
 func (s *Store) findLocked(k *kv.Key) (pool.Slot, pool.State) {
 	slot, st := s.mu.pool.Find(k)
-	if st == pool.Resident && s.expireLocked(slot) {
+	if s.mu.policy.Mortal() && st == pool.Resident && s.expireLocked(slot) {
 		return slot, pool.Free
 	}
 	return slot, st

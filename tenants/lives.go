@@ -151,9 +151,6 @@ func (l *lives) expired(slot uint32) {
 
 // add notes a slot that became resident.
 func (l *lives) add(slot uint32, ns kv.Namespace) {
-	if !l.on {
-		return
-	}
 	l.slots.Grow(int(slot) + 1)
 	of := touch{l.spaces.of[ns], l.now}
 	if of.in != nil {
@@ -181,10 +178,8 @@ func (l *lives) adopt(slot uint32, ns kv.Namespace) {
 }
 
 func (l *lives) use(slot uint32) {
-	if l.on {
-		l.slots.Grow(int(slot) + 1)
-		l.slots.At(int(slot)).at = l.now
-	}
+	l.slots.Grow(int(slot) + 1)
+	l.slots.At(int(slot)).at = l.now
 }
 
 func (l *lives) remove(slot uint32) {

@@ -194,7 +194,9 @@ func (t *Table) Stage(slot uint32, ns kv.Namespace) {
 
 // Add notes that a slot became resident: see evict.Policy.
 func (t *Table) Add(slot uint32, ns kv.Namespace, id, parent uint64) {
-	t.lives.add(slot, ns)
+	if t.lives.on {
+		t.lives.add(slot, ns)
+	}
 	t.admit(slot, ns, id, parent)
 }
 
@@ -244,7 +246,9 @@ func (t *Table) Adopt(slot uint32, ns kv.Namespace, resident bool, id, parent ui
 
 // Use notes that a slot was served or stored again.
 func (t *Table) Use(slot uint32) {
-	t.lives.use(slot)
+	if t.lives.on {
+		t.lives.use(slot)
+	}
 	switch p := t.at(slot); {
 	case p.in == nil:
 		t.common.Use(slot)
