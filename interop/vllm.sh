@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Real vLLM engines (CPU builds) with the LMCacheMPConnector against this build: the newest,
 # and three older pairs of vLLM and lmcache. About 26 GB and some minutes the first time.
-# Needs bin/kvasir; `make interop-vllm` calls it.
+# Needs bin/kvasir; `make interop-vllm` calls it. Arguments name the parts, else all are run: engine_driven, lmcache_driven,
+# disk, fs, fleet, mooncakestore, events, 0.4.6, 0.4.7, 0.5.3.
 # Debian packages: libnuma1 libibverbs1 librdmacm1, and libtcmalloc-minimal4 for vLLM 0.18.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -83,8 +84,6 @@ fleet() {
 	stop_servers
 }
 
-fleet
-
 # old VLLM LMCACHE [ARG ...]: the same with engines of another time, whose next process loads
 # what the first one stored; log-probabilities must be equal too.
 old() {
@@ -100,12 +99,13 @@ old() {
 	stop_servers
 }
 
-for part in ${*:-engine_driven lmcache_driven disk fs mooncakestore events 0.4.6 0.4.7 0.5.3}; do
+for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore events 0.4.6 0.4.7 0.5.3}; do
 	case $part in
 	engine_driven) life engine_driven qwen2 ;;
 	lmcache_driven) life lmcache_driven gemma3 --separate-object-groups ;;
 	disk) below disk --disk "$work/below-disk" --disk-gb 1 --disk-min-free-gb 1 --disk-first-touch ;;
 	fs) below fs --l2-adapter "'{\"type\":\"fs\",\"base_path\":\"$work/below-fs\"}'" ;;
+	fleet) fleet ;;
 	mooncakestore)
 		start_cluster
 		below mooncakestore --l2-adapter "'{\"type\":\"mooncake_store\",\"master_server_addr\":\"$master\"}'"
