@@ -2,6 +2,7 @@ package lmcache
 
 import (
 	"bytes"
+	"encoding/binary"
 	"testing"
 )
 
@@ -45,6 +46,21 @@ func TestCutTokenLists(t *testing.T) {
 		}
 		if n, err := skipTokens(whole, len(tokens)); err != nil || n != len(whole) {
 			t.Fatalf("%v: skipped %d of %d: %v", tokens, n, len(whole), err)
+		}
+	}
+}
+
+// A token has 32 bits, however wide it is written.
+func TestTokensHave32Bits(t *testing.T) {
+	out := make([]byte, 4)
+	for v, fits := range map[uint64]bool{0: true, 1<<32 - 2: true, 1<<32 - 1: true, 1 << 32: false, 1<<63 - 1: false, 1 << 63: false} {
+		wide := binary.BigEndian.AppendUint64([]byte{0xcf}, v)
+		n, err := readTokens(out, wide, 1)
+		if (err == nil) != fits || fits && (n != len(wide) || uint64(binary.BigEndian.Uint32(out)) != v) {
+			t.Errorf("%#x: read %d bytes, %x, %v", v, n, out, err)
+		}
+		if n, err := skipTokens(wide, 1); (err == nil) != fits || fits && n != len(wide) {
+			t.Errorf("%#x: skipped %d bytes, %v", v, n, err)
 		}
 	}
 }
