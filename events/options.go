@@ -42,6 +42,7 @@ type PublisherOptions struct {
 	ReplayBytes    int           // of their payloads, at most; default 64 MiB
 	QueueBytes     int           // of a subscriber, or of a replay; default 16 MiB
 	MaxSubscribers int           // default 256
+	Interval       time.Duration // between two messages with news, for each subscriber, up to ten: what comes meanwhile shares one; default 10 ms
 	Heartbeat      time.Duration // after which a message without events is sent; default 5 s
 	Log            *slog.Logger  // nil discards
 }
@@ -55,6 +56,7 @@ func (o PublisherOptions) Validate() error {
 	options.Within(&c, "ReplayBytes", o.ReplayBytes, 0, 1<<40)
 	options.Within(&c, "QueueBytes", o.QueueBytes, 0, 1<<40)
 	options.Within(&c, "MaxSubscribers", o.MaxSubscribers, 0, 1<<20)
+	options.Within(&c, "Interval", o.Interval, 0, time.Hour)
 	options.Within(&c, "Heartbeat", o.Heartbeat, 0, time.Duration(1<<62))
 	return c.Err()
 }
@@ -67,6 +69,7 @@ func (o PublisherOptions) withDefaults() PublisherOptions {
 	o.ReplayBytes = cmp.Or(o.ReplayBytes, 64<<20)
 	o.QueueBytes = cmp.Or(o.QueueBytes, 16<<20)
 	o.MaxSubscribers = cmp.Or(o.MaxSubscribers, 256)
+	o.Interval = cmp.Or(o.Interval, 10*time.Millisecond)
 	o.Heartbeat = cmp.Or(o.Heartbeat, 5*time.Second)
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)

@@ -88,12 +88,19 @@ func (p *Publisher) Listen(ctx context.Context, events, replay string) (eventsAt
 // Run publishes until ctx ends.
 func (p *Publisher) Run(ctx context.Context) {
 	p.book.Activate()
-	beat := time.NewTicker(p.o.Heartbeat)
+	beat, pause := time.NewTicker(p.o.Heartbeat), time.NewTicker(p.o.Interval)
 	defer beat.Stop()
+	defer pause.Stop()
 	for {
 		changed := p.book.Changed()
 		if p.publish() {
 			beat.Reset(p.o.Heartbeat)
+			pause.Reset(p.pause())
+			select {
+			case <-ctx.Done():
+				return
+			case <-pause.C:
+			}
 		}
 		select {
 		case <-ctx.Done():
@@ -104,6 +111,14 @@ func (p *Publisher) Run(ctx context.Context) {
 		}
 	}
 }
+
+// pause is how long news wait for others after a message, because each message costs a call for each subscriber.
+func (p *Publisher) pause() time.Duration {
+	return p.o.Interval * time.Duration(min(max(p.pub.Subscribers(), 1), maxPauses))
+}
+
+// maxPauses bounds it, in Options.Interval.
+const maxPauses = 10
 
 // Close ends the connections and returns after the last goroutine. Run has returned.
 func (p *Publisher) Close() error { return errors.Join(p.pub.Close(), p.replay.Close()) }

@@ -441,3 +441,21 @@ func TestEventsOfASaltedPrompt(t *testing.T) {
 		}
 	}
 }
+
+// What comes shortly after a message shares the next one: a store costs no message for each subscriber.
+func TestMessagesKeepTheirDistance(t *testing.T) {
+	const interval = 100 * time.Millisecond
+	n := newPublishing(t, 256, Options{}, PublisherOptions{Interval: interval, Heartbeat: time.Hour})
+	r := newRouter(t, n)
+	defer r.close()
+	before, began := n.p.Stats().Messages, time.Now()
+	prompts := make([]prompt, 64)
+	for i := range prompts {
+		prompts[i] = prompt{model: "m", world: 1, tokens: slices.Repeat([]uint32{uint32(i)}, 2*chunkTokens)}
+		n.storeAll(prompts[i])
+	}
+	r.until(n, prompts)
+	if got, most := n.p.Stats().Messages-before, uint64(time.Since(began)/interval)+3; got > most {
+		t.Errorf("%d messages, want %d at most", got, most)
+	}
+}
