@@ -48,6 +48,9 @@ func Handler(s *server.Server, o Options) http.Handler {
 	if p := s.Publisher(); p != nil {
 		metrics.Add(reg, p.Stats)
 	}
+	if l := s.Options().Lifetimes; l != nil {
+		metrics.Add(reg, l.Stats)
+	}
 	if d := s.Disk(); d != nil {
 		metrics.Add(reg, d.Stats)
 	}

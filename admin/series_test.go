@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/admin"
+	"github.com/kvasir-kv/kvasir/lifetime"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
@@ -62,7 +63,7 @@ func newServerWithTier(t *testing.T) *server.Server {
 	}
 	below := tier.Counted(tier.NewMemory(1<<20), "memory")
 	st := store.New(p, store.Options{Below: below})
-	s := server.New(st, server.Options{ChunkTokens: 16, Tiers: []*tier.Counting{below}})
+	s := server.New(st, server.Options{ChunkTokens: 16, Tiers: []*tier.Counting{below}, Lifetimes: lifetime.New()})
 	t.Cleanup(func() { _, _ = s.Close(), st.Close() })
 	return s
 }

@@ -2,6 +2,7 @@ package server
 
 import (
 	"fmt"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/lent"
@@ -17,12 +18,14 @@ type blockCopy struct {
 	kv       *lent.KV
 	key      *lmcache.KeyView
 	transfer hold.Transfer
+	worker   int64
+	took     time.Duration
 }
 
 // blockCopyOf checks what store and retrieve have in common. in is nil when the
 // worker is not known: then nothing was tried.
 func (s *Server) blockCopyOf(sc *scratch, r *lmcache.KeyRange, blocks [][]int) (in *workers.Worker, c blockCopy, err error) {
-	c.key = r.Key
+	c.key, c.worker = r.Key, r.InstanceID
 	in, c.transfer, err = s.transferOf(sc, r, false)
 	if err != nil {
 		return in, c, err
@@ -40,6 +43,8 @@ func (s *Server) blockCopyOf(sc *scratch, r *lmcache.KeyRange, blocks [][]int) (
 // run copies, with the worker's memory kept mapped meanwhile. Whatever happens
 // the caller ends the Transfer, so a panic comes back as an error, too.
 func (s *Server) run(op lmcache.Op, c *blockCopy, parts []store.Part, skip int) error {
+	began := time.Now()
+	defer func() { c.took = time.Since(began) }()
 	return s.contain(op, func() error {
 		plan, err := c.Plan(parts, op == lmcache.OpRetrieve, skip)
 		if err == nil && !c.kv.Use(func() { err = plan.Run(s.opts.CopyWorkers, s.guardCopy(op)) }) {
@@ -90,7 +95,7 @@ func (s *Server) storeCopy(c *blockCopy) error {
 	}
 	s.announce(c.key, &c.transfer.Shard, c.transfer.To)
 	s.n.storesFinished.Add(true)
-	s.logCopied("stored", cp, c.key)
+	s.logCopied("stored", cp, c)
 	return nil
 }
 
@@ -99,12 +104,12 @@ func (s *Server) storeCopy(c *blockCopy) error {
 func (s *Server) retrieveBlocks(sc *scratch, r *lmcache.RetrieveRequest) error {
 	in, c, err := s.blockCopyOf(sc, &r.KeyRange, r.Blocks)
 	if err == nil {
-		err = s.retrieveCopy(&c, r.SkipTokens, r.InstanceID)
+		err = s.retrieveCopy(&c, r.SkipTokens)
 	}
 	return s.copied(sc, lmcache.OpRetrieve, in, err)
 }
 
-func (s *Server) retrieveCopy(c *blockCopy, skip, worker int64) error {
+func (s *Server) retrieveCopy(c *blockCopy, skip int64) error {
 	if skip < 0 {
 		return fmt.Errorf("skip_first_n_tokens %d", skip)
 	}
@@ -119,7 +124,7 @@ func (s *Server) retrieveCopy(c *blockCopy, skip, worker int64) error {
 		return err
 	}
 	s.n.retrievesFinished.Add(true)
-	s.tally.Loaded(string(c.key.Model), c.key.Salt, worker, s.logCopied("retrieved", cp, c.key))
+	s.tally.Loaded(string(c.key.Model), c.key.Salt, c.worker, s.logCopied("retrieved", cp, c))
 	return nil
 }
 
@@ -136,8 +141,8 @@ func (s *Server) copied(sc *scratch, op lmcache.Op, in *workers.Worker, err erro
 	return nil
 }
 
-// logCopied says what was copied, and returns its chunks.
-func (s *Server) logCopied(verb string, cp *store.Transfer, key *lmcache.KeyView) (chunks int) {
+// logCopied counts and says what was copied, and returns its chunks.
+func (s *Server) logCopied(verb string, cp *store.Transfer, c *blockCopy) (chunks int) {
 	bytes, last := int64(0), map[int]bool{}
 	for _, p := range cp.Parts {
 		bytes += int64(len(p.Bytes))
@@ -146,6 +151,7 @@ func (s *Server) logCopied(verb string, cp *store.Transfer, key *lmcache.KeyView
 			chunks++
 		}
 	}
-	s.logMoved(verb, chunks, bytes, key.RequestID)
+	s.tally.Copied(c.transfer.Load, string(c.key.Model), c.worker, bytes, c.took)
+	s.logMoved(verb, chunks, bytes, c.key.RequestID)
 	return chunks
 }

@@ -133,7 +133,7 @@ func (s *Server) commitPickle(sc *scratch, in *workers.Worker, t hold.Transfer, 
 		}
 		s.announce(r.Key, &t.Shard, t.To)
 		s.n.pickledIn.Add(uint64(len(cp.Parts)) * uint64(in.Bytes))
-		s.logCopied("stored", cp, r.Key)
+		s.logCopied("stored", cp, &blockCopy{key: r.Key})
 	}
 	s.n.storesFinished.Add(false)
 	sc.out = lmcache.AppendBool(sc.out, true)
@@ -198,7 +198,7 @@ func (s *Server) retrievePickle(sc *scratch, in *workers.Worker, t hold.Transfer
 	}
 	s.n.pickledOut.Add(uint64(n) * uint64(in.Bytes))
 	s.n.retrievesFinished.Add(false)
-	s.tally.Loaded(in.Model, key.Salt, in.ID, s.logCopied("retrieved", cp, key))
+	s.tally.Loaded(in.Model, key.Salt, in.ID, s.logCopied("retrieved", cp, &blockCopy{key: key}))
 	return nil
 }
 

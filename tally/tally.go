@@ -4,10 +4,13 @@ package tally
 
 import (
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unicode/utf8"
 
+	"github.com/kvasir-kv/kvasir/internal/histogram"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/tier"
 )
@@ -52,8 +55,17 @@ type Tally struct {
 		of    map[string]map[string]*Counts // by model and salt
 		loads map[load]*atomic.Uint64
 		tags  map[pair]*tagCounts // by name and value
+		rates map[copier]*rates
 	}
 }
+
+// copier is a worker whose KV this process copies.
+type copier struct {
+	model  string
+	worker int64
+}
+
+type rates struct{ store, load *histogram.Histogram }
 
 type load struct {
 	model, salt string
@@ -70,6 +82,7 @@ func New() *Tally {
 	t.mu.of = map[string]map[string]*Counts{"": {"": new(Counts)}, Other: {Other: new(Counts)}}
 	t.mu.loads = make(map[load]*atomic.Uint64)
 	t.mu.tags = map[pair]*tagCounts{{Other, Other}: new(tagCounts)}
+	t.mu.rates = map[copier]*rates{otherCopiers: {histogram.Rates(), histogram.Rates()}}
 	return t
 }
 
@@ -138,6 +151,32 @@ func (t *Tally) Loaded(model string, salt []byte, worker int64, chunks int) {
 	n.Add(uint64(chunks))
 }
 
+// otherCopiers are the workers that have no place of their own.
+var otherCopiers = copier{Other, -1}
+
+// Copied counts the speed of one request for which this process copied so many bytes.
+func (t *Tally) Copied(load bool, model string, worker, bytes int64, took time.Duration) {
+	if took <= 0 { // nothing was copied between memories
+		return
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	r := t.mu.rates[copier{model, worker}]
+	switch {
+	case r != nil:
+	case len(t.mu.rates) >= MaxPairs || !utf8.ValidString(model):
+		r = t.mu.rates[otherCopiers]
+	default:
+		r = &rates{histogram.Rates(), histogram.Rates()}
+		t.mu.rates[copier{strings.Clone(model), worker}] = r
+	}
+	h := r.store
+	if load {
+		h = r.load
+	}
+	h.Moved(bytes, took)
+}
+
 // pair is a model and a salt.
 type pair = [2]string
 
@@ -152,6 +191,9 @@ type Stats struct {
 	KeysL2  map[pair]uint64 `counter:"lmcache_mp_lookup_hit_l2_keys_total" label:"model_name,cache_salt" help:"Objects of hits that came from the tier below the pool."`
 
 	EarlyExits map[[3]string]uint64 `counter:"lmcache_mp_lookup_early_exit_requests_total" label:"model_name,cache_salt,reason" help:"Lookups answered with no hit without a search: prompt shorter than a chunk, model without a worker, others declined."`
+
+	StoreRates map[[3]string]histogram.Counts `histogram:"lmcache_mp_l0_l1_store_throughput_GB_per_second" label:"model_name,engine_id,device" help:"Speed of each store that this process copied (lmcache_driven). An engine that copies itself does not say when it began."`
+	LoadRates  map[[3]string]histogram.Counts `histogram:"lmcache_mp_l0_l1_load_throughput_GB_per_second" label:"model_name,engine_id,device" help:"The same of retrieves."`
 
 	Loaded map[[3]string]uint64 `counter:"lmcache_mp_num_chunks_loaded_total" label:"model_name,cache_salt,worker_id" help:"Chunks that engines retrieved."`
 
@@ -171,6 +213,8 @@ func (t *Tally) Stats() Stats {
 		map[pair]uint64{},
 		map[pair]uint64{},
 		map[[3]string]uint64{},
+		map[[3]string]histogram.Counts{},
+		map[[3]string]histogram.Counts{},
 		map[[3]string]uint64{{}: 0},
 		map[pair]uint64{},
 		map[pair]uint64{},
@@ -190,6 +234,13 @@ func (t *Tally) Stats() Stats {
 	}
 	for k, c := range t.mu.tags {
 		out.TagLookups[k], out.TagAsked[k], out.TagHit[k] = c.lookups.Load(), c.asked.Load(), c.hit.Load()
+	}
+	for of, r := range t.mu.rates {
+		k := [3]string{of.model, strconv.FormatInt(of.worker, 10), "cpu"}
+		if of == otherCopiers {
+			k[1] = Other
+		}
+		out.StoreRates[k], out.LoadRates[k] = r.store.Counts(), r.load.Counts()
 	}
 	for l, n := range t.mu.loads {
 		worker := strconv.FormatInt(l.worker, 10)
@@ -226,7 +277,12 @@ type Tier struct {
 	Used  int64  `gauge:"lmcache_mp_l2_usage_bytes" help:"Bytes that the tier keeps, as far as it knows."`
 	Loads uint64 `counter:"lmcache_mp_l2_load_completed_requests_total" help:"Objects read from the tier."`
 	Store uint64 `counter:"lmcache_mp_l2_store_completed_requests_total" help:"Objects written to the tier, or found there."`
+
+	LoadRate  histogram.Counts `histogram:"lmcache_mp_l2_load_throughput_GB_per_second" help:"Speed of each object's read, from the call to its end."`
+	StoreRate histogram.Counts `histogram:"lmcache_mp_l2_store_throughput_GB_per_second" help:"The same of writes; of an object that was found there, how fast that was found out."`
 }
 
 // OfTier returns the figures of a tier.
-func OfTier(s tier.Stats) Tier { return Tier{Used: s.Used, Loads: s.Reads, Store: s.Writes} }
+func OfTier(s tier.Stats) Tier {
+	return Tier{Used: s.Used, Loads: s.Reads, Store: s.Writes, LoadRate: s.ReadRate, StoreRate: s.WriteRate}
+}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/store"
@@ -71,5 +72,29 @@ func TestTransfers(t *testing.T) {
 	n.Add(false)
 	if got := n.ByDevice(); n.Sum() != 3 || got["cpu"] != 1 || got["engine"] != 2 {
 		t.Errorf("%d, %v", n.Sum(), got)
+	}
+}
+
+// The speed of each copy is counted by model and worker; later workers share one place.
+func TestCopied(t *testing.T) {
+	c := tally.New()
+	c.Copied(false, "m", 7, 2e9, time.Second)
+	c.Copied(true, "m", 7, 5e8, time.Second)
+	c.Copied(true, "m", 7, 5e8, 0) // nothing was copied
+	for i := range int64(2 * tally.MaxPairs) {
+		c.Copied(true, "n", 100+i, 1, time.Second)
+	}
+	c.Copied(true, "\xff", 1, 1, time.Second)
+	st := c.Stats()
+	store, load := st.StoreRates[[3]string{"m", "7", "cpu"}], st.LoadRates[[3]string{"m", "7", "cpu"}]
+	if store.Total() != 1 || load.Total() != 1 || float64(store.Sum)*store.Unit != 2 || float64(load.Sum)*load.Unit != 0.5 {
+		t.Errorf("%+v, %+v", store, load)
+	}
+	all, other := uint64(0), st.LoadRates[[3]string{tally.Other, tally.Other, "cpu"}]
+	for _, r := range st.LoadRates {
+		all += r.Total()
+	}
+	if len(st.LoadRates) != tally.MaxPairs || all != 2*tally.MaxPairs+2 || other.Total() != 2*tally.MaxPairs+2-1-(tally.MaxPairs-2) {
+		t.Errorf("%d places, %d in all, %d of others", len(st.LoadRates), all, other.Total())
 	}
 }

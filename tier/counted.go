@@ -30,6 +30,8 @@ type Stats struct {
 	WriteTime time.Duration `counter:"kvasir_tier_write_busy_seconds_total" help:"The same of writes."`
 	InFlight  int64         `gauge:"kvasir_tier_calls" help:"Calls of the tier that go on."`
 
+	ReadRate, WriteRate histogram.Counts // of each object, GB/s; see package tally
+
 	Took map[string]histogram.Counts `histogram:"kvasir_tier_seconds" label:"call" help:"Time of each call that succeeded."`
 
 	Objects int64 `gauge:"kvasir_tier_objects" help:"Objects that the tier keeps, as far as it knows."`
@@ -48,13 +50,16 @@ type Counting struct {
 		readTime, writeTime, inFlight                                                                        atomic.Int64
 	}
 	took map[string]*histogram.Histogram // immutable
+	rate struct{ read, write *histogram.Histogram }
 }
 
 // Counted counts what is done with t. The name is the operator's.
 func Counted(t Tier, name string) *Counting {
-	return &Counting{of: t, name: name, took: map[string]*histogram.Histogram{
+	c := &Counting{of: t, name: name, took: map[string]*histogram.Histogram{
 		"stat": histogram.Times(), "read": histogram.Times(), "write": histogram.Times(),
 	}}
+	c.rate.read, c.rate.write = histogram.Rates(), histogram.Rates()
+	return c
 }
 
 // Name is the operator's word for the tier.
@@ -71,6 +76,7 @@ func (c *Counting) Stats() Stats {
 	if r, ok := c.of.(*Remembering); ok {
 		s.Spared = r.Spared()
 	}
+	s.ReadRate, s.WriteRate = c.rate.read.Counts(), c.rate.write.Counts()
 	for call, h := range c.took {
 		s.Took[call] = h.Counts()
 	}
@@ -164,10 +170,11 @@ func (c *Counting) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta
 
 // read counts a read of so many bytes.
 func (c *Counting) read(bytes int, f func() (Meta, error)) error {
-	end := c.begin("read", &c.n.readTime)
+	end, began := c.begin("read", &c.n.readTime), time.Now()
 	m, err := f()
 	end(err)
 	if err == nil {
+		c.rate.read.Moved(int64(bytes), time.Since(began))
 		c.n.reads.Add(1)
 		c.n.readBytes.Add(uint64(bytes))
 		if m.NoSum {
@@ -179,10 +186,11 @@ func (c *Counting) read(bytes int, f func() (Meta, error)) error {
 
 // Write implements Tier.
 func (c *Counting) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
-	end := c.begin("write", &c.n.writeTime)
+	end, began := c.begin("write", &c.n.writeTime), time.Now()
 	err := c.of.Write(ctx, k, m, src)
 	end(err)
 	if err == nil {
+		c.rate.write.Moved(int64(len(src)), time.Since(began))
 		c.n.writes.Add(1)
 		c.n.writeBytes.Add(uint64(len(src)))
 	}

@@ -25,6 +25,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/tiers"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lifetime"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
@@ -342,9 +343,11 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	if o.store.Policy, err = evict.New(c.policyName(), p.Bytes()); err != nil {
 		return nil, errors.Join(err, p.Close())
 	}
+	o.server.Lifetimes = lifetime.New()
+	o.store.Policy = o.server.Lifetimes.Watch(o.store.Policy)
 	o.store.TenantPolicy = func(quota int64) evict.Policy {
 		policy, _ := evict.New(c.policyName(), max(quota, p.Bytes()/64)) // the name is known
-		return policy
+		return o.server.Lifetimes.Watch(policy)
 	}
 	o.store.Below, o.store.Place = below.Tier, below.Place
 	if below.Disk != nil {

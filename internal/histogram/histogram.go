@@ -31,6 +31,19 @@ func New(unit float64, bounds ...int64) *Histogram {
 // Times returns a Histogram of durations from 10 µs to 10 s, in seconds.
 func Times() *Histogram { return New(1e-9, times...) }
 
+// rates are the upper bounds for speeds, kB/s.
+var rates = []int64{1e4, 3e4, 1e5, 3e5, 1e6, 2e6, 5e6, 1e7, 2e7, 5e7, 1e8, 3e8}
+
+// Rates returns a Histogram of speeds from 10 MB/s to 300 GB/s, in GB/s.
+func Rates() *Histogram { return New(1e-6, rates...) }
+
+// Moved counts the speed at which bytes moved, in a Histogram of Rates; nothing of no bytes or no time.
+func (h *Histogram) Moved(bytes int64, took time.Duration) {
+	if bytes > 0 && took > 0 {
+		h.Observe(int64(float64(bytes) / took.Seconds() / 1e3))
+	}
+}
+
 // Observe counts one amount.
 func (h *Histogram) Observe(n int64) {
 	i := 0
