@@ -39,6 +39,23 @@ below() {
 	stop_servers
 }
 
+# slow: the tier is a Redis that gives 1 MB/s: the deadline holds, output is the same, other requests do not wait.
+slow() {
+	local binary redis listen
+	binary=$(command -v redis-server || command -v valkey-server) || { echo "neither redis-server nor valkey-server is installed: no slow tier"; return 0; }
+	echo "== a tier that gives 1 MB/s"
+	"$python" interop/vllm/make_model.py "$work/qwen2" --kind qwen2 >/dev/null
+	redis=$(free_port) listen=$(free_port)
+	"$binary" --port "$redis" --bind 127.0.0.1 --save "" --appendonly no --daemonize yes --pidfile "$work/redis.pid" --dir "$work" >/dev/null
+	# The driver listens there before it starts the server, which is started as if it were to be killed.
+	port=$(free_port) http=$(free_port)
+	ports="$ports $port"
+	write_phoenix slow --l1-size-gb 1 --chunk-size 128 --cold --l2-adapter "\"{\\\"type\\\":\\\"resp\\\",\\\"host\\\":\\\"127.0.0.1\\\",\\\"port\\\":$listen,\\\"request_timeout\\\":30}\""
+	"$python" interop/vllm/run_slow.py --model "$work/qwen2" --server "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" \
+		--redis "$redis" --listen "$listen" --restart "sh $work/slow.kill" --out "$work/slow"
+	stop_servers
+}
+
 # start_cluster: a Mooncake Store whose memory is a C++ client's; sets master.
 start_cluster() {
 	local binary
@@ -99,7 +116,7 @@ old() {
 	stop_servers
 }
 
-for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore events 0.4.6 0.4.7 0.5.3}; do
+for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow events 0.4.6 0.4.7 0.5.3}; do
 	case $part in
 	engine_driven) life engine_driven qwen2 ;;
 	lmcache_driven) life lmcache_driven gemma3 --separate-object-groups ;;
@@ -110,6 +127,7 @@ for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore events
 		start_cluster
 		below mooncakestore --l2-adapter "'{\"type\":\"mooncake_store\",\"master_server_addr\":\"$master\"}'"
 		;;
+	slow) slow ;;
 	events)
 		events engine_driven
 		events lmcache_driven

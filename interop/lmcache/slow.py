@@ -12,7 +12,6 @@ when all checks passed.
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,45 +22,10 @@ import generations
 from generations import Engine
 from tier import figure, until
 
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared"))
+from throttle import Proxy  # noqa: E402
+
 CHUNKS, RATE = 4, 1e6
-
-
-class Proxy:
-    """Passes connections on. What comes back shares RATE while it is slow."""
-
-    def __init__(self, port, target):
-        self.target, self.slow, self.lock, self.free = target, False, threading.Lock(), 0.0
-        self.listening = socket.create_server(("127.0.0.1", port), backlog=128)
-        threading.Thread(target=self.accept, daemon=True).start()
-
-    def accept(self):
-        while True:
-            client = self.listening.accept()[0]
-            server = socket.create_connection(("127.0.0.1", self.target))
-            for a, b, back in ((client, server, False), (server, client, True)):
-                threading.Thread(target=self.pump, args=(a, b, back), daemon=True).start()
-
-    def wait(self, n):
-        """Waits until n bytes more may pass: in turn, whatever connection they are of."""
-        with self.lock:
-            now = time.monotonic()
-            self.free = max(self.free, now) + n / RATE
-            pause = self.free - now
-        time.sleep(pause)
-
-    def pump(self, a, b, back):
-        try:
-            while data := a.recv(16384):
-                if back and self.slow:
-                    self.wait(len(data))
-                b.sendall(data)
-        except OSError:
-            pass
-        for s in (a, b):
-            try:
-                s.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
 
 def main():
@@ -71,7 +35,7 @@ def main():
     args = p.parse_args()
     generations.LAYERS, generations.HEADS, generations.DIM = 8, 8, 32
     size = CHUNKS * 256 * 8 * 2 * 8 * 32 * 2
-    proxy = Proxy(int(args.listen), int(args.redis))
+    proxy = Proxy(int(args.listen), int(args.redis), RATE)
     passed, failed, figures = [], [], {}
 
     def check(name, ok, detail=""):

@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""One unmodified vLLM engine and a server whose tier, a Redis behind a proxy of ours, gives 1 MB/s.
+
+  1. prompt A is computed, stored, and written to the Redis; --restart CMD kills the server and starts it with an empty pool
+  2. some short prompts are computed and stored: they are in the pool
+  3. the tier becomes slow, and A is asked for, which would take several times the deadline to load; the short prompts are
+     asked for meanwhile, with nothing of them in the engine
+  4. A is asked for until all of it is a hit: what came after the deadline stays, and so does what was computed
+Every answer must be the one without a cache, A's must come soon after the deadline, and the short prompts' must be hits and come
+while A's lookup is pending. Output: greedy tokens. Prints one JSON line.
+"""
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import common as C
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared"))
+from throttle import Proxy  # noqa: E402
+
+RATE = 1e6  # bytes per second
+
+
+def figure(http, name):
+    text = C.http("GET", http + "/metrics")[1].decode()
+    return sum(float(x.rsplit(" ", 1)[1]) for x in text.splitlines() if x.startswith((name + " ", name + "{")))
+
+
+def until(what, f, limit=180):
+    end = time.time() + limit
+    while not f():
+        if time.time() > end:
+            raise RuntimeError(f"{what}: not within {limit} s")
+        time.sleep(0.1)
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--model", required=True)
+    ap.add_argument("--server", required=True, help="tcp://host:port")
+    ap.add_argument("--http", required=True, help="http://host:port of the server")
+    ap.add_argument("--redis", type=int, required=True, help="port of the Redis")
+    ap.add_argument("--listen", type=int, required=True, help="port of the proxy before it, which the server is given")
+    ap.add_argument("--restart", required=True, help="shell command that starts the server, and kills the one before")
+    ap.add_argument("--deadline", type=float, default=2.0, help="--l2-prefetch-load-timeout of the server")
+    ap.add_argument("--chunk", type=int, default=128)
+    ap.add_argument("--prompt-tokens", type=int, default=3968, help="of A: 2 KiB of KV each")
+    ap.add_argument("--short-tokens", type=int, default=300)
+    ap.add_argument("--max-tokens", type=int, default=16)
+    ap.add_argument("--out")
+    ap.add_argument("--timeout", type=float, default=600)
+    a = ap.parse_args()
+    out = a.out or tempfile.mkdtemp(prefix="slow.")
+    os.makedirs(out, exist_ok=True)
+    R = {"scenario": "slow_tier", "logs": out, "steps": {}}
+    whole = a.prompt_tokens // a.chunk * a.chunk
+    short = a.short_tokens // a.chunk * a.chunk
+    ok = True
+
+    def check(name, good, detail):
+        nonlocal ok
+        R["steps"][name] = detail | {"ok": bool(good)}
+        ok = ok and bool(good)
+
+    def restart():
+        with open(os.path.join(out, "restart.log"), "ab") as fh:
+            subprocess.run(a.restart, shell=True, check=True, stdin=subprocess.DEVNULL, stdout=fh, stderr=subprocess.STDOUT, timeout=300, start_new_session=True)
+
+    def ask(n, seed):
+        t0 = time.time()
+        r = C.complete(base, C.prompt_ids(n, seed), a.max_tokens)
+        return r | {"took": time.time() - t0}
+
+    def hits():
+        return C.metrics(base).get("vllm:external_prefix_cache_hits_total", 0)
+
+    try:
+        proxy = Proxy(a.listen, a.redis, RATE)
+        restart()
+        kvt = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
+               "kv_connector_extra_config": {"lmcache.mp.server_urls": a.server, "lmcache.mp.mp_transfer_mode": "engine_driven"}}
+        p = C.free_port()
+        engine = C.Proc("vllm", C.vllm_cmd(a.model, p, kvt, 32, extra=("--max-num-seqs", "8")), os.path.join(out, "vllm.log"), C.cpu_env())
+        base = f"http://127.0.0.1:{p}"
+        C.wait_http(base + "/health", engine, a.timeout)
+        C.complete(base, C.prompt_ids(40, 5), 2)  # shorter than a chunk
+
+        first = ask(a.prompt_tokens, 11)
+        until("A is below", lambda: figure(a.http, "kvasir_tier_writes_total") >= whole // a.chunk)
+        restart()
+        # The engine comes back within some heartbeats; then what it computes is stored again.
+        seeds, cold = [], {}
+
+        def computed(seed):
+            C.reset_prefix_cache(base)
+            before = figure(a.http, "kvasir_stored_bytes_total")
+            cold[seed] = ask(a.short_tokens, seed)
+            time.sleep(1)
+            return figure(a.http, "kvasir_stored_bytes_total") > before
+
+        def warm():
+            n = 100 + len(cold)
+            if computed(n):
+                seeds.append(n)
+            return len(seeds) >= 6
+        until("short prompts are stored", warm)
+        C.reset_prefix_cache(base)
+        before, h0 = [], hits()
+        for seed in seeds[:3]:
+            r = ask(a.short_tokens, seed)
+            before.append(r["took"])
+            ok = ok and C.same(cold[seed], r)[0]
+        check("short_prompts_are_hits", hits() - h0 >= 3 * short, {"hit": hits() - h0, "seconds": [round(x, 2) for x in before]})
+
+        C.reset_prefix_cache(base)
+        proxy.slow = True
+        late, answer, h0 = figure(a.http, "kvasir_lookups_late_total"), [], hits()
+        asked = figure(a.http, "kvasir_lookups_pending_total")
+        t0 = time.time()
+        long = threading.Thread(target=lambda: answer.append(ask(a.prompt_tokens, 11)), daemon=True)
+        long.start()
+        until("A's lookup is pending", lambda: figure(a.http, "kvasir_lookups_pending_total") > asked, 60)
+        meanwhile, pending = [], 0
+        for seed in seeds:
+            r = ask(a.short_tokens, seed)
+            meanwhile.append(r["took"])
+            pending += figure(a.http, "kvasir_lookups_late_total") == late
+            check(f"short_{seed}", C.same(cold[seed], r)[0], {"seconds": round(r["took"], 2)})
+        long.join(a.timeout)
+        second, hit = answer[0], hits() - h0 - len(seeds) * short
+        check("A_at_the_deadline", C.same(first, second)[0] and 0 <= hit < whole and figure(a.http, "kvasir_lookups_late_total") > late
+              and second["took"] < a.deadline + 3 * first["took"] + 5,
+              {"hit": hit, "expected_below": whole, "seconds": round(second["took"], 2), "cold_seconds": round(first["took"], 2), "same_ids": C.same(first, second)[0]})
+        check("short_prompts_meanwhile", pending >= 1 and statistics.median(meanwhile) < 3 * statistics.median(before) + 1,
+              {"answered_while_A_was_pending": pending, "median_s": round(statistics.median(meanwhile), 2), "before_s": round(statistics.median(before), 2)})
+
+        def come():
+            C.reset_prefix_cache(base)
+            h0 = hits()
+            r = ask(a.prompt_tokens, 11)
+            time.sleep(1)
+            R["steps"].setdefault("A_as_it_comes", []).append([int(hits() - h0), C.same(first, r)[0]])
+            return hits() - h0 >= whole - 1
+        until("all of A has come", come)
+        check("every_answer_right", all(same for _, same in R["steps"]["A_as_it_comes"]), {"seconds": round(time.time() - t0, 1)})
+        check("it_was_slow", time.time() - t0 > a.deadline + 1, {})
+        check("nothing_was_wrong", figure(a.http, "kvasir_tier_corrupt_total") == 0, {})
+        engine.stop()
+        C.emit(R, ok)
+    except SystemExit:
+        raise
+    except BaseException as e:
+        R["error"] = f"{type(e).__name__}: {e}"[-3000:]
+        C.emit(R, False)
+
+
+if __name__ == "__main__":
+    main()
