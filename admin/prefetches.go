@@ -96,7 +96,10 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 		detail(w, http.StatusServiceUnavailable, "256 prefetches have not been asked for their end: GET /cache/prefetches/{request_id} of some")
 		return
 	}
-	go p.run(id, job, sh, hashes)
+	if !p.server.Store().Go(func() { p.run(id, job, sh, hashes) }) {
+		detail(w, http.StatusServiceUnavailable, "the server ends")
+		return
+	}
 	writeJSON(w, http.StatusAccepted, map[string]any{"request_id": id, "chunks": len(hashes), "status": "submitted"})
 }
 

@@ -87,6 +87,21 @@ func TestPrefetches(t *testing.T) {
 	}
 }
 
+// A server that ends waits for the prefetches that were begun.
+func TestPrefetchesEndWithTheirServer(t *testing.T) {
+	body := `{"model_name": "m", "world_size": 1, "token_ids": [` + strings.TrimSuffix(strings.Repeat("0,", 100_000), ",") + `]}`
+	for i := range 8 {
+		t.Run(fmt.Sprint(i), func(t *testing.T) { // its store is closed, and its pool unmapped, at its end
+			h := admin.Handler(newServer(t), admin.Options{})
+			for range 4 {
+				if code, text := ask(h, "POST", "http://localhost/cache/prefetches", body, "Content-Type", "application/json"); code != http.StatusAccepted {
+					t.Fatalf("%d %s", code, text)
+				}
+			}
+		})
+	}
+}
+
 // What has no checksums says why.
 func TestChecksumsRefused(t *testing.T) {
 	h := admin.Handler(newServer(t), admin.Options{})

@@ -29,8 +29,8 @@ const (
 // answer.
 func (s *Store) useBelow() bool { return s.below != nil && s.below.Answers() }
 
-// goUnlessClosed starts a goroutine that Close waits for.
-func (s *Store) goUnlessClosed(f func()) bool {
+// Go starts a goroutine that Close waits for. It returns false when s is closed.
+func (s *Store) Go(f func()) bool {
 	s.lock()
 	defer s.unlock()
 	if s.mu.closed {
@@ -71,7 +71,7 @@ func (p places) InPool(keys []kv.Key, there []bool) {
 
 // InTier implements probe.Places.
 func (p places) InTier(ctx context.Context, keys []kv.Key) ([]tier.Meta, error) {
-	return p.below.Ask(ctx, keys, p.goUnlessClosed)
+	return p.below.Ask(ctx, keys, p.Go)
 }
 
 // Failed implements probe.Places.
@@ -160,7 +160,7 @@ func (x *search) load(i int) bool {
 			}
 		case fl == nil: // somebody else has it, or there is no room
 			return err == nil
-		case x.goUnlessClosed(func() { x.read(fl, k) }):
+		case x.Go(func() { x.read(fl, k) }):
 			return true
 		default:
 			x.landBelow(fl, 0, miss.BelowFailed, "")

@@ -43,7 +43,7 @@ func (s notes) Ask(ctx context.Context, keys []kv.Key) ([]tier.Meta, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, s.opts.LoadTimeout)
 	defer cancel()
-	return s.below.Ask(ctx, keys, s.goUnlessClosed)
+	return s.below.Ask(ctx, keys, s.Go)
 }
 
 // Settle implements recheck.Notes.

@@ -42,7 +42,7 @@ func (w warmer) Warm(ctx context.Context, k kv.Key, bytes int64) (wait chan stru
 	ended := make(chan struct{})
 	var next chan struct{}
 	var had bool
-	if !w.goUnlessClosed(func() { // Close waits for a flight from its beginning on
+	if !w.Go(func() { // Close waits for a flight from its beginning on
 		defer close(ended)
 		var fl *flight
 		if fl, next, had = w.beginWarm(&k, bytes); fl != nil {

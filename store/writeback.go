@@ -43,7 +43,7 @@ func (s *Store) offerNewLocked(slot pool.Slot) {
 // beginWriting has one object written, on a goroutine that Close waits for.
 func (s *Store) beginWriting(it outbox.Item) (ended chan outbox.Outcome, ok bool) {
 	ended = make(chan outbox.Outcome, 1)
-	return ended, s.goUnlessClosed(func() { ended <- s.write(it) })
+	return ended, s.Go(func() { ended <- s.write(it) })
 }
 
 // nextLanding returns what is closed when the next object has come from the tier, nil
