@@ -111,7 +111,6 @@ func pinPrompt(s *server.Server, w http.ResponseWriter, r *http.Request) {
 			out.Affected += n
 			return true
 		}
-		s.Store().Unpin(keys)
 		code, out.Error = http.StatusConflict, err.Error()
 		if errors.Is(err, tenants.ErrNoPins) {
 			out.Error += fmt.Sprintf(": start the server with --pin-limit %s=SIZE, or PUT {\"pin_limit_bytes\": …} to /tenants/%s", SaltName(p.Salt), SaltName(p.Salt))

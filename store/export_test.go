@@ -1,9 +1,6 @@
 package store
 
-import (
-	"context"
-	"time"
-)
+import "context"
 
 // SumNext is what the background does once.
 func (s *Store) SumNext() int64 { return s.sumNext() }
@@ -16,11 +13,4 @@ func (s *Store) WriteNext(now context.Context) bool {
 		s.beginWriting(it)
 	}
 	return ok
-}
-
-// TickOnly tells the books how late it is, and does nothing else of Expire.
-func (s *Store) TickOnly(since time.Duration) {
-	s.lock()
-	defer s.unlock()
-	s.mu.policy.Tick(since)
 }

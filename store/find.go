@@ -112,7 +112,7 @@ func (s *Store) findWindows(sh objects.Shard, hashes []kv.Hash, f *found) {
 	if !sh.Groups.Windows() {
 		return
 	}
-	columns := max(1, batch/f.rows)
+	columns := max(1, dropBatch/f.rows) // each may have expired, and goes
 	for from := 0; from < f.limit; from += columns {
 		s.findWindowColumns(sh, hashes, f, from, min(from+columns, f.limit))
 	}

@@ -148,7 +148,7 @@ func (s *Store) expire(now time.Time) {
 func (s *Store) expired(now time.Time) []*hold.Hold {
 	s.lock()
 	defer s.unlock()
-	s.mu.policy.Tick(now.Sub(s.began))
+	s.mu.policy.Tick(time.Since(s.began))
 	ended := s.mu.holds.Expire(now)
 	s.mu.n.HoldsExpired += uint64(len(ended))
 	return ended

@@ -3,11 +3,15 @@ package store
 import (
 	"fmt"
 	"runtime/debug"
+	"time"
 )
 
 // lock begins a section that changes the books.
 func (s *Store) lock() {
 	s.mu.Lock()
+	if s.mu.policy.Mortal() { // however late Expire is, a use is noted when it is, and no sooner
+		s.mu.policy.Tick(time.Since(s.began))
+	}
 	if watch != nil {
 		watch(true)
 	}

@@ -8,7 +8,7 @@ import (
 )
 
 // SetPinLimit says how many bytes of the pool may be pinned of a cache salt, 0 for none; what is pinned beyond that is
-// so no more, the newest first. Errors: tenants.ErrTooMany, ErrSum, ErrQuota.
+// so no more. Errors: tenants.ErrTooMany, ErrSum, ErrQuota.
 func (s *Store) SetPinLimit(salt string, bytes int64) error {
 	err := s.setPinLimit(salt, bytes)
 	s.endPins(false)
@@ -22,16 +22,24 @@ func (s *Store) setPinLimit(salt string, bytes int64) error {
 }
 
 // Pin keeps resident objects of a cache salt from being evicted, dropped by Clear without force or expiring, for so
-// long; what is pinned for longer already stays so. It returns how many are pinned now. Errors, at the first that may
-// not be pinned: tenants.ErrNoPins, ErrPinLimit, ErrTooManyPins.
+// long; what is pinned for longer already stays so. All are pinned at once, those of a chunk or two; where one may not be, none
+// that was not before. It returns how many are pinned now. Errors: tenants.ErrNoPins, ErrPinLimit, ErrTooManyPins.
 func (s *Store) Pin(salt string, keys []kv.Key, life time.Duration) (pinned int, err error) {
-	s.eachResident(keys, batch, func(slot pool.Slot) bool {
-		fresh := false
-		if fresh, err = s.mu.policy.Pin(salt, uint32(slot), life); err != nil {
+	var fresh []pool.Slot
+	s.eachResident(keys, len(keys), func(slot pool.Slot) bool {
+		s.mu.policy.Tick(time.Since(s.began))
+		news := false
+		if news, err = s.mu.policy.Pin(salt, uint32(slot), life); err != nil {
+			for _, slot := range fresh {
+				s.mu.policy.Unpin(uint32(slot))
+				s.letGoUnusedLocked(slot)
+			}
+			pinned = 0
 			return false
 		}
-		if fresh {
+		if news {
 			s.keepLocked(slot)
+			fresh = append(fresh, slot)
 		}
 		pinned++
 		return true

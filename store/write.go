@@ -371,7 +371,7 @@ func (s *Store) countEndLocked(h *hold.Hold) {
 // touchHeads makes what the chunks before name's range need of a shard the most
 // recently used, the first one last.
 func (s *Store) touchHeads(name hold.Transfer, hashes []kv.Hash) {
-	columns := max(1, batch/name.Shard.Groups.Len())
+	columns := max(1, dropBatch/name.Shard.Groups.Len()) // each may have expired, and goes
 	for to := name.From; to > 0; to -= columns {
 		s.touchSome(name, hashes, max(0, to-columns), to)
 	}

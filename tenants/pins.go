@@ -155,7 +155,7 @@ func (t *Table) EndPins(all bool, most int, f func(slot uint32)) (more bool) {
 		return false
 	}
 	next := ^uint32(0)
-	for i := len(p.list) - 1; i >= 0; i-- { // the newest first: where a limit is passed the older stay
+	for i := len(p.list) - 1; i >= 0; i-- { // the last moves to the place of one that goes
 		of := &p.list[i]
 		if !all && of.until > t.lives.now && of.of.bytes <= of.of.limit {
 			next = min(next, of.until)
