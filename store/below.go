@@ -62,6 +62,9 @@ type places struct {
 
 // InPool implements probe.Places.
 func (p places) InPool(keys []kv.Key, there []bool) {
+	for ; len(keys) > dropBatch; keys, there = keys[dropBatch:], there[dropBatch:] { // each may have expired, and goes
+		p.InPool(keys[:dropBatch], there[:dropBatch])
+	}
 	p.lock()
 	defer p.unlock()
 	for i := range keys {

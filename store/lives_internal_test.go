@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/pool"
 )
 
-// However much expires at once, others get the lock after dropBatch of it: in the background, and when a
-// commit looks at the chunks before its range.
+// However much expires at once, others get the lock after dropBatch of it: in the background, when a pending
+// lookup searches the pool, and when a commit looks at the chunks before its range.
 func TestWhatExpiresAtOnceGoesInBatches(t *testing.T) {
 	const chunks = 4096
 	p, err := pool.Open(pool.Options{Name: "p", Bytes: 4 * chunks * 64, Align: 64, Dir: t.TempDir()})
@@ -31,7 +31,14 @@ func TestWhatExpiresAtOnceGoesInBatches(t *testing.T) {
 	head.From = chunks
 	for what, f := range map[string]func(){
 		"the background": s.Expire,
-		"a commit":       func() { s.touchHeads(head, hashes) },
+		"a pending lookup": func() {
+			keys := make([]kv.Key, chunks)
+			for i := range keys {
+				sh.Key(&keys[i], 0, 0, hashes[i])
+			}
+			places{s, nil}.InPool(keys, make([]bool, chunks))
+		},
+		"a commit": func() { s.touchHeads(head, hashes) },
 	} {
 		if got, err := s.BeginStore(name, []byte("r"), hashes, &Transfer{}); err != nil || got.NoRoom > 0 {
 			t.Fatal(got, err)
