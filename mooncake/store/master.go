@@ -58,6 +58,7 @@ type Master struct {
 		closed bool
 		idle   []*conn // the last one was used last
 		codec  *codec  // of the master of all connections; nil: not asked yet
+		breaks int     // how often one of them broke: those from before are of a former master
 	}
 }
 
@@ -107,6 +108,9 @@ func (m *Master) Version(ctx context.Context) (Version, error) {
 
 // acquire returns a connection, and what its master's requests look like, until limit.
 func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec, error) {
+	if err := caller.Err(); err != nil { // else it would be sent, and cost the connection
+		return nil, nil, err
+	}
 	ctx := caller
 	bound := func() context.CancelFunc { // a context with a limit is made only where something is to be waited for
 		var cancel context.CancelFunc
@@ -124,7 +128,7 @@ func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec
 		}
 	}
 	m.mu.Lock()
-	closed, codec := m.mu.closed, m.mu.codec
+	closed, codec, breaks := m.mu.closed, m.mu.codec, m.mu.breaks
 	var c *conn
 	if n := len(m.mu.idle); n > 0 && !closed {
 		c, m.mu.idle = m.mu.idle[n-1], m.mu.idle[:n-1]
@@ -140,14 +144,18 @@ func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec
 		defer bound()()
 	}
 	if c == nil {
-		c, err = m.dial(ctx)
+		if c, err = m.dial(ctx); err == nil {
+			c.breaks = breaks
+		}
 	}
 	if err == nil && codec == nil {
 		if codec, err = m.probe(ctx, c); err != nil {
 			c.c.Close()
 		} else {
 			m.mu.Lock()
-			m.mu.codec = codec
+			if m.mu.breaks == breaks {
+				m.mu.codec = codec
+			}
 			m.mu.Unlock()
 		}
 	}
@@ -164,7 +172,7 @@ type fate int
 const (
 	keep   fate = iota // for another call
 	drop               // its caller gave up: the answer may still come
-	broken             // it is closed, and all idle ones with it, since a master that was started again may be of another release
+	broken             // it is closed, and all as old with it, since a master that was started again may be of another release
 )
 
 // maxHeld is how much memory for requests and answers an idle connection may hold.
@@ -178,11 +186,12 @@ func (m *Master) release(c *conn, f fate) {
 	m.mu.Lock()
 	var gone []*conn
 	switch {
+	case f == drop || m.mu.closed || c.breaks != m.mu.breaks:
+		gone = []*conn{c}
 	case f == broken:
+		m.mu.breaks++
 		gone = append(m.mu.idle, c)
 		m.mu.idle, m.mu.codec = nil, nil
-	case f == drop || m.mu.closed:
-		gone = []*conn{c}
 	default:
 		m.mu.idle = append(m.mu.idle, c)
 	}

@@ -41,6 +41,8 @@ type conn struct {
 	w     sp.Writer
 	body  []byte
 	old   bool // it was idle: the master may have ended it since
+
+	breaks int // of its Master, when it was made
 }
 
 // begin returns the writer of a request of form's arguments.

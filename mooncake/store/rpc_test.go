@@ -145,7 +145,11 @@ func TestCallsEndInTime(t *testing.T) {
 			}
 		}()
 		c.begin(batchExist, sp.Form{}, 0)
+		begin := time.Now()
 		_, err := c.call(t.Context(), batchExist, timeout)
+		if took := time.Since(begin); took > 30*time.Second { // the end of the first call's minute
+			t.Errorf("a call of %v took %v", timeout, took)
+		}
 		if late, timed := errors.AsType[net.Error](err); (timeout == time.Minute) != (err == nil) || err != nil && (!timed || !late.Timeout()) {
 			t.Fatal(timeout, err)
 		}
