@@ -132,3 +132,40 @@ func TestDeadlineOfEachCall(t *testing.T) {
 		call(t.Context(), time.Hour)
 	}
 }
+
+// Who waited too long for a connection makes no call: what is left of its time would not do, and its end would cost the others
+// their connections and the release.
+func TestWaitForAConnectionTakesNothingOfTheCall(t *testing.T) {
+	master := storetest.New(t)
+	m := masterOf(t, MasterOptions{Addresses: []string{master.Addr}, CallTimeout: time.Minute, DialTimeout: 20 * time.Millisecond, MaxConns: 1})
+	defer m.Close()
+	if _, err := m.Ping(t.Context(), NewUUID()); err != nil {
+		t.Fatal(err)
+	}
+	c, _, err := m.acquire(t.Context(), time.Now().Add(time.Minute))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var came atomic.Int64
+	master.Set(func() {
+		master.Before = func(string) { came.Add(1) }
+	})
+	done := make(chan error)
+	go func() { _, err := m.Ping(t.Context(), NewUUID()); done <- err }()
+	select {
+	case err = <-done:
+	case <-time.After(30 * time.Second): // it waits on, into the time of the call
+		m.release(c, keep)
+		err = <-done
+		c = nil
+	}
+	if _, unsent := errors.AsType[*unsentError](err); !unsent || came.Load() != 0 {
+		t.Error(err, came.Load())
+	}
+	if c != nil {
+		m.release(c, keep)
+	}
+	if _, err := m.Ping(t.Context(), NewUUID()); err != nil {
+		t.Error(err)
+	}
+}

@@ -120,7 +120,9 @@ func (m *Master) acquire(caller context.Context, limit time.Time) (*conn, *codec
 	select {
 	case <-m.free:
 	default:
-		defer bound()()
+		// Who waits longer is not let in: too little would be left for the call, and its end would break the connection for others.
+		ctx, cancel := context.WithDeadline(caller, limit.Add(-m.o.CallTimeout))
+		defer cancel()
 		select {
 		case <-m.free:
 		case <-ctx.Done():
