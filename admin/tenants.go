@@ -157,6 +157,7 @@ func setTenant(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	st, salt := s.Store(), SaltOf(r.PathValue("salt"))
+	set := 0
 	for _, f := range []struct {
 		name  string
 		value json.RawMessage
@@ -195,9 +196,13 @@ func setTenant(s *server.Server, w http.ResponseWriter, r *http.Request) {
 			err = f.set(v, given)
 		}
 		if err != nil {
+			if set > 0 { // what stands before it is done
+				nameKnown(s, salt)
+			}
 			badRequest(w, "%s: %v", f.name, err)
 			return
 		}
+		set++
 	}
 	nameKnown(s, salt)
 	for _, t := range tenantsOf(st) {
@@ -209,8 +214,13 @@ func setTenant(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, Tenant{Salt: SaltName(salt)})
 }
 
-// bytesOf is a number of bytes; what is more than any pool has stays so.
-func bytesOf(v float64) int64 { return int64(max(-1, min(v, math.MaxInt64/2))) }
+// bytesOf is a number of bytes; what is more than any pool has stays so, and what is below 0 too.
+func bytesOf(v float64) int64 {
+	if v < 0 {
+		return -1
+	}
+	return int64(min(v, math.MaxInt64/2))
+}
 
 // dropTenant takes away all that a tenant has of its own. Its objects stay, and its pins end.
 func dropTenant(s *server.Server, w http.ResponseWriter, r *http.Request) {

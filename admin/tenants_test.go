@@ -58,6 +58,10 @@ func TestTenantRoutes(t *testing.T) {
 	f("PUT", "/x", `{"quota_bytes": -1}`, 400, "quota_bytes: tenants: a quota below 0")
 	f("PUT", "/x", `{"quota_bytes": "x"}`, 400, "quota_bytes: it is no number")
 	f("PUT", "/x", `{"pin_limit_bytes": 1e18}`, 400, "pin_limit_bytes: tenants: the quotas do not fit")
+	for _, few := range []string{"-0.5", "-1e-300", "-1e300"} {
+		f("PUT", "/x", `{"quota_bytes": `+few+`}`, 400, "quota_bytes: tenants: a quota below 0")
+		f("PUT", "/x", `{"pin_limit_bytes": `+few+`}`, 400, "pin_limit_bytes: tenants: a quota below 0")
+	}
 	f("PUT", "/x", `{"pin_limit_bytes": -5}`, 400, "pin_limit_bytes: tenants: a quota below 0")
 	for _, ttl := range []string{"0", "0.5", "-2", "1e300", "[]"} {
 		f("PUT", "/x", `{"ttl_seconds": `+ttl+`}`, 400, "ttl_seconds: it is n")
@@ -84,6 +88,19 @@ func TestTenantRoutes(t *testing.T) {
 	f("DELETE", "/_default", "", 200, `{"cache_salt":"_default","status":"not_found"}`)
 	f("DELETE", "/__default", "", 200, `"removed"`)
 	f("GET", "", "", 200, `{"tenants":[]}`)
+}
+
+// What a body sets before a value that is refused holds for what the tenant has already.
+func TestWhatStandsBeforeARefusedValueIsDone(t *testing.T) {
+	s := newServer(t) // the tenant without a salt has two pages
+	h := admin.Handler(s, admin.Options{})
+	code, text := ask(h, "PUT", "http://localhost/tenants/_default", `{"quota_bytes": 8192, "ttl_seconds": 0}`, jsonType...)
+	if code != 400 || !strings.Contains(text, "ttl_seconds: it is neither") {
+		t.Fatalf("%d %s", code, text)
+	}
+	if got := tenantsOf(t, h); len(got) != 1 || got[0].Quota == nil || *got[0].Quota != 8192 || got[0].Bytes != 8192 || got[0].Objects != 2 {
+		t.Errorf("%+v", got)
+	}
 }
 
 // Pins of a prompt, in the shapes of LMCache's coordinator: within the tenant's limit, listed in pages, and ended.

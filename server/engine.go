@@ -230,7 +230,7 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	default:
 		sc.mark()
 		s.nameShard(sh, k)
-		prompt := store.Prompt{Chunks: asked, Owner: sc.caller().Owner(), Note: s.tally.Tagged(k.Tags), Hashes: func(n int) []kv.Hash {
+		prompt := store.Prompt{Chunks: asked, Owner: sc.caller().Owner(), Note: s.tally.Tagged(sc.caller().Name, k.Tags), Hashes: func(n int) []kv.Hash {
 			s.memo.Hash(k, n)
 			return k.Hashes
 		}}

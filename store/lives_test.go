@@ -185,6 +185,27 @@ func TestExpiredIsNotServed(t *testing.T) {
 	})
 }
 
+// A store that makes room for the rest of a prompt does not bring back what of its beginning has expired.
+func TestAStoreRevivesNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBench(t, t.TempDir(), 4, store.Options{TTL: 10 * time.Second})
+		defer b.stop()
+		old, young := prompt(1, 4), prompt(2, 2)
+		b.put("a", old, 0, 2, 2)
+		time.Sleep(5 * time.Second)
+		b.put("b", young, 0, 2, 2)
+		time.Sleep(7 * time.Second) // nobody calls Expire
+		b.put("c", old, 2, 4, 2)
+		if got := b.hit(old); got.Hit != 0 {
+			t.Errorf("%d chunks of a prompt are served whose first two nobody used for 12 s: %+v", got.Hit, got)
+		}
+		if got := b.hit(young); got.Hit != 2 {
+			t.Errorf("of what had not expired %d chunks are left: %+v", got.Hit, got)
+		}
+		b.idle()
+	})
+}
+
 // A TTL that comes later counts from then on, for what is there already, too; one that goes leaves the common one.
 func TestTTLComesAndGoes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

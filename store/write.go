@@ -290,7 +290,8 @@ func (g *prefixGuard) protect() bool {
 	for _, h := range g.hashes {
 		for group := range g.shard.Groups.Len() {
 			g.shard.Key(&k, g.shard.Index, group, h)
-			if slot, st := g.store.mu.pool.Find(&k); st == pool.Resident && !g.store.keptLocked(slot) {
+			slot, st := g.store.mu.pool.Find(&k)
+			if st == pool.Resident && !g.store.keptLocked(slot) && !g.store.mu.policy.Expired(uint32(slot)) { // release uses what it kept
 				g.store.keepLocked(slot)
 				g.kept = append(g.kept, slot)
 			}

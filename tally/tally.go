@@ -54,7 +54,7 @@ type Tally struct {
 		pairs int
 		of    map[string]map[string]*Counts // by model and salt
 		loads map[load]*atomic.Uint64
-		tags  map[pair]*tagCounts // by name and value
+		tags  tags
 		rates map[copier]*rates
 	}
 }
@@ -81,7 +81,7 @@ func New() *Tally {
 	t := &Tally{}
 	t.mu.of = map[string]map[string]*Counts{"": {"": new(Counts)}, Other: {Other: new(Counts)}}
 	t.mu.loads = make(map[load]*atomic.Uint64)
-	t.mu.tags = map[pair]*tagCounts{{Other, Other}: new(tagCounts)}
+	t.mu.tags.init()
 	t.mu.rates = map[copier]*rates{otherCopiers: {histogram.Rates(), histogram.Rates()}}
 	return t
 }
@@ -197,7 +197,7 @@ type Stats struct {
 
 	Loaded map[[3]string]uint64 `counter:"lmcache_mp_num_chunks_loaded_total" label:"model_name,cache_salt,worker_id" help:"Chunks that engines retrieved."`
 
-	TagLookups map[pair]uint64 `counter:"kvasir_tag_lookups_total" label:"tag,value" help:"Lookups of requests with this tag, an lmcache.tag.NAME of their request_configs; 256 of name and value, later ones share _other."`
+	TagLookups map[pair]uint64 `counter:"kvasir_tag_lookups_total" label:"tag,value" help:"Lookups of requests with this tag, an lmcache.tag.NAME of their request_configs; 256 of name and value, a name's and a user's values at most half of what others leave, the rest and idle ones share _other."`
 	TagAsked   map[pair]uint64 `counter:"kvasir_tag_requested_tokens_total" label:"tag,value" help:"Tokens that lookups with this tag asked for, whole chunks only."`
 	TagHit     map[pair]uint64 `counter:"kvasir_tag_hit_tokens_total" label:"tag,value" help:"Of these the tokens that engines could load instead of computing."`
 }
@@ -232,7 +232,7 @@ func (t *Tally) Stats() Stats {
 			}
 		}
 	}
-	for k, c := range t.mu.tags {
+	for k, c := range t.mu.tags.of {
 		out.TagLookups[k], out.TagAsked[k], out.TagHit[k] = c.lookups.Load(), c.asked.Load(), c.hit.Load()
 	}
 	for of, r := range t.mu.rates {

@@ -101,7 +101,7 @@ func (t *Table) DropTTL(salt string) bool {
 	if l == nil {
 		return false
 	}
-	t.lives.spaces.forgetAll(func(of *space[*life]) bool { return of.whose == l })
+	t.lives.spaces.forgetAll(l)
 	delete(t.lives.of, salt)
 	t.lives.turn()
 	return true

@@ -6,18 +6,21 @@ import "github.com/kvasir-kv/kvasir/kv"
 // of the tenants that have something of their own.
 const maxSpaces = 1 << 14
 
-// spaces say whose namespaces are. At the limit those are forgotten that have no slot; where
-// all have one, what is in another namespace is nobody's. The zero spaces has none.
+// spaces say whose namespaces are. At the limit the one is forgotten that has no slot and was not named for the
+// longest; where all have one, what is in another namespace is nobody's. The zero spaces has none.
 type spaces[T comparable] struct {
 	of    map[kv.Namespace]*space[T]
-	empty int // of them, those without a slot
+	empty space[T] // the ring of those without a slot: next was not named for the longest
 }
 
 // space is a namespace. It stays with its slots when it is forgotten.
 type space[T comparable] struct {
+	name      kv.Namespace
 	whose     T
 	slots     int
 	forgotten bool
+
+	next, before *space[T] // in the ring of empty ones; nil outside it
 }
 
 // name says whose a namespace is. It reports whether that was news.
@@ -25,43 +28,67 @@ func (s *spaces[T]) name(ns kv.Namespace, whose T) (news bool) {
 	old := s.of[ns]
 	switch {
 	case old != nil && old.whose == whose:
+		if old.slots == 0 {
+			s.unlink(old)
+			s.link(old)
+		}
 		return false
 	case old != nil:
-		s.forget(ns, old)
+		s.forget(old)
 	case len(s.of) >= maxSpaces:
-		if s.empty == 0 {
+		if !s.anyEmpty() {
 			return false
 		}
-		s.forgetAll(func(of *space[T]) bool { return of.slots == 0 })
+		s.forget(s.empty.next)
 	case s.of == nil:
 		s.of = make(map[kv.Namespace]*space[T])
 	}
-	s.of[ns] = &space[T]{whose: whose}
-	s.empty++
+	of := &space[T]{name: ns, whose: whose}
+	s.of[ns] = of
+	s.link(of)
 	return true
 }
 
-// forgetAll forgets the namespaces for which f answers true.
-func (s *spaces[T]) forgetAll(f func(*space[T]) bool) {
-	for ns, of := range s.of {
-		if f(of) {
-			s.forget(ns, of)
+// forgetAll forgets the namespaces of whose.
+func (s *spaces[T]) forgetAll(whose T) {
+	for _, of := range s.of {
+		if of.whose == whose {
+			s.forget(of)
 		}
 	}
 }
 
-func (s *spaces[T]) forget(ns kv.Namespace, of *space[T]) {
+func (s *spaces[T]) forget(of *space[T]) {
 	of.forgotten = true
 	if of.slots == 0 {
-		s.empty--
+		s.unlink(of)
 	}
-	delete(s.of, ns)
+	delete(s.of, of.name)
+}
+
+// anyEmpty reports whether a namespace has no slot.
+func (s *spaces[T]) anyEmpty() bool { return s.empty.next != nil && s.empty.next != &s.empty }
+
+// link puts a namespace at the end of the ring.
+func (s *spaces[T]) link(of *space[T]) {
+	ring := &s.empty
+	if ring.next == nil {
+		ring.next, ring.before = ring, ring
+	}
+	of.next, of.before = ring, ring.before
+	of.before.next, ring.before = of, of
+}
+
+// unlink takes a namespace out of the ring.
+func (s *spaces[T]) unlink(of *space[T]) {
+	of.before.next, of.next.before = of.next, of.before
+	of.next, of.before = nil, nil
 }
 
 // enter notes one more slot in a namespace.
 func (s *spaces[T]) enter(of *space[T]) {
 	if of.slots == 0 && !of.forgotten {
-		s.empty--
+		s.unlink(of)
 	}
 	of.slots++
 }
@@ -70,6 +97,6 @@ func (s *spaces[T]) enter(of *space[T]) {
 func (s *spaces[T]) leave(of *space[T]) {
 	of.slots--
 	if of.slots == 0 && !of.forgotten {
-		s.empty++
+		s.link(of)
 	}
 }

@@ -446,7 +446,7 @@ func (t *Table) DropQuota(salt string) (d Dropped, ok bool) {
 	if a == nil {
 		return Dropped{}, false
 	}
-	t.spaces.forgetAll(func(of *space[*account]) bool { return of.whose == a })
+	t.spaces.forgetAll(a)
 	delete(t.accounts, salt)
 	t.order = slices.DeleteFunc(t.order, func(o *account) bool { return o == a })
 	a.QuotaBytes, t.writer = 0, nil
