@@ -40,6 +40,7 @@ type Segment struct {
 	file  *os.File
 	mem   []byte
 	inode uint64
+	huge  huge
 }
 
 // Path returns the file that a segment name means in dir; an empty dir is Dir.
@@ -96,7 +97,7 @@ func mapFile(path string, f *os.File, ok func(File) error) (*Segment, error) {
 	}
 	var mem []byte
 	if err == nil {
-		mem, err = unix.Mmap(int(f.Fd()), 0, int(st.Size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+		mem, err = mapAligned(int(f.Fd()), int(st.Size))
 	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("map segment %s: %w", path, err), f.Close())
@@ -155,7 +156,8 @@ func (s *Segment) Lock() error {
 var ErrNoPopulate = errors.New("shm: memory cannot be provided ahead of use here")
 
 // Populate makes the kernel allocate and zero the pages of n bytes at off that
-// nobody has touched yet; touched ones keep their content. Without keep the pages
+// nobody has touched yet; touched ones keep their content. Where nobody has touched
+// any, they are huge pages if the kernel has some. Without keep the pages
 // are then dropped from this process's own page table, so that they do not count
 // as its resident memory; with it, touching them here costs no fault. It returns
 // an error instead of a signal when the file system is full, and ErrNoPopulate where
@@ -167,6 +169,7 @@ func (s *Segment) Populate(off, n int64, keep bool) error {
 	n += off % int64(os.Getpagesize()) // whole pages
 	off -= off % int64(os.Getpagesize())
 	b := s.Bytes(off, n)
+	s.populateHuge(off, n)
 	err := unix.Madvise(b, unix.MADV_POPULATE_WRITE)
 	if errors.Is(err, unix.EINVAL) { // before 5.14
 		if err = unix.Fallocate(int(s.file.Fd()), 0, off, n); errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.ENOSYS) {
@@ -232,7 +235,7 @@ func (s *Segment) Close() error {
 	if s.mem == nil {
 		panic("BUG: shm: segment closed twice")
 	}
-	err := errors.Join(unix.Munmap(s.mem), ignoreClosed(s.file.Close()))
+	err := errors.Join(unmap(s.mem), ignoreClosed(s.file.Close()))
 	s.mem = nil
 	mapped.Add(-1)
 	return err
