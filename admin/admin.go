@@ -26,7 +26,7 @@ type Options struct {
 	Parts      *Parts            // what runs beside the server in this process; nil: nothing
 }
 
-// Handler answers GET / /live /healthcheck /healthz /readyz /status /explain /version /metrics and
+// Handler answers GET / /live /now /healthcheck /healthz /readyz /status /explain /version /metrics and
 // POST /cache/clear. Probes and metrics answer under any name of the host: they tell
 // nothing that a web page could use.
 func Handler(s *server.Server, o Options) http.Handler {
@@ -60,7 +60,9 @@ func Handler(s *server.Server, o Options) http.Handler {
 	guard := httpguard.Guard{AllowHosts: o.AllowHosts}
 	mux := http.NewServeMux()
 	mux.Handle("GET /{$}", page(guard))
-	mux.Handle("GET /live", guard.Handler(&live{server: s, parts: o.Parts}))
+	shown := &live{server: s, parts: o.Parts}
+	mux.Handle("GET /live", guard.Handler(shown))
+	mux.Handle("GET /now", guard.Handler(http.HandlerFunc(shown.once)))
 	health := func(w http.ResponseWriter, _ *http.Request) {
 		if why := s.Unhealthy(); len(why) > 0 {
 			writeJSON(w, http.StatusServiceUnavailable, map[string]string{"status": "unhealthy", "reason": strings.Join(why, "; ")})

@@ -205,15 +205,21 @@ func (b *browser) key(key string) {
 	}
 }
 
-// picture writes what is seen into the folder that KVASIR_PICTURES names, if it names one.
+// picture writes the whole page as it is seen into the folder that KVASIR_PICTURES names, if it names one.
 func (b *browser) picture(name string) {
 	b.t.Helper()
 	dir := os.Getenv("KVASIR_PICTURES")
 	if dir == "" {
 		return
 	}
+	var layout struct {
+		CSSContentSize struct{ Width, Height float64 }
+	}
+	b.call("Page.getLayoutMetrics", map[string]any{}, &layout)
 	var out struct{ Data string }
-	b.call("Page.captureScreenshot", map[string]any{"format": "png"}, &out)
+	b.call("Page.captureScreenshot", map[string]any{"format": "png", "captureBeyondViewport": true, "clip": map[string]any{
+		"x": 0, "y": 0, "width": layout.CSSContentSize.Width, "height": layout.CSSContentSize.Height, "scale": 1,
+	}}, &out)
 	png, err := base64.StdEncoding.DecodeString(out.Data)
 	if err != nil {
 		b.t.Fatal(err)
@@ -235,6 +241,9 @@ func pageURL(t *testing.T) string {
 	parts.Add("relay", func() any { return relay{7} })
 	s := newServer(t)
 	loadPrompt(s, "chat-1")
+	if err := s.Store().SetTTL("green", time.Hour); err != nil {
+		t.Fatal(err)
+	}
 	web := httptest.NewServer(admin.Handler(s, admin.Options{Parts: parts}))
 	t.Cleanup(func() { web.CloseClientConnections(); web.Close() })
 	return web.URL + "/"
@@ -243,7 +252,12 @@ func pageURL(t *testing.T) string {
 // waterfall chooses requests by a button, from the keyboard, and by their ids.
 func waterfall(b *browser) {
 	b.t.Helper()
-	b.until(`[...document.querySelectorAll("#by-list td")].map(td => td.textContent).join() === "m,none,–,50.0 %,64"`) // nobody asks now
+	for id, want := range map[string]string{"hit-pool": "50.0 %", "hit-tiers": "0.0 %", "tenant-list": "green–––60 min–"} {
+		if text, _ := b.eval(fmt.Sprintf("document.getElementById(%q).textContent", id)).(string); !strings.Contains(text, want) {
+			b.t.Errorf("#%s: %q", id, text)
+		}
+	}
+	b.until(`[...document.querySelectorAll("#by-list td")].map(td => td.textContent).join() === "m,none,–,50.0 %,0.0 %,64"`) // nobody asks now
 	b.until(`(() => { const x = [...document.querySelectorAll("#recent-list button")].find(x => x.textContent === "chat-1"); if (x) x.click(); return !!x; })()`)
 	b.until(`document.querySelector("#request-text").textContent.startsWith("chat-1, m: 32 of 64 tokens hit, 0 of them from tiers")`)
 	for _, what := range []string{"lookup", "prepare_retrieve", "the engine copies", "commit_retrieve", "end_session"} {
@@ -270,18 +284,18 @@ func TestPageInABrowser(t *testing.T) {
 	b := startBrowser(t)
 	url := pageURL(t)
 	b.open(url, 360, 780)
-	for _, width := range []int{360, 800, 1440} {
+	for _, width := range []int{360, 800, 1200} {
 		b.size(width, 900)
 		b.until(`document.querySelector("#state").textContent === "healthy" && document.querySelector("#lookups").textContent !== "–"`)
 		if wide := b.eval(`document.documentElement.scrollWidth`); wide != float64(width) {
 			t.Errorf("at %d pixels the page is %v wide", width, wide)
 		}
-		if wait, err := time.ParseDuration(os.Getenv("KVASIR_PICTURES_AFTER")); err == nil && width == 1440 {
+		if wait, err := time.ParseDuration(os.Getenv("KVASIR_PICTURES_AFTER")); err == nil && width == 360 {
 			time.Sleep(wait) // so that there is something to see; no test waits
 		}
 		b.picture(fmt.Sprintf("page-%d.png", width))
 	}
-	for id, want := range map[string]string{"who": "process", "pool-text": "chunks of", "workers": "engine_driven", "findings": "", "session-text": "session", "parts": "relay: transfers pulled"} {
+	for id, want := range map[string]string{"who": "process", "pool-text": "chunks of", "workers": "engine_driven", "findings": "", "session-text": "session", "parts": "relay: transfers pulled from P"} {
 		if text, _ := b.eval(fmt.Sprintf("document.getElementById(%q).textContent", id)).(string); !strings.Contains(text, want) || text == "" {
 			t.Errorf("#%s: %q", id, text)
 		}
@@ -312,7 +326,10 @@ func TestPageInABrowser(t *testing.T) {
 	if dark := ground(); light == dark || light == nil {
 		t.Errorf("both themes are %v", dark)
 	}
-	b.picture("page-dark.png")
+	b.picture("page-1200-dark.png")
+	b.size(360, 900)
+	b.picture("page-360-dark.png")
+	b.size(1200, 900)
 	b.key("t")
 	b.call("Emulation.setEmulatedMedia", map[string]any{"features": []map[string]string{{"name": "prefers-color-scheme", "value": "dark"}}}, nil)
 	if system := ground(); system == light {

@@ -46,8 +46,10 @@ type Live struct {
 	Ended    []explain.Lookup              `json:"ended"` // the last lookups that found less than they asked for, 8 at most
 	Parts    map[string]map[string]float64 `json:"parts"`
 
-	By       []Share            `json:"by"`       // hits by model and tenant, those that were asked for most first, 64 at most
-	Requests []explain.Timeline `json:"requests"` // the last ones, 8 at most
+	By          []Share            `json:"by"`           // hits by model and tenant, those that were asked for most first, 64 at most
+	BelowTokens uint64             `json:"below_tokens"` // of all hits since the start, those that came from tiers below the pool
+	Tenants     []Tenant           `json:"tenants"`      // those that have something of their own, 64 at most
+	Requests    []explain.Timeline `json:"requests"`     // the last ones, 8 at most
 }
 
 // LiveBytes are counters since the start, bytes.
@@ -65,7 +67,7 @@ type live struct {
 
 	mu        sync.Mutex
 	listeners int
-	event     []byte // the newest, as it is sent
+	event     []byte // the newest, JSON
 	number    int    // of it
 	at        time.Time
 	pool      pool.Map
@@ -85,19 +87,23 @@ func (l *live) latest() ([]byte, int) {
 		l.pool, l.slow = l.server.Look(mapCells)
 		l.poolAt = now
 	}
-	n, why := l.server.Stats(), l.server.Explain("", liveEnded)
+	n, why, by := l.server.Stats(), l.server.Explain("", liveEnded), l.server.ByModel()
 	e := Live{
 		AtMillis: now.UnixMilli(), Status: l.server.Status(), Map: l.pool, Slow: l.slow, Parts: l.parts.figures(),
-		Ended: why.Lookups, Requests: why.Requests, By: sharesOf(l.server.ByModel(), liveShares),
+		Ended: why.Lookups, Requests: why.Requests, By: sharesOf(by, liveShares), Tenants: append([]Tenant{}, tenantsOf(l.server.Store())...),
 		Bytes: LiveBytes{Stored: n.StoredBytes, Retrieved: n.RetrievedBytes, Below: n.BelowBytes, Evicted: n.EvictedBytes},
 	}
+	for _, tokens := range by.HitL2 {
+		e.BelowTokens += tokens
+	}
+	e.Tenants = e.Tenants[:min(len(e.Tenants), liveShares)]
 	e.Workers = len(e.Status.Workers)
 	e.Status.Workers = e.Status.Workers[:min(e.Workers, liveWorkers)]
 	body, err := json.Marshal(&e)
 	if err != nil {
 		panic("BUG: admin: " + err.Error()) // structs of numbers and texts
 	}
-	l.event, l.at = fmt.Appendf(nil, "data: %s\n\n", body), now
+	l.event, l.at = body, now
 	l.number++
 	return l.event, l.number
 }
@@ -121,6 +127,14 @@ func (l *live) leave() {
 	}
 }
 
+// once answers with one event, as JSON: what a program needs that looks now and then.
+func (l *live) once(w http.ResponseWriter, _ *http.Request) {
+	event, _ := l.latest()
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Cache-Control", "no-store")
+	_, _ = w.Write(event) // the client is gone if this fails
+}
+
 // ServeHTTP sends server-sent events until the client leaves or stops reading.
 func (l *live) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if !l.enter() {
@@ -138,7 +152,7 @@ func (l *live) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		if event, number := l.latest(); number != last { // else a tick came early
 			last = number
 			_ = c.SetWriteDeadline(time.Now().Add(liveTimeout))
-			if _, err := w.Write(event); err != nil || c.Flush() != nil {
+			if _, err := fmt.Fprintf(w, "data: %s\n\n", event); err != nil || c.Flush() != nil {
 				return // the client is gone
 			}
 		}

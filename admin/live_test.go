@@ -85,6 +85,27 @@ func TestLive(t *testing.T) {
 	}
 }
 
+// A program gets one event as JSON, also while no more pages may be open.
+func TestNow(t *testing.T) {
+	web := liveServer(t, admin.Options{})
+	for range 16 {
+		next, _ := events(t, web.URL)
+		next()
+	}
+	res, err := http.Get(web.URL + "/now")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer res.Body.Close()
+	var e admin.Live
+	if err := json.NewDecoder(res.Body).Decode(&e); err != nil || res.StatusCode != http.StatusOK || res.Header.Get("Content-Type") != "application/json" {
+		t.Fatalf("%v, %s, %v", err, res.Status, res.Header)
+	}
+	if e.Status.PID != os.Getpid() || e.Workers != 1 || len(e.Map.Resident) != 64 || e.By == nil || e.Tenants == nil || e.Requests == nil {
+		t.Errorf("%+v", e)
+	}
+}
+
 // The number of listeners is bounded, and one that leaves makes room.
 func TestLiveListenersAreBounded(t *testing.T) {
 	web := liveServer(t, admin.Options{})
@@ -152,7 +173,7 @@ func TestPage(t *testing.T) {
 			}
 		}
 	}
-	for _, url := range []string{"http://evil.example/", "http://evil.example/live"} {
+	for _, url := range []string{"http://evil.example/", "http://evil.example/live", "http://evil.example/now"} {
 		if res := get(url, "Accept", browser); res.StatusCode != 403 {
 			t.Errorf("%s: %s", url, res.Status)
 		}
