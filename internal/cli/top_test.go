@@ -20,6 +20,12 @@ func TestTopOnce(t *testing.T) {
 			}
 		}
 	}
+	for view, want := range map[string]string{"tenants": "hit rate by tier", "requests": "its end\n  none came", "slow": "slowest requests", "pool": "240 cells of 43.7 KiB", "pd": "the server runs alone"} {
+		code, stdout, stderr := run(t, "top", "--once", "--view", view, "--interval", "0.1", "--url", fmt.Sprintf("http://127.0.0.1:%d", s.http))
+		if code != 0 || stderr != "" || !strings.Contains(stdout, want) {
+			t.Errorf("%s: exit %d, %s, no %q in\n%s", view, code, stderr, want, stdout)
+		}
+	}
 	f := func(code int, want string, args ...string) {
 		t.Helper()
 		got, stdout, stderr := run(t, append([]string{"top"}, args...)...)
@@ -28,6 +34,7 @@ func TestTopOnce(t *testing.T) {
 		}
 	}
 	f(2, "--url \"nonsense\" is not http://HOST:PORT", "--url", "nonsense")
+	f(2, "--view must be one of", "--view", "all")
 	f(2, "--interval 0 is not between 0.1 and 3600", "--interval", "0")
 	f(2, "--interval NaN is not between", "--interval", "NaN")
 	f(1, "nothing listens at http://127.0.0.1:1/status", "--url", "http://127.0.0.1:1")

@@ -111,16 +111,19 @@ func (c *StatusCommand) Run(e *simcmd.Env) error {
 type TopCommand struct {
 	interfaceFlags
 	Interval float64 `help:"Seconds between two looks." default:"2"`
+	View     string  `help:"What to show first: overview, tenants (hit rate by tenant, model and tier; quotas), requests (one step by step), slow, pool (its map, workers, tiers) or pd (relay, registry, proxy)." default:"overview" enum:"overview,tenants,requests,slow,pool,pd"`
 	Once     bool    `help:"Look twice, print what there is to see, and end; so where standard output is no terminal."`
 }
 
 // Help implements kong's detailed help.
 func (TopCommand) Help() string {
 	return `Shows pool, hit rate, bytes per second, why lookups found no more, tiers, workers, times of requests, and what else runs in
-the process of kvasir all. Keys: q ends, p pauses. A server that went away is asked until it is back.
+the process of kvasir all. Keys: 1 to 6 or Tab choose a view, ? lists all keys, p pauses, q ends. A server that went away is asked
+until it is back.
 
 Examples:
   kvasir top
+  kvasir top --view tenants
   kvasir top --url http://127.0.0.1:8081 --interval 1
   kvasir top --once | head -8`
 }
@@ -134,7 +137,8 @@ func (c *TopCommand) Run(e *simcmd.Env) error {
 	if !(c.Interval >= 0.1) || c.Interval > 3600 {
 		return simcmd.UsageErrorf("--interval %g is not between 0.1 and 3600", c.Interval)
 	}
-	o := Options{URL: base, Interval: time.Duration(c.Interval * float64(time.Second)), In: os.Stdin, Color: os.Getenv("NO_COLOR") == ""}
+	view, _ := ParseView(c.View) // the command line knows the names
+	o := Options{URL: base, View: view, Interval: time.Duration(c.Interval * float64(time.Second)), In: os.Stdin, Color: os.Getenv("NO_COLOR") == ""}
 	var terminal bool
 	if o.Out, terminal = e.Stdout.(*os.File); c.Once || !terminal || !IsTerminal(o.Out) {
 		return Once(e.Ctx, o, e.Stdout)

@@ -17,6 +17,11 @@ import (
 type Screen struct {
 	URL   string
 	Color bool // with SGR sequences
+	View  View
+
+	help   bool   // the keys are shown
+	chosen string // id of the request that is shown step by step; empty: the newest
+	cursor int    // row of the slow requests, and the lookups after them
 
 	before, now *Snapshot // nil: none so far
 	err         error     // of the last attempt
@@ -46,20 +51,29 @@ func (s *Screen) Add(snap *Snapshot, err error, at time.Time) {
 	}
 }
 
-// block is a part of the screen. Where there is too little room its last rows give way.
+// block is a part of the screen. Where there is too little room its last rows give way,
+// those beyond the least first.
 type block struct {
 	title string
 	rows  []string
+	least int
 }
 
+// minFooter is the least height of a screen with a line of keys.
+const minFooter = 5
+
 // Lines returns the screen: lines of at most width columns, at most height of them, 0 for
-// no limit. note is shown at the right of the first.
+// no limit. note is shown at the right of the first, and keys in the last where there is a limit.
 func (s *Screen) Lines(width, height int, note string, at time.Time) []string {
 	lines := s.head(width, note, at)
 	if s.now == nil {
 		return s.fit(lines, width, height)
 	}
-	blocks := slices.DeleteFunc([]block{s.misses(), s.tiers(), s.workers(), s.parts(), s.slow(), s.findings()}, func(b block) bool { return len(b.rows) == 0 })
+	footer := height >= minFooter
+	if footer {
+		height--
+	}
+	blocks := slices.DeleteFunc(s.blocks(width), func(b block) bool { return len(b.rows) == 0 })
 	room := share(blocks, height-len(lines))
 	for i, b := range blocks {
 		n := len(b.rows)
@@ -75,23 +89,39 @@ func (s *Screen) Lines(width, height int, note string, at time.Time) []string {
 		lines = append(lines, s.bold(b.title))
 		lines = append(lines, b.rows[:n]...)
 	}
-	return s.fit(lines, width, height)
+	lines = s.fit(lines, width, height)
+	if footer {
+		for len(lines) < height {
+			lines = append(lines, "")
+		}
+		lines = append(lines, s.fit([]string{s.bold(s.footer())}, width, 0)...)
+	}
+	return lines
 }
 
-// share divides lines among blocks: each in turn gets a row, as long as there are both. A
-// block's first row takes two lines: its title is one.
+// share divides lines among blocks: first each gets its least, one after the other, then each in turn
+// a row, as long as there are both. A block's first row takes two lines: its title is one.
 func share(blocks []block, lines int) []int {
 	rows := make([]int, len(blocks))
+	give := func(i int) bool {
+		cost := 1
+		if rows[i] == 0 {
+			cost = 2
+		}
+		if rows[i] == len(blocks[i].rows) || cost > lines {
+			return false
+		}
+		rows[i], lines = rows[i]+1, lines-cost
+		return true
+	}
+	for i := range blocks {
+		for rows[i] < blocks[i].least && give(i) {
+		}
+	}
 	for given := true; given; {
 		given = false
-		for i, b := range blocks {
-			cost := 1
-			if rows[i] == 0 {
-				cost = 2
-			}
-			if rows[i] < len(b.rows) && cost <= lines {
-				rows[i], lines, given = rows[i]+1, lines-cost, true
-			}
+		for i := range blocks {
+			given = give(i) || given
 		}
 	}
 	return rows
@@ -116,6 +146,9 @@ func (s *Screen) head(width int, note string, at time.Time) []string {
 		lines = append(lines, s.red("NOT healthy: "+text(strings.Join(st.Unhealthy, "; "))))
 	default:
 		lines = append(lines, "healthy")
+	}
+	if s.View != Overview || s.help {
+		return append(lines, "")
 	}
 	p, l, r := &st.Pool, &st.Lookup, &st.Recent
 	lines = append(lines,

@@ -8,19 +8,23 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+	neturl "net/url"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/admin"
+	"github.com/kvasir-kv/kvasir/explain"
 )
 
 // Snapshot is what a server said at one moment.
 type Snapshot struct {
 	At     time.Time
 	Status admin.Status
-	counts map[string]float64 // of /metrics, those of counted, by name
+	Live   admin.Live          // zero where the server did not tell
+	Chosen explain.Explanation // of one request, where one was asked for
+	counts map[string]float64  // of /metrics, those of counted, by name
 	times  map[string][]bucket
 }
 
@@ -33,8 +37,8 @@ var counted = map[string]bool{"kvasir_stored_bytes_total": true, "kvasir_retriev
 // timed is the histogram that is read.
 const timed = "kvasir_request_duration_seconds_bucket"
 
-// Take asks a server, url/status and url/metrics. at is the time of the snapshot.
-func Take(ctx context.Context, url string, at time.Time) (*Snapshot, error) {
+// Take asks a server, at /status, /metrics, /now, and of a request, unless it is empty, at /explain. at is the time of the snapshot.
+func Take(ctx context.Context, url, request string, at time.Time) (*Snapshot, error) {
 	s := &Snapshot{At: at}
 	body, err := get(ctx, url+"/status")
 	if err != nil {
@@ -47,6 +51,14 @@ func Take(ctx context.Context, url string, at time.Time) (*Snapshot, error) {
 		return nil, err
 	}
 	s.read(body)
+	if body, err = get(ctx, url+"/now"); err == nil { // a server of an earlier version has none
+		_ = json.Unmarshal(body, &s.Live)
+	}
+	if request != "" {
+		if body, err = get(ctx, url+"/explain?limit=1&request_id="+neturl.QueryEscape(request)); err == nil {
+			_ = json.Unmarshal(body, &s.Chosen) // what is not there is shown as such
+		}
+	}
 	return s, nil
 }
 

@@ -19,12 +19,13 @@ type Options struct {
 	Interval time.Duration // between two questions; each may take as long
 	In, Out  *os.File      // a terminal; In need not be one
 	Color    bool
+	View     View // to begin with
 }
 
 // Once asks a server twice, an interval apart, so that there are rates, and writes what Top
 // would show, without a limit on lines and without escape sequences.
 func Once(ctx context.Context, o Options, w io.Writer) error {
-	s := Screen{URL: o.URL}
+	s := Screen{URL: o.URL, View: o.View}
 	for i := range 2 {
 		if i > 0 {
 			select {
@@ -34,7 +35,7 @@ func Once(ctx context.Context, o Options, w io.Writer) error {
 			}
 		}
 		at := time.Now()
-		snap, err := take(ctx, &o, at)
+		snap, err := take(ctx, &o, "", at)
 		if err != nil {
 			return err
 		}
@@ -51,10 +52,10 @@ func Once(ctx context.Context, o Options, w io.Writer) error {
 // onceWidth is the width of Once, columns: scripts want whole lines.
 const onceWidth = 200
 
-func take(ctx context.Context, o *Options, at time.Time) (*Snapshot, error) {
+func take(ctx context.Context, o *Options, request string, at time.Time) (*Snapshot, error) {
 	ctx, cancel := context.WithTimeout(ctx, max(o.Interval, 2*time.Second))
 	defer cancel()
-	return Take(ctx, o.URL, at)
+	return Take(ctx, o.URL, request, at)
 }
 
 // IsTerminal reports whether a file is one.
@@ -84,12 +85,12 @@ func Top(ctx context.Context, o Options) error {
 	signal.Notify(resized, syscall.SIGWINCH)
 	defer signal.Stop(resized)
 
-	s := Screen{URL: o.URL, Color: o.Color}
+	s := Screen{URL: o.URL, Color: o.Color, View: o.View}
 	answers := make(chan answer, 1)
 	ask := func() {
-		at := time.Now()
+		at, request := time.Now(), s.Chosen()
 		go func() { // ends with ctx or its timeout; answers has room for it
-			snap, err := take(ctx, &o, at)
+			snap, err := take(ctx, &o, request, at)
 			answers <- answer{snap, err, at}
 		}()
 	}
@@ -124,6 +125,11 @@ func Top(ctx context.Context, o Options) error {
 				return nil
 			case 'p', ' ':
 				paused = !paused
+			default:
+				if s.Key(key) && !asking {
+					asking = true
+					ask()
+				}
 			}
 		}
 	}
@@ -141,9 +147,9 @@ func draw(out *os.File, s *Screen, paused bool) error {
 	if size, err := unix.IoctlGetWinsize(int(out.Fd()), unix.TIOCGWINSZ); err == nil && size.Col > 0 && size.Row > 0 {
 		width, height = int(size.Col), int(size.Row)
 	}
-	note := "q quit  p pause  " + time.Now().Format(time.TimeOnly)
+	note := time.Now().Format(time.TimeOnly)
 	if paused {
-		note = "PAUSED  q quit  p go on"
+		note = "PAUSED, p goes on"
 	}
 	lines := s.Lines(width, height, note, time.Now())
 	_, err := io.WriteString(out, "\x1b[H"+strings.Join(lines, "\x1b[K\r\n")+"\x1b[K\x1b[J")
@@ -178,7 +184,7 @@ func readKeys(in *os.File) (keys <-chan byte, restore func(), err error) {
 			if err != nil && err != unix.EINTR {
 				return
 			}
-			for _, key := range b[:max(0, n)] {
+			for _, key := range keysOf(b[:max(0, n)]) {
 				select {
 				case out <- key:
 				case <-stop:
@@ -192,4 +198,35 @@ func readKeys(in *os.File) (keys <-chan byte, restore func(), err error) {
 		<-done
 		_ = unix.IoctlSetTermios(fd, unix.TCSETS, old) // a terminal that is gone needs none
 	}, nil
+}
+
+// arrows are what terminals send for the arrow keys and Shift with Tab, as the keys that do the same.
+var arrows = map[byte]byte{'A': 'k', 'B': 'j', 'C': keyNext, 'D': keyPrevious, 'Z': keyPrevious}
+
+// keysOf returns the keys of what a terminal sent. Other sequences that begin with ESC are no keys.
+func keysOf(sent []byte) (keys []byte) {
+	for i := 0; i < len(sent); i++ {
+		switch {
+		case sent[i] >= 0x80: // a letter beyond ASCII
+		case sent[i] != 0x1b:
+			keys = append(keys, sent[i])
+		case i+1 < len(sent) && (sent[i+1] == '[' || sent[i+1] == 'O'):
+			for i += 2; i < len(sent) && (sent[i] < 0x40 || sent[i] > 0x7e); i++ { // parameters, before the letter that ends it
+			}
+			if i < len(sent) && arrows[sent[i]] != 0 {
+				keys = append(keys, arrows[sent[i]])
+			}
+		}
+	}
+	return keys
+}
+
+// widthOf returns how many columns what is written to has, or the default where it is no terminal.
+func widthOf(w io.Writer, otherwise int) int {
+	if f, ok := w.(*os.File); ok {
+		if size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ); err == nil && size.Col > 0 {
+			return int(size.Col)
+		}
+	}
+	return otherwise
 }

@@ -31,6 +31,7 @@ type fake struct {
 	many  int // workers, misses
 	edit  func(*admin.Status)
 	model string
+	old   bool // it has no /now
 }
 
 func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -41,6 +42,18 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	switch r.URL.Path {
 	case "/status":
 		_ = json.NewEncoder(w).Encode(f.status(uint64(f.step.Add(1))))
+	case "/now":
+		if f.old {
+			w.WriteHeader(http.StatusNotFound)
+			return
+		}
+		_ = json.NewEncoder(w).Encode(f.live(uint64(f.step.Load())))
+	case "/explain":
+		if r.URL.Query().Get("request_id") == "gone" {
+			_, _ = w.Write([]byte(`{"reasons": {}, "lookups": [], "requests": []}`))
+			return
+		}
+		_ = json.NewEncoder(w).Encode(f.explained(r.URL.Query().Get("request_id")))
 	case "/metrics":
 		n := f.step.Load()
 		fmt.Fprintf(w, "# HELP kvasir_stored_bytes_total x\nkvasir_stored_bytes_total %d\nkvasir_retrieved_bytes_total %d\nother 1\nbroken\nkvasir_evicted_bytes_total x\n", n*1e9, n*2e9)
@@ -81,7 +94,7 @@ func (f *fake) status(n uint64) *admin.Status {
 
 func take(t *testing.T, url string, at time.Time) *topview.Snapshot {
 	t.Helper()
-	s, err := topview.Take(t.Context(), url, at)
+	s, err := topview.Take(t.Context(), url, "", at)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -91,12 +104,28 @@ func take(t *testing.T, url string, at time.Time) *topview.Snapshot {
 // see returns the lines after two questions, two seconds apart.
 func see(t *testing.T, f *fake, width, height int) []string {
 	t.Helper()
+	return seeView(t, f, topview.Overview, "", width, height)
+}
+
+// seeView is see of a view after some keys; what they ask for is asked.
+func seeView(t *testing.T, f *fake, view topview.View, keys string, width, height int) []string {
+	t.Helper()
 	web := httptest.NewServer(f)
 	defer web.Close()
-	s, at := topview.Screen{URL: "http://h:1"}, time.Unix(1000, 0)
+	s, at := topview.Screen{URL: "http://h:1", View: view}, time.Unix(1000, 0)
 	for range 2 {
 		at = at.Add(2 * time.Second)
 		s.Add(take(t, web.URL, at), nil, at)
+	}
+	for _, key := range []byte(keys) {
+		if !s.Key(key) {
+			continue
+		}
+		snap, err := topview.Take(t.Context(), web.URL, s.Chosen(), at.Add(time.Second))
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.Add(snap, nil, at.Add(time.Second))
 	}
 	return s.Lines(width, height, "note", at)
 }
@@ -151,7 +180,7 @@ func TestOtherServer(t *testing.T) {
 	s, at := topview.Screen{URL: "u"}, time.Unix(1000, 0)
 	look := func() string {
 		at = at.Add(time.Second)
-		snap, err := topview.Take(t.Context(), web.URL, at)
+		snap, err := topview.Take(t.Context(), web.URL, "", at)
 		s.Add(snap, err, at)
 		return strings.Join(s.Lines(80, 24, "", at), "\n")
 	}
@@ -278,12 +307,27 @@ func TestTerminal(t *testing.T) {
 	wait("NO ANSWER")
 	f.down.Store(false)
 	wait("healthy")
-	if _, err := master.WriteString("p"); err != nil {
-		t.Fatal(err)
-	}
-	wait("PAUSED")
-	if _, err := master.WriteString("q"); err != nil {
-		t.Fatal(err)
+	for _, k := range []struct{ keys, want string }{
+		{"2", "hit rate by tier"},
+		{"\x1b[C", "one request: chat-0"},
+		{"\x1b[B\x1b[B", "one request: chat-1"},
+		{"\t", "slowest requests of ten minutes"},
+		{"\x1bOB\r", "> chat-1"},
+		{"\x1b[D\x1b[D", "hit rate by tier"},
+		{"\x1b[17~é5", "240 cells"},
+		{"6", "relay: P→D"},
+		{"?", "these keys, and back"},
+		{"?", "relay: P→D"},
+		{"1", "[1 overview]"},
+		{"p", "PAUSED"},
+		{"q", ""},
+	} {
+		if _, err := master.WriteString(k.keys); err != nil {
+			t.Fatal(err)
+		}
+		if k.want != "" {
+			wait(k.want)
+		}
 	}
 	wait("\x1b[?25h\x1b[?1049l")
 	if err := <-ended; err != nil {
