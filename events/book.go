@@ -9,7 +9,9 @@
 package events
 
 import (
+	"cmp"
 	"context"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -519,7 +521,9 @@ func (b *Book) namedLocked(model, salt []byte, sh *objects.Shard) {
 		}
 		s.families = append(s.families, f)
 	}
-	for hash := range each[0].chunks {
+	hashes := slices.AppendSeq(make([]kv.Hash, 0, len(each[0].chunks)), maps.Keys(each[0].chunks))
+	slices.SortFunc(hashes, func(x, y kv.Hash) int { return cmp.Compare(b.mu.bindings[x].index, b.mu.bindings[y].index) })
+	for _, hash := range hashes { // chunks after those that they follow
 		b.judgeLocked(f, hash, b.mu.bindings[hash])
 	}
 }

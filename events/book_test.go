@@ -329,6 +329,31 @@ func TestReadersSeeWhatTheStoreHas(t *testing.T) {
 	}
 }
 
+// Chunks are told after those that they follow, also of a tenant that has the prompt of another one: then it is known
+// whose they are only when all are stored.
+func TestChunksAreToldInTheirOrder(t *testing.T) {
+	n := newNode(t, 256, Options{})
+	tokens := make([]uint32, 40*chunkTokens)
+	for i := range tokens {
+		tokens[i] = uint32(i)
+	}
+	for _, salt := range []string{"", "a", "b"} {
+		p := prompt{model: "m", salt: salt, world: 1, tokens: tokens}
+		from := n.book.Last()
+		n.storeAll(p)
+		n.settle([]prompt{p})
+		records, _, lost := n.book.Read(from, 1000, nil, nil)
+		if lost || len(records) != 40 {
+			t.Fatalf("salt %q: %d records, lost %v", salt, len(records), lost)
+		}
+		for i, rec := range records {
+			if rec.Index != i || rec.Salt != salt {
+				t.Errorf("salt %q: record %d is of chunk %d of salt %q", salt, i, rec.Index, rec.Salt)
+			}
+		}
+	}
+}
+
 // Chunks whose tokens find no memory are not announced; others are, and those too once there is room.
 func TestTokenMemoryIsBounded(t *testing.T) {
 	a := prompt{model: "m", world: 1, tokens: make([]uint32, 3*chunkTokens)}

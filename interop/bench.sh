@@ -153,7 +153,7 @@ race_proxy() {
 	local python
 	python=$(interop/python.sh interop/requirements-proxy.txt)
 	"$python" interop/proxy/race.py --bin "$(dirname "$python")" --targets direct,forward,vllm-router-rr,vllm-router-pd-rr,smg-rr,smg-pd-rr \
-		--conns 1,16,64,256 --stream on --shared-conns 0 --out bin/race_proxy.json \
+		--conns 1,16,64,256 --stream on --shared-conns 0 --rate-share 0.6 --out bin/race_proxy.json \
 		--candidate 'bin/kvasir --log-level warn proxy --port {port} --policy prefix_aware --vllm-pd-disaggregation --kv-connector mooncake {pd_flags}' \
 		--candidate-plain 'bin/kvasir --log-level warn proxy --port {port} --policy prefix_aware --worker-urls {workers}' | grep '^|'
 	echo "The hand-over from P to D, simulated engines that compute at once: P and D together, and one after the other"

@@ -58,8 +58,9 @@ type backend struct {
 
 // model is one that an engine serves.
 type model struct {
-	id  string
-	raw json.RawMessage
+	id   string
+	base string // name that the engine itself has for it, of whose blocks it speaks; "": an adapter, whose KV is its own
+	raw  json.RawMessage
 }
 
 // rank is one data-parallel rank of a prefill engine.

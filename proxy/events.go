@@ -100,16 +100,38 @@ func (p *Proxy) byEvents(seen []prefix.Seen, marks []prefix.Mark) []prefix.Seen 
 	return seen
 }
 
+// base is the name that the engine itself has for a model; "": it is not known, or the model is an adapter.
+func (b *backend) base(name string) string {
+	if list := b.models.Load(); list != nil {
+		for _, m := range *list {
+			if m.id == name {
+				return m.base
+			}
+		}
+	}
+	return ""
+}
+
 // learn asks an engine that answers for the tokens of the prompt, beside the request, if it is not known yet which
 // blocks they make.
 func (e *exchange) learn(b *backend) {
-	p := e.p
-	if p.known == nil || len(e.want.marks) == 0 {
+	p, store, marks := e.p, &e.p.fleet.store, e.want.marks
+	if len(marks) == 0 {
 		return
 	}
-	size := b.blockTokens()
-	marks := e.want.marks
-	if size == 0 || p.known.Find(nil, marks[len(marks)-1:])[0].Key != 0 || !isText(e.q) {
+	size, chunk := b.blockTokens(), store.chunkTokens()
+	last := marks[len(marks)-1:]
+	if size != 0 && p.known.Find(nil, last)[0].Tokens != 0 {
+		size = 0
+	}
+	if chunk != 0 && store.known.Find(nil, last)[0].Tokens != 0 {
+		chunk = 0
+	}
+	base := b.base(e.want.model)
+	if base == "" {
+		chunk = 0
+	}
+	if size == 0 && chunk == 0 || !isText(e.q) {
 		return
 	}
 	select {
@@ -126,7 +148,12 @@ func (e *exchange) learn(b *backend) {
 		defer func() { <-p.tokenizing }()
 		defer held.release()
 		if tokens := p.tokenize(b, held.b, key); len(tokens) > 0 {
-			p.known.Learn(marks, salt, size, tokens)
+			if size != 0 {
+				p.known.Learn(marks, salt, size, tokens)
+			}
+			if chunk != 0 {
+				store.known.Learn(marks, blocks.Scope(base, salt), chunk, tokens)
+			}
 			p.n.tokenized.Add(1)
 		}
 	})

@@ -44,6 +44,7 @@ type want struct {
 	marks []prefix.Mark // of the prompt
 	seen  []prefix.Seen // of the marks
 	bytes int           // of the prompt
+	told  told          // what the cache server says that it has of it
 	who   string        // whose share of the queue
 
 	session string // that the client names; "": none
@@ -229,12 +230,13 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 // lacks returns how many bytes of a prompt D would compute alone, and why no more: it has the rest, or
 // the cache server has.
 func (f *fleet) lacks(w *want, lacks int) (int, spared) {
-	least := lacks
+	stored := 0
 	for _, id := range f.store.ids() {
 		if id != 0 {
-			least = min(least, w.bytes-w.seenBy(id))
+			stored = max(stored, w.seenBy(id))
 		}
 	}
+	least := min(lacks, w.bytes-w.told.instead(stored))
 	if least < f.o.SkipPrefill && lacks >= f.o.SkipPrefill {
 		return least, byStore
 	}

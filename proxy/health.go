@@ -3,6 +3,7 @@ package proxy
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -103,9 +104,17 @@ func (p *Proxy) listModels(ctx context.Context, b *backend) {
 	}
 	models := []model{}
 	for _, raw := range list.Data {
-		var m struct{ ID string }
+		var m struct {
+			ID     string  `json:"id"`
+			Root   string  `json:"root"`
+			Parent *string `json:"parent"`
+		}
 		if json.Unmarshal(raw, &m) == nil && m.ID != "" {
-			models = append(models, model{m.ID, raw})
+			base := cmp.Or(m.Root, m.ID)
+			if m.Parent != nil {
+				base = ""
+			}
+			models = append(models, model{m.ID, base, raw})
 		}
 	}
 	if len(models) > 0 {

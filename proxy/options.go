@@ -55,6 +55,8 @@ type Options struct {
 	SkipPrefill int    // prompts of which D lacks fewer bytes go to D alone; default: 2 KiB with Store, else none do
 	SharedStore bool   // what any engine has seen, D can load from a cache server: it does not lack it
 	Store       string // URL of that server's HTTP interface, http://host:port: while it answers, and for what it has not evicted
+	StoreEvents string // where it publishes its KV events, tcp://host:port: what it says that it has. Default: they are not followed
+	StoreReplay string // of their replays; default none
 	DecodeAlone bool   // while no P is well, D computes prompts
 
 	EventsPort int // of each engine's KV events, tcp; of data-parallel rank r that and r. Default: none are followed
@@ -119,6 +121,13 @@ func (o Options) Validate() error {
 	if o.Store != "" {
 		address("Store", o.Store)
 	}
+	endpoint := func(field, s, beside string, there bool) {
+		u, err := url.Parse(s)
+		c.That(s == "" || err == nil && u.Scheme == "tcp" && u.Hostname() != "" && u.Port() != "" && u.Path == "", field, "%q is not tcp://host:port", s)
+		c.That(s == "" || there, field, "is of no use without %s", beside)
+	}
+	endpoint("StoreEvents", o.StoreEvents, "the server that publishes them", o.Store != "")
+	endpoint("StoreReplay", o.StoreReplay, "the events", o.StoreEvents != "")
 	c.That(o.Dialect <= NIXL, "Dialect", "is unknown")
 	c.That(o.Policy <= PrefixAware, "Policy", "is unknown")
 	options.Within(&c, "DPSize", o.DPSize, 0, 4096)

@@ -56,8 +56,12 @@ func New(o Options) (*Proxy, error) {
 	if o.indexed() {
 		p.index = prefix.New(o.IndexEntries)
 		if o.EventsPort != 0 {
-			p.known, p.tokenizing = blocks.NewPrompts(max(1, o.IndexEntries/8)), make(chan struct{}, maxTokenizing)
+			p.known = blocks.NewPrompts(max(1, o.IndexEntries/8))
 		}
+		if o.StoreEvents != "" {
+			p.fleet.store.known = blocks.NewPrompts(max(1, o.IndexEntries/8))
+		}
+		p.tokenizing = make(chan struct{}, maxTokenizing)
 	}
 	p.client = &http.Client{
 		Transport: &http.Transport{
@@ -74,7 +78,7 @@ func New(o Options) (*Proxy, error) {
 	if o.Store != "" {
 		p.goBackground(func() { p.watchStore(p.ctx) })
 	}
-	var err error
+	err := p.fleet.store.follow(&o)
 	for _, e := range o.Engines {
 		err = errors.Join(err, p.add(both, e, ""))
 	}
@@ -162,6 +166,9 @@ func (p *Proxy) Close() {
 	p.stop()
 	p.background.Unlock()
 	p.wg.Wait()
+	if f := p.fleet.store.events; f != nil {
+		f.Close()
+	}
 	for _, b := range p.fleet.engines() {
 		_ = b.close() // always nil
 	}
@@ -327,10 +334,11 @@ func (e *exchange) scanned() error {
 		}
 		e.want.marks = prefix.Marks(nil, prefix.Seed(e.r.URL.Path, name, salt), prompt.Of(q.Body))
 		e.want.seen = e.p.index.Lookup(nil, e.want.marks)
+		e.saltText = strings.Trim(salt, `"`) // a key's is quoted
 		if e.p.known != nil {
-			e.saltText = strings.Trim(salt, `"`) // a key's is quoted
 			e.want.seen = e.p.byEvents(e.want.seen, e.want.marks)
 		}
+		e.want.told = e.p.fleet.store.has(e.want.marks)
 	}
 	return nil
 }

@@ -2,6 +2,7 @@ package proxy_test
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -14,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/admin"
+	"github.com/kvasir-kv/kvasir/events"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/relay"
@@ -141,8 +143,9 @@ func TestRelayHasLostIt(t *testing.T) {
 
 // node is a cache server in this process, with its HTTP interface.
 type node struct {
-	url, dir string
-	web      *httptest.Server
+	url, dir       string
+	web            *httptest.Server
+	events, replay string // where it publishes its KV events
 }
 
 const nodeChunk = 32 // tokens
@@ -159,7 +162,13 @@ func startNode(t testing.TB, bytes int64) *node {
 		t.Fatal(err)
 	}
 	st := store.New(p, store.Options{})
-	srv := server.New(st, server.Options{ChunkTokens: nodeChunk, ShmDir: dir, Log: testLog()})
+	book := events.New(st, events.Options{})
+	srv := server.New(st, server.Options{ChunkTokens: nodeChunk, ShmDir: dir, Log: testLog(), Events: book})
+	pub := events.NewPublisher(book, events.PublisherOptions{Topic: "kv@host:5555@" + events.ModelInTopic, ChunkTokens: nodeChunk, Log: testLog()})
+	at, replay, err := pub.Listen(t.Context(), "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+	if err != nil {
+		t.Fatal(err)
+	}
 	addr, err := srv.Listen(t.Context(), "tcp://127.0.0.1:*")
 	if err != nil {
 		t.Fatal(err)
@@ -167,11 +176,13 @@ func startNode(t testing.TB, bytes int64) *node {
 	ctx, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
 	wg.Go(func() { srv.Run(ctx) })
-	n := &node{url: "tcp://" + addr, dir: dir, web: httptest.NewServer(admin.Handler(srv, admin.Options{}))}
+	wg.Go(func() { pub.Run(ctx) })
+	n := &node{url: "tcp://" + addr, dir: dir, web: httptest.NewServer(admin.Handler(srv, admin.Options{})), events: at, replay: replay}
 	t.Cleanup(func() {
 		n.web.Close()
 		stop()
 		wg.Wait()
+		_ = pub.Close()
 		if err := srv.Close(); err != nil {
 			t.Error(err)
 		}
@@ -244,6 +255,127 @@ func TestStoreServesAgain(t *testing.T) {
 	n.web.Close()
 	eventually(t, "the proxy has seen it", func() bool { return x.proxy.Stats().Store == 0 })
 	x.wantAsked("the server is silent", 1, talk(1, 3), alone)
+}
+
+// chunks is how many the server has.
+func (n *node) chunks(t testing.TB) int64 {
+	t.Helper()
+	r, err := http.Get(n.web.URL + "/status")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Body.Close()
+	var status struct {
+		L1 struct {
+			Chunks int64 `json:"resident_chunks"`
+		} `json:"l1"`
+	}
+	if err := json.NewDecoder(r.Body).Decode(&status); err != nil {
+		t.Fatal(err)
+	}
+	return status.L1.Chunks
+}
+
+// drop deletes everything that the server has, as soon as no engine reads or writes it.
+func (n *node) drop(t testing.TB) {
+	t.Helper()
+	call := func(method, body string, got any) {
+		r, _ := http.NewRequest(method, n.web.URL+"/cache/objects", strings.NewReader(body))
+		r.Header.Set("Content-Type", "application/json")
+		resp, err := http.DefaultClient.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		if err := json.NewDecoder(resp.Body).Decode(got); err != nil || resp.StatusCode != 200 {
+			t.Fatal(resp.Status, err)
+		}
+	}
+	eventually(t, "all is deleted", func() bool {
+		var list struct {
+			Entries []struct {
+				Key json.RawMessage `json:"key"`
+			} `json:"entries"`
+		}
+		call(http.MethodGet, "", &list)
+		if len(list.Entries) == 0 {
+			return true
+		}
+		var keys []json.RawMessage
+		for _, e := range list.Entries {
+			keys = append(keys, e.Key)
+		}
+		body, _ := json.Marshal(map[string]any{"tier": "l1", "keys": keys})
+		call(http.MethodDelete, string(body), &struct{}{})
+		return false
+	})
+}
+
+// With the server's KV events the proxy goes by what it has: a prompt that it dropped goes to P again, and one that
+// another proxy had stored does not, of two prompts each. A salt is another prompt. Without replays the proxy does not know
+// that it was told all, and goes on guessing.
+func TestStoreEvents(t *testing.T) {
+	for _, replay := range []bool{true, false} {
+		t.Run(fmt.Sprintf("replay %v", replay), func(t *testing.T) { testStoreEvents(t, replay) })
+	}
+}
+
+func testStoreEvents(t *testing.T, replay bool) {
+	n := startNode(t, 64<<20)
+	x := &deployment{t: t, registry: startRegistry(t)}
+	x.stopAll()
+	x.p = append(x.p, n.serveMulti(t, producer(x.registry, "p0")))
+	alone := serve(t, "", "", 0)
+	t.Cleanup(func() { alone.stop(t) })
+	o := proxy.Options{
+		Prefill: []proxy.Prefill{{URL: x.p[0].web.URL, Registry: x.registry}}, HealthInterval: 50 * time.Millisecond,
+		Store: n.web.URL, SkipPrefill: 400, StoreEvents: "tcp://" + n.events,
+	}
+	if replay {
+		o.StoreReplay = "tcp://" + n.replay
+	}
+	for range 4 {
+		d := n.serveMulti(t, consumer)
+		x.d, o.Decode = append(x.d, d), append(o.Decode, d.web.URL)
+	}
+	x.start(o)
+	x.only(0)
+	other, _ := startProxy(t, o)
+	reach(t, other)
+	chunks := func() int64 { return x.proxy.Stats().Chunks }
+	told := func() bool { return chunks() == n.chunks(t) }
+	want := int64(0)
+	if replay {
+		want = 1
+	}
+	// Also whoever comes first is to know how long chunks are.
+	x.wantAsked("a first prompt", 1, talk(9, 3), alone)
+	eventually(t, "the server tells of it", told)
+	for who := range 2 {
+		salted := strings.Replace(talk(who, 3), "{", `{"cache_salt":"s",`, 1)
+		for _, request := range []string{talk(who, 3), salted} {
+			x.only(0)
+			learned := x.proxy.Stats().Tokenized
+			x.wantAsked("first", 1, request, alone)
+			eventually(t, "the proxy knows", func() bool { return told() && x.proxy.Stats().Tokenized > learned })
+			x.only(1)
+			x.wantAsked("again, at another D", 0, request, alone)
+			x.idle()
+			n.drop(t)
+			eventually(t, "the proxy knows that it is gone", func() bool { return chunks() == 0 })
+			if status, text, _ := post(t, other, request); status != 200 {
+				t.Fatal(status, text)
+			}
+			x.idle()
+			eventually(t, "another proxy had it stored", func() bool { return chunks() > 0 && told() })
+			x.only(2)
+			x.wantAsked("stored for another proxy", 0, request, alone)
+			n.drop(t)
+			eventually(t, "the proxy knows that it is gone", func() bool { return chunks() == 0 })
+			x.only(3)
+			x.wantAsked("dropped", want, request, alone)
+		}
+	}
 }
 
 // only lets requests go to one D alone.

@@ -6,6 +6,9 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/proxy/blocks"
+	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
 // store is what is known of the cache server that engines share (kvasir server). In the index of
@@ -17,6 +20,10 @@ import (
 type store struct {
 	lives *atomic.Uint32 // ids
 	well  atomic.Bool
+	below atomic.Bool // it has a tier below its memory
+
+	events *blocks.Follower // what it says that it has; nil: it is not asked
+	known  *blocks.Prompts  // which of its blocks, chunks, prompts are
 
 	mu struct {
 		sync.Mutex
@@ -75,6 +82,7 @@ func (s *store) heard(st *storeStatus) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	is := life{st.Started, st.PID, st.Clears}
+	s.below.Store(len(st.Below.Tiers) > 0)
 	resident := uint64(max(st.Pool.Resident, 1))
 	switch gone := st.Pool.Evicted - s.mu.evicted; {
 	case is != s.mu.life:
@@ -89,6 +97,54 @@ func (s *store) heard(st *storeStatus) {
 	}
 	s.mu.life, s.mu.evicted = is, st.Pool.Evicted
 	s.well.Store(true)
+}
+
+// follow begins to follow the server's KV events, where they are wanted.
+func (s *store) follow(o *Options) (err error) {
+	if o.StoreEvents == "" {
+		return nil
+	}
+	s.events, err = blocks.Follow(blocks.Options{Endpoint: o.StoreEvents, Replay: o.StoreReplay, Topic: "kv@", Cache: true, MaxBlocks: o.IndexEntries, Log: o.Log})
+	return err
+}
+
+// chunkTokens is how many tokens a chunk of the server has, as its events say; 0: they have not yet.
+func (s *store) chunkTokens() (tokens int) {
+	if s.events != nil {
+		_, tokens, _ = s.events.Blocks()
+	}
+	return tokens
+}
+
+// told is what the server says that it has of a prompt.
+type told struct {
+	bytes int  // of its beginning
+	reach int  // of the bytes whose chunks are known; it says nothing of those beyond
+	all   bool // it has no more of them
+}
+
+// instead corrects what is guessed of the server.
+func (t told) instead(guess int) int {
+	if t.reach > 0 && (t.bytes > guess || t.all && guess <= t.reach) {
+		return t.bytes
+	}
+	return guess
+}
+
+// has returns what the server says that it has of a prompt; zero: it says nothing of it.
+func (s *store) has(marks []prefix.Mark) (t told) {
+	if s.events == nil || len(marks) == 0 || !s.well.Load() {
+		return t
+	}
+	known := s.known.Find(make([]blocks.Known, 0, len(marks)), marks)
+	for i, k := range known {
+		if k.Tokens != 0 {
+			t.reach = marks[i].End
+		}
+	}
+	t.bytes, t.all = s.events.Longest(marks, known)
+	t.all = t.all && !s.below.Load() // what it evicts it may have below
+	return t
 }
 
 // watchStore looks after the cache server until ctx ends.

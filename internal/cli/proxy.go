@@ -47,6 +47,8 @@ type proxyCmd struct {
 	ReplayPort  int      `name:"kv-events-replay-port" help:"Port at which they replay KV events." placeholder:"PORT" group:"Policy"`
 	SharedStore bool     `name:"shared-store" help:"D can load what any engine has seen from a cache server (kvasir server): it counts as not lacking, for --skip-prefill-below." group:"Policy"`
 	Store       string   `help:"HTTP interface of the cache server (kvasir server --http-port) that P and D share: prompts that it has go to D alone, while it answers, and as long as it has not evicted much." placeholder:"URL" group:"Policy"`
+	StoreEvents string   `name:"store-events" help:"KV events of the server of --store (kvasir server --kv-events), tcp://HOST:PORT: a prompt goes to D alone when the server says that it has it. Engines are asked for the tokens of new prompts (/tokenize)." placeholder:"ENDPOINT" group:"Policy"`
+	StoreReplay string   `name:"store-events-replay" help:"Where it replays them (--kv-events-replay), tcp://HOST:PORT." placeholder:"ENDPOINT" group:"Policy"`
 	DecodeAlone bool     `name:"decode-alone" help:"While no P is well, D computes prompts; by default requests are refused." group:"Policy"`
 
 	OTLP string `name:"otlp-endpoint" help:"OpenTelemetry collector (OTLP over HTTP), http://HOST:4318, for a span of each request, P's part and D's." placeholder:"URL" group:"Log"`
@@ -89,7 +91,7 @@ var policies = map[string]proxy.Policy{
 
 // proxyFields are the flags of options, for errors.
 var proxyFields = map[string]string{
-	"Prefill": "--prefill", "Decode": "--decode", "Engines": "--engine", "Sources": "dns+ or registry+", "DPSize": "--data-parallel-size", "SkipPrefill": "--skip-prefill-below", "Store": "--store", "EventsPort": "--kv-events-port", "ReplayPort": "--kv-events-replay-port",
+	"Prefill": "--prefill", "Decode": "--decode", "Engines": "--engine", "Sources": "dns+ or registry+", "DPSize": "--data-parallel-size", "SkipPrefill": "--skip-prefill-below", "Store": "--store", "StoreEvents": "--store-events", "StoreReplay": "--store-events-replay", "EventsPort": "--kv-events-port", "ReplayPort": "--kv-events-replay-port",
 	"MaxInFlight": "--max-in-flight", "MaxPerEngine": "--max-per-engine", "MaxQueue": "--max-queue", "QueueTimeout": "--queue-timeout",
 	"Attempts": "--attempts", "FirstByte": "--first-byte-timeout", "PrefillTimeout": "--prefill-timeout", "Stall": "--stall-timeout",
 }
@@ -97,7 +99,7 @@ var proxyFields = map[string]string{
 func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	o = proxy.Options{
 		EngineKey: c.EngineKey, Dialect: connectors[c.Connector], DPSize: c.DPSize, Policy: policies[c.Policy],
-		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
+		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, StoreEvents: c.StoreEvents, StoreReplay: c.StoreReplay, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
 		QueueTimeout: c.QueueTimeout, Attempts: c.Attempts, FirstByte: c.FirstByte, PrefillTimeout: c.PrefillTime, Stall: c.Stall, Log: e.log,
 	}
 	if err := proxytool.Engines(&o, c.Prefill, c.Decode, c.Engine); err != nil {

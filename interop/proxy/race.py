@@ -46,7 +46,7 @@ def cells(args):
 
 
 def label(c):
-    return f"{c['size']} {'stream' if c['stream'] else 'json'} c{c['conns']}" + (" shared" if c["corpus"] == "shared" else "")
+    return f"{c['size']} {'stream' if c['stream'] else 'json'} c{c['conns']}" + (f" {c['rate']:.0f}/s" if c.get("rate") else "") + (" shared" if c["corpus"] == "shared" else "")
 
 
 def run_one(args, load, e, target, cell, seed):
@@ -55,6 +55,8 @@ def run_one(args, load, e, target, cell, seed):
             "--pid", f"prefill={e.p.pid}", "--pid", f"decode={e.d.pid}"]
     if cell["stream"]:
         argv.append("--stream")
+    if cell.get("rate"):
+        argv += ["--rate", f"{cell['rate']:.1f}"]
     if args.chat:
         argv.append("--chat")
     for u in target["urls"]:
@@ -139,6 +141,8 @@ def main():
     ap.add_argument("--conns", default="1,16,64")
     ap.add_argument("--stream", default="on,off")
     ap.add_argument("--shared-conns", type=int, default=16, help="also run the shared-prefix corpus, streaming, at this many connections (0 = no)")
+    ap.add_argument("--rate-share", type=float, default=0,
+                    help="then, at the most connections, each target gets the same requests per second, evenly: this share of what the slowest did of that size (0 = no)")
     ap.add_argument("--rounds", type=int, default=2)
     ap.add_argument("--seconds", type=float, default=1.2)
     ap.add_argument("--max-seconds", type=float, default=5, help="a slow target is measured this long at most, until each connection had 4 requests")
@@ -193,7 +197,12 @@ def main():
             targets[n] = {"urls": [url], "proc": p}
             sys.stderr.write(f"{n}: ready at {url}\n")
         todo = cells(args)
+        if args.rate_share:
+            todo += [dict(size=size, stream=stream, conns=max(args.conns), corpus="distinct", rate=0) for size in args.sizes for stream in args.stream]
         for k, cell in enumerate(todo):
+            if "rate" in cell:
+                full = next(r for r in results if r["cell"] == {x: v for x, v in cell.items() if x != "rate"})
+                cell["rate"] = args.rate_share * min(s["rps"] for s in full["summary"].values() if s["rps"])
             runs = {n: [] for n in names}
             for r in range(args.rounds):
                 order = names[(k + r) % len(names):] + names[:(k + r) % len(names)]

@@ -46,9 +46,13 @@ func Chain(salt string, blockTokens int, tokens []int64) (keys []Key) {
 	return keys
 }
 
+// Scope is what keeps the blocks of one model and salt apart where a publisher tells of several models.
+func Scope(model, salt string) string { return model + "\x00" + salt }
+
 // Held is the blocks of one publisher. Its methods are safe for concurrent use.
 type Held struct {
-	max int
+	max   int
+	cache bool // of a cache server: blocks in any medium, of several models
 
 	mu struct {
 		sync.Mutex
@@ -73,6 +77,14 @@ func NewHeld(max int) *Held {
 	return h
 }
 
+// NewCacheHeld returns a Held of what a cache server has: blocks count in every medium, and those of different
+// models are apart, under names of Scope.
+func NewCacheHeld(max int) *Held {
+	h := NewHeld(max)
+	h.cache = true
+	return h
+}
+
 // Reset forgets everything. all: there is nothing.
 func (h *Held) Reset(all bool) {
 	h.mu.Lock()
@@ -92,34 +104,42 @@ func hashOf(b []byte) (h uint64) {
 	return h
 }
 
-// Apply takes a batch. Of hybrid models the first group counts, of all media GPU; blocks of LoRA
-// adapters do not.
-func (h *Held) Apply(b *kvevent.Batch) {
+// Apply takes a batch. Of hybrid models the first group counts, of an engine's media GPU; blocks of LoRA
+// adapters do not. model is whose blocks those of a cache server are.
+func (h *Held) Apply(b *kvevent.Batch, model string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	apart := uint64(0) // two models may have the same hash for the same tokens
+	if h.cache {
+		apart = xxh3.HashString(model)
+	}
 	for i := range b.Events {
 		ev := &b.Events[i]
 		switch {
 		case ev.Kind == kvevent.Cleared:
 			h.resetLocked(true)
-		case ev.Group > 0 || ev.Medium != "" && ev.Medium != kvevent.GPU:
+		case ev.Group > 0 || !h.cache && ev.Medium != "" && ev.Medium != kvevent.GPU:
 		case ev.Kind == kvevent.Removed:
 			for _, hash := range ev.Hashes {
-				h.removeLocked(hashOf(hash))
+				h.removeLocked(hashOf(hash) ^ apart)
 			}
 		case ev.LoRA == "":
-			h.storeLocked(ev)
+			scope := ev.Salt
+			if h.cache {
+				scope = Scope(model, ev.Salt)
+			}
+			h.storeLocked(ev, scope, apart)
 		}
 	}
 }
 
-func (h *Held) storeLocked(ev *kvevent.Event) {
+func (h *Held) storeLocked(ev *kvevent.Event, scope string, apart uint64) {
 	if ev.BlockTokens <= 0 || len(ev.Tokens) < len(ev.Hashes)*ev.BlockTokens {
 		return
 	}
-	k := root(ev.Salt, ev.BlockTokens)
+	k := root(scope, ev.BlockTokens)
 	if ev.Parent != nil {
-		parent, ok := h.mu.by[hashOf(ev.Parent)]
+		parent, ok := h.mu.by[hashOf(ev.Parent)^apart]
 		if !ok { // it was stored before anybody listened
 			return
 		}
@@ -128,7 +148,7 @@ func (h *Held) storeLocked(ev *kvevent.Event) {
 	h.mu.tokens = ev.BlockTokens
 	for i, hash := range ev.Hashes {
 		k = k.next(ev.Tokens[i*ev.BlockTokens : (i+1)*ev.BlockTokens])
-		id := hashOf(hash)
+		id := hashOf(hash) ^ apart
 		b, there := h.mu.by[id]
 		if !there {
 			if len(h.mu.by) >= h.max {
@@ -179,7 +199,8 @@ func (h *Held) Longest(marks []prefix.Mark, known []Known) (bytes int, all bool)
 	return bytes, h.mu.all && !h.mu.full
 }
 
-// Known is the last whole block before a mark, of blocks of so many tokens.
+// Known is the last whole block before a mark, of blocks of so many tokens. A zero Key with Tokens says that
+// there is none, a zero Known that nothing is known.
 type Known struct {
 	Key    Key
 	Tokens int
@@ -218,13 +239,14 @@ func (p *Prompts) Learn(marks []prefix.Mark, salt string, blockTokens int, token
 		if i < len(marks)-1 {
 			n = min(n, int(int64(len(tokens))*int64(m.End)/int64(all))/blockTokens-1)
 		}
-		if n <= 0 {
-			continue
+		is := Known{Tokens: blockTokens}
+		if n > 0 {
+			is.Key = keys[n-1]
 		}
 		if len(p.mu.young) >= p.max {
 			p.mu.young, p.mu.old = make(map[uint64]Known), p.mu.young
 		}
-		p.mu.young[m.Hash] = Known{keys[n-1], blockTokens}
+		p.mu.young[m.Hash] = is
 	}
 }
 

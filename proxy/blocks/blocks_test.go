@@ -83,7 +83,7 @@ func TestHeld(t *testing.T) {
 			t.Errorf("%s: %d and %d bytes, want %d and %d", what, gotA, gotB, wantA, wantB)
 		}
 	}
-	apply := func(h *blocks.Held, events ...kvevent.Event) { h.Apply(&kvevent.Batch{Events: events}) }
+	apply := func(h *blocks.Held, events ...kvevent.Event) { h.Apply(&kvevent.Batch{Events: events}, "") }
 	apply(a, stored("a", ada, 0, 10))
 	apply(b, stored("b", ada, 0, 3), stored("b", ada, 3, 5))
 	f("nobody knows the tokens", 0, 0, ada)
@@ -122,6 +122,55 @@ func TestHeld(t *testing.T) {
 	apply(small, stored("a", ada, 0, 10))
 	if n, tokens, all := small.Blocks(); n != 3 || tokens != size || all {
 		t.Errorf("%d blocks of %d, %v", n, tokens, all)
+	}
+}
+
+// A cache server tells of two models with the same hashes, in memory and below: each has its own, until the
+// last medium has it no more.
+func TestCacheHeld(t *testing.T) {
+	h := blocks.NewCacheHeld(100)
+	apply := func(model, medium string, events ...kvevent.Event) {
+		for i := range events {
+			events[i].Medium = medium
+		}
+		h.Apply(&kvevent.Batch{Events: events}, model)
+	}
+	known := map[string]view{}
+	for _, model := range []string{"a", "b"} {
+		known[model] = view{blocks.NewPrompts(1000)}
+		known[model].p.Learn(marks(ada), blocks.Scope(model, ""), size, tokens(ada))
+	}
+	f := func(what string, a, b int) {
+		t.Helper()
+		if gotA, gotB := known["a"].longest(h, ada), known["b"].longest(h, ada); gotA != a || gotB != b {
+			t.Errorf("%s: %d and %d bytes, want %d and %d", what, gotA, gotB, a, b)
+		}
+	}
+	apply("a", kvevent.CPU, stored("s", ada, 0, 10))
+	f("one model", len(ada), 0)
+	apply("b", kvevent.CPU, stored("s", ada, 0, 5))
+	f("both", len(ada), 24)
+	apply("a", kvevent.Storage, stored("s", ada, 0, 10))
+	for i := 9; i >= 0; i-- {
+		apply("a", kvevent.CPU, removed("s", ada, i))
+	}
+	f("below", len(ada), 24)
+	for i := 9; i >= 0; i-- {
+		apply("a", kvevent.Storage, removed("s", ada, i))
+	}
+	f("gone", 0, 24)
+	salted := stored("s", ada, 0, 10)
+	salted.Salt = "x"
+	apply("a", kvevent.CPU, salted)
+	f("another salt", 0, 24)
+}
+
+// A prompt without a whole block is known to have none.
+func TestShortPrompt(t *testing.T) {
+	p := blocks.NewPrompts(64)
+	p.Learn(marks("ab"), "", size, tokens("ab"))
+	if k := p.Find(nil, marks("ab"))[0]; k != (blocks.Known{Tokens: size}) {
+		t.Errorf("%+v", k)
 	}
 }
 

@@ -1,6 +1,7 @@
 package blocks
 
 import (
+	"bytes"
 	"cmp"
 	"encoding/binary"
 	"log/slog"
@@ -18,6 +19,10 @@ type Options struct {
 	Endpoint string // of the publisher, tcp://host:port
 	Replay   string // of its replays; "": none
 	Topic    string // prefix of topics; default all
+
+	// Cache says that the publisher is a cache server (NewCacheHeld): the model of a message is what follows the
+	// second @ of its topic, as in kv@HOST:PORT@MODEL.
+	Cache bool
 
 	MaxBlocks     int           // default 1<<20
 	ReplayTimeout time.Duration // default 10 s
@@ -59,6 +64,7 @@ type Follower struct {
 
 type message struct {
 	seq   uint64
+	model string
 	batch kvevent.Batch
 }
 
@@ -67,6 +73,9 @@ func Follow(o Options) (*Follower, error) {
 	o.MaxBlocks, o.ReplayTimeout = cmp.Or(o.MaxBlocks, 1<<20), cmp.Or(o.ReplayTimeout, 10*time.Second)
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	f := &Follower{Held: NewHeld(o.MaxBlocks), o: o}
+	if o.Cache {
+		f.Held = NewCacheHeld(o.MaxBlocks)
+	}
 	limits := zmtp.DealerOptions{HeartbeatInterval: 10 * time.Second, HeartbeatTimeout: 30 * time.Second}
 	if o.Replay != "" {
 		ro := limits
@@ -174,14 +183,14 @@ func (f *Follower) goOnLocked() {
 	f.endLocked()
 	for i := range late {
 		if m := &late[i]; !f.mu.begun || m.seq >= f.mu.next {
-			f.takeLocked(m.seq, &m.batch)
+			f.takeLocked(m)
 		}
 	}
 }
 
 // published takes a message of the publisher.
 func (f *Follower) published(m zmtp.Message) {
-	seq, batch, ok := f.decode(m)
+	got, ok := f.decode(m)
 	if !ok {
 		return
 	}
@@ -189,28 +198,28 @@ func (f *Follower) published(m zmtp.Message) {
 	defer f.mu.Unlock()
 	switch {
 	case f.mu.asking && len(f.mu.late) < maxLate:
-		f.mu.late = append(f.mu.late, message{seq, batch})
+		f.mu.late = append(f.mu.late, got)
 		return
 	case f.mu.asking: // too many wait
 		f.goOnLocked()
-	case f.mu.begun && seq > f.mu.next && !f.restartedLocked(&batch):
+	case f.mu.begun && got.seq > f.mu.next && !f.restartedLocked(&got.batch):
 		if f.askLocked(f.mu.next); f.mu.asking {
-			f.mu.late = append(f.mu.late, message{seq, batch})
+			f.mu.late = append(f.mu.late, got)
 			return
 		}
 	}
-	f.takeLocked(seq, &batch)
+	f.takeLocked(&got)
 }
 
 func (f *Follower) restartedLocked(b *kvevent.Batch) bool { return f.mu.begun && b.Epoch != f.mu.epoch }
 
 // takeLocked takes the next batch. One that does not follow the last one makes what was known void.
-func (f *Follower) takeLocked(seq uint64, b *kvevent.Batch) {
-	if !f.mu.begun || seq != f.mu.next || f.restartedLocked(b) {
-		f.voidLocked(seq == 0)
+func (f *Follower) takeLocked(m *message) {
+	if !f.mu.begun || m.seq != f.mu.next || f.restartedLocked(&m.batch) {
+		f.voidLocked(m.seq == 0)
 	}
-	f.mu.begun, f.mu.next, f.mu.epoch = true, seq+1, b.Epoch
-	f.Apply(b)
+	f.mu.begun, f.mu.next, f.mu.epoch = true, m.seq+1, m.batch.Epoch
+	f.Apply(&m.batch, m.model)
 }
 
 // replayed takes an answer to a replay.
@@ -227,23 +236,27 @@ func (f *Follower) replayed(m zmtp.Message) {
 		f.goOnLocked()
 		return
 	}
-	seq, batch, ok := f.decode(m[1:])
-	if !ok || seq < f.mu.from || f.mu.begun && !f.mu.first && seq < f.mu.next {
+	got, ok := f.decode(m[1:])
+	if !ok || got.seq < f.mu.from || f.mu.begun && !f.mu.first && got.seq < f.mu.next {
 		return
 	}
 	f.mu.first = false
-	f.takeLocked(seq, &batch)
+	f.takeLocked(&got)
 }
 
 // decode copies what it returns.
-func (f *Follower) decode(m zmtp.Message) (seq uint64, b kvevent.Batch, ok bool) {
+func (f *Follower) decode(m zmtp.Message) (out message, ok bool) {
 	if len(m) != 3 || len(m[1]) != 8 {
-		return 0, b, false
+		return out, false
 	}
-	b, err := kvevent.Decode(append([]byte(nil), m[2]...))
-	if err != nil {
+	var err error
+	if out.batch, err = kvevent.Decode(append([]byte(nil), m[2]...)); err != nil {
 		f.o.Log.Warn("a message is no batch of KV events", "endpoint", f.o.Endpoint, "err", err)
-		return 0, b, false
+		return out, false
 	}
-	return binary.BigEndian.Uint64(m[1]), b, true
+	if parts := bytes.SplitN(m[0], []byte("@"), 3); len(parts) == 3 {
+		out.model = string(parts[2])
+	}
+	out.seq = binary.BigEndian.Uint64(m[1])
+	return out, true
 }

@@ -241,7 +241,8 @@ func (w *worker) body(length int64, chunked bool, seen func()) error {
 	}
 }
 
-func (w *worker) once() (s sample, err error) {
+// once sends a request and reads its answer. Its times count from due, or from its beginning where due is zero.
+func (w *worker) once(due time.Time) (s sample, err error) {
 	if w.conn == nil {
 		if w.conn, err = net.DialTimeout("tcp", w.addr, 5*time.Second); err != nil {
 			return s, errors.New("dial failed")
@@ -273,6 +274,9 @@ func (w *worker) once() (s sample, err error) {
 	bufs = append(append(bufs, parts...), []byte(tail))
 	start := time.Now()
 	_ = w.conn.SetDeadline(start.Add(w.timeout))
+	if !due.IsZero() {
+		start = due
+	}
 	if _, err = bufs.WriteTo(w.conn); err != nil {
 		return s, fmt.Errorf("write: %w", errClosed)
 	}
@@ -354,6 +358,7 @@ func main() {
 	flag.Var(&urls, "url", "base URL, e.g. http://127.0.0.1:8000 (repeatable: connections take turns)")
 	flag.Var(&pids, "pid", "name=PID of a process tree to account (repeatable)")
 	conns := flag.Int("conns", 1, "connections, one request in flight on each")
+	rate := flag.Float64("rate", 0, "requests per second that are due, evenly; times count from then, also while no connection is free (0 = each connection sends its next at once)")
 	size := flag.String("size", "2KiB", "prompt size")
 	kind := flag.String("corpus", "distinct", "distinct, or shared (--hot common prefixes of --share of the prompt)")
 	hot := flag.Int("hot", 8, "number of common prefixes of the shared corpus")
@@ -371,7 +376,7 @@ func main() {
 	seed := flag.Uint64("seed", uint64(time.Now().UnixNano()), "prompts differ between seeds")
 	flag.Parse()
 	n, err := parseSize(*size)
-	if err != nil || len(urls) == 0 || *conns < 1 || *share < 0 || *share > 0.99 || *tokens < 1 || *hot < 1 {
+	if err != nil || len(urls) == 0 || *conns < 1 || *share < 0 || *share > 0.99 || *tokens < 1 || *hot < 1 || *rate < 0 {
 		fmt.Fprintln(os.Stderr, "bad arguments:", err)
 		flag.Usage()
 		os.Exit(2)
@@ -393,8 +398,9 @@ func main() {
 	// A request counts if it ends inside the window, whenever it started: what leaves at one edge is made up at the other, so a slow
 	// server is not charged for requests that are never counted. CPU is read at both edges, not after the last requests have drained.
 	var stop atomic.Bool
-	var count atomic.Int64
+	var count, sent atomic.Int64
 	var wg sync.WaitGroup
+	begin := time.Now()
 	for i := range workers {
 		u, err := url.Parse(urls[i%len(urls)])
 		if err != nil || u.Host == "" {
@@ -406,7 +412,17 @@ func main() {
 		go func() {
 			defer wg.Done()
 			for !stop.Load() {
-				s, err := w.once()
+				var due time.Time
+				if *rate > 0 {
+					due = begin.Add(time.Duration(float64(sent.Add(1)) / *rate * 1e9))
+					for d := time.Until(due); d > 0 && !stop.Load(); d = time.Until(due) {
+						time.Sleep(min(d, 100*time.Millisecond))
+					}
+					if stop.Load() {
+						return
+					}
+				}
+				s, err := w.once(due)
 				if err != nil {
 					w.errs[err.Error()]++
 					time.Sleep(10 * time.Millisecond) // a refusing server must not turn the loop into a spin
@@ -426,7 +442,7 @@ func main() {
 	for {
 		time.Sleep(5 * time.Millisecond)
 		d, k := time.Since(t0), count.Load()-n0
-		if d >= *longest || (d >= *dur && k >= int64(*least)*int64(*conns)) || (*maxReq > 0 && k >= int64(*maxReq)) {
+		if d >= *longest || (d >= *dur && (*rate > 0 || k >= int64(*least)*int64(*conns))) || (*maxReq > 0 && k >= int64(*maxReq)) {
 			break
 		}
 	}
@@ -461,7 +477,7 @@ func main() {
 	}
 	done := len(total)
 	res := map[string]any{
-		"conns": *conns, "size": n, "corpus": *kind, "stream": *stream, "chat": *chat, "max_tokens": *tokens, "requests": done,
+		"conns": *conns, "rate": *rate, "size": n, "corpus": *kind, "stream": *stream, "chat": *chat, "max_tokens": *tokens, "requests": done,
 		"failed": failed, "errors": errs, "dials": redials, "wall_s": wall.Seconds(), "rps": float64(done) / wall.Seconds(),
 		"ttft_ms": quantiles(ttft), "total_ms": quantiles(total), "answer_bytes": out,
 	}
