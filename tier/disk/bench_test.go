@@ -51,7 +51,7 @@ func plainFile(b *testing.B) file {
 		b.Skip(err)
 	}
 	b.Cleanup(func() { _ = unix.Close(fd) })
-	return osFile(fd)
+	return osFile{fd: fd}
 }
 
 // plainWriter fills files of 256 MiB, as a segment is filled: reserved, direct I/O, and
@@ -99,14 +99,29 @@ func benchDisk(b *testing.B, n int) (*Disk, func(i int64, buf []byte) error) {
 	}
 }
 
-// parallel runs f in some goroutines, each with memory of its own.
+// parallel runs f in some goroutines, each with memory of its own, as a pool has it.
 func parallel(b *testing.B, workers, n int, f func(i int64, buf []byte) error) {
+	each := (workers + runtime.GOMAXPROCS(0) - 1) / runtime.GOMAXPROCS(0)
+	path, err := shm.Path("", fmt.Sprintf("kvasir-bench-%d", os.Getpid()))
+	if err != nil {
+		b.Fatal(err)
+	}
+	all := int64(n * each * runtime.GOMAXPROCS(0))
+	memory, err := shm.Create(path, all)
+	if err != nil {
+		b.Skip(err)
+	}
+	defer memory.Close()
+	if err := errors.Join(memory.Unlink(), memory.Populate(0, all, true)); err != nil {
+		b.Fatal(err)
+	}
 	b.SetBytes(int64(n))
-	b.SetParallelism((workers + runtime.GOMAXPROCS(0) - 1) / runtime.GOMAXPROCS(0))
-	var next atomic.Int64
+	b.SetParallelism(each)
+	var next, worker atomic.Int64
+	used := processorTime()
 	b.ResetTimer()
 	b.RunParallel(func(pb *testing.PB) {
-		buf := shm.MakeAligned(n, block)
+		buf := memory.Bytes((worker.Add(1)-1)*int64(n), int64(n))
 		for pb.Next() {
 			if err := f(next.Add(1), buf); err != nil {
 				b.Error(err)
@@ -114,6 +129,7 @@ func parallel(b *testing.B, workers, n int, f func(i int64, buf []byte) error) {
 			}
 		}
 	})
+	b.ReportMetric((processorTime()-used).Seconds()/(float64(b.N)*float64(n)/1e9), "cpu-s/GB")
 }
 
 func BenchmarkWrite(b *testing.B) {

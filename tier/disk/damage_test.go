@@ -258,7 +258,7 @@ func TestServesWhileOpening(t *testing.T) {
 func TestCancelInTheMiddleOfARead(t *testing.T) {
 	for shift := range 2 {
 		m := newMemFiles(1, 1<<30)
-		d := openMem(t, Options{SegmentBytes: 8 << 20, MinFree: 1, FirstTouch: true}, 64<<20, newClock(), m)
+		d := openMem(t, Options{SegmentBytes: 16 << 20, MinFree: 1, FirstTouch: true}, 128<<20, newClock(), m)
 		n := 2*directPiece + 5000
 		put(t, d, 1, n)
 		ctx, cancel := context.WithCancel(t.Context())

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvasir-kv/kvasir/internal/rawio"
 	"github.com/kvasir-kv/kvasir/shm"
 )
 
@@ -59,8 +60,12 @@ type osFiles struct {
 	path   string
 	dir    int
 	lock   int
-	direct int // O_DIRECT, or 0 where the file system has none
+	direct int          // O_DIRECT, or 0 where the file system has none
+	queue  *rawio.Queue // of reads; nil where the kernel has none, or they are not direct
 }
+
+// readsAtOnce is how many reads of one directory the kernel has at once; others wait.
+const readsAtOnce = 64
 
 // ours are the names that a directory of this package has before it has its marker.
 var ours = map[string]bool{lockName: true, markName + newSuffix: true, "lost+found": true, "probe": true}
@@ -103,7 +108,13 @@ func openFiles(path string) (_ *osFiles, err error) {
 	}
 	_ = unix.Ftruncate(o.lock, 0)
 	_, _ = unix.Pwrite(o.lock, fmt.Append(nil, os.Getpid()), 0) // for people
-	return o, o.probe()
+	if err := o.probe(); err != nil {
+		return nil, err
+	}
+	if o.direct != 0 {
+		o.queue, _ = rawio.NewQueue(readsAtOnce) // else each read takes a thread
+	}
+	return o, nil
 }
 
 // probe finds out whether direct I/O is possible.
@@ -155,7 +166,7 @@ func (o *osFiles) open(name string) (file, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open %s: %w", name, err)
 	}
-	return osFile(fd), nil
+	return osFile{fd, o.queue}, nil
 }
 
 func (o *osFiles) create(name string, bytes int64) (file, error) {
@@ -172,7 +183,7 @@ func (o *osFiles) create(name string, bytes int64) (file, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("reserve %d bytes for %s: %w", bytes, name, err), unix.Close(fd), o.remove(name))
 	}
-	return osFile(fd), nil
+	return osFile{fd, o.queue}, nil
 }
 
 func (o *osFiles) rename(from, to string) error { return unix.Renameat(o.dir, from, o.dir, to) }
@@ -201,6 +212,9 @@ func (o *osFiles) space() (all, free int64, err error) {
 
 func (o *osFiles) close() error {
 	var errs []error
+	if o.queue != nil {
+		errs = append(errs, o.queue.Close())
+	}
 	for _, fd := range []int{o.lock, o.dir} {
 		if fd >= 0 {
 			errs = append(errs, unix.Close(fd))
@@ -210,14 +224,25 @@ func (o *osFiles) close() error {
 }
 
 // osFile is a file's descriptor.
-type osFile int
+type osFile struct {
+	fd    int
+	queue *rawio.Queue // of its directory
+}
 
 func (f osFile) readv(bufs [][]byte, off int64) error {
-	return each(bufs, off, func(bufs [][]byte, off int64) (int, error) { return unix.Preadv(int(f), bufs, off) }, io.ErrUnexpectedEOF)
+	return each(bufs, off, func(bufs [][]byte, off int64) (int, error) {
+		if f.queue != nil {
+			n, err := f.queue.Preadv(f.fd, bufs, off)
+			if !errors.Is(err, rawio.ErrQueue) {
+				return n, err
+			}
+		}
+		return unix.Preadv(f.fd, bufs, off)
+	}, io.ErrUnexpectedEOF)
 }
 
 func (f osFile) writev(bufs [][]byte, off int64) error {
-	return each(bufs, off, func(bufs [][]byte, off int64) (int, error) { return unix.Pwritev(int(f), bufs, off) }, io.ErrShortWrite)
+	return each(bufs, off, func(bufs [][]byte, off int64) (int, error) { return unix.Pwritev(f.fd, bufs, off) }, io.ErrShortWrite)
 }
 
 // each repeats a call until it has moved all of bufs; none is the error when it moves
@@ -253,13 +278,13 @@ func after(bufs [][]byte, n int) [][]byte {
 
 func (f osFile) size() (int64, error) {
 	var st unix.Stat_t
-	err := unix.Fstat(int(f), &st)
+	err := unix.Fstat(f.fd, &st)
 	return st.Size, err
 }
 
-func (f osFile) truncate(bytes int64) error { return unix.Ftruncate(int(f), bytes) }
-func (f osFile) sync() error                { return unix.Fdatasync(int(f)) }
-func (f osFile) close() error               { return unix.Close(int(f)) }
+func (f osFile) truncate(bytes int64) error { return unix.Ftruncate(f.fd, bytes) }
+func (f osFile) sync() error                { return unix.Fdatasync(f.fd) }
+func (f osFile) close() error               { return unix.Close(f.fd) }
 
 // replace writes a file as a whole: the old one or the new one is there at any moment.
 // write calls put with blocks, in order.

@@ -157,7 +157,7 @@ func (s *soak) cutPower() {
 		}
 		info, _ := fd.Stat()
 		_, id, _ := parseSegment(filepath.Base(name))
-		f := osFile(int(fd.Fd()))
+		f := osFile{fd: int(fd.Fd())}
 		if _, _, err := readIndex(f, id, info.Size()); err != nil {
 			for range 1 + s.rand.IntN(200) {
 				junk := make([]byte, sector*(1+s.rand.IntN(4)))

@@ -18,7 +18,7 @@ import (
 )
 
 const (
-	directPiece = 2 << 20 // of one call into or from memory that suits direct I/O
+	directPiece = 4 << 20 // of one call into or from memory that suits direct I/O
 	bouncePiece = 1 << 20 // of one call by way of a buffer
 
 	refusePause = 10 * time.Second // without writing, after a disk was full or failed

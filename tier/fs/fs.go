@@ -25,6 +25,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/rawio"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 )
@@ -77,6 +78,7 @@ type Dir struct {
 	temp     string
 	readOnly bool
 	attrs    attrs
+	queue    *rawio.Queue // nil where the kernel has none
 
 	noDirect atomic.Bool
 	noSums   atomic.Bool   // the file system has no place for checksums
@@ -124,12 +126,21 @@ func openWith(o Options, a attrs) (*Dir, error) {
 	if err := d.try(); err != nil {
 		return nil, err
 	}
+	if o.Direct {
+		var err error
+		if d.queue, err = rawio.NewQueue(readsAtOnce); err != nil {
+			d.log.Info("the kernel queues no reads: each takes a thread", "path", o.Path, "err", err)
+		}
+	}
 	life, stop := context.WithCancel(context.Background())
 	d.stop = stop
 	d.statfs()
 	d.done.Go(func() { d.watch(life) })
 	return d, nil
 }
+
+// readsAtOnce is how many reads of one directory the kernel has at once; others wait.
+const readsAtOnce = 64
 
 func unwritable(err error) bool {
 	return errors.Is(err, iofs.ErrPermission) || errors.Is(err, unix.EROFS)
@@ -254,5 +265,8 @@ func (d *Dir) Space() tier.Space {
 func (d *Dir) Close() error {
 	d.stop()
 	d.done.Wait()
+	if d.queue != nil {
+		return d.queue.Close()
+	}
 	return nil
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
 
+	"github.com/kvasir-kv/kvasir/internal/rawio"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 )
@@ -243,11 +244,11 @@ func (d *Dir) open(path string, flags int, mode uint32) (fd int, direct bool, er
 
 // readAll fills dst and returns how many bytes it got: less where the file ends.
 func (d *Dir) readAll(ctx context.Context, fd int, direct bool, dst []byte, h *xxh3.Hasher) (int64, error) {
-	return d.inPieces(ctx, fd, direct, dst, func(b []byte, off int64) (int, error) {
+	return d.inPieces(ctx, fd, direct, dst, func(b []byte, off int64, direct bool) (int, error) {
 		if h != nil {
 			b = b[:min(len(b), hotPiece)]
 		}
-		n, err := unix.Pread(fd, b, off)
+		n, err := d.pread(fd, b, off, direct)
 		if h != nil && n > 0 {
 			_, _ = h.Write(b[:n]) // never fails
 		}
@@ -255,10 +256,21 @@ func (d *Dir) readAll(ctx context.Context, fd int, direct bool, dst []byte, h *x
 	})
 }
 
+// pread reads from a file: with direct I/O without a thread that waits.
+func (d *Dir) pread(fd int, b []byte, off int64, direct bool) (int, error) {
+	if direct && d.queue != nil {
+		n, err := d.queue.Preadv(fd, [][]byte{b}, off)
+		if !errors.Is(err, rawio.ErrQueue) {
+			return n, err
+		}
+	}
+	return unix.Pread(fd, b, off)
+}
+
 // inPieces moves all of b through f, whole pages first. What the kernel refuses as not
 // aligned, and what fills no page, passes through the page cache. It returns how many
 // bytes were moved: less where f moves none.
-func (d *Dir) inPieces(ctx context.Context, fd int, direct bool, b []byte, f func(b []byte, off int64) (int, error)) (int64, error) {
+func (d *Dir) inPieces(ctx context.Context, fd int, direct bool, b []byte, f func(b []byte, off int64, direct bool) (int, error)) (int64, error) {
 	off := int64(0)
 	for off < int64(len(b)) {
 		if err := ctx.Err(); err != nil {
@@ -276,7 +288,7 @@ func (d *Dir) inPieces(ctx context.Context, fd int, direct bool, b []byte, f fun
 			}
 			part = part[:whole]
 		}
-		n, err := f(part, off)
+		n, err := f(part, off, direct)
 		switch {
 		case errors.Is(err, unix.EINTR):
 		case errors.Is(err, unix.EINVAL) && direct:

@@ -117,7 +117,7 @@ func (d *Dir) put(ctx context.Context, path string, a attr, src []byte) (err err
 }
 
 func (d *Dir) fill(ctx context.Context, fd int, direct bool, a attr, src []byte) error {
-	move := func(b []byte, off int64) (int, error) { return unix.Pwrite(fd, b, off) }
+	move := func(b []byte, off int64, _ bool) (int, error) { return unix.Pwrite(fd, b, off) }
 	rest := src
 	if d.o.Pad { // the last page has a place of its own, so that it can be written whole
 		rest = src[:len(src)&^(tier.Page-1)]
