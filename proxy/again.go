@@ -138,7 +138,7 @@ func (p *Proxy) relayKeeps(ctx context.Context, r relayed) bool {
 
 // fromRelay sends the request to D alone, which has the prompt's KV from a relay.
 func (e *exchange) fromRelay(ctx context.Context, c choice, params []byte) (outcome string, err error) {
-	outcome, err = e.answer(ctx, c.engine, 0, params)
+	outcome, err = e.answer(ctx, c.engine, 0, params, nil)
 	if err == nil {
 		e.p.n.spared[byRelay].Add(1)
 	} else if !errors.Is(err, errNotSent) {

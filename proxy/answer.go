@@ -23,7 +23,7 @@ func isTimeout(err error) bool {
 
 // send sends a request over a connection to an engine and returns the head of its answer.
 func (e *exchange) send(ctx context.Context, b *backend, n *upstream.Conn, pieces [][]byte, fields []byte, until time.Time) (*upstream.Response, error) {
-	r := upstream.Request{Method: http.MethodPost, Target: e.r.URL.EscapedPath(), Fields: fields, Body: pieces}
+	r := upstream.Request{Method: http.MethodPost, Target: e.r.URL.EscapedPath(), Fields: fields, Body: pieces, Whole: e.split && b.role == decode}
 	if e.r.URL.RawQuery != "" {
 		r.Target += "?" + e.r.URL.RawQuery
 	}
@@ -52,8 +52,9 @@ const (
 var legNames = [...]string{both: "generate", prefill: "prefill", decode: "decode"}
 
 // answer is the leg whose answer the client hears: alone, or with what P says for D. An error
-// says that the client has heard nothing.
-func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []byte) (outcome string, err error) {
+// says that the client has heard nothing. begin is called when the engine can be reached: from then on it gets the whole request,
+// also when the client leaves meanwhile, so that D can let go of what P computes for it.
+func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []byte, begin func() error) (outcome string, err error) {
 	defer func() { e.p.fleet.leave(b, lacks) }()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -67,6 +68,12 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 			e.p.trouble(b, err)
 		}
 		return "", fmt.Errorf("%s: %w: %w", b.url, errNotSent, err)
+	}
+	if begin != nil {
+		if err := begin(); err != nil {
+			n.Close()
+			return "", err
+		}
 	}
 	fields := e.fields[:len(e.fields):len(e.fields)]
 	if dp, ok := e.rankOf(b, rank{}); ok {

@@ -182,7 +182,7 @@ func (e *exchange) attempt(c choice, again []byte) (outcome string, err error) {
 	case c.prefill == nil && c.engine.role == decode && again != nil:
 		return e.fromRelay(ctx, c, again)
 	case c.prefill == nil:
-		outcome, err = e.answer(ctx, c.engine, c.lacks[0], nil)
+		outcome, err = e.answer(ctx, c.engine, c.lacks[0], nil, nil)
 		if err == nil && c.spared != notSpared {
 			e.p.n.spared[c.spared].Add(1)
 		}
@@ -244,30 +244,41 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	transfer := "kvasir-" + newID()
 	pieces, held := e.prefillPieces(wire.RemoteDecode(transfer))
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
-	done := make(chan struct{})
-	started := e.p.goBackground(func() {
-		defer close(done)
-		defer e.p.fleet.leave(c.prefill, c.lacks[1])
-		defer context.AfterFunc(e.p.ctx, abort)()
-		l, err := e.prefill(prefilling, n, c.prefill, who, pieces, held)
-		if err != nil {
-			cancel(err)
-			return
+	done, started := make(chan struct{}), false
+	begin := func() error {
+		if started {
+			return nil
 		}
-		e.cached.Store(int64(l.cached))
-		e.prefilled.Store(int64(time.Since(e.start)))
-	})
-	if !started {
-		abort()
-		n.Close()
-		held.release()
-		e.p.fleet.give(c)
-		return "", unavailable("the proxy is stopping")
+		started = e.p.goBackground(func() {
+			defer close(done)
+			defer e.p.fleet.leave(c.prefill, c.lacks[1])
+			defer context.AfterFunc(e.p.ctx, abort)()
+			l, err := e.prefill(prefilling, n, c.prefill, who, pieces, held)
+			if err != nil {
+				cancel(err)
+				return
+			}
+			e.cached.Store(int64(l.cached))
+			e.prefilled.Store(int64(time.Since(e.start)))
+		})
+		if !started {
+			return unavailable("the proxy is stopping")
+		}
+		return nil
 	}
+	params := encode(wire.RemotePrefill(c.prefill.registry.Base(), who.engine, transfer))
 	defer func() {
-		if outcome != "ok" {
+		switch {
+		case !started:
+			abort()
+			n.Close()
+			held.release()
+			e.p.fleet.leave(c.prefill, c.lacks[1])
+			return
+		case outcome != "ok":
 			abort()
 			<-done
+			e.freeLost(err, params)
 			return
 		}
 		select {
@@ -277,8 +288,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			time.AfterFunc(prefillGrace, abort)
 		}
 	}()
-	params := wire.RemotePrefill(c.prefill.registry.Base(), who.engine, transfer)
-	outcome, err = e.answerOf(ctx, c.engine, encode(params))
+	outcome, err = e.answerOf(ctx, c.engine, params, begin)
 	if a, ok := errors.AsType[*refusedByP](context.Cause(ctx)); ok && err != nil {
 		return e.say(a), nil
 	}
@@ -393,15 +403,16 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	}
 	e.cached.Store(int64(l.cached))
 	e.prefilled.Store(int64(time.Since(e.start)))
-	return e.answerOf(ctx, c.engine, l.params)
+	outcome, err = e.answerOf(ctx, c.engine, l.params, nil)
+	e.freeLost(err, l.params)
+	return outcome, err
 }
 
 // answerOf is D's leg. A D that has not had the request is replaced by another: P's KV waits for
-// any. If it is not known whether a D took it, one is asked to take it all the same, so that P's
-// memory becomes free.
-func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte) (outcome string, err error) {
+// any. begin is called with a connection to D, before the request; nil: nothing is begun.
+func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begin func() error) (outcome string, err error) {
 	for {
-		outcome, err = e.answer(ctx, d, 0, params)
+		outcome, err = e.answer(ctx, d, 0, params, begin)
 		if !errors.Is(err, errNotSent) || ctx.Err() != nil {
 			break
 		}
@@ -411,10 +422,14 @@ func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte) (out
 		e.want.tried = append(e.want.tried, d)
 		e.p.n.retries.Add(1)
 	}
+	return outcome, err
+}
+
+// freeLost asks a D to take P's KV if it is not known whether one did, so that P's memory becomes free.
+func (e *exchange) freeLost(err error, params []byte) {
 	if (errors.Is(err, errNotSent) || errors.Is(err, errLost)) && e.prefilled.Load() > 0 && params != nil {
 		e.p.free(e, params)
 	}
-	return outcome, err
 }
 
 // say passes P's refusal on.

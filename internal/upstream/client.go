@@ -232,7 +232,13 @@ type Request struct {
 	Target string // path and query
 	Fields []byte
 	Body   [][]byte
+
+	// Whole says that the server is to have all of it, also when ctx ends while it is sent: within WholeTime.
+	Whole bool
 }
+
+// WholeTime is how long a request may take to be sent after its context ended, if it is to be whole.
+const WholeTime = 5 * time.Second
 
 var past = time.Unix(1, 0)
 
@@ -244,7 +250,14 @@ func (n *Conn) Do(ctx context.Context, r *Request, until time.Time) (*Response, 
 		return nil, err
 	}
 	n.ended = ctx.Err
-	n.stop = context.AfterFunc(ctx, func() { _ = n.nc.SetDeadline(past) }) // a closed one needs none
+	n.stop = context.AfterFunc(ctx, func() { // a closed connection needs no deadline
+		if r.Whole {
+			_ = n.nc.SetReadDeadline(past)
+			_ = n.nc.SetWriteDeadline(time.Now().Add(WholeTime))
+			return
+		}
+		_ = n.nc.SetDeadline(past)
+	})
 	a, err := n.do(r)
 	if err == nil {
 		return a, nil
@@ -274,7 +287,7 @@ func (n *Conn) do(r *Request) (*Response, error) {
 	werr := n.write(head, length, r.Body)
 	*pooled = head
 	heads.Put(pooled)
-	if werr != nil { // the server may have answered before it had everything
+	if werr != nil && n.ended() == nil { // the server may have answered before it had everything
 		_ = n.nc.SetReadDeadline(time.Now().Add(time.Second)) // if not, reading fails at once
 	}
 	if _, err := n.br.Peek(1); err != nil {

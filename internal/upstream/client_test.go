@@ -338,6 +338,40 @@ func TestContextEnds(t *testing.T) {
 	}
 }
 
+// A request that is to be whole is sent to its end although the context ends while the server reads it; others are cut.
+func TestWholeRequest(t *testing.T) {
+	for _, whole := range []bool{true, false} {
+		begun, got, left := make(chan struct{}), make(chan int64, 1), make(chan struct{})
+		s := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+			close(begun)
+			<-left
+			n, _ := io.Copy(io.Discard, r.Body)
+			got <- n
+		}))
+		ctx, cancel := context.WithCancel(t.Context())
+		n, err := client(t, s.URL).Conn(ctx)
+		if err != nil {
+			t.Fatal(err)
+		}
+		go func() {
+			<-begun
+			cancel()
+			if !whole {
+				time.Sleep(50 * time.Millisecond) // the client is to see it first
+			}
+			close(left)
+		}()
+		body := make([]byte, 32<<20) // more than sockets hold
+		if _, err := n.Do(ctx, &Request{Method: "POST", Target: "/", Body: [][]byte{body}, Whole: whole}, time.Time{}); !errors.Is(err, context.Canceled) {
+			t.Fatal(err)
+		}
+		if n := <-got; (n == int64(len(body))) != whole {
+			t.Errorf("whole %v: %d bytes arrived", whole, n)
+		}
+		s.Close()
+	}
+}
+
 func TestTLS(t *testing.T) {
 	s := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, _ := io.ReadAll(r.Body)
