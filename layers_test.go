@@ -146,6 +146,7 @@ var layers = map[string]int{
 	"p2p":                          4,
 	"explain":                      4,
 	"tenants":                      2,
+	"tenants/terms":                3,
 	"lifetime":                     2,
 	"tally":                        4,
 	"workers":                      5,

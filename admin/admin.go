@@ -14,6 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/tally"
+	"github.com/kvasir-kv/kvasir/tenants/terms"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -23,6 +24,8 @@ type Options struct {
 	Flags      map[string]string // what the server was started with, shown in /status
 	Socket     string            // where engines reach the server, a URL or an address, for /readyz; empty: it is not asked
 	Profiles   bool              // serve Go's profiles at /debug/pprof/
+	Sources    map[string]string // where each of Flags is from
+	Terms      *terms.Book       // what tenants have of their own, applied to the server's store; nil: nothing, and no file keeps what is set
 	Parts      *Parts            // what runs beside the server in this process; nil: nothing
 }
 
@@ -79,20 +82,18 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.Handle("GET /explain", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { explainLookups(s, w, r) })))
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
 	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
-	metrics.Add(reg, func() tenantStats { return tenantStatsOf(s.Store()) })
-	handleQuotas(mux, guard, s)
-	handleTenants(mux, guard, s)
+	book := o.Terms
+	if book == nil {
+		book, _ = terms.Open("", nil, nil) // without a file and flags there is nothing to fail
+		_ = book.Apply(s.Store())
+	}
+	metrics.Add(reg, func() tenantStats { return tenantStatsOf(s.Store(), book) })
+	(&tenantRoutes{s, book}).handle(mux, guard)
 	handlePins(mux, guard, s)
 	handleObjects(mux, guard, s)
 	handlePrefetches(mux, guard, s)
 	handleChecksums(mux, guard, s)
-	mux.Handle("GET /config", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		flags := o.Flags
-		if flags == nil {
-			flags = map[string]string{}
-		}
-		writeJSON(w, http.StatusOK, flags)
-	})))
+	mux.Handle("GET /config", guard.Handler(&config{o.Flags, o.Sources, book}))
 	mux.Handle("GET /metrics", reg.Handler())
 	if o.Profiles {
 		for path, h := range map[string]http.HandlerFunc{

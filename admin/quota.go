@@ -10,9 +10,8 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/kvasir-kv/kvasir/internal/httpguard"
-	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/tenants"
+	"github.com/kvasir-kv/kvasir/tenants/terms"
 )
 
 // noSalt stands for the empty salt in paths and answers, as in LMCache's quota routes.
@@ -65,21 +64,12 @@ func EachSalt(flag, value string, list []string, set func(salt, value string) er
 	return nil
 }
 
-// handleQuotas serves LMCache's routes of quotas: PUT, GET and DELETE /quota/{cache_salt} and
-// GET /quota, with its bodies (lmcache 0.5.6, http_apis/quota_api.py).
-func handleQuotas(mux *http.ServeMux, guard httpguard.Guard, s *server.Server) {
-	handle := func(pattern string, f func(s *server.Server, w http.ResponseWriter, r *http.Request)) {
-		mux.Handle(pattern, guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f(s, w, r) })))
-	}
-	handle("GET /quota", listQuotas)
-	handle("PUT /quota/{salt}", setQuota)
-	handle("GET /quota/{salt}", getQuota)
-	handle("DELETE /quota/{salt}", dropQuota)
-}
+// LMCache's routes of quotas: PUT, GET and DELETE /quota/{cache_salt} and GET /quota, with its bodies (lmcache 0.5.6,
+// http_apis/quota_api.py).
 
-func listQuotas(s *server.Server, w http.ResponseWriter, _ *http.Request) {
+func (t *tenantRoutes) listQuotas(w http.ResponseWriter, _ *http.Request) {
 	users := map[string]map[string]float64{}
-	for _, u := range s.Store().Tenants() {
+	for _, u := range t.server.Store().Tenants() {
 		if u.QuotaBytes >= 0 {
 			users[SaltName(u.Salt)] = map[string]float64{"limit_gb": float64(u.QuotaBytes) / gib, "current_usage_gb": float64(u.Bytes) / gib}
 		}
@@ -87,7 +77,7 @@ func listQuotas(s *server.Server, w http.ResponseWriter, _ *http.Request) {
 	writeJSON(w, http.StatusOK, map[string]any{"users": users})
 }
 
-func setQuota(s *server.Server, w http.ResponseWriter, r *http.Request) {
+func (t *tenantRoutes) setQuota(w http.ResponseWriter, r *http.Request) {
 	refuse := func(why string) { writeJSON(w, http.StatusBadRequest, map[string]string{"error": why}) }
 	limit, err := limitOf(http.MaxBytesReader(w, r.Body, maxBody))
 	if err != nil {
@@ -96,11 +86,16 @@ func setQuota(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	}
 	bytes := int64(min(limit*gib, math.MaxInt64/2)) // more than any pool
 	name := r.PathValue("salt")
-	if err := s.Store().SetQuota(SaltOf(name), bytes); err != nil {
+	err = t.terms.Set(SaltOf(name), terms.Quota, terms.Bytes(bytes))
+	if _, ok := errors.AsType[*terms.NotKeptError](err); err != nil && !ok {
 		refuse(err.Error())
 		return
 	}
-	nameKnown(s, SaltOf(name))
+	nameKnown(t.server, SaltOf(name))
+	if err != nil {
+		notKept(w, err)
+		return
+	}
 	writeJSON(w, http.StatusOK, map[string]any{"cache_salt": name, "limit_gb": limit, "status": "ok"})
 }
 
@@ -125,11 +120,11 @@ func limitOf(body io.Reader) (float64, error) {
 	return limit, nil
 }
 
-func getQuota(s *server.Server, w http.ResponseWriter, r *http.Request) {
+func (t *tenantRoutes) getQuota(w http.ResponseWriter, r *http.Request) {
 	name := r.PathValue("salt")
 	var of tenants.Usage
 	exists := false
-	for _, u := range s.Store().Tenants() {
+	for _, u := range t.server.Store().Tenants() {
 		if u.Salt == SaltOf(name) && u.QuotaBytes >= 0 {
 			of, exists = u, true
 		}
@@ -139,10 +134,16 @@ func getQuota(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-func dropQuota(s *server.Server, w http.ResponseWriter, r *http.Request) {
+func (t *tenantRoutes) dropQuota(w http.ResponseWriter, r *http.Request) {
 	name, status := r.PathValue("salt"), "not_found"
-	if s.Store().DropQuota(SaltOf(name)) {
-		status = "removed"
+	for _, u := range t.server.Store().Tenants() {
+		if u.Salt == SaltOf(name) && u.QuotaBytes >= 0 {
+			status = "removed"
+		}
+	}
+	if err := t.terms.Set(SaltOf(name), terms.Quota, terms.Value{}); err != nil {
+		notKept(w, err)
+		return
 	}
 	writeJSON(w, http.StatusOK, map[string]string{"cache_salt": name, "status": status})
 }

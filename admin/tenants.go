@@ -14,6 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/tenants"
+	"github.com/kvasir-kv/kvasir/tenants/terms"
 )
 
 // Tenant is a tenant that has something of its own, in /status and /tenants.
@@ -68,9 +69,11 @@ type tenantStats struct {
 
 	AllExpired   uint64 `counter:"kvasir_expired_chunks_total" help:"Chunks of all tenants that nobody used for their time to live."`
 	ExpiredBytes uint64 `counter:"kvasir_expired_bytes_total" help:"The same in bytes."`
+
+	Unkept bool `gauge:"kvasir_tenant_settings_unkept" help:"1 while what was set for tenants is in effect and could not be written to the file of --state."`
 }
 
-func tenantStatsOf(st *store.Store) tenantStats {
+func tenantStatsOf(st *store.Store, book *terms.Book) tenantStats {
 	n := st.Stats()
 	out := tenantStats{
 		map[string]int64{},
@@ -81,6 +84,7 @@ func tenantStatsOf(st *store.Store) tenantStats {
 		map[string]int64{},
 		map[string]int64{},
 		n.ExpiredChunks, n.ExpiredBytes,
+		book.Unkept(),
 	}
 	for _, t := range tenantsOf(st) {
 		if t.Quota != nil {
@@ -126,16 +130,23 @@ func ParseTTL(text string) (time.Duration, error) {
 	return ttl, nil
 }
 
-// handleTenants serves what a tenant has of its own: GET /tenants, PUT and DELETE /tenants/{salt}.
-func handleTenants(mux *http.ServeMux, guard httpguard.Guard, s *server.Server) {
-	handle := func(pattern string, f func(s *server.Server, w http.ResponseWriter, r *http.Request)) {
-		mux.Handle(pattern, guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f(s, w, r) })))
+// tenantRoutes serve what a tenant has of its own: /tenants, and /quota in LMCache's shapes.
+type tenantRoutes struct {
+	server *server.Server
+	terms  *terms.Book
+}
+
+func (t *tenantRoutes) handle(mux *http.ServeMux, guard httpguard.Guard) {
+	for pattern, f := range map[string]http.HandlerFunc{
+		"GET /tenants": t.list, "PUT /tenants/{salt}": t.set, "DELETE /tenants/{salt}": t.drop,
+		"GET /quota": t.listQuotas, "PUT /quota/{salt}": t.setQuota, "GET /quota/{salt}": t.getQuota, "DELETE /quota/{salt}": t.dropQuota,
+	} {
+		mux.Handle(pattern, guard.Handler(f))
 	}
-	handle("GET /tenants", func(s *server.Server, w http.ResponseWriter, _ *http.Request) {
-		writeJSON(w, http.StatusOK, Tenants{append([]Tenant{}, tenantsOf(s.Store())...)})
-	})
-	handle("PUT /tenants/{salt}", setTenant)
-	handle("DELETE /tenants/{salt}", dropTenant)
+}
+
+func (t *tenantRoutes) list(w http.ResponseWriter, _ *http.Request) {
+	writeJSON(w, http.StatusOK, Tenants{append([]Tenant{}, tenantsOf(t.server.Store())...)})
 }
 
 // Tenants is what GET /tenants answers.
@@ -143,8 +154,8 @@ type Tenants struct {
 	Tenants []Tenant `json:"tenants"` // by salt
 }
 
-// setTenant sets what its body names, and leaves the rest; null takes it away.
-func setTenant(s *server.Server, w http.ResponseWriter, r *http.Request) {
+// set sets what its body names, and leaves the rest; null takes it away.
+func (t *tenantRoutes) set(w http.ResponseWriter, r *http.Request) {
 	var fields struct {
 		Quota json.RawMessage `json:"quota_bytes"`
 		TTL   json.RawMessage `json:"ttl_seconds"`
@@ -156,62 +167,74 @@ func setTenant(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		badRequest(w, "body is not {\"quota_bytes\": 1073741824, \"ttl_seconds\": 3600, \"pin_limit_bytes\": 1073741824}, or some of these: %v", err)
 		return
 	}
-	st, salt := s.Store(), SaltOf(r.PathValue("salt"))
-	set := 0
+	salt, done := SaltOf(r.PathValue("salt")), 0
+	var unkept error
 	for _, f := range []struct {
-		name  string
+		name  terms.Field
 		value json.RawMessage
-		set   func(v float64, given bool) error
-	}{
-		{"quota_bytes", fields.Quota, func(v float64, given bool) error {
-			if !given {
-				st.DropQuota(salt)
-				return nil
-			}
-			return st.SetQuota(salt, bytesOf(v))
-		}},
-		{"ttl_seconds", fields.TTL, func(v float64, given bool) error {
-			ttl := tenants.Forever
-			switch {
-			case !given:
-				ttl = 0
-			case v != -1 && !(v >= 1 && v <= tenants.MaxTTL.Seconds()):
-				return errors.New("it is neither -1 nor from 1 to ten years")
-			case v != -1:
-				ttl = time.Duration(v * float64(time.Second))
-			}
-			return st.SetTTL(salt, ttl)
-		}},
-		{"pin_limit_bytes", fields.Pins, func(v float64, _ bool) error { return st.SetPinLimit(salt, bytesOf(v)) }},
-	} {
+	}{{terms.Quota, fields.Quota}, {terms.TTL, fields.TTL}, {terms.PinLimit, fields.Pins}} {
 		if len(f.value) == 0 {
 			continue
 		}
-		v, given := 0.0, !bytes.Equal(f.value, []byte("null"))
-		err := error(nil)
-		if given && (json.Unmarshal(f.value, &v) != nil || math.IsInf(v, 0)) {
-			err = errors.New("it is no number")
-		}
+		v, err := valueOf(f.name, f.value)
 		if err == nil {
-			err = f.set(v, given)
+			err = t.terms.Set(salt, f.name, v)
+		}
+		if _, ok := errors.AsType[*terms.NotKeptError](err); ok {
+			unkept, err = err, nil
 		}
 		if err != nil {
-			if set > 0 { // what stands before it is done
-				nameKnown(s, salt)
+			if done > 0 { // what stands before it is done
+				nameKnown(t.server, salt)
 			}
 			badRequest(w, "%s: %v", f.name, err)
 			return
 		}
-		set++
+		done++
 	}
-	nameKnown(s, salt)
-	for _, t := range tenantsOf(st) {
-		if SaltOf(t.Salt) == salt {
-			writeJSON(w, http.StatusOK, t)
-			return
+	nameKnown(t.server, salt)
+	if unkept != nil {
+		notKept(w, unkept)
+		return
+	}
+	out := Tenant{Salt: SaltName(salt)}
+	for _, u := range tenantsOf(t.server.Store()) {
+		if SaltOf(u.Salt) == salt {
+			out = u
 		}
 	}
-	writeJSON(w, http.StatusOK, Tenant{Salt: SaltName(salt)})
+	writeJSON(w, http.StatusOK, SetTenant{out, t.terms.Path()})
+}
+
+// SetTenant is what PUT /tenants/{salt} answers.
+type SetTenant struct {
+	Tenant
+	KeptIn string `json:"kept_in"` // the file that keeps it over restarts; empty: it ends with the server
+}
+
+// notKept answers that something was set and may not outlive the server.
+func notKept(w http.ResponseWriter, err error) {
+	writeJSON(w, http.StatusInternalServerError, map[string]string{"error": err.Error()})
+}
+
+// valueOf reads a value of a body.
+func valueOf(f terms.Field, text json.RawMessage) (terms.Value, error) {
+	if bytes.Equal(text, []byte("null")) {
+		return terms.Value{}, nil
+	}
+	v := 0.0
+	if json.Unmarshal(text, &v) != nil || math.IsInf(v, 0) {
+		return terms.Value{}, errors.New("it is no number")
+	}
+	switch {
+	case f != terms.TTL:
+		return terms.Bytes(bytesOf(v)), nil
+	case v == -1:
+		return terms.Time(tenants.Forever), nil
+	case !(v >= 1 && v <= tenants.MaxTTL.Seconds()):
+		return terms.Value{}, errors.New("it is neither -1 nor from 1 to ten years")
+	}
+	return terms.Time(time.Duration(v * float64(time.Second))), nil
 }
 
 // bytesOf is a number of bytes; what is more than any pool has stays so, and what is below 0 too.
@@ -222,16 +245,19 @@ func bytesOf(v float64) int64 {
 	return int64(min(v, math.MaxInt64/2))
 }
 
-// dropTenant takes away all that a tenant has of its own. Its objects stay, and its pins end.
-func dropTenant(s *server.Server, w http.ResponseWriter, r *http.Request) {
+// drop takes away all that a tenant has of its own. Its objects stay, and its pins end.
+func (t *tenantRoutes) drop(w http.ResponseWriter, r *http.Request) {
 	name, status := r.PathValue("salt"), "not_found"
-	for _, u := range s.Store().Tenants() {
+	for _, u := range t.server.Store().Tenants() {
 		if u.Salt == SaltOf(name) {
 			status = "removed"
 		}
 	}
-	s.Store().DropQuota(SaltOf(name))
-	_ = s.Store().SetTTL(SaltOf(name), 0)      // takes it away
-	_ = s.Store().SetPinLimit(SaltOf(name), 0) // the same
+	if had, err := t.terms.Drop(SaltOf(name)); err != nil {
+		notKept(w, err)
+		return
+	} else if had {
+		status = "removed"
+	}
 	writeJSON(w, http.StatusOK, map[string]string{"cache_salt": name, "status": status})
 }

@@ -35,7 +35,7 @@ func TestTenantRoutes(t *testing.T) {
 	}
 	f("GET", "", "", 200, `{"tenants":[]}`)
 	f("PUT", "/_default", `{"quota_bytes": 8192}`, 200, `{"cache_salt":"_default","quota_bytes":8192,"bytes":8192,"objects":2,"evicted_objects":0,"evicted_bytes":0,"ttl_seconds":null,`)
-	f("PUT", "/_default", `{"ttl_seconds": 90.5, "pin_limit_bytes": 4096}`, 200, `"quota_bytes":8192,"bytes":8192,"objects":2,"evicted_objects":0,"evicted_bytes":0,"ttl_seconds":91,"expired_objects":0,"pin_limit_bytes":4096,"pinned_bytes":0,"pinned_objects":0}`)
+	f("PUT", "/_default", `{"ttl_seconds": 90.5, "pin_limit_bytes": 4096}`, 200, `"quota_bytes":8192,"bytes":8192,"objects":2,"evicted_objects":0,"evicted_bytes":0,"ttl_seconds":91,"expired_objects":0,"pin_limit_bytes":4096,"pinned_bytes":0,"pinned_objects":0,"kept_in":""}`)
 	f("PUT", "/_default", `{"quota_bytes": null}`, 200, `"quota_bytes":null,"bytes":0,"objects":0,"evicted_objects":0,"evicted_bytes":0,"ttl_seconds":91,`)
 	f("PUT", "/__default", `{"ttl_seconds": -1}`, 200, `{"cache_salt":"__default","quota_bytes":null,"bytes":0,"objects":0,"evicted_objects":0,"evicted_bytes":0,"ttl_seconds":-1,`)
 	got := ""

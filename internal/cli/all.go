@@ -55,7 +55,7 @@ type part struct {
 func (p *part) env(e *env) *env {
 	return &env{
 		ctx: e.ctx, stdout: e.stdout, stderr: e.stderr, log: e.log.With("part", p.name), given: p.given,
-		flags: p.given.Values(p.ctx), parts: e.parts, ready: e.ready,
+		flags: p.given.Values(p.ctx), sources: p.given.Sources(p.ctx), parts: e.parts, ready: e.ready,
 	}
 }
 

@@ -63,6 +63,7 @@ type env struct {
 	model   *kong.Application
 	given   *settings.Settings
 	flags   map[string]string // of the command and what was given, secrets aside
+	sources map[string]string // where they are from
 	ignored []string          // flags of LMCache's server that were given and mean nothing here
 	ready   func()            // of a part of kvasir all: it listens; nil: nobody asks
 	parts   *admin.Parts      // what runs beside the server in this process; nil: nothing
@@ -134,7 +135,7 @@ func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
 		}
 		return nil
 	}
-	e.flags = given.Values(ctx)
+	e.flags, e.sources = given.Values(ctx), given.Sources(ctx)
 	hup := make(chan os.Signal, 1)
 	signal.Notify(hup, syscall.SIGHUP)
 	defer signal.Stop(hup)

@@ -31,6 +31,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tenants/terms"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -76,7 +77,10 @@ type serverCmd struct {
 	OwnTTL   []string `name:"tenant-ttl" sep:"none" help:"The same for the tenant of a cache salt: 90s, 24h, or never. Repeatable." placeholder:"SALT=TIME" group:"Pool"`
 	PinLimit []string `name:"pin-limit" sep:"none" help:"How much of a cache salt's chunks may be pinned (POST /cache/pins), at a time; nothing unless given. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
 	Quota    []string `name:"quota" sep:"none" help:"What the tenant of a cache salt keeps of the pool whatever others store, with a policy of its own; a number alone is GiB. _default is the empty salt, __default a tenant called _default. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
+	State    string   `help:"Keep in this file what is set for tenants while the server runs (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it that ends with the server. What a flag says counts again once the flag is changed." placeholder:"FILE" group:"Pool"`
 	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
+
+	terms *terms.Book
 }
 
 // Help implements kong's detailed help.
@@ -91,6 +95,7 @@ func (serverCmd) Help() string {
   kvasir server --l1-size-gb 100 --l2-adapter '{"type":"fs","base_path":"/data/kv"}'    (a directory below the pool)
   kvasir server --l1-size-gb 100 --kv-events tcp://*:5557 --kv-events-replay tcp://*:5558    (for routers)
   kvasir server --l1-size-gb 100 --disk /mnt/nvme/kv --disk-gb 2000                (a disk of its own)
+  kvasir server --l1-size-gb 100 --quota team-a=40GiB --state /var/lib/kvasir/tenants.state    (what kvasir quota sets holds over restarts)
 
 The pool outlives the server: started again with the same flags, it serves what was stored, and
 engines go on without registering again.
@@ -281,7 +286,7 @@ func (c *serverCmd) check(e *env) error {
 }
 
 // Run serves until a signal.
-func (c *serverCmd) Run(e *env) error {
+func (c *serverCmd) Run(e *env) (err error) {
 	o, err := c.options(e.log)
 	if err != nil {
 		return err
@@ -298,6 +303,12 @@ func (c *serverCmd) Run(e *env) error {
 	if err := c.warnSetup(e); err != nil {
 		return err
 	}
+	flags := make(terms.Flags)
+	_ = c.setTenants(flags) // they were checked
+	if c.terms, err = terms.Open(c.State, flags, e.log); err != nil {
+		return fmt.Errorf("--state: %w", err)
+	}
+	defer func() { err = errors.Join(err, c.terms.Close()) }()
 	st, err := c.openStore(&o)
 	if err != nil {
 		return err
@@ -355,7 +366,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	}
 	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters = o.tiers.Names, below.Each, below.Disk, below.Clusters
 	st := store.New(p, o.store)
-	if err = c.setTenants(st); err != nil {
+	if err = c.terms.Apply(st); err != nil {
 		below.Tier = nil // the store closes it
 		return nil, errors.Join(err, st.Close())
 	}
@@ -409,7 +420,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		return listenError(err, "--http-host", "--http-port")
 	}
 	listener = httpguard.Limit(listener, httpguard.MaxConns)
-	web := httpguard.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Socket: endpoints[0], Profiles: c.Profiles, Parts: e.parts}))
+	web := httpguard.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: endpoints[0], Profiles: c.Profiles, Parts: e.parts}))
 	defer web.Close()
 	var addresses []string
 	for i, endpoint := range endpoints {

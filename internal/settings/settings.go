@@ -348,13 +348,7 @@ func (s *Settings) Print(w io.Writer, c *kong.Context) error {
 			if err != nil {
 				return err
 			}
-			from := "default"
-			if s.from[f.Name] != "" {
-				from = s.from[f.Name]
-			} else if onCommandLine(c, f) {
-				from = "command line"
-			}
-			lines = append(lines, [2]string{line, from})
+			lines = append(lines, [2]string{line, s.source(c, f)})
 			width = max(width, min(len(line), 40))
 		}
 	}
@@ -364,6 +358,28 @@ func (s *Settings) Print(w io.Writer, c *kong.Context) error {
 		}
 	}
 	return nil
+}
+
+// source is where a flag's value is from.
+func (s *Settings) source(c *kong.Context, f *kong.Flag) string {
+	switch {
+	case s.from[f.Name] != "":
+		return s.from[f.Name]
+	case onCommandLine(c, f):
+		return "command line"
+	}
+	return "default"
+}
+
+// Sources returns where the values of Values are from: "command line", a variable with a dollar sign, a file and its line, "default".
+func (s *Settings) Sources(c *kong.Context) map[string]string {
+	out := make(map[string]string)
+	for _, p := range c.Path {
+		for _, f := range p.Flags {
+			out[f.Name] = s.source(c, f)
+		}
+	}
+	return out
 }
 
 // Values returns the flags of a command as text.

@@ -25,12 +25,17 @@ import (
 
 // Error is a file that cannot be used.
 type Error struct {
-	Path   string
-	Reason string
+	Path    string
+	Reason  string
+	Foreign bool // it was something else all along: not a state file of this kind
 }
 
 func (e *Error) Error() string {
-	return fmt.Sprintf("state file %s: %s; remove it to start without", e.Path, e.Reason)
+	advice := "remove it to start without"
+	if e.Foreign {
+		advice = "name another one"
+	}
+	return fmt.Sprintf("state file %s: %s; %s", e.Path, e.Reason, advice)
 }
 
 // File is an open state file. Several goroutines may write it.
@@ -84,12 +89,12 @@ func (f *File) read() ([]byte, error) {
 	sum, known := bytes.CutPrefix(head, []byte(f.magic+" "))
 	doc = bytes.TrimSuffix(doc, []byte("\n"))
 	switch {
-	case int64(len(b)) > f.max:
-		return nil, &Error{f.path, fmt.Sprintf("longer than %d bytes", f.max)}
 	case !known:
-		return nil, &Error{f.path, "not a " + f.magic + " file"}
+		return nil, &Error{Path: f.path, Reason: "not a " + f.magic + " file", Foreign: true}
+	case int64(len(b)) > f.max:
+		return nil, &Error{Path: f.path, Reason: fmt.Sprintf("longer than %d bytes", f.max)}
 	case !ok || string(sum) != fmt.Sprintf("%08x", crc32.Checksum(doc, castagnoli)):
-		return nil, &Error{f.path, "damaged: the checksum does not fit"}
+		return nil, &Error{Path: f.path, Reason: "damaged: the checksum does not fit"}
 	}
 	return doc, nil
 }

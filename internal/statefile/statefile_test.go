@@ -72,6 +72,8 @@ func TestDamage(t *testing.T) {
 		if e, ok := errors.AsType[*Error](err); !ok || e.Path != path || !strings.Contains(err.Error(), path) {
 			_ = f.Close()
 			t.Fatalf("%q: %v", b, err)
+		} else if e.Foreign == bytes.HasPrefix(b, []byte(magic+" ")) {
+			t.Fatalf("%q: of something else: %v", b, e.Foreign)
 		}
 	}
 	for n := range len(good) - 1 { // without the last byte, a newline, it is whole

@@ -25,7 +25,8 @@ type QuotaCommand struct {
 // Help implements kong's detailed help.
 func (QuotaCommand) Help() string {
 	return `A tenant is a cache salt. Its quota is what it keeps of the pool whatever others store; its time to live is how long chunks stay that nobody uses;
-its pin limit is how much POST /cache/pins may keep. What is set lasts until the server ends: for good, give it --quota, --tenant-ttl and --pin-limit.
+its pin limit is how much POST /cache/pins may keep. What is set holds over restarts of a server that has --state FILE, and else until it ends; --quota, --tenant-ttl and
+--pin-limit set it at each start.
 _default is the empty salt, __default a tenant called _default.
 
 Examples:
@@ -146,14 +147,18 @@ func (c *quotaSetCommand) Run(e *simcmd.Env) error {
 	if err != nil {
 		return err
 	}
-	var got admin.Tenant
+	var got admin.SetTenant
 	if err := json.Unmarshal(answer, &got); err != nil || got.Salt == "" {
 		return fmt.Errorf("%s is not answered by a kvasir server", at)
 	}
 	if c.JSON {
 		return printJSON(e, answer)
 	}
-	return printTenants(e, []admin.Tenant{got})
+	if err := printTenants(e, []admin.Tenant{got.Tenant}); err != nil || got.KeptIn != "" {
+		return err
+	}
+	_, err = fmt.Fprintln(e.Stdout, "This ends with the server: kvasir server --state FILE keeps what is set over restarts.")
+	return err
 }
 
 type quotaRemoveCommand struct {
