@@ -1,7 +1,6 @@
 package cli_test
 
 import (
-	"bufio"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -11,7 +10,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -43,37 +41,20 @@ func tryAll(t *testing.T) *allOf {
 	t.Helper()
 	port, registry := ports.Free(t), ports.Free(t)
 	file := write(t, fmt.Sprintf("log-level: info\nserver: {port: %d, http-port: 0, l1-size-gb: 8MiB, checksum-mib-per-second: 0}\nbootstrap: {port: %d}\nrelay: {port: 0, memory-gb: 8MiB}\nproxy: {port: 0, prefill: ['http://127.0.0.1:1'], decode: ['http://127.0.0.1:1']}\n", port, registry))
-	c := command("all", "--config", file)
-	stderr, err := c.StderrPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := c.Start(); err != nil {
-		t.Fatal(err)
-	}
-	kill := time.AfterFunc(150*time.Second, func() { _ = c.Process.Kill() })
 	t.Cleanup(func() {
-		kill.Stop()
-		if c.ProcessState == nil {
-			_ = c.Process.Kill()
-			_ = c.Wait()
-		}
 		left, _ := filepath.Glob(fmt.Sprintf("/dev/shm/lmcache_l1_pool_kvasir_%d*", port))
 		for _, f := range left {
 			_ = os.Remove(f)
 		}
 	})
-	out, a := bufio.NewReader(stderr), &allOf{registry: fmt.Sprintf("http://127.0.0.1:%d", registry)}
-	for !strings.Contains(a.log, "the proxy serves") {
-		line, err := out.ReadString('\n')
-		if a.log += line; err != nil {
-			_ = c.Wait()
-			if strings.Contains(a.log, "address already in use") {
-				return nil
-			}
-			t.Fatalf("it ended:\n%s", a.log)
-		}
+	log, stop, ok := launch(t, 150*time.Second, "the proxy serves", "all", "--config", file)
+	if !ok && strings.Contains(log, "address already in use") {
+		return nil
 	}
+	if !ok {
+		t.Fatalf("it ended:\n%s", log)
+	}
+	a := &allOf{registry: fmt.Sprintf("http://127.0.0.1:%d", registry), log: log, stop: stop}
 	address := func(of string) string {
 		m := regexp.MustCompile(of + `.* address=(?:http://)?(\S+).* part=|part=\S+.*` + of + `.* address=(?:http://)?(\S+)`).FindStringSubmatch(a.log)
 		if m == nil {
@@ -85,17 +66,6 @@ func tryAll(t *testing.T) *allOf {
 		return "http://" + m[len(m)-1]
 	}
 	a.server, a.relay, a.proxy = address("serving HTTP"), address("the relay serves"), address("the proxy serves")
-	a.stop = func() string {
-		t.Helper()
-		if err := c.Process.Signal(syscall.SIGTERM); err != nil {
-			t.Fatal(err)
-		}
-		rest, _ := io.ReadAll(out)
-		if err := c.Wait(); err != nil {
-			t.Fatalf("%v\n%s", err, rest)
-		}
-		return a.log + string(rest)
-	}
 	return a
 }
 

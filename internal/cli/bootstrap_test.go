@@ -26,7 +26,18 @@ func bootstrapServer(t *testing.T, args ...string) (base string, stop func() str
 func webServer(t *testing.T, ready string, args ...string) (base string, stop func() string) {
 	t.Helper()
 	port := ports.Free(t)
-	c := command(append(args, "--host", "127.0.0.1", "--port", fmt.Sprint(port))...)
+	log, stop, ok := launch(t, 60*time.Second, ready, append(args, "--host", "127.0.0.1", "--port", fmt.Sprint(port))...)
+	if !ok {
+		t.Fatalf("it ended:\n%s", log)
+	}
+	return fmt.Sprintf("http://127.0.0.1:%d", port), stop
+}
+
+// launch starts a command and reads its log until it says that it is ready; ok is false where it ended before. stop ends it with
+// SIGTERM and returns all that it logged. It is killed after a time, and when the test ends.
+func launch(t *testing.T, atMost time.Duration, ready string, args ...string) (log string, stop func() string, ok bool) {
+	t.Helper()
+	c := command(args...)
 	stderr, err := c.StderrPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -34,7 +45,7 @@ func webServer(t *testing.T, ready string, args ...string) (base string, stop fu
 	if err := c.Start(); err != nil {
 		t.Fatal(err)
 	}
-	kill := time.AfterFunc(60*time.Second, func() { _ = c.Process.Kill() })
+	kill := time.AfterFunc(atMost, func() { _ = c.Process.Kill() })
 	t.Cleanup(func() {
 		kill.Stop()
 		if c.ProcessState == nil {
@@ -43,14 +54,14 @@ func webServer(t *testing.T, ready string, args ...string) (base string, stop fu
 		}
 	})
 	out := bufio.NewReader(stderr)
-	log := ""
 	for !strings.Contains(log, ready) {
 		line, err := out.ReadString('\n')
 		if log += line; err != nil {
-			t.Fatalf("it ended:\n%s", log)
+			_ = c.Wait()
+			return log, nil, false
 		}
 	}
-	return fmt.Sprintf("http://127.0.0.1:%d", port), func() string {
+	return log, func() string {
 		t.Helper()
 		if err := c.Process.Signal(syscall.SIGTERM); err != nil {
 			t.Fatal(err)
@@ -60,7 +71,7 @@ func webServer(t *testing.T, ready string, args ...string) (base string, stop fu
 			t.Fatalf("%v\n%s", err, rest)
 		}
 		return log + string(rest)
-	}
+	}, true
 }
 
 func TestBootstrap(t *testing.T) {
