@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if [ "${1:-}" != --alone ]; then
-	[ $# -gt 0 ] || set -- zmtp redis s3 client series routes two pickle kill9-engine kill9-lmcache pending events fs fs_native slow lend \
+	[ $# -gt 0 ] || set -- zmtp redis s3 versitygw client series routes two pickle kill9-engine kill9-lmcache pending events fs fs_native slow lend \
 		generations engine openai tracker transfer cluster tier store-engine
 	. scripts/again.sh
 	outputs=$(mktemp -d)
@@ -113,6 +113,9 @@ redis)
 	;;
 s3)
 	interop/s3.sh
+	;;
+versitygw)
+	interop/versitygw.sh
 	;;
 client)
 	echo "== the real lmcache 0.5.6 client against kvasir server, both modes"

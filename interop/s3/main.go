@@ -1,7 +1,8 @@
 // Command s3 is an object store in memory for interop: gofakes3 with one bucket. It prints
 // its address and serves until its standard input ends, or with -addr until it is ended itself.
 // With -ca it serves TLS, with a certificate of an authority whose own goes to that file. With -verify it compares signatures with
-// those of Amazon's signer, and knows credentials that are good, end, have ended, or whose clock is wrong.
+// those of Amazon's signer, and knows credentials that are good, end, have ended, or whose clock is wrong. With -gateway
+// it runs versitygw over a directory instead.
 package main
 
 import (
@@ -23,8 +24,13 @@ func main() {
 	ca := flag.String("ca", "", "serve TLS, and write the authority's certificate to this file")
 	addr := flag.String("addr", "", "serve at this HOST:PORT; default a free port")
 	check := flag.Bool("verify", false, "verify signatures")
+	program := flag.String("gateway", "", "run this program, versitygw, over a directory of its own instead")
 	flag.Parse()
-	if err := serve(*bucket, *ca, *addr, *check); err != nil {
+	run := func() error { return serve(*bucket, *ca, *addr, *check) }
+	if *program != "" {
+		run = func() error { return gateway(*program, *bucket) }
+	}
+	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}

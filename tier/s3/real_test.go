@@ -8,9 +8,13 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"os/exec"
 	"strings"
+	"sync"
 	"testing"
 	"time"
+
+	"github.com/zeebo/xxh3"
 
 	"github.com/kvasir-kv/kvasir/internal/aws"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -81,6 +85,109 @@ func TestRealStore(t *testing.T) {
 	})
 	if os.Getenv("KVASIR_S3_KEYS") != "" { // it compares signatures
 		t.Run("keys", func(t *testing.T) { realKeys(t, url) })
+	}
+	if revoke := os.Getenv("KVASIR_S3_REVOKE"); revoke != "" { // it has accounts
+		t.Run("accounts", func(t *testing.T) { realAccounts(t, url, revoke) })
+		t.Run("conditions", func(t *testing.T) { realConditions(t, url) })
+	}
+}
+
+// realAccounts uses a store with accounts (interop/s3 -gateway, which makes these): one that may do all, and two that may only read.
+// The command revoke deletes one of them.
+func realAccounts(t *testing.T, url, revoke string) {
+	b, meta := tiertest.Object(7, 5000)
+	prefix := fmt.Sprintf("accounts-%d/", time.Now().UnixNano())
+	with := func(log *lines, c aws.Static) *s3.Tier {
+		return open(t, s3.Options{URL: url, Prefix: prefix, TLS: trust(t), Keys: aws.Keep(c), Log: slog.New(slog.NewTextHandler(log, nil))})
+	}
+	write(t, with(new(lines), aws.Static{ID: "id", Secret: "secret"}), tiertest.Key(1), meta, b)
+	refused := func(x *s3.Tier, log *lines) {
+		t.Helper()
+		for range 2 {
+			if m, err := x.Read(t.Context(), tiertest.Key(1), make([]byte, len(b))); err == nil || m != (tier.Meta{}) {
+				t.Errorf("a read: %+v, %v", m, err)
+			}
+			if err := x.Write(t.Context(), tiertest.Key(2), meta, b); err == nil {
+				t.Error("it takes objects")
+			}
+			if err := x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)); err == nil {
+				t.Error("a miss that is none")
+			}
+		}
+		if log.with("does not accept the credentials") != 1 || log.with("") != 1 {
+			t.Errorf("%q", log.all)
+		}
+	}
+	for _, c := range []aws.Static{{ID: "id", Secret: "another"}, {ID: "nobody", Secret: "secret"}} {
+		var log lines
+		refused(with(&log, c), &log)
+	}
+
+	var log lines
+	reads := func(x *s3.Tier) {
+		t.Helper()
+		if m, err := x.Read(t.Context(), tiertest.Key(1), make([]byte, len(b))); err != nil || m != meta {
+			t.Errorf("a read of an account that may: %+v, %v", m, err)
+		}
+	}
+	x := with(&log, aws.Static{ID: "reader", Secret: "readers-secret"})
+	for range 2 {
+		reads(x)
+		if err := x.Write(t.Context(), tiertest.Key(3), meta, b); !errors.Is(err, tier.ErrNotKept) {
+			t.Errorf("a write of an account that may only read: %v", err)
+		}
+	}
+	if log.with("takes no objects") != 1 || log.with("") != 1 {
+		t.Errorf("%q", log.all)
+	}
+
+	var left lines
+	leaver := with(&left, aws.Static{ID: "leaver", Secret: "readers-secret"})
+	reads(leaver)
+	if out, err := exec.Command("sh", "-c", revoke).CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v, %s", revoke, err, out)
+	}
+	eventually(t, "a deleted account is refused", func() bool {
+		_, err := leaver.Read(t.Context(), tiertest.Key(1), make([]byte, len(b)))
+		return err != nil
+	})
+	refused(leaver, &left)
+	reads(x)
+}
+
+// realConditions has two servers write objects of other bytes under the same names at once: one of the two stays, whole, and both
+// find it. The store knows If-None-Match, so the other one is refused.
+func realConditions(t *testing.T, url string) {
+	var log lines
+	prefix := fmt.Sprintf("conditions-%d/", time.Now().UnixNano())
+	var both [2]*s3.Tier
+	for i := range both {
+		both[i] = open(t, s3.Options{URL: url, Prefix: prefix, TLS: trust(t), Keys: aws.Keep(aws.Static{ID: "id", Secret: "secret"}), Log: slog.New(slog.NewTextHandler(&log, nil))})
+	}
+	const n = 20
+	for i := range n {
+		var wg sync.WaitGroup
+		var metas [2]tier.Meta
+		for j, x := range both {
+			wg.Go(func() {
+				var b []byte
+				b, metas[j] = tiertest.Object(100*j+i, 50_000)
+				if err := x.Write(t.Context(), tiertest.Key(i), metas[j], b); err != nil && !errors.Is(err, tier.ErrNotKept) {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+		dst := make([]byte, 50_000)
+		for _, x := range both {
+			m, err := x.Read(t.Context(), tiertest.Key(i), dst)
+			if err != nil || m != metas[0] && m != metas[1] || xxh3.Hash(dst) != m.Sum {
+				t.Errorf("object %d: %+v, %v", i, m, err)
+			}
+		}
+	}
+	if sum := both[0].Space().Written + both[1].Space().Written; sum != n*50_000 || log.with("") != 0 {
+		t.Errorf("%d bytes were taken, of %d; %q", sum, n*50_000, log.all)
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -313,6 +314,28 @@ func TestTwoWritersOneObject(t *testing.T) {
 		if stat(t, x, tiertest.Key(1)) != meta {
 			t.Error("it is not there")
 		}
+	}
+}
+
+// A store that says that another one writes the object is asked again: that one may fail, or be deleted at once.
+func TestConflictsPass(t *testing.T) {
+	f := newFake(t)
+	x := open(t, s3.Options{URL: f.url})
+	b, meta := tiertest.Object(1, 5000)
+	var conflicts atomic.Int32
+	f.misbehave(func(w http.ResponseWriter, r *http.Request, _ *httptest.ResponseRecorder) bool {
+		if r.Method != http.MethodPut || conflicts.Add(1) > 2 {
+			return false
+		}
+		f.mu.Lock()
+		clear(f.objects) // it was not written
+		f.mu.Unlock()
+		refuse(w, http.StatusConflict, "ConditionalRequestConflict")
+		return true
+	})
+	write(t, x, tiertest.Key(1), meta, b)
+	if n := f.called("PUT"); n != 3 || stat(t, x, tiertest.Key(1)) != meta {
+		t.Errorf("%d PUTs", n)
 	}
 }
 

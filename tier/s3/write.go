@@ -46,8 +46,10 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		t.bill.readOnly.Add(1)
 		return fmt.Errorf("%w: %w", tier.ErrNotKept, errReadOnly)
 	}
-	for range maxRaces {
-		was, err := t.look(ctx, name)
+	var err error
+	for race := range maxRaces {
+		var was object
+		was, err = t.look(ctx, name)
 		if err != nil || t.known(k, was.length, was.meta).Len == m.Len {
 			return err
 		}
@@ -56,11 +58,14 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		case err == nil:
 			t.written.Add(m.Len)
 			return nil
-		case status(err) != http.StatusPreconditionFailed:
+		case status(err) != http.StatusPreconditionFailed && status(err) != http.StatusConflict:
 			return t.refused(err)
 		}
+		if (race > 0 || status(err) == http.StatusConflict) && race+1 < maxRaces && !wait(ctx, backoff(race)) { // for the other one to end
+			break
+		}
 	}
-	return fmt.Errorf("%w: others write and delete it, or it is there and may not be seen", tier.ErrNotKept)
+	return fmt.Errorf("%w: others write and delete it, or it is there and may not be seen: %w", tier.ErrNotKept, err)
 }
 
 // refused says that the place does not take objects, where that is why it refused.
@@ -69,8 +74,6 @@ func (t *Tier) refused(err error) error {
 	switch {
 	case !ok:
 		return err
-	case e.Status == http.StatusConflict: // another one is writing it
-		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
 	case e.Code == "AccessDenied", e.Code == "AllAccessDisabled", e.Code == "MethodNotAllowed", e.Code == "AccountProblem":
 		t.readOnly.begin(readOnlyFor)
 		if t.said.now("write " + e.Code) {
