@@ -1,8 +1,8 @@
 // Package events tells others what a store has: which chunks became resident and which
 // went, with their tokens, so that routers can send a prompt where its beginning is.
 //
-// A Book follows the events of a store, which name objects, and turns them into records about
-// chunks: a chunk counts as stored while every object that a hit needs is resident and its
+// A Book follows the events of a store, which name objects, and the changes of the tiers below it, and turns them
+// into records about chunks: a chunk counts as stored in a medium while every object that a hit needs is there and its
 // tokens are known. Readers follow the records by number, each at its own speed: none
 // keeps the store or another reader waiting. A Publisher is such a reader that
 // speaks vLLM's ZMQ format.
@@ -11,14 +11,14 @@ package events
 import (
 	"cmp"
 	"context"
-	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // Source is what a Book follows; *store.Store is one.
@@ -30,35 +30,53 @@ type Source interface {
 	Residents(from int, dst []kv.Key) (keys []kv.Key, next int, more bool)
 }
 
-// Chunk is one chunk of tokens that is in memory. It never changes.
+// Chunk is one chunk of tokens that is in a medium. It never changes.
 type Chunk struct {
 	Model, Salt string
 	Hash        kv.Hash
 	Parent      kv.Hash // of the chunk before it; not of the first one
 	Index       int     // of the chunk in its prompt
-	Tokens      []byte  // a msgpack array of shortest-form integers
+	Tokens      []byte  // a msgpack array of integers
 }
 
-// Record says that a chunk became available, or went. Seq counts from 1.
+// Medium is where a chunk is.
+type Medium uint8
+
+// The media.
+const (
+	InPool Medium = iota // in memory
+	Below                // in some tier below the pool, whichever
+
+	media = 2
+)
+
+// Placed is a chunk and one medium that has it.
+type Placed struct {
+	*Chunk
+	Medium Medium
+}
+
+// Record says that a chunk became available in a medium, or went from there. Seq counts from 1.
 type Record struct {
 	Seq     uint64
 	Removed bool
-	// OfModel says that no other salt of the model has the chunk: readers that do not
+	// OfModel says that no other salt of the model has the chunk there: readers that do not
 	// know salts look at these records only.
 	OfModel bool
-	*Chunk
+	Placed
 }
 
-// Book knows which chunks are resident. Its methods are safe for concurrent use. Its mutex is
-// taken before the store's.
+// Book knows which chunks are where. Its methods are safe for concurrent use. Its mutex is
+// taken before the store's and the tiers'.
 type Book struct {
 	source Source
 	o      Options
 	active atomic.Bool
 	start  chan struct{} // closed by Activate
 	once   sync.Once
+	queue  queue
 
-	unbound  atomic.Int64 // resident chunks whose tokens are not known
+	unbound  atomic.Int64 // chunks in the pool whose tokens are not known
 	nameless atomic.Int64 // spaces that are in no family
 
 	mu struct {
@@ -66,17 +84,22 @@ type Book struct {
 		after    uint64 // number of the last event of the store that was applied
 		scanning bool   // after is not yet known
 		scan     uint32 // number of the last scan
-		early    early
 		buffer   []store.Event
+
+		tierAfter uint64 // number of the last change of the tiers that was applied
+		changes   []tier.Change
+		strays    strays
 
 		spaces   map[kv.Namespace]*space
 		tenants  map[tenantKey]*tenant
-		models   map[string]map[kv.Hash]int // of how many tenants a chunk is
 		bindings map[kv.Hash]*binding
-		bytes    int64 // of the bindings' tokens
+		told     map[kv.Hash]tokens // of announcements that are being applied
+		below    ring               // bindings with tokens that are in no pool; the oldest make room for tokens
+		bytes    int64              // of the bindings' tokens
 
 		records []Record // a ring
 		last    uint64   // number of the newest record
+		ordered uint64   // up to this number they do not change any more
 		news    bool     // since the mutex was locked
 		changed chan struct{}
 		n       Counters
@@ -90,43 +113,63 @@ type Counters struct {
 	Scans   uint64 // of the whole store, because its events were lost or at the start
 }
 
-// binding is what a chunk's hash stands for. It lives while an object of the chunk is resident.
-type binding struct {
+// tokens say what a chunk's hash stands for.
+type tokens struct {
 	parent kv.Hash
 	index  int
-	tokens []byte // nil: not known
-	spaces []*space
+	text   []byte // nil: not known
+}
+
+// binding is a chunk of which some object is somewhere, by its bare hash.
+type binding struct {
+	tokens
+	hash  kv.Hash
+	in    []*holding // a space each
+	whole []whole    // a family each that has all of it
+	pool  int        // objects in the pool
+
+	next, before *binding // in Book.mu.below; nil outside it
+}
+
+// holding is the objects of a chunk in one space.
+type holding struct {
+	binding *binding
+	space   *space
+	objects []object
+	at      int // in space.chunks
+}
+
+// object is one that is somewhere.
+type object struct {
+	code uint32 // see codeOf
+	scan uint32 // in which it was last seen in the pool
+	tier uint8  // see tier.Change; 0 for the pool
+}
+
+func codeOf(world, rank, group int) uint32 {
+	return uint32(world)<<24 | uint32(rank)<<16 | uint32(group)&0xffff
+}
+
+// whole says that a family has all of a chunk.
+type whole struct {
+	family *family
+	in     [media]bool
+	chunk  *Chunk // one for each tenant
 }
 
 type tenantKey struct{ model, salt string }
 
-// tenant is what of one model and salt is available.
+// tenant is a model and a salt.
 type tenant struct {
 	tenantKey
-	shown    map[kv.Hash]*shown
 	families int
-}
-
-type shown struct {
-	*Chunk
-	families int // in which the chunk is complete
 }
 
 // space is one namespace: what has one layout, model and salt.
 type space struct {
 	name     kv.Namespace
-	chunks   map[kv.Hash][]object
+	chunks   []*holding // in any order
 	families []*family
-}
-
-// object is one that is resident.
-type object struct {
-	code uint32 // see codeOf
-	scan uint32 // in which it was last seen
-}
-
-func codeOf(world, rank, group int) uint32 {
-	return uint32(world)<<24 | uint32(rank)<<16 | uint32(group)&0xffff
 }
 
 // family is the shards that a lookup asks for together.
@@ -135,14 +178,15 @@ type family struct {
 	world  int
 	each   []*space // by rank
 	groups []int    // that every hit needs
-	shown  map[kv.Hash]struct{}
 }
 
 // New returns a Book that does nothing before Activate.
 func New(source Source, o Options) *Book {
 	b := &Book{source: source, o: o.withDefaults(), start: make(chan struct{})}
+	b.queue.told = make(chan struct{}, 1)
 	b.mu.spaces, b.mu.tenants = make(map[kv.Namespace]*space), make(map[tenantKey]*tenant)
-	b.mu.models, b.mu.bindings = make(map[string]map[kv.Hash]int), make(map[kv.Hash]*binding)
+	b.mu.bindings, b.mu.told = make(map[kv.Hash]*binding), make(map[kv.Hash]tokens)
+	b.mu.below.init()
 	b.mu.changed = make(chan struct{})
 	return b
 }
@@ -152,6 +196,9 @@ func New(source Source, o Options) *Book {
 func (b *Book) Activate() {
 	b.once.Do(func() {
 		b.source.Watch(b.o.StoreEvents)
+		if b.o.Tiers != nil {
+			b.o.Tiers.Watch(b.o.StoreEvents)
+		}
 		b.mu.Lock()
 		b.mu.scanning = true
 		b.mu.records = make([]Record, b.o.Records)
@@ -164,7 +211,7 @@ func (b *Book) Activate() {
 // Active reports whether there may be readers: only then is it worth to tell the Book anything.
 func (b *Book) Active() bool { return b.active.Load() }
 
-// Wonders reports whether there are resident chunks of which tokens, model or salt are not known.
+// Wonders reports whether there are chunks in the pool of which tokens, model or salt are not known.
 func (b *Book) Wonders() bool { return b.unbound.Load() > 0 || b.nameless.Load() > 0 }
 
 // Run follows the store until ctx ends.
@@ -174,24 +221,34 @@ func (b *Book) Run(ctx context.Context) {
 		return
 	case <-b.start:
 	}
+	var below <-chan struct{}
+	if b.o.Tiers != nil {
+		below = b.o.Tiers.News()
+	}
 	for {
 		b.catchUp()
 		select {
 		case <-ctx.Done():
 			return
 		case <-b.source.News():
+		case <-below:
+		case <-b.queue.told:
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(runPause):
 		}
 	}
 }
 
-// early is what was told of during a scan and not found yet.
-type early struct {
-	hashes []kv.Hash
-	spaces []*space
-}
+// runPause is how long news wait for others: to wake a goroutine for each store costs a third of the store.
+const runPause = 25 * time.Millisecond
 
-// catchUp applies all events of the store, after a scan where some were lost.
+// catchUp applies what was announced and all events of the store and the tiers, after a scan where some were lost.
 func (b *Book) catchUp() {
+	told := b.queue.take() // first: the events of what they tell are there
+	b.expect(told)
 	for more := true; more; {
 		var lost bool
 		if more, lost = b.some(); lost {
@@ -199,62 +256,48 @@ func (b *Book) catchUp() {
 			more = true
 		}
 	}
-	b.forgetEarly()
+	b.learn(told)
 }
 
-// forgetEarly forgets what was told of and is not there.
-func (b *Book) forgetEarly() {
-	b.mu.Lock()
-	defer b.unlock()
-	if b.mu.scanning { // others have lost events since
-		return
-	}
-	for _, h := range b.mu.early.hashes {
-		if bound := b.mu.bindings[h]; bound != nil && len(bound.spaces) == 0 {
-			b.unbindLocked(h, bound)
-		}
-	}
-	for _, s := range b.mu.early.spaces {
-		if b.mu.spaces[s.name] == s && len(s.chunks) == 0 {
-			b.dropLocked(s)
-		}
-	}
-	b.mu.early = early{}
-}
-
+// some applies some events of the tiers and the store. What happened to an object in a tier before it went from the pool is
+// applied before that: else its tokens would be forgotten.
 func (b *Book) some() (more, lost bool) {
+	last := b.source.LastEvent()
+	b.belowSome()
 	b.mu.Lock()
 	defer b.unlock()
 	if b.mu.scanning {
 		return false, true
 	}
-	return b.applyLocked(eventBatch)
+	return b.applyLocked(last)
 }
 
 // eventBatch is how many events are applied while others wait for the mutex.
 const eventBatch = 1024
 
-// applyLocked applies some events of the store.
-func (b *Book) applyLocked(limit int) (more, lost bool) {
-	if len(b.mu.buffer) < limit {
-		b.mu.buffer = make([]store.Event, limit)
+// applyLocked applies some events of the store, up to number last.
+func (b *Book) applyLocked(last uint64) (more, lost bool) {
+	if b.mu.buffer == nil {
+		b.mu.buffer = make([]store.Event, eventBatch)
 	}
+	limit := min(uint64(eventBatch), max(last, b.mu.after)-b.mu.after)
 	n, lost := b.source.Events(b.mu.after, b.mu.buffer[:limit])
 	if lost {
 		b.mu.scanning = true
 		return false, true
 	}
 	for _, e := range b.mu.buffer[:n] {
-		b.setLocked(&e.Key, !e.Removed)
+		b.setLocked(&e.Key, 0, !e.Removed)
 	}
 	b.mu.after += uint64(n)
-	return n == limit, false
+	return b.mu.after < last, false
 }
 
 // unlock ends a section that may have made records, and tells the readers.
 func (b *Book) unlock() {
 	var tell chan struct{}
 	if b.mu.news {
+		b.orderLocked()
 		b.mu.news, tell, b.mu.changed = false, b.mu.changed, make(chan struct{})
 	}
 	b.mu.Unlock()
@@ -293,7 +336,7 @@ func (b *Book) seen(keys []kv.Key) {
 	b.mu.Lock()
 	defer b.unlock()
 	for i := range keys {
-		b.setLocked(&keys[i], true)
+		b.setLocked(&keys[i], 0, true)
 	}
 }
 
@@ -310,161 +353,51 @@ func (b *Book) listSpaces() (out []*space) {
 func (b *Book) forget(s *space, scan uint32) {
 	b.mu.Lock()
 	defer b.unlock()
-	for hash, list := range s.chunks {
-		left := slices.DeleteFunc(list, func(o object) bool { return o.scan != scan })
-		if len(left) != len(list) {
-			s.chunks[hash] = left
-			b.changedLocked(s, hash)
-		}
-	}
+	b.removeLocked(s, func(o *object) bool { return o.tier == 0 && o.scan != scan })
 }
 
-// setLocked notes that an object is resident, or is not.
-func (b *Book) setLocked(k *kv.Key, resident bool) {
-	s := b.mu.spaces[k.Namespace]
-	if s == nil {
-		if !resident {
-			return
-		}
-		s = b.newSpaceLocked(k.Namespace)
-	}
-	code := uint32(k.Rank)>>16<<16 | k.Group&0xffff // the world and the rank are its upper bytes
-	list := s.chunks[k.Chunk]
-	i := slices.IndexFunc(list, func(o object) bool { return o.code == code })
-	switch {
-	case resident && i >= 0:
-		list[i].scan = b.mu.scan
-		return
-	case resident:
-		s.chunks[k.Chunk] = append(list, object{code, b.mu.scan})
-	case i < 0:
-		return
-	default:
-		s.chunks[k.Chunk] = slices.Delete(list, i, i+1)
-	}
-	b.changedLocked(s, k.Chunk)
-}
-
-func (b *Book) newSpaceLocked(name kv.Namespace) *space {
-	s := &space{name: name, chunks: make(map[kv.Hash][]object)}
-	b.mu.spaces[name] = s
-	b.nameless.Add(1)
-	return s
-}
-
-func (b *Book) newBindingLocked(hash kv.Hash) *binding {
-	bound := &binding{}
-	b.mu.bindings[hash] = bound
-	b.unbound.Add(1)
-	return bound
-}
-
-func (b *Book) unbindLocked(hash kv.Hash, bound *binding) {
-	b.mu.bytes -= int64(len(bound.tokens))
-	delete(b.mu.bindings, hash)
-	if bound.tokens == nil {
-		b.unbound.Add(-1)
-	}
-}
-
-// changedLocked looks again at a chunk of which an object came or went.
-func (b *Book) changedLocked(s *space, hash kv.Hash) {
-	bound := b.mu.bindings[hash]
-	if bound == nil {
-		bound = b.newBindingLocked(hash)
-	}
-	if !slices.Contains(bound.spaces, s) {
-		bound.spaces = append(bound.spaces, s)
-	}
-	for _, f := range s.families {
-		b.judgeLocked(f, hash, bound)
-	}
-	if len(s.chunks[hash]) > 0 {
-		return
-	}
-	delete(s.chunks, hash)
-	bound.spaces = slices.DeleteFunc(bound.spaces, func(o *space) bool { return o == s })
-	if len(bound.spaces) == 0 {
-		b.unbindLocked(hash, bound)
-	}
-	if len(s.chunks) == 0 {
-		b.dropLocked(s)
-	}
-}
-
-// dropLocked forgets a space that has nothing; the next store names it again.
-func (b *Book) dropLocked(s *space) {
-	delete(b.mu.spaces, s.name)
-	if len(s.families) == 0 {
-		b.nameless.Add(-1)
-	}
-	for _, f := range s.families {
-		for _, o := range f.each {
-			if o == s || !slices.Contains(o.families, f) {
-				continue
-			}
-			o.families = slices.DeleteFunc(o.families, func(g *family) bool { return g == f })
-			if len(o.families) == 0 {
-				b.nameless.Add(1)
+// removeLocked removes the objects of a space that f chooses.
+func (b *Book) removeLocked(s *space, f func(*object) bool) {
+	for i := len(s.chunks) - 1; i >= 0; i-- { // one that goes is replaced by the last one
+		h := s.chunks[i]
+		changed := false
+		for j := len(h.objects) - 1; j >= 0; j-- {
+			if f(&h.objects[j]) {
+				b.takeLocked(h, j)
+				changed = true
 			}
 		}
-		if f.tenant.families--; f.tenant.families == 0 {
-			delete(b.mu.tenants, f.tenant.tenantKey)
+		if changed {
+			b.changedLocked(h)
 		}
 	}
 }
 
-// judgeLocked finds out whether a family has a whole chunk, and makes a record if that has changed.
-func (b *Book) judgeLocked(f *family, hash kv.Hash, bound *binding) {
-	_, was := f.shown[hash]
-	is := bound.tokens != nil && f.complete(hash)
-	t := f.tenant
-	switch {
-	case is == was:
-	case is:
-		f.shown[hash] = struct{}{}
-		if s := t.shown[hash]; s != nil {
-			s.families++
-			return
+// orderLocked has chunks come after those that they follow in a prompt, among those that came since the last time: a store
+// commits tails first.
+func (b *Book) orderLocked() {
+	size := uint64(len(b.mu.records))
+	at := func(seq uint64) *Record { return &b.mu.records[seq%size] }
+	first := max(b.mu.ordered, b.mu.last-min(b.mu.last, size)) + 1
+	b.mu.ordered = b.mu.last
+	for first <= b.mu.last {
+		end, sorted := first, true // of a run of chunks that came
+		for ; end <= b.mu.last && !at(end).Removed; end++ {
+			sorted = sorted && (end == first || at(end-1).Index <= at(end).Index)
 		}
-		c := &Chunk{Model: t.model, Salt: t.salt, Hash: hash, Parent: bound.parent, Index: bound.index, Tokens: bound.tokens}
-		t.shown[hash] = &shown{c, 1}
-		of := b.mu.models[t.model]
-		if of == nil {
-			of = make(map[kv.Hash]int)
-			b.mu.models[t.model] = of
-		}
-		of[hash]++
-		b.recordLocked(Record{Chunk: c, OfModel: of[hash] == 1})
-	default:
-		delete(f.shown, hash)
-		s := t.shown[hash]
-		if s.families--; s.families > 0 {
-			return
-		}
-		delete(t.shown, hash)
-		of := b.mu.models[t.model]
-		if of[hash]--; of[hash] == 0 {
-			delete(of, hash)
-		}
-		b.recordLocked(Record{Chunk: s.Chunk, Removed: true, OfModel: of[hash] == 0})
-		if len(of) == 0 {
-			delete(b.mu.models, t.model)
-		}
-	}
-}
-
-func (f *family) complete(hash kv.Hash) bool {
-	for rank, s := range f.each {
-		list := s.chunks[hash]
-		for _, g := range f.groups {
-			code := codeOf(f.world, rank, g)
-			if !slices.ContainsFunc(list, func(o object) bool { return o.code == code }) {
-				return false
+		if !sorted {
+			run := make([]Record, 0, end-first)
+			for seq := first; seq < end; seq++ {
+				run = append(run, *at(seq))
+			}
+			slices.SortStableFunc(run, func(x, y Record) int { return cmp.Compare(x.Index, y.Index) })
+			for i := range run {
+				run[i].Seq = first + uint64(i)
+				*at(run[i].Seq) = run[i]
 			}
 		}
+		first = end + 1
 	}
-	return true
 }
 
 func (b *Book) recordLocked(r Record) {
@@ -473,123 +406,4 @@ func (b *Book) recordLocked(r Record) {
 	r.Seq = b.mu.last
 	b.mu.records[r.Seq%uint64(len(b.mu.records))] = r
 	b.mu.news = true
-}
-
-// Named tells whose chunks a shard's are, and which shards a lookup asks for together. Only
-// what has resident chunks is remembered.
-func (b *Book) Named(model, salt []byte, sh *objects.Shard) {
-	b.mu.Lock()
-	defer b.unlock()
-	b.namedLocked(model, salt, sh)
-}
-
-func (b *Book) namedLocked(model, salt []byte, sh *objects.Shard) {
-	each := make([]*space, sh.World)
-	for rank := range each {
-		name := sh.Namespace
-		if sh.Each != nil {
-			name = (*sh.Each)[rank].Namespace
-		}
-		if each[rank] = b.mu.spaces[name]; each[rank] != nil {
-			continue
-		}
-		if !b.mu.scanning {
-			return // nothing of this shard is there, so nothing is whole
-		}
-		each[rank] = b.newSpaceLocked(name)
-		b.mu.early.spaces = append(b.mu.early.spaces, each[rank])
-	}
-	for _, f := range each[0].families {
-		if f.world == sh.World && slices.Equal(f.each, each) {
-			return
-		}
-	}
-	key := tenantKey{string(model), string(salt)}
-	t := b.mu.tenants[key]
-	if t == nil {
-		t = &tenant{tenantKey: key, shown: make(map[kv.Hash]*shown)}
-		b.mu.tenants[key] = t
-	}
-	t.families++
-	f := &family{tenant: t, world: sh.World, each: each, groups: needed(sh.Groups), shown: make(map[kv.Hash]struct{})}
-	for rank, s := range each {
-		if slices.Contains(each[:rank], s) {
-			continue
-		}
-		if len(s.families) == 0 {
-			b.nameless.Add(-1)
-		}
-		s.families = append(s.families, f)
-	}
-	hashes := slices.AppendSeq(make([]kv.Hash, 0, len(each[0].chunks)), maps.Keys(each[0].chunks))
-	slices.SortFunc(hashes, func(x, y kv.Hash) int { return cmp.Compare(b.mu.bindings[x].index, b.mu.bindings[y].index) })
-	for _, hash := range hashes { // chunks after those that they follow
-		b.judgeLocked(f, hash, b.mu.bindings[hash])
-	}
-}
-
-// needed are the groups whose objects every hit needs: those of full attention, or all where there are none.
-func needed(groups *objects.Groups) (out []int) {
-	for g := range groups.Len() {
-		if groups.Full(g) {
-			out = append(out, g)
-		}
-	}
-	if out == nil {
-		for g := range groups.Len() {
-			out = append(out, g)
-		}
-	}
-	return out
-}
-
-// Lacks applies what the store has done so far, and reports whether one of these chunks is
-// resident and its tokens are not known.
-func (b *Book) Lacks(hashes []kv.Hash) bool {
-	b.mu.Lock()
-	defer b.unlock()
-	if !b.mu.scanning {
-		for more := true; more; {
-			more, _ = b.applyLocked(eventBatch) // when some were lost, Run scans
-		}
-	}
-	for _, h := range hashes {
-		if bound := b.mu.bindings[h]; bound != nil && bound.tokens == nil || bound == nil && b.mu.scanning {
-			return true
-		}
-	}
-	return false
-}
-
-// Learn tells what the chunks with these hashes are, which begin a prompt: tokens returns the msgpack
-// array of chunk i, and is called for those that are wanted, in order.
-func (b *Book) Learn(hashes []kv.Hash, tokens func(i int) []byte) {
-	b.mu.Lock()
-	defer b.unlock()
-	for i, h := range hashes {
-		bound := b.mu.bindings[h]
-		if bound == nil && b.mu.scanning {
-			bound = b.newBindingLocked(h)
-			b.mu.early.hashes = append(b.mu.early.hashes, h)
-		}
-		if bound == nil || bound.tokens != nil {
-			continue
-		}
-		t := tokens(i)
-		if b.mu.bytes+int64(len(t)) > b.o.TokenBytes {
-			b.mu.n.Unbound++
-			continue
-		}
-		b.mu.bytes += int64(len(t))
-		b.unbound.Add(-1)
-		bound.tokens, bound.index = t, i
-		if i > 0 {
-			bound.parent = hashes[i-1]
-		}
-		for _, s := range bound.spaces {
-			for _, f := range s.families {
-				b.judgeLocked(f, h, bound)
-			}
-		}
-	}
 }

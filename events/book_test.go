@@ -1,9 +1,11 @@
 package events
 
 import (
+	"context"
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/hold"
@@ -14,6 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/objects"
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 func TestMain(m *testing.M) { goroutines.Main(m) }
@@ -28,6 +31,11 @@ type node struct {
 	store *store.Store
 	book  *Book
 	last  int64 // request
+
+	places []tier.Tier // below the pool, each Noted as number 1 and so on
+	noted  []tier.Tier // the same as the store has them
+	ended  chan struct{}
+	end    context.CancelFunc
 }
 
 func newNode(t testing.TB, chunks int64, o Options) *node {
@@ -44,17 +52,48 @@ func (n *node) open() {
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	n.store = store.New(p, store.Options{})
+	so := store.Options{}
+	if len(n.places) > 0 {
+		n.o.Tiers, n.noted = tier.NewChanges(), nil
+		for i, place := range n.places {
+			n.noted = append(n.noted, tier.Noted(kept{place}, n.o.Tiers, uint8(i+1)))
+		}
+		so.WorkerShare, so.PeerShare = 1, 1
+		so.Below = tier.Cascade(tier.CascadeOptions{}, n.noted...)
+	}
+	n.store = store.New(p, so)
 	n.book = New(n.store, n.o)
 	n.book.Activate()
+	if len(n.places) > 0 {
+		var ctx context.Context
+		ctx, n.end = context.WithCancel(context.Background())
+		n.ended = make(chan struct{})
+		go func() { n.store.Run(ctx); close(n.ended) }()
+	}
+}
+
+// kept is a place that outlives the store's.
+type kept struct{ tier.Tier }
+
+func (kept) Close() error { return nil }
+
+// stop ends the store.
+func (n *node) stop() {
+	n.t.Helper()
+	if n.end != nil {
+		n.end()
+		<-n.ended
+		n.end = nil
+	}
+	if err := n.store.Close(); err != nil {
+		n.t.Error(err)
+	}
 }
 
 // restart has another process take the pool over.
 func (n *node) restart() {
 	n.t.Helper()
-	if err := n.store.Close(); err != nil {
-		n.t.Fatal(err)
-	}
+	n.stop()
 	n.open()
 }
 
@@ -98,14 +137,9 @@ func (p prompt) encoded(i int) []byte {
 	return kvevent.AppendTokens(nil, tokens)
 }
 
-// announce tells the Book what a server would.
-func (n *node) announce(p prompt, sh objects.Shard) {
-	hashes := p.hashes()
-	lacks := n.book.Lacks(hashes)
-	n.book.Named([]byte(p.model), []byte(p.salt), &sh)
-	if lacks {
-		n.book.Learn(hashes, p.encoded)
-	}
+// announce tells the Book what a server would of a prompt whose chunks from number from on were stored.
+func (n *node) announce(p prompt, sh objects.Shard, from int) {
+	n.book.Announce([]byte(p.model), []byte(p.salt), &sh, p.hashes(), from, p.encoded)
 }
 
 // store has one rank store a prompt.
@@ -123,7 +157,7 @@ func (n *node) storeRank(p prompt, rank int) {
 		return
 	}
 	if got := n.store.CommitStore(name, request, hashes, true); got.Chunks > 0 {
-		n.announce(p, sh)
+		n.announce(p, sh, 0)
 	}
 }
 
@@ -141,7 +175,7 @@ func (n *node) lookup(p prompt) {
 	n.store.Lookup(request, p.all(), store.Hashed(p.hashes()), 1)
 	n.store.EndSession(request, lease.Owner{})
 	if n.book.Wonders() || p.each {
-		n.announce(p, p.all())
+		n.announce(p, p.all(), len(p.hashes()))
 	}
 }
 
@@ -151,16 +185,24 @@ func (n *node) settle(prompts []prompt) {
 	for _, p := range prompts {
 		n.lookup(p)
 	}
+	n.book.catchUp()
 }
 
-// id is a chunk as routers tell them apart.
+// id is a chunk in a medium as routers tell them apart.
 type id struct {
 	model, salt string
 	hash        kv.Hash
+	medium      Medium
 }
 
 // truth is what a lookup of these prompts could hit, chunk by chunk.
 func (n *node) truth(prompts []prompt) map[id]bool {
+	out := n.truthOf(prompts, InPool, n.resident())
+	maps.Copy(out, n.truthOf(prompts, Below, n.inTiers(prompts)))
+	return out
+}
+
+func (n *node) resident() map[kv.Key]bool {
 	resident := map[kv.Key]bool{}
 	for next, more := 0, true; more; {
 		var keys []kv.Key
@@ -169,6 +211,41 @@ func (n *node) truth(prompts []prompt) map[id]bool {
 			resident[k] = true
 		}
 	}
+	return resident
+}
+
+// inTiers asks the places themselves.
+func (n *node) inTiers(prompts []prompt) map[kv.Key]bool {
+	there := map[kv.Key]bool{}
+	for _, place := range n.places {
+		for _, p := range prompts {
+			keys := p.keys()
+			metas := make([]tier.Meta, len(keys))
+			if err := place.Stat(n.t.Context(), keys, metas); err != nil {
+				n.t.Fatal(err)
+			}
+			for i, k := range keys {
+				there[k] = there[k] || metas[i].Len > 0
+			}
+		}
+	}
+	return there
+}
+
+// keys are those of all shards of all chunks.
+func (p prompt) keys() (out []kv.Key) {
+	sh := p.all()
+	for _, h := range p.hashes() {
+		for rank := range p.world {
+			var k kv.Key
+			sh.Key(&k, rank, 0, h)
+			out = append(out, k)
+		}
+	}
+	return out
+}
+
+func (n *node) truthOf(prompts []prompt, m Medium, there map[kv.Key]bool) map[id]bool {
 	out := map[id]bool{}
 	for _, p := range prompts {
 		sh := p.all()
@@ -177,10 +254,10 @@ func (n *node) truth(prompts []prompt) map[id]bool {
 			for rank := range p.world {
 				var k kv.Key
 				sh.Key(&k, rank, 0, h)
-				whole = whole && resident[k]
+				whole = whole && there[k]
 			}
 			if whole {
-				out[id{p.model, p.salt, h}] = true
+				out[id{p.model, p.salt, h, m}] = true
 			}
 		}
 	}
@@ -205,16 +282,27 @@ func (n *node) reader() *reader {
 
 func (r *reader) resync() {
 	r.has, r.ofModel = map[id]bool{}, map[id]bool{}
-	chunks, last := r.book.Snapshot("", false)
+	chunks, last := r.book.Everything()
+	pooled, pooledOnce := 0, map[id]bool{}
 	for i, c := range chunks {
-		if i > 0 && chunks[i-1].Model == c.Model && chunks[i-1].Index > c.Index {
+		if i > 0 && chunks[i-1].Model == c.Model && chunks[i-1].Medium == c.Medium && chunks[i-1].Index > c.Index {
 			r.t.Fatal("a chunk stands before those it follows")
 		}
-		r.has[id{c.Model, c.Salt, c.Hash}] = true
-		r.ofModel[id{c.Model, "", c.Hash}] = true
+		if r.has[id{c.Model, c.Salt, c.Hash, c.Medium}] {
+			r.t.Fatalf("%+v is there twice", c)
+		}
+		r.has[id{c.Model, c.Salt, c.Hash, c.Medium}] = true
+		r.ofModel[id{c.Model, "", c.Hash, c.Medium}] = true
+		if c.Medium == InPool {
+			pooled++
+			pooledOnce[id{c.Model, "", c.Hash, InPool}] = true
+		}
 	}
-	if once, _ := r.book.Snapshot("", true); len(once) != len(r.ofModel) {
-		r.t.Fatalf("%d chunks, by model %d", len(once), len(r.ofModel))
+	if all, _ := r.book.Snapshot("", false); len(all) != pooled {
+		r.t.Fatalf("%d chunks in the pool, want %d", len(all), pooled)
+	}
+	if once, _ := r.book.Snapshot("", true); len(once) != len(pooledOnce) {
+		r.t.Fatalf("%d chunks, by model %d", len(once), len(pooledOnce))
 	}
 	r.cursor = last
 }
@@ -240,9 +328,9 @@ func (r *reader) follow(limit int) {
 				delete(of, k)
 			}
 		}
-		set(r.has, id{rec.Model, rec.Salt, rec.Hash})
+		set(r.has, id{rec.Model, rec.Salt, rec.Hash, rec.Medium})
 		if rec.OfModel {
-			set(r.ofModel, id{rec.Model, "", rec.Hash})
+			set(r.ofModel, id{rec.Model, "", rec.Hash, rec.Medium})
 		}
 	}
 	if next != r.cursor {
@@ -265,11 +353,16 @@ func (r *reader) wantAll(want map[id]bool) {
 				r.t.Logf("missing %v", k)
 			}
 		}
+		for k := range r.has {
+			if !want[k] {
+				r.t.Logf("gone %v", k)
+			}
+		}
 		r.t.Fatalf("the reader has %d chunks, the store %d: %+v", len(r.has), len(want), r.book.Stats())
 	}
 	models := map[id]bool{}
 	for k := range want {
-		models[id{k.model, "", k.hash}] = true
+		models[id{k.model, "", k.hash, k.medium}] = true
 	}
 	if !maps.Equal(r.ofModel, models) {
 		r.t.Fatalf("a reader without salts has %d chunks, the store %d", len(r.ofModel), len(models))
@@ -337,7 +430,11 @@ func TestChunksAreToldInTheirOrder(t *testing.T) {
 	for i := range tokens {
 		tokens[i] = uint32(i)
 	}
-	for _, salt := range []string{"", "a", "b"} {
+	for i, salt := range []string{"", "a", "b", "", "a", "b"} { // the second time it is known whose they are, and for some what
+		if i == 3 {
+			tokens = slices.Clone(tokens)
+			tokens[0]++
+		}
 		p := prompt{model: "m", salt: salt, world: 1, tokens: tokens}
 		from := n.book.Last()
 		n.storeAll(p)
@@ -363,11 +460,13 @@ func TestTokenMemoryIsBounded(t *testing.T) {
 	n.book.catchUp()
 	n.storeAll(a)
 	n.storeAll(b) // shares two chunks and has two of its own
+	n.book.catchUp()
 	if s := n.book.Stats(); s.Bytes != int64(4*each) || s.Unbound != 1 || len(n.reader().has) != 4 {
 		t.Errorf("%+v", s)
 	}
 	n.store.Clear(false)
 	n.storeAll(b)
+	n.book.catchUp()
 	r := n.reader()
 	r.wantAll(n.truth([]prompt{b}))
 	if s := n.book.Stats(); s.Bytes != int64(4*each) || len(r.has) != 4 {

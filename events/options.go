@@ -7,13 +7,16 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // Options configures a Book. A zero field means its default.
 type Options struct {
 	StoreEvents int   // of the store, kept until they are applied, 64 B each; default 65,536
 	Records     int   // kept for readers; default 32,768
-	TokenBytes  int64 // of resident chunks; what passes it is not announced; default 256 MiB
+	TokenBytes  int64 // of chunks; what passes it is not announced, the pool goes before tiers; default 256 MiB
+
+	Tiers *tier.Changes // of the tiers below the pool; nil for none
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -42,7 +45,7 @@ type PublisherOptions struct {
 	ReplayBytes    int           // of their payloads, at most; default 64 MiB
 	QueueBytes     int           // of a subscriber, or of a replay; default 16 MiB
 	MaxSubscribers int           // default 256
-	Interval       time.Duration // between two messages with news, for each subscriber, up to ten: what comes meanwhile shares one; default 10 ms
+	Interval       time.Duration // between two messages with news, for each subscriber, counted as five at least and ten at most: what comes meanwhile shares one; default 10 ms
 	Heartbeat      time.Duration // after which a message without events is sent; default 5 s
 	Log            *slog.Logger  // nil discards
 }

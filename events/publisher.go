@@ -27,11 +27,13 @@ type Publisher struct {
 	pub    *zmtp.Pub
 	replay *zmtp.Router
 	epoch  uint64
+	came   chan struct{} // capacity 1: somebody subscribed
 
 	mu struct { // taken before Book.mu
 		sync.Mutex
 		cursor  uint64 // of the Book's records, the last that was published
 		started bool
+		alone   bool                // nobody subscribed when records were read last, so nobody waited for them since
 		next    uint64              // sequence of the next message
 		kept    []message           // the last ones, oldest first
 		bytes   int                 // of their payloads
@@ -60,9 +62,9 @@ type PublisherStats struct {
 
 // NewPublisher returns a Publisher that does not listen yet.
 func NewPublisher(book *Book, o PublisherOptions) *Publisher {
-	p := &Publisher{book: book, o: o.withDefaults(), epoch: uint64(time.Now().UnixNano())}
+	p := &Publisher{book: book, o: o.withDefaults(), epoch: uint64(time.Now().UnixNano()), came: make(chan struct{}, 1)}
 	p.log, p.mu.models = p.o.Log, make(map[string]struct{})
-	p.pub = zmtp.NewPub(zmtp.PubOptions{SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, HeartbeatInterval: 30 * time.Second, Log: p.log})
+	p.pub = zmtp.NewPub(zmtp.PubOptions{SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, HeartbeatInterval: 30 * time.Second, Log: p.log, OnSubscribe: p.subscribed})
 	p.replay = zmtp.NewRouter(p.answer, zmtp.RouterOptions{
 		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, HeartbeatInterval: 30 * time.Second, Log: p.log,
 	})
@@ -85,13 +87,33 @@ func (p *Publisher) Listen(ctx context.Context, events, replay string) (eventsAt
 	return at.String(), other.String(), nil
 }
 
-// Run publishes until ctx ends.
+func (p *Publisher) subscribed(_ *zmtp.Peer, _ []byte, on bool) {
+	if !on {
+		return
+	}
+	select {
+	case p.came <- struct{}{}:
+	default:
+	}
+}
+
+// Run publishes until ctx ends. While nobody subscribes it does nothing: what the Book still has then is
+// told to the next one, or to who asks for a replay.
 func (p *Publisher) Run(ctx context.Context) {
 	p.book.Activate()
 	beat, pause := time.NewTicker(p.o.Heartbeat), time.NewTicker(p.o.Interval)
 	defer beat.Stop()
 	defer pause.Stop()
 	for {
+		if p.pub.Subscribers() == 0 {
+			select {
+			case <-ctx.Done():
+				return
+			case <-p.came:
+			}
+			beat.Reset(p.o.Heartbeat)
+			continue
+		}
 		changed := p.book.Changed()
 		if p.publish() {
 			beat.Reset(p.o.Heartbeat)
@@ -114,11 +136,14 @@ func (p *Publisher) Run(ctx context.Context) {
 
 // pause is how long news wait for others after a message, because each message costs a call for each subscriber.
 func (p *Publisher) pause() time.Duration {
-	return p.o.Interval * time.Duration(min(max(p.pub.Subscribers(), 1), maxPauses))
+	return p.o.Interval * time.Duration(min(max(p.pub.Subscribers(), minPauses), maxPauses))
 }
 
-// maxPauses bounds it, in Options.Interval.
-const maxPauses = 10
+// They bound it, in Options.Interval.
+const (
+	minPauses = 5
+	maxPauses = 10
+)
 
 // Close ends the connections and returns after the last goroutine. Run has returned.
 func (p *Publisher) Close() error { return errors.Join(p.pub.Close(), p.replay.Close()) }
@@ -134,6 +159,8 @@ func (p *Publisher) publish() bool {
 
 // catchUpLocked tells the records up to number last.
 func (p *Publisher) catchUpLocked(last uint64) {
+	alone := p.mu.alone
+	p.mu.alone = p.pub.Subscribers() == 0
 	if !p.mu.started {
 		p.mu.started = true
 		p.restartLocked()
@@ -142,7 +169,9 @@ func (p *Publisher) catchUpLocked(last uint64) {
 		limit := int(min(uint64(p.o.BatchEvents), last-p.mu.cursor))
 		records, next, lost := p.book.Read(p.mu.cursor, limit, nil, nil)
 		if lost {
-			p.log.Warn("KV events came faster than they were published; everything is announced anew")
+			if !alone {
+				p.log.Warn("KV events came faster than they were published; everything is announced anew")
+			}
 			p.restartLocked()
 			return
 		}
@@ -161,7 +190,7 @@ func (p *Publisher) recordsLocked(records []Record) {
 		p.mu.models[records[0].Model] = struct{}{}
 		events := p.mu.events[:0]
 		for _, r := range records[:n] {
-			events = append(events, p.event(r.Chunk, r.Removed))
+			events = append(events, p.event(r.Placed, r.Removed))
 		}
 		p.sendLocked(p.o.topic(records[0].Model), events)
 		p.mu.events = events[:0]
@@ -172,7 +201,7 @@ func (p *Publisher) recordsLocked(records []Record) {
 // restartLocked tells everybody to forget what was told, and then all that is there.
 func (p *Publisher) restartLocked() {
 	p.mu.n.Restarts++
-	chunks, last := p.book.Snapshot("", false)
+	chunks, last := p.book.Everything()
 	p.mu.cursor = last
 	cleared := []kvevent.Event{{Kind: kvevent.Cleared, Group: -1}}
 	sent := false
@@ -194,7 +223,7 @@ func (p *Publisher) restartLocked() {
 }
 
 // models lists those of chunks that are sorted by model.
-func models(chunks []*Chunk) (out []string) {
+func models(chunks []Placed) (out []string) {
 	for i, c := range chunks {
 		if i == 0 || c.Model != chunks[i-1].Model {
 			out = append(out, c.Model)
@@ -204,7 +233,7 @@ func models(chunks []*Chunk) (out []string) {
 }
 
 // batches divides chunks into events of one message each.
-func (p *Publisher) batches(chunks []*Chunk, send func(topic []byte, events []kvevent.Event)) {
+func (p *Publisher) batches(chunks []Placed, send func(topic []byte, events []kvevent.Event)) {
 	for len(chunks) > 0 {
 		var events []kvevent.Event
 		model := chunks[0].Model
@@ -216,10 +245,13 @@ func (p *Publisher) batches(chunks []*Chunk, send func(topic []byte, events []kv
 	}
 }
 
+// mediumNames are vLLM's.
+var mediumNames = [media]string{InPool: kvevent.CPU, Below: kvevent.Storage}
+
 // event is what routers are told of a chunk.
-func (p *Publisher) event(c *Chunk, removed bool) kvevent.Event {
+func (p *Publisher) event(c Placed, removed bool) kvevent.Event {
 	hash := kv.SaltedHash(c.Salt, c.Hash)
-	e := kvevent.Event{Kind: kvevent.Stored, Hashes: [][]byte{hash[:]}, Medium: kvevent.CPU, Group: -1}
+	e := kvevent.Event{Kind: kvevent.Stored, Hashes: [][]byte{hash[:]}, Medium: mediumNames[c.Medium], Group: -1}
 	if removed {
 		e.Kind = kvevent.Removed
 		return e
@@ -241,9 +273,16 @@ func (p *Publisher) heartbeat() {
 	p.sendLocked(p.mu.topic, nil)
 }
 
+// eventBytes is about what an event takes beside its tokens and salt.
+const eventBytes = 240
+
 func (p *Publisher) payload(events []kvevent.Event) []byte {
 	batch := kvevent.Batch{Time: float64(time.Now().UnixMicro()) / 1e6, Events: events, Rank: -1, Epoch: p.epoch}
-	return p.o.Encoding.Append(nil, &batch)
+	size := 64
+	for i := range events {
+		size += eventBytes + len(events[i].Salt) + len(events[i].Encoded)
+	}
+	return p.o.Encoding.Append(make([]byte, 0, size), &batch)
 }
 
 // sendLocked publishes one message and keeps it for replays.
@@ -311,6 +350,9 @@ func (p *Publisher) from(start uint64) []message {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.mu.n.Replays++
+	if p.pub.Subscribers() == 0 || !p.mu.started { // then Run does not
+		p.catchUpLocked(p.book.Last())
+	}
 	switch oldest := p.mu.next - uint64(len(p.mu.kept)); {
 	case start >= p.mu.next:
 		return nil
@@ -353,10 +395,10 @@ func (p *Publisher) snapshot() []message {
 }
 
 func (p *Publisher) snapshotLocked() (out []message) {
-	chunks, last := p.book.Snapshot("", false)
+	chunks, last := p.book.Everything()
 	p.catchUpLocked(last)
 	for p.mu.cursor != last { // everything was announced anew meanwhile
-		chunks, last = p.book.Snapshot("", false)
+		chunks, last = p.book.Everything()
 		p.catchUpLocked(last)
 	}
 	add := func(topic []byte, events []kvevent.Event) {

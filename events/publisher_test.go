@@ -270,13 +270,13 @@ func (r *router) apply(w wire) {
 			continue
 		}
 		for _, h := range e.Hashes {
-			k := w.topic + "|" + string(h)
+			k := w.topic + "|" + string(h) + e.Medium
 			if r.has[k] == (e.Kind == kvevent.Stored) {
 				r.t.Fatalf("message %d: %v of %x, which was so before", w.sequence, e.Kind, h)
 			}
 			if r.has[k] = true; e.Kind == kvevent.Removed {
 				delete(r.has, k)
-			} else if len(e.Tokens) != chunkTokens || e.BlockTokens != chunkTokens || e.Medium != kvevent.CPU {
+			} else if len(e.Tokens) != chunkTokens || e.BlockTokens != chunkTokens || e.Medium != kvevent.CPU && e.Medium != kvevent.Storage {
 				r.t.Fatalf("%+v", e)
 			}
 		}
@@ -289,7 +289,7 @@ func (r *router) until(n *publishing, prompts []prompt) {
 	want := map[string]bool{}
 	for k := range n.truth(prompts) {
 		h := kv.SaltedHash(k.salt, k.hash)
-		want["kv@node@"+k.model+"|"+string(h[:])] = true
+		want["kv@node@"+k.model+"|"+string(h[:])+mediumNames[k.medium]] = true
 	}
 	for end := time.Now().Add(routerWait); !maps.Equal(r.has, want); r.read() {
 		if time.Now().After(end) {

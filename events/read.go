@@ -41,28 +41,54 @@ func (b *Book) Read(after uint64, limit int, dst []Record, want func(*Record) bo
 	return dst, after, false
 }
 
-// Snapshot returns what is available, chunks after those before them in a prompt, and the number of
+// Snapshot returns what is in the pool, chunks after those before them in a prompt, and the number of
 // the newest record that it contains. An empty model stands for all; with onePerModel a chunk that several
 // salts have is told once.
 func (b *Book) Snapshot(model string, onePerModel bool) (chunks []*Chunk, last uint64) {
-	b.mu.Lock()
-	for key, t := range b.mu.tenants {
-		if model != "" && key.model != model {
-			continue
-		}
-		for _, s := range t.shown {
-			chunks = append(chunks, s.Chunk)
-		}
+	placed, last := b.snapshot(model, true)
+	for _, p := range placed {
+		chunks = append(chunks, p.Chunk)
 	}
-	last = b.mu.last
-	b.mu.Unlock()
-	slices.SortFunc(chunks, func(a, c *Chunk) int {
-		return cmp.Or(strings.Compare(a.Model, c.Model), cmp.Compare(a.Index, c.Index), slices.Compare(a.Hash[:], c.Hash[:]))
-	})
 	if onePerModel {
 		chunks = slices.CompactFunc(chunks, func(a, c *Chunk) bool { return a.Model == c.Model && a.Hash == c.Hash })
 	}
 	return chunks, last
+}
+
+// Everything is Snapshot of all media, those of one model together, the pool first.
+func (b *Book) Everything() (placed []Placed, last uint64) { return b.snapshot("", false) }
+
+func (b *Book) snapshot(model string, poolOnly bool) (placed []Placed, last uint64) {
+	b.mu.Lock()
+	for _, bound := range b.mu.bindings {
+		for i := range bound.whole {
+			w := &bound.whole[i]
+			if model != "" && w.chunk.Model != model {
+				continue
+			}
+			for m := range Medium(media) {
+				if w.in[m] && !(poolOnly && m != InPool) && bound.firstOf(i, m) {
+					placed = append(placed, Placed{w.chunk, m})
+				}
+			}
+		}
+	}
+	last = b.mu.last
+	b.mu.Unlock()
+	slices.SortFunc(placed, func(a, c Placed) int {
+		return cmp.Or(strings.Compare(a.Model, c.Model), cmp.Compare(a.Medium, c.Medium), cmp.Compare(a.Index, c.Index), slices.Compare(a.Hash[:], c.Hash[:]))
+	})
+	return placed, last
+}
+
+// firstOf reports whether no family before number i has the chunk for the same tenant.
+func (bound *binding) firstOf(i int, m Medium) bool {
+	for _, w := range bound.whole[:i] {
+		if w.in[m] && w.family.tenant == bound.whole[i].family.tenant {
+			return false
+		}
+	}
+	return true
 }
 
 // Capacity is how many records are kept for readers.
@@ -72,7 +98,7 @@ func (b *Book) Capacity() int { return b.o.Records }
 type Stats struct {
 	Counters
 	Active bool
-	Chunks int    // with tokens or without, of which an object is resident
+	Chunks int    // with tokens or without, of which an object is in the pool or, with tokens, in a tier
 	Bytes  int64  // of tokens
 	Kept   int    // records
 	Last   uint64 // number of the newest record
@@ -82,8 +108,10 @@ type Stats struct {
 func (b *Book) Stats() Stats {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	n := b.mu.n
+	n.Unbound += b.queue.lost()
 	return Stats{
-		Counters: b.mu.n, Active: b.Active(), Chunks: len(b.mu.bindings), Bytes: b.mu.bytes,
+		Counters: n, Active: b.Active(), Chunks: len(b.mu.bindings), Bytes: b.mu.bytes,
 		Kept: int(min(b.mu.last, uint64(len(b.mu.records)))), Last: b.mu.last,
 	}
 }

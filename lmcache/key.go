@@ -73,6 +73,7 @@ type KeyView struct {
 	Tags      []Tag
 
 	unhashed []byte // the encoded tokens after Hashes
+	ends     []int  // where each chunk of Hashes ends in tokens
 	tokens   []byte // all encoded tokens, and what follows them
 }
 
@@ -122,7 +123,7 @@ const (
 // only the leading chunks that the Memo remembers: what else a caller needs, Hash
 // computes.
 func (m *Memo) DecodeKey(frame []byte, k *KeyView) error {
-	*k = KeyView{Hashes: k.Hashes[:0], Tags: k.Tags[:0], Worker: AllWorkers, Readers: ReadersUnsaid}
+	*k = KeyView{Hashes: k.Hashes[:0], ends: k.ends[:0], Tags: k.Tags[:0], Worker: AllWorkers, Readers: ReadersUnsaid}
 	n, b, err := msgp.ReadMapHeaderBytes(frame)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrKey, err)

@@ -2,6 +2,8 @@ package lmcache_test
 
 import (
 	"bytes"
+	"encoding/binary"
+	"math/rand/v2"
 	"reflect"
 	"slices"
 	"testing"
@@ -75,6 +77,7 @@ func TestTokensOfAKey(t *testing.T) {
 	if err := memo.DecodeKey(frame, &view); err != nil {
 		t.Fatal(err)
 	}
+	memo.Hash(&view, 1)
 	if got := memo.Tokens(&view)(0); !bytes.Equal(got, []byte{0x94, 3, 3, 3, 3}) {
 		t.Errorf("%x", got)
 	}
@@ -99,4 +102,60 @@ func TestSubscribeRequest(t *testing.T) {
 	f(nil, n(7), m, n(0), n(1025))
 	f(nil, m, m, n(0), n(1))
 	f(nil, n(7), m, n(0))
+}
+
+// Whatever forms a client's integers have, and wherever the list ends, the tokens told are the same, in 5 bytes each at most.
+func TestTokensOfAnyForm(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	random := rand.New(rand.NewPCG(seed, 1))
+	edges := []uint32{0, 1, 127, 128, 255, 256, 0x7fff, 0xffff, 0x10000, 0x7fffffff, 0xffffffff}
+	for round := range 500 {
+		memo := lmcache.NewMemo(4, 1<<20)
+		key := lmcache.Key{Model: "m", WorldSize: 1, End: 8}
+		list := msgp.AppendArrayHeader(nil, 8)
+		for range 8 {
+			v := edges[random.IntN(len(edges))]
+			key.Tokens = append(key.Tokens, v)
+			widest := 0
+			if round%2 > 0 { // else as clients write it
+				widest = random.IntN(8)
+			}
+			switch {
+			case widest == 1:
+				list = binary.BigEndian.AppendUint64(append(list, 0xd3), uint64(v))
+			case widest == 2:
+				list = binary.BigEndian.AppendUint64(append(list, 0xcf), uint64(v))
+			case widest == 3:
+				list = binary.BigEndian.AppendUint32(append(list, 0xce), v)
+			case widest == 4 && v <= 0xffff:
+				list = append(list, 0xcd, byte(v>>8), byte(v))
+			case widest == 5 && v <= 0xff:
+				list = append(list, 0xcc, byte(v))
+			case widest == 6 && v <= 0x7fff:
+				list = append(list, 0xd1, byte(v>>8), byte(v))
+			default:
+				list = append(list, lmcache.AppendTokens(nil, []uint32{v})[1:]...)
+			}
+		}
+		frame := bytes.Replace(key.Append(nil), lmcache.AppendTokens(nil, key.Tokens), list, 1)
+		var view lmcache.KeyView
+		if err := memo.DecodeKey(frame, &view); err != nil {
+			t.Fatal(err)
+		}
+		memo.Hash(&view, 1+random.IntN(2))
+		tokens := memo.Tokens(&view)
+		for i := len(view.Hashes) - 1; i >= 0; i-- {
+			n, b, err := msgp.ReadArrayHeaderBytes(tokens(i))
+			if err != nil || n != 4 || len(b) > 4*5 {
+				t.Fatalf("round %d: chunk %d of %x is %x: %v", round, i, list, b, err)
+			}
+			for _, want := range key.Tokens[4*i : 4*i+4] {
+				var got uint64
+				if got, b, err = msgp.ReadUint64Bytes(b); err != nil || got != uint64(want) {
+					t.Fatalf("round %d: chunk %d of %x has %d, want %d: %v", round, i, list, got, want, err)
+				}
+			}
+		}
+	}
 }

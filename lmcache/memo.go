@@ -85,16 +85,17 @@ func (m *Memo) bucketOf(prev kv.Hash, b []byte) uint32 {
 	return uint32(h) & uint32(len(m.buckets)-1)
 }
 
-// known appends the hashes of the leading chunks of b that are remembered, at
+// known appends to k the hashes of the leading chunks of b that are remembered, at
 // most chunks of them, and returns the bytes after them.
-func (m *Memo) known(b []byte, chunks int, hashes []kv.Hash) ([]kv.Hash, []byte) {
+func (m *Memo) known(b []byte, chunks int, k *KeyView) []byte {
 	if m.max == 0 || chunks == 0 {
-		return hashes, b
+		return b
 	}
 	m.mu.RLock()
 	defer m.mu.RUnlock()
 	prev := kv.Seed
 	var before *memoEntry
+	end := 0
 	for range chunks {
 		e := m.afterLocked(before, prev, b)
 		if e == nil {
@@ -105,9 +106,10 @@ func (m *Memo) known(b []byte, chunks int, hashes []kv.Hash) ([]kv.Hash, []byte)
 		}
 		b = b[e.width:]
 		prev, before = e.hash, e
-		hashes = append(hashes, prev)
+		end += int(e.width)
+		k.Hashes, k.ends = append(k.Hashes, prev), append(k.ends, end)
 	}
-	return hashes, b
+	return b
 }
 
 // afterLocked is findLocked that tries first what followed last time: most chunks

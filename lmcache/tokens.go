@@ -1,7 +1,6 @@
 package lmcache
 
 import (
-	"bytes"
 	"encoding/binary"
 	"errors"
 
@@ -123,7 +122,8 @@ func (m *Memo) readKeyTokens(b []byte, k *KeyView) (rest []byte, err error) {
 		return b, err
 	}
 	k.NumTokens, k.Chunks, k.tokens = n, n/m.chunkTokens, b
-	k.Hashes, b = m.known(b, k.Chunks, k.Hashes[:0])
+	k.Hashes, k.ends = k.Hashes[:0], k.ends[:0]
+	b = m.known(b, k.Chunks, k)
 	k.unhashed = b
 	skipped, err := skipTokens(b, n-len(k.Hashes)*m.chunkTokens)
 	if err != nil {
@@ -155,32 +155,32 @@ func (m *Memo) Hash(k *KeyView, n int) {
 		}
 		k.unhashed = k.unhashed[width:]
 		prev = s.chain.Next(prev)
-		k.Hashes = append(k.Hashes, prev)
+		k.Hashes, k.ends = append(k.Hashes, prev), append(k.ends, len(k.tokens)-len(k.unhashed))
 		s.widths = append(s.widths, width)
 	}
 	m.learn(start, s.widths, k.Hashes, known)
 }
 
-// Tokens returns a function that tells the tokens of chunk i of k, as a msgpack array of
-// shortest-form integers of its own. It is called with rising i. k must come from m's DecodeKey,
-// and its frame be unchanged.
+// Tokens returns a function that tells the tokens of chunk i of k, which is in k.Hashes, as a msgpack array of integers of
+// its own: as the client wrote them, unless that takes more than 5 bytes for each. k must come from m's
+// DecodeKey, and its frame be unchanged.
 func (m *Memo) Tokens(k *KeyView) func(i int) []byte {
-	b, at := k.tokens, 0
-	raw, tokens := make([]byte, 4*m.chunkTokens), make([]uint32, m.chunkTokens)
-	buf := make([]byte, 0, 5+5*m.chunkTokens)
 	return func(i int) []byte {
-		skipped, err := skipTokens(b, (i-at)*m.chunkTokens)
-		if err == nil {
-			b = b[skipped:]
-			skipped, err = readTokens(raw, b, m.chunkTokens)
+		from := 0
+		if i > 0 {
+			from = k.ends[i-1]
 		}
-		if err != nil {
+		if text := k.tokens[from:k.ends[i]]; len(text) <= 5*m.chunkTokens {
+			out := msgp.AppendArrayHeader(make([]byte, 0, 5+len(text)), uint32(m.chunkTokens))
+			return append(out, text...)
+		}
+		raw, tokens := make([]byte, 4*m.chunkTokens), make([]uint32, m.chunkTokens)
+		if _, err := readTokens(raw, k.tokens[from:], m.chunkTokens); err != nil {
 			panic("BUG: lmcache: a token list that was checked does not decode")
 		}
-		b, at = b[skipped:], i+1
 		for t := range tokens {
 			tokens[t] = binary.BigEndian.Uint32(raw[4*t:])
 		}
-		return bytes.Clone(AppendTokens(buf, tokens))
+		return AppendTokens(nil, tokens)
 	}
 }

@@ -93,7 +93,7 @@ func (s *Server) storeCopy(c *blockCopy) error {
 	if err := s.copyDone(c.key, cp, s.run(lmcache.OpStore, c, cp.Parts, 0)); err != nil {
 		return err
 	}
-	s.announce(c.key, &c.transfer.Shard, c.transfer.To)
+	s.announce(c.key, &c.transfer.Shard, c.transfer.From, c.transfer.To)
 	s.n.storesFinished.Add(true)
 	s.logCopied("stored", cp, c)
 	return nil

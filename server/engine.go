@@ -148,7 +148,7 @@ func (s *Server) commitStore(sc *scratch, r *lmcache.CommitStoreRequest) error {
 	sc.out = lmcache.AppendBool(sc.out, got.Chunks > 0)
 	s.n.storesFinished.Add(false)
 	if got.Chunks > 0 {
-		s.announce(r.Key, &t.Shard, t.To)
+		s.announce(r.Key, &t.Shard, t.From, t.To)
 		s.logMoved("stored", got.Chunks, int64(got.Chunks)*in.Bytes, r.Key.RequestID)
 	}
 	return nil

@@ -131,7 +131,7 @@ func (s *Server) commitPickle(sc *scratch, in *workers.Worker, t hold.Transfer, 
 		if err := s.copyDone(r.Key, cp, err); err != nil {
 			return err
 		}
-		s.announce(r.Key, &t.Shard, t.To)
+		s.announce(r.Key, &t.Shard, t.From, t.To)
 		s.n.pickledIn.Add(uint64(len(cp.Parts)) * uint64(in.Bytes))
 		s.logCopied("stored", cp, &blockCopy{key: r.Key})
 	}

@@ -304,7 +304,9 @@ func (st *stream) next(ctx context.Context, first bool, incarnation uint64) (bat
 	}
 }
 
-func (st *stream) wants(r *events.Record) bool { return r.OfModel && r.Model == st.model }
+func (st *stream) wants(r *events.Record) bool {
+	return r.Medium == events.InPool && r.OfModel && r.Model == st.model
+}
 
 // fromSnapshot takes the next chunks of a snapshot. While some are left, the cursor stays: a
 // client that asks again from there gets the snapshot again.
@@ -343,18 +345,11 @@ func stored(c *events.Chunk, seq uint64) lmcache.KVEventRecord {
 	return r
 }
 
-// announce tells the Book what the first chunks of a prompt are, which a worker stored or
-// a lookup asked for.
-func (s *Server) announce(k *lmcache.KeyView, sh *objects.Shard, chunks int) {
-	book := s.opts.Events
-	if book == nil || !book.Active() {
-		return
-	}
-	hashes := k.Hashes[:min(chunks, len(k.Hashes))]
-	lacks := book.Lacks(hashes)
-	book.Named(k.Model, k.Salt, sh)
-	if lacks {
-		book.Learn(hashes, s.memo.Tokens(k))
+// announce tells the Book what the first chunks of a prompt are, of which a worker has stored those from number from on.
+func (s *Server) announce(k *lmcache.KeyView, sh *objects.Shard, from, chunks int) {
+	if book := s.opts.Events; book != nil && book.Active() {
+		hashes := k.Hashes[:min(chunks, len(k.Hashes))]
+		book.Announce(k.Model, k.Salt, sh, hashes, min(from, len(hashes)), s.memo.Tokens(k))
 	}
 }
 
@@ -362,6 +357,6 @@ func (s *Server) announce(k *lmcache.KeyView, sh *objects.Shard, chunks int) {
 // was stored before anybody subscribed, and of shards with unlike layouts.
 func (s *Server) announceFound(k *lmcache.KeyView, sh *objects.Shard) {
 	if book := s.opts.Events; book != nil && book.Active() && (book.Wonders() || sh.Each != nil) {
-		s.announce(k, sh, len(k.Hashes))
+		s.announce(k, sh, len(k.Hashes), len(k.Hashes))
 	}
 }

@@ -11,12 +11,13 @@ import (
 	"github.com/kvasir-kv/kvasir/events"
 	"github.com/kvasir-kv/kvasir/kvevent"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // eventFlags say what is told of what is stored and removed.
 type eventFlags struct {
 	EventLog    int     `name:"kv-event-log-size" help:"KV-event records kept for readers; 0 serves no subscribe_kv_events. Nothing is recorded before somebody subscribes, or without --kv-events." default:"32768" group:"Events" placeholder:"RECORDS"`
-	EventMemory mibSize `name:"kv-events-memory" help:"Memory for the tokens of chunks in the pool, MiB or with a unit: 32k tokens take 160 KiB. What passes it is not announced." default:"256" group:"Events" placeholder:"MIB"`
+	EventMemory mibSize `name:"kv-events-memory" help:"Memory for the tokens of chunks in the pool and the tiers, MiB or with a unit: 32k tokens take 160 KiB. What passes it is not announced; tiers make room first." default:"256" group:"Events" placeholder:"MIB"`
 	Events      string  `name:"kv-events" help:"Publish KV events in vLLM's format on this ZMQ endpoint, as tcp://*:5557. Whoever reaches it reads the tokens of all prompts." group:"Events" placeholder:"ENDPOINT"`
 	EventReplay string  `name:"kv-events-replay" help:"Answer subscribers that missed some on this endpoint, as tcp://*:5558." group:"Events" placeholder:"ENDPOINT"`
 	EventTopic  string  `name:"kv-events-topic" help:"Topic; {model} stands for the model's name. Default: kv@HOST:PORT@{model}, of this machine's name and --port." group:"Events" placeholder:"TOPIC"`
@@ -49,11 +50,21 @@ func (f *eventFlags) check() error {
 }
 
 // book returns what follows a store's events; nil where the flags want none.
-func (f *eventFlags) book(st *store.Store) *events.Book {
+func (f *eventFlags) book(st *store.Store, below *tier.Changes) *events.Book {
 	if f.EventLog == 0 {
 		return nil
 	}
-	return events.New(st, f.options())
+	o := f.options()
+	o.Tiers = below
+	return events.New(st, o)
+}
+
+// changes returns what is to know what tiers have; nil where nobody asks.
+func (f *eventFlags) changes() *tier.Changes {
+	if f.Events == "" {
+		return nil
+	}
+	return tier.NewChanges()
 }
 
 // publisher returns who publishes a Book's records, listening; nil where the flags want none.

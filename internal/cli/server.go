@@ -309,11 +309,12 @@ func (c *serverCmd) Run(e *env) (err error) {
 		return fmt.Errorf("--state: %w", err)
 	}
 	defer func() { err = errors.Join(err, c.terms.Close()) }()
+	o.tiers.Changes = c.changes()
 	st, err := c.openStore(&o)
 	if err != nil {
 		return err
 	}
-	o.server.Events = c.book(st)
+	o.server.Events = c.book(st, o.tiers.Changes)
 	if o.server.Publisher, err = c.publisher(e.ctx, o.server.Events, c.publisherOptions(c.Port, c.ChunkSize, e.log)); err != nil {
 		return errors.Join(err, st.Close())
 	}

@@ -22,7 +22,10 @@ type Options struct {
 	Trust    fs.Trust
 	Existing bool // directories have to be there
 	Names    *tier.Names
-	Log      *slog.Logger // nil discards
+	Changes  *tier.Changes // knows what the tiers have; nil for none
+	Log      *slog.Logger  // nil discards
+
+	number uint8 // of the next tier in Changes
 }
 
 // Set is the tiers of one server.
@@ -46,7 +49,13 @@ func Open(o Options) (s Set, err error) {
 		}
 	}()
 	var places []string
+	if len(o.Disk.Dirs)+len(o.Adapters) > tier.MaxTiers {
+		return Set{}, errTooMany
+	}
+	o.number = 1
 	if len(o.Disk.Dirs) > 0 {
+		o.Disk.Changes, o.Disk.Number = o.Changes, o.number
+		o.number += uint8(len(o.Disk.Dirs))
 		if s.Disk, err = disk.Open(o.Disk); err != nil {
 			return Set{}, explain(err)
 		}
@@ -63,9 +72,10 @@ func Open(o Options) (s Set, err error) {
 			return Set{}, fmt.Errorf("--l2-adapter: %w", err)
 		}
 		opened = append(opened, d)
-		name, used := uniqueName(s.Each, a.Type), tier.Tier(d)
+		name, used := uniqueName(s.Each, a.Type), tier.Noted(d, o.Changes, o.number)
+		o.number++
 		if a.Admission != (tier.Admission{}) {
-			used = tier.Admitted(d, a.Admission)
+			used = tier.Admitted(used, a.Admission)
 		}
 		used = tier.Bounded(used, tier.Limits{Calls: max(a.Calls, 64), Bytes: a.Bytes})
 		if a.Absence.For > 0 {
@@ -94,6 +104,8 @@ func Open(o Options) (s Set, err error) {
 	}
 	return s, nil
 }
+
+var errTooMany = fmt.Errorf("more than %d directories of --disk and tiers of --l2-adapter", tier.MaxTiers)
 
 // sayRooms says how much the disks may take, and warns of those with less room than that.
 func sayRooms(d *disk.Disk, log *slog.Logger) {
@@ -191,7 +203,7 @@ func (a *Adapter) place() string {
 
 func openDir(a Adapter, o Options) (*fs.Dir, error) {
 	return fs.Open(fs.Options{
-		Path: a.Path, TempDir: a.TempDir, Direct: a.Direct, Pad: a.Pad, Trust: o.Trust, NoMake: o.Existing, Names: o.Names, Log: o.Log,
+		Path: a.Path, TempDir: a.TempDir, Direct: a.Direct, Pad: a.Pad, Trust: o.Trust, NoMake: o.Existing, Names: o.Names, Changes: o.Changes, Number: o.number, Log: o.Log,
 		Limit: int64(a.LimitGB * gib), MinFree: int64(a.MinFreeGB * gib), EvictAt: a.EvictAt, EvictShare: a.Evict,
 	})
 }

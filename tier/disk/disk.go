@@ -60,6 +60,10 @@ type Options struct {
 	FirstTouch   bool  // keep an object when it is offered first, whatever the disk has; default: while it has room, or that gives more hits
 	SecondTouch  bool  // keep an object when it is offered for the second time, whatever the disk has
 	Log          *slog.Logger
+
+	// What is found, comes and goes is noted as a tier's of that number, of the first Dir; those after it have the next ones.
+	Changes *tier.Changes
+	Number  uint8
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -124,11 +128,11 @@ func openWith(o Options, open func(path string) (files, error), now func() time.
 	}
 	d := &Disk{opts: o, opened: make(chan struct{}), readTime: histogram.Times(), writeTime: histogram.Times()}
 	d.admission.touched.seed, d.admission.touched.most = maphash.MakeSeed(), mostTouched
-	for _, dir := range o.Dirs {
+	for i, dir := range o.Dirs {
 		f, err := open(dir.Path)
 		var v *volume
 		if err == nil {
-			v, err = openVolume(&d.opts, dir, f, now)
+			v, err = openVolume(&d.opts, dir, o.Number+uint8(i), f, now)
 		}
 		if err != nil {
 			return nil, errors.Join(fmt.Errorf("open %s: %w", dir.Path, err), d.Close())
@@ -145,8 +149,8 @@ func openWith(o Options, open func(path string) (files, error), now func() time.
 }
 
 // openVolume opens the files of a directory, which it closes when that fails.
-func openVolume(o *Options, dir Dir, f files, now func() time.Time) (*volume, error) {
-	v := &volume{dir: dir, opts: o, segment: cmp.Or(o.SegmentBytes, segmentBytes(dir.Bytes)), log: o.Log, files: f, now: now}
+func openVolume(o *Options, dir Dir, number uint8, f files, now func() time.Time) (*volume, error) {
+	v := &volume{dir: dir, number: number, opts: o, segment: cmp.Or(o.SegmentBytes, segmentBytes(dir.Bytes)), log: o.Log, files: f, now: now}
 	v.life, v.stop = context.WithCancel(context.Background())
 	v.opened, v.wake, v.full = make(chan struct{}), make(chan struct{}, 1), make(chan struct{}, 1)
 	v.journal.turn = make(chan struct{}, 1)

@@ -289,6 +289,7 @@ func (v *volume) dropFrom(s *segment, records []record) {
 	for i := range records {
 		if e, ok := v.mu.index[records[i].key]; ok && e.seg == s.seq {
 			delete(v.mu.index, records[i].key)
+			v.noteLocked(records[i].key, false)
 			v.n.evictedObjects.Add(1)
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/histogram"
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -111,3 +112,20 @@ func (d *Disk) Rooms() ([]Room, error) {
 	}
 	return out, nil
 }
+
+// stat sets the metas that are zero and whose keys are here.
+func (v *volume) stat(keys []kv.Key, metas []tier.Meta) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for i := range keys {
+		if e, ok := v.mu.index[keys[i]]; ok {
+			v.noteLocked(keys[i], true)
+			if metas[i].Len == 0 {
+				metas[i] = e.meta()
+			}
+		}
+	}
+}
+
+// noteLocked tells who watches that an object is here, or is not.
+func (v *volume) noteLocked(k kv.Key, here bool) { v.opts.Changes.Note(v.number, k, here) }

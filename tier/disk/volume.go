@@ -36,6 +36,7 @@ var (
 // volume is one directory: segments, and the index of what is in them.
 type volume struct {
 	dir     Dir
+	number  uint8 // in opts.Changes
 	opts    *Options
 	segment int64 // bytes of one
 	log     *slog.Logger
@@ -132,17 +133,6 @@ func (v *volume) begin() error {
 	return nil
 }
 
-// stat sets the metas that are zero and whose keys are here.
-func (v *volume) stat(keys []kv.Key, metas []tier.Meta) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	for i := range keys {
-		if e, ok := v.mu.index[keys[i]]; ok && metas[i].Len == 0 {
-			metas[i] = e.meta()
-		}
-	}
-}
-
 // use finds an object and keeps its segment until release.
 func (v *volume) use(k *kv.Key, n int) (s *segment, e entry, err error) {
 	v.mu.Lock()
@@ -156,6 +146,7 @@ func (v *volume) use(k *kv.Key, n int) (s *segment, e entry, err error) {
 	case int(e.len) != n:
 		return nil, e, &tier.CorruptError{Key: *k, Want: tier.Meta{Len: int64(n)}, Got: e.meta()}
 	}
+	v.noteLocked(*k, true)
 	s = v.mu.segs[e.seg]
 	s.refs++
 	s.heat += float64(n)
@@ -231,6 +222,7 @@ func (v *volume) forget(s *segment, r *record) bool {
 		return false
 	}
 	delete(v.mu.index, r.key)
+	v.noteLocked(r.key, false)
 	v.goneLocked(s, r.block)
 	return true
 }
@@ -562,11 +554,13 @@ func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 		v.goneLocked(s, r.block) // it was deleted or written again meanwhile
 	case from == nil && had && old.meta() == e.meta():
 		v.goneLocked(s, r.block) // two have written it at the same time
+		v.noteLocked(r.key, true)
 	default:
 		if had && from == nil {
 			v.goneLocked(v.mu.segs[old.seg], old.block)
 		}
 		v.mu.index[r.key] = e
+		v.noteLocked(r.key, true)
 		s.entries = append(s.entries, *r)
 	}
 }
@@ -589,6 +583,7 @@ func (v *volume) drop(keys []kv.Key) (dropped bool) {
 	for _, k := range keys {
 		if e, ok := v.mu.index[k]; ok {
 			delete(v.mu.index, k)
+			v.noteLocked(k, false)
 			v.goneLocked(v.mu.segs[e.seg], e.block)
 			dropped = true
 		}

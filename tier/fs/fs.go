@@ -57,6 +57,10 @@ type Options struct {
 	NoMake bool        // Path has to be there
 	Names  *tier.Names // of the namespaces; required
 	Log    *slog.Logger
+
+	// Of what is deleted for room, that is noted as a tier's of that number, where a file says what it is; see tier.Noted for the rest.
+	Changes *tier.Changes
+	Number  uint8
 }
 
 // Validate reports every field that cannot be used, as options.Errors.

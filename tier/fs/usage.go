@@ -173,12 +173,31 @@ func (d *Dir) scan(ctx context.Context, evict bool) (again bool) {
 		if float64(bytes) <= limit*max(0, d.o.EvictAt-d.o.EvictShare) || ctx.Err() != nil {
 			break
 		}
+		k, known := d.keyOf(f.name)
 		if unix.Unlink(filepath.Join(d.o.Path, f.name)) == nil {
 			d.usage.replaced(f.size, -1)
 			bytes -= f.size
+			if known {
+				d.o.Changes.Note(d.o.Number, k, false)
+			}
 		}
 	}
 	return again
+}
+
+// keyOf says which object a file is, if somebody wants to know; a file without a checksum does not tell.
+func (d *Dir) keyOf(name string) (k kv.Key, ok bool) {
+	if d.o.Changes == nil {
+		return k, false
+	}
+	var b [attrBytes + 1]byte
+	n, err := d.attrs.at(filepath.Join(d.o.Path, name), b[:])
+	a, ok := parseAttr(b[:max(0, n)])
+	if _, k, whole := ParseFileName(name); ok && err == nil && whole {
+		k.Namespace = a.namespace
+		return k, true
+	}
+	return k, false
 }
 
 // each calls f with each object's file until it answers false.

@@ -5,7 +5,7 @@
 //	plain s3 URL get CONNECTIONS BYTES
 //
 // Each value has memory of its own, which is touched before the time begins. Redis gets all the
-// commands of a connection at once. It prints the seconds that it took, and those of its processor time.
+// commands of a connection at once. It prints the seconds that it took.
 package main
 
 import (
@@ -20,7 +20,6 @@ import (
 	"os"
 	"strconv"
 	"sync"
-	"syscall"
 	"time"
 )
 
@@ -74,25 +73,17 @@ func run(args []string) error {
 	}
 	errs := make([]error, conns)
 	var wg sync.WaitGroup
-	began, used := time.Now(), cpu()
+	began := time.Now()
 	for i, move := range moves {
 		wg.Go(func() { errs[i] = move() })
 	}
 	wg.Wait()
 	took := time.Since(began)
-	used = cpu() - used
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
-	_, err := fmt.Println(took.Seconds(), used.Seconds())
+	_, err := fmt.Println(took.Seconds())
 	return err
-}
-
-// cpu is the processor time of this process.
-func cpu() time.Duration {
-	var u syscall.Rusage
-	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &u)
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // redis returns what moves a part over a connection of its own, which is open.

@@ -1,0 +1,277 @@
+package tier
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"sync/atomic"
+
+	"github.com/kvasir-kv/kvasir/internal/numbered"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Change says that an object is in a tier, or is not.
+type Change struct {
+	Key     kv.Key
+	Tier    uint8 // its number, from 1
+	Removed bool
+}
+
+// Changes are the last changes of what tiers have, numbered. They are noted for nobody until Watch. Its methods are safe for
+// concurrent use; its mutex is a leaf. What is noted twice changes nothing.
+type Changes struct {
+	watched atomic.Bool
+	news    chan struct{}
+	mu      struct {
+		sync.Mutex
+		numbered.Ring[Change]
+	}
+}
+
+// MaxTiers bounds the tiers of one Changes.
+const MaxTiers = 255
+
+// NewChanges returns Changes that note nothing yet.
+func NewChanges() *Changes { return &Changes{news: make(chan struct{}, 1)} }
+
+// Watch begins to note, and keeps the last changes, at least size of them. Later calls change nothing.
+func (c *Changes) Watch(size int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.mu.Keep(size)
+	c.watched.Store(true)
+}
+
+// News gets a value, one for any number of changes, after there were some. One reader may use it.
+func (c *Changes) News() <-chan struct{} { return c.news }
+
+// Note notes that an object is in a tier, or is not. On nil Changes it does nothing.
+func (c *Changes) Note(tier uint8, k kv.Key, there bool) {
+	if c == nil || !c.watched.Load() {
+		return
+	}
+	c.mu.Lock()
+	c.mu.Add(Change{k, tier, !there})
+	c.mu.Unlock()
+	select {
+	case c.news <- struct{}{}:
+	default:
+	}
+}
+
+// Last returns the number of the newest change, 0 for none.
+func (c *Changes) Last() uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.mu.Last()
+}
+
+// After copies into dst the changes that follow a number, oldest first: see numbered.Ring.
+func (c *Changes) After(number uint64, dst []Change) (n int, lost bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.mu.Ring.After(number, dst)
+}
+
+// Noting is a Tier whose calls tell Changes what another one has, as far as their results say. A place that others may write
+// to, or that forgets by itself, has something else until somebody asks for it.
+type Noting struct {
+	Tier
+	changes *Changes
+	number  uint8
+
+	mu struct {
+		sync.Mutex
+		calls map[kv.Key]*calls
+	}
+}
+
+// calls are those of one object that go on, or went on while one of these did: their results came in any order.
+type calls struct {
+	n             int
+	wrote, forgot bool // a Write, a Delete was among them
+}
+
+// Noted has c know what t has, as tier number. Without c it is t.
+func Noted(t Tier, c *Changes, number uint8) Tier {
+	if c == nil {
+		return t
+	}
+	n := &Noting{Tier: t, changes: c, number: number}
+	n.mu.calls = make(map[kv.Key]*calls)
+	return n
+}
+
+// kind is what a call does with an object.
+type kind uint8
+
+const (
+	looks kind = iota
+	writes
+	forgets
+)
+
+func (n *Noting) begin(keys []kv.Key, what kind) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, k := range keys {
+		c := n.mu.calls[k]
+		if c == nil {
+			c = new(calls)
+			n.mu.calls[k] = c
+		}
+		c.n++
+		c.wrote, c.forgot = c.wrote || what == writes, c.forgot || what == forgets
+	}
+}
+
+// result is what a call tells of an object.
+type result uint8
+
+const (
+	unsaid result = iota
+	there
+	absent
+)
+
+// end notes what is known now. What was looked for while it was written or deleted is not known; what was written while it was
+// deleted counts as gone.
+func (n *Noting) end(keys []kv.Key, what kind, of func(i int) result) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for i, k := range keys {
+		c := n.mu.calls[k]
+		if c.n--; c.n == 0 {
+			delete(n.mu.calls, k)
+		}
+		got := of(i)
+		switch {
+		case what == looks && (c.wrote || c.forgot):
+			got = unsaid
+		case what == writes && c.forgot:
+			got = absent
+		}
+		if got != unsaid { // under the mutex: as they end, so they are noted
+			n.changes.Note(n.number, k, got == there)
+		}
+	}
+}
+
+// quiet reports whether nobody watches: then calls are not noted. Who begins to watch learns of what goes on then later.
+func (n *Noting) quiet() bool { return !n.changes.watched.Load() }
+
+// Stat implements Tier.
+func (n *Noting) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
+	if n.quiet() {
+		return n.Tier.Stat(ctx, keys, metas)
+	}
+	n.begin(keys, looks)
+	err := errUnsaid
+	defer func() {
+		n.end(keys, looks, func(i int) result {
+			switch {
+			case err != nil:
+				return unsaid
+			case metas[i].Len > 0:
+				return there
+			}
+			return absent
+		})
+	}()
+	err = n.Tier.Stat(ctx, keys, metas)
+	return err
+}
+
+// errUnsaid stands for the result of a call that panicked.
+var errUnsaid = errors.New("tier: a call that did not return")
+
+// read notes the result of a read.
+func (n *Noting) read(k kv.Key, f func() error) error {
+	if n.quiet() {
+		return f()
+	}
+	keys := []kv.Key{k}
+	n.begin(keys, looks)
+	err := errUnsaid
+	defer func() {
+		n.end(keys, looks, func(int) result {
+			_, corrupt := errors.AsType[*CorruptError](err)
+			switch {
+			case err == nil:
+				return there
+			case corrupt, errors.Is(err, ErrMissing):
+				return absent
+			}
+			return unsaid
+		})
+	}()
+	err = f()
+	return err
+}
+
+// Read implements Tier.
+func (n *Noting) Read(ctx context.Context, k kv.Key, dst []byte) (m Meta, err error) {
+	err = n.read(k, func() (err error) {
+		m, err = n.Tier.Read(ctx, k, dst)
+		return err
+	})
+	return m, err
+}
+
+// ReadSummed implements Summing.
+func (n *Noting) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta, sum uint64, err error) {
+	err = n.read(k, func() (err error) {
+		m, sum, err = ReadSummed(ctx, n.Tier, k, dst)
+		return err
+	})
+	return m, sum, err
+}
+
+// Write implements Tier.
+func (n *Noting) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
+	if n.quiet() {
+		return n.Tier.Write(ctx, k, m, src)
+	}
+	keys := []kv.Key{k}
+	n.begin(keys, writes)
+	err := errUnsaid
+	defer func() {
+		n.end(keys, writes, func(int) result {
+			switch {
+			case err == nil:
+				return there
+			case errors.Is(err, ErrNotKept), errors.Is(err, ErrResting):
+				return unsaid
+			}
+			return absent // of what was half written nobody is told
+		})
+	}()
+	err = n.Tier.Write(ctx, k, m, src)
+	return err
+}
+
+// Delete implements Tier.
+func (n *Noting) Delete(ctx context.Context, keys []kv.Key) error {
+	if n.quiet() {
+		return n.Tier.Delete(ctx, keys)
+	}
+	n.begin(keys, forgets)
+	defer n.end(keys, forgets, func(int) result { return absent })
+	return n.Tier.Delete(ctx, keys)
+}
+
+// Hottest implements Ranking.
+func (n *Noting) Hottest(ctx context.Context, most int, f func(kv.Key, Meta) bool) error {
+	return Hottest(ctx, n.Tier, most, f)
+}
+
+// List implements Lister.
+func (n *Noting) List(ctx context.Context, f func(kv.Key, Meta) bool) error {
+	return list(ctx, n.Tier, f)
+}
+
+// Space implements Sized.
+func (n *Noting) Space() Space { return spaceOf(n.Tier) }
+
+// Requests implements Billed.
+func (n *Noting) Requests() (Requests, bool) { return requestsOf(n.Tier) }
