@@ -7,13 +7,14 @@ Each side puts what the other gets, 1 byte to 16 MiB, one by one and in batches,
 may be evicted and by what is leased; a node is killed (-9), the master is killed (-9) and started again, a node is stopped. Every byte is
 compared; every wait is bounded. Prints one line per check, exits 1 on the first that fails.
 """
-import hashlib, os, random, signal, socket, subprocess, sys, time, urllib.request
+import hashlib, os, random, signal, subprocess, sys, time, urllib.request
 from importlib.metadata import version
 
 import mooncake
 from mooncake.store import MooncakeDistributedStore
 
 sys.path.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "shared"))
+from asking import figure, listens, until  # noqa: E402
 from ports import free_port  # noqa: E402
 
 KVASIR = sys.argv[1]
@@ -35,35 +36,22 @@ def check(what, ok, *detail):
         raise SystemExit(1)
 
 
-def wait(what, f, seconds=180):
-    end = time.time() + seconds
-    while time.time() < end:
-        try:
-            if f():
-                return
-        except OSError:
-            pass
-        time.sleep(0.1)
-    check(what, False, "not within %d s" % seconds)
-
-
 class Node:
     def __init__(self, name, master):
         self.http = free_port()
         self.p = start(name, [KVASIR, "store-node", "--master", master, "--memory-gb", "256MiB", "--name", name, "--http-port", str(self.http)])
-        wait(name + " is mounted", self.mounted)
+        until(name + " is mounted", self.mounted)
 
     def mounted(self):
         return urllib.request.urlopen("http://127.0.0.1:%d/healthz" % self.http, timeout=30).status == 200
 
     def figure(self, name):
-        text = urllib.request.urlopen("http://127.0.0.1:%d/metrics" % self.http, timeout=30).read().decode()
-        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith("kvasir_store_node_" + name))
+        return figure("http://127.0.0.1:%d" % self.http, "kvasir_store_node_%s_total" % name)
 
 
 def master_at(port, *flags):
     p = start("master", [MASTER, "--rpc_port=%d" % port, "--metrics_port=%d" % free_port(), *flags])
-    wait("the master listens", lambda: socket.create_connection(("127.0.0.1", port), 10).close() is None)
+    until("the master listens", lambda: listens(port))
     return p
 
 
@@ -139,10 +127,10 @@ try:
             break
         ours("rm", "big", "--force")  # a machine so slow that the leases ended first
     check("among leased objects there is no room", b"no room" in r.stderr, "%.1f s" % (time.time() - began), r.stderr)
-    wait("space comes back when the leases have ended", lambda: ours("put", "big", data=big)[0] == 0)
+    until("space comes back when the leases have ended", lambda: ours("put", "big", data=big)[0] == 0)
     check("space comes back when the leases have ended", ours("get", "big") == (0, big), "%.1f s" % (time.time() - began))
     d = content(10, 16 << 20)
-    wait("C++ has room", lambda: cpp.put("next", d) == 0)
+    until("C++ has room", lambda: cpp.put("next", d) == 0)
     time.sleep(arrive)
     check("and so has C++", ours("get", "next") == (0, d))
 
@@ -154,14 +142,14 @@ try:
     check("the third node leaves", c.p.wait(120) == 0)
     check("the other two have it", ours("get", "thrice") == (0, d))
     for n in sizes:  # evicted meanwhile, or not
-        wait("we put %d bytes again" % n, lambda: ours("put", "our-%d" % n, data=content(n, n)[::-1])[0] == 0)
+        until("we put %d bytes again" % n, lambda: ours("put", "our-%d" % n, data=content(n, n)[::-1])[0] == 0)
     check("we put two replicas", ours("put", "twice", "--replicas", "2", data=d)[0] == 0)
     check("they are on two nodes", ours("ls", "twice")[1].count(b"300000 bytes") == 2)
     a.p.send_signal(signal.SIGKILL)
     a.p.wait()
     t = time.time()
     check("a node is killed: we read the other replica at once", ours("get", "twice") == (0, d), "%.1f s" % (time.time() - t))
-    wait("C++ reads it when the master has given the node up", lambda: cpp.get("twice") == d)
+    until("C++ reads it when the master has given the node up", lambda: cpp.get("twice") == d)
     check("C++ reads it when the master has given the node up", True, "%.1f s" % (time.time() - t))
     lost, kept = 0, 0
     for n in sizes:
@@ -175,7 +163,7 @@ try:
     master.wait()
     check("without a master we end with an error", ours("get", "twice")[0] == 1)
     master = master_at(port)
-    wait("the node comes back by itself", lambda: b.figure("lives") > lives and b.mounted())
+    until("the node comes back by itself", lambda: b.figure("lives") > lives and b.mounted())
     check("nothing of before is served", ours("get", "twice")[0] == 1)
     cpp2 = MooncakeDistributedStore()
     check("a C++ client joins the new master", cpp2.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", addr) == 0)

@@ -6,11 +6,12 @@
 What one engine process computed another one loads, which checks every byte; a node is killed in between. The keys
 are read from the master, and must be vLLM's. Prints one line per case, exits 1 on the first check that fails.
 """
-import json, os, random, re, socket, subprocess, sys, tempfile, time, urllib.request
+import json, os, random, re, subprocess, sys, tempfile, time
 
 KVASIR, PYTHON = sys.argv[1:3]
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.append(os.path.join(HERE, "..", "shared"))
+from asking import fetch, figure, listens, until  # noqa: E402
 from ports import free_port, free_ports  # noqa: E402
 
 running, work = [], tempfile.mkdtemp()
@@ -29,23 +30,6 @@ def check(what, ok, *detail):
         raise SystemExit(1)
 
 
-def until(what, f, seconds=300):
-    end = time.time() + seconds
-    while time.time() < end:
-        try:
-            if f():
-                return
-        except OSError:
-            pass
-        time.sleep(0.1)
-    check(what, False, "not within %d s" % seconds)
-
-
-def fetch(url, body=None):
-    request = urllib.request.Request(url, json.dumps(body).encode() if body else None, {"Content-Type": "application/json"})
-    return urllib.request.urlopen(request, timeout=300).read().decode()
-
-
 class Engine:
     def __init__(self, name, *flags):
         self.url = "http://127.0.0.1:%d" % free_port()
@@ -54,7 +38,7 @@ class Engine:
         until(name + " serves", lambda: fetch(self.url + "/health") == "")
 
     def figure(self, name):
-        return sum(float(v) for v in re.findall(r"^%s(?:{[^}]*})? ([0-9.e+]+)$" % name, fetch(self.url + "/metrics"), re.M))
+        return figure(self.url, name)
 
     def ask(self, prompt):
         return json.loads(fetch(self.url + "/v1/completions", {"model": "org/some-model", "prompt": prompt, "max_tokens": 8}))["choices"][0]["text"]
@@ -73,7 +57,7 @@ try:
     rpc, pages, http = free_ports(3)
     address = "127.0.0.1:%d" % rpc
     start("master", [binary, "--rpc_port=%d" % rpc, "--metrics_port=%d" % pages], LD_LIBRARY_PATH=os.path.dirname(binary) + ":" + os.environ.get("LD_LIBRARY_PATH", ""))
-    until("the master listens", lambda: socket.create_connection(("127.0.0.1", rpc), 10).close() is None)
+    until("the master listens", lambda: listens(rpc))
     node = start("node", [KVASIR, "store-node", "--master", address, "--memory-gb", "512MiB", "--http-port", str(http)])
     until("our node is mounted", lambda: fetch("http://127.0.0.1:%d/healthz" % http))
     cpp = start("cpp", [PYTHON, os.path.join(HERE, "cpp.py"), address, str(512 << 20)])

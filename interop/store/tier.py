@@ -8,11 +8,13 @@ server stored the C++ client must find by LMCache's names, byte for byte, and wh
 another length, a node and a master that are killed must be misses in time, and never wrong bytes. Prints one JSON line
 and exits 0 when all checks passed.
 """
-import argparse, itertools, json, os, re, signal, socket, subprocess, sys, time, urllib.request
+import argparse, itertools, json, os, re, signal, subprocess, sys, time
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "lmcache"))
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared"))
+import asking  # noqa: E402
 import generations  # noqa: E402
+from asking import fetch, listens, until  # noqa: E402
 from generations import Engine  # noqa: E402
 from ports import free_port  # noqa: E402
 
@@ -23,23 +25,6 @@ passed, failed, running = [], [], []
 def check(name, ok, detail=""):
     (passed if ok else failed).append(name)
     print("PASS" if ok else "FAIL", name, detail, file=sys.stderr, flush=True)
-
-
-def until(what, f, limit=300.0):
-    end = time.monotonic() + limit
-    while True:
-        try:
-            if f():
-                return
-        except OSError:
-            pass
-        if time.monotonic() > end:
-            raise SystemExit("%s: not within %g s" % (what, limit))
-        time.sleep(0.05)
-
-
-def fetch(url):
-    return urllib.request.urlopen(url, timeout=60).read().decode()
 
 
 def start(cmd, **more):
@@ -81,12 +66,11 @@ def main():
     def start_master():
         m = start([binary, "--rpc_port=" + args.master, "--metrics_port=%d" % pages], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                   env=dict(os.environ, LD_LIBRARY_PATH=os.path.dirname(binary) + ":" + os.environ.get("LD_LIBRARY_PATH", "")))
-        until("the master", lambda: socket.create_connection(("127.0.0.1", int(args.master)), 10).close() is None)
+        until("the master", lambda: listens(int(args.master)))
         return m
 
     def figure(name):
-        text = fetch(args.http + "/metrics")
-        return sum(float(v) for v in re.findall(r"^%s(?:{[^}]*})? ([0-9.e+]+)$" % name, text, re.M))
+        return asking.figure(args.http, name)
 
     def names():
         return set(fetch("http://127.0.0.1:%d/get_all_keys" % pages).split())

@@ -17,11 +17,6 @@ import time
 import common as C
 
 
-def figure(http, name):
-    text = C.http("GET", http + "/metrics")[1].decode()
-    return sum(float(x.rsplit(" ", 1)[1]) for x in text.splitlines() if x.startswith((name + " ", name + "{")))
-
-
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--model", required=True)
@@ -38,15 +33,8 @@ def main():
     out = a.out or tempfile.mkdtemp(prefix="fleet.")
     os.makedirs(out, exist_ok=True)
     R = {"scenario": "fleet", "logs": out, "steps": {}}
-    env = C.cpu_env()
     whole = a.prompt_tokens // a.chunk * a.chunk
     ok = True
-
-    def start(name, url):
-        kvt = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
-               "kv_connector_extra_config": {"lmcache.mp.server_urls": url, "lmcache.mp.mp_transfer_mode": "engine_driven"}}
-        p = C.free_port()
-        return C.Proc("vllm-" + name, C.vllm_cmd(a.model, p, kvt, 32), os.path.join(out, f"vllm-{name}.log"), env), f"http://127.0.0.1:{p}"
 
     def check(name, good, detail):
         nonlocal ok
@@ -64,13 +52,9 @@ def main():
         return r, int(d.get("vllm:external_prefix_cache_hits_total", 0))
 
     def written(http, before, chunks):
-        """Waits until a server has written so many chunks more; reports whether it did."""
-        end = time.time() + 120
-        while time.time() < end:
-            if figure(http, "kvasir_tier_writes_total") >= before + chunks:
-                return True
-            time.sleep(0.1)
-        return False
+        """Waits until a server has written so many chunks more."""
+        C.until("chunks are written", lambda: C.figure(http, "kvasir_tier_writes_total") >= before + chunks, 120)
+        return True
 
     def until_hit(base, seed, want, limit=180):
         """Asks until the hit is as long: an engine that lost its server looks for it again every few seconds."""
@@ -81,23 +65,19 @@ def main():
                 return r, hit
             time.sleep(2)
 
-    try:
-        (A, abase), (B, bbase) = start("A", a.servers[0]), start("B", a.servers[1])
-        for p, base in ((A, abase), (B, bbase)):
-            C.wait_http(base + "/health", p, a.timeout)
-            C.complete(base, C.prompt_ids(40, 5), 2)  # shorter than a chunk
-
+    with C.reported(R):
+        (A, abase), (B, bbase) = (C.lmcache_engine("vllm-" + n, a.model, url, out, a.timeout) for n, url in zip("AB", a.servers))
         first, hit = ask(abase, 11)
         check("A_cold", hit == 0, {"hit": hit})
-        check("A_written", written(a.https[0], 0, whole // a.chunk), figure(a.https[0], "kvasir_tier_writes_total"))
+        check("A_written", written(a.https[0], 0, whole // a.chunk), C.figure(a.https[0], "kvasir_tier_writes_total"))
         second, hit = ask(bbase, 11)
-        check("B_hits_what_A_stored", hit >= whole - 1 and C.same(first, second)[0] and figure(a.https[1], "kvasir_tier_reads_total") >= whole // a.chunk,
+        check("B_hits_what_A_stored", hit >= whole - 1 and C.same(first, second)[0] and C.figure(a.https[1], "kvasir_tier_reads_total") >= whole // a.chunk,
               {"hit": hit, "expected": whole, "same_ids": C.same(first, second)[0], "max_logprob_diff": C.same(first, second)[1]})
         other, hit = ask(bbase, 22)
         check("B_control", hit == 0 and other["token_ids"] != first["token_ids"], {"hit": hit})
 
         os.kill(int(open(a.pid_file).read()), 9)
-        before = figure(a.https[1], "kvasir_tier_writes_total")
+        before = C.figure(a.https[1], "kvasir_tier_writes_total")
         third, hit = ask(bbase, 33)
         check("B_stores_after_A_was_killed", hit == 0 and written(a.https[1], before, whole // a.chunk), {"hit": hit})
         again, hit = ask(bbase, 33)
@@ -112,15 +92,10 @@ def main():
             subprocess.run(a.restart, shell=True, check=True, stdin=subprocess.DEVNULL, stdout=fh, stderr=subprocess.STDOUT, timeout=300, start_new_session=True)
         got, hit = until_hit(abase, 33, whole - 1)
         check("A_again_hits_what_B_stored", hit >= whole - 1 and C.same(third, got)[0], {"hit": hit, "same_ids": C.same(third, got)[0]})
-        check("nothing_was_wrong", sum(figure(h, "kvasir_tier_corrupt_total") for h in a.https) == 0, {})
+        check("nothing_was_wrong", sum(C.figure(h, "kvasir_tier_corrupt_total") for h in a.https) == 0, {})
         A.stop()
         B.stop()
         C.emit(R, ok)
-    except SystemExit:
-        raise
-    except BaseException as e:
-        R["error"] = f"{type(e).__name__}: {e}"[-3000:]
-        C.emit(R, False)
 
 
 if __name__ == "__main__":

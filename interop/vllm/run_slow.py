@@ -13,30 +13,15 @@ import argparse
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 
 import common as C
 
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared"))
-from throttle import Proxy  # noqa: E402
+from throttle import Proxy  # of interop/shared, where common looks
 
 RATE = 1e6  # bytes per second
-
-
-def figure(http, name):
-    text = C.http("GET", http + "/metrics")[1].decode()
-    return sum(float(x.rsplit(" ", 1)[1]) for x in text.splitlines() if x.startswith((name + " ", name + "{")))
-
-
-def until(what, f, limit=180):
-    end = time.time() + limit
-    while not f():
-        if time.time() > end:
-            raise RuntimeError(f"{what}: not within {limit} s")
-        time.sleep(0.1)
 
 
 def main():
@@ -79,36 +64,30 @@ def main():
     def hits():
         return C.metrics(base).get("vllm:external_prefix_cache_hits_total", 0)
 
-    try:
+    with C.reported(R):
         proxy = Proxy(a.listen, a.redis, RATE)
         restart()
-        kvt = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
-               "kv_connector_extra_config": {"lmcache.mp.server_urls": a.server, "lmcache.mp.mp_transfer_mode": "engine_driven"}}
-        p = C.free_port()
-        engine = C.Proc("vllm", C.vllm_cmd(a.model, p, kvt, 32, extra=("--max-num-seqs", "8")), os.path.join(out, "vllm.log"), C.cpu_env())
-        base = f"http://127.0.0.1:{p}"
-        C.wait_http(base + "/health", engine, a.timeout)
-        C.complete(base, C.prompt_ids(40, 5), 2)  # shorter than a chunk
+        engine, base = C.lmcache_engine("vllm", a.model, a.server, out, a.timeout)
 
         first = ask(a.prompt_tokens, 11)
-        until("A is below", lambda: figure(a.http, "kvasir_tier_writes_total") >= whole // a.chunk)
+        C.until("A is below", lambda: C.figure(a.http, "kvasir_tier_writes_total") >= whole // a.chunk)
         restart()
         # The engine comes back within some heartbeats; then what it computes is stored again.
         seeds, cold = [], {}
 
         def computed(seed):
             C.reset_prefix_cache(base)
-            before = figure(a.http, "kvasir_stored_bytes_total")
+            before = C.figure(a.http, "kvasir_stored_bytes_total")
             cold[seed] = ask(a.short_tokens, seed)
             time.sleep(1)
-            return figure(a.http, "kvasir_stored_bytes_total") > before
+            return C.figure(a.http, "kvasir_stored_bytes_total") > before
 
         def warm():
             n = 100 + len(cold)
             if computed(n):
                 seeds.append(n)
             return len(seeds) >= 6
-        until("short prompts are stored", warm)
+        C.until("short prompts are stored", warm)
         C.reset_prefix_cache(base)
         before, h0 = [], hits()
         for seed in seeds[:3]:
@@ -119,21 +98,21 @@ def main():
 
         C.reset_prefix_cache(base)
         proxy.slow = True
-        late, answer, h0 = figure(a.http, "kvasir_lookups_late_total"), [], hits()
-        asked = figure(a.http, "kvasir_lookups_pending_total")
+        late, answer, h0 = C.figure(a.http, "kvasir_lookups_late_total"), [], hits()
+        asked = C.figure(a.http, "kvasir_lookups_pending_total")
         t0 = time.time()
         long = threading.Thread(target=lambda: answer.append(ask(a.prompt_tokens, 11)), daemon=True)
         long.start()
-        until("A's lookup is pending", lambda: figure(a.http, "kvasir_lookups_pending_total") > asked, 60)
+        C.until("A's lookup is pending", lambda: C.figure(a.http, "kvasir_lookups_pending_total") > asked, 60)
         meanwhile, pending = [], 0
         for seed in seeds:
             r = ask(a.short_tokens, seed)
             meanwhile.append(r["took"])
-            pending += figure(a.http, "kvasir_lookups_late_total") == late
+            pending += C.figure(a.http, "kvasir_lookups_late_total") == late
             check(f"short_{seed}", C.same(cold[seed], r)[0], {"seconds": round(r["took"], 2)})
         long.join(a.timeout)
         second, hit = answer[0], hits() - h0 - len(seeds) * short
-        check("A_at_the_deadline", C.same(first, second)[0] and 0 <= hit < whole and figure(a.http, "kvasir_lookups_late_total") > late
+        check("A_at_the_deadline", C.same(first, second)[0] and 0 <= hit < whole and C.figure(a.http, "kvasir_lookups_late_total") > late
               and second["took"] < a.deadline + 3 * first["took"] + 5,
               {"hit": hit, "expected_below": whole, "seconds": round(second["took"], 2), "cold_seconds": round(first["took"], 2), "same_ids": C.same(first, second)[0]})
         check("short_prompts_meanwhile", pending >= 1 and statistics.median(meanwhile) < 3 * statistics.median(before) + 1,
@@ -146,17 +125,12 @@ def main():
             time.sleep(1)
             R["steps"].setdefault("A_as_it_comes", []).append([int(hits() - h0), C.same(first, r)[0]])
             return hits() - h0 >= whole - 1
-        until("all of A has come", come)
+        C.until("all of A has come", come)
         check("every_answer_right", all(same for _, same in R["steps"]["A_as_it_comes"]), {"seconds": round(time.time() - t0, 1)})
         check("it_was_slow", time.time() - t0 > a.deadline + 1, {})
-        check("nothing_was_wrong", figure(a.http, "kvasir_tier_corrupt_total") == 0, {})
+        check("nothing_was_wrong", C.figure(a.http, "kvasir_tier_corrupt_total") == 0, {})
         engine.stop()
         C.emit(R, ok)
-    except SystemExit:
-        raise
-    except BaseException as e:
-        R["error"] = f"{type(e).__name__}: {e}"[-3000:]
-        C.emit(R, False)
 
 
 if __name__ == "__main__":
