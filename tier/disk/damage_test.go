@@ -286,6 +286,32 @@ func TestCancelInTheMiddleOfARead(t *testing.T) {
 	}
 }
 
+// A segment that somebody cuts under a running server, at any length, costs the objects behind that, as damaged ones:
+// the disk has not failed.
+func TestCutUnderTheServer(t *testing.T) {
+	for _, left := range []int64{0, block, 3 * block, 3*block + 1000, 3*block + 512} {
+		dir := t.TempDir()
+		d := open(t, small(dir))
+		put(t, d, 1, 3000) // in the second block
+		put(t, d, 2, 100_000)
+		for name := range snapshot(t, dir) {
+			if _, _, ok := parseSegment(name); ok {
+				if err := os.Truncate(filepath.Join(dir, name), left); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if left >= 2*block {
+			need(t, d, 1, 3000)
+		}
+		err := get(t, d, 2, 100_000, 0)
+		if _, ok := errors.AsType[*tier.CorruptError](err); !ok {
+			t.Errorf("%d bytes left: %v", left, err)
+		}
+		closeDisk(t, d)
+	}
+}
+
 // What is left of a directory whose files lost their ends, at any length, is served.
 func TestTornFiles(t *testing.T) {
 	dir := t.TempDir()

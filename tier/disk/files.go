@@ -8,6 +8,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -43,6 +44,8 @@ type file interface {
 	writev(bufs [][]byte, off int64) error
 	size() (int64, error)
 	truncate(bytes int64) error
+	// reserve keeps room for so many bytes of the file, whose size stays.
+	reserve(bytes int64) error
 	sync() error
 	close() error
 }
@@ -85,6 +88,10 @@ func openFiles(path string) (_ *osFiles, err error) {
 	if o.dir, err = unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0); err != nil {
 		return nil, err
 	}
+	// The file of this name may be removed by whoever cleans up, the directory is what it is.
+	if err := unix.Flock(o.dir, unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+		return nil, o.inUse()
+	}
 	names, err := o.list()
 	if err != nil {
 		return nil, err
@@ -100,9 +107,7 @@ func openFiles(path string) (_ *osFiles, err error) {
 		return nil, fmt.Errorf("make %s: %w", lockName, err)
 	}
 	if err := unix.Flock(o.lock, unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
-		by := make([]byte, 32)
-		n, _ := unix.Pread(o.lock, by, 0)
-		return nil, fmt.Errorf("%w by process %s", ErrInUse, by[:max(n, 0)])
+		return nil, o.inUse()
 	} else if err != nil {
 		return nil, fmt.Errorf("lock: %w", err)
 	}
@@ -115,6 +120,15 @@ func openFiles(path string) (_ *osFiles, err error) {
 		o.queue, _ = rawio.NewQueue(readsAtOnce) // else each read takes a thread
 	}
 	return o, nil
+}
+
+// inUse returns ErrInUse, and by whom if that is known.
+func (o *osFiles) inUse() error {
+	by, err := os.ReadFile(filepath.Join(o.path, lockName))
+	if err != nil || len(by) == 0 || len(by) > 32 {
+		return fmt.Errorf("%w by another process", ErrInUse)
+	}
+	return fmt.Errorf("%w by process %s", ErrInUse, by)
 }
 
 // probe finds out whether direct I/O is possible.
@@ -283,8 +297,11 @@ func (f osFile) size() (int64, error) {
 }
 
 func (f osFile) truncate(bytes int64) error { return unix.Ftruncate(f.fd, bytes) }
-func (f osFile) sync() error                { return unix.Fdatasync(f.fd) }
-func (f osFile) close() error               { return unix.Close(f.fd) }
+func (f osFile) reserve(bytes int64) error {
+	return unix.Fallocate(f.fd, unix.FALLOC_FL_KEEP_SIZE, 0, bytes)
+}
+func (f osFile) sync() error  { return unix.Fdatasync(f.fd) }
+func (f osFile) close() error { return unix.Close(f.fd) }
 
 // replace writes a file as a whole: the old one or the new one is there at any moment.
 // write calls put with blocks, in order.

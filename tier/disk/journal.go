@@ -13,6 +13,18 @@ type journal struct {
 	file file
 	off  int64  // of the tail
 	tail []byte // what the last block has already
+	room int64  // bytes that the file system keeps for it
+}
+
+// journalAhead is how much of the journal has its room before it is needed: on a full disk nothing could be deleted
+// else, and no segment removed, which writes the journal first.
+const journalAhead = 64 << 10
+
+// ensure has room for the journal up to end, and for as much again. That there is none now shows when it is written.
+func (j *journal) ensure(end int64) {
+	if j.file != nil && end+journalAhead/2 > j.room && j.file.reserve(end+journalAhead) == nil {
+		j.room = end + journalAhead
+	}
 }
 
 // load reads the journal of a directory.
@@ -27,8 +39,20 @@ func (v *volume) loadJournal(names map[string]int64) error {
 	v.journal.off = blocksOf(names[goneName]) * block
 	if _, ok := names[goneName]; ok {
 		v.journal.file, err = v.files.open(goneName)
+	} else if v.journal.make(v.files) != nil { // there may be room later
+		return nil
 	}
+	v.journal.ensure(v.journal.off)
 	return err
+}
+
+// make makes the file.
+func (j *journal) make(d files) (err error) {
+	if j.file, err = d.create(goneName, 0); err != nil {
+		j.file = nil // not an interface of nothing
+		return err
+	}
+	return d.sync()
 }
 
 // save makes what was deleted so far last.
@@ -55,14 +79,12 @@ func (v *volume) save() error {
 
 func (j *journal) write(d files, fresh []place) (bytes int64, err error) {
 	if j.file == nil {
-		if j.file, err = d.create(goneName, 0); err != nil {
-			return 0, err
-		}
-		if err := d.sync(); err != nil {
+		if err := j.make(d); err != nil {
 			return 0, err
 		}
 	}
 	used := len(j.tail) + len(fresh)*goneBytes
+	j.ensure(j.off + int64(used))
 	b := shm.MakeAligned(int(blocksOf(int64(used))*block), block)
 	at := copy(b, j.tail)
 	for _, p := range fresh {
@@ -104,10 +126,11 @@ func (v *volume) compact() error {
 	}
 	v.wrote(int64(len(b)))
 	old := v.journal.file
-	v.journal.off, v.journal.tail = int64(len(b)), nil
+	v.journal.off, v.journal.tail, v.journal.room = int64(len(b)), nil, 0
 	if v.journal.file, err = v.files.open(goneName); err != nil {
 		return err
 	}
+	v.journal.ensure(v.journal.off)
 	v.mu.Lock()
 	v.mu.fresh = v.mu.fresh[saved:]
 	v.mu.Unlock()

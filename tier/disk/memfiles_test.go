@@ -41,6 +41,15 @@ type memFile struct {
 	data    []byte
 	durable []byte
 	pending []memWrite
+	room    int64 // reserved
+}
+
+func (f *memFile) takes() int64 { return max(int64(len(f.data)), f.room) }
+
+// mayTakeLocked reports whether there is room for so many bytes of the file.
+func (f *memFile) mayTakeLocked(bytes int64) bool {
+	_, all := f.d.usedLocked()
+	return bytes <= f.takes() || all+bytes-f.takes() <= f.d.free
 }
 
 // memWrite is a write, or with data nil a change of the size.
@@ -183,7 +192,7 @@ func (m *memFiles) open(name string) (file, error) {
 
 func (m *memFiles) usedLocked() (segments, all int64) {
 	for name, f := range m.names {
-		all += int64(len(f.data))
+		all += f.takes()
 		if _, _, ok := parseSegment(name); ok {
 			segments += int64(len(f.data))
 		}
@@ -285,6 +294,13 @@ func (f *memFile) writev(bufs [][]byte, off int64) error {
 		return err
 	}
 	defer f.d.mu.Unlock()
+	end := off
+	for _, b := range bufs {
+		end += int64(len(b))
+	}
+	if !f.mayTakeLocked(end) {
+		return syscall.ENOSPC
+	}
 	for _, b := range bufs {
 		f.data = resize(f.data, max(int64(len(f.data)), off+int64(len(b))))
 		copy(f.data[off:], b)
@@ -307,6 +323,18 @@ func (f *memFile) truncate(bytes int64) error {
 	defer f.d.mu.Unlock()
 	f.data = resize(f.data, bytes)
 	f.pending = append(f.pending, memWrite{off: bytes})
+	return nil
+}
+
+func (f *memFile) reserve(bytes int64) error {
+	if err := f.d.doing("reserve", f.name); err != nil {
+		return err
+	}
+	defer f.d.mu.Unlock()
+	if !f.mayTakeLocked(bytes) {
+		return syscall.ENOSPC
+	}
+	f.room = max(f.room, bytes)
 	return nil
 }
 

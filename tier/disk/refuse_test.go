@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/smallfs"
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
@@ -88,6 +89,21 @@ func TestTwoServers(t *testing.T) {
 	d = open(t, small(dir))
 	need(t, d, 1, 10_000)
 	need(t, d, 2, 10_000)
+	closeDisk(t, d)
+}
+
+// Also when somebody has cleaned the file of the lock away.
+func TestTwoServersWithoutTheLocksFile(t *testing.T) {
+	dir := t.TempDir()
+	d := open(t, small(dir))
+	put(t, d, 1, 10_000)
+	if err := os.Remove(filepath.Join(dir, lockName)); err != nil {
+		t.Fatal(err)
+	}
+	refused(t, dir, ErrInUse)
+	closeDisk(t, d)
+	d = open(t, small(dir))
+	need(t, d, 1, 10_000)
 	closeDisk(t, d)
 }
 
@@ -220,6 +236,46 @@ func TestFullFileSystem(t *testing.T) {
 		need(t, d, 200, 100_000)
 		closeDisk(t, d)
 	})
+}
+
+// On a disk that others have filled to its last byte objects can be deleted, for good, and segments go until MinFree is
+// free again: both write the journal first.
+func TestFullDiskGivesRoomBack(t *testing.T) {
+	const objects, minFree = 700, 2 << 20
+	m := newMemFiles(1, 64<<20)
+	o := Options{SegmentBytes: 512 << 10, MinFree: minFree, FirstTouch: true}
+	d := openMem(t, o, 16<<20, newClock(), m)
+	var keys []kv.Key
+	for i := range objects {
+		put(t, d, i, 4000)
+		keys = append(keys, tiertest.Key(i))
+	}
+	if err := d.Flush(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	m.mu.Lock()
+	_, m.free = m.usedLocked()
+	m.mu.Unlock()
+	if err := d.Delete(t.Context(), keys[:600]); err != nil {
+		t.Errorf("delete: %v", err)
+	}
+	d.volumes[0].guard()
+	if _, free, _ := m.space(); free < minFree {
+		t.Errorf("%d bytes are free, not %d", free, minFree)
+	}
+	m = m.kill()
+	_ = d.Close() // its files are gone
+	d = openMem(t, o, 16<<20, newClock(), m)
+	metas := make([]tier.Meta, 600)
+	if err := d.Stat(t.Context(), keys[:600], metas); err != nil {
+		t.Fatal(err)
+	}
+	for i := range metas {
+		if metas[i].Len > 0 {
+			t.Fatalf("object %d is there again", i)
+		}
+	}
+	closeDisk(t, d)
 }
 
 func TestValidate(t *testing.T) {
