@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/fs"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
@@ -81,7 +82,9 @@ func TestLimit(t *testing.T) {
 func TestEviction(t *testing.T) {
 	const n = 10_000
 	dir := folder(t)
-	d := open(t, fs.Options{Path: dir, Limit: 10 * n, EvictAt: 0.8, EvictShare: 0.3})
+	changes := tier.NewChanges()
+	changes.Watch(1000)
+	d := open(t, fs.Options{Path: dir, Limit: 10 * n, EvictAt: 0.8, EvictShare: 0.3, Changes: changes, Number: 1})
 	for !counted(t, d) {
 		time.Sleep(time.Millisecond)
 	}
@@ -101,6 +104,22 @@ func TestEviction(t *testing.T) {
 	for seed, want := range map[int]bool{0: false, 2: false, 4: true, 8: true} {
 		if got := stat(t, d, seed).Len > 0; got != want {
 			t.Errorf("object %d is there: %v", seed, got)
+		}
+	}
+	gone := map[kv.Key]bool{}
+	for end := time.Now().Add(time.Minute); len(gone) != 9-int(used(t, dir)/n); time.Sleep(time.Millisecond) { // a file goes before that is noted
+		list := make([]tier.Change, 1000)
+		got, _ := changes.After(0, list)
+		for _, c := range list[:got] {
+			gone[c.Key] = c.Removed && c.Tier == 1
+		}
+		if time.Now().After(end) {
+			t.Fatalf("%d objects are noted as gone", len(gone))
+		}
+	}
+	for seed := range 9 {
+		if there := stat(t, d, seed).Len > 0; gone[tiertest.Key(seed)] == there {
+			t.Errorf("object %d is there: %v, and noted as gone: %v", seed, there, gone[tiertest.Key(seed)])
 		}
 	}
 }
