@@ -243,7 +243,7 @@ func (b *Book) Run(ctx context.Context) {
 }
 
 // runPause is how long news wait for others: to wake a goroutine for each store costs a third of the store.
-const runPause = 25 * time.Millisecond
+const runPause = 50 * time.Millisecond
 
 // catchUp applies what was announced and all events of the store and the tiers, after a scan where some were lost.
 func (b *Book) catchUp() {

@@ -102,9 +102,9 @@ func (b *Book) lacks(hashes []kv.Hash) []bool {
 	return out
 }
 
-// expect has chunks that come now have their tokens, also those that go at once.
+// expect has chunks that come now have their tokens, also those that go at once and stay in a tier.
 func (b *Book) expect(told []announcement) {
-	if len(told) == 0 {
+	if len(told) == 0 || b.o.Tiers == nil {
 		return
 	}
 	b.mu.Lock()
@@ -122,6 +122,9 @@ func (b *Book) learn(told []announcement) {
 		n := min(len(told), learnBatch)
 		b.learnSome(told[:n])
 		told = told[n:]
+	}
+	if b.o.Tiers == nil {
+		return
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
