@@ -62,7 +62,7 @@ race_tiers() (
 		lmcache_fs_native=bin/tiers_lmcache_fs_native.json kvasir_fs_native=bin/tiers_kvasir_fs_native.json kvasir_disk=bin/tiers_kvasir_disk.json none=bin/tiers_kvasir_none.json
 	echo "Direct I/O of objects of 1 and 4 MiB: a plain reader and writer, and the disk tier"
 	KVASIR_BENCH_DIR=$dir go test -run - -bench 'Read|Write' -benchtime 2s ./tier/disk | grep Benchmark
-	echo "fs_native's layout beside plain files with direct I/O, without checksums: processor seconds a GB, the floor"
+	echo "fs_native's layout beside plain files with direct I/O, without and with checksums: processor seconds a GB, the floor"
 	KVASIR_BENCH_DIR=$dir go test -run - -bench Files -benchtime 3x ./tier/fs | grep Benchmark
 	echo "A disk of a million objects: it is open within 1 s, and the first object is known within 100 ms"
 	KVASIR_BENCH_DIR=$dir go test -run - -bench Open -benchtime 3x ./tier/disk | grep Benchmark

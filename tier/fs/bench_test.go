@@ -1,6 +1,7 @@
 package fs_test
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -60,10 +61,25 @@ func (p plain) read(i int64, b []byte) error {
 	return nil
 }
 
-// BenchmarkFiles compares the layout of fs_native with plain files, by processor time: 512 MiB written and read by 4
-// goroutines. KVASIR_BENCH_DIR names the file system.
+// BenchmarkFiles compares the layout of fs_native with plain files, with and without a checksum of their bytes, by
+// processor time: 512 MiB written and read by 4 goroutines, from and to memory as a pool has it. KVASIR_BENCH_DIR names the file system.
 func BenchmarkFiles(b *testing.B) {
 	const all, workers = 512 << 20, 4
+	path, err := shm.Path("", fmt.Sprintf("kvasir-bench-fs-%d", os.Getpid()))
+	if err != nil {
+		b.Fatal(err)
+	}
+	memory, err := shm.Create(path, all)
+	if err != nil {
+		b.Skip(err)
+	}
+	defer memory.Close()
+	if err := errors.Join(memory.Unlink(), memory.Populate(0, all, true)); err != nil {
+		b.Fatal(err)
+	}
+	for i, of := 0, memory.Bytes(0, all); i < all; i++ {
+		of[i] = byte(i)
+	}
 	for _, n := range []int{1 << 20, 4 << 20} {
 		run := func(name string, make func(dir string) (write, read func(i int64, b []byte) error)) {
 			b.Run(fmt.Sprintf("%dMiB/%s", n>>20, name), func(b *testing.B) {
@@ -80,12 +96,8 @@ func BenchmarkFiles(b *testing.B) {
 						var wg sync.WaitGroup
 						for range workers {
 							wg.Go(func() {
-								buf := shm.MakeAligned(n, tier.Page)
-								for i := range buf {
-									buf[i] = byte(i)
-								}
-								for i := next.Add(1); i <= all/int64(n); i = next.Add(1) {
-									if err := f(i, buf); err != nil {
+								for i := next.Add(1) - 1; i < all/int64(n); i = next.Add(1) - 1 {
+									if err := f(i, memory.Bytes(i*int64(n), int64(n))); err != nil {
 										b.Error(err)
 										return
 									}
@@ -113,6 +125,19 @@ func BenchmarkFiles(b *testing.B) {
 		run("plain", func(dir string) (write, read func(i int64, b []byte) error) {
 			p := plain{dir}
 			return p.write, p.read
+		})
+		run("plain-summed", func(dir string) (write, read func(i int64, b []byte) error) {
+			p, sums := plain{dir}, make([]uint64, all/n)
+			return func(i int64, b []byte) error {
+					sums[i] = xxh3.Hash(b)
+					return p.write(i, b)
+				}, func(i int64, b []byte) error {
+					err := p.read(i, b)
+					if xxh3.Hash(b) != sums[i] {
+						err = errors.Join(err, errors.New("another checksum"))
+					}
+					return err
+				}
 		})
 		run("fs_native", func(dir string) (write, read func(i int64, b []byte) error) {
 			names := tier.NewNames()
