@@ -83,12 +83,22 @@ func (s *Search) Needs(i, hit int) bool {
 	return i/s.rows >= s.shard.Groups.Need(s.group(i), 0, hit).Start
 }
 
-// Longest returns the longest hit that pool and tier have together, in chunks. It ends with
-// ctx.
-func (s *Search) Longest(ctx context.Context) int { return s.windows(ctx, s.prefix(ctx)) }
+// Find finds the longest hit that pool and tier have together, and calls take with it, in chunks. Where all groups
+// are of full attention it calls take with each beginning of it, too, as soon as that was found. It ends with ctx, and when
+// take reports false.
+func (s *Search) Find(ctx context.Context, take func(hit int) (more bool)) {
+	begun := take
+	if s.shard.Groups.Windows() {
+		begun = func(int) bool { return true }
+	}
+	if hit, more := s.prefix(ctx, begun); more {
+		take(s.windows(ctx, hit))
+	}
+}
 
-// prefix returns how many chunks the groups of full attention have.
-func (s *Search) prefix(ctx context.Context) int {
+// prefix returns how many chunks the groups of full attention have. It calls begun with each number of them that was
+// found before, and ends when that reports false.
+func (s *Search) prefix(ctx context.Context, begun func(chunks int) bool) (chunks int, more bool) {
 	for from, step := 0, firstStat; from < len(s.hashes); {
 		to := min(from+max(1, min(step, batch/s.rows)), len(s.hashes))
 		if s.look(ctx, from, to, true) {
@@ -96,12 +106,14 @@ func (s *Search) prefix(ctx context.Context) int {
 		}
 		for i := from * s.rows; i < to*s.rows; i++ {
 			if s.where[i] == Nowhere && s.Full(i) {
-				return i / s.rows
+				return i / s.rows, true
 			}
 		}
-		from = to
+		if from = to; !begun(to) {
+			return to, false
+		}
 	}
-	return len(s.hashes)
+	return len(s.hashes), true
 }
 
 // windows returns the longest hit of at most limit chunks. It asks about the other groups

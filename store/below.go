@@ -44,14 +44,15 @@ func (s *Store) Go(f func()) bool {
 type search struct {
 	*Store
 	*probe.Search
-	pf *prefetch
+	pf   *prefetch
+	next int // object; those before it were taken
 }
 
 // fetch has a pending lookup wait for what the pool has, and for what the tier has.
 func (s *Store) fetch(pf *prefetch) {
 	x := &search{Store: s, pf: pf}
 	x.Search = probe.New(&pf.shard, pf.hashes, places{s, pf})
-	x.take(x.Longest(pf.ctx))
+	x.Find(pf.ctx, x.take)
 }
 
 // places are the store as a search of a pending lookup sees it.
@@ -92,26 +93,26 @@ func (s *Store) belowFailed(pf *prefetch, why miss.Reason, tier string) {
 	s.mu.n.BelowFailures++
 }
 
-// take has the lookup wait for what a hit of so many chunks needs, head first: what is in
-// the pool is pinned or its flight joined, what is in the tier gets a flight. It ends
-// where a prefix can get no longer.
-func (x *search) take(hit int) {
+// take has the lookup wait for what a hit of so many chunks needs and was not taken yet, head first: what is in
+// the pool is pinned or its flight joined, what is in the tier gets a flight. It reports false where a prefix can get no
+// longer.
+func (x *search) take(hit int) (more bool) {
 	missing := int64(0)
-	for i := range hit * x.Rows() {
+	for i := x.next; i < hit*x.Rows(); i++ {
 		if x.Where(i) == probe.InTier && x.Needs(i, hit) {
 			missing += x.mu.pool.Round(x.Bytes(i))
 		}
 	}
 	x.memory.Have(missing)
-	for i := 0; i < hit*x.Rows() && x.pf.ctx.Err() == nil; {
-		var load, more bool
-		if i, load, more = x.takeSome(i, hit); !more || load && !x.load(i) {
-			return
+	for load := false; x.next < hit*x.Rows() && x.pf.ctx.Err() == nil; {
+		if x.next, load, more = x.takeSome(x.next, hit); !more || load && !x.load(x.next) {
+			return false
 		}
 		if load {
-			i++
+			x.next++
 		}
 	}
+	return x.pf.ctx.Err() == nil
 }
 
 // takeSome takes what is in the pool from object i on. It returns the object that is next,

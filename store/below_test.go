@@ -241,6 +241,26 @@ func TestOneReadForAll(t *testing.T) {
 	}
 }
 
+// What the tier is known to have is read while it is still asked for the rest, and is the hit where it never answers that.
+func TestReadsBeginBeforeAllIsFound(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newTiered(t, 200, "stat 2 hang", store.Options{})
+		defer b.close()
+		h := prompt(1, 60)
+		keep(t, b.memory, one, h...)
+		if got := b.store.Lookup([]byte("r"), one, store.Hashed(h), 1); got.State != store.Pending {
+			t.Fatal(got)
+		}
+		synctest.Wait()
+		if n := b.flaky.Calls("read"); n != 16 || b.flaky.Calls("stat") != 2 {
+			t.Errorf("%d objects are read, and the tier was asked %d times", n, b.flaky.Calls("stat"))
+		}
+		if got := b.store.Await(t.Context(), []byte("r"), nobody); got.Hit != 16 || got.Below != 16 || got.Why != miss.BelowSlow {
+			t.Errorf("%+v", got)
+		}
+	})
+}
+
 // A tier that answers nobody keeps lookups waiting for a while, and then none: they are
 // answered with what the pool has until it answers again.
 func TestTierThatNeverAnswers(t *testing.T) {
