@@ -34,13 +34,17 @@ class Race(l2b.Run):
         self.rows, self.verdicts = [], []
 
     def loop(self, verb, names, size):
-        """The seconds of the plain loop."""
+        """The seconds of the plain loop, and of its processor time."""
         where = f"127.0.0.1:{self.l2.port}" if self.l2.kind == "redis" else f"http://127.0.0.1:{self.l2.port}/kvcache"
         out = subprocess.run([self.args.plain, self.l2.kind, where, verb, str(WIDTH[self.l2.kind]), str(size)], input="\n".join(names),
                              capture_output=True, text=True, timeout=120)
         if out.returncode:
             raise RuntimeError(out.stderr)
-        return float(out.stdout)
+        return [float(x) for x in out.stdout.split()]
+
+    def note(self, of, what, took):
+        of[f"{what}_s"].append(took[0])
+        of[f"{what}_cpu_s"].append(took[1])
 
     def drop(self, names):
         for n in names:
@@ -61,7 +65,7 @@ class Race(l2b.Run):
                 p = self.prompt(shape, n, light=True)
                 names = self.names(p)
                 if w == "loop":
-                    got[w]["store_s"].append(self.loop("set", names, cb))
+                    self.note(got[w], "store", self.loop("set", names, cb))
                 else:
                     x = self.nodes[w]
                     x.clear()
@@ -81,7 +85,7 @@ class Race(l2b.Run):
             for w in turn:
                 time.sleep(0.3)
                 if w == "loop":
-                    got[w]["load_s"].append(self.loop("get", self.names(p), cb))
+                    self.note(got[w], "load", self.loop("get", self.names(p), cb))
                     continue
                 x = self.nodes[w]
                 x.clear()
