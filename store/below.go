@@ -50,8 +50,7 @@ type search struct {
 
 // fetch has a pending lookup wait for what the pool has, and for what the tier has.
 func (s *Store) fetch(pf *prefetch) {
-	x := &search{Store: s, pf: pf}
-	x.Search = probe.New(&pf.shard, pf.hashes, places{s, pf})
+	x := &search{Store: s, Search: probe.New(&pf.shard, pf.hashes, places{s, pf}), pf: pf}
 	x.Find(pf.ctx, x.take)
 }
 
