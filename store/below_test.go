@@ -261,6 +261,23 @@ func TestReadsBeginBeforeAllIsFound(t *testing.T) {
 	})
 }
 
+// Where the pool has no room for more, the tier is not asked for the rest.
+func TestNoRoomForMore(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newTiered(t, 20, "", store.Options{})
+		defer b.close()
+		h := prompt(1, 500)
+		keep(t, b.memory, one, h...)
+		got := b.await(t, nobody, one, h)
+		if stats := b.flaky.Calls("stat"); got.Hit < 10 || got.Hit > 20 || stats > 2 {
+			t.Errorf("%+v, the tier was asked %d times", got, stats)
+		}
+		b.whole(t, one, h[:got.Hit])
+		b.store.EndSession([]byte("r"), nobody)
+		b.idle()
+	})
+}
+
 // A tier that answers nobody keeps lookups waiting for a while, and then none: they are
 // answered with what the pool has until it answers again.
 func TestTierThatNeverAnswers(t *testing.T) {
