@@ -92,7 +92,7 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	defer resp.Close()
 	if resp.Status >= 500 {
 		text, _ := resp.ReadAll(maxError)
-		return "", fmt.Errorf("%s: status %d: %.200s", b.url, resp.Status, text)
+		return "", fmt.Errorf("%s: %w: status %d: %.200s", b.url, errFailed, resp.Status, text)
 	}
 	// Engines send a stream's head long before they know whether the request goes well.
 	first, err := resp.Next()
@@ -114,6 +114,7 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 		e.p.trouble(b, err)
 		return "", fmt.Errorf("%s: %w: %w", b.url, errLost, err)
 	}
+	e.answers.Store(true)
 	e.p.fleet.computed(b, lacks)
 	lacks = 0
 	return e.pass(b, resp, first, stream), nil

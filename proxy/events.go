@@ -1,16 +1,16 @@
 package proxy
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
-	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/upstream"
 	"github.com/kvasir-kv/kvasir/openai"
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
@@ -56,27 +56,21 @@ func (b *backend) blockTokens() (tokens int) {
 }
 
 // holds returns how many bytes of a prompt the engine has by its events: the rank with most. all: the events tell
-// everything that it has.
-func (b *backend) holds(marks []prefix.Mark, known []blocks.Known) (n int, all bool) {
+// everything that it has, up to reach.
+func (b *backend) holds(marks []prefix.Mark, known []blocks.Known) (n, reach int, all bool) {
 	all = true
 	for _, f := range b.events {
-		one, complete := f.Longest(marks, known)
-		n, all = max(n, one), all && complete
+		one, end, complete := f.Longest(marks, known)
+		n, reach, all = max(n, one), max(reach, end), all && complete
 	}
-	return n, all
+	return n, reach, all
 }
 
 // byEvents corrects what engines have seen of a prompt by what they say they have. Beyond the last mark of
 // which the block is known, events say nothing.
 func (p *Proxy) byEvents(seen []prefix.Seen, marks []prefix.Mark) []prefix.Seen {
 	known := p.known.Find(make([]blocks.Known, 0, len(marks)), marks)
-	reach := 0
-	for i, k := range known {
-		if k.Key != 0 {
-			reach = marks[i].End
-		}
-	}
-	if reach == 0 {
+	if !slices.ContainsFunc(known, func(k blocks.Known) bool { return k.Key != 0 }) {
 		return seen
 	}
 	for _, b := range p.fleet.engines() {
@@ -90,7 +84,7 @@ func (p *Proxy) byEvents(seen []prefix.Seen, marks []prefix.Mark) []prefix.Seen 
 		if at == len(seen) {
 			seen = append(seen, prefix.Seen{Engine: id})
 		}
-		if n, all := b.holds(marks, known); n > seen[at].Bytes || all && seen[at].Bytes <= reach {
+		if n, reach, all := b.holds(marks, known); n > seen[at].Bytes || all && seen[at].Bytes <= reach {
 			seen[at].Bytes = n
 		}
 		if seen[at].Bytes == 0 {
@@ -121,10 +115,10 @@ func (e *exchange) learn(b *backend) {
 	}
 	size, chunk := b.blockTokens(), store.chunkTokens()
 	last := marks[len(marks)-1:]
-	if size != 0 && p.known.Find(nil, last)[0].Tokens != 0 {
+	if size != 0 && p.known.Find(nil, last)[0].Tokens == size {
 		size = 0
 	}
-	if chunk != 0 && store.known.Find(nil, last)[0].Tokens != 0 {
+	if chunk != 0 && store.known.Find(nil, last)[0].Tokens == chunk {
 		chunk = 0
 	}
 	base := b.base(e.want.model)
@@ -171,24 +165,25 @@ func isText(q *openai.Request) bool {
 func (p *Proxy) tokenize(b *backend, body []byte, key string) []int64 {
 	ctx, cancel := context.WithTimeout(p.ctx, tokenizeTime)
 	defer cancel()
-	r, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+"/tokenize", bytes.NewReader(body))
+	n, err := b.client.Conn(ctx)
 	if err != nil {
 		return nil
 	}
-	r.Header.Set("Content-Type", "application/json")
+	fields := "Content-Type: application/json\r\n"
 	if key != "" {
-		r.Header.Set("Authorization", "Bearer "+key)
+		fields += "Authorization: Bearer " + key + "\r\n"
 	}
-	resp, err := p.client.Do(r)
+	// net/http would go on to read the body after it has returned, when others use that memory.
+	resp, err := n.Do(ctx, &upstream.Request{Method: http.MethodPost, Target: "/tokenize", Fields: []byte(fields), Body: [][]byte{body}}, time.Time{})
 	if err != nil {
 		return nil
 	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(io.LimitReader(resp.Body, maxTokenized))
+	defer resp.Close()
+	text, err := resp.ReadAll(maxTokenized)
 	var got struct {
 		Tokens []int64 `json:"tokens"`
 	}
-	if err != nil || resp.StatusCode != http.StatusOK || json.Unmarshal(text, &got) != nil {
+	if err != nil || resp.Status != http.StatusOK || json.Unmarshal(text, &got) != nil {
 		return nil
 	}
 	return got.Tokens

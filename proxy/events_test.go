@@ -3,6 +3,7 @@ package proxy_test
 import (
 	"encoding/json"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -23,17 +24,19 @@ type teller struct {
 	events    *blockstest.Publisher
 	asked     atomic.Int64
 	tokenized atomic.Int64
+	block     int                                                // tokens
+	early     func(nc net.Conn, rest io.Reader, bodyBytes int64) // answers /tokenize; nil: as vLLM does
 
 	mu    sync.Mutex
 	known map[string]bool // prompts that were announced
 }
 
-const tellerBlock = 16 // tokens
+const tellerBlock = 16 // tokens, at first
 
 // tell starts such an engine at a host; ports of 0 are chosen.
 func tell(t *testing.T, host string, port, replay int) *teller {
 	t.Helper()
-	e := &teller{events: blockstest.Start(t, host, port, replay), known: map[string]bool{}}
+	e := &teller{block: tellerBlock, events: blockstest.Start(t, host, port, replay), known: map[string]bool{}}
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
 	prompt := func(r *http.Request) string {
@@ -45,10 +48,22 @@ func tell(t *testing.T, host string, port, replay int) *teller {
 	}
 	mux.HandleFunc("/v1/completions", func(w http.ResponseWriter, r *http.Request) {
 		e.asked.Add(1)
-		e.store(prompt(r))
+		if text := prompt(r); e.early == nil {
+			e.store(text)
+		}
 		fmt.Fprint(w, `{}`)
 	})
 	mux.HandleFunc("/tokenize", func(w http.ResponseWriter, r *http.Request) {
+		if e.early != nil {
+			nc, b, err := http.NewResponseController(w).Hijack()
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer nc.Close()
+			e.early(nc, b, r.ContentLength)
+			return
+		}
 		tokens := bytesOf(prompt(r))
 		e.tokenized.Add(1)
 		_ = json.NewEncoder(w).Encode(map[string]any{"count": len(tokens), "tokens": tokens})
@@ -79,9 +94,9 @@ func (e *teller) store(prompt string) {
 	defer e.mu.Unlock()
 	if !e.known[prompt] {
 		e.known[prompt] = true
-		n := len(prompt) / tellerBlock
+		n := len(prompt) / e.block
 		e.events.Publish(false, kvevent.Event{
-			Kind: kvevent.Stored, Hashes: hashesOf(prompt, n), Tokens: bytesOf(prompt)[:n*tellerBlock], BlockTokens: tellerBlock, Medium: kvevent.GPU,
+			Kind: kvevent.Stored, Hashes: hashesOf(prompt, n, e.block), Tokens: bytesOf(prompt)[:n*e.block], BlockTokens: e.block, Medium: kvevent.GPU,
 		})
 	}
 }
@@ -91,13 +106,13 @@ func (e *teller) evict(prompt string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.known, prompt)
-	e.events.Publish(false, kvevent.Event{Kind: kvevent.Removed, Hashes: hashesOf(prompt, len(prompt)/tellerBlock), Medium: kvevent.GPU})
+	e.events.Publish(false, kvevent.Event{Kind: kvevent.Removed, Hashes: hashesOf(prompt, len(prompt)/e.block, e.block), Medium: kvevent.GPU})
 }
 
-func hashesOf(prompt string, n int) (out [][]byte) {
+func hashesOf(prompt string, n, block int) (out [][]byte) {
 	for i := range n {
 		h := uint64(i) + 1
-		for _, c := range []byte(prompt[:(i+1)*tellerBlock]) {
+		for _, c := range []byte(prompt[:(i+1)*block]) {
 			h = h*1099511628211 + uint64(c)
 		}
 		out = append(out, []byte{byte(h >> 56), byte(h >> 48), byte(h >> 40), byte(h >> 32), byte(h >> 24), byte(h >> 16), byte(h >> 8), byte(h)})
@@ -164,4 +179,29 @@ func TestKVEvents(t *testing.T) {
 	// b is started again: whatever it had, it has no more.
 	b.events.StartAgain()
 	eventually(t, "the proxy knows", func() bool { return p.Stats().Blocks[b.url] == 0 && b.events.Subscribers() == 1 })
+}
+
+// An engine is started again with longer blocks: prompts of which the old ones are known are made tokens once more, and what it says
+// of the new ones counts.
+func TestOtherBlocks(t *testing.T) {
+	e := tell(t, "127.0.0.1", 0, 0)
+	o := proxy.Options{Engines: []string{e.url}, Policy: proxy.PrefixAware, HealthInterval: 50 * time.Millisecond, EventsPort: e.events.Port, ReplayPort: e.events.ReplayPort}
+	at, p := startProxy(t, o)
+	text, _ := json.Marshal(map[string]string{"prompt": strings.Repeat("tell me of the sea ", 200)})
+	for life := range 3 {
+		eventually(t, "it is well and followed", func() bool { return p.Stats().Well[e.url] == 1 && e.events.Subscribers() == 1 })
+		e.store(strings.Repeat("so that the size of blocks is known ", 10))
+		eventually(t, "its blocks are known", func() bool { return p.Stats().Blocks[e.url] > 0 })
+		for range 2 {
+			if status, text, _ := post(t, at, string(text)); status != 200 {
+				t.Fatal(status, text)
+			}
+			eventually(t, "the prompt's tokens are known, in blocks of this life", func() bool { return p.Stats().Tokenized == int64(life+1) })
+		}
+		e.events.StartAgain()
+		eventually(t, "the proxy knows", func() bool { return p.Stats().Blocks[e.url] == 0 })
+		e.mu.Lock()
+		e.block, e.known = 2*e.block, map[string]bool{}
+		e.mu.Unlock()
+	}
 }

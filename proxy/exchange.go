@@ -44,6 +44,7 @@ type exchange struct {
 	saltText string     // of the prompt's KV
 	prompt   *promptKey // nil: no relay is there
 
+	answers   atomic.Bool    // the engine that answers has begun: P's part is no matter any more
 	prefilled atomic.Int64   // when P had answered, ns after start; 0: no P, or not yet
 	cached    atomic.Int64   // prompt tokens that P had cached; -1: not told
 	model     *modelCounters // of a good answer
@@ -112,6 +113,9 @@ var errNotSent = errors.New("the engine cannot be reached")
 // errLost means that an engine broke off before the first byte of its answer.
 var errLost = errors.New("the engine broke off")
 
+// errFailed means that an engine answered that it cannot.
+var errFailed = errors.New("the engine failed")
+
 // errLate means that an engine did not answer in time.
 var errLate = errors.New("no answer in time")
 
@@ -178,6 +182,7 @@ func (e *exchange) attempt(c choice, again []byte) (outcome string, err error) {
 	e.split = c.prefill != nil
 	e.cached.Store(-1)
 	e.prefilled.Store(0)
+	e.answers.Store(false)
 	switch {
 	case c.prefill == nil && c.engine.role == decode && again != nil:
 		return e.fromRelay(ctx, c, again)
@@ -254,12 +259,13 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			defer e.p.fleet.leave(c.prefill, c.lacks[1])
 			defer context.AfterFunc(e.p.ctx, abort)()
 			l, err := e.prefill(prefilling, n, c.prefill, who, pieces, held)
-			if err != nil {
+			switch {
+			case err == nil:
+				e.cached.Store(int64(l.cached))
+				e.prefilled.Store(int64(time.Since(e.start)))
+			case !e.answers.Load(): // a D that answers has all it needs of P
 				cancel(err)
-				return
 			}
-			e.cached.Store(int64(l.cached))
-			e.prefilled.Store(int64(time.Since(e.start)))
 		})
 		if !started {
 			return unavailable("the proxy is stopping")
@@ -427,7 +433,11 @@ func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begi
 
 // freeLost asks a D to take P's KV if it is not known whether one did, so that P's memory becomes free.
 func (e *exchange) freeLost(err error, params []byte) {
-	if (errors.Is(err, errNotSent) || errors.Is(err, errLost)) && e.prefilled.Load() > 0 && params != nil {
+	unknown := false
+	for _, how := range []error{errNotSent, errLost, errFailed, errSilent, upstream.ErrCut} {
+		unknown = unknown || errors.Is(err, how)
+	}
+	if unknown && e.prefilled.Load() > 0 && params != nil {
 		e.p.free(e, params)
 	}
 }

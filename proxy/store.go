@@ -137,12 +137,7 @@ func (s *store) has(marks []prefix.Mark) (t told) {
 		return t
 	}
 	known := s.known.Find(make([]blocks.Known, 0, len(marks)), marks)
-	for i, k := range known {
-		if k.Tokens != 0 {
-			t.reach = marks[i].End
-		}
-	}
-	t.bytes, t.all = s.events.Longest(marks, known)
+	t.bytes, t.reach, t.all = s.events.Longest(marks, known)
 	t.all = t.all && !s.below.Load() // what it evicts it may have below
 	return t
 }

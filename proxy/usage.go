@@ -114,10 +114,10 @@ func (p *Proxy) free(e *exchange, params []byte) {
 					p.n.freed.Add(1)
 					return
 				}
-				if !errors.Is(err, errNotSent) {
-					break
-				}
+				w.tried = append(w.tried, b)
+				continue
 			}
+			w.tried = nil // all failed, or have no room: later they may not
 			select {
 			case <-time.After(p.o.HealthInterval):
 			case <-ctx.Done():
@@ -142,6 +142,9 @@ func (e *exchange) take(ctx context.Context, b *backend, pieces [][]byte) error 
 		return err
 	}
 	defer resp.Close()
+	if resp.Status >= 500 {
+		return errFailed
+	}
 	_, err = resp.ReadAll(maxWhole)
 	return err
 }

@@ -26,6 +26,9 @@ import (
 // came: the server may have closed it while it was idle.
 var ErrStale = errors.New("upstream: the connection had been closed")
 
+// ErrCut means that the context ended before all of the request was sent.
+var ErrCut = errors.New("upstream: the server has not all of the request")
+
 // ErrAnswer means that what came is no HTTP/1.1 answer, or one beyond the limits.
 var ErrAnswer = errors.New("upstream: not an HTTP answer")
 
@@ -116,6 +119,7 @@ type Conn struct {
 	since time.Time
 	stop  func() bool  // of the context of the request in progress
 	ended func() error // its Err
+	cut   bool         // not all of the request was sent
 }
 
 // Fresh reports whether the connection was made for this request.
@@ -243,7 +247,8 @@ const WholeTime = 5 * time.Second
 var past = time.Unix(1, 0)
 
 // Do sends a request and returns its answer when the head is there. until bounds that; the zero
-// time does not. When ctx ends, then or later, the connection is closed. An error closes it.
+// time does not. When ctx ends, then or later, the connection is closed. An error closes it;
+// that of a context that ended while the request was sent is also ErrCut.
 func (n *Conn) Do(ctx context.Context, r *Request, until time.Time) (*Response, error) {
 	if err := n.nc.SetDeadline(until); err != nil {
 		n.close()
@@ -263,10 +268,13 @@ func (n *Conn) Do(ctx context.Context, r *Request, until time.Time) (*Response, 
 		return a, nil
 	}
 	n.close()
-	if ctx.Err() != nil {
-		return nil, context.Cause(ctx)
+	if ctx.Err() == nil {
+		return nil, err
 	}
-	return nil, err
+	if n.cut {
+		return nil, fmt.Errorf("%w: %w", ErrCut, context.Cause(ctx))
+	}
+	return nil, context.Cause(ctx)
 }
 
 var heads = sync.Pool{New: func() any { b := make([]byte, 0, 2<<10); return &b }}
@@ -287,6 +295,7 @@ func (n *Conn) do(r *Request) (*Response, error) {
 	werr := n.write(head, length, r.Body)
 	*pooled = head
 	heads.Put(pooled)
+	n.cut = werr != nil
 	if werr != nil && n.ended() == nil { // the server may have answered before it had everything
 		_ = n.nc.SetReadDeadline(time.Now().Add(time.Second)) // if not, reading fails at once
 	}

@@ -185,18 +185,26 @@ func (h *Held) Blocks() (n, tokens int, all bool) {
 	return len(h.mu.by), h.mu.tokens, h.mu.all && !h.mu.full
 }
 
-// Longest returns how many bytes of a prompt are there, by the last of its marks whose block is. known is
-// what Prompts.Find has of the marks. all: there are no others.
-func (h *Held) Longest(marks []prefix.Mark, known []Known) (bytes int, all bool) {
+// Longest returns how many bytes of a prompt are there, by the last of its marks before a block that is not: what lies
+// behind a hole nobody can use. known is what Prompts.Find has of the marks; reach is the last of them of which it
+// has blocks as long as these. all: there are no others.
+func (h *Held) Longest(marks []prefix.Mark, known []Known) (bytes, reach int, all bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	for i := len(marks) - 1; i >= 0; i-- {
-		if k := known[i]; k.Key != 0 && k.Tokens == h.mu.tokens && h.mu.keys[k.Key] > 0 {
-			bytes = marks[i].End
-			break
+	hole := false
+	for i, k := range known {
+		if k.Tokens == 0 || k.Tokens != h.mu.tokens {
+			continue
+		}
+		reach = marks[i].End
+		if k.Key == 0 {
+			continue
+		}
+		if hole = hole || h.mu.keys[k.Key] == 0; !hole {
+			bytes = reach
 		}
 	}
-	return bytes, h.mu.all && !h.mu.full
+	return bytes, reach, h.mu.all && !h.mu.full
 }
 
 // Known is the last whole block before a mark, of blocks of so many tokens. A zero Key with Tokens says that

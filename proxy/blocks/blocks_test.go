@@ -63,7 +63,7 @@ type view struct {
 
 func (v view) longest(h *blocks.Held, text string) int {
 	m := marks(text)
-	n, _ := h.Longest(m, v.p.Find(nil, m))
+	n, _, _ := h.Longest(m, v.p.Find(nil, m))
 	return n
 }
 
@@ -163,6 +163,31 @@ func TestCacheHeld(t *testing.T) {
 	salted.Salt = "x"
 	apply("a", kvevent.CPU, salted)
 	f("another salt", 0, 24)
+}
+
+// A block in the middle of a prompt is gone, and those behind it are not: nobody can use them, until it is there again.
+func TestHole(t *testing.T) {
+	for scope, h := range map[string]*blocks.Held{"": blocks.NewHeld(100), blocks.Scope("", ""): blocks.NewCacheHeld(100)} {
+		v := view{blocks.NewPrompts(1000)}
+		v.p.Learn(marks(ada), scope, size, tokens(ada))
+		apply := func(events ...kvevent.Event) { h.Apply(&kvevent.Batch{Events: events}, "") }
+		f := func(what string, want int) {
+			t.Helper()
+			if got := v.longest(h, ada); got != want {
+				t.Errorf("%s: %d bytes, want %d", what, got, want)
+			}
+		}
+		apply(stored("s", ada, 0, 10))
+		f("all", len(ada))
+		apply(removed("s", ada, 4))
+		f("a hole", 16)
+		apply(removed("s", ada, 0))
+		f("the first one is gone, too", 0)
+		apply(stored("s", ada, 0, 1))
+		f("the first one is back", 16)
+		apply(stored("s", ada, 4, 5))
+		f("all is back", len(ada))
+	}
 }
 
 // A prompt without a whole block is known to have none.
