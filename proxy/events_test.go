@@ -3,7 +3,6 @@ package proxy_test
 import (
 	"encoding/json"
 	"fmt"
-	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -24,8 +23,7 @@ type teller struct {
 	events    *blockstest.Publisher
 	asked     atomic.Int64
 	tokenized atomic.Int64
-	block     int                                                // tokens
-	early     func(nc net.Conn, rest io.Reader, bodyBytes int64) // answers /tokenize; nil: as vLLM does
+	block     int // tokens
 
 	mu    sync.Mutex
 	known map[string]bool // prompts that were announced
@@ -40,30 +38,19 @@ func tell(t *testing.T, host string, port, replay int) *teller {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
 	prompt := func(r *http.Request) string {
-		var b struct{ Prompt string }
+		var b struct{ Prompt any }
 		if err := json.NewDecoder(r.Body).Decode(&b); err != nil {
 			t.Error(err)
 		}
-		return b.Prompt
+		text, _ := b.Prompt.(string)
+		return text
 	}
 	mux.HandleFunc("/v1/completions", func(w http.ResponseWriter, r *http.Request) {
 		e.asked.Add(1)
-		if text := prompt(r); e.early == nil {
-			e.store(text)
-		}
+		e.store(prompt(r))
 		fmt.Fprint(w, `{}`)
 	})
 	mux.HandleFunc("/tokenize", func(w http.ResponseWriter, r *http.Request) {
-		if e.early != nil {
-			nc, b, err := http.NewResponseController(w).Hijack()
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			defer nc.Close()
-			e.early(nc, b, r.ContentLength)
-			return
-		}
 		tokens := bytesOf(prompt(r))
 		e.tokenized.Add(1)
 		_ = json.NewEncoder(w).Encode(map[string]any{"count": len(tokens), "tokens": tokens})
@@ -203,5 +190,25 @@ func TestOtherBlocks(t *testing.T) {
 		e.mu.Lock()
 		e.block, e.known = 2*e.block, map[string]bool{}
 		e.mu.Unlock()
+	}
+}
+
+// Of a prompt of token ids, or of several texts, no engine is asked for tokens.
+func TestWhatIsNoText(t *testing.T) {
+	e := tell(t, "127.0.0.1", 0, 0)
+	o := proxy.Options{Engines: []string{e.url}, Policy: proxy.PrefixAware, HealthInterval: 50 * time.Millisecond, EventsPort: e.events.Port}
+	at, p := startProxy(t, o)
+	eventually(t, "it is well and followed", func() bool { return p.Stats().Well[e.url] == 1 && e.events.Subscribers() == 1 })
+	e.store(strings.Repeat("so that the size of blocks is known ", 10))
+	eventually(t, "its blocks are known", func() bool { return p.Stats().Blocks[e.url] > 0 })
+	for _, prompt := range []string{`[1,2,3]`, `["a","b"]`, `"text"`} {
+		if status, text, _ := post(t, at, `{"prompt":`+prompt+`}`); status != 200 {
+			t.Fatal(status, text)
+		}
+	}
+	eventually(t, "one answer was an engine's", func() bool { return e.tokenized.Load() > 0 })
+	time.Sleep(50 * time.Millisecond) // others would have come
+	if n := e.tokenized.Load(); n != 1 {
+		t.Errorf("%d prompts were made tokens", n)
 	}
 }

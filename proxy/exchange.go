@@ -182,7 +182,6 @@ func (e *exchange) attempt(c choice, again []byte) (outcome string, err error) {
 	e.split = c.prefill != nil
 	e.cached.Store(-1)
 	e.prefilled.Store(0)
-	e.answers.Store(false)
 	switch {
 	case c.prefill == nil && c.engine.role == decode && again != nil:
 		return e.fromRelay(ctx, c, again)

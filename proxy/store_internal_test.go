@@ -3,6 +3,10 @@ package proxy
 import (
 	"sync/atomic"
 	"testing"
+
+	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/proxy/blocks"
+	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
 // What was noted of a cache server counts while it lives, was not cleared and has not evicted as many
@@ -54,5 +58,61 @@ func TestStoreIDs(t *testing.T) {
 	}
 	if got := say(&s, word{pid: 2}); got[0] == 0 {
 		t.Errorf("well again: %v", got)
+	}
+}
+
+// What the server says takes something away from the guess only where it has told all, has nothing below its memory, and
+// as far as it says anything; a server that is silent says nothing.
+func TestTold(t *testing.T) {
+	for _, c := range []struct {
+		told        told
+		guess, want int
+	}{
+		{told{}, 700, 700},
+		{told{bytes: 900, reach: 1000}, 700, 900},
+		{told{bytes: 500, reach: 1000}, 700, 700},
+		{told{bytes: 500, reach: 1000, all: true}, 700, 500},
+		{told{bytes: 500, reach: 600, all: true}, 700, 700},
+		{told{reach: 1000, all: true}, 700, 0},
+	} {
+		if got := c.told.instead(c.guess); got != c.want {
+			t.Errorf("%+v instead of %d: %d, want %d", c.told, c.guess, got, c.want)
+		}
+	}
+	events := &blocks.Follower{Held: blocks.NewCacheHeld(100)} // that follows nobody
+	s := &store{events: events, known: blocks.NewPrompts(100)}
+	const text = "a prompt of which each byte is one token"
+	tokens := make([]int64, 0, len(text))
+	for _, c := range []byte(text) {
+		tokens = append(tokens, int64(c))
+	}
+	marks := []prefix.Mark{{Hash: 1, End: len(text)}}
+	s.known.Learn(marks, blocks.Scope("m", ""), 8, tokens)
+	events.Apply(&kvevent.Batch{Events: []kvevent.Event{
+		{Kind: kvevent.Cleared},
+		{Kind: kvevent.Stored, Hashes: [][]byte{{1}, {2}, {3}, {4}, {5}}, Tokens: tokens, BlockTokens: 8, Medium: kvevent.CPU},
+	}}, "m")
+	for _, c := range []struct {
+		well, below bool
+		want        told
+	}{
+		{false, false, told{}},
+		{true, false, told{len(text), len(text), true}},
+		{true, true, told{len(text), len(text), false}},
+	} {
+		s.well.Store(c.well)
+		s.below.Store(c.below)
+		if got := s.has(marks); got != c.want {
+			t.Errorf("well %v, below %v: %+v, want %+v", c.well, c.below, got, c.want)
+		}
+	}
+	// The server comes back with longer chunks: it says nothing of prompts that are known in the former ones.
+	events.Apply(&kvevent.Batch{Events: []kvevent.Event{
+		{Kind: kvevent.Cleared},
+		{Kind: kvevent.Stored, Hashes: [][]byte{{6}}, Tokens: tokens[:16], BlockTokens: 16, Medium: kvevent.CPU},
+	}}, "m")
+	s.below.Store(false)
+	if got := s.has(marks); got.reach != 0 || got.instead(700) != 700 {
+		t.Errorf("chunks of another size: %+v", got)
 	}
 }
