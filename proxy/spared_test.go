@@ -201,23 +201,29 @@ func (n *node) serveMulti(t testing.TB, mooncake string) *served {
 		mooncake, n.url), engine.Options{ShmDir: n.dir})
 }
 
-// What kvasir server has of a prompt, D loads from there: P is asked once for each of two prompts,
-// and for a longer one that begins like one of them. When the server is cleared or silent, P is asked.
-func TestStoreServesAgain(t *testing.T) {
-	n := startNode(t, 64<<20)
-	x := &deployment{t: t, registry: startRegistry(t)}
+// startShared starts a P and some D's that share a cache server, and an engine alone; the proxy is still to be started.
+func startShared(t *testing.T, ds int) (n *node, x *deployment, o proxy.Options, alone *served) {
+	t.Helper()
+	n, x = startNode(t, 64<<20), &deployment{t: t, registry: startRegistry(t)}
 	x.stopAll()
 	x.p = append(x.p, n.serveMulti(t, producer(x.registry, "p0")))
-	alone := serve(t, "", "", 0)
+	alone = serve(t, "", "", 0)
 	t.Cleanup(func() { alone.stop(t) })
-	o := proxy.Options{
+	o = proxy.Options{
 		Prefill: []proxy.Prefill{{URL: x.p[0].web.URL, Registry: x.registry}}, HealthInterval: 50 * time.Millisecond,
 		Store: n.web.URL, SkipPrefill: 400,
 	}
-	for range 3 {
+	for range ds {
 		d := n.serveMulti(t, consumer)
 		x.d, o.Decode = append(x.d, d), append(o.Decode, d.web.URL)
 	}
+	return n, x, o, alone
+}
+
+// What kvasir server has of a prompt, D loads from there: P is asked once for each of two prompts,
+// and for a longer one that begins like one of them. When the server is cleared or silent, P is asked.
+func TestStoreServesAgain(t *testing.T) {
+	n, x, o, alone := startShared(t, 3)
 	x.start(o)
 	for _, e := range append(x.p, x.d...) {
 		eventually(t, "all are well", func() bool { s := x.proxy.Stats(); return s.Well[e.web.URL] == 1 && s.Store == 1 })
@@ -321,22 +327,10 @@ func TestStoreEvents(t *testing.T) {
 }
 
 func testStoreEvents(t *testing.T, replay bool) {
-	n := startNode(t, 64<<20)
-	x := &deployment{t: t, registry: startRegistry(t)}
-	x.stopAll()
-	x.p = append(x.p, n.serveMulti(t, producer(x.registry, "p0")))
-	alone := serve(t, "", "", 0)
-	t.Cleanup(func() { alone.stop(t) })
-	o := proxy.Options{
-		Prefill: []proxy.Prefill{{URL: x.p[0].web.URL, Registry: x.registry}}, HealthInterval: 50 * time.Millisecond,
-		Store: n.web.URL, SkipPrefill: 400, StoreEvents: "tcp://" + n.events,
-	}
+	n, x, o, alone := startShared(t, 4)
+	o.StoreEvents = "tcp://" + n.events
 	if replay {
 		o.StoreReplay = "tcp://" + n.replay
-	}
-	for range 4 {
-		d := n.serveMulti(t, consumer)
-		x.d, o.Decode = append(x.d, d), append(o.Decode, d.web.URL)
 	}
 	x.start(o)
 	x.only(0)
