@@ -47,11 +47,11 @@ func TestChangesAreWhatIsThere(t *testing.T) {
 		for i, v := range d.volumes {
 			v.mu.Lock()
 			of := has[uint8(3+i)]
-			if len(of) != len(v.mu.index) || len(of) == 0 {
-				t.Errorf("directory %d: %d objects by the changes, %d are there", i, len(of), len(v.mu.index))
+			if len(of) != v.mu.index.len() || len(of) == 0 {
+				t.Errorf("directory %d: %d objects by the changes, %d are there", i, len(of), v.mu.index.len())
 			}
 			for k := range of {
-				if _, ok := v.mu.index[k]; !ok {
+				if _, ok := v.mu.index.get(&k); !ok {
 					t.Errorf("directory %d: %s is not there", i, k)
 				}
 			}
@@ -78,15 +78,16 @@ func TestChangesAreWhatIsThere(t *testing.T) {
 		}
 		if i%300 == 299 { // the keeper is at rest
 			for _, v := range d.volumes {
-				v.mu.Lock()
-				for k, e := range v.mu.index {
-					s := v.mu.segs[e.seg]
-					v.mu.Unlock()
-					v.spoilt(s, &record{k, e.block, e.len, e.sum, false}, errDamaged)
+				v.list(func(part []listed) bool {
+					if len(part) == 0 {
+						return true
+					}
 					v.mu.Lock()
-					break
-				}
-				v.mu.Unlock()
+					s := v.mu.segs[part[0].seg]
+					v.mu.Unlock()
+					v.spoilt(s, &record{part[0].key, part[0].block, part[0].len, part[0].sum, false}, errDamaged)
+					return false
+				})
 			}
 		}
 	}
@@ -102,9 +103,12 @@ func TestChangesAreWhatIsThere(t *testing.T) {
 	compare(d, follow(t, o.Changes))
 	var all []kv.Key
 	for _, v := range d.volumes {
-		for k := range v.mu.index {
-			all = append(all, k)
-		}
+		v.list(func(part []listed) bool {
+			for i := range part {
+				all = append(all, part[i].key)
+			}
+			return true
+		})
 	}
 	closeDisk(t, d)
 

@@ -268,7 +268,7 @@ func TestACheckpointLeavesOutWhatTheJournalHas(t *testing.T) {
 	}
 	v := l.d.volumes[0]
 	v.mu.Lock()
-	s := v.mu.segs[v.mu.index[tiertest.Key(1)].seg]
+	s := v.mu.segs[whereIsLocked(v, 1).seg]
 	s.leaving = true
 	v.mu.Unlock()
 	if err := v.evict(s); err != nil {
@@ -298,7 +298,7 @@ func TestNoCopyBehindWhatIsBeingWritten(t *testing.T) {
 	put(t, l.d, 2, 1000) // so that there is a segment for copies
 	v.writes(tiertest.Key(0), 1)
 	v.mu.Lock()
-	s := v.mu.segs[v.mu.index[tiertest.Key(0)].seg]
+	s := v.mu.segs[whereIsLocked(v, 0).seg]
 	s.leaving = true
 	v.mu.Unlock()
 	if err := v.evict(s); err != nil {
@@ -309,4 +309,10 @@ func TestNoCopyBehindWhatIsBeingWritten(t *testing.T) {
 		t.Errorf("the object that is being written was copied: %v", err)
 	}
 	need(t, l.d, 1, 1000)
+}
+
+func whereIsLocked(v *volume, obj int) entry {
+	k := tiertest.Key(obj)
+	e, _ := v.mu.index.get(&k)
+	return e
 }

@@ -5,7 +5,7 @@
 // Objects are appended to a segment with direct I/O, straight from and to the caller's
 // memory where that begins at a multiple of 4,096 bytes. A full segment is sealed with an
 // index, synced, and never changed again; the oldest are removed as a whole. The index of
-// all objects is in memory: about 130 bytes each. Open reads it from a checkpoint and from
+// all objects is in memory: about 75 bytes each. Open reads it from a checkpoint and from
 // the segments' indexes, in the background.
 //
 // What is sealed outlives a power cut, what is written outlives the process. Every record
@@ -155,7 +155,7 @@ func openVolume(o *Options, dir Dir, number uint8, f files, now func() time.Time
 	v.opened, v.wake, v.full = make(chan struct{}), make(chan struct{}, 1), make(chan struct{}, 1)
 	v.journal.turn = make(chan struct{}, 1)
 	v.heads.bytes, v.bounces.bytes = 2*block, bouncePiece
-	v.mu.index, v.mu.segs, v.mu.gone = map[kv.Key]entry{}, map[uint32]*segment{}, map[uint64]map[uint32]struct{}{}
+	v.mu.index, v.mu.segs, v.mu.gone = newIndex(), map[uint32]*segment{}, map[uint64]map[uint32]struct{}{}
 	v.mu.writing = map[kv.Key]int{}
 	v.mu.changed = make(chan struct{})
 	if err := v.open(); err != nil {

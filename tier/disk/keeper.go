@@ -287,8 +287,8 @@ func (v *volume) dropFrom(s *segment, records []record) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for i := range records {
-		if e, ok := v.mu.index[records[i].key]; ok && e.seg == s.seq {
-			delete(v.mu.index, records[i].key)
+		if e, ok := v.mu.index.get(&records[i].key); ok && e.seg == s.seq {
+			v.mu.index.remove(&records[i].key)
 			v.noteLocked(records[i].key, false)
 			v.n.evictedObjects.Add(1)
 		}
@@ -329,20 +329,14 @@ type listed struct {
 // list calls f with what is in the index, some at a time, until it answers false.
 func (v *volume) list(f func([]listed) bool) {
 	part := make([]listed, 0, dropBatch)
-	v.mu.Lock()
-	for k, e := range v.mu.index {
-		if part = append(part, listed{k, e}); len(part) < dropBatch {
-			continue
-		}
-		v.mu.Unlock() // others may change a map that is being walked, one after the other
-		more := f(part)
-		if part = part[:0]; !more {
+	for at, done := 0, false; !done; part = part[:0] {
+		v.mu.Lock()
+		at, done = v.mu.index.walk(at, dropBatch, func(k kv.Key, e entry) { part = append(part, listed{k, e}) })
+		v.mu.Unlock()
+		if !f(part) {
 			return
 		}
-		v.mu.Lock()
 	}
-	v.mu.Unlock()
-	f(part)
 }
 
 // live returns those of records that are still in the index at their place.
@@ -351,7 +345,7 @@ func (v *volume) live(s *segment, records []record) []record {
 	for part := range slices.Chunk(records, dropBatch) {
 		v.mu.Lock()
 		for _, r := range part {
-			if e, ok := v.mu.index[r.key]; ok && e.seg == s.seq && e.block == r.block {
+			if e, ok := v.mu.index.get(&r.key); ok && e.seg == s.seq && e.block == r.block {
 				r.hot = e.hot
 				out = append(out, r)
 			}

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/shm"
 )
 
@@ -46,7 +45,7 @@ func (v *volume) load(names map[string]int64, todo map[uint64]found) {
 		return
 	}
 	v.mu.Lock()
-	objects, segments, bytes := len(v.mu.index), len(v.mu.segs), v.mu.used
+	objects, segments, bytes := v.mu.index.len(), len(v.mu.segs), v.mu.used
 	v.mu.Unlock()
 	v.n.openTook.Store(int64(v.now().Sub(began)))
 	v.log.Info("disk is open", "path", v.dir.Path, "objects", objects, "segments", segments, "bytes", bytes, "unfinished", len(unfinished), "took", v.now().Sub(began))
@@ -91,13 +90,14 @@ func (v *volume) insertSome(s *segment, records []record) {
 			continue
 		}
 		e := entry{r.sum, s.seq, r.block, r.len, r.hot}
-		if old, ok := v.mu.index[r.key]; ok && !e.newer(&old) {
+		it, had := v.mu.index.item(&r.key)
+		if old := it.entry(); had && !e.newer(&old) {
 			v.goneLocked(s, r.block) // else it came back when the newer one is deleted
 			continue
-		} else if ok {
+		} else if had {
 			v.goneLocked(v.mu.segs[old.seg], old.block)
 		}
-		v.mu.index[r.key] = e
+		it.set(e)
 		if r.hot {
 			s.heat += float64(r.len)
 		}
@@ -122,11 +122,6 @@ func (v *volume) loadCheckpoint(names map[string]int64, todo map[uint64]found) e
 	if id, err := getMark(b, checkMagic); err != nil || id != v.id {
 		return cmp.Or(err, errDamaged)
 	}
-	v.mu.Lock()
-	if len(v.mu.index) == 0 { // it shall not grow step by step
-		v.mu.index = make(map[kv.Key]entry, size/entryBytes)
-	}
-	v.mu.Unlock()
 	for off := int64(block); off+block <= size && v.life.Err() == nil; {
 		if err := file.readv([][]byte{b}, off); err != nil {
 			return err

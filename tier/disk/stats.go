@@ -47,7 +47,7 @@ func (d *Disk) Stats() Stats {
 		path := v.dir.Path
 		v.mu.Lock()
 		v.overBudgetLocked(0) // another day may have begun
-		s.Objects[path], s.Bytes[path], s.Segments[path] = int64(len(v.mu.index)), v.mu.used, int64(len(v.mu.segs))
+		s.Objects[path], s.Bytes[path], s.Segments[path] = int64(v.mu.index.len()), v.mu.used, int64(len(v.mu.segs))
 		s.Today[path], s.Ever[path] = v.mu.today, v.mu.all
 		v.mu.Unlock()
 		s.Limit[path], s.Opened[path] = v.dir.Bytes, time.Duration(v.n.openTook.Load())
@@ -75,7 +75,7 @@ func (d *Disk) Space() tier.Space {
 	var s tier.Space
 	for _, v := range d.volumes {
 		v.mu.Lock()
-		s.Objects += int64(len(v.mu.index))
+		s.Objects += int64(v.mu.index.len())
 		s.Used += v.mu.used
 		v.mu.Unlock()
 		s.Limit += v.dir.Bytes
@@ -118,7 +118,7 @@ func (v *volume) stat(keys []kv.Key, metas []tier.Meta) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for i := range keys {
-		if e, ok := v.mu.index[keys[i]]; ok {
+		if e, ok := v.mu.index.get(&keys[i]); ok {
 			v.noteLocked(keys[i], true)
 			if metas[i].Len == 0 {
 				metas[i] = e.meta()

@@ -11,7 +11,7 @@ import (
 func (v *volume) checkpointDue() bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	return v.mu.all-v.checked > max(checkpointPer*entryBytes*int64(len(v.mu.index)), v.segment)
+	return v.mu.all-v.checked > max(checkpointPer*entryBytes*int64(v.mu.index.len()), v.segment)
 }
 
 // checkpoint writes what is in the sealed segments to one file, which is read faster than

@@ -61,7 +61,7 @@ type volume struct {
 
 	mu struct {
 		sync.Mutex
-		index   map[kv.Key]entry
+		index   index
 		segs    map[uint32]*segment
 		writing map[kv.Key]int                 // objects that are being written, by how many
 		gone    map[uint64]map[uint32]struct{} // deleted and still in a segment, by its id
@@ -84,8 +84,7 @@ type volume struct {
 	}
 }
 
-// entry is where an object is. It has no pointer: the garbage collector does not walk
-// the index.
+// entry is where an object is.
 type entry struct {
 	sum   uint64
 	seg   uint32
@@ -137,7 +136,7 @@ func (v *volume) begin() error {
 func (v *volume) use(k *kv.Key, n int) (s *segment, e entry, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	e, ok := v.mu.index[*k]
+	e, ok := v.mu.index.get(k)
 	switch {
 	case v.mu.closed:
 		return nil, e, errClosed
@@ -152,7 +151,7 @@ func (v *volume) use(k *kv.Key, n int) (s *segment, e entry, err error) {
 	s.heat += float64(n)
 	if !e.hot {
 		e.hot = true
-		v.mu.index[*k] = e
+		v.mu.index.set(k, e)
 	}
 	v.calls.Add(1)
 	return s, e, nil
@@ -217,11 +216,11 @@ func (v *volume) spoilt(s *segment, r *record, err error) {
 func (v *volume) forget(s *segment, r *record) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	e, ok := v.mu.index[r.key]
+	e, ok := v.mu.index.get(&r.key)
 	if !ok || e.seg != s.seq || e.block != r.block {
 		return false
 	}
-	delete(v.mu.index, r.key)
+	v.mu.index.remove(&r.key)
 	v.noteLocked(r.key, false)
 	v.goneLocked(s, r.block)
 	return true
@@ -544,7 +543,7 @@ func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 		signal(v.full)
 	}
 	e := entry{sum: r.sum, seg: s.seq, block: r.block, len: r.len}
-	old, had := v.mu.index[r.key]
+	old, had := v.mu.index.get(&r.key)
 	switch {
 	case err != nil && s == v.mu.active && isBroken(err):
 		v.retireLocked()
@@ -559,7 +558,7 @@ func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 		if had && from == nil {
 			v.goneLocked(v.mu.segs[old.seg], old.block)
 		}
-		v.mu.index[r.key] = e
+		v.mu.index.set(&r.key, e)
 		v.noteLocked(r.key, true)
 		s.entries = append(s.entries, *r)
 	}
@@ -581,8 +580,8 @@ func (v *volume) drop(keys []kv.Key) (dropped bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for _, k := range keys {
-		if e, ok := v.mu.index[k]; ok {
-			delete(v.mu.index, k)
+		if e, ok := v.mu.index.get(&k); ok {
+			v.mu.index.remove(&k)
 			v.noteLocked(k, false)
 			v.goneLocked(v.mu.segs[e.seg], e.block)
 			dropped = true

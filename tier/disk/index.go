@@ -1,0 +1,283 @@
+package disk
+
+import (
+	"hash/maphash"
+
+	"github.com/kvasir-kv/kvasir/internal/growing"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// index is where the objects of a volume are: a hash table of 8 bytes a slot that leads to
+// items of 56. It has no pointers, so the garbage collector does not walk it, and no growth
+// takes long, however many objects there are: the slots are in many small tables, the items
+// in pages that stay where they are. Most of a search reads slots alone.
+type index struct {
+	seed   maphash.Seed
+	tables [indexTables]table
+	items  growing.Slice[item]
+	used   uint32 // items that were ever taken
+	free   uint32 // the first of those that were given back, plus 1; each names the next in block
+	n      int
+	kinds  kinds
+}
+
+const (
+	indexTables = 1024 // by the upper bits of the hash
+	tableShift  = 64 - 10
+
+	// A table grows by half when three quarters of it are full.
+	leastSlots = 4
+)
+
+// table is an open addressing table with linear probing. A slot has the lower half of the
+// hash above the number of the item plus 1; 0 is empty.
+type table struct {
+	slots []uint64
+	used  int
+}
+
+// item is an object. That it was read is the highest bit of block, which is at most 1<<20.
+type item struct {
+	chunk           kv.Hash
+	sum             uint64
+	kind            uint32 // 0: of none
+	seg, block, len uint32
+}
+
+const hotBit = 1 << 31
+
+func (it *item) entry() entry {
+	return entry{it.sum, it.seg, it.block &^ hotBit, it.len, it.block&hotBit != 0}
+}
+
+func (it *item) set(e entry) {
+	it.sum, it.seg, it.block, it.len = e.sum, e.seg, e.block, e.len
+	if e.hot {
+		it.block |= hotBit
+	}
+}
+
+func newIndex() index { return index{seed: maphash.MakeSeed(), kinds: newKinds()} }
+
+// len returns how many objects there are.
+func (x *index) len() int { return x.n }
+
+// get returns where an object is.
+func (x *index) get(k *kv.Key) (entry, bool) {
+	id := x.kinds.find(k)
+	if id == 0 {
+		return entry{}, false
+	}
+	t, tag := x.table(k)
+	if at := x.find(t, tag, id, k); at >= 0 {
+		return x.at(t.slots[at]).entry(), true
+	}
+	return entry{}, false
+}
+
+// set notes where an object is.
+func (x *index) set(k *kv.Key, e entry) {
+	it, _ := x.item(k)
+	it.set(e)
+}
+
+// item returns the item of an object, which had none when had is false: then it must be
+// set. It is valid until the next change of the index.
+func (x *index) item(k *kv.Key) (it *item, had bool) {
+	id := x.kinds.take(k)
+	t, tag := x.table(k)
+	if at := x.find(t, tag, id, k); at >= 0 {
+		return x.at(t.slots[at]), true
+	}
+	number := x.used
+	if x.free > 0 {
+		number = x.free - 1
+		x.free = x.items.At(int(number)).block
+	} else {
+		x.used++
+		x.items.Grow(int(x.used))
+	}
+	t.add(uint64(tag)<<32 | uint64(number+1))
+	x.n++
+	x.kinds.all[id].objects++
+	it = x.items.At(int(number))
+	*it = item{chunk: k.Chunk, kind: id}
+	return it, false
+}
+
+// remove forgets an object.
+func (x *index) remove(k *kv.Key) {
+	id := x.kinds.find(k)
+	if id == 0 {
+		return
+	}
+	t, tag := x.table(k)
+	at := x.find(t, tag, id, k)
+	if at < 0 {
+		return
+	}
+	slot := t.slots[at]
+	t.remove(at)
+	*x.at(slot) = item{block: x.free}
+	x.free = uint32(slot)
+	x.n--
+	x.kinds.leave(id)
+}
+
+// walk calls f with the objects among so many items from a place on, and returns where to
+// go on; done, when there are no more. An object that stays in the index keeps its place.
+func (x *index) walk(from, n int, f func(kv.Key, entry)) (next int, done bool) {
+	next = min(from+n, int(x.used))
+	for i := from; i < next; i++ {
+		if it := x.items.At(i); it.kind > 0 {
+			kind := &x.kinds.all[it.kind]
+			f(kv.Key{Namespace: kind.namespace, Chunk: it.chunk, Rank: kind.rank, Group: kind.group}, it.entry())
+		}
+	}
+	return next, next == int(x.used)
+}
+
+// at returns the item that a slot leads to.
+func (x *index) at(slot uint64) *item { return x.items.At(int(uint32(slot) - 1)) }
+
+// table returns the table of a key and its tag there.
+func (x *index) table(k *kv.Key) (*table, uint32) {
+	h := maphash.Comparable(x.seed, *k)
+	return &x.tables[h>>tableShift], uint32(h)
+}
+
+// find returns the slot of a key, -1 when it has none.
+func (x *index) find(t *table, tag, kind uint32, k *kv.Key) int {
+	if len(t.slots) == 0 {
+		return -1
+	}
+	for at := t.home(tag); ; {
+		slot := t.slots[at]
+		if slot == 0 {
+			return -1
+		}
+		if uint32(slot>>32) == tag {
+			if it := x.at(slot); it.kind == kind && it.chunk == k.Chunk {
+				return at
+			}
+		}
+		if at++; at == len(t.slots) {
+			at = 0
+		}
+	}
+}
+
+// home is where the search for a tag begins: a larger tag is at home at the same slot or behind.
+func (t *table) home(tag uint32) int { return int(uint64(tag) * uint64(len(t.slots)) >> 32) }
+
+// add puts a slot into the table, which does not have it.
+func (t *table) add(slot uint64) {
+	if 4*(t.used+1) > 3*len(t.slots) {
+		old := t.slots
+		t.slots = make([]uint64, max(leastSlots, len(old)*3/2))
+		for _, s := range old {
+			if s != 0 {
+				t.put(s)
+			}
+		}
+	}
+	t.put(slot)
+	t.used++
+}
+
+func (t *table) put(slot uint64) {
+	at := t.home(uint32(slot >> 32))
+	for t.slots[at] != 0 {
+		if at++; at == len(t.slots) {
+			at = 0
+		}
+	}
+	t.slots[at] = slot
+}
+
+// remove empties a slot, and has those behind it move up that a search would not find any more.
+func (t *table) remove(hole int) {
+	n := len(t.slots)
+	t.used--
+	for at := hole; ; {
+		t.slots[hole] = 0
+		for {
+			if at++; at == n {
+				at = 0
+			}
+			if t.slots[at] == 0 {
+				return
+			}
+			home := t.home(uint32(t.slots[at] >> 32))
+			if (at-home+n)%n >= (at-hole+n)%n { // it is at home before the hole, or there
+				break
+			}
+		}
+		t.slots[hole], hole = t.slots[at], at
+	}
+}
+
+// kind is what the keys of many objects have in common: all but the chunk.
+type kind struct {
+	namespace kv.Namespace
+	rank      kv.Rank
+	group     uint32
+}
+
+// kinds are the kinds of the objects of an index, by numbers from 1 on, which are used again.
+type kinds struct {
+	ids  map[kind]uint32
+	all  []counted // by number
+	free []uint32
+
+	last   kind // that was looked for, so that most searches are one comparison; 0 in lastID: none
+	lastID uint32
+}
+
+type counted struct {
+	kind
+	objects int
+}
+
+func newKinds() kinds { return kinds{ids: map[kind]uint32{}, all: make([]counted, 1)} }
+
+// find returns the number of a key's kind, 0 when no object is of it.
+func (c *kinds) find(k *kv.Key) uint32 {
+	of := kind{k.Namespace, k.Rank, k.Group}
+	if c.lastID > 0 && of == c.last {
+		return c.lastID
+	}
+	id := c.ids[of]
+	if id > 0 {
+		c.last, c.lastID = of, id
+	}
+	return id
+}
+
+// take is like find, but a new kind gets a number. An object of it must follow.
+func (c *kinds) take(k *kv.Key) uint32 {
+	if id := c.find(k); id > 0 {
+		return id
+	}
+	of := counted{kind{k.Namespace, k.Rank, k.Group}, 0}
+	id := uint32(len(c.all))
+	if n := len(c.free); n > 0 {
+		id, c.free = c.free[n-1], c.free[:n-1]
+		c.all[id] = of
+	} else {
+		c.all = append(c.all, of)
+	}
+	c.ids[of.kind] = id
+	return id
+}
+
+// leave counts an object of a kind that has gone.
+func (c *kinds) leave(id uint32) {
+	of := &c.all[id]
+	if of.objects--; of.objects > 0 {
+		return
+	}
+	delete(c.ids, of.kind)
+	c.free = append(c.free, id)
+	c.lastID = 0
+}
