@@ -3,6 +3,8 @@ package main
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
@@ -26,15 +28,31 @@ const (
 var readers = []string{"reader", "leaver"}
 
 // gateway runs versitygw, whose program is given, over a directory of its own, with one bucket and the accounts. It prints the
-// address and serves until standard input ends.
-func gateway(program, bucket string) error {
+// address and serves until standard input ends. With ca it serves TLS, and writes its authority's certificate to that file.
+func gateway(program, bucket, ca string) error {
 	dir, err := os.MkdirTemp("", "versitygw-")
 	if err != nil {
 		return err
 	}
 	defer os.RemoveAll(dir)
+	scheme, flags, client := "http://", []string(nil), http.DefaultTransport
+	if ca != "" {
+		cert, key, err := certificateFiles(dir, ca)
+		if err != nil {
+			return err
+		}
+		authority, err := os.ReadFile(ca)
+		if err != nil {
+			return err
+		}
+		roots := x509.NewCertPool()
+		roots.AppendCertsFromPEM(authority)
+		scheme, flags = "https://", []string{"--cert", cert, "--key", key}
+		client = &http.Transport{TLSClientConfig: &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12}}
+	}
+	f := furniture{program: program, bucket: bucket, scheme: scheme, client: &http.Client{Timeout: 10 * time.Second, Transport: client}}
 	for try := 1; ; try++ { // others may take the port before the gateway has it
-		err := oneGateway(program, bucket, filepath.Join(dir, fmt.Sprint(try)))
+		err := oneGateway(f, flags, filepath.Join(dir, fmt.Sprint(try)))
 		if !errors.Is(err, errEnded) || try == 5 {
 			return err
 		}
@@ -44,7 +62,7 @@ func gateway(program, bucket string) error {
 // errEnded means that the gateway ended before it answered.
 var errEnded = errors.New("versitygw has ended")
 
-func oneGateway(program, bucket, dir string) error {
+func oneGateway(f furniture, flags []string, dir string) error {
 	objects, users := filepath.Join(dir, "objects"), filepath.Join(dir, "users")
 	for _, d := range []string{objects, users} {
 		if err := os.MkdirAll(d, 0o700); err != nil {
@@ -57,7 +75,8 @@ func oneGateway(program, bucket, dir string) error {
 	}
 	addr := l.Addr().String()
 	_ = l.Close()
-	cmd := exec.Command(program, "--port", addr, "--access", owner, "--secret", ownerSecret, "--iam-dir", users, "--quiet", "--keep-alive", "posix", objects)
+	flags = append([]string{"--port", addr, "--access", owner, "--secret", ownerSecret, "--iam-dir", users, "--quiet", "--keep-alive"}, flags...)
+	cmd := exec.Command(f.program, append(flags, "posix", objects)...)
 	cmd.Stdout, cmd.Stderr = os.Stderr, os.Stderr
 	if err := cmd.Start(); err != nil {
 		return err
@@ -71,7 +90,7 @@ func oneGateway(program, bucket, dir string) error {
 		_ = cmd.Process.Kill()
 		<-ended
 	}()
-	if err := furnish(program, "http://"+addr, bucket, ended); err != nil {
+	if err := f.furnish(f.scheme+addr, ended); err != nil {
 		return err
 	}
 	fmt.Println(addr)
@@ -88,8 +107,14 @@ func oneGateway(program, bucket, dir string) error {
 	}
 }
 
-// furnish makes the bucket and the accounts, once the gateway answers.
-func furnish(program, url, bucket string, ended chan struct{}) error {
+// furniture is what a gateway begins with: a bucket and accounts.
+type furniture struct {
+	program, bucket, scheme string
+	client                  *http.Client
+}
+
+// furnish makes the bucket and the accounts, once the gateway at url answers.
+func (f furniture) furnish(url string, ended chan struct{}) error {
 	var err error
 	for end := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
 		select {
@@ -97,7 +122,7 @@ func furnish(program, url, bucket string, ended chan struct{}) error {
 			return errEnded
 		default:
 		}
-		if err = put(url+"/"+bucket, ""); err == nil {
+		if err = f.put(url+"/"+f.bucket, ""); err == nil {
 			break
 		}
 		if time.Now().After(end) {
@@ -105,17 +130,17 @@ func furnish(program, url, bucket string, ended chan struct{}) error {
 		}
 	}
 	for _, name := range readers {
-		out, err := exec.Command(program, "admin", "--access", owner, "--secret", ownerSecret, "--endpoint-url", url, "create-user", "--access", name, "--secret", readerSecret, "--role", "user").CombinedOutput()
+		out, err := exec.Command(f.program, "admin", "--allow-insecure", "--access", owner, "--secret", ownerSecret, "--endpoint-url", url, "create-user", "--access", name, "--secret", readerSecret, "--role", "user").CombinedOutput()
 		if err != nil {
 			return fmt.Errorf("make user %s: %w: %s", name, err, out)
 		}
 	}
-	return put(url+"/"+bucket+"?policy=", fmt.Sprintf(`{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":{"AWS":["%s","%s"]},"Action":["s3:GetObject","s3:ListBucket"],"Resource":["arn:aws:s3:::%s","arn:aws:s3:::%s/*"]}]}`,
-		readers[0], readers[1], bucket, bucket))
+	return f.put(url+"/"+f.bucket+"?policy=", fmt.Sprintf(`{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":{"AWS":["%s","%s"]},"Action":["s3:GetObject","s3:ListBucket"],"Resource":["arn:aws:s3:::%s","arn:aws:s3:::%s/*"]}]}`,
+		readers[0], readers[1], f.bucket, f.bucket))
 }
 
 // put sends one signed request.
-func put(url, body string) error {
+func (f furniture) put(url, body string) error {
 	r, err := http.NewRequest(http.MethodPut, url, bytes.NewReader([]byte(body)))
 	if err != nil {
 		return err
@@ -126,8 +151,7 @@ func put(url, body string) error {
 	if err := v4.NewSigner().SignHTTP(context.Background(), keys, r, unsigned, "s3", "us-east-1", time.Now()); err != nil {
 		return err
 	}
-	client := http.Client{Timeout: 10 * time.Second}
-	a, err := client.Do(r)
+	a, err := f.client.Do(r)
 	if err != nil {
 		return err
 	}

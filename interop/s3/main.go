@@ -28,7 +28,7 @@ func main() {
 	flag.Parse()
 	run := func() error { return serve(*bucket, *ca, *addr, *check) }
 	if *program != "" {
-		run = func() error { return gateway(*program, *bucket) }
+		run = func() error { return gateway(*program, *bucket, *ca) }
 	}
 	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
