@@ -248,7 +248,7 @@ const runPause = 50 * time.Millisecond
 // catchUp applies what was announced and all events of the store and the tiers, after a scan where some were lost.
 func (b *Book) catchUp() {
 	told := b.queue.take() // first: the events of what they tell are there
-	b.expect(told)
+	b.expect(&told)
 	for more := true; more; {
 		var lost bool
 		if more, lost = b.some(); lost {
@@ -256,7 +256,8 @@ func (b *Book) catchUp() {
 			more = true
 		}
 	}
-	b.learn(told)
+	b.learn(&told)
+	b.queue.giveBack(&told)
 }
 
 // some applies some events of the tiers and the store. What happened to an object in a tier before it went from the pool is

@@ -137,9 +137,19 @@ func (p prompt) encoded(i int) []byte {
 	return kvevent.AppendTokens(nil, tokens)
 }
 
+// text is the tokens of all chunks, as a server has them.
+func (p prompt) text() *Text {
+	x := &Text{Head: p.encoded(0)[:1]}
+	for i := range p.hashes() {
+		x.Tokens = append(x.Tokens, p.encoded(i)[1:]...)
+		x.Ends = append(x.Ends, len(x.Tokens))
+	}
+	return x
+}
+
 // announce tells the Book what a server would of a prompt whose chunks from number from on were stored.
 func (n *node) announce(p prompt, sh objects.Shard, from int) {
-	n.book.Announce([]byte(p.model), []byte(p.salt), &sh, p.hashes(), from, p.encoded)
+	n.book.Announce([]byte(p.model), []byte(p.salt), &sh, p.hashes(), from, p.text())
 }
 
 // store has one rank store a prompt.

@@ -157,7 +157,8 @@ func (b *Book) unbindLocked(bound *binding) {
 	delete(b.mu.bindings, bound.hash)
 }
 
-// bindLocked notes what a chunk's tokens are, and reports whether there is memory for them: what is in tiers only makes room.
+// bindLocked notes what a chunk's tokens are, in a copy, and reports whether there is memory for them: what is in tiers only
+// makes room.
 func (b *Book) bindLocked(bound *binding, t tokens) bool {
 	for b.mu.bytes+int64(len(t.text)) > b.o.TokenBytes && b.mu.below.first() != nil {
 		b.forgetLocked(b.mu.below.first())
@@ -170,6 +171,7 @@ func (b *Book) bindLocked(bound *binding, t tokens) bool {
 		b.unbound.Add(-1)
 	}
 	bound.tokens = t
+	bound.text = append([]byte(nil), t.text...) // of exactly what it takes, and not zeroed before
 	for _, h := range bound.in {
 		for _, f := range h.space.families {
 			b.judgeLocked(f, bound)
@@ -283,7 +285,7 @@ func (f *family) complete(bound *binding) (is [media]bool) {
 
 // namedLocked notes whose chunks a shard's are, and which shards a lookup asks for together. Only
 // what has chunks is remembered.
-func (b *Book) namedLocked(model, salt string, sh *objects.Shard) {
+func (b *Book) namedLocked(model, salt []byte, sh *objects.Shard) {
 	var few [8]*space
 	each := few[:0]
 	for rank := range sh.World {
@@ -302,7 +304,7 @@ func (b *Book) namedLocked(model, salt string, sh *objects.Shard) {
 			return
 		}
 	}
-	key := tenantKey{model, salt}
+	key := tenantKey{string(model), string(salt)}
 	t := b.mu.tenants[key]
 	if t == nil {
 		t = &tenant{tenantKey: key}

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/tinylib/msgp/msgp"
 	"github.com/zeebo/xxh3"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -24,7 +25,8 @@ import (
 // Safe for concurrent use; the lock is a leaf.
 type Memo struct {
 	chunkTokens int
-	stride      int // bytes kept per entry: 5 per token, the widest uint32 form
+	head        []byte // of a msgpack array of a chunk's tokens
+	stride      int    // bytes kept per entry: 5 per token, the widest uint32 form
 	seed        uint64
 	scratch     sync.Pool // *memoScratch
 
@@ -61,7 +63,7 @@ type memoBlock struct {
 // NewMemo returns a Memo for chunks of chunkTokens tokens that takes at most
 // about maxBytes; with less than one block's worth it remembers nothing.
 func NewMemo(chunkTokens int, maxBytes int64) *Memo {
-	m := &Memo{chunkTokens: chunkTokens, stride: 5 * chunkTokens, seed: rand.Uint64()}
+	m := &Memo{chunkTokens: chunkTokens, head: msgp.AppendArrayHeader(nil, uint32(chunkTokens)), stride: 5 * chunkTokens, seed: rand.Uint64()}
 	m.scratch.New = func() any { return &memoScratch{chain: kv.NewChain(chunkTokens)} }
 	const entryBytes = 32 + 32 + 20 + 4
 	blocks := maxBytes / (memoBlockEntries * int64(m.stride+entryBytes))

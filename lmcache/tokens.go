@@ -97,7 +97,10 @@ func slowToken(b []byte) (uint32, int, error) {
 
 // AppendTokens appends tokens as a msgpack array of shortest-form integers.
 func AppendTokens(b []byte, tokens []uint32) []byte {
-	b = msgp.AppendArrayHeader(b, uint32(len(tokens)))
+	return appendTokens(msgp.AppendArrayHeader(b, uint32(len(tokens))), tokens)
+}
+
+func appendTokens(b []byte, tokens []uint32) []byte {
 	for _, t := range tokens {
 		switch {
 		case t < 0x80:
@@ -161,26 +164,34 @@ func (m *Memo) Hash(k *KeyView, n int) {
 	m.learn(start, s.widths, k.Hashes, known)
 }
 
-// Tokens returns a function that tells the tokens of chunk i of k, which is in k.Hashes, as a msgpack array of integers of
-// its own: as the client wrote them, unless that takes more than 5 bytes for each. k must come from m's
-// DecodeKey, and its frame be unchanged.
-func (m *Memo) Tokens(k *KeyView) func(i int) []byte {
-	return func(i int) []byte {
-		from := 0
-		if i > 0 {
-			from = k.ends[i-1]
+// Tokens returns the tokens of the chunks in k.Hashes as msgpack integers, one after the other: as the client wrote them,
+// unless a chunk takes more than 5 bytes for each. Chunk i ends at ends[i], and with head it is an array. All
+// alias k and its frame, mostly. k must come from m's DecodeKey, and its frame be unchanged.
+func (m *Memo) Tokens(k *KeyView) (head, text []byte, ends []int) {
+	from := 0
+	for _, end := range k.ends {
+		if end-from > 5*m.chunkTokens {
+			text, ends = m.narrow(k)
+			return m.head, text, ends
 		}
-		if text := k.tokens[from:k.ends[i]]; len(text) <= 5*m.chunkTokens {
-			out := msgp.AppendArrayHeader(make([]byte, 0, 5+len(text)), uint32(m.chunkTokens))
-			return append(out, text...)
-		}
-		raw, tokens := make([]byte, 4*m.chunkTokens), make([]uint32, m.chunkTokens)
+		from = end
+	}
+	return m.head, k.tokens[:from], k.ends
+}
+
+// narrow returns the tokens of the chunks in k.Hashes in their shortest forms.
+func (m *Memo) narrow(k *KeyView) (text []byte, ends []int) {
+	raw, from := make([]byte, 4*m.chunkTokens), 0
+	tokens := make([]uint32, m.chunkTokens)
+	for _, end := range k.ends {
 		if _, err := readTokens(raw, k.tokens[from:], m.chunkTokens); err != nil {
 			panic("BUG: lmcache: a token list that was checked does not decode")
 		}
 		for t := range tokens {
 			tokens[t] = binary.BigEndian.Uint32(raw[4*t:])
 		}
-		return AppendTokens(nil, tokens)
+		text = appendTokens(text, tokens)
+		ends, from = append(ends, len(text)), end
 	}
+	return text, ends
 }

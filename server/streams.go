@@ -349,7 +349,9 @@ func stored(c *events.Chunk, seq uint64) lmcache.KVEventRecord {
 func (s *Server) announce(k *lmcache.KeyView, sh *objects.Shard, from, chunks int) {
 	if book := s.opts.Events; book != nil && book.Active() {
 		hashes := k.Hashes[:min(chunks, len(k.Hashes))]
-		book.Announce(k.Model, k.Salt, sh, hashes, min(from, len(hashes)), s.memo.Tokens(k))
+		var text events.Text
+		text.Head, text.Tokens, text.Ends = s.memo.Tokens(k)
+		book.Announce(k.Model, k.Salt, sh, hashes, min(from, len(hashes)), &text)
 	}
 }
 
