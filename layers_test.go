@@ -40,6 +40,7 @@ var layers = map[string]int{
 	"internal/settings":            1,
 	"internal/together":            -1,
 	"internal/slowlog":             -1,
+	"internal/transferlog":         -1,
 	"internal/topview":             8,
 	"internal/upstream":            0,
 	"internal/otlp":                -1,

@@ -29,7 +29,7 @@ type Options struct {
 	Parts      *Parts            // what runs beside the server in this process; nil: nothing
 }
 
-// Handler answers GET / /live /now /healthcheck /healthz /readyz /status /explain /version /metrics and
+// Handler answers GET / /live /now /healthcheck /healthz /readyz /status /explain /transfers /version /metrics and
 // POST /cache/clear. Probes and metrics answer under any name of the host: they tell
 // nothing that a web page could use.
 func Handler(s *server.Server, o Options) http.Handler {
@@ -66,6 +66,10 @@ func Handler(s *server.Server, o Options) http.Handler {
 	shown := &live{server: s, parts: o.Parts}
 	mux.Handle("GET /live", guard.Handler(shown))
 	mux.Handle("GET /now", guard.Handler(http.HandlerFunc(shown.once)))
+	mux.Handle("GET /transfers", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Cache-Control", "no-store")
+		writeJSON(w, http.StatusOK, o.Parts.lastTransfers())
+	})))
 	health := func(w http.ResponseWriter, _ *http.Request) {
 		if why := s.Unhealthy(); len(why) > 0 {
 			writeJSON(w, http.StatusServiceUnavailable, map[string]string{"status": "unhealthy", "reason": strings.Join(why, "; ")})

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/admin"
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 )
 
 // browser is a headless Chromium that is told what to do over two pipes, as its DevTools
@@ -239,6 +241,10 @@ func pageURL(t *testing.T) string {
 	}
 	parts := new(admin.Parts)
 	parts.Add("relay", func() any { return relay{7} })
+	parts.AddTransfers("relay", func() []transferlog.Transfer { return someTransfers(t) })
+	parts.AddEngines(func() []bootstrap.EngineState {
+		return []bootstrap.EngineState{{ID: "p-1", Host: "10.0.0.1", Workers: 2, Shown: true, Heard: 3}, {ID: "<b>p-2</b>", Workers: 1, Why: "1 of 2 TP ranks are registered"}}
+	})
 	s := newServer(t)
 	loadPrompt(s, "chat-1")
 	if err := s.Store().SetTTL("green", time.Hour); err != nil {
@@ -247,6 +253,68 @@ func pageURL(t *testing.T) string {
 	web := httptest.NewServer(admin.Handler(s, admin.Options{Parts: parts}))
 	t.Cleanup(func() { web.CloseClientConnections(); web.Close() })
 	return web.URL + "/"
+}
+
+// someTransfers are one of each state; the names are what peers chose.
+func someTransfers(t *testing.T) []transferlog.Transfer {
+	var l transferlog.Log
+	for _, state := range []transferlog.State{transferlog.Done, transferlog.Failed, transferlog.Expired, transferlog.Sending} {
+		e := l.Begin(transferlog.Transfer{
+			ID: "kvasir-0123456789abcdef-" + string(state), Request: "<img src=x onerror=alert(1)>", From: "p-1 at 10.0.0.1", To: "10.0.0.2:4000", Rank: "TP rank 1 of 2", Model: "m</script><script>alert(2)</script>",
+			Blocks: 64, Bytes: 64 << 20,
+		}, transferlog.Computing, "waits for P")
+		began := time.Now()
+		e.Receiving("P sends", func() (time.Time, uint64) { return began.Add(time.Millisecond), 16 << 20 })
+		e.From("P")
+		switch state {
+		case transferlog.Sending:
+		case transferlog.Done:
+			e.Next(transferlog.Sending, "relay sends to D", func() (time.Time, uint64) { return began, 64 << 20 })
+			e.End(state, "")
+		default:
+			e.End(state, "<i>no</i> block of "+string(state))
+		}
+	}
+	return l.Last()
+}
+
+// transfers looks at the table of single transfers.
+func transfers(b *browser) {
+	b.t.Helper()
+	cell := func(row, column int) string {
+		text, _ := b.eval(fmt.Sprintf(`document.querySelectorAll("#pd-list tbody tr")[%d].children[%d].innerText`, row, column)).(string)
+		return text
+	}
+	b.until(`document.querySelectorAll("#pd-list tbody tr").length === 4`)
+	for row, want := range []string{"sending", "expired", "failed", "done"} {
+		if got := cell(row, 0); got != want {
+			b.t.Errorf("row %d is %q, want %q", row, got, want)
+		}
+	}
+	for column, want := range map[int]string{1: "kvasir-01234567…\n<img src=x onerror=alert(1)>", 2: "p-1 at 10.0.0.1 → 10.0.0.2:4000, TP rank 1 of 2", 3: "m</script><script>alert(2)</script>", 4: "64", 5: "64.0 MiB"} {
+		if got := cell(3, column); got != want {
+			b.t.Errorf("column %d: %q, want %q", column, got, want)
+		}
+	}
+	if got := cell(0, 5); got != "25.0 % of 64.0 MiB" {
+		b.t.Errorf("one that runs: %q", got)
+	}
+	if got := cell(2, 1); !strings.HasSuffix(got, "<i>no</i> block of failed") {
+		b.t.Errorf("one that failed: %q", got)
+	}
+	if bars, _ := b.eval(`document.querySelectorAll("#pd-list tbody tr")[3].querySelectorAll("svg[role=img][aria-label*='relay sends to D'] rect").length`).(float64); bars != 2 && bars != 3 {
+		b.t.Errorf("the bar of one that is done has %v parts", bars)
+	}
+	if made := b.eval(`document.querySelectorAll("#pd img, #pd i, #pd b, #pd script").length`); made != 0.0 {
+		b.t.Errorf("%v elements are of peers' texts", made)
+	}
+	if text, _ := b.eval(`document.querySelector("#p-list").innerText`).(string); !strings.Contains(text, "<b>p-2</b>") || !strings.Contains(text, "1 of 2 TP ranks are registered") {
+		b.t.Errorf("the registry's engines: %q", text)
+	}
+	b.eval(`document.querySelector("#pd-list").focus()`) // it scrolls by keys, so it must take the focus
+	if at := b.eval(`document.activeElement.id + document.activeElement.tabIndex`); at != "pd-list0" {
+		b.t.Errorf("the list of transfers takes no focus: %v", at)
+	}
 }
 
 // waterfall chooses requests by a button, from the keyboard, and by their ids.
@@ -338,6 +406,7 @@ func TestPageInABrowser(t *testing.T) {
 
 	if os.Getenv("KVASIR_PAGE") == "" {
 		waterfall(b)
+		transfers(b)
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()

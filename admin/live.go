@@ -50,6 +50,7 @@ type Live struct {
 	BelowTokens uint64             `json:"below_tokens"` // of all hits since the start, those that came from tiers below the pool
 	Tenants     []Tenant           `json:"tenants"`      // those that have something of their own, 64 at most
 	Requests    []explain.Timeline `json:"requests"`     // the last ones, 8 at most
+	PD          Transfers          `json:"pd"`           // single transfers from P to D
 }
 
 // LiveBytes are counters since the start, bytes.
@@ -90,7 +91,7 @@ func (l *live) latest() ([]byte, int) {
 	n, why, by := l.server.Stats(), l.server.Explain("", liveEnded), l.server.ByModel()
 	e := Live{
 		AtMillis: now.UnixMilli(), Status: l.server.Status(), Map: l.pool, Slow: l.slow, Parts: l.parts.figures(),
-		Ended: why.Lookups, Requests: why.Requests, By: sharesOf(by, liveShares), Tenants: append([]Tenant{}, tenantsOf(l.server.Store())...),
+		Ended: why.Lookups, Requests: why.Requests, By: sharesOf(by, liveShares), Tenants: append([]Tenant{}, tenantsOf(l.server.Store())...), PD: l.parts.lastTransfers(),
 		Bytes: LiveBytes{Stored: n.StoredBytes, Retrieved: n.RetrievedBytes, Below: n.BelowBytes, Evicted: n.EvictedBytes},
 	}
 	for _, tokens := range by.HitL2 {

@@ -2,17 +2,29 @@ package admin
 
 import (
 	"maps"
+	"slices"
 	"sync"
 
 	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 )
 
 // Parts are the parts of a node that run in the server's process: a registry, a relay, a
 // proxy. The zero Parts has none. Methods are safe for concurrent use; a nil *Parts takes
 // parts and has none.
 type Parts struct {
-	mu    sync.Mutex
-	stats map[string]func() any
+	mu        sync.Mutex
+	stats     map[string]func() any
+	transfers map[string]func() []transferlog.Transfer
+	engines   func() []bootstrap.EngineState
+}
+
+// Transfers is what the parts know of single transfers from P to D.
+type Transfers struct {
+	Seen    []string                `json:"seen"`      // the parts that see any: relay, proxy; empty: P sends straight to D, and nobody here knows of it
+	Last    []transferlog.Transfer  `json:"transfers"` // those that began last first, 64 at most
+	Engines []bootstrap.EngineState `json:"p_engines"` // that the registry has, 64 at most; null: there is none here
 }
 
 // Add adds a part, or replaces the one of that name. stats returns its Stats struct, with
@@ -28,6 +40,51 @@ func (p *Parts) Add(name string, stats func() any) {
 		p.stats = make(map[string]func() any)
 	}
 	p.stats[name] = stats
+}
+
+// AddTransfers adds what a part sees of single transfers: "relay" or "proxy". last is called when somebody
+// looks.
+func (p *Parts) AddTransfers(name string, last func() []transferlog.Transfer) {
+	if p == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.transfers == nil {
+		p.transfers = make(map[string]func() []transferlog.Transfer)
+	}
+	p.transfers[name] = last
+}
+
+// AddEngines adds the engines of P that a registry knows.
+func (p *Parts) AddEngines(engines func() []bootstrap.EngineState) {
+	if p == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.engines = engines
+}
+
+// lastTransfers returns what is known of single transfers.
+func (p *Parts) lastTransfers() Transfers {
+	out := Transfers{Seen: []string{}, Last: []transferlog.Transfer{}}
+	if p == nil {
+		return out
+	}
+	p.mu.Lock()
+	of, engines := maps.Clone(p.transfers), p.engines
+	p.mu.Unlock()
+	last := make(map[string][]transferlog.Transfer)
+	for name, list := range of { // without the lock: a part may wait for its own
+		out.Seen, last[name] = append(out.Seen, name), list()
+	}
+	slices.Sort(out.Seen)
+	out.Last = transferlog.Join(last["relay"], last["proxy"])
+	if engines != nil {
+		out.Engines = engines()
+	}
+	return out
 }
 
 // figures returns the metrics of each part by its name; nil for none.

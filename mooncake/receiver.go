@@ -56,6 +56,9 @@ type ReceiverOptions struct {
 	Attempts int // per pull and P worker, when the side channel breaks; default 3
 	MaxIdle  int // idle sockets per P worker; default 8
 
+	// Progress counts what P writes, of all pulls; default none.
+	Progress *transfer.Progress
+
 	// Sockets may be shared with other Receivers; default is a pool of its own. The
 	// Receiver does not close shared ones.
 	Sockets *Sockets
@@ -245,6 +248,7 @@ func NewReceiver(cache *Cache, o ReceiverOptions) (*Receiver, error) {
 	}
 	r.sockets = o.Sockets
 	r.windows = newWindows(cache, o.Target.Table(), o.FenceTimeout, &r.wg)
+	r.windows.progress = o.Progress
 	r.windows.watched = o.Dialect != nil || !o.Release.BlockSizes()
 	r.port, _ = strconv.Atoi(port) // from a listener
 	r.ctx, r.cancel = context.WithCancel(context.Background())

@@ -48,6 +48,8 @@ type windows struct {
 	table *transfer.Table // immutable
 	max   int             // windows alive
 
+	progress *transfer.Progress // counts what P's write; nil: nothing does; immutable
+
 	watched bool // count arriving bytes, because P's answer proves nothing; immutable
 
 	patience time.Duration   // for a write in progress when its window is withdrawn
@@ -235,9 +237,12 @@ func (ws *windows) open(from Source) (*window, error) {
 	if w.handles, err = ws.table.Publish(mems...); err != nil {
 		return nil, err
 	}
-	if ws.watched {
-		for _, h := range w.handles {
-			h.Watch() // before P can know the addresses
+	for _, h := range w.handles { // before P can know the addresses
+		if ws.watched {
+			h.Watch()
+		}
+		if ws.progress != nil {
+			h.Count(ws.progress)
 		}
 	}
 	w.regions = make([]wire.Region, len(ws.cache.Regions))

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
@@ -125,6 +126,7 @@ func (e *exchange) again() []byte {
 		e.p.prompts.forget(k)
 		return nil
 	}
+	e.againID, e.againFrom = id, r.engine
 	return encode(wire.RemotePrefill(r.registry, r.engine, id))
 }
 
@@ -138,6 +140,7 @@ func (p *Proxy) relayKeeps(ctx context.Context, r relayed) bool {
 
 // fromRelay sends the request to D alone, which has the prompt's KV from a relay.
 func (e *exchange) fromRelay(ctx context.Context, c choice, params []byte) (outcome string, err error) {
+	e.hands(e.againID, e.againFrom, c, transferlog.Waiting, untilD)
 	outcome, err = e.answer(ctx, c.engine, 0, params, nil)
 	if err == nil {
 		e.p.n.spared[byRelay].Add(1)

@@ -1,7 +1,6 @@
 package proxy
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -12,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/internal/upstream"
 	"github.com/kvasir-kv/kvasir/openai"
 )
@@ -183,32 +183,6 @@ func (e *exchange) extend(now time.Time) {
 	}
 }
 
-// tailBytes is how much of a stream's end is looked at: its last event.
-const tailBytes = 32
-
-// tail keeps the last bytes of a stream.
-type tail struct {
-	b [tailBytes]byte
-	n int
-}
-
-func (t *tail) add(data []byte) {
-	if len(data) >= tailBytes {
-		t.n = copy(t.b[:], data[len(data)-tailBytes:])
-		return
-	}
-	if over := t.n + len(data) - tailBytes; over > 0 {
-		copy(t.b[:], t.b[over:t.n])
-		t.n -= over
-	}
-	t.n += copy(t.b[t.n:], data)
-}
-
-// done reports whether the stream ended as one should.
-func (t *tail) done() bool {
-	return bytes.HasSuffix(bytes.TrimRight(t.b[:t.n], "\r\n"), []byte("data: "+openai.Done)) || bytes.HasSuffix(bytes.TrimRight(t.b[:t.n], "\r\n"), []byte("data:"+openai.Done))
-}
-
 // pass passes an answer on, from its first bytes.
 func (e *exchange) pass(b *backend, resp *upstream.Response, first []byte, stream bool) (outcome string) {
 	good := resp.Status == http.StatusOK
@@ -224,16 +198,19 @@ func (e *exchange) pass(b *backend, resp *upstream.Response, first []byte, strea
 	}
 	e.releaseBody()
 	e.p.n.began(e, good)
+	if good {
+		e.handed.End(transferlog.Done, "")
+	}
 	e.head(resp.Fields, resp.Status, length)
 	if stream && fix != nil {
 		return e.passEvents(b, resp, first, fix)
 	}
-	var end tail
+	var end openai.Tail
 	data, err := first, error(nil)
 	renewed := time.Time{}
 	for err == nil {
 		if stream {
-			end.add(data)
+			end.Add(data)
 		}
 		now := time.Now()
 		e.extend(now)
@@ -257,7 +234,7 @@ func (e *exchange) pass(b *backend, resp *upstream.Response, first []byte, strea
 	case !errors.Is(err, io.EOF):
 	case !good:
 		return "bad_request"
-	case !stream || end.done():
+	case !stream || end.Done():
 		return "ok"
 	default:
 		err = errors.New("the stream ended without " + openai.Done)

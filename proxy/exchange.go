@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/otlp"
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/internal/upstream"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/openai"
@@ -44,13 +45,16 @@ type exchange struct {
 	saltText string     // of the prompt's KV
 	prompt   *promptKey // nil: no relay is there
 
-	answers   atomic.Bool    // the engine that answers has begun: P's part is no matter any more
-	prefilled atomic.Int64   // when P had answered, ns after start; 0: no P, or not yet
-	cached    atomic.Int64   // prompt tokens that P had cached; -1: not told
-	model     *modelCounters // of a good answer
-	span      otlp.Context   // with Options.Spans
-	parent    [8]byte        // its parent; zero: none
-	extended  time.Time      // when the client's time to take bytes began
+	handed    *transferlog.Entry // of this attempt: how far KV has come from P, or a relay, to D; nil: it goes nowhere
+	againID   string             // transfer id under which a relay gives the prompt's KV once more
+	againFrom string             // and P, as the relay names it
+	answers   atomic.Bool        // the engine that answers has begun: P's part is no matter any more
+	prefilled atomic.Int64       // when P had answered, ns after start; 0: no P, or not yet
+	cached    atomic.Int64       // prompt tokens that P had cached; -1: not told
+	model     *modelCounters     // of a good answer
+	span      otlp.Context       // with Options.Spans
+	parent    [8]byte            // its parent; zero: none
+	extended  time.Time          // when the client's time to take bytes began
 }
 
 func newExchange(p *Proxy, w http.ResponseWriter, r *http.Request) *exchange {
@@ -182,6 +186,8 @@ func (e *exchange) attempt(c choice, again []byte) (outcome string, err error) {
 	e.split = c.prefill != nil
 	e.cached.Store(-1)
 	e.prefilled.Store(0)
+	e.handed = nil
+	defer func() { e.handedOver(outcome, err) }()
 	switch {
 	case c.prefill == nil && c.engine.role == decode && again != nil:
 		return e.fromRelay(ctx, c, again)
@@ -246,6 +252,8 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 		return "", err
 	}
 	transfer := "kvasir-" + newID()
+	e.hands(transfer, who.engine, c, transferlog.Computing, "P computes")
+	handed := e.handed
 	pieces, held := e.prefillPieces(wire.RemoteDecode(transfer))
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	done, started := make(chan struct{}), false
@@ -262,6 +270,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			case err == nil:
 				e.cached.Store(int64(l.cached))
 				e.prefilled.Store(int64(time.Since(e.start)))
+				handed.Next(transferlog.Waiting, untilD, nil)
 			case !e.answers.Load(): // a D that answers has all it needs of P
 				cancel(err)
 			}
@@ -396,6 +405,7 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 		e.p.fleet.give(c)
 		return "", err
 	}
+	e.hands("", who.engine, c, transferlog.Computing, "P computes")
 	pieces, held := e.prefillPieces(remoteDecode(e.p.o.Dialect))
 	l, err := e.prefill(ctx, n, c.prefill, who, pieces, held)
 	e.p.fleet.leave(c.prefill, c.lacks[1])
@@ -408,6 +418,7 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	}
 	e.cached.Store(int64(l.cached))
 	e.prefilled.Store(int64(time.Since(e.start)))
+	e.handed.Next(transferlog.Waiting, untilD, nil)
 	outcome, err = e.answerOf(ctx, c.engine, l.params, nil)
 	e.freeLost(err, l.params)
 	return outcome, err
@@ -424,6 +435,7 @@ func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begi
 		if d = e.p.fleet.another(&e.want); d == nil {
 			break
 		}
+		e.handed.To(d.url)
 		e.want.tried = append(e.want.tried, d)
 		e.p.n.retries.Add(1)
 	}

@@ -14,6 +14,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/internal/upstream"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/openai"
@@ -36,6 +37,7 @@ type Proxy struct {
 	lives      atomic.Uint32   // of engines and of the cache server, in the index
 	relays     atomic.Bool     // one is there
 	prompts    prompts         // that relays have
+	transfers  transferlog.Log // from P to D
 	known      *blocks.Prompts // which blocks prompts are; nil: nobody tells of blocks
 	tokenizing chan struct{}   // has a place for each prompt that is made tokens
 	draining   atomic.Bool

@@ -31,11 +31,11 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 // passEvents is pass for a stream in which the usage is corrected, event by event.
 func (e *exchange) passEvents(b *backend, resp *upstream.Response, first []byte, fix func([]byte) []byte) (outcome string) {
 	events := openai.NewReader(&rest{first, resp, e}, maxEvent)
-	var end tail
+	var end openai.Tail
 	for {
 		event, err := events.Next()
 		if err == nil {
-			end.add(event.Raw)
+			end.Add(event.Raw)
 			e.extend(time.Now())
 			if _, werr := e.w.Write(fix(event.Raw)); werr != nil {
 				return "client_left"
@@ -51,7 +51,7 @@ func (e *exchange) passEvents(b *backend, resp *upstream.Response, first []byte,
 		case !errors.Is(err, io.EOF):
 		case resp.Status != http.StatusOK:
 			return "bad_request"
-		case end.done():
+		case end.Done():
 			return "ok"
 		default:
 			err = errors.New("the stream ended without " + openai.Done)

@@ -38,6 +38,8 @@ type kept struct {
 	// prefixed says that the first blocks are copies from another transfer.
 	prefixed bool
 
+	arrived transfer.Progress // of the load
+
 	ctx    context.Context // of the load
 	cancel context.CancelCauseFunc
 	done   chan struct{} // closed when loaded or failed

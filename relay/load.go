@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
@@ -26,7 +27,7 @@ const (
 
 // findOrLoad returns the KV of a request, from memory or from P. The caller releases it.
 // before is the KV that an earlier answer to the same request was pushed from, or nil.
-func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, before *kept) (k *kept, source string, err error) {
+func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, before *kept, seen *transferlog.Entry) (k *kept, source string, err error) {
 	r := e.r
 	var few error
 	r.mu.Lock()
@@ -48,7 +49,7 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 	if k != nil {
 		r.useLocked(k)
 		r.mu.Unlock()
-		return e.await(ctx, k, fromMemory)
+		return e.await(ctx, k, fromMemory, seen)
 	}
 	if before != nil {
 		r.useLocked(before)
@@ -62,7 +63,7 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 		err = errGone
 	default:
 		if k, source, err = e.load(ctx, pull, id, blocks, other); err == nil {
-			k, source, err = e.await(ctx, k, source)
+			k, source, err = e.await(ctx, k, source, seen)
 		}
 	}
 	switch {
@@ -84,8 +85,11 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 }
 
 // await waits for k to be loaded. On failure it releases k.
-func (e *engine) await(ctx context.Context, k *kept, source string) (*kept, string, error) {
+func (e *engine) await(ctx context.Context, k *kept, source string, seen *transferlog.Entry) (*kept, string, error) {
 	err := error(nil)
+	if !isDone(k.done) {
+		seen.Receiving("P sends", func() (time.Time, uint64) { return k.arrived.First(), k.arrived.Bytes() })
+	}
 	select {
 	case <-k.done:
 		err = k.err
@@ -234,23 +238,27 @@ func (l *loading) run(probe bool, prefix *kept) error {
 
 // pullBlocks pulls some of the blocks from P.
 func (l *loading) pullBlocks(blocks [][]int) error {
-	err := l.e.pullUpstream(l.k.ctx, l.k.cache, l.pull, l.now, l.life, map[string]wire.Wanted{l.id.base: {TransferID: l.id.base, Blocks: blocks}})
+	err := l.e.pullUpstream(l.k.ctx, l.k.cache, &l.k.arrived, l.pull, l.now, l.life, map[string]wire.Wanted{l.id.base: {TransferID: l.id.base, Blocks: blocks}})
 	if err == nil {
-		l.e.r.stats.pulledBytes.Add(bytesOf(l.k.cache, blocks))
+		l.e.r.stats.pulledBytes.Add(bytesOf(l.k.cache.Regions, blocks))
 	}
 	return err
 }
 
 // bytesOf counts the payload of blocks.
-func bytesOf(c *mooncake.Cache, blocks [][]int) (n int64) {
-	for i := range c.Regions {
-		g := &c.Regions[i]
+func bytesOf(regions []wire.Region, blocks [][]int) (n int64) {
+	for i := range regions {
+		g := &regions[i]
 		groups := g.Shared
-		if g.Group != wire.SharedGroup {
+		switch g.Group {
+		case wire.SharedGroup:
+		case wire.Unsent: // there is one
+			groups = []int{0}
+		default:
 			groups = []int{g.Group}
 		}
 		for _, k := range groups {
-			if k < len(blocks) {
+			if k >= 0 && k < len(blocks) {
 				n += int64(len(blocks[k])) * int64(g.Payload)
 			}
 		}
@@ -276,16 +284,17 @@ func copyBlocks(dst *mooncake.Cache, to []int, src *mooncake.Cache, from []int) 
 
 // pullUpstream pulls from P as the D worker of the pull would. If P's life has ended, it
 // does not begin, and it fails a pull that it had to repeat meanwhile.
-func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, pull *wire.Pull, now bootstrap.Engine, life int64, wanted map[string]wire.Wanted) error {
+func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, arrived *transfer.Progress, pull *wire.Pull, now bootstrap.Engine, life int64, wanted map[string]wire.Wanted) error {
 	r := e.r
 	rc, err := mooncake.NewReceiver(c, mooncake.ReceiverOptions{
-		Self:    mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize},
-		Target:  r.target,
-		Release: min(pull.Release, 32), // layouts are used once: P need not keep them
-		Timeout: r.o.Timeout,
-		Sockets: r.sockets,
-		Metrics: r.o.Metrics,
-		Log:     r.log,
+		Self:     mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize},
+		Target:   r.target,
+		Release:  min(pull.Release, 32), // layouts are used once: P need not keep them
+		Timeout:  r.o.Timeout,
+		Sockets:  r.sockets,
+		Progress: arrived,
+		Metrics:  r.o.Metrics,
+		Log:      r.log,
 		Find: func(context.Context, mooncake.Source) (bootstrap.Engine, error) {
 			r.mu.Lock()
 			defer r.mu.Unlock()
@@ -342,7 +351,7 @@ func (e *engine) releaseAtP(ctx context.Context, pull *wire.Pull, id transferID)
 			c.Kinds = append(c.Kinds, mooncake.Attention)
 		}
 	}
-	return e.pullUpstream(ctx, c, pull, now, life, map[string]wire.Wanted{id.base: {TransferID: id.base}})
+	return e.pullUpstream(ctx, c, nil, pull, now, life, map[string]wire.Wanted{id.base: {TransferID: id.base}})
 }
 
 // entries lists the writes that fill D's blocks from kept KV, and their bytes in total.
@@ -368,14 +377,14 @@ func (k *kept) entries(pull *wire.Pull, blocks [][]int) (entries []transfer.Entr
 	return entries, total, nil
 }
 
-// push writes kept KV into D's blocks.
-func (r *Relay) push(ctx context.Context, pull *wire.Pull, k *kept, blocks [][]int) (int64, error) {
+// push writes kept KV into D's blocks. sent counts what D has confirmed.
+func (r *Relay) push(ctx context.Context, pull *wire.Pull, k *kept, blocks [][]int, sent *transfer.Progress) (int64, error) {
 	entries, total, err := k.entries(pull, blocks)
 	if err != nil {
 		return 0, err
 	}
 	start := time.Now()
-	if err := r.client.Write(ctx, net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), entries); err != nil {
+	if err := r.client.WriteCounting(ctx, net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), entries, sent); err != nil {
 		return 0, fmt.Errorf("relay: push to D: %w", err)
 	}
 	r.o.Metrics.Pushed(time.Since(start), total, len(entries))

@@ -34,6 +34,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/arena"
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/shm"
@@ -93,6 +94,7 @@ type Relay struct {
 	cancel  context.CancelFunc
 	wg      sync.WaitGroup
 
+	last    transferlog.Log
 	refresh chan struct{} // one token; its holder queries Upstream
 
 	mu struct {

@@ -12,8 +12,10 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
+	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -181,9 +183,12 @@ type request struct {
 	err    error         // valid when done, as is k
 	k      *kept
 
-	peer string // the D worker
+	id   string             // D's
+	peer string             // the D worker
+	seen *transferlog.Entry // how far it has come; nil: D wants no blocks
 
 	// Guarded by Relay.mu.
+	late   bool                // D's time was over
 	users  int                 // waiters
 	using  *kept               // being pushed
 	places map[workerRank]bool // where D has asked
@@ -222,7 +227,7 @@ func (c *channel) serveRequest(ctx context.Context, pull *wire.Pull, memory uint
 	mine := r.mu.requests[key]
 	// A second pull from the same worker means that D lost the answer, or tries again.
 	if before := mine; mine == nil || mine.endingLocked() || isDone(mine.done) && (mine.places[c.at] || time.Since(mine.at) > requestMemory) {
-		mine = &request{peer: net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), done: make(chan struct{}), places: make(map[workerRank]bool)}
+		mine = &request{id: id, peer: net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), done: make(chan struct{}), places: make(map[workerRank]bool)}
 		mine.ctx, mine.cancel = context.WithCancel(r.ctx)
 		r.mu.requests[key] = mine
 		a := mine
@@ -242,6 +247,11 @@ func (c *channel) serveRequest(ctx context.Context, pull *wire.Pull, memory uint
 	case <-mine.done:
 		return mine.err
 	case <-ctx.Done():
+		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			r.mu.Lock()
+			mine.late = true
+			r.mu.Unlock()
+		}
 		return context.Cause(ctx)
 	}
 }
@@ -278,10 +288,13 @@ func (e *engine) answer(a *request, pull *wire.Pull, want wire.Wanted, before *r
 		<-before.done // it has ended, or was cancelled
 		from = before.k
 	}
+	a.seen = e.noted(a, pull, want)
 	k, err := e.deliver(a, pull, want, from)
 	e.r.mu.Lock()
 	a.k, a.err, a.at = k, err, time.Now()
+	late := a.late
 	e.r.mu.Unlock()
+	noteEnd(a.seen, err, late)
 	close(a.done)
 }
 
@@ -292,7 +305,7 @@ func (e *engine) deliver(a *request, pull *wire.Pull, want wire.Wanted, before *
 	if !slices.ContainsFunc(want.Blocks, func(g []int) bool { return len(g) > 0 }) {
 		return nil, e.releaseAtP(ctx, pull, id)
 	}
-	k, source, err := e.findOrLoad(ctx, pull, id, want.Blocks, before)
+	k, source, err := e.findOrLoad(ctx, pull, id, want.Blocks, before, a.seen)
 	if err != nil {
 		return nil, err
 	}
@@ -305,8 +318,10 @@ func (e *engine) deliver(a *request, pull *wire.Pull, want wire.Wanted, before *
 		r.mu.Unlock()
 		r.release(k)
 	}()
-	start := time.Now()
-	n, err := r.push(ctx, pull, k, want.Blocks)
+	start, sent := time.Now(), new(transfer.Progress)
+	a.seen.From(source)
+	a.seen.Next(transferlog.Sending, "relay sends to D", func() (time.Time, uint64) { return start, sent.Bytes() })
+	n, err := r.push(ctx, pull, k, want.Blocks, sent)
 	if err != nil {
 		return k, err
 	}

@@ -139,14 +139,19 @@ func (c *Client) Stats() ClientStats {
 // A peer without acknowledgements (before 0.3.12) gets one connection per
 // request, closed for writing after the body; its clean end confirms the entry.
 func (c *Client) Write(ctx context.Context, peer string, entries []Entry) error {
-	return c.call(ctx, peer, entries, true)
+	return c.call(ctx, peer, entries, true, nil)
+}
+
+// WriteCounting is Write, and p counts what the peer has confirmed meanwhile.
+func (c *Client) WriteCounting(ctx context.Context, peer string, entries []Entry, p *Progress) error {
+	return c.call(ctx, peer, entries, true, p)
 }
 
 // Read copies Remote at the peer to each entry's Local. Results as with Write;
 // the Local of a failed entry holds anything. It touches no Local after it
 // returned.
 func (c *Client) Read(ctx context.Context, peer string, entries []Entry) error {
-	return c.call(ctx, peer, entries, false)
+	return c.call(ctx, peer, entries, false, nil)
 }
 
 // Describe asks the peer what it publishes now.

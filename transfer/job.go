@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"syscall"
 )
@@ -15,6 +16,7 @@ type job struct {
 	ctx     context.Context
 	write   bool
 	entries []Entry
+	sent    *Progress // counts what the peer has confirmed
 	plan    plan
 	wg      sync.WaitGroup // of the lanes but the first
 
@@ -37,7 +39,7 @@ type outcome struct {
 // rejection; it ended the connection.
 var errRefused = errors.New("request refused")
 
-func (c *Client) call(ctx context.Context, name string, entries []Entry, write bool) error {
+func (c *Client) call(ctx context.Context, name string, entries []Entry, write bool, sent *Progress) error {
 	p, err := c.enter(name)
 	if err != nil {
 		return err
@@ -47,9 +49,9 @@ func (c *Client) call(ctx context.Context, name string, entries []Entry, write b
 		return err
 	}
 	j := c.jobs.Get().(*job)
-	j.ctx, j.write, j.entries = ctx, write, entries
+	j.ctx, j.write, j.entries, j.sent = ctx, write, entries, sent
 	defer func() {
-		j.ctx, j.entries, j.mu.errs = nil, nil, nil
+		j.ctx, j.entries, j.sent, j.mu.errs = nil, nil, nil, nil
 		c.jobs.Put(j)
 	}()
 	if err := j.plan.build(entries); err != nil || len(j.plan.order) == 0 {
@@ -113,6 +115,18 @@ func (c *Client) spread(j *job, p *peer, l *lane, desc *Descriptor) {
 		p.put(m)
 	}
 	p.put(l)
+}
+
+// count notes what was confirmed since the request from; it returns o.done.
+func (j *job) count(reqs []request, from int, o outcome) int {
+	if j.sent != nil {
+		for i := from; i < o.done; i++ {
+			if !slices.Contains(o.refused, i) {
+				j.sent.confirmed(reqs[i].size)
+			}
+		}
+	}
+	return o.done
 }
 
 // fail records err for the entries of reqs, if there are any.

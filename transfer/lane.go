@@ -232,7 +232,7 @@ func (c *Client) forget(s *stream) {
 // write sends reqs with many in flight and collects their acknowledgements.
 func (l *lane) write(j *job, reqs []request) outcome {
 	var cur cursor
-	o := outcome{}
+	o, counted := outcome{}, 0
 	for o.done < len(reqs) {
 		for cur.left > 0 || cur.req < len(reqs) && cur.req-o.done < l.window {
 			l.gather(j, reqs, &cur, o.done)
@@ -253,6 +253,7 @@ func (l *lane) write(j *job, reqs []request) outcome {
 			if o.err = l.takeAcks(&o, cur.req); o.err != nil {
 				return o
 			}
+			counted = j.count(reqs, counted, o)
 		}
 		if o.done < cur.req {
 			if err := l.s.need(statusBytes); err != nil {
@@ -262,6 +263,7 @@ func (l *lane) write(j *job, reqs []request) outcome {
 		if o.err = l.takeAcks(&o, cur.req); o.err != nil {
 			return o
 		}
+		counted = j.count(reqs, counted, o)
 	}
 	return o
 }

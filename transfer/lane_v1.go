@@ -29,6 +29,7 @@ func (l *lane) transferV1(j *job, reqs []request) outcome {
 		if o.err = l.oneV1(j, r, &o); o.err != nil {
 			return o
 		}
+		j.sent.confirmed(r.size)
 	}
 	return o
 }

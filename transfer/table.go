@@ -47,6 +47,7 @@ type Region struct {
 	arrived   arrivals
 	ackedOnce atomic.Bool // arrived.acked was set
 	watched   atomic.Bool
+	incoming  atomic.Pointer[Progress]
 }
 
 // Range returns the published address and length.

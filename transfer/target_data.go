@@ -130,11 +130,14 @@ func (d *dataConn) serveWrite(h header) error {
 		return d.reject(h, why)
 	}
 	r.began(h.acked())
+	p := r.incoming.Load()
+	p.begin()
 	err := d.body(r, h)
 	d.claims.releaseWrite()
 	if err != nil {
 		return err
 	}
+	p.add(h.size)
 	r.wrote(Range{h.addr, h.size}, h.acked())
 	d.t.stats.writes.Add(1)
 	d.t.stats.in.Add(int64(h.size))

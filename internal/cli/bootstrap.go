@@ -120,6 +120,7 @@ func (c *bootstrapCmd) Run(e *env) (err error) {
 		return listenError(err, "--host", "--port (P's own server is on VLLM_MOONCAKE_BOOTSTRAP_PORT)")
 	}
 	e.parts.Add("bootstrap", func() any { return r.Stats() })
+	e.parts.AddEngines(r.Engines)
 	e.isReady()
 	return r.Serve(e.ctx, listener)
 }

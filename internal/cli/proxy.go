@@ -188,6 +188,7 @@ func (c *proxyCmd) Run(e *env) (err error) {
 		e.log.Warn("there are no API keys: whoever reaches this port may use the engines; let only clients reach it, or give --api-keys")
 	}
 	e.parts.Add("proxy", func() any { return p.Stats() })
+	e.parts.AddTransfers("proxy", p.Transfers)
 	e.isReady()
 	return so.Serve(e.ctx)
 }

@@ -93,6 +93,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	}
 	web := httpguard.NewServer(mux)
 	e.parts.Add("relay", func() any { return r.Stats() })
+	e.parts.AddTransfers("relay", r.Transfers)
 	e.isReady()
 	e.log.Info("the relay serves: its address is D's remote_bootstrap_addr", "address", "http://"+listener.Addr().String(), "upstream", c.Upstream, "memory_bytes", bytes)
 	if !isLoopback(c.Host) {

@@ -32,6 +32,7 @@ type fake struct {
 	edit  func(*admin.Status)
 	model string
 	old   bool // it has no /now
+	blind bool // it runs a registry, and neither relay nor proxy
 }
 
 func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {

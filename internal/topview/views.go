@@ -113,7 +113,7 @@ func (s *Screen) blocks(width int) []block {
 	case Pool:
 		return []block{s.cells(width), s.poolFigures(), s.workers(), s.tierTable()}
 	case Transfers:
-		return s.partsInFull()
+		return append(s.singleTransfers(width), s.partsInFull()...)
 	}
 	return []block{s.misses(), s.tiers(), s.workers(), s.parts(), s.slow(), s.findings()}
 }
@@ -395,7 +395,7 @@ func (s *Screen) partsInFull() (out []block) {
 	}
 	if parts["relay"] != nil {
 		const r = "relay"
-		out = append(out, block{title: "relay: P→D                               since the start                   now", least: 8, rows: []string{
+		out = append(out, block{title: "relay: P→D                               since the start                   now", least: 4, rows: []string{
 			row("transfers pulled from P", number(r, "kvasir_relay_pulled_total"), now(r, "kvasir_relay_pulled_total")),
 			row("KV pulled from P", size(r, "kvasir_relay_pulled_bytes_total"), speed(r, "kvasir_relay_pulled_bytes_total")),
 			row("KV pushed to D", size(r, "kvasir_relay_pushed_bytes_total"), speed(r, "kvasir_relay_pushed_bytes_total")),

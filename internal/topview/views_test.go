@@ -11,6 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/internal/slowlog"
 	"github.com/kvasir-kv/kvasir/internal/topview"
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/server"
 )
 
@@ -51,6 +53,7 @@ func (f *fake) live(n uint64) admin.Live {
 		r.Lookups[0].Request = "short-" + id
 		e.Ended = append(e.Ended, r.Lookups[0])
 	}
+	e.PD = transfersOf(f, n)
 	e.Slow[0].Request = "" // of an operation that has none
 	e.Map.CellBytes = 1 << 20
 	for i := range 240 {
@@ -58,6 +61,34 @@ func (f *fake) live(n uint64) admin.Live {
 	}
 	e.Map.Staged[61], e.Map.Quarantined[62] = 1, 1
 	return e
+}
+
+// transfersOf are single transfers of each state, as relay and proxy see them.
+func transfersOf(f *fake, n uint64) admin.Transfers {
+	step := func(state transferlog.State, from, ms float64, bytes int64) transferlog.Step {
+		return transferlog.Step{State: state, What: string(state), From: from, MS: ms, Bytes: bytes}
+	}
+	at := func(state transferlog.State, ms float64, steps ...transferlog.Step) transferlog.Transfer {
+		return transferlog.Transfer{
+			ID: "kvasir-01234567…", Request: "chat-1" + f.model, Model: "Qwen/Qwen2.5-7B" + f.model, From: "p0" + f.model, To: "http://10.0.0.2:8200", State: state, Steps: steps, MS: ms, Bytes: 64 << 20, Blocks: 64,
+		}
+	}
+	sending := at(transferlog.Sending, 60, step(transferlog.Computing, 0, 40, 0), step(transferlog.Sending, 40, 20, 16<<20))
+	done := at(transferlog.Done, 200, step(transferlog.Computing, 0, 100, 0), step(transferlog.Waiting, 100, 50, 0), step(transferlog.Sending, 150, 30, 64<<20), step(transferlog.Sending, 180, 20, 64<<20))
+	done.Rate = 3.36
+	failed, expired := at(transferlog.Failed, 3, step(transferlog.Computing, 0, 3, 0)), at(transferlog.Expired, 3, step(transferlog.Computing, 0, 3, 0))
+	failed.Why, expired.Why = "mooncake: P does not know the transfer"+f.model, "D waited no longer"
+	waits := at(transferlog.Waiting, 9, step(transferlog.Computing, 0, 4, 0), step(transferlog.Waiting, 4, 5, 0))
+	waits.Bytes = 0
+	out := admin.Transfers{Seen: []string{"proxy", "relay"}, Last: []transferlog.Transfer{sending, waits, done, failed, expired}}
+	out.Engines = []bootstrap.EngineState{{ID: "p0" + f.model, Host: "10.0.0.1", Workers: 2, Shown: true, Heard: float64(n)}, {ID: "p1", Host: "10.0.0.3", Workers: 1, Why: "1 of 2 TP ranks are registered"}}
+	for range f.many {
+		out.Last = append(out.Last, done)
+	}
+	if f.blind {
+		out.Seen, out.Last = []string{}, []transferlog.Transfer{}
+	}
+	return out
 }
 
 // parts are those of kvasir all, at work.
@@ -81,19 +112,23 @@ func TestViews(t *testing.T) {
 	var got strings.Builder
 	f := func(name string, view topview.View, keys string) {
 		t.Helper()
+		width := 80
+		if strings.HasSuffix(name, ", wide") {
+			width = 160
+		}
 		fake := &fake{edit: func(st *admin.Status) {
 			n := st.Lookup.Lookups / 10
 			st.Parts = parts(n)
 			st.Workers = []server.WorkerStatus{{Model: "Qwen/Qwen2.5-7B", World: 2, Mode: "engine_driven", ChunkBytes: 14 << 20, SilentFor: 3}}
 			st.Below.Tiers = []server.TierStatus{{Name: "fs", Hits: 30, Misses: 10, ReadBytes: 1 << 30, ReadRate: 1.5, WriteBytes: 2 << 30, WriteRate: 0.7, Late: 2}}
 		}}
-		lines := seeView(t, fake, view, keys, 80, 24)
+		lines := seeView(t, fake, view, keys, width, 24)
 		if len(lines) != 24 {
 			t.Errorf("%s: %d lines", name, len(lines))
 		}
 		fmt.Fprintf(&got, "--- %s\n", name)
 		for _, line := range lines {
-			if utf8.RuneCountInString(line) > 80 {
+			if utf8.RuneCountInString(line) > width {
 				t.Errorf("%s: wider than the terminal: %s", name, line)
 			}
 			got.WriteString(strings.TrimRight(line, " ") + "\n")
@@ -107,6 +142,7 @@ func TestViews(t *testing.T) {
 	f("slow, down and Enter", topview.Slow, "j\r")
 	f("pool", topview.Overview, "5")
 	f("P→D", topview.Overview, "\x80")
+	f("P→D, wide", topview.Transfers, "")
 	f("keys", topview.Overview, "?")
 	const golden = "testdata/views.txt"
 	if os.Getenv("UPDATE") != "" {
@@ -167,6 +203,8 @@ func TestViewsWithoutFigures(t *testing.T) {
 		f(&fake{old: true}, keys, "it is of an older version")
 	}
 	f(&fake{}, "6", "the server runs alone: kvasir all runs")
+	f(&fake{blind: true, edit: func(st *admin.Status) { st.Parts = parts(1) }}, "6", "the registry alone sees none: P sends straight to D")
+	f(&fake{old: true, edit: func(st *admin.Status) { st.Parts = parts(1) }}, "6", "relay: P→D")
 	f(&fake{}, "3jn", "one request: chat-0\n")
 	f(&fake{}, "4\r", "[4 slow]") // the first has no id
 	for name, want := range map[string]topview.View{"overview": topview.Overview, "slow": topview.Slow, "pd": topview.Transfers, "P→D": topview.Transfers} {

@@ -1,0 +1,261 @@
+// Package transferlog remembers the last transfers of KV from P to D one by one, in bounded memory, for
+// people who look: what a relay or a proxy saw of each, step by step.
+package transferlog
+
+import (
+	"cmp"
+	"errors"
+	"slices"
+	"sync"
+	"time"
+)
+
+// Limits of a Log. Its texts take less than 64 KiB.
+const (
+	Max      = 64  // transfers
+	maxText  = 128 // bytes of each id, address and model
+	maxWhy   = 256 // bytes of a reason
+	maxSteps = 6   // of a transfer
+)
+
+// State is how a transfer stands.
+type State string
+
+// The states. A transfer ends as Done, Failed or Expired.
+const (
+	Computing State = "computing" // P has sent nothing yet: it computes, or has others before it
+	Waiting   State = "waiting"   // P is ready, D has not taken it
+	Sending   State = "sending"
+	Done      State = "done"
+	Failed    State = "failed"
+	Expired   State = "expired" // not done in the time that it had
+)
+
+// Running says whether the transfer has not ended.
+func (s State) Running() bool { return s == Computing || s == Waiting || s == Sending }
+
+// Step is a part of a transfer's time.
+type Step struct {
+	State State   `json:"state"` // computing, waiting or sending
+	What  string  `json:"what"`
+	From  float64 `json:"from_ms"` // since the transfer began
+	MS    float64 `json:"ms"`      // so far, of the last one of a transfer that runs
+	Bytes int64   `json:"bytes"`   // sent, so far
+}
+
+// Transfer is one transfer, for one worker of D.
+type Transfer struct {
+	ID      string  `json:"transfer_id"`
+	Request string  `json:"request_id"` // the client's, where a proxy knows it, else D's
+	Model   string  `json:"model_name"` // empty: not known
+	From    string  `json:"from"`       // P
+	To      string  `json:"to"`         // D
+	Rank    string  `json:"rank"`       // of D's worker, where D has more than one
+	Source  string  `json:"source"`     // where the KV was: P, memory, prefix and P; empty: not known
+	State   State   `json:"state"`
+	Why     string  `json:"why"` // it failed
+	At      float64 `json:"at_ms"`
+	MS      float64 `json:"ms"`       // so far
+	Blocks  int     `json:"blocks"`   // 0: not known
+	Bytes   int64   `json:"bytes"`    // that D wants; 0: not known
+	Rate    float64 `json:"gb_per_s"` // of the last step that sent; 0: not known
+	Steps   []Step  `json:"steps"`
+}
+
+// Log remembers transfers. Its methods are safe for concurrent use; a nil *Log remembers nothing.
+type Log struct {
+	mu   sync.Mutex // a leaf
+	list []*Entry   // the oldest first
+}
+
+// Entry is a transfer in a Log. Its methods are safe for concurrent use; a nil *Entry takes all and
+// remembers nothing.
+type Entry struct {
+	log *Log
+
+	// Guarded by log.mu.
+	t     Transfer
+	steps []step
+	end   time.Time // zero while it runs
+}
+
+type step struct {
+	state    State
+	what     string
+	at       time.Time
+	progress func() (first time.Time, bytes uint64) // nil: not known
+	bytes    int64                                  // when the step has ended
+}
+
+// Begin notes a transfer that begins now, with a first step. Of a full Log the oldest that has ended goes,
+// else the oldest.
+func (l *Log) Begin(t Transfer, state State, what string) *Entry {
+	if l == nil {
+		return nil
+	}
+	for _, s := range []*string{&t.ID, &t.Request, &t.Model, &t.From, &t.To, &t.Rank} {
+		*s = cut(*s, maxText)
+	}
+	e := &Entry{log: l, t: t, steps: []step{{state: state, what: what, at: time.Now()}}}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.list) >= Max {
+		gone := max(0, slices.IndexFunc(l.list, func(e *Entry) bool { return !e.end.IsZero() }))
+		l.list = slices.Delete(l.list, gone, gone+1)
+	}
+	l.list = append(l.list, e)
+	return e
+}
+
+// cut returns at most n bytes of a text, in memory of its own.
+func cut(s string, n int) string { return string([]byte(s[:min(n, len(s))])) }
+
+// From notes where the KV came from.
+func (e *Entry) From(source string) {
+	if e == nil {
+		return
+	}
+	e.log.mu.Lock()
+	defer e.log.mu.Unlock()
+	e.t.Source = source
+}
+
+// To notes which D is to take it.
+func (e *Entry) To(d string) {
+	if e == nil {
+		return
+	}
+	e.log.mu.Lock()
+	defer e.log.mu.Unlock()
+	e.t.To = cut(d, maxText)
+}
+
+// Receiving tells how far P has come in the step that runs, which becomes one of sending with P's first
+// byte, named what. progress takes no locks.
+func (e *Entry) Receiving(what string, progress func() (first time.Time, bytes uint64)) {
+	if e == nil {
+		return
+	}
+	e.log.mu.Lock()
+	defer e.log.mu.Unlock()
+	if e.end.IsZero() && len(e.steps) < maxSteps {
+		e.steps = append(e.steps, step{state: Sending, what: what, progress: progress})
+	}
+}
+
+// Next ends the step that runs, and begins the next. progress tells how far it has come; nil: nobody
+// knows. It takes no locks.
+func (e *Entry) Next(state State, what string, progress func() (first time.Time, bytes uint64)) {
+	if e == nil {
+		return
+	}
+	e.log.mu.Lock()
+	defer e.log.mu.Unlock()
+	if !e.end.IsZero() || len(e.steps) >= maxSteps {
+		return
+	}
+	e.settleLocked()
+	e.steps = append(e.steps, step{state: state, what: what, at: time.Now(), progress: progress})
+}
+
+// End notes how the transfer ended; only the first time counts.
+func (e *Entry) End(state State, why string) {
+	if e == nil {
+		return
+	}
+	e.log.mu.Lock()
+	defer e.log.mu.Unlock()
+	if !e.end.IsZero() {
+		return
+	}
+	e.settleLocked()
+	e.t.State, e.t.Why, e.end = state, cut(why, maxWhy), time.Now()
+}
+
+// Finish is End by an error: nil is Done, one that is late is Expired, others are Failed.
+func (e *Entry) Finish(err error, late ...error) {
+	switch {
+	case err == nil:
+		e.End(Done, "")
+	case slices.ContainsFunc(late, func(l error) bool { return errors.Is(err, l) }):
+		e.End(Expired, err.Error())
+	default:
+		e.End(Failed, err.Error())
+	}
+}
+
+// settleLocked keeps what the steps so far came to: nothing is asked for their progress later.
+func (e *Entry) settleLocked() { e.steps = begun(e.steps) }
+
+// begun returns the steps that have begun, with what they have sent.
+func begun(steps []step) []step {
+	out := make([]step, 0, len(steps)+1)
+	for _, s := range steps {
+		if s.progress != nil {
+			first, n := s.progress()
+			if s.at.IsZero() { // it begins with the first byte, where nothing ended before
+				if first.IsZero() {
+					continue
+				}
+				s.at = first
+				if len(out) > 0 && s.at.Before(out[len(out)-1].at) {
+					s.at = out[len(out)-1].at // another request had begun the load
+				}
+			}
+			s.progress = nil
+			if s.state == Sending {
+				s.bytes = int64(n)
+			}
+		}
+		out = append(out, s)
+	}
+	return out
+}
+
+// Last returns the transfers, those that began last first.
+func (l *Log) Last() []Transfer {
+	if l == nil {
+		return nil
+	}
+	now := time.Now()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	out := make([]Transfer, 0, len(l.list))
+	for _, e := range slices.Backward(l.list) {
+		out = append(out, e.shown(now))
+	}
+	return out
+}
+
+// shown is the entry as it stands at a time. Log.mu is held.
+func (e *Entry) shown(now time.Time) Transfer {
+	t, steps, end := e.t, begun(e.steps), cmp.Or(e.end, now)
+	t.At = millis(steps[0].at.Sub(time.Unix(0, 0)))
+	t.MS = millis(end.Sub(steps[0].at))
+	for i, s := range steps {
+		until := end
+		if i+1 < len(steps) {
+			until = steps[i+1].at
+		}
+		sent := s.bytes
+		if t.Bytes > 0 {
+			sent = min(sent, t.Bytes) // what was sent twice counts once
+		}
+		t.Steps = append(t.Steps, Step{s.state, s.what, millis(s.at.Sub(steps[0].at)), max(0, millis(until.Sub(s.at))), sent})
+	}
+	if last := t.Steps[len(t.Steps)-1]; e.end.IsZero() {
+		t.State = last.State
+	}
+	t.rate()
+	return t
+}
+
+func millis(d time.Duration) float64 { return float64(d.Round(time.Microsecond)) / 1e6 }
+
+func (t *Transfer) rate() {
+	for _, s := range t.Steps {
+		if s.State == Sending && s.MS > 0 && s.Bytes > 0 {
+			t.Rate = float64(s.Bytes) / s.MS / 1e6
+		}
+	}
+}

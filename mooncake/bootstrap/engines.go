@@ -1,0 +1,44 @@
+package bootstrap
+
+import (
+	"net/url"
+	"time"
+)
+
+// EngineState is what a Registry knows of an engine of P. It knows nothing of transfers: D asks once for
+// an engine, and then pulls from P itself.
+type EngineState struct {
+	ID      string  `json:"engine_id"`
+	DPRank  int     `json:"dp_rank"`
+	Host    string  `json:"host"` // of a side channel
+	Workers int     `json:"workers"`
+	Shown   bool    `json:"shown"`   // to D
+	Why     string  `json:"why"`     // it is not
+	Heard   float64 `json:"heard_s"` // since a worker registered last, seconds; stock vLLM registers once
+	Lease   bool    `json:"lease"`   // its workers repeat their registration
+}
+
+// maxStates bounds Engines.
+const maxStates = 64
+
+// Engines returns the engines that are registered, in the order in which their DP ranks came, the first 64.
+func (r *Registry) Engines() []EngineState {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := time.Now()
+	out := make([]EngineState, 0, min(maxStates, len(r.mu.engines)))
+	for _, e := range r.mu.engines[:min(maxStates, len(r.mu.engines))] {
+		s := EngineState{ID: e.id, DPRank: e.dp, Workers: len(e.byRank), Heard: now.Sub(e.seen()).Seconds()}
+		s.Shown, s.Why = e.shown(now, r.o.TP, r.o.PP)
+		for _, row := range e.rows {
+			for _, w := range row.workers {
+				s.Lease = s.Lease || w.lease > 0
+				if u, err := url.Parse(w.addr); err == nil && s.Host == "" {
+					s.Host = u.Hostname()
+				}
+			}
+		}
+		out = append(out, s)
+	}
+	return out
+}

@@ -1,0 +1,71 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/url"
+	"slices"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
+	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+)
+
+// Transfers returns the last transfers, 64 at most, those that D asked for last first. A transfer of
+// which D has the whole prompt already is none.
+func (r *Relay) Transfers() []transferlog.Transfer { return r.last.Last() }
+
+// noted begins the note of a request of D; nil where D wants no blocks.
+func (e *engine) noted(a *request, pull *wire.Pull, want wire.Wanted) *transferlog.Entry {
+	blocks := 0
+	for _, ids := range want.Blocks {
+		blocks += len(ids)
+	}
+	if blocks == 0 {
+		return nil
+	}
+	t := transferlog.Transfer{
+		ID: want.TransferID, Request: a.id, From: e.place(), To: a.peer, Blocks: blocks, Bytes: bytesOf(pull.Regions, want.Blocks),
+	}
+	if pull.TPSize > 1 {
+		t.Rank = fmt.Sprintf("TP rank %d of %d", pull.TPRank, pull.TPSize)
+	}
+	return e.r.last.Begin(t, transferlog.Computing, "waits for P")
+}
+
+// place is an engine of P with the host of its first worker.
+func (e *engine) place() string {
+	e.r.mu.Lock()
+	defer e.r.mu.Unlock()
+	var addrs []string
+	for _, stages := range e.now.Workers {
+		for _, addr := range stages {
+			addrs = append(addrs, addr)
+		}
+	}
+	if len(addrs) > 0 {
+		if u, err := url.Parse(slices.Min(addrs)); err == nil && u.Hostname() != "" {
+			return e.id + " at " + u.Hostname()
+		}
+	}
+	return e.id
+}
+
+// notReady is how a P says that it did not have the KV in time, as vLLM's does.
+const notReady = "Timeout waiting for P side ready"
+
+// noteEnd ends the note of a request. late: D's time was over.
+func noteEnd(seen *transferlog.Entry, err error, late bool) {
+	switch {
+	case late && err != nil:
+		seen.End(transferlog.Expired, "D waited no longer")
+	case errors.Is(err, mooncake.ErrPeer) && strings.Contains(err.Error(), notReady):
+		seen.End(transferlog.Expired, err.Error())
+	case errors.Is(err, context.Canceled):
+		seen.End(transferlog.Failed, "D gave it up")
+	default:
+		seen.Finish(err, mooncake.ErrTimeout)
+	}
+}
