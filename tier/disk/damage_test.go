@@ -11,6 +11,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -357,4 +358,32 @@ func TestTornFiles(t *testing.T) {
 			}
 		}
 	}
+}
+
+// What the scrub reads of damaged objects counts towards its rate as well.
+func TestScrubOfDamageIsPaced(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMemFiles(1, 1<<30)
+		const objects, n, rate = 40, 64 << 10, 128 << 10
+		o := Options{SegmentBytes: 1 << 20, MinFree: 1, FirstTouch: true, ScrubRate: rate}
+		d := openMem(t, o, 16<<20, newClock(), m)
+		for i := range objects {
+			put(t, d, i, n)
+		}
+		closeDisk(t, d)
+		_, records := segmentFiles(t, m)
+		for name, of := range records {
+			for _, r := range of {
+				m.names[name].data[int64(r.block)*block] ^= 1
+			}
+		}
+		d = openMem(t, o, 16<<20, newClock(), m)
+		defer closeDisk(t, d)
+		<-d.Opened()
+		time.Sleep(5 * time.Second)
+		synctest.Wait()
+		if got := d.Stats().Corrupt; got < 5 || got > 1+5*rate/n {
+			t.Errorf("%d objects of %d bytes in 5 s, at %d bytes a second", got, n, rate)
+		}
+	})
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"slices"
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -252,12 +253,12 @@ func getTrailer(b []byte) (t trailer, err error) {
 	return t, nil
 }
 
-// getIndex reads the index that t describes. Error: errDamaged.
-func getIndex(b []byte, t trailer) ([]record, error) {
+// getIndex reads the index that t describes, into records, which is empty, where that has room. Error: errDamaged.
+func getIndex(records []record, b []byte, t trailer) ([]record, error) {
 	if len(b) < t.entries*entryBytes || crc(b[:t.entries*entryBytes]) != t.crc {
 		return nil, errDamaged
 	}
-	records := make([]record, t.entries)
+	records = slices.Grow(records, t.entries)[:t.entries]
 	for i := range records {
 		e, r := b[i*entryBytes:], &records[i]
 		*r = record{getKey(e), le.Uint32(e[56:]), le.Uint32(e[60:]), le.Uint64(e[64:]), e[72]&1 != 0}

@@ -58,13 +58,13 @@ func FuzzIndex(f *testing.F) {
 			return
 		}
 		if tr.entries*entryBytes > len(index) {
-			if _, err := getIndex(index, tr); err == nil {
+			if _, err := getIndex(nil, index, tr); err == nil {
 				t.Fatal("an index that is cut is read")
 			}
 			return
 		}
 		tr.crc = crc(index[:tr.entries*entryBytes])
-		records, err := getIndex(index, tr)
+		records, err := getIndex(nil, index, tr)
 		for _, r := range records {
 			if err != nil || r.len < 1 || r.block < 1 || r.end() > tr.end || tr.end > tr.bytes {
 				t.Fatalf("%+v in %+v, %v", r, tr, err)

@@ -64,12 +64,8 @@ func (x *index) len() int { return x.n }
 
 // get returns where an object is.
 func (x *index) get(k *kv.Key) (entry, bool) {
-	id := x.kinds.find(k)
-	if id == 0 {
-		return entry{}, false
-	}
 	t, tag := x.table(k)
-	if at := x.find(t, tag, id, k); at >= 0 {
+	if at := x.find(t, tag, x.kinds.find(k), k); at >= 0 {
 		return x.at(t.slots[at]).entry(), true
 	}
 	return entry{}, false
@@ -107,11 +103,8 @@ func (x *index) item(k *kv.Key) (it *item, had bool) {
 
 // remove forgets an object.
 func (x *index) remove(k *kv.Key) {
-	id := x.kinds.find(k)
-	if id == 0 {
-		return
-	}
 	t, tag := x.table(k)
+	id := x.kinds.find(k)
 	at := x.find(t, tag, id, k)
 	if at < 0 {
 		return
@@ -146,7 +139,7 @@ func (x *index) table(k *kv.Key) (*table, uint32) {
 	return &x.tables[h>>tableShift], uint32(h)
 }
 
-// find returns the slot of a key, -1 when it has none.
+// find returns the slot of a key of that kind, which nothing is of when it is 0; -1 when it has none.
 func (x *index) find(t *table, tag, kind uint32, k *kv.Key) int {
 	if len(t.slots) == 0 {
 		return -1

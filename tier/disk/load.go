@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"io"
 	"slices"
 	"sync"
 
@@ -104,71 +103,24 @@ func (v *volume) insertSome(s *segment, records []record) {
 	}
 }
 
-// loadCheckpoint takes the segments out of todo that the checkpoint has, as they are.
-func (v *volume) loadCheckpoint(names map[string]int64, todo map[uint64]found) error {
-	size := names[checkName]
-	if size < block {
-		return nil
-	}
-	file, err := v.files.open(checkName)
-	if err != nil {
-		return err
-	}
-	defer file.close()
-	b := shm.MakeAligned(block, block)
-	if err := file.readv([][]byte{b}, 0); err != nil {
-		return err
-	}
-	if id, err := getMark(b, checkMagic); err != nil || id != v.id {
-		return cmp.Or(err, errDamaged)
-	}
-	for off := int64(block); off+block <= size && v.life.Err() == nil; {
-		if err := file.readv([][]byte{b}, off); err != nil {
-			return err
-		}
-		t, err := getTrailer(b)
-		if err != nil {
-			return err
-		}
-		n := indexBytes(t.entries)
-		if n > size-off {
-			return io.ErrUnexpectedEOF
-		}
-		f, ok := todo[t.id]
-		if ok && f.seq == t.seq && f.size == t.bytes {
-			records, err := readRecords(file, off+block, t)
-			if err != nil {
-				return err
-			}
-			s, err := v.openSegment(f)
-			if err != nil {
-				return err
-			}
-			v.insert(s, records, true)
-			delete(todo, t.id)
-		}
-		off += n
-	}
-	return nil
-}
-
-// readRecords reads the entries that t describes, from a place of a file.
-func readRecords(f file, off int64, t trailer) ([]record, error) {
-	b := shm.MakeAligned(int(indexBytes(t.entries)-block), block)
-	if len(b) > 0 {
-		if err := f.readv([][]byte{b}, off); err != nil {
-			return nil, err
-		}
-	}
-	return getIndex(b, t)
+// indexReader reads indexes one after the other, each into the memory of the one before.
+type indexReader struct {
+	bytes   []byte
+	records []record
 }
 
 // readIndex reads the index at the end of a segment. Errors: errDamaged, ErrNewer.
 func readIndex(f file, id uint64, size int64) (trailer, []record, error) {
+	var r indexReader
+	return r.read(f, id, size)
+}
+
+// read is readIndex; what it returned before is not valid any more.
+func (r *indexReader) read(f file, id uint64, size int64) (trailer, []record, error) {
 	if size < 2*block || size%block != 0 || size > maxSegment {
 		return trailer{}, nil, errDamaged
 	}
-	b := shm.MakeAligned(block, block)
+	b := r.memory(block)
 	if err := f.readv([][]byte{b}, size-block); err != nil {
 		return trailer{}, nil, err
 	}
@@ -179,8 +131,21 @@ func readIndex(f file, id uint64, size int64) (trailer, []record, error) {
 	if t.id != id || t.bytes != size || t.end+indexBytes(t.entries) != size {
 		return trailer{}, nil, errDamaged
 	}
-	records, err := readRecords(f, t.end, t)
-	return t, records, err
+	if b = r.memory(int(indexBytes(t.entries) - block)); len(b) > 0 {
+		if err := f.readv([][]byte{b}, t.end); err != nil {
+			return trailer{}, nil, err
+		}
+	}
+	r.records, err = getIndex(r.records[:0], b, t)
+	return t, r.records, err
+}
+
+// memory returns n bytes at a multiple of a block.
+func (r *indexReader) memory(n int) []byte {
+	if n > len(r.bytes) {
+		r.bytes = shm.MakeAligned(n, block)
+	}
+	return r.bytes[:n]
 }
 
 // loadIndexes reads the indexes of segments, newest first. It returns the segments that
@@ -196,8 +161,9 @@ func (v *volume) loadIndexes(todo map[uint64]found) (unfinished []*segment) {
 	next := make(chan found)
 	for range min(openers, len(order)) {
 		wg.Go(func() {
+			var r indexReader
 			for f := range next {
-				if s := v.loadIndex(f); s != nil {
+				if s := v.loadIndex(&r, f); s != nil {
 					mu.Lock()
 					unfinished = append(unfinished, s)
 					mu.Unlock()
@@ -216,14 +182,14 @@ func (v *volume) loadIndexes(todo map[uint64]found) (unfinished []*segment) {
 }
 
 // loadIndex reads the index of one segment, and returns the segment if it has none.
-func (v *volume) loadIndex(f found) *segment {
+func (v *volume) loadIndex(r *indexReader, f found) *segment {
 	s, err := v.openSegment(f)
 	if err != nil {
 		v.whole.Store(false)
 		v.log.Error("open segment", "path", v.dir.Path, "segment", f.name(), "err", err)
 		return nil
 	}
-	t, records, err := readIndex(s.file, s.id, s.size)
+	t, records, err := r.read(s.file, s.id, s.size)
 	if errors.Is(err, errDamaged) { // it is unfinished, or of a version that ends otherwise
 		err = s.checkHead()
 		if !errors.Is(err, ErrNewer) {
