@@ -101,6 +101,8 @@ type Book struct {
 		last    uint64   // number of the newest record
 		ordered uint64   // up to this number they do not change any more
 		news    bool     // since the mutex was locked
+		tell    uint64   // number of the last record that readers were told of
+		hushed  bool     // they are told later
 		changed chan struct{}
 		n       Counters
 	}
@@ -214,7 +216,8 @@ func (b *Book) Active() bool { return b.active.Load() }
 // Wonders reports whether there are chunks in the pool of which tokens, model or salt are not known.
 func (b *Book) Wonders() bool { return b.unbound.Load() > 0 || b.nameless.Load() > 0 }
 
-// Run follows the store until ctx ends.
+// Run follows the store until ctx ends. After some news it looks for more at every runPause, and waits for them to wake it only
+// when there were none for a while: to wake a goroutine for each store costs a third of the store.
 func (b *Book) Run(ctx context.Context) {
 	select {
 	case <-ctx.Done():
@@ -225,28 +228,51 @@ func (b *Book) Run(ctx context.Context) {
 	if b.o.Tiers != nil {
 		below = b.o.Tiers.News()
 	}
-	for {
-		b.catchUp()
-		select {
-		case <-ctx.Done():
-			return
-		case <-b.source.News():
-		case <-below:
-		case <-b.queue.told:
+	pause := time.NewTicker(runPause)
+	defer pause.Stop()
+	b.catchUp()
+	for quiet := maxQuiet; ; quiet++ {
+		if quiet >= maxQuiet {
+			select {
+			case <-ctx.Done():
+				return
+			case <-b.source.News():
+			case <-below:
+			case <-b.queue.told:
+			}
+			quiet = -1 // there is something
+			pause.Reset(runPause)
 		}
 		select {
 		case <-ctx.Done():
 			return
-		case <-time.After(runPause):
+		case <-pause.C:
+		}
+		news := quiet < 0
+		for _, c := range []<-chan struct{}{b.source.News(), below, b.queue.told} {
+			select {
+			case <-c:
+				news = true
+			default:
+			}
+		}
+		if news {
+			b.catchUp()
+			quiet = 0
 		}
 	}
 }
 
-// runPause is how long news wait for others: to wake a goroutine for each store costs a third of the store.
-const runPause = 50 * time.Millisecond
+const (
+	runPause = 100 * time.Millisecond // news wait for others at most so long
+	maxQuiet = 10                     // pauses without news, before news have to wake Run
+)
 
-// catchUp applies what was announced and all events of the store and the tiers, after a scan where some were lost.
+// catchUp applies what was announced and all events of the store and the tiers, after a scan where some were lost. Readers
+// are told once, unless there is much.
 func (b *Book) catchUp() {
+	b.hush(true)
+	defer b.hush(false)
 	told := b.queue.take() // first: the events of what they tell are there
 	b.expect(&told)
 	for more := true; more; {
@@ -258,6 +284,13 @@ func (b *Book) catchUp() {
 	}
 	b.learn(&told)
 	b.queue.giveBack(&told)
+}
+
+// hush says whether readers are told of some records later.
+func (b *Book) hush(on bool) {
+	b.mu.Lock()
+	defer b.unlock()
+	b.mu.hushed = on
 }
 
 // some applies some events of the tiers and the store. What happened to an object in a tier before it went from the pool is
@@ -299,7 +332,10 @@ func (b *Book) unlock() {
 	var tell chan struct{}
 	if b.mu.news {
 		b.orderLocked()
-		b.mu.news, tell, b.mu.changed = false, b.mu.changed, make(chan struct{})
+		b.mu.news = false
+	}
+	if n := b.mu.last - b.mu.tell; n > 0 && (!b.mu.hushed || n >= uint64(len(b.mu.records)/8)) {
+		b.mu.tell, tell, b.mu.changed = b.mu.last, b.mu.changed, make(chan struct{})
 	}
 	b.mu.Unlock()
 	if tell != nil {

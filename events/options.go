@@ -45,7 +45,7 @@ type PublisherOptions struct {
 	ReplayBytes    int           // of their payloads, at most; default 64 MiB
 	QueueBytes     int           // of a subscriber, or of a replay; default 16 MiB
 	MaxSubscribers int           // default 256
-	Interval       time.Duration // between two messages with news, for each subscriber, counted as five at least and ten at most: what comes meanwhile shares one; default 10 ms
+	Interval       time.Duration // between two messages with news: what comes meanwhile shares one; default 50 ms
 	Heartbeat      time.Duration // after which a message without events is sent; default 5 s
 	Log            *slog.Logger  // nil discards
 }
@@ -72,7 +72,7 @@ func (o PublisherOptions) withDefaults() PublisherOptions {
 	o.ReplayBytes = cmp.Or(o.ReplayBytes, 64<<20)
 	o.QueueBytes = cmp.Or(o.QueueBytes, 16<<20)
 	o.MaxSubscribers = cmp.Or(o.MaxSubscribers, 256)
-	o.Interval = cmp.Or(o.Interval, 10*time.Millisecond)
+	o.Interval = cmp.Or(o.Interval, 50*time.Millisecond)
 	o.Heartbeat = cmp.Or(o.Heartbeat, 5*time.Second)
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)

@@ -28,6 +28,7 @@ type Publisher struct {
 	replay *zmtp.Router
 	epoch  uint64
 	came   chan struct{} // capacity 1: somebody subscribed
+	keeps  bool          // messages, for replays; set before Run
 
 	mu struct { // taken before Book.mu
 		sync.Mutex
@@ -80,6 +81,7 @@ func (p *Publisher) Listen(ctx context.Context, events, replay string) (eventsAt
 	if replay == "" {
 		return at.String(), "", nil
 	}
+	p.keeps = true
 	other, err := p.replay.Listen(ctx, replay)
 	if err != nil {
 		return "", "", err
@@ -117,7 +119,7 @@ func (p *Publisher) Run(ctx context.Context) {
 		changed := p.book.Changed()
 		if p.publish() {
 			beat.Reset(p.o.Heartbeat)
-			pause.Reset(p.pause())
+			pause.Reset(p.o.Interval)
 			select {
 			case <-ctx.Done():
 				return
@@ -133,17 +135,6 @@ func (p *Publisher) Run(ctx context.Context) {
 		}
 	}
 }
-
-// pause is how long news wait for others after a message, because each message costs a call for each subscriber.
-func (p *Publisher) pause() time.Duration {
-	return p.o.Interval * time.Duration(min(max(p.pub.Subscribers(), minPauses), maxPauses))
-}
-
-// They bound it, in Options.Interval.
-const (
-	minPauses = 5
-	maxPauses = 10
-)
 
 // Close ends the connections and returns after the last goroutine. Run has returned.
 func (p *Publisher) Close() error { return errors.Join(p.pub.Close(), p.replay.Close()) }
@@ -285,12 +276,21 @@ func (p *Publisher) payload(events []kvevent.Event) []byte {
 	return p.o.Encoding.Append(make([]byte, 0, size), &batch)
 }
 
-// sendLocked publishes one message and keeps it for replays.
+// sendLocked publishes one message.
 func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event) {
 	m := message{topic: topic, payload: p.payload(events), sequence: p.mu.next}
 	p.mu.next++
 	p.mu.n.Messages++
 	p.mu.topic = topic
+	p.keepLocked(m)
+	p.pub.Publish(m.topic, sequenceFrame(m.sequence), m.payload)
+}
+
+// keepLocked keeps a message for replays, where there may be some.
+func (p *Publisher) keepLocked(m message) {
+	if !p.keeps {
+		return
+	}
 	p.mu.kept = append(p.mu.kept, m)
 	p.mu.bytes += len(m.payload)
 	for len(p.mu.kept) > p.o.Replay || p.mu.bytes > p.o.ReplayBytes && len(p.mu.kept) > 1 {
@@ -298,7 +298,6 @@ func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event) {
 		p.mu.kept[0] = message{}
 		p.mu.kept = p.mu.kept[1:]
 	}
-	p.pub.Publish(m.topic, sequenceFrame(m.sequence), m.payload)
 }
 
 func sequenceFrame(n uint64) []byte { return binary.BigEndian.AppendUint64(nil, n) }
