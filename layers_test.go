@@ -129,6 +129,7 @@ var layers = map[string]int{
 	"proxy":                        7,
 	"internal/proxytool":           8,
 	"proxy/prefix":                 1,
+	"proxy/relayed":                1,
 	"proxy/keys":                   1,
 	"proxy/limits":                 1,
 	"kvevent":                      1,

@@ -10,11 +10,11 @@ import (
 	"net/http"
 	"net/url"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
+	"github.com/kvasir-kv/kvasir/proxy/relayed"
 )
 
 // relayPrefix begins the engine ids of a relay (package relay).
@@ -22,66 +22,6 @@ const relayPrefix = "relay-"
 
 // askRelay bounds the question whether a relay still has a prompt's KV.
 const askRelay = time.Second
-
-// relayed is KV that went from P to D through a relay, which may still have it.
-type relayed struct {
-	registry string // the relay's address
-	engine   string // P, as the relay names it
-	transfer string // the id under which P sent it
-}
-
-// promptKey names all of a request that decides on the KV of its prompt, and whose it is.
-type promptKey [sha256.Size]byte
-
-// prompts remembers which prompts relays have. It keeps two sets of at most maxPrompts; when the younger
-// is full the older goes. Methods are safe for concurrent use.
-type prompts struct {
-	mu struct {
-		sync.Mutex
-		young, old map[promptKey]relayed
-		turn       uint64
-	}
-}
-
-// maxPrompts bounds one set; a prompt takes about 250 bytes.
-const maxPrompts = 8192
-
-func (s *prompts) add(k promptKey, r relayed) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.addLocked(k, r)
-}
-
-func (s *prompts) addLocked(k promptKey, r relayed) {
-	if _, there := s.mu.young[k]; !there && len(s.mu.young) >= maxPrompts {
-		s.mu.young, s.mu.old = nil, s.mu.young
-	}
-	if s.mu.young == nil {
-		s.mu.young = make(map[promptKey]relayed)
-	}
-	s.mu.young[k] = r
-}
-
-// find returns what a relay has of a prompt, and a transfer id under which it gives it once more.
-func (s *prompts) find(k promptKey) (r relayed, id string, ok bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if r, ok = s.mu.young[k]; !ok {
-		if r, ok = s.mu.old[k]; !ok {
-			return r, "", false
-		}
-		s.addLocked(k, r)
-	}
-	s.mu.turn++
-	return r, fmt.Sprintf("%s#%d!", r.transfer, s.mu.turn), true
-}
-
-func (s *prompts) forget(k promptKey) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.mu.young, k)
-	delete(s.mu.old, k)
-}
 
 // outputOnly are keys of a request that do not change the KV of its prompt.
 var outputOnly = map[string]bool{
@@ -91,7 +31,7 @@ var outputOnly = map[string]bool{
 
 // promptKey hashes the request but for what decides on the output alone. Two requests with one key have
 // the same prompt; some with the same prompt have two.
-func (e *exchange) promptKey() (k promptKey) {
+func (e *exchange) promptKey() (k relayed.Key) {
 	h := sha256.New()
 	salt := []byte(nil)
 	if len(e.salt) > 0 {
@@ -118,23 +58,23 @@ func (e *exchange) again() []byte {
 	}
 	k := e.promptKey()
 	e.prompt = &k
-	r, id, ok := e.p.prompts.find(k)
+	r, id, ok := e.p.prompts.Find(k)
 	if !ok {
 		return nil
 	}
 	if !e.p.relayKeeps(e.r.Context(), r) {
-		e.p.prompts.forget(k)
+		e.p.prompts.Forget(k)
 		return nil
 	}
-	e.againID, e.againFrom = id, r.engine
-	return encode(wire.RemotePrefill(r.registry, r.engine, id))
+	e.againID, e.againFrom = id, r.Engine
+	return encode(wire.RemotePrefill(r.Registry, r.Engine, id))
 }
 
 // relayKeeps asks a relay whether it still has a transfer.
-func (p *Proxy) relayKeeps(ctx context.Context, r relayed) bool {
+func (p *Proxy) relayKeeps(ctx context.Context, r relayed.KV) bool {
 	ctx, cancel := context.WithTimeout(ctx, askRelay)
 	defer cancel()
-	text, ok := p.read(ctx, r.registry+"/kept?"+url.Values{"engine": {r.engine}, "transfer": {r.transfer}}.Encode(), "")
+	text, ok := p.read(ctx, r.Registry+"/kept?"+url.Values{"engine": {r.Engine}, "transfer": {r.Transfer}}.Encode(), "")
 	return ok && string(text) == `{"kept":true}`
 }
 
@@ -145,7 +85,7 @@ func (e *exchange) fromRelay(ctx context.Context, c choice, params []byte) (outc
 	if err == nil {
 		e.p.n.spared[byRelay].Add(1)
 	} else if !errors.Is(err, errNotSent) {
-		e.p.prompts.forget(*e.prompt)
+		e.p.prompts.Forget(*e.prompt)
 	}
 	return outcome, err
 }
@@ -153,7 +93,7 @@ func (e *exchange) fromRelay(ctx context.Context, c choice, params []byte) (outc
 // relayedBy remembers that a relay has the prompt's KV now.
 func (e *exchange) relayedBy(b *backend, who rank, transfer string) {
 	if e.prompt != nil && strings.HasPrefix(who.engine, relayPrefix) {
-		e.p.prompts.add(*e.prompt, relayed{b.registry.Base(), who.engine, transfer})
+		e.p.prompts.Add(*e.prompt, relayed.KV{Registry: b.registry.Base(), Engine: who.engine, Transfer: transfer})
 	}
 }
 

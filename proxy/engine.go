@@ -46,6 +46,7 @@ type backend struct {
 	// Under fleet.mu:
 	inFlight int
 	pending  int // prompt bytes that it has yet to compute
+	doubts   int // looks that follow a failed call
 
 	mu struct {
 		sync.Mutex

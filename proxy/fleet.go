@@ -32,8 +32,15 @@ type queue struct {
 }
 
 type waiter struct {
-	want *want
-	got  chan choice // one at most
+	want  *want
+	doubt bool       // it waits for a look; else for room
+	got   chan grant // one at most
+}
+
+// grant is places, or why there will be none.
+type grant struct {
+	choice choice
+	err    error
 }
 
 // want is what a request needs of an engine.
@@ -102,6 +109,7 @@ type stand uint8
 const (
 	absent stand = iota // none serves the model
 	unwell
+	doubtful // a call failed, and the look that follows has not ended
 	full
 	ready
 )
@@ -118,7 +126,9 @@ func (f *fleet) pickLocked(r role, w *want) (best *backend, lacks int, how stand
 		case b.role != r || !b.serves(w.model):
 			continue
 		case !b.well.Load() || b.draining.Load():
-			how = max(how, unwell)
+			if how = max(how, unwell); b.doubts > 0 && !b.draining.Load() {
+				how = max(how, doubtful)
+			}
 			continue
 		case b.inFlight >= f.o.MaxPerEngine:
 			how = max(how, full)
@@ -213,16 +223,16 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 	switch {
 	case dHow == ready && pHow == ready:
 		return f.takeLocked(choice{engine: d, prefill: p, rank: who, lacks: [2]int{0, pLacks}}), ready, decode
-	case dHow == ready && pHow <= unwell && f.o.DecodeAlone:
+	case dHow == ready && pHow <= doubtful && f.o.DecodeAlone:
 		return f.takeLocked(choice{engine: d, lacks: [2]int{dLacks}}), ready, decode
-	case dHow <= unwell || pHow <= unwell:
+	case dHow <= doubtful || pHow <= doubtful:
 		if e, lacks, how := f.pickLocked(both, w); how == ready {
 			return f.takeLocked(choice{engine: e, lacks: [2]int{lacks}}), ready, both
 		}
-		if pHow <= unwell {
-			return choice{}, unwell, prefill
+		if pHow <= dHow {
+			return choice{}, max(pHow, unwell), prefill
 		}
-		return choice{}, unwell, decode
+		return choice{}, max(dHow, unwell), decode
 	}
 	return choice{}, full, decode
 }
@@ -262,6 +272,26 @@ func (f *fleet) computed(b *backend, lacks int) {
 	}
 }
 
+// doubt takes an engine for unwell until it was looked at. It reports whether that is news: then
+// certain must follow.
+func (f *fleet) doubt(b *backend) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	news := b.well.Swap(false)
+	if news {
+		b.doubts++
+	}
+	return news
+}
+
+// certain ends a doubt. Those who wait for it get places, or hear that there are none.
+func (f *fleet) certain(b *backend) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	b.doubts--
+	f.dispatchLocked()
+}
+
 // leave gives a place back.
 func (f *fleet) leave(b *backend, lacks int) {
 	f.mu.Lock()
@@ -281,12 +311,13 @@ func (f *fleet) dispatch() {
 func (f *fleet) dispatchLocked() {
 	for name, q := range f.mu.queues {
 		for len(q.waiters) > 0 {
-			c, how, _ := f.chooseLocked(q.waiters[0].want)
-			if how != ready {
+			first := q.waiters[0]
+			c, how, of := f.chooseLocked(first.want)
+			if how != ready && (how >= doubtful || !first.doubt) {
 				break
 			}
-			q.waiters[0].got <- c
-			f.dropLocked(name, q, q.waiters[0])
+			first.got <- grant{c, f.refuseLocked(first.want, how, of)}
+			f.dropLocked(name, q, first)
 		}
 	}
 }
@@ -318,15 +349,17 @@ func (f *fleet) queued() (n int64) {
 // ctx's.
 func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
 	f.mu.Lock()
-	q := f.mu.queues[w.model]
+	q, doubt := f.mu.queues[w.model], false
 	if q == nil { // others do not wait
 		c, how, of := f.chooseLocked(w)
-		if how != full {
+		if how != full && how != doubtful {
 			defer f.mu.Unlock()
 			return c, f.refuseLocked(w, how, of)
 		}
-		q = new(queue)
+		q, doubt = new(queue), how == doubtful
 		f.mu.queues[w.model] = q
+	} else {
+		doubt = q.waiters[len(q.waiters)-1].doubt
 	}
 	if !q.shares.MayCount(w.who, f.o.MaxQueue) {
 		if len(q.waiters) == 0 {
@@ -335,7 +368,7 @@ func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
 		f.mu.Unlock()
 		return choice{}, busy("too many requests wait for the model")
 	}
-	self := &waiter{w, make(chan choice, 1)}
+	self := &waiter{w, doubt, make(chan grant, 1)}
 	q.waiters = append(q.waiters, self)
 	q.shares.Add(w.who, share.Amount{Count: 1})
 	f.mu.Unlock()
@@ -343,8 +376,8 @@ func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
 	defer late.Stop()
 	var err error
 	select {
-	case c := <-self.got:
-		return c, nil
+	case g := <-self.got:
+		return g.choice, g.err
 	case <-ctx.Done():
 		err = ctx.Err()
 	case <-late.C:
@@ -353,12 +386,12 @@ func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
 	f.mu.Lock()
 	dropped := f.dropLocked(w.model, q, self)
 	f.mu.Unlock()
-	if !dropped { // it got places just now
-		c := <-self.got
-		if ctx.Err() == nil {
-			return c, nil
+	if !dropped { // it got an answer just now
+		g := <-self.got
+		if g.err != nil || ctx.Err() == nil {
+			return g.choice, g.err
 		}
-		f.give(c)
+		f.give(g.choice)
 	}
 	return choice{}, err
 }
@@ -412,7 +445,7 @@ func (f *fleet) state(name string) error {
 			}
 		}
 	}
-	if how == full {
+	if how == full || how == doubtful {
 		return nil
 	}
 	return f.refuseLocked(w, how, of)

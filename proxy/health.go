@@ -178,15 +178,21 @@ func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
 	return len(ranks) > 0
 }
 
-// trouble notes that a call failed: the engine is looked at before it is used again.
+// trouble notes that a call failed: the engine is looked at before it is used again, and requests that
+// need it wait for that.
 func (p *Proxy) trouble(b *backend, err error) {
-	if !b.well.Swap(false) {
+	if !p.fleet.doubt(b) {
 		return
 	}
 	p.o.Log.Info("an engine does not answer", "engine", b.url, "err", err)
 	p.background.Lock()
 	defer p.background.Unlock()
-	if p.ctx.Err() == nil { // else Close waits for the others
-		p.wg.Go(func() { p.look(p.ctx, b, false) })
+	if p.ctx.Err() != nil { // Close waits for the others
+		p.fleet.certain(b)
+		return
 	}
+	p.wg.Go(func() {
+		defer p.fleet.certain(b)
+		p.look(p.ctx, b, false)
+	})
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/kvasir-kv/kvasir/openai"
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
+	"github.com/kvasir-kv/kvasir/proxy/relayed"
 )
 
 // Proxy is an http.Handler in front of engines.
@@ -36,7 +37,7 @@ type Proxy struct {
 	index      *prefix.Index   // nil: not needed
 	lives      atomic.Uint32   // of engines and of the cache server, in the index
 	relays     atomic.Bool     // one is there
-	prompts    prompts         // that relays have
+	prompts    relayed.Prompts // that relays have
 	transfers  transferlog.Log // from P to D
 	known      *blocks.Prompts // which blocks prompts are; nil: nobody tells of blocks
 	tokenizing chan struct{}   // has a place for each prompt that is made tokens

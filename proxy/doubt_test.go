@@ -1,0 +1,111 @@
+package proxy_test
+
+import (
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/proxy"
+)
+
+// doubted is an engine that breaks off its first request, and whose health is asked for after that: the answer waits.
+type doubted struct {
+	url    string
+	calls  atomic.Int64
+	looked chan struct{} // a look has begun that waits for its answer
+	answer chan int      // the status of such a look
+}
+
+func startDoubted(t *testing.T) *doubted {
+	e := &doubted{looked: make(chan struct{}, 100), answer: make(chan int, 100)}
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(w http.ResponseWriter, r *http.Request) {
+		if e.calls.Load() == 0 {
+			return
+		}
+		e.looked <- struct{}{}
+		select {
+		case status := <-e.answer:
+			w.WriteHeader(status)
+		case <-r.Context().Done():
+		}
+	})
+	mux.HandleFunc("/v1/completions", func(w http.ResponseWriter, _ *http.Request) {
+		if e.calls.Add(1) == 1 {
+			panic(http.ErrAbortHandler)
+		}
+		fmt.Fprint(w, `{"ok":1}`)
+	})
+	s := httptest.NewServer(mux)
+	t.Cleanup(s.Close)
+	e.url = s.URL
+	return e
+}
+
+// ask sends requests and returns their answers when all have come.
+func (e *doubted) ask(t *testing.T, url string, n int) func() (status []int) {
+	out := make([]int, n)
+	var all sync.WaitGroup
+	for i := range n {
+		all.Go(func() {
+			r, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(`{"prompt":"x"}`))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			r.Body.Close()
+			out[i] = r.StatusCode
+		})
+	}
+	return func() []int { all.Wait(); return out }
+}
+
+// A connection that breaks says little about an engine: requests that find no other wait until it was
+// looked at, and are served if it is well. If it is not, they hear so then, and not after their
+// time in the queue.
+func TestRequestsWaitForTheLookAfterTrouble(t *testing.T) {
+	for status, want := range map[int]int{200: 200, 500: 503} {
+		t.Run(fmt.Sprint(status), func(t *testing.T) {
+			e := startDoubted(t)
+			url, p := startProxy(t, proxy.Options{Engines: []string{e.url}, HealthInterval: time.Hour, QueueTimeout: time.Hour})
+			reach(t, url)
+			answers := e.ask(t, url, 1)
+			<-e.looked
+			more := e.ask(t, url, 5)
+			eventually(t, "all wait", func() bool { return p.Stats().Queued == 6 })
+			if r, err := http.Get(url + "/health"); err != nil || r.StatusCode != 200 || r.Body.Close() != nil {
+				t.Errorf("a look is under way: %v, %v", r, err)
+			}
+			e.answer <- status
+			for _, got := range append(answers(), more()...) {
+				if got != want {
+					t.Errorf("status %d, want %d", got, want)
+				}
+			}
+			if s := p.Stats(); s.Queued != 0 {
+				t.Errorf("%+v", s)
+			}
+		})
+	}
+}
+
+// Where D may compute alone, nobody waits for a P in doubt.
+func TestDecodeAloneDoesNotWaitForADoubt(t *testing.T) {
+	e := startDoubted(t)
+	d := mock(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
+	url, p := startProxy(t, proxy.Options{Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: e.url}}, Decode: []string{d}, DecodeAlone: true, HealthInterval: time.Hour, QueueTimeout: time.Hour})
+	x := &deployment{t: t, url: url}
+	x.well()
+	eventually(t, "both are well", func() bool { return p.Stats().Well[e.url] == 1 && p.Stats().Well[d] == 1 })
+	answers := e.ask(t, url, 1)
+	<-e.looked
+	if got := append(answers(), e.ask(t, url, 2)()...); got[0] != 200 || got[1] != 200 || got[2] != 200 {
+		t.Errorf("statuses %v", got)
+	}
+	e.answer <- 200
+}
