@@ -29,6 +29,7 @@ const (
 	BelowFailed         // the tier below failed, or had lost it
 	BelowCorrupt        // the tier below has something else
 	BelowSlower         // the tier below was not asked: computing is expected to be faster
+	NoRoom              // the tier below has it, and all of the pool is pinned or being written
 	Window              // a group with a window or states lacks it, which others of the chunk do not
 	OtherSalt           // only prompts with another salt stored it
 	OtherModel          // only another model did
@@ -47,7 +48,7 @@ var reasons = [NumReasons]string{
 	"being stored right now", "no lookup of this request pinned it", "too many transfers in progress",
 	"it differed from its checksum after a restart", "it is still to be compared with its checksum after a restart",
 	"the tier below did not answer in time", "the tier below failed", "the tier below has other bytes",
-	"computing is faster than the tier below", "the window of a group ends elsewhere",
+	"computing is faster than the tier below", "the pool has no room for what the tier below has", "the window of a group ends elsewhere",
 	"stored with another salt only", "stored by another model only", "stored by other ranks or another world size only",
 	"stored in another layout only", "stored before the restart under another model, salt or layout only",
 	"shorter than a chunk", "no worker of its model and world size was registered", "the lookup was declined",
@@ -58,7 +59,7 @@ func (r Reason) String() string { return reasons[r] }
 // labels name the reasons in metrics.
 var labels = [NumReasons]string{
 	"none", "never_stored", "evicted", "cleared", "expired", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "not_compared",
-	"below_slow", "below_failed", "below_corrupt", "below_slower",
+	"below_slow", "below_failed", "below_corrupt", "below_slower", "no_room",
 	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined",
 }
 

@@ -91,6 +91,7 @@ var elsewhere = []miss.Reason{
 	miss.None, miss.NotPinned, miss.Busy, // of loads, not of lookups
 	miss.Corrupt, miss.NotCompared, // after restarts: store/pending_test.go
 	miss.BelowSlower, // store/writeback_test.go
+	miss.NoRoom,      // fullpool_test.go
 }
 
 // TestEachReasonIsExplained provokes each reason for which a hit ends over a socket.

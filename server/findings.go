@@ -128,6 +128,8 @@ func (st *Status) adviceFor(why string) string {
 		return "what lies below the pool is slower than a lookup waits: raise --l1-size-gb, or find out why it is slow"
 	case miss.BelowSlower.String():
 		return "--l2-load-if-faster leaves the tier out while engines compute faster than it gives: a faster tier, or without that flag every hit is loaded"
+	case miss.NoRoom.String():
+		return "prompts in progress pin all of the pool, or it is being written: raise --l1-size-gb, or let engines run fewer requests at a time"
 	case miss.BelowFailed.String(), miss.BelowCorrupt.String():
 		return "see the log for what the tier below answered; engines compute these chunks again"
 	}

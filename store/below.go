@@ -1,6 +1,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -184,11 +185,14 @@ func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err
 	n := x.Bytes(i)
 	size := x.mu.pool.Round(n)
 	peer := x.pf.prompt.Owner.Peer
-	if !x.mayLoadLocked(peer, size) {
+	if !x.mu.loading.May(peer, size, share.Amount{Count: maxLoads, Size: x.opts.LoadBytes}) {
 		return nil, x.mu.loading.Next(), nil
 	}
 	slot, err := x.reserveLocked(k, n, pool.Writer{}, &prefixGuard{store: x.Store, by: peer, on: true})
 	if err != nil {
+		if errors.Is(err, pool.ErrFull) { // all is pinned, or being written
+			x.pf.belowWhy = cmp.Or(x.pf.belowWhy, miss.NoRoom)
+		}
 		return nil, nil, err
 	}
 	x.mu.loading.Add(peer, share.Amount{Count: 1, Size: size})
@@ -196,14 +200,6 @@ func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err
 	fl.begun, fl.below, fl.peer = true, true, peer
 	x.joinFlightLocked(x.pf, slot, i/x.Rows())
 	return fl, nil, nil
-}
-
-// mayLoadLocked reports whether peer may begin a read of so many bytes. One at a time it
-// always may, as long as LoadBytes has room.
-func (s *Store) mayLoadLocked(peer string, bytes int64) bool {
-	l, limit := &s.mu.loading, s.opts.LoadBytes
-	all := l.All()
-	return l.MayCount(peer, maxLoads) && (all.Count == 0 || all.Size+bytes <= limit) && (l.Of(peer).Count == 0 || l.MaySize(peer, bytes, limit))
 }
 
 // read reads an object into its slot. The slot is held until the tier has returned.

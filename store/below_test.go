@@ -269,7 +269,7 @@ func TestNoRoomForMore(t *testing.T) {
 		h := prompt(1, 500)
 		keep(t, b.memory, one, h...)
 		got := b.await(t, nobody, one, h)
-		if stats := b.flaky.Calls("stat"); got.Hit < 10 || got.Hit > 20 || stats > 2 {
+		if stats := b.flaky.Calls("stat"); got.Hit < 10 || got.Hit > 20 || stats > 2 || got.Why != miss.NoRoom {
 			t.Errorf("%+v, the tier was asked %d times", got, stats)
 		}
 		b.whole(t, one, h[:got.Hit])
@@ -366,7 +366,7 @@ func TestTierLargerThanThePool(t *testing.T) {
 			t.Fatal(got)
 		}
 		keep(t, b.memory, one, h...)
-		if got := b.await(t, nobody, one, h); got.Hit != 6 {
+		if got := b.await(t, nobody, one, h); got.Hit != 6 || got.Why != miss.NoRoom {
 			t.Errorf("%+v", got)
 		}
 		b.whole(t, one, h[:6])

@@ -65,7 +65,7 @@ func (s *Store) beginWarm(k *kv.Key, bytes int64) (_ *flight, wait chan struct{}
 	s.lock()
 	defer s.unlock()
 	size, l := s.mu.pool.Round(bytes), &s.mu.loading
-	if l.All().Count > l.Of(warmPeer).Count || !s.mayLoadLocked(warmPeer, size) {
+	if l.All().Count > l.Of(warmPeer).Count || !l.May(warmPeer, size, share.Amount{Count: maxLoads, Size: s.opts.LoadBytes}) {
 		return nil, l.Next(), true
 	}
 	if _, st := s.mu.pool.Find(k); st != pool.Free || s.mu.closed {

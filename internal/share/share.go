@@ -49,6 +49,13 @@ func (b *Books) MaySize(who string, size, limit int64) bool {
 	return b.all.Size+size <= limit && own+size <= (limit-(b.all.Size-own))/2
 }
 
+// May reports whether who may have one thing more, of such a size, of limit in all. One thing at a time
+// it may have if it has room beside the others', and anybody if nobody has any, however large.
+func (b *Books) May(who string, size int64, limit Amount) bool {
+	return b.MayCount(who, limit.Count) && (b.all.Count == 0 || b.all.Size+size <= limit.Size) &&
+		(b.of[who].Count == 0 || b.MaySize(who, size, limit.Size))
+}
+
 // Awaited are Books of which somebody may wait for the next thing to end. Their zero value
 // is empty.
 type Awaited struct {

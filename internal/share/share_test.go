@@ -57,3 +57,25 @@ func TestSizesAreDividedAsNumbersAre(t *testing.T) {
 		t.Errorf("all have %+v", all)
 	}
 }
+
+// TestOneThingAtATime shows who may have a thing that is larger than a share.
+func TestOneThingAtATime(t *testing.T) {
+	var b share.Books
+	limit := share.Amount{Count: 8, Size: 100}
+	want := func(what, who string, size int64, may bool) {
+		t.Helper()
+		if got := b.May(who, size, limit); got != may {
+			t.Errorf("%s: %s may have %d more: %v", what, who, size, got)
+		}
+	}
+	want("nobody has any", "one", 1000, true)
+	b.Add("one", share.Amount{Count: 1, Size: 30})
+	want("within its share", "one", 20, true)
+	want("beyond it", "one", 21, false)
+	want("as much as there is room for", "two", 70, true)
+	want("more than there is room for", "two", 71, false)
+	b.Add("two", share.Amount{Count: 6, Size: 60})
+	want("the last one", "three", 10, true)
+	b.Add("three", share.Amount{Count: 1, Size: 1})
+	want("no more of them", "four", 1, false)
+}
