@@ -65,6 +65,10 @@ def main():
                 return r, hit
             time.sleep(2)
 
+    def degraded():
+        with open(os.path.join(out, "vllm-A.log"), errors="replace") as fh:
+            return fh.read().count("entering degraded mode")
+
     with C.reported(R):
         (A, abase), (B, bbase) = (C.lmcache_engine("vllm-" + n, a.model, url, out, a.timeout) for n, url in zip("AB", a.servers))
         first, hit = ask(abase, 11)
@@ -84,6 +88,9 @@ def main():
         check("B_loads_it", hit >= whole - 1 and C.same(third, again)[0], {"hit": hit, "same_ids": C.same(third, again)[0]})
         again, hit = ask(bbase, 11)
         check("B_still_has_what_A_stored", hit >= whole - 1 and C.same(first, again)[0], {"hit": hit, "same_ids": C.same(first, again)[0]})
+        # The scheduler's and the worker's heartbeat each find out by themselves. A store in between waits for mq_timeout, and
+        # then the client's exception ends the engine.
+        C.until("both heartbeats of engine A have noticed", lambda: degraded() >= 2, 60)
         t0 = time.time()
         alone, hit = ask(abase, 44)
         check("A_computes_without_its_server", alone["status"] == 200 and hit == 0, {"hit": hit, "seconds": round(time.time() - t0, 1)})
