@@ -109,3 +109,32 @@ func TestDecodeAloneDoesNotWaitForADoubt(t *testing.T) {
 	}
 	e.answer <- 200
 }
+
+// An engine that is silent keeps nobody for the time of a look, which is HealthInterval's: requests hear soon that none is well.
+func TestASilentEngineEndsADoubt(t *testing.T) {
+	t.Parallel()
+	e := startDoubted(t)
+	url, p := startProxy(t, proxy.Options{Engines: []string{e.url}, HealthInterval: time.Hour, QueueTimeout: time.Hour})
+	reach(t, url)
+	first := e.ask(t, url, 1)
+	<-e.looked
+	more := e.ask(t, url, 1)
+	all := make(chan []int, 1)
+	go func() { all <- append(first(), more()...) }()
+	select {
+	case got := <-all:
+		if got[0] != 503 || got[1] != 503 {
+			t.Errorf("statuses %v", got)
+		}
+	case <-time.After(30 * time.Second):
+		t.Error("requests still wait for a silent engine")
+	}
+	if s := p.Stats(); s.Queued != 0 {
+		t.Errorf("%+v", s)
+	}
+	e.answer <- 200 // it speaks at last: the look under way finds it well
+	eventually(t, "it is used again", func() bool { return p.Stats().Well[e.url] == 1 })
+	if got := e.ask(t, url, 1)(); got[0] != 200 {
+		t.Errorf("statuses %v", got)
+	}
+}

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 )
 
@@ -178,8 +179,12 @@ func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
 	return len(ranks) > 0
 }
 
+// doubtTime is how long requests wait for the look at an engine in doubt, which a silent one may draw
+// out to HealthInterval.
+const doubtTime = 5 * time.Second
+
 // trouble notes that a call failed: the engine is looked at before it is used again, and requests that
-// need it wait for that.
+// need it wait for that, doubtTime at most.
 func (p *Proxy) trouble(b *backend, err error) {
 	if !p.fleet.doubt(b) {
 		return
@@ -192,7 +197,9 @@ func (p *Proxy) trouble(b *backend, err error) {
 		return
 	}
 	p.wg.Go(func() {
-		defer p.fleet.certain(b)
+		end := sync.OnceFunc(func() { p.fleet.certain(b) })
+		defer end()
+		defer time.AfterFunc(doubtTime, end).Stop()
 		p.look(p.ctx, b, false)
 	})
 }
