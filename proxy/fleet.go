@@ -29,12 +29,12 @@ type fleet struct {
 type queue struct {
 	waiters []*waiter
 	shares  share.Books // of clients
+	doubt   bool        // an engine of theirs was in doubt: they hear when none is well
 }
 
 type waiter struct {
-	want  *want
-	doubt bool       // it waits for a look; else for room
-	got   chan grant // one at most
+	want *want
+	got  chan grant // one at most
 }
 
 // grant is places, or why there will be none.
@@ -201,38 +201,45 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 		e, lacks, how := f.pickLocked(both, w)
 		return f.takeLocked(choice{engine: e, lacks: [2]int{lacks}}), how, both
 	}
+	needs := !w.ready && !w.alone // P
 	switch {
 	case dHow != ready:
 	case w.ready:
 		return f.takeLocked(choice{engine: d}), ready, decode
-	case w.alone:
-		return f.takeLocked(choice{engine: d, lacks: [2]int{dLacks}}), ready, decode
-	default:
+	case needs:
 		if lacks, by := f.lacks(w, dLacks); lacks < f.o.SkipPrefill {
 			return f.takeLocked(choice{engine: d, lacks: [2]int{lacks}, spared: by}), ready, decode
 		}
 	}
-	p, pLacks, pHow := f.pickLocked(prefill, w)
-	var who rank
-	if pHow == ready && p.registry != nil {
-		ok := false
-		if who, ok = p.turn(); !ok {
-			pHow = unwell
+	var p *backend // nil: D does without
+	pLacks, pHow, who := 0, ready, rank{}
+	if needs {
+		p, pLacks, pHow = f.pickLocked(prefill, w)
+		if pHow == ready && p.registry != nil {
+			ok := false
+			if who, ok = p.turn(); !ok {
+				pHow = unwell
+			}
+		}
+		if pHow <= doubtful && f.o.DecodeAlone {
+			p, pHow = nil, ready
 		}
 	}
-	switch {
-	case dHow == ready && pHow == ready:
+	switch how := min(dHow, pHow); {
+	case how == ready && p != nil:
 		return f.takeLocked(choice{engine: d, prefill: p, rank: who, lacks: [2]int{0, pLacks}}), ready, decode
-	case dHow == ready && pHow <= doubtful && f.o.DecodeAlone:
+	case how == ready:
 		return f.takeLocked(choice{engine: d, lacks: [2]int{dLacks}}), ready, decode
-	case dHow <= doubtful || pHow <= doubtful:
-		if e, lacks, how := f.pickLocked(both, w); how == ready {
+	case how <= doubtful:
+		e, lacks, eHow := f.pickLocked(both, w)
+		if eHow == ready {
 			return f.takeLocked(choice{engine: e, lacks: [2]int{lacks}}), ready, both
 		}
+		of = decode
 		if pHow <= dHow {
-			return choice{}, max(pHow, unwell), prefill
+			of = prefill
 		}
-		return choice{}, max(dHow, unwell), decode
+		return choice{}, max(how, eHow, unwell), of
 	}
 	return choice{}, full, decode
 }
@@ -277,11 +284,14 @@ func (f *fleet) computed(b *backend, lacks int) {
 func (f *fleet) doubt(b *backend) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	news := b.well.Swap(false)
-	if news {
-		b.doubts++
+	if !b.well.Swap(false) {
+		return false
 	}
-	return news
+	b.doubts++
+	for name, q := range f.mu.queues {
+		q.doubt = q.doubt || b.serves(name)
+	}
+	return true
 }
 
 // certain ends a doubt. Those who wait for it get places, or hear that there are none.
@@ -313,7 +323,7 @@ func (f *fleet) dispatchLocked() {
 		for len(q.waiters) > 0 {
 			first := q.waiters[0]
 			c, how, of := f.chooseLocked(first.want)
-			if how != ready && (how >= doubtful || !first.doubt) {
+			if how != ready && (how >= doubtful || !q.doubt) {
 				break
 			}
 			first.got <- grant{c, f.refuseLocked(first.want, how, of)}
@@ -349,17 +359,15 @@ func (f *fleet) queued() (n int64) {
 // ctx's.
 func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
 	f.mu.Lock()
-	q, doubt := f.mu.queues[w.model], false
+	q := f.mu.queues[w.model]
 	if q == nil { // others do not wait
 		c, how, of := f.chooseLocked(w)
 		if how != full && how != doubtful {
 			defer f.mu.Unlock()
 			return c, f.refuseLocked(w, how, of)
 		}
-		q, doubt = new(queue), how == doubtful
+		q = &queue{doubt: how == doubtful}
 		f.mu.queues[w.model] = q
-	} else {
-		doubt = q.waiters[len(q.waiters)-1].doubt
 	}
 	if !q.shares.MayCount(w.who, f.o.MaxQueue) {
 		if len(q.waiters) == 0 {
@@ -368,7 +376,7 @@ func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
 		f.mu.Unlock()
 		return choice{}, busy("too many requests wait for the model")
 	}
-	self := &waiter{w, doubt, make(chan grant, 1)}
+	self := &waiter{w, make(chan grant, 1)}
 	q.waiters = append(q.waiters, self)
 	q.shares.Add(w.who, share.Amount{Count: 1})
 	f.mu.Unlock()

@@ -1,0 +1,123 @@
+package proxy_test
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/proxy"
+)
+
+// gone is the address of an engine that is not there.
+const gone = "http://127.0.0.1:1"
+
+// held is an engine that keeps its requests until release is closed; well is the status of its /health.
+type held struct {
+	url     string
+	came    chan struct{}
+	release chan struct{}
+	cut     atomic.Bool // it breaks connections off then
+	well    atomic.Int64
+}
+
+func startHeld(t *testing.T) *held {
+	e := &held{came: make(chan struct{}, 100), release: make(chan struct{})}
+	e.well.Store(200)
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(int(e.well.Load())) })
+	mux.HandleFunc("POST /v1/", func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body) // else nobody notices that the proxy has left
+		e.came <- struct{}{}
+		select {
+		case <-e.release:
+		case <-r.Context().Done():
+		}
+		if e.cut.Load() {
+			panic(http.ErrAbortHandler)
+		}
+		fmt.Fprint(w, `{"ok":1}`)
+	})
+	s := httptest.NewServer(mux)
+	t.Cleanup(s.Close)
+	e.url = s.URL
+	return e
+}
+
+// send sends a request and returns where its status will be.
+func send(t *testing.T, url string) <-chan string {
+	out := make(chan string, 1)
+	go func() {
+		q, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url, strings.NewReader(`{"prompt":"x"}`))
+		var r *http.Response
+		if err == nil {
+			r, err = http.DefaultClient.Do(q)
+		}
+		if err != nil {
+			out <- err.Error()
+			return
+		}
+		defer r.Body.Close()
+		text, _ := io.ReadAll(r.Body)
+		out <- fmt.Sprint(r.StatusCode, " ", string(text))
+	}()
+	return out
+}
+
+// Requests wait for an engine that is only full, whatever else is not well, and the proxy's health says so.
+func TestRequestsWaitForTheFullEngineThatTheyNeed(t *testing.T) {
+	t.Parallel()
+	f := func(path string, o func(e string, o *proxy.Options)) {
+		t.Helper()
+		e := startHeld(t)
+		options := proxy.Options{
+			Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: gone}}, MaxPerEngine: 1, HealthInterval: 20 * time.Millisecond, QueueTimeout: time.Hour,
+		}
+		o(e.url, &options)
+		url, p := startProxy(t, options)
+		eventually(t, "the engine is well", func() bool { return p.Stats().Well[e.url] == 1 })
+		first := send(t, url+path)
+		<-e.came
+		second := send(t, url+path)
+		eventually(t, "the second waits or has its answer", func() bool { return p.Stats().Queued == 1 || len(second) == 1 })
+		close(e.release)
+		if a, b := <-first, <-second; a[:3] != "200" || b[:3] != "200" {
+			t.Errorf("%s: %s; %s", path, a, b)
+		}
+	}
+	f("/v1/completions", func(e string, o *proxy.Options) { o.Decode, o.DecodeAlone = []string{e}, true })
+	f("/v1/embeddings", func(e string, o *proxy.Options) { o.Decode = []string{e} })
+	f("/v1/completions", func(e string, o *proxy.Options) { o.Decode, o.Engines = []string{gone}, []string{e} })
+}
+
+// Requests that wait for room hear, too, when the engine breaks off and is not well then; so does the one that it broke off.
+func TestThoseWhoWaitForRoomHearThatTheEngineHasGone(t *testing.T) {
+	t.Parallel()
+	e := startHeld(t)
+	url, p := startProxy(t, proxy.Options{Engines: []string{e.url}, MaxPerEngine: 1, HealthInterval: time.Hour, QueueTimeout: time.Hour})
+	reach(t, url)
+	all := []<-chan string{send(t, url+"/v1/completions")}
+	<-e.came
+	for i := range 3 {
+		all = append(all, send(t, url+"/v1/completions"))
+		eventually(t, "it waits", func() bool { return p.Stats().Queued == int64(i+1) })
+	}
+	e.cut.Store(true)
+	e.well.Store(500)
+	close(e.release)
+	late := time.After(20 * time.Second)
+	for i, one := range all {
+		select {
+		case got := <-one:
+			if got[:3] != "503" || !strings.Contains(got, "is well") {
+				t.Errorf("request %d: %s", i, got)
+			}
+		case <-late:
+			t.Fatalf("request %d still waits for an engine that has gone: %d in the queue", i, p.Stats().Queued)
+		}
+	}
+}
