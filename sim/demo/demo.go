@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
@@ -157,12 +158,17 @@ func (r *run) start(ctx context.Context) (stop func() error, err error) {
 	return stop, nil
 }
 
-func freePort() (int, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return 0, err
+// freePort returns a port that nobody listens on. It is none of those that Linux gives to connections
+// and to listeners that ask for any, so it stays free until the server's first life and its second.
+func freePort() (port int, err error) {
+	for range 100 {
+		port = 20000 + rand.IntN(32768-20000)
+		var l net.Listener
+		if l, err = net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(port)); err == nil {
+			return port, l.Close()
+		}
 	}
-	return l.Addr().(*net.TCPAddr).Port, l.Close()
+	return 0, err
 }
 
 // serve starts the server and waits until it answers.
