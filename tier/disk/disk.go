@@ -156,7 +156,7 @@ func openVolume(o *Options, dir Dir, number uint8, f files, now func() time.Time
 	v.journal.turn = make(chan struct{}, 1)
 	v.heads.bytes, v.bounces.bytes = 2*block, bouncePiece
 	v.mu.index, v.mu.segs, v.mu.gone = newIndex(), map[uint32]*segment{}, map[uint64]map[uint32]struct{}{}
-	v.mu.writing = map[kv.Key]int{}
+	v.mu.writing, v.mu.dropped = map[kv.Key]int{}, map[kv.Key]struct{}{}
 	v.mu.changed = make(chan struct{})
 	if err := v.open(); err != nil {
 		v.stop()

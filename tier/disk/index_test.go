@@ -2,8 +2,10 @@ package disk
 
 import (
 	"encoding/binary"
+	"hash/maphash"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -162,4 +164,61 @@ func TestIndexBytes(t *testing.T) {
 		t.Errorf("%.0f bytes an object", worst)
 	}
 	runtime.KeepAlive(&x)
+}
+
+// collide returns two of the keys that of makes which have one tag in one table.
+func collide(x *index, of func(i int) kv.Key) (a, b kv.Key) {
+	const keys = 1 << 22
+	hashes := make([]uint64, keys)
+	for round := 0; ; round += keys {
+		for i := range hashes {
+			k := of(round + i)
+			h := maphash.Comparable(x.seed, k)
+			hashes[i] = h>>tableShift<<54 | h&(1<<32-1)<<22 | uint64(i)
+		}
+		slices.Sort(hashes)
+		for i := range keys - 1 {
+			if hashes[i]>>22 == hashes[i+1]>>22 {
+				return of(round + int(hashes[i]%keys)), of(round + int(hashes[i+1]%keys))
+			}
+		}
+	}
+}
+
+// Two keys that look the same in their table, and differ in nothing but the chunk, or the group, are two objects.
+func TestIndexCollision(t *testing.T) {
+	t.Parallel()
+	for name, of := range map[string]func(i int) kv.Key{
+		"chunk": func(i int) (k kv.Key) { binary.LittleEndian.PutUint32(k.Chunk[:], uint32(i)); return k },
+		"group": func(i int) (k kv.Key) { k.Group = uint32(i); return k },
+	} {
+		x := newIndex()
+		a, b := collide(&x, of)
+		if ta, tagA := x.table(&a); true {
+			if tb, tagB := x.table(&b); a == b || ta != tb || tagA != tagB {
+				t.Fatalf("%s: %v and %v do not collide", name, a, b)
+			}
+		}
+		one, two := entry{seg: 1, block: 1}, entry{seg: 2, block: 2}
+		want := func(k *kv.Key, e entry, there bool) {
+			t.Helper()
+			if got, ok := x.get(k); ok != there || got != e {
+				t.Errorf("%s: %v, %v; want %v, %v", name, got, ok, e, there)
+			}
+		}
+		x.set(&a, one)
+		want(&b, entry{}, false)
+		x.remove(&b)
+		want(&a, one, true)
+		x.set(&b, two)
+		want(&a, one, true)
+		want(&b, two, true)
+		x.remove(&a)
+		want(&a, entry{}, false)
+		want(&b, two, true)
+		x.set(&a, one)
+		x.remove(&b)
+		want(&a, one, true)
+		want(&b, entry{}, false)
+	}
 }

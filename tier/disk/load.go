@@ -44,6 +44,7 @@ func (v *volume) load(names map[string]int64, todo map[uint64]found) {
 		return
 	}
 	v.mu.Lock()
+	v.mu.dropped = nil
 	objects, segments, bytes := v.mu.index.len(), len(v.mu.segs), v.mu.used
 	v.mu.Unlock()
 	v.n.openTook.Store(int64(v.now().Sub(began)))
@@ -66,10 +67,8 @@ func (v *volume) openSegment(f found) (*segment, error) {
 // insert puts what is in a segment into the index, but for what was deleted, and what is
 // there newer.
 func (v *volume) insert(s *segment, records []record, sealed bool) {
-	for len(records) > 0 {
-		n := min(len(records), insertBatch)
-		v.insertSome(s, records[:n])
-		records = records[n:]
+	for part := range slices.Chunk(records, insertBatch) {
+		v.insertSome(s, part)
 	}
 	if sealed {
 		v.mu.Lock()
@@ -85,7 +84,9 @@ func (v *volume) insertSome(s *segment, records []record) {
 	gone := v.mu.gone[s.id]
 	for i := range records {
 		r := &records[i]
-		if _, ok := gone[r.block]; ok {
+		_, was := gone[r.block]
+		if _, is := v.mu.dropped[r.key]; was || is {
+			v.goneLocked(s, r.block)
 			continue
 		}
 		e := entry{r.sum, s.seq, r.block, r.len, r.hot}

@@ -66,6 +66,7 @@ type volume struct {
 		writing map[kv.Key]int                 // objects that are being written, by how many
 		gone    map[uint64]map[uint32]struct{} // deleted and still in a segment, by its id
 		fresh   []place                        // of gone, what is not in the journal yet
+		dropped map[kv.Key]struct{}            // while the index is read: what is found of these is deleted; nil afterwards
 
 		active  *segment   // takes records
 		spare   *segment   // comes next
@@ -576,16 +577,17 @@ func (v *volume) changedLocked() {
 }
 
 // drop takes objects out of the index; journal.save makes it last.
-func (v *volume) drop(keys []kv.Key) (dropped bool) {
+func (v *volume) drop(keys []kv.Key) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for _, k := range keys {
+		if v.mu.dropped != nil {
+			v.mu.dropped[k] = struct{}{}
+		}
 		if e, ok := v.mu.index.get(&k); ok {
 			v.mu.index.remove(&k)
 			v.noteLocked(k, false)
 			v.goneLocked(v.mu.segs[e.seg], e.block)
-			dropped = true
 		}
 	}
-	return dropped
 }
