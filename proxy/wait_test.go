@@ -121,3 +121,57 @@ func TestThoseWhoWaitForRoomHearThatTheEngineHasGone(t *testing.T) {
 		}
 	}
 }
+
+// Requests that wait for the look at an engine hear at once when that is drained, is removed, or the proxy is closed.
+func TestADoubtEndsWithTheEngine(t *testing.T) {
+	t.Parallel()
+	admin := func(method, path string) func(p *proxy.Proxy, engine string) {
+		return func(p *proxy.Proxy, engine string) {
+			w, r := httptest.NewRecorder(), httptest.NewRequest(method, path+"?url="+engine, nil)
+			r.Header.Set("Authorization", "Bearer t")
+			if p.Admin("t").ServeHTTP(w, r); w.Code != 200 {
+				t.Errorf("%s %s: %d", method, path, w.Code)
+			}
+		}
+	}
+	for name, end := range map[string]func(p *proxy.Proxy, engine string){
+		"drained": admin("POST", "/engines/drain"), "removed": admin("DELETE", "/engines"), "closed": func(p *proxy.Proxy, _ string) { p.Close() },
+	} {
+		e := startDoubted(t)
+		url, p := startProxy(t, proxy.Options{Engines: []string{e.url}, HealthInterval: time.Hour, QueueTimeout: time.Hour})
+		reach(t, url)
+		first := send(t, url+"/v1/completions")
+		<-e.looked
+		second := send(t, url+"/v1/completions")
+		eventually(t, "both wait", func() bool { return p.Stats().Queued == 2 })
+		end(p, e.url)
+		if n := p.Stats().Queued; n != 0 { // else the silence of the engine would end it
+			t.Errorf("%s: %d wait", name, n)
+		}
+		if a, b := <-first, <-second; a[:3] != "503" || b[:3] != "503" {
+			t.Errorf("%s: %s; %s", name, a, b)
+		}
+		e.answer <- 200
+	}
+}
+
+// A request that an engine breaks off after the proxy was closed waits for no look: there will be none.
+func TestNoDoubtAfterClose(t *testing.T) {
+	t.Parallel()
+	e := startHeld(t)
+	url, p := startProxy(t, proxy.Options{Engines: []string{e.url}, HealthInterval: time.Hour, QueueTimeout: time.Hour})
+	reach(t, url)
+	one := send(t, url+"/v1/completions")
+	<-e.came
+	p.Close()
+	e.cut.Store(true)
+	close(e.release)
+	select {
+	case got := <-one:
+		if got[:3] != "503" {
+			t.Error(got)
+		}
+	case <-time.After(20 * time.Second):
+		t.Error("it waits for a look")
+	}
+}
