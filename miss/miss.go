@@ -29,7 +29,7 @@ const (
 	BelowFailed         // the tier below failed, or had lost it
 	BelowCorrupt        // the tier below has something else
 	BelowSlower         // the tier below was not asked: computing is expected to be faster
-	NoRoom              // the tier below has it, and all of the pool is pinned or being written
+	NoRoom              // the tier below has it, and all of the pool is pinned, being written or within others' quotas
 	Window              // a group with a window or states lacks it, which others of the chunk do not
 	OtherSalt           // only prompts with another salt stored it
 	OtherModel          // only another model did

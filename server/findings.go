@@ -129,7 +129,7 @@ func (st *Status) adviceFor(why string) string {
 	case miss.BelowSlower.String():
 		return "--l2-load-if-faster leaves the tier out while engines compute faster than it gives: a faster tier, or without that flag every hit is loaded"
 	case miss.NoRoom.String():
-		return "prompts in progress pin all of the pool, or it is being written: raise --l1-size-gb, or let engines run fewer requests at a time"
+		return "all of the pool is pinned by prompts in progress, being written or within other tenants' quotas: raise --l1-size-gb, let engines run fewer requests at a time, or lower those quotas"
 	case miss.BelowFailed.String(), miss.BelowCorrupt.String():
 		return "see the log for what the tier below answered; engines compute these chunks again"
 	}

@@ -57,6 +57,7 @@ func TestFindings(t *testing.T) {
 	f("2 lookups hit here and 0 loads followed", "vLLM's own prefix cache", func(st *Status) { st.Lookup.Hits, st.Lookup.Retrieves = 2, 0 })
 	f("1 store did not fit whole", "raise --l1-size-gb", func(st *Status) { st.Pool.Failures = 1 })
 	f("wait in quarantine", "--l1-write-ttl-seconds", func(st *Status) { st.Pool.QuarantinedBytes = 1 << 29 })
+	f("no room for what the tier below has", "quotas", missed(miss.NoRoom.String()))
 	for r := miss.NeverStored; int(r) < miss.NumReasons; r++ {
 		switch r {
 		case miss.NotPinned: // a load's, not a lookup's

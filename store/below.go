@@ -190,7 +190,7 @@ func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err
 	}
 	slot, err := x.reserveLocked(k, n, pool.Writer{}, &prefixGuard{store: x.Store, by: peer, on: true})
 	if err != nil {
-		if errors.Is(err, pool.ErrFull) { // all is pinned, or being written
+		if errors.Is(err, pool.ErrFull) { // all is pinned, being written or within others' quotas
 			x.pf.belowWhy = cmp.Or(x.pf.belowWhy, miss.NoRoom)
 		}
 		return nil, nil, err

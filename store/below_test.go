@@ -487,3 +487,31 @@ func TestWhatCameFromBelowIsCompared(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 }
+
+// What others have within their quotas does not go for who has none: then no_room is the reason
+// though nothing is pinned.
+func TestNoRoomBesideQuotas(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newTiered(t, 16, "", store.Options{})
+		defer b.close()
+		theirs, other := prompt(1, 16), one
+		if err := b.store.SetQuota("theirs", b.store.Stats().Bytes); err != nil {
+			t.Fatal(err)
+		}
+		b.store.NameTenant(one.Namespace, []byte("theirs"))
+		b.put("theirs", theirs, 0, len(theirs), len(theirs))
+		b.store.EndSession([]byte("theirs"), nobody)
+		synctest.Wait()
+		other.Namespace = kv.Namespace{200}
+		b.store.NameTenant(other.Namespace, []byte("other"))
+		h := prompt(2, 4)
+		keep(t, b.memory, other, h...)
+		before := b.store.Stats()
+		if got := b.await(t, nobody, other, h); got.Hit != 0 || got.Why != miss.NoRoom || before.Resident != len(theirs) {
+			t.Errorf("%+v beside %d chunks of others", got, before.Resident)
+		}
+		if after := b.store.Stats(); after.EvictedChunks != before.EvictedChunks {
+			t.Errorf("%d chunks went", after.EvictedChunks-before.EvictedChunks)
+		}
+	})
+}
