@@ -60,7 +60,7 @@ type announced struct {
 
 const (
 	queueBytes  = 16 << 20  // in the queue; what finds no room is announced when a lookup has it
-	pageBytes   = 128 << 10 // of text, at least
+	pageBytes   = 128 << 10 // of text; a longer one has a page of its own, which is not kept
 	keptPages   = 16
 	keptEntries = 1 << 14
 )
@@ -97,6 +97,7 @@ func (x *news) reset() {
 	if cap(x.list) > keptEntries || cap(x.chunks) > keptEntries {
 		x.list, x.chunks = nil, nil
 	}
+	x.pages = slices.DeleteFunc(x.pages, func(p []byte) bool { return cap(p) > pageBytes })
 	if len(x.pages) > keptPages {
 		clear(x.pages[keptPages:])
 		x.pages = x.pages[:keptPages]
