@@ -81,6 +81,7 @@ var layers = map[string]int{
 	"tier/guarded":                 2,
 	"tier/fs":                      2,
 	"tier/disk":                    2,
+	"tier/disk/touch":              -1,
 	"tier/redis":                   2,
 	"tier/mooncakestore":           3,
 	"tier/s3":                      2,

@@ -6,17 +6,18 @@ import (
 	"sync/atomic"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier/disk/touch"
 )
 
 // Which objects are kept. What is used once wears a disk and takes the room of others, so an object is kept when it is
 // offered for the second time; but where the disk is so large that most objects outlive their first use on it, that
 // costs the first hit of each. So objects are kept at once while the disk has room, and then while that would give
-// more hits: a chooser plays both rules on the keys that are offered and read, as if each rule had the disk alone.
+// more hits: a touch.Chooser plays both rules on the keys that are offered and read, as if each rule had the disk alone.
 
 // admission says which objects are kept.
 type admission struct {
 	touched touched
-	chooser chooser
+	chooser touch.Chooser
 	refused atomic.Int64 // objects offered for the first time
 }
 
@@ -27,7 +28,7 @@ func (d *Disk) admits(k *kv.Key, n int64) bool {
 	}
 	h := maphash.Comparable(d.admission.touched.seed, *k)
 	if !d.opts.SecondTouch {
-		d.admission.chooser.touch(h, recordBytes(n), d.capacity())
+		d.admission.chooser.Touch(h, recordBytes(n), d.capacity())
 	}
 	return d.admission.touched.again(h) || d.keepsFirst()
 }
@@ -35,7 +36,7 @@ func (d *Disk) admits(k *kv.Key, n int64) bool {
 // wasRead tells the chooser of a hit.
 func (d *Disk) wasRead(k *kv.Key, n int64) {
 	if !d.opts.FirstTouch && !d.opts.SecondTouch {
-		d.admission.chooser.touch(maphash.Comparable(d.admission.touched.seed, *k), recordBytes(n), d.capacity())
+		d.admission.chooser.Touch(maphash.Comparable(d.admission.touched.seed, *k), recordBytes(n), d.capacity())
 	}
 }
 
@@ -49,7 +50,7 @@ func (d *Disk) keepsFirst() bool {
 			return true
 		}
 	}
-	return d.admission.chooser.prefersFirst()
+	return d.admission.chooser.PrefersFirst()
 }
 
 // hasRoom reports whether a segment can be made without removing another.
@@ -75,91 +76,6 @@ func (d *Disk) capacity() (n int64) {
 		v.mu.Unlock()
 	}
 	return n
-}
-
-// mostPlayed bounds the keys of a chooser: 4 MiB.
-const mostPlayed = 1 << 16
-
-// chooser compares two rules by the hits that they would have lately, in bytes: to keep what is offered first, and to keep
-// what is offered for the second time. Of each rule it knows how many bytes it would have written: an object that a rule
-// keeps is there until so many more were written as the disk holds. It looks at one of 2^shift keys.
-type chooser struct {
-	mu struct {
-		sync.Mutex
-		keys          map[uint64]played
-		shift         uint
-		first, second rule
-		asked         int64 // bytes, since hits were halved
-	}
-}
-
-// rule is what one rule would have done.
-type rule struct{ written, hits int64 }
-
-// played is a key that was touched: how much each rule had written when it kept it last; 0: it did not.
-type played struct{ first, second int64 }
-
-// has reports whether an object that was kept at a time is still there.
-func (r *rule) has(at, capacity int64) bool { return at > 0 && r.written-at < capacity }
-
-// touch notes that an object, by the hash of its key, is offered or read.
-func (c *chooser) touch(h uint64, n, capacity int64) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if h&(1<<c.mu.shift-1) != 0 {
-		return
-	}
-	n <<= c.mu.shift
-	p, known := c.mu.keys[h]
-	if c.mu.first.has(p.first, capacity) {
-		c.mu.first.hits += n
-	} else {
-		c.mu.first.written += n
-		p.first = c.mu.first.written
-	}
-	switch {
-	case c.mu.second.has(p.second, capacity):
-		c.mu.second.hits += n
-	case known:
-		c.mu.second.written += n
-		p.second = c.mu.second.written
-	}
-	if c.mu.keys == nil {
-		c.mu.keys = make(map[uint64]played)
-	}
-	if c.mu.keys[h] = p; len(c.mu.keys) > mostPlayed {
-		c.forgetLocked(capacity)
-	}
-	if c.mu.asked += n; c.mu.asked >= capacity { // what was long ago counts less
-		c.mu.asked = 0
-		c.mu.first.hits /= 2
-		c.mu.second.hits /= 2
-	}
-}
-
-// forgetLocked drops what neither rule has had for long. Where that does not do, fewer keys are looked at.
-func (c *chooser) forgetLocked(capacity int64) {
-	const long = 8
-	for h, p := range c.mu.keys {
-		if c.mu.first.written-p.first > long*capacity && !c.mu.second.has(p.second, capacity) {
-			delete(c.mu.keys, h)
-		}
-	}
-	for len(c.mu.keys) > mostPlayed*3/4 {
-		c.mu.shift++
-		for h := range c.mu.keys {
-			if h&(1<<c.mu.shift-1) != 0 {
-				delete(c.mu.keys, h)
-			}
-		}
-	}
-}
-
-// prefersFirst reports whether to keep what is offered first gives more hits: a sixteenth more, since it writes more.
-func (c *chooser) prefersFirst() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.mu.first.hits > c.mu.second.hits+c.mu.second.hits/16
 }
 
 // touched remembers keys that were offered once, the last of them: two tables take turns.

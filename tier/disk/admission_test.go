@@ -8,66 +8,6 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-// The rule that gives more hits is found, and found again when what is asked for changes.
-func TestChooser(t *testing.T) {
-	const capacity = 1000 // objects of one byte
-	var c chooser
-	touch := func(key uint64) { c.touch(mix(key), 1, capacity) }
-	if c.prefersFirst() {
-		t.Error("first touch is preferred before anything is known")
-	}
-	next := uint64(1 << 40)
-	oneAfterOther := func(n int) { // each twice, soon: the second rule never has it in time
-		for i := range uint64(n) {
-			touch(next + i)
-			if i >= 500 {
-				touch(next + i - 500)
-			}
-		}
-		next += uint64(n)
-	}
-	hotAndOnce := func(n int) { // 200 come again and again, between many that come once
-		for i := range uint64(n) {
-			touch(i % 200)
-			for range 20 {
-				next++
-				touch(next)
-			}
-		}
-	}
-	for range 2 {
-		oneAfterOther(20 * capacity)
-		if !c.prefersFirst() {
-			t.Errorf("what comes twice within the disk's size: %+v", c.mu.first)
-		}
-		hotAndOnce(2 * capacity)
-		if c.prefersFirst() {
-			t.Errorf("some that are hot, many that come once: first %+v, second %+v", c.mu.first, c.mu.second)
-		}
-	}
-}
-
-// A chooser looks at so few of many keys that its memory has a limit, and decides the same.
-func TestChooserIsBounded(t *testing.T) {
-	const capacity = 1 << 20
-	var c chooser
-	for i := range uint64(1 << 21) {
-		c.touch(mix(i), 1, capacity)
-		if i >= capacity/2 {
-			c.touch(mix(i-capacity/2), 1, capacity)
-		}
-		if len(c.mu.keys) > mostPlayed {
-			t.Fatalf("%d keys", len(c.mu.keys))
-		}
-	}
-	if c.mu.shift == 0 || c.mu.shift > 8 || !c.prefersFirst() {
-		t.Errorf("one key of 2^%d, first %+v, second %+v", c.mu.shift, c.mu.first, c.mu.second)
-	}
-	if n := c.mu.first.written; n < 3<<19 || n > 5<<19 {
-		t.Errorf("%d bytes are taken for written, of 2 Mi", n)
-	}
-}
-
 // Without a rule a disk keeps everything while it has room, what comes again afterwards, and everything
 // once that gives more hits.
 func TestAdmission(t *testing.T) {
