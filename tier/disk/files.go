@@ -131,18 +131,30 @@ func (o *osFiles) inUse() error {
 	return fmt.Errorf("%w by process %s", ErrInUse, by)
 }
 
-// probe finds out whether direct I/O is possible.
+// probe finds out whether direct I/O is possible. Where a directory of ours has no room for that, what is there can be
+// served, and give room back.
 func (o *osFiles) probe() error {
 	if err := o.remove("probe"); err != nil {
 		return err
 	}
 	for {
 		f, err := o.create("probe", 0)
-		b := shm.MakeAligned(block, block)
+		b := [][]byte{shm.MakeAligned(block, block)}
 		if err == nil {
-			err = errors.Join(f.writev([][]byte{b}, 0), f.readv([][]byte{b}, 0), f.close())
+			if err = f.writev(b, 0); err == nil {
+				err = f.readv(b, 0)
+			}
+			err = errors.Join(err, f.close())
 		}
-		if err := errors.Join(err, o.remove("probe")); errors.Is(err, unix.EINVAL) && o.direct != 0 {
+		err = errors.Join(err, o.remove("probe"))
+		if noRoom(err) {
+			if f, e := o.open(markName); e == nil {
+				return f.close()
+			} else if errors.Is(e, unix.EINVAL) {
+				err = e
+			}
+		}
+		if errors.Is(err, unix.EINVAL) && o.direct != 0 {
 			o.direct = 0
 			continue
 		} else if err != nil {
@@ -151,6 +163,9 @@ func (o *osFiles) probe() error {
 		return nil
 	}
 }
+
+// noRoom reports whether an error says that the file system, or somebody's part of it, is full.
+func noRoom(err error) bool { return errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) }
 
 func (o *osFiles) openat(name string, flags int) (int, error) {
 	return unix.Openat(o.dir, name, flags|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)

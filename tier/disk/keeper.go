@@ -8,7 +8,6 @@ import (
 	"maps"
 	"math"
 	"slices"
-	"syscall"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -135,7 +134,7 @@ func (v *volume) newSegment() (*segment, error) {
 	name := segmentName(s.seq, s.id)
 	var err error
 	s.file, err = v.files.create(name, v.segment)
-	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) { // there is less than it seemed
+	if noRoom(err) { // there is less than it seemed
 		v.noteFull()
 		if old := v.victim(); old != nil && v.isOpen() && v.evict(old) == nil {
 			s.file, err = v.files.create(name, v.segment)

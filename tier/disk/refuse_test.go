@@ -238,6 +238,48 @@ func TestFullFileSystem(t *testing.T) {
 	})
 }
 
+// A server that starts on a file system which is full to its last byte serves what is there, and gives room back; where a
+// directory has still to be made there is none for it.
+func TestOpenOnAFullFileSystem(t *testing.T) {
+	smallfs.Run(t, 16<<20, func(t *testing.T, dir string) {
+		const objects = 80
+		path := filepath.Join(dir, "kv")
+		o := small(path)
+		d := open(t, o)
+		for i := range objects {
+			put(t, d, i, 100_000)
+		}
+		closeDisk(t, d)
+		smallfs.Fill(t, dir, filepath.Join(dir, "other"), 0)
+		if d, err := Open(small(filepath.Join(dir, "new"))); !errors.Is(err, syscall.ENOSPC) {
+			t.Errorf("a new one: %v", err)
+			if err == nil {
+				closeDisk(t, d)
+			}
+		}
+		d, err := Open(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		<-d.Opened()
+		d.volumes[0].guard() // at the latest: one segment goes
+		there := 0
+		for i := range objects {
+			switch err := get(t, d, i, 100_000, 0); {
+			case err == nil:
+				there++
+			case !errors.Is(err, tier.ErrMissing):
+				t.Errorf("object %d: %v", i, err)
+			}
+		}
+		if there < objects-20 {
+			t.Errorf("%d of %d objects are there", there, objects)
+		}
+		put(t, d, 1000, 100_000)
+		closeDisk(t, d)
+	})
+}
+
 // On a disk that others have filled to its last byte objects can be deleted, for good, and segments go until MinFree is
 // free again: both write the journal first.
 func TestFullDiskGivesRoomBack(t *testing.T) {
