@@ -139,7 +139,7 @@ func OpenOne(text string, o Options) (tier.Tier, error) {
 		if _, err := os.Stat(path); err != nil {
 			return nil, err
 		}
-		d, err := disk.Open(disk.Options{Dirs: []disk.Dir{{Path: path, Bytes: 1 << 50}}, Log: o.Log})
+		d, err := disk.Open(disk.Options{Dirs: []disk.Dir{{Path: path, Bytes: 1 << 50}}, Look: true, Log: o.Log})
 		if err != nil {
 			return nil, err
 		}

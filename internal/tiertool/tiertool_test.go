@@ -7,10 +7,12 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/internal/leaks"
+	"github.com/kvasir-kv/kvasir/internal/smallfs"
 	"github.com/kvasir-kv/kvasir/internal/tiertool"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
@@ -205,4 +207,40 @@ func TestDisk(t *testing.T) {
 			t.Errorf("%s was opened", text)
 		}
 	}
+}
+
+// Whoever looks at a disk changes nothing there: nothing goes for others' room, also where a server leaves them less than
+// a disk does by default, or where nothing is free at all.
+func TestLookingAtADiskEvictsNothing(t *testing.T) {
+	smallfs.Run(t, 32<<20, func(t *testing.T, dir string) {
+		const objects, n = 80, 100_000
+		path := filepath.Join(dir, "disk")
+		d, err := disk.Open(disk.Options{Dirs: []disk.Dir{{Path: path, Bytes: 16 << 20}}, SegmentBytes: 1 << 20, MinFree: 1, FirstTouch: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range objects {
+			b, m := tiertest.Object(i, n)
+			if err := d.Write(t.Context(), tiertest.Key(i), m, b); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := d.Close(); err != nil {
+			t.Fatal(err)
+		}
+		for _, free := range []int64{512 << 10, 0} {
+			other := filepath.Join(dir, "other")
+			smallfs.Fill(t, dir, other, free)
+			var out strings.Builder
+			if err := tiertool.With("disk:"+path, slog.New(slog.DiscardHandler), func(x tier.Tier) error {
+				time.Sleep(3 * time.Second) // a disk looks at what is free once a second
+				return tiertool.List(t.Context(), &out, x, false)
+			}); err != nil || !strings.Contains(out.String(), "\n80 objects, ") {
+				t.Errorf("%d bytes are free: %v: %s", free, err, &out)
+			}
+			if err := os.Remove(other); err != nil {
+				t.Fatal(err)
+			}
+		}
+	})
 }

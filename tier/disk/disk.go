@@ -59,6 +59,7 @@ type Options struct {
 	ScrubRate    int64 // bytes per second that are compared with their checksums in the background; default 8 MiB
 	FirstTouch   bool  // keep an object when it is offered first, whatever the disk has; default: while it has room, or that gives more hits
 	SecondTouch  bool  // keep an object when it is offered for the second time, whatever the disk has
+	Look         bool  // for tools: nothing goes for the room of others, and no checkpoint says what was read
 	Log          *slog.Logger
 
 	// What is found, comes and goes is noted as a tier's of that number, of the first Dir; those after it have the next ones.
@@ -371,7 +372,7 @@ func (v *volume) close() error {
 	if spare != nil {
 		errs = append(errs, v.evict(spare))
 	}
-	if v.checked != v.mu.all && v.whole.Load() {
+	if v.checked != v.mu.all && v.whole.Load() && !v.opts.Look {
 		errs = append(errs, v.checkpoint())
 	}
 	for _, s := range v.mu.segs {

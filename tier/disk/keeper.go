@@ -66,7 +66,7 @@ func (v *volume) tend() {
 		v.synced = now
 		v.syncActive()
 	}
-	if v.isOpen() && v.checkpointDue() {
+	if v.isOpen() && !v.opts.Look && v.checkpointDue() {
 		if err := v.checkpoint(); err != nil {
 			v.log.Warn("write checkpoint", "path", v.dir.Path, "err", err)
 		}
@@ -208,7 +208,7 @@ func (v *volume) noteFull() {
 
 // guard gives room back that others need, or that is above a limit that was lowered.
 func (v *volume) guard() {
-	if !v.isOpen() {
+	if !v.isOpen() || v.opts.Look {
 		return
 	}
 	if err := v.room(0); err != nil && !errors.Is(err, errFull) {
