@@ -134,9 +134,9 @@ func (v *volume) newSegment() (*segment, error) {
 	name := segmentName(s.seq, s.id)
 	var err error
 	s.file, err = v.files.create(name, v.segment)
-	if noRoom(err) { // there is less than it seemed
+	if noRoom(err) && v.isOpen() { // there is less than it seemed
 		v.noteFull()
-		if old := v.victim(); old != nil && v.isOpen() && v.evict(old) == nil {
+		if old := v.victim(); old != nil && v.evict(old) == nil {
 			s.file, err = v.files.create(name, v.segment)
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -278,6 +279,75 @@ func TestOpenOnAFullFileSystem(t *testing.T) {
 		put(t, d, 1000, 100_000)
 		closeDisk(t, d)
 	})
+}
+
+// A file system that refuses a segment while the disk is still being read costs none of those that are there its turn to
+// go later.
+func TestRefusedWhileOpening(t *testing.T) {
+	const limit, old, n = 1 << 20, 60, 9000
+	m, c := newMemFiles(1, 1<<30), newClock()
+	o := Options{SegmentBytes: minSegment, MinFree: 1, FirstTouch: true}
+	d := openMem(t, o, limit, c, m)
+	for i := range old {
+		put(t, d, i, n)
+	}
+	closeDisk(t, d)
+	m = m.kill()
+	m.dead = false
+	blocked, release := make(chan struct{}), make(chan struct{})
+	var once, free sync.Once
+	refuse := true
+	m.fail = func(deed, name string) error {
+		switch {
+		case deed == "create" && strings.HasSuffix(name, suffix) && refuse:
+			return syscall.EDQUOT
+		case deed == "read" && name == segmentName(2, idOf(m, 2)):
+			m.mu.Unlock()
+			once.Do(func() { close(blocked) })
+			<-release
+			m.mu.Lock()
+		}
+		return nil
+	}
+	delete(m.names, checkName)
+	o.Dirs = []Dir{{"mem", limit}}
+	d, err := openWith(o, func(string) (files, error) { return m, nil }, c.now)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer closeDisk(t, d)
+	defer free.Do(func() { close(release) })
+	<-blocked
+	for range 3 {
+		b, meta := object(1000, n, 0)
+		if err := d.Write(t.Context(), tiertest.Key(1000), meta, b); !errors.Is(err, tier.ErrNotKept) || !errors.Is(err, syscall.EDQUOT) {
+			t.Errorf("write: %v", err)
+		}
+		c.pass(refusePause)
+	}
+	m.mu.Lock()
+	refuse = false
+	m.mu.Unlock()
+	free.Do(func() { close(release) })
+	<-d.Opened()
+	for i := range 10 * old {
+		put(t, d, 2000+i, n)
+	}
+	for i := range old {
+		if err := get(t, d, i, n, 0); !errors.Is(err, tier.ErrMissing) {
+			t.Errorf("object %d stays for ever: %v", i, err)
+		}
+	}
+}
+
+// idOf returns the id of a segment by its number.
+func idOf(m *memFiles, seq uint32) uint64 {
+	for name := range m.names {
+		if s, id, ok := parseSegment(name); ok && s == seq {
+			return id
+		}
+	}
+	return 0
 }
 
 // On a disk that others have filled to its last byte objects can be deleted, for good, and segments go until MinFree is
