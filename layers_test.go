@@ -19,7 +19,8 @@ const module = "github.com/kvasir-kv/kvasir"
 // layers places each package. A package imports packages of lower layers only;
 // ARCHITECTURE.md describes them. A package without an entry fails the test.
 var layers = map[string]int{
-	"internal/rawio":               -1, // below everything
+	"internal/filelock":            -2, // below everything
+	"internal/rawio":               -1,
 	"internal/resp":                -1,
 	"internal/nearest":             -1,
 	"internal/size":                -1,

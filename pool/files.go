@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvasir-kv/kvasir/internal/filelock"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/shm"
 )
@@ -150,10 +151,10 @@ func Drop(dir, name string) (taken int64, err error) {
 	}
 	var lock *os.File
 	pid := servedBy(path + IndexSuffix)
-	err = lockAfter(func() error {
+	err = filelock.After(pid, shm.ErrLocked, func() error {
 		lock, err = shm.LockFile(path + IndexSuffix)
 		return err
-	}, pid)
+	})
 	if errors.Is(err, shm.ErrLocked) {
 		return 0, fmt.Errorf("%w: process %d serves %s", ErrInUse, pid, path)
 	}

@@ -1,7 +1,6 @@
 package pool
 
 import (
-	"bytes"
 	"cmp"
 	"errors"
 	"fmt"
@@ -13,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/arena"
+	"github.com/kvasir-kv/kvasir/internal/filelock"
 	"github.com/kvasir-kv/kvasir/shm"
 )
 
@@ -107,7 +107,7 @@ func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 	if errors.Is(herr, ErrIndex) && !o.Cold {
 		return nil, fmt.Errorf("%w: %s: %w", ErrForeign, path+IndexSuffix, herr)
 	}
-	if err := lockAfter(index.Lock, h.pid); err != nil || !index.Exists() {
+	if err := filelock.After(h.pid, shm.ErrLocked, index.Lock); err != nil || !index.Exists() {
 		return nil, fmt.Errorf("%w: process %d serves %s", ErrInUse, h.pid, path)
 	}
 	if o.Cold || errors.Is(herr, errUnfinished) {
@@ -136,30 +136,6 @@ func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 	}
 	claim(index)
 	return p, nil
-}
-
-// lockAfter takes the lock of an index that process pid served. A killed process
-// keeps its locks until the kernel has taken it apart, some milliseconds to
-// seconds with a large mapping, and gives no sign when it has.
-func lockAfter(lock func() error, pid int) error {
-	const step = 10 * time.Millisecond
-	for wait := time.Duration(0); ; wait += step {
-		err := lock()
-		if !errors.Is(err, shm.ErrLocked) || wait >= 5*time.Second || wait >= 100*time.Millisecond && lives(pid) {
-			return err
-		}
-		time.Sleep(step)
-	}
-}
-
-// lives reports whether a process is there and not about to end.
-func lives(pid int) bool {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return false
-	}
-	_, after, _ := bytes.Cut(stat, []byte(") ")) // after the command's name
-	return len(after) > 0 && after[0] != 'Z' && after[0] != 'X'
 }
 
 func create(path string, o Options) (*Pool, error) {

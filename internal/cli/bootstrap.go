@@ -112,11 +112,12 @@ func (c *bootstrapCmd) Run(e *env) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, r.Close()) }()
-	listener, err := bind(func() (net.Listener, error) {
+	var listener net.Listener
+	if err := e.bind(func() (err error) {
 		// Idle connections end anyway, so the kernel need not ask after them.
-		return (&net.ListenConfig{KeepAlive: -1}).Listen(e.ctx, "tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
-	})
-	if err != nil {
+		listener, err = (&net.ListenConfig{KeepAlive: -1}).Listen(e.ctx, "tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
+		return err
+	}); err != nil {
 		return listenError(err, "--host", "--port (P's own server is on VLLM_MOONCAKE_BOOTSTRAP_PORT)")
 	}
 	e.parts.Add("bootstrap", func() any { return r.Stats() })

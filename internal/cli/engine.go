@@ -4,9 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"net"
 	"os"
-	"strconv"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
@@ -131,7 +129,7 @@ func (c *engineCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
-	listener, err := net.Listen("tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
+	listener, err := e.listen(c.Host, c.Port)
 	if err != nil {
 		return listenError(err, "--host", "--port")
 	}

@@ -1,7 +1,6 @@
 package cli
 
 import (
-	"context"
 	"fmt"
 	"log/slog"
 	"net"
@@ -68,16 +67,20 @@ func (f *eventFlags) changes() *tier.Changes {
 }
 
 // publisher returns who publishes a Book's records, listening; nil where the flags want none.
-func (f *eventFlags) publisher(ctx context.Context, book *events.Book, o events.PublisherOptions) (*events.Publisher, error) {
+func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOptions) (p *events.Publisher, err error) {
 	if f.Events == "" {
 		return nil, nil
 	}
-	p := events.NewPublisher(book, o)
-	at, replay, err := p.Listen(ctx, f.Events, f.EventReplay)
-	if err != nil {
-		_ = p.Close() // nothing was sent
+	var at, replay string
+	if err := e.bind(func() (err error) {
+		p = events.NewPublisher(book, o)
+		if at, replay, err = p.Listen(e.ctx, f.Events, f.EventReplay); err != nil {
+			_ = p.Close() // nothing was sent
+		}
+		return err
+	}); err != nil {
 		return nil, fmt.Errorf("--kv-events, --kv-events-replay: %w", err)
 	}
-	o.Log.Info("publishing KV events", "address", at, "replay", replay, "topic", o.Topic)
+	e.log.Info("publishing KV events", "address", at, "replay", replay, "topic", o.Topic)
 	return p, nil
 }

@@ -4,9 +4,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
-	"net"
 	"os"
-	"strconv"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/metrics"
@@ -176,11 +174,11 @@ func (c *proxyCmd) Run(e *env) (err error) {
 		Proxy: p, Keys: o.Keys, Metrics: registry.Handler(), AdminToken: c.AdminToken, CertFile: c.TLSCert, KeyFile: c.TLSKey,
 		Drain: c.Drain, MaxConns: 2 * c.MaxInFlight, Log: e.log,
 	}
-	if so.Listener, err = net.Listen("tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port))); err != nil {
+	if so.Listener, err = e.listen(c.Host, c.Port); err != nil {
 		return listenError(err, "--host", "--port")
 	}
 	if c.AdminPort != 0 {
-		if so.Admin, err = net.Listen("tcp", net.JoinHostPort(c.AdminHost, strconv.Itoa(c.AdminPort))); err != nil {
+		if so.Admin, err = e.listen(c.AdminHost, c.AdminPort); err != nil {
 			return errors.Join(listenError(err, "--admin-host", "--admin-port"), so.Listener.Close())
 		}
 	}

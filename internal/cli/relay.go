@@ -87,7 +87,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	mux := http.NewServeMux()
 	mux.Handle("/", r)
 	mux.Handle("GET /metrics", registry.Handler())
-	listener, err := net.Listen("tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
+	listener, err := e.listen(c.Host, c.Port)
 	if err != nil {
 		return listenError(err, "--host", "--port")
 	}

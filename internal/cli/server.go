@@ -315,7 +315,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 		return err
 	}
 	o.server.Events = c.book(st, o.tiers.Changes)
-	if o.server.Publisher, err = c.publisher(e.ctx, o.server.Events, c.publisherOptions(c.Port, c.ChunkSize, e.log)); err != nil {
+	if o.server.Publisher, err = c.publisher(e, o.server.Events, c.publisherOptions(c.Port, c.ChunkSize, e.log)); err != nil {
 		return errors.Join(err, st.Close())
 	}
 	srv := server.New(st, o.server)
@@ -414,9 +414,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	if c.IPC != "" {
 		endpoints = append(endpoints, "ipc://"+c.IPC)
 	}
-	listener, err := bind(func() (net.Listener, error) {
-		return net.Listen("tcp", net.JoinHostPort(c.HTTPHost, strconv.Itoa(c.HTTPPort)))
-	})
+	listener, err := e.listen(c.HTTPHost, c.HTTPPort)
 	if err != nil {
 		return listenError(err, "--http-host", "--http-port")
 	}
@@ -425,8 +423,11 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	defer web.Close()
 	var addresses []string
 	for i, endpoint := range endpoints {
-		addr, err := bind(func() (string, error) { return srv.Listen(e.ctx, endpoint) })
-		if err != nil {
+		var addr string
+		if err := e.bind(func() (err error) {
+			addr, err = srv.Listen(e.ctx, endpoint)
+			return err
+		}); err != nil {
 			listener.Close()
 			host, port := "--host", "--port"
 			if i > 0 {
@@ -485,15 +486,24 @@ func isLoopback(host string) bool {
 	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
 
-// bind tries again for a moment while an address is in use: a server that was
-// killed keeps its ports until the kernel has taken it apart.
-func bind[T any](listen func() (T, error)) (T, error) {
+// bind tries again for a moment while an address is in use: a process that was killed keeps its ports until the kernel
+// has taken it apart, which takes some 20 ms for each GB that it had mapped.
+func (e *env) bind(listen func() error) error {
 	const step = 20 * time.Millisecond
 	for wait := time.Duration(0); ; wait += step {
-		v, err := listen()
-		if !errors.Is(err, syscall.EADDRINUSE) || wait >= time.Second {
-			return v, err
+		err := listen()
+		if !errors.Is(err, syscall.EADDRINUSE) || wait >= 3*time.Second || e.ctx.Err() != nil {
+			return err
 		}
 		time.Sleep(step)
 	}
+}
+
+// listen listens on a TCP port.
+func (e *env) listen(host string, port int) (l net.Listener, err error) {
+	err = e.bind(func() error {
+		l, err = net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+		return err
+	})
+	return l, err
 }

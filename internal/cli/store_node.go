@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net"
 	"net/http"
-	"strconv"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
@@ -108,7 +107,7 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	if c.Bind != "" {
 		address, flag = c.Bind, "--bind"
 	}
-	listener, err := net.Listen("tcp", net.JoinHostPort(address, strconv.Itoa(c.HTTPPort)))
+	listener, err := e.listen(address, c.HTTPPort)
 	if err != nil {
 		return listenError(err, flag, "--http-port")
 	}

@@ -21,6 +21,8 @@ import (
 	"path/filepath"
 	"sync"
 	"syscall"
+
+	"github.com/kvasir-kv/kvasir/internal/filelock"
 )
 
 // Error is a file that cannot be used.
@@ -55,9 +57,11 @@ func Open(path, magic string, max int64) (*File, []byte, error) {
 	if err != nil {
 		return nil, nil, fmt.Errorf("lock state file: %w", err)
 	}
-	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+	take := func() error { return syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) }
+	if err := filelock.After(filelock.Owner(lock), syscall.EWOULDBLOCK, take); err != nil {
 		return nil, nil, errors.Join(fmt.Errorf("state file %s is in use by another process: %w", path, err), lock.Close())
 	}
+	filelock.SetOwner(lock)
 	f := &File{path: path, magic: magic, max: max, lock: lock}
 	doc, err := f.read()
 	if err != nil {

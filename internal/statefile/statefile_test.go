@@ -8,6 +8,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 )
 
 const magic = "test 1"
@@ -49,6 +50,18 @@ func TestOneAfterAnother(t *testing.T) {
 	if _, doc = mustOpen(t, path); len(doc) != 1<<20-20 {
 		t.Fatalf("%d bytes after a write that was refused", len(doc))
 	}
+}
+
+// Of a process that was killed the kernel gives the file back a moment later: the next one waits for that.
+func TestLockOfAKilledProcess(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "f")
+	f, _ := mustOpen(t, path)
+	if err := os.WriteFile(path+".lock", []byte("1073741824"), 0o600); err != nil { // no process has such a number
+		t.Fatal(err)
+	}
+	time.AfterFunc(300*time.Millisecond, func() { _ = f.Close() })
+	next, _ := mustOpen(t, path)
+	_ = next.Close()
 }
 
 // A damaged file is an error that names it, wherever the damage is.

@@ -8,11 +8,11 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"sync"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvasir-kv/kvasir/internal/filelock"
 	"github.com/kvasir-kv/kvasir/internal/rawio"
 	"github.com/kvasir-kv/kvasir/shm"
 )
@@ -62,7 +62,7 @@ const (
 type osFiles struct {
 	path   string
 	dir    int
-	lock   int
+	lock   *os.File
 	direct int          // O_DIRECT, or 0 where the file system has none
 	queue  *rawio.Queue // of reads; nil where the kernel has none, or they are not direct
 }
@@ -79,7 +79,7 @@ func openFiles(path string) (_ *osFiles, err error) {
 	if err := os.MkdirAll(path, 0o700); err != nil {
 		return nil, err
 	}
-	o := &osFiles{path: path, dir: -1, lock: -1, direct: unix.O_DIRECT}
+	o := &osFiles{path: path, dir: -1, direct: unix.O_DIRECT}
 	defer func() {
 		if err != nil {
 			_ = o.close()
@@ -89,8 +89,8 @@ func openFiles(path string) (_ *osFiles, err error) {
 		return nil, err
 	}
 	// The file of this name may be removed by whoever cleans up, the directory is what it is.
-	if err := unix.Flock(o.dir, unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
-		return nil, o.inUse()
+	if err := o.take(o.dir); errors.Is(err, ErrInUse) {
+		return nil, err
 	}
 	names, err := o.list()
 	if err != nil {
@@ -103,16 +103,15 @@ func openFiles(path string) (_ *osFiles, err error) {
 			}
 		}
 	}
-	if o.lock, err = o.openat(lockName, unix.O_RDWR|unix.O_CREAT); err != nil {
+	lock, err := o.openat(lockName, unix.O_RDWR|unix.O_CREAT)
+	if err != nil {
 		return nil, fmt.Errorf("make %s: %w", lockName, err)
 	}
-	if err := unix.Flock(o.lock, unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
-		return nil, o.inUse()
-	} else if err != nil {
-		return nil, fmt.Errorf("lock: %w", err)
+	o.lock = os.NewFile(uintptr(lock), lockName)
+	if err := o.take(lock); err != nil {
+		return nil, err
 	}
-	_ = unix.Ftruncate(o.lock, 0)
-	_, _ = unix.Pwrite(o.lock, fmt.Append(nil, os.Getpid()), 0) // for people
+	filelock.SetOwner(o.lock)
 	if err := o.probe(); err != nil {
 		return nil, err
 	}
@@ -122,13 +121,30 @@ func openFiles(path string) (_ *osFiles, err error) {
 	return o, nil
 }
 
-// inUse returns ErrInUse, and by whom if that is known.
-func (o *osFiles) inUse() error {
-	by, err := os.ReadFile(filepath.Join(o.path, lockName))
-	if err != nil || len(by) == 0 || len(by) > 32 {
+// take locks the directory or its file of the lock. Error: ErrInUse.
+func (o *osFiles) take(fd int) error {
+	pid := o.server()
+	err := filelock.After(pid, unix.EWOULDBLOCK, func() error { return unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB) })
+	switch {
+	case err == nil:
+		return nil
+	case !errors.Is(err, unix.EWOULDBLOCK):
+		return fmt.Errorf("lock: %w", err)
+	case pid == 0:
 		return fmt.Errorf("%w by another process", ErrInUse)
 	}
-	return fmt.Errorf("%w by process %s", ErrInUse, by)
+	return fmt.Errorf("%w by process %d", ErrInUse, pid)
+}
+
+// server returns the process that last had the directory; 0 where the file of the lock does not say it.
+func (o *osFiles) server() int {
+	fd, err := o.openat(lockName, unix.O_RDONLY|unix.O_NONBLOCK)
+	if err != nil {
+		return 0
+	}
+	f := os.NewFile(uintptr(fd), lockName)
+	defer f.Close()
+	return filelock.Owner(f)
 }
 
 // probe finds out whether direct I/O is possible. Where a directory of ours has no room for that, what is there can be
@@ -244,10 +260,11 @@ func (o *osFiles) close() error {
 	if o.queue != nil {
 		errs = append(errs, o.queue.Close())
 	}
-	for _, fd := range []int{o.lock, o.dir} {
-		if fd >= 0 {
-			errs = append(errs, unix.Close(fd))
-		}
+	if o.lock != nil {
+		errs = append(errs, o.lock.Close())
+	}
+	if o.dir >= 0 {
+		errs = append(errs, unix.Close(o.dir))
 	}
 	return errors.Join(errs...)
 }

@@ -5,6 +5,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -106,6 +107,29 @@ func TestTwoServersWithoutTheLocksFile(t *testing.T) {
 	d = open(t, small(dir))
 	need(t, d, 1, 10_000)
 	closeDisk(t, d)
+}
+
+// Of a server that was killed the kernel gives the directory back a moment later: the next one waits for that.
+func TestDirectoryOfAKilledServer(t *testing.T) {
+	for _, name := range []string{".", lockName} {
+		dir := t.TempDir()
+		closeDisk(t, open(t, small(dir)))
+		if err := os.WriteFile(filepath.Join(dir, lockName), []byte("1073741824"), 0o600); err != nil { // no process has such a number
+			t.Fatal(err)
+		}
+		f, err := os.Open(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX); err != nil {
+			t.Fatal(err)
+		}
+		time.AfterFunc(300*time.Millisecond, func() { _ = f.Close() })
+		closeDisk(t, open(t, small(dir)))
+		if by, err := os.ReadFile(filepath.Join(dir, lockName)); err != nil || string(by) != strconv.Itoa(os.Getpid()) {
+			t.Errorf("%v: %q had the directory last", err, by)
+		}
+	}
 }
 
 // patch changes a file and renews the checksum of the block at off.

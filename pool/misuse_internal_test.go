@@ -1,72 +1,10 @@
 package pool
 
 import (
-	"errors"
-	"os"
-	"os/exec"
 	"testing"
-	"testing/synctest"
-	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/shm"
 )
-
-// A process that has ended lives no longer, also while its parent has not noticed.
-func TestLives(t *testing.T) {
-	if !lives(os.Getpid()) {
-		t.Error("this process is taken for dead")
-	}
-	if lives(1 << 30) {
-		t.Error("a process that cannot be is taken for alive")
-	}
-	cmd := exec.Command("sleep", "600")
-	if err := cmd.Start(); err != nil {
-		t.Skip("no sleep to run: ", err)
-	}
-	if !lives(cmd.Process.Pid) {
-		t.Error("a process that sleeps is taken for dead")
-	}
-	if err := cmd.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
-	for end := time.Now().Add(time.Minute); lives(cmd.Process.Pid); time.Sleep(time.Millisecond) { // a zombie until Wait
-		if time.Now().After(end) {
-			t.Error("a process that was killed is taken for alive")
-			break
-		}
-	}
-	_ = cmd.Wait()
-}
-
-// The lock of a pool is waited for as long as the process that has it may be ending: for a
-// killed one seconds, for one that lives hardly.
-func TestLockIsWaitedForWhileItsProcessEnds(t *testing.T) {
-	f := func(what string, pid int, held time.Duration, want error, least, most time.Duration) {
-		t.Helper()
-		synctest.Test(t, func(t *testing.T) {
-			began := time.Now()
-			err := lockAfter(func() error {
-				if time.Since(began) < held {
-					return shm.ErrLocked
-				}
-				return nil
-			}, pid)
-			if took := time.Since(began); !errors.Is(err, want) || took < least || took > most {
-				t.Errorf("%s: %v after %v", what, err, took)
-			}
-		})
-	}
-	f("nobody has it", 1<<30, 0, nil, 0, 0)
-	f("a killed one", 1<<30, 2*time.Second, nil, 2*time.Second, 2100*time.Millisecond)
-	f("a killed one that does not end", 1<<30, time.Hour, shm.ErrLocked, 5*time.Second, 5100*time.Millisecond)
-	f("one that lives", os.Getpid(), time.Hour, shm.ErrLocked, 100*time.Millisecond, 200*time.Millisecond)
-	f("one that lives and gives it up", os.Getpid(), 50*time.Millisecond, nil, 50*time.Millisecond, 100*time.Millisecond)
-	other := errors.New("other")
-	if err := lockAfter(func() error { return other }, 1<<30); !errors.Is(err, other) {
-		t.Errorf("another error: %v", err)
-	}
-}
 
 // What its owner must never do to a slot is a panic, and nothing has changed.
 func TestMisuseOfASlotPanics(t *testing.T) {
