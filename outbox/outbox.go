@@ -4,6 +4,7 @@
 package outbox
 
 import (
+	"container/list"
 	"context"
 	"sync"
 	"time"
@@ -31,8 +32,8 @@ type Box struct {
 
 	mu struct {
 		sync.Mutex
-		queue   []Item
-		waiting map[uint32]uint32 // slot → generation, of the newest Item of it that waits
+		queue   list.List                // of Items
+		waiting map[uint32]*list.Element // by slot, the newest Item of it that waits
 		bytes   int64
 		skipped uint64
 	}
@@ -41,7 +42,7 @@ type Box struct {
 // New returns an empty Box in which so many bytes may wait, or one object.
 func New(limit int64) *Box {
 	b := &Box{limit: limit, came: make(chan struct{}, 1)}
-	b.mu.waiting = make(map[uint32]uint32)
+	b.mu.waiting = make(map[uint32]*list.Element)
 	return b
 }
 
@@ -50,18 +51,38 @@ func New(limit int64) *Box {
 func (b *Box) Add(it Item) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if g, ok := b.mu.waiting[it.Slot]; ok && g == it.Generation {
+	if e, ok := b.mu.waiting[it.Slot]; ok && e.Value.(Item).Generation == it.Generation {
 		return true
 	}
 	if b.mu.bytes > 0 && b.mu.bytes+it.Bytes > b.limit {
 		b.mu.skipped++
 		return false
 	}
-	b.mu.waiting[it.Slot] = it.Generation
-	b.mu.queue = append(b.mu.queue, it)
+	b.mu.waiting[it.Slot] = b.mu.queue.PushBack(it)
 	b.mu.bytes += it.Bytes
 	b.wake()
 	return true
+}
+
+// Drop says that what a slot has goes: it is not written, and its room is for others. In a nil Box nothing waits.
+func (b *Box) Drop(slot uint32) {
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if e, ok := b.mu.waiting[slot]; ok {
+		b.removeLocked(e)
+	}
+}
+
+func (b *Box) removeLocked(e *list.Element) Item {
+	it := b.mu.queue.Remove(e).(Item)
+	b.mu.bytes -= it.Bytes
+	if b.mu.waiting[it.Slot] == e {
+		delete(b.mu.waiting, it.Slot)
+	}
+	return it
 }
 
 func (b *Box) wake() {
@@ -88,17 +109,12 @@ func (b *Box) Next(ctx context.Context) (Item, bool) {
 func (b *Box) take() (Item, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if len(b.mu.queue) == 0 {
-		b.mu.queue = nil
+	first := b.mu.queue.Front()
+	if first == nil {
 		return Item{}, false
 	}
-	it := b.mu.queue[0]
-	b.mu.queue = b.mu.queue[1:]
-	b.mu.bytes -= it.Bytes
-	if b.mu.waiting[it.Slot] == it.Generation {
-		delete(b.mu.waiting, it.Slot)
-	}
-	if len(b.mu.queue) > 0 {
+	it := b.removeLocked(first)
+	if b.mu.queue.Len() > 0 {
 		b.wake() // another one may wait for it
 	}
 	return it, true
@@ -196,5 +212,5 @@ func (b *Box) settle(ctx context.Context, it Item, o Outcome) {
 func (b *Box) Stats() Stats {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return Stats{Waiting: len(b.mu.queue), WaitingBytes: b.mu.bytes, Skipped: b.mu.skipped}
+	return Stats{Waiting: b.mu.queue.Len(), WaitingBytes: b.mu.bytes, Skipped: b.mu.skipped}
 }

@@ -57,6 +57,50 @@ func TestAnotherGenerationIsAnotherObject(t *testing.T) {
 	}
 }
 
+// What goes gives its room to others at once, and does not come out; what has taken its slot since then waits on its own.
+func TestDropped(t *testing.T) {
+	b := outbox.New(30)
+	for slot := range uint32(3) {
+		b.Add(outbox.Item{Slot: slot, Bytes: 10})
+	}
+	b.Drop(0)
+	b.Drop(7) // nothing of it waits
+	if !b.Add(outbox.Item{Slot: 0, Generation: 1, Bytes: 10}) || b.Add(outbox.Item{Slot: 8, Bytes: 10}) {
+		t.Error("what went took room, or gave more than it had")
+	}
+	if got := b.Stats(); got != (outbox.Stats{Waiting: 3, WaitingBytes: 30, Skipped: 1}) {
+		t.Errorf("%+v", got)
+	}
+	for _, want := range []outbox.Item{{Slot: 1, Bytes: 10}, {Slot: 2, Bytes: 10}, {Slot: 0, Generation: 1, Bytes: 10}} {
+		if it, ok := b.Next(t.Context()); !ok || it != want {
+			t.Errorf("%+v, %v, want %+v", it, ok, want)
+		}
+	}
+	for g := range uint32(1000) { // of a place that takes nothing for long
+		b.Add(outbox.Item{Slot: 3, Generation: g, Bytes: 10})
+		b.Add(outbox.Item{Slot: 4, Generation: g, Bytes: 10})
+		b.Drop(3)
+		if g > 0 {
+			b.Drop(4)
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	for got := 0; ; got++ {
+		if it, ok := b.Next(ctx); !ok {
+			if got > 1 {
+				t.Errorf("%d came out", got)
+			}
+			break
+		} else if it.Slot != 4 || it.Generation > 0 {
+			t.Errorf("%+v came out", it)
+		}
+	}
+	if got := b.Stats(); got.Waiting != 0 || got.WaitingBytes != 0 {
+		t.Errorf("%+v", got)
+	}
+}
+
 // So many are written at once, after what goes first or after a short while, and one that
 // does not end keeps its writer alone.
 func TestRun(t *testing.T) {

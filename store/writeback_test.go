@@ -3,8 +3,6 @@ package store_test
 import (
 	"bytes"
 	"fmt"
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -14,7 +12,6 @@ import (
 	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/tier"
-	"github.com/kvasir-kv/kvasir/tier/fs"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
@@ -506,52 +503,6 @@ func TestWholeHitsAskNoTier(t *testing.T) {
 			t.Error("the tier was asked")
 		}
 	})
-}
-
-// Two prompts are stored while the directory below is gone, and others are looked up there meanwhile. However long that
-// takes, both are written when it is back, and come from it when the pool has lost them.
-func TestStoredWhileTheDirectoryIsGone(t *testing.T) {
-	for _, away := range []time.Duration{time.Second, 5 * time.Minute} {
-		synctest.Test(t, func(t *testing.T) {
-			const n = 3
-			dir, names := filepath.Join(t.TempDir(), "kv"), tier.NewNames()
-			names.Add(one.Namespace, "model", nil)
-			d, err := fs.Open(fs.Options{Path: dir, Names: names})
-			if err != nil {
-				t.Fatal(err)
-			}
-			b := &tiered{bench: newBench(t, t.TempDir(), 4*n, store.Options{Below: tier.Bounded(d, tier.Limits{})})}
-			defer b.stop()
-			defer b.run()()
-			if err := os.Rename(dir, dir+"-away"); err != nil {
-				t.Fatal(err)
-			}
-			began := time.Now()
-			for i := 0; time.Since(began) < away; i++ {
-				if i < 2 {
-					b.put("p", prompt(i, n), 0, n, n)
-				}
-				if got := b.await(t, nobody, one, prompt(2, n)); got.Hit != 0 {
-					t.Fatalf("%+v", got)
-				}
-				b.store.EndSession([]byte("r"), nobody)
-				time.Sleep(away / 10)
-			}
-			if err := os.Rename(dir+"-away", dir); err != nil {
-				t.Fatal(err)
-			}
-			time.Sleep(time.Minute)
-			files, err := filepath.Glob(filepath.Join(dir, "*.data"))
-			if got := b.store.Stats(); err != nil || len(files) != 2*n || got.WrittenChunks != 2*n || got.Outbox.Waiting > 0 {
-				t.Errorf("gone for %v: %d files, %v, %+v", away, len(files), err, got)
-			}
-			b.store.Clear(true)
-			for i := range 2 {
-				b.load(t, prompt(i, n))
-			}
-			b.idle()
-		})
-	}
 }
 
 // One chunk, or some, are stored while every write fails. The tier is left alone after a few of them, and however long
