@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
@@ -210,7 +211,15 @@ func (d *Dir) read(ctx context.Context, k kv.Key, dst []byte, h *xxh3.Hasher) (t
 	case got < want: // somebody cuts it
 		return tier.Meta{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: want}, Got: tier.Meta{Len: got}}
 	}
+	if d.o.EvictAt > 0 && st.Atim.Sec < time.Now().Unix() {
+		used(path)
+	}
 	return tier.Meta{Len: want, Sum: m.Sum, NoSum: m.NoSum}, nil
+}
+
+// used notes that a file was read: most file systems do so once a day, or not at all. Files of another user stay as they are.
+func used(path string) {
+	_ = unix.UtimesNanoAt(unix.AT_FDCWD, path, []unix.Timespec{{Nsec: unix.UTIME_NOW}, {Nsec: unix.UTIME_OMIT}}, unix.AT_SYMLINK_NOFOLLOW)
 }
 
 // missing says that nothing is there, where that is why a file cannot be opened.

@@ -124,6 +124,44 @@ func TestEviction(t *testing.T) {
 	}
 }
 
+// What is read again and again is used, also where the file system notes only the first read of a day (relatime, which is
+// usual) or none.
+func TestEvictionKnowsWhatIsRead(t *testing.T) {
+	const n = 10_000
+	dir := folder(t)
+	d := open(t, fs.Options{Path: dir, Limit: 10 * n, EvictAt: 0.8, EvictShare: 0.3})
+	for !counted(t, d) {
+		time.Sleep(time.Millisecond)
+	}
+	read := func() { // the oldest two
+		time.Sleep(1100 * time.Millisecond) // times are compared by seconds
+		for seed := range 2 {
+			if _, err := d.Read(t.Context(), tiertest.Key(seed), make([]byte, n)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		time.Sleep(1100 * time.Millisecond)
+	}
+	put(t, d, 0, n)
+	put(t, d, 1, n)
+	read()
+	for seed := 2; seed < 8; seed++ {
+		put(t, d, seed, n)
+	}
+	read()
+	put(t, d, 8, n)
+	for end := time.Now().Add(time.Minute); used(t, dir) > 6*n; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%d bytes are used", used(t, dir))
+		}
+	}
+	for _, seed := range []int{0, 1} {
+		if stat(t, d, seed).Len == 0 {
+			t.Errorf("object %d was read last and went first", seed)
+		}
+	}
+}
+
 // A directory that cannot be written serves what it has, and keeps nothing.
 func TestReadOnly(t *testing.T) {
 	if os.Geteuid() == 0 {
