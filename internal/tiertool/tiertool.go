@@ -288,6 +288,11 @@ func Drop(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
 // Copy writes every object that has a checksum from one tier to another, and compares it
 // on the way. names learns what the objects are called.
 func Copy(ctx context.Context, w io.Writer, from, to tier.Tier, names *tier.Names) error {
+	if d, ok := to.(*fs.Dir); ok {
+		if err := d.Ready(ctx); err != nil {
+			return err
+		}
+	}
 	var copied, bytes, unsummed, bad, refused int64
 	var buf []byte
 	err := each(ctx, from, func(e Entry) error {

@@ -2,6 +2,7 @@ package tiertool_test
 
 import (
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -161,6 +162,35 @@ func TestCopy(t *testing.T) {
 	}
 	if err := tiertool.Verify(t.Context(), &out, memory, false); err != nil {
 		t.Error(err)
+	}
+}
+
+// A copy into a directory with a limit waits until it is known what that has already.
+func TestCopyIntoALimit(t *testing.T) {
+	const n = 50
+	dir, names := t.TempDir(), tier.NewNames()
+	k, model := key(1)
+	names.Add(k.Namespace, model, nil)
+	from := tier.NewMemory(1 << 20)
+	for i := range n {
+		b, m := tiertest.Object(i, 1000)
+		if err := from.Write(t.Context(), tiertest.Key(i), m, b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range 20_000 { // what takes a while to be counted
+		if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf("%d.data", i)), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	to, err := fs.Open(fs.Options{Path: dir, Names: names, Limit: 1 << 30})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer to.Close()
+	var out strings.Builder
+	if err := tiertool.Copy(t.Context(), &out, from, to, names); err != nil || !strings.Contains(out.String(), "copied 50 objects") {
+		t.Errorf("%v: %s", err, &out)
 	}
 }
 

@@ -113,7 +113,7 @@ func openWith(o Options, a attrs) (*Dir, error) {
 		return nil, errors.New("fs: no path, or no names")
 	}
 	d := &Dir{o: o, log: o.Log, attrs: a, temp: filepath.Join(o.Path, o.TempDir)}
-	d.usage.changed = make(chan struct{}, 1)
+	d.usage.changed, d.usage.counted = make(chan struct{}, 1), make(chan struct{})
 	if d.log == nil {
 		d.log = slog.New(slog.DiscardHandler)
 	}

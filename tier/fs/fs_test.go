@@ -84,7 +84,7 @@ func counted(t *testing.T, d *fs.Dir) bool {
 	if err == nil {
 		err = d.Delete(t.Context(), []kv.Key{tiertest.Key(900)})
 	}
-	if err != nil && !errors.Is(err, tier.ErrNotKept) {
+	if err != nil && !errors.Is(err, tier.ErrResting) {
 		t.Fatal(err)
 	}
 	return err == nil

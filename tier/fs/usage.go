@@ -22,7 +22,7 @@ import (
 // usage is what a directory has, as of the last scan and of what was written since.
 type usage struct {
 	objects, bytes, free atomic.Int64
-	counted              atomic.Bool   // a scan has ended
+	counted              chan struct{} // closed once a scan has ended
 	changed              chan struct{} // wakes who evicts
 
 	mu struct { // a leaf; held where several of the figures change
@@ -62,8 +62,32 @@ func (u *usage) scanned(objects, bytes int64, since counts) (changed bool) {
 	defer u.mu.Unlock()
 	u.objects.Store(objects + u.mu.newObjects - since.newObjects)
 	u.bytes.Store(bytes + u.mu.newBytes - since.newBytes)
-	u.counted.Store(true)
+	if !u.isCounted() {
+		close(u.counted)
+	}
 	return u.mu.changes != since.changes
+}
+
+func (u *usage) isCounted() bool {
+	select {
+	case <-u.counted:
+		return true
+	default:
+		return false
+	}
+}
+
+// Ready waits until it is known what a directory with a limit has already: nothing is taken before.
+func (d *Dir) Ready(ctx context.Context) error {
+	if d.o.Limit == 0 {
+		return ctx.Err()
+	}
+	select {
+	case <-d.usage.counted:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // counts are the figures of changes at some time.
@@ -75,7 +99,7 @@ func (u *usage) counts() counts {
 	return counts{u.mu.changes, u.mu.newObjects, u.mu.newBytes}
 }
 
-// room reports, as ErrNotKept, that n bytes more are too many.
+// room reports, as ErrNotKept, that n bytes more are too many, or, as ErrResting, that this is not known yet.
 func (d *Dir) room(n int64) error {
 	if d.o.MinFree > 0 && d.usage.free.Load()-n < d.o.MinFree {
 		return fmt.Errorf("%w: less than %d bytes would be free in the file system", tier.ErrNotKept, d.o.MinFree)
@@ -83,8 +107,8 @@ func (d *Dir) room(n int64) error {
 	if d.o.Limit == 0 {
 		return nil
 	}
-	if !d.usage.counted.Load() {
-		return fmt.Errorf("%w: what is there is being counted", tier.ErrNotKept)
+	if !d.usage.isCounted() {
+		return fmt.Errorf("%w: what is there is being counted", tier.ErrResting)
 	}
 	if float64(d.usage.bytes.Load()+n) > d.o.EvictAt*float64(d.o.Limit) {
 		select {
