@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"text/tabwriter"
+	"time"
 
 	"github.com/zeebo/xxh3"
 
@@ -177,13 +178,22 @@ func orDash(s string) string {
 // printable is a name for a terminal.
 func printable(s string) string { return safelog.Text(s, 1024) }
 
-// ErrDamaged means that objects differ from what was written.
-var ErrDamaged = errors.New("there are damaged objects")
+var (
+	// ErrDamaged means that objects differ from what was written.
+	ErrDamaged = errors.New("there are damaged objects")
+
+	// ErrUnread means that objects could not be read now; nothing is known of them.
+	ErrUnread = errors.New("not all objects could be read")
+
+	// ErrNotTaken means that a place did not take all that was to be copied to it.
+	ErrNotTaken = errors.New("not all objects were taken")
+)
 
 // Verify reads every object that has a checksum and compares. With remove, what is torn or
-// differs is deleted. Error: ErrDamaged where something was.
+// differs is deleted; what cannot be read now stays. Errors: ErrDamaged and ErrUnread where
+// something was.
 func Verify(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
-	var good, unsummed, bad, removed int64
+	var good, unsummed, bad, removed, unread int64
 	var buf []byte
 	err := each(ctx, t, func(e Entry) error {
 		why := ""
@@ -202,6 +212,10 @@ func Verify(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
 			sum := xxh3.Hash(buf)
 			switch {
 			case errors.Is(err, tier.ErrMissing): // it went meanwhile
+				return nil
+			case err != nil && !isCorrupt(err):
+				unread++
+				fmt.Fprintf(w, "%s: not read: %s\n", printable(e.Name), printable(err.Error()))
 				return nil
 			case err != nil:
 				why = err.Error()
@@ -227,11 +241,22 @@ func Verify(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(w, "%d objects are as they were written, %d have no checksum, %d are damaged, %d of them were removed\n", good, unsummed, bad, removed)
-	if bad > removed {
-		return fmt.Errorf("%w: %d", ErrDamaged, bad-removed)
+	fmt.Fprintf(w, "%d objects are as they were written, %d have no checksum, %d are damaged, %d of them were removed, %d could not be read\n", good, unsummed, bad, removed, unread)
+	return errors.Join(several(ErrDamaged, bad-removed), several(ErrUnread, unread))
+}
+
+// isCorrupt reports whether an object was read and is not what it was.
+func isCorrupt(err error) bool {
+	_, ok := errors.AsType[*tier.CorruptError](err)
+	return ok
+}
+
+// several is an error of n objects, nil for none.
+func several(err error, n int64) error {
+	if n == 0 {
+		return nil
 	}
-	return nil
+	return fmt.Errorf("%w: %d", err, n)
 }
 
 // grown returns a buffer of n bytes, b if that has them.
@@ -285,23 +310,45 @@ func Drop(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
 	return err
 }
 
+// tells is how often a copy tells its progress.
+const tells = 10 * time.Second
+
+// copying counts what a copy has done.
+type copying struct{ copied, bytes, there, unsummed, bad, unread, refused int64 }
+
+func (c *copying) String() string {
+	return fmt.Sprintf("copied %d objects, %s; %d were there; left out: %d torn or without a checksum, %d damaged, %d not read, %d not taken",
+		c.copied, kv.FormatBytes(c.bytes), c.there, c.unsummed, c.bad, c.unread, c.refused)
+}
+
 // Copy writes every object that has a checksum from one tier to another, and compares it
-// on the way. names learns what the objects are called.
+// on the way. What is there is not read again, so that a copy that was broken off goes on.
+// names learns what the objects are called. Errors: ErrUnread and ErrNotTaken where
+// something was.
 func Copy(ctx context.Context, w io.Writer, from, to tier.Tier, names *tier.Names) error {
 	if d, ok := to.(*fs.Dir); ok {
 		if err := d.Ready(ctx); err != nil {
 			return err
 		}
 	}
-	var copied, bytes, unsummed, bad, refused int64
+	var n copying
 	var buf []byte
+	told := time.Now()
 	err := each(ctx, from, func(e Entry) error {
+		if time.Since(told) >= tells {
+			told = time.Now()
+			fmt.Fprintf(w, "so far: %s\n", &n)
+		}
 		if e.Torn() || e.Meta.NoSum {
-			unsummed++
+			n.unsummed++
 			return nil
 		}
 		if e.Object.Model != "" {
 			names.Add(e.Key.Namespace, e.Object.Model, []byte(e.Object.Salt))
+		}
+		if isThere(ctx, to, &e) {
+			n.there++
+			return nil
 		}
 		buf = grown(buf, e.Meta.Len)
 		m, err := from.Read(ctx, e.Key, buf)
@@ -310,8 +357,12 @@ func Copy(ctx context.Context, w io.Writer, from, to tier.Tier, names *tier.Name
 			return ctx.Err()
 		case errors.Is(err, tier.ErrMissing):
 			return nil
+		case err != nil && !isCorrupt(err):
+			n.unread++
+			fmt.Fprintf(w, "%s: not read: %s\n", printable(e.Name), printable(err.Error()))
+			return nil
 		case err != nil || m.Sum != xxh3.Hash(buf):
-			bad++
+			n.bad++
 			return nil
 		}
 		err = to.Write(ctx, e.Key, m, buf)
@@ -320,15 +371,22 @@ func Copy(ctx context.Context, w io.Writer, from, to tier.Tier, names *tier.Name
 		}
 		switch {
 		case errors.Is(err, tier.ErrNotKept):
-			refused++
+			n.refused++
 			return nil
 		case err != nil:
 			return err
 		}
-		copied++
-		bytes += m.Len
+		n.copied++
+		n.bytes += m.Len
 		return nil
 	})
-	fmt.Fprintf(w, "copied %d objects, %s; left out: %d torn or without a checksum, %d damaged, %d not taken\n", copied, kv.FormatBytes(bytes), unsummed, bad, refused)
-	return err
+	fmt.Fprintln(w, &n)
+	return errors.Join(err, several(ErrUnread, n.unread), several(ErrNotTaken, n.refused))
+}
+
+// isThere reports whether a tier has an object as it is to be; false where it cannot tell.
+func isThere(ctx context.Context, t tier.Tier, e *Entry) bool {
+	metas := make([]tier.Meta, 1)
+	err := t.Stat(ctx, []kv.Key{e.Key}, metas)
+	return err == nil && metas[0].Len == e.Meta.Len && (metas[0].NoSum || metas[0].Sum == e.Meta.Sum)
 }
