@@ -6,6 +6,7 @@ package safelog
 import (
 	"context"
 	"log/slog"
+	"regexp"
 	"strconv"
 	"strings"
 	"sync"
@@ -181,3 +182,9 @@ func Text(s string, limit int) string {
 func unfit(r rune) bool {
 	return unicode.IsControl(r) || unicode.In(r, unicode.Cf, unicode.Zl, unicode.Zp)
 }
+
+// login is what stands before a host in a URL, or in what looks like one.
+var login = regexp.MustCompile(`//[^/@\s"]*@`)
+
+// HideLogin returns a text without the user and the password of the URLs in it.
+func HideLogin(s string) string { return login.ReplaceAllString(s, "//(set)@") }

@@ -77,3 +77,13 @@ func TestPer(t *testing.T) {
 		safelog.New(nil).Error("nobody listens")
 	})
 }
+
+func TestHideLogin(t *testing.T) {
+	for text, want := range map[string]string{
+		"redis://:hunter2@h:6379": "redis://(set)@h:6379", "x https://a:b@h/c and //d@e": "x https://(set)@h/c and //(set)@e", "https://h/a@b": "https://h/a@b", "unix:@name": "unix:@name",
+	} {
+		if got := safelog.HideLogin(text); got != want {
+			t.Errorf("%s: %s", text, got)
+		}
+	}
+}

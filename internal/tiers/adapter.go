@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/internal/nearest"
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
 	"github.com/kvasir-kv/kvasir/tier/redis"
@@ -47,19 +48,27 @@ type Text string
 func (t Text) String() string {
 	var raw map[string]json.RawMessage
 	if json.Unmarshal([]byte(t), &raw) != nil {
-		return string(t)
+		if strings.Contains(string(t), "\"") && isSecret(string(t)) { // broken JSON
+			return "(a text with secrets)"
+		}
+		return safelog.HideLogin(string(t))
 	}
 	hidden := false
 	for key := range raw {
-		if strings.HasSuffix(key, "password") || strings.Contains(key, "secret") || strings.HasSuffix(key, "token") {
+		if isSecret(key) {
 			raw[key], hidden = json.RawMessage(`"(set)"`), true
 		}
 	}
 	if !hidden {
-		return string(t)
+		return safelog.HideLogin(string(t))
 	}
 	b, _ := json.Marshal(raw)
-	return string(b)
+	return safelog.HideLogin(string(b))
+}
+
+// isSecret reports whether what a key says, or a text with such a key, is for nobody else.
+func isSecret(key string) bool {
+	return strings.Contains(key, "password") || strings.Contains(key, "secret") || strings.Contains(key, "token")
 }
 
 // MarshalYAML is how a file of flags shows it.
@@ -92,7 +101,11 @@ func (r *reader) take(key string, v any) {
 		return
 	}
 	if err := json.Unmarshal(raw, v); err != nil {
-		r.errs = append(r.errs, fmt.Errorf("%q: %s is no %s", key, raw, kindOf(v)))
+		shown := safelog.HideLogin(string(raw))
+		if isSecret(key) {
+			shown = "its value"
+		}
+		r.errs = append(r.errs, fmt.Errorf("%q: %s is no %s", key, shown, kindOf(v)))
 	}
 }
 
@@ -122,13 +135,13 @@ func (r *reader) within(key string, v, least, most float64) {
 func Parse(text string) (a Adapter, _ error) {
 	r := reader{seen: make(map[string]bool)}
 	if err := json.Unmarshal([]byte(text), &r.raw); err != nil || r.raw == nil {
-		return a, fmt.Errorf("%q is no JSON object like {\"type\":\"fs\",\"base_path\":\"/data/kv\"}", text)
+		return a, fmt.Errorf("%q is no JSON object like {\"type\":\"fs\",\"base_path\":\"/data/kv\"}", Text(text).String())
 	}
 	r.take("type", &a.Type)
 	switch {
 	case len(r.errs) > 0:
 	case a.Type == "":
-		return a, fmt.Errorf("%s has no \"type\"; served are %s", text, strings.Join(ours, ", "))
+		return a, fmt.Errorf("%s has no \"type\"; served are %s", Text(text), strings.Join(ours, ", "))
 	case slices.Contains(others, a.Type):
 		return a, fmt.Errorf("type %q: %w", a.Type, ErrNotServed)
 	case !slices.Contains(ours, a.Type):

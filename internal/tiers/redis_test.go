@@ -120,3 +120,29 @@ func TestTextHidesSecrets(t *testing.T) {
 		t.Error(shown)
 	}
 }
+
+// What is wrong with an adapter is said without what is secret in it, however it is wrong.
+func TestErrorsHideSecrets(t *testing.T) {
+	noAWS(t)
+	for _, text := range []string{
+		`{"type":"redis","host":"h","port":1,"password":"hunter2"`,    // no end
+		`{"type":"redis","host":"h","port":1,"password":"hunter2",}`,  // a comma too many
+		`[{"type":"redis","host":"h","port":1,"password":"hunter2"}]`, // a list
+		`{"host":"h","port":1,"password":"hunter2"}`,                  // no type
+		`{"type":"redis","host":"h","port":1,"password":["hunter2"]}`, // no string
+		`{"type":"redis","host":"h","port":1,"sentinel_password":{"hunter2":1}}`,
+		`{"type":"s3","s3_endpoint":"s3://b.h","aws_access_key_id":"i","aws_secret_access_key":["hunter2"]}`,
+		`{"type":"s3","s3_endpoint":"s3://b.h","aws_session_token":["hunter2"]}`,
+		`{"type":"redis","startup_nodes":"redis://:hunter2@h:6379"}`, // a URL, as other programs have it
+		`{"type":"s3_native","s3_bucket":"b","s3_endpoint":"https://id:hunter2@h"}`,
+		`redis://:hunter2@h:6379`,
+	} {
+		_, err := tiers.OpenOne(text, tiers.Options{Names: tier.NewNames()})
+		if err == nil || strings.Contains(err.Error(), "hunter2") {
+			t.Errorf("%s: %v", text, err)
+		}
+		if shown := tiers.Text(text).String(); strings.Contains(shown, "hunter2") {
+			t.Errorf("%s is shown as %s", text, shown)
+		}
+	}
+}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/aws"
 	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/fs"
@@ -128,7 +129,7 @@ func (r *reader) s3Where(b *bucket, plain bool) {
 		case "http", "https":
 			scheme = before
 		default:
-			r.errs = append(r.errs, fmt.Errorf("\"s3_endpoint\": %q begins with none of s3://, https:// and http://", endpoint))
+			r.errs = append(r.errs, fmt.Errorf("\"s3_endpoint\": %q begins with none of s3://, https:// and http://", safelog.HideLogin(endpoint)))
 		}
 	}
 	if plain {

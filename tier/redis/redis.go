@@ -23,6 +23,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/resp"
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 )
@@ -78,7 +79,7 @@ func (o Options) Validate() error {
 	for _, a := range o.Addrs {
 		path, local := strings.CutPrefix(a, unixScheme)
 		_, _, err := net.SplitHostPort(a)
-		c.That(local && path != "" || !local && err == nil, "Addrs", "%q is no host:port and no unix:PATH", a)
+		c.That(local && path != "" || !local && err == nil, "Addrs", "%q is no host:port and no unix:PATH", safelog.HideLogin(a))
 	}
 	c.That(!o.Cluster || o.Sentinel == "", "Sentinel", "%q does not go with a cluster", o.Sentinel)
 	options.Within(&c, "Database", o.Database, 0, 1<<20)

@@ -20,6 +20,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/aws"
 	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/internal/upstream"
 	"github.com/kvasir-kv/kvasir/tier"
 )
@@ -70,7 +71,7 @@ func (o Options) Validate() error {
 	var c options.Checks
 	if o.URL != "" {
 		u, err := url.Parse(o.URL)
-		c.That(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != "" && u.User == nil && u.RawQuery == "" && u.Fragment == "", "URL", "%.200q is not https://host/bucket", o.URL)
+		c.That(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != "" && u.User == nil && u.RawQuery == "" && u.Fragment == "", "URL", "%.200q is not https://host/bucket", safelog.HideLogin(o.URL))
 	}
 	c.That(o.Layout <= LMCache, "Layout", "%d is none", o.Layout)
 	c.That(!strings.HasPrefix(o.Prefix, "/") && !strings.Contains(o.Prefix, "//"), "Prefix", "%q has an empty part", o.Prefix)
