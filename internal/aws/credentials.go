@@ -28,9 +28,10 @@ type Source interface {
 }
 
 const (
-	renewBefore = 5 * time.Minute  // the end of credentials
-	renewTries  = 30 * time.Second // after one that failed
-	findTime    = 20 * time.Second // of one look
+	renewBefore = 5 * time.Minute        // the end of credentials
+	renewTries  = 30 * time.Second       // after one that failed
+	findTime    = 20 * time.Second       // of one look
+	renewWait   = 100 * time.Millisecond // for which the one call that begins a renewal waits for it
 )
 
 // Keeper keeps the credentials of the first source that has some, and renews them before
@@ -54,9 +55,13 @@ func Keep(sources ...Source) *Keeper {
 }
 
 // Get returns credentials that can be used. It looks for them, and waits for that, only
-// where it has none.
+// where it has none: while it renews those that it has they go on.
 func (k *Keeper) Get(ctx context.Context) (Credentials, error) {
-	if c, ok, err := k.known(); ok || err != nil {
+	c, due, err := k.known()
+	if c.ID != "" && due {
+		return k.renew(c), nil
+	}
+	if c.ID != "" || err != nil {
 		return c, err
 	}
 	select {
@@ -65,9 +70,45 @@ func (k *Keeper) Get(ctx context.Context) (Credentials, error) {
 		return Credentials{}, ctx.Err()
 	}
 	defer func() { <-k.turn }()
-	if c, ok, err := k.known(); ok || err != nil { // another one found them meanwhile
+	if c, _, err := k.known(); c.ID != "" || err != nil { // another one found them meanwhile
 		return c, err
 	}
+	return k.look(ctx)
+}
+
+// renew looks for new credentials in the background, unless another call does, and returns those
+// to use now.
+func (k *Keeper) renew(former Credentials) Credentials {
+	select {
+	case k.turn <- struct{}{}:
+	default:
+		return former
+	}
+	done := make(chan Credentials, 1)
+	go func() {
+		defer func() { <-k.turn }()
+		if _, due, _ := k.known(); !due { // another one has just done it
+			done <- former
+			return
+		}
+		c, err := k.look(context.Background())
+		if err != nil {
+			c = former
+		}
+		done <- c
+	}()
+	timer := time.NewTimer(renewWait)
+	defer timer.Stop()
+	select {
+	case c := <-done:
+		return c
+	case <-timer.C:
+		return former
+	}
+}
+
+// look finds credentials. It is called by the one whose turn it is.
+func (k *Keeper) look(ctx context.Context) (Credentials, error) {
 	c, source, err := k.find(ctx)
 	if err != nil && ctx.Err() != nil {
 		return Credentials{}, ctx.Err()
@@ -89,15 +130,16 @@ func (k *Keeper) Get(ctx context.Context) (Credentials, error) {
 	return Credentials{}, err
 }
 
-// known returns what needs no look: credentials, or the error of a look a moment ago.
-func (k *Keeper) known() (c Credentials, ok bool, err error) {
+// known returns what needs no look: credentials, and whether it is time to renew them, or the error
+// of a look a moment ago.
+func (k *Keeper) known() (c Credentials, due bool, err error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	now := time.Now()
 	switch {
-	case k.usableLocked(now) && (k.mu.now.Expires.IsZero() || now.Before(k.mu.next)):
-		return k.mu.now, true, nil
-	case !k.usableLocked(now) && k.mu.failed != nil && now.Before(k.mu.next):
+	case k.usableLocked(now):
+		return k.mu.now, !k.mu.now.Expires.IsZero() && !now.Before(k.mu.next), nil
+	case k.mu.failed != nil && now.Before(k.mu.next):
 		return c, false, k.mu.failed
 	}
 	return c, false, nil
