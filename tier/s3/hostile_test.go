@@ -456,6 +456,28 @@ func TestExpiredCredentialsAreRenewed(t *testing.T) {
 	write(t, x, tiertest.Key(1), meta, b)
 }
 
+// A lookup with credentials that have just ended finds what is there: a HEAD does not say that they
+// have, so the store is asked in another way, and then once more.
+func TestLookupRenewsCredentials(t *testing.T) {
+	f := newFake(t)
+	b, meta := tiertest.Object(1, 100)
+	write(t, open(t, s3.Options{URL: f.url}), tiertest.Key(1), meta, b)
+	x := open(t, s3.Options{URL: f.url, Keys: aws.Keep(&changing{})})
+	f.misbehave(func(w http.ResponseWriter, r *http.Request, normal *httptest.ResponseRecorder) bool {
+		if !strings.Contains(r.Header.Get("Authorization"), "Credential=key1/") {
+			return false
+		}
+		if r.Method == http.MethodHead {
+			w.WriteHeader(http.StatusBadRequest)
+			return true
+		}
+		return status(400, "ExpiredToken")(w, r, normal)
+	})
+	if got := stat(t, x, tiertest.Key(1)); got != meta {
+		t.Errorf("%+v", got)
+	}
+}
+
 // changing are credentials that are others each time.
 type changing struct {
 	mu sync.Mutex

@@ -29,8 +29,20 @@ func objectOf(a *upstream.Response) (object, error) {
 	return object{there: true, length: n, meta: a.Field(metaAnswer), tag: a.Field("Etag")}, err
 }
 
-// look asks for an object without its bytes.
-func (t *Tier) look(ctx context.Context, name string) (o object, _ error) {
+// look asks for an object without its bytes. What was refused to credentials that turn out to have
+// ended is asked for again, with those that came after them.
+func (t *Tier) look(ctx context.Context, name string) (object, error) {
+	former, _ := t.keys.Get(ctx) // without any the request says so
+	o, err := t.lookOnce(ctx, name)
+	if s := status(err); s == http.StatusForbidden || s == http.StatusBadRequest {
+		if now, err := t.keys.Get(ctx); err == nil && now != former {
+			return t.lookOnce(ctx, name)
+		}
+	}
+	return o, err
+}
+
+func (t *Tier) lookOnce(ctx context.Context, name string) (o object, _ error) {
 	err := t.do(ctx, &request{kind: kindHead, name: name}, func(a *upstream.Response) (err error) {
 		o, err = objectOf(a)
 		return err
