@@ -108,6 +108,11 @@ func (t *Tier) do(ctx context.Context, r *request, take func(*upstream.Response)
 			t.explain(err)
 			return err
 		}
+		if r.kind == kindPut || r.kind == kindPost {
+			if !t.spend(1) {
+				return err
+			}
+		}
 		if !t.again.take() {
 			t.bill.noRetries.Add(1)
 			return err

@@ -438,6 +438,22 @@ func TestPutBudget(t *testing.T) {
 	}
 }
 
+// What is sent again counts against the budget of PUTs, too.
+func TestPutBudgetCountsRetries(t *testing.T) {
+	f := newFake(t)
+	x := open(t, s3.Options{URL: f.url, PutsPerHour: 3})
+	f.misbehave(func(w http.ResponseWriter, r *http.Request, normal *httptest.ResponseRecorder) bool {
+		return r.Method == http.MethodPut && status(503, "SlowDown")(w, r, normal)
+	})
+	for i := range 3 {
+		b, meta := tiertest.Object(i, 100)
+		_ = x.Write(t.Context(), tiertest.Key(i), meta, b)
+	}
+	if r, _ := x.Requests(); r.Requests["PUT"] != 3 || r.Unspent["budget"] == 0 {
+		t.Errorf("%+v", r)
+	}
+}
+
 // Calls end with their context, whatever they wait for.
 func TestCallsEndWithTheirContext(t *testing.T) {
 	for _, silent := range []string{http.MethodGet, http.MethodHead, http.MethodPut} {

@@ -98,11 +98,7 @@ func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replac
 		part = max(part, (l.length-1)/maxParts+1)
 		requests = int((l.length-1)/part) + 1 + 2
 	}
-	if t.puts != nil && !t.puts.take(requests) {
-		t.bill.noBudget.Add(1)
-		if t.said.now("budget") {
-			t.log.Warn("the PUTs of this hour are used up: nothing is added to S3 for a while", "url", t.o.URL, "puts_per_hour", t.o.PutsPerHour)
-		}
+	if !t.spend(requests) {
 		return fmt.Errorf("%w: %w", tier.ErrNotKept, errBudget)
 	}
 	fields := []aws.Field{{Name: "content-type", Value: "application/octet-stream"}, {Name: metaField, Value: l.String()}}
@@ -121,9 +117,24 @@ func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replac
 		if !t.unconditional.Swap(true) {
 			t.log.Info("S3 does not know If-None-Match here: of two servers that write one object at once the last one stays", "url", t.o.URL)
 		}
+		if !t.spend(requests) {
+			return fmt.Errorf("%w: %w", tier.ErrNotKept, errBudget)
+		}
 		err = write(nil)
 	}
 	return err
+}
+
+// spend takes PUT and POST requests from the budget, or reports that it is used up.
+func (t *Tier) spend(requests int) bool {
+	if t.puts == nil || t.puts.take(requests) {
+		return true
+	}
+	t.bill.noBudget.Add(1)
+	if t.said.now("budget") {
+		t.log.Warn("the PUTs of this hour are used up: nothing is added to S3 for a while", "url", t.o.URL, "puts_per_hour", t.o.PutsPerHour)
+	}
+	return false
 }
 
 // upload writes an object in parts. What it has written goes again where that fails.
