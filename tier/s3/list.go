@@ -3,6 +3,7 @@ package s3
 import (
 	"context"
 	"fmt"
+	"net/url"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/aws"
@@ -15,6 +16,7 @@ import (
 type page struct {
 	IsTruncated           bool
 	NextContinuationToken string
+	EncodingType          string // of the keys
 	Contents              []struct {
 		Key          string
 		Size         int64
@@ -51,8 +53,10 @@ func (t *Tier) pages(ctx context.Context, f func(p *page) (more bool, _ error)) 
 	if t.o.Layout != Native {
 		return tier.ErrNoList
 	}
+	seen := map[string]bool{"": true} // tokens
 	for token := ""; ; {
-		query := map[string]string{"list-type": "2", "prefix": t.o.Prefix}
+		// Without an encoding one object of others with a control character in its name would hide all.
+		query := map[string]string{"list-type": "2", "prefix": t.o.Prefix, "encoding-type": "url"}
 		if token != "" {
 			query["continuation-token"] = token
 		}
@@ -64,16 +68,29 @@ func (t *Tier) pages(ctx context.Context, f func(p *page) (more bool, _ error)) 
 		if err != nil {
 			return err
 		}
+		p.decode()
 		if more, err := f(&p); err != nil || !more {
 			return err
 		}
 		if !p.IsTruncated {
 			return nil
 		}
-		if p.NextContinuationToken == "" || p.NextContinuationToken == token {
+		if token = p.NextContinuationToken; seen[token] {
 			return fmt.Errorf("%w: a list that does not go on", errAnswer)
 		}
-		token = p.NextContinuationToken
+		seen[token] = true
+	}
+}
+
+// decode decodes the keys, where the store says that it encoded them. Some do not.
+func (p *page) decode() {
+	if p.EncodingType != "url" {
+		return
+	}
+	for i := range p.Contents {
+		if key, err := url.QueryUnescape(p.Contents[i].Key); err == nil {
+			p.Contents[i].Key = key
+		}
 	}
 }
 
