@@ -87,7 +87,8 @@ type Gone struct {
 	For kv.Namespace // whose objects got the room
 }
 
-// Memory remembers 64 bits of the keys that were dropped last, when, why and for whom. Two
+// Memory remembers 64 bits of the keys that were dropped last, when, why and for whom. A key that
+// was dropped again has its last place only. Two
 // keys that agree in those bits only explain a miss wrongly. It takes no lock: its owner's
 // covers it. Less than 112 bytes for each key, taken as keys come.
 type Memory struct {
@@ -118,20 +119,19 @@ func ID(k *kv.Key) uint64 {
 // Add notes that an object was dropped, and why.
 func (m *Memory) Add(k *kv.Key, gone Gone) {
 	id := ID(k)
-	i, ok := m.at[id]
-	switch {
-	case ok:
-	case m.len < m.most:
+	var i uint32
+	if m.len < m.most {
 		i = uint32(m.len)
 		m.len++
 		m.ring.Grow(m.len)
-		m.at[id] = i
-	default:
+	} else {
 		i = uint32(m.next)
 		m.next = (m.next + 1) % m.most
-		delete(m.at, m.ring.At(int(i)).id)
-		m.at[id] = i
+		if oldest := m.ring.At(int(i)).id; m.at[oldest] == i { // else it went again since
+			delete(m.at, oldest)
+		}
 	}
+	m.at[id] = i
 	at := int64(0)
 	if !gone.At.IsZero() {
 		at = gone.At.UnixNano()

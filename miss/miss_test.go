@@ -8,7 +8,7 @@ import (
 )
 
 // TestTheOldestIsForgottenFirst drops three objects, one of them twice, into a memory of
-// two.
+// two: what went first and came back is not the oldest.
 func TestTheOldestIsForgottenFirst(t *testing.T) {
 	one, two, three := kv.Key{Chunk: kv.Hash{1}}, kv.Key{Chunk: kv.Hash{2}}, kv.Key{Chunk: kv.Hash{1}, Group: 1}
 	m := miss.NewMemory(2)
@@ -19,7 +19,7 @@ func TestTheOldestIsForgottenFirst(t *testing.T) {
 		t.Errorf("%v, %v, %v", a, b, c)
 	}
 	m.Add(&three, miss.Gone{Why: miss.Corrupt})
-	if a, b, c := m.Why(&one).Why, m.Why(&two).Why, m.Why(&three).Why; a != miss.NeverStored || b != miss.Cleared || c != miss.Corrupt {
+	if a, b, c := m.Why(&one).Why, m.Why(&two).Why, m.Why(&three).Why; a != miss.Evicted || b != miss.NeverStored || c != miss.Corrupt {
 		t.Errorf("with a third: %v, %v, %v", a, b, c)
 	}
 }
@@ -43,5 +43,25 @@ func TestTheTierIsToBlameForWhatThePoolLacksOnly(t *testing.T) {
 	}
 	if got := miss.BeingStored.Because(miss.BelowSlow); got != miss.BeingStored {
 		t.Errorf("being stored, whatever the tier has: %v", got)
+	}
+}
+
+// TestWhatWentAgainIsAmongTheLast drops the same object again and again, among others that go once.
+func TestWhatWentAgainIsAmongTheLast(t *testing.T) {
+	const most = 64
+	m := miss.NewMemory(most)
+	again := kv.Key{Group: 1}
+	for i := range 10 * most {
+		m.Add(&kv.Key{Chunk: kv.Hash{byte(i), byte(i >> 8)}}, miss.Gone{Why: miss.Evicted})
+		if i%(most/4) != 0 {
+			continue
+		}
+		m.Add(&again, miss.Gone{Why: miss.Cleared})
+		for j := range most / 2 {
+			m.Add(&kv.Key{Chunk: kv.Hash{byte(j), byte(j >> 8), byte(i), byte(i >> 8), 1}}, miss.Gone{Why: miss.Evicted})
+			if got := m.Why(&again).Why; got != miss.Cleared {
+				t.Fatalf("%d objects after it went: %v", j+1, got)
+			}
+		}
 	}
 }
