@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 )
 
 // ErrEnded means that a part ended that nobody had told to.
@@ -29,7 +30,7 @@ func Run(ctx context.Context, log *slog.Logger, parts ...Part) error {
 	var started []*running
 	var errs []error
 	for i := range parts {
-		if ctx.Err() != nil || len(ended) > 0 {
+		if ctx.Err() != nil || slices.ContainsFunc(started, (*running).over) {
 			break
 		}
 		r, ready := start(&parts[i], ended)
@@ -71,6 +72,16 @@ type running struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 	err    error
+}
+
+// over reports whether the part has ended.
+func (r *running) over() bool {
+	select {
+	case <-r.done:
+		return true
+	default:
+		return false
+	}
 }
 
 func start(p *Part, ended chan<- struct{}) (r *running, ready <-chan struct{}) {

@@ -109,3 +109,17 @@ func TestStopWhileStarting(t *testing.T) {
 		t.Error(j.lines)
 	}
 }
+
+// Nothing is started after a part that could not start, also where that ends just now.
+func TestNothingStartsAfterAFailure(t *testing.T) {
+	for i := range 20_000 {
+		var j journal
+		broken := together.Part{Name: "a", Run: func(context.Context, func()) error { return errors.New("broken") }}
+		if err := together.Run(t.Context(), silent, broken, j.part("b", nil)); err == nil || err.Error() != "a: broken" {
+			t.Fatal(err)
+		}
+		if len(j.lines) > 0 {
+			t.Fatalf("attempt %d: %v", i, j.lines)
+		}
+	}
+}
