@@ -5,7 +5,9 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"iter"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -194,7 +196,7 @@ func (p *Publisher) restartLocked() {
 	p.mu.n.Restarts++
 	chunks, last := p.book.Everything()
 	p.mu.cursor = last
-	cleared := []kvevent.Event{{Kind: kvevent.Cleared, Group: -1}}
+	cleared := p.events(draft{})
 	sent := false
 	for _, m := range models(chunks) {
 		p.mu.models[m] = struct{}{}
@@ -210,7 +212,9 @@ func (p *Publisher) restartLocked() {
 	for _, m := range models(chunks) {
 		p.mu.models[m] = struct{}{}
 	}
-	p.batches(chunks, func(topic []byte, events []kvevent.Event) { p.sendLocked(topic, events) })
+	for _, d := range p.drafts(chunks) {
+		p.sendLocked(p.o.topic(d.model), p.events(d))
+	}
 }
 
 // models lists those of chunks that are sorted by model.
@@ -223,17 +227,34 @@ func models(chunks []Placed) (out []string) {
 	return out
 }
 
-// batches divides chunks into events of one message each.
-func (p *Publisher) batches(chunks []Placed, send func(topic []byte, events []kvevent.Event)) {
+// draft is a message that is not encoded yet, about a few chunks of one model; without any it tells
+// readers to forget what they know of the model.
+type draft struct {
+	model  string
+	chunks []Placed
+}
+
+// drafts divides chunks into those of one message each.
+func (p *Publisher) drafts(chunks []Placed) (out []draft) {
 	for len(chunks) > 0 {
-		var events []kvevent.Event
-		model := chunks[0].Model
-		for len(chunks) > 0 && len(events) < p.o.BatchEvents && chunks[0].Model == model {
-			events = append(events, p.event(chunks[0], false))
-			chunks = chunks[1:]
+		n := 1
+		for n < min(len(chunks), p.o.BatchEvents) && chunks[n].Model == chunks[0].Model {
+			n++
 		}
-		send(p.o.topic(model), events)
+		out = append(out, draft{chunks[0].Model, chunks[:n]})
+		chunks = chunks[n:]
 	}
+	return out
+}
+
+func (p *Publisher) events(d draft) (out []kvevent.Event) {
+	if len(d.chunks) == 0 {
+		return []kvevent.Event{{Kind: kvevent.Cleared, Group: -1}}
+	}
+	for _, c := range d.chunks {
+		out = append(out, p.event(c, false))
+	}
+	return out
 }
 
 // mediumNames are vLLM's.
@@ -317,13 +338,13 @@ func (p *Publisher) answer(peer *zmtp.Peer, m zmtp.Message) {
 	send := func(m message) bool {
 		return peer.SendWaiting(delimiter, m.topic, sequenceFrame(m.sequence), m.payload) == nil
 	}
-	var messages []message
+	var messages iter.Seq[message]
 	if string(m[1]) == snapshotRequest {
 		messages = p.snapshot()
 	} else {
 		messages = p.from(number(m[1]))
 	}
-	for _, m := range messages {
+	for m := range messages {
 		if !send(m) {
 			return
 		}
@@ -345,7 +366,7 @@ func number(b []byte) uint64 {
 // from returns the messages from a number on, without a gap; none when the first of them is not kept any
 // more, but for number 0: then it is the messages' number alone that is as it was, and together they tell
 // all that is there.
-func (p *Publisher) from(start uint64) []message {
+func (p *Publisher) from(start uint64) iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.mu.n.Replays++
@@ -354,64 +375,79 @@ func (p *Publisher) from(start uint64) []message {
 	}
 	switch oldest := p.mu.next - uint64(len(p.mu.kept)); {
 	case start >= p.mu.next:
-		return nil
 	case start >= oldest:
-		return append([]message(nil), p.mu.kept[start-oldest:]...)
+		return slices.Values(slices.Clone(p.mu.kept[start-oldest:]))
 	case start == 0 && p.mu.next <= maxCompacted:
 		return p.compactedLocked()
 	}
-	return nil
+	return none
 }
+
+func none(func(message) bool) {}
 
 // maxCompacted bounds the messages of a replay from number 0 that are made for it.
 const maxCompacted = 1 << 18
 
 // compactedLocked returns a message for each number that was published: they hold what is there, as
 // many events in each as it takes, and the last ones nothing.
-func (p *Publisher) compactedLocked() (out []message) {
+func (p *Publisher) compactedLocked() iter.Seq[message] {
 	whole := p.snapshotLocked()
-	last := p.mu.next - 1
-	for _, m := range whole {
-		if m.sequence = uint64(len(out)); m.sequence > last {
-			return nil // there are fewer numbers than messages: a snapshot tells more than the replay could
+	n, topic := p.mu.next, p.mu.topic
+	if uint64(len(whole)) > n {
+		return none // there are fewer numbers than messages: a snapshot tells more than the replay could
+	}
+	return func(yield func(message) bool) {
+		for i, d := range whole {
+			if !yield(p.message(d, uint64(i))) {
+				return
+			}
 		}
-		out = append(out, m)
+		empty := message{topic: topic, payload: p.payload(nil)}
+		for empty.sequence = uint64(len(whole)); empty.sequence < n; empty.sequence++ {
+			if !yield(empty) {
+				return
+			}
+		}
 	}
-	empty := p.payload(nil)
-	for uint64(len(out)) <= last {
-		out = append(out, message{topic: p.mu.topic, payload: empty, sequence: uint64(len(out))})
-	}
-	return out
 }
 
 // snapshot returns messages that tell all that is there. Their number is the one of the next message that
-// is published: it and those after it come on top.
-func (p *Publisher) snapshot() []message {
+// is published: it and those after it come on top. Each is made when its reader takes it.
+func (p *Publisher) snapshot() iter.Seq[message] {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.mu.n.Snapshots++
-	return p.snapshotLocked()
+	whole, next := p.snapshotLocked(), p.mu.next
+	return func(yield func(message) bool) {
+		for _, d := range whole {
+			if !yield(p.message(d, next)) {
+				return
+			}
+		}
+	}
 }
 
-func (p *Publisher) snapshotLocked() (out []message) {
+func (p *Publisher) message(d draft, sequence uint64) message {
+	return message{topic: p.o.topic(d.model), payload: p.payload(p.events(d)), sequence: sequence}
+}
+
+// snapshotLocked returns all that is there, chunks that do not change: it takes no more memory for each than its place in a
+// list until messages are made of it.
+func (p *Publisher) snapshotLocked() (out []draft) {
 	chunks, last := p.book.Everything()
 	p.catchUpLocked(last)
 	for p.mu.cursor != last { // everything was announced anew meanwhile
 		chunks, last = p.book.Everything()
 		p.catchUpLocked(last)
 	}
-	add := func(topic []byte, events []kvevent.Event) {
-		out = append(out, message{topic: topic, payload: p.payload(events), sequence: p.mu.next})
-	}
 	of := models(chunks)
 	if len(of) == 0 {
 		of = []string{""}
 	}
 	for _, m := range of {
-		add(p.o.topic(m), []kvevent.Event{{Kind: kvevent.Cleared, Group: -1}})
+		out = append(out, draft{model: m})
 	}
-	p.batches(chunks, add)
-	return out
+	return append(out, p.drafts(chunks)...)
 }
 
 // Stats returns the figures.
