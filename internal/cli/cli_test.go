@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -159,6 +160,25 @@ func TestServerLife(t *testing.T) {
 	f("--cold to discard it", again...)
 	drop("no engine maps it any more\" path=" + pool)
 	drop("nothing to remove: there is no such pool\" path=" + pool)
+}
+
+// A start that fails because its socket for events is taken leaves no pool behind.
+func TestNoPoolIsLeftWithoutASocketForEvents(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	name := fmt.Sprintf("kvasir_test_events_%d", os.Getpid())
+	code, _, stderr := run(t, "server", "--l1-size-gb", "0.01", "--shm-name", name, "--port", fmt.Sprint(ports.Free(t)), "--http-port", "0", "--kv-events", "tcp://"+l.Addr().String())
+	if code != 1 || !strings.Contains(stderr, "--kv-events") || !strings.Contains(stderr, "address already in use") {
+		t.Errorf("exit %d, %s", code, stderr)
+	}
+	left, _ := filepath.Glob("/dev/shm/lmcache_l1_pool_" + name + "*")
+	for _, f := range left {
+		t.Errorf("left behind: %s", f)
+		_ = os.Remove(f)
+	}
 }
 
 func TestIgnoredFlagsAreNamed(t *testing.T) {

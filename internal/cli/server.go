@@ -316,7 +316,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 	}
 	o.server.Events = c.book(st, o.tiers.Changes)
 	if o.server.Publisher, err = c.publisher(e, o.server.Events, c.publisherOptions(c.Port, c.ChunkSize, e.log)); err != nil {
-		return errors.Join(err, st.Close())
+		return failedStart(st, err)
 	}
 	srv := server.New(st, o.server)
 	if free, ok := hostmem.Available(); ok && c.Populate > 0 && free < st.Files().Bytes()-st.Memory().Provided() {
@@ -325,13 +325,21 @@ func (c *serverCmd) Run(e *env) (err error) {
 	}
 	err = c.serve(e, srv)
 	if err != nil && st.Stats().Resident == 0 {
-		return errors.Join(err, st.Files().Remove(), st.Close()) // a start that failed leaves nothing behind
+		return failedStart(st, err)
 	}
 	chunks, bytes := st.Stats().Resident, st.Files().Bytes()
 	err = errors.Join(err, st.Close())
 	e.log.Info("stopped; the pool stays for the next start with the same flags, and keeps its memory until it is removed",
 		"pool", shm.Dir+"/"+c.poolName(), "pool_bytes", bytes, "chunks", chunks, "remove_with", "kvasir pool rm "+c.poolName())
 	return err
+}
+
+// failedStart closes the store: a start that failed leaves nothing behind but what was there.
+func failedStart(st *store.Store, err error) error {
+	if st.Stats().Resident == 0 {
+		err = errors.Join(err, st.Files().Remove())
+	}
+	return errors.Join(err, st.Close())
 }
 
 // openStore opens the tiers and the pool.
