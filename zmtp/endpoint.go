@@ -36,6 +36,20 @@ func parseEndpoint(endpoint string) (network, address string, err error) {
 	return "", "", fmt.Errorf("zmtp: endpoint %q is neither tcp://host:port nor ipc://path", endpoint)
 }
 
+// HostPort returns where a socket that listens at endpoint is: an empty host is all addresses, port 0 one that
+// the kernel chooses, also for a Unix socket, which has neither.
+func HostPort(endpoint string) (host string, port int, err error) {
+	network, address, err := parseEndpoint(endpoint)
+	if err != nil || network != "tcp" {
+		return "", 0, err
+	}
+	host, service, _ := net.SplitHostPort(address) // it was joined of both
+	if port, err = net.LookupPort(network, service); err != nil {
+		return "", 0, fmt.Errorf("zmtp: endpoint %q has no port from 0 to 65535", endpoint)
+	}
+	return host, port, nil
+}
+
 func listen(ctx context.Context, endpoint string) (net.Listener, error) {
 	network, address, err := parseEndpoint(endpoint)
 	if err != nil {

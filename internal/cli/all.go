@@ -130,7 +130,13 @@ func addressesOf(p *part) []together.Address {
 	}
 	switch c := p.cmd.(type) {
 	case *serverCmd:
-		return []together.Address{of("--port", c.Host, c.Port), of("--http-port", c.HTTPHost, c.HTTPPort)}
+		out := []together.Address{of("--port", c.Host, c.Port), of("--http-port", c.HTTPHost, c.HTTPPort)}
+		events, _ := c.addresses() // they were checked
+		for _, a := range events {
+			a.Part = p.name
+			out = append(out, a)
+		}
+		return out
 	case *bootstrapCmd:
 		return []together.Address{of("--port", c.Host, c.Port)}
 	case *relayCmd:

@@ -175,6 +175,11 @@ func TestBadFilesForAll(t *testing.T) {
 	f("server:\n  port: x\n", `server: --port: "x" is no whole number (--port is from FILE line 2)`)
 	f("relay:\n", "relay: missing flags: --upstream=URL")
 	f("server:\n  http-port: 8998\nbootstrap:\n  host: 0.0.0.0\n", "bootstrap --port and server --http-port are both 8998")
+	f("server:\n  kv-events: tcp://*:8998\nbootstrap:\n", "bootstrap --port and server --kv-events are both 8998")
+	f("server:\n  kv-events: tcp://*:5557\n  kv-events-replay: tcp://127.0.0.1:5557\n", "server --kv-events and server --kv-events-replay are both 5557")
+	f("server:\n  http-host: ''\n  http-port: 8998\nbootstrap:\n", "bootstrap --port and server --http-port are both 8998")
+	f("server:\n  kv-events: '5557'\nbootstrap:\n", `server: --kv-events: zmtp: endpoint "5557" is neither tcp://host:port nor ipc://path (--kv-events is from FILE line 2)`)
+	f("server:\n  kv-events: tcp://*:65536\n", `server: --kv-events: zmtp: endpoint "tcp://*:65536" has no port from 0 to 65535 (--kv-events is from FILE line 2)`)
 	f("log-level: loud\nserver:\n", `--log-level: "loud" is no level: want debug, info, warn or error (--log-level is from FILE line 1)`)
 	f("server:\n  l1-size-gb: 0\nproxy:\n  policy: best\nbootstrap:\n  port: 70000\n",
 		"bootstrap: --port 70000 is outside 0 to 65535 (--port is from FILE line 6); server: --l1-size-gb: 0 bytes are outside one alignment (4096) to 2^50 (--l1-size-gb is from FILE line 2); "+

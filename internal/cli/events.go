@@ -8,9 +8,11 @@ import (
 	"strconv"
 
 	"github.com/kvasir-kv/kvasir/events"
+	"github.com/kvasir-kv/kvasir/internal/together"
 	"github.com/kvasir-kv/kvasir/kvevent"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
 // eventFlags say what is told of what is stored and removed.
@@ -45,7 +47,23 @@ func (f *eventFlags) check() error {
 	case f.Events == "" && f.EventReplay != "":
 		return fmt.Errorf("--kv-events-replay is of no use without --kv-events")
 	}
-	return nil
+	_, err := f.addresses()
+	return err
+}
+
+// addresses are where the publisher listens.
+func (f *eventFlags) addresses() (out []together.Address, _ error) {
+	for _, a := range []together.Address{{Flag: "--kv-events", Host: f.Events}, {Flag: "--kv-events-replay", Host: f.EventReplay}} {
+		var err error
+		if a.Host == "" {
+			continue
+		}
+		if a.Host, a.Port, err = zmtp.HostPort(a.Host); err != nil {
+			return nil, fmt.Errorf("%s: %w", a.Flag, err)
+		}
+		out = append(out, a)
+	}
+	return out, nil
 }
 
 // book returns what follows a store's events; nil where the flags want none.

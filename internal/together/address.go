@@ -18,7 +18,7 @@ type Address struct {
 // URL returns where others of this machine reach it.
 func (a Address) URL() string {
 	host := a.Host
-	if host == "" || isEvery(host) {
+	if isEvery(host) {
 		host = "127.0.0.1"
 	}
 	return "http://" + net.JoinHostPort(host, strconv.Itoa(a.Port))
@@ -45,7 +45,7 @@ func meet(a, b string) bool {
 // isEvery reports whether a host is all addresses of this machine.
 func isEvery(host string) bool {
 	ip := net.ParseIP(host)
-	return ip != nil && ip.IsUnspecified()
+	return host == "" || ip != nil && ip.IsUnspecified()
 }
 
 // isLocal reports whether a host is 127.0.0.1 or a name of it.
