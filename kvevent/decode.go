@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math"
+	"unicode/utf8"
 
 	"github.com/tinylib/msgp/msgp"
 )
@@ -99,7 +100,15 @@ func (d *decoder) text() string {
 	if d.isNil() {
 		return ""
 	}
-	return string(read(d, msgp.ReadStringZC))
+	return d.string()
+}
+
+func (d *decoder) string() string {
+	b := read(d, msgp.ReadStringZC)
+	if !utf8.Valid(b) {
+		d.fail("a text is not UTF-8")
+	}
+	return string(b)
 }
 
 func (d *decoder) hash() []byte {
@@ -155,7 +164,7 @@ func (d *decoder) extra(ev *Event) {
 				d.skip()
 				continue
 			}
-			s := string(read(d, msgp.ReadStringZC))
+			s := d.string()
 			if i == 0 && (j > 0 || s != ev.LoRA) {
 				ev.Salt = s
 			}

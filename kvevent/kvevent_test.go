@@ -240,6 +240,19 @@ func TestCutBatchIsRefused(t *testing.T) {
 	}
 }
 
+// Texts are UTF-8: vLLM's readers refuse a batch in which one is not.
+func TestTextThatIsNotUTF8IsRefused(t *testing.T) {
+	for _, ev := range []kvevent.Event{
+		{Kind: kvevent.Stored, Hashes: [][]byte{{1}}, Salt: "\xff", Group: -1}, {Kind: kvevent.Stored, Hashes: [][]byte{{1}}, LoRA: "\xff", Group: -1}, {Kind: kvevent.Removed, Medium: "\xff", Group: -1},
+	} {
+		for _, e := range []kvevent.Encoding{{}, {Arrays: true}} {
+			if _, err := kvevent.Decode(e.Append(nil, &kvevent.Batch{Events: []kvevent.Event{ev}})); !errors.Is(err, kvevent.ErrBatch) {
+				t.Errorf("%+v: %v", ev, err)
+			}
+		}
+	}
+}
+
 // What is read is written so that it is read the same again.
 func FuzzDecode(f *testing.F) {
 	for _, p := range read(f).Payloads {

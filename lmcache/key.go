@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"unicode/utf8"
 
 	"github.com/tinylib/msgp/msgp"
 
@@ -228,6 +229,8 @@ func (k *KeyView) check() error {
 		return fmt.Errorf("%w: start %d after end %d", ErrKey, k.Start, k.End)
 	case len(k.Model) > maxModelBytes || len(k.RequestID) > MaxRequestBytes || k.NumTokens > MaxTokens:
 		return fmt.Errorf("%w: model_name, request_id or token_ids too long", ErrKey)
+	case !utf8.Valid(k.Model) || !utf8.Valid(k.RequestID) || !utf8.Valid(k.Salt): // as LMCache; and events have them
+		return fmt.Errorf("%w: model_name, request_id or cache_salt is not UTF-8", ErrKey)
 	}
 	if len(k.Salt) > 0 {
 		if err := kv.CheckSalt(string(k.Salt)); err != nil {

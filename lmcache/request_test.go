@@ -175,6 +175,11 @@ func TestDecodeRequests(t *testing.T) {
 	bad("tp_size", nil, lmcache.OpLookup, key(nil), text("x"))
 	bad("instance_id", nil, lmcache.OpPrepareStore, key(nil), text("x"))
 	bad("worker_id is nil", lmcache.ErrKey, lmcache.OpPrepareStore, key(func(k *lmcache.Key) { k.Worker = lmcache.AllWorkers }), integer(1))
+	for _, change := range []func(k *lmcache.Key){
+		func(k *lmcache.Key) { k.Model = "\xff" }, func(k *lmcache.Key) { k.RequestID = "r\xc3" }, func(k *lmcache.Key) { k.Salt = "\xed\xa0\x80" },
+	} {
+		bad("is not UTF-8", lmcache.ErrKey, lmcache.OpLookup, key(change), integer(1))
+	}
 	bad("[0, 7) of 8 tokens", lmcache.ErrRange, lmcache.OpCommitRetrieve, key(func(k *lmcache.Key) { k.End = 7 }), integer(1))
 	bad("[4, 7) of 8 tokens", lmcache.ErrRange, lmcache.OpFreeLookupLocks, key(func(k *lmcache.Key) { k.Start, k.End = 4, 7 }), integer(1))
 	bad("data", nil, lmcache.OpCommitStore, key(nil), integer(1), text("x"))
