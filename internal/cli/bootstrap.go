@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"context"
 	"errors"
 	"net"
 	"net/netip"
@@ -113,9 +114,9 @@ func (c *bootstrapCmd) Run(e *env) (err error) {
 	}
 	defer func() { err = errors.Join(err, r.Close()) }()
 	var listener net.Listener
-	if err := e.bind(func() (err error) {
+	if err := e.bind(func(ctx context.Context) (err error) {
 		// Idle connections end anyway, so the kernel need not ask after them.
-		listener, err = (&net.ListenConfig{KeepAlive: -1}).Listen(e.ctx, "tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
+		listener, err = (&net.ListenConfig{KeepAlive: -1}).Listen(ctx, "tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
 		return err
 	}); err != nil {
 		return listenError(err, "--host", "--port (P's own server is on VLLM_MOONCAKE_BOOTSTRAP_PORT)")

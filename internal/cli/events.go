@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"net"
@@ -90,9 +91,9 @@ func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOpti
 		return nil, nil
 	}
 	var at, replay string
-	if err := e.bind(func() (err error) {
+	if err := e.bind(func(ctx context.Context) (err error) {
 		p = events.NewPublisher(book, o)
-		if at, replay, err = p.Listen(e.ctx, f.Events, f.EventReplay); err != nil {
+		if at, replay, err = p.Listen(ctx, f.Events, f.EventReplay); err != nil {
 			_ = p.Close() // nothing was sent
 		}
 		return err

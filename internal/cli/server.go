@@ -432,8 +432,8 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	var addresses []string
 	for i, endpoint := range endpoints {
 		var addr string
-		if err := e.bind(func() (err error) {
-			addr, err = srv.Listen(e.ctx, endpoint)
+		if err := e.bind(func(ctx context.Context) (err error) {
+			addr, err = srv.Listen(ctx, endpoint)
 			return err
 		}); err != nil {
 			listener.Close()
@@ -496,10 +496,11 @@ func isLoopback(host string) bool {
 
 // bind tries again for a moment while an address is in use: a process that was killed keeps its ports until the kernel
 // has taken it apart, which takes some 20 ms for each GB that it had mapped.
-func (e *env) bind(listen func() error) error {
+func (e *env) bind(listen func(ctx context.Context) error) error {
+	ctx := context.WithoutCancel(e.ctx) // who is told to end meanwhile has no wrong address
 	const step = 20 * time.Millisecond
 	for wait := time.Duration(0); ; wait += step {
-		err := listen()
+		err := listen(ctx)
 		if !errors.Is(err, syscall.EADDRINUSE) || wait >= 3*time.Second || e.ctx.Err() != nil {
 			return err
 		}
@@ -509,8 +510,8 @@ func (e *env) bind(listen func() error) error {
 
 // listen listens on a TCP port.
 func (e *env) listen(host string, port int) (l net.Listener, err error) {
-	err = e.bind(func() error {
-		l, err = net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+	err = e.bind(func(ctx context.Context) error {
+		l, err = new(net.ListenConfig).Listen(ctx, "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 		return err
 	})
 	return l, err
