@@ -38,6 +38,7 @@ var layers = map[string]int{
 	"internal/peercred":            -1,
 	"internal/leaks":               2,
 	"internal/statefile":           -1,
+	"internal/listen":              -1,
 	"internal/settings":            1,
 	"internal/together":            -1,
 	"internal/slowlog":             -1,

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/listen"
 	"github.com/kvasir-kv/kvasir/kvconfig"
 	"github.com/kvasir-kv/kvasir/sim/api"
 	"github.com/kvasir-kv/kvasir/sim/clock"
@@ -129,9 +130,9 @@ func (c *engineCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
-	listener, err := e.listen(c.Host, c.Port)
+	listener, err := listen.TCP(e.ctx, c.Host, c.Port)
 	if err != nil {
-		return listenError(err, "--host", "--port")
+		return listen.Explain(err, "--host", "--port")
 	}
 	eng, err := engine.Open(e.ctx, o)
 	if e.ctx.Err() != nil && err != nil { // stopped before it served

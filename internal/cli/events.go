@@ -9,6 +9,7 @@ import (
 	"strconv"
 
 	"github.com/kvasir-kv/kvasir/events"
+	"github.com/kvasir-kv/kvasir/internal/listen"
 	"github.com/kvasir-kv/kvasir/internal/together"
 	"github.com/kvasir-kv/kvasir/kvevent"
 	"github.com/kvasir-kv/kvasir/store"
@@ -91,7 +92,7 @@ func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOpti
 		return nil, nil
 	}
 	var at, replay string
-	if err := e.bind(func(ctx context.Context) (err error) {
+	if err := listen.Again(e.ctx, func(ctx context.Context) (err error) {
 		p = events.NewPublisher(book, o)
 		if at, replay, err = p.Listen(ctx, f.Events, f.EventReplay); err != nil {
 			_ = p.Close() // nothing was sent

@@ -3,41 +3,11 @@ package cli
 import (
 	"errors"
 	"fmt"
-	"net"
 	"strings"
-	"syscall"
 
 	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/shm"
 )
-
-// listenError says which address cannot be listened on, why, and what helps: advice
-// only where it is right. host and port are the flags that gave the address.
-func listenError(err error, host, port string) error {
-	advice := ""
-	switch {
-	case errors.Is(err, syscall.EADDRINUSE) && port == "":
-		advice = "another process listens there: stop it, or choose another " + host
-	case errors.Is(err, syscall.EADDRINUSE):
-		advice = "choose another " + port + ", or stop the process that has it"
-	case errors.Is(err, syscall.EADDRNOTAVAIL):
-		advice = host + " is no address of this machine"
-	case errors.Is(err, syscall.EACCES) && port != "":
-		advice = "ports below 1024 need a privilege: choose another " + port
-	case errors.Is(err, syscall.EACCES):
-		advice = "this user may not create " + host
-	case errors.Is(err, syscall.ENOENT):
-		advice = "the directory of " + host + " is not there"
-	default:
-		if _, ok := errors.AsType[*net.DNSError](err); ok {
-			advice = host + " is no address, and no name that is known here"
-		}
-	}
-	if advice == "" {
-		return err
-	}
-	return fmt.Errorf("%w: %s", err, advice)
-}
 
 // explainPool adds what to do to an error of pool.Open or pool.Drop. names are the
 // flags that choose the pool's name.

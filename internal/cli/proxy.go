@@ -7,6 +7,7 @@ import (
 	"os"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/listen"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/otlp"
@@ -174,12 +175,12 @@ func (c *proxyCmd) Run(e *env) (err error) {
 		Proxy: p, Keys: o.Keys, Metrics: registry.Handler(), AdminToken: c.AdminToken, CertFile: c.TLSCert, KeyFile: c.TLSKey,
 		Drain: c.Drain, MaxConns: 2 * c.MaxInFlight, Log: e.log,
 	}
-	if so.Listener, err = e.listen(c.Host, c.Port); err != nil {
-		return listenError(err, "--host", "--port")
+	if so.Listener, err = listen.TCP(e.ctx, c.Host, c.Port); err != nil {
+		return listen.Explain(err, "--host", "--port")
 	}
 	if c.AdminPort != 0 {
-		if so.Admin, err = e.listen(c.AdminHost, c.AdminPort); err != nil {
-			return errors.Join(listenError(err, "--admin-host", "--admin-port"), so.Listener.Close())
+		if so.Admin, err = listen.TCP(e.ctx, c.AdminHost, c.AdminPort); err != nil {
+			return errors.Join(listen.Explain(err, "--admin-host", "--admin-port"), so.Listener.Close())
 		}
 	}
 	if !isLoopback(c.Host) && o.Keys == nil {

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/listen"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/relay"
@@ -87,9 +88,9 @@ func (c *relayCmd) Run(e *env) (err error) {
 	mux := http.NewServeMux()
 	mux.Handle("/", r)
 	mux.Handle("GET /metrics", registry.Handler())
-	listener, err := e.listen(c.Host, c.Port)
+	listener, err := listen.TCP(e.ctx, c.Host, c.Port)
 	if err != nil {
-		return listenError(err, "--host", "--port")
+		return listen.Explain(err, "--host", "--port")
 	}
 	web := httpguard.NewServer(mux)
 	e.parts.Add("relay", func() any { return r.Stats() })

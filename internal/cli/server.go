@@ -22,6 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/evict"
 	"github.com/kvasir-kv/kvasir/internal/hostmem"
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/listen"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/tiers"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -422,9 +423,9 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	if c.IPC != "" {
 		endpoints = append(endpoints, "ipc://"+c.IPC)
 	}
-	listener, err := e.listen(c.HTTPHost, c.HTTPPort)
+	listener, err := listen.TCP(e.ctx, c.HTTPHost, c.HTTPPort)
 	if err != nil {
-		return listenError(err, "--http-host", "--http-port")
+		return listen.Explain(err, "--http-host", "--http-port")
 	}
 	listener = httpguard.Limit(listener, httpguard.MaxConns)
 	web := httpguard.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: endpoints[0], Profiles: c.Profiles, Parts: e.parts}))
@@ -432,7 +433,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	var addresses []string
 	for i, endpoint := range endpoints {
 		var addr string
-		if err := e.bind(func(ctx context.Context) (err error) {
+		if err := listen.Again(e.ctx, func(ctx context.Context) (err error) {
 			addr, err = srv.Listen(ctx, endpoint)
 			return err
 		}); err != nil {
@@ -441,7 +442,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 			if i > 0 {
 				host, port = "--ipc", ""
 			}
-			return listenError(err, host, port)
+			return listen.Explain(err, host, port)
 		}
 		addresses = append(addresses, addr)
 	}
@@ -492,27 +493,4 @@ func (c *serverCmd) warnOpen(e *env, web net.Addr) {
 func isLoopback(host string) bool {
 	ip := net.ParseIP(host)
 	return host == "localhost" || ip != nil && ip.IsLoopback()
-}
-
-// bind tries again for a moment while an address is in use: a process that was killed keeps its ports until the kernel
-// has taken it apart, which takes some 20 ms for each GB that it had mapped.
-func (e *env) bind(listen func(ctx context.Context) error) error {
-	ctx := context.WithoutCancel(e.ctx) // who is told to end meanwhile has no wrong address
-	const step = 20 * time.Millisecond
-	for wait := time.Duration(0); ; wait += step {
-		err := listen(ctx)
-		if !errors.Is(err, syscall.EADDRINUSE) || wait >= 3*time.Second || e.ctx.Err() != nil {
-			return err
-		}
-		time.Sleep(step)
-	}
-}
-
-// listen listens on a TCP port.
-func (e *env) listen(host string, port int) (l net.Listener, err error) {
-	err = e.bind(func(ctx context.Context) error {
-		l, err = new(net.ListenConfig).Listen(ctx, "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
-		return err
-	})
-	return l, err
 }

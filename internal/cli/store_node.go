@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/listen"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/mooncake/store"
@@ -107,9 +108,9 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	if c.Bind != "" {
 		address, flag = c.Bind, "--bind"
 	}
-	listener, err := e.listen(address, c.HTTPPort)
+	listener, err := listen.TCP(e.ctx, address, c.HTTPPort)
 	if err != nil {
-		return listenError(err, flag, "--http-port")
+		return listen.Explain(err, flag, "--http-port")
 	}
 	web := httpguard.NewServer(mux)
 	go web.Serve(httpguard.Limit(listener, httpguard.MaxConns))
