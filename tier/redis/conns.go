@@ -34,8 +34,9 @@ func newConns(most int, dial func(context.Context) (*resp.Conn, error)) *conns {
 	return &conns{dial: dial, room: make(chan struct{}, most)}
 }
 
-// take returns a connection, a new one when fresh or when none is idle.
-func (p *conns) take(ctx context.Context, fresh bool) (c *resp.Conn, reused bool, err error) {
+// take returns a connection, a new one when fresh or when none is idle. ready is asked when there is
+// room for one: it may have taken a while.
+func (p *conns) take(ctx context.Context, fresh bool, ready func() error) (c *resp.Conn, reused bool, err error) {
 	select {
 	case p.room <- struct{}{}:
 	default:
@@ -44,6 +45,10 @@ func (p *conns) take(ctx context.Context, fresh bool) (c *resp.Conn, reused bool
 		case <-ctx.Done():
 			return nil, false, ctx.Err()
 		}
+	}
+	if err := ready(); err != nil {
+		<-p.room
+		return nil, false, err
 	}
 	if c := p.pop(); c != nil && !fresh {
 		return c, true, nil
@@ -136,9 +141,9 @@ func (s *server) do(ctx context.Context, p *conns, bytes int64, f func(*resp.Con
 	}
 	result := unknown // where f panics
 	defer func() { s.settle(trial, result) }()
-	reused, err := s.once(ctx, p, bytes, false, f)
+	reused, err := s.once(ctx, p, bytes, false, trial, f)
 	if reused && isGone(err) && ctx.Err() == nil {
-		_, err = s.once(ctx, p, bytes, true, f)
+		_, err = s.once(ctx, p, bytes, true, trial, f)
 	}
 	result = judge(ctx, err)
 	return err
@@ -155,8 +160,16 @@ func isGone(err error) bool {
 }
 
 // once calls f with one connection and reports whether that had been idle.
-func (s *server) once(ctx context.Context, p *conns, bytes int64, fresh bool, f func(*resp.Conn) error) (reused bool, err error) {
-	c, reused, err := p.take(ctx, fresh)
+func (s *server) once(ctx context.Context, p *conns, bytes int64, fresh, trial bool, f func(*resp.Conn) error) (reused bool, err error) {
+	c, reused, err := p.take(ctx, fresh, func() error {
+		if trial {
+			return nil
+		}
+		return s.rests()
+	})
+	if errors.Is(err, tier.ErrResting) {
+		return false, err
+	}
 	if err != nil {
 		return false, fmt.Errorf("redis: connect to %s: %w", s.addr, err)
 	}
@@ -209,10 +222,22 @@ func (s *server) admit() (trial bool, err error) {
 	case s.mu.failures < maxFailures:
 		return false, nil
 	case s.mu.trying || time.Now().Before(s.mu.until):
-		return false, fmt.Errorf("redis: %s: %w", s.addr, tier.ErrResting)
+		return false, s.resting()
 	}
 	s.mu.trying = true
 	return true, nil
+}
+
+func (s *server) resting() error { return fmt.Errorf("redis: %s: %w", s.addr, tier.ErrResting) }
+
+// rests is an error while the server is left alone.
+func (s *server) rests() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.mu.failures < maxFailures {
+		return nil
+	}
+	return s.resting()
 }
 
 func (s *server) settle(trial bool, o outcome) {

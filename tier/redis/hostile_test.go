@@ -8,6 +8,7 @@ import (
 	"net"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -183,6 +184,29 @@ func TestSilentServerIsLeftAlone(t *testing.T) {
 	close(release)
 	f.misbehave(nil)
 	eventually(t, "it is used again", func() bool { return stat() == nil })
+}
+
+// Calls that wait for a connection to a silent server end when it is left alone.
+func TestNobodyWaitsForASilentServer(t *testing.T) {
+	f := newFake(t)
+	release := make(chan bool)
+	f.misbehave(func(cmd []string, _ []byte, _ net.Conn) ([]byte, bool) {
+		if cmd[0] == "GETRANGE" {
+			<-release
+		}
+		return nil, false
+	})
+	defer close(release)
+	x := open(t, redis.Options{Addrs: []string{f.addr}, Lookups: 1, Timeout: 200 * time.Millisecond, Pause: time.Minute})
+	began := time.Now()
+	var wg sync.WaitGroup
+	for i := range 40 {
+		wg.Go(func() { _ = x.Stat(t.Context(), []kv.Key{tiertest.Key(i)}, make([]tier.Meta, 1)) })
+	}
+	wg.Wait()
+	if took := time.Since(began); took > 4*time.Second { // 40 in a row take 8 s
+		t.Errorf("the last of 40 calls ended after %v", took)
+	}
 }
 
 // Calls end with their context, whatever they wait for: an answer, a connection, a login.
