@@ -24,6 +24,7 @@ const (
 
 // usage is what one server says of its memory.
 type usage struct {
+	told        bool  // not where an ACL forbids the question
 	used, limit int64 // bytes; no limit is 0
 	evicts      bool  // at its limit it deletes what it likes
 	keys        int64
@@ -43,10 +44,21 @@ func (m *memory) set(of map[string]usage) {
 	m.mu.of = of
 }
 
-func (m *memory) get(addr string) usage {
+func (m *memory) get(addr string) (u usage, ok bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return m.mu.of[addr]
+	u, ok = m.mu.of[addr]
+	return u, ok
+}
+
+// put is set for one server.
+func (m *memory) put(addr string, u usage) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.mu.of == nil {
+		m.mu.of = make(map[string]usage)
+	}
+	m.mu.of[addr] = u
 }
 
 // add counts what was written since a server was asked.
@@ -71,9 +83,27 @@ func (m *memory) space() (s tier.Space) {
 	return s
 }
 
-// room returns tier.ErrNotKept, with the reason, where a server is to keep no more.
-func (t *Tier) room(addr string, bytes int64) error {
-	u := t.memory.get(addr)
+// room returns tier.ErrNotKept, with the reason, where a server is to keep no more. Where that
+// depends on its memory and it was not asked yet, it is.
+func (t *Tier) room(ctx context.Context, s *server, bytes int64) error {
+	if t.o.Limit == 0 && t.o.Layout != RESP {
+		return nil
+	}
+	addr := s.addr
+	u, ok := t.memory.get(addr)
+	if !ok {
+		var err error
+		if u, err = s.usage(ctx); err != nil {
+			return err
+		}
+		t.memory.put(addr, u)
+	}
+	if !u.told {
+		if t.once("memory") {
+			t.log.Warn("Redis does not tell how full it is, so nothing is added: let the user call INFO", "addr", addr)
+		}
+		return fmt.Errorf("%w: %s does not tell how full it is", tier.ErrNotKept, addr)
+	}
 	if t.o.Limit > 0 && u.used+bytes > t.o.Limit {
 		return fmt.Errorf("%w: %s uses %d bytes of %d", tier.ErrNotKept, addr, u.used, t.o.Limit)
 	}
@@ -124,11 +154,7 @@ func (t *Tier) look(ctx context.Context) error {
 	var errs []error
 	of := make(map[string]usage)
 	for _, s := range t.topology.all() {
-		var u usage
-		err := s.do(ctx, s.lookups, 0, func(c *resp.Conn) (err error) {
-			u, err = askUsage(c)
-			return err
-		})
+		u, err := s.usage(ctx)
 		if err != nil {
 			errs = append(errs, err)
 			continue
@@ -142,6 +168,15 @@ func (t *Tier) look(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
+// usage asks what the server's memory is.
+func (s *server) usage(ctx context.Context) (u usage, err error) {
+	err = s.do(ctx, s.lookups, 0, func(c *resp.Conn) (err error) {
+		u, err = askUsage(c)
+		return err
+	})
+	return u, err
+}
+
 // askUsage asks one server. What an ACL forbids is not known.
 func askUsage(c *resp.Conn) (u usage, _ error) {
 	c.Command("INFO", "memory")
@@ -150,6 +185,7 @@ func askUsage(c *resp.Conn) (u usage, _ error) {
 	if refusedInfo != nil && !isRefusal(refusedInfo) {
 		return u, refusedInfo
 	}
+	u.told = refusedInfo == nil
 	for line := range strings.Lines(info.Text) {
 		key, value, _ := strings.Cut(strings.TrimSpace(line), ":")
 		n, _ := strconv.ParseInt(value, 10, 64)

@@ -107,7 +107,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	if err != nil {
 		return err
 	}
-	if err := t.room(s.addr, m.Len); err != nil {
+	if err := t.room(ctx, s, m.Len); err != nil {
 		return err
 	}
 	wrote := false

@@ -431,6 +431,49 @@ func TestRESPSparesLMCache(t *testing.T) {
 	}
 }
 
+// Where a user may not ask for the memory, a database of LMCache's resp adapters is not filled, and it
+// is said why; nor is one that is to have a limit.
+func TestUnknownMemoryIsNotFilled(t *testing.T) {
+	for _, o := range []redis.Options{{Layout: redis.RESP}, {Limit: 1 << 30}} {
+		f := newFake(t)
+		f.misbehave(func(cmd []string, _ []byte, _ net.Conn) ([]byte, bool) {
+			return []byte("-NOPERM User x has no permissions to run the 'info' command\r\n"), cmd[0] == "INFO"
+		})
+		var log bytes.Buffer
+		var mu sync.Mutex
+		o.Addrs, o.Log = []string{f.addr}, slog.New(slog.NewTextHandler(locked{&mu, &log}, nil))
+		x := open(t, o)
+		b, meta := tiertest.Object(1, 6000)
+		for i := range 3 {
+			if err := x.Write(t.Context(), tiertest.Key(i), meta, b); !errors.Is(err, tier.ErrNotKept) {
+				t.Errorf("layout %d: Write: %v", o.Layout, err)
+			}
+		}
+		mu.Lock()
+		if strings.Count(log.String(), "let the user call INFO") != 1 {
+			t.Errorf("layout %d: %s", o.Layout, &log)
+		}
+		mu.Unlock()
+	}
+}
+
+// What a server uses is known before anything is written to it.
+func TestFirstWriteKnowsTheMemory(t *testing.T) {
+	f := newFake(t)
+	f.misbehave(func(cmd []string, _ []byte, _ net.Conn) ([]byte, bool) {
+		if cmd[0] != "INFO" {
+			return nil, false
+		}
+		time.Sleep(50 * time.Millisecond)
+		return bulk([]byte("used_memory:990000\r\nmaxmemory:1000000\r\nmaxmemory_policy:noeviction\r\n")), true
+	})
+	x := open(t, redis.Options{Addrs: []string{f.addr}, Layout: redis.RESP})
+	b, meta := tiertest.Object(1, 6000)
+	if err := x.Write(t.Context(), tiertest.Key(1), meta, b); !errors.Is(err, tier.ErrNotKept) {
+		t.Errorf("Write to a server that is nearly full: %v", err)
+	}
+}
+
 func TestOpenRefuses(t *testing.T) {
 	f := func(want string, o redis.Options) {
 		t.Helper()
