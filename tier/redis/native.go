@@ -117,6 +117,7 @@ func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.S
 		h, err = readFirst(c, k, name, dst, sum)
 		return err
 	})
+	torn := err != nil // its first value is
 	for i := 1; err == nil && i < h.stripes(); i++ {
 		from, to := h.span(i)
 		err = t.at(ctx, name, to-from, func(c *resp.Conn) error { return readExact(c, k, stripeName(name, h, i), dst[from:to], from, sum) })
@@ -125,13 +126,29 @@ func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.S
 		return tier.Meta{}, tier.ErrMissing
 	}
 	if h.length > 0 && isOurs(err) { // a part of it is missing or torn: no use to anybody
-		_ = t.remove(ctx, name, names(name, h))
+		_ = t.removeTorn(ctx, k, h, torn)
 		return tier.Meta{}, tier.ErrMissing
 	}
 	if err != nil {
 		return tier.Meta{}, err
 	}
 	return h.meta(), nil
+}
+
+// removeTorn removes what is left of an object whose parts do not fit: first tells that its first value
+// does not. What another server has put in its place meanwhile stays.
+func (t *Tier) removeTorn(ctx context.Context, k kv.Key, h header, first bool) error {
+	all, err := t.find(ctx, []kv.Key{k})
+	if err != nil {
+		return err
+	}
+	switch now, name := all[0], t.name(k); {
+	case now.header != h:
+		return t.remove(ctx, name, names(name, h)[1:])
+	case first, !now.good:
+		return t.remove(ctx, name, names(name, h))
+	}
+	return nil
 }
 
 // readFirst reads an object's header and its first stripe. With an error about the
@@ -221,57 +238,78 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 			return true, err
 		}
 	}
-	if err := t.writeFirst(ctx, name, h, src[:h.size(0)], was.there); err != nil {
+	before, err := t.writeFirst(ctx, name, h, src[:h.size(0)], was)
+	if err != nil {
 		return true, err
 	}
-	if was.headed && (was.sum != h.sum || was.stripe != h.stripe) {
-		return true, t.remove(ctx, name, names(name, was.header)[1:])
+	for _, f := range []found{was, before} {
+		if f.headed && (f.sum != h.sum || f.stripe != h.stripe) {
+			err = errors.Join(err, t.remove(ctx, name, names(name, f.header)[1:]))
+		}
 	}
-	return true, nil
+	return true, err
 }
 
 // writeFirst writes an object's first value, after which the others do not end any more
-// before their time. Where another server has written one meanwhile that one stays.
-func (t *Tier) writeFirst(ctx context.Context, name string, h header, first []byte, replace bool) error {
+// before their time, in the place of what was there, and returns what it replaced in fact. Where
+// there was nothing, and another server has written one meanwhile, that one stays.
+func (t *Tier) writeFirst(ctx context.Context, name string, h header, first []byte, was found) (before found, _ error) {
 	var options []string
 	if t.o.TTL > 0 {
 		options = append(options, "EX", seconds(t.o.TTL))
 	}
-	if !replace {
+	if !was.there {
 		options = append(options, "NX")
 	}
 	lost := false
-	err := t.at(ctx, name, int64(len(first)), func(c *resp.Conn) error {
+	err := t.at(ctx, name, int64(len(first)), func(c *resp.Conn) (err error) {
+		if was.there {
+			c.Command(t.lookAt(name, nil).args...)
+		}
 		if err := c.Send([]string{"SET", name}, [][]byte{h.bytes(), first}, options...); err != nil {
 			return err
 		}
-		err := c.OK()
-		lost = errors.Is(err, resp.ErrNil)
-		if err != nil && !lost {
-			return err
-		}
-		if t.o.TTL > 0 || h.stripes() == 1 {
-			return nil
-		}
-		for i := 1; i < h.stripes(); i++ {
-			c.Command("PERSIST", stripeName(name, h, i))
-		}
-		for i := 1; i < h.stripes(); i++ {
-			if _, err := c.Int(); err != nil {
+		if was.there {
+			if before, err = readFound(c); err != nil {
 				return err
 			}
 		}
-		return nil
+		err = c.OK()
+		if lost = errors.Is(err, resp.ErrNil); lost {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		return t.persist(c, name, h)
 	})
 	if err != nil || !lost || h.stripes() == 1 {
-		return err
+		return before, err
 	}
 	var now found
-	err = t.ask(ctx, []query{t.lookAt(name, &now)})
-	if err == nil && now.header != h {
-		err = t.remove(ctx, name, names(name, h)[1:])
+	if err := t.ask(ctx, []query{t.lookAt(name, &now)}); err != nil {
+		return before, err
 	}
-	return err
+	if now.header != h {
+		return before, t.remove(ctx, name, names(name, h)[1:])
+	}
+	return before, t.at(ctx, name, 0, func(c *resp.Conn) error { return t.persist(c, name, h) })
+}
+
+// persist has an object's stripes not end before their time.
+func (t *Tier) persist(c *resp.Conn, name string, h header) error {
+	if t.o.TTL > 0 {
+		return nil
+	}
+	for i := 1; i < h.stripes(); i++ {
+		c.Command("PERSIST", stripeName(name, h, i))
+	}
+	for i := 1; i < h.stripes(); i++ {
+		if _, err := c.Int(); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func seconds(d time.Duration) string { return strconv.FormatInt(int64(d/time.Second), 10) }
