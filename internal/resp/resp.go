@@ -20,7 +20,7 @@ import (
 // Limits of what a server may answer, values aside.
 const (
 	bufferBytes = 16 << 10 // of a connection; no line is longer
-	maxText     = 4 << 20  // bytes of a text
+	maxText     = 4 << 20  // bytes of an answer's texts, together
 	maxItems    = 1 << 17  // in a list and the lists in it
 	maxDepth    = 8
 )
@@ -216,16 +216,30 @@ func (c *Conn) Reply() (Reply, error) {
 	if err := c.begin(); err != nil {
 		return Reply{}, err
 	}
-	items := 0
-	r, err := c.reply(0, &items)
+	r, err := c.reply(0, &room{maxItems, maxText})
 	if c.err == nil {
 		c.pending--
 	}
 	return r, err
 }
 
-func (c *Conn) reply(depth int, items *int) (r Reply, _ error) {
-	if *items++; *items > maxItems || depth > maxDepth {
+// room is what an answer may still have.
+type room struct {
+	items int
+	text  int64 // bytes
+}
+
+// takes reports whether there is room for a text, and takes it.
+func (r *room) takes(n int64) bool {
+	if n > r.text {
+		return false
+	}
+	r.text -= n
+	return true
+}
+
+func (c *Conn) reply(depth int, left *room) (r Reply, _ error) {
+	if left.items--; left.items < 0 || depth > maxDepth {
 		return r, c.wrong("a list of more than %d answers, or %d lists in one another", maxItems, maxDepth)
 	}
 	line, err := c.line()
@@ -234,6 +248,9 @@ func (c *Conn) reply(depth int, items *int) (r Reply, _ error) {
 	}
 	switch r.Kind = line[0]; r.Kind {
 	case '+':
+		if !left.takes(int64(len(line))) {
+			return r, c.wrong("texts of more than %d bytes", maxText)
+		}
 		r.Text = string(line[1:])
 		return r, nil
 	case '-':
@@ -247,8 +264,8 @@ func (c *Conn) reply(depth int, items *int) (r Reply, _ error) {
 			r.Kind = '_'
 			return r, err
 		}
-		if n > maxText {
-			return r, c.wrong("a text of %d bytes", n)
+		if !left.takes(n) {
+			return r, c.wrong("a text of %d bytes, of %d in an answer", n, maxText)
 		}
 		return c.text(r, n)
 	case '*':
@@ -258,7 +275,7 @@ func (c *Conn) reply(depth int, items *int) (r Reply, _ error) {
 			return r, err
 		}
 		for range n {
-			item, err := c.reply(depth+1, items)
+			item, err := c.reply(depth+1, left)
 			if c.err != nil {
 				return r, c.err
 			}

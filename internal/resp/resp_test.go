@@ -129,6 +129,40 @@ func TestBadReplies(t *testing.T) {
 	}
 }
 
+// blanks are so many, as a server sends them.
+type blanks int64
+
+func (b *blanks) Read(p []byte) (int, error) {
+	n := min(len(p), int(*b))
+	for i := range n {
+		p[i] = ' '
+	}
+	*b -= blanks(n)
+	if n == 0 {
+		return 0, io.EOF
+	}
+	return n, nil
+}
+
+// Texts in a list are bounded together, not each: a server that sends one after the other fills no
+// memory.
+func TestTextsOfAListAreBounded(t *testing.T) {
+	const texts, size = 64, 4 << 20
+	parts := []io.Reader{strings.NewReader("*64\r\n")}
+	for range texts {
+		b := blanks(size)
+		parts = append(parts, strings.NewReader("$4194304\r\n"), &b, strings.NewReader("\r\n"))
+	}
+	c := resp.New(&said{r: io.MultiReader(parts...)})
+	if r, err := c.Do("X"); !errors.Is(err, resp.ErrProtocol) || c.Reusable() {
+		total := 0
+		for _, item := range r.List {
+			total += len(item.Text)
+		}
+		t.Errorf("%d bytes were kept of one answer, %v", total, err)
+	}
+}
+
 func TestValues(t *testing.T) {
 	data := make([]byte, 100<<10)
 	_, _ = rand.Read(data)
