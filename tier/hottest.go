@@ -124,11 +124,12 @@ func (c *Cascading) Hottest(ctx context.Context, n int, f func(kv.Key, Meta) boo
 	return eachHottest(ctx, c.tiers, n, f)
 }
 
-// eachHottest is an error where no tier can tell.
+// eachHottest is an error where no tier can tell; one that fails has nothing.
 func eachHottest(ctx context.Context, tiers []Tier, n int, f func(kv.Key, Meta) bool) error {
 	able, more := false, true
+	var errs []error
 	for _, t := range tiers {
-		if !more || n <= 0 {
+		if !more || n <= 0 || ctx.Err() != nil {
 			break
 		}
 		err := Hottest(ctx, t, n, func(k kv.Key, m Meta) bool {
@@ -136,15 +137,18 @@ func eachHottest(ctx context.Context, tiers []Tier, n int, f func(kv.Key, Meta) 
 			more = f(k, m)
 			return more
 		})
-		if errors.Is(err, ErrNoList) {
-			continue
-		}
-		if able = true; err != nil {
-			return err
+		switch {
+		case err == nil:
+			able = true
+		case !errors.Is(err, ErrNoList):
+			errs = append(errs, err)
 		}
 	}
-	if !able {
-		return ErrNoList
+	switch {
+	case able:
+		return ctx.Err()
+	case len(errs) > 0:
+		return errors.Join(errs...)
 	}
-	return nil
+	return cmp.Or(ctx.Err(), ErrNoList)
 }

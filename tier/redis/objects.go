@@ -221,7 +221,8 @@ func (t *Tier) listSome(ctx context.Context, keys []kv.Key, seen map[kv.Key]bool
 }
 
 // Hottest implements tier.Ranking for the native layout: those used most often where the server
-// counts that (a maxmemory-policy of the LFU kind), else those used last.
+// counts that (a maxmemory-policy of the LFU kind), else those used last. A server that fails has
+// none.
 func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
 	if t.o.Layout != Native {
 		return tier.ErrNoList
@@ -230,17 +231,25 @@ func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) boo
 		return err
 	}
 	hot := tier.NewHot(n)
-	for _, s := range t.topology.all() {
+	var errs []error
+	all := t.topology.all()
+	for _, s := range all {
 		_, err := t.scan(ctx, s, func(names []string, keys []kv.Key) (bool, error) {
 			heats, err := t.heats(ctx, s, names)
+			if err != nil {
+				return false, err
+			}
 			for i := range heats {
 				hot.Add(keys[i], heats[i])
 			}
-			return true, err
+			return true, nil
 		})
 		if err != nil {
-			return err
+			errs = append(errs, err)
 		}
+	}
+	if len(errs) == len(all) {
+		return cmp.Or(errors.Join(errs...), errNoServer)
 	}
 	return hot.Each(ctx, t, f)
 }

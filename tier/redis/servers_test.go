@@ -183,6 +183,26 @@ func TestClusterWithoutOne(t *testing.T) {
 	}
 }
 
+// While one server of a cluster is gone the others tell what is hot of them.
+func TestHottestWithoutOne(t *testing.T) {
+	all := newCluster(t, 2)
+	x := open(t, redis.Options{Addrs: []string{all[0].addr}, Cluster: true, Stripe: 4 << 10, Pause: time.Millisecond})
+	objects(t, x, 20)
+	gone := len(all[1].names()) / 3
+	all[1].stop()
+	for range 5 { // first it fails, then it is left alone
+		n := 0
+		err := x.Hottest(t.Context(), 100, func(kv.Key, tier.Meta) bool { n++; return true })
+		if err != nil || gone == 0 || n != 20-gone {
+			t.Fatalf("%d of %d objects: %v", n, 20-gone, err)
+		}
+	}
+	all[0].stop()
+	if err := x.Hottest(t.Context(), 100, nil); err == nil {
+		t.Error("nobody is there")
+	}
+}
+
 func newSentinel(t *testing.T, master string) *fake {
 	s := newFake(t)
 	point(s, master)

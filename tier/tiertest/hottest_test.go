@@ -41,6 +41,31 @@ func hottest(t *testing.T, x tier.Tier, n, most int) (out []kv.Key) {
 	return out
 }
 
+// away is a tier that does not answer.
+type away struct{ tier.Tier }
+
+func (away) Hottest(context.Context, int, func(kv.Key, tier.Meta) bool) error {
+	return errors.New("connection refused")
+}
+
+// A tier that does not answer hides nothing of what is hot in another one.
+func TestHottestWithoutOne(t *testing.T) {
+	h := heated{memory(), map[int]int64{1: 5, 2: 7}}
+	put(t, h, 1, 10)
+	put(t, h, 2, 10)
+	for _, of := range [][]tier.Tier{{away{memory()}, h}, {h, away{memory()}}, {memory(), away{memory()}, h}} {
+		for _, x := range []tier.Tier{tier.Cascade(tier.CascadeOptions{}, of...), tier.Route(func(kv.Key) int { return 0 }, of...)} {
+			if got := hottest(t, x, 10, 10); !slices.Equal(got, []kv.Key{tiertest.Key(2), tiertest.Key(1)}) {
+				t.Errorf("%v", got)
+			}
+		}
+	}
+	none := tier.Cascade(tier.CascadeOptions{}, away{memory()}, memory())
+	if err := tier.Hottest(t.Context(), none, 10, nil); err == nil || errors.Is(err, tier.ErrNoList) {
+		t.Error(err)
+	}
+}
+
 // Of many names the hottest are kept, in order, through every wrapper; what has gone is left out.
 func TestHottest(t *testing.T) {
 	seed := rand.Uint64()
