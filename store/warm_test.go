@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"errors"
 	"log/slog"
 	"slices"
 	"strings"
@@ -27,11 +28,20 @@ type ranked struct {
 
 	lens map[kv.Hash]int64 // of those that are no chunk long
 
+	away   time.Time // until then it does not answer
+	cannot bool      // or cannot tell what is hot
+
 	mu   sync.Mutex
 	read []kv.Hash
 }
 
 func (r *ranked) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
+	switch now := time.Now(); {
+	case now.Before(r.away) && r.cannot:
+		return tier.ErrNoList
+	case now.Before(r.away):
+		return errors.New("connection refused")
+	}
 	for _, h := range r.hot[:min(n, len(r.hot))] {
 		if !f(objectKey(one, 0, h), tier.Meta{Len: cmp.Or(r.lens[h], chunkBytes), Sum: 1}) {
 			return nil
@@ -103,6 +113,30 @@ func TestWarm(t *testing.T) {
 		}
 		b.idle()
 	})
+}
+
+// A tier that does not answer at the start, as where a whole rack starts at once, is asked again until
+// the time is over; one that cannot tell is not.
+func TestWarmWaitsForTheTier(t *testing.T) {
+	for _, cannot := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			h := prompt(1, 10)
+			var log bytes.Buffer
+			b, r := newWarm(t, 100, "", store.Options{WarmBytes: 1 << 30, Log: slog.New(slog.NewTextHandler(&log, nil))}, h)
+			defer b.close()
+			r.away = time.Now().Add(20 * time.Second)
+			if r.cannot = cannot; cannot {
+				r.away = time.Now().Add(time.Hour)
+			}
+			end := b.run()
+			time.Sleep(time.Minute)
+			end()
+			if got := b.store.Stats(); (got.WarmedChunks == 10) == cannot || cannot != strings.Contains(log.String(), "is not known") {
+				t.Errorf("%d chunks: %s", got.WarmedChunks, &log)
+			}
+			b.idle()
+		})
+	}
 }
 
 // Nothing is evicted for what is hot below, and what the pool has is not read again.

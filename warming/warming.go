@@ -4,6 +4,7 @@ package warming
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"sync"
 	"sync/atomic"
@@ -64,7 +65,7 @@ func Run(ctx context.Context, r Reader, o Options) {
 		})
 	}
 	why, left, said := "all was read", o.Bytes, began
-	err := r.Hottest(ctx, names, func(k kv.Key, m tier.Meta) bool {
+	err := hottest(ctx, r, o.Log, func(k kv.Key, m tier.Meta) bool {
 		switch {
 		case full.Load():
 			why = "the pool is full"
@@ -96,6 +97,28 @@ func Run(ctx context.Context, r Reader, o Options) {
 		o.Log.Warn("what is hot in the tiers below is not known", append(args(), "err", err)...)
 	default:
 		o.Log.Info("read what was hot in the tiers below", append(args(), "ended", why)...)
+	}
+}
+
+// hottest has r name objects. While it does not answer it is asked again.
+func hottest(ctx context.Context, r Reader, log *slog.Logger, f func(kv.Key, tier.Meta) bool) error {
+	for said := false; ; said = true {
+		named := false
+		err := r.Hottest(ctx, names, func(k kv.Key, m tier.Meta) bool {
+			named = true
+			return f(k, m)
+		})
+		if err == nil || named || errors.Is(err, tier.ErrNoList) {
+			return err
+		}
+		if !said {
+			log.Warn("the tiers below do not tell what is hot: they are asked again until the time is over", "err", err)
+		}
+		select {
+		case <-time.After(again):
+		case <-ctx.Done():
+			return err
+		}
 	}
 }
 
