@@ -207,12 +207,17 @@ func (b *Bounding) settle(o outcome, trial bool) {
 
 // Stat implements Tier. While the tier rests nothing is there.
 func (b *Bounding) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
-	err := b.do(ctx, 0, false, func(ctx context.Context) error { return b.of.Stat(ctx, keys, metas) })
+	err := b.stat(ctx, keys, metas)
 	if errors.Is(err, ErrResting) {
 		clear(metas[:len(keys)])
 		return nil
 	}
 	return err
+}
+
+// stat is Stat, and tells a rest, by ErrResting, from what is not there.
+func (b *Bounding) stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
+	return b.do(ctx, 0, false, func(ctx context.Context) error { return b.of.Stat(ctx, keys, metas) })
 }
 
 // Read implements Tier. While the tier rests nothing is there.

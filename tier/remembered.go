@@ -3,6 +3,7 @@ package tier
 import (
 	"cmp"
 	"context"
+	"errors"
 	"hash/maphash"
 	"sync"
 	"sync/atomic"
@@ -71,7 +72,10 @@ func (r *Remembering) Stat(ctx context.Context, keys []kv.Key, metas []Meta) err
 	for j, i := range at {
 		asked[j] = keys[i]
 	}
-	if err := r.of.Stat(ctx, asked, found); err != nil {
+	switch err := r.ask(ctx, asked, found); {
+	case errors.Is(err, errUnknown):
+		return nil
+	case err != nil:
 		return err
 	}
 	r.mu.Lock()
@@ -82,6 +86,21 @@ func (r *Remembering) Stat(ctx context.Context, keys []kv.Key, metas []Meta) err
 		}
 	}
 	return nil
+}
+
+// errUnknown means that nobody knows what is there; it is taken for nothing, and not remembered.
+var errUnknown = errors.New("tier: not known")
+
+func (r *Remembering) ask(ctx context.Context, keys []kv.Key, metas []Meta) error {
+	b, ok := r.of.(*Bounding)
+	if !ok {
+		return r.of.Stat(ctx, keys, metas)
+	}
+	err := b.stat(ctx, keys, metas)
+	if errors.Is(err, ErrResting) {
+		return errUnknown
+	}
+	return err
 }
 
 func (r *Remembering) writesLocked(hash uint64) *uint32 {

@@ -171,3 +171,28 @@ func TestRememberedAgainstModel(t *testing.T) {
 		}
 	})
 }
+
+// While a tier rests after failures nobody knows what is there: what is there is found when the rest is over.
+func TestRestIsNotRemembered(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		shared := memory()
+		put(t, shared, 1, 100)
+		flaky, err := tiertest.NewFlaky(shared, "stat 1 error; stat 2 error")
+		if err != nil {
+			t.Fatal(err)
+		}
+		a := tier.Remembered(tier.Bounded(flaky, tier.Limits{Failures: 2, Pause: time.Minute}), tier.Absence{For: time.Hour})
+		for range 2 {
+			if err := a.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)); err == nil {
+				t.Fatal("no error")
+			}
+		}
+		if got := has(t, a, 1); len(got) != 0 || flaky.Calls("stat") != 2 {
+			t.Fatalf("%v after %d calls of a tier that rests", got, flaky.Calls("stat"))
+		}
+		time.Sleep(time.Minute)
+		if got := has(t, a, 1); len(got) != 1 {
+			t.Error("what was asked for during the rest is missing after it")
+		}
+	})
+}
