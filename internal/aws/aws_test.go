@@ -60,6 +60,23 @@ func TestEscape(t *testing.T) {
 	}
 }
 
+// Of all bytes those that RFC 3986 calls unreserved stay, and slashes in a path.
+func TestEscapeEachByte(t *testing.T) {
+	const stay = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.~"
+	for b := range 256 {
+		text := string([]byte{byte(b)})
+		for _, path := range []bool{false, true} {
+			want := fmt.Sprintf("%%%02X", b)
+			if strings.Contains(stay, text) || path && text == "/" {
+				want = text
+			}
+			if got := aws.Escape(text, path); got != want {
+				t.Errorf("%q: %q, want %q", text, got, want)
+			}
+		}
+	}
+}
+
 // scripted is a source whose answers are given.
 type scripted struct {
 	n    int
@@ -198,7 +215,7 @@ func TestSources(t *testing.T) {
 	t.Run("web identity", func(t *testing.T) {
 		home := unset(t)
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			if r.FormValue("Action") != "AssumeRoleWithWebIdentity" || r.FormValue("RoleArn") != "arn:role" || r.FormValue("WebIdentityToken") != "jwt" {
+			if r.FormValue("Action") != "AssumeRoleWithWebIdentity" || r.FormValue("RoleArn") != "arn:role" || r.FormValue("RoleSessionName") == "" || r.FormValue("WebIdentityToken") != "jwt" {
 				http.Error(w, "<Error>", http.StatusForbidden)
 				return
 			}

@@ -163,6 +163,15 @@ func TestTextsOfAListAreBounded(t *testing.T) {
 	}
 }
 
+// Lists are bounded, also by one who goes on sending: in their items, and in each other.
+func TestListsAreBounded(t *testing.T) {
+	for what, text := range map[string]string{"items": "*1000000000\r\n" + strings.Repeat(":1\r\n", 1<<18), "lists in lists": strings.Repeat("*1\r\n", 1000) + ":1\r\n"} {
+		if c, _, err := ask(text); !errors.Is(err, resp.ErrProtocol) || c.Reusable() {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+}
+
 func TestValues(t *testing.T) {
 	data := make([]byte, 100<<10)
 	_, _ = rand.Read(data)
