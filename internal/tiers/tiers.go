@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
@@ -77,7 +78,7 @@ func Open(o Options) (s Set, err error) {
 		if a.Admission != (tier.Admission{}) {
 			used = tier.Admitted(used, a.Admission)
 		}
-		used = tier.Bounded(used, tier.Limits{Calls: max(a.Calls, 64), Bytes: a.Bytes})
+		used = tier.Bounded(used, a.limits())
 		if a.Absence.For > 0 {
 			used = tier.Remembered(used, a.Absence)
 		}
@@ -186,6 +187,25 @@ func openAdapter(a Adapter, o Options) (tier.Tier, error) {
 		return openS3(a, o)
 	}
 	return openDir(a, o)
+}
+
+const usualTime = 30 * time.Second // of a call, at most
+
+// limits bound the use of an adapter. What an operator lets a request and a connection take is no less
+// than what a call may.
+func (a *Adapter) limits() tier.Limits {
+	l := tier.Limits{Calls: max(a.Calls, 64), Bytes: a.Bytes, Timeout: usualTime}
+	var asked time.Duration
+	switch {
+	case a.Redis != nil:
+		asked = a.Redis.Timeout + a.Redis.DialTimeout
+	case a.S3 != nil:
+		asked = a.S3.Timeout + a.S3.DialTimeout
+	}
+	if asked > 0 {
+		l.Timeout += asked
+	}
+	return l
 }
 
 // place names where an adapter keeps objects.
