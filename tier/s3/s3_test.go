@@ -247,9 +247,10 @@ func TestTornObjectsHeal(t *testing.T) {
 		"another mark":            func(s stored) stored { return stored{s.data, strings.Replace(s.meta, ".01", ".02", 1)} },
 		"half a mark":             func(s stored) stored { return stored{s.data, s.meta[:20]} },
 		"half of somebody else's": func(s stored) stored { return stored{s.data[:size/2], ""} },
+		"somebody else's, double": func(s stored) stored { return stored{append(s.data, s.data...), ""} },
 	}
 	for what, damage := range damages {
-		for _, o := range []s3.Options{{}, {Part: 64 << 10}, {Layout: s3.LMCache}} {
+		for _, o := range []s3.Options{{}, {Part: 64 << 10}, {Layout: s3.LMCache}, {Layout: s3.LMCache, Part: 64 << 10}} {
 			if o.Layout == s3.LMCache && (what == "no mark" || what == "half a mark") {
 				continue // somebody else's, which is served
 			}
