@@ -2,6 +2,7 @@ package redis_test
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"net"
 	"strings"
@@ -201,6 +202,62 @@ func TestHottestWithoutOne(t *testing.T) {
 	if err := x.Hottest(t.Context(), 100, nil); err == nil {
 		t.Error("nobody is there")
 	}
+}
+
+// Servers that send each other every command, at once or one by one, cost a few answers, and the call ends.
+func TestRedirectionsThatLoop(t *testing.T) {
+	for _, word := range []string{"MOVED", "ASK"} {
+		all := newCluster(t, 2)
+		x := open(t, redis.Options{Addrs: []string{all[0].addr}, Cluster: true, Stripe: 4 << 10})
+		objects(t, x, 2)
+		for i, f := range all {
+			other := all[1-i].addr
+			f.misbehave(func(cmd []string, _ []byte, _ net.Conn) ([]byte, bool) {
+				if len(cmd) < 2 || cmd[0] == "CLUSTER" || cmd[0] == "INFO" {
+					return nil, false
+				}
+				return fmt.Appendf(nil, "-%s %d %s\r\n", word, redis.SlotOf(cmd[1]), other), true
+			})
+		}
+		count := func() int { return all[0].called("") + all[1].called("") }
+		before := count()
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		if _, err := x.Read(ctx, tiertest.Key(0), make([]byte, 9<<10)); err == nil || ctx.Err() != nil {
+			t.Errorf("%s: Read: %v", word, err)
+		}
+		if err := x.Stat(ctx, []kv.Key{tiertest.Key(0)}, make([]tier.Meta, 1)); err == nil || ctx.Err() != nil {
+			t.Errorf("%s: Stat: %v", word, err)
+		}
+		b, meta := tiertest.Object(0, 100)
+		if err := x.Write(ctx, tiertest.Key(0), meta, b); err == nil || ctx.Err() != nil {
+			t.Errorf("%s: Write: %v", word, err)
+		}
+		if asked := count() - before; asked > 100 {
+			t.Errorf("%s: %d commands for three calls", word, asked)
+		}
+		cancel()
+	}
+}
+
+// A server that left a cluster has no connection of ours any more.
+func TestServersThatLeftAreForgotten(t *testing.T) {
+	all := newCluster(t, 3)
+	x := open(t, redis.Options{Addrs: []string{all[0].addr}, Cluster: true, Stripe: 4 << 10})
+	objects(t, x, 30)
+	conns := func() int {
+		all[2].mu.Lock()
+		defer all[2].mu.Unlock()
+		return len(all[2].conns)
+	}
+	if conns() == 0 {
+		t.Fatal("nothing is on the third server")
+	}
+	share(all[:2])
+	all[2].misbehave(func([]string, []byte, net.Conn) ([]byte, bool) { return []byte("-CLUSTERDOWN it left\r\n"), true })
+	eventually(t, "its connections end", func() bool {
+		_ = x.Stat(t.Context(), []kv.Key{tiertest.Key(0), tiertest.Key(1), tiertest.Key(2), tiertest.Key(3), tiertest.Key(4), tiertest.Key(5)}, make([]tier.Meta, 6))
+		return conns() == 0
+	})
 }
 
 func newSentinel(t *testing.T, master string) *fake {
