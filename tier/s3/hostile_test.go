@@ -10,7 +10,6 @@ import (
 	"net/http/httptest"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -455,58 +454,6 @@ func TestExpiredCredentialsAreRenewed(t *testing.T) {
 	})
 	b, meta := tiertest.Object(1, 100)
 	write(t, x, tiertest.Key(1), meta, b)
-}
-
-// A lookup with credentials that have just ended finds what is there: a HEAD does not say that they
-// have, so the store is asked in another way, and then once more.
-func TestLookupRenewsCredentials(t *testing.T) {
-	f := newFake(t)
-	b, meta := tiertest.Object(1, 100)
-	write(t, open(t, s3.Options{URL: f.url}), tiertest.Key(1), meta, b)
-	x := open(t, s3.Options{URL: f.url, Keys: aws.Keep(&changing{})})
-	f.misbehave(func(w http.ResponseWriter, r *http.Request, normal *httptest.ResponseRecorder) bool {
-		if !strings.Contains(r.Header.Get("Authorization"), "Credential=key1/") {
-			return false
-		}
-		if r.Method == http.MethodHead {
-			w.WriteHeader(http.StatusBadRequest)
-			return true
-		}
-		return status(400, "ExpiredToken")(w, r, normal)
-	})
-	if got := stat(t, x, tiertest.Key(1)); got != meta {
-		t.Errorf("%+v", got)
-	}
-}
-
-// Without the right to list, too, a lookup finds out that its credentials have ended: that is not taken for
-// what is not there.
-func TestLookupRenewsCredentialsWithoutList(t *testing.T) {
-	f := newFake(t)
-	b, meta := tiertest.Object(1, 100)
-	write(t, open(t, s3.Options{URL: f.url}), tiertest.Key(1), meta, b)
-	x := open(t, s3.Options{URL: f.url, Keys: aws.Keep(&changing{})})
-	var ended atomic.Bool
-	f.misbehave(func(w http.ResponseWriter, r *http.Request, normal *httptest.ResponseRecorder) bool {
-		code, name := 403, "AccessDenied"
-		if ended.Load() && strings.Contains(r.Header.Get("Authorization"), "Credential=key1/") {
-			code, name = 400, "ExpiredToken"
-		} else if normal.Code != 404 {
-			return false
-		}
-		if r.Method == http.MethodHead {
-			w.WriteHeader(code)
-			return true
-		}
-		return status(code, name)(w, r, normal)
-	})
-	if got := stat(t, x, tiertest.Key(2)); got != (tier.Meta{}) {
-		t.Errorf("%+v", got)
-	}
-	ended.Store(true)
-	if got := stat(t, x, tiertest.Key(1)); got != meta {
-		t.Errorf("%+v", got)
-	}
 }
 
 // changing are credentials that are others each time.
