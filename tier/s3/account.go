@@ -56,35 +56,45 @@ func (b *bill) read() tier.Requests {
 	return r
 }
 
-// budget lets so many things happen in a time: all of them at once, or spread over it.
+// budget lets so many things happen in a time, whenever that begins: all of them at once, or spread over it.
 type budget struct {
-	rate float64 // a second
-	most float64
+	most int
+	step time.Duration // the time is looked at in so long pieces
 	mu   struct {
 		sync.Mutex
-		left float64
-		at   time.Time
+		began time.Time
+		last  int64                 // piece, from began
+		spent [budgetPieces + 1]int // in the last pieces, by their numbers
 	}
 }
 
+const budgetPieces = 60
+
 func newBudget(n int, per time.Duration) *budget {
-	b := &budget{rate: float64(n) / per.Seconds(), most: float64(n)}
-	b.mu.left, b.mu.at = b.most, time.Now()
+	b := &budget{most: n, step: per / budgetPieces}
+	b.mu.began = time.Now()
 	return b
 }
 
 // take takes n, or reports that there are fewer. More than there can ever be is taken
-// when it is full.
+// when nothing was.
 func (b *budget) take(n int) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	now := time.Now()
-	b.mu.left = min(b.most, b.mu.left+b.rate*now.Sub(b.mu.at).Seconds())
-	b.mu.at = now
-	if b.mu.left < min(float64(n), b.most) {
+	size := int64(len(b.mu.spent))
+	now := int64(time.Since(b.mu.began) / b.step)
+	for i := range min(now-b.mu.last, size) {
+		b.mu.spent[(now-i)%size] = 0
+	}
+	b.mu.last = now
+	sum := 0
+	for _, s := range b.mu.spent {
+		sum += s
+	}
+	if sum > 0 && sum+n > b.most {
 		return false
 	}
-	b.mu.left -= float64(n)
+	b.mu.spent[now%size] += n
 	return true
 }
 
