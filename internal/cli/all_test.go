@@ -170,6 +170,8 @@ func TestBadFilesForAll(t *testing.T) {
 	f("server:\n  prot: 1\n", `FILE line 2: unknown key "prot" in server, did you mean "port"?`)
 	f("server: 5555\n", "FILE line 1: server is no section: want lines below it like port: 5555")
 	f("server: {}\nbootstrap: {}\nserver: {}\n", "FILE line 3: server was given in line 1 already")
+	f("server:\n---\nproxy:\n", "FILE line 2: a second document begins, want one")
+	f("server:\n---\n  - }\n", "FILE: line 2: did not find expected node content")
 	f("- server\n", "FILE line 1: want lines like bootstrap:")
 	f("server: {drop: true}\n", "FILE line 1: drop can only be given on the command line")
 	f("server:\n  port: x\n", `server: --port: "x" is no whole number (--port is from FILE line 2)`)

@@ -2,6 +2,7 @@
 package settings
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -207,12 +208,20 @@ func (s *Settings) readSettings(r io.Reader, known, sections []string) (map[stri
 	if len(text) > maxConfig {
 		return nil, FileError{fmt.Sprintf("%s is longer than %s", s.path, kv.FormatBytes(maxConfig))}
 	}
-	var doc yaml.Node
-	if err := yaml.Unmarshal(text, &doc); err != nil {
-		return nil, FileError{fmt.Sprintf("%s: %s", s.path, strings.TrimPrefix(err.Error(), "yaml: "))}
-	}
-	if len(doc.Content) == 0 {
+	var doc, second yaml.Node
+	in := yaml.NewDecoder(bytes.NewReader(text))
+	err = in.Decode(&doc)
+	if errors.Is(err, io.EOF) || err == nil && len(doc.Content) == 0 {
 		return make(map[string]setting), nil // empty, or comments
+	}
+	if err == nil {
+		err = in.Decode(&second)
+	}
+	switch {
+	case err == nil:
+		return nil, FileError{fmt.Sprintf("%s line %d: a second document begins, want one", s.path, second.Line)}
+	case !errors.Is(err, io.EOF):
+		return nil, FileError{fmt.Sprintf("%s: %s", s.path, strings.TrimPrefix(err.Error(), "yaml: "))}
 	}
 	return s.readMapping(doc.Content[0], known, sections)
 }
