@@ -38,11 +38,12 @@ func TestEveryReasonHasAWordAndALabelOfItsOwn(t *testing.T) {
 
 // TestTheTierIsToBlameForWhatThePoolLacksOnly keeps the reasons that a tier cannot mend.
 func TestTheTierIsToBlameForWhatThePoolLacksOnly(t *testing.T) {
-	if got := miss.Evicted.Because(miss.BelowSlow); got != miss.BelowSlow {
-		t.Errorf("evicted, and the tier is slow: %v", got)
+	gone := miss.Gone{Why: miss.Evicted, By: "uid 1"}
+	if got, of := miss.Evicted.Because(miss.BelowSlow, gone); got != miss.BelowSlow || of != (miss.Gone{}) {
+		t.Errorf("evicted, and the tier is slow: %v, %+v", got, of)
 	}
-	if got := miss.BeingStored.Because(miss.BelowSlow); got != miss.BeingStored {
-		t.Errorf("being stored, whatever the tier has: %v", got)
+	if got, of := miss.BeingStored.Because(miss.BelowSlow, gone); got != miss.BeingStored || of != gone {
+		t.Errorf("being stored, whatever the tier has: %v, %+v", got, of)
 	}
 }
 

@@ -265,8 +265,12 @@ func explainTiers(t *testing.T) {
 			}
 		}()
 		a := &asker{t: t, c: newClient(t, "tcp://"+addr), s: s}
-		a.register("m", 1, "bfloat16")
+		one := a.register("m", 1, "bfloat16")
 		prompt := tokens(16, 1)
+		a.store(one, keyOf("m", "", "s", 1, prompt))
+		for seed := range 16 { // more than the pool has
+			a.store(one, keyOf("m", "red", "s", 1, tokens(32, 100+seed)))
+		}
 		rank, _ := kv.NewRank(1, 0)
 		data := make([]byte, 4096)
 		key := kv.Key{Namespace: s.Namespaces()[0], Chunk: kv.ChunkHashes(prompt, 16)[0], Rank: rank}
@@ -277,6 +281,9 @@ func explainTiers(t *testing.T) {
 		provoked[why.Reason] = true
 		if hit != 0 || why.Reason != want.Label() || why.Model != "m" {
 			t.Errorf("%s: a hit of %d, %+v, want %s", script, hit, why, want.Label())
+		}
+		if strings.Contains(why.Text, "to make room") || want == miss.BelowSlow && why.Gone != nil {
+			t.Errorf("%s: %q, %+v: that the pool has evicted it is not why", script, why.Text, why.Gone)
 		}
 	}
 	f("stat * hang", miss.BelowSlow)

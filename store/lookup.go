@@ -82,7 +82,7 @@ func (s *Store) Lookup(session []byte, sh objects.Shard, p Prompt, readers int) 
 	out, given := s.grant(&q, hashes, l, hit)
 	s.giveBack(given)
 	if below { // else it would have been asked
-		out.Why = out.Why.Because(why)
+		out.Why, out.Gone = out.Why.Because(why, out.Gone)
 	}
 	return out
 }

@@ -220,7 +220,7 @@ func (s *Store) grantPrefetch(pf *prefetch, hashes []kv.Hash, l lease.Lease, hit
 		}
 	}
 	if pf.belowWhy != miss.None {
-		out.Why = out.Why.Because(pf.belowWhy)
+		out.Why, out.Gone = out.Why.Because(pf.belowWhy, out.Gone)
 	}
 	if pf.loaded > 0 {
 		s.rates.Loaded(pf.loaded, time.Since(pf.began))
