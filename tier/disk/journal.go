@@ -2,6 +2,7 @@ package disk
 
 import (
 	"fmt"
+	"sync/atomic"
 
 	"github.com/kvasir-kv/kvasir/shm"
 )
@@ -14,6 +15,8 @@ type journal struct {
 	off  int64  // of the tail
 	tail []byte // what the last block has already
 	room int64  // bytes that the file system keeps for it
+
+	bytes atomic.Int64 // that it takes
 }
 
 // journalAhead is how much of the journal has its room before it is needed: on a full disk nothing could be deleted
@@ -25,6 +28,7 @@ func (j *journal) ensure(end int64) {
 	if j.file != nil && end+journalAhead/2 > j.room && j.file.reserve(end+journalAhead) == nil {
 		j.room = end + journalAhead
 	}
+	j.bytes.Store(max(end, j.room))
 }
 
 // load reads the journal of a directory.

@@ -161,7 +161,7 @@ func (v *volume) newSegment() (*segment, error) {
 // lack returns how many bytes must go before need more may be used.
 func (v *volume) lack(need int64) (int64, error) {
 	v.mu.Lock()
-	over := v.mu.used + need - v.dir.Bytes
+	over := v.mu.used + v.booksLocked() + need - v.dir.Bytes
 	v.mu.Unlock()
 	all, free, err := v.files.space()
 	if err != nil {
@@ -170,6 +170,15 @@ func (v *volume) lack(need int64) (int64, error) {
 	}
 	v.n.free.Store(free)
 	return max(0, over, v.opts.minFree(all)-(free-need)), nil
+}
+
+// booksLocked returns how many bytes checkpoint and journal take at most, each beside what replaces it, also when the
+// segments that take records, are ready, and are being made are full of the smallest objects. A quarter of the limit does for
+// them, but where segments are tiny.
+func (v *volume) booksLocked() int64 {
+	objects := int64(v.mu.index.len()) + 3*v.segment/block
+	checkpoint := entryBytes*objects + 2*block*int64(len(v.mu.segs)+1)
+	return min(2*(max(checkpoint, v.mu.checkpoint)+v.journal.bytes.Load()), v.dir.Bytes/4)
 }
 
 // room evicts until so many bytes more may be used. It looks again, since others write,

@@ -287,6 +287,7 @@ func (v *volume) open() error {
 			return err
 		}
 	}
+	v.mu.checkpoint = names[checkName]
 	todo, seqs := map[uint64]found{}, map[uint32]bool{}
 	for name, size := range names {
 		seq, id, ok := parseSegment(name)

@@ -308,7 +308,7 @@ func TestOpenOnAFullFileSystem(t *testing.T) {
 // A file system that refuses a segment while the disk is still being read costs none of those that are there its turn to
 // go later.
 func TestRefusedWhileOpening(t *testing.T) {
-	const limit, old, n = 1 << 20, 60, 9000
+	const limit, old, n = 2 << 20, 60, 9000
 	m, c := newMemFiles(1, 1<<30), newClock()
 	o := Options{SegmentBytes: minSegment, MinFree: 1, FirstTouch: true}
 	d := openMem(t, o, limit, c, m)
@@ -341,7 +341,11 @@ func TestRefusedWhileOpening(t *testing.T) {
 	}
 	defer closeDisk(t, d)
 	defer free.Do(func() { close(release) })
-	<-blocked
+	select {
+	case <-blocked:
+	case <-time.After(time.Minute):
+		t.Fatal("the second segment is not read")
+	}
 	for range 3 {
 		b, meta := object(1000, n, 0)
 		if err := d.Write(t.Context(), tiertest.Key(1000), meta, b); !errors.Is(err, tier.ErrNotKept) || !errors.Is(err, syscall.EDQUOT) {

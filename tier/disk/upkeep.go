@@ -46,6 +46,9 @@ func (v *volume) checkpoint() error {
 	v.wrote(written + block)
 	v.mu.Lock()
 	v.checked = v.mu.all
+	if err == nil {
+		v.mu.checkpoint = written + block
+	}
 	v.mu.Unlock()
 	return errors.Join(err, v.compact())
 }

@@ -75,6 +75,8 @@ type volume struct {
 		used    int64 // bytes of all files of segments
 		full    int64 // the same when one was last removed for room; 0: none was
 
+		checkpoint int64 // bytes of that file
+
 		wanted  bool          // somebody wants a spare
 		changed chan struct{} // closed with the next spare, or refusal
 		refused error         // why there is none

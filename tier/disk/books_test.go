@@ -1,0 +1,41 @@
+package disk
+
+import (
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
+)
+
+// All files of a directory stay within its limit, the books among them, also while those are replaced, however small the
+// objects are and however many are deleted.
+func TestBooksAreWithinTheLimit(t *testing.T) {
+	const limit, segment = 8 << 20, 256 << 10
+	m, c := newMemFiles(1, 1<<30), newClock()
+	o := Options{SegmentBytes: segment, MinFree: 1, FirstTouch: true}
+	worst := int64(0)
+	m.fail = func(string, string) error {
+		_, all := m.usedLocked()
+		worst = max(worst, all)
+		return nil
+	}
+	d := openMem(t, o, limit, c, m)
+	var some []kv.Key
+	for i := range 3 * limit / block {
+		put(t, d, i, 100)
+		if some = append(some, tiertest.Key(i)); i%8 == 7 {
+			if err := d.Delete(t.Context(), some[:1]); err != nil {
+				t.Fatal(err)
+			}
+			some = some[:0]
+		}
+	}
+	closeDisk(t, d)
+	m.fail = nil
+	if worst > limit {
+		t.Errorf("%d bytes were used, the limit is %d and a segment %d", worst, limit, segment)
+	}
+	if n := d.Stats().Evicted; n == 0 {
+		t.Error("nothing was evicted")
+	}
+}
