@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"path/filepath"
 	"strings"
 	"time"
@@ -136,9 +135,6 @@ func OpenOne(text string, o Options) (tier.Tier, error) {
 	if path, ok := strings.CutPrefix(text, "disk:"); ok {
 		if !o.Existing {
 			return nil, errDiskLimit
-		}
-		if _, err := os.Stat(path); err != nil {
-			return nil, err
 		}
 		d, err := disk.Open(disk.Options{Dirs: []disk.Dir{{Path: path, Bytes: 1 << 50}}, Look: true, Log: o.Log})
 		if err != nil {

@@ -232,10 +232,14 @@ func TestDisk(t *testing.T) {
 	if err := tiertool.With("disk:"+dir, log, func(x tier.Tier) error { return tiertool.List(t.Context(), &out, x, true) }); err != nil || !strings.Contains(out.String(), "\n0 objects, ") {
 		t.Errorf("%v: %s", err, &out)
 	}
-	for _, text := range []string{"disk:" + to, "fs:" + to, "fss:/x", "{"} {
+	empty := t.TempDir() // where a disk is to be mounted, perhaps
+	for _, text := range []string{"disk:" + to, "disk:" + empty, "fs:" + to, "fss:/x", "{"} {
 		if err := tiertool.With(text, log, nothing); err == nil {
 			t.Errorf("%s was opened", text)
 		}
+	}
+	if files, err := os.ReadDir(empty); err != nil || len(files) > 0 {
+		t.Errorf("an empty directory was made a disk: %v, %v", files, err)
 	}
 }
 

@@ -57,7 +57,7 @@ func plainFile(b *testing.B) file {
 // plainWriter fills files of 256 MiB, as a segment is filled: reserved, direct I/O, and
 // removed when there are 2 GiB of them; but without headers, indexes or syncs.
 func plainWriter(b *testing.B, n int64) func(i int64, buf []byte) error {
-	files, err := openFiles(benchDir(b))
+	files, err := openFiles(benchDir(b), false)
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -59,7 +59,7 @@ type Options struct {
 	ScrubRate    int64 // bytes per second that are compared with their checksums in the background; default 8 MiB
 	FirstTouch   bool  // keep an object when it is offered first, whatever the disk has; default: while it has room, or that gives more hits
 	SecondTouch  bool  // keep an object when it is offered for the second time, whatever the disk has
-	Look         bool  // for tools: nothing goes for the room of others, and no checkpoint says what was read
+	Look         bool  // for tools: no directory is made, nothing goes for the room of others, and no checkpoint says what was read
 	Log          *slog.Logger
 
 	// What is found, comes and goes is noted as a tier's of that number, of the first Dir; those after it have the next ones.
@@ -116,7 +116,7 @@ type Disk struct {
 // the background: until Opened is closed, some of what is there is missing. Errors:
 // ErrInUse, ErrNotOurs, ErrNewer, those of the file system; then nothing was changed.
 func Open(o Options) (*Disk, error) {
-	return openWith(o, func(path string) (files, error) { return openFiles(path) }, time.Now)
+	return openWith(o, func(path string) (files, error) { return openFiles(path, o.Look) }, time.Now)
 }
 
 // openWith opens directories whose files and clock may be a test's.

@@ -73,11 +73,13 @@ const readsAtOnce = 64
 // ours are the names that a directory of this package has before it has its marker.
 var ours = map[string]bool{lockName: true, markName + newSuffix: true, "lost+found": true, "probe": true}
 
-// openFiles opens and locks a directory, and makes it where it is not there. It changes
+// openFiles opens and locks a directory, and makes it where it is not there and is not only looked at. It changes
 // nothing in a directory that is not ours. Errors: ErrInUse, ErrNotOurs.
-func openFiles(path string) (_ *osFiles, err error) {
-	if err := os.MkdirAll(path, 0o700); err != nil {
-		return nil, err
+func openFiles(path string, look bool) (_ *osFiles, err error) {
+	if !look {
+		if err := os.MkdirAll(path, 0o700); err != nil {
+			return nil, err
+		}
 	}
 	o := &osFiles{path: path, dir: -1, direct: unix.O_DIRECT}
 	defer func() {
@@ -101,6 +103,9 @@ func openFiles(path string) (_ *osFiles, err error) {
 			if !ours[name] {
 				return nil, fmt.Errorf("%w: it has a file %q and none named %s", ErrNotOurs, name, markName)
 			}
+		}
+		if look {
+			return nil, fmt.Errorf("%w: it has no file %s", ErrNotOurs, markName)
 		}
 	}
 	lock, err := o.openat(lockName, unix.O_RDWR|unix.O_CREAT)
