@@ -228,6 +228,9 @@ func TestDisk(t *testing.T) {
 	if err := tiertool.With("disk:"+dir, log, func(x tier.Tier) error { return tiertool.Drop(t.Context(), &out, x, tiertool.Filter{}) }); err != nil {
 		t.Error(err)
 	}
+	if files, err := filepath.Glob(filepath.Join(dir, "*.seg")); err != nil || len(files) > 0 {
+		t.Errorf("nothing is left, in %v, %v", files, err)
+	}
 	out.Reset()
 	if err := tiertool.With("disk:"+dir, log, func(x tier.Tier) error { return tiertool.List(t.Context(), &out, x, true) }); err != nil || !strings.Contains(out.String(), "\n0 objects, ") {
 		t.Errorf("%v: %s", err, &out)

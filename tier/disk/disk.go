@@ -372,6 +372,9 @@ func (v *volume) close() error {
 	if spare != nil {
 		errs = append(errs, v.evict(spare))
 	}
+	if v.opts.Look && v.whole.Load() {
+		errs = append(errs, v.evictEmpty())
+	}
 	if v.checked != v.mu.all && v.whole.Load() && !v.opts.Look {
 		errs = append(errs, v.checkpoint())
 	}

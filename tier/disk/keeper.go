@@ -291,6 +291,24 @@ func (v *volume) tryEvict(s *segment) error {
 	return nil
 }
 
+// evictEmpty removes the segments of which nothing is left.
+func (v *volume) evictEmpty() (err error) {
+	live := map[uint32]bool{}
+	v.list(func(part []listed) bool {
+		for i := range part {
+			live[part[i].seg] = true
+		}
+		return true
+	})
+	for _, s := range v.sealedSegments() {
+		if !live[s.seq] && !s.leaving {
+			s.leaving = true
+			err = errors.Join(err, v.evict(s))
+		}
+	}
+	return err
+}
+
 func (v *volume) dropFrom(s *segment, records []record) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
