@@ -1,7 +1,9 @@
 package disk
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
 	"sync/atomic"
 
 	"github.com/kvasir-kv/kvasir/shm"
@@ -50,13 +52,26 @@ func (v *volume) loadJournal(names map[string]int64) error {
 	return err
 }
 
-// make makes the file.
-func (j *journal) make(d files) (err error) {
-	if j.file, err = d.create(goneName, 0); err != nil {
-		j.file = nil // not an interface of nothing
+// make makes the file, or opens the one that is there.
+func (j *journal) make(d files) error {
+	f, err := d.create(goneName, 0)
+	if err == nil {
+		j.file = f
+		return d.sync()
+	}
+	if !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	return d.sync()
+	if f, err = d.open(goneName); err != nil {
+		return err
+	}
+	size, err := f.size()
+	if err != nil {
+		return errors.Join(err, f.close())
+	}
+	j.file, j.off, j.tail, j.room = f, blocksOf(size)*block, nil, 0
+	j.ensure(j.off)
+	return nil
 }
 
 // save makes what was deleted so far last.
@@ -125,20 +140,20 @@ func (v *volume) compact() error {
 		}
 		return put(b)
 	})
-	if err != nil {
+	// Whether the old or the new one has the name now is not asked of an error: what is written to the other is lost.
+	old := v.journal.file
+	v.journal.file = nil
+	if old != nil {
+		err = errors.Join(err, old.close())
+	}
+	if err = errors.Join(err, v.journal.make(v.files)); err != nil {
 		return err
 	}
 	v.wrote(int64(len(b)))
-	old := v.journal.file
-	v.journal.off, v.journal.tail, v.journal.room = int64(len(b)), nil, 0
-	if v.journal.file, err = v.files.open(goneName); err != nil {
-		return err
-	}
-	v.journal.ensure(v.journal.off)
 	v.mu.Lock()
 	v.mu.fresh = v.mu.fresh[saved:]
 	v.mu.Unlock()
-	return old.close()
+	return nil
 }
 
 // living returns what was deleted from segments that are there, and how much of that is
