@@ -2,7 +2,6 @@ package disk
 
 import (
 	"hash/maphash"
-	"sync"
 	"sync/atomic"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -16,7 +15,8 @@ import (
 
 // admission says which objects are kept.
 type admission struct {
-	touched touched
+	seed    maphash.Seed // of the hashes of keys
+	touched touch.Seen   // that were offered once
 	chooser touch.Chooser
 	refused atomic.Int64 // objects offered for the first time
 }
@@ -26,17 +26,17 @@ func (d *Disk) admits(k *kv.Key, n int64) bool {
 	if d.opts.FirstTouch {
 		return true
 	}
-	h := maphash.Comparable(d.admission.touched.seed, *k)
+	h := maphash.Comparable(d.admission.seed, *k)
 	if !d.opts.SecondTouch {
 		d.admission.chooser.Touch(h, recordBytes(n), d.capacity())
 	}
-	return d.admission.touched.again(h) || d.keepsFirst()
+	return d.admission.touched.Again(h) || d.keepsFirst()
 }
 
 // wasRead tells the chooser of a hit.
 func (d *Disk) wasRead(k *kv.Key, n int64) {
 	if !d.opts.FirstTouch && !d.opts.SecondTouch {
-		d.admission.chooser.Touch(maphash.Comparable(d.admission.touched.seed, *k), recordBytes(n), d.capacity())
+		d.admission.chooser.Touch(maphash.Comparable(d.admission.seed, *k), recordBytes(n), d.capacity())
 	}
 }
 
@@ -78,30 +78,4 @@ func (d *Disk) capacity() (n int64) {
 	return n
 }
 
-// touched remembers keys that were offered once, the last of them: two tables take turns.
-type touched struct {
-	seed maphash.Seed
-	most int // in one table
-	mu   struct {
-		sync.Mutex
-		now, before map[uint64]struct{}
-	}
-}
-
 const mostTouched = 1 << 19
-
-// again reports whether a key, by its hash, was offered before, and remembers it.
-func (t *touched) again(h uint64) bool {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	_, now := t.mu.now[h]
-	_, before := t.mu.before[h]
-	if now || before {
-		return true
-	}
-	if len(t.mu.now) >= t.most || t.mu.now == nil {
-		t.mu.now, t.mu.before = make(map[uint64]struct{}), t.mu.now
-	}
-	t.mu.now[h] = struct{}{}
-	return false
-}

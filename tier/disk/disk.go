@@ -128,7 +128,7 @@ func openWith(o Options, open func(path string) (files, error), now func() time.
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	d := &Disk{opts: o, opened: make(chan struct{}), readTime: histogram.Times(), writeTime: histogram.Times()}
-	d.admission.touched.seed, d.admission.touched.most = maphash.MakeSeed(), mostTouched
+	d.admission.seed, d.admission.touched.Most = maphash.MakeSeed(), mostTouched
 	for i, dir := range o.Dirs {
 		f, err := open(dir.Path)
 		var v *volume

@@ -2,7 +2,6 @@ package disk
 
 import (
 	"errors"
-	"hash/maphash"
 	"math/rand/v2"
 	"sync"
 	"sync/atomic"
@@ -128,26 +127,6 @@ func TestSecondTouch(t *testing.T) {
 	}
 	if s := d.Stats(); s.NotKept["first_touch"] != 2 {
 		t.Errorf("%v", s.NotKept)
-	}
-}
-
-// What is offered for the first time is forgotten in the end, so that the memory of it
-// has a limit.
-func TestTouchedIsBounded(t *testing.T) {
-	const most = 10_000
-	x := touched{most: most, seed: maphash.MakeSeed()}
-	k := func(i int) uint64 { return mix(uint64(i)) }
-	x.again(k(0))
-	for i := 1; i <= 2*most; i++ {
-		if x.again(k(i)) {
-			t.Fatalf("key %d is known", i)
-		}
-	}
-	if n := len(x.mu.now) + len(x.mu.before); n > 2*most {
-		t.Errorf("%d keys", n)
-	}
-	if x.again(k(0)) || !x.again(k(2*most)) {
-		t.Error("the oldest is known, or the newest is not")
 	}
 }
 

@@ -70,3 +70,23 @@ func TestChooserIsBounded(t *testing.T) {
 		t.Errorf("%d bytes are taken for written, of 2 Mi", n)
 	}
 }
+
+// What was seen is forgotten in the end, so that the memory of it
+// has a limit.
+func TestSeenIsBounded(t *testing.T) {
+	const most = 10_000
+	x := Seen{Most: most}
+	k := func(i int) uint64 { return mix(uint64(i)) }
+	x.Again(k(0))
+	for i := 1; i <= 2*most; i++ {
+		if x.Again(k(i)) {
+			t.Fatalf("key %d is known", i)
+		}
+	}
+	if n := len(x.mu.now) + len(x.mu.before); n > 2*most {
+		t.Errorf("%d keys", n)
+	}
+	if x.Again(k(0)) || !x.Again(k(2*most)) {
+		t.Error("the oldest is known, or the newest is not")
+	}
+}
