@@ -316,3 +316,85 @@ func whereIsLocked(v *volume, obj int) entry {
 	e, _ := v.mu.index.get(&k)
 	return e
 }
+
+// What takes the place of an older object is safe before the journal says that the older one is gone: a power cut in
+// between does not cost both.
+func TestReplacedWhileItIsSealed(t *testing.T) {
+	const objects = 8
+	between := 0
+	for seed := range uint64(12) {
+		m, c := newMemFiles(seed, 1<<30), newClock()
+		o := Options{SegmentBytes: minSegment, MinFree: 1, FirstTouch: true}
+		d := openMem(t, o, 16<<20, c, m)
+		for version := range 2 {
+			for i := range objects {
+				b, meta := versionOf(i, version)
+				if err := d.Write(t.Context(), tiertest.Key(i), meta, b); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if version == 0 {
+				if err := d.Flush(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		m.mu.Lock()
+		noted := false
+		m.fail = func(deed, name string) error {
+			if noted {
+				m.dead = true // before anything else is done
+				return errDead
+			}
+			noted = deed == "sync" && name == goneName
+			return nil
+		}
+		m.mu.Unlock()
+		if err := d.Flush(t.Context()); err != nil { // else all was noted before
+			between++
+		}
+		m = m.cut()
+		_ = d.Close()
+		d = openMem(t, o, 16<<20, c, m)
+		for i := range objects {
+			metas := make([]tier.Meta, 1)
+			if err := d.Stat(t.Context(), []kv.Key{tiertest.Key(i)}, metas); err != nil || metas[0].Len == 0 {
+				t.Errorf("seed %d: object %d is gone in both versions: %v", seed, i, err)
+			}
+		}
+		closeDisk(t, d)
+	}
+	if between == 0 {
+		t.Error("no power cut came in between")
+	}
+}
+
+// What is still being written while its segment is synced is synced the next time.
+func TestWrittenWhileItsSegmentIsSynced(t *testing.T) {
+	for seed := range uint64(12) {
+		m, c := newMemFiles(seed, 1<<30), newClock()
+		o := Options{SegmentBytes: 1 << 20, MinFree: 1, FirstTouch: true}
+		d := openMem(t, o, 16<<20, c, m)
+		put(t, d, 1, 5000)
+		v := d.volumes[0]
+		b, meta := object(2, 5000, 0)
+		s, at, _, err := v.tryReserve(recordBytes(meta.Len), nil)
+		if err != nil || s == nil {
+			t.Fatal(s, err)
+		}
+		v.syncActive()
+		r := record{tiertest.Key(2), uint32(at / block), uint32(meta.Len), meta.Sum, false}
+		err = v.append(t.Context(), s, &r, b)
+		v.finish(s, &r, nil, err)
+		if err != nil {
+			t.Fatal(err)
+		}
+		v.syncActive()
+		m = m.cut()
+		_ = d.Close()
+		d = openMem(t, o, 16<<20, c, m)
+		need(t, d, 1, 5000)
+		need(t, d, 2, 5000)
+		closeDisk(t, d)
+	}
+}

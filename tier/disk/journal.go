@@ -85,7 +85,10 @@ func (v *volume) save() error {
 	if len(fresh) == 0 {
 		return nil
 	}
-	n, err := v.journal.write(v.files, fresh)
+	n, err := int64(0), v.syncDirty() // what took the place of what is gone
+	if err == nil {
+		n, err = v.journal.write(v.files, fresh)
+	}
 	v.wrote(n)
 	if err != nil {
 		v.mu.Lock()
@@ -133,6 +136,9 @@ func (v *volume) compact() error {
 	b := shm.MakeAligned(int(blocksOf(int64(len(places))*goneBytes)*block), block)
 	for i, p := range places {
 		putGone(b[i*goneBytes:], p)
+	}
+	if err := v.syncDirty(); err != nil { // as save does
+		return err
 	}
 	err := replace(v.files, goneName, func(put func([]byte) error) error {
 		if len(b) == 0 {

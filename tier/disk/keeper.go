@@ -486,23 +486,33 @@ func (v *volume) writeIndex(s *segment, records []record) (trailer, error) {
 
 // syncActive makes what was written lately last, also without a seal.
 func (v *volume) syncActive() {
-	v.mu.Lock()
-	s := v.mu.active
-	if s != nil && s.dirty {
-		s.dirty = false
-		s.refs++
-	} else {
-		s = nil
-	}
-	v.mu.Unlock()
-	var err error
-	if s != nil {
-		err = s.file.sync()
-		v.release(s)
-	}
+	v.journal.turn <- struct{}{}
+	err := v.syncDirty()
+	<-v.journal.turn
 	if err = errors.Join(err, v.save()); err != nil {
 		v.log.Warn("sync", "path", v.dir.Path, "err", err)
 	}
+}
+
+// syncDirty syncs what was written to segments that are not sealed. The caller has the journal's turn: nobody else is about it.
+func (v *volume) syncDirty() (err error) {
+	v.mu.Lock()
+	dirty := slices.DeleteFunc(append(slices.Clone(v.mu.sealing), v.mu.active), func(s *segment) bool { return s == nil || !s.dirty })
+	for _, s := range dirty {
+		s.dirty = false
+		s.refs++
+	}
+	v.mu.Unlock()
+	for _, s := range dirty {
+		if e := s.file.sync(); e != nil {
+			v.mu.Lock()
+			s.dirty = true
+			v.mu.Unlock()
+			err = errors.Join(err, e)
+		}
+		v.release(s)
+	}
+	return err
 }
 
 // flush seals what was written so far, and waits for that.

@@ -547,6 +547,7 @@ func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 	}
 	e := entry{sum: r.sum, seg: s.seq, block: r.block, len: r.len}
 	old, had := v.mu.index.get(&r.key)
+	s.dirty = true // it may have been synced since the reservation
 	switch {
 	case err != nil && s == v.mu.active && isBroken(err):
 		v.retireLocked()
