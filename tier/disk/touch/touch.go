@@ -1,5 +1,5 @@
-// Package touch is about what is offered to a disk, and how often: it finds out whether a disk has more hits when it keeps what is offered to it first, or when it keeps what is
-// offered for the second time.
+// Package touch is about what is offered to a disk, and how often. It finds out whether a disk has more hits when it keeps
+// what is offered first, or when it keeps what is offered for the second time.
 package touch
 
 import "sync"
