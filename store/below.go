@@ -204,7 +204,7 @@ func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err
 
 // read reads an object into its slot. The slot is held until the tier has returned.
 func (s *Store) read(fl *flight, k kv.Key) {
-	ctx, cancel := context.WithTimeout(s.life, loadLife*s.opts.LoadTimeout)
+	ctx, cancel := context.WithTimeout(s.life, loadLife*min(s.opts.LoadTimeout, forever/loadLife))
 	defer cancel()
 	sum, err := s.below.Read(ctx, k, s.view(fl))
 	_, corrupt := errors.AsType[*tier.CorruptError](err)

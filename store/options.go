@@ -8,10 +8,11 @@ import (
 	"github.com/kvasir-kv/kvasir/tenants"
 )
 
+const forever = time.Duration(math.MaxInt64)
+
 // Validate reports every field that cannot be used, as options.Errors.
 func (o Options) Validate() error {
 	var c options.Checks
-	const forever = time.Duration(math.MaxInt64)
 	options.Within(&c, "Quarantine", o.Quarantine, 0, forever)
 	options.Within(&c, "SessionIdle", o.SessionIdle, 0, forever)
 	options.Within(&c, "SumAfter", o.SumAfter, 0, forever)
