@@ -126,30 +126,22 @@ func openFiles(path string, look bool) (_ *osFiles, err error) {
 	return o, nil
 }
 
-// take locks the directory or its file of the lock. Error: ErrInUse.
+// take locks the directory or its file of the lock, which names the process that had them last. Error: ErrInUse.
 func (o *osFiles) take(fd int) error {
-	pid := o.server()
+	pid := 0
+	if lock, err := o.openat(lockName, unix.O_RDONLY|unix.O_NONBLOCK); err == nil {
+		f := os.NewFile(uintptr(lock), lockName)
+		pid = filelock.Owner(f)
+		_ = f.Close()
+	}
 	err := filelock.After(pid, unix.EWOULDBLOCK, func() error { return unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB) })
-	switch {
-	case err == nil:
-		return nil
-	case !errors.Is(err, unix.EWOULDBLOCK):
-		return fmt.Errorf("lock: %w", err)
-	case pid == 0:
-		return fmt.Errorf("%w by another process", ErrInUse)
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		if pid == 0 {
+			return fmt.Errorf("%w by another process", ErrInUse)
+		}
+		return fmt.Errorf("%w by process %d", ErrInUse, pid)
 	}
-	return fmt.Errorf("%w by process %d", ErrInUse, pid)
-}
-
-// server returns the process that last had the directory; 0 where the file of the lock does not say it.
-func (o *osFiles) server() int {
-	fd, err := o.openat(lockName, unix.O_RDONLY|unix.O_NONBLOCK)
-	if err != nil {
-		return 0
-	}
-	f := os.NewFile(uintptr(fd), lockName)
-	defer f.Close()
-	return filelock.Owner(f)
+	return err
 }
 
 // probe finds out whether direct I/O is possible. Where a directory of ours has no room for that, what is there can be
