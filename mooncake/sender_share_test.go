@@ -296,6 +296,8 @@ func TestLostLastReply(t *testing.T) {
 	if x.target.Table().Observe(); !bytes.Equal(block(x.d, 0, 1), block(x.p, 0, 5)) {
 		t.Fatal("the earlier prompt's blocks")
 	}
+	// Until P has noted that they are filled it pushes them again to who asks.
+	eventually(t, "P notes that the blocks are filled", func() bool { return x.sender.Stats().Transfers == 0 })
 	// That connection stands: who asks again has heard, and has other bytes there by now.
 	// When it breaks after all, the answer may not have been heard.
 	_, again := ask(t, x.sender.Addr(), pull)
