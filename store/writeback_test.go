@@ -260,7 +260,7 @@ func TestSlowWritesDelayNobody(t *testing.T) {
 		h := prompt(1, n)
 		b.put("p", h, 0, n, n)
 		synctest.Wait()
-		if got := b.store.Stats(); got.Outbox.WaitingBytes > 10*chunkBytes || got.Outbox.Skipped > n-10 || got.Outbox.Skipped < n-10-4 { // four are taken out at some time
+		if got := b.store.Stats(); got.Outbox.WaitingBytes > 10*chunkBytes || got.Outbox.Skipped > n-10 || got.Outbox.Skipped < n-10-8 { // eight are taken out at some time
 			t.Errorf("%+v", got.Outbox)
 		}
 		began := time.Now()
