@@ -289,7 +289,7 @@ func (r *Response) chunk() error {
 	if err != nil {
 		return err
 	}
-	if bytes.IndexByte(line, '\r') != len(line)-2 {
+	if len(line) < 2 || bytes.IndexByte(line, '\r') != len(line)-2 {
 		return fmt.Errorf("%w: chunk size %.30q", ErrAnswer, line)
 	}
 	size, _, _ := bytes.Cut(bytes.TrimRight(line[:len(line)-2], " \t"), []byte(";"))
