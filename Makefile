@@ -7,7 +7,7 @@ CAP ?= 1
 MUTANTS ?= 300
 SEED ?= 1
 PICTURES ?=
-MUTATED ?= ./store ./pool ./lease ./lmcache ./server
+MUTATED ?= ./store ./store/pool ./store/lease ./lmcache ./server
 
 .PHONY: have-go help build demo test check interop interop-masters interop-vllm bench soak fuzz mutants page fmt
 
@@ -24,19 +24,19 @@ demo: build ## play a workload on a server with simulated engines
 	bin/kvasir demo
 
 test: have-go ## all tests that need only Go, plain, with the race detector, with invariants
-	CGO_ENABLED=0 GO=$(GO) scripts/test.sh ./... -p 1 -timeout 300s
-	CGO_ENABLED=0 GO=$(GO) scripts/test.sh ./... -p 1 -tags invariants -timeout 300s
-	CGO_ENABLED=0 GO=$(GO) scripts/test.sh ./pool -tags crashpoints -timeout 300s
-	GO=$(GO) scripts/race.sh
+	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./... -p 1 -timeout 300s
+	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./... -p 1 -tags invariants -timeout 300s
+	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./store/pool -tags crashpoints -timeout 300s
+	GO=$(GO) .ci/race.sh
 
 check: have-go ## format, vet, staticcheck, govulncheck where reachable
 	@bad=$$($(GO) tool gofumpt -l .); test -z "$$bad" || { echo "not formatted (make fmt):"; echo "$$bad"; exit 1; }
 	$(GO) vet ./...
 	$(GO) vet -tags invariants ./...
-	$(GO) vet -tags crashpoints ./pool
+	$(GO) vet -tags crashpoints ./store/pool
 	$(GO) tool staticcheck ./...
-	$(GO) test -count=1 -run TestLayers .
-	@scripts/vulncheck.sh
+	$(GO) test -count=1 ./internal/arch
+	@.ci/vulncheck.sh
 
 fmt: ## format all Go files
 	$(GO) tool gofumpt -w .
@@ -47,13 +47,13 @@ soak: have-go ## kill processes that write to a disk, and cut the power: SOAK of
 	KVASIR_SOAK=60 CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 600s -run TestSoakOverload ./proxy
 
 page: have-go ## click through the admin page in headless Chromium; PICTURES=FOLDER keeps what was seen
-	KVASIR_PICTURES=$(abspath $(PICTURES)) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 600s -run TestPageInABrowser ./admin
+	KVASIR_PICTURES=$(abspath $(PICTURES)) CGO_ENABLED=0 $(GO) test -count=1 -v -timeout 600s -run TestPageInABrowser ./server/admin
 
 fuzz: ## fuzz a rotating share of the decoders, FUZZTIME seconds in all
-	scripts/fuzz.sh $(FUZZTIME)
+	.ci/fuzz.sh $(FUZZTIME)
 
 mutants: have-go ## change the code at MUTANTS places of the sample SEED; report what no test notices (an hour)
-	CGO_ENABLED=0 nice -n 15 $(GO) run ./scripts/mutate -seed $(SEED) -n $(MUTANTS) -judges ./access,./lent,./workers,./admin,./lmcache/connector $(MUTATED)
+	CGO_ENABLED=0 nice -n 15 $(GO) run ./internal/tools/mutate -seed $(SEED) -n $(MUTANTS) -judges ./server/access,./server/lent,./server/workers,./server/admin,./lmcache/connector $(MUTATED)
 
 interop: build ## run the real peers against this build (makes a Python environment; PART=one of them)
 	interop/run.sh $(PART)

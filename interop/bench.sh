@@ -99,7 +99,7 @@ race_scale() {
 	go test -run - -bench Hold -benchtime 5x ./store | grep Benchmark
 	go test -run - -bench ManyConversations -benchtime 20x ./server | grep Benchmark
 	echo "A restart over 8 GiB that are still to be compared: first answer under 100 ms, p99 of others at most 3 x"
-	KVASIR_RESTART_GIB=8 go test -run - -bench RestartUncompared -benchtime 2x ./internal/cli | grep Benchmark
+	KVASIR_RESTART_GIB=8 go test -run - -bench RestartUncompared -benchtime 2x ./cmd/kvasir/internal/cli | grep Benchmark
 	echo "1,000 streams of kvasir engine, a token each in every step: 10 us of processor time are a token each 10 ms on one core"
 	GOMAXPROCS=1 go test -run - -bench Streams -benchtime 3x ./sim/api | grep Benchmark
 	go test -run - -bench SilentPeers -benchtime 1x ./mooncake | grep Benchmark

@@ -1,6 +1,6 @@
 # Shared by the interop scripts: source it after `set -euo pipefail`, in the root folder.
 
-. scripts/again.sh
+. .ci/again.sh
 
 free_port() { "$python" interop/shared/ports.py; }
 

@@ -2,7 +2,7 @@
 # run.sh [PART ...]: runs the real peers against this build, all parts or those named. Needs bin/kvasir; `make interop`
 # calls it. Each part is a process of its own with a folder and servers of its own. With RERUN=1 a part that fails is run
 # once more: one that passes then is named at the end, with its first output. One that shows a bug of ours, as a panic,
-# a data race or wrong bytes, is not: scripts/again.sh. cluster, tier and store-engine may name a release of Mooncake, as in
+# a data race or wrong bytes, is not: .ci/again.sh. cluster, tier and store-engine may name a release of Mooncake, as in
 # cluster@0.3.7; make interop-masters runs them with all earlier ones.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 if [ "${1:-}" != --alone ]; then
 	[ $# -gt 0 ] || set -- zmtp redis s3 versitygw client series routes two pickle kill9-engine kill9-lmcache pending events fs fs_native slow lend \
 		generations engine openai tracker transfer cluster tier store-engine
-	. scripts/again.sh
+	. .ci/again.sh
 	outputs=$(mktemp -d)
 	trap 'rm -rf "$outputs"' EXIT
 	failed=
@@ -133,14 +133,14 @@ series)
 		--modes engine_driven,lmcache_driven --skip rate,lookup,transfer >"$work/series.json" 2>"$work/series.log" ||
 		[ -s "$work/series.json" ] || { cat "$work/series.log" >&2; exit 1; }
 	grep -E '^FAIL' "$work/series.log" || true
-	"$python" interop/lmcache/series.py --http "http://127.0.0.1:$http" --against admin/testdata/lmcache-0.5.6.series
+	"$python" interop/lmcache/series.py --http "http://127.0.0.1:$http" --against server/admin/testdata/lmcache-0.5.6.series
 	;;
 routes)
 	echo "== LMCache's HTTP routes: /status, /cache/prefetches, /cache/checksums"
 	mkdir "$work/routes"
 	start_server routes --l1-size-gb 0.125 --l2-adapter "{\"type\":\"fs\",\"base_path\":\"$work/routes\"}"
 	timeout 600 "$python" interop/lmcache/routes.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --dir "$work/routes" \
-		--status admin/testdata/lmcache-0.5.6.status >"$work/routes.out" 2>"$work/routes.err" || { grep -vE '^PASS' "$work/routes.err" >&2; tail -5 "$work/routes.log" >&2; exit 1; }
+		--status server/admin/testdata/lmcache-0.5.6.status >"$work/routes.out" 2>"$work/routes.err" || { grep -vE '^PASS' "$work/routes.err" >&2; tail -5 "$work/routes.log" >&2; exit 1; }
 	cat "$work/routes.out"
 	;;
 two)

@@ -5,7 +5,7 @@ import (
 	"errors"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 

@@ -3,7 +3,7 @@ package lmcache_test
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
 )
 
 func TestMain(m *testing.M) { goroutines.Main(m) }

@@ -4,8 +4,8 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
-	"github.com/kvasir-kv/kvasir/transfer"
 )
 
 // mayStillArrive says whether P's answer may overtake the blocks of q: a transfer

@@ -3,7 +3,7 @@ package mooncake_test
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/leaks"
+	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
 )
 
 func TestMain(m *testing.M) { leaks.Main(m) }

@@ -3,7 +3,7 @@ package mooncake
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
 )
 
 func TestOptionsValidate(t *testing.T) {

@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
 // P restarts at the same address, as another engine, while D waits for a transfer of

@@ -9,8 +9,8 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
-	"github.com/kvasir-kv/kvasir/transfer"
 )
 
 // run pulls a list of requests of one engine and returns when all are settled.

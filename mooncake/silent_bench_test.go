@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
-	"github.com/kvasir-kv/kvasir/transfer"
 )
 
 // Seven D's pull 2 MiB requests from a P, with and without two peers that accept

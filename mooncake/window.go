@@ -10,8 +10,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
-	"github.com/kvasir-kv/kvasir/transfer"
 )
 
 // A window is one publication of D's memory for one P. Every window has the same bytes

@@ -13,8 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
-	"github.com/kvasir-kv/kvasir/transfer"
 )
 
 // directory is the least bootstrap server: what is registered is shown.

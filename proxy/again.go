@@ -14,7 +14,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
-	"github.com/kvasir-kv/kvasir/proxy/relayed"
+	"github.com/kvasir-kv/kvasir/proxy/prefix/relayed"
 )
 
 // relayPrefix begins the engine ids of a relay (package relay).

@@ -11,9 +11,9 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/http1"
+	"github.com/kvasir-kv/kvasir/internal/openai"
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
-	"github.com/kvasir-kv/kvasir/internal/upstream"
-	"github.com/kvasir-kv/kvasir/openai"
 )
 
 func isTimeout(err error) bool {
@@ -22,13 +22,13 @@ func isTimeout(err error) bool {
 }
 
 // send sends a request over a connection to an engine and returns the head of its answer.
-func (e *exchange) send(ctx context.Context, b *backend, n *upstream.Conn, pieces [][]byte, fields []byte, until time.Time) (*upstream.Response, error) {
-	r := upstream.Request{Method: http.MethodPost, Target: e.r.URL.EscapedPath(), Fields: fields, Body: pieces, Whole: e.split && b.role == decode}
+func (e *exchange) send(ctx context.Context, b *backend, n *http1.Conn, pieces [][]byte, fields []byte, until time.Time) (*http1.Response, error) {
+	r := http1.Request{Method: http.MethodPost, Target: e.r.URL.EscapedPath(), Fields: fields, Body: pieces, Whole: e.split && b.role == decode}
 	if e.r.URL.RawQuery != "" {
 		r.Target += "?" + e.r.URL.RawQuery
 	}
 	resp, err := n.Do(ctx, &r, until)
-	if errors.Is(err, upstream.ErrStale) && b.registry == nil && ctx.Err() == nil {
+	if errors.Is(err, http1.ErrStale) && b.registry == nil && ctx.Err() == nil {
 		if n, err = b.client.Dial(ctx); err == nil {
 			resp, err = n.Do(ctx, &r, until)
 		}
@@ -37,7 +37,7 @@ func (e *exchange) send(ctx context.Context, b *backend, n *upstream.Conn, piece
 	case err == nil, ctx.Err() != nil:
 	case isTimeout(err):
 		err = errLate
-	case !errors.Is(err, upstream.ErrStale):
+	case !errors.Is(err, http1.ErrStale):
 		e.p.trouble(b, err)
 	}
 	return resp, err
@@ -136,7 +136,7 @@ func (e *exchange) pieces(b *backend, params []byte) [][]byte {
 // whole reads an answer that is no stream to its end, unless it is long: until the client has
 // heard something, another engine can answer. It reports whether that went well; then first is
 // all that was read, and more may come if the answer is long.
-func (e *exchange) whole(resp *upstream.Response, first *[]byte) bool {
+func (e *exchange) whole(resp *http1.Response, first *[]byte) bool {
 	if resp.Length == int64(len(*first)) {
 		return true
 	}
@@ -157,7 +157,7 @@ func (e *exchange) whole(resp *upstream.Response, first *[]byte) bool {
 }
 
 // head passes an answer's status and fields on. length is that of the body; -1 is not known.
-func (e *exchange) head(fields []upstream.Field, status, length int) {
+func (e *exchange) head(fields []http1.Field, status, length int) {
 	h := e.w.Header()
 	values := make([]string, len(fields))
 	for i, f := range fields {
@@ -184,7 +184,7 @@ func (e *exchange) extend(now time.Time) {
 }
 
 // pass passes an answer on, from its first bytes.
-func (e *exchange) pass(b *backend, resp *upstream.Response, first []byte, stream bool) (outcome string) {
+func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream bool) (outcome string) {
 	good := resp.Status == http.StatusOK
 	fix := e.fixesUsage(stream)
 	length := int(resp.Length)

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/openai"
+	"github.com/kvasir-kv/kvasir/internal/openai"
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 )
 

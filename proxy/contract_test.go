@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )

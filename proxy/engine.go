@@ -9,7 +9,7 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/kvasir-kv/kvasir/internal/upstream"
+	"github.com/kvasir-kv/kvasir/internal/http1"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 )
@@ -30,7 +30,7 @@ type backend struct {
 	role     role
 	url      string
 	host     string            // of url
-	client   *upstream.Client  // of requests
+	client   *http1.Client     // of requests
 	registry *bootstrap.Client // of a Mooncake prefill engine; nil: none
 	stop     context.CancelFunc
 	events   []*blocks.Follower // of its data-parallel ranks; nil: none are followed

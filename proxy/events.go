@@ -10,8 +10,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/upstream"
-	"github.com/kvasir-kv/kvasir/openai"
+	"github.com/kvasir-kv/kvasir/internal/http1"
+	"github.com/kvasir-kv/kvasir/internal/openai"
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
@@ -174,7 +174,7 @@ func (p *Proxy) tokenize(b *backend, body []byte, key string) []int64 {
 		fields += "Authorization: Bearer " + key + "\r\n"
 	}
 	// net/http would go on to read the body after it has returned, when others use that memory.
-	resp, err := n.Do(ctx, &upstream.Request{Method: http.MethodPost, Target: "/tokenize", Fields: []byte(fields), Body: [][]byte{body}}, time.Time{})
+	resp, err := n.Do(ctx, &http1.Request{Method: http.MethodPost, Target: "/tokenize", Fields: []byte(fields), Body: [][]byte{body}}, time.Time{})
 	if err != nil {
 		return nil
 	}

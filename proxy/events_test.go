@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/proxy/blocks/blockstest"
 )
@@ -82,8 +82,8 @@ func (e *teller) store(prompt string) {
 	if !e.known[prompt] {
 		e.known[prompt] = true
 		n := len(prompt) / e.block
-		e.events.Publish(false, kvevent.Event{
-			Kind: kvevent.Stored, Hashes: hashesOf(prompt, n, e.block), Tokens: bytesOf(prompt)[:n*e.block], BlockTokens: e.block, Medium: kvevent.GPU,
+		e.events.Publish(false, event.Event{
+			Kind: event.Stored, Hashes: hashesOf(prompt, n, e.block), Tokens: bytesOf(prompt)[:n*e.block], BlockTokens: e.block, Medium: event.GPU,
 		})
 	}
 }
@@ -93,7 +93,7 @@ func (e *teller) evict(prompt string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.known, prompt)
-	e.events.Publish(false, kvevent.Event{Kind: kvevent.Removed, Hashes: hashesOf(prompt, len(prompt)/e.block, e.block), Medium: kvevent.GPU})
+	e.events.Publish(false, event.Event{Kind: event.Removed, Hashes: hashesOf(prompt, len(prompt)/e.block, e.block), Medium: event.GPU})
 }
 
 func hashesOf(prompt string, n, block int) (out [][]byte) {

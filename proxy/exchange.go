@@ -13,14 +13,14 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/http1"
+	"github.com/kvasir-kv/kvasir/internal/openai"
 	"github.com/kvasir-kv/kvasir/internal/otlp"
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
-	"github.com/kvasir-kv/kvasir/internal/upstream"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
-	"github.com/kvasir-kv/kvasir/openai"
 	"github.com/kvasir-kv/kvasir/proxy/keys"
 	"github.com/kvasir-kv/kvasir/proxy/limits"
-	"github.com/kvasir-kv/kvasir/proxy/relayed"
+	"github.com/kvasir-kv/kvasir/proxy/prefix/relayed"
 )
 
 // upstreamIdle is how long a connection to an engine may be idle: uvicorn closes after 5 s.
@@ -212,7 +212,7 @@ type leg struct {
 
 // refusedByP is an answer of P that the client should hear.
 type refusedByP struct {
-	fields []upstream.Field
+	fields []http1.Field
 	status int
 	text   []byte
 }
@@ -316,7 +316,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 // reach returns a connection to P, and who P is now. A new connection may lead to a P that was
 // started again, under another engine id: then the registry is asked. D must not be sent to an
 // engine that is no more, since P would keep the KV of a transfer that nobody pulls.
-func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*upstream.Conn, rank, error) {
+func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn, rank, error) {
 	n, err := b.client.Conn(ctx)
 	if err != nil {
 		if ctx.Err() == nil {
@@ -344,7 +344,7 @@ func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*upstream.C
 }
 
 // prefill is P's leg. It releases the body when P has it.
-func (e *exchange) prefill(ctx context.Context, n *upstream.Conn, b *backend, who rank, pieces [][]byte, held *body) (l leg, err error) {
+func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, who rank, pieces [][]byte, held *body) (l leg, err error) {
 	fields := e.fields[:len(e.fields):len(e.fields)]
 	if dp, ok := e.rankOf(b, who); ok {
 		fields = append(fields, "X-Data-Parallel-Rank: "+strconv.Itoa(dp)+"\r\n"...)
@@ -446,7 +446,7 @@ func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begi
 // freeLost asks a D to take P's KV if it is not known whether one did, so that P's memory becomes free.
 func (e *exchange) freeLost(err error, params []byte) {
 	unknown := false
-	for _, how := range []error{errNotSent, errLost, errFailed, errSilent, upstream.ErrCut} {
+	for _, how := range []error{errNotSent, errLost, errFailed, errSilent, http1.ErrCut} {
 		unknown = unknown || errors.Is(err, how)
 	}
 	if unknown && e.prefilled.Load() > 0 && params != nil {

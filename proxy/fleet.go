@@ -8,7 +8,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/share"
+	"github.com/kvasir-kv/kvasir/internal/fair/share"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 

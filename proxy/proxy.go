@@ -14,13 +14,13 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/kvasir-kv/kvasir/internal/http1"
+	"github.com/kvasir-kv/kvasir/internal/openai"
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
-	"github.com/kvasir-kv/kvasir/internal/upstream"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
-	"github.com/kvasir-kv/kvasir/openai"
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
-	"github.com/kvasir-kv/kvasir/proxy/relayed"
+	"github.com/kvasir-kv/kvasir/proxy/prefix/relayed"
 )
 
 // Proxy is an http.Handler in front of engines.
@@ -114,7 +114,7 @@ func (p *Proxy) add(r role, address, registry string) (err error) {
 	b.mu.Lock()
 	b.bearLocked()
 	b.mu.Unlock()
-	if b.client, err = upstream.New(b.url, upstream.Options{DialTimeout: p.o.DialTimeout, IdleTimeout: upstreamIdle, TLS: p.o.EngineTLS}); err != nil {
+	if b.client, err = http1.New(b.url, http1.Options{DialTimeout: p.o.DialTimeout, IdleTimeout: upstreamIdle, TLS: p.o.EngineTLS}); err != nil {
 		return err
 	}
 	if r == prefill && p.o.Dialect == Mooncake {

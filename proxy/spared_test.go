@@ -14,14 +14,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/admin"
-	"github.com/kvasir-kv/kvasir/events"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/proxy"
-	"github.com/kvasir-kv/kvasir/relay"
 	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/server/admin"
+	"github.com/kvasir-kv/kvasir/server/events"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // asked sends a request and returns how often P was asked for it; its answer must be that of one engine alone.

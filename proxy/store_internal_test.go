@@ -4,7 +4,7 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
@@ -88,9 +88,9 @@ func TestTold(t *testing.T) {
 	}
 	marks := []prefix.Mark{{Hash: 1, End: len(text)}}
 	s.known.Learn(marks, blocks.Scope("m", ""), 8, tokens)
-	events.Apply(&kvevent.Batch{Events: []kvevent.Event{
-		{Kind: kvevent.Cleared},
-		{Kind: kvevent.Stored, Hashes: [][]byte{{1}, {2}, {3}, {4}, {5}}, Tokens: tokens, BlockTokens: 8, Medium: kvevent.CPU},
+	events.Apply(&event.Batch{Events: []event.Event{
+		{Kind: event.Cleared},
+		{Kind: event.Stored, Hashes: [][]byte{{1}, {2}, {3}, {4}, {5}}, Tokens: tokens, BlockTokens: 8, Medium: event.CPU},
 	}}, "m")
 	for _, c := range []struct {
 		well, below bool
@@ -107,9 +107,9 @@ func TestTold(t *testing.T) {
 		}
 	}
 	// The server comes back with longer chunks: it says nothing of prompts that are known in the former ones.
-	events.Apply(&kvevent.Batch{Events: []kvevent.Event{
-		{Kind: kvevent.Cleared},
-		{Kind: kvevent.Stored, Hashes: [][]byte{{6}}, Tokens: tokens[:16], BlockTokens: 16, Medium: kvevent.CPU},
+	events.Apply(&event.Batch{Events: []event.Event{
+		{Kind: event.Cleared},
+		{Kind: event.Stored, Hashes: [][]byte{{6}}, Tokens: tokens[:16], BlockTokens: 16, Medium: event.CPU},
 	}}, "m")
 	s.below.Store(false)
 	if got := s.has(marks); got.reach != 0 || got.instead(700) != 700 {

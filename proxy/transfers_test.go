@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
+	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/proxy"
-	"github.com/kvasir-kv/kvasir/relay"
 )
 
 // What proxy and relay saw of a transfer is one row: the client's request and the model, P, D, and the

@@ -7,8 +7,8 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/upstream"
-	"github.com/kvasir-kv/kvasir/openai"
+	"github.com/kvasir-kv/kvasir/internal/http1"
+	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
 // maxEvent bounds one event of a stream whose usage is corrected, bytes.
@@ -29,7 +29,7 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 }
 
 // passEvents is pass for a stream in which the usage is corrected, event by event.
-func (e *exchange) passEvents(b *backend, resp *upstream.Response, first []byte, fix func([]byte) []byte) (outcome string) {
+func (e *exchange) passEvents(b *backend, resp *http1.Response, first []byte, fix func([]byte) []byte) (outcome string) {
 	events := openai.NewReader(&rest{first, resp, e}, maxEvent)
 	var end openai.Tail
 	for {
@@ -63,7 +63,7 @@ func (e *exchange) passEvents(b *backend, resp *upstream.Response, first []byte,
 // rest reads an answer from its first bytes on.
 type rest struct {
 	data []byte
-	resp *upstream.Response
+	resp *http1.Response
 	e    *exchange
 }
 

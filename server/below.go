@@ -4,10 +4,10 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/estimate"
-	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/tiering/estimate"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/mooncakestore"

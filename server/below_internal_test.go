@@ -3,7 +3,7 @@ package server
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 

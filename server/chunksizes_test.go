@@ -8,9 +8,9 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // startSized starts a server with that chunk size over a pool, as after --cold.

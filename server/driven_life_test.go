@@ -13,9 +13,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
-	"github.com/kvasir-kv/kvasir/shm"
 )
 
 // A server that takes over maps the workers' memory again; a worker whose memory

@@ -6,16 +6,16 @@ import (
 	"fmt"
 	"log/slog"
 
-	"github.com/kvasir-kv/kvasir/access"
-	"github.com/kvasir-kv/kvasir/explain"
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/server/access"
+	"github.com/kvasir-kv/kvasir/server/explain"
+	"github.com/kvasir-kv/kvasir/server/usage"
+	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store"
-	"github.com/kvasir-kv/kvasir/tally"
-	"github.com/kvasir-kv/kvasir/workers"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
 // transferOf names the transfer that a worker's call speaks of. A commit may come
@@ -26,7 +26,7 @@ func (s *Server) transferOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*wor
 		return nil, hold.Transfer{}, err
 	}
 	k, id := r.Key, r.InstanceID
-	t := hold.Transfer{By: sc.caller().Name, Shard: objects.Shard{World: k.WorldSize, Index: k.Worker}, From: r.From, To: r.To}
+	t := hold.Transfer{By: sc.caller().Name, Shard: object.Shard{World: k.WorldSize, Index: k.Worker}, From: r.From, To: r.To}
 	if r.To > 0 {
 		t.Last = k.Hashes[r.To-1]
 	}
@@ -210,14 +210,14 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	sh, ok := s.registry.ShardsOf(k.Model, k.Salt, k.WorldSize, sc.caller().By)
 	s.settleReaders(k, r.TensorParallel, sc.caller().By)
 	var err error
-	counts, early := s.tally.Of(k.Model, k.Salt, ok), tally.Declined
+	counts, early := s.tally.Of(k.Model, k.Salt, ok), usage.Declined
 	same := s.sameChunks(sc)
 	if len(k.Salt) > 0 {
 		s.n.salted.Add(1)
 	}
 	switch {
 	case asked == 0: // a hit of 0, not an error
-		early = tally.Short
+		early = usage.Short
 		s.declinedLookup(k, miss.Short, fmt.Sprintf("it has %d", k.End))
 	case !ok:
 		err = fmt.Errorf("%w: %s, %d", errModel, k.Model, k.WorldSize)
@@ -246,7 +246,7 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	s.store.NoHit(k.RequestID, sc.caller().Owner())
 	switch {
 	case errors.Is(err, errModel):
-		early = tally.Unregistered
+		early = usage.Unregistered
 		s.declinedLookup(k, miss.Unregistered, err.Error())
 	case err != nil:
 		s.declinedLookup(k, miss.Declined, err.Error())
@@ -274,7 +274,7 @@ func (s *Server) Explain(request string, most int) explain.Explanation {
 
 // nameShard lets the tiers below know by what names others call the chunks of a shard, and
 // the store whose they are.
-func (s *Server) nameShard(sh objects.Shard, k *lmcache.KeyView) {
+func (s *Server) nameShard(sh object.Shard, k *lmcache.KeyView) {
 	if s.opts.Names == nil && !s.store.NamesTenants() {
 		return
 	}
@@ -294,7 +294,7 @@ func (s *Server) nameShard(sh objects.Shard, k *lmcache.KeyView) {
 
 // ShardsOf says where the chunks of a model, salt and world size are to be looked up, for somebody who is no
 // worker. It reports false when no worker of that model is registered.
-func (s *Server) ShardsOf(model, salt string, world int) (objects.Shard, bool) {
+func (s *Server) ShardsOf(model, salt string, world int) (object.Shard, bool) {
 	self := access.Self()
 	k := lmcache.KeyView{Model: []byte(model), Salt: []byte(salt)}
 	sh, ok := s.registry.ShardsOf(k.Model, k.Salt, world, self.By)
@@ -311,7 +311,7 @@ func (s *Server) Registry() *workers.Registry { return s.registry }
 func (s *Server) Options() Options { return s.opts }
 
 // recordLookup counts the result of a lookup and says why it was not a whole hit.
-func (s *Server) recordLookup(request []byte, of *explain.Asked, counts *tally.Counts, got store.LookupResult) {
+func (s *Server) recordLookup(request []byte, of *explain.Asked, counts *usage.Counts, got store.LookupResult) {
 	counts.Asked(&got, s.opts.ChunkTokens)
 	c := s.opts.ChunkTokens
 	s.n.hitTokens.Add(uint64(got.Hit * c))

@@ -9,9 +9,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/kv/paged"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
-	"github.com/kvasir-kv/kvasir/paged"
 )
 
 // miniRanks lets two ranks of one engine store and load: with MLA rank 0 stores

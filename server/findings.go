@@ -6,9 +6,9 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/server/explain"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
 // Finding is something that keeps hits away, and what to do about it.

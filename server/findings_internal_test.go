@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
 // Each reason for which hits are missing is a sentence with what to do, and a server

@@ -6,7 +6,7 @@ import (
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/workers"
+	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
 // connection is what is known of the client behind one socket. It is used on

@@ -9,7 +9,7 @@ import (
 	"github.com/tinylib/msgp/msgp"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
-	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 )

@@ -8,11 +8,11 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 func newServer(t testing.TB, chunkTokens int, poolBytes int64, so store.Options) (*server.Server, *store.Store) {

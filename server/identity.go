@@ -5,8 +5,8 @@ import (
 	"net"
 	"os"
 
-	"github.com/kvasir-kv/kvasir/access"
 	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/server/access"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 

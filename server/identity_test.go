@@ -9,9 +9,9 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
-	"github.com/kvasir-kv/kvasir/internal/pickle"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/lmcache/pickle"
 	"github.com/kvasir-kv/kvasir/server"
 )
 

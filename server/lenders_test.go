@@ -9,9 +9,9 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
-	"github.com/kvasir-kv/kvasir/shm"
 )
 
 // storesBlocks reports whether the worker of id, asked by who, stores blocks of what

@@ -6,8 +6,8 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/leaks"
-	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
 )
 
 func TestMain(m *testing.M) {

@@ -7,13 +7,13 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/access"
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lent"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/pool"
-	"github.com/kvasir-kv/kvasir/workers"
+	"github.com/kvasir-kv/kvasir/server/access"
+	"github.com/kvasir-kv/kvasir/server/lent"
+	"github.com/kvasir-kv/kvasir/server/workers"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // noteEvery is the least time between two writes of the note. One that takes long

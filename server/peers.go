@@ -3,7 +3,7 @@ package server
 import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/p2p"
+	"github.com/kvasir-kv/kvasir/server/p2p"
 )
 
 // answerPeer answers what another node asks for. Who may not open the pool is told that

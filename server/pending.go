@@ -6,9 +6,9 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/lease"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 

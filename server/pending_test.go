@@ -12,9 +12,9 @@ import (
 	"github.com/tinylib/msgp/msgp"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // restartedNode is a server that has taken over prompts of four chunks, which are still

@@ -6,13 +6,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvasir-kv/kvasir/hold"
-	"github.com/kvasir-kv/kvasir/internal/pickle"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/lmcache/pickle"
+	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store"
-	"github.com/kvasir-kv/kvasir/workers"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/workers"
+	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
 // An engine that was killed says nothing, and silence proves nothing for minutes.

@@ -8,9 +8,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
-	"github.com/kvasir-kv/kvasir/shm"
 )
 
 const (

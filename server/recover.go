@@ -5,8 +5,8 @@ import (
 	"runtime/debug"
 
 	"github.com/kvasir-kv/kvasir/internal/invariant"
+	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/shm"
 )
 
 // contain calls f, which answers one request, and turns its panic into errPanic.

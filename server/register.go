@@ -7,10 +7,10 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lent"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/workers"
+	"github.com/kvasir-kv/kvasir/server/lent"
+	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
 func (s *Server) ping(sc *scratch, r *lmcache.PingRequest) {
@@ -261,7 +261,7 @@ func (s *Server) newEngineDriven(id int64, model string, world int, layout kv.La
 	if err == nil && bytes > s.store.Files().Bytes() {
 		err = s.tooLarge(bytes)
 	}
-	return workers.New(id, model, world, layout, bytes, layout.Fingerprint(), objects.FullAttention(s.opts.ChunkTokens, bytes)), err
+	return workers.New(id, model, world, layout, bytes, layout.Fingerprint(), object.FullAttention(s.opts.ChunkTokens, bytes)), err
 }
 
 // tooLarge says that a chunk does not fit the pool.

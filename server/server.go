@@ -19,21 +19,21 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/access"
-	"github.com/kvasir-kv/kvasir/events"
-	"github.com/kvasir-kv/kvasir/explain"
-	"github.com/kvasir-kv/kvasir/internal/held"
-	"github.com/kvasir-kv/kvasir/internal/paced"
-	"github.com/kvasir-kv/kvasir/internal/slowlog"
+	"github.com/kvasir-kv/kvasir/internal/statefile/paced"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lent"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/p2p"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/server/access"
+	"github.com/kvasir-kv/kvasir/server/events"
+	"github.com/kvasir-kv/kvasir/server/explain"
+	"github.com/kvasir-kv/kvasir/server/held"
+	"github.com/kvasir-kv/kvasir/server/lent"
+	"github.com/kvasir-kv/kvasir/server/p2p"
+	"github.com/kvasir-kv/kvasir/server/slowlog"
+	"github.com/kvasir-kv/kvasir/server/usage"
+	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store"
-	"github.com/kvasir-kv/kvasir/tally"
+	"github.com/kvasir-kv/kvasir/store/pool"
 	"github.com/kvasir-kv/kvasir/tier"
-	"github.com/kvasir-kv/kvasir/workers"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -66,7 +66,7 @@ type Server struct {
 	names      *tier.Names   // of the namespaces that were transferred
 	ended      *explain.Book // lookups that found less than they asked for
 	slow       *slowlog.Log
-	tally      *tally.Tally
+	tally      *usage.Tally
 	complete   bool // every worker of the earlier server was taken over; set by New
 }
 
@@ -82,7 +82,7 @@ func New(st *store.Store, o Options) *Server {
 	if s.names == nil {
 		s.names = tier.NewNames()
 	}
-	s.ended, s.tally, s.slow = explain.New(s.names, o.ChunkTokens), tally.New(), slowlog.New(time.Millisecond)
+	s.ended, s.tally, s.slow = explain.New(s.names, o.ChunkTokens), usage.New(), slowlog.New(time.Millisecond)
 	s.n.init()
 	s.registry = workers.NewRegistry(o.MaxInstances)
 	s.saving = paced.New(noteEvery, s.writeNote)

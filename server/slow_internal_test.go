@@ -5,8 +5,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/slowlog"
 	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server/slowlog"
 )
 
 // What a server answers is noted, with the engine's id where the operation has one.

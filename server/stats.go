@@ -4,11 +4,11 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/kvasir-kv/kvasir/explain"
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/tally"
+	"github.com/kvasir-kv/kvasir/server/explain"
+	"github.com/kvasir-kv/kvasir/server/usage"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
 // counters count since the start.
@@ -25,10 +25,10 @@ type counters struct {
 	hits               atomic.Uint64 // lookups that found at least one chunk
 	pickledIn          atomic.Uint64 // bytes
 	pickledOut         atomic.Uint64
-	storesSubmitted    tally.Transfers
-	storesFinished     tally.Transfers
-	retrievesSubmitted tally.Transfers
-	retrievesFinished  tally.Transfers
+	storesSubmitted    usage.Transfers
+	storesFinished     usage.Transfers
+	retrievesSubmitted usage.Transfers
+	retrievesFinished  usage.Transfers
 	reaped             atomic.Uint64
 	swept              atomic.Uint64 // segments of dead engines
 	noteFailures       atomic.Uint64
@@ -150,14 +150,14 @@ type Stats struct {
 }
 
 // ByModel are the figures by model, salt and worker.
-func (s *Server) ByModel() tally.Stats { return s.tally.Stats() }
+func (s *Server) ByModel() usage.Stats { return s.tally.Stats() }
 
 // Stats returns the figures.
 func (s *Server) Stats() Stats {
 	st := s.store.Stats()
 	n := &s.n
 	out := Stats{
-		UsedBytes: st.Bytes - st.FreeBytes, UsageRatio: usage(&st), StagedBytes: st.StagedBytes, PrefetchJobs: st.Pending,
+		UsedBytes: st.Bytes - st.FreeBytes, UsageRatio: usedRatio(&st), StagedBytes: st.StagedBytes, PrefetchJobs: st.Pending,
 		LoadedChunks: st.LoadedChunks, StoredChunks: st.StoredChunks, EvictedChunks: st.EvictedChunks,
 		AllocationFailures: st.AllocationFailures, ReadFailures: st.ReadFailures,
 		StoresSubmitted: n.storesSubmitted.ByDevice(), StoresFinished: n.storesFinished.ByDevice(),

@@ -6,10 +6,10 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/explain"
-	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/server/explain"
+	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store"
-	"github.com/kvasir-kv/kvasir/workers"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
 // Status is a snapshot for people and tools: what GET /status answers.
@@ -109,7 +109,7 @@ func (s *Server) Status() Status {
 		Started: s.started.UTC().Format(time.RFC3339), Uptime: time.Since(s.started).Round(time.Millisecond).Seconds(),
 		ChunkTokens: s.opts.ChunkTokens, HashAlgorithm: "blake3", Sessions: st.Sessions, Clears: s.clears.Load(),
 		Pool: PoolStatus{
-			Name: s.store.Files().Name(), TotalBytes: st.Bytes, FreeBytes: st.FreeBytes, UsageRatio: usage(&st), ResidentBytes: st.ResidentBytes,
+			Name: s.store.Files().Name(), TotalBytes: st.Bytes, FreeBytes: st.FreeBytes, UsageRatio: usedRatio(&st), ResidentBytes: st.ResidentBytes,
 			StagedBytes: st.StagedBytes, QuarantinedBytes: st.CondemnedBytes, PopulatedBytes: s.store.Memory().Provided(), UsableBytes: s.store.Memory().Usable(),
 			ResidentChunks: st.Resident, EvictableChunks: st.EvictableObjs, EvictedChunks: st.EvictedChunks, Failures: st.AllocationFailures,
 			Transfers: st.Transfers, Quarantined: st.Quarantined,
@@ -152,8 +152,8 @@ func (s *Server) lately() RecentStatus {
 	}
 }
 
-// usage is the share of the pool in use.
-func usage(st *store.Stats) float64 {
+// usedRatio is the share of the pool in use.
+func usedRatio(st *store.Stats) float64 {
 	if st.Bytes == 0 {
 		return 0
 	}

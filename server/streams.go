@@ -9,11 +9,11 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/access"
-	"github.com/kvasir-kv/kvasir/events"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/server/access"
+	"github.com/kvasir-kv/kvasir/server/events"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -346,7 +346,7 @@ func stored(c *events.Chunk, seq uint64) lmcache.KVEventRecord {
 }
 
 // announce tells the Book what the first chunks of a prompt are, of which a worker has stored those from number from on.
-func (s *Server) announce(k *lmcache.KeyView, sh *objects.Shard, from, chunks int) {
+func (s *Server) announce(k *lmcache.KeyView, sh *object.Shard, from, chunks int) {
 	if book := s.opts.Events; book != nil && book.Active() {
 		hashes := k.Hashes[:min(chunks, len(k.Hashes))]
 		var text events.Text
@@ -357,7 +357,7 @@ func (s *Server) announce(k *lmcache.KeyView, sh *objects.Shard, from, chunks in
 
 // announceFound is announce for a lookup: it has news only of what an earlier server kept, of what
 // was stored before anybody subscribed, and of shards with unlike layouts.
-func (s *Server) announceFound(k *lmcache.KeyView, sh *objects.Shard) {
+func (s *Server) announceFound(k *lmcache.KeyView, sh *object.Shard) {
 	if book := s.opts.Events; book != nil && book.Active() && (book.Wonders() || sh.Each != nil) {
 		s.announce(k, sh, len(k.Hashes), len(k.Hashes))
 	}

@@ -6,7 +6,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
-	"github.com/kvasir-kv/kvasir/tenants"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 // Engines of three ranks store for tenants that press one another, over the protocol: none falls below its quota by another's
@@ -56,7 +56,7 @@ func TestTenantsOfThreeRanksPressOneAnother(t *testing.T) {
 		}
 		return n
 	}
-	usage := func(salt string) (out tenants.Usage) {
+	usage := func(salt string) (out tenant.Usage) {
 		for _, u := range d.store.Tenants() {
 			if u.Salt == salt {
 				out = u

@@ -6,11 +6,11 @@ import (
 	"errors"
 	"slices"
 
-	"github.com/kvasir-kv/kvasir/internal/share"
+	"github.com/kvasir-kv/kvasir/internal/fair/share"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/pool"
-	"github.com/kvasir-kv/kvasir/probe"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/store/tiering/probe"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 

@@ -12,14 +12,14 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/internal/invariant"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
@@ -50,13 +50,13 @@ func (b *tiered) close() {
 }
 
 // objectKey names a chunk of a shard.
-func objectKey(sh objects.Shard, shard int, h kv.Hash) kv.Key {
+func objectKey(sh object.Shard, shard int, h kv.Hash) kv.Key {
 	rank, _ := kv.NewRank(sh.World, shard)
 	return kv.Key{Namespace: sh.Namespace, Chunk: h, Rank: rank}
 }
 
 // keep puts chunks of all shards below.
-func keep(t tb, m *tier.Memory, sh objects.Shard, hashes ...kv.Hash) {
+func keep(t tb, m *tier.Memory, sh object.Shard, hashes ...kv.Hash) {
 	t.Helper()
 	for _, h := range hashes {
 		for shard := range sh.World {
@@ -69,7 +69,7 @@ func keep(t tb, m *tier.Memory, sh objects.Shard, hashes ...kv.Hash) {
 }
 
 // await looks a prompt up and waits for the result.
-func (b *tiered) await(t *testing.T, owner lease.Owner, sh objects.Shard, h []kv.Hash) store.LookupResult {
+func (b *tiered) await(t *testing.T, owner lease.Owner, sh object.Shard, h []kv.Hash) store.LookupResult {
 	t.Helper()
 	p := store.Prompt{Chunks: len(h), Owner: owner, Hashes: store.Hashed(h).Hashes}
 	got := b.store.Lookup([]byte("r"), sh, p, 1)
@@ -80,7 +80,7 @@ func (b *tiered) await(t *testing.T, owner lease.Owner, sh objects.Shard, h []kv
 }
 
 // whole loads the hit of a shard and compares every byte.
-func (b *tiered) whole(t *testing.T, sh objects.Shard, h []kv.Hash) {
+func (b *tiered) whole(t *testing.T, sh object.Shard, h []kv.Hash) {
 	t.Helper()
 	tr := hold.Transfer{Instance: 7, Shard: sh, To: len(h), Last: h[len(h)-1], Load: true}
 	var p store.Transfer
@@ -103,7 +103,7 @@ func TestHitFromBelow(t *testing.T) {
 		b := newTiered(t, 2*n, "", store.Options{})
 		defer b.close()
 		h := prompt(1, n+20)
-		two := objects.Shard{Namespace: kv.Namespace{1}, World: 2, Groups: full}
+		two := object.Shard{Namespace: kv.Namespace{1}, World: 2, Groups: full}
 		keep(t, b.memory, two, h[:n]...)
 		first := b.store.Lookup([]byte("r"), two, store.Hashed(h), 1)
 		if first.State != store.Pending {
@@ -421,14 +421,14 @@ func TestOtherLengthBelow(t *testing.T) {
 func TestWindowsFromBelow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 40
-		groups, err := objects.NewGroups(2, []objects.Group{
+		groups, err := object.NewGroups(2, []object.Group{
 			{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes},
 			{ChunkGroup: coordinator.ChunkGroup{Window: 6}, Bytes: chunkBytes},
 		})
 		if err != nil {
 			t.Fatal(err)
 		}
-		sh := objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: groups}
+		sh := object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: groups}
 		b := newTiered(t, 2*n, "", store.Options{})
 		defer b.close()
 		h := prompt(1, n)

@@ -6,11 +6,11 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // Whatever becomes of transfers, nothing of them stays in the books: committed,
@@ -30,7 +30,7 @@ func TestBooksAreEmptyInTheEnd(t *testing.T) {
 		hashes := kv.ChunkHashes([]uint32{1, 2, 3, 4, 5, 6, 7, 8}, 1)
 		at := func(instance int64, from int, load bool) hold.Transfer {
 			return hold.Transfer{
-				Instance: instance, By: fmt.Sprint("uid ", instance%2), Shard: objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: objects.FullAttention(1, 4096)},
+				Instance: instance, By: fmt.Sprint("uid ", instance%2), Shard: object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: object.FullAttention(1, 4096)},
 				From: from, To: from + 2, Last: hashes[from+1], Load: load,
 			}
 		}
@@ -90,7 +90,7 @@ func TestTransfersInProgressAreBounded(t *testing.T) {
 	s := New(p, Options{MaxHolds: 4})
 	defer s.Close()
 	hashes := kv.ChunkHashes([]uint32{1, 2, 3, 4}, 1)
-	sh := objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: objects.FullAttention(1, 4096)}
+	sh := object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: object.FullAttention(1, 4096)}
 	tr := func(from int, load bool) hold.Transfer {
 		return hold.Transfer{Instance: 1, Shard: sh, From: from, To: from + 1, Last: hashes[from], Load: load}
 	}

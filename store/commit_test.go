@@ -6,10 +6,10 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
 // reserve stages h for worker 7 and returns where.
@@ -152,7 +152,7 @@ func TestCommitOfAWorkerThatRegisteredAgain(t *testing.T) {
 	h := prompt(1, 2)
 	before := transfer(7, h, 0, 2, false)
 	again := before
-	again.Shard.Groups = objects.FullAttention(1, chunkBytes)
+	again.Shard.Groups = object.FullAttention(1, chunkBytes)
 	if again == before {
 		t.Fatal("two registrations share their Groups: the test shows nothing")
 	}

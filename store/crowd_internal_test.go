@@ -7,17 +7,17 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 const crowdChunk = 4096
 
-var crowdShard = objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: objects.FullAttention(1, crowdChunk)}
+var crowdShard = object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: object.FullAttention(1, crowdChunk)}
 
 func crowdStore(t *testing.T, chunks int, o Options) *Store {
 	t.Helper()
@@ -166,7 +166,7 @@ func place(t *testing.T, s *Store, seed, count int, n int64, read bool) {
 	for i := range count {
 		tr := crowdTransfer("uid 1", 1, h[:i+1], false)
 		tr.From = i
-		tr.Shard.Groups = objects.FullAttention(1, n)
+		tr.Shard.Groups = object.FullAttention(1, n)
 		if _, err := s.BeginStore(tr, []byte("r"), h, &Transfer{}); err != nil {
 			t.Fatal(err)
 		}
@@ -185,7 +185,7 @@ func place(t *testing.T, s *Store, seed, count int, n int64, read bool) {
 // longTransfer stores chunks of n bytes.
 func longTransfer(h []kv.Hash, n int64) hold.Transfer {
 	tr := crowdTransfer("uid 2", 2, h, false)
-	tr.Shard.Groups = objects.FullAttention(1, n)
+	tr.Shard.Groups = object.FullAttention(1, n)
 	return tr
 }
 

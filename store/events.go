@@ -1,9 +1,9 @@
 package store
 
 import (
-	"github.com/kvasir-kv/kvasir/internal/numbered"
+	"github.com/kvasir-kv/kvasir/internal/container/numbered"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // Event says that an object became resident in the pool, or went.

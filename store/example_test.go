@@ -4,12 +4,12 @@ import (
 	"fmt"
 	"os"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // A worker reserves places for a prompt's chunks, writes them through its own mapping,
@@ -29,7 +29,7 @@ func Example() {
 	defer st.Close()
 
 	prompt := kv.ChunkHashes([]uint32{1, 2, 3, 4, 5, 6, 7, 8}, 4)
-	shard := objects.Shard{Namespace: kv.NamespaceOf("model", "", "layout"), World: 1, Groups: objects.FullAttention(4, 4096)}
+	shard := object.Shard{Namespace: kv.NamespaceOf("model", "", "layout"), World: 1, Groups: object.FullAttention(4, 4096)}
 	name := hold.Transfer{Instance: 1, Shard: shard, From: 0, To: len(prompt), Last: prompt[len(prompt)-1]}
 
 	var place store.Transfer

@@ -6,9 +6,9 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
 // Each end of a transfer is counted as what it was: read, refused, given up, late, of this

@@ -4,10 +4,10 @@ import (
 	"slices"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // batch is how many objects are searched, pinned, given back or dropped before the
@@ -55,7 +55,7 @@ func (f *found) at(chunk, row int) uint32 { return f.slots[chunk*f.rows+row] }
 
 // find searches the objects of a prompt. It ends at the first chunk that a group of
 // full attention lacks in some shard. It returns the hashes as far as it looked.
-func (s *Store) find(sh objects.Shard, p Prompt, f *found) []kv.Hash {
+func (s *Store) find(sh object.Shard, p Prompt, f *found) []kv.Hash {
 	f.drops = s.dropsSoFar()
 	columns := max(1, batch/f.rows)
 	p.Chunks = min(p.Chunks, maxLookup/f.rows)
@@ -83,7 +83,7 @@ func (s *Store) dropsSoFar() uint64 {
 
 // findColumns searches the chunks from f.limit on in the groups of full attention.
 // It reports whether all are kept.
-func (s *Store) findColumns(sh objects.Shard, hashes []kv.Hash, f *found) bool {
+func (s *Store) findColumns(sh object.Shard, hashes []kv.Hash, f *found) bool {
 	s.lock()
 	defer s.unlock()
 	var k kv.Key
@@ -108,7 +108,7 @@ func (s *Store) findColumns(sh objects.Shard, hashes []kv.Hash, f *found) bool {
 }
 
 // findWindows searches the chunks before f.limit in the other groups.
-func (s *Store) findWindows(sh objects.Shard, hashes []kv.Hash, f *found) {
+func (s *Store) findWindows(sh object.Shard, hashes []kv.Hash, f *found) {
 	if !sh.Groups.Windows() {
 		return
 	}
@@ -118,7 +118,7 @@ func (s *Store) findWindows(sh objects.Shard, hashes []kv.Hash, f *found) {
 	}
 }
 
-func (s *Store) findWindowColumns(sh objects.Shard, hashes []kv.Hash, f *found, from, to int) {
+func (s *Store) findWindowColumns(sh object.Shard, hashes []kv.Hash, f *found, from, to int) {
 	s.lock()
 	defer s.unlock()
 	var k kv.Key
@@ -162,7 +162,7 @@ func (s *Store) residentLocked(k *kv.Key) (pool.Slot, bool) {
 }
 
 // hit returns the longest prefix that every row can serve, in chunks.
-func (f *found) hit(sh objects.Shard) int {
+func (f *found) hit(sh object.Shard) int {
 	if !sh.Groups.Windows() {
 		return f.limit
 	}
@@ -182,7 +182,7 @@ func (f *found) has(g, world, c int) bool {
 // pin pins what a load of hit chunks needs. The lease takes over f's memory. When
 // something was dropped since the search, and is missing, f says so, nothing is
 // pinned, and it reports false.
-func (s *Store) pin(sh objects.Shard, hashes []kv.Hash, f *found, hit, readers int) (lease.Lease, bool) {
+func (s *Store) pin(sh object.Shard, hashes []kv.Hash, f *found, hit, readers int) (lease.Lease, bool) {
 	l := lease.Lease{Chunks: hit, Rows: f.rows}
 	if hit == 0 {
 		return l, true
@@ -198,7 +198,7 @@ func (s *Store) pin(sh objects.Shard, hashes []kv.Hash, f *found, hit, readers i
 	return l, true
 }
 
-func (s *Store) pinColumns(sh objects.Shard, hashes []kv.Hash, f *found, l *lease.Lease, from, to, readers int) bool {
+func (s *Store) pinColumns(sh object.Shard, hashes []kv.Hash, f *found, l *lease.Lease, from, to, readers int) bool {
 	s.lock()
 	defer s.unlock()
 	changed := s.mu.drops != f.drops
@@ -227,7 +227,7 @@ func (s *Store) pinColumns(sh objects.Shard, hashes []kv.Hash, f *found, l *leas
 }
 
 // missing notes that an object is not kept after all.
-func (s *Store) missing(sh objects.Shard, f *found, group, row, chunk int) {
+func (s *Store) missing(sh object.Shard, f *found, group, row, chunk int) {
 	if sh.Groups.Full(group) {
 		f.limit = min(f.limit, chunk)
 	} else {

@@ -4,8 +4,8 @@ import (
 	"runtime"
 	"slices"
 
-	"github.com/kvasir-kv/kvasir/internal/turns"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/internal/fair/turns"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // flight is an object on its way to being served: one for each object, whoever wants

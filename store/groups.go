@@ -2,14 +2,14 @@ package store
 
 import (
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // dropDeadLocked drops the window chunks of a prompt that no hit could load,
 // given what is kept of it: they go before anything that is of use.
-func (s *Store) dropDeadLocked(sh objects.Shard, hashes []kv.Hash) {
+func (s *Store) dropDeadLocked(sh object.Shard, hashes []kv.Hash) {
 	find := func(group, chunk int) (pool.Slot, pool.State) {
 		var k kv.Key
 		sh.Key(&k, sh.Index, group, hashes[chunk])

@@ -9,20 +9,20 @@ import (
 
 	"pgregory.net/rapid"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
 // hybrid is a model with groups and what was done with it, naively.
 type hybrid struct {
 	*bench
 	r      *rapid.T
-	groups *objects.Groups
+	groups *object.Groups
 	tails  []int           // chunks needed, by group; 0 is none of them
 	bytes  []int64         // by group
 	world  int             //
@@ -44,9 +44,9 @@ const whole = 1 << 30
 func newHybrid(r *rapid.T, dir string, pages int) *hybrid {
 	h := &hybrid{bench: newBench(r, dir, pages, store.Options{}), r: r, kept: map[string]bool{}, world: rapid.IntRange(1, 2).Draw(r, "world")}
 	const chunk = 4
-	var list []objects.Group
+	var list []object.Group
 	for i := range rapid.IntRange(1, 4).Draw(r, "groups") {
-		g := objects.Group{Bytes: int64(1+i) * 1000, ChunkGroup: coordinator.ChunkGroup{Window: -1}}
+		g := object.Group{Bytes: int64(1+i) * 1000, ChunkGroup: coordinator.ChunkGroup{Window: -1}}
 		tail := whole
 		switch rapid.IntRange(0, 4).Draw(r, "kind") {
 		case 0, 1:
@@ -58,17 +58,17 @@ func newHybrid(r *rapid.T, dir string, pages int) *hybrid {
 		list, h.tails, h.bytes = append(list, g), append(h.tails, tail), append(h.bytes, g.Bytes)
 	}
 	var err error
-	if h.groups, err = objects.NewGroups(chunk, list); err != nil {
+	if h.groups, err = object.NewGroups(chunk, list); err != nil {
 		r.Fatalf("%v", err)
 	}
 	return h
 }
 
-func (h *hybrid) shard(i int) objects.Shard {
-	return objects.Shard{Namespace: kv.Namespace{2}, World: h.world, Index: i, Groups: h.groups}
+func (h *hybrid) shard(i int) object.Shard {
+	return object.Shard{Namespace: kv.Namespace{2}, World: h.world, Index: i, Groups: h.groups}
 }
 
-func object(hash kv.Hash, shard, group int) string { return fmt.Sprint(hash, shard, group) }
+func objectName(hash kv.Hash, shard, group int) string { return fmt.Sprint(hash, shard, group) }
 
 func objectBytes(hash kv.Hash, shard, group int, n int64) []byte {
 	one := binary.LittleEndian.AppendUint64(slices.Clone(hash[:]), uint64(shard)<<32|uint64(group))
@@ -138,7 +138,7 @@ func (h *hybrid) done() {
 	}
 	if got.Chunks > 0 {
 		for _, p := range c.copy.Parts {
-			h.kept[object(c.hashes[c.name.From+p.Chunk], c.name.Shard.Index, p.Group)] = true
+			h.kept[objectName(c.hashes[c.name.From+p.Chunk], c.name.Shard.Index, p.Group)] = true
 		}
 	}
 }
@@ -160,7 +160,7 @@ func (h *hybrid) hit(hashes []kv.Hash) int {
 		for g, tail := range h.tails {
 			for c := max(0, n-tail); c < n; c++ {
 				for shard := range h.world {
-					ok = ok && h.kept[object(hashes[c], shard, g)]
+					ok = ok && h.kept[objectName(hashes[c], shard, g)]
 				}
 			}
 		}
@@ -273,13 +273,13 @@ func TestGroupsEvicting(t *testing.T) {
 func TestDeadWindowChunks(t *testing.T) {
 	b := newBench(t, t.TempDir(), 12, store.Options{})
 	defer b.stop()
-	groups, err := objects.NewGroups(2, []objects.Group{
+	groups, err := object.NewGroups(2, []object.Group{
 		{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: 4096}, {ChunkGroup: coordinator.ChunkGroup{Window: 2}, Bytes: 4096},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	sh := objects.Shard{Namespace: kv.Namespace{3}, World: 1, Groups: groups}
+	sh := object.Shard{Namespace: kv.Namespace{3}, World: 1, Groups: groups}
 	put := func(h []kv.Hash, from int, skip func(g, c int) bool) store.Reserved {
 		t.Helper()
 		c := &store.Transfer{Own: true, Skip: skip}

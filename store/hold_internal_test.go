@@ -3,12 +3,12 @@ package store
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // Whatever a client asks for, others get the lock after a batch of chunks.
@@ -25,7 +25,7 @@ func TestNoCallKeepsTheLockForMoreThanABatch(t *testing.T) {
 		}
 	}()
 	hashes := scaleHashes(chunks)
-	sh := objects.Shard{Namespace: kv.Namespace{1}, World: world, Groups: objects.FullAttention(1, 64)}
+	sh := object.Shard{Namespace: kv.Namespace{1}, World: world, Groups: object.FullAttention(1, 64)}
 	transfer := func(instance int64, shard int, load bool) hold.Transfer {
 		of := sh
 		of.Index = shard

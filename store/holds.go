@@ -4,14 +4,14 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/hold"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // newHold is a transfer whose worker knows objects, all of them held in the pool
 // already.
-func (s *Store) newHold(name hold.Transfer, requestID []byte, objects []object) *hold.Hold {
+func (s *Store) newHold(name hold.Transfer, requestID []byte, objects []heldObject) *hold.Hold {
 	h := &hold.Hold{
 		Transfer: name, RequestID: string(requestID), Slots: make([]uint32, len(objects)),
 		Deadline: time.Now().Add(s.opts.Quarantine), Reads: name.Load,

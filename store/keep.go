@@ -6,9 +6,9 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/pool"
-	"github.com/kvasir-kv/kvasir/tenants"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 // Whatever keeps a resident slot from being evicted (pins, holds of readers, a store
@@ -161,7 +161,7 @@ func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 }
 
 // causes are why objects go, for the books of tenants.
-var causes = map[miss.Reason]tenants.Cause{miss.Evicted: tenants.Evicted, miss.Window: tenants.Evicted, miss.Expired: tenants.Expired}
+var causes = map[miss.Reason]tenant.Cause{miss.Evicted: tenant.Evicted, miss.Window: tenant.Evicted, miss.Expired: tenant.Expired}
 
 // dropIdle drops what is evictable now and still is when it comes to it.
 func (s *Store) dropIdle() (n int) {

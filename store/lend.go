@@ -3,8 +3,8 @@ package store
 import (
 	"time"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/store/hold"
 )
 
 // Place is where an object is: bytes from the pool's start.
@@ -22,7 +22,7 @@ type Loan struct {
 // each key; of what is not lent Bytes is 0. The loan is nil when nothing is. Error: ErrBusy.
 func (s *Store) Lend(by string, keys []kv.Key, life time.Duration) (places []Place, _ *Loan, err error) {
 	places = make([]Place, len(keys))
-	ended, held := make(map[kv.Key]bool), []object(nil) // ended are shards of object groups, by keys without a chunk
+	ended, held := make(map[kv.Key]bool), []heldObject(nil) // ended are shards of object groups, by keys without a chunk
 	for from := 0; from < len(keys); from += batch {
 		if held, err = s.lendSome(by, keys, from, places, ended, held); err != nil {
 			s.giveBackLent(held)
@@ -40,7 +40,7 @@ func (s *Store) Lend(by string, keys []kv.Key, life time.Duration) (places []Pla
 	return places, &Loan{s, h}, nil
 }
 
-func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, ended map[kv.Key]bool, held []object) ([]object, error) {
+func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, ended map[kv.Key]bool, held []heldObject) ([]heldObject, error) {
 	s.lock()
 	defer s.unlock()
 	if s.busyLocked(by) {
@@ -56,7 +56,7 @@ func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, end
 		}
 		s.mu.pool.Hold(slot)
 		s.keepLocked(slot)
-		o := object{slot: slot, offset: s.mu.pool.Offset(slot), bytes: s.mu.pool.Length(slot)}
+		o := heldObject{slot: slot, offset: s.mu.pool.Offset(slot), bytes: s.mu.pool.Length(slot)}
 		places[i] = Place{o.offset, o.bytes}
 		held = append(held, o)
 	}
@@ -64,7 +64,7 @@ func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, end
 }
 
 // giveBackLent ends holds that nobody was told of.
-func (s *Store) giveBackLent(held []object) {
+func (s *Store) giveBackLent(held []heldObject) {
 	if len(held) > 0 {
 		s.end(s.newHold(hold.Transfer{Load: true}, nil, held), false)
 	}

@@ -4,10 +4,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // However much expires at once, others get the lock after dropBatch of it: in the background, when a pending
@@ -25,7 +25,7 @@ func TestWhatExpiresAtOnceGoesInBatches(t *testing.T) {
 		}
 	}()
 	hashes := scaleHashes(chunks)
-	sh := objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: objects.FullAttention(1, 64)}
+	sh := object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: object.FullAttention(1, 64)}
 	name := hold.Transfer{Instance: 1, Shard: sh, To: chunks, Last: hashes[chunks-1]}
 	head := name
 	head.From = chunks

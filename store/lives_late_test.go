@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/store"
-	"github.com/kvasir-kv/kvasir/tenants"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 // A server that stood still, or whose background was slow, knows how late it is before it notes a use or a pin:
@@ -63,7 +63,7 @@ func TestPinsThatDoNotFitChangeNothing(t *testing.T) {
 		if n, err := b.store.Pin("x", x.keys(1), time.Hour); n != 1 || err != nil {
 			t.Fatal(n, err)
 		}
-		if n, err := b.store.Pin("x", x.keys(0, 1, 2), time.Hour); n != 0 || !errors.Is(err, tenants.ErrPinLimit) {
+		if n, err := b.store.Pin("x", x.keys(0, 1, 2), time.Hour); n != 0 || !errors.Is(err, tenant.ErrPinLimit) {
 			t.Errorf("%d are pinned, %v", n, err)
 		}
 		list, _ := b.store.Pins(0, nil)

@@ -7,13 +7,13 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
-	"github.com/kvasir-kv/kvasir/tenants"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 // pass lets time go by, with what the store does every second.
@@ -62,7 +62,7 @@ func TestTTL(t *testing.T) {
 		defer b.stop()
 		b.store.Watch(1000)
 		short, long, ever, none := b.tenantOf("short", chunkBytes), b.tenantOf("long", chunkBytes), b.tenantOf("ever", chunkBytes), b.tenantOf("", chunkBytes)
-		for x, ttl := range map[*tenantOf]time.Duration{short: 3 * time.Second, long: time.Minute, ever: tenants.Forever} {
+		for x, ttl := range map[*tenantOf]time.Duration{short: 3 * time.Second, long: time.Minute, ever: tenant.Forever} {
 			if err := b.store.SetTTL(x.salt, ttl); err != nil {
 				t.Fatal(err)
 			}
@@ -237,8 +237,8 @@ func TestTTLComesAndGoes(t *testing.T) {
 		if !x.has(0) || b.store.NamesTenants() || len(b.store.Tenants()) > 0 {
 			t.Error("a TTL that was taken back counts")
 		}
-		for _, ttl := range []time.Duration{-2, time.Millisecond, tenants.MaxTTL + 1} {
-			if err := b.store.SetTTL("x", ttl); !errors.Is(err, tenants.ErrTTL) {
+		for _, ttl := range []time.Duration{-2, time.Millisecond, tenant.MaxTTL + 1} {
+			if err := b.store.SetTTL("x", ttl); !errors.Is(err, tenant.ErrTTL) {
 				t.Errorf("a TTL of %v: %v", ttl, err)
 			}
 		}
@@ -295,13 +295,13 @@ func TestPins(t *testing.T) {
 				t.Errorf("%+v", u)
 			}
 		}
-		pin(time.Hour, 0, tenants.ErrNoPins, 0)
+		pin(time.Hour, 0, tenant.ErrNoPins, 0)
 		if err := b.store.SetPinLimit("x", 3*chunkBytes+100); err != nil {
 			t.Fatal(err)
 		}
 		pin(time.Hour, 2, nil, 0, 1, 77) // 77 is not there
 		pin(time.Hour, 2, nil, 0, 1)     // again is once
-		pin(2*time.Minute, 0, tenants.ErrPinLimit, 2, 3, 4)
+		pin(2*time.Minute, 0, tenant.ErrPinLimit, 2, 3, 4)
 		pin(2*time.Minute, 1, nil, 2)
 		for i := range 40 {
 			if !other.put(i) {
@@ -352,13 +352,13 @@ func TestPins(t *testing.T) {
 	})
 }
 
-func (x *tenantOf) usage() tenants.Usage {
+func (x *tenantOf) usage() tenant.Usage {
 	for _, u := range x.store.Tenants() {
 		if u.Salt == x.salt {
 			return u
 		}
 	}
-	return tenants.Usage{}
+	return tenant.Usage{}
 }
 
 // resident reports whether an object is there; that is no use of it.
@@ -379,11 +379,11 @@ func TestPinLimits(t *testing.T) {
 	}
 	x.quota(4)
 	f(b.store.SetPinLimit("x", 4*chunkBytes), nil) // within the quota
-	f(b.store.SetPinLimit("y", 5*chunkBytes), tenants.ErrSum)
+	f(b.store.SetPinLimit("y", 5*chunkBytes), tenant.ErrSum)
 	f(b.store.SetPinLimit("y", 4*chunkBytes), nil)
-	f(b.store.SetPinLimit("y", -1), tenants.ErrQuota)
-	f(b.store.SetPinLimit("x", 5*chunkBytes), tenants.ErrSum)
-	f(b.store.SetQuota("y", 5*chunkBytes), tenants.ErrSum)
+	f(b.store.SetPinLimit("y", -1), tenant.ErrQuota)
+	f(b.store.SetPinLimit("x", 5*chunkBytes), tenant.ErrSum)
+	f(b.store.SetQuota("y", 5*chunkBytes), tenant.ErrSum)
 	f(b.store.SetQuota("y", 4*chunkBytes), nil)
 	f(b.store.SetQuota("y", 0), nil)
 	for i := range 4 {
@@ -421,7 +421,7 @@ func TestQuotasOfThreeRanksWithEvents(t *testing.T) {
 	b := newBench(t, t.TempDir(), 36, store.Options{})
 	defer b.stop()
 	b.store.Watch(1 << 14)
-	groups := objects.FullAttention(1, chunkBytes)
+	groups := object.FullAttention(1, chunkBytes)
 	const world = 3
 	all := map[string]int{"one": 4 * world, "other": 6 * world, "": -1} // quotas, in objects
 	for salt, quota := range all {
@@ -431,8 +431,8 @@ func TestQuotasOfThreeRanksWithEvents(t *testing.T) {
 			}
 		}
 	}
-	shardOf := func(salt string, rank int) objects.Shard {
-		return objects.Shard{Namespace: kv.NamespaceOf("m", salt, "three"), World: world, Index: rank, Groups: groups}
+	shardOf := func(salt string, rank int) object.Shard {
+		return object.Shard{Namespace: kv.NamespaceOf("m", salt, "three"), World: world, Index: rank, Groups: groups}
 	}
 	put := func(salt string, number int) {
 		t.Helper()
@@ -457,7 +457,7 @@ func TestQuotasOfThreeRanksWithEvents(t *testing.T) {
 	}
 	there := map[kv.Key]bool{}
 	var seen uint64
-	check := func(writer string, before []tenants.Usage) {
+	check := func(writer string, before []tenant.Usage) {
 		t.Helper()
 		for i, now := range b.store.Tenants() {
 			if was := before[i]; now.Salt != writer && now.Bytes < min(was.Bytes, was.QuotaBytes) {

@@ -5,10 +5,10 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // LookupState is how far a session's last lookup has come.
@@ -46,7 +46,7 @@ type LookupResult struct {
 // query is what a lookup asks.
 type query struct {
 	session []byte
-	shard   objects.Shard
+	shard   object.Shard
 	prompt  Prompt
 	readers int
 }
@@ -58,7 +58,7 @@ type query struct {
 // Else it is Pending, for Options.LoadTimeout at most, until what it found has become
 // ready. Either way Result has the result, once. A lookup of the same session that
 // went on before is given up.
-func (s *Store) Lookup(session []byte, sh objects.Shard, p Prompt, readers int) LookupResult {
+func (s *Store) Lookup(session []byte, sh object.Shard, p Prompt, readers int) LookupResult {
 	q := query{session, sh, p, readers}
 	f := found{rows: sh.Groups.Len() * sh.World}
 	hashes := s.find(sh, p, &f)
@@ -129,7 +129,7 @@ func (s *Store) grantLocked(q *query, sess *lease.Session, hashes []kv.Hash, l l
 
 // whyEndsLocked says why a hit is not longer: the first object that is missing
 // of what one more chunk needs.
-func (s *Store) whyEndsLocked(out *LookupResult, sh objects.Shard, hashes []kv.Hash) {
+func (s *Store) whyEndsLocked(out *LookupResult, sh object.Shard, hashes []kv.Hash) {
 	out.Why = miss.NeverStored // also where a longer hit ends at a chunk that is missing later
 	hit, k := out.Hit, &out.Missing
 	if hit >= len(hashes) {

@@ -1,6 +1,6 @@
 package store
 
-import "github.com/kvasir-kv/kvasir/pool"
+import "github.com/kvasir-kv/kvasir/store/pool"
 
 // Map returns what lies where in the pool, in at most so many cells, with a look at so many slots at
 // most; 0 is the default. Others have the lock between batches, so what changes meanwhile may be seen as it was or as

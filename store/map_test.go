@@ -3,8 +3,8 @@ package store_test
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // The map has every byte of the pool where it lies and as what it is, in any number of

@@ -1,9 +1,9 @@
 package store
 
 import (
-	"github.com/kvasir-kv/kvasir/backing"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/store/pool/backing"
 )
 
 // backed is the pool as backing.Memory sees it: what changes books takes the lock.
@@ -24,7 +24,7 @@ func (b backed) Limit(bytes int64) error {
 func (s *Store) Memory() *backing.Memory { return s.memory }
 
 // provide has memory ready for so many chunks.
-func (s *Store) provide(chunks int, of *objects.Groups) {
+func (s *Store) provide(chunks int, of *object.Groups) {
 	if s.memory.Whole() {
 		return
 	}

@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
 )
 
@@ -39,7 +39,7 @@ func TestLongChunkTakesTheCheapestPlace(t *testing.T) {
 		var p store.Transfer
 		long := prompt(99, 1)
 		tr := transfer(7, long, 0, 1, false)
-		tr.Shard.Groups = objects.FullAttention(1, int64(times)*chunkBytes)
+		tr.Shard.Groups = object.FullAttention(1, int64(times)*chunkBytes)
 		if _, err := b.store.BeginStore(tr, []byte("long"), long, &p); err != nil || len(p.Offsets) != 1 {
 			t.Fatalf("%v, %v", p, err)
 		}

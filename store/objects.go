@@ -2,8 +2,8 @@ package store
 
 import (
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // Object is a resident object.

@@ -5,7 +5,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/options"
-	"github.com/kvasir-kv/kvasir/tenants"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 const forever = time.Duration(math.MaxInt64)
@@ -16,7 +16,7 @@ func (o Options) Validate() error {
 	options.Within(&c, "Quarantine", o.Quarantine, 0, forever)
 	options.Within(&c, "SessionIdle", o.SessionIdle, 0, forever)
 	options.Within(&c, "SumAfter", o.SumAfter, 0, forever)
-	c.That(o.TTL == 0 || o.TTL >= time.Second && o.TTL <= tenants.MaxTTL, "TTL", "%v is neither 0 nor from 1 s to ten years", o.TTL)
+	c.That(o.TTL == 0 || o.TTL >= time.Second && o.TTL <= tenant.MaxTTL, "TTL", "%v is neither 0 nor from 1 s to ten years", o.TTL)
 	options.Within(&c, "LoadTimeout", o.LoadTimeout, 0, forever)
 	options.Within(&c, "MaxSessions", o.MaxSessions, 0, 1<<24)
 	options.Within(&c, "MaxHolds", o.MaxHolds, 0, 1<<24)

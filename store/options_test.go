@@ -3,7 +3,7 @@ package store_test
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
 	"github.com/kvasir-kv/kvasir/store"
 )
 

@@ -5,11 +5,11 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hold"
 )
 
 // Clear says how many chunks it dropped, and counts them; what is pinned stays
@@ -89,13 +89,13 @@ func TestEndOfAProcessEndsItsQuarantineOnly(t *testing.T) {
 			t.Errorf("%d transfers, again", n)
 		}
 		// A copy that this process makes for the worker goes on.
-		groups, err := objects.NewGroups(1, []objects.Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes}})
+		groups, err := object.NewGroups(1, []object.Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes}})
 		if err != nil {
 			t.Fatal(err)
 		}
 		h := prompt(4, 2)[1:]
 		c := &store.Transfer{Own: true}
-		_, err = b.store.BeginStore(hold.Transfer{Instance: 3, Shard: objects.Shard{Namespace: kv.Namespace{2}, World: 1, Groups: groups}, To: 1, Last: h[0]}, []byte("r"), h, c)
+		_, err = b.store.BeginStore(hold.Transfer{Instance: 3, Shard: object.Shard{Namespace: kv.Namespace{2}, World: 1, Groups: groups}, To: 1, Last: h[0]}, []byte("r"), h, c)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -118,14 +118,14 @@ func TestEndOfAProcessEndsItsQuarantineOnly(t *testing.T) {
 func TestMissingGroupIsStored(t *testing.T) {
 	b := newBench(t, t.TempDir(), 16, store.Options{})
 	defer b.stop()
-	groups, err := objects.NewGroups(2, []objects.Group{
+	groups, err := object.NewGroups(2, []object.Group{
 		{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes}, {ChunkGroup: coordinator.ChunkGroup{Window: 2}, Bytes: chunkBytes},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	h := prompt(1, 3)
-	tr := hold.Transfer{Instance: 1, Shard: objects.Shard{Namespace: kv.Namespace{3}, World: 1, Groups: groups}, To: 3, Last: h[2]}
+	tr := hold.Transfer{Instance: 1, Shard: object.Shard{Namespace: kv.Namespace{3}, World: 1, Groups: groups}, To: 3, Last: h[2]}
 	put := func(skip func(g, c int) bool) (stored int, out store.Reserved) {
 		t.Helper()
 		c := &store.Transfer{Own: true, Skip: skip}
@@ -157,11 +157,11 @@ func TestMissingGroupIsStored(t *testing.T) {
 func TestCopyTouchesItsHeads(t *testing.T) {
 	b := newBench(t, t.TempDir(), 6, store.Options{})
 	defer b.stop()
-	groups, err := objects.NewGroups(1, []objects.Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes}})
+	groups, err := object.NewGroups(1, []object.Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	sh := objects.Shard{Namespace: kv.Namespace{5}, World: 1, Groups: groups}
+	sh := object.Shard{Namespace: kv.Namespace{5}, World: 1, Groups: groups}
 	put := func(h []kv.Hash, from int) {
 		t.Helper()
 		c := &store.Transfer{Own: true}

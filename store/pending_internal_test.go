@@ -4,7 +4,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/lease"
+	"github.com/kvasir-kv/kvasir/store/lease"
 )
 
 // A session that ends between the search and the grant gets nothing: the pins of its

@@ -15,16 +15,16 @@ import (
 
 	"pgregory.net/rapid"
 
-	"github.com/kvasir-kv/kvasir/evict"
-	"github.com/kvasir-kv/kvasir/hold"
-	"github.com/kvasir-kv/kvasir/internal/leaks"
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
-	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/evict"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
@@ -185,8 +185,8 @@ func (m *model) forgetHope(request string) {
 	m.hopes = slices.DeleteFunc(m.hopes, func(h hope) bool { return h.request == request })
 }
 
-func (m *model) shard(i int) objects.Shard {
-	return objects.Shard{Namespace: kv.Namespace{1}, World: m.world, Index: i, Groups: full}
+func (m *model) shard(i int) object.Shard {
+	return object.Shard{Namespace: kv.Namespace{1}, World: m.world, Index: i, Groups: full}
 }
 
 // mayTouch fails if a slot handed to somebody now is one that another worker may

@@ -8,13 +8,13 @@ import (
 
 	"pgregory.net/rapid"
 
-	"github.com/kvasir-kv/kvasir/evict"
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
-	"github.com/kvasir-kv/kvasir/tenants"
+	"github.com/kvasir-kv/kvasir/store/evict"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	tenants "github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 // salts are the tenants, by their namespaces: the empty salt is one like others, and so is what
@@ -121,14 +121,14 @@ func (m *model) kept(before []tenants.Usage, writer kv.Namespace) {
 }
 
 // shardOf is shard for a tenant.
-func (m *model) shardOf(space kv.Namespace, i int) objects.Shard {
+func (m *model) shardOf(space kv.Namespace, i int) object.Shard {
 	sh := m.shard(i)
 	sh.Namespace = space
 	return sh
 }
 
 // bytesOf is the content of a chunk of a tenant's shard.
-func bytesOf(sh objects.Shard, h kv.Hash) []byte {
+func bytesOf(sh object.Shard, h kv.Hash) []byte {
 	return content(h, sh.Index+256*int(sh.Namespace[0]-1))
 }
 
@@ -137,11 +137,11 @@ type tenantOf struct {
 	*bench
 	salt   string
 	space  kv.Namespace
-	groups *objects.Groups
+	groups *object.Groups
 }
 
 func (b *bench) tenantOf(salt string, bytes int64) *tenantOf {
-	x := &tenantOf{b, salt, kv.NamespaceOf("m", salt, fmt.Sprint(bytes)), objects.FullAttention(1, bytes)}
+	x := &tenantOf{b, salt, kv.NamespaceOf("m", salt, fmt.Sprint(bytes)), object.FullAttention(1, bytes)}
 	if b.tenants == nil {
 		b.tenants = make(map[kv.Namespace]string)
 	}
@@ -149,8 +149,8 @@ func (b *bench) tenantOf(salt string, bytes int64) *tenantOf {
 	return x
 }
 
-func (x *tenantOf) shard() objects.Shard {
-	return objects.Shard{Namespace: x.space, World: 1, Groups: x.groups}
+func (x *tenantOf) shard() object.Shard {
+	return object.Shard{Namespace: x.space, World: 1, Groups: x.groups}
 }
 
 // put stores a prompt of one chunk and reports whether it found a place.

@@ -3,10 +3,10 @@ package store
 import (
 	"time"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
 // Refuse notes that a load was refused before BeginLoad was asked: the worker may send
@@ -18,7 +18,7 @@ func (s *Store) Refuse(session []byte, name hold.Transfer) {
 }
 
 // loadLocked turns the pins of what a load of name's range moves into holds.
-func (s *Store) loadLocked(session []byte, name hold.Transfer, hashes []kv.Hash) ([]object, miss.Reason) {
+func (s *Store) loadLocked(session []byte, name hold.Transfer, hashes []kv.Hash) ([]heldObject, miss.Reason) {
 	now := time.Now()
 	if _, known := s.mu.leases.Pinned(session, name.By, now); !known {
 		return nil, miss.NotPinned
@@ -26,7 +26,7 @@ func (s *Store) loadLocked(session []byte, name hold.Transfer, hashes []kv.Hash)
 	if (name.To-name.From)*name.Shard.Groups.Len() > maxTransfer {
 		return nil, miss.Busy
 	}
-	var objects []object
+	var objects []heldObject
 	var spans []lease.Span
 	var k kv.Key
 	for g := range name.Shard.Groups.Len() {
@@ -40,7 +40,7 @@ func (s *Store) loadLocked(session []byte, name hold.Transfer, hashes []kv.Hash)
 				return nil, s.whyLocked(&k, st).Why
 			}
 			span.Slots = append(span.Slots, uint32(slot))
-			objects = append(objects, object{slot, c - name.From, g, s.mu.pool.Offset(slot), s.mu.pool.Length(slot)})
+			objects = append(objects, heldObject{slot, c - name.From, g, s.mu.pool.Offset(slot), s.mu.pool.Length(slot)})
 		}
 		spans = append(spans, span)
 	}

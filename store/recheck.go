@@ -4,8 +4,8 @@ import (
 	"context"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/pool"
-	"github.com/kvasir-kv/kvasir/recheck"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/store/tiering/recheck"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 

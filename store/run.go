@@ -5,8 +5,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/check"
-	"github.com/kvasir-kv/kvasir/recheck"
+	"github.com/kvasir-kv/kvasir/store/check"
+	"github.com/kvasir-kv/kvasir/store/tiering/recheck"
 )
 
 // Run does the store's background work until ctx ends: sessions and holds expire,

@@ -9,11 +9,11 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // Benchmarks of what holds the store's lock longest. They report the longest hold in
@@ -76,7 +76,7 @@ func (s *Store) fill(b *testing.B, hashes []kv.Hash, world, shard int) {
 	b.Helper()
 	for from := 0; from < len(hashes); from += maxTransfer {
 		some := hashes[from:min(from+maxTransfer, len(hashes))]
-		t := hold.Transfer{Instance: 1, Shard: objects.Shard{Namespace: kv.Namespace{1}, World: world, Index: shard, Groups: objects.FullAttention(1, 64)}, To: len(some), Last: some[len(some)-1]}
+		t := hold.Transfer{Instance: 1, Shard: object.Shard{Namespace: kv.Namespace{1}, World: world, Index: shard, Groups: object.FullAttention(1, 64)}, To: len(some), Last: some[len(some)-1]}
 		var p Transfer
 		if got, err := s.BeginStore(t, []byte("r"), some, &p); err != nil || got.NoRoom > 0 {
 			b.Fatal(got, err)
@@ -99,7 +99,7 @@ func BenchmarkHoldLookup64Shards(b *testing.B) {
 	for shard := range world {
 		s.fill(b, hashes, world, shard)
 	}
-	sh := objects.Shard{Namespace: kv.Namespace{1}, World: world, Groups: objects.FullAttention(1, 64)}
+	sh := object.Shard{Namespace: kv.Namespace{1}, World: world, Groups: object.FullAttention(1, 64)}
 	var lookup, end time.Duration
 	for b.Loop() {
 		lookup = max(lookup, longestHold(func() {
@@ -140,7 +140,7 @@ func BenchmarkHoldDetached(b *testing.B) {
 	stage := func(s *Store) {
 		for from := 0; from < chunks*7/8; from += maxTransfer {
 			some := hashes[from:min(from+maxTransfer, chunks*7/8)]
-			t := hold.Transfer{Instance: 1, Shard: objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: objects.FullAttention(1, 64)}, To: len(some), Last: some[len(some)-1]}
+			t := hold.Transfer{Instance: 1, Shard: object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: object.FullAttention(1, 64)}, To: len(some), Last: some[len(some)-1]}
 			var p Transfer
 			if got, err := s.BeginStore(t, []byte("r"), some, &p); err != nil || got.NoRoom > 0 {
 				b.Fatal(got, err)

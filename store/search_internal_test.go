@@ -6,13 +6,13 @@ import (
 	"testing"
 	"testing/synctest"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // Whatever goes while a lookup searches and pins, between any two of its sections, the
@@ -30,14 +30,14 @@ func TestWhatGoesDuringALookupShortensItsHit(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	groups, err := objects.NewGroups(2, []objects.Group{
+	groups, err := object.NewGroups(2, []object.Group{
 		{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: 64}, {ChunkGroup: coordinator.ChunkGroup{Window: 5}, Bytes: 64},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	h := scaleHashes(chunks)
-	sh := objects.Shard{Namespace: kv.Namespace{1}, World: world, Groups: groups}
+	sh := object.Shard{Namespace: kv.Namespace{1}, World: world, Groups: groups}
 	fill := func(from, to int) {
 		t.Helper()
 		for i := range world {
@@ -226,7 +226,7 @@ func TestObjectsOfATransferAreBounded(t *testing.T) {
 	h := scaleHashes(maxTransfer + 1)
 	name := func(from, to int, load bool) hold.Transfer {
 		sh := crowdShard
-		sh.Groups = objects.FullAttention(1, 64)
+		sh.Groups = object.FullAttention(1, 64)
 		return hold.Transfer{Instance: 1, Shard: sh, From: from, To: to, Last: h[to-1], Load: load}
 	}
 	own := &Transfer{Own: true}

@@ -6,9 +6,9 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/hold"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hold"
 )
 
 // A worker that stages all it can and never commits, alone, again under other
@@ -75,7 +75,7 @@ func TestShareOfLargeChunks(t *testing.T) {
 	h := prompt(1, 2)
 	for i, want := range []int{1, 0} {
 		tr := hold.Transfer{Instance: int64(i), By: "uid 1", Shard: one, From: i, To: 2, Last: h[1]}
-		tr.Shard.Groups = objects.FullAttention(1, 2*chunkBytes)
+		tr.Shard.Groups = object.FullAttention(1, 2*chunkBytes)
 		var p store.Transfer
 		if _, err := b.store.BeginStore(tr, []byte("r"), h, &p); err != nil || len(p.Offsets) != want {
 			t.Errorf("worker %d: %d places, %v, want %d", i, len(p.Offsets), err, want)

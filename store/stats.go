@@ -1,10 +1,10 @@
 package store
 
 import (
-	"github.com/kvasir-kv/kvasir/counters"
-	"github.com/kvasir-kv/kvasir/estimate"
-	"github.com/kvasir-kv/kvasir/outbox"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/store/counters"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/store/tiering/estimate"
+	"github.com/kvasir-kv/kvasir/store/tiering/outbox"
 )
 
 // Counters count since the start.

@@ -24,23 +24,23 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/backing"
-	"github.com/kvasir-kv/kvasir/check"
-	"github.com/kvasir-kv/kvasir/estimate"
-	"github.com/kvasir-kv/kvasir/evict"
-	"github.com/kvasir-kv/kvasir/hold"
-	"github.com/kvasir-kv/kvasir/internal/crew"
-	"github.com/kvasir-kv/kvasir/internal/growing"
-	"github.com/kvasir-kv/kvasir/internal/share"
+	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/internal/fair/share"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/outbox"
-	"github.com/kvasir-kv/kvasir/pool"
-	"github.com/kvasir-kv/kvasir/tenants"
+	"github.com/kvasir-kv/kvasir/store/check"
+	"github.com/kvasir-kv/kvasir/store/crew"
+	"github.com/kvasir-kv/kvasir/store/evict"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/store/pool/backing"
+	"github.com/kvasir-kv/kvasir/store/tenant"
+	"github.com/kvasir-kv/kvasir/store/tiering/estimate"
+	"github.com/kvasir-kv/kvasir/store/tiering/guarded"
+	"github.com/kvasir-kv/kvasir/store/tiering/outbox"
+	"github.com/kvasir-kv/kvasir/store/tiering/warming"
 	"github.com/kvasir-kv/kvasir/tier"
-	"github.com/kvasir-kv/kvasir/tier/guarded"
-	"github.com/kvasir-kv/kvasir/warming"
 )
 
 // Options configures a Store. A zero field means its default.
@@ -118,7 +118,7 @@ type Store struct {
 		sync.Mutex
 		closed bool
 		pool   *pool.Pool
-		policy *tenants.Table // knows the resident slots
+		policy *tenant.Table // knows the resident slots
 		leases *lease.Table
 		holds  *hold.Table
 
@@ -191,7 +191,7 @@ func New(p *pool.Pool, o Options) *Store {
 		}
 		return kept
 	}
-	s.mu.policy = tenants.New(p.Bytes(), o.Policy, o.TenantPolicy, func(slot uint32) bool { return s.busy(slot) }, func(slot uint32) int64 { return p.Round(p.Length(pool.Slot(slot))) })
+	s.mu.policy = tenant.New(p.Bytes(), o.Policy, o.TenantPolicy, func(slot uint32) bool { return s.busy(slot) }, func(slot uint32) int64 { return p.Round(p.Length(pool.Slot(slot))) })
 	_ = s.mu.policy.SetCommonTTL(o.TTL) // Validate has looked at it
 	s.untouchable = func(slot uint32) bool { return s.busy(slot) || s.mu.policy.Any() && s.mu.policy.Spared(slot) }
 	s.mu.leases = lease.New(lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})

@@ -7,18 +7,18 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-var one = objects.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: full}
+var one = object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: full}
 
 // full are the groups of the tests' models.
-var full = objects.FullAttention(1, chunkBytes)
+var full = object.FullAttention(1, chunkBytes)
 
 func transfer(worker int64, hashes []kv.Hash, from, to int, load bool) hold.Transfer {
 	return hold.Transfer{Instance: worker, Shard: one, From: from, To: to, Last: hashes[to-1], Load: load}
@@ -98,7 +98,7 @@ func TestEveryShard(t *testing.T) {
 		}
 		b.store.CommitStore(tr, []byte("a"), h, true)
 	}
-	got := b.store.Lookup([]byte("x"), objects.Shard{Namespace: one.Namespace, World: 2, Groups: full}, store.Hashed(h), 1)
+	got := b.store.Lookup([]byte("x"), object.Shard{Namespace: one.Namespace, World: 2, Groups: full}, store.Hashed(h), 1)
 	if got.Hit != 2 || got.Shard != 1 {
 		t.Fatalf("%+v, want 2 chunks, missing in shard 1", got)
 	}

@@ -4,8 +4,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // Checksums guard what survives a restart. They are computed in the background

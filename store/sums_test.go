@@ -8,10 +8,10 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
 // sumBench is a store that can be restarted.
@@ -50,7 +50,7 @@ func (b *sumBench) put(t *testing.T, h []kv.Hash) []int64 {
 }
 
 // look is a lookup whose result is waited for.
-func (b *bench) look(t tb, session string, sh objects.Shard, h []kv.Hash) store.LookupResult {
+func (b *bench) look(t tb, session string, sh object.Shard, h []kv.Hash) store.LookupResult {
 	t.Helper()
 	got := b.store.Lookup([]byte(session), sh, store.Hashed(h), 1)
 	if got.State == store.Pending {

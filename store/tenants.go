@@ -6,9 +6,9 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/pool"
-	"github.com/kvasir-kv/kvasir/tenants"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 // quotas let one change of them follow another; while no tenant has a quota or a TTL of its own, requests do nothing
@@ -20,7 +20,7 @@ type quotas struct {
 
 // SetQuota gives the tenant of a cache salt bytes of the pool: no other tenant makes it fall
 // below them. The empty salt is a tenant like others. What it stored before counts from its next
-// request of the same model on. Errors: tenants.ErrTooMany, ErrSum, ErrQuota.
+// request of the same model on. Errors: tenant.ErrTooMany, ErrSum, ErrQuota.
 func (s *Store) SetQuota(salt string, bytes int64) error {
 	s.quotas.changing.Lock()
 	defer s.quotas.changing.Unlock()
@@ -31,8 +31,8 @@ func (s *Store) SetQuota(salt string, bytes int64) error {
 	return err
 }
 
-// SetTTL says after which time the objects of a cache salt go that nobody uses: at least a second, tenants.Forever, or 0
-// for what Options.TTL says. Errors: tenants.ErrTTL, ErrTooMany.
+// SetTTL says after which time the objects of a cache salt go that nobody uses: at least a second, tenant.Forever, or 0
+// for what Options.TTL says. Errors: tenant.ErrTTL, ErrTooMany.
 func (s *Store) SetTTL(salt string, ttl time.Duration) (err error) {
 	s.lock()
 	defer s.unlock()
@@ -60,7 +60,7 @@ func (s *Store) DropQuota(salt string) bool {
 	return ok
 }
 
-func (s *Store) beginDropQuota(salt string) (tenants.Dropped, bool) {
+func (s *Store) beginDropQuota(salt string) (tenant.Dropped, bool) {
 	s.lock()
 	defer s.unlock()
 	dropped, ok := s.mu.policy.DropQuota(salt)
@@ -69,7 +69,7 @@ func (s *Store) beginDropQuota(salt string) (tenants.Dropped, bool) {
 }
 
 // Tenants returns what tenants have that have a quota, a TTL of their own, or may pin, by salt.
-func (s *Store) Tenants() []tenants.Usage {
+func (s *Store) Tenants() []tenant.Usage {
 	s.lock()
 	defer s.unlock()
 	return s.mu.policy.List()

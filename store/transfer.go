@@ -3,10 +3,10 @@ package store
 import (
 	"time"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // Transfer is what BeginStore and BeginLoad are asked for and what they tell. One value may be used for
@@ -41,7 +41,7 @@ func (t *Transfer) begin(s *Store) {
 }
 
 // ownLocked begins an own Transfer over slots that are held in the pool.
-func (s *Store) ownLocked(t *Transfer, name hold.Transfer, requestID []byte, objects []object) {
+func (s *Store) ownLocked(t *Transfer, name hold.Transfer, requestID []byte, objects []heldObject) {
 	for _, o := range objects {
 		t.Parts = append(t.Parts, Part{Chunk: o.chunk, Group: o.group, Bytes: s.mu.pool.View(o.slot)})
 	}
@@ -100,7 +100,7 @@ func (s *Store) BeginLoad(session []byte, name hold.Transfer, hashes []kv.Hash, 
 	t.begin(s)
 	s.lock()
 	defer s.unlock()
-	var objects []object
+	var objects []heldObject
 	why := miss.Busy
 	if !s.busyLocked(name.By) {
 		if objects, why = s.loadLocked(session, name, hashes); why != miss.None {

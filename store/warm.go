@@ -3,11 +3,11 @@ package store
 import (
 	"context"
 
-	"github.com/kvasir-kv/kvasir/internal/share"
+	"github.com/kvasir-kv/kvasir/internal/fair/share"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/store/tiering/warming"
 	"github.com/kvasir-kv/kvasir/tier"
-	"github.com/kvasir-kv/kvasir/warming"
 )
 
 // A new server finds nothing in its pool. With Options.WarmBytes it reads what is the hottest in the tier

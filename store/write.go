@@ -3,12 +3,12 @@ package store
 import (
 	"errors"
 
-	"github.com/kvasir-kv/kvasir/hold"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/miss"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
-	"github.com/kvasir-kv/kvasir/tenants"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 // Reserved is the outcome of BeginStore besides the places.
@@ -23,8 +23,8 @@ type Reserved struct {
 // ErrBusy means that too many transfers are in progress.
 var ErrBusy = errors.New("store: too many transfers in progress")
 
-// object is one object of a transfer.
-type object struct {
+// heldObject is one object of a transfer.
+type heldObject struct {
 	slot         pool.Slot
 	chunk, group int   // the chunk counts from the range's start
 	offset       int64 // in the pool
@@ -45,7 +45,7 @@ type stage struct {
 	first int64 // the same of the first chunk
 	most  int64 // bytes that may be staged where memory is free
 	used  int64
-	taken []object
+	taken []heldObject
 	out   Reserved
 
 	counted int64 // of used, in the books already
@@ -178,7 +178,7 @@ func (st *stage) chunkLocked(c int) error {
 			return err
 		}
 		s.continuesLocked(slot, &k, st.hashes, c)
-		st.taken = append(st.taken, object{slot, c - st.name.From, g, s.mu.pool.Offset(slot), n})
+		st.taken = append(st.taken, heldObject{slot, c - st.name.From, g, s.mu.pool.Offset(slot), n})
 	}
 	switch {
 	case len(st.taken) > before:
@@ -197,10 +197,10 @@ func (st *stage) chunkLocked(c int) error {
 func (s *Store) busyLocked(by string) bool { return s.mu.closed || !s.mu.holds.MayBegin(by) }
 
 // unstageLocked gives back places that nobody was told about.
-func (s *Store) unstageLocked(objects []object) {
+func (s *Store) unstageLocked(objects []heldObject) {
 	for _, o := range objects {
 		*s.mu.parents.At(int(o.slot)) = 0
-		s.mu.policy.Remove(uint32(o.slot), tenants.Other)
+		s.mu.policy.Remove(uint32(o.slot), tenant.Other)
 		s.mu.pool.Drop(o.slot)
 		s.mu.pool.Unhold(o.slot)
 	}
@@ -271,7 +271,7 @@ func (s *Store) hopelessLocked(victim pool.Slot, n int64) bool {
 // evicted.
 type prefixGuard struct {
 	store  *Store
-	shard  objects.Shard
+	shard  object.Shard
 	hashes []kv.Hash
 	by     string // Transfer.By
 	on     bool

@@ -4,8 +4,8 @@ import (
 	"errors"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/outbox"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/store/tiering/outbox"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 

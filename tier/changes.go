@@ -6,7 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/kvasir-kv/kvasir/internal/numbered"
+	"github.com/kvasir-kv/kvasir/internal/container/numbered"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 

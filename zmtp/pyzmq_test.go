@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
 )
 
 // python is a child that runs testdata/peer.py.

@@ -4,7 +4,7 @@ package main
 import (
 	"os"
 
-	"github.com/kvasir-kv/kvasir/internal/cli"
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/cli"
 )
 
 func main() {

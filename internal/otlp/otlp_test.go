@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/goroutines"
 	"github.com/kvasir-kv/kvasir/internal/otlp"
+	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
 )
 
 func TestMain(m *testing.M) { goroutines.Main(m) }

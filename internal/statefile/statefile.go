@@ -22,7 +22,7 @@ import (
 	"sync"
 	"syscall"
 
-	"github.com/kvasir-kv/kvasir/internal/filelock"
+	"github.com/kvasir-kv/kvasir/internal/takeover/filelock"
 )
 
 // Error is a file that cannot be used.

@@ -114,7 +114,7 @@ def main():
     a = ap.parse_args()
     original = Original()
     if not a.go:
-        print("goos: linux\npkg: github.com/kvasir-kv/kvasir/coordinator")
+        print("goos: linux\npkg: github.com/kvasir-kv/kvasir/kv/coordinator")
     for tokens in map(int, a.sizes.split(",")):
         for shape in a.shapes.split(","):
             hashes, held = inputs(shape, tokens)

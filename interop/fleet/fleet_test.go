@@ -15,13 +15,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/ports"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 	"github.com/kvasir-kv/kvasir/sim/fleet"
-	"github.com/kvasir-kv/kvasir/workload"
 )
 
 const program = "../../bin/kvasir" // of make build
@@ -167,7 +167,7 @@ func TestRealFleet(t *testing.T) {
 	if !ok {
 		t.Skip("KVASIR_REDIS names no socket")
 	}
-	p, err := clock.Get(clock.H100Llama)
+	p, err := costmodel.Get(costmodel.H100Llama)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
 )
 
 func TestMain(m *testing.M) {

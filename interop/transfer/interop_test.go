@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
 const (

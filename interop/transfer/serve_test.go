@@ -13,9 +13,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/ports"
-	"github.com/kvasir-kv/kvasir/internal/transfertool"
-	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer/bench"
 )
 
 // serveVariable makes the test binary a target, so that it can be killed. It
@@ -26,10 +26,10 @@ func serveMain() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
 	hs, data, _ := strings.Cut(os.Getenv(serveVariable), ",")
-	o := transfertool.ServeOptions{Bytes: room, Base: testBase, Out: os.Stdout}
+	o := bench.ServeOptions{Bytes: room, Base: testBase, Out: os.Stdout}
 	o.Target.HandshakePort, _ = strconv.Atoi(hs)
 	o.Target.DataPort, _ = strconv.Atoi(data)
-	if err := transfertool.Serve(ctx, o); err != nil {
+	if err := bench.Serve(ctx, o); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}

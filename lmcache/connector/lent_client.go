@@ -6,8 +6,8 @@ import (
 	"math/rand/v2"
 	"sync"
 
+	"github.com/kvasir-kv/kvasir/kv/paged"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/paged"
 )
 
 // registration is a worker that a server knows.

@@ -6,7 +6,7 @@ import (
 	"math"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/paged"
+	"github.com/kvasir-kv/kvasir/kv/paged"
 )
 
 // ErrPaged means that a Paged, or block ids for it, do not fit together.

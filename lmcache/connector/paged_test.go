@@ -6,8 +6,8 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/kv/paged"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
-	"github.com/kvasir-kv/kvasir/paged"
 )
 
 func newPaged(form paged.Form, layers, blocks, blockTokens, heads, headSize int) *connector.Paged {

@@ -7,7 +7,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/pydantic"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap/pydantic"
 )
 
 // answer is a response with a JSON body.

@@ -7,8 +7,8 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/origin"
-	"github.com/kvasir-kv/kvasir/internal/pydantic"
+	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap/pydantic"
 )
 
 // ranks place a worker in its engine.

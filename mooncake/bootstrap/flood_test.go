@@ -12,7 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/origin"
+	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
 )
 
 func remote(addr string) origin.Origin { return origin.OfAddr(netip.MustParseAddr(addr)) }

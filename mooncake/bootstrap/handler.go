@@ -14,7 +14,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/origin"
+	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
 )
 
 // originKey is the context key of a connection's origin.

@@ -12,7 +12,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/origin"
+	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
 )
 
 // prober finds out whether a process listens at a side channel, with a bounded number of

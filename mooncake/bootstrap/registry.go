@@ -13,12 +13,12 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/httpguard"
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
-	"github.com/kvasir-kv/kvasir/internal/origin"
-	"github.com/kvasir-kv/kvasir/internal/pydantic"
+	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/internal/statefile"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap/pydantic"
 )
 
 // refusedError is a registration that conflicts with another: vLLM's text.
@@ -53,7 +53,7 @@ type Registry struct {
 	log     *slog.Logger
 	delete  http.Handler // DELETE /register, guarded from web pages
 	metrics http.Handler // GET /metrics
-	guard   httpguard.Guard
+	guard   httpserver.Guard
 	prober  *prober
 	last    atomic.Pointer[directory] // last one encoded
 	n       counters
@@ -102,7 +102,7 @@ func Open(o Options) (*Registry, error) {
 	o.Guard = cmp.Or(o.Guard, GuardDelete)
 	r := &Registry{
 		o: o, log: safelog.New(cmp.Or(o.Log, slog.New(slog.DiscardHandler))), prober: newProber(o.ProbeTimeout, o.MaxProbes, o.ProbeNetworks),
-		guard: httpguard.Guard{AllowHosts: o.AllowHosts}, waiters: origin.Shares{Max: o.MaxWaiters},
+		guard: httpserver.Guard{AllowHosts: o.AllowHosts}, waiters: origin.Shares{Max: o.MaxWaiters},
 		readTimeout: readTimeout, idleTimeout: idleTimeout,
 		changed: make(chan struct{}, 1), save: make(chan struct{}, 1), closing: make(chan struct{}), draining: make(chan struct{}),
 	}

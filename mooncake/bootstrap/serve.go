@@ -11,8 +11,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/httpguard"
-	"github.com/kvasir-kv/kvasir/internal/origin"
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
 )
 
 const (
@@ -36,7 +36,7 @@ func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
 		Handler: r, ReadHeaderTimeout: r.readTimeout, ReadTimeout: r.readTimeout, WriteTimeout: writeTimeout, IdleTimeout: r.idleTimeout,
 		MaxHeaderBytes: maxHeader, ErrorLog: log.New(io.Discard, "", 0),
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
-			return context.WithValue(ctx, originKey{}, origin.Of(httpguard.Unlimited(c)))
+			return context.WithValue(ctx, originKey{}, origin.Of(httpserver.Unlimited(c)))
 		},
 		ConnState: func(c net.Conn, s http.ConnState) {
 			silent.Delete(c)
@@ -48,7 +48,7 @@ func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
 		},
 	}
 	failed := make(chan error, 1)
-	go func() { failed <- web.Serve(httpguard.Limit(l, r.o.MaxConns)) }() // received below
+	go func() { failed <- web.Serve(httpserver.Limit(l, r.o.MaxConns)) }() // received below
 	var err error
 	select {
 	case err = <-failed:

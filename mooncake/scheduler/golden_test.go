@@ -7,8 +7,8 @@ import (
 	"reflect"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
-	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/mooncake/scheduler"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )

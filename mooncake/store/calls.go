@@ -6,7 +6,7 @@ import (
 	"math"
 	"time"
 
-	sp "github.com/kvasir-kv/kvasir/internal/structpack"
+	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
 // PutOptions says how an object is to be kept.

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/options"
-	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
 // ClientOptions configures a Client. A zero field means its default.

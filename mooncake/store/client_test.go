@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
-	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
 type clusterOf struct {

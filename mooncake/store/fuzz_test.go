@@ -3,7 +3,7 @@ package store
 import (
 	"testing"
 
-	sp "github.com/kvasir-kv/kvasir/internal/structpack"
+	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
 // Answers of a hostile master: an error or a value, in memory that the answer's own length bounds.

@@ -14,8 +14,8 @@ import (
 	"sync"
 	"testing"
 
-	sp "github.com/kvasir-kv/kvasir/internal/structpack"
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
+	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
 // vector is a call that a real master answered.

@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/options"
-	sp "github.com/kvasir-kv/kvasir/internal/structpack"
+	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
 // MasterOptions configures a Master. A zero field means its default.

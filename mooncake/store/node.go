@@ -13,7 +13,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
-	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
 // NodeOptions configures a Node. A zero field means its default.

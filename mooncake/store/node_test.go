@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
-	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
 // run runs a node of 16 MiB over m until the test ends, or stop is called.

@@ -3,8 +3,8 @@ package store
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/leaks"
-	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
+	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
 )
 
 func TestMain(m *testing.M) { leaks.Main(m) }

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
-	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
 // Two puts of one key by one client: the first is so late that the master gave the key to the second. What the

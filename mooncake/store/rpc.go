@@ -9,7 +9,7 @@ import (
 	"net"
 	"time"
 
-	sp "github.com/kvasir-kv/kvasir/internal/structpack"
+	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
 // Frames of coro_rpc; all numbers are little-endian.

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	sp "github.com/kvasir-kv/kvasir/internal/structpack"
+	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
 // calls returns a function that makes one call over a connection made by dial. The peer reads the request, and writes

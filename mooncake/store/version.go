@@ -5,7 +5,7 @@ import (
 	"encoding/binary"
 	"strings"
 
-	sp "github.com/kvasir-kv/kvasir/internal/structpack"
+	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
 // Version is a release of Mooncake, as far as its calls tell it from others.

@@ -13,8 +13,8 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
-	"github.com/kvasir-kv/kvasir/transfer"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
 )
 
 // wireCase is one encoding of one release.

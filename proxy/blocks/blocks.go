@@ -13,7 +13,7 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
@@ -106,7 +106,7 @@ func hashOf(b []byte) (h uint64) {
 
 // Apply takes a batch. Of hybrid models the first group counts, of an engine's media GPU; blocks of LoRA
 // adapters do not. model is whose blocks those of a cache server are.
-func (h *Held) Apply(b *kvevent.Batch, model string) {
+func (h *Held) Apply(b *event.Batch, model string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	apart := uint64(0) // two models may have the same hash for the same tokens
@@ -116,10 +116,10 @@ func (h *Held) Apply(b *kvevent.Batch, model string) {
 	for i := range b.Events {
 		ev := &b.Events[i]
 		switch {
-		case ev.Kind == kvevent.Cleared:
+		case ev.Kind == event.Cleared:
 			h.resetLocked(true)
-		case ev.Group > 0 || !h.cache && ev.Medium != "" && ev.Medium != kvevent.GPU:
-		case ev.Kind == kvevent.Removed:
+		case ev.Group > 0 || !h.cache && ev.Medium != "" && ev.Medium != event.GPU:
+		case ev.Kind == event.Removed:
 			for _, hash := range ev.Hashes {
 				h.removeLocked(hashOf(hash) ^ apart)
 			}
@@ -133,7 +133,7 @@ func (h *Held) Apply(b *kvevent.Batch, model string) {
 	}
 }
 
-func (h *Held) storeLocked(ev *kvevent.Event, scope string, apart uint64) {
+func (h *Held) storeLocked(ev *event.Event, scope string, apart uint64) {
 	if ev.BlockTokens <= 0 || len(ev.Tokens) < len(ev.Hashes)*ev.BlockTokens {
 		return
 	}

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/goroutines"
-	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 	"github.com/kvasir-kv/kvasir/proxy/blocks/blockstest"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
@@ -36,17 +36,17 @@ func hashes(engine, text string) (out [][]byte) {
 }
 
 // stored is the event of blocks from..to of a prompt.
-func stored(engine, text string, from, to int) kvevent.Event {
+func stored(engine, text string, from, to int) event.Event {
 	all := hashes(engine, text)
-	ev := kvevent.Event{Kind: kvevent.Stored, Hashes: all[from:to], Tokens: tokens(text)[from*size : to*size], BlockTokens: size, Medium: kvevent.GPU}
+	ev := event.Event{Kind: event.Stored, Hashes: all[from:to], Tokens: tokens(text)[from*size : to*size], BlockTokens: size, Medium: event.GPU}
 	if from > 0 {
 		ev.Parent = all[from-1]
 	}
 	return ev
 }
 
-func removed(engine, text string, block int) kvevent.Event {
-	return kvevent.Event{Kind: kvevent.Removed, Hashes: hashes(engine, text)[block : block+1], Medium: kvevent.GPU}
+func removed(engine, text string, block int) event.Event {
+	return event.Event{Kind: event.Removed, Hashes: hashes(engine, text)[block : block+1], Medium: event.GPU}
 }
 
 // marks of a prompt lie every 8 bytes, and at its end.
@@ -83,7 +83,7 @@ func TestHeld(t *testing.T) {
 			t.Errorf("%s: %d and %d bytes, want %d and %d", what, gotA, gotB, wantA, wantB)
 		}
 	}
-	apply := func(h *blocks.Held, events ...kvevent.Event) { h.Apply(&kvevent.Batch{Events: events}, "") }
+	apply := func(h *blocks.Held, events ...event.Event) { h.Apply(&event.Batch{Events: events}, "") }
 	apply(a, stored("a", ada, 0, 10))
 	apply(b, stored("b", ada, 0, 3), stored("b", ada, 3, 5))
 	f("nobody knows the tokens", 0, 0, ada)
@@ -105,14 +105,14 @@ func TestHeld(t *testing.T) {
 	}
 	late := stored("a", ada, 5, 10)
 	other, cpu, lora, salted := stored("a", ada, 0, 10), stored("a", ada, 0, 10), stored("a", ada, 0, 10), stored("a", ada, 0, 10)
-	other.Group, cpu.Medium, lora.LoRA, salted.Salt = 1, kvevent.CPU, "x", "s"
-	for _, ev := range []kvevent.Event{late, other, cpu, lora, salted} {
+	other.Group, cpu.Medium, lora.LoRA, salted.Salt = 1, event.CPU, "x", "s"
+	for _, ev := range []event.Event{late, other, cpu, lora, salted} {
 		apply(a, ev)
 		f("does not count", 0, 24, ada)
 	}
 	v.p.Learn(marks("salt"+ada), "s", size, tokens(ada))
 	f("salted", 44+1, 0, "salt"+ada)
-	apply(b, kvevent.Event{Kind: kvevent.Cleared})
+	apply(b, event.Event{Kind: event.Cleared})
 	f("cleared", 0, 0, ada)
 	if _, _, all := b.Blocks(); !all {
 		t.Error("what was cleared is not known")
@@ -129,11 +129,11 @@ func TestHeld(t *testing.T) {
 // last medium has it no more.
 func TestCacheHeld(t *testing.T) {
 	h := blocks.NewCacheHeld(100)
-	apply := func(model, medium string, events ...kvevent.Event) {
+	apply := func(model, medium string, events ...event.Event) {
 		for i := range events {
 			events[i].Medium = medium
 		}
-		h.Apply(&kvevent.Batch{Events: events}, model)
+		h.Apply(&event.Batch{Events: events}, model)
 	}
 	known := map[string]view{}
 	for _, model := range []string{"a", "b"} {
@@ -146,22 +146,22 @@ func TestCacheHeld(t *testing.T) {
 			t.Errorf("%s: %d and %d bytes, want %d and %d", what, gotA, gotB, a, b)
 		}
 	}
-	apply("a", kvevent.CPU, stored("s", ada, 0, 10))
+	apply("a", event.CPU, stored("s", ada, 0, 10))
 	f("one model", len(ada), 0)
-	apply("b", kvevent.CPU, stored("s", ada, 0, 5))
+	apply("b", event.CPU, stored("s", ada, 0, 5))
 	f("both", len(ada), 24)
-	apply("a", kvevent.Storage, stored("s", ada, 0, 10))
+	apply("a", event.Storage, stored("s", ada, 0, 10))
 	for i := 9; i >= 0; i-- {
-		apply("a", kvevent.CPU, removed("s", ada, i))
+		apply("a", event.CPU, removed("s", ada, i))
 	}
 	f("below", len(ada), 24)
 	for i := 9; i >= 0; i-- {
-		apply("a", kvevent.Storage, removed("s", ada, i))
+		apply("a", event.Storage, removed("s", ada, i))
 	}
 	f("gone", 0, 24)
 	salted := stored("s", ada, 0, 10)
 	salted.Salt = "x"
-	apply("a", kvevent.CPU, salted)
+	apply("a", event.CPU, salted)
 	f("another salt", 0, 24)
 }
 
@@ -170,7 +170,7 @@ func TestHole(t *testing.T) {
 	for scope, h := range map[string]*blocks.Held{"": blocks.NewHeld(100), blocks.Scope("", ""): blocks.NewCacheHeld(100)} {
 		v := view{blocks.NewPrompts(1000)}
 		v.p.Learn(marks(ada), scope, size, tokens(ada))
-		apply := func(events ...kvevent.Event) { h.Apply(&kvevent.Batch{Events: events}, "") }
+		apply := func(events ...event.Event) { h.Apply(&event.Batch{Events: events}, "") }
 		f := func(what string, want int) {
 			t.Helper()
 			if got := v.longest(h, ada); got != want {
@@ -300,7 +300,7 @@ func TestFollowerWithoutReplay(t *testing.T) {
 	p.Publish(true, stored("a", ada, 3, 6))
 	p.Publish(false, stored("a", ada, 6, 8), stored("a", eve, 0, 1))
 	wants(t, f, "after a gap", 1, false)
-	p.Publish(false, kvevent.Event{Kind: kvevent.Cleared}, stored("a", eve, 0, 2))
+	p.Publish(false, event.Event{Kind: event.Cleared}, stored("a", eve, 0, 2))
 	wants(t, f, "after it was cleared", 2, true)
 	p.StartAgain()
 	wants(t, f, "the connection is lost", 0, false)

@@ -10,7 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -65,7 +65,7 @@ type Follower struct {
 type message struct {
 	seq   uint64
 	model string
-	batch kvevent.Batch
+	batch event.Batch
 }
 
 // Follow begins to follow a publisher, which need not be there.
@@ -211,7 +211,7 @@ func (f *Follower) published(m zmtp.Message) {
 	f.takeLocked(&got)
 }
 
-func (f *Follower) restartedLocked(b *kvevent.Batch) bool { return f.mu.begun && b.Epoch != f.mu.epoch }
+func (f *Follower) restartedLocked(b *event.Batch) bool { return f.mu.begun && b.Epoch != f.mu.epoch }
 
 // takeLocked takes the next batch. One that does not follow the last one makes what was known void.
 func (f *Follower) takeLocked(m *message) {
@@ -250,7 +250,7 @@ func (f *Follower) decode(m zmtp.Message) (out message, ok bool) {
 		return out, false
 	}
 	var err error
-	if out.batch, err = kvevent.Decode(append([]byte(nil), m[2]...)); err != nil {
+	if out.batch, err = event.Decode(append([]byte(nil), m[2]...)); err != nil {
 		f.o.Log.Warn("a message is no batch of KV events", "endpoint", f.o.Endpoint, "err", err)
 		return out, false
 	}

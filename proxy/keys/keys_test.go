@@ -13,7 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
 	"github.com/kvasir-kv/kvasir/proxy/keys"
 )
 

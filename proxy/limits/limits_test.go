@@ -12,8 +12,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/goroutines"
-	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 	"github.com/kvasir-kv/kvasir/proxy/limits/limitstest"
 )

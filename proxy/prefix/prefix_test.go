@@ -6,7 +6,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
 )
 
 func TestMain(m *testing.M) { goroutines.Main(m) }

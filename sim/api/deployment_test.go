@@ -25,18 +25,18 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/leaks"
-	"github.com/kvasir-kv/kvasir/internal/ports"
-	"github.com/kvasir-kv/kvasir/kvconfig"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
+	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
-	"github.com/kvasir-kv/kvasir/pool"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/sim/api"
 	"github.com/kvasir-kv/kvasir/sim/engine"
+	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
 	"github.com/kvasir-kv/kvasir/sim/sched"
 	"github.com/kvasir-kv/kvasir/store"
-	"github.com/kvasir-kv/kvasir/workload"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 // childEnv makes this test program one process of a deployment: a child as JSON.

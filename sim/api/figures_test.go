@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/kvconfig"
 	"github.com/kvasir-kv/kvasir/sim/engine"
+	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 )
 
 // The figures of connectors are among the engine's, those of two of one kind apart.

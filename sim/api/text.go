@@ -7,7 +7,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"github.com/kvasir-kv/kvasir/workload"
+	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
 // There is no model, so there is no vocabulary: text becomes tokens piece by piece. A piece is

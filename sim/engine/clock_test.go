@@ -5,7 +5,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
 )
@@ -13,7 +13,7 @@ import (
 // Steps take as long as the profile says: two prompts one after the other, and what each generates.
 func TestStepsTakeTheTimeOfTheProfile(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p, err := clock.Get(clock.A10Qwen)
+		p, err := costmodel.Get(costmodel.A10Qwen)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -33,7 +33,7 @@ func TestStepsTakeTheTimeOfTheProfile(t *testing.T) {
 			}
 			want := time.Duration(0)
 			for _, w := range [][2]int{{0, n}, {n, 1}, {n + 1, 1}} {
-				var work clock.Work
+				var work costmodel.Work
 				work.Add(w[0], w[1], true)
 				want += p.Step(work)
 			}

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/metrics"
-	"github.com/kvasir-kv/kvasir/kvconfig"
+	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 

@@ -9,10 +9,10 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
-	"github.com/kvasir-kv/kvasir/kvconfig"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
+	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
@@ -36,9 +36,9 @@ type Options struct {
 
 	// Time of a step: what Clock says of its rows, StepTime, and the prompt tokens computed at
 	// PrefillRate per second.
-	Clock       *clock.Profile // nil: none
-	StepTime    time.Duration  // default none
-	PrefillRate float64        // default unbounded
+	Clock       *costmodel.Profile // nil: none
+	StepTime    time.Duration      // default none
+	PrefillRate float64            // default unbounded
 
 	Connectors []*kvconfig.Config
 	// Getenv is the environment of the connectors; default none but VLLM_HOST_IP=127.0.0.1.
@@ -417,7 +417,7 @@ func (e *Engine) turn() {
 // compute makes the KV of a step's tokens, after comparing what the requests begin with.
 func (e *Engine) compute(step *sched.Step) {
 	began, prompt := time.Now(), 0
-	var work clock.Work
+	var work costmodel.Work
 	for i := range step.Rows {
 		row := &step.Rows[i]
 		q := of(row.Request)

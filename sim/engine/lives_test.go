@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )

@@ -8,10 +8,10 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/metrics"
-	"github.com/kvasir-kv/kvasir/kvconfig"
+	"github.com/kvasir-kv/kvasir/kv/paged"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
-	"github.com/kvasir-kv/kvasir/paged"
+	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 

@@ -9,9 +9,9 @@ import (
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/internal/hostmem"
+	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/kvconfig"
-	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )

@@ -12,16 +12,16 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
-	"github.com/kvasir-kv/kvasir/kvconfig"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/mooncake/scheduler"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/v013"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
+	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 	"github.com/kvasir-kv/kvasir/sim/sched"
-	"github.com/kvasir-kv/kvasir/transfer"
 )
 
 // sender is a worker of P, of either dialect.

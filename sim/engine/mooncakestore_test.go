@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
 	"github.com/kvasir-kv/kvasir/sim/engine"

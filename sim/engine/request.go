@@ -8,10 +8,10 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"github.com/kvasir-kv/kvasir/bench/workload"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
 	"github.com/kvasir-kv/kvasir/sim/sched"
-	"github.com/kvasir-kv/kvasir/workload"
 )
 
 // request is a request inside the engine. The loop owns it, but for stream.

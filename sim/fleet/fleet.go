@@ -15,10 +15,10 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/bench/workload"
 	"github.com/kvasir-kv/kvasir/internal/options"
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 	"github.com/kvasir-kv/kvasir/sim/replay"
-	"github.com/kvasir-kv/kvasir/workload"
 )
 
 // Route says which node a request goes to.
@@ -43,12 +43,12 @@ type Store struct {
 
 // Options say what is played: every number of nodes is a run.
 type Options struct {
-	Profile  *clock.Profile // BlockTokens are those of the requests
-	Nodes    []int          // ascending
-	Pool     int            // blocks of a node's RAM
-	NodeGBps float64        // network of a node, each direction; 0: as fast as it likes
-	Timeout  time.Duration  // that a lookup waits for the store; default 2 s
-	Route    Route          // default Even
+	Profile  *costmodel.Profile // BlockTokens are those of the requests
+	Nodes    []int              // ascending
+	Pool     int                // blocks of a node's RAM
+	NodeGBps float64            // network of a node, each direction; 0: as fast as it likes
+	Timeout  time.Duration      // that a lookup waits for the store; default 2 s
+	Route    Route              // default Even
 	Store    Store
 
 	// Requests returns what a fleet of so many nodes is sent.

@@ -13,15 +13,15 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 	"github.com/kvasir-kv/kvasir/sim/fleet"
 	"github.com/kvasir-kv/kvasir/sim/replay"
-	"github.com/kvasir-kv/kvasir/workload"
 )
 
-func profile(t *testing.T, block int) *clock.Profile {
+func profile(t *testing.T, block int) *costmodel.Profile {
 	t.Helper()
-	p, err := clock.Get(clock.H100Llama)
+	p, err := costmodel.Get(costmodel.H100Llama)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,15 +10,15 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/hold"
+	"github.com/kvasir-kv/kvasir/bench/workload"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/lease"
-	"github.com/kvasir-kv/kvasir/objects"
-	"github.com/kvasir-kv/kvasir/pool"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/sim/fleet"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/pool"
 	"github.com/kvasir-kv/kvasir/tier"
-	"github.com/kvasir-kv/kvasir/workload"
 )
 
 const slot = 64 // bytes of a block in the nodes below
@@ -27,7 +27,7 @@ const slot = 64 // bytes of a block in the nodes below
 type realNode struct {
 	*store.Store
 	tier  *tier.Counting
-	shard objects.Shard
+	shard object.Shard
 	run   sync.WaitGroup
 	end   context.CancelFunc
 }
@@ -40,7 +40,7 @@ func newRealNode(t *testing.T, blocks int, shared tier.Tier) *realNode {
 	}
 	n := &realNode{tier: tier.Counted(shared, "shared")}
 	n.Store = store.New(p, store.Options{Below: n.tier, ChecksumRate: 1 << 30, WorkerShare: 1, PeerShare: 1})
-	n.shard = objects.Shard{Namespace: kv.NamespaceOf("model", "", "layout"), World: 1, Groups: objects.FullAttention(512, slot)}
+	n.shard = object.Shard{Namespace: kv.NamespaceOf("model", "", "layout"), World: 1, Groups: object.FullAttention(512, slot)}
 	ctx, cancel := context.WithCancel(t.Context())
 	n.end = cancel
 	n.run.Go(func() { n.Run(ctx) })

@@ -7,9 +7,9 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 	"github.com/kvasir-kv/kvasir/sim/replay"
-	"github.com/kvasir-kv/kvasir/workload"
 )
 
 // What a server allows itself; one engine is one peer, which has half of what others leave
@@ -278,10 +278,10 @@ func (r *run) settle(q *request) {
 }
 
 // prefill is how long an engine computes the tokens [from, to) of a prompt.
-func prefill(p *clock.Profile, from, to int) (total time.Duration) {
+func prefill(p *costmodel.Profile, from, to int) (total time.Duration) {
 	for from < to {
 		k := min(p.TokenBudget, to-from)
-		var w clock.Work
+		var w costmodel.Work
 		w.Add(from, k, from+k == to)
 		total += p.Step(w)
 		from += k

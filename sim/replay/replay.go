@@ -7,7 +7,7 @@ import (
 	"context"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/workload"
+	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
 // Cache is a least-recently-used set of block names. The zero capacity is unlimited.

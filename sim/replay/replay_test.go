@@ -7,8 +7,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/bench/workload"
 	"github.com/kvasir-kv/kvasir/sim/replay"
-	"github.com/kvasir-kv/kvasir/workload"
 )
 
 func requests(prompts ...[]int64) (out []workload.Request) {

@@ -10,7 +10,7 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 

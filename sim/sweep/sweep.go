@@ -11,10 +11,10 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/benchmark"
-	"github.com/kvasir-kv/kvasir/sim/clock"
-	"github.com/kvasir-kv/kvasir/sim/virtual"
-	"github.com/kvasir-kv/kvasir/workload"
+	"github.com/kvasir-kv/kvasir/bench"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/cluster"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // Engines are how many engines prefill and decode; without Prefill, Decode engines do both.
@@ -30,7 +30,7 @@ func (e Engines) String() string {
 // Options say what is swept: every combination is run. An empty list is one of the profile's
 // own value, or none.
 type Options struct {
-	Profile *clock.Profile
+	Profile *costmodel.Profile
 
 	Engines []Engines // default 1P1D
 	Cache   []int     // blocks of a store below the engines that prefill; 0: none
@@ -40,7 +40,7 @@ type Options struct {
 
 	Requests []workload.Request
 	Seed     uint64 // of arrivals
-	SLOs     []benchmark.SLO
+	SLOs     []bench.SLO
 
 	Progress func(done, total int) // nil for none
 }
@@ -115,7 +115,7 @@ type Point struct {
 	PrefillBusy float64 `json:"prefill_busy"`
 	DecodeBusy  float64 `json:"decode_busy"`
 
-	Figures virtual.Figures `json:"figures"`
+	Figures cluster.Figures `json:"figures"`
 }
 
 // Run runs all deployments. When ctx ends, the points so far are returned with its error.
@@ -159,15 +159,15 @@ func (o *Options) measure(ctx context.Context, p *Point) error {
 			return err
 		}
 	}
-	v := virtual.Options{Profile: &profile, Prefill: p.Prefill, Decode: p.Decode}
+	v := cluster.Options{Profile: &profile, Prefill: p.Prefill, Decode: p.Decode}
 	if p.Cache > 0 {
-		v.Store = virtual.Store{Blocks: p.Cache, GBps: p.Link, Latency: time.Millisecond}
+		v.Store = cluster.Store{Blocks: p.Cache, GBps: p.Link, Latency: time.Millisecond}
 	}
-	r, err := virtual.Run(ctx, list, v)
+	r, err := cluster.Run(ctx, list, v)
 	if err != nil {
 		return err
 	}
-	m := r.Measure(benchmark.Options{SLOs: o.SLOs})
+	m := r.Measure(bench.Options{SLOs: o.SLOs})
 	p.Figures = r.Figures()
 	p.Goodput, p.Throughput, p.Failed = m.RequestThroughput, m.OutputThroughput, m.Failed
 	if m.RequestGoodput != nil {

@@ -10,19 +10,19 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/benchmark"
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/bench"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 	"github.com/kvasir-kv/kvasir/sim/sweep"
-	"github.com/kvasir-kv/kvasir/workload"
 )
 
 func options(t *testing.T) sweep.Options {
 	t.Helper()
-	p, err := clock.Get(clock.A10Qwen)
+	p, err := costmodel.Get(costmodel.A10Qwen)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return sweep.Options{Profile: p, Requests: workload.Chats(40, workload.ChatOptions{Seed: 1}), SLOs: []benchmark.SLO{{Metric: "ttft", Millis: 3000}}}
+	return sweep.Options{Profile: p, Requests: workload.Chats(40, workload.ChatOptions{Seed: 1}), SLOs: []bench.SLO{{Metric: "ttft", Millis: 3000}}}
 }
 
 // Every combination is run, in order, and each quantity does what it is for.

@@ -8,7 +8,7 @@ import (
 	"io"
 	"strings"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // Markers of the part of docs/accuracy.md that WriteAccuracy makes.
@@ -80,12 +80,12 @@ func Accuracy(ctx context.Context, w io.Writer) error {
 
 func markdownConstants(b *strings.Builder) error {
 	fmt.Fprint(b, "\n### Constants\n\n| constant | value | from |\n| --- | --- | --- |\n")
-	a10, err := clock.Get(clock.A10Qwen)
+	a10, err := costmodel.Get(costmodel.A10Qwen)
 	if err != nil {
 		return err
 	}
 	p := a10.NCCL()
-	for _, term := range clock.Terms {
+	for _, term := range costmodel.Terms {
 		value, err := p.Constants.Get(term.Name)
 		if err != nil {
 			return err
@@ -101,13 +101,13 @@ func markdownConstants(b *strings.Builder) error {
 		fmt.Fprintf(b, "| `%s` | %.4g %s | %s |\n", term.Name, value, term.Unit, from)
 	}
 	fmt.Fprint(b, "\n| profile | its own calibrated constants |\n| --- | --- |\n")
-	for _, name := range clock.Names {
-		q, err := clock.Get(name)
+	for _, name := range costmodel.Names {
+		q, err := costmodel.Get(name)
 		if err != nil {
 			return err
 		}
 		var own []string
-		for _, term := range clock.Terms {
+		for _, term := range costmodel.Terms {
 			if figure, ok := q.Calibrated[term.Name]; ok && figure != a10.Calibrated[term.Name] {
 				value, err := q.Constants.Get(term.Name)
 				if err != nil {

@@ -4,8 +4,8 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
-	"github.com/kvasir-kv/kvasir/sim/virtual"
+	"github.com/kvasir-kv/kvasir/sim/cluster"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // Calibration is how the constants of one profile follow from named figures.
@@ -13,8 +13,8 @@ type Calibration struct {
 	Name    string
 	Targets []Target
 
-	profile func() (*clock.Profile, error)
-	play    func(context.Context, *clock.Profile) (map[string]float64, error)
+	profile func() (*costmodel.Profile, error)
+	play    func(context.Context, *costmodel.Profile) (map[string]float64, error)
 }
 
 // Calibrated is a constant as it follows from its figure, beside the one in the profile.
@@ -30,24 +30,24 @@ type Calibrated struct {
 
 // Calibrations are all that the profiles have.
 func Calibrations() []Calibration {
-	named := func(name string) func() (*clock.Profile, error) {
-		return func() (*clock.Profile, error) { return clock.Get(name) }
+	named := func(name string) func() (*costmodel.Profile, error) {
+		return func() (*costmodel.Profile, error) { return costmodel.Get(name) }
 	}
 	return []Calibration{
 		{
-			Name: "a10", profile: named(clock.A10Qwen),
+			Name: "a10", profile: named(costmodel.A10Qwen),
 			Targets: []Target{
 				{"prefill_efficiency", "mean_ttft_ms", Original(Mooncake, "mean_ttft_ms"), 0.3, 1},
 				{"bandwidth_efficiency", "mean_itl_ms", Original(Mooncake, "mean_itl_ms"), 0.5, 1},
 			},
-			play: func(ctx context.Context, p *clock.Profile) (map[string]float64, error) {
-				return play(ctx, p, virtual.Pull, Reference(), 0)
+			play: func(ctx context.Context, p *costmodel.Profile) (map[string]float64, error) {
+				return play(ctx, p, cluster.Pull, Reference(), 0)
 			},
 		},
 		{
 			Name: "nccl",
-			profile: func() (*clock.Profile, error) {
-				p, err := clock.Get(clock.A10Qwen)
+			profile: func() (*costmodel.Profile, error) {
+				p, err := costmodel.Get(costmodel.A10Qwen)
 				if err != nil {
 					return nil, err
 				}
@@ -60,21 +60,21 @@ func Calibrations() []Calibration {
 			play: playDifference,
 		},
 		{
-			Name: "h800", profile: named(clock.H800Qwen3),
+			Name: "h800", profile: named(costmodel.H800Qwen3),
 			Targets: []Target{
 				{"transfer_ms", "512 transfer_ms", lengthTable[2].transfer, 0, 0.9},
 				{"transfer_gbps", "8192 transfer_ms", lengthTable[6].transfer, 50, 500},
 				{"host_fixed_ms", "512 mean_ttft_ms", lengthTable[2].ttft, 0, 60},
 				{"host_token_us", "8192 mean_ttft_ms", lengthTable[6].ttft, 0, 30},
 			},
-			play: func(ctx context.Context, p *clock.Profile) (map[string]float64, error) {
+			play: func(ctx context.Context, p *costmodel.Profile) (map[string]float64, error) {
 				return playLengths(ctx, p, 512, 8192)
 			},
 		},
 		{
-			Name: "pipe", profile: func() (*clock.Profile, error) { return kneeProfile(2) },
+			Name: "pipe", profile: func() (*costmodel.Profile, error) { return kneeProfile(2) },
 			Targets: []Target{{"pipe_mbps", "median_ttft_ms", kneeTable[1].median, 50, 10000}},
-			play: func(ctx context.Context, p *clock.Profile) (map[string]float64, error) {
+			play: func(ctx context.Context, p *costmodel.Profile) (map[string]float64, error) {
 				return playKnee(ctx, p, kneeTable[1])
 			},
 		},
@@ -82,16 +82,16 @@ func Calibrations() []Calibration {
 }
 
 // playDifference returns the figures of the second row less those of the first.
-func playDifference(ctx context.Context, p *clock.Profile) (map[string]float64, error) {
-	first, err := clock.Get(clock.A10Qwen)
+func playDifference(ctx context.Context, p *costmodel.Profile) (map[string]float64, error) {
+	first, err := costmodel.Get(costmodel.A10Qwen)
 	if err != nil {
 		return nil, err
 	}
-	a, err := play(ctx, first, virtual.Pull, Reference(), 0)
+	a, err := play(ctx, first, cluster.Pull, Reference(), 0)
 	if err != nil {
 		return nil, err
 	}
-	b, err := play(ctx, p, virtual.Push, Reference(), 1)
+	b, err := play(ctx, p, cluster.Push, Reference(), 1)
 	if err != nil {
 		return nil, err
 	}
@@ -108,7 +108,7 @@ func (c *Calibration) Recalibrate(ctx context.Context) ([]Calibrated, error) {
 		return nil, err
 	}
 	stored := p.Constants
-	if err := Fit(ctx, p, c.Targets, func(p *clock.Profile) (map[string]float64, error) { return c.play(ctx, p) }); err != nil {
+	if err := Fit(ctx, p, c.Targets, func(p *costmodel.Profile) (map[string]float64, error) { return c.play(ctx, p) }); err != nil {
 		return nil, fmt.Errorf("calibration %s: %w", c.Name, err)
 	}
 	got, err := c.play(ctx, p)

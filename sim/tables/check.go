@@ -8,7 +8,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // Check is a held-out table, played with the constants as they are.
@@ -79,7 +79,7 @@ func RunCheck(ctx context.Context, name string, o CheckOptions) (*Check, error) 
 	if o.Refit == nil {
 		o.Refit = NewRefit()
 	}
-	for _, term := range clock.Terms {
+	for _, term := range costmodel.Terms {
 		if !slices.Contains(o.Ranges, term.Name) {
 			continue
 		}

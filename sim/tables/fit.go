@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"math"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // Target is a figure that a constant is to be calibrated from.
@@ -23,7 +23,7 @@ const (
 
 // Fit changes the constants of p so that play gives the figures that the targets want: one
 // constant for each, in turns until all agree.
-func Fit(ctx context.Context, p *clock.Profile, targets []Target, play func(*clock.Profile) (map[string]float64, error)) error {
+func Fit(ctx context.Context, p *costmodel.Profile, targets []Target, play func(*costmodel.Profile) (map[string]float64, error)) error {
 	at := func(t Target, value float64) (float64, error) {
 		if err := ctx.Err(); err != nil {
 			return 0, err

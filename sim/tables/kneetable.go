@@ -4,9 +4,9 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
-	"github.com/kvasir-kv/kvasir/sim/virtual"
-	"github.com/kvasir-kv/kvasir/workload"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/cluster"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // kneeSource is where T3 is from.
@@ -36,8 +36,8 @@ var kneeTable = []kneeRow{
 // that the source's command lines set.
 const kneeBudget = 10000
 
-func kneeProfile(tp int) (*clock.Profile, error) {
-	p, err := clock.Get(clock.A10QwenInt4)
+func kneeProfile(tp int) (*costmodel.Profile, error) {
+	p, err := costmodel.Get(costmodel.A10QwenInt4)
 	if err != nil {
 		return nil, err
 	}
@@ -49,17 +49,17 @@ func kneeProfile(tp int) (*clock.Profile, error) {
 const arrivalSeeds = 20
 
 // playKnee returns medians over arrival seeds.
-func playKnee(ctx context.Context, p *clock.Profile, row kneeRow) (map[string]float64, error) {
+func playKnee(ctx context.Context, p *costmodel.Profile, row kneeRow) (map[string]float64, error) {
 	return playKneeSeeds(ctx, p, row, arrivalSeeds)
 }
 
-func playKneeSeeds(ctx context.Context, p *clock.Profile, row kneeRow, seeds int) (map[string]float64, error) {
+func playKneeSeeds(ctx context.Context, p *costmodel.Profile, row kneeRow, seeds int) (map[string]float64, error) {
 	return medians(seeds, func(seed uint64) (map[string]float64, error) {
 		list := fixed(200, row.tokens, 6)
 		if err := workload.Arrive(list, row.rate, 1, seed); err != nil {
 			return nil, err
 		}
-		r, err := virtual.Run(ctx, list, virtual.Options{Profile: p, Prefill: 1, Decode: 1, Transport: virtual.Pipe, NoPrefixCache: true})
+		r, err := cluster.Run(ctx, list, cluster.Options{Profile: p, Prefill: 1, Decode: 1, Transport: cluster.Pipe, NoPrefixCache: true})
 		if err != nil {
 			return nil, err
 		}

@@ -11,7 +11,7 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/kvasir-kv/kvasir/workload"
+	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
 //go:embed reference.csv

@@ -4,9 +4,9 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
-	"github.com/kvasir-kv/kvasir/sim/virtual"
-	"github.com/kvasir-kv/kvasir/workload"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/cluster"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // lengthSource is where T1 is from.
@@ -33,7 +33,7 @@ var lengthTable = []struct {
 const chatTokens = 8
 
 // playLengths returns "LENGTH mean_ttft_ms" and "LENGTH transfer_ms" of prompts of such lengths.
-func playLengths(ctx context.Context, p *clock.Profile, lengths ...int) (map[string]float64, error) {
+func playLengths(ctx context.Context, p *costmodel.Profile, lengths ...int) (map[string]float64, error) {
 	out := make(map[string]float64)
 	q := *p
 	q.MaxModel = 40960
@@ -42,7 +42,7 @@ func playLengths(ctx context.Context, p *clock.Profile, lengths ...int) (map[str
 		for i := range list {
 			list[i] = workload.Request{Input: n + chatTokens, Output: 128, Conversation: i}
 		}
-		r, err := virtual.Run(ctx, list, virtual.Options{Profile: &q, Prefill: 1, Decode: 1, Concurrency: 1, NoPrefixCache: true})
+		r, err := cluster.Run(ctx, list, cluster.Options{Profile: &q, Prefill: 1, Decode: 1, Concurrency: 1, NoPrefixCache: true})
 		if err != nil {
 			return nil, err
 		}
@@ -75,7 +75,7 @@ type Terms struct {
 
 // checkLengths plays T1 with the constants of rows 512 and 8,192 of the profile.
 func checkLengths(ctx context.Context, o *Options) (*Check, error) {
-	p, err := clock.Get(clock.H800Qwen3)
+	p, err := costmodel.Get(costmodel.H800Qwen3)
 	if err != nil {
 		return nil, err
 	}
@@ -108,11 +108,11 @@ func checkLengths(ctx context.Context, o *Options) (*Check, error) {
 }
 
 // lengthTerms adds a TTFT up, by hand: it needs no run.
-func lengthTerms(p *clock.Profile, tokens int, transfer, original float64) Terms {
+func lengthTerms(p *costmodel.Profile, tokens int, transfer, original float64) Terms {
 	n := tokens + chatTokens
 	t := Terms{Tokens: tokens, Hops: 3 * p.Hop().Seconds() * 1e3, Host: 2 * p.Host(n).Seconds() * 1e3, Transfer: transfer}
 	add := func(before, n int, samples bool) {
-		var w clock.Work
+		var w costmodel.Work
 		w.Add(before, n, samples)
 		c := p.Cost(w)
 		t.Host += c.Host * 1e3

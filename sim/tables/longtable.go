@@ -3,9 +3,9 @@ package tables
 import (
 	"context"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
-	"github.com/kvasir-kv/kvasir/sim/virtual"
-	"github.com/kvasir-kv/kvasir/workload"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/cluster"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // longSource is where T6 is from.
@@ -25,7 +25,7 @@ var longTable = []struct {
 
 // checkLong plays T6: only GPU, model and token budget differ from the original's table.
 func checkLong(ctx context.Context, o *Options) (*Check, error) {
-	p, err := clock.Get(clock.H100Llama)
+	p, err := costmodel.Get(costmodel.H100Llama)
 	if err != nil {
 		return nil, err
 	}
@@ -38,7 +38,7 @@ func checkLong(ctx context.Context, o *Options) (*Check, error) {
 		if err := workload.Arrive(list, 3.6, 100, seed); err != nil {
 			return nil, err
 		}
-		r, err := virtual.Run(ctx, list, virtual.Options{Profile: p, Prefill: 1, Decode: 1, Transport: virtual.Push})
+		r, err := cluster.Run(ctx, list, cluster.Options{Profile: p, Prefill: 1, Decode: 1, Transport: cluster.Push})
 		if err != nil {
 			return nil, err
 		}

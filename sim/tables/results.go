@@ -7,10 +7,10 @@ import (
 	"math"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/benchmark"
-	"github.com/kvasir-kv/kvasir/sim/clock"
-	"github.com/kvasir-kv/kvasir/sim/virtual"
-	"github.com/kvasir-kv/kvasir/workload"
+	"github.com/kvasir-kv/kvasir/bench"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/cluster"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // ErrResult means that a result of a benchmark cannot be calibrated from.
@@ -29,7 +29,7 @@ type measured struct {
 
 // newMeasured takes lengths and times of sending from a result's details, or its mean lengths
 // and its rate.
-func newMeasured(name string, r *benchmark.Result) (m measured, err error) {
+func newMeasured(name string, r *bench.Result) (m measured, err error) {
 	m.name = name
 	if r.Completed < 1 || r.Completed > maxResultRequests || r.TTFT == nil || !(r.TTFT.Mean > 0) || r.TotalInput < r.Completed || r.TotalOutput < r.Completed {
 		return m, fmt.Errorf("%w %s: %d completed requests, 1 to %d with mean_ttft_ms and tokens are needed", ErrResult, name, r.Completed, maxResultRequests)
@@ -67,7 +67,7 @@ func newMeasured(name string, r *benchmark.Result) (m measured, err error) {
 // FitResults fits the two efficiencies of a profile so that mean TTFT and mean ITL are those of
 // the results, on average over them. They are of one deployment. Results of one token a
 // request say nothing of the ITL: then the bandwidth stays.
-func FitResults(ctx context.Context, p *clock.Profile, deployment virtual.Options, names []string, results []*benchmark.Result) ([]Calibrated, error) {
+func FitResults(ctx context.Context, p *costmodel.Profile, deployment cluster.Options, names []string, results []*bench.Result) ([]Calibrated, error) {
 	var all []measured
 	targets := []Target{{"prefill_efficiency", "mean_ttft_ms", 1, 0.01, 1}}
 	withITL := true
@@ -85,11 +85,11 @@ func FitResults(ctx context.Context, p *clock.Profile, deployment virtual.Option
 	if withITL {
 		targets = append(targets, Target{"bandwidth_efficiency", "mean_itl_ms", 1, 0.01, 1})
 	}
-	means := func(p *clock.Profile) (ttft, itl float64, err error) {
+	means := func(p *costmodel.Profile) (ttft, itl float64, err error) {
 		deployment.Profile = p
 		for _, m := range all {
 			deployment.Concurrency = m.concurrency
-			r, err := virtual.Run(ctx, m.list, deployment)
+			r, err := cluster.Run(ctx, m.list, deployment)
 			if err != nil {
 				return 0, 0, fmt.Errorf("%s: %w", m.name, err)
 			}
@@ -104,7 +104,7 @@ func FitResults(ctx context.Context, p *clock.Profile, deployment virtual.Option
 		}
 		return ttft, itl, nil
 	}
-	play := func(p *clock.Profile) (map[string]float64, error) {
+	play := func(p *costmodel.Profile) (map[string]float64, error) {
 		ttft, itl, err := means(p)
 		return map[string]float64{"mean_ttft_ms": ttft, "mean_itl_ms": itl}, err
 	}

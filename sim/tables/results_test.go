@@ -7,23 +7,23 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/benchmark"
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/bench"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/cluster"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 	"github.com/kvasir-kv/kvasir/sim/tables"
-	"github.com/kvasir-kv/kvasir/sim/virtual"
-	"github.com/kvasir-kv/kvasir/workload"
 )
 
 // Constants that made two results are found again from their JSON, with details and without.
 func TestFitResults(t *testing.T) {
-	made, err := clock.Get(clock.A10Qwen)
+	made, err := costmodel.Get(costmodel.A10Qwen)
 	if err != nil {
 		t.Fatal(err)
 	}
 	made.Constants.PrefillEfficiency, made.Constants.BandwidthEfficiency = 0.4, 0.7
 	f := func(detailed bool, tolerance float64) {
 		t.Helper()
-		var results []*benchmark.Result
+		var results []*bench.Result
 		for i, rate := range []float64{0.5, 1} {
 			list, err := workload.Random(40, 900, 40, 0, uint64(i))
 			if err != nil {
@@ -32,25 +32,25 @@ func TestFitResults(t *testing.T) {
 			if err := workload.Arrive(list, rate, 1, 1); err != nil {
 				t.Fatal(err)
 			}
-			r, err := virtual.Run(t.Context(), list, virtual.Options{Profile: made, Decode: 1})
+			r, err := cluster.Run(t.Context(), list, cluster.Options{Profile: made, Decode: 1})
 			if err != nil {
 				t.Fatal(err)
 			}
 			var b bytes.Buffer
-			if err := r.Measure(benchmark.Options{Rate: rate}).WriteJSON(&b, detailed); err != nil {
+			if err := r.Measure(bench.Options{Rate: rate}).WriteJSON(&b, detailed); err != nil {
 				t.Fatal(err)
 			}
-			back, err := benchmark.ReadJSON(&b)
+			back, err := bench.ReadJSON(&b)
 			if err != nil {
 				t.Fatal(err)
 			}
 			results = append(results, back)
 		}
-		p, err := clock.Get(clock.A10Qwen)
+		p, err := costmodel.Get(costmodel.A10Qwen)
 		if err != nil {
 			t.Fatal(err)
 		}
-		got, err := tables.FitResults(t.Context(), p, virtual.Options{Decode: 1}, []string{"a", "b"}, results)
+		got, err := tables.FitResults(t.Context(), p, cluster.Options{Decode: 1}, []string{"a", "b"}, results)
 		if err != nil || len(got) != 2 {
 			t.Fatalf("%v, %v", got, err)
 		}
@@ -66,18 +66,18 @@ func TestFitResults(t *testing.T) {
 }
 
 func TestFitResultsRefuses(t *testing.T) {
-	p, err := clock.Get(clock.A10Qwen)
+	p, err := costmodel.Get(costmodel.A10Qwen)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := tables.FitResults(t.Context(), p, virtual.Options{Decode: 1}, []string{"a.json"}, []*benchmark.Result{{}}); !errors.Is(err, tables.ErrResult) || !strings.Contains(err.Error(), "a.json") {
+	if _, err := tables.FitResults(t.Context(), p, cluster.Options{Decode: 1}, []string{"a.json"}, []*bench.Result{{}}); !errors.Is(err, tables.ErrResult) || !strings.Contains(err.Error(), "a.json") {
 		t.Errorf("%v", err)
 	}
-	if _, err := tables.FitResults(t.Context(), p, virtual.Options{Decode: 1}, nil, nil); !errors.Is(err, tables.ErrResult) {
+	if _, err := tables.FitResults(t.Context(), p, cluster.Options{Decode: 1}, nil, nil); !errors.Is(err, tables.ErrResult) {
 		t.Errorf("%v", err)
 	}
-	fast := &benchmark.Result{Completed: 1, TotalInput: 1000, TotalOutput: 1, TTFT: &benchmark.Distribution{Mean: 0.01}}
-	if _, err := tables.FitResults(t.Context(), p, virtual.Options{Decode: 1}, []string{"fast"}, []*benchmark.Result{fast}); err == nil || !strings.Contains(err.Error(), "prefill_efficiency") {
+	fast := &bench.Result{Completed: 1, TotalInput: 1000, TotalOutput: 1, TTFT: &bench.Distribution{Mean: 0.01}}
+	if _, err := tables.FitResults(t.Context(), p, cluster.Options{Decode: 1}, []string{"fast"}, []*bench.Result{fast}); err == nil || !strings.Contains(err.Error(), "prefill_efficiency") {
 		t.Errorf("a TTFT that no GPU reaches: %v", err)
 	}
 }

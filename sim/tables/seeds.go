@@ -3,8 +3,8 @@ package tables
 import (
 	"slices"
 
-	"github.com/kvasir-kv/kvasir/sim/virtual"
-	"github.com/kvasir-kv/kvasir/workload"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/cluster"
 )
 
 // medians returns the median of each figure over so many seeds, from 1.
@@ -22,7 +22,7 @@ func medians(n int, play func(seed uint64) (map[string]float64, error)) (map[str
 	out := make(map[string]float64)
 	for figure, v := range all {
 		slices.Sort(v)
-		out[figure] = virtual.Percentile(v, 50)
+		out[figure] = cluster.Percentile(v, 50)
 	}
 	return out, nil
 }

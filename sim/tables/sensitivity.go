@@ -4,7 +4,7 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // Moved is the Mooncake row of the original's table under another constant or token budget.
@@ -31,7 +31,7 @@ func Sensitivity(ctx context.Context, refit Refit) (out []Moved, err error) {
 	if err := move("as calibrated", false, Options{}); err != nil {
 		return out, err
 	}
-	p, err := clock.Get(clock.A10Qwen)
+	p, err := costmodel.Get(costmodel.A10Qwen)
 	if err != nil {
 		return out, err
 	}
@@ -46,7 +46,7 @@ func Sensitivity(ctx context.Context, refit Refit) (out []Moved, err error) {
 			}
 		}
 	}
-	for _, term := range clock.Terms {
+	for _, term := range costmodel.Terms {
 		if term.High == 0 {
 			continue
 		}
@@ -113,7 +113,7 @@ func refit(ctx context.Context, s Setting) ([]Setting, error) {
 	if err := p.Constants.Set(s.Name, s.Value); err != nil {
 		return nil, err
 	}
-	if err := Fit(ctx, p, a10.Targets, func(p *clock.Profile) (map[string]float64, error) { return a10.play(ctx, p) }); err != nil {
+	if err := Fit(ctx, p, a10.Targets, func(p *costmodel.Profile) (map[string]float64, error) { return a10.play(ctx, p) }); err != nil {
 		return nil, err
 	}
 	out := []Setting{s}

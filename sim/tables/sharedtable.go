@@ -4,9 +4,9 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/kvasir-kv/kvasir/sim/clock"
-	"github.com/kvasir-kv/kvasir/sim/virtual"
-	"github.com/kvasir-kv/kvasir/workload"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/cluster"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // sharedSource is where T5 is from.
@@ -42,13 +42,13 @@ func checkShared(ctx context.Context, o *Options) (*Check, error) {
 	for _, load := range sharedTable {
 		for _, d := range []struct {
 			name      string
-			deploy    virtual.Options
+			deploy    cluster.Options
 			published []float64
 		}{
-			{"1P1D", virtual.Options{Prefill: 1, Decode: 1, FirstToken: true}, load.separate},
-			{"2 regular", virtual.Options{Decode: 2, PrefillAlone: true}, load.regular},
+			{"1P1D", cluster.Options{Prefill: 1, Decode: 1, FirstToken: true}, load.separate},
+			{"2 regular", cluster.Options{Decode: 2, PrefillAlone: true}, load.regular},
 		} {
-			p, err := clock.Get(clock.A10QwenInt4)
+			p, err := costmodel.Get(costmodel.A10QwenInt4)
 			if err != nil {
 				return nil, err
 			}
@@ -62,7 +62,7 @@ func checkShared(ctx context.Context, o *Options) (*Check, error) {
 				if err := workload.Arrive(list, load.rate, 1, seed); err != nil {
 					return nil, err
 				}
-				r, err := virtual.Run(ctx, list, d.deploy)
+				r, err := cluster.Run(ctx, list, d.deploy)
 				if err != nil {
 					return nil, err
 				}

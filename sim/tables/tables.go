@@ -13,9 +13,9 @@ import (
 	"math"
 	"slices"
 
-	"github.com/kvasir-kv/kvasir/benchmark"
-	"github.com/kvasir-kv/kvasir/sim/clock"
-	"github.com/kvasir-kv/kvasir/sim/virtual"
+	"github.com/kvasir-kv/kvasir/bench"
+	"github.com/kvasir-kv/kvasir/sim/cluster"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
 // Names of the rows of the original's table.
@@ -82,17 +82,17 @@ type Spread struct {
 
 // Table is the original's table, played.
 type Table struct {
-	Source      string         `json:"source"`
-	Profile     *clock.Profile `json:"profile"`
-	Rows        []Row          `json:"rows"`
-	Differences []Row          `json:"differences"` // P2pNccl less Mooncake
-	Seeds       int            `json:"seeds,omitempty"`
-	Spread      []Spread       `json:"spread,omitempty"`
-	MAPE        []RowMAPE      `json:"mape"`
-	Sensitivity []Moved        `json:"sensitivity,omitempty"`
+	Source      string             `json:"source"`
+	Profile     *costmodel.Profile `json:"profile"`
+	Rows        []Row              `json:"rows"`
+	Differences []Row              `json:"differences"` // P2pNccl less Mooncake
+	Seeds       int                `json:"seeds,omitempty"`
+	Spread      []Spread           `json:"spread,omitempty"`
+	MAPE        []RowMAPE          `json:"mape"`
+	Sensitivity []Moved            `json:"sensitivity,omitempty"`
 
 	// Results are the rows as a client's benchmark has them, in the order of Names.
-	Results []*benchmark.Result `json:"-"`
+	Results []*bench.Result `json:"-"`
 }
 
 // RowMAPE is the mean absolute error of a row's figures, token totals apart.
@@ -117,9 +117,9 @@ type Setting struct {
 	Value float64
 }
 
-// Profile returns a profile, or one of a file (clock.Open), with the changes that o has.
-func Profile(name string, o Options) (*clock.Profile, error) {
-	p, err := clock.Open(name)
+// Profile returns a profile, or one of a file (costmodel.Open), with the changes that o has.
+func Profile(name string, o Options) (*costmodel.Profile, error) {
+	p, err := costmodel.Open(name)
 	if err != nil {
 		return nil, err
 	}
@@ -127,7 +127,7 @@ func Profile(name string, o Options) (*clock.Profile, error) {
 }
 
 // Apply changes a profile as o says.
-func (o *Options) Apply(p *clock.Profile) error {
+func (o *Options) Apply(p *costmodel.Profile) error {
 	for _, s := range o.Set {
 		if err := p.Constants.Set(s.Name, s.Value); err != nil {
 			return err
@@ -138,14 +138,14 @@ func (o *Options) Apply(p *clock.Profile) error {
 }
 
 // rowProfile returns the profile and transport of a row.
-func (o *Options) rowProfile(row string) (*clock.Profile, virtual.Transport, error) {
-	p, err := clock.Get(clock.A10Qwen)
+func (o *Options) rowProfile(row string) (*costmodel.Profile, cluster.Transport, error) {
+	p, err := costmodel.Get(costmodel.A10Qwen)
 	if err != nil {
 		return nil, 0, err
 	}
-	transport := virtual.Pull
+	transport := cluster.Pull
 	if row == P2pNccl {
-		p, transport = p.NCCL(), virtual.Push
+		p, transport = p.NCCL(), cluster.Push
 	}
 	return p, transport, o.Apply(p)
 }
@@ -159,7 +159,7 @@ func (o *Options) playRow(ctx context.Context, row string, list []Length) (map[s
 	return values(r)
 }
 
-func (o *Options) runRow(ctx context.Context, row string, list []Length) (*virtual.Result, error) {
+func (o *Options) runRow(ctx context.Context, row string, list []Length) (*cluster.Result, error) {
 	p, transport, err := o.rowProfile(row)
 	if err != nil {
 		return nil, err
@@ -167,7 +167,7 @@ func (o *Options) runRow(ctx context.Context, row string, list []Length) (*virtu
 	return runList(ctx, p, transport, list, slices.Index(Names, row))
 }
 
-func play(ctx context.Context, p *clock.Profile, transport virtual.Transport, list []Length, output int) (map[string]float64, error) {
+func play(ctx context.Context, p *costmodel.Profile, transport cluster.Transport, list []Length, output int) (map[string]float64, error) {
 	r, err := runList(ctx, p, transport, list, output)
 	if err != nil {
 		return nil, err
@@ -175,12 +175,12 @@ func play(ctx context.Context, p *clock.Profile, transport virtual.Transport, li
 	return values(r)
 }
 
-func runList(ctx context.Context, p *clock.Profile, transport virtual.Transport, list []Length, output int) (*virtual.Result, error) {
-	return virtual.Run(ctx, requests(list, output), virtual.Options{Profile: p, Prefill: 1, Decode: 1, Transport: transport})
+func runList(ctx context.Context, p *costmodel.Profile, transport cluster.Transport, list []Length, output int) (*cluster.Result, error) {
+	return cluster.Run(ctx, requests(list, output), cluster.Options{Profile: p, Prefill: 1, Decode: 1, Transport: transport})
 }
 
 // values returns figures by their keys.
-func values(r *virtual.Result) (map[string]float64, error) {
+func values(r *cluster.Result) (map[string]float64, error) {
 	f := r.Figures()
 	if f.Failed > 0 {
 		for _, q := range r.Records {
@@ -220,7 +220,7 @@ func Play(ctx context.Context, o Options) (*Table, error) {
 		if ours[row], err = values(r); err != nil {
 			return nil, err
 		}
-		m := r.Measure(benchmark.Options{GPUs: benchmark.GPUs{Prefill: 1, Decode: 1}})
+		m := r.Measure(bench.Options{GPUs: bench.GPUs{Prefill: 1, Decode: 1}})
 		m.Model, m.Backend = p.Model.Name, "kvasir sim, "+row
 		t.Results = append(t.Results, m)
 		for _, figure := range figureOrder {
@@ -308,7 +308,7 @@ func (t *Table) spread(ctx context.Context, o *Options) error {
 				v := all[[2]string{row, figure}]
 				slices.Sort(v)
 				s := Spread{Row: row, Figure: figure, Condition: condition, Seeds: played, Original: Original(row, figure)}
-				s.P5, s.Median, s.P95 = virtual.Percentile(v, 5), virtual.Percentile(v, 50), virtual.Percentile(v, 95)
+				s.P5, s.Median, s.P95 = cluster.Percentile(v, 5), cluster.Percentile(v, 50), cluster.Percentile(v, 95)
 				s.Error = s.Median/s.Original - 1
 				t.Spread = append(t.Spread, s)
 			}

@@ -5,7 +5,7 @@ import (
 	"io"
 	"sync"
 
-	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
 // checkPiece is how much of a checkpoint is read at once, where a segment's part is not larger.

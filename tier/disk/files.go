@@ -12,9 +12,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvasir-kv/kvasir/internal/filelock"
 	"github.com/kvasir-kv/kvasir/internal/rawio"
-	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/takeover/filelock"
 )
 
 // files are those of one directory. Tests have others, which lose what was not synced.

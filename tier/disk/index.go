@@ -3,7 +3,7 @@ package disk
 import (
 	"hash/maphash"
 
-	"github.com/kvasir-kv/kvasir/internal/growing"
+	"github.com/kvasir-kv/kvasir/internal/container/growing"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 

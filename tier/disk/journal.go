@@ -6,7 +6,7 @@ import (
 	"io/fs"
 	"sync/atomic"
 
-	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
 // journal is the file of what was deleted. Indexes of segments are never changed: what is

@@ -10,8 +10,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/shm"
 )
 
 const (

@@ -7,7 +7,7 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
 const (

@@ -13,9 +13,9 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/options"
-	"github.com/kvasir-kv/kvasir/internal/smallfs"
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/testkit/smallfs"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/shm"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )

@@ -5,7 +5,7 @@ import (
 	"errors"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
 func (v *volume) checkpointDue() bool {

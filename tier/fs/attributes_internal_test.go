@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvasir-kv/kvasir/internal/smallfs"
+	"github.com/kvasir-kv/kvasir/internal/testkit/smallfs"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"

@@ -12,9 +12,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/leaks"
-	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
-	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
+	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"

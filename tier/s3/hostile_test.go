@@ -13,10 +13,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/aws"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/s3"
+	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 

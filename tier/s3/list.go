@@ -6,10 +6,10 @@ import (
 	"net/url"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/aws"
-	"github.com/kvasir-kv/kvasir/internal/upstream"
+	"github.com/kvasir-kv/kvasir/internal/http1"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 )
 
 // page is a part of a list.
@@ -61,7 +61,7 @@ func (t *Tier) pages(ctx context.Context, f func(p *page) (more bool, _ error)) 
 			query["continuation-token"] = token
 		}
 		var p page
-		err := t.do(ctx, &request{kind: kindList, query: aws.Query(query)}, func(a *upstream.Response) error {
+		err := t.do(ctx, &request{kind: kindList, query: aws.Query(query)}, func(a *http1.Response) error {
 			p = page{}
 			return document(a, "ListBucketResult", &p)
 		})

@@ -8,7 +8,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/upstream"
+	"github.com/kvasir-kv/kvasir/internal/http1"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 )
@@ -24,7 +24,7 @@ type object struct {
 	tag    string // tells one version from another
 }
 
-func objectOf(a *upstream.Response) (object, error) {
+func objectOf(a *http1.Response) (object, error) {
 	n, err := length(a)
 	return object{there: true, length: n, meta: a.Field(metaAnswer), tag: a.Field("Etag")}, err
 }
@@ -43,7 +43,7 @@ func (t *Tier) look(ctx context.Context, name string) (object, error) {
 }
 
 func (t *Tier) lookOnce(ctx context.Context, name string) (o object, _ error) {
-	err := t.do(ctx, &request{kind: kindHead, name: name}, func(a *upstream.Response) (err error) {
+	err := t.do(ctx, &request{kind: kindHead, name: name}, func(a *http1.Response) (err error) {
 		o, err = objectOf(a)
 		return err
 	})
@@ -190,7 +190,7 @@ func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte,
 	err := spread(ctx, n, n, func(ctx context.Context, i int) error {
 		from, to := int64(i)*t.o.Part, min(size, int64(i+1)*t.o.Part)
 		r := request{kind: kindGet, name: name, bytes: to - from, fields: header(nil, "range", fmt.Sprintf("bytes=%d-%d", from, to-1))}
-		return t.do(ctx, &r, func(a *upstream.Response) error {
+		return t.do(ctx, &r, func(a *http1.Response) error {
 			if a.Status != http.StatusPartialContent {
 				return errWhole
 			}
@@ -229,7 +229,7 @@ func (t *Tier) readParts(ctx context.Context, k kv.Key, name string, dst []byte,
 
 // readWhole reads an object with one request.
 func (t *Tier) readWhole(ctx context.Context, k kv.Key, name string, dst []byte, sum *tier.Summer) (o object, _ error) {
-	err := t.do(ctx, &request{kind: kindGet, name: name, bytes: int64(len(dst))}, func(a *upstream.Response) (err error) {
+	err := t.do(ctx, &request{kind: kindGet, name: name, bytes: int64(len(dst))}, func(a *http1.Response) (err error) {
 		if a.Status != http.StatusOK {
 			return fmt.Errorf("%w: status %d", errAnswer, a.Status)
 		}

@@ -7,9 +7,9 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/aws"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/s3"
+	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 

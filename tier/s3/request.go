@@ -16,11 +16,11 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/aws"
+	"github.com/kvasir-kv/kvasir/internal/http1"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
-	"github.com/kvasir-kv/kvasir/internal/upstream"
-	"github.com/kvasir-kv/kvasir/shm"
+	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 )
 
 // slowest is the rate at which a value must at least be moved, bytes a second.
@@ -72,7 +72,7 @@ var errAnswer = errors.New("s3: not the answer to the request")
 
 // do sends a request and calls take with the answer, again where that may help and there
 // is time. take reads what it needs; it may be called again.
-func (t *Tier) do(ctx context.Context, r *request, take func(*upstream.Response) error) error {
+func (t *Tier) do(ctx context.Context, r *request, take func(*http1.Response) error) error {
 	room := t.others
 	if int64(len(r.body))+r.bytes > 0 {
 		room = t.values
@@ -141,13 +141,13 @@ func wait(ctx context.Context, d time.Duration) bool {
 
 // once sends a request once: over a connection that was idle, and where that turns out to
 // be gone over a new one.
-func (t *Tier) once(ctx context.Context, r *request, keys aws.Credentials, take func(*upstream.Response) error) error {
+func (t *Tier) once(ctx context.Context, r *request, keys aws.Credentials, take func(*http1.Response) error) error {
 	conn, err := t.client.Conn(ctx)
 	if err != nil {
 		return fmt.Errorf("s3: connect: %w", err)
 	}
 	err = t.exchange(ctx, conn, r, keys, take)
-	if errors.Is(err, upstream.ErrStale) && ctx.Err() == nil {
+	if errors.Is(err, http1.ErrStale) && ctx.Err() == nil {
 		if conn, err = t.client.Dial(ctx); err != nil {
 			return fmt.Errorf("s3: connect: %w", err)
 		}
@@ -156,7 +156,7 @@ func (t *Tier) once(ctx context.Context, r *request, keys aws.Credentials, take 
 	return err
 }
 
-func (t *Tier) exchange(ctx context.Context, conn *upstream.Conn, r *request, keys aws.Credentials, take func(*upstream.Response) error) error {
+func (t *Tier) exchange(ctx context.Context, conn *http1.Conn, r *request, keys aws.Credentials, take func(*http1.Response) error) error {
 	until := time.Now().Add(t.o.Timeout + time.Duration((int64(len(r.body))+r.bytes)/slowest)*time.Second)
 	fields := r.fields
 	target := path(r.name)
@@ -173,7 +173,7 @@ func (t *Tier) exchange(ctx context.Context, conn *upstream.Conn, r *request, ke
 	if r.query != "" {
 		target += "?" + r.query
 	}
-	send := upstream.Request{Method: r.kind.method(), Target: target, Fields: head}
+	send := http1.Request{Method: r.kind.method(), Target: target, Fields: head}
 	if len(r.body) > 0 {
 		send.Body = [][]byte{r.body}
 	}
@@ -198,7 +198,7 @@ func (t *Tier) exchange(ctx context.Context, conn *upstream.Conn, r *request, ke
 }
 
 // refusal reads an answer that refuses.
-func refusal(a *upstream.Response, k kind) error {
+func refusal(a *http1.Response, k kind) error {
 	e := &Error{Status: a.Status, Kind: kindNames[k], Region: a.Field("X-Amz-Bucket-Region")}
 	if date, err := http.ParseTime(a.Field("Date")); err == nil {
 		e.skew = time.Since(date)
@@ -228,7 +228,7 @@ func (e *Error) read(body []byte) {
 }
 
 // nothing takes an answer without looking at what is in it.
-func nothing(a *upstream.Response) error {
+func nothing(a *http1.Response) error {
 	_, err := a.ReadAll(maxDocument)
 	return err
 }
@@ -252,7 +252,7 @@ func (t *Tier) transient(err error, keys aws.Credentials, try int) (why int, ok 
 	switch {
 	case isOurs(err), isTrust(err), errors.Is(err, syscall.EFAULT), errors.Is(err, shm.ErrFault), errors.Is(err, errWhole):
 		return whyBroken, false
-	case errors.Is(err, errAnswer), errors.Is(err, upstream.ErrAnswer):
+	case errors.Is(err, errAnswer), errors.Is(err, http1.ErrAnswer):
 		return whyFailed, true
 	}
 	if e, timed := errors.AsType[net.Error](err); timed && e.Timeout() {
@@ -325,7 +325,7 @@ func diagnosis(err error) (cause, what string) {
 }
 
 // length returns how long the object is that an answer has.
-func length(a *upstream.Response) (int64, error) {
+func length(a *http1.Response) (int64, error) {
 	text := a.Field("Content-Length")
 	n, err := strconv.ParseInt(text, 10, 64)
 	if err != nil || n < 0 {
@@ -335,7 +335,7 @@ func length(a *upstream.Response) (int64, error) {
 }
 
 // fill reads an answer of exactly as many bytes as dst has.
-func (t *Tier) fill(a *upstream.Response, dst []byte, sum *tier.Summer) error {
+func (t *Tier) fill(a *http1.Response, dst []byte, sum *tier.Summer) error {
 	if err := sum.Fill(a, dst, 0); err != nil {
 		return fmt.Errorf("s3: read: %w", err)
 	}

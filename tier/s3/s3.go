@@ -18,11 +18,11 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/aws"
+	"github.com/kvasir-kv/kvasir/internal/http1"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
-	"github.com/kvasir-kv/kvasir/internal/upstream"
 	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 )
 
 // Layout is what objects are called.
@@ -94,7 +94,7 @@ func (o Options) Validate() error {
 type Tier struct {
 	o      Options
 	log    *slog.Logger
-	client *upstream.Client
+	client *http1.Client
 	base   string // path of the bucket, escaped; empty in virtual style
 	signer aws.Signer
 	keys   *aws.Keeper
@@ -130,7 +130,7 @@ func Open(o Options) (*Tier, error) {
 	o.Part, o.Upload = cmp.Or(o.Part, 8<<20), cmp.Or(o.Upload, 64<<20)
 	o.Workers, o.Lookups = cmp.Or(o.Workers, 64), cmp.Or(o.Lookups, 64)
 	o.Timeout, o.DialTimeout, o.Tries = cmp.Or(o.Timeout, 5*time.Second), cmp.Or(o.DialTimeout, 5*time.Second), cmp.Or(o.Tries, 4)
-	client, err := upstream.New(o.URL, upstream.Options{DialTimeout: o.DialTimeout, IdleTimeout: 20 * time.Second, MaxIdle: o.Workers + o.Lookups, TLS: o.TLS})
+	client, err := http1.New(o.URL, http1.Options{DialTimeout: o.DialTimeout, IdleTimeout: 20 * time.Second, MaxIdle: o.Workers + o.Lookups, TLS: o.TLS})
 	if err != nil {
 		return nil, err
 	}

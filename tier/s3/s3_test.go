@@ -16,13 +16,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/aws"
-	"github.com/kvasir-kv/kvasir/internal/leaks"
-	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
-	"github.com/kvasir-kv/kvasir/internal/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
+	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/s3"
+	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 

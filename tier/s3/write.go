@@ -9,10 +9,10 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/aws"
-	"github.com/kvasir-kv/kvasir/internal/upstream"
+	"github.com/kvasir-kv/kvasir/internal/http1"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/s3/aws"
 )
 
 const (
@@ -142,7 +142,7 @@ func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.
 	var begun struct {
 		UploadID string `xml:"UploadId"`
 	}
-	err = t.do(ctx, &request{kind: kindPost, name: name, query: "uploads=", fields: fields}, func(a *upstream.Response) error {
+	err = t.do(ctx, &request{kind: kindPost, name: name, query: "uploads=", fields: fields}, func(a *http1.Response) error {
 		return document(a, "InitiateMultipartUploadResult", &begun)
 	})
 	if err == nil && begun.UploadID == "" {
@@ -162,7 +162,7 @@ func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.
 	tags := make([]string, (size-1)/part+1)
 	err = spread(ctx, uploadWidth, len(tags), func(ctx context.Context, i int) error {
 		r := request{kind: kindPut, name: name, body: src[int64(i)*part : min(size, int64(i+1)*part)], query: aws.Query(map[string]string{"partNumber": fmt.Sprint(i + 1), "uploadId": begun.UploadID})}
-		return t.do(ctx, &r, func(a *upstream.Response) error {
+		return t.do(ctx, &r, func(a *http1.Response) error {
 			if tags[i] = a.Field("Etag"); tags[i] == "" {
 				return fmt.Errorf("%w: a part without an ETag", errAnswer)
 			}
@@ -181,14 +181,14 @@ func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.
 	}
 	list.WriteString("</CompleteMultipartUpload>")
 	r := request{kind: kindPost, name: name, query: aws.Query(map[string]string{"uploadId": begun.UploadID}), fields: condition, body: list.Bytes()}
-	return t.do(ctx, &r, func(a *upstream.Response) error {
+	return t.do(ctx, &r, func(a *http1.Response) error {
 		return document(a, "CompleteMultipartUploadResult", &struct{}{}) // it may begin as a success and be none
 	})
 }
 
 // document reads an answer that is an XML document of one kind, or an error in spite of
 // its status.
-func document(a *upstream.Response, root string, into any) error {
+func document(a *http1.Response, root string, into any) error {
 	body, err := a.ReadAll(maxDocument)
 	if err != nil {
 		return fmt.Errorf("s3: read: %w", err)

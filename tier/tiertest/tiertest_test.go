@@ -3,7 +3,7 @@ package tiertest_test
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/leaks"
+	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )

@@ -19,7 +19,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/store"
-	"github.com/kvasir-kv/kvasir/transfer"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
 // command is what race.py asks for.

@@ -14,8 +14,8 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
 	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 )
 

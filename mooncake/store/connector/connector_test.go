@@ -10,9 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
-	"github.com/kvasir-kv/kvasir/internal/leaks"
-	"github.com/kvasir-kv/kvasir/internal/options/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
+	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 	"github.com/kvasir-kv/kvasir/mooncake/store/connector"
 )

@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"io"
 
-	"github.com/kvasir-kv/kvasir/coordinator"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
 )
 
 // Present asks a store for every block of a prompt, and returns by group the runs of hash units

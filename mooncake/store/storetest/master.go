@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	sp "github.com/kvasir-kv/kvasir/internal/structpack"
+	sp "github.com/kvasir-kv/kvasir/mooncake/store/structpack"
 )
 
 // Master is a master. Its fields may be changed by Set.

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/kvevent"
+	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -71,10 +71,10 @@ func (p *Publisher) StartAgain() {
 }
 
 // Publish sends events as one batch. lose: no subscriber gets it.
-func (p *Publisher) Publish(lose bool, events ...kvevent.Event) {
+func (p *Publisher) Publish(lose bool, events ...event.Event) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	payload := kvevent.Encoding{IntHashes: p.seq%2 == 0}.Append(nil, &kvevent.Batch{Events: events, Rank: -1})
+	payload := event.Encoding{IntHashes: p.seq%2 == 0}.Append(nil, &event.Batch{Events: events, Rank: -1})
 	p.past = append(p.past, payload)
 	if !lose {
 		p.pub.Publish([]byte{}, binary.BigEndian.AppendUint64(nil, p.seq), payload)

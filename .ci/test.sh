@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# test.sh PACKAGES FLAG ...: `go test FLAG ... PACKAGES`. With RERUN=1, each package in which a test failed is run once
+# more, alone: one that fails again makes the run fail, one that passes is named at the end, with its first output.
+# Never run again: what .ci/again.sh lists as a bug, a package that failed without a test of that name (leaks), and
+# more than three packages at once.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+go=${GO:-go}
+packages=$1
+shift
+[ "${RERUN:-}" = 1 ] || exec "$go" test "$@" "$packages"
+
+. .ci/again.sh
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+red() { echo "tests failed, not run again: $1" >&2; exit 1; }
+
+if "$go" test "$@" "$packages" 2>&1 | tee "$work/all"; then exit; fi
+if bug=$(shows_bug "$work/all"); then red "$bug"; fi
+
+# What each failed package printed: N.out, its path in N.package.
+awk -v work="$work" '
+	{ text = text $0 "\n" }
+	/^(ok  |\?   )\t/ { text = "" }
+	/^FAIL\t/ { n++; printf "%s", text >work "/" n ".out"; print $2 >work "/" n ".package"; text = "" }' "$work/all"
+failed=$(find "$work" -name '*.package' | wc -l)
+[ "$failed" -gt 0 ] || red "no package is named"
+[ "$failed" -le 3 ] || red "$failed packages failed"
+for n in $(seq "$failed"); do
+	grep -q '^--- FAIL: ' "$work/$n.out" || red "$(cat "$work/$n.package") failed, but none of its tests"
+done
+for n in $(seq "$failed"); do
+	package=$(cat "$work/$n.package")
+	echo "run again: $package"
+	"$go" test "$@" -count=1 "$package" || { echo "$package failed twice" >&2; exit 1; }
+done
+for n in $(seq "$failed"); do
+	unsteady "$(cat "$work/$n.package") $(sed -n 's/^--- FAIL: \([^ ]*\).*/\1/p' "$work/$n.out" | sort -u | paste -sd ' ')" "$work/$n.out"
+done

@@ -1,0 +1,240 @@
+package bench
+
+import (
+	"math"
+	"regexp"
+	"slices"
+	"sync"
+	"time"
+)
+
+// Options say what Measure is to compute.
+type Options struct {
+	Percentiles    []float64 // 0 to 100; nil: 99
+	SLOs           []SLO
+	MaxConcurrency int     // of the client; 0: none
+	Rate           float64 // requests per second; 0 or +Inf: all at once
+	GPUs           GPUs
+}
+
+// GPUs are how many an endpoint has; zeros: not said.
+type GPUs struct {
+	Prefill, Decode int // of P and D; where both are one, Decode is 0
+}
+
+// Distribution describes a population of times, in ms.
+type Distribution struct {
+	Mean, Median, Std float64
+	Percentiles       []Percentile
+}
+
+// Percentile is one of a Distribution.
+type Percentile struct{ P, Millis float64 }
+
+// At returns percentile p, if it was computed.
+func (d *Distribution) At(p float64) (millis float64, ok bool) {
+	for _, x := range d.Percentiles {
+		if x.P == p {
+			return x.Millis, true
+		}
+	}
+	return 0, false
+}
+
+// maxErrors bounds the texts that a Result counts.
+const maxErrors = 100
+
+// numbers are those of a failure's text, an HTTP status with its name.
+var numbers = sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(`HTTP \d+|\d+`) })
+
+// kindOf is what failures of one kind have in common: their text without numbers, but the
+// HTTP status.
+func kindOf(text string) string {
+	return numbers().ReplaceAllStringFunc(text, func(s string) string {
+		if s[0] == 'H' {
+			return s
+		}
+		return "N"
+	})
+}
+
+// Measure computes the figures of samples, in the order they were sent. seconds is the time
+// from the first request's turn to the end of the last one.
+func Measure(samples []Sample, seconds float64, o Options) *Result {
+	if o.Percentiles == nil {
+		o.Percentiles = []float64{99}
+	}
+	r := &Result{NumPrompts: len(samples), Rate: Rate(o.Rate), Burstiness: 1, Duration: seconds, samples: samples}
+	if o.Rate == 0 {
+		r.Rate = Rate(math.Inf(1))
+	}
+	if o.MaxConcurrency > 0 {
+		r.MaxConcurrency = &o.MaxConcurrency
+	}
+	var ttft, tpot, itl, e2el, queue, whole []float64
+	good := 0
+	for i := range samples {
+		s := &samples[i]
+		r.Latencies = append(r.Latencies, s.Latency)
+		r.QueueTimes = append(r.QueueTimes, s.Queue)
+		if s.Failed() {
+			r.Failed++
+			if r.Errors == nil {
+				r.Errors = make(map[string]int)
+			}
+			if kind := kindOf(s.Error); len(r.Errors) < maxErrors || r.Errors[kind] > 0 {
+				r.Errors[kind]++
+			}
+			continue
+		}
+		r.Completed++
+		r.TotalInput += s.Input
+		r.TotalOutput += s.Output
+		ttft, e2el = append(ttft, s.TTFT), append(e2el, s.Latency)
+		itl = append(itl, s.ITL...)
+		queue, whole = append(queue, s.Queue), append(whole, s.Queue+s.Latency)
+		if v, ok := s.TPOT(); ok {
+			tpot = append(tpot, v)
+		}
+		if kept(o.SLOs, s) {
+			good++
+		}
+	}
+	per := func(n int) float64 {
+		if !(seconds > 0) {
+			return 0
+		}
+		return float64(n) / seconds
+	}
+	r.RequestThroughput, r.OutputThroughput, r.TotalThroughput = per(r.Completed), per(r.TotalOutput), per(r.TotalInput+r.TotalOutput)
+	if len(o.SLOs) > 0 {
+		v := per(good)
+		r.RequestGoodput = &v
+		r.SLOs = o.SLOs
+	}
+	r.PeakOutput, r.PeakConcurrent = peaks(samples)
+	r.TTFT, r.TPOT, r.ITL, r.E2EL = distribution(ttft, o.Percentiles), distribution(tpot, o.Percentiles), distribution(itl, o.Percentiles), distribution(e2el, o.Percentiles)
+	if o.MaxConcurrency > 0 {
+		r.ClientQueue = distribution(queue, o.Percentiles)
+		if r.limited() {
+			r.E2ELWithQueue = distribution(whole, o.Percentiles)
+		}
+	}
+	r.perGPU(o.GPUs)
+	return r
+}
+
+// distribution describes values in seconds, which it sorts. Of none, every figure is 0, as
+// in vLLM.
+func distribution(seconds, percentiles []float64) *Distribution {
+	if len(seconds) == 0 {
+		seconds = []float64{0}
+	}
+	slices.Sort(seconds)
+	d := &Distribution{Mean: mean(seconds) * 1000, Median: Quantile(seconds, 50) * 1000, Std: deviation(seconds) * 1000}
+	for _, p := range percentiles {
+		d.Percentiles = append(d.Percentiles, Percentile{p, Quantile(seconds, p) * 1000})
+	}
+	return d
+}
+
+func mean(v []float64) float64 {
+	sum := 0.0
+	for _, x := range v {
+		sum += x
+	}
+	return sum / float64(len(v))
+}
+
+func deviation(v []float64) float64 {
+	m, sum := mean(v), 0.0
+	for _, x := range v {
+		sum += (x - m) * (x - m)
+	}
+	return math.Sqrt(sum / float64(len(v)))
+}
+
+// Quantile returns percentile p of sorted values, at least one: linearly interpolated between
+// the two nearest.
+func Quantile(sorted []float64, p float64) float64 {
+	at := min(max(p, 0), 100) / 100 * float64(len(sorted)-1)
+	low := int(at)
+	if low+1 >= len(sorted) {
+		return sorted[len(sorted)-1]
+	}
+	return between(sorted[low], sorted[low+1], at-float64(low))
+}
+
+// between interpolates; from the middle on it goes by the upper end, as numpy does, so that
+// the end is met exactly.
+func between(a, b, t float64) float64 {
+	if t >= 0.5 {
+		return b - (b-a)*(1-t)
+	}
+	return a + (b-a)*t
+}
+
+// maxSeconds bounds the seconds that peaks looks at.
+const maxSeconds = 1 << 22
+
+// peaks returns the most tokens received in one second, and the most requests in progress
+// in one, both counted in whole seconds after the first request was sent.
+func peaks(samples []Sample) (tokens float64, concurrent int) {
+	first, last := math.Inf(1), math.Inf(-1)
+	for i := range samples {
+		if s := &samples[i]; !s.Failed() {
+			first, last = min(first, s.Start), max(last, s.Start+s.Latency)
+		}
+	}
+	if !(last >= first && last-first < maxSeconds) {
+		return 0, 0
+	}
+	n := int(math.Ceil(last-first)) + 1
+	received, running := make([]int, n), make([]int, n+1)
+	for i := range samples {
+		s := &samples[i]
+		if s.Failed() {
+			continue
+		}
+		at := s.Start + s.TTFT
+		for i := range len(s.ITL) + 1 {
+			if i > 0 {
+				at += s.ITL[i-1]
+			}
+			if second := int(at - first); second < n {
+				received[second]++
+			}
+		}
+		running[int(s.Start-first)]++
+		running[int(s.Start+s.Latency-first)+1]--
+	}
+	now := 0
+	for i := range n {
+		now += running[i]
+		concurrent = max(concurrent, now)
+	}
+	return float64(slices.Max(received)), concurrent
+}
+
+// perGPU computes InferenceX's figures: throughputs per GPU, and interactivity, the tokens
+// per second that one user sees.
+func (r *Result) perGPU(g GPUs) {
+	if r.TPOT.Mean > 0 {
+		r.Interactivity = 1000 / r.TPOT.Mean
+	}
+	all := g.Prefill + g.Decode
+	if all == 0 {
+		return
+	}
+	prefill, decode := g.Prefill, g.Decode
+	if prefill == 0 || decode == 0 { // one kind of engine does both
+		prefill, decode = all, all
+	}
+	r.PrefillGPUs, r.DecodeGPUs = g.Prefill, g.Decode
+	r.TotalPerGPU = r.TotalThroughput / float64(all)
+	r.OutputPerGPU = r.OutputThroughput / float64(decode)
+	r.InputPerGPU = (r.TotalThroughput - r.OutputThroughput) / float64(prefill)
+}
+
+// Stamp returns a time as results carry it.
+func Stamp(t time.Time) string { return t.Format("20060102-150405") }

@@ -1,0 +1,204 @@
+package report
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/bench"
+)
+
+// plot is a drawing that is as wide as its place. Lines and areas are stretched with it; text
+// stands beside them, and keeps its size.
+type plot struct {
+	Title, Note string
+	Height      int // CSS pixels
+	X, Y        []tick
+	XLabel      string
+	Paths       []drawn
+	Legend      []legend
+}
+
+// tick is a place on an axis.
+type tick struct {
+	At   string // per cent of the axis
+	Text string
+}
+
+// drawn is a shape, in thousandths of the plot from its upper left corner.
+type drawn struct {
+	Class string
+	D     string
+	Title string // shown where the pointer rests
+}
+
+type legend struct{ Class, Text string }
+
+// axis maps values from low to high.
+type axis struct{ low, high float64 }
+
+func (a axis) at(v float64) float64 {
+	if !(a.high > a.low) {
+		return 0
+	}
+	return min(max((v-a.low)/(a.high-a.low), 0), 1)
+}
+
+// upTo returns an axis from 0 to the first round number that is not below most, and its
+// ticks.
+func upTo(most float64) (axis, []tick) {
+	if !(most > 0) || most > 1e15 {
+		most = 1
+	}
+	step := math.Pow(10, math.Floor(math.Log10(most)))
+	for _, part := range []float64{0.2, 0.5, 1, 2, 5} {
+		if most/(step*part) <= 5 {
+			step *= part
+			break
+		}
+	}
+	n := int(math.Ceil(most/step - 1e-9))
+	a := axis{0, float64(n) * step}
+	var ticks []tick
+	for i := range n + 1 {
+		v := float64(i) * step
+		ticks = append(ticks, tick{percent(a.at(v)), short(v)})
+	}
+	return a, ticks
+}
+
+// percent writes a share for a style.
+func percent(share float64) string { return strconv.FormatFloat(100*share, 'f', 2, 64) + "%" }
+
+// short writes a number with three digits or so.
+func short(v float64) string {
+	switch a := math.Abs(v); {
+	case a >= 1e6:
+		return trim(v/1e6) + " M"
+	case a >= 1e5:
+		return trim(v/1e3) + " k"
+	default:
+		return trim(v)
+	}
+}
+
+func trim(v float64) string {
+	digits := 0
+	if a := math.Abs(v); a > 0 && a < 100 {
+		digits = 2 - int(math.Floor(math.Log10(a)))
+	}
+	text := strconv.FormatFloat(v, 'f', min(max(digits, 0), 6), 64)
+	if strings.Contains(text, ".") {
+		text = strings.TrimRight(strings.TrimRight(text, "0"), ".")
+	}
+	return text
+}
+
+// point writes a place of a path; y counts upwards.
+func point(x, y float64) string { return fmt.Sprintf("%.1f %.1f", 1000*x, 1000-1000*y) }
+
+// rect is a path around a rectangle, in shares of the plot; y counts downwards.
+func rect(x, y, w, h float64) string {
+	return fmt.Sprintf("M%.2f %.2fh%.2fv%.2fh-%.2fz", 1000*x, 1000*y, 1000*w, 1000*h, 1000*w)
+}
+
+// bins is how many bars a histogram has.
+const bins = 48
+
+// histogram draws how values are distributed, one population per run. The axis ends where
+// 99.8 % of the values have been; the rest is in the last bar.
+func histogram(title string, populations [][]float64, names []string) *plot {
+	most, any := 0.0, false
+	sorted := make([][]float64, len(populations))
+	for i, p := range populations {
+		sorted[i] = slices.DeleteFunc(slices.Clone(p), func(v float64) bool { return !(v >= 0 && v < 1e15) })
+		slices.Sort(sorted[i])
+		if len(sorted[i]) > 0 {
+			any = true
+			most = max(most, bench.Quantile(sorted[i], 99.8))
+		}
+	}
+	if !any {
+		return nil
+	}
+	a, ticks := upTo(most)
+	counts, highest := make([][]float64, len(sorted)), 0.0
+	for i, p := range sorted {
+		counts[i] = make([]float64, bins)
+		for _, v := range p {
+			counts[i][min(int(a.at(v)*bins), bins-1)]++
+		}
+		for j := range counts[i] {
+			counts[i][j] *= 100 / float64(max(len(p), 1))
+			highest = max(highest, counts[i][j])
+		}
+	}
+	y, yTicks := upTo(highest)
+	pl := &plot{Title: title, Height: 170, X: ticks, Y: yTicks, XLabel: "ms", Note: "% of values"}
+	for i := range counts {
+		if len(sorted[i]) == 0 {
+			continue
+		}
+		var d strings.Builder
+		d.WriteString("M0 1000")
+		for j, c := range counts[i] {
+			fmt.Fprintf(&d, "L%sL%s", point(float64(j)/bins, y.at(c)), point(float64(j+1)/bins, y.at(c)))
+		}
+		d.WriteString("L1000 1000z")
+		pl.Paths = append(pl.Paths, drawn{class("area", i), d.String(), names[i]})
+	}
+	for i, p := range sorted {
+		if len(p) == 0 {
+			continue
+		}
+		median, tail := bench.Quantile(p, 50), bench.Quantile(p, 99)
+		x := a.at(median)
+		pl.Paths = append(pl.Paths, drawn{class("mark", i), "M" + point(x, 0) + "L" + point(x, 1), "median " + short(median) + " ms"})
+		pl.Legend = append(pl.Legend, legend{class("key", i), strings.TrimSpace(names[i] + " median " + short(median) + ", P99 " + short(tail) + " ms")})
+	}
+	return pl
+}
+
+// runColours is how many runs have a colour of their own.
+const runColours = 6
+
+func class(kind string, run int) string { return fmt.Sprintf("%s c%d", kind, run%runColours) }
+
+// lines draws curves over time.
+type line struct {
+	name   string
+	class  int
+	dashed bool
+	x, y   []float64
+}
+
+func curves(title string, seconds float64, all []line) *plot {
+	most := 0.0
+	for _, l := range all {
+		for _, v := range l.y {
+			if v < 1e15 {
+				most = max(most, v)
+			}
+		}
+	}
+	a, ticks := upTo(seconds)
+	y, yTicks := upTo(max(most, 1))
+	pl := &plot{Title: title, Height: 110, X: ticks, Y: yTicks, XLabel: "s"}
+	for _, l := range all {
+		var d strings.Builder
+		for i := range l.x {
+			d.WriteString(map[bool]string{true: "M", false: "L"}[i == 0] + point(a.at(l.x[i]), y.at(l.y[i])))
+		}
+		kind := "line"
+		if l.dashed {
+			kind = "dash"
+		}
+		if d.Len() > 0 {
+			pl.Paths = append(pl.Paths, drawn{class(kind, l.class), d.String(), l.name})
+			pl.Legend = append(pl.Legend, legend{class("key "+kind, l.class), l.name})
+		}
+	}
+	return pl
+}

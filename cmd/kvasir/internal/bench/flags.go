@@ -1,0 +1,233 @@
+// Package bench is what kvasir bench does: it makes a workload, sends it, and prints,
+// saves and compares results.
+package bench
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"math"
+	"net"
+	"net/http"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/bench"
+	"github.com/kvasir-kv/kvasir/bench/load"
+	"github.com/kvasir-kv/kvasir/bench/workload"
+)
+
+// Words is a flag that takes all words up to the next flag.
+type Words []string
+
+// Flags are the flags of the command; those that vllm bench serve has, too, have its names.
+type Flags struct {
+	BaseURL    string        `name:"base-url" help:"The endpoint; default from --host and --port." placeholder:"URL" group:"Endpoint"`
+	Host       string        `help:"Host of the endpoint." default:"127.0.0.1" group:"Endpoint"`
+	Port       int           `help:"Port of the endpoint." default:"8000" group:"Endpoint"`
+	Backend    string        `help:"Completions (openai, vllm), or chats (openai-chat)." enum:"openai,vllm,openai-chat" default:"openai" group:"Endpoint"`
+	Endpoint   string        `help:"Path of the requests; default that of the backend." placeholder:"PATH" group:"Endpoint"`
+	Model      string        `help:"Model in the requests; default the first that the endpoint names." group:"Endpoint"`
+	Header     Words         `help:"Headers of every request, as KEY=VALUE. OPENAI_API_KEY is sent where it is set." placeholder:"KEY=VALUE" group:"Endpoint"`
+	ExtraBody  string        `help:"Fields of every request." placeholder:"JSON" group:"Endpoint"`
+	IgnoreEOS  *bool         `name:"ignore-eos" help:"Engines are to generate every token asked for; default for all workloads but sharegpt." negatable:"" group:"Endpoint"`
+	Timeout    time.Duration `name:"request-timeout" help:"Of one request." default:"6h" group:"Endpoint"`
+	ReadyCheck int           `name:"ready-check-timeout-sec" help:"Seconds to wait for an endpoint that is not up yet." default:"0" placeholder:"N" group:"Endpoint"`
+
+	Dataset     string  `name:"dataset-name" help:"random, sharegpt, timed_trace, or multi-turn." enum:"random,sharegpt,timed_trace,multi-turn" default:"random" group:"Workload"`
+	Path        string  `name:"dataset-path" help:"File of sharegpt or timed_trace." placeholder:"FILE" group:"Workload"`
+	Prompts     int     `name:"num-prompts" help:"Requests." default:"1000" group:"Workload"`
+	Input       int     `name:"random-input-len" help:"Prompt tokens of random." default:"1024" aliases:"input-len" group:"Workload"`
+	Output      int     `name:"random-output-len" help:"Output tokens of random." default:"128" group:"Workload"`
+	Range       float64 `name:"random-range-ratio" help:"Lengths of random spread by this fraction around the two, evenly." default:"0" group:"Workload"`
+	OutputLen   int     `name:"output-len" help:"Output tokens of every workload; default those of the workload." placeholder:"N" group:"Workload"`
+	Seed        uint64  `help:"One seed, one workload." default:"0" group:"Workload"`
+	Vocabulary  int     `name:"vocab-size" help:"Token ids in prompts are below this." default:"32000" group:"Workload"`
+	TraceBlock  int     `name:"timed-trace-chunk-hash-size" help:"Tokens of a hash id of timed_trace." default:"512" group:"Workload"`
+	TraceSecond float64 `name:"timed-trace-sec-multiplier" help:"Seconds of a unit of its timestamps." default:"0.001" group:"Workload"`
+	SelfTimed   bool    `name:"self-timed" help:"Requests of timed_trace come when it says; else at --request-rate." default:"true" negatable:"" group:"Workload"`
+
+	Rate        float64 `name:"request-rate" help:"Requests per second; inf: all at once." default:"inf" group:"Traffic"`
+	Burstiness  float64 `help:"1: a Poisson process; below 1 in bursts, above 1 more even." default:"1" group:"Traffic"`
+	Concurrency int     `name:"max-concurrency" help:"Requests in progress at most; 0: no limit." default:"0" group:"Traffic"`
+	RampUp      string  `name:"ramp-up-strategy" help:"linear or exponential: the rate changes over the run." enum:",linear,exponential" default:"" group:"Traffic"`
+	RampStart   float64 `name:"ramp-up-start-rps" help:"Rate at the start of a ramp." default:"0" group:"Traffic"`
+	RampEnd     float64 `name:"ramp-up-end-rps" help:"Rate at its end." default:"0" group:"Traffic"`
+	WarmUps     int     `name:"num-warmups" help:"Requests before the run that are not measured." default:"0" group:"Traffic"`
+
+	Goodput       Words  `help:"Count requests that keep limits, in ms: ttft:500 tpot:50 e2el:3000." placeholder:"METRIC:MS" group:"Figures"`
+	Metrics       string `name:"percentile-metrics" help:"What the table shows: ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue." default:"ttft,tpot,itl" group:"Figures"`
+	Percentiles   string `name:"metric-percentiles" help:"Percentiles." default:"99" group:"Figures"`
+	PrefillGPUs   int    `name:"num-prefill-gpu" help:"GPUs of P, for figures per GPU; of all engines where there is one kind." default:"0" group:"Figures"`
+	DecodeGPUs    int    `name:"num-decode-gpu" help:"GPUs of D." default:"0" group:"Figures"`
+	PrefillURL    string `name:"prefill-metrics" help:"P's metrics: with D's, the time to the first token is divided among them." placeholder:"URL" group:"Figures"`
+	DecodeURL     string `name:"decode-metrics" help:"D's metrics." placeholder:"URL" group:"Figures"`
+	EngineMetrics string `name:"engine-metrics" help:"Metrics of an engine that does both; default those of the endpoint." placeholder:"URL" group:"Figures"`
+
+	Save       bool   `name:"save-result" help:"Save the result as JSON." group:"Output"`
+	Detailed   bool   `name:"save-detailed" help:"Save it with its requests, which --compare needs for intervals." group:"Output"`
+	Dir        string `name:"result-dir" help:"Directory of the JSON." placeholder:"DIR" group:"Output"`
+	File       string `name:"result-filename" help:"File of the JSON; - is standard output, and the table goes to standard error." placeholder:"FILE" group:"Output"`
+	Format     string `help:"JSON of vllm bench serve, or of AIPerf." enum:"vllm,aiperf" default:"vllm" group:"Output"`
+	Label      string `help:"Label of the result, and the beginning of its file's name." group:"Output"`
+	Meta       Words  `name:"metadata" help:"Keys and values for the JSON." placeholder:"KEY=VALUE" group:"Output"`
+	Report     string `help:"Write a page with distributions and a timeline: one HTML file that needs nothing else." placeholder:"FILE" group:"Output"`
+	NoProgress bool   `name:"disable-tqdm" help:"No progress bar." aliases:"no-progress" group:"Output"`
+
+	Compare Words `help:"Compare two saved results, and send nothing. With --report, any number." placeholder:"A.json B.json" group:"Output"`
+}
+
+// Help is the command's help.
+const Help = `Sends requests to an endpoint of the OpenAI API and measures times to first token, times per token and
+throughputs as vllm bench serve does: the same flags, the same table, the same JSON. docs/bench.md has the definitions.
+
+Examples:
+  kvasir engine --port 8000 --prefill-tokens-per-second 20000 --step-time 10ms
+  kvasir bench --num-prompts 50 --random-input-len 1024 --random-output-len 32 --request-rate 5
+  kvasir bench --num-prompts 50 --max-concurrency 8 --goodput ttft:500 tpot:50 --report run.html
+  kvasir bench --dataset-name multi-turn --num-prompts 60 --save-result --save-detailed --result-filename a.json
+  kvasir bench --compare a.json b.json`
+
+// plan is what the flags ask for.
+type plan struct {
+	load        load.Options
+	slos        []bench.SLO
+	metrics     []string
+	percentiles []float64
+	meta        map[string]string
+}
+
+// faults collects what is wrong with flags.
+type faults []string
+
+func (f *faults) unless(ok bool, format string, args ...any) {
+	if !ok {
+		*f = append(*f, fmt.Sprintf(format, args...))
+	}
+}
+
+// UsageError is a command line that cannot be used.
+type UsageError string
+
+// Error implements error.
+func (e UsageError) Error() string { return string(e) }
+
+// tableMetrics are the names of --percentile-metrics.
+var tableMetrics = []string{"ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue"}
+
+// plan checks the flags.
+func (c *Flags) plan() (p plan, err error) {
+	var f faults
+	f.unless(c.Port >= 1 && c.Port <= 65535, "--port %d is outside 1 to 65535", c.Port)
+	f.unless(c.Prompts >= 1 && c.Prompts <= 1<<24, "--num-prompts %d is outside 1 to %d", c.Prompts, 1<<24)
+	f.unless(c.Input >= 1 && c.Input <= 1<<21, "--random-input-len %d is outside 1 to %d", c.Input, 1<<21)
+	f.unless(c.Output >= 1 && c.Output <= 1<<21, "--random-output-len %d is outside 1 to %d", c.Output, 1<<21)
+	f.unless(c.OutputLen >= 0 && c.OutputLen <= 1<<21, "--output-len %d is outside 0 to %d", c.OutputLen, 1<<21)
+	f.unless(c.Range >= 0 && c.Range <= 1, "--random-range-ratio %v is outside 0 to 1", c.Range)
+	f.unless(c.Vocabulary >= 2 && c.Vocabulary <= 1<<30, "--vocab-size %d is outside 2 to %d", c.Vocabulary, 1<<30)
+	f.unless(c.Rate > 0, "--request-rate %v is not above 0", c.Rate)
+	f.unless(c.Burstiness > 0, "--burstiness %v is not above 0", c.Burstiness)
+	f.unless(c.Concurrency >= 0 && c.Concurrency <= 1<<20, "--max-concurrency %d is outside 0 to %d", c.Concurrency, 1<<20)
+	f.unless(c.WarmUps >= 0 && c.WarmUps <= 1<<20, "--num-warmups %d is outside 0 to %d", c.WarmUps, 1<<20)
+	f.unless(c.Timeout > 0, "--request-timeout %v is not above 0", c.Timeout)
+	f.unless(c.ReadyCheck >= 0 && c.ReadyCheck <= 1<<20, "--ready-check-timeout-sec %d is outside 0 to %d", c.ReadyCheck, 1<<20)
+	f.unless(c.PrefillGPUs >= 0 && c.DecodeGPUs >= 0 && c.PrefillGPUs < 1<<20 && c.DecodeGPUs < 1<<20, "--num-prefill-gpu %d or --num-decode-gpu %d is outside 0 to %d", c.PrefillGPUs, c.DecodeGPUs, 1<<20)
+	f.unless((c.PrefillURL == "") == (c.DecodeURL == ""), "--prefill-metrics and --decode-metrics go together")
+	f.unless(c.RampUp == "" || c.RampStart > 0 && c.RampEnd > 0 && !math.IsInf(c.RampStart+c.RampEnd, 0), "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps above 0")
+	f.unless(c.RampUp != "" || c.RampStart == 0 && c.RampEnd == 0, "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+	f.unless(c.RampUp == "" || math.IsInf(c.Rate, 1), "--request-rate and --ramp-up-strategy exclude each other")
+	file := c.Dataset == "sharegpt" || c.Dataset == "timed_trace"
+	f.unless(!file || c.Path != "", "--dataset-name %s needs --dataset-path", c.Dataset)
+	f.unless(file || c.Path == "", "--dataset-path means nothing with --dataset-name %s", c.Dataset)
+	f.unless(c.Format == "vllm" || !c.Detailed, "--save-detailed is of --format vllm")
+
+	p.load = load.Options{
+		BaseURL: cmp.Or(c.BaseURL, "http://"+net.JoinHostPort(c.Host, strconv.Itoa(c.Port))), Endpoint: c.Endpoint, Chat: c.Backend == "openai-chat", Model: c.Model,
+		Header: http.Header{}, IgnoreEOS: c.Dataset != "sharegpt", MaxConcurrency: c.Concurrency, Timeout: c.Timeout, Vocabulary: c.Vocabulary,
+		Turns: c.Dataset == "multi-turn", KeepText: c.Detailed,
+	}
+	if c.IgnoreEOS != nil {
+		p.load.IgnoreEOS = *c.IgnoreEOS
+	}
+	if err := p.load.Validate(); err != nil {
+		f.unless(false, "--base-url, --endpoint: %v", err)
+	}
+	if key := os.Getenv("OPENAI_API_KEY"); key != "" {
+		p.load.Header.Set("Authorization", "Bearer "+key)
+	}
+	for _, w := range c.Header {
+		k, v, ok := strings.Cut(w, "=")
+		f.unless(ok && k != "" && !strings.ContainsAny(k+v, "\r\n\x00 ") || ok && k != "" && !strings.ContainsAny(k, "\r\n\x00 :") && !strings.ContainsAny(v, "\r\n\x00"), "--header %q: want KEY=VALUE", w)
+		if ok {
+			p.load.Header.Set(k, v)
+		}
+	}
+	if c.ExtraBody != "" {
+		f.unless(json.Unmarshal([]byte(c.ExtraBody), &p.load.ExtraBody) == nil, "--extra-body %q is no JSON object", c.ExtraBody)
+	}
+	p.slos, err = bench.ParseSLOs(c.Goodput)
+	f.unless(err == nil, "--goodput %v", err)
+	p.metrics = strings.Split(c.Metrics, ",")
+	for _, m := range p.metrics {
+		f.unless(slices.Contains(tableMetrics, m), "--percentile-metrics %q: no metric %q", c.Metrics, m)
+	}
+	for _, w := range strings.Split(c.Percentiles, ",") {
+		v, err := strconv.ParseFloat(w, 64)
+		f.unless(err == nil && v >= 0 && v <= 100 && !slices.Contains(p.percentiles, v), "--metric-percentiles %q: %q is none, or twice", c.Percentiles, w)
+		p.percentiles = append(p.percentiles, v)
+	}
+	p.meta = map[string]string{}
+	for _, w := range c.Meta {
+		k, v, ok := strings.Cut(w, "=")
+		f.unless(ok && k != "" && !bench.Reserved(k), "--metadata %q: want KEY=VALUE, with a key that results do not have", w)
+		p.meta[k] = v
+	}
+	if len(f) > 0 {
+		return p, UsageError(strings.Join(f, "; "))
+	}
+	return p, nil
+}
+
+// requests makes the workload, with the arrivals.
+func (c *Flags) requests() (out []workload.Request, err error) {
+	timed := false
+	switch c.Dataset {
+	case "random":
+		out, err = workload.Random(c.Prompts, c.Input, c.Output, c.Range, c.Seed)
+	case "multi-turn":
+		out = workload.Chats(c.Prompts, workload.ChatOptions{Seed: c.Seed})
+	default:
+		var f *os.File
+		if f, err = os.Open(c.Path); err != nil {
+			return nil, err
+		}
+		defer f.Close()
+		if c.Dataset == "sharegpt" {
+			out, err = workload.ReadShareGPT(f, c.Prompts, nil)
+		} else {
+			timed = c.SelfTimed
+			out, err = workload.ReadTrace(f, workload.TraceOptions{Max: c.Prompts, BlockTokens: c.TraceBlock, Seconds: c.TraceSecond})
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", c.Path, err)
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	for i := range out {
+		if c.OutputLen > 0 {
+			out[i].Output = c.OutputLen
+		}
+	}
+	if timed {
+		slices.SortStableFunc(out, func(a, b workload.Request) int { return cmp.Compare(a.Arrival, b.Arrival) })
+		return out, nil
+	}
+	return out, workload.Schedule(out, workload.Arrivals{
+		Rate: c.Rate, Burstiness: c.Burstiness, Seed: c.Seed, RampUp: c.RampUp, Start: c.RampStart, End: c.RampEnd,
+	})
+}

@@ -1,0 +1,294 @@
+package bench_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	benchmark "github.com/kvasir-kv/kvasir/bench"
+	benchtool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/bench"
+)
+
+// flags are the defaults of the command.
+func flags(url string) *benchtool.Flags {
+	return &benchtool.Flags{
+		BaseURL: url, Host: "127.0.0.1", Port: 8000, Backend: "openai", Timeout: time.Minute, Dataset: "random", Prompts: 6, Input: 20, Output: 3, Vocabulary: 100,
+		TraceBlock: 512, TraceSecond: 0.001, SelfTimed: true, Rate: math.Inf(1), Burstiness: 1, Metrics: "ttft,tpot,itl", Percentiles: "99", Format: "vllm", NoProgress: true,
+	}
+}
+
+// endpoint answers every request with two tokens, the first bad ones: the others fail, or
+// with held are told there and held until the client leaves.
+func endpoint(t *testing.T, bad int64, held chan<- struct{}) string {
+	t.Helper()
+	var n atomic.Int64
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body) // then the server hears of a client that leaves
+		switch {
+		case r.URL.Path == "/v1/models":
+			fmt.Fprint(w, `{"data":[{"id":"org/m"}]}`)
+		case r.URL.Path != "/v1/completions":
+			http.NotFound(w, r)
+		case n.Add(1) > bad:
+			if held != nil {
+				held <- struct{}{}
+				<-r.Context().Done()
+				return
+			}
+			http.Error(w, "broken", http.StatusInternalServerError)
+		default:
+			fmt.Fprint(w, "data: {\"choices\":[{\"text\":\"a\"}]}\n\ndata: {\"choices\":[{\"text\":\"b\",\"finish_reason\":\"length\"}]}\n\n"+
+				"data: {\"choices\":[],\"usage\":{\"prompt_tokens\":20,\"completion_tokens\":2}}\n\ndata: [DONE]\n\n")
+		}
+	}))
+	t.Cleanup(s.Close)
+	return s.URL
+}
+
+func run(t *testing.T, c *benchtool.Flags) (stdout, stderr string, err error) {
+	t.Helper()
+	var out, errs bytes.Buffer
+	err = c.Run(t.Context(), &out, &errs)
+	return out.String(), errs.String(), err
+}
+
+func saved(t *testing.T, path string) *benchmark.Result {
+	t.Helper()
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	r, err := benchmark.ReadJSON(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// A run prints vLLM's table, saves what was asked for under vLLM's file name, and failures
+// are counted and told; the command fails only when nothing succeeded.
+func TestRun(t *testing.T) {
+	dir := t.TempDir()
+	c := flags(endpoint(t, 5, nil))
+	c.Dir, c.Save, c.Detailed, c.Report, c.Label, c.Meta = filepath.Join(dir, "new", "dir"), true, true, filepath.Join(dir, "r.html"), "test", benchtool.Words{"tp=4"}
+	c.Goodput, c.Rate, c.Concurrency = benchtool.Words{"ttft:100000"}, 1000, 1
+	stdout, stderr, err := run(t, c)
+	if err != nil || !strings.HasPrefix(stdout, "============ Serving Benchmark Result ============\nSuccessful requests:                     5         \n") ||
+		!strings.Contains(stdout, "1 failed: HTTP 500: broken") || !strings.Contains(stdout, "Request goodput (req/s):") {
+		t.Fatalf("%v\n%s%s", err, stdout, stderr)
+	}
+	files, _ := filepath.Glob(filepath.Join(dir, "new", "dir", "test-1000.0qps-concurrency1-m-*.json"))
+	if page, _ := os.ReadFile(c.Report); len(files) != 1 || !bytes.Contains(page, []byte("org/m")) {
+		t.Fatalf("%v\n%s", files, stderr)
+	}
+	if r := saved(t, files[0]); r.Completed != 5 || r.Failed != 1 || len(r.Samples()) != 6 || r.Model != "org/m" || r.Rate != 1000 || *r.MaxConcurrency != 1 || r.TotalInput != 100 {
+		t.Errorf("%+v", r)
+	}
+	if text, _ := os.ReadFile(files[0]); !bytes.Contains(text, []byte(`"tp":"4"`)) {
+		t.Errorf("%s", text)
+	}
+	left, _ := filepath.Glob(filepath.Join(dir, "*", "*", ".kvasir*"))
+	if more, _ := filepath.Glob(filepath.Join(dir, ".kvasir*")); len(left)+len(more) > 0 {
+		t.Errorf("left behind: %v %v", left, more)
+	}
+
+	c = flags(endpoint(t, 0, nil))
+	c.File = filepath.Join(dir, "none.json")
+	if stdout, _, err = run(t, c); err == nil || err.Error() != "no request succeeded: HTTP 500: broken" || !strings.Contains(stdout, "Failed requests:                         6") {
+		t.Errorf("%v\n%s", err, stdout)
+	}
+	if r := saved(t, c.File); r.Failed != 6 || r.TTFT.Mean != 0 {
+		t.Errorf("%+v", r)
+	}
+}
+
+// With the JSON on standard output, nothing else is there.
+func TestJSONOnStandardOutput(t *testing.T) {
+	for _, format := range []string{"vllm", "aiperf"} {
+		c := flags(endpoint(t, 100, nil))
+		c.File, c.Format, c.Dir = "-", format, ""
+		stdout, stderr, err := run(t, c)
+		if err != nil || !json.Valid([]byte(stdout)) || !strings.Contains(stderr, "Serving Benchmark Result") {
+			t.Errorf("%s: %v\n%s%s", format, err, stdout, stderr)
+		}
+	}
+}
+
+// broken is a standard output that nobody reads.
+type broken struct{}
+
+func (broken) Write([]byte) (int, error) { return 0, errors.New("broken pipe") }
+
+// Whoever leaves before the table ends does not lose the result; a result that cannot be
+// saved is still printed, and not called written.
+func TestSavedBeforePrinted(t *testing.T) {
+	dir := t.TempDir()
+	c := flags(endpoint(t, 100, nil))
+	c.File = filepath.Join(dir, "r.json")
+	if err := c.Run(t.Context(), broken{}, io.Discard); err == nil || !strings.Contains(err.Error(), "broken pipe") {
+		t.Error(err)
+	}
+	if r := saved(t, c.File); r.Completed != 6 {
+		t.Errorf("%+v", r)
+	}
+	gone := filepath.Join(dir, "gone")
+	held := make(chan struct{}, 1)
+	c = flags(endpoint(t, 5, held))
+	c.File, c.Concurrency = filepath.Join(gone, "r.json"), 1
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	go func() {
+		<-held
+		_ = os.RemoveAll(gone)
+		cancel()
+	}()
+	var out, errs bytes.Buffer
+	if err := c.Run(ctx, &out, &errs); err == nil || !strings.Contains(out.String(), "Successful requests:                     5 ") || strings.Contains(errs.String(), "wrote") {
+		t.Errorf("%v\n%s%s", err, out.String(), errs.String())
+	}
+}
+
+// An interrupted run keeps what has ended, in the table and in the file, and says how far it
+// came.
+func TestInterruptedRunIsKept(t *testing.T) {
+	held := make(chan struct{}, 2)
+	c := flags(endpoint(t, 4, held))
+	c.File, c.Detailed, c.Report, c.Concurrency = filepath.Join(t.TempDir(), "r.json"), true, filepath.Join(t.TempDir(), "r.html"), 2
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	go func() {
+		<-held
+		<-held
+		cancel()
+	}()
+	var out, errs bytes.Buffer
+	err := c.Run(ctx, &out, &errs)
+	r := saved(t, c.File)
+	if !r.Interrupted || r.Completed != 4 || r.Failed != 0 || r.Unfinished != 2 || len(r.Samples()) != 4 {
+		t.Errorf("%+v", r)
+	}
+	if err == nil || err.Error() != "interrupted after 4 of 6 requests" || !strings.Contains(out.String(), "Interrupted; requests not finished:") {
+		t.Errorf("%v\n%s", err, out.String())
+	}
+	if page, _ := os.ReadFile(c.Report); !bytes.Contains(page, []byte("interrupted: ")) {
+		t.Error("the report does not say it")
+	}
+}
+
+// Whatever cannot be used is told at once, before anything is sent; the endpoint that is
+// down, in one line.
+func TestWhatCannotBeUsed(t *testing.T) {
+	dir := t.TempDir()
+	bad := filepath.Join(dir, "bad.jsonl")
+	if err := os.WriteFile(bad, []byte("{}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	sent := endpoint(t, 100, nil)
+	f := func(usage bool, want string, change func(c *benchtool.Flags)) {
+		t.Helper()
+		c := flags(sent)
+		change(c)
+		stdout, _, err := run(t, c)
+		var u benchtool.UsageError
+		if err == nil || errors.As(err, &u) != usage || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") || stdout != "" {
+			t.Errorf("%v, want %q\n%s", err, want, stdout)
+		}
+	}
+	f(true, "--num-prompts 0 is outside 1 to 16777216; --burstiness 0 is not above 0", func(c *benchtool.Flags) { c.Prompts, c.Burstiness = 0, 0 })
+	f(true, "--request-rate NaN", func(c *benchtool.Flags) { c.Rate = math.NaN() })
+	f(true, `--goodput "ttft:0": no request can keep it`, func(c *benchtool.Flags) { c.Goodput = benchtool.Words{"ttft:0"} })
+	f(true, `no metric "x"`, func(c *benchtool.Flags) { c.Metrics = "ttft,x" })
+	f(true, `"101" is none`, func(c *benchtool.Flags) { c.Percentiles = "50,101" })
+	f(true, "needs --dataset-path", func(c *benchtool.Flags) { c.Dataset = "sharegpt" })
+	f(true, "means nothing", func(c *benchtool.Flags) { c.Path = "x" })
+	f(true, "no http URL", func(c *benchtool.Flags) { c.BaseURL = "localhost:8000" })
+	f(true, "--ramp-up-strategy needs", func(c *benchtool.Flags) { c.RampUp = "linear" })
+	f(true, "exclude each other", func(c *benchtool.Flags) { c.RampUp, c.RampStart, c.RampEnd, c.Rate = "linear", 1, 2, 3 })
+	f(true, "--extra-body", func(c *benchtool.Flags) { c.ExtraBody = "[1]" })
+	f(true, "--header", func(c *benchtool.Flags) { c.Header = benchtool.Words{"a\nb=c"} })
+	f(true, "--metadata", func(c *benchtool.Flags) { c.Meta = benchtool.Words{"duration=3"} })
+	f(true, "go together", func(c *benchtool.Flags) { c.PrefillURL = "http://x" })
+	f(true, "--save-detailed is of", func(c *benchtool.Flags) { c.Detailed, c.Format = true, "aiperf" })
+	f(true, "--compare takes two results, got 1", func(c *benchtool.Flags) { c.Compare = benchtool.Words{"a"} })
+	f(false, "bad.jsonl: workload: bad trace: line 1: input_length is missing", func(c *benchtool.Flags) { c.Dataset, c.Path = "timed_trace", bad })
+	f(false, "absent", func(c *benchtool.Flags) { c.Dataset, c.Path = "sharegpt", filepath.Join(dir, "absent") })
+	f(false, "not a directory", func(c *benchtool.Flags) { c.File = filepath.Join(bad, "x", "r.json") })
+	f(false, "is no file", func(c *benchtool.Flags) { c.Report = dir })
+	f(false, "no endpoint at http://127.0.0.1:1: dial: connect: connection refused", func(c *benchtool.Flags) { c.BaseURL = "http://127.0.0.1:1" })
+	f(false, "bad.jsonl: key duration is missing", func(c *benchtool.Flags) { c.Compare = benchtool.Words{bad, bad} })
+	f(false, "absent: no such file", func(c *benchtool.Flags) { c.Compare = benchtool.Words{filepath.Join(dir, "absent"), bad} })
+}
+
+// Saved results are compared, as a table or as JSON, and drawn together.
+func TestCompare(t *testing.T) {
+	dir := t.TempDir()
+	url := endpoint(t, 1000, nil)
+	var names benchtool.Words
+	for i := range 3 {
+		c := flags(url)
+		c.Prompts, c.Detailed, c.File = 12, true, filepath.Join(dir, fmt.Sprintf("%d.json", i))
+		if _, _, err := run(t, c); err != nil {
+			t.Fatal(err)
+		}
+		names = append(names, c.File)
+	}
+	c := flags(url)
+	c.Compare = names[:2]
+	if stdout, _, err := run(t, c); err != nil || !strings.Contains(stdout, "Mean TTFT (ms)") || !strings.Contains(stdout, "95 % interval") {
+		t.Errorf("%v\n%s", err, stdout)
+	}
+	c.File = "-"
+	var ratios []benchmark.Ratio
+	if stdout, _, err := run(t, c); err != nil || json.Unmarshal([]byte(stdout), &ratios) != nil || len(ratios) < 10 || ratios[3].High == 0 {
+		t.Errorf("%v\n%s", err, stdout)
+	}
+	c = flags(url)
+	c.Compare, c.Report = names, filepath.Join(dir, "r.html")
+	if stdout, _, err := run(t, c); err != nil || stdout != "" {
+		t.Errorf("%v\n%s", err, stdout)
+	}
+	if page, err := os.ReadFile(c.Report); err != nil || !bytes.Contains(page, []byte("3 runs")) {
+		t.Error(err)
+	}
+}
+
+// Every workload can be sent, timed or at a rate.
+func TestWorkloads(t *testing.T) {
+	dir := t.TempDir()
+	trace, gpt := filepath.Join(dir, "t.jsonl"), filepath.Join(dir, "s.json")
+	for file, text := range map[string]string{
+		trace: `{"timestamp": 9, "input_length": 700, "output_length": 2, "hash_ids": [7, 8]}` + "\n" + `{"timestamp": 3, "input_length": 4, "hash_ids": [7]}` + "\n",
+		gpt:   `[{"conversations":[{"from":"human","value":"How do I bake bread at home?"},{"from":"gpt","value":"Take flour, water, salt."}]}]`,
+	} {
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	f := func(dataset, path string, n int, rate float64) {
+		t.Helper()
+		c := flags(endpoint(t, 1000, nil))
+		c.Dataset, c.Path, c.Rate, c.SelfTimed, c.OutputLen, c.WarmUps = dataset, path, rate, rate > 1e9, 2, 1
+		stdout, stderr, err := run(t, c)
+		if want := fmt.Sprintf("Successful requests:                     %d ", n); err != nil || !strings.Contains(stdout, want) {
+			t.Errorf("%s: %v\n%s%s", dataset, err, stdout, stderr)
+		}
+	}
+	f("random", "", 6, 500)
+	f("multi-turn", "", 6, math.Inf(1))
+	f("timed_trace", trace, 2, math.Inf(1))
+	f("timed_trace", trace, 2, 500)
+	f("sharegpt", gpt, 1, math.Inf(1))
+}

@@ -1,0 +1,209 @@
+// Package cli wires the commands: flags to Options, constructors, signals, and
+// closing in reverse order. It holds no logic of its own.
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/alecthomas/kong"
+
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/proxy"
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/status"
+	"github.com/kvasir-kv/kvasir/internal/hostmem"
+	"github.com/kvasir-kv/kvasir/server/admin"
+)
+
+// root is the command line. The tag whole is for commands that need all of it (settings.Alone).
+type root struct {
+	logFlags `group:"Log"`
+
+	All         allCmd         `cmd:"" help:"Run server, registry, relay and proxy in one process, from one file."`
+	Server      serverCmd      `cmd:"" help:"Serve KV chunks to LMCache clients (vLLM's LMCacheMPConnector)."`
+	Proxy       proxyCmd       `cmd:"" help:"Stand in front of engines (OpenAI API), prefill and decode apart or not."`
+	Engine      engineCmd      `cmd:"" help:"Simulate a vLLM engine: OpenAI API, its scheduler, real KV bytes, the real connectors; no GPU."`
+	Sim         sim.Command    `cmd:"" help:"Run deployments in virtual time: the original's table, traces, held-out tables, sweeps."`
+	Demo        demoCmd        `cmd:"" help:"Play a workload on a server with simulated engines, check every byte, print a table."`
+	Bench       benchCmd       `cmd:"" help:"Measure an endpoint of the OpenAI API as vllm bench serve does; compare results."`
+	Coordinator coordinatorCmd `cmd:"" help:"Show what the cache of a hybrid model keeps, finds and loads."`
+	Transfer    transferCmd    `cmd:"" help:"Move bytes between the memories of two processes (Mooncake's transfer engine over TCP)."`
+	Relay       relayCmd       `cmd:"" help:"Stand between a prefill and a decode engine (vLLM's MooncakeConnector) and keep the KV that passes."`
+	StoreNode   storeNodeCmd   `cmd:"" help:"Give memory to a Mooncake Store cluster."`
+	Store       storeCmd       `cmd:"" help:"Look into a Mooncake Store cluster: objects and where they are."`
+	Bootstrap   bootstrapCmd   `cmd:"" help:"Serve the registry through which vLLM's MooncakeConnector finds P."`
+
+	Config     configCmd             `cmd:"" help:"Write a file for kvasir all to begin with, or check one."`
+	Status     status.StatusCommand  `cmd:"" help:"Ask a running server how it is and, in words, why hits are missing."`
+	Top        status.TopCommand     `cmd:"" help:"Watch a running server in a terminal."`
+	Explain    status.ExplainCommand `cmd:"" help:"Ask a running server why lookups found no more than they did."`
+	Quota      status.QuotaCommand   `cmd:"" help:"Show and set what tenants of a running server keep: quota, time to live, pins."`
+	Pool       poolCmd               `cmd:"" help:"Show and remove what servers left in /dev/shm."`
+	Tier       tierCmd               `cmd:"" help:"Show, check, empty and copy what lies below pools."`
+	Version    versionCmd            `cmd:"" help:"Print the version."`
+	HelpOf     helpCmd               `cmd:"" whole:"" name:"help" help:"Show the help of a command."`
+	Completion completionCmd         `cmd:"" whole:"" help:"Print a completion script for a shell."`
+}
+
+// env is what commands share.
+type env struct {
+	ctx     context.Context // ends at SIGINT or SIGTERM
+	stdout  io.Writer
+	stderr  io.Writer
+	log     *slog.Logger
+	model   *kong.Application
+	given   *settings.Settings
+	flags   map[string]string // of the command and what was given, secrets aside
+	sources map[string]string // where they are from
+	ignored []string          // flags of LMCache's server that were given and mean nothing here
+	ready   func()            // of a part of kvasir all: it listens; nil: nobody asks
+	parts   *admin.Parts      // what runs beside the server in this process; nil: nothing
+}
+
+// isReady tells that a command listens. What only its start needed is given back soon.
+func (e *env) isReady() {
+	time.AfterFunc(100*time.Millisecond, hostmem.GiveBack)
+	if e.ready != nil {
+		e.ready()
+	}
+}
+
+// Main runs one command line and returns the exit code: 0, 1 when the command
+// failed, 2 when the command line is wrong.
+func Main(args []string, stdout, stderr io.Writer) int {
+	args, ignored := dropLMCacheFlags(proxy.Args(asHelp(sim.Aliases(args))))
+	line, err := readLine(args, stdout, stderr)
+	if line.exit >= 0 {
+		return line.exit // --help
+	}
+	given := line.given
+	if err != nil {
+		text := parseText(err)
+		fmt.Fprintf(stderr, "kvasir: %s%s (see %s --help)\n", text, given.Origins(text), commandOf(err))
+		return 2
+	}
+	sig, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	e := &env{
+		ctx: sig, stdout: stdout, stderr: stderr, model: line.parser.Model, given: given, ignored: ignored,
+		log: newLog(stderr, line.log),
+	}
+	if err := runOrCheck(e, line.ctx, given); err != nil {
+		if code, ok := errors.AsType[exitError](err); ok {
+			return int(code)
+		}
+		text := strings.ReplaceAll(err.Error(), "\n", "; ") // of joined errors
+		text += given.Origins(text)
+		_, ours := errors.AsType[*usageError](err)
+		if _, ok := errors.AsType[*sim.UsageError](err); ok || ours {
+			fmt.Fprintf(stderr, "kvasir: %s (see kvasir %s --help)\n", text, line.ctx.Selected().Path())
+			return 2
+		}
+		fmt.Fprintf(stderr, "kvasir: %s\n", text)
+		return 1
+	}
+	return 0
+}
+
+// runOrCheck runs the command, or with --check-config prints its flags.
+func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
+	c, ok := ctx.Selected().Target.Addr().Interface().(configurable)
+	if !ok {
+		return ctx.Run(e, &sim.Env{Ctx: e.ctx, Stdout: e.stdout, Stderr: e.stderr, Progress: progress})
+	}
+	for _, v := range given.Misspelt(ctx.Selected(), os.Environ()) {
+		e.log.Warn("an environment variable means nothing here", "variable", v)
+	}
+	if c.checkOnly() {
+		if err := c.check(e); err != nil {
+			return err
+		}
+		if err := given.Print(e.stdout, ctx); err != nil {
+			return err
+		}
+		if all, ok := c.(*allCmd); ok {
+			return all.print(e.stdout)
+		}
+		return nil
+	}
+	e.flags, e.sources = given.Values(ctx), given.Sources(ctx)
+	hup := make(chan os.Signal, 1)
+	signal.Notify(hup, syscall.SIGHUP)
+	defer signal.Stop(hup)
+	go func() {
+		for {
+			select {
+			case <-hup:
+				e.log.Info("SIGHUP does nothing: flags are read at the start only; restart to change them")
+			case <-e.ctx.Done():
+				return
+			}
+		}
+	}()
+	return ctx.Run(e)
+}
+
+// commandLine is one that was read.
+type commandLine struct {
+	parser *kong.Kong
+	ctx    *kong.Context
+	given  *settings.Settings
+	log    logFlags
+	exit   int // what --help ends with; -1: it was not asked for
+}
+
+// readLine reads a command line with the flags of its command alone, or of all commands where
+// that does not do.
+func readLine(args []string, stdout, stderr io.Writer) (*commandLine, error) {
+	if alone := settings.Alone(new(root), args); alone != nil {
+		var one struct {
+			logFlags `group:"Log"`
+		}
+		if l, err := parse(&one, &one.logFlags, args, stdout, stderr, alone); err == nil {
+			return l, nil
+		}
+	}
+	all := new(root)
+	return parse(all, &all.logFlags, args, stdout, stderr, nil)
+}
+
+type exitCalled struct{}
+
+func parse(grammar any, log *logFlags, args []string, stdout, stderr io.Writer, more kong.Option) (l *commandLine, err error) {
+	l = &commandLine{given: settings.New(), exit: -1}
+	options := []kong.Option{
+		kong.Name("kvasir"),
+		kong.Description("Kvasir: the KV-cache data plane for LLM serving."),
+		kong.Writers(stdout, stderr),
+		kong.Exit(func(code int) { l.exit = code; panic(exitCalled{}) }),
+		kong.ConfigureHelp(kong.HelpOptions{Compact: true, FlagsLast: true, WrapUpperBound: 110}),
+		kong.UsageOnError(),
+		kong.Resolvers(l.given),
+		wordsFlag,
+	}
+	if more != nil {
+		options = append(options, more)
+	}
+	if l.parser, err = kong.New(grammar, options...); err != nil {
+		panic("BUG: command line: " + err.Error())
+	}
+	defer func() {
+		if r := recover(); r != nil {
+			if _, ok := r.(exitCalled); !ok {
+				panic(r)
+			}
+		}
+	}()
+	l.ctx, err = l.parser.Parse(args)
+	l.log = *log
+	return l, err
+}

@@ -1,0 +1,173 @@
+package cli
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"os"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/sim/api"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
+	"github.com/kvasir-kv/kvasir/sim/engine"
+	"github.com/kvasir-kv/kvasir/sim/kvconfig"
+	"github.com/kvasir-kv/kvasir/sim/kvmem"
+	"github.com/kvasir-kv/kvasir/sim/sched"
+)
+
+// engineCmd is a simulated vLLM engine.
+type engineCmd struct {
+	configFlags
+
+	Host string `help:"Address to listen on. There is no authentication." default:"127.0.0.1" group:"Network"`
+	Port int    `help:"Port of the OpenAI API; 0 takes a free one." default:"8100" group:"Network"`
+
+	Model     string `help:"Name of the model in requests." default:"simulated" aliases:"served-model-name" group:"Model"`
+	TP        int    `name:"tensor-parallel-size" help:"Ranks, each a worker with its share of the KV heads." default:"1" aliases:"tp" group:"Model"`
+	Layers    int    `help:"Layers." default:"4" group:"Model"`
+	KVHeads   int    `name:"kv-heads" help:"KV heads, over all ranks." default:"4" group:"Model"`
+	HeadBytes int    `name:"head-bytes" help:"Bytes of K and V of one head and token." default:"64" group:"Model"`
+
+	Windows []int `name:"window" help:"A further group of layers with a sliding window of so many tokens; again for more groups." placeholder:"TOKENS" group:"Model"`
+	States  int   `help:"Further groups of layers with recurrent states, as Mamba's." default:"0" placeholder:"N" group:"Model"`
+
+	MaxModel  int  `name:"max-model-len" help:"Longest sequence, in tokens; 0 is 32768, or as many as the KV blocks hold." default:"0" group:"Scheduler"`
+	MaxSeqs   int  `name:"max-num-seqs" help:"Requests in a step." default:"256" group:"Scheduler"`
+	MaxTokens int  `name:"max-num-batched-tokens" help:"Tokens of a step; 0 is 8192, or the profile's." default:"0" group:"Scheduler"`
+	Block     int  `name:"block-size" help:"Tokens of a KV block." default:"16" group:"Scheduler"`
+	Blocks    int  `name:"num-gpu-blocks-override" help:"KV blocks." default:"4096" aliases:"kv-blocks" group:"Scheduler"`
+	NoCache   bool `name:"no-enable-prefix-caching" help:"Do not keep prefixes of requests that have ended." group:"Scheduler"`
+
+	Profile string        `help:"Steps take as long as on this hardware: a name of kvasir sim profile, or a file of kvasir engine calibrate." placeholder:"NAME" group:"Time"`
+	Prefill float64       `name:"prefill-tokens-per-second" help:"Prompt tokens that a second computes; 0 is at once." default:"0" group:"Time"`
+	Step    time.Duration `name:"step-time" help:"Time of each step, and so between tokens." default:"0s" group:"Time"`
+
+	Transfer string `name:"kv-transfer-config" help:"Connectors, in the JSON that vLLM takes: MooncakeConnector, MooncakeStoreConnector, LMCacheMPConnector, or several in a MultiConnector." placeholder:"JSON" group:"KV transfer"`
+	Release  string `help:"Dialect of the MooncakeConnector: that of vLLM 0.16 and later, or 0.13's; keys and decisions of the MooncakeStoreConnector: ours with the keys of 0.24 and later, or 0.23's." enum:"current,0.13,0.23" default:"current" group:"KV transfer"`
+	Retain   *int   `name:"prefix-cache-retention-interval" help:"What a MooncakeStoreConnector keeps of windows: one tail for so many tokens, and the prompt's; 0 is the prompt's alone. Default: all." placeholder:"TOKENS" group:"KV transfer"`
+}
+
+// Help is shown by kvasir engine --help.
+func (engineCmd) Help() string {
+	return `A vLLM engine without a model or a GPU: OpenAI API, vLLM's scheduler, paged KV with real bytes, the real
+connectors. The next token and all KV follow from the tokens before, so every KV byte that comes from the prefix
+cache, another engine or a cache server is checked; a wrong one fails its request and is counted.
+
+Examples:
+  kvasir engine
+  curl http://127.0.0.1:8100/v1/completions -d '{"prompt":"hello there","max_tokens":8}'
+  kvasir engine --profile a10-qwen2.5-7b
+  kvasir engine calibrate mine.json --write mine-profile.json
+  kvasir engine --kv-transfer-config '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both"}'
+  kvasir engine --port 8100 --kv-transfer-config '{"kv_connector":"MooncakeConnector","kv_role":"kv_producer",
+    "kv_connector_extra_config":{"bootstrap_server_address":"127.0.0.1:8998"}}'
+  kvasir engine --port 8200 --kv-transfer-config '{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}'
+  MOONCAKE_CONFIG_PATH=mooncake.json kvasir engine --window 1024 --kv-transfer-config '{"kv_connector":"MooncakeStoreConnector","kv_role":"kv_both"}'
+
+Without bootstrap_server_address P has a registry of its own, on VLLM_MOONCAKE_BOOTSTRAP_PORT (8998).
+VLLM_HOST_IP names the address that other engines dial. docs/engine.md has more.`
+}
+
+func (c *engineCmd) options(e *env) (o engine.Options, err error) {
+	o = engine.Options{
+		Model: c.Model, MaxModel: c.MaxModel, MaxSeqs: c.MaxSeqs, MaxTokens: c.MaxTokens, NoCache: c.NoCache,
+		KV: kvmem.Geometry{
+			Layers: c.Layers, Heads: c.KVHeads, HeadBytes: c.HeadBytes, BlockTokens: c.Block, Blocks: c.Blocks, TPSize: c.TP,
+		},
+		StepTime: c.Step, PrefillRate: c.Prefill, First: c.Release == "0.13", StoreRelease: releases[c.Release], Retention: c.Retain, Getenv: c.getenv, Log: e.log,
+	}
+	if c.Profile != "" {
+		if o.Clock, err = costmodel.Open(c.Profile); err != nil {
+			return o, usagef("--profile: %v", err)
+		}
+		if o.MaxTokens == 0 {
+			o.MaxTokens = o.Clock.TokenBudget
+		}
+		if c.Step != 0 || c.Prefill != 0 {
+			return o, usagef("--profile says how long steps take: --step-time and --prefill-tokens-per-second cannot stand beside it")
+		}
+	}
+	o.Groups = []sched.Group{{}}
+	for _, w := range c.Windows {
+		o.Groups = append(o.Groups, sched.Group{Window: w})
+	}
+	for range c.States {
+		o.Groups = append(o.Groups, sched.Group{State: true})
+	}
+	if c.Retain != nil && (*c.Retain < 0 || *c.Retain%max(c.Block, 1) != 0) {
+		return o, usagef("--prefix-cache-retention-interval %d is no multiple of --block-size %d", *c.Retain, c.Block)
+	}
+	if c.Transfer != "" {
+		if o.Connectors, err = kvconfig.Parse([]byte(c.Transfer)); err != nil {
+			return o, usagef("--%v", err)
+		}
+	}
+	if err := o.KV.Validate(); err != nil {
+		return o, usagef("%v", err)
+	}
+	return o, nil
+}
+
+// getenv is the environment; engines on loopback dial each other there.
+func (c *engineCmd) getenv(name string) (string, bool) {
+	v, ok := os.LookupEnv(name)
+	if name == "VLLM_HOST_IP" && v == "" && isLoopback(c.Host) {
+		return "127.0.0.1", true
+	}
+	return v, ok
+}
+
+func (c *engineCmd) check(e *env) error {
+	_, err := c.options(e)
+	return err
+}
+
+// Run serves until it is told to stop.
+func (c *engineCmd) Run(e *env) (err error) {
+	o, err := c.options(e)
+	if err != nil {
+		return err
+	}
+	listener, err := listen.TCP(e.ctx, c.Host, c.Port)
+	if err != nil {
+		return listen.Explain(err, "--host", "--port")
+	}
+	eng, err := engine.Open(e.ctx, o)
+	if e.ctx.Err() != nil && err != nil { // stopped before it served
+		e.log.Info("the engine stopped while it started", "err", err)
+		return listener.Close()
+	}
+	if err != nil {
+		return errors.Join(err, listener.Close())
+	}
+	defer func() { err = errors.Join(err, eng.Close()) }()
+	web := httpserver.NewServer(api.New(eng, api.Options{Version: Version(), SameIDs: o.First, Log: e.log}))
+	e.log.Info("the engine serves", "address", "http://"+listener.Addr().String(), "model", c.Model, "blocks", c.Blocks,
+		"kv_bytes", int64(c.Blocks)*int64(c.Block)*int64(o.KV.TokenBytes()))
+	ended := make(chan error, 1)
+	go func() { ended <- web.Serve(httpserver.Limit(listener, 4096)) }()
+	select {
+	case err := <-ended:
+		return err
+	case <-e.ctx.Done():
+	}
+	s := eng.Stats()
+	e.log.Info("stopping: requests in progress may finish for 10 s", "running", s.Running, "waiting", s.Waiting)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	if late := web.Shutdown(ctx); late != nil {
+		eng.AbortAll() // streams end with a reason
+		short, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		if late = web.Shutdown(short); late != nil { // to clients that do not read
+			err = cmp.Or(err, web.Close())
+		}
+	}
+	<-ended
+	s = eng.Stats()
+	e.log.Info("the engine stopped", "finished", s.Finished, "aborted", s.Aborted, "failed", s.Failed, "prompt_tokens", s.PromptTokens,
+		"not_computed", s.CachedTokens, "loaded", s.LoadedTokens, "wrong_kv", s.WrongBytes)
+	return err
+}

@@ -1,0 +1,106 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"strconv"
+
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/cli/together"
+	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/kv/event"
+	"github.com/kvasir-kv/kvasir/server/events"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// eventFlags say what is told of what is stored and removed.
+type eventFlags struct {
+	EventLog    int     `name:"kv-event-log-size" help:"KV-event records kept for readers; 0 serves no subscribe_kv_events. Nothing is recorded before somebody subscribes, or without --kv-events." default:"32768" group:"Events" placeholder:"RECORDS"`
+	EventMemory mibSize `name:"kv-events-memory" help:"Memory for the tokens of chunks in the pool and the tiers, MiB or with a unit: 32k tokens take 160 KiB. What passes it is not announced; tiers make room first." default:"256" group:"Events" placeholder:"MIB"`
+	Events      string  `name:"kv-events" help:"Publish KV events in vLLM's format on this ZMQ endpoint, as tcp://*:5557. Whoever reaches it reads the tokens of all prompts." group:"Events" placeholder:"ENDPOINT"`
+	EventReplay string  `name:"kv-events-replay" help:"Answer subscribers that missed some on this endpoint, as tcp://*:5558." group:"Events" placeholder:"ENDPOINT"`
+	EventTopic  string  `name:"kv-events-topic" help:"Topic; {model} stands for the model's name. Default: kv@HOST:PORT@{model}, of this machine's name and --port." group:"Events" placeholder:"TOPIC"`
+	EventArrays bool    `name:"kv-events-arrays" help:"Write events as arrays, as vLLM before 0.24 did, for readers that do not know maps." group:"Events"`
+}
+
+func (f *eventFlags) options() events.Options {
+	return events.Options{Records: f.EventLog, TokenBytes: int64(f.EventMemory)}
+}
+
+// publisherOptions are those of a server on that port.
+func (f *eventFlags) publisherOptions(port, chunkTokens int, log *slog.Logger) events.PublisherOptions {
+	topic := f.EventTopic
+	if topic == "" {
+		host, _ := os.Hostname()
+		topic = "kv@" + net.JoinHostPort(host, strconv.Itoa(port)) + "@" + events.ModelInTopic
+	}
+	return events.PublisherOptions{Topic: topic, ChunkTokens: chunkTokens, Encoding: event.Encoding{Arrays: f.EventArrays}, Log: log}
+}
+
+// check reports what does not go together.
+func (f *eventFlags) check() error {
+	switch {
+	case f.Events != "" && f.EventLog == 0:
+		return fmt.Errorf("--kv-events needs records: --kv-event-log-size is 0")
+	case f.Events == "" && f.EventReplay != "":
+		return fmt.Errorf("--kv-events-replay is of no use without --kv-events")
+	}
+	_, err := f.addresses()
+	return err
+}
+
+// addresses are where the publisher listens.
+func (f *eventFlags) addresses() (out []together.Address, _ error) {
+	for _, a := range []together.Address{{Flag: "--kv-events", Host: f.Events}, {Flag: "--kv-events-replay", Host: f.EventReplay}} {
+		var err error
+		if a.Host == "" {
+			continue
+		}
+		if a.Host, a.Port, err = zmtp.HostPort(a.Host); err != nil {
+			return nil, fmt.Errorf("%s: %w", a.Flag, err)
+		}
+		out = append(out, a)
+	}
+	return out, nil
+}
+
+// book returns what follows a store's events; nil where the flags want none.
+func (f *eventFlags) book(st *store.Store, below *tier.Changes) *events.Book {
+	if f.EventLog == 0 {
+		return nil
+	}
+	o := f.options()
+	o.Tiers = below
+	return events.New(st, o)
+}
+
+// changes returns what is to know what tiers have; nil where nobody asks.
+func (f *eventFlags) changes() *tier.Changes {
+	if f.Events == "" {
+		return nil
+	}
+	return tier.NewChanges()
+}
+
+// publisher returns who publishes a Book's records, listening; nil where the flags want none.
+func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOptions) (p *events.Publisher, err error) {
+	if f.Events == "" {
+		return nil, nil
+	}
+	var at, replay string
+	if err := listen.Again(e.ctx, func(ctx context.Context) (err error) {
+		p = events.NewPublisher(book, o)
+		if at, replay, err = p.Listen(ctx, f.Events, f.EventReplay); err != nil {
+			_ = p.Close() // nothing was sent
+		}
+		return err
+	}); err != nil {
+		return nil, fmt.Errorf("--kv-events, --kv-events-replay: %w", err)
+	}
+	e.log.Info("publishing KV events", "address", at, "replay", replay, "topic", o.Topic)
+	return p, nil
+}

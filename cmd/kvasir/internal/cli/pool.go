@@ -1,0 +1,139 @@
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/store/pool"
+)
+
+// poolCmd looks after what servers leave in /dev/shm.
+type poolCmd struct {
+	Ls poolLsCmd `cmd:"" help:"List the pools, whose they are and who uses them."`
+	Rm poolRmCmd `cmd:"" help:"Remove pools that are this user's and that nobody uses."`
+}
+
+// Help implements kong's detailed help.
+func (poolCmd) Help() string {
+	return `A pool outlives its server, and its memory is taken until it is removed.
+
+Examples:
+  kvasir pool ls
+  kvasir pool rm lmcache_l1_pool_kvasir_5555_1a2b3c4d
+  kvasir pool rm --all`
+}
+
+type poolLsCmd struct{}
+
+// Run lists the pools.
+func (poolLsCmd) Run(e *env) error {
+	found, err := pool.List("")
+	if err != nil {
+		return err
+	}
+	free, err := shm.Free(shm.Dir)
+	if err != nil {
+		return err
+	}
+	if len(found) == 0 {
+		_, err := fmt.Fprintf(e.stdout, "no pool in %s, which has %s free\n", shm.Dir, sizeWords(free))
+		return err
+	}
+	t := tabwriter.NewWriter(e.stdout, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "NAME\tSIZE\tMEMORY\tOWNER\tUSED BY\tSINCE")
+	for i := range found {
+		f := &found[i]
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", printable(f.Name), sizeWords(f.Bytes), sizeWords(f.Taken), f.Owner, usedBy(f), f.Since.Format(time.DateTime))
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(e.stdout, "%s has %s free\n", shm.Dir, sizeWords(free))
+	return err
+}
+
+// usedBy says who has a pool: its server first.
+func usedBy(f *pool.Found) string {
+	var out []string
+	switch {
+	case f.Server > 0:
+		out = append(out, fmt.Sprintf("server %d", f.Server))
+	case f.Server < 0:
+		out = append(out, "a server")
+	}
+	for _, pid := range f.Mappers {
+		if pid != f.Server {
+			out = append(out, strconv.Itoa(pid))
+		}
+	}
+	switch {
+	case len(out) > 0:
+		return strings.Join(out, ", ")
+	case !f.Ours:
+		return "not known" // another user's processes cannot be looked into
+	case f.Trouble != "":
+		return "nobody; " + f.Trouble
+	}
+	return "nobody"
+}
+
+type poolRmCmd struct {
+	Names []string `arg:"" optional:"" name:"name" help:"Pools, by their names in kvasir pool ls."`
+	All   bool     `help:"All that are this user's and that nobody uses."`
+}
+
+// Run removes pools.
+func (c *poolRmCmd) Run(e *env) error {
+	if c.All == (len(c.Names) > 0) {
+		return usagef("name the pools to remove (kvasir pool ls lists them), or give --all")
+	}
+	found, err := pool.List("")
+	if err != nil {
+		return err
+	}
+	var failed error
+	removed := 0
+	for i := range found {
+		f := &found[i]
+		named := slices.Contains(c.Names, f.Name) || slices.Contains(c.Names, shm.Dir+"/"+f.Name)
+		if !named && !(c.All && f.Ours && !f.InUse()) {
+			continue
+		}
+		removed++
+		failed = errors.Join(failed, removePool(e.stdout, f))
+	}
+	for _, name := range c.Names {
+		base := strings.TrimPrefix(name, shm.Dir+"/")
+		if !slices.ContainsFunc(found, func(f pool.Found) bool { return f.Name == base }) {
+			failed = errors.Join(failed, fmt.Errorf("nothing to remove: there is no pool %s in %s", base, shm.Dir))
+		}
+	}
+	if c.All && removed == 0 {
+		_, err := fmt.Fprintln(e.stdout, "nothing to remove: no pool is this user's and unused")
+		return err
+	}
+	return failed
+}
+
+func removePool(w io.Writer, f *pool.Found) error {
+	if !f.Ours {
+		return fmt.Errorf("%s belongs to %s, this process is uid %d: run as that user", printable(f.Name), f.Owner, os.Geteuid())
+	}
+	if f.InUse() {
+		return fmt.Errorf("%s is used by %s: stop that first", printable(f.Name), usedBy(f))
+	}
+	freed, err := pool.Drop("", f.Name)
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(w, "removed %s: %s of memory are free again\n", printable(f.Name), sizeWords(freed))
+	return err
+}

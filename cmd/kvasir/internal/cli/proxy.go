@@ -1,0 +1,193 @@
+package cli
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"os"
+	"time"
+
+	proxytool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/proxy"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/otlp"
+	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/proxy"
+	"github.com/kvasir-kv/kvasir/proxy/keys"
+	"github.com/kvasir-kv/kvasir/proxy/limits"
+)
+
+// proxyCmd stands in front of engines.
+type proxyCmd struct {
+	configFlags
+
+	Host    string `help:"Address to listen on." default:"127.0.0.1" group:"Network"`
+	Port    int    `help:"Port of the OpenAI API and /health, and /metrics unless there are keys or --admin-port; 0 takes a free one." default:"8000" group:"Network"`
+	TLSCert string `name:"tls-cert" help:"Certificate (PEM) for https, read again when it changes." placeholder:"FILE" group:"Network"`
+	TLSKey  string `name:"tls-key" help:"Its key (PEM)." placeholder:"FILE" group:"Network"`
+
+	APIKeys    string `name:"api-keys" help:"File of those who may ask: NAME SHA256 [rate=N] [concurrent=N] [salt=off] on each line. Read again when it changes." placeholder:"FILE" group:"Access"`
+	Limits     string `name:"shared-limits" help:"Redis or Valkey in which several proxies count rate and concurrent of keys together: redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix:PATH (best as KVASIR_PROXY_SHARED_LIMITS). While it does not answer, each proxy holds the limits by itself." placeholder:"URL" group:"Access"`
+	EngineKey  string `name:"engine-api-key" help:"API key that engines want (best as KVASIR_PROXY_ENGINE_API_KEY)." group:"Access"`
+	EngineCA   string `name:"engine-ca" help:"Authorities (PEM) of engines at https, instead of the system's." placeholder:"FILE" group:"Access"`
+	AdminHost  string `name:"admin-host" help:"Address of --admin-port." default:"127.0.0.1" group:"Access"`
+	AdminPort  int    `name:"admin-port" help:"Port of /engines (list, add, remove, drain) and /metrics; none by default." placeholder:"PORT" group:"Access"`
+	AdminToken string `name:"admin-token" help:"Bearer token for /engines (best as KVASIR_PROXY_ADMIN_TOKEN)." group:"Access"`
+
+	Prefill   []string `help:"Prefill engine: its URL, and behind a blank the port of its registry (bootstrap server) on the same host, or behind a comma the registry's URL. Default: port 8998. dns+http://NAME:PORT is each address of a name, registry+http://HOST:PORT?port=API each host in a registry. Again for more." placeholder:"URL[ PORT]" sep:"none" group:"Engines"`
+	Decode    []string `help:"Decode engine, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
+	Engine    []string `help:"Engine that does both, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
+	Connector string   `name:"kv-connector" help:"How P and D are told of each other: mooncake (vLLM 0.16 and later), mooncake-0.13 (its first release), nixl (P first, D gets what P answers)." enum:"mooncake,mooncake-0.13,nixl" default:"mooncake" group:"Engines"`
+	DPSize    int      `name:"data-parallel-size" aliases:"intra-node-data-parallel-size" help:"Data-parallel ranks behind each URL, asked for in turn. By default engines choose; P of mooncake is asked for each rank that its registry shows." placeholder:"N" group:"Engines"`
+
+	Policy      string   `help:"How an engine is chosen: round_robin; least_loaded (requests of this proxy and, by the engine's metrics, others); prefix_aware (least left to compute). vllm-router's names are taken too." enum:"round_robin,least_loaded,prefix_aware,random,power_of_two,cache_aware,consistent_hash" default:"round_robin" group:"Policy"`
+	SkipPrefill byteSize `name:"skip-prefill-below" help:"Prompts of which D lacks less than so many bytes go to D alone; 0: none, or with --store of less than 2 KiB." default:"0" placeholder:"SIZE" group:"Policy"`
+	EventsPort  int      `name:"kv-events-port" help:"Port at which each engine publishes its KV events (vLLM's --kv-events-config): prefix_aware goes by what engines have; of data-parallel rank r that and r. Engines are asked for the tokens of new prompts (/tokenize)." placeholder:"PORT" group:"Policy"`
+	ReplayPort  int      `name:"kv-events-replay-port" help:"Port at which they replay KV events." placeholder:"PORT" group:"Policy"`
+	SharedStore bool     `name:"shared-store" help:"D can load what any engine has seen from a cache server (kvasir server): it counts as not lacking, for --skip-prefill-below." group:"Policy"`
+	Store       string   `help:"HTTP interface of the cache server (kvasir server --http-port) that P and D share: prompts that it has go to D alone, while it answers, and as long as it has not evicted much." placeholder:"URL" group:"Policy"`
+	StoreEvents string   `name:"store-events" help:"KV events of the server of --store (kvasir server --kv-events), tcp://HOST:PORT: a prompt goes to D alone when the server says that it has it. Engines are asked for the tokens of new prompts (/tokenize)." placeholder:"ENDPOINT" group:"Policy"`
+	StoreReplay string   `name:"store-events-replay" help:"Where it replays them (--kv-events-replay), tcp://HOST:PORT." placeholder:"ENDPOINT" group:"Policy"`
+	DecodeAlone bool     `name:"decode-alone" help:"While no P is well, D computes prompts; by default requests are refused." group:"Policy"`
+
+	OTLP string `name:"otlp-endpoint" help:"OpenTelemetry collector (OTLP over HTTP), http://HOST:4318, for a span of each request, P's part and D's." placeholder:"URL" group:"Log"`
+
+	MaxInFlight  int           `name:"max-in-flight" help:"Requests in progress; more are answered 503 at once." default:"16384" group:"Limits"`
+	MaxPerEngine int           `name:"max-per-engine" help:"Requests at one engine; others wait." default:"1024" group:"Limits"`
+	MaxQueue     int           `name:"max-queue" help:"Requests that wait for a model; more are answered 503 at once. One client may have half of what the others leave." default:"1024" group:"Limits"`
+	QueueTimeout time.Duration `name:"queue-timeout" help:"Longest wait for an engine." default:"30s" group:"Limits"`
+	Attempts     int           `help:"Attempts of a request before its first byte." default:"3" group:"Limits"`
+	FirstByte    time.Duration `name:"first-byte-timeout" help:"Time until the first byte of an answer." default:"10m" group:"Limits"`
+	PrefillTime  time.Duration `name:"prefill-timeout" help:"Time that P may take." default:"10m" group:"Limits"`
+	Stall        time.Duration `name:"stall-timeout" help:"Time between bytes of an answer." default:"5m" group:"Limits"`
+	Drain        time.Duration `name:"drain-timeout" help:"Time that requests in progress have after SIGTERM." default:"30s" group:"Limits"`
+}
+
+// Help is shown by kvasir proxy --help.
+func (proxyCmd) Help() string {
+	return `Sends each request to one engine, or, where prefill and decode are apart, to P and D. The proxy may start before its
+engines. A P or D that is started again is found; a request whose engine fails before the first byte is tried with
+others; a client that leaves ends its request at both engines. docs/proxy.md has the rules.
+
+Examples:
+  kvasir proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200
+  kvasir proxy --prefill http://10.0.0.1:8100 8998 --prefill http://10.0.0.3:8100 8998 --decode http://10.0.0.2:8200 --policy prefix_aware
+  kvasir proxy --kv-connector nixl --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200
+  kvasir proxy --engine http://127.0.0.1:8100 --engine http://127.0.0.1:8101 --policy least_loaded
+
+vllm-router's lines work: --vllm-pd-disaggregation --prefill URL PORT --decode URL --policy cache_aware --kv-connector
+mooncake, and --worker-urls URL URL.
+
+Without GPUs: kvasir engine --help has the lines of a P and a D.`
+}
+
+var connectors = map[string]proxy.Dialect{"mooncake": proxy.Mooncake, "mooncake-0.13": proxy.Mooncake013, "nixl": proxy.NIXL}
+
+var policies = map[string]proxy.Policy{
+	"round_robin": proxy.RoundRobin, "random": proxy.RoundRobin, "least_loaded": proxy.LeastLoaded, "power_of_two": proxy.LeastLoaded,
+	"prefix_aware": proxy.PrefixAware, "cache_aware": proxy.PrefixAware, "consistent_hash": proxy.PrefixAware,
+}
+
+// proxyFields are the flags of options, for errors.
+var proxyFields = map[string]string{
+	"Prefill": "--prefill", "Decode": "--decode", "Engines": "--engine", "Sources": "dns+ or registry+", "DPSize": "--data-parallel-size", "SkipPrefill": "--skip-prefill-below", "Store": "--store", "StoreEvents": "--store-events", "StoreReplay": "--store-events-replay", "EventsPort": "--kv-events-port", "ReplayPort": "--kv-events-replay-port",
+	"MaxInFlight": "--max-in-flight", "MaxPerEngine": "--max-per-engine", "MaxQueue": "--max-queue", "QueueTimeout": "--queue-timeout",
+	"Attempts": "--attempts", "FirstByte": "--first-byte-timeout", "PrefillTimeout": "--prefill-timeout", "Stall": "--stall-timeout",
+}
+
+func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
+	o = proxy.Options{
+		EngineKey: c.EngineKey, Dialect: connectors[c.Connector], DPSize: c.DPSize, Policy: policies[c.Policy],
+		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, StoreEvents: c.StoreEvents, StoreReplay: c.StoreReplay, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
+		QueueTimeout: c.QueueTimeout, Attempts: c.Attempts, FirstByte: c.FirstByte, PrefillTimeout: c.PrefillTime, Stall: c.Stall, Log: e.log,
+	}
+	if err := proxytool.Engines(&o, c.Prefill, c.Decode, c.Engine); err != nil {
+		return o, usagef("%v", err)
+	}
+	var f faults
+	f.unless((c.TLSCert == "") == (c.TLSKey == ""), "--tls-cert and --tls-key go together")
+	if c.AdminPort != 0 {
+		f.port("--admin-port", c.AdminPort, false)
+	}
+	f.unless((c.AdminPort != 0) == (c.AdminToken != ""), "--admin-port and --admin-token go together")
+	f.unless(c.Limits == "" || c.APIKeys != "", "--shared-limits counts keys: --api-keys is missing")
+	f.port("--port", c.Port, true)
+	f.unless(c.Drain > 0, "--drain-timeout %v is not above 0", c.Drain)
+	f.unless(min(c.MaxInFlight, c.MaxPerEngine, c.MaxQueue, c.Attempts) > 0, "--max-in-flight, --max-per-engine, --max-queue and --attempts must be above 0")
+	f.unless(min(c.QueueTimeout, c.FirstByte, c.PrefillTime, c.Stall) > 0, "--queue-timeout, --first-byte-timeout, --prefill-timeout and --stall-timeout must be above 0")
+	f.unless(len(c.Prefill)+len(c.Decode)+len(c.Engine)+c.AdminPort > 0, "--prefill and --decode, or --engine, are missing")
+	options.Each(o.Validate(), func(e *options.Error) { f.unless(false, "%s %s", proxyFields[e.Field], e.Text) })
+	if err := f.err(); err != nil {
+		return o, err
+	}
+	if c.EngineCA != "" {
+		text, err := os.ReadFile(c.EngineCA)
+		if err != nil {
+			return o, err
+		}
+		o.EngineTLS = &tls.Config{RootCAs: x509.NewCertPool()}
+		if !o.EngineTLS.RootCAs.AppendCertsFromPEM(text) {
+			return o, usagef("--engine-ca %s has no certificate", c.EngineCA)
+		}
+	}
+	if c.APIKeys != "" {
+		o.Keys, err = keys.Open(c.APIKeys)
+	}
+	return o, err
+}
+
+func (c *proxyCmd) check(e *env) error {
+	_, err := c.options(e)
+	return err
+}
+
+// Run serves until it is told to stop.
+func (c *proxyCmd) Run(e *env) (err error) {
+	o, err := c.options(e)
+	if err != nil {
+		return err
+	}
+	if c.OTLP != "" {
+		if o.Spans, err = otlp.Open(c.OTLP, "kvasir-proxy", e.log); err != nil {
+			return usagef("--otlp-endpoint: %v", err)
+		}
+		defer o.Spans.Close()
+	}
+	if c.Limits != "" {
+		lo, err := limits.ParseURL(c.Limits)
+		if err == nil {
+			lo.Log = e.log
+			o.Limits, err = limits.New(lo)
+		}
+		if err != nil {
+			return usagef("--shared-limits %v", err)
+		}
+		defer o.Limits.Close()
+	}
+	p, err := proxy.New(o)
+	if err != nil {
+		return err
+	}
+	defer p.Close()
+	registry := metrics.New(Version())
+	metrics.Add(registry, p.Stats)
+	so := proxytool.Server{
+		Proxy: p, Keys: o.Keys, Metrics: registry.Handler(), AdminToken: c.AdminToken, CertFile: c.TLSCert, KeyFile: c.TLSKey,
+		Drain: c.Drain, MaxConns: 2 * c.MaxInFlight, Log: e.log,
+	}
+	if so.Listener, err = listen.TCP(e.ctx, c.Host, c.Port); err != nil {
+		return listen.Explain(err, "--host", "--port")
+	}
+	if c.AdminPort != 0 {
+		if so.Admin, err = listen.TCP(e.ctx, c.AdminHost, c.AdminPort); err != nil {
+			return errors.Join(listen.Explain(err, "--admin-host", "--admin-port"), so.Listener.Close())
+		}
+	}
+	if !isLoopback(c.Host) && o.Keys == nil {
+		e.log.Warn("there are no API keys: whoever reaches this port may use the engines; let only clients reach it, or give --api-keys")
+	}
+	e.parts.Add("proxy", func() any { return p.Stats() })
+	e.parts.AddTransfers("proxy", p.Transfers)
+	e.isReady()
+	return so.Serve(e.ctx)
+}

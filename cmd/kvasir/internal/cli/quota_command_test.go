@@ -1,0 +1,84 @@
+package cli_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/server/admin"
+)
+
+// quota shows and sets what tenants of a real server have; what the server refuses is said as it says it.
+func TestQuotaOfALiveServer(t *testing.T) {
+	s := serve(t, "--quota", "a=1MiB", "--tenant-ttl", "b=90s", "--pin-limit", "_default=64KiB") // of a pool of 10.2 MiB
+	url := fmt.Sprintf("http://127.0.0.1:%d", s.http)
+	f := func(code int, want string, args ...string) {
+		t.Helper()
+		got, stdout, stderr := run(t, append(append([]string{"quota"}, args...), "--url", url)...)
+		if text := stdout + stderr; got != code || !strings.Contains(strings.Join(strings.Fields(text), " "), want) || code != 0 && (stdout != "" || strings.Count(stderr, "\n") != 1) {
+			t.Errorf("quota %v: exit %d, want %d and %s:\n%s", args, got, code, want, text)
+		}
+	}
+	f(0, "TENANT QUOTA HAS EVICTED TTL EXPIRED PINNED MAY PIN _default - - - - - 0 B 64 KiB a 1 MiB 0 B 0 B - - - - b - - - 1m30s 0 chunks - -", "list")
+	f(0, "a 2 MiB 0 B 0 B never 0 chunks 0 B 1 MiB", "set", "a", "--size", "2MiB", "--ttl", "never", "--pins", "1MiB")
+	f(0, "a - - - never 0 chunks 0 B 1 MiB", "set", "a", "--size", "none")
+	f(0, "__default 512 KiB", "set", "__default", "--size", "512KiB")
+	f(1, "kvasir: quota_bytes: tenants: the quotas do not fit into the pool: with this one they are 20", "set", "c", "--size", "20GiB")
+	f(1, "kvasir: ttl_seconds: kv: salt longer than", "set", "a/b", "--ttl", "5s")
+	f(2, `--size "x" is no size`, "set", "a", "--size", "x")
+	f(2, `--ttl "soon" is no time`, "set", "a", "--ttl", "soon")
+	f(2, "say what to set: --size, --ttl or --pins (see kvasir quota set --help)", "set", "a")
+	f(0, "removed what b had of its own", "remove", "b")
+	f(1, "tenant b has nothing of its own", "remove", "b")
+	var got admin.Tenants
+	code, stdout, _ := run(t, "quota", "list", "--json", "--url", url)
+	if err := json.Unmarshal([]byte(stdout), &got); code != 0 || err != nil || len(got.Tenants) != 3 || got.Tenants[1].Salt != "__default" || *got.Tenants[1].Quota != 512<<10 {
+		t.Errorf("exit %d, %s", code, stdout)
+	}
+	for _, salt := range []string{"a", "_default", "__default"} {
+		f(0, "removed", "remove", salt)
+	}
+	f(0, "No tenant has a quota", "list")
+}
+
+// A server that is away, and what is none, are said in one line that tells what to look at.
+func TestQuotaOfSomethingElse(t *testing.T) {
+	other := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch {
+		case strings.HasPrefix(r.URL.Path, "/absent"):
+			w.WriteHeader(http.StatusNotFound)
+		case strings.HasPrefix(r.URL.Path, "/evil") && r.Method == http.MethodGet:
+			_, _ = w.Write([]byte(`{"tenants": [{"cache_salt": "a\nb\u001b[2J", "ttl_seconds": 1e300}]}`))
+		case strings.HasPrefix(r.URL.Path, "/evil"):
+			w.WriteHeader(http.StatusBadRequest)
+			_, _ = w.Write([]byte(`{"error": "no\n\u001b[2J"}`))
+		default:
+			_, _ = w.Write([]byte(`{"status": "ok"}`))
+		}
+	}))
+	defer other.Close()
+	f := func(want, url string) {
+		t.Helper()
+		for _, args := range [][]string{{"list"}, {"set", "a", "--ttl", "5s"}, {"remove", "a"}} {
+			code, stdout, stderr := run(t, append(append([]string{"quota"}, args...), "--url", url, "--timeout", "5")...)
+			if code != 1 || stdout != "" || strings.Count(stderr, "\n") != 1 || !strings.Contains(stderr, want) {
+				t.Errorf("%v at %s: exit %d, want one line with %q:\n%s%s", args, url, code, want, stdout, stderr)
+			}
+		}
+	}
+	f("nothing listens at", fmt.Sprintf("http://127.0.0.1:%d", ports.Free(t)))
+	f("is not answered by a kvasir server", other.URL)
+	f("404 Not Found: is that a kvasir server?", other.URL+"/absent")
+	for _, args := range [][]string{{"list"}, {"set", "a", "--ttl", "5s"}} {
+		if _, stdout, stderr := run(t, append(append([]string{"quota"}, args...), "--url", other.URL+"/evil")...); strings.ContainsAny(stdout+stderr, "\x1b") || strings.Count(stdout+stderr, "\n") > 2 {
+			t.Errorf("names of others reach the terminal: %q", stdout+stderr)
+		}
+	}
+	if code, _, stderr := run(t, "quota", "list", "--url", "localhost:8080"); code != 2 || !strings.Contains(stderr, "is not http://HOST:PORT") {
+		t.Errorf("exit %d, %s", code, stderr)
+	}
+}

@@ -1,0 +1,496 @@
+package cli
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/hostmem"
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/server/admin"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/evict"
+	"github.com/kvasir-kv/kvasir/store/evict/lifetime"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/store/tenant/terms"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/adapter"
+)
+
+// serverCmd has LMCache's flag names.
+type serverCmd struct {
+	configFlags
+
+	Host      string   `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
+	Port      int      `help:"ZMQ port." default:"5555" group:"Network"`
+	IPC       string   `name:"ipc" help:"Also listen on this UNIX socket path." group:"Network" placeholder:"PATH"`
+	HTTPHost  string   `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
+	HTTPPort  int      `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
+	AllowHost []string `name:"allow-host" help:"Names of this machine, comma-separated, under which /status and /cache/clear are answered besides its addresses, its host name and localhost." group:"Network" placeholder:"NAME"`
+	Profiles  bool     `name:"pprof" help:"Serve Go's profiles on the HTTP port, at /debug/pprof/." group:"Network"`
+	L1SizeGB  gibSize  `name:"l1-size-gb" help:"Pool size: GiB, or with a unit, as 256MiB." default:"4" group:"Pool"`
+	ChunkSize int      `help:"Tokens per chunk; a multiple of the engine's block size." default:"256" group:"Pool"`
+	ShmName   string   `help:"Name of the pool under /dev/shm; lmcache_l1_pool_ is put before it when missing. Default: kvasir_PORT_BOOT, where BOOT is the same until this host starts again, and another on other hosts." group:"Pool"`
+	Align     byteSize `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two: bytes, or with a unit." default:"4096" group:"Pool"`
+	Cold      bool     `help:"Start empty: discard the pool that an earlier server left." group:"Pool"`
+	Drop      bool     `help:"Remove the pool that an earlier server left, and end." group:"Pool"`
+	Pickle    string   `help:"For workers that cannot map the pool (other hosts, containers with a /dev/shm of their own): their chunks pass through the socket as pickled tensors. on: for them; only: for all, nobody is told of the pool; off: they are declined; auto: on while only this host can connect (--host is a loopback address), else off." default:"auto" enum:"auto,on,only,off" group:"Pool"`
+	PickleMax mibSize  `name:"pickle-max-mib" help:"Largest message of such a worker, MiB or with a unit; memory grows as it arrives." default:"4095" group:"Pool"`
+	Trust     []string `name:"trust-address" help:"Addresses or networks (CIDR), comma-separated, whose peers are taken for this server's user: they are told where the pool is. For containers that share /dev/shm but not the network." group:"Pool" placeholder:"CIDR"`
+	Populate  mibSize  `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none. Only what was prepared is handed out, so a /dev/shm that fills up ends no engine; with 0 everything is." default:"1024" group:"Pool"`
+	Memo      mibSize  `name:"memo-mib" help:"Memory for the token lists of recent prompts, MiB: a prompt seen before is compared instead of hashed. 32k tokens take 160 KiB; 0 for none." default:"64" group:"Pool"`
+	Checksum  mibSize  `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, 0 for none: after a restart a chunk that differs from its checksum is a miss." default:"512" group:"Pool"`
+
+	adapter.Flags
+	eventFlags
+
+	Reap    float64 `name:"worker-reap-timeout-seconds" help:"Silence after which a worker is dropped, 0 for never." default:"120" group:"Timers"`
+	Grace   float64 `name:"worker-registration-grace-seconds" help:"The same for a worker that has never pinged." default:"3600" group:"Timers"`
+	Session float64 `name:"session-ttl-seconds" help:"Idle time after which a request's pins are dropped." default:"600" group:"Timers"`
+	Hold    float64 `name:"l1-write-ttl-seconds" help:"Quarantine: time after which memory that a worker was told about and never committed is used again." default:"600" group:"Timers"`
+	Drain   float64 `name:"drain-timeout-seconds" help:"Time for transfers in progress to commit at shutdown." default:"10" group:"Timers"`
+
+	Separate bool     `name:"separate-object-groups" help:"Hybrid models: keep an object per kind of attention, so that a hit needs only the windows of sliding-window layers and the last state of recurrent ones." negatable:"" group:"Pool"`
+	Mode     string   `name:"supported-transfer-mode" help:"Who copies KV: engine_driven (the engine), lmcache_driven (this server, CPU engines only) or auto (both); workers of the other mode are declined." default:"auto" enum:"engine_driven,auto,lmcache_driven" group:"Compatibility"`
+	Client   string   `name:"client-generation" help:"Take every client for one of this lmcache generation; auto recognises each connection's. 0.5.0 stands for 0.5.0 to 0.5.2, 0.5.3 for 0.5.3 and 0.5.4." default:"auto" enum:"auto,0.4.6,0.4.7,0.5.0,0.5.3,0.5.5,0.5.6" group:"Compatibility"`
+	Hash     string   `name:"hash-algorithm" help:"Only blake3: the others need Python." default:"blake3" group:"Compatibility"`
+	Eviction string   `name:"eviction-policy" help:"What is evicted first. leaf-hazard: ends of prompts that are the least likely to be used again soon, as learned from those before; lru: what was not used for longest; also leaf-lru, s3fifo, arc. kvasir sim evict compares them on a trace. LMCache's names LRU, ARC, IsolatedLRU and noop run as lru." default:"leaf-hazard" group:"Pool"`
+	TTL      float64  `name:"ttl-seconds" help:"Time after which chunks go that nobody used, at least 1; 0: they stay until room is needed. What a lookup or a transfer keeps does not go." default:"0" group:"Pool"`
+	OwnTTL   []string `name:"tenant-ttl" sep:"none" help:"The same for the tenant of a cache salt: 90s, 24h, or never. Repeatable." placeholder:"SALT=TIME" group:"Pool"`
+	PinLimit []string `name:"pin-limit" sep:"none" help:"How much of a cache salt's chunks may be pinned (POST /cache/pins), at a time; nothing unless given. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
+	Quota    []string `name:"quota" sep:"none" help:"What the tenant of a cache salt keeps of the pool whatever others store, with a policy of its own; a number alone is GiB. _default is the empty salt, __default a tenant called _default. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
+	State    string   `help:"Keep in this file what is set for tenants while the server runs (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it that ends with the server. What a flag says counts again once the flag is changed." placeholder:"FILE" group:"Pool"`
+	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
+
+	terms *terms.Book
+}
+
+// Help implements kong's detailed help.
+func (serverCmd) Help() string {
+	return `Examples:
+  kvasir server --l1-size-gb 100
+  kvasir server --port 5556 --http-port 8081 --l1-size-gb 0.5 --chunk-size 128
+  kvasir server --l1-size-gb 100 --separate-object-groups    (hybrid models, lmcache_driven)
+  kvasir server --l1-size-gb 100 --cold     (forget what an earlier server kept)
+  kvasir server --l1-size-gb 100 --drop     (remove it and end)
+  kvasir server --l1-size-gb 100 --host 10.0.0.5 --pickle on     (engines on other hosts too)
+  kvasir server --l1-size-gb 100 --l2-adapter '{"type":"fs","base_path":"/data/kv"}'    (a directory below the pool)
+  kvasir server --l1-size-gb 100 --kv-events tcp://*:5557 --kv-events-replay tcp://*:5558    (for routers)
+  kvasir server --l1-size-gb 100 --disk /mnt/nvme/kv --disk-gb 2000                (a disk of its own)
+  kvasir server --l1-size-gb 100 --quota team-a=40GiB --state /var/lib/kvasir/tenants.state    (what kvasir quota sets holds over restarts)
+
+The pool outlives the server: started again with the same flags, it serves what was stored, and
+engines go on without registering again.
+
+Then start vLLM on the same host, as the same user:
+  vllm serve MODEL --kv-transfer-config '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",
+    "kv_connector_extra_config":{"lmcache.mp.mp_transfer_mode":"engine_driven"}}'
+
+Models with sliding windows or recurrent layers need mp_transfer_mode=lmcache_driven, in which the
+server copies; it can do so for CPU engines. After a restart chunks are compared with their checksums.
+
+The flags of "lmcache server" are accepted; those that mean nothing here are named in one warning.`
+}
+
+// lmcachePrefix is what LMCache puts before the names of its pools.
+const lmcachePrefix = "lmcache_l1_pool_"
+
+func (c *serverCmd) poolName() string {
+	name := strings.TrimPrefix(c.ShmName, "/")
+	if name == "" {
+		name = fmt.Sprintf("kvasir_%d_%s", c.Port, bootMark())
+	}
+	if !strings.HasPrefix(name, lmcachePrefix) {
+		name = lmcachePrefix + name
+	}
+	return name
+}
+
+// bootMark is 8 hexadecimal digits that are the same on this host until it starts
+// again, and others elsewhere: a worker that is told of a pool of another host must
+// not find one of that name on its own.
+func bootMark() string {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if id := strings.TrimSpace(string(b)); err == nil && len(id) >= 8 {
+		return id[:8]
+	}
+	host, _ := os.Hostname()
+	h := fnv.New32a()
+	_, _ = h.Write([]byte(host))
+	return fmt.Sprintf("%08x", h.Sum32())
+}
+
+// serverOptions are the packages' options that the flags mean.
+type serverOptions struct {
+	pool   pool.Options
+	store  store.Options
+	server server.Options
+	tiers  adapter.Options
+}
+
+// flagOf names the flag behind a field of the options.
+var flagOf = map[string]string{
+	"Name": "--shm-name", "Bytes": "--l1-size-gb", "Align": "--l1-align-bytes", "ChunkTokens": "--chunk-size",
+	"Quarantine": "--l1-write-ttl-seconds", "TTL": "--ttl-seconds", "SessionIdle": "--session-ttl-seconds",
+	"PopulateRate": "--populate-mib-per-second", "ChecksumRate": "--checksum-mib-per-second",
+	"WorkerReap": "--worker-reap-timeout-seconds", "RegistrationGrace": "--worker-registration-grace-seconds", "DrainTimeout": "--drain-timeout-seconds",
+	"LoadTimeout": "--l2-prefetch-load-timeout", "MemoBytes": "--memo-mib", "PickleBytes": "--pickle-max-mib",
+	"Records": "--kv-event-log-size", "TokenBytes": "--kv-events-memory",
+}
+
+// options turns flags into options. The error names every flag that cannot be used,
+// with what to do about it.
+func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
+	var bad faults
+	wrong := func(format string, args ...any) { bad.unless(false, format, args...) }
+	bad.port("--port", c.Port, false)
+	bad.port("--http-port", c.HTTPPort, true)
+	if c.Hash != "blake3" {
+		wrong("--hash-algorithm %s is computed by Python code inside vLLM; only blake3 (LMCache's default) is served", c.Hash)
+	}
+	if c.Wire != "zmq" {
+		wrong("--transport %s is not served; use zmq and a tcp:// URL in the engine", c.Wire)
+	}
+	if !slices.Contains(evict.Names, c.policyName()) {
+		wrong("--eviction-policy %s is unknown; known are %s, and LMCache's LRU, ARC, IsolatedLRU and noop", c.Eviction, strings.Join(evict.Names, ", "))
+	}
+	positive := func(flag string, v float64) time.Duration {
+		if !(v > 0) {
+			wrong("%s %v is not above 0", flag, v)
+		}
+		return seconds(v)
+	}
+	trust, err := c.trusted()
+	if err != nil {
+		wrong("%v", err)
+	}
+	clients, err := c.generations()
+	if err != nil {
+		wrong("%v", err)
+	}
+	if err := c.checkTenants(int64(c.L1SizeGB)); err != nil {
+		wrong("%v", err)
+	}
+	if err := c.eventFlags.check(); err != nil {
+		wrong("%v", err)
+	}
+	if c.ChunkSize == 0 { // to the options that is the default
+		wrong("--chunk-size 0 is outside 1 to %d", kv.MaxChunkTokens)
+	}
+	o.pool = pool.Options{Name: c.poolName(), Bytes: int64(c.L1SizeGB), Align: cmp.Or(int64(c.Align), -1), ChunkTokens: c.ChunkSize, Cold: c.Cold}
+	o.store = store.Options{
+		Quarantine: positive("--l1-write-ttl-seconds", c.Hold), SessionIdle: positive("--session-ttl-seconds", c.Session),
+		PopulateRate: int64(c.Populate), ChecksumRate: int64(c.Checksum), Log: log,
+		LoadTimeout: positive("--l2-prefetch-load-timeout", c.Timeout), Write: writePolicies[c.Write], LoadIfFaster: c.Faster,
+		TTL: seconds(c.TTL), WarmBytes: int64(c.Warm * (1 << 30)), WarmTime: seconds(c.WarmFor),
+	}
+	if o.tiers, err = c.Flags.Options(log); err != nil {
+		wrong("%s", strings.ReplaceAll(err.Error(), "\n", "; "))
+	}
+	o.server = server.Options{
+		ChunkTokens: c.ChunkSize, WorkerReap: seconds(c.Reap), KeepSilent: c.Reap == 0, RegistrationGrace: seconds(c.Grace), KeepNeverPinged: c.Grace == 0,
+		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
+		ClientGenerations: clients, MemoBytes: int64(c.Memo), NoMemo: c.Memo == 0, Pickle: c.pickleMode(), PickleBytes: cmp.Or(int64(c.PickleMax), -1), Trust: trust,
+		DrainTimeout: cmp.Or(seconds(c.Drain), 1), Log: log, Version: Version(),
+	}
+	said := strings.Join(bad, " ")
+	options.Each(errors.Join(o.pool.Validate(), o.store.Validate(), o.server.Validate(), c.eventFlags.options().Validate()), func(e *options.Error) {
+		flag := cmp.Or(flagOf[e.Field], e.Field)
+		if !strings.Contains(said, flag+" ") { // a flag that means several fields is told once
+			said += " " + flag + " "
+			wrong("%s: %s", flag, e.Text)
+		}
+	})
+	return o, bad.err()
+}
+
+var writePolicies = map[string]store.WritePolicy{"commit": store.WriteAtCommit, "hit": store.WriteAtFirstHit, "never": store.WriteNever}
+
+// lmcachePolicies are LMCache's names of policies, all of which run as lru here.
+var lmcachePolicies = []string{"LRU", "ARC", "IsolatedLRU", "noop"}
+
+// policyName returns our name of the policy asked for.
+func (c *serverCmd) policyName() string {
+	if slices.Contains(lmcachePolicies, c.Eviction) {
+		return "lru"
+	}
+	return c.Eviction
+}
+
+// pickleMode resolves auto: whoever can reach a loopback address is on this host.
+func (c *serverCmd) pickleMode() server.PickleMode {
+	switch c.Pickle {
+	case "on":
+		return server.PickleOn
+	case "only":
+		return server.PickleOnly
+	case "auto":
+		if isLoopback(c.Host) {
+			return server.PickleOn
+		}
+	}
+	return server.PickleOff
+}
+
+// trusted reads --trust-address: networks, or addresses for networks of one.
+func (c *serverCmd) trusted() ([]netip.Prefix, error) {
+	var out []netip.Prefix
+	for _, s := range c.Trust {
+		p, err := netip.ParsePrefix(s)
+		if a, aerr := netip.ParseAddr(s); aerr == nil {
+			p, err = netip.PrefixFrom(a.Unmap(), a.Unmap().BitLen()), nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("--trust-address %q is no address and no network like 172.17.0.0/16", s)
+		}
+		out = append(out, p.Masked())
+	}
+	return out, nil
+}
+
+// generations returns what clients can be of; 0 leaves it to the server.
+func (c *serverCmd) generations() (lmcache.Generations, error) {
+	if c.Client == "auto" {
+		return 0, nil
+	}
+	g, err := lmcache.ParseGenerations(c.Client)
+	if err != nil {
+		return 0, fmt.Errorf("--client-generation %s: %w", c.Client, err)
+	}
+	return g, nil
+}
+
+func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+
+func (c *serverCmd) check(e *env) error {
+	_, err := c.options(e.log)
+	return err
+}
+
+// Run serves until a signal.
+func (c *serverCmd) Run(e *env) (err error) {
+	o, err := c.options(e.log)
+	if err != nil {
+		return err
+	}
+	if len(e.ignored) > 0 {
+		e.log.Warn("flags without meaning here were ignored", "flags", strings.Join(e.ignored, " "))
+	}
+	if c.Eviction != c.policyName() && c.Eviction != "LRU" && c.Eviction != "IsolatedLRU" {
+		e.log.Warn("the --eviction-policy is not available: lru is used", "policy", c.Eviction)
+	}
+	if c.Drop {
+		return c.drop(e)
+	}
+	if err := c.warnSetup(e); err != nil {
+		return err
+	}
+	flags := make(terms.Flags)
+	_ = c.setTenants(flags) // they were checked
+	if c.terms, err = terms.Open(c.State, flags, e.log); err != nil {
+		return fmt.Errorf("--state: %w", err)
+	}
+	defer func() { err = errors.Join(err, c.terms.Close()) }()
+	o.tiers.Changes = c.changes()
+	st, err := c.openStore(&o)
+	if err != nil {
+		return err
+	}
+	o.server.Events = c.book(st, o.tiers.Changes)
+	if o.server.Publisher, err = c.publisher(e, o.server.Events, c.publisherOptions(c.Port, c.ChunkSize, e.log)); err != nil {
+		return failedStart(st, err)
+	}
+	srv := server.New(st, o.server)
+	if free, ok := hostmem.Available(); ok && c.Populate > 0 && free < st.Files().Bytes()-st.Memory().Provided() {
+		e.log.Warn("the pool takes more memory than this machine has left: lower --l1-size-gb",
+			"missing_bytes", st.Files().Bytes()-st.Memory().Provided(), "free_bytes", free)
+	}
+	err = c.serve(e, srv)
+	if err != nil && st.Stats().Resident == 0 {
+		return failedStart(st, err)
+	}
+	chunks, bytes := st.Stats().Resident, st.Files().Bytes()
+	err = errors.Join(err, st.Close())
+	e.log.Info("stopped; the pool stays for the next start with the same flags, and keeps its memory until it is removed",
+		"pool", shm.Dir+"/"+c.poolName(), "pool_bytes", bytes, "chunks", chunks, "remove_with", "kvasir pool rm "+c.poolName())
+	return err
+}
+
+// failedStart closes the store: a start that failed leaves nothing behind but what was there.
+func failedStart(st *store.Store, err error) error {
+	if st.Stats().Resident == 0 {
+		err = errors.Join(err, st.Files().Remove())
+	}
+	return errors.Join(err, st.Close())
+}
+
+// openStore opens the tiers and the pool.
+func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
+	if len(o.tiers.Adapters) > 0 {
+		o.tiers.Names = tier.NewNames()
+	}
+	below, err := adapter.Open(o.tiers)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil && below.Tier != nil {
+			err = errors.Join(err, below.Tier.Close())
+		}
+	}()
+	p, err := pool.Open(o.pool)
+	if err != nil {
+		return nil, explainPool(err, "--shm-name or --port")
+	}
+	if o.store.Policy, err = evict.New(c.policyName(), p.Bytes()); err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	o.server.Lifetimes = lifetime.New()
+	o.store.Policy = o.server.Lifetimes.Watch(o.store.Policy)
+	o.store.TenantPolicy = func(quota int64) evict.Policy {
+		policy, _ := evict.New(c.policyName(), max(quota, p.Bytes()/64)) // the name is known
+		return o.server.Lifetimes.Watch(policy)
+	}
+	o.store.Below, o.store.Place = below.Tier, below.Place
+	if below.Disk != nil {
+		o.store.BelowOpened = below.Disk.Opened()
+	}
+	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters = o.tiers.Names, below.Each, below.Disk, below.Clusters
+	st := store.New(p, o.store)
+	if err = c.terms.Apply(st); err != nil {
+		below.Tier = nil // the store closes it
+		return nil, errors.Join(err, st.Close())
+	}
+	return st, nil
+}
+
+// The engines' connections, one a worker and one a scheduler, and the server's own
+// files.
+const minFiles, fewFiles = 32, 256
+
+// warnSetup warns of what starts and does not serve well, and refuses what cannot.
+func (c *serverCmd) warnSetup(e *env) error {
+	var files syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &files); err == nil && files.Cur < fewFiles {
+		if files.Cur < minFiles {
+			return fmt.Errorf("this process may open %d files, a server needs %d and one for each connection: raise it (ulimit -n, LimitNOFILE=)", files.Cur, minFiles)
+		}
+		e.log.Warn("this process may open few files, and each connection takes one: raise it (ulimit -n, LimitNOFILE=)", "files", files.Cur)
+	}
+	if c.ChunkSize%16 != 0 {
+		e.log.Warn("--chunk-size is no multiple of 16, the block size of most engines: those cannot use it", "chunk_tokens", c.ChunkSize)
+	}
+	return nil
+}
+
+// drop removes the pool, whatever state it is in.
+func (c *serverCmd) drop(e *env) error {
+	taken, err := pool.Drop("", c.poolName())
+	switch {
+	case errors.Is(err, pool.ErrNothing):
+		e.log.Info("nothing to remove: there is no such pool", "path", "/dev/shm/"+c.poolName())
+		return nil
+	case err != nil:
+		return explainPool(err, "--shm-name or --port")
+	}
+	e.log.Info("removed the pool: its memory comes back when no engine maps it any more", "path", "/dev/shm/"+c.poolName(), "bytes", taken)
+	return nil
+}
+
+// serve listens, works and, at a signal, drains.
+func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
+	defer func() { err = errors.Join(err, srv.Close()) }()
+	endpoints := []string{"tcp://" + net.JoinHostPort(c.Host, strconv.Itoa(c.Port))}
+	if c.IPC != "" {
+		endpoints = append(endpoints, "ipc://"+c.IPC)
+	}
+	listener, err := listen.TCP(e.ctx, c.HTTPHost, c.HTTPPort)
+	if err != nil {
+		return listen.Explain(err, "--http-host", "--http-port")
+	}
+	listener = httpserver.Limit(listener, httpserver.MaxConns)
+	web := httpserver.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: endpoints[0], Profiles: c.Profiles, Parts: e.parts}))
+	defer web.Close()
+	var addresses []string
+	for i, endpoint := range endpoints {
+		var addr string
+		if err := listen.Again(e.ctx, func(ctx context.Context) (err error) {
+			addr, err = srv.Listen(ctx, endpoint)
+			return err
+		}); err != nil {
+			listener.Close()
+			host, port := "--host", "--port"
+			if i > 0 {
+				host, port = "--ipc", ""
+			}
+			return listen.Explain(err, host, port)
+		}
+		addresses = append(addresses, addr)
+	}
+	for _, addr := range addresses {
+		e.log.Info("serving LMCache clients", "address", addr, "pool", "/dev/shm/"+c.poolName(), "pool_bytes", int64(c.L1SizeGB), "chunk_tokens", c.ChunkSize)
+	}
+	e.log.Info("serving HTTP: /status, /healthcheck, /metrics", "address", listener.Addr().String())
+	c.warnOpen(e, listener.Addr())
+	e.isReady()
+
+	background, stop := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer stop()
+	wg.Go(func() { srv.Run(background) })
+	failed := make(chan error, 1)
+	wg.Go(func() {
+		if err := web.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+			failed <- fmt.Errorf("http: %w", err)
+		}
+	})
+	defer web.Close()
+	select {
+	case err = <-failed:
+	case <-e.ctx.Done():
+		e.log.Info("stopping: transfers in progress may finish")
+	}
+	return errors.Join(err, srv.Shutdown(context.Background()))
+}
+
+// warnOpen warns where others than this machine's users can connect: there is no
+// authentication.
+func (c *serverCmd) warnOpen(e *env, web net.Addr) {
+	var open []any
+	if !isLoopback(c.Host) {
+		open = append(open, "port", c.Port)
+	}
+	if a, ok := web.(*net.TCPAddr); ok && !a.IP.IsLoopback() {
+		open = append(open, "http_port", a.Port)
+	}
+	if len(open) > 0 {
+		e.log.Warn("there is no authentication: whoever reaches these ports may store, replace and read the cache of any prompt that they can name, "+
+			"read the status (HTTP), and clear the cache; let only engines reach them (firewall, network policy)", open...)
+	}
+}
+
+// isLoopback reports whether only this machine reaches an address to listen on.
+func isLoopback(host string) bool {
+	ip := net.ParseIP(host)
+	return host == "localhost" || ip != nil && ip.IsLoopback()
+}

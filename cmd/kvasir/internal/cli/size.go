@@ -1,0 +1,25 @@
+package cli
+
+import (
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/status"
+	"github.com/kvasir-kv/kvasir/internal/options/size"
+	"github.com/kvasir-kv/kvasir/internal/safelog"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+type (
+	byteSize = size.Bytes
+	kibSize  = size.KiB
+	mibSize  = size.MiB
+	gibSize  = size.GiB
+)
+
+// sizeWords writes a size for people: 3.7 GiB.
+func sizeWords(n int64) string { return kv.FormatBytes(n) }
+
+// printable is text of others, such as the names of models and files, for a terminal:
+// it moves no cursor and begins no line.
+func printable(s string) string { return safelog.Text(s, 4096) }
+
+// thousands writes a number in groups of three: 3,308,093.
+func thousands(n uint64) string { return status.Thousands(n) }

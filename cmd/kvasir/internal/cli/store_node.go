@@ -1,0 +1,153 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/mooncake/store"
+)
+
+// masterFlags name a cluster.
+type masterFlags struct {
+	Master []string `help:"Masters of the cluster, HOST:PORT; of several the one that answers leads." required:"" placeholder:"HOST:PORT"`
+}
+
+func (m *masterFlags) options() store.MasterOptions { return store.MasterOptions{Addresses: m.Master} }
+
+func (m *masterFlags) faults(f *faults) {
+	options.Each(m.options().Validate(), func(e *options.Error) { f.unless(false, "--master %s", e.Text) })
+}
+
+type storeNodeCmd struct {
+	configFlags
+	masterFlags
+
+	Host     string  `help:"Address that clients and other nodes dial." default:"127.0.0.1"`
+	Bind     string  `help:"Address to listen on; default that of --host." placeholder:"ADDRESS"`
+	MemoryGB gibSize `name:"memory-gb" help:"Memory to give: GiB, or with a unit, as 512MiB; rounded down to 16 MiB." default:"4"`
+	Name     string  `help:"Name of the segment, for puts that prefer it; default its address." placeholder:"NAME"`
+	Grace    float64 `help:"Seconds that objects stay readable when this node is told to stop; nothing new is put meanwhile." default:"0"`
+	HTTPPort int     `help:"Port of /healthz and /metrics, on the address that is listened on; 0 takes a free one." default:"9004"`
+}
+
+// Help is shown by kvasir store-node --help.
+func (storeNodeCmd) Help() string {
+	return `Gives memory of this machine to a Mooncake Store cluster, without a driver and without Python: vLLM's
+MooncakeStoreConnector and other clients keep KV there over TCP. A node that is killed takes its objects
+with it; the others go on.
+
+Examples:
+  mooncake_master --rpc_port 50051
+  kvasir store-node --master 10.0.0.1:50051 --host 10.0.0.7 --memory-gb 64
+  kvasir store put greeting --master 10.0.0.1:50051 < FILE`
+}
+
+func (c *storeNodeCmd) check(*env) error {
+	var f faults
+	c.faults(&f)
+	f.unless(c.MemoryGB >= 16<<20, "--memory-gb %v is less than 16MiB", c.MemoryGB)
+	f.unless(c.Grace >= 0 && c.Grace <= 3600, "--grace %g is outside 0 to 3600", c.Grace)
+	f.port("--http-port", c.HTTPPort, true)
+	ip := net.ParseIP(c.Host)
+	f.unless(ip == nil || !ip.IsUnspecified(), "--host %s is every address: name the one that others dial", c.Host)
+	return f.err()
+}
+
+// Run serves until it is told to stop.
+func (c *storeNodeCmd) Run(e *env) (err error) {
+	if err := c.check(e); err != nil {
+		return err
+	}
+	bytes := int64(c.MemoryGB)
+	path, err := memoryPath("kvasir_store_node_", c.MemoryGB)
+	if err != nil {
+		return err
+	}
+	memory, err := shm.Create(path, bytes)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, memory.Close()) }()
+	if err := memory.Unlink(); err != nil { // a killed node leaves nothing
+		return err
+	}
+	master, err := store.NewMaster(c.options())
+	if err != nil {
+		return err
+	}
+	defer master.Close()
+	node, err := store.NewNode(master, store.NodeOptions{
+		Memory: memory.Bytes(0, bytes), Host: c.Host, Bind: c.Bind, Name: c.Name, Grace: seconds(c.Grace), Log: e.log,
+	})
+	if err != nil {
+		return err
+	}
+	registry := metrics.New(Version())
+	metrics.Add(registry, node.Stats)
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", registry.Handler())
+	health := func(w http.ResponseWriter, _ *http.Request) {
+		if node.Stats().Mounted == 0 {
+			http.Error(w, "the master does not know this node's memory", http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintln(w, "ok")
+	}
+	mux.HandleFunc("GET /healthz", health)
+	mux.HandleFunc("GET /healthcheck", health)
+	address, flag := c.Host, "--host"
+	if c.Bind != "" {
+		address, flag = c.Bind, "--bind"
+	}
+	listener, err := listen.TCP(e.ctx, address, c.HTTPPort)
+	if err != nil {
+		return listen.Explain(err, flag, "--http-port")
+	}
+	web := httpserver.NewServer(mux)
+	go web.Serve(httpserver.Limit(listener, httpserver.MaxConns))
+	defer web.Close()
+	if !isLoopback(address) {
+		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the memory; let only the cluster reach it (firewall, network policy)")
+	}
+	e.log.Info("giving memory to the cluster", "memory_bytes", bytes, "masters", c.Master, "http", listener.Addr().String())
+	ctx, cancel := context.WithCancel(e.ctx)
+	populated := make(chan error, 1)
+	go func() { // behind: the memory is used at once
+		err := provide(ctx, memory, bytes)
+		if errors.Is(err, shm.ErrNoPopulate) {
+			e.log.Warn("memory is not provided ahead of its use", "err", err)
+			err = nil
+		}
+		if populated <- err; err != nil {
+			cancel() // a write into memory that is not there would end the process
+		}
+	}()
+	start := time.Now()
+	err = node.Run(ctx)
+	cancel()
+	err = errors.Join(err, <-populated)
+	s := node.Stats()
+	e.log.Info("the node stopped", "after", time.Since(start).Round(time.Second), "writes", s.Writes, "reads", s.Reads, "lives", s.Lives)
+	return err
+}
+
+const populateStep = 64 << 20
+
+// provide gives memory its pages, until ctx ends.
+func provide(ctx context.Context, memory *shm.Segment, bytes int64) error {
+	for off := int64(0); off < bytes && ctx.Err() == nil; off += populateStep {
+		if err := memory.Populate(off, min(populateStep, bytes-off), true); err != nil {
+			return fmt.Errorf("no memory for --memory-gb: %w", err)
+		}
+	}
+	return nil
+}

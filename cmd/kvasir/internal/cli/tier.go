@@ -1,0 +1,77 @@
+package cli
+
+import (
+	tiertool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/tier"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// tierCmd looks after what lies below pools.
+type tierCmd struct {
+	Ls     tierLsCmd     `cmd:"" help:"Show what a tier has."`
+	Verify tierVerifyCmd `cmd:"" help:"Read everything that has a checksum, and compare."`
+	Drop   tierDropCmd   `cmd:"" help:"Remove what a tier has."`
+	Copy   tierCopyCmd   `cmd:"" help:"Copy what one tier has to another."`
+}
+
+// Help implements kong's detailed help.
+func (tierCmd) Help() string {
+	return `A TIER is the JSON of kvasir server --l2-adapter, or short: fs:/data/kv, fs_native:/data/kv, redis:10.0.0.7:6379,
+s3_native:BUCKET/PREFIX (region, endpoint and credentials from AWS_REGION, AWS_ENDPOINT_URL and where else Amazon's programs look).
+A server may work on it at the same time.
+
+Examples:
+  kvasir tier ls fs:/data/kv
+  kvasir tier verify fs:/data/kv --remove
+  kvasir tier drop fs:/data/kv --model Qwen/Qwen2.5-7B-Instruct
+  kvasir tier copy fs:/data/kv fs:/mnt/new
+  kvasir tier copy fs:/data/kv redis:10.0.0.7:6379
+  kvasir tier copy fs:/data/kv s3_native:my-bucket/kvasir`
+}
+
+type tierLsCmd struct {
+	Tier    string `arg:"" help:"TYPE:PATH or JSON."`
+	Objects bool   `help:"A line for each object."`
+}
+
+// Run lists.
+func (c *tierLsCmd) Run(e *env) error {
+	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error { return tiertool.List(e.ctx, e.stdout, t, c.Objects) })
+}
+
+type tierVerifyCmd struct {
+	Tier   string `arg:"" help:"TYPE:PATH or JSON."`
+	Remove bool   `help:"Remove what is damaged: then it is a miss, and is stored again."`
+}
+
+// Run compares.
+func (c *tierVerifyCmd) Run(e *env) error {
+	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error { return tiertool.Verify(e.ctx, e.stdout, t, c.Remove) })
+}
+
+type tierDropCmd struct {
+	Tier  string `arg:"" help:"TYPE:PATH or JSON."`
+	Model string `help:"Only what belongs to this model."`
+	Salt  string `help:"Only what has this cache salt."`
+	Torn  bool   `help:"Only what is torn."`
+	All   bool   `help:"Everything."`
+}
+
+// Run removes.
+func (c *tierDropCmd) Run(e *env) error {
+	if c.All == (c.Model != "" || c.Salt != "" || c.Torn) {
+		return usagef("say what to remove: --model, --salt, --torn, or --all alone")
+	}
+	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error {
+		return tiertool.Drop(e.ctx, e.stdout, t, tiertool.Filter{Model: c.Model, Salt: c.Salt, Torn: c.Torn})
+	})
+}
+
+type tierCopyCmd struct {
+	From string `arg:"" help:"TYPE:PATH or JSON."`
+	To   string `arg:"" help:"TYPE:PATH or JSON; made when it is not there."`
+}
+
+// Run copies.
+func (c *tierCopyCmd) Run(e *env) error {
+	return tiertool.CopyBetween(e.ctx, e.stdout, e.log, c.From, c.To)
+}

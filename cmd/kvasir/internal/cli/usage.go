@@ -1,0 +1,91 @@
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"regexp"
+	"strings"
+
+	"github.com/alecthomas/kong"
+
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
+)
+
+// usageError is an error of the command line, which a look at --help answers.
+type usageError struct{ text string }
+
+func (e *usageError) Error() string { return e.text }
+
+// usagef returns a usageError. Its text names the flag.
+func usagef(format string, args ...any) error {
+	return &usageError{fmt.Sprintf(format, args...)}
+}
+
+// plainer rewrites what the parser says of a value.
+var plainer = []struct{ was, is string }{
+	{`expected \S+ value but got "EOL" \(<EOL>\)`, "a value is missing"},
+	{`missing value, expecting "<arg>,\.\.\."`, "a value is missing"},
+	{`expected (?:int|string) value but got "([^"]*)" \([a-z ]+\); perhaps try (\S+)\?`, `a value is missing, or write $2`},
+	{`expected a valid \d+ bit u?int but got ("[^"]*")`, "$1 is no whole number"},
+	{`expected a float but got ("[^"]*") \(string\)`, "$1 is no number"},
+	{`slog: level string ("[^"]*"): unknown name`, "$1 is no level: want debug, info, warn or error"},
+	{`bool value must be .* but got ("[^"]*")`, "$1 is neither true nor false"},
+}
+
+// parseText returns what the parser says, in plainer words.
+func parseText(err error) string {
+	if file, ok := errors.AsType[settings.FileError](err); ok {
+		return file.Error()
+	}
+	text := err.Error()
+	for _, p := range plainer {
+		text = regexp.MustCompile(p.was).ReplaceAllString(text, p.is)
+	}
+	return text
+}
+
+// commandOf returns the command line up to the command that was meant, as far as the
+// parser could read it.
+func commandOf(err error) string {
+	path := "kvasir"
+	parse, ok := errors.AsType[*kong.ParseError](err)
+	if !ok || parse.Context == nil {
+		return path
+	}
+	for _, p := range parse.Context.Path {
+		if p.Command != nil {
+			path += " " + p.Command.Name
+		}
+	}
+	return path
+}
+
+// faults collects what is wrong with a command line, so that all of it is said at once.
+type faults []string
+
+// unless notes a fault when ok is false.
+func (f *faults) unless(ok bool, format string, args ...any) {
+	if !ok {
+		*f = append(*f, fmt.Sprintf(format, args...))
+	}
+}
+
+// port notes what is no port to listen on. free says whether 0 takes a free one.
+func (f *faults) port(flag string, port int, free bool) {
+	low := 1
+	if free {
+		low = 0
+	}
+	f.unless(port >= low && port <= 65535, "%s %d is outside %d to 65535", flag, port, low)
+}
+
+// maxSeconds bounds every time that is given in seconds: ten years.
+const maxSeconds = 10 * 365 * 86400
+
+// err returns the faults as one usageError, nil for none.
+func (f faults) err() error {
+	if len(f) == 0 {
+		return nil
+	}
+	return &usageError{strings.Join(f, "; ")}
+}

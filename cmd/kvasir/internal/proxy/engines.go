@@ -1,0 +1,74 @@
+package proxy
+
+import (
+	"cmp"
+	"fmt"
+	"net"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/proxy"
+)
+
+// Engines reads the values of --prefill, --decode and --engine into o, whose Dialect is set.
+func Engines(o *proxy.Options, prefill, decode, both []string) error {
+	all, err := prefills(prefill, o.Dialect == proxy.Mooncake)
+	if err != nil {
+		return err
+	}
+	for _, p := range all {
+		if !sourced(o, "prefill", p.URL, p.Registry) {
+			o.Prefill = append(o.Prefill, p)
+		}
+	}
+	o.Decode = slices.DeleteFunc(slices.Clone(decode), func(u string) bool { return sourced(o, "decode", u, "") })
+	o.Engines = slices.DeleteFunc(slices.Clone(both), func(u string) bool { return sourced(o, "engine", u, "") })
+	return nil
+}
+
+// prefills reads URL, URL,REGISTRY and URL PORT, where URL and PORT may be elements of their own.
+func prefills(list []string, registry bool) (out []proxy.Prefill, err error) {
+	for i := 0; i < len(list); i++ {
+		engine, at, given := strings.Cut(list[i], ",")
+		if !given {
+			engine, at, given = strings.Cut(strings.TrimSpace(list[i]), " ")
+		}
+		if !given && i+1 < len(list) && isRegistryPort(list[i+1]) {
+			i++
+			at, given = list[i], true
+		}
+		at = strings.TrimSpace(at)
+		if !registry || at == "none" {
+			out = append(out, proxy.Prefill{URL: engine})
+			continue
+		}
+		if !given || isRegistryPort(at) {
+			_, address, found := strings.Cut(engine, "+")
+			if !found {
+				address = engine
+			}
+			u, err := url.Parse(address)
+			if err != nil || u.Hostname() == "" {
+				return nil, fmt.Errorf("--prefill %q is not http://host:port", engine)
+			}
+			at = "http://" + net.JoinHostPort(u.Hostname(), cmp.Or(at, "8998"))
+		}
+		out = append(out, proxy.Prefill{URL: engine, Registry: at})
+	}
+	return out, nil
+}
+
+// sourced notes a place where engines are found; false: it is an engine's URL.
+func sourced(o *proxy.Options, role, address, registry string) bool {
+	if !strings.HasPrefix(address, "dns+") && !strings.HasPrefix(address, "registry+") {
+		return false
+	}
+	s := proxy.Source{Role: role, URL: address}
+	if u, err := url.Parse(registry); err == nil {
+		s.Registry, _ = strconv.Atoi(u.Port())
+	}
+	o.Sources = append(o.Sources, s)
+	return true
+}

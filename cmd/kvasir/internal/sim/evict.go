@@ -1,0 +1,24 @@
+package sim
+
+import (
+	"errors"
+
+	"github.com/kvasir-kv/kvasir/sim/replay/policies"
+)
+
+type evictCmd struct {
+	jsonFlag
+	policies.Flags
+}
+
+// Run plays the policies.
+func (c *evictCmd) Run(e *Env) error {
+	if err := writable(c.JSON, c.CSV, c.SVG); err != nil {
+		return err
+	}
+	r, err := c.Play(e.Ctx)
+	if r == nil || len(r.Rows) == 0 {
+		return asUsage(e, err)
+	}
+	return errors.Join(c.write(e, r, r.Print), c.Files(r), asUsage(e, err))
+}

@@ -1,0 +1,218 @@
+package sim
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"text/tabwriter"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/sim/cluster"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
+	"github.com/kvasir-kv/kvasir/sim/replay"
+	"github.com/kvasir-kv/kvasir/sim/tables"
+)
+
+type replayCmd struct {
+	jsonFlag
+	constantFlags
+
+	Trace    string `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids." placeholder:"FILE"`
+	Block    int    `name:"block-tokens" help:"Tokens of a hash id." default:"512"`
+	Requests int    `help:"Requests to play; 0 is all." default:"0" placeholder:"N"`
+	Capacity int    `name:"capacity-blocks" help:"Blocks that the cache holds, least recently used ones go; 0 is unlimited." default:"0" placeholder:"N"`
+
+	Scheduled bool   `help:"Run the trace through prefill and decode engines in virtual time; the cache is then a store below them, and their own KV memory."`
+	Prefill   int    `help:"Prefill engines; 0: decode engines do both." default:"8" group:"Scheduled"`
+	Decode    int    `help:"Decode engines." default:"8" group:"Scheduled"`
+	Profile   string `help:"Hardware profile of an engine." default:"h100-llama-3.1-8b" group:"Scheduled"`
+	Scale     int    `help:"Play the trace at 1/N of its size: lengths, blocks, arrivals; and of engines the KV memory, tokens of a step and the longest sequence." default:"1" placeholder:"N" group:"Scheduled"`
+	Bytes     bool   `help:"Schedule it with real KV bytes: blocks are carried from P to D, to and from the store, and readers compare every byte." group:"Scheduled"`
+	HeadBytes int    `name:"head-bytes" help:"With bytes: K and V of a KV head and token, a multiple of 8. Layers and heads are the model's." default:"8" placeholder:"N" group:"Scheduled"`
+	Corrupt   int    `name:"corrupt-block" help:"With bytes: flip a bit of the Nth block that arrives, to see that it is noticed." default:"0" placeholder:"N" group:"Scheduled"`
+}
+
+// Help is shown by kvasir sim replay --help.
+func (replayCmd) Help() string {
+	return `A hit is a run of blocks from a prompt's start that the cache has. JSON: requests, blocks, hit_blocks, tokens,
+seconds (that the replay took).
+
+Examples:
+  kvasir sim replay --trace conversation_trace.jsonl
+  kvasir sim replay --trace conversation_trace.jsonl --capacity-blocks 50000 --json -
+  kvasir sim replay --trace conversation_trace.jsonl --scheduled --prefill 8 --decode 8
+  kvasir sim replay --trace conversation_trace.jsonl --requests 1000 --bytes --scale 32 --capacity-blocks 5000`
+}
+
+// replayed is the result of a replay.
+type replayed struct {
+	replay.Result
+	Seconds float64 `json:"seconds"`       // that the replay took
+	Span    float64 `json:"trace_seconds"` // of the arrivals
+
+	Scheduled *scheduled `json:"scheduled,omitempty"`
+}
+
+// scheduled is the result of a trace that was run through engines.
+type scheduled struct {
+	*cluster.Result
+	Profile string          `json:"profile"`
+	Scale   int             `json:"scale"` // lengths, blocks and arrivals were divided by it
+	Prefill int             `json:"prefill"`
+	Decode  int             `json:"decode"`
+	Seconds float64         `json:"seconds"` // that it took
+	Virtual float64         `json:"virtual_seconds"`
+	Ratio   float64         `json:"ratio"` // of virtual time
+	Figures cluster.Figures `json:"figures"`
+
+	Cached     int64 `json:"cached_tokens"`        // prompt tokens that P did not compute
+	Unfinished int   `json:"unfinished,omitempty"` // requests that an interruption left; failed in the figures
+}
+
+// Run replays the trace.
+func (c *replayCmd) Run(e *Env) error {
+	var f faults
+	f.unless(c.Capacity >= 0, "--capacity-blocks %d is less than 0", c.Capacity)
+	f.unless(c.Requests >= 0, "--requests %d is less than 0", c.Requests)
+	f.unless(c.Block >= 1, "--block-tokens %d is less than 1", c.Block)
+	f.unless(c.Scale >= 1, "--scale %d is less than 1", c.Scale)
+	f.unless(c.HeadBytes >= 8, "--head-bytes %d is less than 8", c.HeadBytes)
+	f.unless(c.Corrupt >= 0, "--corrupt-block %d is less than 0", c.Corrupt)
+	f.unless(c.Bytes || c.Corrupt == 0, "--corrupt-block is for --bytes")
+	if err := errors.Join(f.err(), writable(c.JSON)); err != nil {
+		return err
+	}
+	began := time.Now()
+	file, err := os.Open(c.Trace)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	requests, err := workload.ReadTrace(bufio.NewReaderSize(file, 1<<20), workload.TraceOptions{BlockTokens: c.Block, Max: c.Requests})
+	if err != nil {
+		return asUsage(e, fmt.Errorf("%s: %w", c.Trace, err))
+	}
+	if requests, err = workload.Scaled(requests, c.Scale); err != nil {
+		return usagef("--scale: %v", err)
+	}
+	var out replayed
+	out.Result, err = replay.Run(e.Ctx, requests, c.Capacity)
+	out.Seconds, out.Span = time.Since(began).Seconds(), out.Result.Span.Seconds()
+	if err == nil && (c.Scheduled || c.Bytes) {
+		out.Scheduled, err = c.schedule(e, requests)
+	}
+	if err != nil && e.Ctx.Err() == nil {
+		return asUsage(e, err)
+	}
+	return errors.Join(c.write(e, &out, out.print), asUsage(e, err), out.wrong())
+}
+
+// wrong is an error where readers were given wrong bytes.
+func (r *replayed) wrong() error {
+	if s := r.Scheduled; s != nil && s.Bytes != nil && s.Bytes.Wrong > 0 {
+		return fmt.Errorf("requests that were given wrong KV bytes: %d", s.Bytes.Wrong)
+	}
+	return nil
+}
+
+// schedule runs the trace through engines.
+func (c *replayCmd) schedule(e *Env, requests []workload.Request) (*scheduled, error) {
+	began := time.Now()
+	p, err := costmodel.Open(c.Profile)
+	if err != nil {
+		return nil, err
+	}
+	p.BlockTokens = c.Block
+	if err := (&tables.Options{TokenBudget: c.Budget, Set: c.settings()}).Apply(p); err != nil {
+		return nil, err
+	}
+	if n := c.Scale; n > 1 { // as many blocks and steps as before
+		p.Blocks = p.KVBlocks()
+		p.BlockTokens, p.TokenBudget, p.MaxModel = c.Block/n, max(p.TokenBudget/n, 1), max(p.MaxModel/n, 2)
+	}
+	show, end := e.progress("requests")
+	o := cluster.Options{Profile: p, Prefill: c.Prefill, Decode: c.Decode, Progress: show}
+	if c.Bytes {
+		o.Bytes = &cluster.Bytes{HeadBytes: c.HeadBytes, Corrupt: c.Corrupt}
+	}
+	if c.Capacity > 0 {
+		o.Store = cluster.Store{Blocks: c.Capacity, GBps: p.Constants.TransferGBps, Latency: time.Millisecond}
+	}
+	r, err := cluster.Run(e.Ctx, requests, o)
+	end()
+	if errors.Is(err, cluster.ErrMemory) {
+		return nil, usagef("%v: take a larger --scale, or fewer engines", err)
+	}
+	if r == nil {
+		return nil, err
+	}
+	s := &scheduled{Result: r, Profile: p.Name, Scale: c.Scale, Prefill: c.Prefill, Decode: c.Decode, Virtual: r.Duration.Seconds(), Figures: r.Figures()}
+	for i := range r.Records {
+		s.Cached += int64(r.Records[i].Cached)
+		if q := &r.Records[i]; q.Last == 0 && q.Error == "" {
+			s.Unfinished++
+		}
+	}
+	s.Seconds = time.Since(began).Seconds()
+	s.Ratio = s.Virtual / s.Seconds
+	return s, err
+}
+
+func (r *replayed) print(w io.Writer) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	line := func(name, format string, args ...any) { fmt.Fprintf(t, "%s\t%s\n", name, fmt.Sprintf(format, args...)) }
+	line("requests", "%s in %.0f s of the trace", thousands(uint64(r.Requests)), r.Span)
+	line("prompt tokens", "%s", thousands(uint64(r.Tokens)))
+	line("blocks", "%s", thousands(uint64(r.Blocks)))
+	line("of these hits", "%s (%.1f %%)", thousands(uint64(r.HitBlocks)), 100*float64(r.HitBlocks)/float64(max(r.Blocks, 1)))
+	line("blocks kept, evicted", "%s, %s", thousands(uint64(r.Kept)), thousands(uint64(r.Evicted)))
+	line("replayed in", "%.2f s", r.Seconds)
+	if s := r.Scheduled; s != nil {
+		f := s.Figures
+		line("", "")
+		line("scheduled on", "%d P and %d D, %s", s.Prefill, s.Decode, s.Profile)
+		if s.Scale > 1 {
+			line("at 1/"+fmt.Sprint(s.Scale), "lengths, blocks, arrivals; KV memory, tokens of a step and the longest sequence of engines")
+		}
+		line("virtual time", "%.0f s in %.1f s: %s times as fast", s.Virtual, s.Seconds, ratio(s.Ratio))
+		line("requests", "%d completed, %d failed, %d preemptions", f.Completed, f.Failed-s.Unfinished, s.Preemptions)
+		if s.Unfinished > 0 {
+			line("not finished", "%d", s.Unfinished)
+		}
+		if i := slices.IndexFunc(s.Records, func(q cluster.Record) bool { return q.Error != "" }); i >= 0 {
+			line("the first that failed", "request %d: %s", i+1, s.Records[i].Error)
+		}
+		line("prompt tokens not computed", "%s", thousands(uint64(s.Cached)))
+		line("TTFT mean / median / P99", "%.0f / %.0f / %.0f ms", f.MeanTTFT, f.MedianTTFT, f.P99TTFT)
+		line("TPOT mean / median / P99", "%.1f / %.1f / %.1f ms", f.MeanTPOT, f.MedianTPOT, f.P99TPOT)
+		line("P, D busy", "%.0f %%, %.0f %%", 100*s.PrefillBusy, 100*s.DecodeBusy)
+		if b := s.Bytes; b != nil {
+			line("bytes of KV", "%s from P to D, %s to the store, %s from it", kv.FormatBytes(b.Moved), kv.FormatBytes(b.Stored), kv.FormatBytes(b.Loaded))
+			line("compared by readers", "%s; requests with wrong bytes: %d", kv.FormatBytes(b.Checked), b.Wrong)
+			line("KV memory", "%s", kv.FormatBytes(b.Memory))
+		}
+	}
+	return t.Flush()
+}
+
+// ratio writes a number with two digits at least.
+func ratio(v float64) string {
+	if v < 10 {
+		return fmt.Sprintf("%.2g", v)
+	}
+	return fmt.Sprintf("%.0f", v)
+}
+
+// thousands writes a number with commas.
+func thousands(n uint64) string {
+	s := fmt.Sprint(n)
+	for i := len(s) - 3; i > 0; i -= 3 {
+		s = s[:i] + "," + s[i:]
+	}
+	return s
+}

@@ -1,0 +1,377 @@
+package status
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Screen is what kvasir top shows: the last two snapshots, and what went before as far as
+// a line shows it. It is not safe for concurrent use.
+type Screen struct {
+	URL   string
+	Color bool // with SGR sequences
+	View  View
+
+	help   bool   // the keys are shown
+	chosen string // id of the request that is shown step by step; empty: the newest
+	cursor int    // row of the slow requests, and the lookups after them
+
+	before, now *Snapshot // nil: none so far
+	err         error     // of the last attempt
+	lost        time.Time // since when the server does not answer
+	history     []float64 // hit rates, one an interval; NaN: nobody asked
+}
+
+// maxHistory bounds the history: the widest line.
+const maxHistory = 512
+
+// Add takes what one attempt to ask the server gave.
+func (s *Screen) Add(snap *Snapshot, err error, at time.Time) {
+	if s.err = err; err != nil {
+		if s.lost.IsZero() {
+			s.lost = at
+		}
+		return
+	}
+	s.lost = time.Time{}
+	s.before, s.now = s.now, snap
+	rate, ok := snap.hitRate(s.before)
+	if !ok {
+		rate = math.NaN()
+	}
+	if s.history = append(s.history, rate); len(s.history) > maxHistory {
+		s.history = s.history[1:]
+	}
+}
+
+// block is a part of the screen. Where there is too little room its last rows give way,
+// those beyond the least first.
+type block struct {
+	title string
+	rows  []string
+	least int
+}
+
+// minFooter is the least height of a screen with a line of keys.
+const minFooter = 5
+
+// Lines returns the screen: lines of at most width columns, at most height of them, 0 for
+// no limit. note is shown at the right of the first, and keys in the last where there is a limit.
+func (s *Screen) Lines(width, height int, note string, at time.Time) []string {
+	lines := s.head(width, note, at)
+	if s.now == nil {
+		return s.fit(lines, width, height)
+	}
+	footer := height >= minFooter
+	if footer {
+		height--
+	}
+	blocks := slices.DeleteFunc(s.blocks(width), func(b block) bool { return len(b.rows) == 0 })
+	room := share(blocks, height-len(lines))
+	for i, b := range blocks {
+		n := len(b.rows)
+		if height > 0 {
+			n = room[i]
+		}
+		switch {
+		case n == 0 && len(b.rows) > 0:
+			continue
+		case n < len(b.rows):
+			b.title += fmt.Sprintf(" (%d of %d)", n, len(b.rows))
+		}
+		lines = append(lines, s.bold(b.title))
+		lines = append(lines, b.rows[:n]...)
+	}
+	lines = s.fit(lines, width, height)
+	if footer {
+		for len(lines) < height {
+			lines = append(lines, "")
+		}
+		lines = append(lines, s.fit([]string{s.bold(s.footer())}, width, 0)...)
+	}
+	return lines
+}
+
+// share divides lines among blocks: first each gets its least, one after the other, then each in turn
+// a row, as long as there are both. A block's first row takes two lines: its title is one.
+func share(blocks []block, lines int) []int {
+	rows := make([]int, len(blocks))
+	give := func(i int) bool {
+		cost := 1
+		if rows[i] == 0 {
+			cost = 2
+		}
+		if rows[i] == len(blocks[i].rows) || cost > lines {
+			return false
+		}
+		rows[i], lines = rows[i]+1, lines-cost
+		return true
+	}
+	for i := range blocks {
+		for rows[i] < blocks[i].least && give(i) {
+		}
+	}
+	for given := true; given; {
+		given = false
+		for i := range blocks {
+			given = give(i) || given
+		}
+	}
+	return rows
+}
+
+// head are the lines that are always there.
+func (s *Screen) head(width int, note string, at time.Time) []string {
+	if s.now == nil {
+		lines := []string{s.bold(pad("kvasir top  "+s.URL, note, width))}
+		if s.err != nil {
+			lines = append(lines, s.red(fmt.Sprintf("no answer for %v: %s", at.Sub(s.lost).Round(time.Second), text(s.err.Error()))))
+		}
+		return lines
+	}
+	st := &s.now.Status
+	up := time.Duration(st.Uptime * float64(time.Second)).Round(time.Second)
+	lines := []string{s.bold(pad(fmt.Sprintf("kvasir %s  %s  process %d  up %v", text(st.Version), s.URL, st.PID, up), note, width))}
+	switch {
+	case s.err != nil:
+		lines = append(lines, s.red(fmt.Sprintf("NO ANSWER for %v, what follows is old: %s", at.Sub(s.lost).Round(time.Second), text(s.err.Error()))))
+	case !st.Healthy:
+		lines = append(lines, s.red("NOT healthy: "+text(strings.Join(st.Unhealthy, "; "))))
+	default:
+		lines = append(lines, "healthy")
+	}
+	if s.View != Overview || s.help {
+		return append(lines, "")
+	}
+	p, l, r := &st.Pool, &st.Lookup, &st.Recent
+	lines = append(lines,
+		fmt.Sprintf("pool      [%s] %5.1f %% of %s, %s chunks, %s evicted", bar(p.UsageRatio, 12), 100*p.UsageRatio, kv.FormatBytes(p.TotalBytes), Thousands(uint64(p.ResidentChunks)), Thousands(p.EvictedChunks)),
+		fmt.Sprintf("hits      now %s   last %v %s   since the start %s of tokens", percent(s.now.hitRate(s.before)),
+			time.Duration(r.Seconds*float64(time.Second)).Round(time.Second), share2(r.HitTokens, r.AskedTokens), share2(l.HitTokens, l.AskedTokens)),
+		fmt.Sprintf("requests  lookups %s   sessions %d   transfers %d   workers %d", s.perSecond(func(s *Snapshot) float64 { return float64(s.Status.Lookup.Lookups) }), st.Sessions, p.Transfers, len(st.Workers)),
+		fmt.Sprintf("GB/s      stored %s   retrieved %s   from tiers %s   evicted %s", s.gigabytesPerSecond("kvasir_stored_bytes_total"), s.gigabytesPerSecond("kvasir_retrieved_bytes_total"),
+			s.gigabytesPerSecond("kvasir_below_read_bytes_total"), s.gigabytesPerSecond("kvasir_evicted_bytes_total")))
+	if len(s.history) > 1 {
+		lines = append(lines, "hit rate  "+spark(s.history, min(width-10, maxHistory)))
+	}
+	return append(lines, "")
+}
+
+// misses are the reasons, the most frequent of the interval first.
+func (s *Screen) misses() block {
+	now := s.now.Status.Lookup.MissReasons
+	grown := func(why string) uint64 {
+		if !s.now.isLater(s.before) {
+			return 0
+		}
+		return now[why] - min(now[why], s.before.Status.Lookup.MissReasons[why])
+	}
+	order := slices.SortedFunc(maps.Keys(now), func(a, b string) int {
+		return cmp.Or(cmp.Compare(grown(b), grown(a)), cmp.Compare(now[b], now[a]), strings.Compare(a, b))
+	})
+	out := block{title: "why lookups found no more           now     in all"}
+	for _, why := range order {
+		out.rows = append(out.rows, fmt.Sprintf("  %s %6d %10s", column(why, 30), grown(why), Thousands(now[why])))
+	}
+	return out
+}
+
+func (s *Screen) tiers() (out block) {
+	out.title = "tiers below the pool"
+	for i := range s.now.Status.Below.Tiers {
+		t := &s.now.Status.Below.Tiers[i]
+		out.rows = append(out.rows, "  "+text(t.Name)+": "+text(t.Text()))
+	}
+	return out
+}
+
+// workers are refused ones first.
+func (s *Screen) workers() (out block) {
+	out.title = "workers"
+	for _, refused := range []bool{true, false} {
+		for i := range s.now.Status.Workers {
+			switch w := &s.now.Status.Workers[i]; {
+			case refused != (w.Refused != ""):
+			case refused:
+				out.rows = append(out.rows, s.red(fmt.Sprintf("  %s refused: %s", column(w.Model, 24), text(w.Refused))))
+			default:
+				how := w.Mode
+				if w.CannotMapShm {
+					how += ", through the socket (slow)"
+				}
+				out.rows = append(out.rows, fmt.Sprintf("  %s world %d, %s, chunk %s, heard %.0f s ago", column(w.Model, 24), w.World, how, kv.FormatBytes(w.ChunkBytes), w.SilentFor))
+			}
+		}
+	}
+	return out
+}
+
+// parts are what runs in the process of the server.
+func (s *Screen) parts() (out block) {
+	out.title = "in the same process: P→D, registry, proxy"
+	parts := s.now.Status.Parts
+	if m := parts["relay"]; m != nil {
+		out.rows = append(out.rows, fmt.Sprintf("  relay     %.0f pulled (%s), %.0f served from P, %.0f from memory, %.0f failed",
+			m["kvasir_relay_pulled_total"], kv.FormatBytes(int64(m["kvasir_relay_pulled_bytes_total"])), m[`kvasir_relay_served_total{from="p"}`], m[`kvasir_relay_served_total{from="memory"}`],
+			m["kvasir_relay_failed_total"]))
+	}
+	if m := parts["bootstrap"]; m != nil {
+		out.rows = append(out.rows, fmt.Sprintf("  registry  %.0f engines (%.0f shown), %.0f workers, %.0f queries", m["kvasir_bootstrap_engines"], m["kvasir_bootstrap_engines_shown"], m["kvasir_bootstrap_workers"], m["kvasir_bootstrap_queries_total"]))
+	}
+	if m := parts["proxy"]; m != nil {
+		well, engines := 0, 0
+		for name, v := range m {
+			if strings.HasPrefix(name, "kvasir_proxy_engine_well{") {
+				engines++
+				well += int(v)
+			}
+		}
+		out.rows = append(out.rows, fmt.Sprintf("  proxy     %d of %d engines well, %.0f requests in flight, %.0f wait, %.0f answered, %.0f failed", well, engines,
+			m["kvasir_proxy_requests_in_flight"], m["kvasir_proxy_requests_queued"], m[`kvasir_proxy_requests_total{outcome="ok"}`], m[`kvasir_proxy_requests_total{outcome="failed"}`]+m[`kvasir_proxy_requests_total{outcome="no_engine"}`]))
+	}
+	return out
+}
+
+// slow are operations by their 99th percentile.
+func (s *Screen) slow() block {
+	out := block{title: "time of requests, slowest first    number        p50        p99"}
+	list := s.now.operations(s.before)
+	if len(list) == 0 {
+		list = s.now.operations(nil)
+	}
+	for _, o := range list {
+		out.rows = append(out.rows, fmt.Sprintf("  %s %8s %10s %10s", column(o.name, 30), Thousands(uint64(o.count)), atMost(o.p50), atMost(o.p99)))
+	}
+	return out
+}
+
+func (s *Screen) findings() (out block) {
+	out.title = "what keeps hits away (kvasir status says what to do)"
+	for _, f := range s.now.Status.Findings {
+		out.rows = append(out.rows, "  - "+text(f.What))
+	}
+	return out
+}
+
+func (s *Screen) perSecond(of func(*Snapshot) float64) string {
+	if v, ok := s.now.rate(s.before, of); ok {
+		return fmt.Sprintf("%.1f/s", v)
+	}
+	return "-"
+}
+
+func (s *Screen) gigabytesPerSecond(name string) string {
+	if v, ok := s.now.rate(s.before, func(s *Snapshot) float64 { return s.counts[name] }); ok {
+		return fmt.Sprintf("%.2f", v/1e9)
+	}
+	return "-"
+}
+
+func percent(share float64, ok bool) string {
+	if !ok {
+		return "-"
+	}
+	return fmt.Sprintf("%.1f %%", 100*share)
+}
+
+// share2 is percent of two numbers.
+func share2(part, of uint64) string {
+	return percent(float64(part)/math.Max(1, float64(of)), of > 0)
+}
+
+// atMost is the upper bound of a bucket.
+func atMost(seconds float64) string {
+	if math.IsInf(seconds, 1) {
+		return "more"
+	}
+	return "≤ " + time.Duration(seconds*float64(time.Second)).String()
+}
+
+func bar(share float64, width int) string {
+	n := int(math.Round(min(1, max(0, share)) * float64(width)))
+	return strings.Repeat("#", n) + strings.Repeat(".", width-n)
+}
+
+// spark draws shares, the last width of them.
+func spark(shares []float64, width int) string {
+	levels := []rune("▁▂▃▄▅▆▇█")
+	var b strings.Builder
+	for _, v := range shares[max(0, len(shares)-max(0, width)):] {
+		if math.IsNaN(v) {
+			b.WriteByte(' ')
+			continue
+		}
+		b.WriteRune(levels[min(len(levels)-1, int(v*float64(len(levels))))])
+	}
+	return b.String()
+}
+
+// text is text of others for a terminal: it moves no cursor, and each rune takes one column.
+func text(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r >= 0x300 && r != '…' && r != '→' && r != '≤' {
+			return '?' // wide, or combined with its neighbour
+		}
+		return r
+	}, printable(s))
+}
+
+// column is text of exactly so many columns.
+func column(s string, width int) string {
+	r := []rune(text(s))
+	if len(r) > width {
+		r = append(r[:width-1], '…')
+	}
+	return string(r) + strings.Repeat(" ", width-len(r))
+}
+
+// pad puts note at the right end of a line.
+func pad(line, note string, width int) string {
+	n := width - len([]rune(line)) - len([]rune(note))
+	if n < 1 {
+		return line
+	}
+	return line + strings.Repeat(" ", n) + note
+}
+
+func (s *Screen) bold(text string) string { return s.sgr("1", text) }
+func (s *Screen) red(text string) string  { return s.sgr("31", text) }
+
+// mark begins text in a rendition, and ends it with mark alone; fit makes sequences of
+// them once lines have their length.
+const mark = '\x00'
+
+func (s *Screen) sgr(code, text string) string {
+	if !s.Color || text == "" {
+		return text
+	}
+	return string(mark) + code + string(mark) + text
+}
+
+// fit cuts lines to the screen.
+func (s *Screen) fit(lines []string, width, height int) []string {
+	if height > 0 && len(lines) > height {
+		lines = lines[:height]
+	}
+	for i, line := range lines {
+		code := ""
+		if rest, ok := strings.CutPrefix(line, string(mark)); ok {
+			code, line, _ = strings.Cut(rest, string(mark))
+		}
+		if r := []rune(line); len(r) > width {
+			line = string(r[:max(0, width-1)]) + "…"
+		}
+		if code != "" {
+			line = "\x1b[" + code + "m" + line + "\x1b[0m"
+		}
+		lines[i] = line
+	}
+	return lines
+}

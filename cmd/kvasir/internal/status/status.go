@@ -1,0 +1,150 @@
+// Package status is what operators ask a running server: kvasir status, top, explain and
+// quota. It shows in a terminal how the server is, once in words or as a screen that is drawn
+// again and again.
+package status
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"slices"
+	"strings"
+	"syscall"
+	"text/tabwriter"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/safelog"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server/admin"
+)
+
+// maxAnswer bounds an answer, bytes.
+const maxAnswer = 64 << 20
+
+// get asks an HTTP interface of a server. The error says in one line what to look at.
+func get(ctx context.Context, at string) ([]byte, error) {
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, at, nil)
+	if err != nil {
+		return nil, err
+	}
+	return do(r)
+}
+
+// do sends a request. Where the server refuses it, the error is the server's own text.
+func do(r *http.Request) ([]byte, error) {
+	at := r.URL.String()
+	answer, err := http.DefaultClient.Do(r)
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return nil, fmt.Errorf("nothing listens at %s: is the server running, and is that its --http-port? kvasir pool ls shows who serves a pool", at)
+	case errors.Is(err, context.DeadlineExceeded):
+		return nil, fmt.Errorf("%s does not answer in time: see the server's log", at)
+	case err != nil:
+		return nil, err
+	}
+	defer answer.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(answer.Body, maxAnswer))
+	switch {
+	case err != nil:
+		return nil, err
+	case answer.StatusCode == http.StatusForbidden:
+		return nil, fmt.Errorf("%s: the server does not know this name of its machine: use its address, or start it with --allow-host", at)
+	case answer.StatusCode == http.StatusOK:
+		return body, nil
+	}
+	var refusal struct{ Error string }
+	if json.Unmarshal(body, &refusal) == nil && refusal.Error != "" {
+		return nil, errors.New(printable(refusal.Error))
+	}
+	return nil, fmt.Errorf("%s: %s: is that a kvasir server?", at, answer.Status)
+}
+
+// Print writes a status in words.
+func Print(w io.Writer, url string, st *admin.Status) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	row := func(name, format string, args ...any) {
+		fmt.Fprintf(t, "%s\t%s\n", name, printable(fmt.Sprintf(format, args...)))
+	}
+	health := "healthy"
+	if !st.Healthy {
+		health = "NOT healthy: " + strings.Join(st.Unhealthy, "; ")
+	}
+	uptime := time.Duration(st.Uptime * float64(time.Second)).Round(time.Second)
+	row("server", "%s, kvasir %s, process %d, since %s (%s), %s", url, st.Version, st.PID, st.Started, uptime, health)
+	p := &st.Pool
+	full := fmt.Sprintf("%.1f %% full", 100*p.UsageRatio)
+	if p.UsageRatio > 0.95 {
+		full += ", which is normal: room is made when it is needed"
+	}
+	row("pool", "/dev/shm/%s, %s, %s", p.Name, kv.FormatBytes(p.TotalBytes), full)
+	row("chunks", "%d of %d tokens kept, %d evicted since the start", p.ResidentChunks, st.ChunkTokens, p.EvictedChunks)
+	for i := range st.Below.Tiers {
+		row("tier "+st.Below.Tiers[i].Name, "%s", st.Below.Tiers[i].Text())
+	}
+	l := &st.Lookup
+	row("lookups", "%d (and %d too short), %s", l.Lookups, l.Short, hitRate(l.HitTokens, l.AskedTokens))
+	r := &st.Recent
+	row("last "+time.Duration(r.Seconds*float64(time.Second)).Round(time.Second).String(), "%d lookups, %s, stored %s, retrieved %s, evicted %d chunks",
+		r.Lookups, hitRate(r.HitTokens, r.AskedTokens), kv.FormatBytes(int64(r.StoredBytes)), kv.FormatBytes(int64(r.RetrievedBytes)), r.EvictedChunks)
+	var misses []string
+	for _, why := range slices.Sorted(maps.Keys(l.MissReasons)) {
+		misses = append(misses, fmt.Sprintf("%s: %d", why, l.MissReasons[why]))
+	}
+	row("misses", "%s", orNone(strings.Join(misses, "; ")))
+	for _, v := range st.Workers {
+		how := v.Mode
+		switch {
+		case v.Refused != "":
+			how = "REFUSED: " + v.Refused
+		case v.CannotMapShm:
+			how += ", through the socket (slow)"
+		}
+		row("worker", "%s, world size %d, %s, a chunk is %s, %s, last heard %.0f s ago", v.Model, v.World, how, kv.FormatBytes(v.ChunkBytes), v.Peer, v.SilentFor)
+	}
+	if len(st.Workers) == 0 {
+		row("worker", "none")
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	if len(st.Findings) == 0 {
+		_, err := fmt.Fprintln(w, "\nNothing keeps hits away.")
+		return err
+	}
+	fmt.Fprintln(w, "\nWhat keeps hits away:")
+	for _, f := range st.Findings {
+		fmt.Fprintf(w, "- %s\n  %s\n", printable(f.What), printable(f.Do))
+	}
+	return nil
+}
+
+// printable is text of others, such as the names of models and files, for a terminal:
+// it moves no cursor and begins no line.
+func printable(s string) string { return safelog.Text(s, 4096) }
+
+func hitRate(hit, asked uint64) string {
+	if asked == 0 {
+		return "no tokens asked for"
+	}
+	return fmt.Sprintf("%.1f %% of %s tokens hit", 100*float64(hit)/float64(asked), Thousands(asked))
+}
+
+// Thousands writes a number in groups of three: 3,308,093.
+func Thousands(n uint64) string {
+	s := fmt.Sprint(n)
+	for i := len(s) - 3; i > 0; i -= 3 {
+		s = s[:i] + "," + s[i:]
+	}
+	return s
+}
+
+func orNone(s string) string {
+	if s == "" {
+		return "none"
+	}
+	return s
+}

@@ -1,0 +1,392 @@
+// Package tier is what "kvasir tier" does: it shows, checks, empties and copies what
+// lies below a pool, beside a server that runs or without one.
+package tier
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"maps"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/internal/safelog"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/adapter"
+	"github.com/kvasir-kv/kvasir/tier/fs"
+)
+
+// With calls f with a tier that it opens and closes: TYPE:PATH, or an --l2-adapter.
+func With(text string, log *slog.Logger, f func(tier.Tier) error) error {
+	return with(text, adapter.Options{Names: tier.NewNames(), Log: log, Existing: true}, f)
+}
+
+func with(text string, o adapter.Options, f func(tier.Tier) error) error {
+	t, err := adapter.OpenOne(text, o)
+	if err != nil {
+		return fmt.Errorf("%s: %s", adapter.Text(text), strings.ReplaceAll(err.Error(), "\n", "; "))
+	}
+	return errors.Join(f(t), t.Close())
+}
+
+// CopyBetween is Copy between two tiers that it opens and closes. The second one is made
+// when it is not there.
+func CopyBetween(ctx context.Context, w io.Writer, log *slog.Logger, from, to string) error {
+	names := tier.NewNames()
+	return with(from, adapter.Options{Names: names, Log: log, Existing: true}, func(a tier.Tier) error {
+		return with(to, adapter.Options{Names: names, Log: log}, func(b tier.Tier) error { return Copy(ctx, w, a, b, names) })
+	})
+}
+
+// Entry is one object of a tier.
+type Entry struct {
+	Name   string // how the place calls it
+	Object tier.Name
+	Key    kv.Key
+	Meta   tier.Meta // no length where it is torn
+	Bytes  int64     // that it takes there
+}
+
+// Torn reports whether the object is not whole.
+func (e *Entry) Torn() bool { return e.Meta.Len == 0 }
+
+// each calls f with each object of a tier.
+func each(ctx context.Context, t tier.Tier, f func(Entry) error) error {
+	var failed error
+	note := func(e Entry) bool {
+		failed = f(e)
+		return failed == nil
+	}
+	var err error
+	switch t := t.(type) {
+	case *fs.Dir:
+		err = t.Files(ctx, func(file fs.File) bool {
+			return note(Entry{Name: file.Name, Object: file.Object, Key: file.Key, Meta: file.Meta, Bytes: file.Size})
+		})
+	case tier.Lister:
+		err = t.List(ctx, func(k kv.Key, m tier.Meta) bool {
+			return note(Entry{Name: k.String(), Key: k, Meta: m, Bytes: m.Len})
+		})
+	default:
+		err = tier.ErrNoList
+	}
+	return errors.Join(failed, err)
+}
+
+// group is what ls shows in one line.
+type group struct {
+	object    tier.Name
+	namespace kv.Namespace
+	rank      kv.Rank
+	group     uint32
+}
+
+type sums struct{ objects, bytes, unsummed, torn int64 }
+
+func (s *sums) add(e *Entry) {
+	s.objects++
+	s.bytes += e.Bytes
+	switch {
+	case e.Torn():
+		s.torn++
+	case e.Meta.NoSum:
+		s.unsummed++
+	}
+}
+
+// List writes what a tier has: a line for each model, shard and object group, or with all
+// for each object.
+func List(ctx context.Context, w io.Writer, t tier.Tier, all bool) error {
+	groups, total := make(map[group]*sums), sums{}
+	out := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	if all {
+		fmt.Fprintln(out, "BYTES\tCHECKSUM\tNAME")
+	}
+	err := each(ctx, t, func(e Entry) error {
+		total.add(&e)
+		if all {
+			sum := fmt.Sprintf("%016x", e.Meta.Sum)
+			switch {
+			case e.Torn():
+				sum = "torn"
+			case e.Meta.NoSum:
+				sum = "none"
+			}
+			fmt.Fprintf(out, "%d\t%s\t%s\n", e.Bytes, sum, printable(e.Name))
+			return nil
+		}
+		g := group{e.Object, e.Key.Namespace, e.Key.Rank, e.Key.Group}
+		if groups[g] == nil {
+			groups[g] = &sums{}
+		}
+		groups[g].add(&e)
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if !all && len(groups) > 0 {
+		fmt.Fprintln(out, "MODEL\tSALT\tLAYOUT\tSHARD\tGROUP\tCHUNKS\tBYTES\tNO CHECKSUM\tTORN")
+		for _, g := range slices.SortedFunc(maps.Keys(groups), compareGroups) {
+			s := groups[g]
+			layout := "not known"
+			if g.namespace != (kv.Namespace{}) {
+				layout = g.namespace.String()[:8]
+			}
+			fmt.Fprintf(out, "%s\t%s\t%s\t%d of %d\t%d\t%d\t%s\t%d\t%d\n", orDash(g.object.Model), orDash(g.object.Salt), layout, g.rank>>16&0xff, g.rank>>24, g.group,
+				s.objects, kv.FormatBytes(s.bytes), s.unsummed, s.torn)
+		}
+	}
+	if err := out.Flush(); err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(w, "%d objects, %s, %d without a checksum, %d torn%s\n", total.objects, kv.FormatBytes(total.bytes), total.unsummed, total.torn, space(t))
+	return err
+}
+
+func compareGroups(a, b group) int {
+	key := func(g group) string {
+		return fmt.Sprintf("%s@%s@%s@%08x@%08x", g.object.Model, g.object.Salt, g.namespace, uint32(g.rank), g.group)
+	}
+	return strings.Compare(key(a), key(b))
+}
+
+// space says what is free.
+func space(t tier.Tier) string {
+	if s, ok := t.(tier.Sized); ok {
+		if free := s.Space().Free; free >= 0 {
+			return fmt.Sprintf("; %s are free there", kv.FormatBytes(free))
+		}
+	}
+	return ""
+}
+
+func orDash(s string) string {
+	if s == "" {
+		return "-"
+	}
+	return printable(s)
+}
+
+// printable is a name for a terminal.
+func printable(s string) string { return safelog.Text(s, 1024) }
+
+var (
+	// ErrDamaged means that objects differ from what was written.
+	ErrDamaged = errors.New("there are damaged objects")
+
+	// ErrUnread means that objects could not be read now; nothing is known of them.
+	ErrUnread = errors.New("not all objects could be read")
+
+	// ErrNotTaken means that a place did not take all that was to be copied to it.
+	ErrNotTaken = errors.New("not all objects were taken")
+)
+
+// Verify reads every object that has a checksum and compares. With remove, what is torn or
+// differs is deleted; what cannot be read now stays. Errors: ErrDamaged and ErrUnread where
+// something was.
+func Verify(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
+	var good, unsummed, bad, removed, unread int64
+	var buf []byte
+	err := each(ctx, t, func(e Entry) error {
+		why := ""
+		switch {
+		case e.Torn():
+			why = "torn"
+		case e.Meta.NoSum:
+			unsummed++
+			return nil
+		default:
+			buf = grown(buf, e.Meta.Len)
+			m, err := t.Read(ctx, e.Key, buf)
+			if ctx.Err() != nil {
+				return ctx.Err()
+			}
+			sum := xxh3.Hash(buf)
+			switch {
+			case errors.Is(err, tier.ErrMissing): // it went meanwhile
+				return nil
+			case err != nil && !isCorrupt(err):
+				unread++
+				fmt.Fprintf(w, "%s: not read: %s\n", printable(e.Name), printable(err.Error()))
+				return nil
+			case err != nil:
+				why = err.Error()
+			case m.Sum != sum:
+				why = fmt.Sprintf("checksum %016x, want %016x", sum, m.Sum)
+			}
+		}
+		if why == "" {
+			good++
+			return nil
+		}
+		bad++
+		fmt.Fprintf(w, "%s: %s\n", printable(e.Name), printable(why))
+		if !remove {
+			return nil
+		}
+		if err := discard(ctx, t, &e); err != nil {
+			return err
+		}
+		removed++
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(w, "%d objects are as they were written, %d have no checksum, %d are damaged, %d of them were removed, %d could not be read\n", good, unsummed, bad, removed, unread)
+	return errors.Join(several(ErrDamaged, bad-removed), several(ErrUnread, unread))
+}
+
+// isCorrupt reports whether an object was read and is not what it was.
+func isCorrupt(err error) bool {
+	_, ok := errors.AsType[*tier.CorruptError](err)
+	return ok
+}
+
+// several is an error of n objects, nil for none.
+func several(err error, n int64) error {
+	if n == 0 {
+		return nil
+	}
+	return fmt.Errorf("%w: %d", err, n)
+}
+
+// grown returns a buffer of n bytes, b if that has them.
+func grown(b []byte, n int64) []byte {
+	if int64(cap(b)) < n {
+		return make([]byte, n)
+	}
+	return b[:n]
+}
+
+// discard removes one object, whatever state it is in.
+func discard(ctx context.Context, t tier.Tier, e *Entry) error {
+	if d, ok := t.(*fs.Dir); ok {
+		return d.Discard(e.Name)
+	}
+	return t.Delete(ctx, []kv.Key{e.Key})
+}
+
+// Filter says which objects Drop removes.
+type Filter struct {
+	Model string // empty for all
+	Salt  string // empty for all
+	Torn  bool   // only those that are torn
+}
+
+// ErrNoModels means that a place does not know the models of its objects.
+var ErrNoModels = errors.New("this place knows no models and salts: give --all")
+
+// Drop removes objects.
+func Drop(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
+	var n, bytes int64
+	_, named := t.(*fs.Dir)
+	if !named && (f.Model != "" || f.Salt != "") {
+		return ErrNoModels
+	}
+	err := each(ctx, t, func(e Entry) error {
+		if f.Model != "" && e.Object.Model != f.Model || f.Salt != "" && e.Object.Salt != f.Salt || f.Torn && !e.Torn() {
+			return nil
+		}
+		if err := discard(ctx, t, &e); err != nil {
+			return err
+		}
+		n++
+		bytes += e.Bytes
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(w, "removed %d objects, %s. A server that runs finds out when it reads them next\n", n, kv.FormatBytes(bytes))
+	return err
+}
+
+// tells is how often a copy tells its progress.
+const tells = 10 * time.Second
+
+// copying counts what a copy has done.
+type copying struct{ copied, bytes, there, unsummed, bad, unread, refused int64 }
+
+func (c *copying) String() string {
+	return fmt.Sprintf("copied %d objects, %s; %d were there; left out: %d torn or without a checksum, %d damaged, %d not read, %d not taken",
+		c.copied, kv.FormatBytes(c.bytes), c.there, c.unsummed, c.bad, c.unread, c.refused)
+}
+
+// Copy writes every object that has a checksum from one tier to another, and compares it
+// on the way. What is there is not read again, so that a copy that was broken off goes on.
+// names learns what the objects are called. Errors: ErrUnread and ErrNotTaken where
+// something was.
+func Copy(ctx context.Context, w io.Writer, from, to tier.Tier, names *tier.Names) error {
+	if d, ok := to.(*fs.Dir); ok {
+		if err := d.Ready(ctx); err != nil {
+			return err
+		}
+	}
+	var n copying
+	var buf []byte
+	told := time.Now()
+	err := each(ctx, from, func(e Entry) error {
+		if time.Since(told) >= tells {
+			told = time.Now()
+			fmt.Fprintf(w, "so far: %s\n", &n)
+		}
+		if e.Torn() || e.Meta.NoSum {
+			n.unsummed++
+			return nil
+		}
+		if e.Object.Model != "" {
+			names.Add(e.Key.Namespace, e.Object.Model, []byte(e.Object.Salt))
+		}
+		if isThere(ctx, to, &e) {
+			n.there++
+			return nil
+		}
+		buf = grown(buf, e.Meta.Len)
+		m, err := from.Read(ctx, e.Key, buf)
+		switch {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case errors.Is(err, tier.ErrMissing):
+			return nil
+		case err != nil && !isCorrupt(err):
+			n.unread++
+			fmt.Fprintf(w, "%s: not read: %s\n", printable(e.Name), printable(err.Error()))
+			return nil
+		case err != nil || m.Sum != xxh3.Hash(buf):
+			n.bad++
+			return nil
+		}
+		err = to.Write(ctx, e.Key, m, buf)
+		if errors.Is(err, tier.ErrNotKept) { // it may keep what comes a second time
+			err = to.Write(ctx, e.Key, m, buf)
+		}
+		switch {
+		case errors.Is(err, tier.ErrNotKept):
+			n.refused++
+			return nil
+		case err != nil:
+			return err
+		}
+		n.copied++
+		n.bytes += m.Len
+		return nil
+	})
+	fmt.Fprintln(w, &n)
+	return errors.Join(err, several(ErrUnread, n.unread), several(ErrNotTaken, n.refused))
+}
+
+// isThere reports whether a tier has an object as it is to be; false where it cannot tell.
+func isThere(ctx context.Context, t tier.Tier, e *Entry) bool {
+	metas := make([]tier.Meta, 1)
+	err := t.Stat(ctx, []kv.Key{e.Key}, metas)
+	return err == nil && metas[0].Len == e.Meta.Len && (metas[0].NoSum || metas[0].Sum == e.Meta.Sum)
+}

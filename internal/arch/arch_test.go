@@ -1,0 +1,360 @@
+package arch
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/scanner"
+	"go/token"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+const (
+	module = "github.com/kvasir-kv/kvasir/"
+	root   = "../.."
+)
+
+// rooms says which rooms each room may import. Inside a room any order is fine: the compiler refuses circles.
+var rooms = map[string][]string{
+	"internal": {},
+	"kv":       {},
+	"zmtp":     {"internal"},
+	"bench":    {"internal"},
+	"lmcache":  {"internal", "kv", "zmtp"},
+	"mooncake": {"internal", "kv", "zmtp"},
+	"tier":     {"internal", "kv", "mooncake"},
+	"store":    {"internal", "kv", "tier"},
+	"server":   {"internal", "kv", "zmtp", "lmcache", "mooncake", "tier", "store"},
+	"proxy":    {"internal", "kv", "zmtp", "mooncake"},
+	"sim":      {"internal", "kv", "bench", "lmcache", "mooncake", "store"},
+	"cmd":      {"internal", "kv", "zmtp", "bench", "lmcache", "mooncake", "tier", "store", "server", "proxy", "sim"},
+	"interop":  {"internal", "kv", "zmtp", "bench", "lmcache", "mooncake", "sim"},
+}
+
+// siblings are packages of one kind: none imports another one.
+var siblings = []string{"tier/disk", "tier/fs", "tier/mooncakestore", "tier/redis", "tier/s3"}
+
+// thirdParty says which rooms or packages may import a module of others, tests aside. A module that is not here may not be
+// imported: a new dependency is a decision.
+var thirdParty = map[string][]string{
+	"github.com/alecthomas/kong":          {"cmd"},
+	"github.com/prometheus/client_golang": {"internal/metrics"},
+	"github.com/prometheus/common":        {"internal/metrics"},
+	"github.com/tinylib/msgp":             {"kv/event", "lmcache", "mooncake/wire"},
+	"github.com/zeebo/blake3":             {"kv"},
+	"github.com/zeebo/xxh3":               {"cmd", "lmcache", "mooncake", "proxy", "sim", "store", "tier"},
+	"go.uber.org/goleak":                  {"internal/testkit"},
+	"go.yaml.in/yaml/v3":                  {"cmd"},
+	"golang.org/x/sys":                    {"cmd", "internal", "mooncake/transfer/bench", "server", "store", "tier"},
+}
+
+// unsafePackages may import unsafe: one maps memory, one reads and writes files past the page cache.
+var unsafePackages = []string{"internal/shm", "internal/rawio"}
+
+// A package of its own has two importers, or this many lines of code, or is a command or a test helper.
+const (
+	minImporters = 2
+	minCodeLines = 300
+)
+
+// small packages that stand alone although they have one importer.
+var small = map[string]string{
+	"cmd/kvasir/internal/cli/together":        "to be merged into cmd/kvasir/internal/cli",
+	"cmd/kvasir/internal/settings/completion": "to be merged into cmd/kvasir/internal/settings",
+	"internal/fair/turns":                     "to be merged into internal/fair",
+	"internal/httpserver/certfile":            "to be merged into internal/httpserver",
+	"internal/peercred/origin":                "to be merged into internal/peercred",
+	"internal/statefile/paced":                "to be merged into internal/statefile",
+	"internal/takeover/listen":                "to be merged into internal/takeover",
+	"mooncake/bootstrap/pydantic":             "to be merged into mooncake/bootstrap",
+	"proxy/prefix/relayed":                    "to be merged into proxy/prefix",
+	"server/held":                             "to be merged into server",
+	"server/p2p":                              "to be merged into server",
+	"sim/demo":                                "to be merged into sim/demo/sim",
+	"sim/demo/sim":                            "to be merged into sim/demo",
+	"store/check":                             "to be merged into store",
+	"store/counters":                          "to be merged into store",
+	"store/crew":                              "to be merged into store",
+	"store/pool/backing":                      "to be merged into store/pool",
+	"store/tiering/guarded":                   "to be merged into store/tiering",
+	"store/tiering/outbox":                    "to be merged into store/tiering",
+	"store/tiering/probe":                     "to be merged into store/tiering",
+	"store/tiering/recheck":                   "to be merged into store/tiering",
+	"store/tiering/warming":                   "to be merged into store/tiering",
+	"tier/disk/touch":                         "to be merged into tier/disk",
+}
+
+const maxFileLines = 600
+
+// goPackage is one package of the repository, as its files show it.
+type goPackage struct {
+	files, tests []*goFile
+	codeLines    int
+}
+
+type goFile struct {
+	path string // from the root, with slashes
+	text []byte
+	tree *ast.File
+}
+
+// imports returns the paths that a file imports.
+func (f *goFile) imports() []string {
+	var out []string
+	for _, i := range f.tree.Imports {
+		p, _ := strconv.Unquote(i.Path.Value)
+		out = append(out, p)
+	}
+	return out
+}
+
+// read returns all packages of the repository by folder. Another module inside it (interop/s3) is left out.
+func read(t *testing.T) map[string]*goPackage {
+	t.Helper()
+	packages := map[string]*goPackage{}
+	err := filepath.WalkDir(root, func(name string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if d.IsDir() {
+			if n := d.Name(); name != root && (strings.HasPrefix(n, ".") || n == "testdata" || n == "bin") {
+				return filepath.SkipDir
+			}
+			if _, err := os.Stat(filepath.Join(name, "go.mod")); err == nil && name != root {
+				return filepath.SkipDir
+			}
+			return nil
+		}
+		if !strings.HasSuffix(name, ".go") {
+			return nil
+		}
+		rel, err := filepath.Rel(root, name)
+		if err != nil {
+			return err
+		}
+		text, err := os.ReadFile(name)
+		if err != nil {
+			return err
+		}
+		tree, err := parser.ParseFile(token.NewFileSet(), name, text, parser.ParseComments|parser.SkipObjectResolution)
+		if err != nil {
+			return err
+		}
+		f := &goFile{filepath.ToSlash(rel), text, tree}
+		p := packages[path.Dir(f.path)]
+		if p == nil {
+			p = &goPackage{}
+			packages[path.Dir(f.path)] = p
+		}
+		if strings.HasSuffix(name, "_test.go") {
+			p.tests = append(p.tests, f)
+		} else {
+			p.files = append(p.files, f)
+			p.codeLines += codeLines(text)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(packages) < 60 {
+		t.Fatalf("only %d packages found: the walk is broken", len(packages))
+	}
+	return packages
+}
+
+func room(folder string) string {
+	r, _, _ := strings.Cut(folder, "/")
+	return r
+}
+
+// Each room imports the rooms that its row names and no others.
+func TestRooms(t *testing.T) {
+	for folder, p := range read(t) {
+		may, known := rooms[room(folder)]
+		if !known {
+			t.Errorf("%s: no such room; the root shows the product", folder)
+			continue
+		}
+		for _, f := range p.files {
+			for _, i := range f.imports() {
+				to, ours := strings.CutPrefix(i, module)
+				if r := room(to); ours && r != room(folder) && !slices.Contains(may, r) {
+					t.Errorf("%s: room %s may not import %s", f.path, room(folder), r)
+				}
+			}
+		}
+	}
+}
+
+// A tier never imports another tier.
+func TestSiblings(t *testing.T) {
+	packages := read(t)
+	for _, from := range siblings {
+		if packages[from] == nil {
+			t.Errorf("there is no package %s", from)
+			continue
+		}
+		for _, f := range packages[from].files {
+			for _, i := range f.imports() {
+				to, ours := strings.CutPrefix(i, module)
+				if ours && to != from && slices.Contains(siblings, to) {
+					t.Errorf("%s imports its sibling %s", f.path, to)
+				}
+			}
+		}
+	}
+}
+
+// Modules of others, and unsafe, are imported where the tables say so.
+func TestThirdParty(t *testing.T) {
+	used := map[string]bool{}
+	for folder, p := range read(t) {
+		for _, f := range slices.Concat(p.files, p.tests) {
+			for _, i := range f.imports() {
+				if i == "unsafe" && !slices.Contains(unsafePackages, folder) {
+					t.Errorf("%s imports unsafe; only %v may", f.path, unsafePackages)
+				}
+				if strings.HasPrefix(i, module) || !strings.Contains(room(i), ".") || strings.HasSuffix(f.path, "_test.go") {
+					continue
+				}
+				if !mayImport(folder, i, used) {
+					t.Errorf("%s imports %s, which the table thirdParty does not allow", f.path, i)
+				}
+			}
+		}
+	}
+	for m, by := range thirdParty {
+		for _, where := range by {
+			if !used[m+" "+where] {
+				t.Errorf("nothing in %s imports %s: take it out of the table", where, m)
+			}
+		}
+	}
+}
+
+// mayImport reports whether a folder may import a path of another module, and records the row that allows it.
+func mayImport(folder, path string, used map[string]bool) bool {
+	for m, by := range thirdParty {
+		if path != m && !strings.HasPrefix(path, m+"/") {
+			continue
+		}
+		for _, where := range by {
+			if folder == where || strings.HasPrefix(folder, where+"/") {
+				used[m+" "+where] = true
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// A package stands alone when two others need it, or when it has 300 lines of code. Commands, test helpers and the drivers
+// of interop stand alone, too.
+func TestPackagesAreNeeded(t *testing.T) {
+	packages := read(t)
+	importers := map[string]map[string]bool{} // of packages, by packages; tests aside
+	for folder, p := range packages {
+		for _, f := range p.files {
+			for _, i := range f.imports() {
+				if to, ours := strings.CutPrefix(i, module); ours {
+					if importers[to] == nil {
+						importers[to] = map[string]bool{}
+					}
+					importers[to][folder] = true
+				}
+			}
+		}
+	}
+	for folder, p := range packages {
+		if len(p.files) == 0 || p.files[0].tree.Name.Name == "main" || folder == "internal/arch" || room(folder) == "interop" {
+			continue
+		}
+		n := len(importers[folder])
+		helper := n == 0 && p.importsTesting() || strings.HasPrefix(folder, "internal/testkit")
+		helper = helper || path.Dir(folder) == "cmd/kvasir/internal" // a command
+		needed := n >= minImporters || p.codeLines >= minCodeLines || helper
+		switch _, listed := small[folder]; {
+		case !needed && !listed:
+			t.Errorf("package %s has %d importers and %d lines of code: it belongs into the package that needs it", folder, n, p.codeLines)
+		case needed && listed:
+			t.Errorf("package %s has %d importers and %d lines of code: take it out of the table small", folder, n, p.codeLines)
+		}
+	}
+	for folder := range small {
+		if packages[folder] == nil {
+			t.Errorf("there is no package %s: take it out of the table small", folder)
+		}
+	}
+}
+
+// importsTesting reports whether a file that is no test imports the package testing.
+func (p *goPackage) importsTesting() bool {
+	return slices.ContainsFunc(p.files, func(f *goFile) bool { return slices.Contains(f.imports(), "testing") })
+}
+
+// A package has the name of its folder, and a comment that says what it is.
+func TestPackageClauses(t *testing.T) {
+	for folder, p := range read(t) {
+		commented := false
+		for _, f := range slices.Concat(p.files, p.tests) {
+			name := strings.TrimSuffix(f.tree.Name.Name, "_test")
+			if name != path.Base(folder) && name != "main" {
+				t.Errorf("%s: package %s stands in the folder %s", f.path, name, path.Base(folder))
+			}
+			if doc := f.tree.Doc.Text(); strings.HasPrefix(doc, "Package "+name+" ") || name == "main" && strings.HasPrefix(doc, "Command ") {
+				commented = true
+			}
+		}
+		if !commented && len(p.files) > 0 {
+			t.Errorf("package %s has no package comment", folder)
+		}
+	}
+}
+
+// A file can be read in one sitting. Packages have no such limit: a package is as large as its subject.
+func TestFiles(t *testing.T) {
+	for _, p := range read(t) {
+		for _, f := range slices.Concat(p.files, p.tests) {
+			if n := strings.Count(string(f.text), "\n"); n > maxFileLines {
+				t.Errorf("%s has %d lines, more than %d", f.path, n, maxFileLines)
+			}
+		}
+	}
+}
+
+// codeLines counts the lines that hold a token, or a part of one: comments and blank lines do not count.
+func codeLines(text []byte) (n int) {
+	fset := token.NewFileSet()
+	file := fset.AddFile("", -1, len(text))
+	var s scanner.Scanner
+	s.Init(file, text, nil, 0)
+	last := 0
+	for {
+		pos, tok, lit := s.Scan()
+		if tok == token.EOF {
+			return n
+		}
+		if tok == token.SEMICOLON && lit == "\n" {
+			continue // the scanner adds it
+		}
+		line := file.Line(pos)
+		for end := line + strings.Count(lit, "\n"); line <= end; line++ {
+			if line > last {
+				n, last = n+1, line
+			}
+		}
+	}
+}
+
+func TestCodeLines(t *testing.T) {
+	if n := codeLines([]byte("// a\npackage x\n\n/* b\nc */\nvar s = `1\n2`\n\nfunc f() { // d\n}\n")); n != 5 {
+		t.Error(n)
+	}
+}

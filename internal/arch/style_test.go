@@ -1,0 +1,103 @@
+package arch
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// logs names the variables and fields that are loggers.
+var logs = map[string]bool{"log": true, "Log": true, "logger": true}
+
+// speaksVLLM lists files whose messages are vLLM's, word for word, figures and all.
+var speaksVLLM = map[string]bool{
+	"mooncake/bootstrap/registry.go": true, "mooncake/bootstrap/serve.go": true, "mooncake/scheduler/scheduler.go": true,
+}
+
+// Every log line has a constant message, so that a search finds all of one kind, and
+// what varies is an attribute; an error's key is err.
+func TestLogStyle(t *testing.T) {
+	lines := 0
+	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if d.IsDir() {
+			if name := d.Name(); path != root && (strings.HasPrefix(name, ".") || name == "testdata" || name == "bin" || name == "interop") {
+				return filepath.SkipDir
+			}
+			return nil
+		}
+		if !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") {
+			return nil
+		}
+		set := token.NewFileSet()
+		f, err := parser.ParseFile(set, path, nil, parser.SkipObjectResolution)
+		if err != nil {
+			return err
+		}
+		ast.Inspect(f, func(n ast.Node) bool {
+			call, ok := n.(*ast.CallExpr)
+			if !ok || !isLogCall(call) {
+				return true
+			}
+			lines++
+			if !isConstant(call.Args[0]) && !speaksVLLM[strings.TrimPrefix(filepath.ToSlash(path), root+"/")] {
+				t.Errorf("%s: the message varies", set.Position(call.Pos()))
+			}
+			for _, arg := range call.Args[1:] {
+				if key, ok := arg.(*ast.BasicLit); ok && key.Kind == token.STRING {
+					if text, _ := strconv.Unquote(key.Value); text == "error" || text == "cause" {
+						t.Errorf("%s: the key of an error is err, not %s", set.Position(key.Pos()), text)
+					}
+				}
+			}
+			return true
+		})
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if lines < 50 {
+		t.Errorf("only %d log lines were found: the walk is broken", lines)
+	}
+}
+
+// isLogCall reports whether a call is one of a logger's four levels.
+func isLogCall(call *ast.CallExpr) bool {
+	level, ok := call.Fun.(*ast.SelectorExpr)
+	if !ok || len(call.Args) == 0 {
+		return false
+	}
+	switch level.Sel.Name {
+	case "Debug", "Info", "Warn", "Error":
+	default:
+		return false
+	}
+	switch x := level.X.(type) {
+	case *ast.Ident:
+		return logs[x.Name]
+	case *ast.SelectorExpr:
+		return logs[x.Sel.Name]
+	}
+	return false
+}
+
+// isConstant reports whether an expression is a text, or several put together.
+func isConstant(e ast.Expr) bool {
+	switch e := e.(type) {
+	case *ast.BasicLit:
+		return e.Kind == token.STRING
+	case *ast.BinaryExpr:
+		return isConstant(e.X) && isConstant(e.Y)
+	case *ast.Ident:
+		return e.Name == "msg" // of a function that logs for others, who are checked
+	}
+	return false
+}

@@ -1,0 +1,93 @@
+// Package httpserver keeps an HTTP interface without passwords from web pages and
+// from peers that hold connections.
+//
+// A web page that a person of this network looks at can send requests to any
+// address that the person's browser reaches. It cannot forge the headers that say
+// where a request comes from, and it can make a name of its own lead to our
+// address, but not send another Host than that name.
+package httpserver
+
+import (
+	"encoding/json"
+	"fmt"
+	"mime"
+	"net"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"os"
+	"strings"
+)
+
+// Guard says which requests are answered. The zero Guard takes addresses,
+// localhost and the machine's host name for a request's Host.
+type Guard struct {
+	AllowHosts []string // further names, lower case, without a port
+}
+
+// Handler answers what a page of another site could have sent with 403 or 415,
+// with a JSON body {"error": ...}, and passes the rest to h.
+func (g Guard) Handler(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if code, why := g.refuse(r); why != "" {
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(code)
+			_ = json.NewEncoder(w).Encode(map[string]string{"error": why}) // the client is gone if this fails
+			return
+		}
+		h.ServeHTTP(w, r)
+	})
+}
+
+// Allows reports whether Handler would pass the request on.
+func (g Guard) Allows(r *http.Request) bool {
+	_, why := g.refuse(r)
+	return why == ""
+}
+
+// refuse returns why a request is not answered; empty when it is.
+func (g Guard) refuse(r *http.Request) (code int, why string) {
+	if !g.known(r.Host) {
+		return http.StatusForbidden, fmt.Sprintf("host %.100q is no address and no name of this machine: --allow-host allows it", r.Host)
+	}
+	switch site := r.Header.Get("Sec-Fetch-Site"); site {
+	case "", "none", "same-origin":
+	default:
+		return http.StatusForbidden, "a page of another site may not send this request"
+	}
+	for _, origin := range r.Header.Values("Origin") {
+		if u, err := url.Parse(origin); err != nil || !strings.EqualFold(u.Host, r.Host) {
+			return http.StatusForbidden, "a page of another site may not send this request"
+		}
+	}
+	if r.ContentLength != 0 && r.Method != http.MethodGet && r.Method != http.MethodHead {
+		if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
+			return http.StatusUnsupportedMediaType, "a body needs the header Content-Type: application/json"
+		}
+	}
+	return 0, ""
+}
+
+// known reports whether a Host header can be meant for this machine.
+func (g Guard) known(host string) bool {
+	name := strings.ToLower(host)
+	if h, _, err := net.SplitHostPort(name); err == nil {
+		name = h
+	}
+	name = strings.TrimSuffix(strings.Trim(name, "[]"), ".")
+	if _, err := netip.ParseAddr(name); err == nil {
+		return true
+	}
+	if own, err := os.Hostname(); err == nil && name == strings.ToLower(own) {
+		return true
+	}
+	if name == "localhost" || strings.HasSuffix(name, ".localhost") {
+		return true
+	}
+	for _, allowed := range g.AllowHosts {
+		if name == strings.ToLower(allowed) {
+			return true
+		}
+	}
+	return false
+}

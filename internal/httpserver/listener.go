@@ -1,0 +1,109 @@
+package httpserver
+
+import (
+	"net"
+	"net/http"
+	"sync"
+	"time"
+)
+
+// MaxConns is the limit of connections for an interface that people and monitoring use.
+const MaxConns = 256
+
+// Limits of one request.
+const (
+	headTimeout = 10 * time.Second
+	readTimeout = 30 * time.Second
+	sendTimeout = 60 * time.Second
+	idleTimeout = 75 * time.Second
+	maxHead     = 64 << 10
+)
+
+// NewServer returns an http.Server with limits on what one request may take.
+func NewServer(h http.Handler) *http.Server {
+	return &http.Server{
+		Handler: h, ReadHeaderTimeout: headTimeout, ReadTimeout: readTimeout, WriteTimeout: sendTimeout, IdleTimeout: idleTimeout,
+		MaxHeaderBytes: maxHead,
+	}
+}
+
+// Limit returns l with a bound on its connections. At the bound the oldest
+// connection of the host with most, the newcomer counted, is closed.
+func Limit(l net.Listener, conns int) net.Listener { return &listener{Listener: l, max: conns} }
+
+// Unlimited returns the connection behind one that a limited listener accepted.
+func Unlimited(c net.Conn) net.Conn {
+	if n, ok := c.(*conn); ok {
+		return n.Conn
+	}
+	return c
+}
+
+type listener struct {
+	net.Listener
+	max int
+	mu  struct {
+		sync.Mutex
+		conns []*conn // oldest first
+	}
+}
+
+type conn struct {
+	net.Conn
+	host string
+	of   *listener
+	once sync.Once
+}
+
+// Accept implements net.Listener.
+func (l *listener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	host, _, err := net.SplitHostPort(c.RemoteAddr().String())
+	if err != nil {
+		host = "unix"
+	}
+	n := &conn{Conn: c, host: host, of: l}
+	if old := l.add(n); old != nil {
+		_ = old.Close() // it is over either way
+	}
+	return n, nil
+}
+
+// add returns the connection that gives way, if one must.
+func (l *listener) add(n *conn) (old *conn) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.mu.conns = append(l.mu.conns, n)
+	if len(l.mu.conns) <= l.max {
+		return nil
+	}
+	hosts := map[string]int{}
+	for _, c := range l.mu.conns {
+		hosts[c.host]++
+	}
+	for _, c := range l.mu.conns {
+		if old == nil || hosts[c.host] > hosts[old.host] {
+			old = c
+		}
+	}
+	return old
+}
+
+// Close implements net.Conn.
+func (c *conn) Close() error {
+	c.once.Do(func() {
+		l := c.of
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		for i := range l.mu.conns {
+			if l.mu.conns[i] == c {
+				l.mu.conns = append(l.mu.conns[:i], l.mu.conns[i+1:]...)
+				return
+			}
+		}
+	})
+	return c.Conn.Close()
+}

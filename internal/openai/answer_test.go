@@ -1,0 +1,58 @@
+package openai_test
+
+import (
+	"encoding/json"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/openai"
+)
+
+func TestScanAnswer(t *testing.T) {
+	f := func(text, params string, cached int) {
+		t.Helper()
+		a, err := openai.ScanAnswer([]byte(text))
+		if err != nil || string(a.Params) != params || a.Cached != cached {
+			t.Errorf("%s: %q %d %v", text, a.Params, a.Cached, err)
+		}
+	}
+	f(`{"kv_transfer_params":{"a": [1,2]},"usage":{"prompt_tokens":5,"prompt_tokens_details":{"cached_tokens":3}}}`, `{"a": [1,2]}`, 3)
+	f(`{"kv_transfer_params":null,"usage":{"prompt_tokens":5}}`, "", 0)
+	f(`{"kv_transfer_params":{},"usage":null}`, "", -1)
+	f(`{"usage":{"prompt_tokens_details":null}}`, "", 0)
+	f(`{"usage":{"prompt_tokens_details":{"cached_tokens":"x"}}}`, "", -1)
+	f(`{"choices":[{"text":"\"usage\":{\"prompt_tokens_details\":{\"cached_tokens\":9}}"}]}`, "", -1)
+	if _, err := openai.ScanAnswer([]byte(`[]`)); err == nil {
+		t.Error("no object")
+	}
+}
+
+// The number changes where it is told, and nothing else does: not in texts that look like it.
+func TestSetCached(t *testing.T) {
+	f := func(text, want string) {
+		t.Helper()
+		if got := string(openai.SetCached([]byte(text), 42)); got != want {
+			t.Errorf("%s\n got %s\nwant %s", text, got, want)
+		}
+	}
+	f(`{"a":{"cached_tokens":7}}`, `{"a":{"cached_tokens":42}}`)
+	f("data: {\"cached_tokens\" : 700 ,\"b\":1}\n\n", "data: {\"cached_tokens\" : 42 ,\"b\":1}\n\n")
+	f(`{"cached_tokens":1,"x":{"cached_tokens":2}}`, `{"cached_tokens":42,"x":{"cached_tokens":42}}`)
+	for _, same := range []string{`{}`, `{"cached_tokens":null}`, `{"cached_tokens":`, `["cached_tokens",3]`, `{"t":"\"cached_tokens\":5"}`, `{"t":"cached_tokens"}`, ""} {
+		f(same, same)
+	}
+}
+
+// JSON stays JSON, and only numbers change.
+func FuzzSetCached(f *testing.F) {
+	f.Add([]byte(`{"text":"\"cached_tokens\":5","usage":{"cached_tokens":5}}`))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var before, after any
+		if json.Unmarshal(b, &before) != nil {
+			_ = openai.SetCached(b, 1)
+			return
+		}
+		if err := json.Unmarshal(openai.SetCached(b, 1), &after); err != nil {
+			t.Fatalf("%q: %v", b, err)
+		}
+	})
+}

@@ -1,0 +1,41 @@
+package shm_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/shm"
+)
+
+// A segment that is truncated under us is an error, in both directions; the rest
+// of it is still there.
+func TestGuard(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "seg")
+	s, err := shm.Create(path, 16*4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	if err := os.Truncate(path, 4096); err != nil {
+		t.Fatal(err)
+	}
+	b := make([]byte, 16*4096)
+	mem := s.Bytes(0, s.Len())
+	if err := shm.Guard(func() { copy(b, mem) }); !errors.Is(err, shm.ErrFault) {
+		t.Errorf("reading: %v", err)
+	}
+	if err := shm.Guard(func() { copy(mem, b) }); !errors.Is(err, shm.ErrFault) {
+		t.Errorf("writing: %v", err)
+	}
+	if err := shm.Guard(func() { copy(mem[:4096], b) }); err != nil {
+		t.Errorf("what is left: %v", err)
+	}
+	defer func() {
+		if recover() != "mine" {
+			t.Error("a panic of f's own is swallowed")
+		}
+	}()
+	_ = shm.Guard(func() { panic("mine") })
+}

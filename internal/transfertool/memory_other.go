@@ -1,5 +1,0 @@
-//go:build !linux
-
-package transfertool
-
-func prepare([]byte) {}

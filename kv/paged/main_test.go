@@ -1,0 +1,9 @@
+package paged_test
+
+import (
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+)
+
+func TestMain(m *testing.M) { goroutines.Main(m) }

@@ -1,0 +1,393 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
+	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+)
+
+// Where a request's KV came from.
+const (
+	fromP      = "P"
+	fromMemory = "memory"
+	fromBoth   = "prefix and P"
+)
+
+// findOrLoad returns the KV of a request, from memory or from P. The caller releases it.
+// before is the KV that an earlier answer to the same request was pushed from, or nil.
+func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, before *kept, seen *transferlog.Entry) (k *kept, source string, err error) {
+	r := e.r
+	var few error
+	r.mu.Lock()
+	key := e.keyLocked(pull, id.base)
+	if before != nil && (before.freed || before.key != key) {
+		before = nil
+	}
+	k = r.mu.kept[key]
+	other := k
+	switch {
+	case k != nil && k.endingLocked():
+		k = nil // cancelled
+	case id.again && k != nil && isDone(k.done) && !k.holds(blocks):
+		few = fmt.Errorf("relay: P num blocks less than D in what is kept of transfer %.64q", id.base)
+		k = nil
+	case k != nil && !isDone(k.done) && !k.holds(blocks), k != nil && isDone(k.done) && !id.again:
+		k = nil // too few blocks, or the transfer id demands P's own answer
+	}
+	if k != nil {
+		r.useLocked(k)
+		r.mu.Unlock()
+		return e.await(ctx, k, fromMemory, seen)
+	}
+	if before != nil {
+		r.useLocked(before)
+	}
+	gone := !e.gone.IsZero()
+	r.mu.Unlock()
+	switch {
+	case id.only:
+		err = fmt.Errorf("%w: %.64q", errNotKept, id.base)
+	case gone:
+		err = errGone
+	default:
+		if k, source, err = e.load(ctx, pull, id, blocks, other); err == nil {
+			k, source, err = e.await(ctx, k, source, seen)
+		}
+	}
+	switch {
+	case before == nil:
+	case err == nil:
+		r.release(before)
+	case ctx.Err() == nil: // D lost the reply and pulls again; P has freed the blocks since
+		return before, fromMemory, nil
+	default:
+		r.release(before)
+	}
+	if err != nil {
+		return nil, "", errors.Join(few, err)
+	}
+	if k.prefixed {
+		source = fromBoth
+	}
+	return k, source, nil
+}
+
+// await waits for k to be loaded. On failure it releases k.
+func (e *engine) await(ctx context.Context, k *kept, source string, seen *transferlog.Entry) (*kept, string, error) {
+	err := error(nil)
+	if !isDone(k.done) {
+		seen.Receiving("P sends", func() (time.Time, uint64) { return k.arrived.First(), k.arrived.Bytes() })
+	}
+	select {
+	case <-k.done:
+		err = k.err
+	case <-ctx.Done():
+		err = context.Cause(ctx)
+	}
+	if err != nil {
+		e.r.release(k)
+		return nil, "", err
+	}
+	return k, source, nil
+}
+
+// endingLocked says whether k is a load that was cancelled and has not ended yet. Its
+// error concerns only those that waited when it was cancelled.
+func (k *kept) endingLocked() bool { return !isDone(k.done) && k.ctx.Err() != nil }
+
+// holds says whether k has, or will have, at least as many blocks in each group.
+func (k *kept) holds(blocks [][]int) bool {
+	return slices.EqualFunc(k.wants, blocks, func(n int, ids []int) bool { return n >= len(ids) })
+}
+
+// load begins to pull a transfer from P and replaces other, the kept KV of the same
+// transfer or nil. The result has one use for the caller, who awaits and releases it.
+// Other requests may wait for the same load, which runs while at least one does. If
+// another request has begun a fitting load meanwhile, load returns that.
+func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, other *kept) (k *kept, source string, err error) {
+	r := e.r
+	probe := r.o.Prefixes && len(blocks) == 1 && !slices.ContainsFunc(pull.Regions, func(m wire.Region) bool { return m.Group == wire.SharedGroup })
+	room := blocks
+	if probe { // one more block, at the front
+		room = [][]int{append([]int{1}, blocks[0]...)}
+	}
+	k, err = r.newKept(ctx, net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), pull.Regions, room)
+	if err != nil {
+		return nil, "", fmt.Errorf("transfer %.64q: %w", id.base, err)
+	}
+	k.wants = make([]int, len(blocks))
+	for g := range blocks {
+		k.wants[g] = len(blocks[g])
+	}
+	r.mu.Lock()
+	k.key = e.keyLocked(pull, id.base)
+	if old := r.mu.kept[k.key]; old != nil {
+		if old != other && !old.endingLocked() && old.holds(blocks) && (id.again || !isDone(old.done)) {
+			r.useLocked(old)
+			r.mu.Unlock()
+			r.loadEnded(k, errNoWaiters)
+			r.release(k)
+			return old, fromMemory, nil
+		}
+		r.dropLocked(old)
+	}
+	r.keepLocked(k)
+	now, life := e.now, e.life
+	var prefix *kept
+	if probe && id.prefix != "" && id.blocks > 0 && id.blocks < len(blocks[0]) {
+		prefix = r.mu.kept[e.keyLocked(pull, id.prefix)]
+		if prefix != nil && (!isDone(prefix.done) || prefix.err != nil || !prefix.whole || len(prefix.blocks[0]) < id.blocks) {
+			prefix = nil
+		}
+		if prefix != nil {
+			r.useLocked(prefix)
+		}
+	}
+	r.mu.Unlock()
+	r.wg.Go(func() {
+		l := loading{e: e, k: k, pull: pull, id: id, now: now, life: life}
+		err := l.run(probe, prefix)
+		if prefix != nil {
+			r.release(prefix)
+		}
+		r.loadEnded(k, err)
+	})
+	return k, fromP, nil
+}
+
+// loadEnded records the end of a load.
+func (r *Relay) loadEnded(k *kept, err error) {
+	if err == nil {
+		r.stats.pulled.Add(1)
+	}
+	r.mu.Lock()
+	k.err = err
+	if err != nil { // the next request pulls from P again
+		r.forgetLocked(k)
+	}
+	if _, ok := r.mu.loading[k]; ok {
+		delete(r.mu.loading, k)
+		r.mu.pending[k.peer] -= k.n
+	}
+	if r.mu.pending[k.peer] == 0 {
+		delete(r.mu.pending, k.peer)
+	}
+	close(k.done)
+	r.mu.Unlock()
+	k.cancel(nil)
+	r.release(k)
+}
+
+// loading is one load.
+type loading struct {
+	e    *engine
+	k    *kept
+	pull *wire.Pull
+	id   transferID
+	now  bootstrap.Engine // P's workers
+	life int64            // P's
+}
+
+func (l *loading) run(probe bool, prefix *kept) error {
+	r, k := l.e.r, l.k
+	err := r.memory.Populate(k.off, k.n, true)            // so that a full /dev/shm is an error and no SIGBUS
+	if err != nil && !errors.Is(err, shm.ErrNoPopulate) { // an old kernel: memory comes with the first touch
+		return err
+	}
+	if !probe {
+		return l.pullBlocks(k.blocks)
+	}
+	// The pull names one block more than D wants. If P has that many, D has the first
+	// blocks itself, and all that D wants has come. If P refuses, D wants the whole
+	// prompt.
+	err = l.pullBlocks(k.blocks)
+	if err == nil || !strings.Contains(err.Error(), "P num blocks less than D") {
+		return err
+	}
+	own := k.blocks[0][1:]
+	if prefix == nil {
+		if err := l.pullBlocks([][]int{own}); err != nil {
+			return err
+		}
+	} else {
+		if err := l.pullBlocks([][]int{own[l.id.blocks:]}); err != nil {
+			return err
+		}
+		n, err := copyBlocks(k.cache, own[:l.id.blocks], prefix.cache, prefix.blocks[0][:l.id.blocks])
+		if err != nil {
+			return err
+		}
+		r.stats.prefixBytes.Add(n)
+		k.prefixed = true
+	}
+	k.blocks, k.whole = [][]int{own}, true // k.wants is their number
+	return nil
+}
+
+// pullBlocks pulls some of the blocks from P.
+func (l *loading) pullBlocks(blocks [][]int) error {
+	err := l.e.pullUpstream(l.k.ctx, l.k.cache, &l.k.arrived, l.pull, l.now, l.life, map[string]wire.Wanted{l.id.base: {TransferID: l.id.base, Blocks: blocks}})
+	if err == nil {
+		l.e.r.stats.pulledBytes.Add(bytesOf(l.k.cache.Regions, blocks))
+	}
+	return err
+}
+
+// bytesOf counts the payload of blocks.
+func bytesOf(regions []wire.Region, blocks [][]int) (n int64) {
+	for i := range regions {
+		g := &regions[i]
+		groups := g.Shared
+		switch g.Group {
+		case wire.SharedGroup:
+		case wire.Unsent: // there is one
+			groups = []int{0}
+		default:
+			groups = []int{g.Group}
+		}
+		for _, k := range groups {
+			if k >= 0 && k < len(blocks) {
+				n += int64(len(blocks[k])) * int64(g.Payload)
+			}
+		}
+	}
+	return n
+}
+
+// copyBlocks copies blocks of one layout, region by region, within the relay's memory.
+func copyBlocks(dst *mooncake.Cache, to []int, src *mooncake.Cache, from []int) (n int64, err error) {
+	for i := range dst.Regions {
+		d, s := &dst.Regions[i], &src.Regions[i]
+		for j := range to {
+			a := dst.Bytes(d.Base+uint64(to[j])*d.Stride, d.Payload)
+			b := src.Bytes(s.Base+uint64(from[j])*s.Stride, s.Payload)
+			if a == nil || b == nil {
+				return n, fmt.Errorf("relay: block %d of the prefix is not kept", j)
+			}
+			n += int64(copy(a, b))
+		}
+	}
+	return n, nil
+}
+
+// pullUpstream pulls from P as the D worker of the pull would. If P's life has ended, it
+// does not begin, and it fails a pull that it had to repeat meanwhile.
+func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, arrived *transfer.Progress, pull *wire.Pull, now bootstrap.Engine, life int64, wanted map[string]wire.Wanted) error {
+	r := e.r
+	rc, err := mooncake.NewReceiver(c, mooncake.ReceiverOptions{
+		Self:     mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize},
+		Target:   r.target,
+		Release:  min(pull.Release, 32), // layouts are used once: P need not keep them
+		Timeout:  r.o.Timeout,
+		Sockets:  r.sockets,
+		Progress: arrived,
+		Metrics:  r.o.Metrics,
+		Log:      r.log,
+		Find: func(context.Context, mooncake.Source) (bootstrap.Engine, error) {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			if e.life != life && !r.o.KeepAcrossRestarts {
+				return bootstrap.Engine{}, errOtherLife
+			}
+			return now, nil
+		},
+	})
+	if err != nil {
+		return err
+	}
+	failed, err := rc.Pull(ctx, mooncake.Source{EngineID: e.id, Bootstrap: r.o.Upstream}, wanted)
+	if why := context.Cause(ctx); why != nil && (err != nil || len(failed) > 0) {
+		err = why
+	}
+	if e := rc.Close(); err == nil {
+		err = e
+	}
+	for _, why := range failed {
+		err = errors.Join(err, why)
+	}
+	return err
+}
+
+// releaseAtP forwards a pull without blocks, so that P frees its own. The relay's kept
+// KV stays. P does not know T#2, so a release of that goes nowhere.
+func (e *engine) releaseAtP(ctx context.Context, pull *wire.Pull, id transferID) error {
+	r := e.r
+	r.mu.Lock()
+	k := r.mu.kept[e.keyLocked(pull, id.base)]
+	now, life, gone := e.now, e.life, !e.gone.IsZero()
+	r.mu.Unlock()
+	switch {
+	case id.again || k != nil: // P has pushed it, or is about to
+		return nil
+	case gone:
+		return errGone
+	}
+	c := &mooncake.Cache{
+		Kinds:   []mooncake.GroupKind{mooncake.Attention},
+		Regions: slices.Clone(pull.Regions), In: make([]int, len(pull.Regions)),
+		Storages: []mooncake.Storage{{Addr: storageBase, Mem: make([]byte, 1)}},
+	}
+	for i := range c.Regions {
+		m := &c.Regions[i]
+		if m.Group == wire.Unsent {
+			m.Group = 0
+		}
+		for len(c.Kinds) <= max(m.Group, 0) || slices.ContainsFunc(m.Shared, func(g int) bool { return g >= len(c.Kinds) }) {
+			if len(c.Kinds) > 1<<10 {
+				return fmt.Errorf("%w: group %d", wire.ErrMessage, m.Group)
+			}
+			c.Kinds = append(c.Kinds, mooncake.Attention)
+		}
+	}
+	return e.pullUpstream(ctx, c, nil, pull, now, life, map[string]wire.Wanted{id.base: {TransferID: id.base}})
+}
+
+// entries lists the writes that fill D's blocks from kept KV, and their bytes in total.
+func (k *kept) entries(pull *wire.Pull, blocks [][]int) (entries []transfer.Entry, total int64, err error) {
+	self := mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize} // what D's own rank holds
+	plan, err := mooncake.PlanPush(k.cache, self, self, pull.Regions)
+	if err != nil {
+		return nil, 0, err
+	}
+	list, err := plan.Append(nil, k.blocks, blocks)
+	if err != nil {
+		return nil, 0, err
+	}
+	entries = make([]transfer.Entry, len(list))
+	for i, d := range list {
+		mem := k.cache.Bytes(d.Src, d.Len)
+		if mem == nil {
+			return nil, 0, fmt.Errorf("relay: %d bytes at %#x are not kept", d.Len, d.Src)
+		}
+		entries[i] = transfer.Entry{Local: mem, Remote: d.Dst}
+		total += int64(len(mem))
+	}
+	return entries, total, nil
+}
+
+// push writes kept KV into D's blocks. sent counts what D has confirmed.
+func (r *Relay) push(ctx context.Context, pull *wire.Pull, k *kept, blocks [][]int, sent *transfer.Progress) (int64, error) {
+	entries, total, err := k.entries(pull, blocks)
+	if err != nil {
+		return 0, err
+	}
+	start := time.Now()
+	if err := r.client.WriteCounting(ctx, net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), entries, sent); err != nil {
+		return 0, fmt.Errorf("relay: push to D: %w", err)
+	}
+	r.o.Metrics.Pushed(time.Since(start), total, len(entries))
+	r.stats.pushed.Add(total)
+	return total, nil
+}

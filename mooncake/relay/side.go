@@ -1,0 +1,338 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/internal/transferlog"
+	"github.com/kvasir-kv/kvasir/mooncake"
+	"github.com/kvasir-kv/kvasir/mooncake/transfer"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// handle takes one message of D; it runs on the peer's reading goroutine.
+func (c *channel) handle(peer *zmtp.Peer, m zmtp.Message) {
+	r := c.e.r
+	pull, err := decodePull(m, r.o.BlockBytes)
+	ctx, cancel := context.WithCancelCause(r.ctx)
+	var ticket *mooncake.Ticket
+	if err == nil {
+		ticket, err = r.gate.Enter(mooncake.PeerKey(peer, pull.Host, pull.Port), len(m[0]), cancel)
+	}
+	if err != nil {
+		r.refuse(peer, err)
+		cancel(nil)
+		return
+	}
+	end := r.conns.Begin(peer)
+	r.wg.Go(func() {
+		defer end()
+		defer cancel(nil)
+		defer ticket.Leave()
+		c.serve(ctx, cancel, peer, pull)
+	})
+}
+
+func (r *Relay) refuse(peer *zmtp.Peer, err error) {
+	r.stats.failed.Add(1)
+	r.warn.Warn(r.log, "relay: pull refused", "from", peer.RemoteAddr(), "err", err)
+	send(peer, &wire.Reply{Status: wire.StatusError, Message: err.Error()})
+}
+
+// decodePull decodes and checks a pull. blockBytes is the block size of a D whose pulls
+// do not carry it.
+func decodePull(m zmtp.Message, blockBytes uint64) (*wire.Pull, error) {
+	if len(m) != 1 {
+		return nil, fmt.Errorf("%w: %d frames instead of one", wire.ErrMessage, len(m))
+	}
+	pull, err := wire.DecodePull(m[0], 0)
+	if err != nil {
+		return nil, err
+	}
+	if !pull.Release.BlockSizes() {
+		if blockBytes == 0 {
+			return nil, errNoSizes
+		}
+		for i := range pull.Regions {
+			pull.Regions[i].Stride, pull.Regions[i].Payload = blockBytes, blockBytes
+		}
+	}
+	return pull, checkRegions(pull.Regions)
+}
+
+var errNoSizes = fmt.Errorf("%w: D does not say how large its blocks are, as before vLLM 0.19: the relay needs --block-bytes", wire.ErrMessage)
+
+// checkRegions refuses regions that no memory can have. The relay's address arithmetic
+// relies on it.
+func checkRegions(regions []wire.Region) error {
+	if len(regions) == 0 {
+		return fmt.Errorf("%w: no regions, and the relay has never said that it kept them", wire.ErrMessage)
+	}
+	for i := range regions {
+		r := &regions[i]
+		switch {
+		case r.Payload == 0 || r.Payload > r.Stride:
+			return fmt.Errorf("%w: region %d: %d bytes of KV in blocks of %d",
+				wire.ErrMessage, i, r.Payload, r.Stride)
+		case r.Base == 0 || r.Base > 1<<63 || r.Stride > 1<<63-r.Base:
+			return fmt.Errorf("%w: region %d: no block of %d bytes fits at %#x", wire.ErrMessage, i, r.Stride, r.Base)
+		}
+	}
+	return nil
+}
+
+// maxTogether bounds the requests of one pull that are served at a time. It is more than
+// an engine computes at once, and cheap if all of them fail.
+const maxTogether = 256
+
+// result is the outcome of one request of a pull.
+type result struct {
+	id  string
+	err error
+}
+
+// serve answers one pull of D. It serves the requests concurrently and reports each when
+// it is done.
+func (c *channel) serve(ctx context.Context, cancel context.CancelCauseFunc, peer *zmtp.Peer, pull *wire.Pull) {
+	r := c.e.r
+	if pull.DeadlineMillis > 0 {
+		var stop context.CancelFunc
+		ctx, stop = context.WithTimeout(ctx, time.Duration(pull.DeadlineMillis)*time.Millisecond)
+		defer stop()
+	}
+	done := make(chan result, len(pull.Wanted))
+	memory := memoryOf(pull.Regions)
+	next := make(chan string)
+	r.wg.Go(func() {
+		defer close(next)
+		for _, id := range slices.Sorted(maps.Keys(pull.Wanted)) {
+			next <- id
+		}
+	})
+	for range min(len(pull.Wanted), maxTogether) {
+		r.wg.Go(func() {
+			for id := range next {
+				done <- result{id, c.serveRequest(ctx, pull, memory, id)}
+			}
+		})
+	}
+	left := len(pull.Wanted)
+	if left == 0 {
+		send(peer, &wire.Reply{Status: wire.StatusFinish})
+	}
+	away := peer.Done()
+	for left > 0 {
+		select {
+		case res := <-done:
+			left--
+			r.report(peer, pull, res, left == 0)
+		case <-away:
+			cancel(nil) // D is gone
+			away = nil
+		}
+	}
+}
+
+// report sends D the result of one request, and logs a failure.
+func (r *Relay) report(peer *zmtp.Peer, pull *wire.Pull, res result, last bool) {
+	y := wire.Reply{Status: wire.StatusContinue}
+	if last {
+		y.Status = wire.StatusFinish
+	}
+	if res.err != nil {
+		r.stats.failed.Add(1)
+		y.Failed, y.Message = []string{res.id}, res.err.Error()
+		r.warn.Warn(r.log, "relay: request failed", "request", res.id, "transfer", pull.Wanted[res.id].TransferID, "err", res.err)
+	} else {
+		r.stats.served.Add(1)
+		y.OK = []string{res.id}
+	}
+	send(peer, &y)
+}
+
+func send(peer *zmtp.Peer, y *wire.Reply) {
+	if peer.Send(wire.AppendReply(nil, y)) == nil {
+		peer.Flush()
+	}
+}
+
+// requestKey names a request of one D worker for one piece of its memory. D asks each of
+// the P workers that it is paired with; the relay pushes once for all of them.
+type requestKey struct {
+	engine            string
+	host              string
+	port, rank        int
+	request, transfer string
+	memory            uint64
+}
+
+// request is such a request while it is served and for requestMemory after.
+type request struct {
+	ctx    context.Context // ends with the last waiter
+	cancel context.CancelFunc
+	done   chan struct{} // closed at the end
+	err    error         // valid when done, as is k
+	k      *kept
+
+	id   string             // D's
+	peer string             // the D worker
+	seen *transferlog.Entry // how far it has come; nil: D wants no blocks
+
+	// Guarded by Relay.mu.
+	late   bool                // D's time was over
+	users  int                 // waiters
+	using  *kept               // being pushed
+	places map[workerRank]bool // where D has asked
+	at     time.Time           // when it ended
+}
+
+const (
+	maxRequests   = 4096
+	requestMemory = 30 * time.Second // how long a request that ended is remembered
+)
+
+// memoryOf hashes where D's regions are.
+func memoryOf(regions []wire.Region) uint64 {
+	var b []byte
+	for i := range regions {
+		b = strconv.AppendUint(b, regions[i].Base, 36)
+		b = append(b, ' ')
+	}
+	return xxh3.Hash(b)
+}
+
+// serveRequest answers one request of D that came to this channel.
+func (c *channel) serveRequest(ctx context.Context, pull *wire.Pull, memory uint64, id string) error {
+	r, want := c.e.r, pull.Wanted[id]
+	if want.TransferID == "" {
+		return fmt.Errorf("%w: no transfer id", wire.ErrMessage)
+	}
+	for _, g := range want.Blocks {
+		memory = memory*31 + xxh3.HashString(fmt.Sprint(g))
+	}
+	key := requestKey{c.e.id, pull.Host, pull.Port, pull.TPRank, id, want.TransferID, memory}
+	r.mu.Lock()
+	if len(r.mu.requests) > maxRequests {
+		r.forgetRequestsLocked()
+	}
+	mine := r.mu.requests[key]
+	// A second pull from the same worker means that D lost the answer, or tries again.
+	if before := mine; mine == nil || mine.endingLocked() || isDone(mine.done) && (mine.places[c.at] || time.Since(mine.at) > requestMemory) {
+		mine = &request{id: id, peer: net.JoinHostPort(pull.Host, strconv.Itoa(pull.Port)), done: make(chan struct{}), places: make(map[workerRank]bool)}
+		mine.ctx, mine.cancel = context.WithCancel(r.ctx)
+		r.mu.requests[key] = mine
+		a := mine
+		r.wg.Go(func() { c.e.answer(a, pull, want, before) })
+	}
+	mine.places[c.at] = true
+	mine.users++
+	r.mu.Unlock()
+	defer func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if mine.users--; mine.users == 0 {
+			mine.cancel() // D is gone
+		}
+	}()
+	select {
+	case <-mine.done:
+		return mine.err
+	case <-ctx.Done():
+		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			r.mu.Lock()
+			mine.late = true
+			r.mu.Unlock()
+		}
+		return context.Cause(ctx)
+	}
+}
+
+// endingLocked says whether the request was cancelled and has not ended: D may pull
+// again before its push has ended.
+func (a *request) endingLocked() bool { return !isDone(a.done) && a.ctx.Err() != nil }
+
+func isDone(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+// forgetRequestsLocked forgets requests that ended requestMemory ago, and more if there
+// are too many.
+func (r *Relay) forgetRequestsLocked() {
+	for key, a := range r.mu.requests {
+		if isDone(a.done) && (time.Since(a.at) > requestMemory || len(r.mu.requests) > maxRequests) {
+			delete(r.mu.requests, key)
+		}
+	}
+}
+
+// answer serves a request and ends it. before is D's earlier pull of the same request,
+// or nil; answer waits for its end, so that the two do not push at the same time.
+func (e *engine) answer(a *request, pull *wire.Pull, want wire.Wanted, before *request) {
+	defer a.cancel()
+	var from *kept
+	if before != nil {
+		<-before.done // it has ended, or was cancelled
+		from = before.k
+	}
+	a.seen = e.noted(a, pull, want)
+	k, err := e.deliver(a, pull, want, from)
+	e.r.mu.Lock()
+	a.k, a.err, a.at = k, err, time.Now()
+	late := a.late
+	e.r.mu.Unlock()
+	noteEnd(a.seen, err, late)
+	close(a.done)
+}
+
+// deliver gets one request's KV and pushes it to D. It returns the KV that it pushed
+// from, also when the push fails. before is the KV of an earlier answer, or nil.
+func (e *engine) deliver(a *request, pull *wire.Pull, want wire.Wanted, before *kept) (*kept, error) {
+	ctx, r, id := a.ctx, e.r, parseID(want.TransferID)
+	if !slices.ContainsFunc(want.Blocks, func(g []int) bool { return len(g) > 0 }) {
+		return nil, e.releaseAtP(ctx, pull, id)
+	}
+	k, source, err := e.findOrLoad(ctx, pull, id, want.Blocks, before, a.seen)
+	if err != nil {
+		return nil, err
+	}
+	r.mu.Lock()
+	a.using = k
+	r.mu.Unlock()
+	defer func() {
+		r.mu.Lock()
+		a.using = nil
+		r.mu.Unlock()
+		r.release(k)
+	}()
+	start, sent := time.Now(), new(transfer.Progress)
+	a.seen.From(source)
+	a.seen.Next(transferlog.Sending, "relay sends to D", func() (time.Time, uint64) { return start, sent.Bytes() })
+	n, err := r.push(ctx, pull, k, want.Blocks, sent)
+	if err != nil {
+		return k, err
+	}
+	if source == fromMemory {
+		r.stats.fromMemory.Add(1)
+	}
+	r.log.Info("relay: served", "transfer", want.TransferID, "from", source, "bytes", n, "push", time.Since(start).Round(10*time.Microsecond))
+	return k, nil
+}
+
+var (
+	errGone      = errors.New("relay: the engine of P is not registered any more")
+	errOtherLife = errors.New("relay: the engine of P is not what it was when D asked")
+)

@@ -1,9 +1,0 @@
-package paged_test
-
-import (
-	"testing"
-
-	"github.com/kvasir-kv/kvasir/internal/goroutines"
-)
-
-func TestMain(m *testing.M) { goroutines.Main(m) }

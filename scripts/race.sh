@@ -1,9 +1,0 @@
-#!/usr/bin/env bash
-# Runs all tests with the race detector, which needs a C compiler.
-set -euo pipefail
-cd "$(dirname "$0")/.."
-if ! command -v "${CC:-cc}" >/dev/null; then
-	echo "race detector: left out, no C compiler"
-	exit 0
-fi
-CGO_ENABLED=1 exec scripts/test.sh ./... -race -p 1 -timeout 600s

@@ -1,0 +1,141 @@
+// Package access says who is behind a connection and what that peer may do.
+//
+// A server grants a peer no more than the peer's own rights. Who may open the pool
+// is told places in it; who owns a segment may lend it; who registered a worker may
+// speak for it. Who is behind a connection is found once, before anything is read
+// from it.
+package access
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/store/lease"
+)
+
+// Principal names who may speak for a worker: a user of this host or, where the
+// user is not known, an address. The zero Principal is nobody.
+type Principal struct {
+	User bool       `json:",omitempty"`
+	UID  int        `json:",omitzero"`
+	Addr netip.Addr `json:",omitzero"`
+}
+
+func (p Principal) String() string {
+	if p.User {
+		return fmt.Sprintf("uid %d", p.UID)
+	}
+	if !p.Addr.IsValid() {
+		return "a user of this host that is not known"
+	}
+	return p.Addr.String()
+}
+
+// Caller is who is behind a connection.
+type Caller struct {
+	Peer    peercred.Peer
+	By      Principal
+	Name    string // of By
+	Number  uint64 // tells connections apart
+	Trusted bool   // taken for this process' user
+}
+
+// New returns the caller that a peer is. Whoever connects from one of the trusted
+// addresses is taken for this process' user.
+func New(p peercred.Peer, trust []netip.Prefix, number uint64) Caller {
+	c := Caller{Peer: p, By: Principal{Addr: p.Addr}, Number: number}
+	c.Trusted = p.Addr.IsValid() && slices.ContainsFunc(trust, func(t netip.Prefix) bool { return t.Contains(p.Addr) })
+	switch {
+	case p.Known():
+		c.By = Principal{User: true, UID: p.UID}
+	case !p.Addr.IsValid():
+		c.By.UID = -1 // all of those are one
+	}
+	c.Name = c.By.String()
+	return c
+}
+
+// Self is the caller of requests that come from this process.
+func Self() Caller {
+	return Caller{Peer: peercred.Peer{UID: os.Geteuid()}, By: Principal{User: true, UID: os.Geteuid()}}
+}
+
+// Owner is who the connection's sessions belong to.
+func (c *Caller) Owner() lease.Owner { return lease.Owner{Peer: c.Name, Conn: c.Number} }
+
+func (c *Caller) String() string { return c.Peer.String() }
+
+var (
+	// ErrNotTold means that a peer could not open the pool by its own rights.
+	ErrNotTold = errors.New("the pool is not told to this worker")
+	// ErrLender means that a segment belongs to another user or process.
+	ErrLender = errors.New("the segment is not this worker's to lend")
+)
+
+// MayOpen reports why c may not be told places in the pool; nil when c could open
+// it by its own rights.
+func (c *Caller) MayOpen() error {
+	switch {
+	case c.Trusted:
+		return nil
+	case !c.Peer.Known():
+		return fmt.Errorf("%w: %s", ErrNotTold, c.unseen())
+	case c.Peer.UID != os.Geteuid() && c.Peer.UID != 0:
+		return fmt.Errorf("%w: it connects as uid %d, the pool belongs to uid %d", ErrNotTold, c.Peer.UID, os.Geteuid())
+	}
+	return nil
+}
+
+// Seen reports why c can lend nothing at all: its user is not known.
+func (c *Caller) Seen() error {
+	if c.Trusted || c.Peer.Known() {
+		return nil
+	}
+	return fmt.Errorf("%w: %s", ErrLender, c.unseen())
+}
+
+// MayLend reports why c may not lend a file of user uid; nil when it is c's, or c
+// is root.
+func (c *Caller) MayLend(uid int) error {
+	if err := c.Seen(); err != nil {
+		return err
+	}
+	as := c.Peer.UID
+	if c.Trusted {
+		as = os.Geteuid()
+	}
+	if as != uid && as != 0 {
+		return fmt.Errorf("%w: it belongs to uid %d, the worker is uid %d", ErrLender, uid, as)
+	}
+	return nil
+}
+
+// unseen says why the user is not known, and what can be done.
+func (c *Caller) unseen() string {
+	addr := c.Peer.Addr.String()
+	switch {
+	case !c.Peer.Addr.IsValid():
+		return fmt.Sprintf("its user is not known (%v)", c.Peer.Err)
+	case onThisHost(c.Peer.Addr):
+		return fmt.Sprintf("it connects from %s, and its user is not seen (%v); a container shares the network namespace, or --trust-address %s says that everybody there is this server's user",
+			addr, c.Peer.Err, addr)
+	}
+	return fmt.Sprintf("it connects from %s, which is not this host; for containers of this host --trust-address %s says that everybody there is this server's user", addr, addr)
+}
+
+// onThisHost reports whether an address is one of this host's.
+func onThisHost(a netip.Addr) bool {
+	if a.IsLoopback() {
+		return true
+	}
+	own, err := net.InterfaceAddrs()
+	return err == nil && slices.ContainsFunc(own, func(o net.Addr) bool {
+		n, ok := o.(*net.IPNet)
+		return ok && n.IP.Equal(a.AsSlice())
+	})
+}

@@ -1,0 +1,167 @@
+// Package admin is the HTTP interface of a node: health, status and metrics, and
+// clearing the cache, with LMCache's bodies where it has them.
+package admin
+
+import (
+	"encoding/json"
+	"net/http"
+	"net/http/pprof"
+	"strconv"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/server/explain"
+	"github.com/kvasir-kv/kvasir/server/usage"
+	"github.com/kvasir-kv/kvasir/store/tenant/terms"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Options configures a Handler. A zero field means its default.
+type Options struct {
+	AllowHosts []string          // names of this machine that requests may ask for, besides its host name
+	Flags      map[string]string // what the server was started with, shown in /status
+	Socket     string            // where engines reach the server, a URL or an address, for /readyz; empty: it is not asked
+	Profiles   bool              // serve Go's profiles at /debug/pprof/
+	Sources    map[string]string // where each of Flags is from
+	Terms      *terms.Book       // what tenants have of their own, applied to the server's store; nil: nothing, and no file keeps what is set
+	Parts      *Parts            // what runs beside the server in this process; nil: nothing
+}
+
+// Handler answers GET / /live /now /healthcheck /healthz /readyz /status /explain /transfers /version /metrics and
+// POST /cache/clear. Probes and metrics answer under any name of the host: they tell
+// nothing that a web page could use.
+func Handler(s *server.Server, o Options) http.Handler {
+	version := s.Version()
+	reg := metrics.New(version)
+	metrics.Add(reg, s.Stats)
+	metrics.Add(reg, s.ByModel)
+	for _, t := range s.Tiers() {
+		labels := map[string]string{"tier": t.Name()}
+		metrics.AddWith(reg, labels, t.Stats)
+		metrics.AddWith(reg, map[string]string{"l2_name": t.Name()}, func() usage.Tier { return usage.OfTier(t.Stats()) })
+		if _, ok := t.Requests(); ok {
+			metrics.AddWith(reg, labels, func() tier.Requests { r, _ := t.Requests(); return r })
+		}
+	}
+	for _, name := range s.TierNames() {
+		metrics.AddWith(reg, map[string]string{"tier": name}, func() explain.TierEnds { return s.TierEnds(name) })
+	}
+	if p := s.Publisher(); p != nil {
+		metrics.Add(reg, p.Stats)
+	}
+	if l := s.Options().Lifetimes; l != nil {
+		metrics.Add(reg, l.Stats)
+	}
+	if d := s.Disk(); d != nil {
+		metrics.Add(reg, d.Stats)
+	}
+	for name, c := range s.Clusters() {
+		metrics.AddWith(reg, map[string]string{"tier": name}, c.Stats)
+	}
+	guard := httpserver.Guard{AllowHosts: o.AllowHosts}
+	mux := http.NewServeMux()
+	mux.Handle("GET /{$}", page(guard))
+	shown := &live{server: s, parts: o.Parts}
+	mux.Handle("GET /live", guard.Handler(shown))
+	mux.Handle("GET /now", guard.Handler(http.HandlerFunc(shown.once)))
+	mux.Handle("GET /transfers", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Cache-Control", "no-store")
+		writeJSON(w, http.StatusOK, o.Parts.lastTransfers())
+	})))
+	health := func(w http.ResponseWriter, _ *http.Request) {
+		if why := s.Unhealthy(); len(why) > 0 {
+			writeJSON(w, http.StatusServiceUnavailable, map[string]string{"status": "unhealthy", "reason": strings.Join(why, "; ")})
+			return
+		}
+		writeJSON(w, http.StatusOK, map[string]string{"status": "healthy"})
+	}
+	mux.HandleFunc("GET /healthcheck", health)
+	mux.HandleFunc("GET /healthz", health)
+	mux.Handle("GET /readyz", &readiness{server: s, url: o.Socket})
+	mux.Handle("GET /status", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		writeJSON(w, http.StatusOK, Status{Status: s.Status(), Shape: shapeOf(s, o.Flags), Flags: o.Flags, Parts: o.Parts.figures(), Tenants: tenantsOf(s.Store()), ByModel: sharesOf(s.ByModel(), liveShares)})
+	})))
+	mux.Handle("GET /explain", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { explainLookups(s, w, r) })))
+	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
+	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
+	book := o.Terms
+	if book == nil {
+		book, _ = terms.Open("", nil, nil) // without a file and flags there is nothing to fail
+		_ = book.Apply(s.Store())
+	}
+	metrics.Add(reg, func() tenantStats { return tenantStatsOf(s.Store(), book) })
+	(&tenantRoutes{s, book}).handle(mux, guard)
+	handlePins(mux, guard, s)
+	handleObjects(mux, guard, s)
+	handlePrefetches(mux, guard, s)
+	handleChecksums(mux, guard, s)
+	mux.Handle("GET /config", guard.Handler(&config{o.Flags, o.Sources, book}))
+	mux.Handle("GET /metrics", reg.Handler())
+	if o.Profiles {
+		for path, h := range map[string]http.HandlerFunc{
+			"": pprof.Index, "cmdline": pprof.Cmdline, "profile": pprof.Profile, "symbol": pprof.Symbol, "trace": pprof.Trace,
+		} {
+			mux.Handle("GET /debug/pprof/"+path, guard.Handler(h))
+		}
+	}
+	return mux
+}
+
+// Status is the body of /status.
+type Status struct {
+	server.Status
+	*Shape
+	Flags map[string]string             `json:"flags,omitempty"`
+	Parts map[string]map[string]float64 `json:"parts,omitempty"` // what runs in the same process: its metrics, histograms aside, by the part's name
+
+	Tenants []Tenant `json:"tenants,omitempty"` // those that have something of their own, by salt
+	ByModel []Share  `json:"by_model"`          // hits by model and tenant, 64 at most
+}
+
+// maxExplained bounds the lookups of one answer, and defaultExplained is their number.
+const maxExplained, defaultExplained = 4096, 20
+
+// explainLookups says why lookups found no more: of ?request_id=, else the last ones, ?limit= of them.
+func explainLookups(s *server.Server, w http.ResponseWriter, r *http.Request) {
+	q := r.URL.Query()
+	most := defaultExplained
+	if text := q.Get("limit"); text != "" {
+		var err error
+		if most, err = strconv.Atoi(text); err != nil || most < 1 || most > maxExplained {
+			writeJSON(w, http.StatusBadRequest, map[string]string{"error": "limit is not a number from 1 to " + strconv.Itoa(maxExplained)})
+			return
+		}
+	}
+	writeJSON(w, http.StatusOK, s.Explain(q.Get("request_id"), most))
+}
+
+// maxBody bounds the body of a request, bytes.
+const maxBody = 4096
+
+// clearCache takes the optional body {"tier": "l1", "force": false}.
+func clearCache(s *server.Server, w http.ResponseWriter, r *http.Request) {
+	body := struct {
+		Tier  string `json:"tier"`
+		Force bool   `json:"force"`
+	}{Tier: "l1"}
+	if r.ContentLength != 0 {
+		if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody)).Decode(&body); err != nil {
+			writeJSON(w, http.StatusBadRequest, map[string]string{"error": "body is not {\"tier\": \"l1\", \"force\": false}: " + err.Error()})
+			return
+		}
+	}
+	if body.Tier != "l1" {
+		writeJSON(w, http.StatusBadRequest, map[string]string{"error": "unknown tier \"" + body.Tier + "\": the only tier is l1"})
+		return
+	}
+	n := s.Clear(body.Force)
+	writeJSON(w, http.StatusOK, map[string]any{"status": "ok", "cleared": map[string]any{"tier": body.Tier, "chunks": n}})
+}
+
+func writeJSON(w http.ResponseWriter, code int, v any) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	_ = json.NewEncoder(w).Encode(v) // the client is gone if this fails
+}

@@ -1,0 +1,197 @@
+package admin
+
+import (
+	"crypto/sha256"
+	_ "embed"
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/server/explain"
+	"github.com/kvasir-kv/kvasir/server/slowlog"
+	"github.com/kvasir-kv/kvasir/store/pool"
+)
+
+// pageHTML is the page at /: one file, which asks nobody but this server.
+//
+//go:embed page.html
+var pageHTML []byte
+
+// Limits of /live.
+const (
+	maxListeners = 16               // at a time; more are answered 503
+	liveEvery    = time.Second      // between two events
+	liveTimeout  = 10 * time.Second // for the client to take an event
+	mapEvery     = 5 * time.Second  // the pool's map and the slow requests are that old at most
+	liveWorkers  = 64               // of the workers in an event, and the tiers; /status has all
+	mapCells     = 240
+	liveEnded    = 8
+	liveShares   = 64
+)
+
+// Live is an event of GET /live: what the page shows.
+type Live struct {
+	AtMillis int64                         `json:"at_ms"` // Unix time
+	Status   server.Status                 `json:"status"`
+	Workers  int                           `json:"workers"` // registered; Status has the first 64
+	Bytes    LiveBytes                     `json:"bytes"`
+	Map      pool.Map                      `json:"map"`
+	Slow     []slowlog.Request             `json:"slow"`
+	Ended    []explain.Lookup              `json:"ended"` // the last lookups that found less than they asked for, 8 at most
+	Parts    map[string]map[string]float64 `json:"parts"`
+
+	By          []Share            `json:"by"`           // hits by model and tenant, those that were asked for most first, 64 at most
+	BelowTokens uint64             `json:"below_tokens"` // of all hits since the start, those that came from tiers below the pool
+	Tenants     []Tenant           `json:"tenants"`      // those that have something of their own, 64 at most
+	Requests    []explain.Timeline `json:"requests"`     // the last ones, 8 at most
+	PD          Transfers          `json:"pd"`           // single transfers from P to D
+}
+
+// LiveBytes are counters since the start, bytes.
+type LiveBytes struct {
+	Stored    uint64 `json:"stored"`
+	Retrieved uint64 `json:"retrieved"`
+	Below     uint64 `json:"below"` // that came from the tiers below the pool
+	Evicted   uint64 `json:"evicted"`
+}
+
+// live makes events, each once for all listeners.
+type live struct {
+	server *server.Server
+	parts  *Parts
+
+	mu        sync.Mutex
+	listeners int
+	event     []byte // the newest, JSON
+	number    int    // of it
+	at        time.Time
+	pool      pool.Map
+	slow      []slowlog.Request
+	poolAt    time.Time
+}
+
+// latest returns an event that is less than an interval old, and its number.
+func (l *live) latest() ([]byte, int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	now := time.Now()
+	if l.event != nil && now.Sub(l.at) < liveEvery*9/10 {
+		return l.event, l.number
+	}
+	if l.poolAt.IsZero() || now.Sub(l.poolAt) >= mapEvery {
+		l.pool, l.slow = l.server.Look(mapCells)
+		l.poolAt = now
+	}
+	n, why, by := l.server.Stats(), l.server.Explain("", liveEnded), l.server.ByModel()
+	e := Live{
+		AtMillis: now.UnixMilli(), Status: l.server.Status(), Map: l.pool, Slow: l.slow, Parts: l.parts.figures(),
+		Ended: why.Lookups, Requests: why.Requests, By: sharesOf(by, liveShares), Tenants: append([]Tenant{}, tenantsOf(l.server.Store())...), PD: l.parts.lastTransfers(),
+		Bytes: LiveBytes{Stored: n.StoredBytes, Retrieved: n.RetrievedBytes, Below: n.BelowBytes, Evicted: n.EvictedBytes},
+	}
+	for _, tokens := range by.HitL2 {
+		e.BelowTokens += tokens
+	}
+	e.Tenants = e.Tenants[:min(len(e.Tenants), liveShares)]
+	e.Workers = len(e.Status.Workers)
+	e.Status.Workers = e.Status.Workers[:min(e.Workers, liveWorkers)]
+	body, err := json.Marshal(&e)
+	if err != nil {
+		panic("BUG: admin: " + err.Error()) // structs of numbers and texts
+	}
+	l.event, l.at = body, now
+	l.number++
+	return l.event, l.number
+}
+
+// enter takes a listener, if there is room for one more.
+func (l *live) enter() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.listeners == maxListeners {
+		return false
+	}
+	l.listeners++
+	return true
+}
+
+func (l *live) leave() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.listeners--; l.listeners == 0 {
+		l.event, l.pool, l.poolAt = nil, pool.Map{}, time.Time{} // nobody needs the memory
+	}
+}
+
+// once answers with one event, as JSON: what a program needs that looks now and then.
+func (l *live) once(w http.ResponseWriter, _ *http.Request) {
+	event, _ := l.latest()
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Cache-Control", "no-store")
+	_, _ = w.Write(event) // the client is gone if this fails
+}
+
+// ServeHTTP sends server-sent events until the client leaves or stops reading.
+func (l *live) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if !l.enter() {
+		writeJSON(w, http.StatusServiceUnavailable, map[string]string{"error": fmt.Sprintf("%d pages are open already: close one", maxListeners)})
+		return
+	}
+	defer l.leave()
+	c := http.NewResponseController(w)
+	_ = c.SetReadDeadline(time.Time{}) // the request's own would end the stream; where there is none, this fails
+	w.Header().Set("Content-Type", "text/event-stream")
+	w.Header().Set("Cache-Control", "no-store")
+	tick := time.NewTicker(liveEvery)
+	defer tick.Stop()
+	for last := 0; ; {
+		if event, number := l.latest(); number != last { // else a tick came early
+			last = number
+			_ = c.SetWriteDeadline(time.Now().Add(liveTimeout))
+			if _, err := fmt.Fprintf(w, "data: %s\n\n", event); err != nil || c.Flush() != nil {
+				return // the client is gone
+			}
+		}
+		select {
+		case <-tick.C:
+		case <-r.Context().Done():
+			return
+		}
+	}
+}
+
+// page answers GET /: people get the page, programs LMCache's answer.
+func page(guard httpserver.Guard) http.Handler {
+	policy := "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; script-src " +
+		hashOf("script") + "; style-src " + hashOf("style")
+	shown := guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		h := w.Header()
+		h.Set("Content-Type", "text/html; charset=utf-8")
+		h.Set("Content-Security-Policy", policy)
+		h.Set("X-Content-Type-Options", "nosniff")
+		h.Set("Referrer-Policy", "no-referrer")
+		h.Set("Cache-Control", "no-cache")
+		_, _ = w.Write(pageHTML) // the client is gone if this fails
+	}))
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Vary", "Accept")
+		if strings.Contains(r.Header.Get("Accept"), "text/html") {
+			shown.ServeHTTP(w, r)
+			return
+		}
+		writeJSON(w, http.StatusOK, map[string]string{"status": "ok", "service": "Kvasir HTTP API"})
+	})
+}
+
+// hashOf returns the hash of the page's one element of a name, as a policy names it.
+func hashOf(element string) string {
+	_, after, _ := strings.Cut(string(pageHTML), "<"+element+">")
+	text, _, _ := strings.Cut(after, "</"+element+">")
+	sum := sha256.Sum256([]byte(text))
+	return "'sha256-" + base64.StdEncoding.EncodeToString(sum[:]) + "'"
+}

@@ -1,0 +1,223 @@
+package admin_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/server/admin"
+	"github.com/kvasir-kv/kvasir/server/explain"
+)
+
+// events opens /live and returns what it sends, until close.
+func events(t *testing.T, url string) (next func() admin.Live, closeStream func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	t.Cleanup(cancel)
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, url+"/live", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	res, err := http.DefaultClient.Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { res.Body.Close() })
+	if res.StatusCode != http.StatusOK || res.Header.Get("Content-Type") != "text/event-stream" {
+		t.Fatalf("%s, %v", res.Status, res.Header)
+	}
+	lines := bufio.NewReader(res.Body)
+	return func() admin.Live {
+		t.Helper()
+		for {
+			line, err := lines.ReadString('\n')
+			if err != nil {
+				t.Fatal(err)
+			}
+			if data, ok := strings.CutPrefix(line, "data: "); ok {
+				var e admin.Live
+				if err := json.Unmarshal([]byte(data), &e); err != nil {
+					t.Fatal(err)
+				}
+				return e
+			}
+		}
+	}, cancel
+}
+
+// liveServer serves a handler with limits on requests that are far below a stream's length.
+func liveServer(t *testing.T, o admin.Options) *httptest.Server {
+	t.Helper()
+	web := httptest.NewUnstartedServer(admin.Handler(newServer(t), o))
+	web.Config.ReadTimeout, web.Config.WriteTimeout = 300*time.Millisecond, 300*time.Millisecond
+	web.Start()
+	t.Cleanup(func() { web.CloseClientConnections(); web.Close(); http.DefaultClient.CloseIdleConnections() })
+	return web
+}
+
+// Events say what the server says, and go on beyond the limits of ordinary requests.
+func TestLive(t *testing.T) {
+	web := liveServer(t, admin.Options{})
+	next, _ := events(t, web.URL)
+	last := int64(0)
+	for range 3 {
+		e := next()
+		if e.AtMillis <= last || e.Status.PID != os.Getpid() || e.Workers != 1 || len(e.Status.Workers) != 1 || e.Bytes.Stored == 0 || e.Slow == nil || e.Ended == nil {
+			t.Errorf("%+v after %d", e, last)
+		}
+		last = e.AtMillis
+		sum := int64(0)
+		for i, n := range e.Map.Resident {
+			sum += n + e.Map.Staged[i] + e.Map.Quarantined[i]
+		}
+		if sum != e.Status.Pool.ResidentBytes || sum == 0 || e.Map.CellBytes != 4096 || len(e.Map.Resident) != 64 {
+			t.Errorf("the map has %d bytes, the pool %d: %+v", sum, e.Status.Pool.ResidentBytes, e.Map)
+		}
+	}
+}
+
+// A program gets one event as JSON, also while no more pages may be open.
+func TestNow(t *testing.T) {
+	web := liveServer(t, admin.Options{})
+	for range 16 {
+		next, _ := events(t, web.URL)
+		next()
+	}
+	res, err := http.Get(web.URL + "/now")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer res.Body.Close()
+	var e admin.Live
+	if err := json.NewDecoder(res.Body).Decode(&e); err != nil || res.StatusCode != http.StatusOK || res.Header.Get("Content-Type") != "application/json" {
+		t.Fatalf("%v, %s, %v", err, res.Status, res.Header)
+	}
+	if e.Status.PID != os.Getpid() || e.Workers != 1 || len(e.Map.Resident) != 64 || e.By == nil || e.Tenants == nil || e.Requests == nil {
+		t.Errorf("%+v", e)
+	}
+}
+
+// The number of listeners is bounded, and one that leaves makes room.
+func TestLiveListenersAreBounded(t *testing.T) {
+	web := liveServer(t, admin.Options{})
+	var leave func()
+	for range 16 {
+		next, closeStream := events(t, web.URL)
+		next()
+		leave = closeStream
+	}
+	ask := func() int {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		r, err := http.NewRequestWithContext(ctx, http.MethodGet, web.URL+"/live", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		res, err := http.DefaultClient.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer res.Body.Close()
+		if res.StatusCode == http.StatusServiceUnavailable {
+			if body, _ := io.ReadAll(res.Body); !strings.Contains(string(body), "16 pages are open already") {
+				t.Errorf("%s", body)
+			}
+		}
+		return res.StatusCode
+	}
+	if code := ask(); code != http.StatusServiceUnavailable {
+		t.Errorf("one more: %d", code)
+	}
+	leave()
+	for end := time.Now().Add(90 * time.Second); ask() != http.StatusOK; time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("a listener that left makes no room")
+		}
+	}
+}
+
+// People get a page at /, programs what they always got; a foreign site gets neither the
+// page nor the events.
+func TestPage(t *testing.T) {
+	h := admin.Handler(newServer(t), admin.Options{AllowHosts: []string{"kv.example"}})
+	get := func(url string, header ...string) *http.Response {
+		r := httptest.NewRequest("GET", url, nil)
+		for i := 0; i+1 < len(header); i += 2 {
+			r.Header.Set(header[i], header[i+1])
+		}
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, r)
+		return w.Result()
+	}
+	const browser = "text/html,application/xhtml+xml,*/*;q=0.8"
+	for _, host := range []string{"localhost:8080", "127.0.0.1", "kv.example"} {
+		res := get("http://"+host+"/", "Accept", browser)
+		body, _ := io.ReadAll(res.Body)
+		policy := res.Header.Get("Content-Security-Policy")
+		if res.StatusCode != 200 || !strings.HasPrefix(string(body), "<!doctype html>") || !strings.Contains(policy, "default-src 'none'") || strings.Contains(policy, "unsafe") || strings.Count(policy, "sha256-") != 2 {
+			t.Errorf("%s: %s, %s", host, res.Status, policy)
+		}
+		// The one address in it is the name of a language, which nobody asks for.
+		for _, address := range regexp.MustCompile(`(?i)(https?:)?//[a-z0-9.]+\.[a-z]+[^"]*`).FindAllString(string(body), -1) {
+			if address != "http://www.w3.org/2000/svg" {
+				t.Errorf("the page names %s", address)
+			}
+		}
+	}
+	for _, url := range []string{"http://evil.example/", "http://evil.example/live", "http://evil.example/now"} {
+		if res := get(url, "Accept", browser); res.StatusCode != 403 {
+			t.Errorf("%s: %s", url, res.Status)
+		}
+	}
+	if res := get("http://localhost/live", "Sec-Fetch-Site", "cross-site"); res.StatusCode != 403 {
+		t.Errorf("a page of another site: %s", res.Status)
+	}
+	res := get("http://localhost/", "Accept", "*/*")
+	if body, _ := io.ReadAll(res.Body); string(body) != "{\"service\":\"Kvasir HTTP API\",\"status\":\"ok\"}\n" || res.Header.Get("Vary") != "Accept" {
+		t.Errorf("a program: %s", body)
+	}
+}
+
+// What the page shows of models, tenants and requests is what they asked for.
+func TestLiveRequests(t *testing.T) {
+	s := newServer(t)
+	h := admin.Handler(s, admin.Options{})
+	for i := range 20 {
+		loadPrompt(s, fmt.Sprintf("chat-%d", i))
+	}
+	var st admin.Status
+	if _, body := ask(h, "GET", "http://localhost/status", ""); json.Unmarshal([]byte(body), &st) != nil || len(st.ByModel) != 1 ||
+		st.ByModel[0] != (admin.Share{Model: "m", Lookups: 20, AskedTokens: 20 * 64, HitTokens: 20 * 32}) {
+		t.Errorf("%+v", st.ByModel)
+	}
+	var got explain.Explanation
+	if code, body := ask(h, "GET", "http://localhost/explain?request_id=chat-7", ""); code != 200 || json.Unmarshal([]byte(body), &got) != nil || len(got.Requests) != 1 || len(got.Lookups) != 1 {
+		t.Fatalf("%d %s", code, body)
+	}
+	r := got.Requests[0]
+	var names []string
+	for i, span := range r.Spans {
+		names = append(names, span.Operation)
+		if span.MS < 0 || span.FromMS < 0 || i > 0 && span.FromMS < r.Spans[i-1].FromMS {
+			t.Errorf("%+v", r.Spans)
+		}
+	}
+	if r.Request != "chat-7" || r.Model != "m" || r.AskedTokens != 64 || r.HitTokens != 32 || strings.Join(names, " ") != "lookup prepare_retrieve commit_retrieve end_session" {
+		t.Errorf("%+v", r)
+	}
+	web := httptest.NewServer(h)
+	t.Cleanup(func() { web.CloseClientConnections(); web.Close() })
+	next, _ := events(t, web.URL)
+	if e := next(); len(e.Requests) != 8 || e.Requests[0].Request != "chat-19" || len(e.By) != 1 {
+		t.Errorf("%+v, %+v", e.By, e.Requests)
+	}
+}

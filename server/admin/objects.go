@@ -1,0 +1,128 @@
+package admin
+
+import (
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strconv"
+
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+// Limits of LMCache's routes.
+const (
+	pageSize, maxPageSize = 500, 5000
+	maxDelete             = 10_000
+	maxDeleteBody         = 8 << 20
+)
+
+// objectKey names an object as LMCache does (EncodedObjectKey of 0.5.6).
+type objectKey struct {
+	Chunk string  `json:"chunk_hash_hex"`
+	Model string  `json:"model_name"`
+	Rank  kv.Rank `json:"kv_rank"`
+	Group uint32  `json:"object_group_id"`
+	Salt  string  `json:"cache_salt"`
+}
+
+type objectEntry struct {
+	Key   objectKey `json:"key"`
+	Bytes int64     `json:"size_bytes"`
+}
+
+// handleObjects serves LMCache's GET and DELETE /cache/objects of the pool, with its bodies (lmcache
+// 0.5.6, http_apis/cache_api.py). The tier is l1 where none is named.
+func handleObjects(mux *http.ServeMux, guard httpserver.Guard, s *server.Server) {
+	handle := func(pattern string, f func(s *server.Server, w http.ResponseWriter, r *http.Request)) {
+		mux.Handle(pattern, guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f(s, w, r) })))
+	}
+	handle("GET /cache/objects", listObjects)
+	handle("DELETE /cache/objects", deleteObjects)
+}
+
+func badRequest(w http.ResponseWriter, format string, args ...any) {
+	writeJSON(w, http.StatusBadRequest, map[string]string{"error": fmt.Sprintf(format, args...)})
+}
+
+// listObjects answers one page. Objects of a namespace whose names are not known have an empty model.
+func listObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
+	q := r.URL.Query()
+	if tier := q.Get("tier"); tier != "" && tier != "l1" {
+		badRequest(w, "tier %.20q cannot be listed: the only tier that can is l1", tier)
+		return
+	}
+	most, from := pageSize, 0
+	var err error
+	if text := q.Get("page_size"); text != "" {
+		if most, err = strconv.Atoi(text); err != nil || most < 1 || most > maxPageSize {
+			badRequest(w, "page_size is not a number from 1 to %d", maxPageSize)
+			return
+		}
+	}
+	if text := q.Get("page_token"); text != "" {
+		if from, err = strconv.Atoi(text); err != nil || from < 0 {
+			badRequest(w, "page_token is not one of an earlier answer")
+			return
+		}
+	}
+	entries := []objectEntry{}
+	var found []store.Object
+	more := true
+	for more && len(entries) < most {
+		found, from, more = s.Store().Objects(from, found[:0], most-len(entries))
+		for _, o := range found {
+			n, _ := s.NameOf(o.Key.Namespace)
+			if of := q.Get("model_name"); of == "" || of == n.Model {
+				entries = append(entries, objectEntry{objectKey{o.Key.Chunk.String(), n.Model, o.Key.Rank, o.Key.Group, n.Salt}, o.Bytes})
+			}
+		}
+	}
+	var next any
+	if more {
+		next = strconv.Itoa(from)
+	}
+	writeJSON(w, http.StatusOK, map[string]any{"adapter": "l1", "shared": false, "entries": entries, "next_page_token": next})
+}
+
+// deleteObjects drops the objects that a body names, in all layouts of their model. What is pinned or
+// in transfer is skipped, also with force: a worker may be reading it.
+func deleteObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
+	var body struct {
+		Keys  []objectKey `json:"keys"`
+		Tier  string      `json:"tier"`
+		Force bool        `json:"force"`
+	}
+	if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxDeleteBody)).Decode(&body); err != nil {
+		badRequest(w, "body is not {\"keys\": [{\"chunk_hash_hex\": …, \"model_name\": …, \"kv_rank\": …}], \"tier\": \"l1\"}: %v", err)
+		return
+	}
+	switch {
+	case body.Tier != "l1":
+		badRequest(w, "tier %.20q cannot be deleted from: the only tier that can is l1, name it", body.Tier)
+		return
+	case len(body.Keys) > maxDelete:
+		badRequest(w, "%d keys are more than the %d of one request", len(body.Keys), maxDelete)
+		return
+	}
+	var keys []kv.Key
+	for i, k := range body.Keys {
+		var h kv.Hash
+		if b, err := hex.DecodeString(k.Chunk); err != nil || len(b) != len(h) {
+			badRequest(w, "keys[%d]: chunk_hash_hex is not %d hexadecimal digits", i, 2*len(h))
+			return
+		} else {
+			copy(h[:], b)
+		}
+		for _, o := range s.Store().OfChunk(h) {
+			if n, ok := s.NameOf(o.Namespace); ok && n.Model == k.Model && n.Salt == k.Salt && o.Rank == k.Rank && o.Group == k.Group {
+				keys = append(keys, o)
+			}
+		}
+	}
+	dropped, skipped := s.Store().Drop(keys)
+	writeJSON(w, http.StatusOK, map[string]any{"deleted": dropped, "skipped": skipped, "ok": true})
+}

@@ -1,0 +1,186 @@
+package admin
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/tenant"
+)
+
+const (
+	defaultPinLife              = time.Hour
+	pinPage, maxPinPage         = 1000, 10_000
+	maxPinTokens                = 1 << 20
+	maxPinWorld                 = kv.MaxWorldSize
+	maxPinLifeSeconds   float64 = float64(tenant.MaxPinLife / time.Second)
+)
+
+// pinRequest is the body of POST and DELETE /cache/pins, as LMCache's coordinator has it (lmcache 0.5.6, PinRequest), with a
+// time of ours.
+type pinRequest struct {
+	Model  string   `json:"model_name"`
+	World  int      `json:"world_size"`
+	Tokens []uint32 `json:"token_ids"`
+	Salt   string   `json:"cache_salt"`
+	Life   *float64 `json:"ttl_seconds"`
+}
+
+// pinResponse is the answer, with how long the pins last.
+type pinResponse struct {
+	Requested int     `json:"requested"` // whole chunks of the tokens
+	Affected  int     `json:"affected"`  // objects
+	Status    string  `json:"status"`
+	Life      float64 `json:"ttl_seconds,omitempty"`
+	Error     string  `json:"error,omitempty"` // why it is not more
+}
+
+// handlePins serves pins in the shapes of LMCache's coordinator: there they keep the keys of a prompt in a shared tier, here what is in the
+// pool of it, for a time.
+func handlePins(mux *http.ServeMux, guard httpserver.Guard, s *server.Server) {
+	handle := func(pattern string, f func(s *server.Server, w http.ResponseWriter, r *http.Request)) {
+		mux.Handle(pattern, guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f(s, w, r) })))
+	}
+	handle("POST /cache/pins", pinPrompt)
+	handle("DELETE /cache/pins", unpinPrompt)
+	handle("GET /cache/pins", listPins)
+}
+
+// readPin reads a body. It answers what cannot be used.
+func readPin(w http.ResponseWriter, r *http.Request) (p pinRequest, ok bool) {
+	if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxDeleteBody)).Decode(&p); err != nil {
+		badRequest(w, "body is not {\"model_name\": …, \"world_size\": 1, \"token_ids\": [1, 2, …], \"cache_salt\": \"\", \"ttl_seconds\": 3600}: %v", err)
+		return p, false
+	}
+	switch {
+	case p.Model == "":
+		badRequest(w, "model_name is missing")
+	case p.World < 1 || p.World > maxPinWorld:
+		badRequest(w, "world_size %d is not between 1 and %d", p.World, maxPinWorld)
+	case len(p.Tokens) > maxPinTokens:
+		badRequest(w, "%d token_ids are more than %d", len(p.Tokens), maxPinTokens)
+	case p.Life != nil && !(*p.Life >= 1 && *p.Life <= maxPinLifeSeconds):
+		badRequest(w, "ttl_seconds %g is not between 1 and %.0f", *p.Life, maxPinLifeSeconds)
+	default:
+		return p, true
+	}
+	return p, false
+}
+
+// eachChunk calls f with the resident objects of each whole chunk of the tokens, in all shards and groups, head first, until it
+// answers false. It returns how many chunks there are.
+func (p *pinRequest) eachChunk(s *server.Server, f func(keys []kv.Key) bool) int {
+	hashes := kv.ChunkHashes(p.Tokens, s.Status().ChunkTokens)
+	var keys []kv.Key
+	for _, h := range hashes {
+		keys = keys[:0]
+		for _, o := range s.Store().OfChunk(h) {
+			if n, ok := s.NameOf(o.Namespace); ok && n.Model == p.Model && n.Salt == p.Salt && int(o.Rank>>24) == p.World {
+				keys = append(keys, o)
+			}
+		}
+		if !f(keys) {
+			break
+		}
+	}
+	return len(hashes)
+}
+
+// pinPrompt pins what is in the pool of a prompt, head first; a chunk in all its shards or not at all.
+func pinPrompt(s *server.Server, w http.ResponseWriter, r *http.Request) {
+	p, ok := readPin(w, r)
+	if !ok {
+		return
+	}
+	life := defaultPinLife
+	if p.Life != nil {
+		life = time.Duration(*p.Life * float64(time.Second))
+	}
+	out := pinResponse{Status: "pinned", Life: life.Seconds()}
+	code := http.StatusOK
+	out.Requested = p.eachChunk(s, func(keys []kv.Key) bool {
+		n, err := s.Store().Pin(p.Salt, keys, life)
+		if err == nil {
+			out.Affected += n
+			return true
+		}
+		code, out.Error = http.StatusConflict, err.Error()
+		if errors.Is(err, tenant.ErrNoPins) {
+			out.Error += fmt.Sprintf(": start the server with --pin-limit %s=SIZE, or PUT {\"pin_limit_bytes\": …} to /tenants/%s", SaltName(p.Salt), SaltName(p.Salt))
+		}
+		return false
+	})
+	writeJSON(w, code, out)
+}
+
+func unpinPrompt(s *server.Server, w http.ResponseWriter, r *http.Request) {
+	p, ok := readPin(w, r)
+	if !ok {
+		return
+	}
+	out := pinResponse{Status: "unpinned"}
+	out.Requested = p.eachChunk(s, func(keys []kv.Key) bool {
+		out.Affected += s.Store().Unpin(keys)
+		return true
+	})
+	writeJSON(w, http.StatusOK, out)
+}
+
+// pinEntry is one pinned object. LMCache counts pins of a key; here one that is made again lasts longer.
+type pinEntry struct {
+	Key   objectKey `json:"key"`
+	Count int       `json:"pin_count"`
+	Bytes int64     `json:"size_bytes"`
+	Left  float64   `json:"seconds_left"`
+}
+
+// listPins answers one page of what is pinned, ?cache_salt= and ?model_name= only theirs.
+func listPins(s *server.Server, w http.ResponseWriter, r *http.Request) {
+	q := r.URL.Query()
+	number := func(name string, or, least, most int) (int, bool) {
+		text := q.Get(name)
+		if text == "" {
+			return or, true
+		}
+		n, err := strconv.Atoi(text)
+		if err != nil || n < least || n > most {
+			badRequest(w, "%s is not a number from %d to %d", name, least, most)
+			return 0, false
+		}
+		return n, true
+	}
+	offset, ok := number("offset", 0, 0, tenant.MaxPins)
+	if !ok {
+		return
+	}
+	limit, ok := number("limit", pinPage, 1, maxPinPage)
+	if !ok {
+		return
+	}
+	total, pins := 0, []pinEntry{}
+	var found []store.PinnedObject
+	for from := 0; ; {
+		found, from = s.Store().Pins(from, found[:0])
+		for _, o := range found {
+			n, _ := s.NameOf(o.Key.Namespace)
+			if salt, model := q.Get("cache_salt"), q.Get("model_name"); salt != "" && salt != n.Salt || model != "" && model != n.Model {
+				continue
+			}
+			if total >= offset && len(pins) < limit {
+				pins = append(pins, pinEntry{objectKey{o.Key.Chunk.String(), n.Model, o.Key.Rank, o.Key.Group, n.Salt}, 1, o.Bytes, o.Left.Seconds()})
+			}
+			total++
+		}
+		if from == 0 {
+			break
+		}
+	}
+	writeJSON(w, http.StatusOK, map[string]any{"total": total, "pins": pins})
+}

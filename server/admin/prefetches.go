@@ -1,0 +1,174 @@
+package admin
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"net/http"
+	"sync"
+	"time"
+	"unicode/utf8"
+
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/lease"
+)
+
+// Limits of POST /cache/prefetches. LMCache's server has the first; it has no bound on jobs.
+const (
+	maxPrefetchTokens = 1_000_000
+	maxPrefetchBody   = 16 << 20
+	maxPrefetches     = 256              // of which nobody has asked for the end
+	prefetchKept      = 10 * time.Minute // after their end
+	maxSaltRunes      = 128
+)
+
+// prefetches reads chunks of prompts from the tiers into the pool before anybody asks for them: LMCache's POST
+// /cache/prefetches and GET /cache/prefetches/{id} (0.5.6, http_apis/cache_api.py). One is a lookup whose hit nobody
+// takes: it waits as long as the tiers take, in turns of what a lookup may wait.
+type prefetches struct {
+	server *server.Server
+
+	mu   sync.Mutex
+	jobs map[string]*prefetchJob
+}
+
+type prefetchJob struct {
+	found, total int
+	ended        time.Time // zero while it goes on
+}
+
+func handlePrefetches(mux *http.ServeMux, guard httpserver.Guard, s *server.Server) {
+	p := &prefetches{server: s, jobs: make(map[string]*prefetchJob)}
+	mux.Handle("POST /cache/prefetches", guard.Handler(http.HandlerFunc(p.submit)))
+	mux.Handle("GET /cache/prefetches/{id}", guard.Handler(http.HandlerFunc(p.status)))
+}
+
+// detail answers an error as LMCache's routes of this kind do.
+func detail(w http.ResponseWriter, code int, text string) {
+	writeJSON(w, code, map[string]string{"detail": text})
+}
+
+func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
+	body := struct {
+		Model  *string   `json:"model_name"`
+		World  *int      `json:"world_size"`
+		Tokens *[]uint32 `json:"token_ids"`
+		Salt   string    `json:"cache_salt"`
+		From   string    `json:"source_tier"`
+		To     string    `json:"target_tier"`
+	}{From: "l2", To: "l1"}
+	if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxPrefetchBody)).Decode(&body); err != nil || body.Model == nil || body.World == nil || body.Tokens == nil {
+		why := "model_name, world_size and token_ids are needed"
+		if err != nil {
+			why = err.Error()
+		}
+		detail(w, http.StatusUnprocessableEntity, `body is not {"model_name": "m", "world_size": 1, "token_ids": [1, 2, …]}: `+why)
+		return
+	}
+	switch {
+	case body.From != "l2" || body.To != "l1":
+		detail(w, http.StatusBadRequest, "a prefetch goes from l2 to l1: leave source_tier and target_tier out")
+		return
+	case len(*body.Tokens) > maxPrefetchTokens:
+		detail(w, http.StatusBadRequest, "there are more than 1000000 token_ids")
+		return
+	case utf8.RuneCountInString(body.Salt) > maxSaltRunes:
+		detail(w, http.StatusBadRequest, "cache_salt has more than 128 characters")
+		return
+	}
+	sh, ok := p.server.ShardsOf(*body.Model, body.Salt, *body.World)
+	if !ok {
+		detail(w, http.StatusServiceUnavailable, "no worker of this model and world size is registered: its engine has to start first")
+		return
+	}
+	hashes := kv.ChunkHashes(*body.Tokens, p.server.Options().ChunkTokens)
+	if len(hashes) == 0 {
+		writeJSON(w, http.StatusAccepted, map[string]any{"chunks": 0, "status": "noop"})
+		return
+	}
+	id, job := p.begin(needs(sh, len(hashes)))
+	if job == nil {
+		detail(w, http.StatusServiceUnavailable, "256 prefetches have not been asked for their end: GET /cache/prefetches/{request_id} of some")
+		return
+	}
+	if !p.server.Store().Go(func() { p.run(id, job, sh, hashes) }) {
+		detail(w, http.StatusServiceUnavailable, "the server ends")
+		return
+	}
+	writeJSON(w, http.StatusAccepted, map[string]any{"request_id": id, "chunks": len(hashes), "status": "submitted"})
+}
+
+// needs is how many objects a hit of so many chunks takes.
+func needs(sh object.Shard, chunks int) (n int) {
+	for g := range sh.Groups.Len() {
+		span := sh.Groups.Need(g, 0, chunks)
+		n += (span.End - span.Start) * sh.World
+	}
+	return n
+}
+
+func (p *prefetches) begin(total int) (string, *prefetchJob) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for id, j := range p.jobs {
+		if !j.ended.IsZero() && time.Since(j.ended) > prefetchKept {
+			delete(p.jobs, id)
+		}
+	}
+	if len(p.jobs) >= maxPrefetches {
+		return "", nil
+	}
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // it never fails
+	id := hex.EncodeToString(b[:])
+	p.jobs[id] = &prefetchJob{total: total}
+	return id, p.jobs[id]
+}
+
+// prefetchOwner is whose these sessions are among all.
+var prefetchOwner = lease.Owner{Peer: "prefetches"}
+
+func (p *prefetches) run(id string, job *prefetchJob, sh object.Shard, hashes []kv.Hash) {
+	found := p.load("prefetch "+id, sh, hashes)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	job.found, job.ended = found, time.Now()
+}
+
+// load looks up until all chunks are in the pool, or no more come; it returns how many objects a
+// hit has then.
+func (p *prefetches) load(session string, sh object.Shard, hashes []kv.Hash) int {
+	st := p.server.Store()
+	defer st.EndSession([]byte(session), prefetchOwner)
+	for hit := -1; ; {
+		got := st.Lookup([]byte(session), sh, store.Prompt{Chunks: len(hashes), Owner: prefetchOwner, Hashes: store.Hashed(hashes).Hashes}, 1)
+		if got.State == store.Pending {
+			got = st.Await(context.Background(), []byte(session), prefetchOwner)
+		}
+		if got.Hit <= hit || got.Hit == len(hashes) || got.State != store.Ready {
+			return needs(sh, max(hit, got.Hit))
+		}
+		hit = got.Hit
+	}
+}
+
+func (p *prefetches) status(w http.ResponseWriter, r *http.Request) {
+	id := r.PathValue("id")
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	job := p.jobs[id]
+	switch {
+	case job == nil:
+		detail(w, http.StatusNotFound, "no prefetch has this request_id, or its end was told before")
+	case job.ended.IsZero():
+		writeJSON(w, http.StatusOK, map[string]any{"request_id": id, "status": "pending"})
+	default:
+		delete(p.jobs, id)
+		writeJSON(w, http.StatusOK, map[string]any{"request_id": id, "status": "completed", "found_keys": job.found, "total_keys": job.total})
+	}
+}

@@ -1,0 +1,134 @@
+package admin_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/server/admin"
+)
+
+// A prefetch ends with as many objects as the pool has then, and its end is told once.
+func TestPrefetches(t *testing.T) {
+	s := newServer(t)
+	h := admin.Handler(s, admin.Options{})
+	tokens := func(n int) string { return strings.TrimSuffix(strings.Repeat("0,", n), ",") }
+	post := func(body string, want int) (got map[string]any) {
+		t.Helper()
+		code, text := ask(h, "POST", "http://localhost/cache/prefetches", body, "Content-Type", "application/json")
+		if code != want || json.Unmarshal([]byte(text), &got) != nil {
+			t.Fatalf("%.100s: %d %s", body, code, text)
+		}
+		return got
+	}
+	end := func(id any) map[string]any {
+		t.Helper()
+		for limit := time.Now().Add(90 * time.Second); time.Now().Before(limit); time.Sleep(time.Millisecond) {
+			code, text := ask(h, "GET", fmt.Sprintf("http://localhost/cache/prefetches/%v", id), "")
+			var got map[string]any
+			if code != http.StatusOK || json.Unmarshal([]byte(text), &got) != nil {
+				t.Fatalf("%d %s", code, text)
+			}
+			if got["status"] != "pending" {
+				return got
+			}
+		}
+		t.Fatal("it does not end")
+		return nil
+	}
+	for n, want := range map[int][3]float64{32: {2, 2, 2}, 63: {3, 2, 3}} {
+		got := post(`{"model_name": "m", "world_size": 1, "token_ids": [`+tokens(n)+`]}`, http.StatusAccepted)
+		if got["chunks"] != want[0] || got["status"] != "submitted" {
+			t.Errorf("%d tokens: %v", n, got)
+		}
+		done := end(got["request_id"])
+		if done["status"] != "completed" || done["found_keys"] != want[1] || done["total_keys"] != want[2] || done["request_id"] != got["request_id"] {
+			t.Errorf("%d tokens: %v", n, done)
+		}
+		if code, _ := ask(h, "GET", fmt.Sprintf("http://localhost/cache/prefetches/%v", got["request_id"]), ""); code != http.StatusNotFound {
+			t.Errorf("told again: %d", code)
+		}
+	}
+	if st := s.Status(); st.Sessions != 0 || st.Pool.EvictableChunks != 2 || st.Lookup.AskedTokens != 0 {
+		t.Errorf("prefetches leave %d sessions, %d evictable chunks, %d tokens asked for", st.Sessions, st.Pool.EvictableChunks, st.Lookup.AskedTokens)
+	}
+	if got := post(`{"model_name": "m", "world_size": 1, "token_ids": [1]}`, http.StatusAccepted); got["status"] != "noop" || got["chunks"] != 0.0 {
+		t.Errorf("less than a chunk: %v", got)
+	}
+	for body, want := range map[string]int{
+		`{`:                                    http.StatusUnprocessableEntity,
+		`{"model_name": "m", "world_size": 1}`: http.StatusUnprocessableEntity,
+		`{"model_name": "m", "world_size": 1, "token_ids": [-1]}`:                                                  http.StatusUnprocessableEntity,
+		`{"model_name": "n", "world_size": 1, "token_ids": [1]}`:                                                   http.StatusServiceUnavailable,
+		`{"model_name": "m", "world_size": 2, "token_ids": [1]}`:                                                   http.StatusServiceUnavailable,
+		`{"model_name": "m", "world_size": 1, "token_ids": [1], "source_tier": "l1"}`:                              http.StatusBadRequest,
+		`{"model_name": "m", "world_size": 1, "token_ids": [` + tokens(1_000_001) + `]}`:                           http.StatusBadRequest,
+		`{"model_name": "m", "world_size": 1, "token_ids": [1], "cache_salt": "` + strings.Repeat("x", 129) + `"}`: http.StatusBadRequest,
+	} {
+		if got := post(body, want); got["detail"] == nil {
+			t.Errorf("%.100s: %v", body, got)
+		}
+	}
+
+	// Who never asks for their ends gets no more than 256.
+	one := `{"model_name": "m", "world_size": 1, "token_ids": [` + tokens(16) + `]}`
+	var last any
+	for range 256 {
+		last = post(one, http.StatusAccepted)["request_id"]
+	}
+	post(one, http.StatusServiceUnavailable)
+	end(last)
+	end(post(one, http.StatusAccepted)["request_id"])
+	if code, _ := ask(h, "POST", "http://attacker.example/cache/prefetches", one, "Content-Type", "application/json"); code != http.StatusForbidden {
+		t.Errorf("under a foreign name: %d", code)
+	}
+}
+
+// A server that ends waits for the prefetches that were begun.
+func TestPrefetchesEndWithTheirServer(t *testing.T) {
+	body := `{"model_name": "m", "world_size": 1, "token_ids": [` + strings.TrimSuffix(strings.Repeat("0,", 100_000), ",") + `]}`
+	for i := range 8 {
+		t.Run(fmt.Sprint(i), func(t *testing.T) { // its store is closed, and its pool unmapped, at its end
+			h := admin.Handler(newServer(t), admin.Options{})
+			for range 4 {
+				if code, text := ask(h, "POST", "http://localhost/cache/prefetches", body, "Content-Type", "application/json"); code != http.StatusAccepted {
+					t.Fatalf("%d %s", code, text)
+				}
+			}
+		})
+	}
+}
+
+// What has no checksums says why.
+func TestChecksumsRefused(t *testing.T) {
+	h := admin.Handler(newServer(t), admin.Options{})
+	for body, want := range map[string]int{
+		`{"block_ids": "x"}`: http.StatusUnprocessableEntity,
+		`{"instance_id": 1, "block_ids": [0], "chunk_size": 1}`: http.StatusNotFound,
+		`{"instance_id": 7, "block_ids": [0], "chunk_size": 1}`: http.StatusNotImplemented, // it copies itself
+	} {
+		if code, got := ask(h, "POST", "http://localhost/cache/checksums", body, "Content-Type", "application/json"); code != want || !strings.Contains(got, `"detail"`) {
+			t.Errorf("%s: %d %s", body, code, got)
+		}
+	}
+}
+
+// /status has LMCache's fields beside ours.
+func TestShape(t *testing.T) {
+	h := admin.Handler(newServer(t), admin.Options{Flags: map[string]string{"eviction-policy": "lru", "session-ttl-seconds": "7"}})
+	_, body := ask(h, "GET", "http://localhost/status", "")
+	var st admin.Status
+	if err := json.Unmarshal([]byte(body), &st); err != nil {
+		t.Fatal(err)
+	}
+	l1 := st.Storage.L1
+	if !st.IsHealthy || l1.Objects != 2 || l1.Used != 2*4096 || l1.ReadLocked != 0 || l1.ReadTTL != 7 || l1.WriteTTL != 600 || st.Storage.Evict.Policy != "lru" {
+		t.Errorf("%+v", st.Storage)
+	}
+	if len(st.Others) != 1 || st.Others[0] != 7 || st.OtherMeta["7"] != (admin.OtherShape{Model: "m", World: 1, Slots: 16, UseMLA: true}) || st.Liveness.Instances != 1 || len(st.LenderMeta) != 0 {
+		t.Errorf("%+v %+v", st.OtherMeta, st.Liveness)
+	}
+}

@@ -1,0 +1,149 @@
+package admin
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net/http"
+	"strconv"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/store/tenant"
+	"github.com/kvasir-kv/kvasir/store/tenant/terms"
+)
+
+// noSalt stands for the empty salt in paths and answers, as in LMCache's quota routes.
+const noSalt = "_default"
+
+// SaltName writes a salt for a path, and for people. A salt that is itself noSalt, or that with underscores
+// before it, gets one more, so that every tenant has a name of its own.
+func SaltName(salt string) string {
+	switch {
+	case salt == "":
+		return noSalt
+	case strings.HasSuffix(salt, noSalt) && strings.Trim(strings.TrimSuffix(salt, noSalt), "_") == "":
+		return "_" + salt
+	}
+	return salt
+}
+
+// SaltOf reads what SaltName writes.
+func SaltOf(name string) string {
+	switch {
+	case name == noSalt:
+		return ""
+	case SaltName(name) != name:
+		return name[1:]
+	}
+	return name
+}
+
+// gib is the unit of limit_gb: LMCache's counts in 1024.
+const gib = 1 << 30
+
+// EachSalt calls set for each of a list like team-a=20GiB, salts by name. flag is where the list is from, and value is what
+// stands behind the last equals sign, for example.
+func EachSalt(flag, value string, list []string, set func(salt, value string) error) error {
+	seen := make(map[string]bool)
+	for _, s := range list {
+		at := strings.LastIndexByte(s, '=')
+		if at < 1 {
+			return fmt.Errorf("%s %q is not SALT=VALUE, as in team-a=%s", flag, s, value)
+		}
+		name, err := s[:at], errors.New("the tenant has one already")
+		if !seen[name] {
+			err = set(SaltOf(name), s[at+1:])
+		}
+		if err != nil {
+			return fmt.Errorf("%s %s: %w", flag, name, err)
+		}
+		seen[name] = true
+	}
+	return nil
+}
+
+// LMCache's routes of quotas: PUT, GET and DELETE /quota/{cache_salt} and GET /quota, with its bodies (lmcache 0.5.6,
+// http_apis/quota_api.py).
+
+func (t *tenantRoutes) listQuotas(w http.ResponseWriter, _ *http.Request) {
+	users := map[string]map[string]float64{}
+	for _, u := range t.server.Store().Tenants() {
+		if u.QuotaBytes >= 0 {
+			users[SaltName(u.Salt)] = map[string]float64{"limit_gb": float64(u.QuotaBytes) / gib, "current_usage_gb": float64(u.Bytes) / gib}
+		}
+	}
+	writeJSON(w, http.StatusOK, map[string]any{"users": users})
+}
+
+func (t *tenantRoutes) setQuota(w http.ResponseWriter, r *http.Request) {
+	refuse := func(why string) { writeJSON(w, http.StatusBadRequest, map[string]string{"error": why}) }
+	limit, err := limitOf(http.MaxBytesReader(w, r.Body, maxBody))
+	if err != nil {
+		refuse(err.Error())
+		return
+	}
+	bytes := int64(min(limit*gib, math.MaxInt64/2)) // more than any pool
+	name := r.PathValue("salt")
+	err = t.terms.Set(SaltOf(name), terms.Quota, terms.Bytes(bytes))
+	if _, ok := errors.AsType[*terms.NotKeptError](err); err != nil && !ok {
+		refuse(err.Error())
+		return
+	}
+	nameKnown(t.server, SaltOf(name))
+	if err != nil {
+		notKept(w, err)
+		return
+	}
+	writeJSON(w, http.StatusOK, map[string]any{"cache_salt": name, "limit_gb": limit, "status": "ok"})
+}
+
+// limitOf reads the body of a PUT: {"limit_gb": 1.5}, the number also as text.
+func limitOf(body io.Reader) (float64, error) {
+	var fields map[string]any
+	if err := json.NewDecoder(body).Decode(&fields); err != nil {
+		return 0, errors.New("body is not {\"limit_gb\": 1.5}: " + err.Error())
+	}
+	limit, err := 0.0, error(nil)
+	switch v := fields["limit_gb"].(type) {
+	case float64:
+		limit = v
+	case string:
+		limit, err = strconv.ParseFloat(v, 64)
+	default:
+		return 0, errors.New("body has no limit_gb that is a number: want {\"limit_gb\": 1.5}")
+	}
+	if err != nil || math.IsNaN(limit) || math.IsInf(limit, 0) || limit < 0 {
+		return 0, errors.New("limit_gb is no number of 0 or more")
+	}
+	return limit, nil
+}
+
+func (t *tenantRoutes) getQuota(w http.ResponseWriter, r *http.Request) {
+	name := r.PathValue("salt")
+	var of tenant.Usage
+	exists := false
+	for _, u := range t.server.Store().Tenants() {
+		if u.Salt == SaltOf(name) && u.QuotaBytes >= 0 {
+			of, exists = u, true
+		}
+	}
+	writeJSON(w, http.StatusOK, map[string]any{
+		"cache_salt": name, "limit_gb": float64(of.QuotaBytes) / gib, "current_usage_gb": float64(of.Bytes) / gib, "exists": exists,
+	})
+}
+
+func (t *tenantRoutes) dropQuota(w http.ResponseWriter, r *http.Request) {
+	name, status := r.PathValue("salt"), "not_found"
+	for _, u := range t.server.Store().Tenants() {
+		if u.Salt == SaltOf(name) && u.QuotaBytes >= 0 {
+			status = "removed"
+		}
+	}
+	if err := t.terms.Set(SaltOf(name), terms.Quota, terms.Value{}); err != nil {
+		notKept(w, err)
+		return
+	}
+	writeJSON(w, http.StatusOK, map[string]string{"cache_salt": name, "status": status})
+}

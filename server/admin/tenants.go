@@ -1,0 +1,263 @@
+package admin
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"net/http"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/tenant"
+	"github.com/kvasir-kv/kvasir/store/tenant/terms"
+)
+
+// Tenant is a tenant that has something of its own, in /status and /tenants.
+type Tenant struct {
+	Salt         string `json:"cache_salt"`
+	Quota        *int64 `json:"quota_bytes"` // nil: none, then the next four are not counted
+	Bytes        int64  `json:"bytes"`       // staged and resident
+	Objects      int    `json:"objects"`
+	Evicted      uint64 `json:"evicted_objects"` // to make room
+	EvictedBytes uint64 `json:"evicted_bytes"`
+
+	TTL     *float64 `json:"ttl_seconds"` // nil: the common one, then what expired is not counted; -1: its objects stay
+	Expired uint64   `json:"expired_objects"`
+
+	PinLimit      int64 `json:"pin_limit_bytes"`
+	PinnedBytes   int64 `json:"pinned_bytes"`
+	PinnedObjects int   `json:"pinned_objects"`
+}
+
+func tenantsOf(st *store.Store) []Tenant {
+	var out []Tenant
+	for _, u := range st.Tenants() {
+		t := Tenant{
+			Salt: SaltName(u.Salt), Bytes: u.Bytes, Objects: u.Objects, Evicted: u.Evicted, EvictedBytes: u.EvictedBytes, Expired: u.Expired,
+			PinLimit: u.PinLimit, PinnedBytes: u.PinnedBytes, PinnedObjects: u.PinnedObjects,
+		}
+		if u.QuotaBytes >= 0 {
+			t.Quota = &u.QuotaBytes
+		}
+		if u.TTL != 0 {
+			seconds := u.TTL.Seconds()
+			if u.TTL == tenant.Forever {
+				seconds = -1
+			}
+			t.TTL = &seconds
+		}
+		out = append(out, t)
+	}
+	return out
+}
+
+// tenantStats are the same as samples; tenant.MaxQuotas bounds the labels, and only an operator
+// names tenants, so no engine can name one.
+type tenantStats struct {
+	Quota   map[string]int64  `gauge:"kvasir_tenant_quota_bytes" label:"cache_salt" help:"Bytes that no other tenant takes from this one."`
+	Bytes   map[string]int64  `gauge:"kvasir_tenant_bytes" label:"cache_salt" help:"Bytes of the pool that a tenant with a quota has, staged and resident."`
+	Objects map[string]int    `gauge:"kvasir_tenant_objects" label:"cache_salt" help:"The same in objects."`
+	Evicted map[string]uint64 `counter:"kvasir_tenant_evicted_bytes_total" label:"cache_salt" help:"Bytes of a tenant with a quota that were evicted."`
+	Expired map[string]uint64 `counter:"kvasir_tenant_expired_chunks_total" label:"cache_salt" help:"Chunks of a tenant with a TTL of its own that nobody used for that long."`
+	Pinned  map[string]int64  `gauge:"kvasir_tenant_pinned_bytes" label:"cache_salt" help:"Bytes of a tenant that an operator has pinned."`
+	Limit   map[string]int64  `gauge:"kvasir_tenant_pin_limit_bytes" label:"cache_salt" help:"Bytes of a tenant that may be pinned at a time."`
+
+	AllExpired   uint64 `counter:"kvasir_expired_chunks_total" help:"Chunks of all tenants that nobody used for their time to live."`
+	ExpiredBytes uint64 `counter:"kvasir_expired_bytes_total" help:"The same in bytes."`
+
+	Unkept bool `gauge:"kvasir_tenant_settings_unkept" help:"1 while what was set for tenants is in effect and could not be written to the file of --state."`
+}
+
+func tenantStatsOf(st *store.Store, book *terms.Book) tenantStats {
+	n := st.Stats()
+	out := tenantStats{
+		map[string]int64{},
+		map[string]int64{},
+		map[string]int{},
+		map[string]uint64{},
+		map[string]uint64{},
+		map[string]int64{},
+		map[string]int64{},
+		n.ExpiredChunks, n.ExpiredBytes,
+		book.Unkept(),
+	}
+	for _, t := range tenantsOf(st) {
+		if t.Quota != nil {
+			out.Quota[t.Salt], out.Bytes[t.Salt], out.Objects[t.Salt], out.Evicted[t.Salt] = *t.Quota, t.Bytes, t.Objects, t.EvictedBytes
+		}
+		if t.TTL != nil {
+			out.Expired[t.Salt] = t.Expired
+		}
+		if t.PinLimit > 0 || t.PinnedBytes > 0 {
+			out.Pinned[t.Salt], out.Limit[t.Salt] = t.PinnedBytes, t.PinLimit
+		}
+	}
+	return out
+}
+
+// nameKnown has what is known to be of a tenant follow what was set for it. What nobody has named since the start follows
+// it from the tenant's next request on.
+func nameKnown(s *server.Server, salt string) {
+	seen := make(map[kv.Namespace]bool)
+	var found []store.Object
+	for from, more := 0, true; more; {
+		found, from, more = s.Store().Objects(from, found[:0], maxPageSize)
+		for _, o := range found {
+			if !seen[o.Key.Namespace] {
+				seen[o.Key.Namespace] = true
+				if n, ok := s.NameOf(o.Key.Namespace); ok && n.Salt == salt {
+					s.Store().NameTenant(o.Key.Namespace, []byte(salt))
+				}
+			}
+		}
+	}
+}
+
+// ParseTTL reads 90s, 24h, or never.
+func ParseTTL(text string) (time.Duration, error) {
+	if text == "never" {
+		return tenant.Forever, nil
+	}
+	ttl, err := time.ParseDuration(text)
+	if err != nil || ttl < time.Second || ttl > tenant.MaxTTL {
+		return 0, fmt.Errorf("%q is no time from 1s to ten years, as 90s or 24h, and not never", text)
+	}
+	return ttl, nil
+}
+
+// tenantRoutes serve what a tenant has of its own: /tenants, and /quota in LMCache's shapes.
+type tenantRoutes struct {
+	server *server.Server
+	terms  *terms.Book
+}
+
+func (t *tenantRoutes) handle(mux *http.ServeMux, guard httpserver.Guard) {
+	for pattern, f := range map[string]http.HandlerFunc{
+		"GET /tenants": t.list, "PUT /tenants/{salt}": t.set, "DELETE /tenants/{salt}": t.drop,
+		"GET /quota": t.listQuotas, "PUT /quota/{salt}": t.setQuota, "GET /quota/{salt}": t.getQuota, "DELETE /quota/{salt}": t.dropQuota,
+	} {
+		mux.Handle(pattern, guard.Handler(f))
+	}
+}
+
+func (t *tenantRoutes) list(w http.ResponseWriter, _ *http.Request) {
+	writeJSON(w, http.StatusOK, Tenants{append([]Tenant{}, tenantsOf(t.server.Store())...)})
+}
+
+// Tenants is what GET /tenants answers.
+type Tenants struct {
+	Tenants []Tenant `json:"tenants"` // by salt
+}
+
+// set sets what its body names, and leaves the rest; null takes it away.
+func (t *tenantRoutes) set(w http.ResponseWriter, r *http.Request) {
+	var fields struct {
+		Quota json.RawMessage `json:"quota_bytes"`
+		TTL   json.RawMessage `json:"ttl_seconds"`
+		Pins  json.RawMessage `json:"pin_limit_bytes"`
+	}
+	in := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
+	in.DisallowUnknownFields()
+	if err := in.Decode(&fields); err != nil {
+		badRequest(w, "body is not {\"quota_bytes\": 1073741824, \"ttl_seconds\": 3600, \"pin_limit_bytes\": 1073741824}, or some of these: %v", err)
+		return
+	}
+	salt, done := SaltOf(r.PathValue("salt")), 0
+	var unkept error
+	for _, f := range []struct {
+		name  terms.Field
+		value json.RawMessage
+	}{{terms.Quota, fields.Quota}, {terms.TTL, fields.TTL}, {terms.PinLimit, fields.Pins}} {
+		if len(f.value) == 0 {
+			continue
+		}
+		v, err := valueOf(f.name, f.value)
+		if err == nil {
+			err = t.terms.Set(salt, f.name, v)
+		}
+		if _, ok := errors.AsType[*terms.NotKeptError](err); ok {
+			unkept, err = err, nil
+		}
+		if err != nil {
+			if done > 0 { // what stands before it is done
+				nameKnown(t.server, salt)
+			}
+			badRequest(w, "%s: %v", f.name, err)
+			return
+		}
+		done++
+	}
+	nameKnown(t.server, salt)
+	if unkept != nil {
+		notKept(w, unkept)
+		return
+	}
+	out := Tenant{Salt: SaltName(salt)}
+	for _, u := range tenantsOf(t.server.Store()) {
+		if SaltOf(u.Salt) == salt {
+			out = u
+		}
+	}
+	writeJSON(w, http.StatusOK, SetTenant{out, t.terms.Path()})
+}
+
+// SetTenant is what PUT /tenants/{salt} answers.
+type SetTenant struct {
+	Tenant
+	KeptIn string `json:"kept_in"` // the file that keeps it over restarts; empty: it ends with the server
+}
+
+// notKept answers that something was set and may not outlive the server.
+func notKept(w http.ResponseWriter, err error) {
+	writeJSON(w, http.StatusInternalServerError, map[string]string{"error": err.Error()})
+}
+
+// valueOf reads a value of a body.
+func valueOf(f terms.Field, text json.RawMessage) (terms.Value, error) {
+	if bytes.Equal(text, []byte("null")) {
+		return terms.Value{}, nil
+	}
+	v := 0.0
+	if json.Unmarshal(text, &v) != nil || math.IsInf(v, 0) {
+		return terms.Value{}, errors.New("it is no number")
+	}
+	switch {
+	case f != terms.TTL:
+		return terms.Bytes(bytesOf(v)), nil
+	case v == -1:
+		return terms.Time(tenant.Forever), nil
+	case !(v >= 1 && v <= tenant.MaxTTL.Seconds()):
+		return terms.Value{}, errors.New("it is neither -1 nor from 1 to ten years")
+	}
+	return terms.Time(time.Duration(v * float64(time.Second))), nil
+}
+
+// bytesOf is a number of bytes; what is more than any pool has stays so, and what is below 0 too.
+func bytesOf(v float64) int64 {
+	if v < 0 {
+		return -1
+	}
+	return int64(min(v, math.MaxInt64/2))
+}
+
+// drop takes away all that a tenant has of its own. Its objects stay, and its pins end.
+func (t *tenantRoutes) drop(w http.ResponseWriter, r *http.Request) {
+	name, status := r.PathValue("salt"), "not_found"
+	for _, u := range t.server.Store().Tenants() {
+		if u.Salt == SaltOf(name) {
+			status = "removed"
+		}
+	}
+	if had, err := t.terms.Drop(SaltOf(name)); err != nil {
+		notKept(w, err)
+		return
+	} else if had {
+		status = "removed"
+	}
+	writeJSON(w, http.StatusOK, map[string]string{"cache_salt": name, "status": status})
+}

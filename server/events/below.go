@@ -1,0 +1,131 @@
+package events
+
+import (
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// belowSome applies all changes of the tiers. Where some were lost, nothing is said to be in a tier any more until that is
+// seen again.
+func (b *Book) belowSome() {
+	if b.o.Tiers == nil {
+		return
+	}
+	for last := b.o.Tiers.Last(); ; {
+		more, lost := b.belowApply(last)
+		if lost {
+			for _, s := range b.listSpaces() {
+				b.forgetTiers(s)
+			}
+		}
+		if !more {
+			return
+		}
+	}
+}
+
+// belowApply applies some changes of the tiers, up to number last.
+func (b *Book) belowApply(last uint64) (more, lost bool) {
+	b.mu.Lock()
+	defer b.unlock()
+	if b.mu.changes == nil {
+		b.mu.changes = make([]tier.Change, eventBatch)
+	}
+	limit := min(uint64(eventBatch), max(last, b.mu.tierAfter)-b.mu.tierAfter)
+	n, lost := b.o.Tiers.After(b.mu.tierAfter, b.mu.changes[:limit])
+	if lost {
+		b.mu.tierAfter, b.mu.strays = b.o.Tiers.Last(), strays{}
+		return false, true
+	}
+	for _, c := range b.mu.changes[:n] {
+		b.setLocked(&c.Key, c.Tier, !c.Removed)
+	}
+	b.mu.tierAfter += uint64(n)
+	return b.mu.tierAfter < last, false
+}
+
+func (b *Book) forgetTiers(s *space) {
+	b.mu.Lock()
+	defer b.unlock()
+	b.removeLocked(s, func(o *keptObject) bool { return o.tier > 0 })
+}
+
+// strays are objects in tiers of chunks that are not in the pool: what is just being loaded. The zero strays is ready.
+type strays struct {
+	young, old map[kv.Hash][]stray // young ones become old together
+}
+
+type stray struct {
+	key  kv.Key
+	tier uint8
+}
+
+// maxStrays bounds the chunks of each generation.
+const maxStrays = 4096
+
+func (x *strays) set(k *kv.Key, tier uint8, there bool) {
+	is := func(s stray) bool { return s.tier == tier && s.key == *k }
+	for _, of := range []map[kv.Hash][]stray{x.young, x.old} {
+		if list := of[k.Chunk]; slices.ContainsFunc(list, is) {
+			if list = slices.DeleteFunc(list, is); len(list) > 0 {
+				of[k.Chunk] = list
+			} else {
+				delete(of, k.Chunk)
+			}
+		}
+	}
+	if !there {
+		return
+	}
+	if x.young == nil || len(x.young) >= maxStrays {
+		x.old, x.young = x.young, make(map[kv.Hash][]stray)
+	}
+	if list := x.young[k.Chunk]; len(list) < maxStrayObjects {
+		x.young[k.Chunk] = append(list, stray{*k, tier})
+	}
+}
+
+// maxStrayObjects bounds the objects of one chunk.
+const maxStrayObjects = 256
+
+// take calls f with the objects of a chunk that are known.
+func (x *strays) take(hash kv.Hash, f func(k *kv.Key, tier uint8)) {
+	for _, of := range []map[kv.Hash][]stray{x.old, x.young} {
+		list := of[hash]
+		delete(of, hash)
+		for i := range list {
+			f(&list[i].key, list[i].tier)
+		}
+	}
+}
+
+// ring has bindings in the order in which they came. The zero ring is to be made ready with init.
+type ring struct{ root binding }
+
+func (r *ring) init() { r.root.next, r.root.before = &r.root, &r.root }
+
+func (r *ring) add(bound *binding) {
+	if bound.next != nil {
+		return
+	}
+	bound.next, bound.before = &r.root, r.root.before
+	bound.before.next, r.root.before = bound, bound
+}
+
+func (r *ring) remove(bound *binding) {
+	if bound.next == nil {
+		return
+	}
+	bound.before.next, bound.next.before = bound.next, bound.before
+	bound.next, bound.before = nil, nil
+}
+
+// first is the one that is there for the longest; nil for none.
+func (r *ring) first() *binding {
+	if r.root.next == &r.root {
+		return nil
+	}
+	return r.root.next
+}

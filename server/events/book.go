@@ -1,0 +1,446 @@
+// Package events tells others what a store has: which chunks became resident and which
+// went, with their tokens, so that routers can send a prompt where its beginning is.
+//
+// A Book follows the events of a store, which name objects, and the changes of the tiers below it, and turns them
+// into records about chunks: a chunk counts as stored in a medium while every object that a hit needs is there and its
+// tokens are known. Readers follow the records by number, each at its own speed: none
+// keeps the store or another reader waiting. A Publisher is such a reader that
+// speaks vLLM's ZMQ format.
+package events
+
+import (
+	"cmp"
+	"context"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Source is what a Book follows; *store.Store is one.
+type Source interface {
+	Watch(size int)
+	News() <-chan struct{}
+	Events(after uint64, dst []store.Event) (n int, lost bool)
+	LastEvent() uint64
+	Residents(from int, dst []kv.Key) (keys []kv.Key, next int, more bool)
+}
+
+// Chunk is one chunk of tokens that is in a medium. It never changes.
+type Chunk struct {
+	Model, Salt string
+	Hash        kv.Hash
+	Parent      kv.Hash // of the chunk before it; not of the first one
+	Index       int     // of the chunk in its prompt
+	Tokens      []byte  // a msgpack array of integers
+}
+
+// Medium is where a chunk is.
+type Medium uint8
+
+// The media.
+const (
+	InPool Medium = iota // in memory
+	Below                // in some tier below the pool, whichever
+
+	media = 2
+)
+
+// Placed is a chunk and one medium that has it.
+type Placed struct {
+	*Chunk
+	Medium Medium
+}
+
+// Record says that a chunk became available in a medium, or went from there. Seq counts from 1.
+type Record struct {
+	Seq     uint64
+	Removed bool
+	// OfModel says that no other salt of the model has the chunk there: readers that do not
+	// know salts look at these records only.
+	OfModel bool
+	Placed
+}
+
+// Book knows which chunks are where. Its methods are safe for concurrent use. Its mutex is
+// taken before the store's and the tiers'.
+type Book struct {
+	source Source
+	o      Options
+	active atomic.Bool
+	start  chan struct{} // closed by Activate
+	once   sync.Once
+	queue  queue
+
+	unbound  atomic.Int64 // chunks in the pool whose tokens are not known
+	nameless atomic.Int64 // spaces that are in no family
+
+	mu struct {
+		sync.Mutex
+		after    uint64 // number of the last event of the store that was applied
+		scanning bool   // after is not yet known
+		scan     uint32 // number of the last scan
+		buffer   []store.Event
+
+		tierAfter uint64 // number of the last change of the tiers that was applied
+		changes   []tier.Change
+		strays    strays
+
+		spaces   map[kv.Namespace]*space
+		tenants  map[tenantKey]*tenant
+		bindings map[kv.Hash]*binding
+		told     map[kv.Hash]tokens // of announcements that are being applied
+		below    ring               // bindings with tokens that are in no pool; the oldest make room for tokens
+		bytes    int64              // of the bindings' tokens
+
+		records []Record // a ring
+		last    uint64   // number of the newest record
+		ordered uint64   // up to this number they do not change any more
+		news    bool     // since the mutex was locked
+		tell    uint64   // number of the last record that readers were told of
+		hushed  bool     // they are told later
+		changed chan struct{}
+		n       Counters
+	}
+}
+
+// Counters count since the start.
+type Counters struct {
+	Records uint64 // about chunks that became available, or went
+	Unbound uint64 // times that tokens of a chunk were not kept, because Options.TokenBytes are used
+	Scans   uint64 // of the whole store, because its events were lost or at the start
+}
+
+// tokens say what a chunk's hash stands for.
+type tokens struct {
+	parent kv.Hash
+	index  int
+	text   []byte // nil: not known
+}
+
+// binding is a chunk of which some object is somewhere, by its bare hash.
+type binding struct {
+	tokens
+	hash  kv.Hash
+	in    []*holding // a space each
+	whole []whole    // a family each that has all of it
+	pool  int        // objects in the pool
+
+	next, before *binding // in Book.mu.below; nil outside it
+}
+
+// holding is the objects of a chunk in one space.
+type holding struct {
+	binding *binding
+	space   *space
+	objects []keptObject
+	at      int // in space.chunks
+}
+
+// keptObject is one object of a chunk that the pool or a tier has.
+type keptObject struct {
+	code uint32 // see codeOf
+	scan uint32 // in which it was last seen in the pool
+	tier uint8  // see tier.Change; 0 for the pool
+}
+
+func codeOf(world, rank, group int) uint32 {
+	return uint32(world)<<24 | uint32(rank)<<16 | uint32(group)&0xffff
+}
+
+// whole says that a family has all of a chunk.
+type whole struct {
+	family *family
+	in     [media]bool
+	chunk  *Chunk // one for each tenant
+}
+
+type tenantKey struct{ model, salt string }
+
+// tenant is a model and a salt.
+type tenant struct {
+	tenantKey
+	families int
+}
+
+// space is one namespace: what has one layout, model and salt.
+type space struct {
+	name     kv.Namespace
+	chunks   []*holding // in any order
+	families []*family
+}
+
+// family is the shards that a lookup asks for together.
+type family struct {
+	tenant *tenant
+	world  int
+	each   []*space // by rank
+	groups []int    // that every hit needs
+}
+
+// New returns a Book that does nothing before Activate.
+func New(source Source, o Options) *Book {
+	b := &Book{source: source, o: o.withDefaults(), start: make(chan struct{})}
+	b.queue.told = make(chan struct{}, 1)
+	b.mu.spaces, b.mu.tenants = make(map[kv.Namespace]*space), make(map[tenantKey]*tenant)
+	b.mu.bindings, b.mu.told = make(map[kv.Hash]*binding), make(map[kv.Hash]tokens)
+	b.mu.below.init()
+	b.mu.changed = make(chan struct{})
+	return b
+}
+
+// Activate begins to follow the store. What is stored before has no tokens until a prompt
+// with it comes again.
+func (b *Book) Activate() {
+	b.once.Do(func() {
+		b.source.Watch(b.o.StoreEvents)
+		if b.o.Tiers != nil {
+			b.o.Tiers.Watch(b.o.StoreEvents)
+		}
+		b.mu.Lock()
+		b.mu.scanning = true
+		b.mu.records = make([]Record, b.o.Records)
+		b.mu.Unlock()
+		b.active.Store(true)
+		close(b.start)
+	})
+}
+
+// Active reports whether there may be readers: only then is it worth to tell the Book anything.
+func (b *Book) Active() bool { return b.active.Load() }
+
+// Wonders reports whether there are chunks in the pool of which tokens, model or salt are not known.
+func (b *Book) Wonders() bool { return b.unbound.Load() > 0 || b.nameless.Load() > 0 }
+
+// Run follows the store until ctx ends. After some news it looks for more at every runPause, and waits for them to wake it only
+// when there were none for a while: to wake a goroutine for each store costs a third of the store.
+func (b *Book) Run(ctx context.Context) {
+	select {
+	case <-ctx.Done():
+		return
+	case <-b.start:
+	}
+	var below <-chan struct{}
+	if b.o.Tiers != nil {
+		below = b.o.Tiers.News()
+	}
+	pause := time.NewTicker(runPause)
+	defer pause.Stop()
+	b.catchUp()
+	for quiet := maxQuiet; ; quiet++ {
+		if quiet >= maxQuiet {
+			select {
+			case <-ctx.Done():
+				return
+			case <-b.source.News():
+			case <-below:
+			case <-b.queue.told:
+			}
+			quiet = -1 // there is something
+			pause.Reset(runPause)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-pause.C:
+		}
+		news := quiet < 0
+		for _, c := range []<-chan struct{}{b.source.News(), below, b.queue.told} {
+			select {
+			case <-c:
+				news = true
+			default:
+			}
+		}
+		if news {
+			b.catchUp()
+			quiet = 0
+		}
+	}
+}
+
+const (
+	runPause = 100 * time.Millisecond // news wait for others at most so long
+	maxQuiet = 10                     // pauses without news, before news have to wake Run
+)
+
+// catchUp applies what was announced and all events of the store and the tiers, after a scan where some were lost. Readers
+// are told once, unless there is much.
+func (b *Book) catchUp() {
+	b.hush(true)
+	defer b.hush(false)
+	told := b.queue.take() // first: the events of what they tell are there
+	b.expect(&told)
+	for more := true; more; {
+		var lost bool
+		if more, lost = b.some(); lost {
+			b.rescan()
+			more = true
+		}
+	}
+	b.learn(&told)
+	b.queue.giveBack(&told)
+}
+
+// hush says whether readers are told of some records later.
+func (b *Book) hush(on bool) {
+	b.mu.Lock()
+	defer b.unlock()
+	b.mu.hushed = on
+}
+
+// some applies some events of the tiers and the store. What happened to an object in a tier before it went from the pool is
+// applied before that: else its tokens would be forgotten.
+func (b *Book) some() (more, lost bool) {
+	last := b.source.LastEvent()
+	b.belowSome()
+	b.mu.Lock()
+	defer b.unlock()
+	if b.mu.scanning {
+		return false, true
+	}
+	return b.applyLocked(last)
+}
+
+// eventBatch is how many events are applied while others wait for the mutex.
+const eventBatch = 1024
+
+// applyLocked applies some events of the store, up to number last.
+func (b *Book) applyLocked(last uint64) (more, lost bool) {
+	if b.mu.buffer == nil {
+		b.mu.buffer = make([]store.Event, eventBatch)
+	}
+	limit := min(uint64(eventBatch), max(last, b.mu.after)-b.mu.after)
+	n, lost := b.source.Events(b.mu.after, b.mu.buffer[:limit])
+	if lost {
+		b.mu.scanning = true
+		return false, true
+	}
+	for _, e := range b.mu.buffer[:n] {
+		b.setLocked(&e.Key, 0, !e.Removed)
+	}
+	b.mu.after += uint64(n)
+	return b.mu.after < last, false
+}
+
+// unlock ends a section that may have made records, and tells the readers.
+func (b *Book) unlock() {
+	var tell chan struct{}
+	if b.mu.news {
+		b.orderLocked()
+		b.mu.news = false
+	}
+	if n := b.mu.last - b.mu.tell; n > 0 && (!b.mu.hushed || n >= uint64(len(b.mu.records)/8)) {
+		b.mu.tell, tell, b.mu.changed = b.mu.last, b.mu.changed, make(chan struct{})
+	}
+	b.mu.Unlock()
+	if tell != nil {
+		close(tell)
+	}
+}
+
+// rescan compares the Book with all that is resident. What changes meanwhile is in the
+// store's events after the number that was asked for first.
+func (b *Book) rescan() {
+	after := b.source.LastEvent()
+	scan := b.beginScan()
+	var keys []kv.Key
+	for next, more := 0, true; more; {
+		keys, next, more = b.source.Residents(next, keys[:0])
+		b.seen(keys)
+	}
+	for _, s := range b.listSpaces() {
+		b.forget(s, scan)
+	}
+	b.mu.Lock()
+	defer b.unlock()
+	b.mu.after, b.mu.scanning = after, false
+}
+
+func (b *Book) beginScan() uint32 {
+	b.mu.Lock()
+	defer b.unlock()
+	b.mu.scan++
+	b.mu.n.Scans++
+	return b.mu.scan
+}
+
+func (b *Book) seen(keys []kv.Key) {
+	b.mu.Lock()
+	defer b.unlock()
+	for i := range keys {
+		b.setLocked(&keys[i], 0, true)
+	}
+}
+
+func (b *Book) listSpaces() (out []*space) {
+	b.mu.Lock()
+	defer b.unlock()
+	for _, s := range b.mu.spaces {
+		out = append(out, s)
+	}
+	return out
+}
+
+// forget removes what the scan did not see.
+func (b *Book) forget(s *space, scan uint32) {
+	b.mu.Lock()
+	defer b.unlock()
+	b.removeLocked(s, func(o *keptObject) bool { return o.tier == 0 && o.scan != scan })
+}
+
+// removeLocked removes the objects of a space that f chooses.
+func (b *Book) removeLocked(s *space, f func(*keptObject) bool) {
+	for i := len(s.chunks) - 1; i >= 0; i-- { // one that goes is replaced by the last one
+		h := s.chunks[i]
+		changed := false
+		for j := len(h.objects) - 1; j >= 0; j-- {
+			if f(&h.objects[j]) {
+				b.takeLocked(h, j)
+				changed = true
+			}
+		}
+		if changed {
+			b.changedLocked(h)
+		}
+	}
+}
+
+// orderLocked has chunks come after those that they follow in a prompt, among those that came since the last time: a store
+// commits tails first.
+func (b *Book) orderLocked() {
+	size := uint64(len(b.mu.records))
+	at := func(seq uint64) *Record { return &b.mu.records[seq%size] }
+	first := max(b.mu.ordered, b.mu.last-min(b.mu.last, size)) + 1
+	b.mu.ordered = b.mu.last
+	for first <= b.mu.last {
+		end, sorted := first, true // of a run of chunks that came
+		for ; end <= b.mu.last && !at(end).Removed; end++ {
+			sorted = sorted && (end == first || at(end-1).Index <= at(end).Index)
+		}
+		if !sorted {
+			run := make([]Record, 0, end-first)
+			for seq := first; seq < end; seq++ {
+				run = append(run, *at(seq))
+			}
+			slices.SortStableFunc(run, func(x, y Record) int { return cmp.Compare(x.Index, y.Index) })
+			for i := range run {
+				run[i].Seq = first + uint64(i)
+				*at(run[i].Seq) = run[i]
+			}
+		}
+		first = end + 1
+	}
+}
+
+func (b *Book) recordLocked(r Record) {
+	b.mu.last++
+	b.mu.n.Records++
+	r.Seq = b.mu.last
+	b.mu.records[r.Seq%uint64(len(b.mu.records))] = r
+	b.mu.news = true
+}

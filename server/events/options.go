@@ -1,0 +1,81 @@
+package events
+
+import (
+	"cmp"
+	"log/slog"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+	"github.com/kvasir-kv/kvasir/kv/event"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Options configures a Book. A zero field means its default.
+type Options struct {
+	StoreEvents int   // of the store, kept until they are applied, 64 B each; default 65,536
+	Records     int   // kept for readers; default 32,768
+	TokenBytes  int64 // of chunks; what passes it is not announced, the pool goes before tiers; default 256 MiB
+
+	Tiers *tier.Changes // of the tiers below the pool; nil for none
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (o Options) Validate() error {
+	var c options.Checks
+	options.Within(&c, "StoreEvents", o.StoreEvents, 0, 1<<24)
+	options.Within(&c, "Records", o.Records, 0, 1<<24)
+	options.Within(&c, "TokenBytes", o.TokenBytes, 0, 1<<40)
+	return c.Err()
+}
+
+func (o Options) withDefaults() Options {
+	o.StoreEvents = cmp.Or(o.StoreEvents, 1<<16)
+	o.Records = cmp.Or(o.Records, 32768)
+	o.TokenBytes = cmp.Or(o.TokenBytes, 256<<20)
+	return o
+}
+
+// PublisherOptions configures a Publisher. A zero field means its default.
+type PublisherOptions struct {
+	Topic          string // ModelInTopic in it stands for the model; default kv@kvasir@{model}
+	ChunkTokens    int    // per block; default 256
+	Encoding       event.Encoding
+	BatchEvents    int           // per message; default 256
+	Replay         int           // messages kept for replays; default 10,000
+	ReplayBytes    int           // of their payloads, at most; default 64 MiB
+	QueueBytes     int           // of a subscriber, or of a replay; default 16 MiB
+	MaxSubscribers int           // default 256
+	Interval       time.Duration // between two messages with news: what comes meanwhile shares one; default 50 ms
+	Heartbeat      time.Duration // after which a message without events is sent; default 5 s
+	Log            *slog.Logger  // nil discards
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (o PublisherOptions) Validate() error {
+	var c options.Checks
+	options.Within(&c, "ChunkTokens", o.ChunkTokens, 0, 1<<20)
+	options.Within(&c, "BatchEvents", o.BatchEvents, 0, 1<<16)
+	options.Within(&c, "Replay", o.Replay, 0, 1<<24)
+	options.Within(&c, "ReplayBytes", o.ReplayBytes, 0, 1<<40)
+	options.Within(&c, "QueueBytes", o.QueueBytes, 0, 1<<40)
+	options.Within(&c, "MaxSubscribers", o.MaxSubscribers, 0, 1<<20)
+	options.Within(&c, "Interval", o.Interval, 0, time.Hour)
+	options.Within(&c, "Heartbeat", o.Heartbeat, 0, time.Duration(1<<62))
+	return c.Err()
+}
+
+func (o PublisherOptions) withDefaults() PublisherOptions {
+	o.Topic = cmp.Or(o.Topic, "kv@kvasir@"+ModelInTopic)
+	o.ChunkTokens = cmp.Or(o.ChunkTokens, 256)
+	o.BatchEvents = cmp.Or(o.BatchEvents, 256)
+	o.Replay = cmp.Or(o.Replay, 10_000)
+	o.ReplayBytes = cmp.Or(o.ReplayBytes, 64<<20)
+	o.QueueBytes = cmp.Or(o.QueueBytes, 16<<20)
+	o.MaxSubscribers = cmp.Or(o.MaxSubscribers, 256)
+	o.Interval = cmp.Or(o.Interval, 50*time.Millisecond)
+	o.Heartbeat = cmp.Or(o.Heartbeat, 5*time.Second)
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	return o
+}

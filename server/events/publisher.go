@@ -1,0 +1,468 @@
+package events
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"iter"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	kvevent "github.com/kvasir-kv/kvasir/kv/event"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// Publisher tells a Book's records in vLLM's format on a PUB socket, and on a ROUTER socket
+// answers those who missed some. Its methods are safe for concurrent use.
+//
+// A life begins with AllBlocksCleared, as number 0, and what the Book has. Where
+// the Book does not keep a record long enough for the Publisher, that happens again.
+type Publisher struct {
+	book   *Book
+	o      PublisherOptions
+	log    *slog.Logger
+	pub    *zmtp.Pub
+	replay *zmtp.Router
+	epoch  uint64
+	came   chan struct{} // capacity 1: somebody subscribed
+	keeps  bool          // messages, for replays; set before Run
+
+	mu struct { // taken before Book.mu
+		sync.Mutex
+		cursor  uint64 // of the Book's records, the last that was published
+		started bool
+		alone   bool                // nobody subscribed when records were read last, so nobody waited for them since
+		next    uint64              // sequence of the next message
+		kept    []message           // the last ones, oldest first
+		bytes   int                 // of their payloads
+		topic   []byte              // of the last one
+		models  map[string]struct{} // that chunks were told of
+		events  []kvevent.Event
+		n       PublisherStats
+	}
+}
+
+// message is one that was published. It never changes.
+type message struct {
+	topic, payload []byte
+	sequence       uint64
+}
+
+// PublisherStats are the figures of a Publisher.
+type PublisherStats struct {
+	Messages    uint64 `counter:"kvasir_kv_event_messages_total" help:"Messages on the KV-event socket, heartbeats included."`
+	Replays     uint64 `counter:"kvasir_kv_event_replays_total" help:"Requests for messages from a number on."`
+	Snapshots   uint64 `counter:"kvasir_kv_event_snapshots_total" help:"Requests for all that is there."`
+	Restarts    uint64 `counter:"kvasir_kv_event_restarts_total" help:"Times that everything was announced anew: once at the start, and whenever events came faster than they were published."`
+	Subscribers int    `gauge:"kvasir_kv_event_subscribers" help:"Connections with a subscription to the KV-event socket."`
+	Dropped     uint64 `counter:"kvasir_kv_event_dropped_total" help:"Messages dropped for subscribers that did not keep up."`
+}
+
+// NewPublisher returns a Publisher that does not listen yet.
+func NewPublisher(book *Book, o PublisherOptions) *Publisher {
+	p := &Publisher{book: book, o: o.withDefaults(), epoch: uint64(time.Now().UnixNano()), came: make(chan struct{}, 1)}
+	p.log, p.mu.models = p.o.Log, make(map[string]struct{})
+	p.pub = zmtp.NewPub(zmtp.PubOptions{SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, HeartbeatInterval: 30 * time.Second, Log: p.log, OnSubscribe: p.subscribed})
+	p.replay = zmtp.NewRouter(p.answer, zmtp.RouterOptions{
+		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, HeartbeatInterval: 30 * time.Second, Log: p.log,
+	})
+	return p
+}
+
+// Listen binds the sockets; an empty endpoint is none. It returns the bound addresses.
+func (p *Publisher) Listen(ctx context.Context, events, replay string) (eventsAt, replayAt string, err error) {
+	at, err := p.pub.Listen(ctx, events)
+	if err != nil {
+		return "", "", err
+	}
+	if replay == "" {
+		return at.String(), "", nil
+	}
+	p.keeps = true
+	other, err := p.replay.Listen(ctx, replay)
+	if err != nil {
+		return "", "", err
+	}
+	return at.String(), other.String(), nil
+}
+
+func (p *Publisher) subscribed(_ *zmtp.Peer, _ []byte, on bool) {
+	if !on {
+		return
+	}
+	select {
+	case p.came <- struct{}{}:
+	default:
+	}
+}
+
+// Run publishes until ctx ends. While nobody subscribes it does nothing: what the Book still has then is
+// told to the next one, or to who asks for a replay.
+func (p *Publisher) Run(ctx context.Context) {
+	p.book.Activate()
+	beat, pause := time.NewTicker(p.o.Heartbeat), time.NewTicker(p.o.Interval)
+	defer beat.Stop()
+	defer pause.Stop()
+	for {
+		if p.pub.Subscribers() == 0 {
+			select {
+			case <-ctx.Done():
+				return
+			case <-p.came:
+			}
+			beat.Reset(p.o.Heartbeat)
+			continue
+		}
+		changed := p.book.Changed()
+		if p.publish() {
+			beat.Reset(p.o.Heartbeat)
+			pause.Reset(p.o.Interval)
+			select {
+			case <-ctx.Done():
+				return
+			case <-pause.C:
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		case <-beat.C:
+			p.heartbeat()
+		}
+	}
+}
+
+// Close ends the connections and returns after the last goroutine. Run has returned.
+func (p *Publisher) Close() error { return errors.Join(p.pub.Close(), p.replay.Close()) }
+
+// publish tells all records that there are. It reports whether there were some.
+func (p *Publisher) publish() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	before := p.mu.next
+	p.catchUpLocked(p.book.Last())
+	return p.mu.next != before
+}
+
+// catchUpLocked tells the records up to number last.
+func (p *Publisher) catchUpLocked(last uint64) {
+	alone := p.mu.alone
+	p.mu.alone = p.pub.Subscribers() == 0
+	if !p.mu.started {
+		p.mu.started = true
+		p.restartLocked()
+	}
+	for p.mu.cursor < last {
+		limit := int(min(uint64(p.o.BatchEvents), last-p.mu.cursor))
+		records, next, lost := p.book.Read(p.mu.cursor, limit, nil, nil)
+		if lost {
+			if !alone {
+				p.log.Warn("KV events came faster than they were published; everything is announced anew")
+			}
+			p.restartLocked()
+			return
+		}
+		p.mu.cursor = next
+		p.recordsLocked(records)
+	}
+}
+
+// recordsLocked publishes records, a message for each run of one model.
+func (p *Publisher) recordsLocked(records []Record) {
+	for len(records) > 0 {
+		n := 1
+		for n < len(records) && records[n].Model == records[0].Model {
+			n++
+		}
+		p.mu.models[records[0].Model] = struct{}{}
+		events := p.mu.events[:0]
+		for _, r := range records[:n] {
+			events = append(events, p.event(r.Placed, r.Removed))
+		}
+		p.sendLocked(p.o.topic(records[0].Model), events)
+		p.mu.events = events[:0]
+		records = records[n:]
+	}
+}
+
+// restartLocked tells everybody to forget what was told, and then all that is there.
+func (p *Publisher) restartLocked() {
+	p.mu.n.Restarts++
+	chunks, last := p.book.Everything()
+	p.mu.cursor = last
+	cleared := p.events(draft{})
+	sent := false
+	for _, m := range models(chunks) {
+		p.mu.models[m] = struct{}{}
+	}
+	for m := range p.mu.models {
+		p.sendLocked(p.o.topic(m), cleared)
+		sent = true
+	}
+	clear(p.mu.models)
+	if !sent {
+		p.sendLocked(p.o.topic(""), cleared)
+	}
+	for _, m := range models(chunks) {
+		p.mu.models[m] = struct{}{}
+	}
+	for _, d := range p.drafts(chunks) {
+		p.sendLocked(p.o.topic(d.model), p.events(d))
+	}
+}
+
+// models lists those of chunks that are sorted by model.
+func models(chunks []Placed) (out []string) {
+	for i, c := range chunks {
+		if i == 0 || c.Model != chunks[i-1].Model {
+			out = append(out, c.Model)
+		}
+	}
+	return out
+}
+
+// draft is a message that is not encoded yet, about a few chunks of one model; without any it tells
+// readers to forget what they know of the model.
+type draft struct {
+	model  string
+	chunks []Placed
+}
+
+// drafts divides chunks into those of one message each.
+func (p *Publisher) drafts(chunks []Placed) (out []draft) {
+	for len(chunks) > 0 {
+		n := 1
+		for n < min(len(chunks), p.o.BatchEvents) && chunks[n].Model == chunks[0].Model {
+			n++
+		}
+		out = append(out, draft{chunks[0].Model, chunks[:n]})
+		chunks = chunks[n:]
+	}
+	return out
+}
+
+func (p *Publisher) events(d draft) (out []kvevent.Event) {
+	if len(d.chunks) == 0 {
+		return []kvevent.Event{{Kind: kvevent.Cleared, Group: -1}}
+	}
+	for _, c := range d.chunks {
+		out = append(out, p.event(c, false))
+	}
+	return out
+}
+
+// mediumNames are vLLM's.
+var mediumNames = [media]string{InPool: kvevent.CPU, Below: kvevent.Storage}
+
+// event is what routers are told of a chunk.
+func (p *Publisher) event(c Placed, removed bool) kvevent.Event {
+	hash := kv.SaltedHash(c.Salt, c.Hash)
+	e := kvevent.Event{Kind: kvevent.Stored, Hashes: [][]byte{hash[:]}, Medium: mediumNames[c.Medium], Group: -1}
+	if removed {
+		e.Kind = kvevent.Removed
+		return e
+	}
+	e.Encoded, e.BlockTokens = c.Tokens, p.o.ChunkTokens
+	if c.Index > 0 {
+		parent := kv.SaltedHash(c.Salt, c.Parent)
+		e.Parent = parent[:]
+	} else {
+		e.Salt = c.Salt // as vLLM, which hashes it into the first block only
+	}
+	return e
+}
+
+// heartbeat sends a message without events, so that subscribers notice what they missed.
+func (p *Publisher) heartbeat() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.sendLocked(p.mu.topic, nil)
+}
+
+// eventBytes is about what an event takes beside its tokens and salt.
+const eventBytes = 240
+
+func (p *Publisher) payload(events []kvevent.Event) []byte {
+	batch := kvevent.Batch{Time: float64(time.Now().UnixMicro()) / 1e6, Events: events, Rank: -1, Epoch: p.epoch}
+	size := 64
+	for i := range events {
+		size += eventBytes + len(events[i].Salt) + len(events[i].Encoded)
+	}
+	return p.o.Encoding.Append(make([]byte, 0, size), &batch)
+}
+
+// sendLocked publishes one message.
+func (p *Publisher) sendLocked(topic []byte, events []kvevent.Event) {
+	m := message{topic: topic, payload: p.payload(events), sequence: p.mu.next}
+	p.mu.next++
+	p.mu.n.Messages++
+	p.mu.topic = topic
+	p.keepLocked(m)
+	p.pub.Publish(m.topic, sequenceFrame(m.sequence), m.payload)
+}
+
+// keepLocked keeps a message for replays, where there may be some.
+func (p *Publisher) keepLocked(m message) {
+	if !p.keeps {
+		return
+	}
+	p.mu.kept = append(p.mu.kept, m)
+	p.mu.bytes += len(m.payload)
+	for len(p.mu.kept) > p.o.Replay || p.mu.bytes > p.o.ReplayBytes && len(p.mu.kept) > 1 {
+		p.mu.bytes -= len(p.mu.kept[0].payload)
+		p.mu.kept[0] = message{}
+		p.mu.kept = p.mu.kept[1:]
+	}
+}
+
+func sequenceFrame(n uint64) []byte { return binary.BigEndian.AppendUint64(nil, n) }
+
+// endFrame is the sequence of the message that ends a replay.
+var endFrame = bytes.Repeat([]byte{0xff}, 8)
+
+// snapshotRequest asks for all that is there, in the place of a number.
+const snapshotRequest = "snapshot"
+
+// answer answers a request of the replay socket: an empty frame, then a sequence number, big-endian, or "snapshot".
+func (p *Publisher) answer(peer *zmtp.Peer, m zmtp.Message) {
+	if len(m) != 2 {
+		return
+	}
+	delimiter := bytes.Clone(m[0])
+	send := func(m message) bool {
+		return peer.SendWaiting(delimiter, m.topic, sequenceFrame(m.sequence), m.payload) == nil
+	}
+	var messages iter.Seq[message]
+	if string(m[1]) == snapshotRequest {
+		messages = p.snapshot()
+	} else {
+		messages = p.from(number(m[1]))
+	}
+	for m := range messages {
+		if !send(m) {
+			return
+		}
+	}
+	_ = peer.SendWaiting(delimiter, nil, endFrame, nil)
+}
+
+// number reads a big-endian number of any length.
+func number(b []byte) uint64 {
+	b = bytes.TrimLeft(b, "\x00")
+	if len(b) > 8 {
+		return ^uint64(0)
+	}
+	var full [8]byte
+	copy(full[8-len(b):], b)
+	return binary.BigEndian.Uint64(full[:])
+}
+
+// from returns the messages from a number on, without a gap; none when the first of them is not kept any
+// more, but for number 0: then it is the messages' number alone that is as it was, and together they tell
+// all that is there.
+func (p *Publisher) from(start uint64) iter.Seq[message] {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.mu.n.Replays++
+	if p.pub.Subscribers() == 0 || !p.mu.started { // then Run does not
+		p.catchUpLocked(p.book.Last())
+	}
+	switch oldest := p.mu.next - uint64(len(p.mu.kept)); {
+	case start >= p.mu.next:
+	case start >= oldest:
+		return slices.Values(slices.Clone(p.mu.kept[start-oldest:]))
+	case start == 0 && p.mu.next <= maxCompacted:
+		return p.compactedLocked()
+	}
+	return none
+}
+
+func none(func(message) bool) {}
+
+// maxCompacted bounds the messages of a replay from number 0 that are made for it.
+const maxCompacted = 1 << 18
+
+// compactedLocked returns a message for each number that was published: they hold what is there, as
+// many events in each as it takes, and the last ones nothing.
+func (p *Publisher) compactedLocked() iter.Seq[message] {
+	whole := p.snapshotLocked()
+	n, topic := p.mu.next, p.mu.topic
+	if uint64(len(whole)) > n {
+		return none // there are fewer numbers than messages: a snapshot tells more than the replay could
+	}
+	return func(yield func(message) bool) {
+		for i, d := range whole {
+			if !yield(p.message(d, uint64(i))) {
+				return
+			}
+		}
+		empty := message{topic: topic, payload: p.payload(nil)}
+		for empty.sequence = uint64(len(whole)); empty.sequence < n; empty.sequence++ {
+			if !yield(empty) {
+				return
+			}
+		}
+	}
+}
+
+// snapshot returns messages that tell all that is there. Their number is the one of the next message that
+// is published: it and those after it come on top. Each is made when its reader takes it.
+func (p *Publisher) snapshot() iter.Seq[message] {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.mu.n.Snapshots++
+	whole, next := p.snapshotLocked(), p.mu.next
+	return func(yield func(message) bool) {
+		for _, d := range whole {
+			if !yield(p.message(d, next)) {
+				return
+			}
+		}
+	}
+}
+
+func (p *Publisher) message(d draft, sequence uint64) message {
+	return message{topic: p.o.topic(d.model), payload: p.payload(p.events(d)), sequence: sequence}
+}
+
+// snapshotLocked returns all that is there, chunks that do not change: it takes no more memory for each than its place in a
+// list until messages are made of it.
+func (p *Publisher) snapshotLocked() (out []draft) {
+	chunks, last := p.book.Everything()
+	p.catchUpLocked(last)
+	for p.mu.cursor != last { // everything was announced anew meanwhile
+		chunks, last = p.book.Everything()
+		p.catchUpLocked(last)
+	}
+	of := models(chunks)
+	if len(of) == 0 {
+		of = []string{""}
+	}
+	for _, m := range of {
+		out = append(out, draft{model: m})
+	}
+	return append(out, p.drafts(chunks)...)
+}
+
+// Stats returns the figures.
+func (p *Publisher) Stats() PublisherStats {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := p.mu.n
+	s.Subscribers, s.Dropped = p.pub.Subscribers(), p.pub.Dropped()
+	return s
+}
+
+// topic names whose messages these are.
+func (o *PublisherOptions) topic(model string) []byte {
+	return []byte(strings.ReplaceAll(o.Topic, ModelInTopic, model))
+}
+
+// ModelInTopic stands in a topic for the model's name.
+const ModelInTopic = "{model}"

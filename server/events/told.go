@@ -1,0 +1,241 @@
+package events
+
+import (
+	"slices"
+	"sync"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/kv/object"
+)
+
+// Text is the tokens of a prompt: msgpack integers, one after the other. Chunk i is what stands before Ends[i] and after the
+// chunk before it; Head is what makes a msgpack array of it.
+type Text struct {
+	Head, Tokens []byte
+	Ends         []int
+}
+
+// size is the bytes of a chunk, without the Head.
+func (x *Text) size(i int) int { return x.Ends[i] - x.begin(i) }
+
+func (x *Text) begin(i int) int {
+	if i == 0 {
+		return 0
+	}
+	return x.Ends[i-1]
+}
+
+// queue is what was announced and is not applied yet: requests wait for no Book, and what they leave is copied into memory
+// that is used again and again.
+type queue struct {
+	told chan struct{} // capacity 1: there is something
+
+	mu     sync.Mutex // a leaf
+	news   news
+	spare  news   // empty
+	missed uint64 // chunks that found no room
+}
+
+// news are announcements, and the chunks of all of them.
+type news struct {
+	list   []announcement
+	chunks []announced
+	bytes  int
+
+	pages [][]byte // what announcements and chunks refer to; those from number used on are empty
+	used  int
+}
+
+// announcement says whose chunks some are: those after the ones of the announcement before.
+type announcement struct {
+	model, salt []byte
+	shard       object.Shard
+	chunks      int
+}
+
+type announced struct {
+	hash kv.Hash
+	tokens
+}
+
+const (
+	queueBytes  = 16 << 20  // in the queue; what finds no room is announced when a lookup has it
+	pageBytes   = 128 << 10 // of text; a longer one has a page of its own, which is not kept
+	keptPages   = 16
+	keptEntries = 1 << 14
+)
+
+// copy returns a copy of texts, one after the other, that is valid until reset.
+func (x *news) copy(texts ...[]byte) []byte {
+	n := 0
+	for _, t := range texts {
+		n += len(t)
+	}
+	if x.used == len(x.pages) || cap(x.pages[x.used])-len(x.pages[x.used]) < n {
+		if x.used < len(x.pages) && len(x.pages[x.used]) > 0 {
+			x.used++
+		}
+		if x.used == len(x.pages) {
+			x.pages = append(x.pages, nil)
+		}
+		if cap(x.pages[x.used]) < n {
+			x.pages[x.used] = make([]byte, 0, max(n, pageBytes))
+		}
+	}
+	page := &x.pages[x.used]
+	from := len(*page)
+	for _, t := range texts {
+		*page = append(*page, t...)
+	}
+	return (*page)[from:len(*page):len(*page)]
+}
+
+// reset makes it empty. What it had room for at a time of many stores it gives up.
+func (x *news) reset() {
+	clear(x.list)
+	x.list, x.chunks = x.list[:0], x.chunks[:0]
+	if cap(x.list) > keptEntries || cap(x.chunks) > keptEntries {
+		x.list, x.chunks = nil, nil
+	}
+	x.pages = slices.DeleteFunc(x.pages, func(p []byte) bool { return cap(p) > pageBytes })
+	if len(x.pages) > keptPages {
+		clear(x.pages[keptPages:])
+		x.pages = x.pages[:keptPages]
+	}
+	for i, p := range x.pages {
+		x.pages[i] = p[:0]
+	}
+	x.bytes, x.used = 0, 0
+}
+
+func (q *queue) add(model, salt []byte, sh *object.Shard, hashes []kv.Hash, wanted func(i int) bool, text *Text) {
+	chunks, bytes := 0, len(model)+len(salt)+256
+	for i := range hashes {
+		if wanted(i) {
+			chunks++
+			bytes += len(text.Head) + text.size(i) + 128
+		}
+	}
+	q.mu.Lock()
+	x := &q.news
+	if x.bytes+bytes > queueBytes {
+		q.missed += uint64(chunks)
+		q.mu.Unlock()
+		return
+	}
+	x.bytes += bytes
+	x.list = append(x.list, announcement{x.copy(model), x.copy(salt), *sh, chunks})
+	x.chunks = slices.Grow(x.chunks, chunks)
+	for i, h := range hashes {
+		if !wanted(i) {
+			continue
+		}
+		t := tokens{index: i, text: x.copy(text.Head, text.Tokens[text.begin(i):text.Ends[i]])}
+		if i > 0 {
+			t.parent = hashes[i-1]
+		}
+		x.chunks = append(x.chunks, announced{h, t})
+	}
+	q.mu.Unlock()
+	select {
+	case q.told <- struct{}{}:
+	default:
+	}
+}
+
+// take returns what was announced. It is to be given back.
+func (q *queue) take() news {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	x := q.news
+	q.news, q.spare = q.spare, news{}
+	return x
+}
+
+func (q *queue) giveBack(x *news) {
+	x.reset()
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.spare = *x
+}
+
+func (q *queue) lost() uint64 {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.missed
+}
+
+// Announce tells what the chunks with these hashes are, which begin a prompt, whose they are, and which shards a
+// lookup asks for together. Those from number from on were just stored. It is applied later, and only for what is there;
+// nothing that it is given is kept.
+func (b *Book) Announce(model, salt []byte, sh *object.Shard, hashes []kv.Hash, from int, text *Text) {
+	var lacking []bool // of those before from
+	if b.Wonders() && from > 0 {
+		lacking = b.lacks(hashes[:from])
+	}
+	if from == len(hashes) && !slices.Contains(lacking, true) && sh.Each == nil && b.nameless.Load() == 0 {
+		return
+	}
+	b.queue.add(model, salt, sh, hashes, func(i int) bool { return i >= from || lacking != nil && lacking[i] }, text)
+}
+
+// lacks says which of these chunks are in the pool without tokens.
+func (b *Book) lacks(hashes []kv.Hash) []bool {
+	out := make([]bool, len(hashes))
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for i, h := range hashes {
+		bound := b.mu.bindings[h]
+		out[i] = bound != nil && bound.text == nil
+	}
+	return out
+}
+
+// expect has chunks that come now have their tokens, also those that go at once and stay in a tier.
+func (b *Book) expect(told *news) {
+	if len(told.list) == 0 || b.o.Tiers == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for i := range told.chunks {
+		b.mu.told[told.chunks[i].hash] = told.chunks[i].tokens
+	}
+}
+
+// learn applies what was announced, once all events before it are.
+func (b *Book) learn(told *news) {
+	chunks := told.chunks
+	for list := told.list; len(list) > 0; {
+		n := min(len(list), learnBatch)
+		chunks = b.learnSome(list[:n], chunks)
+		list = list[n:]
+	}
+	if b.o.Tiers == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	clear(b.mu.told)
+}
+
+// learnBatch is how many announcements are applied while others wait for the mutex.
+const learnBatch = 16
+
+// learnSome applies some announcements and returns the chunks of those after them.
+func (b *Book) learnSome(list []announcement, chunks []announced) []announced {
+	b.mu.Lock()
+	defer b.unlock()
+	for i := range list {
+		a := &list[i]
+		b.namedLocked(a.model, a.salt, &a.shard)
+		for j := range chunks[:a.chunks] {
+			c := &chunks[j]
+			if bound := b.mu.bindings[c.hash]; bound != nil && bound.text == nil && !b.bindLocked(bound, c.tokens) {
+				b.mu.n.Unbound++
+			}
+		}
+		chunks = chunks[a.chunks:]
+	}
+	return chunks
+}

@@ -1,0 +1,278 @@
+// Package explain says of lookups why their hits ended where they did. A Book counts all of
+// them by reason and remembers the last ones that found less than they asked for.
+package explain
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/safelog"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Explanation says of lookups why their hits ended where they did: what GET /explain answers.
+type Explanation struct {
+	Kept    int               `json:"kept"`    // lookups that are remembered, miss.MaxEnded at most
+	Reasons map[string]uint64 `json:"reasons"` // of all lookups since the start, by label, those that occurred
+	Lookups []Lookup          `json:"lookups"` // the newest first
+	Advice  map[string]Advice `json:"advice"`  // of the reasons in Lookups
+
+	Requests []Timeline `json:"requests"` // the newest first: the last MaxTimelines are remembered, also those that found all
+}
+
+// Advice is what to do about a reason.
+type Advice struct {
+	What string `json:"what"`
+	Do   string `json:"do"`
+}
+
+// Book remembers lookups. Its methods are safe for concurrent use.
+type Book struct {
+	names       *tier.Names // which model and salt namespaces are of
+	chunkTokens int
+	counts      [miss.NumReasons]atomic.Uint64
+	log         miss.Log
+	lines       timelines
+}
+
+// Took notes an operation of a request that began then and is answered now. One without a request id is not noted.
+func (b *Book) Took(operation string, request []byte, began, ended time.Time) {
+	if len(request) > 0 {
+		b.lines.took(operation, request, began, ended)
+	}
+}
+
+// Requests returns what the last requests asked for, the newest first, at most so many.
+func (b *Book) Requests(most int) []Timeline { return b.lines.last("", most) }
+
+// New returns an empty Book for chunks of so many tokens.
+func New(names *tier.Names, chunkTokens int) *Book {
+	return &Book{names: names, chunkTokens: chunkTokens}
+}
+
+// Count is how many lookups ended for a reason.
+func (b *Book) Count(why miss.Reason) uint64 { return b.counts[why].Load() }
+
+// Lookup is one lookup that found less than it asked for.
+type Lookup struct {
+	At          string     `json:"at"` // RFC 3339
+	Request     string     `json:"request_id"`
+	Model       string     `json:"model_name"`
+	Salt        string     `json:"cache_salt"`
+	AskedTokens int        `json:"asked_tokens"`
+	HitTokens   int        `json:"hit_tokens"`
+	Reason      string     `json:"reason"` // its label
+	Text        string     `json:"text"`   // in words
+	Chunk       string     `json:"chunk_hash,omitempty"`
+	Shard       int        `json:"shard"`
+	Group       int        `json:"object_group"`
+	Tier        string     `json:"tier,omitempty"`
+	Tags        string     `json:"tags,omitempty"` // of the request: name=value, …
+	Gone        *GoneChunk `json:"gone,omitempty"`
+	Other       *OtherName `json:"other,omitempty"`
+}
+
+// GoneChunk is how the chunk at which a hit ended went.
+type GoneChunk struct {
+	At      string  `json:"at"`
+	Before  float64 `json:"seconds_before"` // the lookup
+	By      string  `json:"by,omitempty"`   // the user or address that needed its room
+	ByModel string  `json:"by_model,omitempty"`
+	BySalt  string  `json:"by_salt,omitempty"`
+}
+
+// OtherName is under which name that chunk is there.
+type OtherName struct {
+	Model     string `json:"model_name"`
+	Salt      string `json:"cache_salt"`
+	WorldSize int    `json:"world_size"`
+}
+
+// Explain returns why the last lookups of a request id, or of all requests where it is empty,
+// found no more; at most so many. advise says what to do about a reason.
+func (b *Book) Explain(request string, most int, advise func(miss.Reason) string) Explanation {
+	out := Explanation{Kept: b.log.Len(), Reasons: map[string]uint64{}, Lookups: []Lookup{}, Advice: map[string]Advice{}}
+	for i := range b.counts {
+		if n := b.counts[i].Load(); n > 0 {
+			out.Reasons[miss.Reason(i).Label()] = n
+		}
+	}
+	list := b.log.Last
+	if request != "" {
+		list = func(most int) []miss.Ended { return b.log.Of(request, most) }
+	}
+	for _, e := range list(most) {
+		l := explained(&e, b.chunkTokens)
+		out.Lookups = append(out.Lookups, l)
+		if _, ok := out.Advice[l.Reason]; !ok {
+			out.Advice[l.Reason] = Advice{What: e.Why.String(), Do: advise(e.Why)}
+		}
+	}
+	out.Requests = b.lines.last(request, most)
+	return out
+}
+
+func explained(e *miss.Ended, chunkTokens int) Lookup {
+	l := Lookup{
+		At: e.At.UTC().Format(time.RFC3339Nano), Request: e.Request, Model: e.Model, Salt: e.Salt, AskedTokens: e.Asked, HitTokens: e.Hit,
+		Reason: e.Why.Label(), Shard: e.Shard, Group: int(e.Missing.Group), Tier: e.Tier, Tags: e.Tags,
+	}
+	if e.Missing.Chunk != (kv.Hash{}) {
+		l.Chunk = e.Missing.Chunk.String()
+	}
+	if !e.GoneAt.IsZero() {
+		l.Gone = &GoneChunk{At: e.GoneAt.UTC().Format(time.RFC3339Nano), Before: e.At.Sub(e.GoneAt).Seconds(), By: e.GoneBy, ByModel: e.GoneModel, BySalt: e.GoneSalt}
+	}
+	if e.OtherWorld > 0 {
+		l.Other = &OtherName{e.OtherModel, e.OtherSalt, e.OtherWorld}
+	}
+	l.Text = sentence(e, chunkTokens)
+	return l
+}
+
+// sentence is a lookup in words.
+func sentence(e *miss.Ended, chunkTokens int) string {
+	var b strings.Builder
+	switch e.Why {
+	case miss.Short:
+		fmt.Fprintf(&b, "the prompt was shorter than a chunk of %d tokens: %s", chunkTokens, e.Detail)
+	case miss.Unregistered, miss.Declined:
+		fmt.Fprintf(&b, "the lookup was declined: %s", e.Detail)
+	default:
+		fmt.Fprintf(&b, "%d of %d tokens hit; the next chunk: %s", e.Hit, e.Asked, e.Why)
+	}
+	if e.Why == miss.Window || e.Missing.Group > 0 {
+		fmt.Fprintf(&b, " (object group %d)", e.Missing.Group)
+	}
+	if e.Tier != "" {
+		fmt.Fprintf(&b, " (tier %s)", e.Tier)
+	}
+	if !e.GoneAt.IsZero() {
+		fmt.Fprintf(&b, ", %s before", e.At.Sub(e.GoneAt).Round(time.Millisecond))
+	}
+	if e.GoneBy != "" {
+		fmt.Fprintf(&b, ", to make room for %s", e.GoneBy)
+		if e.GoneModel != "" {
+			fmt.Fprintf(&b, ", model %s%s", e.GoneModel, withSalt(e.GoneSalt))
+		}
+	}
+	if e.OtherWorld > 0 {
+		fmt.Fprintf(&b, ": it is there of model %q, world size %d%s", e.OtherModel, e.OtherWorld, withSalt(e.OtherSalt))
+	}
+	if e.Shard > 0 {
+		fmt.Fprintf(&b, "; missing in shard %d", e.Shard)
+	}
+	return safelog.Text(b.String(), 1024)
+}
+
+func withSalt(salt string) string {
+	if salt == "" {
+		return ", no salt"
+	}
+	return fmt.Sprintf(", salt %q", salt)
+}
+
+// Asked is who asked: a model's name and a salt.
+type Asked struct{ Model, Salt []byte }
+
+// Ended counts why a lookup found no more than it did, and remembers it; nothing of one that found all. Where of is nil, who
+// asked is known by the namespace of what was searched for.
+func (b *Book) Ended(request []byte, of *Asked, got *store.LookupResult) {
+	c := b.chunkTokens
+	if of == nil {
+		n, _ := b.names.Of(got.Namespace)
+		of = &Asked{[]byte(n.Model), []byte(n.Salt)}
+	}
+	b.lines.looked(request, of.Model, of.Salt, got, c)
+	if got.Why == miss.None {
+		return
+	}
+	e := miss.Ended{
+		At: time.Now(), Request: string(request), Asked: got.Asked * c, Hit: got.Hit * c, Why: got.Why,
+		Missing: got.Missing, Shard: got.Shard, Tier: got.Tier, GoneAt: got.Gone.At, GoneBy: got.Gone.By,
+	}
+	e.Model, e.Salt = string(of.Model), string(of.Salt)
+	if tags, ok := got.Note.(fmt.Stringer); ok {
+		e.Tags = tags.String()
+	}
+	if got.Gone.By != "" {
+		n, _ := b.names.Of(got.Gone.For)
+		e.GoneModel, e.GoneSalt = n.Model, n.Salt
+	}
+	if got.Why == miss.NeverStored {
+		b.elsewhere(&e, got.Others)
+	}
+	b.counts[e.Why].Add(1)
+	b.log.Add(&e)
+}
+
+// Declined counts and remembers a lookup that was not searched for, of a prompt of so many tokens.
+func (b *Book) Declined(request []byte, of Asked, tokens int, why miss.Reason, detail string) {
+	b.counts[why].Add(1)
+	b.log.Add(&miss.Ended{
+		At: time.Now(), Request: string(request), Model: string(of.Model), Salt: string(of.Salt), Asked: tokens, Why: why, Detail: detail,
+	})
+}
+
+// elsewhere finds the name that is closest to the one that a lookup asked for, among those
+// under which the missing chunk is there.
+func (b *Book) elsewhere(e *miss.Ended, others []kv.Key) {
+	best := len(nearness)
+	for i := range others {
+		o := &others[i]
+		name, known := b.names.Of(o.Namespace)
+		why := differs(e, o, name, known)
+		if near := slices.Index(nearness, why); near < best {
+			best = near
+			e.Why, e.OtherModel, e.OtherSalt, e.OtherWorld = why, name.Model, name.Salt, int(o.Rank>>24)
+		}
+	}
+}
+
+// nearness orders names, the closest first.
+var nearness = []miss.Reason{miss.OtherRank, miss.OtherLayout, miss.OtherSalt, miss.OtherModel, miss.OtherName}
+
+func differs(e *miss.Ended, o *kv.Key, of tier.Name, known bool) miss.Reason {
+	switch {
+	case o.Namespace == e.Missing.Namespace:
+		return miss.OtherRank
+	case !known:
+		return miss.OtherName
+	case of.Model != e.Model:
+		return miss.OtherModel
+	case of.Salt != e.Salt:
+		return miss.OtherSalt
+	case o.Rank>>24 != e.Missing.Rank>>24:
+		return miss.OtherRank
+	}
+	return miss.OtherLayout
+}
+
+// Do returns what to do about a reason, by its words; empty where that depends on more than the reason.
+func Do(why string) string { return advice[why] }
+
+var advice = map[string]string{
+	miss.Window.String(): "the window or state at that place was not stored, or was dropped because no hit of its own prompt could load it: prompts hit where an earlier one " +
+		"ended, or had a whole window. See docs/hybrid-hits.md",
+	miss.OtherSalt.String():    "normal where tenants are to be kept apart; else send both prompts with one cache_salt, or none",
+	miss.OtherModel.String():   "KV of one model is of no use to another. Where both are the same, give engines one --served-model-name, or one path",
+	miss.OtherRank.String():    "KV is kept for each rank of one world size: engines share it where their parallel sizes are equal. Of equal ones, a worker has not stored its part: see the workers in kvasir status",
+	miss.OtherLayout.String():  "engines share KV where number format, block size, heads and layers are equal: compare their flags (--dtype, --kv-cache-dtype, --block-size)",
+	miss.OtherName.String():    "it was stored before this server started, and nobody has named it since: it may be of another model, salt or layout",
+	miss.Short.String():        "only whole chunks are stored and found: longer prompts, or a smaller --chunk-size",
+	miss.Unregistered.String(): "normal while an engine starts. Else scheduler and workers name the model unlike: compare it with the engine's --model",
+	miss.Declined.String():     "the reason stands beside the lookup",
+	miss.Cleared.String():      "the cache was cleared, by POST /cache/clear or by an engine; it fills again",
+	miss.Expired.String():      "nobody used it for its time to live: --ttl-seconds, or the tenant's own (kvasir quota list shows them)",
+	miss.Failed.String():       "a worker began to store them and did not end: it was slow, or its engine ended; see the workers above",
+	miss.BeingStored.String():  "harmless: the same prompt was asked for again before it was stored",
+	miss.Busy.String():         "too many transfers were in progress; see --session-ttl-seconds and whether engines stall",
+	miss.Corrupt.String():      "something else wrote into the pool, or memory is faulty: find out which before you trust the machine",
+	miss.NotCompared.String():  "normal in the first seconds after a restart: chunks are compared with their checksums before they are served",
+}

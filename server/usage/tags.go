@@ -1,0 +1,137 @@
+package usage
+
+import (
+	"strings"
+	"sync/atomic"
+	"time"
+	"unicode/utf8"
+
+	"github.com/kvasir-kv/kvasir/internal/fair/share"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/store"
+)
+
+// MaxTags bounds the tags that have figures of their own, by name and value; the rest share those of Other. The values of
+// one name have half of what other names leave, and so have the tags of one user or address: a name whose values do not
+// end keeps no other out. One that no request has for TagIdle makes room, when it is needed: its figures go to those of Other.
+const (
+	MaxTags = 256
+	TagIdle = time.Hour
+)
+
+// tagSweep is how often, at most, all tags are looked at for idle ones.
+const tagSweep = time.Minute
+
+// tags are the figures by tag.
+type tags struct {
+	of     map[pair]*tagCounts // by name and value
+	other  *tagCounts          // of the rest; in of, too
+	names  share.Books         // how many there are of a name
+	owners share.Books         // and how many a user or address brought
+	swept  time.Time
+}
+
+// tagCounts are the figures of lookups with one tag.
+type tagCounts struct {
+	lookups, asked, hit atomic.Uint64
+
+	owner string    // who brought it
+	used  time.Time // by a request; guarded by Tally.mu
+}
+
+func (t *tags) init() {
+	t.other = new(tagCounts)
+	t.of = map[pair]*tagCounts{{Other, Other}: t.other}
+}
+
+// take returns the figures of a tag that a request of owner has.
+func (t *tags) take(tag lmcache.Tag, owner string, now time.Time) *tagCounts {
+	k := pair{string(tag.Name), string(tag.Value)}
+	c := t.of[k]
+	if c == nil {
+		if !utf8.Valid(tag.Name) || !utf8.Valid(tag.Value) { // a label is a text
+			return t.other
+		}
+		if !t.may(k[0], owner) && !(t.sweep(now) && t.may(k[0], owner)) {
+			return t.other
+		}
+		c = &tagCounts{owner: owner}
+		t.of[k] = c
+		t.names.Add(k[0], share.Amount{Count: 1})
+		t.owners.Add(owner, share.Amount{Count: 1})
+	}
+	c.used = now
+	return c
+}
+
+func (t *tags) may(name, owner string) bool {
+	return t.names.MayCount(name, MaxTags) && t.owners.MayCount(owner, MaxTags)
+}
+
+// sweep takes the figures of idle tags together, unless that was just done. It reports whether it did.
+func (t *tags) sweep(now time.Time) bool {
+	if now.Sub(t.swept) < tagSweep {
+		return false
+	}
+	t.swept = now
+	for k, c := range t.of {
+		if c == t.other || now.Sub(c.used) < TagIdle {
+			continue
+		}
+		delete(t.of, k)
+		t.names.Add(k[0], share.Amount{Count: -1})
+		t.owners.Add(c.owner, share.Amount{Count: -1})
+		t.other.lookups.Add(c.lookups.Load())
+		t.other.asked.Add(c.asked.Load())
+		t.other.hit.Add(c.hit.Load())
+	}
+	return true
+}
+
+// Tagged are the tags of one request. It is safe for concurrent use.
+type Tagged struct {
+	of   []*tagCounts
+	text string
+}
+
+// Tagged returns what counts for a request of a user or address with tags: nil for one without.
+func (t *Tally) Tagged(owner string, tags []lmcache.Tag) *Tagged {
+	if len(tags) == 0 {
+		return nil
+	}
+	out, now := &Tagged{}, time.Now()
+	var text strings.Builder
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for i, tag := range tags {
+		if i > 0 {
+			text.WriteString(", ")
+		}
+		text.Write(tag.Name)
+		text.WriteByte('=')
+		text.Write(tag.Value)
+		out.of = append(out.of, t.mu.tags.take(tag, owner, now))
+	}
+	out.text = text.String()
+	return out
+}
+
+// Count counts a lookup that was searched for, once it has its result, for each of its tags.
+func (x *Tagged) Count(got *store.LookupResult, chunkTokens int) {
+	if x == nil {
+		return
+	}
+	for _, c := range x.of {
+		c.lookups.Add(1)
+		c.asked.Add(uint64(got.Asked * chunkTokens))
+		c.hit.Add(uint64(got.Hit * chunkTokens))
+	}
+}
+
+// String returns the tags as name=value, ...; they are anybody's text.
+func (x *Tagged) String() string {
+	if x == nil {
+		return ""
+	}
+	return x.text
+}

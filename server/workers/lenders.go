@@ -1,0 +1,103 @@
+package workers
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+
+	"github.com/kvasir-kv/kvasir/server/access"
+)
+
+var (
+	// ErrUnknown means that nobody registered a worker of that id and peer.
+	ErrUnknown = errors.New("worker instance is not registered")
+	// ErrRefused means that the worker's registration was refused.
+	ErrRefused = errors.New("worker's registration was refused")
+	// ErrTooMany means that the table of workers is full.
+	ErrTooMany = errors.New("too many workers are registered")
+	// ErrMappings means that more segments cannot be mapped, for one peer or at all.
+	ErrMappings = errors.New("too many segments are mapped")
+)
+
+// maxMappings returns how many segments are mapped at once, of all workers: a
+// quarter of what the kernel allows a process. The Go runtime needs mappings, too,
+// and ends the process without them.
+var maxMappings = sync.OnceValue(func() int {
+	b, err := os.ReadFile("/proc/sys/vm/max_map_count")
+	n, perr := strconv.Atoi(strings.TrimSpace(string(b)))
+	if err != nil || perr != nil || n < 1 {
+		n = 65530 // the kernel's default
+	}
+	return n / 4
+})
+
+// mayLendLocked checks the segments of in, which takes the place of old: nobody
+// else may lend them, and there are not too many. Errors: access.ErrLender with the other
+// worker, ErrMappings.
+func (r *Registry) mayLendLocked(in, old *Worker) (lender *Worker, err error) {
+	if in.Lent == nil {
+		return nil, nil
+	}
+	for _, seg := range in.Lent.Segments {
+		for _, other := range r.mu.lenders[seg.Inode] {
+			if other != old && !in.Lent.SameProcess(other.Lent) {
+				return other, fmt.Errorf("%w: worker %d lends %s already", access.ErrLender, other.ID, seg.Name)
+			}
+		}
+	}
+	total, own := len(in.Lent.Segments), len(in.Lent.Segments)
+	for by, n := range r.mu.mappings {
+		total += n
+		if by == in.By {
+			own += n
+		}
+	}
+	if old != nil && old.Lent != nil {
+		total, own = total-len(old.Lent.Segments), own-len(old.Lent.Segments)
+	}
+	switch limit := r.maxMappings; {
+	case total > limit:
+		return nil, fmt.Errorf("%w: %d with these, of all workers at most %d", ErrMappings, total, limit)
+	case own > limit/2:
+		return nil, fmt.Errorf("%w: %d with these, of the workers of %v at most %d", ErrMappings, own, in.By, limit/2)
+	}
+	return nil, nil
+}
+
+func (r *Registry) lendLocked(in *Worker) {
+	if in.Lent == nil {
+		return
+	}
+	for _, seg := range in.Lent.Segments {
+		r.mu.lenders[seg.Inode] = append(r.mu.lenders[seg.Inode], in)
+	}
+	r.mu.mappings[in.By] += len(in.Lent.Segments)
+}
+
+func (r *Registry) unlendLocked(in *Worker) {
+	if in.Lent == nil {
+		return
+	}
+	for _, seg := range in.Lent.Segments {
+		var rest []*Worker
+		for _, other := range r.mu.lenders[seg.Inode] {
+			if other != in {
+				rest = append(rest, other)
+			}
+		}
+		if len(rest) == 0 {
+			delete(r.mu.lenders, seg.Inode)
+		} else {
+			r.mu.lenders[seg.Inode] = rest
+		}
+	}
+	if r.mu.mappings[in.By] -= len(in.Lent.Segments); r.mu.mappings[in.By] == 0 {
+		delete(r.mu.mappings, in.By)
+	}
+}
+
+// SetMaxMappings sets how many segments are mapped at once; tests need few.
+func (r *Registry) SetMaxMappings(n int) { r.maxMappings = n }

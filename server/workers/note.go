@@ -1,0 +1,115 @@
+package workers
+
+import (
+	"encoding/json"
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server/access"
+	"github.com/kvasir-kv/kvasir/server/lent"
+)
+
+// Note is what is kept beside the pool for the server that takes over.
+type Note struct {
+	Workers []json.RawMessage // Saved, in the order of their registrations
+	Remains []lent.Segment    // segments of workers that left and whose process lived on
+	PIDs    string            // the PID namespace in which processes are named
+}
+
+// Saved is a registration in a Note.
+type Saved struct {
+	ID      int64
+	Model   string
+	World   int
+	Layout  kv.Layout
+	Pinged  bool
+	Shard   int              `json:",omitempty"` // 1 + the shard it keeps
+	By      access.Principal // who may speak for it
+	Side    Side             `json:",omitzero"`  // where its chunks pass
+	Client  string           `json:",omitempty"` // generations that it can be of; empty: any
+	Process peercred.Process `json:",omitzero"`  // which registered it, where that is proved
+	KV      json.RawMessage  `json:",omitzero"`  // lmcache.KVCache of a worker whose KV the server copies
+	Lent    []lent.Segment   `json:",omitempty"`
+}
+
+// Encode returns what is to be kept: at most max bytes. Of registrations that do not
+// fit, the largest are left out; refused ones are not kept.
+func (r *Registry) Encode(leftovers []lent.Segment, max int) (b []byte, left int, err error) {
+	n := Note{Remains: leftovers, PIDs: peercred.Namespace()}
+	total := 1 << 10 // braces and names
+	for _, l := range n.Remains {
+		total += len(l.Name) + 128
+	}
+	for _, in := range r.List() {
+		if in.Refused != "" {
+			continue
+		}
+		w, err := json.Marshal(in.saved())
+		if err != nil {
+			return nil, 0, err
+		}
+		n.Workers = append(n.Workers, w)
+		total += len(w) + 1
+	}
+	for total > max && len(n.Workers) > 0 {
+		i := 0
+		for j := range n.Workers {
+			if len(n.Workers[j]) > len(n.Workers[i]) {
+				i = j
+			}
+		}
+		total -= len(n.Workers[i]) + 1
+		n.Workers = slices.Delete(n.Workers, i, i+1)
+		left++
+	}
+	b, err = json.Marshal(&n)
+	return b, left, err
+}
+
+func (in *Worker) saved() *Saved {
+	w := &Saved{
+		ID: in.ID, Model: in.Model, World: in.World, Layout: in.Layout, Pinged: in.Pinged.Load(), Shard: in.Shard() + 1, By: in.By, Side: in.Side(),
+		Client: in.Generations.String(),
+	}
+	if p := in.Process.Load(); p != nil {
+		w.Process = *p
+	}
+	if in.Lent != nil {
+		w.KV, w.Lent = in.Lent.Registration(), in.Lent.Segments
+	}
+	return w
+}
+
+// DecodeNote reads a Note. The numbers of processes mean something only in the PID
+// namespace where they were noted: elsewhere they are forgotten.
+func DecodeNote(b []byte) (n Note, err error) {
+	if err := json.Unmarshal(b, &n); err != nil {
+		return Note{}, err
+	}
+	if !n.here() {
+		forget(n.Remains)
+	}
+	return n, nil
+}
+
+// Worker reads registration i of the note.
+func (n *Note) Worker(i int) (*Saved, error) {
+	var w Saved
+	if err := json.Unmarshal(n.Workers[i], &w); err != nil {
+		return nil, err
+	}
+	if !n.here() {
+		forget(w.Lent)
+		w.Process = peercred.Process{}
+	}
+	return &w, nil
+}
+
+func (n *Note) here() bool { return n.PIDs == peercred.Namespace() }
+
+func forget(list []lent.Segment) {
+	for i := range list {
+		list[i].Owner = peercred.Process{}
+	}
+}

@@ -1,0 +1,373 @@
+package workers
+
+import (
+	"cmp"
+	"crypto/sha256"
+	"encoding/binary"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server/access"
+)
+
+// NamespaceOf returns where the worker's chunks of one tenant live.
+func (in *Worker) NamespaceOf(salt []byte) kv.Namespace {
+	if len(salt) == 0 {
+		return in.unsalted
+	}
+	return kv.NamespaceOf(in.Model, string(salt), in.Fingerprint)
+}
+
+// Registry knows the workers. Its methods are safe for concurrent use.
+type Registry struct {
+	max         int
+	maxMappings int
+	nextSearch  time.Time // of FindProcesses' goroutine
+	clock       clock     // its epoch is immutable, the rest belongs to Tick
+	mu          struct {
+		sync.RWMutex
+		seq       uint64
+		instances map[workerID]*Worker
+		byModel   map[modelKey]*modelLayouts
+		departed  map[modelKey][]shardLayout // of models without a worker
+		gone      map[workerID]*Worker       // gone with transfers in progress
+		lenders   map[uint64][]*Worker       // by inode of a segment
+		mappings  map[access.Principal]int   // segments mapped for somebody
+		unknown   map[workerID]struct{}      // unknown ones that got their false ping
+		order     []workerID                 // of unknown, oldest first
+	}
+}
+
+// modelKey names the workers of one model: those of one peer, or everybody's.
+type modelKey struct {
+	model string
+	world int
+	by    access.Principal // zero for everybody's
+}
+
+func (in *Worker) modelKeys() [2]modelKey {
+	return [2]modelKey{{in.Model, in.World, in.By}, {in.Model, in.World, access.Principal{}}}
+}
+
+// workerID names a worker: clients choose their ids, so the same one of somebody else
+// is another worker.
+type workerID struct {
+	id int64
+	by access.Principal
+}
+
+// key stands for the worker in the store and in the pool's index, where a number
+// must be enough. Nobody can choose an id that has another's.
+func (w workerID) key() int64 {
+	sum := sha256.Sum256(fmt.Appendf(nil, "%d %v", w.id, w.by))
+	return int64(binary.LittleEndian.Uint64(sum[:]))
+}
+
+const (
+	maxUnknown  = 1024
+	maxDeparted = 1024
+)
+
+// NewRegistry returns a Registry of at most max workers.
+func NewRegistry(max int) *Registry {
+	r := &Registry{}
+	r.max, r.maxMappings = max, maxMappings()
+	r.clock.epoch = time.Now()
+	r.mu.instances = make(map[workerID]*Worker)
+	r.mu.byModel = make(map[modelKey]*modelLayouts)
+	r.mu.departed = make(map[modelKey][]shardLayout)
+	r.mu.gone = make(map[workerID]*Worker)
+	r.mu.lenders = make(map[uint64][]*Worker)
+	r.mu.mappings = make(map[access.Principal]int)
+	r.mu.unknown = make(map[workerID]struct{})
+	return r
+}
+
+// Saw notes that a worker lived at now.
+func (r *Registry) Saw(in *Worker, now time.Time) { in.lastSeen.Store(int64(r.clock.at(now))) }
+
+// Silence is how long a worker has said nothing.
+func (r *Registry) Silence(in *Worker, now time.Time) time.Duration {
+	return r.clock.at(now) - time.Duration(in.lastSeen.Load())
+}
+
+// Get returns the worker that by registered as id, and notes that it lives. The
+// error wraps ErrUnknown, or ErrRefused for one whose mode is not served.
+func (r *Registry) Get(id int64, by access.Principal) (*Worker, error) {
+	r.mu.RLock()
+	in := r.mu.instances[workerID{id, by}]
+	r.mu.RUnlock()
+	if in == nil {
+		return nil, fmt.Errorf("%w: %d of %v", ErrUnknown, id, by)
+	}
+	r.Saw(in, time.Now())
+	if in.Refused != "" {
+		return nil, fmt.Errorf("%w: %s", ErrRefused, in.Refused)
+	}
+	return in, nil
+}
+
+// Departed returns a worker of by's that is gone and left transfers in quarantine,
+// or nil.
+func (r *Registry) Departed(id int64, by access.Principal) *Worker {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	return r.mu.gone[workerID{id, by}]
+}
+
+// KeepDeparted remembers a worker that left transfers in quarantine, for its late
+// commits. Beyond as many as may be registered, any one is forgotten: its slots
+// then wait for the end of the quarantine.
+func (r *Registry) KeepDeparted(in *Worker) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.mu.instances[in.who()] != nil {
+		return // registered again: its commits find it there
+	}
+	for id := range r.mu.gone {
+		if len(r.mu.gone) < r.max {
+			break
+		}
+		delete(r.mu.gone, id)
+	}
+	r.mu.gone[in.who()] = in
+}
+
+// NewestOf returns the worker whose layout by's lookups of a model follow, or nil.
+func (r *Registry) NewestOf(model string, world int, by access.Principal) *Worker {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	if m := r.layoutsLocked(model, world, by); m != nil {
+		return m.newest()
+	}
+	return nil
+}
+
+// Add registers in, in place of an earlier worker of the same id and owner. old is
+// that one, or nil. Errors: access.ErrLender with the worker that lends the same
+// segment, ErrMappings, ErrTooMany.
+func (r *Registry) Add(in *Worker) (old, lender *Worker, err error) {
+	r.Saw(in, time.Now())
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	old = r.mu.instances[in.who()]
+	if old == nil && len(r.mu.instances) >= r.max {
+		return nil, nil, fmt.Errorf("%w: %d", ErrTooMany, r.max)
+	}
+	if lender, err = r.mayLendLocked(in, old); err != nil {
+		return nil, lender, err
+	}
+	if old != nil {
+		r.forgetLocked(old)
+		in.Pinged.Store(old.Pinged.Load())
+		if old.Side() == Places {
+			in.TakeSide(Places)
+		}
+	}
+	delete(r.mu.gone, in.who())
+	r.forgetUnknownLocked(in.who())
+	r.mu.seq++
+	in.seq = r.mu.seq
+	r.mu.instances[in.who()] = in
+	r.lendLocked(in)
+	if in.Refused == "" {
+		r.knowLocked(in)
+	}
+	return old, nil, nil
+}
+
+// knowLocked makes in the newest worker of its model.
+func (r *Registry) knowLocked(in *Worker) {
+	for _, k := range in.modelKeys() {
+		m := r.mu.byModel[k]
+		if m == nil {
+			m = &modelLayouts{shards: r.mu.departed[k]}
+			delete(r.mu.departed, k)
+			r.mu.byModel[k] = m
+		}
+		m.workers = append(m.workers, in)
+		if shard := int(in.shard.Load()) - 1; shard >= 0 {
+			m.learn(in, shard)
+		}
+	}
+}
+
+// Remove forgets a worker of by's; nil when it is not registered.
+func (r *Registry) Remove(id int64, by access.Principal) *Worker {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	in := r.mu.instances[workerID{id, by}]
+	if in != nil {
+		r.forgetLocked(in)
+	}
+	return in
+}
+
+// RemoveThis forgets in; false when it is no longer the one registered.
+func (r *Registry) RemoveThis(in *Worker) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.mu.instances[in.who()] != in {
+		return false
+	}
+	r.forgetLocked(in)
+	return true
+}
+
+func (r *Registry) forgetLocked(in *Worker) {
+	delete(r.mu.instances, in.who())
+	r.unlendLocked(in)
+	for _, k := range in.modelKeys() {
+		m := r.mu.byModel[k]
+		if m == nil {
+			continue
+		}
+		m.workers = slices.DeleteFunc(m.workers, func(o *Worker) bool { return o == in })
+		if len(m.workers) > 0 {
+			continue
+		}
+		delete(r.mu.byModel, k)
+		if m.shards != nil && len(r.mu.departed) < maxDeparted {
+			r.mu.departed[k] = m.shards // the next engine of the model is probably of the same layout
+		}
+	}
+}
+
+// Ping answers a worker's heartbeat. The first one of an id that its sender has not
+// registered is answered false, later ones true: that makes a stock client register
+// again, once, after the server lost its registration. news says that a registered
+// worker pinged for the first time.
+func (r *Registry) Ping(id int64, by access.Principal) (ok, news bool) {
+	r.mu.RLock()
+	in := r.mu.instances[workerID{id, by}]
+	r.mu.RUnlock()
+	if in != nil {
+		r.Saw(in, time.Now())
+		return true, !in.Pinged.Swap(true)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	who := workerID{id, by}
+	if _, ok := r.mu.unknown[who]; ok {
+		return true, false
+	}
+	if len(r.mu.order) >= maxUnknown {
+		delete(r.mu.unknown, r.mu.order[0])
+		r.mu.order = append(r.mu.order[:0], r.mu.order[1:]...)
+	}
+	r.mu.unknown[who] = struct{}{}
+	r.mu.order = append(r.mu.order, who)
+	return false, false
+}
+
+// ForgetUnknown makes the next ping of an unregistered id the first one again.
+func (r *Registry) ForgetUnknown(id int64, by access.Principal) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.forgetUnknownLocked(workerID{id, by})
+}
+
+func (r *Registry) forgetUnknownLocked(who workerID) {
+	if _, ok := r.mu.unknown[who]; ok {
+		delete(r.mu.unknown, who)
+		r.mu.order = slices.DeleteFunc(r.mu.order, func(o workerID) bool { return o == who })
+	}
+}
+
+// Crowd returns who gives way where the table is full and in is not in it: of the user
+// or address with most workers, the one that is silent longest. It is nil when in's own
+// has most.
+func (r *Registry) Crowd(in *Worker) (silent *Worker) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	if len(r.mu.instances) < r.max || r.mu.instances[in.who()] != nil {
+		return nil
+	}
+	has := map[access.Principal]int{in.By: 1}
+	for who := range r.mu.instances {
+		has[who.by]++
+	}
+	for _, o := range r.mu.instances {
+		more := has[o.By] - has[in.By]
+		if silent != nil {
+			more = min(more, cmp.Or(has[o.By]-has[silent.By], cmp.Compare(silent.lastSeen.Load(), o.lastSeen.Load())))
+		}
+		if more > 0 {
+			silent = o
+		}
+	}
+	return silent
+}
+
+// Silent removes and returns the workers that have been silent too long: for reap
+// when they have pinged, for grace when they never did; 0 is never. After
+// this process did not run for a while nobody was: their pings may wait unread.
+func (r *Registry) Silent(now time.Time, reap, grace time.Duration) (gone []*Worker) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if at := r.clock.at(now); r.clock.gap(at) {
+		for _, in := range r.mu.instances {
+			in.lastSeen.Store(int64(at))
+		}
+		return nil
+	}
+	for _, in := range r.mu.instances {
+		limit := grace
+		if in.Pinged.Load() {
+			limit = reap
+		}
+		if limit > 0 && r.Silence(in, now) >= limit {
+			gone = append(gone, in)
+		}
+	}
+	for _, in := range gone {
+		r.forgetLocked(in)
+	}
+	return gone
+}
+
+// List returns the workers in the order of their registrations.
+func (r *Registry) List() []*Worker {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	out := make([]*Worker, 0, len(r.mu.instances))
+	for _, in := range r.mu.instances {
+		out = append(out, in)
+	}
+	slices.SortFunc(out, func(a, b *Worker) int { return cmp.Compare(a.seq, b.seq) })
+	return out
+}
+
+// GenerationsOf returns what the client of a worker of by's can be of, or, when
+// none is named, those of by's workers of a model. Nothing is known: none.
+func (r *Registry) GenerationsOf(id int64, by access.Principal, model []byte, world int) (g lmcache.Generations) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	if in := r.mu.instances[workerID{id, by}]; in != nil && id != 0 {
+		return in.Generations
+	}
+	if m := r.layoutsLocked(string(model), world, by); m != nil {
+		for _, in := range m.workers {
+			if in.By == by { // what others registered tells nothing about by's clients
+				g |= in.Generations
+			}
+		}
+	}
+	return g
+}
+
+// Pickles reports whether by has a worker that may send pickled chunks.
+func (r *Registry) Pickles(by access.Principal) bool {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	for _, in := range r.mu.instances {
+		if in.By == by && in.Lent == nil && in.Side() != Places {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,100 @@
+// Package workers knows the workers of engines that are registered with a server:
+// what each one's chunks look like, who may speak for it, which shard it keeps, and
+// how long it has been silent.
+package workers
+
+import (
+	"sync/atomic"
+
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server/access"
+	"github.com/kvasir-kv/kvasir/server/lent"
+)
+
+// Worker is one registered worker. After Registry.Add what is not atomic changes no
+// more, but for the fields of Search.
+type Worker struct {
+	ID          int64
+	Model       string
+	World       int
+	Layout      kv.Layout
+	Bytes       int64  // per chunk
+	Fingerprint string // of the layout
+	Groups      *object.Groups
+	Lent        *lent.KV // what the server copies itself; nil for a worker that copies
+
+	By          access.Principal    // who may speak for it
+	Key         int64               // names it in the store
+	Generations lmcache.Generations // that its client can be of
+	Refused     string              // why its transfers are declined; empty when they are not
+	Socket      uint64              // inode of the one it registered over; 0 unknown
+
+	Pinged  atomic.Bool
+	Process atomic.Pointer[peercred.Process] // which registered it, once that is proved
+	Search  Search
+
+	unsalted kv.Namespace
+	seq      uint64       // of the registration, counted up
+	shard    atomic.Int32 // 1 + the shard it keeps, 0 while unknown
+	lastSeen atomic.Int64 // ns since the Registry's epoch
+	sided    sided
+}
+
+// Search is what the search for a worker's process has found. It belongs to the
+// goroutine that searches.
+type Search struct {
+	Tries    int  // for the process
+	Looks    int  // at what it maps
+	MapsPool bool // it was seen to map the pool
+}
+
+// New returns a worker whose chunks have that layout, bytes and groups.
+func New(id int64, model string, world int, layout kv.Layout, bytes int64, fingerprint string, groups *object.Groups) *Worker {
+	return &Worker{
+		ID: id, Model: model, World: world, Layout: layout, Bytes: bytes, Fingerprint: fingerprint, Groups: groups,
+		unsalted: kv.NamespaceOf(model, "", fingerprint),
+	}
+}
+
+// CameFrom notes who registers the worker.
+func (w *Worker) CameFrom(c *access.Caller) {
+	w.BelongsTo(c.By)
+	w.Socket = c.Peer.Socket
+	if p, ok := peercred.Running(c.Peer.PID); ok {
+		w.Process.Store(&p)
+	}
+}
+
+// BelongsTo notes who may speak for the worker.
+func (w *Worker) BelongsTo(by access.Principal) {
+	w.By = by
+	w.Key = w.who().key()
+}
+
+func (w *Worker) who() workerID { return workerID{w.ID, w.By} }
+
+// Ended returns the process whose end proves that the worker has ended, if it has.
+// gone tells of a process whether it has ended.
+func (w *Worker) Ended(gone func(peercred.Process) bool) (peercred.Process, bool) {
+	if w.Lent != nil && w.Lent.Owned() {
+		return w.Lent.Segments[0].Owner, w.Lent.EndedBy(gone)
+	}
+	if p := w.Process.Load(); p != nil {
+		return *p, gone(*p)
+	}
+	return peercred.Process{}, false
+}
+
+// Shard returns the shard that the worker keeps, -1 while that is not known.
+func (w *Worker) Shard() int { return int(w.shard.Load()) - 1 }
+
+// SetShard notes it before the worker is added; a shard outside the world is none.
+func (w *Worker) SetShard(shard int) {
+	if shard < 0 || shard >= w.World {
+		shard = -1
+	}
+	w.shard.Store(int32(shard + 1))
+}

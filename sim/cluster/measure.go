@@ -1,0 +1,63 @@
+package cluster
+
+import (
+	"errors"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/bench"
+)
+
+// Measure returns the run as a client's benchmark has it, with the way from P to D in stages.
+func (r *Result) Measure(o bench.Options) *bench.Result {
+	samples := make([]bench.Sample, len(r.Records))
+	for i := range r.Records {
+		samples[i] = r.Records[i].sample()
+	}
+	out := bench.Measure(samples, r.Duration.Seconds(), o)
+	out.Stages = r.stages()
+	return out
+}
+
+// errUnfinished is of requests that a run did not come to the end of.
+var errUnfinished = errors.New("the run was ended before")
+
+func (q *Record) sample() bench.Sample {
+	s := bench.Sample{Start: q.Sent.Seconds(), Input: q.Input, Output: q.Output, Cached: q.Cached, Error: q.Error}
+	if q.Last == 0 && s.Error == "" {
+		s.Error = errUnfinished.Error()
+	}
+	if s.Failed() {
+		return s
+	}
+	s.TTFT, s.Latency = (q.First - q.Sent).Seconds(), (q.Last - q.Sent).Seconds()
+	for _, d := range q.Gaps {
+		s.ITL = append(s.ITL, d.Seconds())
+	}
+	return s
+}
+
+// stages are the means of what passes before the first token.
+func (r *Result) stages() []bench.Stage {
+	list := []bench.Stage{{Name: "queue of P"}, {Name: "prefill"}, {Name: "hand-over to D"}, {Name: "queue of D"}, {Name: "transfer"}, {Name: "D's step in progress"}, {Name: "first decode"}}
+	n := 0
+	for i := range r.Records {
+		q := &r.Records[i]
+		if q.Prefill < 0 || q.Error != "" || q.First == 0 {
+			continue
+		}
+		n++
+		for k, d := range []time.Duration{
+			q.Started - q.Queued, q.Prefilled - q.Started, q.Dispatched - q.Prefilled, max(q.Loading-q.Dispatched, 0), q.Loaded - q.Loading,
+			max(q.Decoding-max(q.Loaded, q.Dispatched), 0), max(q.First-max(q.Decoding, q.Loaded), 0),
+		} {
+			list[k].Millis += ms(d)
+		}
+	}
+	if n == 0 {
+		return nil
+	}
+	for k := range list {
+		list[k].Millis /= float64(n)
+	}
+	return list
+}

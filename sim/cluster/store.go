@@ -1,0 +1,85 @@
+package cluster
+
+import (
+	"time"
+
+	"github.com/kvasir-kv/kvasir/sim/replay"
+	"github.com/kvasir-kv/kvasir/sim/sched"
+)
+
+// Store is a cache below the engines that compute prompts: one for all of them. A zero Blocks
+// is none.
+type Store struct {
+	Blocks  int           // of the profile's block size; least recently used ones go
+	GBps    float64       // of the store's own network, shared by all loads
+	Latency time.Duration // of a load
+}
+
+type store struct {
+	run   *run
+	o     Store
+	names *replay.Cache[sched.Hash] // without bytes
+	kept  *kept                     // with bytes
+	link  time.Duration             // in use until then
+}
+
+func newStore(r *run, o Store) (s *store, err error) {
+	s = &store{run: r, o: o}
+	if r.o.Bytes != nil {
+		s.kept, err = newKept(r, o.Blocks)
+		return s, err
+	}
+	s.names = replay.NewCache[sched.Hash](o.Blocks)
+	return s, nil
+}
+
+func (s *store) close() error {
+	if s == nil || s.kept == nil {
+		return nil
+	}
+	return s.kept.close()
+}
+
+// match returns how many tokens beyond the local ones are in the store. One token at least is
+// left to compute.
+func (s *store) match(q *request, local int) int {
+	size := s.run.o.Profile.BlockTokens
+	first, limit := local/size, (q.Input-1)/size
+	n := first
+	if s.kept != nil && first < limit {
+		n = max(first, s.kept.hit(q, min(limit, first+maxLoad)))
+	}
+	for s.kept == nil && n < limit && s.names.Has(q.hash(size, n)) {
+		n++
+	}
+	return (n - first) * size
+}
+
+// load brings external tokens of a request of e to the end of its blocks.
+func (s *store) load(e *engine, r *sched.Request, external int) {
+	p := s.run.o.Profile
+	bytes := float64(external) * p.Model.KVBytes()
+	begin := max(s.run.now, s.link)
+	s.link = begin + time.Duration(bytes/(s.o.GBps*1e9)*1e9)
+	s.run.loaded += int64(bytes)
+	land := func() {}
+	if s.kept != nil {
+		table, n := r.Tables()[0], external/p.BlockTokens
+		land = s.kept.load(e, r.Data.(*request), table, len(table)-n, len(table))
+	}
+	s.run.at(s.link+s.o.Latency, func() {
+		land()
+		e.out.Arrived = append(e.out.Arrived, r.ID)
+		e.turn()
+	})
+}
+
+// put keeps the names of the full blocks of q's prompt. With bytes they were kept when the engine
+// still had them.
+func (s *store) put(q *request) {
+	if s.kept != nil {
+		return
+	}
+	size := s.run.o.Profile.BlockTokens
+	s.names.PutRun(q.Input/size, func(i int) sched.Hash { return q.hash(size, i) })
+}

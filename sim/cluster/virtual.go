@@ -1,0 +1,428 @@
+// Package cluster runs whole deployments in virtual time: prefill and decode engines, or
+// engines that do both, a cache below them, the network between them. Each engine has vLLM's
+// scheduler (package sim/sched) and its paged KV cache, without bytes or with (Options.Bytes);
+// package sim/clock says how long its steps and transfers take.
+//
+// A run is an event loop in one goroutine. The same requests and options give the same result,
+// to the nanosecond. Memory: a Record and the block names of each request, 8 bytes for each
+// generated token, and the block tables of what runs. With bytes in addition: the KV memory of the
+// engines and the store (Carried.Memory, 2 GiB at most), 8 bytes for each token of requests that
+// are open, and the prompts that were pushed and not received.
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/costmodel"
+)
+
+// Transport is how KV comes from P to D.
+type Transport uint8
+
+// The transports.
+const (
+	Pull Transport = iota // D asks, its request waits: MooncakeConnector
+	Push                  // P sends layer by layer and waits for the last: P2pNcclConnector
+	Pipe                  // P waits until all KV has gone: vLLM v0
+)
+
+// Options configure a deployment.
+type Options struct {
+	Profile *costmodel.Profile
+
+	// Prefill and Decode are the numbers of engines. Without Prefill, Decode engines do both.
+	Prefill, Decode int
+
+	Transport Transport
+	// FirstToken: the client's first token is P's, handed out when D has the KV. Otherwise D
+	// computes the last prompt token again, and the first token is its.
+	FirstToken bool
+	// PrefillAlone: engines that do both compute prompts first and alone, as SGLang does.
+	PrefillAlone bool
+	// Concurrency is how many requests the client has open at a time; 0: as they arrive.
+	Concurrency int
+
+	NoPrefixCache bool
+	Store         Store
+	Bytes         *Bytes // nil: names and times alone
+
+	// Progress is called now and then with the number of finished requests; nil for none.
+	Progress func(done, total int)
+}
+
+// ErrOptions means that a deployment is impossible.
+var ErrOptions = errors.New("virtual: options")
+
+// maxEngines bounds a deployment.
+const maxEngines = 4096
+
+// Validate returns everything that is wrong with o.
+func (o *Options) Validate() error {
+	var errs []error
+	f := func(ok bool, format string, args ...any) {
+		if !ok {
+			errs = append(errs, fmt.Errorf("%w: %s", ErrOptions, fmt.Sprintf(format, args...)))
+		}
+	}
+	if o.Profile == nil {
+		return fmt.Errorf("%w: no profile", ErrOptions)
+	}
+	profile := o.Profile.Validate()
+	errs = append(errs, profile)
+	f(o.Prefill >= 0 && o.Prefill <= maxEngines, "%d prefill engines; 0 to %d", o.Prefill, maxEngines)
+	f(o.Decode >= 1 && o.Decode <= maxEngines, "%d decode engines; 1 to %d", o.Decode, maxEngines)
+	f(o.Transport <= Pipe, "transport %d", o.Transport)
+	f(!o.PrefillAlone || o.Prefill == 0, "engines that prefill alone do both")
+	f(o.Concurrency >= 0, "concurrency %d", o.Concurrency)
+	f(o.Store.Blocks >= 0 && o.Store.Blocks <= 1<<26, "a store of %d blocks", o.Store.Blocks)
+	f(o.Store.Blocks == 0 || o.Store.GBps > 0 && o.Store.GBps < 1e9, "a store of %v GB/s", o.Store.GBps)
+	f(o.Store.Latency >= 0 && o.Store.Latency < time.Hour, "a store's latency of %v", o.Store.Latency)
+	if o.Bytes != nil && profile == nil {
+		o.validateBytes(f)
+	}
+	if err := errors.Join(errs...); err != nil || o.Bytes == nil {
+		return err
+	}
+	return o.checkMemory()
+}
+
+// maxVirtual ends a run whose clock has run away.
+const maxVirtual = time.Duration(math.MaxInt64 / 8)
+
+// run is one run.
+type run struct {
+	o     Options
+	now   time.Duration
+	queue events
+
+	prefills, decodes []*engine
+	store             *store
+	requests          []request
+	next              int           // to send, with a limit on concurrency
+	door              time.Duration // when the last request was at its engine's door
+	done              int
+
+	preemptions int
+	moved       int64 // modelled bytes from P to D
+	loaded      int64 // modelled bytes from the store
+
+	carried Carried // with bytes
+	buffer  []byte  // a block on its way
+	failed  error   // ends the run
+}
+
+// fail ends the run with the first error that is not nil.
+func (r *run) fail(err error) {
+	if r.failed == nil {
+		r.failed = err
+	}
+}
+
+// Run plays requests. When ctx ends before the last, the result so far is returned with its
+// error.
+func Run(ctx context.Context, requests []workload.Request, o Options) (_ *Result, err error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	r := &run{o: o, requests: make([]request, len(requests)), door: -o.Profile.Spacing()}
+	if o.Store.Blocks > 0 {
+		if r.store, err = newStore(r, o.Store); err != nil {
+			return nil, err
+		}
+		defer func() {
+			if cerr := r.store.close(); cerr != nil {
+				err = errors.Join(err, cerr)
+			}
+		}()
+	}
+	add := func(list *[]*engine, n int, as role) error {
+		for i := range n {
+			e := &engine{run: r, role: as, number: i, met: make(map[*engine]bool)}
+			*list = append(*list, e)
+			if o.Bytes != nil {
+				var err error
+				if e.memory, err = newMemory(r); err != nil {
+					return err
+				}
+			}
+			if o.PrefillAlone {
+				e.core = &alone{e: e}
+				continue
+			}
+			v, err := newVLLM(e)
+			if err != nil {
+				return err
+			}
+			e.core = v
+		}
+		return nil
+	}
+	as := decode
+	if o.Prefill == 0 {
+		as = both
+	}
+	if err := errors.Join(add(&r.prefills, o.Prefill, prefill), add(&r.decodes, o.Decode, as)); err != nil {
+		return nil, err
+	}
+	for i := range requests {
+		q := &r.requests[i]
+		q.number, q.from, q.Input, q.limit, q.Prefill = i, &requests[i], requests[i].Input, max(requests[i].Output, 1), -1
+	}
+	if o.Concurrency > 0 {
+		for range min(o.Concurrency, len(requests)) {
+			r.send()
+		}
+	} else {
+		for i := range r.requests {
+			q := &r.requests[i]
+			r.at(q.from.Arrival, func() { r.arrive(q) })
+		}
+	}
+	err = r.loop(ctx)
+	return r.result(), err
+}
+
+func (r *run) loop(ctx context.Context) error {
+	for n := 0; ; n++ {
+		if n%4096 == 0 {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			if r.o.Progress != nil {
+				r.o.Progress(r.done, len(r.requests))
+			}
+		}
+		e, ok := r.queue.pop()
+		if !ok {
+			break
+		}
+		if r.now = e.at; r.now > maxVirtual {
+			return fmt.Errorf("%w: the clock passed %v with %d of %d requests done", ErrOptions, maxVirtual, r.done, len(r.requests))
+		}
+		if e.f(); r.failed != nil {
+			return r.failed
+		}
+	}
+	if r.done != len(r.requests) {
+		return fmt.Errorf("%w: after %v nothing moves any more, with %d of %d requests done", ErrOptions, r.now, r.done, len(r.requests))
+	}
+	if r.o.Progress != nil {
+		r.o.Progress(r.done, len(r.requests))
+	}
+	return nil
+}
+
+func (r *run) at(t time.Duration, f func())    { r.queue.push(event{at: t, f: f}) }
+func (r *run) after(d time.Duration, f func()) { r.at(r.now+d, f) }
+
+// send sends the next request of a client with a limit on concurrency.
+func (r *run) send() {
+	if r.next < len(r.requests) {
+		q := &r.requests[r.next]
+		r.next++
+		r.after(0, func() { r.arrive(q) })
+	}
+}
+
+// arrive sends q to its first engine.
+func (r *run) arrive(q *request) {
+	q.Sent = r.now
+	if r.o.Bytes != nil {
+		q.prepare(r.o.Profile.BlockTokens, r.store != nil)
+	}
+	e := least(r.decodes)
+	e.load += q.Input + q.limit
+	q.d, q.Decode = e, e.number
+	if len(r.prefills) > 0 {
+		e = least(r.prefills)
+		e.load += q.Input
+		q.p, q.Prefill = e, e.number
+	}
+	r.door = max(r.door+r.o.Profile.Spacing(), r.now+r.o.Profile.Hop())
+	r.at(r.door+r.o.Profile.Host(q.Input), func() {
+		q.Queued = r.now
+		r.add(e, q)
+	})
+}
+
+// least returns the engine with the fewest tokens to do.
+func least(engines []*engine) *engine {
+	best := engines[0]
+	for _, e := range engines[1:] {
+		if e.load < best.load {
+			best = e
+		}
+	}
+	return best
+}
+
+func (r *run) add(e *engine, q *request) {
+	if err := e.core.add(q); err != nil {
+		q.Error = err.Error()
+		r.finished(q)
+		return
+	}
+	e.turn()
+}
+
+// begun notes that q's first tokens are being computed.
+func (r *run) begun(e *engine, q *request) {
+	if e.role != decode && q.Started == 0 {
+		q.Started = r.now
+	}
+	if e.role == decode && q.Decoding == 0 {
+		q.Decoding = r.now
+	}
+}
+
+// token takes a token of e in.
+func (r *run) token(e *engine, q *request) {
+	if e.role != decode && q.Prefilled == 0 {
+		q.Prefilled = r.now
+	}
+	if e.role == prefill {
+		return
+	}
+	if q.Output < q.limit { // with P's first token, D may make one more than is wanted
+		q.Output++
+		r.deliver(q, r.now+r.o.Profile.Hop())
+	}
+}
+
+// deliver hands a token to the client.
+func (r *run) deliver(q *request, at time.Duration) {
+	if q.First == 0 {
+		q.First = at
+	} else {
+		q.Gaps = append(q.Gaps, at-q.Last)
+	}
+	q.Last = at
+}
+
+// ended takes the end of q in e in.
+func (r *run) ended(e *engine, q *request) {
+	if r.store != nil && e.role != decode {
+		r.store.put(q)
+	}
+	if e.role != prefill {
+		r.finished(q)
+		return
+	}
+	e.load -= q.Input
+	r.after(r.o.Profile.Hop()+r.o.Profile.Host(q.Input), func() {
+		q.Dispatched = r.now
+		if r.o.Transport != Pull {
+			q.Loading, q.Loaded = q.Prefilled, q.Prefilled
+		}
+		r.add(q.d, q)
+	})
+}
+
+// finished ends q for the client.
+func (r *run) finished(q *request) {
+	r.done++
+	q.forget()
+	q.d.load -= q.Input + q.limit
+	if r.o.Concurrency > 0 {
+		r.at(max(q.Last, r.now), r.send)
+	}
+}
+
+// hand brings the KV of external tokens of q to D, whose blocks are table.
+func (r *run) hand(d *engine, q *request, table []int32, external int) {
+	p := r.o.Profile
+	if r.o.Transport != Pull {
+		if r.o.Transport == Push {
+			d.extra += p.Receive()
+		}
+		if d.memory != nil {
+			d.memory.receive(q, table, q.Input-1-external, q.Input-1)
+		}
+		return
+	}
+	blocks := (external + p.BlockTokens - 1) / p.BlockTokens
+	from, to := q.atP.Tables()[0], table[len(table)-blocks:]
+	from = from[len(from)-blocks:]
+	runs := 1
+	for i := 1; i < blocks; i++ {
+		if from[i] != from[i-1]+1 || to[i] != to[i-1]+1 {
+			runs++
+		}
+	}
+	link, wait := p.Transfer(blocks, runs)
+	q.Loading = max(r.now, q.p.link, d.link)
+	q.p.link, d.link = q.Loading+link, q.Loading+link
+	r.moved += p.TransferBytes(blocks)
+	r.at(q.Loading+link+wait, func() {
+		q.Loaded = r.now
+		if d.memory != nil {
+			r.pull(q.p, d, from, to)
+			d.memory.check(span{q, table, q.Input - external, q.Input})
+		}
+		if r.o.FirstToken && q.First == 0 {
+			q.Output++
+			r.deliver(q, r.now+p.Hop())
+		}
+		q.p.out.Sent = append(q.p.out.Sent, q.atP.ID)
+		d.out.Arrived = append(d.out.Arrived, q.atD.ID)
+		q.p.turn()
+		d.turn()
+	})
+}
+
+// event is something that happens.
+type event struct {
+	at     time.Duration
+	number int // of those at one time, in order of push
+	f      func()
+}
+
+func (e *event) before(o *event) bool { return e.at < o.at || e.at == o.at && e.number < o.number }
+
+// events is a heap.
+type events struct {
+	list   []event
+	pushed int
+}
+
+func (q *events) push(e event) {
+	q.pushed++
+	e.number = q.pushed
+	q.list = append(q.list, e)
+	for i := len(q.list) - 1; i > 0; {
+		up := (i - 1) / 2
+		if !q.list[i].before(&q.list[up]) {
+			return
+		}
+		q.list[i], q.list[up] = q.list[up], q.list[i]
+		i = up
+	}
+}
+
+func (q *events) pop() (e event, ok bool) {
+	if len(q.list) == 0 {
+		return e, false
+	}
+	e = q.list[0]
+	n := len(q.list) - 1
+	q.list[0], q.list[n] = q.list[n], event{}
+	q.list = q.list[:n]
+	for i := 0; ; {
+		least := i
+		for c := 2*i + 1; c <= 2*i+2 && c < n; c++ {
+			if q.list[c].before(&q.list[least]) {
+				least = c
+			}
+		}
+		if least == i {
+			return e, true
+		}
+		q.list[i], q.list[least] = q.list[least], q.list[i]
+		i = least
+	}
+}

@@ -1,0 +1,204 @@
+// Package kvconfig reads what an engine is told about KV transfers, as vLLM takes it: the
+// JSON of --kv-transfer-config and the environment.
+//
+// A configuration names one connector, or a MultiConnector with several. Keys that vLLM
+// does not know and values that cannot be are errors here, all of them at once; vLLM
+// ignores unknown keys of kv_connector_extra_config.
+//
+// Source: vllm/config/kv_transfer.py of 0.13.0 to 0.33.0; the connectors' own keys from
+// MooncakeConnector and lmcache's LMCacheMPConnector of 0.5.6.
+package kvconfig
+
+import (
+	"bytes"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/internal/options/nearest"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+)
+
+// The connectors that are known here.
+const (
+	MooncakeConnector  = "MooncakeConnector"
+	LMCacheMPConnector = "LMCacheMPConnector"
+	multiConnector     = "MultiConnector"
+
+	MooncakeStoreConnector = "MooncakeStoreConnector"
+)
+
+var connectors = []string{MooncakeConnector, MooncakeStoreConnector, LMCacheMPConnector, multiConnector}
+
+// Policies of kv_load_failure_policy.
+const (
+	Recompute = "recompute" // blocks that did not arrive are computed
+	Fail      = "fail"      // the request ends with an error; vLLM's default
+)
+
+// Config is one connector of an engine.
+type Config struct {
+	Connector         string
+	Role              wire.Role
+	EngineID          string // random where none is given
+	LoadFailurePolicy string // Recompute or Fail
+
+	extra map[string]json.RawMessage // kv_connector_extra_config
+}
+
+// Limits of a configuration.
+const (
+	maxBytes      = 1 << 20
+	maxConnectors = 16
+)
+
+// Keys of the JSON. Those of the second list concern devices, ports and processes of
+// other connectors: they are checked by nobody here and mean nothing.
+var (
+	keys = []string{"kv_connector", "engine_id", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy"}
+	moot = []string{
+		"kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port",
+		"kv_connector_module_path", "enable_permute_local_kv",
+	}
+)
+
+// Parse reads the JSON of --kv-transfer-config, at most 1 MiB, and returns its connectors: one,
+// or those of a MultiConnector in order. The error lists everything that is wrong.
+func Parse(text []byte) ([]*Config, error) {
+	if len(text) > maxBytes {
+		return nil, fmt.Errorf("kv-transfer-config: %d bytes; %d at most", len(text), maxBytes)
+	}
+	var p problems
+	list := p.connectors(text, "", "")
+	if err := p.err("kv-transfer-config"); err != nil {
+		return nil, err
+	}
+	return list, nil
+}
+
+// problems collects what is wrong.
+type problems []string
+
+func (p *problems) add(format string, args ...any) { *p = append(*p, fmt.Sprintf(format, args...)) }
+
+func (p problems) err(of string) error {
+	if len(p) == 0 {
+		return nil
+	}
+	return errors.New(of + ": " + strings.Join(p, "; "))
+}
+
+func (p *problems) connectors(text []byte, at, engineID string) []*Config {
+	m := p.object(text, at)
+	if m == nil {
+		return nil
+	}
+	p.unknown(m, at, slices.Concat(keys, moot))
+	c := &Config{extra: map[string]json.RawMessage{}, EngineID: engineID, LoadFailurePolicy: Fail}
+	p.text(m, at, "kv_connector", &c.Connector)
+	p.text(m, at, "engine_id", &c.EngineID)
+	p.text(m, at, "kv_load_failure_policy", &c.LoadFailurePolicy)
+	if c.EngineID == "" {
+		c.EngineID = strings.ToLower(rand.Text())
+	}
+	switch {
+	case c.Connector == "":
+		p.add("%skv_connector is missing: one of %s", at, strings.Join(connectors, ", "))
+	case !slices.Contains(connectors, c.Connector):
+		p.add("%skv_connector %.64q is not supported%s: one of %s", at, c.Connector, nearest.Hint(c.Connector, connectors), strings.Join(connectors, ", "))
+	}
+	if c.LoadFailurePolicy != Fail && c.LoadFailurePolicy != Recompute {
+		p.add("%skv_load_failure_policy %.64q: one of %s, %s", at, c.LoadFailurePolicy, Recompute, Fail)
+	}
+	role := ""
+	p.text(m, at, "kv_role", &role)
+	var err error
+	if c.Role, err = wire.ParseRole(role); err != nil {
+		p.add("%skv_role %.64q: one of kv_producer, kv_consumer, kv_both", at, role)
+	}
+	if raw, ok := m["kv_connector_extra_config"]; ok && string(raw) != "null" {
+		if c.extra = p.object(raw, at+"kv_connector_extra_config: "); c.extra == nil {
+			return nil
+		}
+	}
+	if c.Connector != multiConnector {
+		return []*Config{c}
+	}
+	if at != "" {
+		p.add("%sa MultiConnector inside a MultiConnector", at)
+		return nil
+	}
+	p.unknown(c.extra, "kv_connector_extra_config: ", []string{"connectors"})
+	var children []json.RawMessage
+	if err := json.Unmarshal(c.extra["connectors"], &children); err != nil || len(children) == 0 || len(children) > maxConnectors {
+		p.add("kv_connector_extra_config: connectors must list 1 to %d configurations", maxConnectors)
+		return nil
+	}
+	var list []*Config
+	for i, child := range children {
+		list = append(list, p.connectors(child, fmt.Sprintf("connectors[%d]: ", i), c.EngineID)...)
+	}
+	return list
+}
+
+// object reads one JSON object; nil after a problem.
+func (p *problems) object(text []byte, at string) map[string]json.RawMessage {
+	dec := json.NewDecoder(bytes.NewReader(text))
+	var m map[string]json.RawMessage
+	err := dec.Decode(&m)
+	if err == nil && m == nil {
+		err = errors.New("null is no JSON object")
+	}
+	if err == nil {
+		if _, more := dec.Token(); !errors.Is(more, io.EOF) {
+			err = errors.New("more than one JSON value")
+		}
+	}
+	if err != nil {
+		p.add("%s%v", at, err)
+		return nil
+	}
+	return m
+}
+
+// unknown names the keys of m that are not known.
+func (p *problems) unknown(m map[string]json.RawMessage, at string, known []string) {
+	for _, key := range slices.Sorted(maps.Keys(m)) {
+		if !slices.Contains(known, key) {
+			p.add("%sunknown key %.64q%s", at, key, nearest.Hint(key, known))
+		}
+	}
+}
+
+// text reads a string; absent and null leave to as it is.
+func (p *problems) text(m map[string]json.RawMessage, at, key string, to *string) {
+	if raw, ok := m[key]; ok && string(raw) != "null" && json.Unmarshal(raw, to) != nil {
+		p.add("%s%s must be a text, not %.64s", at, key, raw)
+	}
+}
+
+// flag reads a boolean.
+func (p *problems) flag(m map[string]json.RawMessage, key string, to *bool) {
+	if raw, ok := m[key]; ok && string(raw) != "null" && json.Unmarshal(raw, to) != nil {
+		p.add("%s must be true or false, not %.64s", key, raw)
+	}
+}
+
+// number reads a number between low and high.
+func (p *problems) number(m map[string]json.RawMessage, key string, low, high float64, to *float64) {
+	raw, ok := m[key]
+	if !ok || string(raw) == "null" {
+		return
+	}
+	var n float64
+	if json.Unmarshal(raw, &n) != nil || n < low || n > high {
+		p.add("%s must be a number from %g to %g, not %.64s", key, low, high, raw)
+		return
+	}
+	*to = n
+}

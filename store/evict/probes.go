@@ -1,0 +1,237 @@
+package evict
+
+import (
+	"math"
+	"math/bits"
+
+	"github.com/kvasir-kv/kvasir/internal/container/growing"
+)
+
+// probe watches the end of a prompt until it is used again.
+type probe struct {
+	id           uint64
+	place        uint32 // of the node that it watches, until that is evicted
+	began        uint64 // the clock then
+	older, newer uint32 // in the queue of its age, or of free ones
+	class, turn  uint8
+	age          uint8 // its bucket
+	ghost        bool  // what it watches was evicted
+}
+
+// maxProbes bounds the prompts that are watched: 4 MB.
+const maxProbes = 1 << 16
+
+// maxAging bounds the probes that one call moves to the next age.
+const maxAging = 256
+
+// probes are in queues by age, oldest first. Places 1 to buckets are the anchors of the queues.
+type probes struct {
+	all    growing.Slice[probe]
+	used   int               // places that were ever used
+	free   []uint32          // of these, those that are free
+	ghosts map[uint64]uint32 // content that was evicted to its probe
+}
+
+func (p *probes) init() {
+	p.ghosts = make(map[uint64]uint32)
+	p.all.Grow(buckets + 1)
+	for i := uint32(1); i <= buckets; i++ {
+		*p.at(i) = probe{older: i, newer: i}
+	}
+	p.used = buckets + 1
+}
+
+func (p *probes) at(i uint32) *probe { return p.all.At(int(i)) }
+
+// evicted notes that the slot that a probe watches goes.
+func (p *probes) evicted(id uint64, i uint32) {
+	if old := p.ghosts[id]; old != 0 {
+		p.at(old).ghost = false // names that collide; nobody will find it
+	}
+	p.ghosts[id] = i
+	p.at(i).ghost, p.at(i).place = true, 0
+}
+
+func (p *probes) link(i uint32, age uint8) {
+	q := p.at(i)
+	anchor := 1 + uint32(age)
+	q.age, q.older, q.newer = age, p.at(anchor).older, anchor
+	p.at(q.older).newer, p.at(anchor).older = i, i
+}
+
+func (p *probes) unlink(i uint32) {
+	q := p.at(i)
+	p.at(q.older).newer, p.at(q.newer).older = q.newer, q.older
+}
+
+// watch begins a probe of a prompt's end.
+func (h *LeafHazard) watch(place uint32, end *node) {
+	p := &h.probes
+	h.grow()
+	if len(p.free) == 0 && p.used > maxProbes {
+		h.dropOldest()
+	}
+	var i uint32
+	if last := len(p.free) - 1; last >= 0 {
+		i, p.free = p.free[last], p.free[:last]
+	} else {
+		i = uint32(p.used)
+		p.used++
+		p.all.Grow(p.used)
+	}
+	*p.at(i) = probe{id: end.id, place: place, began: h.clock, class: end.class, turn: end.turn}
+	p.link(i, 0)
+	h.open(p.at(i), 1)
+	end.probe = i
+	if h.learnt++; h.learnt%halfLife == 0 {
+		h.fade()
+	}
+	h.reindex(h.refresh)
+	h.refresh = (h.refresh + 1) % classes
+}
+
+// observe ends a probe: what it watched was used again, or it is not known whether.
+func (h *LeafHazard) observe(i uint32, used bool) {
+	p := &h.probes
+	q := p.at(i)
+	age := h.clock - q.began
+	b := bucketOf(age)
+	h.pass(q, int(q.age), b)
+	h.time(q, b, float64(age)-lower[b])
+	if used {
+		h.events[q.class][b]++
+		h.allEvents[b]++
+	}
+	if q.ghost {
+		delete(p.ghosts, q.id)
+	} else if q.place != 0 {
+		h.place(q.place).probe = 0
+	}
+	h.open(q, -1)
+	p.unlink(i)
+	p.free = append(p.free, i)
+}
+
+// grow moves probes on to the age that they have reached.
+func (h *LeafHazard) grow() {
+	p, moves := &h.probes, 0
+	for b := buckets - 2; b >= 0; b-- {
+		for anchor := 1 + uint32(b); moves < maxAging; moves++ {
+			i := p.at(anchor).newer
+			if i == anchor {
+				break
+			}
+			q := p.at(i)
+			now := bucketOf(h.clock - q.began)
+			if now <= b {
+				break
+			}
+			h.pass(q, b, now)
+			h.open(q, -1)
+			p.unlink(i)
+			p.link(i, uint8(now))
+			h.open(q, 1)
+		}
+	}
+}
+
+// pass notes that a probe was watched from the beginning of bucket from to that of bucket to.
+func (h *LeafHazard) pass(q *probe, from, to int) {
+	for b := from; b < to; b++ {
+		h.time(q, b, lower[b+1]-lower[b])
+	}
+}
+
+// open counts a probe that enters or, with -1, leaves the bucket of its age.
+func (h *LeafHazard) open(q *probe, n int64) {
+	o := &h.watched[q.class][q.age]
+	o.n += n
+	o.began += n * int64(q.began)
+}
+
+// spentIn is how long all probes of a class were watched while they were of an age, those that
+// still are of that age too.
+func (h *LeafHazard) spentIn(c, b int) float64 {
+	o := &h.watched[c][b]
+	return h.passed[c][b] + max(0, float64(o.n*int64(h.clock)-o.began)-float64(o.n)*lower[b])
+}
+
+func (h *LeafHazard) time(q *probe, b int, t float64) {
+	h.passed[q.class][b] += t
+}
+
+// dropOldest ends the probe that has been watched for longest.
+func (h *LeafHazard) dropOldest() {
+	for anchor := uint32(buckets); anchor > 0; anchor-- {
+		if i := h.probes.at(anchor).newer; i != anchor {
+			h.observe(i, false)
+			return
+		}
+	}
+}
+
+// fade halves what was learnt, so that newer prompts count more.
+func (h *LeafHazard) fade() {
+	for b := range buckets {
+		h.allEvents[b] /= 2
+		for c := range classes {
+			h.events[c][b] /= 2
+			h.passed[c][b] /= 2
+		}
+	}
+}
+
+// lower are the least ages of the buckets.
+var lower = func() (l [buckets + 1]float64) {
+	for b := range l {
+		l[b] = math.Exp2(float64(b/2)) * (1 + 0.5*float64(b%2))
+	}
+	l[0] = 0
+	return l
+}()
+
+func bucketOf(age uint64) int {
+	if age < 2 {
+		return int(age) / 2
+	}
+	exponent := bits.Len64(age) - 1
+	return min(2*exponent+int(age>>(exponent-1)&1), buckets-1)
+}
+
+// reindex computes the index of a class anew. Its chance of reuse at each age is that of all prompts,
+// times a factor: how many reuses it saw for each that all prompts would have had in its place.
+func (h *LeafHazard) reindex(c int) {
+	expected, seen, top := 0.0, 0.0, 0
+	var rate [buckets]float64
+	for b := range buckets {
+		own := h.spentIn(c, b)
+		h.allSpent[b] += own - h.spent[c][b]
+		h.spent[c][b] = own
+		if h.allSpent[b] > 0 {
+			rate[b] = h.allEvents[b] / h.allSpent[b]
+			expected += own * rate[b]
+			top = b + 1
+		}
+		seen += h.events[c][b]
+	}
+	factor := (seen + prior) / (expected + prior)
+	var left [buckets + 1]float64 // the part that is not used again until an age
+	var spent [buckets]float64    // time in a bucket
+	left[0] = 1
+	for b := range top {
+		width := lower[b+1] - lower[b]
+		left[b+1] = left[b] * math.Exp(-rate[b]*factor*width)
+		spent[b] = width * (left[b] + left[b+1]) / 2
+	}
+	h.index[c] = [buckets]float64{}
+	best := 0.0
+	for a := top - 1; a >= 0; a-- {
+		t := 0.0
+		for b := a; b < top; b++ {
+			if t += spent[b]; t > 0 {
+				best = max(best, (left[a]-left[b+1])/t)
+			}
+		}
+		h.index[c][a] = best // what is younger is never worth less
+	}
+}

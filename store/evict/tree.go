@@ -1,0 +1,234 @@
+package evict
+
+import "github.com/kvasir-kv/kvasir/internal/container/growing"
+
+// tree knows which slots continue which: the prefix tree of what is resident. Its leaves stand in
+// rings, one for each class, in the order of their last use.
+//
+// A prompt's slots are added tail first, so a slot comes before the one that it continues. They
+// wait until settle links all that came since.
+type tree struct {
+	nodes   growing.Slice[node] // place 0 is none; then an anchor for each class; then the slots
+	first   uint32              // the place of slot 0
+	at      map[uint64]uint32   // content to place
+	waiting []uint32            // slots for settle, at most mostWaiting
+	lost    map[uint64]uint32   // content that settle missed to the place that continues it, at most mostLost
+	clock   uint64              // slots added so far
+
+	// ended is called by settle for the last slot of a prompt and sets its class; it may be nil.
+	ended func(place uint32, n *node)
+	// joined is called by settle when child continues parent; it may be nil.
+	joined func(parent, child *node)
+}
+
+// node is what the tree knows of a slot, or the anchor of a ring.
+type node struct {
+	id, parent   uint64
+	last         uint64 // the clock at its last use
+	marked       uint64 // the clock when it got its class
+	up           uint32 // place of its parent; 0: not known
+	kids         int32
+	depth        uint32 // blocks before it in its prompt, as far as known
+	older, newer uint32 // places in the ring; 0: in none
+	probe        uint32 // 1 + the probe that watches it
+	class        uint8
+	turn         uint8
+	state        nodeState
+	tip          bool // a prompt ended here
+}
+
+type nodeState uint8
+
+const (
+	gone    nodeState = iota
+	waiting           // for settle
+	linked
+	busy // a leaf that Victim found busy: in no ring until its next use
+)
+
+// mostWaiting bounds what one settle does.
+const mostWaiting = 512
+
+// mostLost bounds what is remembered of slots that came long before what they continue.
+const mostLost = 1 << 12
+
+// maxClimb bounds the search for a place in a ring.
+const maxClimb = 32
+
+func (t *tree) init(classes int) {
+	t.first, t.at, t.lost = uint32(classes)+1, make(map[uint64]uint32), make(map[uint64]uint32)
+	t.nodes.Grow(int(t.first))
+	for c := range uint32(classes) {
+		*t.place(1 + c) = node{older: 1 + c, newer: 1 + c}
+	}
+}
+
+func (t *tree) place(i uint32) *node { return t.nodes.At(int(i)) }
+
+// node returns what is known of a slot, nil if that is nothing.
+func (t *tree) node(slot uint32) *node {
+	if int(slot)+int(t.first) >= t.nodes.Len() {
+		return nil
+	}
+	if n := t.place(slot + t.first); n.state != gone {
+		return n
+	}
+	return nil
+}
+
+// up returns the parent, nil where it is not resident.
+func (t *tree) up(n *node) *node {
+	if n.up == 0 {
+		return nil
+	}
+	if p := t.place(n.up); p.state != gone && p.id == n.parent {
+		return p
+	}
+	return nil
+}
+
+func (t *tree) add(slot uint32, id, parent uint64) {
+	if len(t.waiting) >= mostWaiting {
+		t.settle()
+	}
+	i := slot + t.first
+	t.nodes.Grow(int(i) + 1)
+	t.clock++
+	*t.place(i) = node{id: id, parent: parent, last: t.clock, state: waiting}
+	t.at[id] = i
+	t.waiting = append(t.waiting, slot)
+	if child := t.lost[id]; child != 0 { // the head of a long prompt comes after its tail
+		delete(t.lost, id)
+		if n := t.place(child); n.state != gone && n.parent == id && n.up == 0 && child != i {
+			n.up = i
+			t.place(i).kids++
+		}
+	}
+}
+
+// settle links what was added, and puts the ends of prompts into their rings.
+func (t *tree) settle() {
+	if len(t.waiting) == 0 {
+		return
+	}
+	for _, slot := range t.waiting {
+		n := t.node(slot)
+		if n == nil || n.state != waiting || n.up != 0 || n.parent == 0 {
+			continue
+		}
+		i := t.at[n.parent]
+		if i == slot+t.first {
+			continue
+		}
+		if i == 0 {
+			if len(t.lost) >= mostLost {
+				clear(t.lost)
+			}
+			t.lost[n.parent] = slot + t.first
+			continue
+		}
+		p := t.place(i)
+		n.up = i
+		p.kids++
+		t.leave(p)
+		if p.state == busy {
+			p.state = linked
+		}
+		if t.joined != nil {
+			t.joined(p, n)
+		}
+	}
+	for _, slot := range t.waiting {
+		if n := t.node(slot); n != nil && n.state == waiting && n.kids == 0 {
+			if t.ended != nil {
+				t.ended(slot+t.first, n)
+			}
+			t.mark(n)
+			t.enter(slot+t.first, n, false)
+		}
+	}
+	for _, slot := range t.waiting { // what is left continues itself: names that collide
+		if n := t.node(slot); n != nil && n.state == waiting {
+			n.state = linked
+		}
+	}
+	t.waiting = t.waiting[:0]
+}
+
+// mark gives the class of a prompt's end to all slots that came with it.
+func (t *tree) mark(end *node) {
+	n, depth := end, end.depth
+	for range mostWaiting + 1 {
+		if n == nil || n.state != waiting {
+			return
+		}
+		n.state, n.class, n.marked, n.depth = linked, end.class, t.clock, depth
+		depth = max(depth, 1) - 1
+		n = t.up(n)
+	}
+}
+
+// use notes a use.
+func (t *tree) use(n *node, i uint32) {
+	n.last = t.clock
+	if n.older != 0 || n.state == busy {
+		t.leave(n)
+		t.enter(i, n, false)
+	}
+}
+
+// remove forgets a slot. Its parent may become a leaf, and is then as likely to be used again as
+// what continued it last.
+func (t *tree) remove(slot uint32, n *node) {
+	t.leave(n)
+	if t.at[n.id] == slot+t.first {
+		delete(t.at, n.id)
+	}
+	if p := t.up(n); p != nil && p.kids > 0 {
+		p.kids--
+		if n.marked > p.marked {
+			p.class, p.marked = n.class, n.marked
+		}
+		if p.kids == 0 && p.state == linked {
+			t.enter(n.up, p, true)
+		}
+	}
+	*n = node{}
+}
+
+// enter puts a leaf into the ring of its class: as the newest or, with old, where its last use
+// belongs, sought among the oldest.
+func (t *tree) enter(i uint32, n *node, old bool) {
+	anchor := 1 + uint32(n.class)
+	older := t.place(anchor).older
+	if old {
+		older = anchor
+		for range maxClimb {
+			next := t.place(older).newer
+			if next == anchor || t.place(next).last >= n.last {
+				break
+			}
+			older = next
+		}
+	}
+	newer := t.place(older).newer
+	n.older, n.newer, n.state = older, newer, linked
+	t.place(older).newer, t.place(newer).older = i, i
+}
+
+// leave takes a node out of its ring, if it is in one.
+func (t *tree) leave(n *node) {
+	if n.older != 0 {
+		t.place(n.older).newer, t.place(n.newer).older = n.newer, n.older
+		n.older, n.newer = 0, 0
+	}
+}
+
+// oldest returns the leaf of a class that was not used for longest.
+func (t *tree) oldest(class int) (i uint32, n *node) {
+	anchor := 1 + uint32(class)
+	if i = t.place(anchor).newer; i == anchor {
+		return 0, nil
+	}
+	return i, t.place(i)
+}

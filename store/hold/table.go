@@ -1,0 +1,339 @@
+package hold
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/fair/share"
+)
+
+// MaxDebts bounds the commits that are waited for without slots to give back.
+const MaxDebts = 1 << 13
+
+// forever is later than any copy ends: this process ends its holds itself.
+const forever = 100 * 365 * 24 * time.Hour
+
+// owing are the prepares of one name and request whose commits have not all come.
+//
+// With one of them, its commit ends it. With several, nobody knows which one a
+// commit speaks of, so nothing ends before as many commits came as there are
+// holds: only then has each worker thread finished its copy.
+type owing struct {
+	holds []*Hold // oldest first
+	came  int     // commits
+}
+
+// Table finds transfers by what their commits say, and by worker.
+type Table struct {
+	life time.Duration
+	max  int
+
+	byPrepared map[prepared]*owing
+	byInstance map[int64]map[*Hold]struct{}
+	former     map[uint64][]time.Time // transfers of an earlier server, by name; until when commits may come
+	last       uint64
+	own        uint64          // transfers without a name that a commit could mean
+	staged     map[int64]int64 // pool bytes that workers were told to write and did not commit, by instance
+	transfers  share.Books     // with slots, by Transfer.By; their size is what is staged
+	debts      share.Books     // without slots
+	orphans    int
+}
+
+// NewTable returns a table whose holds live so long after their prepare, or the end of
+// their worker, with so many of them at most.
+func NewTable(life time.Duration, most int) *Table {
+	return &Table{
+		life: life, max: most,
+		byPrepared: make(map[prepared]*owing), byInstance: make(map[int64]map[*Hold]struct{}),
+		former: make(map[uint64][]time.Time), staged: make(map[int64]int64),
+	}
+}
+
+// MayBegin reports whether who answers for a worker may have one more transfer: else
+// too many are in progress.
+func (t *Table) MayBegin(by string) bool { return t.transfers.MayCount(by, t.max) }
+
+// Number returns the next number in the order of prepares.
+func (t *Table) Number() uint64 {
+	t.last++
+	return t.last
+}
+
+// Add enters a hold.
+func (t *Table) Add(h *Hold) {
+	h.number = t.Number()
+	t.recognize(h.Transfer, []byte(h.RequestID))
+	t.link(h)
+}
+
+// AddOwn enters a hold of this process itself: no commit can mean it, and it lives until
+// it is removed.
+func (t *Table) AddOwn(h *Hold) {
+	t.own++
+	h.Transfer.own = t.own
+	t.Add(h)
+	h.Deadline = h.Deadline.Add(forever)
+}
+
+// AddFormer enters a hold of an earlier server's worker, in quarantine. With a name, a
+// commit may come for it, once the same transfer is begun here.
+func (t *Table) AddFormer(h *Hold, name uint64) {
+	if name != 0 {
+		t.former[name] = append(t.former[name], h.Deadline.Add(t.life))
+	}
+	t.AddLoan(h)
+}
+
+// AddLoan enters a hold of somebody whose commit does not come: it lives until its deadline or
+// its removal, and nobody waits for it, as in quarantine.
+func (t *Table) AddLoan(h *Hold) {
+	t.own++
+	h.Transfer.own, h.orphan = t.own, true
+	t.Add(h)
+	t.orphans++
+}
+
+// Owe notes that a commit of name and request may come for which there are no slots to
+// give back. Beyond the share of name.By in MaxDebts none is noted.
+func (t *Table) Owe(name Transfer, requestID []byte, now time.Time) {
+	if t.debts.MayCount(name.By, MaxDebts) {
+		t.Add(&Hold{Transfer: name, RequestID: string(requestID), Deadline: now.Add(t.life)})
+	}
+}
+
+// recognize finds out whether an earlier server began transfers of that name and
+// request: their commits may arrive here, and are owed. Their slots wait for the
+// end of the quarantine all the same.
+func (t *Table) recognize(name Transfer, requestID []byte) {
+	if len(t.former) == 0 || name.Load || name.own != 0 {
+		return
+	}
+	hash := name.Name(requestID)
+	for _, until := range t.former[hash] {
+		t.link(&Hold{Transfer: name, RequestID: string(requestID), Deadline: until})
+	}
+	delete(t.former, hash)
+}
+
+func (t *Table) link(h *Hold) {
+	o := t.byPrepared[h.prepared()]
+	if o == nil {
+		o = &owing{}
+		t.byPrepared[h.prepared()] = o
+	}
+	o.holds = append(o.holds, h)
+	if len(h.Slots) == 0 {
+		t.debts.Add(h.Transfer.By, share.Amount{Count: 1})
+		return
+	}
+	t.transfers.Add(h.Transfer.By, share.Amount{Count: 1})
+	t.Count(&h.Transfer, h.Staged)
+	of := t.byInstance[h.Transfer.Instance]
+	if of == nil {
+		of = make(map[*Hold]struct{})
+		t.byInstance[h.Transfer.Instance] = of
+	}
+	of[h] = struct{}{}
+}
+
+// Remove forgets h. A commit that came before and could have meant h did: what is
+// left in the group waits for commits of its own.
+func (t *Table) Remove(h *Hold) {
+	o := t.byPrepared[h.prepared()]
+	for i := range o.holds {
+		if o.holds[i] == h {
+			o.holds = append(o.holds[:i], o.holds[i+1:]...)
+			break
+		}
+	}
+	o.came = max(0, o.came-1)
+	if len(o.holds) == 0 {
+		delete(t.byPrepared, h.prepared())
+	}
+	if len(h.Slots) == 0 {
+		t.debts.Add(h.Transfer.By, share.Amount{Count: -1})
+		return
+	}
+	t.unlist(h)
+}
+
+// unlist forgets that h keeps slots.
+func (t *Table) unlist(h *Hold) {
+	t.Count(&h.Transfer, -h.Staged)
+	of := t.byInstance[h.Transfer.Instance]
+	delete(of, h)
+	if len(of) == 0 {
+		delete(t.byInstance, h.Transfer.Instance)
+	}
+	t.transfers.Add(h.Transfer.By, share.Amount{Count: -1})
+	if h.orphan {
+		t.orphans--
+	}
+}
+
+// Count notes that the worker of a transfer may write n bytes more. Of holds in the
+// table what they stage counts already.
+func (t *Table) Count(of *Transfer, n int64) {
+	if n == 0 {
+		return
+	}
+	if t.staged[of.Instance] += n; t.staged[of.Instance] == 0 {
+		delete(t.staged, of.Instance)
+	}
+	t.transfers.Add(of.By, share.Amount{Size: n})
+}
+
+// StagedBy returns the bytes that a transfer's worker may write, and all workers of who
+// answers for it.
+func (t *Table) StagedBy(of *Transfer) (worker, by int64) {
+	return t.staged[of.Instance], t.transfers.Of(of.By).Size
+}
+
+// Share is the part of a pool for which a worker, and all of who answers for it, may have others' objects evicted.
+type Share struct{ Worker, By float64 }
+
+// MayStage returns how many bytes of a pool a transfer may be told to write by evicting, of which counted are in the
+// table already: limit, and first for its first chunk, which is possible even where it is larger than the share; most
+// is how many where memory is free. Of a pool of many chunks an eighth is left for others.
+func (t *Table) MayStage(of *Transfer, counted, pool, chunk int64, may Share) (limit, first, most int64) {
+	worker, by := t.StagedBy(of)
+	worker, by = worker-counted, by-counted
+	most = pool - by
+	if rest := pool / 8; rest >= 8*chunk {
+		most -= rest
+	}
+	first = int64(float64(pool)*may.By) - by
+	limit = min(int64(float64(pool)*may.Worker)-worker, first)
+	switch {
+	case by == 0:
+		first = pool
+	case worker > 0:
+		first = limit
+	}
+	return limit, first, most
+}
+
+// Commit notes a commit of name and request. It removes and returns the holds that end
+// with it: none while others of the same name are waited for. Found is false when
+// nothing of that name and request waits for a commit: after a restart, or for a
+// commit that was sent twice. Late is true if some of them come too late.
+func (t *Table) Commit(name Transfer, requestID []byte) (ended []*Hold, found, late bool) {
+	t.recognize(name, requestID)
+	o := t.byPrepared[preparedAs(name, string(requestID))]
+	if o == nil {
+		return nil, false, false
+	}
+	for _, h := range o.holds {
+		late = late || h.Late()
+	}
+	if o.came++; o.came < len(o.holds) {
+		return nil, true, late
+	}
+	ended = slices.Clone(o.holds)
+	for _, h := range ended {
+		t.Remove(h)
+	}
+	return ended, true, late
+}
+
+// InProgress returns the holds with slots, oldest first.
+func (t *Table) InProgress() []*Hold {
+	return t.which(func(h *Hold) bool { return len(h.Slots) > 0 })
+}
+
+// Keeps reports whether h is in the table, with its slots.
+func (t *Table) Keeps(h *Hold) bool {
+	_, keeps := t.byInstance[h.Transfer.Instance][h]
+	return keeps
+}
+
+func older(a, b *Hold) int { return cmp.Compare(a.number, b.number) }
+
+// which returns the holds that f chooses, oldest first.
+func (t *Table) which(f func(*Hold) bool) (out []*Hold) {
+	for _, o := range t.byPrepared {
+		for _, h := range o.holds {
+			if f(h) {
+				out = append(out, h)
+			}
+		}
+	}
+	slices.SortFunc(out, older)
+	return out
+}
+
+// Orphans returns the transfers of an instance that is gone, oldest first: their commits
+// publish nothing from now on, and their quarantine begins.
+func (t *Table) Orphans(instance int64, now time.Time) []*Hold {
+	of := slices.SortedFunc(maps.Keys(t.byInstance[instance]), older)
+	for _, h := range of {
+		if !h.orphan {
+			h.orphan = true
+			t.orphans++
+		}
+		if h.Transfer.own == 0 {
+			h.Deadline = now.Add(t.life)
+		}
+	}
+	return of
+}
+
+// EndQuarantine has the quarantine of an instance's transfers end now. It returns their
+// number.
+func (t *Table) EndQuarantine(instance int64, now time.Time) (n int) {
+	for h := range t.byInstance[instance] {
+		if h.orphan && h.Transfer.own == 0 {
+			h.Deadline = now
+			n++
+		}
+	}
+	return n
+}
+
+// Expire takes the slots of holds whose time is over, and returns them as holds that are
+// in no table. What is left of them waits for its commit: a worker may be slower than
+// that, and its late commit still must not end a later hold of the same name.
+func (t *Table) Expire(now time.Time) (ended []*Hold) {
+	for hash, of := range t.former {
+		if of = slices.DeleteFunc(of, now.After); len(of) == 0 {
+			delete(t.former, hash)
+		} else {
+			t.former[hash] = of
+		}
+	}
+	for _, h := range t.which(func(h *Hold) bool { return !now.Before(h.Deadline) }) {
+		if len(h.Slots) == 0 {
+			t.Remove(h)
+			continue
+		}
+		t.unlist(h)
+		ended = append(ended, &Hold{Slots: h.Slots, Reads: h.Reads})
+		h.Slots, h.orphan, h.Deadline = nil, false, now.Add(t.life)
+		keep := h.Transfer.own == 0 && t.debts.MayCount(h.Transfer.By, MaxDebts)
+		t.debts.Add(h.Transfer.By, share.Amount{Count: 1})
+		if !keep {
+			t.Remove(h)
+		}
+	}
+	return ended
+}
+
+// Stats are figures of a Table.
+type Stats struct {
+	Transfers   int // holds with slots
+	Quarantined int // of those, by detached workers
+	Debts       int // commits that may come for nothing
+}
+
+// Stats returns figures of the table.
+func (t *Table) Stats() Stats {
+	return Stats{Transfers: t.transfers.All().Count, Quarantined: t.orphans, Debts: t.debts.All().Count}
+}
+
+// Empty reports whether nothing at all is in the books.
+func (t *Table) Empty() bool {
+	return t.transfers.Empty() && t.debts.Empty() && t.orphans == 0 && len(t.byPrepared) == 0 && len(t.byInstance) == 0 &&
+		len(t.former) == 0 && len(t.staged) == 0
+}

@@ -1,0 +1,85 @@
+// Package hold keeps the books of transfers in progress: which worker was told of which
+// slots of the pool, and until when it may touch their bytes. It pairs commits with their
+// prepares, and divides transfers and bytes among workers and those who answer for them.
+// It decides nothing about slots themselves.
+//
+// A Table takes no lock: its owner's covers it.
+package hold
+
+import (
+	"encoding/binary"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/kv/object"
+)
+
+// Transfer names, with a request id, one prepare and its commit. The chunk hash at
+// the end covers all tokens.
+type Transfer struct {
+	Instance int64
+	By       string // who answers for the instance: a user or an address
+	Shard    object.Shard
+	From, To int     // chunks
+	Last     kv.Hash // of chunk To-1
+	Load     bool
+
+	// Numbers what no commit can name: the transfers that this process carries out,
+	// and those of an earlier server.
+	own uint64
+}
+
+// Name stands for a transfer and its request in the pool's index, so that a
+// server that takes over can tell whose commit arrives there. It is never 0.
+func (n *Transfer) Name(requestID []byte) uint64 {
+	var b [128]byte
+	le := binary.LittleEndian
+	le.PutUint64(b[0:], uint64(n.Instance))
+	le.PutUint64(b[8:], uint64(n.Shard.World))
+	le.PutUint64(b[16:], uint64(n.Shard.Index))
+	le.PutUint64(b[24:], uint64(n.From))
+	le.PutUint64(b[32:], uint64(n.To))
+	copy(b[40:], n.Last[:])
+	copy(b[72:], n.Shard.Namespace[:])
+	return max(xxh3.HashSeed(requestID, xxh3.Hash(b[:])), 1)
+}
+
+// Hold is a transfer in progress: a worker was told where slots are. One without
+// slots is a debt only: a prepare that was refused, or whose slots were taken
+// back, and whose commit may still come.
+type Hold struct {
+	Transfer  Transfer
+	RequestID string
+	Slots     []uint32
+	Bytes     int64 // of the slots
+	Staged    int64 // what they take of the pool, of a store
+	Deadline  time.Time
+	Reads     bool // the slots are kept for it
+
+	number uint64 // in order of the prepares
+	orphan bool   // the worker unregistered, was reaped or registered anew
+}
+
+// Orphan reports whether the worker is gone: the hold is in quarantine.
+func (h *Hold) Orphan() bool { return h.orphan }
+
+// Late reports whether the commit of h comes too late for anything to become
+// visible.
+func (h *Hold) Late() bool { return h.orphan || len(h.Slots) == 0 && !h.Transfer.Load }
+
+// prepared names what a commit can tell apart: LMCache sends the key of the
+// prepare again, request id included, and nothing else. A worker that registered
+// again meanwhile has other Groups, and its commit still means its prepare.
+type prepared struct {
+	transfer  Transfer
+	requestID string
+}
+
+func preparedAs(name Transfer, requestID string) prepared {
+	name.Shard.Groups, name.Shard.Each = nil, nil
+	return prepared{name, requestID}
+}
+
+func (h *Hold) prepared() prepared { return preparedAs(h.Transfer, h.RequestID) }

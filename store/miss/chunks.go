@@ -1,0 +1,112 @@
+package miss
+
+import (
+	"encoding/binary"
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Chunks finds slots by the bare hash of their chunk, whatever model, salt, layout, shard
+// and group they are of: what a lookup missed may be there under another name. The zero
+// Chunks is empty. It takes no lock: its owner's covers it. 1 MiB, and 8 bytes per slot,
+// taken as slots come.
+type Chunks struct {
+	heads growing.Slice[uint32] // by bits of the hash: slot + 1 of the newest, 0 is none
+	links growing.Slice[link]   // by slot
+}
+
+// link is a slot's place among those with the same bits.
+type link struct {
+	next   uint32 // slot + 1 of the next older one, 0 is none
+	before uint32 // slot + 1 of the next newer one, first of the newest, 0 of what is in no list
+}
+
+const (
+	first    = ^uint32(0)
+	headBits = 18
+)
+
+func headOf(h *kv.Hash) int {
+	return int(binary.LittleEndian.Uint64(h[8:]) & (1<<headBits - 1))
+}
+
+// Add notes the chunk of a slot, which is not there yet.
+func (c *Chunks) Add(slot uint32, h *kv.Hash) {
+	at := headOf(h)
+	c.heads.Grow(at + 1)
+	c.links.Grow(int(slot) + 1)
+	head := c.heads.At(at)
+	if *head != 0 {
+		c.links.At(int(*head - 1)).before = slot + 1
+	}
+	*c.links.At(int(slot)) = link{next: *head, before: first}
+	*head = slot + 1
+}
+
+// Remove forgets a slot. One that is not there may be removed, too.
+func (c *Chunks) Remove(slot uint32, h *kv.Hash) {
+	if int(slot) >= c.links.Len() {
+		return
+	}
+	l := c.links.At(int(slot))
+	switch l.before {
+	case 0:
+		return
+	case first:
+		*c.heads.At(headOf(h)) = l.next
+	default:
+		c.links.At(int(l.before - 1)).next = l.next
+	}
+	if l.next != 0 {
+		c.links.At(int(l.next - 1)).before = l.before
+	}
+	*l = link{}
+}
+
+// Each yields slots, the newest first, until yield returns false: all that have the chunk,
+// and some with others.
+func (c *Chunks) Each(h *kv.Hash, yield func(slot uint32) bool) {
+	at := headOf(h)
+	if at >= c.heads.Len() {
+		return
+	}
+	for s := *c.heads.At(at); s != 0 && yield(s-1); s = c.links.At(int(s - 1)).next {
+	}
+}
+
+const (
+	maxOthers    = 8   // names that are told
+	maxLookedFor = 512 // slots that are looked at for them
+)
+
+// Of returns the keys of slots that have a chunk's hash; 512 slots are looked at, at most.
+func (c *Chunks) Of(h *kv.Hash, keyOf func(slot uint32) kv.Key) (out []kv.Key) {
+	left := maxLookedFor
+	c.Each(h, func(slot uint32) bool {
+		if k := keyOf(slot); k.Chunk == *h {
+			out = append(out, k)
+		}
+		left--
+		return left > 0
+	})
+	return out
+}
+
+// Others looks for the chunk of k, which is not known, under other names: a few. Where window is
+// set and other groups of the same shard have it, the store left out what no hit could load.
+func (c *Chunks) Others(k *kv.Key, window bool, keyOf func(slot uint32) kv.Key) (why Reason, others []kv.Key) {
+	for _, other := range c.Of(&k.Chunk, keyOf) {
+		same := other.Namespace == k.Namespace && other.Rank == k.Rank
+		switch {
+		case same && window:
+			return Window, nil
+		case !same && len(others) < maxOthers && !slices.ContainsFunc(others, func(o kv.Key) bool {
+			return o.Namespace == other.Namespace && o.Rank == other.Rank
+		}):
+			others = append(others, other)
+		}
+	}
+	return NeverStored, others
+}

@@ -1,0 +1,154 @@
+// Package miss says why chunks are not served, and remembers it of those that went.
+package miss
+
+import (
+	"encoding/binary"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Reason says why chunks were not served.
+type Reason uint8
+
+// The reasons of a miss.
+const (
+	None         Reason = iota
+	NeverStored         // no chunk of that key was seen, or too long ago
+	Evicted             // to make room
+	Cleared             // by an operator or a client
+	Expired             // nobody used it for its TTL
+	Failed              // its writer never committed it
+	BeingStored         // reserved, not committed yet
+	NotPinned           // no lookup of that session promised it
+	Busy                // too many transfers in progress
+	Corrupt             // differed from its checksum after a restart
+	NotCompared         // kept by an earlier server, and not yet compared with its checksum
+	BelowSlow           // the tier below did not answer in time
+	BelowFailed         // the tier below failed, or had lost it
+	BelowCorrupt        // the tier below has something else
+	BelowSlower         // the tier below was not asked: computing is expected to be faster
+	NoRoom              // the tier below has it, and all of the pool is pinned, being written or within others' quotas
+	Window              // a group with a window or states lacks it, which others of the chunk do not
+	OtherSalt           // only prompts with another salt stored it
+	OtherModel          // only another model did
+	OtherRank           // only other ranks of the model, or another world size
+	OtherLayout         // only workers that keep it in another layout
+	OtherName           // only under a name of which model and salt are not known here
+	Short               // the prompt was shorter than a chunk
+	Unregistered        // no worker of the model and world size is registered
+	Declined            // the lookup was declined for another reason
+
+	NumReasons = int(Declined) + 1
+)
+
+var reasons = [NumReasons]string{
+	"", "never stored", "evicted", "cleared", "expired", "its store was not completed",
+	"being stored right now", "no lookup of this request pinned it", "too many transfers in progress",
+	"it differed from its checksum after a restart", "it is still to be compared with its checksum after a restart",
+	"the tier below did not answer in time", "the tier below failed", "the tier below has other bytes",
+	"computing is faster than the tier below", "the pool has no room for what the tier below has", "the window of a group ends elsewhere",
+	"stored with another salt only", "stored by another model only", "stored by other ranks or another world size only",
+	"stored in another layout only", "stored before the restart under another model, salt or layout only",
+	"shorter than a chunk", "no worker of its model and world size was registered", "the lookup was declined",
+}
+
+func (r Reason) String() string { return reasons[r] }
+
+// labels name the reasons in metrics.
+var labels = [NumReasons]string{
+	"none", "never_stored", "evicted", "cleared", "expired", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "not_compared",
+	"below_slow", "below_failed", "below_corrupt", "below_slower", "no_room",
+	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined",
+}
+
+// Label returns the reason's name in metrics.
+func (r Reason) Label() string { return labels[r] }
+
+// IsBelow reports whether a reason is about what lies below the pool.
+func (r Reason) IsBelow() bool { return r >= BelowSlow && r <= BelowSlower }
+
+// Because returns why a chunk is not served that the pool does not have and the tier
+// below might have had, and what is known of its end, where that is why.
+func (r Reason) Because(below Reason, gone Gone) (Reason, Gone) {
+	switch r {
+	case NeverStored, Evicted, Cleared, Expired, Failed, Window:
+		return below, Gone{}
+	}
+	return r, gone
+}
+
+// Gone says why an object is not there.
+type Gone struct {
+	Why Reason
+	At  time.Time    // when it went; zero where that is not known
+	By  string       // the user or address that needed its room; empty where none did
+	For kv.Namespace // whose objects got the room
+}
+
+// Memory remembers 64 bits of the keys that were dropped last, when, why and for whom. A key that
+// was dropped again has its last place only. Two
+// keys that agree in those bits only explain a miss wrongly. It takes no lock: its owner's
+// covers it. Less than 112 bytes for each key, taken as keys come.
+type Memory struct {
+	most int
+	len  int
+	at   map[uint64]uint32 // where in ring
+	ring growing.Slice[entry]
+	next int
+}
+
+type entry struct {
+	id   uint64
+	at   int64 // Unix, ns; 0 is not known
+	by   string
+	of   kv.Namespace
+	gone Reason
+}
+
+// NewMemory returns a Memory of that many keys at most.
+func NewMemory(most int) *Memory { return &Memory{most: most, at: make(map[uint64]uint32)} }
+
+// ID returns the bits of a key that a Memory remembers.
+func ID(k *kv.Key) uint64 {
+	le := binary.LittleEndian
+	return le.Uint64(k.Chunk[:]) ^ le.Uint64(k.Namespace[:]) ^ uint64(k.Rank)<<32 ^ uint64(k.Group)
+}
+
+// Add notes that an object was dropped, and why.
+func (m *Memory) Add(k *kv.Key, gone Gone) {
+	id := ID(k)
+	var i uint32
+	if m.len < m.most {
+		i = uint32(m.len)
+		m.len++
+		m.ring.Grow(m.len)
+	} else {
+		i = uint32(m.next)
+		m.next = (m.next + 1) % m.most
+		if oldest := m.ring.At(int(i)).id; m.at[oldest] == i { // else it went again since
+			delete(m.at, oldest)
+		}
+	}
+	m.at[id] = i
+	at := int64(0)
+	if !gone.At.IsZero() {
+		at = gone.At.UnixNano()
+	}
+	*m.ring.At(int(i)) = entry{id: id, at: at, by: gone.By, of: gone.For, gone: gone.Why}
+}
+
+// Why returns why an object is not there: NeverStored of what is not remembered.
+func (m *Memory) Why(k *kv.Key) Gone {
+	i, ok := m.at[ID(k)]
+	if !ok {
+		return Gone{Why: NeverStored}
+	}
+	e := m.ring.At(int(i))
+	gone := Gone{Why: e.gone, By: e.by, For: e.of}
+	if e.at != 0 {
+		gone.At = time.Unix(0, e.at)
+	}
+	return gone
+}

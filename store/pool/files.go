@@ -1,0 +1,257 @@
+package pool
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/user"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/takeover/filelock"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// Everybody may make files in /dev/shm, under any name. So a pool's files are used
+// only if they are this user's alone (shm.Ours), and removed only if they are this
+// user's.
+
+// Files is the part of a Pool that needs no lock: what it is called, how large it is,
+// what lies beside it, what earlier servers of it told engines. The methods of Pool say
+// more.
+type Files interface {
+	Name() string
+	Bytes() int64
+	Path() string
+	Inode() uint64
+	NameLost() bool
+	SetNote(b []byte) error
+	Note() ([]byte, error)
+	Remove() error
+	FormerChunkTokens() []int
+	ForgetFormer()
+}
+
+// ErrOwner means that a file of the pool's name belongs to another user.
+var ErrOwner = errors.New("pool: the file is another user's")
+
+// MaxNote is the longest note that is kept, in bytes.
+const MaxNote = 16 << 20
+
+// foreign returns an error that wraps ErrOwner if path is another user's file, else
+// nil.
+func foreign(path string) error {
+	var st unix.Stat_t
+	if err := unix.Lstat(path, &st); err != nil || int(st.Uid) == os.Geteuid() {
+		return nil
+	}
+	return fmt.Errorf("%w: %s belongs to %s, this process is %s", ErrOwner, path, userName(int(st.Uid)), userName(os.Geteuid()))
+}
+
+func userName(uid int) string {
+	if u, err := user.LookupId(strconv.Itoa(uid)); err == nil {
+		return fmt.Sprintf("%s (uid %d)", u.Username, uid)
+	}
+	return fmt.Sprintf("uid %d", uid)
+}
+
+// unusable says what to do about an index that cannot be attached because of why:
+// nothing (nil) if it may be discarded, by o.Cold or since its server was killed
+// before it had a size.
+func unusable(path string, o Options, patient bool, why error) error {
+	index := path + IndexSuffix
+	if err := foreign(index); err != nil {
+		return err
+	}
+	f, err := shm.Stat(index)
+	empty := err == nil && f.Bytes == 0 && shm.Ours(f) == nil
+	switch {
+	case empty && patient:
+		return errStarting
+	case !empty && !o.Cold:
+		return fmt.Errorf("%w: %s: %w", ErrForeign, index, why)
+	}
+	lock, err := shm.LockFile(index)
+	if errors.Is(err, shm.ErrLocked) {
+		return fmt.Errorf("%w: another server has %s", ErrInUse, path)
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %s: %w", ErrForeign, index, why)
+	}
+	return lock.Close()
+}
+
+// namedByUs reports whether a pool's name is one of Kvasir's: a segment without an index
+// may be another program's.
+func namedByUs(name string) bool { return strings.Contains(name, "kvasir") }
+
+// discard removes the files of a pool that no process serves. It removes the index last,
+// so that a pool of which only a part is removed is still found.
+func discard(path, name string) error {
+	_, err := remove(path, name)
+	return err
+}
+
+// remove removes a pool's files, as far as they are this user's, and returns the
+// memory that they took.
+func remove(path, name string) (taken int64, err error) {
+	_, noIndex := os.Lstat(path + IndexSuffix)
+	for _, p := range []string{path, path + NoteSuffix, path + IndexSuffix} {
+		f, err := shm.Stat(p)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if ferr := foreign(p); ferr != nil {
+			if p == path+NoteSuffix {
+				continue // it is never read either
+			}
+			return taken, ferr
+		}
+		if p == path && noIndex != nil && !namedByUs(name) {
+			err = errors.New("it has no index")
+		}
+		if err != nil {
+			return taken, fmt.Errorf("%w: %s: %w", ErrForeign, p, err)
+		}
+		if err := os.Remove(p); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return taken, fmt.Errorf("remove the pool of an earlier server: %w", err)
+		}
+		taken += f.Taken
+	}
+	shm.RemoveUnfinished(path + NoteSuffix)
+	return taken, nil
+}
+
+// ErrNothing means that there is no file of the pool's name.
+var ErrNothing = errors.New("pool: nothing to remove")
+
+// Drop removes the pool of a name, damaged or not, and returns the memory that its
+// files took. Engines that map it keep their mapping. Errors: ErrNothing, ErrInUse,
+// ErrOwner, ErrForeign.
+func Drop(dir, name string) (taken int64, err error) {
+	path, err := shm.Path(dir, name)
+	if err != nil {
+		return 0, err
+	}
+	_, err1 := os.Lstat(path)
+	_, err2 := os.Lstat(path + IndexSuffix)
+	_, err3 := os.Lstat(path + NoteSuffix)
+	if err1 != nil && err2 != nil && err3 != nil {
+		return 0, fmt.Errorf("%w: there is no %s", ErrNothing, path)
+	}
+	if err2 != nil {
+		return remove(path, name)
+	}
+	if err := foreign(path + IndexSuffix); err != nil {
+		return 0, err
+	}
+	var lock *os.File
+	pid := servedBy(path + IndexSuffix)
+	err = filelock.After(pid, shm.ErrLocked, func() error {
+		lock, err = shm.LockFile(path + IndexSuffix)
+		return err
+	})
+	if errors.Is(err, shm.ErrLocked) {
+		return 0, fmt.Errorf("%w: process %d serves %s", ErrInUse, pid, path)
+	}
+	if err != nil {
+		return 0, fmt.Errorf("%w: %w", ErrForeign, err)
+	}
+	defer lock.Close()
+	return remove(path, name)
+}
+
+// servedBy returns the process that an index names, 0 for none.
+func servedBy(path string) int {
+	index, err := shm.AttachIf(path, shm.Ours)
+	if err != nil {
+		return 0
+	}
+	defer index.Close()
+	h, err := readHeader(index)
+	if err != nil {
+		return 0
+	}
+	return h.pid
+}
+
+// ChangedError says that the pool that is kept is not as asked for. It wraps
+// ErrChanged.
+type ChangedError struct {
+	Path        string
+	Kept, Asked Shape
+}
+
+// Shape is what of a pool cannot change as long as it is kept.
+type Shape struct {
+	Bytes, Align int64
+	ChunkTokens  int
+}
+
+func (o *Options) shape() Shape { return Shape{o.Bytes, o.Align, o.ChunkTokens} }
+
+func (e *ChangedError) Error() string {
+	var out []string
+	add := func(what string, kept, asked int64) {
+		if kept != asked {
+			out = append(out, fmt.Sprintf("it has %d %s, asked for are %d", kept, what, asked))
+		}
+	}
+	add("bytes", e.Kept.Bytes, e.Asked.Bytes)
+	add("bytes of alignment", e.Kept.Align, e.Asked.Align)
+	add("tokens per chunk", int64(e.Kept.ChunkTokens), int64(e.Asked.ChunkTokens))
+	return fmt.Sprintf("%s: %v: %s", e.Path, ErrChanged, strings.Join(out, "; "))
+}
+
+// Unwrap returns ErrChanged.
+func (e *ChangedError) Unwrap() error { return ErrChanged }
+
+// SpaceError says that a pool does not fit into its file system. It wraps ErrNoSpace.
+type SpaceError struct {
+	Dir        string
+	Need, Free int64 // bytes, with the index
+}
+
+func (e *SpaceError) Error() string {
+	return fmt.Sprintf("%v: the pool and its index take %s, %s has %s free", ErrNoSpace, kv.FormatBytes(e.Need), e.Dir, kv.FormatBytes(e.Free))
+}
+
+// Unwrap returns ErrNoSpace.
+func (e *SpaceError) Unwrap() error { return ErrNoSpace }
+
+func (p *Pool) notePath() string {
+	path, err := shm.Path(p.opts.Dir, p.opts.Name)
+	if err != nil {
+		return "" // Open has checked it
+	}
+	return path + NoteSuffix
+}
+
+// ErrNote means that a note is longer than MaxNote.
+var ErrNote = errors.New("pool: note too long")
+
+// SetNote keeps b beside the pool, for its owner after a restart. The old note or
+// the new one is there at any moment. Error: ErrNote.
+func (p *Pool) SetNote(b []byte) error {
+	if len(b) > MaxNote {
+		return fmt.Errorf("%w: %d bytes", ErrNote, len(b))
+	}
+	if err := shm.Write(p.notePath(), b); err != nil {
+		return fmt.Errorf("keep note: %w", err)
+	}
+	return nil
+}
+
+// Note returns what SetNote kept last, nil when there is nothing. A file that is
+// not this user's alone is an error.
+func (p *Pool) Note() ([]byte, error) {
+	b, err := shm.Read(p.notePath(), MaxNote)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	return b, err
+}

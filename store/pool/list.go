@@ -1,0 +1,103 @@
+package pool
+
+import (
+	"cmp"
+	"encoding/binary"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/internal/shm"
+)
+
+// Found is a pool in a folder, of any user.
+type Found struct {
+	Name    string
+	Owner   string // its user
+	Ours    bool   // this process's user may remove it
+	Bytes   int64  // of the segment, as its makers asked for
+	Taken   int64  // memory of all its files
+	Server  int    // process that serves it, 0 for none or not known
+	Since   time.Time
+	Mappers []int  // processes that map it, the server and engines, as far as this user may see
+	Trouble string // why a server cannot take it over, if so
+}
+
+// InUse reports whether a process serves or maps the pool.
+func (f *Found) InUse() bool { return f.Server != 0 || len(f.Mappers) > 0 }
+
+// List returns the pools of a folder, by name: those with an index, and those without
+// whose names say that they are ours.
+func List(dir string) ([]Found, error) {
+	dir = cmp.Or(dir, shm.Dir)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	names := map[string]bool{}
+	for _, e := range entries {
+		name := e.Name()
+		if i := strings.Index(name, NoteSuffix+".new-"); i > 0 {
+			name = name[:i]
+		}
+		base, isIndex := strings.CutSuffix(name, IndexSuffix)
+		base = strings.TrimSuffix(base, NoteSuffix)
+		if e.Type().IsRegular() && (isIndex || strings.HasPrefix(base, "lmcache_l1_pool_") && namedByUs(base) || strings.HasPrefix(base, "kvasir_")) {
+			names[base] = true
+		}
+	}
+	var out []Found
+	for name := range names {
+		if f, ok := find(filepath.Join(dir, name)); ok {
+			f.Name = name
+			out = append(out, f)
+		}
+	}
+	slices.SortFunc(out, func(a, b Found) int { return strings.Compare(a.Name, b.Name) })
+	return out, nil
+}
+
+// find describes one pool; false when its files have gone.
+func find(path string) (f Found, ok bool) {
+	f.Ours = true
+	for _, p := range []string{path, path + IndexSuffix, path + NoteSuffix} {
+		st, err := os.Lstat(p)
+		if err != nil {
+			continue
+		}
+		if file, err := shm.Stat(p); err == nil {
+			ok = true
+			f.Taken += file.Taken
+			f.Owner = userName(file.UID)
+			f.Ours = f.Ours && file.UID == os.Geteuid()
+			if p == path {
+				f.Bytes = file.Bytes
+				f.Mappers, _ = peercred.Mappers(filepath.Base(path), file.Inode, peercred.Process{})
+			}
+		}
+		if f.Since.IsZero() {
+			f.Since = st.ModTime()
+		}
+	}
+	index, err := shm.AttachIf(path+IndexSuffix, shm.Ours)
+	if err != nil {
+		return f, ok
+	}
+	defer index.Close()
+	h, err := readHeader(index)
+	if err != nil {
+		f.Trouble = "its index is damaged or of another version"
+	} else {
+		f.Since = time.Unix(0, int64(binary.LittleEndian.Uint64(index.Bytes(headerStarted, 8))))
+	}
+	if lock, err := shm.LockFile(path + IndexSuffix); errors.Is(err, shm.ErrLocked) {
+		f.Server = cmp.Or(h.pid, -1)
+	} else if err == nil {
+		_ = lock.Close()
+	}
+	return f, ok
+}

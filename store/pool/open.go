@@ -1,0 +1,236 @@
+package pool
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/internal/arena"
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/takeover/filelock"
+)
+
+// NoteSuffix is put after the pool's name for its owner's note.
+const NoteSuffix = ".workers"
+
+// Restored is what an earlier server left in the pool.
+type Restored struct {
+	Resident []Slot // committed chunks, the least recently used first
+	Held     []Held // slots that a worker may still touch, one hold each: some are resident, the others have no key
+}
+
+// Held is a slot that a worker of an earlier server may still touch.
+type Held struct {
+	Slot Slot
+	For  time.Duration // since the first start that found it so
+
+	// Writer is what Reserve was told, of a slot without a key: its writer may not
+	// be done. It is zero for a resident slot, which was only read.
+	Writer Writer
+}
+
+// Open opens the pool of o.Name and locks it: the one an earlier server left,
+// with its committed chunks, or a new one. See Restored for what became of the
+// old content.
+func Open(o Options) (*Pool, error) {
+	o.Align = cmp.Or(o.Align, DefaultAlign)
+	if o.Clock == nil {
+		o.Clock = monotonic
+	}
+	if o.Align < 8 || o.Align&(o.Align-1) != 0 || o.Bytes < o.Align {
+		return nil, fmt.Errorf("pool: size %d with alignment %d", o.Bytes, o.Align)
+	}
+	path, err := shm.Path(o.Dir, o.Name)
+	if err != nil {
+		return nil, err
+	}
+	for wait := time.Duration(0); ; wait += startStep {
+		p, err := open(path, o, wait < startWait)
+		if !errors.Is(err, errStarting) {
+			return p, err
+		}
+		time.Sleep(startStep)
+	}
+}
+
+// A server that makes a pool gives its index a size microseconds after its name.
+const (
+	startStep = 10 * time.Millisecond
+	startWait = 300 * time.Millisecond
+)
+
+// errStarting means that another process may be making the pool now.
+var errStarting = errors.New("pool: an index without a size")
+
+// open is one try. With patient, an index without a size is errStarting; else it is
+// one whose server was killed.
+func open(path string, o Options, patient bool) (*Pool, error) {
+	index, err := shm.AttachIf(path+IndexSuffix, shm.Ours)
+	if errors.Is(err, fs.ErrNotExist) {
+		if _, err := os.Lstat(path); err == nil && !o.Cold {
+			return nil, fmt.Errorf("%w: %s", cmp.Or(foreign(path), ErrForeign), path)
+		}
+	} else if err != nil {
+		if err := unusable(path, o, patient, err); err != nil {
+			return nil, err
+		}
+	}
+	if err != nil {
+		if err := discard(path, o.Name); err != nil {
+			return nil, err
+		}
+		return create(path, o)
+	}
+	if h, err := readHeader(index); err == nil {
+		o.former = announcedSizes(index, h, o.ChunkTokens)
+	}
+	p, err := reopen(path, index, o)
+	if p == nil {
+		err = errors.Join(err, index.Close())
+	}
+	if p == nil && err == nil {
+		return create(path, o)
+	}
+	return p, err
+}
+
+// reopen takes over an existing pool. It returns neither pool nor error if there was
+// nothing to take over; it has then removed what there was.
+func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
+	h, herr := readHeader(index)
+	if errors.Is(herr, ErrIndex) && !o.Cold {
+		return nil, fmt.Errorf("%w: %s: %w", ErrForeign, path+IndexSuffix, herr)
+	}
+	if err := filelock.After(h.pid, shm.ErrLocked, index.Lock); err != nil || !index.Exists() {
+		return nil, fmt.Errorf("%w: process %d serves %s", ErrInUse, h.pid, path)
+	}
+	if o.Cold || errors.Is(herr, errUnfinished) {
+		return nil, discard(path, o.Name)
+	}
+	if herr != nil {
+		return nil, fmt.Errorf("%s: %w", path, herr)
+	}
+	if kept, asked := h.opts.shape(), o.shape(); kept != asked {
+		return nil, &ChangedError{path, kept, asked}
+	}
+	segment, err := shm.AttachIf(path, shm.Ours)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, discard(path, o.Name)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", cmp.Or(foreign(path), ErrForeign), err)
+	}
+	if segment.Inode() != h.inode || segment.Len() != h.opts.Bytes {
+		return nil, errors.Join(fmt.Errorf("%w: %s is not the file of its index", ErrForeign, path), segment.Close())
+	}
+	shm.RemoveUnfinished(path + NoteSuffix)
+	p := &Pool{opts: o, segment: segment, index: index, records: int(h.records), arena: arena.New(o.Bytes, o.Align), near: newRegions(o.Bytes)}
+	if err := p.restore(); err != nil {
+		return nil, errors.Join(fmt.Errorf("%s: %w", path, err), segment.Close())
+	}
+	claim(index)
+	return p, nil
+}
+
+func create(path string, o Options) (*Pool, error) {
+	records := min(o.Bytes/o.Align, maxRecords)
+	need := o.Bytes + headerBytes + records*recordBytes
+	if free, err := shm.Free(cmp.Or(o.Dir, shm.Dir)); err == nil && free < need {
+		return nil, &SpaceError{cmp.Or(o.Dir, shm.Dir), need, free}
+	}
+	index, err := shm.Create(path+IndexSuffix, headerBytes+records*recordBytes)
+	if errors.Is(err, fs.ErrExist) {
+		return nil, fmt.Errorf("%w: another server is starting with %s", ErrInUse, path)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("create pool index: %w", err)
+	}
+	if err := index.Lock(); err != nil {
+		return nil, errors.Join(fmt.Errorf("lock %s: %w", index.Path(), err), index.Unlink(), index.Close())
+	}
+	crashPoint()
+	segment, err := shm.Create(path, o.Bytes)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("create pool: %w", err), index.Unlink(), index.Close())
+	}
+	first := min(records, firstRecords)
+	crashPoint()
+	if err := index.Populate(0, headerBytes+first*recordBytes, false); err != nil && !errors.Is(err, shm.ErrNoPopulate) {
+		return nil, errors.Join(fmt.Errorf("%w: %w", ErrNoSpace, err), segment.Unlink(), index.Unlink(), segment.Close(), index.Close())
+	}
+	writeHeader(index, o, records, segment.Inode())
+	return &Pool{
+		opts: o, segment: segment, index: index, records: int(records), backed: int(first), arena: arena.New(o.Bytes, o.Align), near: newRegions(o.Bytes),
+	}, nil
+}
+
+// monotonic is CLOCK_MONOTONIC: it does not jump when the wall clock is set, and
+// stands still while the machine is suspended, as workers do.
+func monotonic() time.Duration {
+	var ts unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
+		panic(fmt.Sprintf("BUG: pool: CLOCK_MONOTONIC: %v", err))
+	}
+	return time.Duration(ts.Nano())
+}
+
+// restore takes over what the index says. Committed chunks are served again.
+// Whatever a worker may still touch stays out of use: it gets one hold, which the
+// pool's owner ends.
+func (p *Pool) restore() error {
+	used := p.index.Word(headerUsed).Load()
+	if used > uint64(p.records) {
+		return fmt.Errorf("%w: %d records used of %d", ErrIndex, used, p.records)
+	}
+	p.used, p.backed = int(used), int(used)
+	now := p.opts.Clock()
+	for i := range p.used {
+		s := Slot(i)
+		r := p.record(s)
+		state, holds := r.state(), r.holds()
+		if state == Free {
+			p.spare = append(p.spare, s)
+			continue
+		}
+		if state > Condemned || !r.intact() || !p.arena.Take(r.offset(), r.length()) {
+			return fmt.Errorf("%w: record %d", ErrIndex, i)
+		}
+		p.near.add(s, r.offset())
+		p.stamp = max(p.stamp, r.stamp())
+		if state == Staged {
+			state = Condemned
+		}
+		if state == Resident {
+			k := r.key()
+			if _, ok := p.table.find(p, &k); ok {
+				return fmt.Errorf("%w: record %d has another's key", ErrIndex, i)
+			}
+			p.table.insert(p, s)
+			p.restored.Resident = append(p.restored.Resident, s)
+		}
+		if state == Condemned || holds > 0 {
+			h := Held{Slot: s, For: r.heldFor(now)}
+			if state == Condemned {
+				h.Writer = r.writer()
+			}
+			p.restored.Held = append(p.restored.Held, h)
+			holds = 1
+		}
+		r.set(state, holds)
+		p.account(state, r.length(), 1)
+	}
+	slices.Reverse(p.spare) // lowest record first
+	slices.SortFunc(p.restored.Resident, func(a, b Slot) int {
+		return cmp.Compare(p.record(a).stamp(), p.record(b).stamp())
+	})
+	return nil
+}
+
+// Restored returns what Open found.
+func (p *Pool) Restored() Restored { return p.restored }

@@ -1,0 +1,403 @@
+// Package pool is the RAM tier and the truth about it: a shared-memory segment
+// that workers write and read themselves, which of its bytes belong to which
+// chunk, and which may still be touched by a worker. It keeps that truth in an
+// index file beside the segment; index.go gives the format.
+//
+// A slot is one object's place. It goes free → staged (Reserve) → resident
+// (Commit) → free (Drop). A hold says that a worker may touch the slot's bytes; a
+// slot dropped while held is condemned: its key is gone at once, its memory comes
+// back when the last hold ends.
+//
+// A Pool decides nothing: what to evict and when a hold ends is its owner's
+// business. It is not safe for concurrent use, except Populate and Hash; its owner
+// locks.
+package pool
+
+import (
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"io/fs"
+	"os"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/internal/arena"
+	"github.com/kvasir-kv/kvasir/internal/invariant"
+	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+var (
+	// ErrFull means that no free range is long enough.
+	ErrFull = errors.New("pool: no room")
+	// ErrExists means that a key is staged or resident already.
+	ErrExists = errors.New("pool: key exists")
+	// ErrInUse means that another server has the pool of that name.
+	ErrInUse = errors.New("pool: in use")
+	// ErrForeign means that a file of the pool's name is not ours.
+	ErrForeign = errors.New("pool: file exists and is not a Kvasir pool")
+	// ErrNoSpace means that the shared-memory file system is too small.
+	ErrNoSpace = errors.New("pool: shared memory too small")
+)
+
+// DefaultAlign is the alignment of slots: one page, as LMCache's.
+const DefaultAlign = 4096
+
+// Options configures a Pool.
+type Options struct {
+	Name        string // segment name, without a slash
+	Bytes       int64  // size of the segment
+	Align       int64  // of slots, a power of two; default DefaultAlign
+	ChunkTokens int    // recorded in the index
+	Cold        bool   // discard what an earlier server left
+	Dir         string // default shm.Dir; tests use another
+
+	// Clock is the time since boot; default CLOCK_MONOTONIC. Tests use another.
+	Clock func() time.Duration
+
+	former []int // chunk sizes that earlier servers announced
+}
+
+// Writer names a transfer that writes slots, for the server that takes the pool
+// over. The zero Writer names no transfer.
+type Writer struct {
+	Name   uint64 // which its commit repeats
+	Number uint32 // distinguishes transfers of one name
+}
+
+// Slot numbers an object's place; the number is reused.
+type Slot uint32
+
+// State is what a slot is.
+type State uint8
+
+// The states of a slot, as in the index.
+const (
+	Free State = iota
+	Staged
+	Resident
+	Condemned
+)
+
+// Usage counts bytes, alignment included.
+type Usage struct {
+	Bytes          int64 // the segment
+	FreeBytes      int64
+	StagedBytes    int64
+	ResidentBytes  int64
+	CondemnedBytes int64
+	Resident       int   // objects
+	HighBytes      int64 // end of the highest byte ever handed out
+}
+
+// Pool is an open pool.
+type Pool struct {
+	opts    Options
+	segment *shm.Segment
+	index   *shm.Segment
+	arena   *arena.Arena
+	table   table
+	near    regions
+	spare   []Slot // free records below used
+	used    int    // records ever used
+	backed  int    // records whose index pages the kernel has provided
+	records int
+	bytes   [4]int64 // rounded bytes by State
+	count   [4]int
+	stamp   uint64 // of the latest use
+
+	restored Restored
+}
+
+// Name returns the segment's name as a client opens it.
+func (p *Pool) Name() string { return p.opts.Name }
+
+// Path is the segment's file.
+func (p *Pool) Path() string { return p.segment.Path() }
+
+// Inode identifies the segment's file.
+func (p *Pool) Inode() uint64 { return p.segment.Inode() }
+
+// Bytes returns the segment's size.
+func (p *Pool) Bytes() int64 { return p.opts.Bytes }
+
+// Find returns the slot that is staged or resident under k.
+func (p *Pool) Find(k *kv.Key) (Slot, State) {
+	if s, ok := p.table.find(p, k); ok {
+		return s, p.record(s).state()
+	}
+	return 0, Free
+}
+
+// Reserve stages n bytes under k, with one hold for the worker that will write
+// them. by names that worker's transfer for Restored. Errors: ErrExists, ErrFull.
+func (p *Pool) Reserve(k *kv.Key, n int64, by Writer) (Slot, error) {
+	if _, ok := p.table.find(p, k); ok {
+		return 0, ErrExists
+	}
+	if len(p.spare) == 0 && p.used == p.records {
+		return 0, ErrFull
+	}
+	if len(p.spare) == 0 && p.used == p.backed && !p.backIndex() {
+		return 0, ErrFull
+	}
+	off, ok := p.arena.Alloc(n)
+	if !ok {
+		return 0, ErrFull
+	}
+	var s Slot
+	if last := len(p.spare) - 1; last >= 0 {
+		s, p.spare = p.spare[last], p.spare[:last]
+	} else {
+		s = Slot(p.used)
+		p.used++
+		p.index.Word(headerUsed).Store(uint64(p.used))
+		crashPoint()
+	}
+	r := p.record(s)
+	r.write(k, off, n, by)
+	r.begin(Staged, 1)
+	p.account(Staged, n, 1)
+	p.table.insert(p, s)
+	p.near.add(s, off)
+	return s, nil
+}
+
+// backIndex has the kernel provide the next pages of the index, which is sparse:
+// touching a page that a full file system cannot provide would kill the process.
+func (p *Pool) backIndex() bool {
+	return p.backIndexTo(p.backed+64<<10/recordBytes) == nil
+}
+
+// backIndexTo has pages of the index for that many records.
+func (p *Pool) backIndexTo(records int) error {
+	records = min(records, p.records)
+	if records <= p.backed {
+		return nil
+	}
+	err := p.index.Populate(headerBytes+int64(p.backed)*recordBytes, int64(records-p.backed)*recordBytes, false)
+	if err != nil && !errors.Is(err, shm.ErrNoPopulate) {
+		return err
+	}
+	p.backed = records
+	return nil
+}
+
+// Commit makes a staged slot resident and ends its writer's hold.
+func (p *Pool) Commit(s Slot) {
+	r := p.record(s)
+	p.must(s, r, Staged)
+	p.account(Staged, r.length(), -1)
+	p.account(Resident, r.length(), 1)
+	r.set(Resident, 0)
+}
+
+// Drop removes a staged or resident slot's key. The memory is free at once when
+// nothing holds the slot, else when the last hold ends.
+func (p *Pool) Drop(s Slot) {
+	r := p.record(s)
+	state := r.state()
+	if state != Staged && state != Resident {
+		panic(fmt.Sprintf("BUG: pool: drop of slot %d in state %d", s, state))
+	}
+	p.table.remove(p, s)
+	p.account(state, r.length(), -1)
+	if r.holds() == 0 {
+		p.free(s, r)
+		return
+	}
+	r.setState(Condemned)
+	p.account(Condemned, r.length(), 1)
+}
+
+// Hold says that a worker may now read or write the slot's bytes.
+func (p *Pool) Hold(s Slot) {
+	r := p.record(s)
+	if r.state() == Free || r.holds() >= 0xffffff {
+		panic(fmt.Sprintf("BUG: pool: hold on slot %d in state %d with %d holds", s, r.state(), r.holds()))
+	}
+	r.resetHeld()
+	r.setHolds(r.holds() + 1)
+}
+
+// Unhold ends one hold and frees a condemned slot with its last.
+func (p *Pool) Unhold(s Slot) {
+	r := p.record(s)
+	if r.holds() == 0 {
+		panic(fmt.Sprintf("BUG: pool: slot %d is not held", s))
+	}
+	if r.holds() == 1 && r.state() == Condemned {
+		p.account(Condemned, r.length(), -1)
+		p.free(s, r)
+		return
+	}
+	r.setHolds(r.holds() - 1)
+}
+
+func (p *Pool) free(s Slot, r record) {
+	off, n := r.offset(), r.length()
+	r.set(Free, 0)
+	if invariant.Enabled {
+		_ = shm.Guard(func() { invariant.Poison(p.segment.Bytes(off, n)) }) // memory that is gone needs no poison
+	}
+	p.near.remove(s, off)
+	p.arena.Release(off, n)
+	p.spare = append(p.spare, s)
+}
+
+func (p *Pool) account(state State, n int64, d int) {
+	p.bytes[state] += int64(d) * p.arena.Round(n)
+	p.count[state] += d
+}
+
+func (p *Pool) must(s Slot, r record, want State) {
+	if got := r.state(); got != want {
+		panic(fmt.Sprintf("BUG: pool: slot %d is in state %d, not %d", s, got, want))
+	}
+}
+
+// Offset returns where the slot's bytes begin in the segment.
+func (p *Pool) Offset(s Slot) int64 { return p.record(s).offset() }
+
+// Length returns the slot's bytes.
+func (p *Pool) Length(s Slot) int64 { return p.record(s).length() }
+
+// KeyOf returns the key a slot was reserved under.
+func (p *Pool) KeyOf(s Slot) kv.Key { return p.record(s).key() }
+
+// Holds returns how many holds a slot has.
+func (p *Pool) Holds(s Slot) int { return p.record(s).holds() }
+
+// StateOf returns a slot's state.
+func (p *Pool) StateOf(s Slot) State { return p.record(s).state() }
+
+// Usage returns what the pool's bytes are.
+func (p *Pool) Usage() Usage {
+	return Usage{
+		Bytes: p.opts.Bytes, FreeBytes: p.arena.Free(), HighBytes: p.arena.High(),
+		StagedBytes: p.bytes[Staged], ResidentBytes: p.bytes[Resident], CondemnedBytes: p.bytes[Condemned],
+		Resident: p.count[Resident],
+	}
+}
+
+// Slots is how many slots were ever used: their numbers are smaller.
+func (p *Pool) Slots() int { return p.used }
+
+// Generation tells a slot's content from what else it has held or will hold.
+func (p *Pool) Generation(s Slot) uint32 { return p.record(s).generation() }
+
+// Sum returns the recorded checksum of a slot's bytes; false when there is none.
+func (p *Pool) Sum(s Slot) (uint64, bool) { return p.record(s).sum() }
+
+// SetSum records the checksum of a resident slot's bytes, for the check after a
+// restart.
+func (p *Pool) SetSum(s Slot, sum uint64) {
+	r := p.record(s)
+	p.must(s, r, Resident)
+	off := headerBytes + int64(s)*recordBytes
+	p.index.Word(off + 104).Store(sum) // before the mark: a crash between leaves none
+	crashPoint()
+	p.index.Word(off + 112).Store(sumMark | uint64(r.generation()))
+}
+
+// MarkOf returns the mark of a place below the pool by its name: never 0.
+func MarkOf(place string) uint32 {
+	h := fnv.New32a()
+	_, _ = h.Write([]byte(place))
+	return max(1, h.Sum32()>>(belowShift-32))
+}
+
+// SetBelow notes that a resident slot with a checksum is kept below the pool, too: in the
+// place of that mark, or nowhere with 0.
+func (p *Pool) SetBelow(s Slot, mark uint32) {
+	r := p.record(s)
+	p.must(s, r, Resident)
+	crashPoint()
+	p.index.Word(headerBytes + int64(s)*recordBytes + 112).Store(uint64(mark)<<belowShift | sumMark | uint64(r.generation()))
+}
+
+// Below returns the mark of the place below the pool where the slot's object is kept, 0
+// for none.
+func (p *Pool) Below(s Slot) uint32 { return p.record(s).below() }
+
+// Hash returns the xxh3 of n bytes at off, read through buf. Safe beside every
+// other method but Close: a slot that is reused meanwhile gives some other sum,
+// and another Generation.
+func (p *Pool) Hash(off, n int64, buf []byte) (uint64, error) {
+	h := xxh3.New()
+	for n > 0 {
+		b := buf[:min(int64(len(buf)), n)]
+		if _, err := p.segment.ReadAt(b, off); err != nil {
+			return 0, fmt.Errorf("read pool: %w", err)
+		}
+		_, _ = h.Write(b)
+		off, n = off+int64(len(b)), n-int64(len(b))
+	}
+	return h.Sum64(), nil
+}
+
+// View returns the slot's bytes in the segment. A worker may be writing them.
+func (p *Pool) View(s Slot) []byte {
+	r := p.record(s)
+	return p.segment.Bytes(r.offset(), r.length())
+}
+
+// Populate makes the kernel provide n bytes of the segment at off, clipped to its
+// end, without changing their content; with keep they stay mapped here. Safe beside
+// every other method.
+func (p *Pool) Populate(off, n int64, keep bool) error {
+	return p.segment.Populate(off, min(n, p.segment.Len()-off), keep)
+}
+
+// Provided returns how many bytes from the segment's start have memory already.
+func (p *Pool) Provided() int64 {
+	return p.segment.Provided(int64(min(p.index.Word(headerProvided).Load(), uint64(p.opts.Bytes))))
+}
+
+// NoteProvided notes for a later server that so many bytes from the segment's start
+// have memory: it need not look for holes in them.
+func (p *Pool) NoteProvided(bytes int64) { p.index.Word(headerProvided).Store(uint64(bytes)) }
+
+// recordPer is how much of the segment a record of the index is provided for ahead
+// of use: less than most chunks take.
+const recordPer = 64 << 10
+
+// Limit lets Reserve take nothing above that many bytes; it begins as Bytes. What
+// was taken stays. An error means that the file system has no memory for the index
+// of so much: then the limit only falls.
+func (p *Pool) Limit(bytes int64) error {
+	err := p.backIndexTo(int(min(bytes/recordPer, int64(p.records))) + firstRecords)
+	if err == nil || bytes < p.arena.End() {
+		p.arena.Limit(bytes)
+	}
+	return err
+}
+
+// NameLost reports whether the segment's name no longer leads to it, so that no
+// further client can map the pool.
+func (p *Pool) NameLost() bool { return !p.segment.Exists() }
+
+// Close unmaps the pool and gives up its lock. Its files stay, for a later server
+// to go on with.
+func (p *Pool) Close() error {
+	return errors.Join(p.segment.Close(), p.index.Close())
+}
+
+// Remove removes the pool's files. Clients that map it keep their mapping.
+func (p *Pool) Remove() error {
+	err := p.segment.Unlink()
+	if rerr := os.Remove(p.notePath()); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
+		err = errors.Join(err, rerr)
+	}
+	shm.RemoveUnfinished(p.notePath())
+	return errors.Join(err, p.index.Unlink())
+}
+
+// Stamp notes that a slot was used later than all others, for the order after a
+// restart.
+func (p *Pool) Stamp(s Slot) {
+	p.stamp++
+	p.record(s).setStamp(p.stamp)
+}

@@ -1,0 +1,194 @@
+package tenant
+
+import (
+	"errors"
+	"fmt"
+	"time"
+)
+
+const (
+	// MaxPins bounds the slots that are pinned, of all tenants together; each takes about 60 bytes.
+	MaxPins = 1 << 16
+
+	// MaxPinLife bounds how long a pin lasts unless it is made again.
+	MaxPinLife = 7 * 24 * time.Hour
+)
+
+var (
+	// ErrNoPins means that a tenant may pin nothing.
+	ErrNoPins = errors.New("tenants: nothing may be pinned of this tenant")
+	// ErrPinLimit means that a tenant has pinned what it may.
+	ErrPinLimit = errors.New("tenants: the tenant has pinned as much as it may")
+	// ErrTooManyPins means that there are MaxPins.
+	ErrTooManyPins = errors.New("tenants: too many pins")
+)
+
+// pins are slots that an operator wants to stay, for a time. Who owns the Table keeps them from
+// being evicted from Pin to Unpin or EndPins.
+type pins struct {
+	budgets map[string]*budget // by salt, of those that may pin or have pinned
+	at      map[uint32]int     // where in list a slot is
+	list    []pin
+	next    uint32 // before that no pin ends
+	over    bool   // a budget may be passed
+}
+
+// budget is what a tenant may pin and has pinned.
+type budget struct {
+	salt    string
+	limit   int64 // bytes; 0: nothing
+	bytes   int64
+	objects int
+}
+
+// pin is a slot that is pinned, until a second.
+type pin struct {
+	slot  uint32
+	until uint32
+	of    *budget
+	bytes int64
+}
+
+// SetPinLimit says how many bytes a tenant may pin, 0 for none. What it has pinned beyond that is for EndPins.
+// Limits and quotas together fit into the pool: of each tenant the larger counts. Errors:
+// ErrTooMany, ErrSum, ErrQuota, kv.ErrSalt.
+func (t *Table) SetPinLimit(salt string, bytes int64) error {
+	p := &t.pins
+	b := p.budgets[salt]
+	if bytes == 0 {
+		if b != nil {
+			b.limit, p.over = 0, true
+			p.forget(b)
+		}
+		return nil
+	}
+	quota := int64(0)
+	if a := t.accounts[salt]; a != nil {
+		quota = a.QuotaBytes
+	}
+	if err := t.mayReserve(salt, quota, bytes); err != nil {
+		return err
+	}
+	if b == nil {
+		if len(p.budgets) >= MaxQuotas {
+			return fmt.Errorf("%w: %d may pin", ErrTooMany, MaxQuotas)
+		}
+		if p.budgets == nil {
+			p.budgets, p.at = make(map[string]*budget), make(map[uint32]int)
+		}
+		b = &budget{salt: salt}
+		p.budgets[salt] = b
+	}
+	b.limit = bytes
+	p.over = p.over || b.bytes > bytes
+	return nil
+}
+
+// limitOf returns what a tenant may pin.
+func (p *pins) limitOf(salt string) int64 {
+	if b := p.budgets[salt]; b != nil {
+		return b.limit
+	}
+	return 0
+}
+
+// forget forgets a budget that means nothing any more.
+func (p *pins) forget(b *budget) {
+	if b.limit == 0 && b.objects == 0 {
+		delete(p.budgets, b.salt)
+	}
+}
+
+// Pin notes that a resident slot of a tenant is to stay for so long, at most MaxPinLife; one that is pinned stays
+// for longer, never for less. fresh says that it was not pinned before. Errors: ErrNoPins, ErrPinLimit, ErrTooManyPins.
+func (t *Table) Pin(salt string, slot uint32, life time.Duration) (fresh bool, _ error) {
+	p := &t.pins
+	until := t.lives.now + 1 + inSeconds(min(life, MaxPinLife))
+	if i, ok := p.at[slot]; ok {
+		p.list[i].until = max(p.list[i].until, until)
+		return false, nil
+	}
+	b, bytes := p.budgets[salt], t.bytes(slot)
+	switch {
+	case b == nil || b.limit == 0:
+		return false, ErrNoPins
+	case b.bytes+bytes > b.limit:
+		return false, ErrPinLimit
+	case len(p.list) == MaxPins:
+		return false, ErrTooManyPins
+	}
+	if len(p.list) == 0 || until < p.next {
+		p.next = until
+	}
+	p.at[slot] = len(p.list)
+	p.list = append(p.list, pin{slot, until, b, bytes})
+	b.bytes += bytes
+	b.objects++
+	return true, nil
+}
+
+// Unpin ends a slot's pin. It reports whether there was one.
+func (t *Table) Unpin(slot uint32) bool {
+	i, ok := t.pins.at[slot]
+	if ok {
+		t.pins.remove(i)
+	}
+	return ok
+}
+
+func (p *pins) remove(i int) {
+	gone, last := p.list[i], len(p.list)-1
+	gone.of.bytes -= gone.bytes
+	gone.of.objects--
+	p.forget(gone.of)
+	p.list[i] = p.list[last]
+	p.at[p.list[i].slot] = i
+	p.list = p.list[:last]
+	delete(p.at, gone.slot)
+}
+
+// EndPins ends pins whose time is over or that pass their tenant's limit, or with all every one, at most so many of
+// them: f is called for their slots. more says that others are left.
+func (t *Table) EndPins(all bool, most int, f func(slot uint32)) (more bool) {
+	p := &t.pins
+	if !all && !p.over && (len(p.list) == 0 || t.lives.now < p.next) {
+		return false
+	}
+	next := ^uint32(0)
+	for i := len(p.list) - 1; i >= 0; i-- { // the last moves to the place of one that goes
+		of := &p.list[i]
+		if !all && of.until > t.lives.now && of.of.bytes <= of.of.limit {
+			next = min(next, of.until)
+			continue
+		}
+		if most == 0 {
+			return true
+		}
+		most--
+		slot := of.slot
+		p.remove(i)
+		f(slot)
+	}
+	p.next, p.over = next, false
+	return false
+}
+
+// Pinned is a slot that is pinned.
+type Pinned struct {
+	Slot uint32
+	Left time.Duration // until the pin ends
+}
+
+// Pins appends pinned slots to dst, from number from on, at most so many. next is where to go on, 0 where none is left.
+// Pins that come and go between two calls may be missed or told twice.
+func (t *Table) Pins(from, most int, dst []Pinned) (_ []Pinned, next int) {
+	list := t.pins.list
+	to := min(from+most, len(list))
+	for _, p := range list[min(from, to):to] {
+		dst = append(dst, Pinned{p.slot, time.Duration(p.until-min(p.until, t.lives.now)) * time.Second})
+	}
+	if to == len(list) {
+		return dst, 0
+	}
+	return dst, to
+}

@@ -1,0 +1,466 @@
+// Package tenant keeps an account for each cache salt that has a quota: what it has of the
+// pool, what it may keep, and an eviction policy of its own. Everybody else is in one common
+// policy, as all are while nobody has a quota. It knows how long what nobody uses may stay, and what
+// an operator has pinned.
+//
+// A quota is kept, not a limit: where memory is free a tenant may have more. When room is
+// needed, what passes a quota goes first, then what has none; what is within its quota goes
+// only for its own tenant.
+//
+// A Table takes no lock: its owner's covers it.
+package tenant
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"time"
+	"unicode/utf8"
+
+	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/store/evict"
+)
+
+const (
+	// MaxQuotas bounds the tenants with a quota, those with a TTL of their own and those that may pin.
+	// A quota takes what its policy takes: leaf-hazard 8 MB at most, and what a slot costs.
+	MaxQuotas = 256
+)
+
+var (
+	// ErrTooMany means that MaxQuotas tenants have one.
+	ErrTooMany = errors.New("tenants: too many quotas")
+	// ErrSum means that all quotas, and what may be pinned beyond them, are more than the pool.
+	ErrSum = errors.New("tenants: the quotas do not fit into the pool")
+	// ErrQuota means that a quota is negative.
+	ErrQuota = errors.New("tenants: a quota below 0")
+)
+
+// Table has the accounts and knows every slot that is in use. Add, Use, Remove, Victim and
+// Ascend are those of evict.Policy, told whose a slot is.
+type Table struct {
+	pool   int64 // bytes
+	common evict.Policy
+	policy func(quota int64) evict.Policy // for an account
+	busy   func(slot uint32) bool
+	bytes  func(slot uint32) int64
+
+	accounts map[string]*account // by salt
+	order    []*account          // the same, for a walk without a map
+	spaces   spaces[*account]
+	slots    growing.Slice[place] // of those in an account; only grown while there are any
+	lives    lives
+	pins     pins
+
+	writer *account // for whom room is made; nil for one without a quota
+	need   int64    // bytes
+}
+
+// place is where a slot is in the books. The zero place is in no account.
+type place struct {
+	in    *space[*account]
+	local uint32 // 1 + its number in the account's policy; 0 while it is staged
+}
+
+// of is the account that a slot is in, nil for none.
+func (p place) of() *account {
+	if p.in == nil {
+		return nil
+	}
+	return p.in.whose
+}
+
+type account struct {
+	Usage
+	policy evict.Policy
+	slots  growing.Slice[uint32] // by local number
+	free   []uint32              // local numbers
+	used   uint32                // local numbers that were ever used
+	busy   func(local uint32) bool
+}
+
+// Usage says what a tenant has.
+type Usage struct {
+	Salt         string
+	QuotaBytes   int64 // -1: it has none, then the next four are not counted
+	Bytes        int64 // staged and resident, as they are rounded in the pool
+	Objects      int   // the same
+	Evicted      uint64
+	EvictedBytes uint64
+
+	TTL     time.Duration // its own; 0: it has none, then Expired is not counted; or Forever
+	Expired uint64        // objects
+
+	PinLimit      int64 // bytes
+	PinnedBytes   int64
+	PinnedObjects int
+}
+
+// New returns a Table without quotas for a pool of so many bytes. policy makes the policy of
+// a tenant; busy is asked about victims, bytes how much of the pool a slot takes.
+func New(pool int64, common evict.Policy, policy func(quota int64) evict.Policy, busy func(slot uint32) bool, bytes func(slot uint32) int64) *Table {
+	return &Table{pool: pool, common: common, policy: policy, busy: busy, bytes: bytes, accounts: make(map[string]*account)}
+}
+
+// Any reports whether any tenant has a quota.
+func (t *Table) Any() bool { return len(t.order) > 0 }
+
+// Named reports whether any tenant has something of its own for which its namespaces are to be named.
+func (t *Table) Named() bool { return t.Any() || len(t.lives.of) > 0 }
+
+func checkSalt(salt string) error {
+	switch {
+	case kv.CheckSalt(salt) != nil:
+		return kv.ErrSalt
+	case !utf8.ValidString(salt):
+		return fmt.Errorf("%w: it is not UTF-8", kv.ErrSalt)
+	}
+	return nil
+}
+
+// mayReserve reports why a tenant may not have a quota and a limit of pins: of each tenant the larger of the
+// two counts, and all together fit into the pool.
+func (t *Table) mayReserve(salt string, quota, pins int64) error {
+	if err := checkSalt(salt); err != nil {
+		return err
+	}
+	if quota < 0 || pins < 0 {
+		return ErrQuota
+	}
+	bytes := max(quota, pins)
+	sum := min(bytes, math.MaxInt64/2)
+	for _, o := range t.order {
+		if o.Salt != salt {
+			sum += max(o.QuotaBytes, t.pins.limitOf(o.Salt))
+		}
+	}
+	for _, b := range t.pins.budgets {
+		if b.salt != salt && t.accounts[b.salt] == nil {
+			sum += b.limit
+		}
+	}
+	if bytes > t.pool || sum > t.pool {
+		return fmt.Errorf("%w: with this one they are %s of %s", ErrSum, kv.FormatBytes(sum), kv.FormatBytes(t.pool))
+	}
+	return nil
+}
+
+// SetQuota gives a tenant a quota, or another one. What the tenant has already counts once
+// its namespaces are named and its slots adopted. Errors: ErrTooMany, ErrSum, ErrQuota,
+// kv.ErrSalt.
+func (t *Table) SetQuota(salt string, bytes int64) error {
+	a := t.accounts[salt]
+	if err := t.mayReserve(salt, bytes, t.pins.limitOf(salt)); err != nil {
+		return err
+	}
+	if a == nil && len(t.order) == MaxQuotas {
+		return fmt.Errorf("%w: there are %d", ErrTooMany, MaxQuotas)
+	}
+	if a == nil {
+		a = &account{Usage: Usage{Salt: salt}, policy: t.policy(bytes)}
+		a.busy = func(local uint32) bool { return t.busy(*a.slots.At(int(local))) }
+		t.accounts[salt] = a
+		t.order = append(t.order, a)
+	}
+	a.QuotaBytes = bytes
+	return nil
+}
+
+// Name says whose a namespace is. It reports whether that was news: then the slots that are
+// in it already are to be adopted.
+func (t *Table) Name(ns kv.Namespace, salt []byte) (news bool) {
+	if a := t.accounts[string(salt)]; a != nil {
+		news = t.spaces.name(ns, a)
+	}
+	if l := t.lives.of[string(salt)]; l != nil {
+		news = t.lives.spaces.name(ns, l) || news
+	}
+	return news
+}
+
+// Stage notes that a slot is being written.
+func (t *Table) Stage(slot uint32, ns kv.Namespace) {
+	if in := t.spaces.of[ns]; in != nil {
+		t.slots.Grow(int(slot) + 1)
+		*t.slots.At(int(slot)) = place{in: in}
+		t.spaces.enter(in)
+		in.whose.Bytes += t.bytes(slot)
+		in.whose.Objects++
+	}
+}
+
+// Add notes that a slot became resident: see evict.Policy.
+func (t *Table) Add(slot uint32, ns kv.Namespace, id, parent uint64) {
+	if t.lives.on {
+		t.lives.add(slot, ns)
+	}
+	t.admit(slot, ns, id, parent)
+}
+
+// admit makes a resident slot known to a policy.
+func (t *Table) admit(slot uint32, ns kv.Namespace, id, parent uint64) {
+	p := t.at(slot)
+	if p.in == nil && t.Any() {
+		t.Stage(slot, ns)
+		p = t.at(slot)
+	}
+	if p.in == nil {
+		t.common.Add(slot, id, parent, t.bytes(slot))
+		return
+	}
+	p.of().policy.Add(t.enter(slot, p.of()), id, parent, t.bytes(slot))
+}
+
+// enter gives a slot a number in an account.
+func (t *Table) enter(slot uint32, a *account) (local uint32) {
+	if last := len(a.free) - 1; last >= 0 {
+		local, a.free = a.free[last], a.free[:last]
+	} else {
+		local = a.used
+		a.used++
+		a.slots.Grow(int(a.used))
+	}
+	*a.slots.At(int(local)) = slot
+	t.slots.At(int(slot)).local = local + 1
+	return local
+}
+
+// Adopt notes whose a slot of a named namespace is: it moves into its tenant's account, a resident one as the most
+// recently used. A slot that is in an account is left there.
+func (t *Table) Adopt(slot uint32, ns kv.Namespace, resident bool, id, parent uint64) {
+	if resident {
+		t.lives.adopt(slot, ns)
+	}
+	switch {
+	case t.spaces.of[ns] == nil || t.at(slot).in != nil:
+	case resident:
+		t.common.Remove(slot)
+		t.admit(slot, ns, id, parent)
+	default:
+		t.Stage(slot, ns)
+	}
+}
+
+// Use notes that a slot was served or stored again.
+func (t *Table) Use(slot uint32) {
+	if t.lives.on {
+		t.lives.use(slot)
+	}
+	switch p := t.at(slot); {
+	case p.in == nil:
+		t.common.Use(slot)
+	case p.local > 0:
+		p.of().policy.Use(p.local - 1)
+	}
+}
+
+// Cause says why a slot goes.
+type Cause uint8
+
+// The causes that are counted for tenants.
+const (
+	Other   Cause = iota
+	Evicted       // it had to make room
+	Expired       // its time was over
+)
+
+// Remove notes that a slot holds nothing any more. A slot that is not in the books is left alone.
+func (t *Table) Remove(slot uint32, why Cause) {
+	if why == Expired {
+		t.lives.expired(slot)
+	}
+	t.lives.remove(slot)
+	t.leave(slot, why == Evicted)
+}
+
+// leave takes a slot out of its policy.
+func (t *Table) leave(slot uint32, evicted bool) {
+	p := t.at(slot)
+	a := p.of()
+	if a == nil {
+		t.common.Remove(slot)
+		return
+	}
+	bytes := t.bytes(slot)
+	a.Bytes -= bytes
+	a.Objects--
+	if evicted {
+		a.Evicted++
+		a.EvictedBytes += uint64(bytes)
+	}
+	if p.local > 0 {
+		a.policy.Remove(p.local - 1)
+		a.free = append(a.free, p.local-1)
+	}
+	t.spaces.leave(p.in)
+	*t.slots.At(int(slot)) = place{}
+}
+
+// at returns where a slot is.
+func (t *Table) at(slot uint32) place {
+	if int(slot) >= t.slots.Len() {
+		return place{}
+	}
+	return *t.slots.At(int(slot))
+}
+
+// For says for whom Victim and Ascend are asked, and for how many bytes.
+func (t *Table) For(ns kv.Namespace, bytes int64) {
+	t.writer, t.need = place{in: t.spaces.of[ns]}.of(), bytes
+}
+
+// over returns by how much an account passes its quota, with what the writer needs.
+func (t *Table) over(a *account) int64 {
+	n := a.Bytes - a.QuotaBytes
+	if a == t.writer {
+		n += t.need
+	}
+	return n
+}
+
+// byExcess calls f for the accounts above their quotas, the farthest first, until f answers
+// false.
+func (t *Table) byExcess(f func(a *account) bool) bool {
+	last, tried := int64(0), -1
+	for {
+		most, at := int64(0), -1
+		for i, a := range t.order {
+			n := t.over(a)
+			if n <= 0 || tried >= 0 && (n > last || n == last && i <= tried) {
+				continue
+			}
+			if n > most {
+				most, at = n, i
+			}
+		}
+		if at < 0 {
+			return true
+		}
+		if !f(t.order[at]) {
+			return false
+		}
+		last, tried = most, at
+	}
+}
+
+// Victim returns the slot to evict next for whom For said: see evict.Policy.
+func (t *Table) Victim() (slot uint32, ok, more bool) {
+	if !t.Any() {
+		return t.common.Victim(t.busy)
+	}
+	own := false // the writer's policy was asked
+	t.byExcess(func(a *account) bool {
+		own = own || a == t.writer
+		slot, ok, more = t.victimOf(a)
+		ok = ok && !t.Spared(slot)
+		return !ok && !more
+	})
+	if ok || more {
+		return slot, ok, more
+	}
+	if slot, ok, more = t.common.Victim(t.busy); ok || more || own || t.writer == nil {
+		return slot, ok, more
+	}
+	return t.victimOf(t.writer)
+}
+
+func (t *Table) victimOf(a *account) (slot uint32, ok, more bool) {
+	local, ok, more := a.policy.Victim(a.busy)
+	if !ok {
+		return 0, false, more
+	}
+	return *a.slots.At(int(local)), true, false
+}
+
+// Spared reports whether a slot is not the writer's to evict: without its bytes another
+// tenant would be below its quota.
+func (t *Table) Spared(slot uint32) bool {
+	a := t.at(slot).of()
+	return a != nil && a != t.writer && a.Bytes-t.bytes(slot) < a.QuotaBytes
+}
+
+// Ascend is evict.Policy's, for whom For said.
+func (t *Table) Ascend(f func(slot uint32) bool) {
+	on, own := true, false
+	ascend := func(a *account) bool {
+		own = own || a == t.writer
+		a.policy.Ascend(func(local uint32) bool {
+			on = f(*a.slots.At(int(local)))
+			return on
+		})
+		return on
+	}
+	if !t.byExcess(ascend) {
+		return
+	}
+	t.common.Ascend(func(slot uint32) bool {
+		on = f(slot)
+		return on
+	})
+	if on && !own && t.writer != nil {
+		ascend(t.writer)
+	}
+}
+
+// List returns what the tenants have that have something of their own, by salt.
+func (t *Table) List() []Usage {
+	of := make(map[string]*Usage)
+	add := func(salt string) *Usage {
+		if of[salt] == nil {
+			of[salt] = &Usage{Salt: salt, QuotaBytes: -1}
+		}
+		return of[salt]
+	}
+	for _, a := range t.order {
+		*add(a.Salt) = a.Usage
+	}
+	for salt, l := range t.lives.of {
+		u := add(salt)
+		u.TTL, u.Expired = time.Duration(l.ttl)*time.Second, l.expired
+		if l.ttl == 0 {
+			u.TTL = Forever
+		}
+	}
+	for salt, b := range t.pins.budgets {
+		u := add(salt)
+		u.PinLimit, u.PinnedBytes, u.PinnedObjects = b.limit, b.bytes, b.objects
+	}
+	out := make([]Usage, 0, len(of))
+	for _, u := range of {
+		out = append(out, *u)
+	}
+	slices.SortFunc(out, func(a, b Usage) int { return cmp.Compare(a.Salt, b.Salt) })
+	return out
+}
+
+// Dropped is a tenant whose quota has ended and whose slots are still to be released.
+type Dropped struct{ account *account }
+
+// DropQuota ends a tenant's quota; ok is false where it has none. Until all slots are released
+// the tenant gets no other quota.
+func (t *Table) DropQuota(salt string) (d Dropped, ok bool) {
+	a := t.accounts[salt]
+	if a == nil {
+		return Dropped{}, false
+	}
+	t.spaces.forgetAll(a)
+	delete(t.accounts, salt)
+	t.order = slices.DeleteFunc(t.order, func(o *account) bool { return o == a })
+	a.QuotaBytes, t.writer = 0, nil
+	return Dropped{a}, true
+}
+
+// Release moves a slot of a dropped tenant to the common policy, as the most recently used, or
+// out of the books while it is staged. Another slot is left alone.
+func (t *Table) Release(d Dropped, slot uint32, resident bool, id, parent uint64) {
+	if t.at(slot).of() != d.account {
+		return
+	}
+	t.leave(slot, false)
+	if resident {
+		t.common.Add(slot, id, parent, t.bytes(slot))
+	}
+}

@@ -1,0 +1,263 @@
+package adapter
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/disk"
+	"github.com/kvasir-kv/kvasir/tier/fs"
+	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
+)
+
+// Options says which tiers there are.
+type Options struct {
+	Disk     disk.Options // no directory for none; it is asked before the others
+	Adapters []Adapter    // the first is asked first
+	Trust    fs.Trust
+	Existing bool // directories have to be there
+	Names    *tier.Names
+	Changes  *tier.Changes // knows what the tiers have; nil for none
+	Log      *slog.Logger  // nil discards
+
+	number uint8 // of the next tier in Changes
+}
+
+// Set is the tiers of one server.
+type Set struct {
+	Tier  tier.Tier        // of all; nil for none
+	Each  []*tier.Counting // in the order in which they are asked
+	Place string           // names them for store.Options.Place
+	Disk  *disk.Disk       // nil for none
+
+	Clusters map[string]*mooncakestore.Tier // by the name of the tier
+}
+
+// Open opens the tiers. Where one cannot be opened none is.
+func Open(o Options) (s Set, err error) {
+	var opened []tier.Tier
+	defer func() {
+		if err != nil {
+			for _, t := range opened {
+				err = errors.Join(err, t.Close())
+			}
+		}
+	}()
+	var places []string
+	if len(o.Disk.Dirs)+len(o.Adapters) > tier.MaxTiers {
+		return Set{}, errTooMany
+	}
+	o.number = 1
+	if len(o.Disk.Dirs) > 0 {
+		o.Disk.Changes, o.Disk.Number = o.Changes, o.number
+		o.number += uint8(len(o.Disk.Dirs))
+		if s.Disk, err = disk.Open(o.Disk); err != nil {
+			return Set{}, explain(err)
+		}
+		opened = append(opened, s.Disk)
+		sayRooms(s.Disk, o.Log)
+		s.Each = append(s.Each, tier.Counted(tier.Bounded(s.Disk, tier.Limits{}), "disk"))
+		for _, d := range o.Disk.Dirs {
+			places = append(places, "disk:"+absolute(d.Path))
+		}
+	}
+	for _, a := range o.Adapters {
+		d, err := openAdapter(a, o)
+		if err != nil {
+			return Set{}, fmt.Errorf("--l2-adapter: %w", err)
+		}
+		opened = append(opened, d)
+		name, used := uniqueName(s.Each, a.Type), tier.Noted(d, o.Changes, o.number)
+		o.number++
+		if a.Admission != (tier.Admission{}) {
+			used = tier.Admitted(used, a.Admission)
+		}
+		used = tier.Bounded(used, a.limits())
+		if a.Absence.For > 0 {
+			used = tier.Remembered(used, a.Absence)
+		}
+		s.Each = append(s.Each, tier.Counted(used, name))
+		if c, ok := d.(*mooncakestore.Tier); ok {
+			if s.Clusters == nil {
+				s.Clusters = make(map[string]*mooncakestore.Tier)
+			}
+			s.Clusters[name] = c
+		}
+		places = append(places, a.Type+":"+a.place())
+	}
+	s.Place = strings.Join(places, " ")
+	switch len(s.Each) {
+	case 0:
+	case 1:
+		s.Tier = s.Each[0]
+	default:
+		all := make([]tier.Tier, len(s.Each))
+		for i, t := range s.Each {
+			all[i] = t
+		}
+		s.Tier = tier.Cascade(tier.CascadeOptions{}, all...)
+	}
+	return s, nil
+}
+
+var errTooMany = fmt.Errorf("more than %d directories of --disk and tiers of --l2-adapter", tier.MaxTiers)
+
+// sayRooms says how much the disks may take, and warns of those with less room than that.
+func sayRooms(d *disk.Disk, log *slog.Logger) {
+	if log == nil {
+		return
+	}
+	rooms, err := d.Rooms()
+	if err != nil {
+		log.Warn("how much room a disk has is not known", "err", err)
+	}
+	for _, r := range rooms {
+		say := log.Info
+		text := "chunks are kept on disk"
+		if r.Now < r.Bytes {
+			say, text = log.Warn, "the disk has less room than --disk-gb: it takes what its file system has beside --disk-min-free-gb"
+		}
+		say(text, "path", r.Path, "limit_bytes", r.Bytes, "room_bytes", r.Now, "min_free_bytes", r.MinFree)
+	}
+}
+
+// errDiskLimit means that a tool cannot make or fill a disk's directory.
+var errDiskLimit = errors.New("only a server writes to a disk, within its --disk-gb")
+
+// OpenOne opens one tier for a tool: an --l2-adapter, TYPE:PATH, redis:HOST:PORT,
+// s3_native:BUCKET/PREFIX, or disk:PATH for what no server uses.
+func OpenOne(text string, o Options) (tier.Tier, error) {
+	if path, ok := strings.CutPrefix(text, "disk:"); ok {
+		if !o.Existing {
+			return nil, errDiskLimit
+		}
+		d, err := disk.Open(disk.Options{Dirs: []disk.Dir{{Path: path, Bytes: 1 << 50}}, Look: true, Log: o.Log})
+		if err != nil {
+			return nil, err
+		}
+		<-d.Opened()
+		return d, nil
+	}
+	a, err := parseShort(text)
+	if err != nil {
+		return nil, err
+	}
+	return openAdapter(a, o)
+}
+
+func parseShort(text string) (Adapter, error) {
+	kind, path, ok := strings.Cut(text, ":")
+	if !ok || strings.HasPrefix(text, "{") {
+		return Parse(text)
+	}
+	keys := map[string]string{"type": kind}
+	switch _, isRedis := redisLayouts[kind]; {
+	case isRedis:
+		keys["startup_nodes"] = path
+	case kind == "s3" || kind == "s3_native":
+		keys["s3_bucket"], keys["s3_prefix"], _ = strings.Cut(path, "/")
+	case kind == mooncakeType:
+		keys["master_server_addr"] = path
+	default:
+		keys["base_path"] = path
+	}
+	b, err := json.Marshal(keys)
+	if err != nil {
+		return Adapter{}, err
+	}
+	return Parse(string(b))
+}
+
+func openAdapter(a Adapter, o Options) (tier.Tier, error) {
+	switch {
+	case a.Redis != nil:
+		return openRedis(a, o)
+	case a.Mooncake != nil:
+		return openMooncake(a, o)
+	case a.S3 != nil:
+		return openS3(a, o)
+	}
+	return openDir(a, o)
+}
+
+const usualTime = 30 * time.Second // of a call, at most
+
+// limits bound the use of an adapter. What an operator lets a request and a connection take is no less
+// than what a call may.
+func (a *Adapter) limits() tier.Limits {
+	l := tier.Limits{Calls: max(a.Calls, 64), Bytes: a.Bytes, Timeout: usualTime}
+	var asked time.Duration
+	switch {
+	case a.Redis != nil:
+		asked = a.Redis.Timeout + a.Redis.DialTimeout
+	case a.S3 != nil:
+		asked = a.S3.Timeout + a.S3.DialTimeout
+	}
+	if asked > 0 {
+		l.Timeout += asked
+	}
+	return l
+}
+
+// place names where an adapter keeps objects.
+func (a *Adapter) place() string {
+	switch {
+	case a.Redis != nil:
+		return redisPlace(a.Redis)
+	case a.Mooncake != nil:
+		return mooncakePlace(a.Mooncake)
+	case a.S3 != nil:
+		return a.S3.URL + "/" + a.S3.Prefix
+	}
+	return absolute(a.Path)
+}
+
+func openDir(a Adapter, o Options) (*fs.Dir, error) {
+	return fs.Open(fs.Options{
+		Path: a.Path, TempDir: a.TempDir, Direct: a.Direct, Pad: a.Pad, Trust: o.Trust, NoMake: o.Existing, Names: o.Names, Changes: o.Changes, Number: o.number, Log: o.Log,
+		Limit: int64(a.LimitGB * gib), MinFree: int64(a.MinFreeGB * gib), EvictAt: a.EvictAt, EvictShare: a.Evict,
+	})
+}
+
+// explain says what to do about a disk that cannot be opened.
+func explain(err error) error {
+	switch {
+	case errors.Is(err, disk.ErrInUse):
+		return fmt.Errorf("--disk: %w: choose another one; each server needs its own", err)
+	case errors.Is(err, disk.ErrNotOurs):
+		return fmt.Errorf("--disk: %w: choose an empty one", err)
+	case errors.Is(err, disk.ErrNewer):
+		return fmt.Errorf("--disk: %w: start that build, or choose another directory", err)
+	}
+	return fmt.Errorf("--disk: %w", err)
+}
+
+// uniqueName tells tiers of one type apart: fs, fs-2, fs-3.
+func uniqueName(of []*tier.Counting, kind string) string {
+	n := 1
+	for _, t := range of {
+		if t.Name() == kind || strings.HasPrefix(t.Name(), kind+"-") {
+			n++
+		}
+	}
+	if n == 1 {
+		return kind
+	}
+	return fmt.Sprintf("%s-%d", kind, n)
+}
+
+// absolute returns the path itself where the directory of this process is not known.
+func absolute(path string) string {
+	if abs, err := filepath.Abs(path); err == nil {
+		path = abs
+	}
+	if real, err := filepath.EvalSymlinks(path); err == nil {
+		return real
+	}
+	return path
+}
