@@ -44,6 +44,7 @@ type backend struct {
 	id       atomic.Uint32 // in the index of prefixes; another one for each life
 
 	// Under fleet.mu:
+	turns    map[string]uint64 // by model: when it last got a request; see fleet.takeEngineLocked
 	inFlight int
 	pending  int // prompt bytes that it has yet to compute
 	doubts   int // looks that follow a failed call
@@ -76,14 +77,14 @@ func (b *backend) serves(name string) bool {
 	return name == "" || list == nil || slices.ContainsFunc(*list, func(m model) bool { return m.id == name })
 }
 
-// turn returns the next rank of a prefill engine; false: its registry shows none.
-func (b *backend) turn() (rank, bool) {
+// nextRank returns the rank of a prefill engine whose turn it is; false: its registry shows none.
+func (b *backend) nextRank() (rank, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if len(b.mu.ranks) == 0 {
 		return rank{}, false
 	}
-	return b.mu.ranks[b.rankTurn.Add(1)%uint64(len(b.mu.ranks))], true
+	return b.mu.ranks[b.rankTurn.Load()%uint64(len(b.mu.ranks))], true
 }
 
 // rank returns a data-parallel rank as the registry shows it now.

@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -258,13 +259,14 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	pieces, held := e.prefillPieces(wire.RemoteDecode(transfer))
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	done, started := make(chan struct{}), false
+	leaveP := sync.OnceFunc(func() { e.p.fleet.leave(c.prefill, c.lacks[1]) })
 	begin := func() error {
 		if started {
 			return nil
 		}
 		started = e.p.goBackground(func() {
 			defer close(done)
-			defer e.p.fleet.leave(c.prefill, c.lacks[1])
+			defer leaveP()
 			defer context.AfterFunc(e.p.ctx, abort)()
 			l, err := e.prefill(prefilling, n, c.prefill, who, pieces, held)
 			switch {
@@ -288,7 +290,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			abort()
 			n.Close()
 			held.release()
-			e.p.fleet.leave(c.prefill, c.lacks[1])
+			leaveP()
 			return
 		case outcome != "ok":
 			abort()
@@ -296,6 +298,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			e.freeLost(err, params)
 			return
 		}
+		leaveP() // D has the whole KV, so P has computed all
 		select {
 		case <-done:
 			abort()

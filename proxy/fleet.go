@@ -19,8 +19,8 @@ type fleet struct {
 
 	mu struct {
 		sync.Mutex
-		all    []*backend // replaced, never changed
-		turn   uint64
+		all    []*backend        // replaced, never changed
+		taken  uint64            // places taken so far; see backend.turns
 		queues map[string]*queue // by model; none is empty
 	}
 }
@@ -114,14 +114,12 @@ const (
 	ready
 )
 
-// pickLocked returns the engine that a request should go to. Those that were tried come last.
+// pickLocked returns the engine that a request should go to. Engines that were tried come last. Among engines of one
+// cost the one comes first that has waited longest for a request of the model.
 func (f *fleet) pickLocked(r role, w *want) (best *backend, lacks int, how stand) {
-	n := len(f.mu.all)
-	f.mu.turn++
-	start, bestTried, bestCost := int(f.mu.turn%uint64(max(1, n))), false, 0.0
+	bestTried, bestCost, bestTurn := false, 0.0, uint64(0)
 	home := f.homeLocked(r, w)
-	for i := range n {
-		b := f.mu.all[(start+i)%n]
+	for _, b := range f.mu.all {
 		switch {
 		case b.role != r || !b.serves(w.model):
 			continue
@@ -137,12 +135,37 @@ func (f *fleet) pickLocked(r role, w *want) (best *backend, lacks int, how stand
 		how = ready
 		tried := slices.Contains(w.tried, b)
 		short := w.bytes - w.seenBy(b.id.Load())
-		cost := f.cost(b, w, short, home)
-		if best == nil || bestTried && !tried || tried == bestTried && cost < bestCost {
-			best, bestTried, bestCost, lacks = b, tried, cost, short
+		cost, turn := f.cost(b, w, short, home), b.lastTurnLocked(w.model)
+		if best == nil || bestTried && !tried || tried == bestTried && (cost < bestCost || cost == bestCost && turn < bestTurn) {
+			best, bestTried, bestCost, bestTurn, lacks = b, tried, cost, turn, short
 		}
 	}
 	return best, lacks, how
+}
+
+// maxTurns bounds the models whose turns an engine remembers. Beyond it the turns begin anew.
+const maxTurns = 1024
+
+// turnOf is the model under which an engine counts a request: one that it lists, or any.
+func (b *backend) turnOf(model string) string {
+	if b.models.Load() == nil {
+		return "" // it serves whatever clients name
+	}
+	return model
+}
+
+// lastTurnLocked is when the engine last got a request of a model, counted in places taken.
+func (b *backend) lastTurnLocked(model string) uint64 { return b.turns[b.turnOf(model)] }
+
+// takeEngineLocked takes a place at an engine for a request of a model.
+func (f *fleet) takeEngineLocked(b *backend, model string, lacks int) {
+	b.inFlight++
+	b.pending += lacks
+	f.mu.taken++
+	if len(b.turns) >= maxTurns {
+		clear(b.turns)
+	}
+	b.turns[b.turnOf(model)] = f.mu.taken
 }
 
 // requestCost is how many bytes of prompt a request in progress weighs: it decodes beside others.
@@ -159,7 +182,7 @@ func (f *fleet) cost(b *backend, w *want, lacks int, home *backend) float64 {
 		}
 		return c
 	}
-	return 0 // the first in turn
+	return 0 // all are equal: turns decide
 }
 
 // homeLocked returns where all proxies send a prompt that they have not seen; nil: it was seen. Its
@@ -194,21 +217,21 @@ func (w *want) seenBy(id uint32) int {
 	return 0
 }
 
-// chooseLocked takes places for a request. how is ready, or why there is none.
+// chooseLocked chooses engines for a request; takeLocked takes the places. how is ready, or why there is no choice.
 func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 	d, dLacks, dHow := f.pickLocked(decode, w)
 	if dHow == absent {
 		e, lacks, how := f.pickLocked(both, w)
-		return f.takeLocked(choice{engine: e, lacks: [2]int{lacks}}), how, both
+		return choice{engine: e, lacks: [2]int{lacks}}, how, both
 	}
 	needs := !w.ready && !w.alone // P
 	switch {
 	case dHow != ready:
 	case w.ready:
-		return f.takeLocked(choice{engine: d}), ready, decode
+		return choice{engine: d}, ready, decode
 	case needs:
 		if lacks, by := f.lacks(w, dLacks); lacks < f.o.SkipPrefill {
-			return f.takeLocked(choice{engine: d, lacks: [2]int{lacks}, spared: by}), ready, decode
+			return choice{engine: d, lacks: [2]int{lacks}, spared: by}, ready, decode
 		}
 	}
 	var p *backend // nil: D does without
@@ -217,7 +240,7 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 		p, pLacks, pHow = f.pickLocked(prefill, w)
 		if pHow == ready && p.registry != nil {
 			ok := false
-			if who, ok = p.turn(); !ok {
+			if who, ok = p.nextRank(); !ok {
 				pHow = unwell
 			}
 		}
@@ -227,13 +250,13 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 	}
 	switch how := min(dHow, pHow); {
 	case how == ready && p != nil:
-		return f.takeLocked(choice{engine: d, prefill: p, rank: who, lacks: [2]int{0, pLacks}}), ready, decode
+		return choice{engine: d, prefill: p, rank: who, lacks: [2]int{0, pLacks}}, ready, decode
 	case how == ready:
-		return f.takeLocked(choice{engine: d, lacks: [2]int{dLacks}}), ready, decode
+		return choice{engine: d, lacks: [2]int{dLacks}}, ready, decode
 	case how <= doubtful:
 		e, lacks, eHow := f.pickLocked(both, w)
 		if eHow == ready {
-			return f.takeLocked(choice{engine: e, lacks: [2]int{lacks}}), ready, both
+			return choice{engine: e, lacks: [2]int{lacks}}, ready, both
 		}
 		of = decode
 		if pHow <= dHow {
@@ -260,14 +283,15 @@ func (f *fleet) lacks(w *want, lacks int) (int, spared) {
 	return least, byDecode
 }
 
-func (f *fleet) takeLocked(c choice) choice {
-	for i, b := range []*backend{c.engine, c.prefill} {
-		if b != nil {
-			b.inFlight++
-			b.pending += c.lacks[i]
+// takeLocked takes the places of a choice.
+func (f *fleet) takeLocked(c choice, model string) {
+	f.takeEngineLocked(c.engine, model, c.lacks[0])
+	if c.prefill != nil {
+		f.takeEngineLocked(c.prefill, model, c.lacks[1])
+		if c.prefill.registry != nil { // whose ranks take turns; see nextRank
+			c.prefill.rankTurn.Add(1)
 		}
 	}
-	return c
 }
 
 // computed notes that an engine has computed what it lacked.
@@ -326,6 +350,9 @@ func (f *fleet) dispatchLocked() {
 			if how != ready && (how >= doubtful || !q.doubt) {
 				break
 			}
+			if how == ready {
+				f.takeLocked(c, name)
+			}
 			first.got <- grant{c, f.refuseLocked(first.want, how, of)}
 			f.dropLocked(name, q, first)
 		}
@@ -364,6 +391,9 @@ func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
 		c, how, of := f.chooseLocked(w)
 		if how != full && how != doubtful {
 			defer f.mu.Unlock()
+			if how == ready {
+				f.takeLocked(c, w.model)
+			}
 			return c, f.refuseLocked(w, how, of)
 		}
 		q = &queue{doubt: how == doubtful}
@@ -420,7 +450,7 @@ func (f *fleet) another(w *want) *backend {
 	if how != ready || slices.Contains(w.tried, b) {
 		return nil
 	}
-	b.inFlight++
+	f.takeEngineLocked(b, w.model, 0)
 	return b
 }
 
@@ -445,14 +475,7 @@ func (f *fleet) state(name string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	w := &want{model: name}
-	c, how, of := f.chooseLocked(w)
-	if how == ready {
-		for _, b := range []*backend{c.engine, c.prefill} {
-			if b != nil {
-				b.inFlight--
-			}
-		}
-	}
+	_, how, of := f.chooseLocked(w)
 	if how == full || how == doubtful {
 		return nil
 	}

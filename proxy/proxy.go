@@ -107,7 +107,7 @@ func New(o Options) (*Proxy, error) {
 
 // add adds an engine and looks after it.
 func (p *Proxy) add(r role, address, registry string) (err error) {
-	b := &backend{role: r, url: trimURL(address)}
+	b := &backend{role: r, url: trimURL(address), turns: make(map[string]uint64)}
 	if u, err := url.Parse(address); err == nil {
 		b.host = u.Hostname()
 	}
