@@ -46,7 +46,8 @@ type grant struct {
 // want is what a request needs of an engine.
 type want struct {
 	model string
-	alone bool          // one engine: not a completion
+	alone bool          // one engine computes the prompt and the answer: not a completion, or a request of several sequences
+	many  bool          // a completion of several prompts or answers
 	ready bool          // D needs no P: a relay has the KV
 	marks []prefix.Mark // of the prompt
 	seen  []prefix.Seen // of the marks
@@ -252,7 +253,11 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 	case how == ready && p != nil:
 		return choice{engine: d, prefill: p, rank: who, lacks: [2]int{0, pLacks}}, ready, decode
 	case how == ready:
-		return choice{engine: d, lacks: [2]int{dLacks}}, ready, decode
+		c := choice{engine: d, lacks: [2]int{dLacks}}
+		if w.many {
+			c.spared = bySequences
+		}
+		return c, ready, decode
 	case how <= doubtful:
 		e, lacks, eHow := f.pickLocked(both, w)
 		if eHow == ready {

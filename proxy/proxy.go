@@ -303,7 +303,8 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, split bool) {
 		outcome = e.refuse(err)
 		return
 	}
-	e.want.alone = !split
+	e.want.many = split && !e.q.OneSequence()
+	e.want.alone = !split || e.want.many
 	outcome = "broken_off" // unless serve returns
 	outcome = e.serve()
 }

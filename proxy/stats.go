@@ -35,13 +35,14 @@ type counters struct {
 type spared uint8
 
 const (
-	notSpared spared = iota
-	byDecode         // D lacks little
-	byStore          // D can load most of it from the cache server
-	byRelay          // a relay has it
+	notSpared   spared = iota
+	byDecode           // D lacks little
+	byStore            // D can load most of it from the cache server
+	byRelay            // a relay has it
+	bySequences        // the request has several prompts or answers, and one transfer carries one prompt
 )
 
-var sparedBy = [...]string{byDecode: "decode", byStore: "store", byRelay: "relay"}
+var sparedBy = [...]string{byDecode: "decode", byStore: "store", byRelay: "relay", bySequences: "sequences"}
 
 type modelCounters struct{ ttft, e2e *histogram.Histogram }
 
@@ -93,7 +94,7 @@ type Stats struct {
 	Requests  map[string]int64 `counter:"kvasir_proxy_requests_total" label:"outcome" help:"Requests that ended. no_engine, failed and refused are answered 503; broken_off: the engine died in the middle of its answer."`
 	Retries   int64            `counter:"kvasir_proxy_retries_total" help:"Attempts after a first one that failed before the client heard anything."`
 	Freed     int64            `counter:"kvasir_proxy_prefills_freed_total" help:"Prompts computed by P that no request wanted any more, whose KV D was asked to take."`
-	Spared    map[string]int64 `counter:"kvasir_proxy_prefills_spared_total" label:"by" help:"Answers for which no P was asked: decode, D lacked little; store, the cache server had the beginning; relay, a relay had all."`
+	Spared    map[string]int64 `counter:"kvasir_proxy_prefills_spared_total" label:"by" help:"Answers for which no P was asked: decode, D lacked little; store, the cache server had the beginning; relay, a relay had all; sequences, the request has several prompts or answers."`
 	Store     int64            `gauge:"kvasir_proxy_store_well" help:"1 while the cache server of --store answers: what it has, P is not asked for."`
 	Well      map[string]int64 `gauge:"kvasir_proxy_engine_well" label:"engine" help:"1 while the engine answers, and its registry knows it."`
 	Engine    map[string]int64 `gauge:"kvasir_proxy_engine_requests" label:"engine" help:"Requests in progress at the engine, from this proxy."`

@@ -38,6 +38,11 @@ type Request struct {
 
 	StreamOptions Range
 
+	Embeds Range // prompt_embeds
+	N      Range
+	BestOf Range
+	Beam   Range // use_beam_search
+
 	fields []field // all keys of the object, in order
 }
 
@@ -184,6 +189,14 @@ func (r *Request) note(f field) {
 		r.Salt = f.value
 	case "stream_options":
 		r.StreamOptions = f.value
+	case "prompt_embeds":
+		r.Embeds = f.value
+	case "n":
+		r.N = f.value
+	case "best_of":
+		r.BestOf = f.value
+	case "use_beam_search":
+		r.Beam = f.value
 	}
 }
 
