@@ -205,7 +205,7 @@ func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream b
 	if stream && fix != nil {
 		return e.passEvents(b, resp, first, fix)
 	}
-	var end openai.Tail
+	end := openai.NewEnd(openai.APIOf(e.r.URL.Path))
 	data, err := first, error(nil)
 	renewed := time.Time{}
 	for err == nil {
@@ -228,30 +228,43 @@ func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream b
 		}
 		data, err = resp.Next()
 	}
+	if !stream && errors.Is(err, io.EOF) {
+		end = openai.NewEnd(openai.Other)
+	}
+	return e.ended(b, resp.Status, stream, end, err)
+}
+
+// ended returns the outcome of an answer that was passed on until err. An answer that is not whole is broken off.
+func (e *exchange) ended(b *backend, status int, stream bool, end *openai.End, err error) (outcome string) {
+	clean := errors.Is(err, io.EOF)
 	switch {
 	case e.r.Context().Err() != nil:
 		return "client_left"
-	case !errors.Is(err, io.EOF):
-	case !good:
+	case clean && status != http.StatusOK:
 		return "bad_request"
-	case !stream || end.Done():
+	case clean && end.State() == openai.Complete:
 		return "ok"
-	default:
-		err = errors.New("the stream ended without " + openai.Done)
+	case clean && end.State() == openai.Failed:
+		return "failed"
+	case clean:
+		err = fmt.Errorf("%w %s", errNoLast, openai.APIOf(e.r.URL.Path).Last())
 	}
 	e.brokenOff(b, stream, err)
 	return ""
 }
 
+// errNoLast means that an engine ended a stream in good order, but without the event that ends an answer.
+var errNoLast = errors.New("the stream ended without")
+
 // brokenOff ends an answer that is not whole: the client must not take it for one.
 func (e *exchange) brokenOff(b *backend, stream bool, err error) {
-	if !isTimeout(err) {
+	if !isTimeout(err) && !errors.Is(err, errNoLast) { // an engine that ends its answers in good order is well
 		e.p.trouble(b, err)
 	}
 	e.p.o.Log.Warn("an engine broke off in the middle of an answer", "engine", b.url, "request", e.id, "err", err)
 	if stream {
-		lost := &refusal{status: http.StatusBadGateway, kind: "InternalServerError", text: "the engine broke off"}
-		_, _ = e.w.Write(openai.AppendEvent([]byte("\n\n"), lost.body())) // the client may have gone
+		api := openai.APIOf(e.r.URL.Path)
+		_, _ = e.w.Write(api.AppendError([]byte("\n\n"), http.StatusBadGateway, "InternalServerError", "the engine broke off")) // the client may have gone
 		_ = e.rc.Flush()
 	}
 	panic(http.ErrAbortHandler) // cuts the connection

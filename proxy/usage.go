@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"io"
-	"net/http"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/http1"
@@ -30,8 +29,9 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 
 // passEvents is pass for a stream in which the usage is corrected, event by event.
 func (e *exchange) passEvents(b *backend, resp *http1.Response, first []byte, fix func([]byte) []byte) (outcome string) {
-	events := openai.NewReader(&rest{first, resp, e}, maxEvent)
-	var end openai.Tail
+	from := &rest{data: first, resp: resp, e: e}
+	events := openai.NewReader(from, maxEvent)
+	end := openai.NewEnd(openai.APIOf(e.r.URL.Path))
 	for {
 		event, err := events.Next()
 		if err == nil {
@@ -45,26 +45,19 @@ func (e *exchange) passEvents(b *backend, resp *http1.Response, first []byte, fi
 			}
 			continue
 		}
-		switch {
-		case e.r.Context().Err() != nil:
-			return "client_left"
-		case !errors.Is(err, io.EOF):
-		case resp.Status != http.StatusOK:
-			return "bad_request"
-		case end.Done():
-			return "ok"
-		default:
-			err = errors.New("the stream ended without " + openai.Done)
+		if from.ended && errors.Is(err, io.ErrUnexpectedEOF) { // in good order, in the middle of an event
+			err, end = io.EOF, openai.NewEnd(openai.Completions)
 		}
-		e.brokenOff(b, true, err)
+		return e.ended(b, resp.Status, true, end, err)
 	}
 }
 
 // rest reads an answer from its first bytes on.
 type rest struct {
-	data []byte
-	resp *http1.Response
-	e    *exchange
+	data  []byte
+	resp  *http1.Response
+	e     *exchange
+	ended bool // the answer ended as HTTP says
 }
 
 func (r *rest) Read(b []byte) (int, error) {
@@ -72,6 +65,7 @@ func (r *rest) Read(b []byte) (int, error) {
 		r.resp.Until(time.Now().Add(r.e.p.o.Stall))
 		var err error
 		if r.data, err = r.resp.Next(); err != nil {
+			r.ended = errors.Is(err, io.EOF)
 			return 0, err
 		}
 	}

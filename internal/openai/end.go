@@ -1,0 +1,184 @@
+package openai
+
+import (
+	"bytes"
+	"encoding/json"
+	"slices"
+	"strings"
+)
+
+// API is one of the interfaces that an engine serves. Each has events of its own.
+type API uint8
+
+const (
+	Completions API = iota // /v1/completions and /v1/chat/completions
+	Responses              // /v1/responses
+	Messages               // /v1/messages, Anthropic's
+	Other                  // its streams, if it has any, end where HTTP says so
+)
+
+// APIOf returns the API of a path.
+func APIOf(path string) API {
+	switch {
+	case path == "/v1/completions", strings.HasPrefix(path, "/v1/chat/completions"):
+		return Completions
+	case path == "/v1/responses":
+		return Responses
+	case path == "/v1/messages":
+		return Messages
+	}
+	return Other
+}
+
+// Last returns what the last event of a whole stream of the API is, for logs.
+func (a API) Last() string {
+	return [...]string{"data: " + Done, "response.completed, response.incomplete or response.failed", "message_stop", "any event"}[a]
+}
+
+// AppendError appends an event that ends a stream with an error, as the API writes it. status is that of the same error
+// as an answer of its own.
+//
+// Sources: vLLM 0.32 (completions), OpenAI's Responses streaming events ("error"), Anthropic's Messages streaming ("error").
+func (a API) AppendError(b []byte, status int, kind, text string) []byte {
+	inner := map[string]any{"message": text, "type": kind, "param": nil, "code": status}
+	var data []byte // of plain values, which always marshal
+	switch a {
+	case Responses:
+		// Clients look for "error" inside, or for the fields of the event.
+		data, _ = json.Marshal(map[string]any{"type": "error", "sequence_number": 0, "code": "server_error", "message": text, "param": nil, "error": inner})
+		b = append(b, "event: error\n"...)
+	case Messages:
+		data, _ = json.Marshal(map[string]any{"type": "error", "error": map[string]any{"type": "api_error", "message": text}})
+		b = append(b, "event: error\n"...)
+	default:
+		data, _ = json.Marshal(map[string]any{"error": inner})
+	}
+	return AppendEvent(b, data)
+}
+
+// State says how far a stream has come.
+type State uint8
+
+const (
+	Open     State = iota // the last event has not come
+	Complete              // it has
+	Failed                // an error was the last event: the client has heard why
+)
+
+// lineBytes is how much of a line an End keeps: the names of events and the beginnings of their data.
+const lineBytes = 96
+
+// End follows a stream of events, in whatever pieces it comes, to know whether it is whole.
+//
+// Comments, pings and empty events do not count. An event counts once the empty line behind it has come; but for [DONE],
+// which needs none.
+type End struct {
+	api   API
+	state State
+
+	line    [lineBytes]byte // the beginning of the line that is being read
+	n       int             // bytes of line
+	long    bool            // the line is longer
+	name    string          // of the event that is being read; "": it has none
+	data    []byte          // the beginning of its data
+	hasData bool
+}
+
+// NewEnd returns the End of a stream of an API.
+func NewEnd(a API) *End { return &End{api: a} }
+
+// Add takes the next bytes.
+func (e *End) Add(b []byte) {
+	if e.api == Other {
+		return
+	}
+	for len(b) > 0 {
+		i := bytes.IndexByte(b, '\n')
+		piece := b
+		if i >= 0 {
+			piece = b[:i]
+		}
+		n := copy(e.line[e.n:], piece)
+		e.n += n
+		e.long = e.long || n < len(piece)
+		if i < 0 {
+			return
+		}
+		e.takeLine()
+		b = b[i+1:]
+	}
+}
+
+// takeLine takes a line that has ended.
+func (e *End) takeLine() {
+	line := e.line[:e.n]
+	if !e.long {
+		line = bytes.TrimSuffix(line, []byte("\r"))
+	}
+	e.n, e.long = 0, false
+	if len(line) == 0 {
+		if e.hasData {
+			e.state = e.after()
+		}
+		e.name, e.data, e.hasData = "", e.data[:0], false
+		return
+	}
+	if name, ok := bytes.CutPrefix(line, []byte("event:")); ok {
+		e.name = string(bytes.TrimSpace(name))
+	} else if data, ok := bytes.CutPrefix(line, []byte("data:")); ok && !e.hasData {
+		e.hasData = true
+		e.data = append(e.data[:0], bytes.TrimPrefix(data, []byte(" "))...)
+	}
+}
+
+// after returns the state after the event that has been read.
+func (e *End) after() State {
+	name := e.name
+	if name == "" {
+		name = typeOf(e.data)
+	}
+	switch {
+	case e.api == Completions && string(e.data) == Done:
+		return Complete
+	case string(e.data) == Done, name == "ping":
+		return e.state
+	case name == "error", e.api == Completions && bytes.HasPrefix(e.data, []byte(`{"error"`)):
+		return Failed
+	case slices.Contains(lastEvents[e.api], name):
+		return Complete
+	}
+	return Open
+}
+
+var lastEvents = map[API][]string{
+	Responses: {"response.completed", "response.incomplete", "response.failed"},
+	Messages:  {"message_stop"},
+}
+
+// typeOf returns the type that an event names at the beginning of its data; "": none.
+func typeOf(data []byte) string {
+	rest, ok := bytes.CutPrefix(data, []byte(`{"type":`))
+	if rest = bytes.TrimLeft(rest, " "); !ok || len(rest) == 0 || rest[0] != '"' {
+		return ""
+	}
+	name, _, ok := bytes.Cut(rest[1:], []byte(`"`))
+	if !ok {
+		return ""
+	}
+	return string(name)
+}
+
+// State returns how far the stream has come.
+func (e *End) State() State {
+	rest := bytes.TrimSuffix(e.line[:e.n], []byte("\r"))
+	switch {
+	case e.api == Other:
+		return Complete
+	case e.api == Completions && !e.long && (string(rest) == "data: "+Done || string(rest) == "data:"+Done),
+		e.api == Completions && e.n == 0 && e.hasData && string(e.data) == Done:
+		return Complete
+	case e.n > 0 || e.hasData || e.name != "":
+		return Open // an event is cut
+	}
+	return e.state
+}

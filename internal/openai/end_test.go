@@ -1,0 +1,79 @@
+package openai_test
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/openai"
+)
+
+// A stream is whole when the last event of its API has come, in whatever pieces it comes.
+func TestEnd(t *testing.T) {
+	f := func(api openai.API, stream string, want openai.State) {
+		t.Helper()
+		for n := 1; n <= len(stream)+1; n++ {
+			end := openai.NewEnd(api)
+			for rest := stream; rest != ""; {
+				piece := rest[:min(n, len(rest))]
+				rest = rest[len(piece):]
+				end.Add([]byte(piece))
+			}
+			if end.State() != want {
+				t.Errorf("%q in pieces of %d: %v", stream, n, end.State())
+			}
+		}
+	}
+	const c, r, m = openai.Completions, openai.Responses, openai.Messages
+	f(c, "", openai.Open)
+	f(c, "data: [DONE]", openai.Complete)
+	f(c, "data: [DONE]\n", openai.Complete)
+	f(c, "data: [DONE]\r\n\r\n", openai.Complete)
+	f(c, "data:[DONE]\n\n", openai.Complete)
+	f(c, strings.Repeat("data: {}\n\n", 20)+"data: [DONE]\n\n", openai.Complete)
+	f(c, "data: "+strings.Repeat("x", 300)+"\n\ndata: [DONE]\n\n: bye\n\n", openai.Complete)
+	f(c, "data: [DONE]\n\ndata: {}\n\n", openai.Open)
+	f(c, "[DONE]", openai.Open)
+	f(c, "data: [DONE", openai.Open)
+	f(c, "data: {}\n\ndata: {\"error\":{\"code\":500}}\n\n", openai.Failed)
+	f(c, "data: {\"error\":{\"code\":500}}\n\ndata: [DONE]\n\n", openai.Complete)
+
+	f(r, "", openai.Open)
+	whole := `{"type":"response.completed","response":{"output":"` + strings.Repeat("long ", 100) + `"}}`
+	f(r, "event: response.created\ndata: {}\n\nevent: response.completed\ndata: "+whole+"\n\n", openai.Complete)
+	f(r, "event: response.completed\r\ndata: "+whole+"\r\n\r\n", openai.Complete)
+	f(r, "data: "+whole+"\n\n", openai.Complete)
+	f(r, "data: {\"type\": \"response.incomplete\"}\n\ndata: [DONE]\n\n", openai.Complete)
+	f(r, "event: response.failed\ndata: {}\n\n", openai.Complete)
+	f(r, "event: error\ndata: {}\n\n", openai.Failed)
+	f(r, "event: response.completed\ndata: "+whole, openai.Open)
+	f(r, "event: response.completed\ndata: "+whole+"\n", openai.Open)
+	f(r, "event: response.completed\n", openai.Open)
+	f(r, "event: response.completed\n\n", openai.Open) // no data
+	f(r, "event: response.output_text.delta\ndata: {\"delta\":\"event: response.completed\"}\n\n", openai.Open)
+	f(r, "data: [DONE]\n\n", openai.Open)
+
+	f(m, "event: message_start\ndata: {}\n\n", openai.Open)
+	f(m, "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n", openai.Complete)
+	f(m, "event: message_stop\ndata: {}\n\nevent: ping\ndata: {}\n\n: comment\n\n", openai.Complete)
+	f(m, "event: error\ndata: {\"type\":\"error\"}\n\n", openai.Failed)
+	f(m, "event: message_stop\ndata: {}\n\nevent: message_start\ndata: {}\n\n", openai.Open)
+	f(m, "event: message_sto", openai.Open)
+
+	f(openai.Other, "", openai.Complete)
+	f(openai.Other, "anything", openai.Complete)
+}
+
+func FuzzEnd(f *testing.F) {
+	f.Add(uint8(1), "event: response.completed\ndata: {}\n\n", 3)
+	f.Add(uint8(0), "data: [DONE]\r\n\r\n", 1)
+	f.Fuzz(func(t *testing.T, api uint8, stream string, cut int) {
+		one, two := openai.NewEnd(openai.API(api%4)), openai.NewEnd(openai.API(api%4))
+		one.Add([]byte(stream))
+		at := max(0, min(cut, len(stream)))
+		two.Add([]byte(stream[:at]))
+		two.Add([]byte(stream[at:]))
+		if one.State() != two.State() {
+			t.Fatalf("%q cut at %d: %v, whole: %v", stream, at, two.State(), one.State())
+		}
+	})
+}
