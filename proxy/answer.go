@@ -76,9 +76,7 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 		}
 	}
 	fields := e.fields[:len(e.fields):len(e.fields)]
-	if dp, ok := e.rankOf(b, rank{}); ok {
-		fields = append(fields, "X-Data-Parallel-Rank: "+strconv.Itoa(dp)+"\r\n"...)
-	}
+	fields = e.rankFields(fields, b, rank{})
 	span, fields := e.legSpan(fields)
 	start := time.Now()
 	defer func() { e.legEnded(span, legNames[b.role], b, start, err) }()
@@ -120,11 +118,11 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	return e.pass(b, resp, first, stream), nil
 }
 
-// pieces is the request for the engine that answers. A client does not choose from where D loads.
+// pieces is the request for the engine that answers. A client does not choose from where D loads KV or encoder outputs.
 func (e *exchange) pieces(b *backend, params []byte) [][]byte {
 	edits := e.salt
-	if b.role != both || e.key != nil && e.q.Params.Has() {
-		edits = append([]openai.Edit{{Key: "kv_transfer_params", Value: params}}, edits...)
+	if b.role != both || e.key != nil && (e.q.Params.Has() || e.q.ECParams.Has()) {
+		edits = append([]openai.Edit{{Key: "kv_transfer_params", Value: params}, {Key: "ec_transfer_params"}}, edits...)
 	}
 	if len(edits) == 0 {
 		return [][]byte{e.body.b}

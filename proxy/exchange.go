@@ -228,6 +228,7 @@ func (e *exchange) prefillPieces(params *wire.KVTransferParams) ([][]byte, *body
 		{Key: "stream", Value: []byte("false")},
 		{Key: "stream_options"},
 		{Key: "min_tokens"},
+		{Key: "ec_transfer_params"},
 		{Key: "kv_transfer_params", Value: encode(params)},
 	}
 	if e.q.MaxNew.Has() {
@@ -349,9 +350,7 @@ func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn
 // prefill is P's leg. It releases the body when P has it.
 func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, who rank, pieces [][]byte, held *body) (l leg, err error) {
 	fields := e.fields[:len(e.fields):len(e.fields)]
-	if dp, ok := e.rankOf(b, who); ok {
-		fields = append(fields, "X-Data-Parallel-Rank: "+strconv.Itoa(dp)+"\r\n"...)
-	}
+	fields = e.rankFields(fields, b, who)
 	span, fields := e.legSpan(fields)
 	start := time.Now()
 	defer func() { e.legEnded(span, "prefill", b, start, err) }()
@@ -379,6 +378,21 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, who r
 
 // maxPrefilled bounds P's answer, bytes: NIXL's lists the blocks of the prompt.
 const maxPrefilled = 8 << 20
+
+// rankFields appends the field that names the data-parallel rank of a leg. Where the proxy does not choose one, a client's
+// choice passes to an engine that does the whole request; not that of a client with an API key.
+func (e *exchange) rankFields(fields []byte, b *backend, who rank) []byte {
+	value := ""
+	if dp, ok := e.rankOf(b, who); ok {
+		value = strconv.Itoa(dp)
+	} else if b.role == both && e.p.o.Keys == nil {
+		value = e.r.Header.Get("X-Data-Parallel-Rank")
+	}
+	if value == "" {
+		return fields
+	}
+	return append(append(append(fields, "X-Data-Parallel-Rank: "...), value...), "\r\n"...)
+}
 
 // rankOf returns the data-parallel rank for a request to an engine; ok is false if the engine chooses.
 func (e *exchange) rankOf(b *backend, who rank) (dp int, ok bool) {
@@ -468,18 +482,26 @@ func (e *exchange) say(a *refusedByP) (outcome string) {
 var hop = map[string]bool{
 	"Connection": true, "Keep-Alive": true, "Proxy-Connection": true, "Transfer-Encoding": true, "Te": true, "Trailer": true, "Upgrade": true,
 	"Content-Length": true, "Accept-Encoding": true, "Proxy-Authenticate": true, "Proxy-Authorization": true, "Expect": true,
+	"Host": true, // HTTP/2 clients can send it as a field
+}
+
+// own are fields by which the proxy tells engines what to do. A client's never pass beside the proxy's: engines read the
+// first one. X-Data-Parallel-Rank passes to an engine that computes and answers alone; see rankFields.
+var own = map[string]bool{
+	"X-Request-Id": true, "X-Data-Parallel-Rank": true,
+	"X-Prefiller-Host-Port": true, "X-Encoder-Hosts-Ports": true, // of a llm-d sidecar: where it gets KV from
 }
 
 // engineFields returns a client's fields as engines get them.
 //
 // A client's API key stays here if the proxy has keys, or engines have one of their own.
 func (e *exchange) engineFields() []byte {
-	h, own := e.r.Header, e.p.o.EngineKey
+	h, key := e.r.Header, e.p.o.EngineKey
 	b := make([]byte, 0, 512)
 	named := h["Connection"] // fields that the connection names end here too
 	for k, values := range h {
 		switch {
-		case hop[k], k == "X-Request-Id", k == "Authorization" && (own != "" || e.p.o.Keys != nil), k == "Traceparent" && e.p.o.Spans != nil:
+		case hop[k], own[k], k == "Authorization" && (key != "" || e.p.o.Keys != nil), k == "Traceparent" && e.p.o.Spans != nil:
 			continue
 		case named != nil && connectionNames(named, k):
 			continue
@@ -491,8 +513,8 @@ func (e *exchange) engineFields() []byte {
 	if h["Content-Type"] == nil {
 		b = append(b, "Content-Type: application/json\r\n"...)
 	}
-	if own != "" {
-		b = append(append(append(b, "Authorization: Bearer "...), own...), "\r\n"...)
+	if key != "" {
+		b = append(append(append(b, "Authorization: Bearer "...), key...), "\r\n"...)
 	}
 	return b
 }

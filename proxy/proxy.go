@@ -283,6 +283,10 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, split bool) {
 		fail(w, &refusal{status: http.StatusMethodNotAllowed, kind: "BadRequestError", text: "POST is wanted"})
 		return
 	}
+	if strings.ContainsFunc(r.URL.RawQuery, func(c rune) bool { return c <= ' ' || c == 0x7f }) { // HTTP/2 lets it through
+		fail(w, &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: "the query has a blank or a control character"})
+		return
+	}
 	if p.inFlight.Add(1); p.draining.Load() || p.inFlight.Load() > int64(p.o.MaxInFlight) {
 		defer p.inFlight.Add(-1)
 		w.Header().Set("Connection", "close")
@@ -324,6 +328,9 @@ func (e *exchange) scanned() error {
 			return err
 		}
 	}
+	if err := checkXArgs(q); err != nil {
+		return err
+	}
 	e.q, e.want.model = q, name
 	prompt := q.Prompt
 	if !prompt.Has() {
@@ -345,6 +352,27 @@ func (e *exchange) scanned() error {
 		e.want.told = e.p.fleet.store.has(e.want.marks)
 	}
 	return nil
+}
+
+// checkXArgs refuses transfer parameters inside vllm_xargs. vLLM merges vllm_xargs into the same arguments as the top-level
+// fields, without a look at them, and its scheduler raises on what is no dict (vLLM 0.32, chat_completion/protocol.py).
+func checkXArgs(q *openai.Request) error {
+	if !q.XArgs.Has() || q.Body[q.XArgs.From] != '{' {
+		return nil // nothing, or nothing that an engine takes
+	}
+	bad := func(text string) error {
+		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", param: "vllm_xargs", text: text, outcome: "bad_request"}
+	}
+	args, err := openai.Scan(q.XArgs.Of(q.Body))
+	if err != nil {
+		return bad("vllm_xargs: " + err.Error())
+	}
+	args.Each(func(name string, _ []byte) {
+		if name == "kv_transfer_params" || name == "ec_transfer_params" {
+			err = bad("vllm_xargs must not have " + name + ": clients do not choose where engines load from")
+		}
+	})
+	return err
 }
 
 // onlyModel returns the model that a request without one means; "" is whatever there is.

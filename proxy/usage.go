@@ -90,6 +90,7 @@ func (p *Proxy) free(e *exchange, params []byte) {
 		{Key: "stream", Value: []byte("false")},
 		{Key: "stream_options"},
 		{Key: "min_tokens"},
+		{Key: "ec_transfer_params"},
 	}
 	pieces, _ := e.q.Apply(append(edits, e.salt...)...)
 	held, w := e.body, want{model: e.want.model}

@@ -34,6 +34,8 @@ type Request struct {
 	MaxTokens Range
 	MaxNew    Range // max_completion_tokens
 	Params    Range // kv_transfer_params
+	ECParams  Range // ec_transfer_params
+	XArgs     Range // vllm_xargs
 	Salt      Range // cache_salt
 
 	StreamOptions Range
@@ -185,6 +187,10 @@ func (r *Request) note(f field) {
 		r.MaxNew = f.value
 	case "kv_transfer_params":
 		r.Params = f.value
+	case "ec_transfer_params":
+		r.ECParams = f.value
+	case "vllm_xargs":
+		r.XArgs = f.value
 	case "cache_salt":
 		r.Salt = f.value
 	case "stream_options":
