@@ -18,7 +18,7 @@ have-go:
 	@command -v $(GO) >/dev/null || { echo "$(GO) is not installed: install Go 1.26, https://go.dev/dl"; exit 1; }
 
 build: have-go ## build bin/kvasir, a static binary
-	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=auto -o bin/kvasir ./cmd/kvasir
+	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=auto -ldflags "-s -w" -o bin/kvasir ./cmd/kvasir
 
 demo: build ## play a workload on a server with simulated engines
 	bin/kvasir demo

@@ -17,32 +17,35 @@ func (versionCmd) Run(e *env) error {
 
 // versionLine is the answer to "which build is this".
 func versionLine() string {
-	v := Version()
-	if v == devel {
-		v += ", built without version control data"
-	}
-	return fmt.Sprintf("kvasir %s (%s, %s/%s)", v, runtime.Version(), runtime.GOOS, runtime.GOARCH)
+	return fmt.Sprintf("kvasir %s (%s, %s/%s)", Version(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 }
 
-// devel is the version of a build that nothing is known about.
-const devel = "devel"
+// release is the release that this code is of, or leads to.
+const release = "0.1.0"
 
-// Version returns the module version or VCS revision of this build, or "devel".
+// Version returns the release and, where the build knows it, the commit: "0.1.0+1a2b3c4d5e6f". A build of a tagged module
+// has the release alone. ".dirty" follows the commit when files differ from it.
 func Version() string {
 	info, ok := debug.ReadBuildInfo()
 	if !ok {
-		return devel
+		return release
 	}
-	v := info.Main.Version
+	if v := info.Main.Version; strings.TrimPrefix(v, "v") == release {
+		return release
+	}
+	revision, dirty := "", ""
 	for _, s := range info.Settings {
-		if s.Key == "vcs.revision" && (v == "" || v == "(devel)") {
-			v = "devel-" + s.Value[:min(12, len(s.Value))]
+		switch {
+		case s.Key == "vcs.revision":
+			revision = "+" + s.Value[:min(12, len(s.Value))]
+		case s.Key == "vcs.modified" && s.Value == "true":
+			dirty = ".dirty"
 		}
 	}
-	if v == "" || v == "(devel)" {
-		return devel
+	if revision == "" {
+		return release
 	}
-	return v
+	return release + revision + dirty
 }
 
 // helpCmd stands in the list of commands; asHelp answers it.
