@@ -4,6 +4,7 @@ package keys
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -67,38 +68,64 @@ type stamp struct {
 // with # mean nothing.
 func Open(path string) (*Set, error) {
 	s := &Set{path: path}
-	if err := s.Reload(); err != nil {
+	f, err := s.load()
+	if err != nil {
 		return nil, err
 	}
+	s.take(f)
 	return s, nil
 }
 
-// Reload reads the file again. Keys that are still there keep their counts. An error leaves all as
-// it was.
-func (s *Set) Reload() error {
-	f, err := os.Open(s.path)
+// file is what a file of keys has.
+type file struct {
+	stamp stamp
+	keys  map[hash]*Key
+	whole bool // it ends with a newline, or is empty
+}
+
+// load reads the file.
+func (s *Set) load() (*file, error) {
+	r, err := os.Open(s.path)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	defer f.Close()
-	info, err := f.Stat()
+	defer r.Close()
+	info, err := r.Stat()
 	if err != nil {
-		return err
+		return nil, err
 	}
-	all, err := parse(io.LimitReader(f, maxFile))
+	text, err := io.ReadAll(io.LimitReader(r, maxFile))
 	if err != nil {
-		return fmt.Errorf("%w %s: %w", ErrFile, s.path, err)
+		return nil, err
 	}
+	all, err := parse(bytes.NewReader(text))
+	if err != nil {
+		return nil, fmt.Errorf("%w %s: %w", ErrFile, s.path, err)
+	}
+	return &file{stamp{info.ModTime(), info.Size()}, all, len(text) == 0 || text[len(text)-1] == '\n'}, nil
+}
+
+// take makes the keys of a file those of the set. Keys that are still there keep their counts.
+func (s *Set) take(f *file) {
 	if old := s.keys.Load(); old != nil {
-		for h, k := range all {
+		for h, k := range f.keys {
 			if was := (*old)[h]; was != nil && was.Name == k.Name && was.Salt == k.Salt && was.rate == k.rate && was.atOnce == k.atOnce {
-				all[h] = was
+				f.keys[h] = was
 			}
 		}
 	}
-	s.keys.Store(&all)
-	s.read = stamp{info.ModTime(), info.Size()}
-	return nil
+	s.keys.Store(&f.keys)
+	s.read = f.stamp
+}
+
+// lacks counts the keys of the set that a file does not have.
+func (s *Set) lacks(f *file) (n int) {
+	for h := range *s.keys.Load() {
+		if f.keys[h] == nil {
+			n++
+		}
+	}
+	return n
 }
 
 func parse(r io.Reader) (map[hash]*Key, error) {
@@ -162,29 +189,63 @@ func parseKey(words []string) (*Key, error) {
 	return k, nil
 }
 
-// Watch reads the file again when it has changed, looking each interval, until ctx ends. A file
-// that cannot be read is logged, and the former keys stay.
+// settleTime is how long a file that lacks keys must stay as it is before they are gone: it may be half written.
+const settleTime = 5 * time.Second
+
+// Watch reads the file again when it has changed, looking each interval, until ctx ends.
+//
+// A file that is being written is not taken for the new keys: two looks in a row must find the same file, it must end with a
+// newline, and when it lacks keys that the set has, it must stay so for 5 s. A file without any key never replaces a set that
+// has some. What cannot be taken is logged once for each state of the file, and the former keys stay.
 func (s *Set) Watch(ctx context.Context, interval time.Duration, log *slog.Logger) {
-	last := s.read
+	seen, since := s.read, time.Now()
+	settled := true // the file in this state was taken, or it was logged why not
 	for {
 		select {
 		case <-time.After(interval):
 		case <-ctx.Done():
 			return
 		}
+		var now stamp // zero: it cannot be looked at
 		info, err := os.Stat(s.path)
-		if err == nil && (stamp{info.ModTime(), info.Size()}) == last {
+		if err == nil {
+			now = stamp{info.ModTime(), info.Size()}
+		}
+		if now != seen {
+			seen, since, settled = now, time.Now(), false
 			continue
 		}
+		if settled {
+			continue
+		}
+		f, lost := (*file)(nil), 0
 		if err == nil {
-			last = stamp{info.ModTime(), info.Size()}
-			err = s.Reload()
+			f, err = s.load()
+		}
+		switch {
+		case err != nil:
+		case f.stamp != now:
+			continue // it changed since the look
+		case len(f.keys) == 0 && s.Len() > 0:
+			err = fmt.Errorf("%w %s: it has no key", ErrFile, s.path)
+		case !f.whole:
+			err = fmt.Errorf("%w %s: its last line does not end, it may be half written", ErrFile, s.path)
 		}
 		if err != nil {
 			log.Error("API keys: the former ones stay", "err", err)
+			settled = true
 			continue
 		}
-		log.Info("API keys were read again", "keys", s.Len())
+		if lost = s.lacks(f); lost > 0 && time.Since(since) < settleTime {
+			continue
+		}
+		s.take(f)
+		settled = true
+		if lost > 0 {
+			log.Warn("API keys were removed", "removed", lost, "keys", s.Len())
+		} else {
+			log.Info("API keys were read again", "keys", s.Len())
+		}
 	}
 }
 

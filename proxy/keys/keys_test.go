@@ -1,6 +1,7 @@
 package keys_test
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"errors"
@@ -8,7 +9,9 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -133,7 +136,7 @@ func TestWatch(t *testing.T) {
 			t.Fatal("a")
 		}
 		write(t, path, line("a", "1", "concurrent=1")+line("c", "33", "rate=1"))
-		time.Sleep(3 * time.Second)
+		time.Sleep(8 * time.Second)
 		synctest.Wait()
 		if s.Find("2") != nil || s.Find("33") == nil {
 			t.Error("the file is not read again")
@@ -148,6 +151,57 @@ func TestWatch(t *testing.T) {
 			t.Error("a broken file takes keys away")
 		}
 		stop()
+	})
+}
+
+// A file that is being written locks no client out: neither while it is empty, nor while it ends in a line, nor while it
+// lacks lines. Its keys count once it has come to rest, and what is logged is logged once.
+func TestFilesThatAreBeingWritten(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "keys")
+	synctest.Test(t, func(t *testing.T) {
+		whole := line("a", "1", "") + line("b", "2", "")
+		write(t, path, whole)
+		s, err := keys.Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var logged bytes.Buffer
+		ctx, stop := context.WithCancel(t.Context())
+		var wg sync.WaitGroup
+		wg.Go(func() { s.Watch(ctx, time.Second, slog.New(slog.NewTextHandler(&logged, nil))) })
+		step := func(text string, wait time.Duration, want ...string) {
+			t.Helper()
+			write(t, path, text)
+			time.Sleep(wait)
+			synctest.Wait()
+			var got []string
+			for _, secret := range []string{"1", "2", "33"} {
+				if s.Find(secret) != nil {
+					got = append(got, secret)
+				}
+			}
+			if !slices.Equal(got, want) {
+				t.Errorf("after %q for %v: keys %v, %v are wanted", text, wait, got, want)
+			}
+		}
+		step("", 30*time.Second, "1", "2")
+		step("# only a comment\n", 30*time.Second, "1", "2")
+		step(line("a", "1", ""), 4*time.Second, "1", "2") // cut between lines
+		step(strings.TrimSuffix(line("c", "33", "")+whole, "\n"), 30*time.Second, "1", "2")
+		step(whole+line("c", "33", ""), 3*time.Second, "1", "2", "33")
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(30 * time.Second)
+		step(line("c", "33", ""), 9*time.Second, "33")
+		stop()
+		wg.Wait()
+		if n := strings.Count(logged.String(), "level=ERROR"); n != 4 {
+			t.Errorf("%d errors are logged, 4 states are wrong:\n%s", n, logged.String())
+		}
+		if n := strings.Count(logged.String(), "level=WARN"); n != 1 {
+			t.Errorf("%d warnings:\n%s", n, logged.String())
+		}
 	})
 }
 
