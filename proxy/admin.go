@@ -30,8 +30,8 @@ func (p *Proxy) Admin(token string) http.Handler {
 	mux := http.NewServeMux()
 	handle := func(pattern string, f func(w http.ResponseWriter, r *http.Request) error) {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
-			secret, _ := bearer(r)
-			if got := sha256.Sum256([]byte(secret)); token == "" || subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
+			secret, ok := bearer(r)
+			if got := sha256.Sum256([]byte(secret)); !ok || token == "" || subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
 				w.Header().Set("WWW-Authenticate", "Bearer")
 				fail(w, &refusal{status: http.StatusUnauthorized, kind: "AuthenticationError", text: "the token is missing or wrong"})
 				return

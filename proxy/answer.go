@@ -107,7 +107,7 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	case ctx.Err() != nil:
 		return "", context.Cause(ctx)
 	case isTimeout(err):
-		return "", fmt.Errorf("%s: no answer within %v", b.url, e.p.o.FirstByte)
+		return "", fmt.Errorf("%s: %w: %v have passed", b.url, errLate, e.p.o.FirstByte)
 	default:
 		e.p.trouble(b, err)
 		return "", fmt.Errorf("%s: %w: %w", b.url, errLost, err)
@@ -158,8 +158,14 @@ func (e *exchange) whole(resp *http1.Response, first *[]byte) bool {
 func (e *exchange) head(fields []http1.Field, status, length int) {
 	h := e.w.Header()
 	values := make([]string, len(fields))
+	var named []string // fields that the engine's connection names end here, too
+	for _, f := range fields {
+		if f.Name == "Connection" {
+			named = append(named, f.Value)
+		}
+	}
 	for i, f := range fields {
-		if !hop[f.Name] {
+		if !hop[f.Name] && (named == nil || !connectionNames(named, f.Name)) {
 			values[i] = f.Value
 			h[f.Name] = append(h[f.Name], values[i:i+1:i+1]...)
 		}

@@ -20,7 +20,7 @@ func (e *exchange) admit() error {
 	if e.p.o.Keys == nil {
 		return nil
 	}
-	secret, ok := bearer(e.r)
+	secret, ok := apiKey(e.r)
 	if ok {
 		e.key = e.p.o.Keys.Find(secret)
 	}
@@ -60,6 +60,15 @@ func (e *exchange) beginShared() (wait time.Duration, ok bool) {
 	return wait, ok
 }
 
+// apiKey returns the API key of a request: a bearer token, as OpenAI's clients send it, or else x-api-key, as Anthropic's do.
+func apiKey(r *http.Request) (secret string, ok bool) {
+	if secret, ok = bearer(r); ok {
+		return secret, true
+	}
+	secret = strings.TrimSpace(r.Header.Get("X-Api-Key"))
+	return secret, secret != ""
+}
+
 func bearer(r *http.Request) (secret string, ok bool) {
 	kind, secret, _ := strings.Cut(r.Header.Get("Authorization"), " ")
 	return strings.TrimSpace(secret), strings.EqualFold(kind, "Bearer") && secret != ""
@@ -70,7 +79,7 @@ func (p *Proxy) allowed(r *http.Request) bool {
 	if p.o.Keys == nil {
 		return true
 	}
-	secret, ok := bearer(r)
+	secret, ok := apiKey(r)
 	return ok && p.o.Keys.Find(secret) != nil
 }
 

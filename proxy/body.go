@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"sync"
 	"sync/atomic"
@@ -85,15 +86,26 @@ func (e *exchange) read() error {
 		if isTimeout(err) {
 			e.w.Header().Set("Connection", "close")
 			return &refusal{
-				status: http.StatusRequestTimeout, kind: "BadRequestError", outcome: "bad_request",
+				status: http.StatusRequestTimeout, kind: "BadRequestError", outcome: "bad_request", always: true,
 				text: fmt.Sprintf("the request did not come within %v", e.p.o.BodyTimeout),
 			}
 		}
-		return &refusal{outcome: "client_left"}
+		return brokenBody(e, err)
 	}
 	// The limit on reading ends with the body. Left on, it would pass for a client that leaves.
 	_ = e.rc.SetReadDeadline(time.Time{}) // not every ResponseWriter has deadlines
 	return e.scanned()
+}
+
+// brokenBody is the answer to a body that is cut, or whose chunks are malformed. The client may have gone, or may have closed its
+// side alone and wait for an answer; a balancer in between must not take an empty answer for success.
+func brokenBody(e *exchange, err error) error {
+	e.w.Header().Set("Connection", "close")
+	r := &refusal{status: http.StatusBadRequest, kind: "BadRequestError", outcome: "bad_request", text: "the body is malformed", always: true}
+	if _, network := errors.AsType[*net.OpError](err); network || errors.Is(err, io.ErrUnexpectedEOF) {
+		r.text, r.outcome = "the body ends early", "client_left"
+	}
+	return r
 }
 
 // releaseBody gives the exchange's own hold back; what was scanned is gone with it.

@@ -99,11 +99,15 @@ func (e *exchange) end(outcome string) {
 // refuse tells the client why there is no answer.
 func (e *exchange) refuse(err error) (outcome string) {
 	r, ok := errors.AsType[*refusal](err)
-	if e.r.Context().Err() != nil && (r == nil || r.status != http.StatusRequestTimeout) {
+	if e.r.Context().Err() != nil && (r == nil || !r.always) {
 		return "client_left"
 	}
-	if !ok {
-		r = &refusal{status: http.StatusServiceUnavailable, kind: "ServiceUnavailable", text: "no engine answered: " + err.Error(), retry: 1, outcome: "failed"}
+	if !ok { // addresses and texts of engines are for the operator alone
+		e.p.o.Log.Warn("no engine answered a request", "request", e.id, "attempts", e.attempts, "err", err)
+		r = &refusal{status: http.StatusServiceUnavailable, kind: "ServiceUnavailable", text: "no engine answered", retry: 1, outcome: "failed"}
+		if errors.Is(err, errLate) { // a client that tries again costs the same work again
+			r = &refusal{status: http.StatusGatewayTimeout, kind: "GatewayTimeout", text: "no engine answered in time", outcome: "failed"}
+		}
 	}
 	if r.status != 0 {
 		e.w.Header().Set("X-Request-Id", e.id)
@@ -153,7 +157,7 @@ func (e *exchange) serve() (outcome string) {
 			return "client_left"
 		}
 		e.p.o.Log.Debug("an attempt failed", "request", e.id, "attempt", e.attempts, "err", err)
-		if e.attempts >= e.p.o.Attempts {
+		if e.attempts >= e.p.o.Attempts || errors.Is(err, errLate) { // another engine would compute it anew, for as long
 			return e.refuse(err)
 		}
 		e.p.n.retries.Add(1)
@@ -463,7 +467,7 @@ func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begi
 // freeLost asks a D to take P's KV if it is not known whether one did, so that P's memory becomes free.
 func (e *exchange) freeLost(err error, params []byte) {
 	unknown := false
-	for _, how := range []error{errNotSent, errLost, errFailed, errSilent, http1.ErrCut} {
+	for _, how := range []error{errNotSent, errLost, errFailed, errLate, errSilent, http1.ErrCut} {
 		unknown = unknown || errors.Is(err, how)
 	}
 	if unknown && e.prefilled.Load() > 0 && params != nil {
@@ -492,16 +496,17 @@ var own = map[string]bool{
 	"X-Prefiller-Host-Port": true, "X-Encoder-Hosts-Ports": true, // of a llm-d sidecar: where it gets KV from
 }
 
+// credentials are fields in which clients send secrets. They end here if the proxy has keys, or engines have one of their own.
+var credentials = map[string]bool{"Authorization": true, "X-Api-Key": true, "Api-Key": true, "Cookie": true}
+
 // engineFields returns a client's fields as engines get them.
-//
-// A client's API key stays here if the proxy has keys, or engines have one of their own.
 func (e *exchange) engineFields() []byte {
 	h, key := e.r.Header, e.p.o.EngineKey
 	b := make([]byte, 0, 512)
 	named := h["Connection"] // fields that the connection names end here too
 	for k, values := range h {
 		switch {
-		case hop[k], own[k], k == "Authorization" && (key != "" || e.p.o.Keys != nil), k == "Traceparent" && e.p.o.Spans != nil:
+		case hop[k], own[k], credentials[k] && (key != "" || e.p.o.Keys != nil), k == "Traceparent" && e.p.o.Spans != nil:
 			continue
 		case named != nil && connectionNames(named, k):
 			continue

@@ -239,6 +239,7 @@ type refusal struct {
 	text    string
 	retry   int    // seconds; 0: none
 	outcome string // for the metrics
+	always  bool   // written although the client seems to have left: it may have closed only its side
 }
 
 func (e *refusal) Error() string { return e.text }
