@@ -73,7 +73,7 @@ func TestMore(t *testing.T) {
 	want := `Interrupted; requests not finished:      4
 ----------- From prompt to first token -----------
 Mean queue of P (ms):                    1.50
-D tells no figures: HTTP 404
+D reports no figures: HTTP 404
 9 failed: reason a
 8 failed: reason b
 7 failed: reason c

@@ -88,14 +88,14 @@ type Stage struct {
 	Millis float64 `json:"mean_ms"`
 }
 
-// Engine is what an engine told of itself over the run.
+// Engine is what an engine reports of itself over the run.
 type Engine struct {
 	Role    string  `json:"role"`             // P, D, or empty where there is one kind
 	Queries int64   `json:"prefix_queries"`   // prompt tokens looked up in the prefix cache
 	Hits    int64   `json:"prefix_hits"`      // found there
 	Loaded  int64   `json:"external_hits"`    // loaded from elsewhere
 	Points  []Point `json:"points,omitempty"` // over time
-	Error   string  `json:"error,omitempty"`  // why it told nothing
+	Error   string  `json:"error,omitempty"`  // why it reported nothing
 }
 
 // Point is an engine's state at a time.
@@ -285,7 +285,7 @@ func parse(text []byte, keys map[string]json.RawMessage) (*Result, error) {
 }
 
 // maxNumber bounds numbers of results: times in seconds or ms, tokens, rates. Larger ones are
-// nobody's, and sums of them would not be finite.
+// errors, and sums of them would not be finite.
 const maxNumber = 1e15
 
 func outside(v float64) bool { return !(v >= -maxNumber && v <= maxNumber) }

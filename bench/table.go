@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// TableMetrics are the populations that vLLM's table has unless told otherwise.
+// TableMetrics are the populations that vLLM's table has by default.
 var TableMetrics = []string{"ttft", "tpot", "itl"}
 
 // Table prints the result as vllm bench serve does, line by line, blanks included. metrics
@@ -92,7 +92,7 @@ func (r *Result) More(w io.Writer) error {
 	}
 	for _, e := range r.Engines {
 		if e.Error != "" {
-			fmt.Fprintf(&b, "%s tells no figures: %s\n", e.name(), e.Error)
+			fmt.Fprintf(&b, "%s reports no figures: %s\n", e.name(), e.Error)
 		}
 	}
 	texts := slices.Sorted(maps.Keys(r.Errors))

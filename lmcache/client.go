@@ -110,7 +110,7 @@ func (c *Client) failAll(err error) {
 	}
 }
 
-// receive pairs a reply with its call. Replies that nobody waits for are ignored.
+// receive pairs a reply with its call. Replies without a waiting call are ignored.
 func (c *Client) receive(m zmtp.Message) {
 	if len(m) < 2 || len(m) > 3 {
 		return
@@ -226,7 +226,7 @@ func (c *Client) ChunkTokens(ctx context.Context) (int, error) {
 	return int(n), err
 }
 
-// Ping tells the server that a worker lives. False asks it to register again.
+// Ping reports that a worker lives. False asks the worker to register again.
 func (c *Client) Ping(ctx context.Context, instanceID int64) (bool, error) {
 	return result(ctx, c, DecodeBool, OpPing, AppendInt(nil, instanceID))
 }
@@ -236,7 +236,7 @@ func (c *Client) PingServer(ctx context.Context) (bool, error) {
 	return result(ctx, c, DecodeBool, OpPing, AppendNil(nil))
 }
 
-// ReportBlockAllocations tells the server which blocks requests got; it only
+// ReportBlockAllocations reports which blocks requests got; the server only
 // observes them.
 func (c *Client) ReportBlockAllocations(ctx context.Context, instanceID int64, model string, records []BlockAllocation) error {
 	return c.none(ctx, OpReportBlockAllocation, AppendInt(nil, instanceID), AppendString(nil, model), AppendBlockAllocations(nil, records))

@@ -187,7 +187,7 @@ func (m *Memo) addLocked(prev kv.Hash, b []byte, hash kv.Hash) {
 	copy(raw, b)
 	e.bucket = m.bucketOf(prev, b)
 	e.next = m.buckets[e.bucket]
-	m.buckets[e.bucket] = int32(i + 1) // last: nobody finds an entry that is not whole
+	m.buckets[e.bucket] = int32(i + 1) // last: a reader never finds an entry that is not whole
 }
 
 // slotLocked returns a free entry: a new one while there is room, else the next

@@ -97,7 +97,7 @@ func decodeEngineDriven(frame []byte) (EngineDriven, error) {
 }
 
 // Pool is RegisterEngineDrivenContextResponse: the shared-memory object that
-// holds every slot. The zero Pool tells a client to pickle instead.
+// holds every slot. The zero Pool makes a client pickle instead.
 type Pool struct {
 	ShmName string // under /dev/shm, without a slash
 	Bytes   int64
@@ -305,7 +305,7 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 		return msgp.AppendBool(b, false), true
 	case OpGetExperimental:
 		return msgp.AppendArrayHeader(b, 0), true
-	case OpP2PLookupAndLock: // a task that nobody knows
+	case OpP2PLookupAndLock: // an unknown task
 		return appendInt(b, -1), true
 	case OpSubscribeKVEvents: // ends the client's use of the stream for good
 		b = msgp.AppendMapHeader(b, 5)

@@ -140,7 +140,7 @@ func merge(pairs []regionPair, widen bool) []regionPair {
 }
 
 // validate checks the payloads of aligned regions against the TP sizes. heads is
-// the model's number of KV heads, 0 when they cannot be told apart (MLA, Mamba);
+// the model's number of KV heads, 0 when they cannot be distinguished (MLA, Mamba);
 // replicated says that every P rank holds the same bytes.
 // Source: _validate_asymmetric_region_lengths of vLLM 0.33.
 func validate(pairs []regionPair, pTP, dTP int, replicated bool, heads int) error {

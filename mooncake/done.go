@@ -12,7 +12,7 @@ import (
 // dWorker names a worker of D among those that pull one transfer. A pull carries
 // neither D's engine nor its pipeline stage. If D has one stage, the TP rank alone
 // names the worker, so that a D at a new address is still the same worker. If it has
-// several, the address tells the stages apart.
+// several, the address distinguishes the stages.
 type dWorker struct {
 	rank int
 	host string // "" where D has one stage

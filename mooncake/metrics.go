@@ -34,7 +34,7 @@ type MetricsStats struct {
 	PushDescriptors histogram.Counts `histogram:"vllm:mooncake_num_descriptors" help:"Descriptors of one push of KV blocks."`
 	FailedPushes    uint64           `counter:"vllm:mooncake_num_failed_transfers" help:"Pushes that the transfer engine failed."`
 	FailedRecvs     uint64           `counter:"vllm:mooncake_num_failed_recvs" help:"Requests whose KV did not arrive; D computes them."`
-	ExpiredKV       uint64           `counter:"vllm:mooncake_num_kv_expired_reqs" help:"Requests whose KV nobody pulled in time."`
+	ExpiredKV       uint64           `counter:"vllm:mooncake_num_kv_expired_reqs" help:"Requests whose KV no D pulled in time."`
 }
 
 // Stats returns the figures.
@@ -67,7 +67,7 @@ func (m *Metrics) failRecv() {
 	}
 }
 
-// Expire counts a request whose KV nobody pulled in time.
+// Expire counts a request whose KV no D pulled in time.
 func (m *Metrics) Expire() {
 	if m != nil {
 		m.expiredKV.Add(1)

@@ -362,7 +362,7 @@ func (s *Sender) Finished() []string {
 			s.finishLocked(e)
 			s.stats.expired.Add(1)
 			s.o.Metrics.Expire()
-			s.log.Warn("mooncake: nobody pulled in time, blocks freed", "request", e.request, "transfer", id,
+			s.log.Warn("mooncake: no D pulled in time, blocks freed", "request", e.request, "transfer", id,
 				"timeout", s.o.AbortTimeout)
 		}
 	}

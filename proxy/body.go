@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// body is a request's, in memory that is used again when nobody holds it.
+// body is a request's, in memory that is reused once its last hold ends.
 type body struct {
 	b     []byte
 	holds atomic.Int32
@@ -33,7 +33,7 @@ func newBody(n int64) *body {
 			break
 		}
 	}
-	// Nobody makes us take much memory by saying that much will come.
+	// A Content-Length alone never makes the proxy take much memory.
 	b := &body{b: make([]byte, 0, min(max(n, 4<<10), 64<<10)+1)}
 	b.holds.Store(1)
 	return b

@@ -52,7 +52,7 @@ type exchange struct {
 	againFrom string             // and P, as the relay names it
 	answers   atomic.Bool        // the engine that answers has begun: P's part is no matter any more
 	prefilled atomic.Int64       // when P had answered, ns after start; 0: no P, or not yet
-	cached    atomic.Int64       // prompt tokens that P had cached; -1: not told
+	cached    atomic.Int64       // prompt tokens that P had cached; -1: not known
 	model     *modelCounters     // of a good answer
 	span      otlp.Context       // with Options.Spans
 	parent    [8]byte            // its parent; zero: none
@@ -72,7 +72,7 @@ func newExchange(p *Proxy, w http.ResponseWriter, r *http.Request) *exchange {
 	return e
 }
 
-// newID returns a name that nobody else has.
+// newID returns a unique name.
 func newID() string {
 	var b [16]byte
 	_, _ = rand.Read(b[:]) // never fails
@@ -96,7 +96,7 @@ func (e *exchange) end(outcome string) {
 	e.p.o.Log.Debug("a request ended", "request", e.id, "model", e.want.model, "outcome", outcome, "attempts", e.attempts, "took", time.Since(e.start))
 }
 
-// refuse tells the client why there is no answer.
+// refuse answers the client why there is no answer of an engine.
 func (e *exchange) refuse(err error) (outcome string) {
 	r, ok := errors.AsType[*refusal](err)
 	if e.r.Context().Err() != nil && (r == nil || !r.always) {
@@ -165,7 +165,7 @@ func (e *exchange) serve() (outcome string) {
 }
 
 // engineID is what engines call a request in this attempt. Where P and D know the KV by it, it must
-// be nobody else's: clients choose ids as they like, and P may still have that of a former attempt.
+// be unique: clients choose ids as they like, and P may still hold KV of a former attempt.
 func (e *exchange) engineID(c choice) string {
 	if c.prefill == nil || e.p.o.Dialect == Mooncake {
 		return e.id
@@ -212,7 +212,7 @@ func (e *exchange) attempt(c choice, again []byte) (outcome string, err error) {
 // leg is what P does for a request.
 type leg struct {
 	params []byte // what P says for D; nil: nothing
-	cached int    // prompt tokens that it had; -1: not told
+	cached int    // prompt tokens that it had; -1: not known
 }
 
 // refusedByP is an answer of P that the client should hear.
@@ -224,7 +224,7 @@ type refusedByP struct {
 
 func (a *refusedByP) Error() string { return fmt.Sprintf("status %d: %.200s", a.status, a.text) }
 
-// prefillPieces returns the request for P: one token, that nobody needs. The body is held.
+// prefillPieces returns the request for P, which computes one token. The body is held.
 func (e *exchange) prefillPieces(params *wire.KVTransferParams) ([][]byte, *body) {
 	one := []byte("1")
 	edits := []openai.Edit{
@@ -323,7 +323,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 
 // reach returns a connection to P, and who P is now. A new connection may lead to a P that was
 // started again, under another engine id: then the registry is asked. D must not be sent to an
-// engine that is no more, since P would keep the KV of a transfer that nobody pulls.
+// engine that is gone, since P would keep the KV of a transfer that no D pulls.
 func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn, rank, error) {
 	n, err := b.client.Conn(ctx)
 	if err != nil {
@@ -409,7 +409,7 @@ func (e *exchange) rankOf(b *backend, who rank) (dp int, ok bool) {
 	return 0, false
 }
 
-// remoteDecode is what P of the dialects without a registry is told.
+// remoteDecode returns P's parameters in the dialects without a registry.
 func remoteDecode(d Dialect) *wire.KVTransferParams {
 	params := wire.RemoteDecode("")
 	if d == NIXL {
@@ -489,7 +489,7 @@ var hop = map[string]bool{
 	"Host": true, // HTTP/2 clients can send it as a field
 }
 
-// own are fields by which the proxy tells engines what to do. A client's never pass beside the proxy's: engines read the
+// own are fields by which the proxy directs engines. A client's never pass beside the proxy's: engines read the
 // first one. X-Data-Parallel-Rank passes to an engine that computes and answers alone; see rankFields.
 var own = map[string]bool{
 	"X-Request-Id": true, "X-Data-Parallel-Rank": true,

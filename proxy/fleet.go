@@ -45,15 +45,15 @@ type grant struct {
 
 // want is what a request needs of an engine.
 type want struct {
-	model string
-	alone bool          // one engine computes the prompt and the answer: not a completion, or a request of several sequences
-	many  bool          // a completion of several prompts or answers
-	ready bool          // D needs no P: a relay has the KV
-	marks []prefix.Mark // of the prompt
-	seen  []prefix.Seen // of the marks
-	bytes int           // of the prompt
-	told  told          // what the cache server says that it has of it
-	who   string        // whose share of the queue
+	model  string
+	alone  bool          // one engine computes the prompt and the answer: not a completion, or a request of several sequences
+	many   bool          // a completion of several prompts or answers
+	ready  bool          // D needs no P: a relay has the KV
+	marks  []prefix.Mark // of the prompt
+	seen   []prefix.Seen // of the marks
+	bytes  int           // of the prompt
+	stored stored        // what the cache server reports of it
+	who    string        // whose share of the queue
 
 	session string // that the client names; "": none
 	tried   []*backend
@@ -275,13 +275,13 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 // lacks returns how many bytes of a prompt D would compute alone, and why no more: it has the rest, or
 // the cache server has.
 func (f *fleet) lacks(w *want, lacks int) (int, spared) {
-	stored := 0
+	guess := 0
 	for _, id := range f.store.ids() {
 		if id != 0 {
-			stored = max(stored, w.seenBy(id))
+			guess = max(guess, w.seenBy(id))
 		}
 	}
-	least := min(lacks, w.bytes-w.told.instead(stored))
+	least := min(lacks, w.bytes-w.stored.instead(guess))
 	if least < f.o.SkipPrefill && lacks >= f.o.SkipPrefill {
 		return least, byStore
 	}

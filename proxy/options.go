@@ -21,7 +21,7 @@ type Prefill struct {
 	Registry string // of its bootstrap server, http://host:port; for Mooncake only
 }
 
-// Dialect is how P and D are told of each other.
+// Dialect is how P and D learn of each other.
 type Dialect uint8
 
 // The dialects.

@@ -39,7 +39,7 @@ type Proxy struct {
 	relays     atomic.Bool     // one is there
 	prompts    relayed.Prompts // that relays have
 	transfers  transferlog.Log // from P to D
-	known      *blocks.Prompts // which blocks prompts are; nil: nobody tells of blocks
+	known      *blocks.Prompts // which blocks prompts are; nil: no engine publishes blocks
 	tokenizing chan struct{}   // has a place for each prompt that is made tokens
 	draining   atomic.Bool
 	inFlight   atomic.Int64
@@ -209,20 +209,20 @@ func (p *Proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // models lists what the engines that are well serve.
 func (p *Proxy) models(w http.ResponseWriter) {
 	out := bytes.NewBufferString(`{"object":"list","data":[`)
-	told := make(map[string]bool)
+	listed := make(map[string]bool)
 	for _, b := range p.fleet.engines() {
 		list := b.models.Load()
 		if list == nil || !b.well.Load() {
 			continue
 		}
 		for _, m := range *list {
-			if told[m.id] {
+			if listed[m.id] {
 				continue
 			}
-			if len(told) > 0 {
+			if len(listed) > 0 {
 				out.WriteByte(',')
 			}
-			told[m.id] = true
+			listed[m.id] = true
 			out.Write(m.raw)
 		}
 	}
@@ -350,7 +350,7 @@ func (e *exchange) scanned() error {
 		if e.p.known != nil {
 			e.want.seen = e.p.byEvents(e.want.seen, e.want.marks)
 		}
-		e.want.told = e.p.fleet.store.has(e.want.marks)
+		e.want.stored = e.p.fleet.store.has(e.want.marks)
 	}
 	return nil
 }

@@ -101,7 +101,7 @@ type Stats struct {
 	Others    map[string]int64 `gauge:"kvasir_proxy_engine_other_requests" label:"engine" help:"Requests at the engine that are not from this proxy, by the engine's metrics; with policies that look at them."`
 	Blocks    map[string]int64 `gauge:"kvasir_proxy_engine_blocks" label:"engine" help:"KV blocks that the engine has, by its KV events."`
 	Chunks    int64            `gauge:"kvasir_proxy_store_chunks" help:"Chunks that the cache server of --store has, by its KV events."`
-	Voids     int64            `counter:"kvasir_proxy_kv_events_lost_total" help:"Times that what KV events had told became void: a gap without a replay, a lost connection, an engine that was started again."`
+	Voids     int64            `counter:"kvasir_proxy_kv_events_lost_total" help:"Times that the blocks known by KV events became void: a gap without a replay, a lost connection, an engine that was started again."`
 	Tokenized int64            `counter:"kvasir_proxy_prompts_tokenized_total" help:"Prompts that an engine was asked to make tokens of, to know their blocks."`
 	Handover  histogram.Counts `histogram:"kvasir_proxy_handover_seconds" help:"From the end of P's answer to the first byte of D's."`
 

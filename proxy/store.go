@@ -33,7 +33,7 @@ type store struct {
 	}
 }
 
-// life tells lives of a server apart, and what was in it before it was cleared.
+// life identifies one life of a server, between two starts or clears.
 type life struct {
 	started string
 	pid     int
@@ -116,15 +116,15 @@ func (s *store) chunkTokens() (tokens int) {
 	return tokens
 }
 
-// told is what the server says that it has of a prompt.
-type told struct {
+// stored is what the server reports of a prompt.
+type stored struct {
 	bytes int  // of its beginning
 	reach int  // of the bytes whose chunks are known; it says nothing of those beyond
 	all   bool // it has no more of them
 }
 
 // instead corrects what is guessed of the server.
-func (t told) instead(guess int) int {
+func (t stored) instead(guess int) int {
 	if t.reach > 0 && (t.bytes > guess || t.all && guess <= t.reach) {
 		return t.bytes
 	}
@@ -132,7 +132,7 @@ func (t told) instead(guess int) int {
 }
 
 // has returns what the server says that it has of a prompt; zero: it says nothing of it.
-func (s *store) has(marks []prefix.Mark) (t told) {
+func (s *store) has(marks []prefix.Mark) (t stored) {
 	if s.events == nil || len(marks) == 0 || !s.well.Load() {
 		return t
 	}

@@ -61,22 +61,22 @@ func TestStoreIDs(t *testing.T) {
 	}
 }
 
-// What the server says takes something away from the guess only where it has told all, has nothing below its memory, and
+// What the server says takes something away from the guess only where it has stored all, has nothing below its memory, and
 // as far as it says anything; a server that is silent says nothing.
 func TestTold(t *testing.T) {
 	for _, c := range []struct {
-		told        told
+		stored        stored
 		guess, want int
 	}{
-		{told{}, 700, 700},
-		{told{bytes: 900, reach: 1000}, 700, 900},
-		{told{bytes: 500, reach: 1000}, 700, 700},
-		{told{bytes: 500, reach: 1000, all: true}, 700, 500},
-		{told{bytes: 500, reach: 600, all: true}, 700, 700},
-		{told{reach: 1000, all: true}, 700, 0},
+		{stored{}, 700, 700},
+		{stored{bytes: 900, reach: 1000}, 700, 900},
+		{stored{bytes: 500, reach: 1000}, 700, 700},
+		{stored{bytes: 500, reach: 1000, all: true}, 700, 500},
+		{stored{bytes: 500, reach: 600, all: true}, 700, 700},
+		{stored{reach: 1000, all: true}, 700, 0},
 	} {
-		if got := c.told.instead(c.guess); got != c.want {
-			t.Errorf("%+v instead of %d: %d, want %d", c.told, c.guess, got, c.want)
+		if got := c.stored.instead(c.guess); got != c.want {
+			t.Errorf("%+v instead of %d: %d, want %d", c.stored, c.guess, got, c.want)
 		}
 	}
 	events := &blocks.Follower{Held: blocks.NewCacheHeld(100)} // that follows nobody
@@ -94,11 +94,11 @@ func TestTold(t *testing.T) {
 	}}, "m")
 	for _, c := range []struct {
 		well, below bool
-		want        told
+		want        stored
 	}{
-		{false, false, told{}},
-		{true, false, told{len(text), len(text), true}},
-		{true, true, told{len(text), len(text), false}},
+		{false, false, stored{}},
+		{true, false, stored{len(text), len(text), true}},
+		{true, true, stored{len(text), len(text), false}},
 	} {
 		s.well.Store(c.well)
 		s.below.Store(c.below)

@@ -126,7 +126,7 @@ func (p *Proxy) free(e *exchange, params []byte) {
 	}
 }
 
-// take sends a request whose answer nobody needs.
+// take sends a request and drops its answer.
 func (e *exchange) take(ctx context.Context, b *backend, pieces [][]byte) error {
 	n, err := b.client.Conn(ctx)
 	if err != nil {

@@ -41,7 +41,7 @@ type PubOptions struct {
 // Pub is a PUB socket: it listens as a Router does, and sends each message to those
 // who subscribed to a prefix of its first frame. Its methods are safe for concurrent use.
 //
-// Publish waits for nobody. A subscriber that does not keep up loses messages, whole ones,
+// Publish never waits. A subscriber that does not keep up loses messages, whole ones,
 // and one that reads nothing for WriteTimeout is closed: both are counted.
 type Pub struct {
 	r       *Router

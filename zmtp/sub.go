@@ -8,7 +8,7 @@ import (
 )
 
 // Sub is a SUB socket with one connection, made again when it is lost, as a Dealer's. It
-// tells each new connection what it is subscribed to. Messages that are published while
+// subscribes anew on each connection. Messages that are published while
 // there is no connection are lost: who must not miss any watches their sequence, and asks
 // for what is missing in OnState. Its methods are safe for concurrent use.
 type Sub struct {

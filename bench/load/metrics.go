@@ -97,7 +97,7 @@ func (w *Watcher) follow(ctx context.Context, e *watched) {
 	}
 }
 
-// Stop ends the watching. It returns what each engine told, and the stages from a prompt to
+// Stop ends the watching. It returns the figures of each engine, and the stages from a prompt to
 // its first token, of which the client's mean is ttft, ms.
 func (w *Watcher) Stop(ttft float64) (engines []bench.Engine, stages []bench.Stage) {
 	w.stop()

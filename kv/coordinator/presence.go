@@ -31,8 +31,8 @@ func (w Window) down(e int) int {
 // three questions and no other, so that a set of runs answers in the number of
 // its runs and a remote store in few batches.
 //
-// Indices are bounded by the prompt's hash units; whatever lies beyond what a
-// set was told is absent.
+// Indices are bounded by the prompt's hash units; whatever a set was
+// not given is absent.
 type Presence interface {
 	// Prefix returns the first absent index of [lo, hi), hi if none is.
 	Prefix(s Series, lo, hi int) int

@@ -80,7 +80,7 @@ type Group struct {
 	// describe its first layer, which is all that hits look at.
 	Uniform bool
 
-	// Variant is whatever else tells two specs apart (head size, dtype …). It
+	// Variant is whatever else distinguishes two specs (head size, dtype …). It
 	// takes part in equality only.
 	Variant string
 }

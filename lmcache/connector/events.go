@@ -31,7 +31,7 @@ type Event struct {
 }
 
 // Events returns the events since the last call, in order, and how many older
-// ones were lost because nobody asked for too long; a Cleared one then stands
+// ones were lost because the caller asked too late; a Cleared one then stands
 // first.
 func (a *Worker) Events() (events []Event, lost int) {
 	a.mu.Lock()

@@ -7,30 +7,30 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// maxTold bounds the ended requests that are remembered so as not to be told
-// twice.
-const maxTold = 1 << 16
+// maxAnnounced bounds the ended requests that are remembered, so that each end is
+// reported once.
+const maxAnnounced = 1 << 16
 
-// ledger knows which requests have operations in progress and what is to be told
-// about them. Its owner guards it.
+// ledger knows which requests have operations in progress, and which ends are still
+// to be reported. Its owner guards it.
 type ledger struct {
 	stores, loads map[string]int      // operations in progress, > 0
-	received      map[string]struct{} // loads that ended and were not told
+	received      map[string]struct{} // loads that ended and were not reported yet
 	ending        map[string]struct{} // ended by the engine, with operations in progress
-	told          map[string]struct{} // ended by the engine, and told
-	order         []string            // of told, oldest first
+	announced     map[string]struct{} // ended by the engine, and reported
+	order         []string            // of announced, oldest first
 	requests      map[string]struct{} // failed loads
 	blocks        map[int]struct{}    // of failed loads
 }
 
 func (l *ledger) init() {
 	l.stores, l.loads = make(map[string]int), make(map[string]int)
-	l.received, l.ending, l.told = make(map[string]struct{}), make(map[string]struct{}), make(map[string]struct{})
+	l.received, l.ending, l.announced = make(map[string]struct{}), make(map[string]struct{}), make(map[string]struct{})
 	l.requests, l.blocks = make(map[string]struct{}), make(map[int]struct{})
 }
 
-// begin notes an operation; its request lives, whatever was told of an earlier one
-// of the same id.
+// begin records an operation. Its request lives, also when the end of an earlier
+// request of the same id was reported.
 func (l *ledger) begin(op *lmcache.LoadStore) {
 	l.forget(op.RequestID)
 	if op.Direction == lmcache.Store {
@@ -40,10 +40,10 @@ func (l *ledger) begin(op *lmcache.LoadStore) {
 	}
 }
 
-// forget lets the end of id be told once more.
+// forget lets the end of id be reported once more.
 func (l *ledger) forget(id string) {
-	if _, ok := l.told[id]; ok {
-		delete(l.told, id)
+	if _, ok := l.announced[id]; ok {
+		delete(l.announced, id)
 		if i := slices.Index(l.order, id); i >= 0 {
 			l.order = slices.Delete(l.order, i, i+1)
 		}
@@ -80,7 +80,7 @@ func (l *ledger) busy(id string) bool { return l.stores[id]+l.loads[id] > 0 }
 
 func (l *ledger) take(ended []string) Finished {
 	for _, id := range ended {
-		if _, ok := l.told[id]; !ok {
+		if _, ok := l.announced[id]; !ok {
 			l.ending[id] = struct{}{}
 		}
 	}
@@ -107,11 +107,11 @@ func (l *ledger) take(ended []string) Finished {
 }
 
 func (l *ledger) tell(id string) {
-	if len(l.order) >= maxTold {
-		delete(l.told, l.order[0])
+	if len(l.order) >= maxAnnounced {
+		delete(l.announced, l.order[0])
 		l.order = append(l.order[:0], l.order[1:]...)
 	}
-	l.told[id] = struct{}{}
+	l.announced[id] = struct{}{}
 	l.order = append(l.order, id)
 }
 

@@ -228,7 +228,7 @@ func (w *PoolClient) Retrieve(ctx context.Context, k lmcache.Key, chunkTokens in
 		}
 	}
 	// The commit is owed after a refusal too, and when the answer did not come in
-	// time: it tells the server that this worker touches nothing any more.
+	// time: it says that this worker touches the slots no more.
 	if err != nil || ctx.Err() != nil {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(context.WithoutCancel(ctx), lateCommit)

@@ -61,7 +61,7 @@ var departures = []struct {
 	{forgetsOwnHit, []Release{VLLM018, VLLM033}, "the engine's own hit is kept only where the cache has one, too", "it is always kept"},
 	{matchesWholePrompt, []Release{VLLM018, VLLM033}, "a hit of the whole prompt leaves no token to compute; the engine must care for that", "one token less is reported, the retrieve stays whole; not with blocks of one token"},
 	{preemptedIsNotLookedUp, []Release{VLLM018, VLLM033}, "a preempted request is computed and stored anew without a lookup", "it is looked up and loaded like any other"},
-	{failedLoadWaits, []Release{VLLM018, VLLM033}, "a request whose load failed is told to load again, and nobody starts that load", "it is computed without the cache, and stored again"},
+	{failedLoadWaits, []Release{VLLM018, VLLM033}, "a request whose load failed waits for a load that no worker starts", "it is computed without the cache, and stored again"},
 	{keepsPins, []Release{VLLM018, VLLM033}, "a request that ends, or starts anew, before its load leaves its pins to their lifetime", "they are given back"},
 	{loadsUnasked, []Release{VLLM018}, "what the engine does not want loaded is loaded all the same", "it is not"},
 	{loadsIntoNothing, []Release{VLLM018, VLLM033}, "a load into fewer blocks than it fills is emitted", "the allocation is refused"},

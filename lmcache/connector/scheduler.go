@@ -29,15 +29,15 @@ type Cache interface {
 	// LookupResult returns the hit in tokens, whose chunks are pinned for the
 	// request; ok is false while it is not known.
 	LookupResult(id string) (hitTokens int, ok bool)
-	// CleanupLookup forgets the request's lookup. What a lookup pins whose hit
-	// was never told is given back.
+	// CleanupLookup forgets the request's lookup. It releases the pins of a hit
+	// that was never reported.
 	CleanupLookup(id string)
 	// FreeLookupLocks gives back the pins of the chunks of tokens [start, end);
 	// a chunk that is only begun stays pinned.
 	FreeLookupLocks(id string, tokens []uint32, start, end int, salt string)
 	// EndSession says that the request is over.
 	EndSession(id string)
-	// ReportBlockAllocations tells which blocks requests got. The callee keeps
+	// ReportBlockAllocations reports which blocks requests got. The callee keeps
 	// records.
 	ReportBlockAllocations(records []lmcache.BlockAllocation)
 }
@@ -370,7 +370,7 @@ func (t *Scheduler) settle(e *entry, load bool) {
 
 // FinishResult is the answer to Finish.
 type FinishResult struct {
-	// KeepBlocks tells the engine to keep the request's blocks until every
+	// KeepBlocks asks the engine to keep the request's blocks until every
 	// worker has reported its stores as ended. Always true.
 	KeepBlocks bool
 	// ExtraCachedTokens were hit in the cache beyond the engine's own hit; only

@@ -17,7 +17,7 @@ import (
 type ServerCacheOptions struct {
 	Model       string
 	Parallel    lmcache.Parallel // of the engine; Rank does not matter
-	ChunkTokens int              // required; Client.ChunkTokens tells the server's
+	ChunkTokens int              // required; Client.ChunkTokens returns the server's
 	InstanceID  int64            // under which block allocations are reported
 
 	CallTimeout time.Duration // of one call, and of one lookup; default 30 s
@@ -56,13 +56,13 @@ type ServerCache struct {
 type lookup struct {
 	key       *lmcache.Key
 	done      bool
-	told      bool // LookupResult returned it
-	abandoned bool // nobody will ask for it: give back what it pins
+	reported  bool // LookupResult returned it
+	abandoned bool // the scheduler will not ask for it: release its pins
 	ended     bool // and end the session after that
 	hit       int  // tokens
 }
 
-// notice is a call whose answer nobody waits for.
+// notice is a call without a waiting caller.
 type notice struct {
 	what string
 	call func(context.Context) error
@@ -180,7 +180,7 @@ func (s *ServerCache) LookupResult(id string) (hitTokens int, ok bool) {
 	if l == nil || !l.done {
 		return 0, false
 	}
-	l.told = true
+	l.reported = true
 	return l.hit, true
 }
 
@@ -193,7 +193,7 @@ func (s *ServerCache) CleanupLookup(id string) {
 		return
 	}
 	delete(s.mu.lookups, id)
-	if l.told {
+	if l.reported {
 		return
 	}
 	l.abandoned = true
@@ -202,7 +202,7 @@ func (s *ServerCache) CleanupLookup(id string) {
 	}
 }
 
-// giveBackLocked frees what a lookup pinned that nobody asks for any more.
+// giveBackLocked releases the pins of an abandoned lookup.
 func (s *ServerCache) giveBackLocked(l *lookup) {
 	if l.hit > 0 {
 		k := *l.key
@@ -281,8 +281,8 @@ func (s *ServerCache) sendNotices() {
 	}
 }
 
-// noticeWait bounds the wait for an answer that nobody needs: a call is waited for
-// only so that the next one is carried out after it.
+// noticeWait bounds the wait for the answer of a notice. The answer is not needed;
+// waiting for it keeps the order of calls.
 const noticeWait = time.Second
 
 func (s *ServerCache) notify(n notice) error {

@@ -42,8 +42,8 @@ type WorkerOptions struct {
 // for concurrent use and, but for Flush and Close, do not wait.
 //
 // While the server is unhealthy stores are dropped and loads fail at once; those
-// in progress fail when their copy ends. If the server copies (Segments), nobody else
-// knows when that is: they end with its answer, or with the connection. The worker registers again when the
+// in progress fail when their copy ends. If the server copies (Segments), only the
+// server knows when that is: they end with its answer, or with the connection. The worker registers again when the
 // server answers again, asks for it, or is reached over a new connection.
 type Worker struct {
 	client   *lmcache.Client // immutable
@@ -451,7 +451,7 @@ func (a *Worker) Close(ctx context.Context) error {
 }
 
 // Begin says that a request of this id begins. If an earlier one of the id has ended, Finished
-// tells the end of the new one as well, also when no operation of it was submitted.
+// reports the end of the new one as well, also when no operation of it was submitted.
 func (a *Worker) Begin(id string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -480,10 +480,10 @@ type Finished struct {
 	Sent     []string // requests that the engine ended and whose blocks are free now; sorted
 }
 
-// Finished tells the ends of loads, and which of the requests that the engine
-// ended, now or earlier, no operation touches any more. Each end is told once,
-// also when the engine names a request repeatedly. A request that ended during its
-// load is told as Received only: that frees its blocks.
+// Finished reports the ends of loads, and the requests that the engine ended, now or
+// earlier, whose operations have all ended. Each end is reported once, also when the
+// engine names a request repeatedly. A request that ended during its load is reported
+// as Received only: that frees its blocks.
 //
 // vLLM: get_finished.
 func (a *Worker) Finished(ended []string) Finished {

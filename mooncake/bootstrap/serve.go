@@ -94,7 +94,7 @@ type Stats struct {
 	Invalid          uint64 `counter:"kvasir_bootstrap_invalid_total" help:"Registrations that do not decode."`
 	Replaced         uint64 `counter:"kvasir_bootstrap_replaced_total" help:"Engines replaced by a restarted one."`
 	GaveWay          uint64 `counter:"kvasir_bootstrap_gave_way_total" help:"Engines that gave way in a full registry."`
-	Expired          uint64 `counter:"kvasir_bootstrap_expired_total" help:"Workers whose lease ended because nobody renewed it."`
+	Expired          uint64 `counter:"kvasir_bootstrap_expired_total" help:"Workers whose lease ended without a renewal."`
 	Unregistered     uint64 `counter:"kvasir_bootstrap_unregistered_total" help:"Workers taken back with DELETE."`
 	Errors           uint64 `counter:"kvasir_bootstrap_errors_total" help:"Requests answered with anything but 2xx."`
 	StateErrors      uint64 `counter:"kvasir_bootstrap_state_errors_total" help:"Writes of the state file that failed."`

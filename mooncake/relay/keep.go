@@ -116,7 +116,7 @@ func (r *Relay) notifyFreedLocked() {
 	}
 }
 
-var errNoWaiters = errors.New("relay: nobody waits for it any more")
+var errNoWaiters = errors.New("relay: no request waits for the load")
 
 // transferKey names a transfer of one P, whichever D workers it is kept for.
 type transferKey struct{ engine, transfer string }

@@ -170,7 +170,7 @@ func (o *Options) check() error {
 		return wire.Refusef(wire.CodeOptions, "%d KV cache groups: 0.13 transfers one", len(o.Groups))
 	}
 	if o.Pairing.first && o.Role != wire.Consumer && !o.Pairing.hasAddress {
-		return wire.Refusef(wire.CodeOptions, "a %v of 0.13 without a host and a port: D must be told both", o.Role)
+		return wire.Refusef(wire.CodeOptions, "a %v of 0.13 without a host and a port: D needs both", o.Role)
 	}
 	if len(o.Groups) > 1024 {
 		return wire.Refusef(wire.CodeOptions, "%d KV cache groups; 1024 at most", len(o.Groups))

@@ -122,7 +122,7 @@ func result(r *sp.Reader, t *sp.Type, f func(t *sp.Type) error) error {
 }
 
 // Exists sets present[i] to whether keys[i] is kept, and leases it: for the lease time of the master it is
-// not evicted. A key whose only replicas are beyond memory is present too; Replicas tells.
+// not evicted. A key whose only replicas are beyond memory is present too; Replicas shows it.
 func (m *Master) Exists(ctx context.Context, keys []string, present []bool) error {
 	return m.batches(len(keys), func(from, to int) error {
 		some := keys[from:to]
@@ -370,7 +370,7 @@ func (m *Master) Mount(ctx context.Context, client UUID, s *Segment) error {
 	return first(err, code)
 }
 
-// Remount tells a master that does not know client all of its segments.
+// Remount gives a master that does not know client all of its segments.
 func (m *Master) Remount(ctx context.Context, client UUID, segments ...Segment) error {
 	var code error
 	err := m.do(ctx, remountSegment, true, func(c *conn, k *codec) {

@@ -23,8 +23,8 @@ type ClientOptions struct {
 	// BatchBytes is how much is read under one lease; default 256 MiB. Smaller batches lose
 	// less when a lease ends before its reads.
 	BatchBytes int64
-	// TellExists makes Put return Exists, and not nil, where somebody else has put the object.
-	TellExists bool
+	// ReportExisting makes Put return Exists, and not nil, where another client has put the object.
+	ReportExisting bool
 }
 
 // Validate reports every field that cannot be used, as options.Errors.
@@ -50,7 +50,7 @@ type Client struct {
 type ClientStats struct {
 	Put        int64 `counter:"kvasir_mooncake_store_put_total" help:"Objects put into Mooncake Store."`
 	PutBytes   int64 `counter:"kvasir_mooncake_store_put_bytes_total" help:"Bytes of objects put into Mooncake Store, without replicas."`
-	Existed    int64 `counter:"kvasir_mooncake_store_existed_total" help:"Puts of objects that somebody else had put, or was putting."`
+	Existed    int64 `counter:"kvasir_mooncake_store_existed_total" help:"Puts of objects that another client had put, or was putting."`
 	NoRoom     int64 `counter:"kvasir_mooncake_store_no_room_total" help:"Puts that the cluster had no room for."`
 	PutErrors  int64 `counter:"kvasir_mooncake_store_put_errors_total" help:"Puts that failed otherwise."`
 	Got        int64 `counter:"kvasir_mooncake_store_got_total" help:"Objects got from Mooncake Store."`
@@ -114,7 +114,7 @@ var defaultPutTimes = putTimes{writes: 20 * time.Second, whole: 28 * time.Second
 // maxLeft is how long a call that gives places back may take when its context has ended.
 const maxLeft = 5 * time.Second
 
-// Put puts objects. errs[i] is nil also where somebody else has put the object, or is putting it: the first
+// Put puts objects. errs[i] is nil also where another client has put the object, or is putting it: the first
 // writer wins, since an object is immutable. It is NoRoom where the cluster has no room, and wraps ErrTransfer
 // where a node did not take the bytes. Nothing of an object is visible before all of it is there.
 func (c *Client) Put(ctx context.Context, objects []Object) (errs []error) {
@@ -131,7 +131,7 @@ func (c *Client) Put(ctx context.Context, objects []Object) (errs []error) {
 			c.stats.putBytes.Add(int64(objects[i].Bytes()))
 		case errors.Is(err, Exists):
 			c.stats.existed.Add(1)
-			if !c.o.TellExists {
+			if !c.o.ReportExisting {
 				errs[i] = nil
 			}
 		case errors.Is(err, NoRoom):

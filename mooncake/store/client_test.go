@@ -302,8 +302,8 @@ func TestReplicasShareTheReads(t *testing.T) {
 }
 
 // Who asks to be told hears that somebody else has put an object.
-func TestTellExists(t *testing.T) {
-	c := newCluster(t, 1, ClientOptions{TellExists: true})
+func TestReportExisting(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{ReportExisting: true})
 	o := []Object{{"a", [][]byte{{1}}}}
 	if errs := c.client.Put(t.Context(), o); errs[0] != nil {
 		t.Fatal(errs)

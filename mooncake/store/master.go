@@ -208,7 +208,7 @@ func (m *Master) dial(ctx context.Context) (*conn, error) {
 	var errs []error
 	for i, addr := range m.o.Addresses {
 		limit := m.o.DialTimeout
-		if i == len(m.o.Addresses)-1 { // there is nobody else to be asked
+		if i == len(m.o.Addresses)-1 { // no other address is left
 			limit = m.o.CallTimeout
 		}
 		c, err := m.greet(ctx, addr, limit)

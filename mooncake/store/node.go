@@ -86,7 +86,7 @@ type life struct {
 	table   *transfer.Table
 	region  *transfer.Region
 	target  *transfer.Target
-	told    bool // a master may know of it
+	known   bool // a master may know of it
 }
 
 // NewNode checks the options. The Node does nothing before Run, and does not close master.
@@ -181,7 +181,7 @@ func (n *Node) step(ctx context.Context) error {
 	if err != nil || known {
 		return err
 	}
-	if l.told { // it forgot this node
+	if l.known { // it forgot this node
 		n.log.Warn("the master does not know this node any more: its objects are gone, it begins anew")
 		n.end(true)
 		if err := n.begin(); err != nil {
@@ -192,7 +192,7 @@ func (n *Node) step(ctx context.Context) error {
 	err = n.master.Mount(ctx, l.client, &l.segment)
 	_, refused := errors.AsType[Code](err)
 	_, unsent := errors.AsType[*unsentError](err)
-	l.told = !refused && !unsent
+	l.known = !refused && !unsent
 	if err != nil {
 		return fmt.Errorf("mount: %w", err)
 	}
@@ -247,7 +247,7 @@ func (n *Node) end(forgotten bool) {
 	if l == nil {
 		return
 	}
-	if l.told {
+	if l.known {
 		n.leave(l, forgotten)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
@@ -260,8 +260,8 @@ func (n *Node) end(forgotten bool) {
 	n.mu.life = nil
 }
 
-// leave tells the master that the memory goes. One that has forgotten the node may still have its segment, if
-// that was a mistake: then it is told at once, without a grace.
+// leave withdraws the memory from the master. A master that has forgotten the node by mistake may still have its
+// segment: then the memory is withdrawn at once, without a grace.
 func (n *Node) leave(l *life, forgotten bool) {
 	if n.o.Grace > 0 && !forgotten {
 		n.grace(l)
@@ -273,7 +273,7 @@ func (n *Node) leave(l *life, forgotten bool) {
 	}
 }
 
-// grace keeps objects readable for the time of grace, while the master gives the memory to nobody. A lost
+// grace keeps objects readable for the time of grace, while the master places nothing new in the memory. A lost
 // ping does not end it.
 func (n *Node) grace(l *life) {
 	ctx, cancel := context.WithTimeout(context.Background(), n.o.Grace+maxLeft)

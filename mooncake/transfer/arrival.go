@@ -73,7 +73,7 @@ func (t *Table) signal() {
 	}
 }
 
-// Confirmation tells how the writes into regions so far were confirmed.
+// Confirmation says how the writes into regions so far were confirmed.
 type Confirmation int
 
 // The kinds of Confirmation.

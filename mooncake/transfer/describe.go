@@ -41,7 +41,7 @@ func (c *Client) describeNow(ctx context.Context, p *peer) (*Descriptor, error) 
 	return c.refresh(ctx, p, d)
 }
 
-// refresh fetches the descriptor unless somebody replaced old meanwhile. Calls that
+// refresh fetches the descriptor unless another call replaced old meanwhile. Calls that
 // come together share one handshake, and its failure, for failureFor.
 func (c *Client) refresh(ctx context.Context, p *peer, old *Descriptor) (*Descriptor, error) {
 	if d := p.desc.Load(); d != nil && d != old {

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// Progress tells how far writes have come, for people who look. A request counts when all of its bytes
+// Progress says how far writes have come, for displays. A request counts when all of its bytes
 // have been written; what is sent twice counts twice. Methods are safe for concurrent use; a nil
 // *Progress counts nothing.
 type Progress struct {

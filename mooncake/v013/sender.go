@@ -138,7 +138,7 @@ func (s *Sender) Finished() []string {
 	for _, id := range late {
 		s.expired.Add(1)
 		s.o.Metrics.Expire()
-		s.log.Warn("mooncake: nobody pulled in time, blocks freed", "request", id, "timeout", s.o.AbortTimeout)
+		s.log.Warn("mooncake: no D pulled in time, blocks freed", "request", id, "timeout", s.o.AbortTimeout)
 	}
 	list := append(s.mu.finished, late...)
 	s.mu.finished = nil

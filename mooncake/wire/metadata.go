@@ -1,6 +1,6 @@
 package wire
 
-// Metadata is what the workers are told at a step.
+// Metadata is what a scheduler sends its workers at a step.
 type Metadata struct {
 	Pulls []PullMeta // D
 	Sends []SendMeta // P

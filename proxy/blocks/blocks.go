@@ -46,7 +46,7 @@ func Chain(salt string, blockTokens int, tokens []int64) (keys []Key) {
 	return keys
 }
 
-// Scope is what keeps the blocks of one model and salt apart where a publisher tells of several models.
+// Scope is what keeps the blocks of one model and salt apart where a publisher reports several models.
 func Scope(model, salt string) string { return model + "\x00" + salt }
 
 // Held is the blocks of one publisher. Its methods are safe for concurrent use.
@@ -59,7 +59,7 @@ type Held struct {
 		by     map[uint64]held // by the engine's own hash
 		keys   map[Key]int     // how many of by have it; none is 0
 		tokens int             // of a block; 0: not known
-		all    bool            // nothing is there that was not told
+		all    bool            // every block that is there was reported
 		full   bool            // max was reached since it was empty
 	}
 }
@@ -69,8 +69,8 @@ type held struct {
 	n   int // how often it was stored and not removed
 }
 
-// NewHeld returns a Held of at most max blocks, about 100 bytes each. Further ones are not taken; those that are
-// told are then no longer all.
+// NewHeld returns a Held of at most max blocks, about 100 bytes each. Further ones are not taken; the
+// blocks that it knows are then no longer all.
 func NewHeld(max int) *Held {
 	h := &Held{max: max}
 	h.Reset(false)
@@ -185,8 +185,8 @@ func (h *Held) Blocks() (n, tokens int, all bool) {
 	return len(h.mu.by), h.mu.tokens, h.mu.all && !h.mu.full
 }
 
-// Longest returns how many bytes of a prompt are there, by the last of its marks before a block that is not: what lies
-// behind a hole nobody can use. known is what Prompts.Find has of the marks; reach is the last of them of which it
+// Longest returns how many bytes of a prompt are there, by the last of its marks before a block that is not: an
+// engine cannot use what lies behind a hole. known is what Prompts.Find has of the marks; reach is the last of them of which it
 // has blocks as long as these. all: there are no others.
 func (h *Held) Longest(marks []prefix.Mark, known []Known) (bytes, reach int, all bool) {
 	h.mu.Lock()

@@ -51,7 +51,7 @@ type Follower struct {
 		sync.Mutex
 		begun  bool
 		next   uint64 // sequence
-		epoch  uint64 // of the publisher; 0: it tells none
+		epoch  uint64 // of the publisher; 0: it has none
 		asking bool   // a replay is under way, and began where
 		from   uint64
 		first  bool // its first answer has not come

@@ -90,14 +90,14 @@ type Limits struct {
 	o    Options
 	self string // this proxy, in the server
 	asks chan *ask
-	told chan struct{} // one token: something changed
+	news chan struct{} // one token: a count changed
 	stop context.CancelFunc
 	done chan struct{}
 
 	mu struct {
 		sync.Mutex
 		now     map[string]int  // requests in progress, by key; none is 0
-		changed map[string]bool // and not told yet
+		changed map[string]bool // and not reported yet
 	}
 	n struct{ asked, refused, unknown atomic.Int64 }
 	// Owned by run.
@@ -132,7 +132,7 @@ func New(o Options) (*Limits, error) {
 	o.Prefix = cmp.Or(o.Prefix, "kvasir:proxy:")
 	o.Timeout, o.Pause, o.Life = cmp.Or(o.Timeout, 250*time.Millisecond), cmp.Or(o.Pause, time.Second), cmp.Or(o.Life, 15*time.Second)
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
-	l := &Limits{o: o, self: rand.Text(), asks: make(chan *ask, maxAsks), told: make(chan struct{}, 1), done: make(chan struct{})}
+	l := &Limits{o: o, self: rand.Text(), asks: make(chan *ask, maxAsks), news: make(chan struct{}, 1), done: make(chan struct{})}
 	l.mu.now, l.mu.changed = make(map[string]int), make(map[string]bool)
 	ctx, stop := context.WithCancel(context.Background())
 	l.stop = stop
@@ -208,7 +208,7 @@ func (l *Limits) add(what Limit, n int, tell bool) (now int) {
 // wake has run tell what has changed.
 func (l *Limits) wake() {
 	select {
-	case l.told <- struct{}{}:
+	case l.news <- struct{}{}:
 	default:
 	}
 }

@@ -49,7 +49,7 @@ if most > 0 then
 end
 return {1, 0}`
 
-// note is told how many requests of a key a proxy has. ARGV: proxy, requests, life (ms).
+// note records how many requests of a key a proxy has. ARGV: proxy, requests, life (ms).
 const note = `local t = redis.call('TIME')
 if tonumber(ARGV[2]) == 0 then return redis.call('HDEL', KEYS[1], ARGV[1]) end
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%d %.0f', ARGV[2], t[1] * 1000 + math.floor(t[2] / 1000) + ARGV[3]))
@@ -69,10 +69,10 @@ func (l *Limits) run(ctx context.Context) {
 		select {
 		case a := <-l.asks:
 			l.serve(ctx, a)
-		case <-l.told:
-			l.tell(ctx)
+		case <-l.news:
+			l.report(ctx)
 		case <-again.C:
-			l.touch()
+			l.reportAll()
 		case <-ctx.Done():
 			l.leave()
 			return
@@ -143,8 +143,8 @@ func answer(r resp.Reply, err error) (wait time.Duration, ok bool, _ error) {
 	return wait, r.List[0].Int == 1, nil
 }
 
-// touch has all counts told again.
-func (l *Limits) touch() {
+// reportAll marks all counts as changed, so that they are reported again.
+func (l *Limits) reportAll() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for key := range l.mu.now {
@@ -153,9 +153,9 @@ func (l *Limits) touch() {
 	}
 }
 
-// tell tells the server the counts that have changed.
-func (l *Limits) tell(ctx context.Context) {
-	if time.Now().Before(l.rests) { // the next tick tells
+// report sends the counts that have changed to the server.
+func (l *Limits) report(ctx context.Context) {
+	if time.Now().Before(l.rests) { // the next tick reports
 		return
 	}
 	type count struct {
@@ -207,12 +207,12 @@ func (l *Limits) tell(ctx context.Context) {
 func (l *Limits) leave() {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*l.o.Timeout)
 	defer cancel()
-	l.touch()
+	l.reportAll()
 	l.mu.Lock()
 	clear(l.mu.now)
 	l.mu.Unlock()
 	if !l.away {
-		l.tell(ctx)
+		l.report(ctx)
 	}
 	for {
 		select {
@@ -290,8 +290,8 @@ func (l *Limits) disconnect() {
 	}
 }
 
-// settle notes how a call went. After one that failed the server rests; what was not told is told when
-// it is back.
+// settle records how a call went. After one that failed the server rests; unreported counts are sent on
+// recovery.
 func (l *Limits) settle(ctx context.Context, err error) {
 	switch {
 	case errors.Is(err, errRests):
@@ -304,7 +304,7 @@ func (l *Limits) settle(ctx context.Context, err error) {
 		}
 	case l.away:
 		l.away = false
-		l.touch()
+		l.reportAll()
 		l.o.Log.Info("limits are counted together with other proxies again", "server", l.o.Addr)
 	}
 }

@@ -1,5 +1,5 @@
 // Package prefix remembers which engine has seen which beginnings of prompts, in a fixed amount
-// of memory, and places beginnings that nobody has seen so that several proxies agree.
+// of memory, and places unseen beginnings so that several proxies agree.
 //
 // Beginnings are bytes, not tokens: a proxy has no tokenizer. They are marked by a chain of
 // hashes at fixed offsets, which lie closer together at the start of a prompt.
@@ -24,7 +24,7 @@ const step = 512
 // next returns the offset of the mark behind one at off.
 func next(off int) int { return off + max(step, off/16/step*step) }
 
-// Marks appends the marks of a prompt to dst: about 100 of a prompt of 1 MiB. seed tells apart
+// Marks appends the marks of a prompt to dst: about 100 of a prompt of 1 MiB. seed separates
 // what never shares KV: models, salts. The last mark is the whole prompt.
 func Marks(dst []Mark, seed uint64, prompt []byte) []Mark {
 	h, at := seed, 0
@@ -90,7 +90,7 @@ type Seen struct {
 }
 
 // Lookup appends to dst, for each engine that has seen any of the marks, up to where. It stops
-// behind two marks that nobody has seen.
+// behind two marks that no engine has seen.
 func (x *Index) Lookup(dst []Seen, marks []Mark) []Seen {
 	from, missed := len(dst), 0
 	for _, m := range marks {

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// Constants are what no data sheet says. All can be changed by name; Terms tells about each.
+// Constants are what no data sheet says. All can be changed by name; Terms describes each.
 type Constants struct {
 	PrefillEfficiency   float64 `json:"prefill_efficiency"`
 	BandwidthEfficiency float64 `json:"bandwidth_efficiency"`

@@ -158,7 +158,7 @@ func (r *run) start(ctx context.Context) (stop func() error, err error) {
 	return stop, nil
 }
 
-// freePort returns a port that nobody listens on. It is none of those that Linux gives to connections
+// freePort returns a port without a listener. It is none of those that Linux gives to connections
 // and to listeners that ask for any, so it stays free until the server's first life and its second.
 func freePort() (port int, err error) {
 	for range 100 {

@@ -25,13 +25,13 @@ type kvConnector interface {
 	// settle waits until nothing reads blocks that the step gave to others. It comes before any
 	// connector's build.
 	settle(step *sched.Step) error
-	// build tells the workers what a step decided, before it is computed.
+	// build gives the workers what a step decided, before it is computed.
 	build(step *sched.Step) error
-	// computed tells them that it is.
+	// computed reports to them that it is.
 	computed(step *sched.Step)
 	// finish says that q ends; keep: its blocks stay until poll names it as sent.
 	finish(q *request, why sched.Reason) (keep bool)
-	// poll tells what became of transfers. ended are requests that ended before this step.
+	// poll returns what became of transfers. ended are requests that ended before this step.
 	poll(ended []string) sched.Output
 	// collect adds the figures of both halves.
 	collect(reg *metrics.Registry, labels map[string]string)

@@ -230,7 +230,7 @@ func (e *Engine) call(f func()) error {
 	}
 }
 
-// Submit takes a request in; the Stream tells what becomes of it. The request ends when ctx
+// Submit takes a request in; the Stream has its tokens and its end. The request ends when ctx
 // does.
 func (e *Engine) Submit(ctx context.Context, r Request) (*Stream, error) {
 	if err := e.check(&r); err != nil {
@@ -470,7 +470,7 @@ func (e *Engine) inspect(row *sched.Row) {
 	e.sched.Forget(row.Request)
 }
 
-// finish tells the client that its request has ended.
+// finish ends the client's stream.
 func (e *Engine) finish(q *request, why sched.Reason, err error) {
 	if e.by[q.r.ID] != q {
 		return

@@ -262,7 +262,7 @@ func (k *lmcacheConn) close(ctx context.Context) error {
 	var errs []error
 	for _, w := range k.workers {
 		if err := w.Close(ctx); err != nil {
-			k.e.log.Warn("the cache server was not told of the end", "err", err)
+			k.e.log.Warn("the cache server did not learn of the end", "err", err)
 		}
 	}
 	if k.cache != nil {

@@ -111,7 +111,7 @@ func (k *mooncakeConn) cache(rank int) (*mooncake.Cache, error) {
 	return mooncake.NewCache(layers, tensors, c)
 }
 
-// tensor is one layer as the connector is told of it.
+// tensor is one layer as the connector registers it.
 func (k *mooncakeConn) tensor(group, i int, state bool) mooncake.Tensor {
 	g := &k.e.o.KV
 	n := group*g.Layers + i

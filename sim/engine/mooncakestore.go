@@ -221,7 +221,7 @@ func (k *storeConn) allocated(q *request, external int) {
 	}
 	parts := make([][][][]byte, len(k.workers))
 	tables := q.s.Tables()
-	blocks = slices.DeleteFunc(blocks, func(b connector.Block) bool { return tables[b.Group][b.Index] == 0 }) // nobody looks at it
+	blocks = slices.DeleteFunc(blocks, func(b connector.Block) bool { return tables[b.Group][b.Index] == 0 }) // the null block
 	for rank := range parts {
 		for _, b := range blocks {
 			parts[rank] = append(parts[rank], k.memory(rank, tables[b.Group][b.Index]))

@@ -99,7 +99,7 @@ type End struct {
 	Cached int // prompt tokens that were not computed
 }
 
-// Stream tells a request's tokens. One goroutine reads it.
+// Stream has a request's tokens as they come. One goroutine reads it.
 type Stream struct {
 	wake chan struct{}
 	mu   struct {

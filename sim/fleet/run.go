@@ -217,7 +217,7 @@ func (r *run) fetch(q *request) {
 	r.readNext(n)
 }
 
-// readNext begins reads while there is room for them. What nobody waits for any more is not
+// readNext begins reads while there is room for them. A block without a waiting request is not
 // read.
 func (r *run) readNext(n *node) {
 	for len(n.queue) > 0 && len(n.begun) < r.window {
@@ -247,7 +247,7 @@ func (r *run) readNext(n *node) {
 	}
 }
 
-// land tells those who wait for a block that it is there, or will not come.
+// land lets the requests that wait for a block go on: it is there, or will not come.
 func (r *run) land(l *load, ok bool) {
 	for _, w := range l.waiters {
 		w.q.have[w.at] = ok

@@ -1,4 +1,4 @@
-// Package kvconfig reads what an engine is told about KV transfers, as vLLM takes it: the
+// Package kvconfig reads an engine's configuration of KV transfers, as vLLM takes it: the
 // JSON of --kv-transfer-config and the environment.
 //
 // A configuration names one connector, or a MultiConnector with several. Keys that vLLM
@@ -58,7 +58,7 @@ const (
 )
 
 // Keys of the JSON. Those of the second list concern devices, ports and processes of
-// other connectors: they are checked by nobody here and mean nothing.
+// other connectors: they are not checked here and mean nothing.
 var (
 	keys = []string{"kv_connector", "engine_id", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy"}
 	moot = []string{

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// LMCache is what an LMCacheMPConnector is told.
+// LMCache is the configuration of an LMCacheMPConnector.
 type LMCache struct {
 	Role     wire.Role
 	EngineID string

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// Mooncake is what a MooncakeConnector is told.
+// Mooncake is the configuration of a MooncakeConnector.
 type Mooncake struct {
 	Role     wire.Role
 	EngineID string
@@ -29,7 +29,7 @@ type Mooncake struct {
 	Registry string
 
 	// AbortTimeout is VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, default 480 s: how long P keeps
-	// blocks that nobody pulls.
+	// blocks that no D pulls.
 	AbortTimeout time.Duration
 	// ConnectTimeout is VLLM_MOONCAKE_CONNECTOR_TIMEOUT, default 30 s: how long registries
 	// are waited for.

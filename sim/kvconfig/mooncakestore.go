@@ -8,7 +8,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// MooncakeStore is what a MooncakeStoreConnector is told.
+// MooncakeStore is the configuration of a MooncakeStoreConnector.
 type MooncakeStore struct {
 	Role       wire.Role
 	Masters    []string // host:port; of several one leads

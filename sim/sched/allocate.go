@@ -12,7 +12,7 @@ func groupHash(h Hash, group int) Hash {
 }
 
 // hit returns the longest prefix of r that every group has, in tokens, and its blocks: 0 for
-// those that nobody looks at. At least one token is left to compute.
+// those that no layer reads. At least one token is left to compute.
 func (s *Scheduler) hit(r *Request) (blocks [][]BlockID, tokens int) {
 	for g := range s.hits {
 		s.hits[g] = s.hits[g][:0]
@@ -142,7 +142,7 @@ func (s *Scheduler) allocate(r *Request, n int, hit [][]BlockID, local, external
 			s.adopt(r, g, hit[g], out)
 		}
 		for len(r.tables[g]) < min(out, s.blocksFor(total)) {
-			r.tables[g] = append(r.tables[g], 0) // nobody looks at it: it is not loaded
+			r.tables[g] = append(r.tables[g], 0) // no layer reads it: it is not loaded
 		}
 	}
 	for _, tokens := range []int{total, upto} {
@@ -163,7 +163,7 @@ func (s *Scheduler) adopt(r *Request, g int, hit []BlockID, out int) {
 			b = 0
 		}
 		if b != 0 {
-			s.pool.touch(b)
+			s.pool.use(b)
 		}
 		r.tables[g] = append(r.tables[g], b)
 	}

@@ -2,8 +2,8 @@
 // tokens of each, which blocks of the paged KV cache they get, who is preempted, what hits
 // the prefix cache, what waits for remote KV.
 //
-// It is a state machine without a clock, a goroutine or tokens: a request tells the hash of
-// each of its blocks, an engine tells what became of each step. One goroutine calls it.
+// It is a state machine without a clock, a goroutine or tokens: a request has the hash of
+// each of its blocks, an engine reports the outcome of each step. One goroutine calls it.
 //
 // An engine turns like this; under Config.Async two steps may be in flight:
 //

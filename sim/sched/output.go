@@ -5,7 +5,7 @@ import "slices"
 // Output is what became of a step, beside its tokens.
 type Output struct {
 	Arrived []string  // requests whose load has ended, failed ones too
-	Sent    []string  // ended requests whose blocks nobody reads any more
+	Sent    []string  // ended requests whose blocks have no reader any more
 	Bad     []BlockID // that a load did not fill
 	Failed  []string  // requests whose load failed as a whole
 }
@@ -26,7 +26,7 @@ const (
 	Cleared
 )
 
-// Event tells which blocks can be found. A hash that was stored twice is removed twice.
+// Event says which blocks can be found. A hash that was stored twice is removed twice.
 type Event struct {
 	Kind   EventKind
 	Hashes []Hash

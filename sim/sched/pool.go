@@ -8,7 +8,7 @@ type BlockID = int32
 // decides its KV (salt, adapter).
 type Hash [16]byte
 
-// block is one block of the pool. Those that nobody uses are in the free queue.
+// block is one block of the pool. Blocks without a user are in the free queue.
 type block struct {
 	users      int32
 	hashed     bool
@@ -65,15 +65,15 @@ func (p *pool) take(n int, table []BlockID) []BlockID {
 	return table
 }
 
-// touch makes somebody a user of b.
-func (p *pool) touch(b BlockID) {
+// use adds a user to b.
+func (p *pool) use(b BlockID) {
 	if p.blocks[b].users == 0 {
 		p.unlink(b)
 	}
 	p.blocks[b].users++
 }
 
-// release ends one use of each block of list. Of those that nobody uses then, the ones that
+// release ends one use of each block of list. Of those without a user then, the ones that
 // cannot be found go to the front of the free queue and the others to its back, each in the
 // order of list.
 func (p *pool) release(list []BlockID) {

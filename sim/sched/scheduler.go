@@ -201,7 +201,7 @@ func (s *Scheduler) Abort(id string) {
 	}
 }
 
-// end ends r and frees its blocks, unless somebody still uses them.
+// end ends r and frees its blocks, unless they still have a user.
 func (s *Scheduler) end(r *Request, why Reason) {
 	r.written = r.status == Loading && !r.arrived
 	switch {
@@ -217,7 +217,7 @@ func (s *Scheduler) end(r *Request, why Reason) {
 	s.drop(r)
 }
 
-// drop forgets an ended request whose blocks nobody uses any more.
+// drop forgets an ended request whose blocks have no user any more.
 func (s *Scheduler) drop(r *Request) {
 	if r.written || r.kept {
 		return
@@ -303,7 +303,7 @@ func (s *Scheduler) Last(row *Row) bool {
 	return row.Samples && (r.tokens+1 >= s.c.MaxModel || r.tokens+1-r.Prompt >= r.MaxTokens)
 }
 
-// FreeBlocks returns how many blocks nobody uses.
+// FreeBlocks returns how many blocks have no user.
 func (s *Scheduler) FreeBlocks() int { return s.pool.free }
 
 // Running returns the running requests in their order. The caller does not keep it.

@@ -96,7 +96,7 @@ func Open(o Options) (*Tier, error) {
 	if t.log == nil {
 		t.log = slog.New(slog.DiscardHandler)
 	}
-	t.client = store.NewClient(master, t.te, store.ClientOptions{Put: o.Put, TellExists: true})
+	t.client = store.NewClient(master, t.te, store.ClientOptions{Put: o.Put, ReportExisting: true})
 	life, stop := context.WithCancel(context.Background())
 	t.stop = stop
 	t.done.Go(func() { t.watch(life) })

@@ -61,8 +61,8 @@ func (w *Worker) Load(ctx context.Context, p *Prompt, blocks []Block, parts [][]
 	return errs
 }
 
-// Save puts blocks that are not in the store yet. What is there already, and what somebody else is
-// putting, is not written again.
+// Save puts blocks that are not in the store yet. Blocks that are there already, or that another client is
+// putting, are not written again.
 func (w *Worker) Save(ctx context.Context, p *Prompt, blocks []Block, parts [][][]byte) (errs []error) {
 	objects, errs := w.objects(p, blocks, parts)
 	keys := make([]string, len(objects))

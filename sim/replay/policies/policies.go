@@ -42,7 +42,7 @@ type Row struct {
 
 // Result is the outcome of Run.
 type Result struct {
-	Default  string `json:"default"` // the policy of a server unless it is told otherwise
+	Default  string `json:"default"` // a server's default policy
 	Requests int    `json:"requests"`
 	Blocks   int64  `json:"blocks"` // full ones
 	Tokens   int64  `json:"tokens"`
