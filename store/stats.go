@@ -1,14 +1,10 @@
 package store
 
 import (
-	"github.com/kvasir-kv/kvasir/store/counters"
 	"github.com/kvasir-kv/kvasir/store/pool"
 	"github.com/kvasir-kv/kvasir/store/tiering/estimate"
 	"github.com/kvasir-kv/kvasir/store/tiering/outbox"
 )
-
-// Counters count since the start.
-type Counters = counters.Store
 
 // Stats is a snapshot of a Store.
 type Stats struct {

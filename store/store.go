@@ -27,8 +27,6 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/container/growing"
 	"github.com/kvasir-kv/kvasir/internal/fair/share"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/store/check"
-	"github.com/kvasir-kv/kvasir/store/crew"
 	"github.com/kvasir-kv/kvasir/store/evict"
 	"github.com/kvasir-kv/kvasir/store/hold"
 	"github.com/kvasir-kv/kvasir/store/lease"
@@ -101,7 +99,7 @@ type Store struct {
 	// is not for.
 	untouchable func(slot uint32) bool
 
-	flyers  crew.Crew       // who compare what somebody waits for
+	flyers  crew            // who compare what somebody waits for
 	readers chan struct{}   // a place for each who may read chunks at once
 	life    context.Context // ends with Close
 	endLife context.CancelFunc
@@ -132,7 +130,7 @@ type Store struct {
 		misses  *miss.Memory // of what was dropped
 		chunks  miss.Chunks  // resident slots by their chunks
 		needs   needs        // who needs room, while something is evicted for it
-		sums    check.Books
+		sums    checksumQueue
 		flights flights
 		writing map[pool.Slot]struct{} // to the tier below; kept and held
 		aging   int                    // the slot that Expire looks at next
@@ -169,7 +167,7 @@ func New(p *pool.Pool, o Options) *Store {
 	o.WarmTime = cmp.Or(o.WarmTime, 5*time.Minute)
 	o.LoadTimeout = cmp.Or(o.LoadTimeout, defaultLoadTimeout)
 	o.LoadBytes = cmp.Or(o.LoadBytes, min(p.Bytes()/4, 1<<30))
-	s := &Store{opts: o, log: o.Log, flyers: crew.New(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1), began: time.Now()}
+	s := &Store{opts: o, log: o.Log, flyers: newCrew(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1), began: time.Now()}
 	s.life, s.endLife = context.WithCancel(context.Background())
 	s.mu.flights.of, s.mu.writing = make(map[pool.Slot]*flight), make(map[pool.Slot]struct{})
 	if s.log == nil {

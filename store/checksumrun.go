@@ -1,4 +1,4 @@
-package check
+package store
 
 import (
 	"context"
@@ -6,10 +6,10 @@ import (
 	"time"
 )
 
-// Run has checksums computed and compared until ctx ends, at no more than rate bytes per second, several small ones at
+// runChecksums has checksums computed and compared until ctx ends, at no more than rate bytes per second, several small ones at
 // a time. next does one object and returns the bytes read, 0 when there is nothing to do yet; corrupt is how many
 // differed so far.
-func Run(ctx context.Context, rate int64, next func() int64, corrupt func() uint64, log *slog.Logger) {
+func runChecksums(ctx context.Context, rate int64, next func() int64, corrupt func() uint64, log *slog.Logger) {
 	const burst = 16 << 20
 	rest := time.NewTimer(0)
 	defer rest.Stop()

@@ -1,4 +1,4 @@
-package crew_test
+package store
 
 import (
 	"context"
@@ -6,8 +6,6 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
-
-	"github.com/kvasir-kv/kvasir/store/crew"
 )
 
 // One call of Wake has as many work at once as there are and as there is work for, and
@@ -16,7 +14,7 @@ func TestOneWakesTheOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
-		c := crew.New()
+		c := newCrew()
 		left := atomic.Int64{}
 		left.Store(12)
 		ended := make(chan struct{})

@@ -1,19 +1,18 @@
-// Package crew has a few goroutines work while there is something to do, and sleep else.
-package crew
+package store
 
 import (
 	"context"
 	"sync"
 )
 
-// Crew works. New makes one.
-type Crew struct{ work chan struct{} }
+// crew runs a few goroutines that work while there is something to do, and sleep otherwise. newCrew makes one.
+type crew struct{ work chan struct{} }
 
-// New returns a Crew that nobody has woken.
-func New() Crew { return Crew{make(chan struct{}, 1)} }
+// newCrew returns a crew that sleeps.
+func newCrew() crew { return crew{make(chan struct{}, 1)} }
 
 // Wake has one of the crew look for work.
-func (c Crew) Wake() {
+func (c crew) Wake() {
 	select {
 	case c.work <- struct{}{}:
 	default:
@@ -22,7 +21,7 @@ func (c Crew) Wake() {
 
 // Run has n goroutines call do, once they are woken, until it reports that there is nothing
 // to do. It returns when ctx has ended and so have they.
-func (c Crew) Run(ctx context.Context, n int, do func() bool) {
+func (c crew) Run(ctx context.Context, n int, do func() bool) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	for range n {

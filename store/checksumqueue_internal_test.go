@@ -1,16 +1,14 @@
-package check_test
+package store
 
 import (
 	"testing"
 	"time"
-
-	"github.com/kvasir-kv/kvasir/store/check"
 )
 
 // TestSuspectsAreComparedLastUsedFirst notes four, of which one is trusted meanwhile and
 // one is compared by somebody else, who gives up.
 func TestSuspectsAreComparedLastUsedFirst(t *testing.T) {
-	var b check.Books
+	var b checksumQueue
 	for _, slot := range []uint32{7, 1, 9, 3} {
 		b.Suspect(slot)
 	}
@@ -35,7 +33,7 @@ func TestSuspectsAreComparedLastUsedFirst(t *testing.T) {
 
 // TestChecksumsAreDueInTheirTime has two objects of one slot.
 func TestChecksumsAreDueInTheirTime(t *testing.T) {
-	var b check.Books
+	var b checksumQueue
 	now := time.Unix(1e9, 0)
 	b.Sum(1, 5, now)
 	b.Sum(1, 6, now.Add(time.Second))

@@ -1,8 +1,7 @@
-// Package counters has what a store counts: plain numbers, which its owner guards.
-package counters
+package store
 
-// Store counts since a store was made.
-type Store struct {
+// Counters counts since the start.
+type Counters struct {
 	Lookups            uint64 // that have their result
 	PendingLookups     uint64 // that did not have it at once
 	LateLookups        uint64 // of those, the ones that took what was there after LoadTimeout
