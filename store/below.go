@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/tiering/probe"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -44,14 +44,14 @@ func (s *Store) Go(f func()) bool {
 // search is the search of a pending lookup for what the tier can add to the pool.
 type search struct {
 	*Store
-	*probe.Search
+	*tiering.Probe
 	pf   *prefetch
 	next int // object; those before it were taken
 }
 
 // fetch has a pending lookup wait for what the pool has, and for what the tier has.
 func (s *Store) fetch(pf *prefetch) {
-	x := &search{Store: s, Search: probe.New(&pf.shard, pf.hashes, places{s, pf}), pf: pf}
+	x := &search{Store: s, Probe: tiering.NewProbe(&pf.shard, pf.hashes, places{s, pf}), pf: pf}
 	x.Find(pf.ctx, x.take)
 }
 
@@ -61,7 +61,7 @@ type places struct {
 	pf *prefetch
 }
 
-// InPool implements probe.Places.
+// InPool implements tiering.Places.
 func (p places) InPool(keys []kv.Key, there []bool) {
 	for ; len(keys) > dropBatch; keys, there = keys[dropBatch:], there[dropBatch:] { // each may have expired, and goes
 		p.InPool(keys[:dropBatch], there[:dropBatch])
@@ -73,15 +73,15 @@ func (p places) InPool(keys []kv.Key, there []bool) {
 	}
 }
 
-// InTier implements probe.Places.
+// InTier implements tiering.Places.
 func (p places) InTier(ctx context.Context, keys []kv.Key) ([]tier.Meta, error) {
 	return p.below.Ask(ctx, keys, p.Go)
 }
 
-// Failed implements probe.Places.
+// Failed implements tiering.Places.
 func (p places) Failed(err error) { p.belowFailed(p.pf, miss.BelowFailed, tier.NameOf(err)) }
 
-// Differs implements probe.Places.
+// Differs implements tiering.Places.
 func (p places) Differs(kv.Key) { p.belowFailed(p.pf, miss.BelowCorrupt, "") }
 
 // belowFailed notes why the tier did not help, and which if that is known, for the reason
@@ -99,7 +99,7 @@ func (s *Store) belowFailed(pf *prefetch, why miss.Reason, tier string) {
 func (x *search) take(hit int) (more bool) {
 	missing := int64(0)
 	for i := x.next; i < hit*x.Rows(); i++ {
-		if x.Where(i) == probe.InTier && x.Needs(i, hit) {
+		if x.Where(i) == tiering.InTier && x.Needs(i, hit) {
 			missing += x.mu.pool.Round(x.Bytes(i))
 		}
 	}
@@ -127,7 +127,7 @@ func (x *search) takeSome(i, hit int) (next int, load, more bool) {
 		k := x.Key(i)
 		switch taken := x.takeLocked(&k, i); {
 		case taken:
-		case x.Where(i) == probe.InTier:
+		case x.Where(i) == tiering.InTier:
 			return i, true, true
 		case x.Full(i):
 			return i, false, false

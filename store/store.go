@@ -34,10 +34,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 	"github.com/kvasir-kv/kvasir/store/pool/backing"
 	"github.com/kvasir-kv/kvasir/store/tenant"
-	"github.com/kvasir-kv/kvasir/store/tiering/estimate"
-	"github.com/kvasir-kv/kvasir/store/tiering/guarded"
-	"github.com/kvasir-kv/kvasir/store/tiering/outbox"
-	"github.com/kvasir-kv/kvasir/store/tiering/warming"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -72,7 +69,7 @@ type Options struct {
 	BelowOpened <-chan struct{} // closed once Below knows all that it has; nil where it does from the start
 
 	// LoadIfFaster has lookups ask the tier only as long as it is expected to be faster than
-	// computing: see package estimate.
+	// computing: see tiering.Rates.
 	LoadIfFaster bool
 
 	WarmBytes int64         // read from it at the start of Run, the hottest first, into free memory; 0 for none
@@ -103,11 +100,11 @@ type Store struct {
 	readers chan struct{}   // a place for each who may read chunks at once
 	life    context.Context // ends with Close
 	endLife context.CancelFunc
-	running sync.WaitGroup // pending lookups, and calls of the tier below
-	below   *guarded.Tier  // nil: none
-	place   uint32         // its mark in the index
-	outbox  *outbox.Box    // nil: nothing is written below
-	rates   estimate.Rates // learned where there is a tier
+	running sync.WaitGroup     // pending lookups, and calls of the tier below
+	below   *tiering.Guard     // nil: none
+	place   uint32             // its mark in the index
+	outbox  *tiering.WriteBack // nil: nothing is written below
+	rates   tiering.Rates      // learned where there is a tier
 	quotas  quotas
 	news    chan struct{} // see News; capacity 1
 	began   time.Time
@@ -121,7 +118,7 @@ type Store struct {
 		holds  *hold.Table
 
 		passed    growing.Slice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
-		warmed    warming.Slots         // read by Warm, when nobody knew how long it has to be
+		warmed    tiering.WarmedSlots   // read by Warm, when nobody knew how long it has to be
 		parents   growing.Slice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
 		kept      growing.Slice[uint32] // by slot: promises that keep it from being evicted
 		evictable int                   // resident slots without any
@@ -174,10 +171,10 @@ func New(p *pool.Pool, o Options) *Store {
 		s.log = slog.New(slog.DiscardHandler)
 	}
 	if o.Below != nil {
-		s.below = guarded.New(o.Below, o.LoadTimeout, max(1, o.LoadBytes/2), s.log)
+		s.below = tiering.NewGuard(o.Below, o.LoadTimeout, max(1, o.LoadBytes/2), s.log)
 		s.place = pool.MarkOf(o.Place)
 		if o.Write != WriteNever {
-			s.outbox = outbox.New(cmp.Or(o.WriteBytes, p.Bytes()))
+			s.outbox = tiering.NewWriteBack(cmp.Or(o.WriteBytes, p.Bytes()))
 		}
 	}
 	s.mu.pool = p

@@ -6,7 +6,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/fair/share"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/tiering/warming"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -15,28 +15,28 @@ import (
 
 const warmPeer = "warming" // whose these reads are among all
 
-// warmer is the store as package warming sees it.
+// warmer is the store as tiering.Warm sees it.
 type warmer struct{ *Store }
 
 func (s *Store) warm(ctx context.Context) {
-	warming.Run(ctx, warmer{s}, warming.Options{Bytes: s.opts.WarmBytes, Time: s.opts.WarmTime, Longest: s.mu.pool.Bytes(), Log: s.log})
+	tiering.Warm(ctx, warmer{s}, tiering.WarmOptions{Bytes: s.opts.WarmBytes, Time: s.opts.WarmTime, Longest: s.mu.pool.Bytes(), Log: s.log})
 }
 
-// Hottest implements warming.Reader.
+// Hottest implements tiering.Warmer.
 func (w warmer) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
 	return w.below.Hottest(ctx, n, f)
 }
 
-// Warmed implements warming.Reader.
+// Warmed implements tiering.Warmer.
 func (w warmer) Warmed() (objects, bytes uint64) {
 	n := w.Stats()
 	return n.WarmedChunks, n.WarmedBytes
 }
 
-// Usable implements warming.Reader.
+// Usable implements tiering.Warmer.
 func (w warmer) Usable() bool { return w.useBelow() }
 
-// Warm implements warming.Reader.
+// Warm implements tiering.Warmer.
 func (w warmer) Warm(ctx context.Context, k kv.Key, bytes int64) (wait chan struct{}, room bool) {
 	w.memory.Have(bytes)
 	ended := make(chan struct{})

@@ -79,11 +79,6 @@ var small = map[string]string{
 	"sim/demo":                                "to be merged into sim/demo/sim",
 	"sim/demo/sim":                            "to be merged into sim/demo",
 	"store/pool/backing":                      "to be merged into store/pool",
-	"store/tiering/guarded":                   "to be merged into store/tiering",
-	"store/tiering/outbox":                    "to be merged into store/tiering",
-	"store/tiering/probe":                     "to be merged into store/tiering",
-	"store/tiering/recheck":                   "to be merged into store/tiering",
-	"store/tiering/warming":                   "to be merged into store/tiering",
 	"tier/disk/touch":                         "to be merged into tier/disk",
 }
 

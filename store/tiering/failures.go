@@ -1,4 +1,4 @@
-package guarded
+package tiering
 
 import (
 	"sync"

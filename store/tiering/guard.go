@@ -1,6 +1,4 @@
-// Package guarded calls a tier that may hang, panic or give wrong bytes. It counts the
-// calls that take too long, so that others do without the tier while many of them go on.
-package guarded
+package tiering
 
 import (
 	"context"
@@ -22,9 +20,9 @@ import (
 // maxSlow is how many slow calls mean that a tier does not answer.
 const maxSlow = 8
 
-// Tier is a tier and what is known of its answers. Its methods are safe for concurrent
-// use.
-type Tier struct {
+// Guard calls a tier that may hang, panic or give wrong bytes. It counts the calls that take too long, so that callers do
+// without the tier while many of them go on. Its methods are safe for concurrent use.
+type Guard struct {
 	of      tier.Tier
 	after   time.Duration
 	maxHeld int64
@@ -34,21 +32,21 @@ type Tier struct {
 	failed  failures
 }
 
-// New guards a tier. Calls are slow after so long; 8 of them, or slow ones that may write
+// NewGuard guards a tier. Calls are slow after so long; 8 of them, or slow ones that may write
 // to maxHeld bytes, mean that it does not answer.
-func New(of tier.Tier, after time.Duration, maxHeld int64, log *slog.Logger) *Tier {
-	return &Tier{of: of, after: after, maxHeld: maxHeld, log: log}
+func NewGuard(of tier.Tier, after time.Duration, maxHeld int64, log *slog.Logger) *Guard {
+	return &Guard{of: of, after: after, maxHeld: maxHeld, log: log}
 }
 
 // Answers reports whether the tier may be asked. It is false while slow calls go on.
-func (t *Tier) Answers() bool { return t.slow.Load() < maxSlow && t.held.Load() < t.maxHeld }
+func (t *Guard) Answers() bool { return t.slow.Load() < maxSlow && t.held.Load() < t.maxHeld }
 
 // ErrPanic means that a call of the tier met a bug of it. It costs that call.
 var ErrPanic = errors.New("guarded: the tier panicked")
 
 // Stat is that of the tier, with metas of its own. What could not be read a moment ago is
 // not there: else the next lookup would try again at once, and so on.
-func (t *Tier) Stat(ctx context.Context, keys []kv.Key) (metas []tier.Meta, err error) {
+func (t *Guard) Stat(ctx context.Context, keys []kv.Key) (metas []tier.Meta, err error) {
 	metas = make([]tier.Meta, len(keys))
 	t.timed(0, func() {
 		err = t.contain(func() error { return t.of.Stat(ctx, keys, metas) })
@@ -59,7 +57,7 @@ func (t *Tier) Stat(ctx context.Context, keys []kv.Key) (metas []tier.Meta, err 
 
 // Ask is Stat for a caller that waits no longer than until ctx ends, whatever the tier
 // does. start starts a goroutine, or reports false.
-func (t *Tier) Ask(ctx context.Context, keys []kv.Key, start func(func()) bool) ([]tier.Meta, error) {
+func (t *Guard) Ask(ctx context.Context, keys []kv.Key, start func(func()) bool) ([]tier.Meta, error) {
 	type answer struct {
 		metas []tier.Meta
 		err   error
@@ -80,14 +78,14 @@ func (t *Tier) Ask(ctx context.Context, keys []kv.Key, start func(func()) bool) 
 }
 
 // Hottest is that of the tier.
-func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
+func (t *Guard) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
 	return t.contain(func() error { return tier.Hottest(ctx, t.of, n, f) })
 }
 
 // Read fills dst, which may be memory that goes away, and returns the checksum of what is
 // there. Errors: those of the tier, *tier.CorruptError also when its checksum is another
 // (then the tier is told to forget the object), ErrPanic, faults of dst.
-func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (sum uint64, err error) {
+func (t *Guard) Read(ctx context.Context, k kv.Key, dst []byte) (sum uint64, err error) {
 	var meta tier.Meta
 	t.timed(int64(len(dst)), func() {
 		fault := shm.Guard(func() {
@@ -110,7 +108,7 @@ func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (sum uint64, err 
 
 // Write keeps src, which may be memory that goes away, under k, and returns its checksum:
 // sum, where known says that it is. Errors: those of the tier, ErrPanic, faults of src.
-func (t *Tier) Write(ctx context.Context, k kv.Key, src []byte, sum uint64, known bool) (_ uint64, err error) {
+func (t *Guard) Write(ctx context.Context, k kv.Key, src []byte, sum uint64, known bool) (_ uint64, err error) {
 	fault := shm.Guard(func() {
 		if !known {
 			sum = xxh3.Hash(src)
@@ -124,11 +122,11 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, src []byte, sum uint64, know
 }
 
 // Close closes the tier.
-func (t *Tier) Close() error { return t.of.Close() }
+func (t *Guard) Close() error { return t.of.Close() }
 
 // timed calls f, which fills so many bytes, and counts it as slow while it goes on for
 // too long.
-func (t *Tier) timed(bytes int64, f func()) {
+func (t *Guard) timed(bytes int64, f func()) {
 	count := func(by int32) {
 		t.slow.Add(by)
 		t.held.Add(int64(by) * bytes)
@@ -144,7 +142,7 @@ func (t *Tier) timed(bytes int64, f func()) {
 
 // contain makes an error of the tier's panics. Builds that check themselves let them go
 // on, and faults of mapped memory are shm.Guard's.
-func (t *Tier) contain(f func() error) (err error) {
+func (t *Guard) contain(f func() error) (err error) {
 	if invariant.Enabled {
 		return f()
 	}

@@ -1,4 +1,4 @@
-package estimate_test
+package tiering_test
 
 import (
 	"fmt"
@@ -6,11 +6,11 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/store/tiering/estimate"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 )
 
 // compute has one request compute so many bytes in two workers' shards.
-func compute(r *estimate.Rates, request string, bytes int64, took time.Duration) {
+func compute(r *tiering.Rates, request string, bytes int64, took time.Duration) {
 	r.Answered([]byte(request))
 	time.Sleep(took)
 	r.Stored([]byte(request), bytes/2)
@@ -21,7 +21,7 @@ func compute(r *estimate.Rates, request string, bytes int64, took time.Duration)
 // one is tried now and then, and is asked again once it has become faster.
 func TestWorthLoading(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var r estimate.Rates
+		var r tiering.Rates
 		for i := range 10 {
 			if !r.WorthLoading() {
 				t.Fatal("it is not asked before anything is known")
@@ -55,7 +55,7 @@ func TestWorthLoading(t *testing.T) {
 // Only what a request has computed counts, and requests that never store are forgotten.
 func TestRequests(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var r estimate.Rates
+		var r tiering.Rates
 		for range 10 {
 			r.Stored([]byte("whole hit"), 1e9)
 		}

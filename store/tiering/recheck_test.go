@@ -1,4 +1,4 @@
-package recheck_test
+package tiering_test
 
 import (
 	"context"
@@ -7,14 +7,10 @@ import (
 	"testing/synctest"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/store/tiering/recheck"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 )
-
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // notes are 1,000 objects, of which every third is not below any more. The tier fails to answer at first.
 type notes struct {
@@ -24,10 +20,10 @@ type notes struct {
 
 func (n *notes) Slots() int { return 1000 }
 
-func (n *notes) Noted(from, end, most int) (keys []kv.Key, of []recheck.Noted, next int) {
+func (n *notes) Noted(from, end, most int) (keys []kv.Key, of []tiering.Noted, next int) {
 	for next = from; next < end && len(keys) < most; next++ {
 		keys = append(keys, kv.Key{Chunk: kv.Hash{byte(next), byte(next >> 8)}})
-		of = append(of, recheck.Noted{Slot: uint32(next), Bytes: 7})
+		of = append(of, tiering.Noted{Slot: uint32(next), Bytes: 7})
 	}
 	return keys, of, next
 }
@@ -45,7 +41,7 @@ func (n *notes) Ask(_ context.Context, keys []kv.Key) ([]tier.Meta, error) {
 	return out, nil
 }
 
-func (n *notes) Settle(of []recheck.Noted, metas []tier.Meta) {
+func (n *notes) Settle(of []tiering.Noted, metas []tier.Meta) {
 	for i, o := range of {
 		n.settled[o.Slot] = metas[i].Fits(o.Bytes)
 	}
@@ -57,7 +53,7 @@ func TestAllIsAskedFor(t *testing.T) {
 		n, opened, done := &notes{fails: 2, settled: make(map[uint32]bool)}, make(chan struct{}), make(chan struct{})
 		go func() {
 			defer close(done)
-			recheck.Run(t.Context(), n, opened)
+			tiering.Recheck(t.Context(), n, opened)
 		}()
 		time.Sleep(time.Hour)
 		if len(n.settled) > 0 {
@@ -88,7 +84,7 @@ func TestItEndsWithItsContext(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			defer cancel()
 			n := &notes{fails: 1 << 30, settled: make(map[uint32]bool)}
-			recheck.Run(ctx, n, opened)
+			tiering.Recheck(ctx, n, opened)
 			if ctx.Err() == nil || len(n.settled) > 0 {
 				t.Errorf("it ended early, with %d settled", len(n.settled))
 			}

@@ -1,4 +1,4 @@
-package guarded_test
+package tiering_test
 
 import (
 	"context"
@@ -12,7 +12,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/invariant"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/store/tiering/guarded"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -24,8 +24,8 @@ type odd struct {
 
 func (o odd) Read(_ context.Context, _ kv.Key, dst []byte) (tier.Meta, error) { return o.read(dst) }
 
-func guard(read func(dst []byte) (tier.Meta, error)) *guarded.Tier {
-	return guarded.New(odd{tier.NewMemory(1), read}, time.Second, 100, slog.New(slog.DiscardHandler))
+func guard(read func(dst []byte) (tier.Meta, error)) *tiering.Guard {
+	return tiering.NewGuard(odd{tier.NewMemory(1), read}, time.Second, 100, slog.New(slog.DiscardHandler))
 }
 
 // TestReadsOfWrongBytesAndPanicsAreErrors shows one of each beside one that is right.
@@ -49,7 +49,7 @@ func TestReadsOfWrongBytesAndPanicsAreErrors(t *testing.T) {
 	if invariant.Enabled {
 		return // panics go on
 	}
-	if _, err := read(func([]byte) (tier.Meta, error) { panic("bug") }); !errors.Is(err, guarded.ErrPanic) {
+	if _, err := read(func([]byte) (tier.Meta, error) { panic("bug") }); !errors.Is(err, tiering.ErrPanic) {
 		t.Errorf("a panic: %v", err)
 	}
 }
@@ -93,7 +93,7 @@ func TestStatIsThatOfTheTier(t *testing.T) {
 	if err := m.Write(t.Context(), here, tier.Meta{Len: 3, Sum: 7}, []byte("abc")); err != nil {
 		t.Fatal(err)
 	}
-	g := guarded.New(m, time.Second, 100, slog.New(slog.DiscardHandler))
+	g := tiering.NewGuard(m, time.Second, 100, slog.New(slog.DiscardHandler))
 	metas, err := g.Stat(t.Context(), []kv.Key{here, {Chunk: kv.Hash{2}}})
 	if err != nil || len(metas) != 2 || metas[0].Len != 3 || metas[1] != (tier.Meta{}) {
 		t.Errorf("%v, %v", metas, err)
@@ -108,7 +108,7 @@ func TestStatIsThatOfTheTier(t *testing.T) {
 func TestWrittenObjectsAreThereAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := tier.NewMemory(1000)
-		g := guarded.New(odd{m, func([]byte) (tier.Meta, error) { return tier.Meta{}, tier.ErrMissing }}, time.Hour, 100, slog.New(slog.DiscardHandler))
+		g := tiering.NewGuard(odd{m, func([]byte) (tier.Meta, error) { return tier.Meta{}, tier.ErrMissing }}, time.Hour, 100, slog.New(slog.DiscardHandler))
 		keys := []kv.Key{{Group: 1}, {Group: 2}, {Group: 3}}
 		for _, k := range keys {
 			if sum, err := g.Write(t.Context(), k, []byte("data"), 0, false); err != nil || sum != xxh3.Hash([]byte("data")) {

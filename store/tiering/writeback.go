@@ -1,7 +1,4 @@
-// Package outbox is what waits to be written to the tier below the pool: objects by their
-// slots, oldest first. Nothing is copied while it waits; what is evicted meanwhile is not
-// written.
-package outbox
+package tiering
 
 import (
 	"container/list"
@@ -10,48 +7,50 @@ import (
 	"time"
 )
 
-// Item is an object at one moment: what a slot has of that generation.
-type Item struct {
+// WriteItem is an object at one moment: what a slot has of that generation.
+type WriteItem struct {
 	Slot, Generation uint32
 	Bytes            int64
 
 	tries int // that failed
 }
 
-// Stats are the figures of a Box.
-type Stats struct {
+// WriteBackStats are the figures of a WriteBack.
+type WriteBackStats struct {
 	Waiting      int    // objects
 	WaitingBytes int64  // of them
 	Skipped      uint64 // objects that were not taken because too many bytes waited
 }
 
-// Box is a queue of objects. Its methods are safe for concurrent use; its mutex is a leaf.
-type Box struct {
+// WriteBack is a queue of objects that wait to be written to the tier below the pool, by their slots, oldest first. It
+// copies nothing: an object that is evicted while it waits is not written. Its methods are safe for concurrent use; its
+// mutex is a leaf.
+type WriteBack struct {
 	limit int64
 	came  chan struct{} // something may wait
 
 	mu struct {
 		sync.Mutex
-		queue   list.List                // of Items
-		waiting map[uint32]*list.Element // by slot, the newest Item of it that waits
+		queue   list.List                // of WriteItems
+		waiting map[uint32]*list.Element // by slot, the newest WriteItem of it that waits
 		bytes   int64
 		skipped uint64
 	}
 }
 
-// New returns an empty Box in which so many bytes may wait, or one object.
-func New(limit int64) *Box {
-	b := &Box{limit: limit, came: make(chan struct{}, 1)}
+// NewWriteBack returns an empty WriteBack in which so many bytes may wait, or one object.
+func NewWriteBack(limit int64) *WriteBack {
+	b := &WriteBack{limit: limit, came: make(chan struct{}, 1)}
 	b.mu.waiting = make(map[uint32]*list.Element)
 	return b
 }
 
 // Add has an object written, once, if it is not waiting already. It reports false when too
 // much waits.
-func (b *Box) Add(it Item) bool {
+func (b *WriteBack) Add(it WriteItem) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if e, ok := b.mu.waiting[it.Slot]; ok && e.Value.(Item).Generation == it.Generation {
+	if e, ok := b.mu.waiting[it.Slot]; ok && e.Value.(WriteItem).Generation == it.Generation {
 		return true
 	}
 	if b.mu.bytes > 0 && b.mu.bytes+it.Bytes > b.limit {
@@ -64,8 +63,8 @@ func (b *Box) Add(it Item) bool {
 	return true
 }
 
-// Drop says that what a slot has goes: it is not written, and its room is for others. In a nil Box nothing waits.
-func (b *Box) Drop(slot uint32) {
+// Drop says that what a slot has goes: it is not written, and its room is for others. In a nil WriteBack nothing waits.
+func (b *WriteBack) Drop(slot uint32) {
 	if b == nil {
 		return
 	}
@@ -76,8 +75,8 @@ func (b *Box) Drop(slot uint32) {
 	}
 }
 
-func (b *Box) removeLocked(e *list.Element) Item {
-	it := b.mu.queue.Remove(e).(Item)
+func (b *WriteBack) removeLocked(e *list.Element) WriteItem {
+	it := b.mu.queue.Remove(e).(WriteItem)
 	b.mu.bytes -= it.Bytes
 	if b.mu.waiting[it.Slot] == e {
 		delete(b.mu.waiting, it.Slot)
@@ -85,7 +84,7 @@ func (b *Box) removeLocked(e *list.Element) Item {
 	return it
 }
 
-func (b *Box) wake() {
+func (b *WriteBack) wake() {
 	select {
 	case b.came <- struct{}{}:
 	default:
@@ -93,7 +92,7 @@ func (b *Box) wake() {
 }
 
 // Next waits for an object and takes it out. It reports false once ctx has ended.
-func (b *Box) Next(ctx context.Context) (Item, bool) {
+func (b *WriteBack) Next(ctx context.Context) (WriteItem, bool) {
 	for {
 		if it, ok := b.take(); ok {
 			return it, true
@@ -101,17 +100,17 @@ func (b *Box) Next(ctx context.Context) (Item, bool) {
 		select {
 		case <-b.came:
 		case <-ctx.Done():
-			return Item{}, false
+			return WriteItem{}, false
 		}
 	}
 }
 
-func (b *Box) take() (Item, bool) {
+func (b *WriteBack) take() (WriteItem, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	first := b.mu.queue.Front()
 	if first == nil {
-		return Item{}, false
+		return WriteItem{}, false
 	}
 	it := b.removeLocked(first)
 	if b.mu.queue.Len() > 0 {
@@ -120,34 +119,34 @@ func (b *Box) take() (Item, bool) {
 	return it, true
 }
 
-// Outcome is how the writing of an object ended.
-type Outcome uint8
+// WriteOutcome is how the writing of an object ended.
+type WriteOutcome uint8
 
-// Outcomes.
+// WriteOutcomes.
 const (
-	Settled Outcome = iota // it is below, or is not to be
-	Failed                 // it is tried again, maxTries times in all
-	Resting                // it is tried again until it has another outcome
+	Settled WriteOutcome = iota // it is below, or is not to be
+	Failed                      // it is tried again, maxTries times in all
+	Resting                     // it is tried again until it has another outcome
 )
 
 const (
-	// patience is how long a write waits for what goes first.
-	patience = 200 * time.Millisecond
+	// writePatience is how long a write waits for what goes first.
+	writePatience = 200 * time.Millisecond
 
-	// again is after how long a writer goes on whose write failed.
-	again = time.Second
+	// writeRetryDelay is after how long a writer goes on whose write failed.
+	writeRetryDelay = time.Second
 
-	// maxTries is more than the failures in a row after which a tier is left alone
+	// maxWriteTries is more than the failures in a row after which a tier is left alone
 	// (tier.Limits): what waits alone for a tier that fails is given up only where the tier
 	// works otherwise.
-	maxTries = 10
+	maxWriteTries = 10
 )
 
 // Run takes objects out and has write begin to write each, n of them at once, until ctx
 // ends. It returns then, although a write may go on: its owner sees to its end. write
 // reports false when nothing may be begun any more. busy returns what is closed when
 // something that goes first has ended, nil while there is nothing.
-func (b *Box) Run(ctx context.Context, n int, busy func() chan struct{}, write func(Item) (ended chan Outcome, ok bool)) {
+func (b *WriteBack) Run(ctx context.Context, n int, busy func() chan struct{}, write func(WriteItem) (ended chan WriteOutcome, ok bool)) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	for range n {
@@ -157,7 +156,7 @@ func (b *Box) Run(ctx context.Context, n int, busy func() chan struct{}, write f
 				if !ok {
 					return
 				}
-				wait(ctx, busy)
+				waitWhileBusy(ctx, busy)
 				ended, ok := write(it)
 				if !ok {
 					return
@@ -173,9 +172,9 @@ func (b *Box) Run(ctx context.Context, n int, busy func() chan struct{}, write f
 	}
 }
 
-// wait waits until nothing goes first, for a short time.
-func wait(ctx context.Context, busy func() chan struct{}) {
-	timer := time.NewTimer(patience)
+// waitWhileBusy waits until nothing goes first, for a short time.
+func waitWhileBusy(ctx context.Context, busy func() chan struct{}) {
+	timer := time.NewTimer(writePatience)
 	defer timer.Stop()
 	for next := busy(); next != nil; next = busy() {
 		select {
@@ -189,18 +188,18 @@ func wait(ctx context.Context, busy func() chan struct{}) {
 }
 
 // settle offers an object again that was not written, and waits a while then.
-func (b *Box) settle(ctx context.Context, it Item, o Outcome) {
+func (b *WriteBack) settle(ctx context.Context, it WriteItem, o WriteOutcome) {
 	switch o {
 	case Settled:
 		return
 	case Failed:
-		if it.tries++; it.tries < maxTries {
+		if it.tries++; it.tries < maxWriteTries {
 			b.Add(it)
 		}
 	case Resting:
 		b.Add(it)
 	}
-	timer := time.NewTimer(again)
+	timer := time.NewTimer(writeRetryDelay)
 	defer timer.Stop()
 	select {
 	case <-timer.C:
@@ -209,8 +208,8 @@ func (b *Box) settle(ctx context.Context, it Item, o Outcome) {
 }
 
 // Stats returns the figures.
-func (b *Box) Stats() Stats {
+func (b *WriteBack) Stats() WriteBackStats {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return Stats{Waiting: b.mu.queue.Len(), WaitingBytes: b.mu.bytes, Skipped: b.mu.skipped}
+	return WriteBackStats{Waiting: b.mu.queue.Len(), WaitingBytes: b.mu.bytes, Skipped: b.mu.skipped}
 }

@@ -1,6 +1,4 @@
-// Package warming reads what is the hottest in a tier before anybody asks for it, bounded in
-// bytes and time.
-package warming
+package tiering
 
 import (
 	"context"
@@ -15,22 +13,22 @@ import (
 )
 
 const (
-	reads  = 4                // at once
-	again  = time.Second      // after which a tier that does not answer is tried again
-	speaks = 10 * time.Second // between two lines in the log
-	names  = 1 << 16          // objects at most, about 10 MiB of names
+	warmReads       = 4                // at once
+	warmRetryDelay  = time.Second      // after which a tier that does not answer is tried again
+	warmLogInterval = 10 * time.Second // between two lines in the log
+	maxWarmObjects  = 1 << 16          // objects at most, about 10 MiB of names
 )
 
-// Options say how much is read.
-type Options struct {
+// WarmOptions says how much is read.
+type WarmOptions struct {
 	Bytes   int64         // in all, at most
 	Time    time.Duration // that it takes, at most
 	Longest int64         // bytes of an object; longer ones are left out
 	Log     *slog.Logger
 }
 
-// Reader is who keeps what is read.
-type Reader interface {
+// Warmer names the objects and keeps what is read.
+type Warmer interface {
 	// Hottest names objects, the hottest first.
 	Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error
 	// Usable reports whether the tier answers.
@@ -42,8 +40,9 @@ type Reader interface {
 	Warmed() (objects, bytes uint64)
 }
 
-// Run reads until enough is read, all is, the time is over, there is no room, or ctx ends.
-func Run(ctx context.Context, r Reader, o Options) {
+// Warm reads the hottest objects of a tier before a lookup asks for them. It ends when o.Bytes are read, o.Time
+// has passed, all objects are read, the pool has no room, or ctx ends.
+func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 	ctx, cancel := context.WithTimeout(ctx, o.Time)
 	defer cancel()
 	began := time.Now()
@@ -52,13 +51,13 @@ func Run(ctx context.Context, r Reader, o Options) {
 		return []any{"chunks", objects, "bytes", bytes, "took", time.Since(began).Round(time.Millisecond)}
 	}
 	o.Log.Info("reading what is hot in the tiers below", "bytes_at_most", o.Bytes, "time_at_most", o.Time)
-	todo := make(chan object)
+	todo := make(chan warmObject)
 	var full atomic.Bool
 	var readers sync.WaitGroup
-	for range reads {
+	for range warmReads {
 		readers.Go(func() {
 			for x := range todo {
-				if !read(ctx, r, x) {
+				if !readWarm(ctx, r, x) {
 					full.Store(true)
 				}
 			}
@@ -77,12 +76,12 @@ func Run(ctx context.Context, r Reader, o Options) {
 			return false
 		}
 		left -= m.Len
-		if time.Since(said) >= speaks {
+		if time.Since(said) >= warmLogInterval {
 			said = time.Now()
 			o.Log.Info("still reading what is hot", args()...)
 		}
 		select {
-		case todo <- object{k, m.Len}:
+		case todo <- warmObject{k, m.Len}:
 			return true
 		case <-ctx.Done():
 			return false
@@ -101,10 +100,10 @@ func Run(ctx context.Context, r Reader, o Options) {
 }
 
 // hottest has r name objects. While it does not answer it is asked again.
-func hottest(ctx context.Context, r Reader, log *slog.Logger, f func(kv.Key, tier.Meta) bool) error {
+func hottest(ctx context.Context, r Warmer, log *slog.Logger, f func(kv.Key, tier.Meta) bool) error {
 	for said := false; ; said = true {
 		named := false
-		err := r.Hottest(ctx, names, func(k kv.Key, m tier.Meta) bool {
+		err := r.Hottest(ctx, maxWarmObjects, func(k kv.Key, m tier.Meta) bool {
 			named = true
 			return f(k, m)
 		})
@@ -115,25 +114,25 @@ func hottest(ctx context.Context, r Reader, log *slog.Logger, f func(kv.Key, tie
 			log.Warn("the tiers below do not tell what is hot: they are asked again until the time is over", "err", err)
 		}
 		select {
-		case <-time.After(again):
+		case <-time.After(warmRetryDelay):
 		case <-ctx.Done():
 			return err
 		}
 	}
 }
 
-// object is one to be read.
-type object struct {
+// warmObject is one to be read.
+type warmObject struct {
 	key   kv.Key
 	bytes int64
 }
 
-// read has an object read once it may be. It reports false when there is no room.
-func read(ctx context.Context, r Reader, x object) (room bool) {
+// readWarm has an object read once it may be. It reports false when there is no room.
+func readWarm(ctx context.Context, r Warmer, x warmObject) (room bool) {
 	for ctx.Err() == nil {
 		if !r.Usable() {
 			select {
-			case <-time.After(again):
+			case <-time.After(warmRetryDelay):
 			case <-ctx.Done():
 			}
 			continue

@@ -1,4 +1,4 @@
-package outbox_test
+package tiering_test
 
 import (
 	"context"
@@ -7,23 +7,23 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/store/tiering/outbox"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 )
 
 func TestMain(m *testing.M) { leaks.Main(m) }
 
 // What waits comes out once, oldest first, and no more waits than may.
 func TestOnceAndInOrder(t *testing.T) {
-	b := outbox.New(30)
+	b := tiering.NewWriteBack(30)
 	for slot, want := range []bool{true, true, true, false} {
-		if got := b.Add(outbox.Item{Slot: uint32(slot), Bytes: 10}); got != want {
+		if got := b.Add(tiering.WriteItem{Slot: uint32(slot), Bytes: 10}); got != want {
 			t.Errorf("slot %d: %v", slot, got)
 		}
 	}
-	if !b.Add(outbox.Item{Slot: 1, Bytes: 10}) {
+	if !b.Add(tiering.WriteItem{Slot: 1, Bytes: 10}) {
 		t.Error("what waits already is refused")
 	}
-	if got := b.Stats(); got != (outbox.Stats{Waiting: 3, WaitingBytes: 30, Skipped: 1}) {
+	if got := b.Stats(); got != (tiering.WriteBackStats{Waiting: 3, WaitingBytes: 30, Skipped: 1}) {
 		t.Errorf("%+v", got)
 	}
 	for slot := range uint32(3) {
@@ -31,7 +31,7 @@ func TestOnceAndInOrder(t *testing.T) {
 			t.Errorf("%+v, %v, want slot %d", it, ok, slot)
 		}
 	}
-	if !b.Add(outbox.Item{Slot: 1, Generation: 2, Bytes: 100}) {
+	if !b.Add(tiering.WriteItem{Slot: 1, Generation: 2, Bytes: 100}) {
 		t.Error("one object alone is too large")
 	}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -46,9 +46,9 @@ func TestOnceAndInOrder(t *testing.T) {
 
 // The same slot with another object waits beside the earlier one.
 func TestAnotherGenerationIsAnotherObject(t *testing.T) {
-	b := outbox.New(100)
+	b := tiering.NewWriteBack(100)
 	for g := range uint32(3) {
-		b.Add(outbox.Item{Slot: 5, Generation: g, Bytes: 1})
+		b.Add(tiering.WriteItem{Slot: 5, Generation: g, Bytes: 1})
 	}
 	for g := range uint32(3) {
 		if it, ok := b.Next(t.Context()); !ok || it.Generation != g {
@@ -59,26 +59,26 @@ func TestAnotherGenerationIsAnotherObject(t *testing.T) {
 
 // What goes gives its room to others at once, and does not come out; what has taken its slot since then waits on its own.
 func TestDropped(t *testing.T) {
-	b := outbox.New(30)
+	b := tiering.NewWriteBack(30)
 	for slot := range uint32(3) {
-		b.Add(outbox.Item{Slot: slot, Bytes: 10})
+		b.Add(tiering.WriteItem{Slot: slot, Bytes: 10})
 	}
 	b.Drop(0)
 	b.Drop(7) // nothing of it waits
-	if !b.Add(outbox.Item{Slot: 0, Generation: 1, Bytes: 10}) || b.Add(outbox.Item{Slot: 8, Bytes: 10}) {
+	if !b.Add(tiering.WriteItem{Slot: 0, Generation: 1, Bytes: 10}) || b.Add(tiering.WriteItem{Slot: 8, Bytes: 10}) {
 		t.Error("what went took room, or gave more than it had")
 	}
-	if got := b.Stats(); got != (outbox.Stats{Waiting: 3, WaitingBytes: 30, Skipped: 1}) {
+	if got := b.Stats(); got != (tiering.WriteBackStats{Waiting: 3, WaitingBytes: 30, Skipped: 1}) {
 		t.Errorf("%+v", got)
 	}
-	for _, want := range []outbox.Item{{Slot: 1, Bytes: 10}, {Slot: 2, Bytes: 10}, {Slot: 0, Generation: 1, Bytes: 10}} {
+	for _, want := range []tiering.WriteItem{{Slot: 1, Bytes: 10}, {Slot: 2, Bytes: 10}, {Slot: 0, Generation: 1, Bytes: 10}} {
 		if it, ok := b.Next(t.Context()); !ok || it != want {
 			t.Errorf("%+v, %v, want %+v", it, ok, want)
 		}
 	}
 	for g := range uint32(1000) { // of a place that takes nothing for long
-		b.Add(outbox.Item{Slot: 3, Generation: g, Bytes: 10})
-		b.Add(outbox.Item{Slot: 4, Generation: g, Bytes: 10})
+		b.Add(tiering.WriteItem{Slot: 3, Generation: g, Bytes: 10})
+		b.Add(tiering.WriteItem{Slot: 4, Generation: g, Bytes: 10})
 		b.Drop(3)
 		if g > 0 {
 			b.Drop(4)
@@ -107,20 +107,20 @@ func TestRun(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
-		b := outbox.New(100)
+		b := tiering.NewWriteBack(100)
 		for slot := range uint32(5) {
-			b.Add(outbox.Item{Slot: slot, Bytes: 1})
+			b.Add(tiering.WriteItem{Slot: slot, Bytes: 1})
 		}
 		begun := make(chan uint32, 50)
 		first := make(chan struct{}) // never closed
 		ended := make(chan struct{})
 		go func() {
 			defer close(ended)
-			b.Run(ctx, 2, func() chan struct{} { return first }, func(it outbox.Item) (chan outbox.Outcome, bool) {
+			b.Run(ctx, 2, func() chan struct{} { return first }, func(it tiering.WriteItem) (chan tiering.WriteOutcome, bool) {
 				begun <- it.Slot
-				done := make(chan outbox.Outcome, 1)
+				done := make(chan tiering.WriteOutcome, 1)
 				if it.Slot > 0 {
-					done <- outbox.Settled
+					done <- tiering.Settled
 				}
 				return done, true
 			})
@@ -146,23 +146,23 @@ func TestRun(t *testing.T) {
 func TestTriedAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
-		b := outbox.New(100)
-		b.Add(outbox.Item{Slot: 1, Bytes: 1})
-		b.Add(outbox.Item{Slot: 2, Bytes: 1})
+		b := tiering.NewWriteBack(100)
+		b.Add(tiering.WriteItem{Slot: 1, Bytes: 1})
+		b.Add(tiering.WriteItem{Slot: 2, Bytes: 1})
 		tries := map[uint32]int{}
 		ended := make(chan struct{})
 		go func() {
 			defer close(ended)
-			b.Run(ctx, 1, func() chan struct{} { return nil }, func(it outbox.Item) (chan outbox.Outcome, bool) {
-				done := make(chan outbox.Outcome, 1)
+			b.Run(ctx, 1, func() chan struct{} { return nil }, func(it tiering.WriteItem) (chan tiering.WriteOutcome, bool) {
+				done := make(chan tiering.WriteOutcome, 1)
 				tries[it.Slot]++
 				switch {
 				case it.Slot == 1:
-					done <- outbox.Failed
+					done <- tiering.Failed
 				case tries[2] < 20:
-					done <- outbox.Resting
+					done <- tiering.Resting
 				default:
-					done <- outbox.Settled
+					done <- tiering.Settled
 				}
 				return done, true
 			})

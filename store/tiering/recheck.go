@@ -1,6 +1,4 @@
-// Package recheck asks a tier, once, for all that an earlier server noted as being there. It may have gone since: removed
-// by hand, evicted there, lost with a disk. What the tier lacks is written again.
-package recheck
+package tiering
 
 import (
 	"context"
@@ -11,9 +9,9 @@ import (
 )
 
 const (
-	most  = 256                   // objects in one call of the tier
-	pause = 10 * time.Millisecond // between two calls: a million objects take less than a minute
-	again = 5 * time.Second       // after a call that failed
+	recheckBatch      = 256                   // objects in one call of the tier
+	recheckPause      = 10 * time.Millisecond // between two calls: a million objects take less than a minute
+	recheckRetryDelay = 5 * time.Second       // after a call that failed
 )
 
 // Noted is an object that is noted as being below.
@@ -35,8 +33,10 @@ type Notes interface {
 	Settle(of []Noted, metas []tier.Meta)
 }
 
-// Run asks until all is asked for, or ctx ends. It begins once opened is closed; nil: at once.
-func Run(ctx context.Context, n Notes, opened <-chan struct{}) {
+// Recheck asks a tier, once, for each object that an earlier server noted as being there. Objects may have gone since:
+// removed by hand, evicted there, lost with a disk. What the tier lacks is written again. Recheck begins once opened is
+// closed, with nil at once, and returns when all is asked for or ctx ends.
+func Recheck(ctx context.Context, n Notes, opened <-chan struct{}) {
 	if opened != nil {
 		select {
 		case <-opened:
@@ -52,13 +52,13 @@ func Run(ctx context.Context, n Notes, opened <-chan struct{}) {
 		case <-ctx.Done():
 			return
 		}
-		keys, of, next := n.Noted(from, end, most)
-		wait := pause
+		keys, of, next := n.Noted(from, end, recheckBatch)
+		wait := recheckPause
 		if len(keys) > 0 {
 			if metas, err := n.Ask(ctx, keys); err == nil {
 				n.Settle(of, metas)
 			} else {
-				next, wait = from, again
+				next, wait = from, recheckRetryDelay
 			}
 		}
 		from = next

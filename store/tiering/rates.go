@@ -1,10 +1,4 @@
-// Package estimate compares how fast chunks come from a tier with how fast engines compute
-// them: where computing is faster, a load delays a request instead of speeding it up.
-//
-// Both are seen from a request. It loads from its lookup to the answer, and computes from
-// the answer to the commit of what it has stored. Time in an engine's queue counts as
-// computing, so a tier is left out too seldom rather than too often.
-package estimate
+package tiering
 
 import (
 	"sync"
@@ -12,17 +6,17 @@ import (
 )
 
 const (
-	// fading is what an earlier sample counts beside the next one.
-	fading = 0.95
+	// rateFading is the weight of an earlier sample beside the next one.
+	rateFading = 0.95
 
-	// enough samples make a rate known.
-	enough = 8
+	// minRateSamples is how many samples make a rate known.
+	minRateSamples = 8
 
-	// probe is how many lookups do without a tier that is slower, before one tries it again.
-	probe = 16
+	// slowerTierRetry is how many lookups skip a slower tier before one tries it again.
+	slowerTierRetry = 16
 
-	// maxRequests bounds the requests that compute; the oldest is forgotten first.
-	maxRequests = 4096
+	// maxComputing bounds the requests that compute; the oldest is forgotten first.
+	maxComputing = 4096
 )
 
 // rate is an amount over time, of which older samples fade.
@@ -32,21 +26,23 @@ type rate struct {
 }
 
 func (r *rate) add(bytes int64, took time.Duration) {
-	r.bytes = r.bytes*fading + float64(bytes)
-	r.seconds = r.seconds*fading + took.Seconds()
+	r.bytes = r.bytes*rateFading + float64(bytes)
+	r.seconds = r.seconds*rateFading + took.Seconds()
 	r.samples++
 }
 
 // perSecond returns bytes per second, 0 while it is not known.
 func (r *rate) perSecond() float64 {
-	if r.samples < enough || r.seconds <= 0 {
+	if r.samples < minRateSamples || r.seconds <= 0 {
 		return 0
 	}
 	return r.bytes / r.seconds
 }
 
-// Rates learn. The zero value knows nothing. Its methods are safe for concurrent use; its
-// mutex is a leaf.
+// Rates compares how fast chunks come from a tier with how fast engines compute them: where computing is faster, a load
+// delays a request. A request loads from its lookup to the answer, and computes from the answer to the commit of what it
+// has stored. Time in an engine's queue counts as computing, so a tier is left out too seldom rather than too often. The
+// zero value knows nothing. Its methods are safe for concurrent use; its mutex is a leaf.
 type Rates struct {
 	mu struct {
 		sync.Mutex
@@ -73,7 +69,7 @@ func (r *Rates) Answered(request []byte) {
 	}
 	name := string(request)
 	if _, ok := r.mu.began[name]; !ok {
-		if len(r.mu.order) >= maxRequests {
+		if len(r.mu.order) >= maxComputing {
 			delete(r.mu.began, r.mu.order[0])
 			r.mu.order = r.mu.order[1:]
 		}
@@ -105,19 +101,19 @@ func (r *Rates) WorthLoading() bool {
 		return true
 	}
 	r.mu.skipped++
-	return r.mu.skipped%probe == 0
+	return r.mu.skipped%slowerTierRetry == 0
 }
 
-// Stats are what was learned.
-type Stats struct {
+// RateStats is what was learned.
+type RateStats struct {
 	LoadRate    float64 `json:"load_bytes_per_s"`    // 0: not known
 	ComputeRate float64 `json:"compute_bytes_per_s"` // the same
 	Skipped     uint64  `json:"skipped_lookups"`     // that found the tier to be slower
 }
 
 // Stats returns what was learned.
-func (r *Rates) Stats() Stats {
+func (r *Rates) Stats() RateStats {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return Stats{r.mu.load.perSecond(), r.mu.compute.perSecond(), r.mu.skipped}
+	return RateStats{r.mu.load.perSecond(), r.mu.compute.perSecond(), r.mu.skipped}
 }
