@@ -32,7 +32,6 @@ import (
 	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/pool/backing"
 	"github.com/kvasir-kv/kvasir/store/tenant"
 	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
@@ -89,7 +88,7 @@ type Options struct {
 type Store struct {
 	opts   Options
 	log    *slog.Logger
-	memory *backing.Memory
+	memory *pool.Memory
 	busy   func(slot uint32) bool // keptLocked, for the policy
 
 	// untouchable also answers true for what stays within the quota of a tenant that the room
@@ -193,7 +192,7 @@ func New(p *pool.Pool, o Options) *Store {
 	s.mu.holds = hold.NewTable(o.Quarantine, o.MaxHolds)
 	s.mu.misses = miss.NewMemory(o.Ghosts)
 	s.restoreLocked() // nobody else knows s yet
-	s.memory = backing.New(backed{p, s}, o.PopulateRate, s.log)
+	s.memory = pool.NewMemory(backed{p, s}, o.PopulateRate, s.log)
 	if s.below != nil { // which is read into the pool and written from it by this process
 		s.memory.MapAhead()
 	}

@@ -78,7 +78,6 @@ var small = map[string]string{
 	"server/p2p":                              "to be merged into server",
 	"sim/demo":                                "to be merged into sim/demo/sim",
 	"sim/demo/sim":                            "to be merged into sim/demo",
-	"store/pool/backing":                      "to be merged into store/pool",
 	"tier/disk/touch":                         "to be merged into tier/disk",
 }
 

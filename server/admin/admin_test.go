@@ -19,7 +19,6 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/evict"
-	"github.com/kvasir-kv/kvasir/store/evict/lifetime"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
@@ -32,7 +31,7 @@ func newServer(t *testing.T) *server.Server {
 	if err != nil {
 		t.Fatal(err)
 	}
-	lives := lifetime.New()
+	lives := evict.NewLifetimes()
 	st := store.New(p, store.Options{Policy: lives.Watch(evict.NewLRU())})
 	s := server.New(st, server.Options{Lifetimes: lives, ChunkTokens: 16, Version: "v1", Log: slog.New(slog.DiscardHandler)})
 	t.Cleanup(func() { _, _ = s.Close(), st.Close() })

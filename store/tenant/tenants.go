@@ -1,7 +1,7 @@
 // Package tenant keeps an account for each cache salt that has a quota: what it has of the
 // pool, what it may keep, and an eviction policy of its own. Everybody else is in one common
 // policy, as all are while nobody has a quota. It knows how long what nobody uses may stay, and what
-// an operator has pinned.
+// an operator has pinned. Terms is what operators set for tenants, and its file.
 //
 // A quota is kept, not a limit: where memory is free a tenant may have more. When room is
 // needed, what passes a quota goes first, then what has none; what is within its quota goes

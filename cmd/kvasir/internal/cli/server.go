@@ -29,9 +29,8 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/evict"
-	"github.com/kvasir-kv/kvasir/store/evict/lifetime"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/tenant/terms"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/adapter"
 )
@@ -81,7 +80,7 @@ type serverCmd struct {
 	State    string   `help:"Keep in this file what is set for tenants while the server runs (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it that ends with the server. What a flag says counts again once the flag is changed." placeholder:"FILE" group:"Pool"`
 	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 
-	terms *terms.Book
+	terms *tenant.Terms
 }
 
 // Help implements kong's detailed help.
@@ -304,9 +303,9 @@ func (c *serverCmd) Run(e *env) (err error) {
 	if err := c.warnSetup(e); err != nil {
 		return err
 	}
-	flags := make(terms.Flags)
+	flags := make(tenant.Flags)
 	_ = c.setTenants(flags) // they were checked
-	if c.terms, err = terms.Open(c.State, flags, e.log); err != nil {
+	if c.terms, err = tenant.OpenTerms(c.State, flags, e.log); err != nil {
 		return fmt.Errorf("--state: %w", err)
 	}
 	defer func() { err = errors.Join(err, c.terms.Close()) }()
@@ -364,7 +363,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	if o.store.Policy, err = evict.New(c.policyName(), p.Bytes()); err != nil {
 		return nil, errors.Join(err, p.Close())
 	}
-	o.server.Lifetimes = lifetime.New()
+	o.server.Lifetimes = evict.NewLifetimes()
 	o.store.Policy = o.server.Lifetimes.Watch(o.store.Policy)
 	o.store.TenantPolicy = func(quota int64) evict.Policy {
 		policy, _ := evict.New(c.policyName(), max(quota, p.Bytes()/64)) // the name is known

@@ -1,10 +1,4 @@
-// Package backing has memory ready for a sparse pool, ahead of its use.
-//
-// /dev/shm promises no memory for a file. A worker that touches a page which the file
-// system cannot provide is killed (SIGBUS). So places are handed out only below what has
-// been provided: in the background, from the lowest offset up, and ahead of a request
-// that needs more.
-package backing
+package pool
 
 import (
 	"context"
@@ -20,13 +14,13 @@ import (
 )
 
 const (
-	step       = 8 << 20          // provided at a time
-	most       = 256 << 20        // for one request; the background goes on
-	againAfter = 10 * time.Second // when the file system had no more
+	provideStep       = 8 << 20          // provided at a time
+	maxProvided       = 256 << 20        // for one request; the background goes on
+	provideRetryDelay = 10 * time.Second // when the file system had no more
 )
 
-// Pool is what is to get memory. Its methods are safe for concurrent use.
-type Pool interface {
+// Sparse is a pool that gets its memory from Memory. Its methods are safe for concurrent use.
+type Sparse interface {
 	Bytes() int64     // its size
 	FreeBytes() int64 // of it, those without a chunk
 	Provided() int64  // from its start, what has memory already
@@ -41,9 +35,12 @@ type Pool interface {
 	Limit(bytes int64) error
 }
 
-// Memory is how much of a pool has memory. Its methods are safe for concurrent use.
+// Memory provides the memory of a sparse pool ahead of its use. /dev/shm promises no memory for a file: a worker that
+// touches a page which the file system cannot provide is killed (SIGBUS). So places are handed out only below what has
+// been provided: in the background, from the lowest offset up, and ahead of a request that needs more. Its methods are
+// safe for concurrent use.
 type Memory struct {
-	pool     Pool
+	pool     Sparse
 	rate     int64 // bytes per second; 0: nothing is provided, and everything is handed out
 	log      *slog.Logger
 	provided atomic.Int64 // from the pool's start, bytes
@@ -53,8 +50,8 @@ type Memory struct {
 	mapOnce  sync.Once
 }
 
-// New finds what has memory already and lets no more be handed out.
-func New(p Pool, rate int64, log *slog.Logger) *Memory {
+// NewMemory finds what has memory already and lets no more be handed out.
+func NewMemory(p Sparse, rate int64, log *slog.Logger) *Memory {
 	m := &Memory{pool: p, rate: rate, log: log, mapped: make(chan struct{})}
 	if rate <= 0 {
 		return m
@@ -115,7 +112,7 @@ func (m *Memory) Whole() bool { return m.Usable() >= m.pool.Bytes() }
 // evict others while most of the pool is unused.
 func (m *Memory) Have(bytes int64) {
 	total := m.pool.Bytes()
-	for left := int64(most); left > 0; left -= step {
+	for left := int64(maxProvided); left > 0; left -= provideStep {
 		usable := m.Usable()
 		if usable >= total || m.trouble.Load() != nil {
 			return
@@ -140,7 +137,7 @@ func (m *Memory) step(from int64) error {
 	if m.provided.Load() != from {
 		return nil
 	}
-	to := min(from+step, m.pool.Bytes())
+	to := min(from+provideStep, m.pool.Bytes())
 	err := m.pool.Populate(from, to-from, m.mapsAhead())
 	if err == nil {
 		m.pool.NoteProvided(to)
@@ -171,7 +168,7 @@ func (m *Memory) Run(ctx context.Context) {
 		return
 	}
 	total := m.pool.Bytes()
-	tick := time.NewTicker(pause(m.rate))
+	tick := time.NewTicker(providePause(m.rate))
 	defer tick.Stop()
 	for m.Usable() < total {
 		select {
@@ -185,7 +182,7 @@ func (m *Memory) Run(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
-		case <-time.After(againAfter):
+		case <-time.After(provideRetryDelay):
 		}
 	}
 	select {
@@ -193,21 +190,21 @@ func (m *Memory) Run(ctx context.Context) {
 		return
 	case <-m.mapped:
 	}
-	tick.Reset(pause(4 * m.rate)) // the pages are there
-	for off := int64(0); off < total; off += step {
+	tick.Reset(providePause(4 * m.rate)) // the pages are there
+	for off := int64(0); off < total; off += provideStep {
 		select {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
 		}
-		if err := m.pool.Populate(off, step, true); err != nil {
+		if err := m.pool.Populate(off, provideStep, true); err != nil {
 			m.log.Warn("mapping pool memory stopped; first copies into the rest are slower", "mapped_bytes", off, "pool_bytes", total, "err", err)
 			return
 		}
 	}
 }
 
-// pause is the time from one step to the next.
-func pause(rate int64) time.Duration {
-	return max(time.Duration(float64(step)/float64(rate)*float64(time.Second)), time.Millisecond)
+// providePause is the time from one step to the next.
+func providePause(rate int64) time.Duration {
+	return max(time.Duration(float64(provideStep)/float64(rate)*float64(time.Second)), time.Millisecond)
 }

@@ -1,4 +1,4 @@
-package terms
+package tenant
 
 import (
 	"bytes"
@@ -7,8 +7,6 @@ import (
 	"fmt"
 	"io"
 	"time"
-
-	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 // The file is an internal/statefile with a document of JSON:
@@ -17,15 +15,15 @@ import (
 //
 // value is null where it was taken away, over is what the flag said then, null for no flag.
 const (
-	magic   = "kvasir-tenants 1"
-	maxFile = 4 << 20 // MaxTerms of the longest salts take less than half of it
+	termsMagic   = "kvasir-tenants 1"
+	maxTermsFile = 4 << 20 // MaxTerms of the longest salts take less than half of it
 )
 
-type document struct {
-	Terms []saved `json:"terms"`
+type termsDocument struct {
+	Terms []savedTerm `json:"terms"`
 }
 
-type saved struct {
+type savedTerm struct {
 	Salt  string    `json:"cache_salt"`
 	Field Field     `json:"field"`
 	Value *float64  `json:"value"`
@@ -33,8 +31,8 @@ type saved struct {
 	At    time.Time `json:"set_at"`
 }
 
-func (s *saved) value() Value { return valueOf(s.Value) }
-func (s *saved) over() Value  { return valueOf(s.Over) }
+func (s *savedTerm) value() Value { return valueOf(s.Value) }
+func (s *savedTerm) over() Value  { return valueOf(s.Over) }
 
 func valueOf(v *float64) Value {
 	if v == nil {
@@ -50,11 +48,11 @@ func (v Value) saved() *float64 {
 	return &v.N
 }
 
-func encode(set map[key]entry) []byte {
-	doc := document{Terms: []saved{}}
-	for _, k := range sorted(set) {
+func encodeTerms(set map[termKey]setTerm) []byte {
+	doc := termsDocument{Terms: []savedTerm{}}
+	for _, k := range sortedTerms(set) {
 		e := set[k]
-		doc.Terms = append(doc.Terms, saved{k.salt, k.field, e.value.saved(), e.over.saved(), e.at.UTC()})
+		doc.Terms = append(doc.Terms, savedTerm{k.salt, k.field, e.value.saved(), e.over.saved(), e.at.UTC()})
 	}
 	b, err := json.Marshal(&doc)
 	if err != nil {
@@ -63,12 +61,12 @@ func encode(set map[key]entry) []byte {
 	return b
 }
 
-// decode reads a document and refuses what encode does not write. A nil document has no terms.
-func decode(doc []byte) ([]saved, error) {
+// decodeTerms reads a document and refuses what encodeTerms does not write. A nil document has no terms.
+func decodeTerms(doc []byte) ([]savedTerm, error) {
 	if doc == nil {
 		return nil, nil
 	}
-	var d document
+	var d termsDocument
 	in := json.NewDecoder(bytes.NewReader(doc))
 	in.DisallowUnknownFields()
 	if err := in.Decode(&d); err != nil {
@@ -80,9 +78,9 @@ func decode(doc []byte) ([]saved, error) {
 	if len(d.Terms) > MaxTerms {
 		return nil, fmt.Errorf("%d settings are more than %d", len(d.Terms), MaxTerms)
 	}
-	seen := make(map[key]bool)
+	seen := make(map[termKey]bool)
 	for _, t := range d.Terms {
-		k := key{t.Salt, t.Field}
+		k := termKey{t.Salt, t.Field}
 		if seen[k] {
 			return nil, fmt.Errorf("%s of tenant %q is there twice", t.Field, t.Salt)
 		}
@@ -105,7 +103,7 @@ func decode(doc []byte) ([]saved, error) {
 // may reports whether a field can have a value in some pool.
 func (f Field) may(v float64) bool {
 	if f == TTL {
-		return v == -1 || v >= 1 && v <= tenant.MaxTTL.Seconds()
+		return v == -1 || v >= 1 && v <= MaxTTL.Seconds()
 	}
 	return v >= 0 && v < 1<<62
 }

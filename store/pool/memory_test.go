@@ -1,4 +1,4 @@
-package backing_test
+package pool_test
 
 import (
 	"context"
@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/store/pool/backing"
+	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
 const mib = 1 << 20
@@ -65,8 +65,8 @@ func (f *fake) grow(to int64) {
 
 var errFull = errors.New("full")
 
-func memory(f *fake, rate int64) *backing.Memory {
-	return backing.New(f, rate, slog.New(slog.DiscardHandler))
+func memory(f *fake, rate int64) *pool.Memory {
+	return pool.NewMemory(f, rate, slog.New(slog.DiscardHandler))
 }
 
 // TestNothingIsHandedOutBeyondWhatHasMemory shows a request that the file system can

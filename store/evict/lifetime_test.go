@@ -1,4 +1,4 @@
-package lifetime_test
+package evict_test
 
 import (
 	"testing"
@@ -7,7 +7,6 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 	"github.com/kvasir-kv/kvasir/store/evict"
-	"github.com/kvasir-kv/kvasir/store/evict/lifetime"
 )
 
 const watched, other = 64, 65 // ids
@@ -17,7 +16,7 @@ func free(uint32) bool { return false }
 // The times of what is watched are right: of an eviction, of uses, and none of what went otherwise.
 func TestTimes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := lifetime.New()
+		h := evict.NewLifetimes()
 		p := h.Watch(evict.NewLRU())
 		want := func(name string, c histogram.Counts, n uint64, seconds float64) {
 			t.Helper()
@@ -73,7 +72,7 @@ func TestTimes(t *testing.T) {
 
 // Who watches changes nothing, and one chunk in 64 costs something.
 func TestAllocations(t *testing.T) {
-	p := lifetime.New().Watch(evict.NewLRU())
+	p := evict.NewLifetimes().Watch(evict.NewLRU())
 	for slot := range uint32(1 << 12) {
 		p.Add(slot, uint64(slot), 0, 1)
 	}
@@ -88,7 +87,7 @@ func TestAllocations(t *testing.T) {
 }
 
 func BenchmarkUse(b *testing.B) {
-	for name, p := range map[string]evict.Policy{"plain": evict.NewLRU(), "watched": lifetime.New().Watch(evict.NewLRU())} {
+	for name, p := range map[string]evict.Policy{"plain": evict.NewLRU(), "watched": evict.NewLifetimes().Watch(evict.NewLRU())} {
 		b.Run(name, func(b *testing.B) {
 			for slot := range uint32(1 << 12) {
 				p.Add(slot, uint64(slot), 0, 1)

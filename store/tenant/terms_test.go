@@ -1,4 +1,4 @@
-package terms_test
+package tenant_test
 
 import (
 	"errors"
@@ -15,7 +15,6 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/statefile"
 	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
 	"github.com/kvasir-kv/kvasir/store/tenant"
-	"github.com/kvasir-kv/kvasir/store/tenant/terms"
 )
 
 func TestMain(m *testing.M) { goroutines.Main(m) }
@@ -73,9 +72,9 @@ func (p *pool) put(what string, v int64) error {
 }
 
 // server is one life: a pool of so many bytes, flags and a file.
-func server(t *testing.T, path string, bytes int64, flags terms.Flags) (*terms.Book, *pool) {
+func server(t *testing.T, path string, bytes int64, flags tenant.Flags) (*tenant.Terms, *pool) {
 	t.Helper()
-	b, err := terms.Open(path, flags, nil)
+	b, err := tenant.OpenTerms(path, flags, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -86,7 +85,7 @@ func server(t *testing.T, path string, bytes int64, flags terms.Flags) (*terms.B
 	return b, p
 }
 
-func end(t *testing.T, b *terms.Book) {
+func end(t *testing.T, b *tenant.Terms) {
 	t.Helper()
 	if err := b.Close(); err != nil {
 		t.Fatal(err)
@@ -112,8 +111,8 @@ func want(t *testing.T, p *pool, pairs ...string) {
 }
 
 // flagsOf are quotas.
-func flagsOf(quotas map[string]int64) terms.Flags {
-	f := make(terms.Flags)
+func flagsOf(quotas map[string]int64) tenant.Flags {
+	f := make(tenant.Flags)
 	for salt, n := range quotas {
 		_ = f.SetQuota(salt, n)
 	}
@@ -127,14 +126,14 @@ func TestHoldsOverRestarts(t *testing.T) {
 		_ = flags.SetTTL("c", time.Minute)
 		b, p := server(t, path, 100, flags)
 		want(t, p, "a quota", "10", "b quota", "20", "c ttl", "60000000000")
-		must(t, b.Set("a", terms.Quota, terms.Bytes(30)))
-		must(t, b.Set("b", terms.Quota, terms.Value{}))
-		must(t, b.Set("", terms.TTL, terms.Time(tenant.Forever)))
-		must(t, b.Set("d", terms.TTL, terms.Time(90*time.Second)))
-		must(t, b.Set("d", terms.PinLimit, terms.Bytes(5)))
-		must(t, b.Set("e", terms.PinLimit, terms.Bytes(7)))
-		must(t, b.Set("e", terms.PinLimit, terms.Bytes(0)))
-		must(t, b.Set("zero", terms.Quota, terms.Bytes(0))) // it keeps nothing
+		must(t, b.Set("a", tenant.Quota, tenant.BytesValue(30)))
+		must(t, b.Set("b", tenant.Quota, tenant.Value{}))
+		must(t, b.Set("", tenant.TTL, tenant.TimeValue(tenant.Forever)))
+		must(t, b.Set("d", tenant.TTL, tenant.TimeValue(90*time.Second)))
+		must(t, b.Set("d", tenant.PinLimit, tenant.BytesValue(5)))
+		must(t, b.Set("e", tenant.PinLimit, tenant.BytesValue(7)))
+		must(t, b.Set("e", tenant.PinLimit, tenant.BytesValue(0)))
+		must(t, b.Set("zero", tenant.Quota, tenant.BytesValue(0))) // it keeps nothing
 		now := []string{"a quota", "30", "c ttl", "60000000000", " ttl", "-1", "d ttl", "90000000000", "d pins", "5", "zero quota", "0"}
 		want(t, p, now...)
 		end(t, b)
@@ -168,9 +167,9 @@ func TestHoldsOverRestarts(t *testing.T) {
 func TestAFlagThatIsChangedCountsAgain(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
 	b, _ := server(t, path, 100, flagsOf(map[string]int64{"a": 10, "b": 10}))
-	must(t, b.Set("a", terms.Quota, terms.Bytes(30)))
-	must(t, b.Set("b", terms.Quota, terms.Bytes(31)))
-	must(t, b.Set("c", terms.Quota, terms.Bytes(5)))
+	must(t, b.Set("a", tenant.Quota, tenant.BytesValue(30)))
+	must(t, b.Set("b", tenant.Quota, tenant.BytesValue(31)))
+	must(t, b.Set("c", tenant.Quota, tenant.BytesValue(5)))
 	end(t, b)
 	b, p := server(t, path, 100, flagsOf(map[string]int64{"a": 20, "b": 10}))
 	want(t, p, "a quota", "20", "b quota", "31", "c quota", "5")
@@ -178,8 +177,8 @@ func TestAFlagThatIsChangedCountsAgain(t *testing.T) {
 	b, p = server(t, path, 100, flagsOf(map[string]int64{"a": 10, "c": 6}))
 	want(t, p, "a quota", "10", "c quota", "6")
 	// What a flag says already is nothing that is set.
-	must(t, b.Set("a", terms.Quota, terms.Bytes(11)))
-	must(t, b.Set("a", terms.Quota, terms.Bytes(10)))
+	must(t, b.Set("a", tenant.Quota, tenant.BytesValue(11)))
+	must(t, b.Set("a", tenant.Quota, tenant.BytesValue(10)))
 	for _, term := range b.List() {
 		if !term.Flag {
 			t.Errorf("%+v", term)
@@ -193,8 +192,8 @@ func TestQuotasThatFitOnlyTogether(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
 	flags := flagsOf(map[string]int64{"a": 60, "b": 40})
 	b, _ := server(t, path, 100, flags)
-	must(t, b.Set("a", terms.Quota, terms.Bytes(20)))
-	must(t, b.Set("b", terms.Quota, terms.Bytes(80)))
+	must(t, b.Set("a", tenant.Quota, tenant.BytesValue(20)))
+	must(t, b.Set("b", tenant.Quota, tenant.BytesValue(80)))
 	end(t, b)
 	b, p := server(t, path, 100, flags)
 	want(t, p, "a quota", "20", "b quota", "80")
@@ -206,8 +205,8 @@ func TestASmallerPool(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
 	flags := flagsOf(map[string]int64{"a": 10})
 	b, _ := server(t, path, 100, flags)
-	must(t, b.Set("a", terms.Quota, terms.Bytes(70)))
-	must(t, b.Set("b", terms.Quota, terms.Bytes(20)))
+	must(t, b.Set("a", tenant.Quota, tenant.BytesValue(70)))
+	must(t, b.Set("b", tenant.Quota, tenant.BytesValue(20)))
 	end(t, b)
 	b, p := server(t, path, 50, flags)
 	want(t, p, "a quota", "10", "b quota", "20")
@@ -215,7 +214,7 @@ func TestASmallerPool(t *testing.T) {
 	if len(list) != 3 || list[0].Idle != errFull.Error() || list[0].Value.N != 70 || !list[1].Flag || list[2].Idle != "" || list[2].Salt != "b" {
 		t.Errorf("%+v", list)
 	}
-	must(t, b.Set("b", terms.Quota, terms.Bytes(21))) // it writes the file
+	must(t, b.Set("b", tenant.Quota, tenant.BytesValue(21))) // it writes the file
 	end(t, b)
 	b, p = server(t, path, 100, flags)
 	want(t, p, "a quota", "70", "b quota", "21")
@@ -228,7 +227,7 @@ func TestDamagedFiles(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "state")
 	b, _ := server(t, path, 100, nil)
-	must(t, b.Set("a", terms.Quota, terms.Bytes(30)))
+	must(t, b.Set("a", tenant.Quota, tenant.BytesValue(30)))
 	end(t, b)
 	good, err := os.ReadFile(path)
 	must(t, err)
@@ -236,7 +235,7 @@ func TestDamagedFiles(t *testing.T) {
 		t.Helper()
 		must(t, os.WriteFile(path, text, 0o600))
 		_ = os.Remove(path + ".bad")
-		b, err := terms.Open(path, nil, nil)
+		b, err := tenant.OpenTerms(path, nil, nil)
 		if !strings.HasPrefix(string(text), "kvasir-tenants 1 ") {
 			if e, ok := errors.AsType[*statefile.Error](err); !ok || !e.Foreign {
 				t.Errorf("%s: %v", what, err)
@@ -257,7 +256,7 @@ func TestDamagedFiles(t *testing.T) {
 		if err != nil || string(aside) != string(text) {
 			t.Errorf("%s: aside %v, %q", what, err, aside)
 		}
-		must(t, b.Set("b", terms.Quota, terms.Bytes(40)))
+		must(t, b.Set("b", tenant.Quota, tenant.BytesValue(40)))
 		end(t, b)
 		b, p = server(t, path, 100, nil)
 		want(t, p, "b quota", "40")
@@ -315,20 +314,20 @@ func TestWhatTheStoreRefusesIsIdle(t *testing.T) {
 
 // A file that cannot be written is told to who sets something, and whoever sets something next, or the end of the server, writes all.
 func TestWritesThatFail(t *testing.T) {
-	f := func(after func(b *terms.Book), pairs ...string) {
+	f := func(after func(b *tenant.Terms), pairs ...string) {
 		t.Helper()
 		dir := filepath.Join(t.TempDir(), "dir")
 		must(t, os.Mkdir(dir, 0o700))
 		path := filepath.Join(dir, "state")
 		b, p := server(t, path, 100, nil)
-		must(t, b.Set("a", terms.Quota, terms.Bytes(1)))
+		must(t, b.Set("a", tenant.Quota, tenant.BytesValue(1)))
 		must(t, os.RemoveAll(dir))
-		err := b.Set("b", terms.Quota, terms.Bytes(2))
-		if e, ok := errors.AsType[*terms.NotKeptError](err); !ok || !errors.Is(e, fs.ErrNotExist) || !b.Unkept() || !strings.Contains(err.Error(), "it is in effect, and not kept for a restart") {
+		err := b.Set("b", tenant.Quota, tenant.BytesValue(2))
+		if e, ok := errors.AsType[*tenant.NotKeptError](err); !ok || !errors.Is(e, fs.ErrNotExist) || !b.Unkept() || !strings.Contains(err.Error(), "it is in effect, and not kept for a restart") {
 			t.Errorf("%v, %v", err, b.Unkept())
 		}
 		want(t, p, "a quota", "1", "b quota", "2")
-		if err := b.Set("c", terms.Quota, terms.Bytes(1000)); !errors.Is(err, errFull) {
+		if err := b.Set("c", tenant.Quota, tenant.BytesValue(1000)); !errors.Is(err, errFull) {
 			t.Error(err) // a refusal is no trouble of the file
 		}
 		must(t, os.Mkdir(dir, 0o700))
@@ -341,22 +340,22 @@ func TestWritesThatFail(t *testing.T) {
 		want(t, p, pairs...)
 		end(t, b)
 	}
-	f(func(b *terms.Book) { must(t, b.Set("a", terms.Quota, terms.Bytes(3))) }, "a quota", "3", "b quota", "2")
-	f(func(b *terms.Book) { must(t, b.Set("b", terms.Quota, terms.Bytes(2))) }, "a quota", "1", "b quota", "2") // the same again
-	f(func(b *terms.Book) { end(t, b) }, "a quota", "1", "b quota", "2")
+	f(func(b *tenant.Terms) { must(t, b.Set("a", tenant.Quota, tenant.BytesValue(3))) }, "a quota", "3", "b quota", "2")
+	f(func(b *tenant.Terms) { must(t, b.Set("b", tenant.Quota, tenant.BytesValue(2))) }, "a quota", "1", "b quota", "2") // the same again
+	f(func(b *tenant.Terms) { end(t, b) }, "a quota", "1", "b quota", "2")
 }
 
 // One server at a time has a file.
 func TestTwoServers(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
 	b, _ := server(t, path, 100, nil)
-	if _, err := terms.Open(path, nil, nil); err == nil || !strings.Contains(err.Error(), "in use by another process") {
+	if _, err := tenant.OpenTerms(path, nil, nil); err == nil || !strings.Contains(err.Error(), "in use by another process") {
 		t.Error(err)
 	}
 	end(t, b)
 	b, _ = server(t, path, 100, nil)
 	end(t, b)
-	if _, err := terms.Open(filepath.Join(path, "nowhere"), nil, nil); err == nil {
+	if _, err := tenant.OpenTerms(filepath.Join(path, "nowhere"), nil, nil); err == nil {
 		t.Error("a folder that is none")
 	}
 }
@@ -369,7 +368,7 @@ func TestManyAtOnce(t *testing.T) {
 	for i := range 4 {
 		wg.Go(func() {
 			for j := range 10 {
-				if err := b.Set(fmt.Sprint(j%3), terms.Quota, terms.Bytes(int64(100*i+j))); err != nil {
+				if err := b.Set(fmt.Sprint(j%3), tenant.Quota, tenant.BytesValue(int64(100*i+j))); err != nil {
 					t.Error(err)
 				}
 				_, _ = b.List(), b.Unkept()
@@ -389,14 +388,14 @@ func TestManyAtOnce(t *testing.T) {
 // How many there may be is bounded, and a full book takes changes of what it has.
 func TestManyTerms(t *testing.T) {
 	b, _ := server(t, "", 1<<40, nil)
-	for i := range terms.MaxTerms {
-		must(t, b.Set(fmt.Sprint(i), terms.Quota, terms.Bytes(1)))
+	for i := range tenant.MaxTerms {
+		must(t, b.Set(fmt.Sprint(i), tenant.Quota, tenant.BytesValue(1)))
 	}
-	if err := b.Set("more", terms.Quota, terms.Bytes(1)); !errors.Is(err, terms.ErrTooMany) {
+	if err := b.Set("more", tenant.Quota, tenant.BytesValue(1)); !errors.Is(err, tenant.ErrTooManyTerms) {
 		t.Error(err)
 	}
-	must(t, b.Set("7", terms.Quota, terms.Bytes(2)))
-	must(t, b.Set("more", terms.Quota, terms.Value{})) // it has none
-	must(t, b.Set("7", terms.Quota, terms.Value{}))
-	must(t, b.Set("more", terms.Quota, terms.Bytes(1)))
+	must(t, b.Set("7", tenant.Quota, tenant.BytesValue(2)))
+	must(t, b.Set("more", tenant.Quota, tenant.Value{})) // it has none
+	must(t, b.Set("7", tenant.Quota, tenant.Value{}))
+	must(t, b.Set("more", tenant.Quota, tenant.BytesValue(1)))
 }

@@ -1,9 +1,4 @@
-// Package terms has what operators set for tenants: what a tenant keeps of the pool, how long what nobody uses of it stays, and how much
-// of it may be pinned. Flags give some of that, the rest is set while the server runs, and a file keeps the rest for the next start.
-//
-// The newest intention counts. What was set while a server ran holds over restarts until the flag that says the same thing of the same
-// tenant has another value than it had then, or is there no more.
-package terms
+package tenant
 
 import (
 	"cmp"
@@ -19,7 +14,6 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/statefile"
-	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 // Field is one of what a tenant can have of its own, by its name in HTTP.
@@ -38,22 +32,22 @@ type Value struct {
 	N   float64 // bytes; seconds of a TTL, -1 for ever
 }
 
-// Bytes is a value of Quota and PinLimit. 0 to be pinned is nothing.
-func Bytes(n int64) Value { return Value{true, float64(n)} }
+// BytesValue is a value of Quota and PinLimit. 0 to be pinned is nothing.
+func BytesValue(n int64) Value { return Value{true, float64(n)} }
 
-// Time is a value of TTL, or none for 0.
-func Time(ttl time.Duration) Value {
+// TimeValue is a value of TTL, or none for 0.
+func TimeValue(ttl time.Duration) Value {
 	switch ttl {
 	case 0:
 		return Value{}
-	case tenant.Forever:
+	case Forever:
 		return Value{true, -1}
 	}
 	return Value{true, ttl.Seconds()}
 }
 
-// Store is where terms are in effect. Its methods are those of store.Store.
-type Store interface {
+// TermStore is where terms are in effect. Its methods are those of store.Store.
+type TermStore interface {
 	SetQuota(salt string, bytes int64) error
 	DropQuota(salt string) bool
 	SetTTL(salt string, ttl time.Duration) error // 0 takes it away
@@ -62,10 +56,10 @@ type Store interface {
 
 // MaxTerms bounds what is set while servers run, those that are in effect no more included: as many as tenants may have, and as
 // many flags as may be overruled. Each takes less than 1 KiB.
-const MaxTerms = 6 * tenant.MaxQuotas
+const MaxTerms = 6 * MaxQuotas
 
-// ErrTooMany means that MaxTerms are set.
-var ErrTooMany = errors.New("terms: too many settings of tenants are kept")
+// ErrTooManyTerms means that MaxTerms are set.
+var ErrTooManyTerms = errors.New("terms: too many settings of tenants are kept")
 
 // NotKeptError says that a term is in effect and that the file does not have it: it ends with the server, unless a
 // later write succeeds.
@@ -77,44 +71,51 @@ func (e *NotKeptError) Error() string {
 
 func (e *NotKeptError) Unwrap() error { return e.Err }
 
-type key struct {
+type termKey struct {
 	salt  string
 	field Field
 }
 
-func compare(a, b key) int {
+func compareTermKeys(a, b termKey) int {
 	return cmp.Or(strings.Compare(a.salt, b.salt), strings.Compare(string(a.field), string(b.field)))
 }
 
 // Flags are terms that a command line gives. Its methods note them.
-type Flags map[key]Value
+type Flags map[termKey]Value
 
 // SetQuota notes a quota.
-func (f Flags) SetQuota(salt string, bytes int64) error { return f.set(salt, Quota, Bytes(bytes)) }
+func (f Flags) SetQuota(salt string, bytes int64) error { return f.set(salt, Quota, BytesValue(bytes)) }
 
 // SetTTL notes a time to live.
-func (f Flags) SetTTL(salt string, ttl time.Duration) error { return f.set(salt, TTL, Time(ttl)) }
+func (f Flags) SetTTL(salt string, ttl time.Duration) error { return f.set(salt, TTL, TimeValue(ttl)) }
 
 // SetPinLimit notes how much may be pinned.
 func (f Flags) SetPinLimit(salt string, bytes int64) error {
-	return f.set(salt, PinLimit, Bytes(bytes))
+	return f.set(salt, PinLimit, BytesValue(bytes))
 }
 
 func (f Flags) set(salt string, field Field, v Value) error {
-	f[key{salt, field}] = v
+	f[termKey{salt, field}] = v
 	return nil
 }
 
-// entry is what was set while a server ran.
-type entry struct {
+// setTerm is what was set while a server ran.
+type setTerm struct {
 	value Value     // none: it was taken away
 	over  Value     // what the flag said then
 	at    time.Time // when
 	idle  string    // why it is not in effect
 }
 
-// Book has the terms of one server. Its methods are safe for concurrent use.
-type Book struct {
+// Terms is what operators set for tenants of one server: what a tenant keeps of the pool, how long its unused objects stay,
+// and how much of it may be pinned. Flags give some of that, the rest is set while the server runs, and a file keeps the
+// rest for the next start.
+//
+// The newest intention counts. A value set at run time holds over restarts until the flag for the same tenant and field
+// has another value, or is gone.
+//
+// Methods are safe for concurrent use.
+type Terms struct {
 	flags  Flags  // immutable, as the next three
 	path   string // of the file; empty: none
 	log    *slog.Logger
@@ -123,16 +124,16 @@ type Book struct {
 
 	changing sync.Mutex      // orders changes of the store, of set and of the file; the next are under it
 	file     *statefile.File // nil: none, or closed
-	store    Store
-	set      map[key]entry
+	store    TermStore
+	set      map[termKey]setTerm
 	stale    bool // the file says something else than set
 }
 
-// Open returns a Book for the terms of flags and those that an earlier server left in the file at path, an empty path for none. A
-// file that is damaged is put aside, as path.bad, with a warning: a server without its tenants' terms is worth more than none. Errors: a file that is
-// of something else, is another server's, or cannot be read; then nothing is touched.
-func Open(path string, flags Flags, log *slog.Logger) (*Book, error) {
-	b := &Book{flags: flags, path: path, log: cmp.Or(log, slog.New(slog.DiscardHandler)), now: time.Now, set: make(map[key]entry)}
+// OpenTerms returns the terms of flags and those that an earlier server left in the file at path, an empty path for none. A
+// file that is damaged is put aside, as path.bad, with a warning: a server without its tenants' terms is worth more than
+// none. Errors: a file that is of something else, is another server's, or cannot be read; then nothing is touched.
+func OpenTerms(path string, flags Flags, log *slog.Logger) (*Terms, error) {
+	b := &Terms{flags: flags, path: path, log: cmp.Or(log, slog.New(slog.DiscardHandler)), now: time.Now, set: make(map[termKey]setTerm)}
 	if path == "" {
 		return b, nil
 	}
@@ -148,23 +149,23 @@ func Open(path string, flags Flags, log *slog.Logger) (*Book, error) {
 		return nil, err
 	}
 	for _, t := range list {
-		k := key{t.Salt, t.Field}
+		k := termKey{t.Salt, t.Field}
 		if t.over() != flags[k] {
 			b.stale = true
 			b.log.Info("the flag for a tenant was changed: what was set while an earlier server ran counts no more", "tenant", k.salt, "setting", string(k.field), "set_at", t.At)
 			continue
 		}
-		b.set[k] = entry{value: t.value(), over: t.over(), at: t.At}
+		b.set[k] = setTerm{value: t.value(), over: t.over(), at: t.At}
 	}
 	return b, nil
 }
 
-func (b *Book) read(path string) ([]saved, error) {
-	file, doc, err := statefile.Open(path, magic, maxFile)
+func (b *Terms) read(path string) ([]savedTerm, error) {
+	file, doc, err := statefile.Open(path, termsMagic, maxTermsFile)
 	if err != nil {
 		return nil, err
 	}
-	list, err := decode(doc)
+	list, err := decodeTerms(doc)
 	if err != nil {
 		return nil, errors.Join(&statefile.Error{Path: path, Reason: "damaged: " + err.Error()}, file.Close())
 	}
@@ -173,7 +174,7 @@ func (b *Book) read(path string) ([]saved, error) {
 }
 
 // Close gives the file to other processes, after a last try to write what it lacks.
-func (b *Book) Close() error {
+func (b *Terms) Close() error {
 	b.changing.Lock()
 	defer b.changing.Unlock()
 	if b.file == nil {
@@ -185,13 +186,13 @@ func (b *Book) Close() error {
 	return err
 }
 
-// Apply sets everything in a store, once, before the Book is used otherwise. What was set while an earlier server ran and does not fit, into a
+// Apply sets everything in a store, once, before the Terms are used otherwise. What was set while an earlier server ran and does not fit, into a
 // smaller pool for example, gives way to the flag, is named in a warning and stays in the file. Error: a flag that the store refuses.
-func (b *Book) Apply(st Store) error {
+func (b *Terms) Apply(st TermStore) error {
 	b.changing.Lock()
 	defer b.changing.Unlock()
 	b.store = st
-	for _, k := range sorted(b.flags) {
+	for _, k := range sortedTerms(b.flags) {
 		if _, ok := b.set[k]; !ok {
 			if err := b.put(k, b.flags[k]); err != nil {
 				return fmt.Errorf("%s of tenant %q: %w", k.field, k.salt, err)
@@ -199,7 +200,7 @@ func (b *Book) Apply(st Store) error {
 		}
 	}
 	inEffect := 0
-	for _, k := range sorted(b.set) {
+	for _, k := range sortedTerms(b.set) {
 		e := b.set[k]
 		err := b.put(k, e.value)
 		if err == nil {
@@ -225,7 +226,7 @@ func (b *Book) Apply(st Store) error {
 }
 
 // put has the store follow a value.
-func (b *Book) put(k key, v Value) error {
+func (b *Terms) put(k termKey, v Value) error {
 	switch k.field {
 	case Quota:
 		if !v.Set {
@@ -237,9 +238,9 @@ func (b *Book) put(k key, v Value) error {
 		ttl := time.Duration(0)
 		switch {
 		case v.Set && v.N == -1:
-			ttl = tenant.Forever
-		case v.Set && !(v.N >= 1 && v.N <= tenant.MaxTTL.Seconds()):
-			return tenant.ErrTTL
+			ttl = Forever
+		case v.Set && !(v.N >= 1 && v.N <= MaxTTL.Seconds()):
+			return ErrTTL
 		case v.Set:
 			ttl = time.Duration(v.N * float64(time.Second))
 		}
@@ -248,9 +249,9 @@ func (b *Book) put(k key, v Value) error {
 	return b.store.SetPinLimit(k.salt, int64(max(-1, min(v.N, math.MaxInt64/2))))
 }
 
-// Set gives a tenant a value, the zero Value to take it away. Errors: those of the store, ErrTooMany: then all is as
+// Set gives a tenant a value, the zero Value to take it away. Errors: those of the store, ErrTooManyTerms: then all is as
 // before; *NotKeptError: it is in effect.
-func (b *Book) Set(salt string, f Field, v Value) error {
+func (b *Terms) Set(salt string, f Field, v Value) error {
 	b.changing.Lock()
 	defer b.changing.Unlock()
 	if err := b.setLocked(salt, f, v); err != nil {
@@ -259,12 +260,12 @@ func (b *Book) Set(salt string, f Field, v Value) error {
 	return b.saveLocked()
 }
 
-// Drop takes away all that a tenant has of its own, and reports whether it had anything. Errors: ErrTooMany, *NotKeptError.
-func (b *Book) Drop(salt string) (had bool, _ error) {
+// Drop takes away all that a tenant has of its own, and reports whether it had anything. Errors: ErrTooManyTerms, *NotKeptError.
+func (b *Terms) Drop(salt string) (had bool, _ error) {
 	b.changing.Lock()
 	defer b.changing.Unlock()
 	for _, f := range []Field{Quota, TTL, PinLimit} {
-		k := key{salt, f}
+		k := termKey{salt, f}
 		was, ok := b.set[k]
 		had = had || was.value.Set || !ok && b.flags[k].Set
 		if err := b.setLocked(salt, f, Value{}); err != nil {
@@ -274,22 +275,22 @@ func (b *Book) Drop(salt string) (had bool, _ error) {
 	return had, b.saveLocked()
 }
 
-func (b *Book) setLocked(salt string, f Field, v Value) error {
+func (b *Terms) setLocked(salt string, f Field, v Value) error {
 	if f == PinLimit && v.N == 0 {
 		v = Value{}
 	}
-	k := key{salt, f}
+	k := termKey{salt, f}
 	was, had := b.set[k]
 	flag := b.flags[k]
 	if !had && v != flag && len(b.set) == MaxTerms {
-		return ErrTooMany
+		return ErrTooManyTerms
 	}
 	if err := b.put(k, v); err != nil {
 		return err
 	}
 	switch {
 	case v != flag:
-		b.set[k] = entry{value: v, over: flag, at: b.now()}
+		b.set[k] = setTerm{value: v, over: flag, at: b.now()}
 		b.stale = b.stale || !had || was.value != v
 	case had:
 		delete(b.set, k)
@@ -299,11 +300,11 @@ func (b *Book) setLocked(salt string, f Field, v Value) error {
 }
 
 // saveLocked writes the file, where there is one and it says something else than set.
-func (b *Book) saveLocked() error {
+func (b *Terms) saveLocked() error {
 	if b.file == nil || !b.stale {
 		return nil
 	}
-	err := b.file.Write(encode(b.set))
+	err := b.file.Write(encodeTerms(b.set))
 	switch {
 	case err != nil && !b.unkept.Load():
 		b.log.Warn("what is set for tenants is not kept for a restart", "file", b.path, "err", err)
@@ -319,10 +320,10 @@ func (b *Book) saveLocked() error {
 }
 
 // Path is the file that keeps what is set; empty for none.
-func (b *Book) Path() string { return b.path }
+func (b *Terms) Path() string { return b.path }
 
 // Unkept reports whether the file lacks something that is in effect, because it could not be written. It waits for no disk.
-func (b *Book) Unkept() bool { return b.unkept.Load() }
+func (b *Terms) Unkept() bool { return b.unkept.Load() }
 
 // Term is a value and where it is from.
 type Term struct {
@@ -336,28 +337,28 @@ type Term struct {
 
 // List returns all terms, by salt and field; what was taken away while a flag gives it is among them, without a value. A flag's term that was
 // changed is not.
-func (b *Book) List() []Term {
+func (b *Terms) List() []Term {
 	b.changing.Lock()
 	defer b.changing.Unlock()
 	out := make([]Term, 0, len(b.flags)+len(b.set))
-	for _, k := range sorted(b.set) {
+	for _, k := range sortedTerms(b.set) {
 		e := b.set[k]
 		out = append(out, Term{Salt: k.salt, Field: k.field, Value: e.value, At: e.at, Idle: e.idle})
 	}
-	for _, k := range sorted(b.flags) {
+	for _, k := range sortedTerms(b.flags) {
 		if e, ok := b.set[k]; !ok || e.idle != "" {
 			out = append(out, Term{Salt: k.salt, Field: k.field, Value: b.flags[k], Flag: true})
 		}
 	}
-	slices.SortStableFunc(out, func(a, b Term) int { return compare(key{a.Salt, a.Field}, key{b.Salt, b.Field}) })
+	slices.SortStableFunc(out, func(a, b Term) int { return compareTermKeys(termKey{a.Salt, a.Field}, termKey{b.Salt, b.Field}) })
 	return out
 }
 
-func sorted[V any](m map[key]V) []key {
-	keys := make([]key, 0, len(m))
+func sortedTerms[V any](m map[termKey]V) []termKey {
+	keys := make([]termKey, 0, len(m))
 	for k := range m {
 		keys = append(keys, k)
 	}
-	slices.SortFunc(keys, compare)
+	slices.SortFunc(keys, compareTermKeys)
 	return keys
 }
