@@ -74,8 +74,6 @@ var small = map[string]string{
 	"internal/takeover/listen":                "to be merged into internal/takeover",
 	"mooncake/bootstrap/pydantic":             "to be merged into mooncake/bootstrap",
 	"proxy/prefix/relayed":                    "to be merged into proxy/prefix",
-	"server/held":                             "to be merged into server",
-	"server/p2p":                              "to be merged into server",
 	"sim/demo":                                "to be merged into sim/demo/sim",
 	"sim/demo/sim":                            "to be merged into sim/demo",
 	"tier/disk/touch":                         "to be merged into tier/disk",

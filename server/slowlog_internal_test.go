@@ -1,4 +1,4 @@
-package slowlog_test
+package server
 
 import (
 	"fmt"
@@ -6,8 +6,6 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
-
-	"github.com/kvasir-kv/kvasir/server/slowlog"
 )
 
 type name string
@@ -15,13 +13,13 @@ type name string
 func (n name) String() string { return string(n) }
 
 // The slowest requests are remembered, in bounded memory, and forgotten when they are old.
-func TestLog(t *testing.T) {
-	synctest.Test(t, testLog)
+func TestSlowLog(t *testing.T) {
+	synctest.Test(t, testSlowLog)
 }
 
-func testLog(t *testing.T) {
-	const n = slowlog.MaxRequests
-	l, now := slowlog.New(time.Millisecond), time.Now()
+func testSlowLog(t *testing.T) {
+	const n = maxSlowRequests
+	l, now := newSlowLog(time.Millisecond), time.Now()
 	add := func(id string, took time.Duration) {
 		l.Note(name("lookup"), []byte(id), time.Now().Add(-took), time.Now())
 	}
@@ -39,8 +37,8 @@ func testLog(t *testing.T) {
 		}
 	}
 	add("not slow enough", n*time.Millisecond)
-	add(strings.Repeat("x", 10*slowlog.MaxID), time.Hour)
-	if got := l.Latest(now); len(got) != n || got[0].Seconds != 3600 || len(got[0].Request) != slowlog.MaxID || got[n-1].Request == "not slow enough" {
+	add(strings.Repeat("x", 10*maxSlowID), time.Hour)
+	if got := l.Latest(now); len(got) != n || got[0].Seconds != 3600 || len(got[0].Request) != maxSlowID || got[n-1].Request == "not slow enough" {
 		t.Errorf("%d are remembered: %+v", len(got), got)
 	}
 	time.Sleep(10*time.Minute + 1)

@@ -1,4 +1,4 @@
-package p2p_test
+package server
 
 import (
 	"encoding/binary"
@@ -9,23 +9,19 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/server/p2p"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/hold"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
-
 const chunkBytes = 4096
 
 // node is a store of a few chunks and what peers ask of it.
 type node struct {
-	*p2p.Tasks
+	*peerLookups
 	t     *testing.T
 	store *store.Store
 	shard object.Shard
@@ -38,7 +34,7 @@ func newNode(t *testing.T, chunks int) *node {
 		t.Fatal(err)
 	}
 	st := store.New(p, store.Options{WorkerShare: 1, PeerShare: 1})
-	return &node{p2p.New(st), t, st, object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: object.FullAttention(1, chunkBytes)}}
+	return &node{newPeerLookups(st), t, st, object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: object.FullAttention(1, chunkBytes)}}
 }
 
 func (n *node) close() {
@@ -157,7 +153,7 @@ func TestLocksExpire(t *testing.T) {
 		defer n.close()
 		n.fill(1)
 		late := n.Lookup("a", names(1), n.find)
-		time.Sleep(p2p.Life - 1)
+		time.Sleep(peerLookupLife - 1)
 		n.store.Expire()
 		if got := n.fill(2); got != 0 {
 			t.Error("a locked object was evicted")
@@ -269,7 +265,7 @@ func BenchmarkUnlockUnknown(b *testing.B) {
 		b.Fatal(err)
 	}
 	n := &node{store: store.New(p, store.Options{WorkerShare: 1, PeerShare: 1}), shard: object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: object.FullAttention(1, chunkBytes)}}
-	n.Tasks = p2p.New(n.store)
+	n.peerLookups = newPeerLookups(n.store)
 	defer n.store.Close()
 	var place store.Transfer
 	h := []kv.Hash{{1}}

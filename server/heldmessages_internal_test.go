@@ -1,17 +1,15 @@
-package held_test
+package server
 
 import (
 	"testing"
 	"testing/synctest"
 	"time"
-
-	"github.com/kvasir-kv/kvasir/server/held"
 )
 
 // TestWhatIsHeldIsACopyInOrder has two connections of one owner, whose frames are used
 // again for other messages.
 func TestWhatIsHeldIsACopyInOrder(t *testing.T) {
-	var h held.Messages[int, string]
+	var h heldMessages[int, string]
 	frame := []byte("a")
 	for _, m := range []struct {
 		conn int
@@ -37,7 +35,7 @@ func TestWhatIsHeldIsACopyInOrder(t *testing.T) {
 // TestOneConnectionsMessagesAreBoundedAndSoAreItsOwners fills both limits, and finds room
 // for another owner, and again once they are taken.
 func TestOneConnectionsMessagesAreBoundedAndSoAreItsOwners(t *testing.T) {
-	var h held.Messages[int, string]
+	var h heldMessages[int, string]
 	large := [][]byte{make([]byte, 1<<20)}
 	kept := 0
 	for conn := range 20 {
@@ -67,7 +65,7 @@ func TestOneConnectionsMessagesAreBoundedAndSoAreItsOwners(t *testing.T) {
 // TestOnlyWhatIsOldIsLate has an old connection and a new one.
 func TestOnlyWhatIsOldIsLate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var h held.Messages[int, string]
+		var h heldMessages[int, string]
 		h.Keep(1, "me", [][]byte{{1}})
 		time.Sleep(10 * time.Second)
 		h.Keep(2, "me", [][]byte{{2}})

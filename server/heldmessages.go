@@ -1,7 +1,4 @@
-// Package held keeps messages of connections for a short time: until it is known what
-// they mean. What it keeps is bounded for each connection, for each who is behind some,
-// and in all.
-package held
+package server
 
 import (
 	"bytes"
@@ -11,24 +8,25 @@ import (
 
 // The limits.
 const (
-	maxMessages   = 16       // of one connection
-	maxBytes      = 2 << 20  // of one connection
-	maxBytesOfOne = 16 << 20 // of who is behind connections
-	maxBytesInAll = 64 << 20
-	maxTime       = 15 * time.Second // of the oldest
+	maxHeldMessages   = 16       // of one connection
+	maxHeldBytes      = 2 << 20  // of one connection
+	maxHeldBytesOfOne = 16 << 20 // of who is behind connections
+	maxHeldBytesInAll = 64 << 20
+	maxHeldTime       = 15 * time.Second // of the oldest
 )
 
-// Messages are those held, by connection C of owner O. The zero value is empty; its
-// methods are safe for concurrent use.
-type Messages[C, O comparable] struct {
+// heldMessages keeps messages of connections C for a short time: until it is known what they mean. What it keeps is bounded
+// for each connection, for each owner O of connections, and in all. The zero value is empty; its methods are safe for
+// concurrent use.
+type heldMessages[C, O comparable] struct {
 	mu    sync.Mutex // a leaf
 	bytes int64
 	by    map[O]int64
-	of    map[C]*connection[O]
+	of    map[C]*heldConnection[O]
 }
 
-// connection is what one of them has waiting.
-type connection[O comparable] struct {
+// heldConnection is what one of them has waiting.
+type heldConnection[O comparable] struct {
 	owner    O
 	messages [][][]byte // oldest first
 	bytes    int64
@@ -36,7 +34,7 @@ type connection[O comparable] struct {
 }
 
 // Keep keeps a copy of a message of a connection; false when there are too many.
-func (h *Messages[C, O]) Keep(conn C, owner O, m [][]byte) bool {
+func (h *heldMessages[C, O]) Keep(conn C, owner O, m [][]byte) bool {
 	own, n := make([][]byte, len(m)), int64(0)
 	for i, frame := range m {
 		own[i] = bytes.Clone(frame)
@@ -45,13 +43,13 @@ func (h *Messages[C, O]) Keep(conn C, owner O, m [][]byte) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.of == nil {
-		h.by, h.of = make(map[O]int64), make(map[C]*connection[O])
+		h.by, h.of = make(map[O]int64), make(map[C]*heldConnection[O])
 	}
 	c := h.of[conn]
 	if c == nil {
-		c = &connection[O]{owner: owner, since: time.Now()}
+		c = &heldConnection[O]{owner: owner, since: time.Now()}
 	}
-	if len(c.messages) == maxMessages || c.bytes+n > maxBytes || h.by[owner]+n > maxBytesOfOne || h.bytes+n > maxBytesInAll {
+	if len(c.messages) == maxHeldMessages || c.bytes+n > maxHeldBytes || h.by[owner]+n > maxHeldBytesOfOne || h.bytes+n > maxHeldBytesInAll {
 		return false
 	}
 	c.messages, c.bytes = append(c.messages, own), c.bytes+n
@@ -62,13 +60,13 @@ func (h *Messages[C, O]) Keep(conn C, owner O, m [][]byte) bool {
 }
 
 // Take returns what a connection has held, oldest first, and forgets it.
-func (h *Messages[C, O]) Take(conn C) [][][]byte {
+func (h *heldMessages[C, O]) Take(conn C) [][][]byte {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.takeLocked(conn)
 }
 
-func (h *Messages[C, O]) takeLocked(conn C) [][][]byte {
+func (h *heldMessages[C, O]) takeLocked(conn C) [][][]byte {
 	c := h.of[conn]
 	if c == nil {
 		return nil
@@ -82,11 +80,11 @@ func (h *Messages[C, O]) takeLocked(conn C) [][][]byte {
 }
 
 // Late takes what has been held for too long, by connection; nil when there is none.
-func (h *Messages[C, O]) Late(now time.Time) (late map[C][][][]byte) {
+func (h *heldMessages[C, O]) Late(now time.Time) (late map[C][][][]byte) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for conn, c := range h.of {
-		if now.Sub(c.since) >= maxTime {
+		if now.Sub(c.since) >= maxHeldTime {
 			if late == nil {
 				late = make(map[C][][][]byte)
 			}
