@@ -72,11 +72,8 @@ var small = map[string]string{
 	"internal/peercred/origin":                "to be merged into internal/peercred",
 	"internal/statefile/paced":                "to be merged into internal/statefile",
 	"internal/takeover/listen":                "to be merged into internal/takeover",
-	"mooncake/bootstrap/pydantic":             "to be merged into mooncake/bootstrap",
-	"proxy/prefix/relayed":                    "to be merged into proxy/prefix",
 	"sim/demo":                                "to be merged into sim/demo/sim",
 	"sim/demo/sim":                            "to be merged into sim/demo",
-	"tier/disk/touch":                         "to be merged into tier/disk",
 }
 
 const maxFileLines = 600

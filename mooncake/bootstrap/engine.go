@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
-	"github.com/kvasir-kv/kvasir/mooncake/bootstrap/pydantic"
 )
 
 // ranks place a worker in its engine.
@@ -160,7 +159,7 @@ func (e *engine) appendJSON(b []byte) []byte {
 	}
 	begin := len(b)
 	b = append(appendKey(b, e.dp), `{"engine_id":`...)
-	b = append(pydantic.AppendString(b, e.id), `,"worker_addr":{`...)
+	b = append(appendPythonString(b, e.id), `,"worker_addr":{`...)
 	for i, r := range e.rows {
 		if i > 0 {
 			b = append(b, ',')
@@ -170,7 +169,7 @@ func (e *engine) appendJSON(b []byte) []byte {
 			if j > 0 {
 				b = append(b, ',')
 			}
-			b = pydantic.AppendString(appendKey(b, w.pp), w.addr)
+			b = appendPythonString(appendKey(b, w.pp), w.addr)
 		}
 		b = append(b, '}')
 	}

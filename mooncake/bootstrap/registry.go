@@ -18,7 +18,6 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/internal/statefile"
-	"github.com/kvasir-kv/kvasir/mooncake/bootstrap/pydantic"
 )
 
 // refusedError is a registration that conflicts with another: vLLM's text.
@@ -365,7 +364,7 @@ func (r *Registry) leaseLocked(w *worker) {
 
 // weight returns a worker's part of maxDirectoryBytes.
 func (r *Registry) weight(id, addr string) int {
-	return max(workerBytes+len(pydantic.AppendString(nil, id))+len(pydantic.AppendString(nil, addr)), maxDirectoryBytes/r.o.MaxWorkers)
+	return max(workerBytes+len(appendPythonString(nil, id))+len(appendPythonString(nil, addr)), maxDirectoryBytes/r.o.MaxWorkers)
 }
 
 // releaseLocked takes back the charge of a worker.

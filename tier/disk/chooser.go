@@ -1,37 +1,35 @@
-// Package touch is about what is offered to a disk, and how often. It finds out whether a disk has more hits when it keeps
-// what is offered first, or when it keeps what is offered for the second time.
-package touch
+package disk
 
 import "sync"
 
-// mostPlayed bounds the keys of a Chooser: 4 MiB.
-const mostPlayed = 1 << 16
+// maxChooserKeys bounds the keys of a ruleChooser: 4 MiB.
+const maxChooserKeys = 1 << 16
 
-// Chooser compares two rules by the hits that they would have lately, in bytes: to keep what is offered first, and to keep
+// ruleChooser compares two rules by the hits that they would have lately, in bytes: to keep what is offered first, and to keep
 // what is offered for the second time. Of each rule it knows how many bytes it would have written: an object that a rule
 // keeps is there until so many more were written as the disk holds. It looks at one of 2^shift keys.
-// The zero Chooser knows nothing. Its methods are safe for concurrent use.
-type Chooser struct {
+// The zero ruleChooser knows nothing. Its methods are safe for concurrent use.
+type ruleChooser struct {
 	mu struct {
 		sync.Mutex
-		keys          map[uint64]played
+		keys          map[uint64]playedKey
 		shift         uint
-		first, second rule
+		first, second admissionRule
 		asked         int64 // bytes, since hits were halved
 	}
 }
 
-// rule is what one rule would have done.
-type rule struct{ written, hits int64 }
+// admissionRule is what one rule would have done.
+type admissionRule struct{ written, hits int64 }
 
-// played is a key that was touched: how much each rule had written when it kept it last; 0: it did not.
-type played struct{ first, second int64 }
+// playedKey is a key that was touched: how much each rule had written when it kept it last; 0: it did not.
+type playedKey struct{ first, second int64 }
 
 // has reports whether an object that was kept at a time is still there.
-func (r *rule) has(at, capacity int64) bool { return at > 0 && r.written-at < capacity }
+func (r *admissionRule) has(at, capacity int64) bool { return at > 0 && r.written-at < capacity }
 
 // Touch notes that an object, by the hash of its key, is offered or read.
-func (c *Chooser) Touch(h uint64, n, capacity int64) {
+func (c *ruleChooser) Touch(h uint64, n, capacity int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if h&(1<<c.mu.shift-1) != 0 {
@@ -53,9 +51,9 @@ func (c *Chooser) Touch(h uint64, n, capacity int64) {
 		p.second = c.mu.second.written
 	}
 	if c.mu.keys == nil {
-		c.mu.keys = make(map[uint64]played)
+		c.mu.keys = make(map[uint64]playedKey)
 	}
-	if c.mu.keys[h] = p; len(c.mu.keys) > mostPlayed {
+	if c.mu.keys[h] = p; len(c.mu.keys) > maxChooserKeys {
 		c.forgetLocked(capacity)
 	}
 	if c.mu.asked += n; c.mu.asked >= capacity { // what was long ago counts less
@@ -66,14 +64,14 @@ func (c *Chooser) Touch(h uint64, n, capacity int64) {
 }
 
 // forgetLocked drops what neither rule has had for long. Where that does not do, fewer keys are looked at.
-func (c *Chooser) forgetLocked(capacity int64) {
+func (c *ruleChooser) forgetLocked(capacity int64) {
 	const long = 8
 	for h, p := range c.mu.keys {
 		if c.mu.first.written-p.first > long*capacity && !c.mu.second.has(p.second, capacity) {
 			delete(c.mu.keys, h)
 		}
 	}
-	for len(c.mu.keys) > mostPlayed*3/4 {
+	for len(c.mu.keys) > maxChooserKeys*3/4 {
 		c.mu.shift++
 		for h := range c.mu.keys {
 			if h&(1<<c.mu.shift-1) != 0 {
@@ -84,7 +82,7 @@ func (c *Chooser) forgetLocked(capacity int64) {
 }
 
 // PrefersFirst reports whether to keep what is offered first gives more hits: a sixteenth more, since it writes more.
-func (c *Chooser) PrefersFirst() bool {
+func (c *ruleChooser) PrefersFirst() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.mu.first.hits > c.mu.second.hits+c.mu.second.hits/16

@@ -1,9 +1,9 @@
-package touch
+package disk
 
 import "sync"
 
-// Seen remembers keys, the last of them: two tables take turns. Its methods are safe for concurrent use.
-type Seen struct {
+// seenKeys remembers keys, the last of them: two tables take turns. Its methods are safe for concurrent use.
+type seenKeys struct {
 	Most int // in one table
 	mu   struct {
 		sync.Mutex
@@ -12,7 +12,7 @@ type Seen struct {
 }
 
 // Again reports whether a key, by its hash, was seen before, and remembers it.
-func (s *Seen) Again(h uint64) bool {
+func (s *seenKeys) Again(h uint64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	_, now := s.mu.now[h]

@@ -1,8 +1,4 @@
-// Package pydantic reads JSON objects as FastAPI and pydantic 2 do in lax mode, and
-// reports what is wrong with them in the shape of FastAPI's 422.
-//
-// Unlike Python's, integers end at 64 bits, and a Text may have a limit.
-package pydantic
+package bootstrap
 
 import (
 	"bytes"
@@ -15,8 +11,8 @@ import (
 	"unicode/utf8"
 )
 
-// ErrUnreadable means that a body is not UTF-8, or nested too deeply. FastAPI answers 400.
-var ErrUnreadable = errors.New("pydantic: unreadable body")
+// errUnreadable means that a body is not UTF-8, or nested too deeply. FastAPI answers 400.
+var errUnreadable = errors.New("pydantic: unreadable body")
 
 // problem is one entry of a 422.
 type problem struct {
@@ -27,11 +23,11 @@ type problem struct {
 	Ctx   map[string]string `json:"ctx,omitempty"`
 }
 
-// Problems collects what is wrong with a body. The zero value is ready.
-type Problems []problem
+// problems collects what is wrong with a body, in the shape of FastAPI's 422. The zero value is ready.
+type problems []problem
 
 // Add appends one entry; field is empty for the body as a whole.
-func (p *Problems) Add(kind, field, msg string, input json.RawMessage) {
+func (p *problems) Add(kind, field, msg string, input json.RawMessage) {
 	loc := []any{"body"}
 	if field != "" {
 		loc = append(loc, field)
@@ -40,27 +36,28 @@ func (p *Problems) Add(kind, field, msg string, input json.RawMessage) {
 }
 
 // Body returns the body of a 422.
-func (p Problems) Body() []byte {
-	b, err := json.Marshal(map[string]Problems{"detail": p})
+func (p problems) Body() []byte {
+	b, err := json.Marshal(map[string]problems{"detail": p})
 	if err != nil {
 		panic("BUG: pydantic: encode problems: " + err.Error()) // texts, and JSON that was parsed
 	}
 	return b
 }
 
-// Fields are the keys of a body that is an object, and under "" the body itself.
-type Fields map[string]json.RawMessage
+// bodyFields holds the keys of a body that is an object, and under "" the body itself.
+type bodyFields map[string]json.RawMessage
 
-// Object parses a request's body. If p is not empty, the body is not an object. The
-// only error is ErrUnreadable.
-func Object(contentType string, body []byte) (in Fields, p Problems, err error) {
+// parseObject parses a request's body as FastAPI and pydantic 2 do in lax mode. Unlike Python's, integers end at 64 bits,
+// and a Text may have a limit. If p is not empty, the body is not an object. The
+// only error is errUnreadable.
+func parseObject(contentType string, body []byte) (in bodyFields, p problems, err error) {
 	if len(body) > 0 && !isJSON(contentType) {
 		text, _ := json.Marshal(string(body)) // a string always has a JSON text
 		p.Add("model_attributes_type", "", "Input should be a valid dictionary or object to extract fields from", text)
 		return nil, p, nil
 	}
 	if !utf8.Valid(body) {
-		return nil, nil, ErrUnreadable
+		return nil, nil, errUnreadable
 	}
 	body = bytes.TrimSpace(bytes.TrimPrefix(body, []byte("\ufeff")))
 	if len(body) == 0 || string(body) == "null" {
@@ -71,9 +68,9 @@ func Object(contentType string, body []byte) (in Fields, p Problems, err error) 
 		se, ok := errors.AsType[*json.SyntaxError](err)
 		switch {
 		case ok && strings.Contains(se.Error(), "exceeded max depth"):
-			return nil, nil, ErrUnreadable
+			return nil, nil, errUnreadable
 		case ok:
-			p = Problems{{"json_invalid", []any{"body", se.Offset}, "JSON decode error", json.RawMessage("{}"), map[string]string{"error": se.Error()}}}
+			p = problems{{"json_invalid", []any{"body", se.Offset}, "JSON decode error", json.RawMessage("{}"), map[string]string{"error": se.Error()}}}
 		default:
 			p.Add("model_attributes_type", "", "Input should be a valid dictionary or object to extract fields from", body)
 		}
@@ -93,7 +90,7 @@ func isJSON(contentType string) bool {
 }
 
 // Text reads a string of at most limit bytes, or adds a problem.
-func (p *Problems) Text(in Fields, name string, limit int) (s string) {
+func (p *problems) Text(in bodyFields, name string, limit int) (s string) {
 	raw, ok := in[name]
 	switch {
 	case !ok:
@@ -112,7 +109,7 @@ func (p *Problems) Text(in Fields, name string, limit int) (s string) {
 
 // Integer reads true and false, a number without a fraction, or a string of one, or
 // adds a problem.
-func (p *Problems) Integer(in Fields, name string) int {
+func (p *problems) Integer(in bodyFields, name string) int {
 	raw, ok := in[name]
 	text := string(raw)
 	switch {
@@ -177,9 +174,9 @@ func laxInt(s string) (string, bool) {
 	return sign + strings.ReplaceAll(digits, "_", ""), true
 }
 
-// AppendString appends s to b as a JSON string as Python writes it without
+// appendPythonString appends s to b as a JSON string as Python writes it without
 // ensure_ascii: it escapes only what JSON demands.
-func AppendString(b []byte, s string) []byte {
+func appendPythonString(b []byte, s string) []byte {
 	const hex = "0123456789abcdef"
 	b = append(b, '"')
 	for i := range len(s) {

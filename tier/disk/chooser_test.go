@@ -1,9 +1,9 @@
-package touch
+package disk
 
 import "testing"
 
-// mix is the finalizer of MurmurHash3.
-func mix(x uint64) uint64 {
+// mixBits is the finalizer of MurmurHash3.
+func mixBits(x uint64) uint64 {
 	x ^= x >> 33
 	x *= 0xff51afd7ed558ccd
 	x ^= x >> 33
@@ -14,8 +14,8 @@ func mix(x uint64) uint64 {
 // The rule that gives more hits is found, and found again when what is asked for changes.
 func TestChooser(t *testing.T) {
 	const capacity = 1000 // objects of one byte
-	var c Chooser
-	touch := func(key uint64) { c.Touch(mix(key), 1, capacity) }
+	var c ruleChooser
+	touch := func(key uint64) { c.Touch(mixBits(key), 1, capacity) }
 	if c.PrefersFirst() {
 		t.Error("first touch is preferred before anything is known")
 	}
@@ -50,16 +50,16 @@ func TestChooser(t *testing.T) {
 	}
 }
 
-// A Chooser looks at so few of many keys that its memory has a limit, and decides the same.
+// A ruleChooser looks at so few of many keys that its memory has a limit, and decides the same.
 func TestChooserIsBounded(t *testing.T) {
 	const capacity = 1 << 20
-	var c Chooser
+	var c ruleChooser
 	for i := range uint64(1 << 21) {
-		c.Touch(mix(i), 1, capacity)
+		c.Touch(mixBits(i), 1, capacity)
 		if i >= capacity/2 {
-			c.Touch(mix(i-capacity/2), 1, capacity)
+			c.Touch(mixBits(i-capacity/2), 1, capacity)
 		}
-		if len(c.mu.keys) > mostPlayed {
+		if len(c.mu.keys) > maxChooserKeys {
 			t.Fatalf("%d keys", len(c.mu.keys))
 		}
 	}
@@ -75,8 +75,8 @@ func TestChooserIsBounded(t *testing.T) {
 // has a limit.
 func TestSeenIsBounded(t *testing.T) {
 	const most = 10_000
-	x := Seen{Most: most}
-	k := func(i int) uint64 { return mix(uint64(i)) }
+	x := seenKeys{Most: most}
+	k := func(i int) uint64 { return mixBits(uint64(i)) }
 	x.Again(k(0))
 	for i := 1; i <= 2*most; i++ {
 		if x.Again(k(i)) {

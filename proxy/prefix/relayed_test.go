@@ -1,13 +1,13 @@
-package relayed_test
+package prefix_test
 
 import (
 	"encoding/binary"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/proxy/prefix/relayed"
+	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-func key(i int) (k relayed.Key) {
+func key(i int) (k prefix.RelayedKey) {
 	binary.LittleEndian.PutUint64(k[:], uint64(i))
 	return k
 }
@@ -16,16 +16,16 @@ func key(i int) (k relayed.Key) {
 // Each time a prompt is found it has another id.
 func TestPrompts(t *testing.T) {
 	const set = 8192
-	var s relayed.Prompts
+	var s prefix.RelayedPrompts
 	if _, _, ok := s.Find(key(0)); ok {
 		t.Error("found in nothing")
 	}
 	ids := map[string]bool{}
 	for i := range 5 * set {
-		s.Add(key(i), relayed.KV{Registry: "http://r", Engine: "p", Transfer: "t"})
+		s.Add(key(i), prefix.RelayedKV{Registry: "http://r", Engine: "p", Transfer: "t"})
 		if i%(set/2) == 0 {
 			r, id, ok := s.Find(key(0))
-			if !ok || r != (relayed.KV{Registry: "http://r", Engine: "p", Transfer: "t"}) || ids[id] {
+			if !ok || r != (prefix.RelayedKV{Registry: "http://r", Engine: "p", Transfer: "t"}) || ids[id] {
 				t.Fatalf("after %d: %+v, %q, %v", i, r, id, ok)
 			}
 			ids[id] = true
@@ -45,8 +45,8 @@ func TestPrompts(t *testing.T) {
 	if known > 2*set {
 		t.Errorf("%d are known", known)
 	}
-	s.Add(key(0), relayed.KV{})
-	s.Add(key(5*set-1), relayed.KV{})
+	s.Add(key(0), prefix.RelayedKV{})
+	s.Add(key(5*set-1), prefix.RelayedKV{})
 	s.Forget(key(0))
 	s.Forget(key(5*set - 1))
 	for _, i := range []int{0, 5*set - 1} {

@@ -1,4 +1,4 @@
-package pydantic
+package bootstrap
 
 import (
 	"encoding/json"
@@ -8,7 +8,7 @@ import (
 )
 
 // kinds returns the types of problems, joined by blanks.
-func kinds(t *testing.T, p Problems) string {
+func kinds(t *testing.T, p problems) string {
 	t.Helper()
 	var body struct {
 		Detail []struct {
@@ -29,7 +29,7 @@ func kinds(t *testing.T, p Problems) string {
 func TestInteger(t *testing.T) {
 	f := func(raw string, want int, problem string) {
 		t.Helper()
-		in, p, err := Object("application/json", []byte(`{"a":0,"n":`+raw+`}`))
+		in, p, err := parseObject("application/json", []byte(`{"a":0,"n":`+raw+`}`))
 		if err != nil || len(p) > 0 {
 			t.Fatalf("Object(%s): %v, %v", raw, p, err)
 		}
@@ -62,7 +62,7 @@ func TestInteger(t *testing.T) {
 func TestText(t *testing.T) {
 	f := func(raw, want, problem string) {
 		t.Helper()
-		in, p, err := Object("application/vnd.api+json; charset=utf-8", []byte(`{"s":`+raw+`}`))
+		in, p, err := parseObject("application/vnd.api+json; charset=utf-8", []byte(`{"s":`+raw+`}`))
 		if err != nil || len(p) > 0 {
 			t.Fatalf("Object(%s): %v, %v", raw, p, err)
 		}
@@ -75,8 +75,8 @@ func TestText(t *testing.T) {
 	f(`"abcde"`, "", "string_too_long")
 	f(`"\ud800"`, "", "string_unicode")
 	f(`7`, "", "string_type")
-	var p Problems
-	if p.Text(Fields{"": []byte("{}")}, "s", 4); kinds(t, p) != "missing" {
+	var p problems
+	if p.Text(bodyFields{"": []byte("{}")}, "s", 4); kinds(t, p) != "missing" {
 		t.Errorf("no key: problems %q", kinds(t, p))
 	}
 }
@@ -85,7 +85,7 @@ func TestText(t *testing.T) {
 func TestObject(t *testing.T) {
 	f := func(contentType, body, problem string, want error) {
 		t.Helper()
-		in, p, err := Object(contentType, []byte(body))
+		in, p, err := parseObject(contentType, []byte(body))
 		if k := kinds(t, p); k != problem || !errors.Is(err, want) || (in != nil) != (problem == "" && want == nil) {
 			t.Errorf("Object(%q, %.40q) = %v with problems %q, %v, want %q, %v", contentType, body, in, k, err, problem, want)
 		}
@@ -98,14 +98,14 @@ func TestObject(t *testing.T) {
 	f("application/json", ``, "missing", nil)
 	f("application/json", `null`, "missing", nil)
 	f("application/json", `{"a"`, "json_invalid", nil)
-	f("application/json", "\xff", "", ErrUnreadable)
-	f("application/json", strings.Repeat("[", 20000), "", ErrUnreadable)
+	f("application/json", "\xff", "", errUnreadable)
+	f("application/json", strings.Repeat("[", 20000), "", errUnreadable)
 }
 
-// AppendString escapes what JSON demands and keeps everything else as it is.
+// appendPythonString escapes what JSON demands and keeps everything else as it is.
 func TestAppendString(t *testing.T) {
 	const s = "a\"\\\b\f\n\r\t\x01\x1fé<&"
-	got := string(AppendString(nil, s))
+	got := string(appendPythonString(nil, s))
 	if want := `"a\"\\\b\f\n\r\t\u0001\u001fé<&"`; got != want {
 		t.Fatalf("%s, want %s", got, want)
 	}
