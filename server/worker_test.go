@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
 	"github.com/kvasir-kv/kvasir/server"
-	"github.com/kvasir-kv/kvasir/sim/demo/sim"
+	"github.com/kvasir-kv/kvasir/sim/demo"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
@@ -145,7 +145,7 @@ func TestStoreAndRetrieve(t *testing.T) {
 func TestPlayWorkload(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 2000, server.Options{})
 	defer stop()
-	r, err := sim.Play(t.Context(), workload.Chats(60, workload.ChatOptions{Seed: 3, Turns: 1 << 10}), sim.Options{URL: n.url, Model: "m", Layout: smallLayout, Workers: 3, ShmDir: n.dir})
+	r, err := demo.Play(t.Context(), workload.Chats(60, workload.ChatOptions{Seed: 3, Turns: 1 << 10}), demo.PlayOptions{URL: n.url, Model: "m", Layout: smallLayout, Workers: 3, ShmDir: n.dir})
 	if err != nil {
 		t.Fatal(err)
 	}

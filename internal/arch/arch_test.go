@@ -72,8 +72,6 @@ var small = map[string]string{
 	"internal/peercred/origin":                "to be merged into internal/peercred",
 	"internal/statefile/paced":                "to be merged into internal/statefile",
 	"internal/takeover/listen":                "to be merged into internal/takeover",
-	"sim/demo":                                "to be merged into sim/demo/sim",
-	"sim/demo/sim":                            "to be merged into sim/demo",
 }
 
 const maxFileLines = 600

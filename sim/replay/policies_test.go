@@ -1,4 +1,4 @@
-package policies_test
+package replay_test
 
 import (
 	"bytes"
@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
-	"github.com/kvasir-kv/kvasir/sim/replay/policies"
+	"github.com/kvasir-kv/kvasir/sim/replay"
 	"github.com/kvasir-kv/kvasir/store/evict"
 )
 
@@ -68,14 +68,14 @@ func TestOptimumIsExact(t *testing.T) {
 			requests = append(requests, workload.Request{Input: 10*len(p) + 3, Blocks: append(append([]int64(nil), p...), 99), BlockTokens: 10})
 		}
 		for _, capacity := range []int{1, 2, 3, 5, 9} {
-			got, err := policies.Run(t.Context(), requests, policies.Options{Capacities: []int{capacity}})
+			got, err := replay.ComparePolicies(t.Context(), requests, replay.PolicyOptions{Capacities: []int{capacity}})
 			if err != nil {
 				t.Fatal(err)
 			}
 			want := best(prompts, capacity)
 			for _, row := range got.Rows {
 				switch {
-				case row.Policy == policies.Optimum && int(row.HitBlocks) != want:
+				case row.Policy == replay.Optimum && int(row.HitBlocks) != want:
 					t.Errorf("seed %d, %d blocks: the optimum has %d hits, trying all finds %d", seed, capacity, row.HitBlocks, want)
 				case int(row.HitBlocks) > want:
 					t.Errorf("seed %d, %d blocks: %s has %d hits, of %d possible", seed, capacity, row.Policy, row.HitBlocks, want)
@@ -90,11 +90,11 @@ func TestOptimumIsExact(t *testing.T) {
 // Tokens of hit blocks count whole, those of the last, partial block never; names count only after
 // what is before them.
 func TestRates(t *testing.T) {
-	r, err := policies.Run(t.Context(), []workload.Request{
+	r, err := replay.ComparePolicies(t.Context(), []workload.Request{
 		{Input: 25, Blocks: []int64{1, 2, 3}, BlockTokens: 10},
 		{Input: 25, Blocks: []int64{1, 2, 3}, BlockTokens: 10},
 		{Input: 20, Blocks: []int64{4, 2}, BlockTokens: 10},
-	}, policies.Options{Capacities: []int{10}, Policies: []string{"lru"}})
+	}, replay.PolicyOptions{Capacities: []int{10}, Policies: []string{"lru"}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -157,7 +157,7 @@ func turns(n int, seed uint64) (out []workload.Request) {
 func TestTheDefaultLearnsOtherWorkloads(t *testing.T) {
 	f := func(name string, requests []workload.Request, gap float64, sizes ...int) {
 		t.Helper()
-		r, err := policies.Run(t.Context(), requests, policies.Options{Capacities: sizes, Policies: []string{"lru", evict.Default}})
+		r, err := replay.ComparePolicies(t.Context(), requests, replay.PolicyOptions{Capacities: sizes, Policies: []string{"lru", evict.Default}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -185,25 +185,25 @@ func TestTheDefaultLearnsOtherWorkloads(t *testing.T) {
 
 func TestRefuses(t *testing.T) {
 	one := []workload.Request{{Input: 10, Blocks: []int64{1}, BlockTokens: 10}}
-	f := func(want string, o policies.Options) {
+	f := func(want string, o replay.PolicyOptions) {
 		t.Helper()
-		if r, err := policies.Run(t.Context(), one, o); !errors.Is(err, policies.ErrOptions) || !strings.Contains(err.Error(), want) {
+		if r, err := replay.ComparePolicies(t.Context(), one, o); !errors.Is(err, replay.ErrOptions) || !strings.Contains(err.Error(), want) {
 			t.Errorf("%+v: %v, %v", o, r, err)
 		}
 	}
-	f("capacity of 0", policies.Options{Capacities: []int{5, 0}})
-	f("capacity of 1073741825", policies.Options{Capacities: []int{1 << 30, 1<<30 + 1}})
-	f("no capacity", policies.Options{})
-	f(`"mru"`, policies.Options{Capacities: []int{1}, Policies: []string{"mru"}})
+	f("capacity of 0", replay.PolicyOptions{Capacities: []int{5, 0}})
+	f("capacity of 1073741825", replay.PolicyOptions{Capacities: []int{1 << 30, 1<<30 + 1}})
+	f("no capacity", replay.PolicyOptions{})
+	f(`"mru"`, replay.PolicyOptions{Capacities: []int{1}, Policies: []string{"mru"}})
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if r, err := policies.Run(ctx, one, policies.Options{Capacities: []int{1}}); !errors.Is(err, context.Canceled) {
+	if r, err := replay.ComparePolicies(ctx, one, replay.PolicyOptions{Capacities: []int{1}}); !errors.Is(err, context.Canceled) {
 		t.Error(r, err)
 	}
 }
 
 func TestPrints(t *testing.T) {
-	r, err := policies.Run(t.Context(), turns(300, 1), policies.Options{Capacities: []int{50, 100}})
+	r, err := replay.ComparePolicies(t.Context(), turns(300, 1), replay.PolicyOptions{Capacities: []int{50, 100}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,4 +1,4 @@
-package policies
+package replay
 
 import (
 	"bufio"
@@ -11,8 +11,8 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/workload"
 )
 
-// Flags are the flags of kvasir sim evict.
-type Flags struct {
+// PolicyFlags are the flags of kvasir sim evict.
+type PolicyFlags struct {
 	Trace      string   `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids." placeholder:"FILE"`
 	Capacities []int    `name:"capacity-blocks" help:"Sizes of the cache in blocks." default:"1000,2000,5000,10000,20000" placeholder:"N,..."`
 	Policies   []string `name:"policies" help:"Policies to play; default all." placeholder:"NAME,..."`
@@ -23,7 +23,7 @@ type Flags struct {
 }
 
 // Help is shown by kvasir sim evict --help.
-func (Flags) Help() string {
+func (PolicyFlags) Help() string {
 	return `What a store of each size would have had of a trace under each eviction policy, and what the optimum would have had, which
 knows the future. Only full blocks count; a hit is a run of them from a prompt's start. JSON: rows of policy, capacity_blocks,
 block_hit, token_hit, and default, the policy of kvasir server. docs/eviction.md describes the policies.
@@ -36,8 +36,8 @@ Examples:
 
 // Play reads the trace and plays the policies. Errors are ErrOptions, workload.ErrTrace, that of ctx
 // and those of files.
-func (f *Flags) Play(ctx context.Context) (*Result, error) {
-	o := Options{Policies: f.Policies, Capacities: f.Capacities}
+func (f *PolicyFlags) Play(ctx context.Context) (*PolicyResult, error) {
+	o := PolicyOptions{Policies: f.Policies, Capacities: f.Capacities}
 	if err := o.check(); err != nil {
 		return nil, err
 	}
@@ -53,11 +53,11 @@ func (f *Flags) Play(ctx context.Context) (*Result, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", f.Trace, err)
 	}
-	return Run(ctx, requests, o)
+	return ComparePolicies(ctx, requests, o)
 }
 
 // Files writes the files that were asked for.
-func (f *Flags) Files(r *Result) error {
+func (f *PolicyFlags) Files(r *PolicyResult) error {
 	return errors.Join(writeFile(f.CSV, r.WriteCSV), writeFile(f.SVG, r.WriteSVG))
 }
 

@@ -1,4 +1,4 @@
-package policies
+package replay
 
 import (
 	"encoding/csv"
@@ -12,7 +12,7 @@ import (
 
 // Print writes the result as a table: block hit rate, token hit rate and the part of the gap between
 // lru and the optimum.
-func (r *Result) Print(w io.Writer) error {
+func (r *PolicyResult) Print(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintf(t, "capacity\tpolicy\tblocks hit\ttokens hit\tof the gap\t\n")
 	for i, row := range r.Rows {
@@ -34,7 +34,7 @@ func (r *Result) Print(w io.Writer) error {
 }
 
 // WriteCSV writes the rows.
-func (r *Result) WriteCSV(w io.Writer) error {
+func (r *PolicyResult) WriteCSV(w io.Writer) error {
 	c := csv.NewWriter(w)
 	_ = c.Write([]string{"policy", "capacity_blocks", "block_hit", "token_hit", "hit_blocks", "gap"}) // Flush keeps the error
 	for _, row := range r.Rows {
@@ -48,7 +48,7 @@ func (r *Result) WriteCSV(w io.Writer) error {
 var colours = []string{"#8c8c8c", "#b07aa1", "#59a14f", "#f28e2b", "#4e79a7", "#e15759", "#76b7b2", "#9c755f"}
 
 // WriteSVG draws the block hit rate of each policy by size; sizes are at equal distances.
-func (r *Result) WriteSVG(w io.Writer) error {
+func (r *PolicyResult) WriteSVG(w io.Writer) error {
 	const width, height, left, top, right, bottom = 720, 420, 60, 30, 140, 50
 	var policies []string
 	var sizes []int
@@ -81,8 +81,8 @@ func (r *Result) WriteSVG(w io.Writer) error {
 	}
 	fmt.Fprintf(&b, `<text x="%d" y="%d" text-anchor="middle">capacity in blocks</text><text x="%d" y="18">blocks hit</text>`+"\n", (left+width-right)/2, height-10, left-50)
 	for i, policy := range policies {
-		rows := slices.DeleteFunc(slices.Clone(r.Rows), func(row Row) bool { return row.Policy != policy })
-		slices.SortFunc(rows, func(a, b Row) int { return a.Capacity - b.Capacity })
+		rows := slices.DeleteFunc(slices.Clone(r.Rows), func(row PolicyRow) bool { return row.Policy != policy })
+		slices.SortFunc(rows, func(a, b PolicyRow) int { return a.Capacity - b.Capacity })
 		var points []string
 		for _, row := range rows {
 			points = append(points, fmt.Sprintf("%.1f,%.1f", x(row.Capacity), y(row.BlockHit)))

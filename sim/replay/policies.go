@@ -1,7 +1,4 @@
-// Package policies plays eviction policies against a trace: what a store of a given size would have
-// had of its prompts under each, and what the best one, which knows the future, would have had. No
-// engine, no time, only names of blocks.
-package policies
+package replay
 
 import (
 	"context"
@@ -23,14 +20,14 @@ const Optimum = "optimum"
 // MaxCapacity bounds a size, in blocks.
 const MaxCapacity = 1 << 30
 
-// Options say what to play. A zero field means its default.
-type Options struct {
+// PolicyOptions says what to play. A zero field means its default.
+type PolicyOptions struct {
 	Policies   []string // default all of evict.Names; Optimum is always played
 	Capacities []int    // sizes in blocks
 }
 
-// Row is one policy at one size.
-type Row struct {
+// PolicyRow is one policy at one size.
+type PolicyRow struct {
 	Policy   string  `json:"policy"`
 	Capacity int     `json:"capacity_blocks"`
 	BlockHit float64 `json:"block_hit"` // of the full blocks of all prompts, those in a row from a prompt's start that were there
@@ -40,14 +37,14 @@ type Row struct {
 	Gap       float64 `json:"gap"` // part of the way from lru to the optimum; 0 where there is none
 }
 
-// Result is the outcome of Run.
-type Result struct {
-	Default  string `json:"default"` // the policy of a server unless it is told otherwise
-	Requests int    `json:"requests"`
-	Blocks   int64  `json:"blocks"` // full ones
-	Tokens   int64  `json:"tokens"`
-	Best     int64  `json:"hit_blocks_unlimited"` // with room for all
-	Rows     []Row  `json:"rows"`
+// PolicyResult is the outcome of ComparePolicies.
+type PolicyResult struct {
+	Default  string      `json:"default"` // the policy of a server unless it is told otherwise
+	Requests int         `json:"requests"`
+	Blocks   int64       `json:"blocks"` // full ones
+	Tokens   int64       `json:"tokens"`
+	Best     int64       `json:"hit_blocks_unlimited"` // with room for all
+	Rows     []PolicyRow `json:"rows"`
 }
 
 // prompts are the full blocks of a trace's prompts, numbered from 1; 0 is no block.
@@ -57,9 +54,9 @@ type prompts struct {
 	size   int // tokens of a block
 }
 
-// number names the full blocks of the requests by numbers. A block is what its name and all before
+// numberPrompts names the full blocks of the requests by numbers. A block is what its name and all before
 // it say: a name that comes after two beginnings is two blocks.
-func number(requests []workload.Request) (p prompts, all, tokens int64) {
+func numberPrompts(requests []workload.Request) (p prompts, all, tokens int64) {
 	type step struct {
 		before uint32
 		name   int64
@@ -86,7 +83,7 @@ func number(requests []workload.Request) (p prompts, all, tokens int64) {
 	return p, all, tokens
 }
 
-func (o *Options) check() error {
+func (o *PolicyOptions) check() error {
 	for _, c := range o.Capacities {
 		if c < 1 || c > MaxCapacity {
 			return fmt.Errorf("%w: a capacity of %d blocks is outside 1 to %d", ErrOptions, c, MaxCapacity)
@@ -103,17 +100,19 @@ func (o *Options) check() error {
 	return nil
 }
 
-// Run plays every policy at every size. When ctx ends, the rows so far are returned with its error.
+// ComparePolicies plays eviction policies against a trace: it counts what a store of a given size would have had of the
+// prompts under each policy, and what the best one, which knows the future, would have had. It plays every policy at every
+// size. When ctx ends, the rows so far are returned with its error.
 // Errors: ErrOptions, that of evict.New, that of ctx.
-func Run(ctx context.Context, requests []workload.Request, o Options) (*Result, error) {
+func ComparePolicies(ctx context.Context, requests []workload.Request, o PolicyOptions) (*PolicyResult, error) {
 	if err := o.check(); err != nil {
 		return nil, err
 	}
 	if len(o.Policies) == 0 {
 		o.Policies = evict.Names
 	}
-	p, blocks, tokens := number(requests)
-	r := &Result{Default: evict.Default, Requests: len(requests), Blocks: blocks, Tokens: tokens}
+	p, blocks, tokens := numberPrompts(requests)
+	r := &PolicyResult{Default: evict.Default, Requests: len(requests), Blocks: blocks, Tokens: tokens}
 	best, err := optimum(ctx, p, p.blocks+1)
 	if err != nil {
 		return nil, err
@@ -124,12 +123,12 @@ func Run(ctx context.Context, requests []workload.Request, o Options) (*Result, 
 		if err != nil {
 			return r, err
 		}
-		least, err := play(ctx, p, "lru", capacity)
+		least, err := playPolicy(ctx, p, "lru", capacity)
 		if err != nil {
 			return r, err
 		}
 		add := func(policy string, hits int64) {
-			row := Row{Policy: policy, Capacity: capacity, HitBlocks: hits}
+			row := PolicyRow{Policy: policy, Capacity: capacity, HitBlocks: hits}
 			if blocks > 0 {
 				row.BlockHit = float64(hits) / float64(blocks)
 				row.TokenHit = float64(hits*int64(p.size)) / float64(tokens)
@@ -142,7 +141,7 @@ func Run(ctx context.Context, requests []workload.Request, o Options) (*Result, 
 		for _, policy := range o.Policies {
 			hits := least
 			if policy != "lru" {
-				if hits, err = play(ctx, p, policy, capacity); err != nil {
+				if hits, err = playPolicy(ctx, p, policy, capacity); err != nil {
 					return r, err
 				}
 			}
@@ -153,10 +152,10 @@ func Run(ctx context.Context, requests []workload.Request, o Options) (*Result, 
 	return r, nil
 }
 
-// play counts the hits of a policy. It is asked as a store asks: what is there of a prompt is busy
+// playPolicy counts the hits of a policy. It is asked as a store asks: what is there of a prompt is busy
 // while the rest is stored, head first; then the new blocks are added and the others used, tail
 // first.
-func play(ctx context.Context, p prompts, policy string, capacity int) (hits int64, err error) {
+func playPolicy(ctx context.Context, p prompts, policy string, capacity int) (hits int64, err error) {
 	e, err := evict.New(policy, int64(capacity))
 	if err != nil {
 		return 0, fmt.Errorf("%w: %w", ErrOptions, err)

@@ -1,6 +1,4 @@
-// Package sim plays workloads against a server with simulated workers: real
-// bytes through real shared memory over the real protocol, no model.
-package sim
+package demo
 
 import (
 	"context"
@@ -18,8 +16,8 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
 )
 
-// Options configures Play.
-type Options struct {
+// PlayOptions configures Play.
+type PlayOptions struct {
 	URL      string // of the server
 	Model    string
 	Layout   kv.Layout
@@ -28,8 +26,8 @@ type Options struct {
 	Progress func(done, total int) // called now and then from one goroutine at a time
 }
 
-// Report is what a workload did.
-type Report struct {
+// PlayReport is what a workload did.
+type PlayReport struct {
 	Requests     int
 	PromptTokens int64
 	HitTokens    int64
@@ -44,17 +42,17 @@ type Report struct {
 }
 
 // Quantile returns the q-quantile of the lookup times, 0 <= q <= 1.
-func (r *Report) Quantile(q float64) time.Duration {
+func (r *PlayReport) Quantile(q float64) time.Duration {
 	if len(r.Lookups) == 0 {
 		return 0
 	}
 	return r.Lookups[min(int(q*float64(len(r.Lookups))), len(r.Lookups)-1)]
 }
 
-// Play sends a workload's requests through simulated engines: each looks a
+// Play sends a workload's requests to a server, through simulated engines with real bytes in real shared memory: each looks a
 // prompt up, loads what is kept and checks every byte, "computes" the rest and
 // stores it. It ends early when ctx does, with what was done so far.
-func Play(ctx context.Context, requests []workload.Request, o Options) (*Report, error) {
+func Play(ctx context.Context, requests []workload.Request, o PlayOptions) (*PlayReport, error) {
 	if o.Workers <= 0 {
 		o.Workers = 2
 	}
@@ -63,12 +61,12 @@ func Play(ctx context.Context, requests []workload.Request, o Options) (*Report,
 		next, done atomic.Int64
 		wg         sync.WaitGroup
 		mu         sync.Mutex // guards total, errs, the call of Progress
-		total      Report
+		total      PlayReport
 		errs       []error
 	)
 	for i := range o.Workers {
 		wg.Go(func() {
-			e, err := openEngine(ctx, i, o)
+			e, err := openWorker(ctx, i, o)
 			for err == nil {
 				at := int(next.Add(1)) - 1
 				if at >= len(requests) || ctx.Err() != nil {
@@ -98,7 +96,7 @@ func Play(ctx context.Context, requests []workload.Request, o Options) (*Report,
 	return &total, errors.Join(errs...)
 }
 
-func (r *Report) add(o *Report) {
+func (r *PlayReport) add(o *PlayReport) {
 	r.Requests += o.Requests
 	r.PromptTokens += o.PromptTokens
 	r.HitTokens += o.HitTokens
@@ -111,22 +109,22 @@ func (r *Report) add(o *Report) {
 	r.FailedLoads += o.FailedLoads
 }
 
-// engine is one simulated engine with one worker.
-type engine struct {
+// worker is one simulated engine with one worker.
+type worker struct {
 	id          int
 	client      *lmcache.Client
 	worker      *connector.PoolClient
 	chunkTokens int
 	chunkBytes  int64
-	report      Report
+	report      PlayReport
 }
 
-func openEngine(ctx context.Context, id int, o Options) (*engine, error) {
+func openWorker(ctx context.Context, id int, o PlayOptions) (*worker, error) {
 	client, err := lmcache.NewClient(o.URL)
 	if err != nil {
 		return nil, err
 	}
-	fail := func(err error) (*engine, error) { return nil, errors.Join(err, client.Close()) }
+	fail := func(err error) (*worker, error) { return nil, errors.Join(err, client.Close()) }
 	chunkTokens, err := client.ChunkTokens(ctx)
 	if err != nil {
 		return fail(err)
@@ -140,17 +138,17 @@ func openEngine(ctx context.Context, id int, o Options) (*engine, error) {
 	if err != nil {
 		return fail(err)
 	}
-	return &engine{id: id, client: client, worker: w, chunkTokens: chunkTokens, chunkBytes: bytes}, nil
+	return &worker{id: id, client: client, worker: w, chunkTokens: chunkTokens, chunkBytes: bytes}, nil
 }
 
-func (e *engine) close() error {
+func (e *worker) close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	return errors.Join(e.worker.Close(ctx), e.client.Close())
 }
 
 // serve runs one request.
-func (e *engine) serve(ctx context.Context, n int, tokens []uint32) error {
+func (e *worker) serve(ctx context.Context, n int, tokens []uint32) error {
 	end := len(tokens) / e.chunkTokens * e.chunkTokens
 	k := lmcache.Key{Tokens: tokens, End: end, RequestID: fmt.Sprintf("sim-%d-%d", e.id, n), Readers: 1}
 	hashes := kv.ChunkHashes(tokens[:end], e.chunkTokens)
@@ -184,7 +182,7 @@ func (e *engine) serve(ctx context.Context, n int, tokens []uint32) error {
 
 // load reads and checks the chunks with the given hashes. It returns how many
 // were loaded: all or none.
-func (e *engine) load(ctx context.Context, k lmcache.Key, hashes []kv.Hash) (int, error) {
+func (e *worker) load(ctx context.Context, k lmcache.Key, hashes []kv.Hash) (int, error) {
 	k.End = len(hashes) * e.chunkTokens
 	start := time.Now()
 	var wrong int64

@@ -1,4 +1,4 @@
-package policies
+package replay
 
 import (
 	"container/heap"
