@@ -19,7 +19,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/statefile/paced"
+	"github.com/kvasir-kv/kvasir/internal/statefile"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/access"
@@ -55,7 +55,7 @@ type Server struct {
 	held       heldMessages[*zmtp.Peer, principal] // until their clients show what they are
 	waits      waits
 	streams    streams
-	saving     *paced.Writer // of the note
+	saving     *statefile.PacedWriter // of the note
 	noted      noteState
 	leftovers  lent.Leftovers
 	recent     recently
@@ -82,7 +82,7 @@ func New(st *store.Store, o Options) *Server {
 	s.ended, s.tally, s.slow = explain.New(s.names, o.ChunkTokens), usage.New(), newSlowLog(time.Millisecond)
 	s.n.init()
 	s.registry = workers.NewRegistry(o.MaxInstances)
-	s.saving = paced.New(noteEvery, s.writeNote)
+	s.saving = statefile.NewPacedWriter(noteEvery, s.writeNote)
 	s.scratch.New = func() any { return new(scratch) }
 	s.recallSizes()
 	s.restore()

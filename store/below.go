@@ -6,7 +6,7 @@ import (
 	"errors"
 	"slices"
 
-	"github.com/kvasir-kv/kvasir/internal/fair/share"
+	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/store/pool"
@@ -185,7 +185,7 @@ func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err
 	n := x.Bytes(i)
 	size := x.mu.pool.Round(n)
 	peer := x.pf.prompt.Owner.Peer
-	if !x.mu.loading.May(peer, size, share.Amount{Count: maxLoads, Size: x.opts.LoadBytes}) {
+	if !x.mu.loading.May(peer, size, fair.Amount{Count: maxLoads, Size: x.opts.LoadBytes}) {
 		return nil, x.mu.loading.Next(), nil
 	}
 	slot, err := x.reserveLocked(k, n, pool.Writer{}, &prefixGuard{store: x.Store, by: peer, on: true})
@@ -195,7 +195,7 @@ func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err
 		}
 		return nil, nil, err
 	}
-	x.mu.loading.Add(peer, share.Amount{Count: 1, Size: size})
+	x.mu.loading.Add(peer, fair.Amount{Count: 1, Size: size})
 	fl := x.newFlightLocked(slot)
 	fl.begun, fl.below, fl.peer = true, true, peer
 	x.joinFlightLocked(x.pf, slot, i/x.Rows())
@@ -231,7 +231,7 @@ func (s *Store) landBelow(fl *flight, sum uint64, why miss.Reason, tier string) 
 	defer s.unlock()
 	p := s.mu.pool
 	n := p.Length(fl.slot)
-	s.mu.loading.Add(fl.peer, share.Amount{Count: -1, Size: -p.Round(n)})
+	s.mu.loading.Add(fl.peer, fair.Amount{Count: -1, Size: -p.Round(n)})
 	s.mu.loading.Ended()
 	staged := p.StateOf(fl.slot) == pool.Staged // else it was cleared meanwhile
 	switch {

@@ -3,7 +3,7 @@ package store
 import (
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/internal/container"
 )
 
 // maxDueChecksums bounds the objects that wait for a checksum. Beyond it they stay without one.
@@ -12,9 +12,9 @@ const maxDueChecksums = 1 << 20
 // checksumQueue holds the slots whose objects must be compared with their checksums before they are served, and those
 // that get a checksum. It reads no bytes and takes no lock: Store.mu guards it. Its zero value is empty.
 type checksumQueue struct {
-	suspects growing.Slice[bool]        // by slot: to be compared before it is served
-	order    []uint32                   // of the suspects, the most recently used last
-	due      growing.Queue[dueChecksum] // committed, without a checksum; oldest first
+	suspects container.PagedSlice[bool]        // by slot: to be compared before it is served
+	order    []uint32                          // of the suspects, the most recently used last
+	due      container.PagedQueue[dueChecksum] // committed, without a checksum; oldest first
 }
 
 type dueChecksum struct {

@@ -24,8 +24,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/container/growing"
-	"github.com/kvasir-kv/kvasir/internal/fair/share"
+	"github.com/kvasir-kv/kvasir/internal/container"
+	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/evict"
 	"github.com/kvasir-kv/kvasir/store/hold"
@@ -116,11 +116,11 @@ type Store struct {
 		leases *lease.Table
 		holds  *hold.Table
 
-		passed    growing.Slice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
-		warmed    tiering.WarmedSlots   // read by Warm, when nobody knew how long it has to be
-		parents   growing.Slice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
-		kept      growing.Slice[uint32] // by slot: promises that keep it from being evicted
-		evictable int                   // resident slots without any
+		passed    container.PagedSlice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
+		warmed    tiering.WarmedSlots          // read by Warm, when nobody knew how long it has to be
+		parents   container.PagedSlice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
+		kept      container.PagedSlice[uint32] // by slot: promises that keep it from being evicted
+		evictable int                          // resident slots without any
 
 		drops   uint64       // keys that went, whatever the reason
 		misses  *miss.Memory // of what was dropped
@@ -130,8 +130,8 @@ type Store struct {
 		flights flights
 		writing map[pool.Slot]struct{} // to the tier below; kept and held
 		aging   int                    // the slot that Expire looks at next
-		pending share.Books            // lookups and their objects
-		loading share.Awaited          // reads from the tier below and their bytes, by the user or address that began them
+		pending fair.Shares            // lookups and their objects
+		loading fair.AwaitedShares     // reads from the tier below and their bytes, by the user or address that began them
 		n       Counters
 		events  events
 	}

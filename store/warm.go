@@ -3,7 +3,7 @@ package store
 import (
 	"context"
 
-	"github.com/kvasir-kv/kvasir/internal/fair/share"
+	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/pool"
 	"github.com/kvasir-kv/kvasir/store/tiering"
@@ -65,7 +65,7 @@ func (s *Store) beginWarm(k *kv.Key, bytes int64) (_ *flight, wait chan struct{}
 	s.lock()
 	defer s.unlock()
 	size, l := s.mu.pool.Round(bytes), &s.mu.loading
-	if l.All().Count > l.Of(warmPeer).Count || !l.May(warmPeer, size, share.Amount{Count: maxLoads, Size: s.opts.LoadBytes}) {
+	if l.All().Count > l.Of(warmPeer).Count || !l.May(warmPeer, size, fair.Amount{Count: maxLoads, Size: s.opts.LoadBytes}) {
 		return nil, l.Next(), true
 	}
 	if _, st := s.mu.pool.Find(k); st != pool.Free || s.mu.closed {
@@ -76,7 +76,7 @@ func (s *Store) beginWarm(k *kv.Key, bytes int64) (_ *flight, wait chan struct{}
 		return nil, nil, false
 	}
 	s.mu.warmed.Add(uint32(slot))
-	l.Add(warmPeer, share.Amount{Count: 1, Size: size})
+	l.Add(warmPeer, fair.Amount{Count: 1, Size: size})
 	fl := s.newFlightLocked(slot)
 	fl.begun, fl.below, fl.peer = true, true, warmPeer
 	return fl, nil, true

@@ -67,11 +67,6 @@ const (
 var small = map[string]string{
 	"cmd/kvasir/internal/cli/together":        "to be merged into cmd/kvasir/internal/cli",
 	"cmd/kvasir/internal/settings/completion": "to be merged into cmd/kvasir/internal/settings",
-	"internal/fair/turns":                     "to be merged into internal/fair",
-	"internal/httpserver/certfile":            "to be merged into internal/httpserver",
-	"internal/peercred/origin":                "to be merged into internal/peercred",
-	"internal/statefile/paced":                "to be merged into internal/statefile",
-	"internal/takeover/listen":                "to be merged into internal/takeover",
 }
 
 const maxFileLines = 600

@@ -3,7 +3,7 @@ package evict
 import (
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/internal/container"
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 )
 
@@ -50,7 +50,7 @@ func (h *Lifetimes) Watch(p Policy) Policy { return &sampledPolicy{Policy: p, of
 type sampledPolicy struct {
 	Policy
 	of     *Lifetimes
-	places growing.Slice[uint32] // by slot: 1 + the index in chunks; 0: not watched
+	places container.PagedSlice[uint32] // by slot: 1 + the index in chunks; 0: not watched
 	chunks []watchedChunk
 	spare  []uint32 // indices that are free
 	victim uint32   // 1 + the slot that is to be evicted next

@@ -1,13 +1,13 @@
 package pool
 
-import "github.com/kvasir-kv/kvasir/internal/container/growing"
+import "github.com/kvasir-kv/kvasir/internal/container"
 
 // regions lists the used slots of each stretch of the segment, so that what lies
 // near a place is found without a look at all.
 type regions struct {
-	bytes int64                 // of a region
-	heads []uint32              // 1 + the first slot of each region, 0 for none
-	links growing.Slice[nearby] // by slot
+	bytes int64                        // of a region
+	heads []uint32                     // 1 + the first slot of each region, 0 for none
+	links container.PagedSlice[nearby] // by slot
 }
 
 type nearby struct{ next, prev uint32 } // 1 + slot; 0 for none

@@ -19,7 +19,7 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/internal/container"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/evict"
 )
@@ -51,7 +51,7 @@ type Table struct {
 	accounts map[string]*account // by salt
 	order    []*account          // the same, for a walk without a map
 	spaces   spaces[*account]
-	slots    growing.Slice[place] // of those in an account; only grown while there are any
+	slots    container.PagedSlice[place] // of those in an account; only grown while there are any
 	lives    lives
 	pins     pins
 
@@ -76,9 +76,9 @@ func (p place) of() *account {
 type account struct {
 	Usage
 	policy evict.Policy
-	slots  growing.Slice[uint32] // by local number
-	free   []uint32              // local numbers
-	used   uint32                // local numbers that were ever used
+	slots  container.PagedSlice[uint32] // by local number
+	free   []uint32                     // local numbers
+	used   uint32                       // local numbers that were ever used
 	busy   func(local uint32) bool
 }
 

@@ -9,7 +9,7 @@ import (
 	"strconv"
 
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/cli/together"
-	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/server/events"
 	"github.com/kvasir-kv/kvasir/store"
@@ -92,7 +92,7 @@ func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOpti
 		return nil, nil
 	}
 	var at, replay string
-	if err := listen.Again(e.ctx, func(ctx context.Context) (err error) {
+	if err := takeover.ListenAgain(e.ctx, func(ctx context.Context) (err error) {
 		p = events.NewPublisher(book, o)
 		if at, replay, err = p.Listen(ctx, f.Events, f.EventReplay); err != nil {
 			_ = p.Close() // nothing was sent

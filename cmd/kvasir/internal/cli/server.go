@@ -22,7 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
@@ -422,9 +422,9 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	if c.IPC != "" {
 		endpoints = append(endpoints, "ipc://"+c.IPC)
 	}
-	listener, err := listen.TCP(e.ctx, c.HTTPHost, c.HTTPPort)
+	listener, err := takeover.ListenTCP(e.ctx, c.HTTPHost, c.HTTPPort)
 	if err != nil {
-		return listen.Explain(err, "--http-host", "--http-port")
+		return takeover.ExplainListen(err, "--http-host", "--http-port")
 	}
 	listener = httpserver.Limit(listener, httpserver.MaxConns)
 	web := httpserver.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: endpoints[0], Profiles: c.Profiles, Parts: e.parts}))
@@ -432,7 +432,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	var addresses []string
 	for i, endpoint := range endpoints {
 		var addr string
-		if err := listen.Again(e.ctx, func(ctx context.Context) (err error) {
+		if err := takeover.ListenAgain(e.ctx, func(ctx context.Context) (err error) {
 			addr, err = srv.Listen(ctx, endpoint)
 			return err
 		}); err != nil {
@@ -441,7 +441,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 			if i > 0 {
 				host, port = "--ipc", ""
 			}
-			return listen.Explain(err, host, port)
+			return takeover.ExplainListen(err, host, port)
 		}
 		addresses = append(addresses, addr)
 	}

@@ -17,7 +17,7 @@ import (
 	"github.com/alecthomas/kong"
 	"go.yaml.in/yaml/v3"
 
-	"github.com/kvasir-kv/kvasir/internal/options/nearest"
+	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
 )
@@ -337,7 +337,7 @@ func (s *Settings) Misspelt(command *kong.Node, environ []string) []string {
 		if !strings.HasPrefix(name, prefix) || slices.Contains(known, name) || strings.Contains(name, "_SERVICE_") {
 			continue
 		}
-		if near := nearest.Word(name, known); near != "" {
+		if near := options.Nearest(name, known); near != "" {
 			out = append(out, fmt.Sprintf("%s (did you mean %s?)", name, near))
 		}
 	}
