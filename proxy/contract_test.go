@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -445,7 +445,7 @@ type gate struct {
 }
 
 func newGate(t testing.TB, to string) *gate {
-	l := ports.Listen(t)
+	l := testkit.Listen(t)
 	g := &gate{t: t, addr: l.Addr().String(), to: strings.TrimPrefix(to, "http://")}
 	l.Close()
 	g.open()

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
@@ -43,7 +43,7 @@ func (x *deployment) pair(t testing.TB, y pair, o *proxy.Options, step time.Dura
 	for i := range y.p {
 		registry, config := "", `{"kv_connector":"MooncakeConnector","kv_role":"kv_producer"}`
 		po := eo
-		po.Getenv = env(ports.Free(t))
+		po.Getenv = env(testkit.FreePort(t))
 		if y.dialect == proxy.Mooncake {
 			registry = startRegistry(t)
 			config = producer(registry, fmt.Sprint(y.model, i))
@@ -54,7 +54,7 @@ func (x *deployment) pair(t testing.TB, y pair, o *proxy.Options, step time.Dura
 	}
 	for range y.d {
 		do := eo
-		do.Getenv = env(ports.Free(t))
+		do.Getenv = env(testkit.FreePort(t))
 		config := consumer
 		if y.p == 0 {
 			config = ""

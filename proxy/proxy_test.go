@@ -19,9 +19,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/sim/api"
@@ -30,7 +28,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 func testLog() *slog.Logger {
 	if !testing.Verbose() {
@@ -78,7 +76,7 @@ func serveWith(t testing.TB, addr, config string, o engine.Options) *served {
 	s := &served{Engine: e, web: httptest.NewUnstartedServer(api.New(e, api.Options{SameIDs: o.First}))}
 	s.web.Listener.Close()
 	if addr == "" {
-		s.web.Listener = ports.Listen(t)
+		s.web.Listener = testkit.Listen(t)
 	} else {
 		for end := time.Now().Add(60 * time.Second); ; time.Sleep(10 * time.Millisecond) {
 			if s.web.Listener, err = net.Listen("tcp", addr); err == nil {
@@ -114,7 +112,7 @@ func startRegistry(t testing.TB) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := ports.Listen(t)
+	l := testkit.Listen(t)
 	ctx, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
 	wg.Go(func() { _ = r.Serve(ctx, l) })
@@ -477,7 +475,7 @@ func TestBadRequests(t *testing.T) {
 
 // All that is wrong with options is told at once, by field.
 func TestOptions(t *testing.T) {
-	optionstest.CheckNumbers[proxy.Options](t)
+	testkit.CheckNumbers[proxy.Options](t)
 	_, err := proxy.New(proxy.Options{Prefill: []proxy.Prefill{{URL: "p:1", Registry: "http://r"}}, Engines: []string{"http://e?x=1"}, MaxBody: -1})
 	for _, want := range []string{`Prefill "p:1" is not`, `Engines "http://e?x=1" is not`, "Decode is missing", "MaxBody -1"} {
 		if err == nil || !strings.Contains(err.Error(), want) {

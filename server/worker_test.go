@@ -13,7 +13,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
@@ -61,7 +61,7 @@ func startNode(t *testing.T, dir string, chunks int, o server.Options) (*node, f
 	o.ChunkTokens = 16
 	o.Log = slog.New(slog.NewTextHandler(n.log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	n.Server = server.New(n.store, o)
-	addr, err := n.Listen(t.Context(), fmt.Sprint("tcp://127.0.0.1:", ports.Free(t))) // tests listen there again
+	addr, err := n.Listen(t.Context(), fmt.Sprint("tcp://127.0.0.1:", testkit.FreePort(t))) // tests listen there again
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // python is a child that runs testdata/peer.py.
@@ -131,7 +131,7 @@ func TestRouterPyzmq(t *testing.T) {
 func TestRouterRestartPyzmq(t *testing.T) {
 	r := NewRouter(echo, RouterOptions{Log: quietLog})
 	defer r.Close()
-	addr, err := r.Listen(t.Context(), fmt.Sprint("tcp://127.0.0.1:", ports.Free(t)))
+	addr, err := r.Listen(t.Context(), fmt.Sprint("tcp://127.0.0.1:", testkit.FreePort(t)))
 	if err != nil {
 		t.Fatal(err)
 	}

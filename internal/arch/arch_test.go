@@ -64,10 +64,7 @@ const (
 )
 
 // small packages that stand alone although they have one importer.
-var small = map[string]string{
-	"cmd/kvasir/internal/cli/together":        "to be merged into cmd/kvasir/internal/cli",
-	"cmd/kvasir/internal/settings/completion": "to be merged into cmd/kvasir/internal/settings",
-}
+var small = map[string]string{}
 
 const maxFileLines = 600
 
@@ -269,6 +266,17 @@ func TestPackagesAreNeeded(t *testing.T) {
 	for folder := range small {
 		if packages[folder] == nil {
 			t.Errorf("there is no package %s: take it out of the table small", folder)
+		}
+	}
+}
+
+// The binary links no test helper: only tests, and helpers that import testing themselves, import internal/testkit.
+func TestTestkit(t *testing.T) {
+	for folder, p := range read(t) {
+		for _, f := range p.files {
+			if slices.Contains(f.imports(), module+"internal/testkit") && !p.importsTesting() {
+				t.Errorf("%s imports internal/testkit, and %s is no test helper", f.path, folder)
+			}
 		}
 	}
 }

@@ -9,7 +9,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // dialer, when set, makes this test binary a client of another process: it connects
@@ -37,7 +37,7 @@ func TestMain(m *testing.M) {
 		c.Close()
 		os.Exit(0)
 	}
-	goroutines.Main(m)
+	testkit.Main(m)
 }
 
 // otherUser starts a client in a process of its own, as user uid when this is root,

@@ -16,7 +16,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
@@ -46,7 +46,7 @@ func start(t *testing.T, socket, prefix string, chunks int) *node {
 	if err != nil {
 		t.Fatal(err)
 	}
-	zmq, web := ports.Free(t), ports.Free(t)
+	zmq, web := testkit.FreePort(t), testkit.FreePort(t)
 	n := &node{http: fmt.Sprintf("http://127.0.0.1:%d", web), bytes: size}
 	var log bytes.Buffer
 	args := []string{

@@ -7,14 +7,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 	"github.com/kvasir-kv/kvasir/proxy/blocks/blockstest"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 const size = 4 // tokens of a block
 

@@ -12,15 +12,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 	"github.com/kvasir-kv/kvasir/proxy/limits/limitstest"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
-func TestOptions(t *testing.T) { optionstest.CheckNumbers[limits.Options](t) }
+func TestOptions(t *testing.T) { testkit.CheckNumbers[limits.Options](t) }
 
 func TestParseURL(t *testing.T) {
 	f := func(s, addr, user, password string, db int, tls, ok bool) {

@@ -13,7 +13,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 
 	"github.com/kvasir-kv/kvasir/internal/metrics"
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/admin"
@@ -22,7 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 // newServer returns a server with two stored chunks of 16 tokens.
 func newServer(t *testing.T) *server.Server {

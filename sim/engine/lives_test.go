@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
@@ -74,7 +74,7 @@ func TestFigures(t *testing.T) {
 	}
 
 	d := open(t, engine.Options{KV: geometry(1), MaxModel: 1024}, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer","kv_load_failure_policy":"recompute"}`, nil)
-	nobody := fmt.Sprintf("http://127.0.0.1:%d", ports.Free(t))
+	nobody := fmt.Sprintf("http://127.0.0.1:%d", testkit.FreePort(t))
 	for i := range 2 {
 		_, end := ask(t, d, engine.Request{ID: fmt.Sprint("d", i), Tokens: prompt(100, uint32(i)), MaxTokens: 2, Params: wire.RemotePrefill(nobody, "p", fmt.Sprint("x", i))})
 		if end.Err != nil || end.Cached != 0 {

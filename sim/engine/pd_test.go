@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/engine"
@@ -140,7 +140,7 @@ func TestAlone(t *testing.T) {
 func TestPrefillAndDecode(t *testing.T) {
 	f := func(pTP, dTP int) {
 		t.Helper()
-		port := ports.Free(t)
+		port := testkit.FreePort(t)
 		p := open(t, engine.Options{KV: geometry(pTP), MaxModel: 1024},
 			`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":"p"}`, map[string]string{"VLLM_MOONCAKE_BOOTSTRAP_PORT": strconv.Itoa(port)})
 		d := open(t, engine.Options{KV: geometry(dTP), MaxModel: 1024}, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}`, nil)
@@ -200,7 +200,7 @@ func TestPairUnderLoad(t *testing.T) {
 		url := "http://" + l.Addr().String()
 		g := geometry(pTP)
 		g.Blocks = 600
-		env := map[string]string{"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "6", "VLLM_MOONCAKE_BOOTSTRAP_PORT": strconv.Itoa(ports.Free(t))}
+		env := map[string]string{"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "6", "VLLM_MOONCAKE_BOOTSTRAP_PORT": strconv.Itoa(testkit.FreePort(t))}
 		po := engine.Options{KV: g, MaxModel: 1024, StepTime: time.Millisecond, First: first}
 		pConfig := fmt.Sprintf(`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":"p","kv_connector_extra_config":{"bootstrap_server_address":%q}}`, l.Addr())
 		var p atomic.Pointer[engine.Engine]

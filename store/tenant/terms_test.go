@@ -13,11 +13,11 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/statefile"
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 var errFull = errors.New("the pool is too small")
 

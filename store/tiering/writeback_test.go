@@ -6,11 +6,11 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/store/tiering"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 // What waits comes out once, oldest first, and no more waits than may.
 func TestOnceAndInOrder(t *testing.T) {

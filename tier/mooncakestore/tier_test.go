@@ -12,9 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
@@ -22,10 +20,10 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 func TestValidate(t *testing.T) {
-	optionstest.CheckNumbers[Options](t)
+	testkit.CheckNumbers[Options](t)
 	for _, o := range []Options{{Masters: []string{"host"}}, {Put: store.PutOptions{Replicas: -1}}} {
 		if o.Validate() == nil {
 			t.Errorf("%+v", o)
@@ -122,7 +120,7 @@ func TestNamesAreLMCaches(t *testing.T) {
 			Want  string `json:"native_key_string_redis_valkey_fs_native"`
 		}
 	}
-	vectors.Read(t, "lmcache-mp/object_keys.json", &file)
+	testkit.ReadVector(t, "lmcache-mp/object_keys.json", &file)
 	c, known := newCluster(t, 1), tier.NewNames()
 	x := open(t, Options{Masters: []string{c.Addr}, Names: known})
 	defer x.Close()

@@ -22,18 +22,16 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/redis"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
-func TestValidate(t *testing.T) { optionstest.CheckNumbers[redis.Options](t) }
+func TestValidate(t *testing.T) { testkit.CheckNumbers[redis.Options](t) }
 
 func open(t *testing.T, o redis.Options) *redis.Tier {
 	t.Helper()
@@ -152,7 +150,7 @@ func TestLMCacheBytes(t *testing.T) {
 			Head string `json:"head_hex"`
 		} `json:"wire"`
 	}
-	vectors.Read(t, "lmcache-mp/l2_resp.json", &vector)
+	testkit.ReadVector(t, "lmcache-mp/l2_resp.json", &vector)
 	f := newFake(t)
 	for _, layout := range []redis.Layout{redis.RESP, redis.Valkey} {
 		n := tier.NewNames()

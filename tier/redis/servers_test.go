@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/redis"
@@ -308,7 +308,7 @@ func TestSentinelFailover(t *testing.T) {
 // A server that is started again is used again, without a call that fails when it was
 // only the idle connections that ended.
 func TestConnectionsAreReplaced(t *testing.T) {
-	f := newFakeOn(t, ports.Listen(t))
+	f := newFakeOn(t, testkit.Listen(t))
 	x := open(t, redis.Options{Addrs: []string{f.addr}, Password: "p", Stripe: 4 << 10})
 	objects(t, x, 3)
 	logins := f.logins

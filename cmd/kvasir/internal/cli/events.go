@@ -8,7 +8,6 @@ import (
 	"os"
 	"strconv"
 
-	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/cli/together"
 	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/server/events"
@@ -54,8 +53,8 @@ func (f *eventFlags) check() error {
 }
 
 // addresses are where the publisher listens.
-func (f *eventFlags) addresses() (out []together.Address, _ error) {
-	for _, a := range []together.Address{{Flag: "--kv-events", Host: f.Events}, {Flag: "--kv-events-replay", Host: f.EventReplay}} {
+func (f *eventFlags) addresses() (out []address, _ error) {
+	for _, a := range []address{{Flag: "--kv-events", Host: f.Events}, {Flag: "--kv-events-replay", Host: f.EventReplay}} {
 		var err error
 		if a.Host == "" {
 			continue

@@ -1,4 +1,5 @@
-// Package settings finds the flags of a command in the environment and in a YAML file.
+// Package settings finds the flags of a command in the environment and in a YAML file, and writes the scripts
+// by which shells complete them.
 package settings
 
 import (

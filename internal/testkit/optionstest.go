@@ -1,5 +1,4 @@
-// Package optionstest checks the Validate of options.
-package optionstest
+package testkit
 
 import (
 	"math"

@@ -1,4 +1,4 @@
-package together_test
+package cli
 
 import (
 	"context"
@@ -8,12 +8,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
-
-	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/cli/together"
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
 )
-
-func TestMain(m *testing.M) { goroutines.Main(m) }
 
 // journal notes what parts do, in order.
 type journal struct {
@@ -28,8 +23,8 @@ func (j *journal) add(line string) {
 }
 
 // part is ready when it has said so, and ends when it is told to, with err.
-func (j *journal) part(name string, err error) together.Part {
-	return together.Part{Name: name, Run: func(ctx context.Context, ready func()) error {
+func (j *journal) part(name string, err error) runPart {
+	return runPart{Name: name, Run: func(ctx context.Context, ready func()) error {
 		j.add("+" + name)
 		ready()
 		<-ctx.Done()
@@ -56,7 +51,7 @@ func TestOrder(t *testing.T) {
 	last.Run = func(ctx context.Context, ready func()) error {
 		return run(ctx, func() { ready(); cancel() })
 	}
-	if err := together.Run(ctx, silent, j.part("a", nil), j.part("b", nil), last); err != nil {
+	if err := runTogether(ctx, silent, j.part("a", nil), j.part("b", nil), last); err != nil {
 		t.Error(err)
 	}
 	j.want(t, "+a +b +c -c -b -a")
@@ -67,7 +62,7 @@ func TestOrder(t *testing.T) {
 func TestFailure(t *testing.T) {
 	broken := errors.New("broken")
 	var j journal
-	err := together.Run(t.Context(), silent, j.part("a", errors.New("slow")), together.Part{Name: "b", Run: func(context.Context, func()) error { return broken }}, j.part("c", nil))
+	err := runTogether(t.Context(), silent, j.part("a", errors.New("slow")), runPart{Name: "b", Run: func(context.Context, func()) error { return broken }}, j.part("c", nil))
 	if !errors.Is(err, broken) || err.Error() != "b: broken\na: slow" {
 		t.Errorf("got %v", err)
 	}
@@ -78,12 +73,12 @@ func TestFailure(t *testing.T) {
 	watched := j.part("c", nil)
 	run := watched.Run
 	watched.Run = func(ctx context.Context, ready func()) error { return run(ctx, func() { ready(); close(up) }) }
-	err = together.Run(t.Context(), silent, j.part("a", nil), together.Part{Name: "b", Run: func(_ context.Context, ready func()) error {
+	err = runTogether(t.Context(), silent, j.part("a", nil), runPart{Name: "b", Run: func(_ context.Context, ready func()) error {
 		ready()
 		<-up
 		return nil
 	}}, watched)
-	if !errors.Is(err, together.ErrEnded) || err.Error() != "b: it ended" {
+	if !errors.Is(err, errEnded) || err.Error() != "b: it ended" {
 		t.Errorf("got %v", err)
 	}
 	j.want(t, "+a +c -c -a")
@@ -94,14 +89,14 @@ func TestFailure(t *testing.T) {
 func TestStopWhileStarting(t *testing.T) {
 	var j journal
 	ctx, cancel := context.WithCancel(t.Context())
-	never := together.Part{Name: "b", Run: func(ctx context.Context, _ func()) error {
+	never := runPart{Name: "b", Run: func(ctx context.Context, _ func()) error {
 		j.add("+b")
 		cancel()
 		<-ctx.Done()
 		j.add("-b")
 		return nil
 	}}
-	if err := together.Run(ctx, silent, j.part("a", nil), never, j.part("c", nil)); err != nil {
+	if err := runTogether(ctx, silent, j.part("a", nil), never, j.part("c", nil)); err != nil {
 		t.Error(err)
 	}
 	j.want(t, "+a +b -b -a")
@@ -114,8 +109,8 @@ func TestStopWhileStarting(t *testing.T) {
 func TestNothingStartsAfterAFailure(t *testing.T) {
 	for i := range 20_000 {
 		var j journal
-		broken := together.Part{Name: "a", Run: func(context.Context, func()) error { return errors.New("broken") }}
-		if err := together.Run(t.Context(), silent, broken, j.part("b", nil)); err == nil || err.Error() != "a: broken" {
+		broken := runPart{Name: "a", Run: func(context.Context, func()) error { return errors.New("broken") }}
+		if err := runTogether(t.Context(), silent, broken, j.part("b", nil)); err == nil || err.Error() != "a: broken" {
 			t.Fatal(err)
 		}
 		if len(j.lines) > 0 {

@@ -1,4 +1,4 @@
-package ports
+package testkit
 
 import (
 	"net"
@@ -18,11 +18,11 @@ func TestFree(t *testing.T) {
 	}
 	var given []int
 	for range 300 {
-		given = append(given, Free(t))
+		given = append(given, FreePort(t))
 	}
 	seen := map[int]bool{}
 	for _, p := range given {
-		if seen[p] || p < first || p+apart > last+apart {
+		if seen[p] || p < firstPort || p+portsApart > lastPort+portsApart {
 			t.Fatalf("port %d of %v", p, given)
 		}
 		seen[p] = true
@@ -34,7 +34,7 @@ func TestFree(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	if from := c.LocalAddr().(*net.TCPAddr).Port; from < last {
+	if from := c.LocalAddr().(*net.TCPAddr).Port; from < lastPort {
 		t.Errorf("a client has port %d", from)
 	}
 }

@@ -1,5 +1,4 @@
-// Package goroutines ends a package's tests by checking that no goroutine is left. Only tests import it.
-package goroutines
+package testkit
 
 import (
 	"errors"
@@ -9,19 +8,26 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"github.com/kvasir-kv/kvasir/internal/shm"
 )
 
 // patience is how long what is left may take to end. goleak alone waits for half a second, which a busy machine may need
 // for a goroutine that has been told to end.
 const patience = 30 * time.Second
 
-// Main runs m and exits; call it from TestMain.
-func Main(m *testing.M) { Exit(m, func() error { return nil }) }
+// Main runs m and exits; call it from TestMain. It fails when a goroutine or a shared-memory mapping is left.
+func Main(m *testing.M) { exit(m, patience) }
 
-// Exit is Main that also waits until left answers nil.
-func Exit(m *testing.M, left func() error) { exit(m, patience, left) }
+// left reports the shared-memory mappings that are still there.
+func left() error {
+	if n := shm.Mapped(); n != 0 {
+		return fmt.Errorf("%d segments are still mapped", n)
+	}
+	return nil
+}
 
-func exit(m *testing.M, patience time.Duration, left func() error) {
+func exit(m *testing.M, patience time.Duration) {
 	code := m.Run()
 	if code == 0 {
 		err := errors.Join(goleak.Find(), left())

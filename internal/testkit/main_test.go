@@ -1,4 +1,4 @@
-package goroutines
+package testkit
 
 import (
 	"os"
@@ -10,7 +10,7 @@ import (
 
 func TestMain(m *testing.M) {
 	if os.Getenv("KVASIR_TEST_LEAVE") == "ever" {
-		exit(m, 2*time.Second, func() error { return nil })
+		exit(m, 2*time.Second)
 	}
 	Main(m)
 }

@@ -1,4 +1,4 @@
-package together
+package cli
 
 import (
 	"fmt"
@@ -6,9 +6,9 @@ import (
 	"strconv"
 )
 
-// Address is what a part listens on. Port 0 is one that the kernel chooses; it is in
+// address is what a part listens on. Port 0 is one that the kernel chooses; it is in
 // conflict with none.
-type Address struct {
+type address struct {
 	Part string
 	Flag string // that gives the port
 	Host string
@@ -16,7 +16,7 @@ type Address struct {
 }
 
 // URL returns where others of this machine reach it.
-func (a Address) URL() string {
+func (a address) URL() string {
 	host := a.Host
 	if isEvery(host) {
 		host = "127.0.0.1"
@@ -24,8 +24,8 @@ func (a Address) URL() string {
 	return "http://" + net.JoinHostPort(host, strconv.Itoa(a.Port))
 }
 
-// Conflicts names the addresses on which two would listen, a line for each two.
-func Conflicts(all []Address) (out []string) {
+// addressConflicts names the addresses on which two would listen, a line for each two.
+func addressConflicts(all []address) (out []string) {
 	for i, b := range all {
 		for _, a := range all[:i] {
 			if a.Port == b.Port && a.Port != 0 && meet(a.Host, b.Host) {

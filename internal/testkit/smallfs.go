@@ -1,8 +1,6 @@
 //go:build linux
 
-// Package smallfs runs tests in a small file system in memory of their own, which
-// they can fill. Only tests import it.
-package smallfs
+package testkit
 
 import (
 	"fmt"
@@ -13,27 +11,27 @@ import (
 	"testing"
 )
 
-const inside = "KVASIR_TEST_SMALLFS"
+const insideSmallFS = "KVASIR_TEST_SMALLFS"
 
-// Run calls f with an empty tmpfs of that many bytes, in a process of its own: the
+// SmallFS calls f with an empty tmpfs of that many bytes, which it may fill, in a process of its own: the
 // test binary runs t again in a new user and mount namespace, where this user may
 // mount. A system that forbids such namespaces skips the test. Nothing but the
 // call belongs into the test around it.
-func Run(t *testing.T, bytes int64, f func(t *testing.T, dir string)) {
+func SmallFS(t *testing.T, bytes int64, f func(t *testing.T, dir string)) {
 	t.Helper()
 	mounted(t, "tmpfs", fmt.Sprintf("size=%d,mode=0700", bytes), f)
 }
 
-// RunWithoutAttributes is Run in a ramfs, which keeps no extended attributes and has no
+// PlainFS is SmallFS in a ramfs, which keeps no extended attributes and has no
 // direct I/O.
-func RunWithoutAttributes(t *testing.T, f func(t *testing.T, dir string)) {
+func PlainFS(t *testing.T, f func(t *testing.T, dir string)) {
 	t.Helper()
 	mounted(t, "ramfs", "mode=0700", f)
 }
 
 func mounted(t *testing.T, kind, options string, f func(t *testing.T, dir string)) {
 	t.Helper()
-	if os.Getenv(inside) == t.Name() {
+	if os.Getenv(insideSmallFS) == t.Name() {
 		dir := t.TempDir()
 		if err := syscall.Mount(kind, dir, kind, syscall.MS_NOSUID|syscall.MS_NODEV, options); err != nil {
 			t.Fatalf("mount: %v", err)
@@ -49,7 +47,7 @@ func mounted(t *testing.T, kind, options string, f func(t *testing.T, dir string
 	// The name of a subtest is a path of patterns.
 	pattern := "^" + strings.ReplaceAll(t.Name(), "/", "$/^") + "$"
 	cmd := exec.Command("/proc/self/exe", "-test.run="+pattern, "-test.v")
-	cmd.Env = append(os.Environ(), inside+"="+t.Name())
+	cmd.Env = append(os.Environ(), insideSmallFS+"="+t.Name())
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Cloneflags:  syscall.CLONE_NEWUSER | syscall.CLONE_NEWNS,
 		UidMappings: []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getuid(), Size: 1}},
@@ -64,9 +62,9 @@ func mounted(t *testing.T, kind, options string, f func(t *testing.T, dir string
 	}
 }
 
-// Fill takes all that is left of the file system of dir, but for keep bytes, with
+// FillFS takes all that is left of the file system of dir, but for keep bytes, with
 // the file path.
-func Fill(t *testing.T, dir, path string, keep int64) {
+func FillFS(t *testing.T, dir, path string, keep int64) {
 	t.Helper()
 	var st syscall.Statfs_t
 	if err := syscall.Statfs(dir, &st); err != nil {

@@ -1,16 +1,14 @@
-package together_test
+package cli
 
 import (
 	"testing"
-
-	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/cli/together"
 )
 
 // Two addresses are in conflict where a kernel would refuse the second.
 func TestConflicts(t *testing.T) {
 	f := func(aHost string, aPort int, bHost string, bPort int, want bool) {
 		t.Helper()
-		got := together.Conflicts([]together.Address{{"a", "--port", aHost, aPort}, {"b", "--http-port", bHost, bPort}})
+		got := addressConflicts([]address{{"a", "--port", aHost, aPort}, {"b", "--http-port", bHost, bPort}})
 		if (len(got) == 1) != want || want && got[0] != "a --port and b --http-port are both 1" {
 			t.Errorf("%s:%d and %s:%d: %q", aHost, aPort, bHost, bPort, got)
 		}
@@ -29,7 +27,7 @@ func TestConflicts(t *testing.T) {
 func TestURL(t *testing.T) {
 	f := func(host, want string) {
 		t.Helper()
-		if got := (together.Address{Host: host, Port: 8998}).URL(); got != want {
+		if got := (address{Host: host, Port: 8998}).URL(); got != want {
 			t.Errorf("%s: %s", host, got)
 		}
 	}

@@ -1,5 +1,4 @@
-// Package completion writes the scripts by which shells complete a command line.
-package completion
+package settings
 
 import (
 	"fmt"
@@ -9,8 +8,8 @@ import (
 	"github.com/alecthomas/kong"
 )
 
-// Script returns the script of a shell (bash, zsh or fish) for a tree of commands.
-func Script(shell string, root *kong.Node) string {
+// CompletionScript returns the script of a shell (bash, zsh or fish) for a tree of commands.
+func CompletionScript(shell string, root *kong.Node) string {
 	list := wordsOf(root, "")
 	switch shell {
 	case "bash":

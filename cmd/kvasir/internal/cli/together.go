@@ -1,6 +1,4 @@
-// Package together runs what stands alone otherwise in one process: it starts parts in
-// order, and ends them in reverse.
-package together
+package cli
 
 import (
 	"context"
@@ -10,11 +8,11 @@ import (
 	"slices"
 )
 
-// ErrEnded means that a part ended that nobody had told to.
-var ErrEnded = errors.New("it ended")
+// errEnded means that a part ended that nobody had told to.
+var errEnded = errors.New("it ended")
 
-// Part is what runs until it is told to stop.
-type Part struct {
+// runPart is what runs until it is told to stop.
+type runPart struct {
 	Name string
 
 	// Run serves until ctx ends, and then for as long as the part needs to end well. It
@@ -22,18 +20,18 @@ type Part struct {
 	Run func(ctx context.Context, ready func()) error
 }
 
-// Run starts each part once the one before is ready, and waits until ctx ends or a part
+// runTogether starts each part once the one before is ready, and waits until ctx ends or a part
 // does. Then it ends them, the last first, each once the later ones have ended. A part that
 // fails, or ends by itself, ends the others too. The error names the parts that failed.
-func Run(ctx context.Context, log *slog.Logger, parts ...Part) error {
+func runTogether(ctx context.Context, log *slog.Logger, parts ...runPart) error {
 	ended := make(chan struct{}, len(parts)) // of any part
-	var started []*running
+	var started []*runningPart
 	var errs []error
 	for i := range parts {
-		if ctx.Err() != nil || slices.ContainsFunc(started, (*running).over) {
+		if ctx.Err() != nil || slices.ContainsFunc(started, (*runningPart).over) {
 			break
 		}
-		r, ready := start(&parts[i], ended)
+		r, ready := startPart(&parts[i], ended)
 		started = append(started, r)
 		select {
 		case <-ready:
@@ -52,7 +50,7 @@ func Run(ctx context.Context, log *slog.Logger, parts ...Part) error {
 		select {
 		case <-r.done:
 			if r.err == nil && ctx.Err() == nil {
-				r.err = ErrEnded
+				r.err = errEnded
 			}
 		default:
 			log.Info("stopping a part", "part", r.name)
@@ -66,8 +64,8 @@ func Run(ctx context.Context, log *slog.Logger, parts ...Part) error {
 	return errors.Join(errs...)
 }
 
-// running is a part that was started. err counts once done is closed.
-type running struct {
+// runningPart is a part that was started. err counts once done is closed.
+type runningPart struct {
 	name   string
 	cancel context.CancelFunc
 	done   chan struct{}
@@ -75,7 +73,7 @@ type running struct {
 }
 
 // over reports whether the part has ended.
-func (r *running) over() bool {
+func (r *runningPart) over() bool {
 	select {
 	case <-r.done:
 		return true
@@ -84,10 +82,10 @@ func (r *running) over() bool {
 	}
 }
 
-func start(p *Part, ended chan<- struct{}) (r *running, ready <-chan struct{}) {
+func startPart(p *runPart, ended chan<- struct{}) (r *runningPart, ready <-chan struct{}) {
 	ctx, cancel := context.WithCancel(context.Background())
 	is, told := context.WithCancel(context.Background())
-	r = &running{name: p.Name, cancel: cancel, done: make(chan struct{})}
+	r = &runningPart{name: p.Name, cancel: cancel, done: make(chan struct{})}
 	go func() {
 		defer told()
 		r.err = p.Run(ctx, told)

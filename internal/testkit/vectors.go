@@ -1,6 +1,4 @@
-// Package vectors reads golden vectors for tests: bytes and decisions recorded
-// from the real peers. Only tests import it.
-package vectors
+package testkit
 
 import (
 	"compress/gzip"
@@ -15,29 +13,29 @@ import (
 	"testing"
 )
 
-// files holds folder/file.json.gz under testdata.
+// vectorFiles holds folder/file.json.gz under testdata.
 //
 //go:embed testdata
-var files embed.FS
+var vectorFiles embed.FS
 
-// Read decodes one JSON vector file, named folder/file.json, into v; see Bytes
+// ReadVector decodes one JSON vector file, named folder/file.json, into v; see Vector
 // for where it comes from. A file that does not decode fails the test.
-func Read(t testing.TB, name string, v any) {
+func ReadVector(t testing.TB, name string, v any) {
 	t.Helper()
-	if err := json.Unmarshal(Bytes(t, name), v); err != nil {
+	if err := json.Unmarshal(Vector(t, name), v); err != nil {
 		t.Fatalf("decode vectors %s: %v", name, err)
 	}
 }
 
-// Bytes returns a vector file, named folder/file.json.
+// Vector returns a vector file, named folder/file.json.
 //
 // With KVASIR_VECTORS set the file is read from that folder, plain or with .gz
 // added, and a missing file skips the test. Without it the file comes from this
 // package's testdata, or from testdata beside the test, and must be there. An
 // unreadable file fails.
-func Bytes(t testing.TB, name string) []byte {
+func Vector(t testing.TB, name string) []byte {
 	t.Helper()
-	r, err := open(name)
+	r, err := openVector(name)
 	if errors.Is(err, fs.ErrNotExist) && os.Getenv("KVASIR_VECTORS") != "" {
 		t.Skipf("no %s in KVASIR_VECTORS", name)
 	}
@@ -52,18 +50,18 @@ func Bytes(t testing.TB, name string) []byte {
 	return data
 }
 
-func open(name string) (io.ReadCloser, error) {
+func openVector(name string) (io.ReadCloser, error) {
 	if dir := os.Getenv("KVASIR_VECTORS"); dir != "" {
-		return openIn(os.DirFS(dir), name)
+		return openVectorIn(os.DirFS(dir), name)
 	}
-	r, err := openIn(files, path.Join("testdata", name))
+	r, err := openVectorIn(vectorFiles, path.Join("testdata", name))
 	if errors.Is(err, fs.ErrNotExist) {
-		return openIn(os.DirFS("testdata"), path.Base(name))
+		return openVectorIn(os.DirFS("testdata"), path.Base(name))
 	}
 	return r, err
 }
 
-func openIn(dir fs.FS, name string) (io.ReadCloser, error) {
+func openVectorIn(dir fs.FS, name string) (io.ReadCloser, error) {
 	f, err := dir.Open(name)
 	if !errors.Is(err, fs.ErrNotExist) {
 		return f, err
