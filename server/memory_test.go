@@ -125,10 +125,10 @@ func TestOvercommittedMemoryIsNotHandedOut(t *testing.T) {
 		b := startProvider(t, dir, "b", 24*mib, store.Options{PopulateRate: 1 << 40}, server.Options{})
 		defer b.stop()
 		endA := a.run()
-		eventually(t, "a's memory", func() bool { return a.pool("usable_bytes") == 24*mib })
+		testkit.Eventually(t, "a's memory", func() bool { return a.pool("usable_bytes") == 24*mib })
 		endB := b.run()
 		defer endB()
-		eventually(t, "b's trouble", func() bool { return !b.Healthy() })
+		testkit.Eventually(t, "b's trouble", func() bool { return !b.Healthy() })
 		usable := b.pool("usable_bytes")
 		if usable <= 0 || usable >= 24*mib {
 			t.Errorf("%d bytes are usable", usable)
@@ -136,7 +136,7 @@ func TestOvercommittedMemoryIsNotHandedOut(t *testing.T) {
 		if code, why := b.health(); code != 503 || !strings.Contains(why, "has no memory for the whole pool") {
 			t.Errorf("health %d, %q", code, why)
 		}
-		eventually(t, "the line", func() bool { return strings.Contains(b.log.String(), "level=ERROR") })
+		testkit.Eventually(t, "the line", func() bool { return strings.Contains(b.log.String(), "level=ERROR") })
 		if code, why := a.health(); code != 200 || why != "" {
 			t.Errorf("a: health %d, %q", code, why)
 		}
@@ -177,7 +177,7 @@ func TestFileSystemFilledByOthers(t *testing.T) {
 		defer late.stop()
 		end := late.run()
 		defer end()
-		eventually(t, "its memory", func() bool { return late.pool("usable_bytes") == 8*mib })
+		testkit.Eventually(t, "its memory", func() bool { return late.pool("usable_bytes") == 8*mib })
 		if got := early.write(1, 2); got != 2 {
 			t.Fatalf("%d chunks", got)
 		}

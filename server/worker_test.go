@@ -199,7 +199,7 @@ func restart(t *testing.T, cold bool) {
 		t.Fatal(err)
 	}
 	// An attempt of before that fails now would end a call.
-	eventually(t, "the client is connected again", func() bool { return c.Connections() > 1 })
+	testkit.Eventually(t, "the client is connected again", func() bool { return c.Connections() > 1 })
 	k := lmcache.Key{Tokens: tokens(16, 1), End: 16, RequestID: "r"}
 	if cold {
 		if stored, err := w.Store(ctx, k, 16, fill); err != nil || stored != 0 {

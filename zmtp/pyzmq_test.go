@@ -112,7 +112,7 @@ func TestRouterPyzmq(t *testing.T) {
 				endpoint = "tcp://" + addr.String()
 			}
 			startPython(t, scenario, endpoint).end()
-			eventually(t, func() bool { return r.Stats().Peers == 0 })
+			testkit.Eventually(t, "the peers are gone", func() bool { return r.Stats().Peers == 0 })
 			s := r.Stats()
 			if s.Handshakes == 0 || s.Handshakes != s.Accepted || s.Closed["eof"] != s.Accepted || s.MessagesIn != s.MessagesOut {
 				t.Fatalf("%+v", s)
@@ -161,7 +161,7 @@ func TestRouterRefusesPyzmq(t *testing.T) {
 			r, addr, _ := startRouter(t, func(*Peer, Message) { handled.Add(1) }, RouterOptions{})
 			p := startPython(t, "refused", "tcp://"+addr.String(), kind)
 			p.end()
-			eventually(t, func() bool { return r.Stats().Peers == 0 })
+			testkit.Eventually(t, "the peers are gone", func() bool { return r.Stats().Peers == 0 })
 			s := r.Stats()
 			if handled.Load() != 0 || s.Handshakes != 0 || s.Closed["socket_type"]+s.Closed["eof"]+s.Closed["refused"] != s.Accepted || s.Accepted == 0 {
 				t.Fatalf("%d handled, %+v", handled.Load(), s)

@@ -68,7 +68,7 @@ func start(t *testing.T, socket, prefix string, chunks int) *node {
 			t.Errorf("%v: %s", err, out)
 		}
 	})
-	eventually(t, "the server answers", func() bool {
+	testkit.Eventually(t, "the server answers", func() bool {
 		r, err := http.Get(n.http + "/healthcheck")
 		if err == nil {
 			r.Body.Close()
@@ -156,7 +156,7 @@ func (n *node) play(t *testing.T, number int, q *workload.Request) (hit int) {
 	if err := n.client.EndSession(t.Context(), k.RequestID); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "what is new is in the Redis", func() bool { return n.figure(t, "kvasir_below_written_bytes_total") == n.stored*n.bytes })
+	testkit.Eventually(t, "what is new is in the Redis", func() bool { return n.figure(t, "kvasir_below_written_bytes_total") == n.stored*n.bytes })
 	return hit
 }
 
@@ -209,15 +209,5 @@ func TestRealFleet(t *testing.T) {
 			}
 			t.Log(says)
 		})
-	}
-}
-
-// eventually waits until something is so.
-func eventually(t *testing.T, what string, is func() bool) {
-	t.Helper()
-	for end := time.Now().Add(2 * time.Minute); !is(); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("not so after two minutes: %s", what)
-		}
 	}
 }

@@ -61,7 +61,7 @@ func TestPrefixOfOneLifeAndRestOfAnother(t *testing.T) {
 	first, at := listen(fmt.Sprint("127.0.0.1:", testkit.FreePort(t)))
 	w.show(map[string]string{"fake": "tcp://" + at})
 	w.source()
-	eventually(t, "the relay watches it", watched.Load)
+	testkit.Eventually(t, "the relay watches it", watched.Load)
 	time.Sleep(100 * time.Millisecond) // and knows that it does
 	if err := w.pull("A", []int{31, 32, 33}); err != nil {
 		t.Fatal(err)

@@ -42,15 +42,6 @@ func TestParseURL(t *testing.T) {
 	f("h:1", "", "", "", 0, false, false)
 }
 
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("never: %s", what)
-		}
-	}
-}
-
 // two returns the limits of two proxies that count in one server.
 func two(t *testing.T, o limits.Options) (a, b *limits.Limits) {
 	t.Helper()
@@ -103,7 +94,7 @@ func TestRealAtOnce(t *testing.T) {
 				l.End(ada)
 			}
 		}
-		eventually(t, "all places are free again, for one proxy alone", func() bool {
+		testkit.Eventually(t, "all places are free again, for one proxy alone", func() bool {
 			n := 0
 			for range 5 {
 				if _, ok := a.Begin(ada); ok {
@@ -141,7 +132,7 @@ func TestRealRate(t *testing.T) {
 	if _, ok := a.Begin(fast); !ok {
 		t.Fatal("the first one is refused")
 	}
-	eventually(t, "time gives another", func() bool { _, ok := b.Begin(fast); return ok })
+	testkit.Eventually(t, "time gives another", func() bool { _, ok := b.Begin(fast); return ok })
 }
 
 // A proxy that ends, or that says nothing any more, counts no more.
@@ -186,7 +177,7 @@ func TestServerIsAway(t *testing.T) {
 	}
 	defer a.Close()
 	l := limits.Limit{Key: "ada", AtOnce: 1}
-	eventually(t, "the server answers", func() bool { // this may be slow
+	testkit.Eventually(t, "the server answers", func() bool { // this may be slow
 		_, ok := a.Begin(l)
 		defer a.End(l)
 		return ok && r.Now("ada") == 1
@@ -204,7 +195,7 @@ func TestServerIsAway(t *testing.T) {
 		}
 		r.Silence(false)
 		r.Forget()
-		eventually(t, "the server knows of them", func() bool {
+		testkit.Eventually(t, "the server knows of them", func() bool {
 			if _, ok := a.Begin(l); ok {
 				a.End(l)
 			}
@@ -213,14 +204,14 @@ func TestServerIsAway(t *testing.T) {
 		for range 5 {
 			a.End(l)
 		}
-		eventually(t, "the server knows that they ended", func() bool { return r.Now("ada") == 0 })
+		testkit.Eventually(t, "the server knows that they ended", func() bool { return r.Now("ada") == 0 })
 		if away, back := log.count("by each proxy alone"), log.count("together with other proxies again"); away == 0 || back < away-1 || back > away {
 			t.Errorf("life %d: said %d times, and %d times that it is over:\n%s", life, away, back, log.String())
 		}
 	}
 	r.Forget()
 	before := a.Stats().Asked
-	eventually(t, "the script is there again", func() bool {
+	testkit.Eventually(t, "the script is there again", func() bool {
 		if _, ok := a.Begin(l); ok {
 			a.End(l)
 		}

@@ -22,7 +22,7 @@ func TestLivesOfOneID(t *testing.T) {
 			if _, end := ask(t, e, r); end.Err != nil {
 				t.Fatalf("%s, life %d: %+v", mode, life, end)
 			}
-			eventually(t, fmt.Sprint(mode, ": the blocks of life ", life, " are free"), func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
+			testkit.Eventually(t, fmt.Sprint(mode, ": the blocks of life ", life, " are free"), func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
 		}
 	}
 }
@@ -61,7 +61,7 @@ func TestFigures(t *testing.T) {
 	if _, _, err := waiting.Wait(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the other one has a token", func() bool { return one.Stats().PromptTokens > 0 })
+	testkit.Eventually(t, "the other one has a token", func() bool { return one.Stats().PromptTokens > 0 })
 	if s := one.Stats(); s.PromptTokens != 30 || s.Aborted != 1 || s.Finished != 0 {
 		t.Errorf("aborted: %+v", s)
 	}

@@ -86,19 +86,10 @@ func ask(t testing.TB, e *engine.Engine, r engine.Request) ([]uint32, *engine.En
 	return tokens, end
 }
 
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("never: %s", what)
-		}
-	}
-}
-
 // idle waits until no request has blocks.
 func idle(t testing.TB, e *engine.Engine) {
 	t.Helper()
-	eventually(t, "all blocks are free", func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
+	testkit.Eventually(t, "all blocks are free", func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
 	if s := e.Stats(); s.WrongBytes > 0 {
 		t.Fatalf("%+v", s)
 	}

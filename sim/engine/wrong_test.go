@@ -35,7 +35,7 @@ func TestWrongBytesAreFoundOnce(t *testing.T) {
 		if got, end := ask(t, e, r); end.Err != nil || !slices.Equal(got, want) {
 			t.Fatalf("%s: the wrong blocks are still found: %v, %+v", name, got, end)
 		}
-		eventually(t, "all blocks are free", func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
+		testkit.Eventually(t, "all blocks are free", func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
 		if s := e.Stats(); s.WrongBytes != 1 || s.Failed != 1 || s.Finished != 2 {
 			t.Fatalf("%s: %+v", name, s)
 		}

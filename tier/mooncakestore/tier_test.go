@@ -79,19 +79,9 @@ func newCluster(t *testing.T, nodes int) *cluster {
 		})
 		t.Cleanup(stop)
 		c.nodes, c.stop = append(c.nodes, n), append(c.stop, stop)
-		eventually(t, "a node is mounted", func() bool { return n.Stats().Mounted == 1 })
+		testkit.Eventually(t, "a node is mounted", func() bool { return n.Stats().Mounted == 1 })
 	}
 	return c
-}
-
-func eventually(t *testing.T, what string, f func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); time.Now().Before(end); time.Sleep(2 * time.Millisecond) {
-		if f() {
-			return
-		}
-	}
-	t.Fatalf("never: %s", what)
 }
 
 func TestTier(t *testing.T) {
@@ -276,7 +266,7 @@ func TestUnknownReleaseSwitchesOff(t *testing.T) {
 	unknown(true)
 	x := open(t, Options{Masters: []string{c.Addr}, Look: 5 * time.Millisecond, Log: slog.New(slog.NewTextHandler(log, nil))})
 	defer x.Close()
-	eventually(t, "it is off", func() bool { return x.off.Load() && log.count("the tier is off") == 1 })
+	testkit.Eventually(t, "it is off", func() bool { return x.off.Load() && log.count("the tier is off") == 1 })
 	b, meta := tiertest.Object(1, 100)
 	for range 20 {
 		metas := []tier.Meta{{Len: 7}}
@@ -298,7 +288,7 @@ func TestUnknownReleaseSwitchesOff(t *testing.T) {
 		t.Errorf("%d lines", n)
 	}
 	unknown(false)
-	eventually(t, "it is on again", func() bool { return !x.off.Load() })
+	testkit.Eventually(t, "it is on again", func() bool { return !x.off.Load() })
 	put(t, x, 1, 100)
 }
 
@@ -326,7 +316,7 @@ func TestNoMaster(t *testing.T) {
 			log := &lines{}
 			x := open(t, Options{Masters: []string{address}, Look: 5 * time.Millisecond, Log: slog.New(slog.NewTextHandler(log, nil))})
 			defer x.Close()
-			eventually(t, "it is said", func() bool { return log.count("does not answer") == 1 })
+			testkit.Eventually(t, "it is said", func() bool { return log.count("does not answer") == 1 })
 			b, meta := tiertest.Object(1, 100)
 			if x.Stat(t.Context(), []kv.Key{key(1)}, make([]tier.Meta, 1)) == nil || x.Write(t.Context(), key(1), meta, b) == nil || x.Delete(t.Context(), []kv.Key{key(1)}) == nil {
 				t.Error("no error")

@@ -413,7 +413,7 @@ func TestRESPSparesLMCache(t *testing.T) {
 		return bulk([]byte("used_memory:890000\r\nmaxmemory:1000000\r\nmaxmemory_policy:noeviction\r\n")), cmd[0] == "INFO"
 	})
 	x := open(t, redis.Options{Addrs: []string{f.addr}, Layout: redis.RESP})
-	eventually(t, "the memory is known", func() bool { return x.Space().Limit == 1000000 })
+	testkit.Eventually(t, "the memory is known", func() bool { return x.Space().Limit == 1000000 })
 	b, meta := tiertest.Object(1, 6000)
 	write(t, x, tiertest.Key(1), meta, b)
 	if err := x.Write(t.Context(), tiertest.Key(2), meta, b); !errors.Is(err, tier.ErrNotKept) {
@@ -423,7 +423,7 @@ func TestRESPSparesLMCache(t *testing.T) {
 		t.Errorf("Delete: %v", err)
 	}
 	y := open(t, redis.Options{Addrs: []string{f.addr}, Layout: redis.Valkey})
-	eventually(t, "the memory is known", func() bool { return y.Space().Limit == 1000000 })
+	testkit.Eventually(t, "the memory is known", func() bool { return y.Space().Limit == 1000000 })
 	if err := y.Write(t.Context(), tiertest.Key(2), meta, b); err != nil {
 		t.Errorf("Write in the layout whose clients survive it: %v", err)
 	}
