@@ -143,7 +143,7 @@ func (x *deployment) start(o proxy.Options) {
 	x.url, x.proxy = startProxy(x.t, o)
 	x.well()
 	for url := range x.proxy.Stats().Well { // well is who has one engine; tests count on all
-		eventually(x.t, "all are well", func() bool { return x.proxy.Stats().Well[url] == 1 })
+		testkit.Eventually(x.t, "all are well", func() bool { return x.proxy.Stats().Well[url] == 1 })
 	}
 }
 
@@ -162,7 +162,7 @@ func startProxy(t testing.TB, o proxy.Options) (string, *proxy.Proxy) {
 // well waits until the proxy has found its engines.
 func (x *deployment) well() {
 	x.t.Helper()
-	eventually(x.t, "engines are found", func() bool {
+	testkit.Eventually(x.t, "engines are found", func() bool {
 		r, err := http.Get(x.url + "/health")
 		if err != nil {
 			return false
@@ -170,15 +170,6 @@ func (x *deployment) well() {
 		r.Body.Close()
 		return r.StatusCode == 200
 	})
-}
-
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("never: %s", what)
-		}
-	}
 }
 
 func post(t testing.TB, url, body string) (int, string, http.Header) {
@@ -278,7 +269,7 @@ func TestPIsStartedAgain(t *testing.T) {
 	addr := x.p[0].web.Listener.Addr().String()
 	x.p[0].stop(t)
 	x.p[0] = serve(t, addr, producer(x.registry, "another"), 0)
-	eventually(t, "the next request succeeds", func() bool {
+	testkit.Eventually(t, "the next request succeeds", func() bool {
 		status, _, _ := post(t, x.url, body(1, 3, ""))
 		return status == 200
 	})
@@ -310,7 +301,7 @@ func TestClientLeaves(t *testing.T) {
 		cancel()
 	}
 	x.idle()
-	eventually(t, "both are counted", func() bool { return x.proxy.Stats().Requests["client_left"] == 2 })
+	testkit.Eventually(t, "both are counted", func() bool { return x.proxy.Stats().Requests["client_left"] == 2 })
 }
 
 // A D that dies in the middle of a stream cuts the client's stream, which does not end well;
@@ -426,7 +417,7 @@ func TestAttempts(t *testing.T) {
 	url, p := startProxy(t, proxy.Options{Engines: []string{failing, well}, HealthInterval: 10 * time.Millisecond})
 	reach(t, url)
 	for i := range 16 {
-		eventually(t, "both are well", func() bool { s := p.Stats(); return s.Well[failing] == 1 && s.Well[well] == 1 })
+		testkit.Eventually(t, "both are well", func() bool { s := p.Stats(); return s.Well[failing] == 1 && s.Well[well] == 1 })
 		if status, text, _ := post(t, url, `{"prompt":"a"}`); status != 200 || text != "fine" {
 			t.Fatal(i, status, text)
 		}
