@@ -29,12 +29,13 @@ test: have-go ## all tests that need only Go, plain, with the race detector, wit
 	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./store/pool -tags crashpoints -timeout 300s
 	GO=$(GO) .ci/race.sh
 
-check: have-go ## format, vet, staticcheck, govulncheck where reachable
+check: have-go ## format, vet, staticcheck, gocyclo, govulncheck where reachable
 	@bad=$$($(GO) tool gofumpt -l .); test -z "$$bad" || { echo "not formatted (make fmt):"; echo "$$bad"; exit 1; }
 	$(GO) vet ./...
 	$(GO) vet -tags invariants ./...
 	$(GO) vet -tags crashpoints ./store/pool
 	$(GO) tool staticcheck ./...
+	@complex=$$($(GO) tool gocyclo -over 25 -ignore '_test\.go$$|^interop/|^proxy/options\.go$$' .); test -z "$$complex" || { echo "functions with more than 25 branches:"; echo "$$complex"; exit 1; }
 	$(GO) test -count=1 ./internal/arch
 	@.ci/vulncheck.sh
 

@@ -12,7 +12,7 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/kvasir-kv/kvasir/internal/options/jsonfault"
+	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
 // Result is a run's figures. Its JSON has the keys of vllm bench serve 0.32; what vLLM does
@@ -246,10 +246,10 @@ func ReadJSON(in io.Reader) (*Result, error) {
 	dec := json.NewDecoder(bytes.NewReader(text))
 	var keys map[string]json.RawMessage
 	if err := dec.Decode(&keys); err != nil {
-		return nil, jsonfault.Explain(text, err)
+		return nil, options.ExplainJSON(text, err)
 	}
 	if dec.More() {
-		return nil, fmt.Errorf("line %d: a second result: one file is to have one", jsonfault.Line(text, dec.InputOffset()))
+		return nil, fmt.Errorf("line %d: a second result: one file is to have one", options.JSONLine(text, dec.InputOffset()))
 	}
 	return parse(text, keys)
 }
@@ -263,10 +263,10 @@ func parse(text []byte, keys map[string]json.RawMessage) (*Result, error) {
 	type plain Result
 	r, d := &Result{}, &detail{}
 	if err := json.Unmarshal(text, (*plain)(r)); err != nil {
-		return nil, jsonfault.Explain(text, err)
+		return nil, options.ExplainJSON(text, err)
 	}
 	if err := json.Unmarshal(text, d); err != nil {
-		return nil, jsonfault.Explain(text, err)
+		return nil, options.ExplainJSON(text, err)
 	}
 	for _, n := range r.distributions() {
 		if err := readDistribution(n, keys); err != nil {

@@ -5,7 +5,7 @@ import (
 	"errors"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
@@ -23,7 +23,7 @@ func TestTokenHashes(t *testing.T) {
 			Want      []string `json:"chunk_hashes_hex"`
 		}
 	}
-	vectors.Read(t, "lmcache-mp/token_hashes.json", &file)
+	testkit.ReadVector(t, "lmcache-mp/token_hashes.json", &file)
 	if got := kv.Seed.String(); got != file.Meta.Seed {
 		t.Errorf("Seed = %s, want %s", got, file.Meta.Seed)
 	}
@@ -55,7 +55,7 @@ func TestRanks(t *testing.T) {
 			Rank  kv.Rank `json:"kv_rank"`
 		} `json:"kv_ranks"`
 	}
-	vectors.Read(t, "lmcache-mp/object_keys.json", &file)
+	testkit.ReadVector(t, "lmcache-mp/object_keys.json", &file)
 	for _, r := range file.Ranks {
 		if got, ok := kv.NewRank(r.World, r.ID); !ok || got != r.Rank {
 			t.Errorf("NewRank(%d, %d) = %08x, %v, want %08x", r.World, r.ID, got, ok, r.Rank)

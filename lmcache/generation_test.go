@@ -4,7 +4,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
@@ -20,7 +20,7 @@ type recordedGeneration struct {
 	ChunkTokens int `json:"chunk_tokens"`
 	Sockets     [][]struct {
 		Way string
-		Hex []vectors.Hex
+		Hex []testkit.Hex
 	}
 }
 
@@ -28,12 +28,12 @@ type recordedGeneration struct {
 func requests(t *testing.T, release string, f func(socket, i int, m [][]byte)) {
 	t.Helper()
 	var rec recordedGeneration
-	vectors.Read(t, "lmcache-mp/generation-"+release+".json", &rec)
+	testkit.ReadVector(t, "lmcache-mp/generation-"+release+".json", &rec)
 	for socket, messages := range rec.Sockets {
 		n := 0
 		for _, m := range messages {
 			if m.Way == ">" {
-				f(socket, n, vectors.Frames(m.Hex))
+				f(socket, n, testkit.Frames(m.Hex))
 				n++
 			}
 		}
@@ -44,7 +44,7 @@ func requests(t *testing.T, release string, f func(socket, i int, m [][]byte)) {
 func chunkTokensOf(t *testing.T, release string) int {
 	t.Helper()
 	var rec recordedGeneration
-	vectors.Read(t, "lmcache-mp/generation-"+release+".json", &rec)
+	testkit.ReadVector(t, "lmcache-mp/generation-"+release+".json", &rec)
 	return rec.ChunkTokens
 }
 
@@ -53,7 +53,7 @@ var recordedReleases = []string{"0.4.6", "0.4.7", "0.5.0", "0.5.3", "0.5.5"}
 // The table numbers every operation as the enumeration of each release does.
 func TestGenerationNumbers(t *testing.T) {
 	var enumerations map[string][]string
-	vectors.Read(t, "lmcache-mp/generation-operations.json", &enumerations)
+	testkit.ReadVector(t, "lmcache-mp/generation-operations.json", &enumerations)
 	renamed := map[string]string{
 		"register_kv_cache_non_gpu_context":   "register_kv_cache_engine_driven_context",
 		"unregister_kv_cache_non_gpu_context": "unregister_kv_cache_engine_driven_context",
@@ -284,10 +284,10 @@ func FuzzRead(f *testing.F) {
 	f.Add(uint8(63), []byte{0}, []byte{17}, []byte(nil), []byte(nil), uint8(0))
 	for _, release := range recordedReleases {
 		var rec recordedGeneration
-		vectors.Read(f, "lmcache-mp/generation-"+release+".json", &rec)
+		testkit.ReadVector(f, "lmcache-mp/generation-"+release+".json", &rec)
 		for _, socket := range rec.Sockets {
 			for _, m := range socket {
-				frames := vectors.Frames(m.Hex)
+				frames := testkit.Frames(m.Hex)
 				frames = append(frames, nil, nil)
 				f.Add(uint8(63), frames[0], frames[1], frames[2], frames[3], uint8(len(frames)-4))
 			}

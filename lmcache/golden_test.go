@@ -10,7 +10,7 @@ import (
 
 	"github.com/tinylib/msgp/msgp"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
@@ -45,12 +45,12 @@ func (k *keyFields) key() *lmcache.Key {
 func TestRecordedFrames(t *testing.T) {
 	cases := 0
 	for _, file := range []string{"engine_driven_shm", "engine_driven_pickle", "lmcache_driven_cpu_shm", "kv_events_stream", "p2p"} {
-		var rec vectors.Recording
-		vectors.Read(t, "lmcache-mp/"+file+".json", &rec)
+		var rec testkit.Recording
+		testkit.ReadVector(t, "lmcache-mp/"+file+".json", &rec)
 		memo := lmcache.NewMemo(rec.Meta.ChunkTokens, 1<<20)
 		for _, step := range rec.Steps {
 			for i, f := range step.Frames {
-				frames := vectors.Frames(f.Hex)
+				frames := testkit.Frames(f.Hex)
 				if len(frames[1]) == 0 {
 					continue // flow control of the event stream
 				}

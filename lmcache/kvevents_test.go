@@ -10,19 +10,19 @@ import (
 
 	"github.com/tinylib/msgp/msgp"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
 // The recorded batches are read, and written again byte for byte.
 func TestRecordedKVEventBatches(t *testing.T) {
-	var rec vectors.Recording
-	vectors.Read(t, "lmcache-mp/kv_events_stream.json", &rec)
+	var rec testkit.Recording
+	testkit.ReadVector(t, "lmcache-mp/kv_events_stream.json", &rec)
 	batches := 0
 	for _, step := range rec.Steps {
 		for _, f := range step.Frames {
-			m := vectors.Frames(f.Hex)
+			m := testkit.Frames(f.Hex)
 			if f.Direction != "server_to_client" || len(m) != 3 || len(m[1]) == 1 {
 				continue
 			}

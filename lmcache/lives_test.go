@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -14,7 +14,7 @@ import (
 // What a client gave up while there was no server does not reach the next one: it could be a
 // store of blocks that others have by then. What is called later does.
 func TestGivenUpCallsDoNotReachTheNextServer(t *testing.T) {
-	l := ports.Listen(t)
+	l := testkit.Listen(t)
 	addr := l.Addr().String()
 	serve := func() (*zmtp.Router, func(lmcache.Op) int) {
 		var mu sync.Mutex

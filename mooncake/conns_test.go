@@ -5,6 +5,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -24,7 +25,7 @@ func TestSilentConnectionsGiveWay(t *testing.T) {
 		defer x.sender.mu.Unlock()
 		return len(x.sender.mu.transfers["held"].waiting) == 1
 	}
-	eventually(t, "a pull waits", waits)
+	testkit.Eventually(t, "a pull waits", waits)
 	closed := make(chan int, 3*most)
 	for i := range 3 * most {
 		up, seen := make(chan struct{}), false

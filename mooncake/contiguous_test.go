@@ -8,7 +8,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake"
 )
 
@@ -21,7 +21,7 @@ func TestContiguousGolden(t *testing.T) {
 			Sizes    *[]int
 		}
 	}
-	vectors.Read(t, "mooncake-connector/group-contiguous.json", &doc)
+	testkit.ReadVector(t, "mooncake-connector/group-contiguous.json", &doc)
 	var spans []mooncake.Span
 	refused := 0
 	for i, c := range doc.Cases {

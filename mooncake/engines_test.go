@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/scheduler"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
@@ -281,7 +282,7 @@ func TestEngines(t *testing.T) {
 				t.Fatalf("%+v\n%+v", x.sender.Stats(), x.receiver.Stats())
 			}
 		}
-		eventually(t, "empty pulls are told", func() bool { c.step(); return c.pe.sched.Len() == 0 && c.de.sched.Len() == 0 })
+		testkit.Eventually(t, "empty pulls are told", func() bool { c.step(); return c.pe.sched.Len() == 0 && c.de.sched.Len() == 0 })
 		x.idle(t)
 		if len(c.pe.free) != blocks || len(c.de.free) != blocks || len(c.pe.owner)+len(c.de.owner) > 0 {
 			t.Fatalf("seed %d: P has %d blocks, D %d", seed, len(c.pe.free), len(c.de.free))

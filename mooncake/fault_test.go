@@ -11,20 +11,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
-
-// eventually waits until ok says true.
-func eventually(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !ok(); time.Sleep(2 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("timed out: %s", what)
-		}
-	}
-}
 
 // begin starts a pull of one request in the background.
 func (x *pair) begin(t *testing.T, id, transferID string, blocks ...[]int) <-chan error {
@@ -51,7 +42,7 @@ func wait(t *testing.T, done <-chan error) error {
 // idle checks that nothing is left of any transfer on either side.
 func (x *pair) idle(t *testing.T) {
 	t.Helper()
-	eventually(t, "both sides idle", func() bool {
+	testkit.Eventually(t, "both sides idle", func() bool {
 		x.sender.Finished()
 		s, r := x.sender.Stats(), x.receiver.Stats()
 		return s.Transfers == 0 && s.Pulls == 0 && r.Active == 0 && r.Windows <= 1
@@ -69,7 +60,7 @@ func small(t *testing.T, so SenderOptions, ro ReceiverOptions) *pair {
 func TestPullFirst(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second})
 	done := x.begin(t, "d", "x", []int{1, 2})
-	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Transfers == 1 })
+	testkit.Eventually(t, "pull arrives", func() bool { return x.sender.Stats().Transfers == 1 })
 	x.sender.Expect("p", "x")
 	x.sender.Offer("p", "x", [][]int{{7, 8}})
 	if err := wait(t, done); err != nil {
@@ -98,7 +89,7 @@ func TestContinue(t *testing.T) {
 	var got []string
 	for i := range 3 {
 		x.sender.Offer(fmt.Sprint("p", i), fmt.Sprint("x", i), [][]int{{10 + i, 20 + i}})
-		eventually(t, "request settles", func() bool {
+		testkit.Eventually(t, "request settles", func() bool {
 			got = append(got, x.receiver.Results().Received...)
 			return slices.Contains(got, fmt.Sprint("d", i))
 		})
@@ -108,7 +99,7 @@ func TestContinue(t *testing.T) {
 	}
 	x.sender.Abort("x3")
 	var r Results
-	eventually(t, "aborted request settles", func() bool {
+	testkit.Eventually(t, "aborted request settles", func() bool {
 		r = x.receiver.Results()
 		return len(r.Received) > 0
 	})
@@ -131,7 +122,7 @@ func TestUnknownTransfer(t *testing.T) {
 func TestSenderTimeouts(t *testing.T) {
 	x := small(t, SenderOptions{AbortTimeout: 100 * time.Millisecond}, ReceiverOptions{})
 	x.sender.Offer("p", "x", [][]int{{1, 2}})
-	eventually(t, "blocks freed", func() bool { return slices.Equal(x.sender.Finished(), []string{"p"}) })
+	testkit.Eventually(t, "blocks freed", func() bool { return slices.Equal(x.sender.Finished(), []string{"p"}) })
 	x.sender.Expect("p2", "x2")
 	if err := x.pull(t, "d2", "x2", []int{1}); !errors.Is(err, ErrPeer) || !strings.Contains(err.Error(), "Timeout waiting for P side ready.") {
 		t.Fatal(err)
@@ -150,7 +141,7 @@ func TestReceiverTimeout(t *testing.T) {
 		t.Fatal(err)
 	}
 	x.sender.Offer("p", "x", [][]int{{5}}) // too late; D lets it go, or nobody comes
-	eventually(t, "blocks freed", func() bool { return slices.Contains(x.sender.Finished(), "p") })
+	testkit.Eventually(t, "blocks freed", func() bool { return slices.Contains(x.sender.Finished(), "p") })
 	x.idle(t)
 }
 
@@ -158,13 +149,13 @@ func TestReceiverAbort(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second})
 	x.sender.Expect("p", "x")
 	done := x.begin(t, "d", "x", []int{1})
-	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+	testkit.Eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
 	x.receiver.Abort("d")
 	if err := wait(t, done); !errors.Is(err, ErrAborted) {
 		t.Fatal(err)
 	}
 	x.sender.Offer("p", "x", [][]int{{5}})
-	eventually(t, "P frees its blocks", func() bool { return slices.Contains(x.sender.Finished(), "p") })
+	testkit.Eventually(t, "P frees its blocks", func() bool { return slices.Contains(x.sender.Finished(), "p") })
 	x.idle(t)
 }
 
@@ -213,14 +204,14 @@ func TestReceiverDies(t *testing.T) {
 	x := small(t, SenderOptions{AbortTimeout: 200 * time.Millisecond, RetryTimeout: 50 * time.Millisecond}, ReceiverOptions{UnknownTimeout: 20 * time.Second})
 	x.sender.Expect("p", "x")
 	done := x.begin(t, "d", "x", []int{1})
-	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+	testkit.Eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
 	x.receiver.Close()
 	if err := wait(t, done); err == nil {
 		t.Fatal("no error from a closed receiver")
 	}
 	x.target.Close()
 	x.sender.Offer("p", "x", [][]int{{5}})
-	eventually(t, "blocks freed", func() bool { return slices.Contains(x.sender.Finished(), "p") })
+	testkit.Eventually(t, "blocks freed", func() bool { return slices.Contains(x.sender.Finished(), "p") })
 }
 
 // P is killed while D waits: D fails at its own time, not at P's.
@@ -230,12 +221,12 @@ func TestSenderDies(t *testing.T) {
 	})
 	x.sender.Expect("p", "x")
 	done := x.begin(t, "d", "x", []int{1})
-	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+	testkit.Eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
 	x.sender.Close()
 	if err := wait(t, done); !errors.Is(err, ErrUnreachable) && !errors.Is(err, ErrLost) {
 		t.Fatal(err)
 	}
-	eventually(t, "receiver idle", func() bool { return x.receiver.Stats().Active == 0 })
+	testkit.Eventually(t, "receiver idle", func() bool { return x.receiver.Stats().Active == 0 })
 }
 
 // An abort at P before, during and after the push.
@@ -243,7 +234,7 @@ func TestSenderAbort(t *testing.T) {
 	x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second})
 	x.sender.Expect("p0", "x0")
 	done := x.begin(t, "d0", "x0", []int{1})
-	eventually(t, "pull waits", func() bool {
+	testkit.Eventually(t, "pull waits", func() bool {
 		x.sender.mu.Lock()
 		defer x.sender.mu.Unlock()
 		return len(x.sender.mu.transfers["x0"].waiting) == 1
@@ -394,7 +385,7 @@ func TestRequestsDoNotFit(t *testing.T) {
 		t.Fatal(err)
 	}
 	var settled []string
-	eventually(t, "both settle", func() bool {
+	testkit.Eventually(t, "both settle", func() bool {
 		r := x.receiver.Results()
 		settled = append(settled, r.Received...)
 		return len(settled) == 2 && (len(r.Failed) == 0 || errors.Is(r.Failed["bad"], wire.ErrRange))
@@ -500,11 +491,11 @@ func TestRandomMessages(t *testing.T) {
 			time.Sleep(time.Millisecond)
 		}
 	}
-	eventually(t, "answers", func() bool { return answers.Load() >= n*9/10 })
+	testkit.Eventually(t, "answers", func() bool { return answers.Load() >= n*9/10 })
 	x.sender.Offer("p", "x", [][]int{{5}})
 	if err := x.pull(t, "d", "x", []int{1}); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "sender idle", func() bool { x.sender.Finished(); s := x.sender.Stats(); return s.Transfers == 0 && s.Pulls == 0 })
+	testkit.Eventually(t, "sender idle", func() bool { x.sender.Finished(); s := x.sender.Stats(); return s.Transfers == 0 && s.Pulls == 0 })
 	t.Logf("%d messages, %d answers, %d refused", n, answers.Load(), x.sender.Stats().Refused)
 }

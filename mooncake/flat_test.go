@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
@@ -69,7 +70,7 @@ func TestPullsLeaveNothing(t *testing.T) {
 			}
 		}
 		left := together
-		eventually(t, "a round settles", func() bool {
+		testkit.Eventually(t, "a round settles", func() bool {
 			r := x.receiver.Results()
 			left -= len(r.Received)
 			settled += len(r.Received)

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
@@ -67,7 +67,7 @@ func TestGoldenRegions(t *testing.T) {
 			}
 		}
 	}
-	vectors.Read(t, "mooncake-connector/regions-v0330.json", &file)
+	testkit.ReadVector(t, "mooncake-connector/regions-v0330.json", &file)
 	row := func(r *wire.Region) string {
 		return fmt.Sprint([]any{r.Layer, r.Base, r.Stride, r.Payload, r.Group, r.RowOffset})
 	}
@@ -134,7 +134,7 @@ func TestGoldenPlan(t *testing.T) {
 			Out json.RawMessage
 		}
 	}
-	vectors.Read(t, "mooncake-connector/transfer-plan-v0330.json", &file)
+	testkit.ReadVector(t, "mooncake-connector/transfer-plan-v0330.json", &file)
 	for i, c := range file.Cases {
 		s, err := planSlice(Peer{TPRank: c.A.PRank, TPSize: c.A.PSize}, Peer{TPRank: c.A.DRank, TPSize: c.A.DSize},
 			c.A.PLen, c.A.DLen, c.A.Replicated, c.A.Heads)
@@ -174,7 +174,7 @@ func TestGoldenDescriptors(t *testing.T) {
 			}
 		}
 	}
-	vectors.Read(t, "mooncake-connector/transfer-params-v0330.json", &file)
+	testkit.ReadVector(t, "mooncake-connector/transfer-params-v0330.json", &file)
 	for i, c := range file.Cases {
 		var pairs []regionPair
 		for j := range c.Local {

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -101,11 +102,11 @@ func TestLateWriter(t *testing.T) {
 			}
 		}
 	}
-	eventually(t, "late batches are rejected", func() bool { return writes.Load() > 0 && rejected.Load() > 0 })
+	testkit.Eventually(t, "late batches are rejected", func() bool { return writes.Load() > 0 && rejected.Load() > 0 })
 	stop()
 	wg.Wait()
 	t.Logf("%d late batches, %d rejected", writes.Load(), rejected.Load())
-	eventually(t, "old windows close", func() bool { return x.receiver.Stats().Windows <= 1 })
+	testkit.Eventually(t, "old windows close", func() bool { return x.receiver.Stats().Windows <= 1 })
 }
 
 // Without the fence the late writer gets through: TestLateWriter can fail.

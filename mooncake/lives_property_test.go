@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -411,13 +412,13 @@ func TestFleet(t *testing.T) {
 		wg.Wait()
 		late.Close()
 		for _, p := range f.ps {
-			eventually(t, "P is idle", func() bool { p.sender.Finished(); s := p.sender.Stats(); return s.Transfers == 0 && s.Pulls == 0 })
+			testkit.Eventually(t, "P is idle", func() bool { p.sender.Finished(); s := p.sender.Stats(); return s.Transfers == 0 && s.Pulls == 0 })
 			if len(p.free) != fleetBlocks {
 				t.Errorf("seed %d: %s has %d of its blocks", seed, p.name, len(p.free))
 			}
 		}
 		for _, d := range f.ds {
-			eventually(t, "D is idle", func() bool { s := d.receiver.Stats(); return s.Active == 0 && s.Windows <= 16 })
+			testkit.Eventually(t, "D is idle", func() bool { s := d.receiver.Stats(); return s.Active == 0 && s.Windows <= 16 })
 		}
 		t.Logf("seed %d: %d pulls: %d arrived, %d failed, %d aborted; %d restarts, %d late batches of %d stalled pulls refused",
 			seed, f.made, f.arrived, f.failed, f.aborted, f.restarts, refused, rogues)

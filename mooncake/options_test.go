@@ -3,10 +3,10 @@ package mooncake
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 func TestOptionsValidate(t *testing.T) {
-	optionstest.CheckNumbers[SenderOptions](t)
-	optionstest.CheckNumbers[ReceiverOptions](t)
+	testkit.CheckNumbers[SenderOptions](t)
+	testkit.CheckNumbers[ReceiverOptions](t)
 }

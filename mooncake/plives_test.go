@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
@@ -18,10 +19,10 @@ func TestPullSentAgainToAnotherLife(t *testing.T) {
 		x := small(t, SenderOptions{}, ReceiverOptions{UnknownTimeout: 20 * time.Second, ConnectTimeout: 10 * time.Second})
 		x.sender.Expect("p", "xfer-1")
 		done := x.begin(t, "d", "xfer-1", []int{1, 2})
-		eventually(t, "the pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+		testkit.Eventually(t, "the pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
 		if !restarts {
 			x.breakConnections()
-			eventually(t, "the pull comes again", func() bool { return x.receiver.Stats().Resent == 1 && x.sender.Stats().Pulls == 1 })
+			testkit.Eventually(t, "the pull comes again", func() bool { return x.receiver.Stats().Resent == 1 && x.sender.Stats().Pulls == 1 })
 			x.sender.Offer("p", "xfer-1", [][]int{{7, 8}})
 			if err := wait(t, done); err != nil {
 				t.Fatal(err)

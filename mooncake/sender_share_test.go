@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -98,7 +99,7 @@ func TestSilentDBesideAnother(t *testing.T) {
 			Wanted: map[string]wire.Wanted{"d" + id: {TransferID: id, Blocks: [][]int{{0, 1, 2, 3}}}},
 		})
 	}
-	eventually(t, "pushes to the silent D", func() bool {
+	testkit.Eventually(t, "pushes to the silent D", func() bool {
 		x.sender.push.mu.Lock()
 		defer x.sender.push.mu.Unlock()
 		for _, p := range x.sender.push.mu.peers {
@@ -131,7 +132,7 @@ func TestForgottenPullsMakeRoom(t *testing.T) {
 		})
 		answers = append(answers, got)
 	}
-	eventually(t, "pulls wait", func() bool { return x.sender.Stats().Pulls == 8 && x.sender.Stats().Transfers == 8 })
+	testkit.Eventually(t, "pulls wait", func() bool { return x.sender.Stats().Pulls == 8 && x.sender.Stats().Transfers == 8 })
 	time.Sleep(20 * time.Millisecond)
 	for i := range 3 {
 		id := fmt.Sprint("good", i)
@@ -140,7 +141,7 @@ func TestForgottenPullsMakeRoom(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	eventually(t, "somebody makes room", func() bool {
+	testkit.Eventually(t, "somebody makes room", func() bool {
 		for _, a := range answers {
 			select {
 			case y := <-a:
@@ -278,7 +279,7 @@ func TestLostLastReply(t *testing.T) {
 			t.Fatalf("%+v", y)
 		}
 		d.Close() // as if the answer had been lost
-		eventually(t, "P sees D go", func() bool { return x.sender.router.Stats().Peers == 0 })
+		testkit.Eventually(t, "P sees D go", func() bool { return x.sender.router.Stats().Peers == 0 })
 	}
 	if s := x.sender.Stats(); s.Pushed != 1 || s.Transfers != 0 {
 		t.Fatalf("%+v", s)
@@ -297,7 +298,7 @@ func TestLostLastReply(t *testing.T) {
 		t.Fatal("the earlier prompt's blocks")
 	}
 	// Until P has noted that they are filled it pushes them again to who asks.
-	eventually(t, "P notes that the blocks are filled", func() bool { return x.sender.Stats().Transfers == 0 })
+	testkit.Eventually(t, "P notes that the blocks are filled", func() bool { return x.sender.Stats().Transfers == 0 })
 	// That connection stands: who asks again has heard, and has other bytes there by now.
 	// When it breaks after all, the answer may not have been heard.
 	_, again := ask(t, x.sender.Addr(), pull)
@@ -316,7 +317,7 @@ func TestOfferUnderAnotherRequestsID(t *testing.T) {
 	x.sender.Offer("p1", "x", [][]int{{1}})
 	x.sender.Offer("p2", "x", [][]int{{2}})
 	var got []string
-	eventually(t, "both are freed", func() bool { got = append(got, x.sender.Finished()...); return len(got) == 2 })
+	testkit.Eventually(t, "both are freed", func() bool { got = append(got, x.sender.Finished()...); return len(got) == 2 })
 	if got[0] != "p1" || got[1] != "p2" {
 		t.Fatalf("finished %v", got)
 	}

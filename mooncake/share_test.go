@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -92,7 +93,7 @@ func TestFailuresOfOneP(t *testing.T) {
 		}
 		ok(a.peer, a.pull)
 	}
-	eventually(t, "the slow P's pulls arrive", func() bool { return x.receiver.Stats().Active <= 1 })
+	testkit.Eventually(t, "the slow P's pulls arrive", func() bool { return x.receiver.Stats().Active <= 1 })
 	r := x.receiver.Results()
 	for i := range rounds {
 		if err := r.Failed[fmt.Sprint("s", i)]; err != nil {
@@ -126,7 +127,7 @@ func TestTooManyWindowsOfOneP(t *testing.T) {
 		}
 	}
 	ended := 0
-	eventually(t, "old pulls end", func() bool {
+	testkit.Eventually(t, "old pulls end", func() bool {
 		for id, err := range x.receiver.Results().Failed {
 			if id == "b" {
 				continue
@@ -227,7 +228,7 @@ func TestAbortedRequestInCompany(t *testing.T) {
 		t.Fatalf("blocks are given back while P may write: %+v", r)
 	}
 	close(goOn)
-	eventually(t, "all settle", func() bool { return x.receiver.Stats().Active == 0 })
+	testkit.Eventually(t, "all settle", func() bool { return x.receiver.Stats().Active == 0 })
 	r := x.receiver.Results()
 	if len(r.Received) != 4 || len(r.Failed) != 1 || !errors.Is(r.Failed["d0"], ErrAborted) {
 		t.Fatalf("%+v", r)
@@ -251,7 +252,7 @@ func TestPullEndsWithItsContext(t *testing.T) {
 	defer l.Close()
 	x.sender.Expect("p", "x")
 	other := x.begin(t, "other", "x", []int{5})
-	eventually(t, "the other pull waits at P", func() bool { return x.sender.Stats().Pulls == 1 })
+	testkit.Eventually(t, "the other pull waits at P", func() bool { return x.sender.Stats().Pulls == 1 })
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	done := make(chan error, 1)

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
@@ -125,7 +126,7 @@ func TestUnequalTP(t *testing.T) {
 				}
 			}
 			for rank, s := range senders {
-				eventually(t, "blocks freed", func() bool { return slices.Equal(s.Finished(), []string{"p"}) })
+				testkit.Eventually(t, "blocks freed", func() bool { return slices.Equal(s.Finished(), []string{"p"}) })
 				if n := s.Stats().Transfers; n != 0 {
 					t.Fatalf("P rank %d: %d transfers left", rank, n)
 				}

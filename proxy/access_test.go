@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/otlp"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/proxy/keys"
 )
@@ -142,7 +143,7 @@ func TestKeyLimits(t *testing.T) {
 	}
 	running := func(n int64) {
 		t.Helper()
-		eventually(t, "they run", func() bool { return s.Stats().Engine[e] == n })
+		testkit.Eventually(t, "they run", func() bool { return s.Stats().Engine[e] == n })
 	}
 	limited := func(token string) {
 		t.Helper()
@@ -156,7 +157,7 @@ func TestKeyLimits(t *testing.T) {
 	limited("s1")
 	leave()
 	running(0)
-	eventually(t, "it has left", func() bool { return s.Stats().InFlight == 0 })
+	testkit.Eventually(t, "it has left", func() bool { return s.Stats().InFlight == 0 })
 	ask(t.Context(), "s1")
 	ask(t.Context(), "s2")
 	ask(t.Context(), "s3")
@@ -211,9 +212,9 @@ func TestAdmin(t *testing.T) {
 			t.Error(status, text)
 		}
 	})
-	eventually(t, "it runs", func() bool { return p.Stats().Engine[one] == 1 })
+	testkit.Eventually(t, "it runs", func() bool { return p.Stats().Engine[one] == 1 })
 	call(http.MethodPost, "/engines", fmt.Sprintf(`{"url":%q,"role":"engine"}`, two), 201)
-	eventually(t, "it is well", func() bool { return p.Stats().Well[two] == 1 })
+	testkit.Eventually(t, "it is well", func() bool { return p.Stats().Well[two] == 1 })
 	call(http.MethodPost, "/engines/drain?url="+neturl.QueryEscape(one), "", 200)
 	for range 4 {
 		if status, text, _ := post(t, url, `{"prompt":"a"}`); status != 200 || text != `{"two":2}` {
@@ -230,7 +231,7 @@ func TestAdmin(t *testing.T) {
 	wg.Wait()
 	call(http.MethodPost, "/engines", fmt.Sprintf(`{"url":%q,"role":"engine"}`, one), 201)
 	call(http.MethodPost, "/engines/drain?url="+neturl.QueryEscape(two), "", 200)
-	eventually(t, "the one that is back serves", func() bool {
+	testkit.Eventually(t, "the one that is back serves", func() bool {
 		_, text, _ := post(t, url, `{"prompt":"a"}`)
 		return text == `{"one":1}`
 	})
@@ -257,7 +258,7 @@ func TestDNS(t *testing.T) {
 		t.Fatal(status, text)
 	}
 	set("127.0.0.1", "127.0.0.1", "::1")
-	eventually(t, "two are known", func() bool { return len(p.Stats().Well) == 2 })
+	testkit.Eventually(t, "two are known", func() bool { return len(p.Stats().Well) == 2 })
 	broken.Store(true)
 	time.Sleep(100 * time.Millisecond)
 	if len(p.Stats().Well) != 2 {
@@ -265,7 +266,7 @@ func TestDNS(t *testing.T) {
 	}
 	broken.Store(false)
 	set()
-	eventually(t, "none is known", func() bool { return len(p.Stats().Well) == 0 })
+	testkit.Eventually(t, "none is known", func() bool { return len(p.Stats().Well) == 0 })
 }
 
 // P's are the hosts of a registry, each with the ranks that are there.
@@ -276,7 +277,7 @@ func TestRegistryAsSource(t *testing.T) {
 	u, _ := neturl.Parse(p)
 	registry := mockRegistry(t, `{"0":{"engine_id":"e0","worker_addr":{"0":{"0":"tcp://127.0.0.1:1"}}},"1":{"engine_id":"e1","worker_addr":{"0":{"0":"tcp://127.0.0.2:2"}}}}`)
 	url, s := startProxy(t, proxy.Options{Sources: []proxy.Source{{Role: "prefill", URL: "registry+" + registry + "?port=" + u.Port()}}, Decode: []string{d}, HealthInterval: 20 * time.Millisecond})
-	eventually(t, "both hosts are known", func() bool { return len(s.Stats().Well) == 3 })
+	testkit.Eventually(t, "both hosts are known", func() bool { return len(s.Stats().Well) == 3 })
 	reach(t, url)
 	for range 3 {
 		if status, text, _ := post(t, url, `{"prompt":"a"}`); status != 200 {

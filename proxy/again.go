@@ -14,7 +14,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
-	"github.com/kvasir-kv/kvasir/proxy/prefix/relayed"
+	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
 // relayPrefix begins the engine ids of a relay (package relay).
@@ -31,7 +31,7 @@ var outputOnly = map[string]bool{
 
 // promptKey hashes the request but for what decides on the output alone. Two requests with one key have
 // the same prompt; some with the same prompt have two.
-func (e *exchange) promptKey() (k relayed.Key) {
+func (e *exchange) promptKey() (k prefix.RelayedKey) {
 	h := sha256.New()
 	salt := []byte(nil)
 	if len(e.salt) > 0 {
@@ -71,7 +71,7 @@ func (e *exchange) again() []byte {
 }
 
 // relayKeeps asks a relay whether it still has a transfer.
-func (p *Proxy) relayKeeps(ctx context.Context, r relayed.KV) bool {
+func (p *Proxy) relayKeeps(ctx context.Context, r prefix.RelayedKV) bool {
 	ctx, cancel := context.WithTimeout(ctx, askRelay)
 	defer cancel()
 	text, ok := p.read(ctx, r.Registry+"/kept?"+url.Values{"engine": {r.Engine}, "transfer": {r.Transfer}}.Encode(), "")
@@ -93,7 +93,7 @@ func (e *exchange) fromRelay(ctx context.Context, c choice, params []byte) (outc
 // relayedBy remembers that a relay has the prompt's KV now.
 func (e *exchange) relayedBy(b *backend, who rank, transfer string) {
 	if e.prompt != nil && strings.HasPrefix(who.engine, relayPrefix) {
-		e.p.prompts.Add(*e.prompt, relayed.KV{Registry: b.registry.Base(), Engine: who.engine, Transfer: transfer})
+		e.p.prompts.Add(*e.prompt, prefix.RelayedKV{Registry: b.registry.Base(), Engine: who.engine, Transfer: transfer})
 	}
 }
 

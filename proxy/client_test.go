@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -23,7 +24,7 @@ func TestFieldsPass(t *testing.T) {
 	p := mock(t, func(w http.ResponseWriter, r *http.Request) { ps.note(r); fmt.Fprint(w, `{}`) })
 	d := mock(t, func(w http.ResponseWriter, r *http.Request) {
 		ds.note(r)
-		eventually(t, "P has its part", func() bool { return ps.count() == 1 })
+		testkit.Eventually(t, "P has its part", func() bool { return ps.count() == 1 })
 		w.Header().Set("X-Engine", "1")
 		fmt.Fprint(w, `{}`)
 	})

@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -79,7 +79,7 @@ func TestClientLeavesInEachPhase(t *testing.T) {
 						}
 					})
 					generated := x.d[0].Stats().Generated
-					eventually(t, "the phase is there, or over", func() bool { return phase(generated) || x.d[0].Stats().Generated > generated+2 })
+					testkit.Eventually(t, "the phase is there, or over", func() bool { return phase(generated) || x.d[0].Stats().Generated > generated+2 })
 					cancel()
 					wg.Wait()
 					left++
@@ -94,7 +94,7 @@ func TestClientLeavesInEachPhase(t *testing.T) {
 					t.Errorf("%v requests run", n)
 				}
 			}
-			eventually(t, "all are counted", func() bool { return x.proxy.Stats().Requests["client_left"] == left })
+			testkit.Eventually(t, "all are counted", func() bool { return x.proxy.Stats().Requests["client_left"] == left })
 			if s := x.proxy.Stats(); s.InFlight != 0 || s.Engine[x.p[0].web.URL]+s.Engine[x.d[0].web.URL] != 0 {
 				t.Errorf("%+v", s)
 			}
@@ -114,7 +114,7 @@ func TestPDies(t *testing.T) {
 			o.HealthInterval = 50 * time.Millisecond
 			x.start(o)
 			for _, p := range x.p {
-				eventually(t, "both P are well", func() bool { return x.proxy.Stats().Well[p.web.URL] == 1 })
+				testkit.Eventually(t, "both P are well", func() bool { return x.proxy.Stats().Well[p.web.URL] == 1 })
 			}
 			dead := func(p *served) {
 				x.p = []*served{x.p[0], x.p[1]}
@@ -141,11 +141,11 @@ func TestPDies(t *testing.T) {
 			switch when {
 			case "during":
 				p := x.p[0]
-				eventually(t, "P computes", func() bool { s := p.Stats(); return s.Running+s.Waiting > 0 || s.Finished > 0 })
+				testkit.Eventually(t, "P computes", func() bool { s := p.Stats(); return s.Running+s.Waiting > 0 || s.Finished > 0 })
 				dead(p)
 			case "after":
 				p := x.p[0]
-				eventually(t, "P has answered", func() bool { return p.Stats().Finished > 0 })
+				testkit.Eventually(t, "P has answered", func() bool { return p.Stats().Finished > 0 })
 				dead(p)
 			}
 			wg.Wait()
@@ -180,7 +180,7 @@ func TestRegistryRestarts(t *testing.T) {
 		t.Fatal(status, text)
 	}
 	gone.Store(true)
-	eventually(t, "P is not used", func() bool { return s.Stats().Well[p] == 0 })
+	testkit.Eventually(t, "P is not used", func() bool { return s.Stats().Well[p] == 0 })
 	if status, text, h := post(t, url, `{"prompt":"a"}`); status != 503 || h.Get("Retry-After") == "" || !strings.Contains(text, "no prefill engine is well") {
 		t.Fatal(status, text)
 	}
@@ -238,7 +238,7 @@ func TestSlowClient(t *testing.T) {
 	case <-time.After(30 * time.Second):
 		t.Fatal("the engine streams on")
 	}
-	eventually(t, "it is counted", func() bool { return s.Stats().Requests["client_left"] == 1 && s.Stats().InFlight == 0 })
+	testkit.Eventually(t, "it is counted", func() bool { return s.Stats().Requests["client_left"] == 1 && s.Stats().InFlight == 0 })
 	if s.Stats().Well[e] != 1 {
 		t.Error("the engine is blamed")
 	}
@@ -336,10 +336,10 @@ func TestQueue(t *testing.T) {
 		})
 	}
 	ask("a")
-	eventually(t, "one runs", func() bool { return len(order) == 1 })
+	testkit.Eventually(t, "one runs", func() bool { return len(order) == 1 })
 	for i := range 4 { // half of the queue
 		ask(fmt.Sprint("w", i))
-		eventually(t, "it waits", func() bool { return s.Stats().Queued == int64(i+1) })
+		testkit.Eventually(t, "it waits", func() bool { return s.Stats().Queued == int64(i+1) })
 	}
 	if status, text, h := post(t, url, `{"prompt":"z"}`); status != 503 || h.Get("Retry-After") == "" || !strings.Contains(text, "too many requests wait") {
 		t.Fatal(status, text)
@@ -369,7 +369,7 @@ func TestQueue(t *testing.T) {
 	reach(t, url)
 	order = make(chan string, 10)
 	wg.Go(func() { post(t, url, `{"prompt":"a"}`) })
-	eventually(t, "one runs", func() bool { return len(order) == 1 })
+	testkit.Eventually(t, "one runs", func() bool { return len(order) == 1 })
 	if status, text, _ := post(t, url, `{"prompt":"b"}`); status != 503 || !strings.Contains(text, "no engine had room within 20ms") {
 		t.Error(status, text)
 	}
@@ -389,7 +389,7 @@ func TestDrain(t *testing.T) {
 			t.Error(status, text)
 		}
 	})
-	eventually(t, "it runs", func() bool { return s.Stats().Engine[e] == 1 })
+	testkit.Eventually(t, "it runs", func() bool { return s.Stats().Engine[e] == 1 })
 	s.Drain()
 	if status, text, h := post(t, url, `{"prompt":"b"}`); status != 503 || h.Get("Retry-After") == "" || !strings.Contains(text, "stopping") {
 		t.Error(status, text)
@@ -445,7 +445,7 @@ type gate struct {
 }
 
 func newGate(t testing.TB, to string) *gate {
-	l := ports.Listen(t)
+	l := testkit.Listen(t)
 	g := &gate{t: t, addr: l.Addr().String(), to: strings.TrimPrefix(to, "http://")}
 	l.Close()
 	g.open()
@@ -513,7 +513,7 @@ func TestPsMemoryIsFreed(t *testing.T) {
 			o.Decode[0] = "http://" + g.addr
 			x.start(o)
 			for url := range x.proxy.Stats().Well {
-				eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[url] == 1 })
+				testkit.Eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[url] == 1 })
 			}
 			var wg sync.WaitGroup
 			var ok atomic.Int64
@@ -525,7 +525,7 @@ func TestPsMemoryIsFreed(t *testing.T) {
 				})
 			}
 			// D goes while P computes: all requests have chosen it, or one of two.
-			eventually(t, "P computes", func() bool { s := x.p[0].Stats(); return s.Running+s.Waiting > 0 || s.Finished > 0 })
+			testkit.Eventually(t, "P computes", func() bool { s := x.p[0].Stats(); return s.Running+s.Waiting > 0 || s.Finished > 0 })
 			g.close()
 			wg.Wait()
 			if more == 1 && ok.Load() != 4 {

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
@@ -43,7 +43,7 @@ func (x *deployment) pair(t testing.TB, y pair, o *proxy.Options, step time.Dura
 	for i := range y.p {
 		registry, config := "", `{"kv_connector":"MooncakeConnector","kv_role":"kv_producer"}`
 		po := eo
-		po.Getenv = env(ports.Free(t))
+		po.Getenv = env(testkit.FreePort(t))
 		if y.dialect == proxy.Mooncake {
 			registry = startRegistry(t)
 			config = producer(registry, fmt.Sprint(y.model, i))
@@ -54,7 +54,7 @@ func (x *deployment) pair(t testing.TB, y pair, o *proxy.Options, step time.Dura
 	}
 	for range y.d {
 		do := eo
-		do.Getenv = env(ports.Free(t))
+		do.Getenv = env(testkit.FreePort(t))
 		config := consumer
 		if y.p == 0 {
 			config = ""
@@ -93,7 +93,7 @@ func TestDialects(t *testing.T) {
 				x.pair(t, pair{model: "both", dialect: dialect, d: 1}, &o, 0)
 				x.start(o)
 				for _, e := range append(x.p, x.d...) {
-					eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[e.web.URL] == 1 })
+					testkit.Eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[e.web.URL] == 1 })
 				}
 				var wg sync.WaitGroup
 				for i := range 12 {
@@ -269,7 +269,7 @@ func TestRanksOfP(t *testing.T) {
 	p := mock(t, func(w http.ResponseWriter, r *http.Request) { ps.note(r); fmt.Fprint(w, `{}`) })
 	d := mock(t, func(w http.ResponseWriter, r *http.Request) {
 		ds.note(r)
-		eventually(t, "P has its part", func() bool { return ps.count() == ds.count() })
+		testkit.Eventually(t, "P has its part", func() bool { return ps.count() == ds.count() })
 		fmt.Fprint(w, `{}`)
 	})
 	url, _ := startProxy(t, proxy.Options{Prefill: []proxy.Prefill{{URL: p, Registry: registry}}, Decode: []string{d}, HealthInterval: 20 * time.Millisecond})
@@ -304,7 +304,7 @@ func TestModels(t *testing.T) {
 	one, two := serveWith(t, "", "", engine.Options{Model: "one"}), serveWith(t, "", "", engine.Options{Model: "two"})
 	t.Cleanup(func() { one.stop(t); two.stop(t) })
 	url, s := startProxy(t, proxy.Options{Engines: []string{one.web.URL, two.web.URL}, HealthInterval: 20 * time.Millisecond})
-	eventually(t, "both are well", func() bool { return s.Stats().Well[one.web.URL]+s.Stats().Well[two.web.URL] == 2 })
+	testkit.Eventually(t, "both are well", func() bool { return s.Stats().Well[one.web.URL]+s.Stats().Well[two.web.URL] == 2 })
 	f := func(model string, want int, words string) {
 		t.Helper()
 		if status, text, _ := post(t, url, body(1, 3, model)); status != want || !strings.Contains(text, words) {

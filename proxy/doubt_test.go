@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -77,7 +78,7 @@ func TestRequestsWaitForTheLookAfterTrouble(t *testing.T) {
 			answers := e.ask(t, url, 1)
 			<-e.looked
 			more := e.ask(t, url, 5)
-			eventually(t, "all wait", func() bool { return p.Stats().Queued == 6 })
+			testkit.Eventually(t, "all wait", func() bool { return p.Stats().Queued == 6 })
 			if r, err := http.Get(url + "/health"); err != nil || r.StatusCode != 200 || r.Body.Close() != nil {
 				t.Errorf("a look is under way: %v, %v", r, err)
 			}
@@ -101,7 +102,7 @@ func TestDecodeAloneDoesNotWaitForADoubt(t *testing.T) {
 	url, p := startProxy(t, proxy.Options{Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: e.url}}, Decode: []string{d}, DecodeAlone: true, HealthInterval: time.Hour, QueueTimeout: time.Hour})
 	x := &deployment{t: t, url: url}
 	x.well()
-	eventually(t, "both are well", func() bool { return p.Stats().Well[e.url] == 1 && p.Stats().Well[d] == 1 })
+	testkit.Eventually(t, "both are well", func() bool { return p.Stats().Well[e.url] == 1 && p.Stats().Well[d] == 1 })
 	answers := e.ask(t, url, 1)
 	<-e.looked
 	if got := append(answers(), e.ask(t, url, 2)()...); got[0] != 200 || got[1] != 200 || got[2] != 200 {
@@ -133,7 +134,7 @@ func TestASilentEngineEndsADoubt(t *testing.T) {
 		t.Errorf("%+v", s)
 	}
 	e.answer <- 200 // it speaks at last: the look under way finds it well
-	eventually(t, "it is used again", func() bool { return p.Stats().Well[e.url] == 1 })
+	testkit.Eventually(t, "it is used again", func() bool { return p.Stats().Well[e.url] == 1 })
 	if got := e.ask(t, url, 1)(); got[0] != 200 {
 		t.Errorf("statuses %v", got)
 	}

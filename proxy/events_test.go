@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/proxy/blocks/blockstest"
@@ -118,9 +119,9 @@ func TestKVEvents(t *testing.T) {
 	}
 	url, p := startProxy(t, o)
 	for _, e := range []*teller{a, b} {
-		eventually(t, "all are well and followed", func() bool { return p.Stats().Well[e.url] == 1 && e.events.Subscribers() == 1 })
+		testkit.Eventually(t, "all are well and followed", func() bool { return p.Stats().Well[e.url] == 1 && e.events.Subscribers() == 1 })
 		e.store(strings.Repeat("so that the size of blocks is known ", 10))
-		eventually(t, "its blocks are known", func() bool { return p.Stats().Blocks[e.url] > 0 })
+		testkit.Eventually(t, "its blocks are known", func() bool { return p.Stats().Blocks[e.url] > 0 })
 	}
 	prompts := []string{strings.Repeat("tell me of the sea ", 200), strings.Repeat("tell me of the hills ", 200)}
 	ask := func(prompt string) (engine *teller) {
@@ -144,28 +145,28 @@ func TestKVEvents(t *testing.T) {
 	for i, prompt := range prompts {
 		home := ask(prompt)
 		other := at(home)
-		eventually(t, "its tokens are known", func() bool { return p.Stats().Tokenized == int64(2*i+1) })
+		testkit.Eventually(t, "its tokens are known", func() bool { return p.Stats().Tokenized == int64(2*i+1) })
 		blocks := p.Stats().Blocks
 		if got := ask(prompt); got != home {
 			t.Error("it goes elsewhere than before")
 		}
 		home.evict(prompt)
 		other.store(prompt) // for another proxy
-		eventually(t, "the proxy knows", func() bool {
+		testkit.Eventually(t, "the proxy knows", func() bool {
 			n := p.Stats().Blocks
 			return n[home.url] < blocks[home.url] && n[other.url] > blocks[other.url]
 		})
 		if got := ask(prompt + " and the sky"); got != other {
 			t.Error("it goes where the KV was evicted")
 		}
-		eventually(t, "its tokens are known", func() bool { return p.Stats().Tokenized == int64(2*i+2) })
+		testkit.Eventually(t, "its tokens are known", func() bool { return p.Stats().Tokenized == int64(2*i+2) })
 	}
 	if n := p.Stats().Voids; n != 0 {
 		t.Errorf("%d times void", n)
 	}
 	// b is started again: whatever it had, it has no more.
 	b.events.StartAgain()
-	eventually(t, "the proxy knows", func() bool { return p.Stats().Blocks[b.url] == 0 && b.events.Subscribers() == 1 })
+	testkit.Eventually(t, "the proxy knows", func() bool { return p.Stats().Blocks[b.url] == 0 && b.events.Subscribers() == 1 })
 }
 
 // An engine is started again with longer blocks: prompts of which the old ones are known are made tokens once more, and what it says
@@ -176,17 +177,17 @@ func TestOtherBlocks(t *testing.T) {
 	at, p := startProxy(t, o)
 	text, _ := json.Marshal(map[string]string{"prompt": strings.Repeat("tell me of the sea ", 200)})
 	for life := range 3 {
-		eventually(t, "it is well and followed", func() bool { return p.Stats().Well[e.url] == 1 && e.events.Subscribers() == 1 })
+		testkit.Eventually(t, "it is well and followed", func() bool { return p.Stats().Well[e.url] == 1 && e.events.Subscribers() == 1 })
 		e.store(strings.Repeat("so that the size of blocks is known ", 10))
-		eventually(t, "its blocks are known", func() bool { return p.Stats().Blocks[e.url] > 0 })
+		testkit.Eventually(t, "its blocks are known", func() bool { return p.Stats().Blocks[e.url] > 0 })
 		for range 2 {
 			if status, text, _ := post(t, at, string(text)); status != 200 {
 				t.Fatal(status, text)
 			}
-			eventually(t, "the prompt's tokens are known, in blocks of this life", func() bool { return p.Stats().Tokenized == int64(life+1) })
+			testkit.Eventually(t, "the prompt's tokens are known, in blocks of this life", func() bool { return p.Stats().Tokenized == int64(life+1) })
 		}
 		e.events.StartAgain()
-		eventually(t, "the proxy knows", func() bool { return p.Stats().Blocks[e.url] == 0 })
+		testkit.Eventually(t, "the proxy knows", func() bool { return p.Stats().Blocks[e.url] == 0 })
 		e.mu.Lock()
 		e.block, e.known = 2*e.block, map[string]bool{}
 		e.mu.Unlock()
@@ -198,15 +199,15 @@ func TestWhatIsNoText(t *testing.T) {
 	e := tell(t, "127.0.0.1", 0, 0)
 	o := proxy.Options{Engines: []string{e.url}, Policy: proxy.PrefixAware, HealthInterval: 50 * time.Millisecond, EventsPort: e.events.Port}
 	at, p := startProxy(t, o)
-	eventually(t, "it is well and followed", func() bool { return p.Stats().Well[e.url] == 1 && e.events.Subscribers() == 1 })
+	testkit.Eventually(t, "it is well and followed", func() bool { return p.Stats().Well[e.url] == 1 && e.events.Subscribers() == 1 })
 	e.store(strings.Repeat("so that the size of blocks is known ", 10))
-	eventually(t, "its blocks are known", func() bool { return p.Stats().Blocks[e.url] > 0 })
+	testkit.Eventually(t, "its blocks are known", func() bool { return p.Stats().Blocks[e.url] > 0 })
 	for _, prompt := range []string{`[1,2,3]`, `["a","b"]`, `"text"`} {
 		if status, text, _ := post(t, at, `{"prompt":`+prompt+`}`); status != 200 {
 			t.Fatal(status, text)
 		}
 	}
-	eventually(t, "one answer was an engine's", func() bool { return e.tokenized.Load() > 0 })
+	testkit.Eventually(t, "one answer was an engine's", func() bool { return e.tokenized.Load() > 0 })
 	time.Sleep(50 * time.Millisecond) // others would have come
 	if n := e.tokenized.Load(); n != 1 {
 		t.Errorf("%d prompts were made tokens", n)

@@ -21,7 +21,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/proxy/keys"
 	"github.com/kvasir-kv/kvasir/proxy/limits"
-	"github.com/kvasir-kv/kvasir/proxy/prefix/relayed"
+	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
 // upstreamIdle is how long a connection to an engine may be idle: uvicorn closes after 5 s.
@@ -42,10 +42,10 @@ type exchange struct {
 	id       string
 	start    time.Time
 	attempts int
-	split    bool         // P has its part in this attempt
-	fields   []byte       // of all legs
-	saltText string       // of the prompt's KV
-	prompt   *relayed.Key // nil: no relay is there
+	split    bool               // P has its part in this attempt
+	fields   []byte             // of all legs
+	saltText string             // of the prompt's KV
+	prompt   *prefix.RelayedKey // nil: no relay is there
 
 	handed    *transferlog.Entry // of this attempt: how far KV has come from P, or a relay, to D; nil: it goes nowhere
 	againID   string             // transfer id under which a relay gives the prompt's KV once more

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -91,7 +92,7 @@ func newCrowd(t testing.TB, policy proxy.Policy, prefills, others int, pause tim
 func (c *crowd) start(t *testing.T) (string, *proxy.Proxy) {
 	url, p := startProxy(t, c.o)
 	for _, u := range c.urls {
-		eventually(t, "all are well", func() bool { return p.Stats().Well[u] == 1 })
+		testkit.Eventually(t, "all are well", func() bool { return p.Stats().Well[u] == 1 })
 	}
 	return url, p
 }
@@ -132,7 +133,7 @@ func TestEnginesOfEachRoleTakeTurns(t *testing.T) {
 			if len(engines) == 0 {
 				continue
 			}
-			eventually(t, "each engine has its requests", func() bool { return sum(engines) == 36 }) // P's leg may end after the answer
+			testkit.Eventually(t, "each engine has its requests", func() bool { return sum(engines) == 36 }) // P's leg may end after the answer
 			for _, model := range []string{"", "a", "b"} {
 				bound := 1
 				if model == "" {

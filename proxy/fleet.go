@@ -8,7 +8,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/fair/share"
+	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
@@ -28,7 +28,7 @@ type fleet struct {
 // queue is the requests that wait for a model, first come first served.
 type queue struct {
 	waiters []*waiter
-	shares  share.Books // of clients
+	shares  fair.Shares // of clients
 	doubt   bool        // an engine of theirs was in doubt: they hear when none is well
 }
 
@@ -370,7 +370,7 @@ func (f *fleet) dropLocked(name string, q *queue, w *waiter) bool {
 		return false
 	}
 	q.waiters = slices.Delete(q.waiters, i, i+1)
-	q.shares.Add(w.want.who, share.Amount{Count: -1})
+	q.shares.Add(w.want.who, fair.Amount{Count: -1})
 	if len(q.waiters) == 0 {
 		delete(f.mu.queues, name)
 	}
@@ -413,7 +413,7 @@ func (f *fleet) take(ctx context.Context, w *want) (choice, error) {
 	}
 	self := &waiter{w, make(chan grant, 1)}
 	q.waiters = append(q.waiters, self)
-	q.shares.Add(w.who, share.Amount{Count: 1})
+	q.shares.Add(w.who, fair.Amount{Count: 1})
 	f.mu.Unlock()
 	late := time.NewTimer(f.o.QueueTimeout)
 	defer late.Stop()

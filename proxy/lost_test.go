@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -55,19 +56,19 @@ func TestDDoesNotRead(t *testing.T) {
 			t.Error("it was answered")
 		}
 	})
-	eventually(t, "P has its part, and D does not read", func() bool {
+	testkit.Eventually(t, "P has its part, and D does not read", func() bool {
 		at := s.Stats().Engine
 		return ps.count() == 1 && asked.Load() == 1 && at[p] == 0 && at[d] == 1
 	})
 	cancel()
 	wg.Wait()
-	eventually(t, "D is asked to take P's KV", func() bool { return ds.count() == 1 && s.Stats().Freed == 1 })
+	testkit.Eventually(t, "D is asked to take P's KV", func() bool { return ds.count() == 1 && s.Stats().Freed == 1 })
 	sent, _ := ps.all()
 	taken, _ := ds.all()
 	if transferOf(sent[0]) != transferOf(taken[0]) || taken[0]["max_tokens"] != 1.0 {
 		t.Errorf("P did %v, D took %v", sent[0]["kv_transfer_params"], taken[0]["kv_transfer_params"])
 	}
-	eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
+	testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 }
 
 // A client leaves while D reads the request, which is longer than sockets hold: D has it to its end, so that it can let go of what
@@ -93,12 +94,12 @@ func TestDHasAllOfIt(t *testing.T) {
 		}
 	})
 	<-begun
-	eventually(t, "P has its part", func() bool { return ps.count() == 1 })
+	testkit.Eventually(t, "P has its part", func() bool { return ps.count() == 1 })
 	cancel()
 	wg.Wait()
 	time.Sleep(50 * time.Millisecond) // the proxy is to see it first
 	close(left)
-	eventually(t, "D has read", func() bool { return ds.count() == 1 })
+	testkit.Eventually(t, "D has read", func() bool { return ds.count() == 1 })
 	sent, _ := ps.all()
 	got, _ := ds.all()
 	if text, _ := got[0]["prompt"].(string); len(text) != 32<<20 {
@@ -107,7 +108,7 @@ func TestDHasAllOfIt(t *testing.T) {
 	if transferOf(got[0]) != transferOf(sent[0]) {
 		t.Errorf("P did %v, D has %v", sent[0]["kv_transfer_params"], got[0]["kv_transfer_params"])
 	}
-	eventually(t, "no place is taken", func() bool { return s.Taken() == "" && s.Stats().Requests["client_left"] == 1 })
+	testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" && s.Stats().Requests["client_left"] == 1 })
 }
 
 // The only D fails some requests and then recovers: it is asked to take P's KV until it can.
@@ -127,7 +128,7 @@ func TestFreedLater(t *testing.T) {
 	if status, text, _ := post(t, at, `{"prompt":"a"}`); status != http.StatusServiceUnavailable {
 		t.Fatal(status, text)
 	}
-	eventually(t, "D takes it", func() bool { return s.Stats().Freed == 1 && s.Taken() == "" })
+	testkit.Eventually(t, "D takes it", func() bool { return s.Stats().Freed == 1 && s.Taken() == "" })
 	if n := asked.Load(); n != 4 {
 		t.Errorf("D was asked %d times", n)
 	}
@@ -182,7 +183,7 @@ func TestLostDKeepsNothingOfP(t *testing.T) {
 			}
 			lost.Store(false)
 			x.idle()
-			eventually(t, "no place is taken", func() bool { return x.proxy.Taken() == "" })
+			testkit.Eventually(t, "no place is taken", func() bool { return x.proxy.Taken() == "" })
 		})
 	}
 }
@@ -200,7 +201,7 @@ func TestPNeverEnds(t *testing.T) {
 	if status, text, _ := post(t, at, `{"prompt":"a"}`); status != 200 {
 		t.Fatal(status, text)
 	}
-	eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
+	testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 }
 
 // P breaks off, fails or is late after D has begun to answer: D has all that it needs of it, and the stream goes on to its end.
@@ -245,13 +246,13 @@ func TestPFailsAfterDBegan(t *testing.T) {
 				t.Fatal(err)
 			}
 			began <- struct{}{}
-			eventually(t, "P's part is over", func() bool { return s.Stats().Engine[p] == 0 })
+			testkit.Eventually(t, "P's part is over", func() bool { return s.Stats().Engine[p] == 0 })
 			close(end)
 			rest, err := io.ReadAll(r.Body)
 			if err != nil || !bytes.HasSuffix(rest, []byte("[DONE]\n\n")) {
 				t.Errorf("%v: %q", err, rest)
 			}
-			eventually(t, "no place is taken", func() bool { return s.Taken() == "" && s.Stats().Requests["ok"] == 1 })
+			testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" && s.Stats().Requests["ok"] == 1 })
 		})
 	}
 }
@@ -368,8 +369,8 @@ func testPlaces(t *testing.T, dialect proxy.Dialect, policy proxy.Policy) {
 			t.Log("still taken:", taken)
 		}
 	}()
-	eventually(t, "every place is given back", func() bool { taken = s.Taken(); return taken == "" })
-	eventually(t, "all are well", func() bool {
+	testkit.Eventually(t, "every place is given back", func() bool { taken = s.Taken(); return taken == "" })
+	testkit.Eventually(t, "all are well", func() bool {
 		for _, well := range s.Stats().Well {
 			if well != 1 {
 				return false

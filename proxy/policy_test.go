@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -50,7 +51,7 @@ func TestPrefixAware(t *testing.T) {
 			url, s := startProxy(t, o)
 			urls = append(urls, url)
 			for _, d := range x.d {
-				eventually(t, "all are well", func() bool { return s.Stats().Well[d.web.URL] == 1 })
+				testkit.Eventually(t, "all are well", func() bool { return s.Stats().Well[d.web.URL] == 1 })
 			}
 		}
 		for turn := 1; turn <= 5; turn++ {
@@ -83,14 +84,14 @@ func TestASharedBeginningSpreads(t *testing.T) {
 	}
 	url, s := startProxy(t, proxy.Options{Engines: urls, Policy: proxy.PrefixAware, HealthInterval: 20 * time.Millisecond})
 	for _, u := range urls {
-		eventually(t, "all are well", func() bool { return s.Stats().Well[u] == 1 })
+		testkit.Eventually(t, "all are well", func() bool { return s.Stats().Well[u] == 1 })
 	}
 	var wg sync.WaitGroup
 	shared := strings.Repeat("you are a helpful assistant ", 300)
 	for i := range 30 {
 		wg.Go(func() { post(t, url, fmt.Sprintf(`{"prompt":"%s %d"}`, shared, i)) })
 	}
-	eventually(t, "all run", func() bool { return n[0].Load()+n[1].Load()+n[2].Load() == 30 })
+	testkit.Eventually(t, "all run", func() bool { return n[0].Load()+n[1].Load()+n[2].Load() == 30 })
 	close(release)
 	wg.Wait()
 	for i := range n {
@@ -114,7 +115,7 @@ func TestLeastLoaded(t *testing.T) {
 		urls = append(urls, serveMux(t, mux))
 	}
 	url, s := startProxy(t, proxy.Options{Engines: urls, Policy: proxy.LeastLoaded, HealthInterval: 20 * time.Millisecond})
-	eventually(t, "the loads are known", func() bool { return s.Stats().Others[urls[0]] == 6 && s.Stats().Others[urls[1]] == 1 })
+	testkit.Eventually(t, "the loads are known", func() bool { return s.Stats().Others[urls[0]] == 6 && s.Stats().Others[urls[1]] == 1 })
 	for range 10 {
 		if status, text, _ := post(t, url, `{"prompt":"a"}`); status != 200 {
 			t.Fatal(status, text)
@@ -140,7 +141,7 @@ func TestSkipPrefill(t *testing.T) {
 		}()
 		x.start(o)
 		for _, d := range x.d {
-			eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[d.web.URL] == 1 })
+			testkit.Eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[d.web.URL] == 1 })
 		}
 		step := func(request string, prefills int64) {
 			t.Helper()
@@ -172,13 +173,13 @@ func TestDecodeAlone(t *testing.T) {
 	t.Cleanup(func() { d.stop(t) })
 	o := proxy.Options{Prefill: []proxy.Prefill{{URL: "http://127.0.0.1:1", Registry: "http://127.0.0.1:1"}}, Decode: []string{d.web.URL}, HealthInterval: 20 * time.Millisecond}
 	url, s := startProxy(t, o)
-	eventually(t, "D is well", func() bool { return s.Stats().Well[d.web.URL] == 1 })
+	testkit.Eventually(t, "D is well", func() bool { return s.Stats().Well[d.web.URL] == 1 })
 	if status, text, _ := post(t, url, body(1, 3, "")); status != 503 || !strings.Contains(text, "no prefill engine is well") {
 		t.Error(status, text)
 	}
 	o.DecodeAlone = true
 	url, s = startProxy(t, o)
-	eventually(t, "D is well", func() bool { return s.Stats().Well[d.web.URL] == 1 })
+	testkit.Eventually(t, "D is well", func() bool { return s.Stats().Well[d.web.URL] == 1 })
 	if status, text, _ := post(t, url, body(1, 3, "")); status != 200 {
 		t.Error(status, text)
 	}
@@ -200,7 +201,7 @@ func TestOverload(t *testing.T) {
 	urls := []string{mock(t, serve), mock(t, serve)}
 	url, s := startProxy(t, proxy.Options{Engines: urls, MaxPerEngine: perEngine, MaxQueue: queue, HealthInterval: 20 * time.Millisecond})
 	for _, u := range urls {
-		eventually(t, "all are well", func() bool { return s.Stats().Well[u] == 1 })
+		testkit.Eventually(t, "all are well", func() bool { return s.Stats().Well[u] == 1 })
 	}
 	var ok, refused, waited atomic.Int64
 	var wg sync.WaitGroup

@@ -20,7 +20,6 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
-	"github.com/kvasir-kv/kvasir/proxy/prefix/relayed"
 )
 
 // Proxy is an http.Handler in front of engines.
@@ -34,13 +33,13 @@ type Proxy struct {
 	background sync.Mutex
 
 	fleet      fleet
-	index      *prefix.Index   // nil: not needed
-	lives      atomic.Uint32   // of engines and of the cache server, in the index
-	relays     atomic.Bool     // one is there
-	prompts    relayed.Prompts // that relays have
-	transfers  transferlog.Log // from P to D
-	known      *blocks.Prompts // which blocks prompts are; nil: no engine publishes blocks
-	tokenizing chan struct{}   // has a place for each prompt that is made tokens
+	index      *prefix.Index         // nil: not needed
+	lives      atomic.Uint32         // of engines and of the cache server, in the index
+	relays     atomic.Bool           // one is there
+	prompts    prefix.RelayedPrompts // that relays have
+	transfers  transferlog.Log       // from P to D
+	known      *blocks.Prompts       // which blocks prompts are; nil: no engine publishes blocks
+	tokenizing chan struct{}         // has a place for each prompt that is made tokens
 	draining   atomic.Bool
 	inFlight   atomic.Int64
 	releases   atomic.Int64

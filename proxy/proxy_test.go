@@ -19,9 +19,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/sim/api"
@@ -30,7 +28,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 func testLog() *slog.Logger {
 	if !testing.Verbose() {
@@ -78,7 +76,7 @@ func serveWith(t testing.TB, addr, config string, o engine.Options) *served {
 	s := &served{Engine: e, web: httptest.NewUnstartedServer(api.New(e, api.Options{SameIDs: o.First}))}
 	s.web.Listener.Close()
 	if addr == "" {
-		s.web.Listener = ports.Listen(t)
+		s.web.Listener = testkit.Listen(t)
 	} else {
 		for end := time.Now().Add(60 * time.Second); ; time.Sleep(10 * time.Millisecond) {
 			if s.web.Listener, err = net.Listen("tcp", addr); err == nil {
@@ -114,7 +112,7 @@ func startRegistry(t testing.TB) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := ports.Listen(t)
+	l := testkit.Listen(t)
 	ctx, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
 	wg.Go(func() { _ = r.Serve(ctx, l) })
@@ -145,7 +143,7 @@ func (x *deployment) start(o proxy.Options) {
 	x.url, x.proxy = startProxy(x.t, o)
 	x.well()
 	for url := range x.proxy.Stats().Well { // well is who has one engine; tests count on all
-		eventually(x.t, "all are well", func() bool { return x.proxy.Stats().Well[url] == 1 })
+		testkit.Eventually(x.t, "all are well", func() bool { return x.proxy.Stats().Well[url] == 1 })
 	}
 }
 
@@ -164,7 +162,7 @@ func startProxy(t testing.TB, o proxy.Options) (string, *proxy.Proxy) {
 // well waits until the proxy has found its engines.
 func (x *deployment) well() {
 	x.t.Helper()
-	eventually(x.t, "engines are found", func() bool {
+	testkit.Eventually(x.t, "engines are found", func() bool {
 		r, err := http.Get(x.url + "/health")
 		if err != nil {
 			return false
@@ -172,15 +170,6 @@ func (x *deployment) well() {
 		r.Body.Close()
 		return r.StatusCode == 200
 	})
-}
-
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("never: %s", what)
-		}
-	}
 }
 
 func post(t testing.TB, url, body string) (int, string, http.Header) {
@@ -280,7 +269,7 @@ func TestPIsStartedAgain(t *testing.T) {
 	addr := x.p[0].web.Listener.Addr().String()
 	x.p[0].stop(t)
 	x.p[0] = serve(t, addr, producer(x.registry, "another"), 0)
-	eventually(t, "the next request succeeds", func() bool {
+	testkit.Eventually(t, "the next request succeeds", func() bool {
 		status, _, _ := post(t, x.url, body(1, 3, ""))
 		return status == 200
 	})
@@ -312,7 +301,7 @@ func TestClientLeaves(t *testing.T) {
 		cancel()
 	}
 	x.idle()
-	eventually(t, "both are counted", func() bool { return x.proxy.Stats().Requests["client_left"] == 2 })
+	testkit.Eventually(t, "both are counted", func() bool { return x.proxy.Stats().Requests["client_left"] == 2 })
 }
 
 // A D that dies in the middle of a stream cuts the client's stream, which does not end well;
@@ -428,7 +417,7 @@ func TestAttempts(t *testing.T) {
 	url, p := startProxy(t, proxy.Options{Engines: []string{failing, well}, HealthInterval: 10 * time.Millisecond})
 	reach(t, url)
 	for i := range 16 {
-		eventually(t, "both are well", func() bool { s := p.Stats(); return s.Well[failing] == 1 && s.Well[well] == 1 })
+		testkit.Eventually(t, "both are well", func() bool { s := p.Stats(); return s.Well[failing] == 1 && s.Well[well] == 1 })
 		if status, text, _ := post(t, url, `{"prompt":"a"}`); status != 200 || text != "fine" {
 			t.Fatal(i, status, text)
 		}
@@ -477,7 +466,7 @@ func TestBadRequests(t *testing.T) {
 
 // All that is wrong with options is told at once, by field.
 func TestOptions(t *testing.T) {
-	optionstest.CheckNumbers[proxy.Options](t)
+	testkit.CheckNumbers[proxy.Options](t)
 	_, err := proxy.New(proxy.Options{Prefill: []proxy.Prefill{{URL: "p:1", Registry: "http://r"}}, Engines: []string{"http://e?x=1"}, MaxBody: -1})
 	for _, want := range []string{`Prefill "p:1" is not`, `Engines "http://e?x=1" is not`, "Decode is missing", "MaxBody -1"} {
 		if err == nil || !strings.Contains(err.Error(), want) {

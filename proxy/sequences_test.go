@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -44,7 +45,7 @@ func TestSeveralSequencesGoToDAlone(t *testing.T) {
 			t.Fatal(r.StatusCode)
 		}
 		if throughP {
-			eventually(t, "P has its part", func() bool { return ps.count() == 1 })
+			testkit.Eventually(t, "P has its part", func() bool { return ps.count() == 1 })
 		}
 		bodies, _ := ds.all()
 		_, params := bodies[0]["kv_transfer_params"]

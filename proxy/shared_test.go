@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/proxy/keys"
 	"github.com/kvasir-kv/kvasir/proxy/limits"
@@ -48,7 +49,7 @@ func TestSharedLimits(t *testing.T) {
 		t.Cleanup(l.Close)
 		url, p := startProxy(t, proxy.Options{Engines: []string{e}, Keys: known, Limits: l, HealthInterval: 20 * time.Millisecond})
 		urls, proxies = append(urls, url), append(proxies, p)
-		eventually(t, "the engine is well", func() bool { return p.Stats().Well[e] == 1 })
+		testkit.Eventually(t, "the engine is well", func() bool { return p.Stats().Well[e] == 1 })
 	}
 	ended := make(chan int, 64)
 	ask := func(proxy int, key string) {
@@ -76,7 +77,7 @@ func TestSharedLimits(t *testing.T) {
 				t.Errorf("%s: %d", what, status)
 			}
 		}
-		eventually(t, what, func() bool { return inside.Load() == in })
+		testkit.Eventually(t, what, func() bool { return inside.Load() == in })
 		for range in {
 			release <- true
 		}
@@ -85,7 +86,7 @@ func TestSharedLimits(t *testing.T) {
 				t.Errorf("%s: %d", what, status)
 			}
 		}
-		eventually(t, "the ends are counted", func() bool { return redis.Now("") == 0 })
+		testkit.Eventually(t, "the ends are counted", func() bool { return redis.Now("") == 0 })
 	}
 	wave("together", "a", 4, 2)
 	wave("together, another key", "b", 4, 2)
@@ -95,15 +96,15 @@ func TestSharedLimits(t *testing.T) {
 	redis.Silence(true)
 	wave("each by itself", "a", 4, 4)
 	redis.Silence(false)
-	eventually(t, "they count together again", func() bool {
+	testkit.Eventually(t, "they count together again", func() bool {
 		before := [2]int64{proxies[0].Stats().Shared.Asked, proxies[1].Stats().Shared.Asked}
 		for i := range proxies {
 			ask(i, "b")
-			eventually(t, "it is inside", func() bool { return inside.Load() == 1 })
+			testkit.Eventually(t, "it is inside", func() bool { return inside.Load() == 1 })
 			release <- true
 			<-ended
 		}
-		eventually(t, "the ends are counted", func() bool { return redis.Now("") == 0 })
+		testkit.Eventually(t, "the ends are counted", func() bool { return redis.Now("") == 0 })
 		return proxies[0].Stats().Shared.Asked > before[0] && proxies[1].Stats().Shared.Asked > before[1]
 	})
 	wave("together again", "a", 4, 2)

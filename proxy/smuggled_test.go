@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/proxy/keys"
 )
@@ -65,7 +66,7 @@ func TestClientsDoNotChooseRanks(t *testing.T) {
 				t.Fatal(status)
 			}
 		}
-		eventually(t, "P has its part", func() bool { return ps.count() == 2 })
+		testkit.Eventually(t, "P has its part", func() bool { return ps.count() == 2 })
 		bodies, headD := ds.all()
 		_, headP := ps.all()
 		gotP, gotD := ranksOf(headP), ranksOf(headD)

@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
@@ -118,7 +119,7 @@ func TestSoakOverload(t *testing.T) {
 	}
 	x.start(o)
 	for _, e := range append(x.p, x.d...) {
-		eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[e.web.URL] == 1 })
+		testkit.Eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[e.web.URL] == 1 })
 	}
 	http.DefaultTransport.(*http.Transport).MaxIdleConnsPerHost = 64
 	// P serves perEngine prompts at a time too, one step each and what its hand-over takes: D is the narrow place.
@@ -143,7 +144,7 @@ func TestSoakOverload(t *testing.T) {
 	after := come(t.Context(), x.url, capacity*0.5, 8*time.Second, 2*base)
 	x.idle()
 	http.DefaultClient.CloseIdleConnections()
-	eventually(t, "goroutines have ended", func() bool { return runtime.NumGoroutine() <= goroutines+32 })
+	testkit.Eventually(t, "goroutines have ended", func() bool { return runtime.NumGoroutine() <= goroutines+32 })
 	t.Logf("at %.0f%% of capacity (%.0f requests/s): %d let in, %d refused, first byte after %v (median)", 90.0, capacity*0.9, len(at.ttft), len(at.refused), base)
 	t.Logf("10 times capacity for %d s: %d let in, first byte after %v (median), %.2f times as long; %d refused after %v (median); at most %d in progress; other ends: %v",
 		seconds, len(over.ttft), median(over.ttft), float64(median(over.ttft))/float64(base), len(over.refused), median(over.refused), most.Load(), over.other)

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/server"
@@ -67,7 +68,7 @@ func TestRelayServesAgain(t *testing.T) {
 	}
 	x.start(o)
 	for _, e := range append(x.p, x.d...) {
-		eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[e.web.URL] == 1 })
+		testkit.Eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[e.web.URL] == 1 })
 	}
 	for i := range 2 {
 		x.only(0)
@@ -85,7 +86,7 @@ func TestRelayServesAgain(t *testing.T) {
 	addr := x.p[0].web.Listener.Addr().String()
 	x.p[0].stop(t)
 	x.p[0] = serve(t, addr, producer(x.registry, "another"), 0)
-	eventually(t, "the next request succeeds", func() bool {
+	testkit.Eventually(t, "the next request succeeds", func() bool {
 		status, _, _ := post(t, x.url, body(7, 3, ""))
 		return status == 200
 	})
@@ -120,7 +121,7 @@ func TestRelayHasLostIt(t *testing.T) {
 			http.Error(w, "KV load failed", 500)
 			return
 		}
-		eventually(t, "P has its part", func() bool { return ps.count()+int(refused.Load()) == ds.count() })
+		testkit.Eventually(t, "P has its part", func() bool { return ps.count()+int(refused.Load()) == ds.count() })
 		if m["stream"] == true {
 			w.Header().Set("Content-Type", "text/event-stream")
 			fmt.Fprint(w, "data: {}\n\ndata: [DONE]\n\n")
@@ -226,7 +227,7 @@ func TestStoreServesAgain(t *testing.T) {
 	n, x, o, alone := startShared(t, 3)
 	x.start(o)
 	for _, e := range append(x.p, x.d...) {
-		eventually(t, "all are well", func() bool { s := x.proxy.Stats(); return s.Well[e.web.URL] == 1 && s.Store == 1 })
+		testkit.Eventually(t, "all are well", func() bool { s := x.proxy.Stats(); return s.Well[e.web.URL] == 1 && s.Store == 1 })
 	}
 	loaded := func() (sum int64) {
 		for _, d := range x.d {
@@ -254,12 +255,12 @@ func TestStoreServesAgain(t *testing.T) {
 		t.Fatal(err, r)
 	}
 	r.Body.Close()
-	eventually(t, "the proxy has seen it", func() bool { return x.proxy.StoreID() != was })
+	testkit.Eventually(t, "the proxy has seen it", func() bool { return x.proxy.StoreID() != was })
 	x.only(2)
 	x.wantAsked("the server was cleared", 1, talk(0, 3), alone)
 	n.web.CloseClientConnections()
 	n.web.Close()
-	eventually(t, "the proxy has seen it", func() bool { return x.proxy.Stats().Store == 0 })
+	testkit.Eventually(t, "the proxy has seen it", func() bool { return x.proxy.Stats().Store == 0 })
 	x.wantAsked("the server is silent", 1, talk(1, 3), alone)
 }
 
@@ -297,7 +298,7 @@ func (n *node) drop(t testing.TB) {
 			t.Fatal(resp.Status, err)
 		}
 	}
-	eventually(t, "all is deleted", func() bool {
+	testkit.Eventually(t, "all is deleted", func() bool {
 		var list struct {
 			Entries []struct {
 				Key json.RawMessage `json:"key"`
@@ -340,28 +341,28 @@ func testStoreEvents(t *testing.T, replay bool) {
 	told := func() bool { return chunks() == n.chunks(t) }
 	// Also whoever comes first is to know how long chunks are.
 	x.wantAsked("a first prompt", 1, talk(9, 3), alone)
-	eventually(t, "the server tells of it", told)
+	testkit.Eventually(t, "the server tells of it", told)
 	for who := range 2 {
 		salted := strings.Replace(talk(who, 3), "{", `{"cache_salt":"s",`, 1)
 		for _, request := range []string{talk(who, 3), salted} {
 			x.only(0)
 			learned := x.proxy.Stats().Tokenized
 			x.wantAsked("first", 1, request, alone)
-			eventually(t, "the proxy knows", func() bool { return told() && x.proxy.Stats().Tokenized > learned })
+			testkit.Eventually(t, "the proxy knows", func() bool { return told() && x.proxy.Stats().Tokenized > learned })
 			x.only(1)
 			x.wantAsked("again, at another D", 0, request, alone)
 			x.idle()
 			n.drop(t)
-			eventually(t, "the proxy knows that it is gone", func() bool { return chunks() == 0 })
+			testkit.Eventually(t, "the proxy knows that it is gone", func() bool { return chunks() == 0 })
 			if status, text, _ := post(t, other, request); status != 200 {
 				t.Fatal(status, text)
 			}
 			x.idle()
-			eventually(t, "another proxy had it stored", func() bool { return chunks() > 0 && told() })
+			testkit.Eventually(t, "another proxy had it stored", func() bool { return chunks() > 0 && told() })
 			x.only(2)
 			x.wantAsked("stored for another proxy", 0, request, alone)
 			n.drop(t)
-			eventually(t, "the proxy knows that it is gone", func() bool { return chunks() == 0 })
+			testkit.Eventually(t, "the proxy knows that it is gone", func() bool { return chunks() == 0 })
 			x.only(3)
 			if replay { // else the proxy may not know that it was told all
 				x.wantAsked("dropped", 1, request, alone)

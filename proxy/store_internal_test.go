@@ -65,7 +65,7 @@ func TestStoreIDs(t *testing.T) {
 // as far as it says anything; a server that is silent says nothing.
 func TestTold(t *testing.T) {
 	for _, c := range []struct {
-		stored        stored
+		stored      stored
 		guess, want int
 	}{
 		{stored{}, 700, 700},

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -76,14 +77,14 @@ func TestStreamsEndAsTheirAPISays(t *testing.T) {
 					t.Errorf("a stream without its last event (%s): %v %q", clean, err, text)
 				}
 			}
-			eventually(t, "all are counted", func() bool { return p.Stats().Requests["broken_off"] == 2 && p.Stats().Requests["ok"] == 1 })
+			testkit.Eventually(t, "all are counted", func() bool { return p.Stats().Requests["broken_off"] == 2 && p.Stats().Requests["ok"] == 1 })
 			if n := looks.Load() - before; n != 0 {
 				t.Errorf("an engine that ends its streams in good order is looked at %d times", n)
 			}
 			if text, err := ask("cut"); err == nil || !strings.Contains(text, api.lost) {
 				t.Errorf("a cut stream: %v %q", err, text)
 			}
-			eventually(t, "the engine is looked at", func() bool { return looks.Load() > before })
+			testkit.Eventually(t, "the engine is looked at", func() bool { return looks.Load() > before })
 		})
 	}
 }
@@ -106,7 +107,7 @@ func TestStreamsOfOtherPaths(t *testing.T) {
 	if text, err := io.ReadAll(r.Body); err != nil || string(text) != "data: 1\n\n" {
 		t.Errorf("%v %q", err, text)
 	}
-	eventually(t, "it is counted", func() bool { return p.Stats().Requests["ok"] == 1 })
+	testkit.Eventually(t, "it is counted", func() bool { return p.Stats().Requests["ok"] == 1 })
 }
 
 // An engine that ends a stream with an error of its own has said all: the client gets no second error, and the engine
@@ -138,7 +139,7 @@ func TestStreamsThatEndWithAnErrorOfTheEngine(t *testing.T) {
 		if err != nil || string(text) != "data: {}\n\n"+last {
 			t.Errorf("%s: %v %q", path, err, text)
 		}
-		eventually(t, "it is counted", func() bool { return p.Stats().Requests["failed"] == 1 })
+		testkit.Eventually(t, "it is counted", func() bool { return p.Stats().Requests["failed"] == 1 })
 		if looks.Load() != before {
 			t.Errorf("%s: the engine is doubted", path)
 		}

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/proxy"
@@ -92,12 +93,12 @@ func TestTransfersOfProxy(t *testing.T) {
 		res.Body.Close()
 		answered <- res.StatusCode
 	}()
-	eventually(t, "P is ready and D has not taken it", func() bool {
+	testkit.Eventually(t, "P is ready and D has not taken it", func() bool {
 		list := s.Transfers()
 		return len(list) == 1 && list[0].State == transferlog.Waiting && len(list[0].Steps) == 2
 	})
 	fails <- true
-	eventually(t, "the next attempt", func() bool { return len(s.Transfers()) == 2 })
+	testkit.Eventually(t, "the next attempt", func() bool { return len(s.Transfers()) == 2 })
 	close(fails) // what D is asked for now goes well, also to free P's KV
 	if status := <-answered; status != 200 {
 		t.Fatal(status)

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
@@ -79,11 +80,11 @@ func TestRequestsWaitForTheFullEngineThatTheyNeed(t *testing.T) {
 		}
 		o(e.url, &options)
 		url, p := startProxy(t, options)
-		eventually(t, "the engine is well", func() bool { return p.Stats().Well[e.url] == 1 })
+		testkit.Eventually(t, "the engine is well", func() bool { return p.Stats().Well[e.url] == 1 })
 		first := send(t, url+path)
 		<-e.came
 		second := send(t, url+path)
-		eventually(t, "the second waits or has its answer", func() bool { return p.Stats().Queued == 1 || len(second) == 1 })
+		testkit.Eventually(t, "the second waits or has its answer", func() bool { return p.Stats().Queued == 1 || len(second) == 1 })
 		close(e.release)
 		if a, b := <-first, <-second; a[:3] != "200" || b[:3] != "200" {
 			t.Errorf("%s: %s; %s", path, a, b)
@@ -104,7 +105,7 @@ func TestThoseWhoWaitForRoomHearThatTheEngineHasGone(t *testing.T) {
 	<-e.came
 	for i := range 3 {
 		all = append(all, send(t, url+"/v1/completions"))
-		eventually(t, "it waits", func() bool { return p.Stats().Queued == int64(i+1) })
+		testkit.Eventually(t, "it waits", func() bool { return p.Stats().Queued == int64(i+1) })
 	}
 	e.cut.Store(true)
 	e.well.Store(500)
@@ -143,7 +144,7 @@ func TestADoubtEndsWithTheEngine(t *testing.T) {
 		first := send(t, url+"/v1/completions")
 		<-e.looked
 		second := send(t, url+"/v1/completions")
-		eventually(t, "both wait", func() bool { return p.Stats().Queued == 2 })
+		testkit.Eventually(t, "both wait", func() bool { return p.Stats().Queued == 2 })
 		end(p, e.url)
 		if n := p.Stats().Queued; n != 0 { // else the silence of the engine would end it
 			t.Errorf("%s: %d wait", name, n)

@@ -7,7 +7,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/store"
-	"github.com/kvasir-kv/kvasir/store/tiering/estimate"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
@@ -22,7 +22,7 @@ type BelowStatus struct {
 	SkippedChunks uint64       `json:"skipped_chunks"` // not offered because too much waited
 	LostChunks    uint64       `json:"lost_chunks"`    // evicted before they were below
 
-	Estimate estimate.Stats `json:"estimate"` // is loading faster than computing?
+	Estimate tiering.RateStats `json:"estimate"` // is loading faster than computing?
 }
 
 // TierStatus is one tier.

@@ -14,7 +14,7 @@ import (
 
 	"github.com/tinylib/msgp/msgp"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
@@ -193,8 +193,8 @@ var done = lmcache.Copied{Event: lmcache.StubEvent, OK: true}
 // The whole recorded life of workers whose KV the server copies: replies equal
 // the reference's, and the bytes are where they belong.
 func TestRecordedLMCacheDriven(t *testing.T) {
-	var rec vectors.Recording
-	vectors.Read(t, "lmcache-mp/lmcache_driven_cpu_shm.json", &rec)
+	var rec testkit.Recording
+	testkit.ReadVector(t, "lmcache-mp/lmcache_driven_cpu_shm.json", &rec)
 	n := startDriven(t, t.TempDir(), "pool", server.Options{})
 	defer n.stop()
 	const layerBytes = 8192
@@ -220,14 +220,14 @@ func TestRecordedLMCacheDriven(t *testing.T) {
 				continue
 			}
 			cases++
-			got := n.Answer(vectors.Frames(f.Hex))
+			got := n.Answer(testkit.Frames(f.Hex))
 			if want, ok := differs[step.Step]; ok {
 				if len(got) != 3 || fmt.Sprintf("%x", got[2]) != want {
 					t.Errorf("%s: reply %x, want result %s", step.Step, got, want)
 				}
 				continue
 			}
-			compareReply(t, step.Step, f.Hex[1], got, vectors.Frames(step.Frames[i+1].Hex))
+			compareReply(t, step.Step, f.Hex[1], got, testkit.Frames(step.Frames[i+1].Hex))
 		}
 		if step.Step == "retrieve_2_of_3" { // stored from blocks 3 and on, into 0 to 3, without the first
 			block := func(layer []byte, plane, id int) []byte { return layer[plane*4096+id*256:][:256] }

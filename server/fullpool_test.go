@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
 	"github.com/kvasir-kv/kvasir/server"
@@ -80,7 +81,7 @@ func (x *fullPool) put(e *connector.PoolClient, n, from, to int) {
 		x.t.Fatalf("prompt %d: stored %d of chunks [%d, %d), %v", n, stored, from, to, err)
 	}
 	x.below += uint64(stored)
-	eventually(x.t, "it is written below", func() bool { return x.store.Stats().WrittenChunks == x.below })
+	testkit.Eventually(x.t, "it is written below", func() bool { return x.store.Stats().WrittenChunks == x.below })
 }
 
 // pin looks a prompt up and leaves its chunks pinned.

@@ -12,7 +12,7 @@ import (
 	"github.com/tinylib/msgp/msgp"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 )
@@ -27,14 +27,14 @@ func TestRecordedGenerations(t *testing.T) {
 
 type recordedMessage struct {
 	Way string
-	Hex []vectors.Hex
+	Hex []testkit.Hex
 }
 
 func replayGeneration(t *testing.T, release string) {
 	var rec struct {
 		Sockets [2][]recordedMessage // the scheduler's and the worker's
 	}
-	vectors.Read(t, "lmcache-mp/generation-"+release+".json", &rec)
+	testkit.ReadVector(t, "lmcache-mp/generation-"+release+".json", &rec)
 	n, stop := startNode(t, t.TempDir(), 64, server.Options{Pickle: server.PickleOn})
 	defer stop()
 	of, err := lmcache.ParseGenerations(release)
@@ -48,7 +48,7 @@ func replayGeneration(t *testing.T, release string) {
 			if m.Way != ">" {
 				continue
 			}
-			frames := vectors.Frames(m.Hex)
+			frames := testkit.Frames(m.Hex)
 			r, err := of.Read(frames, nil)
 			if err != nil || len(r) != 1 {
 				t.Fatalf("request %x: %v, %v", frames[1], r, err)
@@ -57,7 +57,7 @@ func replayGeneration(t *testing.T, release string) {
 			c.uid = frames[0][0]
 			got := c.call(frames[1][0], frames[2:]...)
 			for _, answer := range rec.Sockets[s][i:] {
-				if want := vectors.Frames(answer.Hex); answer.Way == "<" && bytes.Equal(want[0], frames[0]) {
+				if want := testkit.Frames(answer.Hex); answer.Way == "<" && bytes.Equal(want[0], frames[0]) {
 					compareResult(t, r[0].Op, got, want[2:])
 				}
 			}

@@ -9,7 +9,7 @@ import (
 	"github.com/tinylib/msgp/msgp"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 )
@@ -77,11 +77,11 @@ func TestAnswersHaveTheDeclaredType(t *testing.T) {
 func FuzzConnection(f *testing.F) {
 	for _, release := range []string{"0.4.6", "0.4.7", "0.5.0", "0.5.3", "0.5.5"} {
 		var rec struct{ Sockets [2][]recordedMessage }
-		vectors.Read(f, "lmcache-mp/generation-"+release+".json", &rec)
+		testkit.ReadVector(f, "lmcache-mp/generation-"+release+".json", &rec)
 		for _, socket := range rec.Sockets {
 			var all []byte
 			for _, m := range socket {
-				frames := vectors.Frames(m.Hex)
+				frames := testkit.Frames(m.Hex)
 				if m.Way == ">" && len(slices.Concat(frames...)) < 1<<12 {
 					all = append(all, byte(len(frames)))
 					for _, frame := range frames {

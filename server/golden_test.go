@@ -8,7 +8,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/store"
@@ -37,8 +37,8 @@ func newServer(t testing.TB, chunkTokens int, poolBytes int64, so store.Options)
 // The whole recorded life of engine-driven workers, request by request: our
 // replies equal the reference's but where they may or must differ.
 func TestRecordedEngineDriven(t *testing.T) {
-	var rec vectors.Recording
-	vectors.Read(t, "lmcache-mp/engine_driven_shm.json", &rec)
+	var rec testkit.Recording
+	testkit.ReadVector(t, "lmcache-mp/engine_driven_shm.json", &rec)
 	s, _ := newServer(t, rec.Meta.ChunkTokens, 256<<20, store.Options{})
 	// Where the reference is silent, or has options that we do not.
 	differs := map[string]string{
@@ -53,7 +53,7 @@ func TestRecordedEngineDriven(t *testing.T) {
 				continue
 			}
 			cases++
-			got := s.Answer(vectors.Frames(f.Hex))
+			got := s.Answer(testkit.Frames(f.Hex))
 			if want, ok := differs[step.Step]; ok {
 				if len(got) != 3 || fmt.Sprintf("%x", got[2]) != want {
 					t.Errorf("%s: reply %x, want result %s", step.Step, got, want)
@@ -63,7 +63,7 @@ func TestRecordedEngineDriven(t *testing.T) {
 			if i+1 == len(step.Frames) || step.Frames[i+1].Direction == "client_to_server" {
 				t.Fatalf("%s: the recording has no reply", step.Step)
 			}
-			want := vectors.Frames(step.Frames[i+1].Hex)
+			want := testkit.Frames(step.Frames[i+1].Hex)
 			compareReply(t, step.Step, f.Hex[1], got, want)
 		}
 	}
@@ -147,24 +147,24 @@ func TestMalformed(t *testing.T) {
 	var file struct {
 		Cases []struct {
 			Case    string
-			Request []vectors.Hex   `json:"request_frames_hex"`
-			Reply   [][]vectors.Hex `json:"reply_frames_hex"`
+			Request []testkit.Hex   `json:"request_frames_hex"`
+			Reply   [][]testkit.Hex `json:"reply_frames_hex"`
 		}
 	}
-	vectors.Read(t, "lmcache-mp/malformed_frames.json", &file)
+	testkit.ReadVector(t, "lmcache-mp/malformed_frames.json", &file)
 	s, _ := newServer(t, 32, 1<<20, store.Options{})
 	silent := map[string]bool{"ack_unknown_stream": true, "single_frame_message": true}
 	results := map[string]string{ // the negative value of the operation
 		"ping_missing_payload": "c2", "ping_extra_payload": "c2", "ping_wrong_type": "c2",
 	}
 	for _, c := range file.Cases {
-		request := vectors.Frames(c.Request)
+		request := testkit.Frames(c.Request)
 		got := s.Answer(request)
 		var want [][]byte
 		switch {
 		case silent[c.Case]:
 		case len(c.Reply) > 0:
-			want = vectors.Frames(c.Reply[0])
+			want = testkit.Frames(c.Reply[0])
 		default:
 			want = request[:2:2]
 			if r, ok := results[c.Case]; ok {
@@ -186,11 +186,11 @@ func TestReferenceDefects(t *testing.T) {
 	var file struct {
 		Steps []struct {
 			Step    string
-			Request []vectors.Hex `json:"request_hex"`
-			Reply   []vectors.Hex `json:"reply_hex"`
+			Request []testkit.Hex `json:"request_hex"`
+			Reply   []testkit.Hex `json:"reply_hex"`
 		}
 	}
-	vectors.Read(t, "lmcache-mp/reference_defects.json", &file)
+	testkit.ReadVector(t, "lmcache-mp/reference_defects.json", &file)
 	s, _ := newServer(t, 256, 64<<20, store.Options{})
 	miss := fmt.Sprintf("%x", lmcache.AppendPrepareRetrieve(nil, nil))
 	result := map[int]string{ // by step, where the reference is wrong or silent
@@ -200,7 +200,7 @@ func TestReferenceDefects(t *testing.T) {
 		10: "", // num_kv_readers 0: a lookup that finds nothing
 	}
 	for i, step := range file.Steps {
-		request := vectors.Frames(step.Request)
+		request := testkit.Frames(step.Request)
 		got := s.Answer(request)
 		switch want, ok := result[i]; {
 		case i == 13: // same request id, other tokens: its own slots, not "all cached"
@@ -217,7 +217,7 @@ func TestReferenceDefects(t *testing.T) {
 				t.Errorf("%d %s: reply %x, want result %s", i, step.Step, got, want)
 			}
 		default:
-			compareReply(t, fmt.Sprint(i, " ", step.Step), request[1], got, vectors.Frames(step.Reply))
+			compareReply(t, fmt.Sprint(i, " ", step.Step), request[1], got, testkit.Frames(step.Reply))
 		}
 	}
 	t.Logf("%d cases", len(file.Steps))
@@ -227,8 +227,8 @@ func TestReferenceDefects(t *testing.T) {
 func TestRecordedRefusals(t *testing.T) {
 	cases := 0
 	for _, name := range []string{"engine_driven_pickle", "kv_events_stream", "p2p"} {
-		var rec vectors.Recording
-		vectors.Read(t, "lmcache-mp/"+name+".json", &rec)
+		var rec testkit.Recording
+		testkit.ReadVector(t, "lmcache-mp/"+name+".json", &rec)
 		s, st := newServer(t, 32, 1<<20, store.Options{})
 		for _, step := range rec.Steps {
 			for _, f := range step.Frames {
@@ -236,7 +236,7 @@ func TestRecordedRefusals(t *testing.T) {
 					continue
 				}
 				cases++
-				got := s.Answer(vectors.Frames(f.Hex))
+				got := s.Answer(testkit.Frames(f.Hex))
 				if len(got) < 2 || !bytes.Equal(got[0], f.Hex[0]) || !bytes.Equal(got[1], f.Hex[1]) {
 					t.Errorf("%s %s: reply %x", name, step.Step, got)
 					continue

@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/store/miss"
-	"github.com/kvasir-kv/kvasir/store/tiering/estimate"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -166,9 +166,9 @@ func TestFindingsBeginWhereTheyMatter(t *testing.T) {
 	f("too slow in 5 calls", true, below(func(b *BelowStatus) { b.Tiers[0].Failures, b.Tiers[0].Late = 2, 3 }))
 	f("has taken nothing of 1 object: see whether it is full: it has 2 KiB free", true, below(func(b *BelowStatus) { b.Tiers[0].Dropped, b.Tiers[0].FreeBytes = 1, 2048 }))
 	f("has taken nothing", false, below(func(b *BelowStatus) { b.Tiers[0].Dropped, b.Tiers[0].WriteBytes = 1, 1 }))
-	f("tiers give 1.00 GB/s to a request, engines compute 2.00 GB/s", true, below(func(b *BelowStatus) { b.Estimate = estimate.Stats{LoadRate: 1e9, ComputeRate: 2e9} }))
-	f("tiers give", false, below(func(b *BelowStatus) { b.Estimate = estimate.Stats{LoadRate: 1e9, ComputeRate: 1e9} }))
-	f("tiers give", false, below(func(b *BelowStatus) { b.Estimate = estimate.Stats{ComputeRate: 1e9} }))
+	f("tiers give 1.00 GB/s to a request, engines compute 2.00 GB/s", true, below(func(b *BelowStatus) { b.Estimate = tiering.RateStats{LoadRate: 1e9, ComputeRate: 2e9} }))
+	f("tiers give", false, below(func(b *BelowStatus) { b.Estimate = tiering.RateStats{LoadRate: 1e9, ComputeRate: 1e9} }))
+	f("tiers give", false, below(func(b *BelowStatus) { b.Estimate = tiering.RateStats{ComputeRate: 1e9} }))
 	f("3 chunks left the pool before", true, below(func(b *BelowStatus) { b.SkippedChunks, b.LostChunks = 1, 2 }))
 	f("1 chunk left the pool before", true, below(func(b *BelowStatus) { b.SkippedChunks = 1 }))
 	f("1 chunk left the pool before", true, below(func(b *BelowStatus) { b.LostChunks = 1 }))

@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 func TestMain(m *testing.M) {
@@ -23,7 +23,7 @@ func TestMain(m *testing.M) {
 		stay(url)
 		return
 	}
-	leaks.Main(m)
+	testkit.Main(m)
 }
 
 // lend is an engine's process: it makes a segment as LMCache's workers do, says

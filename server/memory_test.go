@@ -11,7 +11,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/testkit/smallfs"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/store"
@@ -120,15 +120,15 @@ func (n *provider) pool(name string) int64 {
 // what has memory, says so in health, status and log, and takes the rest when there
 // is memory again. No engine is killed, in either.
 func TestOvercommittedMemoryIsNotHandedOut(t *testing.T) {
-	smallfs.Run(t, 40*mib, func(t *testing.T, dir string) {
+	testkit.SmallFS(t, 40*mib, func(t *testing.T, dir string) {
 		a := startProvider(t, dir, "a", 24*mib, store.Options{PopulateRate: 1 << 40}, server.Options{})
 		b := startProvider(t, dir, "b", 24*mib, store.Options{PopulateRate: 1 << 40}, server.Options{})
 		defer b.stop()
 		endA := a.run()
-		eventually(t, "a's memory", func() bool { return a.pool("usable_bytes") == 24*mib })
+		testkit.Eventually(t, "a's memory", func() bool { return a.pool("usable_bytes") == 24*mib })
 		endB := b.run()
 		defer endB()
-		eventually(t, "b's trouble", func() bool { return !b.Healthy() })
+		testkit.Eventually(t, "b's trouble", func() bool { return !b.Healthy() })
 		usable := b.pool("usable_bytes")
 		if usable <= 0 || usable >= 24*mib {
 			t.Errorf("%d bytes are usable", usable)
@@ -136,7 +136,7 @@ func TestOvercommittedMemoryIsNotHandedOut(t *testing.T) {
 		if code, why := b.health(); code != 503 || !strings.Contains(why, "has no memory for the whole pool") {
 			t.Errorf("health %d, %q", code, why)
 		}
-		eventually(t, "the line", func() bool { return strings.Contains(b.log.String(), "level=ERROR") })
+		testkit.Eventually(t, "the line", func() bool { return strings.Contains(b.log.String(), "level=ERROR") })
 		if code, why := a.health(); code != 200 || why != "" {
 			t.Errorf("a: health %d, %q", code, why)
 		}
@@ -170,20 +170,20 @@ func TestOvercommittedMemoryIsNotHandedOut(t *testing.T) {
 // A file system that others fill before the pool has its memory, or after: stores
 // are declined or done, and nobody is killed.
 func TestFileSystemFilledByOthers(t *testing.T) {
-	smallfs.Run(t, 40*mib, func(t *testing.T, dir string) {
+	testkit.SmallFS(t, 40*mib, func(t *testing.T, dir string) {
 		early := startProvider(t, dir, "early", 16*mib, store.Options{PopulateRate: 1 << 20}, server.Options{})
 		defer early.stop()
 		late := startProvider(t, dir, "late", 8*mib, store.Options{PopulateRate: 1 << 40}, server.Options{Pickle: server.PickleOn})
 		defer late.stop()
 		end := late.run()
 		defer end()
-		eventually(t, "its memory", func() bool { return late.pool("usable_bytes") == 8*mib })
+		testkit.Eventually(t, "its memory", func() bool { return late.pool("usable_bytes") == 8*mib })
 		if got := early.write(1, 2); got != 2 {
 			t.Fatalf("%d chunks", got)
 		}
 		first := early.pool("usable_bytes")
 		other := filepath.Join(dir, "other")
-		smallfs.Fill(t, dir, other, 0)
+		testkit.FillFS(t, dir, other, 0)
 		for seed := range 3 {
 			if got := early.write(seed+2, 16); int64(got)*mib != first {
 				t.Errorf("%d chunks where %d bytes have memory", got, first)
@@ -237,7 +237,7 @@ func TestMemoryIsProvidedAheadOfRequests(t *testing.T) {
 // Memory for the chunks without memory for the index is no memory: nothing is handed
 // out, health says so, and it goes on when there is some.
 func TestIndexWithoutMemory(t *testing.T) {
-	smallfs.Run(t, 8*mib, func(t *testing.T, dir string) {
+	testkit.SmallFS(t, 8*mib, func(t *testing.T, dir string) {
 		p, err := pool.Open(pool.Options{Name: "p", Bytes: 2 * mib, Align: 64, Dir: dir, ChunkTokens: 16})
 		if err != nil {
 			t.Fatal(err)
@@ -251,7 +251,7 @@ func TestIndexWithoutMemory(t *testing.T) {
 		}()
 		register(t, s, 7, smallLayout)
 		other := filepath.Join(dir, "other")
-		smallfs.Fill(t, dir, other, 2*mib)
+		testkit.FillFS(t, dir, other, 2*mib)
 		if err := s.ProvideMore(); err == nil || s.Healthy() {
 			t.Errorf("%v, healthy %v", err, s.Healthy())
 		}

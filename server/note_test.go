@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/store/pool"
@@ -21,16 +22,6 @@ func pings(s *server.Server, id int64) bool {
 	reply := s.Answer([][]byte{{0}, lmcache.AppendOp(nil, lmcache.OpPing), lmcache.AppendInt(nil, id)})
 	ok, err := lmcache.DecodeBool(reply[2])
 	return err == nil && ok
-}
-
-// eventually waits for what another goroutine does soon.
-func eventually(t *testing.T, what string, f func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !f(); time.Sleep(2 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("%s: it never came", what)
-		}
-	}
 }
 
 // Registrations that come quickly are not written one by one, and none is lost: not
@@ -67,7 +58,7 @@ func TestNoteIsWrittenAFewTimesASecond(t *testing.T) {
 	for id := range int64(50) {
 		register(t, n.Server, 2000+id, smallLayout)
 	}
-	eventually(t, "the last registration is written while the server runs", func() bool {
+	testkit.Eventually(t, "the last registration is written while the server runs", func() bool {
 		b, err := os.ReadFile(path)
 		return err == nil && bytes.Contains(b, []byte(`"ID":2049,`))
 	})

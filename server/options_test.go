@@ -3,9 +3,9 @@ package server_test
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/server"
 )
 
 // No number means "off" by being negative.
-func TestValidate(t *testing.T) { optionstest.CheckNumbers[server.Options](t) }
+func TestValidate(t *testing.T) { testkit.CheckNumbers[server.Options](t) }

@@ -3,7 +3,6 @@ package server
 import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/server/p2p"
 )
 
 // answerPeer answers what another node asks for. Who may not open the pool is told that
@@ -27,7 +26,7 @@ func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 }
 
 // keysFor finds objects in the layouts that the caller's lookups go by.
-func (s *Server) keysFor(sc *scratch) p2p.Keys {
+func (s *Server) keysFor(sc *scratch) keyFinder {
 	c := sc.caller()
 	may := c.MayOpen() == nil
 	return func(name *lmcache.ObjectKey) (k kv.Key, ok bool) {

@@ -6,15 +6,15 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/server"
 )
 
 // The recorded life of a peer: it looks three objects up, of which two are there, asks twice
 // where they are, and unlocks them. Every reply is the reference's.
 func TestRecordedPeer(t *testing.T) {
-	var rec vectors.Recording
-	vectors.Read(t, "lmcache-mp/p2p.json", &rec)
+	var rec testkit.Recording
+	testkit.ReadVector(t, "lmcache-mp/p2p.json", &rec)
 	n := startDriven(t, t.TempDir(), "pool", server.Options{})
 	defer n.stop()
 	for i := 6; i < 8; i++ {
@@ -31,7 +31,7 @@ func TestRecordedPeer(t *testing.T) {
 				continue
 			}
 			cases++
-			compareReply(t, step.Step, f.Hex[1], n.Answer(vectors.Frames(f.Hex)), vectors.Frames(step.Frames[i+1].Hex))
+			compareReply(t, step.Step, f.Hex[1], n.Answer(testkit.Frames(f.Hex)), testkit.Frames(step.Frames[i+1].Hex))
 			if locked := n.store.Stats().Quarantined; locked != 0 && step.Step != "p2p_lookup_and_lock" && step.Step != "p2p_query_lookup_results" && step.Step != "p2p_query_lookup_results_again" {
 				t.Errorf("after %s %d lookups hold something", step.Step, locked)
 			}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/tinylib/msgp/msgp"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/store"
@@ -51,7 +52,7 @@ func restartedNode(t *testing.T, prompts int, so store.Options, o server.Options
 			t.Fatal("not stored")
 		}
 	}
-	eventually(t, "checksums", func() bool { return n.store.Stats().SummedChunks == uint64(4*prompts) })
+	testkit.Eventually(t, "checksums", func() bool { return n.store.Stats().SummedChunks == uint64(4*prompts) })
 	end()
 	if err := errors.Join(n.Close(), n.store.Close()); err != nil {
 		t.Fatal(err)
@@ -155,7 +156,7 @@ func TestPendingLookupOverTheWire(t *testing.T) {
 	if got := a.wait(1, 60); got != 4 {
 		t.Errorf("the second lookup of one client: %d", got)
 	}
-	eventually(t, "b's result", func() bool { return b.status(0) == 4 })
+	testkit.Eventually(t, "b's result", func() bool { return b.status(0) == 4 })
 	for _, c := range []socketClient{a, b} {
 		if got := c.status(0); got != 0 {
 			t.Errorf("taken twice: %d", got)
@@ -164,7 +165,7 @@ func TestPendingLookupOverTheWire(t *testing.T) {
 			t.Errorf("waited for what was taken: %d", got)
 		}
 	}
-	eventually(t, "the background", func() bool { return n.store.Stats().VerifiedChunks == 12 })
+	testkit.Eventually(t, "the background", func() bool { return n.store.Stats().VerifiedChunks == 12 })
 	if got := n.store.Stats(); got.Pending != 0 || got.ComparedBytes != 12*4096 || got.Sessions != 3 {
 		t.Errorf("%+v", got)
 	}
@@ -181,17 +182,17 @@ func TestEngineVanishesWhileItsLookupIsPending(t *testing.T) {
 	go func() { // no answer will come
 		_, _ = gone.Call(t.Context(), lmcache.OpWaitPrefetchStatus, lmcache.AppendString(nil, "r0"), msgp.AppendFloat64(nil, 3600))
 	}()
-	eventually(t, "the wait", func() bool { return n.Waits() == 1 && n.store.Stats().Pending == 3 })
+	testkit.Eventually(t, "the wait", func() bool { return n.Waits() == 1 && n.store.Stats().Pending == 3 })
 	if err := gone.Close(); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the end", func() bool { return n.Waits() == 0 && n.store.Stats().Pending == 1 && n.store.Stats().Sessions == 1 })
+	testkit.Eventually(t, "the end", func() bool { return n.Waits() == 0 && n.store.Stats().Pending == 1 && n.store.Stats().Sessions == 1 })
 	defer run()()
 	if got := stays.wait(1, 60); got != 4 {
 		t.Errorf("who stays: %d", got)
 	}
 	stays.must(lmcache.OpEndSession, lmcache.AppendString(nil, "r1"))
-	eventually(t, "the pins", func() bool { return n.store.Stats().EvictableObjs == 8 })
+	testkit.Eventually(t, "the pins", func() bool { return n.store.Stats().EvictableObjs == 8 })
 }
 
 // The same after the result was there and before it was asked for.
@@ -200,14 +201,14 @@ func TestEngineVanishesBeforeItTakesItsResult(t *testing.T) {
 	c := socketClient{t, newClient(t, n.url)}
 	c.lookup(0)
 	defer run()()
-	eventually(t, "the result", func() bool { return n.store.Stats().Lookups == 1 })
+	testkit.Eventually(t, "the result", func() bool { return n.store.Stats().Lookups == 1 })
 	if got := n.store.Stats(); got.EvictableObjs != 0 {
 		t.Errorf("%+v", got)
 	}
 	if err := c.Close(); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the pins", func() bool { return n.store.Stats().EvictableObjs == 4 && n.store.Stats().Sessions == 0 })
+	testkit.Eventually(t, "the pins", func() bool { return n.store.Stats().EvictableObjs == 4 && n.store.Stats().Sessions == 0 })
 }
 
 // A client that waits very often is declined beyond its share, as a miss, and its
@@ -225,7 +226,7 @@ func TestWaitsAreBounded(t *testing.T) {
 			}
 		}()
 	}
-	eventually(t, "refusals", func() bool { return len(declined)+n.Waits() == 2000 })
+	testkit.Eventually(t, "refusals", func() bool { return len(declined)+n.Waits() == 2000 })
 	if got := n.Waits(); got < 256 || got > 1024 {
 		t.Errorf("%d waits of one client", got)
 	}
@@ -235,7 +236,7 @@ func TestWaitsAreBounded(t *testing.T) {
 	if err := c.Close(); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the end", func() bool { return n.Waits() == 0 })
+	testkit.Eventually(t, "the end", func() bool { return n.Waits() == 0 })
 }
 
 // A server that shuts down answers who waits, with a miss: without a result the client
@@ -246,7 +247,7 @@ func TestShutdownAnswersWhoWaits(t *testing.T) {
 	c.lookup(0)
 	waited := make(chan int64)
 	go func() { waited <- c.wait(0, 3600) }()
-	eventually(t, "the wait", func() bool { return n.Waits() == 1 })
+	testkit.Eventually(t, "the wait", func() bool { return n.Waits() == 1 })
 	ended := make(chan error)
 	go func() { ended <- n.Shutdown(t.Context()) }()
 	if got := <-waited; got != 0 {

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/pickle"
@@ -46,8 +46,8 @@ func newPickleServer(t testing.TB, chunkTokens int, poolBytes int64, o server.Op
 // equal the reference's but where they may or must differ; pickled tensors are
 // compared as such.
 func TestRecordedPickle(t *testing.T) {
-	var rec vectors.Recording
-	vectors.Read(t, "lmcache-mp/engine_driven_pickle.json", &rec)
+	var rec testkit.Recording
+	testkit.ReadVector(t, "lmcache-mp/engine_driven_pickle.json", &rec)
 	s, st, _ := newPickleServer(t, rec.Meta.ChunkTokens, 256<<20, server.Options{Pickle: server.PickleOnly})
 	differs := map[string]string{ // as in TestRecordedEngineDriven, and where the reference is silent
 		"ping_id":                        "c2",
@@ -62,14 +62,14 @@ func TestRecordedPickle(t *testing.T) {
 				continue
 			}
 			cases++
-			got := s.Answer(vectors.Frames(f.Hex))
+			got := s.Answer(testkit.Frames(f.Hex))
 			if want, ok := differs[step.Step]; ok {
 				if len(got) != 3 || fmt.Sprintf("%x", got[2]) != want {
 					t.Errorf("%s: reply %x, want result %s", step.Step, got, want)
 				}
 				continue
 			}
-			want := vectors.Frames(step.Frames[i+1].Hex)
+			want := testkit.Frames(step.Frames[i+1].Hex)
 			if len(got) != len(want) {
 				t.Fatalf("%s: reply %x, want %x", step.Step, got, want)
 			}

@@ -19,16 +19,13 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/statefile/paced"
+	"github.com/kvasir-kv/kvasir/internal/statefile"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/access"
 	"github.com/kvasir-kv/kvasir/server/events"
 	"github.com/kvasir-kv/kvasir/server/explain"
-	"github.com/kvasir-kv/kvasir/server/held"
 	"github.com/kvasir-kv/kvasir/server/lent"
-	"github.com/kvasir-kv/kvasir/server/p2p"
-	"github.com/kvasir-kv/kvasir/server/slowlog"
 	"github.com/kvasir-kv/kvasir/server/usage"
 	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store"
@@ -52,20 +49,20 @@ type Server struct {
 	lost       atomic.Bool // the pool's name is gone
 	clears     atomic.Uint64
 	n          counters
-	p2p        *p2p.Tasks
+	p2p        *peerLookups
 	former     formerSizes
 	finder     access.Finder
-	held       held.Messages[*zmtp.Peer, principal] // until their clients show what they are
+	held       heldMessages[*zmtp.Peer, principal] // until their clients show what they are
 	waits      waits
 	streams    streams
-	saving     *paced.Writer // of the note
+	saving     *statefile.PacedWriter // of the note
 	noted      noteState
 	leftovers  lent.Leftovers
 	recent     recently
 	turnedAway explain.Refusals
 	names      *tier.Names   // of the namespaces that were transferred
 	ended      *explain.Book // lookups that found less than they asked for
-	slow       *slowlog.Log
+	slow       *slowLog
 	tally      *usage.Tally
 	complete   bool // every worker of the earlier server was taken over; set by New
 }
@@ -77,15 +74,15 @@ func New(st *store.Store, o Options) *Server {
 	o = o.withDefaults()
 	s := &Server{
 		opts: o, store: st, log: o.Log, started: time.Now(),
-		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes), p2p: p2p.New(st), names: o.Names,
+		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes), p2p: newPeerLookups(st), names: o.Names,
 	}
 	if s.names == nil {
 		s.names = tier.NewNames()
 	}
-	s.ended, s.tally, s.slow = explain.New(s.names, o.ChunkTokens), usage.New(), slowlog.New(time.Millisecond)
+	s.ended, s.tally, s.slow = explain.New(s.names, o.ChunkTokens), usage.New(), newSlowLog(time.Millisecond)
 	s.n.init()
 	s.registry = workers.NewRegistry(o.MaxInstances)
-	s.saving = paced.New(noteEvery, s.writeNote)
+	s.saving = statefile.NewPacedWriter(noteEvery, s.writeNote)
 	s.scratch.New = func() any { return new(scratch) }
 	s.recallSizes()
 	s.restore()
@@ -98,7 +95,7 @@ func New(st *store.Store, o Options) *Server {
 
 // Look returns what lies where in the pool, in so many cells, and the slowest requests of ten minutes
 // that took at least a millisecond from their last byte to their answer; waits for pending lookups are not in it.
-func (s *Server) Look(cells int) (pool.Map, []slowlog.Request) {
+func (s *Server) Look(cells int) (pool.Map, []SlowRequest) {
 	return s.store.Map(cells, 0), s.slow.Latest(time.Now())
 }
 

@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/server/slowlog"
 )
 
 // What a server answers is noted, with the engine's id where the operation has one.
@@ -30,7 +29,7 @@ func TestSlowRequests(t *testing.T) {
 	}
 }
 
-func looked(s *Server) []slowlog.Request {
+func looked(s *Server) []SlowRequest {
 	_, slow := s.Look(1)
 	return slow
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/tinylib/msgp/msgp"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
@@ -194,8 +194,8 @@ func storePrompt(t *testing.T, n *node, seed, chunks int) *lmcache.Key {
 // What the recorded client got from the reference it gets from us: the same chunks with
 // the same hashes and tokens are stored, then removed.
 func TestRecordedKVEvents(t *testing.T) {
-	var rec vectors.Recording
-	vectors.Read(t, "lmcache-mp/kv_events_stream.json", &rec)
+	var rec testkit.Recording
+	testkit.ReadVector(t, "lmcache-mp/kv_events_stream.json", &rec)
 	dir := t.TempDir()
 	for _, i := range []int{4, 5} {
 		seg, err := shm.Create(filepath.Join(dir, fmt.Sprint("lmcache_kv_7013_", i)), 8192)
@@ -230,11 +230,11 @@ func TestRecordedKVEvents(t *testing.T) {
 		replies := 0
 		for _, f := range step.Frames {
 			if f.Direction == "client_to_server" {
-				c.send(vectors.Frames(f.Hex)...)
+				c.send(testkit.Frames(f.Hex)...)
 				continue
 			}
 			replies++
-			if frames := vectors.Frames(f.Hex); isBatch(frames) && step.Step != "subscribe_first_batch" {
+			if frames := testkit.Frames(f.Hex); isBatch(frames) && step.Step != "subscribe_first_batch" {
 				b, err := lmcache.DecodeKVEventBatch(frames[2])
 				if err != nil {
 					t.Fatal(err)

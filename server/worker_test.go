@@ -13,12 +13,12 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
 	"github.com/kvasir-kv/kvasir/server"
-	"github.com/kvasir-kv/kvasir/sim/demo/sim"
+	"github.com/kvasir-kv/kvasir/sim/demo"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
@@ -61,7 +61,7 @@ func startNode(t *testing.T, dir string, chunks int, o server.Options) (*node, f
 	o.ChunkTokens = 16
 	o.Log = slog.New(slog.NewTextHandler(n.log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	n.Server = server.New(n.store, o)
-	addr, err := n.Listen(t.Context(), fmt.Sprint("tcp://127.0.0.1:", ports.Free(t))) // tests listen there again
+	addr, err := n.Listen(t.Context(), fmt.Sprint("tcp://127.0.0.1:", testkit.FreePort(t))) // tests listen there again
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -145,7 +145,7 @@ func TestStoreAndRetrieve(t *testing.T) {
 func TestPlayWorkload(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 2000, server.Options{})
 	defer stop()
-	r, err := sim.Play(t.Context(), workload.Chats(60, workload.ChatOptions{Seed: 3, Turns: 1 << 10}), sim.Options{URL: n.url, Model: "m", Layout: smallLayout, Workers: 3, ShmDir: n.dir})
+	r, err := demo.Play(t.Context(), workload.Chats(60, workload.ChatOptions{Seed: 3, Turns: 1 << 10}), demo.PlayOptions{URL: n.url, Model: "m", Layout: smallLayout, Workers: 3, ShmDir: n.dir})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -199,7 +199,7 @@ func restart(t *testing.T, cold bool) {
 		t.Fatal(err)
 	}
 	// An attempt of before that fails now would end a call.
-	eventually(t, "the client is connected again", func() bool { return c.Connections() > 1 })
+	testkit.Eventually(t, "the client is connected again", func() bool { return c.Connections() > 1 })
 	k := lmcache.Key{Tokens: tokens(16, 1), End: 16, RequestID: "r"}
 	if cold {
 		if stored, err := w.Store(ctx, k, 16, fill); err != nil || stored != 0 {

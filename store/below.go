@@ -6,11 +6,11 @@ import (
 	"errors"
 	"slices"
 
-	"github.com/kvasir-kv/kvasir/internal/fair/share"
+	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/tiering/probe"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -44,14 +44,14 @@ func (s *Store) Go(f func()) bool {
 // search is the search of a pending lookup for what the tier can add to the pool.
 type search struct {
 	*Store
-	*probe.Search
+	*tiering.Probe
 	pf   *prefetch
 	next int // object; those before it were taken
 }
 
 // fetch has a pending lookup wait for what the pool has, and for what the tier has.
 func (s *Store) fetch(pf *prefetch) {
-	x := &search{Store: s, Search: probe.New(&pf.shard, pf.hashes, places{s, pf}), pf: pf}
+	x := &search{Store: s, Probe: tiering.NewProbe(&pf.shard, pf.hashes, places{s, pf}), pf: pf}
 	x.Find(pf.ctx, x.take)
 }
 
@@ -61,7 +61,7 @@ type places struct {
 	pf *prefetch
 }
 
-// InPool implements probe.Places.
+// InPool implements tiering.Places.
 func (p places) InPool(keys []kv.Key, there []bool) {
 	for ; len(keys) > dropBatch; keys, there = keys[dropBatch:], there[dropBatch:] { // each may have expired, and goes
 		p.InPool(keys[:dropBatch], there[:dropBatch])
@@ -73,15 +73,15 @@ func (p places) InPool(keys []kv.Key, there []bool) {
 	}
 }
 
-// InTier implements probe.Places.
+// InTier implements tiering.Places.
 func (p places) InTier(ctx context.Context, keys []kv.Key) ([]tier.Meta, error) {
 	return p.below.Ask(ctx, keys, p.Go)
 }
 
-// Failed implements probe.Places.
+// Failed implements tiering.Places.
 func (p places) Failed(err error) { p.belowFailed(p.pf, miss.BelowFailed, tier.NameOf(err)) }
 
-// Differs implements probe.Places.
+// Differs implements tiering.Places.
 func (p places) Differs(kv.Key) { p.belowFailed(p.pf, miss.BelowCorrupt, "") }
 
 // belowFailed notes why the tier did not help, and which if that is known, for the reason
@@ -99,7 +99,7 @@ func (s *Store) belowFailed(pf *prefetch, why miss.Reason, tier string) {
 func (x *search) take(hit int) (more bool) {
 	missing := int64(0)
 	for i := x.next; i < hit*x.Rows(); i++ {
-		if x.Where(i) == probe.InTier && x.Needs(i, hit) {
+		if x.Where(i) == tiering.InTier && x.Needs(i, hit) {
 			missing += x.mu.pool.Round(x.Bytes(i))
 		}
 	}
@@ -127,7 +127,7 @@ func (x *search) takeSome(i, hit int) (next int, load, more bool) {
 		k := x.Key(i)
 		switch taken := x.takeLocked(&k, i); {
 		case taken:
-		case x.Where(i) == probe.InTier:
+		case x.Where(i) == tiering.InTier:
 			return i, true, true
 		case x.Full(i):
 			return i, false, false
@@ -185,7 +185,7 @@ func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err
 	n := x.Bytes(i)
 	size := x.mu.pool.Round(n)
 	peer := x.pf.prompt.Owner.Peer
-	if !x.mu.loading.May(peer, size, share.Amount{Count: maxLoads, Size: x.opts.LoadBytes}) {
+	if !x.mu.loading.May(peer, size, fair.Amount{Count: maxLoads, Size: x.opts.LoadBytes}) {
 		return nil, x.mu.loading.Next(), nil
 	}
 	slot, err := x.reserveLocked(k, n, pool.Writer{}, &prefixGuard{store: x.Store, by: peer, on: true})
@@ -195,7 +195,7 @@ func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err
 		}
 		return nil, nil, err
 	}
-	x.mu.loading.Add(peer, share.Amount{Count: 1, Size: size})
+	x.mu.loading.Add(peer, fair.Amount{Count: 1, Size: size})
 	fl := x.newFlightLocked(slot)
 	fl.begun, fl.below, fl.peer = true, true, peer
 	x.joinFlightLocked(x.pf, slot, i/x.Rows())
@@ -231,7 +231,7 @@ func (s *Store) landBelow(fl *flight, sum uint64, why miss.Reason, tier string) 
 	defer s.unlock()
 	p := s.mu.pool
 	n := p.Length(fl.slot)
-	s.mu.loading.Add(fl.peer, share.Amount{Count: -1, Size: -p.Round(n)})
+	s.mu.loading.Add(fl.peer, fair.Amount{Count: -1, Size: -p.Round(n)})
 	s.mu.loading.Ended()
 	staged := p.StateOf(fl.slot) == pool.Staged // else it was cleared meanwhile
 	switch {

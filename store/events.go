@@ -1,7 +1,7 @@
 package store
 
 import (
-	"github.com/kvasir-kv/kvasir/internal/container/numbered"
+	"github.com/kvasir-kv/kvasir/internal/container"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
@@ -15,7 +15,7 @@ type Event struct {
 // events are the last changes of what is resident, numbered. The store writes them
 // under its mutex and waits for nobody. 64 bytes per event.
 type events struct {
-	numbered.Ring[Event]
+	container.Ring[Event]
 	news bool // since the mutex was locked
 }
 

@@ -4,7 +4,7 @@ import (
 	"runtime"
 	"slices"
 
-	"github.com/kvasir-kv/kvasir/internal/fair/turns"
+	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
@@ -23,7 +23,7 @@ type flight struct {
 // flights are those of one store.
 type flights struct {
 	of     map[pool.Slot]*flight
-	wanted turns.Queue[*prefetch] // with flights that nobody has begun
+	wanted fair.Turns[*prefetch] // with flights that nobody has begun
 }
 
 // joinFlightLocked has pf wait for the flight of an object: of one that is resident and

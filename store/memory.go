@@ -3,10 +3,9 @@ package store
 import (
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/pool/backing"
 )
 
-// backed is the pool as backing.Memory sees it: what changes books takes the lock.
+// backed is the pool as pool.Memory sees it: what changes books takes the lock.
 type backed struct {
 	*pool.Pool
 	store *Store
@@ -21,7 +20,7 @@ func (b backed) Limit(bytes int64) error {
 }
 
 // Memory is how much of the pool has memory. Run provides it in its time.
-func (s *Store) Memory() *backing.Memory { return s.memory }
+func (s *Store) Memory() *pool.Memory { return s.memory }
 
 // provide has memory ready for so many chunks.
 func (s *Store) provide(chunks int, of *object.Groups) {

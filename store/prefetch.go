@@ -6,7 +6,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/fair/share"
+	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/store/miss"
@@ -85,7 +85,7 @@ func (s *Store) beginPrefetch(q *query, f *found, hashes []kv.Hash) ([]lease.Lea
 	pf.query = query{session: slices.Clone(q.session), shard: q.shard, readers: q.readers, prompt: Hashed(pf.hashes)}
 	pf.prompt.Chunks, pf.prompt.Owner, pf.prompt.Note = q.prompt.Chunks, q.prompt.Owner, q.prompt.Note
 	sess.State, sess.Lookup = uint8(Pending), pf
-	s.mu.pending.Add(peer, share.Amount{Count: 1, Size: int64(objects)})
+	s.mu.pending.Add(peer, fair.Amount{Count: 1, Size: int64(objects)})
 	s.mu.n.PendingLookups++
 	s.running.Go(func() { s.run(pf) })
 	return given, true
@@ -243,5 +243,5 @@ func (s *Store) unpinSome(slots []pool.Slot) {
 func (s *Store) forget(pf *prefetch) {
 	s.lock()
 	defer s.unlock()
-	s.mu.pending.Add(pf.prompt.Owner.Peer, share.Amount{Count: -1, Size: -int64(pf.objects)})
+	s.mu.pending.Add(pf.prompt.Owner.Peer, fair.Amount{Count: -1, Size: -int64(pf.objects)})
 }

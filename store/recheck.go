@@ -5,22 +5,22 @@ import (
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/tiering/recheck"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// notes are the store as package recheck sees it.
+// notes is the store as tiering.Recheck sees it.
 type notes struct{ *Store }
 
-// Slots implements recheck.Notes.
+// Slots implements tiering.Notes.
 func (s notes) Slots() int {
 	s.lock()
 	defer s.unlock()
 	return s.mu.pool.Slots()
 }
 
-// Noted implements recheck.Notes.
-func (s notes) Noted(from, end, most int) (keys []kv.Key, of []recheck.Noted, next int) {
+// Noted implements tiering.Notes.
+func (s notes) Noted(from, end, most int) (keys []kv.Key, of []tiering.Noted, next int) {
 	s.lock()
 	defer s.unlock()
 	if s.mu.closed {
@@ -30,13 +30,13 @@ func (s notes) Noted(from, end, most int) (keys []kv.Key, of []recheck.Noted, ne
 	for next = from; next < min(end, from+batch) && len(keys) < most; next++ {
 		if slot := pool.Slot(next); p.StateOf(slot) == pool.Resident && p.Below(slot) == s.place {
 			keys = append(keys, p.KeyOf(slot))
-			of = append(of, recheck.Noted{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Length(slot)})
+			of = append(of, tiering.Noted{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Length(slot)})
 		}
 	}
 	return keys, of, next
 }
 
-// Ask implements recheck.Notes.
+// Ask implements tiering.Notes.
 func (s notes) Ask(ctx context.Context, keys []kv.Key) ([]tier.Meta, error) {
 	if !s.useBelow() {
 		return nil, tier.ErrResting
@@ -46,8 +46,8 @@ func (s notes) Ask(ctx context.Context, keys []kv.Key) ([]tier.Meta, error) {
 	return s.below.Ask(ctx, keys, s.Go)
 }
 
-// Settle implements recheck.Notes.
-func (s notes) Settle(of []recheck.Noted, metas []tier.Meta) {
+// Settle implements tiering.Notes.
+func (s notes) Settle(of []tiering.Noted, metas []tier.Meta) {
 	s.lock()
 	defer s.unlock()
 	for i, o := range of {

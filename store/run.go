@@ -5,8 +5,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/store/check"
-	"github.com/kvasir-kv/kvasir/store/tiering/recheck"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 )
 
 // Run does the store's background work until ctx ends: sessions and holds expire,
@@ -18,13 +17,13 @@ func (s *Store) Run(ctx context.Context) {
 	wg.Go(func() { s.memory.Run(ctx) })
 	if s.opts.ChecksumRate > 0 {
 		wg.Go(func() {
-			check.Run(ctx, s.opts.ChecksumRate, s.sumNext, func() uint64 { return s.Stats().CorruptChunks }, s.log)
+			runChecksums(ctx, s.opts.ChecksumRate, s.sumNext, func() uint64 { return s.Stats().CorruptChunks }, s.log)
 		})
 	}
 	wg.Go(func() { s.flyers.Run(ctx, readers(), s.flyNext) }) // what lookups wait for
 	if s.outbox != nil {
 		wg.Go(func() { s.outbox.Run(ctx, writers, s.nextLanding, s.beginWriting) })
-		wg.Go(func() { recheck.Run(ctx, notes{s}, s.opts.BelowOpened) })
+		wg.Go(func() { tiering.Recheck(ctx, notes{s}, s.opts.BelowOpened) })
 	}
 	if s.below != nil && s.opts.WarmBytes > 0 {
 		wg.Go(func() { s.warm(ctx) })

@@ -1,21 +1,16 @@
 package store
 
 import (
-	"github.com/kvasir-kv/kvasir/store/counters"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/tiering/estimate"
-	"github.com/kvasir-kv/kvasir/store/tiering/outbox"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 )
-
-// Counters count since the start.
-type Counters = counters.Store
 
 // Stats is a snapshot of a Store.
 type Stats struct {
 	Counters
 	pool.Usage
-	Outbox        outbox.Stats   // what waits to be written below
-	Rates         estimate.Stats // of loading from below, and of computing
+	Outbox        tiering.WriteBackStats // what waits to be written below
+	Rates         tiering.RateStats      // of loading from below, and of computing
 	Sessions      int
 	Pending       int // lookups
 	Transfers     int // holds
@@ -28,7 +23,7 @@ func (s *Store) Stats() Stats {
 	s.lock()
 	defer s.unlock()
 	h := s.mu.holds.Stats()
-	var waits outbox.Stats
+	var waits tiering.WriteBackStats
 	if s.outbox != nil {
 		waits = s.outbox.Stats()
 	}

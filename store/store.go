@@ -24,22 +24,16 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/container/growing"
-	"github.com/kvasir-kv/kvasir/internal/fair/share"
+	"github.com/kvasir-kv/kvasir/internal/container"
+	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/store/check"
-	"github.com/kvasir-kv/kvasir/store/crew"
 	"github.com/kvasir-kv/kvasir/store/evict"
 	"github.com/kvasir-kv/kvasir/store/hold"
 	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/pool/backing"
 	"github.com/kvasir-kv/kvasir/store/tenant"
-	"github.com/kvasir-kv/kvasir/store/tiering/estimate"
-	"github.com/kvasir-kv/kvasir/store/tiering/guarded"
-	"github.com/kvasir-kv/kvasir/store/tiering/outbox"
-	"github.com/kvasir-kv/kvasir/store/tiering/warming"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -74,7 +68,7 @@ type Options struct {
 	BelowOpened <-chan struct{} // closed once Below knows all that it has; nil where it does from the start
 
 	// LoadIfFaster has lookups ask the tier only as long as it is expected to be faster than
-	// computing: see package estimate.
+	// computing: see tiering.Rates.
 	LoadIfFaster bool
 
 	WarmBytes int64         // read from it at the start of Run, the hottest first, into free memory; 0 for none
@@ -94,22 +88,22 @@ type Options struct {
 type Store struct {
 	opts   Options
 	log    *slog.Logger
-	memory *backing.Memory
+	memory *pool.Memory
 	busy   func(slot uint32) bool // keptLocked, for the policy
 
 	// untouchable also answers true for what stays within the quota of a tenant that the room
 	// is not for.
 	untouchable func(slot uint32) bool
 
-	flyers  crew.Crew       // who compare what somebody waits for
+	flyers  crew            // who compare what somebody waits for
 	readers chan struct{}   // a place for each who may read chunks at once
 	life    context.Context // ends with Close
 	endLife context.CancelFunc
-	running sync.WaitGroup // pending lookups, and calls of the tier below
-	below   *guarded.Tier  // nil: none
-	place   uint32         // its mark in the index
-	outbox  *outbox.Box    // nil: nothing is written below
-	rates   estimate.Rates // learned where there is a tier
+	running sync.WaitGroup     // pending lookups, and calls of the tier below
+	below   *tiering.Guard     // nil: none
+	place   uint32             // its mark in the index
+	outbox  *tiering.WriteBack // nil: nothing is written below
+	rates   tiering.Rates      // learned where there is a tier
 	quotas  quotas
 	news    chan struct{} // see News; capacity 1
 	began   time.Time
@@ -122,22 +116,22 @@ type Store struct {
 		leases *lease.Table
 		holds  *hold.Table
 
-		passed    growing.Slice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
-		warmed    warming.Slots         // read by Warm, when nobody knew how long it has to be
-		parents   growing.Slice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
-		kept      growing.Slice[uint32] // by slot: promises that keep it from being evicted
-		evictable int                   // resident slots without any
+		passed    container.PagedSlice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
+		warmed    tiering.WarmedSlots          // read by Warm, when nobody knew how long it has to be
+		parents   container.PagedSlice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
+		kept      container.PagedSlice[uint32] // by slot: promises that keep it from being evicted
+		evictable int                          // resident slots without any
 
 		drops   uint64       // keys that went, whatever the reason
 		misses  *miss.Memory // of what was dropped
 		chunks  miss.Chunks  // resident slots by their chunks
 		needs   needs        // who needs room, while something is evicted for it
-		sums    check.Books
+		sums    checksumQueue
 		flights flights
 		writing map[pool.Slot]struct{} // to the tier below; kept and held
 		aging   int                    // the slot that Expire looks at next
-		pending share.Books            // lookups and their objects
-		loading share.Awaited          // reads from the tier below and their bytes, by the user or address that began them
+		pending fair.Shares            // lookups and their objects
+		loading fair.AwaitedShares     // reads from the tier below and their bytes, by the user or address that began them
 		n       Counters
 		events  events
 	}
@@ -169,17 +163,17 @@ func New(p *pool.Pool, o Options) *Store {
 	o.WarmTime = cmp.Or(o.WarmTime, 5*time.Minute)
 	o.LoadTimeout = cmp.Or(o.LoadTimeout, defaultLoadTimeout)
 	o.LoadBytes = cmp.Or(o.LoadBytes, min(p.Bytes()/4, 1<<30))
-	s := &Store{opts: o, log: o.Log, flyers: crew.New(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1), began: time.Now()}
+	s := &Store{opts: o, log: o.Log, flyers: newCrew(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1), began: time.Now()}
 	s.life, s.endLife = context.WithCancel(context.Background())
 	s.mu.flights.of, s.mu.writing = make(map[pool.Slot]*flight), make(map[pool.Slot]struct{})
 	if s.log == nil {
 		s.log = slog.New(slog.DiscardHandler)
 	}
 	if o.Below != nil {
-		s.below = guarded.New(o.Below, o.LoadTimeout, max(1, o.LoadBytes/2), s.log)
+		s.below = tiering.NewGuard(o.Below, o.LoadTimeout, max(1, o.LoadBytes/2), s.log)
 		s.place = pool.MarkOf(o.Place)
 		if o.Write != WriteNever {
-			s.outbox = outbox.New(cmp.Or(o.WriteBytes, p.Bytes()))
+			s.outbox = tiering.NewWriteBack(cmp.Or(o.WriteBytes, p.Bytes()))
 		}
 	}
 	s.mu.pool = p
@@ -198,7 +192,7 @@ func New(p *pool.Pool, o Options) *Store {
 	s.mu.holds = hold.NewTable(o.Quarantine, o.MaxHolds)
 	s.mu.misses = miss.NewMemory(o.Ghosts)
 	s.restoreLocked() // nobody else knows s yet
-	s.memory = backing.New(backed{p, s}, o.PopulateRate, s.log)
+	s.memory = pool.NewMemory(backed{p, s}, o.PopulateRate, s.log)
 	if s.below != nil { // which is read into the pool and written from it by this process
 		s.memory.MapAhead()
 	}

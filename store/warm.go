@@ -3,10 +3,10 @@ package store
 import (
 	"context"
 
-	"github.com/kvasir-kv/kvasir/internal/fair/share"
+	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/tiering/warming"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -15,28 +15,28 @@ import (
 
 const warmPeer = "warming" // whose these reads are among all
 
-// warmer is the store as package warming sees it.
+// warmer is the store as tiering.Warm sees it.
 type warmer struct{ *Store }
 
 func (s *Store) warm(ctx context.Context) {
-	warming.Run(ctx, warmer{s}, warming.Options{Bytes: s.opts.WarmBytes, Time: s.opts.WarmTime, Longest: s.mu.pool.Bytes(), Log: s.log})
+	tiering.Warm(ctx, warmer{s}, tiering.WarmOptions{Bytes: s.opts.WarmBytes, Time: s.opts.WarmTime, Longest: s.mu.pool.Bytes(), Log: s.log})
 }
 
-// Hottest implements warming.Reader.
+// Hottest implements tiering.Warmer.
 func (w warmer) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
 	return w.below.Hottest(ctx, n, f)
 }
 
-// Warmed implements warming.Reader.
+// Warmed implements tiering.Warmer.
 func (w warmer) Warmed() (objects, bytes uint64) {
 	n := w.Stats()
 	return n.WarmedChunks, n.WarmedBytes
 }
 
-// Usable implements warming.Reader.
+// Usable implements tiering.Warmer.
 func (w warmer) Usable() bool { return w.useBelow() }
 
-// Warm implements warming.Reader.
+// Warm implements tiering.Warmer.
 func (w warmer) Warm(ctx context.Context, k kv.Key, bytes int64) (wait chan struct{}, room bool) {
 	w.memory.Have(bytes)
 	ended := make(chan struct{})
@@ -65,7 +65,7 @@ func (s *Store) beginWarm(k *kv.Key, bytes int64) (_ *flight, wait chan struct{}
 	s.lock()
 	defer s.unlock()
 	size, l := s.mu.pool.Round(bytes), &s.mu.loading
-	if l.All().Count > l.Of(warmPeer).Count || !l.May(warmPeer, size, share.Amount{Count: maxLoads, Size: s.opts.LoadBytes}) {
+	if l.All().Count > l.Of(warmPeer).Count || !l.May(warmPeer, size, fair.Amount{Count: maxLoads, Size: s.opts.LoadBytes}) {
 		return nil, l.Next(), true
 	}
 	if _, st := s.mu.pool.Find(k); st != pool.Free || s.mu.closed {
@@ -76,7 +76,7 @@ func (s *Store) beginWarm(k *kv.Key, bytes int64) (_ *flight, wait chan struct{}
 		return nil, nil, false
 	}
 	s.mu.warmed.Add(uint32(slot))
-	l.Add(warmPeer, share.Amount{Count: 1, Size: size})
+	l.Add(warmPeer, fair.Amount{Count: 1, Size: size})
 	fl := s.newFlightLocked(slot)
 	fl.begun, fl.below, fl.peer = true, true, warmPeer
 	return fl, nil, true

@@ -5,7 +5,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/tiering/outbox"
+	"github.com/kvasir-kv/kvasir/store/tiering"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -29,7 +29,7 @@ const writers = 8
 // offerLocked has a resident object written below, unless it is there.
 func (s *Store) offerLocked(slot pool.Slot) {
 	if p := s.mu.pool; s.outbox != nil && p.Below(slot) != s.place && !s.suspectedLocked(slot) {
-		s.outbox.Add(outbox.Item{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Round(p.Length(slot))})
+		s.outbox.Add(tiering.WriteItem{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Round(p.Length(slot))})
 	}
 }
 
@@ -41,8 +41,8 @@ func (s *Store) offerNewLocked(slot pool.Slot) {
 }
 
 // beginWriting has one object written, on a goroutine that Close waits for.
-func (s *Store) beginWriting(it outbox.Item) (ended chan outbox.Outcome, ok bool) {
-	ended = make(chan outbox.Outcome, 1)
+func (s *Store) beginWriting(it tiering.WriteItem) (ended chan tiering.WriteOutcome, ok bool) {
+	ended = make(chan tiering.WriteOutcome, 1)
 	return ended, s.Go(func() { ended <- s.write(it) })
 }
 
@@ -58,16 +58,16 @@ func (s *Store) nextLanding() chan struct{} {
 }
 
 // write writes one object, if it is still what was meant.
-func (s *Store) write(it outbox.Item) outbox.Outcome {
+func (s *Store) write(it tiering.WriteItem) tiering.WriteOutcome {
 	k, view, sum, known, ok := s.beginWrite(it)
 	if !ok {
-		return outbox.Settled
+		return tiering.Settled
 	}
 	sum, err := s.below.Write(s.life, k, view, sum, known)
 	return s.endWrite(it, sum, err)
 }
 
-func (s *Store) beginWrite(it outbox.Item) (k kv.Key, view []byte, sum uint64, known, ok bool) {
+func (s *Store) beginWrite(it tiering.WriteItem) (k kv.Key, view []byte, sum uint64, known, ok bool) {
 	s.lock()
 	defer s.unlock()
 	slot := pool.Slot(it.Slot)
@@ -83,19 +83,19 @@ func (s *Store) beginWrite(it outbox.Item) (k kv.Key, view []byte, sum uint64, k
 }
 
 // endWrite gives the slot back, and notes that the object is below.
-func (s *Store) endWrite(it outbox.Item, sum uint64, err error) (out outbox.Outcome) {
+func (s *Store) endWrite(it tiering.WriteItem, sum uint64, err error) (out tiering.WriteOutcome) {
 	s.lock()
 	defer s.unlock()
 	p, slot := s.mu.pool, pool.Slot(it.Slot)
 	same := p.StateOf(slot) == pool.Resident && p.Generation(slot) == it.Generation
 	switch {
 	case errors.Is(err, tier.ErrResting):
-		out = outbox.Resting
+		out = tiering.Resting
 	case errors.Is(err, tier.ErrNotKept):
 		s.mu.n.NotKeptBelow++
 	case err != nil:
 		s.mu.n.WriteFailures++
-		out = outbox.Failed
+		out = tiering.Failed
 	default:
 		s.mu.n.WrittenChunks++
 		s.mu.n.WrittenBytes += uint64(p.Length(slot))

@@ -6,7 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/kvasir-kv/kvasir/internal/container/numbered"
+	"github.com/kvasir-kv/kvasir/internal/container"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
@@ -24,7 +24,7 @@ type Changes struct {
 	news    chan struct{}
 	mu      struct {
 		sync.Mutex
-		numbered.Ring[Change]
+		container.Ring[Change]
 	}
 }
 
@@ -66,7 +66,7 @@ func (c *Changes) Last() uint64 {
 	return c.mu.Last()
 }
 
-// After copies into dst the changes that follow a number, oldest first: see numbered.Ring.
+// After copies into dst the changes that follow a number, oldest first: see container.Ring.
 func (c *Changes) After(number uint64, dst []Change) (n int, lost bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

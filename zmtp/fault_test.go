@@ -11,6 +11,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // A connection cut at any byte of its handshake or of a message is one
@@ -24,7 +26,7 @@ func TestCutAnywhere(t *testing.T) {
 		c.send(stream[:n])
 		_ = c.Close()
 	}
-	eventually(t, func() bool { s := r.Stats(); return s.Peers == 0 && s.Accepted == uint64(len(stream)) })
+	testkit.Eventually(t, "the peers are gone and all were accepted", func() bool { s := r.Stats(); return s.Peers == 0 && s.Accepted == uint64(len(stream)) })
 	if s := r.Stats(); s.Closed["eof"] != uint64(len(stream)) || handled.Load() != 0 {
 		t.Fatalf("%d handled, %+v", handled.Load(), s)
 	}
@@ -40,7 +42,7 @@ func TestRefused(t *testing.T) {
 		if got := c.wantEnd(); !strings.HasSuffix(got, last) {
 			t.Fatalf("last bytes %q, want %q", got, last)
 		}
-		eventually(t, func() bool { return r.Stats().Closed[reason] == before+1 })
+		testkit.Eventually(t, "the connection is closed for its reason", func() bool { return r.Stats().Closed[reason] == before+1 })
 	}
 	change := func(i int, v byte) []byte {
 		b := appendGreeting(nil)
@@ -141,7 +143,7 @@ func TestQueueFull(t *testing.T) {
 	// OnConnect ran inside the first batch; wait until its cork is off.
 	c.send(frames("sync"))
 	c.want("sync")
-	eventually(t, func() bool { p.mu.Lock(); defer p.mu.Unlock(); return !p.mu.corked })
+	testkit.Eventually(t, "the peer is uncorked", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return !p.mu.corked })
 	msg := bytes.Repeat([]byte("m"), 256<<10)
 	n := 0
 	for ; n < 1000; n++ {
@@ -157,7 +159,7 @@ func TestQueueFull(t *testing.T) {
 	for range n {
 		c.want(string(msg))
 	}
-	eventually(t, func() bool { return p.Send([]byte("again")) == nil })
+	testkit.Eventually(t, "the peer takes messages again", func() bool { return p.Send([]byte("again")) == nil })
 	c.want("again")
 }
 

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 	"testing/synctest"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // What others queue while the reading goroutine waits for room, after the
@@ -64,7 +66,7 @@ func TestIdleHoldsNothing(t *testing.T) {
 	sent := slices.Concat(dealerHello, frames(strings.Repeat("b", 1<<20)), frames("a"), frames("b"))
 	go func() { _, _ = c.Write(sent) }()
 	go func() { _, _ = io.Copy(io.Discard, c) }()
-	eventually(t, func() bool { read(); return p.count.messagesIn.Load() == 3 })
+	testkit.Eventually(t, "three messages arrive", func() bool { read(); return p.count.messagesIn.Load() == 3 })
 	if err := p.flushed(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -3,11 +3,11 @@ package zmtp
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 func TestOptionsValidate(t *testing.T) {
-	optionstest.CheckNumbers[RouterOptions](t)
-	optionstest.CheckNumbers[DealerOptions](t)
-	optionstest.CheckNumbers[PubOptions](t)
+	testkit.CheckNumbers[RouterOptions](t)
+	testkit.CheckNumbers[DealerOptions](t)
+	testkit.CheckNumbers[PubOptions](t)
 }

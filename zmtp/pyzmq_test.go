@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // python is a child that runs testdata/peer.py.
@@ -112,7 +112,7 @@ func TestRouterPyzmq(t *testing.T) {
 				endpoint = "tcp://" + addr.String()
 			}
 			startPython(t, scenario, endpoint).end()
-			eventually(t, func() bool { return r.Stats().Peers == 0 })
+			testkit.Eventually(t, "the peers are gone", func() bool { return r.Stats().Peers == 0 })
 			s := r.Stats()
 			if s.Handshakes == 0 || s.Handshakes != s.Accepted || s.Closed["eof"] != s.Accepted || s.MessagesIn != s.MessagesOut {
 				t.Fatalf("%+v", s)
@@ -131,7 +131,7 @@ func TestRouterPyzmq(t *testing.T) {
 func TestRouterRestartPyzmq(t *testing.T) {
 	r := NewRouter(echo, RouterOptions{Log: quietLog})
 	defer r.Close()
-	addr, err := r.Listen(t.Context(), fmt.Sprint("tcp://127.0.0.1:", ports.Free(t)))
+	addr, err := r.Listen(t.Context(), fmt.Sprint("tcp://127.0.0.1:", testkit.FreePort(t)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -161,7 +161,7 @@ func TestRouterRefusesPyzmq(t *testing.T) {
 			r, addr, _ := startRouter(t, func(*Peer, Message) { handled.Add(1) }, RouterOptions{})
 			p := startPython(t, "refused", "tcp://"+addr.String(), kind)
 			p.end()
-			eventually(t, func() bool { return r.Stats().Peers == 0 })
+			testkit.Eventually(t, "the peers are gone", func() bool { return r.Stats().Peers == 0 })
 			s := r.Stats()
 			if handled.Load() != 0 || s.Handshakes != 0 || s.Closed["socket_type"]+s.Closed["eof"]+s.Closed["refused"] != s.Accepted || s.Accepted == 0 {
 				t.Fatalf("%d handled, %+v", handled.Load(), s)

@@ -152,20 +152,6 @@ func recv[T any](t testing.TB, c <-chan T) T {
 	}
 }
 
-// eventually waits for a state that no event announces.
-func eventually(t testing.TB, ok func() bool) {
-	t.Helper()
-	tick := time.NewTicker(2 * time.Millisecond)
-	defer tick.Stop()
-	for end := time.After(testWait); !ok(); {
-		select {
-		case <-tick.C:
-		case <-end:
-			t.Fatal("it never happened")
-		}
-	}
-}
-
 func TestEcho(t *testing.T) {
 	r, addr, _ := startRouter(t, echo, RouterOptions{})
 	c := dialReady(t, addr)

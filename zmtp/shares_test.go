@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // dialFrom connects from another loopback address and shakes hands.
@@ -47,7 +49,7 @@ func TestSilentConnectionsGiveWay(t *testing.T) {
 		c.send(frames(name))
 		c.want(name)
 	}
-	eventually(t, func() bool { s := r.Stats(); return s.Peers <= 8 && s.Closed["too_many_peers"] >= 50 })
+	testkit.Eventually(t, "peers beyond the limit are closed", func() bool { s := r.Stats(); return s.Peers <= 8 && s.Closed["too_many_peers"] >= 50 })
 }
 
 // A message that stops coming ends its connection; one that comes slowly, and a
@@ -112,18 +114,18 @@ func TestUnfinishedMessagesHaveShares(t *testing.T) {
 		greedy = append(greedy, c)
 		_, _ = c.Write(part) // it may be closed meanwhile
 	}
-	eventually(t, func() bool { return r.Stats().Closed["share"] >= 15 && r.role.received.total.Load() <= total })
+	testkit.Eventually(t, "peers beyond their share are closed", func() bool { return r.Stats().Closed["share"] >= 15 && r.role.received.total.Load() <= total })
 	honest.send(message[len(message)/2:])
 	honest.want(body)
 	for _, c := range greedy {
 		_ = c.Close()
 	}
-	eventually(t, func() bool { return r.Stats().Peers == 1 })
+	testkit.Eventually(t, "one peer is left", func() bool { return r.Stats().Peers == 1 })
 	if n := r.role.received.total.Load(); n < 0 || n > 4<<20 {
 		t.Errorf("%d bytes are counted as held", n)
 	}
 	_ = honest.Close()
-	eventually(t, func() bool { return r.Stats().Peers == 0 && r.role.received.total.Load() == 0 })
+	testkit.Eventually(t, "the peers are gone and hold no bytes", func() bool { return r.Stats().Peers == 0 && r.role.received.total.Load() == 0 })
 }
 
 // A frame of more than LargeBytes is only taken from a peer that may send one, and
@@ -139,7 +141,7 @@ func TestLargeFramesNeedLeave(t *testing.T) {
 	mayNot.wantEnd()
 	may.send(long)
 	may.want(body)
-	eventually(t, func() bool { return r.Stats().Closed["too_large"] == 1 })
+	testkit.Eventually(t, "the peer with too large a message is closed", func() bool { return r.Stats().Closed["too_large"] == 1 })
 }
 
 // Room closes those who do not read for the sake of another host, and not for

@@ -13,7 +13,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"github.com/kvasir-kv/kvasir/internal/options/jsonfault"
+	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
 // ErrTrace means that a file has another format.
@@ -165,7 +165,7 @@ func ReadShareGPT(r io.Reader, max int, count func(text string) int) ([]Request,
 			Conversations []struct{ From, Value string }
 		}
 		if err := dec.Decode(&c); err != nil {
-			return nil, fmt.Errorf("%w: conversation %d, byte %d: %w", ErrTrace, n, dec.InputOffset(), jsonfault.Words(err))
+			return nil, fmt.Errorf("%w: conversation %d, byte %d: %w", ErrTrace, n, dec.InputOffset(), options.JSONWords(err))
 		}
 		if len(c.Conversations) < 2 || len(c.Conversations[0].Value) > maxText {
 			continue

@@ -64,31 +64,7 @@ const (
 )
 
 // small packages that stand alone although they have one importer.
-var small = map[string]string{
-	"cmd/kvasir/internal/cli/together":        "to be merged into cmd/kvasir/internal/cli",
-	"cmd/kvasir/internal/settings/completion": "to be merged into cmd/kvasir/internal/settings",
-	"internal/fair/turns":                     "to be merged into internal/fair",
-	"internal/httpserver/certfile":            "to be merged into internal/httpserver",
-	"internal/peercred/origin":                "to be merged into internal/peercred",
-	"internal/statefile/paced":                "to be merged into internal/statefile",
-	"internal/takeover/listen":                "to be merged into internal/takeover",
-	"mooncake/bootstrap/pydantic":             "to be merged into mooncake/bootstrap",
-	"proxy/prefix/relayed":                    "to be merged into proxy/prefix",
-	"server/held":                             "to be merged into server",
-	"server/p2p":                              "to be merged into server",
-	"sim/demo":                                "to be merged into sim/demo/sim",
-	"sim/demo/sim":                            "to be merged into sim/demo",
-	"store/check":                             "to be merged into store",
-	"store/counters":                          "to be merged into store",
-	"store/crew":                              "to be merged into store",
-	"store/pool/backing":                      "to be merged into store/pool",
-	"store/tiering/guarded":                   "to be merged into store/tiering",
-	"store/tiering/outbox":                    "to be merged into store/tiering",
-	"store/tiering/probe":                     "to be merged into store/tiering",
-	"store/tiering/recheck":                   "to be merged into store/tiering",
-	"store/tiering/warming":                   "to be merged into store/tiering",
-	"tier/disk/touch":                         "to be merged into tier/disk",
-}
+var small = map[string]string{}
 
 const maxFileLines = 600
 
@@ -290,6 +266,17 @@ func TestPackagesAreNeeded(t *testing.T) {
 	for folder := range small {
 		if packages[folder] == nil {
 			t.Errorf("there is no package %s: take it out of the table small", folder)
+		}
+	}
+}
+
+// The binary links no test helper: only tests, and helpers that import testing themselves, import internal/testkit.
+func TestTestkit(t *testing.T) {
+	for folder, p := range read(t) {
+		for _, f := range p.files {
+			if slices.Contains(f.imports(), module+"internal/testkit") && !p.importsTesting() {
+				t.Errorf("%s imports internal/testkit, and %s is no test helper", f.path, folder)
+			}
 		}
 	}
 }

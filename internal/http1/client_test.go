@@ -15,10 +15,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 func client(t testing.TB, base string) *Client {
 	t.Helper()

@@ -1,5 +1,6 @@
 // Package httpserver keeps an HTTP interface without passwords from web pages and
-// from peers that hold connections.
+// from peers that hold connections. Certificate reads a TLS certificate again when its
+// files change.
 //
 // A web page that a person of this network looks at can send requests to any
 // address that the person's browser reaches. It cannot forge the headers that say

@@ -1,5 +1,5 @@
 // Package metrics turns the Stats structs of libraries into Prometheus samples.
-// With internal/cli it is the only package that knows Prometheus: a library has a
+// It is the only package that knows Prometheus: a library has a
 // Stats method and tags on the struct that it returns.
 //
 //	type Stats struct {

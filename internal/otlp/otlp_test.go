@@ -12,10 +12,10 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/otlp"
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 // A traceparent is read as W3C says, and nothing else is one.
 func TestParse(t *testing.T) {

@@ -8,6 +8,8 @@ import (
 	"os/exec"
 	"syscall"
 	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // dialer, when set, makes this test binary a client of another process: it connects
@@ -35,7 +37,7 @@ func TestMain(m *testing.M) {
 		c.Close()
 		os.Exit(0)
 	}
-	os.Exit(m.Run())
+	testkit.Main(m)
 }
 
 // otherUser starts a client in a process of its own, as user uid when this is root,

@@ -1,7 +1,8 @@
 //go:build linux
 
 // Package peercred finds out which user of this host is behind an accepted
-// connection.
+// connection. Origin is that user, or the peer's address; OriginShares gives each
+// origin its share of a limit.
 //
 // Over a UNIX socket the kernel tells (SO_PEERCRED). Over TCP the peer's own
 // socket is looked up where it is on this host and in this network namespace: its

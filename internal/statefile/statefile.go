@@ -22,7 +22,7 @@ import (
 	"sync"
 	"syscall"
 
-	"github.com/kvasir-kv/kvasir/internal/takeover/filelock"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 )
 
 // Error is a file that cannot be used.
@@ -58,10 +58,10 @@ func Open(path, magic string, max int64) (*File, []byte, error) {
 		return nil, nil, fmt.Errorf("lock state file: %w", err)
 	}
 	take := func() error { return syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) }
-	if err := filelock.After(filelock.Owner(lock), syscall.EWOULDBLOCK, take); err != nil {
+	if err := takeover.LockAfter(takeover.LockOwner(lock), syscall.EWOULDBLOCK, take); err != nil {
 		return nil, nil, errors.Join(fmt.Errorf("state file %s is in use by another process: %w", path, err), lock.Close())
 	}
-	filelock.SetOwner(lock)
+	takeover.SetLockOwner(lock)
 	f := &File{path: path, magic: magic, max: max, lock: lock}
 	doc, err := f.read()
 	if err != nil {

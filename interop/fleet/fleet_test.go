@@ -16,7 +16,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
@@ -46,7 +46,7 @@ func start(t *testing.T, socket, prefix string, chunks int) *node {
 	if err != nil {
 		t.Fatal(err)
 	}
-	zmq, web := ports.Free(t), ports.Free(t)
+	zmq, web := testkit.FreePort(t), testkit.FreePort(t)
 	n := &node{http: fmt.Sprintf("http://127.0.0.1:%d", web), bytes: size}
 	var log bytes.Buffer
 	args := []string{
@@ -68,7 +68,7 @@ func start(t *testing.T, socket, prefix string, chunks int) *node {
 			t.Errorf("%v: %s", err, out)
 		}
 	})
-	eventually(t, "the server answers", func() bool {
+	testkit.Eventually(t, "the server answers", func() bool {
 		r, err := http.Get(n.http + "/healthcheck")
 		if err == nil {
 			r.Body.Close()
@@ -156,7 +156,7 @@ func (n *node) play(t *testing.T, number int, q *workload.Request) (hit int) {
 	if err := n.client.EndSession(t.Context(), k.RequestID); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "what is new is in the Redis", func() bool { return n.figure(t, "kvasir_below_written_bytes_total") == n.stored*n.bytes })
+	testkit.Eventually(t, "what is new is in the Redis", func() bool { return n.figure(t, "kvasir_below_written_bytes_total") == n.stored*n.bytes })
 	return hit
 }
 
@@ -209,15 +209,5 @@ func TestRealFleet(t *testing.T) {
 			}
 			t.Log(says)
 		})
-	}
-}
-
-// eventually waits until something is so.
-func eventually(t *testing.T, what string, is func() bool) {
-	t.Helper()
-	for end := time.Now().Add(2 * time.Minute); !is(); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("not so after two minutes: %s", what)
-		}
 	}
 }

@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 func TestMain(m *testing.M) {
@@ -21,7 +21,7 @@ func TestMain(m *testing.M) {
 		serveMain()
 		return
 	}
-	goroutines.Main(m)
+	testkit.Main(m)
 }
 
 // interpreters name the Pythons that hold the engine; unset ones skip.

@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer/bench"
 )
@@ -104,7 +104,7 @@ func TestEngineKilled(t *testing.T) {
 func TestKvasirKilled(t *testing.T) {
 	eachEngine(t, func(t *testing.T, python string) {
 		e := startEngine(t, python, room)
-		hs, data := ports.Free(t), ports.Free(t)
+		hs, data := testkit.FreePort(t), testkit.FreePort(t)
 		first := startChild(t, hs, data)
 		list := shape{60000, 512, true}.pieces()
 		e.fill(3)

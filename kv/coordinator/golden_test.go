@@ -8,7 +8,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 )
 
@@ -52,7 +52,7 @@ type maskCase struct {
 // readVectors returns the cases of a file and what the original answered them.
 func readVectors(t testing.TB, name string) (*recordedFile, []want) {
 	t.Helper()
-	data := vectors.Bytes(t, "coordinator/"+name)
+	data := testkit.Vector(t, "coordinator/"+name)
 	v, err := parseVectors(data)
 	if err != nil {
 		t.Fatal(err)

@@ -10,12 +10,11 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv/event"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 // recorded is vectors/kv-events/events.json: what vLLM 0.32's classes write and read.
 type recorded struct {
@@ -34,7 +33,7 @@ type recorded struct {
 
 func read(t testing.TB) (r recorded) {
 	t.Helper()
-	vectors.Read(t, "kv-events/events.json", &r)
+	testkit.ReadVector(t, "kv-events/events.json", &r)
 	return r
 }
 

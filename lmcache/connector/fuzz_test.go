@@ -4,7 +4,7 @@ import (
 	"encoding/json"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
 )
 
@@ -15,7 +15,7 @@ var releases = [3]connector.Release{0, connector.VLLM018, connector.VLLM033}
 func FuzzScript(f *testing.F) {
 	for _, file := range []string{"tracker-seed.json", "tracker-v0330.json"} {
 		var doc struct{ Cases []json.RawMessage }
-		vectors.Read(f, "lmcache-tracker/"+file, &doc)
+		testkit.ReadVector(f, "lmcache-tracker/"+file, &doc)
 		for _, c := range doc.Cases[:8] {
 			f.Add([]byte(c), uint8(len(c)%4))
 		}

@@ -8,7 +8,7 @@ import (
 	"reflect"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
 )
@@ -208,7 +208,7 @@ func TestGolden(t *testing.T) {
 	f := func(file string, r connector.Release) {
 		t.Helper()
 		var doc struct{ Cases []script }
-		vectors.Read(t, "lmcache-tracker/"+file, &doc)
+		testkit.ReadVector(t, "lmcache-tracker/"+file, &doc)
 		events, ops := 0, 0
 		for i := range doc.Cases {
 			p, err := newPlayer(&doc.Cases[i], connector.SchedulerOptions{Release: r})

@@ -15,6 +15,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 
 	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -105,18 +106,9 @@ func newScheduler(t *testing.T, change func(*connector.ServerCacheOptions)) (*lo
 	return s, sch
 }
 
-func until(t *testing.T, what string, f func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(60 * time.Second); !f(); time.Sleep(time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("%s: never came", what)
-		}
-	}
-}
-
 func result(t *testing.T, s *connector.ServerCache, id string) (n int) {
 	t.Helper()
-	until(t, "result for "+id, func() (ok bool) { n, ok = s.LookupResult(id); return ok })
+	testkit.Eventually(t, "result for "+id, func() (ok bool) { n, ok = s.LookupResult(id); return ok })
 	return n
 }
 
@@ -170,7 +162,7 @@ func TestScheduler(t *testing.T) {
 	s.set(true, false)
 	sch.SubmitLookup("b", tokens, "")
 	sch.SubmitLookup("c", tokens, "")
-	until(t, "lookups", func() bool { return len(s.seenNow()) == 2 })
+	testkit.Eventually(t, "lookups", func() bool { return len(s.seenNow()) == 2 })
 	s.take()
 	sch.CleanupLookup("b")
 	sch.EndSession("c")
@@ -178,7 +170,7 @@ func TestScheduler(t *testing.T) {
 	expect(t, s)
 	s.set(false, false)
 	var got []string
-	until(t, "calls", func() bool { got = append(got, s.take()...); return len(got) >= 3 })
+	testkit.Eventually(t, "calls", func() bool { got = append(got, s.take()...); return len(got) >= 3 })
 	slices.Sort(got)
 	if want := []string{"end_session c", `free_lookup_locks b 0-24 4 of 1 salt ""`, `free_lookup_locks c 0-24 4 of 1 salt ""`}; !slices.Equal(got, want) {
 		t.Errorf("%q", got)
@@ -220,7 +212,7 @@ func TestSchedulerUnhealthy(t *testing.T) {
 	s.take()
 	sch.EndSession("later")
 	s.set(false, false)
-	until(t, "healthy", sch.Healthy)
+	testkit.Eventually(t, "healthy", sch.Healthy)
 	sch.SubmitLookup("again", tokens, "")
 	if n := result(t, sch, "again"); n != 24 {
 		t.Errorf("hit %d", n)

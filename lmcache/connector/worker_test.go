@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/paged"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -180,7 +181,7 @@ func TestBatching(t *testing.T) {
 	s.gate = gate
 	a := openAdapter(t, s, p, func(o *connector.WorkerOptions) { o.Concurrency, o.MaxEvents = 1, 2 })
 	a.Save([]lmcache.LoadStore{op(lmcache.Store, "other", 0, 8, 1, 2), op(lmcache.Retrieve, "never", 0, 8, 1, 2)})
-	until(t, "first operation", func() bool { return a.Stats().Running == 1 })
+	testkit.Eventually(t, "first operation", func() bool { return a.Stats().Running == 1 })
 	a.Save([]lmcache.LoadStore{op(lmcache.Store, "r", 0, 8, 3, 4)})
 	a.Save([]lmcache.LoadStore{op(lmcache.Store, "r", 8, 16, 5, 6)})
 	a.Save([]lmcache.LoadStore{op(lmcache.Store, "r", 24, 32, 5, 6)}) // does not follow
@@ -230,7 +231,7 @@ func TestRanksShareOperations(t *testing.T) {
 	first, second := []lmcache.LoadStore{op(lmcache.Store, "r", 0, 8, 3, 4)}, []lmcache.LoadStore{op(lmcache.Store, "r", 8, 16, 5, 6)}
 	for _, w := range []*connector.Worker{a, b} {
 		w.Save(busy)
-		until(t, "first operation", func() bool { return w.Stats().Running == 1 })
+		testkit.Eventually(t, "first operation", func() bool { return w.Stats().Running == 1 })
 	}
 	for _, ops := range [][]lmcache.LoadStore{first, second} {
 		a.Save(ops)
@@ -270,9 +271,9 @@ func TestLentBlocksStayInUse(t *testing.T) {
 	})
 	a.Save([]lmcache.LoadStore{op(lmcache.Store, "stored", 0, 8, 1, 2)})
 	a.Load([]lmcache.LoadStore{op(lmcache.Retrieve, "loaded", 0, 8, 3, 4)})
-	until(t, "both operations", func() bool { return s.count(lmcache.OpStore) == 1 && s.count(lmcache.OpRetrieve) == 1 })
+	testkit.Eventually(t, "both operations", func() bool { return s.count(lmcache.OpStore) == 1 && s.count(lmcache.OpRetrieve) == 1 })
 	beats.Store("silent", true)
-	until(t, "the server counts as unhealthy", func() bool { return !a.Healthy() })
+	testkit.Eventually(t, "the server counts as unhealthy", func() bool { return !a.Healthy() })
 	for range 5 { // some calls' time
 		time.Sleep(200 * time.Millisecond)
 		if f := a.Finished([]string{"stored", "loaded"}); len(f.Sent)+len(f.Received) > 0 {
@@ -280,12 +281,12 @@ func TestLentBlocksStayInUse(t *testing.T) {
 		}
 	}
 	answer()
-	until(t, "the store has ended", func() bool { return slices.Equal(a.Finished(nil).Sent, []string{"stored"}) })
+	testkit.Eventually(t, "the store has ended", func() bool { return slices.Equal(a.Finished(nil).Sent, []string{"stored"}) })
 	if f := a.Finished(nil); len(f.Received) > 0 {
 		t.Fatalf("%+v", f)
 	}
 	s.router.Close()
-	until(t, "the load has ended", func() bool { return slices.Equal(a.Finished(nil).Received, []string{"loaded"}) })
+	testkit.Eventually(t, "the load has ended", func() bool { return slices.Equal(a.Finished(nil).Received, []string{"loaded"}) })
 	if e := a.LoadErrors(); !slices.Equal(e.Requests, []string{"loaded"}) {
 		t.Errorf("%+v", e)
 	}
@@ -305,7 +306,7 @@ func TestLoadErrors(t *testing.T) {
 		if f := a.Finished([]string{"r"}); len(f.Sent) > 0 {
 			t.Errorf("%s: sent while its blocks are being written: %+v", what, f)
 		}
-		until(t, "end of load and store", func() bool { st := a.Stats(); return st.Queued+st.Running == 0 })
+		testkit.Eventually(t, "end of load and store", func() bool { st := a.Stats(); return st.Queued+st.Running == 0 })
 		if f := a.Finished(nil); !slices.Equal(f.Received, []string{"r"}) || len(f.Sent) > 0 {
 			t.Errorf("%s: %+v", what, f)
 		}
@@ -315,7 +316,7 @@ func TestLoadErrors(t *testing.T) {
 		if e := a.LoadErrors(); len(e.Requests)+len(e.Blocks) > 0 {
 			t.Errorf("%s: told twice: %+v", what, e)
 		}
-		until(t, "commit", func() bool { return s.count(lmcache.OpCommitRetrieve) == 1 })
+		testkit.Eventually(t, "commit", func() bool { return s.count(lmcache.OpCommitRetrieve) == 1 })
 		for _, b := range p.Layers[0] {
 			if b != 0 {
 				t.Fatalf("%s: something was written", what)
@@ -355,7 +356,7 @@ func TestRefusedOperations(t *testing.T) {
 		t.Errorf("%+v", st)
 	}
 	a.Save([]lmcache.LoadStore{op(lmcache.Store, "runs", 0, 8, 1, 2)})
-	until(t, "first operation", func() bool { return a.Stats().Running == 1 })
+	testkit.Eventually(t, "first operation", func() bool { return a.Stats().Running == 1 })
 	a.Save([]lmcache.LoadStore{op(lmcache.Store, "waits", 0, 8, 1, 2), op(lmcache.Store, "dropped", 0, 8, 1, 2)})
 	a.Load([]lmcache.LoadStore{op(lmcache.Retrieve, "fails", 0, 8, 5, 6)})
 	if f := a.Finished([]string{"dropped"}); !slices.Equal(f.Sent, []string{"dropped"}) || !slices.Equal(f.Received, []string{"fails"}) {
@@ -386,18 +387,18 @@ func TestHealth(t *testing.T) {
 		}
 		return lmcache.AppendBool(nil, known)
 	})
-	until(t, "registration after false", func() bool { return s.count(lmcache.OpRegisterEngineDriven) >= 2 }) // one more where a ping took longer than the heartbeat
-	until(t, "healthy", a.Healthy)
+	testkit.Eventually(t, "registration after false", func() bool { return s.count(lmcache.OpRegisterEngineDriven) >= 2 }) // one more where a ping took longer than the heartbeat
+	testkit.Eventually(t, "healthy", a.Healthy)
 
 	registered := s.count(lmcache.OpRegisterEngineDriven)
 	s.set(lmcache.OpPing, func([][]byte) []byte { return nil })
-	until(t, "unhealthy", func() bool { return !a.Healthy() })
+	testkit.Eventually(t, "unhealthy", func() bool { return !a.Healthy() })
 	a.Load([]lmcache.LoadStore{op(lmcache.Retrieve, "r", 0, 8, 1, 2)})
 	if f := a.Finished(nil); !slices.Equal(f.Received, []string{"r"}) {
 		t.Errorf("%+v", f)
 	}
 	s.set(lmcache.OpPing, func([][]byte) []byte { return lmcache.AppendBool(nil, true) })
-	until(t, "healthy again", a.Healthy)
+	testkit.Eventually(t, "healthy again", a.Healthy)
 	if n := s.count(lmcache.OpRegisterEngineDriven); n <= registered {
 		t.Errorf("%d registrations, %d before the silence", n, registered)
 	}
@@ -408,7 +409,7 @@ func TestHealth(t *testing.T) {
 	s.router.Close()
 	s.listen(s.url)
 	s.set(lmcache.OpPrepareStore, func([][]byte) []byte { return lmcache.AppendPrepareStore(nil, slots(p, 8, 1)) })
-	until(t, "registration on a new connection", func() bool {
+	testkit.Eventually(t, "registration on a new connection", func() bool {
 		b.Save([]lmcache.LoadStore{op(lmcache.Store, "x", 0, 8, 1, 2)})
 		flushWorker(t, b)
 		return b.Stats().Registrations == 1
@@ -422,7 +423,7 @@ func TestHealth(t *testing.T) {
 	idle := openAdapter(t, s, p, func(o *connector.WorkerOptions) { o.NoHeartbeat, o.Heartbeat = false, 300*time.Millisecond })
 	s.router.Close()
 	s.listen(s.url)
-	until(t, "registration of an idle worker", func() bool { return idle.Stats().Registrations == 1 })
+	testkit.Eventually(t, "registration of an idle worker", func() bool { return idle.Stats().Registrations == 1 })
 }
 
 // Slots that were named before the worker registered again are places in another
@@ -437,7 +438,7 @@ func TestStaleSlots(t *testing.T) {
 	s.set(lmcache.OpPrepareStore, func([][]byte) []byte { return lmcache.AppendPrepareStore(nil, slots(p, 8, 1)) })
 	a := openAdapter(t, s, p, nil)
 	a.Save([]lmcache.LoadStore{op(lmcache.Store, "r", 0, 8, 1, 2)})
-	until(t, "prepare", func() bool { return s.count(lmcache.OpPrepareStore) == 1 })
+	testkit.Eventually(t, "prepare", func() bool { return s.count(lmcache.OpPrepareStore) == 1 })
 	if err := a.Pool().Register(t.Context()); err != nil {
 		t.Fatal(err)
 	}

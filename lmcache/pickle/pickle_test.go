@@ -10,7 +10,7 @@ import (
 
 	"github.com/tinylib/msgp/msgp"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache/pickle"
 )
 
@@ -19,31 +19,31 @@ import (
 type dumps struct {
 	Cases []struct {
 		Name    string
-		Hex     vectors.Hex
+		Hex     testkit.Hex
 		Tensors []struct {
 			DType string
 			Shape []int
-			Data  vectors.Hex
+			Data  testkit.Hex
 		}
 	}
 	Refused []struct {
 		Name string
-		Hex  vectors.Hex
+		Hex  testkit.Hex
 	}
 }
 
 func readDumps(t testing.TB) *dumps {
 	t.Helper()
 	var d dumps
-	vectors.Read(t, "pickle/torch.json", &d)
+	testkit.ReadVector(t, "pickle/torch.json", &d)
 	return &d
 }
 
 // recorded are the pickles that a real LMCache client and server exchanged.
 func recorded(t testing.TB) (out [][]byte) {
 	t.Helper()
-	var rec vectors.Recording
-	vectors.Read(t, "lmcache-mp/engine_driven_pickle.json", &rec)
+	var rec testkit.Recording
+	testkit.ReadVector(t, "lmcache-mp/engine_driven_pickle.json", &rec)
 	for _, step := range rec.Steps {
 		for _, f := range step.Frames {
 			last := f.Hex[len(f.Hex)-1]

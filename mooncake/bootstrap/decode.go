@@ -6,8 +6,6 @@ import (
 	"strconv"
 	"strings"
 	"time"
-
-	"github.com/kvasir-kv/kvasir/mooncake/bootstrap/pydantic"
 )
 
 // answer is a response with a JSON body.
@@ -20,7 +18,7 @@ var okAnswer = answer{http.StatusOK, []byte(`{"status":"ok"}`)}
 
 // detailAnswer is FastAPI's HTTPException.
 func detailAnswer(status int, detail string) answer {
-	return answer{status, append(pydantic.AppendString([]byte(`{"detail":`), strings.ToValidUTF8(detail, "\uFFFD")), '}')}
+	return answer{status, append(appendPythonString([]byte(`{"detail":`), strings.ToValidUTF8(detail, "\uFFFD")), '}')}
 }
 
 // unreadableAnswer is FastAPI's for a body that it cannot parse.
@@ -30,7 +28,7 @@ func unreadableAnswer() answer {
 
 // decodeRegistration reads the body of POST /register. A nil answer means that it could.
 func decodeRegistration(contentType string, body []byte) (r Registration, refused *answer) {
-	in, p, err := pydantic.Object(contentType, body)
+	in, p, err := parseObject(contentType, body)
 	if err != nil {
 		a := unreadableAnswer()
 		return r, &a
@@ -52,7 +50,7 @@ func decodeRegistration(contentType string, body []byte) (r Registration, refuse
 }
 
 // decodeSize reads a TP or PP size, which stock workers do not send.
-func decodeSize(p *pydantic.Problems, in pydantic.Fields, name string, rank int) int {
+func decodeSize(p *problems, in bodyFields, name string, rank int) int {
 	raw, ok := in[name]
 	if !ok || string(raw) == "null" {
 		return 0
@@ -71,7 +69,7 @@ const (
 	maxLease = 24 * time.Hour
 )
 
-func decodeLease(p *pydantic.Problems, in pydantic.Fields) time.Duration {
+func decodeLease(p *problems, in bodyFields) time.Duration {
 	raw, ok := in["lease_s"]
 	if !ok || string(raw) == "null" {
 		return 0

@@ -7,8 +7,7 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
-	"github.com/kvasir-kv/kvasir/mooncake/bootstrap/pydantic"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
 // ranks place a worker in its engine.
@@ -26,7 +25,7 @@ type worker struct {
 
 // charge is a worker's part of Registry's limits, and the origin that it counts for.
 type charge struct {
-	from   origin.Origin
+	from   peercred.Origin
 	weight int // bytes
 }
 
@@ -47,8 +46,8 @@ type row struct {
 type engine struct {
 	id             string
 	dp             int
-	founder        origin.Origin // of its first worker
-	rows           []*row        // in the order in which TP ranks came, as Python's dict
+	founder        peercred.Origin // of its first worker
+	rows           []*row          // in the order in which TP ranks came, as Python's dict
 	byRank         map[ranks]*worker
 	tpSize, ppSize int    // from its workers' registrations; 0 if unknown
 	changes        int    // workers added and removed
@@ -61,7 +60,7 @@ type engine struct {
 	settled time.Time
 }
 
-func newEngine(id string, dp int, founder origin.Origin) *engine {
+func newEngine(id string, dp int, founder peercred.Origin) *engine {
 	return &engine{id: id, dp: dp, founder: founder, byRank: map[ranks]*worker{}, missing: map[ranks]vacant{}}
 }
 
@@ -121,7 +120,7 @@ func (e *engine) seen() (last time.Time) {
 
 // successor returns the engine that replaces e. Until settled, the directory shows it
 // only when it has all ranks of e.
-func (e *engine) successor(id string, founder origin.Origin, settled time.Time) *engine {
+func (e *engine) successor(id string, founder peercred.Origin, settled time.Time) *engine {
 	next := newEngine(id, e.dp, founder)
 	for at, w := range e.byRank {
 		next.missing[at] = vacant{w.charge, false}
@@ -160,7 +159,7 @@ func (e *engine) appendJSON(b []byte) []byte {
 	}
 	begin := len(b)
 	b = append(appendKey(b, e.dp), `{"engine_id":`...)
-	b = append(pydantic.AppendString(b, e.id), `,"worker_addr":{`...)
+	b = append(appendPythonString(b, e.id), `,"worker_addr":{`...)
 	for i, r := range e.rows {
 		if i > 0 {
 			b = append(b, ',')
@@ -170,7 +169,7 @@ func (e *engine) appendJSON(b []byte) []byte {
 			if j > 0 {
 				b = append(b, ',')
 			}
-			b = pydantic.AppendString(appendKey(b, w.pp), w.addr)
+			b = appendPythonString(appendKey(b, w.pp), w.addr)
 		}
 		b = append(b, '}')
 	}

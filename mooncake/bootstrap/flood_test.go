@@ -12,13 +12,13 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
-func remote(addr string) origin.Origin { return origin.OfAddr(netip.MustParseAddr(addr)) }
+func remote(addr string) peercred.Origin { return peercred.OriginOfAddr(netip.MustParseAddr(addr)) }
 
 // flood registers from one origin until the registry refuses.
-func flood(t *testing.T, r *Registry, from origin.Origin, first int, engineID, addr string) {
+func flood(t *testing.T, r *Registry, from peercred.Origin, first int, engineID, addr string) {
 	t.Helper()
 	for dp := first; ; dp++ {
 		if err := r.register(t.Context(), Registration{EngineID: engineID, DPRank: dp, Addr: addr}, from); err != nil {
@@ -35,7 +35,7 @@ func checkBooks(t *testing.T, r *Registry) {
 	t.Helper()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	workers, weight, held := 0, 0, map[origin.Origin]int{}
+	workers, weight, held := 0, 0, map[peercred.Origin]int{}
 	for _, e := range r.mu.engines {
 		workers += len(e.byRank)
 		for _, w := range e.byRank {

@@ -14,7 +14,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
 // originKey is the context key of a connection's origin.
@@ -22,12 +22,12 @@ type originKey struct{}
 
 // originOf returns who sent req: from the connection if Serve accepted it, else from
 // the address.
-func originOf(req *http.Request) origin.Origin {
-	if o, ok := req.Context().Value(originKey{}).(origin.Origin); ok {
+func originOf(req *http.Request) peercred.Origin {
+	if o, ok := req.Context().Value(originKey{}).(peercred.Origin); ok {
 		return o
 	}
 	from, _ := netip.ParseAddrPort(req.RemoteAddr) // on an error, the zero address is the origin
-	return origin.OfAddr(from.Addr())
+	return peercred.OriginOfAddr(from.Addr())
 }
 
 // Guard selects the requests that need the token. Stock vLLM cannot send one.

@@ -12,7 +12,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
 // prober finds out whether a process listens at a side channel, with a bounded number of
@@ -21,13 +21,13 @@ type prober struct {
 	timeout  time.Duration
 	networks []netip.Prefix // whose addresses may be probed for every peer
 	dial     func(ctx context.Context, host string) error
-	slots    origin.Shares
+	slots    peercred.OriginShares
 	freed    chan struct{} // capacity 1: a slot may be free
 	wg       sync.WaitGroup
 }
 
 func newProber(timeout time.Duration, limit int, networks []netip.Prefix) *prober {
-	return &prober{timeout: timeout, networks: networks, slots: origin.Shares{Max: limit}, freed: make(chan struct{}, 1), dial: dialTCP}
+	return &prober{timeout: timeout, networks: networks, slots: peercred.OriginShares{Max: limit}, freed: make(chan struct{}, 1), dial: dialTCP}
 }
 
 // maxProbesPerEngine bounds the addresses tried for one decision.
@@ -37,7 +37,7 @@ const maxProbesPerEngine = 4
 // what it found. An engine works only whole, so one closed side channel proves that it
 // is dead; another process may listen at the ports of others. It returns after the
 // probe timeout at the latest.
-func (p *prober) anyDead(ctx context.Context, from origin.Origin, workers []worker) (bool, string) {
+func (p *prober) anyDead(ctx context.Context, from peercred.Origin, workers []worker) (bool, string) {
 	ctx, cancel := context.WithTimeout(ctx, p.timeout)
 	defer cancel()
 	why, tried := "no address that can be probed", 0
@@ -78,7 +78,7 @@ func (p *prober) anyDead(ctx context.Context, from origin.Origin, workers []work
 var errProbes = errors.New("made room for another peer's probe")
 
 // probe dials host when a slot is free.
-func (p *prober) probe(ctx context.Context, from origin.Origin, host string) error {
+func (p *prober) probe(ctx context.Context, from peercred.Origin, host string) error {
 	for {
 		in, leave, ok := p.slots.Enter(ctx, from, errProbes)
 		if ok {

@@ -15,10 +15,9 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
-	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/internal/statefile"
-	"github.com/kvasir-kv/kvasir/mooncake/bootstrap/pydantic"
 )
 
 // refusedError is a registration that conflicts with another: vLLM's text.
@@ -68,7 +67,7 @@ type Registry struct {
 
 	wg      sync.WaitGroup
 	file    *statefile.File // nil without Options.StateFile; owned by the saving goroutine
-	waiters origin.Shares
+	waiters peercred.OriginShares
 
 	readTimeout, idleTimeout time.Duration // tests shorten them
 
@@ -77,10 +76,10 @@ type Registry struct {
 		engines []*engine // in the order in which DP ranks came
 		byDP    map[int]*engine
 		workers int
-		held    map[origin.Origin]int // weights of workers and of vacant places
-		weight  int                   // sum of held
-		next    time.Time             // when due fires; zero if never
-		due     *time.Timer           // calls sweep
+		held    map[peercred.Origin]int // weights of workers and of vacant places
+		weight  int                     // sum of held
+		next    time.Time               // when due fires; zero if never
+		due     *time.Timer             // calls sweep
 		closed  bool
 	}
 	version atomic.Uint64 // of all that mu guards; grows with each change, under it
@@ -102,13 +101,13 @@ func Open(o Options) (*Registry, error) {
 	o.Guard = cmp.Or(o.Guard, GuardDelete)
 	r := &Registry{
 		o: o, log: safelog.New(cmp.Or(o.Log, slog.New(slog.DiscardHandler))), prober: newProber(o.ProbeTimeout, o.MaxProbes, o.ProbeNetworks),
-		guard: httpserver.Guard{AllowHosts: o.AllowHosts}, waiters: origin.Shares{Max: o.MaxWaiters},
+		guard: httpserver.Guard{AllowHosts: o.AllowHosts}, waiters: peercred.OriginShares{Max: o.MaxWaiters},
 		readTimeout: readTimeout, idleTimeout: idleTimeout,
 		changed: make(chan struct{}, 1), save: make(chan struct{}, 1), closing: make(chan struct{}), draining: make(chan struct{}),
 	}
 	r.delete = r.guard.Handler(http.HandlerFunc(r.unregister))
 	r.metrics = metrics.Of(r.Stats)
-	r.mu.byDP, r.mu.held = map[int]*engine{}, map[origin.Origin]int{}
+	r.mu.byDP, r.mu.held = map[int]*engine{}, map[peercred.Origin]int{}
 	// Generations begin with the time, so that they grow over restarts too.
 	gen := uint64(time.Now().UnixMicro())
 	var engines []savedEngine
@@ -191,7 +190,7 @@ type conflict struct {
 //
 // A worker that conflicts with an engine replaces the whole engine if a side channel of
 // it refuses connections. The probe takes up to Options.ProbeTimeout and holds no lock.
-func (r *Registry) register(ctx context.Context, in Registration, from origin.Origin) error {
+func (r *Registry) register(ctx context.Context, in Registration, from peercred.Origin) error {
 	for {
 		c, err := r.tryRegister(in, from, nil, "")
 		if errors.Is(err, errFull) && r.dropDead(ctx, from) {
@@ -223,7 +222,7 @@ func (r *Registry) register(ctx context.Context, in Registration, from origin.Or
 
 // dropDead probes some engines of from, takes out the first dead one, and reports
 // whether there was one.
-func (r *Registry) dropDead(ctx context.Context, from origin.Origin) bool {
+func (r *Registry) dropDead(ctx context.Context, from peercred.Origin) bool {
 	var tried []*conflict
 	r.mu.Lock()
 	for i, first := 0, mathrand.IntN(max(1, len(r.mu.engines))); i < len(r.mu.engines) && len(tried) < 8; i++ {
@@ -249,7 +248,7 @@ func (r *Registry) dropDead(ctx context.Context, from origin.Origin) bool {
 	return false
 }
 
-func (r *Registry) refuse(in Registration, from origin.Origin, c *conflict, why string) error {
+func (r *Registry) refuse(in Registration, from peercred.Origin, c *conflict, why string) error {
 	r.n.refused.Add(1)
 	r.log.Warn("registration refused: the old engine stays", "detail", c.detail, "engine", in.EngineID, "addr", in.Addr, "from", from.Addr, "found", why)
 	return refusedError(c.detail)
@@ -257,7 +256,7 @@ func (r *Registry) refuse(in Registration, from origin.Origin, c *conflict, why 
 
 // tryRegister registers in, or returns its conflict. dead is a conflict with an engine
 // that is dead for the reason why, or nil: in replaces that engine.
-func (r *Registry) tryRegister(in Registration, from origin.Origin, dead *conflict, why string) (*conflict, error) {
+func (r *Registry) tryRegister(in Registration, from peercred.Origin, dead *conflict, why string) (*conflict, error) {
 	r.mu.Lock()
 	out, c, err := r.registerLocked(in, from, dead)
 	r.mu.Unlock()
@@ -296,10 +295,10 @@ type outcome struct {
 // gone is an engine that lost the workers of one origin, or all of them.
 type gone struct {
 	*engine
-	most origin.Origin
+	most peercred.Origin
 }
 
-func (r *Registry) registerLocked(in Registration, from origin.Origin, dead *conflict) (out outcome, _ *conflict, _ error) {
+func (r *Registry) registerLocked(in Registration, from peercred.Origin, dead *conflict) (out outcome, _ *conflict, _ error) {
 	at := ranks{in.TPRank, in.PPRank}
 	now := time.Now()
 	e := r.mu.byDP[in.DPRank]
@@ -365,7 +364,7 @@ func (r *Registry) leaseLocked(w *worker) {
 
 // weight returns a worker's part of maxDirectoryBytes.
 func (r *Registry) weight(id, addr string) int {
-	return max(workerBytes+len(pydantic.AppendString(nil, id))+len(pydantic.AppendString(nil, addr)), maxDirectoryBytes/r.o.MaxWorkers)
+	return max(workerBytes+len(appendPythonString(nil, id))+len(appendPythonString(nil, addr)), maxDirectoryBytes/r.o.MaxWorkers)
 }
 
 // releaseLocked takes back the charge of a worker.
@@ -378,9 +377,9 @@ func (r *Registry) releaseLocked(p charge) {
 
 // makeRoomLocked evicts engines until a worker of from fits, and returns them. It fails
 // when from itself has most.
-func (r *Registry) makeRoomLocked(from origin.Origin, weight int) (list []gone, _ error) {
+func (r *Registry) makeRoomLocked(from peercred.Origin, weight int) (list []gone, _ error) {
 	for r.mu.weight+weight > maxDirectoryBytes {
-		most := origin.Largest(r.mu.held, from, weight)
+		most := peercred.LargestOrigin(r.mu.held, from, weight)
 		if most == from {
 			return list, fmt.Errorf("%w: %d workers", errFull, r.mu.workers)
 		}
@@ -391,7 +390,7 @@ func (r *Registry) makeRoomLocked(from origin.Origin, weight int) (list []gone, 
 
 // giveWayLocked evicts the engine of o that has been silent longest. If o has only
 // workers in engines of others, it evicts those in one such engine.
-func (r *Registry) giveWayLocked(o origin.Origin) *engine {
+func (r *Registry) giveWayLocked(o peercred.Origin) *engine {
 	var found *engine
 	for _, e := range r.mu.engines {
 		if e.founder == o && (found == nil || e.seen().Before(found.seen())) {
@@ -484,7 +483,7 @@ func (e *engine) conflict(in Registration, at ranks, repeats bool) *conflict {
 }
 
 // replaceLocked replaces e with a successor.
-func (r *Registry) replaceLocked(e *engine, id string, from origin.Origin, now time.Time) *engine {
+func (r *Registry) replaceLocked(e *engine, id string, from peercred.Origin, now time.Time) *engine {
 	next := e.successor(id, from, now.Add(r.o.Settle))
 	r.scheduleLocked(next.settled)
 	r.mu.workers -= len(e.byRank)

@@ -16,11 +16,11 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
 // local is a process on this host.
-var local = origin.Origin{User: "uid 1", Addr: "127.0.0.1", Here: true}
+var local = peercred.Origin{User: "uid 1", Addr: "127.0.0.1", Here: true}
 
 // call makes one request and returns status and body.
 func call(r *Registry, method, path, body string, header ...string) (int, string) {

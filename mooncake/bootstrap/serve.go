@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
-	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
 const (
@@ -36,7 +36,7 @@ func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
 		Handler: r, ReadHeaderTimeout: r.readTimeout, ReadTimeout: r.readTimeout, WriteTimeout: writeTimeout, IdleTimeout: r.idleTimeout,
 		MaxHeaderBytes: maxHeader, ErrorLog: log.New(io.Discard, "", 0),
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
-			return context.WithValue(ctx, originKey{}, origin.Of(httpserver.Unlimited(c)))
+			return context.WithValue(ctx, originKey{}, peercred.OriginOf(httpserver.Unlimited(c)))
 		},
 		ConnState: func(c net.Conn, s http.ConnState) {
 			silent.Delete(c)

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
 // rawConn speaks HTTP/1.1 piece by piece.
@@ -59,7 +59,7 @@ func wantAnswer(t *testing.T, c *rawConn, request string, status int, body strin
 
 const plain = "GET /query HTTP/1.1\r\nHost: x\r\n\r\n"
 
-func mustRegisterDirect(t *testing.T, r *Registry, in Registration, from origin.Origin) {
+func mustRegisterDirect(t *testing.T, r *Registry, in Registration, from peercred.Origin) {
 	t.Helper()
 	if err := r.register(t.Context(), in, from); err != nil {
 		t.Fatal(err)

@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/peercred/origin"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
 const (
@@ -22,29 +22,29 @@ type savedState struct {
 }
 
 type savedEngine struct {
-	ID      string         `json:"engine_id"`
-	DP      int            `json:"dp_rank"`
-	Founder *origin.Origin `json:"founder,omitempty"`
-	TPSize  int            `json:"tp_size,omitempty"`
-	PPSize  int            `json:"pp_size,omitempty"`
-	Workers []savedWorker  `json:"workers"`
-	Missing []savedRank    `json:"missing,omitempty"`
+	ID      string           `json:"engine_id"`
+	DP      int              `json:"dp_rank"`
+	Founder *peercred.Origin `json:"founder,omitempty"`
+	TPSize  int              `json:"tp_size,omitempty"`
+	PPSize  int              `json:"pp_size,omitempty"`
+	Workers []savedWorker    `json:"workers"`
+	Missing []savedRank      `json:"missing,omitempty"`
 }
 
 type savedWorker struct {
-	TP     int            `json:"tp_rank"`
-	PP     int            `json:"pp_rank"`
-	Addr   string         `json:"addr"`
-	From   *origin.Origin `json:"from,omitempty"`
-	Remote bool           `json:"remote,omitempty"` // of files without From
-	Lease  time.Duration  `json:"lease_ns,omitempty"`
+	TP     int              `json:"tp_rank"`
+	PP     int              `json:"pp_rank"`
+	Addr   string           `json:"addr"`
+	From   *peercred.Origin `json:"from,omitempty"`
+	Remote bool             `json:"remote,omitempty"` // of files without From
+	Lease  time.Duration    `json:"lease_ns,omitempty"`
 }
 
 type savedRank struct {
-	TP   int            `json:"tp_rank"`
-	PP   int            `json:"pp_rank"`
-	From *origin.Origin `json:"from,omitempty"`
-	Own  bool           `json:"own,omitempty"`
+	TP   int              `json:"tp_rank"`
+	PP   int              `json:"pp_rank"`
+	From *peercred.Origin `json:"from,omitempty"`
+	Own  bool             `json:"own,omitempty"`
 }
 
 // decode reads a document of the state file and refuses what a registry could not have
@@ -89,13 +89,13 @@ func (r *Registry) restore(engines []savedEngine) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := time.Now()
-	by := func(o *origin.Origin, here bool) origin.Origin {
+	by := func(o *peercred.Origin, here bool) peercred.Origin {
 		if o == nil {
-			return origin.Origin{User: "unknown", Addr: "unknown", Here: here}
+			return peercred.Origin{User: "unknown", Addr: "unknown", Here: here}
 		}
 		return *o
 	}
-	hold := func(from origin.Origin, id, addr string) charge {
+	hold := func(from peercred.Origin, id, addr string) charge {
 		p := charge{from, r.weight(id, addr)}
 		r.mu.held[from] += p.weight
 		r.mu.weight += p.weight

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
@@ -81,7 +82,7 @@ func TestLoadThatEndsIsNotShared(t *testing.T) {
 		gone.send(pull)
 		<-stuck
 		gone.dealer.Close()
-		eventually(t, "the load is being ended", func() bool { requests, loads := w.relay.Waiting(); return requests+loads == 0 })
+		testkit.Eventually(t, "the load is being ended", func() bool { requests, loads := w.relay.Waiting(); return requests+loads == 0 })
 		if !same {
 			pull.Wanted = map[string]wire.Wanted{"second": {TransferID: "x", Blocks: [][]int{{1}, {2}}}}
 		}
@@ -160,10 +161,10 @@ func TestAskedAgainWhileThePushEnds(t *testing.T) {
 	waiting := func(n int) func() bool {
 		return func() bool { requests, _ := w.relay.Waiting(); return requests == n }
 	}
-	eventually(t, "the relay knows that D is gone", waiting(0))
+	testkit.Eventually(t, "the relay knows that D is gone", waiting(0))
 	again := w.channel()
 	again.send(pull)
-	eventually(t, "D waits again", waiting(1))
+	testkit.Eventually(t, "D waits again", waiting(1))
 	close(slow.goOn)
 	y := again.next(30 * time.Second)
 	if y == nil || len(y.OK) != 1 {

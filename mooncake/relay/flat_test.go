@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
@@ -35,7 +36,7 @@ func TestRelayLeavesNothing(t *testing.T) {
 			w.receiver.Abort(fmt.Sprint("dx", i, ".0"))
 		}
 		left := len(wanted)
-		eventually(t, "a round settles", func() bool {
+		testkit.Eventually(t, "a round settles", func() bool {
 			left -= len(w.receiver.Results().Received)
 			return left == 0
 		})

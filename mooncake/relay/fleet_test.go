@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
@@ -227,7 +228,7 @@ func (f *fleet) restartP(p *fleetP) {
 	f.startP(p)
 	f.register()
 	if len(former) > 0 {
-		eventually(f.t, "the relay notices", func() bool { return f.relay.Stats().Dropped > dropped })
+		testkit.Eventually(f.t, "the relay notices", func() bool { return f.relay.Stats().Dropped > dropped })
 	}
 	p.former = former
 }

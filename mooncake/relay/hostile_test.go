@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
@@ -186,7 +187,7 @@ func TestSilentDGivesMemoryBack(t *testing.T) {
 			Wanted: map[string]wire.Wanted{id: {TransferID: id, Blocks: [][]int{{1, 2}, {3, 4}}}},
 		})
 	}
-	eventually(t, "the silent D holds all memory", func() bool { s := w.relay.Stats(); return s.Pulled == 4 && s.KeptBytes == 32<<20 })
+	testkit.Eventually(t, "the silent D holds all memory", func() bool { s := w.relay.Stats(); return s.Pulled == 4 && s.KeptBytes == 32<<20 })
 	time.Sleep(50 * time.Millisecond)
 	for i := range 3 {
 		id := fmt.Sprint("x", i)

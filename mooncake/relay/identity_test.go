@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
@@ -30,15 +31,6 @@ func (w *world) restart(id string) {
 	w.rewrite()
 	w.startP(id)
 	time.Sleep(5 * time.Millisecond) // RefreshEvery
-}
-
-func eventually(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !ok(); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("timed out: %s", what)
-		}
-	}
 }
 
 // A transfer id that comes again is another prompt's: from the same P, from a P that
@@ -83,7 +75,7 @@ func TestKeptKVEndsWithItsP(t *testing.T) {
 	}
 	offer("x", 5)
 	w.sender.Close()
-	eventually(t, "the relay notices", func() bool { return w.relay.Stats().Kept == 0 })
+	testkit.Eventually(t, "the relay notices", func() bool { return w.relay.Stats().Kept == 0 })
 	w.rewrite()
 	w.startP("e1")
 	time.Sleep(5 * time.Millisecond)
@@ -95,7 +87,7 @@ func TestKeptKVEndsWithItsP(t *testing.T) {
 	w.mu.Lock()
 	w.dir = "{}"
 	w.mu.Unlock()
-	eventually(t, "the relay notices", func() bool { return w.relay.Stats().Kept == 0 && w.relay.Stats().Engines == 0 })
+	testkit.Eventually(t, "the relay notices", func() bool { return w.relay.Stats().Kept == 0 && w.relay.Stats().Engines == 0 })
 	failed, err := w.receiver.Pull(t.Context(), from, map[string]wire.Wanted{"d": {TransferID: "y#2", Blocks: [][]int{{3}, {4}}}})
 	if err != nil || failed["d"] == nil || !strings.Contains(failed["d"].Error(), "not registered any more") {
 		t.Fatal(err, failed)
@@ -116,7 +108,7 @@ func TestKeepAcrossRestarts(t *testing.T) {
 	w.mu.Lock()
 	w.dir = "{}"
 	w.mu.Unlock()
-	eventually(t, "the relay notices", func() bool { return w.relay.Stats().Engines == 0 })
+	testkit.Eventually(t, "the relay notices", func() bool { return w.relay.Stats().Engines == 0 })
 	failed, err := w.receiver.Pull(t.Context(), from, map[string]wire.Wanted{"d": {TransferID: "x#2", Blocks: [][]int{{3}, {4}}}})
 	if err != nil || len(failed) > 0 {
 		t.Fatal(err, failed)
@@ -293,7 +285,7 @@ func TestMemoryShares(t *testing.T) {
 	}
 	greedy := w.channel()
 	greedy.send(&wire.Pull{Host: "127.0.0.1", Port: 9, TPSize: 1, Regions: memory(payload).Regions, Wanted: wanted})
-	eventually(t, "all memory is reserved", func() bool { return w.relay.Stats().KeptBytes == 64<<10 })
+	testkit.Eventually(t, "all memory is reserved", func() bool { return w.relay.Stats().KeptBytes == 64<<10 })
 	for i := range 4 {
 		id := fmt.Sprint("x", i)
 		w.sender.Offer("p"+id, id, [][]int{{1, 2}, {3, 4}})
@@ -302,7 +294,7 @@ func TestMemoryShares(t *testing.T) {
 		}
 	}
 	greedy.dealer.Close()
-	eventually(t, "loads that nobody waits for end", func() bool {
+	testkit.Eventually(t, "loads that nobody waits for end", func() bool {
 		s := w.relay.Stats()
 		return s.Kept <= 4 && s.KeptBytes <= 4*4096
 	})

@@ -29,23 +29,13 @@ const (
 // before is the KV that an earlier answer to the same request was pushed from, or nil.
 func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, before *kept, seen *transferlog.Entry) (k *kept, source string, err error) {
 	r := e.r
-	var few error
 	r.mu.Lock()
 	key := e.keyLocked(pull, id.base)
 	if before != nil && (before.freed || before.key != key) {
 		before = nil
 	}
-	k = r.mu.kept[key]
-	other := k
-	switch {
-	case k != nil && k.endingLocked():
-		k = nil // cancelled
-	case id.again && k != nil && isDone(k.done) && !k.holds(blocks):
-		few = fmt.Errorf("relay: P num blocks less than D in what is kept of transfer %.64q", id.base)
-		k = nil
-	case k != nil && !isDone(k.done) && !k.holds(blocks), k != nil && isDone(k.done) && !id.again:
-		k = nil // too few blocks, or the transfer id demands P's own answer
-	}
+	other := r.mu.kept[key]
+	k, few := other.servesLocked(id, blocks)
 	if k != nil {
 		r.useLocked(k)
 		r.mu.Unlock()
@@ -66,13 +56,10 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 			k, source, err = e.await(ctx, k, source, seen)
 		}
 	}
-	switch {
-	case before == nil:
-	case err == nil:
-		r.release(before)
-	case ctx.Err() == nil: // D lost the reply and pulls again; P has freed the blocks since
-		return before, fromMemory, nil
-	default:
+	if before != nil {
+		if err != nil && ctx.Err() == nil { // D lost the reply and pulls again; P has freed the blocks since
+			return before, fromMemory, nil
+		}
 		r.release(before)
 	}
 	if err != nil {
@@ -82,6 +69,22 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 		source = fromBoth
 	}
 	return k, source, nil
+}
+
+// servesLocked returns k where it is the answer to a request for blocks, else nil. The error says that what is kept has too
+// few blocks. k may be nil: nothing is kept.
+func (k *kept) servesLocked(id transferID, blocks [][]int) (*kept, error) {
+	if k == nil || k.endingLocked() { // cancelled
+		return nil, nil
+	}
+	loaded, holds := isDone(k.done), k.holds(blocks)
+	switch {
+	case loaded && id.again && !holds:
+		return nil, fmt.Errorf("relay: P num blocks less than D in what is kept of transfer %.64q", id.base)
+	case loaded && !id.again, !loaded && !holds:
+		return nil, nil // the transfer id demands P's own answer, or there are too few blocks
+	}
+	return k, nil
 }
 
 // await waits for k to be loaded. On failure it releases k.

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
@@ -58,10 +58,10 @@ func TestPrefixOfOneLifeAndRestOfAnother(t *testing.T) {
 		}
 		return r, addr.String()
 	}
-	first, at := listen(fmt.Sprint("127.0.0.1:", ports.Free(t)))
+	first, at := listen(fmt.Sprint("127.0.0.1:", testkit.FreePort(t)))
 	w.show(map[string]string{"fake": "tcp://" + at})
 	w.source()
-	eventually(t, "the relay watches it", watched.Load)
+	testkit.Eventually(t, "the relay watches it", watched.Load)
 	time.Sleep(100 * time.Millisecond) // and knows that it does
 	if err := w.pull("A", []int{31, 32, 33}); err != nil {
 		t.Fatal(err)

@@ -3,9 +3,9 @@ package relay
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 func TestOptionsValidate(t *testing.T) {
-	optionstest.CheckNumbers[Options](t)
+	testkit.CheckNumbers[Options](t)
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
@@ -104,10 +105,10 @@ func TestPrefixThatDoesNotFit(t *testing.T) {
 	f("^A:0", 41, 42, 43, 44, 45)
 	f("^A:9", 41, 42, 43, 44, 45)
 	w.restart("e1")
-	eventually(t, "the relay notices", func() bool { return w.relay.Stats().Dropped > 0 })
+	testkit.Eventually(t, "the relay notices", func() bool { return w.relay.Stats().Dropped > 0 })
 	// It notices twice, by the registry and by the connection that broke: a pull in between fails.
 	own := []int{11, 12, 13, 14, 15}
-	eventually(t, "P is pulled from in its new life", func() bool {
+	testkit.Eventually(t, "P is pulled from in its new life", func() bool {
 		n++
 		id := fmt.Sprint("T", n)
 		w.sender.Offer("p"+id, id, [][]int{own})

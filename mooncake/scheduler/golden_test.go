@@ -7,7 +7,7 @@ import (
 	"reflect"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/mooncake/scheduler"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
@@ -189,7 +189,7 @@ func scripts(t *testing.T, release wire.Release) (list []script, host string) {
 		Host  string `json:"self_host"`
 		Cases []script
 	}
-	vectors.Read(t, "mooncake-connector/"+recorded[release], &doc)
+	testkit.ReadVector(t, "mooncake-connector/"+recorded[release], &doc)
 	if len(doc.Cases) == 0 {
 		t.Fatal("no cases")
 	}

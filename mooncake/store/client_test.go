@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
@@ -230,7 +231,7 @@ func TestMasterStartedAgain(t *testing.T) {
 	}
 	before := c.nodes[0].Stats()
 	c.master.Forget()
-	eventually(t, "mounted again", func() bool { s := c.nodes[0].Stats(); return s.Lives == 2 && s.Mounted == 1 })
+	testkit.Eventually(t, "mounted again", func() bool { s := c.nodes[0].Stats(); return s.Lives == 2 && s.Mounted == 1 })
 	if errs := c.client.Put(t.Context(), []Object{{"b", [][]byte{b}}}); errs[0] != nil {
 		t.Fatal(errs)
 	}
@@ -261,16 +262,6 @@ func TestNoMaster(t *testing.T) {
 	}
 }
 
-func eventually(t *testing.T, what string, f func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); time.Now().Before(end); time.Sleep(2 * time.Millisecond) {
-		if f() {
-			return
-		}
-	}
-	t.Fatalf("never: %s", what)
-}
-
 // Replicas share the reads: one by one and in batches each node has some of them.
 func TestReplicasShareTheReads(t *testing.T) {
 	c := newCluster(t, 2, ClientOptions{})
@@ -293,7 +284,7 @@ func TestReplicasShareTheReads(t *testing.T) {
 				}
 			}
 		}
-		eventually(t, "both nodes have read", func() bool {
+		testkit.Eventually(t, "both nodes have read", func() bool {
 			return c.nodes[0].Stats().BytesOut > before[0] && c.nodes[1].Stats().BytesOut > before[1]
 		})
 	}

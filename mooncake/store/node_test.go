@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
@@ -41,9 +42,9 @@ func run(t *testing.T, m *Master, o NodeOptions) (n *Node, stop func()) {
 // settled waits until a node is mounted and the master has said that it knows it.
 func settled(t *testing.T, n *Node) {
 	t.Helper()
-	eventually(t, "mounted", func() bool { return n.Stats().Mounted == 1 })
+	testkit.Eventually(t, "mounted", func() bool { return n.Stats().Mounted == 1 })
 	pings := n.Stats().Pings
-	eventually(t, "known", func() bool { s := n.Stats(); return s.Mounted == 1 && s.Pings > pings })
+	testkit.Eventually(t, "known", func() bool { s := n.Stats(); return s.Mounted == 1 && s.Pings > pings })
 }
 
 func newMaster(t *testing.T) (*storetest.Master, *Master) {
@@ -61,10 +62,10 @@ func TestNodeOutlivesAMasterThatRefuses(t *testing.T) {
 	settled(t, n)
 	fake.Set(func() { fake.Answered = func(string, []byte) []byte { return storetest.Refusal(noFunction) } })
 	failed := n.Stats().Failures
-	eventually(t, "several refusals", func() bool { return n.Stats().Failures > failed+3 })
+	testkit.Eventually(t, "several refusals", func() bool { return n.Stats().Failures > failed+3 })
 	fake.Set(func() { fake.Answered = nil })
 	pings := n.Stats().Pings
-	eventually(t, "pings again", func() bool { return n.Stats().Pings > pings+3 })
+	testkit.Eventually(t, "pings again", func() bool { return n.Stats().Pings > pings+3 })
 }
 
 // A master that is not ready yet when a node starts, and says so in whatever way, is no master of an unknown release:
@@ -124,7 +125,7 @@ func TestMasterOfAnotherRelease(t *testing.T) {
 		done := make(chan error, 1)
 		go func() { done <- n.Run(ctx) }()
 		if want != ErrVersion { // whatever listens there now, a master may later
-			eventually(t, "it tries on", func() bool { return n.Stats().Failures > 3 })
+			testkit.Eventually(t, "it tries on", func() bool { return n.Stats().Failures > 3 })
 			cancel()
 		}
 		if err := <-done; want == ErrVersion && (!errors.Is(err, want) || !strings.Contains(err.Error(), "0.3.13")) || want != ErrVersion && err != nil {
@@ -199,7 +200,7 @@ func TestFormerLifeIsUnmounted(t *testing.T) {
 	n, _ := run(t, m, NodeOptions{})
 	settled(t, n)
 	fake.Set(fake.ForgetClients)
-	eventually(t, "mounted again", func() bool { s := n.Stats(); return s.Lives == 2 && s.Mounted == 1 })
+	testkit.Eventually(t, "mounted again", func() bool { s := n.Stats(); return s.Lives == 2 && s.Mounted == 1 })
 	fake.Set(func() {
 		if len(fake.Segments) != 1 || fake.Segments[0].Endpoint != n.Stats().Endpoint {
 			t.Errorf("%+v", fake.Segments)
@@ -260,7 +261,7 @@ func TestPortsThatCannotBeOpened(t *testing.T) {
 	go func() { done <- n.Run(ctx) }()
 	settled(t, n)
 	fake.Forget()
-	eventually(t, "mounted again", func() bool { return n.Stats().Lives == 2 && n.Stats().Mounted == 1 })
+	testkit.Eventually(t, "mounted again", func() bool { return n.Stats().Lives == 2 && n.Stats().Mounted == 1 })
 	cancel()
 	if err := <-done; err != nil || refused.Load() < 4 {
 		t.Error(err, refused.Load())
@@ -281,9 +282,9 @@ func TestMountedEndsWithASilentMaster(t *testing.T) {
 	mounted := func(v int64) func() bool { return func() bool { return n.Stats().Mounted == v } }
 	settled(t, n)
 	fake.Set(func() { fake.Answered = func(string, []byte) []byte { return nil } })
-	eventually(t, "not known", mounted(0))
+	testkit.Eventually(t, "not known", mounted(0))
 	fake.Set(func() { fake.Answered = nil })
-	eventually(t, "known again", mounted(1))
+	testkit.Eventually(t, "known again", mounted(1))
 	if n.Stats().Lives != 1 {
 		t.Error("a master that remembers the node ended its life")
 	}
@@ -349,7 +350,7 @@ func TestManyLivesLeaveNothing(t *testing.T) {
 	}
 	settled(t, n)
 	files, goroutines := open(), runtime.NumGoroutine()
-	eventually(t, "20 lives", func() bool { fake.Set(fake.ForgetClients); return n.Stats().Lives > 20 })
+	testkit.Eventually(t, "20 lives", func() bool { fake.Set(fake.ForgetClients); return n.Stats().Lives > 20 })
 	settled(t, n)
-	eventually(t, "everything closed", func() bool { return open() <= files+2 && runtime.NumGoroutine() <= goroutines+4 })
+	testkit.Eventually(t, "everything closed", func() bool { return open() <= files+2 && runtime.NumGoroutine() <= goroutines+4 })
 }

@@ -3,15 +3,14 @@ package store
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 func TestOptionsValidate(t *testing.T) {
-	optionstest.CheckNumbers[MasterOptions](t)
-	optionstest.CheckNumbers[ClientOptions](t)
+	testkit.CheckNumbers[MasterOptions](t)
+	testkit.CheckNumbers[ClientOptions](t)
 	for _, a := range []string{"", "host", ":1", "host:", "etcd://host", "host:70000"} {
 		if (MasterOptions{Addresses: []string{a}}).Validate() == nil {
 			t.Errorf("%q is an address", a)

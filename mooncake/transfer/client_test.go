@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // relisten stops a target and starts another on the handshake port.
@@ -28,7 +28,7 @@ func relisten(t *testing.T, old *Target, sameData bool) (*Target, []byte) {
 func TestPeerRestarts(t *testing.T) {
 	for _, sameData := range []bool{true, false} {
 		for _, wait := range []time.Duration{0, 2 * staleAfter} {
-			target, _ := listen(t, 1<<20, TargetOptions{HandshakePort: ports.Free(t), DataPort: ports.Free(t)})
+			target, _ := listen(t, 1<<20, TargetOptions{HandshakePort: testkit.FreePort(t), DataPort: testkit.FreePort(t)})
 			c := client(t, Options{})
 			src := pattern(100_000, 1)
 			for range 3 {

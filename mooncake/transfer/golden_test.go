@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 func unhex(t *testing.T, s string) []byte {
@@ -34,7 +34,7 @@ func TestGoldenHeaders(t *testing.T) {
 		}
 		Status []struct{ Name, Hex string }
 	}
-	vectors.Read(t, "mooncake-te/header-unit.json", &v)
+	testkit.ReadVector(t, "mooncake-te/header-unit.json", &v)
 	for _, c := range v.Headers {
 		raw := unhex(t, c.Hex)
 		h := parseHeader(raw)
@@ -69,7 +69,7 @@ type handshakeVector struct {
 // request of ours, and as our reply.
 func TestGoldenHandshakeFrames(t *testing.T) {
 	var file struct{ Vectors []handshakeVector }
-	vectors.Read(t, "mooncake-te/handshake.json", &file)
+	testkit.ReadVector(t, "mooncake-te/handshake.json", &file)
 	cases := 0
 	again := func(v handshakeVector, frame []byte, into any) {
 		t.Helper()
@@ -116,7 +116,7 @@ func TestGoldenHandshakeFrames(t *testing.T) {
 // A live target gives the captured answer to each captured request.
 func TestGoldenHandshakeTarget(t *testing.T) {
 	var file struct{ Vectors []handshakeVector }
-	vectors.Read(t, "mooncake-te/handshake.json", &file)
+	testkit.ReadVector(t, "mooncake-te/handshake.json", &file)
 	target, _ := listen(t, 4096, TargetOptions{})
 	for _, v := range file.Vectors {
 		c, err := net.Dial("tcp", target.Name())
@@ -211,7 +211,7 @@ func (o dataOp) refused(at Range) bool {
 // The captured initiators, played against our target.
 func TestGoldenDataTarget(t *testing.T) {
 	var file struct{ Vectors []dataVector }
-	vectors.Read(t, "mooncake-te/data.json", &file)
+	testkit.ReadVector(t, "mooncake-te/data.json", &file)
 	cases := 0
 	for _, engine := range []string{"0.3.13.post1", "0.3.12.post1", "0.3.11.post1", "0.3.7.post2"} {
 		at := engineRegion(file.Vectors, engine)
@@ -297,7 +297,7 @@ func playOp(t *testing.T, c *net.TCPConn, table *Table, v dataVector, i int, at 
 // sent, with zeroes for padding.
 func TestGoldenDataInitiator(t *testing.T) {
 	var file struct{ Vectors []dataVector }
-	vectors.Read(t, "mooncake-te/data.json", &file)
+	testkit.ReadVector(t, "mooncake-te/data.json", &file)
 	cases := 0
 	for _, v := range file.Vectors {
 		version := 0

@@ -3,10 +3,10 @@ package transfer
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 func TestOptionsValidate(t *testing.T) {
-	optionstest.CheckNumbers[Options](t)
-	optionstest.CheckNumbers[TargetOptions](t)
+	testkit.CheckNumbers[Options](t)
+	testkit.CheckNumbers[TargetOptions](t)
 }

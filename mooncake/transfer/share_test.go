@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // Calls to a peer that accepts handshakes and says nothing fail together, after one
@@ -115,7 +115,7 @@ func TestRefusedBlocksKeepTheConnection(t *testing.T) {
 // D restarts on its handshake port and gets another data port; another process has
 // the old one. A connection made later goes to D, not there.
 func TestDescriptionOfAnEarlierBoot(t *testing.T) {
-	hs, data := ports.Free(t), ports.Free(t)
+	hs, data := testkit.FreePort(t), testkit.FreePort(t)
 	first, _ := listen(t, 4096, TargetOptions{HandshakePort: hs, DataPort: data})
 	c := client(t, Options{Conns: 1})
 	write := func(b byte) error {

@@ -54,15 +54,6 @@ func block(c *mooncake.Cache, id int) []byte {
 	return all
 }
 
-func eventually(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !ok(); time.Sleep(2 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("never: %s", what)
-		}
-	}
-}
-
 // begin starts a pull; the channel gets its failure.
 func (x *pair) begin(t *testing.T, id string, blocks []int) <-chan error {
 	t.Helper()

@@ -11,7 +11,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
@@ -31,7 +31,7 @@ func TestSendBlocksGolden(t *testing.T) {
 			Out           json.RawMessage
 		}
 	}
-	vectors.Read(t, "mooncake-connector/send-blocks-v0130.json", &doc)
+	testkit.ReadVector(t, "mooncake-connector/send-blocks-v0130.json", &doc)
 	uncalled, refused := 0, 0
 	for i, c := range doc.Cases {
 		pull := &wire.Pull013{Host: "10.0.0.9", Port: 15001, Bases: c.RBases, Blocks: c.Remote}

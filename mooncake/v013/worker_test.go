@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
@@ -82,7 +83,7 @@ func TestPull(t *testing.T) {
 	x.offer("a", 10, 11, 12)
 	x.offer("b", 13)
 	var got []string
-	eventually(t, "both settle", func() bool {
+	testkit.Eventually(t, "both settle", func() bool {
 		r := x.receiver.Results()
 		got = append(got, r.Received...)
 		return len(got) == 2 && len(r.Failed) == 0
@@ -93,7 +94,7 @@ func TestPull(t *testing.T) {
 		}
 	}
 	var free []string
-	eventually(t, "blocks freed", func() bool { free = append(free, x.sender.Finished()...); return len(free) == 2 })
+	testkit.Eventually(t, "blocks freed", func() bool { free = append(free, x.sender.Finished()...); return len(free) == 2 })
 	if err := x.pull(t, "a", []int{1}); !errors.Is(err, mooncake.ErrPeer) {
 		t.Fatalf("second pull: %v", err)
 	}
@@ -110,7 +111,7 @@ func TestFailures(t *testing.T) {
 	}
 	x.announce("dropped")
 	done := x.begin(t, "dropped", []int{1})
-	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+	testkit.Eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
 	x.sender.Apply(&wire.Metadata{NotProcessed: []string{"dropped"}})
 	if err := wait(t, done); !errors.Is(err, mooncake.ErrPeer) {
 		t.Fatal(err)
@@ -120,27 +121,27 @@ func TestFailures(t *testing.T) {
 		t.Fatal(err)
 	}
 	var free []string
-	eventually(t, "its lease ends", func() bool { free = append(free, x.sender.Finished()...); return slices.Contains(free, "few") })
+	testkit.Eventually(t, "its lease ends", func() bool { free = append(free, x.sender.Finished()...); return slices.Contains(free, "few") })
 	x.offer("nobody", 2)
-	eventually(t, "its lease ends", func() bool { free = append(free, x.sender.Finished()...); return slices.Contains(free, "nobody") })
+	testkit.Eventually(t, "its lease ends", func() bool { free = append(free, x.sender.Finished()...); return slices.Contains(free, "nobody") })
 	x.from.Port = 1
 	if err := x.pull(t, "r", []int{1}); !errors.Is(err, mooncake.ErrLost) || !strings.Contains(err.Error(), "127.0.0.1:1") {
 		t.Fatal(err)
 	}
-	eventually(t, "old windows close", func() bool { return x.receiver.Stats().Windows <= 1 })
+	testkit.Eventually(t, "old windows close", func() bool { return x.receiver.Stats().Windows <= 1 })
 }
 
 func TestAbort(t *testing.T) {
 	x := newPair(t, mooncake.SenderOptions{AbortTimeout: 20 * time.Second}, mooncake.ReceiverOptions{})
 	x.announce("a")
 	done := x.begin(t, "a", []int{1})
-	eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+	testkit.Eventually(t, "pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
 	x.receiver.Abort("a")
 	if err := wait(t, done); !errors.Is(err, mooncake.ErrAborted) {
 		t.Fatal(err)
 	}
 	x.offer("a", 5)
-	eventually(t, "P frees its blocks", func() bool { return slices.Contains(x.sender.Finished(), "a") })
+	testkit.Eventually(t, "P frees its blocks", func() bool { return slices.Contains(x.sender.Finished(), "a") })
 }
 
 func TestRandomMessages(t *testing.T) {
@@ -167,7 +168,7 @@ func TestRandomMessages(t *testing.T) {
 			time.Sleep(time.Millisecond)
 		}
 	}
-	eventually(t, "answers", func() bool { return len(answers) >= n*9/10 })
+	testkit.Eventually(t, "answers", func() bool { return len(answers) >= n*9/10 })
 	x.offer("p", 5)
 	if err := x.pull(t, "p", []int{1}); err != nil {
 		t.Fatal(err)
@@ -198,7 +199,7 @@ func TestAbortsInCompany(t *testing.T) {
 	if err := x.receiver.Apply(&wire.Metadata{Pulls: pulls}); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
+	testkit.Eventually(t, "the pull arrives", func() bool { return x.sender.Stats().Pulls == 1 })
 	for i := range 3 {
 		x.receiver.Abort(fmt.Sprint("r", i))
 		time.Sleep(5 * time.Millisecond)
@@ -207,7 +208,7 @@ func TestAbortsInCompany(t *testing.T) {
 		x.offer(fmt.Sprint("r", i), 10+i)
 	}
 	failed, n := map[string]error{}, 0
-	eventually(t, "all settle", func() bool {
+	testkit.Eventually(t, "all settle", func() bool {
 		r := x.receiver.Results()
 		n += len(r.Received)
 		for id, err := range r.Failed {

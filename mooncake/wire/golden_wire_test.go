@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // wireCase is one encoding of one release.
@@ -18,7 +18,7 @@ type wireCase struct {
 	Release string          `json:"ver"`
 	Type    string          `json:"type"`
 	Value   json.RawMessage `json:"v"`
-	Hex     vectors.Hex     `json:"hex"`
+	Hex     testkit.Hex     `json:"hex"`
 	Bad     int             `json:"bad"`
 }
 
@@ -92,7 +92,7 @@ func normal(p *Pull) string {
 
 func TestGoldenWire(t *testing.T) {
 	var file struct{ Cases []wireCase }
-	vectors.Read(t, "mooncake-connector/wire-msgpack.json", &file)
+	testkit.ReadVector(t, "mooncake-connector/wire-msgpack.json", &file)
 	refused := 0
 	for i, c := range file.Cases {
 		minor, err := strconv.Atoi(strings.Split(c.Release, ".")[1])

@@ -7,14 +7,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/proxy/blocks"
 	"github.com/kvasir-kv/kvasir/proxy/blocks/blockstest"
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 const size = 4 // tokens of a block
 
@@ -223,15 +223,6 @@ func TestPrompts(t *testing.T) {
 	p.Learn(hot, "", size, nil)
 }
 
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("never: %s", what)
-		}
-	}
-}
-
 func follow(t *testing.T, p *blockstest.Publisher, replay bool) *blocks.Follower {
 	t.Helper()
 	o := blocks.Options{Endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", p.Port), ReplayTimeout: time.Second}
@@ -243,7 +234,7 @@ func follow(t *testing.T, p *blockstest.Publisher, replay bool) *blocks.Follower
 		t.Fatal(err)
 	}
 	t.Cleanup(f.Close)
-	eventually(t, "it follows", func() bool { return p.Subscribers() > 0 })
+	testkit.Eventually(t, "it follows", func() bool { return p.Subscribers() > 0 })
 	return f
 }
 
@@ -255,7 +246,7 @@ func wants(t *testing.T, f *blocks.Follower, what string, blocks int, all bool) 
 			t.Logf("%s: %d blocks, all %v; want %d, %v", what, n, complete, blocks, all)
 		}
 	}()
-	eventually(t, what, func() bool {
+	testkit.Eventually(t, what, func() bool {
 		n, _, complete = f.Blocks()
 		return n == blocks && complete == all
 	})
@@ -284,7 +275,7 @@ func TestFollowerWithReplay(t *testing.T) {
 	p.StartAgain()
 	p.Publish(false, stored("a", eve, 0, 4))
 	wants(t, f, "another life", 4, true)
-	eventually(t, "it follows that too", func() bool { return p.Subscribers() > 0 })
+	testkit.Eventually(t, "it follows that too", func() bool { return p.Subscribers() > 0 })
 	p.Answer(false)
 	p.Publish(true, stored("a", eve, 4, 5))
 	p.Publish(false, stored("a", ada, 0, 8))
@@ -304,11 +295,11 @@ func TestFollowerWithoutReplay(t *testing.T) {
 	wants(t, f, "after it was cleared", 2, true)
 	p.StartAgain()
 	wants(t, f, "the connection is lost", 0, false)
-	eventually(t, "it follows again", func() bool { return p.Subscribers() > 0 })
+	testkit.Eventually(t, "it follows again", func() bool { return p.Subscribers() > 0 })
 	p.Publish(false, stored("a", ada, 0, 5))
 	wants(t, f, "another life", 5, true)
 	late := follow(t, p, false)
-	eventually(t, "both follow", func() bool { return p.Subscribers() == 2 })
+	testkit.Eventually(t, "both follow", func() bool { return p.Subscribers() == 2 })
 	p.Publish(false, stored("a", eve, 0, 1))
 	wants(t, late, "who came late", 1, false)
 }

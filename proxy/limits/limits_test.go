@@ -12,15 +12,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 	"github.com/kvasir-kv/kvasir/proxy/limits/limitstest"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
-func TestOptions(t *testing.T) { optionstest.CheckNumbers[limits.Options](t) }
+func TestOptions(t *testing.T) { testkit.CheckNumbers[limits.Options](t) }
 
 func TestParseURL(t *testing.T) {
 	f := func(s, addr, user, password string, db int, tls, ok bool) {
@@ -41,15 +40,6 @@ func TestParseURL(t *testing.T) {
 	f("redis://u:secret@h/x", "", "", "", 0, false, false)
 	f("redis://u:secret@h?x=1", "", "", "", 0, false, false)
 	f("h:1", "", "", "", 0, false, false)
-}
-
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("never: %s", what)
-		}
-	}
 }
 
 // two returns the limits of two proxies that count in one server.
@@ -104,7 +94,7 @@ func TestRealAtOnce(t *testing.T) {
 				l.End(ada)
 			}
 		}
-		eventually(t, "all places are free again, for one proxy alone", func() bool {
+		testkit.Eventually(t, "all places are free again, for one proxy alone", func() bool {
 			n := 0
 			for range 5 {
 				if _, ok := a.Begin(ada); ok {
@@ -142,7 +132,7 @@ func TestRealRate(t *testing.T) {
 	if _, ok := a.Begin(fast); !ok {
 		t.Fatal("the first one is refused")
 	}
-	eventually(t, "time gives another", func() bool { _, ok := b.Begin(fast); return ok })
+	testkit.Eventually(t, "time gives another", func() bool { _, ok := b.Begin(fast); return ok })
 }
 
 // A proxy that ends, or that says nothing any more, counts no more.
@@ -187,7 +177,7 @@ func TestServerIsAway(t *testing.T) {
 	}
 	defer a.Close()
 	l := limits.Limit{Key: "ada", AtOnce: 1}
-	eventually(t, "the server answers", func() bool { // this may be slow
+	testkit.Eventually(t, "the server answers", func() bool { // this may be slow
 		_, ok := a.Begin(l)
 		defer a.End(l)
 		return ok && r.Now("ada") == 1
@@ -205,7 +195,7 @@ func TestServerIsAway(t *testing.T) {
 		}
 		r.Silence(false)
 		r.Forget()
-		eventually(t, "the server knows of them", func() bool {
+		testkit.Eventually(t, "the server knows of them", func() bool {
 			if _, ok := a.Begin(l); ok {
 				a.End(l)
 			}
@@ -214,14 +204,14 @@ func TestServerIsAway(t *testing.T) {
 		for range 5 {
 			a.End(l)
 		}
-		eventually(t, "the server knows that they ended", func() bool { return r.Now("ada") == 0 })
+		testkit.Eventually(t, "the server knows that they ended", func() bool { return r.Now("ada") == 0 })
 		if away, back := log.count("by each proxy alone"), log.count("together with other proxies again"); away == 0 || back < away-1 || back > away {
 			t.Errorf("life %d: said %d times, and %d times that it is over:\n%s", life, away, back, log.String())
 		}
 	}
 	r.Forget()
 	before := a.Stats().Asked
-	eventually(t, "the script is there again", func() bool {
+	testkit.Eventually(t, "the script is there again", func() bool {
 		if _, ok := a.Begin(l); ok {
 			a.End(l)
 		}

@@ -1,5 +1,6 @@
 // Package prefix remembers which engine has seen which beginnings of prompts, in a fixed amount
-// of memory, and places unseen beginnings so that several proxies agree.
+// of memory, and places unseen beginnings so that several proxies agree. It also
+// remembers of which prompts relays have the KV.
 //
 // Beginnings are bytes, not tokens: a proxy has no tokenizer. They are marked by a chain of
 // hashes at fixed offsets, which lie closer together at the start of a prompt.

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/server/usage"
-	"github.com/kvasir-kv/kvasir/store/tenant/terms"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -25,7 +25,7 @@ type Options struct {
 	Socket     string            // where engines reach the server, a URL or an address, for /readyz; empty: it is not asked
 	Profiles   bool              // serve Go's profiles at /debug/pprof/
 	Sources    map[string]string // where each of Flags is from
-	Terms      *terms.Book       // what tenants have of their own, applied to the server's store; nil: nothing, and no file keeps what is set
+	Terms      *tenant.Terms     // what tenants have of their own, applied to the server's store; nil: nothing, and no file keeps what is set
 	Parts      *Parts            // what runs beside the server in this process; nil: nothing
 }
 
@@ -88,7 +88,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
 	book := o.Terms
 	if book == nil {
-		book, _ = terms.Open("", nil, nil) // without a file and flags there is nothing to fail
+		book, _ = tenant.OpenTerms("", nil, nil) // without a file and flags there is nothing to fail
 		_ = book.Apply(s.Store())
 	}
 	metrics.Add(reg, func() tenantStats { return tenantStatsOf(s.Store(), book) })

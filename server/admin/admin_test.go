@@ -13,17 +13,16 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 
 	"github.com/kvasir-kv/kvasir/internal/metrics"
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/evict"
-	"github.com/kvasir-kv/kvasir/store/evict/lifetime"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 // newServer returns a server with two stored chunks of 16 tokens.
 func newServer(t *testing.T) *server.Server {
@@ -32,7 +31,7 @@ func newServer(t *testing.T) *server.Server {
 	if err != nil {
 		t.Fatal(err)
 	}
-	lives := lifetime.New()
+	lives := evict.NewLifetimes()
 	st := store.New(p, store.Options{Policy: lives.Watch(evict.NewLRU())})
 	s := server.New(st, server.Options{Lifetimes: lives, ChunkTokens: 16, Version: "v1", Log: slog.New(slog.DiscardHandler)})
 	t.Cleanup(func() { _, _ = s.Close(), st.Close() })

@@ -4,13 +4,13 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/store/tenant/terms"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 // config answers GET /config: the flags in effect, and with ?sources=true where each is from, and who set what for tenants.
 type config struct {
 	flags, sources map[string]string
-	terms          *terms.Book
+	terms          *tenant.Terms
 }
 
 // Config is the answer with sources.
@@ -28,12 +28,12 @@ type Setting struct {
 
 // TenantSetting is one that a flag or somebody has set for a tenant.
 type TenantSetting struct {
-	Salt  string      `json:"cache_salt"`
-	Field terms.Field `json:"field"`
-	Value *float64    `json:"value"`  // nil: it was taken away
-	From  string      `json:"from"`   // "flag", or "set while running"
-	At    *time.Time  `json:"set_at"` // nil for a flag
-	Idle  string      `json:"not_in_effect,omitempty"`
+	Salt  string       `json:"cache_salt"`
+	Field tenant.Field `json:"field"`
+	Value *float64     `json:"value"`  // nil: it was taken away
+	From  string       `json:"from"`   // "flag", or "set while running"
+	At    *time.Time   `json:"set_at"` // nil for a flag
+	Idle  string       `json:"not_in_effect,omitempty"`
 }
 
 func (c *config) ServeHTTP(w http.ResponseWriter, r *http.Request) {

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/server/admin"
-	"github.com/kvasir-kv/kvasir/store/tenant/terms"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 )
 
 // Where each value is from is told; what is set is kept where there is a file, and said to be in effect alone where that fails.
@@ -19,10 +19,10 @@ func TestSources(t *testing.T) {
 		t.Fatal(err)
 	}
 	path := filepath.Join(dir, "state")
-	flags := make(terms.Flags)
+	flags := make(tenant.Flags)
 	_ = flags.SetQuota("a", 8192)
 	_ = flags.SetTTL("", time.Minute)
-	book, err := terms.Open(path, flags, nil)
+	book, err := tenant.OpenTerms(path, flags, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

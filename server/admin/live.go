@@ -14,7 +14,6 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/explain"
-	"github.com/kvasir-kv/kvasir/server/slowlog"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
@@ -42,7 +41,7 @@ type Live struct {
 	Workers  int                           `json:"workers"` // registered; Status has the first 64
 	Bytes    LiveBytes                     `json:"bytes"`
 	Map      pool.Map                      `json:"map"`
-	Slow     []slowlog.Request             `json:"slow"`
+	Slow     []server.SlowRequest          `json:"slow"`
 	Ended    []explain.Lookup              `json:"ended"` // the last lookups that found less than they asked for, 8 at most
 	Parts    map[string]map[string]float64 `json:"parts"`
 
@@ -72,7 +71,7 @@ type live struct {
 	number    int    // of it
 	at        time.Time
 	pool      pool.Map
-	slow      []slowlog.Request
+	slow      []server.SlowRequest
 	poolAt    time.Time
 }
 

@@ -11,7 +11,6 @@ import (
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/store/tenant"
-	"github.com/kvasir-kv/kvasir/store/tenant/terms"
 )
 
 // noSalt stands for the empty salt in paths and answers, as in LMCache's quota routes.
@@ -86,8 +85,8 @@ func (t *tenantRoutes) setQuota(w http.ResponseWriter, r *http.Request) {
 	}
 	bytes := int64(min(limit*gib, math.MaxInt64/2)) // more than any pool
 	name := r.PathValue("salt")
-	err = t.terms.Set(SaltOf(name), terms.Quota, terms.Bytes(bytes))
-	if _, ok := errors.AsType[*terms.NotKeptError](err); err != nil && !ok {
+	err = t.terms.Set(SaltOf(name), tenant.Quota, tenant.BytesValue(bytes))
+	if _, ok := errors.AsType[*tenant.NotKeptError](err); err != nil && !ok {
 		refuse(err.Error())
 		return
 	}
@@ -141,7 +140,7 @@ func (t *tenantRoutes) dropQuota(w http.ResponseWriter, r *http.Request) {
 			status = "removed"
 		}
 	}
-	if err := t.terms.Set(SaltOf(name), terms.Quota, terms.Value{}); err != nil {
+	if err := t.terms.Set(SaltOf(name), tenant.Quota, tenant.Value{}); err != nil {
 		notKept(w, err)
 		return
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/store"
-	"github.com/kvasir-kv/kvasir/store/evict/lifetime"
+	"github.com/kvasir-kv/kvasir/store/evict"
 	"github.com/kvasir-kv/kvasir/store/pool"
 	"github.com/kvasir-kv/kvasir/tier"
 )
@@ -63,7 +63,7 @@ func newServerWithTier(t *testing.T) *server.Server {
 	}
 	below := tier.Counted(tier.NewMemory(1<<20), "memory")
 	st := store.New(p, store.Options{Below: below})
-	s := server.New(st, server.Options{ChunkTokens: 16, Tiers: []*tier.Counting{below}, Lifetimes: lifetime.New()})
+	s := server.New(st, server.Options{ChunkTokens: 16, Tiers: []*tier.Counting{below}, Lifetimes: evict.NewLifetimes()})
 	t.Cleanup(func() { _, _ = s.Close(), st.Close() })
 	return s
 }

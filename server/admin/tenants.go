@@ -14,7 +14,6 @@ import (
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/tenant"
-	"github.com/kvasir-kv/kvasir/store/tenant/terms"
 )
 
 // Tenant is a tenant that has something of its own, in /status and /tenants.
@@ -73,7 +72,7 @@ type tenantStats struct {
 	Unkept bool `gauge:"kvasir_tenant_settings_unkept" help:"1 while what was set for tenants is in effect and could not be written to the file of --state."`
 }
 
-func tenantStatsOf(st *store.Store, book *terms.Book) tenantStats {
+func tenantStatsOf(st *store.Store, book *tenant.Terms) tenantStats {
 	n := st.Stats()
 	out := tenantStats{
 		map[string]int64{},
@@ -133,7 +132,7 @@ func ParseTTL(text string) (time.Duration, error) {
 // tenantRoutes serve what a tenant has of its own: /tenants, and /quota in LMCache's shapes.
 type tenantRoutes struct {
 	server *server.Server
-	terms  *terms.Book
+	terms  *tenant.Terms
 }
 
 func (t *tenantRoutes) handle(mux *http.ServeMux, guard httpserver.Guard) {
@@ -170,9 +169,9 @@ func (t *tenantRoutes) set(w http.ResponseWriter, r *http.Request) {
 	salt, done := SaltOf(r.PathValue("salt")), 0
 	var unkept error
 	for _, f := range []struct {
-		name  terms.Field
+		name  tenant.Field
 		value json.RawMessage
-	}{{terms.Quota, fields.Quota}, {terms.TTL, fields.TTL}, {terms.PinLimit, fields.Pins}} {
+	}{{tenant.Quota, fields.Quota}, {tenant.TTL, fields.TTL}, {tenant.PinLimit, fields.Pins}} {
 		if len(f.value) == 0 {
 			continue
 		}
@@ -180,7 +179,7 @@ func (t *tenantRoutes) set(w http.ResponseWriter, r *http.Request) {
 		if err == nil {
 			err = t.terms.Set(salt, f.name, v)
 		}
-		if _, ok := errors.AsType[*terms.NotKeptError](err); ok {
+		if _, ok := errors.AsType[*tenant.NotKeptError](err); ok {
 			unkept, err = err, nil
 		}
 		if err != nil {
@@ -218,23 +217,23 @@ func notKept(w http.ResponseWriter, err error) {
 }
 
 // valueOf reads a value of a body.
-func valueOf(f terms.Field, text json.RawMessage) (terms.Value, error) {
+func valueOf(f tenant.Field, text json.RawMessage) (tenant.Value, error) {
 	if bytes.Equal(text, []byte("null")) {
-		return terms.Value{}, nil
+		return tenant.Value{}, nil
 	}
 	v := 0.0
 	if json.Unmarshal(text, &v) != nil || math.IsInf(v, 0) {
-		return terms.Value{}, errors.New("it is no number")
+		return tenant.Value{}, errors.New("it is no number")
 	}
 	switch {
-	case f != terms.TTL:
-		return terms.Bytes(bytesOf(v)), nil
+	case f != tenant.TTL:
+		return tenant.BytesValue(bytesOf(v)), nil
 	case v == -1:
-		return terms.Time(tenant.Forever), nil
+		return tenant.TimeValue(tenant.Forever), nil
 	case !(v >= 1 && v <= tenant.MaxTTL.Seconds()):
-		return terms.Value{}, errors.New("it is neither -1 nor from 1 to ten years")
+		return tenant.Value{}, errors.New("it is neither -1 nor from 1 to ten years")
 	}
-	return terms.Time(time.Duration(v * float64(time.Second))), nil
+	return tenant.TimeValue(time.Duration(v * float64(time.Second))), nil
 }
 
 // bytesOf is a number of bytes; what is more than any pool has stays so, and what is below 0 too.

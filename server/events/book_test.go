@@ -8,7 +8,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/kv/object"
@@ -19,7 +19,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 const chunkTokens = 4
 

@@ -3,10 +3,10 @@ package events
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 func TestValidate(t *testing.T) {
-	optionstest.CheckNumbers[Options](t)
-	optionstest.CheckNumbers[PublisherOptions](t)
+	testkit.CheckNumbers[Options](t)
+	testkit.CheckNumbers[PublisherOptions](t)
 }

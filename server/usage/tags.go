@@ -6,7 +6,7 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/kvasir-kv/kvasir/internal/fair/share"
+	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/store"
 )
@@ -26,8 +26,8 @@ const tagSweep = time.Minute
 type tags struct {
 	of     map[pair]*tagCounts // by name and value
 	other  *tagCounts          // of the rest; in of, too
-	names  share.Books         // how many there are of a name
-	owners share.Books         // and how many a user or address brought
+	names  fair.Shares         // how many there are of a name
+	owners fair.Shares         // and how many a user or address brought
 	swept  time.Time
 }
 
@@ -57,8 +57,8 @@ func (t *tags) take(tag lmcache.Tag, owner string, now time.Time) *tagCounts {
 		}
 		c = &tagCounts{owner: owner}
 		t.of[k] = c
-		t.names.Add(k[0], share.Amount{Count: 1})
-		t.owners.Add(owner, share.Amount{Count: 1})
+		t.names.Add(k[0], fair.Amount{Count: 1})
+		t.owners.Add(owner, fair.Amount{Count: 1})
 	}
 	c.used = now
 	return c
@@ -79,8 +79,8 @@ func (t *tags) sweep(now time.Time) bool {
 			continue
 		}
 		delete(t.of, k)
-		t.names.Add(k[0], share.Amount{Count: -1})
-		t.owners.Add(c.owner, share.Amount{Count: -1})
+		t.names.Add(k[0], fair.Amount{Count: -1})
+		t.owners.Add(c.owner, fair.Amount{Count: -1})
 		t.other.lookups.Add(c.lookups.Load())
 		t.other.asked.Add(c.asked.Load())
 		t.other.hit.Add(c.hit.Load())

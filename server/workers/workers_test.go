@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 var alice, bob = access.Principal{User: true, UID: 1001}, access.Principal{User: true, UID: 1002}
 

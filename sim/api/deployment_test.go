@@ -26,8 +26,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/sim/api"
@@ -54,7 +53,7 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
-	leaks.Main(m)
+	testkit.Main(m)
 }
 
 // child is a process that a test kills and starts again: a cache server, a registry or an engine.
@@ -235,7 +234,7 @@ func deploy(t testing.TB, name string, pTP, dTP int, groups []sched.Group, first
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	port := make([]int, 6)
 	for i := range port {
-		port[i] = ports.Free(t)
+		port[i] = testkit.FreePort(t)
 	}
 	d := &deployment{t: t, name: name, first: first}
 	d.server = &child{Name: "server", Kind: "server", Port: port[0], Separate: true}

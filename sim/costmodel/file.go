@@ -8,7 +8,7 @@ import (
 	"os"
 	"strings"
 
-	"github.com/kvasir-kv/kvasir/internal/options/jsonfault"
+	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
 // maxFile bounds a profile's file, bytes.
@@ -44,7 +44,7 @@ func Read(r io.Reader) (*Profile, error) {
 	dec := json.NewDecoder(bytes.NewReader(text))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(p); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrProfile, jsonfault.Explain(text, err))
+		return nil, fmt.Errorf("%w: %w", ErrProfile, options.ExplainJSON(text, err))
 	}
 	return p, p.Validate()
 }

@@ -1,7 +1,8 @@
 // Package demo plays conversations through a whole deployment on one machine: a cache server
 // in a process of its own, a registry, a prefill engine (P), a decode engine (D) and a router
 // that sends each request to both. The engines are simulated, their KV bytes and the protocols
-// between all of them are real. The server is killed in the middle.
+// between all of them are real. The server is killed in the middle. Play sends a workload to one
+// server instead.
 package demo
 
 import (

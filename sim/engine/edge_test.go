@@ -6,7 +6,7 @@ import (
 	"strconv"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
@@ -15,7 +15,7 @@ import (
 // P to D in every kind of model.
 func TestPromptsAtTheEdges(t *testing.T) {
 	for name, groups := range hybrids {
-		port := ports.Free(t)
+		port := testkit.FreePort(t)
 		p := open(t, engine.Options{KV: geometry(1), Groups: groups, MaxModel: 257},
 			`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":"p"}`, map[string]string{"VLLM_MOONCAKE_BOOTSTRAP_PORT": strconv.Itoa(port)})
 		d := open(t, engine.Options{KV: geometry(1), Groups: groups, MaxModel: 257}, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}`, nil)

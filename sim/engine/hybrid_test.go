@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 	"github.com/kvasir-kv/kvasir/sim/kvconfig"
@@ -138,7 +138,7 @@ func TestHybridPair(t *testing.T) {
 			if tp[0] != tp[1] && name != "windows" && name != "one window" {
 				continue // states are not cut by heads
 			}
-			port := ports.Free(t)
+			port := testkit.FreePort(t)
 			p := open(t, engine.Options{KV: geometry(tp[0]), Groups: groups, MaxModel: 1024},
 				`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":"p"}`, map[string]string{"VLLM_MOONCAKE_BOOTSTRAP_PORT": strconv.Itoa(port)})
 			d := open(t, engine.Options{KV: geometry(tp[1]), Groups: groups, MaxModel: 1024}, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}`, nil)

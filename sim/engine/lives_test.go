@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
@@ -22,7 +22,7 @@ func TestLivesOfOneID(t *testing.T) {
 			if _, end := ask(t, e, r); end.Err != nil {
 				t.Fatalf("%s, life %d: %+v", mode, life, end)
 			}
-			eventually(t, fmt.Sprint(mode, ": the blocks of life ", life, " are free"), func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
+			testkit.Eventually(t, fmt.Sprint(mode, ": the blocks of life ", life, " are free"), func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
 		}
 	}
 }
@@ -61,7 +61,7 @@ func TestFigures(t *testing.T) {
 	if _, _, err := waiting.Wait(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the other one has a token", func() bool { return one.Stats().PromptTokens > 0 })
+	testkit.Eventually(t, "the other one has a token", func() bool { return one.Stats().PromptTokens > 0 })
 	if s := one.Stats(); s.PromptTokens != 30 || s.Aborted != 1 || s.Finished != 0 {
 		t.Errorf("aborted: %+v", s)
 	}
@@ -74,7 +74,7 @@ func TestFigures(t *testing.T) {
 	}
 
 	d := open(t, engine.Options{KV: geometry(1), MaxModel: 1024}, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer","kv_load_failure_policy":"recompute"}`, nil)
-	nobody := fmt.Sprintf("http://127.0.0.1:%d", ports.Free(t))
+	nobody := fmt.Sprintf("http://127.0.0.1:%d", testkit.FreePort(t))
 	for i := range 2 {
 		_, end := ask(t, d, engine.Request{ID: fmt.Sprint("d", i), Tokens: prompt(100, uint32(i)), MaxTokens: 2, Params: wire.RemotePrefill(nobody, "p", fmt.Sprint("x", i))})
 		if end.Err != nil || end.Cached != 0 {

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
@@ -54,7 +55,7 @@ func newStoreCluster(t testing.TB, nodes int) *storeCluster {
 		})
 		t.Cleanup(stop)
 		c.stop = append(c.stop, stop)
-		eventually(t, "a node is mounted", func() bool { return n.Stats().Mounted == 1 })
+		testkit.Eventually(t, "a node is mounted", func() bool { return n.Stats().Mounted == 1 })
 	}
 	return c
 }
@@ -66,7 +67,7 @@ func storeConfig(role string) string {
 // stored waits until an engine has stored what it computed.
 func stored(t testing.TB, e *engine.Engine) {
 	t.Helper()
-	eventually(t, "everything is stored", func() bool { return e.StoreStats().Waiting == 0 })
+	testkit.Eventually(t, "everything is stored", func() bool { return e.StoreStats().Waiting == 0 })
 }
 
 // What one engine computed another loads from the store: hybrid models, several ranks, both generations of

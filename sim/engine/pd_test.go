@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/engine"
@@ -86,19 +86,10 @@ func ask(t testing.TB, e *engine.Engine, r engine.Request) ([]uint32, *engine.En
 	return tokens, end
 }
 
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("never: %s", what)
-		}
-	}
-}
-
 // idle waits until no request has blocks.
 func idle(t testing.TB, e *engine.Engine) {
 	t.Helper()
-	eventually(t, "all blocks are free", func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
+	testkit.Eventually(t, "all blocks are free", func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
 	if s := e.Stats(); s.WrongBytes > 0 {
 		t.Fatalf("%+v", s)
 	}
@@ -140,7 +131,7 @@ func TestAlone(t *testing.T) {
 func TestPrefillAndDecode(t *testing.T) {
 	f := func(pTP, dTP int) {
 		t.Helper()
-		port := ports.Free(t)
+		port := testkit.FreePort(t)
 		p := open(t, engine.Options{KV: geometry(pTP), MaxModel: 1024},
 			`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":"p"}`, map[string]string{"VLLM_MOONCAKE_BOOTSTRAP_PORT": strconv.Itoa(port)})
 		d := open(t, engine.Options{KV: geometry(dTP), MaxModel: 1024}, `{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}`, nil)
@@ -200,7 +191,7 @@ func TestPairUnderLoad(t *testing.T) {
 		url := "http://" + l.Addr().String()
 		g := geometry(pTP)
 		g.Blocks = 600
-		env := map[string]string{"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "6", "VLLM_MOONCAKE_BOOTSTRAP_PORT": strconv.Itoa(ports.Free(t))}
+		env := map[string]string{"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "6", "VLLM_MOONCAKE_BOOTSTRAP_PORT": strconv.Itoa(testkit.FreePort(t))}
 		po := engine.Options{KV: g, MaxModel: 1024, StepTime: time.Millisecond, First: first}
 		pConfig := fmt.Sprintf(`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":"p","kv_connector_extra_config":{"bootstrap_server_address":%q}}`, l.Addr())
 		var p atomic.Pointer[engine.Engine]

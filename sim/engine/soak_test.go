@@ -17,8 +17,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 	"github.com/kvasir-kv/kvasir/store"
@@ -36,7 +35,7 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
-	leaks.Main(m)
+	testkit.Main(m)
 }
 
 func serveChild(args string) error {
@@ -89,7 +88,7 @@ func TestServerKilled(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	port := ports.Free(t)
+	port := testkit.FreePort(t)
 	node := &childServer{t: t, args: dir + " " + strconv.Itoa(port)}
 	node.start()
 	t.Cleanup(node.kill)

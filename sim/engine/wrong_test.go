@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
@@ -35,7 +35,7 @@ func TestWrongBytesAreFoundOnce(t *testing.T) {
 		if got, end := ask(t, e, r); end.Err != nil || !slices.Equal(got, want) {
 			t.Fatalf("%s: the wrong blocks are still found: %v, %+v", name, got, end)
 		}
-		eventually(t, "all blocks are free", func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
+		testkit.Eventually(t, "all blocks are free", func() bool { s := e.Stats(); return s.Free == s.Blocks && s.Kept == 0 })
 		if s := e.Stats(); s.WrongBytes != 1 || s.Failed != 1 || s.Finished != 2 {
 			t.Fatalf("%s: %+v", name, s)
 		}
@@ -91,7 +91,7 @@ func TestWrongBytesAtTheEnd(t *testing.T) {
 // An engine that waits for its cache server stops when it is told to; a second one, told nothing,
 // goes on and finds the server.
 func TestInterruptedStart(t *testing.T) {
-	port := ports.Free(t)
+	port := testkit.FreePort(t)
 	c, err := kvconfig.Parse([]byte(lmcacheConfig(fmt.Sprintf("tcp://127.0.0.1:%d", port), "lmcache_driven")))
 	if err != nil {
 		t.Fatal(err)
@@ -114,7 +114,7 @@ func TestInterruptedStart(t *testing.T) {
 func TestModelsThatDoNotFit(t *testing.T) {
 	f := func(want string, change func(o *engine.Options)) {
 		t.Helper()
-		c, err := kvconfig.Parse([]byte(lmcacheConfig(fmt.Sprintf("tcp://127.0.0.1:%d", ports.Free(t)), "lmcache_driven"))) // nobody is there
+		c, err := kvconfig.Parse([]byte(lmcacheConfig(fmt.Sprintf("tcp://127.0.0.1:%d", testkit.FreePort(t)), "lmcache_driven"))) // nobody is there
 		if err != nil {
 			t.Fatal(err)
 		}

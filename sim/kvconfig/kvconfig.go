@@ -20,7 +20,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kvasir-kv/kvasir/internal/options/nearest"
+	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
@@ -110,7 +110,7 @@ func (p *problems) connectors(text []byte, at, engineID string) []*Config {
 	case c.Connector == "":
 		p.add("%skv_connector is missing: one of %s", at, strings.Join(connectors, ", "))
 	case !slices.Contains(connectors, c.Connector):
-		p.add("%skv_connector %.64q is not supported%s: one of %s", at, c.Connector, nearest.Hint(c.Connector, connectors), strings.Join(connectors, ", "))
+		p.add("%skv_connector %.64q is not supported%s: one of %s", at, c.Connector, options.NearestHint(c.Connector, connectors), strings.Join(connectors, ", "))
 	}
 	if c.LoadFailurePolicy != Fail && c.LoadFailurePolicy != Recompute {
 		p.add("%skv_load_failure_policy %.64q: one of %s, %s", at, c.LoadFailurePolicy, Recompute, Fail)
@@ -170,7 +170,7 @@ func (p *problems) object(text []byte, at string) map[string]json.RawMessage {
 func (p *problems) unknown(m map[string]json.RawMessage, at string, known []string) {
 	for _, key := range slices.Sorted(maps.Keys(m)) {
 		if !slices.Contains(known, key) {
-			p.add("%sunknown key %.64q%s", at, key, nearest.Hint(key, known))
+			p.add("%sunknown key %.64q%s", at, key, options.NearestHint(key, known))
 		}
 	}
 }

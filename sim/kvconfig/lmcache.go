@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/options/nearest"
+	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
@@ -67,7 +67,7 @@ func (c *Config) LMCache() (*LMCache, error) {
 	p.text(c.extra, "", "lmcache.mp.mp_transfer_mode", &mode)
 	if out.Mode = lmcacheModes[mode]; out.Mode == "" {
 		known := []string{"auto", "engine_driven", "lmcache_driven"}
-		p.add("lmcache.mp.mp_transfer_mode %.64q%s: one of %s", mode, nearest.Hint(mode, known), strings.Join(known, ", "))
+		p.add("lmcache.mp.mp_transfer_mode %.64q%s: one of %s", mode, options.NearestHint(mode, known), strings.Join(known, ", "))
 	}
 	out.Servers = p.servers(c.extra)
 	if err := p.err(LMCacheMPConnector); err != nil {

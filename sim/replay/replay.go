@@ -1,5 +1,5 @@
 // Package replay counts what a prefix cache of a given size would have had of a trace: no
-// engine, no time, only names of blocks.
+// engine, no time, only names of blocks. ComparePolicies does it for eviction policies.
 package replay
 
 import (

@@ -10,7 +10,7 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
@@ -348,7 +348,7 @@ func mustJSON(v any) json.RawMessage {
 // preempted, what hits, in which order, and the free queue at the end.
 func TestGolden(t *testing.T) {
 	var doc struct{ Cases []recorded }
-	vectors.Read(t, "vllm-scheduler/scheduler-v0320.json", &doc)
+	testkit.ReadVector(t, "vllm-scheduler/scheduler-v0320.json", &doc)
 	passes, families := 0, map[string]int{}
 	for i := range doc.Cases {
 		c := &doc.Cases[i]

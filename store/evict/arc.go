@@ -1,6 +1,6 @@
 package evict
 
-import "github.com/kvasir-kv/kvasir/internal/container/growing"
+import "github.com/kvasir-kv/kvasir/internal/container"
 
 // ARC keeps what was used once and what was used more often in two LRUs, and learns how much room
 // each deserves: what comes back soon after its eviction shows which of them was too small. Sizes
@@ -10,7 +10,7 @@ type ARC struct {
 	capacity int64 // bytes of the pool
 	target   int64 // bytes for what was used once
 	parts    [2]arcPart
-	entries  growing.Slice[arcEntry] // by slot
+	entries  container.PagedSlice[arcEntry] // by slot
 }
 
 const (

@@ -1,5 +1,5 @@
 // Package evict holds eviction policies as pure state machines: they know slot
-// numbers, weights and what was used, not bytes or memory.
+// numbers, weights and what was used, not bytes or memory. Lifetimes watches a sample of what they evict.
 //
 // A policy is not safe for concurrent use: its owner locks. No call takes long: a
 // Victim looks at a bounded number of slots, everything else at a few.

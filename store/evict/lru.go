@@ -1,6 +1,6 @@
 package evict
 
-import "github.com/kvasir-kv/kvasir/internal/container/growing"
+import "github.com/kvasir-kv/kvasir/internal/container"
 
 // LRU evicts what was not used for longest. To evict tails of a prompt before heads,
 // its owner uses later chunks before earlier ones.
@@ -9,7 +9,7 @@ import "github.com/kvasir-kv/kvasir/internal/container/growing"
 // so that it is looked at once. All operations take constant time, and allocate only
 // to grow.
 type LRU struct {
-	links growing.Slice[link] // the anchors, then slot s at s+firstSlot
+	links container.PagedSlice[link] // the anchors, then slot s at s+firstSlot
 }
 
 // link is a place in a ring: of the slots in order of use, or of those set aside.

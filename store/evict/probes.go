@@ -4,7 +4,7 @@ import (
 	"math"
 	"math/bits"
 
-	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/internal/container"
 )
 
 // probe watches the end of a prompt until it is used again.
@@ -26,7 +26,7 @@ const maxAging = 256
 
 // probes are in queues by age, oldest first. Places 1 to buckets are the anchors of the queues.
 type probes struct {
-	all    growing.Slice[probe]
+	all    container.PagedSlice[probe]
 	used   int               // places that were ever used
 	free   []uint32          // of these, those that are free
 	ghosts map[uint64]uint32 // content that was evicted to its probe

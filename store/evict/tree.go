@@ -1,6 +1,6 @@
 package evict
 
-import "github.com/kvasir-kv/kvasir/internal/container/growing"
+import "github.com/kvasir-kv/kvasir/internal/container"
 
 // tree knows which slots continue which: the prefix tree of what is resident. Its leaves stand in
 // rings, one for each class, in the order of their last use.
@@ -8,12 +8,12 @@ import "github.com/kvasir-kv/kvasir/internal/container/growing"
 // A prompt's slots are added tail first, so a slot comes before the one that it continues. They
 // wait until settle links all that came since.
 type tree struct {
-	nodes   growing.Slice[node] // place 0 is none; then an anchor for each class; then the slots
-	first   uint32              // the place of slot 0
-	at      map[uint64]uint32   // content to place
-	waiting []uint32            // slots for settle, at most mostWaiting
-	lost    map[uint64]uint32   // content that settle missed to the place that continues it, at most mostLost
-	clock   uint64              // slots added so far
+	nodes   container.PagedSlice[node] // place 0 is none; then an anchor for each class; then the slots
+	first   uint32                     // the place of slot 0
+	at      map[uint64]uint32          // content to place
+	waiting []uint32                   // slots for settle, at most mostWaiting
+	lost    map[uint64]uint32          // content that settle missed to the place that continues it, at most mostLost
+	clock   uint64                     // slots added so far
 
 	// ended is called by settle for the last slot of a prompt and sets its class; it may be nil.
 	ended func(place uint32, n *node)

@@ -6,7 +6,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/fair/share"
+	"github.com/kvasir-kv/kvasir/internal/fair"
 )
 
 // MaxDebts bounds the commits that are waited for without slots to give back.
@@ -36,8 +36,8 @@ type Table struct {
 	last       uint64
 	own        uint64          // transfers without a name that a commit could mean
 	staged     map[int64]int64 // pool bytes that workers were told to write and did not commit, by instance
-	transfers  share.Books     // with slots, by Transfer.By; their size is what is staged
-	debts      share.Books     // without slots
+	transfers  fair.Shares     // with slots, by Transfer.By; their size is what is staged
+	debts      fair.Shares     // without slots
 	orphans    int
 }
 
@@ -125,10 +125,10 @@ func (t *Table) link(h *Hold) {
 	}
 	o.holds = append(o.holds, h)
 	if len(h.Slots) == 0 {
-		t.debts.Add(h.Transfer.By, share.Amount{Count: 1})
+		t.debts.Add(h.Transfer.By, fair.Amount{Count: 1})
 		return
 	}
-	t.transfers.Add(h.Transfer.By, share.Amount{Count: 1})
+	t.transfers.Add(h.Transfer.By, fair.Amount{Count: 1})
 	t.Count(&h.Transfer, h.Staged)
 	of := t.byInstance[h.Transfer.Instance]
 	if of == nil {
@@ -153,7 +153,7 @@ func (t *Table) Remove(h *Hold) {
 		delete(t.byPrepared, h.prepared())
 	}
 	if len(h.Slots) == 0 {
-		t.debts.Add(h.Transfer.By, share.Amount{Count: -1})
+		t.debts.Add(h.Transfer.By, fair.Amount{Count: -1})
 		return
 	}
 	t.unlist(h)
@@ -167,7 +167,7 @@ func (t *Table) unlist(h *Hold) {
 	if len(of) == 0 {
 		delete(t.byInstance, h.Transfer.Instance)
 	}
-	t.transfers.Add(h.Transfer.By, share.Amount{Count: -1})
+	t.transfers.Add(h.Transfer.By, fair.Amount{Count: -1})
 	if h.orphan {
 		t.orphans--
 	}
@@ -182,7 +182,7 @@ func (t *Table) Count(of *Transfer, n int64) {
 	if t.staged[of.Instance] += n; t.staged[of.Instance] == 0 {
 		delete(t.staged, of.Instance)
 	}
-	t.transfers.Add(of.By, share.Amount{Size: n})
+	t.transfers.Add(of.By, fair.Amount{Size: n})
 }
 
 // StagedBy returns the bytes that a transfer's worker may write, and all workers of who
@@ -312,7 +312,7 @@ func (t *Table) Expire(now time.Time) (ended []*Hold) {
 		ended = append(ended, &Hold{Slots: h.Slots, Reads: h.Reads})
 		h.Slots, h.orphan, h.Deadline = nil, false, now.Add(t.life)
 		keep := h.Transfer.own == 0 && t.debts.MayCount(h.Transfer.By, MaxDebts)
-		t.debts.Add(h.Transfer.By, share.Amount{Count: 1})
+		t.debts.Add(h.Transfer.By, fair.Amount{Count: 1})
 		if !keep {
 			t.Remove(h)
 		}

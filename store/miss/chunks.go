@@ -4,7 +4,7 @@ import (
 	"encoding/binary"
 	"slices"
 
-	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/internal/container"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
@@ -13,8 +13,8 @@ import (
 // Chunks is empty. It takes no lock: its owner's covers it. 1 MiB, and 8 bytes per slot,
 // taken as slots come.
 type Chunks struct {
-	heads growing.Slice[uint32] // by bits of the hash: slot + 1 of the newest, 0 is none
-	links growing.Slice[link]   // by slot
+	heads container.PagedSlice[uint32] // by bits of the hash: slot + 1 of the newest, 0 is none
+	links container.PagedSlice[link]   // by slot
 }
 
 // link is a slot's place among those with the same bits.

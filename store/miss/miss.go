@@ -5,7 +5,7 @@ import (
 	"encoding/binary"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/internal/container"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
@@ -95,7 +95,7 @@ type Memory struct {
 	most int
 	len  int
 	at   map[uint64]uint32 // where in ring
-	ring growing.Slice[entry]
+	ring container.PagedSlice[entry]
 	next int
 }
 

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/takeover/filelock"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
@@ -151,7 +151,7 @@ func Drop(dir, name string) (taken int64, err error) {
 	}
 	var lock *os.File
 	pid := servedBy(path + IndexSuffix)
-	err = filelock.After(pid, shm.ErrLocked, func() error {
+	err = takeover.LockAfter(pid, shm.ErrLocked, func() error {
 		lock, err = shm.LockFile(path + IndexSuffix)
 		return err
 	})

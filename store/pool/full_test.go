@@ -7,7 +7,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/smallfs"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
@@ -16,7 +16,7 @@ import (
 // it there is no room, before a restart and after it, and no signal; with memory
 // again there is.
 func TestIndexInAFullFileSystem(t *testing.T) {
-	smallfs.Run(t, 8<<20, func(t *testing.T, dir string) {
+	testkit.SmallFS(t, 8<<20, func(t *testing.T, dir string) {
 		options := pool.Options{Name: "p", Bytes: 1 << 20, Align: 64, Dir: dir, ChunkTokens: 256} // 16,384 records
 		other := filepath.Join(dir, "other")
 		total := 0
@@ -40,7 +40,7 @@ func TestIndexInAFullFileSystem(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		smallfs.Fill(t, dir, other, 0)
+		testkit.FillFS(t, dir, other, 0)
 		if n := reserve(p); n < 512 || n == 16384 {
 			t.Errorf("%d places with an index that cannot grow", n)
 		}
@@ -110,13 +110,13 @@ func TestLimit(t *testing.T) {
 
 // A limit rises only with memory for the index; it falls without.
 func TestLimitWithoutMemoryForTheIndex(t *testing.T) {
-	smallfs.Run(t, 8<<20, func(t *testing.T, dir string) {
+	testkit.SmallFS(t, 8<<20, func(t *testing.T, dir string) {
 		p, err := pool.Open(pool.Options{Name: "p", Bytes: 1 << 20, Align: 64, Dir: dir, ChunkTokens: 256})
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer p.Close()
-		smallfs.Fill(t, dir, filepath.Join(dir, "other"), 0)
+		testkit.FillFS(t, dir, filepath.Join(dir, "other"), 0)
 		limit := func(bytes int64, ok bool, below int64) {
 			t.Helper()
 			if err := p.Limit(bytes); (err == nil) != ok {

@@ -13,7 +13,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/arena"
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/takeover/filelock"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 )
 
 // NoteSuffix is put after the pool's name for its owner's note.
@@ -107,7 +107,7 @@ func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 	if errors.Is(herr, ErrIndex) && !o.Cold {
 		return nil, fmt.Errorf("%w: %s: %w", ErrForeign, path+IndexSuffix, herr)
 	}
-	if err := filelock.After(h.pid, shm.ErrLocked, index.Lock); err != nil || !index.Exists() {
+	if err := takeover.LockAfter(h.pid, shm.ErrLocked, index.Lock); err != nil || !index.Exists() {
 		return nil, fmt.Errorf("%w: process %d serves %s", ErrInUse, h.pid, path)
 	}
 	if o.Cold || errors.Is(herr, errUnfinished) {

@@ -1,7 +1,8 @@
 // Package pool is the RAM tier and the truth about it: a shared-memory segment
 // that workers write and read themselves, which of its bytes belong to which
 // chunk, and which may still be touched by a worker. It keeps that truth in an
-// index file beside the segment; index.go gives the format.
+// index file beside the segment; index.go gives the format. Memory provides its
+// pages ahead of use.
 //
 // A slot is one object's place. It goes free → staged (Reserve) → resident
 // (Commit) → free (Drop). A hold says that a worker may touch the slot's bytes; a

@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/internal/container"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
@@ -25,7 +25,7 @@ type lives struct {
 	common uint32           // of tenants without one of their own; 0: for ever
 	of     map[string]*life // by salt
 	spaces spaces[*life]
-	slots  growing.Slice[touch]
+	slots  container.PagedSlice[touch]
 	now    uint32
 	began  uint32 // to be on: what was used before counts as used then
 }

@@ -1,7 +1,7 @@
 // Package tenant keeps an account for each cache salt that has a quota: what it has of the
 // pool, what it may keep, and an eviction policy of its own. Everybody else is in one common
 // policy, as all are while nobody has a quota. It knows how long what nobody uses may stay, and what
-// an operator has pinned.
+// an operator has pinned. Terms is what operators set for tenants, and its file.
 //
 // A quota is kept, not a limit: where memory is free a tenant may have more. When room is
 // needed, what passes a quota goes first, then what has none; what is within its quota goes
@@ -19,7 +19,7 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/internal/container"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/evict"
 )
@@ -51,7 +51,7 @@ type Table struct {
 	accounts map[string]*account // by salt
 	order    []*account          // the same, for a walk without a map
 	spaces   spaces[*account]
-	slots    growing.Slice[place] // of those in an account; only grown while there are any
+	slots    container.PagedSlice[place] // of those in an account; only grown while there are any
 	lives    lives
 	pins     pins
 
@@ -76,9 +76,9 @@ func (p place) of() *account {
 type account struct {
 	Usage
 	policy evict.Policy
-	slots  growing.Slice[uint32] // by local number
-	free   []uint32              // local numbers
-	used   uint32                // local numbers that were ever used
+	slots  container.PagedSlice[uint32] // by local number
+	free   []uint32                     // local numbers
+	used   uint32                       // local numbers that were ever used
 	busy   func(local uint32) bool
 }
 

@@ -4,14 +4,10 @@ import (
 	"slices"
 	"testing"
 
-	"go.uber.org/goleak"
-
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/evict"
 	"github.com/kvasir-kv/kvasir/store/tenant"
 )
-
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // highest is a policy that notes the largest number of a slot.
 type highest struct {

@@ -11,7 +11,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kvasir-kv/kvasir/internal/options/nearest"
+	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
@@ -145,7 +145,7 @@ func Parse(text string) (a Adapter, _ error) {
 	case slices.Contains(others, a.Type):
 		return a, fmt.Errorf("type %q: %w", a.Type, ErrNotServed)
 	case !slices.Contains(ours, a.Type):
-		return a, fmt.Errorf("type %q is unknown%s; served are %s", a.Type, nearest.Hint(a.Type, slices.Concat(ours, others)), strings.Join(ours, ", "))
+		return a, fmt.Errorf("type %q is unknown%s; served are %s", a.Type, options.NearestHint(a.Type, slices.Concat(ours, others)), strings.Join(ours, ", "))
 	}
 	if _, ok := redisLayouts[a.Type]; ok {
 		r.redis(&a)
@@ -247,7 +247,7 @@ func (r *reader) ignore(a *Adapter, without ...string) {
 		case slices.Contains(without, key):
 			a.Ignored = append(a.Ignored, key)
 		default:
-			r.errs = append(r.errs, fmt.Errorf("key %q is unknown%s", key, nearest.Hint(key, known)))
+			r.errs = append(r.errs, fmt.Errorf("key %q is unknown%s", key, options.NearestHint(key, known)))
 		}
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
@@ -137,7 +138,7 @@ func TestSilentStoreSparesRAM(t *testing.T) {
 	if len(waiting) == 0 {
 		t.Fatal("no lookup waits for the bucket")
 	}
-	eventually(t, "the bucket is asked", func() bool { return s.asked.Load() > 0 })
+	testkit.Eventually(t, "the bucket is asked", func() bool { return s.asked.Load() > 0 })
 	for range 1000 {
 		s.ram(t, h)
 	}
@@ -155,20 +156,10 @@ func TestSilentStoreSparesRAM(t *testing.T) {
 		s.ram(t, h)
 		return s.asked.Load() > before
 	}
-	eventually(t, "it is left alone", func() bool { return !asks() })
+	testkit.Eventually(t, "it is left alone", func() bool { return !asks() })
 	s.silent.Store(false)
 	close(s.speak)
-	eventually(t, "it is asked again", asks)
-}
-
-// eventually waits until something is so.
-func eventually(t *testing.T, what string, is func() bool) {
-	t.Helper()
-	for end := time.Now().Add(2 * time.Minute); !is(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("not so after two minutes: %s", what)
-		}
-	}
+	testkit.Eventually(t, "it is asked again", asks)
 }
 
 // Lookups of 100 chunks that are all in RAM, over a bucket that answers and over a silent one

@@ -5,19 +5,18 @@ import (
 	"sync/atomic"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/tier/disk/touch"
 )
 
 // Which objects are kept. What is used once wears a disk and takes the room of others, so an object is kept when it is
 // offered for the second time; but where the disk is so large that most objects outlive their first use on it, that
 // costs the first hit of each. So objects are kept at once while the disk has room, and then while that would give
-// more hits: a touch.Chooser plays both rules on the keys that are offered and read, as if each rule had the disk alone.
+// more hits: a ruleChooser plays both rules on the keys that are offered and read, as if each rule had the disk alone.
 
 // admission says which objects are kept.
 type admission struct {
 	seed    maphash.Seed // of the hashes of keys
-	touched touch.Seen   // that were offered once
-	chooser touch.Chooser
+	touched seenKeys     // that were offered once
+	chooser ruleChooser
 	refused atomic.Int64 // objects offered for the first time
 }
 

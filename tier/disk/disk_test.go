@@ -8,7 +8,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
@@ -18,7 +18,7 @@ func TestMain(m *testing.M) {
 	if soakChild() {
 		return
 	}
-	leaks.Main(m)
+	testkit.Main(m)
 }
 
 // small are options for directories of a few segments of 1 MiB.

@@ -14,7 +14,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/rawio"
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/takeover/filelock"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 )
 
 // files are those of one directory. Tests have others, which lose what was not synced.
@@ -116,7 +116,7 @@ func openFiles(path string, look bool) (_ *osFiles, err error) {
 	if err := o.take(lock); err != nil {
 		return nil, err
 	}
-	filelock.SetOwner(o.lock)
+	takeover.SetLockOwner(o.lock)
 	if err := o.probe(); err != nil {
 		return nil, err
 	}
@@ -131,10 +131,10 @@ func (o *osFiles) take(fd int) error {
 	pid := 0
 	if lock, err := o.openat(lockName, unix.O_RDONLY|unix.O_NONBLOCK); err == nil {
 		f := os.NewFile(uintptr(lock), lockName)
-		pid = filelock.Owner(f)
+		pid = takeover.LockOwner(f)
 		_ = f.Close()
 	}
-	err := filelock.After(pid, unix.EWOULDBLOCK, func() error { return unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB) })
+	err := takeover.LockAfter(pid, unix.EWOULDBLOCK, func() error { return unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB) })
 	if errors.Is(err, unix.EWOULDBLOCK) {
 		if pid == 0 {
 			return fmt.Errorf("%w by another process", ErrInUse)

@@ -3,7 +3,7 @@ package disk
 import (
 	"hash/maphash"
 
-	"github.com/kvasir-kv/kvasir/internal/container/growing"
+	"github.com/kvasir-kv/kvasir/internal/container"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
@@ -14,7 +14,7 @@ import (
 type index struct {
 	seed   maphash.Seed
 	tables [indexTables]table
-	items  growing.Slice[item]
+	items  container.PagedSlice[item]
 	used   uint32 // items that were ever taken
 	free   uint32 // the first of those that were given back, plus 1; each names the next in block
 	n      int

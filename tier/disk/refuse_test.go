@@ -14,7 +14,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/testkit/smallfs"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
@@ -235,12 +235,12 @@ func TestReadOnly(t *testing.T) {
 // A real full file system: what is there is served, what comes is not kept, and later it
 // is.
 func TestFullFileSystem(t *testing.T) {
-	smallfs.Run(t, 16<<20, func(t *testing.T, dir string) {
+	testkit.SmallFS(t, 16<<20, func(t *testing.T, dir string) {
 		o := small(dir)
 		d := open(t, o)
 		put(t, d, 1, 100_000)
 		other := filepath.Join(dir, "other")
-		smallfs.Fill(t, dir, other, 0)
+		testkit.FillFS(t, dir, other, 0)
 		full := false
 		for i := 2; i < 100 && !full; i++ {
 			b, meta := object(i, 100_000, 0)
@@ -266,7 +266,7 @@ func TestFullFileSystem(t *testing.T) {
 // A server that starts on a file system which is full to its last byte serves what is there, and gives room back; where a
 // directory has still to be made there is none for it.
 func TestOpenOnAFullFileSystem(t *testing.T) {
-	smallfs.Run(t, 16<<20, func(t *testing.T, dir string) {
+	testkit.SmallFS(t, 16<<20, func(t *testing.T, dir string) {
 		const objects = 80
 		path := filepath.Join(dir, "kv")
 		o := small(path)
@@ -275,7 +275,7 @@ func TestOpenOnAFullFileSystem(t *testing.T) {
 			put(t, d, i, 100_000)
 		}
 		closeDisk(t, d)
-		smallfs.Fill(t, dir, filepath.Join(dir, "other"), 0)
+		testkit.FillFS(t, dir, filepath.Join(dir, "other"), 0)
 		if d, err := Open(small(filepath.Join(dir, "new"))); !errors.Is(err, syscall.ENOSPC) {
 			t.Errorf("a new one: %v", err)
 			if err == nil {

@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/smallfs"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
@@ -107,7 +107,7 @@ func withoutAttributes(t *testing.T, dir string, a attrs) {
 func TestNoExtendedAttributes(t *testing.T) { withoutAttributes(t, t.TempDir(), none) }
 
 func TestAFileSystemWithoutExtendedAttributes(t *testing.T) {
-	smallfs.RunWithoutAttributes(t, func(t *testing.T, dir string) { withoutAttributes(t, dir, kernel) })
+	testkit.PlainFS(t, func(t *testing.T, dir string) { withoutAttributes(t, dir, kernel) })
 }
 
 // A file system that has no room for an attribute when the directory is opened has some later: files get their

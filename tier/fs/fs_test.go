@@ -12,19 +12,16 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
-	"github.com/kvasir-kv/kvasir/internal/testkit/smallfs"
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/fs"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
-func TestValidate(t *testing.T) { optionstest.CheckNumbers[fs.Options](t) }
+func TestValidate(t *testing.T) { testkit.CheckNumbers[fs.Options](t) }
 
 // folder is a directory that keeps extended attributes, and where direct I/O may work.
 func folder(t *testing.T) string {
@@ -154,7 +151,7 @@ func TestNamesAreLMCaches(t *testing.T) {
 			}
 		}
 	}
-	vectors.Read(t, "lmcache-mp/l2_file_variants.json", &v)
+	testkit.ReadVector(t, "lmcache-mp/l2_file_variants.json", &v)
 	seen := 0
 	for kind, variant := range v.Variants {
 		for _, o := range variant.Objects {
@@ -302,7 +299,7 @@ func TestTwoLayoutsOfOneModel(t *testing.T) {
 
 // A full file system and a full budget are no failures, and leave nothing behind.
 func TestNoRoom(t *testing.T) {
-	smallfs.Run(t, 1<<20, func(t *testing.T, dir string) {
+	testkit.SmallFS(t, 1<<20, func(t *testing.T, dir string) {
 		d := open(t, fs.Options{Path: dir})
 		b, m := tiertest.Object(1, 4<<20)
 		if err := d.Write(t.Context(), tiertest.Key(1), m, b); !errors.Is(err, tier.ErrNotKept) {

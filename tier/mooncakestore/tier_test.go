@@ -12,9 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
@@ -22,10 +20,10 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 func TestValidate(t *testing.T) {
-	optionstest.CheckNumbers[Options](t)
+	testkit.CheckNumbers[Options](t)
 	for _, o := range []Options{{Masters: []string{"host"}}, {Put: store.PutOptions{Replicas: -1}}} {
 		if o.Validate() == nil {
 			t.Errorf("%+v", o)
@@ -81,19 +79,9 @@ func newCluster(t *testing.T, nodes int) *cluster {
 		})
 		t.Cleanup(stop)
 		c.nodes, c.stop = append(c.nodes, n), append(c.stop, stop)
-		eventually(t, "a node is mounted", func() bool { return n.Stats().Mounted == 1 })
+		testkit.Eventually(t, "a node is mounted", func() bool { return n.Stats().Mounted == 1 })
 	}
 	return c
-}
-
-func eventually(t *testing.T, what string, f func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); time.Now().Before(end); time.Sleep(2 * time.Millisecond) {
-		if f() {
-			return
-		}
-	}
-	t.Fatalf("never: %s", what)
 }
 
 func TestTier(t *testing.T) {
@@ -122,7 +110,7 @@ func TestNamesAreLMCaches(t *testing.T) {
 			Want  string `json:"native_key_string_redis_valkey_fs_native"`
 		}
 	}
-	vectors.Read(t, "lmcache-mp/object_keys.json", &file)
+	testkit.ReadVector(t, "lmcache-mp/object_keys.json", &file)
 	c, known := newCluster(t, 1), tier.NewNames()
 	x := open(t, Options{Masters: []string{c.Addr}, Names: known})
 	defer x.Close()
@@ -278,7 +266,7 @@ func TestUnknownReleaseSwitchesOff(t *testing.T) {
 	unknown(true)
 	x := open(t, Options{Masters: []string{c.Addr}, Look: 5 * time.Millisecond, Log: slog.New(slog.NewTextHandler(log, nil))})
 	defer x.Close()
-	eventually(t, "it is off", func() bool { return x.off.Load() && log.count("the tier is off") == 1 })
+	testkit.Eventually(t, "it is off", func() bool { return x.off.Load() && log.count("the tier is off") == 1 })
 	b, meta := tiertest.Object(1, 100)
 	for range 20 {
 		metas := []tier.Meta{{Len: 7}}
@@ -300,7 +288,7 @@ func TestUnknownReleaseSwitchesOff(t *testing.T) {
 		t.Errorf("%d lines", n)
 	}
 	unknown(false)
-	eventually(t, "it is on again", func() bool { return !x.off.Load() })
+	testkit.Eventually(t, "it is on again", func() bool { return !x.off.Load() })
 	put(t, x, 1, 100)
 }
 
@@ -328,7 +316,7 @@ func TestNoMaster(t *testing.T) {
 			log := &lines{}
 			x := open(t, Options{Masters: []string{address}, Look: 5 * time.Millisecond, Log: slog.New(slog.NewTextHandler(log, nil))})
 			defer x.Close()
-			eventually(t, "it is said", func() bool { return log.count("does not answer") == 1 })
+			testkit.Eventually(t, "it is said", func() bool { return log.count("does not answer") == 1 })
 			b, meta := tiertest.Object(1, 100)
 			if x.Stat(t.Context(), []kv.Key{key(1)}, make([]tier.Meta, 1)) == nil || x.Write(t.Context(), key(1), meta, b) == nil || x.Delete(t.Context(), []kv.Key{key(1)}) == nil {
 				t.Error("no error")

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/kvasir-kv/kvasir/tier/redis"
 )
@@ -271,14 +270,4 @@ func (f *fake) reply(cmd []string, asking bool) []byte {
 		return []byte(f.table)
 	}
 	return fmt.Appendf(nil, "-ERR unknown command '%s'\r\n", cmd[0])
-}
-
-// eventually waits until something is so.
-func eventually(t *testing.T, what string, is func() bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !is(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatal("never: ", what)
-		}
-	}
 }

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/redis"
@@ -132,7 +133,7 @@ func TestHostileAnswers(t *testing.T) {
 						t.Error("something wrote to the memory of a Read that had returned")
 					}
 					f.misbehave(nil)
-					eventually(t, "it works again", func() bool {
+					testkit.Eventually(t, "it works again", func() bool {
 						if x.Write(t.Context(), k, meta, good) != nil {
 							return false
 						}
@@ -197,7 +198,7 @@ func TestHostileAnswersAboutServers(t *testing.T) {
 					return
 				}
 				f.misbehave(nil)
-				eventually(t, "it works again", func() bool {
+				testkit.Eventually(t, "it works again", func() bool {
 					dst := make([]byte, len(b))
 					if x.Write(t.Context(), tiertest.Key(1), meta, b) != nil {
 						return false
@@ -245,10 +246,10 @@ func TestSilentServerIsLeftAlone(t *testing.T) {
 	})
 	x := open(t, redis.Options{Addrs: []string{f.addr}, Timeout: 50 * time.Millisecond, Pause: 500 * time.Millisecond})
 	stat := func() error { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) }
-	eventually(t, "it is left alone", func() bool { return strings.Contains(fmt.Sprint(stat()), "rests") })
+	testkit.Eventually(t, "it is left alone", func() bool { return strings.Contains(fmt.Sprint(stat()), "rests") })
 	close(release)
 	f.misbehave(nil)
-	eventually(t, "it is used again", func() bool { return stat() == nil })
+	testkit.Eventually(t, "it is used again", func() bool { return stat() == nil })
 }
 
 // Calls that wait for a connection to a silent server end when it is left alone.

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/resp"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/redis"
@@ -58,7 +59,7 @@ func TestRealServer(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				eventually(t, "the server answers", func() bool { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) == nil })
+				testkit.Eventually(t, "the server answers", func() bool { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) == nil })
 				if o.Layout != redis.Native {
 					return tiertest.WithSums(x)
 				}
@@ -81,7 +82,7 @@ func TestRealHottest(t *testing.T) {
 		}
 		o.Prefix = fmt.Sprintf("hot-%d:", time.Now().UnixNano())
 		x := open(t, o)
-		eventually(t, "the server answers", func() bool { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) == nil })
+		testkit.Eventually(t, "the server answers", func() bool { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) == nil })
 		keys := objects(t, x, 20)
 		seen := map[kv.Key]bool{}
 		if err := x.Hottest(t.Context(), 100, func(k kv.Key, m tier.Meta) bool { seen[k] = m.Len > 0; return true }); err != nil || len(seen) != len(keys) {
@@ -123,7 +124,7 @@ func TestRealReshard(t *testing.T) {
 	began := time.Now()
 	rounds, a, m := 0, asks, moves
 	for ; rounds < 2 || rounds < 10 && (a == asks || m == moves); rounds++ {
-		eventually(t, "the servers agree", func() bool { return exec.CommandContext(t.Context(), cli, "--cluster", "check", cluster).Run() == nil })
+		testkit.Eventually(t, "the servers agree", func() bool { return exec.CommandContext(t.Context(), cli, "--cluster", "check", cluster).Run() == nil })
 		out, err := exec.CommandContext(t.Context(), cli, "--cluster", "reshard", cluster, "--cluster-from", masters[rounds%len(masters)].id, "--cluster-to", masters[(rounds+1)%len(masters)].id,
 			"--cluster-slots", "2000", "--cluster-yes", "--cluster-pipeline", "1").CombinedOutput()
 		if err != nil {
@@ -136,7 +137,7 @@ func TestRealReshard(t *testing.T) {
 	if l.slowest > 30*time.Second {
 		t.Errorf("a call took %v", l.slowest)
 	}
-	eventually(t, "all is there", func() bool { return l.missing(t) == 0 })
+	testkit.Eventually(t, "all is there", func() bool { return l.missing(t) == 0 })
 	if a == asks || m == moves {
 		t.Errorf("%d times ASK, %d times MOVED: this tests nothing", a-asks, m-moves)
 	}
@@ -182,7 +183,7 @@ func TestRealFailover(t *testing.T) {
 	for range 5 {
 		most = max(most, missing())
 	}
-	eventually(t, "all is there again", func() bool { return missing() == 0 })
+	testkit.Eventually(t, "all is there again", func() bool { return missing() == 0 })
 	b, meta := tiertest.Object(100, 9<<10)
 	for i := range keys {
 		write(t, x, tiertest.Key(1000+i), meta, b)

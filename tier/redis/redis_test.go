@@ -22,18 +22,16 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/redis"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
-func TestValidate(t *testing.T) { optionstest.CheckNumbers[redis.Options](t) }
+func TestValidate(t *testing.T) { testkit.CheckNumbers[redis.Options](t) }
 
 func open(t *testing.T, o redis.Options) *redis.Tier {
 	t.Helper()
@@ -152,7 +150,7 @@ func TestLMCacheBytes(t *testing.T) {
 			Head string `json:"head_hex"`
 		} `json:"wire"`
 	}
-	vectors.Read(t, "lmcache-mp/l2_resp.json", &vector)
+	testkit.ReadVector(t, "lmcache-mp/l2_resp.json", &vector)
 	f := newFake(t)
 	for _, layout := range []redis.Layout{redis.RESP, redis.Valkey} {
 		n := tier.NewNames()
@@ -415,7 +413,7 @@ func TestRESPSparesLMCache(t *testing.T) {
 		return bulk([]byte("used_memory:890000\r\nmaxmemory:1000000\r\nmaxmemory_policy:noeviction\r\n")), cmd[0] == "INFO"
 	})
 	x := open(t, redis.Options{Addrs: []string{f.addr}, Layout: redis.RESP})
-	eventually(t, "the memory is known", func() bool { return x.Space().Limit == 1000000 })
+	testkit.Eventually(t, "the memory is known", func() bool { return x.Space().Limit == 1000000 })
 	b, meta := tiertest.Object(1, 6000)
 	write(t, x, tiertest.Key(1), meta, b)
 	if err := x.Write(t.Context(), tiertest.Key(2), meta, b); !errors.Is(err, tier.ErrNotKept) {
@@ -425,7 +423,7 @@ func TestRESPSparesLMCache(t *testing.T) {
 		t.Errorf("Delete: %v", err)
 	}
 	y := open(t, redis.Options{Addrs: []string{f.addr}, Layout: redis.Valkey})
-	eventually(t, "the memory is known", func() bool { return y.Space().Limit == 1000000 })
+	testkit.Eventually(t, "the memory is known", func() bool { return y.Space().Limit == 1000000 })
 	if err := y.Write(t.Context(), tiertest.Key(2), meta, b); err != nil {
 		t.Errorf("Write in the layout whose clients survive it: %v", err)
 	}

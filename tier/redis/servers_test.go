@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/redis"
@@ -146,7 +146,7 @@ func TestCluster(t *testing.T) {
 	}
 	share(all[:2])
 	all[2].stop()
-	eventually(t, "all are found without the server that left", func() bool {
+	testkit.Eventually(t, "all are found without the server that left", func() bool {
 		metas := make([]tier.Meta, len(keys))
 		if x.Stat(t.Context(), keys, metas) != nil {
 			return false
@@ -254,7 +254,7 @@ func TestServersThatLeftAreForgotten(t *testing.T) {
 	}
 	share(all[:2])
 	all[2].misbehave(func([]string, []byte, net.Conn) ([]byte, bool) { return []byte("-CLUSTERDOWN it left\r\n"), true })
-	eventually(t, "its connections end", func() bool {
+	testkit.Eventually(t, "its connections end", func() bool {
 		_ = x.Stat(t.Context(), []kv.Key{tiertest.Key(0), tiertest.Key(1), tiertest.Key(2), tiertest.Key(3), tiertest.Key(4), tiertest.Key(5)}, make([]tier.Meta, 6))
 		return conns() == 0
 	})
@@ -299,7 +299,7 @@ func TestSentinelFailover(t *testing.T) {
 				return []byte("-READONLY You can't write against a read only replica.\r\n"), cmd[0] == "SET"
 			})
 		}
-		eventually(t, "the new master is written to", func() bool {
+		testkit.Eventually(t, "the new master is written to", func() bool {
 			return x.Write(t.Context(), tiertest.Key(2), meta, b) == nil && len(next.names()) == 1
 		})
 	}
@@ -308,7 +308,7 @@ func TestSentinelFailover(t *testing.T) {
 // A server that is started again is used again, without a call that fails when it was
 // only the idle connections that ended.
 func TestConnectionsAreReplaced(t *testing.T) {
-	f := newFakeOn(t, ports.Listen(t))
+	f := newFakeOn(t, testkit.Listen(t))
 	x := open(t, redis.Options{Addrs: []string{f.addr}, Password: "p", Stripe: 4 << 10})
 	objects(t, x, 3)
 	logins := f.logins
@@ -334,7 +334,7 @@ func TestConnectionsAreReplaced(t *testing.T) {
 		t.Fatal(err)
 	}
 	again := newFakeOn(t, l)
-	eventually(t, "the server that came back is used", func() bool { return x.Write(t.Context(), tiertest.Key(1), meta, b) == nil })
+	testkit.Eventually(t, "the server that came back is used", func() bool { return x.Write(t.Context(), tiertest.Key(1), meta, b) == nil })
 	if len(again.names()) == 0 {
 		t.Error("it has nothing")
 	}

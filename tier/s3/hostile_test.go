@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/s3"
@@ -173,7 +174,7 @@ func TestHostileAnswers(t *testing.T) {
 					f.misbehave(nil)
 					x2 := open(t, o) // a refusal to write rests for a minute
 					for _, x := range []*s3.Tier{x, x2} {
-						eventually(t, "it works again", func() bool {
+						testkit.Eventually(t, "it works again", func() bool {
 							m, err := x.Read(t.Context(), k, dst)
 							return err == nil && m == meta && bytes.Equal(dst, good)
 						})

@@ -16,6 +16,7 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/s3"
@@ -40,7 +41,7 @@ func TestRealStore(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		eventually(t, "the store answers", func() bool { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) == nil })
+		testkit.Eventually(t, "the store answers", func() bool { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) == nil })
 		return x
 	}
 	for name, o := range map[string]s3.Options{
@@ -147,7 +148,7 @@ func realAccounts(t *testing.T, url, revoke string) {
 	if out, err := exec.Command("sh", "-c", revoke).CombinedOutput(); err != nil {
 		t.Fatalf("%s: %v, %s", revoke, err, out)
 	}
-	eventually(t, "a deleted account is refused", func() bool {
+	testkit.Eventually(t, "a deleted account is refused", func() bool {
 		_, err := leaver.Read(t.Context(), tiertest.Key(1), make([]byte, len(b)))
 		return err != nil
 	})

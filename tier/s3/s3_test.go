@@ -16,9 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
-	"github.com/kvasir-kv/kvasir/internal/testkit/vectors"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/s3"
@@ -26,10 +24,10 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 func TestValidate(t *testing.T) {
-	optionstest.CheckNumbers[s3.Options](t)
+	testkit.CheckNumbers[s3.Options](t)
 	for field, o := range map[string]s3.Options{
 		"URL": {URL: "s3://bucket"}, "Prefix": {Prefix: "a"}, "Part": {Part: 100}, "Upload": {Upload: 1 << 20}, "Layout": {Layout: 7},
 	} {
@@ -175,7 +173,7 @@ func TestLMCacheBytes(t *testing.T) {
 			Path   string `json:"path"`
 		} `json:"requests"`
 	}
-	vectors.Read(t, "lmcache-mp/l2_s3.json", &vector)
+	testkit.ReadVector(t, "lmcache-mp/l2_s3.json", &vector)
 	f := startFake(t, httptest.NewServer, "") // virtual style, as LMCache's
 	var mu sync.Mutex
 	var paths []string

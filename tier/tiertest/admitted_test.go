@@ -6,12 +6,12 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-func TestAdmissionValidate(t *testing.T) { optionstest.CheckNumbers[tier.Admission](t) }
+func TestAdmissionValidate(t *testing.T) { testkit.CheckNumbers[tier.Admission](t) }
 
 // An object is kept once it was offered often enough, and first long enough ago; what
 // others offer does not count.

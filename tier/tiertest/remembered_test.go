@@ -8,13 +8,13 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-func TestAbsenceValidate(t *testing.T) { optionstest.CheckNumbers[tier.Absence](t) }
+func TestAbsenceValidate(t *testing.T) { testkit.CheckNumbers[tier.Absence](t) }
 
 // remembered is a node's view of a memory that others share, and what it is asked.
 func remembered(t *testing.T, shared tier.Tier, script string, o tier.Absence) (*tier.Remembering, *tiertest.Flaky) {

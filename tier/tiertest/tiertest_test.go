@@ -3,12 +3,12 @@ package tiertest_test
 import (
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 func TestMemory(t *testing.T) {
 	tiertest.Run(t, func(*testing.T) tier.Tier { return tier.NewMemory(64 << 20) })

@@ -10,17 +10,16 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/optionstest"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 	"github.com/kvasir-kv/kvasir/mooncake/store/connector"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 func TestValidate(t *testing.T) {
-	optionstest.CheckNumbers[connector.Options](t)
+	testkit.CheckNumbers[connector.Options](t)
 	if (connector.Options{ObjectBytes: []int64{1}}).Validate() == nil {
 		t.Error("a length without a group")
 	}

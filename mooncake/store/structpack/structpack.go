@@ -109,79 +109,91 @@ func aligned(s string) bool {
 	return len(s) >= 3 && is(s[0]) && is(s[1]) && s[2] == 0xff
 }
 
+// parse reads one type from the start of s, and returns what follows it.
 func parse(s string, depth int) (*Type, string, error) {
-	bad := func(why string) (*Type, string, error) {
-		return nil, "", fmt.Errorf("%w: literal: %s", ErrMalformed, why)
-	}
 	if s == "" || depth > maxDepth {
-		return bad("it ends early, or is too deep")
+		return malformed("it ends early, or is too deep")
 	}
-	b := s[0]
-	s = s[1:]
-	part := func() (*Type, error) {
-		t, rest, err := parse(s, depth+1)
-		s = rest
-		return t, err
-	}
+	b, s := s[0], s[1:]
 	switch {
 	case int(b) < len(fixed) && fixed[b] > 0:
 		return &Type{Kind: KindFixed, Size: fixed[b], least: fixed[b]}, s, nil
 	case b == 0xfa:
 		return &Type{Kind: KindVoid}, s, nil
 	case b == 0x80 || b == 0x84 || b == 0x85:
-		t, err := part()
-		if err != nil {
-			return nil, "", err
-		}
-		kind := map[byte]Kind{0x80: KindString, 0x84: KindVector, 0x85: KindOptional}[b]
-		if kind == KindString && t.Size != 1 {
-			return bad("a string of something else than characters")
-		}
-		return &Type{Kind: kind, Parts: []*Type{t}, least: 1}, s, nil
+		return parseOne(b, s, depth)
 	case b == 0x82 || b == 0x87:
-		first, err := part()
-		if err != nil {
-			return nil, "", err
-		}
-		second, err := part()
-		if err != nil {
-			return nil, "", err
-		}
-		if b == 0x87 {
-			return &Type{Kind: KindExpected, Parts: []*Type{first, second}, least: 1}, s, nil
-		}
-		pair := &Type{Kind: KindStruct, Parts: []*Type{first, second}, least: first.least + second.least}
-		return &Type{Kind: KindVector, Parts: []*Type{pair}, least: 1}, s, nil
+		return parseTwo(b, s, depth)
 	case b == 0xfd || b == 0x86:
-		out := &Type{Kind: KindStruct}
-		if b == 0x86 {
-			out.Kind, out.least = KindVariant, 1
+		return parseList(b, s, depth)
+	}
+	return malformed(fmt.Sprintf("type %#02x", b))
+}
+
+// malformed is the result of parse for a literal that is none.
+func malformed(why string) (*Type, string, error) {
+	return nil, "", fmt.Errorf("%w: literal: %s", ErrMalformed, why)
+}
+
+// parseOne reads the part of a string, a vector or an optional.
+func parseOne(b byte, s string, depth int) (*Type, string, error) {
+	t, s, err := parse(s, depth+1)
+	if err != nil {
+		return nil, "", err
+	}
+	kind := map[byte]Kind{0x80: KindString, 0x84: KindVector, 0x85: KindOptional}[b]
+	if kind == KindString && t.Size != 1 {
+		return malformed("a string of something else than characters")
+	}
+	return &Type{Kind: kind, Parts: []*Type{t}, least: 1}, s, nil
+}
+
+// parseTwo reads the parts of a map or of an expected value.
+func parseTwo(b byte, s string, depth int) (*Type, string, error) {
+	first, s, err := parse(s, depth+1)
+	if err != nil {
+		return nil, "", err
+	}
+	second, s, err := parse(s, depth+1)
+	if err != nil {
+		return nil, "", err
+	}
+	if b == 0x87 {
+		return &Type{Kind: KindExpected, Parts: []*Type{first, second}, least: 1}, s, nil
+	}
+	pair := &Type{Kind: KindStruct, Parts: []*Type{first, second}, least: first.least + second.least}
+	return &Type{Kind: KindVector, Parts: []*Type{pair}, least: 1}, s, nil
+}
+
+// parseList reads the parts of a struct or of a variant, to their end.
+func parseList(b byte, s string, depth int) (*Type, string, error) {
+	isStruct := b == 0xfd
+	out := &Type{Kind: KindStruct}
+	if !isStruct {
+		out.Kind, out.least = KindVariant, 1
+	}
+	for s != "" {
+		if s[0] == 0xff {
+			return out, s[1:], nil
 		}
-		for {
-			if s == "" {
-				return bad("a struct without an end")
-			}
-			if s[0] == 0xff {
-				return out, s[1:], nil
-			}
-			if b == 0xfd && aligned(s) {
-				s = s[2:]
-				continue
-			}
-			t, err := part()
-			if err != nil {
-				return nil, "", err
-			}
-			if b == 0xfd && t.least == 0 {
-				continue // no value of it has a byte: many of them must cost nothing
-			}
-			out.Parts = append(out.Parts, t)
-			if b == 0xfd {
-				out.least += t.least
-			}
+		if isStruct && aligned(s) {
+			s = s[2:]
+			continue
+		}
+		t, rest, err := parse(s, depth+1)
+		if err != nil {
+			return nil, "", err
+		}
+		s = rest
+		if isStruct && t.least == 0 {
+			continue // no value of it has a byte: many of them must cost nothing
+		}
+		out.Parts = append(out.Parts, t)
+		if isStruct {
+			out.least += t.least
 		}
 	}
-	return bad(fmt.Sprintf("type %#02x", b))
+	return malformed("a struct without an end")
 }
 
 // Least returns how many bytes a value has at least.

@@ -13,11 +13,11 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/hostmem"
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 // start runs Serve until the test ends and returns what its peer file says.
 func start(t *testing.T, n int64) PeerFile {

@@ -109,6 +109,11 @@ func (f *faults) unless(ok bool, format string, args ...any) {
 	}
 }
 
+// within checks a number with bounds, both included.
+func (f *faults) within(flag string, n, least, most int) {
+	f.unless(least <= n && n <= most, "%s %d is outside %d to %d", flag, n, least, most)
+}
+
 // UsageError is a command line that cannot be used.
 type UsageError string
 
@@ -121,53 +126,9 @@ var tableMetrics = []string{"ttft", "tpot", "itl", "e2el", "client_queue_time", 
 // plan checks the flags.
 func (c *Flags) plan() (p plan, err error) {
 	var f faults
-	f.unless(c.Port >= 1 && c.Port <= 65535, "--port %d is outside 1 to 65535", c.Port)
-	f.unless(c.Prompts >= 1 && c.Prompts <= 1<<24, "--num-prompts %d is outside 1 to %d", c.Prompts, 1<<24)
-	f.unless(c.Input >= 1 && c.Input <= 1<<21, "--random-input-len %d is outside 1 to %d", c.Input, 1<<21)
-	f.unless(c.Output >= 1 && c.Output <= 1<<21, "--random-output-len %d is outside 1 to %d", c.Output, 1<<21)
-	f.unless(c.OutputLen >= 0 && c.OutputLen <= 1<<21, "--output-len %d is outside 0 to %d", c.OutputLen, 1<<21)
-	f.unless(c.Range >= 0 && c.Range <= 1, "--random-range-ratio %v is outside 0 to 1", c.Range)
-	f.unless(c.Vocabulary >= 2 && c.Vocabulary <= 1<<30, "--vocab-size %d is outside 2 to %d", c.Vocabulary, 1<<30)
-	f.unless(c.Rate > 0, "--request-rate %v is not above 0", c.Rate)
-	f.unless(c.Burstiness > 0, "--burstiness %v is not above 0", c.Burstiness)
-	f.unless(c.Concurrency >= 0 && c.Concurrency <= 1<<20, "--max-concurrency %d is outside 0 to %d", c.Concurrency, 1<<20)
-	f.unless(c.WarmUps >= 0 && c.WarmUps <= 1<<20, "--num-warmups %d is outside 0 to %d", c.WarmUps, 1<<20)
-	f.unless(c.Timeout > 0, "--request-timeout %v is not above 0", c.Timeout)
-	f.unless(c.ReadyCheck >= 0 && c.ReadyCheck <= 1<<20, "--ready-check-timeout-sec %d is outside 0 to %d", c.ReadyCheck, 1<<20)
-	f.unless(c.PrefillGPUs >= 0 && c.DecodeGPUs >= 0 && c.PrefillGPUs < 1<<20 && c.DecodeGPUs < 1<<20, "--num-prefill-gpu %d or --num-decode-gpu %d is outside 0 to %d", c.PrefillGPUs, c.DecodeGPUs, 1<<20)
-	f.unless((c.PrefillURL == "") == (c.DecodeURL == ""), "--prefill-metrics and --decode-metrics go together")
-	f.unless(c.RampUp == "" || c.RampStart > 0 && c.RampEnd > 0 && !math.IsInf(c.RampStart+c.RampEnd, 0), "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps above 0")
-	f.unless(c.RampUp != "" || c.RampStart == 0 && c.RampEnd == 0, "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
-	f.unless(c.RampUp == "" || math.IsInf(c.Rate, 1), "--request-rate and --ramp-up-strategy exclude each other")
-	file := c.Dataset == "sharegpt" || c.Dataset == "timed_trace"
-	f.unless(!file || c.Path != "", "--dataset-name %s needs --dataset-path", c.Dataset)
-	f.unless(file || c.Path == "", "--dataset-path means nothing with --dataset-name %s", c.Dataset)
-	f.unless(c.Format == "vllm" || !c.Detailed, "--save-detailed is of --format vllm")
-
-	p.load = load.Options{
-		BaseURL: cmp.Or(c.BaseURL, "http://"+net.JoinHostPort(c.Host, strconv.Itoa(c.Port))), Endpoint: c.Endpoint, Chat: c.Backend == "openai-chat", Model: c.Model,
-		Header: http.Header{}, IgnoreEOS: c.Dataset != "sharegpt", MaxConcurrency: c.Concurrency, Timeout: c.Timeout, Vocabulary: c.Vocabulary,
-		Turns: c.Dataset == "multi-turn", KeepText: c.Detailed,
-	}
-	if c.IgnoreEOS != nil {
-		p.load.IgnoreEOS = *c.IgnoreEOS
-	}
-	if err := p.load.Validate(); err != nil {
-		f.unless(false, "--base-url, --endpoint: %v", err)
-	}
-	if key := os.Getenv("OPENAI_API_KEY"); key != "" {
-		p.load.Header.Set("Authorization", "Bearer "+key)
-	}
-	for _, w := range c.Header {
-		k, v, ok := strings.Cut(w, "=")
-		f.unless(ok && k != "" && !strings.ContainsAny(k+v, "\r\n\x00 ") || ok && k != "" && !strings.ContainsAny(k, "\r\n\x00 :") && !strings.ContainsAny(v, "\r\n\x00"), "--header %q: want KEY=VALUE", w)
-		if ok {
-			p.load.Header.Set(k, v)
-		}
-	}
-	if c.ExtraBody != "" {
-		f.unless(json.Unmarshal([]byte(c.ExtraBody), &p.load.ExtraBody) == nil, "--extra-body %q is no JSON object", c.ExtraBody)
-	}
+	c.checkNumbers(&f)
+	c.checkCombinations(&f)
+	p.load = c.loadOptions(&f)
 	p.slos, err = bench.ParseSLOs(c.Goodput)
 	f.unless(err == nil, "--goodput %v", err)
 	p.metrics = strings.Split(c.Metrics, ",")
@@ -189,6 +150,65 @@ func (c *Flags) plan() (p plan, err error) {
 		return p, UsageError(strings.Join(f, "; "))
 	}
 	return p, nil
+}
+
+// checkNumbers checks each flag with a number by itself.
+func (c *Flags) checkNumbers(f *faults) {
+	f.within("--port", c.Port, 1, 65535)
+	f.within("--num-prompts", c.Prompts, 1, 1<<24)
+	f.within("--random-input-len", c.Input, 1, 1<<21)
+	f.within("--random-output-len", c.Output, 1, 1<<21)
+	f.within("--output-len", c.OutputLen, 0, 1<<21)
+	f.unless(c.Range >= 0 && c.Range <= 1, "--random-range-ratio %v is outside 0 to 1", c.Range)
+	f.within("--vocab-size", c.Vocabulary, 2, 1<<30)
+	f.unless(c.Rate > 0, "--request-rate %v is not above 0", c.Rate)
+	f.unless(c.Burstiness > 0, "--burstiness %v is not above 0", c.Burstiness)
+	f.within("--max-concurrency", c.Concurrency, 0, 1<<20)
+	f.within("--num-warmups", c.WarmUps, 0, 1<<20)
+	f.unless(c.Timeout > 0, "--request-timeout %v is not above 0", c.Timeout)
+	f.within("--ready-check-timeout-sec", c.ReadyCheck, 0, 1<<20)
+	f.unless(c.PrefillGPUs >= 0 && c.DecodeGPUs >= 0 && c.PrefillGPUs < 1<<20 && c.DecodeGPUs < 1<<20, "--num-prefill-gpu %d or --num-decode-gpu %d is outside 0 to %d", c.PrefillGPUs, c.DecodeGPUs, 1<<20)
+}
+
+// checkCombinations checks flags that need or exclude one another.
+func (c *Flags) checkCombinations(f *faults) {
+	f.unless((c.PrefillURL == "") == (c.DecodeURL == ""), "--prefill-metrics and --decode-metrics go together")
+	f.unless(c.RampUp == "" || c.RampStart > 0 && c.RampEnd > 0 && !math.IsInf(c.RampStart+c.RampEnd, 0), "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps above 0")
+	f.unless(c.RampUp != "" || c.RampStart == 0 && c.RampEnd == 0, "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+	f.unless(c.RampUp == "" || math.IsInf(c.Rate, 1), "--request-rate and --ramp-up-strategy exclude each other")
+	file := c.Dataset == "sharegpt" || c.Dataset == "timed_trace"
+	f.unless(!file || c.Path != "", "--dataset-name %s needs --dataset-path", c.Dataset)
+	f.unless(file || c.Path == "", "--dataset-path means nothing with --dataset-name %s", c.Dataset)
+	f.unless(c.Format == "vllm" || !c.Detailed, "--save-detailed is of --format vllm")
+}
+
+// loadOptions says how requests are sent.
+func (c *Flags) loadOptions(f *faults) load.Options {
+	o := load.Options{
+		BaseURL: cmp.Or(c.BaseURL, "http://"+net.JoinHostPort(c.Host, strconv.Itoa(c.Port))), Endpoint: c.Endpoint, Chat: c.Backend == "openai-chat", Model: c.Model,
+		Header: http.Header{}, IgnoreEOS: c.Dataset != "sharegpt", MaxConcurrency: c.Concurrency, Timeout: c.Timeout, Vocabulary: c.Vocabulary,
+		Turns: c.Dataset == "multi-turn", KeepText: c.Detailed,
+	}
+	if c.IgnoreEOS != nil {
+		o.IgnoreEOS = *c.IgnoreEOS
+	}
+	if err := o.Validate(); err != nil {
+		f.unless(false, "--base-url, --endpoint: %v", err)
+	}
+	if key := os.Getenv("OPENAI_API_KEY"); key != "" {
+		o.Header.Set("Authorization", "Bearer "+key)
+	}
+	for _, w := range c.Header {
+		k, v, ok := strings.Cut(w, "=")
+		f.unless(ok && k != "" && !strings.ContainsAny(k+v, "\r\n\x00 ") || ok && k != "" && !strings.ContainsAny(k, "\r\n\x00 :") && !strings.ContainsAny(v, "\r\n\x00"), "--header %q: want KEY=VALUE", w)
+		if ok {
+			o.Header.Set(k, v)
+		}
+	}
+	if c.ExtraBody != "" {
+		f.unless(json.Unmarshal([]byte(c.ExtraBody), &o.ExtraBody) == nil, "--extra-body %q is no JSON object", c.ExtraBody)
+	}
+	return o
 }
 
 // requests makes the workload, with the arrivals.

@@ -5,17 +5,17 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // A server that was killed can be started again at once: its ports, its disk and its files are waited for until the kernel
 // has given them back, which nothing tells.
 func TestStartedAgainAtOnce(t *testing.T) {
-	dir, port := t.TempDir(), ports.Free(t)
+	dir, port := t.TempDir(), testkit.FreePort(t)
 	flags := []string{
-		"--port", fmt.Sprint(port), "--http-port", fmt.Sprint(ports.Free(t)), "--l1-size-gb", "0.5", "--cold",
+		"--port", fmt.Sprint(port), "--http-port", fmt.Sprint(testkit.FreePort(t)), "--l1-size-gb", "0.5", "--cold",
 		"--disk", filepath.Join(dir, "disk"), "--disk-gb", "0.1", "--disk-min-free-gb", "0.001", "--state", filepath.Join(dir, "state"),
-		"--kv-events", fmt.Sprintf("tcp://127.0.0.1:%d", ports.Free(t)), "--kv-events-replay", fmt.Sprintf("tcp://127.0.0.1:%d", ports.Free(t)),
+		"--kv-events", fmt.Sprintf("tcp://127.0.0.1:%d", testkit.FreePort(t)), "--kv-events-replay", fmt.Sprintf("tcp://127.0.0.1:%d", testkit.FreePort(t)),
 	}
 	s := serve(t, flags...)
 	s.port = port // its pool is removed at the end

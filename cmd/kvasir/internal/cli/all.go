@@ -14,7 +14,6 @@ import (
 
 	"github.com/alecthomas/kong"
 
-	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/cli/together"
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
@@ -72,8 +71,8 @@ func (p *part) fault(err error) error {
 func (c *allCmd) check(e *env) error {
 	var errs []error
 	c.parts = nil
-	var at []together.Address
-	var registry *together.Address
+	var at []address
+	var registry *address
 	for _, name := range []string{"bootstrap", "server", "relay", "proxy"} {
 		given, ok := e.given.Section(name)
 		if !ok {
@@ -99,7 +98,7 @@ func (c *allCmd) check(e *env) error {
 	if len(c.parts)+len(errs) == 0 {
 		return usagef("%s has no section: server, bootstrap, relay or proxy", c.Config)
 	}
-	for _, text := range together.Conflicts(at) {
+	for _, text := range addressConflicts(at) {
 		errs = append(errs, usagef("%s", text))
 	}
 	return errors.Join(errs...)
@@ -124,13 +123,13 @@ func readPart(name string, given *settings.Settings) (*part, error) {
 }
 
 // addressesOf returns what a part listens on.
-func addressesOf(p *part) []together.Address {
-	of := func(flag, host string, port int) together.Address {
-		return together.Address{Part: p.name, Flag: flag, Host: host, Port: port}
+func addressesOf(p *part) []address {
+	of := func(flag, host string, port int) address {
+		return address{Part: p.name, Flag: flag, Host: host, Port: port}
 	}
 	switch c := p.cmd.(type) {
 	case *serverCmd:
-		out := []together.Address{of("--port", c.Host, c.Port), of("--http-port", c.HTTPHost, c.HTTPPort)}
+		out := []address{of("--port", c.Host, c.Port), of("--http-port", c.HTTPHost, c.HTTPPort)}
 		events, _ := c.addresses() // they were checked
 		for _, a := range events {
 			a.Part = p.name
@@ -138,11 +137,11 @@ func addressesOf(p *part) []together.Address {
 		}
 		return out
 	case *bootstrapCmd:
-		return []together.Address{of("--port", c.Host, c.Port)}
+		return []address{of("--port", c.Host, c.Port)}
 	case *relayCmd:
-		return []together.Address{of("--port", c.Host, c.Port)}
+		return []address{of("--port", c.Host, c.Port)}
 	case *proxyCmd:
-		return []together.Address{of("--port", c.Host, c.Port), of("--admin-port", c.AdminHost, c.AdminPort)}
+		return []address{of("--port", c.Host, c.Port), of("--admin-port", c.AdminHost, c.AdminPort)}
 	}
 	return nil
 }
@@ -168,12 +167,12 @@ func (c *allCmd) Run(e *env) error {
 		return err
 	}
 	e.parts = new(admin.Parts)
-	var parts []together.Part
+	var parts []runPart
 	for _, p := range c.parts {
 		for _, v := range p.given.Misspelt(p.ctx.Selected(), os.Environ()) {
 			e.log.Warn("an environment variable means nothing here", "variable", v)
 		}
-		parts = append(parts, together.Part{Name: p.name, Run: func(ctx context.Context, ready func()) error {
+		parts = append(parts, runPart{Name: p.name, Run: func(ctx context.Context, ready func()) error {
 			own := p.env(e)
 			own.ctx, own.ready = ctx, ready
 			if err := p.run(own); err != nil {
@@ -182,7 +181,7 @@ func (c *allCmd) Run(e *env) error {
 			return nil
 		}})
 	}
-	err := together.Run(e.ctx, e.log, parts...)
+	err := runTogether(e.ctx, e.log, parts...)
 	if err == nil {
 		e.log.Info("all parts have ended")
 	}

@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // allOf is kvasir all in a process of its own.
@@ -39,7 +39,7 @@ func startAll(t *testing.T) *allOf {
 
 func tryAll(t *testing.T) *allOf {
 	t.Helper()
-	port, registry := ports.Free(t), ports.Free(t)
+	port, registry := testkit.FreePort(t), testkit.FreePort(t)
 	file := write(t, fmt.Sprintf("log-level: info\nserver: {port: %d, http-port: 0, l1-size-gb: 8MiB, checksum-mib-per-second: 0}\nbootstrap: {port: %d}\nrelay: {port: 0, memory-gb: 8MiB}\nproxy: {port: 0, prefill: ['http://127.0.0.1:1'], decode: ['http://127.0.0.1:1']}\n", port, registry))
 	t.Cleanup(func() {
 		left, _ := filepath.Glob(fmt.Sprintf("/dev/shm/lmcache_l1_pool_kvasir_%d*", port))

@@ -8,7 +8,7 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 )
 
@@ -115,12 +115,12 @@ func (c *bootstrapCmd) Run(e *env) (err error) {
 	}
 	defer func() { err = errors.Join(err, r.Close()) }()
 	var listener net.Listener
-	if err := listen.Again(e.ctx, func(ctx context.Context) (err error) {
+	if err := takeover.ListenAgain(e.ctx, func(ctx context.Context) (err error) {
 		// Idle connections end anyway, so the kernel need not ask after them.
 		listener, err = (&net.ListenConfig{KeepAlive: -1}).Listen(ctx, "tcp", net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
 		return err
 	}); err != nil {
-		return listen.Explain(err, "--host", "--port (P's own server is on VLLM_MOONCAKE_BOOTSTRAP_PORT)")
+		return takeover.ExplainListen(err, "--host", "--port (P's own server is on VLLM_MOONCAKE_BOOTSTRAP_PORT)")
 	}
 	e.parts.Add("bootstrap", func() any { return r.Stats() })
 	e.parts.AddEngines(r.Engines)

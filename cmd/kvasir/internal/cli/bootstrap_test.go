@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // bootstrapServer starts the command and waits until it serves.
@@ -25,7 +25,7 @@ func bootstrapServer(t *testing.T, args ...string) (base string, stop func() str
 // that it is ready. stop ends it with SIGTERM and returns what it logged.
 func webServer(t *testing.T, ready string, args ...string) (base string, stop func() string) {
 	t.Helper()
-	port := ports.Free(t)
+	port := testkit.FreePort(t)
 	log, stop, ok := launch(t, 60*time.Second, ready, append(args, "--host", "127.0.0.1", "--port", fmt.Sprint(port))...)
 	if !ok {
 		t.Fatalf("it ended:\n%s", log)

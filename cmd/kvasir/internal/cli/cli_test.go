@@ -17,7 +17,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/cli"
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // The test binary is also the command, so that signals and exit codes are real.
@@ -25,7 +25,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv("KVASIR_TEST_COMMAND") != "" {
 		os.Exit(cli.Main(os.Args[1:], os.Stdout, os.Stderr))
 	}
-	os.Exit(m.Run())
+	testkit.Main(m)
 }
 
 func command(args ...string) *exec.Cmd {
@@ -58,7 +58,7 @@ type serving struct {
 
 func serve(t testing.TB, args ...string) *serving {
 	t.Helper()
-	s := &serving{port: ports.Free(t), http: ports.Free(t), lines: make(chan string, 1000)}
+	s := &serving{port: testkit.FreePort(t), http: testkit.FreePort(t), lines: make(chan string, 1000)}
 	s.cmd = command(append([]string{"server", "--port", fmt.Sprint(s.port), "--http-port", fmt.Sprint(s.http), "--l1-size-gb", "0.01"}, args...)...)
 	stderr, err := s.cmd.StderrPipe()
 	if err != nil {
@@ -129,7 +129,7 @@ func TestServerLife(t *testing.T) {
 			t.Errorf("%v: exit %d, want one line with %q, got:\n%s", args, code, want, stderr)
 		}
 	}
-	port, web := fmt.Sprint(ports.Free(t)), fmt.Sprint(ports.Free(t))
+	port, web := fmt.Sprint(testkit.FreePort(t)), fmt.Sprint(testkit.FreePort(t))
 	f("choose another --port", "--port", fmt.Sprint(s.port), "--shm-name", "other", "--http-port", web)
 	f("choose another --http-port", "--port", port, "--http-port", fmt.Sprint(s.http))
 	f("choose another --shm-name", "--port", port, "--http-port", web, "--shm-name", filepath.Base(pool))
@@ -170,7 +170,7 @@ func TestNoPoolIsLeftWithoutASocketForEvents(t *testing.T) {
 	}
 	defer l.Close()
 	name := fmt.Sprintf("kvasir_test_events_%d", os.Getpid())
-	code, _, stderr := run(t, "server", "--l1-size-gb", "0.01", "--shm-name", name, "--port", fmt.Sprint(ports.Free(t)), "--http-port", "0", "--kv-events", "tcp://"+l.Addr().String())
+	code, _, stderr := run(t, "server", "--l1-size-gb", "0.01", "--shm-name", name, "--port", fmt.Sprint(testkit.FreePort(t)), "--http-port", "0", "--kv-events", "tcp://"+l.Addr().String())
 	if code != 1 || !strings.Contains(stderr, "--kv-events") || !strings.Contains(stderr, "address already in use") {
 		t.Errorf("exit %d, %s", code, stderr)
 	}
@@ -182,7 +182,7 @@ func TestNoPoolIsLeftWithoutASocketForEvents(t *testing.T) {
 }
 
 func TestIgnoredFlagsAreNamed(t *testing.T) {
-	code, _, stderr := run(t, "server", "--l1-size-gb", "0.01", "--port", "1", "--http-port", fmt.Sprint(ports.Free(t)),
+	code, _, stderr := run(t, "server", "--l1-size-gb", "0.01", "--port", "1", "--http-port", fmt.Sprint(testkit.FreePort(t)),
 		"--eviction-ratio=0.2", "--l1-use-lazy", "--l1-init-size-gb", "5", "--http-host", "127.0.0.1", "--host", "256.0.0.1")
 	if code == 0 || !strings.Contains(stderr, `flags="--eviction-ratio --l1-init-size-gb --l1-use-lazy"`) {
 		t.Errorf("exit %d:\n%s", code, stderr)

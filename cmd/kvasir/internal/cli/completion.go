@@ -3,7 +3,7 @@ package cli
 import (
 	"io"
 
-	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings/completion"
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
 )
 
 // completionCmd prints a script for a shell.
@@ -21,6 +21,6 @@ func (completionCmd) Help() string {
 
 // Run prints the script.
 func (c *completionCmd) Run(e *env) error {
-	_, err := io.WriteString(e.stdout, completion.Script(c.Shell, e.model.Node))
+	_, err := io.WriteString(e.stdout, settings.CompletionScript(c.Shell, e.model.Node))
 	return err
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/bench/workload"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server"
-	"github.com/kvasir-kv/kvasir/sim/demo/sim"
+	"github.com/kvasir-kv/kvasir/sim/demo"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
@@ -125,7 +125,7 @@ func (c *demoCmd) requests() ([]workload.Request, error) {
 	return workload.ReadTrace(f, workload.TraceOptions{Max: c.Requests})
 }
 
-func (c *demoCmd) play(e *env, srv *server.Server, requests []workload.Request, layout kv.Layout) (*sim.Report, error) {
+func (c *demoCmd) play(e *env, srv *server.Server, requests []workload.Request, layout kv.Layout) (*demo.PlayReport, error) {
 	addr, err := srv.Listen(e.ctx, "tcp://127.0.0.1:*")
 	if err != nil {
 		return nil, err
@@ -139,7 +139,7 @@ func (c *demoCmd) play(e *env, srv *server.Server, requests []workload.Request, 
 		addr, len(requests), c.Workers, kv.FormatBytes(int64(c.ChunkKiB)), c.Chunk)
 	show, end := progress(e.stderr, "requests")
 	defer end()
-	return sim.Play(ctx, requests, sim.Options{
+	return demo.Play(ctx, requests, demo.PlayOptions{
 		URL: "tcp://" + addr, Model: "demo", Layout: layout, Workers: c.Workers, Progress: show,
 	})
 }
@@ -190,7 +190,7 @@ func gbps(n int64, d time.Duration) string {
 	return fmt.Sprintf("%.2f GB/s", float64(n)/d.Seconds()/1e9)
 }
 
-func printDemo(w io.Writer, r *sim.Report, st *store.Stats, chunkBytes int64) {
+func printDemo(w io.Writer, r *demo.PlayReport, st *store.Stats, chunkBytes int64) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	row := func(name, format string, args ...any) {
 		fmt.Fprintf(t, "%s\t%s\n", name, fmt.Sprintf(format, args...))

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
-	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/sim/api"
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 	"github.com/kvasir-kv/kvasir/sim/engine"
@@ -130,9 +130,9 @@ func (c *engineCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
-	listener, err := listen.TCP(e.ctx, c.Host, c.Port)
+	listener, err := takeover.ListenTCP(e.ctx, c.Host, c.Port)
 	if err != nil {
-		return listen.Explain(err, "--host", "--port")
+		return takeover.ExplainListen(err, "--host", "--port")
 	}
 	eng, err := engine.Open(e.ctx, o)
 	if e.ctx.Err() != nil && err != nil { // stopped before it served

@@ -8,8 +8,7 @@ import (
 	"os"
 	"strconv"
 
-	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/cli/together"
-	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/server/events"
 	"github.com/kvasir-kv/kvasir/store"
@@ -54,8 +53,8 @@ func (f *eventFlags) check() error {
 }
 
 // addresses are where the publisher listens.
-func (f *eventFlags) addresses() (out []together.Address, _ error) {
-	for _, a := range []together.Address{{Flag: "--kv-events", Host: f.Events}, {Flag: "--kv-events-replay", Host: f.EventReplay}} {
+func (f *eventFlags) addresses() (out []address, _ error) {
+	for _, a := range []address{{Flag: "--kv-events", Host: f.Events}, {Flag: "--kv-events-replay", Host: f.EventReplay}} {
 		var err error
 		if a.Host == "" {
 			continue
@@ -92,7 +91,7 @@ func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOpti
 		return nil, nil
 	}
 	var at, replay string
-	if err := listen.Again(e.ctx, func(ctx context.Context) (err error) {
+	if err := takeover.ListenAgain(e.ctx, func(ctx context.Context) (err error) {
 		p = events.NewPublisher(book, o)
 		if at, replay, err = p.Listen(ctx, f.Events, f.EventReplay); err != nil {
 			_ = p.Close() // nothing was sent

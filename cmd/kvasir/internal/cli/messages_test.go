@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // Each wrong command line gets one line that names the flag and gives the advice that
@@ -49,7 +49,7 @@ func TestMessages(t *testing.T) {
 	f(2, `--workers 65 is outside 1 to 64; --chunk-kib 0B is outside 1KiB to 1GiB (see kvasir demo --help)`, "demo", "--workers", "65", "--chunk-kib", "0")
 	f(2, `--l1-size-gb 512MiB holds no chunk of 976.6 MiB (see kvasir demo --help)`, "demo", "--chunk-kib", "1000000", "--l1-size-gb", "512MiB")
 
-	free := fmt.Sprint(ports.Free(t))
+	free := fmt.Sprint(testkit.FreePort(t))
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/otlp"
-	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/proxy/keys"
 	"github.com/kvasir-kv/kvasir/proxy/limits"
@@ -175,12 +175,12 @@ func (c *proxyCmd) Run(e *env) (err error) {
 		Proxy: p, Keys: o.Keys, Metrics: registry.Handler(), AdminToken: c.AdminToken, CertFile: c.TLSCert, KeyFile: c.TLSKey,
 		Drain: c.Drain, MaxConns: 2 * c.MaxInFlight, Log: e.log,
 	}
-	if so.Listener, err = listen.TCP(e.ctx, c.Host, c.Port); err != nil {
-		return listen.Explain(err, "--host", "--port")
+	if so.Listener, err = takeover.ListenTCP(e.ctx, c.Host, c.Port); err != nil {
+		return takeover.ExplainListen(err, "--host", "--port")
 	}
 	if c.AdminPort != 0 {
-		if so.Admin, err = listen.TCP(e.ctx, c.AdminHost, c.AdminPort); err != nil {
-			return errors.Join(listen.Explain(err, "--admin-host", "--admin-port"), so.Listener.Close())
+		if so.Admin, err = takeover.ListenTCP(e.ctx, c.AdminHost, c.AdminPort); err != nil {
+			return errors.Join(takeover.ExplainListen(err, "--admin-host", "--admin-port"), so.Listener.Close())
 		}
 	}
 	if !isLoopback(c.Host) && o.Keys == nil {

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
@@ -70,7 +70,7 @@ func TestQuotaOfSomethingElse(t *testing.T) {
 			}
 		}
 	}
-	f("nothing listens at", fmt.Sprintf("http://127.0.0.1:%d", ports.Free(t)))
+	f("nothing listens at", fmt.Sprintf("http://127.0.0.1:%d", testkit.FreePort(t)))
 	f("is not answered by a kvasir server", other.URL)
 	f("404 Not Found: is that a kvasir server?", other.URL+"/absent")
 	for _, args := range [][]string{{"list"}, {"set", "a", "--ttl", "5s"}} {

@@ -15,7 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/mooncake"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 )
@@ -88,9 +88,9 @@ func (c *relayCmd) Run(e *env) (err error) {
 	mux := http.NewServeMux()
 	mux.Handle("/", r)
 	mux.Handle("GET /metrics", registry.Handler())
-	listener, err := listen.TCP(e.ctx, c.Host, c.Port)
+	listener, err := takeover.ListenTCP(e.ctx, c.Host, c.Port)
 	if err != nil {
-		return listen.Explain(err, "--host", "--port")
+		return takeover.ExplainListen(err, "--host", "--port")
 	}
 	web := httpserver.NewServer(mux)
 	e.parts.Add("relay", func() any { return r.Stats() })

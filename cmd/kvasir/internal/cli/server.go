@@ -22,16 +22,15 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/evict"
-	"github.com/kvasir-kv/kvasir/store/evict/lifetime"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/store/tenant/terms"
+	"github.com/kvasir-kv/kvasir/store/tenant"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/adapter"
 )
@@ -81,7 +80,7 @@ type serverCmd struct {
 	State    string   `help:"Keep in this file what is set for tenants while the server runs (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it that ends with the server. What a flag says counts again once the flag is changed." placeholder:"FILE" group:"Pool"`
 	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 
-	terms *terms.Book
+	terms *tenant.Terms
 }
 
 // Help implements kong's detailed help.
@@ -304,9 +303,9 @@ func (c *serverCmd) Run(e *env) (err error) {
 	if err := c.warnSetup(e); err != nil {
 		return err
 	}
-	flags := make(terms.Flags)
+	flags := make(tenant.Flags)
 	_ = c.setTenants(flags) // they were checked
-	if c.terms, err = terms.Open(c.State, flags, e.log); err != nil {
+	if c.terms, err = tenant.OpenTerms(c.State, flags, e.log); err != nil {
 		return fmt.Errorf("--state: %w", err)
 	}
 	defer func() { err = errors.Join(err, c.terms.Close()) }()
@@ -364,7 +363,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	if o.store.Policy, err = evict.New(c.policyName(), p.Bytes()); err != nil {
 		return nil, errors.Join(err, p.Close())
 	}
-	o.server.Lifetimes = lifetime.New()
+	o.server.Lifetimes = evict.NewLifetimes()
 	o.store.Policy = o.server.Lifetimes.Watch(o.store.Policy)
 	o.store.TenantPolicy = func(quota int64) evict.Policy {
 		policy, _ := evict.New(c.policyName(), max(quota, p.Bytes()/64)) // the name is known
@@ -423,9 +422,9 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	if c.IPC != "" {
 		endpoints = append(endpoints, "ipc://"+c.IPC)
 	}
-	listener, err := listen.TCP(e.ctx, c.HTTPHost, c.HTTPPort)
+	listener, err := takeover.ListenTCP(e.ctx, c.HTTPHost, c.HTTPPort)
 	if err != nil {
-		return listen.Explain(err, "--http-host", "--http-port")
+		return takeover.ExplainListen(err, "--http-host", "--http-port")
 	}
 	listener = httpserver.Limit(listener, httpserver.MaxConns)
 	web := httpserver.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: endpoints[0], Profiles: c.Profiles, Parts: e.parts}))
@@ -433,7 +432,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	var addresses []string
 	for i, endpoint := range endpoints {
 		var addr string
-		if err := listen.Again(e.ctx, func(ctx context.Context) (err error) {
+		if err := takeover.ListenAgain(e.ctx, func(ctx context.Context) (err error) {
 			addr, err = srv.Listen(ctx, endpoint)
 			return err
 		}); err != nil {
@@ -442,7 +441,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 			if i > 0 {
 				host, port = "--ipc", ""
 			}
-			return listen.Explain(err, host, port)
+			return takeover.ExplainListen(err, host, port)
 		}
 		addresses = append(addresses, addr)
 	}

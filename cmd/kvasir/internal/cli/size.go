@@ -2,16 +2,16 @@ package cli
 
 import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/status"
-	"github.com/kvasir-kv/kvasir/internal/options/size"
+	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
 type (
-	byteSize = size.Bytes
-	kibSize  = size.KiB
-	mibSize  = size.MiB
-	gibSize  = size.GiB
+	byteSize = options.Bytes
+	kibSize  = options.KiB
+	mibSize  = options.MiB
+	gibSize  = options.GiB
 )
 
 // sizeWords writes a size for people: 3.7 GiB.

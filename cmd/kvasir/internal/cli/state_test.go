@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
@@ -44,7 +44,7 @@ func TestStateOfTenants(t *testing.T) {
 		c.Flags["quota"].From != "command line" || c.Flags["drain-timeout-seconds"].From != "default" {
 		t.Errorf("%v %s", err, body)
 	}
-	other := command("server", "--port", fmt.Sprint(ports.Free(t)), "--http-port", fmt.Sprint(ports.Free(t)), "--l1-size-gb", "0.01", "--state", path)
+	other := command("server", "--port", fmt.Sprint(testkit.FreePort(t)), "--http-port", fmt.Sprint(testkit.FreePort(t)), "--l1-size-gb", "0.01", "--state", path)
 	if out, err := other.CombinedOutput(); err == nil || strings.Count(string(out), "\n") != 1 || !strings.Contains(string(out), "kvasir: --state: state file "+path+" is in use by another process") {
 		t.Errorf("another server: %v, %s", err, out)
 	}
@@ -65,7 +65,7 @@ func TestStateOfTenants(t *testing.T) {
 	if err := os.WriteFile(yaml, []byte("port: 1\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if code, stdout, stderr := run(t, "server", "--port", fmt.Sprint(ports.Free(t)), "--http-port", fmt.Sprint(ports.Free(t)), "--l1-size-gb", "0.01", "--state", yaml); code != 1 || stdout != "" || strings.Count(stderr, "\n") != 1 ||
+	if code, stdout, stderr := run(t, "server", "--port", fmt.Sprint(testkit.FreePort(t)), "--http-port", fmt.Sprint(testkit.FreePort(t)), "--l1-size-gb", "0.01", "--state", yaml); code != 1 || stdout != "" || strings.Count(stderr, "\n") != 1 ||
 		!strings.Contains(stderr, "--state: state file "+yaml+": not a kvasir-tenants 1 file; name another one") {
 		t.Errorf("exit %d, %s%s", code, stdout, stderr)
 	}

@@ -10,7 +10,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
@@ -66,7 +66,7 @@ func TestStatusOfSomethingElse(t *testing.T) {
 	f(1, "--allow-host", other.URL+"/forbidden")
 	f(1, "404 Not Found: is that a kvasir server?", other.URL+"/absent")
 	f(1, "does not answer in time", other.URL+"/slow")
-	f(1, "nothing listens at", fmt.Sprintf("http://127.0.0.1:%d", ports.Free(t)))
+	f(1, "nothing listens at", fmt.Sprintf("http://127.0.0.1:%d", testkit.FreePort(t)))
 	f(2, "is not http://HOST:PORT", "localhost:8080")
 }
 

@@ -9,7 +9,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // Who is told to end before it listens ends well: nothing has failed.
@@ -22,8 +22,8 @@ func TestToldToEndBeforeItListens(t *testing.T) {
 		}
 	})
 	for _, args := range [][]string{
-		{"server", "--l1-size-gb", "8MiB", "--shm-name", name, "--port", fmt.Sprint(ports.Free(t)), "--http-port", "0"},
-		{"server", "--l1-size-gb", "8MiB", "--shm-name", name, "--port", fmt.Sprint(ports.Free(t)), "--http-port", "0", "--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "tcp://127.0.0.1:*"},
+		{"server", "--l1-size-gb", "8MiB", "--shm-name", name, "--port", fmt.Sprint(testkit.FreePort(t)), "--http-port", "0"},
+		{"server", "--l1-size-gb", "8MiB", "--shm-name", name, "--port", fmt.Sprint(testkit.FreePort(t)), "--http-port", "0", "--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "tcp://127.0.0.1:*"},
 		{"bootstrap", "--host", "localhost", "--port", "0"},
 	} {
 		line, err := readLine(args, io.Discard, io.Discard)

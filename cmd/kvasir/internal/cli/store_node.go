@@ -12,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/shm"
-	"github.com/kvasir-kv/kvasir/internal/takeover/listen"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 )
 
@@ -108,9 +108,9 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	if c.Bind != "" {
 		address, flag = c.Bind, "--bind"
 	}
-	listener, err := listen.TCP(e.ctx, address, c.HTTPPort)
+	listener, err := takeover.ListenTCP(e.ctx, address, c.HTTPPort)
 	if err != nil {
-		return listen.Explain(err, flag, "--http-port")
+		return takeover.ExplainListen(err, flag, "--http-port")
 	}
 	web := httpserver.NewServer(mux)
 	go web.Serve(httpserver.Limit(listener, httpserver.MaxConns))

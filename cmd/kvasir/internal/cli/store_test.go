@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/ports"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/store/storetest"
 )
 
@@ -18,7 +18,7 @@ import (
 // listens, and a command that waits for its input ends when it is told to.
 func TestStoreNodeAndStore(t *testing.T) {
 	master := storetest.New(t)
-	port := ports.Free(t)
+	port := testkit.FreePort(t)
 	node := command("store-node", "--master", master.Addr, "--host", "192.0.2.1", "--bind", "127.0.0.1", "--memory-gb", "16MiB", "--http-port", fmt.Sprint(port))
 	stderr, err := node.StderrPipe()
 	if err != nil {

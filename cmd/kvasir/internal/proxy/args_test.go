@@ -5,11 +5,11 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 // Command lines of vllm-router mean here what they mean there.
 func TestProxyTakesRoutersFlags(t *testing.T) {

@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
-	"github.com/kvasir-kv/kvasir/internal/httpserver/certfile"
 	"github.com/kvasir-kv/kvasir/internal/rawio"
 	"github.com/kvasir-kv/kvasir/proxy"
 	"github.com/kvasir-kv/kvasir/proxy/keys"
@@ -47,7 +46,7 @@ func (s *Server) Serve(ctx context.Context) (err error) {
 	web.WriteTimeout = 0 // the proxy gives each piece of an answer its own time
 	scheme := "http://"
 	if s.CertFile != "" {
-		pair, err := certfile.Open(s.CertFile, s.KeyFile)
+		pair, err := httpserver.OpenCertificate(s.CertFile, s.KeyFile)
 		if err != nil {
 			return errors.Join(err, s.close())
 		}

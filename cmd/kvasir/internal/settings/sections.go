@@ -6,7 +6,7 @@ import (
 
 	"github.com/alecthomas/kong"
 
-	"github.com/kvasir-kv/kvasir/internal/options/nearest"
+	"github.com/kvasir-kv/kvasir/internal/options"
 )
 
 // A file may be for several commands: the flag --config of the command that reads it
@@ -37,7 +37,7 @@ func (s *Settings) Default(flag, value, from string) {
 
 // hint says which key was probably meant.
 func (s *Settings) hint(key string, known, sections []string) string {
-	if near := nearest.Hint(key, slices.Concat(known, sections)); near != "" || sections == nil {
+	if near := options.NearestHint(key, slices.Concat(known, sections)); near != "" || sections == nil {
 		return near
 	}
 	return ": sections are " + strings.Join(sections, ", ")

@@ -1,4 +1,5 @@
-// Package settings finds the flags of a command in the environment and in a YAML file.
+// Package settings finds the flags of a command in the environment and in a YAML file, and writes the scripts
+// by which shells complete them.
 package settings
 
 import (
@@ -17,7 +18,7 @@ import (
 	"github.com/alecthomas/kong"
 	"go.yaml.in/yaml/v3"
 
-	"github.com/kvasir-kv/kvasir/internal/options/nearest"
+	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
 )
@@ -337,7 +338,7 @@ func (s *Settings) Misspelt(command *kong.Node, environ []string) []string {
 		if !strings.HasPrefix(name, prefix) || slices.Contains(known, name) || strings.Contains(name, "_SERVICE_") {
 			continue
 		}
-		if near := nearest.Word(name, known); near != "" {
+		if near := options.Nearest(name, known); near != "" {
 			out = append(out, fmt.Sprintf("%s (did you mean %s?)", name, near))
 		}
 	}

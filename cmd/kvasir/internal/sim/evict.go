@@ -3,12 +3,12 @@ package sim
 import (
 	"errors"
 
-	"github.com/kvasir-kv/kvasir/sim/replay/policies"
+	"github.com/kvasir-kv/kvasir/sim/replay"
 )
 
 type evictCmd struct {
 	jsonFlag
-	policies.Flags
+	replay.PolicyFlags
 }
 
 // Run plays the policies.

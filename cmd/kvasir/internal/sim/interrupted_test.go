@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvasir-kv/kvasir/sim/replay/policies"
+	"github.com/kvasir-kv/kvasir/sim/replay"
 )
 
 // patience is a context that ends when it was asked so often.
@@ -75,7 +75,7 @@ func TestInterruptedEvict(t *testing.T) {
 	if err == nil || err.Error() != "interrupted" {
 		t.Errorf("%v", err)
 	}
-	var got struct{ Rows []policies.Row }
+	var got struct{ Rows []replay.PolicyRow }
 	if err := json.Unmarshal(out.Bytes(), &got); err != nil || len(got.Rows) == 0 || len(got.Rows) >= 12 {
 		t.Errorf("%v: %s", err, out.String())
 	}

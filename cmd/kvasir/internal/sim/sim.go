@@ -20,7 +20,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/cluster"
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 	"github.com/kvasir-kv/kvasir/sim/fleet"
-	"github.com/kvasir-kv/kvasir/sim/replay/policies"
+	"github.com/kvasir-kv/kvasir/sim/replay"
 	"github.com/kvasir-kv/kvasir/sim/sweep"
 	"github.com/kvasir-kv/kvasir/sim/tables"
 )
@@ -163,7 +163,7 @@ func sortedSettings(set map[string]float64) (out []tables.Setting) {
 
 // asUsage makes errors that a flag caused usage errors, and says how far an interrupted run came.
 func asUsage(e *Env, err error) error {
-	for _, wrong := range []error{costmodel.ErrConstant, costmodel.ErrProfile, cluster.ErrOptions, tables.ErrLengths, tables.ErrTable, tables.ErrMarkers, sweep.ErrOptions, fleet.ErrOptions, tables.ErrResult, workload.ErrTrace, policies.ErrOptions} {
+	for _, wrong := range []error{costmodel.ErrConstant, costmodel.ErrProfile, cluster.ErrOptions, tables.ErrLengths, tables.ErrTable, tables.ErrMarkers, sweep.ErrOptions, fleet.ErrOptions, tables.ErrResult, workload.ErrTrace, replay.ErrOptions} {
 		if errors.Is(err, wrong) {
 			return usagef("%v", err)
 		}

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
-	"github.com/kvasir-kv/kvasir/internal/options/size"
+	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/store/tenant"
@@ -115,7 +115,7 @@ Examples:
 func (c *quotaSetCommand) Run(e *sim.Env) error {
 	body := map[string]any{}
 	for _, f := range []struct{ flag, field, value string }{{"--size", "quota_bytes", c.Size}, {"--pins", "pin_limit_bytes", c.Pins}} {
-		var bytes size.GiB
+		var bytes options.GiB
 		switch {
 		case f.value == "":
 		case f.value == "none":

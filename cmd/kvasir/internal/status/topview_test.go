@@ -17,12 +17,12 @@ import (
 	"golang.org/x/sys/unix"
 
 	topview "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/status"
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-func TestMain(m *testing.M) { goroutines.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 // fake answers as a server does: figures grow by one step with each question for a status.
 type fake struct {

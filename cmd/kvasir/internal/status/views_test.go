@@ -13,7 +13,6 @@ import (
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/server/explain"
-	"github.com/kvasir-kv/kvasir/server/slowlog"
 )
 
 // explained is what the fake says of one request: one that waited for a tier, loaded and stored.
@@ -49,7 +48,7 @@ func (f *fake) live(n uint64) admin.Live {
 		id := fmt.Sprintf("chat-%d", i)
 		r := f.explained(id)
 		e.Requests = append(e.Requests, r.Requests[0])
-		e.Slow = append(e.Slow, slowlog.Request{Operation: "lookup", Request: id, Seconds: 0.0123, At: "2026-11-20T09:12:44Z"})
+		e.Slow = append(e.Slow, server.SlowRequest{Operation: "lookup", Request: id, Seconds: 0.0123, At: "2026-11-20T09:12:44Z"})
 		r.Lookups[0].Request = "short-" + id
 		e.Ended = append(e.Ended, r.Lookups[0])
 	}

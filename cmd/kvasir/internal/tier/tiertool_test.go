@@ -13,8 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	tiertool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/tier"
-	"github.com/kvasir-kv/kvasir/internal/testkit/leaks"
-	"github.com/kvasir-kv/kvasir/internal/testkit/smallfs"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
@@ -22,7 +21,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { testkit.Main(m) }
 
 // open returns a directory in which objects 1 to 6 are: 1 to 3 of one model, 4 to 6 of
 // another; 2 is torn, 3 has other bytes, 6 has no checksum.
@@ -249,7 +248,7 @@ func TestDisk(t *testing.T) {
 // Whoever looks at a disk changes nothing there: nothing goes for others' room, also where a server leaves them less than
 // a disk does by default, or where nothing is free at all.
 func TestLookingAtADiskEvictsNothing(t *testing.T) {
-	smallfs.Run(t, 32<<20, func(t *testing.T, dir string) {
+	testkit.SmallFS(t, 32<<20, func(t *testing.T, dir string) {
 		const objects, n = 80, 100_000
 		path := filepath.Join(dir, "disk")
 		d, err := disk.Open(disk.Options{Dirs: []disk.Dir{{Path: path, Bytes: 16 << 20}}, SegmentBytes: 1 << 20, MinFree: 1, FirstTouch: true})
@@ -267,7 +266,7 @@ func TestLookingAtADiskEvictsNothing(t *testing.T) {
 		}
 		for _, free := range []int64{512 << 10, 0} {
 			other := filepath.Join(dir, "other")
-			smallfs.Fill(t, dir, other, free)
+			testkit.FillFS(t, dir, other, free)
 			var out strings.Builder
 			if err := tiertool.With("disk:"+path, slog.New(slog.DiscardHandler), func(x tier.Tier) error {
 				time.Sleep(3 * time.Second) // a disk looks at what is free once a second

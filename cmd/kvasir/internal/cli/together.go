@@ -1,0 +1,96 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+)
+
+// errEnded means that a part ended that nobody had told to.
+var errEnded = errors.New("it ended")
+
+// runPart is what runs until it is told to stop.
+type runPart struct {
+	Name string
+
+	// Run serves until ctx ends, and then for as long as the part needs to end well. It
+	// calls ready once it can be reached. ctx carries nothing and has no deadline.
+	Run func(ctx context.Context, ready func()) error
+}
+
+// runTogether starts each part once the one before is ready, and waits until ctx ends or a part
+// does. Then it ends them, the last first, each once the later ones have ended. A part that
+// fails, or ends by itself, ends the others too. The error names the parts that failed.
+func runTogether(ctx context.Context, log *slog.Logger, parts ...runPart) error {
+	ended := make(chan struct{}, len(parts)) // of any part
+	var started []*runningPart
+	var errs []error
+	for i := range parts {
+		if ctx.Err() != nil || slices.ContainsFunc(started, (*runningPart).over) {
+			break
+		}
+		r, ready := startPart(&parts[i], ended)
+		started = append(started, r)
+		select {
+		case <-ready:
+		case <-r.done:
+		case <-ctx.Done():
+		}
+	}
+	if len(started) == len(parts) {
+		select {
+		case <-ctx.Done():
+		case <-ended:
+		}
+	}
+	for i := len(started) - 1; i >= 0; i-- {
+		r := started[i]
+		select {
+		case <-r.done:
+			if r.err == nil && ctx.Err() == nil {
+				r.err = errEnded
+			}
+		default:
+			log.Info("stopping a part", "part", r.name)
+		}
+		r.cancel()
+		<-r.done
+		if r.err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", r.name, r.err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// runningPart is a part that was started. err counts once done is closed.
+type runningPart struct {
+	name   string
+	cancel context.CancelFunc
+	done   chan struct{}
+	err    error
+}
+
+// over reports whether the part has ended.
+func (r *runningPart) over() bool {
+	select {
+	case <-r.done:
+		return true
+	default:
+		return false
+	}
+}
+
+func startPart(p *runPart, ended chan<- struct{}) (r *runningPart, ready <-chan struct{}) {
+	ctx, cancel := context.WithCancel(context.Background())
+	is, told := context.WithCancel(context.Background())
+	r = &runningPart{name: p.Name, cancel: cancel, done: make(chan struct{})}
+	go func() {
+		defer told()
+		r.err = p.Run(ctx, told)
+		close(r.done)
+		ended <- struct{}{}
+	}()
+	return r, is.Done()
+}

@@ -1,0 +1,46 @@
+package container
+
+// Ring holds the last values that were added, numbered from 1. Readers ask by number. The zero Ring keeps none. It takes no lock: its owner's covers it.
+type Ring[T any] struct {
+	ring []T // a power of two long
+	last uint64
+}
+
+// Keep has the ring keep at least so many values from now on. Later calls change nothing.
+func (r *Ring[T]) Keep(most int) {
+	if r.ring != nil {
+		return
+	}
+	n := 1
+	for n < most {
+		n *= 2
+	}
+	r.ring = make([]T, n)
+}
+
+// Add numbers a value. It reports false where the ring keeps none.
+func (r *Ring[T]) Add(v T) bool {
+	if r.ring == nil {
+		return false
+	}
+	r.last++
+	r.ring[r.last&uint64(len(r.ring)-1)] = v
+	return true
+}
+
+// Last returns the number of the newest value, 0 for none.
+func (r *Ring[T]) Last() uint64 { return r.last }
+
+// After copies into dst the values that follow a number, oldest first. It returns how many; with lost there are none,
+// because some after that number are not kept any more.
+func (r *Ring[T]) After(number uint64, dst []T) (n int, lost bool) {
+	if kept := uint64(len(r.ring)); r.last > kept && number < r.last-kept {
+		return 0, true
+	}
+	for number < r.last && n < len(dst) {
+		number++
+		dst[n] = r.ring[number&uint64(len(r.ring)-1)]
+		n++
+	}
+	return n, false
+}

@@ -1,0 +1,3 @@
+// Package fair divides what is limited among users and addresses. With Shares each may have half of what the others leave;
+// with Turns each has its turn.
+package fair

@@ -1,0 +1,65 @@
+package httpserver
+
+import (
+	"crypto/tls"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+)
+
+// certificateInterval is how long the files are not looked at again.
+const certificateInterval = 5 * time.Second
+
+// Certificate is a TLS certificate and its key, which are read again when their files change. Its methods are safe for
+// concurrent use.
+type Certificate struct {
+	cert, key string // paths
+
+	mu struct {
+		sync.Mutex
+		now    *tls.Certificate
+		stamp  [2]time.Time // of the files that now is from
+		looked time.Time
+	}
+}
+
+// OpenCertificate reads a certificate and its key, in PEM.
+func OpenCertificate(cert, key string) (*Certificate, error) {
+	p := &Certificate{cert: cert, key: key}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p, p.readLocked(time.Now())
+}
+
+func (p *Certificate) readLocked(now time.Time) error {
+	p.mu.looked = now
+	var stamp [2]time.Time
+	for i, path := range []string{p.cert, p.key} {
+		info, err := os.Stat(path)
+		if err != nil {
+			return err
+		}
+		stamp[i] = info.ModTime()
+	}
+	if p.mu.now != nil && stamp == p.mu.stamp {
+		return nil
+	}
+	c, err := tls.LoadX509KeyPair(p.cert, p.key)
+	if err != nil {
+		return fmt.Errorf("certificate %s: %w", p.cert, err)
+	}
+	p.mu.now, p.mu.stamp = &c, stamp
+	return nil
+}
+
+// Get implements tls.Config.GetCertificate. Files that cannot be read, halves of a change for
+// instance, leave the certificate as it is.
+func (p *Certificate) Get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if now := time.Now(); now.Sub(p.mu.looked) >= certificateInterval {
+		_ = p.readLocked(now) // the former one stays
+	}
+	return p.mu.now, nil
+}

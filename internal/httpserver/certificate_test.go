@@ -1,0 +1,75 @@
+package httpserver_test
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"math/big"
+	"os"
+	"path/filepath"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+)
+
+// write writes a new certificate and its key.
+func write(t *testing.T, serial int64, cert, key string) {
+	t.Helper()
+	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &x509.Certificate{SerialNumber: big.NewInt(serial), Subject: pkix.Name{CommonName: "x"}, NotAfter: time.Now().Add(time.Hour)}
+	der, err := x509.CreateCertificate(rand.Reader, c, c, &k.PublicKey, k)
+	if err != nil {
+		t.Fatal(err)
+	}
+	secret, err := x509.MarshalECPrivateKey(k)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for path, block := range map[string]*pem.Block{cert: {Type: "CERTIFICATE", Bytes: der}, key: {Type: "EC PRIVATE KEY", Bytes: secret}} {
+		if err := os.WriteFile(path, pem.EncodeToMemory(block), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// A certificate that is replaced is used without a restart; half of a change is not.
+func TestAChangedCertificateIsUsed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		cert, key := filepath.Join(dir, "c.pem"), filepath.Join(dir, "k.pem")
+		if _, err := httpserver.OpenCertificate(cert, key); err == nil {
+			t.Error("no file is a certificate")
+		}
+		write(t, 1, cert, key)
+		p, err := httpserver.OpenCertificate(cert, key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		serial := func() int64 {
+			t.Helper()
+			c, err := p.Get(nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return c.Leaf.SerialNumber.Int64()
+		}
+		write(t, 2, cert, filepath.Join(dir, "other"))
+		time.Sleep(10 * time.Second)
+		if serial() != 1 {
+			t.Error("half of a change")
+		}
+		write(t, 3, cert, key)
+		time.Sleep(10 * time.Second)
+		if serial() != 3 {
+			t.Error("the former certificate is used")
+		}
+	})
+}

@@ -1,0 +1,106 @@
+package peercred
+
+import (
+	"context"
+	"net/netip"
+	"sync"
+)
+
+// Origin is who sent a request.
+type Origin struct {
+	User string `json:"user"` // "uid N" of a peer on this host; else its IPv4 address or IPv6 /64
+	Addr string `json:"addr"` // IP address
+	Here bool   `json:"here,omitempty"`
+}
+
+// OriginOfAddr returns the origin of a peer of which only the address is known.
+func OriginOfAddr(a netip.Addr) Origin {
+	a = a.Unmap().WithZone("")
+	o := Origin{User: a.String(), Addr: a.String(), Here: a.IsLoopback()}
+	if net, err := a.Prefix(64); err == nil && a.Is6() && !o.Here {
+		o.User = net.String()
+	}
+	return o
+}
+
+// LargestOrigin returns whose share is the largest when from asks for n more: the address
+// with most of the user with most. held is what each has.
+func LargestOrigin(held map[Origin]int, from Origin, n int) Origin {
+	users := map[string]int{from.User: n}
+	for o, k := range held {
+		users[o.User] += k
+	}
+	best, bestHas := from, held[from]+n
+	for o, k := range held {
+		if u, b := users[o.User], users[best.User]; o != from && (u > b || (u == b && o.User == best.User && k > bestHas)) {
+			best, bestHas = o, k
+		}
+	}
+	return best
+}
+
+// OriginShares bounds how many of something run at once. When all are taken, the oldest
+// one of the origin with most is ended to admit another origin's. Its methods are safe
+// for concurrent use.
+type OriginShares struct {
+	Max int // immutable
+
+	mu struct { // a leaf
+		sync.Mutex
+		in []*originShare // oldest first
+	}
+}
+
+type originShare struct {
+	from Origin
+	end  context.CancelCauseFunc
+}
+
+// Enter takes a share, or reports false: from itself has most of them. The context
+// ends with the cause why when the share has to be given up; leave gives it back.
+func (s *OriginShares) Enter(ctx context.Context, from Origin, why error) (_ context.Context, leave func(), ok bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.mu.in) >= s.Max {
+		held := map[Origin]int{}
+		for _, h := range s.mu.in {
+			held[h.from]++
+		}
+		most := LargestOrigin(held, from, 1)
+		if most == from {
+			return nil, nil, false
+		}
+		for _, h := range s.mu.in {
+			if h.from == most {
+				h.end(why)
+				s.removeLocked(h)
+				break
+			}
+		}
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	h := &originShare{from, cancel}
+	s.mu.in = append(s.mu.in, h)
+	return ctx, func() {
+		cancel(nil)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.removeLocked(h)
+	}, true
+}
+
+func (s *OriginShares) removeLocked(h *originShare) {
+	for i := range s.mu.in {
+		if s.mu.in[i] == h {
+			s.mu.in = append(s.mu.in[:i], s.mu.in[i+1:]...)
+			return
+		}
+	}
+}
+
+// Taken returns how many are taken.
+func (s *OriginShares) Taken() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.mu.in)
+}

@@ -1,9 +1,0 @@
-package origin
-
-import (
-	"testing"
-
-	"github.com/kvasir-kv/kvasir/internal/testkit/goroutines"
-)
-
-func TestMain(m *testing.M) { goroutines.Main(m) }

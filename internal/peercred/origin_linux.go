@@ -1,0 +1,15 @@
+package peercred
+
+import (
+	"net"
+)
+
+// OriginOf returns who is behind an accepted connection.
+func OriginOf(c net.Conn) Origin {
+	p := Of(c)
+	o := OriginOfAddr(p.Addr)
+	if p.Known() {
+		o.User, o.Here = p.String(), true
+	}
+	return o
+}

@@ -1,0 +1,14 @@
+//go:build !linux
+
+package peercred
+
+import (
+	"net"
+	"net/netip"
+)
+
+// OriginOf returns who is behind an accepted connection.
+func OriginOf(c net.Conn) Origin {
+	from, _ := netip.ParseAddrPort(c.RemoteAddr().String()) // an invalid address is an origin too
+	return OriginOfAddr(from.Addr())
+}

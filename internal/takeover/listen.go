@@ -1,0 +1,66 @@
+package takeover
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"syscall"
+	"time"
+)
+
+const (
+	listenStep   = 20 * time.Millisecond
+	listenEnding = 3 * time.Second // how long a process that ends may keep its ports
+)
+
+// ListenAgain calls listen again for a moment while an address is in use: a process that was killed keeps its ports until the
+// kernel has taken it apart, which takes some 20 ms for each GB that it had mapped. It ends with ctx; listen's own context does not, so
+// that who is told to end while a name is looked up hears of no wrong address.
+func ListenAgain(ctx context.Context, listen func(context.Context) error) error {
+	for wait := time.Duration(0); ; wait += listenStep {
+		err := listen(context.WithoutCancel(ctx))
+		if !errors.Is(err, syscall.EADDRINUSE) || wait >= listenEnding || ctx.Err() != nil {
+			return err
+		}
+		time.Sleep(listenStep)
+	}
+}
+
+// ListenTCP listens on a port, as ListenAgain does.
+func ListenTCP(ctx context.Context, host string, port int) (l net.Listener, err error) {
+	err = ListenAgain(ctx, func(ctx context.Context) error {
+		l, err = new(net.ListenConfig).Listen(ctx, "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+		return err
+	})
+	return l, err
+}
+
+// ExplainListen says which address cannot be listened on, why, and what helps: advice
+// only where it is right. host and port are the flags that gave the address.
+func ExplainListen(err error, host, port string) error {
+	advice := ""
+	switch {
+	case errors.Is(err, syscall.EADDRINUSE) && port == "":
+		advice = "another process listens there: stop it, or choose another " + host
+	case errors.Is(err, syscall.EADDRINUSE):
+		advice = "choose another " + port + ", or stop the process that has it"
+	case errors.Is(err, syscall.EADDRNOTAVAIL):
+		advice = host + " is no address of this machine"
+	case errors.Is(err, syscall.EACCES) && port != "":
+		advice = "ports below 1024 need a privilege: choose another " + port
+	case errors.Is(err, syscall.EACCES):
+		advice = "this user may not create " + host
+	case errors.Is(err, syscall.ENOENT):
+		advice = "the directory of " + host + " is not there"
+	default:
+		if _, ok := errors.AsType[*net.DNSError](err); ok {
+			advice = host + " is no address, and no name that is known here"
+		}
+	}
+	if advice == "" {
+		return err
+	}
+	return fmt.Errorf("%w: %s", err, advice)
+}

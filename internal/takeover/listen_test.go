@@ -1,0 +1,60 @@
+package takeover_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/takeover"
+)
+
+// An address that is in use is asked for again for 3 s, other errors are told at once; who is told to end waits for nothing.
+func TestAgain(t *testing.T) {
+	inUse, other := fmt.Errorf("listen: %w", syscall.EADDRINUSE), errors.New("other")
+	f := func(what string, ctx context.Context, used time.Duration, then, want error, least, most time.Duration) {
+		t.Helper()
+		synctest.Test(t, func(t *testing.T) {
+			began := time.Now()
+			err := takeover.ListenAgain(ctx, func(ctx context.Context) error {
+				if ctx.Err() != nil {
+					return ctx.Err()
+				}
+				if time.Since(began) < used {
+					return inUse
+				}
+				return then
+			})
+			if took := time.Since(began); !errors.Is(err, want) || took < least || took > most {
+				t.Errorf("%s: %v after %v", what, err, took)
+			}
+		})
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	f("free", t.Context(), 0, nil, nil, 0, 0)
+	f("another error", t.Context(), 0, other, other, 0, 0)
+	f("of one that ends", t.Context(), 2*time.Second, nil, nil, 2*time.Second, 2100*time.Millisecond)
+	f("of one that lives", t.Context(), time.Hour, nil, syscall.EADDRINUSE, 3*time.Second, 3100*time.Millisecond)
+	f("told to end", ended, 0, nil, nil, 0, 0)
+	f("told to end, in use", ended, time.Hour, nil, syscall.EADDRINUSE, 0, 0)
+}
+
+// A port that comes free is listened on.
+func TestTCP(t *testing.T) {
+	l, err := takeover.ListenTCP(t.Context(), "127.0.0.1", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	port := l.Addr().(*net.TCPAddr).Port
+	time.AfterFunc(200*time.Millisecond, func() { _ = l.Close() })
+	next, err := takeover.ListenTCP(t.Context(), "127.0.0.1", port)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = next.Close()
+}

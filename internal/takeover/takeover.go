@@ -1,0 +1,3 @@
+// Package takeover takes what a process that was just killed may still hold: the locks of files (LockAfter) and the
+// addresses that it listened on (ListenTCP).
+package takeover

@@ -1,0 +1,22 @@
+package testkit
+
+import (
+	"testing"
+	"time"
+)
+
+// Eventually waits until ok answers true, and fails the test when it does not within two minutes: a busy machine may need
+// most of that. what names the condition. Eventually calls ok every two milliseconds on the goroutine of the test.
+func Eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	within(t, 2*time.Minute, what, ok)
+}
+
+func within(t testing.TB, limit time.Duration, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(limit); !ok(); time.Sleep(2 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not so within %v: %s", limit, what)
+		}
+	}
+}

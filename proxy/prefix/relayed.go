@@ -1,0 +1,68 @@
+package prefix
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"sync"
+)
+
+// RelayedKey names all of a request that decides on the KV of its prompt, and whose it is.
+type RelayedKey [sha256.Size]byte
+
+// RelayedKV is what went from P to D through a relay, which may still have it.
+type RelayedKV struct {
+	Registry string // the relay's address
+	Engine   string // P, as the relay names it
+	Transfer string // the id under which P sent it
+}
+
+// RelayedPrompts remembers which prompts relays have. It keeps two sets of at most 8,192, some 250 bytes for each prompt;
+// when the younger is full the older goes. The zero RelayedPrompts is empty. Methods are safe for concurrent use.
+type RelayedPrompts struct {
+	mu struct {
+		sync.Mutex
+		young, old map[RelayedKey]RelayedKV
+		turn       uint64
+	}
+}
+
+const maxRelayedPrompts = 8192 // of one set
+
+// Add remembers a prompt.
+func (s *RelayedPrompts) Add(k RelayedKey, r RelayedKV) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.addLocked(k, r)
+}
+
+func (s *RelayedPrompts) addLocked(k RelayedKey, r RelayedKV) {
+	if _, there := s.mu.young[k]; !there && len(s.mu.young) >= maxRelayedPrompts {
+		s.mu.young, s.mu.old = nil, s.mu.young
+	}
+	if s.mu.young == nil {
+		s.mu.young = make(map[RelayedKey]RelayedKV)
+	}
+	s.mu.young[k] = r
+}
+
+// Find returns what a relay has of a prompt, and a transfer id under which it gives it once more.
+func (s *RelayedPrompts) Find(k RelayedKey) (r RelayedKV, id string, ok bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if r, ok = s.mu.young[k]; !ok {
+		if r, ok = s.mu.old[k]; !ok {
+			return r, "", false
+		}
+		s.addLocked(k, r)
+	}
+	s.mu.turn++
+	return r, fmt.Sprintf("%s#%d!", r.Transfer, s.mu.turn), true
+}
+
+// Forget forgets a prompt.
+func (s *RelayedPrompts) Forget(k RelayedKey) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.mu.young, k)
+	delete(s.mu.old, k)
+}

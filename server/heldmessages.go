@@ -1,0 +1,95 @@
+package server
+
+import (
+	"bytes"
+	"sync"
+	"time"
+)
+
+// The limits.
+const (
+	maxHeldMessages   = 16       // of one connection
+	maxHeldBytes      = 2 << 20  // of one connection
+	maxHeldBytesOfOne = 16 << 20 // of who is behind connections
+	maxHeldBytesInAll = 64 << 20
+	maxHeldTime       = 15 * time.Second // of the oldest
+)
+
+// heldMessages keeps messages of connections C for a short time: until it is known what they mean. What it keeps is bounded
+// for each connection, for each owner O of connections, and in all. The zero value is empty; its methods are safe for
+// concurrent use.
+type heldMessages[C, O comparable] struct {
+	mu    sync.Mutex // a leaf
+	bytes int64
+	by    map[O]int64
+	of    map[C]*heldConnection[O]
+}
+
+// heldConnection is what one of them has waiting.
+type heldConnection[O comparable] struct {
+	owner    O
+	messages [][][]byte // oldest first
+	bytes    int64
+	since    time.Time // of the oldest
+}
+
+// Keep keeps a copy of a message of a connection; false when there are too many.
+func (h *heldMessages[C, O]) Keep(conn C, owner O, m [][]byte) bool {
+	own, n := make([][]byte, len(m)), int64(0)
+	for i, frame := range m {
+		own[i] = bytes.Clone(frame)
+		n += int64(len(frame))
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.of == nil {
+		h.by, h.of = make(map[O]int64), make(map[C]*heldConnection[O])
+	}
+	c := h.of[conn]
+	if c == nil {
+		c = &heldConnection[O]{owner: owner, since: time.Now()}
+	}
+	if len(c.messages) == maxHeldMessages || c.bytes+n > maxHeldBytes || h.by[owner]+n > maxHeldBytesOfOne || h.bytes+n > maxHeldBytesInAll {
+		return false
+	}
+	c.messages, c.bytes = append(c.messages, own), c.bytes+n
+	h.of[conn] = c
+	h.by[owner] += n
+	h.bytes += n
+	return true
+}
+
+// Take returns what a connection has held, oldest first, and forgets it.
+func (h *heldMessages[C, O]) Take(conn C) [][][]byte {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.takeLocked(conn)
+}
+
+func (h *heldMessages[C, O]) takeLocked(conn C) [][][]byte {
+	c := h.of[conn]
+	if c == nil {
+		return nil
+	}
+	delete(h.of, conn)
+	h.bytes -= c.bytes
+	if h.by[c.owner] -= c.bytes; h.by[c.owner] == 0 {
+		delete(h.by, c.owner)
+	}
+	return c.messages
+}
+
+// Late takes what has been held for too long, by connection; nil when there is none.
+func (h *heldMessages[C, O]) Late(now time.Time) (late map[C][][][]byte) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for conn, c := range h.of {
+		if now.Sub(c.since) >= maxHeldTime {
+			if late == nil {
+				late = make(map[C][][][]byte)
+			}
+			late[conn] = h.takeLocked(conn)
+		}
+	}
+	return late
+}

@@ -1,0 +1,73 @@
+package replay
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"github.com/kvasir-kv/kvasir/bench/workload"
+)
+
+// PolicyFlags are the flags of kvasir sim evict.
+type PolicyFlags struct {
+	Trace      string   `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids." placeholder:"FILE"`
+	Capacities []int    `name:"capacity-blocks" help:"Sizes of the cache in blocks." default:"1000,2000,5000,10000,20000" placeholder:"N,..."`
+	Policies   []string `name:"policies" help:"Policies to play; default all." placeholder:"NAME,..."`
+	Block      int      `name:"block-tokens" help:"Tokens of a hash id." default:"512"`
+	Requests   int      `help:"Requests to play; 0 is all." default:"0" placeholder:"N"`
+	CSV        string   `name:"csv" help:"Write the rows as CSV to this file." placeholder:"FILE"`
+	SVG        string   `name:"svg" help:"Draw the block hit rates into this file." placeholder:"FILE"`
+}
+
+// Help is shown by kvasir sim evict --help.
+func (PolicyFlags) Help() string {
+	return `What a store of each size would have had of a trace under each eviction policy, and what the optimum would have had, which
+knows the future. Only full blocks count; a hit is a run of them from a prompt's start. JSON: rows of policy, capacity_blocks,
+block_hit, token_hit, and default, the policy of kvasir server. docs/eviction.md describes the policies.
+
+Examples:
+  kvasir sim evict --trace conversation_trace.jsonl
+  kvasir sim evict --trace conversation_trace.jsonl --capacity-blocks 1000,10000 --json -
+  kvasir sim evict --trace conversation_trace.jsonl --policies lru,leaf-hazard --csv rates.csv --svg rates.svg`
+}
+
+// Play reads the trace and plays the policies. Errors are ErrOptions, workload.ErrTrace, that of ctx
+// and those of files.
+func (f *PolicyFlags) Play(ctx context.Context) (*PolicyResult, error) {
+	o := PolicyOptions{Policies: f.Policies, Capacities: f.Capacities}
+	if err := o.check(); err != nil {
+		return nil, err
+	}
+	if f.Requests < 0 || f.Block < 1 {
+		return nil, fmt.Errorf("%w: --requests %d, --block-tokens %d", ErrOptions, f.Requests, f.Block)
+	}
+	file, err := os.Open(f.Trace)
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	requests, err := workload.ReadTrace(bufio.NewReaderSize(file, 1<<20), workload.TraceOptions{BlockTokens: f.Block, Max: f.Requests})
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", f.Trace, err)
+	}
+	return ComparePolicies(ctx, requests, o)
+}
+
+// Files writes the files that were asked for.
+func (f *PolicyFlags) Files(r *PolicyResult) error {
+	return errors.Join(writeFile(f.CSV, r.WriteCSV), writeFile(f.SVG, r.WriteSVG))
+}
+
+func writeFile(name string, write func(io.Writer) error) error {
+	if name == "" {
+		return nil
+	}
+	f, err := os.Create(name)
+	if err != nil {
+		return err
+	}
+	return errors.Join(write(f), f.Close())
+}

@@ -1,0 +1,41 @@
+package store
+
+import (
+	"context"
+	"sync"
+)
+
+// crew runs a few goroutines that work while there is something to do, and sleep otherwise. newCrew makes one.
+type crew struct{ work chan struct{} }
+
+// newCrew returns a crew that sleeps.
+func newCrew() crew { return crew{make(chan struct{}, 1)} }
+
+// Wake has one of the crew look for work.
+func (c crew) Wake() {
+	select {
+	case c.work <- struct{}{}:
+	default:
+	}
+}
+
+// Run has n goroutines call do, once they are woken, until it reports that there is nothing
+// to do. It returns when ctx has ended and so have they.
+func (c crew) Run(ctx context.Context, n int, do func() bool) {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for range n {
+		wg.Go(func() {
+			for {
+				select {
+				case <-ctx.Done():
+					return
+				case <-c.work:
+				}
+				for ctx.Err() == nil && do() {
+					c.Wake() // there may be work for another one
+				}
+			}
+		})
+	}
+}

@@ -1,0 +1,64 @@
+package tiering
+
+import (
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+const (
+	// failedFor is how long an object that could not be read is not there.
+	failedFor = 5 * time.Second
+
+	// maxFailed bounds those that are remembered; the oldest is forgotten first.
+	maxFailed = 1 << 14
+)
+
+// failures are the objects that could not be read a moment ago. The zero value has none.
+type failures struct {
+	mu struct {
+		sync.Mutex
+		until map[kv.Key]time.Time
+		order []kv.Key // oldest first; each at least once
+	}
+}
+
+// add notes that an object could not be read.
+func (f *failures) add(k kv.Key) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.mu.until == nil {
+		f.mu.until = make(map[kv.Key]time.Time)
+	}
+	now := time.Now()
+	for len(f.mu.order) > 0 && (len(f.mu.order) >= maxFailed || !now.Before(f.mu.until[f.mu.order[0]])) {
+		delete(f.mu.until, f.mu.order[0])
+		f.mu.order = f.mu.order[1:]
+	}
+	f.mu.until[k] = now.Add(failedFor)
+	f.mu.order = append(f.mu.order, k)
+}
+
+// forget notes that an object was written.
+func (f *failures) forget(k kv.Key) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.mu.until, k)
+}
+
+// hide takes the objects that could not be read out of an answer.
+func (f *failures) hide(keys []kv.Key, metas []tier.Meta) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.mu.until) == 0 {
+		return
+	}
+	now := time.Now()
+	for i := range keys {
+		if until, ok := f.mu.until[keys[i]]; ok && now.Before(until) {
+			metas[i] = tier.Meta{}
+		}
+	}
+}

@@ -1,0 +1,67 @@
+package tiering
+
+import (
+	"context"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+const (
+	recheckBatch      = 256                   // objects in one call of the tier
+	recheckPause      = 10 * time.Millisecond // between two calls: a million objects take less than a minute
+	recheckRetryDelay = 5 * time.Second       // after a call that failed
+)
+
+// Noted is an object that is noted as being below.
+type Noted struct {
+	Slot, Generation uint32
+	Bytes            int64
+}
+
+// Notes are what an earlier server noted.
+type Notes interface {
+	// Slots is how many slots there are.
+	Slots() int
+	// Noted returns some of what is noted from a slot on, at most so many, and the slot that is next; end where none is left.
+	Noted(from, end, most int) (keys []kv.Key, of []Noted, next int)
+	// Ask asks the tier for objects. One that rests after failures may say that it has nothing: then writes find later
+	// that it has.
+	Ask(ctx context.Context, keys []kv.Key) ([]tier.Meta, error)
+	// Settle has those objects written that the tier lacks.
+	Settle(of []Noted, metas []tier.Meta)
+}
+
+// Recheck asks a tier, once, for each object that an earlier server noted as being there. Objects may have gone since:
+// removed by hand, evicted there, lost with a disk. What the tier lacks is written again. Recheck begins once opened is
+// closed, with nil at once, and returns when all is asked for or ctx ends.
+func Recheck(ctx context.Context, n Notes, opened <-chan struct{}) {
+	if opened != nil {
+		select {
+		case <-opened:
+		case <-ctx.Done():
+			return
+		}
+	}
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for from, end := 0, n.Slots(); from < end; {
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			return
+		}
+		keys, of, next := n.Noted(from, end, recheckBatch)
+		wait := recheckPause
+		if len(keys) > 0 {
+			if metas, err := n.Ask(ctx, keys); err == nil {
+				n.Settle(of, metas)
+			} else {
+				next, wait = from, recheckRetryDelay
+			}
+		}
+		from = next
+		timer.Reset(wait)
+	}
+}

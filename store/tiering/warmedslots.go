@@ -1,0 +1,23 @@
+package tiering
+
+import "github.com/kvasir-kv/kvasir/internal/container"
+
+// WarmedSlots are those whose objects were read before anybody knew how long they have to be. The
+// zero WarmedSlots is empty. It takes no lock: its owner's covers it. A byte for each slot.
+type WarmedSlots struct{ set container.PagedSlice[bool] }
+
+// Add adds a slot.
+func (s *WarmedSlots) Add(slot uint32) {
+	s.set.Grow(int(slot) + 1)
+	*s.set.At(int(slot)) = true
+}
+
+// Has reports whether a slot was added.
+func (s *WarmedSlots) Has(slot uint32) bool { return int(slot) < s.set.Len() && *s.set.At(int(slot)) }
+
+// Remove removes a slot, also one that was not added.
+func (s *WarmedSlots) Remove(slot uint32) {
+	if s.Has(slot) {
+		*s.set.At(int(slot)) = false
+	}
+}

@@ -1,0 +1,215 @@
+package tiering
+
+import (
+	"container/list"
+	"context"
+	"sync"
+	"time"
+)
+
+// WriteItem is an object at one moment: what a slot has of that generation.
+type WriteItem struct {
+	Slot, Generation uint32
+	Bytes            int64
+
+	tries int // that failed
+}
+
+// WriteBackStats are the figures of a WriteBack.
+type WriteBackStats struct {
+	Waiting      int    // objects
+	WaitingBytes int64  // of them
+	Skipped      uint64 // objects that were not taken because too many bytes waited
+}
+
+// WriteBack is a queue of objects that wait to be written to the tier below the pool, by their slots, oldest first. It
+// copies nothing: an object that is evicted while it waits is not written. Its methods are safe for concurrent use; its
+// mutex is a leaf.
+type WriteBack struct {
+	limit int64
+	came  chan struct{} // something may wait
+
+	mu struct {
+		sync.Mutex
+		queue   list.List                // of WriteItems
+		waiting map[uint32]*list.Element // by slot, the newest WriteItem of it that waits
+		bytes   int64
+		skipped uint64
+	}
+}
+
+// NewWriteBack returns an empty WriteBack in which so many bytes may wait, or one object.
+func NewWriteBack(limit int64) *WriteBack {
+	b := &WriteBack{limit: limit, came: make(chan struct{}, 1)}
+	b.mu.waiting = make(map[uint32]*list.Element)
+	return b
+}
+
+// Add has an object written, once, if it is not waiting already. It reports false when too
+// much waits.
+func (b *WriteBack) Add(it WriteItem) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if e, ok := b.mu.waiting[it.Slot]; ok && e.Value.(WriteItem).Generation == it.Generation {
+		return true
+	}
+	if b.mu.bytes > 0 && b.mu.bytes+it.Bytes > b.limit {
+		b.mu.skipped++
+		return false
+	}
+	b.mu.waiting[it.Slot] = b.mu.queue.PushBack(it)
+	b.mu.bytes += it.Bytes
+	b.wake()
+	return true
+}
+
+// Drop says that what a slot has goes: it is not written, and its room is for others. In a nil WriteBack nothing waits.
+func (b *WriteBack) Drop(slot uint32) {
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if e, ok := b.mu.waiting[slot]; ok {
+		b.removeLocked(e)
+	}
+}
+
+func (b *WriteBack) removeLocked(e *list.Element) WriteItem {
+	it := b.mu.queue.Remove(e).(WriteItem)
+	b.mu.bytes -= it.Bytes
+	if b.mu.waiting[it.Slot] == e {
+		delete(b.mu.waiting, it.Slot)
+	}
+	return it
+}
+
+func (b *WriteBack) wake() {
+	select {
+	case b.came <- struct{}{}:
+	default:
+	}
+}
+
+// Next waits for an object and takes it out. It reports false once ctx has ended.
+func (b *WriteBack) Next(ctx context.Context) (WriteItem, bool) {
+	for {
+		if it, ok := b.take(); ok {
+			return it, true
+		}
+		select {
+		case <-b.came:
+		case <-ctx.Done():
+			return WriteItem{}, false
+		}
+	}
+}
+
+func (b *WriteBack) take() (WriteItem, bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	first := b.mu.queue.Front()
+	if first == nil {
+		return WriteItem{}, false
+	}
+	it := b.removeLocked(first)
+	if b.mu.queue.Len() > 0 {
+		b.wake() // another one may wait for it
+	}
+	return it, true
+}
+
+// WriteOutcome is how the writing of an object ended.
+type WriteOutcome uint8
+
+// WriteOutcomes.
+const (
+	Settled WriteOutcome = iota // it is below, or is not to be
+	Failed                      // it is tried again, maxTries times in all
+	Resting                     // it is tried again until it has another outcome
+)
+
+const (
+	// writePatience is how long a write waits for what goes first.
+	writePatience = 200 * time.Millisecond
+
+	// writeRetryDelay is after how long a writer goes on whose write failed.
+	writeRetryDelay = time.Second
+
+	// maxWriteTries is more than the failures in a row after which a tier is left alone
+	// (tier.Limits): what waits alone for a tier that fails is given up only where the tier
+	// works otherwise.
+	maxWriteTries = 10
+)
+
+// Run takes objects out and has write begin to write each, n of them at once, until ctx
+// ends. It returns then, although a write may go on: its owner sees to its end. write
+// reports false when nothing may be begun any more. busy returns what is closed when
+// something that goes first has ended, nil while there is nothing.
+func (b *WriteBack) Run(ctx context.Context, n int, busy func() chan struct{}, write func(WriteItem) (ended chan WriteOutcome, ok bool)) {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for range n {
+		wg.Go(func() {
+			for {
+				it, ok := b.Next(ctx)
+				if !ok {
+					return
+				}
+				waitWhileBusy(ctx, busy)
+				ended, ok := write(it)
+				if !ok {
+					return
+				}
+				select {
+				case o := <-ended:
+					b.settle(ctx, it, o)
+				case <-ctx.Done():
+					return
+				}
+			}
+		})
+	}
+}
+
+// waitWhileBusy waits until nothing goes first, for a short time.
+func waitWhileBusy(ctx context.Context, busy func() chan struct{}) {
+	timer := time.NewTimer(writePatience)
+	defer timer.Stop()
+	for next := busy(); next != nil; next = busy() {
+		select {
+		case <-next:
+		case <-timer.C:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// settle offers an object again that was not written, and waits a while then.
+func (b *WriteBack) settle(ctx context.Context, it WriteItem, o WriteOutcome) {
+	switch o {
+	case Settled:
+		return
+	case Failed:
+		if it.tries++; it.tries < maxWriteTries {
+			b.Add(it)
+		}
+	case Resting:
+		b.Add(it)
+	}
+	timer := time.NewTimer(writeRetryDelay)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}
+
+// Stats returns the figures.
+func (b *WriteBack) Stats() WriteBackStats {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return WriteBackStats{Waiting: b.mu.queue.Len(), WaitingBytes: b.mu.bytes, Skipped: b.mu.skipped}
+}

@@ -1,0 +1,89 @@
+package disk
+
+import "sync"
+
+// maxChooserKeys bounds the keys of a ruleChooser: 4 MiB.
+const maxChooserKeys = 1 << 16
+
+// ruleChooser compares two rules by the hits that they would have lately, in bytes: to keep what is offered first, and to keep
+// what is offered for the second time. Of each rule it knows how many bytes it would have written: an object that a rule
+// keeps is there until so many more were written as the disk holds. It looks at one of 2^shift keys.
+// The zero ruleChooser knows nothing. Its methods are safe for concurrent use.
+type ruleChooser struct {
+	mu struct {
+		sync.Mutex
+		keys          map[uint64]playedKey
+		shift         uint
+		first, second admissionRule
+		asked         int64 // bytes, since hits were halved
+	}
+}
+
+// admissionRule is what one rule would have done.
+type admissionRule struct{ written, hits int64 }
+
+// playedKey is a key that was touched: how much each rule had written when it kept it last; 0: it did not.
+type playedKey struct{ first, second int64 }
+
+// has reports whether an object that was kept at a time is still there.
+func (r *admissionRule) has(at, capacity int64) bool { return at > 0 && r.written-at < capacity }
+
+// Touch notes that an object, by the hash of its key, is offered or read.
+func (c *ruleChooser) Touch(h uint64, n, capacity int64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if h&(1<<c.mu.shift-1) != 0 {
+		return
+	}
+	n <<= c.mu.shift
+	p, known := c.mu.keys[h]
+	if c.mu.first.has(p.first, capacity) {
+		c.mu.first.hits += n
+	} else {
+		c.mu.first.written += n
+		p.first = c.mu.first.written
+	}
+	switch {
+	case c.mu.second.has(p.second, capacity):
+		c.mu.second.hits += n
+	case known:
+		c.mu.second.written += n
+		p.second = c.mu.second.written
+	}
+	if c.mu.keys == nil {
+		c.mu.keys = make(map[uint64]playedKey)
+	}
+	if c.mu.keys[h] = p; len(c.mu.keys) > maxChooserKeys {
+		c.forgetLocked(capacity)
+	}
+	if c.mu.asked += n; c.mu.asked >= capacity { // what was long ago counts less
+		c.mu.asked = 0
+		c.mu.first.hits /= 2
+		c.mu.second.hits /= 2
+	}
+}
+
+// forgetLocked drops what neither rule has had for long. Where that does not do, fewer keys are looked at.
+func (c *ruleChooser) forgetLocked(capacity int64) {
+	const long = 8
+	for h, p := range c.mu.keys {
+		if c.mu.first.written-p.first > long*capacity && !c.mu.second.has(p.second, capacity) {
+			delete(c.mu.keys, h)
+		}
+	}
+	for len(c.mu.keys) > maxChooserKeys*3/4 {
+		c.mu.shift++
+		for h := range c.mu.keys {
+			if h&(1<<c.mu.shift-1) != 0 {
+				delete(c.mu.keys, h)
+			}
+		}
+	}
+}
+
+// PrefersFirst reports whether to keep what is offered first gives more hits: a sixteenth more, since it writes more.
+func (c *ruleChooser) PrefersFirst() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.mu.first.hits > c.mu.second.hits+c.mu.second.hits/16
+}

@@ -1,0 +1,28 @@
+package disk
+
+import "sync"
+
+// seenKeys remembers keys, the last of them: two tables take turns. Its methods are safe for concurrent use.
+type seenKeys struct {
+	Most int // in one table
+	mu   struct {
+		sync.Mutex
+		now, before map[uint64]struct{}
+	}
+}
+
+// Again reports whether a key, by its hash, was seen before, and remembers it.
+func (s *seenKeys) Again(h uint64) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	_, now := s.mu.now[h]
+	_, before := s.mu.before[h]
+	if now || before {
+		return true
+	}
+	if len(s.mu.now) >= s.Most || s.mu.now == nil {
+		s.mu.now, s.mu.before = make(map[uint64]struct{}), s.mu.now
+	}
+	s.mu.now[h] = struct{}{}
+	return false
+}
