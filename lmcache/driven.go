@@ -5,8 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/tinylib/msgp/msgp"
+
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 )
 
 // Limits on a register_kv_cache and on the block ids of a transfer.
@@ -56,6 +59,37 @@ type KVCache struct {
 	EngineType  string
 	KVLayout    string        // layout_hints: NHD, HND, BLHNC, BLNHC; empty when not given
 	Groups      []EngineGroup // in the order of a transfer's block ids; none is one group of all layers
+	Unread      UnreadFields  // layout_hints and group fields that have a value and that this package does not read
+}
+
+// UnreadFields names the fields of a registration that have a value and that this
+// package does not read. They may change what the bytes mean, so a server refuses a
+// registration that has any. Of many the first maxUnread are named.
+type UnreadFields []string
+
+const (
+	maxUnread      = 8
+	maxUnreadBytes = 64 // of a name
+)
+
+// Err returns an error that names the fields, or nil.
+func (u UnreadFields) Err() error {
+	if len(u) == 0 {
+		return nil
+	}
+	return fmt.Errorf("the registration has a value for %s, which this server does not read and which may change the meaning of its bytes", strings.Join(u, ", "))
+}
+
+// add notes the field name of the map in, unless its value b is nil, an empty list
+// or an empty map.
+func (u *UnreadFields) add(in string, name, b []byte) {
+	if len(b) > 0 && (b[0] == 0xc0 || b[0] == 0x90 || b[0] == 0x80) || len(*u) == maxUnread {
+		return
+	}
+	field := in + safelog.Text(string(name[:min(len(name), maxUnreadBytes)]), maxUnreadBytes)
+	if !slices.Contains(*u, field) {
+		*u = append(*u, field)
+	}
 }
 
 // OnCPU reports whether all of the KV is in the memory of CPUs.
@@ -148,7 +182,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 	if err != nil {
 		return c, fmt.Errorf("engine_type: %w", err)
 	}
-	if c.KVLayout, err = decodeHints(frames[5]); err == nil && max(len(c.KVLayout), len(engine)) > maxNameBytes {
+	if err = c.decodeHints(frames[5]); err == nil && max(len(c.KVLayout), len(engine)) > maxNameBytes {
 		err = errLongName
 	}
 	if err != nil {
@@ -163,7 +197,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 			return b, fmt.Errorf("more than %d", maxGroups)
 		}
 		g := EngineGroup{WindowTokens: -1}
-		rest, err := decodeEngineGroup(b, &g)
+		rest, err := decodeEngineGroup(b, &g, &c.Unread)
 		c.Groups = append(c.Groups, g)
 		return rest, err
 	})
@@ -265,21 +299,25 @@ func (d *Descriptor) decodeMetadata(b []byte) ([]byte, error) {
 	return rest, err
 }
 
-// decodeHints returns the kv_layout of layout_hints, a map or nil.
-func decodeHints(frame []byte) (layout string, err error) {
+// decodeHints reads layout_hints, a map or nil. Of the hints that releases know
+// (kv_layout, num_kv_heads, tokens_per_block, kv_list_layout, head_dim) vLLM sends
+// kv_layout at most.
+func (c *KVCache) decodeHints(frame []byte) error {
 	if msgp.NextType(frame) == msgp.NilType {
-		return "", whole(frame[1:], nil)
+		return whole(frame[1:], nil)
 	}
 	rest, err := readMap(frame, func(name, b []byte) ([]byte, error) {
-		if string(name) == "kv_layout" && msgp.NextType(b) != msgp.NilType {
-			return stringInto(&layout, b)
+		if string(name) != "kv_layout" {
+			c.Unread.add("layout_hints.", name, b)
+		} else if msgp.NextType(b) != msgp.NilType {
+			return stringInto(&c.KVLayout, b)
 		}
 		return b, nil
 	})
-	return layout, whole(rest, err)
+	return whole(rest, err)
 }
 
-func decodeEngineGroup(b []byte, g *EngineGroup) ([]byte, error) {
+func decodeEngineGroup(b []byte, g *EngineGroup, unread *UnreadFields) ([]byte, error) {
 	return readMap(b, func(name, b []byte) ([]byte, error) {
 		switch string(name) {
 		case "engine_group_id":
@@ -295,6 +333,7 @@ func decodeEngineGroup(b []byte, g *EngineGroup) ([]byte, error) {
 		case "recurrent_state":
 			return boolInto(&g.Recurrent, b)
 		}
+		unread.add("group.", name, b)
 		return b, nil
 	})
 }

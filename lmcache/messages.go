@@ -21,6 +21,7 @@ type EngineDriven struct {
 	DType         string
 	SinglePlane   bool // use_mla on the wire
 	PhysicalSlots int  // token slots per chunk; 0 is nil on the wire: one per token
+	Unread        UnreadFields
 }
 
 // Layout returns the shape of one chunk of chunkTokens tokens.
@@ -76,7 +77,9 @@ func decodeEngineDriven(frame []byte) (EngineDriven, error) {
 			return boolInto(&p.SinglePlane, b)
 		}
 		seen--
-		if string(name) == "num_physical_slots" && msgp.NextType(b) != msgp.NilType {
+		if string(name) != "num_physical_slots" {
+			p.Unread.add("", name, b)
+		} else if msgp.NextType(b) != msgp.NilType {
 			return intInto(&p.PhysicalSlots, b)
 		}
 		return b, nil
