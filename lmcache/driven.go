@@ -16,6 +16,7 @@ import (
 const (
 	maxLayers = 8192 // descriptors
 	maxGroups = 256  // KV groups
+	maxDims   = 16   // of a tensor
 )
 
 // EngineGroup is EngineGroupInfo: layers whose blocks go by the same ids and that
@@ -283,9 +284,9 @@ func (d *Descriptor) decodeMetadata(b []byte) ([]byte, error) {
 		case "dtype":
 			return stringInto(&d.DType, b)
 		case "shape":
-			return intsInto(&d.Shape, b)
+			return intsInto(&d.Shape, maxDims, b)
 		case "stride":
-			return intsInto(&d.Stride, b)
+			return intsInto(&d.Stride, maxDims, b)
 		case "storage_offset":
 			return intInto(&d.Offset, b)
 		case "device_uuid":
@@ -323,7 +324,7 @@ func decodeEngineGroup(b []byte, g *EngineGroup, unread *UnreadFields) ([]byte, 
 		case "engine_group_id":
 			return intInto(&g.ID, b)
 		case "layer_indices":
-			return intsInto(&g.Layers, b)
+			return intsInto(&g.Layers, maxLayers, b)
 		case "tokens_per_block":
 			return intInto(&g.TokensPerBlock, b)
 		case "sw_size_tokens":
@@ -339,18 +340,16 @@ func decodeEngineGroup(b []byte, g *EngineGroup, unread *UnreadFields) ([]byte, 
 }
 
 // decodeBlockIDs reads the third payload of store and retrieve: a list of engine
-// block ids for each KV group.
+// block ids for each KV group, MaxTokens ids in all.
 func decodeBlockIDs(frame []byte) (ids [][]int, err error) {
+	total := 0
 	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {
 		if i >= maxGroups {
 			return b, fmt.Errorf("more than %d groups", maxGroups)
 		}
-		if n, _, err := readArray(b); err != nil || n > MaxTokens {
-			return b, errOr(err, fmt.Errorf("%d ids", n))
-		}
 		var of []int
-		rest, err := intsInto(&of, b)
-		ids = append(ids, of)
+		rest, err := intsInto(&of, MaxTokens-total, b)
+		ids, total = append(ids, of), total+len(of)
 		return rest, err
 	})
 	if err = whole(rest, err); err != nil {

@@ -260,7 +260,7 @@ func decodeContext(b []byte, p *PrepareStore) ([]byte, error) {
 				return rest, err
 			})
 		case "chunk_indices":
-			return intsInto(&p.Indices, b)
+			return intsInto(&p.Indices, MaxTokens, b)
 		}
 		return b, nil
 	})
@@ -274,7 +274,7 @@ func decodeSlot(b []byte, s *SlotAt) ([]byte, error) {
 		case "length":
 			return intInto(&s.Length, b)
 		case "shape":
-			return intsInto(&s.Shape, b)
+			return intsInto(&s.Shape, maxDims, b)
 		case "dtype":
 			return stringInto(&s.DType, b)
 		}

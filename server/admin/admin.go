@@ -93,9 +93,10 @@ func Handler(s *server.Server, o Options) http.Handler {
 	}
 	metrics.Add(reg, func() tenantStats { return tenantStatsOf(s.Store(), book) })
 	(&tenantRoutes{s, book}).handle(mux, guard)
-	handlePins(mux, guard, s)
-	handleObjects(mux, guard, s)
-	handlePrefetches(mux, guard, s)
+	lists := newListBodies()
+	handlePins(mux, guard, s, lists)
+	handleObjects(mux, guard, s, lists)
+	handlePrefetches(mux, guard, s, lists)
 	handleChecksums(mux, guard, s)
 	mux.Handle("GET /config", guard.Handler(&config{o.Flags, o.Sources, book}))
 	mux.Handle("GET /metrics", reg.Handler())
