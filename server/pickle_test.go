@@ -28,7 +28,7 @@ func newPickleServer(t testing.TB, chunkTokens int, poolBytes int64, o server.Op
 	if err != nil {
 		t.Fatal(err)
 	}
-	st := store.New(p, store.Options{})
+	st := store.New(p, store.Options{TrustUnsummed: true})
 	o.ChunkTokens, o.Log = chunkTokens, slog.New(slog.NewTextHandler(io.Discard, nil))
 	s := server.New(st, o)
 	t.Cleanup(func() {
@@ -301,7 +301,7 @@ func TestPickleRestart(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		st := store.New(p, store.Options{})
+		st := store.New(p, store.Options{TrustUnsummed: true})
 		s := server.New(st, server.Options{ChunkTokens: 16, Pickle: server.PickleOn, WorkerReap: time.Minute, Log: slog.New(slog.NewTextHandler(io.Discard, nil))})
 		return s, st, func() { _ = s.Close(); _ = st.Close() }
 	}

@@ -54,8 +54,13 @@ type Options struct {
 	PopulateRate int64 // pool memory provided ahead of its use
 	ChecksumRate int64 // chunks whose checksums are computed, or compared after a restart
 
-	SumAfter    time.Duration // age of a chunk whose checksum is computed: many do not live long; default 10 s
-	SumAtOnce   bool          // without waiting for that
+	SumAfter  time.Duration // age of a chunk whose checksum is computed: many do not live long; default 1 s
+	SumAtOnce bool          // without waiting for that
+
+	// TrustUnsummed serves what an earlier server left without a checksum: what it stored
+	// in the seconds before it was killed. Else that is dropped.
+	TrustUnsummed bool
+
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
 	LoadTimeout time.Duration // a lookup is pending no longer: then what is there is the answer; default 2 s
 	Log         *slog.Logger  // nil discards
@@ -152,7 +157,7 @@ type needs struct {
 // New returns a Store over p, which it owns from then on.
 func New(p *pool.Pool, o Options) *Store {
 	o.Quarantine = cmp.Or(o.Quarantine, 600*time.Second)
-	o.SumAfter = cmp.Or(o.SumAfter, 10*time.Second)
+	o.SumAfter = cmp.Or(o.SumAfter, time.Second)
 	if o.SumAtOnce {
 		o.SumAfter = -1
 	}
@@ -209,18 +214,28 @@ func New(p *pool.Pool, o Options) *Store {
 // What workers of that server may still touch goes into quarantine.
 func (s *Store) restoreLocked() {
 	r := s.mu.pool.Restored()
+	var unsummed []pool.Slot
 	for _, slot := range r.Resident {
 		s.addLocked(slot)
 		if _, ok := s.mu.pool.Sum(slot); ok {
 			s.mu.sums.Suspect(uint32(slot))
-		} else {
+		} else if s.opts.TrustUnsummed {
 			s.unsummedLocked(slot)
+		} else {
+			unsummed = append(unsummed, slot)
 		}
 	}
 	for _, f := range s.mu.pool.FormerTransfers() {
 		s.formerLocked(f)
 	}
-	s.mu.n.RestoredChunks = uint64(len(r.Resident))
+	for _, slot := range unsummed {
+		s.dropLocked(slot, miss.Unsummed)
+	}
+	if len(unsummed) > 0 {
+		s.log.Warn("the earlier server was killed before these chunks had a checksum: they are dropped, because nothing shows that their bytes are whole", "chunks", len(unsummed))
+	}
+	s.mu.n.RestoredChunks = uint64(len(r.Resident) - len(unsummed))
+	s.mu.n.UnsummedChunks = uint64(len(unsummed))
 }
 
 // formerLocked holds slots that a worker of an earlier server may still touch.
@@ -243,8 +258,13 @@ func (s *Store) formerLocked(f pool.FormerTransfer) {
 }
 
 // Close leaves the pool for a later server. Run has returned, and nothing may be called
-// afterwards.
+// afterwards. Chunks without a checksum get one first, for maxCloseSums at most.
 func (s *Store) Close() error {
+	s.sumRest()
+	return s.close()
+}
+
+func (s *Store) close() error {
 	s.beginClose()
 	ended := make(chan struct{})
 	go func() {
