@@ -342,7 +342,7 @@ func FuzzPickledStore(f *testing.F) {
 	registration := lmcache.EngineDriven{InstanceID: 7, Model: "m", WorldSize: 1, BlockSize: 16, Layers: 1, Hidden: 1, DType: "uint8", SinglePlane: true}
 	s.Answer([][]byte{{0}, {14}, registration.Append(nil)})
 	f.Fuzz(func(t *testing.T, data []byte) {
-		s.Clear(true)
+		_, _ = s.Clear(server.Clear{Tier: server.ClearL1, Force: true})
 		p := &pickler{t: t, s: s, id: 7, layout: layout}
 		stored := p.commit(p.key(1, 2), data)
 		got := st.Stats()

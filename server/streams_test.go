@@ -314,7 +314,7 @@ func TestStreamsTellStoredAndRemoved(t *testing.T) {
 	}
 	late := subscribe(t, n.url, 3, 5)
 	late.until(n)
-	n.Clear(false)
+	_, _ = n.Clear(server.Clear{Tier: server.ClearL1})
 	first.until(n)
 	late.until(n)
 	if len(deaf.replies) != 0 {

@@ -76,6 +76,13 @@ type Options struct {
 	LoadBytes int64     // on their way up from it, at most; default a quarter of the pool, 1 GiB at most
 	Place     string    // names what lies below: a later server does not write again what is in the place of that name
 
+	// Moment says at which generation of Below a write begins (generation.Book); Clean is
+	// called when the pool holds nothing from before Forget. nil for none.
+	Moment func() uint64
+	Clean  func()
+
+	DropRestored bool // drop what an earlier server kept: it was killed in the middle of a clear
+
 	BelowOpened <-chan struct{} // closed once Below knows all that it has; nil where it does from the start
 
 	// LoadIfFaster has lookups ask the tier only as long as it is expected to be faster than
@@ -132,6 +139,10 @@ type Store struct {
 		parents   growing.Slice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
 		kept      growing.Slice[uint32] // by slot: promises that keep it from being evicted
 		evictable int                   // resident slots without any
+
+		epoch    uint32                // counts Forget
+		epochs   growing.Slice[uint32] // by slot: when its place was taken
+		outdated bool                  // a slot of an earlier epoch may be resident
 
 		drops   uint64       // keys that went, whatever the reason
 		misses  *miss.Memory // of what was dropped
@@ -214,10 +225,12 @@ func New(p *pool.Pool, o Options) *Store {
 // What workers of that server may still touch goes into quarantine.
 func (s *Store) restoreLocked() {
 	r := s.mu.pool.Restored()
-	var unsummed []pool.Slot
+	var unsummed, cleared []pool.Slot
 	for _, slot := range r.Resident {
 		s.addLocked(slot)
-		if _, ok := s.mu.pool.Sum(slot); ok {
+		if _, ok := s.mu.pool.Sum(slot); s.opts.DropRestored {
+			cleared = append(cleared, slot)
+		} else if ok {
 			s.mu.sums.Suspect(uint32(slot))
 		} else if s.opts.TrustUnsummed {
 			s.unsummedLocked(slot)
@@ -231,10 +244,16 @@ func (s *Store) restoreLocked() {
 	for _, slot := range unsummed {
 		s.dropLocked(slot, miss.Unsummed)
 	}
+	for _, slot := range cleared {
+		s.dropLocked(slot, miss.Cleared)
+	}
+	if s.opts.DropRestored {
+		s.log.Warn("the earlier server was killed in the middle of a clear: what it kept in the pool is dropped", "chunks", len(cleared))
+	}
 	if len(unsummed) > 0 {
 		s.log.Warn("the earlier server was killed before these chunks had a checksum: they are dropped, because nothing shows that their bytes are whole", "chunks", len(unsummed))
 	}
-	s.mu.n.RestoredChunks = uint64(len(r.Resident) - len(unsummed))
+	s.mu.n.RestoredChunks = uint64(len(r.Resident) - len(unsummed) - len(cleared))
 	s.mu.n.UnsummedChunks = uint64(len(unsummed))
 }
 
@@ -359,6 +378,7 @@ func (s *Store) Expire() {
 	s.expire(now)
 	s.endPins(false)
 	s.expireSlots()
+	s.DropOutdated()
 }
 
 // expireSessions ends some idle sessions; more is false when no other is idle.

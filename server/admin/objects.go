@@ -93,6 +93,7 @@ func deleteObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		Tier  string
 		Force bool
 	}
+	body.Tier = string(server.ClearL1)
 	err := readBody(w, r, maxDeleteBody, map[string]func(*json.Decoder) error{
 		"keys": list(&body.Keys, maxDelete), "tier": value(&body.Tier), "force": value(&body.Force),
 	})
@@ -100,11 +101,12 @@ func deleteObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		badRequest(w, "body is not {\"keys\": [{\"chunk_hash_hex\": …, \"model_name\": …, \"kv_rank\": …}], \"tier\": \"l1\"}: %v", err)
 		return
 	}
-	if body.Tier != "l1" {
-		badRequest(w, "tier %.20q cannot be deleted from: the only tier that can is l1, name it", body.Tier)
+	of, err := server.ParseClearTier(body.Tier)
+	if err != nil {
+		badRequest(w, "%v", err)
 		return
 	}
-	var keys []kv.Key
+	var keys, below []kv.Key
 	for i, k := range body.Keys {
 		var h kv.Hash
 		if b, err := hex.DecodeString(k.Chunk); err != nil || len(b) != len(h) {
@@ -113,12 +115,19 @@ func deleteObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		} else {
 			copy(h[:], b)
 		}
+		if of != server.ClearL1 {
+			below = append(below, s.KeysBelow(k.Model, k.Salt, kv.Key{Chunk: h, Rank: k.Rank, Group: k.Group})...)
+		}
 		for _, o := range s.Store().OfChunk(h) {
 			if n, ok := s.NameOf(o.Namespace); ok && n.Model == k.Model && n.Salt == k.Salt && o.Rank == k.Rank && o.Group == k.Group {
 				keys = append(keys, o)
 			}
 		}
 	}
-	dropped, skipped := s.Store().Drop(keys)
+	dropped, skipped, err := s.DeleteObjects(keys, below, of)
+	if err != nil {
+		writeJSON(w, http.StatusInternalServerError, map[string]any{"deleted": dropped, "skipped": skipped, "ok": false, "error": err.Error()})
+		return
+	}
 	writeJSON(w, http.StatusOK, map[string]any{"deleted": dropped, "skipped": skipped, "ok": true})
 }

@@ -347,7 +347,7 @@ func failedStart(st *store.Store, err error) error {
 
 // openStore opens the tiers and the pool.
 func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
-	if len(o.tiers.Adapters) > 0 {
+	if len(o.tiers.Adapters)+len(o.tiers.Disk.Dirs) > 0 {
 		o.tiers.Names = tier.NewNames()
 	}
 	below, err := adapter.Open(o.tiers)
@@ -372,12 +372,18 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 		policy, _ := evict.New(c.policyName(), max(quota, p.Bytes()/64)) // the name is known
 		return o.server.Lifetimes.Watch(policy)
 	}
-	o.store.Below, o.store.Place = below.Tier, below.Place
+	if err = c.openGenerations(o, below); err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	o.store.Place = below.Place
 	if below.Disk != nil {
 		o.store.BelowOpened = below.Disk.Opened()
 	}
 	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters = o.tiers.Names, below.Each, below.Disk, below.Clusters
 	st := store.New(p, o.store)
+	if o.store.DropRestored {
+		o.store.Clean()
+	}
 	if err = c.terms.Apply(st); err != nil {
 		below.Tier = nil // the store closes it
 		return nil, errors.Join(err, st.Close())
