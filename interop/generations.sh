@@ -20,7 +20,7 @@ for release in $releases; do
 	engines="$engines $release=$over/$release"
 done
 
-start_phoenix generations --l1-size-gb 0.2
+start_phoenix generations --trust-unsummed --l1-size-gb 0.2
 sed 's/--l1-size-gb/--cold &/' "$work/generations.kill" >"$work/cold.kill"
 # shellcheck disable=SC2086
 timeout 900 "$python" interop/lmcache/generations.py --url "tcp://127.0.0.1:$port" --logs "$work" \

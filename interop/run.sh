@@ -57,7 +57,7 @@ kill9() {
 	local modes=$1 n=$2
 	shift 2
 	echo "== kill -9 under load, restart, every byte: $modes"
-	start_phoenix kill --l1-size-gb 0.25 --l2-prefetch-load-timeout 60
+	start_phoenix kill --trust-unsummed --l1-size-gb 0.25 --l2-prefetch-load-timeout 60
 	"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.25 --modes "$modes" --kill9 "$n" "$@" \
 		--pid-file "$work/kill.pid" --restart-cmd "sh $work/kill.kill" >"$work/kill.out" 2>"$work/kill.err" ||
 		{ tail -20 "$work/kill.err" "$work/kill.log" >&2; exit 1; }
@@ -173,7 +173,7 @@ pending)
 	echo "== lookups right after kill -9, while the pool is compared with its checksums"
 	# The servers of later compare what nobody asks for at 1 MiB/s: however late a lookup comes, it is early enough. It may
 	# wait for as long as a busy machine takes.
-	start_phoenix pending --l1-size-gb 2 --l2-prefetch-load-timeout 120
+	start_phoenix pending --trust-unsummed --l1-size-gb 2 --l2-prefetch-load-timeout 120
 	sed 's/--l1-size-gb/--checksum-mib-per-second 1 &/' "$work/pending.kill" >"$work/pending-later.kill"
 	timeout 900 "$python" interop/lmcache/pending.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" \
 		--kill "sh $work/pending-later.kill" >"$work/pending.out" 2>"$work/pending.err" || { tail -20 "$work/pending.err" "$work/pending.log" >&2; exit 1; }
@@ -181,7 +181,7 @@ pending)
 	;;
 events)
 	echo "== KV events: the real client subscribes, and again after kill -9; vLLM's classes read our own socket"
-	start_phoenix events --l1-size-gb 0.125 --kv-events "ipc://$work/events.sock" --kv-events-replay "ipc://$work/replay.sock"
+	start_phoenix events --trust-unsummed --l1-size-gb 0.125 --kv-events "ipc://$work/events.sock" --kv-events-replay "ipc://$work/replay.sock"
 	timeout 300 "$python" interop/lmcache/events.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/events.kill" \
 		--events "ipc://$work/events.sock" --replay "ipc://$work/replay.sock" >"$work/events.out" 2>"$work/events.err" || { tail -20 "$work/events.err" "$work/events.log" >&2; exit 1; }
 	cat "$work/events.out"

@@ -18,7 +18,7 @@ life() {
 	shift 2
 	echo "== $mode, $kind: kill -9 of the server between store and load"
 	"$python" interop/vllm/make_model.py "$work/$kind" --kind "$kind" >/dev/null
-	start_phoenix "$mode" --l1-size-gb 1 --chunk-size 128 "$@"
+	start_phoenix "$mode" --trust-unsummed --l1-size-gb 1 --chunk-size 128 "$@"
 	"$python" interop/vllm/run_lmcache_mp.py --model "$work/$kind" --server "tcp://127.0.0.1:$port" --mode "$mode" \
 		--between "sh $work/$mode.kill" --out "$work/$mode"
 	grep -E "msg=(stored|retrieved)|took over" "$work/$mode.log"
@@ -78,7 +78,7 @@ events() {
 	local mode=$1
 	echo "== $mode: the engine publishes what the server stores, evicts, clears, and has after kill -9"
 	"$python" interop/vllm/make_model.py "$work/qwen2" --kind qwen2 >/dev/null
-	start_phoenix "events-$mode" --l1-size-gb 0.00390625 --chunk-size 128 # 16 chunks
+	start_phoenix "events-$mode" --trust-unsummed --l1-size-gb 0.00390625 --chunk-size 128 # 16 chunks
 	"$python" interop/vllm/run_events.py --model "$work/qwen2" --server "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" \
 		--mode "$mode" --kill "sh $work/events-$mode.kill" --out "$work/events-$mode"
 	stop_servers
@@ -109,7 +109,7 @@ old() {
 	echo "== vLLM $vllm with lmcache $lmcache: kill -9 of the server, then a new engine"
 	pinned "$vllm" "lmcache==$lmcache"
 	"$python" interop/vllm/make_model.py "$work/old" --kind qwen2 >/dev/null
-	start_phoenix "old$lmcache" --l1-size-gb 0.5 --chunk-size 128
+	start_phoenix "old$lmcache" --trust-unsummed --l1-size-gb 0.5 --chunk-size 128
 	LD_PRELOAD=$preload PYTHONPATH=$over "$python" interop/vllm/run_lmcache_mp.py --model "$work/old" --server "tcp://127.0.0.1:$port" \
 		--dtype float32 --exact --restart --host-port --vllm-arg=--num-gpu-blocks-override --vllm-arg=256 --between "env -u LD_PRELOAD sh $work/old$lmcache.kill" --out "$work/old$lmcache" "$@"
 	grep -E "msg=(stored|retrieved)|took over" "$work/old$lmcache.log"

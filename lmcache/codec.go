@@ -140,8 +140,13 @@ func boolInto(p *bool, b []byte) ([]byte, error) {
 	return rest, err
 }
 
-func intsInto[T ~int | ~int64](p *[]T, b []byte) ([]byte, error) {
+// intsInto reads a list of at most most integers. An element takes 8 bytes of memory
+// and may take one on the wire.
+func intsInto[T ~int | ~int64](p *[]T, most int, b []byte) ([]byte, error) {
 	n, _, err := readArray(b)
+	if err == nil && n > most {
+		err = fmt.Errorf("%d elements, more than %d", n, most)
+	}
 	if err != nil {
 		return b, err
 	}

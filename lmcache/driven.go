@@ -5,14 +5,18 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/tinylib/msgp/msgp"
+
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 )
 
 // Limits on a register_kv_cache and on the block ids of a transfer.
 const (
 	maxLayers = 8192 // descriptors
 	maxGroups = 256  // KV groups
+	maxDims   = 16   // of a tensor
 )
 
 // EngineGroup is EngineGroupInfo: layers whose blocks go by the same ids and that
@@ -56,6 +60,37 @@ type KVCache struct {
 	EngineType  string
 	KVLayout    string        // layout_hints: NHD, HND, BLHNC, BLNHC; empty when not given
 	Groups      []EngineGroup // in the order of a transfer's block ids; none is one group of all layers
+	Unread      UnreadFields  // layout_hints and group fields that have a value and that this package does not read
+}
+
+// UnreadFields names the fields of a registration that have a value and that this
+// package does not read. They may change what the bytes mean, so a server refuses a
+// registration that has any. Of many the first maxUnread are named.
+type UnreadFields []string
+
+const (
+	maxUnread      = 8
+	maxUnreadBytes = 64 // of a name
+)
+
+// Err returns an error that names the fields, or nil.
+func (u UnreadFields) Err() error {
+	if len(u) == 0 {
+		return nil
+	}
+	return fmt.Errorf("the registration has a value for %s, which this server does not read and which may change the meaning of its bytes", strings.Join(u, ", "))
+}
+
+// add notes the field name of the map in, unless its value b is nil, an empty list
+// or an empty map.
+func (u *UnreadFields) add(in string, name, b []byte) {
+	if len(b) > 0 && (b[0] == 0xc0 || b[0] == 0x90 || b[0] == 0x80) || len(*u) == maxUnread {
+		return
+	}
+	field := in + safelog.Text(string(name[:min(len(name), maxUnreadBytes)]), maxUnreadBytes)
+	if !slices.Contains(*u, field) {
+		*u = append(*u, field)
+	}
 }
 
 // OnCPU reports whether all of the KV is in the memory of CPUs.
@@ -148,7 +183,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 	if err != nil {
 		return c, fmt.Errorf("engine_type: %w", err)
 	}
-	if c.KVLayout, err = decodeHints(frames[5]); err == nil && max(len(c.KVLayout), len(engine)) > maxNameBytes {
+	if err = c.decodeHints(frames[5]); err == nil && max(len(c.KVLayout), len(engine)) > maxNameBytes {
 		err = errLongName
 	}
 	if err != nil {
@@ -163,7 +198,7 @@ func decodeKVCache(frames [][]byte) (c KVCache, err error) {
 			return b, fmt.Errorf("more than %d", maxGroups)
 		}
 		g := EngineGroup{WindowTokens: -1}
-		rest, err := decodeEngineGroup(b, &g)
+		rest, err := decodeEngineGroup(b, &g, &c.Unread)
 		c.Groups = append(c.Groups, g)
 		return rest, err
 	})
@@ -249,9 +284,9 @@ func (d *Descriptor) decodeMetadata(b []byte) ([]byte, error) {
 		case "dtype":
 			return stringInto(&d.DType, b)
 		case "shape":
-			return intsInto(&d.Shape, b)
+			return intsInto(&d.Shape, maxDims, b)
 		case "stride":
-			return intsInto(&d.Stride, b)
+			return intsInto(&d.Stride, maxDims, b)
 		case "storage_offset":
 			return intInto(&d.Offset, b)
 		case "device_uuid":
@@ -265,27 +300,31 @@ func (d *Descriptor) decodeMetadata(b []byte) ([]byte, error) {
 	return rest, err
 }
 
-// decodeHints returns the kv_layout of layout_hints, a map or nil.
-func decodeHints(frame []byte) (layout string, err error) {
+// decodeHints reads layout_hints, a map or nil. Of the hints that releases know
+// (kv_layout, num_kv_heads, tokens_per_block, kv_list_layout, head_dim) vLLM sends
+// kv_layout at most.
+func (c *KVCache) decodeHints(frame []byte) error {
 	if msgp.NextType(frame) == msgp.NilType {
-		return "", whole(frame[1:], nil)
+		return whole(frame[1:], nil)
 	}
 	rest, err := readMap(frame, func(name, b []byte) ([]byte, error) {
-		if string(name) == "kv_layout" && msgp.NextType(b) != msgp.NilType {
-			return stringInto(&layout, b)
+		if string(name) != "kv_layout" {
+			c.Unread.add("layout_hints.", name, b)
+		} else if msgp.NextType(b) != msgp.NilType {
+			return stringInto(&c.KVLayout, b)
 		}
 		return b, nil
 	})
-	return layout, whole(rest, err)
+	return whole(rest, err)
 }
 
-func decodeEngineGroup(b []byte, g *EngineGroup) ([]byte, error) {
+func decodeEngineGroup(b []byte, g *EngineGroup, unread *UnreadFields) ([]byte, error) {
 	return readMap(b, func(name, b []byte) ([]byte, error) {
 		switch string(name) {
 		case "engine_group_id":
 			return intInto(&g.ID, b)
 		case "layer_indices":
-			return intsInto(&g.Layers, b)
+			return intsInto(&g.Layers, maxLayers, b)
 		case "tokens_per_block":
 			return intInto(&g.TokensPerBlock, b)
 		case "sw_size_tokens":
@@ -295,23 +334,22 @@ func decodeEngineGroup(b []byte, g *EngineGroup) ([]byte, error) {
 		case "recurrent_state":
 			return boolInto(&g.Recurrent, b)
 		}
+		unread.add("group.", name, b)
 		return b, nil
 	})
 }
 
 // decodeBlockIDs reads the third payload of store and retrieve: a list of engine
-// block ids for each KV group.
+// block ids for each KV group, MaxTokens ids in all.
 func decodeBlockIDs(frame []byte) (ids [][]int, err error) {
+	total := 0
 	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {
 		if i >= maxGroups {
 			return b, fmt.Errorf("more than %d groups", maxGroups)
 		}
-		if n, _, err := readArray(b); err != nil || n > MaxTokens {
-			return b, errOr(err, fmt.Errorf("%d ids", n))
-		}
 		var of []int
-		rest, err := intsInto(&of, b)
-		ids = append(ids, of)
+		rest, err := intsInto(&of, MaxTokens-total, b)
+		ids, total = append(ids, of), total+len(of)
 		return rest, err
 	})
 	if err = whole(rest, err); err != nil {

@@ -192,6 +192,28 @@ func TestKVCacheLimits(t *testing.T) {
 	if _, err := decodeBlockIDs(append([]byte{0x91}, listFrame(lmcache.MaxTokens+1)...)); err == nil {
 		t.Error("more block ids than tokens are taken")
 	}
+	half := listFrame(lmcache.MaxTokens / 2)
+	for groups := 2; groups <= 3; groups++ {
+		frame := []byte{0x90 | byte(groups)}
+		for range groups {
+			frame = append(frame, half...)
+		}
+		if _, err := decodeBlockIDs(frame); (err == nil) != (groups == 2) {
+			t.Errorf("%d groups of half the ids of a transfer each: %v", groups, err)
+		}
+	}
+	for over := range 2 {
+		c := exampleKVCache()
+		c.Descriptors[0].Shape, c.Descriptors[0].Stride = make([]int64, 16+over), make([]int64, 16+over)
+		if _, err := decodeKVCache(c.Frames()); (err == nil) != (over == 0) {
+			t.Errorf("a tensor of %d dimensions: %v", 16+over, err)
+		}
+		c = exampleKVCache()
+		c.Groups[0].Layers = make([]int, 8192+over)
+		if _, err := decodeKVCache(c.Frames()); (err == nil) != (over == 0) {
+			t.Errorf("a group of %d layers: %v", 8192+over, err)
+		}
+	}
 	frames := exampleKVCache().Frames()
 	for i := range frames {
 		for _, spoil := range [][]byte{nil, append(bytes.Clone(frames[i]), 0), {0xc1}} {

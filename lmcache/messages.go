@@ -21,6 +21,7 @@ type EngineDriven struct {
 	DType         string
 	SinglePlane   bool // use_mla on the wire
 	PhysicalSlots int  // token slots per chunk; 0 is nil on the wire: one per token
+	Unread        UnreadFields
 }
 
 // Layout returns the shape of one chunk of chunkTokens tokens.
@@ -76,7 +77,9 @@ func decodeEngineDriven(frame []byte) (EngineDriven, error) {
 			return boolInto(&p.SinglePlane, b)
 		}
 		seen--
-		if string(name) == "num_physical_slots" && msgp.NextType(b) != msgp.NilType {
+		if string(name) != "num_physical_slots" {
+			p.Unread.add("", name, b)
+		} else if msgp.NextType(b) != msgp.NilType {
 			return intInto(&p.PhysicalSlots, b)
 		}
 		return b, nil
@@ -257,7 +260,7 @@ func decodeContext(b []byte, p *PrepareStore) ([]byte, error) {
 				return rest, err
 			})
 		case "chunk_indices":
-			return intsInto(&p.Indices, b)
+			return intsInto(&p.Indices, MaxTokens, b)
 		}
 		return b, nil
 	})
@@ -271,7 +274,7 @@ func decodeSlot(b []byte, s *SlotAt) ([]byte, error) {
 		case "length":
 			return intInto(&s.Length, b)
 		case "shape":
-			return intsInto(&s.Shape, b)
+			return intsInto(&s.Shape, maxDims, b)
 		case "dtype":
 			return stringInto(&s.DType, b)
 		}

@@ -119,7 +119,7 @@ func FuzzAnswer(f *testing.F) {
 		for id := range int64(2) {
 			s.Answer([][]byte{{1}, lmcache.AppendOp(nil, lmcache.OpUnregisterEngineDriven), lmcache.AppendInt(nil, 7+id)})
 		}
-		s.Clear(true)
+		_, _ = s.Clear(server.Clear{Tier: server.ClearL1, Force: true})
 		if got := checkBytes(t, st); got.ResidentBytes != 0 || got.StagedBytes != 0 || got.Sessions > 8 {
 			t.Fatalf("left behind: %+v", got)
 		}

@@ -20,7 +20,7 @@ func startSized(t *testing.T, dir string, chunkTokens int) (*node, func()) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &node{store: store.New(p, store.Options{}), dir: dir, log: new(logBuffer)}
+	n := &node{store: store.New(p, store.Options{TrustUnsummed: true}), dir: dir, log: new(logBuffer)}
 	n.Server = server.New(n.store, server.Options{ChunkTokens: chunkTokens, Log: slog.New(slog.NewTextHandler(n.log, nil))})
 	addr, err := n.Listen(t.Context(), "tcp://127.0.0.1:*")
 	if err != nil {

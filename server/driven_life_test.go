@@ -45,6 +45,7 @@ func TestDrivenRestart(t *testing.T) {
 
 	n = startDriven(t, dir, "pool", server.Options{})
 	defer n.stop()
+	n.compare(t)
 	ping := func(e *engine) bool {
 		ok, err := lmcache.DecodeBool(n.call(lmcache.OpPing, lmcache.AppendInt(nil, e.reg.InstanceID)))
 		if err != nil {

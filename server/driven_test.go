@@ -2,6 +2,7 @@ package server_test
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -46,6 +47,20 @@ func startDriven(t testing.TB, dir, poolName string, o server.Options) *drivenNo
 	n.store = store.New(p, store.Options{ChecksumRate: 1 << 40, SumAtOnce: true, PopulateRate: 1 << 40, Log: o.Log})
 	n.Server = server.New(n.store, o)
 	return n
+}
+
+// compare has the store compare all that an earlier server kept.
+func (n *drivenNode) compare(t *testing.T) {
+	n.t.Helper()
+	ctx, cancel := context.WithCancel(n.t.Context())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		n.store.Run(ctx)
+	}()
+	testkit.Eventually(t, "comparisons", func() bool { st := n.store.Stats(); return st.VerifiedChunks == st.RestoredChunks })
+	cancel()
+	<-ended
 }
 
 func (n *drivenNode) stop() {

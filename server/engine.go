@@ -336,14 +336,6 @@ func (s *Server) freeLookupLocks(sc *scratch, r *lmcache.FreeLookupLocksRequest)
 // Store is what the Server answers from.
 func (s *Server) Store() *store.Store { return s.store }
 
-// Clear drops every chunk that nothing needs, and with force every chunk.
-func (s *Server) Clear(force bool) int {
-	n := s.store.Clear(force)
-	s.clears.Add(1)
-	s.log.Info("the cache was cleared", "chunks", n, "force", force)
-	return n
-}
-
 // logMoved says at debug level what a request moved.
 func (s *Server) logMoved(msg string, chunks int, bytes int64, request []byte) {
 	if s.log.Enabled(context.Background(), slog.LevelDebug) {

@@ -508,7 +508,7 @@ func startMiniSized(t *testing.T, dir, endpoint string, poolBytes int64) (url st
 	if err != nil {
 		t.Fatal(err)
 	}
-	st = store.New(p, store.Options{})
+	st = store.New(p, store.Options{TrustUnsummed: true})
 	s := server.New(st, server.Options{ChunkTokens: miniChunk, Log: slog.New(slog.NewTextHandler(io.Discard, nil))})
 	addr, err := s.Listen(t.Context(), endpoint)
 	if err != nil {

@@ -89,7 +89,7 @@ var provoked = map[string]bool{}
 // elsewhere are those that other tests provoke, in this package or in store.
 var elsewhere = []miss.Reason{
 	miss.None, miss.NotPinned, miss.Busy, // of loads, not of lookups
-	miss.Corrupt, miss.NotCompared, // after restarts: store/pending_test.go
+	miss.Corrupt, miss.Unsummed, miss.NotCompared, // after restarts: store/pending_test.go
 	miss.BelowSlower, // store/writeback_test.go
 	miss.NoRoom,      // fullpool_test.go
 }

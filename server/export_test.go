@@ -46,3 +46,13 @@ func (s *Server) Namespaces() (out []kv.Namespace) {
 	}
 	return out
 }
+
+// Fingerprint is that of a registered worker's layout; empty when there is none.
+func (s *Server) Fingerprint(id int64) string {
+	for _, in := range s.registry.List() {
+		if in.ID == id {
+			return in.Fingerprint
+		}
+	}
+	return ""
+}

@@ -45,6 +45,7 @@ func (d *desk) open() {
 	if err != nil {
 		d.t.Fatal(err)
 	}
+	d.so.TrustUnsummed = true
 	d.store = store.New(p, d.so)
 	d.Server = server.New(d.store, d.opts)
 }

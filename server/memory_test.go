@@ -121,8 +121,8 @@ func (n *provider) pool(name string) int64 {
 // is memory again. No engine is killed, in either.
 func TestOvercommittedMemoryIsNotHandedOut(t *testing.T) {
 	testkit.SmallFS(t, 40*mib, func(t *testing.T, dir string) {
-		a := startProvider(t, dir, "a", 24*mib, store.Options{PopulateRate: 1 << 40}, server.Options{})
-		b := startProvider(t, dir, "b", 24*mib, store.Options{PopulateRate: 1 << 40}, server.Options{})
+		a := startProvider(t, dir, "a", 24*mib, store.Options{TrustUnsummed: true, PopulateRate: 1 << 40}, server.Options{})
+		b := startProvider(t, dir, "b", 24*mib, store.Options{TrustUnsummed: true, PopulateRate: 1 << 40}, server.Options{})
 		defer b.stop()
 		endA := a.run()
 		testkit.Eventually(t, "a's memory", func() bool { return a.pool("usable_bytes") == 24*mib })
@@ -171,9 +171,9 @@ func TestOvercommittedMemoryIsNotHandedOut(t *testing.T) {
 // are declined or done, and nobody is killed.
 func TestFileSystemFilledByOthers(t *testing.T) {
 	testkit.SmallFS(t, 40*mib, func(t *testing.T, dir string) {
-		early := startProvider(t, dir, "early", 16*mib, store.Options{PopulateRate: 1 << 20}, server.Options{})
+		early := startProvider(t, dir, "early", 16*mib, store.Options{TrustUnsummed: true, PopulateRate: 1 << 20}, server.Options{})
 		defer early.stop()
-		late := startProvider(t, dir, "late", 8*mib, store.Options{PopulateRate: 1 << 40}, server.Options{Pickle: server.PickleOn})
+		late := startProvider(t, dir, "late", 8*mib, store.Options{TrustUnsummed: true, PopulateRate: 1 << 40}, server.Options{Pickle: server.PickleOn})
 		defer late.stop()
 		end := late.run()
 		defer end()
@@ -208,7 +208,7 @@ func TestFileSystemFilledByOthers(t *testing.T) {
 // that runs in the background: nothing is evicted while the pool is not used up.
 func TestMemoryIsProvidedAheadOfRequests(t *testing.T) {
 	dir := t.TempDir()
-	n := startProvider(t, dir, "p", 64*mib, store.Options{PopulateRate: 1}, server.Options{})
+	n := startProvider(t, dir, "p", 64*mib, store.Options{TrustUnsummed: true, PopulateRate: 1}, server.Options{})
 	for seed := range 8 {
 		if got := n.write(seed, 8); got != 8*(seed+1) {
 			t.Errorf("%d chunks after %d", got, 8*(seed+1))
@@ -218,7 +218,7 @@ func TestMemoryIsProvidedAheadOfRequests(t *testing.T) {
 		t.Errorf("%+v", st)
 	}
 	n.stop()
-	n = startProvider(t, dir, "p", 64*mib, store.Options{PopulateRate: 1}, server.Options{})
+	n = startProvider(t, dir, "p", 64*mib, store.Options{TrustUnsummed: true, PopulateRate: 1}, server.Options{})
 	defer n.stop()
 	if got := n.pool("usable_bytes"); got != 64*mib {
 		t.Errorf("after a restart %d bytes are usable", got)
@@ -242,7 +242,7 @@ func TestIndexWithoutMemory(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		st := store.New(p, store.Options{PopulateRate: 1})
+		st := store.New(p, store.Options{TrustUnsummed: true, PopulateRate: 1})
 		s := server.New(st, server.Options{ChunkTokens: 16, Log: slog.New(slog.DiscardHandler)})
 		defer func() {
 			if err := errors.Join(s.Close(), st.Close()); err != nil {
@@ -272,7 +272,7 @@ func TestIndexWithoutMemory(t *testing.T) {
 
 // With populating off everything is handed out, and nothing is unhealthy.
 func TestWithoutPopulatingEverythingIsHandedOut(t *testing.T) {
-	n := startProvider(t, t.TempDir(), "p", 16*mib, store.Options{}, server.Options{})
+	n := startProvider(t, t.TempDir(), "p", 16*mib, store.Options{TrustUnsummed: true}, server.Options{})
 	defer n.stop()
 	if got := n.write(1, 16); got != 16 || !n.Healthy() {
 		t.Errorf("%d chunks, healthy %v", got, n.Healthy())

@@ -16,6 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/evict"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
+	"github.com/kvasir-kv/kvasir/tier/generation"
 	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
 )
 
@@ -43,6 +44,9 @@ type Options struct {
 	Version           string              // reported in Status
 	Events            *events.Book        // what is stored and removed, for subscribe_kv_events; nil for none. The Server runs it
 	Publisher         *events.Publisher   // tells Events on sockets of its own; nil for none. The Server runs and closes it
+	Generations       *generation.Book    // of what is in the tiers; nil without tiers
+	Places            []string            // what a clear says of the tiers that other servers may share
+	Changes           *tier.Changes       // of the tiers; nil for none
 	Names             *tier.Names         // learns the namespaces that requests use; nil for none
 	Tiers             []*tier.Counting    // that lie below the pool, for Status
 	Lifetimes         *evict.Lifetimes    // of the store's policies, for metrics; nil for none

@@ -28,7 +28,7 @@ func newPickleServer(t testing.TB, chunkTokens int, poolBytes int64, o server.Op
 	if err != nil {
 		t.Fatal(err)
 	}
-	st := store.New(p, store.Options{})
+	st := store.New(p, store.Options{TrustUnsummed: true})
 	o.ChunkTokens, o.Log = chunkTokens, slog.New(slog.NewTextHandler(io.Discard, nil))
 	s := server.New(st, o)
 	t.Cleanup(func() {
@@ -301,7 +301,7 @@ func TestPickleRestart(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		st := store.New(p, store.Options{})
+		st := store.New(p, store.Options{TrustUnsummed: true})
 		s := server.New(st, server.Options{ChunkTokens: 16, Pickle: server.PickleOn, WorkerReap: time.Minute, Log: slog.New(slog.NewTextHandler(io.Discard, nil))})
 		return s, st, func() { _ = s.Close(); _ = st.Close() }
 	}
@@ -342,7 +342,7 @@ func FuzzPickledStore(f *testing.F) {
 	registration := lmcache.EngineDriven{InstanceID: 7, Model: "m", WorldSize: 1, BlockSize: 16, Layers: 1, Hidden: 1, DType: "uint8", SinglePlane: true}
 	s.Answer([][]byte{{0}, {14}, registration.Append(nil)})
 	f.Fuzz(func(t *testing.T, data []byte) {
-		s.Clear(true)
+		_, _ = s.Clear(server.Clear{Tier: server.ClearL1, Force: true})
 		p := &pickler{t: t, s: s, id: 7, layout: layout}
 		stored := p.commit(p.key(1, 2), data)
 		got := st.Stats()

@@ -40,6 +40,9 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 	}
 	in, err := s.newEngineDriven(reg.InstanceID, reg.Model, reg.WorldSize, reg.Layout(s.opts.ChunkTokens))
 	if err == nil {
+		err = reg.Unread.Err()
+	}
+	if err == nil {
 		err = s.sameChunks(sc)
 	}
 	if err == nil && reg.PhysicalSlots > s.opts.ChunkTokens {

@@ -383,7 +383,7 @@ func (s *Server) handleRare(sc *scratch, r lmcache.Request) error {
 		s.unregister(sc, r.InstanceID)
 		return nil
 	case *lmcache.ClearRequest:
-		s.Clear(r.Force)
+		s.clearFor(sc.caller(), r.Force)
 		return nil
 	case *lmcache.P2PLookupRequest, *lmcache.P2PResultRequest, *lmcache.P2PUnlockRequest:
 		s.answerPeer(sc, r)

@@ -112,6 +112,7 @@ type Stats struct {
 	BelowWaiting      int64   `gauge:"kvasir_below_waiting_bytes" help:"Bytes of the chunks that wait to be written to the tier below."`
 	SummedChunks      uint64  `counter:"kvasir_checksummed_chunks_total" help:"Chunks whose checksum was recorded for the next start."`
 	VerifiedChunks    uint64  `counter:"kvasir_verified_chunks_total" help:"Chunks of an earlier server that were equal to their checksums."`
+	UnsummedChunks    uint64  `counter:"kvasir_unsummed_chunks_total" help:"Chunks of an earlier server that was killed before they had a checksum, and became misses (--trust-unsummed serves them)."`
 	CorruptChunks     uint64  `counter:"kvasir_corrupt_chunks_total" help:"Chunks of an earlier server that differed from their checksums, and became misses. Any: something wrote into the pool, or memory is faulty."`
 	DeadChunks        uint64  `counter:"kvasir_evicted_dead_chunks_total" help:"Of the evicted chunks, those of sliding windows that no hit could load any more."`
 	PopulatedBytes    int64   `gauge:"kvasir_pool_populated_bytes" help:"Pool bytes for which the kernel has provided memory ahead of use."`
@@ -169,7 +170,7 @@ func (s *Server) Stats() Stats {
 		PendingLookups: st.PendingLookups, LateLookups: st.LateLookups,
 		BelowBytes: st.BelowBytes, BelowWarmed: st.WarmedBytes, BelowFailures: st.BelowFailures, BelowWritten: st.WrittenBytes, BelowWriteFailed: st.WriteFailures, BelowNotKept: st.NotKeptBelow,
 		BelowSkipped: st.Outbox.Skipped, BelowLost: st.LostChunks, BelowGone: st.GoneBelow, BelowWaiting: st.Outbox.WaitingBytes, LoadRate: st.Rates.LoadRate, ComputeRate: st.Rates.ComputeRate,
-		SummedChunks: st.SummedChunks, VerifiedChunks: st.VerifiedChunks, CorruptChunks: st.CorruptChunks, DeadChunks: st.DeadChunks,
+		SummedChunks: st.SummedChunks, VerifiedChunks: st.VerifiedChunks, UnsummedChunks: st.UnsummedChunks, CorruptChunks: st.CorruptChunks, DeadChunks: st.DeadChunks,
 		PopulatedBytes: s.store.Memory().Provided(), UsableBytes: s.store.Memory().Usable(), PoolBytes: st.Bytes, QuarantinedBytes: st.CondemnedBytes,
 		Transfers: st.Transfers, Quarantined: st.Quarantined, Sessions: st.Sessions, Healthy: s.Healthy(),
 		StoredBytes: st.StoredBytes, RetrievedBytes: st.LoadedBytes, EvictedBytes: st.EvictedBytes,

@@ -33,7 +33,7 @@ func startStreaming(t *testing.T, dir string, chunks int, o events.Options) (n *
 	if err != nil {
 		t.Fatal(err)
 	}
-	n = &node{store: store.New(p, store.Options{}), dir: dir, log: new(logBuffer), url: "ipc://" + filepath.Join(dir, "socket")}
+	n = &node{store: store.New(p, store.Options{TrustUnsummed: true}), dir: dir, log: new(logBuffer), url: "ipc://" + filepath.Join(dir, "socket")}
 	n.Server = server.New(n.store, server.Options{ChunkTokens: 16, Events: events.New(n.store, o)})
 	if _, err := n.Listen(t.Context(), n.url); err != nil {
 		t.Fatal(err)
@@ -208,7 +208,7 @@ func TestRecordedKVEvents(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	st := store.New(p, store.Options{})
+	st := store.New(p, store.Options{TrustUnsummed: true})
 	s := server.New(st, server.Options{ChunkTokens: rec.Meta.ChunkTokens, ShmDir: dir, Events: events.New(st, events.Options{})})
 	url := "ipc://" + filepath.Join(dir, "socket")
 	if _, err := s.Listen(t.Context(), url); err != nil {
@@ -314,7 +314,7 @@ func TestStreamsTellStoredAndRemoved(t *testing.T) {
 	}
 	late := subscribe(t, n.url, 3, 5)
 	late.until(n)
-	n.Clear(false)
+	_, _ = n.Clear(server.Clear{Tier: server.ClearL1})
 	first.until(n)
 	late.until(n)
 	if len(deaf.replies) != 0 {

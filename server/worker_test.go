@@ -57,7 +57,7 @@ func startNode(t *testing.T, dir string, chunks int, o server.Options) (*node, f
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &node{store: store.New(p, store.Options{}), dir: dir, log: new(logBuffer)}
+	n := &node{store: store.New(p, store.Options{TrustUnsummed: true}), dir: dir, log: new(logBuffer)}
 	o.ChunkTokens = 16
 	o.Log = slog.New(slog.NewTextHandler(n.log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	n.Server = server.New(n.store, o)
@@ -192,7 +192,7 @@ func restart(t *testing.T, cold bool) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	st := store.New(p, store.Options{})
+	st := store.New(p, store.Options{TrustUnsummed: true})
 	again := server.New(st, server.Options{ChunkTokens: 16, Log: slog.New(slog.DiscardHandler)})
 	defer func() { _ = errors.Join(again.Close(), st.Close()) }()
 	if _, err := again.Listen(ctx, "tcp://127.0.0.1"+port); err != nil {
@@ -301,7 +301,7 @@ func TestReapedBetweenPrepareAndCommit(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		st := store.New(p, store.Options{Quarantine: time.Hour})
+		st := store.New(p, store.Options{TrustUnsummed: true, Quarantine: time.Hour})
 		s := server.New(st, server.Options{ChunkTokens: 16, Log: slog.New(slog.DiscardHandler)})
 		ctx, cancel := context.WithCancel(t.Context())
 		var wg sync.WaitGroup
@@ -339,7 +339,7 @@ func TestReapedBetweenPrepareAndCommit(t *testing.T) {
 
 // A worker that sends pickled tensors cannot map the pool: it is told no.
 func TestPickleClient(t *testing.T) {
-	s, st := newServer(t, 16, 1<<20, store.Options{})
+	s, st := newServer(t, 16, 1<<20, store.Options{TrustUnsummed: true})
 	register(t, s, 7, smallLayout)
 	k := &lmcache.Key{Model: "m", WorldSize: 1, Tokens: tokens(16, 1), End: 16, RequestID: "r", Readers: 1}
 	if got := prepareStore(t, s, 7, k); len(got.Slots) != 1 {
@@ -358,7 +358,7 @@ func TestPickleClient(t *testing.T) {
 }
 
 func TestRegistrationRefused(t *testing.T) {
-	s, _ := newServer(t, 16, 1<<20, store.Options{})
+	s, _ := newServer(t, 16, 1<<20, store.Options{TrustUnsummed: true})
 	big := smallLayout
 	big.Hidden = 1 << 20
 	if p := register(t, s, 1, big); p.ShmName != "" || p.Bytes != 0 {
@@ -390,7 +390,7 @@ func TestShutdownIsUnhealthy(t *testing.T) {
 }
 
 func BenchmarkAnswer(b *testing.B) {
-	s, _ := newServer(b, 256, 256*4096, store.Options{})
+	s, _ := newServer(b, 256, 256*4096, store.Options{TrustUnsummed: true})
 	answer := s.Answerer()
 	run := func(name string, m ...[]byte) {
 		b.Run(name, func(b *testing.B) {

@@ -234,6 +234,9 @@ func (s *Store) landBelow(fl *flight, sum uint64, why miss.Reason, tier string) 
 	s.mu.loading.Add(fl.peer, fair.Amount{Count: -1, Size: -p.Round(n)})
 	s.mu.loading.Ended()
 	staged := p.StateOf(fl.slot) == pool.Staged // else it was cleared meanwhile
+	if staged && s.outdatedLocked(fl.slot) {
+		why = miss.Cleared
+	}
 	switch {
 	case staged && why == miss.None:
 		p.Commit(fl.slot)

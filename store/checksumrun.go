@@ -10,7 +10,10 @@ import (
 // a time. next does one object and returns the bytes read, 0 when there is nothing to do yet; corrupt is how many
 // differed so far.
 func runChecksums(ctx context.Context, rate int64, next func() int64, corrupt func() uint64, log *slog.Logger) {
-	const burst = 16 << 20
+	const (
+		burst = 16 << 20
+		idle  = 250 * time.Millisecond // between two looks when there is nothing to do
+	)
 	rest := time.NewTimer(0)
 	defer rest.Stop()
 	differed := uint64(0)
@@ -32,7 +35,7 @@ func runChecksums(ctx context.Context, rate int64, next func() int64, corrupt fu
 		}
 		wait := time.Duration(float64(read) / float64(rate) * float64(time.Second))
 		if !more {
-			wait = max(wait, time.Second)
+			wait = max(wait, idle)
 		}
 		rest.Reset(wait)
 	}

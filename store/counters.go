@@ -35,6 +35,7 @@ type Counters struct {
 	LostChunks         uint64 // evicted before they were below
 	GoneBelow          uint64 // objects that an earlier server noted as being below and that were not there
 	ComparedBytes      uint64 // read of an earlier server's, to compare them
+	UnsummedChunks     uint64 // of an earlier server that was killed, without a checksum: dropped
 	CorruptChunks      uint64 // of an earlier server, different from them: dropped
 	SessionsExpired    uint64
 	SessionsPushed     uint64 // ended early to make room

@@ -5,6 +5,9 @@ import "context"
 // SumNext is what the background does once.
 func (s *Store) SumNext() int64 { return s.sumNext() }
 
+// Kill leaves the pool as a server that is killed does.
+func (s *Store) Kill() error { return s.close() }
+
 // WriteNext begins to write one object below that waits for it. It reports false when
 // none does.
 func (s *Store) WriteNext(now context.Context) bool {

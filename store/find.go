@@ -155,10 +155,16 @@ func (s *Store) misfitLocked(slot pool.Slot, n int64) bool {
 	return s.mu.warmed.Has(uint32(slot)) && s.mu.pool.Length(slot) != n
 }
 
+// promisedLocked is residentLocked for a load: what a lookup has pinned may be outdated.
+func (s *Store) promisedLocked(k *kv.Key) (pool.Slot, bool) {
+	slot, st := s.findLocked(k)
+	return slot, st == pool.Resident && !s.suspectedLocked(slot)
+}
+
 // residentLocked returns the slot that is resident under k and may be served.
 func (s *Store) residentLocked(k *kv.Key) (pool.Slot, bool) {
 	slot, st := s.findLocked(k)
-	return slot, st == pool.Resident && !s.suspectedLocked(slot)
+	return slot, st == pool.Resident && !s.suspectedLocked(slot) && !s.outdatedLocked(slot)
 }
 
 // hit returns the longest prefix that every row can serve, in chunks.

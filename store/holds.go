@@ -51,7 +51,8 @@ func (s *Store) giveBackLocked(h *hold.Hold, from, to int, publish bool) (publis
 	for i := to - 1; i >= from; i-- {
 		slot := pool.Slot(h.Slots[i])
 		if s.mu.pool.StateOf(slot) == pool.Staged {
-			if publish {
+			outdated := s.outdatedLocked(slot) // a clear came since its place was taken
+			if publish && !outdated {
 				s.mu.pool.Commit(slot)
 				s.mu.n.StoredChunks++
 				s.mu.n.StoredBytes += uint64(s.mu.pool.Length(slot))
@@ -60,7 +61,11 @@ func (s *Store) giveBackLocked(h *hold.Hold, from, to int, publish bool) (publis
 				published++
 				continue
 			}
-			s.dropLocked(slot, miss.Failed)
+			if publish {
+				s.dropLocked(slot, miss.Cleared)
+			} else {
+				s.dropLocked(slot, miss.Failed)
+			}
 		}
 		if h.Reads {
 			s.letGoLocked(slot)

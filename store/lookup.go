@@ -162,6 +162,9 @@ func (s *Store) keyOfLocked(slot uint32) kv.Key { return s.mu.pool.KeyOf(pool.Sl
 
 // whyLocked says why the object under k, found in state st, is not served.
 func (s *Store) whyLocked(k *kv.Key, st pool.State) miss.Gone {
+	if slot, _ := s.mu.pool.Find(k); st != pool.Free && s.outdatedLocked(slot) {
+		return miss.Gone{Why: miss.Cleared}
+	}
 	switch st {
 	case pool.Staged:
 		if slot, _ := s.mu.pool.Find(k); s.mu.flights.of[slot] != nil {
@@ -320,6 +323,9 @@ func (s *Store) endUntaken(owner lease.Owner) (given []lease.Lease) {
 // be once its flight has landed: ready tells which.
 func (s *Store) servableLocked(k *kv.Key) (slot pool.Slot, ready, ok bool) {
 	slot, st := s.findLocked(k)
+	if s.outdatedLocked(slot) {
+		return slot, false, false
+	}
 	switch st {
 	case pool.Resident:
 		return slot, !s.suspectedLocked(slot), true

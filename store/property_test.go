@@ -66,6 +66,7 @@ func bubbleClock() time.Duration {
 func newBench(t tb, dir string, chunks int, o store.Options) *bench {
 	t.Helper()
 	o.Quarantine = quarantine
+	o.TrustUnsummed = o.TrustUnsummed || o.ChecksumRate == 0                      // without checksums nothing else would outlive a restart
 	o.WorkerShare, o.PeerShare = cmp.Or(o.WorkerShare, 1), cmp.Or(o.PeerShare, 1) // of pools of a few chunks
 	b := &bench{t: t, opts: o, pool: pool.Options{Name: "pool", Bytes: int64(chunks * chunkBytes), Dir: dir, Cold: true, Clock: bubbleClock}}
 	b.open()
@@ -114,11 +115,16 @@ func (b *bench) release() {
 	}
 }
 
-// restart ends the store, as a kill would, and opens its pool with another.
-func (b *bench) restart() {
+// restart ends the store and opens its pool with another.
+func (b *bench) restart() { b.reopen((*store.Store).Close) }
+
+// kill does the same to a store that has no time to end.
+func (b *bench) kill() { b.reopen((*store.Store).Kill) }
+
+func (b *bench) reopen(end func(*store.Store) error) {
 	b.t.Helper()
 	b.release()
-	if err := b.store.Close(); err != nil {
+	if err := end(b.store); err != nil {
 		b.t.Fatalf("%v", err)
 	}
 	b.pool.Cold = false

@@ -34,7 +34,7 @@ func (s *Store) loadLocked(session []byte, name hold.Transfer, hashes []kv.Hash)
 		span := lease.Span{Row: g*name.Shard.World + name.Shard.Index, From: need.Start}
 		for c := need.Start; c < need.End; c++ {
 			name.Shard.Key(&k, name.Shard.Index, g, hashes[c])
-			slot, ok := s.residentLocked(&k)
+			slot, ok := s.promisedLocked(&k)
 			if !ok {
 				_, st := s.mu.pool.Find(&k)
 				return nil, s.whyLocked(&k, st).Why

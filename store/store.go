@@ -48,8 +48,13 @@ type Options struct {
 	PopulateRate int64 // pool memory provided ahead of its use
 	ChecksumRate int64 // chunks whose checksums are computed, or compared after a restart
 
-	SumAfter    time.Duration // age of a chunk whose checksum is computed: many do not live long; default 10 s
-	SumAtOnce   bool          // without waiting for that
+	SumAfter  time.Duration // age of a chunk whose checksum is computed: many do not live long; default 1 s
+	SumAtOnce bool          // without waiting for that
+
+	// TrustUnsummed serves what an earlier server left without a checksum: what it stored
+	// in the seconds before it was killed. Else that is dropped.
+	TrustUnsummed bool
+
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
 	LoadTimeout time.Duration // a lookup is pending no longer: then what is there is the answer; default 2 s
 	Log         *slog.Logger  // nil discards
@@ -64,6 +69,13 @@ type Options struct {
 	Below     tier.Tier // what lies below the pool, nil for nothing; the store closes it
 	LoadBytes int64     // on their way up from it, at most; default a quarter of the pool, 1 GiB at most
 	Place     string    // names what lies below: a later server does not write again what is in the place of that name
+
+	// Moment says at which generation of Below a write begins (generation.Book); Clean is
+	// called when the pool holds nothing from before Forget. nil for none.
+	Moment func() uint64
+	Clean  func()
+
+	DropRestored bool // drop what an earlier server kept: it was killed in the middle of a clear
 
 	BelowOpened <-chan struct{} // closed once Below knows all that it has; nil where it does from the start
 
@@ -122,6 +134,10 @@ type Store struct {
 		kept      container.PagedSlice[uint32] // by slot: promises that keep it from being evicted
 		evictable int                          // resident slots without any
 
+		epoch    uint32                       // counts Forget
+		epochs   container.PagedSlice[uint32] // by slot: when its place was taken
+		outdated bool                         // a slot of an earlier epoch may be resident
+
 		drops   uint64       // keys that went, whatever the reason
 		misses  *miss.Memory // of what was dropped
 		chunks  miss.Chunks  // resident slots by their chunks
@@ -146,7 +162,7 @@ type needs struct {
 // New returns a Store over p, which it owns from then on.
 func New(p *pool.Pool, o Options) *Store {
 	o.Quarantine = cmp.Or(o.Quarantine, 600*time.Second)
-	o.SumAfter = cmp.Or(o.SumAfter, 10*time.Second)
+	o.SumAfter = cmp.Or(o.SumAfter, time.Second)
 	if o.SumAtOnce {
 		o.SumAfter = -1
 	}
@@ -203,18 +219,36 @@ func New(p *pool.Pool, o Options) *Store {
 // What workers of that server may still touch goes into quarantine.
 func (s *Store) restoreLocked() {
 	r := s.mu.pool.Restored()
+	var unsummed, cleared []pool.Slot
 	for _, slot := range r.Resident {
 		s.addLocked(slot)
-		if _, ok := s.mu.pool.Sum(slot); ok {
+		if _, ok := s.mu.pool.Sum(slot); s.opts.DropRestored {
+			cleared = append(cleared, slot)
+		} else if ok {
 			s.mu.sums.Suspect(uint32(slot))
-		} else {
+		} else if s.opts.TrustUnsummed {
 			s.unsummedLocked(slot)
+		} else {
+			unsummed = append(unsummed, slot)
 		}
 	}
 	for _, f := range s.mu.pool.FormerTransfers() {
 		s.formerLocked(f)
 	}
-	s.mu.n.RestoredChunks = uint64(len(r.Resident))
+	for _, slot := range unsummed {
+		s.dropLocked(slot, miss.Unsummed)
+	}
+	for _, slot := range cleared {
+		s.dropLocked(slot, miss.Cleared)
+	}
+	if s.opts.DropRestored {
+		s.log.Warn("the earlier server was killed in the middle of a clear: what it kept in the pool is dropped", "chunks", len(cleared))
+	}
+	if len(unsummed) > 0 {
+		s.log.Warn("the earlier server was killed before these chunks had a checksum: they are dropped, because nothing shows that their bytes are whole", "chunks", len(unsummed))
+	}
+	s.mu.n.RestoredChunks = uint64(len(r.Resident) - len(unsummed) - len(cleared))
+	s.mu.n.UnsummedChunks = uint64(len(unsummed))
 }
 
 // formerLocked holds slots that a worker of an earlier server may still touch.
@@ -237,8 +271,13 @@ func (s *Store) formerLocked(f pool.FormerTransfer) {
 }
 
 // Close leaves the pool for a later server. Run has returned, and nothing may be called
-// afterwards.
+// afterwards. Chunks without a checksum get one first, for maxCloseSums at most.
 func (s *Store) Close() error {
+	s.sumRest()
+	return s.close()
+}
+
+func (s *Store) close() error {
 	s.beginClose()
 	ended := make(chan struct{})
 	go func() {
@@ -333,6 +372,7 @@ func (s *Store) Expire() {
 	s.expire(now)
 	s.endPins(false)
 	s.expireSlots()
+	s.DropOutdated()
 }
 
 // expireSessions ends some idle sessions; more is false when no other is idle.

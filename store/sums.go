@@ -2,6 +2,7 @@ package store
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/store/miss"
@@ -11,7 +12,8 @@ import (
 // Checksums guard what survives a restart. They are computed in the background
 // after a commit and recorded in the pool's index. An object that an earlier
 // server recorded one for is not served before it was compared; one that differs
-// is dropped and counted. An object without a checksum is served as it is.
+// is dropped and counted. So is one that has none: its server was killed in the
+// seconds after the commit. Close computes what is missing.
 //
 // Bytes are read without the lock. That an object was still the same afterwards,
 // its slot's generation tells.
@@ -165,4 +167,67 @@ func (s *Store) comparedLocked(t *sumTask) bool {
 	s.mu.n.CorruptChunks++
 	s.dropLocked(t.slot, miss.Corrupt)
 	return false
+}
+
+// maxCloseSums bounds the time in which Close computes checksums.
+const maxCloseSums = 5 * time.Second
+
+// sumRest gives every resident object without a checksum one. What is left when the
+// time is over is a miss after the restart.
+func (s *Store) sumRest() {
+	if s.opts.ChecksumRate == 0 && s.opts.TrustUnsummed {
+		return // checksums are not wanted
+	}
+	end := time.Now().Add(maxCloseSums)
+	var at atomic.Int64 // the slot to look at next
+	next := func(s *Store) (sumTask, bool) {
+		for range batch {
+			slot := pool.Slot(at.Load())
+			if int(slot) >= s.mu.pool.Slots() || time.Now().After(end) {
+				break
+			}
+			at.Add(1)
+			if s.unsummedResidentLocked(slot) {
+				return s.taskLocked(slot), true
+			}
+		}
+		return sumTask{}, false
+	}
+	var wg sync.WaitGroup
+	for range readers() {
+		wg.Go(func() {
+			for s.sum(next) > 0 || s.slotsAfter(at.Load()) && time.Now().Before(end) {
+			}
+		})
+	}
+	wg.Wait()
+	if left := s.unsummedFrom(at.Load()); left > 0 {
+		s.log.Warn("chunks have no checksum: the time for it at the end is over, and they are misses after the restart", "chunks", left, "time", maxCloseSums)
+	}
+}
+
+func (s *Store) slotsAfter(slot int64) bool {
+	s.lock()
+	defer s.unlock()
+	return !s.mu.closed && slot < int64(s.mu.pool.Slots())
+}
+
+// unsummedResidentLocked reports whether a slot has an object without a checksum.
+func (s *Store) unsummedResidentLocked(slot pool.Slot) bool {
+	if s.mu.pool.StateOf(slot) != pool.Resident {
+		return false
+	}
+	_, ok := s.mu.pool.Sum(slot)
+	return !ok
+}
+
+func (s *Store) unsummedFrom(slot int64) (n int) {
+	s.lock()
+	defer s.unlock()
+	for ; !s.mu.closed && slot < int64(s.mu.pool.Slots()); slot++ {
+		if s.unsummedResidentLocked(pool.Slot(slot)) {
+			n++
+		}
+	}
+	return n
 }

@@ -120,24 +120,89 @@ func TestCorruptAfterRestart(t *testing.T) {
 	}
 }
 
-// A chunk whose checksum was never recorded is served as it is; one that was
-// stored anew in a slot with an old checksum has none.
-func TestNoChecksum(t *testing.T) {
-	b := newSumBench(t, 4)
-	defer func() { b.stop() }()
-	a, c := prompt(1, 4), prompt(2, 4)
-	b.put(t, a)
-	b.sumAll()
-	b.store.Clear(true)
-	offs := b.put(t, c) // the same slots
-	b.at(offs[2])[0] ^= 1
-	b.restart(t, 4)
-	if got := b.store.Lookup([]byte("r"), one, store.Hashed(c), 1); got.Hit != 4 {
-		t.Errorf("hit %d, %v", got.Hit, got.Why)
+// A chunk whose checksum was not recorded before a kill is a miss, also in a slot with
+// the checksum of what was there before; with TrustUnsummed it is served.
+func TestNoChecksumAfterAKill(t *testing.T) {
+	for _, trust := range []bool{false, true} {
+		b := newSumBench(t, 4)
+		b.opts.TrustUnsummed = trust
+		a, c := prompt(1, 4), prompt(2, 4)
+		b.put(t, a)
+		b.sumAll()
+		b.store.Clear(true)
+		offs := b.put(t, c) // the same slots
+		b.at(offs[2])[0] ^= 1
+		b.kill()
+		want, why := 0, miss.Unsummed
+		if trust {
+			want, why = 4, miss.None
+		}
+		if got := b.store.Lookup([]byte("r"), one, store.Hashed(c), 1); got.Hit != want || got.Why != why {
+			t.Errorf("trust %v: hit %d, %v", trust, got.Hit, got.Why)
+		}
+		st := b.store.Stats()
+		if st.VerifiedChunks != 0 || st.CorruptChunks != 0 || st.RestoredChunks != uint64(want) || st.UnsummedChunks != uint64(4-want) {
+			t.Errorf("trust %v: %+v", trust, st)
+		}
+		b.store.EndSession([]byte("r"), lease.Owner{})
+		b.put(t, a) // the room of what was dropped
+		if got := b.look(t, "s", one, a); got.Hit != 4 {
+			t.Errorf("trust %v: stored after the restart: hit %d, %v", trust, got.Hit, got.Why)
+		}
+		b.stop()
 	}
-	if st := b.store.Stats(); st.VerifiedChunks != 0 || st.CorruptChunks != 0 {
-		t.Errorf("%+v", st)
+}
+
+// What was committed just before an orderly end has a checksum: it is served, and what
+// was changed between the two lives is not.
+func TestCloseComputesWhatIsMissing(t *testing.T) {
+	for _, rate := range []int64{1 << 40, 0} {
+		b := newSumBench(t, 300)
+		b.opts.ChecksumRate, b.opts.TrustUnsummed = rate, false
+		b.restart(t, 300)
+		h := prompt(1, 200)
+		offs := b.put(t, h)
+		if err := b.store.Close(); err != nil {
+			t.Fatal(err)
+		}
+		b.at(offs[150])[7] ^= 4
+		b.pool.Cold = false
+		b.open()
+		if got := b.look(t, "r", one, h); got.Hit != 150 || got.Why != miss.Corrupt {
+			t.Errorf("rate %d: hit %d, %v", rate, got.Hit, got.Why)
+		}
+		if st := b.store.Stats(); st.CorruptChunks != 1 || st.UnsummedChunks != 0 {
+			t.Errorf("rate %d: %+v", rate, st)
+		}
+		b.store.EndSession([]byte("r"), lease.Owner{})
+		b.stop()
 	}
+}
+
+// Two seconds after its commit a chunk outlives a kill, with the options that are the
+// default.
+func TestCommittedTwoSecondsBeforeAKillIsServed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := &sumBench{bench: newBench(t, t.TempDir(), 64, store.Options{ChecksumRate: 512 << 20})}
+		defer func() { b.stop() }()
+		end := b.run()
+		old, young := prompt(1, 16), prompt(2, 16)
+		for i := range 16 { // at every phase of the background's clock
+			b.put(t, old[:i+1])
+			time.Sleep(130 * time.Millisecond)
+		}
+		time.Sleep(2*time.Second - 130*time.Millisecond)
+		b.put(t, young)
+		end()
+		b.kill()
+		if got := b.look(t, "r", one, old); got.Hit != 16 {
+			t.Errorf("committed 2 s before the kill: hit %d, %v", got.Hit, got.Why)
+		}
+		if got := b.look(t, "s", one, young); got.Hit != 0 || got.Why != miss.Unsummed {
+			t.Errorf("committed just before the kill: hit %d, %v", got.Hit, got.Why)
+		}
+		b.store.EndSession([]byte("r"), lease.Owner{})
+	})
 }
 
 // Chunks that are evicted between queue and checksum, or before they were

@@ -133,6 +133,9 @@ func (s *Store) contentLocked(slot pool.Slot) (id, parent uint64) {
 // placeLocked stages an object in memory that is free.
 func (s *Store) placeLocked(k *kv.Key, n int64, by pool.Writer) (pool.Slot, error) {
 	slot, err := s.mu.pool.Reserve(k, n, by)
+	if err == nil {
+		s.takenLocked(slot)
+	}
 	if err == nil && s.mu.policy.Any() {
 		s.mu.policy.Stage(uint32(slot), k.Namespace)
 	}
@@ -149,6 +152,11 @@ func (s *Store) makeRoomForLocked(k *kv.Key, n int64) {
 // findLocked is pool.Find; what nobody has used for longer than its TTL goes.
 func (s *Store) findLocked(k *kv.Key) (pool.Slot, pool.State) {
 	slot, st := s.mu.pool.Find(k)
+	if st == pool.Resident && s.outdatedLocked(slot) && s.evictableLocked(slot) {
+		s.dropLocked(slot, miss.Cleared)
+		s.mu.n.Cleared++
+		return slot, pool.Free
+	}
 	if s.mu.policy.Mortal() && st == pool.Resident && s.expireLocked(slot) {
 		return slot, pool.Free
 	}

@@ -75,6 +75,7 @@ func (s *Store) beginWarm(k *kv.Key, bytes int64) (_ *flight, wait chan struct{}
 	if err != nil {
 		return nil, nil, false
 	}
+	s.takenLocked(slot)
 	s.mu.warmed.Add(uint32(slot))
 	l.Add(warmPeer, fair.Amount{Count: 1, Size: size})
 	fl := s.newFlightLocked(slot)

@@ -1,6 +1,7 @@
 package store
 
 import (
+	"context"
 	"errors"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -28,7 +29,7 @@ const writers = 8
 
 // offerLocked has a resident object written below, unless it is there.
 func (s *Store) offerLocked(slot pool.Slot) {
-	if p := s.mu.pool; s.outbox != nil && p.Below(slot) != s.place && !s.suspectedLocked(slot) {
+	if p := s.mu.pool; s.outbox != nil && !s.outdatedLocked(slot) && p.Below(slot) != s.place && !s.suspectedLocked(slot) {
 		s.outbox.Add(tiering.WriteItem{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Round(p.Length(slot))})
 	}
 }
@@ -59,27 +60,40 @@ func (s *Store) nextLanding() chan struct{} {
 
 // write writes one object, if it is still what was meant.
 func (s *Store) write(it tiering.WriteItem) tiering.WriteOutcome {
-	k, view, sum, known, ok := s.beginWrite(it)
+	w, ok := s.beginWrite(it)
 	if !ok {
 		return tiering.Settled
 	}
-	sum, err := s.below.Write(s.life, k, view, sum, known)
+	sum, err := s.below.Write(w.ctx, w.key, w.view, w.sum, w.known)
 	return s.endWrite(it, sum, err)
 }
 
-func (s *Store) beginWrite(it tiering.WriteItem) (k kv.Key, view []byte, sum uint64, known, ok bool) {
+// belowWrite is a write below that has begun.
+type belowWrite struct {
+	ctx   context.Context // says at which moment
+	key   kv.Key
+	view  []byte
+	sum   uint64
+	known bool // the sum is
+}
+
+func (s *Store) beginWrite(it tiering.WriteItem) (w belowWrite, ok bool) {
 	s.lock()
 	defer s.unlock()
 	slot := pool.Slot(it.Slot)
 	_, writing := s.mu.writing[slot] // it was offered again meanwhile
-	if writing || !s.sameLocked(slot, it.Generation) || s.mu.pool.Below(slot) == s.place {
-		return k, nil, 0, false, false
+	if writing || s.outdatedLocked(slot) || !s.sameLocked(slot, it.Generation) || s.mu.pool.Below(slot) == s.place {
+		return w, false
 	}
 	s.mu.pool.Hold(slot)
 	s.keepLocked(slot)
 	s.mu.writing[slot] = struct{}{}
-	sum, known = s.mu.pool.Sum(slot)
-	return s.mu.pool.KeyOf(slot), s.mu.pool.View(slot), sum, known, true
+	w = belowWrite{ctx: s.life, key: s.mu.pool.KeyOf(slot), view: s.mu.pool.View(slot)}
+	w.sum, w.known = s.mu.pool.Sum(slot)
+	if s.opts.Moment != nil { // under the mutex, as Forget's commit is
+		w.ctx = tier.AtMoment(s.life, s.opts.Moment())
+	}
+	return w, true
 }
 
 // endWrite gives the slot back, and notes that the object is below.

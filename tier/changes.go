@@ -18,13 +18,40 @@ type Change struct {
 }
 
 // Changes are the last changes of what tiers have, numbered. They are noted for nobody until Watch. Its methods are safe for
-// concurrent use; its mutex is a leaf. What is noted twice changes nothing.
+// concurrent use; its mutex is before that of Translate's function only. What is noted twice changes nothing.
 type Changes struct {
 	watched atomic.Bool
 	news    chan struct{}
 	mu      struct {
 		sync.Mutex
 		container.Ring[Change]
+		back  func(kv.Key) (kv.Key, bool)
+		after uint64 // of earlier ones nothing counts any more
+	}
+}
+
+// Translate has f turn the keys of tiers into those of objects; what it does not know is not noted.
+func (c *Changes) Translate(f func(kv.Key) (kv.Key, bool)) {
+	if c == nil {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.mu.back = f
+}
+
+// Forget says that tiers have nothing of what was noted: readers of changes have lost some.
+func (c *Changes) Forget() {
+	if c == nil || !c.watched.Load() {
+		return
+	}
+	c.mu.Lock()
+	c.mu.Add(Change{Removed: true})
+	c.mu.after = c.mu.Last()
+	c.mu.Unlock()
+	select {
+	case c.news <- struct{}{}:
+	default:
 	}
 }
 
@@ -50,13 +77,26 @@ func (c *Changes) Note(tier uint8, k kv.Key, there bool) {
 	if c == nil || !c.watched.Load() {
 		return
 	}
-	c.mu.Lock()
-	c.mu.Add(Change{k, tier, !there})
-	c.mu.Unlock()
+	if !c.add(tier, k, there) {
+		return
+	}
 	select {
 	case c.news <- struct{}{}:
 	default:
 	}
+}
+
+func (c *Changes) add(tier uint8, k kv.Key, there bool) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.mu.back != nil {
+		var ok bool
+		if k, ok = c.mu.back(k); !ok {
+			return false
+		}
+	}
+	c.mu.Add(Change{k, tier, !there})
+	return true
 }
 
 // Last returns the number of the newest change, 0 for none.
@@ -70,6 +110,9 @@ func (c *Changes) Last() uint64 {
 func (c *Changes) After(number uint64, dst []Change) (n int, lost bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if number < c.mu.after {
+		return 0, true
+	}
 	return c.mu.Ring.After(number, dst)
 }
 

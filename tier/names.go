@@ -49,6 +49,21 @@ func (n *Names) Add(ns kv.Namespace, model string, salt []byte) {
 	n.mu.of[ns] = Name{model, string(salt)}
 }
 
+// Namespaces returns those of a model and a salt that are remembered.
+func (n *Names) Namespaces(model, salt string) (out []kv.Namespace) {
+	if n == nil {
+		return nil
+	}
+	n.mu.RLock()
+	defer n.mu.RUnlock()
+	for ns, of := range n.mu.of {
+		if of == (Name{model, salt}) {
+			out = append(out, ns)
+		}
+	}
+	return out
+}
+
 // Of returns the model and the salt of a namespace; false where it is not remembered.
 func (n *Names) Of(ns kv.Namespace) (Name, bool) {
 	if n == nil {

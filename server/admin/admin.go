@@ -93,9 +93,10 @@ func Handler(s *server.Server, o Options) http.Handler {
 	}
 	metrics.Add(reg, func() tenantStats { return tenantStatsOf(s.Store(), book) })
 	(&tenantRoutes{s, book}).handle(mux, guard)
-	handlePins(mux, guard, s)
-	handleObjects(mux, guard, s)
-	handlePrefetches(mux, guard, s)
+	lists := newListBodies()
+	handlePins(mux, guard, s, lists)
+	handleObjects(mux, guard, s, lists)
+	handlePrefetches(mux, guard, s, lists)
 	handleChecksums(mux, guard, s)
 	mux.Handle("GET /config", guard.Handler(&config{o.Flags, o.Sources, book}))
 	mux.Handle("GET /metrics", reg.Handler())
@@ -140,24 +141,33 @@ func explainLookups(s *server.Server, w http.ResponseWriter, r *http.Request) {
 // maxBody bounds the body of a request, bytes.
 const maxBody = 4096
 
-// clearCache takes the optional body {"tier": "l1", "force": false}.
+// clearCache takes the optional body {"tier": "all", "force": false}.
 func clearCache(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	body := struct {
 		Tier  string `json:"tier"`
 		Force bool   `json:"force"`
-	}{Tier: "l1"}
+	}{Tier: string(server.ClearAll)}
 	if r.ContentLength != 0 {
 		if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody)).Decode(&body); err != nil {
-			writeJSON(w, http.StatusBadRequest, map[string]string{"error": "body is not {\"tier\": \"l1\", \"force\": false}: " + err.Error()})
+			writeJSON(w, http.StatusBadRequest, map[string]string{"error": "body is not {\"tier\": \"all\", \"force\": false}: " + err.Error()})
 			return
 		}
 	}
-	if body.Tier != "l1" {
-		writeJSON(w, http.StatusBadRequest, map[string]string{"error": "unknown tier \"" + body.Tier + "\": the only tier is l1"})
+	of, err := server.ParseClearTier(body.Tier)
+	if err != nil {
+		badRequest(w, "%v", err)
 		return
 	}
-	n := s.Clear(body.Force)
-	writeJSON(w, http.StatusOK, map[string]any{"status": "ok", "cleared": map[string]any{"tier": body.Tier, "chunks": n}})
+	got, err := s.Clear(server.Clear{Tier: of, Force: body.Force, By: "POST /cache/clear from " + r.RemoteAddr})
+	cleared := map[string]any{"tier": of, "chunks": got.Chunks}
+	if got.Stays != "" {
+		cleared["stays"] = got.Stays
+	}
+	if err != nil {
+		writeJSON(w, http.StatusInternalServerError, map[string]any{"status": "error", "cleared": cleared, "error": err.Error()})
+		return
+	}
+	writeJSON(w, http.StatusOK, map[string]any{"status": "ok", "cleared": cleared})
 }
 
 func writeJSON(w http.ResponseWriter, code int, v any) {

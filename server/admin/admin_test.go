@@ -213,7 +213,7 @@ func TestClear(t *testing.T) {
 			t.Errorf("%q: %d %s", body, code, got)
 		}
 	}
-	f(`{"tier":"l2"}`, 400, "only tier")
+	f(`{"tier":"l3"}`, 400, "unknown tier")
 	f(`{"tier":`, 400, "body is not")
 	f(`{"tier":"`+strings.Repeat("x", 5000)+`"}`, 400, "body is not")
 	f("", 200, `"chunks":2`)

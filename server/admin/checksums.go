@@ -35,12 +35,19 @@ func handleChecksums(mux *http.ServeMux, guard httpserver.Guard, s *server.Serve
 
 func checksums(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	var body struct {
-		Blocks    []int `json:"block_ids"`
-		PerChunk  int   `json:"chunk_size"`
-		Instance  int64 `json:"instance_id"`
-		Layerwise bool  `json:"layerwise"`
+		Blocks    []int
+		PerChunk  int // blocks
+		Instance  int64
+		Layerwise bool
 	}
-	if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxChecksumBody)).Decode(&body); err != nil {
+	err := readBody(w, r, maxChecksumBody, map[string]func(*json.Decoder) error{
+		"block_ids": list(&body.Blocks, maxChecksumBlocks), "chunk_size": value(&body.PerChunk), "instance_id": value(&body.Instance), "layerwise": value(&body.Layerwise),
+	})
+	if _, ok := errors.AsType[*tooManyError](err); ok {
+		detail(w, http.StatusBadRequest, err.Error())
+		return
+	}
+	if err != nil {
 		detail(w, http.StatusUnprocessableEntity, `body is not {"instance_id": 1, "block_ids": [0, 1, …], "chunk_size": 16}: `+err.Error())
 		return
 	}
@@ -59,9 +66,6 @@ func checksums(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		return
 	case len(body.Blocks) == 0:
 		detail(w, http.StatusBadRequest, "block_ids has no block")
-		return
-	case len(body.Blocks) > maxChecksumBlocks:
-		detail(w, http.StatusBadRequest, fmt.Sprintf("block_ids has more than %d", maxChecksumBlocks))
 		return
 	case body.PerChunk < 1:
 		detail(w, http.StatusBadRequest, "chunk_size, in blocks, is not above 0")

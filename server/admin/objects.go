@@ -36,12 +36,9 @@ type objectEntry struct {
 
 // handleObjects serves LMCache's GET and DELETE /cache/objects of the pool, with its bodies (lmcache
 // 0.5.6, http_apis/cache_api.py). The tier is l1 where none is named.
-func handleObjects(mux *http.ServeMux, guard httpserver.Guard, s *server.Server) {
-	handle := func(pattern string, f func(s *server.Server, w http.ResponseWriter, r *http.Request)) {
-		mux.Handle(pattern, guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f(s, w, r) })))
-	}
-	handle("GET /cache/objects", listObjects)
-	handle("DELETE /cache/objects", deleteObjects)
+func handleObjects(mux *http.ServeMux, guard httpserver.Guard, s *server.Server, lists listBodies) {
+	mux.Handle("GET /cache/objects", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { listObjects(s, w, r) })))
+	mux.Handle("DELETE /cache/objects", guard.Handler(lists.handler(func(w http.ResponseWriter, r *http.Request) { deleteObjects(s, w, r) })))
 }
 
 func badRequest(w http.ResponseWriter, format string, args ...any) {
@@ -92,23 +89,24 @@ func listObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
 // in transfer is skipped, also with force: a worker may be reading it.
 func deleteObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	var body struct {
-		Keys  []objectKey `json:"keys"`
-		Tier  string      `json:"tier"`
-		Force bool        `json:"force"`
+		Keys  []objectKey
+		Tier  string
+		Force bool
 	}
-	if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxDeleteBody)).Decode(&body); err != nil {
+	body.Tier = string(server.ClearL1)
+	err := readBody(w, r, maxDeleteBody, map[string]func(*json.Decoder) error{
+		"keys": list(&body.Keys, maxDelete), "tier": value(&body.Tier), "force": value(&body.Force),
+	})
+	if err != nil {
 		badRequest(w, "body is not {\"keys\": [{\"chunk_hash_hex\": …, \"model_name\": …, \"kv_rank\": …}], \"tier\": \"l1\"}: %v", err)
 		return
 	}
-	switch {
-	case body.Tier != "l1":
-		badRequest(w, "tier %.20q cannot be deleted from: the only tier that can is l1, name it", body.Tier)
-		return
-	case len(body.Keys) > maxDelete:
-		badRequest(w, "%d keys are more than the %d of one request", len(body.Keys), maxDelete)
+	of, err := server.ParseClearTier(body.Tier)
+	if err != nil {
+		badRequest(w, "%v", err)
 		return
 	}
-	var keys []kv.Key
+	var keys, below []kv.Key
 	for i, k := range body.Keys {
 		var h kv.Hash
 		if b, err := hex.DecodeString(k.Chunk); err != nil || len(b) != len(h) {
@@ -117,12 +115,19 @@ func deleteObjects(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		} else {
 			copy(h[:], b)
 		}
+		if of != server.ClearL1 {
+			below = append(below, s.KeysBelow(k.Model, k.Salt, kv.Key{Chunk: h, Rank: k.Rank, Group: k.Group})...)
+		}
 		for _, o := range s.Store().OfChunk(h) {
 			if n, ok := s.NameOf(o.Namespace); ok && n.Model == k.Model && n.Salt == k.Salt && o.Rank == k.Rank && o.Group == k.Group {
 				keys = append(keys, o)
 			}
 		}
 	}
-	dropped, skipped := s.Store().Drop(keys)
+	dropped, skipped, err := s.DeleteObjects(keys, below, of)
+	if err != nil {
+		writeJSON(w, http.StatusInternalServerError, map[string]any{"deleted": dropped, "skipped": skipped, "ok": false, "error": err.Error()})
+		return
+	}
 	writeJSON(w, http.StatusOK, map[string]any{"deleted": dropped, "skipped": skipped, "ok": true})
 }

@@ -73,9 +73,9 @@ func TestObjects(t *testing.T) {
 	refused("GET", "?page_size=0", "", "1 to 5000")
 	refused("GET", "?page_token=-1", "", "page_token")
 	refused("DELETE", "", "{", "body is not")
-	refused("DELETE", "", `{"keys": []}`, "name it")
+	refused("DELETE", "", `{"keys": [], "tier": "l3"}`, "unknown tier")
 	refused("DELETE", "", `{"tier": "l1", "keys": [{"chunk_hash_hex": "ab"}]}`, "keys[0]")
-	refused("DELETE", "", `{"tier": "l1", "keys": [`+strings.Repeat("{},", 10_000)+`{}]}`, "10001 keys")
+	refused("DELETE", "", `{"tier": "l1", "keys": [`+strings.Repeat("{},", 10_000)+`{}]}`, "keys: more than the 10000")
 
 	drop := func(model, salt string, h2 kv.Hash, want string) {
 		t.Helper()

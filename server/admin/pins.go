@@ -26,11 +26,11 @@ const (
 // pinRequest is the body of POST and DELETE /cache/pins, as LMCache's coordinator has it (lmcache 0.5.6, PinRequest), with a
 // time of ours.
 type pinRequest struct {
-	Model  string   `json:"model_name"`
-	World  int      `json:"world_size"`
-	Tokens []uint32 `json:"token_ids"`
-	Salt   string   `json:"cache_salt"`
-	Life   *float64 `json:"ttl_seconds"`
+	Model  string
+	World  int
+	Tokens []uint32
+	Salt   string
+	Life   *float64
 }
 
 // pinResponse is the answer, with how long the pins last.
@@ -44,18 +44,18 @@ type pinResponse struct {
 
 // handlePins serves pins in the shapes of LMCache's coordinator: there they keep the keys of a prompt in a shared tier, here what is in the
 // pool of it, for a time.
-func handlePins(mux *http.ServeMux, guard httpserver.Guard, s *server.Server) {
-	handle := func(pattern string, f func(s *server.Server, w http.ResponseWriter, r *http.Request)) {
-		mux.Handle(pattern, guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f(s, w, r) })))
-	}
-	handle("POST /cache/pins", pinPrompt)
-	handle("DELETE /cache/pins", unpinPrompt)
-	handle("GET /cache/pins", listPins)
+func handlePins(mux *http.ServeMux, guard httpserver.Guard, s *server.Server, lists listBodies) {
+	mux.Handle("POST /cache/pins", guard.Handler(lists.handler(func(w http.ResponseWriter, r *http.Request) { pinPrompt(s, w, r) })))
+	mux.Handle("DELETE /cache/pins", guard.Handler(lists.handler(func(w http.ResponseWriter, r *http.Request) { unpinPrompt(s, w, r) })))
+	mux.Handle("GET /cache/pins", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { listPins(s, w, r) })))
 }
 
 // readPin reads a body. It answers what cannot be used.
 func readPin(w http.ResponseWriter, r *http.Request) (p pinRequest, ok bool) {
-	if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxDeleteBody)).Decode(&p); err != nil {
+	err := readBody(w, r, maxDeleteBody, map[string]func(*json.Decoder) error{
+		"model_name": value(&p.Model), "world_size": value(&p.World), "token_ids": list(&p.Tokens, maxPinTokens), "cache_salt": value(&p.Salt), "ttl_seconds": value(&p.Life),
+	})
+	if err != nil {
 		badRequest(w, "body is not {\"model_name\": …, \"world_size\": 1, \"token_ids\": [1, 2, …], \"cache_salt\": \"\", \"ttl_seconds\": 3600}: %v", err)
 		return p, false
 	}
@@ -64,8 +64,6 @@ func readPin(w http.ResponseWriter, r *http.Request) (p pinRequest, ok bool) {
 		badRequest(w, "model_name is missing")
 	case p.World < 1 || p.World > maxPinWorld:
 		badRequest(w, "world_size %d is not between 1 and %d", p.World, maxPinWorld)
-	case len(p.Tokens) > maxPinTokens:
-		badRequest(w, "%d token_ids are more than %d", len(p.Tokens), maxPinTokens)
 	case p.Life != nil && !(*p.Life >= 1 && *p.Life <= maxPinLifeSeconds):
 		badRequest(w, "ttl_seconds %g is not between 1 and %.0f", *p.Life, maxPinLifeSeconds)
 	default:

@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"net/http"
 	"sync"
 	"time"
@@ -42,9 +43,9 @@ type prefetchJob struct {
 	ended        time.Time // zero while it goes on
 }
 
-func handlePrefetches(mux *http.ServeMux, guard httpserver.Guard, s *server.Server) {
+func handlePrefetches(mux *http.ServeMux, guard httpserver.Guard, s *server.Server, lists listBodies) {
 	p := &prefetches{server: s, jobs: make(map[string]*prefetchJob)}
-	mux.Handle("POST /cache/prefetches", guard.Handler(http.HandlerFunc(p.submit)))
+	mux.Handle("POST /cache/prefetches", guard.Handler(lists.handler(p.submit)))
 	mux.Handle("GET /cache/prefetches/{id}", guard.Handler(http.HandlerFunc(p.status)))
 }
 
@@ -55,14 +56,20 @@ func detail(w http.ResponseWriter, code int, text string) {
 
 func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 	body := struct {
-		Model  *string   `json:"model_name"`
-		World  *int      `json:"world_size"`
-		Tokens *[]uint32 `json:"token_ids"`
-		Salt   string    `json:"cache_salt"`
-		From   string    `json:"source_tier"`
-		To     string    `json:"target_tier"`
+		Model          *string
+		World          *int
+		Salt, From, To string
 	}{From: "l2", To: "l1"}
-	if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxPrefetchBody)).Decode(&body); err != nil || body.Model == nil || body.World == nil || body.Tokens == nil {
+	var tokens []uint32
+	err := readBody(w, r, maxPrefetchBody, map[string]func(*json.Decoder) error{
+		"model_name": value(&body.Model), "world_size": value(&body.World), "token_ids": list(&tokens, maxPrefetchTokens), "cache_salt": value(&body.Salt),
+		"source_tier": value(&body.From), "target_tier": value(&body.To),
+	})
+	if _, ok := errors.AsType[*tooManyError](err); ok {
+		detail(w, http.StatusBadRequest, err.Error())
+		return
+	}
+	if err != nil || body.Model == nil || body.World == nil || tokens == nil {
 		why := "model_name, world_size and token_ids are needed"
 		if err != nil {
 			why = err.Error()
@@ -74,9 +81,6 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 	case body.From != "l2" || body.To != "l1":
 		detail(w, http.StatusBadRequest, "a prefetch goes from l2 to l1: leave source_tier and target_tier out")
 		return
-	case len(*body.Tokens) > maxPrefetchTokens:
-		detail(w, http.StatusBadRequest, "there are more than 1000000 token_ids")
-		return
 	case utf8.RuneCountInString(body.Salt) > maxSaltRunes:
 		detail(w, http.StatusBadRequest, "cache_salt has more than 128 characters")
 		return
@@ -86,7 +90,7 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 		detail(w, http.StatusServiceUnavailable, "no worker of this model and world size is registered: its engine has to start first")
 		return
 	}
-	hashes := kv.ChunkHashes(*body.Tokens, p.server.Options().ChunkTokens)
+	hashes := kv.ChunkHashes(tokens, p.server.Options().ChunkTokens)
 	if len(hashes) == 0 {
 		writeJSON(w, http.StatusAccepted, map[string]any{"chunks": 0, "status": "noop"})
 		return

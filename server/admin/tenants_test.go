@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
@@ -160,13 +161,13 @@ func TestPinRoutes(t *testing.T) {
 	list("?model_name=m", 2, 2)
 	list("?model_name=x", 0, 0)
 	list("?cache_salt=green", 0, 0)
-	if n := s.Clear(false); n != 0 {
-		t.Errorf("a clear dropped %d pinned chunks", n)
+	if got, err := s.Clear(server.Clear{Tier: server.ClearL1}); got.Chunks != 0 || err != nil {
+		t.Errorf("a clear dropped %d pinned chunks", got.Chunks)
 	}
 	f("DELETE", body(32, ""), 200, `{"requested":2,"affected":2,"status":"unpinned"}`)
 	list("", 0, 0)
-	if n := s.Clear(false); n != 2 {
-		t.Errorf("a clear dropped %d chunks that are pinned no more", n)
+	if got, err := s.Clear(server.Clear{Tier: server.ClearL1}); got.Chunks != 2 || err != nil {
+		t.Errorf("a clear dropped %d chunks that are pinned no more", got.Chunks)
 	}
 
 	for _, bad := range []string{

@@ -273,6 +273,7 @@ var advice = map[string]string{
 	miss.Failed.String():       "a worker began to store them and did not end: it was slow, or its engine ended; see the workers above",
 	miss.BeingStored.String():  "harmless: the same prompt was asked for again before it was stored",
 	miss.Busy.String():         "too many transfers were in progress; see --session-ttl-seconds and whether engines stall",
+	miss.Unsummed.String():     "normal after a kill; an orderly stop computes the checksums. --trust-unsummed serves such chunks unchecked",
 	miss.Corrupt.String():      "something else wrote into the pool, or memory is faulty: find out which before you trust the machine",
 	miss.NotCompared.String():  "normal in the first seconds after a restart: chunks are compared with their checksums before they are served",
 }

@@ -112,6 +112,9 @@ func (d *KV) open(o Options, who *access.Caller) error {
 	if d.reg.WorldSize < 1 || d.reg.WorldSize > kv.MaxWorldSize {
 		return fmt.Errorf("world_size %d is outside 1 to %d", d.reg.WorldSize, kv.MaxWorldSize)
 	}
+	if err := understood(&d.reg); err != nil {
+		return err
+	}
 	if err := who.Seen(); err != nil { // before any file is touched for it
 		return err
 	}
@@ -140,6 +143,15 @@ func (d *KV) open(o Options, who *access.Caller) error {
 		d.groups = append(d.groups, k)
 	}
 	return d.split(o.ChunkTokens, o.Separate)
+}
+
+// understood refuses an engine whose blocks are arranged in a way that this package
+// does not know. vLLM's releases name themselves; an empty name is taken for vLLM.
+func understood(reg *lmcache.KVCache) error {
+	if reg.EngineType != "" && reg.EngineType != "vllm" {
+		return fmt.Errorf("the engine is of type %q, this server reads the KV of vllm only", reg.EngineType)
+	}
+	return reg.Unread.Err()
 }
 
 // layer maps one layer's memory and checks that the tensor lies in it.

@@ -24,6 +24,7 @@ const (
 	NotPinned           // no lookup of that session promised it
 	Busy                // too many transfers in progress
 	Corrupt             // differed from its checksum after a restart
+	Unsummed            // had no checksum yet when the server was killed
 	NotCompared         // kept by an earlier server, and not yet compared with its checksum
 	BelowSlow           // the tier below did not answer in time
 	BelowFailed         // the tier below failed, or had lost it
@@ -46,7 +47,7 @@ const (
 var reasons = [NumReasons]string{
 	"", "never stored", "evicted", "cleared", "expired", "its store was not completed",
 	"being stored right now", "no lookup of this request pinned it", "too many transfers in progress",
-	"it differed from its checksum after a restart", "it is still to be compared with its checksum after a restart",
+	"it differed from its checksum after a restart", "the server was killed before its checksum was computed", "it is still to be compared with its checksum after a restart",
 	"the tier below did not answer in time", "the tier below failed", "the tier below has other bytes",
 	"computing is faster than the tier below", "the pool has no room for what the tier below has", "the window of a group ends elsewhere",
 	"stored with another salt only", "stored by another model only", "stored by other ranks or another world size only",
@@ -58,7 +59,7 @@ func (r Reason) String() string { return reasons[r] }
 
 // labels name the reasons in metrics.
 var labels = [NumReasons]string{
-	"none", "never_stored", "evicted", "cleared", "expired", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "not_compared",
+	"none", "never_stored", "evicted", "cleared", "expired", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "no_checksum", "not_compared",
 	"below_slow", "below_failed", "below_corrupt", "below_slower", "no_room",
 	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined",
 }

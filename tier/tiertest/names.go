@@ -8,8 +8,14 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
+// names are those of all tests: a tier and the generations that Run puts over it have the
+// same.
+var names = newNames()
+
 // Names returns the models and salts of the namespaces that Run uses.
-func Names() *tier.Names {
+func Names() *tier.Names { return names }
+
+func newNames() *tier.Names {
 	n := tier.NewNames()
 	other := Key(0).Namespace
 	other[15]++

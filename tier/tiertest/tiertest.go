@@ -30,8 +30,9 @@ func Key(seed int) kv.Key {
 // Run checks a Tier. open returns one that is empty; Run closes it.
 func Run(t *testing.T, open func(t *testing.T) tier.Tier) {
 	for name, check := range map[string]func(t *testing.T, x tier.Tier){
-		"what is not there": absent, "what is there": present, "names differ in every field": names, "written twice": twice,
+		"what is not there": absent, "what is there": present, "names differ in every field": named, "written twice": twice,
 		"deleted": deleted, "another length": length, "context": ended, "at once": concurrent, "listed": listed, "nothing asked": nothing,
+		"a clear of all": cleared(nil), "a clear of the model": cleared([]string{"org/model"}),
 	} {
 		t.Run(name, func(t *testing.T) {
 			x := open(t)
@@ -106,7 +107,7 @@ func present(t *testing.T, x tier.Tier) {
 	}
 }
 
-func names(t *testing.T, x tier.Tier) {
+func named(t *testing.T, x tier.Tier) {
 	base := Key(1)
 	keys := []kv.Key{base, base, base, base, base}
 	keys[1].Namespace[15]++

@@ -57,7 +57,8 @@ type serverCmd struct {
 	Trust     []string `name:"trust-address" help:"Addresses or networks (CIDR), comma-separated, whose peers are taken for this server's user: they are told where the pool is. For containers that share /dev/shm but not the network." group:"Pool" placeholder:"CIDR"`
 	Populate  mibSize  `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none. Only what was prepared is handed out, so a /dev/shm that fills up ends no engine; with 0 everything is." default:"1024" group:"Pool"`
 	Memo      mibSize  `name:"memo-mib" help:"Memory for the token lists of recent prompts, MiB: a prompt seen before is compared instead of hashed. 32k tokens take 160 KiB; 0 for none." default:"64" group:"Pool"`
-	Checksum  mibSize  `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, 0 for none: after a restart a chunk that differs from its checksum is a miss." default:"512" group:"Pool"`
+	Checksum  mibSize  `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, from 1 s after they were stored; 0: at an orderly stop only. After a restart a chunk that differs from its checksum, or was killed before it had one, is a miss." default:"512" group:"Pool"`
+	Unsummed  bool     `name:"trust-unsummed" help:"After a kill, serve chunks that have no checksum yet, unchecked: those of the last 2 seconds, and more where stores outrun --checksum-mib-per-second. Without it they are misses." group:"Pool"`
 
 	adapter.Flags
 	eventFlags
@@ -105,7 +106,8 @@ Then start vLLM on the same host, as the same user:
     "kv_connector_extra_config":{"lmcache.mp.mp_transfer_mode":"engine_driven"}}'
 
 Models with sliding windows or recurrent layers need mp_transfer_mode=lmcache_driven, in which the
-server copies; it can do so for CPU engines. After a restart chunks are compared with their checksums.
+server copies; it can do so for CPU engines. After a restart chunks are compared with their checksums;
+after a kill, those of the last 2 seconds are misses (--trust-unsummed serves them).
 
 The flags of "lmcache server" are accepted; those that mean nothing here are named in one warning.`
 }
@@ -198,7 +200,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	o.pool = pool.Options{Name: c.poolName(), Bytes: int64(c.L1SizeGB), Align: cmp.Or(int64(c.Align), -1), ChunkTokens: c.ChunkSize, Cold: c.Cold}
 	o.store = store.Options{
 		Quarantine: positive("--l1-write-ttl-seconds", c.Hold), SessionIdle: positive("--session-ttl-seconds", c.Session),
-		PopulateRate: int64(c.Populate), ChecksumRate: int64(c.Checksum), Log: log,
+		PopulateRate: int64(c.Populate), ChecksumRate: int64(c.Checksum), TrustUnsummed: c.Unsummed, Log: log,
 		LoadTimeout: positive("--l2-prefetch-load-timeout", c.Timeout), Write: writePolicies[c.Write], LoadIfFaster: c.Faster,
 		TTL: seconds(c.TTL), WarmBytes: int64(c.Warm * (1 << 30)), WarmTime: seconds(c.WarmFor),
 	}
@@ -344,7 +346,7 @@ func failedStart(st *store.Store, err error) error {
 
 // openStore opens the tiers and the pool.
 func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
-	if len(o.tiers.Adapters) > 0 {
+	if len(o.tiers.Adapters)+len(o.tiers.Disk.Dirs) > 0 {
 		o.tiers.Names = tier.NewNames()
 	}
 	below, err := adapter.Open(o.tiers)
@@ -369,12 +371,18 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 		policy, _ := evict.New(c.policyName(), max(quota, p.Bytes()/64)) // the name is known
 		return o.server.Lifetimes.Watch(policy)
 	}
-	o.store.Below, o.store.Place = below.Tier, below.Place
+	if err = c.openGenerations(o, below); err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	o.store.Place = below.Place
 	if below.Disk != nil {
 		o.store.BelowOpened = below.Disk.Opened()
 	}
 	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters = o.tiers.Names, below.Each, below.Disk, below.Clusters
 	st := store.New(p, o.store)
+	if o.store.DropRestored {
+		o.store.Clean()
+	}
 	if err = c.terms.Apply(st); err != nil {
 		below.Tier = nil // the store closes it
 		return nil, errors.Join(err, st.Close())

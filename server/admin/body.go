@@ -1,0 +1,128 @@
+package admin
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+)
+
+// Bounds of the bodies that carry lists. A body is read as it arrives: what it takes
+// besides its elements is a buffer of its longest value.
+const (
+	maxListBodies = 2  // that are read and answered at a time; others wait
+	maxSkipDepth  = 64 // of a field that is passed over
+)
+
+// listBodies bounds the requests whose bodies carry lists: all routes share it.
+type listBodies chan struct{}
+
+func newListBodies() listBodies { return make(listBodies, maxListBodies) }
+
+// handler calls f when a place is free.
+func (l listBodies) handler(f http.HandlerFunc) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case l <- struct{}{}:
+			defer func() { <-l }()
+			f(w, r)
+		case <-r.Context().Done():
+		}
+	})
+}
+
+// readBody reads a JSON object of at most limit bytes. fields reads the value of each
+// field by its name; a field with another name is passed over.
+func readBody(w http.ResponseWriter, r *http.Request, limit int64, fields map[string]func(*json.Decoder) error) error {
+	d := json.NewDecoder(http.MaxBytesReader(w, r.Body, limit))
+	if t, err := d.Token(); err != nil || t != json.Delim('{') {
+		return errors.Join(errors.New("not an object"), err)
+	}
+	for d.More() {
+		t, err := d.Token()
+		if err != nil {
+			return err
+		}
+		name, _ := t.(string) // the decoder takes no other keys
+		read := fields[name]
+		for other, f := range fields {
+			if read == nil && strings.EqualFold(other, name) { // as encoding/json does
+				read = f
+			}
+		}
+		if read == nil {
+			err = skipValue(d)
+		} else if err = read(d); err != nil {
+			err = fmt.Errorf("%.40s: %w", name, err)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	_, err := d.Token()
+	return err
+}
+
+// value reads a field into v.
+func value(v any) func(*json.Decoder) error {
+	return func(d *json.Decoder) error { return d.Decode(v) }
+}
+
+// list reads a list of at most most elements, or null, into v, one element at a time.
+func list[T any](v *[]T, most int) func(*json.Decoder) error {
+	return func(d *json.Decoder) error {
+		t, err := d.Token()
+		if err != nil {
+			return err
+		}
+		*v = nil
+		if t == nil {
+			return nil
+		}
+		if t != json.Delim('[') {
+			return errors.New("not a list")
+		}
+		*v = []T{}
+		for d.More() {
+			if len(*v) == most {
+				return &tooManyError{most}
+			}
+			var one T
+			if err := d.Decode(&one); err != nil {
+				return fmt.Errorf("element %d: %w", len(*v), err)
+			}
+			*v = append(*v, one)
+		}
+		_, err = d.Token()
+		return err
+	}
+}
+
+// tooManyError means that a list has more elements than a request may have.
+type tooManyError struct{ most int }
+
+func (e *tooManyError) Error() string {
+	return fmt.Sprintf("more than the %d elements of one request", e.most)
+}
+
+// skipValue passes over one value.
+func skipValue(d *json.Decoder) error {
+	for depth := 0; ; {
+		t, err := d.Token()
+		if err != nil {
+			return err
+		}
+		switch t {
+		case json.Delim('{'), json.Delim('['):
+			if depth++; depth > maxSkipDepth {
+				return fmt.Errorf("values are nested more than %d deep", maxSkipDepth)
+			}
+		case json.Delim('}'), json.Delim(']'):
+			depth--
+		}
+		if depth == 0 {
+			return nil
+		}
+	}
+}

@@ -1,0 +1,130 @@
+package server
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// ClearTier says which copies a clear makes absent.
+type ClearTier string
+
+// The tiers of a clear, as LMCache names them.
+const (
+	ClearL1  ClearTier = "l1"  // the pool
+	ClearL2  ClearTier = "l2"  // the tiers below it
+	ClearAll ClearTier = "all" // both
+)
+
+// ParseClearTier reads a ClearTier.
+func ParseClearTier(text string) (ClearTier, error) {
+	t := ClearTier(text)
+	if t != ClearL1 && t != ClearL2 && t != ClearAll {
+		return "", fmt.Errorf("unknown tier %.20q: l1 (the pool), l2 (the tiers below it) and all are known", text)
+	}
+	return t, nil
+}
+
+// Clear is a request to forget.
+type Clear struct {
+	Tier   ClearTier
+	Force  bool     // also drop from the pool what requests in progress keep
+	Models []string // of the tiers: those only; nil is all. The pool is cleared whole
+	By     string   // who asks, for the log
+}
+
+// Cleared is what a clear did.
+type Cleared struct {
+	Chunks int    // dropped from the pool
+	Stays  string // what is not gone, for people; empty where all is
+}
+
+// Clear drops every chunk of the pool that nothing needs, and with Force every chunk.
+// With the tiers, nothing that was stored before is found by a lookup that begins after
+// it returned: not in the tiers, not on its way to or from them, and not in the pool.
+// An error means that a restart may find it again.
+func (s *Server) Clear(c Clear) (out Cleared, err error) {
+	var stays []string
+	if below := s.opts.Generations; c.Tier != ClearL1 && below != nil {
+		var commit func()
+		if commit, err = below.Prepare(c.Models, c.Tier == ClearAll); err != nil {
+			stays = append(stays, "after a restart of this server the tiers may serve older objects: "+err.Error())
+		}
+		begin := func() {
+			commit()
+			s.opts.Changes.Forget()
+		}
+		if c.Tier == ClearAll {
+			s.store.Forget(begin)
+		} else {
+			begin()
+		}
+		stays = append(stays, s.opts.Places...)
+	} else if c.Tier == ClearAll {
+		s.store.Forget(func() {})
+	}
+	if c.Tier != ClearL2 {
+		out.Chunks = s.store.Clear(c.Force)
+	}
+	if c.Tier == ClearAll {
+		if !s.store.DropOutdated() {
+			stays = append(stays, "requests in progress keep memory of the pool until they end; no other request finds its chunks")
+		}
+	} else if c.Tier == ClearL1 && s.opts.Generations != nil {
+		stays = append(stays, "the tiers below the pool: lookups find what they have; clear with tier all to forget that, too")
+	}
+	out.Stays = strings.Join(stays, "; ")
+	s.clears.Add(1)
+	models := "all"
+	if c.Models != nil {
+		models = strings.Join(c.Models, " ")
+	}
+	s.log.Warn("the cache was cleared", "by", c.By, "tier", string(c.Tier), "models_below", models, "chunks", out.Chunks, "force", c.Force, "stays", out.Stays)
+	return out, err
+}
+
+// clearFor is the clear of a client: of the tiers, the models whose workers its user
+// registered.
+func (s *Server) clearFor(who *caller, force bool) {
+	models := []string{}
+	for _, in := range s.registry.List() {
+		if in.By == who.By && !slices.Contains(models, in.Model) {
+			models = append(models, in.Model)
+		}
+	}
+	c := Clear{Tier: ClearAll, Force: force, Models: models, By: "a client of " + who.By.String()}
+	if _, err := s.Clear(c); err != nil {
+		s.log.Error("a clear does not hold over a restart of this server", "err", err)
+	}
+}
+
+// DeleteObjects drops objects from the pool and from the tiers, as far as the tier of
+// the request says: inPool are their keys there, and below those that they may have in
+// the tiers. What is pinned or in transfer is skipped in the pool.
+func (s *Server) DeleteObjects(inPool, below []kv.Key, from ClearTier) (deleted, skipped int, err error) {
+	if from != ClearL2 {
+		deleted, skipped = s.store.Drop(inPool)
+	}
+	if from == ClearL1 {
+		return deleted, skipped, nil
+	}
+	if err = s.store.DeleteBelow(below); err == nil && from == ClearL2 {
+		deleted = len(below)
+	}
+	if err != nil {
+		err = errors.Join(errors.New("the tiers below may still have the objects"), err)
+	}
+	return deleted, skipped, err
+}
+
+// KeysBelow returns the keys that an object of that name may have in the tiers.
+func (s *Server) KeysBelow(model, salt string, k kv.Key) (out []kv.Key) {
+	for _, ns := range s.names.Namespaces(model, salt) {
+		k.Namespace = ns
+		out = append(out, k)
+	}
+	return out
+}

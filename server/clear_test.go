@@ -1,0 +1,218 @@
+package server_test
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/disk"
+	"github.com/kvasir-kv/kvasir/tier/fs"
+	"github.com/kvasir-kv/kvasir/tier/generation"
+)
+
+// clearNode is a server over a tier that outlives it.
+type clearNode struct {
+	*drivenNode
+	t     *testing.T
+	files []string
+	open  func(names *tier.Names) tier.Tier
+	end   func() // of the background
+}
+
+func (n *clearNode) start() {
+	n.t.Helper()
+	log := new(logBuffer)
+	logger := slog.New(slog.NewTextHandler(log, nil))
+	names := tier.NewNames()
+	book, err := generation.Open(n.files, names, logger)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	dir := filepath.Dir(n.files[0])
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: 4 << 20, Dir: dir, ChunkTokens: drivenChunk})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	st := store.New(p, store.Options{
+		ChecksumRate: 1 << 40, SumAtOnce: true, Log: logger, Below: book.Tier(n.open(names)), Place: "below", Moment: book.Moment,
+		Clean: func() { _ = book.Clean() }, DropRestored: book.Dirty(),
+	})
+	if book.Dirty() {
+		_ = book.Clean()
+	}
+	n.drivenNode = &drivenNode{t: n.t, dir: dir, log: log, store: st}
+	n.Server = server.New(st, server.Options{ChunkTokens: drivenChunk, ShmDir: dir, Log: logger, Generations: book, Names: names})
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		st.Run(ctx)
+	}()
+	n.end = func() { cancel(); <-ended }
+}
+
+func (n *clearNode) stop() {
+	n.t.Helper()
+	n.end()
+	n.drivenNode.stop()
+}
+
+// hit returns how many chunks of a prompt a lookup finds.
+func (n *clearNode) hit(e *engine, prompt []uint32, request string) int {
+	n.t.Helper()
+	e.drivenNode = n.drivenNode
+	return e.lookup(prompt, request)
+}
+
+// A clear, an engine's and an operator's, leaves no object for a later lookup in any
+// tier, also over restarts and a kill; what is stored after it hits, with its own bytes.
+func TestClearReachesTheTiers(t *testing.T) {
+	tiers := map[string]func(t *testing.T) func(*tier.Names) tier.Tier{
+		"disk": func(t *testing.T) func(*tier.Names) tier.Tier {
+			dir := t.TempDir()
+			return func(*tier.Names) tier.Tier {
+				d, err := disk.Open(disk.Options{Dirs: []disk.Dir{{Path: dir, Bytes: 256 << 20}}, FirstTouch: true})
+				if err != nil {
+					t.Fatal(err)
+				}
+				<-d.Opened()
+				return d
+			}
+		},
+		"fs": func(t *testing.T) func(*tier.Names) tier.Tier {
+			dir := t.TempDir()
+			return func(names *tier.Names) tier.Tier {
+				d, err := fs.Open(fs.Options{Path: dir, Names: names})
+				if err != nil {
+					t.Fatal(err)
+				}
+				return d
+			}
+		},
+	}
+	clears := map[string]func(n *clearNode){
+		"engine": func(n *clearNode) { n.call(lmcache.OpClear, lmcache.AppendBool(nil, true)) },
+		"engine without force": func(n *clearNode) {
+			n.call(lmcache.OpClear, lmcache.AppendBool(nil, false))
+		},
+		"operator": func(n *clearNode) {
+			if _, err := n.Clear(server.Clear{Tier: server.ClearAll, By: "a test"}); err != nil {
+				n.t.Error(err)
+			}
+		},
+	}
+	for of, open := range tiers {
+		for by, clear := range clears {
+			t.Run(of+", "+by, func(t *testing.T) {
+				n := &clearNode{t: t, files: []string{filepath.Join(t.TempDir(), generation.FileName)}, open: open(t)}
+				n.start()
+				e := n.newEngine()
+				e.register()
+				prompt := tokens(3*drivenChunk, 6)
+				put := func(tint int) {
+					t.Helper()
+					e.tint(tint)
+					written := n.store.Stats().WrittenChunks
+					if got := e.storeBlocks(prompt, 0, 96, span(1, 6)); got != done {
+						t.Fatal(got)
+					}
+					testkit.Eventually(t, "writes below", func() bool { return n.store.Stats().WrittenChunks == written+3 })
+				}
+				put(1)
+				// The tier has it: without the pool it is a hit.
+				_, _ = n.Clear(server.Clear{Tier: server.ClearL1, Force: true})
+				if hit := n.hit(e, prompt, "before"); hit != 3 {
+					t.Fatalf("hit %d of what the tier has", hit)
+				}
+				n.call(lmcache.OpEndSession, lmcache.AppendString(nil, "before"))
+				clear(n)
+				if !strings.Contains(n.log.String(), "level=WARN msg=\"the cache was cleared\"") {
+					t.Error("a clear is no warning in the log")
+				}
+				if hit := n.hit(e, prompt, "cleared"); hit != 0 {
+					t.Errorf("hit %d after the clear", hit)
+				}
+				n.stop()
+				n.start()
+				if hit := n.hit(e, prompt, "restarted"); hit != 0 {
+					t.Errorf("hit %d after the clear and a restart", hit)
+				}
+				put(2)
+				want := bytes.Clone(e.block(0, 0, 1))
+				_, _ = n.Clear(server.Clear{Tier: server.ClearL1, Force: true})
+				if hit := n.hit(e, prompt, "again"); hit != 3 {
+					t.Fatalf("hit %d of what was stored after the clear", hit)
+				}
+				if got := e.retrieve(prompt, 0, 96, 0, "again", span(20, 6)); got != done || !bytes.Equal(e.block(0, 0, 20), want) {
+					t.Errorf("loaded after the clear: %+v", got)
+				}
+				n.stop()
+			})
+		}
+	}
+}
+
+// A server that is killed between the note of a clear and its end serves nothing older
+// from the pool that it left.
+func TestKillInTheMiddleOfAClear(t *testing.T) {
+	n := &clearNode{t: t, files: []string{filepath.Join(t.TempDir(), generation.FileName)}, open: func(*tier.Names) tier.Tier { return tier.NewMemory(64 << 20) }}
+	n.start()
+	e := n.newEngine()
+	e.register()
+	prompt := tokens(3*drivenChunk, 6)
+	if got := e.storeBlocks(prompt, 0, 96, span(1, 6)); got != done {
+		t.Fatal(got)
+	}
+	testkit.Eventually(t, "checksums", func() bool { return n.store.Stats().SummedChunks+n.store.Stats().WrittenChunks >= 3 })
+	if _, err := n.Options().Generations.Prepare(nil, true); err != nil { // and no more
+		t.Fatal(err)
+	}
+	n.stop()
+	n.start()
+	defer n.stop()
+	if hit := n.hit(e, prompt, "r"); hit != 0 {
+		t.Errorf("hit %d after a kill in the middle of a clear", hit)
+	}
+	if n.Options().Generations.Dirty() {
+		t.Error("the note stays that the pool has older objects")
+	}
+}
+
+// An engine's clear leaves alone, in the tiers, what other users' models have there.
+func TestAnEngineClearsItsOwnModels(t *testing.T) {
+	names := tier.NewNames()
+	mine, theirs := kv.Namespace{1}, kv.Namespace{2}
+	names.Add(mine, "mine", nil)
+	names.Add(theirs, "theirs", nil)
+	files := []string{filepath.Join(t.TempDir(), generation.FileName)}
+	book, err := generation.Open(files, names, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	x := book.Tier(tier.NewMemory(1 << 20))
+	keys := []kv.Key{{Namespace: mine}, {Namespace: theirs}}
+	for _, k := range keys {
+		if err := x.Write(t.Context(), k, tier.Meta{Len: 1, Sum: 7}, []byte{1}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	commit, err := book.Prepare([]string{"mine"}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	commit()
+	metas := make([]tier.Meta, 2)
+	if err := x.Stat(t.Context(), keys, metas); err != nil || metas[0].Len != 0 || metas[1].Len != 1 {
+		t.Errorf("%+v, %v", metas, err)
+	}
+}

@@ -1,0 +1,107 @@
+package store
+
+import (
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/store/pool"
+)
+
+// An epoch begins with each Forget. A slot has the epoch in which its place was taken;
+// one of an earlier epoch is outdated: no lookup finds it, it is not written below, and it
+// goes when nothing keeps it. So what a transfer, a pin or a read from below holds at the
+// time of a clear is not served to later lookups.
+
+// Forget makes everything outdated that is in the pool or on its way there. commit is
+// called at the same moment, under the mutex. Clear drops what may go at once; Expire
+// does the rest.
+func (s *Store) Forget(commit func()) {
+	s.lock()
+	defer s.unlock()
+	s.mu.epoch++
+	s.mu.outdated = true
+	commit()
+}
+
+// DropOutdated drops what is outdated and kept by nothing. It reports whether nothing
+// outdated is left.
+func (s *Store) DropOutdated() bool {
+	for from, left := 0, 0; ; {
+		next, kept, begun := s.dropSomeOutdated(from)
+		if left += kept; next > from && begun {
+			from = next
+			continue
+		}
+		return begun && left == 0 && s.settleOutdated()
+	}
+}
+
+// dropSomeOutdated looks at some slots. next is from where there are no more.
+func (s *Store) dropSomeOutdated(from int) (next, kept int, ok bool) {
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed || !s.mu.outdated {
+		return from, 0, !s.mu.closed
+	}
+	for next = from; next < min(from+dropBatch, s.mu.pool.Slots()); next++ {
+		switch slot := pool.Slot(next); {
+		case s.mu.pool.StateOf(slot) != pool.Resident || !s.outdatedLocked(slot):
+		case s.evictableLocked(slot):
+			s.dropLocked(slot, miss.Cleared)
+			s.mu.n.Cleared++
+		default:
+			kept++
+		}
+	}
+	return next, kept, true
+}
+
+// settleOutdated has the note go that the pool holds older objects. Where something
+// was cleared meanwhile the next look does.
+func (s *Store) settleOutdated() bool {
+	if s.anyOutdated() {
+		return false
+	}
+	if s.opts.Clean != nil {
+		s.opts.Clean()
+	}
+	return true
+}
+
+// anyOutdated looks at all slots under one lock, so that nothing is cleared meanwhile.
+func (s *Store) anyOutdated() bool {
+	s.lock()
+	defer s.unlock()
+	if !s.mu.outdated {
+		return false
+	}
+	for i := range s.mu.pool.Slots() {
+		if slot := pool.Slot(i); s.mu.pool.StateOf(slot) == pool.Resident && s.outdatedLocked(slot) {
+			return true
+		}
+	}
+	s.mu.outdated = false
+	return false
+}
+
+// takenLocked notes the epoch of a slot whose place was just taken.
+func (s *Store) takenLocked(slot pool.Slot) {
+	s.mu.epochs.Grow(int(slot) + 1)
+	*s.mu.epochs.At(int(slot)) = s.mu.epoch
+}
+
+// outdatedLocked reports whether a slot is of an earlier epoch. What an earlier server
+// kept is of epoch 0.
+func (s *Store) outdatedLocked(slot pool.Slot) bool {
+	if s.mu.epoch == 0 {
+		return false
+	}
+	return int(slot) >= s.mu.epochs.Len() || *s.mu.epochs.At(int(slot)) != s.mu.epoch
+}
+
+// DeleteBelow deletes objects from the tier below.
+func (s *Store) DeleteBelow(keys []kv.Key) error {
+	if s.opts.Below == nil {
+		return nil
+	}
+	return s.opts.Below.Delete(s.life, keys)
+}

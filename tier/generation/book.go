@@ -1,0 +1,260 @@
+// Package generation makes everything that tiers hold absent at once.
+//
+// A generation says which objects of a model count: each clear begins a new one, and
+// objects of earlier generations are not found any more, in no tier. The tier below the
+// wrapper sees each object under a namespace that is made of the object's own and of
+// its generation. Before the first clear that is the object's own, so tiers that were
+// filled before, and layouts that LMCache servers share, stay as they are.
+//
+// Each generation has the time of its clear in its name: two servers that clear never
+// begin the same one. They share objects again where they read the same file.
+package generation
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Generation is one generation. The zero Generation is what was stored before any clear.
+type Generation struct {
+	Number uint64 `json:"number"`
+	Time   int64  `json:"time"` // of the clear, Unix ns
+}
+
+func (g Generation) String() string { return fmt.Sprintf("%x.%x", g.Number, g.Time) }
+
+// FileName is the name of the file in the root of a tier that this server's host has.
+const FileName = ".kvasir-generations"
+
+const (
+	maxModels = 4096    // with a generation of their own; more become one of all
+	maxFile   = 8 << 20 // bytes
+	maxKnown  = 1 << 16 // namespaces that are translated back
+)
+
+// state is what a file keeps.
+type state struct {
+	Version int                   `json:"version"`
+	All     Generation            `json:"all"`
+	Models  map[string]Generation `json:"models,omitempty"`
+	Dirty   bool                  `json:"pool_has_older,omitempty"` // see Book.Dirty
+}
+
+// Book knows the generations and keeps them in files. Its methods are safe for
+// concurrent use.
+type Book struct {
+	files []string
+	names *tier.Names
+	log   *slog.Logger
+
+	writing struct {
+		sync.Mutex       // orders Prepare and Clean
+		kept       state // written last; more than mu.state while a commit is to come
+	}
+
+	mu struct {
+		sync.RWMutex
+		state
+		moment uint64                        // counts the changes of state
+		known  map[kv.Namespace]kv.Namespace // what a tier calls it: its own
+	}
+}
+
+// Open reads the files that exist; the latest generation of each model counts. The
+// book writes all of them at each clear; it makes missing directories then. A file that
+// is damaged begins a new generation of all: which one it had is not known.
+func Open(files []string, names *tier.Names, log *slog.Logger) (*Book, error) {
+	b := &Book{files: files, names: names, log: log}
+	b.mu.state = state{Version: 1}
+	b.mu.known = make(map[kv.Namespace]kv.Namespace)
+	for _, path := range files {
+		s, err := read(path)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			continue
+		case errors.Is(err, errDamaged):
+			log.Warn("a file of generations is damaged: everything in the tiers counts as cleared", "path", path, "err", err)
+			b.mu.All, b.mu.Dirty = b.mu.All.next(), true
+			continue
+		case err != nil:
+			return nil, fmt.Errorf("read generations: %w", err)
+		}
+		b.mu.merge(&s)
+	}
+	b.writing.kept.merge(&b.mu.state)
+	return b, nil
+}
+
+var errDamaged = errors.New("generation: a damaged file")
+
+func read(path string) (s state, err error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return s, err
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return s, err
+	}
+	if !info.Mode().IsRegular() || info.Size() > maxFile {
+		return s, fmt.Errorf("%w: %s of %d bytes", errDamaged, info.Mode(), info.Size())
+	}
+	if err := json.NewDecoder(f).Decode(&s); err != nil || s.Version != 1 || len(s.Models) > maxModels {
+		return s, fmt.Errorf("%w: version %d, %w", errDamaged, s.Version, err)
+	}
+	return s, nil
+}
+
+func (s *state) merge(o *state) {
+	if o.All.Time > s.All.Time {
+		s.All = o.All
+	}
+	for model, g := range o.Models {
+		if g.Time > s.Models[model].Time {
+			s.set(model, g)
+		}
+	}
+	for model, g := range s.Models {
+		if g.Time < s.All.Time {
+			delete(s.Models, model)
+		}
+	}
+	s.Dirty = s.Dirty || o.Dirty
+}
+
+func (s *state) set(model string, g Generation) {
+	if s.Models == nil {
+		s.Models = make(map[string]Generation)
+	}
+	s.Models[model] = g
+}
+
+// next returns the generation of a clear now.
+func (g Generation) next() Generation {
+	return Generation{g.Number + 1, max(time.Now().UnixNano(), g.Time+1)}
+}
+
+// Prepare keeps a new generation of models, or of all with nil, in the files. commit
+// has it count. An error says which file could not be written: the generation then
+// counts until the server ends, and commit is not nil. dirty notes that the pool holds
+// older objects until Clean.
+func (b *Book) Prepare(models []string, dirty bool) (commit func(), err error) {
+	b.writing.Lock()
+	defer b.writing.Unlock()
+	next := b.latest()
+	next.Dirty = next.Dirty || dirty
+	for _, model := range models {
+		next.set(model, next.Models[model].next())
+	}
+	if models == nil || len(next.Models) > maxModels {
+		next.All, next.Models = next.All.next(), nil
+	}
+	err = b.write(&next)
+	b.writing.kept = state{}
+	b.writing.kept.merge(&next)
+	return func() {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		dirty := b.mu.Dirty
+		b.mu.state.merge(&next)
+		if next.Models == nil {
+			b.mu.Models = nil
+		}
+		b.mu.Dirty = dirty || next.Dirty
+		b.mu.moment++
+		clear(b.mu.known)
+	}, err
+}
+
+// latest returns a copy of what was written last, with what another server that shares
+// a directory has written since.
+func (b *Book) latest() state {
+	out := state{Version: 1}
+	out.merge(&b.writing.kept)
+	for _, path := range b.files {
+		if s, err := read(path); err == nil {
+			out.merge(&s)
+		}
+	}
+	return out
+}
+
+// Dirty reports whether the pool may hold objects from before a clear: its server was
+// killed before all of them went.
+func (b *Book) Dirty() bool {
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	return b.mu.Dirty
+}
+
+// Clean notes that the pool holds no object from before a clear.
+func (b *Book) Clean() error {
+	b.writing.Lock()
+	defer b.writing.Unlock()
+	b.mu.Lock()
+	was := b.mu.Dirty
+	b.mu.Dirty = false
+	b.mu.Unlock()
+	if !was {
+		return nil
+	}
+	now := b.latest()
+	now.Dirty, b.writing.kept.Dirty = false, false
+	return b.write(&now)
+}
+
+// Files returns the paths that keep the generations.
+func (b *Book) Files() []string { return b.files }
+
+// write replaces each file as a whole.
+func (b *Book) write(s *state) error {
+	text, err := json.Marshal(s)
+	if err != nil {
+		panic(fmt.Sprintf("BUG: generation: %v", err))
+	}
+	var errs []error
+	for _, path := range b.files {
+		if err := replace(path, text); err != nil {
+			errs = append(errs, fmt.Errorf("keep the generation in %s: %w", path, err))
+		}
+	}
+	if len(b.files) == 0 {
+		errs = append(errs, errors.New("no file keeps the generation"))
+	}
+	return errors.Join(errs...)
+}
+
+func replace(path string, text []byte) error {
+	dir := filepath.Dir(path)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(dir, filepath.Base(path)+".*")
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(text)
+	err = errors.Join(err, f.Sync(), f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(f.Name()))
+	}
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}

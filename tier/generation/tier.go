@@ -1,0 +1,189 @@
+package generation
+
+import (
+	"context"
+	"crypto/sha256"
+	"fmt"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Moment counts the generations that began. A write under an earlier moment is refused.
+func (b *Book) Moment() uint64 {
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	return b.mu.moment
+}
+
+// own returns what the tier calls a namespace. It reports false where that is not known:
+// a model has a generation of its own, and which model the namespace is of was not said
+// since the start.
+func (b *Book) own(ns kv.Namespace) (kv.Namespace, uint64, bool) {
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	moment := b.mu.moment
+	if b.mu.All == (Generation{}) && len(b.mu.Models) == 0 {
+		return ns, moment, true
+	}
+	name, named := b.names.Of(ns)
+	if !named && len(b.mu.Models) > 0 {
+		return ns, moment, false
+	}
+	tag := ""
+	if g := b.mu.All; g != (Generation{}) {
+		tag = g.String()
+	}
+	if g := b.mu.Models[name.Model]; named && g != (Generation{}) {
+		tag += "-" + g.String()
+	}
+	if tag == "" {
+		return ns, moment, true
+	}
+	sum := sha256.Sum256(fmt.Appendf(nil, "kvasir generation\x00%s%s", ns[:], tag))
+	own := kv.Namespace(sum[:len(ns)])
+	if named {
+		b.names.Add(own, name.Model+"~"+tag, []byte(name.Salt))
+	}
+	return own, moment, true
+}
+
+// first reports whether nothing was cleared yet.
+func (b *Book) first() bool {
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	return b.mu.All == (Generation{}) && len(b.mu.Models) == 0
+}
+
+// key returns the key that the tier has an object under.
+func (b *Book) key(k kv.Key) (kv.Key, uint64, bool) {
+	own, moment, ok := b.own(k.Namespace)
+	if ok && own != k.Namespace {
+		b.learn(own, k.Namespace, moment)
+	}
+	k.Namespace = own
+	return k, moment, ok
+}
+
+func (b *Book) learn(own, ns kv.Namespace, moment uint64) {
+	b.mu.RLock()
+	_, ok := b.mu.known[own]
+	b.mu.RUnlock()
+	if ok {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.mu.moment != moment {
+		return
+	}
+	for other := range b.mu.known {
+		if len(b.mu.known) < maxKnown {
+			break
+		}
+		delete(b.mu.known, other)
+	}
+	b.mu.known[own] = ns
+}
+
+// Back returns the object that a tier has under a key. It reports false for one of an
+// earlier generation, and for one whose namespace was not used since the start.
+func (b *Book) Back(k kv.Key) (kv.Key, bool) {
+	b.mu.RLock()
+	ns, ok := b.mu.known[k.Namespace]
+	b.mu.RUnlock()
+	if ok {
+		k.Namespace = ns
+		return k, true
+	}
+	own, _, ok := b.own(k.Namespace)
+	return k, ok && own == k.Namespace
+}
+
+// Tier returns what of is in the generations that count.
+func (b *Book) Tier(of tier.Tier) *Tier { return &Tier{of, b} }
+
+// Tier is a tier of which only the objects of the present generations are there.
+type Tier struct {
+	of   tier.Tier
+	book *Book
+}
+
+// Stat implements tier.Tier.
+func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
+	if t.book.first() {
+		return t.of.Stat(ctx, keys, metas)
+	}
+	clear(metas[:len(keys)])
+	own, at := make([]kv.Key, 0, len(keys)), make([]int, 0, len(keys))
+	for i := range keys {
+		if k, _, ok := t.book.key(keys[i]); ok {
+			own, at = append(own, k), append(at, i)
+		}
+	}
+	found := make([]tier.Meta, len(own))
+	if len(own) == 0 {
+		return ctx.Err()
+	}
+	if err := t.of.Stat(ctx, own, found); err != nil {
+		return err
+	}
+	for i, to := range at {
+		metas[to] = found[i]
+	}
+	return nil
+}
+
+// Read implements tier.Tier.
+func (t *Tier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	own, _, ok := t.book.key(k)
+	if !ok {
+		return tier.Meta{}, tier.ErrMissing
+	}
+	return t.of.Read(ctx, own, dst)
+}
+
+// ReadSummed implements tier.Summing.
+func (t *Tier) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, uint64, error) {
+	own, _, ok := t.book.key(k)
+	if !ok {
+		return tier.Meta{}, 0, tier.ErrMissing
+	}
+	return tier.ReadSummed(ctx, t.of, own, dst)
+}
+
+// Write implements tier.Tier. It returns tier.ErrNotKept where a generation began since
+// the moment of the context.
+func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
+	own, moment, ok := t.book.key(k)
+	if was, said := tier.MomentOf(ctx); !ok || said && was != moment {
+		return fmt.Errorf("%w: a clear began a new generation", tier.ErrNotKept)
+	}
+	return t.of.Write(ctx, own, m, src)
+}
+
+// Delete implements tier.Tier.
+func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
+	var own []kv.Key
+	for i := range keys {
+		if k, _, ok := t.book.key(keys[i]); ok {
+			own = append(own, k)
+		}
+	}
+	if len(own) == 0 {
+		return nil
+	}
+	return t.of.Delete(ctx, own)
+}
+
+// Hottest implements tier.Ranking. Objects of namespaces that were not used since the
+// start and the last clear are left out.
+func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
+	return tier.Hottest(ctx, t.of, n, func(own kv.Key, m tier.Meta) bool {
+		k, ok := t.book.Back(own)
+		return !ok || f(k, m)
+	})
+}
+
+// Close implements tier.Tier.
+func (t *Tier) Close() error { return t.of.Close() }
