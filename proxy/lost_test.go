@@ -8,6 +8,7 @@ import (
 	"io"
 	"log"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
@@ -74,8 +75,9 @@ func TestDDoesNotRead(t *testing.T) {
 // P computes.
 func TestDHasAllOfIt(t *testing.T) {
 	var ps, ds legs
-	prompt := strings.Repeat("a", 32<<20)
-	// note reads the body first: the proxy gives D a few seconds for that, and to decode 32 MiB takes longer on a busy machine.
+	prompt := strings.Repeat("a", 8<<20) // more than D's small receive buffer and the proxy's send buffer hold
+	// note reads the body before it decodes: after the client left, D has five seconds to read, and decoding takes longer
+	// than that on a busy machine.
 	note := func(l *legs, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
 		if err != nil {
@@ -86,12 +88,21 @@ func TestDHasAllOfIt(t *testing.T) {
 	}
 	begun, left := make(chan struct{}, 1), make(chan struct{})
 	p := mock(t, func(_ http.ResponseWriter, r *http.Request) { note(&ps, r); <-r.Context().Done() })
-	d := mock(t, func(_ http.ResponseWriter, r *http.Request) {
+	d := httptest.NewUnstartedServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		if r.Method != http.MethodPost { // a look at D's health
+			return
+		}
 		begun <- struct{}{}
 		<-left
 		note(&ds, r)
-	})
-	o := proxy.Options{Prefill: []proxy.Prefill{{URL: p, Registry: mockRegistry(t, oneRank)}}, Decode: []string{d}, HealthInterval: 20 * time.Millisecond}
+	}))
+	d.Config.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
+		_ = c.(*net.TCPConn).SetReadBuffer(64 << 10)
+		return ctx
+	}
+	d.Start()
+	t.Cleanup(d.Close)
+	o := proxy.Options{Prefill: []proxy.Prefill{{URL: p, Registry: mockRegistry(t, oneRank)}}, Decode: []string{d.URL}, HealthInterval: 20 * time.Millisecond}
 	at, s := startProxy(t, o)
 	reach(t, at)
 	ctx, cancel := context.WithCancel(t.Context())
