@@ -1,41 +1,19 @@
 #!/usr/bin/env bash
 # run.sh [PART ...]: runs the real peers against this build, all parts or those named. Needs bin/kvasir; `make interop`
-# calls it. Each part is a process of its own with a folder and servers of its own. With RERUN=1 a part that fails is run
-# once more: one that passes then is named at the end, with its first output. One that shows a bug of ours, as a panic,
-# a data race or wrong bytes, is not: .ci/again.sh. cluster, tier and store-engine may name a release of Mooncake, as in
-# cluster@0.3.7; make interop-masters runs them with all earlier ones.
+# calls it. Each part is a process group of its own with a folder and servers of its own; LANES of them, three by default,
+# run at a time. Those that kill servers under load or measure a slow tier run alone, after the others. A part's output is
+# printed whole when the part has ended, with its time. With RERUN=1 a part that failed is run once more, alone: one that
+# passes then is named at the end, with its first output. One that shows a bug of ours, as a panic, a data race or wrong
+# bytes, is not: .ci/again.sh. cluster, tier and store-engine may name a release of Mooncake, as in cluster@0.3.7; make
+# interop-masters runs them with all earlier ones.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if [ "${1:-}" != --alone ]; then
-	[ $# -gt 0 ] || set -- zmtp redis s3 versitygw client series routes two pickle kill9-engine kill9-lmcache pending events fs fs_native slow lend \
-		generations engine openai tracker transfer cluster tier store-engine
+	[ $# -gt 0 ] || set -- transfer tier store-engine generations cluster fs fs_native engine pending redis s3 versitygw client series routes two \
+		pickle events lend openai tracker zmtp kill9-engine kill9-lmcache slow
 	. .ci/again.sh
-	outputs=$(mktemp -d)
-	trap 'rm -rf "$outputs"' EXIT
-	failed=
-	for part; do
-		if [ "${RERUN:-}" != 1 ]; then
-			interop/run.sh --alone "$part"
-			continue
-		fi
-		# No pipe: a process that a part left behind would keep it open.
-		code=0
-		interop/run.sh --alone "$part" >"$outputs/$part" 2>&1 || code=$?
-		cat "$outputs/$part"
-		[ "$code" != 0 ] || continue
-		if bug=$(shows_bug "$outputs/$part"); then
-			echo "not run again: part $part: $bug" >&2
-			exit 1
-		fi
-		echo "run again: part $part"
-		interop/run.sh --alone "$part" || { echo "part $part failed twice" >&2; exit 1; }
-		failed="$failed $part"
-	done
-	for part in $failed; do
-		unsteady "interop part $part" "$outputs/$part"
-	done
-	echo "interop passed"
+	. interop/lanes.sh "$@"
 	exit
 fi
 part=${2:?}
