@@ -30,6 +30,7 @@ func transferOf(m map[string]any) any { return m["kv_transfer_params"].(map[stri
 // A client leaves while D does not read the request, and P has computed: D never has it whole, so a D is asked
 // to take P's KV.
 func TestDDoesNotRead(t *testing.T) {
+	t.Parallel() // it waits for deadlines
 	var ps, ds legs
 	var asked atomic.Int64
 	stuck := make(chan struct{})

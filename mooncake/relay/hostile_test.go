@@ -117,6 +117,7 @@ func TestPullsThatEndAtOnce(t *testing.T) {
 // One pull with thousands of requests for transfers that nobody has heard of: each is
 // answered, the log stays short, and another D is served meanwhile.
 func TestThousandsOfUnknownTransfers(t *testing.T) {
+	t.Parallel() // it waits for deadlines
 	w := newWorld(t, relay.Options{Timeout: 2 * time.Second})
 	const n = 1000
 	wanted := map[string]wire.Wanted{}

@@ -198,6 +198,7 @@ func (w *world) check(group int, d, p []int) {
 // D gets a transfer through the relay, and again without P: other blocks, and only
 // the last of them.
 func TestRelay(t *testing.T) {
+	t.Parallel() // it waits for deadlines
 	w := newWorld(t, relay.Options{})
 	w.sender.Offer("p", "x", [][]int{{3, 4, 5}, {10, 11, 12, 13}})
 	if err := w.pull("x", []int{0, 1, 2}, []int{7, 8, 9, 20}); err != nil { // block 0 is a block like any
