@@ -25,15 +25,15 @@ environments() {
 	done
 }
 
-# left GROUP: the processes of a group that have not ended, one a line.
+# left GROUP: prints the processes of a group that have not ended, one a line. It starts no process: there may be many.
 left() {
-	local f pid stat
+	local f stat state group command
 	for f in /proc/[0-9]*/stat; do
-		stat=$(cat "$f" 2>/dev/null) || continue
-		pid=${stat%% *}
-		# shellcheck disable=SC2086
-		set -- "$1" ${stat##*) } # state, parent, group
-		[ "$4" != "$1" ] || [ "$2" = Z ] || echo "$pid $(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null)"
+		{ read -r stat <"$f"; } 2>/dev/null || continue
+		read -r state _ group _ <<<"${stat##*) }"
+		[ "$group" = "$1" ] && [ "$state" != Z ] || continue
+		command=${stat#*(}
+		echo "${stat%% *} ${command%)*}"
 	done
 }
 
@@ -65,7 +65,7 @@ begin() {
 
 # take waits until one of the running parts has ended.
 take() {
-	local pid code=0 part until shown
+	local pid code=0 part until shown took
 	while true; do # wait -n misses a process that ended before it
 		for pid in "${!running[@]}"; do
 			kill -0 "$pid" 2>/dev/null || break 2
@@ -73,7 +73,7 @@ take() {
 		sleep 0.1
 	done
 	wait "$pid" || code=$?
-	part=${running[$pid]}
+	part=${running[$pid]} took=$((SECONDS - began[$pid]))
 	until=$((SECONDS + 10))
 	while [ -n "$(left "$pid")" ] && [ "$SECONDS" -lt "$until" ]; do
 		sleep 0.1
@@ -85,7 +85,7 @@ take() {
 	fi
 	unset "running[$pid]"
 	cat "$outputs/$part"
-	echo "-- part $part: $((SECONDS - began[$pid])) s$([ "$code" = 0 ] || echo ", failed")"
+	echo "-- part $part: $took s$([ "$code" = 0 ] || echo ", failed")"
 	[ "$code" != 0 ] || return 0
 	failed+=("$part")
 	if shown=$(shows_bug "$outputs/$part"); then
