@@ -173,7 +173,7 @@ func TestLostDKeepsNothingOfP(t *testing.T) {
 			bad := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				asks := r.Method == http.MethodPost
 				switch {
-				case !lost.Load() || !asks && how == "fails":
+				case !lost.Load() || !asks && (how == "fails" || met.Load() == 0): // else no request may come any more
 					forward.ServeHTTP(w, r)
 				case how == "fails":
 					met.Add(1)

@@ -118,7 +118,7 @@ func TestPullsThatEndAtOnce(t *testing.T) {
 // answered, the log stays short, and another D is served meanwhile.
 func TestThousandsOfUnknownTransfers(t *testing.T) {
 	t.Parallel() // it waits for deadlines
-	w := newWorld(t, relay.Options{Timeout: 2 * time.Second})
+	w := newWorld(t, relay.Options{Timeout: 4 * time.Second})
 	const n = 1000
 	wanted := map[string]wire.Wanted{}
 	for i := range n {
