@@ -9,7 +9,7 @@ SEED ?= 1
 PICTURES ?=
 MUTATED ?= ./store ./store/pool ./store/lease ./lmcache ./server
 
-.PHONY: have-go help build demo test check interop interop-masters interop-vllm bench soak fuzz mutants page fmt
+.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm bench soak fuzz mutants page fmt
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 17
@@ -23,9 +23,11 @@ build: have-go ## build bin/kvasir, a static binary
 demo: build ## play a workload on a server with simulated engines
 	bin/kvasir demo
 
-test: have-go ## all tests that need only Go, plain, with the race detector, with invariants
-	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./... -p 1 -timeout 300s
-	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./... -p 1 -tags invariants -timeout 300s
+test: have-go ## all tests that need only Go
+	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./... -p 4 -timeout 600s
+
+test-all: test ## make test, then the tests again with invariants, with crash points, with the race detector
+	GO=$(GO) .ci/invariants.sh
 	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./store/pool -tags crashpoints -timeout 300s
 	GO=$(GO) .ci/race.sh
 
@@ -56,7 +58,7 @@ fuzz: ## fuzz a rotating share of the decoders, FUZZTIME seconds in all
 mutants: have-go ## change the code at MUTANTS places of the sample SEED; report what no test notices (an hour)
 	CGO_ENABLED=0 nice -n 15 $(GO) run ./internal/tools/mutate -seed $(SEED) -n $(MUTANTS) -judges ./server/access,./server/lent,./server/workers,./server/admin,./lmcache/connector $(MUTATED)
 
-interop: build ## run the real peers against this build (makes a Python environment; PART=one of them)
+interop: build ## run the real peers against this build, three parts at a time (makes Python environments; PART=one of them)
 	interop/run.sh $(PART)
 
 interop-masters: build ## the parts of make interop over a Mooncake Store, with its releases 0.3.7, 0.3.11 and 0.3.12

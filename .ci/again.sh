@@ -9,12 +9,16 @@ bugs="$bugs|--- FAIL: Fuzz|\[rapid\] (failed|panic) after"
 # shows_bug FILE: whether an output has one of them; prints the first.
 shows_bug() { grep -m 1 -E "$bugs" "$1"; }
 
-# unsteady WHAT FILE: names what failed once and passed when it was run again, with its first output. The line is also
-# added to the file $UNSTEADY, if that is set: .ci/run ends with all of them.
+# unsteady FILE NAME ...: names the tests that failed once and passed when they were run again, with their first output.
+# Their lines for docs/unsteady.md are also added to the file $UNSTEADY, if that is set: .ci/run ends with all of them.
 unsteady() {
-	local line="unsteady: $1 failed once, passed when run again"
-	printf '\n!!! %s\n!!! its first output:\n' "$line"
-	sed 's/^/!   /' "$2"
+	local output=$1 name
+	shift
+	printf '\n!!! unsteady: failed once, passed when run again: %s\n!!! its first output:\n' "$*"
+	sed 's/^/!   /' "$output"
 	echo
-	[ -z "${UNSTEADY:-}" ] || echo "$line" >>"$UNSTEADY"
+	[ -n "${UNSTEADY:-}" ] || return 0
+	for name; do
+		echo "- $(date -u +%F) $name" >>"$UNSTEADY"
+	done
 }

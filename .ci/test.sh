@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# test.sh PACKAGES FLAG ...: `go test FLAG ... PACKAGES`. With RERUN=1, each package in which a test failed is run once
+# test.sh "PACKAGE ..." FLAG ...: `go test FLAG ... PACKAGE ...`. With RERUN=1, each package in which a test failed is run once
 # more, alone: one that fails again makes the run fail, one that passes is named at the end, with its first output.
 # Never run again: what .ci/again.sh lists as a bug, a package that failed without a test of that name (leaks), and
 # more than three packages at once.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 go=${GO:-go}
-packages=$1
+read -rd "" -a packages <<<"$1" || true # by spaces and lines
 shift
-[ "${RERUN:-}" = 1 ] || exec "$go" test "$@" "$packages"
+[ "${RERUN:-}" = 1 ] || exec "$go" test "$@" "${packages[@]}"
 
 . .ci/again.sh
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 red() { echo "tests failed, not run again: $1" >&2; exit 1; }
 
-if "$go" test "$@" "$packages" 2>&1 | tee "$work/all"; then exit; fi
+if "$go" test "$@" "${packages[@]}" 2>&1 | tee "$work/all"; then exit; fi
 if bug=$(shows_bug "$work/all"); then red "$bug"; fi
 
 # What each failed package printed: N.out, its path in N.package.
@@ -35,5 +35,7 @@ for n in $(seq "$failed"); do
 	"$go" test "$@" -count=1 "$package" || { echo "$package failed twice" >&2; exit 1; }
 done
 for n in $(seq "$failed"); do
-	unsteady "$(cat "$work/$n.package") $(sed -n 's/^--- FAIL: \([^ ]*\).*/\1/p' "$work/$n.out" | sort -u | paste -sd ' ')" "$work/$n.out"
+	package=$(sed 's|^github.com/kvasir-kv/kvasir/||' "$work/$n.package")
+	# shellcheck disable=SC2046
+	unsteady "$work/$n.out" $(sed -n "s|^--- FAIL: \([^ ]*\).*|$package.\1|p" "$work/$n.out" | sort -u)
 done

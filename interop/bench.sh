@@ -48,7 +48,7 @@ race_tiers() (
 	one() { # NAME KIND COMMAND [FLAG ...]
 		echo "$1" >&2
 		mkdir "$dir/$1"
-		"$python" interop/lmcache/l2_bench.py --l2 "$2" --dir "$dir/$1" --phases perf --a "$3" --out "bin/tiers_$1.json" "${@:4}" >/dev/null 2>"bin/tiers_$1.log" || { tail -5 "bin/tiers_$1.log" >&2; exit 1; }
+		"$python" interop/lmcache/l2_bench.py --l2 "$2" --dir "$dir/$1" --phases perf --a "$3" --out "bin/tiers_$1.json" "${@:4}" >/dev/null 2>"bin/tiers_$1.log" || { tail -n 5 "bin/tiers_$1.log" >&2; exit 1; }
 		rm -rf "${dir:?}/$1"
 	}
 	for name in fs fs_native; do

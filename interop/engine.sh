@@ -15,7 +15,7 @@ lmcache=$!
 servers="$servers $lmcache"
 trap 'finish; rm -f /dev/shm/*'"$name"'*' EXIT
 if ! wait_for 300 answers "http://127.0.0.1:$http/healthcheck" "$lmcache" || gone "$lmcache"; then
-	tail -20 "$work/lmcache.log" >&2
+	tail -n 20 "$work/lmcache.log" >&2
 	exit 1
 fi
 
@@ -67,6 +67,6 @@ for run in "full engine_driven" "full lmcache_driven" "windows lmcache_driven --
 	wait_for 60 settled || { echo "$kind, $mode: stores do not end" >&2; exit 1; }
 	second=$(ask "$kind-$mode" "$mode" $flags)
 	[ "${first%% *}" = 0 ] && [ "${second%% *}" -ge 1536 ] && [ "${first#* }" = "${second#* }" ] ||
-		{ echo "$kind, $mode: first $first, second $second" >&2; tail -20 "$work/lmcache.log" >&2; exit 1; }
+		{ echo "$kind, $mode: first $first, second $second" >&2; tail -n 20 "$work/lmcache.log" >&2; exit 1; }
 	echo "$kind, $mode: the second engine loaded ${second%% *} tokens, same answer"
 done

@@ -25,5 +25,5 @@ sed 's/--l1-size-gb/--cold &/' "$work/generations.kill" >"$work/cold.kill"
 # shellcheck disable=SC2086
 timeout 900 "$python" interop/lmcache/generations.py --url "tcp://127.0.0.1:$port" --logs "$work" \
 	--kill "sh $work/generations.kill" --cold "sh $work/cold.kill" $engines >"$work/generations.json" 2>"$work/generations.out" ||
-	{ grep -v ^PASS "$work/generations.out"; tail -30 "$work/generations.log"; exit 1; } >&2
+	{ grep -v ^PASS "$work/generations.out"; tail -n 30 "$work/generations.log"; exit 1; } >&2
 "$python" -c 'import json, sys; r = json.load(open(sys.argv[1])); print(r["passed"], "checks passed, failed:", r["failed"] or "none")' "$work/generations.json"

@@ -83,7 +83,7 @@ start_both() {
 
 stop_both() {
 	kill -TERM "$both_pid"
-	wait "$both_pid" || { tail -20 "$work/both-$1.log" >&2; return 1; }
+	wait "$both_pid" || { tail -n 20 "$work/both-$1.log" >&2; return 1; }
 	cat "$work/both-$1.out"
 }
 

@@ -37,7 +37,7 @@ done
 KVASIR_REDIS=unix:$work/one.sock go test -count=1 -timeout 600s -run TestReal ./tier/redis ./proxy/limits
 
 echo "== two and four servers over that Redis, and what kvasir sim fleet says of them"
-KVASIR_REDIS=unix:$work/one.sock go test -count=1 -timeout 600s -v -run TestRealFleet ./interop/fleet >"$work/fleet.log" || { tail -40 "$work/fleet.log" >&2; exit 1; }
+KVASIR_REDIS=unix:$work/one.sock go test -count=1 -timeout 600s -v -run TestRealFleet ./interop/fleet >"$work/fleet.log" || { tail -n 40 "$work/fleet.log" >&2; exit 1; }
 grep -E 'requests: |^ok' "$work/fleet.log"
 
 echo "== a cluster of six: slots move under load, and a master ends in the middle"
@@ -65,12 +65,12 @@ for try in 1 2 3 4 5; do
 	[ "$try" != 5 ] || { echo "no six free ports, five times" >&2; exit 1; }
 done
 # shellcheck disable=SC2086
-"$cli" --cluster create $nodes --cluster-replicas 1 --cluster-yes >"$work/create.log" || { tail -20 "$work/create.log" >&2; exit 1; }
+"$cli" --cluster create $nodes --cluster-replicas 1 --cluster-yes >"$work/create.log" || { tail -n 20 "$work/create.log" >&2; exit 1; }
 for _ in $(seq 1200); do
 	[ "$("$cli" -p $((base + 1)) info replication | tr -d '\r' | grep -c '^connected_slaves:1')" != 1 ] ||
 		[ "$("$cli" -p $((base + 2)) info replication | tr -d '\r' | grep -c '^connected_slaves:1')" != 1 ] ||
 		[ "$("$cli" -p $((base + 3)) info replication | tr -d '\r' | grep -c '^connected_slaves:1')" != 1 ] || break
 	sleep 0.1
 done
-KVASIR_REDIS_CLI=$cli KVASIR_REDIS_CLUSTER=127.0.0.1:$((base + 1)) go test -count=1 -timeout 600s -v -run TestReal ./tier/redis >"$work/cluster.log" || { tail -20 "$work/cluster.log" >&2; exit 1; }
+KVASIR_REDIS_CLI=$cli KVASIR_REDIS_CLUSTER=127.0.0.1:$((base + 1)) go test -count=1 -timeout 600s -v -run TestReal ./tier/redis >"$work/cluster.log" || { tail -n 20 "$work/cluster.log" >&2; exit 1; }
 grep -E 'were missing|slots moved|^ok' "$work/cluster.log"

@@ -1,41 +1,19 @@
 #!/usr/bin/env bash
 # run.sh [PART ...]: runs the real peers against this build, all parts or those named. Needs bin/kvasir; `make interop`
-# calls it. Each part is a process of its own with a folder and servers of its own. With RERUN=1 a part that fails is run
-# once more: one that passes then is named at the end, with its first output. One that shows a bug of ours, as a panic,
-# a data race or wrong bytes, is not: .ci/again.sh. cluster, tier and store-engine may name a release of Mooncake, as in
-# cluster@0.3.7; make interop-masters runs them with all earlier ones.
+# calls it. Each part is a process group of its own with a folder and servers of its own; LANES of them, three by default,
+# run at a time. Those that kill servers under load or measure a slow tier run alone, after the others. A part's output is
+# printed whole when the part has ended, with its time. With RERUN=1 a part that failed is run once more, alone: one that
+# passes then is named at the end, with its first output. One that shows a bug of ours, as a panic, a data race or wrong
+# bytes, is not: .ci/again.sh. cluster, tier and store-engine may name a release of Mooncake, as in cluster@0.3.7; make
+# interop-masters runs them with all earlier ones.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if [ "${1:-}" != --alone ]; then
-	[ $# -gt 0 ] || set -- zmtp redis s3 versitygw client series routes two pickle kill9-engine kill9-lmcache pending events fs fs_native slow lend \
-		generations engine openai tracker transfer cluster tier store-engine
+	[ $# -gt 0 ] || set -- transfer tier store-engine generations cluster fs fs_native engine pending redis s3 versitygw client series routes two \
+		pickle events lend openai tracker zmtp kill9-engine kill9-lmcache slow
 	. .ci/again.sh
-	outputs=$(mktemp -d)
-	trap 'rm -rf "$outputs"' EXIT
-	failed=
-	for part; do
-		if [ "${RERUN:-}" != 1 ]; then
-			interop/run.sh --alone "$part"
-			continue
-		fi
-		# No pipe: a process that a part left behind would keep it open.
-		code=0
-		interop/run.sh --alone "$part" >"$outputs/$part" 2>&1 || code=$?
-		cat "$outputs/$part"
-		[ "$code" != 0 ] || continue
-		if bug=$(shows_bug "$outputs/$part"); then
-			echo "not run again: part $part: $bug" >&2
-			exit 1
-		fi
-		echo "run again: part $part"
-		interop/run.sh --alone "$part" || { echo "part $part failed twice" >&2; exit 1; }
-		failed="$failed $part"
-	done
-	for part in $failed; do
-		unsteady "interop part $part" "$outputs/$part"
-	done
-	echo "interop passed"
+	. interop/lanes.sh "$@"
 	exit
 fi
 part=${2:?}
@@ -60,8 +38,8 @@ kill9() {
 	start_phoenix kill --trust-unsummed --l1-size-gb 0.25 --l2-prefetch-load-timeout 60
 	"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.25 --modes "$modes" --kill9 "$n" "$@" \
 		--pid-file "$work/kill.pid" --restart-cmd "sh $work/kill.kill" >"$work/kill.out" 2>"$work/kill.err" ||
-		{ tail -20 "$work/kill.err" "$work/kill.log" >&2; exit 1; }
-	tail -1 "$work/kill.err"
+		{ tail -n 20 "$work/kill.err" "$work/kill.log" >&2; exit 1; }
+	tail -n 1 "$work/kill.err"
 }
 
 # one_directory NAME [FLAG]: our server and LMCache's own over one directory.
@@ -72,7 +50,7 @@ one_directory() {
 	start_phoenix "dir-$1" --l1-size-gb 0.125 --cold --l2-prefetch-load-timeout 120 --l2-adapter "\"$adapter\""
 	timeout 900 "$python" interop/lmcache/tier.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/dir-$1.kill" \
 		--dir "$work/shared-$1" --lmcache "$(dirname "$python")/lmcache" "${@:2}" >"$work/dir-$1.out" 2>"$work/dir-$1.err" ||
-		{ grep -E "^(PASS|FAIL)|not within" "$work/dir-$1.err" >&2; tail -5 "$work/dir-$1.log" >&2; exit 1; }
+		{ grep -E "^(PASS|FAIL)|not within" "$work/dir-$1.err" >&2; tail -n 5 "$work/dir-$1.log" >&2; exit 1; }
 	cat "$work/dir-$1.out"
 }
 
@@ -140,7 +118,7 @@ routes)
 	mkdir "$work/routes"
 	start_server routes --l1-size-gb 0.125 --l2-adapter "{\"type\":\"fs\",\"base_path\":\"$work/routes\"}"
 	timeout 600 "$python" interop/lmcache/routes.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --dir "$work/routes" \
-		--status server/admin/testdata/lmcache-0.5.6.status >"$work/routes.out" 2>"$work/routes.err" || { grep -vE '^PASS' "$work/routes.err" >&2; tail -5 "$work/routes.log" >&2; exit 1; }
+		--status server/admin/testdata/lmcache-0.5.6.status >"$work/routes.out" 2>"$work/routes.err" || { grep -vE '^PASS' "$work/routes.err" >&2; tail -n 5 "$work/routes.log" >&2; exit 1; }
 	cat "$work/routes.out"
 	;;
 two)
@@ -176,14 +154,14 @@ pending)
 	start_phoenix pending --trust-unsummed --l1-size-gb 2 --l2-prefetch-load-timeout 120
 	sed 's/--l1-size-gb/--checksum-mib-per-second 1 &/' "$work/pending.kill" >"$work/pending-later.kill"
 	timeout 900 "$python" interop/lmcache/pending.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" \
-		--kill "sh $work/pending-later.kill" >"$work/pending.out" 2>"$work/pending.err" || { tail -20 "$work/pending.err" "$work/pending.log" >&2; exit 1; }
+		--kill "sh $work/pending-later.kill" >"$work/pending.out" 2>"$work/pending.err" || { tail -n 20 "$work/pending.err" "$work/pending.log" >&2; exit 1; }
 	cat "$work/pending.out"
 	;;
 events)
 	echo "== KV events: the real client subscribes, and again after kill -9; vLLM's classes read our own socket"
 	start_phoenix events --trust-unsummed --l1-size-gb 0.125 --kv-events "ipc://$work/events.sock" --kv-events-replay "ipc://$work/replay.sock"
 	timeout 300 "$python" interop/lmcache/events.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/events.kill" \
-		--events "ipc://$work/events.sock" --replay "ipc://$work/replay.sock" >"$work/events.out" 2>"$work/events.err" || { tail -20 "$work/events.err" "$work/events.log" >&2; exit 1; }
+		--events "ipc://$work/events.sock" --replay "ipc://$work/replay.sock" >"$work/events.out" 2>"$work/events.err" || { tail -n 20 "$work/events.err" "$work/events.log" >&2; exit 1; }
 	cat "$work/events.out"
 	;;
 fs)
@@ -246,7 +224,7 @@ cluster | cluster@*)
 	mooncake
 	WORK=$work timeout 900 "$te" interop/store/cluster.py bin/kvasir >"$work/cluster.out" 2>"$work/cluster.err" ||
 		{ cat "$work/cluster.out"; tail -n 20 "$work/cluster.err" "$work"/node-*.log; exit 1; }
-	tail -1 "$work/cluster.out"
+	tail -n 1 "$work/cluster.out"
 	;;
 tier | tier@*)
 	echo "== kvasir server over a real mooncake_master and memory of a C++ client: $part"
@@ -255,7 +233,7 @@ tier | tier@*)
 	start_phoenix pool --l1-size-gb 0.125 --cold --l2-adapter "'{\"type\":\"mooncake_store\",\"master_server_addr\":\"127.0.0.1:$master\"}'"
 	timeout 1200 "$python" interop/store/tier.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --kill "sh $work/pool.kill" --master "$master" \
 		--mooncake "$te" >"$work/pool.out" 2>"$work/pool.err" ||
-		{ grep -E "^(PASS|FAIL)|not within|Error" "$work/pool.err" >&2; tail -5 "$work/pool.log" >&2; exit 1; }
+		{ grep -E "^(PASS|FAIL)|not within|Error" "$work/pool.err" >&2; tail -n 5 "$work/pool.log" >&2; exit 1; }
 	cat "$work/pool.out"
 	;;
 store-engine | store-engine@*)

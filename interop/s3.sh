@@ -43,7 +43,7 @@ two_nodes() {
 	start_phoenix "two-$1" --l1-size-gb 0.125 --cold --l2-prefetch-load-timeout 20 --l2-adapter "\"$adapter\""
 	timeout 170 "$python" interop/lmcache/bucket.py --urls "tcp://127.0.0.1:$one" "tcp://127.0.0.1:$port" --https "http://127.0.0.1:$one_http" "http://127.0.0.1:$http" \
 		--kill "sh $work/one-$1.kill" >"$work/two-$1.out" 2>"$work/two-$1.err" ||
-		{ grep -E "^(PASS|FAIL)|not within" "$work/two-$1.err" >&2; tail -5 "$work/one-$1.log" "$work/two-$1.log" >&2; exit 1; }
+		{ grep -E "^(PASS|FAIL)|not within" "$work/two-$1.err" >&2; tail -n 5 "$work/one-$1.log" "$work/two-$1.log" >&2; exit 1; }
 	cat "$work/two-$1.out"
 	stop_servers
 }
@@ -54,5 +54,5 @@ echo "== kvasir tier over that bucket"
 export AWS_ENDPOINT_URL=http://$addr
 bin/kvasir tier verify s3_native:kvcache/two-s3_native
 bin/kvasir tier copy s3_native:kvcache/two-s3_native s3_native:kvcache/copy
-[ "$(bin/kvasir tier ls s3_native:kvcache/copy | tail -1 | cut -d' ' -f1)" = 7 ] || { bin/kvasir tier ls s3_native:kvcache/copy >&2; exit 1; }
+[ "$(bin/kvasir tier ls s3_native:kvcache/copy | tail -n 1 | cut -d' ' -f1)" = 7 ] || { bin/kvasir tier ls s3_native:kvcache/copy >&2; exit 1; }
 exec 8>&-

@@ -54,14 +54,26 @@ func TestRanks(t *testing.T) {
 			ID    int     `json:"worker_id"`
 			Rank  kv.Rank `json:"kv_rank"`
 		} `json:"kv_ranks"`
+		Keys []struct {
+			Rank kv.Rank `json:"kv_rank"`
+		} `json:"keys"`
 	}
 	testkit.ReadVector(t, "lmcache-mp/object_keys.json", &file)
+	if len(file.Ranks)+len(file.Keys) == 0 { // files recorded with other seeds have keys only
+		t.Fatal("the file has no case")
+	}
 	for _, r := range file.Ranks {
 		if got, ok := kv.NewRank(r.World, r.ID); !ok || got != r.Rank {
 			t.Errorf("NewRank(%d, %d) = %08x, %v, want %08x", r.World, r.ID, got, ok, r.Rank)
 		}
 	}
-	t.Logf("%d cases", len(file.Ranks))
+	for _, k := range file.Keys { // the two upper bytes of a rank are world size and worker id
+		world, id := int(k.Rank>>24), int(k.Rank>>16&0xff)
+		if got, ok := kv.NewRank(world, id); !ok || got != k.Rank {
+			t.Errorf("NewRank(%d, %d) = %08x, %v, want %08x of a key", world, id, got, ok, k.Rank)
+		}
+	}
+	t.Logf("%d ranks, %d keys", len(file.Ranks), len(file.Keys))
 }
 
 func TestNewRankRefuses(t *testing.T) {

@@ -105,8 +105,10 @@ func TestClientLeavesInEachPhase(t *testing.T) {
 // P dies before it has the request, while it computes, and after it has answered: the request is
 // served by the other P, or fails within its deadlines, and nothing is left behind.
 func TestPDies(t *testing.T) {
+	t.Parallel() // it waits for deadlines
 	for _, when := range []string{"before", "during", "after"} {
 		t.Run(when, func(t *testing.T) {
+			t.Parallel()
 			x := &deployment{t: t}
 			o := proxy.Options{HealthInterval: time.Hour} // nobody but the requests notices
 			x.pair(t, pair{model: "m", p: 2, d: 1}, &o, 5*time.Millisecond)

@@ -8,6 +8,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/lease"
@@ -350,8 +351,12 @@ func TestReadyLookupsAllocateLittle(t *testing.T) {
 		b.store.EndSession(session, nobody)
 	})
 	t.Logf("%v allocations for a lookup, its result and its end", n)
-	if n > allocsPerLookup+raceAllocs {
-		t.Errorf("%v allocations, want at most %d", n, allocsPerLookup)
+	allowed := float64(allocsPerLookup)
+	if testkit.Race {
+		allowed++ // the race detector's own
+	}
+	if n > allowed {
+		t.Errorf("%v allocations, want at most %v", n, allowed)
 	}
 }
 

@@ -333,6 +333,7 @@ func (f *fleet) compare(d *fleetD) {
 // when D asked, or the same life's copy of it, and blocks that belong to nobody stay
 // as they are.
 func TestFleetThroughTheRelay(t *testing.T) {
+	t.Parallel() // it waits for deadlines
 	for seed := range uint64(2) {
 		f := &fleet{world: newWorld(t, relay.Options{Timeout: time.Second, MemoryBytes: 1 << 20}), rnd: rand.New(rand.NewPCG(seed, 5))}
 		f.sender.Close()

@@ -118,7 +118,8 @@ func TestPullsThatEndAtOnce(t *testing.T) {
 // One pull with thousands of requests for transfers that nobody has heard of: each is
 // answered, the log stays short, and another D is served meanwhile.
 func TestThousandsOfUnknownTransfers(t *testing.T) {
-	w := newWorld(t, relay.Options{Timeout: 2 * time.Second})
+	t.Parallel() // it waits for deadlines
+	w := newWorld(t, relay.Options{Timeout: 4 * time.Second})
 	const n = 1000
 	wanted := map[string]wire.Wanted{}
 	for i := range n {

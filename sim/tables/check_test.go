@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/sim/tables"
 )
 
@@ -46,7 +47,7 @@ func TestHeldOutTables(t *testing.T) {
 		}
 	}
 	f("T1", 18)
-	if raceDetector {
+	if testkit.Race {
 		return // one goroutine counts, ten times as long
 	}
 	f("T3", 27, "wrong order")

@@ -6,6 +6,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/store/evict"
 )
 
@@ -221,7 +222,7 @@ func against(r *rapid.T, p evict.Policy, model naive) {
 // A pool full of busy slots costs a bounded number of looks per call, and each slot one
 // look until it is used: not one for every chunk that is to be stored.
 func TestBusySlotsAreLookedAtOnce(t *testing.T) {
-	const slots = 100_000
+	slots := int64(testkit.Volume(100_000))
 	for _, name := range evict.Names {
 		p, err := evict.New(name, slots)
 		if err != nil {
@@ -241,7 +242,7 @@ func TestBusySlotsAreLookedAtOnce(t *testing.T) {
 				t.Fatalf("%s: one call looked at %d slots", name, looks-before)
 			}
 		}
-		if looks > slots {
+		if looks > int(slots) {
 			t.Errorf("%s: %d looks at %d slots", name, looks, slots)
 		}
 		looks = 0

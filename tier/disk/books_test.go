@@ -3,6 +3,7 @@ package disk
 import (
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
@@ -10,7 +11,8 @@ import (
 // All files of a directory stay within its limit, the books among them, also while those are replaced, however small the
 // objects are and however many are deleted.
 func TestBooksAreWithinTheLimit(t *testing.T) {
-	const limit, segment = 8 << 20, 256 << 10
+	const segment = 256 << 10
+	limit := segment * int64(max(8, testkit.Volume(32)))
 	m, c := newMemFiles(1, 1<<30), newClock()
 	o := Options{SegmentBytes: segment, MinFree: 1, FirstTouch: true}
 	worst := int64(0)
@@ -21,7 +23,7 @@ func TestBooksAreWithinTheLimit(t *testing.T) {
 	}
 	d := openMem(t, o, limit, c, m)
 	var some []kv.Key
-	for i := range 3 * limit / block {
+	for i := range int(3 * limit / block) {
 		put(t, d, i, 100)
 		if some = append(some, tiertest.Key(i)); i%8 == 7 {
 			if err := d.Delete(t.Context(), some[:1]); err != nil {

@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // checkpointOf makes a checkpoint of segments with so many objects each.
@@ -88,7 +89,7 @@ func TestCheckpointParts(t *testing.T) {
 			t.Errorf("seed %d: %d of %d parts, %v", seed, len(seen), len(objects), c.err)
 		}
 	}
-	for seed := range uint64(50) {
+	for seed := range uint64(testkit.Volume(50)) {
 		f(seed, func(_ file, size, _ int64) (int64, error) { return size, nil }, nil)
 		f(seed, func(_ file, size, _ int64) (int64, error) { return size - block, nil }, io.ErrUnexpectedEOF)
 		f(seed, func(f file, size, last int64) (int64, error) {

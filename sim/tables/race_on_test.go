@@ -1,5 +1,0 @@
-//go:build race
-
-package tables_test
-
-const raceDetector = true
