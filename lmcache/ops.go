@@ -9,7 +9,7 @@
 // client's first request from later ones.
 //
 // Source of every wire fact: the lmcache Python packages and recordings of their
-// clients and servers; internal/vectors holds them.
+// clients and servers; internal/testkit holds them.
 package lmcache
 
 import (

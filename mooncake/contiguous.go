@@ -30,7 +30,7 @@ func (e *LengthError) Error() string {
 // raises, or pairs the wrong blocks).
 //
 // vLLM: group_concurrent_contiguous, 0.33.0; vectors in
-// internal/vectors/testdata/mooncake-connector/group-contiguous.json.
+// internal/testkit/testdata/mooncake-connector/group-contiguous.json.
 func GroupConcurrentContiguous[S, D BlockID](spans []Span, src []S, dst []D) ([]Span, error) {
 	if len(src) != len(dst) {
 		return spans, &LengthError{len(src), len(dst)}

@@ -17,7 +17,7 @@
 // This is the connector of vLLM 0.16 to 0.33. Its messages grew from release to release;
 // wire.Release names one of them. Package v013 has the workers of 0.13, whose protocol
 // differs. Facts are from those releases; the vectors are in
-// internal/vectors/testdata/mooncake-connector.
+// internal/testkit/testdata/mooncake-connector.
 //
 // docs/mooncake.md draws the messages and states the rules of time: what waits for
 // what, how long, and which side learns of the end.

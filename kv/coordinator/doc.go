@@ -19,7 +19,7 @@
 //
 // It follows vLLM's MooncakeStoreCoordinator where that is right. A [Release] repeats
 // a published version to the letter; recorded decisions of both are in
-// internal/vectors.
+// internal/testkit.
 //
 // The package is pure: no I/O, no clock, no goroutine, no lock. A Coordinator
 // is immutable and safe for concurrent use; a Result, a Remote and a set being

@@ -22,7 +22,7 @@
 //	       elements
 //
 // Source: CPython's protocol 4 pickler, torch 2.13 (_utils, storage, serialization),
-// lmcache 0.5.6; recorded in internal/vectors/testdata/lmcache-mp.
+// lmcache 0.5.6; recorded in internal/testkit/testdata/lmcache-mp.
 package pickle
 
 import (

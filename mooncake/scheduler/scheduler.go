@@ -90,7 +90,7 @@ func (s RequestStatus) String() string {
 // fails only with a Release.
 //
 // Source: MooncakeConnectorScheduler of vLLM 0.13.0 and 0.33.0; vectors in
-// internal/vectors/testdata/mooncake-connector.
+// internal/testkit/testdata/mooncake-connector.
 type Scheduler struct {
 	o         Options // immutable
 	rules     rule    // of o.Release

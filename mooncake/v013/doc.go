@@ -10,5 +10,5 @@
 // they append random characters to request ids.
 //
 // Source: MooncakeConnector of vLLM 0.13.0; vectors in
-// internal/vectors/testdata/mooncake-connector.
+// internal/testkit/testdata/mooncake-connector.
 package v013

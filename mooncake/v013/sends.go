@@ -27,7 +27,7 @@ type memory struct {
 // ErrRange, where an address overflows; out is then nil and nothing may be copied.
 //
 // vLLM: _send_blocks, 0.13.0; vectors in
-// internal/vectors/testdata/mooncake-connector/send-blocks-v0130.json.
+// internal/testkit/testdata/mooncake-connector/send-blocks-v0130.json.
 func (o *memory) plan(out []mooncake.Descriptor, p *wire.Pull013, own [][]int) ([]mooncake.Descriptor, error) {
 	if len(own) != len(p.Blocks) {
 		return nil, wire.Asserted(wire.CodeShape, "%d requests, %d lists of block ids from %s", len(own), len(p.Blocks), sessionOf(p))

@@ -3,5 +3,5 @@
 // kv_transfer_params of requests and responses, and what a scheduler tells its workers.
 //
 // It does no I/O, so a proxy can import it without sockets or a transfer engine. Facts are
-// from those releases; vectors in internal/vectors/testdata/mooncake-connector.
+// from those releases; vectors in internal/testkit/testdata/mooncake-connector.
 package wire

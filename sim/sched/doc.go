@@ -11,7 +11,7 @@
 //	result := s.Process(sched.Output{}) // the oldest step is done
 //
 // Source: Scheduler, AsyncScheduler, KVCacheManager and BlockPool of vLLM 0.32.0; vectors in
-// internal/vectors/testdata/vllm-scheduler, of one group of full attention or of a sliding
+// internal/testkit/testdata/vllm-scheduler, of one group of full attention or of a sliding
 // window. No speculation. Where vLLM would use KV that is not there, it is not followed: a load
 // of a hybrid model that fails in part begins anew, and a prompt that was loaded whole keeps what
 // its last token looks at. One such case is as recorded: under Config.Priority a victim that
