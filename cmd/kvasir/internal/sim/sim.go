@@ -1,4 +1,4 @@
-// Package sim is kvasir sim: flags to options of sim/tables, sim/replay, sim/policies, sim/sweep, sim/fleet
+// Package sim is kvasir sim: flags to options of sim/tables, sim/replay, sim/sweep, sim/fleet
 // and sim/virtual, and their results as text or JSON.
 package sim
 
