@@ -114,7 +114,7 @@ race_scale() {
 # race_accuracy plays the published tables in virtual time; it needs nothing but this build.
 race_accuracy() {
 	bin/kvasir sim table
-	bin/kvasir sim accuracy --write docs/accuracy.md
+	bin/kvasir sim accuracy --write docs/measured/accuracy-tables.md
 }
 
 vllm_python() {

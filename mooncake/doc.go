@@ -19,6 +19,6 @@
 // differs. Facts are from those releases; the vectors are in
 // internal/testkit/testdata/mooncake-connector.
 //
-// docs/mooncake.md draws the messages and states the rules of time: what waits for
+// docs/how/mooncake.md draws the messages and states the rules of time: what waits for
 // what, how long, and which side learns of the end.
 package mooncake

@@ -115,7 +115,7 @@ type Dialect interface {
 // the engine's memory. Its methods are safe for concurrent use.
 //
 // The Receiver fences a failed request's blocks before it reports the failure: no
-// write of its P reaches them any more, see docs/mooncake.md.
+// write of its P reaches them any more, see docs/how/mooncake.md.
 type Receiver struct {
 	o     ReceiverOptions // immutable
 	cache *Cache

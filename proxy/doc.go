@@ -11,5 +11,5 @@
 // engine P is now, its registry says: a P that is started again is found without a restart of
 // anything else.
 //
-// docs/proxy.md has the rules. Source of the dialect: MooncakeConnector of vLLM 0.16 to 0.33.
+// docs/operate/proxy.md has the rules. Source of the dialect: MooncakeConnector of vLLM 0.16 to 0.33.
 package proxy

@@ -32,7 +32,7 @@ func TestMissesNameTheTier(t *testing.T) {
 	f([]*tier.Counting{one}, "", "disk")
 	f(nil, "fs", "none")
 	st := Status{}
-	if do := st.adviceFor("tier fs: " + miss.BelowSlow.String()); do != st.adviceFor(miss.BelowSlow.String()) || do == "see docs/server.md" {
+	if do := st.adviceFor("tier fs: " + miss.BelowSlow.String()); do != st.adviceFor(miss.BelowSlow.String()) || do == "see docs/operate/server.md" {
 		t.Errorf("advice: %s", do)
 	}
 }

@@ -223,7 +223,7 @@ func TestEachReasonIsExplained(t *testing.T) {
 	for _, r := range elsewhere {
 		provoked[r.Label()] = true
 	}
-	docs, err := os.ReadFile("../docs/explain.md")
+	docs, err := os.ReadFile("../docs/operate/explain.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -233,7 +233,7 @@ func TestEachReasonIsExplained(t *testing.T) {
 			t.Errorf("%s was not provoked", label)
 		}
 		if miss.Reason(r) != miss.None && !strings.Contains(string(docs), "| `"+label+"` |") {
-			t.Errorf("docs/explain.md has no line for %s", label)
+			t.Errorf("docs/operate/explain.md has no line for %s", label)
 		}
 	}
 }

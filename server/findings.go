@@ -22,7 +22,7 @@ func (st *Status) findings() []Finding {
 	out := []Finding{}
 	add := func(what, do string) { out = append(out, Finding{what, do}) }
 	for _, why := range st.Unhealthy {
-		add("the server is not healthy: "+why, "see docs/server.md; engines compute what they cannot load")
+		add("the server is not healthy: "+why, "see docs/operate/server.md; engines compute what they cannot load")
 	}
 	refused := 0
 	for _, w := range st.Workers {
@@ -133,7 +133,7 @@ func (st *Status) adviceFor(why string) string {
 	case miss.BelowFailed.String(), miss.BelowCorrupt.String():
 		return "see the log for what the tier below answered; engines compute these chunks again"
 	}
-	return "see docs/server.md"
+	return "see docs/operate/server.md"
 }
 
 // times writes a number with what it counts.

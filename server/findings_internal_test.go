@@ -34,7 +34,7 @@ func TestFindings(t *testing.T) {
 	}
 	f("", "", func(*Status) {})
 	f("", "", func(st *Status) { st.Lookup.MissReasons["never stored"] = 10 }) // 95 % hit: the ends of prompts
-	f("not healthy: it is shutting down", "docs/server.md", func(st *Status) { st.Unhealthy = []string{"it is shutting down"} })
+	f("not healthy: it is shutting down", "docs/operate/server.md", func(st *Status) { st.Unhealthy = []string{"it is shutting down"} })
 	f("no worker that can be served", "LMCacheMPConnector", func(st *Status) { st.Workers = nil })
 	f("2 registrations were refused: raise --l1-size-gb", "restart the engine", func(st *Status) { st.TurnedAway = []RefusedStatus{{Why: "raise --l1-size-gb", Count: 2}} })
 	f("worker 2 of other is refused: because", "restarted", func(st *Status) {
@@ -65,7 +65,7 @@ func TestFindings(t *testing.T) {
 		default:
 			f(r.String(), "", missed(r.String()))
 		}
-		if do := (&Status{}).adviceFor(r.String()); do == "see docs/server.md" && r != miss.NotPinned {
+		if do := (&Status{}).adviceFor(r.String()); do == "see docs/operate/server.md" && r != miss.NotPinned {
 			t.Errorf("no advice for %q", r)
 		}
 	}

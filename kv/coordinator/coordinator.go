@@ -8,7 +8,7 @@ import (
 // Options configures a Coordinator.
 type Options struct {
 	// Release repeats the decisions of a published version, its defects included;
-	// zero decides as it should be. docs/hybrid-hits.md lists the differences.
+	// zero decides as it should be. docs/how/hybrid-hits.md lists the differences.
 	Release Release
 }
 

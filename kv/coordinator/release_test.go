@@ -56,7 +56,7 @@ func draw(masks []coordinator.Mask) string {
 	return strings.Join(out, " ")
 }
 
-// The worked examples of docs/hybrid-hits.md.
+// The worked examples of docs/how/hybrid-hits.md.
 func TestWorkedExamples(t *testing.T) {
 	both := []coordinator.Release{0, coordinator.VLLM033, coordinator.VLLM023}
 	f := func(layout string, units, limit int, stored, want string, releases ...coordinator.Release) {

@@ -13,6 +13,6 @@
 // registration, a mapping and the copies.
 //
 // Source: the connector's class in vLLM 0.18 to 0.20 and 0.33.0; vectors in
-// internal/testkit/testdata/lmcache-tracker. docs/lmcache-connector.md teaches the
+// internal/testkit/testdata/lmcache-tracker. docs/how/lmcache-connector.md teaches the
 // rules and lists where published releases differ.
 package connector

@@ -337,7 +337,7 @@ func TestProperties(t *testing.T) {
 		}
 		s := &sim{t: t, rnd: rnd, cache: c, track: tr, bs: o.BlockTokens, chunk: o.ChunkTokens, ours: o.Release == 0}
 		s.play(120)
-		if o.Release != 0 { // the rest does not hold: see docs/lmcache-connector.md
+		if o.Release != 0 { // the rest does not hold: see docs/how/lmcache-connector.md
 			c.errs = slices.DeleteFunc(c.errs, func(e string) bool { return !strings.Contains(e, "overlaps") })
 		}
 		for _, e := range c.errs[:min(len(c.errs), 5)] {

@@ -17,7 +17,7 @@ type SchedulerOptions struct {
 	Groups []Group
 
 	// Release repeats the decisions of a published version, its defects included;
-	// zero decides as it should be. docs/lmcache-connector.md lists the differences.
+	// zero decides as it should be. docs/how/lmcache-connector.md lists the differences.
 	Release Release
 }
 

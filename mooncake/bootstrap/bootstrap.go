@@ -5,7 +5,7 @@
 // Each P worker registers the address of its ZMQ side channel under its ranks.
 // D reads the whole directory once per engine id and takes the number of TP
 // ranks in it as P's TP size, for the life of D. So a directory must never show
-// half of an engine, or a mixture of two; docs/bootstrap.md and type Registry have
+// half of an engine, or a mixture of two; docs/operate/bootstrap.md and type Registry have
 // the rules that prevent it.
 //
 // Wire: vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_utils.py,

@@ -66,7 +66,7 @@ type Options struct {
 	// refuses such engines. A wrong size makes requests fail.
 	BlockBytes uint64
 
-	// Prefixes enables ids of the form T^PREFIX:n, see docs/mooncake.md. The relay then
+	// Prefixes enables ids of the form T^PREFIX:n, see docs/how/mooncake.md. The relay then
 	// first pulls one block more than D wants, to learn whether D wants the whole prompt.
 	Prefixes bool
 

@@ -2,5 +2,5 @@
 // a request pulls from P, which blocks P keeps for D, and what the workers do at each
 // engine step. It does no I/O; the workers are in package mooncake.
 //
-// docs/mooncake-scheduler.md shows the calls of a request's life.
+// docs/how/mooncake-scheduler.md shows the calls of a request's life.
 package scheduler

@@ -44,7 +44,7 @@ type Options struct {
 
 	// Release makes the Scheduler repeat the decisions of a published version call by
 	// call, defects included: 33 for 0.33.0, or 13 for 0.13.0, with RequestIDs. The
-	// default decides as docs/mooncake.md says; release.go lists the differences.
+	// default decides as docs/how/mooncake.md says; release.go lists the differences.
 	Release wire.Release
 }
 

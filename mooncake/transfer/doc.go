@@ -13,7 +13,7 @@
 // flight on a few connections per peer, and returns only when it has stopped:
 // an entry whose bytes the peer may still apply carries [ErrUnsettled].
 //
-// Framing follows Mooncake 0.3.7 to 0.3.13; docs/transfer.md draws it.
+// Framing follows Mooncake 0.3.7 to 0.3.13; docs/how/transfer.md draws it.
 // Lock order: Client.mu before peer.mu, Table.mu before claims.mu; peer.mu,
 // claims.mu, Target.mu and job.mu are leaves.
 package transfer

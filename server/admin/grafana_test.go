@@ -17,9 +17,9 @@ var (
 	legend     = regexp.MustCompile(`\{\{(\w+)\}\}`)
 )
 
-// The dashboard of docs/grafana.json asks only for series that are there, by labels that they have.
+// The dashboard of docs/reference/grafana.json asks only for series that are there, by labels that they have.
 func TestGrafanaDashboard(t *testing.T) {
-	text, err := os.ReadFile("../../docs/grafana.json")
+	text, err := os.ReadFile("../../docs/reference/grafana.json")
 	if err != nil {
 		t.Fatal(err)
 	}

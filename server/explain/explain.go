@@ -259,7 +259,7 @@ func Do(why string) string { return advice[why] }
 
 var advice = map[string]string{
 	miss.Window.String(): "the window or state at that place was not stored, or was dropped because no hit of its own prompt could load it: prompts hit where an earlier one " +
-		"ended, or had a whole window. See docs/hybrid-hits.md",
+		"ended, or had a whole window. See docs/how/hybrid-hits.md",
 	miss.OtherSalt.String():    "normal where tenants are to be kept apart; else send both prompts with one cache_salt, or none",
 	miss.OtherModel.String():   "KV of one model is of no use to another. Where both are the same, give engines one --served-model-name, or one path",
 	miss.OtherRank.String():    "KV is kept for each rank of one world size: engines share it where their parallel sizes are equal. Of equal ones, a worker has not stored its part: see the workers in kvasir status",

@@ -26,7 +26,7 @@ type PolicyFlags struct {
 func (PolicyFlags) Help() string {
 	return `What a store of each size would have had of a trace under each eviction policy, and what the optimum would have had, which
 knows the future. Only full blocks count; a hit is a run of them from a prompt's start. JSON: rows of policy, capacity_blocks,
-block_hit, token_hit, and default, the policy of kvasir server. docs/eviction.md describes the policies.
+block_hit, token_hit, and default, the policy of kvasir server. docs/how/eviction.md describes the policies.
 
 Examples:
   kvasir sim evict --trace conversation_trace.jsonl

@@ -11,7 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 )
 
-// Markers of the part of docs/accuracy.md that WriteAccuracy makes.
+// Markers of the part of docs/measured/accuracy-tables.md that WriteAccuracy makes.
 const (
 	accuracyBegin = "<!-- tables: begin -->\n"
 	accuracyEnd   = "<!-- tables: end -->\n"

@@ -15,7 +15,7 @@ func TestWriteAccuracyRefuses(t *testing.T) {
 	if _, err := tables.WriteAccuracy(t.Context(), []byte("no markers")); !errors.Is(err, tables.ErrMarkers) {
 		t.Errorf("%v", err)
 	}
-	text, err := os.ReadFile("../../docs/accuracy.md")
+	text, err := os.ReadFile("../../docs/measured/accuracy-tables.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -28,14 +28,14 @@ func TestWriteAccuracyRefuses(t *testing.T) {
 
 // The document has the figures that the build gives: of the table, cheap enough for each test run.
 func TestAccuracyDocumentIsOfThisBuild(t *testing.T) {
-	text, err := os.ReadFile("../../docs/accuracy.md")
+	text, err := os.ReadFile("../../docs/measured/accuracy-tables.md")
 	if err != nil {
 		t.Fatal(err)
 	}
 	got := play(t, tables.Options{})
 	for _, line := range got.Lines() {
 		if !strings.Contains(string(text), line) {
-			t.Errorf("docs/accuracy.md lacks %q; make bench BENCH=accuracy writes it", line)
+			t.Errorf("docs/measured/accuracy-tables.md lacks %q; make bench BENCH=accuracy writes it", line)
 		}
 	}
 }

@@ -21,7 +21,7 @@ func check(t *testing.T, name string, o tables.CheckOptions) *tables.Check {
 }
 
 // Which limits of held-out tables are kept, and which are known to be missed: a change of either
-// is to be seen, and docs/accuracy.md to be changed with it.
+// is to be seen, and docs/measured/accuracy.md to be changed with it.
 func TestHeldOutTables(t *testing.T) {
 	f := func(name string, rows int, missed ...string) {
 		t.Helper()

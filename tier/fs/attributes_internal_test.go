@@ -59,7 +59,7 @@ func stat(t *testing.T, d *Dir, seed int) tier.Meta {
 	return metas[0]
 }
 
-// withoutAttributes is what docs/tiers.md says of a file system without extended attributes: one warning, objects
+// withoutAttributes is what docs/operate/fs.md says of a file system without extended attributes: one warning, objects
 // by their length alone, torn ones not there and replaced, also those of two directories.
 func withoutAttributes(t *testing.T, dir string, a attrs) {
 	for name, o := range map[string]Options{"plain": {}, "padded": {Pad: true}, "direct": {Direct: true, Pad: true}} {

@@ -82,7 +82,7 @@ type Flags struct {
 
 // Help is the command's help.
 const Help = `Sends requests to an endpoint of the OpenAI API and measures times to first token, times per token and
-throughputs as vllm bench serve does: the same flags, the same table, the same JSON. docs/bench.md has the definitions.
+throughputs as vllm bench serve does: the same flags, the same table, the same JSON. docs/reference/bench.md has the definitions.
 
 Examples:
   kvasir engine --port 8000 --prefill-tokens-per-second 20000 --step-time 10ms

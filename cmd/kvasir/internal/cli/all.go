@@ -36,7 +36,7 @@ func (allCmd) Help() string {
 
 Each section is what kvasir server, bootstrap, relay or proxy does; a section that is missing is not run. The
 environment counts before the file, as for the commands alone (KVASIR_SERVER_PORT). The parts start in
-the order registry, server, relay, proxy and end in reverse. docs/all.md has the rules.`
+the order registry, server, relay, proxy and end in reverse. docs/operate/all.md has the rules.`
 }
 
 func (c *allCmd) checkOnly() bool { return c.CheckConfig }

@@ -42,7 +42,7 @@ type bootstrapCmd struct {
 func (bootstrapCmd) Help() string {
 	return `Stands in for the bootstrap server inside vLLM's MooncakeConnector: workers of P register, D and the proxy query.
 Unlike that one it outlives P, takes a restarted P, and never shows half of an engine that it can tell apart.
-docs/bootstrap.md has the rules and all requests.
+docs/operate/bootstrap.md has the rules and all requests.
 
 Examples:
   kvasir bootstrap --host 0.0.0.0           (engines on other hosts)

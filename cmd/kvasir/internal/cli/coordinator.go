@@ -23,7 +23,7 @@ type coordinatorCmd struct {
 func (coordinatorCmd) Help() string {
 	return `A stored prefix is a hit only when every group of layers can continue from it, and each group
 needs other blocks of it. This shows, per group, what is stored, what a hit loads and what is
-never needed. docs/hybrid-hits.md teaches the rules.
+never needed. docs/how/hybrid-hits.md teaches the rules.
 
 Examples:
   kvasir coordinator full,bs=16 --prompt 4096

@@ -85,7 +85,7 @@ func printModelled(e *env) error {
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(e.stdout, "\nOn two A10 GPUs it would be, in virtual time, beside the table of vLLM's pull request (docs/accuracy.md):\n")
+	fmt.Fprintf(e.stdout, "\nOn two A10 GPUs it would be, in virtual time, beside the table of vLLM's pull request (docs/measured/accuracy.md):\n")
 	if err := errors.Join(sim.TableReport(f, t), f.Close(), t.PrintShort(e.stdout)); err != nil {
 		return err
 	}

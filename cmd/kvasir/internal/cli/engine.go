@@ -67,7 +67,7 @@ Examples:
   MOONCAKE_CONFIG_PATH=mooncake.json kvasir engine --window 1024 --kv-transfer-config '{"kv_connector":"MooncakeStoreConnector","kv_role":"kv_both"}'
 
 Without bootstrap_server_address P has a registry of its own, on VLLM_MOONCAKE_BOOTSTRAP_PORT (8998).
-VLLM_HOST_IP names the address that other engines dial. docs/engine.md has more.`
+VLLM_HOST_IP names the address that other engines dial. docs/reference/engine.md has more.`
 }
 
 func (c *engineCmd) options(e *env) (o engine.Options, err error) {

@@ -67,7 +67,7 @@ type proxyCmd struct {
 func (proxyCmd) Help() string {
 	return `Sends each request to one engine, or, where prefill and decode are apart, to P and D. The proxy may start before its
 engines. A P or D that is started again is found; a request whose engine fails before the first byte is tried with
-others; a client that leaves ends its request at both engines. docs/proxy.md has the rules.
+others; a client that leaves ends its request at both engines. docs/operate/proxy.md has the rules.
 
 Examples:
   kvasir proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200

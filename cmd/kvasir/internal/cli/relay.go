@@ -48,7 +48,7 @@ carry the relay's engine id and address:
   "remote_bootstrap_addr": "http://127.0.0.1:8999"
 
 The transfer id with # and digits behind it (xfer-1#2) asks for the same KV again: it comes from memory,
-P is not asked. docs/relay.md has the rules.`
+P is not asked. docs/operate/relay.md has the rules.`
 }
 
 func (c *relayCmd) check(*env) error {

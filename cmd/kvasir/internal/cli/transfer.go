@@ -25,7 +25,7 @@ type transferCmd struct {
 func (transferCmd) Help() string {
 	return `Moves bytes between the memories of two processes on the wire of Mooncake's transfer engine (TCP);
 either end may be the C++ engine. There is no authentication on this wire: keep it private.
-docs/transfer.md has the details.
+docs/how/transfer.md has the details.
 
 Examples:
   kvasir transfer serve --size 256MiB --peer-file peer.json

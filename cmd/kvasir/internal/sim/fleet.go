@@ -40,7 +40,7 @@ type fleetCmd struct {
 func (fleetCmd) Help() string {
 	return `Nodes with RAM of their own over one store: what hits where, what passes between them, and from how many nodes on
 the store's bandwidth binds. Made conversations grow with the fleet (12 at a time for each node, 3 system prompts for all);
-a trace comes faster. docs/scale.md has the curves.
+a trace comes faster. docs/measured/scale.md has the curves.
 
 Examples:
   kvasir sim fleet --trace conversation_trace.jsonl --plot fleet.svg

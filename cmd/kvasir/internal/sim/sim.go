@@ -34,14 +34,14 @@ type Command struct {
 	Sweep     sweepCmd     `cmd:"" help:"Run a workload over many deployments: P and D, cache, network, tokens of a step, rate."`
 	Fleet     fleetCmd     `cmd:"" help:"Play 1 to 256 nodes over one store: hits, bytes, requests, and where the store's bandwidth binds."`
 	Profile   profileCmd   `cmd:"" help:"Show a hardware profile: its constants, where they are from, its arithmetic."`
-	Accuracy  accuracyCmd  `cmd:"" help:"Play all tables with spreads and ranges, as Markdown (minutes): the figures of docs/accuracy.md."`
+	Accuracy  accuracyCmd  `cmd:"" help:"Play all tables with spreads and ranges, as Markdown (minutes): the figures of docs/measured/accuracy-tables.md."`
 	Calibrate calibrateCmd `cmd:"" help:"Fit a profile to results of vllm bench serve; without any, the profiles' constants from their figures."`
 }
 
 // Help is shown by kvasir sim --help.
 func (Command) Help() string {
 	return `Whole deployments in virtual time: prefill and decode engines with vLLM's scheduler, on modelled GPUs. No GPU,
-no network, no waiting; the same run gives the same figures. docs/accuracy.md says how near they are.
+no network, no waiting; the same run gives the same figures. docs/measured/accuracy.md says how near they are.
 
 Examples:
   kvasir sim table
@@ -345,7 +345,7 @@ type checkCmd struct {
 
 // Help is shown by kvasir sim check --help.
 func (checkCmd) Help() string {
-	return `Published tables that no constant is from, each figure beside ours. docs/accuracy.md says where they are from and
+	return `Published tables that no constant is from, each figure beside ours. docs/measured/accuracy.md says where they are from and
 what is asked of them. A limit that is missed is printed; the exit code is 0 all the same.
 
 Examples:
