@@ -9,6 +9,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/fair"
 )
 
 // body is a request's, in memory that is reused once its last hold ends.
@@ -54,9 +56,67 @@ func (b *body) release() {
 	}
 }
 
+// bodyMemory bounds the memory of bodies that are being read, over all clients. An address or key may have half of what the
+// others leave; the only body may be as large as bodies may be.
+type bodyMemory struct {
+	limit int64 // bytes of buffers
+
+	mu struct {
+		sync.Mutex
+		shares fair.Shares
+	}
+}
+
+// grow takes memory for a body of who, bytes: a first buffer (from is 0), or a larger one while the smaller is still there. It
+// reports whether there is room.
+func (m *bodyMemory) grow(who string, from, to int64) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	more := fair.Amount{Size: to}
+	if from == 0 {
+		more.Count = 1
+	}
+	all := m.mu.shares.All()
+	alone := all.Count+more.Count == 1
+	if !alone && !m.mu.shares.MaySize(who, to, m.limit) {
+		return false
+	}
+	m.mu.shares.Add(who, more)
+	return true
+}
+
+// shrink gives a smaller buffer back; end gives a body back.
+func (m *bodyMemory) shrink(who string, n int64) { m.add(who, fair.Amount{Size: -n}) }
+func (m *bodyMemory) end(who string, n int64)    { m.add(who, fair.Amount{Count: -1, Size: -n}) }
+
+func (m *bodyMemory) add(who string, more fair.Amount) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.mu.shares.Add(who, more)
+}
+
+func (m *bodyMemory) bytes() int64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.mu.shares.All().Size
+}
+
+// errNoBodyMemory is the answer when unfinished bodies have all memory for them.
+func errNoBodyMemory(e *exchange) error {
+	e.w.Header().Set("Connection", "close") // the rest of the body is not read
+	r := busy("too much memory is taken by unfinished requests")
+	r.always = true
+	return r
+}
+
 // read reads the request.
 func (e *exchange) read() error {
 	e.body = newBody(e.r.ContentLength)
+	memory, who := &e.p.bodies, e.want.who
+	if !memory.grow(who, 0, int64(cap(e.body.b))) {
+		return errNoBodyMemory(e)
+	}
+	defer func() { memory.end(who, int64(cap(e.body.b))) }()
 	_ = e.rc.SetReadDeadline(time.Now().Add(e.p.o.BodyTimeout)) // not every ResponseWriter has deadlines
 	from := http.MaxBytesReader(e.w, e.r.Body, e.p.o.MaxBody)
 	b := e.body.b
@@ -66,7 +126,13 @@ func (e *exchange) read() error {
 			if n := e.r.ContentLength; n > int64(cap(b)) {
 				more = int(min(n+1, 4*int64(cap(b))))
 			}
+			if !memory.grow(who, int64(cap(b)), int64(more)) {
+				return errNoBodyMemory(e)
+			}
+			old := int64(cap(b))
 			b = append(make([]byte, 0, more), b...)
+			e.body.b = b
+			memory.shrink(who, old)
 		}
 		n, err := from.Read(b[len(b):cap(b)])
 		b = b[:len(b)+n]

@@ -42,6 +42,7 @@ type Proxy struct {
 	tokenizing chan struct{}         // has a place for each prompt that is made tokens
 	draining   atomic.Bool
 	inFlight   atomic.Int64
+	bodies     bodyMemory
 	releases   atomic.Int64
 	n          *counters
 }
@@ -54,6 +55,7 @@ func New(o Options) (*Proxy, error) {
 	o = o.withDefaults()
 	p := &Proxy{o: o, n: newCounters()}
 	p.fleet.o = &p.o
+	p.bodies.limit = o.BodyMemory
 	p.fleet.mu.queues = make(map[string]*queue)
 	if o.indexed() {
 		p.index = prefix.New(o.IndexEntries)

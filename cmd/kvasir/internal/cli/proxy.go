@@ -53,6 +53,7 @@ type proxyCmd struct {
 	OTLP string `name:"otlp-endpoint" help:"OpenTelemetry collector (OTLP over HTTP), http://HOST:4318, for a span of each request, P's part and D's." placeholder:"URL" group:"Log"`
 
 	MaxInFlight  int           `name:"max-in-flight" help:"Requests in progress; more are answered 503 at once." default:"16384" group:"Limits"`
+	BodyMemory   byteSize      `name:"body-memory" help:"Memory for requests that are still being read, over all clients; one address or API key may have half of what the others leave. More are answered 503 at once." default:"192MiB" group:"Limits"`
 	MaxPerEngine int           `name:"max-per-engine" help:"Requests at one engine; others wait." default:"1024" group:"Limits"`
 	MaxQueue     int           `name:"max-queue" help:"Requests that wait for a model; more are answered 503 at once. One client may have half of what the others leave." default:"1024" group:"Limits"`
 	QueueTimeout time.Duration `name:"queue-timeout" help:"Longest wait for an engine." default:"30s" group:"Limits"`
@@ -91,14 +92,14 @@ var policies = map[string]proxy.Policy{
 // proxyFields are the flags of options, for errors.
 var proxyFields = map[string]string{
 	"Prefill": "--prefill", "Decode": "--decode", "Engines": "--engine", "Sources": "dns+ or registry+", "DPSize": "--data-parallel-size", "SkipPrefill": "--skip-prefill-below", "Store": "--store", "StoreEvents": "--store-events", "StoreReplay": "--store-events-replay", "EventsPort": "--kv-events-port", "ReplayPort": "--kv-events-replay-port",
-	"MaxInFlight": "--max-in-flight", "MaxPerEngine": "--max-per-engine", "MaxQueue": "--max-queue", "QueueTimeout": "--queue-timeout",
+	"MaxInFlight": "--max-in-flight", "BodyMemory": "--body-memory", "MaxPerEngine": "--max-per-engine", "MaxQueue": "--max-queue", "QueueTimeout": "--queue-timeout",
 	"Attempts": "--attempts", "FirstByte": "--first-byte-timeout", "PrefillTimeout": "--prefill-timeout", "Stall": "--stall-timeout",
 }
 
 func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	o = proxy.Options{
 		EngineKey: c.EngineKey, Dialect: connectors[c.Connector], DPSize: c.DPSize, Policy: policies[c.Policy],
-		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, StoreEvents: c.StoreEvents, StoreReplay: c.StoreReplay, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
+		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, StoreEvents: c.StoreEvents, StoreReplay: c.StoreReplay, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, BodyMemory: int64(c.BodyMemory), MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
 		QueueTimeout: c.QueueTimeout, Attempts: c.Attempts, FirstByte: c.FirstByte, PrefillTimeout: c.PrefillTime, Stall: c.Stall, Log: e.log,
 	}
 	if err := proxytool.Engines(&o, c.Prefill, c.Decode, c.Engine); err != nil {
