@@ -30,6 +30,7 @@ type backend struct {
 	role     role
 	url      string
 	host     string            // of url
+	found    bool              // in a registry, where anybody may register
 	client   *http1.Client     // of requests
 	registry *bootstrap.Client // of a Mooncake prefill engine; nil: none
 	stop     context.CancelFunc

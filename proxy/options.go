@@ -6,6 +6,7 @@ import (
 	"crypto/tls"
 	"log/slog"
 	"net"
+	"net/netip"
 	"net/url"
 	"time"
 
@@ -83,6 +84,9 @@ type Options struct {
 	Limits    *limits.Limits // of Keys, counted together with other proxies; nil: each holds its own. Closed by its owner
 	EngineTLS *tls.Config    // for engines at https; nil: the system's authorities
 	EngineKey string         // sent to engines as their API key; "": what the client sent
+
+	FoundNetworks    []netip.Prefix // in which engines may be that a registry names; default loopback and private networks
+	EngineKeyToFound bool           // such engines get EngineKey, too
 
 	Spans *otlp.Exporter // of spans of requests and their legs; nil: none
 	Log   *slog.Logger   // nil discards; a line per request at debug
@@ -197,6 +201,9 @@ func (o Options) withDefaults() Options {
 	o.DialTimeout = cmp.Or(o.DialTimeout, 3*time.Second)
 	if o.resolve == nil {
 		o.resolve = net.DefaultResolver.LookupHost
+	}
+	if o.FoundNetworks == nil {
+		o.FoundNetworks = privateNetworks
 	}
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	return o

@@ -94,6 +94,9 @@ func New(o Options) (*Proxy, error) {
 	}
 	for _, source := range o.Sources {
 		f, ferr := newFinder(source, o.Dialect)
+		if ferr == nil && f.registry != nil && o.EngineKey != "" && !o.EngineKeyToFound {
+			p.o.Log.Warn("engines of a registry get no API key: whoever can register would learn it", "registry", f.registry.Base())
+		}
 		if ferr == nil {
 			p.goBackground(func() { p.discover(p.ctx, f) })
 		}
@@ -107,9 +110,12 @@ func New(o Options) (*Proxy, error) {
 }
 
 // add adds an engine and looks after it.
-func (p *Proxy) add(r role, address, registry string) (err error) {
-	b := &backend{role: r, url: trimURL(address), turns: make(map[string]uint64)}
-	if u, err := url.Parse(address); err == nil {
+func (p *Proxy) add(r role, address, registry string) error {
+	return p.addBackend(&backend{role: r, url: trimURL(address), turns: make(map[string]uint64)}, registry)
+}
+
+func (p *Proxy) addBackend(b *backend, registry string) (err error) {
+	if u, err := url.Parse(b.url); err == nil {
 		b.host = u.Hostname()
 	}
 	b.mu.Lock()
@@ -118,7 +124,7 @@ func (p *Proxy) add(r role, address, registry string) (err error) {
 	if b.client, err = http1.New(b.url, http1.Options{DialTimeout: p.o.DialTimeout, IdleTimeout: upstreamIdle, TLS: p.o.EngineTLS}); err != nil {
 		return err
 	}
-	if r == prefill && p.o.Dialect == Mooncake {
+	if b.role == prefill && p.o.Dialect == Mooncake {
 		if b.registry, err = bootstrap.NewClient(trimURL(registry), bootstrap.ClientOptions{Attempts: 1}); err != nil {
 			return err
 		}

@@ -132,7 +132,7 @@ func (e *exchange) take(ctx context.Context, b *backend, pieces [][]byte) error 
 	if err != nil {
 		return errNotSent
 	}
-	resp, err := e.send(ctx, b, n, pieces, e.fields, time.Now().Add(30*time.Second))
+	resp, err := e.send(ctx, b, n, pieces, e.legFields(b, rank{}), time.Now().Add(30*time.Second))
 	if err != nil {
 		return err
 	}

@@ -4,6 +4,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
+	"net/netip"
 	"os"
 	"time"
 
@@ -26,13 +27,15 @@ type proxyCmd struct {
 	TLSCert string `name:"tls-cert" help:"Certificate (PEM) for https, read again when it changes." placeholder:"FILE" group:"Network"`
 	TLSKey  string `name:"tls-key" help:"Its key (PEM)." placeholder:"FILE" group:"Network"`
 
-	APIKeys    string `name:"api-keys" help:"File of those who may ask: NAME SHA256 [rate=N] [concurrent=N] [salt=off] on each line. Read again when it changes." placeholder:"FILE" group:"Access"`
-	Limits     string `name:"shared-limits" help:"Redis or Valkey in which several proxies count rate and concurrent of keys together: redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix:PATH (best as KVASIR_PROXY_SHARED_LIMITS). While it does not answer, each proxy holds the limits by itself." placeholder:"URL" group:"Access"`
-	EngineKey  string `name:"engine-api-key" help:"API key that engines want (best as KVASIR_PROXY_ENGINE_API_KEY)." group:"Access"`
-	EngineCA   string `name:"engine-ca" help:"Authorities (PEM) of engines at https, instead of the system's." placeholder:"FILE" group:"Access"`
-	AdminHost  string `name:"admin-host" help:"Address of --admin-port." default:"127.0.0.1" group:"Access"`
-	AdminPort  int    `name:"admin-port" help:"Port of /engines (list, add, remove, drain) and /metrics; none by default." placeholder:"PORT" group:"Access"`
-	AdminToken string `name:"admin-token" help:"Bearer token for /engines (best as KVASIR_PROXY_ADMIN_TOKEN)." group:"Access"`
+	APIKeys    string   `name:"api-keys" help:"File of those who may ask: NAME SHA256 [rate=N] [concurrent=N] [salt=off] on each line. Read again when it changes." placeholder:"FILE" group:"Access"`
+	Limits     string   `name:"shared-limits" help:"Redis or Valkey in which several proxies count rate and concurrent of keys together: redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix:PATH (best as KVASIR_PROXY_SHARED_LIMITS). While it does not answer, each proxy holds the limits by itself." placeholder:"URL" group:"Access"`
+	KeyToFound bool     `name:"engine-api-key-to-found" help:"Engines that a registry names (registry+http) get the key of --engine-api-key, too: whoever can register learns it." group:"Access"`
+	AllowNet   []string `name:"allow-net" help:"Networks (CIDR) in which engines may be that a registry names. Default: loopback and private networks." placeholder:"CIDR" group:"Access"`
+	EngineKey  string   `name:"engine-api-key" help:"API key that engines want (best as KVASIR_PROXY_ENGINE_API_KEY)." group:"Access"`
+	EngineCA   string   `name:"engine-ca" help:"Authorities (PEM) of engines at https, instead of the system's." placeholder:"FILE" group:"Access"`
+	AdminHost  string   `name:"admin-host" help:"Address of --admin-port." default:"127.0.0.1" group:"Access"`
+	AdminPort  int      `name:"admin-port" help:"Port of /engines (list, add, remove, drain) and /metrics; none by default." placeholder:"PORT" group:"Access"`
+	AdminToken string   `name:"admin-token" help:"Bearer token for /engines (best as KVASIR_PROXY_ADMIN_TOKEN)." group:"Access"`
 
 	Prefill   []string `help:"Prefill engine: its URL, and behind a blank the port of its registry (bootstrap server) on the same host, or behind a comma the registry's URL. Default: port 8998. dns+http://NAME:PORT is each address of a name, registry+http://HOST:PORT?port=API each host in a registry. Again for more." placeholder:"URL[ PORT]" sep:"none" group:"Engines"`
 	Decode    []string `help:"Decode engine, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
@@ -131,6 +134,14 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 			return o, usagef("--engine-ca %s has no certificate", c.EngineCA)
 		}
 	}
+	for _, text := range c.AllowNet {
+		n, err := netip.ParsePrefix(text)
+		if err != nil {
+			return o, usagef("--allow-net: %q is not ADDRESS/BITS", text)
+		}
+		o.FoundNetworks = append(o.FoundNetworks, n.Masked())
+	}
+	o.EngineKeyToFound = c.KeyToFound
 	if c.APIKeys != "" {
 		o.Keys, err = keys.Open(c.APIKeys)
 	}
