@@ -57,7 +57,7 @@ func (b *body) release() {
 }
 
 // bodyMemory bounds the memory of bodies that are being read, over all clients. An address or key may have half of what the
-// others leave; the only body may be as large as bodies may be.
+// others leave. A buffer that is being copied into a larger one does not count.
 type bodyMemory struct {
 	limit int64 // bytes of buffers
 
@@ -67,32 +67,22 @@ type bodyMemory struct {
 	}
 }
 
-// grow takes memory for a body of who, bytes: a first buffer (from is 0), or a larger one while the smaller is still there. It
-// reports whether there is room.
-func (m *bodyMemory) grow(who string, from, to int64) bool {
+// take takes n bytes for a body of who, and reports whether there is room.
+func (m *bodyMemory) take(who string, n int64) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	more := fair.Amount{Size: to}
-	if from == 0 {
-		more.Count = 1
-	}
-	all := m.mu.shares.All()
-	alone := all.Count+more.Count == 1
-	if !alone && !m.mu.shares.MaySize(who, to, m.limit) {
+	if !m.mu.shares.MaySize(who, n, m.limit) {
 		return false
 	}
-	m.mu.shares.Add(who, more)
+	m.mu.shares.Add(who, fair.Amount{Size: n})
 	return true
 }
 
-// shrink gives a smaller buffer back; end gives a body back.
-func (m *bodyMemory) shrink(who string, n int64) { m.add(who, fair.Amount{Size: -n}) }
-func (m *bodyMemory) end(who string, n int64)    { m.add(who, fair.Amount{Count: -1, Size: -n}) }
-
-func (m *bodyMemory) add(who string, more fair.Amount) {
+// give gives n bytes back.
+func (m *bodyMemory) give(who string, n int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.mu.shares.Add(who, more)
+	m.mu.shares.Add(who, fair.Amount{Size: -n})
 }
 
 func (m *bodyMemory) bytes() int64 {
@@ -113,26 +103,24 @@ func errNoBodyMemory(e *exchange) error {
 func (e *exchange) read() error {
 	e.body = newBody(e.r.ContentLength)
 	memory, who := &e.p.bodies, e.want.who
-	if !memory.grow(who, 0, int64(cap(e.body.b))) {
+	if !memory.take(who, int64(cap(e.body.b))) {
 		return errNoBodyMemory(e)
 	}
-	defer func() { memory.end(who, int64(cap(e.body.b))) }()
+	defer func() { memory.give(who, int64(cap(e.body.b))) }()
 	_ = e.rc.SetReadDeadline(time.Now().Add(e.p.o.BodyTimeout)) // not every ResponseWriter has deadlines
 	from := http.MaxBytesReader(e.w, e.r.Body, e.p.o.MaxBody)
 	b := e.body.b
 	for {
 		if len(b) == cap(b) {
-			more := 2 * cap(b)
+			more := int(min(2*int64(cap(b)), max(int64(cap(b)), e.p.o.MaxBody)+1)) // one byte more than is taken, to see the end
 			if n := e.r.ContentLength; n > int64(cap(b)) {
 				more = int(min(n+1, 4*int64(cap(b))))
 			}
-			if !memory.grow(who, int64(cap(b)), int64(more)) {
+			if !memory.take(who, int64(more-cap(b))) {
 				return errNoBodyMemory(e)
 			}
-			old := int64(cap(b))
 			b = append(make([]byte, 0, more), b...)
 			e.body.b = b
-			memory.shrink(who, old)
 		}
 		n, err := from.Read(b[len(b):cap(b)])
 		b = b[:len(b)+n]

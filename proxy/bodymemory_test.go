@@ -34,15 +34,15 @@ func TestUnfinishedBodiesAreBounded(t *testing.T) {
 		flood = append(flood, nc)
 		_ = nc.SetDeadline(time.Now().Add(time.Minute))
 		go func() { // until it is refused or closed
-			fmt.Fprintf(nc, "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 60000000\r\n\r\n{\"prompt\":\"")
-			_, _ = nc.Write([]byte(strings.Repeat("x", 59_000_000)))
+			fmt.Fprintf(nc, "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2500000\r\n\r\n{\"prompt\":\"")
+			_, _ = nc.Write([]byte(strings.Repeat("x", 2_400_000)))
 		}()
 	}
 	testkit.Eventually(t, "most are refused", func() bool { return p.Stats().Requests["refused"] >= 22 })
 	if n := p.Stats().Bodies; n <= 0 || n > limit {
 		t.Errorf("%d bytes for bodies, %d are allowed", n, limit)
 	}
-	big := `{"prompt":"` + strings.Repeat("y", 1<<20) + `"}`
+	big := `{"prompt":"` + strings.Repeat("y", 1<<19) + `"}`
 	if status, text, _ := post(t, url, big); status != 200 {
 		t.Errorf("an honest client: %d %s", status, text)
 	}
@@ -61,28 +61,30 @@ func TestUnfinishedBodiesAreBounded(t *testing.T) {
 	testkit.Eventually(t, "their memory is back", func() bool { return p.Stats().Bodies == 0 && p.Stats().InFlight == 0 })
 }
 
-// The only body may be as large as bodies may be, also where the share of one address is smaller.
-func TestASingleBodyMayBeLarge(t *testing.T) {
+// A body as large as bodies may be fits into the share of one address, with its length or in chunks; a larger one is 413.
+func TestTheLargestBodyIsRead(t *testing.T) {
 	e := mock(t, func(w http.ResponseWriter, r *http.Request) {
 		n, _ := io.Copy(io.Discard, r.Body)
 		fmt.Fprintf(w, `{"n":%d}`, n)
 	})
-	url, p := startProxy(t, proxy.Options{Engines: []string{e}, BodyMemory: 1 << 20, HealthInterval: time.Hour})
+	url, p := startProxy(t, proxy.Options{Engines: []string{e}, BodyMemory: 24 << 20, HealthInterval: time.Hour})
 	reach(t, url)
-	for _, chunked := range []bool{false, true} {
-		body := `{"prompt":"` + strings.Repeat("y", 5<<20) + `"}`
-		var from io.Reader = strings.NewReader(body)
-		if chunked {
-			from = io.MultiReader(from)
-		}
-		r, err := http.Post(url+"/v1/completions", "application/json", from)
-		if err != nil {
-			t.Fatal(err)
-		}
-		text, _ := io.ReadAll(r.Body)
-		r.Body.Close()
-		if string(text) != fmt.Sprintf(`{"n":%d}`, len(body)) {
-			t.Errorf("%d %.100s", r.StatusCode, text)
+	for _, size := range []int{8 << 20, 8<<20 + 1} {
+		for _, chunked := range []bool{false, true} {
+			body := `{"prompt":"` + strings.Repeat("y", size-13) + `"}`
+			var from io.Reader = strings.NewReader(body)
+			if chunked {
+				from = io.MultiReader(from)
+			}
+			r, err := http.Post(url+"/v1/completions", "application/json", from)
+			if err != nil {
+				t.Fatal(err)
+			}
+			text, _ := io.ReadAll(r.Body)
+			r.Body.Close()
+			if fits := size == 8<<20; fits && string(text) != fmt.Sprintf(`{"n":%d}`, size) || !fits && r.StatusCode != 413 {
+				t.Errorf("%d bytes, in chunks: %v: %d %.100s", size, chunked, r.StatusCode, text)
+			}
 		}
 	}
 	if n := p.Stats().Bodies; n != 0 {

@@ -53,6 +53,7 @@ type exchange struct {
 	answers   atomic.Bool        // the engine that answers has begun: P's part is no matter any more
 	prefilled atomic.Int64       // when P had answered, ns after start; 0: no P, or not yet
 	cached    atomic.Int64       // prompt tokens that P had cached; -1: not known
+	atP       chan struct{}      // closed when P's leg has ended; nil: it ended before D's began, or there is none
 	model     *modelCounters     // of a good answer
 	span      otlp.Context       // with Options.Spans
 	parent    [8]byte            // its parent; zero: none
@@ -192,7 +193,7 @@ func (e *exchange) attempt(c choice, again []byte) (outcome string, err error) {
 	e.split = c.prefill != nil
 	e.cached.Store(-1)
 	e.prefilled.Store(0)
-	e.handed = nil
+	e.handed, e.atP = nil, nil
 	defer func() { e.handedOver(outcome, err) }()
 	switch {
 	case c.prefill == nil && c.engine.role == decode && again != nil:
@@ -264,6 +265,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	pieces, held := e.prefillPieces(wire.RemoteDecode(transfer))
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	done, started := make(chan struct{}), false
+	e.atP = done
 	leaveP := sync.OnceFunc(func() { e.p.fleet.leave(c.prefill, c.lacks[1]) })
 	begin := func() error {
 		if started {

@@ -63,7 +63,7 @@ type Options struct {
 	EventsPort int // of each engine's KV events, tcp; of data-parallel rank r that and r. Default: none are followed
 	ReplayPort int // of their replays; default none
 
-	MaxBody      int64         // bytes of a request; default 64 MiB
+	MaxBody      int64         // bytes of a request; default 64 MiB, at most a third of BodyMemory
 	BodyMemory   int64         // bytes of buffers of requests that are being read, over all clients; default 192 MiB
 	MaxInFlight  int           // requests, those that wait included; more are refused at once; default 16,384
 	MaxPerEngine int           // requests of this proxy at one engine; default 1,024
@@ -186,6 +186,7 @@ func (o Options) withDefaults() Options {
 	}
 	o.MaxBody = cmp.Or(o.MaxBody, 64<<20)
 	o.BodyMemory = cmp.Or(o.BodyMemory, 192<<20)
+	o.MaxBody = min(o.MaxBody, o.BodyMemory/3) // see bodyMemory
 	o.MaxInFlight = cmp.Or(o.MaxInFlight, 16384)
 	o.MaxPerEngine = cmp.Or(o.MaxPerEngine, 1024)
 	o.MaxQueue = cmp.Or(o.MaxQueue, 1024)

@@ -56,7 +56,7 @@ type proxyCmd struct {
 	OTLP string `name:"otlp-endpoint" help:"OpenTelemetry collector (OTLP over HTTP), http://HOST:4318, for a span of each request, P's part and D's." placeholder:"URL" group:"Log"`
 
 	MaxInFlight  int           `name:"max-in-flight" help:"Requests in progress; more are answered 503 at once." default:"16384" group:"Limits"`
-	BodyMemory   byteSize      `name:"body-memory" help:"Memory for requests that are still being read, over all clients; one address or API key may have half of what the others leave. More are answered 503 at once." default:"192MiB" group:"Limits"`
+	BodyMemory   byteSize      `name:"body-memory" help:"Memory for requests that are still being read, over all clients; one address or API key may have half of what the others leave, a single request a third, and 64 MiB. More are answered 503 at once." default:"192MiB" group:"Limits"`
 	MaxPerEngine int           `name:"max-per-engine" help:"Requests at one engine; others wait." default:"1024" group:"Limits"`
 	MaxQueue     int           `name:"max-queue" help:"Requests that wait for a model; more are answered 503 at once. One client may have half of what the others leave." default:"1024" group:"Limits"`
 	QueueTimeout time.Duration `name:"queue-timeout" help:"Longest wait for an engine." default:"30s" group:"Limits"`
