@@ -75,8 +75,7 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 			return "", err
 		}
 	}
-	fields := e.fields[:len(e.fields):len(e.fields)]
-	fields = e.rankFields(fields, b, rank{})
+	fields := e.legFields(b, rank{})
 	span, fields := e.legSpan(fields)
 	start := time.Now()
 	defer func() { e.legEnded(span, legNames[b.role], b, start, err) }()

@@ -9,6 +9,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/fair"
 )
 
 // body is a request's, in memory that is reused once its last hold ends.
@@ -54,19 +56,71 @@ func (b *body) release() {
 	}
 }
 
+// bodyMemory bounds the memory of bodies that are being read, over all clients. An address or key may have half of what the
+// others leave. A buffer that is being copied into a larger one does not count.
+type bodyMemory struct {
+	limit int64 // bytes of buffers
+
+	mu struct {
+		sync.Mutex
+		shares fair.Shares
+	}
+}
+
+// take takes n bytes for a body of who, and reports whether there is room.
+func (m *bodyMemory) take(who string, n int64) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if !m.mu.shares.MaySize(who, n, m.limit) {
+		return false
+	}
+	m.mu.shares.Add(who, fair.Amount{Size: n})
+	return true
+}
+
+// give gives n bytes back.
+func (m *bodyMemory) give(who string, n int64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.mu.shares.Add(who, fair.Amount{Size: -n})
+}
+
+func (m *bodyMemory) bytes() int64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.mu.shares.All().Size
+}
+
+// errNoBodyMemory is the answer when unfinished bodies have all memory for them.
+func errNoBodyMemory(e *exchange) error {
+	e.w.Header().Set("Connection", "close") // the rest of the body is not read
+	r := busy("too much memory is taken by unfinished requests")
+	r.always = true
+	return r
+}
+
 // read reads the request.
 func (e *exchange) read() error {
 	e.body = newBody(e.r.ContentLength)
+	memory, who := &e.p.bodies, e.want.who
+	if !memory.take(who, int64(cap(e.body.b))) {
+		return errNoBodyMemory(e)
+	}
+	defer func() { memory.give(who, int64(cap(e.body.b))) }()
 	_ = e.rc.SetReadDeadline(time.Now().Add(e.p.o.BodyTimeout)) // not every ResponseWriter has deadlines
 	from := http.MaxBytesReader(e.w, e.r.Body, e.p.o.MaxBody)
 	b := e.body.b
 	for {
 		if len(b) == cap(b) {
-			more := 2 * cap(b)
+			more := int(min(2*int64(cap(b)), max(int64(cap(b)), e.p.o.MaxBody)+1)) // one byte more than is taken, to see the end
 			if n := e.r.ContentLength; n > int64(cap(b)) {
 				more = int(min(n+1, 4*int64(cap(b))))
 			}
+			if !memory.take(who, int64(more-cap(b))) {
+				return errNoBodyMemory(e)
+			}
 			b = append(make([]byte, 0, more), b...)
+			e.body.b = b
 		}
 		n, err := from.Read(b[len(b):cap(b)])
 		b = b[:len(b)+n]

@@ -1,10 +1,12 @@
 package proxy
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"net/url"
 	"slices"
 	"strings"
@@ -30,6 +32,70 @@ type finder struct {
 	name     string  // DNS
 	registry *bootstrap.Client
 	port     int // of a registry at each engine
+
+	outside, more int // engines that were not asked at the last look: outside of the networks, beyond maxFound
+}
+
+// maxFound bounds the engines that one registry makes known: whoever reaches a registry may register.
+const maxFound = 64
+
+// privateNetworks are the networks in which engines of a registry are by default.
+var privateNetworks = []netip.Prefix{
+	netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128"),
+	netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"),
+	netip.MustParsePrefix("fc00::/7"),
+}
+
+// foundAllowed reports whether a host that a registry names is in a network where engines may be: each address of a name is.
+func (p *Proxy) foundAllowed(ctx context.Context, host string) bool {
+	addresses := []string{host}
+	if _, err := netip.ParseAddr(host); err != nil {
+		if addresses, err = p.o.resolve(ctx, host); err != nil {
+			return false
+		}
+	}
+	return len(addresses) > 0 && !slices.ContainsFunc(addresses, func(a string) bool {
+		addr, err := netip.ParseAddr(a)
+		addr = addr.Unmap().WithZone("")
+		return err != nil || !slices.ContainsFunc(p.o.FoundNetworks, func(n netip.Prefix) bool { return n.Contains(addr) })
+	})
+}
+
+// mayBe returns those of the engines that a registry names that may be asked: in the networks, and at most maxFound, those that
+// are known first. It logs when their number changes.
+func (p *Proxy) mayBe(ctx context.Context, f *finder, known map[string]*backend, found []Prefill) []Prefill {
+	if f.registry == nil {
+		return found // DNS names are the operator's
+	}
+	slices.SortStableFunc(found, func(a, b Prefill) int {
+		return cmp.Compare(btoi(known[b.URL] != nil), btoi(known[a.URL] != nil))
+	})
+	var may []Prefill
+	outside, more := "", 0
+	n := 0 // outside
+	for _, e := range found {
+		switch u, err := url.Parse(e.URL); {
+		case len(may) == maxFound:
+			more++
+		case err != nil || !p.foundAllowed(ctx, u.Hostname()):
+			n++
+			outside = e.URL
+		default:
+			may = append(may, e)
+		}
+	}
+	if n != f.outside || more != f.more {
+		f.outside, f.more = n, more
+		p.o.Log.Warn("engines of a registry are not asked", "registry", f.registry.Base(), "outside_networks", n, "example", outside, "beyond_limit", more, "limit", maxFound)
+	}
+	return may
+}
+
+func btoi(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
 }
 
 // discoverEvery is how many looks at engines pass between two looks for them.
@@ -107,6 +173,9 @@ func (p *Proxy) discover(ctx context.Context, f *finder) {
 	for {
 		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 5*time.Second))
 		found, err := f.find(look, p.o.resolve)
+		if err == nil {
+			found = p.mayBe(look, f, known, found)
+		}
 		cancel()
 		if err != nil && ctx.Err() == nil {
 			p.o.Log.Warn("engines cannot be looked for", "name", f.name, "err", err)
@@ -125,6 +194,10 @@ func (p *Proxy) discover(ctx context.Context, f *finder) {
 	}
 }
 
+func (p *Proxy) addFound(f *finder, e Prefill) error {
+	return p.addBackend(&backend{role: f.role, url: trimURL(e.URL), found: f.registry != nil, turns: make(map[string]uint64)}, e.Registry)
+}
+
 func (p *Proxy) follow(f *finder, known map[string]*backend, found []Prefill) {
 	there := make(map[string]bool)
 	for _, e := range found {
@@ -133,7 +206,7 @@ func (p *Proxy) follow(f *finder, known map[string]*backend, found []Prefill) {
 		}
 		err := errors.Join(p.checkEngine(f.role, e.URL, e.Registry))
 		if err == nil {
-			err = p.add(f.role, e.URL, e.Registry)
+			err = p.addFound(f, e)
 		}
 		if err != nil {
 			p.o.Log.Warn("an engine that was found cannot be added", "engine", e.URL, "err", err)

@@ -30,6 +30,7 @@ type backend struct {
 	role     role
 	url      string
 	host     string            // of url
+	found    bool              // in a registry, where anybody may register
 	client   *http1.Client     // of requests
 	registry *bootstrap.Client // of a Mooncake prefill engine; nil: none
 	stop     context.CancelFunc
@@ -45,6 +46,8 @@ type backend struct {
 
 	// Under fleet.mu:
 	turns    map[string]uint64 // by model: when it last got a request; see fleet.takeEngineLocked
+	recent   float64           // requests it got, those of long ago counting less; see recently
+	recentAt uint64            // places taken then
 	inFlight int
 	pending  int // prompt bytes that it has yet to compute
 	doubts   int // looks that follow a failed call

@@ -133,8 +133,8 @@ func (e *exchange) learn(b *backend) {
 	default:
 		return
 	}
-	held, salt, key := e.body, e.saltText, p.o.EngineKey
-	if auth := e.r.Header.Get("Authorization"); key == "" && p.o.Keys == nil {
+	held, salt, key := e.body, e.saltText, p.keyFor(b)
+	if auth := e.r.Header.Get("Authorization"); p.o.EngineKey == "" && p.o.Keys == nil {
 		key = strings.TrimPrefix(auth, "Bearer ")
 	}
 	held.hold()

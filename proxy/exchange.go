@@ -53,6 +53,7 @@ type exchange struct {
 	answers   atomic.Bool        // the engine that answers has begun: P's part is no matter any more
 	prefilled atomic.Int64       // when P had answered, ns after start; 0: no P, or not yet
 	cached    atomic.Int64       // prompt tokens that P had cached; -1: not known
+	atP       chan struct{}      // closed when P's leg has ended; nil: it ended before D's began, or there is none
 	model     *modelCounters     // of a good answer
 	span      otlp.Context       // with Options.Spans
 	parent    [8]byte            // its parent; zero: none
@@ -192,7 +193,7 @@ func (e *exchange) attempt(c choice, again []byte) (outcome string, err error) {
 	e.split = c.prefill != nil
 	e.cached.Store(-1)
 	e.prefilled.Store(0)
-	e.handed = nil
+	e.handed, e.atP = nil, nil
 	defer func() { e.handedOver(outcome, err) }()
 	switch {
 	case c.prefill == nil && c.engine.role == decode && again != nil:
@@ -264,6 +265,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	pieces, held := e.prefillPieces(wire.RemoteDecode(transfer))
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	done, started := make(chan struct{}), false
+	e.atP = done
 	leaveP := sync.OnceFunc(func() { e.p.fleet.leave(c.prefill, c.lacks[1]) })
 	begin := func() error {
 		if started {
@@ -353,8 +355,7 @@ func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn
 
 // prefill is P's leg. It releases the body when P has it.
 func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, who rank, pieces [][]byte, held *body) (l leg, err error) {
-	fields := e.fields[:len(e.fields):len(e.fields)]
-	fields = e.rankFields(fields, b, who)
+	fields := e.legFields(b, who)
 	span, fields := e.legSpan(fields)
 	start := time.Now()
 	defer func() { e.legEnded(span, "prefill", b, start, err) }()
@@ -382,6 +383,23 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, who r
 
 // maxPrefilled bounds P's answer, bytes: NIXL's lists the blocks of the prompt.
 const maxPrefilled = 8 << 20
+
+// legFields returns the fields of a leg: those of all legs, the engine's key and its rank.
+func (e *exchange) legFields(b *backend, who rank) []byte {
+	fields := e.fields[:len(e.fields):len(e.fields)]
+	if key := e.p.keyFor(b); key != "" {
+		fields = append(append(append(fields, "Authorization: Bearer "...), key...), "\r\n"...)
+	}
+	return e.rankFields(fields, b, who)
+}
+
+// keyFor returns the API key that an engine gets; "": none. Whoever may register with a registry must not learn it.
+func (p *Proxy) keyFor(b *backend) string {
+	if b.found && !p.o.EngineKeyToFound {
+		return ""
+	}
+	return p.o.EngineKey
+}
 
 // rankFields appends the field that names the data-parallel rank of a leg. Where the proxy does not choose one, a client's
 // choice passes to an engine that does the whole request; not that of a client with an API key.
@@ -517,9 +535,6 @@ func (e *exchange) engineFields() []byte {
 	}
 	if h["Content-Type"] == nil {
 		b = append(b, "Content-Type: application/json\r\n"...)
-	}
-	if key != "" {
-		b = append(append(append(b, "Authorization: Bearer "...), key...), "\r\n"...)
 	}
 	return b
 }

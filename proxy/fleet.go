@@ -3,6 +3,7 @@ package proxy
 import (
 	"context"
 	"fmt"
+	"math"
 	"net/http"
 	"slices"
 	"sync"
@@ -120,6 +121,9 @@ const (
 func (f *fleet) pickLocked(r role, w *want) (best *backend, lacks int, how stand) {
 	bestTried, bestCost, bestTurn := false, 0.0, uint64(0)
 	home := f.homeLocked(r, w)
+	if home != nil && f.overloadedLocked(home, r, w) {
+		home = nil
+	}
 	for _, b := range f.mu.all {
 		switch {
 		case b.role != r || !b.serves(w.model):
@@ -167,6 +171,33 @@ func (f *fleet) takeEngineLocked(b *backend, model string, lacks int) {
 		clear(b.turns)
 	}
 	b.turns[b.turnOf(model)] = f.mu.taken
+	b.recent, b.recentAt = b.recently(f.mu.taken)+1, f.mu.taken
+}
+
+// recentTakes is after how many places taken, of the whole fleet, a request counts half in backend.recent.
+const recentTakes = 512
+
+// recently returns how many requests the engine got recently, as of a number of places taken.
+func (b *backend) recently(taken uint64) float64 {
+	return b.recent * math.Exp2(-float64(taken-b.recentAt)/recentTakes)
+}
+
+// aboveMean is how much more than the mean an engine may have got recently and still be the home of unseen prompts, while
+// requests are in progress.
+const aboveMean = 1.08
+
+// overloadedLocked reports whether a home should give way: it got more requests recently than the mean of the engines that
+// could take this one, and some of them work. One request at a time always goes home.
+func (f *fleet) overloadedLocked(home *backend, r role, w *want) bool {
+	sum, engines, busy := 0.0, 0, false
+	for _, b := range f.mu.all {
+		if b.role == r && b.serves(w.model) && b.well.Load() && !b.draining.Load() {
+			sum += b.recently(f.mu.taken)
+			engines++
+			busy = busy || b.inFlight > 0
+		}
+	}
+	return busy && home.recently(f.mu.taken)*float64(engines) > aboveMean*sum
 }
 
 // requestCost is how many bytes of prompt a request in progress weighs: it decodes beside others.

@@ -75,7 +75,7 @@ func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 
 // get returns the body of a small answer of an engine, and whether its status was 200.
 func (p *Proxy) get(ctx context.Context, b *backend, path string) ([]byte, bool) {
-	return p.read(ctx, b.url+path, p.o.EngineKey)
+	return p.read(ctx, b.url+path, p.keyFor(b))
 }
 
 // read returns the body of a small answer, and whether its status was 200.

@@ -6,6 +6,7 @@ import (
 	"crypto/tls"
 	"log/slog"
 	"net"
+	"net/netip"
 	"net/url"
 	"time"
 
@@ -62,7 +63,8 @@ type Options struct {
 	EventsPort int // of each engine's KV events, tcp; of data-parallel rank r that and r. Default: none are followed
 	ReplayPort int // of their replays; default none
 
-	MaxBody      int64         // bytes of a request; default 64 MiB
+	MaxBody      int64         // bytes of a request; default 64 MiB, at most a third of BodyMemory
+	BodyMemory   int64         // bytes of buffers of requests that are being read, over all clients; default 192 MiB
 	MaxInFlight  int           // requests, those that wait included; more are refused at once; default 16,384
 	MaxPerEngine int           // requests of this proxy at one engine; default 1,024
 	MaxQueue     int           // requests of one model that wait for room; default 1,024
@@ -83,6 +85,9 @@ type Options struct {
 	EngineTLS *tls.Config    // for engines at https; nil: the system's authorities
 	EngineKey string         // sent to engines as their API key; "": what the client sent
 
+	FoundNetworks    []netip.Prefix // in which engines may be that a registry names; default loopback and private networks
+	EngineKeyToFound bool           // such engines get EngineKey, too
+
 	Spans *otlp.Exporter // of spans of requests and their legs; nil: none
 	Log   *slog.Logger   // nil discards; a line per request at debug
 
@@ -92,6 +97,13 @@ type Options struct {
 // Validate returns everything that is wrong with o.
 func (o Options) Validate() error {
 	var c options.Checks
+	o.checkAddresses(&c)
+	o.checkNumbers(&c)
+	return c.Err()
+}
+
+// checkAddresses checks engines, where they are found, and the cache server.
+func (o *Options) checkAddresses(c *options.Checks) {
 	address := func(field, s string) {
 		u, err := url.Parse(s)
 		c.That(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != "" && u.RawQuery == "" && u.User == nil, field, "%q is not http://host:port", s)
@@ -108,16 +120,7 @@ func (o Options) Validate() error {
 	for _, e := range o.Engines {
 		address("Engines", e)
 	}
-	sourced := make(map[string]bool)
-	for _, s := range o.Sources {
-		f, err := newFinder(s, o.Dialect)
-		c.That(err == nil, "Sources", "%v", err)
-		if sourced[s.Role] = true; err == nil && f.registry != nil {
-			_ = f.registry.Close() // always nil
-		}
-	}
-	c.That(len(o.Prefill) == 0 && !sourced["prefill"] || len(o.Decode) > 0 || sourced["decode"], "Decode", "is missing beside prefill engines")
-	c.That(len(o.Decode) == 0 && !sourced["decode"] || len(o.Prefill) > 0 || sourced["prefill"], "Prefill", "is missing beside decode engines")
+	o.checkSources(c)
 	if o.Store != "" {
 		address("Store", o.Store)
 	}
@@ -128,18 +131,37 @@ func (o Options) Validate() error {
 	}
 	endpoint("StoreEvents", o.StoreEvents, "the server that publishes them", o.Store != "")
 	endpoint("StoreReplay", o.StoreReplay, "the events", o.StoreEvents != "")
+}
+
+// checkSources checks where engines are found, and that P and D are there together.
+func (o *Options) checkSources(c *options.Checks) {
+	sourced := make(map[string]bool)
+	for _, s := range o.Sources {
+		f, err := newFinder(s, o.Dialect)
+		c.That(err == nil, "Sources", "%v", err)
+		if sourced[s.Role] = true; err == nil && f.registry != nil {
+			_ = f.registry.Close() // always nil
+		}
+	}
+	c.That(len(o.Prefill) == 0 && !sourced["prefill"] || len(o.Decode) > 0 || sourced["decode"], "Decode", "is missing beside prefill engines")
+	c.That(len(o.Decode) == 0 && !sourced["decode"] || len(o.Prefill) > 0 || sourced["prefill"], "Prefill", "is missing beside decode engines")
+}
+
+// checkNumbers checks limits and times.
+func (o *Options) checkNumbers(c *options.Checks) {
 	c.That(o.Dialect <= NIXL, "Dialect", "is unknown")
 	c.That(o.Policy <= PrefixAware, "Policy", "is unknown")
-	options.Within(&c, "DPSize", o.DPSize, 0, 4096)
-	options.Within(&c, "EventsPort", o.EventsPort, 0, 65535)
-	options.Within(&c, "ReplayPort", o.ReplayPort, 0, 65535)
-	options.Within(&c, "SkipPrefill", o.SkipPrefill, 0, 1<<30)
-	options.Within(&c, "MaxBody", o.MaxBody, 0, 1<<30)
-	options.Within(&c, "MaxInFlight", o.MaxInFlight, 0, 1<<20)
-	options.Within(&c, "MaxPerEngine", o.MaxPerEngine, 0, 1<<20)
-	options.Within(&c, "MaxQueue", o.MaxQueue, 0, 1<<20)
-	options.Within(&c, "Attempts", o.Attempts, 0, 100)
-	options.Within(&c, "IndexEntries", o.IndexEntries, 0, 1<<28)
+	options.Within(c, "DPSize", o.DPSize, 0, 4096)
+	options.Within(c, "EventsPort", o.EventsPort, 0, 65535)
+	options.Within(c, "ReplayPort", o.ReplayPort, 0, 65535)
+	options.Within(c, "SkipPrefill", o.SkipPrefill, 0, 1<<30)
+	options.Within(c, "MaxBody", o.MaxBody, 0, 1<<30)
+	options.Within(c, "BodyMemory", o.BodyMemory, 0, 1<<40)
+	options.Within(c, "MaxInFlight", o.MaxInFlight, 0, 1<<20)
+	options.Within(c, "MaxPerEngine", o.MaxPerEngine, 0, 1<<20)
+	options.Within(c, "MaxQueue", o.MaxQueue, 0, 1<<20)
+	options.Within(c, "Attempts", o.Attempts, 0, 100)
+	options.Within(c, "IndexEntries", o.IndexEntries, 0, 1<<28)
 	for _, t := range []struct {
 		field string
 		d     time.Duration
@@ -153,9 +175,8 @@ func (o Options) Validate() error {
 		{"HealthInterval", o.HealthInterval},
 		{"DialTimeout", o.DialTimeout},
 	} {
-		options.Within(&c, t.field, t.d, 0, 24*time.Hour)
+		options.Within(c, t.field, t.d, 0, 24*time.Hour)
 	}
-	return c.Err()
 }
 
 func (o Options) withDefaults() Options {
@@ -164,6 +185,8 @@ func (o Options) withDefaults() Options {
 		o.SkipPrefill = cmp.Or(o.SkipPrefill, 2<<10)
 	}
 	o.MaxBody = cmp.Or(o.MaxBody, 64<<20)
+	o.BodyMemory = cmp.Or(o.BodyMemory, 192<<20)
+	o.MaxBody = min(o.MaxBody, o.BodyMemory/3) // see bodyMemory
 	o.MaxInFlight = cmp.Or(o.MaxInFlight, 16384)
 	o.MaxPerEngine = cmp.Or(o.MaxPerEngine, 1024)
 	o.MaxQueue = cmp.Or(o.MaxQueue, 1024)
@@ -179,6 +202,9 @@ func (o Options) withDefaults() Options {
 	o.DialTimeout = cmp.Or(o.DialTimeout, 3*time.Second)
 	if o.resolve == nil {
 		o.resolve = net.DefaultResolver.LookupHost
+	}
+	if o.FoundNetworks == nil {
+		o.FoundNetworks = privateNetworks
 	}
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	return o

@@ -42,6 +42,7 @@ type Proxy struct {
 	tokenizing chan struct{}         // has a place for each prompt that is made tokens
 	draining   atomic.Bool
 	inFlight   atomic.Int64
+	bodies     bodyMemory
 	releases   atomic.Int64
 	n          *counters
 }
@@ -54,6 +55,7 @@ func New(o Options) (*Proxy, error) {
 	o = o.withDefaults()
 	p := &Proxy{o: o, n: newCounters()}
 	p.fleet.o = &p.o
+	p.bodies.limit = o.BodyMemory
 	p.fleet.mu.queues = make(map[string]*queue)
 	if o.indexed() {
 		p.index = prefix.New(o.IndexEntries)
@@ -92,6 +94,9 @@ func New(o Options) (*Proxy, error) {
 	}
 	for _, source := range o.Sources {
 		f, ferr := newFinder(source, o.Dialect)
+		if ferr == nil && f.registry != nil && o.EngineKey != "" && !o.EngineKeyToFound {
+			p.o.Log.Warn("engines of a registry get no API key: whoever can register would learn it", "registry", f.registry.Base())
+		}
 		if ferr == nil {
 			p.goBackground(func() { p.discover(p.ctx, f) })
 		}
@@ -105,9 +110,12 @@ func New(o Options) (*Proxy, error) {
 }
 
 // add adds an engine and looks after it.
-func (p *Proxy) add(r role, address, registry string) (err error) {
-	b := &backend{role: r, url: trimURL(address), turns: make(map[string]uint64)}
-	if u, err := url.Parse(address); err == nil {
+func (p *Proxy) add(r role, address, registry string) error {
+	return p.addBackend(&backend{role: r, url: trimURL(address), turns: make(map[string]uint64)}, registry)
+}
+
+func (p *Proxy) addBackend(b *backend, registry string) (err error) {
+	if u, err := url.Parse(b.url); err == nil {
 		b.host = u.Hostname()
 	}
 	b.mu.Lock()
@@ -116,7 +124,7 @@ func (p *Proxy) add(r role, address, registry string) (err error) {
 	if b.client, err = http1.New(b.url, http1.Options{DialTimeout: p.o.DialTimeout, IdleTimeout: upstreamIdle, TLS: p.o.EngineTLS}); err != nil {
 		return err
 	}
-	if r == prefill && p.o.Dialect == Mooncake {
+	if b.role == prefill && p.o.Dialect == Mooncake {
 		if b.registry, err = bootstrap.NewClient(trimURL(registry), bootstrap.ClientOptions{Attempts: 1}); err != nil {
 			return err
 		}

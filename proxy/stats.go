@@ -92,6 +92,7 @@ type Stats struct {
 	InFlight  int64            `gauge:"kvasir_proxy_requests_in_flight" help:"Requests in progress, those that wait included."`
 	Queued    int64            `gauge:"kvasir_proxy_requests_queued" help:"Requests that wait for room at an engine."`
 	Requests  map[string]int64 `counter:"kvasir_proxy_requests_total" label:"outcome" help:"Requests that ended. no_engine, failed and refused are answered 503; broken_off: the engine died in the middle of its answer."`
+	Bodies    int64            `gauge:"kvasir_proxy_body_bytes" help:"Memory of request bodies that are being read, bytes."`
 	Retries   int64            `counter:"kvasir_proxy_retries_total" help:"Attempts after a first one that failed before the client heard anything."`
 	Freed     int64            `counter:"kvasir_proxy_prefills_freed_total" help:"Prompts computed by P that no request wanted any more, whose KV D was asked to take."`
 	Spared    map[string]int64 `counter:"kvasir_proxy_prefills_spared_total" label:"by" help:"Answers for which no P was asked: decode, D lacked little; store, the cache server had the beginning; relay, a relay had all; sequences, the request has several prompts or answers."`
@@ -116,7 +117,7 @@ type Stats struct {
 func (p *Proxy) Stats() Stats {
 	s := Stats{
 		InFlight: p.inFlight.Load(), Queued: p.fleet.queued(), Requests: make(map[string]int64), Retries: p.n.retries.Load(), Freed: p.n.freed.Load(),
-		Handover: p.n.handover.Counts(), Spans: p.o.Spans.Stats(), Shared: p.o.Limits.Stats(), Well: make(map[string]int64), Engine: make(map[string]int64), Others: make(map[string]int64),
+		Bodies: p.bodies.bytes(), Handover: p.n.handover.Counts(), Spans: p.o.Spans.Stats(), Shared: p.o.Limits.Stats(), Well: make(map[string]int64), Engine: make(map[string]int64), Others: make(map[string]int64),
 		Spared: make(map[string]int64), Blocks: make(map[string]int64), Tokenized: p.n.tokenized.Load(), TTFT: make(map[string]histogram.Counts), E2E: make(map[string]histogram.Counts),
 	}
 	for by, name := range sparedBy {

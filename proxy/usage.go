@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io"
@@ -20,6 +21,16 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 		return nil
 	}
 	return func(data []byte) []byte {
+		if e.atP != nil && bytes.Contains(data, []byte(`"cached_tokens"`)) {
+			// P has computed all that D has; only its answer may still be on its way.
+			late := time.NewTimer(prefillGrace)
+			defer late.Stop()
+			select {
+			case <-e.atP:
+			case <-late.C:
+			case <-e.r.Context().Done():
+			}
+		}
 		if cached := e.cached.Load(); cached >= 0 {
 			return openai.SetCached(data, int(cached))
 		}
@@ -132,7 +143,7 @@ func (e *exchange) take(ctx context.Context, b *backend, pieces [][]byte) error 
 	if err != nil {
 		return errNotSent
 	}
-	resp, err := e.send(ctx, b, n, pieces, e.fields, time.Now().Add(30*time.Second))
+	resp, err := e.send(ctx, b, n, pieces, e.legFields(b, rank{}), time.Now().Add(30*time.Second))
 	if err != nil {
 		return err
 	}

@@ -151,6 +151,27 @@ func TestDealerReconnects(t *testing.T) {
 	}
 }
 
+// A peer that ends each connection right after its greeting is dialled with growing pauses.
+func TestDealerPausesForAPeerThatEndsEachConnection(t *testing.T) {
+	l := listenRaw(t)
+	began := time.Now()
+	_, _, states := startDealer(t, l.endpoint(), DealerOptions{})
+	for range 8 {
+		c := l.accept().routerHello()
+		if err := recv(t, states); err != nil {
+			t.Fatal(err)
+		}
+		_ = c.Close()
+		if err := recv(t, states); err == nil {
+			t.Fatal("the connection goes on")
+		}
+	}
+	// At least half of 10+20+40+80+160+320+640 ms have passed between eight connections.
+	if took := time.Since(began); took < 635*time.Millisecond {
+		t.Errorf("eight connections within %v", took)
+	}
+}
+
 // A connection that dies before it is given the waiting messages leaves them
 // to the next.
 func TestDealerKeepsWaiting(t *testing.T) {

@@ -4,6 +4,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
+	"net/netip"
 	"os"
 	"time"
 
@@ -26,13 +27,15 @@ type proxyCmd struct {
 	TLSCert string `name:"tls-cert" help:"Certificate (PEM) for https, read again when it changes." placeholder:"FILE" group:"Network"`
 	TLSKey  string `name:"tls-key" help:"Its key (PEM)." placeholder:"FILE" group:"Network"`
 
-	APIKeys    string `name:"api-keys" help:"File of those who may ask: NAME SHA256 [rate=N] [concurrent=N] [salt=off] on each line. Read again when it changes." placeholder:"FILE" group:"Access"`
-	Limits     string `name:"shared-limits" help:"Redis or Valkey in which several proxies count rate and concurrent of keys together: redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix:PATH (best as KVASIR_PROXY_SHARED_LIMITS). While it does not answer, each proxy holds the limits by itself." placeholder:"URL" group:"Access"`
-	EngineKey  string `name:"engine-api-key" help:"API key that engines want (best as KVASIR_PROXY_ENGINE_API_KEY)." group:"Access"`
-	EngineCA   string `name:"engine-ca" help:"Authorities (PEM) of engines at https, instead of the system's." placeholder:"FILE" group:"Access"`
-	AdminHost  string `name:"admin-host" help:"Address of --admin-port." default:"127.0.0.1" group:"Access"`
-	AdminPort  int    `name:"admin-port" help:"Port of /engines (list, add, remove, drain) and /metrics; none by default." placeholder:"PORT" group:"Access"`
-	AdminToken string `name:"admin-token" help:"Bearer token for /engines (best as KVASIR_PROXY_ADMIN_TOKEN)." group:"Access"`
+	APIKeys    string   `name:"api-keys" help:"File of those who may ask: NAME SHA256 [rate=N] [concurrent=N] [salt=off] on each line. Read again when it changes." placeholder:"FILE" group:"Access"`
+	Limits     string   `name:"shared-limits" help:"Redis or Valkey in which several proxies count rate and concurrent of keys together: redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix:PATH (best as KVASIR_PROXY_SHARED_LIMITS). While it does not answer, each proxy holds the limits by itself." placeholder:"URL" group:"Access"`
+	KeyToFound bool     `name:"engine-api-key-to-found" help:"Engines that a registry names (registry+http) get the key of --engine-api-key, too: whoever can register learns it." group:"Access"`
+	AllowNet   []string `name:"allow-net" help:"Networks (CIDR) in which engines may be that a registry names. Default: loopback and private networks." placeholder:"CIDR" group:"Access"`
+	EngineKey  string   `name:"engine-api-key" help:"API key that engines want (best as KVASIR_PROXY_ENGINE_API_KEY)." group:"Access"`
+	EngineCA   string   `name:"engine-ca" help:"Authorities (PEM) of engines at https, instead of the system's." placeholder:"FILE" group:"Access"`
+	AdminHost  string   `name:"admin-host" help:"Address of --admin-port." default:"127.0.0.1" group:"Access"`
+	AdminPort  int      `name:"admin-port" help:"Port of /engines (list, add, remove, drain) and /metrics; none by default." placeholder:"PORT" group:"Access"`
+	AdminToken string   `name:"admin-token" help:"Bearer token for /engines (best as KVASIR_PROXY_ADMIN_TOKEN)." group:"Access"`
 
 	Prefill   []string `help:"Prefill engine: its URL, and behind a blank the port of its registry (bootstrap server) on the same host, or behind a comma the registry's URL. Default: port 8998. dns+http://NAME:PORT is each address of a name, registry+http://HOST:PORT?port=API each host in a registry. Again for more." placeholder:"URL[ PORT]" sep:"none" group:"Engines"`
 	Decode    []string `help:"Decode engine, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
@@ -53,6 +56,7 @@ type proxyCmd struct {
 	OTLP string `name:"otlp-endpoint" help:"OpenTelemetry collector (OTLP over HTTP), http://HOST:4318, for a span of each request, P's part and D's." placeholder:"URL" group:"Log"`
 
 	MaxInFlight  int           `name:"max-in-flight" help:"Requests in progress; more are answered 503 at once." default:"16384" group:"Limits"`
+	BodyMemory   byteSize      `name:"body-memory" help:"Memory for requests that are still being read, over all clients; one address or API key may have half of what the others leave, a single request a third, and 64 MiB. More are answered 503 at once." default:"192MiB" group:"Limits"`
 	MaxPerEngine int           `name:"max-per-engine" help:"Requests at one engine; others wait." default:"1024" group:"Limits"`
 	MaxQueue     int           `name:"max-queue" help:"Requests that wait for a model; more are answered 503 at once. One client may have half of what the others leave." default:"1024" group:"Limits"`
 	QueueTimeout time.Duration `name:"queue-timeout" help:"Longest wait for an engine." default:"30s" group:"Limits"`
@@ -91,14 +95,14 @@ var policies = map[string]proxy.Policy{
 // proxyFields are the flags of options, for errors.
 var proxyFields = map[string]string{
 	"Prefill": "--prefill", "Decode": "--decode", "Engines": "--engine", "Sources": "dns+ or registry+", "DPSize": "--data-parallel-size", "SkipPrefill": "--skip-prefill-below", "Store": "--store", "StoreEvents": "--store-events", "StoreReplay": "--store-events-replay", "EventsPort": "--kv-events-port", "ReplayPort": "--kv-events-replay-port",
-	"MaxInFlight": "--max-in-flight", "MaxPerEngine": "--max-per-engine", "MaxQueue": "--max-queue", "QueueTimeout": "--queue-timeout",
+	"MaxInFlight": "--max-in-flight", "BodyMemory": "--body-memory", "MaxPerEngine": "--max-per-engine", "MaxQueue": "--max-queue", "QueueTimeout": "--queue-timeout",
 	"Attempts": "--attempts", "FirstByte": "--first-byte-timeout", "PrefillTimeout": "--prefill-timeout", "Stall": "--stall-timeout",
 }
 
 func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	o = proxy.Options{
 		EngineKey: c.EngineKey, Dialect: connectors[c.Connector], DPSize: c.DPSize, Policy: policies[c.Policy],
-		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, StoreEvents: c.StoreEvents, StoreReplay: c.StoreReplay, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
+		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, StoreEvents: c.StoreEvents, StoreReplay: c.StoreReplay, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, BodyMemory: int64(c.BodyMemory), MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
 		QueueTimeout: c.QueueTimeout, Attempts: c.Attempts, FirstByte: c.FirstByte, PrefillTimeout: c.PrefillTime, Stall: c.Stall, Log: e.log,
 	}
 	if err := proxytool.Engines(&o, c.Prefill, c.Decode, c.Engine); err != nil {
@@ -130,6 +134,14 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 			return o, usagef("--engine-ca %s has no certificate", c.EngineCA)
 		}
 	}
+	for _, text := range c.AllowNet {
+		n, err := netip.ParsePrefix(text)
+		if err != nil {
+			return o, usagef("--allow-net: %q is not ADDRESS/BITS", text)
+		}
+		o.FoundNetworks = append(o.FoundNetworks, n.Masked())
+	}
+	o.EngineKeyToFound = c.KeyToFound
 	if c.APIKeys != "" {
 		o.Keys, err = keys.Open(c.APIKeys)
 	}

@@ -1,0 +1,93 @@
+package proxy_test
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/proxy"
+)
+
+// Unfinished bodies have a bound over all clients: those of one address are refused at once when they have their share, a
+// client of another address is served meanwhile, and what they took comes back when they leave.
+func TestUnfinishedBodiesAreBounded(t *testing.T) {
+	e := mock(t, func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body)
+		fmt.Fprint(w, `{}`)
+	})
+	const limit = 8 << 20
+	url, p := startProxy(t, proxy.Options{Engines: []string{e}, BodyMemory: limit, HealthInterval: time.Hour})
+	reach(t, url)
+	var flood []net.Conn
+	dial := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}}
+	for range 24 {
+		nc, err := dial.Dial("tcp", strings.TrimPrefix(url, "http://"))
+		if err != nil {
+			t.Skip("no second loopback address: ", err)
+		}
+		defer nc.Close()
+		flood = append(flood, nc)
+		_ = nc.SetDeadline(time.Now().Add(time.Minute))
+		go func() { // until it is refused or closed
+			fmt.Fprintf(nc, "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2500000\r\n\r\n{\"prompt\":\"")
+			_, _ = nc.Write([]byte(strings.Repeat("x", 2_400_000)))
+		}()
+	}
+	testkit.Eventually(t, "most are refused", func() bool { return p.Stats().Requests["refused"] >= 22 })
+	if n := p.Stats().Bodies; n <= 0 || n > limit {
+		t.Errorf("%d bytes for bodies, %d are allowed", n, limit)
+	}
+	big := `{"prompt":"` + strings.Repeat("y", 1<<19) + `"}`
+	if status, text, _ := post(t, url, big); status != 200 {
+		t.Errorf("an honest client: %d %s", status, text)
+	}
+	answer := make([]byte, 64)
+	refused := 0
+	for _, nc := range flood {
+		_ = nc.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
+		if n, _ := io.ReadFull(nc, answer[:12]); string(answer[:n]) == "HTTP/1.1 503" {
+			refused++
+		}
+		nc.Close()
+	}
+	if refused < 20 {
+		t.Errorf("%d of 24 unfinished requests heard 503", refused)
+	}
+	testkit.Eventually(t, "their memory is back", func() bool { return p.Stats().Bodies == 0 && p.Stats().InFlight == 0 })
+}
+
+// A body as large as bodies may be fits into the share of one address, with its length or in chunks; a larger one is 413.
+func TestTheLargestBodyIsRead(t *testing.T) {
+	e := mock(t, func(w http.ResponseWriter, r *http.Request) {
+		n, _ := io.Copy(io.Discard, r.Body)
+		fmt.Fprintf(w, `{"n":%d}`, n)
+	})
+	url, p := startProxy(t, proxy.Options{Engines: []string{e}, BodyMemory: 24 << 20, HealthInterval: time.Hour})
+	reach(t, url)
+	for _, size := range []int{8 << 20, 8<<20 + 1} {
+		for _, chunked := range []bool{false, true} {
+			body := `{"prompt":"` + strings.Repeat("y", size-13) + `"}`
+			var from io.Reader = strings.NewReader(body)
+			if chunked {
+				from = io.MultiReader(from)
+			}
+			r, err := http.Post(url+"/v1/completions", "application/json", from)
+			if err != nil {
+				t.Fatal(err)
+			}
+			text, _ := io.ReadAll(r.Body)
+			r.Body.Close()
+			if fits := size == 8<<20; fits && string(text) != fmt.Sprintf(`{"n":%d}`, size) || !fits && r.StatusCode != 413 {
+				t.Errorf("%d bytes, in chunks: %v: %d %.100s", size, chunked, r.StatusCode, text)
+			}
+		}
+	}
+	if n := p.Stats().Bodies; n != 0 {
+		t.Errorf("%d bytes stay taken", n)
+	}
+}
