@@ -84,7 +84,7 @@ func Open(files []string, names *tier.Names, log *slog.Logger) (*Book, error) {
 			continue
 		case errors.Is(err, errDamaged):
 			log.Warn("a file of generations is damaged: everything in the tiers counts as cleared", "path", path, "err", err)
-			b.mu.All, b.mu.Dirty = b.mu.All.next(), true
+			b.mu.All, b.mu.Dirty = b.mu.after(b.mu.All), true
 			continue
 		case err != nil:
 			return nil, fmt.Errorf("read generations: %w", err)
@@ -140,9 +140,14 @@ func (s *state) set(model string, g Generation) {
 	s.Models[model] = g
 }
 
-// next returns the generation of a clear now.
-func (g Generation) next() Generation {
-	return Generation{g.Number + 1, max(time.Now().UnixNano(), g.Time+1)}
+// after returns the generation of a clear now, which follows g. Its time is later than
+// all that s has, also where the clock was set back.
+func (s *state) after(g Generation) Generation {
+	last := max(g.Time, s.All.Time)
+	for _, other := range s.Models {
+		last = max(last, other.Time)
+	}
+	return Generation{g.Number + 1, max(time.Now().UnixNano(), last+1)}
 }
 
 // Prepare keeps a new generation of models, or of all with nil, in the files. commit
@@ -155,10 +160,10 @@ func (b *Book) Prepare(models []string, dirty bool) (commit func(), err error) {
 	next := b.latest()
 	next.Dirty = next.Dirty || dirty
 	for _, model := range models {
-		next.set(model, next.Models[model].next())
+		next.set(model, next.after(next.Models[model]))
 	}
 	if models == nil || len(next.Models) > maxModels {
-		next.All, next.Models = next.All.next(), nil
+		next.All, next.Models = next.after(next.All), nil
 	}
 	err = b.write(&next)
 	b.writing.kept = state{}

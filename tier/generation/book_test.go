@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
@@ -95,6 +96,52 @@ func TestDamagedFileCountsAsAClear(t *testing.T) {
 		metas := make([]tier.Meta, 1)
 		if err := b.Tier(place).Stat(t.Context(), []kv.Key{k}, metas); err != nil || metas[0].Len != 0 || !b.Dirty() {
 			t.Errorf("%q: %+v, %v, dirty %v", text, metas[0], err, b.Dirty())
+		}
+	}
+}
+
+// A clear counts, also over a restart, where the clock was set back since the one
+// before it, whichever models the two are of.
+func TestClearCountsAfterTheClockWasSetBack(t *testing.T) {
+	ahead := time.Now().Add(time.Hour).UnixNano()
+	all := fmt.Sprintf(`{"version":1,"all":{"number":1,"time":%d}}`, ahead)
+	model := fmt.Sprintf(`{"version":1,"all":{},"models":{"m":{"number":1,"time":%d}}}`, ahead)
+	for _, kept := range []string{all, model} {
+		for _, models := range [][]string{nil, {"m"}} {
+			dir := t.TempDir()
+			files := []string{filepath.Join(dir, "a"), filepath.Join(dir, "b")}
+			for _, file := range files {
+				if err := os.WriteFile(file, []byte(kept), 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			names := tier.NewNames()
+			k := kv.Key{Namespace: kv.Namespace{1}}
+			names.Add(k.Namespace, "m", nil)
+			place := tier.NewMemory(1 << 20)
+			b := open(t, names, files...)
+			if err := b.Tier(place).Write(t.Context(), k, tier.Meta{Len: 1}, []byte{1}); err != nil {
+				t.Fatal(err)
+			}
+			commit, err := b.Prepare(models, false)
+			if err != nil {
+				t.Fatal(err)
+			}
+			commit()
+			again := open(t, names, files...)
+			for when, b := range map[string]*generation.Book{"cleared": b, "restarted": again} {
+				metas := make([]tier.Meta, 1)
+				if err := b.Tier(place).Stat(t.Context(), []kv.Key{k}, metas); err != nil || metas[0].Len != 0 {
+					t.Errorf("%s after %s, a clear of %q: %+v, %v", when, kept, models, metas[0], err)
+				}
+			}
+			if err := b.Tier(place).Write(t.Context(), k, tier.Meta{Len: 2}, []byte{1, 2}); err != nil {
+				t.Fatal(err)
+			}
+			metas := make([]tier.Meta, 1)
+			if err := again.Tier(place).Stat(t.Context(), []kv.Key{k}, metas); err != nil || metas[0].Len != 2 {
+				t.Errorf("stored after the clear of %q over %s, after a restart: %+v, %v", models, kept, metas[0], err)
+			}
 		}
 	}
 }
