@@ -48,9 +48,13 @@ type Cleared struct {
 // An error means that a restart may find it again.
 func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	var stays []string
+	if c.Tier == ClearAll {
+		s.store.BeginForget()
+	}
+	s.clearing.Lock() // what is stored between two clears at once is of neither
 	if below := s.opts.Generations; c.Tier != ClearL1 && below != nil {
 		var commit func()
-		if commit, err = below.Prepare(c.Models, c.Tier == ClearAll); err != nil {
+		if commit, err = below.Prepare(c.Models); err != nil {
 			stays = append(stays, "after a restart of this server the tiers may serve older objects: "+err.Error())
 		}
 		begin := func() {
@@ -66,6 +70,7 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	} else if c.Tier == ClearAll {
 		s.store.Forget(func() {})
 	}
+	s.clearing.Unlock()
 	if c.Tier != ClearL2 {
 		out.Chunks = s.store.Clear(c.Force)
 	}

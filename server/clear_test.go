@@ -45,10 +45,10 @@ func (n *clearNode) start() {
 	}
 	st := store.New(p, store.Options{
 		ChecksumRate: 1 << 40, SumAtOnce: true, Log: logger, Below: book.Tier(n.open(names)), Place: "below", Moment: book.Moment,
-		Clean: func() { _ = book.Clean() }, DropRestored: book.Dirty(),
+		DropRestored: book.Damaged(),
 	})
-	if book.Dirty() {
-		_ = book.Clean()
+	if err := book.Repair(); err != nil {
+		n.t.Fatal(err)
 	}
 	n.drivenNode = &drivenNode{t: n.t, dir: dir, log: log, store: st}
 	n.Server = server.New(st, server.Options{ChunkTokens: drivenChunk, ShmDir: dir, Log: logger, Generations: book, Names: names})
@@ -174,7 +174,8 @@ func TestKillInTheMiddleOfAClear(t *testing.T) {
 		t.Fatal(got)
 	}
 	testkit.Eventually(t, "checksums", func() bool { return n.store.Stats().SummedChunks+n.store.Stats().WrittenChunks >= 3 })
-	if _, err := n.Options().Generations.Prepare(nil, true); err != nil { // and no more
+	n.store.BeginForget()
+	if _, err := n.Options().Generations.Prepare(nil); err != nil { // and no more
 		t.Fatal(err)
 	}
 	n.stop()
@@ -183,8 +184,14 @@ func TestKillInTheMiddleOfAClear(t *testing.T) {
 	if hit := n.hit(e, prompt, "r"); hit != 0 {
 		t.Errorf("hit %d after a kill in the middle of a clear", hit)
 	}
-	if n.Options().Generations.Dirty() {
-		t.Error("the note stays that the pool has older objects")
+	if got := e.storeBlocks(prompt, 0, 96, span(1, 6)); got != done {
+		t.Fatal(got)
+	}
+	testkit.Eventually(t, "checksums", func() bool { return n.store.Stats().SummedChunks+n.store.Stats().WrittenChunks >= 3 })
+	n.stop()
+	n.start()
+	if hit := n.hit(e, prompt, "r"); hit != 3 {
+		t.Errorf("hit %d of what was stored after the clear", hit)
 	}
 }
 
@@ -206,7 +213,7 @@ func TestAnEngineClearsItsOwnModels(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	commit, err := book.Prepare([]string{"mine"}, false)
+	commit, err := book.Prepare([]string{"mine"})
 	if err != nil {
 		t.Fatal(err)
 	}

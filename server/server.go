@@ -47,6 +47,7 @@ type Server struct {
 
 	draining   atomic.Bool
 	lost       atomic.Bool // the pool's name is gone
+	clearing   sync.Mutex  // orders the generations that clears begin
 	clears     atomic.Uint64
 	n          counters
 	p2p        *peerLookups

@@ -44,12 +44,7 @@ func (c *serverCmd) openGenerations(o *serverOptions, below adapter.Set) error {
 		return err
 	}
 	o.tiers.Changes.Translate(book.Back)
-	o.store.Below, o.store.Moment, o.store.DropRestored = book.Tier(below.Tier), book.Moment, book.Dirty()
-	o.store.Clean = func() {
-		if err := book.Clean(); err != nil {
-			o.store.Log.Warn("note that the clear is complete", "err", err)
-		}
-	}
+	o.store.Below, o.store.Moment, o.store.DropRestored = book.Tier(below.Tier), book.Moment, book.Damaged()
 	o.server.Generations, o.server.Changes = book, o.tiers.Changes
 	return nil
 }
