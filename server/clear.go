@@ -93,7 +93,7 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 
 // clearFor is the clear of a client: of the tiers, the models whose workers its user
 // registered.
-func (s *Server) clearFor(who *caller, force bool) {
+func (s *Server) clearFor(who *caller, force bool) error {
 	models := []string{}
 	for _, in := range s.registry.List() {
 		if in.By == who.By && !slices.Contains(models, in.Model) {
@@ -102,8 +102,9 @@ func (s *Server) clearFor(who *caller, force bool) {
 	}
 	c := Clear{Tier: ClearAll, Force: force, Models: models, By: "a client of " + who.By.String()}
 	if _, err := s.Clear(c); err != nil {
-		s.log.Error("a clear does not hold over a restart of this server", "err", err)
+		return fmt.Errorf("%w: %w", errForget, err)
 	}
+	return nil
 }
 
 // DeleteObjects drops objects from the pool and from the tiers, as far as the tier of
