@@ -92,7 +92,8 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 }
 
 // clearFor is the clear of a client: of the tiers, the models whose workers its user
-// registered.
+// registered. It fails where there is none, as just after a start of the server, and
+// something could be left there.
 func (s *Server) clearFor(who *caller, force bool) error {
 	models := []string{}
 	for _, in := range s.registry.List() {
@@ -101,8 +102,11 @@ func (s *Server) clearFor(who *caller, force bool) error {
 		}
 	}
 	c := Clear{Tier: ClearAll, Force: force, Models: models, By: "a client of " + who.By.String()}
-	if _, err := s.Clear(c); err != nil {
-		return fmt.Errorf("%w: %w", errForget, err)
+	switch _, err := s.Clear(c); {
+	case err != nil:
+		return fmt.Errorf("%w after a restart of this server: %w", errForget, err)
+	case len(models) == 0 && s.opts.Generations != nil:
+		return fmt.Errorf("%w in the tiers: no worker of this user is registered, so its models are not known", errForget)
 	}
 	return nil
 }

@@ -274,3 +274,30 @@ func TestClearThatIsNotKeptFails(t *testing.T) {
 		n.stop()
 	}
 }
+
+// An engine whose workers are not registered, as just after a start of the server, is not
+// told that the tiers are cleared.
+func TestClearWithoutWorkersFails(t *testing.T) {
+	n := &clearNode{t: t, files: []string{filepath.Join(t.TempDir(), generation.FileName)}, open: func(*tier.Names) tier.Tier { return tier.NewMemory(64 << 20) }}
+	n.start()
+	defer n.stop()
+	clear := func() string {
+		t.Helper()
+		out := n.Answer([][]byte{{7}, msgp.AppendString(nil, "clear"), lmcache.AppendBool(nil, false)})
+		if len(out) != 2 {
+			t.Fatalf("answered %q", out)
+		}
+		got, _, err := msgp.ReadStringBytes(out[1])
+		if err != nil {
+			t.Fatal(err)
+		}
+		return got
+	}
+	if got := clear(); !strings.HasPrefix(got, "clear failed: ") || !strings.Contains(got, "no worker") {
+		t.Errorf("a clear without workers is answered %q", got)
+	}
+	n.newEngine().register()
+	if got := clear(); got != "clear" {
+		t.Errorf("a clear with workers is answered %q", got)
+	}
+}

@@ -40,7 +40,7 @@ var (
 	errUID         = &refusal{"request uid is too long", "request_uid"}
 	errWaits       = &refusal{"too many requests wait for lookups", "waits"}
 	errStreams     = &refusal{"too many event streams", "streams"}
-	errForget      = &refusal{"the clear does not hold over a restart of this server", "clear"}
+	errForget      = &refusal{"lookups may find what was stored before the clear", "clear"}
 	errTokens      = &refusal{"event streams tell the tokens of all prompts, and this peer may not read the pool", "no_events"}
 )
 
