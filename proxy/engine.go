@@ -45,6 +45,7 @@ type backend struct {
 
 	// Under fleet.mu:
 	turns    map[string]uint64 // by model: when it last got a request; see fleet.takeEngineLocked
+	turn     uint64            // when it last got one of any model
 	inFlight int
 	pending  int // prompt bytes that it has yet to compute
 	doubts   int // looks that follow a failed call
