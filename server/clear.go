@@ -115,14 +115,15 @@ func (s *Server) clearFor(who *caller, force bool) error {
 // the request says: inPool are their keys there, and below those that they may have in
 // the tiers. What is pinned or in transfer is skipped in the pool.
 func (s *Server) DeleteObjects(inPool, below []kv.Key, from ClearTier) (deleted, skipped int, err error) {
-	if from != ClearL2 {
-		deleted, skipped = s.store.Drop(inPool)
-	}
 	if from == ClearL1 {
+		deleted, skipped = s.store.Drop(inPool)
 		return deleted, skipped, nil
 	}
 	if err = s.store.DeleteBelow(below); err == nil && from == ClearL2 {
 		deleted = len(below)
+	}
+	if from == ClearAll { // after the tiers: what comes from there until then is dropped, too
+		deleted, skipped = s.store.Drop(slices.Concat(inPool, below))
 	}
 	if err != nil {
 		err = errors.Join(errors.New("the tiers below may still have the objects"), err)

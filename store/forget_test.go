@@ -7,6 +7,7 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/lease"
@@ -141,5 +142,32 @@ func TestForgetOutlivesTheServer(t *testing.T) {
 			}
 			b.stop()
 		}
+	}
+}
+
+// An object that is deleted from the pool while it comes from the tier is not served when
+// it has come.
+func TestDropReachesWhatIsOnItsWay(t *testing.T) {
+	b := newTiered(t, 32, "read 1 slow 300ms", store.Options{LoadTimeout: 10 * time.Second})
+	defer b.close()
+	below := prompt(1, 1)
+	data, key := content(below[0], 0), objectKey(one, 0, below[0])
+	if err := b.memory.Write(t.Context(), key, tier.Meta{Len: chunkBytes, Sum: xxh3.Hash(data)}, data); err != nil {
+		t.Fatal(err)
+	}
+	if got := b.store.Lookup([]byte("load"), one, store.Hashed(below), 1); got.State != store.Pending {
+		t.Fatalf("%+v", got)
+	}
+	testkit.Eventually(t, "the read begins", func() bool { return b.flaky.Calls("read") > 0 })
+	b.store.Drop([]kv.Key{key}) // as if the read had the bytes already
+	testkit.Eventually(t, "the lookup ends", func() bool { return b.store.Result([]byte("load"), lease.Owner{}).State != store.Pending })
+	testkit.Eventually(t, "the read lands", func() bool {
+		return b.store.Stats().BelowChunks > 0 || b.store.Stats().FreeBytes == b.store.Stats().Bytes
+	})
+	if err := b.memory.Delete(t.Context(), []kv.Key{key}); err != nil {
+		t.Fatal(err)
+	}
+	if got := b.look(t, "later", one, below); got.Hit != 0 {
+		t.Errorf("hit %d of an object that was deleted while it came", got.Hit)
 	}
 }
