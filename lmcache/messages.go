@@ -3,6 +3,7 @@ package lmcache
 import (
 	"encoding/binary"
 	"fmt"
+	"strings"
 
 	"github.com/tinylib/msgp/msgp"
 
@@ -324,6 +325,22 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 		return msgp.AppendString(msgp.AppendString(b, "error"), reason), true
 	}
 	return b, false
+}
+
+// maxReason bounds the reason of AppendFailure, bytes.
+const maxReason = 512
+
+// AppendFailure appends the operation of an answer that declines a request of that
+// operation whose answer has no result. A client of 0.5.6 fails where the answer names
+// another operation than its request, and logs both. ok is false for clients before it,
+// which take any answer for success: they are to get none.
+func AppendFailure(b, op []byte, reason string) (_ []byte, ok bool) {
+	name, _, err := msgp.ReadStringZC(op)
+	if err != nil {
+		return b, false
+	}
+	reason = strings.ToValidUTF8(reason[:min(len(reason), maxReason)], "")
+	return msgp.AppendString(b, string(name)+" failed: "+reason), true
 }
 
 // AppendAmbiguous appends a result frame that declines a message with several readings

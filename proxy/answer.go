@@ -208,8 +208,12 @@ func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream b
 	if stream && fix != nil {
 		return e.passEvents(b, resp, first, fix)
 	}
-	end := openai.NewEnd(openai.APIOf(e.r.URL.Path))
-	data, err := first, error(nil)
+	return e.passBytes(b, resp, first, stream, openai.NewEnd(openai.APIOf(e.r.URL.Path)))
+}
+
+// passBytes passes the rest of an answer on, from its next bytes. end has what was passed on before.
+func (e *exchange) passBytes(b *backend, resp *http1.Response, data []byte, stream bool, end *openai.End) (outcome string) {
+	err := error(nil)
 	renewed := time.Time{}
 	for err == nil {
 		if stream {

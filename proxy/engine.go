@@ -46,6 +46,7 @@ type backend struct {
 
 	// Under fleet.mu:
 	turns    map[string]uint64 // by model: when it last got a request; see fleet.takeEngineLocked
+	turn     uint64            // when it last got one of any model
 	recent   float64           // requests it got, those of long ago counting less; see recently
 	recentAt uint64            // places taken then
 	inFlight int

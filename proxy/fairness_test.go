@@ -153,6 +153,28 @@ func TestEnginesOfEachRoleTakeTurns(t *testing.T) {
 	}
 }
 
+// Many models with a few requests each load the engines alike, in a first round and in
+// another one.
+func TestEnginesOfManyModelsTakeTurns(t *testing.T) {
+	const models = 101
+	var names []string
+	for i := range models {
+		names = append(names, fmt.Sprint("m", i))
+	}
+	c := newCrowd(t, proxy.RoundRobin, 0, 2, 0, strings.Join(names, " "))
+	url, _ := c.start(t)
+	for round := 1; round <= 2; round++ {
+		for _, model := range names {
+			if status, text, _ := post(t, url, fmt.Sprintf(`{"model":%q}`, model)); status != 200 {
+				t.Fatal(status, text)
+			}
+		}
+		if low, high := spread(c.d, ""); high-low > 2 {
+			t.Errorf("%d requests of each of %d models: from %d to %d requests", round, models, low, high)
+		}
+	}
+}
+
 // Engines of one role that serve different models, or are unwell, do not cost the others their turns.
 func TestTurnsCountCandidatesAlone(t *testing.T) {
 	c := newCrowd(t, proxy.RoundRobin, 0, 6, 0, "a")

@@ -117,9 +117,10 @@ const (
 )
 
 // pickLocked returns the engine that a request should go to. Engines that were tried come last. Among engines of one
-// cost the one comes first that has waited longest for a request of the model.
+// cost the one comes first that has waited longest for a request of the model, and among those that had none for one of any
+// model.
 func (f *fleet) pickLocked(r role, w *want) (best *backend, lacks int, how stand) {
-	bestTried, bestCost, bestTurn := false, 0.0, uint64(0)
+	bestTried, bestCost, bestTurn := false, 0.0, turn{}
 	home := f.homeLocked(r, w)
 	if home != nil && f.overloadedLocked(home, r, w) {
 		home = nil
@@ -141,7 +142,7 @@ func (f *fleet) pickLocked(r role, w *want) (best *backend, lacks int, how stand
 		tried := slices.Contains(w.tried, b)
 		short := w.bytes - w.seenBy(b.id.Load())
 		cost, turn := f.cost(b, w, short, home), b.lastTurnLocked(w.model)
-		if best == nil || bestTried && !tried || tried == bestTried && (cost < bestCost || cost == bestCost && turn < bestTurn) {
+		if best == nil || bestTried && !tried || tried == bestTried && (cost < bestCost || cost == bestCost && turn.before(bestTurn)) {
 			best, bestTried, bestCost, bestTurn, lacks = b, tried, cost, turn, short
 		}
 	}
@@ -159,18 +160,24 @@ func (b *backend) turnOf(model string) string {
 	return model
 }
 
-// lastTurnLocked is when the engine last got a request of a model, counted in places taken.
-func (b *backend) lastTurnLocked(model string) uint64 { return b.turns[b.turnOf(model)] }
+// turn is when an engine last got a request, counted in places taken: of a model, and of any.
+type turn struct{ model, any uint64 }
+
+func (t turn) before(o turn) bool { return t.model < o.model || t.model == o.model && t.any < o.any }
+
+func (b *backend) lastTurnLocked(model string) turn { return turn{b.turns[b.turnOf(model)], b.turn} }
 
 // takeEngineLocked takes a place at an engine for a request of a model.
 func (f *fleet) takeEngineLocked(b *backend, model string, lacks int) {
 	b.inFlight++
 	b.pending += lacks
 	f.mu.taken++
-	if len(b.turns) >= maxTurns {
-		clear(b.turns)
+	if len(b.turns) >= maxTurns { // of all: an engine that alone forgot its turns would come first for each model
+		for _, other := range f.mu.all {
+			clear(other.turns)
+		}
 	}
-	b.turns[b.turnOf(model)] = f.mu.taken
+	b.turn, b.turns[b.turnOf(model)] = f.mu.taken, f.mu.taken
 	b.recent, b.recentAt = b.recently(f.mu.taken)+1, f.mu.taken
 }
 

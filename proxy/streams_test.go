@@ -145,3 +145,51 @@ func TestStreamsThatEndWithAnErrorOfTheEngine(t *testing.T) {
 		}
 	}
 }
+
+// A stream through P and D, whose usage is corrected, comes as one of an engine alone: whatever its line ends and comments
+// are, wherever it ends in good order, and however long an event is.
+func TestStreamsWithUsageComeAsOthers(t *testing.T) {
+	var stream atomic.Value
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("/v1/completions", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		w.(http.Flusher).Flush() // without a length
+		_, _ = io.WriteString(w, stream.Load().(string))
+	})
+	p := http.NewServeMux()
+	p.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	p.HandleFunc("/v1/completions", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`) })
+	engine := serveMux(t, mux)
+	plain, _ := startProxy(t, proxy.Options{Engines: []string{engine}, HealthInterval: time.Hour, Attempts: 1})
+	pd, _ := startProxy(t, proxy.Options{Dialect: proxy.NIXL, Decode: []string{engine}, Prefill: []proxy.Prefill{{URL: serveMux(t, p)}}, HealthInterval: time.Hour, Attempts: 1})
+	ask := func(url string) (string, error) {
+		t.Helper()
+		r, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(`{"prompt":"a","stream":true,"stream_options":{"include_usage":true}}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Body.Close()
+		text, err := io.ReadAll(r.Body)
+		return string(text), err
+	}
+	reach(t, plain)
+	reach(t, pd)
+	f := func(text string) {
+		t.Helper()
+		stream.Store(text)
+		one, err1 := ask(plain)
+		two, err2 := ask(pd)
+		if (err1 == nil) != (err2 == nil) || err1 == nil && (one != text || two != text) {
+			t.Errorf("%.60q, %d bytes: %d bytes, %v; through P and D %d bytes, %v", text, len(text), len(one), err1, len(two), err2)
+		}
+	}
+	for _, text := range []string{"data: {\"choices\":[]}\n\n: a\n\ndata: [DONE]\n\n", "data: {\"choices\":[]}\r\n\r\ndata:[DONE]\r\n\r\n: bye\n"} {
+		for n := len(": a") + 1; n <= len(text); n++ {
+			f(text[:n])
+		}
+	}
+	long := "data: {\"a\":\"" + strings.Repeat("x", 5<<20) + "\"}\n\n"
+	f("data: {}\n\n" + long + "data: {}\n\ndata: [DONE]\n\n")
+	f(long)
+}

@@ -56,8 +56,15 @@ func (e *exchange) passEvents(b *backend, resp *http1.Response, first []byte, fi
 			}
 			continue
 		}
-		if from.ended && errors.Is(err, io.ErrUnexpectedEOF) { // in good order, in the middle of an event
-			err, end = io.EOF, openai.NewEnd(openai.Completions)
+		switch left := append(events.Rest(), from.data...); {
+		case errors.Is(err, openai.ErrEvent): // too long to be held: what follows passes as it is
+			return e.passBytes(b, resp, left, true, end)
+		case from.ended && len(left) > 0: // in good order, without an empty line behind the last event
+			end.Add(left)
+			if _, werr := e.w.Write(left); werr != nil {
+				return "client_left"
+			}
+			err = io.EOF
 		}
 		return e.ended(b, resp.Status, true, end, err)
 	}

@@ -48,9 +48,13 @@ type Cleared struct {
 // An error means that a restart may find it again.
 func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	var stays []string
+	if c.Tier == ClearAll {
+		s.store.BeginForget()
+	}
+	s.clearing.Lock() // what is stored between two clears at once is of neither
 	if below := s.opts.Generations; c.Tier != ClearL1 && below != nil {
 		var commit func()
-		if commit, err = below.Prepare(c.Models, c.Tier == ClearAll); err != nil {
+		if commit, err = below.Prepare(c.Models); err != nil {
 			stays = append(stays, "after a restart of this server the tiers may serve older objects: "+err.Error())
 		}
 		begin := func() {
@@ -66,6 +70,7 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	} else if c.Tier == ClearAll {
 		s.store.Forget(func() {})
 	}
+	s.clearing.Unlock()
 	if c.Tier != ClearL2 {
 		out.Chunks = s.store.Clear(c.Force)
 	}
@@ -87,8 +92,9 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 }
 
 // clearFor is the clear of a client: of the tiers, the models whose workers its user
-// registered.
-func (s *Server) clearFor(who *caller, force bool) {
+// registered. It fails where there is none, as just after a start of the server, and
+// something could be left there.
+func (s *Server) clearFor(who *caller, force bool) error {
 	models := []string{}
 	for _, in := range s.registry.List() {
 		if in.By == who.By && !slices.Contains(models, in.Model) {
@@ -96,23 +102,28 @@ func (s *Server) clearFor(who *caller, force bool) {
 		}
 	}
 	c := Clear{Tier: ClearAll, Force: force, Models: models, By: "a client of " + who.By.String()}
-	if _, err := s.Clear(c); err != nil {
-		s.log.Error("a clear does not hold over a restart of this server", "err", err)
+	switch _, err := s.Clear(c); {
+	case err != nil:
+		return fmt.Errorf("%w after a restart of this server: %w", errForget, err)
+	case len(models) == 0 && s.opts.Generations != nil:
+		return fmt.Errorf("%w in the tiers: no worker of this user is registered, so its models are not known", errForget)
 	}
+	return nil
 }
 
 // DeleteObjects drops objects from the pool and from the tiers, as far as the tier of
 // the request says: inPool are their keys there, and below those that they may have in
 // the tiers. What is pinned or in transfer is skipped in the pool.
 func (s *Server) DeleteObjects(inPool, below []kv.Key, from ClearTier) (deleted, skipped int, err error) {
-	if from != ClearL2 {
-		deleted, skipped = s.store.Drop(inPool)
-	}
 	if from == ClearL1 {
+		deleted, skipped = s.store.Drop(inPool)
 		return deleted, skipped, nil
 	}
 	if err = s.store.DeleteBelow(below); err == nil && from == ClearL2 {
 		deleted = len(below)
+	}
+	if from == ClearAll { // after the tiers: what comes from there until then is dropped, too
+		deleted, skipped = s.store.Drop(slices.Concat(inPool, below))
 	}
 	if err != nil {
 		err = errors.Join(errors.New("the tiers below may still have the objects"), err)

@@ -3,10 +3,14 @@ package server_test
 import (
 	"bytes"
 	"context"
+	"errors"
 	"log/slog"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/tinylib/msgp/msgp"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -45,10 +49,10 @@ func (n *clearNode) start() {
 	}
 	st := store.New(p, store.Options{
 		ChecksumRate: 1 << 40, SumAtOnce: true, Log: logger, Below: book.Tier(n.open(names)), Place: "below", Moment: book.Moment,
-		Clean: func() { _ = book.Clean() }, DropRestored: book.Dirty(),
+		DropRestored: book.Damaged(),
 	})
-	if book.Dirty() {
-		_ = book.Clean()
+	if err := book.Repair(); err != nil {
+		n.t.Fatal(err)
 	}
 	n.drivenNode = &drivenNode{t: n.t, dir: dir, log: log, store: st}
 	n.Server = server.New(st, server.Options{ChunkTokens: drivenChunk, ShmDir: dir, Log: logger, Generations: book, Names: names})
@@ -174,7 +178,8 @@ func TestKillInTheMiddleOfAClear(t *testing.T) {
 		t.Fatal(got)
 	}
 	testkit.Eventually(t, "checksums", func() bool { return n.store.Stats().SummedChunks+n.store.Stats().WrittenChunks >= 3 })
-	if _, err := n.Options().Generations.Prepare(nil, true); err != nil { // and no more
+	n.store.BeginForget()
+	if _, err := n.Options().Generations.Prepare(nil); err != nil { // and no more
 		t.Fatal(err)
 	}
 	n.stop()
@@ -183,8 +188,14 @@ func TestKillInTheMiddleOfAClear(t *testing.T) {
 	if hit := n.hit(e, prompt, "r"); hit != 0 {
 		t.Errorf("hit %d after a kill in the middle of a clear", hit)
 	}
-	if n.Options().Generations.Dirty() {
-		t.Error("the note stays that the pool has older objects")
+	if got := e.storeBlocks(prompt, 0, 96, span(1, 6)); got != done {
+		t.Fatal(got)
+	}
+	testkit.Eventually(t, "checksums", func() bool { return n.store.Stats().SummedChunks+n.store.Stats().WrittenChunks >= 3 })
+	n.stop()
+	n.start()
+	if hit := n.hit(e, prompt, "r"); hit != 3 {
+		t.Errorf("hit %d of what was stored after the clear", hit)
 	}
 }
 
@@ -206,7 +217,7 @@ func TestAnEngineClearsItsOwnModels(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	commit, err := book.Prepare([]string{"mine"}, false)
+	commit, err := book.Prepare([]string{"mine"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -214,5 +225,79 @@ func TestAnEngineClearsItsOwnModels(t *testing.T) {
 	metas := make([]tier.Meta, 2)
 	if err := x.Stat(t.Context(), keys, metas); err != nil || metas[0].Len != 0 || metas[1].Len != 1 {
 		t.Errorf("%+v, %v", metas, err)
+	}
+}
+
+// A clear that no file keeps is no success: an engine's client fails, with the reason,
+// and the operator gets an error. Nothing older is found until the server ends.
+func TestClearThatIsNotKeptFails(t *testing.T) {
+	for name, spoil := range map[string]func(dir string) error{
+		"read-only": func(dir string) error { return os.Chmod(dir, 0o500) },
+		"a file":    func(dir string) error { return errors.Join(os.RemoveAll(dir), os.WriteFile(dir, nil, 0o600)) },
+	} {
+		if name == "read-only" && os.Geteuid() == 0 {
+			continue
+		}
+		dir := filepath.Join(t.TempDir(), "tier")
+		n := &clearNode{t: t, files: []string{filepath.Join(t.TempDir(), "pool"), filepath.Join(dir, generation.FileName)}, open: func(*tier.Names) tier.Tier { return tier.NewMemory(64 << 20) }}
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		n.start()
+		e := n.newEngine()
+		e.register()
+		prompt := tokens(3*drivenChunk, 6)
+		if got := e.storeBlocks(prompt, 0, 96, span(1, 6)); got != done {
+			t.Fatal(got)
+		}
+		testkit.Eventually(t, "writes below", func() bool { return n.store.Stats().WrittenChunks == 3 })
+		if err := spoil(dir); err != nil {
+			t.Fatal(err)
+		}
+		out := n.Answer([][]byte{{7}, msgp.AppendString(nil, "clear"), lmcache.AppendBool(nil, false)})
+		if len(out) != 2 {
+			t.Fatalf("%s: a client of 0.5.6 is answered %q", name, out)
+		}
+		if got, _, err := msgp.ReadStringBytes(out[1]); err != nil || !strings.HasPrefix(got, "clear failed: ") || !strings.Contains(got, "the generation in "+dir) {
+			t.Errorf("%s: a client of 0.5.6 is answered %q, %v", name, got, err)
+		}
+		if got := n.Answer([][]byte{{7}, lmcache.AppendInt(nil, 20), lmcache.AppendBool(nil, false)}); got != nil {
+			t.Errorf("%s: an earlier client is answered %q, which it takes for success", name, got)
+		}
+		if _, err := n.Clear(server.Clear{Tier: server.ClearAll, By: "a test"}); err == nil || !strings.Contains(err.Error(), dir) {
+			t.Errorf("%s: an operator's clear: %v", name, err)
+		}
+		if hit := n.hit(e, prompt, "cleared"); hit != 0 {
+			t.Errorf("%s: hit %d after the clear", name, hit)
+		}
+		_ = os.Chmod(dir, 0o700)
+		n.stop()
+	}
+}
+
+// An engine whose workers are not registered, as just after a start of the server, is not
+// told that the tiers are cleared.
+func TestClearWithoutWorkersFails(t *testing.T) {
+	n := &clearNode{t: t, files: []string{filepath.Join(t.TempDir(), generation.FileName)}, open: func(*tier.Names) tier.Tier { return tier.NewMemory(64 << 20) }}
+	n.start()
+	defer n.stop()
+	clear := func() string {
+		t.Helper()
+		out := n.Answer([][]byte{{7}, msgp.AppendString(nil, "clear"), lmcache.AppendBool(nil, false)})
+		if len(out) != 2 {
+			t.Fatalf("answered %q", out)
+		}
+		got, _, err := msgp.ReadStringBytes(out[1])
+		if err != nil {
+			t.Fatal(err)
+		}
+		return got
+	}
+	if got := clear(); !strings.HasPrefix(got, "clear failed: ") || !strings.Contains(got, "no worker") {
+		t.Errorf("a clear without workers is answered %q", got)
+	}
+	n.newEngine().register()
+	if got := clear(); got != "clear" {
+		t.Errorf("a clear with workers is answered %q", got)
 	}
 }

@@ -140,6 +140,11 @@ func (s *Server) decline(sc *scratch, op lmcache.Op, err error) (ok bool) {
 	if op == lmcache.OpRegisterEngineDriven && sc.conn.generations.PickleOnly() {
 		return false
 	}
+	if errors.Is(err, errForget) {
+		sc.frames[1], ok = lmcache.AppendFailure(nil, sc.frames[1], err.Error())
+		sc.silent = !ok
+		return false
+	}
 	sc.out, ok = lmcache.AppendNegative(sc.out[:0], op, err.Error())
 	return ok
 }

@@ -40,13 +40,14 @@ var (
 	errUID         = &refusal{"request uid is too long", "request_uid"}
 	errWaits       = &refusal{"too many requests wait for lookups", "waits"}
 	errStreams     = &refusal{"too many event streams", "streams"}
+	errForget      = &refusal{"lookups may find what was stored before the clear", "clear"}
 	errTokens      = &refusal{"event streams tell the tokens of all prompts, and this peer may not read the pool", "no_events"}
 )
 
 // refusals are ours, all of them.
 var refusals = []*refusal{
 	errShort, errUnknownOp, errUnsupported, errMode, errModel, errDraining, errMiss, errNoCommit, errReaders, errPickle, errSide,
-	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errTokens,
+	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errForget, errTokens,
 }
 
 // others are reasons that other packages give.

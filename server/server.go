@@ -47,6 +47,7 @@ type Server struct {
 
 	draining   atomic.Bool
 	lost       atomic.Bool // the pool's name is gone
+	clearing   sync.Mutex  // orders the generations that clears begin
 	clears     atomic.Uint64
 	n          counters
 	p2p        *peerLookups
@@ -383,8 +384,7 @@ func (s *Server) handleRare(sc *scratch, r lmcache.Request) error {
 		s.unregister(sc, r.InstanceID)
 		return nil
 	case *lmcache.ClearRequest:
-		s.clearFor(sc.caller(), r.Force)
-		return nil
+		return s.clearFor(sc.caller(), r.Force)
 	case *lmcache.P2PLookupRequest, *lmcache.P2PResultRequest, *lmcache.P2PUnlockRequest:
 		s.answerPeer(sc, r)
 		return nil

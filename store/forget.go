@@ -11,14 +11,23 @@ import (
 // goes when nothing keeps it. So what a transfer, a pin or a read from below holds at the
 // time of a clear is not served to later lookups.
 
-// Forget makes everything outdated that is in the pool or on its way there. commit is
-// called at the same moment, under the mutex. Clear drops what may go at once; Expire
-// does the rest.
+// BeginForget is called before a Forget is noted anywhere else: if the server is killed
+// before Forget, the next one has nothing of what is in the pool now.
+func (s *Store) BeginForget() {
+	s.lock()
+	defer s.unlock()
+	s.mu.pool.Outdate()
+}
+
+// Forget makes everything outdated that is in the pool or on its way there, also for a
+// later server. commit is called at the same moment, under the mutex. Clear drops what
+// may go at once; Expire does the rest.
 func (s *Store) Forget(commit func()) {
 	s.lock()
 	defer s.unlock()
 	s.mu.epoch++
 	s.mu.outdated = true
+	s.mu.pool.Outdate()
 	commit()
 }
 
@@ -31,7 +40,7 @@ func (s *Store) DropOutdated() bool {
 			from = next
 			continue
 		}
-		return begun && left == 0 && s.settleOutdated()
+		return begun && left == 0 && !s.anyOutdated()
 	}
 }
 
@@ -53,18 +62,6 @@ func (s *Store) dropSomeOutdated(from int) (next, kept int, ok bool) {
 		}
 	}
 	return next, kept, true
-}
-
-// settleOutdated has the note go that the pool holds older objects. Where something
-// was cleared meanwhile the next look does.
-func (s *Store) settleOutdated() bool {
-	if s.anyOutdated() {
-		return false
-	}
-	if s.opts.Clean != nil {
-		s.opts.Clean()
-	}
-	return true
 }
 
 // anyOutdated looks at all slots under one lock, so that nothing is cleared meanwhile.

@@ -7,6 +7,8 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/store/miss"
@@ -16,8 +18,7 @@ import (
 // What is pinned or in transfer at a clear is not found by later lookups, is served to
 // who was promised it, and goes when that ends.
 func TestForgetHidesWhatIsKept(t *testing.T) {
-	cleans := 0
-	b := &sumBench{bench: newBench(t, t.TempDir(), 32, store.Options{ChecksumRate: 1 << 40, SumAtOnce: true, Clean: func() { cleans++ }})}
+	b := &sumBench{bench: newBench(t, t.TempDir(), 32, store.Options{ChecksumRate: 1 << 40, SumAtOnce: true})}
 	defer func() { b.stop() }()
 	pinned, staged := prompt(1, 4), prompt(2, 3)
 	b.put(t, pinned)
@@ -32,8 +33,8 @@ func TestForgetHidesWhatIsKept(t *testing.T) {
 	commits := 0
 	b.store.Forget(func() { commits++ })
 	b.store.Clear(false)
-	if b.store.DropOutdated() || cleans != 0 || commits != 1 {
-		t.Errorf("pinned chunks are outdated: %d cleans, %d commits", cleans, commits)
+	if b.store.DropOutdated() || commits != 1 {
+		t.Errorf("pinned chunks are outdated: %d commits", commits)
 	}
 	if got := b.look(t, "new", one, pinned); got.Hit != 0 || got.Why != miss.Cleared {
 		t.Errorf("hit %d of chunks from before the clear, %v", got.Hit, got.Why)
@@ -50,8 +51,8 @@ func TestForgetHidesWhatIsKept(t *testing.T) {
 	b.store.CommitLoad(transfer(7, pinned, 0, 4, true), []byte("old"))
 	b.store.EndSession([]byte("old"), lease.Owner{})
 	b.store.Expire()
-	if st := b.store.Stats(); st.Resident != 0 || cleans != 1 || !b.store.DropOutdated() {
-		t.Errorf("%d chunks stay, %d cleans", st.Resident, cleans)
+	if st := b.store.Stats(); st.Resident != 0 || !b.store.DropOutdated() {
+		t.Errorf("%d chunks stay", st.Resident)
 	}
 	b.put(t, pinned)
 	b.put(t, staged)
@@ -102,5 +103,71 @@ func TestForgetReachesWhatIsOnItsWay(t *testing.T) {
 	}
 	if st := b.store.Stats(); st.WrittenChunks != 0 || st.BelowChunks != 0 {
 		t.Errorf("%d chunks are written below, %d came from there", st.WrittenChunks, st.BelowChunks)
+	}
+}
+
+// What a session or a worker keeps at a clear is not served after a kill or a stop; what
+// is stored after the clear is.
+func TestForgetOutlivesTheServer(t *testing.T) {
+	for _, trust := range []bool{false, true} {
+		for name, end := range map[string]func(*bench){"kill": (*bench).kill, "stop": (*bench).restart} {
+			b := &sumBench{bench: newBench(t, t.TempDir(), 32, store.Options{ChecksumRate: 1 << 40, SumAtOnce: true, TrustUnsummed: trust})}
+			pinned, loading, later := prompt(1, 4), prompt(2, 3), prompt(3, 2)
+			b.put(t, pinned)
+			b.put(t, loading)
+			b.sumAll()
+			if a, c := b.look(t, "old", one, pinned), b.look(t, "load", one, loading); a.Hit != 4 || c.Hit != 3 {
+				t.Fatalf("%+v %+v", a, c)
+			}
+			if why := b.store.BeginLoad([]byte("load"), transfer(7, loading, 0, 3, true), loading, &store.Transfer{}); why != miss.None {
+				t.Fatal(why)
+			}
+			b.store.Forget(func() {})
+			b.store.Clear(false)
+			b.store.EndSession([]byte("load"), lease.Owner{}) // a use, after the clear
+			b.put(t, later)
+			b.sumAll()
+			end(b.bench)
+			for _, h := range [][]kv.Hash{pinned, loading} {
+				if got := b.look(t, "new", one, h); got.Hit != 0 {
+					t.Errorf("%s: hit %d of chunks from before the clear", name, got.Hit)
+				}
+			}
+			if got := b.look(t, "later", one, later); got.Hit != 2 {
+				t.Errorf("%s: hit %d of 2 chunks stored after the clear, %v", name, got.Hit, got.Why)
+			}
+			end(b.bench) // and another server
+			if got := b.look(t, "later", one, later); got.Hit != 2 {
+				t.Errorf("%s twice: hit %d of 2 chunks stored after the clear, %v", name, got.Hit, got.Why)
+			}
+			b.stop()
+		}
+	}
+}
+
+// An object that is deleted from the pool while it comes from the tier is not served when
+// it has come.
+func TestDropReachesWhatIsOnItsWay(t *testing.T) {
+	b := newTiered(t, 32, "read 1 slow 300ms", store.Options{LoadTimeout: 10 * time.Second})
+	defer b.close()
+	below := prompt(1, 1)
+	data, key := content(below[0], 0), objectKey(one, 0, below[0])
+	if err := b.memory.Write(t.Context(), key, tier.Meta{Len: chunkBytes, Sum: xxh3.Hash(data)}, data); err != nil {
+		t.Fatal(err)
+	}
+	if got := b.store.Lookup([]byte("load"), one, store.Hashed(below), 1); got.State != store.Pending {
+		t.Fatalf("%+v", got)
+	}
+	testkit.Eventually(t, "the read begins", func() bool { return b.flaky.Calls("read") > 0 })
+	b.store.Drop([]kv.Key{key}) // as if the read had the bytes already
+	testkit.Eventually(t, "the lookup ends", func() bool { return b.store.Result([]byte("load"), lease.Owner{}).State != store.Pending })
+	testkit.Eventually(t, "the read lands", func() bool {
+		return b.store.Stats().BelowChunks > 0 || b.store.Stats().FreeBytes == b.store.Stats().Bytes
+	})
+	if err := b.memory.Delete(t.Context(), []kv.Key{key}); err != nil {
+		t.Fatal(err)
+	}
+	if got := b.look(t, "later", one, below); got.Hit != 0 {
+		t.Errorf("hit %d of an object that was deleted while it came", got.Hit)
 	}
 }

@@ -38,8 +38,9 @@ func (s *Store) OfChunk(h kv.Hash) []kv.Key {
 }
 
 // Drop drops objects that nothing pins or holds, and skips those that something does. What is
-// not resident counts as neither.
+// not resident counts as neither; what is on its way from the tier is not served when it comes.
 func (s *Store) Drop(keys []kv.Key) (dropped, skipped int) {
+	s.dropComing(keys)
 	s.eachResident(keys, dropBatch, func(slot pool.Slot) bool {
 		if !s.evictableLocked(slot) {
 			skipped++
@@ -51,6 +52,24 @@ func (s *Store) Drop(keys []kv.Key) (dropped, skipped int) {
 		return true
 	})
 	return dropped, skipped
+}
+
+// dropComing drops what is on its way from the tier.
+func (s *Store) dropComing(keys []kv.Key) {
+	for ; len(keys) > 0; keys = keys[min(dropBatch, len(keys)):] {
+		s.dropSomeComing(keys[:min(dropBatch, len(keys))])
+	}
+}
+
+func (s *Store) dropSomeComing(keys []kv.Key) {
+	s.lock()
+	defer s.unlock()
+	for i := range keys {
+		slot, st := s.mu.pool.Find(&keys[i])
+		if fl := s.mu.flights.of[slot]; st == pool.Staged && fl != nil && fl.below && !s.mu.closed {
+			s.dropLocked(slot, miss.Cleared)
+		}
+	}
 }
 
 // eachResident calls f, under the mutex, for the slots of those keys that are resident, until f answers false. Others

@@ -81,7 +81,9 @@ func (s *Store) letGoUnusedLocked(slot pool.Slot) bool {
 // useLocked notes a use of a resident slot, also for the order after a restart.
 func (s *Store) useLocked(slot pool.Slot) {
 	s.mu.policy.Use(uint32(slot))
-	s.mu.pool.Stamp(slot)
+	if !s.outdatedLocked(slot) { // a later server must see that it is
+		s.mu.pool.Stamp(slot)
+	}
 	if int(slot) < s.mu.passed.Len() && !s.keptLocked(slot) {
 		*s.mu.passed.At(int(slot)) = false
 	}

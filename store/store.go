@@ -70,12 +70,11 @@ type Options struct {
 	LoadBytes int64     // on their way up from it, at most; default a quarter of the pool, 1 GiB at most
 	Place     string    // names what lies below: a later server does not write again what is in the place of that name
 
-	// Moment says at which generation of Below a write begins (generation.Book); Clean is
-	// called when the pool holds nothing from before Forget. nil for none.
+	// Moment says at which generation of Below a write begins (generation.Book); nil for
+	// none.
 	Moment func() uint64
-	Clean  func()
 
-	DropRestored bool // drop what an earlier server kept: it was killed in the middle of a clear
+	DropRestored bool // drop what an earlier server kept: whether it is from before a clear is not known
 
 	BelowOpened <-chan struct{} // closed once Below knows all that it has; nil where it does from the start
 
@@ -222,7 +221,7 @@ func (s *Store) restoreLocked() {
 	var unsummed, cleared []pool.Slot
 	for _, slot := range r.Resident {
 		s.addLocked(slot)
-		if _, ok := s.mu.pool.Sum(slot); s.opts.DropRestored {
+		if _, ok := s.mu.pool.Sum(slot); s.opts.DropRestored || s.mu.pool.Outdated(slot) {
 			cleared = append(cleared, slot)
 		} else if ok {
 			s.mu.sums.Suspect(uint32(slot))
@@ -241,8 +240,8 @@ func (s *Store) restoreLocked() {
 	for _, slot := range cleared {
 		s.dropLocked(slot, miss.Cleared)
 	}
-	if s.opts.DropRestored {
-		s.log.Warn("the earlier server was killed in the middle of a clear: what it kept in the pool is dropped", "chunks", len(cleared))
+	if len(cleared) > 0 {
+		s.log.Warn("the earlier server ended before all chunks from before a clear were gone: they are dropped", "chunks", len(cleared))
 	}
 	if len(unsummed) > 0 {
 		s.log.Warn("the earlier server was killed before these chunks had a checksum: they are dropped, because nothing shows that their bytes are whole", "chunks", len(unsummed))

@@ -74,6 +74,13 @@ func (r *Reader) Next() (e Event, err error) {
 	}
 }
 
+// Rest returns what was read and is part of no event that Next returned, after an error of Next. It is valid for good; Next may
+// not be called after it.
+func (r *Reader) Rest() []byte {
+	ahead, _ := r.r.Peek(r.r.Buffered()) // which are there
+	return append(r.raw, ahead...)
+}
+
 // AppendEvent appends an event with one line of data, which has no newline.
 func AppendEvent(b, data []byte) []byte {
 	return append(append(append(b, "data: "...), data...), "\n\n"...)

@@ -35,6 +35,7 @@ import (
 //	 88 32  former chunk sizes  112  8  2^32 + the generation that the xxh3 is of; else there is none.
 //	                                    Bits 33-63: the place below where the object is, too; 0 for none
 //	120  8  bytes of the pool   120  8  first start that found it held, ns of CLOCK_MONOTONIC; 0 for none
+//	128  8  use stamp of the last clear: a record with none that is larger is from before it; 0 for none
 //
 // Order makes it safe to be killed anywhere. The header is written last when a
 // pool is made; a zero magic is a pool that never was. A record's bytes are
@@ -70,6 +71,7 @@ const (
 	headerUsed    = 80
 
 	headerProvided = 120
+	headerCleared  = 128
 )
 
 func writeHeader(s *shm.Segment, o Options, records int64, inode uint64) {

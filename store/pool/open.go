@@ -189,6 +189,7 @@ func (p *Pool) restore() error {
 		return fmt.Errorf("%w: %d records used of %d", ErrIndex, used, p.records)
 	}
 	p.used, p.backed = int(used), int(used)
+	p.stamp = p.index.Word(headerCleared).Load()
 	now := p.opts.Clock()
 	for i := range p.used {
 		s := Slot(i)

@@ -402,3 +402,18 @@ func (p *Pool) Stamp(s Slot) {
 	p.stamp++
 	p.record(s).setStamp(p.stamp)
 }
+
+// Outdate makes all slots outdated for a later server, unless they are stamped again.
+func (p *Pool) Outdate() {
+	p.stamp++
+	crashPoint()
+	p.index.Word(headerCleared).Store(p.stamp)
+	crashPoint()
+}
+
+// Outdated reports whether Outdate was called since a slot was stamped, by this server
+// or by an earlier one.
+func (p *Pool) Outdated(s Slot) bool {
+	cleared := p.index.Word(headerCleared).Load()
+	return cleared > 0 && p.record(s).stamp() <= cleared
+}

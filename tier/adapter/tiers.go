@@ -217,6 +217,24 @@ func (a *Adapter) place() string {
 	return absolute(a.Path)
 }
 
+// Shared names where an adapter without a directory of this host keeps objects: one name
+// for each of its addresses, which do not depend on other adapters and other addresses.
+func (a *Adapter) Shared() (names []string) {
+	switch {
+	case a.Redis != nil:
+		for _, addr := range a.Redis.Addrs {
+			names = append(names, fmt.Sprintf("redis:%s/%d/%s%s", addr, a.Redis.Database, a.Redis.Sentinel, a.Redis.Prefix))
+		}
+	case a.Mooncake != nil:
+		for _, addr := range a.Mooncake.Masters {
+			names = append(names, "mooncake:"+addr+"/"+a.Mooncake.Tenant)
+		}
+	case a.S3 != nil:
+		names = append(names, "s3:"+a.S3.URL+"/"+a.S3.Prefix)
+	}
+	return names
+}
+
 func openDir(a Adapter, o Options) (*fs.Dir, error) {
 	return fs.Open(fs.Options{
 		Path: a.Path, TempDir: a.TempDir, Direct: a.Direct, Pad: a.Pad, Trust: o.Trust, NoMake: o.Existing, Names: o.Names, Changes: o.Changes, Number: o.number, Log: o.Log,

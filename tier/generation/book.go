@@ -16,6 +16,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"sync"
@@ -47,24 +48,26 @@ type state struct {
 	Version int                   `json:"version"`
 	All     Generation            `json:"all"`
 	Models  map[string]Generation `json:"models,omitempty"`
-	Dirty   bool                  `json:"pool_has_older,omitempty"` // see Book.Dirty
 }
 
 // Book knows the generations and keeps them in files. Its methods are safe for
 // concurrent use.
 type Book struct {
-	files []string
-	names *tier.Names
-	log   *slog.Logger
+	files   []string
+	names   *tier.Names
+	log     *slog.Logger
+	damaged bool // a file was
 
 	writing struct {
-		sync.Mutex       // orders Prepare and Clean
-		kept       state // written last; more than mu.state while a commit is to come
+		sync.Mutex        // orders Prepare and Repair
+		kept       state  // written last; more than mu.state while a commit is to come
+		number     uint64 // of the last Prepare
 	}
 
 	mu struct {
 		sync.RWMutex
 		state
+		number uint64                        // of the Prepare that was committed
 		moment uint64                        // counts the changes of state
 		known  map[kv.Namespace]kv.Namespace // what a tier calls it: its own
 	}
@@ -84,7 +87,7 @@ func Open(files []string, names *tier.Names, log *slog.Logger) (*Book, error) {
 			continue
 		case errors.Is(err, errDamaged):
 			log.Warn("a file of generations is damaged: everything in the tiers counts as cleared", "path", path, "err", err)
-			b.mu.All, b.mu.Dirty = b.mu.All.next(), true
+			b.mu.All, b.mu.Models, b.damaged = b.mu.after(b.mu.All), nil, true
 			continue
 		case err != nil:
 			return nil, fmt.Errorf("read generations: %w", err)
@@ -130,7 +133,6 @@ func (s *state) merge(o *state) {
 			delete(s.Models, model)
 		}
 	}
-	s.Dirty = s.Dirty || o.Dirty
 }
 
 func (s *state) set(model string, g Generation) {
@@ -140,38 +142,44 @@ func (s *state) set(model string, g Generation) {
 	s.Models[model] = g
 }
 
-// next returns the generation of a clear now.
-func (g Generation) next() Generation {
-	return Generation{g.Number + 1, max(time.Now().UnixNano(), g.Time+1)}
+// after returns the generation of a clear now, which follows g. Its time is later than
+// all that s has, also where the clock was set back.
+func (s *state) after(g Generation) Generation {
+	last := max(g.Time, s.All.Time)
+	for _, other := range s.Models {
+		last = max(last, other.Time)
+	}
+	return Generation{g.Number + 1, max(time.Now().UnixNano(), last+1)}
 }
 
 // Prepare keeps a new generation of models, or of all with nil, in the files. commit
 // has it count. An error says which file could not be written: the generation then
-// counts until the server ends, and commit is not nil. dirty notes that the pool holds
-// older objects until Clean.
-func (b *Book) Prepare(models []string, dirty bool) (commit func(), err error) {
+// counts until the server ends, and commit is not nil. Where a later generation was
+// committed before, commit changes nothing: that one includes it.
+func (b *Book) Prepare(models []string) (commit func(), err error) {
 	b.writing.Lock()
 	defer b.writing.Unlock()
 	next := b.latest()
-	next.Dirty = next.Dirty || dirty
 	for _, model := range models {
-		next.set(model, next.Models[model].next())
+		next.set(model, next.after(next.Models[model]))
 	}
 	if models == nil || len(next.Models) > maxModels {
-		next.All, next.Models = next.All.next(), nil
+		next.All, next.Models = next.after(next.All), nil
 	}
 	err = b.write(&next)
 	b.writing.kept = state{}
 	b.writing.kept.merge(&next)
+	b.writing.number++
+	number := b.writing.number
 	return func() {
 		b.mu.Lock()
 		defer b.mu.Unlock()
-		dirty := b.mu.Dirty
-		b.mu.state.merge(&next)
-		if next.Models == nil {
-			b.mu.Models = nil
+		if number < b.mu.number {
+			return
 		}
-		b.mu.Dirty = dirty || next.Dirty
+		b.mu.number = number
+		b.mu.state = state{}
+		b.mu.merge(&next)
 		b.mu.moment++
 		clear(b.mu.known)
 	}, err
@@ -190,28 +198,27 @@ func (b *Book) latest() state {
 	return out
 }
 
-// Dirty reports whether the pool may hold objects from before a clear: its server was
-// killed before all of them went.
-func (b *Book) Dirty() bool {
-	b.mu.RLock()
-	defer b.mu.RUnlock()
-	return b.mu.Dirty
-}
+// Damaged reports whether a file was damaged: the pool may then hold objects from before
+// a clear.
+func (b *Book) Damaged() bool { return b.damaged }
 
-// Clean notes that the pool holds no object from before a clear.
-func (b *Book) Clean() error {
+// Repair writes the files that have no generation, another one, or damage: each alone has
+// all that is known. It is called once the pool has nothing that Damaged means.
+func (b *Book) Repair() error {
 	b.writing.Lock()
 	defer b.writing.Unlock()
-	b.mu.Lock()
-	was := b.mu.Dirty
-	b.mu.Dirty = false
-	b.mu.Unlock()
-	if !was {
+	now := b.latest()
+	if now.All == (Generation{}) && len(now.Models) == 0 {
 		return nil
 	}
-	now := b.latest()
-	now.Dirty, b.writing.kept.Dirty = false, false
-	return b.write(&now)
+	var errs []error
+	for _, path := range b.files {
+		if s, err := read(path); err == nil && s.All == now.All && maps.Equal(s.Models, now.Models) {
+			continue
+		}
+		errs = append(errs, b.writeOne(path, &now))
+	}
+	return errors.Join(errs...)
 }
 
 // Files returns the paths that keep the generations.
@@ -219,20 +226,25 @@ func (b *Book) Files() []string { return b.files }
 
 // write replaces each file as a whole.
 func (b *Book) write(s *state) error {
-	text, err := json.Marshal(s)
-	if err != nil {
-		panic(fmt.Sprintf("BUG: generation: %v", err))
-	}
 	var errs []error
 	for _, path := range b.files {
-		if err := replace(path, text); err != nil {
-			errs = append(errs, fmt.Errorf("keep the generation in %s: %w", path, err))
-		}
+		errs = append(errs, b.writeOne(path, s))
 	}
 	if len(b.files) == 0 {
 		errs = append(errs, errors.New("no file keeps the generation"))
 	}
 	return errors.Join(errs...)
+}
+
+func (b *Book) writeOne(path string, s *state) error {
+	text, err := json.Marshal(s)
+	if err != nil {
+		panic(fmt.Sprintf("BUG: generation: %v", err))
+	}
+	if err := replace(path, text); err != nil {
+		return fmt.Errorf("keep the generation in %s: %w", path, err)
+	}
+	return nil
 }
 
 func replace(path string, text []byte) error {

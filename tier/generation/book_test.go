@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
@@ -40,7 +41,7 @@ func TestClearsAtTheSameTimeAreAllKept(t *testing.T) {
 	var commits []func()
 	var mu sync.Mutex
 	clear := func(b *generation.Book, i int) {
-		commit, err := b.Prepare([]string{fmt.Sprint("m", i)}, true)
+		commit, err := b.Prepare([]string{fmt.Sprint("m", i)})
 		if err != nil {
 			t.Error(err)
 		}
@@ -59,9 +60,6 @@ func TestClearsAtTheSameTimeAreAllKept(t *testing.T) {
 	for _, commit := range commits {
 		commit()
 	}
-	if err := a.Clean(); err != nil {
-		t.Fatal(err)
-	}
 	again := open(t, names, file)
 	metas := make([]tier.Meta, len(keys))
 	if err := again.Tier(place).Stat(t.Context(), keys, metas); err != nil {
@@ -71,9 +69,6 @@ func TestClearsAtTheSameTimeAreAllKept(t *testing.T) {
 		if m.Len != 0 {
 			t.Errorf("model %d: %+v is there after its clear", i, m)
 		}
-	}
-	if again.Dirty() {
-		t.Error("the pool counts as not cleared")
 	}
 }
 
@@ -93,8 +88,132 @@ func TestDamagedFileCountsAsAClear(t *testing.T) {
 		}
 		b := open(t, names, file)
 		metas := make([]tier.Meta, 1)
-		if err := b.Tier(place).Stat(t.Context(), []kv.Key{k}, metas); err != nil || metas[0].Len != 0 || !b.Dirty() {
-			t.Errorf("%q: %+v, %v, dirty %v", text, metas[0], err, b.Dirty())
+		if err := b.Tier(place).Stat(t.Context(), []kv.Key{k}, metas); err != nil || metas[0].Len != 0 || !b.Damaged() {
+			t.Errorf("%q: %+v, %v, damaged %v", text, metas[0], err, b.Damaged())
 		}
+	}
+}
+
+// A clear counts, also over a restart, where the clock was set back since the one
+// before it, whichever models the two are of.
+func TestClearCountsAfterTheClockWasSetBack(t *testing.T) {
+	ahead := time.Now().Add(time.Hour).UnixNano()
+	all := fmt.Sprintf(`{"version":1,"all":{"number":1,"time":%d}}`, ahead)
+	model := fmt.Sprintf(`{"version":1,"all":{},"models":{"m":{"number":1,"time":%d}}}`, ahead)
+	for _, kept := range []string{all, model} {
+		for _, models := range [][]string{nil, {"m"}} {
+			dir := t.TempDir()
+			files := []string{filepath.Join(dir, "a"), filepath.Join(dir, "b")}
+			for _, file := range files {
+				if err := os.WriteFile(file, []byte(kept), 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			names := tier.NewNames()
+			k := kv.Key{Namespace: kv.Namespace{1}}
+			names.Add(k.Namespace, "m", nil)
+			place := tier.NewMemory(1 << 20)
+			b := open(t, names, files...)
+			if err := b.Tier(place).Write(t.Context(), k, tier.Meta{Len: 1}, []byte{1}); err != nil {
+				t.Fatal(err)
+			}
+			commit, err := b.Prepare(models)
+			if err != nil {
+				t.Fatal(err)
+			}
+			commit()
+			again := open(t, names, files...)
+			for when, b := range map[string]*generation.Book{"cleared": b, "restarted": again} {
+				metas := make([]tier.Meta, 1)
+				if err := b.Tier(place).Stat(t.Context(), []kv.Key{k}, metas); err != nil || metas[0].Len != 0 {
+					t.Errorf("%s after %s, a clear of %q: %+v, %v", when, kept, models, metas[0], err)
+				}
+			}
+			if err := b.Tier(place).Write(t.Context(), k, tier.Meta{Len: 2}, []byte{1, 2}); err != nil {
+				t.Fatal(err)
+			}
+			metas := make([]tier.Meta, 1)
+			if err := again.Tier(place).Stat(t.Context(), []kv.Key{k}, metas); err != nil || metas[0].Len != 2 {
+				t.Errorf("stored after the clear of %q over %s, after a restart: %+v, %v", models, kept, metas[0], err)
+			}
+		}
+	}
+}
+
+// Each file alone has all generations once Repair was called: one that was not there, one
+// that a former tier had and one that was damaged. The server after it finds what this
+// one stores.
+func TestEachFileHasAllGenerations(t *testing.T) {
+	for name, spoil := range map[string]func(path string) error{
+		"missing": os.Remove,
+		"damaged": func(path string) error { return os.WriteFile(path, []byte("{"), 0o600) },
+		"older":   func(path string) error { return os.WriteFile(path, []byte(`{"version":1,"all":{}}`), 0o600) },
+	} {
+		dir := t.TempDir()
+		first, second := filepath.Join(dir, "a", "g"), filepath.Join(dir, "b", "g")
+		names, k := tier.NewNames(), kv.Key{Namespace: kv.Namespace{1}}
+		names.Add(k.Namespace, "m", nil)
+		place := tier.NewMemory(1 << 20)
+		size := func(b *generation.Book) int64 {
+			t.Helper()
+			metas := make([]tier.Meta, 1)
+			if err := b.Tier(place).Stat(t.Context(), []kv.Key{k}, metas); err != nil {
+				t.Fatal(err)
+			}
+			return metas[0].Len
+		}
+		b := open(t, names, first, second)
+		if err := b.Tier(place).Write(t.Context(), k, tier.Meta{Len: 1}, []byte{1}); err != nil {
+			t.Fatal(err)
+		}
+		for _, models := range [][]string{nil, {"m"}} {
+			commit, err := b.Prepare(models)
+			if err != nil {
+				t.Fatal(err)
+			}
+			commit()
+		}
+		if err := spoil(second); err != nil {
+			t.Fatal(err)
+		}
+		b = open(t, names, first, second)
+		if err := b.Repair(); err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Tier(place).Write(t.Context(), k, tier.Meta{Len: 2}, []byte{1, 2}); err != nil {
+			t.Fatal(err)
+		}
+		for _, file := range []string{first, second} {
+			if got := size(open(t, names, file)); got != 2 {
+				t.Errorf("%s: a server with %s alone finds an object of length %d, want 2", name, file, got)
+			}
+		}
+	}
+}
+
+// A clear of all that is committed after a later clear of a model does not undo that:
+// the server and the one after it find the same objects.
+func TestClearsAreCommittedInTheirOrder(t *testing.T) {
+	file := filepath.Join(t.TempDir(), generation.FileName)
+	names, k := tier.NewNames(), kv.Key{Namespace: kv.Namespace{1}}
+	names.Add(k.Namespace, "m", nil)
+	place := tier.NewMemory(1 << 20)
+	b := open(t, names, file)
+	all, err := b.Prepare(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	model, err := b.Prepare([]string{"m"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	model()
+	all()
+	if err := b.Tier(place).Write(t.Context(), k, tier.Meta{Len: 1}, []byte{1}); err != nil {
+		t.Fatal(err)
+	}
+	metas := make([]tier.Meta, 1)
+	if err := open(t, names, file).Tier(place).Stat(t.Context(), []kv.Key{k}, metas); err != nil || metas[0].Len != 1 {
+		t.Errorf("stored after both: %+v, %v after a restart", metas[0], err)
 	}
 }

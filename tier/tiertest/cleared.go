@@ -59,7 +59,7 @@ func cleared(models []string) func(t *testing.T, x tier.Tier) {
 		}
 		for round := 1; round <= 2; round++ {
 			late := tier.AtMoment(t.Context(), book.Moment())
-			commit, err := book.Prepare(models, false)
+			commit, err := book.Prepare(models)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -17,48 +17,37 @@ func (c *serverCmd) openGenerations(o *serverOptions, below adapter.Set) error {
 	if below.Tier == nil {
 		return nil
 	}
-	var files []string
-	for _, d := range o.tiers.Disk.Dirs {
-		files = append(files, filepath.Join(d.Path, generation.FileName))
-	}
-	shared := false
-	for _, a := range o.tiers.Adapters {
-		if a.Path != "" {
-			files = append(files, filepath.Join(a.Path, generation.FileName))
-		} else {
-			shared = true
-		}
-	}
-	if shared || len(o.tiers.Adapters) > 0 {
+	if len(o.tiers.Adapters) > 0 {
 		o.server.Places = append(o.server.Places, "the tiers of --l2-adapter keep the older bytes until they evict them, and other servers on them still serve those: clear each")
 	}
-	if shared {
-		path, err := c.generationsFile(below.Place)
-		if err != nil {
-			return err
-		}
-		files = append(files, path)
-	}
+	files := c.generationFiles(&o.tiers)
 	book, err := generation.Open(files, o.tiers.Names, o.store.Log)
 	if err != nil {
 		return err
 	}
 	o.tiers.Changes.Translate(book.Back)
-	o.store.Below, o.store.Moment, o.store.DropRestored = book.Tier(below.Tier), book.Moment, book.Dirty()
-	o.store.Clean = func() {
-		if err := book.Clean(); err != nil {
-			o.store.Log.Warn("note that the clear is complete", "err", err)
-		}
-	}
+	o.store.Below, o.store.Moment, o.store.DropRestored = book.Tier(below.Tier), book.Moment, book.Damaged()
 	o.server.Generations, o.server.Changes = book, o.tiers.Changes
 	return nil
 }
 
-// generationsFile is where the generations of tiers without a directory of this host
-// are kept: beside --state, else in the state directory of this user.
-func (c *serverCmd) generationsFile(place string) (string, error) {
-	if c.State != "" {
-		return c.State + ".generations", nil
+// generationFiles are where the generations of tiers are kept: in each directory of this
+// host, and for tiers without one beside --state, else in the state directory of this
+// user, in a file for each address. So they outlive the tiers and addresses beside them.
+func (c *serverCmd) generationFiles(o *adapter.Options) (files []string) {
+	var shared []string
+	for _, d := range o.Disk.Dirs {
+		files = append(files, filepath.Join(d.Path, generation.FileName))
+	}
+	for _, a := range o.Adapters {
+		if names := a.Shared(); len(names) > 0 {
+			shared = append(shared, names...)
+		} else {
+			files = append(files, filepath.Join(a.Path, generation.FileName))
+		}
+	}
+	if len(shared) > 0 && c.State != "" {
+		return append(files, c.State+".generations")
 	}
 	dir := os.Getenv("XDG_STATE_HOME")
 	if !filepath.IsAbs(dir) {
@@ -68,7 +57,10 @@ func (c *serverCmd) generationsFile(place string) (string, error) {
 		}
 		dir = filepath.Join(home, ".local", "state")
 	}
-	h := fnv.New64a()
-	_, _ = h.Write([]byte(place))
-	return filepath.Join(dir, "kvasir", fmt.Sprintf("generations-%016x", h.Sum64())), nil
+	for _, name := range shared {
+		h := fnv.New64a()
+		_, _ = h.Write([]byte(name))
+		files = append(files, filepath.Join(dir, "kvasir", fmt.Sprintf("generations-%016x", h.Sum64())))
+	}
+	return files
 }

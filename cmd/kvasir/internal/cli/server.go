@@ -380,8 +380,10 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	}
 	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters = o.tiers.Names, below.Each, below.Disk, below.Clusters
 	st := store.New(p, o.store)
-	if o.store.DropRestored {
-		o.store.Clean()
+	if book := o.server.Generations; book != nil {
+		if err := book.Repair(); err != nil {
+			o.store.Log.Warn("keep the generations that the tiers have", "err", err)
+		}
 	}
 	if err = c.terms.Apply(st); err != nil {
 		below.Tier = nil // the store closes it
