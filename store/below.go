@@ -22,7 +22,7 @@ import (
 const (
 	maxLoads = 32 // reads at once; a user or address has half of what others leave
 
-	// loadLife is how many times LoadTimeout a read may take before it is told to end.
+	// loadLife is how many times LoadTimeout a read may take before it is canceled.
 	loadLife = 10
 )
 
@@ -162,7 +162,7 @@ func (x *search) load(i int) bool {
 			case <-x.pf.ctx.Done():
 				return false
 			}
-		case fl == nil: // somebody else has it, or there is no room
+		case fl == nil: // another search loads it, or the pool is full
 			return err == nil
 		case x.Go(func() { x.read(fl, k) }):
 			return true
@@ -173,9 +173,9 @@ func (x *search) load(i int) bool {
 	}
 }
 
-// beginLoad makes a slot and its flight for object i. The flight is nil when somebody
-// else has begun meanwhile, and with an error; wait is what to wait for when too much is
-// on its way.
+// beginLoad makes a slot and its flight for object i. The flight is nil with an error and
+// when another search has begun the load meanwhile. wait is non-nil when too many loads are in
+// flight: the caller waits for it and tries again.
 func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err error) {
 	x.lock()
 	defer x.unlock()

@@ -10,7 +10,7 @@ import (
 // Place is where an object is: bytes from the pool's start.
 type Place struct{ Offset, Bytes int64 }
 
-// Loan keeps objects in place for somebody who reads them by their places, until it is given
+// Loan keeps objects in place for a reader that knows their places, until it is given
 // back or its time is over.
 type Loan struct {
 	store *Store
@@ -63,7 +63,7 @@ func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, end
 	return held, nil
 }
 
-// giveBackLent ends holds that nobody was told of.
+// giveBackLent ends holds whose places no reader has learned.
 func (s *Store) giveBackLent(held []heldObject) {
 	if len(held) > 0 {
 		s.end(s.newHold(hold.Transfer{Load: true}, nil, held), false)

@@ -291,9 +291,9 @@ func (s *Store) EndSession(session []byte, owner lease.Owner) {
 	}())
 }
 
-// Leave says that owner is gone: nobody can take the results of its lookups any more.
-// Sessions whose results were not taken end, of the last ones that it used. What was
-// taken may be loaded over other connections.
+// Leave tells the store that owner has disconnected and cannot take the results of its lookups.
+// Of the sessions that it used last, those whose results were not taken end. Chunks of a taken
+// result may still be loaded over other connections.
 func (s *Store) Leave(owner lease.Owner) {
 	s.giveBack(s.endUntaken(owner))
 }
@@ -320,7 +320,7 @@ func (s *Store) endUntaken(owner lease.Owner) (given []lease.Lease) {
 }
 
 // servableLocked returns the slot of what is resident under k and may be served, or will
-// be once its flight has landed: ready tells which.
+// be once its flight has landed. ready is true in the first case.
 func (s *Store) servableLocked(k *kv.Key) (slot pool.Slot, ready, ok bool) {
 	slot, st := s.findLocked(k)
 	if s.outdatedLocked(slot) {

@@ -34,8 +34,8 @@ type LeafHazard struct {
 }
 
 const (
-	turns   = 3 // of a conversation that are told apart
-	lengths = 3 // of prompts: below 7 slots, below 63, more
+	turns   = 3 // classes of conversation turns
+	lengths = 3 // classes of prompt lengths: below 7 slots, below 63, more
 	sizes   = 8 // of what was new: 0 (the same prompt again), 1, 2 to 3, 4 to 7 and so on
 	classes = turns * lengths * sizes
 	buckets = 64 // of ages, two to each power of two

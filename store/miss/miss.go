@@ -18,7 +18,7 @@ const (
 	NeverStored         // no chunk of that key was seen, or too long ago
 	Evicted             // to make room
 	Cleared             // by an operator or a client
-	Expired             // nobody used it for its TTL
+	Expired             // unused for its TTL
 	Failed              // its writer never committed it
 	BeingStored         // reserved, not committed yet
 	NotPinned           // no lookup of that session promised it

@@ -130,7 +130,7 @@ func (m *Memory) Have(bytes int64) {
 // for a caller that knows that there is memory again. An error says that there is none.
 func (m *Memory) More() error { return m.step(m.Usable()) }
 
-// step provides one step more than from, unless somebody else just did.
+// step provides one step more than from, unless another goroutine just did.
 func (m *Memory) step(from int64) error {
 	m.filling.Lock()
 	defer m.filling.Unlock()

@@ -286,7 +286,7 @@ func (p *Pool) Usage() Usage {
 // Slots is how many slots were ever used: their numbers are smaller.
 func (p *Pool) Slots() int { return p.used }
 
-// Generation tells a slot's content from what else it has held or will hold.
+// Generation returns the number of a slot's content, which earlier and later contents do not share.
 func (p *Pool) Generation(s Slot) uint32 { return p.record(s).generation() }
 
 // Sum returns the recorded checksum of a slot's bytes; false when there is none.

@@ -18,7 +18,7 @@ const MaxTTL = 10 * 365 * 24 * time.Hour
 // ErrTTL means that a TTL is neither Forever nor from one second to MaxTTL.
 var ErrTTL = errors.New("tenants: a TTL is from 1 s to ten years")
 
-// lives are how long slots stay that nobody uses, in seconds. While there is no TTL they cost
+// lives has the time to live of slots, in seconds, and their last use. Without any TTL it costs
 // nothing; with one, 16 bytes for each slot.
 type lives struct {
 	on     bool
@@ -55,8 +55,8 @@ func inSeconds(ttl time.Duration) uint32 {
 	return uint32((max(ttl, 0) + time.Second - 1) / time.Second)
 }
 
-// SetCommonTTL says after which time slots expire that are of a tenant without a TTL of its
-// own, or of nobody known; 0 or Forever: they do not. Error: ErrTTL.
+// SetCommonTTL sets the TTL of slots whose tenant has none of its own or is unknown;
+// 0 or Forever: they do not expire. Error: ErrTTL.
 func (t *Table) SetCommonTTL(ttl time.Duration) error {
 	if ttl == 0 {
 		ttl = Forever

@@ -179,8 +179,8 @@ type Pinned struct {
 	Left time.Duration // until the pin ends
 }
 
-// Pins appends pinned slots to dst, from number from on, at most so many. next is where to go on, 0 where none is left.
-// Pins that come and go between two calls may be missed or told twice.
+// Pins appends pinned slots to dst, from number from on, at most most. next is where to continue, 0 where none is left.
+// A pin that changes between two calls may be missed or returned twice.
 func (t *Table) Pins(from, most int, dst []Pinned) (_ []Pinned, next int) {
 	list := t.pins.list
 	to := min(from+most, len(list))

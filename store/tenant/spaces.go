@@ -6,8 +6,8 @@ import "github.com/kvasir-kv/kvasir/kv"
 // of the tenants that have something of their own.
 const maxSpaces = 1 << 14
 
-// spaces say whose namespaces are. At the limit the one is forgotten that has no slot and was not named for the
-// longest; where all have one, what is in another namespace is nobody's. The zero spaces has none.
+// spaces maps a namespace to its tenant. When full it forgets the least recently named one without slots; where all
+// have slots, a further namespace has no tenant. The zero spaces is empty.
 type spaces[T comparable] struct {
 	of    map[kv.Namespace]*space[T]
 	empty space[T] // the ring of those without a slot: next was not named for the longest

@@ -1,11 +1,11 @@
-// Package tenant keeps an account for each cache salt that has a quota: what it has of the
-// pool, what it may keep, and an eviction policy of its own. Everybody else is in one common
-// policy, as all are while nobody has a quota. It knows how long what nobody uses may stay, and what
-// an operator has pinned. Terms is what operators set for tenants, and its file.
+// Package tenant has an account for each cache salt with a quota: its use of the pool, its
+// quota, and an eviction policy of its own. All other tenants share one policy. The package
+// also knows the time to live of slots and the pins of operators. Terms has the settings of
+// operators for tenants, and their file.
 //
-// A quota is kept, not a limit: where memory is free a tenant may have more. When room is
-// needed, what passes a quota goes first, then what has none; what is within its quota goes
-// only for its own tenant.
+// A quota is a guarantee, not a limit: where memory is free a tenant may have more. Eviction
+// takes the slots beyond a quota first, then those of tenants without a quota. It takes slots
+// within a quota only for their own tenant.
 //
 // A Table takes no lock: its owner's covers it.
 package tenant
@@ -40,7 +40,7 @@ var (
 )
 
 // Table has the accounts and knows every slot that is in use. Add, Use, Remove, Victim and
-// Ascend are those of evict.Policy, told whose a slot is.
+// Ascend are those of evict.Policy, with the slot's tenant.
 type Table struct {
 	pool   int64 // bytes
 	common evict.Policy

@@ -69,7 +69,7 @@ func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 		case full.Load():
 			why = "the pool is full"
 			return false
-		case m.NoSum || m.Len > o.Longest: // nobody could tell whether it is right, or it is none of ours
+		case m.NoSum || m.Len > o.Longest: // it cannot be verified, or no object of this server is that long
 			return true
 		case m.Len > left:
 			why = "enough was read"
