@@ -488,7 +488,7 @@ func TestRestartWithOtherFlagsTellsNoPlaces(t *testing.T) {
 func TestTrustIsSaid(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 16, server.Options{Trust: []netip.Prefix{netip.MustParsePrefix("172.17.0.0/16")}})
 	defer stop()
-	if got := n.log.String(); !strings.Contains(got, "172.17.0.0/16") || !strings.Contains(got, "taken for this server's user") {
+	if got := n.log.String(); !strings.Contains(got, "172.17.0.0/16") || !strings.Contains(got, "counts as this server's user") {
 		t.Errorf("log %q", got)
 	}
 }

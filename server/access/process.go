@@ -65,5 +65,5 @@ func SameFile(pid int, path string) error {
 	case err != nil || ours.Dev == theirs.Dev && ours.Ino == theirs.Ino:
 		return nil
 	}
-	return fmt.Errorf("%w: process %d has another %s than this server (containers: --ipc=host, or one shared volume)", ErrNotTold, pid, filepath.Dir(path))
+	return fmt.Errorf("%w: process %d has another %s than this server (containers: --ipc=host, or one shared volume)", ErrMayNotOpen, pid, filepath.Dir(path))
 }

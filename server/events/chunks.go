@@ -60,7 +60,7 @@ func (b *Book) setLocked(k *kv.Key, tier uint8, there bool) {
 func (b *Book) takeLocked(h *holding, i int) {
 	bound := h.binding
 	if h.objects[i].tier == 0 {
-		if t, ok := b.mu.told[bound.hash]; ok && bound.text == nil && bound.pool == 1 {
+		if t, ok := b.mu.announced[bound.hash]; ok && bound.text == nil && bound.pool == 1 {
 			b.bindLocked(bound, t) // a tier may have it
 		}
 		if bound.pool--; bound.pool == 0 {
@@ -135,7 +135,7 @@ func (b *Book) changedLocked(h *holding) {
 	if len(bound.in) == 0 {
 		b.unbindLocked(bound)
 	} else if bound.pool == 0 && bound.text == nil {
-		b.forgetLocked(bound) // nobody was told of it, and nobody will be
+		b.forgetLocked(bound) // no reader has seen it, and none will
 	}
 }
 

@@ -87,7 +87,7 @@ func New() *Tally {
 }
 
 // Of returns the figures of a model and salt. Where register is false, a pair that has none of its own
-// gets none: a model that nobody registered takes no place.
+// gets none: a model without a registered worker takes no place.
 func (t *Tally) Of(model, salt []byte, register bool) *Counts {
 	t.mu.RLock()
 	c := t.mu.of[string(model)][string(salt)]
