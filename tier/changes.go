@@ -17,8 +17,8 @@ type Change struct {
 	Removed bool
 }
 
-// Changes are the last changes of what tiers have, numbered. They are noted for nobody until Watch. Its methods are safe for
-// concurrent use; its mutex is before that of Translate's function only. What is noted twice changes nothing.
+// Changes are the last changes of what tiers have, numbered. Nothing is recorded before Watch. Its methods are safe for
+// concurrent use; its mutex is before that of Translate's function only. Recording a state twice changes nothing.
 type Changes struct {
 	watched atomic.Bool
 	news    chan struct{}
@@ -116,8 +116,8 @@ func (c *Changes) After(number uint64, dst []Change) (n int, lost bool) {
 	return c.mu.Ring.After(number, dst)
 }
 
-// Noting is a Tier whose calls tell Changes what another one has, as far as their results say. A place that others may write
-// to, or that forgets by itself, has something else until somebody asks for it.
+// Noting wraps a Tier and records in Changes what its calls reveal of the contents. Where other programs write to
+// the place, or it evicts by itself, the record of an object is wrong until the next call for it.
 type Noting struct {
 	Tier
 	changes *Changes
@@ -168,7 +168,7 @@ func (n *Noting) begin(keys []kv.Key, what kind) {
 	}
 }
 
-// result is what a call tells of an object.
+// result is what a call reveals of an object.
 type result uint8
 
 const (
@@ -200,7 +200,8 @@ func (n *Noting) end(keys []kv.Key, what kind, of func(i int) result) {
 	}
 }
 
-// quiet reports whether nobody watches: then calls are not noted. Who begins to watch learns of what goes on then later.
+// quiet reports whether there is no watcher: then calls are not recorded. A watcher that begins during a call sees its result at
+// the next call.
 func (n *Noting) quiet() bool { return !n.changes.watched.Load() }
 
 // Stat implements Tier.
@@ -286,7 +287,7 @@ func (n *Noting) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error 
 			case errors.Is(err, ErrNotKept), errors.Is(err, ErrResting):
 				return unsaid
 			}
-			return absent // of what was half written nobody is told
+			return absent // a partial write is not reported
 		})
 	}()
 	err = n.Tier.Write(ctx, k, m, src)

@@ -237,7 +237,7 @@ func explain(err error) error {
 	return fmt.Errorf("--disk: %w", err)
 }
 
-// uniqueName tells tiers of one type apart: fs, fs-2, fs-3.
+// uniqueName numbers tiers of one type: fs, fs-2, fs-3.
 func uniqueName(of []*tier.Counting, kind string) string {
 	n := 1
 	for _, t := range of {

@@ -7,7 +7,7 @@ const maxChooserKeys = 1 << 16
 
 // ruleChooser compares two rules by the hits that they would have lately, in bytes: to keep what is offered first, and to keep
 // what is offered for the second time. Of each rule it knows how many bytes it would have written: an object that a rule
-// keeps is there until so many more were written as the disk holds. It looks at one of 2^shift keys.
+// keeps is there until the rule has written as many bytes more as the disk holds. It looks at one of 2^shift keys.
 // The zero ruleChooser knows nothing. Its methods are safe for concurrent use.
 type ruleChooser struct {
 	mu struct {

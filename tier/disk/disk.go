@@ -38,7 +38,7 @@ import (
 var (
 	// ErrInUse means that another process, or another Disk, has the directory.
 	ErrInUse = errors.New("disk: directory is in use")
-	// ErrNotOurs means that a directory has files of somebody else.
+	// ErrNotOurs means that a directory has files of another program.
 	ErrNotOurs = errors.New("disk: not a directory of kvasir")
 	// ErrNewer means that a newer build wrote the directory.
 	ErrNewer = errors.New("disk: written by a newer build")

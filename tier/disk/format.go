@@ -283,7 +283,7 @@ func getMark(b []byte, magic string) (id uint64, err error) {
 	return le.Uint64(b[16:]), checkBlock(b, magic)
 }
 
-// randomID returns what nobody can foresee.
+// randomID returns an unpredictable number.
 func randomID() uint64 {
 	var b [8]byte
 	_, _ = rand.Read(b[:]) // never fails

@@ -19,12 +19,12 @@ const (
 	syncEvery  = 5 * time.Second
 	scrubEvery = 24 * time.Hour // one round begins
 
-	candidates    = 16       // segments that the next victim is chosen from, at most and
-	fewest        = 4        // where there are so many, at least
-	mostReadmit   = 64 << 20 // bytes of a victim that are kept, and
-	readmitShare  = 8        // that part of it
+	candidates    = 16       // segments that the next victim is chosen from, at most
+	fewest        = 4        // the same, at least, where that many exist
+	mostReadmit   = 64 << 20 // bytes of a victim that are readmitted, at most
+	readmitShare  = 8        // a victim divided by this is the same limit
 	dropBatch     = 1024     // objects of a victim that are forgotten at once
-	checkpointPer = 64       // a checkpoint is written after so many times its bytes
+	checkpointPer = 64       // a checkpoint is written after this multiple of its bytes
 )
 
 // keep makes segments and evicts others for them, until the volume ends.
@@ -117,7 +117,7 @@ func (v *volume) provide() {
 
 // newSegment makes a segment, for which it evicts others where there is no room.
 func (v *volume) newSegment() (*segment, error) {
-	if err := v.room(v.segment); err != nil {
+	if err := v.makeRoom(v.segment); err != nil {
 		return nil, err
 	}
 	v.mu.Lock()
@@ -181,10 +181,10 @@ func (v *volume) booksLocked() int64 {
 	return min(2*(max(checkpoint, v.mu.checkpoint)+v.journal.bytes.Load()), v.dir.Bytes/4)
 }
 
-// room evicts until so many bytes more may be used. It looks again, since others write,
-// too, but not for ever: what is removed may still be read, and take its room meanwhile.
+// makeRoom evicts until need bytes are free, with bounded retries: other writers may take the
+// space, and a removed segment takes its space until its last read ends.
 // Errors: errFull, errOpens.
-func (v *volume) room(need int64) error {
+func (v *volume) makeRoom(need int64) error {
 	for range 4 {
 		lack, err := v.lack(need)
 		if err != nil || lack == 0 {
@@ -220,7 +220,7 @@ func (v *volume) guard() {
 	if !v.isOpen() || v.opts.Look {
 		return
 	}
-	if err := v.room(0); err != nil && !errors.Is(err, errFull) {
+	if err := v.makeRoom(0); err != nil && !errors.Is(err, errFull) {
 		v.log.Warn("make room", "path", v.dir.Path, "err", err)
 	}
 }
@@ -249,7 +249,7 @@ func (v *volume) victim() *segment {
 	return coldest
 }
 
-// evict removes a segment that nobody else will: it is leaving.
+// evict removes a segment that is marked as leaving, so that no other goroutine removes it.
 func (v *volume) evict(s *segment) error {
 	err := v.tryEvict(s)
 	if err != nil {
@@ -494,7 +494,7 @@ func (v *volume) syncActive() {
 	}
 }
 
-// syncDirty syncs what was written to segments that are not sealed. The caller has the journal's turn: nobody else is about it.
+// syncDirty syncs what was written to segments that are not sealed. The caller has the journal's turn, so no other sync runs.
 func (v *volume) syncDirty() (err error) {
 	v.mu.Lock()
 	dirty := slices.DeleteFunc(append(slices.Clone(v.mu.sealing), v.mu.active), func(s *segment) bool { return s == nil || !s.dirty })

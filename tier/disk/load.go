@@ -64,8 +64,8 @@ func (v *volume) openSegment(f found) (*segment, error) {
 	return s, nil
 }
 
-// insert puts what is in a segment into the index, but for what was deleted, and what is
-// there newer.
+// insert puts the records of a segment into the index, skipping deleted keys and older
+// versions.
 func (v *volume) insert(s *segment, records []record, sealed bool) {
 	for part := range slices.Chunk(records, insertBatch) {
 		v.insertSome(s, part)

@@ -127,5 +127,5 @@ func (v *volume) stat(keys []kv.Key, metas []tier.Meta) {
 	}
 }
 
-// noteLocked tells who watches that an object is here, or is not.
+// noteLocked reports to watchers that an object is here, or is not.
 func (v *volume) noteLocked(k kv.Key, here bool) { v.opts.Changes.Note(v.number, k, here) }

@@ -208,7 +208,7 @@ func (d *Dir) read(ctx context.Context, k kv.Key, dst []byte, h *xxh3.Hasher) (t
 	switch {
 	case err != nil:
 		return tier.Meta{}, fmt.Errorf("fs: read %s: %w", path, err)
-	case got < want: // somebody cuts it
+	case got < want: // another program truncated it
 		return tier.Meta{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: want}, Got: tier.Meta{Len: got}}
 	}
 	if d.o.EvictAt > 0 && st.Atim.Sec < time.Now().Unix() {

@@ -209,7 +209,7 @@ func (d *Dir) scan(ctx context.Context, evict bool) (again bool) {
 	return again
 }
 
-// keyOf says which object a file is, if somebody wants to know; a file without a checksum does not tell.
+// keyOf returns the key of a file's object, if a watcher needs it; a file without a checksum has none.
 func (d *Dir) keyOf(name string) (k kv.Key, ok bool) {
 	if d.o.Changes == nil {
 		return k, false
@@ -251,7 +251,7 @@ func (d *Dir) each(ctx context.Context, path string, f func(found) bool) error {
 	}
 }
 
-// sweep removes temporary files that nobody writes any more.
+// sweep removes temporary files whose writer has ended.
 func (d *Dir) sweep() {
 	files, err := filepath.Glob(filepath.Join(d.temp, tempPrefix+"*"+tempSuffix))
 	if err != nil || d.readOnly {

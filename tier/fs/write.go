@@ -73,13 +73,13 @@ func refused(err error, path string) error {
 	return fmt.Errorf("fs: write %s: %w", path, err)
 }
 
-// noRoom reports whether an error says that the file system, or somebody's part of it, is full.
+// noRoom reports whether an error means that the file system, or a user's quota on it, is full.
 func noRoom(err error) bool { return errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) }
 
 // isGone reports whether a file cannot be made because its directory is not there: moved away, or no longer mounted.
 func isGone(err error) bool { return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESTALE) }
 
-// noteGone tells when the directory goes away, and when it is back.
+// noteGone logs that the directory went away, and that it is back.
 func (d *Dir) noteGone(gone bool, err error) {
 	switch was := d.gone.Swap(gone); {
 	case gone && !was:

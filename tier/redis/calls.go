@@ -39,8 +39,8 @@ func (t *Tier) at(ctx context.Context, key string, bytes int64, f func(*resp.Con
 	return t.from(ctx, s, false, bytes, f)
 }
 
-// from is at, beginning with a server; asking where it is to be told with each command that
-// another one sent us.
+// from is at, beginning with a server; asking where each command must be
+// preceded by ASKING, because another server redirected it here.
 func (t *Tier) from(ctx context.Context, s *server, asking bool, bytes int64, f func(*resp.Conn) error) error {
 	for moves := 0; ; moves++ {
 		p := s.lookups
@@ -139,7 +139,7 @@ func (t *Tier) ask(ctx context.Context, queries []query) error {
 	return err
 }
 
-// enough takes the answers of some servers for those of all: what the others have is
+// enough accepts the answers of some servers: keys of servers that did not answer count as
 // missing.
 func enough(ctx context.Context, err error) error {
 	if errors.Is(err, errSome) && ctx.Err() == nil {

@@ -132,7 +132,7 @@ func (s *server) close() {
 	s.bulk.close()
 }
 
-// do calls f with a connection, within the time that moving so many bytes may take.
+// do calls f with a connection, within the time that moving bytes bytes may take.
 // Where an idle connection turns out to be gone f is called again, with a new one.
 func (s *server) do(ctx context.Context, p *conns, bytes int64, f func(*resp.Conn) error) error {
 	trial, err := s.admit()
@@ -189,7 +189,7 @@ func (s *server) once(ctx context.Context, p *conns, bytes int64, fresh, trial b
 	return reused, fmt.Errorf("redis: %s: %w", s.addr, err)
 }
 
-// outcome is what a call tells of its server.
+// outcome is what a call reveals of its server.
 type outcome uint8
 
 const (

@@ -22,9 +22,9 @@ const (
 	respShare = 0.9
 )
 
-// usage is what one server says of its memory.
+// usage is a server's own report of its memory.
 type usage struct {
-	told        bool  // not where an ACL forbids the question
+	known       bool  // false where an ACL forbids the question
 	used, limit int64 // bytes; no limit is 0
 	evicts      bool  // at its limit it deletes what it likes
 	keys        int64
@@ -98,11 +98,11 @@ func (t *Tier) room(ctx context.Context, s *server, bytes int64) error {
 		}
 		t.memory.put(addr, u)
 	}
-	if !u.told {
+	if !u.known {
 		if t.once("memory") {
-			t.log.Warn("Redis does not tell how full it is, so nothing is added: let the user call INFO", "addr", addr)
+			t.log.Warn("Redis does not report its memory, so nothing is written: let the user call INFO", "addr", addr)
 		}
-		return fmt.Errorf("%w: %s does not tell how full it is", tier.ErrNotKept, addr)
+		return fmt.Errorf("%w: %s does not report its memory", tier.ErrNotKept, addr)
 	}
 	if t.o.Limit > 0 && u.used+bytes > t.o.Limit {
 		return fmt.Errorf("%w: %s uses %d bytes of %d", tier.ErrNotKept, addr, u.used, t.o.Limit)
@@ -185,7 +185,7 @@ func askUsage(c *resp.Conn) (u usage, _ error) {
 	if refusedInfo != nil && !isRefusal(refusedInfo) {
 		return u, refusedInfo
 	}
-	u.told = refusedInfo == nil
+	u.known = refusedInfo == nil
 	for line := range strings.Lines(info.Text) {
 		key, value, _ := strings.Cut(strings.TrimSpace(line), ":")
 		n, _ := strconv.ParseInt(value, 10, 64)

@@ -135,8 +135,8 @@ func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.S
 	return h.meta(), nil
 }
 
-// removeTorn removes what is left of an object whose parts do not fit: first tells that its first value
-// does not. What another server has put in its place meanwhile stays.
+// removeTorn removes the rest of an object whose parts do not fit together; first is true where its first value
+// does not fit. An object that another server has put in its place meanwhile stays.
 func (t *Tier) removeTorn(ctx context.Context, k kv.Key, h header, first bool) error {
 	all, err := t.find(ctx, []kv.Key{k})
 	if err != nil {

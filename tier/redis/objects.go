@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// maxValue is the longest value that Redis takes unless it is told otherwise, bytes.
+// maxValue is the longest value that Redis takes by default, bytes.
 const maxValue = 512 << 20
 
 // Stat implements tier.Tier.

@@ -182,8 +182,8 @@ func isOurs(err error) bool {
 	return corrupt || errors.Is(err, tier.ErrMissing) || errors.Is(err, tier.ErrNotKept) || errors.Is(err, errForeign)
 }
 
-// errForeign means that a name is somebody else's.
-var errForeign = errors.New("redis: a value of somebody else")
+// errForeign means that a name has a value of another program.
+var errForeign = errors.New("redis: a value of another program")
 
 // refusal says that the place does not take objects, where that is why a server refused
 // to write.

@@ -21,7 +21,7 @@ type object struct {
 	there  bool
 	length int64
 	meta   string
-	tag    string // tells one version from another
+	tag    string // the ETag, which differs between versions
 }
 
 func objectOf(a *http1.Response) (object, error) {

@@ -50,7 +50,7 @@ func (k kind) method() string {
 type Error struct {
 	Status          int
 	Code, Message   string // as the store says; Code is empty where it says nothing
-	Region          string // that the bucket is in, where the store tells
+	Region          string // of the bucket, where the store reports it
 	Kind            string // of the request
 	skew            time.Duration
 	unknownDocument bool

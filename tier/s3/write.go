@@ -28,9 +28,9 @@ var (
 	errBudget   = errors.New("the PUTs of this hour are used up")
 )
 
-// Write implements tier.Tier. What is there in the right length is left as it is; a HEAD
-// tells, which costs a tenth of a PUT. Of two servers that write one object at once the
-// first one stays, where the store knows If-None-Match.
+// Write implements tier.Tier. It leaves an existing object of the right length as it is; a HEAD
+// finds it and costs a tenth of a PUT. When two servers write one object at once, the
+// first one stays if the store supports If-None-Match.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
 		return fmt.Errorf("s3: write of %d bytes for %d", len(src), m.Len)
