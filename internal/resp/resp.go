@@ -191,7 +191,7 @@ func (c *Conn) begin() error {
 		return c.err
 	}
 	if c.pending == 0 || c.inside > 0 {
-		panic("BUG: resp: a reply is read that nobody asked for")
+		panic("BUG: resp: a reply is read without a command before it")
 	}
 	if err := c.Flush(); err != nil || !c.asking {
 		return err

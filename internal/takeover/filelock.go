@@ -17,9 +17,9 @@ const (
 )
 
 // LockAfter calls lock until it returns something else than held. A process that was killed keeps its locks until the
-// kernel has taken it apart, some milliseconds to seconds with a large mapping, and gives no sign when it has. So the
-// lock of process pid is waited for while that one ends, 5 s at most; 0 is a process that nobody knows. The lock of a process that
-// lives is held.
+// kernel has taken it apart, some milliseconds to seconds with a large mapping, and gives no sign when it has. So
+// LockAfter waits for the lock of process pid while that process ends, 5 s at most; 0 is an unknown process. The lock of a live
+// process is held.
 func LockAfter(pid int, held error, lock func() error) error {
 	for wait := time.Duration(0); ; wait += lockStep {
 		err := lock()

@@ -63,7 +63,7 @@ func (c *relayCmd) check(*env) error {
 	return f.err()
 }
 
-// Run relays until it is told to stop.
+// Run relays until a signal stops it.
 func (c *relayCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err

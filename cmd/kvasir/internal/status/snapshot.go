@@ -28,7 +28,7 @@ type Snapshot struct {
 	times  map[string][]bucket
 }
 
-// bucket has how many requests took at most so many seconds.
+// bucket counts the requests that took at most seconds.
 type bucket struct{ seconds, count float64 }
 
 // counted are the metrics that are read.

@@ -203,7 +203,7 @@ func readKeys(in *os.File) (keys <-chan byte, restore func(), err error) {
 // arrows are what terminals send for the arrow keys and Shift with Tab, as the keys that do the same.
 var arrows = map[byte]byte{'A': 'k', 'B': 'j', 'C': keyNext, 'D': keyPrevious, 'Z': keyPrevious}
 
-// keysOf returns the keys of what a terminal sent. Other sequences that begin with ESC are no keys.
+// keysOf returns the keys in a terminal's input. Unknown escape sequences are dropped.
 func keysOf(sent []byte) (keys []byte) {
 	for i := 0; i < len(sent); i++ {
 		switch {
