@@ -260,7 +260,7 @@ func (s *Server) declinedLookup(k *lmcache.KeyView, why miss.Reason, detail stri
 }
 
 // Explain returns why the last lookups of a request id, or of all requests where it is empty,
-// found no more; at most so many.
+// found no more; at most most lookups.
 func (s *Server) Explain(request string, most int) explain.Explanation {
 	var st *Status
 	return s.ended.Explain(request, most, func(why miss.Reason) string {

@@ -93,7 +93,7 @@ func New(st *store.Store, o Options) *Server {
 	return s
 }
 
-// Look returns what lies where in the pool, in so many cells, and the slowest requests of ten minutes
+// Look returns a map of the pool in cells cells, and the slowest requests of ten minutes
 // that took at least a millisecond from their last byte to their answer; waits for pending lookups are not in it.
 func (s *Server) Look(cells int) (pool.Map, []SlowRequest) {
 	return s.store.Map(cells, 0), s.slow.Latest(time.Now())

@@ -93,8 +93,8 @@ func (s *Store) belowFailed(pf *prefetch, why miss.Reason, tier string) {
 	s.mu.n.BelowFailures++
 }
 
-// take has the lookup wait for what a hit of so many chunks needs and was not taken yet, head first: what is in
-// the pool is pinned or its flight joined, what is in the tier gets a flight. It reports false where a prefix can get no
+// take has the lookup wait for the objects of a hit that it has not taken yet, head first: objects in the pool are
+// pinned or their flights joined, objects in the tier get a flight. It reports false where the prefix cannot get
 // longer.
 func (x *search) take(hit int) (more bool) {
 	missing := int64(0)

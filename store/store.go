@@ -55,7 +55,7 @@ type Options struct {
 	TrustUnsummed bool
 
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
-	LoadTimeout time.Duration // a lookup is pending no longer: then what is there is the answer; default 2 s
+	LoadTimeout time.Duration // the longest time that a lookup is pending: its answer is what is resident then; default 2 s
 	Log         *slog.Logger  // nil discards
 	Policy      evict.Policy  // what is evicted next; the store's from then on; default an evict.LRU
 

@@ -136,7 +136,7 @@ func (s *Store) sameLocked(slot pool.Slot, generation uint32) bool {
 	return !s.mu.closed && s.mu.pool.StateOf(slot) == pool.Resident && s.mu.pool.Generation(slot) == generation
 }
 
-// summedLocked settles what was read. Of what was evicted meanwhile it means nothing.
+// summedLocked records a checksum; it discards the checksum if the slot was evicted meanwhile.
 func (s *Store) summedLocked(t *sumTask) {
 	same := s.sameLocked(t.slot, t.generation)
 	if t.flight != nil {

@@ -23,7 +23,7 @@ type Groups struct {
 	windows bool // some group needs less than the whole prefix
 }
 
-// NewGroups returns the groups of a model whose chunks have so many tokens.
+// NewGroups returns the groups of a model with chunks of chunkTokens tokens.
 func NewGroups(chunkTokens int, list []Group) (*Groups, error) {
 	g := &Groups{list: list}
 	var rules []coordinator.ChunkGroup
@@ -37,7 +37,7 @@ func NewGroups(chunkTokens int, list []Group) (*Groups, error) {
 }
 
 // FullAttention returns the groups of a model that has one, of full attention, with
-// objects of so many bytes. A chunk has at least one token.
+// objects of bytes bytes. A chunk has at least one token.
 func FullAttention(chunkTokens int, bytes int64) *Groups {
 	g, err := NewGroups(chunkTokens, []Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: bytes}})
 	if err != nil {

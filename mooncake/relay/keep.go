@@ -318,7 +318,7 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []wire.Region,
 	}
 }
 
-var errMadeRoom = fmt.Errorf("%w: it made room for another D's", errMemory)
+var errMadeRoom = fmt.Errorf("%w: dropped in favour of another D's transfer", errMemory)
 
 // allocLocked allocates memory, evicting least recently used transfers as needed.
 func (r *Relay) allocLocked(size int64) (off int64, ok bool) {

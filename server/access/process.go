@@ -29,7 +29,7 @@ type Finder struct {
 const patience = 2 * time.Second
 
 // Process returns the process that has the other end of the connection open; 0 when that
-// is not known, or so many were looked for that its turn does not come.
+// is not known, or too many other processes are to be looked for first.
 func (f *Finder) Process(c *Caller) int {
 	if c.Peer.PID != 0 || !c.Peer.Known() || c.Peer.Socket == 0 {
 		return c.Peer.PID

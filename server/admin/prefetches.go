@@ -107,7 +107,7 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusAccepted, map[string]any{"request_id": id, "chunks": len(hashes), "status": "submitted"})
 }
 
-// needs is how many objects a hit of so many chunks takes.
+// needs returns how many objects a hit of chunks chunks takes.
 func needs(sh object.Shard, chunks int) (n int) {
 	for g := range sh.Groups.Len() {
 		span := sh.Groups.Need(g, 0, chunks)

@@ -48,10 +48,10 @@ func (b *Book) Took(operation string, request []byte, began, ended time.Time) {
 	}
 }
 
-// Requests returns what the last requests asked for, the newest first, at most so many.
+// Requests returns the timelines of the last requests, the newest first, at most most.
 func (b *Book) Requests(most int) []Timeline { return b.lines.last("", most) }
 
-// New returns an empty Book for chunks of so many tokens.
+// New returns an empty Book for chunks of chunkTokens tokens.
 func New(names *tier.Names, chunkTokens int) *Book {
 	return &Book{names: names, chunkTokens: chunkTokens}
 }
@@ -95,7 +95,7 @@ type OtherName struct {
 }
 
 // Explain returns why the last lookups of a request id, or of all requests where it is empty,
-// found no more; at most so many. advise says what to do about a reason.
+// found no more; at most most lookups. advise returns the advice for a reason.
 func (b *Book) Explain(request string, most int, advise func(miss.Reason) string) Explanation {
 	out := Explanation{Kept: b.log.Len(), Reasons: map[string]uint64{}, Lookups: []Lookup{}, Advice: map[string]Advice{}}
 	for i := range b.counts {
@@ -212,7 +212,7 @@ func (b *Book) Ended(request []byte, of *Asked, got *store.LookupResult) {
 	b.log.Add(&e)
 }
 
-// Declined counts and remembers a lookup that was not searched for, of a prompt of so many tokens.
+// Declined counts and remembers a lookup that was refused before the search. tokens is the prompt's length.
 func (b *Book) Declined(request []byte, of Asked, tokens int, why miss.Reason, detail string) {
 	b.counts[why].Add(1)
 	b.log.Add(&miss.Ended{

@@ -46,7 +46,7 @@ type Options struct {
 }
 
 // ErrOptions means that a sweep is impossible.
-var ErrOptions = errors.New("sweep: options")
+var ErrOptions = errors.New("sweep: invalid options")
 
 // maxPoints bounds a sweep.
 const maxPoints = 10000

@@ -50,7 +50,7 @@ var Names = []string{"lru", "leaf-lru", "s3fifo", "arc", "leaf-hazard"}
 // Default is the name of the policy that a server uses unless a flag names another.
 const Default = "leaf-hazard"
 
-// New returns the policy of that name for a pool of so many bytes.
+// New returns the policy of a name for a pool of poolBytes bytes.
 func New(name string, poolBytes int64) (Policy, error) {
 	switch name {
 	case "lru":

@@ -5,8 +5,8 @@ import (
 	"math/bits"
 )
 
-// LeafHazard evicts, of the slots that no resident one continues, those that are the least likely
-// to be used again soon. How likely that is depends on the prompt that used a slot last: which turn
+// LeafHazard evicts the leaf, a slot without a resident successor, that is the least likely
+// to be used again soon. The likelihood depends on the prompt that used the slot last: which turn
 // of a conversation it was, how long, how much of it was new, and how long ago that is. LeafHazard learns it
 // while it runs, from the ends of prompts: a probe watches each of them, also after its eviction,
 // until a longer prompt or the same one comes.

@@ -59,7 +59,7 @@ type queue struct {
 	len            int
 }
 
-// NewS3FIFO returns an empty S3FIFO for a pool of so many bytes.
+// NewS3FIFO returns an empty S3FIFO for a pool of poolBytes bytes.
 func NewS3FIFO(poolBytes int64) *S3FIFO {
 	return &S3FIFO{capacity: poolBytes, ghosts: ghostQueue{limit: poolBytes - poolBytes/smallPart}}
 }

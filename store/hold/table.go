@@ -41,8 +41,8 @@ type Table struct {
 	orphans    int
 }
 
-// NewTable returns a table whose holds live so long after their prepare, or the end of
-// their worker, with so many of them at most.
+// NewTable returns a table of at most most holds. Each lives for life after its prepare, or after the
+// end of its worker.
 func NewTable(life time.Duration, most int) *Table {
 	return &Table{
 		life: life, max: most,

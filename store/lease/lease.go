@@ -373,7 +373,7 @@ func (t *Table) Over(peer string, limit int) *Session {
 	return nil
 }
 
-// GiveUp gives back the last chunks of the session's oldest lease, at most so many
+// GiveUp gives back the last chunks of the session's oldest lease, at most slots
 // slots or one chunk, and calls unpin for each that has readers left.
 func (s *Session) GiveUp(slots int, unpin func(slot uint32)) {
 	l := &s.leases[0]

@@ -108,8 +108,8 @@ func (m *Memory) mapsAhead() bool {
 // Whole reports whether all of the pool may be handed out.
 func (m *Memory) Whole() bool { return m.Usable() >= m.pool.Bytes() }
 
-// Have has memory ready for so many bytes more, as far as there is any: else they would
-// evict others while most of the pool is unused.
+// Have prepares memory for bytes more bytes, as far as there is any: else they would
+// evict other chunks while most of the pool is unused.
 func (m *Memory) Have(bytes int64) {
 	total := m.pool.Bytes()
 	for left := int64(maxProvided); left > 0; left -= provideStep {

@@ -357,7 +357,7 @@ func (p *Pool) Provided() int64 {
 	return p.segment.Provided(int64(min(p.index.Word(headerProvided).Load(), uint64(p.opts.Bytes))))
 }
 
-// NoteProvided notes for a later server that so many bytes from the segment's start
+// NoteProvided records for a later server that the first bytes bytes of the segment
 // have memory: it need not look for holes in them.
 func (p *Pool) NoteProvided(bytes int64) { p.index.Word(headerProvided).Store(uint64(bytes)) }
 

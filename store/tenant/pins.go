@@ -147,8 +147,8 @@ func (p *pins) remove(i int) {
 	delete(p.at, gone.slot)
 }
 
-// EndPins ends pins whose time is over or that pass their tenant's limit, or with all every one, at most so many of
-// them: f is called for their slots. more says that others are left.
+// EndPins ends at most most pins: those whose time is over or that pass their tenant's limit, or with all any pin.
+// It calls f for their slots. more says that further pins are left.
 func (t *Table) EndPins(all bool, most int, f func(slot uint32)) (more bool) {
 	p := &t.pins
 	if !all && !p.over && (len(p.list) == 0 || t.lives.now < p.next) {

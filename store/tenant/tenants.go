@@ -99,8 +99,8 @@ type Usage struct {
 	PinnedObjects int
 }
 
-// New returns a Table without quotas for a pool of so many bytes. policy makes the policy of
-// a tenant; busy is asked about victims, bytes how much of the pool a slot takes.
+// New returns a Table without quotas for a pool of pool bytes. policy makes the policy of
+// a tenant; busy reports whether a slot cannot be a victim, bytes how much of the pool a slot takes.
 func New(pool int64, common evict.Policy, policy func(quota int64) evict.Policy, busy func(slot uint32) bool, bytes func(slot uint32) int64) *Table {
 	return &Table{pool: pool, common: common, policy: policy, busy: busy, bytes: bytes, accounts: make(map[string]*account)}
 }

@@ -124,7 +124,7 @@ func (t *Guard) Write(ctx context.Context, k kv.Key, src []byte, sum uint64, kno
 // Close closes the tier.
 func (t *Guard) Close() error { return t.of.Close() }
 
-// timed calls f, which fills so many bytes, and counts it as slow while it goes on for
+// timed calls f, which fills bytes bytes, and counts it as slow while it takes
 // too long.
 func (t *Guard) timed(bytes int64, f func()) {
 	count := func(by int32) {

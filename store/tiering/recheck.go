@@ -24,7 +24,7 @@ type Noted struct {
 type Notes interface {
 	// Slots is how many slots there are.
 	Slots() int
-	// Noted returns some of what is noted from a slot on, at most so many, and the slot that is next; end where none is left.
+	// Recorded returns at most most recorded keys from slot from on, and the slot to continue from; end where none is left.
 	Noted(from, end, most int) (keys []kv.Key, of []Noted, next int)
 	// Ask asks the tier for objects. One that rests after failures may say that it has nothing: then writes find later
 	// that it has.

@@ -111,7 +111,7 @@ func hottest(ctx context.Context, r Warmer, log *slog.Logger, f func(kv.Key, tie
 			return err
 		}
 		if !said {
-			log.Warn("the tiers below do not tell what is hot: they are asked again until the time is over", "err", err)
+			log.Warn("the tiers cannot list their most used objects; retrying until the warming time is over", "err", err)
 		}
 		select {
 		case <-time.After(warmRetryDelay):
