@@ -103,7 +103,7 @@ func (x *search) take(hit int) (more bool) {
 			missing += x.mu.pool.Round(x.Bytes(i))
 		}
 	}
-	x.memory.Have(missing)
+	x.memory.Prepare(missing)
 	for load := false; x.next < hit*x.Rows() && x.pf.ctx.Err() == nil; {
 		if x.next, load, more = x.takeSome(x.next, hit); !more || load && !x.load(x.next) {
 			return false
@@ -115,7 +115,7 @@ func (x *search) take(hit int) (more bool) {
 	return x.pf.ctx.Err() == nil
 }
 
-// takeSome takes what is in the pool from object i on. It returns the object that is next,
+// takeSome takes the objects in the pool from object i on. It returns the object that is next,
 // and whether that is to be loaded; more is false where the prefix ends.
 func (x *search) takeSome(i, hit int) (next int, load, more bool) {
 	x.lock()

@@ -143,7 +143,7 @@ func (s *Store) seekLocked(k *kv.Key, n int64, f *found) (pool.Slot, bool) {
 	if misfit && s.evictableLocked(slot) {
 		s.dropLocked(slot, miss.BelowCorrupt)
 	}
-	ok = ok && (!misfit || !ready) // what is on its way is looked for again
+	ok = ok && (!misfit || !ready) // an object in flight is looked for again
 	if ok && !ready {
 		f.unready = true
 	}

@@ -13,7 +13,7 @@ import (
 type flight struct {
 	slot    pool.Slot
 	begun   bool
-	kept    bool        // resident, and kept for those who wait
+	pinned  bool        // resident, and pinned for its waiters
 	below   bool        // it comes from the tier; the slot is staged
 	chunk   int         // of the prompts that joined it
 	peer    string      // who began that
@@ -35,7 +35,7 @@ func (s *Store) joinFlightLocked(pf *prefetch, slot pool.Slot, chunk int) {
 	}
 	if len(fl.waiting) == 0 && !fl.below {
 		s.keepLocked(slot)
-		fl.kept = true
+		fl.pinned = true
 	}
 	fl.chunk, fl.waiting = chunk, append(fl.waiting, pf) // the same chunk for all: its name covers those before it
 	pf.flights = append(pf.flights, fl)
@@ -66,7 +66,7 @@ func (s *Store) landFlightLocked(fl *flight, ok bool) {
 		pf.waiting--
 		s.landedLocked(pf)
 	}
-	if fl.kept {
+	if fl.pinned {
 		s.letGoLocked(fl.slot)
 	}
 	fl.waiting = nil
@@ -94,8 +94,8 @@ func (s *Store) leaveSome(pf *prefetch) (more bool) {
 		if len(fl.waiting) > 0 {
 			continue
 		}
-		if fl.kept {
-			fl.kept = false
+		if fl.pinned {
+			fl.pinned = false
 			s.letGoLocked(fl.slot)
 		}
 		if !fl.begun {

@@ -19,7 +19,7 @@ type Loan struct {
 
 // Lend holds the objects of keys for a reader of by: of each shard and object group those
 // before the first that is not there, no more than one transfer may have. places has one for
-// each key; of what is not lent Bytes is 0. The loan is nil when nothing is. Error: ErrBusy.
+// each key; for a key that is not lent Bytes is 0. The loan is nil when nothing is. Error: ErrBusy.
 func (s *Store) Lend(by string, keys []kv.Key, life time.Duration) (places []Place, _ *Loan, err error) {
 	places = make([]Place, len(keys))
 	ended, held := make(map[kv.Key]bool), []heldObject(nil) // ended are shards of object groups, by keys without a chunk

@@ -39,7 +39,7 @@ type LookupResult struct {
 	BelowObjects int          // of them, those that came from the tier below for it
 
 	Missing kv.Key    // the object that is missing, where Why is not None
-	Gone    miss.Gone // what is known of its end, where Why is about that
+	Gone    miss.Gone // how it ended, where Why is about its end
 	Others  []kv.Key  // objects of that chunk under other names, where it was never stored under this one; a few
 }
 

@@ -31,5 +31,5 @@ func (s *Store) provide(chunks int, of *object.Groups) {
 	for g := range of.Len() {
 		bytes += int64(chunks) * s.mu.pool.Round(of.Bytes(g))
 	}
-	s.memory.Have(bytes)
+	s.memory.Prepare(bytes)
 }

@@ -241,7 +241,7 @@ func (s *Store) restoreLocked() {
 		s.dropLocked(slot, miss.Cleared)
 	}
 	if s.opts.DropRestored {
-		s.log.Warn("the earlier server was killed in the middle of a clear: what it kept in the pool is dropped", "chunks", len(cleared))
+		s.log.Warn("the earlier server was killed in the middle of a clear: its chunks in the pool are dropped", "chunks", len(cleared))
 	}
 	if len(unsummed) > 0 {
 		s.log.Warn("the earlier server was killed before these chunks had a checksum: they are dropped, because nothing shows that their bytes are whole", "chunks", len(unsummed))

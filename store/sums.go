@@ -25,7 +25,7 @@ type sumTask struct {
 	offset     int64
 	length     int64
 	want       uint64
-	flight     *flight // of what is compared; nil for what is computed
+	flight     *flight // of a checksum to compare; nil for one to compute
 	got        uint64
 	err        error
 }

@@ -232,6 +232,6 @@ func (h *LeafHazard) reindex(c int) {
 				best = max(best, (left[a]-left[b+1])/t)
 			}
 		}
-		h.index[c][a] = best // what is younger is never worth less
+		h.index[c][a] = best // a younger probe is never worth less
 	}
 }

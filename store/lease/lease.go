@@ -327,7 +327,7 @@ func (t *Table) Grant(s *Session, l Lease) (dropped []Lease) {
 }
 
 // overweight returns the session that makes room for pins of s: of the heaviest
-// owner, or when that one has only s, of its peer, or of anybody.
+// owner; when owner has only s, of its peer; else of any owner.
 func (t *Table) overweight(s *Session) (other *Session) {
 	of := t.heaviest(func(of *share) int { return of.pins })
 	for o := of.ring.mine.newer; o != &of.ring; o = o.mine.newer {

@@ -108,9 +108,9 @@ func (m *Memory) mapsAhead() bool {
 // Whole reports whether all of the pool may be handed out.
 func (m *Memory) Whole() bool { return m.Usable() >= m.pool.Bytes() }
 
-// Have prepares memory for bytes more bytes, as far as there is any: else they would
+// Prepare prepares memory for bytes more bytes, as far as there is any: else they would
 // evict other chunks while most of the pool is unused.
-func (m *Memory) Have(bytes int64) {
+func (m *Memory) Prepare(bytes int64) {
 	total := m.pool.Bytes()
 	for left := int64(maxProvided); left > 0; left -= provideStep {
 		usable := m.Usable()

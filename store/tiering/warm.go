@@ -50,7 +50,7 @@ func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 		objects, bytes := r.Warmed()
 		return []any{"chunks", objects, "bytes", bytes, "took", time.Since(began).Round(time.Millisecond)}
 	}
-	o.Log.Info("reading what is hot in the tiers below", "bytes_at_most", o.Bytes, "time_at_most", o.Time)
+	o.Log.Info("warming: reading the most used objects of the tiers", "bytes_at_most", o.Bytes, "time_at_most", o.Time)
 	todo := make(chan warmObject)
 	var full atomic.Bool
 	var readers sync.WaitGroup
@@ -78,7 +78,7 @@ func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 		left -= m.Len
 		if time.Since(said) >= warmLogInterval {
 			said = time.Now()
-			o.Log.Info("still reading what is hot", args()...)
+			o.Log.Info("warming goes on", args()...)
 		}
 		select {
 		case todo <- warmObject{k, m.Len}:
@@ -91,11 +91,11 @@ func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 	readers.Wait()
 	switch {
 	case ctx.Err() != nil:
-		o.Log.Info("read what was hot in the tiers below", append(args(), "ended", "the time is over")...)
+		o.Log.Info("warming has ended", append(args(), "ended", "the time is over")...)
 	case err != nil:
-		o.Log.Warn("what is hot in the tiers below is not known", append(args(), "err", err)...)
+		o.Log.Warn("warming is impossible: the tiers cannot list their most used objects", append(args(), "err", err)...)
 	default:
-		o.Log.Info("read what was hot in the tiers below", append(args(), "ended", why)...)
+		o.Log.Info("warming has ended", append(args(), "ended", why)...)
 	}
 }
 
