@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
-// connection is what is known of the client behind one socket. It is used on
+// connection is the state of the client behind one socket. It is used on
 // the goroutine that reads the socket.
 type connection struct {
 	generations lmcache.Generations // that the client can be of

@@ -176,7 +176,7 @@ func (s *Server) retrievePickle(sc *scratch, in *workers.Worker, t hold.Transfer
 		return fmt.Errorf("%w: %d chunks of %s in one message; --pickle-max-mib allows %s", errTensors, n, kv.FormatBytes(in.Bytes), kv.FormatBytes(s.opts.PickleBytes))
 	}
 	size := n*(layout.Bytes()+pickle.Overhead) + pickle.Overhead
-	if sc.peer != nil && !s.router.Room(sc.peer, int64(size)) {
+	if sc.peer != nil && !s.router.HasRoom(sc.peer, int64(size)) {
 		return fmt.Errorf("%w: %s more", errUnread, kv.FormatBytes(int64(size)))
 	}
 	cp := &store.Transfer{Own: true}

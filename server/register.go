@@ -26,7 +26,7 @@ func (s *Server) ping(sc *scratch, r *lmcache.PingRequest) {
 		s.save()
 	}
 	if ok {
-		s.streams.touch(streamKey{sc.caller().By, id})
+		s.streams.notePing(streamKey{sc.caller().By, id})
 	}
 	sc.out = lmcache.AppendBool(sc.out, answer)
 }

@@ -142,8 +142,8 @@ func (l *streams) control(p *zmtp.Peer, uid, what []byte) {
 	}
 }
 
-// touch notes that a worker pinged.
-func (l *streams) touch(key streamKey) {
+// notePing records that a worker pinged.
+func (l *streams) notePing(key streamKey) {
 	if !l.some.Load() {
 		return
 	}

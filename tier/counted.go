@@ -53,7 +53,7 @@ type Counting struct {
 	rate struct{ read, write *histogram.Histogram }
 }
 
-// Counted counts what is done with t. The name is the operator's.
+// Counted returns t with its calls counted. The operator chooses the name.
 func Counted(t Tier, name string) *Counting {
 	c := &Counting{of: t, name: name, took: map[string]*histogram.Histogram{
 		"stat": histogram.Times(), "read": histogram.Times(), "write": histogram.Times(),

@@ -35,7 +35,7 @@ func (m Meta) Fits(n int64) bool { return m.Len == n || m.NoSum && m.Len == Padd
 // Tier is one place below the pool. Its methods are safe for concurrent use, and end soon
 // after their context.
 type Tier interface {
-	// Stat sets metas[i] to what is known of keys[i], and to zero where it is not there.
+	// Stat sets metas[i] to the Meta of keys[i], and to zero where the object is missing.
 	// It is one call to the place, however many keys there are.
 	Stat(ctx context.Context, keys []kv.Key, metas []Meta) error
 

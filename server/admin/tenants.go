@@ -236,7 +236,7 @@ func valueOf(f tenant.Field, text json.RawMessage) (tenant.Value, error) {
 	return tenant.TimeValue(time.Duration(v * float64(time.Second))), nil
 }
 
-// bytesOf is a number of bytes; what is more than any pool has stays so, and what is below 0 too.
+// bytesOf returns a number of bytes. It keeps values above the size of any pool, and below 0, out of range.
 func bytesOf(v float64) int64 {
 	if v < 0 {
 		return -1

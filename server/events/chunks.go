@@ -99,10 +99,10 @@ func (bound *binding) of(name kv.Namespace) *holding {
 }
 
 func (b *Book) holdLocked(bound *binding, name kv.Namespace) *holding {
-	s := b.mu.spaces[name]
+	s := b.mu.namespaces[name]
 	if s == nil {
-		s = &space{name: name}
-		b.mu.spaces[name] = s
+		s = &namespaceState{name: name}
+		b.mu.namespaces[name] = s
 		b.nameless.Add(1)
 	}
 	all := &struct {
@@ -181,8 +181,8 @@ func (b *Book) bindLocked(bound *binding, t tokens) bool {
 }
 
 // dropLocked forgets a space that has nothing; the next store names it again.
-func (b *Book) dropLocked(s *space) {
-	delete(b.mu.spaces, s.name)
+func (b *Book) dropLocked(s *namespaceState) {
+	delete(b.mu.namespaces, s.name)
 	if len(s.families) == 0 {
 		b.nameless.Add(-1)
 	}
@@ -286,14 +286,14 @@ func (f *family) complete(bound *binding) (is [media]bool) {
 // namedLocked notes whose chunks a shard's are, and which shards a lookup asks for together. Only
 // what has chunks is remembered.
 func (b *Book) namedLocked(model, salt []byte, sh *object.Shard) {
-	var few [8]*space
+	var few [8]*namespaceState
 	each := few[:0]
 	for rank := range sh.World {
 		name := sh.Namespace
 		if sh.Each != nil {
 			name = (*sh.Each)[rank].Namespace
 		}
-		s := b.mu.spaces[name]
+		s := b.mu.namespaces[name]
 		if s == nil {
 			return // nothing of this shard is there, so nothing is whole
 		}

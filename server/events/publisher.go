@@ -38,7 +38,7 @@ type Publisher struct {
 		started bool
 		alone   bool                // there was no subscriber when records were read last, so no client has waited for them since
 		next    uint64              // sequence of the next message
-		kept    []message           // the last ones, oldest first
+		history []message           // the last ones, oldest first
 		bytes   int                 // of their payloads
 		topic   []byte              // of the last one
 		models  map[string]struct{} // with published chunks
@@ -312,12 +312,12 @@ func (p *Publisher) keepLocked(m message) {
 	if !p.keeps {
 		return
 	}
-	p.mu.kept = append(p.mu.kept, m)
+	p.mu.history = append(p.mu.history, m)
 	p.mu.bytes += len(m.payload)
-	for len(p.mu.kept) > p.o.Replay || p.mu.bytes > p.o.ReplayBytes && len(p.mu.kept) > 1 {
-		p.mu.bytes -= len(p.mu.kept[0].payload)
-		p.mu.kept[0] = message{}
-		p.mu.kept = p.mu.kept[1:]
+	for len(p.mu.history) > p.o.Replay || p.mu.bytes > p.o.ReplayBytes && len(p.mu.history) > 1 {
+		p.mu.bytes -= len(p.mu.history[0].payload)
+		p.mu.history[0] = message{}
+		p.mu.history = p.mu.history[1:]
 	}
 }
 
@@ -364,7 +364,7 @@ func number(b []byte) uint64 {
 }
 
 // from returns the messages from a number on, without a gap; none when the first of them is not kept any
-// more, but for number 0: then it is the messages' number alone that is as it was, and together they tell
+// more, except for number 0: then only the number of messages is as it was, and together they have
 // all that is there.
 func (p *Publisher) from(start uint64) iter.Seq[message] {
 	p.mu.Lock()
@@ -373,10 +373,10 @@ func (p *Publisher) from(start uint64) iter.Seq[message] {
 	if p.pub.Subscribers() == 0 || !p.mu.started { // then Run does not
 		p.catchUpLocked(p.book.Last())
 	}
-	switch oldest := p.mu.next - uint64(len(p.mu.kept)); {
+	switch oldest := p.mu.next - uint64(len(p.mu.history)); {
 	case start >= p.mu.next:
 	case start >= oldest:
-		return slices.Values(slices.Clone(p.mu.kept[start-oldest:]))
+		return slices.Values(slices.Clone(p.mu.history[start-oldest:]))
 	case start == 0 && p.mu.next <= maxCompacted:
 		return p.compactedLocked()
 	}
@@ -411,7 +411,7 @@ func (p *Publisher) compactedLocked() iter.Seq[message] {
 	}
 }
 
-// snapshot returns messages that tell all that is there. Their number is the one of the next message that
+// snapshot returns messages with all chunks that are there. Their number is the one of the next message that
 // is published: it and those after it come on top. Each is made when its reader takes it.
 func (p *Publisher) snapshot() iter.Seq[message] {
 	p.mu.Lock()

@@ -189,7 +189,7 @@ func (b *Book) Ended(request []byte, of *Asked, got *store.LookupResult) {
 		n, _ := b.names.Of(got.Namespace)
 		of = &Asked{[]byte(n.Model), []byte(n.Salt)}
 	}
-	b.lines.looked(request, of.Model, of.Salt, got, c)
+	b.lines.recordLookup(request, of.Model, of.Salt, got, c)
 	if got.Why == miss.None {
 		return
 	}
@@ -266,7 +266,7 @@ var advice = map[string]string{
 	miss.OtherLayout.String():  "engines share KV where number format, block size, heads and layers are equal: compare their flags (--dtype, --kv-cache-dtype, --block-size)",
 	miss.OtherName.String():    "it was stored before this server started, and no request has named its model and salt since: it may be of another model, salt or layout",
 	miss.Short.String():        "only whole chunks are stored and found: longer prompts, or a smaller --chunk-size",
-	miss.Unregistered.String(): "normal while an engine starts. Else scheduler and workers name the model unlike: compare it with the engine's --model",
+	miss.Unregistered.String(): "normal while an engine starts. Else the engine's scheduler and its workers use different model names: compare them with the engine's --model",
 	miss.Declined.String():     "the reason stands beside the lookup",
 	miss.Cleared.String():      "the cache was cleared, by POST /cache/clear or by an engine; it fills again",
 	miss.Expired.String():      "it was unused for its time to live: --ttl-seconds, or the tenant's own (kvasir quota list shows them)",

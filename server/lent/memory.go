@@ -116,7 +116,7 @@ func (l *memory) has(of Segment) bool {
 	return ok && seg.Inode() == of.Inode
 }
 
-// list returns what is mapped, with the owner of each segment where it is proved.
+// list returns the mapped segments, with the owner of each where it is proved.
 func (l *memory) list() []Segment {
 	l.mu.RLock()
 	defer l.mu.RUnlock()

@@ -148,7 +148,7 @@ func (r *Registry) NewestOf(model string, world int, by access.Principal) *Worke
 }
 
 // Add registers in, in place of an earlier worker of the same id and owner. old is
-// that one, or nil. Errors: access.ErrLender with the worker that lends the same
+// the other worker, or nil. Errors: access.ErrLender with the worker that lends the same
 // segment, ErrMappings, ErrTooMany.
 func (r *Registry) Add(in *Worker) (old, lender *Worker, err error) {
 	r.Saw(in, time.Now())

@@ -198,13 +198,13 @@ func ParseAll(texts []Text, log *slog.Logger) (out []Adapter, _ error) {
 		a, err := Parse(string(text))
 		switch {
 		case errors.Is(err, ErrNotServed):
-			log.Warn("a tier of LMCache is left out: nothing is kept there", "flag", "--l2-adapter", "err", err)
+			log.Warn("a tier of LMCache is left out: no chunk is written there", "flag", "--l2-adapter", "err", err)
 			continue
 		case err != nil:
 			errs = append(errs, err)
 			continue
 		case len(a.Ignored) > 0:
-			log.Warn("keys of --l2-adapter mean nothing here", "type", a.Type, "keys", strings.Join(a.Ignored, " "))
+			log.Warn("keys of --l2-adapter have no effect", "type", a.Type, "keys", strings.Join(a.Ignored, " "))
 		}
 		out = append(out, a)
 	}

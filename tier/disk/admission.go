@@ -27,15 +27,15 @@ func (d *Disk) admits(k *kv.Key, n int64) bool {
 	}
 	h := maphash.Comparable(d.admission.seed, *k)
 	if !d.opts.SecondTouch {
-		d.admission.chooser.Touch(h, recordBytes(n), d.capacity())
+		d.admission.chooser.Observe(h, recordBytes(n), d.capacity())
 	}
-	return d.admission.touched.Again(h) || d.keepsFirst()
+	return d.admission.touched.SeenBefore(h) || d.keepsFirst()
 }
 
 // wasRead reports a hit to the chooser.
 func (d *Disk) wasRead(k *kv.Key, n int64) {
 	if !d.opts.FirstTouch && !d.opts.SecondTouch {
-		d.admission.chooser.Touch(maphash.Comparable(d.admission.seed, *k), recordBytes(n), d.capacity())
+		d.admission.chooser.Observe(maphash.Comparable(d.admission.seed, *k), recordBytes(n), d.capacity())
 	}
 }
 

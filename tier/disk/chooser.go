@@ -28,8 +28,8 @@ type playedKey struct{ first, second int64 }
 // has reports whether an object that was kept at a time is still there.
 func (r *admissionRule) has(at, capacity int64) bool { return at > 0 && r.written-at < capacity }
 
-// Touch notes that an object, by the hash of its key, is offered or read.
-func (c *ruleChooser) Touch(h uint64, n, capacity int64) {
+// Observe records that an object, by the hash of its key, is offered or read.
+func (c *ruleChooser) Observe(h uint64, n, capacity int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if h&(1<<c.mu.shift-1) != 0 {

@@ -113,7 +113,7 @@ type Disk struct {
 }
 
 // Open opens the directories and makes those that are not there. Their index is read in
-// the background: until Opened is closed, some of what is there is missing. Errors:
+// the background: until Opened is closed, some objects are missing. Errors:
 // ErrInUse, ErrNotOurs, ErrNewer, those of the file system; then nothing was changed.
 func Open(o Options) (*Disk, error) {
 	return openWith(o, func(path string) (files, error) { return openFiles(path, o.Look) }, time.Now)

@@ -43,7 +43,7 @@ func (v *volume) keep() {
 	}
 }
 
-// last makes what is written last, until the volume ends. It is not keep's work: writers
+// last performs the final writes, until the volume ends. It is not keep's work: writers
 // who wait for a segment do not wait for a sync.
 func (v *volume) last() {
 	tick := time.NewTicker(tendEvery)
@@ -103,7 +103,7 @@ func (v *volume) provide() {
 	v.mu.wanted = false
 	if err != nil {
 		if v.mu.refused == nil && !errors.Is(err, errOpens) {
-			v.log.Warn("nothing more is kept on this disk for now", "path", v.dir.Path, "err", err)
+			v.log.Warn("writes to this disk are paused", "path", v.dir.Path, "err", err)
 		}
 		v.refusedLocked(err)
 		if errors.Is(err, errOpens) {
@@ -232,7 +232,7 @@ func (v *volume) victim() *segment {
 	defer v.mu.Unlock()
 	var old []*segment
 	for _, s := range v.mu.segs {
-		if !s.kept && !s.leaving && (s.sealed || s.err != nil) {
+		if !s.newerFormat && !s.leaving && (s.sealed || s.err != nil) {
 			old = append(old, s)
 		}
 	}
@@ -550,7 +550,7 @@ func (v *volume) sealedSegments() []*segment {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	all := slices.Collect(maps.Values(v.mu.segs))
-	all = slices.DeleteFunc(all, func(s *segment) bool { return !s.sealed || s.kept })
+	all = slices.DeleteFunc(all, func(s *segment) bool { return !s.sealed || s.newerFormat })
 	slices.SortFunc(all, func(a, b *segment) int { return cmp.Compare(b.seq, a.seq) })
 	return all
 }

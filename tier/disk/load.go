@@ -200,7 +200,7 @@ func (v *volume) loadIndex(r *indexReader, f found) *segment {
 	switch {
 	case errors.Is(err, ErrNewer):
 		v.mu.Lock()
-		s.kept = true
+		s.newerFormat = true
 		v.mu.Unlock()
 		v.log.Error("a segment is of a newer version; it is left alone", "path", v.dir.Path, "segment", f.name(), "err", err)
 	case err != nil:

@@ -14,7 +14,7 @@ func (v *volume) checkpointDue() bool {
 	return v.mu.all-v.checked > max(checkpointPer*entryBytes*int64(v.mu.index.len()), v.segment)
 }
 
-// checkpoint writes what is in the sealed segments to one file, which is read faster than
+// checkpoint writes the index of the sealed segments to one file, which is read faster than
 // many.
 func (v *volume) checkpoint() error {
 	segments := v.sealedSegments()

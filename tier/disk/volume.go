@@ -66,7 +66,7 @@ type volume struct {
 		writing map[kv.Key]int                 // objects that are being written, by how many
 		gone    map[uint64]map[uint32]struct{} // deleted and still in a segment, by its id
 		fresh   []place                        // of gone, what is not in the journal yet
-		dropped map[kv.Key]struct{}            // while the index is read: what is found of these is deleted; nil afterwards
+		dropped map[kv.Key]struct{}            // while the index is read: keys whose records are skipped; nil afterwards
 
 		active  *segment   // takes records
 		spare   *segment   // comes next
@@ -109,19 +109,19 @@ type segment struct {
 	id   uint64
 	file file
 
-	size    int64    // bytes of the file
-	end     int64    // where the next record goes
-	count   int      // records reserved
-	pending int      // records being written
-	refs    int      // readers, and the volume itself
-	dirty   bool     // written since the last sync
-	heat    float64  // bytes read, of late
-	entries []record // in it and in the index, until it is sealed
-	sealed  bool
-	kept    bool          // of a newer version: must not be removed
-	leaving bool          // a goroutine removes it
-	done    chan struct{} // closed when it was sealed, or could not be
-	err     error         // why not
+	size        int64    // bytes of the file
+	end         int64    // where the next record goes
+	count       int      // records reserved
+	pending     int      // records being written
+	refs        int      // readers, and the volume itself
+	dirty       bool     // written since the last sync
+	heat        float64  // bytes read, of late
+	entries     []record // in it and in the index, until it is sealed
+	sealed      bool
+	newerFormat bool          // of a newer version of Kvasir: must not be removed
+	leaving     bool          // a goroutine removes it
+	done        chan struct{} // closed when it was sealed, or could not be
+	err         error         // why not
 }
 
 // begin counts a call, which ends with v.calls.Done.

@@ -158,7 +158,7 @@ func (d *Dir) try() error {
 	switch {
 	case unwritable(err):
 		d.readOnly = true
-		d.log.Warn("the directory cannot be written: what it has is served, and nothing is added", "path", d.o.Path, "err", err)
+		d.log.Warn("the directory cannot be written: its objects are served, and none is added", "path", d.o.Path, "err", err)
 		return nil
 	case noRoom(err): // it may have room later
 		return nil

@@ -35,7 +35,7 @@ func (d *Dir) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) erro
 	if d.good(was, size, m.Len) {
 		return nil
 	}
-	if err := d.room(d.fileBytes(m.Len)); err != nil {
+	if err := d.checkRoom(d.fileBytes(m.Len)); err != nil {
 		return err
 	}
 	err = d.put(ctx, path, attr{k.Namespace, m.Len, m.Sum}, src)
@@ -83,7 +83,7 @@ func isGone(err error) bool { return errors.Is(err, unix.ENOENT) || errors.Is(er
 func (d *Dir) noteGone(gone bool, err error) {
 	switch was := d.gone.Swap(gone); {
 	case gone && !was:
-		d.log.Warn("the directory is gone: what is to be written waits until it is back", "path", d.o.Path, "err", err)
+		d.log.Warn("the directory is gone: writes wait until it is back", "path", d.o.Path, "err", err)
 	case was && err == nil:
 		d.log.Info("the directory is back", "path", d.o.Path)
 	}

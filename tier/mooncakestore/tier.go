@@ -139,7 +139,7 @@ func (t *Tier) watch(ctx context.Context) {
 			})
 		case err != nil:
 			say("silent", func() {
-				t.log.Warn("the Mooncake Store's master does not answer: what it has is missing until it does", "masters", masters, "err", err)
+				t.log.Warn("the Mooncake Store's master does not answer: its objects are misses until it does", "masters", masters, "err", err)
 			})
 		default:
 			t.off.Store(false)
@@ -161,7 +161,7 @@ func (t *Tier) name(k kv.Key) (string, bool) {
 	}
 	name, ok := n.LMCache(k)
 	if _, said := t.warned.LoadOrStore(n.Model, true); !ok && !said {
-		t.log.Warn("this model can have no name in LMCache's layout, so nothing of it is kept", "model", n.Model)
+		t.log.Warn("this model cannot be named in LMCache's layout, so its chunks are not written", "model", n.Model)
 	}
 	return name, ok
 }

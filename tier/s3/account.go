@@ -103,7 +103,7 @@ const (
 	allowance = 64  // at most
 )
 
-// retries bounds what is sent again, so that a store in trouble is not asked several
+// retries bounds the requests that are sent again, so that a store in trouble is not asked several
 // times as often. The zero value may send some.
 type retries struct {
 	mu struct {

@@ -67,7 +67,7 @@ func (t *Tier) objectName(k kv.Key) (string, bool) {
 	}
 	name, ok := n.LMCache(k)
 	if ok = ok && len(t.o.Prefix)+len(name) <= maxName; !ok && t.said.now("name "+n.Model) {
-		t.log.Warn("this model can have no name in LMCache's layout, so nothing of it is kept", "model", n.Model)
+		t.log.Warn("this model cannot be named in LMCache's layout, so its chunks are not written", "model", n.Model)
 	}
 	return t.o.Prefix + name, ok
 }
