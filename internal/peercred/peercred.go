@@ -36,7 +36,7 @@ var (
 	// ErrUnmapped means that the peer's user has no number in this user namespace.
 	ErrUnmapped = errors.New("peercred: the peer's user is of another user namespace")
 	// ErrNoSource means that the system cannot identify peers.
-	ErrNoSource = errors.New("peercred: this system does not tell who connects")
+	ErrNoSource = errors.New("peercred: the system cannot identify peers")
 )
 
 // Peer is who is behind a connection.

@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// File is what is known of a segment's file.
+// File describes a segment's file.
 type File struct {
 	UID   int    // of its owner
 	Perm  uint32 // permission bits

@@ -23,7 +23,7 @@ const (
 func LockAfter(pid int, held error, lock func() error) error {
 	for wait := time.Duration(0); ; wait += lockStep {
 		err := lock()
-		if !errors.Is(err, held) || wait >= lockEnding || wait >= lockAlive && lives(pid) {
+		if !errors.Is(err, held) || wait >= lockEnding || wait >= lockAlive && alive(pid) {
 			return err
 		}
 		time.Sleep(lockStep)
@@ -31,7 +31,7 @@ func LockAfter(pid int, held error, lock func() error) error {
 }
 
 // lives reports whether a process is there and not about to end.
-func lives(pid int) bool {
+func alive(pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
 		return false

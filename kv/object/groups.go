@@ -91,7 +91,7 @@ func (g *Groups) Need(i, from, hit int) coordinator.Run {
 // has.
 func (g *Groups) Hit(limit int, has func(group, chunk int) bool) int {
 	var r coordinator.Result
-	n, err := g.rule.Hit(&r, g.kept(limit, has), limit)
+	n, err := g.rule.Hit(&r, g.present(limit, has), limit)
 	if err != nil {
 		return 0 // longer than any prompt
 	}
@@ -105,7 +105,7 @@ func (g *Groups) Dead(chunks int, has func(group, chunk int) bool, dead func(gro
 	if !g.windows {
 		return
 	}
-	set := g.kept(chunks, has)
+	set := g.present(chunks, has)
 	var alive []coordinator.Run
 	for i := range g.Len() {
 		if g.Full(i) {
@@ -125,8 +125,8 @@ func (g *Groups) Dead(chunks int, has func(group, chunk int) bool, dead func(gro
 	}
 }
 
-// kept returns which of the first limit chunks each group has.
-func (g *Groups) kept(limit int, has func(group, chunk int) bool) *coordinator.Runs {
+// present returns which of the first limit chunks each group has.
+func (g *Groups) present(limit int, has func(group, chunk int) bool) *coordinator.Runs {
 	set := coordinator.NewRuns(g.rule.Coordinator())
 	for i := range g.Len() {
 		start := 0
