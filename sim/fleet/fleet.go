@@ -41,7 +41,7 @@ type Store struct {
 	Latency   time.Duration // of each request
 }
 
-// Options say what is played: every number of nodes is a run.
+// Options describe the runs: one for every number of nodes.
 type Options struct {
 	Profile  *costmodel.Profile // BlockTokens are those of the requests
 	Nodes    []int              // ascending
