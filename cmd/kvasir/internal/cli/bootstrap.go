@@ -28,7 +28,7 @@ type bootstrapCmd struct {
 	PP       int      `name:"pp" help:"The same for PP." placeholder:"N" group:"Registry"`
 	Settle   float64  `name:"settle-seconds" help:"A restarted engine with fewer ranks than before is shown so long after its last registration." default:"10" group:"Registry"`
 	Probe    float64  `name:"probe-timeout-seconds" help:"Time for an old side channel to answer before it counts as alive." default:"0.25" group:"Registry"`
-	ProbeNet []string `help:"Networks (CIDR) in which old side channels are tried, whoever registered them. By default only those that their own host, or this one, registered." placeholder:"CIDR" group:"Registry"`
+	ProbeNet []string `help:"Networks (CIDR) in which the server probes old side channels of any registrant. By default it probes only those that their own host, or this one, registered." placeholder:"CIDR" group:"Registry"`
 	State    string   `help:"Keep the registry in this file over restarts." placeholder:"FILE" group:"Registry"`
 
 	MaxWorkers int     `help:"Workers registered at a time." default:"16384" group:"Limits"`

@@ -121,7 +121,7 @@ func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
 		return ctx.Run(e, &sim.Env{Ctx: e.ctx, Stdout: e.stdout, Stderr: e.stderr, Progress: progress})
 	}
 	for _, v := range given.Misspelt(ctx.Selected(), os.Environ()) {
-		e.log.Warn("an environment variable means nothing here", "variable", v)
+		e.log.Warn("an environment variable has no effect", "variable", v)
 	}
 	if c.checkOnly() {
 		if err := c.check(e); err != nil {

@@ -12,5 +12,5 @@ func (c *configFlags) checkOnly() bool { return c.CheckConfig }
 // configurable is a command with configFlags.
 type configurable interface {
 	checkOnly() bool
-	check(e *env) error // what is wrong with the flags; nothing is started
+	check(e *env) error // reports invalid flags; starts nothing
 }

@@ -73,12 +73,12 @@ type serverCmd struct {
 	Mode     string   `name:"supported-transfer-mode" help:"Who copies KV: engine_driven (the engine), lmcache_driven (this server, CPU engines only) or auto (both); workers of the other mode are declined." default:"auto" enum:"engine_driven,auto,lmcache_driven" group:"Compatibility"`
 	Client   string   `name:"client-generation" help:"Take every client for one of this lmcache generation; auto recognises each connection's. 0.5.0 stands for 0.5.0 to 0.5.2, 0.5.3 for 0.5.3 and 0.5.4." default:"auto" enum:"auto,0.4.6,0.4.7,0.5.0,0.5.3,0.5.5,0.5.6" group:"Compatibility"`
 	Hash     string   `name:"hash-algorithm" help:"Only blake3: the others need Python." default:"blake3" group:"Compatibility"`
-	Eviction string   `name:"eviction-policy" help:"What is evicted first. leaf-hazard: ends of prompts that are the least likely to be used again soon, as learned from those before; lru: what was not used for longest; also leaf-lru, s3fifo, arc. kvasir sim evict compares them on a trace. LMCache's names LRU, ARC, IsolatedLRU and noop run as lru." default:"leaf-hazard" group:"Pool"`
+	Eviction string   `name:"eviction-policy" help:"Eviction policy. leaf-hazard: evicts the ends of prompts that are the least likely to be used again soon, learned while it runs; lru: the least recently used; also leaf-lru, s3fifo, arc. kvasir sim evict compares them on a trace. LMCache's names LRU, ARC, IsolatedLRU and noop run as lru." default:"leaf-hazard" group:"Pool"`
 	TTL      float64  `name:"ttl-seconds" help:"Idle time after which a chunk is dropped, at least 1; 0: chunks stay until they are evicted. A chunk that a lookup or a transfer uses is not dropped." default:"0" group:"Pool"`
 	OwnTTL   []string `name:"tenant-ttl" sep:"none" help:"The same for the tenant of a cache salt: 90s, 24h, or never. Repeatable." placeholder:"SALT=TIME" group:"Pool"`
 	PinLimit []string `name:"pin-limit" sep:"none" help:"How much of a cache salt's chunks may be pinned (POST /cache/pins), at a time; nothing unless given. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
-	Quota    []string `name:"quota" sep:"none" help:"What the tenant of a cache salt keeps of the pool whatever others store, with a policy of its own; a number alone is GiB. _default is the empty salt, __default a tenant called _default. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
-	State    string   `help:"Keep in this file what is set for tenants while the server runs (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it that ends with the server. What a flag says counts again once the flag is changed." placeholder:"FILE" group:"Pool"`
+	Quota    []string `name:"quota" sep:"none" help:"Guaranteed part of the pool for the tenant of a cache salt, with an eviction policy of its own; a number alone is GiB. _default is the empty salt, __default a tenant called _default. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
+	State    string   `help:"File for the settings of tenants that are made at run time (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it they end with the server. A setting made at run time wins until you change the flag for that tenant." placeholder:"FILE" group:"Pool"`
 	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 
 	terms *tenant.Terms
@@ -294,7 +294,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 		return err
 	}
 	if len(e.ignored) > 0 {
-		e.log.Warn("flags without meaning here were ignored", "flags", strings.Join(e.ignored, " "))
+		e.log.Warn("flags of LMCache without effect here were ignored", "flags", strings.Join(e.ignored, " "))
 	}
 	if c.Eviction != c.policyName() && c.Eviction != "LRU" && c.Eviction != "IsolatedLRU" {
 		e.log.Warn("the --eviction-policy is not available: lru is used", "policy", c.Eviction)

@@ -168,7 +168,7 @@ type quotaRemoveCommand struct {
 
 // Help implements kong's detailed help.
 func (quotaRemoveCommand) Help() string {
-	return `Its quota and time to live end, and so do its pins. Its chunks stay, and may go for whoever needs room.
+	return `Its quota and time to live end, and so do its pins. Its chunks stay, and may be evicted for other tenants.
 
 Examples:
   kvasir quota remove team-a`

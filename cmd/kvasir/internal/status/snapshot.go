@@ -56,7 +56,7 @@ func Take(ctx context.Context, url, request string, at time.Time) (*Snapshot, er
 	}
 	if request != "" {
 		if body, err = get(ctx, url+"/explain?limit=1&request_id="+neturl.QueryEscape(request)); err == nil {
-			_ = json.Unmarshal(body, &s.Chosen) // what is not there is shown as such
+			_ = json.Unmarshal(body, &s.Chosen) // missing fields are shown as missing
 		}
 	}
 	return s, nil

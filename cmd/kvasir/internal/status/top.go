@@ -221,7 +221,7 @@ func keysOf(sent []byte) (keys []byte) {
 	return keys
 }
 
-// widthOf returns how many columns what is written to has, or the default where it is no terminal.
+// widthOf returns the number of columns of the output, or the default where it is no terminal.
 func widthOf(w io.Writer, otherwise int) int {
 	if f, ok := w.(*os.File); ok {
 		if size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ); err == nil && size.Col > 0 {
