@@ -8,7 +8,7 @@ import (
 )
 
 // What a draw computes is what the drawn requests' values, written out, have.
-func TestDrawIsOfTheValuesWrittenOut(t *testing.T) {
+func TestDrawEqualsDistributionOfExpandedValues(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(3, 4))
 	points := []float64{-1, 0, 12.5, 50, 99, 99.9, 100}
 	for range 300 {

@@ -96,7 +96,7 @@ func Measure(samples []Sample, seconds float64, o Options) *Result {
 		if v, ok := s.TPOT(); ok {
 			tpot = append(tpot, v)
 		}
-		if kept(o.SLOs, s) {
+		if meetsSLOs(o.SLOs, s) {
 			good++
 		}
 	}

@@ -63,7 +63,7 @@ func (c *recorded) measure(t *testing.T) *bench.Result {
 }
 
 // Every figure, every key and every printed line is vLLM's.
-func TestFiguresAndTableAreThoseOfVLLM(t *testing.T) {
+func TestFiguresAndTableMatchVLLM(t *testing.T) {
 	files, _ := filepath.Glob("testdata/*.json")
 	if len(files) < 5 {
 		t.Fatalf("%d recorded runs", len(files))

@@ -76,8 +76,8 @@ func ParseSLOs(words []string) ([]SLO, error) {
 	return out, nil
 }
 
-// kept reports whether a request kept all limits. A request of one token has a TPOT of 0.
-func kept(slos []SLO, s *Sample) bool {
+// meetsSLOs reports whether a request met all limits. A request of one token has a TPOT of 0.
+func meetsSLOs(slos []SLO, s *Sample) bool {
 	for _, o := range slos {
 		v := s.TTFT
 		switch o.Metric {

@@ -113,7 +113,7 @@ func TestClientRefusesRepliesOutOfBounds(t *testing.T) {
 }
 
 // What is no reply to a call, or the second one, ends nothing: the call's own reply does.
-func TestClientIgnoresWhatIsNoReply(t *testing.T) {
+func TestClientIgnoresForeignAndDuplicateReplies(t *testing.T) {
 	s, c := newScripted(t)
 	ctx := patience(t)
 	strays := map[string]func(m zmtp.Message) [][]byte{

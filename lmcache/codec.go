@@ -112,7 +112,7 @@ func readList(b []byte, elem func(i int, b []byte) ([]byte, error)) ([]byte, err
 	return b, nil
 }
 
-// whole turns what is left of a frame into an error unless it is empty.
+// whole returns an error where a frame has bytes left.
 func whole(rest []byte, err error) error {
 	if err == nil && len(rest) != 0 {
 		return ErrTrailing

@@ -95,7 +95,7 @@ func TestGenerationNumbers(t *testing.T) {
 
 // What a client sends first tells its generation from all others that matter, and
 // every later message is then read as what it is.
-func TestFirstRequestTellsGeneration(t *testing.T) {
+func TestFirstRequestIdentifiesGeneration(t *testing.T) {
 	for _, release := range recordedReleases {
 		of := generationOf[release]
 		connections := map[int]lmcache.Generations{}

@@ -81,7 +81,7 @@ type KeyView struct {
 // Tag is an lmcache.tag.NAME of request_configs, whose value is a text.
 type Tag struct{ Name, Value []byte }
 
-// MaxTags bounds the tags of a request, and MaxTagBytes a name and a value; what is beyond is passed over.
+// MaxTags bounds the tags of a request, and MaxTagBytes a name and a value; further ones are skipped.
 const (
 	MaxTags     = 8
 	MaxTagBytes = 64

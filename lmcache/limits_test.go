@@ -321,7 +321,7 @@ func TestPreparedStoreNamesAChunkForEachSlot(t *testing.T) {
 
 // Clients before 0.5.5 do not say how many read an object: it follows from their tensor
 // parallelism, within the protocol's limits.
-func TestReadersThatAreNotSaid(t *testing.T) {
+func TestReadersFollowFromTensorParallelism(t *testing.T) {
 	f := func(said int, tensorParallel int64, singlePlane bool, want int) {
 		t.Helper()
 		k := lmcache.KeyView{Readers: said, WorldSize: 4}
@@ -340,7 +340,7 @@ func TestReadersThatAreNotSaid(t *testing.T) {
 
 // Where the number of an operation could mean several, its payloads tell: each type that
 // a client sends is one of it, and no other.
-func TestPayloadTypesTellOperations(t *testing.T) {
+func TestPayloadTypesIdentifyOperations(t *testing.T) {
 	float, null := msgp.AppendFloat64(nil, 1.5), []byte{0xc0}
 	f := func(id int64, want lmcache.Op, payloads ...[]byte) {
 		t.Helper()
@@ -379,7 +379,7 @@ func TestPayloadTypesTellOperations(t *testing.T) {
 
 // What clients of a generation do holds for a set only where all of it do so, and of no
 // set of none.
-func TestWhatGenerationsDo(t *testing.T) {
+func TestGenerationSetHasCommonBehaviour(t *testing.T) {
 	f := func(s lmcache.Generations, settled, pickles, pings, event, eventGPU bool) {
 		t.Helper()
 		if s.Settled() != settled || s.PickleOnly() != pickles || s.PingsWithoutID() != pings || s.NeedsEvent(true) != event || s.NeedsEvent(false) != eventGPU {

@@ -19,7 +19,7 @@ import (
 )
 
 // Op is an operation. Operations up to 33 carry LMCache's frozen integer id. Those that
-// LMCache only names have ids of ours above 200, which never appear on the wire.
+// LMCache only names have internal ids above 200, which never appear on the wire.
 type Op uint8
 
 // The operations, by their numbers in lmcache 0.5.6, where 11 is retired. generation.go

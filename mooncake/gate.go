@@ -46,7 +46,7 @@ type Ticket struct {
 	idle bool // guarded by Gate.mu
 }
 
-// NewGate returns a Gate for so many pulls.
+// NewGate returns a Gate for at most pulls pulls.
 func NewGate(pulls int) *Gate {
 	g := &Gate{max: pulls}
 	g.mu.in = make(map[*Ticket]struct{})

@@ -239,7 +239,7 @@ func TestNIXL(t *testing.T) {
 }
 
 // P that answers no params leaves the prompt to D; P that answers garbage costs an attempt.
-func TestWhatPAnswers(t *testing.T) {
+func TestAnswersOfPWithoutUsableParams(t *testing.T) {
 	var n atomic.Int64
 	answers := []string{`{"kv_transfer_params":null}`, `not JSON`, `{"kv_transfer_params":{"a":1}}`, strings.Repeat("x", 9<<20)}
 	p := mock(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, answers[int(n.Load())]) })

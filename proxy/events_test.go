@@ -195,7 +195,7 @@ func TestOtherBlocks(t *testing.T) {
 }
 
 // Of a prompt of token ids, or of several texts, no engine is asked for tokens.
-func TestWhatIsNoText(t *testing.T) {
+func TestPromptsWithoutOneTextAreNotTokenized(t *testing.T) {
 	e := tell(t, "127.0.0.1", 0, 0)
 	o := proxy.Options{Engines: []string{e.url}, Policy: proxy.PrefixAware, HealthInterval: 50 * time.Millisecond, EventsPort: e.events.Port}
 	at, p := startProxy(t, o)

@@ -133,9 +133,9 @@ var errLate = errors.New("no answer in time")
 // serve tries the request until a first byte comes, and passes the answer on.
 func (e *exchange) serve() (outcome string) {
 	fields := e.engineFields()
-	again := e.again()
+	relayed := e.relayedParams()
 	for {
-		e.want.ready = again != nil
+		e.want.ready = relayed != nil
 		c, err := e.p.fleet.take(e.r.Context(), &e.want)
 		if err != nil {
 			return e.refuse(err)
@@ -147,12 +147,12 @@ func (e *exchange) serve() (outcome string) {
 		}
 		e.note(c)
 		e.fields = append(append(append(fields[:len(fields):len(fields)], "X-Request-Id: "...), e.engineID(c)...), "\r\n"...)
-		outcome, err := e.attempt(c, again)
+		outcome, err := e.attempt(c, relayed)
 		if err == nil {
 			return outcome
 		}
 		if !errors.Is(err, errNotSent) {
-			again = nil
+			relayed = nil
 		}
 		if e.r.Context().Err() != nil {
 			return "client_left"
@@ -187,7 +187,7 @@ func (e *exchange) note(c choice) {
 
 // attempt sends the request to engines once. An error says that the client has heard nothing.
 // It gives the places back. again is for D alone: where it has the KV from; nil: it has none.
-func (e *exchange) attempt(c choice, again []byte) (outcome string, err error) {
+func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error) {
 	ctx, cancel := context.WithCancelCause(e.r.Context())
 	defer cancel(nil)
 	e.split = c.prefill != nil
@@ -196,8 +196,8 @@ func (e *exchange) attempt(c choice, again []byte) (outcome string, err error) {
 	e.handed, e.atP = nil, nil
 	defer func() { e.handedOver(outcome, err) }()
 	switch {
-	case c.prefill == nil && c.engine.role == decode && again != nil:
-		return e.fromRelay(ctx, c, again)
+	case c.prefill == nil && c.engine.role == decode && relayed != nil:
+		return e.fromRelay(ctx, c, relayed)
 	case c.prefill == nil:
 		outcome, err = e.answer(ctx, c.engine, c.lacks[0], nil, nil)
 		if err == nil && c.spared != notSpared {

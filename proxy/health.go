@@ -66,7 +66,7 @@ func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 	}
 	if was := b.well.Swap(well); was != well {
 		if well {
-			b.id.Store(p.lives.Add(1)) // what it had in its memory may be gone
+			b.id.Store(p.instanceIDs.Add(1)) // what it had in its memory may be gone
 		}
 		p.o.Log.Info("an engine's health changed", "engine", b.url, "well", well)
 		p.fleet.dispatch()
@@ -173,7 +173,7 @@ func (p *Proxy) refresh(ctx context.Context, b *backend) bool {
 	defer b.mu.Unlock()
 	if !slices.Equal(ranks, b.mu.ranks) && len(b.mu.ranks) > 0 {
 		p.o.Log.Info("a prefill engine is another one now", "engine", b.url, "ranks", len(ranks))
-		b.id.Store(p.lives.Add(1))
+		b.id.Store(p.instanceIDs.Add(1))
 	}
 	b.mu.ranks = ranks
 	return len(ranks) > 0

@@ -32,19 +32,19 @@ type Proxy struct {
 	// background is held while something is added to wg, and when ctx ends.
 	background sync.Mutex
 
-	fleet      fleet
-	index      *prefix.Index         // nil: not needed
-	lives      atomic.Uint32         // of engines and of the cache server, in the index
-	relays     atomic.Bool           // one is there
-	prompts    prefix.RelayedPrompts // that relays have
-	transfers  transferlog.Log       // from P to D
-	known      *blocks.Prompts       // which blocks prompts are; nil: no engine publishes blocks
-	tokenizing chan struct{}         // has a place for each prompt that is made tokens
-	draining   atomic.Bool
-	inFlight   atomic.Int64
-	bodies     bodyMemory
-	releases   atomic.Int64
-	n          *counters
+	fleet       fleet
+	index       *prefix.Index         // nil: not needed
+	instanceIDs atomic.Uint32         // of engines and of the cache server, in the index
+	relays      atomic.Bool           // one is there
+	prompts     prefix.RelayedPrompts // that relays have
+	transfers   transferlog.Log       // from P to D
+	known       *blocks.Prompts       // which blocks prompts are; nil: no engine publishes blocks
+	tokenizing  chan struct{}         // has a place for each prompt that is made tokens
+	draining    atomic.Bool
+	inFlight    atomic.Int64
+	bodies      bodyMemory
+	releases    atomic.Int64
+	n           *counters
 }
 
 // New returns a Proxy and begins to look after its engines, which need not be there yet.
@@ -75,7 +75,7 @@ func New(o Options) (*Proxy, error) {
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
 	p.ctx, p.stop = context.WithCancel(context.Background())
-	p.fleet.store.lives = &p.lives
+	p.fleet.store.instanceIDs = &p.instanceIDs
 	if o.SharedStore {
 		p.fleet.store.begin()
 	}

@@ -11,16 +11,16 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy/prefix"
 )
 
-// store is what is known of the cache server that engines share (kvasir server). In the index of
+// store is the known state of the cache server that engines share (kvasir server). In the index of
 // prefixes it stands like an engine, under ids that change with its lives: what was noted under an id
 // that is no more valid does not count.
 //
 // An id lasts while the server evicts half as many chunks as it holds, and is then valid for as long
 // again: a prompt's chunks are not expected to stay longer after their last use.
 type store struct {
-	lives *atomic.Uint32 // ids
-	well  atomic.Bool
-	below atomic.Bool // it has a tier below its memory
+	instanceIDs *atomic.Uint32 // ids
+	well        atomic.Bool
+	below       atomic.Bool // it has a tier below its memory
 
 	events *blocks.Follower // what it says that it has; nil: it is not asked
 	known  *blocks.Prompts  // which of its blocks, chunks, prompts are
@@ -28,13 +28,13 @@ type store struct {
 	mu struct {
 		sync.Mutex
 		now, before uint32 // ids; 0: none
-		life        life
+		instance    instance
 		evicted     uint64 // chunks, when now began
 	}
 }
 
-// life identifies one life of a server, between two starts or clears.
-type life struct {
+// instance identifies a server between two starts or clears.
+type instance struct {
 	started string
 	pid     int
 	clears  uint64
@@ -59,7 +59,7 @@ type storeStatus struct {
 func (s *store) begin() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.mu.now = s.lives.Add(1)
+	s.mu.now = s.instanceIDs.Add(1)
 	s.well.Store(true)
 }
 
@@ -81,21 +81,21 @@ func (s *store) heard(st *storeStatus) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	is := life{st.Started, st.PID, st.Clears}
+	is := instance{st.Started, st.PID, st.Clears}
 	s.below.Store(len(st.Below.Tiers) > 0)
 	resident := uint64(max(st.Pool.Resident, 1))
 	switch gone := st.Pool.Evicted - s.mu.evicted; {
-	case is != s.mu.life:
-		s.mu.now, s.mu.before = s.lives.Add(1), 0
+	case is != s.mu.instance:
+		s.mu.now, s.mu.before = s.instanceIDs.Add(1), 0
 	case len(st.Below.Tiers) > 0 || 2*gone <= resident:
 		s.well.Store(true)
 		return // evicted chunks are in the tier below, or few
 	case gone <= resident:
-		s.mu.now, s.mu.before = s.lives.Add(1), s.mu.now
+		s.mu.now, s.mu.before = s.instanceIDs.Add(1), s.mu.now
 	default:
-		s.mu.now, s.mu.before = s.lives.Add(1), 0
+		s.mu.now, s.mu.before = s.instanceIDs.Add(1), 0
 	}
-	s.mu.life, s.mu.evicted = is, st.Pool.Evicted
+	s.mu.instance, s.mu.evicted = is, st.Pool.Evicted
 	s.well.Store(true)
 }
 

@@ -19,7 +19,7 @@ func TestStoreIDs(t *testing.T) {
 		tiers           int
 		sick            bool
 	}
-	s, other := store{lives: &lives}, store{lives: &lives}
+	s, other := store{instanceIDs: &lives}, store{instanceIDs: &lives}
 	say := func(s *store, w word) [2]uint32 {
 		st := &storeStatus{Healthy: !w.sick, PID: w.pid, Started: "then", Clears: w.clears}
 		st.Pool.Resident, st.Pool.Evicted, st.Below.Tiers = w.resident, w.evicted, make([]struct{}, w.tiers)
@@ -63,7 +63,7 @@ func TestStoreIDs(t *testing.T) {
 
 // What the server says takes something away from the guess only where it has stored all, has nothing below its memory, and
 // as far as it says anything; a server that is silent says nothing.
-func TestTold(t *testing.T) {
+func TestServerReportsCorrectTheGuess(t *testing.T) {
 	for _, c := range []struct {
 		stored      stored
 		guess, want int

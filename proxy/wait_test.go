@@ -96,7 +96,7 @@ func TestRequestsWaitForTheFullEngineThatTheyNeed(t *testing.T) {
 }
 
 // Requests that wait for room hear, too, when the engine breaks off and is not well then; so does the one that it broke off.
-func TestThoseWhoWaitForRoomHearThatTheEngineHasGone(t *testing.T) {
+func TestWaitingRequestsLearnThatTheEngineIsGone(t *testing.T) {
 	t.Parallel()
 	e := startHeld(t)
 	url, p := startProxy(t, proxy.Options{Engines: []string{e.url}, MaxPerEngine: 1, HealthInterval: time.Hour, QueueTimeout: time.Hour})

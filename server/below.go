@@ -111,7 +111,7 @@ func (b *BelowStatus) findings(add func(what, do string)) {
 		t := &b.Tiers[i]
 		if t.Corrupt > 0 {
 			add(fmt.Sprintf("tier %s had %s of another length or checksum", t.Name, times(t.Corrupt, "object", "objects")),
-				"torn writes of a crash are normal and are replaced; more and more of them: the disk is faulty, or somebody else writes there")
+				"torn writes of a crash are normal and are replaced; if their number grows, the disk is faulty or another program writes there")
 		}
 		if n := t.Failures + t.Late; n > 0 {
 			add(fmt.Sprintf("tier %s failed or was too slow in %s", t.Name, times(n, "call", "calls")), "see the log, its disk and its connection; meanwhile engines compute what it has")

@@ -12,7 +12,7 @@ import (
 // never stored. So as long as such engines may be there, only connections that
 // asked this server are served.
 
-// formerSizes is what earlier servers of this pool told engines.
+// formerSizes has the chunk sizes that earlier servers of this pool announced to engines.
 type formerSizes struct {
 	sizes  []int // immutable; empty: nothing to look for
 	active atomic.Bool
@@ -32,8 +32,8 @@ func (s *Server) recallSizes() {
 	}
 }
 
-// sameChunks returns errChunkSize for a connection that may be of an engine that
-// another server told another size.
+// sameChunks returns errChunkSize for a connection that may belong to an engine to which
+// an earlier server announced another chunk size.
 func (s *Server) sameChunks(sc *scratch) error {
 	if !s.former.active.Load() || sc.conn.fresh || sc.caller() == self {
 		return nil

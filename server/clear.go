@@ -39,7 +39,7 @@ type Clear struct {
 // Cleared is what a clear did.
 type Cleared struct {
 	Chunks int    // dropped from the pool
-	Stays  string // what is not gone, for people; empty where all is
+	Stays  string // the places that still have objects, for people; empty where all are gone
 }
 
 // Clear drops every chunk of the pool that nothing needs, and with Force every chunk.

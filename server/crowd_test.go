@@ -8,7 +8,7 @@ import (
 
 // One user who registers all the workers that the server takes keeps nobody out: at
 // the limit, the one of its workers that is silent longest gives way.
-func TestOneUsersWorkersKeepNobodyOut(t *testing.T) {
+func TestWorkersOfOneUserGiveWayAtTheLimit(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 64, server.Options{MaxInstances: 6, Pickle: server.PickleOn})
 	defer stop()
 	stores := func(v *visitor, seed int) bool {

@@ -18,8 +18,8 @@ import (
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
-// transferOf names the transfer that a worker's call speaks of. A commit may come
-// from a worker that was dropped in between: it still tells that the worker is
+// transferOf returns the transfer that a worker's call names. A commit may come
+// from a worker that was dropped in between: it still means that the worker is
 // done with the slots.
 func (s *Server) transferOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*workers.Worker, hold.Transfer, error) {
 	if err := s.sameChunks(sc); err != nil {
@@ -63,8 +63,8 @@ func (s *Server) transferOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*wor
 	return in, t, nil
 }
 
-// slotsOf is transferOf for a worker that copies itself: only such a one may be
-// told offsets.
+// slotsOf is transferOf for a worker that copies itself: only such a worker may learn
+// offsets.
 func (s *Server) slotsOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*workers.Worker, hold.Transfer, error) {
 	in, t, err := s.transferOf(sc, r, commit)
 	if err == nil && in.Lent != nil {
@@ -186,7 +186,7 @@ func (s *Server) commitRetrieve(sc *scratch, r *lmcache.CommitRetrieveRequest) e
 	t.Load = true
 	got := s.store.CommitLoad(t, r.Key.RequestID)
 	switch {
-	case !got.Found && in.Side() == workers.Pickle: // it was told no places
+	case !got.Found && in.Side() == workers.Pickle: // the worker has learned no places
 		sc.out = lmcache.AppendBool(sc.out, true)
 		return nil
 	case !got.Found:
@@ -260,7 +260,7 @@ func (s *Server) declinedLookup(k *lmcache.KeyView, why miss.Reason, detail stri
 }
 
 // Explain returns why the last lookups of a request id, or of all requests where it is empty,
-// found no more; at most so many.
+// found no more; at most most lookups.
 func (s *Server) Explain(request string, most int) explain.Explanation {
 	var st *Status
 	return s.ended.Explain(request, most, func(why miss.Reason) string {
@@ -292,8 +292,8 @@ func (s *Server) nameShard(sh object.Shard, k *lmcache.KeyView) {
 	}
 }
 
-// ShardsOf says where the chunks of a model, salt and world size are to be looked up, for somebody who is no
-// worker. It reports false when no worker of that model is registered.
+// ShardsOf returns the shard under which a client that is not a worker looks up the chunks of a model, salt and
+// world size. It reports false when no worker of that model is registered.
 func (s *Server) ShardsOf(model, salt string, world int) (object.Shard, bool) {
 	self := access.Self()
 	k := lmcache.KeyView{Model: []byte(model), Salt: []byte(salt)}

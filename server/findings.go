@@ -40,7 +40,7 @@ func (st *Status) findings() []Finding {
 	}
 	if n := st.Declined[errModel.label]; n > 0 {
 		add(fmt.Sprintf("%s for a model and world size that no worker had registered", times(n, "lookup asked", "lookups asked")),
-			"normal while an engine starts. Else scheduler and workers name the model unlike: the log's line \"declined\" has the name")
+			"normal while an engine starts. Else the engine's scheduler and its workers use different model names: the log's line \"declined\" has the name")
 	}
 	if n := st.Declined[errChunkSize.label]; n > 0 {
 		add(fmt.Sprintf("%s from engines that started under another chunk size", times(n, "request came", "requests came")), "restart those engines, or this server with the --chunk-size of before")

@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
-// connection is what is known of the client behind one socket. It is used on
+// connection is the state of the client behind one socket. It is used on
 // the goroutine that reads the socket.
 type connection struct {
 	generations lmcache.Generations // that the client can be of
@@ -32,10 +32,10 @@ func (c *caller) connection() *connection {
 	return c.conn
 }
 
-// read tells which operation a message is. With it the connection's client is
-// recognised: by its first request, get_chunk_size, else by what the registry
-// has for the worker or model that the message names, else by its payloads. What
-// stays ambiguous is declined. To guess could do what was not asked for, and a
+// read returns the operation of a message. It also recognises the connection's client:
+// by its first request, get_chunk_size, else by what the registry has for the worker or
+// model that the message names, else by its payloads. An ambiguous message is
+// declined. A guess could do what was not asked for, and a
 // reply of the wrong type ends the thread that serves all sockets of an early
 // client: a message without an answer that is right for all its readings is held
 // until another one shows what the client is. A heartbeat does.
@@ -153,8 +153,7 @@ func (s *Server) decline(sc *scratch, op lmcache.Op, err error) (ok bool) {
 func (c *connection) name(id int64) { c.worker, c.named = id, true }
 
 // pinger returns the worker that a heartbeat without an id speaks for: the one
-// that the connection registered or moved KV for. Without one answer tells what to
-// say. A client that came over from an earlier server, whose registration may be
+// that the connection registered or moved KV for. Without such a worker answer is the reply. A client that came over from an earlier server, whose registration may be
 // lost, is answered false once: a worker then registers again. So is a scheduler,
 // which looks the same; it makes no lookups until the next heartbeat.
 func (s *Server) pinger(c *connection) (id int64, ok, answer bool) {
@@ -194,7 +193,7 @@ func (s *Server) registerPickleOnly(sc *scratch, in *workers.Worker) error {
 // would end it in the middle of its work, so its registration gets no answer: its
 // start ends with lmcache.mp.mq_timeout.
 func (s *Server) refuseEvents(sc *scratch, reg *lmcache.KVCache) error {
-	s.log.Error("a worker is refused: it lends its KV by CUDA IPC, and cannot be told so: its start ends after lmcache.mp.mq_timeout; "+
+	s.log.Error("a worker is refused: it lends its KV by CUDA IPC; its protocol has no reply for a refusal, so its start ends after lmcache.mp.mq_timeout; "+
 		"set lmcache.mp.mp_transfer_mode=engine_driven in kv_connector_extra_config (0.4.7: data), or with 0.4.6 upgrade its lmcache",
 		"worker", reg.InstanceID, "model", reg.Model, "lmcache", sc.conn.generations.String())
 	sc.silent = true

@@ -137,7 +137,7 @@ func TestTwoGenerationsAtOnce(t *testing.T) {
 // The second life of a server knows from the note of the first what the workers
 // are: their first message is not their first request. Number 14 with a key and an
 // id is commit_retrieve of 0.4.6 and prepare_retrieve of 0.4.7.
-func TestNoteTellsGeneration(t *testing.T) {
+func TestNoteRestoresGeneration(t *testing.T) {
 	dir := t.TempDir()
 	n, stop := startNode(t, dir, 64, server.Options{Pickle: server.PickleOn})
 	a, b := n.dial(t, 0), n.dial(t, 0)
@@ -261,7 +261,7 @@ func TestWorkerOfAnotherGeneration(t *testing.T) {
 }
 
 // A message that names nobody is not one of the worker with the number 0.
-func TestWorkerZeroIsNobody(t *testing.T) {
+func TestMessageWithoutWorkerIsNotWorkerZero(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 64, server.Options{})
 	defer stop()
 	old := n.Connect(peercred.Peer{UID: os.Geteuid()})

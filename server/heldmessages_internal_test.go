@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// TestWhatIsHeldIsACopyInOrder has two connections of one owner, whose frames are used
+// TestHeldMessagesAreCopiesInOrder has two connections of one owner, whose frames are used
 // again for other messages.
-func TestWhatIsHeldIsACopyInOrder(t *testing.T) {
+func TestHeldMessagesAreCopiesInOrder(t *testing.T) {
 	var h heldMessages[int, string]
 	frame := []byte("a")
 	for _, m := range []struct {
@@ -62,8 +62,8 @@ func TestOneConnectionsMessagesAreBoundedAndSoAreItsOwners(t *testing.T) {
 	}
 }
 
-// TestOnlyWhatIsOldIsLate has an old connection and a new one.
-func TestOnlyWhatIsOldIsLate(t *testing.T) {
+// TestOnlyOldConnectionsAreLate has an old connection and a new one.
+func TestOnlyOldConnectionsAreLate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var h heldMessages[int, string]
 		h.Keep(1, "me", [][]byte{{1}})

@@ -76,7 +76,7 @@ func whoIs(p *zmtp.Peer) *caller {
 }
 
 // seesPool reports why the process behind c does not see this pool's file under its
-// name; nil when it does, or when that cannot be told.
+// name; nil when it does, or when the server cannot find out.
 func (s *Server) seesPool(c *caller) error {
 	if c.pid == 0 {
 		if c.pid = s.finder.Process(&c.Caller); c.pid == 0 {
@@ -89,7 +89,7 @@ func (s *Server) seesPool(c *caller) error {
 // logTrust says at the start what trusted addresses mean.
 func (s *Server) logTrust() {
 	for _, p := range s.opts.Trust {
-		s.log.Warn("--trust-address: whoever connects from there is taken for this server's user, told where the pool is, and may lend this user's memory",
+		s.log.Warn("--trust-address: every peer that connects from there counts as this server's user: it learns the pool's name and may lend this user's memory",
 			"addresses", p.String(), "uid", os.Geteuid())
 	}
 }

@@ -450,7 +450,7 @@ func TestDroppedTwiceComesBack(t *testing.T) {
 
 // A restart with other flags tells nobody places who may not open the pool by them:
 // neither a worker that is no longer trusted, nor anybody with pickle only.
-func TestRestartWithOtherFlagsTellsNoPlaces(t *testing.T) {
+func TestRestartWithOtherFlagsRevealsNoPlaces(t *testing.T) {
 	trusting := server.Options{Pickle: server.PickleOn, Trust: []netip.Prefix{netip.MustParsePrefix("192.0.2.8/32")}}
 	f := func(name string, who peercred.Peer, stores bool, after server.Options, want int) {
 		t.Helper()
@@ -485,10 +485,10 @@ func TestRestartWithOtherFlagsTellsNoPlaces(t *testing.T) {
 }
 
 // What a trusted address means is said at the start.
-func TestTrustIsSaid(t *testing.T) {
+func TestTrustedAddressesAreLogged(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 16, server.Options{Trust: []netip.Prefix{netip.MustParsePrefix("172.17.0.0/16")}})
 	defer stop()
-	if got := n.log.String(); !strings.Contains(got, "172.17.0.0/16") || !strings.Contains(got, "taken for this server's user") {
+	if got := n.log.String(); !strings.Contains(got, "172.17.0.0/16") || !strings.Contains(got, "counts as this server's user") {
 		t.Errorf("log %q", got)
 	}
 }

@@ -106,7 +106,7 @@ func TestConnectionsInUseAreKept(t *testing.T) {
 }
 
 // What is said every ten seconds, and of the last five minutes, is what came since.
-func TestSummariesAreOfWhatCameSince(t *testing.T) {
+func TestSummariesCoverTheirInterval(t *testing.T) {
 	var log strings.Builder
 	s, _ := newBareServerWith(t, &log, 8*4096, Options{ChunkTokens: 4})
 	e := &engine{t, s}

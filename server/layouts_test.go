@@ -208,7 +208,7 @@ func TestLookupsFollowTheNewerLayout(t *testing.T) {
 
 // A worker that was dropped is told so by its next ping, each time: that is when
 // stock workers register again.
-func TestEveryDropIsToldToTheWorker(t *testing.T) {
+func TestDroppedWorkerLearnsAtItsNextPing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDesk(t, server.Options{WorkerReap: 5 * time.Second})
 		for drop := range 3 {
@@ -237,7 +237,7 @@ func TestEveryDropIsToldToTheWorker(t *testing.T) {
 
 // A server that stood still, or whose wall clock jumped, holds that against no
 // worker.
-func TestStandingStillDropsNobody(t *testing.T) {
+func TestStandstillDropsNoWorker(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDesk(t, server.Options{WorkerReap: 5 * time.Second, RegistrationGrace: 5 * time.Second})
 		d.register(7, 1, 4)

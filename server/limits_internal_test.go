@@ -77,7 +77,7 @@ func TestWaitsEndWithTheirConnection(t *testing.T) {
 	one, of1 := begin(p)
 	two, of2 := begin(p)
 	other, of3 := begin(q)
-	w.left(p)
+	w.detach(p)
 	if one.Err() == nil || two.Err() == nil || other.Err() != nil {
 		t.Errorf("after the connection: %v, %v, another's %v", one.Err(), two.Err(), other.Err())
 	}
@@ -95,7 +95,7 @@ func TestWaitsEndWithTheirConnection(t *testing.T) {
 
 // Flow control of event streams gets no answer, nor does a request whose number could not
 // be sent back; everything else gets one.
-func TestWhatGetsNoAnswer(t *testing.T) {
+func TestMessagesWithoutAnswer(t *testing.T) {
 	s := newBareServer(t, io.Discard)
 	noop := lmcache.AppendOp(nil, lmcache.OpNoop)
 	f := func(answered bool, m ...[]byte) {
@@ -224,7 +224,7 @@ func (l *lockedLog) String() string {
 
 // While it runs, a server notices that its pool's name was removed, says once what it
 // served, and drops a worker that fell silent.
-func TestRunNoticesWhatTimeBrings(t *testing.T) {
+func TestRunChecksNameSummaryAndSilence(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log lockedLog
 		s, st := newBareServerWith(t, &log, 64*4096, Options{ChunkTokens: 4, WorkerReap: time.Minute})

@@ -117,7 +117,7 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 	if w.KV == nil {
 		if why := s.callerAgain(w.By).MayOpen(); why != nil || s.opts.Pickle == PickleOnly { // by the flags of now
 			if w.Side == workers.Places {
-				return nil, cmp.Or(why, access.ErrNotTold)
+				return nil, cmp.Or(why, access.ErrMayNotOpen)
 			}
 			w.Side = workers.Pickle
 		}

@@ -43,7 +43,7 @@ type Options struct {
 	ClientGenerations lmcache.Generations // that clients can be of; default all that are served
 	Version           string              // reported in Status
 	Events            *events.Book        // what is stored and removed, for subscribe_kv_events; nil for none. The Server runs it
-	Publisher         *events.Publisher   // tells Events on sockets of its own; nil for none. The Server runs and closes it
+	Publisher         *events.Publisher   // publishes Events on sockets of its own; nil for none. The Server runs and closes it
 	Generations       *generation.Book    // of what is in the tiers; nil without tiers
 	Places            []string            // what a clear says of the tiers that other servers may share
 	Changes           *tier.Changes       // of the tiers; nil for none

@@ -31,9 +31,9 @@ type keyFinder func(*lmcache.ObjectKey) (kv.Key, bool)
 // read one another's pools by a transfer engine of their own; this one runs none, so places are for peers that map the
 // pool.
 //
-// It holds the lookups whose objects are not all unlocked, or whose results nobody asked
-// for yet. Beyond 1,024 the oldest of the peer with the most is forgotten, beyond a million
-// keys that of the peer with the most keys, and its objects are unlocked: no peer ends another's
+// It holds the lookups whose objects are not all unlocked, or whose results were not fetched
+// yet. Beyond 1,024 lookups it forgets the oldest one of the peer with the most, beyond a million
+// keys that of the peer with the most keys, and unlocks its objects: no peer can end another's
 // locks by asking often. Methods are safe for concurrent use.
 type peerLookups struct {
 	store *store.Store
@@ -144,7 +144,7 @@ func (t *peerLookups) removeLocked(i int) {
 }
 
 // Result returns the places of by's lookup, one for each key, once; ok is false for a lookup
-// that is not known or older than peerLookupLife, or whose result was told.
+// that is unknown or older than peerLookupLife, or whose result was returned before.
 func (t *peerLookups) Result(by string, id int64) (places []lmcache.PeerPlace, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

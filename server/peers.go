@@ -5,8 +5,8 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// answerPeer answers what another node asks for. Who may not open the pool is told that
-// nothing is held.
+// answerPeer answers a request of another node. A peer that may not open the pool gets the
+// answer that the server holds nothing.
 func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 	by := sc.caller().Name
 	switch r := r.(type) {

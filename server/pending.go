@@ -82,8 +82,8 @@ func (w *waits) end(of *wait) {
 	}
 }
 
-// left ends the waits of a connection.
-func (w *waits) left(p *zmtp.Peer) {
+// detach ends the waits of a connection.
+func (w *waits) detach(p *zmtp.Peer) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, cancel := range w.mu.cancel[p] {
@@ -179,7 +179,7 @@ func (s *Server) waitForLookup(sc *scratch, r *lmcache.PrefetchStatusRequest) er
 // what it looked up and did not ask for.
 func (s *Server) departed(p *zmtp.Peer, _ error) {
 	s.held.Take(p)
-	s.waits.left(p)
+	s.waits.detach(p)
 	s.streams.end(true, func(st *stream) bool { return st.peer == p })
 	s.store.Leave(whoIs(p).Owner())
 }

@@ -22,9 +22,9 @@ type PickleMode uint8
 
 // The modes.
 const (
-	PickleOff  PickleMode = iota // nobody's: a worker that cannot map the pool is declined
+	PickleOff  PickleMode = iota // of no worker: a worker that cannot map the pool is declined
 	PickleOn                     // those of workers on other hosts, and of workers that could not map the pool
-	PickleOnly                   // everybody's: shared memory is offered to nobody
+	PickleOnly                   // of all workers: no worker is offered shared memory
 )
 
 // MaxPickleBytes is what the protocol can carry in one message.
@@ -42,7 +42,7 @@ func (o *Options) routerLimits(r *zmtp.RouterOptions) {
 	r.MaxReceiveBytes, r.MaxUnsentBytes = all, all
 }
 
-// systemMemory is the machine's, bytes; 0 where it cannot be told.
+// systemMemory is the machine's, bytes; 0 where it is unknown.
 func systemMemory() int64 {
 	var info unix.Sysinfo_t
 	if err := unix.Sysinfo(&info); err != nil {
@@ -79,8 +79,8 @@ func (s *Server) pickles(in *workers.Worker) bool {
 	return true
 }
 
-// logNotTold says at the registration why a worker is not told of the pool.
-func (s *Server) logNotTold(in *workers.Worker, why error) {
+// logNotOffered logs at the registration why a worker does not learn the pool's name.
+func (s *Server) logNotOffered(in *workers.Worker, why error) {
 	if s.opts.Pickle == PickleOff {
 		s.log.Warn("a worker is declined; start the server with --pickle on to take its chunks through the socket", "worker", in.ID, "model", in.Model, "err", why)
 		return
@@ -176,7 +176,7 @@ func (s *Server) retrievePickle(sc *scratch, in *workers.Worker, t hold.Transfer
 		return fmt.Errorf("%w: %d chunks of %s in one message; --pickle-max-mib allows %s", errTensors, n, kv.FormatBytes(in.Bytes), kv.FormatBytes(s.opts.PickleBytes))
 	}
 	size := n*(layout.Bytes()+pickle.Overhead) + pickle.Overhead
-	if sc.peer != nil && !s.router.Room(sc.peer, int64(size)) {
+	if sc.peer != nil && !s.router.HasRoom(sc.peer, int64(size)) {
 		return fmt.Errorf("%w: %s more", errUnread, kv.FormatBytes(int64(size)))
 	}
 	cp := &store.Transfer{Own: true}

@@ -23,8 +23,8 @@ func (s *Server) dropDead(now time.Time) {
 	}
 }
 
-// reclaim gives back at once what a dead worker was told of, where it is proved that
-// nobody touches it any more; else it waits in quarantine.
+// reclaim frees the slots of a dead worker at once where it is proved that no process
+// can touch them any more; else they wait in quarantine.
 func (s *Server) reclaim(in *workers.Worker) {
 	if !s.registry.LeftAlone(in, s.store.Files().Name(), s.store.Files().Inode()) {
 		return

@@ -81,7 +81,7 @@ func refusalLabel(err error) string {
 	return malformed
 }
 
-// refuse counts and logs a declined request, so many lines per second and reason.
+// refuse counts and logs a declined request, with a limit of lines per second and reason.
 func (s *Server) refuse(op lmcache.Op, err error) {
 	label := refusalLabel(err)
 	s.n.refusals[label].Add(1)

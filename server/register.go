@@ -26,7 +26,7 @@ func (s *Server) ping(sc *scratch, r *lmcache.PingRequest) {
 		s.save()
 	}
 	if ok {
-		s.streams.touch(streamKey{sc.caller().By, id})
+		s.streams.notePing(streamKey{sc.caller().By, id})
 	}
 	sc.out = lmcache.AppendBool(sc.out, answer)
 }
@@ -72,7 +72,7 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 	}
 	sc.mark()
 	if why != nil {
-		s.logNotTold(in, why)
+		s.logNotOffered(in, why)
 	}
 	if must {
 		sc.out = lmcache.Pool{}.Append(sc.out)
@@ -205,7 +205,7 @@ func (s *Server) reap(now time.Time) {
 // drop ends the registration of a worker that can no longer end it itself.
 func (s *Server) drop(in *workers.Worker, why string) {
 	if !s.registry.RemoveThis(in) {
-		return // it has registered anew meanwhile, or somebody else has dropped it
+		return // it has registered anew meanwhile, or another goroutine has dropped it
 	}
 	s.n.reaped.Add(1)
 	s.log.Warn("a worker was dropped", "worker", in.ID, "model", in.Model, "why", why)
@@ -248,7 +248,7 @@ func (s *Server) sweep() {
 	}
 }
 
-// logGroups tells what a worker's KV groups become.
+// logGroups logs the object groups of a worker's KV groups.
 func (s *Server) logGroups(in *workers.Worker) {
 	for i, o := range in.Lent.Objects {
 		s.log.Info("a worker's object group", "worker", in.ID, "group", i, "kv_groups", o.Groups, "window_tokens", o.Rule.Window, "chunk_bytes", o.Bytes)

@@ -17,7 +17,7 @@ func said(log *strings.Builder, what string) int { return strings.Count(log.Stri
 
 // A note that cannot be written is said once, and once more when it could be written in
 // between; each failure is counted.
-func TestNoteThatCannotBeWrittenIsSaidOnce(t *testing.T) {
+func TestNoteWriteFailureIsLoggedOnce(t *testing.T) {
 	var log strings.Builder
 	s, st := newBareServerWith(t, &log, 64*4096, Options{ChunkTokens: 4})
 	home := filepath.Dir(st.Files().Path())
@@ -44,7 +44,7 @@ func TestNoteThatCannotBeWrittenIsSaidOnce(t *testing.T) {
 
 // A server says what it took over from an earlier one, chunks or workers, and nothing
 // where there was none.
-func TestWhatIsTakenOverIsSaid(t *testing.T) {
+func TestTakeoverIsLogged(t *testing.T) {
 	dir := t.TempDir()
 	serve := func(taken string, life func(e *engine)) {
 		t.Helper()
@@ -75,7 +75,7 @@ func TestWhatIsTakenOverIsSaid(t *testing.T) {
 
 // Workers of one model that cannot hit together are named when the second one registers;
 // equal ones are not.
-func TestUnlikeLayoutsOfAModelAreSaid(t *testing.T) {
+func TestUnlikeLayoutsOfAModelAreLogged(t *testing.T) {
 	var log strings.Builder
 	s, _ := newBareServerWith(t, &log, 64*4096, Options{ChunkTokens: 4})
 	e := &engine{t, s}

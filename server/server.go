@@ -94,7 +94,7 @@ func New(st *store.Store, o Options) *Server {
 	return s
 }
 
-// Look returns what lies where in the pool, in so many cells, and the slowest requests of ten minutes
+// Look returns a map of the pool in cells cells, and the slowest requests of ten minutes
 // that took at least a millisecond from their last byte to their answer; waits for pending lookups are not in it.
 func (s *Server) Look(cells int) (pool.Map, []SlowRequest) {
 	return s.store.Map(cells, 0), s.slow.Latest(time.Now())
@@ -140,10 +140,10 @@ func (s *Server) Run(ctx context.Context) {
 	}
 }
 
-// Publisher is the one that tells KV events on sockets of its own; nil for none.
+// Publisher returns the publisher of KV events on sockets of its own; nil for none.
 func (s *Server) Publisher() *events.Publisher { return s.opts.Publisher }
 
-// NameOf returns the model and the salt of a namespace; false where nobody has named it since the start.
+// NameOf returns the model and the salt of a namespace; false where no request has named it since the start.
 func (s *Server) NameOf(ns kv.Namespace) (tier.Name, bool) { return s.names.Of(ns) }
 
 // Tick does once what Run does every second: expiry of pins and holds, dropping
@@ -156,8 +156,8 @@ func (s *Server) Tick(now time.Time) {
 	s.expireHeld(now)
 }
 
-// checkName notices that somebody removed the pool's name: workers that have
-// mapped it go on, new ones could not map it.
+// checkName notices that the pool's name was removed: workers that have mapped the pool go
+// on, new ones could not map it.
 func (s *Server) checkName() {
 	if s.store.Files().NameLost() && !s.lost.Swap(true) {
 		s.log.Error("the pool's shared-memory name was removed; new workers cannot map it: restart the server", "shm", s.store.Files().Name())
@@ -357,7 +357,7 @@ func (s *Server) handle(sc *scratch, r lmcache.Request) error {
 		return s.storeBlocks(sc, r)
 	case *lmcache.RetrieveRequest:
 		return s.retrieveBlocks(sc, r)
-	case *lmcache.ReportBlockAllocationRequest: // an observation; nobody here looks at it
+	case *lmcache.ReportBlockAllocationRequest: // an observation that this server does not use
 	default:
 		return s.handleRare(sc, r)
 	}

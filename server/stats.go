@@ -75,7 +75,7 @@ func (n *counters) timeOf(op lmcache.Op) *histogram.Histogram {
 type Stats struct {
 	UsedBytes          int64             `gauge:"lmcache_mp_l1_memory_usage_bytes" always:"backend=shm,l1_tag=_default" help:"Pool bytes in use: chunks, stores in progress and quarantine."`
 	UsageRatio         float64           `gauge:"lmcache_mp_l1_usage_ratio" always:"backend=shm,l1_tag=_default" help:"Share of the pool in use. A cache that has run for a while stays near 1: room is made when it is needed."`
-	StagedBytes        int64             `gauge:"lmcache_mp_l1_staging_bytes" always:"backend=shm,l1_tag=_default" help:"Pool bytes that workers were told to fill and have not committed yet. Large for long: workers that stall or die."`
+	StagedBytes        int64             `gauge:"lmcache_mp_l1_staging_bytes" always:"backend=shm,l1_tag=_default" help:"Pool bytes that workers may fill and have not committed yet. Large for long: workers that stall or die."`
 	PrefetchJobs       int               `gauge:"lmcache_mp_active_prefetch_jobs" help:"Lookups that are pending: what they found is not ready to be served yet. Each is for 2 s at most."`
 	LoadedChunks       uint64            `counter:"lmcache_mp_l1_read_chunks_total" always:"l1_tag=_default" help:"Chunks that engines retrieved."`
 	StoredChunks       uint64            `counter:"lmcache_mp_l1_write_chunks_total" always:"l1_tag=_default" help:"Chunks that engines stored and that were not there before."`
@@ -137,7 +137,7 @@ type Stats struct {
 	RepliesDropped    uint64  `counter:"kvasir_replies_dropped_total" help:"Replies whose client was gone or read too slowly."`
 	EventsKept        int     `gauge:"lmcache_mp_kv_events_log_depth" help:"KV-event records that readers can still ask for."`
 	EventStreams      int     `gauge:"kvasir_kv_event_streams" help:"Open subscribe_kv_events streams."`
-	EventRecords      uint64  `counter:"kvasir_kv_events_total" help:"KV-event records: chunks that became available, or went. 0 while nobody has subscribed."`
+	EventRecords      uint64  `counter:"kvasir_kv_events_total" help:"KV-event records: chunks that became available, or went. 0 before the first subscription."`
 	EventTokenBytes   int64   `gauge:"kvasir_kv_event_token_bytes" help:"Memory of the tokens of resident chunks, for KV events."`
 	EventsUnbound     uint64  `counter:"kvasir_kv_events_unbound_total" help:"Times that a stored chunk was not announced because that memory is used up. Growth: raise --kv-events-memory."`
 	EventScans        uint64  `counter:"kvasir_kv_event_scans_total" help:"Times that KV events were made from a comparison with the whole pool: at the start, and when they came faster than they were read."`

@@ -84,7 +84,7 @@ func (l *streams) begin(st *stream) bool {
 	if l.mu.closed || own >= max(1, (maxStreams-(len(l.mu.of)-own))/2) || len(l.mu.of) >= maxStreams {
 		return false
 	}
-	if old := l.mu.byUID[st.peer][string(st.uid)]; old != nil { // its replies could not be told from the new one's
+	if old := l.mu.byUID[st.peer][string(st.uid)]; old != nil { // its replies would be indistinguishable from the new one's
 		old.silent.Store(true)
 		l.removeLocked(old)
 		old.cancel()
@@ -142,8 +142,8 @@ func (l *streams) control(p *zmtp.Peer, uid, what []byte) {
 	}
 }
 
-// touch notes that a worker pinged.
-func (l *streams) touch(key streamKey) {
+// notePing records that a worker pinged.
+func (l *streams) notePing(key streamKey) {
 	if !l.some.Load() {
 		return
 	}
@@ -170,7 +170,7 @@ func (l *streams) end(silent bool, which func(*stream) bool) {
 }
 
 // stop ends all streams and lets no other begin. Clients notice by the end of their connections:
-// one that was told sooner would subscribe again at once.
+// a client that knew sooner would subscribe again at once.
 func (l *streams) stop() {
 	l.mu.Lock()
 	l.mu.closed = true
@@ -345,7 +345,7 @@ func stored(c *events.Chunk, seq uint64) lmcache.KVEventRecord {
 	return r
 }
 
-// announce tells the Book what the first chunks of a prompt are, of which a worker has stored those from number from on.
+// announce describes the first chunks of a prompt to the Book. A worker has stored those from number from on.
 func (s *Server) announce(k *lmcache.KeyView, sh *object.Shard, from, chunks int) {
 	if book := s.opts.Events; book != nil && book.Active() {
 		hashes := k.Hashes[:min(chunks, len(k.Hashes))]

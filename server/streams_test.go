@@ -286,7 +286,7 @@ func TestRecordedKVEvents(t *testing.T) {
 
 // Two subscribers see what is stored and what is evicted; one that came later has all that is
 // there, and one that never acknowledges costs the others nothing.
-func TestStreamsTellStoredAndRemoved(t *testing.T) {
+func TestStreamsSendStoredAndRemoved(t *testing.T) {
 	n, stop := startStreaming(t, t.TempDir(), 16, events.Options{})
 	defer stop()
 	register(t, n.Server, 7, smallLayout)
@@ -342,7 +342,7 @@ func experimental(t *testing.T, s *server.Server) (out []string) {
 
 // Where the records that a subscriber needs next are not kept any more, it is told so, and
 // gets all that is there.
-func TestStreamThatLagsIsTold(t *testing.T) {
+func TestLaggingStreamGetsASnapshot(t *testing.T) {
 	n, stop := startStreaming(t, t.TempDir(), 64, events.Options{Records: 4})
 	defer stop()
 	register(t, n.Server, 7, smallLayout)

@@ -169,7 +169,7 @@ func TestAnotherUsersProcess(t *testing.T) {
 // A process of this user that sees another file system where the pool is, as in a
 // container of its own, is not told of the pool: under its name it would find
 // another file. One that sees the pool is.
-func TestProcessWithAnotherShmIsNotToldOfThePool(t *testing.T) {
+func TestProcessWithAnotherShmDoesNotLearnThePool(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 16, server.Options{Pickle: server.PickleOn})
 	defer stop()
 	if got := visitAs(t, os.Geteuid(), 9, n.url, "none"); got.Pool.ShmName == "" || got.Slots != 1 {

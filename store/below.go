@@ -22,7 +22,7 @@ import (
 const (
 	maxLoads = 32 // reads at once; a user or address has half of what others leave
 
-	// loadLife is how many times LoadTimeout a read may take before it is told to end.
+	// loadLife is how many times LoadTimeout a read may take before it is canceled.
 	loadLife = 10
 )
 
@@ -93,8 +93,8 @@ func (s *Store) belowFailed(pf *prefetch, why miss.Reason, tier string) {
 	s.mu.n.BelowFailures++
 }
 
-// take has the lookup wait for what a hit of so many chunks needs and was not taken yet, head first: what is in
-// the pool is pinned or its flight joined, what is in the tier gets a flight. It reports false where a prefix can get no
+// take has the lookup wait for the objects of a hit that it has not taken yet, head first: objects in the pool are
+// pinned or their flights joined, objects in the tier get a flight. It reports false where the prefix cannot get
 // longer.
 func (x *search) take(hit int) (more bool) {
 	missing := int64(0)
@@ -103,7 +103,7 @@ func (x *search) take(hit int) (more bool) {
 			missing += x.mu.pool.Round(x.Bytes(i))
 		}
 	}
-	x.memory.Have(missing)
+	x.memory.Prepare(missing)
 	for load := false; x.next < hit*x.Rows() && x.pf.ctx.Err() == nil; {
 		if x.next, load, more = x.takeSome(x.next, hit); !more || load && !x.load(x.next) {
 			return false
@@ -115,7 +115,7 @@ func (x *search) take(hit int) (more bool) {
 	return x.pf.ctx.Err() == nil
 }
 
-// takeSome takes what is in the pool from object i on. It returns the object that is next,
+// takeSome takes the objects in the pool from object i on. It returns the object that is next,
 // and whether that is to be loaded; more is false where the prefix ends.
 func (x *search) takeSome(i, hit int) (next int, load, more bool) {
 	x.lock()
@@ -162,7 +162,7 @@ func (x *search) load(i int) bool {
 			case <-x.pf.ctx.Done():
 				return false
 			}
-		case fl == nil: // somebody else has it, or there is no room
+		case fl == nil: // another search loads it, or the pool is full
 			return err == nil
 		case x.Go(func() { x.read(fl, k) }):
 			return true
@@ -173,9 +173,9 @@ func (x *search) load(i int) bool {
 	}
 }
 
-// beginLoad makes a slot and its flight for object i. The flight is nil when somebody
-// else has begun meanwhile, and with an error; wait is what to wait for when too much is
-// on its way.
+// beginLoad makes a slot and its flight for object i. The flight is nil with an error and
+// when another search has begun the load meanwhile. wait is non-nil when too many loads are in
+// flight: the caller waits for it and tries again.
 func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err error) {
 	x.lock()
 	defer x.unlock()

@@ -330,7 +330,7 @@ func TestReadsOfOnePeerLeaveRoomForOthers(t *testing.T) {
 
 // A read that does not end keeps its slot. Where slots of such reads are half of what may
 // be on its way, lookups do not wait for a place behind them.
-func TestReadsThatHangKeepNobodyWaiting(t *testing.T) {
+func TestLookupsDoNotWaitBehindHangingReads(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newTiered(t, 64, "read 1 hang", store.Options{LoadBytes: 2 * chunkBytes})
 		defer b.close()
@@ -470,7 +470,7 @@ func TestCloseWithATierThatHangs(t *testing.T) {
 }
 
 // After a restart, what came from below has its checksum.
-func TestWhatCameFromBelowIsCompared(t *testing.T) {
+func TestLoadedObjectsKeepTheirChecksum(t *testing.T) {
 	b := newTiered(t, 16, "", store.Options{ChecksumRate: 1 << 40})
 	h := prompt(1, 4)
 	keep(t, b.memory, one, h...)

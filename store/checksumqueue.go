@@ -42,8 +42,8 @@ func (b *checksumQueue) Trust(slot uint32) {
 	}
 }
 
-// Return has NextSuspect find a slot again that it returned, or that somebody else was
-// going to compare and does not.
+// Return puts back a slot that NextSuspect returned, or that another goroutine claimed and
+// did not compare.
 func (b *checksumQueue) Return(slot uint32) { b.order = append(b.order, slot) }
 
 // NextSuspect returns the suspect noted last of those for which taken answers false.

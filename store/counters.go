@@ -13,7 +13,7 @@ type Counters struct {
 	EvictedBytes       uint64
 	DeadChunks         uint64 // of the evicted, those of windows that no hit could load any more
 	Cleared            uint64 // chunks
-	ExpiredChunks      uint64 // that nobody used for their TTL
+	ExpiredChunks      uint64 // dropped after their TTL without a use
 	ExpiredBytes       uint64
 	AllocationFailures uint64 // reserves that did not fit whole
 	ReadFailures       uint64 // loads refused
@@ -24,7 +24,7 @@ type Counters struct {
 	VerifiedChunks     uint64 // of an earlier server, equal to their checksums
 	BelowChunks        uint64 // objects that came from the tier below
 	BelowBytes         uint64
-	WarmedChunks       uint64 // of those, what nobody had asked for yet
+	WarmedChunks       uint64 // of those, read by Warm and not by a lookup
 	WarmedBytes        uint64
 	BelowFailures      uint64 // calls of it that failed, and objects that did not fit
 	BelowCorrupt       uint64 // of those, objects that differed from their checksums

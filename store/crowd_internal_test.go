@@ -81,7 +81,7 @@ func TestOneUsersTransfersLeavePlacesForOthers(t *testing.T) {
 
 // One user's refused loads do not make the server forget those of others, whose
 // commits must not end what was granted later.
-func TestRefusedLoadsOfOneUserHideNobodyElses(t *testing.T) {
+func TestRefusedLoadsOfOneUserKeepThoseOfOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := crowdStore(t, 16, Options{Quarantine: time.Minute})
 		h := crowdPrompt(1, 2)

@@ -13,7 +13,7 @@ type Event struct {
 }
 
 // events are the last changes of what is resident, numbered. The store writes them
-// under its mutex and waits for nobody. 64 bytes per event.
+// under its mutex and never waits for a reader. 64 bytes per event.
 type events struct {
 	container.Ring[Event]
 	news bool // since the mutex was locked
@@ -42,9 +42,9 @@ func (s *Store) Events(after uint64, dst []Event) (n int, lost bool) {
 	return s.mu.events.After(after, dst)
 }
 
-// LastEvent returns the number of the newest event. Who lost some asks for it first, then
-// for all of Residents, and goes on with the events after that number: then whatever
-// changed in between is told as an event, too.
+// LastEvent returns the number of the newest event. A reader that lost events
+// calls LastEvent first, then reads all of Residents, and continues with the events after that
+// number: they include every change made in between.
 func (s *Store) LastEvent() uint64 {
 	s.lock()
 	defer s.unlock()

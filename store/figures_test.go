@@ -166,7 +166,7 @@ func TestDefaultsOfTime(t *testing.T) {
 
 // What is given up of a session that has nothing, or is not there, or of a lookup that is
 // pending, is nothing: the pins of its lookups before stay.
-func TestFreePinsOfWhatIsNotPinned(t *testing.T) {
+func TestFreePinsWithoutPinsChangesNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h, pinned := prompt(1, 4), prompt(2, 3)
 		b := restored(t, 16, h)
@@ -291,7 +291,7 @@ func TestReasonsNameTheShardAndTheChunk(t *testing.T) {
 
 // A chunk that somebody else is storing is no cached one; what was not cached and did not fit is
 // said, too.
-func TestReservedTellsCachedFromStaged(t *testing.T) {
+func TestReservedCountsCachedAndStagedApart(t *testing.T) {
 	b := newBench(t, t.TempDir(), 4, store.Options{})
 	defer b.stop()
 	h := prompt(1, 5)

@@ -135,15 +135,15 @@ func (s *Store) findWindowColumns(sh object.Shard, hashes []kv.Hash, f *found, f
 }
 
 // seekLocked returns the slot that is resident under k, and notes when it may not be
-// served yet. What was warmed and has not n bytes is not served: nobody knew how long it has to
-// be. It goes unless something keeps it.
+// served yet. A warmed object whose length is not n is not served, because Warm could not know
+// the right length. It is dropped unless it is pinned or held.
 func (s *Store) seekLocked(k *kv.Key, n int64, f *found) (pool.Slot, bool) {
 	slot, ready, ok := s.servableLocked(k)
 	misfit := ok && s.misfitLocked(slot, n)
 	if misfit && s.evictableLocked(slot) {
 		s.dropLocked(slot, miss.BelowCorrupt)
 	}
-	ok = ok && (!misfit || !ready) // what is on its way is looked for again
+	ok = ok && (!misfit || !ready) // an object in flight is looked for again
 	if ok && !ready {
 		f.unready = true
 	}

@@ -13,7 +13,7 @@ import (
 type flight struct {
 	slot    pool.Slot
 	begun   bool
-	kept    bool        // resident, and kept for those who wait
+	pinned  bool        // resident, and pinned for its waiters
 	below   bool        // it comes from the tier; the slot is staged
 	chunk   int         // of the prompts that joined it
 	peer    string      // who began that
@@ -23,7 +23,7 @@ type flight struct {
 // flights are those of one store.
 type flights struct {
 	of     map[pool.Slot]*flight
-	wanted fair.Turns[*prefetch] // with flights that nobody has begun
+	wanted fair.Turns[*prefetch] // with flights that have not begun
 }
 
 // joinFlightLocked has pf wait for the flight of an object: of one that is resident and
@@ -35,7 +35,7 @@ func (s *Store) joinFlightLocked(pf *prefetch, slot pool.Slot, chunk int) {
 	}
 	if len(fl.waiting) == 0 && !fl.below {
 		s.keepLocked(slot)
-		fl.kept = true
+		fl.pinned = true
 	}
 	fl.chunk, fl.waiting = chunk, append(fl.waiting, pf) // the same chunk for all: its name covers those before it
 	pf.flights = append(pf.flights, fl)
@@ -66,14 +66,14 @@ func (s *Store) landFlightLocked(fl *flight, ok bool) {
 		pf.waiting--
 		s.landedLocked(pf)
 	}
-	if fl.kept {
+	if fl.pinned {
 		s.letGoLocked(fl.slot)
 	}
 	fl.waiting = nil
 }
 
-// leaveFlights ends pf's interest in what is still on its way. What nobody else waits
-// for and nobody has begun is left to the background.
+// leaveFlights ends pf's interest in what is still on its way. A flight that has not
+// begun and has no other waiter is left to the background.
 func (s *Store) leaveFlights(pf *prefetch) {
 	for more := true; more; {
 		more = s.leaveSome(pf)
@@ -94,8 +94,8 @@ func (s *Store) leaveSome(pf *prefetch) (more bool) {
 		if len(fl.waiting) > 0 {
 			continue
 		}
-		if fl.kept {
-			fl.kept = false
+		if fl.pinned {
+			fl.pinned = false
 			s.letGoLocked(fl.slot)
 		}
 		if !fl.begun {
@@ -107,9 +107,9 @@ func (s *Store) leaveSome(pf *prefetch) (more bool) {
 	return len(pf.flights) > 0
 }
 
-// nextWantedLocked begins a flight that somebody waits for: of each user or address in
-// turn, and of its pending lookups in turn, so that a long one or many of them do not keep
-// others waiting.
+// nextWantedLocked begins a flight that a lookup waits for. Users and addresses take turns, and
+// so do the pending lookups of each, so that neither a long lookup nor many of them delay
+// other users.
 func (s *Store) nextWantedLocked() (next *flight) {
 	s.mu.flights.wanted.Next(func(pf *prefetch) bool {
 		for len(pf.todo) > 0 {

@@ -17,7 +17,7 @@ import (
 
 // What is pinned or in transfer at a clear is not found by later lookups, is served to
 // who was promised it, and goes when that ends.
-func TestForgetHidesWhatIsKept(t *testing.T) {
+func TestClearHidesPinnedAndHeldChunks(t *testing.T) {
 	b := &sumBench{bench: newBench(t, t.TempDir(), 32, store.Options{ChecksumRate: 1 << 40, SumAtOnce: true})}
 	defer func() { b.stop() }()
 	pinned, staged := prompt(1, 4), prompt(2, 3)
@@ -70,7 +70,7 @@ func TestForgetHidesWhatIsKept(t *testing.T) {
 
 // What waits to be written below at a clear, and what is on its way from there, is
 // forgotten: it is written under no later generation, and not served when it comes.
-func TestForgetReachesWhatIsOnItsWay(t *testing.T) {
+func TestClearDropsWritesAndReadsInFlight(t *testing.T) {
 	moment := uint64(1)
 	b := newTiered(t, 32, "read 1 hang", store.Options{Moment: func() uint64 { return moment }, LoadTimeout: 200 * time.Millisecond})
 	defer b.close()

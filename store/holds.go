@@ -126,8 +126,8 @@ func (s *Store) orphan(instance int64) []*hold.Hold {
 	return s.mu.holds.Orphans(instance, time.Now())
 }
 
-// EndQuarantine says that nobody can touch any more what a detached instance was
-// told of: its process has ended. It returns the transfers whose memory came back.
+// EndQuarantine ends the quarantine of a detached instance, whose process has ended and so
+// cannot touch its slots any more. It returns the number of transfers whose memory was freed.
 func (s *Store) EndQuarantine(instance int64) int {
 	now := time.Now()
 	n := s.dueNow(instance, now)

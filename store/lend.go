@@ -10,7 +10,7 @@ import (
 // Place is where an object is: bytes from the pool's start.
 type Place struct{ Offset, Bytes int64 }
 
-// Loan keeps objects in place for somebody who reads them by their places, until it is given
+// Loan keeps objects in place for a reader that knows their places, until it is given
 // back or its time is over.
 type Loan struct {
 	store *Store
@@ -19,7 +19,7 @@ type Loan struct {
 
 // Lend holds the objects of keys for a reader of by: of each shard and object group those
 // before the first that is not there, no more than one transfer may have. places has one for
-// each key; of what is not lent Bytes is 0. The loan is nil when nothing is. Error: ErrBusy.
+// each key; for a key that is not lent Bytes is 0. The loan is nil when nothing is. Error: ErrBusy.
 func (s *Store) Lend(by string, keys []kv.Key, life time.Duration) (places []Place, _ *Loan, err error) {
 	places = make([]Place, len(keys))
 	ended, held := make(map[kv.Key]bool), []heldObject(nil) // ended are shards of object groups, by keys without a chunk
@@ -63,7 +63,7 @@ func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, end
 	return held, nil
 }
 
-// giveBackLent ends holds that nobody was told of.
+// giveBackLent ends holds whose places no reader has learned.
 func (s *Store) giveBackLent(held []heldObject) {
 	if len(held) > 0 {
 		s.end(s.newHold(hold.Transfer{Load: true}, nil, held), false)

@@ -12,7 +12,7 @@ import (
 
 // However much expires at once, others get the lock after dropBatch of it: in the background, when a pending
 // lookup searches the pool, and when a commit looks at the chunks before its range.
-func TestWhatExpiresAtOnceGoesInBatches(t *testing.T) {
+func TestExpiryReleasesTheLockBetweenBatches(t *testing.T) {
 	const chunks = 4096
 	p, err := pool.Open(pool.Options{Name: "p", Bytes: 4 * chunks * 64, Align: 64, Dir: t.TempDir()})
 	if err != nil {

@@ -41,7 +41,7 @@ func (s *Store) unlock() {
 // watch is called at the begin and the end of each section; benchmarks set it.
 var watch func(begin bool)
 
-// exit panics on a goroutine where nobody recovers. Tests replace it.
+// exit panics on a goroutine of its own, where no recover can catch it. Tests replace it.
 var exit = func(why string) {
 	go panic(why)
 	select {}

@@ -39,7 +39,7 @@ type LookupResult struct {
 	BelowObjects int          // of them, those that came from the tier below for it
 
 	Missing kv.Key    // the object that is missing, where Why is not None
-	Gone    miss.Gone // what is known of its end, where Why is about that
+	Gone    miss.Gone // how it ended, where Why is about its end
 	Others  []kv.Key  // objects of that chunk under other names, where it was never stored under this one; a few
 }
 
@@ -291,9 +291,9 @@ func (s *Store) EndSession(session []byte, owner lease.Owner) {
 	}())
 }
 
-// Leave says that owner is gone: nobody can take the results of its lookups any more.
-// Sessions whose results were not taken end, of the last ones that it used. What was
-// taken may be loaded over other connections.
+// Leave tells the store that owner has disconnected and cannot take the results of its lookups.
+// Of the sessions that it used last, those whose results were not taken end. Chunks of a taken
+// result may still be loaded over other connections.
 func (s *Store) Leave(owner lease.Owner) {
 	s.giveBack(s.endUntaken(owner))
 }
@@ -320,7 +320,7 @@ func (s *Store) endUntaken(owner lease.Owner) (given []lease.Lease) {
 }
 
 // servableLocked returns the slot of what is resident under k and may be served, or will
-// be once its flight has landed: ready tells which.
+// be once its flight has landed. ready is true in the first case.
 func (s *Store) servableLocked(k *kv.Key) (slot pool.Slot, ready, ok bool) {
 	slot, st := s.findLocked(k)
 	if s.outdatedLocked(slot) {

@@ -2,9 +2,9 @@ package store
 
 import "github.com/kvasir-kv/kvasir/store/pool"
 
-// Map returns what lies where in the pool, in at most so many cells, with a look at so many slots at
-// most; 0 is the default. Others have the lock between batches, so what changes meanwhile may be seen as it was or as
-// it is. A store that is closed has nothing.
+// Map returns a map of the pool in at most cells cells. It looks at most at most slots; 0 is the default. It releases
+// the lock between batches, so a concurrent change may be seen before or after it. The map of a closed store is
+// empty.
 func (s *Store) Map(cells, most int) pool.Map {
 	m := pool.NewMap(s.Files().Bytes(), cells, most)
 	for s.mapSome(&m) {

@@ -22,7 +22,7 @@ func (b backed) Limit(bytes int64) error {
 // Memory is how much of the pool has memory. Run provides it in its time.
 func (s *Store) Memory() *pool.Memory { return s.memory }
 
-// provide has memory ready for so many chunks.
+// provide prepares memory for chunks chunks.
 func (s *Store) provide(chunks int, of *object.Groups) {
 	if s.memory.Whole() {
 		return
@@ -31,5 +31,5 @@ func (s *Store) provide(chunks int, of *object.Groups) {
 	for g := range of.Len() {
 		bytes += int64(chunks) * s.mu.pool.Round(of.Bytes(g))
 	}
-	s.memory.Have(bytes)
+	s.memory.Prepare(bytes)
 }

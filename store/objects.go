@@ -72,8 +72,8 @@ func (s *Store) dropSomeComing(keys []kv.Key) {
 	}
 }
 
-// eachResident calls f, under the mutex, for the slots of those keys that are resident, until f answers false. Others
-// have the lock after so many.
+// eachResident calls f, under the mutex, for the slots of those keys that are resident, until f answers false. It releases
+// the mutex after every most keys.
 func (s *Store) eachResident(keys []kv.Key, most int, f func(slot pool.Slot) bool) {
 	for more := true; more && len(keys) > 0; keys = keys[min(most, len(keys)):] {
 		more = s.someResident(keys[:min(most, len(keys))], f)

@@ -79,8 +79,8 @@ type PinnedObject struct {
 	Left  time.Duration // until the pin ends
 }
 
-// Pins appends some pinned objects to dst, from number from on; 0 begins. next is 0 when none is left, else where to go
-// on: what comes and goes between two calls may be missed or told twice.
+// Pins appends some pinned objects to dst, from number from on; 0 begins. next is 0 when none is left, else where to
+// continue. A pin that changes between two calls may be missed or returned twice.
 func (s *Store) Pins(from int, dst []PinnedObject) (_ []PinnedObject, next int) {
 	s.lock()
 	defer s.unlock()

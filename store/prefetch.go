@@ -56,7 +56,7 @@ const (
 	defaultLoadTimeout = 2 * time.Second
 )
 
-// mayPendLocked reports whether peer may have one more pending lookup, of so many objects.
+// mayPendLocked reports whether peer may have one more pending lookup, of objects objects.
 func (s *Store) mayPendLocked(peer string, objects int) bool {
 	return s.mu.pending.MayCount(peer, maxPending) && s.mu.pending.MaySize(peer, int64(objects), maxLookup)
 }

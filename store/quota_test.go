@@ -336,7 +336,7 @@ func TestARunOfNeighboursEndsAtTheQuota(t *testing.T) {
 
 // The empty salt, a tenant of the name that LMCache gives to it, and a name that is one of the
 // other's beginnings are three tenants.
-func TestTenantsAreToldApart(t *testing.T) {
+func TestTenantsWithSimilarNamesAreApart(t *testing.T) {
 	b := newBench(t, t.TempDir(), 8, store.Options{})
 	defer b.stop()
 	for chunks, salt := range map[int]string{1: "", 2: "_default", 3: "_defaul"} {

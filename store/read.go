@@ -10,7 +10,7 @@ import (
 )
 
 // Refuse notes that a load was refused before BeginLoad was asked: the worker may send
-// its commit all the same, and that one must not end another hold.
+// its commit all the same, and that commit must not end another hold.
 func (s *Store) Refuse(session []byte, name hold.Transfer) {
 	s.lock()
 	defer s.unlock()

@@ -19,8 +19,8 @@ func (s notes) Slots() int {
 	return s.mu.pool.Slots()
 }
 
-// Noted implements tiering.Notes.
-func (s notes) Noted(from, end, most int) (keys []kv.Key, of []tiering.Noted, next int) {
+// Recorded implements tiering.Notes.
+func (s notes) Recorded(from, end, most int) (keys []kv.Key, of []tiering.RecordedObject, next int) {
 	s.lock()
 	defer s.unlock()
 	if s.mu.closed {
@@ -30,7 +30,7 @@ func (s notes) Noted(from, end, most int) (keys []kv.Key, of []tiering.Noted, ne
 	for next = from; next < min(end, from+batch) && len(keys) < most; next++ {
 		if slot := pool.Slot(next); p.StateOf(slot) == pool.Resident && p.Below(slot) == s.place {
 			keys = append(keys, p.KeyOf(slot))
-			of = append(of, tiering.Noted{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Length(slot)})
+			of = append(of, tiering.RecordedObject{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Length(slot)})
 		}
 	}
 	return keys, of, next
@@ -47,7 +47,7 @@ func (s notes) Ask(ctx context.Context, keys []kv.Key) ([]tier.Meta, error) {
 }
 
 // Settle implements tiering.Notes.
-func (s notes) Settle(of []tiering.Noted, metas []tier.Meta) {
+func (s notes) Settle(of []tiering.RecordedObject, metas []tier.Meta) {
 	s.lock()
 	defer s.unlock()
 	for i, o := range of {

@@ -17,7 +17,7 @@ import (
 
 // errAgain means that the policy has not looked at all slots for a victim: others get
 // the lock first.
-var errAgain = errors.New("store: go on after others had the lock")
+var errAgain = errors.New("store: continue after releasing the lock")
 
 // addLocked makes a resident slot known to the policy, and to who watches.
 func (s *Store) addLocked(slot pool.Slot) {
@@ -165,7 +165,7 @@ func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 // causes are why objects go, for the books of tenants.
 var causes = map[miss.Reason]tenant.Cause{miss.Evicted: tenant.Evicted, miss.Window: tenant.Evicted, miss.Expired: tenant.Expired}
 
-// dropIdle drops what is evictable now and still is when it comes to it.
+// dropIdle drops the slots that are evictable now and still are when it reaches them.
 func (s *Store) dropIdle() (n int) {
 	was := s.idle()
 	for from := 0; from < len(was); from += dropBatch {

@@ -225,7 +225,7 @@ func TestAPinnedPoolCostsEachStoreALookOnly(t *testing.T) {
 
 // A promise that ends without being a use, as that of a write below does, makes a slot evictable again also
 // where the policy had found it kept: else its memory would be lost to everybody.
-func TestPromisesThatAreNoUseLeaveVictims(t *testing.T) {
+func TestEndedPromisesMakeSlotsEvictableAgain(t *testing.T) {
 	for _, name := range evict.Names {
 		p, err := evict.New(name, 4*crowdChunk)
 		if err != nil {

@@ -18,7 +18,7 @@ import (
 // Whatever goes while a lookup searches and pins, between any two of its sections, the
 // hit is the longest that can be served then, and what it needs is pinned, that and no
 // more.
-func TestWhatGoesDuringALookupShortensItsHit(t *testing.T) {
+func TestEvictionDuringALookupShortensItsHit(t *testing.T) {
 	const world, chunks = 2, 600 // more than a section searches or pins
 	p, err := pool.Open(pool.Options{Name: "p", Bytes: 4 * chunks * 64, Align: 64, Dir: t.TempDir()})
 	if err != nil {

@@ -4,11 +4,10 @@
 // it has and a lookup wants is read into the pool first.
 //
 // Two kinds of promise keep a chunk. A pin belongs to a session: a lookup takes
-// it, a retrieve or the session's end gives it back, and only eviction looks at
-// it. A hold belongs to a worker instance that was told where a slot is and may
-// touch its bytes: it ends with that worker's commit, or a quarantine after the
-// worker was last known to care. No slot is reused while it is held, whatever
-// else happens.
+// it, a retrieve or the session's end releases it, and it only prevents eviction.
+// A hold belongs to a worker instance that knows the place of a slot and may
+// touch its bytes: it ends with that worker's commit, or when the quarantine after the
+// worker's last sign of life is over. A held slot is never reused.
 //
 // A lookup never waits. What it finds and cannot serve yet has a flight, and the lookup
 // is pending until that has landed; see prefetch.go and flight.go.
@@ -56,14 +55,14 @@ type Options struct {
 	TrustUnsummed bool
 
 	Ghosts      int           // evicted keys remembered to explain misses; default 65,536
-	LoadTimeout time.Duration // a lookup is pending no longer: then what is there is the answer; default 2 s
+	LoadTimeout time.Duration // the longest time that a lookup is pending: its answer is what is resident then; default 2 s
 	Log         *slog.Logger  // nil discards
 	Policy      evict.Policy  // what is evicted next; the store's from then on; default an evict.LRU
 
 	// TenantPolicy makes the policy of a tenant that gets a quota; default an evict.LRU.
 	TenantPolicy func(quota int64) evict.Policy
 
-	// TTL is after which time objects go that nobody used, unless their tenant has one of its own; 0: never.
+	// TTL is the idle time after which an object is dropped, unless its tenant has a TTL of its own; 0: never.
 	TTL time.Duration
 
 	Below     tier.Tier // what lies below the pool, nil for nothing; the store closes it
@@ -88,10 +87,10 @@ type Options struct {
 	Write      WritePolicy // when objects are written below
 	WriteBytes int64       // that wait for it, at most; more is skipped and counted; default the pool's
 
-	// Shares of the pool for which one worker, and all workers of one user or address,
-	// may have chunks evicted: what they were told to write and did not commit,
-	// quarantine included; defaults 1/4 and 3/4. One chunk is always possible. Free
-	// memory they may have beyond that, but for an eighth of a pool of many chunks.
+	// Shares of the pool that one worker, and all workers of one user or address, may have
+	// staged by evicting: bytes that they may write and have not committed, quarantine
+	// included; defaults 1/4 and 3/4. One chunk is always allowed. They may use free memory
+	// beyond their share, except for the last eighth of a pool of many chunks.
 	WorkerShare, PeerShare float64
 }
 
@@ -106,7 +105,7 @@ type Store struct {
 	// is not for.
 	untouchable func(slot uint32) bool
 
-	flyers  crew            // who compare what somebody waits for
+	flyers  crew            // compare the checksums that lookups wait for
 	readers chan struct{}   // a place for each who may read chunks at once
 	life    context.Context // ends with Close
 	endLife context.CancelFunc
@@ -128,7 +127,7 @@ type Store struct {
 		holds  *hold.Table
 
 		passed    container.PagedSlice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
-		warmed    tiering.WarmedSlots          // read by Warm, when nobody knew how long it has to be
+		warmed    tiering.WarmedSlots          // read by Warm, which could not know the right length
 		parents   container.PagedSlice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
 		kept      container.PagedSlice[uint32] // by slot: promises that keep it from being evicted
 		evictable int                          // resident slots without any
@@ -206,7 +205,7 @@ func New(p *pool.Pool, o Options) *Store {
 	s.mu.leases = lease.New(lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
 	s.mu.holds = hold.NewTable(o.Quarantine, o.MaxHolds)
 	s.mu.misses = miss.NewMemory(o.Ghosts)
-	s.restoreLocked() // nobody else knows s yet
+	s.restoreLocked() // no other goroutine has s yet
 	s.memory = pool.NewMemory(backed{p, s}, o.PopulateRate, s.log)
 	if s.below != nil { // which is read into the pool and written from it by this process
 		s.memory.MapAhead()
@@ -299,7 +298,7 @@ func (s *Store) close() error {
 // closePatience is how long Close waits for calls of the tier below.
 const closePatience = 10 * time.Second
 
-// ErrBelowHangs means that a call of the tier below did not end when it was told to. The
+// ErrBelowHangs means that a call of the tier below did not end when its context did. The
 // pool stays mapped, because the call may still write to it.
 var ErrBelowHangs = errors.New("store: the tier below does not end a call")
 
@@ -359,8 +358,8 @@ func (s *Store) inProgress() []*hold.Hold {
 	return s.mu.holds.InProgress()
 }
 
-// Expire ends sessions that are idle, holds whose quarantine is over, pins and what nobody used for its TTL. Run calls it
-// once a second.
+// Expire ends idle sessions, holds whose quarantine is over and operators' pins whose time is over, and drops objects that were unused for
+// their TTL. Run calls it once a second.
 func (s *Store) Expire() {
 	now := time.Now()
 	for more := true; more; {

@@ -15,8 +15,8 @@ import (
 // is dropped and counted. So is one that has none: its server was killed in the
 // seconds after the commit. Close computes what is missing.
 //
-// Bytes are read without the lock. That an object was still the same afterwards,
-// its slot's generation tells.
+// Bytes are read without the lock. The slot's generation
+// shows whether the object was still the same afterwards.
 
 // sumTask is an object at one moment.
 type sumTask struct {
@@ -25,7 +25,7 @@ type sumTask struct {
 	offset     int64
 	length     int64
 	want       uint64
-	flight     *flight // of what is compared; nil for what is computed
+	flight     *flight // of a checksum to compare; nil for one to compute
 	got        uint64
 	err        error
 }
@@ -54,7 +54,7 @@ func (s *Store) sumNext() int64 {
 	return s.sum((*Store).nextSumLocked)
 }
 
-// flyNext compares one object that somebody waits for; false when there is none.
+// flyNext compares one object that a lookup waits for; false when there is none.
 func (s *Store) flyNext() bool {
 	return s.sum((*Store).nextCompareLocked) > 0
 }
@@ -84,8 +84,8 @@ func (s *Store) begun(next func(*Store) (sumTask, bool)) (sumTask, *pool.Pool, b
 	return t, s.mu.pool, ok
 }
 
-// nextSumLocked prefers what somebody waits for, and then the suspects that were used
-// last.
+// nextSumLocked prefers objects that a lookup waits for, then the most recently used
+// suspects.
 func (s *Store) nextSumLocked() (sumTask, bool) {
 	if t, ok := s.nextCompareLocked(); ok {
 		return t, true
@@ -136,7 +136,7 @@ func (s *Store) sameLocked(slot pool.Slot, generation uint32) bool {
 	return !s.mu.closed && s.mu.pool.StateOf(slot) == pool.Resident && s.mu.pool.Generation(slot) == generation
 }
 
-// summedLocked settles what was read. Of what was evicted meanwhile it means nothing.
+// summedLocked records a checksum; it discards the checksum if the slot was evicted meanwhile.
 func (s *Store) summedLocked(t *sumTask) {
 	same := s.sameLocked(t.slot, t.generation)
 	if t.flight != nil {

@@ -155,7 +155,7 @@ func TestNoChecksumAfterAKill(t *testing.T) {
 
 // What was committed just before an orderly end has a checksum: it is served, and what
 // was changed between the two lives is not.
-func TestCloseComputesWhatIsMissing(t *testing.T) {
+func TestCloseComputesMissingChecksums(t *testing.T) {
 	for _, rate := range []int64{1 << 40, 0} {
 		b := newSumBench(t, 300)
 		b.opts.ChecksumRate, b.opts.TrustUnsummed = rate, false

@@ -31,8 +31,8 @@ func (s *Store) SetQuota(salt string, bytes int64) error {
 	return err
 }
 
-// SetTTL says after which time the objects of a cache salt go that nobody uses: at least a second, tenant.Forever, or 0
-// for what Options.TTL says. Errors: tenant.ErrTTL, ErrTooMany.
+// SetTTL sets the idle time after which the objects of a cache salt are dropped: at least a second, tenant.Forever, or 0
+// for Options.TTL. Errors: tenant.ErrTTL, ErrTooMany.
 func (s *Store) SetTTL(salt string, ttl time.Duration) (err error) {
 	s.lock()
 	defer s.unlock()
@@ -149,7 +149,7 @@ func (s *Store) makeRoomForLocked(k *kv.Key, n int64) {
 	}
 }
 
-// findLocked is pool.Find; what nobody has used for longer than its TTL goes.
+// findLocked is pool.Find; it drops an object that was unused for longer than its TTL.
 func (s *Store) findLocked(k *kv.Key) (pool.Slot, pool.State) {
 	slot, st := s.mu.pool.Find(k)
 	if st == pool.Resident && s.outdatedLocked(slot) && s.evictableLocked(slot) {

@@ -38,7 +38,7 @@ func (w warmer) Usable() bool { return w.useBelow() }
 
 // Warm implements tiering.Warmer.
 func (w warmer) Warm(ctx context.Context, k kv.Key, bytes int64) (wait chan struct{}, room bool) {
-	w.memory.Have(bytes)
+	w.memory.Prepare(bytes)
 	ended := make(chan struct{})
 	var next chan struct{}
 	var had bool

@@ -108,7 +108,7 @@ func TestWarm(t *testing.T) {
 			t.Errorf("read: %v", r.read)
 		}
 		end()
-		if text := log.String(); !strings.Contains(text, "reading what is hot") || !strings.Contains(text, "chunks=4") || !strings.Contains(text, "enough was read") {
+		if text := log.String(); !strings.Contains(text, "warming: reading") || !strings.Contains(text, "chunks=4") || !strings.Contains(text, "enough was read") {
 			t.Errorf("%s", text)
 		}
 		b.idle()
@@ -131,7 +131,7 @@ func TestWarmWaitsForTheTier(t *testing.T) {
 			end := b.run()
 			time.Sleep(time.Minute)
 			end()
-			if got := b.store.Stats(); (got.WarmedChunks == 10) == cannot || cannot != strings.Contains(log.String(), "is not known") {
+			if got := b.store.Stats(); (got.WarmedChunks == 10) == cannot || cannot != strings.Contains(log.String(), "warming is impossible") {
 				t.Errorf("%d chunks: %s", got.WarmedChunks, &log)
 			}
 			b.idle()
@@ -256,7 +256,7 @@ func TestLookupJoinsWarming(t *testing.T) {
 
 // A tier that hangs, fails or lies costs what is hot in it: the time ends, wrong bytes are not kept,
 // and a server that stops does not wait for it.
-func TestWarmOfATierThatFails(t *testing.T) {
+func TestWarmEndsOnAFailingTier(t *testing.T) {
 	f := func(script string, want int) {
 		t.Helper()
 		synctest.Test(t, func(t *testing.T) {
@@ -267,7 +267,7 @@ func TestWarmOfATierThatFails(t *testing.T) {
 			end := b.run()
 			time.Sleep(time.Minute)
 			synctest.Wait()
-			if got := b.store.Stats(); int(got.WarmedChunks) != want || strings.Count(log.String(), "read what was hot") != 1 {
+			if got := b.store.Stats(); int(got.WarmedChunks) != want || strings.Count(log.String(), "warming has ended") != 1 {
 				t.Errorf("%s: %d chunks, %s", script, got.WarmedChunks, log.String())
 			}
 			stopping := time.Now()
@@ -294,7 +294,7 @@ func TestWarmOfATierThatFails(t *testing.T) {
 		end := b.run()
 		time.Sleep(time.Second)
 		end()
-		if !strings.Contains(log.String(), "is not known") {
+		if !strings.Contains(log.String(), "warming is impossible") {
 			t.Errorf("%s", log.String())
 		}
 	})

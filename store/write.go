@@ -14,7 +14,7 @@ import (
 // Reserved is the outcome of BeginStore besides the places.
 type Reserved struct {
 	Cached  int  // chunks already resident
-	Staged  int  // chunks being stored by somebody else
+	Staged  int  // chunks that another transfer is storing
 	NoRoom  int  // chunks at the range's end that did not fit
 	Share   bool // because the worker, or its user, has its share of the pool
 	Skipped int  // chunks of which the caller wanted no object
@@ -80,7 +80,7 @@ func (st *stage) begin() bool {
 	if s.busyLocked(st.name.By) {
 		return false
 	}
-	if st.by.Name != 0 { // the number tells two transfers of one name apart that are staged at the same time
+	if st.by.Name != 0 { // the number distinguishes two transfers of one name that are staged at the same time
 		st.by.Number = uint32(s.mu.holds.Number())
 	}
 	return true
@@ -196,7 +196,7 @@ func (st *stage) chunkLocked(c int) error {
 // progress.
 func (s *Store) busyLocked(by string) bool { return s.mu.closed || !s.mu.holds.MayBegin(by) }
 
-// unstageLocked gives back places that nobody was told about.
+// unstageLocked gives back places that no worker has learned.
 func (s *Store) unstageLocked(objects []heldObject) {
 	for _, o := range objects {
 		*s.mu.parents.At(int(o.slot)) = 0
@@ -246,8 +246,8 @@ func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixG
 	}
 }
 
-// giveUpLocked makes some chunks evictable for a transfer of by where all are pinned and
-// somebody else has pinned more than the share of one: then the oldest of those pins.
+// giveUpLocked makes some chunks evictable for a transfer of by where all chunks are pinned and
+// another user has pinned more than the share of one: it releases the oldest of those pins.
 func (s *Store) giveUpLocked(by string) {
 	limit := int(float64(s.mu.pool.Usage().Resident) * s.opts.PeerShare)
 	if sess := s.mu.leases.Over(by, limit); sess != nil {

@@ -126,7 +126,7 @@ func TestBelowSurvivesRestarts(t *testing.T) {
 
 // What was below when a server ended and has gone since is written again by the next one, and nothing else is: the
 // tier is asked for it, not before it knows all that it has.
-func TestWhatHasGoneBelowIsWrittenAgain(t *testing.T) {
+func TestObjectsLostBelowAreWrittenAgain(t *testing.T) {
 	const n = 6
 	synctest.Test(t, func(t *testing.T) {
 		b := newBench(t, t.TempDir(), 2*n, store.Options{ChecksumRate: 1 << 30, Place: "one"})
@@ -167,7 +167,7 @@ func TestWhatHasGoneBelowIsWrittenAgain(t *testing.T) {
 }
 
 // A tier that does not answer when it is asked for what was below is asked again until it does.
-func TestATierIsAskedAgainForWhatWasBelow(t *testing.T) {
+func TestRecheckRetriesASilentTier(t *testing.T) {
 	const n = 6
 	synctest.Test(t, func(t *testing.T) {
 		b := newBench(t, t.TempDir(), 2*n, store.Options{ChecksumRate: 1 << 30, Place: "one"})
@@ -251,7 +251,7 @@ func TestOfferedAgainAtAHit(t *testing.T) {
 
 // A tier that writes slowly holds a few slots. What waits is bounded; what passes that is
 // skipped, what is evicted meanwhile is not written, and nobody else waits.
-func TestSlowWritesDelayNobody(t *testing.T) {
+func TestSlowTierWritesDelayNoTransfer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 32
 		b := newTiered(t, n, "write * slow 1h", store.Options{WriteBytes: 10 * chunkBytes})

@@ -19,8 +19,8 @@ type Limits struct {
 	Bytes   int64         // of reads and writes at once; one of any size may always go on; default 1 GiB
 	Timeout time.Duration // of a call; default 30 s
 
-	// After so many calls in a row that failed or took too long, the tier is left alone
-	// for Pause: nothing is there, and writes return ErrResting. Then one call tries again.
+	// After Failures calls in a row that failed or took too long, the tier rests for
+	// Pause: all lookups miss, and writes return ErrResting. Then one call tries again.
 	Failures int           // default 8
 	Pause    time.Duration // default 5 s
 }
@@ -45,7 +45,7 @@ type Bounding struct {
 		sync.Mutex
 		calls, writes int
 		bytes         int64
-		freed         chan struct{} // closed when a call ends; nil while nobody waits
+		freed         chan struct{} // closed when a call ends; nil without waiters
 		failures      int           // in a row
 		restUntil     time.Time     // while failures are too many
 		trying        bool          // one call tries whether the tier works again
@@ -108,7 +108,7 @@ const (
 	unknown // it was given up
 )
 
-// judge says what an error tells about the tier.
+// judge returns the state of the tier that an error implies.
 func (b *Bounding) judge(ctx context.Context, err error) outcome {
 	_, corrupt := errors.AsType[*CorruptError](err)
 	switch {
@@ -215,7 +215,7 @@ func (b *Bounding) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error 
 	return err
 }
 
-// stat is Stat, and tells a rest, by ErrResting, from what is not there.
+// stat is Stat, and returns ErrResting where the tier rests, so that it is not taken for a miss.
 func (b *Bounding) stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
 	return b.do(ctx, 0, false, func(ctx context.Context) error { return b.of.Stat(ctx, keys, metas) })
 }

@@ -112,7 +112,7 @@ func (c *Cascading) read(ctx context.Context, k kv.Key, dst []byte, f func(Tier)
 	for i, t := range c.tiers {
 		m, err := f(t)
 		if err == nil {
-			if i > 0 && !m.NoSum { // what has no checksum would get one that nobody computed
+			if i > 0 && !m.NoSum { // an object without a checksum would get a made-up one
 				c.fill(k, m, dst, c.tiers[:i])
 			}
 			return nil

@@ -17,8 +17,8 @@ type Change struct {
 	Removed bool
 }
 
-// Changes are the last changes of what tiers have, numbered. They are noted for nobody until Watch. Its methods are safe for
-// concurrent use; its mutex is before that of Translate's function only. What is noted twice changes nothing.
+// Changes are the last changes of what tiers have, numbered. Nothing is recorded before Watch. Its methods are safe for
+// concurrent use; its mutex is before that of Translate's function only. Recording a state twice changes nothing.
 type Changes struct {
 	watched atomic.Bool
 	news    chan struct{}
@@ -116,9 +116,9 @@ func (c *Changes) After(number uint64, dst []Change) (n int, lost bool) {
 	return c.mu.Ring.After(number, dst)
 }
 
-// Noting is a Tier whose calls tell Changes what another one has, as far as their results say. A place that others may write
-// to, or that forgets by itself, has something else until somebody asks for it.
-type Noting struct {
+// Recording wraps a Tier and records in Changes what its calls reveal of the contents. Where other programs write to
+// the place, or it evicts by itself, the record of an object is wrong until the next call for it.
+type Recording struct {
 	Tier
 	changes *Changes
 	number  uint8
@@ -135,12 +135,12 @@ type calls struct {
 	wrote, forgot bool // a Write, a Delete was among them
 }
 
-// Noted has c know what t has, as tier number. Without c it is t.
-func Noted(t Tier, c *Changes, number uint8) Tier {
+// Recorded returns t, with its calls recorded in c as those of tier number. Without c it returns t itself.
+func Recorded(t Tier, c *Changes, number uint8) Tier {
 	if c == nil {
 		return t
 	}
-	n := &Noting{Tier: t, changes: c, number: number}
+	n := &Recording{Tier: t, changes: c, number: number}
 	n.mu.calls = make(map[kv.Key]*calls)
 	return n
 }
@@ -154,7 +154,7 @@ const (
 	forgets
 )
 
-func (n *Noting) begin(keys []kv.Key, what kind) {
+func (n *Recording) begin(keys []kv.Key, what kind) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for _, k := range keys {
@@ -168,7 +168,7 @@ func (n *Noting) begin(keys []kv.Key, what kind) {
 	}
 }
 
-// result is what a call tells of an object.
+// result is what a call reveals of an object.
 type result uint8
 
 const (
@@ -177,9 +177,9 @@ const (
 	absent
 )
 
-// end notes what is known now. What was looked for while it was written or deleted is not known; what was written while it was
+// end records the result of a call. What was looked for while it was written or deleted is not known; what was written while it was
 // deleted counts as gone.
-func (n *Noting) end(keys []kv.Key, what kind, of func(i int) result) {
+func (n *Recording) end(keys []kv.Key, what kind, of func(i int) result) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for i, k := range keys {
@@ -200,11 +200,12 @@ func (n *Noting) end(keys []kv.Key, what kind, of func(i int) result) {
 	}
 }
 
-// quiet reports whether nobody watches: then calls are not noted. Who begins to watch learns of what goes on then later.
-func (n *Noting) quiet() bool { return !n.changes.watched.Load() }
+// quiet reports whether there is no watcher: then calls are not recorded. A watcher that begins during a call sees its result at
+// the next call.
+func (n *Recording) quiet() bool { return !n.changes.watched.Load() }
 
 // Stat implements Tier.
-func (n *Noting) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
+func (n *Recording) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
 	if n.quiet() {
 		return n.Tier.Stat(ctx, keys, metas)
 	}
@@ -229,7 +230,7 @@ func (n *Noting) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
 var errUnsaid = errors.New("tier: a call that did not return")
 
 // read notes the result of a read.
-func (n *Noting) read(k kv.Key, f func() error) error {
+func (n *Recording) read(k kv.Key, f func() error) error {
 	if n.quiet() {
 		return f()
 	}
@@ -253,7 +254,7 @@ func (n *Noting) read(k kv.Key, f func() error) error {
 }
 
 // Read implements Tier.
-func (n *Noting) Read(ctx context.Context, k kv.Key, dst []byte) (m Meta, err error) {
+func (n *Recording) Read(ctx context.Context, k kv.Key, dst []byte) (m Meta, err error) {
 	err = n.read(k, func() (err error) {
 		m, err = n.Tier.Read(ctx, k, dst)
 		return err
@@ -262,7 +263,7 @@ func (n *Noting) Read(ctx context.Context, k kv.Key, dst []byte) (m Meta, err er
 }
 
 // ReadSummed implements Summing.
-func (n *Noting) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta, sum uint64, err error) {
+func (n *Recording) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta, sum uint64, err error) {
 	err = n.read(k, func() (err error) {
 		m, sum, err = ReadSummed(ctx, n.Tier, k, dst)
 		return err
@@ -271,7 +272,7 @@ func (n *Noting) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta, 
 }
 
 // Write implements Tier.
-func (n *Noting) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
+func (n *Recording) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
 	if n.quiet() {
 		return n.Tier.Write(ctx, k, m, src)
 	}
@@ -286,7 +287,7 @@ func (n *Noting) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error 
 			case errors.Is(err, ErrNotKept), errors.Is(err, ErrResting):
 				return unsaid
 			}
-			return absent // of what was half written nobody is told
+			return absent // a partial write is not reported
 		})
 	}()
 	err = n.Tier.Write(ctx, k, m, src)
@@ -294,7 +295,7 @@ func (n *Noting) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error 
 }
 
 // Delete implements Tier.
-func (n *Noting) Delete(ctx context.Context, keys []kv.Key) error {
+func (n *Recording) Delete(ctx context.Context, keys []kv.Key) error {
 	if n.quiet() {
 		return n.Tier.Delete(ctx, keys)
 	}
@@ -304,17 +305,17 @@ func (n *Noting) Delete(ctx context.Context, keys []kv.Key) error {
 }
 
 // Hottest implements Ranking.
-func (n *Noting) Hottest(ctx context.Context, most int, f func(kv.Key, Meta) bool) error {
+func (n *Recording) Hottest(ctx context.Context, most int, f func(kv.Key, Meta) bool) error {
 	return Hottest(ctx, n.Tier, most, f)
 }
 
 // List implements Lister.
-func (n *Noting) List(ctx context.Context, f func(kv.Key, Meta) bool) error {
+func (n *Recording) List(ctx context.Context, f func(kv.Key, Meta) bool) error {
 	return list(ctx, n.Tier, f)
 }
 
 // Space implements Sized.
-func (n *Noting) Space() Space { return spaceOf(n.Tier) }
+func (n *Recording) Space() Space { return spaceOf(n.Tier) }
 
 // Requests implements Billed.
-func (n *Noting) Requests() (Requests, bool) { return requestsOf(n.Tier) }
+func (n *Recording) Requests() (Requests, bool) { return requestsOf(n.Tier) }

@@ -53,7 +53,7 @@ type Counting struct {
 	rate struct{ read, write *histogram.Histogram }
 }
 
-// Counted counts what is done with t. The name is the operator's.
+// Counted returns t with its calls counted. The operator chooses the name.
 func Counted(t Tier, name string) *Counting {
 	c := &Counting{of: t, name: name, took: map[string]*histogram.Histogram{
 		"stat": histogram.Times(), "read": histogram.Times(), "write": histogram.Times(),
@@ -125,7 +125,7 @@ func (c *Counting) failed(err error) {
 		c.n.dropped.Add(1)
 	case errors.Is(err, context.DeadlineExceeded):
 		c.n.late.Add(1)
-	case errors.Is(err, context.Canceled): // nobody wanted it any more
+	case errors.Is(err, context.Canceled): // the caller gave up
 	default:
 		c.n.failures.Add(1)
 	}
@@ -168,7 +168,7 @@ func (c *Counting) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta
 	return m, sum, err
 }
 
-// read counts a read of so many bytes.
+// read counts a read of bytes bytes.
 func (c *Counting) read(bytes int, f func() (Meta, error)) error {
 	end, began := c.begin("read", &c.n.readTime), time.Now()
 	m, err := f()

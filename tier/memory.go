@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Memory is a Tier in this process's memory, for tests and trials. It keeps so many
-// bytes; what came first goes first.
+// Memory is a Tier in this process's memory, for tests and trials. It has a limit of
+// bytes and evicts the oldest object first.
 type Memory struct {
 	limit int64
 	mu    struct {

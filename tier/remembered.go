@@ -88,7 +88,7 @@ func (r *Remembering) Stat(ctx context.Context, keys []kv.Key, metas []Meta) err
 	return nil
 }
 
-// errUnknown means that nobody knows what is there; it is taken for nothing, and not remembered.
+// errUnknown means that the contents are unknown; it counts as a miss, and is not remembered.
 var errUnknown = errors.New("tier: not known")
 
 func (r *Remembering) ask(ctx context.Context, keys []kv.Key, metas []Meta) error {

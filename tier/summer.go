@@ -14,15 +14,15 @@ const hotPiece = 128 << 10
 // Summer computes the xxh3 of memory while it is filled from connections, front to back. A nil Summer only
 // fills.
 type Summer struct {
-	h     xxh3.Hasher
-	at    int64 // bytes so far
-	again bool  // something was read twice, so h is of no use
+	h      xxh3.Hasher
+	at     int64 // bytes so far
+	reread bool  // something was read twice, so h is of no use
 }
 
 // Fill fills dst, which begins at byte at of the whole, from r. Errors: those of r, io.ErrUnexpectedEOF for io.EOF.
 func (s *Summer) Fill(r io.Reader, dst []byte, at int64) error {
 	if s != nil {
-		s.again = s.again || s.at != at
+		s.reread = s.reread || s.at != at
 	}
 	for len(dst) > 0 {
 		piece := dst
@@ -52,11 +52,11 @@ func Summed(dst []byte, read func(*Summer) (Meta, error)) (m Meta, sum uint64, e
 	s := summers.Get().(*Summer)
 	defer summers.Put(s)
 	s.h.Reset()
-	s.at, s.again = 0, false
+	s.at, s.reread = 0, false
 	if m, err = read(s); err != nil {
 		return m, 0, err
 	}
-	if s.again || s.at != int64(len(dst)) {
+	if s.reread || s.at != int64(len(dst)) {
 		return m, xxh3.Hash(dst), nil
 	}
 	return m, s.h.Sum64(), nil

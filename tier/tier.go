@@ -19,7 +19,7 @@ import (
 type Meta struct {
 	Len   int64  // bytes; an object has at least one
 	Sum   uint64 // xxh3 of the bytes, as the store gave it; the store compares it after Read
-	NoSum bool   // the place has no checksum of it, because somebody else put it there
+	NoSum bool   // the place has no checksum of it, because another program put it there
 }
 
 // Page is what padding rounds lengths up to, bytes.
@@ -28,20 +28,20 @@ const Page = 4096
 // Padded returns n rounded up to whole pages.
 func Padded(n int64) int64 { return (n + Page - 1) &^ (Page - 1) }
 
-// Fits reports whether an object of n bytes can be what Meta speaks of. What somebody
-// else put there may be padded.
+// Fits reports whether an object of n bytes can be the one of m. An object that another
+// program put there may be padded.
 func (m Meta) Fits(n int64) bool { return m.Len == n || m.NoSum && m.Len == Padded(n) }
 
 // Tier is one place below the pool. Its methods are safe for concurrent use, and end soon
 // after their context.
 type Tier interface {
-	// Stat sets metas[i] to what is known of keys[i], and to zero where it is not there.
+	// Stat sets metas[i] to the Meta of keys[i], and to zero where the object is missing.
 	// It is one call to the place, however many keys there are.
 	Stat(ctx context.Context, keys []kv.Key, metas []Meta) error
 
 	// Read fills dst, which is as long as the object, and returns what the place knows of
-	// it. It never writes to dst after it has returned, also when the context ended: dst
-	// is memory that somebody else is given then. Errors: ErrMissing, *CorruptError where
+	// it. It never writes to dst after it has returned, also when the context ended: the
+	// memory of dst is reused then. Errors: ErrMissing, *CorruptError where
 	// the object is not as long as dst. With an error the bytes of dst mean nothing.
 	Read(ctx context.Context, k kv.Key, dst []byte) (Meta, error)
 

@@ -11,8 +11,8 @@ import (
 const (
 	firstBuffer = 16 << 10 // size of a peer's first receive buffer
 	minRead     = 4 << 10  // do not read into less room than this if a move gives more
-	keepBuffer  = 1 << 20  // a receive buffer above this is dropped once
-	keepReads   = 64       // so many reads in a row did not need a quarter of it
+	keepBuffer  = 1 << 20  // a receive buffer above this is dropped after
+	keepReads   = 64       // reads in a row that need less than a quarter of it
 )
 
 // firstBuffers recycles first buffers: an idle peer holds none.

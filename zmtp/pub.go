@@ -18,7 +18,7 @@ import (
 // where the name is the same and nothing else is said.
 type PubOptions struct {
 	MaxPeers         int   // default 1024
-	SendQueueBytes   int   // per subscriber: what passes it is dropped for that one and counted
+	SendQueueBytes   int   // per subscriber: messages beyond it are dropped for that subscriber and counted
 	MaxUnsentBytes   int64 // of all subscribers' queues; default 1 GiB
 	MaxSubscriptions int   // of one subscriber, which is closed above it; default 1024
 	MaxPrefixBytes   int   // of one prefix; default 4 KiB

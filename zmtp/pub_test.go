@@ -150,7 +150,7 @@ func subscriber(t *testing.T, endpoint string) *client {
 
 // Subscriptions come as messages from peers of ZMTP 3.0 and as commands from those of
 // 3.1; what is neither is passed over.
-func TestPubReadsBothFormsOfSubscriptions(t *testing.T) {
+func TestPubAcceptsMessagesAndCommands(t *testing.T) {
 	p, endpoint, changes := startPub(t, "tcp://127.0.0.1:*", PubOptions{})
 	c := subscriber(t, endpoint)
 	c.send(frames("\x01old"))

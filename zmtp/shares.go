@@ -137,10 +137,10 @@ func (r *Router) closeHeaviest(what func(*Peer) int64, limit int64, of string) {
 func (p *Peer) heldBytes() int64   { return p.held.Load() }
 func (p *Peer) queuedBytes() int64 { return p.queued.Load() }
 
-// Room reports whether n more bytes may be queued for p. When all queues together would
+// HasRoom reports whether n more bytes may be queued for p. When all queues together would
 // hold too much, it closes connections of the host that holds most until n bytes fit,
 // unless that is p's own host. Call it before you build a large message.
-func (r *Router) Room(p *Peer, n int64) bool {
+func (r *Router) HasRoom(p *Peer, n int64) bool {
 	limit := r.o.MaxUnsentBytes
 	for {
 		most, total := r.heaviest((*Peer).queuedBytes)

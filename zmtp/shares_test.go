@@ -151,7 +151,7 @@ func TestRoomForLargeReplies(t *testing.T) {
 	answers := make(chan bool, 100)
 	r, addr, _ := startRouter(t, nil, RouterOptions{MaxUnsentBytes: 60 << 20, SendQueueBytes: 60 << 20})
 	r.role.deliver = func(p *Peer, m Message) {
-		ok := r.Room(p, int64(len(reply)))
+		ok := r.HasRoom(p, int64(len(reply)))
 		if ok {
 			ok = p.SendOwned([]byte("x"), reply) == nil
 		}

@@ -8,7 +8,7 @@ import (
 
 // Connections of one host count for those whose they are: one user who has marked all
 // that there may be keeps no other user of the host out.
-func TestOneUsersConnectionsKeepNobodyOut(t *testing.T) {
+func TestConnectionsOfOneUserLeaveRoomForOthers(t *testing.T) {
 	var user atomic.Value
 	_, addr, _ := startRouter(t, func(p *Peer, m Message) {
 		p.Mark()

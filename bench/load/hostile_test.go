@@ -63,7 +63,7 @@ func cut(w http.ResponseWriter, _ *http.Request) {
 
 // Each outcome is a failure of its request with one line that says why; the request before
 // and the one after succeed.
-func TestWhateverAnEndpointDoes(t *testing.T) {
+func TestEndpointFaultsFailOneRequest(t *testing.T) {
 	for name, h := range hostile {
 		var n atomic.Int64
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -93,7 +93,7 @@ func TestHandover(t *testing.T) {
 }
 
 // Engines without figures cost the figures alone.
-func TestEnginesThatTellNothing(t *testing.T) {
+func TestEnginesWithoutMetricsCostOnlyTheMetrics(t *testing.T) {
 	f := func(serve http.HandlerFunc, want string) {
 		t.Helper()
 		s := httptest.NewServer(serve)

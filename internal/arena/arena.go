@@ -129,7 +129,7 @@ func (a *Arena) Take(off, n int64) bool {
 }
 
 // Release gives back the range of n bytes at off, as Alloc or Take handed it
-// out. Giving back what is free, or outside, is a bug and panics.
+// out. Giving back a free range, or one outside the arena, is a bug and panics.
 func (a *Arena) Release(off, n int64) {
 	n = a.Round(n)
 	if off < 0 || n <= 0 || off%a.align != 0 || off > a.size || n > a.size-off {

@@ -6,7 +6,7 @@ type Ring[T any] struct {
 	last uint64
 }
 
-// Keep has the ring keep at least so many values from now on. Later calls change nothing.
+// Keep sets the ring's capacity to at least most values. Later calls change nothing.
 func (r *Ring[T]) Keep(most int) {
 	if r.ring != nil {
 		return

@@ -1,6 +1,6 @@
 package fair
 
-// Amount is what somebody has: a number of things, and how large they are together.
+// Amount is the use of one owner: a number of things, and their size together.
 type Amount struct {
 	Count int
 	Size  int64
@@ -32,7 +32,7 @@ func (b *Shares) Of(who string) Amount { return b.of[who] }
 // All returns what all have together.
 func (b *Shares) All() Amount { return b.all }
 
-// Empty reports whether nobody has anything.
+// Empty reports whether no owner has anything.
 func (b *Shares) Empty() bool { return b.all == (Amount{}) && len(b.of) == 0 }
 
 // MayCount reports whether who may have one more thing, of limit in all. One at a time it
@@ -49,7 +49,7 @@ func (b *Shares) MaySize(who string, size, limit int64) bool {
 }
 
 // May reports whether who may have one thing more, of such a size, of limit in all. One thing at a time
-// it may have if it has room beside the others', and anybody if nobody has any, however large.
+// it may have if it fits beside those of the others. Where no owner has any, a thing of any size is allowed.
 func (b *Shares) May(who string, size int64, limit Amount) bool {
 	return b.MayCount(who, limit.Count) && (b.all.Count == 0 || b.all.Size+size <= limit.Size) &&
 		(b.of[who].Count == 0 || b.MaySize(who, size, limit.Size))
@@ -59,7 +59,7 @@ func (b *Shares) May(who string, size int64, limit Amount) bool {
 // is empty.
 type AwaitedShares struct {
 	Shares
-	next chan struct{} // closed with the next end; nil while nobody waits
+	next chan struct{} // closed with the next end; nil without waiters
 }
 
 // Next returns what is closed at the next end.

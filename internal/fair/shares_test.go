@@ -6,8 +6,8 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/fair"
 )
 
-// TestEachHasHalfOfWhatOthersLeave fills the books as one user, then as another.
-func TestEachHasHalfOfWhatOthersLeave(t *testing.T) {
+// TestShareIsHalfOfTheRest fills the books as one user, then as another.
+func TestShareIsHalfOfTheRest(t *testing.T) {
 	var b fair.Shares
 	fill := func(who string) {
 		for b.MayCount(who, 16) {
@@ -28,8 +28,8 @@ func TestEachHasHalfOfWhatOthersLeave(t *testing.T) {
 	}
 }
 
-// TestWhoHasNothingGetsTheLastOne shows both sides of the limit.
-func TestWhoHasNothingGetsTheLastOne(t *testing.T) {
+// TestOwnerWithoutAnyGetsTheLastPlace shows both sides of the limit.
+func TestOwnerWithoutAnyGetsTheLastPlace(t *testing.T) {
 	var b fair.Shares
 	b.Add("one", fair.Amount{Count: 3})
 	if b.MayCount("one", 4) || !b.MayCount("two", 4) {

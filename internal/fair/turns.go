@@ -21,7 +21,7 @@ func (q *Turns[M]) Add(peer string, m M) {
 	q.peers[i].of = append(q.peers[i].of, m)
 }
 
-// Next calls take for one member after another until one answers true: that one, and its
+// Next calls take for one member after another until one answers true: that member, and its
 // peer, go to the end. Those that answer false leave the queue.
 func (q *Turns[M]) Next(take func(m M) bool) {
 	for len(q.peers) > 0 {

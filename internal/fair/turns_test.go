@@ -7,9 +7,9 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/fair"
 )
 
-// TestPeersHaveTheirTurnsWhateverTheyBring has one peer with three members and one with
+// TestTurnsAlternateBetweenPeers has one peer with three members and one with
 // one: the second waits for one of the first's, not for all.
-func TestPeersHaveTheirTurnsWhateverTheyBring(t *testing.T) {
+func TestTurnsAlternateBetweenPeers(t *testing.T) {
 	left := map[string]int{"a1": 2, "a2": 1, "a3": 1, "b1": 3}
 	var q fair.Turns[string]
 	for _, m := range []string{"a1", "a2", "a3", "b1"} {

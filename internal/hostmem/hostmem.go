@@ -37,7 +37,7 @@ func cgroup(dir string) (left int64, limited bool) {
 		return 0, false
 	}
 	if b, err := os.ReadFile(filepath.Join(dir, "memory.stat")); err == nil {
-		cache, _ := field(string(b), "inactive_file") // 0 if it is not told
+		cache, _ := field(string(b), "inactive_file") // 0 if it is missing
 		used -= cache
 	}
 	return max(0, limit-used), true

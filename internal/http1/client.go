@@ -229,7 +229,7 @@ func (n *Conn) keep() {
 	c.mu.Unlock()
 }
 
-// Request is what is sent. Head is the request line and all fields but Host and
+// Request is a request to send. Head is the request line and all fields but Host and
 // Content-Length, each line with its CR LF.
 type Request struct {
 	Method string

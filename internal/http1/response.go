@@ -16,7 +16,7 @@ import (
 type Response struct {
 	Status int
 	Fields []Field
-	Length int64 // of the body; -1: not told
+	Length int64 // of the body; -1: unknown
 
 	n       *Conn
 	chunked bool
@@ -306,8 +306,8 @@ func (r *Response) chunk() error {
 	return r.trailer()
 }
 
-// trailer reads the fields behind the last chunk, which nobody here uses; io.EOF at their
-// end. It takes what net/http takes: lines that end with CRLF, maxTrailer bytes in all.
+// trailer reads and drops the fields behind the last chunk; io.EOF at their
+// end. It accepts what net/http accepts: lines that end with CRLF, maxTrailer bytes in all.
 func (r *Response) trailer() error {
 	left := maxTrailer
 	for {
@@ -360,7 +360,7 @@ func (r *Response) Close() {
 		_, _ = n.br.Discard(r.lent) // it is buffered
 	}
 	if !errors.Is(r.end, io.EOF) && r.Length >= 0 && r.left == 0 && !r.chunked {
-		r.end = io.EOF // read, but nobody asked for the end
+		r.end = io.EOF // all is read, but the caller has not seen the end yet
 	}
 	if r.close || !errors.Is(r.end, io.EOF) {
 		n.close()

@@ -43,8 +43,8 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 
 var cachedKey = []byte(`"cached_tokens"`)
 
-// SetCached returns an answer, or an event of a stream, with another number of cached tokens where
-// it tells one. Without, it is returned as it is.
+// SetCached returns an answer, or an event of a stream, with another number of cached tokens.
+// A text without such a number is returned as it is.
 //
 // A string of an answer cannot be taken for the key: its quotes have backslashes.
 func SetCached(text []byte, n int) []byte {

@@ -23,8 +23,8 @@ func OriginOfAddr(a netip.Addr) Origin {
 	return o
 }
 
-// LargestOrigin returns whose share is the largest when from asks for n more: the address
-// with most of the user with most. held is what each has.
+// LargestOrigin returns the origin that gives way when from asks for n more: the busiest
+// address of the busiest user. held is the current number of each origin.
 func LargestOrigin(held map[Origin]int, from Origin, n int) Origin {
 	users := map[string]int{from.User: n}
 	for o, k := range held {

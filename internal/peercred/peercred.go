@@ -4,11 +4,11 @@
 // connection. Origin is that user, or the peer's address; OriginShares gives each
 // origin its share of a limit.
 //
-// Over a UNIX socket the kernel tells (SO_PEERCRED). Over TCP the peer's own
-// socket is looked up where it is on this host and in this network namespace: its
+// Over a UNIX socket the kernel names the user (SO_PEERCRED). Over TCP the package looks
+// up the peer's own socket, if it is on this host and in this network namespace: its
 // addresses are those of the accepted connection, the other way round. The user is
-// the one who made that socket. A local forwarder (ssh, socat, a container's port
-// proxy) therefore counts as its own user, not as the user of who uses it.
+// the creator of that socket. A local forwarder (ssh, socat, a container's port
+// proxy) therefore counts as its own user, not as the user of its clients.
 //
 // What is not seen is not known: other hosts, other network namespaces, users that
 // this user namespace does not map, sockets that are closed already. The answer
@@ -35,8 +35,8 @@ var (
 	ErrNotHere = errors.New("peercred: the peer's socket is not in this network namespace")
 	// ErrUnmapped means that the peer's user has no number in this user namespace.
 	ErrUnmapped = errors.New("peercred: the peer's user is of another user namespace")
-	// ErrNoSource means that this system tells nobody's user.
-	ErrNoSource = errors.New("peercred: this system does not tell who connects")
+	// ErrNoSource means that the system cannot identify peers.
+	ErrNoSource = errors.New("peercred: the system cannot identify peers")
 )
 
 // Peer is who is behind a connection.
@@ -144,7 +144,7 @@ func findBy(ask func(from, to netip.AddrPort) (socket, error), works func(from, 
 		return s.check()
 	}
 	// Without its diagnosis module the kernel answers as if there were no such
-	// socket. The accepted one, which is there, tells the difference.
+	// socket. A query for the accepted one, which exists, shows the difference.
 	if errors.Is(err, syscall.ENOENT) && works(to, from) {
 		return socket{}, ErrNotHere
 	}

@@ -118,7 +118,7 @@ func TestFindWithoutSockDiag(t *testing.T) {
 
 // A socket that its process has closed, or half closed, is nobody's: its row shows
 // uid 0.
-func TestClosedSocketIsNobodys(t *testing.T) {
+func TestClosedSocketHasNoUser(t *testing.T) {
 	f := func(name string, end func(net.Conn) error) {
 		t.Helper()
 		l := listen(t, "tcp4", "127.0.0.1:0")

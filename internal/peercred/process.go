@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Process is a process of this PID namespace. Started tells it from a later one of
+// Process is a process of this PID namespace. Started distinguishes it from a later process of
 // the same number. The zero Process is none.
 type Process struct {
 	PID     int

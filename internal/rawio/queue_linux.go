@@ -56,7 +56,7 @@ const (
 	toEventfd = 1 // IOCB_FLAG_RESFD
 )
 
-// NewQueue returns a Queue of so many reads at once. It fails where the kernel has no AIO (ENOSYS), forbids it (EPERM),
+// NewQueue returns a Queue of at most most concurrent reads. It fails where the kernel has no AIO (ENOSYS), forbids it (EPERM),
 // or has given all that fs.aio-max-nr allows (EAGAIN).
 func NewQueue(most int) (*Queue, error) {
 	q := &Queue{ended: make(chan struct{})}
@@ -79,7 +79,7 @@ func NewQueue(most int) (*Queue, error) {
 	return q, nil
 }
 
-// collect tells reads that they have ended, until Close.
+// collect wakes the callers of completed reads, until Close.
 func (q *Queue) collect() {
 	defer close(q.ended)
 	var count [8]byte

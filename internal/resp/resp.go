@@ -191,7 +191,7 @@ func (c *Conn) begin() error {
 		return c.err
 	}
 	if c.pending == 0 || c.inside > 0 {
-		panic("BUG: resp: a reply is read that nobody asked for")
+		panic("BUG: resp: a reply is read without a command before it")
 	}
 	if err := c.Flush(); err != nil || !c.asking {
 		return err
@@ -216,21 +216,21 @@ func (c *Conn) Reply() (Reply, error) {
 	if err := c.begin(); err != nil {
 		return Reply{}, err
 	}
-	r, err := c.reply(0, &room{maxItems, maxText})
+	r, err := c.reply(0, &replyBudget{maxItems, maxText})
 	if c.err == nil {
 		c.pending--
 	}
 	return r, err
 }
 
-// room is what an answer may still have.
-type room struct {
+// replyBudget is what a reply may still contain.
+type replyBudget struct {
 	items int
 	text  int64 // bytes
 }
 
 // takes reports whether there is room for a text, and takes it.
-func (r *room) takes(n int64) bool {
+func (r *replyBudget) takes(n int64) bool {
 	if n > r.text {
 		return false
 	}
@@ -238,7 +238,7 @@ func (r *room) takes(n int64) bool {
 	return true
 }
 
-func (c *Conn) reply(depth int, left *room) (r Reply, _ error) {
+func (c *Conn) reply(depth int, left *replyBudget) (r Reply, _ error) {
 	if left.items--; left.items < 0 || depth > maxDepth {
 		return r, c.wrong("a list of more than %d answers, or %d lists in one another", maxItems, maxDepth)
 	}

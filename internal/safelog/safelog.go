@@ -1,6 +1,6 @@
-// Package safelog keeps a log readable whatever peers send: texts are clipped,
-// control characters are escaped, and one place in the code logs only so many lines. Names that peers choose end in log lines; they must neither forge lines
-// nor fill a disk.
+// Package safelog keeps a log readable whatever peers send: it clips texts,
+// escapes control characters, and limits the lines of each place in the code. Names that peers
+// choose end in log lines; they must neither forge lines nor fill a disk.
 package safelog
 
 import (

@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// File is what is known of a segment's file.
+// File describes a segment's file.
 type File struct {
 	UID   int    // of its owner
 	Perm  uint32 // permission bits
@@ -29,8 +29,8 @@ type File struct {
 // ErrNotOurs means that a file does not belong to this process's user alone.
 var ErrNotOurs = errors.New("shm: the file is not this user's alone")
 
-// Ours is an AttachIf condition: the file is this user's, nobody else may open it,
-// and it has one name. In a folder that everybody may write to anybody can have
+// Ours is an AttachIf condition: the file is this user's, no other user may open it,
+// and it has one name. In a folder that all users may write to, any user can have
 // made a file of any name.
 func Ours(f File) error {
 	switch {
@@ -81,9 +81,9 @@ func LockFile(path string) (*os.File, error) {
 // tempMark is in the names of files that Write has not finished.
 const tempMark = ".new-"
 
-// Write puts b into the file path, mode 0600. The old content or the new one is
-// there at any moment. It writes into a file of its own under a name that nobody
-// can foresee, so nothing that lies in the folder is followed or written to.
+// Write puts b into the file path, mode 0600. The path has the old content or the new
+// one at any moment. Write makes a new file under an unpredictable name, so it never follows
+// or changes a file that lies in the folder.
 func Write(path string, b []byte) (err error) {
 	var random [8]byte
 	_, _ = rand.Read(random[:]) // never fails

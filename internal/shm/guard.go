@@ -8,8 +8,8 @@ import (
 	"runtime/debug"
 )
 
-// ErrFault means that mapped memory was gone when it was touched: somebody
-// truncated the file.
+// ErrFault means that mapped memory was gone when it was touched: a process
+// has truncated the file.
 var ErrFault = errors.New("shm: the memory behind a mapping is gone")
 
 // Guard calls f and turns a fault on mapped memory, which would end the process,

@@ -16,7 +16,7 @@ const hugePage = 2 << 20
 // huge is when a segment's memory is to be tried to get in huge pages: direct I/O into them costs half the
 // processor time of small ones, and they are provided faster.
 type huge struct {
-	wait atomic.Int32 // so many times it is not tried
+	wait atomic.Int32 // calls until the next try
 }
 
 // hugePause is how many times it is not tried after the kernel had no huge page: it looks for long then.
@@ -59,8 +59,8 @@ func unmap(mem []byte) error {
 	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)))
 }
 
-// populateHuge has huge pages provided for what lies in n bytes at off and can be such pages, if nobody has touched
-// any of it: what somebody uses is not moved. Where there are none, small pages do.
+// populateHuge asks for huge pages in the n bytes at off, where they are aligned and untouched: pages in use are not
+// moved. Without free huge pages small pages do.
 func (s *Segment) populateHuge(off, n int64) {
 	from, to := (off+hugePage-1)&^(hugePage-1), (off+n)&^(hugePage-1)
 	if from >= to || s.huge.wait.Add(-1) >= 0 {

@@ -138,7 +138,7 @@ func (s *Segment) Word(off int64) *atomic.Uint64 {
 func (s *Segment) CloseFile() error { return s.file.Close() }
 
 // ReadAt copies bytes at off into b without touching the mapping: no page becomes
-// resident in this process, and a file that somebody truncated is an error.
+// resident in this process, and a truncated file is an error.
 func (s *Segment) ReadAt(b []byte, off int64) (int, error) { return s.file.ReadAt(b, off) }
 
 // Lock takes the segment's advisory lock until Close or the end of the process;
@@ -155,9 +155,9 @@ func (s *Segment) Lock() error {
 // of its use.
 var ErrNoPopulate = errors.New("shm: memory cannot be provided ahead of use here")
 
-// Populate makes the kernel allocate and zero the pages of n bytes at off that
-// nobody has touched yet; touched ones keep their content. Where nobody has touched
-// any, they are huge pages if the kernel has some. Without keep the pages
+// Populate makes the kernel allocate and zero the untouched pages of n bytes at
+// off; touched ones keep their content. Where all are untouched, they are huge
+// pages if the kernel has some. Without keep the pages
 // are then dropped from this process's own page table, so that they do not count
 // as its resident memory; with it, touching them here costs no fault. It returns
 // an error instead of a signal when the file system is full, and ErrNoPopulate where

@@ -157,7 +157,7 @@ func TestPopulateAnywhere(t *testing.T) {
 }
 
 // What is said to have memory is not searched, unless the file has less in all.
-func TestProvidedGoesOnFromWhatIsKnown(t *testing.T) {
+func TestProvidedSkipsRecordedMemory(t *testing.T) {
 	s, err := shm.Create(filepath.Join(t.TempDir(), "s"), 64*4096)
 	if err != nil {
 		t.Fatal(err)

@@ -17,13 +17,13 @@ const (
 )
 
 // LockAfter calls lock until it returns something else than held. A process that was killed keeps its locks until the
-// kernel has taken it apart, some milliseconds to seconds with a large mapping, and gives no sign when it has. So the
-// lock of process pid is waited for while that one ends, 5 s at most; 0 is a process that nobody knows. The lock of a process that
-// lives is held.
+// kernel has taken it apart, some milliseconds to seconds with a large mapping, and gives no sign when it has. So
+// LockAfter waits for the lock of process pid while that process ends, 5 s at most; 0 is an unknown process. The lock of a live
+// process is held.
 func LockAfter(pid int, held error, lock func() error) error {
 	for wait := time.Duration(0); ; wait += lockStep {
 		err := lock()
-		if !errors.Is(err, held) || wait >= lockEnding || wait >= lockAlive && lives(pid) {
+		if !errors.Is(err, held) || wait >= lockEnding || wait >= lockAlive && alive(pid) {
 			return err
 		}
 		time.Sleep(lockStep)
@@ -31,7 +31,7 @@ func LockAfter(pid int, held error, lock func() error) error {
 }
 
 // lives reports whether a process is there and not about to end.
-func lives(pid int) bool {
+func alive(pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
 		return false

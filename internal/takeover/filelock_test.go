@@ -16,23 +16,23 @@ var errHeld = errors.New("held")
 
 // A process that has ended lives no longer, also while its parent has not noticed.
 func TestLives(t *testing.T) {
-	if !lives(os.Getpid()) {
+	if !alive(os.Getpid()) {
 		t.Error("this process is taken for dead")
 	}
-	if lives(1 << 30) {
+	if alive(1 << 30) {
 		t.Error("a process that cannot be is taken for alive")
 	}
 	cmd := exec.Command("sleep", "600")
 	if err := cmd.Start(); err != nil {
 		t.Skip("no sleep to run: ", err)
 	}
-	if !lives(cmd.Process.Pid) {
+	if !alive(cmd.Process.Pid) {
 		t.Error("a process that sleeps is taken for dead")
 	}
 	if err := cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
-	for end := time.Now().Add(time.Minute); lives(cmd.Process.Pid); time.Sleep(time.Millisecond) { // a zombie until Wait
+	for end := time.Now().Add(time.Minute); alive(cmd.Process.Pid); time.Sleep(time.Millisecond) { // a zombie until Wait
 		if time.Now().After(end) {
 			t.Error("a process that was killed is taken for alive")
 			break

@@ -17,7 +17,7 @@ const (
 
 // ListenAgain calls listen again for a moment while an address is in use: a process that was killed keeps its ports until the
 // kernel has taken it apart, which takes some 20 ms for each GB that it had mapped. It ends with ctx; listen's own context does not, so
-// that who is told to end while a name is looked up hears of no wrong address.
+// that a command which is stopped during a name lookup does not report a wrong address.
 func ListenAgain(ctx context.Context, listen func(context.Context) error) error {
 	for wait := time.Duration(0); ; wait += listenStep {
 		err := listen(context.WithoutCancel(ctx))

@@ -13,7 +13,7 @@ import (
 )
 
 // patience is how long what is left may take to end. goleak alone waits for half a second, which a busy machine may need
-// for a goroutine that has been told to end.
+// for a goroutine that is about to end.
 const patience = 30 * time.Second
 
 // Main runs m and exits; call it from TestMain. It fails when a goroutine or a shared-memory mapping is left.

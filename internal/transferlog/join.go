@@ -75,7 +75,7 @@ func micros(ms float64) float64 { return math.Round(ms*1000) / 1000 }
 const wholeID, beginning = 20, 15
 
 // Short returns a transfer id as people see it: enough to find it in a log, and of the long random ones,
-// which nobody should guess, too little to ask a relay for the KV. What stands behind # is no secret.
+// which must stay unguessable, too little to ask a relay for the KV. What stands behind # is no secret.
 func Short(id string) string {
 	base, again := id, ""
 	if i := strings.LastIndexByte(id, '#'); i > 0 && len(id)-i <= 12 {

@@ -130,8 +130,8 @@ func (e *Entry) To(d string) {
 	e.t.To = cut(d, maxText)
 }
 
-// Receiving tells how far P has come in the step that runs, which becomes one of sending with P's first
-// byte, named what. progress takes no locks.
+// Receiving sets the progress of P in the current step, which becomes a step of sending, named what, with P's first
+// byte. progress takes no locks.
 func (e *Entry) Receiving(what string, progress func() (first time.Time, bytes uint64)) {
 	if e == nil {
 		return
@@ -143,8 +143,8 @@ func (e *Entry) Receiving(what string, progress func() (first time.Time, bytes u
 	}
 }
 
-// Next ends the step that runs, and begins the next. progress tells how far it has come; nil: nobody
-// knows. It takes no locks.
+// Next ends the current step, and begins the next. progress returns how far the step has come; nil where that
+// is unknown. It takes no locks.
 func (e *Entry) Next(state State, what string, progress func() (first time.Time, bytes uint64)) {
 	if e == nil {
 		return

@@ -29,7 +29,7 @@ type Chunks struct {
 
 const wholePrefix = int(^uint(0) >> 1)
 
-// NewChunks returns the rule for chunks of so many tokens. Windows need at least
+// NewChunks returns the rule for chunks of chunkTokens tokens. Windows need at least
 // 2 tokens per chunk. Groups keep their index everywhere; draft layers are no
 // matter here, because the client drops their block itself.
 func NewChunks(chunkTokens int, groups []ChunkGroup) (*Chunks, error) {
@@ -72,7 +72,7 @@ func NewChunks(chunkTokens int, groups []ChunkGroup) (*Chunks, error) {
 // are chunks.
 func (k *Chunks) Coordinator() *Coordinator { return k.c }
 
-// Hit returns the longest hit, in chunks, of a prompt of so many whole chunks:
+// Hit returns the longest hit, in chunks, of a prompt of this number of whole chunks:
 // the largest n such that each group holds the last ceil(W/c) of the first n, or
 // all n if they are fewer. r.Masks are the chunks to lock and copy.
 func (k *Chunks) Hit(r *Result, p Presence, chunks int) (int, error) {

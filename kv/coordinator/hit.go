@@ -5,7 +5,7 @@ import "errors"
 // Query asks for the longest hit of one prompt.
 type Query struct {
 	Units     int // hash units of the prompt
-	MaxTokens int // no more than so many tokens; callers leave one to compute
+	MaxTokens int // limit of the hit; callers leave one token to compute
 
 	// NoEagle keeps the block that flagged groups otherwise drop so that the
 	// drafter computes it again.
@@ -64,7 +64,7 @@ func (c *Coordinator) Hit(r *Result, p Presence, q Query) error {
 	return nil
 }
 
-// LoadMask appends to dst, per group, the blocks that a load of a hit of so many
+// LoadMask appends to dst, per group, the blocks that a load of a hit of tokens
 // tokens moves. It depends on the length alone: tokens is what Hit answered, so
 // no EAGLE block is dropped again. The prompt's hash units must cover tokens.
 func (c *Coordinator) LoadMask(dst []Mask, units, tokens int) ([]Mask, error) {

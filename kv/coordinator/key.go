@@ -5,7 +5,7 @@ func (c *Coordinator) BlockUnits(g int) int {
 	return c.layout.Groups[g].Block / c.layout.HashUnit
 }
 
-// Blocks returns the number of whole blocks of a group in a prompt of so many
+// Blocks returns the number of whole blocks of a group in a prompt of units
 // hash units; 0 for a group that is not cached.
 func (c *Coordinator) Blocks(g, units int) int {
 	if c.bySet[g] < 0 {

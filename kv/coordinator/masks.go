@@ -39,7 +39,7 @@ func (c *Coordinator) StoreMask(dst []Mask, q StoreQuery) ([]Mask, error) {
 	return c.repeated(dst, q.Tokens)
 }
 
-// LookupMask appends to dst, per group, which blocks of a prefix of so many
+// LookupMask appends to dst, per group, which blocks of a prefix of tokens
 // tokens a hit can end on, densely: what StoreMask keeps without a retention
 // interval, and every Mamba block.
 //

@@ -59,7 +59,7 @@ type Remote struct {
 	batches, asked int
 }
 
-// sighting is what is known of one series.
+// sighting is the known state of one series.
 type sighting struct{ known, held words }
 
 // NewRemote returns a Remote without a store; Reset gives it one.
@@ -116,8 +116,8 @@ func (r *Remote) want(s *Series, i int) {
 	}
 }
 
-// room returns how many positions fit one batch, at least one.
-func (r *Remote) room(s *Series) int { return max(r.opt.Batch/len(s.Groups), 1) }
+// batchPositions returns how many positions fit one batch, at least one.
+func (r *Remote) batchPositions(s *Series) int { return max(r.opt.Batch/len(s.Groups), 1) }
 
 // ask learns the wanted positions, which stay in r.at until the next question is
 // made. It reports false after an error.
@@ -170,7 +170,7 @@ func (r *Remote) Prefix(s Series, lo, hi int) int {
 	}
 	seen := r.sighting(&s)
 	for batch := 16; lo < hi; {
-		batch = min(batch, r.room(&s))
+		batch = min(batch, r.batchPositions(&s))
 		end := min(hi, lo+batch)
 		batch *= 4
 		r.at = r.at[:0]
@@ -199,7 +199,7 @@ func (r *Remote) gallop(s *Series, hi int) int {
 			}
 			r.want(s, hi-1)
 		} else {
-			step := ceilDiv(hi-lo, min(fan, r.room(s)))
+			step := ceilDiv(hi-lo, min(fan, r.batchPositions(s)))
 			for i := lo + step - 1; i < hi; i += step {
 				r.want(s, i)
 			}
@@ -226,7 +226,7 @@ func (r *Remote) Last(s Series, lo, hi, align int) int {
 	seen := r.sighting(&s)
 	i := min(hi, remoteBlocks)/align*align - 1
 	for batch := 4; i >= lo; {
-		batch = min(batch, r.room(&s))
+		batch = min(batch, r.batchPositions(&s))
 		next := i
 		r.at = r.at[:0]
 		for n := batch; next >= lo && n > 0; n-- {
@@ -269,7 +269,7 @@ func (r *Remote) Window(s Series, hi int, w Window) int {
 			}
 			continue
 		}
-		batch = min(batch, r.room(&s))
+		batch = min(batch, r.batchPositions(&s))
 		r.at = r.at[:0]
 		for n := batch; post >= 0 && n > 0; n-- {
 			r.want(&s, post)
@@ -287,7 +287,7 @@ func (r *Remote) Window(s Series, hi int, w Window) int {
 func (r *Remote) askDown(s *Series, lo, hi int) bool {
 	seen := r.sighting(s)
 	for top := hi; top > lo; {
-		next := max(lo, top-r.room(s))
+		next := max(lo, top-r.batchPositions(s))
 		r.at = r.at[:0]
 		for i := next; i < top; i++ {
 			r.want(s, i)

@@ -144,7 +144,7 @@ func (d *decoder) tokens() []int64 {
 	return out
 }
 
-// extra reads extra_keys: what is left of them is the salt of the first block.
+// extra reads extra_keys: the first block has its salt there.
 func (d *decoder) extra(ev *Event) {
 	if d.isNil() {
 		return
@@ -269,7 +269,7 @@ func (d *decoder) arrayEvent() (ev Event) {
 	return ev
 }
 
-// field reads one value; what is not known is passed over.
+// field reads one value; unknown fields are skipped.
 func (d *decoder) field(ev *Event, name string) {
 	stored := ev.Kind == Stored
 	switch {

@@ -23,7 +23,7 @@ type Groups struct {
 	windows bool // some group needs less than the whole prefix
 }
 
-// NewGroups returns the groups of a model whose chunks have so many tokens.
+// NewGroups returns the groups of a model with chunks of chunkTokens tokens.
 func NewGroups(chunkTokens int, list []Group) (*Groups, error) {
 	g := &Groups{list: list}
 	var rules []coordinator.ChunkGroup
@@ -37,7 +37,7 @@ func NewGroups(chunkTokens int, list []Group) (*Groups, error) {
 }
 
 // FullAttention returns the groups of a model that has one, of full attention, with
-// objects of so many bytes. A chunk has at least one token.
+// objects of bytes bytes. A chunk has at least one token.
 func FullAttention(chunkTokens int, bytes int64) *Groups {
 	g, err := NewGroups(chunkTokens, []Group{{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: bytes}})
 	if err != nil {
@@ -91,7 +91,7 @@ func (g *Groups) Need(i, from, hit int) coordinator.Run {
 // has.
 func (g *Groups) Hit(limit int, has func(group, chunk int) bool) int {
 	var r coordinator.Result
-	n, err := g.rule.Hit(&r, g.kept(limit, has), limit)
+	n, err := g.rule.Hit(&r, g.present(limit, has), limit)
 	if err != nil {
 		return 0 // longer than any prompt
 	}
@@ -105,7 +105,7 @@ func (g *Groups) Dead(chunks int, has func(group, chunk int) bool, dead func(gro
 	if !g.windows {
 		return
 	}
-	set := g.kept(chunks, has)
+	set := g.present(chunks, has)
 	var alive []coordinator.Run
 	for i := range g.Len() {
 		if g.Full(i) {
@@ -125,8 +125,8 @@ func (g *Groups) Dead(chunks int, has func(group, chunk int) bool, dead func(gro
 	}
 }
 
-// kept returns which of the first limit chunks each group has.
-func (g *Groups) kept(limit int, has func(group, chunk int) bool) *coordinator.Runs {
+// present returns which of the first limit chunks each group has.
+func (g *Groups) present(limit int, has func(group, chunk int) bool) *coordinator.Runs {
 	set := coordinator.NewRuns(g.rule.Coordinator())
 	for i := range g.Len() {
 		start := 0

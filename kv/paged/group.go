@@ -16,7 +16,7 @@ type Layer struct {
 type Group struct {
 	Layers   []Layer // not empty; all Same
 	PerChunk int     // blocks of a chunk
-	Keep     int     // of them, the last so many are kept; 1 to PerChunk
+	Keep     int     // how many of them, the last ones, are stored; 1 to PerChunk
 	Sparse   bool    // a null id stands for a block that is not there
 }
 

@@ -84,7 +84,7 @@ type View struct {
 // not overflow.
 const maxSpan = 1 << 46
 
-// NewView returns the geometry of t in memory of so many bytes. heads first
+// NewView returns the geometry of t in memory of the given size. heads first
 // (HND) or tokens first (NHD) cannot be seen from a shape; hnd decides. Strides
 // say how dimensions really lie: a permuted view is read as what it is in memory,
 // with the rule of LMCache 0.5.6 (dimensions by falling stride, those of size 1

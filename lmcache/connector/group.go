@@ -41,7 +41,7 @@ func (g *Group) check() error {
 	return nil
 }
 
-// left returns how many leading blocks the engine has given up when so many tokens are
+// left returns how many leading blocks the engine has given up when computed tokens are
 // computed: no later token looks at them. vLLM: get_num_skipped_tokens.
 func (g *Group) left(computed, blockTokens int) int {
 	switch {

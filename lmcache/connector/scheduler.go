@@ -149,7 +149,7 @@ func NewScheduler(cache Cache, o SchedulerOptions) (*Scheduler, error) {
 	return t, nil
 }
 
-// Info returns what is known of a request; ok is false for an unknown one.
+// Info returns the state of a request; ok is false for an unknown one.
 func (t *Scheduler) Info(id string) (_ RequestInfo, ok bool) {
 	e := t.live[id]
 	if e == nil {

@@ -13,7 +13,7 @@ import (
 
 // A peer of another host cannot learn through the registry whether ports of others
 // are open: its answer is the same, and nothing is dialled.
-func TestProbesTellStrangersNothing(t *testing.T) {
+func TestProbesRevealNothingToOtherHosts(t *testing.T) {
 	f := func(from, addr string, tried bool, networks ...netip.Prefix) {
 		t.Helper()
 		var answers []string

@@ -55,7 +55,7 @@ func checkBooks(t *testing.T, r *Registry) {
 // An address that fills the registry keeps no other address's P out, and what others
 // registered stays; over a restart too. The longest texts that are taken can be read
 // back.
-func TestFloodKeepsNobodyOut(t *testing.T) {
+func TestFloodOfOneAddressLeavesRoomForOthers(t *testing.T) {
 	f := func(name, id, addr string) {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "state")

@@ -167,8 +167,8 @@ func (r *Registry) query(w http.ResponseWriter, req *http.Request) {
 // that grows with every change, over restarts too if there is a state file.
 const generationHeader = "X-Kvasir-Generation"
 
-// errWaiters ends the wait of a peer that has most waiting requests.
-var errWaiters = errors.New("it made room for another peer's")
+// errWaiters ends a wait of the peer with the most waiting requests.
+var errWaiters = errors.New("too many requests are waiting: this one ended in favour of another peer")
 
 // awaitExpected serves the parameters that vLLM's server does not know. It returns nil
 // when it has answered itself: 422 for a bad parameter, 503 when the directory does not

@@ -23,7 +23,7 @@ type problem struct {
 	Ctx   map[string]string `json:"ctx,omitempty"`
 }
 
-// problems collects what is wrong with a body, in the shape of FastAPI's 422. The zero value is ready.
+// problems collects the errors of a body, in the shape of FastAPI's 422. The zero value is ready.
 type problems []problem
 
 // Add appends one entry; field is empty for the body as a whole.

@@ -262,7 +262,7 @@ func (r *Registry) tryRegister(in Registration, from peercred.Origin, dead *conf
 	r.mu.Unlock()
 	for _, g := range out.gaveWay {
 		r.n.gaveWay.Add(1)
-		r.log.Warn("workers gave way: the registry is full and their host has most", "engine", g.id, "dp_rank", g.dp, "host", g.most.Addr)
+		r.log.Warn("workers gave way: the registry is full and their host has the most", "engine", g.id, "dp_rank", g.dp, "host", g.most.Addr)
 	}
 	if out.replaced {
 		r.n.replaced.Add(1)

@@ -183,7 +183,7 @@ func TestStrict(t *testing.T) {
 }
 
 // A side channel that hangs holds up its own registration only.
-func TestProbeHoldsUpNobody(t *testing.T) {
+func TestHangingProbeDelaysOnlyItsRegistration(t *testing.T) {
 	r := open(t, Options{MaxProbes: 1})
 	r.prober.timeout = time.Minute
 	hang, asked := make(chan struct{}), make(chan struct{}, 10)

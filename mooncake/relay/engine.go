@@ -248,7 +248,7 @@ func (r *Relay) watchLocked(e *engine, addr string) *zmtp.Dealer {
 func (r *Relay) endLifeLocked(e *engine, why string) (log func()) {
 	e.life++
 	n := 0
-	for key, k := range r.mu.kept {
+	for key, k := range r.mu.saved {
 		if key.engine != e.id || r.o.KeepAcrossRestarts {
 			continue
 		}

@@ -51,7 +51,7 @@ func FuzzTakeKeep(f *testing.F) {
 				r.loadEnded(k, errors.New("of the test"))
 				r.release(k)
 			}
-			if _, err := e.deliver(&request{ctx: t.Context()}, pull, w, nil); err == nil && !parseID(w.TransferID).again {
+			if _, err := e.deliver(&request{ctx: t.Context()}, pull, w, nil); err == nil && !parseID(w.TransferID).repeat {
 				t.Fatal("served by nobody")
 			}
 		}
@@ -65,7 +65,7 @@ func FuzzTakeKeep(f *testing.F) {
 	})
 }
 
-func checkEntries(t *testing.T, k *kept, pull *wire.Pull, w wire.Wanted) {
+func checkEntries(t *testing.T, k *savedTransfer, pull *wire.Pull, w wire.Wanted) {
 	entries, total, err := k.entries(pull, w.Blocks)
 	if err != nil {
 		return

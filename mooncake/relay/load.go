@@ -27,14 +27,14 @@ const (
 
 // findOrLoad returns the KV of a request, from memory or from P. The caller releases it.
 // before is the KV that an earlier answer to the same request was pushed from, or nil.
-func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, before *kept, seen *transferlog.Entry) (k *kept, source string, err error) {
+func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, before *savedTransfer, seen *transferlog.Entry) (k *savedTransfer, source string, err error) {
 	r := e.r
 	r.mu.Lock()
 	key := e.keyLocked(pull, id.base)
 	if before != nil && (before.freed || before.key != key) {
 		before = nil
 	}
-	other := r.mu.kept[key]
+	other := r.mu.saved[key]
 	k, few := other.servesLocked(id, blocks)
 	if k != nil {
 		r.useLocked(k)
@@ -73,22 +73,22 @@ func (e *engine) findOrLoad(ctx context.Context, pull *wire.Pull, id transferID,
 
 // servesLocked returns k where it is the answer to a request for blocks, else nil. The error says that what is kept has too
 // few blocks. k may be nil: nothing is kept.
-func (k *kept) servesLocked(id transferID, blocks [][]int) (*kept, error) {
+func (k *savedTransfer) servesLocked(id transferID, blocks [][]int) (*savedTransfer, error) {
 	if k == nil || k.endingLocked() { // cancelled
 		return nil, nil
 	}
 	loaded, holds := isDone(k.done), k.holds(blocks)
 	switch {
-	case loaded && id.again && !holds:
+	case loaded && id.repeat && !holds:
 		return nil, fmt.Errorf("relay: P num blocks less than D in what is kept of transfer %.64q", id.base)
-	case loaded && !id.again, !loaded && !holds:
+	case loaded && !id.repeat, !loaded && !holds:
 		return nil, nil // the transfer id demands P's own answer, or there are too few blocks
 	}
 	return k, nil
 }
 
 // await waits for k to be loaded. On failure it releases k.
-func (e *engine) await(ctx context.Context, k *kept, source string, seen *transferlog.Entry) (*kept, string, error) {
+func (e *engine) await(ctx context.Context, k *savedTransfer, source string, seen *transferlog.Entry) (*savedTransfer, string, error) {
 	err := error(nil)
 	if !isDone(k.done) {
 		seen.Receiving("P sends", func() (time.Time, uint64) { return k.arrived.First(), k.arrived.Bytes() })
@@ -108,10 +108,10 @@ func (e *engine) await(ctx context.Context, k *kept, source string, seen *transf
 
 // endingLocked says whether k is a load that was cancelled and has not ended yet. Its
 // error concerns only those that waited when it was cancelled.
-func (k *kept) endingLocked() bool { return !isDone(k.done) && k.ctx.Err() != nil }
+func (k *savedTransfer) endingLocked() bool { return !isDone(k.done) && k.ctx.Err() != nil }
 
 // holds says whether k has, or will have, at least as many blocks in each group.
-func (k *kept) holds(blocks [][]int) bool {
+func (k *savedTransfer) holds(blocks [][]int) bool {
 	return slices.EqualFunc(k.wants, blocks, func(n int, ids []int) bool { return n >= len(ids) })
 }
 
@@ -119,7 +119,7 @@ func (k *kept) holds(blocks [][]int) bool {
 // transfer or nil. The result has one use for the caller, who awaits and releases it.
 // Other requests may wait for the same load, which runs while at least one does. If
 // another request has begun a fitting load meanwhile, load returns that.
-func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, other *kept) (k *kept, source string, err error) {
+func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, blocks [][]int, other *savedTransfer) (k *savedTransfer, source string, err error) {
 	r := e.r
 	probe := r.o.Prefixes && len(blocks) == 1 && !slices.ContainsFunc(pull.Regions, func(m wire.Region) bool { return m.Group == wire.SharedGroup })
 	room := blocks
@@ -136,8 +136,8 @@ func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, block
 	}
 	r.mu.Lock()
 	k.key = e.keyLocked(pull, id.base)
-	if old := r.mu.kept[k.key]; old != nil {
-		if old != other && !old.endingLocked() && old.holds(blocks) && (id.again || !isDone(old.done)) {
+	if old := r.mu.saved[k.key]; old != nil {
+		if old != other && !old.endingLocked() && old.holds(blocks) && (id.repeat || !isDone(old.done)) {
 			r.useLocked(old)
 			r.mu.Unlock()
 			r.loadEnded(k, errNoWaiters)
@@ -148,9 +148,9 @@ func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, block
 	}
 	r.keepLocked(k)
 	now, life := e.now, e.life
-	var prefix *kept
+	var prefix *savedTransfer
 	if probe && id.prefix != "" && id.blocks > 0 && id.blocks < len(blocks[0]) {
-		prefix = r.mu.kept[e.keyLocked(pull, id.prefix)]
+		prefix = r.mu.saved[e.keyLocked(pull, id.prefix)]
 		if prefix != nil && (!isDone(prefix.done) || prefix.err != nil || !prefix.whole || len(prefix.blocks[0]) < id.blocks) {
 			prefix = nil
 		}
@@ -171,7 +171,7 @@ func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, block
 }
 
 // loadEnded records the end of a load.
-func (r *Relay) loadEnded(k *kept, err error) {
+func (r *Relay) loadEnded(k *savedTransfer, err error) {
 	if err == nil {
 		r.stats.pulled.Add(1)
 	}
@@ -196,14 +196,14 @@ func (r *Relay) loadEnded(k *kept, err error) {
 // loading is one load.
 type loading struct {
 	e    *engine
-	k    *kept
+	k    *savedTransfer
 	pull *wire.Pull
 	id   transferID
 	now  bootstrap.Engine // P's workers
 	life int64            // P's
 }
 
-func (l *loading) run(probe bool, prefix *kept) error {
+func (l *loading) run(probe bool, prefix *savedTransfer) error {
 	r, k := l.e.r, l.k
 	err := r.memory.Populate(k.off, k.n, true)            // so that a full /dev/shm is an error and no SIGBUS
 	if err != nil && !errors.Is(err, shm.ErrNoPopulate) { // an old kernel: memory comes with the first touch
@@ -328,11 +328,11 @@ func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, arrived *t
 func (e *engine) releaseAtP(ctx context.Context, pull *wire.Pull, id transferID) error {
 	r := e.r
 	r.mu.Lock()
-	k := r.mu.kept[e.keyLocked(pull, id.base)]
+	k := r.mu.saved[e.keyLocked(pull, id.base)]
 	now, life, gone := e.now, e.life, !e.gone.IsZero()
 	r.mu.Unlock()
 	switch {
-	case id.again || k != nil: // P has pushed it, or is about to
+	case id.repeat || k != nil: // P has pushed it, or is about to
 		return nil
 	case gone:
 		return errGone
@@ -358,7 +358,7 @@ func (e *engine) releaseAtP(ctx context.Context, pull *wire.Pull, id transferID)
 }
 
 // entries lists the writes that fill D's blocks from kept KV, and their bytes in total.
-func (k *kept) entries(pull *wire.Pull, blocks [][]int) (entries []transfer.Entry, total int64, err error) {
+func (k *savedTransfer) entries(pull *wire.Pull, blocks [][]int) (entries []transfer.Entry, total int64, err error) {
 	self := mooncake.Peer{TPRank: pull.TPRank, TPSize: pull.TPSize, PPSize: pull.PPSize} // what D's own rank holds
 	plan, err := mooncake.PlanPush(k.cache, self, self, pull.Regions)
 	if err != nil {
@@ -381,7 +381,7 @@ func (k *kept) entries(pull *wire.Pull, blocks [][]int) (entries []transfer.Entr
 }
 
 // push writes kept KV into D's blocks. sent counts what D has confirmed.
-func (r *Relay) push(ctx context.Context, pull *wire.Pull, k *kept, blocks [][]int, sent *transfer.Progress) (int64, error) {
+func (r *Relay) push(ctx context.Context, pull *wire.Pull, k *savedTransfer, blocks [][]int, sent *transfer.Progress) (int64, error) {
 	entries, total, err := k.entries(pull, blocks)
 	if err != nil {
 		return 0, err

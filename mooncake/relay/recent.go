@@ -17,8 +17,8 @@ import (
 // which D has the whole prompt already is none.
 func (r *Relay) Transfers() []transferlog.Transfer { return r.last.Last() }
 
-// noted begins the note of a request of D; nil where D wants no blocks.
-func (e *engine) noted(a *request, pull *wire.Pull, want wire.Wanted) *transferlog.Entry {
+// beginEntry begins the log entry of a request of D; nil where D wants no blocks.
+func (e *engine) beginEntry(a *request, pull *wire.Pull, want wire.Wanted) *transferlog.Entry {
 	blocks := 0
 	for _, ids := range want.Blocks {
 		blocks += len(ids)

@@ -100,16 +100,16 @@ type Relay struct {
 	mu struct {
 		sync.Mutex
 		closed    bool
-		asked     time.Time           // when Upstream last answered
-		failing   bool                // the last query of Upstream failed
-		engines   map[string]*engine  // by P's engine id
-		text      []byte              // the directory for D
-		arena     *arena.Arena        // of memory
-		kept      map[keptKey]*kept   // loading or loaded
-		transfers map[transferKey]int // how many of kept each transfer has
-		order     int64               // last use handed out
-		free      map[*kept]struct{}  // loaded, not in use: may be evicted
-		loading   map[*kept]struct{}
+		asked     time.Time                   // when Upstream last answered
+		failing   bool                        // the last query of Upstream failed
+		engines   map[string]*engine          // by P's engine id
+		text      []byte                      // the directory for D
+		arena     *arena.Arena                // of memory
+		saved     map[savedKey]*savedTransfer // loading or loaded
+		transfers map[transferKey]int         // how many of saved each transfer has
+		order     int64                       // last use handed out
+		free      map[*savedTransfer]struct{} // loaded, not in use: may be evicted
+		loading   map[*savedTransfer]struct{}
 		pending   map[string]int64 // bytes of loading ones, by the D worker that pulled first
 		freed     chan struct{}    // closed when memory is free or may be evicted; nil without waiters
 		requests  map[requestKey]*request
@@ -172,10 +172,10 @@ func Open(o Options) (*Relay, error) {
 	r.sockets = mooncake.NewSockets(8)
 	r.ctx, r.cancel = context.WithCancel(context.Background())
 	r.mu.engines = make(map[string]*engine)
-	r.mu.kept = make(map[keptKey]*kept)
+	r.mu.saved = make(map[savedKey]*savedTransfer)
 	r.mu.transfers = make(map[transferKey]int)
-	r.mu.free = make(map[*kept]struct{})
-	r.mu.loading = make(map[*kept]struct{})
+	r.mu.free = make(map[*savedTransfer]struct{})
+	r.mu.loading = make(map[*savedTransfer]struct{})
 	r.mu.pending = make(map[string]int64)
 	r.mu.requests = make(map[requestKey]*request)
 	r.mu.arena = arena.New(o.MemoryBytes, memoryAlign)
@@ -210,7 +210,7 @@ func (r *Relay) Close() error {
 // Stats returns the counters.
 func (r *Relay) Stats() Stats {
 	r.mu.Lock()
-	s := Stats{Kept: int64(len(r.mu.kept)), KeptBytes: r.mu.arena.Size() - r.mu.arena.Free()}
+	s := Stats{Kept: int64(len(r.mu.saved)), KeptBytes: r.mu.arena.Size() - r.mu.arena.Free()}
 	for _, e := range r.mu.engines {
 		if e.gone.IsZero() {
 			s.Engines++

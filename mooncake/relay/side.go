@@ -181,7 +181,7 @@ type request struct {
 	cancel context.CancelFunc
 	done   chan struct{} // closed at the end
 	err    error         // valid when done, as is k
-	k      *kept
+	k      *savedTransfer
 
 	id   string             // D's
 	peer string             // the D worker
@@ -190,7 +190,7 @@ type request struct {
 	// Guarded by Relay.mu.
 	late   bool                // D's time was over
 	users  int                 // waiters
-	using  *kept               // being pushed
+	using  *savedTransfer      // being pushed
 	places map[workerRank]bool // where D has asked
 	at     time.Time           // when it ended
 }
@@ -283,12 +283,12 @@ func (r *Relay) forgetRequestsLocked() {
 // or nil; answer waits for its end, so that the two do not push at the same time.
 func (e *engine) answer(a *request, pull *wire.Pull, want wire.Wanted, before *request) {
 	defer a.cancel()
-	var from *kept
+	var from *savedTransfer
 	if before != nil {
 		<-before.done // it has ended, or was cancelled
 		from = before.k
 	}
-	a.seen = e.noted(a, pull, want)
+	a.seen = e.beginEntry(a, pull, want)
 	k, err := e.deliver(a, pull, want, from)
 	e.r.mu.Lock()
 	a.k, a.err, a.at = k, err, time.Now()
@@ -300,7 +300,7 @@ func (e *engine) answer(a *request, pull *wire.Pull, want wire.Wanted, before *r
 
 // deliver gets one request's KV and pushes it to D. It returns the KV that it pushed
 // from, also when the push fails. before is the KV of an earlier answer, or nil.
-func (e *engine) deliver(a *request, pull *wire.Pull, want wire.Wanted, before *kept) (*kept, error) {
+func (e *engine) deliver(a *request, pull *wire.Pull, want wire.Wanted, before *savedTransfer) (*savedTransfer, error) {
 	ctx, r, id := a.ctx, e.r, parseID(want.TransferID)
 	if !slices.ContainsFunc(want.Blocks, func(g []int) bool { return len(g) > 0 }) {
 		return nil, e.releaseAtP(ctx, pull, id)

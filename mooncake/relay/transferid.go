@@ -8,8 +8,8 @@ import (
 // transferID is a parsed transfer id of one of D's requests.
 type transferID struct {
 	base   string // what P knows
-	again  bool   // the same KV again, from memory if the relay has it
-	only   bool   // with again: from memory or not at all
+	repeat bool   // the same KV once more, from memory if the relay has it
+	only   bool   // with repeat: from memory or not at all
 	prefix string // another transfer with the same first blocks; "" if none
 	blocks int    // how many
 }
@@ -24,7 +24,7 @@ func parseID(id string) transferID {
 	t := transferID{base: id}
 	if i := strings.LastIndexByte(id, '#'); i > 0 {
 		if n, only := strings.CutSuffix(id[i+1:], "!"); digits(n) {
-			t.base, t.again, t.only = id[:i], true, only
+			t.base, t.repeat, t.only = id[:i], true, only
 		}
 	}
 	at := strings.LastIndexByte(t.base, '^')

@@ -72,7 +72,7 @@ func methodOf(name string) (method, bool) {
 }
 
 // Every request that a real client or node sent has the type that the tables say, and every answer can be read.
-func TestFormsAreThoseOfTheReleases(t *testing.T) {
+func TestRecordedMessagesMatchWireForms(t *testing.T) {
 	seen := map[Version]map[method]bool{}
 	for _, v := range vectors(t) {
 		m, ok := methodOf(v.Method)

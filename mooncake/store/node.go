@@ -141,7 +141,7 @@ func (n *Node) Run(ctx context.Context) error {
 		case errors.Is(err, ErrVersion) && n.Stats().Pings == 0:
 			return err
 		case err != nil && was == nil:
-			n.log.Warn("the memory is not mounted, or not known to be: trying on", "err", err)
+			n.log.Warn("the master has not confirmed that the memory is mounted; retrying", "err", err)
 		case err == nil && was != nil:
 			n.log.Info("the master is back")
 		}
@@ -279,7 +279,7 @@ func (n *Node) grace(l *life) {
 	ctx, cancel := context.WithTimeout(context.Background(), n.o.Grace+maxLeft)
 	defer cancel()
 	if err := n.master.UnmountAfter(ctx, l.client, l.segment.ID, n.o.Grace); err != nil {
-		n.log.Warn("the master grants no grace", "err", err)
+		n.log.Warn("the master refused a delayed unmount, so objects are unreadable from now on", "err", err)
 		return
 	}
 	for end := time.Now().Add(n.o.Grace); time.Now().Before(end); {

@@ -195,7 +195,7 @@ func TestOtherNumberOfResults(t *testing.T) {
 
 // The time for a put counts from before its start: a start that was answered late leaves less for the writes,
 // since the master counts too.
-func TestLateStartLeavesLessTime(t *testing.T) {
+func TestLateStartShortensTheTimeout(t *testing.T) {
 	c := newCluster(t, 1, ClientOptions{})
 	c.client.times.writes = 50 * time.Millisecond
 	c.master.Set(func() {

@@ -100,7 +100,7 @@ func TestAnswersInPieces(t *testing.T) {
 }
 
 // What follows an answer, belongs to another question, or ends early is no answer.
-func TestAnswersThatAreNone(t *testing.T) {
+func TestInvalidAnswersAreRefused(t *testing.T) {
 	for name, answer := range map[string]func(seq uint32) []byte{
 		"more":     func(seq uint32) []byte { return append(frame(seq, []byte("abc"), nil), 1) },
 		"another":  func(seq uint32) []byte { return frame(seq+1, []byte("abc"), nil) },

@@ -303,7 +303,7 @@ func TestFenceRegionsModel(t *testing.T) {
 
 // A fence of many ranges in many regions lets other fences and connections go on:
 // only looking at the list of connections is done under the table's lock.
-func TestFenceOfManyRangesHoldsNobodyUp(t *testing.T) {
+func TestFenceOfManyRangesDelaysNoOtherFence(t *testing.T) {
 	const storages, blocks = 64, 4000
 	table := NewTable()
 	mems := make([][]byte, storages)

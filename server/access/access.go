@@ -1,9 +1,9 @@
 // Package access says who is behind a connection and what that peer may do.
 //
-// A server grants a peer no more than the peer's own rights. Who may open the pool
-// is told places in it; who owns a segment may lend it; who registered a worker may
-// speak for it. Who is behind a connection is found once, before anything is read
-// from it.
+// A server grants a peer no more than the peer's own rights. A peer that may open the pool
+// learns places in it; the owner of a segment may lend it; the peer that registered a worker
+// may speak for it. The server identifies the peer of a connection once, before it reads
+// anything from it.
 package access
 
 import (
@@ -19,7 +19,7 @@ import (
 )
 
 // Principal names who may speak for a worker: a user of this host or, where the
-// user is not known, an address. The zero Principal is nobody.
+// user is not known, an address. The zero Principal has no rights.
 type Principal struct {
 	User bool       `json:",omitempty"`
 	UID  int        `json:",omitzero"`
@@ -41,7 +41,7 @@ type Caller struct {
 	Peer    peercred.Peer
 	By      Principal
 	Name    string // of By
-	Number  uint64 // tells connections apart
+	Number  uint64 // of the connection, unique in this process
 	Trusted bool   // taken for this process' user
 }
 
@@ -71,22 +71,22 @@ func (c *Caller) Owner() lease.Owner { return lease.Owner{Peer: c.Name, Conn: c.
 func (c *Caller) String() string { return c.Peer.String() }
 
 var (
-	// ErrNotTold means that a peer could not open the pool by its own rights.
-	ErrNotTold = errors.New("the pool is not told to this worker")
+	// ErrMayNotOpen means that a peer could not open the pool by its own rights.
+	ErrMayNotOpen = errors.New("this worker may not learn the pool's name")
 	// ErrLender means that a segment belongs to another user or process.
 	ErrLender = errors.New("the segment is not this worker's to lend")
 )
 
-// MayOpen reports why c may not be told places in the pool; nil when c could open
-// it by its own rights.
+// MayOpen returns nil when c could open the pool by its own rights, else the reason why c
+// must not learn places in it.
 func (c *Caller) MayOpen() error {
 	switch {
 	case c.Trusted:
 		return nil
 	case !c.Peer.Known():
-		return fmt.Errorf("%w: %s", ErrNotTold, c.unseen())
+		return fmt.Errorf("%w: %s", ErrMayNotOpen, c.unseen())
 	case c.Peer.UID != os.Geteuid() && c.Peer.UID != 0:
-		return fmt.Errorf("%w: it connects as uid %d, the pool belongs to uid %d", ErrNotTold, c.Peer.UID, os.Geteuid())
+		return fmt.Errorf("%w: it connects as uid %d, the pool belongs to uid %d", ErrMayNotOpen, c.Peer.UID, os.Geteuid())
 	}
 	return nil
 }

@@ -51,7 +51,7 @@ func TestRights(t *testing.T) {
 				t.Errorf("%s: %s: %v", what, deed, err)
 			}
 		}
-		is("open", c.MayOpen(), ErrNotTold, open)
+		is("open", c.MayOpen(), ErrMayNotOpen, open)
 		is("lend mine", c.MayLend(me), ErrLender, lendMine)
 		is("lend another's", c.MayLend(me+1), ErrLender, lendOthers)
 	}

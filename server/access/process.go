@@ -29,7 +29,7 @@ type Finder struct {
 const patience = 2 * time.Second
 
 // Process returns the process that has the other end of the connection open; 0 when that
-// is not known, or so many were looked for that its turn does not come.
+// is not known, or too many other processes are to be looked for first.
 func (f *Finder) Process(c *Caller) int {
 	if c.Peer.PID != 0 || !c.Peer.Known() || c.Peer.Socket == 0 {
 		return c.Peer.PID
@@ -65,5 +65,5 @@ func SameFile(pid int, path string) error {
 	case err != nil || ours.Dev == theirs.Dev && ours.Ino == theirs.Ino:
 		return nil
 	}
-	return fmt.Errorf("%w: process %d has another %s than this server (containers: --ipc=host, or one shared volume)", ErrNotTold, pid, filepath.Dir(path))
+	return fmt.Errorf("%w: process %d has another %s than this server (containers: --ipc=host, or one shared volume)", ErrMayNotOpen, pid, filepath.Dir(path))
 }

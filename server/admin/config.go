@@ -26,7 +26,7 @@ type Setting struct {
 	From  string `json:"from"` // "command line", "$KVASIR_…", "FILE line 3", "default"
 }
 
-// TenantSetting is one that a flag or somebody has set for a tenant.
+// TenantSetting is a setting of a tenant, from a flag or from a request.
 type TenantSetting struct {
 	Salt  string       `json:"cache_salt"`
 	Field tenant.Field `json:"field"`

@@ -17,7 +17,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// pageHTML is the page at /: one file, which asks nobody but this server.
+// pageHTML is the page at /: one file, which loads nothing from other servers.
 //
 //go:embed page.html
 var pageHTML []byte
@@ -123,7 +123,7 @@ func (l *live) leave() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.listeners--; l.listeners == 0 {
-		l.event, l.pool, l.poolAt = nil, pool.Map{}, time.Time{} // nobody needs the memory
+		l.event, l.pool, l.poolAt = nil, pool.Map{}, time.Time{} // no listener needs them
 	}
 }
 

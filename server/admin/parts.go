@@ -22,13 +22,13 @@ type Parts struct {
 
 // Transfers is what the parts know of single transfers from P to D.
 type Transfers struct {
-	Seen    []string                `json:"seen"`      // the parts that see any: relay, proxy; empty: P sends straight to D, and nobody here knows of it
+	Seen    []string                `json:"seen"`      // the parts that see any: relay, proxy; empty: P sends straight to D, and no part of this process sees it
 	Last    []transferlog.Transfer  `json:"transfers"` // those that began last first, 64 at most
 	Engines []bootstrap.EngineState `json:"p_engines"` // that the registry has, 64 at most; null: there is none here
 }
 
 // Add adds a part, or replaces the one of that name. stats returns its Stats struct, with
-// the tags of internal/metrics; it is called when somebody asks for the status, also after
+// the tags of internal/metrics; each request for the status calls it, also after
 // the part was closed.
 func (p *Parts) Add(name string, stats func() any) {
 	if p == nil {
@@ -42,8 +42,8 @@ func (p *Parts) Add(name string, stats func() any) {
 	p.stats[name] = stats
 }
 
-// AddTransfers adds what a part sees of single transfers: "relay" or "proxy". last is called when somebody
-// looks.
+// AddTransfers adds what a part sees of single transfers: "relay" or "proxy". each request for
+// transfers calls last.
 func (p *Parts) AddTransfers(name string, last func() []transferlog.Transfer) {
 	if p == nil {
 		return

@@ -23,14 +23,14 @@ import (
 const (
 	maxPrefetchTokens = 1_000_000
 	maxPrefetchBody   = 16 << 20
-	maxPrefetches     = 256              // of which nobody has asked for the end
+	maxPrefetches     = 256              // whose end no client has asked for
 	prefetchKept      = 10 * time.Minute // after their end
 	maxSaltRunes      = 128
 )
 
-// prefetches reads chunks of prompts from the tiers into the pool before anybody asks for them: LMCache's POST
-// /cache/prefetches and GET /cache/prefetches/{id} (0.5.6, http_apis/cache_api.py). One is a lookup whose hit nobody
-// takes: it waits as long as the tiers take, in turns of what a lookup may wait.
+// prefetches reads chunks of prompts from the tiers into the pool before an engine looks them up: LMCache's POST
+// /cache/prefetches and GET /cache/prefetches/{id} (0.5.6, http_apis/cache_api.py). A prefetch is a lookup whose hit
+// no engine takes. It waits as long as the tiers take, in turns as long as a lookup may wait.
 type prefetches struct {
 	server *server.Server
 
@@ -107,7 +107,7 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusAccepted, map[string]any{"request_id": id, "chunks": len(hashes), "status": "submitted"})
 }
 
-// needs is how many objects a hit of so many chunks takes.
+// needs returns how many objects a hit of chunks chunks takes.
 func needs(sh object.Shard, chunks int) (n int) {
 	for g := range sh.Groups.Len() {
 		span := sh.Groups.Need(g, 0, chunks)
@@ -168,7 +168,7 @@ func (p *prefetches) status(w http.ResponseWriter, r *http.Request) {
 	job := p.jobs[id]
 	switch {
 	case job == nil:
-		detail(w, http.StatusNotFound, "no prefetch has this request_id, or its end was told before")
+		detail(w, http.StatusNotFound, "no prefetch has this request_id, or an earlier request has fetched its result")
 	case job.ended.IsZero():
 		writeJSON(w, http.StatusOK, map[string]any{"request_id": id, "status": "pending"})
 	default:

@@ -17,7 +17,7 @@ type Share struct {
 	BelowTokens uint64 `json:"below_tokens"` // of the hits, those that came from tiers below the pool
 }
 
-// sharesOf lists them, those that asked for most first, so many at most.
+// sharesOf lists at most most shares, those that asked for most first.
 func sharesOf(st usage.Stats, most int) []Share {
 	out := []Share{}
 	for of, n := range st.Lookups {

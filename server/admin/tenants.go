@@ -62,11 +62,11 @@ type tenantStats struct {
 	Bytes   map[string]int64  `gauge:"kvasir_tenant_bytes" label:"cache_salt" help:"Bytes of the pool that a tenant with a quota has, staged and resident."`
 	Objects map[string]int    `gauge:"kvasir_tenant_objects" label:"cache_salt" help:"The same in objects."`
 	Evicted map[string]uint64 `counter:"kvasir_tenant_evicted_bytes_total" label:"cache_salt" help:"Bytes of a tenant with a quota that were evicted."`
-	Expired map[string]uint64 `counter:"kvasir_tenant_expired_chunks_total" label:"cache_salt" help:"Chunks of a tenant with a TTL of its own that nobody used for that long."`
+	Expired map[string]uint64 `counter:"kvasir_tenant_expired_chunks_total" label:"cache_salt" help:"Chunks of a tenant with a TTL of its own that were dropped because they were unused for that long."`
 	Pinned  map[string]int64  `gauge:"kvasir_tenant_pinned_bytes" label:"cache_salt" help:"Bytes of a tenant that an operator has pinned."`
 	Limit   map[string]int64  `gauge:"kvasir_tenant_pin_limit_bytes" label:"cache_salt" help:"Bytes of a tenant that may be pinned at a time."`
 
-	AllExpired   uint64 `counter:"kvasir_expired_chunks_total" help:"Chunks of all tenants that nobody used for their time to live."`
+	AllExpired   uint64 `counter:"kvasir_expired_chunks_total" help:"Chunks of all tenants that were dropped because they were unused for their time to live."`
 	ExpiredBytes uint64 `counter:"kvasir_expired_bytes_total" help:"The same in bytes."`
 
 	Unkept bool `gauge:"kvasir_tenant_settings_unkept" help:"1 while what was set for tenants is in effect and could not be written to the file of --state."`
@@ -99,8 +99,8 @@ func tenantStatsOf(st *store.Store, book *tenant.Terms) tenantStats {
 	return out
 }
 
-// nameKnown has what is known to be of a tenant follow what was set for it. What nobody has named since the start follows
-// it from the tenant's next request on.
+// nameKnown applies a tenant's settings to its known namespaces. A namespace that no request has named since the start
+// follows at the tenant's next request.
 func nameKnown(s *server.Server, salt string) {
 	seen := make(map[kv.Namespace]bool)
 	var found []store.Object
@@ -236,7 +236,7 @@ func valueOf(f tenant.Field, text json.RawMessage) (tenant.Value, error) {
 	return tenant.TimeValue(time.Duration(v * float64(time.Second))), nil
 }
 
-// bytesOf is a number of bytes; what is more than any pool has stays so, and what is below 0 too.
+// bytesOf returns a number of bytes. It keeps values above the size of any pool, and below 0, out of range.
 func bytesOf(v float64) int64 {
 	if v < 0 {
 		return -1

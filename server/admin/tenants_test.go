@@ -92,7 +92,7 @@ func TestTenantRoutes(t *testing.T) {
 }
 
 // What a body sets before a value that is refused holds for what the tenant has already.
-func TestWhatStandsBeforeARefusedValueIsDone(t *testing.T) {
+func TestSettingsBeforeARefusedValueAreApplied(t *testing.T) {
 	s := newServer(t) // the tenant without a salt has two pages
 	h := admin.Handler(s, admin.Options{})
 	code, text := ask(h, "PUT", "http://localhost/tenants/_default", `{"quota_bytes": 8192, "ttl_seconds": 0}`, jsonType...)

@@ -28,7 +28,7 @@ func (x *Text) begin(i int) int {
 // queue is what was announced and is not applied yet: requests wait for no Book, and what they leave is copied into memory
 // that is used again and again.
 type queue struct {
-	told chan struct{} // capacity 1: there is something
+	arrived chan struct{} // capacity 1: there is something
 
 	mu     sync.Mutex // a leaf
 	news   news
@@ -138,7 +138,7 @@ func (q *queue) add(model, salt []byte, sh *object.Shard, hashes []kv.Hash, want
 	}
 	q.mu.Unlock()
 	select {
-	case q.told <- struct{}{}:
+	case q.arrived <- struct{}{}:
 	default:
 	}
 }
@@ -165,9 +165,9 @@ func (q *queue) lost() uint64 {
 	return q.missed
 }
 
-// Announce tells what the chunks with these hashes are, which begin a prompt, whose they are, and which shards a
-// lookup asks for together. Those from number from on were just stored. It is applied later, and only for what is there;
-// nothing that it is given is kept.
+// Announce describes the first chunks of a prompt by their hashes: their model, salt and tokens, and the shards that a
+// lookup asks for together. The chunks from number from on were just stored. The Book applies it later, and only to
+// chunks that are there. It copies its arguments.
 func (b *Book) Announce(model, salt []byte, sh *object.Shard, hashes []kv.Hash, from int, text *Text) {
 	var lacking []bool // of those before from
 	if b.Wonders() && from > 0 {
@@ -191,22 +191,23 @@ func (b *Book) lacks(hashes []kv.Hash) []bool {
 	return out
 }
 
-// expect has chunks that come now have their tokens, also those that go at once and stay in a tier.
-func (b *Book) expect(told *news) {
-	if len(told.list) == 0 || b.o.Tiers == nil {
+// expect records the tokens of announced chunks before their events are applied, so that a chunk
+// that leaves the pool at once and stays in a tier has them, too.
+func (b *Book) expect(batch *news) {
+	if len(batch.list) == 0 || b.o.Tiers == nil {
 		return
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	for i := range told.chunks {
-		b.mu.told[told.chunks[i].hash] = told.chunks[i].tokens
+	for i := range batch.chunks {
+		b.mu.announced[batch.chunks[i].hash] = batch.chunks[i].tokens
 	}
 }
 
 // learn applies what was announced, once all events before it are.
-func (b *Book) learn(told *news) {
-	chunks := told.chunks
-	for list := told.list; len(list) > 0; {
+func (b *Book) learn(batch *news) {
+	chunks := batch.chunks
+	for list := batch.list; len(list) > 0; {
 		n := min(len(list), learnBatch)
 		chunks = b.learnSome(list[:n], chunks)
 		list = list[n:]
@@ -216,7 +217,7 @@ func (b *Book) learn(told *news) {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	clear(b.mu.told)
+	clear(b.mu.announced)
 }
 
 // learnBatch is how many announcements are applied while others wait for the mutex.

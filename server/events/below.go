@@ -46,13 +46,13 @@ func (b *Book) belowApply(last uint64) (more, lost bool) {
 	return b.mu.tierAfter < last, false
 }
 
-func (b *Book) forgetTiers(s *space) {
+func (b *Book) forgetTiers(s *namespaceState) {
 	b.mu.Lock()
 	defer b.unlock()
 	b.removeLocked(s, func(o *keptObject) bool { return o.tier > 0 })
 }
 
-// strays are objects in tiers of chunks that are not in the pool: what is just being loaded. The zero strays is ready.
+// strays are objects in tiers whose chunks are not in the pool, as those that are being loaded. The zero strays is ready.
 type strays struct {
 	young, old map[kv.Hash][]stray // young ones become old together
 }

@@ -1,5 +1,5 @@
-// Package events tells others what a store has: which chunks became resident and which
-// went, with their tokens, so that routers can send a prompt where its beginning is.
+// Package events reports what a store has: which chunks became resident and which were
+// removed, with their tokens, so that routers can send a prompt where its prefix is cached.
 //
 // A Book follows the events of a store, which name objects, and the changes of the tiers below it, and turns them
 // into records about chunks: a chunk counts as stored in a medium while every object that a hit needs is there and its
@@ -90,21 +90,21 @@ type Book struct {
 		changes   []tier.Change
 		strays    strays
 
-		spaces   map[kv.Namespace]*space
-		tenants  map[tenantKey]*tenant
-		bindings map[kv.Hash]*binding
-		told     map[kv.Hash]tokens // of announcements that are being applied
-		below    ring               // bindings with tokens that are in no pool; the oldest make room for tokens
-		bytes    int64              // of the bindings' tokens
+		namespaces map[kv.Namespace]*namespaceState
+		tenants    map[tenantKey]*tenant
+		bindings   map[kv.Hash]*binding
+		announced  map[kv.Hash]tokens // of announcements that are being applied
+		below      ring               // bindings with tokens that are in no pool; the oldest make room for tokens
+		bytes      int64              // of the bindings' tokens
 
-		records []Record // a ring
-		last    uint64   // number of the newest record
-		ordered uint64   // up to this number they do not change any more
-		news    bool     // since the mutex was locked
-		tell    uint64   // number of the last record that readers were told of
-		hushed  bool     // they are told later
-		changed chan struct{}
-		n       Counters
+		records  []Record // a ring
+		last     uint64   // number of the newest record
+		ordered  uint64   // up to this number they do not change any more
+		news     bool     // since the mutex was locked
+		visible  uint64   // number of the last record that readers may see
+		deferred bool     // readers see further records later
+		changed  chan struct{}
+		n        Counters
 	}
 }
 
@@ -136,7 +136,7 @@ type binding struct {
 // holding is the objects of a chunk in one space.
 type holding struct {
 	binding *binding
-	space   *space
+	space   *namespaceState
 	objects []keptObject
 	at      int // in space.chunks
 }
@@ -167,8 +167,8 @@ type tenant struct {
 	families int
 }
 
-// space is one namespace: what has one layout, model and salt.
-type space struct {
+// namespaceState is one namespace: the chunks of one layout, model and salt.
+type namespaceState struct {
 	name     kv.Namespace
 	chunks   []*holding // in any order
 	families []*family
@@ -178,16 +178,16 @@ type space struct {
 type family struct {
 	tenant *tenant
 	world  int
-	each   []*space // by rank
-	groups []int    // that every hit needs
+	each   []*namespaceState // by rank
+	groups []int             // that every hit needs
 }
 
 // New returns a Book that does nothing before Activate.
 func New(source Source, o Options) *Book {
 	b := &Book{source: source, o: o.withDefaults(), start: make(chan struct{})}
-	b.queue.told = make(chan struct{}, 1)
-	b.mu.spaces, b.mu.tenants = make(map[kv.Namespace]*space), make(map[tenantKey]*tenant)
-	b.mu.bindings, b.mu.told = make(map[kv.Hash]*binding), make(map[kv.Hash]tokens)
+	b.queue.arrived = make(chan struct{}, 1)
+	b.mu.namespaces, b.mu.tenants = make(map[kv.Namespace]*namespaceState), make(map[tenantKey]*tenant)
+	b.mu.bindings, b.mu.announced = make(map[kv.Hash]*binding), make(map[kv.Hash]tokens)
 	b.mu.below.init()
 	b.mu.changed = make(chan struct{})
 	return b
@@ -238,7 +238,7 @@ func (b *Book) Run(ctx context.Context) {
 				return
 			case <-b.source.News():
 			case <-below:
-			case <-b.queue.told:
+			case <-b.queue.arrived:
 			}
 			quiet = -1 // there is something
 			pause.Reset(runPause)
@@ -249,7 +249,7 @@ func (b *Book) Run(ctx context.Context) {
 		case <-pause.C:
 		}
 		news := quiet < 0
-		for _, c := range []<-chan struct{}{b.source.News(), below, b.queue.told} {
+		for _, c := range []<-chan struct{}{b.source.News(), below, b.queue.arrived} {
 			select {
 			case <-c:
 				news = true
@@ -268,13 +268,13 @@ const (
 	maxQuiet = 10                     // pauses without news, before news have to wake Run
 )
 
-// catchUp applies what was announced and all events of the store and the tiers, after a scan where some were lost. Readers
-// are told once, unless there is much.
+// catchUp applies the announcements and all events of the store and the tiers, after a scan if events were lost. It wakes
+// readers once, unless there are many records.
 func (b *Book) catchUp() {
-	b.hush(true)
-	defer b.hush(false)
-	told := b.queue.take() // first: the events of what they tell are there
-	b.expect(&told)
+	b.deferReaders(true)
+	defer b.deferReaders(false)
+	batch := b.queue.take() // first: the events of the announced chunks are there
+	b.expect(&batch)
 	for more := true; more; {
 		var lost bool
 		if more, lost = b.some(); lost {
@@ -282,15 +282,15 @@ func (b *Book) catchUp() {
 			more = true
 		}
 	}
-	b.learn(&told)
-	b.queue.giveBack(&told)
+	b.learn(&batch)
+	b.queue.giveBack(&batch)
 }
 
-// hush says whether readers are told of some records later.
-func (b *Book) hush(on bool) {
+// deferReaders sets whether readers see new records only later.
+func (b *Book) deferReaders(on bool) {
 	b.mu.Lock()
 	defer b.unlock()
-	b.mu.hushed = on
+	b.mu.deferred = on
 }
 
 // some applies some events of the tiers and the store. What happened to an object in a tier before it went from the pool is
@@ -327,19 +327,19 @@ func (b *Book) applyLocked(last uint64) (more, lost bool) {
 	return b.mu.after < last, false
 }
 
-// unlock ends a section that may have made records, and tells the readers.
+// unlock ends a section that may have made records, and wakes the readers.
 func (b *Book) unlock() {
-	var tell chan struct{}
+	var wake chan struct{}
 	if b.mu.news {
 		b.orderLocked()
 		b.mu.news = false
 	}
-	if n := b.mu.last - b.mu.tell; n > 0 && (!b.mu.hushed || n >= uint64(len(b.mu.records)/8)) {
-		b.mu.tell, tell, b.mu.changed = b.mu.last, b.mu.changed, make(chan struct{})
+	if n := b.mu.last - b.mu.visible; n > 0 && (!b.mu.deferred || n >= uint64(len(b.mu.records)/8)) {
+		b.mu.visible, wake, b.mu.changed = b.mu.last, b.mu.changed, make(chan struct{})
 	}
 	b.mu.Unlock()
-	if tell != nil {
-		close(tell)
+	if wake != nil {
+		close(wake)
 	}
 }
 
@@ -377,24 +377,24 @@ func (b *Book) seen(keys []kv.Key) {
 	}
 }
 
-func (b *Book) listSpaces() (out []*space) {
+func (b *Book) listSpaces() (out []*namespaceState) {
 	b.mu.Lock()
 	defer b.unlock()
-	for _, s := range b.mu.spaces {
+	for _, s := range b.mu.namespaces {
 		out = append(out, s)
 	}
 	return out
 }
 
 // forget removes what the scan did not see.
-func (b *Book) forget(s *space, scan uint32) {
+func (b *Book) forget(s *namespaceState, scan uint32) {
 	b.mu.Lock()
 	defer b.unlock()
 	b.removeLocked(s, func(o *keptObject) bool { return o.tier == 0 && o.scan != scan })
 }
 
 // removeLocked removes the objects of a space that f chooses.
-func (b *Book) removeLocked(s *space, f func(*keptObject) bool) {
+func (b *Book) removeLocked(s *namespaceState, f func(*keptObject) bool) {
 	for i := len(s.chunks) - 1; i >= 0; i-- { // one that goes is replaced by the last one
 		h := s.chunks[i]
 		changed := false

@@ -32,7 +32,7 @@ type node struct {
 	book  *Book
 	last  int64 // request
 
-	places []tier.Tier // below the pool, each Noted as number 1 and so on
+	places []tier.Tier // below the pool, each recorded as number 1 and so on
 	noted  []tier.Tier // the same as the store has them
 	ended  chan struct{}
 	end    context.CancelFunc
@@ -56,7 +56,7 @@ func (n *node) open() {
 	if len(n.places) > 0 {
 		n.o.Tiers, n.noted = tier.NewChanges(), nil
 		for i, place := range n.places {
-			n.noted = append(n.noted, tier.Noted(kept{place}, n.o.Tiers, uint8(i+1)))
+			n.noted = append(n.noted, tier.Recorded(kept{place}, n.o.Tiers, uint8(i+1)))
 		}
 		so.WorkerShare, so.PeerShare = 1, 1
 		so.Below = tier.Cascade(tier.CascadeOptions{}, n.noted...)
@@ -434,7 +434,7 @@ func TestReadersSeeWhatTheStoreHas(t *testing.T) {
 
 // Chunks are told after those that they follow, also of a tenant that has the prompt of another one: then it is known
 // whose they are only when all are stored.
-func TestChunksAreToldInTheirOrder(t *testing.T) {
+func TestChunksAreAnnouncedAfterTheirParents(t *testing.T) {
 	n := newNode(t, 256, Options{})
 	tokens := make([]uint32, 40*chunkTokens)
 	for i := range tokens {

@@ -60,7 +60,7 @@ func (b *Book) setLocked(k *kv.Key, tier uint8, there bool) {
 func (b *Book) takeLocked(h *holding, i int) {
 	bound := h.binding
 	if h.objects[i].tier == 0 {
-		if t, ok := b.mu.told[bound.hash]; ok && bound.text == nil && bound.pool == 1 {
+		if t, ok := b.mu.announced[bound.hash]; ok && bound.text == nil && bound.pool == 1 {
 			b.bindLocked(bound, t) // a tier may have it
 		}
 		if bound.pool--; bound.pool == 0 {
@@ -99,10 +99,10 @@ func (bound *binding) of(name kv.Namespace) *holding {
 }
 
 func (b *Book) holdLocked(bound *binding, name kv.Namespace) *holding {
-	s := b.mu.spaces[name]
+	s := b.mu.namespaces[name]
 	if s == nil {
-		s = &space{name: name}
-		b.mu.spaces[name] = s
+		s = &namespaceState{name: name}
+		b.mu.namespaces[name] = s
 		b.nameless.Add(1)
 	}
 	all := &struct {
@@ -135,7 +135,7 @@ func (b *Book) changedLocked(h *holding) {
 	if len(bound.in) == 0 {
 		b.unbindLocked(bound)
 	} else if bound.pool == 0 && bound.text == nil {
-		b.forgetLocked(bound) // nobody was told of it, and nobody will be
+		b.forgetLocked(bound) // no reader has seen it, and none will
 	}
 }
 
@@ -181,8 +181,8 @@ func (b *Book) bindLocked(bound *binding, t tokens) bool {
 }
 
 // dropLocked forgets a space that has nothing; the next store names it again.
-func (b *Book) dropLocked(s *space) {
-	delete(b.mu.spaces, s.name)
+func (b *Book) dropLocked(s *namespaceState) {
+	delete(b.mu.namespaces, s.name)
 	if len(s.families) == 0 {
 		b.nameless.Add(-1)
 	}
@@ -286,14 +286,14 @@ func (f *family) complete(bound *binding) (is [media]bool) {
 // namedLocked notes whose chunks a shard's are, and which shards a lookup asks for together. Only
 // what has chunks is remembered.
 func (b *Book) namedLocked(model, salt []byte, sh *object.Shard) {
-	var few [8]*space
+	var few [8]*namespaceState
 	each := few[:0]
 	for rank := range sh.World {
 		name := sh.Namespace
 		if sh.Each != nil {
 			name = (*sh.Each)[rank].Namespace
 		}
-		s := b.mu.spaces[name]
+		s := b.mu.namespaces[name]
 		if s == nil {
 			return // nothing of this shard is there, so nothing is whole
 		}

@@ -17,11 +17,11 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// Publisher tells a Book's records in vLLM's format on a PUB socket, and on a ROUTER socket
-// answers those who missed some. Its methods are safe for concurrent use.
+// Publisher publishes a Book's records in vLLM's format on a PUB socket, and answers
+// subscribers that missed some on a ROUTER socket. Its methods are safe for concurrent use.
 //
-// A life begins with AllBlocksCleared, as number 0, and what the Book has. Where
-// the Book does not keep a record long enough for the Publisher, that happens again.
+// A Publisher begins with AllBlocksCleared, as message 0, and the contents of the Book. It
+// begins anew when the Book has dropped a record that was not published yet.
 type Publisher struct {
 	book   *Book
 	o      PublisherOptions
@@ -29,19 +29,19 @@ type Publisher struct {
 	pub    *zmtp.Pub
 	replay *zmtp.Router
 	epoch  uint64
-	came   chan struct{} // capacity 1: somebody subscribed
+	came   chan struct{} // capacity 1: a client subscribed
 	keeps  bool          // messages, for replays; set before Run
 
 	mu struct { // taken before Book.mu
 		sync.Mutex
 		cursor  uint64 // of the Book's records, the last that was published
 		started bool
-		alone   bool                // nobody subscribed when records were read last, so nobody waited for them since
+		alone   bool                // there was no subscriber when records were read last, so no client has waited for them since
 		next    uint64              // sequence of the next message
-		kept    []message           // the last ones, oldest first
+		history []message           // the last ones, oldest first
 		bytes   int                 // of their payloads
 		topic   []byte              // of the last one
-		models  map[string]struct{} // that chunks were told of
+		models  map[string]struct{} // with published chunks
 		events  []kvevent.Event
 		n       PublisherStats
 	}
@@ -101,8 +101,8 @@ func (p *Publisher) subscribed(_ *zmtp.Peer, _ []byte, on bool) {
 	}
 }
 
-// Run publishes until ctx ends. While nobody subscribes it does nothing: what the Book still has then is
-// told to the next one, or to who asks for a replay.
+// Run publishes until ctx ends. It does nothing without subscribers: the next subscriber, or the next
+// request for a replay, gets the records that the Book still has.
 func (p *Publisher) Run(ctx context.Context) {
 	p.book.Activate()
 	beat, pause := time.NewTicker(p.o.Heartbeat), time.NewTicker(p.o.Interval)
@@ -141,7 +141,7 @@ func (p *Publisher) Run(ctx context.Context) {
 // Close ends the connections and returns after the last goroutine. Run has returned.
 func (p *Publisher) Close() error { return errors.Join(p.pub.Close(), p.replay.Close()) }
 
-// publish tells all records that there are. It reports whether there were some.
+// publish publishes all new records. It reports whether there were some.
 func (p *Publisher) publish() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -150,7 +150,7 @@ func (p *Publisher) publish() bool {
 	return p.mu.next != before
 }
 
-// catchUpLocked tells the records up to number last.
+// catchUpLocked publishes the records up to number last.
 func (p *Publisher) catchUpLocked(last uint64) {
 	alone := p.mu.alone
 	p.mu.alone = p.pub.Subscribers() == 0
@@ -191,7 +191,7 @@ func (p *Publisher) recordsLocked(records []Record) {
 	}
 }
 
-// restartLocked tells everybody to forget what was told, and then all that is there.
+// restartLocked has subscribers forget what they know, and publishes all chunks that are there.
 func (p *Publisher) restartLocked() {
 	p.mu.n.Restarts++
 	chunks, last := p.book.Everything()
@@ -227,8 +227,8 @@ func models(chunks []Placed) (out []string) {
 	return out
 }
 
-// draft is a message that is not encoded yet, about a few chunks of one model; without any it tells
-// readers to forget what they know of the model.
+// draft is a message that is not encoded yet, about a few chunks of one model. Without chunks
+// it has readers forget what they know of the model.
 type draft struct {
 	model  string
 	chunks []Placed
@@ -260,7 +260,7 @@ func (p *Publisher) events(d draft) (out []kvevent.Event) {
 // mediumNames are vLLM's.
 var mediumNames = [media]string{InPool: kvevent.CPU, Below: kvevent.Storage}
 
-// event is what routers are told of a chunk.
+// event returns the event that routers get for a chunk.
 func (p *Publisher) event(c Placed, removed bool) kvevent.Event {
 	hash := kv.SaltedHash(c.Salt, c.Hash)
 	e := kvevent.Event{Kind: kvevent.Stored, Hashes: [][]byte{hash[:]}, Medium: mediumNames[c.Medium], Group: -1}
@@ -312,12 +312,12 @@ func (p *Publisher) keepLocked(m message) {
 	if !p.keeps {
 		return
 	}
-	p.mu.kept = append(p.mu.kept, m)
+	p.mu.history = append(p.mu.history, m)
 	p.mu.bytes += len(m.payload)
-	for len(p.mu.kept) > p.o.Replay || p.mu.bytes > p.o.ReplayBytes && len(p.mu.kept) > 1 {
-		p.mu.bytes -= len(p.mu.kept[0].payload)
-		p.mu.kept[0] = message{}
-		p.mu.kept = p.mu.kept[1:]
+	for len(p.mu.history) > p.o.Replay || p.mu.bytes > p.o.ReplayBytes && len(p.mu.history) > 1 {
+		p.mu.bytes -= len(p.mu.history[0].payload)
+		p.mu.history[0] = message{}
+		p.mu.history = p.mu.history[1:]
 	}
 }
 
@@ -364,7 +364,7 @@ func number(b []byte) uint64 {
 }
 
 // from returns the messages from a number on, without a gap; none when the first of them is not kept any
-// more, but for number 0: then it is the messages' number alone that is as it was, and together they tell
+// more, except for number 0: then only the number of messages is as it was, and together they have
 // all that is there.
 func (p *Publisher) from(start uint64) iter.Seq[message] {
 	p.mu.Lock()
@@ -373,10 +373,10 @@ func (p *Publisher) from(start uint64) iter.Seq[message] {
 	if p.pub.Subscribers() == 0 || !p.mu.started { // then Run does not
 		p.catchUpLocked(p.book.Last())
 	}
-	switch oldest := p.mu.next - uint64(len(p.mu.kept)); {
+	switch oldest := p.mu.next - uint64(len(p.mu.history)); {
 	case start >= p.mu.next:
 	case start >= oldest:
-		return slices.Values(slices.Clone(p.mu.kept[start-oldest:]))
+		return slices.Values(slices.Clone(p.mu.history[start-oldest:]))
 	case start == 0 && p.mu.next <= maxCompacted:
 		return p.compactedLocked()
 	}
@@ -394,7 +394,7 @@ func (p *Publisher) compactedLocked() iter.Seq[message] {
 	whole := p.snapshotLocked()
 	n, topic := p.mu.next, p.mu.topic
 	if uint64(len(whole)) > n {
-		return none // there are fewer numbers than messages: a snapshot tells more than the replay could
+		return none // there are fewer numbers than messages: a snapshot has more than the replay could
 	}
 	return func(yield func(message) bool) {
 		for i, d := range whole {
@@ -411,7 +411,7 @@ func (p *Publisher) compactedLocked() iter.Seq[message] {
 	}
 }
 
-// snapshot returns messages that tell all that is there. Their number is the one of the next message that
+// snapshot returns messages with all chunks that are there. Their number is the one of the next message that
 // is published: it and those after it come on top. Each is made when its reader takes it.
 func (p *Publisher) snapshot() iter.Seq[message] {
 	p.mu.Lock()

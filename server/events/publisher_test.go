@@ -358,7 +358,7 @@ func TestRoutersSeeWhatTheStoreHas(t *testing.T) {
 
 // A replay from a number that is not kept any more is the end alone; from 0 it is whole all the same,
 // and a snapshot always is.
-func TestReplayOfWhatIsNotKept(t *testing.T) {
+func TestReplayOfDroppedRecordsIsTheEndMarker(t *testing.T) {
 	n := newPublishing(t, 64, Options{}, PublisherOptions{Replay: 4})
 	rnd := rand.New(rand.NewPCG(1, 1))
 	prompts := randomPrompts(rnd)

@@ -22,8 +22,8 @@ func (b *Book) Last() uint64 {
 
 // Read appends to dst the records after number after that want accepts, limit at most,
 // oldest first; a nil want accepts all. It returns the number of the last one it looked at.
-// With lost some are not kept any more, or after is a number that was never given: then
-// there are none, and a Snapshot tells the rest.
+// lost means that some records were dropped, or that after was never a record's number: then
+// Read returns no records, and the caller reads a Snapshot.
 func (b *Book) Read(after uint64, limit int, dst []Record, want func(*Record) bool) (_ []Record, next uint64, lost bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -43,7 +43,7 @@ func (b *Book) Read(after uint64, limit int, dst []Record, want func(*Record) bo
 
 // Snapshot returns what is in the pool, chunks after those before them in a prompt, and the number of
 // the newest record that it contains. An empty model stands for all; with onePerModel a chunk that several
-// salts have is told once.
+// salts have is returned once.
 func (b *Book) Snapshot(model string, onePerModel bool) (chunks []*Chunk, last uint64) {
 	placed, last := b.snapshot(model, true)
 	for _, p := range placed {

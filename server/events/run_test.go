@@ -66,11 +66,11 @@ func TestNewsAreTakenInTime(t *testing.T) {
 }
 
 // Readers are told once of what is applied together.
-func TestReadersAreToldOnce(t *testing.T) {
+func TestReadersWakeOncePerBatch(t *testing.T) {
 	n := newNode(t, 64, Options{})
 	n.book.catchUp()
 	changed := n.book.Changed()
-	n.book.hush(true)
+	n.book.deferReaders(true)
 	n.storeAll(prompt{model: "m", world: 1, tokens: make([]uint32, 3*chunkTokens)})
 	told := n.book.queue.take()
 	if more, lost := n.book.some(); more || lost {
@@ -85,7 +85,7 @@ func TestReadersAreToldOnce(t *testing.T) {
 	if n.book.Last() == 0 {
 		t.Fatal("there is nothing to tell")
 	}
-	n.book.hush(false)
+	n.book.deferReaders(false)
 	<-changed
 }
 
@@ -101,8 +101,8 @@ func TestWithoutReplaysNothingIsKept(t *testing.T) {
 		n.storeAll(prompt{model: "m", world: 1, tokens: make([]uint32, 3*chunkTokens)})
 		n.book.catchUp()
 		p.publish()
-		if got, want := len(p.mu.kept) > 0, replay != ""; got != want || got != (p.mu.bytes > 0) || p.mu.next < 2 {
-			t.Errorf("replay %q: %d messages of %d kept, %d bytes", replay, len(p.mu.kept), p.mu.next, p.mu.bytes)
+		if got, want := len(p.mu.history) > 0, replay != ""; got != want || got != (p.mu.bytes > 0) || p.mu.next < 2 {
+			t.Errorf("replay %q: %d messages of %d kept, %d bytes", replay, len(p.mu.history), p.mu.next, p.mu.bytes)
 		}
 		if err := p.Close(); err != nil {
 			t.Error(err)

@@ -221,10 +221,10 @@ func TestLostChangesOfTiers(t *testing.T) {
 }
 
 // Routers are told of tiers as STORAGE, with the tokens, and of what is there when they come.
-func TestRoutersAreToldOfTiers(t *testing.T) {
+func TestTiersAreAnnouncedAsStorage(t *testing.T) {
 	changes := tier.NewChanges()
 	place := tier.NewMemory(1 << 20)
-	noted := tier.Noted(place, changes, 1)
+	noted := tier.Recorded(place, changes, 1)
 	n := newPublishing(t, 128, Options{Tiers: changes}, PublisherOptions{Interval: time.Millisecond})
 	n.places = []tier.Tier{place}
 	rnd := rand.New(rand.NewPCG(3, 3))

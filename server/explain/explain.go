@@ -48,10 +48,10 @@ func (b *Book) Took(operation string, request []byte, began, ended time.Time) {
 	}
 }
 
-// Requests returns what the last requests asked for, the newest first, at most so many.
+// Requests returns the timelines of the last requests, the newest first, at most most.
 func (b *Book) Requests(most int) []Timeline { return b.lines.last("", most) }
 
-// New returns an empty Book for chunks of so many tokens.
+// New returns an empty Book for chunks of chunkTokens tokens.
 func New(names *tier.Names, chunkTokens int) *Book {
 	return &Book{names: names, chunkTokens: chunkTokens}
 }
@@ -95,7 +95,7 @@ type OtherName struct {
 }
 
 // Explain returns why the last lookups of a request id, or of all requests where it is empty,
-// found no more; at most so many. advise says what to do about a reason.
+// found no more; at most most lookups. advise returns the advice for a reason.
 func (b *Book) Explain(request string, most int, advise func(miss.Reason) string) Explanation {
 	out := Explanation{Kept: b.log.Len(), Reasons: map[string]uint64{}, Lookups: []Lookup{}, Advice: map[string]Advice{}}
 	for i := range b.counts {
@@ -189,7 +189,7 @@ func (b *Book) Ended(request []byte, of *Asked, got *store.LookupResult) {
 		n, _ := b.names.Of(got.Namespace)
 		of = &Asked{[]byte(n.Model), []byte(n.Salt)}
 	}
-	b.lines.looked(request, of.Model, of.Salt, got, c)
+	b.lines.recordLookup(request, of.Model, of.Salt, got, c)
 	if got.Why == miss.None {
 		return
 	}
@@ -212,7 +212,7 @@ func (b *Book) Ended(request []byte, of *Asked, got *store.LookupResult) {
 	b.log.Add(&e)
 }
 
-// Declined counts and remembers a lookup that was not searched for, of a prompt of so many tokens.
+// Declined counts and remembers a lookup that was refused before the search. tokens is the prompt's length.
 func (b *Book) Declined(request []byte, of Asked, tokens int, why miss.Reason, detail string) {
 	b.counts[why].Add(1)
 	b.log.Add(&miss.Ended{
@@ -264,12 +264,12 @@ var advice = map[string]string{
 	miss.OtherModel.String():   "KV of one model is of no use to another. Where both are the same, give engines one --served-model-name, or one path",
 	miss.OtherRank.String():    "KV is kept for each rank of one world size: engines share it where their parallel sizes are equal. Of equal ones, a worker has not stored its part: see the workers in kvasir status",
 	miss.OtherLayout.String():  "engines share KV where number format, block size, heads and layers are equal: compare their flags (--dtype, --kv-cache-dtype, --block-size)",
-	miss.OtherName.String():    "it was stored before this server started, and nobody has named it since: it may be of another model, salt or layout",
+	miss.OtherName.String():    "it was stored before this server started, and no request has named its model and salt since: it may be of another model, salt or layout",
 	miss.Short.String():        "only whole chunks are stored and found: longer prompts, or a smaller --chunk-size",
-	miss.Unregistered.String(): "normal while an engine starts. Else scheduler and workers name the model unlike: compare it with the engine's --model",
+	miss.Unregistered.String(): "normal while an engine starts. Else the engine's scheduler and its workers use different model names: compare them with the engine's --model",
 	miss.Declined.String():     "the reason stands beside the lookup",
 	miss.Cleared.String():      "the cache was cleared, by POST /cache/clear or by an engine; it fills again",
-	miss.Expired.String():      "nobody used it for its time to live: --ttl-seconds, or the tenant's own (kvasir quota list shows them)",
+	miss.Expired.String():      "it was unused for its time to live: --ttl-seconds, or the tenant's own (kvasir quota list shows them)",
 	miss.Failed.String():       "a worker began to store them and did not end: it was slow, or its engine ended; see the workers above",
 	miss.BeingStored.String():  "harmless: the same prompt was asked for again before it was stored",
 	miss.Busy.String():         "too many transfers were in progress; see --session-ttl-seconds and whether engines stall",

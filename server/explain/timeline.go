@@ -122,8 +122,8 @@ func (l *line) add(operation string, from, to time.Time) {
 	l.spans = append(l.spans, s)
 }
 
-// looked notes the result of a lookup.
-func (t *timelines) looked(request, model, salt []byte, got *store.LookupResult, chunkTokens int) {
+// recordLookup records the result of a lookup.
+func (t *timelines) recordLookup(request, model, salt []byte, got *store.LookupResult, chunkTokens int) {
 	now := time.Now()
 	model, salt = model[:min(len(model), maxModelName)], salt[:min(len(salt), maxRequestID)]
 	t.mu.Lock()

@@ -15,7 +15,7 @@ import (
 // ErrChecksums means that the memory has no checksums as LMCache makes them.
 var ErrChecksums = errors.New("checksums are not supported for this KV")
 
-// Checksums are MD5 digests of a worker's blocks, so many blocks in each, as POST /cache/checksums of lmcache 0.5.6 makes them
+// Checksums are MD5 digests of a worker's blocks, a fixed number of blocks in each, as POST /cache/checksums of lmcache 0.5.6 makes them
 // (http_apis/cache_api.py, _compute_block_checksums): of each layer's chunk in the order in which it lies in memory, bfloat16
 // widened to float32.
 type Checksums struct {

@@ -13,7 +13,7 @@ type Blocks struct {
 	ids []paged.IDs // by KV group
 }
 
-// Blocks checks the block ids of a transfer of so many chunks: lists by KV group.
+// Blocks checks the block ids of a transfer of chunks chunks: lists by KV group.
 // Errors wrap paged.ErrBlocks.
 func (d *KV) Blocks(lists [][]int, chunks int) (*Blocks, error) {
 	if len(lists) != len(d.groups) {

@@ -116,7 +116,7 @@ func (l *memory) has(of Segment) bool {
 	return ok && seg.Inode() == of.Inode
 }
 
-// list returns what is mapped, with the owner of each segment where it is proved.
+// list returns the mapped segments, with the owner of each where it is proved.
 func (l *memory) list() []Segment {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -127,7 +127,7 @@ func (l *memory) list() []Segment {
 	return out
 }
 
-// findOwners notes who made the segments: the process that a name tells, if it maps
+// findOwners records the creators of the segments: the process in a segment's name, if it maps
 // that file now. Behind another PID namespace, or for another user's process,
 // nothing is proved. known are owners that were proved before.
 func (l *memory) findOwners(known []Segment) {

@@ -12,8 +12,8 @@ import (
 )
 
 // MaxTags bounds the tags that have figures of their own, by name and value; the rest share those of Other. The values of
-// one name have half of what other names leave, and so have the tags of one user or address: a name whose values do not
-// end keeps no other out. One that no request has for TagIdle makes room, when it is needed: its figures go to those of Other.
+// one name may use half of what other names leave, and so may the tags of one user or address, so that a high-cardinality
+// tag cannot starve others. A tag without requests for TagIdle gives its place to a new one: its figures go to Other.
 const (
 	MaxTags = 256
 	TagIdle = time.Hour

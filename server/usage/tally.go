@@ -1,5 +1,5 @@
-// Package usage counts what LMCache counts by model, salt and worker, under its names and labels. How many
-// there may be is bounded: what comes later shares the figures of one.
+// Package usage counts what LMCache counts by model, salt and worker, under its names and labels. The number of
+// models, salts and workers is bounded: later ones share one set of figures.
 package usage
 
 import (
@@ -87,7 +87,7 @@ func New() *Tally {
 }
 
 // Of returns the figures of a model and salt. Where register is false, a pair that has none of its own
-// gets none: a model that nobody registered takes no place.
+// gets none: a model without a registered worker takes no place.
 func (t *Tally) Of(model, salt []byte, register bool) *Counts {
 	t.mu.RLock()
 	c := t.mu.of[string(model)][string(salt)]
@@ -154,7 +154,7 @@ func (t *Tally) Loaded(model string, salt []byte, worker int64, chunks int) {
 // otherCopiers are the workers that have no place of their own.
 var otherCopiers = copier{Other, -1}
 
-// Copied counts the speed of one request for which this process copied so many bytes.
+// Copied counts the speed of one request for which this process copied bytes bytes.
 func (t *Tally) Copied(load bool, model string, worker, bytes int64, took time.Duration) {
 	if took <= 0 { // nothing was copied between memories
 		return

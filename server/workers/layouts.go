@@ -81,9 +81,9 @@ func (m *modelLayouts) each() []*Worker {
 	return out
 }
 
-// layoutsLocked returns what by's lookups of a model go by: by's own workers where
-// there is one for each shard, else everybody's. So a layout that somebody else
-// registers under a model's name does not make another's lookups misses.
+// layoutsLocked returns the layouts for by's lookups of a model: those of by's own workers
+// where there is one for each shard, else those of all workers. So a layout that another user
+// registers under a model's name does not turn by's lookups into misses.
 func (r *Registry) layoutsLocked(model string, world int, by access.Principal) *modelLayouts {
 	if m := r.mu.byModel[modelKey{model, world, by}]; m != nil && len(m.workers) >= world {
 		return m
@@ -137,8 +137,8 @@ func (r *Registry) NoteShard(in *Worker, shard int) bool {
 	return true
 }
 
-// clock tells how long workers have been silent. It goes by the monotonic time of
-// this process: a step of the wall clock makes nobody silent.
+// clock measures how long workers have been silent. It uses the monotonic time of
+// this process: wall-clock steps do not count as silence.
 type clock struct {
 	epoch  time.Time
 	last   time.Duration // of the Tick before

@@ -12,7 +12,7 @@ import (
 )
 
 var (
-	// ErrUnknown means that nobody registered a worker of that id and peer.
+	// ErrUnknown means that no worker of that id and peer is registered.
 	ErrUnknown = errors.New("worker instance is not registered")
 	// ErrRefused means that the worker's registration was refused.
 	ErrRefused = errors.New("worker's registration was refused")
@@ -34,8 +34,8 @@ var maxMappings = sync.OnceValue(func() int {
 	return n / 4
 })
 
-// mayLendLocked checks the segments of in, which takes the place of old: nobody
-// else may lend them, and there are not too many. Errors: access.ErrLender with the other
+// mayLendLocked checks the segments of in, which takes the place of old: no other worker
+// may lend them, and there are not too many. Errors: access.ErrLender with the other
 // worker, ErrMappings.
 func (r *Registry) mayLendLocked(in, old *Worker) (lender *Worker, err error) {
 	if in.Lent == nil {

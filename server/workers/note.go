@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/lent"
 )
 
-// Note is what is kept beside the pool for the server that takes over.
+// Note is the state of the workers, saved beside the pool for the server that takes over.
 type Note struct {
 	Workers []json.RawMessage // Saved, in the order of their registrations
 	Remains []lent.Segment    // segments of workers that left and whose process lived on

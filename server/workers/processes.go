@@ -86,10 +86,10 @@ func (r *Registry) Ended() (ended []Ending) {
 	return ended
 }
 
-// LeftAlone reports whether it is proved that nobody touches any more what a dead
-// worker was told of: the process that ended was the one that mapped the pool, and
-// those that map it now are registered workers, or this process. One that inherited
-// the mapping, or whose owner only forwards, is not left alone.
+// LeftAlone reports whether it is proved that no process can touch the slots of a dead
+// worker any more: the process that ended was the one that mapped the pool, and
+// those that map it now are registered workers, or this process. The proof fails where a
+// child inherited the mapping, or where the peer only forwards for another process.
 func (r *Registry) LeftAlone(w *Worker, pool string, inode uint64) bool {
 	p := w.Process.Load()
 	if p == nil || !w.Search.MapsPool || !p.Gone() {

@@ -36,7 +36,7 @@ type Registry struct {
 		departed  map[modelKey][]shardLayout // of models without a worker
 		gone      map[workerID]*Worker       // gone with transfers in progress
 		lenders   map[uint64][]*Worker       // by inode of a segment
-		mappings  map[access.Principal]int   // segments mapped for somebody
+		mappings  map[access.Principal]int   // mapped segments, by the user or address they belong to
 		unknown   map[workerID]struct{}      // unknown ones that got their false ping
 		order     []workerID                 // of unknown, oldest first
 	}
@@ -53,15 +53,15 @@ func (in *Worker) modelKeys() [2]modelKey {
 	return [2]modelKey{{in.Model, in.World, in.By}, {in.Model, in.World, access.Principal{}}}
 }
 
-// workerID names a worker: clients choose their ids, so the same one of somebody else
+// workerID names a worker: clients choose their ids, so the same id of another peer
 // is another worker.
 type workerID struct {
 	id int64
 	by access.Principal
 }
 
-// key stands for the worker in the store and in the pool's index, where a number
-// must be enough. Nobody can choose an id that has another's.
+// key stands for the worker in the store and in the pool's index, where a worker
+// is a number. No client can choose an id that has another worker's key.
 func (w workerID) key() int64 {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%d %v", w.id, w.by))
 	return int64(binary.LittleEndian.Uint64(sum[:]))
@@ -148,7 +148,7 @@ func (r *Registry) NewestOf(model string, world int, by access.Principal) *Worke
 }
 
 // Add registers in, in place of an earlier worker of the same id and owner. old is
-// that one, or nil. Errors: access.ErrLender with the worker that lends the same
+// the other worker, or nil. Errors: access.ErrLender with the worker that lends the same
 // segment, ErrMappings, ErrTooMany.
 func (r *Registry) Add(in *Worker) (old, lender *Worker, err error) {
 	r.Saw(in, time.Now())
@@ -304,8 +304,8 @@ func (r *Registry) Crowd(in *Worker) (silent *Worker) {
 }
 
 // Silent removes and returns the workers that have been silent too long: for reap
-// when they have pinged, for grace when they never did; 0 is never. After
-// this process did not run for a while nobody was: their pings may wait unread.
+// when they have pinged, for grace when they never did; 0 is never. After a
+// pause of this process no worker counts as silent: pings may wait unread.
 func (r *Registry) Silent(now time.Time, reap, grace time.Duration) (gone []*Worker) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -352,7 +352,7 @@ func (r *Registry) GenerationsOf(id int64, by access.Principal, model []byte, wo
 	}
 	if m := r.layoutsLocked(string(model), world, by); m != nil {
 		for _, in := range m.workers {
-			if in.By == by { // what others registered tells nothing about by's clients
+			if in.By == by { // workers of other peers say nothing about by's clients
 				g |= in.Generations
 			}
 		}

@@ -6,10 +6,10 @@ import (
 	"github.com/kvasir-kv/kvasir/store"
 )
 
-// Side says where a worker's chunks pass. Every worker that may open the pool is
-// told of it, and only its first commit tells whether it could: one without data
-// ends places in the pool, one with data carries the chunks. From then on it keeps
-// its side: else places that it never wrote would become chunks, and it would read
+// Side says where a worker's chunks pass. Every worker that may open the pool learns its
+// name, and only the first commit shows whether the worker could map it: a commit without
+// data ends places in the pool, one with data carries the chunks. From then on the worker
+// keeps its side: else places that it never wrote would become chunks, and it would read
 // through the socket what the memory held before.
 type Side uint8
 

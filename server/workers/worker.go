@@ -77,7 +77,7 @@ func (w *Worker) BelongsTo(by access.Principal) {
 func (w *Worker) who() workerID { return workerID{w.ID, w.By} }
 
 // Ended returns the process whose end proves that the worker has ended, if it has.
-// gone tells of a process whether it has ended.
+// gone reports whether a process has exited.
 func (w *Worker) Ended(gone func(peercred.Process) bool) (peercred.Process, bool) {
 	if w.Lent != nil && w.Lent.Owned() {
 		return w.Lent.Segments[0].Owner, w.Lent.EndedBy(gone)

@@ -212,8 +212,8 @@ func (m *memory) write(block sched.BlockID, b []byte) {
 	}
 }
 
-// passed counts bytes that were carried.
-func (c *Carried) passed(b []byte, counter *int64) {
+// count counts bytes that were carried.
+func (c *Carried) count(b []byte, counter *int64) {
 	c.CRC32C = crc32.Update(c.CRC32C, castagnoli, b)
 	*counter += int64(len(b))
 }
@@ -237,7 +237,7 @@ func (r *run) pull(p, d *engine, from, to []sched.BlockID) {
 	}
 	for i := range from {
 		p.memory.read(from[i], r.buffer)
-		r.carried.passed(r.buffer, &r.carried.Moved)
+		r.carried.count(r.buffer, &r.carried.Moved)
 		d.memory.write(to[i], r.buffer)
 		d.memory.landed(to[i])
 	}
@@ -250,7 +250,7 @@ func (m *memory) push(q *request, table []sched.BlockID) {
 	for i, b := range table[:blocks] {
 		part := q.pushed[i*m.block : (i+1)*m.block]
 		m.read(b, part)
-		m.run.carried.passed(part, &m.run.carried.Moved)
+		m.run.carried.count(part, &m.run.carried.Moved)
 	}
 }
 

@@ -18,10 +18,10 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// kept is the store of a run with bytes: the server's own, of which nothing runs in the
-// background and nothing expires, so that only calls change it. One chunk is one block of the
+// realStore is the store of a run with bytes: the server's own store, without background work
+// or expiry, so that only calls change it. One chunk is one block of the
 // engines.
-type kept struct {
+type realStore struct {
 	run   *run
 	store *kvstore.Store
 	shard object.Shard
@@ -33,7 +33,7 @@ const maxLoad = 1 << 16
 // slotBytes is what a block takes in the store: a power of two, so that free places fit.
 func slotBytes(block int64) int64 { return max(64, int64(1)<<bits.Len64(uint64(block-1))) }
 
-func newKept(r *run, blocks int) (_ *kept, err error) {
+func newKept(r *run, blocks int) (_ *realStore, err error) {
 	g := r.o.geometry()
 	block := int64(g.TokenBytes()) * int64(g.BlockTokens)
 	slot := slotBytes(block)
@@ -46,7 +46,7 @@ func newKept(r *run, blocks int) (_ *kept, err error) {
 		return nil, errors.Join(fmt.Errorf("virtual: memory of the store: %w", err), os.Remove(dir))
 	}
 	const forever = 1000 * time.Hour
-	k := &kept{run: r, store: kvstore.New(p, kvstore.Options{Quarantine: forever, SessionIdle: forever, MaxSessions: len(r.requests) + 1, MaxHolds: 1 << 24})}
+	k := &realStore{run: r, store: kvstore.New(p, kvstore.Options{Quarantine: forever, SessionIdle: forever, MaxSessions: len(r.requests) + 1, MaxHolds: 1 << 24})}
 	k.shard = object.Shard{Namespace: kv.NamespaceOf(r.o.Profile.Model.Name, "", "simulated"), World: 1, Groups: object.FullAttention(g.BlockTokens, block)}
 	if err := errors.Join(p.Remove(), os.Remove(dir)); err != nil { // what is mapped stays, whatever ends this process
 		return nil, errors.Join(err, k.close())
@@ -54,13 +54,13 @@ func newKept(r *run, blocks int) (_ *kept, err error) {
 	return k, nil
 }
 
-func (k *kept) close() error { return k.store.Close() }
+func (k *realStore) close() error { return k.store.Close() }
 
 func session(q *request) []byte { return strconv.AppendInt(nil, int64(q.number), 10) }
 
 // hit returns how many leading blocks of q's prompt the store has, of limit at most. What it has
 // is not pinned: load looks again.
-func (k *kept) hit(q *request, limit int) int {
+func (k *realStore) hit(q *request, limit int) int {
 	id := session(q)
 	r := k.store.Lookup(id, k.shard, kvstore.Hashed(q.names[:limit]), 1)
 	k.store.EndSession(id, lease.Owner{})
@@ -69,7 +69,7 @@ func (k *kept) hit(q *request, limit int) int {
 
 // load begins to read blocks [from, to) of q's prompt, and returns what copies them into table
 // when the load has ended.
-func (k *kept) load(e *engine, q *request, table []int32, from, to int) (land func()) {
+func (k *realStore) load(e *engine, q *request, table []int32, from, to int) (land func()) {
 	id, m := session(q), e.memory
 	r := k.store.Lookup(id, k.shard, kvstore.Hashed(q.names[:to]), 1)
 	t := &kvstore.Transfer{Own: true}
@@ -83,7 +83,7 @@ func (k *kept) load(e *engine, q *request, table []int32, from, to int) (land fu
 			b := table[from+part.Chunk]
 			k.run.fail(shm.Guard(func() {
 				m.group.Scatter(part.Bytes, []int{int(b)}, 0)
-				k.run.carried.passed(part.Bytes, &k.run.carried.Loaded)
+				k.run.carried.count(part.Bytes, &k.run.carried.Loaded)
 			}))
 			m.landed(b)
 		}
@@ -94,7 +94,7 @@ func (k *kept) load(e *engine, q *request, table []int32, from, to int) (land fu
 }
 
 // put keeps the full blocks of q's prompt, whose KV is in table.
-func (k *kept) put(e *engine, q *request, table []int32) {
+func (k *realStore) put(e *engine, q *request, table []int32) {
 	n := len(q.names)
 	if n == 0 {
 		return
@@ -111,12 +111,12 @@ func (k *kept) put(e *engine, q *request, table []int32) {
 	for _, part := range t.Parts {
 		k.run.fail(shm.Guard(func() {
 			e.memory.group.Gather(part.Bytes, []int{int(table[part.Chunk])})
-			k.run.carried.passed(part.Bytes, &k.run.carried.Stored)
+			k.run.carried.count(part.Bytes, &k.run.carried.Stored)
 		}))
 	}
 	t.Done(q.names, true)
 }
 
-func (k *kept) name(e *engine, q *request, from, to int, load bool) hold.Transfer {
+func (k *realStore) name(e *engine, q *request, from, to int, load bool) hold.Transfer {
 	return hold.Transfer{Instance: int64(e.number) + 1, Shard: k.shard, From: from, To: to, Last: q.names[to-1], Load: load}
 }

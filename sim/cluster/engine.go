@@ -236,7 +236,7 @@ func (v *vllm) Finish(r *sched.Request, why sched.Reason) (keep bool) {
 	if run := v.e.run; run.o.Bytes != nil && v.e.role != decode {
 		q, table := r.Data.(*request), r.Tables()[0]
 		if run.store != nil {
-			run.store.kept.put(v.e, q, table)
+			run.store.real.put(v.e, q, table)
 		}
 		if v.e.role == prefill && run.o.Transport != Pull {
 			v.e.memory.push(q, table)

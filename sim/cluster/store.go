@@ -19,14 +19,14 @@ type store struct {
 	run   *run
 	o     Store
 	names *replay.Cache[sched.Hash] // without bytes
-	kept  *kept                     // with bytes
+	real  *realStore                // with bytes
 	link  time.Duration             // in use until then
 }
 
 func newStore(r *run, o Store) (s *store, err error) {
 	s = &store{run: r, o: o}
 	if r.o.Bytes != nil {
-		s.kept, err = newKept(r, o.Blocks)
+		s.real, err = newKept(r, o.Blocks)
 		return s, err
 	}
 	s.names = replay.NewCache[sched.Hash](o.Blocks)
@@ -34,10 +34,10 @@ func newStore(r *run, o Store) (s *store, err error) {
 }
 
 func (s *store) close() error {
-	if s == nil || s.kept == nil {
+	if s == nil || s.real == nil {
 		return nil
 	}
-	return s.kept.close()
+	return s.real.close()
 }
 
 // match returns how many tokens beyond the local ones are in the store. One token at least is
@@ -46,10 +46,10 @@ func (s *store) match(q *request, local int) int {
 	size := s.run.o.Profile.BlockTokens
 	first, limit := local/size, (q.Input-1)/size
 	n := first
-	if s.kept != nil && first < limit {
-		n = max(first, s.kept.hit(q, min(limit, first+maxLoad)))
+	if s.real != nil && first < limit {
+		n = max(first, s.real.hit(q, min(limit, first+maxLoad)))
 	}
-	for s.kept == nil && n < limit && s.names.Has(q.hash(size, n)) {
+	for s.real == nil && n < limit && s.names.Has(q.hash(size, n)) {
 		n++
 	}
 	return (n - first) * size
@@ -63,9 +63,9 @@ func (s *store) load(e *engine, r *sched.Request, external int) {
 	s.link = begin + time.Duration(bytes/(s.o.GBps*1e9)*1e9)
 	s.run.loaded += int64(bytes)
 	land := func() {}
-	if s.kept != nil {
+	if s.real != nil {
 		table, n := r.Tables()[0], external/p.BlockTokens
-		land = s.kept.load(e, r.Data.(*request), table, len(table)-n, len(table))
+		land = s.real.load(e, r.Data.(*request), table, len(table)-n, len(table))
 	}
 	s.run.at(s.link+s.o.Latency, func() {
 		land()
@@ -77,7 +77,7 @@ func (s *store) load(e *engine, r *sched.Request, external int) {
 // put keeps the names of the full blocks of q's prompt. With bytes they were kept when the engine
 // still had them.
 func (s *store) put(q *request) {
-	if s.kept != nil {
+	if s.real != nil {
 		return
 	}
 	size := s.run.o.Profile.BlockTokens

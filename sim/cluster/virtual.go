@@ -56,7 +56,7 @@ type Options struct {
 }
 
 // ErrOptions means that a deployment is impossible.
-var ErrOptions = errors.New("virtual: options")
+var ErrOptions = errors.New("cluster: invalid options")
 
 // maxEngines bounds a deployment.
 const maxEngines = 4096

@@ -166,8 +166,8 @@ func (p *Profile) Transfer(blocks, runs int) (link, wait time.Duration) {
 // TransferBytes returns the bytes of whole blocks.
 func (p *Profile) TransferBytes(blocks int) int64 { return int64(float64(blocks) * p.blockBytes()) }
 
-// Push returns how long P waits after a step of so many tokens until what it sends layer by
-// layer has gone: the last layer's KV, or more where the network is slower than the step.
+// Push returns how long P waits after a step of tokens tokens until the KV that it sends layer by
+// layer is sent: the last layer's KV, or more where the network is slower than the step.
 func (p *Profile) Push(tokens int, step time.Duration) time.Duration {
 	c := &p.Constants
 	all := duration(float64(tokens) * p.Model.KVBytes() / (c.TransferGBps * 1e9))

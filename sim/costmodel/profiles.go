@@ -53,7 +53,7 @@ func Get(name string) (*Profile, error) {
 		large(h800)
 		p.Model, p.TP = qwen3, 8
 		c.AllReduceGBps, c.AllReduceUS = 150, 15 // NVLink of 200 GB/s
-		c.DescriptorUS = 0                       // of RDMA writes in a batch; what is left of it is in the bandwidth
+		c.DescriptorUS = 0                       // of RDMA writes in a batch; the rest of the cost is in the bandwidth
 		c.TransferMS, c.TransferGBps, c.HostFixedMS, c.HostTokenUS = 0.3755, 143, 16.63, 3.985
 		p.Calibrated["host_fixed_ms"] = "T1, mean TTFT of 512 tokens, 59.91 ms"
 		p.Calibrated["host_token_us"] = "T1, mean TTFT of 8,192 tokens, 212.05 ms"

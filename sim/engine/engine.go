@@ -48,8 +48,8 @@ type Options struct {
 	// StoreRelease is whose decisions and keys a MooncakeStoreConnector has; default ours, with the
 	// keys of vLLM 0.24 and later.
 	StoreRelease coordinator.Release
-	// Retention thins what a MooncakeStoreConnector keeps of windows: one tail for so many tokens, and
-	// the prompt's; 0 is the prompt's alone, nil all.
+	// Retention thins what a MooncakeStoreConnector keeps of windows: one tail per this number of tokens, and
+	// the prompt's; 0: the prompt's alone; nil: all.
 	Retention *int
 	// ShmDir is where cache servers on this host have their pools; default shm.Dir.
 	ShmDir string

@@ -131,7 +131,7 @@ func TestStore(t *testing.T) {
 }
 
 // Exactly the blocks of the masks are stored and loaded, byte for byte: counted by a rule of this test's own.
-func TestStoreMovesWhatTheMasksSay(t *testing.T) {
+func TestStoreMovesTheMaskedBlocks(t *testing.T) {
 	const block, window, tokens = 16, 100, 40*16 + 5
 	need := (window - 1 + block - 1) / block
 	f := func(retention *int, windowBlocks int) {

@@ -41,7 +41,7 @@ type Store struct {
 	Latency   time.Duration // of each request
 }
 
-// Options say what is played: every number of nodes is a run.
+// Options describe the runs: one for every number of nodes.
 type Options struct {
 	Profile  *costmodel.Profile // BlockTokens are those of the requests
 	Nodes    []int              // ascending
@@ -51,14 +51,14 @@ type Options struct {
 	Route    Route              // default Even
 	Store    Store
 
-	// Requests returns what a fleet of so many nodes is sent.
+	// Requests returns the requests for a fleet of nodes nodes.
 	Requests func(nodes int) ([]workload.Request, error)
 
 	Progress func(done, total int) // nil for none
 }
 
 // ErrOptions means that a fleet is impossible.
-var ErrOptions = errors.New("fleet: options")
+var ErrOptions = errors.New("fleet: invalid options")
 
 // MaxNodes bounds a fleet.
 const MaxNodes = 4096

@@ -93,7 +93,7 @@ type waiter struct {
 type request struct {
 	*workload.Request
 	node    *node
-	have    []bool // blocks of the prompt that may be hits
+	hits    []bool // blocks of the prompt that may be hits
 	ram     int    // in RAM at the arrival, in a row
 	found   int    // in RAM and store together, in a row
 	pending int    // on their way
@@ -130,18 +130,18 @@ func play(ctx context.Context, o *Options, list []workload.Request, nodes int, w
 
 // arrive looks a prompt up and begins to load what the store has of it.
 func (r *run) arrive(w *workload.Request) {
-	q := &request{Request: w, node: r.route(w), have: make([]bool, hitLimit(w))}
+	q := &request{Request: w, node: r.route(w), hits: make([]bool, hitLimit(w))}
 	n := q.node
 	r.p.Requests++
 	r.p.ReadBusy, r.p.WriteBusy = r.read.share(r.now), r.wrote.share(r.now)
 	r.p.Blocks += len(q.full())
-	for q.ram < len(q.have) && n.ram.Has(q.Blocks[q.ram]) {
-		q.have[q.ram] = true
+	for q.ram < len(q.hits) && n.ram.Has(q.Blocks[q.ram]) {
+		q.hits[q.ram] = true
 		q.ram++
 	}
 	n.ram.PutRun(q.ram, func(i int) int64 { return q.Blocks[i] })
 	q.found = q.ram
-	if r.store == nil || q.ram == len(q.have) {
+	if r.store == nil || q.ram == len(q.hits) {
 		r.settle(q)
 		return
 	}
@@ -167,8 +167,8 @@ func (r *run) slow(n *node) bool {
 // store that took.
 func (r *run) ask(q *request) (calls int) {
 	n := q.node
-	for from, step := 0, firstStat; from < len(q.have); {
-		end, asked := min(from+step, len(q.have)), 0
+	for from, step := 0, firstStat; from < len(q.hits); {
+		end, asked := min(from+step, len(q.hits)), 0
 		missing := end
 		for i := from; i < end; i++ {
 			if n.ram.Has(q.Blocks[i]) || n.loading[q.Blocks[i]] != nil {
@@ -191,7 +191,7 @@ func (r *run) ask(q *request) (calls int) {
 	return calls
 }
 
-// fetch queues what is to be loaded, head first. It is given up at the deadline.
+// fetch queues the blocks to load, head first. It ends at the deadline.
 func (r *run) fetch(q *request) {
 	n := q.node
 	for i := q.ram; i < q.found; i++ {
@@ -199,7 +199,7 @@ func (r *run) fetch(q *request) {
 		l := n.loading[b]
 		switch {
 		case l == nil && n.ram.Has(b):
-			q.have[i] = true
+			q.hits[i] = true
 			continue
 		case l == nil:
 			l = &load{block: b}
@@ -250,7 +250,7 @@ func (r *run) readNext(n *node) {
 // land lets the requests that wait for a block go on: it is there, or will not come.
 func (r *run) land(l *load, ok bool) {
 	for _, w := range l.waiters {
-		w.q.have[w.at] = ok
+		w.q.hits[w.at] = ok
 		if w.q.pending--; w.q.pending == 0 {
 			r.settle(w.q)
 		}
@@ -264,7 +264,7 @@ func (r *run) settle(q *request) {
 	}
 	q.settled = true
 	hit := 0
-	for hit < len(q.have) && q.have[hit] {
+	for hit < len(q.hits) && q.hits[hit] {
 		hit++
 	}
 	r.p.RAMBlocks += q.ram

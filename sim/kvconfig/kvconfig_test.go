@@ -100,7 +100,7 @@ func TestWrongConfigurations(t *testing.T) {
 	c := parse(t, `{"kv_connector":"MooncakeConnector","kv_role":"kv_both","kv_connector_extra_config":{"mooncake_protocl":"tcp","mooncake_protocol":"rdma",
 		"device_name":"mlx5_0","num_workers":0,"bootstrap_server_address":"p0"}}`)[0]
 	_, err := c.Mooncake(env("VLLM_HOST_IP", "h", "VLLM_MOONCAKE_BOOTSTRAP_PORT", "70000"))
-	wants(t, err, `unknown key "mooncake_protocl", did you mean "mooncake_protocol"?`, `"rdma": only tcp`, `"mlx5_0"`, "num_workers", `"p0": host:port`, "VLLM_MOONCAKE_BOOTSTRAP_PORT")
+	wants(t, err, `unknown key "mooncake_protocl", did you mean "mooncake_protocol"?`, `"rdma": only tcp`, `"mlx5_0"`, "num_workers", `"p0": the address must be host:port`, "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 	_, err = c.LMCache()
 	wants(t, err, "kv_connector is MooncakeConnector")
 

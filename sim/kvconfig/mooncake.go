@@ -87,7 +87,7 @@ func registryURL(s string) (string, error) {
 	}
 	u, err := url.Parse(s)
 	if err != nil || u.Scheme != "http" || u.Hostname() == "" || u.Port() == "" || strings.Trim(u.Path, "/") != "" || u.User != nil || u.RawQuery != "" {
-		return "", errors.New("host:port is wanted")
+		return "", errors.New("the address must be host:port")
 	}
 	return "http://" + u.Host, nil
 }

@@ -61,7 +61,7 @@ type future struct {
 	block uint32
 }
 
-// futures is a heap: what is used the latest is on top.
+// futures is a heap: the block whose next use is the latest is on top.
 type futures []future
 
 func (f futures) Len() int { return len(f) }

@@ -18,7 +18,7 @@ type Cache[K comparable] struct {
 	evicted  int
 }
 
-// NewCache returns an empty cache of so many blocks; 0 is unlimited.
+// NewCache returns an empty cache of capacity blocks; 0 is unlimited.
 func NewCache[K comparable](capacity int) *Cache[K] {
 	return &Cache[K]{capacity: capacity, at: make(map[K]*list.Element)}
 }

@@ -78,8 +78,8 @@ func (s *Scheduler) Process(o Output) Result {
 		}
 	}
 	for _, id := range o.Sent {
-		if r := s.requests[id]; r != nil && r.kept {
-			r.kept = false
+		if r := s.requests[id]; r != nil && r.held {
+			r.held = false
 			s.drop(r)
 		}
 	}

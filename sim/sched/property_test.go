@@ -359,7 +359,7 @@ func drawConfig(t *rapid.T) sched.Config {
 // Whatever is preempted, loaded late or in part, reset and aborted, and in whichever order:
 // what a step looks at is there, what a reader was promised stays, no block is lost, and the
 // engine comes to rest.
-func TestBlocksHoldWhatTheyAreUsedFor(t *testing.T) {
+func TestBlocksInUseKeepTheirContent(t *testing.T) {
 	var hits, loaded, failures, preemptions int
 	rapid.Check(t, func(t *rapid.T) {
 		w := &world{t: t, c: drawConfig(t), live: map[string]*simRequest{}}

@@ -60,7 +60,7 @@ type Request struct {
 	broken     bool // its load has failed, in part at least
 	lost       bool // this step's token, to a failed load
 	written    bool // ended, a load may still write to its blocks
-	kept       bool // ended, the connector reads its blocks
+	held       bool // ended, the connector reads its blocks
 	queued     *queue
 	prev, next *Request
 }

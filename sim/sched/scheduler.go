@@ -213,13 +213,13 @@ func (s *Scheduler) end(r *Request, why Reason) {
 	delete(s.prefills, r)
 	r.status, r.prefill = Ended, false
 	s.ended = append(s.ended, r)
-	r.kept = s.c.Connector != nil && s.c.Connector.Finish(r, why)
+	r.held = s.c.Connector != nil && s.c.Connector.Finish(r, why)
 	s.drop(r)
 }
 
 // drop forgets an ended request whose blocks have no user any more.
 func (s *Scheduler) drop(r *Request) {
-	if r.written || r.kept {
+	if r.written || r.held {
 		return
 	}
 	s.free(r)

@@ -27,7 +27,7 @@ func (e Engines) String() string {
 	return fmt.Sprintf("%dP%dD", e.Prefill, e.Decode)
 }
 
-// Options say what is swept: every combination is run. An empty list is one of the profile's
+// Options describe the runs: one for every combination. An empty list is one of the profile's
 // own value, or none.
 type Options struct {
 	Profile *costmodel.Profile
@@ -46,7 +46,7 @@ type Options struct {
 }
 
 // ErrOptions means that a sweep is impossible.
-var ErrOptions = errors.New("sweep: options")
+var ErrOptions = errors.New("sweep: invalid options")
 
 // maxPoints bounds a sweep.
 const maxPoints = 10000

@@ -27,7 +27,7 @@ func TestWriteAccuracyRefuses(t *testing.T) {
 }
 
 // The document has the figures that the build gives: of the table, cheap enough for each test run.
-func TestAccuracyDocumentIsOfThisBuild(t *testing.T) {
+func TestAccuracyDocumentMatchesThisBuild(t *testing.T) {
 	text, err := os.ReadFile("../../docs/measured/accuracy-tables.md")
 	if err != nil {
 		t.Fatal(err)

@@ -28,8 +28,8 @@ var lengthTable = []struct {
 	{32768, 749.62, 31.65},
 }
 
-// chatTokens are those that the chat template adds: the table's bytes are those of prompts of
-// so many tokens more, in whole blocks.
+// chatTokens is the number of tokens that the chat template adds: the table's bytes are those of
+// prompts longer by this, in whole blocks.
 const chatTokens = 8
 
 // playLengths returns "LENGTH mean_ttft_ms" and "LENGTH transfer_ms" of prompts of such lengths.

@@ -7,7 +7,7 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/cluster"
 )
 
-// medians returns the median of each figure over so many seeds, from 1.
+// medians returns the median of each figure over the seeds 1 to n.
 func medians(n int, play func(seed uint64) (map[string]float64, error)) (map[string]float64, error) {
 	all := make(map[string][]float64)
 	for seed := range n {

@@ -30,7 +30,7 @@ type arcEntry struct {
 	part   uint8 // 1 + the part; 0: not in the policy
 }
 
-// NewARC returns an empty ARC for a pool of so many bytes.
+// NewARC returns an empty ARC for a pool of poolBytes bytes.
 func NewARC(poolBytes int64) *ARC {
 	a := &ARC{capacity: poolBytes}
 	for i := range a.parts {

@@ -11,9 +11,8 @@ import (
 	"strings"
 )
 
-// Policy says what to evict next. It is told of every slot that holds something, for
-// as long as it does: that somebody reads a slot right now changes nothing in its
-// books, only that it cannot be a victim.
+// Policy chooses the next victim of eviction. It knows every slot in use, from Add to Remove.
+// A slot that is being read stays in its books and cannot be a victim.
 type Policy interface {
 	// Add notes that a slot holds something new, of weight bytes. id stands for the
 	// content: what comes back after its eviction has the same. parent is the id of
@@ -48,10 +47,10 @@ const maxLooks = 256
 // Names are the policies that New knows.
 var Names = []string{"lru", "leaf-lru", "s3fifo", "arc", "leaf-hazard"}
 
-// Default is the one that a server takes unless told otherwise.
+// Default is the name of the policy that a server uses unless a flag names another.
 const Default = "leaf-hazard"
 
-// New returns the policy of that name for a pool of so many bytes.
+// New returns the policy of a name for a pool of poolBytes bytes.
 func New(name string, poolBytes int64) (Policy, error) {
 	switch name {
 	case "lru":

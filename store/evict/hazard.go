@@ -5,8 +5,8 @@ import (
 	"math/bits"
 )
 
-// LeafHazard evicts, of the slots that no resident one continues, those that are the least likely
-// to be used again soon. How likely that is depends on the prompt that used a slot last: which turn
+// LeafHazard evicts the leaf, a slot without a resident successor, that is the least likely
+// to be used again soon. The likelihood depends on the prompt that used the slot last: which turn
 // of a conversation it was, how long, how much of it was new, and how long ago that is. LeafHazard learns it
 // while it runs, from the ends of prompts: a probe watches each of them, also after its eviction,
 // until a longer prompt or the same one comes.
@@ -34,8 +34,8 @@ type LeafHazard struct {
 }
 
 const (
-	turns   = 3 // of a conversation that are told apart
-	lengths = 3 // of prompts: below 7 slots, below 63, more
+	turns   = 3 // classes of conversation turns
+	lengths = 3 // classes of prompt lengths: below 7 slots, below 63, more
 	sizes   = 8 // of what was new: 0 (the same prompt again), 1, 2 to 3, 4 to 7 and so on
 	classes = turns * lengths * sizes
 	buckets = 64 // of ages, two to each power of two

@@ -1,9 +1,9 @@
 package evict
 
-// LeafLRU evicts, of the slots that no resident one continues, what was not used for longest. It
-// needs nobody to use tails before heads.
+// LeafLRU evicts the least recently used leaf: a slot without a resident successor. Callers may
+// use heads before tails.
 //
-// While every such slot is busy it evicts what was not used for longest of the others.
+// While every leaf is busy it evicts the least recently used of the other slots.
 type LeafLRU struct {
 	leaves
 }

@@ -46,7 +46,7 @@ func (p *probes) at(i uint32) *probe { return p.all.At(int(i)) }
 // evicted notes that the slot that a probe watches goes.
 func (p *probes) evicted(id uint64, i uint32) {
 	if old := p.ghosts[id]; old != 0 {
-		p.at(old).ghost = false // names that collide; nobody will find it
+		p.at(old).ghost = false // the names collide; no lookup will find the old one
 	}
 	p.ghosts[id] = i
 	p.at(i).ghost, p.at(i).place = true, 0
@@ -232,6 +232,6 @@ func (h *LeafHazard) reindex(c int) {
 				best = max(best, (left[a]-left[b+1])/t)
 			}
 		}
-		h.index[c][a] = best // what is younger is never worth less
+		h.index[c][a] = best // a younger probe is never worth less
 	}
 }

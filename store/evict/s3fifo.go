@@ -38,7 +38,7 @@ const (
 // maxWalk bounds the search for the place to which a slot is put back.
 const maxWalk = 32
 
-// entry is what is known of a slot.
+// entry is the state of a slot.
 type entry struct {
 	older, newer uint32 // 1 + slot in the queue; 0 for its ends
 	of           where
@@ -59,7 +59,7 @@ type queue struct {
 	len            int
 }
 
-// NewS3FIFO returns an empty S3FIFO for a pool of so many bytes.
+// NewS3FIFO returns an empty S3FIFO for a pool of poolBytes bytes.
 func NewS3FIFO(poolBytes int64) *S3FIFO {
 	return &S3FIFO{capacity: poolBytes, ghosts: ghostQueue{limit: poolBytes - poolBytes/smallPart}}
 }

@@ -65,7 +65,7 @@ func (t *tree) init(classes int) {
 
 func (t *tree) place(i uint32) *node { return t.nodes.At(int(i)) }
 
-// node returns what is known of a slot, nil if that is nothing.
+// node returns the node of a slot, nil if there is none.
 func (t *tree) node(slot uint32) *node {
 	if int(slot)+int(t.first) >= t.nodes.Len() {
 		return nil

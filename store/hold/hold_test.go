@@ -39,9 +39,9 @@ func TestOfTwoPreparesOfOneNameNoneEndsBeforeTheLastCommit(t *testing.T) {
 	}
 }
 
-// TestARefusalTakesItsCommit has a refused load and a granted one of the same name: the
+// TestCommitAfterRefusedPrepareIsAbsorbed has a refused load and a granted one of the same name: the
 // commit of the first must not end the second.
-func TestARefusalTakesItsCommit(t *testing.T) {
+func TestCommitAfterRefusedPrepareIsAbsorbed(t *testing.T) {
 	table := hold.NewTable(life, 16)
 	granted := of(1, "a", "r", 1)
 	granted.Transfer.Load = true
@@ -128,8 +128,8 @@ func TestACommitOfTheEarlierLifePublishesNothingOfThisOne(t *testing.T) {
 	}
 }
 
-// TestAWorkerAndItsUserAreToldWhatTheyStage counts what is on its way, and what is held.
-func TestAWorkerAndItsUserAreToldWhatTheyStage(t *testing.T) {
+// TestStagedBytesCountByWorkerAndUser counts what is on its way, and what is held.
+func TestStagedBytesCountByWorkerAndUser(t *testing.T) {
 	table := hold.NewTable(life, 4)
 	one, two, other := of(1, "a", "r", 1), of(2, "a", "r", 2), of(3, "b", "r", 3)
 	table.Add(one)

@@ -17,9 +17,9 @@ const forever = 100 * 365 * 24 * time.Hour
 
 // owing are the prepares of one name and request whose commits have not all come.
 //
-// With one of them, its commit ends it. With several, nobody knows which one a
-// commit speaks of, so nothing ends before as many commits came as there are
-// holds: only then has each worker thread finished its copy.
+// A single hold ends with its commit. Among several holds a commit does not say which one it
+// means, so all of them end together, once as many commits as holds have come:
+// only then has each worker thread finished its copy.
 type owing struct {
 	holds []*Hold // oldest first
 	came  int     // commits
@@ -35,14 +35,14 @@ type Table struct {
 	former     map[uint64][]time.Time // transfers of an earlier server, by name; until when commits may come
 	last       uint64
 	own        uint64          // transfers without a name that a commit could mean
-	staged     map[int64]int64 // pool bytes that workers were told to write and did not commit, by instance
+	staged     map[int64]int64 // pool bytes that workers may write and have not committed, by instance
 	transfers  fair.Shares     // with slots, by Transfer.By; their size is what is staged
 	debts      fair.Shares     // without slots
 	orphans    int
 }
 
-// NewTable returns a table whose holds live so long after their prepare, or the end of
-// their worker, with so many of them at most.
+// NewTable returns a table of at most most holds. Each lives for life after its prepare, or after the
+// end of its worker.
 func NewTable(life time.Duration, most int) *Table {
 	return &Table{
 		life: life, max: most,
@@ -86,8 +86,8 @@ func (t *Table) AddFormer(h *Hold, name uint64) {
 	t.AddLoan(h)
 }
 
-// AddLoan enters a hold of somebody whose commit does not come: it lives until its deadline or
-// its removal, and nobody waits for it, as in quarantine.
+// AddLoan enters a hold that no commit ends: it lives until its deadline or its removal, and
+// nothing waits for it, as in quarantine.
 func (t *Table) AddLoan(h *Hold) {
 	t.own++
 	h.Transfer.own, h.orphan = t.own, true
@@ -194,9 +194,9 @@ func (t *Table) StagedBy(of *Transfer) (worker, by int64) {
 // Share is the part of a pool for which a worker, and all of who answers for it, may have others' objects evicted.
 type Share struct{ Worker, By float64 }
 
-// MayStage returns how many bytes of a pool a transfer may be told to write by evicting, of which counted are in the
-// table already: limit, and first for its first chunk, which is possible even where it is larger than the share; most
-// is how many where memory is free. Of a pool of many chunks an eighth is left for others.
+// MayStage returns how many bytes a transfer may stage. limit holds where staging evicts; first holds for the first chunk,
+// which is allowed even if it is larger than the share; most holds where memory is free. The table counts counted of these
+// bytes already. In a pool of many chunks an eighth is left for other workers.
 func (t *Table) MayStage(of *Transfer, counted, pool, chunk int64, may Share) (limit, first, most int64) {
 	worker, by := t.StagedBy(of)
 	worker, by = worker-counted, by-counted

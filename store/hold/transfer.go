@@ -1,6 +1,6 @@
-// Package hold keeps the books of transfers in progress: which worker was told of which
-// slots of the pool, and until when it may touch their bytes. It pairs commits with their
-// prepares, and divides transfers and bytes among workers and those who answer for them.
+// Package hold keeps the books of transfers in progress: which worker may touch the bytes of
+// which slots of the pool, and until when. It pairs commits with their prepares, and divides
+// transfers and bytes among workers and the users or addresses they belong to.
 // It decides nothing about slots themselves.
 //
 // A Table takes no lock: its owner's covers it.
@@ -46,9 +46,9 @@ func (n *Transfer) Name(requestID []byte) uint64 {
 	return max(xxh3.HashSeed(requestID, xxh3.Hash(b[:])), 1)
 }
 
-// Hold is a transfer in progress: a worker was told where slots are. One without
-// slots is a debt only: a prepare that was refused, or whose slots were taken
-// back, and whose commit may still come.
+// Hold is a transfer in progress: a worker knows the places of its slots. A Hold without
+// slots only absorbs a late commit: its prepare was refused, or its slots were taken
+// back.
 type Hold struct {
 	Transfer  Transfer
 	RequestID string

@@ -327,7 +327,7 @@ func (t *Table) Grant(s *Session, l Lease) (dropped []Lease) {
 }
 
 // overweight returns the session that makes room for pins of s: of the heaviest
-// owner, or when that one has only s, of its peer, or of anybody.
+// owner; when owner has only s, of its peer; else of any owner.
 func (t *Table) overweight(s *Session) (other *Session) {
 	of := t.heaviest(func(of *share) int { return of.pins })
 	for o := of.ring.mine.newer; o != &of.ring; o = o.mine.newer {
@@ -373,7 +373,7 @@ func (t *Table) Over(peer string, limit int) *Session {
 	return nil
 }
 
-// GiveUp gives back the last chunks of the session's oldest lease, at most so many
+// GiveUp gives back the last chunks of the session's oldest lease, at most slots
 // slots or one chunk, and calls unpin for each that has readers left.
 func (s *Session) GiveUp(slots int, unpin func(slot uint32)) {
 	l := &s.leases[0]

@@ -82,7 +82,7 @@ func TestFindAndTake(t *testing.T) {
 
 // At the limits the peer with most gives way, and of its connections the one with
 // most: its session that has been idle longest. Others keep theirs.
-func TestTheHeaviestGivesWay(t *testing.T) {
+func TestLargestOwnerGivesWay(t *testing.T) {
 	tab := lease.New(lease.Options{MaxSessions: 20, MaxPins: 50})
 	open := func(peer string, conn uint64, i int) (pushed *lease.Session) {
 		t.Helper()
@@ -231,7 +231,7 @@ func TestLeaseEndsAtItsLastChunkAndRow(t *testing.T) {
 }
 
 // What a session gives up is no longer counted, piece by piece until nothing is left.
-func TestWhatIsGivenUpIsNotCounted(t *testing.T) {
+func TestGivenUpPinsAreNotCounted(t *testing.T) {
 	tab := lease.New(lease.Options{})
 	owner := lease.Owner{Peer: "uid 1"}
 	s, _ := tab.Open([]byte("r"), owner, start)

@@ -77,8 +77,8 @@ func (c *Chunks) Each(h *kv.Hash, yield func(slot uint32) bool) {
 }
 
 const (
-	maxOthers    = 8   // names that are told
-	maxLookedFor = 512 // slots that are looked at for them
+	maxOthers    = 8   // names in an answer
+	maxLookedFor = 512 // slots that are searched for them
 )
 
 // Of returns the keys of slots that have a chunk's hash; 512 slots are looked at, at most.

@@ -113,14 +113,14 @@ func (l *Log) Add(e *Ended) {
 	r.otherSalt.set(e.OtherSalt)
 }
 
-// Of returns the lookups of a request id, the newest first, at most so many. Engines count
+// Of returns the lookups of a request id, the newest first, at most most. Engines count
 // their requests from 0, so that several may have one id.
 func (l *Log) Of(request string, most int) []Ended {
 	id := maphash.String(seed, request)
 	return l.some(most, func(of uint64) bool { return of == id })
 }
 
-// Last returns the newest lookups, the newest first, at most so many.
+// Last returns the last lookups, the newest first, at most most.
 func (l *Log) Last(most int) []Ended {
 	return l.some(most, func(uint64) bool { return true })
 }

@@ -18,7 +18,7 @@ const (
 	NeverStored         // no chunk of that key was seen, or too long ago
 	Evicted             // to make room
 	Cleared             // by an operator or a client
-	Expired             // nobody used it for its TTL
+	Expired             // unused for its TTL
 	Failed              // its writer never committed it
 	BeingStored         // reserved, not committed yet
 	NotPinned           // no lookup of that session promised it
@@ -71,7 +71,7 @@ func (r Reason) Label() string { return labels[r] }
 func (r Reason) IsBelow() bool { return r >= BelowSlow && r <= BelowSlower }
 
 // Because returns why a chunk is not served that the pool does not have and the tier
-// below might have had, and what is known of its end, where that is why.
+// below might have had, and how it ended, where that is the reason.
 func (r Reason) Because(below Reason, gone Gone) (Reason, Gone) {
 	switch r {
 	case NeverStored, Evicted, Cleared, Expired, Failed, Window:

@@ -36,8 +36,8 @@ func TestEveryReasonHasAWordAndALabelOfItsOwn(t *testing.T) {
 	}
 }
 
-// TestTheTierIsToBlameForWhatThePoolLacksOnly keeps the reasons that a tier cannot mend.
-func TestTheTierIsToBlameForWhatThePoolLacksOnly(t *testing.T) {
+// TestTierMissesExplainOnlyPoolMisses keeps the reasons that a tier cannot mend.
+func TestTierMissesExplainOnlyPoolMisses(t *testing.T) {
 	gone := miss.Gone{Why: miss.Evicted, By: "uid 1"}
 	if got, of := miss.Evicted.Because(miss.BelowSlow, gone); got != miss.BelowSlow || of != (miss.Gone{}) {
 		t.Errorf("evicted, and the tier is slow: %v, %+v", got, of)
@@ -47,8 +47,8 @@ func TestTheTierIsToBlameForWhatThePoolLacksOnly(t *testing.T) {
 	}
 }
 
-// TestWhatWentAgainIsAmongTheLast drops the same object again and again, among others that go once.
-func TestWhatWentAgainIsAmongTheLast(t *testing.T) {
+// TestRepeatedDropsStayAmongTheLast drops the same object again and again, among others that go once.
+func TestRepeatedDropsStayAmongTheLast(t *testing.T) {
 	const most = 64
 	m := miss.NewMemory(most)
 	again := kv.Key{Group: 1}

@@ -7,9 +7,9 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// TestWhatAnEarlierServerToldIsKnownByTransfer has two stores and a load in progress when
+// TestChunkSizesOfAnEarlierServerAreKnownByTransfer has two stores and a load in progress when
 // the server ends.
-func TestWhatAnEarlierServerToldIsKnownByTransfer(t *testing.T) {
+func TestChunkSizesOfAnEarlierServerAreKnownByTransfer(t *testing.T) {
 	dir := t.TempDir()
 	open := func() *pool.Pool {
 		p, err := pool.Open(pool.Options{Name: "p", Bytes: 16 * 4096, Dir: dir})

@@ -20,9 +20,8 @@ import (
 // only if they are this user's alone (shm.Ours), and removed only if they are this
 // user's.
 
-// Files is the part of a Pool that needs no lock: what it is called, how large it is,
-// what lies beside it, what earlier servers of it told engines. The methods of Pool say
-// more.
+// Files is the part of a Pool that needs no lock: its name, its size, the files beside it, and
+// the places that earlier servers gave to engines. Pool documents the methods.
 type Files interface {
 	Name() string
 	Bytes() int64

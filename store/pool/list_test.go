@@ -13,7 +13,7 @@ import (
 
 // What lies in a folder is listed pool by pool, with who serves it, what memory it takes
 // and why it cannot be used, and nothing is listed that may be another program's.
-func TestListTellsPoolsApart(t *testing.T) {
+func TestListNamesEachPool(t *testing.T) {
 	dir := t.TempDir()
 	create := func(name string) *pool.Pool {
 		t.Helper()

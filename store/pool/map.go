@@ -23,8 +23,8 @@ const (
 	maxMapped   = 1 << 17 // slots that are looked at by default
 )
 
-// NewMap returns the Map of a pool of so many bytes, in at most so many cells, of at least
-// 4,096 bytes. It has nothing before AddSome. most is how many slots are looked at, 0 for the default.
+// NewMap returns an empty Map of a pool of bytes bytes, in at most cells cells, of at least
+// 4,096 bytes. AddSome fills it. most is how many slots are looked at, 0 for the default.
 func NewMap(bytes int64, cells, most int) Map {
 	parts := int64(min(max(cells, 1), maxMapCells))
 	cell := max((bytes+parts-1)/parts, 4096)
@@ -35,7 +35,7 @@ func NewMap(bytes int64, cells, most int) Map {
 	}
 }
 
-// AddSome looks at so many slots of p, and reports whether there are more.
+// AddSome looks at n slots of p, and reports whether there are more.
 func (m *Map) AddSome(p *Pool, n int) (more bool) {
 	slots := p.Slots()
 	step := max(1, (slots+m.most-1)/m.most)

@@ -108,9 +108,9 @@ func (m *Memory) mapsAhead() bool {
 // Whole reports whether all of the pool may be handed out.
 func (m *Memory) Whole() bool { return m.Usable() >= m.pool.Bytes() }
 
-// Have has memory ready for so many bytes more, as far as there is any: else they would
-// evict others while most of the pool is unused.
-func (m *Memory) Have(bytes int64) {
+// Prepare prepares memory for bytes more bytes, as far as there is any: else they would
+// evict other chunks while most of the pool is unused.
+func (m *Memory) Prepare(bytes int64) {
 	total := m.pool.Bytes()
 	for left := int64(maxProvided); left > 0; left -= provideStep {
 		usable := m.Usable()
@@ -130,7 +130,7 @@ func (m *Memory) Have(bytes int64) {
 // for a caller that knows that there is memory again. An error says that there is none.
 func (m *Memory) More() error { return m.step(m.Usable()) }
 
-// step provides one step more than from, unless somebody else just did.
+// step provides one step more than from, unless another goroutine just did.
 func (m *Memory) step(from int64) error {
 	m.filling.Lock()
 	defer m.filling.Unlock()

@@ -69,19 +69,19 @@ func memory(f *fake, rate int64) *pool.Memory {
 	return pool.NewMemory(f, rate, slog.New(slog.DiscardHandler))
 }
 
-// TestNothingIsHandedOutBeyondWhatHasMemory shows a request that the file system can
+// TestOnlyProvidedMemoryIsHandedOut shows a request that the file system can
 // serve, one that it cannot, and the end of that.
-func TestNothingIsHandedOutBeyondWhatHasMemory(t *testing.T) {
+func TestOnlyProvidedMemoryIsHandedOut(t *testing.T) {
 	f := &fake{has: 24 * mib, why: errFull, already: 8 * mib}
 	m := memory(f, 1)
 	if f.limit != 8*mib || m.Usable() != 8*mib || m.Whole() {
 		t.Fatalf("at first %d bytes may be handed out", f.limit)
 	}
-	m.Have(10 * mib)
+	m.Prepare(10 * mib)
 	if m.Usable() != 16*mib || f.limit != 16*mib || f.noted != 16*mib || m.Trouble() != nil {
 		t.Errorf("for 10 MiB %d are usable, %v", m.Usable(), m.Trouble())
 	}
-	m.Have(60 * mib)
+	m.Prepare(60 * mib)
 	if m.Usable() != 24*mib || !errors.Is(m.Trouble(), errFull) {
 		t.Errorf("for 60 MiB %d are usable, %v", m.Usable(), m.Trouble())
 	}
@@ -98,7 +98,7 @@ func TestNothingIsHandedOutBeyondWhatHasMemory(t *testing.T) {
 func TestUsedMemoryIsNotReadyForOthers(t *testing.T) {
 	f := &fake{has: 64 * mib, already: 16 * mib, used: 16 * mib}
 	m := memory(f, 1)
-	m.Have(1)
+	m.Prepare(1)
 	if m.Usable() != 24*mib {
 		t.Errorf("%d bytes usable, with all of 16 MiB used", m.Usable())
 	}
@@ -108,7 +108,7 @@ func TestUsedMemoryIsNotReadyForOthers(t *testing.T) {
 func TestWithoutARateAllIsHandedOut(t *testing.T) {
 	f := &fake{why: errFull}
 	m := memory(f, 0)
-	m.Have(64 * mib)
+	m.Prepare(64 * mib)
 	m.Run(t.Context())
 	if !m.Whole() || m.Provided() != 0 || m.Trouble() != nil || f.limit != 0 {
 		t.Errorf("usable %d, provided %d, limit %d, %v", m.Usable(), m.Provided(), f.limit, m.Trouble())
@@ -119,7 +119,7 @@ func TestWithoutARateAllIsHandedOut(t *testing.T) {
 func TestAKernelThatCannotProvideHandsOutAll(t *testing.T) {
 	f := &fake{why: shm.ErrNoPopulate}
 	m := memory(f, 1)
-	m.Have(1)
+	m.Prepare(1)
 	if !m.Whole() || f.noted != 0 {
 		t.Errorf("usable %d, noted %d", m.Usable(), f.noted)
 	}

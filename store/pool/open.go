@@ -30,8 +30,8 @@ type Held struct {
 	Slot Slot
 	For  time.Duration // since the first start that found it so
 
-	// Writer is what Reserve was told, of a slot without a key: its writer may not
-	// be done. It is zero for a resident slot, which was only read.
+	// Writer is the one given to Reserve, for a slot without a key: that writer may still
+	// be writing. It is zero for a resident slot, which was only read.
 	Writer Writer
 }
 

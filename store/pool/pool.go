@@ -286,7 +286,7 @@ func (p *Pool) Usage() Usage {
 // Slots is how many slots were ever used: their numbers are smaller.
 func (p *Pool) Slots() int { return p.used }
 
-// Generation tells a slot's content from what else it has held or will hold.
+// Generation returns the number of a slot's content, which earlier and later contents do not share.
 func (p *Pool) Generation(s Slot) uint32 { return p.record(s).generation() }
 
 // Sum returns the recorded checksum of a slot's bytes; false when there is none.
@@ -357,7 +357,7 @@ func (p *Pool) Provided() int64 {
 	return p.segment.Provided(int64(min(p.index.Word(headerProvided).Load(), uint64(p.opts.Bytes))))
 }
 
-// NoteProvided notes for a later server that so many bytes from the segment's start
+// NoteProvided records for a later server that the first bytes bytes of the segment
 // have memory: it need not look for holes in them.
 func (p *Pool) NoteProvided(bytes int64) { p.index.Word(headerProvided).Store(uint64(bytes)) }
 

@@ -7,9 +7,9 @@ import (
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
 
-// TestTheCheapestRunHasNobodyBusyInIt fills a pool, has one of each three slots busy at
+// TestCheapestRunHasNoBusySlot fills a pool, has one of each three slots busy at
 // first and then none, and finds what frees two places beside each other.
-func TestTheCheapestRunHasNobodyBusyInIt(t *testing.T) {
+func TestCheapestRunHasNoBusySlot(t *testing.T) {
 	const slots, page = 9, 4096
 	p, err := pool.Open(pool.Options{Name: "p", Bytes: slots * page, Dir: t.TempDir()})
 	if err != nil {

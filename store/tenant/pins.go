@@ -103,7 +103,7 @@ func (p *pins) forget(b *budget) {
 // for longer, never for less. fresh says that it was not pinned before. Errors: ErrNoPins, ErrPinLimit, ErrTooManyPins.
 func (t *Table) Pin(salt string, slot uint32, life time.Duration) (fresh bool, _ error) {
 	p := &t.pins
-	until := t.lives.now + 1 + inSeconds(min(life, MaxPinLife))
+	until := t.ttls.now + 1 + inSeconds(min(life, MaxPinLife))
 	if i, ok := p.at[slot]; ok {
 		p.list[i].until = max(p.list[i].until, until)
 		return false, nil
@@ -147,17 +147,17 @@ func (p *pins) remove(i int) {
 	delete(p.at, gone.slot)
 }
 
-// EndPins ends pins whose time is over or that pass their tenant's limit, or with all every one, at most so many of
-// them: f is called for their slots. more says that others are left.
+// EndPins ends at most most pins: those whose time is over or that pass their tenant's limit, or with all any pin.
+// It calls f for their slots. more says that further pins are left.
 func (t *Table) EndPins(all bool, most int, f func(slot uint32)) (more bool) {
 	p := &t.pins
-	if !all && !p.over && (len(p.list) == 0 || t.lives.now < p.next) {
+	if !all && !p.over && (len(p.list) == 0 || t.ttls.now < p.next) {
 		return false
 	}
 	next := ^uint32(0)
 	for i := len(p.list) - 1; i >= 0; i-- { // the last moves to the place of one that goes
 		of := &p.list[i]
-		if !all && of.until > t.lives.now && of.of.bytes <= of.of.limit {
+		if !all && of.until > t.ttls.now && of.of.bytes <= of.of.limit {
 			next = min(next, of.until)
 			continue
 		}
@@ -179,13 +179,13 @@ type Pinned struct {
 	Left time.Duration // until the pin ends
 }
 
-// Pins appends pinned slots to dst, from number from on, at most so many. next is where to go on, 0 where none is left.
-// Pins that come and go between two calls may be missed or told twice.
+// Pins appends pinned slots to dst, from number from on, at most most. next is where to continue, 0 where none is left.
+// A pin that changes between two calls may be missed or returned twice.
 func (t *Table) Pins(from, most int, dst []Pinned) (_ []Pinned, next int) {
 	list := t.pins.list
 	to := min(from+most, len(list))
 	for _, p := range list[min(from, to):to] {
-		dst = append(dst, Pinned{p.slot, time.Duration(p.until-min(p.until, t.lives.now)) * time.Second})
+		dst = append(dst, Pinned{p.slot, time.Duration(p.until-min(p.until, t.ttls.now)) * time.Second})
 	}
 	if to == len(list) {
 		return dst, 0

@@ -1,11 +1,11 @@
-// Package tenant keeps an account for each cache salt that has a quota: what it has of the
-// pool, what it may keep, and an eviction policy of its own. Everybody else is in one common
-// policy, as all are while nobody has a quota. It knows how long what nobody uses may stay, and what
-// an operator has pinned. Terms is what operators set for tenants, and its file.
+// Package tenant has an account for each cache salt with a quota: its use of the pool, its
+// quota, and an eviction policy of its own. All other tenants share one policy. The package
+// also knows the time to live of slots and the pins of operators. Terms has the settings of
+// operators for tenants, and their file.
 //
-// A quota is kept, not a limit: where memory is free a tenant may have more. When room is
-// needed, what passes a quota goes first, then what has none; what is within its quota goes
-// only for its own tenant.
+// A quota is a guarantee, not a limit: where memory is free a tenant may have more. Eviction
+// takes the slots beyond a quota first, then those of tenants without a quota. It takes slots
+// within a quota only for their own tenant.
 //
 // A Table takes no lock: its owner's covers it.
 package tenant
@@ -40,7 +40,7 @@ var (
 )
 
 // Table has the accounts and knows every slot that is in use. Add, Use, Remove, Victim and
-// Ascend are those of evict.Policy, told whose a slot is.
+// Ascend are those of evict.Policy, with the slot's tenant.
 type Table struct {
 	pool   int64 // bytes
 	common evict.Policy
@@ -50,9 +50,9 @@ type Table struct {
 
 	accounts map[string]*account // by salt
 	order    []*account          // the same, for a walk without a map
-	spaces   spaces[*account]
+	owners   owners[*account]
 	slots    container.PagedSlice[place] // of those in an account; only grown while there are any
-	lives    lives
+	ttls     ttls
 	pins     pins
 
 	writer *account // for whom room is made; nil for one without a quota
@@ -61,7 +61,7 @@ type Table struct {
 
 // place is where a slot is in the books. The zero place is in no account.
 type place struct {
-	in    *space[*account]
+	in    *owner[*account]
 	local uint32 // 1 + its number in the account's policy; 0 while it is staged
 }
 
@@ -70,7 +70,7 @@ func (p place) of() *account {
 	if p.in == nil {
 		return nil
 	}
-	return p.in.whose
+	return p.in.tenant
 }
 
 type account struct {
@@ -99,8 +99,8 @@ type Usage struct {
 	PinnedObjects int
 }
 
-// New returns a Table without quotas for a pool of so many bytes. policy makes the policy of
-// a tenant; busy is asked about victims, bytes how much of the pool a slot takes.
+// New returns a Table without quotas for a pool of pool bytes. policy makes the policy of
+// a tenant; busy reports whether a slot cannot be a victim, bytes how much of the pool a slot takes.
 func New(pool int64, common evict.Policy, policy func(quota int64) evict.Policy, busy func(slot uint32) bool, bytes func(slot uint32) int64) *Table {
 	return &Table{pool: pool, common: common, policy: policy, busy: busy, bytes: bytes, accounts: make(map[string]*account)}
 }
@@ -109,7 +109,7 @@ func New(pool int64, common evict.Policy, policy func(quota int64) evict.Policy,
 func (t *Table) Any() bool { return len(t.order) > 0 }
 
 // Named reports whether any tenant has something of its own for which its namespaces are to be named.
-func (t *Table) Named() bool { return t.Any() || len(t.lives.of) > 0 }
+func (t *Table) Named() bool { return t.Any() || len(t.ttls.of) > 0 }
 
 func checkSalt(salt string) error {
 	switch {
@@ -173,29 +173,29 @@ func (t *Table) SetQuota(salt string, bytes int64) error {
 // in it already are to be adopted.
 func (t *Table) Name(ns kv.Namespace, salt []byte) (news bool) {
 	if a := t.accounts[string(salt)]; a != nil {
-		news = t.spaces.name(ns, a)
+		news = t.owners.name(ns, a)
 	}
-	if l := t.lives.of[string(salt)]; l != nil {
-		news = t.lives.spaces.name(ns, l) || news
+	if l := t.ttls.of[string(salt)]; l != nil {
+		news = t.ttls.owners.name(ns, l) || news
 	}
 	return news
 }
 
 // Stage notes that a slot is being written.
 func (t *Table) Stage(slot uint32, ns kv.Namespace) {
-	if in := t.spaces.of[ns]; in != nil {
+	if in := t.owners.of[ns]; in != nil {
 		t.slots.Grow(int(slot) + 1)
 		*t.slots.At(int(slot)) = place{in: in}
-		t.spaces.enter(in)
-		in.whose.Bytes += t.bytes(slot)
-		in.whose.Objects++
+		t.owners.enter(in)
+		in.tenant.Bytes += t.bytes(slot)
+		in.tenant.Objects++
 	}
 }
 
 // Add notes that a slot became resident: see evict.Policy.
 func (t *Table) Add(slot uint32, ns kv.Namespace, id, parent uint64) {
-	if t.lives.on {
-		t.lives.add(slot, ns)
+	if t.ttls.on {
+		t.ttls.add(slot, ns)
 	}
 	t.admit(slot, ns, id, parent)
 }
@@ -232,10 +232,10 @@ func (t *Table) enter(slot uint32, a *account) (local uint32) {
 // recently used. A slot that is in an account is left there.
 func (t *Table) Adopt(slot uint32, ns kv.Namespace, resident bool, id, parent uint64) {
 	if resident {
-		t.lives.adopt(slot, ns)
+		t.ttls.adopt(slot, ns)
 	}
 	switch {
-	case t.spaces.of[ns] == nil || t.at(slot).in != nil:
+	case t.owners.of[ns] == nil || t.at(slot).in != nil:
 	case resident:
 		t.common.Remove(slot)
 		t.admit(slot, ns, id, parent)
@@ -246,8 +246,8 @@ func (t *Table) Adopt(slot uint32, ns kv.Namespace, resident bool, id, parent ui
 
 // Use notes that a slot was served or stored again.
 func (t *Table) Use(slot uint32) {
-	if t.lives.on {
-		t.lives.use(slot)
+	if t.ttls.on {
+		t.ttls.use(slot)
 	}
 	switch p := t.at(slot); {
 	case p.in == nil:
@@ -270,9 +270,9 @@ const (
 // Remove notes that a slot holds nothing any more. A slot that is not in the books is left alone.
 func (t *Table) Remove(slot uint32, why Cause) {
 	if why == Expired {
-		t.lives.expired(slot)
+		t.ttls.expired(slot)
 	}
-	t.lives.remove(slot)
+	t.ttls.remove(slot)
 	t.leave(slot, why == Evicted)
 }
 
@@ -295,7 +295,7 @@ func (t *Table) leave(slot uint32, evicted bool) {
 		a.policy.Remove(p.local - 1)
 		a.free = append(a.free, p.local-1)
 	}
-	t.spaces.leave(p.in)
+	t.owners.leave(p.in)
 	*t.slots.At(int(slot)) = place{}
 }
 
@@ -309,7 +309,7 @@ func (t *Table) at(slot uint32) place {
 
 // For says for whom Victim and Ascend are asked, and for how many bytes.
 func (t *Table) For(ns kv.Namespace, bytes int64) {
-	t.writer, t.need = place{in: t.spaces.of[ns]}.of(), bytes
+	t.writer, t.need = place{in: t.owners.of[ns]}.of(), bytes
 }
 
 // over returns by how much an account passes its quota, with what the writer needs.
@@ -417,7 +417,7 @@ func (t *Table) List() []Usage {
 	for _, a := range t.order {
 		*add(a.Salt) = a.Usage
 	}
-	for salt, l := range t.lives.of {
+	for salt, l := range t.ttls.of {
 		u := add(salt)
 		u.TTL, u.Expired = time.Duration(l.ttl)*time.Second, l.expired
 		if l.ttl == 0 {
@@ -446,7 +446,7 @@ func (t *Table) DropQuota(salt string) (d Dropped, ok bool) {
 	if a == nil {
 		return Dropped{}, false
 	}
-	t.spaces.forgetAll(a)
+	t.owners.forgetAll(a)
 	delete(t.accounts, salt)
 	t.order = slices.DeleteFunc(t.order, func(o *account) bool { return o == a })
 	a.QuotaBytes, t.writer = 0, nil

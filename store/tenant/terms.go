@@ -142,7 +142,7 @@ func OpenTerms(path string, flags Flags, log *slog.Logger) (*Terms, error) {
 		if err := os.Rename(path, path+".bad"); err != nil {
 			return nil, errors.Join(damaged, err)
 		}
-		b.log.Warn("what was set for tenants while an earlier server ran is lost: its file is damaged and was put aside", "err", damaged.Reason, "file", path, "aside", path+".bad")
+		b.log.Warn("the settings of tenants are lost: their file is damaged and was moved aside", "err", damaged.Reason, "file", path, "aside", path+".bad")
 		list, err = b.read(path)
 	}
 	if err != nil {
@@ -152,7 +152,7 @@ func OpenTerms(path string, flags Flags, log *slog.Logger) (*Terms, error) {
 		k := termKey{t.Salt, t.Field}
 		if t.over() != flags[k] {
 			b.stale = true
-			b.log.Info("the flag for a tenant was changed: what was set while an earlier server ran counts no more", "tenant", k.salt, "setting", string(k.field), "set_at", t.At)
+			b.log.Info("the flag for a tenant was changed: it replaces the setting that was made at run time", "tenant", k.salt, "setting", string(k.field), "set_at", t.At)
 			continue
 		}
 		b.set[k] = setTerm{value: t.value(), over: t.over(), at: t.At}
@@ -209,15 +209,15 @@ func (b *Terms) Apply(st TermStore) error {
 		}
 		e.idle = err.Error()
 		b.set[k] = e
-		b.log.Warn("what was set for a tenant while an earlier server ran cannot be in effect: set it anew", "tenant", k.salt, "setting", string(k.field), "value", e.value.N, "err", err)
+		b.log.Warn("a stored setting of a tenant cannot be applied: set it again", "tenant", k.salt, "setting", string(k.field), "value", e.value.N, "err", err)
 		if flag := b.flags[k]; flag.Set {
 			if err := b.put(k, flag); err != nil {
-				b.log.Warn("nor can what the flag says", "tenant", k.salt, "setting", string(k.field), "value", flag.N, "err", err)
+				b.log.Warn("the flag for the tenant cannot be applied either", "tenant", k.salt, "setting", string(k.field), "value", flag.N, "err", err)
 			}
 		}
 	}
 	if inEffect > 0 {
-		b.log.Info("what was set for tenants while an earlier server ran is in effect again", "settings", inEffect, "file", b.path)
+		b.log.Info("restored the settings of tenants", "settings", inEffect, "file", b.path)
 	}
 	if b.stale {
 		_ = b.saveLocked() // it is logged, and tried again with the next change
@@ -307,9 +307,9 @@ func (b *Terms) saveLocked() error {
 	err := b.file.Write(encodeTerms(b.set))
 	switch {
 	case err != nil && !b.unkept.Load():
-		b.log.Warn("what is set for tenants is not kept for a restart", "file", b.path, "err", err)
+		b.log.Warn("the settings of tenants cannot be saved and will not survive a restart", "file", b.path, "err", err)
 	case err == nil && b.unkept.Load():
-		b.log.Info("what is set for tenants is kept again", "file", b.path)
+		b.log.Info("the settings of tenants are saved again", "file", b.path)
 	}
 	b.unkept.Store(err != nil)
 	if err != nil {

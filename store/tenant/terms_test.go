@@ -164,7 +164,7 @@ func TestHoldsOverRestarts(t *testing.T) {
 }
 
 // A flag that is changed counts again, for good: also when it is changed back.
-func TestAFlagThatIsChangedCountsAgain(t *testing.T) {
+func TestChangedFlagReplacesTheSetting(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
 	b, _ := server(t, path, 100, flagsOf(map[string]int64{"a": 10, "b": 10}))
 	must(t, b.Set("a", tenant.Quota, tenant.BytesValue(30)))
@@ -291,7 +291,7 @@ func TestDamagedFiles(t *testing.T) {
 }
 
 // A salt that no store takes, in a file that is whole, is told and harms nobody.
-func TestWhatTheStoreRefusesIsIdle(t *testing.T) {
+func TestRefusedSaltInTheFileHasNoEffect(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
 	file, _, err := statefile.Open(path, "kvasir-tenants 1", 1<<20)
 	must(t, err)

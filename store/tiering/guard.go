@@ -82,9 +82,9 @@ func (t *Guard) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bo
 	return t.contain(func() error { return tier.Hottest(ctx, t.of, n, f) })
 }
 
-// Read fills dst, which may be memory that goes away, and returns the checksum of what is
-// there. Errors: those of the tier, *tier.CorruptError also when its checksum is another
-// (then the tier is told to forget the object), ErrPanic, faults of dst.
+// Read fills dst, which may be memory that goes away, and returns the checksum of the bytes
+// read. Errors: those of the tier, *tier.CorruptError also when the tier's checksum differs
+// (then Read deletes the tier's object), ErrPanic, faults of dst.
 func (t *Guard) Read(ctx context.Context, k kv.Key, dst []byte) (sum uint64, err error) {
 	var meta tier.Meta
 	t.timed(int64(len(dst)), func() {
@@ -124,7 +124,7 @@ func (t *Guard) Write(ctx context.Context, k kv.Key, src []byte, sum uint64, kno
 // Close closes the tier.
 func (t *Guard) Close() error { return t.of.Close() }
 
-// timed calls f, which fills so many bytes, and counts it as slow while it goes on for
+// timed calls f, which fills bytes bytes, and counts it as slow while it takes
 // too long.
 func (t *Guard) timed(bytes int64, f func()) {
 	count := func(by int32) {

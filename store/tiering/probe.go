@@ -76,7 +76,7 @@ func (s *Probe) Key(i int) (k kv.Key) {
 // Bytes is how long object i is.
 func (s *Probe) Bytes(i int) int64 { return s.shard.Bytes(i%s.rows%s.shard.World, s.group(i)) }
 
-// Needs reports whether a hit of so many chunks needs object i.
+// Needs reports whether a hit of hit chunks needs object i.
 func (s *Probe) Needs(i, hit int) bool {
 	return i/s.rows >= s.shard.Groups.Need(s.group(i), 0, hit).Start
 }

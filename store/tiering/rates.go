@@ -53,7 +53,7 @@ type Rates struct {
 	}
 }
 
-// Loaded notes that so many bytes came from the tier for one lookup.
+// Loaded records that the tier gave bytes bytes for one lookup.
 func (r *Rates) Loaded(bytes int64, took time.Duration) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -78,7 +78,7 @@ func (r *Rates) Answered(request []byte) {
 	r.mu.began[name] = time.Now()
 }
 
-// Stored notes that a request stored so many bytes that it had computed.
+// Stored records that a request stored bytes bytes that it had computed.
 func (r *Rates) Stored(request []byte, bytes int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -14,23 +14,23 @@ const (
 	recheckRetryDelay = 5 * time.Second       // after a call that failed
 )
 
-// Noted is an object that is noted as being below.
-type Noted struct {
+// RecordedObject is an object that an earlier server recorded as being below.
+type RecordedObject struct {
 	Slot, Generation uint32
 	Bytes            int64
 }
 
-// Notes are what an earlier server noted.
+// Notes are the records of an earlier server.
 type Notes interface {
 	// Slots is how many slots there are.
 	Slots() int
-	// Noted returns some of what is noted from a slot on, at most so many, and the slot that is next; end where none is left.
-	Noted(from, end, most int) (keys []kv.Key, of []Noted, next int)
+	// Recorded returns at most most recorded keys from slot from on, and the slot to continue from; end where none is left.
+	Recorded(from, end, most int) (keys []kv.Key, of []RecordedObject, next int)
 	// Ask asks the tier for objects. One that rests after failures may say that it has nothing: then writes find later
 	// that it has.
 	Ask(ctx context.Context, keys []kv.Key) ([]tier.Meta, error)
 	// Settle has those objects written that the tier lacks.
-	Settle(of []Noted, metas []tier.Meta)
+	Settle(of []RecordedObject, metas []tier.Meta)
 }
 
 // Recheck asks a tier, once, for each object that an earlier server noted as being there. Objects may have gone since:
@@ -52,7 +52,7 @@ func Recheck(ctx context.Context, n Notes, opened <-chan struct{}) {
 		case <-ctx.Done():
 			return
 		}
-		keys, of, next := n.Noted(from, end, recheckBatch)
+		keys, of, next := n.Recorded(from, end, recheckBatch)
 		wait := recheckPause
 		if len(keys) > 0 {
 			if metas, err := n.Ask(ctx, keys); err == nil {

@@ -20,10 +20,10 @@ type notes struct {
 
 func (n *notes) Slots() int { return 1000 }
 
-func (n *notes) Noted(from, end, most int) (keys []kv.Key, of []tiering.Noted, next int) {
+func (n *notes) Recorded(from, end, most int) (keys []kv.Key, of []tiering.RecordedObject, next int) {
 	for next = from; next < end && len(keys) < most; next++ {
 		keys = append(keys, kv.Key{Chunk: kv.Hash{byte(next), byte(next >> 8)}})
-		of = append(of, tiering.Noted{Slot: uint32(next), Bytes: 7})
+		of = append(of, tiering.RecordedObject{Slot: uint32(next), Bytes: 7})
 	}
 	return keys, of, next
 }
@@ -41,7 +41,7 @@ func (n *notes) Ask(_ context.Context, keys []kv.Key) ([]tier.Meta, error) {
 	return out, nil
 }
 
-func (n *notes) Settle(of []tiering.Noted, metas []tier.Meta) {
+func (n *notes) Settle(of []tiering.RecordedObject, metas []tier.Meta) {
 	for i, o := range of {
 		n.settled[o.Slot] = metas[i].Fits(o.Bytes)
 	}
@@ -73,7 +73,7 @@ func TestAllIsAskedFor(t *testing.T) {
 }
 
 // It ends with its context, while it waits for the tier and while that does not answer.
-func TestItEndsWithItsContext(t *testing.T) {
+func TestRunEndsWithItsContext(t *testing.T) {
 	f := func(open bool) {
 		t.Helper()
 		synctest.Test(t, func(t *testing.T) {

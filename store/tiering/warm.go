@@ -50,7 +50,7 @@ func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 		objects, bytes := r.Warmed()
 		return []any{"chunks", objects, "bytes", bytes, "took", time.Since(began).Round(time.Millisecond)}
 	}
-	o.Log.Info("reading what is hot in the tiers below", "bytes_at_most", o.Bytes, "time_at_most", o.Time)
+	o.Log.Info("warming: reading the most used objects of the tiers", "bytes_at_most", o.Bytes, "time_at_most", o.Time)
 	todo := make(chan warmObject)
 	var full atomic.Bool
 	var readers sync.WaitGroup
@@ -69,7 +69,7 @@ func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 		case full.Load():
 			why = "the pool is full"
 			return false
-		case m.NoSum || m.Len > o.Longest: // nobody could tell whether it is right, or it is none of ours
+		case m.NoSum || m.Len > o.Longest: // it cannot be verified, or no object of this server is that long
 			return true
 		case m.Len > left:
 			why = "enough was read"
@@ -78,7 +78,7 @@ func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 		left -= m.Len
 		if time.Since(said) >= warmLogInterval {
 			said = time.Now()
-			o.Log.Info("still reading what is hot", args()...)
+			o.Log.Info("warming goes on", args()...)
 		}
 		select {
 		case todo <- warmObject{k, m.Len}:
@@ -91,11 +91,11 @@ func Warm(ctx context.Context, r Warmer, o WarmOptions) {
 	readers.Wait()
 	switch {
 	case ctx.Err() != nil:
-		o.Log.Info("read what was hot in the tiers below", append(args(), "ended", "the time is over")...)
+		o.Log.Info("warming has ended", append(args(), "ended", "the time is over")...)
 	case err != nil:
-		o.Log.Warn("what is hot in the tiers below is not known", append(args(), "err", err)...)
+		o.Log.Warn("warming is impossible: the tiers cannot list their most used objects", append(args(), "err", err)...)
 	default:
-		o.Log.Info("read what was hot in the tiers below", append(args(), "ended", why)...)
+		o.Log.Info("warming has ended", append(args(), "ended", why)...)
 	}
 }
 
@@ -111,7 +111,7 @@ func hottest(ctx context.Context, r Warmer, log *slog.Logger, f func(kv.Key, tie
 			return err
 		}
 		if !said {
-			log.Warn("the tiers below do not tell what is hot: they are asked again until the time is over", "err", err)
+			log.Warn("the tiers cannot list their most used objects; retrying until the warming time is over", "err", err)
 		}
 		select {
 		case <-time.After(warmRetryDelay):

@@ -38,7 +38,7 @@ type WriteBack struct {
 	}
 }
 
-// NewWriteBack returns an empty WriteBack in which so many bytes may wait, or one object.
+// NewWriteBack returns an empty WriteBack in which limit bytes may wait, or one object of any size.
 func NewWriteBack(limit int64) *WriteBack {
 	b := &WriteBack{limit: limit, came: make(chan struct{}, 1)}
 	b.mu.waiting = make(map[uint32]*list.Element)
@@ -125,8 +125,8 @@ type WriteOutcome uint8
 // WriteOutcomes.
 const (
 	Settled WriteOutcome = iota // it is below, or is not to be
-	Failed                      // it is tried again, maxTries times in all
-	Resting                     // it is tried again until it has another outcome
+	Failed                      // retried, maxTries times in all
+	Resting                     // retried until it has another outcome
 )
 
 const (
@@ -187,7 +187,7 @@ func waitWhileBusy(ctx context.Context, busy func() chan struct{}) {
 	}
 }
 
-// settle offers an object again that was not written, and waits a while then.
+// settle queues an object again that was not written, and then waits a while.
 func (b *WriteBack) settle(ctx context.Context, it WriteItem, o WriteOutcome) {
 	switch o {
 	case Settled:

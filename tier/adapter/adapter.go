@@ -66,7 +66,7 @@ func (t Text) String() string {
 	return safelog.HideLogin(string(b))
 }
 
-// isSecret reports whether what a key says, or a text with such a key, is for nobody else.
+// isSecret reports whether the value of a key, or a text with such a key, must not be shown.
 func isSecret(key string) bool {
 	return strings.Contains(key, "password") || strings.Contains(key, "secret") || strings.Contains(key, "token")
 }
@@ -198,13 +198,13 @@ func ParseAll(texts []Text, log *slog.Logger) (out []Adapter, _ error) {
 		a, err := Parse(string(text))
 		switch {
 		case errors.Is(err, ErrNotServed):
-			log.Warn("a tier of LMCache is left out: nothing is kept there", "flag", "--l2-adapter", "err", err)
+			log.Warn("a tier of LMCache is left out: no chunk is written there", "flag", "--l2-adapter", "err", err)
 			continue
 		case err != nil:
 			errs = append(errs, err)
 			continue
 		case len(a.Ignored) > 0:
-			log.Warn("keys of --l2-adapter mean nothing here", "type", a.Type, "keys", strings.Join(a.Ignored, " "))
+			log.Warn("keys of --l2-adapter have no effect", "type", a.Type, "keys", strings.Join(a.Ignored, " "))
 		}
 		out = append(out, a)
 	}
@@ -238,7 +238,7 @@ func (r *reader) eviction(a *Adapter) {
 	}
 }
 
-// ignore notes the keys that mean nothing here, and finds those that nobody knows.
+// ignore records the keys that have no effect here, and refuses unknown keys.
 func (r *reader) ignore(a *Adapter, without ...string) {
 	known := slices.Concat(slices.Sorted(maps.Keys(r.seen)), without)
 	for _, key := range slices.Sorted(maps.Keys(r.raw)) {

@@ -21,7 +21,7 @@ type Flags struct {
 
 	L2      []Text  `name:"l2-adapter" sep:"none" help:"A tier below the pool, as JSON with LMCache's keys: {\"type\":\"fs\",\"base_path\":\"/data/kv\"}, fs_native, redis, resp, valkey, s3, s3_native or mooncake_store. LMCache servers may share all but redis and s3_native. Repeat it for more tiers: the first is asked first, after the disks." group:"Tiers" placeholder:"JSON"`
 	Trust   string  `name:"l2-trust" help:"What of an --l2-adapter is served. length: what has the right length, and the right checksum where it has one (LMCache writes none); checksum: only what has a checksum." default:"length" enum:"length,checksum" group:"Tiers"`
-	Timeout float64 `name:"l2-prefetch-load-timeout" help:"Seconds that a lookup waits for tiers; then what is there is the answer, and what comes later stays." default:"2" group:"Tiers"`
+	Timeout float64 `name:"l2-prefetch-load-timeout" help:"Seconds that a lookup waits for tiers. Its answer is what has arrived by then; what arrives later stays in the pool." default:"2" group:"Tiers"`
 	Faster  bool    `name:"l2-load-if-faster" help:"Leave tiers out while engines compute chunks faster than tiers give them; kvasir status shows both rates." group:"Tiers"`
 	Warm    float64 `name:"warm" help:"GiB that a server reads from its tiers after its start, what is the hottest there first, in the background and into free memory; 0 for none. redis and s3_native know what is hot." default:"0" group:"Tiers" placeholder:"GIB"`
 	WarmFor float64 `name:"warm-seconds" help:"Seconds that --warm may take." default:"300" group:"Tiers"`

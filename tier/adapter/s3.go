@@ -187,16 +187,16 @@ func isAddress(host string) bool {
 // s3Keys reads the credentials; without any they are looked for where Amazon's programs do.
 func (r *reader) s3Keys(b *bucket) {
 	var c aws.Static
-	nobody := false
+	anonymous := false
 	r.take("aws_access_key_id", &c.ID)
 	r.take("aws_secret_access_key", &c.Secret)
 	r.secret("aws_secret_access_key_file", &c.Secret)
 	r.take("aws_session_token", &c.Token)
-	r.take("s3_anonymous", &nobody)
+	r.take("s3_anonymous", &anonymous)
 	r.take("sts_endpoint", &b.sts)
 	b.sts = cmp.Or(strings.TrimSuffix(b.sts, "/"), os.Getenv("AWS_ENDPOINT_URL_STS"))
 	switch {
-	case nobody:
+	case anonymous:
 		b.Keys = aws.Keep(aws.Anonymous{})
 	case c.ID != "" && c.Secret != "":
 		b.Keys = aws.Keep(c)

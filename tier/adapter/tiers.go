@@ -72,7 +72,7 @@ func Open(o Options) (s Set, err error) {
 			return Set{}, fmt.Errorf("--l2-adapter: %w", err)
 		}
 		opened = append(opened, d)
-		name, used := uniqueName(s.Each, a.Type), tier.Noted(d, o.Changes, o.number)
+		name, used := uniqueName(s.Each, a.Type), tier.Recorded(d, o.Changes, o.number)
 		o.number++
 		if a.Admission != (tier.Admission{}) {
 			used = tier.Admitted(used, a.Admission)
@@ -114,7 +114,7 @@ func sayRooms(d *disk.Disk, log *slog.Logger) {
 	}
 	rooms, err := d.Rooms()
 	if err != nil {
-		log.Warn("how much room a disk has is not known", "err", err)
+		log.Warn("the free space of a disk is unknown", "err", err)
 	}
 	for _, r := range rooms {
 		say := log.Info
@@ -255,7 +255,7 @@ func explain(err error) error {
 	return fmt.Errorf("--disk: %w", err)
 }
 
-// uniqueName tells tiers of one type apart: fs, fs-2, fs-3.
+// uniqueName numbers tiers of one type: fs, fs-2, fs-3.
 func uniqueName(of []*tier.Counting, kind string) string {
 	n := 1
 	for _, t := range of {

@@ -7,10 +7,10 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Which objects are kept. What is used once wears a disk and takes the room of others, so an object is kept when it is
-// offered for the second time; but where the disk is so large that most objects outlive their first use on it, that
-// costs the first hit of each. So objects are kept at once while the disk has room, and then while that would give
-// more hits: a ruleChooser plays both rules on the keys that are offered and read, as if each rule had the disk alone.
+// Admission decides which objects are written. An object that is used once wears the disk and takes the space of
+// others. Admission on the second offer avoids that, but costs the first hit of each object where the disk is large
+// enough to hold most of them. So the disk admits on the first offer while it has free space, and then while that
+// gives more hits: a ruleChooser simulates both rules on the keys that are offered and read.
 
 // admission says which objects are kept.
 type admission struct {
@@ -27,15 +27,15 @@ func (d *Disk) admits(k *kv.Key, n int64) bool {
 	}
 	h := maphash.Comparable(d.admission.seed, *k)
 	if !d.opts.SecondTouch {
-		d.admission.chooser.Touch(h, recordBytes(n), d.capacity())
+		d.admission.chooser.Observe(h, recordBytes(n), d.capacity())
 	}
-	return d.admission.touched.Again(h) || d.keepsFirst()
+	return d.admission.touched.SeenBefore(h) || d.keepsFirst()
 }
 
-// wasRead tells the chooser of a hit.
+// wasRead reports a hit to the chooser.
 func (d *Disk) wasRead(k *kv.Key, n int64) {
 	if !d.opts.FirstTouch && !d.opts.SecondTouch {
-		d.admission.chooser.Touch(maphash.Comparable(d.admission.seed, *k), recordBytes(n), d.capacity())
+		d.admission.chooser.Observe(maphash.Comparable(d.admission.seed, *k), recordBytes(n), d.capacity())
 	}
 }
 

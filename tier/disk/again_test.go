@@ -14,7 +14,7 @@ import (
 )
 
 // That an object was read is in the checkpoint, so that it outlives a restart and then an eviction.
-func TestWhatWasReadIsKnownInTheNextLife(t *testing.T) {
+func TestReadsSurviveInTheCheckpoint(t *testing.T) {
 	m, c := newMemFiles(1, 1<<30), newClock()
 	o := Options{SegmentBytes: minSegment, MinFree: 1, FirstTouch: true}
 	d := openMem(t, o, 16<<20, c, m)

@@ -36,7 +36,7 @@ func follow(t *testing.T, c *tier.Changes) map[uint8]map[kv.Key]bool {
 
 // Two directories are offered more than they take, some objects again, some are read, deleted or damaged: who follows the
 // changes knows exactly what each has. What was there before is known once it was asked for.
-func TestChangesAreWhatIsThere(t *testing.T) {
+func TestChangesMatchTheContents(t *testing.T) {
 	one, two := newMemFiles(1, 1<<30), newMemFiles(2, 1<<30)
 	o := Options{SegmentBytes: 256 << 10, MinFree: 1, FirstTouch: true, Changes: tier.NewChanges(), Number: 3}
 	o.Changes.Watch(1 << 18)

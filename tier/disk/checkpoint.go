@@ -18,7 +18,7 @@ type checkReader struct {
 	size int64
 
 	mu   sync.Mutex // over a read
-	off  int64      // of the first part that nobody has
+	off  int64      // of the first part that no reader has taken
 	err  error
 	todo map[uint64]found // segments that are not known yet
 }

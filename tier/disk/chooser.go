@@ -7,7 +7,7 @@ const maxChooserKeys = 1 << 16
 
 // ruleChooser compares two rules by the hits that they would have lately, in bytes: to keep what is offered first, and to keep
 // what is offered for the second time. Of each rule it knows how many bytes it would have written: an object that a rule
-// keeps is there until so many more were written as the disk holds. It looks at one of 2^shift keys.
+// keeps is there until the rule has written as many bytes more as the disk holds. It looks at one of 2^shift keys.
 // The zero ruleChooser knows nothing. Its methods are safe for concurrent use.
 type ruleChooser struct {
 	mu struct {
@@ -28,8 +28,8 @@ type playedKey struct{ first, second int64 }
 // has reports whether an object that was kept at a time is still there.
 func (r *admissionRule) has(at, capacity int64) bool { return at > 0 && r.written-at < capacity }
 
-// Touch notes that an object, by the hash of its key, is offered or read.
-func (c *ruleChooser) Touch(h uint64, n, capacity int64) {
+// Observe records that an object, by the hash of its key, is offered or read.
+func (c *ruleChooser) Observe(h uint64, n, capacity int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if h&(1<<c.mu.shift-1) != 0 {

@@ -15,7 +15,7 @@ func mixBits(x uint64) uint64 {
 func TestChooser(t *testing.T) {
 	const capacity = 1000 // objects of one byte
 	var c ruleChooser
-	touch := func(key uint64) { c.Touch(mixBits(key), 1, capacity) }
+	touch := func(key uint64) { c.Observe(mixBits(key), 1, capacity) }
 	if c.PrefersFirst() {
 		t.Error("first touch is preferred before anything is known")
 	}
@@ -55,9 +55,9 @@ func TestChooserIsBounded(t *testing.T) {
 	const capacity = 1 << 20
 	var c ruleChooser
 	for i := range uint64(1 << 21) {
-		c.Touch(mixBits(i), 1, capacity)
+		c.Observe(mixBits(i), 1, capacity)
 		if i >= capacity/2 {
-			c.Touch(mixBits(i-capacity/2), 1, capacity)
+			c.Observe(mixBits(i-capacity/2), 1, capacity)
 		}
 		if len(c.mu.keys) > maxChooserKeys {
 			t.Fatalf("%d keys", len(c.mu.keys))
@@ -77,16 +77,16 @@ func TestSeenIsBounded(t *testing.T) {
 	const most = 10_000
 	x := seenKeys{Most: most}
 	k := func(i int) uint64 { return mixBits(uint64(i)) }
-	x.Again(k(0))
+	x.SeenBefore(k(0))
 	for i := 1; i <= 2*most; i++ {
-		if x.Again(k(i)) {
+		if x.SeenBefore(k(i)) {
 			t.Fatalf("key %d is known", i)
 		}
 	}
 	if n := len(x.mu.now) + len(x.mu.before); n > 2*most {
 		t.Errorf("%d keys", n)
 	}
-	if x.Again(k(0)) || !x.Again(k(2*most)) {
+	if x.SeenBefore(k(0)) || !x.SeenBefore(k(2*most)) {
 		t.Error("the oldest is known, or the newest is not")
 	}
 }

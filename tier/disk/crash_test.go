@@ -248,7 +248,7 @@ func TestReplacedVersionStaysGone(t *testing.T) {
 
 // What a checkpoint leaves out is in the journal before: else a version that was replaced would come back once its
 // successor was evicted and the checkpoint lost.
-func TestACheckpointLeavesOutWhatTheJournalHas(t *testing.T) {
+func TestCheckpointOmissionsAreInTheJournal(t *testing.T) {
 	l := newLife(t, 1, 8<<20)
 	for version := 1; version <= 2; version++ {
 		b, meta := versionOf(1, version)
@@ -286,7 +286,7 @@ func TestACheckpointLeavesOutWhatTheJournalHas(t *testing.T) {
 
 // What is evicted is not copied while its object is being written: the copy would lie behind what is written, and be
 // taken for the newer one after a kill.
-func TestNoCopyBehindWhatIsBeingWritten(t *testing.T) {
+func TestNoCopyWhileItsObjectIsWritten(t *testing.T) {
 	l := newLife(t, 1, 8<<20)
 	defer func() { closeDisk(t, l.d) }()
 	v := l.d.volumes[0]

@@ -41,7 +41,7 @@ func segmentFiles(t *testing.T, m *memFiles) (names []string, records map[string
 
 // Whatever byte of a segment is another: what is there costs the object that it belongs
 // to and no other; a byte of the bookkeeping costs none. No wrong byte is served.
-func TestDamageCostsWhatItHits(t *testing.T) {
+func TestDamageCostsOneObject(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 3))
 	for round := range 60 {
 		m, c := newMemFiles(uint64(round), 1<<30), newClock()

@@ -38,7 +38,7 @@ import (
 var (
 	// ErrInUse means that another process, or another Disk, has the directory.
 	ErrInUse = errors.New("disk: directory is in use")
-	// ErrNotOurs means that a directory has files of somebody else.
+	// ErrNotOurs means that a directory has files of another program.
 	ErrNotOurs = errors.New("disk: not a directory of kvasir")
 	// ErrNewer means that a newer build wrote the directory.
 	ErrNewer = errors.New("disk: written by a newer build")
@@ -113,7 +113,7 @@ type Disk struct {
 }
 
 // Open opens the directories and makes those that are not there. Their index is read in
-// the background: until Opened is closed, some of what is there is missing. Errors:
+// the background: until Opened is closed, some objects are missing. Errors:
 // ErrInUse, ErrNotOurs, ErrNewer, those of the file system; then nothing was changed.
 func Open(o Options) (*Disk, error) {
 	return openWith(o, func(path string) (files, error) { return openFiles(path, o.Look) }, time.Now)

@@ -17,13 +17,13 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/takeover"
 )
 
-// files are those of one directory. Tests have others, which lose what was not synced.
+// files are those of one directory. Tests use an in-memory one that loses unsynced writes.
 type files interface {
 	// list returns names and sizes.
 	list() (map[string]int64, error)
 	// open opens a file to read and write it.
 	open(name string) (file, error)
-	// create makes a file for which so many bytes are reserved. Errors: fs.ErrExist,
+	// create makes a file and reserves bytes bytes for it. Errors: fs.ErrExist,
 	// ENOSPC.
 	create(name string, bytes int64) (file, error)
 	rename(from, to string) error
@@ -44,7 +44,7 @@ type file interface {
 	writev(bufs [][]byte, off int64) error
 	size() (int64, error)
 	truncate(bytes int64) error
-	// reserve keeps room for so many bytes of the file, whose size stays.
+	// reserve reserves space for bytes bytes of the file, whose size stays.
 	reserve(bytes int64) error
 	sync() error
 	close() error
@@ -177,7 +177,7 @@ func (o *osFiles) probe() error {
 	}
 }
 
-// noRoom reports whether an error says that the file system, or somebody's part of it, is full.
+// noRoom reports whether an error means that the file system, or a user's quota on it, is full.
 func noRoom(err error) bool { return errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) }
 
 func (o *osFiles) openat(name string, flags int) (int, error) {

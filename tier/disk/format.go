@@ -15,7 +15,7 @@ import (
 // All numbers are little-endian; every structure begins at a multiple of 4,096 bytes.
 //
 // Segment: one block of header, records, the index, one block of trailer. The file ends
-// there. Without a trailer it is unfinished, and what is in it is found record by record.
+// there. Without a trailer it is unfinished, and its records are read one by one.
 //
 //	segment header             record header              trailer, part of a checkpoint
 //	 0  8  "KVSEGMNT"           0  8  "KVRECORD"           0  8  "KVINDEXT"
@@ -283,7 +283,7 @@ func getMark(b []byte, magic string) (id uint64, err error) {
 	return le.Uint64(b[16:]), checkBlock(b, magic)
 }
 
-// randomID returns what nobody can foresee.
+// randomID returns an unpredictable number.
 func randomID() uint64 {
 	var b [8]byte
 	_, _ = rand.Read(b[:]) // never fails

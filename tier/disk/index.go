@@ -117,8 +117,8 @@ func (x *index) remove(k *kv.Key) {
 	x.kinds.leave(id)
 }
 
-// walk calls f with the objects among so many items from a place on, and returns where to
-// go on; done, when there are no more. An object that stays in the index keeps its place.
+// walk calls f with the objects among the n items from place from on, and returns where to
+// continue; done is true when there are no more. An object that stays in the index keeps its place.
 func (x *index) walk(from, n int, f func(kv.Key, entry)) (next int, done bool) {
 	next = min(from+n, int(x.used))
 	for i := from; i < next; i++ {

@@ -12,11 +12,11 @@ import (
 // journal is the file of what was deleted. Indexes of segments are never changed: what is
 // in the journal is left out when they are read.
 type journal struct {
-	turn chan struct{} // who has put something in it may write; it has room for one
-	file file
-	off  int64  // of the tail
-	tail []byte // what the last block has already
-	room int64  // bytes that the file system keeps for it
+	turn     chan struct{} // who has put something in it may write; it has room for one
+	file     file
+	off      int64  // of the tail
+	tail     []byte // what the last block has already
+	reserved int64  // bytes that the file system has reserved for it
 
 	bytes atomic.Int64 // that it takes
 }
@@ -27,10 +27,10 @@ const journalAhead = 64 << 10
 
 // ensure has room for the journal up to end, and for as much again. That there is none now shows when it is written.
 func (j *journal) ensure(end int64) {
-	if j.file != nil && end+journalAhead/2 > j.room && j.file.reserve(end+journalAhead) == nil {
-		j.room = end + journalAhead
+	if j.file != nil && end+journalAhead/2 > j.reserved && j.file.reserve(end+journalAhead) == nil {
+		j.reserved = end + journalAhead
 	}
-	j.bytes.Store(max(end, j.room))
+	j.bytes.Store(max(end, j.reserved))
 }
 
 // load reads the journal of a directory.
@@ -69,7 +69,7 @@ func (j *journal) make(d files) error {
 	if err != nil {
 		return errors.Join(err, f.close())
 	}
-	j.file, j.off, j.tail, j.room = f, blocksOf(size)*block, nil, 0
+	j.file, j.off, j.tail, j.reserved = f, blocksOf(size)*block, nil, 0
 	j.ensure(j.off)
 	return nil
 }
@@ -146,7 +146,7 @@ func (v *volume) compact() error {
 		}
 		return put(b)
 	})
-	// Whether the old or the new one has the name now is not asked of an error: what is written to the other is lost.
+	// Whether the old or the new one has the name now is not asked of an error: writes to the other file are lost.
 	old := v.journal.file
 	v.journal.file = nil
 	if old != nil {

@@ -19,12 +19,12 @@ const (
 	syncEvery  = 5 * time.Second
 	scrubEvery = 24 * time.Hour // one round begins
 
-	candidates    = 16       // segments that the next victim is chosen from, at most and
-	fewest        = 4        // where there are so many, at least
-	mostReadmit   = 64 << 20 // bytes of a victim that are kept, and
-	readmitShare  = 8        // that part of it
+	candidates    = 16       // segments that the next victim is chosen from, at most
+	fewest        = 4        // the same, at least, where that many exist
+	mostReadmit   = 64 << 20 // bytes of a victim that are readmitted, at most
+	readmitShare  = 8        // a victim divided by this is the same limit
 	dropBatch     = 1024     // objects of a victim that are forgotten at once
-	checkpointPer = 64       // a checkpoint is written after so many times its bytes
+	checkpointPer = 64       // a checkpoint is written after this multiple of its bytes
 )
 
 // keep makes segments and evicts others for them, until the volume ends.
@@ -43,7 +43,7 @@ func (v *volume) keep() {
 	}
 }
 
-// last makes what is written last, until the volume ends. It is not keep's work: writers
+// last performs the final writes, until the volume ends. It is not keep's work: writers
 // who wait for a segment do not wait for a sync.
 func (v *volume) last() {
 	tick := time.NewTicker(tendEvery)
@@ -103,7 +103,7 @@ func (v *volume) provide() {
 	v.mu.wanted = false
 	if err != nil {
 		if v.mu.refused == nil && !errors.Is(err, errOpens) {
-			v.log.Warn("nothing more is kept on this disk for now", "path", v.dir.Path, "err", err)
+			v.log.Warn("writes to this disk are paused", "path", v.dir.Path, "err", err)
 		}
 		v.refusedLocked(err)
 		if errors.Is(err, errOpens) {
@@ -117,7 +117,7 @@ func (v *volume) provide() {
 
 // newSegment makes a segment, for which it evicts others where there is no room.
 func (v *volume) newSegment() (*segment, error) {
-	if err := v.room(v.segment); err != nil {
+	if err := v.makeRoom(v.segment); err != nil {
 		return nil, err
 	}
 	v.mu.Lock()
@@ -181,10 +181,10 @@ func (v *volume) booksLocked() int64 {
 	return min(2*(max(checkpoint, v.mu.checkpoint)+v.journal.bytes.Load()), v.dir.Bytes/4)
 }
 
-// room evicts until so many bytes more may be used. It looks again, since others write,
-// too, but not for ever: what is removed may still be read, and take its room meanwhile.
+// makeRoom evicts until need bytes are free, with bounded retries: other writers may take the
+// space, and a removed segment takes its space until its last read ends.
 // Errors: errFull, errOpens.
-func (v *volume) room(need int64) error {
+func (v *volume) makeRoom(need int64) error {
 	for range 4 {
 		lack, err := v.lack(need)
 		if err != nil || lack == 0 {
@@ -220,7 +220,7 @@ func (v *volume) guard() {
 	if !v.isOpen() || v.opts.Look {
 		return
 	}
-	if err := v.room(0); err != nil && !errors.Is(err, errFull) {
+	if err := v.makeRoom(0); err != nil && !errors.Is(err, errFull) {
 		v.log.Warn("make room", "path", v.dir.Path, "err", err)
 	}
 }
@@ -232,7 +232,7 @@ func (v *volume) victim() *segment {
 	defer v.mu.Unlock()
 	var old []*segment
 	for _, s := range v.mu.segs {
-		if !s.kept && !s.leaving && (s.sealed || s.err != nil) {
+		if !s.newerFormat && !s.leaving && (s.sealed || s.err != nil) {
 			old = append(old, s)
 		}
 	}
@@ -249,7 +249,7 @@ func (v *volume) victim() *segment {
 	return coldest
 }
 
-// evict removes a segment that nobody else will: it is leaving.
+// evict removes a segment that is marked as leaving, so that no other goroutine removes it.
 func (v *volume) evict(s *segment) error {
 	err := v.tryEvict(s)
 	if err != nil {
@@ -494,7 +494,7 @@ func (v *volume) syncActive() {
 	}
 }
 
-// syncDirty syncs what was written to segments that are not sealed. The caller has the journal's turn: nobody else is about it.
+// syncDirty syncs what was written to segments that are not sealed. The caller has the journal's turn, so no other sync runs.
 func (v *volume) syncDirty() (err error) {
 	v.mu.Lock()
 	dirty := slices.DeleteFunc(append(slices.Clone(v.mu.sealing), v.mu.active), func(s *segment) bool { return s == nil || !s.dirty })
@@ -550,7 +550,7 @@ func (v *volume) sealedSegments() []*segment {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	all := slices.Collect(maps.Values(v.mu.segs))
-	all = slices.DeleteFunc(all, func(s *segment) bool { return !s.sealed || s.kept })
+	all = slices.DeleteFunc(all, func(s *segment) bool { return !s.sealed || s.newerFormat })
 	slices.SortFunc(all, func(a, b *segment) int { return cmp.Compare(b.seq, a.seq) })
 	return all
 }

@@ -64,8 +64,8 @@ func (v *volume) openSegment(f found) (*segment, error) {
 	return s, nil
 }
 
-// insert puts what is in a segment into the index, but for what was deleted, and what is
-// there newer.
+// insert puts the records of a segment into the index, skipping deleted keys and older
+// versions.
 func (v *volume) insert(s *segment, records []record, sealed bool) {
 	for part := range slices.Chunk(records, insertBatch) {
 		v.insertSome(s, part)
@@ -200,7 +200,7 @@ func (v *volume) loadIndex(r *indexReader, f found) *segment {
 	switch {
 	case errors.Is(err, ErrNewer):
 		v.mu.Lock()
-		s.kept = true
+		s.newerFormat = true
 		v.mu.Unlock()
 		v.log.Error("a segment is of a newer version; it is left alone", "path", v.dir.Path, "segment", f.name(), "err", err)
 	case err != nil:

@@ -355,7 +355,7 @@ func TestRooms(t *testing.T) {
 	if err != nil || len(got) != 2 {
 		t.Fatal(got, err)
 	}
-	for i, want := range []Room{
+	for i, want := range []Space{
 		{Dir{"a", 64 << 20}, 16 << 20 / 20, 16<<20 - 16<<20/20},
 		{Dir{"b", 64 << 20}, 4 << 30, 64 << 20},
 	} {

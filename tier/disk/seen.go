@@ -11,8 +11,8 @@ type seenKeys struct {
 	}
 }
 
-// Again reports whether a key, by its hash, was seen before, and remembers it.
-func (s *seenKeys) Again(h uint64) bool {
+// SeenBefore reports whether a key, by its hash, was seen before, and remembers it.
+func (s *seenKeys) SeenBefore(h uint64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	_, now := s.mu.now[h]

@@ -89,16 +89,16 @@ func (d *Disk) Space() tier.Space {
 	return s
 }
 
-// Room is what a directory may take, and what its file system lets it take.
-type Room struct {
+// Space is what a directory may take, and what its file system lets it take.
+type Space struct {
 	Dir
 	MinFree int64 // bytes that are left to others
 	Now     int64 // of Bytes, those that there is room for now, with what its files take already
 }
 
 // Rooms returns the room of each directory. Errors are those of the file system.
-func (d *Disk) Rooms() ([]Room, error) {
-	var out []Room
+func (d *Disk) Rooms() ([]Space, error) {
+	var out []Space
 	for _, v := range d.volumes {
 		all, free, err := v.files.space()
 		if err != nil {
@@ -108,7 +108,7 @@ func (d *Disk) Rooms() ([]Room, error) {
 		used := v.mu.used
 		v.mu.Unlock()
 		least := v.opts.minFree(all)
-		out = append(out, Room{Dir: v.dir, MinFree: least, Now: min(v.dir.Bytes, used+max(0, free-least))})
+		out = append(out, Space{Dir: v.dir, MinFree: least, Now: min(v.dir.Bytes, used+max(0, free-least))})
 	}
 	return out, nil
 }
@@ -127,5 +127,5 @@ func (v *volume) stat(keys []kv.Key, metas []tier.Meta) {
 	}
 }
 
-// noteLocked tells who watches that an object is here, or is not.
+// noteLocked reports to watchers that an object is here, or is not.
 func (v *volume) noteLocked(k kv.Key, here bool) { v.opts.Changes.Note(v.number, k, here) }

@@ -14,7 +14,7 @@ func (v *volume) checkpointDue() bool {
 	return v.mu.all-v.checked > max(checkpointPer*entryBytes*int64(v.mu.index.len()), v.segment)
 }
 
-// checkpoint writes what is in the sealed segments to one file, which is read faster than
+// checkpoint writes the index of the sealed segments to one file, which is read faster than
 // many.
 func (v *volume) checkpoint() error {
 	segments := v.sealedSegments()
@@ -108,7 +108,7 @@ func (v *volume) scrubSegment(s *segment, paced func(int) error) {
 		}
 		if err := v.verify(v.life, s, &r, paced); err != nil && v.life.Err() == nil {
 			v.spoilt(s, &r, err)
-			_ = paced(min(int(r.len), bouncePiece)) // the piece that told
+			_ = paced(min(int(r.len), bouncePiece)) // the piece that revealed the fault
 		}
 	}
 }

@@ -66,7 +66,7 @@ type volume struct {
 		writing map[kv.Key]int                 // objects that are being written, by how many
 		gone    map[uint64]map[uint32]struct{} // deleted and still in a segment, by its id
 		fresh   []place                        // of gone, what is not in the journal yet
-		dropped map[kv.Key]struct{}            // while the index is read: what is found of these is deleted; nil afterwards
+		dropped map[kv.Key]struct{}            // while the index is read: keys whose records are skipped; nil afterwards
 
 		active  *segment   // takes records
 		spare   *segment   // comes next
@@ -77,7 +77,7 @@ type volume struct {
 
 		checkpoint int64 // bytes of that file
 
-		wanted  bool          // somebody wants a spare
+		wanted  bool          // a write waits for a spare
 		changed chan struct{} // closed with the next spare, or refusal
 		refused error         // why there is none
 		until   time.Time     // when to try again
@@ -109,19 +109,19 @@ type segment struct {
 	id   uint64
 	file file
 
-	size    int64    // bytes of the file
-	end     int64    // where the next record goes
-	count   int      // records reserved
-	pending int      // records being written
-	refs    int      // readers, and the volume itself
-	dirty   bool     // written since the last sync
-	heat    float64  // bytes read, of late
-	entries []record // in it and in the index, until it is sealed
-	sealed  bool
-	kept    bool          // of a newer version: not ours to remove
-	leaving bool          // somebody removes it
-	done    chan struct{} // closed when it was sealed, or could not be
-	err     error         // why not
+	size        int64    // bytes of the file
+	end         int64    // where the next record goes
+	count       int      // records reserved
+	pending     int      // records being written
+	refs        int      // readers, and the volume itself
+	dirty       bool     // written since the last sync
+	heat        float64  // bytes read, of late
+	entries     []record // in it and in the index, until it is sealed
+	sealed      bool
+	newerFormat bool          // of a newer version of Kvasir: must not be removed
+	leaving     bool          // a goroutine removes it
+	done        chan struct{} // closed when it was sealed, or could not be
+	err         error         // why not
 }
 
 // begin counts a call, which ends with v.calls.Done.
@@ -333,7 +333,7 @@ func (v *volume) stream(ctx context.Context, s *segment, r *record, f func([]byt
 	return f(restOf(ends, rest, extra))
 }
 
-// verify compares a record with its checksum. paced is told of the bytes that it read.
+// verify compares a record with its checksum. It passes the number of bytes it read to paced.
 func (v *volume) verify(ctx context.Context, s *segment, r *record, paced func(int) error) error {
 	h := xxh3.New()
 	err := v.stream(ctx, s, r, func(b []byte) error {
@@ -417,9 +417,9 @@ func signal(c chan struct{}) {
 	}
 }
 
-// tryReserve finds a place for a record. Where there is none it returns what to wait for;
-// a copy of what is there is not worth a new segment, and gets no place while its object is being written: what is
-// written would look older than the copy. Errors: errBudget, errBusy, why there is no segment.
+// tryReserve finds a place for a record. Where there is none it returns what to wait for.
+// A copy never opens a segment, and is refused while its object is rewritten: the new
+// record would look older than the copy. Errors: errBudget, errBusy, why there is no segment.
 func (v *volume) tryReserve(need int64, copyOf *kv.Key) (s *segment, at int64, wait chan struct{}, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -466,7 +466,7 @@ func (v *volume) retireLocked() {
 	}
 }
 
-// overBudgetLocked reports whether so many bytes more may not be written today.
+// overBudgetLocked reports whether n more bytes would pass today's write budget.
 func (v *volume) overBudgetLocked(n int64) bool {
 	if day := v.now().Unix() / 86400; day != v.mu.day {
 		v.mu.day, v.mu.today = day, 0

@@ -58,7 +58,8 @@ type Options struct {
 	Names  *tier.Names // of the namespaces; required
 	Log    *slog.Logger
 
-	// Of what is deleted for room, that is noted as a tier's of that number, where a file says what it is; see tier.Noted for the rest.
+	// Changes receives evictions whose file name identifies the object, as those of tier Number. tier.Recorded reports the
+	// other changes.
 	Changes *tier.Changes
 	Number  uint8
 }
@@ -157,7 +158,7 @@ func (d *Dir) try() error {
 	switch {
 	case unwritable(err):
 		d.readOnly = true
-		d.log.Warn("the directory cannot be written: what it has is served, and nothing is added", "path", d.o.Path, "err", err)
+		d.log.Warn("the directory cannot be written: its objects are served, and none is added", "path", d.o.Path, "err", err)
 		return nil
 	case noRoom(err): // it may have room later
 		return nil
@@ -223,7 +224,7 @@ func FileName(n tier.Name, k kv.Key) (string, bool) {
 	return name, ok
 }
 
-// ParseFileName returns what a file's name tells of its object: all but the namespace.
+// ParseFileName parses a file's name into the name and key of its object, all but the namespace.
 func ParseFileName(name string) (n tier.Name, k kv.Key, ok bool) {
 	name, ok = strings.CutSuffix(name, suffix)
 	parts := strings.Split(name, "@")
@@ -253,7 +254,7 @@ func (d *Dir) path(k kv.Key) (string, bool) {
 	}
 	name, ok := FileName(n, k)
 	if !ok && d.once("name") {
-		d.log.Warn("files of a model can have no name, so nothing of it is kept; further ones are not told", "model", n.Model, "salt", n.Salt)
+		d.log.Warn("a model's chunks cannot be named as files, so they are not written; further models are not logged", "model", n.Model, "salt", n.Salt)
 	}
 	return filepath.Join(d.o.Path, name), ok
 }

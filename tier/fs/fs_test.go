@@ -200,7 +200,7 @@ func TestNamesAreLMCaches(t *testing.T) {
 
 // A file that was cut, emptied, filled up, replaced by another layout's, by a folder, a
 // pipe or a link is not there; the next write replaces what is a file.
-func TestWhatIsNotTheObjectIsNotThere(t *testing.T) {
+func TestDamagedFilesAreMisses(t *testing.T) {
 	const n = 10000
 	for name, harm := range map[string]func(path string) error{
 		"half":    func(p string) error { return os.Truncate(p, n/2) },

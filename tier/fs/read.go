@@ -90,7 +90,7 @@ func (d *Dir) metaOf(k kv.Key, size int64, get func(b []byte) (int, error)) tier
 	return tier.Meta{Len: a.length, Sum: a.sum}
 }
 
-// look returns what is known of an object without opening it. The size is that of the
+// look returns the Meta of an object without opening its file. The size is that of the
 // file, -1 when there is none.
 func (d *Dir) look(k kv.Key, path string) (m tier.Meta, size int64, err error) {
 	var st unix.Stat_t
@@ -208,7 +208,7 @@ func (d *Dir) read(ctx context.Context, k kv.Key, dst []byte, h *xxh3.Hasher) (t
 	switch {
 	case err != nil:
 		return tier.Meta{}, fmt.Errorf("fs: read %s: %w", path, err)
-	case got < want: // somebody cuts it
+	case got < want: // another program truncated it
 		return tier.Meta{}, &tier.CorruptError{Key: k, Want: tier.Meta{Len: want}, Got: tier.Meta{Len: got}}
 	}
 	if d.o.EvictAt > 0 && st.Atim.Sec < time.Now().Unix() {

@@ -126,7 +126,7 @@ func TestEviction(t *testing.T) {
 
 // What is read again and again is used, also where the file system notes only the first read of a day (relatime, which is
 // usual) or none.
-func TestEvictionKnowsWhatIsRead(t *testing.T) {
+func TestReadsCountAsUseWithoutAccessTimes(t *testing.T) {
 	const n = 10_000
 	dir := folder(t)
 	d := open(t, fs.Options{Path: dir, Limit: 10 * n, EvictAt: 0.8, EvictShare: 0.3})

@@ -99,8 +99,8 @@ func (u *usage) counts() counts {
 	return counts{u.mu.changes, u.mu.newObjects, u.mu.newBytes}
 }
 
-// room reports, as ErrNotKept, that n bytes more are too many, or, as ErrResting, that this is not known yet.
-func (d *Dir) room(n int64) error {
+// checkRoom returns ErrNotKept where n more bytes pass the limit, and ErrResting where the use is not known yet.
+func (d *Dir) checkRoom(n int64) error {
 	if d.o.MinFree > 0 && d.usage.free.Load()-n < d.o.MinFree {
 		return fmt.Errorf("%w: less than %d bytes would be free in the file system", tier.ErrNotKept, d.o.MinFree)
 	}
@@ -108,7 +108,7 @@ func (d *Dir) room(n int64) error {
 		return nil
 	}
 	if !d.usage.isCounted() {
-		return fmt.Errorf("%w: what is there is being counted", tier.ErrResting)
+		return fmt.Errorf("%w: the files are still being counted", tier.ErrResting)
 	}
 	if float64(d.usage.bytes.Load()+n) > d.o.EvictAt*float64(d.o.Limit) {
 		select {
@@ -209,7 +209,7 @@ func (d *Dir) scan(ctx context.Context, evict bool) (again bool) {
 	return again
 }
 
-// keyOf says which object a file is, if somebody wants to know; a file without a checksum does not tell.
+// keyOf returns the key of a file's object, if a watcher needs it; a file without a checksum has none.
 func (d *Dir) keyOf(name string) (k kv.Key, ok bool) {
 	if d.o.Changes == nil {
 		return k, false
@@ -251,7 +251,7 @@ func (d *Dir) each(ctx context.Context, path string, f func(found) bool) error {
 	}
 }
 
-// sweep removes temporary files that nobody writes any more.
+// sweep removes temporary files whose writer has ended.
 func (d *Dir) sweep() {
 	files, err := filepath.Glob(filepath.Join(d.temp, tempPrefix+"*"+tempSuffix))
 	if err != nil || d.readOnly {

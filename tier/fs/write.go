@@ -35,7 +35,7 @@ func (d *Dir) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) erro
 	if d.good(was, size, m.Len) {
 		return nil
 	}
-	if err := d.room(d.fileBytes(m.Len)); err != nil {
+	if err := d.checkRoom(d.fileBytes(m.Len)); err != nil {
 		return err
 	}
 	err = d.put(ctx, path, attr{k.Namespace, m.Len, m.Sum}, src)
@@ -73,17 +73,17 @@ func refused(err error, path string) error {
 	return fmt.Errorf("fs: write %s: %w", path, err)
 }
 
-// noRoom reports whether an error says that the file system, or somebody's part of it, is full.
+// noRoom reports whether an error means that the file system, or a user's quota on it, is full.
 func noRoom(err error) bool { return errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) }
 
 // isGone reports whether a file cannot be made because its directory is not there: moved away, or no longer mounted.
 func isGone(err error) bool { return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESTALE) }
 
-// noteGone tells when the directory goes away, and when it is back.
+// noteGone logs that the directory went away, and that it is back.
 func (d *Dir) noteGone(gone bool, err error) {
 	switch was := d.gone.Swap(gone); {
 	case gone && !was:
-		d.log.Warn("the directory is gone: what is to be written waits until it is back", "path", d.o.Path, "err", err)
+		d.log.Warn("the directory is gone: writes wait until it is back", "path", d.o.Path, "err", err)
 	case was && err == nil:
 		d.log.Info("the directory is back", "path", d.o.Path)
 	}

@@ -2,10 +2,10 @@
 // storage nodes, as LMCache's mooncake_store adapter (0.5.6) does: the bytes under LMCache's
 // name and nothing else. LMCache servers may share them.
 //
-// Bytes are read over connections of our own into the caller's memory, of which no peer
-// ever knows an address. So nobody can write there late, and there is no transfer.Table to be
-// fenced. An object is read under a lease that begins before its place is asked for; what
-// came after its end is a miss.
+// The tier reads bytes over its own connections into the caller's memory, whose address no
+// peer ever learns. So no peer can write there late, and no transfer.Table needs a fence.
+// An object is read under a lease that begins before the tier asks for its place; a read
+// that ends after the lease is a miss.
 package mooncakestore
 
 import (
@@ -139,7 +139,7 @@ func (t *Tier) watch(ctx context.Context) {
 			})
 		case err != nil:
 			say("silent", func() {
-				t.log.Warn("the Mooncake Store's master does not answer: what it has is missing until it does", "masters", masters, "err", err)
+				t.log.Warn("the Mooncake Store's master does not answer: its objects are misses until it does", "masters", masters, "err", err)
 			})
 		default:
 			t.off.Store(false)
@@ -161,7 +161,7 @@ func (t *Tier) name(k kv.Key) (string, bool) {
 	}
 	name, ok := n.LMCache(k)
 	if _, said := t.warned.LoadOrStore(n.Model, true); !ok && !said {
-		t.log.Warn("this model can have no name in LMCache's layout, so nothing of it is kept", "model", n.Model)
+		t.log.Warn("this model cannot be named in LMCache's layout, so its chunks are not written", "model", n.Model)
 	}
 	return name, ok
 }
@@ -245,9 +245,9 @@ func (t *Tier) unreadable(ctx context.Context, k kv.Key, name string, want int) 
 	return fmt.Errorf("%w: %w", tier.ErrMissing, store.ErrUnreadable)
 }
 
-// Write implements tier.Tier. Objects are immutable: what is there stays as it is, and where
-// it is of another length this one is not kept. What somebody else is putting counts as
-// kept.
+// Write implements tier.Tier. Objects are immutable: an existing object stays as it is, and
+// where its length differs the new one is not written. An object that another client is
+// putting counts as written.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
 		return fmt.Errorf("mooncakestore: write of %d bytes for %d", len(src), m.Len)
@@ -279,7 +279,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	return err
 }
 
-// Delete implements tier.Tier. What is leased stays: somebody reads it, and its place would be
+// Delete implements tier.Tier. A leased object stays: a client reads it, and its place would be
 // given to another object.
 func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	var errs []error

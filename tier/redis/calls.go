@@ -39,8 +39,8 @@ func (t *Tier) at(ctx context.Context, key string, bytes int64, f func(*resp.Con
 	return t.from(ctx, s, false, bytes, f)
 }
 
-// from is at, beginning with a server; asking where it is to be told with each command that
-// another one sent us.
+// from is at, beginning with a server; asking where each command must be
+// preceded by ASKING, because another server redirected it here.
 func (t *Tier) from(ctx context.Context, s *server, asking bool, bytes int64, f func(*resp.Conn) error) error {
 	for moves := 0; ; moves++ {
 		p := s.lookups
@@ -73,7 +73,7 @@ func (t *Tier) heed(ctx context.Context, s *server, err error) {
 		t.refresh()
 	}
 	if e, ok := errors.AsType[*resp.Error](err); ok && e.Code() == "MOVED" && !t.o.Cluster && t.once("cluster") {
-		t.log.Warn("the server is one of a cluster, and it is not used as one: set cluster_mode", "addr", s.addr)
+		t.log.Warn("the server belongs to a cluster: set cluster_mode", "addr", s.addr)
 	}
 }
 
@@ -139,9 +139,9 @@ func (t *Tier) ask(ctx context.Context, queries []query) error {
 	return err
 }
 
-// enough takes the answers of some servers for those of all: what the others have is
+// acceptPartial accepts the answers of some servers: keys of servers that did not answer count as
 // missing.
-func enough(ctx context.Context, err error) error {
+func acceptPartial(ctx context.Context, err error) error {
 	if errors.Is(err, errSome) && ctx.Err() == nil {
 		return nil
 	}

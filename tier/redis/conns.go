@@ -20,8 +20,8 @@ const slowest = 4 << 20
 
 // conns are the connections of one use to one server.
 type conns struct {
-	dial func(context.Context) (*resp.Conn, error)
-	room chan struct{} // has a place for each
+	dial  func(context.Context) (*resp.Conn, error)
+	slots chan struct{} // has a place for each
 
 	mu struct {
 		sync.Mutex
@@ -31,23 +31,23 @@ type conns struct {
 }
 
 func newConns(most int, dial func(context.Context) (*resp.Conn, error)) *conns {
-	return &conns{dial: dial, room: make(chan struct{}, most)}
+	return &conns{dial: dial, slots: make(chan struct{}, most)}
 }
 
 // take returns a connection, a new one when fresh or when none is idle. ready is asked when there is
 // room for one: it may have taken a while.
 func (p *conns) take(ctx context.Context, fresh bool, ready func() error) (c *resp.Conn, reused bool, err error) {
 	select {
-	case p.room <- struct{}{}:
+	case p.slots <- struct{}{}:
 	default:
 		select {
-		case p.room <- struct{}{}:
+		case p.slots <- struct{}{}:
 		case <-ctx.Done():
 			return nil, false, ctx.Err()
 		}
 	}
 	if err := ready(); err != nil {
-		<-p.room
+		<-p.slots
 		return nil, false, err
 	}
 	if c := p.pop(); c != nil && !fresh {
@@ -56,7 +56,7 @@ func (p *conns) take(ctx context.Context, fresh bool, ready func() error) (c *re
 		_ = c.Close()
 	}
 	if c, err = p.dial(ctx); err != nil {
-		<-p.room
+		<-p.slots
 	}
 	return c, false, err
 }
@@ -74,18 +74,18 @@ func (p *conns) pop() *resp.Conn {
 }
 
 // give takes a connection back, for others if it can be used again.
-func (p *conns) give(c *resp.Conn, again bool) {
-	if again {
+func (p *conns) give(c *resp.Conn, reusable bool) {
+	if reusable {
 		p.mu.Lock()
-		if again = !p.mu.closed; again {
+		if reusable = !p.mu.closed; reusable {
 			p.mu.idle = append(p.mu.idle, c)
 		}
 		p.mu.Unlock()
 	}
-	if !again {
+	if !reusable {
 		_ = c.Close()
 	}
-	<-p.room
+	<-p.slots
 }
 
 // close closes the idle connections, and those in use when they are given back.
@@ -132,7 +132,7 @@ func (s *server) close() {
 	s.bulk.close()
 }
 
-// do calls f with a connection, within the time that moving so many bytes may take.
+// do calls f with a connection, within the time that moving bytes bytes may take.
 // Where an idle connection turns out to be gone f is called again, with a new one.
 func (s *server) do(ctx context.Context, p *conns, bytes int64, f func(*resp.Conn) error) error {
 	trial, err := s.admit()
@@ -189,7 +189,7 @@ func (s *server) once(ctx context.Context, p *conns, bytes int64, fresh, trial b
 	return reused, fmt.Errorf("redis: %s: %w", s.addr, err)
 }
 
-// outcome is what a call tells of its server.
+// outcome is what a call reveals of its server.
 type outcome uint8
 
 const (

@@ -253,7 +253,7 @@ func TestSilentServerIsLeftAlone(t *testing.T) {
 }
 
 // Calls that wait for a connection to a silent server end when it is left alone.
-func TestNobodyWaitsForASilentServer(t *testing.T) {
+func TestCallsToASilentServerEnd(t *testing.T) {
 	f := newFake(t)
 	release := make(chan bool)
 	f.misbehave(func(cmd []string, _ []byte, _ net.Conn) ([]byte, bool) {

@@ -22,9 +22,9 @@ const (
 	respShare = 0.9
 )
 
-// usage is what one server says of its memory.
+// usage is a server's own report of its memory.
 type usage struct {
-	told        bool  // not where an ACL forbids the question
+	known       bool  // false where an ACL forbids the question
 	used, limit int64 // bytes; no limit is 0
 	evicts      bool  // at its limit it deletes what it likes
 	keys        int64
@@ -83,9 +83,9 @@ func (m *memory) space() (s tier.Space) {
 	return s
 }
 
-// room returns tier.ErrNotKept, with the reason, where a server is to keep no more. Where that
-// depends on its memory and it was not asked yet, it is.
-func (t *Tier) room(ctx context.Context, s *server, bytes int64) error {
+// checkMemory returns tier.ErrNotKept, with the reason, where a server must not take more bytes. It
+// asks the server for its memory where the limit depends on that.
+func (t *Tier) checkMemory(ctx context.Context, s *server, bytes int64) error {
 	if t.o.Limit == 0 && t.o.Layout != RESP {
 		return nil
 	}
@@ -98,11 +98,11 @@ func (t *Tier) room(ctx context.Context, s *server, bytes int64) error {
 		}
 		t.memory.put(addr, u)
 	}
-	if !u.told {
+	if !u.known {
 		if t.once("memory") {
-			t.log.Warn("Redis does not tell how full it is, so nothing is added: let the user call INFO", "addr", addr)
+			t.log.Warn("Redis does not report its memory, so nothing is written: let the user call INFO", "addr", addr)
 		}
-		return fmt.Errorf("%w: %s does not tell how full it is", tier.ErrNotKept, addr)
+		return fmt.Errorf("%w: %s does not report its memory", tier.ErrNotKept, addr)
 	}
 	if t.o.Limit > 0 && u.used+bytes > t.o.Limit {
 		return fmt.Errorf("%w: %s uses %d bytes of %d", tier.ErrNotKept, addr, u.used, t.o.Limit)
@@ -127,7 +127,7 @@ func (t *Tier) watch(ctx context.Context) {
 		case ctx.Err() != nil:
 			return
 		case err != nil && (reached || !said):
-			t.log.Warn("Redis does not answer: what it has is missing until it does", "addrs", strings.Join(t.o.Addrs, " "), "err", err)
+			t.log.Warn("Redis does not answer: its objects are misses until it does", "addrs", strings.Join(t.o.Addrs, " "), "err", err)
 		case err == nil && !reached:
 			t.log.Info("Redis answers", "addrs", strings.Join(t.o.Addrs, " "))
 		}
@@ -161,7 +161,7 @@ func (t *Tier) look(ctx context.Context) error {
 		}
 		of[s.addr] = u
 		if t.o.Layout == RESP && u.limit > 0 && u.evicts && t.once("evicts") {
-			t.log.Warn("Redis deletes what it likes when it is full: LMCache's resp adapter (0.5.6) may then wait for ever", "addr", s.addr, "limit", u.limit)
+			t.log.Warn("Redis evicts objects when it is full: LMCache's resp adapter (0.5.6) may then hang", "addr", s.addr, "limit", u.limit)
 		}
 	}
 	t.memory.set(of)
@@ -185,7 +185,7 @@ func askUsage(c *resp.Conn) (u usage, _ error) {
 	if refusedInfo != nil && !isRefusal(refusedInfo) {
 		return u, refusedInfo
 	}
-	u.told = refusedInfo == nil
+	u.known = refusedInfo == nil
 	for line := range strings.Lines(info.Text) {
 		key, value, _ := strings.Cut(strings.TrimSpace(line), ":")
 		n, _ := strconv.ParseInt(value, 10, 64)

@@ -35,7 +35,7 @@ func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 		queries[i] = t.lookAt(t.name(k), &all[i])
 	}
 	some := t.ask(ctx, queries)
-	if enough(ctx, some) != nil {
+	if acceptPartial(ctx, some) != nil {
 		return nil, some
 	}
 	type stripe struct {
@@ -59,7 +59,7 @@ func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 		}})
 	}
 	if err := t.ask(ctx, queries); err != nil {
-		if some = err; enough(ctx, err) != nil {
+		if some = err; acceptPartial(ctx, err) != nil {
 			return nil, err
 		}
 	}
@@ -135,8 +135,8 @@ func (t *Tier) readNative(ctx context.Context, k kv.Key, dst []byte, sum *tier.S
 	return h.meta(), nil
 }
 
-// removeTorn removes what is left of an object whose parts do not fit: first tells that its first value
-// does not. What another server has put in its place meanwhile stays.
+// removeTorn removes the rest of an object whose parts do not fit together; first is true where its first value
+// does not fit. An object that another server has put in its place meanwhile stays.
 func (t *Tier) removeTorn(ctx context.Context, k kv.Key, h header, first bool) error {
 	all, err := t.find(ctx, []kv.Key{k})
 	if err != nil {
@@ -252,7 +252,7 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 
 // writeFirst writes an object's first value, after which the others do not end any more
 // before their time, in the place of what was there, and returns what it replaced in fact. Where
-// there was nothing, and another server has written one meanwhile, that one stays.
+// there was nothing, and another server has written one meanwhile, the new one stays.
 func (t *Tier) writeFirst(ctx context.Context, name string, h header, first []byte, was found) (before found, _ error) {
 	var options []string
 	if t.o.TTL > 0 {

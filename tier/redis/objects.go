@@ -14,7 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// maxValue is the longest value that Redis takes unless it is told otherwise, bytes.
+// maxValue is the longest value that Redis takes by default, bytes.
 const maxValue = 512 << 20
 
 // Stat implements tier.Tier.
@@ -27,7 +27,7 @@ func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error
 		return t.statLMCache(ctx, keys, metas)
 	}
 	all, err := t.find(ctx, keys)
-	if enough(ctx, err) != nil {
+	if acceptPartial(ctx, err) != nil {
 		return err
 	}
 	for i, f := range all {
@@ -54,7 +54,7 @@ func (t *Tier) statLMCache(ctx context.Context, keys []kv.Key, metas []tier.Meta
 			return unlessWrongType(err)
 		}})
 	}
-	return enough(ctx, t.ask(ctx, queries))
+	return acceptPartial(ctx, t.ask(ctx, queries))
 }
 
 // Read implements tier.Tier. In LMCache's layouts a value of another length than dst
@@ -107,7 +107,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	if err != nil {
 		return err
 	}
-	if err := t.room(ctx, s, m.Len); err != nil {
+	if err := t.checkMemory(ctx, s, m.Len); err != nil {
 		return err
 	}
 	wrote := false

@@ -62,7 +62,7 @@ func TestStripesOfTheSecondWriterEnd(t *testing.T) {
 
 // A reader that finds a part of an object missing because another one has just taken its place leaves
 // that alone.
-func TestReaderSparesWhatReplacedTheObject(t *testing.T) {
+func TestReaderLeavesAReplacedObject(t *testing.T) {
 	f := newFake(t)
 	k := tiertest.Key(1)
 	former, formerMeta := tiertest.Object(1, 15<<10)

@@ -127,7 +127,7 @@ func Open(o Options) (*Tier, error) {
 	case len(o.Addrs) == 0:
 		return nil, errors.New("redis: no address")
 	case len(o.Addrs) > 1 && !o.Cluster && o.Sentinel == "":
-		return nil, errors.New("redis: several addresses of what is no cluster and no sentinels")
+		return nil, errors.New("redis: several addresses need cluster_mode or sentinels")
 	case o.Layout != Native && o.Names == nil:
 		return nil, errors.New("redis: LMCache's layouts need names")
 	}
@@ -182,8 +182,8 @@ func isOurs(err error) bool {
 	return corrupt || errors.Is(err, tier.ErrMissing) || errors.Is(err, tier.ErrNotKept) || errors.Is(err, errForeign)
 }
 
-// errForeign means that a name is somebody else's.
-var errForeign = errors.New("redis: a value of somebody else")
+// errForeign means that a name has a value of another program.
+var errForeign = errors.New("redis: a value of another program")
 
 // refusal says that the place does not take objects, where that is why a server refused
 // to write.
@@ -198,7 +198,7 @@ func (t *Tier) refusal(err error) error {
 			t.refresh()
 		}
 		if t.once(code) {
-			t.log.Warn("Redis takes no objects: what it has is served, and nothing is added", "err", err)
+			t.log.Warn("Redis refuses writes: its objects are served, and none is added", "err", err)
 		}
 		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
 	case "WRONGTYPE":
@@ -216,7 +216,7 @@ func (t *Tier) lmcacheName(k kv.Key) (string, bool) {
 	}
 	name, ok := n.LMCache(k)
 	if !ok && t.once("name "+n.Model) {
-		t.log.Warn("this model can have no name in LMCache's layout, so nothing of it is kept", "model", n.Model)
+		t.log.Warn("this model cannot be named in LMCache's layout, so its chunks are not written", "model", n.Model)
 	}
 	if t.o.Prefix != "" {
 		name = t.o.Prefix + "@" + name

@@ -521,7 +521,7 @@ func TestReadOnlyUser(t *testing.T) {
 	}
 	mu.Lock()
 	defer mu.Unlock()
-	if text := log.String(); strings.Count(text, "takes no objects") != 1 || strings.Count(text, "level=WARN") != 1 || strings.Contains(text, "level=ERROR") {
+	if text := log.String(); strings.Count(text, "refuses writes") != 1 || strings.Count(text, "level=WARN") != 1 || strings.Contains(text, "level=ERROR") {
 		t.Errorf("%q", text)
 	}
 }

@@ -20,7 +20,7 @@ const (
 	maxMoves   = 5       // redirections that a call follows
 )
 
-// errNoServer means that nobody told yet who keeps a key.
+// errNoServer means that the server of a key's slot is not known yet.
 var errNoServer = errors.New("redis: no server is known for the key")
 
 // topology is which servers there are, and which keeps which keys.
@@ -30,7 +30,7 @@ type topology struct {
 	mu struct {
 		sync.RWMutex
 		servers map[string]*server
-		slots   []*server // of a cluster; nil where nobody told
+		slots   []*server // of a cluster; nil where the server is unknown
 		master  *server   // without a cluster
 		closed  bool
 	}
@@ -110,7 +110,7 @@ func (t *topology) pick(key string) (*server, error) {
 	return nil, errNoServer
 }
 
-// moved notes what a redirection told.
+// moved records a redirection.
 func (t *topology) moved(slot int, to *server) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -189,8 +189,8 @@ func parseSlots(r resp.Reply, from string) (ranges []slotRange, _ error) {
 	return ranges, nil
 }
 
-// replace puts what a server told in the place of what was known. Servers that have no
-// slots any more are forgotten, but for those that the operator named.
+// replace replaces the known topology by the one that a server reported. Servers that have no
+// slots any more are forgotten, except those that the operator named.
 func (t *topology) replace(ranges []slotRange) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -56,7 +56,7 @@ func (b *bill) read() tier.Requests {
 	return r
 }
 
-// budget lets so many things happen in a time, whenever that begins: all of them at once, or spread over it.
+// budget allows most events in any period of its length: all of them at once, or spread over it.
 type budget struct {
 	most int
 	step time.Duration // the time is looked at in so long pieces
@@ -103,7 +103,7 @@ const (
 	allowance = 64  // at most
 )
 
-// retries bounds what is sent again, so that a store in trouble is not asked several
+// retries bounds the requests that are sent again, so that a store in trouble is not asked several
 // times as often. The zero value may send some.
 type retries struct {
 	mu struct {

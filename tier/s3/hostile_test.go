@@ -266,7 +266,7 @@ func (l *lines) with(part string) (n int) {
 }
 
 // What an operator has to mend is said in one line, once, however often it fails.
-func TestCausesAreSaidOnce(t *testing.T) {
+func TestCausesAreLoggedOnce(t *testing.T) {
 	for code, c := range map[string]struct {
 		status int
 		says   string
@@ -323,7 +323,7 @@ func TestReadOnlyCredentials(t *testing.T) {
 		}
 	}
 	r, _ := x.Requests()
-	if log.with("takes no objects") != 1 || log.with("") != 1 || r.Requests["PUT"] != 1 || r.Unspent["read only"] != 4 {
+	if log.with("refuses writes") != 1 || log.with("") != 1 || r.Requests["PUT"] != 1 || r.Unspent["read only"] != 4 {
 		t.Errorf("%q, %+v", log.all, r)
 	}
 }

@@ -24,8 +24,8 @@ type page struct {
 	}
 }
 
-// List implements tier.Lister for the native layout: the names of LMCache's do not tell
-// the namespace. A HEAD for each object tells its checksum.
+// List implements tier.Lister for the native layout: names in LMCache's layout do not contain
+// the namespace. A HEAD for each object gets its checksum.
 func (t *Tier) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
 	return t.pages(ctx, func(p *page) (more bool, _ error) { return t.listPage(ctx, p, f) })
 }
@@ -97,7 +97,7 @@ func (p *page) decode() {
 func (t *Tier) listPage(ctx context.Context, p *page, f func(kv.Key, tier.Meta) bool) (more bool, _ error) {
 	var keys []kv.Key
 	for _, c := range p.Contents {
-		if k, ok := t.keyOf(c.Key); ok && c.Size > 0 { // others' objects are none of ours
+		if k, ok := t.keyOf(c.Key); ok && c.Size > 0 { // objects of other programs are skipped
 			keys = append(keys, k)
 		}
 	}

@@ -14,8 +14,8 @@ import (
 //
 //	PREFIX XX / KEY    KEY as kv.Key.String writes it, XX the first two digits of its chunk
 //
-// so that objects are spread over 256 prefixes, each of which S3 serves so many requests a
-// second of. In LMCache's layout it has the name that tier.Name.LMCache gives.
+// so that objects are spread over 256 prefixes, and S3 limits the requests per second of a
+// prefix. In LMCache's layout it has the name that tier.Name.LMCache gives.
 //
 // In both, x-amz-meta-kvasir says what the object is:
 //
@@ -67,7 +67,7 @@ func (t *Tier) objectName(k kv.Key) (string, bool) {
 	}
 	name, ok := n.LMCache(k)
 	if ok = ok && len(t.o.Prefix)+len(name) <= maxName; !ok && t.said.now("name "+n.Model) {
-		t.log.Warn("this model can have no name in LMCache's layout, so nothing of it is kept", "model", n.Model)
+		t.log.Warn("this model cannot be named in LMCache's layout, so its chunks are not written", "model", n.Model)
 	}
 	return t.o.Prefix + name, ok
 }
@@ -88,8 +88,8 @@ func (t *Tier) keyOf(name string) (kv.Key, bool) {
 // path returns where an object is on its server, escaped.
 func path(name string) string { return "/" + aws.Escape(name, true) }
 
-// known says what an object of so many bytes is to those who ask for k, by its metadata.
-// It is zero for what is not theirs.
+// known returns the Meta of an object of length bytes for a reader of k, by its metadata;
+// zero if the object belongs to another key.
 func (t *Tier) known(k kv.Key, length int64, meta string) tier.Meta {
 	l, ok := parseLabel(meta)
 	switch {

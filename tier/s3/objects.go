@@ -21,7 +21,7 @@ type object struct {
 	there  bool
 	length int64
 	meta   string
-	tag    string // tells one version from another
+	tag    string // the ETag, which differs between versions
 }
 
 func objectOf(a *http1.Response) (object, error) {
@@ -78,15 +78,15 @@ func (t *Tier) reason(ctx context.Context, name string, refused error) error {
 	case hasCode(err, "AccessDenied"):
 		t.noList.begin(time.Minute)
 		if t.said.now("list") {
-			t.log.Warn("S3 says AccessDenied instead of whether objects are there: allow s3:GetObject and s3:ListBucket. What it refuses is taken for missing", "url", t.o.URL)
+			t.log.Warn("S3 answers AccessDenied for missing objects: allow s3:GetObject and s3:ListBucket. Refused objects count as missing", "url", t.o.URL)
 		}
 		return nil
 	}
 	return err
 }
 
-// enoughFailures of one Stat end it.
-const enoughFailures = 3
+// maxStatFailures failures end a Stat.
+const maxStatFailures = 3
 
 // Stat implements tier.Tier: a HEAD for each key, many at once. What some requests could
 // not find out is missing, if others could.
@@ -106,7 +106,7 @@ func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error
 		o, err := t.look(ctx, name)
 		if err != nil {
 			one.Store(&err)
-			if failed.Add(1) < enoughFailures {
+			if failed.Add(1) < maxStatFailures {
 				return nil
 			}
 			return err

@@ -138,7 +138,7 @@ func realAccounts(t *testing.T, url, revoke string) {
 			t.Errorf("a write of an account that may only read: %v", err)
 		}
 	}
-	if log.with("takes no objects") != 1 || log.with("") != 1 {
+	if log.with("refuses writes") != 1 || log.with("") != 1 {
 		t.Errorf("%q", log.all)
 	}
 
@@ -253,7 +253,7 @@ func realKeys(t *testing.T, url string) {
 			t.Errorf("a read with keys that may only read: %+v, %v", m, err)
 		}
 	}
-	if log.with("takes no objects") != 1 || log.with("") != 1 {
+	if log.with("refuses writes") != 1 || log.with("") != 1 {
 		t.Errorf("%q", log.all)
 	}
 	if strings.HasPrefix(url, "https:") {

@@ -50,7 +50,7 @@ func (k kind) method() string {
 type Error struct {
 	Status          int
 	Code, Message   string // as the store says; Code is empty where it says nothing
-	Region          string // that the bucket is in, where the store tells
+	Region          string // of the bucket, where the store reports it
 	Kind            string // of the request
 	skew            time.Duration
 	unknownDocument bool
@@ -91,13 +91,13 @@ func (t *Tier) do(ctx context.Context, r *request, take func(*http1.Response) er
 		keys, err := t.keys.Get(ctx)
 		if err != nil {
 			if ctx.Err() == nil && t.said.now("keys") {
-				t.log.Error("no credentials for S3: nothing is read or kept", "err", err)
+				t.log.Error("no credentials for S3: nothing is read or written", "err", err)
 			}
 			return err
 		}
 		err = t.once(ctx, r, keys, take)
 		if err == nil {
-			t.again.worked()
+			t.retries.worked()
 			return nil
 		}
 		if ctx.Err() != nil {
@@ -113,7 +113,7 @@ func (t *Tier) do(ctx context.Context, r *request, take func(*http1.Response) er
 				return err
 			}
 		}
-		if !t.again.take() {
+		if !t.retries.take() {
 			t.bill.noRetries.Add(1)
 			return err
 		}
@@ -290,7 +290,7 @@ func (t *Tier) explain(err error) {
 			args = append(args, "clock_ahead_by", e.skew.Round(time.Second))
 		}
 	}
-	t.log.Error("S3 does not work as it is set up: nothing is read or kept", args...)
+	t.log.Error("S3 refuses the configuration: nothing is read or written", args...)
 }
 
 // diagnosis says what is to be done about an error that does not go away by itself; empty

@@ -100,11 +100,11 @@ type Tier struct {
 	keys   *aws.Keeper
 
 	values, others chan struct{} // have a place for each request
-	again          retries       // requests that are sent again
+	retries        retries       // requests that are sent again
 	puts           *budget       // nil for no limit
 	written        atomic.Int64
 	readOnly       pause       // writes were refused
-	noList         pause       // what is not there is refused
+	noList         pause       // requests for missing objects are refused
 	unconditional  atomic.Bool // If-None-Match is not known
 	bucket         atomic.Bool // it is there: 404 is about an object
 	bill           bill

@@ -28,9 +28,9 @@ var (
 	errBudget   = errors.New("the PUTs of this hour are used up")
 )
 
-// Write implements tier.Tier. What is there in the right length is left as it is; a HEAD
-// tells, which costs a tenth of a PUT. Of two servers that write one object at once the
-// first one stays, where the store knows If-None-Match.
+// Write implements tier.Tier. It leaves an existing object of the right length as it is; a HEAD
+// finds it and costs a tenth of a PUT. When two servers write one object at once, the
+// first one stays if the store supports If-None-Match.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
 		return fmt.Errorf("s3: write of %d bytes for %d", len(src), m.Len)
@@ -77,7 +77,7 @@ func (t *Tier) refused(err error) error {
 	case e.Code == "AccessDenied", e.Code == "AllAccessDisabled", e.Code == "MethodNotAllowed", e.Code == "AccountProblem":
 		t.readOnly.begin(readOnlyFor)
 		if t.said.now("write " + e.Code) {
-			t.log.Warn("S3 takes no objects: what it has is served, and nothing is added", "url", t.o.URL, "err", err)
+			t.log.Warn("S3 refuses writes: its objects are served, and none is added", "url", t.o.URL, "err", err)
 		}
 		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
 	case e.Status == http.StatusInsufficientStorage, e.Code == "QuotaExceeded", e.Code == "XMinioStorageFull", e.Code == "InvalidRequest", e.Code == "EntityTooLarge":
@@ -115,7 +115,7 @@ func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replac
 	err := write(condition)
 	if condition != nil && (status(err) == http.StatusNotImplemented || hasCode(err, "NotImplemented")) {
 		if !t.unconditional.Swap(true) {
-			t.log.Info("S3 does not know If-None-Match here: of two servers that write one object at once the last one stays", "url", t.o.URL)
+			t.log.Info("this S3 store does not support If-None-Match: when two servers write one object at once, the last write stays", "url", t.o.URL)
 		}
 		if !t.spend(requests) {
 			return fmt.Errorf("%w: %w", tier.ErrNotKept, errBudget)

@@ -12,7 +12,7 @@ import (
 )
 
 // cleared checks that a Tier serves nothing older than a clear, also when the
-// generations are read again, and that what is stored afterwards is served.
+// generations are read again, and that objects stored afterwards are served.
 func cleared(models []string) func(t *testing.T, x tier.Tier) {
 	return func(t *testing.T, x tier.Tier) {
 		files := []string{filepath.Join(t.TempDir(), "a", generation.FileName), filepath.Join(t.TempDir(), generation.FileName)}

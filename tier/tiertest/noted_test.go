@@ -38,7 +38,7 @@ func noted(t *testing.T, c *tier.Changes) (has map[kv.Key]bool, words int) {
 func TestNoted(t *testing.T) {
 	c := tier.NewChanges()
 	m := memory()
-	x := tier.Noted(m, c, 7)
+	x := tier.Recorded(m, c, 7)
 	put(t, x, 1, 100) // before anybody watches
 	c.Watch(1000)
 	want := func(words int, seed int, there bool) {
@@ -76,7 +76,7 @@ func TestNoted(t *testing.T) {
 		t.Fatal("a call that was given up has a result")
 	}
 	want(6, 1, false)
-	if err := tier.Noted(full{m}, c, 7).Write(t.Context(), tiertest.Key(1), tier.Meta{Len: 1}, []byte{1}); !errors.Is(err, tier.ErrNotKept) {
+	if err := tier.Recorded(full{m}, c, 7).Write(t.Context(), tiertest.Key(1), tier.Meta{Len: 1}, []byte{1}); !errors.Is(err, tier.ErrNotKept) {
 		t.Fatal(err)
 	}
 	want(6, 1, false)
@@ -117,10 +117,10 @@ func TestNotedTogether(t *testing.T) {
 		c.Watch(100)
 		m := memory()
 		if before {
-			put(t, tier.Noted(m, c, 7), 1, 10)
+			put(t, tier.Recorded(m, c, 7), 1, 10)
 		}
 		h := held{m, make(chan struct{}), make(chan struct{})}
-		n := tier.Noted(h, c, 7)
+		n := tier.Recorded(h, c, 7)
 		done := make(chan error, 2)
 		go func() { done <- slow(n) }()
 		<-h.began
@@ -162,7 +162,7 @@ func TestNotedUnderLoad(t *testing.T) {
 	c := tier.NewChanges()
 	c.Watch(1 << 20)
 	m := memory()
-	x := tier.Noted(m, c, 7)
+	x := tier.Recorded(m, c, 7)
 	var keys []kv.Key
 	for i := range 20 {
 		keys = append(keys, tiertest.Key(i))

@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// Object returns the bytes of a test object, and what a Tier is told of them.
+// Object returns the bytes of a test object, and their Meta.
 func Object(seed, n int) ([]byte, tier.Meta) {
 	b := bytes.Repeat([]byte{byte(seed), byte(seed >> 8), 0xa5}, n/3+1)[:n]
 	return b, tier.Meta{Len: int64(n), Sum: xxh3.Hash(b)}
@@ -152,8 +152,8 @@ func length(t *testing.T, x tier.Tier) {
 	}
 }
 
-// ended checks that a call ends with its context, and that nobody writes to the memory of
-// a Read that has returned.
+// ended checks that a call ends with its context, and that the tier does not write to the memory
+// of a Read that has returned.
 func ended(t *testing.T, x tier.Tier) {
 	const n = 1 << 20
 	write(t, x, Key(1), 1, n)

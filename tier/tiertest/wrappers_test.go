@@ -27,8 +27,8 @@ func TestWrappers(t *testing.T) {
 		"cascade above a place that is full": func() tier.Tier { return tier.Cascade(tier.CascadeOptions{}, memory(), full{memory()}) },
 		"admitted":                           func() tier.Tier { return tier.Admitted(memory(), tier.Admission{}) },
 		"remembered":                         func() tier.Tier { return tier.Remembered(memory(), tier.Absence{For: time.Hour}) },
-		"noted":                              func() tier.Tier { return tier.Noted(memory(), watched(), 1) },
-		"noted by nobody":                    func() tier.Tier { return tier.Noted(memory(), tier.NewChanges(), 1) },
+		"noted":                              func() tier.Tier { return tier.Recorded(memory(), watched(), 1) },
+		"noted by nobody":                    func() tier.Tier { return tier.Recorded(memory(), tier.NewChanges(), 1) },
 		"route":                              func() tier.Tier { return tier.Route(byRank, memory(), memory()) },
 		"all of them": func() tier.Tier {
 			low := tier.Counted(tier.Bounded(memory(), tier.Limits{}), "low")

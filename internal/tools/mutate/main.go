@@ -50,7 +50,7 @@ func main() {
 	n := flag.Int("n", 300, "mutants that compile")
 	limit := flag.Duration("timeout", 3*time.Minute, "for the tests of one package: longer is a mutant that is noticed")
 	only := flag.String("only", "", "one mutant, as FILE:LINE:WHAT of a former run, or all of a FILE: or FILE:LINE:")
-	known := flag.String("equivalent", "internal/tools/mutate/equivalent.txt", "mutants that nobody can notice, with reasons")
+	known := flag.String("equivalent", "internal/tools/mutate/equivalent.txt", "mutants that no test can notice, with reasons")
 	workers := flag.Int("j", 1, "mutants that are judged at the same time")
 	judges := flag.String("judges", "", "further packages whose tests judge what they import, with commas between")
 	flag.Parse()
@@ -193,7 +193,7 @@ func (t *tool) settle(m *mutant, verdict string, err error, of *score) {
 	fmt.Printf("%-9s %s\n", verdict, m.name())
 }
 
-// readEquivalent reads the mutants that nobody can notice: a line "FILE FUNCTION: LINE", and
+// readEquivalent reads the mutants that no test can notice: a line "FILE FUNCTION: LINE", and
 // below it, indented, "WHAT: REASON" for each of its mutants.
 func (t *tool) readEquivalent(path string) error {
 	b, err := os.ReadFile(path)
@@ -350,7 +350,7 @@ func funcAt(f *ast.File, at token.Pos) string {
 	return ""
 }
 
-// numbered tells equal changes of one line apart, from left to right.
+// numbered numbers equal changes of one line, from left to right.
 func numbered(found []mutant) []mutant {
 	slices.SortStableFunc(found, func(a, b mutant) int { return a.from - b.from })
 	seen := map[string]int{}

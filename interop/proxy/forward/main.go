@@ -116,7 +116,7 @@ func serve(c net.Conn, to string, splice bool) error {
 		}
 		text = h
 		w := bufio.NewWriter(c)
-		_, _ = w.Write(h) // Flush tells
+		_, _ = w.Write(h) // Flush returns its error
 		if n < 0 {
 			err = chunks(w, er)
 		} else {

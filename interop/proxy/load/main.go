@@ -2,7 +2,7 @@
 //
 // It speaks HTTP/1.1 over its own sockets (no client library between it and the figures), builds bodies without copying
 // the prompt, checks every answer (status 200, the request's own checksum word echoed by the engine, [DONE] at the end of
-// a stream) and reads the CPU time and memory of the process trees it is told about from /proc.
+// a stream) and reads the CPU time and memory of the process trees in its flags from /proc.
 //
 //	load --url http://127.0.0.1:8000 --conns 16 --size 16KiB --stream --duration 3s --pid router=1234
 package main

@@ -120,8 +120,8 @@ type Hit struct {
 	Batches, Keys int                // that were asked for
 }
 
-// Lookup asks a store for the longest prefix that every group can load, at most so many
-// tokens long. What is found is leased. After an error of the store the hit is what was known by
+// Lookup asks a store for the longest prefix that every group can load, within a limit of
+// tokens. What is found is leased. After an error of the store the hit is what was known by
 // then.
 func (s *Scheduler) Lookup(ctx context.Context, d Directory, p *Prompt, most int) (Hit, error) {
 	q := &querier{ctx: ctx, s: s, d: d, p: p}

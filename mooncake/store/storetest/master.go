@@ -21,7 +21,7 @@ type Master struct {
 	Lease    time.Duration // that every question grants
 	Segments []Segment
 	Objects  map[string]*Object
-	NoRoom   int           // so many starts find no room
+	NoRoom   int           // number of starts that find no room
 	Copies   int           // replicas of an object
 	Delay    time.Duration // before an answer about replicas
 	Revoked  int

@@ -109,7 +109,7 @@ func Bench(ctx context.Context, o BenchOptions, out io.Writer) ([]Cell, error) {
 	for _, op := range o.Ops {
 		for _, size := range o.Sizes {
 			for _, batch := range o.Batches {
-				if size*batch*o.Layout.spread() > o.room() {
+				if size*batch*o.Layout.spread() > o.callerBytes() {
 					continue
 				}
 				cell, err := o.cell(ctx, op, size, batch)
@@ -161,8 +161,8 @@ func (l Layout) spread() int {
 	return 1
 }
 
-// room is the number of bytes that each caller may use at its peer.
-func (o BenchOptions) room() int {
+// callerBytes is the number of bytes that each caller may use at its peer.
+func (o BenchOptions) callerBytes() int {
 	room := uint64(o.Bytes)
 	for _, p := range o.Peers {
 		room = min(room, p.Len)
@@ -186,7 +186,7 @@ func (o BenchOptions) cell(ctx context.Context, op string, size, batch int) (Cel
 	for i, peer := range o.Peers {
 		for k := range o.Callers {
 			wg.Go(func() {
-				base := peer.Base + uint64(k*o.room())
+				base := peer.Base + uint64(k*o.callerBytes())
 				lat, t, err := o.caller(ctx, peer.Peer, base, op, size, batch, byte(i*o.Callers+k))
 				mu.Lock()
 				defer mu.Unlock()

@@ -30,7 +30,7 @@ func (*slow) Name() string { return "a slow one" }
 
 // While credentials are renewed before they end nobody waits for an answer that takes its time: the
 // former ones go on.
-func TestNobodyWaitsForRenewal(t *testing.T) {
+func TestRequestsDoNotWaitForRenewal(t *testing.T) {
 	for _, wait := range []time.Duration{15 * time.Second, time.Hour} { // an answer, and none within the time of a look
 		synctest.Test(t, func(t *testing.T) {
 			k := aws.Keep(&slow{wait: wait})

@@ -32,7 +32,7 @@ type Signer struct {
 	}
 }
 
-// Request is what is signed.
+// Request is a request to sign.
 type Request struct {
 	Method string
 	Path   string // escaped, as it is sent

@@ -282,8 +282,8 @@ func metadataURL() string {
 	return "http://169.254.169.254"
 }
 
-// reachTime is how long the metadata service may take to answer first: where there is
-// none nobody answers.
+// reachTime is how long the metadata service may take to answer first: without such a
+// service no answer comes.
 const reachTime = 2 * time.Second
 
 // Find implements Source.

@@ -16,7 +16,7 @@ const (
 	lineEvery = 10 * time.Second
 )
 
-// progress tells how far a run is, until the returned function is called.
+// progress prints the progress of a run, until the caller calls stop.
 func (c *Flags) progress(g *load.Generator, w io.Writer) (stop func()) {
 	if c.NoProgress {
 		return func() {}

@@ -67,7 +67,7 @@ func (c *Flags) Run(ctx context.Context, stdout, stderr io.Writer) error {
 	})
 	r.Engines, r.Stages = w.Stop(r.TTFT.Mean)
 	if c.PrefillURL == "" && c.EngineMetrics == "" && len(r.Engines) > 0 && r.Engines[0].Error != "" {
-		r.Engines = nil // nobody asked for them
+		r.Engines = nil // the user did not ask for them
 	}
 	r.Date, r.Backend, r.EndpointType, r.Model = bench.Stamp(run.Began), c.Backend, c.Backend, g.Model()
 	r.NumPrompts, r.Burstiness = len(requests), bench.Rate(c.Burstiness)

@@ -190,7 +190,7 @@ func TestInterruptedRunIsKept(t *testing.T) {
 
 // Whatever cannot be used is told at once, before anything is sent; the endpoint that is
 // down, in one line.
-func TestWhatCannotBeUsed(t *testing.T) {
+func TestUnusableOptionsFailBeforeSending(t *testing.T) {
 	dir := t.TempDir()
 	bad := filepath.Join(dir, "bad.jsonl")
 	if err := os.WriteFile(bad, []byte("{}\n"), 0o600); err != nil {

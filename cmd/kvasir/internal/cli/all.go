@@ -170,7 +170,7 @@ func (c *allCmd) Run(e *env) error {
 	var parts []runPart
 	for _, p := range c.parts {
 		for _, v := range p.given.Misspelt(p.ctx.Selected(), os.Environ()) {
-			e.log.Warn("an environment variable means nothing here", "variable", v)
+			e.log.Warn("an environment variable has no effect", "variable", v)
 		}
 		parts = append(parts, runPart{Name: p.name, Run: func(ctx context.Context, ready func()) error {
 			own := p.env(e)
@@ -190,7 +190,7 @@ func (c *allCmd) Run(e *env) error {
 
 // configCmd writes and checks files for kvasir all.
 type configCmd struct {
-	Init  configInitCmd  `cmd:"" help:"Write a file with the four sections and what is set most often."`
+	Init  configInitCmd  `cmd:"" help:"Write a file with the four sections and the most common settings."`
 	Check configCheckCmd `cmd:"" help:"Check a file, and print each flag with where it is from. The same as kvasir all --check-config."`
 }
 

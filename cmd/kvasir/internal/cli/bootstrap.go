@@ -24,11 +24,11 @@ type bootstrapCmd struct {
 	AllowHost []string `help:"Names under which DELETE is taken, besides addresses, localhost and this machine's name." placeholder:"NAME" group:"Network"`
 
 	Strict   bool     `help:"As vLLM 0.16 to 0.18: a restarted P is refused as long as the old one is registered, and so is a repeat." group:"Registry"`
-	TP       int      `name:"tp" help:"TP size of engines that do not state theirs: they are not shown before so many TP ranks are there." placeholder:"N" group:"Registry"`
+	TP       int      `name:"tp" help:"TP size of engines that do not state theirs: an engine is not shown before this number of TP ranks has registered." placeholder:"N" group:"Registry"`
 	PP       int      `name:"pp" help:"The same for PP." placeholder:"N" group:"Registry"`
 	Settle   float64  `name:"settle-seconds" help:"A restarted engine with fewer ranks than before is shown so long after its last registration." default:"10" group:"Registry"`
 	Probe    float64  `name:"probe-timeout-seconds" help:"Time for an old side channel to answer before it counts as alive." default:"0.25" group:"Registry"`
-	ProbeNet []string `help:"Networks (CIDR) in which old side channels are tried, whoever registered them. By default only those that their own host, or this one, registered." placeholder:"CIDR" group:"Registry"`
+	ProbeNet []string `help:"Networks (CIDR) in which the server probes old side channels of any registrant. By default it probes only those that their own host, or this one, registered." placeholder:"CIDR" group:"Registry"`
 	State    string   `help:"Keep the registry in this file over restarts." placeholder:"FILE" group:"Registry"`
 
 	MaxWorkers int     `help:"Workers registered at a time." default:"16384" group:"Limits"`
@@ -56,7 +56,7 @@ Examples:
 P of vLLM 0.32 and later registers here with
   vllm serve MODEL --kv-transfer-config '{"kv_connector":"MooncakeConnector","kv_role":"kv_producer",
     "kv_connector_extra_config":{"bootstrap_server_address":"HOST:8998"}}'
-and D is told by "remote_bootstrap_addr":"http://HOST:8998" in each request's kv_transfer_params.`
+and D learns its address from "remote_bootstrap_addr":"http://HOST:8998" in each request's kv_transfer_params.`
 }
 
 // options turns flags into options, and says which cannot be used.

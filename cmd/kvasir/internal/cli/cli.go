@@ -65,11 +65,11 @@ type env struct {
 	flags   map[string]string // of the command and what was given, secrets aside
 	sources map[string]string // where they are from
 	ignored []string          // flags of LMCache's server that were given and mean nothing here
-	ready   func()            // of a part of kvasir all: it listens; nil: nobody asks
+	ready   func()            // called when a part of kvasir all listens; nil outside it
 	parts   *admin.Parts      // what runs beside the server in this process; nil: nothing
 }
 
-// isReady tells that a command listens. What only its start needed is given back soon.
+// isReady reports that a command listens. Memory that only its start needed is freed soon.
 func (e *env) isReady() {
 	time.AfterFunc(100*time.Millisecond, hostmem.GiveBack)
 	if e.ready != nil {
@@ -121,7 +121,7 @@ func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
 		return ctx.Run(e, &sim.Env{Ctx: e.ctx, Stdout: e.stdout, Stderr: e.stderr, Progress: progress})
 	}
 	for _, v := range given.Misspelt(ctx.Selected(), os.Environ()) {
-		e.log.Warn("an environment variable means nothing here", "variable", v)
+		e.log.Warn("an environment variable has no effect", "variable", v)
 	}
 	if c.checkOnly() {
 		if err := c.check(e); err != nil {

@@ -1,6 +1,6 @@
 package cli
 
-// configFlags are the flags of every command that runs until it is told to stop. Its
+// configFlags are the flags of every command that runs until a signal stops it. Its
 // other flags can stand in the environment and in a file too.
 type configFlags struct {
 	Config      string `help:"YAML file with flags: keys are their names without dashes. A flag counts before the environment (KVASIR_, the command, the flag: KVASIR_SERVER_HTTP_PORT), that before the file, that before the default." placeholder:"FILE" group:"Configuration"`
@@ -12,5 +12,5 @@ func (c *configFlags) checkOnly() bool { return c.CheckConfig }
 // configurable is a command with configFlags.
 type configurable interface {
 	checkOnly() bool
-	check(e *env) error // what is wrong with the flags; nothing is started
+	check(e *env) error // reports invalid flags; starts nothing
 }

@@ -134,7 +134,7 @@ func TestBadConfiguration(t *testing.T) {
 }
 
 // A terminal that goes away does not take the server with it.
-func TestHangUpIsNoEnd(t *testing.T) {
+func TestHangUpDoesNotStopTheServer(t *testing.T) {
 	s := serve(t)
 	if err := s.cmd.Process.Signal(syscall.SIGHUP); err != nil {
 		t.Fatal(err)

@@ -30,7 +30,7 @@ type engineCmd struct {
 	KVHeads   int    `name:"kv-heads" help:"KV heads, over all ranks." default:"4" group:"Model"`
 	HeadBytes int    `name:"head-bytes" help:"Bytes of K and V of one head and token." default:"64" group:"Model"`
 
-	Windows []int `name:"window" help:"A further group of layers with a sliding window of so many tokens; again for more groups." placeholder:"TOKENS" group:"Model"`
+	Windows []int `name:"window" help:"Size in tokens of the sliding window of a further group of layers; again for more groups." placeholder:"TOKENS" group:"Model"`
 	States  int   `help:"Further groups of layers with recurrent states, as Mamba's." default:"0" placeholder:"N" group:"Model"`
 
 	MaxModel  int  `name:"max-model-len" help:"Longest sequence, in tokens; 0 is 32768, or as many as the KV blocks hold." default:"0" group:"Scheduler"`
@@ -46,7 +46,7 @@ type engineCmd struct {
 
 	Transfer string `name:"kv-transfer-config" help:"Connectors, in the JSON that vLLM takes: MooncakeConnector, MooncakeStoreConnector, LMCacheMPConnector, or several in a MultiConnector." placeholder:"JSON" group:"KV transfer"`
 	Release  string `help:"Dialect of the MooncakeConnector: that of vLLM 0.16 and later, or 0.13's; keys and decisions of the MooncakeStoreConnector: ours with the keys of 0.24 and later, or 0.23's." enum:"current,0.13,0.23" default:"current" group:"KV transfer"`
-	Retain   *int   `name:"prefix-cache-retention-interval" help:"What a MooncakeStoreConnector keeps of windows: one tail for so many tokens, and the prompt's; 0 is the prompt's alone. Default: all." placeholder:"TOKENS" group:"KV transfer"`
+	Retain   *int   `name:"prefix-cache-retention-interval" help:"What a MooncakeStoreConnector keeps of windows: one tail per this number of tokens, and the prompt's; 0: the prompt's alone. Default: all." placeholder:"TOKENS" group:"KV transfer"`
 }
 
 // Help is shown by kvasir engine --help.
@@ -124,7 +124,7 @@ func (c *engineCmd) check(e *env) error {
 	return err
 }
 
-// Run serves until it is told to stop.
+// Run serves until a signal stops it.
 func (c *engineCmd) Run(e *env) (err error) {
 	o, err := c.options(e)
 	if err != nil {

@@ -16,9 +16,9 @@ import (
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
-// eventFlags say what is told of what is stored and removed.
+// eventFlags configure KV events: reports of chunks that are stored and removed.
 type eventFlags struct {
-	EventLog    int     `name:"kv-event-log-size" help:"KV-event records kept for readers; 0 serves no subscribe_kv_events. Nothing is recorded before somebody subscribes, or without --kv-events." default:"32768" group:"Events" placeholder:"RECORDS"`
+	EventLog    int     `name:"kv-event-log-size" help:"KV-event records kept for readers; 0 serves no subscribe_kv_events. Nothing is recorded before the first subscription, or without --kv-events." default:"32768" group:"Events" placeholder:"RECORDS"`
 	EventMemory mibSize `name:"kv-events-memory" help:"Memory for the tokens of chunks in the pool and the tiers, MiB or with a unit: 32k tokens take 160 KiB. What passes it is not announced; tiers make room first." default:"256" group:"Events" placeholder:"MIB"`
 	Events      string  `name:"kv-events" help:"Publish KV events in vLLM's format on this ZMQ endpoint, as tcp://*:5557. Whoever reaches it reads the tokens of all prompts." group:"Events" placeholder:"ENDPOINT"`
 	EventReplay string  `name:"kv-events-replay" help:"Answer subscribers that missed some on this endpoint, as tcp://*:5558." group:"Events" placeholder:"ENDPOINT"`
@@ -77,7 +77,7 @@ func (f *eventFlags) book(st *store.Store, below *tier.Changes) *events.Book {
 	return events.New(st, o)
 }
 
-// changes returns what is to know what tiers have; nil where nobody asks.
+// changes returns the recorder of the tiers' contents; nil without readers of events.
 func (f *eventFlags) changes() *tier.Changes {
 	if f.Events == "" {
 		return nil

@@ -18,7 +18,7 @@ import (
 // poolCmd looks after what servers leave in /dev/shm.
 type poolCmd struct {
 	Ls poolLsCmd `cmd:"" help:"List the pools, whose they are and who uses them."`
-	Rm poolRmCmd `cmd:"" help:"Remove pools that are this user's and that nobody uses."`
+	Rm poolRmCmd `cmd:"" help:"Remove this user's pools that no process uses."`
 }
 
 // Help implements kong's detailed help.
@@ -87,7 +87,7 @@ func usedBy(f *pool.Found) string {
 
 type poolRmCmd struct {
 	Names []string `arg:"" optional:"" name:"name" help:"Pools, by their names in kvasir pool ls."`
-	All   bool     `help:"All that are this user's and that nobody uses."`
+	All   bool     `help:"All of this user's pools that no process uses."`
 }
 
 // Run removes pools.

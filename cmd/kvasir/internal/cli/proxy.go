@@ -40,11 +40,11 @@ type proxyCmd struct {
 	Prefill   []string `help:"Prefill engine: its URL, and behind a blank the port of its registry (bootstrap server) on the same host, or behind a comma the registry's URL. Default: port 8998. dns+http://NAME:PORT is each address of a name, registry+http://HOST:PORT?port=API each host in a registry. Again for more." placeholder:"URL[ PORT]" sep:"none" group:"Engines"`
 	Decode    []string `help:"Decode engine, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
 	Engine    []string `help:"Engine that does both, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
-	Connector string   `name:"kv-connector" help:"How P and D are told of each other: mooncake (vLLM 0.16 and later), mooncake-0.13 (its first release), nixl (P first, D gets what P answers)." enum:"mooncake,mooncake-0.13,nixl" default:"mooncake" group:"Engines"`
+	Connector string   `name:"kv-connector" help:"How P and D learn of each other: mooncake (vLLM 0.16 and later), mooncake-0.13 (its first release), nixl (P first, D gets what P answers)." enum:"mooncake,mooncake-0.13,nixl" default:"mooncake" group:"Engines"`
 	DPSize    int      `name:"data-parallel-size" aliases:"intra-node-data-parallel-size" help:"Data-parallel ranks behind each URL, asked for in turn. By default engines choose; P of mooncake is asked for each rank that its registry shows." placeholder:"N" group:"Engines"`
 
 	Policy      string   `help:"How an engine is chosen: round_robin; least_loaded (requests of this proxy and, by the engine's metrics, others); prefix_aware (least left to compute). vllm-router's names are taken too." enum:"round_robin,least_loaded,prefix_aware,random,power_of_two,cache_aware,consistent_hash" default:"round_robin" group:"Policy"`
-	SkipPrefill byteSize `name:"skip-prefill-below" help:"Prompts of which D lacks less than so many bytes go to D alone; 0: none, or with --store of less than 2 KiB." default:"0" placeholder:"SIZE" group:"Policy"`
+	SkipPrefill byteSize `name:"skip-prefill-below" help:"A prompt goes to D alone when D lacks less than this of its KV; 0: never, or with --store of less than 2 KiB." default:"0" placeholder:"SIZE" group:"Policy"`
 	EventsPort  int      `name:"kv-events-port" help:"Port at which each engine publishes its KV events (vLLM's --kv-events-config): prefix_aware goes by what engines have; of data-parallel rank r that and r. Engines are asked for the tokens of new prompts (/tokenize)." placeholder:"PORT" group:"Policy"`
 	ReplayPort  int      `name:"kv-events-replay-port" help:"Port at which they replay KV events." placeholder:"PORT" group:"Policy"`
 	SharedStore bool     `name:"shared-store" help:"D can load what any engine has seen from a cache server (kvasir server): it counts as not lacking, for --skip-prefill-below." group:"Policy"`
@@ -153,7 +153,7 @@ func (c *proxyCmd) check(e *env) error {
 	return err
 }
 
-// Run serves until it is told to stop.
+// Run serves until a signal stops it.
 func (c *proxyCmd) Run(e *env) (err error) {
 	o, err := c.options(e)
 	if err != nil {

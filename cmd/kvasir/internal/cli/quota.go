@@ -42,7 +42,7 @@ func (c *serverCmd) setTenants(book tenantBook) error {
 	})
 }
 
-// checkTenants reports what is wrong with them for a pool of so many bytes.
+// checkTenants reports invalid tenant settings for a pool of pool bytes.
 func (c *serverCmd) checkTenants(pool int64) error {
 	if c.TTL != 0 && c.TTL < 1 {
 		return fmt.Errorf("--ttl-seconds %v is neither 0 nor 1 at least", c.TTL)

@@ -26,7 +26,7 @@ type relayCmd struct {
 	Upstream string  `help:"Bootstrap server that P registers at, http://HOST:PORT." required:"" placeholder:"URL"`
 	Host     string  `help:"Address that P and D dial: of the directory, the side channels and the transfer ports." default:"127.0.0.1"`
 	Port     int     `help:"Port of the directory (GET /query), /healthz and /metrics. 0 takes a free one." default:"8999"`
-	MemoryGB gibSize `name:"memory-gb" help:"KV to keep: GiB, or with a unit, as 512MiB. What was used longest ago goes first." default:"4"`
+	MemoryGB gibSize `name:"memory-gb" help:"Memory for KV: GiB, or with a unit, as 512MiB. The least recently used KV is evicted first." default:"4"`
 	Timeout  float64 `help:"Seconds that a pull from P may take, P's computing included." default:"120"`
 
 	BlockBytes byteSize `help:"Bytes, or with a unit, of a block of one layer's keys or values, of engines before vLLM 0.19, which do not say it; without, these are refused."`
@@ -63,7 +63,7 @@ func (c *relayCmd) check(*env) error {
 	return f.err()
 }
 
-// Run relays until it is told to stop.
+// Run relays until a signal stops it.
 func (c *relayCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err

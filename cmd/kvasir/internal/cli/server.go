@@ -52,10 +52,10 @@ type serverCmd struct {
 	Align     byteSize `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two: bytes, or with a unit." default:"4096" group:"Pool"`
 	Cold      bool     `help:"Start empty: discard the pool that an earlier server left." group:"Pool"`
 	Drop      bool     `help:"Remove the pool that an earlier server left, and end." group:"Pool"`
-	Pickle    string   `help:"For workers that cannot map the pool (other hosts, containers with a /dev/shm of their own): their chunks pass through the socket as pickled tensors. on: for them; only: for all, nobody is told of the pool; off: they are declined; auto: on while only this host can connect (--host is a loopback address), else off." default:"auto" enum:"auto,on,only,off" group:"Pool"`
+	Pickle    string   `help:"For workers that cannot map the pool (other hosts, containers with a /dev/shm of their own): their chunks pass through the socket as pickled tensors. on: for them; only: for all workers, and none learns the pool's name; off: they are declined; auto: on while only this host can connect (--host is a loopback address), else off." default:"auto" enum:"auto,on,only,off" group:"Pool"`
 	PickleMax mibSize  `name:"pickle-max-mib" help:"Largest message of such a worker, MiB or with a unit; memory grows as it arrives." default:"4095" group:"Pool"`
-	Trust     []string `name:"trust-address" help:"Addresses or networks (CIDR), comma-separated, whose peers are taken for this server's user: they are told where the pool is. For containers that share /dev/shm but not the network." group:"Pool" placeholder:"CIDR"`
-	Populate  mibSize  `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none. Only what was prepared is handed out, so a /dev/shm that fills up ends no engine; with 0 everything is." default:"1024" group:"Pool"`
+	Trust     []string `name:"trust-address" help:"Addresses or networks (CIDR), comma-separated, whose peers count as this server's user: they learn the pool's name. For containers that share /dev/shm but not the network." group:"Pool" placeholder:"CIDR"`
+	Populate  mibSize  `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none. Engines get only memory that was prepared, so they cannot crash when /dev/shm fills up; with 0 they get all of it." default:"1024" group:"Pool"`
 	Memo      mibSize  `name:"memo-mib" help:"Memory for the token lists of recent prompts, MiB: a prompt seen before is compared instead of hashed. 32k tokens take 160 KiB; 0 for none." default:"64" group:"Pool"`
 	Checksum  mibSize  `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, from 1 s after they were stored; 0: at an orderly stop only. After a restart a chunk that differs from its checksum, or was killed before it had one, is a miss." default:"512" group:"Pool"`
 	Unsummed  bool     `name:"trust-unsummed" help:"After a kill, serve chunks that have no checksum yet, unchecked: those of the last 2 seconds, and more where stores outrun --checksum-mib-per-second. Without it they are misses." group:"Pool"`
@@ -66,19 +66,19 @@ type serverCmd struct {
 	Reap    float64 `name:"worker-reap-timeout-seconds" help:"Silence after which a worker is dropped, 0 for never." default:"120" group:"Timers"`
 	Grace   float64 `name:"worker-registration-grace-seconds" help:"The same for a worker that has never pinged." default:"3600" group:"Timers"`
 	Session float64 `name:"session-ttl-seconds" help:"Idle time after which a request's pins are dropped." default:"600" group:"Timers"`
-	Hold    float64 `name:"l1-write-ttl-seconds" help:"Quarantine: time after which memory that a worker was told about and never committed is used again." default:"600" group:"Timers"`
+	Hold    float64 `name:"l1-write-ttl-seconds" help:"Quarantine: time after which memory that a worker may write and has not committed is used again." default:"600" group:"Timers"`
 	Drain   float64 `name:"drain-timeout-seconds" help:"Time for transfers in progress to commit at shutdown." default:"10" group:"Timers"`
 
 	Separate bool     `name:"separate-object-groups" help:"Hybrid models: keep an object per kind of attention, so that a hit needs only the windows of sliding-window layers and the last state of recurrent ones." negatable:"" group:"Pool"`
 	Mode     string   `name:"supported-transfer-mode" help:"Who copies KV: engine_driven (the engine), lmcache_driven (this server, CPU engines only) or auto (both); workers of the other mode are declined." default:"auto" enum:"engine_driven,auto,lmcache_driven" group:"Compatibility"`
 	Client   string   `name:"client-generation" help:"Take every client for one of this lmcache generation; auto recognises each connection's. 0.5.0 stands for 0.5.0 to 0.5.2, 0.5.3 for 0.5.3 and 0.5.4." default:"auto" enum:"auto,0.4.6,0.4.7,0.5.0,0.5.3,0.5.5,0.5.6" group:"Compatibility"`
 	Hash     string   `name:"hash-algorithm" help:"Only blake3: the others need Python." default:"blake3" group:"Compatibility"`
-	Eviction string   `name:"eviction-policy" help:"What is evicted first. leaf-hazard: ends of prompts that are the least likely to be used again soon, as learned from those before; lru: what was not used for longest; also leaf-lru, s3fifo, arc. kvasir sim evict compares them on a trace. LMCache's names LRU, ARC, IsolatedLRU and noop run as lru." default:"leaf-hazard" group:"Pool"`
-	TTL      float64  `name:"ttl-seconds" help:"Time after which chunks go that nobody used, at least 1; 0: they stay until room is needed. What a lookup or a transfer keeps does not go." default:"0" group:"Pool"`
+	Eviction string   `name:"eviction-policy" help:"Eviction policy. leaf-hazard: evicts the ends of prompts that are the least likely to be used again soon, learned while it runs; lru: the least recently used; also leaf-lru, s3fifo, arc. kvasir sim evict compares them on a trace. LMCache's names LRU, ARC, IsolatedLRU and noop run as lru." default:"leaf-hazard" group:"Pool"`
+	TTL      float64  `name:"ttl-seconds" help:"Idle time after which a chunk is dropped, at least 1; 0: chunks stay until they are evicted. A chunk that a lookup or a transfer uses is not dropped." default:"0" group:"Pool"`
 	OwnTTL   []string `name:"tenant-ttl" sep:"none" help:"The same for the tenant of a cache salt: 90s, 24h, or never. Repeatable." placeholder:"SALT=TIME" group:"Pool"`
 	PinLimit []string `name:"pin-limit" sep:"none" help:"How much of a cache salt's chunks may be pinned (POST /cache/pins), at a time; nothing unless given. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
-	Quota    []string `name:"quota" sep:"none" help:"What the tenant of a cache salt keeps of the pool whatever others store, with a policy of its own; a number alone is GiB. _default is the empty salt, __default a tenant called _default. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
-	State    string   `help:"Keep in this file what is set for tenants while the server runs (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it that ends with the server. What a flag says counts again once the flag is changed." placeholder:"FILE" group:"Pool"`
+	Quota    []string `name:"quota" sep:"none" help:"Guaranteed part of the pool for the tenant of a cache salt, with an eviction policy of its own; a number alone is GiB. _default is the empty salt, __default a tenant called _default. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
+	State    string   `help:"File for the settings of tenants that are made at run time (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it they end with the server. A setting made at run time wins until you change the flag for that tenant." placeholder:"FILE" group:"Pool"`
 	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 
 	terms *tenant.Terms
@@ -127,8 +127,8 @@ func (c *serverCmd) poolName() string {
 }
 
 // bootMark is 8 hexadecimal digits that are the same on this host until it starts
-// again, and others elsewhere: a worker that is told of a pool of another host must
-// not find one of that name on its own.
+// again, and others elsewhere: a worker that learns the name of a pool of another host must
+// not find a pool of that name on its own host.
 func bootMark() string {
 	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if id := strings.TrimSpace(string(b)); err == nil && len(id) >= 8 {
@@ -216,7 +216,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	said := strings.Join(bad, " ")
 	options.Each(errors.Join(o.pool.Validate(), o.store.Validate(), o.server.Validate(), c.eventFlags.options().Validate()), func(e *options.Error) {
 		flag := cmp.Or(flagOf[e.Field], e.Field)
-		if !strings.Contains(said, flag+" ") { // a flag that means several fields is told once
+		if !strings.Contains(said, flag+" ") { // a flag that sets several fields is named once
 			said += " " + flag + " "
 			wrong("%s: %s", flag, e.Text)
 		}
@@ -294,7 +294,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 		return err
 	}
 	if len(e.ignored) > 0 {
-		e.log.Warn("flags without meaning here were ignored", "flags", strings.Join(e.ignored, " "))
+		e.log.Warn("flags of LMCache without effect here were ignored", "flags", strings.Join(e.ignored, " "))
 	}
 	if c.Eviction != c.policyName() && c.Eviction != "LRU" && c.Eviction != "IsolatedLRU" {
 		e.log.Warn("the --eviction-policy is not available: lru is used", "policy", c.Eviction)

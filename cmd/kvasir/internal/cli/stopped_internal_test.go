@@ -13,7 +13,7 @@ import (
 )
 
 // Who is told to end before it listens ends well: nothing has failed.
-func TestToldToEndBeforeItListens(t *testing.T) {
+func TestStopBeforeListeningSucceeds(t *testing.T) {
 	name := fmt.Sprintf("kvasir_test_stopped_%d", os.Getpid())
 	t.Cleanup(func() {
 		left, _ := filepath.Glob("/dev/shm/lmcache_l1_pool_" + name + "*")

@@ -14,7 +14,7 @@ import (
 
 // storeCmd looks into a Mooncake Store.
 type storeCmd struct {
-	Ls  storeLsCmd  `cmd:"" help:"Say of keys whether they are kept, how long they are and where."`
+	Ls  storeLsCmd  `cmd:"" help:"Show which of these keys exist, their lengths and places."`
 	Get storeGetCmd `cmd:"" help:"Write an object to standard output."`
 	Put storePutCmd `cmd:"" help:"Put standard input as an object."`
 	Rm  storeRmCmd  `cmd:"" help:"Remove objects."`
@@ -195,7 +195,7 @@ func readAll(ctx context.Context, r io.Reader) ([]byte, error) {
 type storeRmCmd struct {
 	cluster
 	Keys  []string `arg:"" name:"key" help:"Keys."`
-	Force bool     `help:"Also what is leased."`
+	Force bool     `help:"Leased objects, too."`
 }
 
 // Run removes objects.

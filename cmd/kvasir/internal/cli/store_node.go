@@ -35,7 +35,7 @@ type storeNodeCmd struct {
 	Bind     string  `help:"Address to listen on; default that of --host." placeholder:"ADDRESS"`
 	MemoryGB gibSize `name:"memory-gb" help:"Memory to give: GiB, or with a unit, as 512MiB; rounded down to 16 MiB." default:"4"`
 	Name     string  `help:"Name of the segment, for puts that prefer it; default its address." placeholder:"NAME"`
-	Grace    float64 `help:"Seconds that objects stay readable when this node is told to stop; nothing new is put meanwhile." default:"0"`
+	Grace    float64 `help:"Seconds that objects stay readable after a signal to stop; new puts are refused meanwhile." default:"0"`
 	HTTPPort int     `help:"Port of /healthz and /metrics, on the address that is listened on; 0 takes a free one." default:"9004"`
 }
 
@@ -62,7 +62,7 @@ func (c *storeNodeCmd) check(*env) error {
 	return f.err()
 }
 
-// Run serves until it is told to stop.
+// Run serves until a signal stops it.
 func (c *storeNodeCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err

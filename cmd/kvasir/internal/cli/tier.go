@@ -40,7 +40,7 @@ func (c *tierLsCmd) Run(e *env) error {
 
 type tierVerifyCmd struct {
 	Tier   string `arg:"" help:"TYPE:PATH or JSON."`
-	Remove bool   `help:"Remove what is damaged: then it is a miss, and is stored again."`
+	Remove bool   `help:"Remove damaged objects: they become misses, and are stored again."`
 }
 
 // Run compares.
@@ -51,8 +51,8 @@ func (c *tierVerifyCmd) Run(e *env) error {
 type tierDropCmd struct {
 	Tier  string `arg:"" help:"TYPE:PATH or JSON."`
 	Model string `help:"Only what belongs to this model."`
-	Salt  string `help:"Only what has this cache salt."`
-	Torn  bool   `help:"Only what is torn."`
+	Salt  string `help:"Only objects of this cache salt."`
+	Torn  bool   `help:"Only torn objects."`
 	All   bool   `help:"Everything."`
 }
 

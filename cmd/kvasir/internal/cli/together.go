@@ -8,10 +8,10 @@ import (
 	"slices"
 )
 
-// errEnded means that a part ended that nobody had told to.
+// errEnded means that a part ended without being stopped.
 var errEnded = errors.New("it ended")
 
-// runPart is what runs until it is told to stop.
+// runPart is a part of kvasir all. It runs until its context ends.
 type runPart struct {
 	Name string
 
@@ -84,13 +84,13 @@ func (r *runningPart) over() bool {
 
 func startPart(p *runPart, ended chan<- struct{}) (r *runningPart, ready <-chan struct{}) {
 	ctx, cancel := context.WithCancel(context.Background())
-	is, told := context.WithCancel(context.Background())
+	listening, listens := context.WithCancel(context.Background())
 	r = &runningPart{name: p.Name, cancel: cancel, done: make(chan struct{})}
 	go func() {
-		defer told()
-		r.err = p.Run(ctx, told)
+		defer listens()
+		r.err = p.Run(ctx, listens)
 		close(r.done)
 		ended <- struct{}{}
 	}()
-	return r, is.Done()
+	return r, listening.Done()
 }

@@ -60,7 +60,7 @@ func commandOf(err error) string {
 	return path
 }
 
-// faults collects what is wrong with a command line, so that all of it is said at once.
+// faults collects the mistakes of a command line, so that all are reported at once.
 type faults []string
 
 // unless notes a fault when ok is false.

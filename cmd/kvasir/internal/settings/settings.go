@@ -315,10 +315,10 @@ var flagInText = sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompil
 
 // Origins says where the flags that a text names were given, if not on the command line.
 func (s *Settings) Origins(text string) string {
-	out, told := "", map[string]bool{}
+	out, named := "", map[string]bool{}
 	for _, m := range flagInText().FindAllStringSubmatch(text, -1) {
-		if from := s.from[m[1]]; from != "" && !told[m[1]] {
-			told[m[1]] = true
+		if from := s.from[m[1]]; from != "" && !named[m[1]] {
+			named[m[1]] = true
 			out += fmt.Sprintf(" (--%s is from %s)", m[1], from)
 		}
 	}
@@ -409,7 +409,7 @@ func onCommandLine(c *kong.Context, f *kong.Flag) bool {
 	return slices.ContainsFunc(c.Path, func(p *kong.Path) bool { return p.Flag == f && !p.Resolved })
 }
 
-// secret reports whether a flag's value is shown to nobody.
+// secret reports whether a flag's value must not be shown.
 func secret(f *kong.Flag) bool {
 	return strings.HasSuffix(f.Name, "token") || strings.HasSuffix(f.Name, "-key") && !strings.HasPrefix(f.Name, "tls-")
 }

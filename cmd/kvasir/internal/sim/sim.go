@@ -178,7 +178,7 @@ type tableCmd struct {
 	jsonFlag
 	constantFlags
 
-	Seeds   int    `help:"Play so many generated workloads too, and show how the figures spread." default:"0" placeholder:"N"`
+	Seeds   int    `help:"Number of generated workloads to play too, to show how the figures spread." default:"0" placeholder:"N"`
 	Moves   bool   `name:"sensitivity" help:"Move every constant and the token budget, and show the mean errors."`
 	Report  string `help:"Write both rows as a page of HTML, with distributions and timelines." placeholder:"FILE"`
 	Lengths string `help:"Play this list instead of the built-in one: lines of prompt,limit,output." placeholder:"FILE"`

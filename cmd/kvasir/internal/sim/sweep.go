@@ -58,7 +58,7 @@ type sweepCmd struct {
 
 	Trace    string   `help:"Requests of this trace instead of made conversations." placeholder:"FILE" group:"Workload"`
 	Requests int      `help:"How many." default:"300" group:"Workload"`
-	Input    int      `name:"random-input-len" help:"Unrelated prompts of so many tokens instead of conversations." default:"0" placeholder:"TOKENS" group:"Workload"`
+	Input    int      `name:"random-input-len" help:"Tokens of each prompt, for unrelated prompts instead of conversations." default:"0" placeholder:"TOKENS" group:"Workload"`
 	Output   int      `name:"random-output-len" help:"Tokens that each of them generates." default:"128" placeholder:"TOKENS" group:"Workload"`
 	Seed     uint64   `help:"Seed of requests and arrivals." default:"1" group:"Workload"`
 	Goodput  []string `help:"Limits of a good request, milliseconds." default:"ttft:2000,tpot:50" placeholder:"NAME:MS" group:"Workload"`

@@ -128,7 +128,7 @@ Examples:
   kvasir top --once | head -8`
 }
 
-// Run shows the server until it is told to stop.
+// Run shows the server until the user or a signal stops it.
 func (c *TopCommand) Run(e *sim.Env) error {
 	base, err := c.base()
 	if err != nil {

@@ -128,13 +128,13 @@ func printLookups(w io.Writer, list []explain.Lookup) {
 
 // printAdvice writes what to do about the reasons of lookups, in their order.
 func printAdvice(w io.Writer, got *explain.Explanation) error {
-	var told []string
+	var advised []string // reasons
 	fmt.Fprintln(w, "\nWhat to do:")
 	for _, l := range slices.Backward(got.Lookups) {
-		if slices.Contains(told, l.Reason) {
+		if slices.Contains(advised, l.Reason) {
 			continue
 		}
-		told = append(told, l.Reason)
+		advised = append(advised, l.Reason)
 		a := got.Advice[l.Reason]
 		if _, err := fmt.Fprintf(w, "- %s\n  %s\n", printable(a.What), printable(a.Do)); err != nil {
 			return err

@@ -24,8 +24,8 @@ type QuotaCommand struct {
 
 // Help implements kong's detailed help.
 func (QuotaCommand) Help() string {
-	return `A tenant is a cache salt. Its quota is what it keeps of the pool whatever others store; its time to live is how long chunks stay that nobody uses;
-its pin limit is how much POST /cache/pins may keep. What is set holds over restarts of a server that has --state FILE, and else until it ends; --quota, --tenant-ttl and
+	return `A tenant is a cache salt. Its quota is its guaranteed part of the pool; its time to live is the idle time after which its chunks are dropped;
+its pin limit is how much POST /cache/pins may keep. A setting survives restarts of a server with --state FILE, and else ends with the server; --quota, --tenant-ttl and
 --pin-limit set it at each start.
 _default is the empty salt, __default a tenant called _default.
 
@@ -96,7 +96,7 @@ func ttlWords(seconds float64) string {
 type quotaSetCommand struct {
 	Salt string `arg:"" help:"Cache salt; _default is the empty one."`
 	Size string `help:"What it keeps of the pool: GiB, or with a unit, as 512MiB; none takes it away." placeholder:"SIZE"`
-	TTL  string `name:"ttl" help:"How long chunks stay that nobody uses: 90s, 24h, never, or default for the server's --ttl-seconds." placeholder:"TIME"`
+	TTL  string `name:"ttl" help:"Idle time after which a chunk is dropped: 90s, 24h, never, or default for the server's --ttl-seconds." placeholder:"TIME"`
 	Pins string `help:"How much of it may be pinned at a time: as --size." placeholder:"SIZE"`
 	askFlags
 }
@@ -168,7 +168,7 @@ type quotaRemoveCommand struct {
 
 // Help implements kong's detailed help.
 func (quotaRemoveCommand) Help() string {
-	return `Its quota and time to live end, and so do its pins. Its chunks stay, and may go for whoever needs room.
+	return `Its quota and time to live end, and so do its pins. Its chunks stay, and may be evicted for other tenants.
 
 Examples:
   kvasir quota remove team-a`

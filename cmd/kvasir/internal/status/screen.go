@@ -26,7 +26,7 @@ type Screen struct {
 	before, now *Snapshot // nil: none so far
 	err         error     // of the last attempt
 	lost        time.Time // since when the server does not answer
-	history     []float64 // hit rates, one an interval; NaN: nobody asked
+	history     []float64 // hit rates, one an interval; NaN: no lookups
 }
 
 // maxHistory bounds the history: the widest line.
@@ -323,7 +323,7 @@ func text(s string) string {
 	}, printable(s))
 }
 
-// column is text of exactly so many columns.
+// column returns s cut or padded to width columns.
 func column(s string, width int) string {
 	r := []rune(text(s))
 	if len(r) > width {

@@ -28,7 +28,7 @@ type Snapshot struct {
 	times  map[string][]bucket
 }
 
-// bucket has how many requests took at most so many seconds.
+// bucket counts the requests that took at most seconds.
 type bucket struct{ seconds, count float64 }
 
 // counted are the metrics that are read.
@@ -56,7 +56,7 @@ func Take(ctx context.Context, url, request string, at time.Time) (*Snapshot, er
 	}
 	if request != "" {
 		if body, err = get(ctx, url+"/explain?limit=1&request_id="+neturl.QueryEscape(request)); err == nil {
-			_ = json.Unmarshal(body, &s.Chosen) // what is not there is shown as such
+			_ = json.Unmarshal(body, &s.Chosen) // missing fields are shown as missing
 		}
 	}
 	return s, nil

@@ -203,7 +203,7 @@ func readKeys(in *os.File) (keys <-chan byte, restore func(), err error) {
 // arrows are what terminals send for the arrow keys and Shift with Tab, as the keys that do the same.
 var arrows = map[byte]byte{'A': 'k', 'B': 'j', 'C': keyNext, 'D': keyPrevious, 'Z': keyPrevious}
 
-// keysOf returns the keys of what a terminal sent. Other sequences that begin with ESC are no keys.
+// keysOf returns the keys in a terminal's input. Unknown escape sequences are dropped.
 func keysOf(sent []byte) (keys []byte) {
 	for i := 0; i < len(sent); i++ {
 		switch {
@@ -221,7 +221,7 @@ func keysOf(sent []byte) (keys []byte) {
 	return keys
 }
 
-// widthOf returns how many columns what is written to has, or the default where it is no terminal.
+// widthOf returns the number of columns of the output, or the default where it is no terminal.
 func widthOf(w io.Writer, otherwise int) int {
 	if f, ok := w.(*os.File); ok {
 		if size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ); err == nil && size.Col > 0 {

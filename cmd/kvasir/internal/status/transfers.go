@@ -93,7 +93,7 @@ func (s *Screen) singleTransfers(width int) []block {
 
 func withoutScheme(address string) string { return strings.TrimPrefix(address, "http://") }
 
-// stepBar draws a transfer's own time in so many columns.
+// stepBar draws a transfer's own time in width columns.
 func stepBar(t *transferlog.Transfer, width int) string {
 	if !(t.MS > 0) {
 		return ""

@@ -310,8 +310,8 @@ func Drop(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
 	return err
 }
 
-// tells is how often a copy tells its progress.
-const tells = 10 * time.Second
+// progressInterval is how often a copy prints its progress.
+const progressInterval = 10 * time.Second
 
 // copying counts what a copy has done.
 type copying struct{ copied, bytes, there, unsummed, bad, unread, refused int64 }
@@ -333,10 +333,10 @@ func Copy(ctx context.Context, w io.Writer, from, to tier.Tier, names *tier.Name
 	}
 	var n copying
 	var buf []byte
-	told := time.Now()
+	printed := time.Now()
 	err := each(ctx, from, func(e Entry) error {
-		if time.Since(told) >= tells {
-			told = time.Now()
+		if time.Since(printed) >= progressInterval {
+			printed = time.Now()
 			fmt.Fprintf(w, "so far: %s\n", &n)
 		}
 		if e.Torn() || e.Meta.NoSum {

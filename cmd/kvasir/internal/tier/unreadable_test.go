@@ -63,7 +63,7 @@ func fails(n int) error {
 }
 
 // What cannot be read now is not damaged: it stays, and the command fails.
-func TestVerifyKeepsWhatItCannotRead(t *testing.T) {
+func TestVerifyKeepsUnreadableObjects(t *testing.T) {
 	s := filled(t, 6)
 	s.before = fails
 	var out strings.Builder
@@ -114,7 +114,7 @@ func TestCopyResumes(t *testing.T) {
 }
 
 // A copy that takes long says how far it is.
-func TestCopyTellsItsProgress(t *testing.T) {
+func TestLongCopyPrintsProgress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := filled(t, 6)
 		s.before = func(int) error { time.Sleep(6 * time.Second); return nil }

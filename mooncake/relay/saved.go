@@ -15,9 +15,9 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 )
 
-// keptKey names the part of a transfer that one D worker needs, in one life of P.
+// savedKey names the part of a transfer that one D worker needs, in one life of P.
 // Workers of other ranks, or with other layers or payloads, need other bytes.
-type keptKey struct {
+type savedKey struct {
 	engine       string // P's; "" with Options.KeepAcrossRestarts
 	life         int64
 	transfer     string
@@ -26,9 +26,9 @@ type keptKey struct {
 	layout       uint64
 }
 
-// kept is the KV of one transfer for one kind of D worker, in the relay's memory.
-type kept struct {
-	key    keptKey
+// savedTransfer is the KV of one transfer for one kind of D worker, in the relay's memory.
+type savedTransfer struct {
+	key    savedKey
 	peer   string // the D worker that pulled it first
 	cache  *mooncake.Cache
 	blocks [][]int // ids in cache, by group; owned by the load until done
@@ -75,15 +75,15 @@ func layoutOf(regions []wire.Region) uint64 {
 }
 
 // keyLocked returns the key of a transfer for the D worker of a pull, in P's current life.
-func (e *engine) keyLocked(pull *wire.Pull, transfer string) keptKey {
-	key := keptKey{e.id, e.life, transfer, pull.TPRank, pull.TPSize, pull.PPSize, layoutOf(pull.Regions)}
+func (e *engine) keyLocked(pull *wire.Pull, transfer string) savedKey {
+	key := savedKey{e.id, e.life, transfer, pull.TPRank, pull.TPSize, pull.PPSize, layoutOf(pull.Regions)}
 	if e.r.o.KeepAcrossRestarts {
 		key.engine, key.life = "", 0
 	}
 	return key
 }
 
-func (r *Relay) useLocked(k *kept) {
+func (r *Relay) useLocked(k *savedTransfer) {
 	k.users++
 	delete(r.mu.free, k)
 	r.mu.order++
@@ -92,7 +92,7 @@ func (r *Relay) useLocked(k *kept) {
 
 // release ends one use. It cancels a load that has lost its last waiter, and frees KV
 // that failed or was dropped with its last user.
-func (r *Relay) release(k *kept) {
+func (r *Relay) release(k *savedTransfer) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	k.users--
@@ -100,7 +100,7 @@ func (r *Relay) release(k *kept) {
 	case k.users == 1 && !isDone(k.done): // the load itself
 		k.cancel(errNoWaiters)
 	case k.users > 0:
-	case k.err != nil || r.mu.kept[k.key] != k:
+	case k.err != nil || r.mu.saved[k.key] != k:
 		r.freeLocked(k)
 	default:
 		r.mu.free[k] = struct{}{}
@@ -121,20 +121,20 @@ var errNoWaiters = errors.New("relay: no request waits for the load")
 // transferKey names a transfer of one P, whichever D workers it is kept for.
 type transferKey struct{ engine, transfer string }
 
-func (k *kept) transfer() transferKey { return transferKey{k.key.engine, k.key.transfer} }
+func (k *savedTransfer) transfer() transferKey { return transferKey{k.key.engine, k.key.transfer} }
 
 // keepLocked lets requests find k.
-func (r *Relay) keepLocked(k *kept) {
-	r.mu.kept[k.key] = k
+func (r *Relay) keepLocked(k *savedTransfer) {
+	r.mu.saved[k.key] = k
 	r.mu.transfers[k.transfer()]++
 }
 
 // forgetLocked lets no further request find k.
-func (r *Relay) forgetLocked(k *kept) {
-	if r.mu.kept[k.key] != k {
+func (r *Relay) forgetLocked(k *savedTransfer) {
+	if r.mu.saved[k.key] != k {
 		return
 	}
-	delete(r.mu.kept, k.key)
+	delete(r.mu.saved, k.key)
 	if r.mu.transfers[k.transfer()]--; r.mu.transfers[k.transfer()] == 0 {
 		delete(r.mu.transfers, k.transfer())
 	}
@@ -159,14 +159,14 @@ func (r *Relay) keeps(shown, transfer string) bool {
 }
 
 // dropLocked removes k from r.mu.kept. Its memory is released with its last user.
-func (r *Relay) dropLocked(k *kept) {
+func (r *Relay) dropLocked(k *savedTransfer) {
 	r.forgetLocked(k)
 	if k.users == 0 {
 		r.freeLocked(k)
 	}
 }
 
-func (r *Relay) freeLocked(k *kept) {
+func (r *Relay) freeLocked(k *savedTransfer) {
 	r.forgetLocked(k)
 	delete(r.mu.free, k)
 	k.freed = true
@@ -262,7 +262,7 @@ const storageBase = 1 << 50
 // least recently used first. Then it cancels the newest load of the D worker whose loads
 // take most memory, then a push to the D worker whose pushes hold most. It waits for
 // that memory until ctx ends.
-func (r *Relay) newKept(ctx context.Context, peer string, regions []wire.Region, blocks [][]int) (*kept, error) {
+func (r *Relay) newKept(ctx context.Context, peer string, regions []wire.Region, blocks [][]int) (*savedTransfer, error) {
 	m, err := newMirror(regions, blocks, uint64(r.o.MemoryBytes))
 	if err != nil {
 		return nil, err
@@ -275,7 +275,7 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []wire.Region,
 			off, ok = r.allocLocked(size)
 		}
 		if ok {
-			k := &kept{peer: peer, cache: m.cache, blocks: m.blocks, off: off, n: size, done: make(chan struct{})}
+			k := &savedTransfer{peer: peer, cache: m.cache, blocks: m.blocks, off: off, n: size, done: make(chan struct{})}
 			k.ctx, k.cancel = context.WithCancelCause(r.ctx)
 			addr := uint64(storageBase) + uint64(off)
 			for i := range k.cache.Regions {
@@ -318,7 +318,7 @@ func (r *Relay) newKept(ctx context.Context, peer string, regions []wire.Region,
 	}
 }
 
-var errMadeRoom = fmt.Errorf("%w: it made room for another D's", errMemory)
+var errMadeRoom = fmt.Errorf("%w: dropped in favour of another D's transfer", errMemory)
 
 // allocLocked allocates memory, evicting least recently used transfers as needed.
 func (r *Relay) allocLocked(size int64) (off int64, ok bool) {
@@ -326,7 +326,7 @@ func (r *Relay) allocLocked(size int64) (off int64, ok bool) {
 		if off, ok := r.mu.arena.Alloc(size); ok {
 			return off, true
 		}
-		var oldest *kept
+		var oldest *savedTransfer
 		for k := range r.mu.free {
 			if oldest == nil || k.used < oldest.used {
 				oldest = k
@@ -362,7 +362,7 @@ func (r *Relay) slowLocked(peer string) (slow *request) {
 
 // victimLocked returns the newest load of the D worker whose loads take most memory, or
 // nil if that is not more than peer's take.
-func (r *Relay) victimLocked(peer string) (victim *kept) {
+func (r *Relay) victimLocked(peer string) (victim *savedTransfer) {
 	for k := range r.mu.loading {
 		if k.peer == peer || r.mu.pending[k.peer] <= r.mu.pending[peer] {
 			continue

@@ -18,28 +18,28 @@ const MaxTTL = 10 * 365 * 24 * time.Hour
 // ErrTTL means that a TTL is neither Forever nor from one second to MaxTTL.
 var ErrTTL = errors.New("tenants: a TTL is from 1 s to ten years")
 
-// lives are how long slots stay that nobody uses, in seconds. While there is no TTL they cost
+// ttls has the time to live of slots, in seconds, and their last use. Without any TTL it costs
 // nothing; with one, 16 bytes for each slot.
-type lives struct {
+type ttls struct {
 	on     bool
-	common uint32           // of tenants without one of their own; 0: for ever
-	of     map[string]*life // by salt
-	spaces spaces[*life]
-	slots  container.PagedSlice[touch]
+	common uint32                // of tenants without one of their own; 0: for ever
+	of     map[string]*tenantTTL // by salt
+	owners owners[*tenantTTL]
+	slots  container.PagedSlice[lastUse]
 	now    uint32
 	began  uint32 // to be on: what was used before counts as used then
 }
 
-// life is the TTL of one tenant.
-type life struct {
+// tenantTTL is the TTL of one tenant.
+type tenantTTL struct {
 	ttl     uint32 // 0: for ever
 	expired uint64 // slots
 }
 
-// touch is when a slot was used last, and in whose namespace it is; nil where that has no TTL
-// of its own.
-type touch struct {
-	in *space[*life]
+// lastUse is when a slot was last used, and for which tenant; in is nil where the tenant has no
+// TTL of its own.
+type lastUse struct {
+	in *owner[*tenantTTL]
 	at uint32
 }
 
@@ -55,8 +55,8 @@ func inSeconds(ttl time.Duration) uint32 {
 	return uint32((max(ttl, 0) + time.Second - 1) / time.Second)
 }
 
-// SetCommonTTL says after which time slots expire that are of a tenant without a TTL of its
-// own, or of nobody known; 0 or Forever: they do not. Error: ErrTTL.
+// SetCommonTTL sets the TTL of slots whose tenant has none of its own or is unknown;
+// 0 or Forever: they do not expire. Error: ErrTTL.
 func (t *Table) SetCommonTTL(ttl time.Duration) error {
 	if ttl == 0 {
 		ttl = Forever
@@ -64,51 +64,51 @@ func (t *Table) SetCommonTTL(ttl time.Duration) error {
 	if err := checkTTL(ttl); err != nil {
 		return err
 	}
-	t.lives.common = inSeconds(ttl)
-	t.lives.turn()
+	t.ttls.common = inSeconds(ttl)
+	t.ttls.turn()
 	return nil
 }
 
 // SetTTL gives a tenant a TTL of its own, or Forever. What the tenant has already follows it once
 // its namespaces are named and its slots adopted. Errors: ErrTTL, ErrTooMany, kv.ErrSalt.
 func (t *Table) SetTTL(salt string, ttl time.Duration) error {
-	l := t.lives.of[salt]
+	l := t.ttls.of[salt]
 	if err := checkSalt(salt); err != nil {
 		return err
 	}
 	if err := checkTTL(ttl); err != nil {
 		return err
 	}
-	if l == nil && len(t.lives.of) == MaxQuotas {
+	if l == nil && len(t.ttls.of) == MaxQuotas {
 		return fmt.Errorf("%w: there are %d TTLs", ErrTooMany, MaxQuotas)
 	}
 	if l == nil {
-		l = new(life)
-		if t.lives.of == nil {
-			t.lives.of = make(map[string]*life)
+		l = new(tenantTTL)
+		if t.ttls.of == nil {
+			t.ttls.of = make(map[string]*tenantTTL)
 		}
-		t.lives.of[salt] = l
+		t.ttls.of[salt] = l
 	}
 	l.ttl = inSeconds(ttl)
-	t.lives.turn()
+	t.ttls.turn()
 	return nil
 }
 
 // DropTTL ends a tenant's own TTL: the common one is for its slots, too. It reports whether there
 // was one.
 func (t *Table) DropTTL(salt string) bool {
-	l := t.lives.of[salt]
+	l := t.ttls.of[salt]
 	if l == nil {
 		return false
 	}
-	t.lives.spaces.forgetAll(l)
-	delete(t.lives.of, salt)
-	t.lives.turn()
+	t.ttls.owners.forgetAll(l)
+	delete(t.ttls.of, salt)
+	t.ttls.turn()
 	return true
 }
 
 // turn begins to note uses, or ends that.
-func (l *lives) turn() {
+func (l *ttls) turn() {
 	on := l.common > 0 || len(l.of) > 0
 	if on && !l.on {
 		l.began = l.now
@@ -118,50 +118,50 @@ func (l *lives) turn() {
 
 // Tick says how late it is, since any moment that stays the same. Uses are noted by the time of the
 // last Tick.
-func (t *Table) Tick(now time.Duration) { t.lives.now = uint32(now / time.Second) }
+func (t *Table) Tick(now time.Duration) { t.ttls.now = uint32(now / time.Second) }
 
 // Mortal reports whether any slot may expire.
-func (t *Table) Mortal() bool { return t.lives.on }
+func (t *Table) Mortal() bool { return t.ttls.on }
 
 // Expired reports whether a resident slot was not used for longer than its TTL.
 func (t *Table) Expired(slot uint32) bool {
-	l := &t.lives
+	l := &t.ttls
 	if !l.on {
 		return false
 	}
-	var of touch
+	var of lastUse
 	if int(slot) < l.slots.Len() {
 		of = *l.slots.At(int(slot))
 	}
 	ttl := l.common
 	if of.in != nil && !of.in.forgotten {
-		ttl = of.in.whose.ttl
+		ttl = of.in.tenant.ttl
 	}
 	return ttl > 0 && l.now-min(l.now, max(of.at, l.began)) > ttl
 }
 
 // expired counts a slot that goes because its time is over.
-func (l *lives) expired(slot uint32) {
+func (l *ttls) expired(slot uint32) {
 	if int(slot) < l.slots.Len() {
 		if in := l.slots.At(int(slot)).in; in != nil {
-			in.whose.expired++
+			in.tenant.expired++
 		}
 	}
 }
 
 // add notes a slot that became resident.
-func (l *lives) add(slot uint32, ns kv.Namespace) {
+func (l *ttls) add(slot uint32, ns kv.Namespace) {
 	l.slots.Grow(int(slot) + 1)
-	of := touch{l.spaces.of[ns], l.now}
+	of := lastUse{l.owners.of[ns], l.now}
 	if of.in != nil {
-		l.spaces.enter(of.in)
+		l.owners.enter(of.in)
 	}
 	*l.slots.At(int(slot)) = of
 }
 
 // adopt notes in whose namespace a resident slot is.
-func (l *lives) adopt(slot uint32, ns kv.Namespace) {
-	in := l.spaces.of[ns]
+func (l *ttls) adopt(slot uint32, ns kv.Namespace) {
+	in := l.owners.of[ns]
 	if in == nil {
 		return
 	}
@@ -171,23 +171,23 @@ func (l *lives) adopt(slot uint32, ns kv.Namespace) {
 		return
 	}
 	if of.in != nil {
-		l.spaces.leave(of.in)
+		l.owners.leave(of.in)
 	}
 	of.in = in
-	l.spaces.enter(in)
+	l.owners.enter(in)
 }
 
-func (l *lives) use(slot uint32) {
+func (l *ttls) use(slot uint32) {
 	l.slots.Grow(int(slot) + 1)
 	l.slots.At(int(slot)).at = l.now
 }
 
-func (l *lives) remove(slot uint32) {
+func (l *ttls) remove(slot uint32) {
 	if int(slot) < l.slots.Len() {
 		of := l.slots.At(int(slot))
 		if of.in != nil {
-			l.spaces.leave(of.in)
+			l.owners.leave(of.in)
 		}
-		*of = touch{}
+		*of = lastUse{}
 	}
 }

@@ -16,20 +16,20 @@ func spaceName(i int) (ns kv.Namespace) {
 // At the limit a new name takes the place of the one that has no slot and was not named for the longest. No other is
 // looked at: here all others are not even there.
 func TestANewNameLooksAtOneOther(t *testing.T) {
-	var s spaces[*account]
+	var s owners[*account]
 	a := &account{}
 	for i := range 3 {
 		s.name(spaceName(i), a)
 	}
 	s.name(spaceName(0), a) // again
-	for i := 3; len(s.of) < maxSpaces; i++ {
+	for i := 3; len(s.of) < maxOwners; i++ {
 		s.of[spaceName(i)] = nil // who looks at it panics
 	}
 	for i, gone := range []int{1, 2, 0} {
-		if !s.name(spaceName(maxSpaces+i), a) {
+		if !s.name(spaceName(maxOwners+i), a) {
 			t.Fatal("a new name is no news")
 		}
-		if _, there := s.of[spaceName(gone)]; there || len(s.of) != maxSpaces {
+		if _, there := s.of[spaceName(gone)]; there || len(s.of) != maxOwners {
 			t.Errorf("after %d new names %d is still there, of %d", i+1, gone, len(s.of))
 		}
 	}
@@ -40,9 +40,9 @@ func TestSpacesAgainstACount(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
 	random := rand.New(rand.NewPCG(seed, 1))
-	var s spaces[*account]
+	var s owners[*account]
 	accounts := []*account{{}, {}, {}}
-	slots := map[*space[*account]]int{} // those with slots, also of forgotten ones
+	slots := map[*owner[*account]]int{} // those with slots, also of forgotten ones
 	for step := range 20000 {
 		switch ns, what := spaceName(random.IntN(64)), random.IntN(40); {
 		case what == 0:

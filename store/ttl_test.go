@@ -106,7 +106,7 @@ func TestTTL(t *testing.T) {
 }
 
 // A use begins the time anew; what is pinned by a lookup, being read, or lent never expires.
-func TestWhatIsUsedDoesNotExpire(t *testing.T) {
+func TestUsedObjectsDoNotExpire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBench(t, t.TempDir(), 64, store.Options{TTL: 10 * time.Second, SessionIdle: time.Hour})
 		defer b.stop()

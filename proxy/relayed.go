@@ -50,9 +50,9 @@ func (e *exchange) promptKey() (k prefix.RelayedKey) {
 	return k
 }
 
-// again returns the params with which D gets the prompt's KV from a relay, without P; nil: no relay has
-// it, as far as is known. It notes the request's prompt in e.prompt if a relay is there at all.
-func (e *exchange) again() []byte {
+// relayedParams returns the params with which D gets the prompt's KV from a relay, without P; nil where no
+// relay is known to have it. It sets e.prompt to the request's prompt if there is a relay at all.
+func (e *exchange) relayedParams() []byte {
 	if e.want.alone || !e.p.relays.Load() {
 		return nil
 	}
