@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package bench measures what clients of an engine see: times to first token, times
 // per token, throughputs, and their statistics as vllm bench serve computes and prints
 // them. It sends nothing: package benchmark/load does, and simulators make samples of

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package lmcache speaks the LMCache multiprocess protocol: its operations, as
 // the releases 0.4.6 to 0.5.6 number them, the messages of each in both
 // directions, the token-list decoder that turns a prompt into chunk hashes, and a

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package lmcache
 
 // RequestID returns the id of the engine's request, as it lies in the frame; nil where the

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package mooncake couples a prefill engine (P) and a decode engine (D) as vLLM's
 // MooncakeConnector does: P pushes the KV blocks of a request straight into D's
 // memory over the transfer engine, and D asks for the push over a side channel.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package proxy stands in front of engines: it sends each request of the OpenAI API to one
 // engine, or, where prefill and decode are apart, to a prefill engine (P) and a decode engine
 // (D) at the same time.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package server
 
 // Healthy reports whether the server can serve a hit and take what is stored: it is

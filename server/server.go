@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package server is the node: it answers LMCache clients over a store whose
 // chunks live in shared memory.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package store decides which chunks are kept, found, promised to engines and evicted.
 // It keeps them in the shared-memory pool, which workers read and write themselves; the
 // store hands out places and keeps them safe. One tier.Tier may lie below the pool: what

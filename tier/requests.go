@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package tier
 
 // Requests are the figures of a place that is paid by the request, so that its bill can be

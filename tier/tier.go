@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package tier is what lies below the pool: places where objects are kept that are slower
 // than memory, and larger. The store reads them into the pool when a lookup wants them.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package zmtp speaks ZMTP 3.0 and 3.1, the wire protocol of ZeroMQ, with the
 // NULL mechanism: a ROUTER and a PUB that listen, a DEALER, a REQ and a SUB that connect,
 // over TCP and Unix sockets. Facts are from RFC 23/ZMTP and RFC 37/ZMTP; where they leave

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package load sends a workload to an endpoint of the OpenAI API and notes when the tokens
 // come, as vllm bench serve does.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package report writes results of benchmarks as one HTML page that needs nothing else: no
 // script, no font, no request. It follows the reader's choice of light or dark, and is as
 // readable on a telephone as on a screen.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package workload has requests to play: conversations, random prompts, and traces of real
 // services in the formats that people publish them in.
 //

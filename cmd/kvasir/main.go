@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command kvasir is the KV-cache data plane for LLM serving: see kvasir --help.
 package main
 

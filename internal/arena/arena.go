@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package arena keeps which ranges of a segment are free: integers only, no
 // memory. It allocates the lowest range that is large enough, so that a pool
 // touches as few pages as it can and reuses those it has touched.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package container
 
 // Ring holds the last values that were added, numbered from 1. Readers ask by number. The zero Ring keeps none. It takes no lock: its owner's covers it.

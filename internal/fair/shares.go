@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package fair
 
 // Amount is the use of one owner: a number of things, and their size together.

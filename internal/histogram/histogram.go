@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package histogram counts amounts (times, bytes, items) by size, without locks or
 // allocations.
 package histogram

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package hostmem says how much memory this process can still get.
 package hostmem
 

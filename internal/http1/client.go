@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package http1 is an HTTP/1.1 client for one server, for a proxy: a request is written from
 // pieces with one system call, and its answer is read by the goroutine that asked, in place.
 //

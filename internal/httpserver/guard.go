@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package httpserver keeps an HTTP interface without passwords from web pages and
 // from peers that hold connections. Certificate reads a TLS certificate again when its
 // files change.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package invariant says whether this build checks itself: with -tags
 // invariants, memory that went out of use is poisoned, so that whoever still
 // reads it is found out.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package metrics turns the Stats structs of libraries into Prometheus samples.
 // It is the only package that knows Prometheus: a library has a
 // Stats method and tags on the struct that it returns.

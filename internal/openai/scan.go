@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package openai knows as much of the OpenAI API as a proxy needs: where the few fields of a
 // request lie that it reads or changes, and where the events of a stream end.
 //

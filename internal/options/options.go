@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package options collects what is wrong with the fields of an Options struct: all of
 // it, each with the field's name, so that a command can say which flag it means. It also
 // has the words for people who write options: sizes, the nearest known name, faults of JSON.

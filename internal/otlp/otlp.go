@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package otlp sends spans to an OpenTelemetry collector: OTLP over HTTP, as JSON.
 //
 // The official exporter brings gRPC and protobuf with it even where only HTTP is spoken; a span here

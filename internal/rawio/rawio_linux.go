@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //go:build linux && !race
 
 // Package rawio reads and writes non-blocking sockets without telling the Go

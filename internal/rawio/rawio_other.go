@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //go:build unix && !linux
 
 // Package rawio reads and writes non-blocking sockets; see rawio_linux.go.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package resp speaks RESP 2, the protocol of Redis and Valkey, over one connection.
 //
 // Values go from the caller's memory to the socket and back without a copy in between.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package safelog keeps a log readable whatever peers send: it clips texts,
 // escapes control characters, and limits the lines of each place in the code. Names that peers
 // choose end in log lines; they must neither forge lines nor fill a disk.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package statefile keeps a document of one process in a file that can always be read
 // back: it is replaced as a whole, and one process at a time has it.
 //

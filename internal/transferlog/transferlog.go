@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package transferlog remembers the last transfers of KV from P to D one by one, in bounded memory, for
 // people who look: what a relay or a proxy saw of each, step by step.
 package transferlog

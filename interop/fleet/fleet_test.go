@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package fleet_test compares `kvasir sim fleet` with real servers over one real Redis. interop/redis.sh runs it.
 package fleet_test
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command s3 is an object store in memory for interop: gofakes3 with one bucket. It prints
 // its address and serves until its standard input ends, or with -addr until it is ended itself.
 // With -ca it serves TLS, with a certificate of an authority whose own goes to that file. With -verify it compares signatures with

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package transfer_test plays package transfer against Mooncake's C++ engine.
 package transfer_test
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package coordinator
 
 // ChunkGroup is an object group of a server that keeps chunks.

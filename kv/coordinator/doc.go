@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package coordinator decides prefix hits of models that mix attention kinds.
 //
 // Layers of one kind form a group, and each group needs other blocks of a

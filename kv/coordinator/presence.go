@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package coordinator
 
 // Series is a sequence of positions in a prompt that a lookup asks about. Index

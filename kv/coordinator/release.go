@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package coordinator
 
 // Release names a published version of vLLM whose decisions are repeated, refusals

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package coordinator
 
 // lookup applies the rule of spec group i: the longest hit of at most bound

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package coordinator
 
 // Scan makes a Presence of any set that answers for one hash unit of one group

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package event has the records of vLLM's KV event stream and their msgpack, as vLLM
 // 0.32 (maps) and releases before 0.24 (arrays) publish them:
 //

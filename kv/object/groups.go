@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package object says what a chunk consists of: one object for each object group and
 // shard of its model. It knows under which key each object is kept, how long it is, and
 // which objects of a prompt a hit needs. It keeps nothing itself.

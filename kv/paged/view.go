@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package paged copies between paged KV tensors and chunks: gather for a store,
 // scatter for a load. It is pure: byte slices and strides in, no I/O. Whatever a
 // peer announced is checked when a View is made, and block ids before a copy is

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package connector is the engine's side of LMCache: what vLLM's LMCacheMPConnector
 // does in an engine's scheduler and in its workers.
 //

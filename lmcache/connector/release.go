@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package connector
 
 // Release names a published version of vLLM whose scheduler's decisions are

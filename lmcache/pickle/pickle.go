@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package pickle reads and writes one Python object: a list of CPU tensors, as
 // LMCache clients without shared memory send and expect it.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package bootstrap is the registry through which the D side of vLLM's
 // MooncakeConnector finds the workers of P: a server that answers as vLLM's
 // MooncakeBootstrapServer does, and a client for both sides.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package relay
 
 // Waiting returns how many requests of D wait for their answer, and how many loads from P go on.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package relay stands between a prefill engine and decode engines: towards D it is
 // a P with a bootstrap directory and side channels of its own, towards P it is a D.
 // It keeps the KV that passes, so that D can have it again without P.

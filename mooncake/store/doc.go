@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package store speaks with Mooncake Store: a cluster in which a master knows which objects are where,
 // and clients and storage nodes move the bytes among themselves with Mooncake's transfer engine.
 //

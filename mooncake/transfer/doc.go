@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package transfer moves bytes between the memories of two processes on
 // Mooncake's transfer engine wire over TCP (P2PHANDSHAKE mode), as the target
 // of reads and writes and as their initiator.

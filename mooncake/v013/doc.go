@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package v013 is the worker's half of MooncakeConnector as vLLM 0.13 has it.
 //
 // That connector knows no transfer ids and no bootstrap server. Both engines know a request

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package blocks knows which prompts' KV an engine has, as the engine says it in its KV events, and
 // where in a prompt's bytes those blocks end.
 //

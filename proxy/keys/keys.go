@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package keys knows who may use an API: names, hashes of secrets, rates, numbers of requests at a
 // time. The file has no secrets, and is read again when it changes.
 package keys

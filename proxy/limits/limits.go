@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package limits counts requests of API keys together with other proxies, in one Redis or Valkey.
 //
 //	KEYS 1  PREFIX{ID}:rate     hash: tokens left, at (ms)

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package prefix remembers which engine has seen which beginnings of prompts, in a fixed amount
 // of memory, and places unseen beginnings so that several proxies agree. It also
 // remembers of which prompts relays have the KV.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package access says who is behind a connection and what that peer may do.
 //
 // A server grants a peer no more than the peer's own rights. A peer that may open the pool

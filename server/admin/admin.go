@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package admin is the HTTP interface of a node: health, status and metrics, and
 // clearing the cache, with LMCache's bodies where it has them.
 package admin

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package events reports what a store has: which chunks became resident and which were
 // removed, with their tokens, so that routers can send a prompt where its prefix is cached.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package explain says of lookups why their hits ended where they did. A Book counts all of
 // them by reason and remembers the last ones that found less than they asked for.
 package explain

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package lent is the KV memory that CPU engines lend to a server which copies it
 // (lmcache_driven): named segments that are mapped, checked against what the engine
 // described, split into groups of objects, and removed after their owner's death.

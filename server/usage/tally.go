@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package usage counts what LMCache counts by model, salt and worker, under its names and labels. The number of
 // models, salts and workers is bounded: later ones share one set of figures.
 package usage

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package workers knows the workers of engines that are registered with a server:
 // what each one's chunks look like, who may speak for it, which shard it keeps, and
 // how long it has been silent.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package api is the OpenAI API of a simulated engine, as vLLM serves it: completions and
 // chats with streaming, models, tokens, health, and metrics under vLLM's names.
 package api

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package cluster runs whole deployments in virtual time: prefill and decode engines, or
 // engines that do both, a cache below them, the network between them. Each engine has vLLM's
 // scheduler (package sim/sched) and its paged KV cache, without bytes or with (Options.Bytes);

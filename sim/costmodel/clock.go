@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package costmodel says how long the steps and transfers of an engine take on GPUs: hardware
 // profiles, the terms of their cost, and the arithmetic behind each.
 //

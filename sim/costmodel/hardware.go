@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package costmodel
 
 // GPU is one accelerator, as its data sheet has it: dense bf16, no sparsity.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package demo plays conversations through a whole deployment on one machine: a cache server
 // in a process of its own, a registry, a prefill engine (P), a decode engine (D) and a router
 // that sends each request to both. The engines are simulated, their KV bytes and the protocols

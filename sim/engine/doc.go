@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package engine is a simulated vLLM engine: it schedules like vLLM, holds real KV bytes in
 // paged memory, and speaks the real connectors. Only the model is missing: the KV of a token
 // follows from the tokens before it (package sim/kvmem), and so does the next token.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package fleet plays requests in virtual time on a fleet of nodes over one store: what RAM and
 // store have of the prompts, what passes between them, and where the store's bandwidth binds.
 //

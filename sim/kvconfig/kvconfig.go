@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package kvconfig reads an engine's configuration of KV transfers, as vLLM takes it: the
 // JSON of --kv-transfer-config and the environment.
 //

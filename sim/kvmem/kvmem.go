@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package kvmem is the KV memory of a simulated engine: real bytes in the layout of a real
 // engine, whose values follow from the tokens.
 //

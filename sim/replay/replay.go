@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package replay counts what a prefix cache of a given size would have had of a trace: no
 // engine, no time, only names of blocks. ComparePolicies does it for eviction policies.
 package replay

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package sched decides like vLLM's scheduler: which requests run in a step and how many
 // tokens of each, which blocks of the paged KV cache they get, who is preempted, what hits
 // the prefix cache, what waits for remote KV.

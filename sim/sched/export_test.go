@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package sched
 
 // Waiting returns the requests that wait without blocks, in order.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package sched
 
 // BlockID is a block's number. Block 0 is a placeholder: it holds nothing and is never given

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package sweep runs one workload over many deployments in virtual time: how many engines
 // prefill and decode, how large the cache below them is, how fast their network, how many
 // tokens a step has, how many requests come in a second.

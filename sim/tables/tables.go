@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package tables plays published measurements of vLLM and SGLang, prefill and decode apart or
 // not, in virtual time, and compares figure by figure.
 //

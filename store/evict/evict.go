@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package evict holds eviction policies as pure state machines: they know slot
 // numbers, weights and what was used, not bytes or memory. Lifetimes watches a sample of what they evict.
 //

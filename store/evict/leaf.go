@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package evict
 
 // LeafLRU evicts the least recently used leaf: a slot without a resident successor. Callers may

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package evict
 
 // S3FIFO evicts what is not used again soon after it came, and of the rest what was

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package hold keeps the books of transfers in progress: which worker may touch the bytes of
 // which slots of the pool, and until when. It pairs commits with their prepares, and divides
 // transfers and bytes among workers and the users or addresses they belong to.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package lease keeps the pins between a lookup and the retrieves that follow it.
 //
 // A lookup promises an engine a prefix hit; until it is read, given up or its

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package miss says why chunks are not served, and remembers it of those that went.
 package miss
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package pool is the RAM tier and the truth about it: a shared-memory segment
 // that workers write and read themselves, which of its bytes belong to which
 // chunk, and which may still be touched by a worker. It keeps that truth in an

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package tenant has an account for each cache salt with a quota: its use of the pool, its
 // quota, and an eviction policy of its own. All other tenants share one policy. The package
 // also knows the time to live of slots and the pins of operators. Terms has the settings of

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package adapter makes the tiers below the pool from what an operator writes: LMCache's
 // --l2-adapter JSON.
 package adapter

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //go:build linux
 
 // Package disk is a tier on local disks: a log of segments in each of some directories.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package fs keeps objects as files in a directory that LMCache servers may share: names
 // and bytes are those of LMCache's fs and fs_native adapters (0.5.6). Beside each file's
 // bytes, where LMCache does not look, an extended attribute keeps its checksum.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package generation makes everything that tiers hold absent at once.
 //
 // A generation says which objects of a model count: each clear begins a new one, and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package mooncakestore keeps objects in the pool of a Mooncake Store, in the memory of its
 // storage nodes, as LMCache's mooncake_store adapter (0.5.6) does: the bytes under LMCache's
 // name and nothing else. LMCache servers may share them.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package redis keeps objects in Redis or Valkey: one server, a cluster, or the master
 // that sentinels name. Objects lie there in one of three layouts: one of our own, which
 // keeps checksums and splits large objects, or those of LMCache's resp and valkey

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package s3 keeps objects in a bucket of Amazon S3 or one of its relatives. They lie there
 // under names of our own, or under those of LMCache's s3 adapter (0.5.6), byte for byte,
 // which LMCache servers may share. The checksum stands in the object's metadata, which

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package tiertest says what every tier.Tier must do, and makes tiers fail on purpose.
 package tiertest
 

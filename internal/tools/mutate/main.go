@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command mutate changes one place of the code at a time and reports which changes
 // no test notices.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command plain moves values to and from a Redis, or from a bucket, and does nothing else: what a
 // tier is measured against. Names come on standard input, one a line.
 //

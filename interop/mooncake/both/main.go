@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command both is an engine of the role kv_both without a model: it pulls each
 // transfer from a real P with a mooncake.Receiver, and offers it to a real D with a
 // mooncake.Sender, from the same memory. run_mooncake_pd.py takes it as --relay,

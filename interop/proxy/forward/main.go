@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command forward is the floor of a proxy in Go: it passes requests and answers on unread, but for the lengths in
 // their heads. It looks into no prompt, chooses no engine, and keeps a connection to an engine for each of a client.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command load is a closed-loop load generator for OpenAI-compatible servers: N connections, each with one request in flight.
 //
 // It speaks HTTP/1.1 over its own sockets (no client library between it and the figures), builds bodies without copying

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command mockengine is an OpenAI-compatible engine that costs almost nothing, to measure what stands in front of it.
 //
 // It answers /v1/completions and /v1/chat/completions (JSON and SSE), /v1/models, /health, /metrics, the tokenizing

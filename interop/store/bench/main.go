@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command bench is this module's client of Mooncake Store as interop/store/race.py drives it: a
 // command per line of standard input, an answer per line of standard output, both JSON.
 //

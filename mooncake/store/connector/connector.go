@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package connector is vLLM's MooncakeStoreConnector: which blocks of a prompt an engine loads
 // from a Mooncake Store and puts there, under which keys, and the transfers themselves.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package storetest is a master of a Mooncake Store, for tests: it knows as much of 0.3.13 as they
 // need, and fails on purpose.
 package storetest

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package structpack reads and writes messages of struct_pack, the serialization of
 // yalantinglibs that Mooncake Store speaks.
 //

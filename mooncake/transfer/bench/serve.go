@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package bench is what the transfer commands of the command line do:
 // serve a region, write to and read from a peer, and measure.
 package bench

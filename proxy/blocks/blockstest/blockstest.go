@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package blockstest has a publisher of KV events for tests, with replays, that can lose messages, lose its
 // past and start again.
 package blockstest

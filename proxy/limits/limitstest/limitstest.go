@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package limitstest has a Redis server for tests of shared limits: it does in Go what the scripts of
 // package limits do, and can be silent or end connections.
 package limitstest

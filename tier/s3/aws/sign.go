@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package aws signs requests as Amazon's services and their relatives want it, and finds
 // the credentials to sign them with.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package bench is what kvasir bench does: it makes a workload, sends it, and prints,
 // saves and compares results.
 package bench

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package cli wires the commands: flags to Options, constructors, signals, and
 // closing in reverse order. It holds no logic of its own.
 package cli

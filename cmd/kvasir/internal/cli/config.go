@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package cli
 
 // configFlags are the flags of every command that runs until a signal stops it. Its

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package proxy is what kvasir proxy does beside its flags.
 package proxy
 

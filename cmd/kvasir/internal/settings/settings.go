@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package settings finds the flags of a command in the environment and in a YAML file, and writes the scripts
 // by which shells complete them.
 package settings

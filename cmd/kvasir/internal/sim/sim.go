@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package sim is kvasir sim: flags to options of sim/tables, sim/replay, sim/sweep, sim/fleet
 // and sim/virtual, and their results as text or JSON.
 package sim

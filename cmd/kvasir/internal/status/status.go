@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package status is what operators ask a running server: kvasir status, top, explain and
 // quota. It shows in a terminal how the server is, once in words or as a screen that is drawn
 // again and again.

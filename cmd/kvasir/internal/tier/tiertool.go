@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package tier is what "kvasir tier" does: it shows, checks, empties and copies what
 // lies below a pool, beside a server that runs or without one.
 package tier
