@@ -63,7 +63,7 @@ func TestRealServer(t *testing.T) {
 				}
 				testkit.Eventually(t, "the server answers", func() bool { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) == nil })
 				if o.Layout != redis.Native {
-					return tiertest.WithSums(x)
+					return tiertest.WithSumsAndNames(x, o.Names, unique)
 				}
 				return x
 			})

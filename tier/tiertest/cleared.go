@@ -15,15 +15,22 @@ import (
 
 // cleared checks that a Tier serves nothing older than a clear, also when the
 // generations are read again, and that objects stored afterwards are served.
-func cleared(models []string) func(t *testing.T, x tier.Tier) {
+func cleared(all bool) func(t *testing.T, x tier.Tier) {
 	return func(t *testing.T, x tier.Tier) {
+		names, models := Names(), []string{model}
+		if s, ok := x.(*summed); ok {
+			names, models = s.names, []string{s.model}
+		}
+		if all {
+			models = nil
+		}
 		files := []string{filepath.Join(t.TempDir(), "a", generation.FileName), filepath.Join(t.TempDir(), generation.FileName)}
 		var book *generation.Book
 		var over tier.Tier
 		restart := func() {
 			t.Helper()
 			var err error
-			if book, err = generation.Open(files, Names(), slog.New(slog.DiscardHandler)); err != nil {
+			if book, err = generation.Open(files, names, slog.New(slog.DiscardHandler)); err != nil {
 				t.Fatal(err)
 			}
 			over = book.Tier(x)

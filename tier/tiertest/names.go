@@ -17,23 +17,33 @@ var names = newNames()
 // Names returns the models and salts of the namespaces that Run uses.
 func Names() *tier.Names { return names }
 
+// model is what Names calls the model of all namespaces.
+const model = "org/model"
+
 func newNames() *tier.Names {
 	n := tier.NewNames()
 	other := Key(0).Namespace
 	other[15]++
-	n.Add(Key(0).Namespace, "org/model", nil)
-	n.Add(other, "org/model", []byte("tenant"))
+	n.Add(Key(0).Namespace, model, nil)
+	n.Add(other, model, []byte("tenant"))
 	return n
 }
 
 // WithSums returns x with the checksums of what was written through it, for a layout that has no
 // place for them: Run compares them.
-func WithSums(x tier.Tier) tier.Tier { return &summed{Tier: x, sums: map[kv.Key]uint64{}} }
+func WithSums(x tier.Tier) tier.Tier { return WithSumsAndNames(x, Names(), model) }
+
+// WithSumsAndNames is WithSums for a tier whose names are not Names: the namespaces of Run have the name of a model there.
+func WithSumsAndNames(x tier.Tier, names *tier.Names, model string) tier.Tier {
+	return &summed{Tier: x, names: names, model: model, sums: map[kv.Key]uint64{}}
+}
 
 type summed struct {
 	tier.Tier
-	mu   sync.Mutex
-	sums map[kv.Key]uint64
+	names *tier.Names
+	model string
+	mu    sync.Mutex
+	sums  map[kv.Key]uint64
 }
 
 func (s *summed) fill(k kv.Key, m *tier.Meta) {
