@@ -44,7 +44,8 @@ type Cleared struct {
 	Stays  string // the places that still have objects, for people; empty where all are gone
 }
 
-// Clear drops every chunk of the pool that nothing needs, and with Force every chunk.
+// Clear drops every chunk of the pool that nothing needs, and with Force every chunk. Without
+// Force the chunks that lookups have pinned stay until the next clear, as with LMCache.
 // With the tiers, nothing that was stored before is found by a lookup that begins after
 // it returned: not in the tiers, not on its way to or from them, and not in the pool.
 // An error means that a restart may find it again.
@@ -64,13 +65,13 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 			s.opts.Changes.Forget()
 		}
 		if c.Tier == ClearAll {
-			s.store.Forget(begin)
+			s.store.Forget(begin, !c.Force)
 		} else {
 			begin()
 		}
 		stays = append(stays, s.opts.Places...)
 	} else if c.Tier == ClearAll {
-		s.store.Forget(func() {})
+		s.store.Forget(func() {}, !c.Force)
 	}
 	s.clearing.Unlock()
 	if c.Tier != ClearL2 {

@@ -4,6 +4,7 @@ package store
 
 import (
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
@@ -24,13 +25,46 @@ func (s *Store) BeginForget() {
 // Forget makes everything outdated that is in the pool or on its way there, also for a
 // later server. commit is called at the same moment, under the mutex. Clear drops what
 // may go at once; Expire does the rest.
-func (s *Store) Forget(commit func()) {
+//
+// With keepPinned, resident chunks that sessions have pinned stay as they are until the
+// next Forget, as with LMCache's clear without force; they are not written below.
+func (s *Store) Forget(commit func(), keepPinned bool) {
 	s.lock()
 	defer s.unlock()
+	var pinned []pool.Slot
+	if keepPinned {
+		pinned = s.pinnedLocked()
+	}
 	s.mu.epoch++
+	for _, slot := range pinned {
+		s.takenLocked(slot)
+		*s.mu.epochs.At(int(slot)) |= survives
+	}
 	s.mu.outdated = true
 	s.mu.pool.Outdate()
 	commit()
+}
+
+// survives is set in the epoch of a slot that an earlier epoch left to this one.
+const survives = 1 << 31
+
+// pinnedLocked returns the resident slots that sessions have pinned and later lookups find.
+func (s *Store) pinnedLocked() (slots []pool.Slot) {
+	s.mu.leases.Each(func(sess *lease.Session) {
+		for _, l := range sess.Leases() {
+			for i, slot := range l.Slots {
+				if at := pool.Slot(slot); l.Left[i] > 0 && s.mu.pool.StateOf(at) == pool.Resident && !s.outdatedLocked(at) {
+					slots = append(slots, at)
+				}
+			}
+		}
+	})
+	return slots
+}
+
+// mayWriteLocked reports whether a slot may be written below: it is of this epoch.
+func (s *Store) mayWriteLocked(slot pool.Slot) bool {
+	return s.mu.epoch == 0 || int(slot) < s.mu.epochs.Len() && *s.mu.epochs.At(int(slot)) == s.mu.epoch
 }
 
 // DropOutdated drops what is outdated and kept by nothing. It reports whether nothing
@@ -94,7 +128,7 @@ func (s *Store) outdatedLocked(slot pool.Slot) bool {
 	if s.mu.epoch == 0 {
 		return false
 	}
-	return int(slot) >= s.mu.epochs.Len() || *s.mu.epochs.At(int(slot)) != s.mu.epoch
+	return int(slot) >= s.mu.epochs.Len() || *s.mu.epochs.At(int(slot))&^survives != s.mu.epoch
 }
 
 // DeleteBelow deletes objects from the tier below.

@@ -33,7 +33,7 @@ func TestClearHidesPinnedAndHeldChunks(t *testing.T) {
 		t.Fatal(err)
 	}
 	commits := 0
-	b.store.Forget(func() { commits++ })
+	b.store.Forget(func() { commits++ }, false)
 	b.store.Clear(false)
 	if b.store.DropOutdated() || commits != 1 {
 		t.Errorf("pinned chunks are outdated: %d commits", commits)
@@ -70,6 +70,52 @@ func TestClearHidesPinnedAndHeldChunks(t *testing.T) {
 	}
 }
 
+// Without force a clear leaves the chunks that sessions have pinned, as LMCache's does: later lookups find them until the next
+// clear, they are not written below, and neither are chunks found that nothing had pinned.
+func TestSoftClearLeavesPinnedChunks(t *testing.T) {
+	below := tier.NewMemory(1 << 20)
+	b := &sumBench{bench: newBench(t, t.TempDir(), 32, store.Options{ChecksumRate: 1 << 40, SumAtOnce: true, Below: below, Write: store.WriteAtCommit})}
+	defer func() { b.stop() }()
+	pinned, idle := prompt(1, 4), prompt(2, 3)
+	b.put(t, pinned)
+	b.put(t, idle)
+	if got := b.look(t, "old", one, pinned); got.Hit != 4 {
+		t.Fatalf("%+v", got)
+	}
+	b.store.Forget(func() {}, true)
+	b.store.Clear(false)
+	if got := b.look(t, "idle", one, idle); got.Hit != 0 {
+		t.Errorf("hit %d of chunks that nothing had pinned", got.Hit)
+	}
+	b.store.EndSession([]byte("old"), lease.Owner{})
+	b.store.Expire()
+	if got := b.look(t, "new", one, pinned); got.Hit != 4 {
+		t.Errorf("hit %d of pinned chunks, %v", got.Hit, got.Why)
+	}
+	b.store.EndSession([]byte("new"), lease.Owner{})
+	end := b.run()
+	b.put(t, idle)
+	if got := b.look(t, "written", one, idle); got.Hit != 3 {
+		t.Errorf("stored after the clear: hit %d", got.Hit)
+	}
+	b.store.EndSession([]byte("written"), lease.Owner{})
+	count := func() (n int) {
+		_ = below.List(t.Context(), func(kv.Key, tier.Meta) bool { n++; return true }) // always nil
+		return n
+	}
+	testkit.Eventually(t, "what was stored after the clear is below", func() bool { return count() == 3 })
+	end()
+	if count() != 3 {
+		t.Errorf("%d objects below: those from before the clear are written", count())
+	}
+	b.store.Forget(func() {}, true)
+	b.store.Clear(false)
+	b.store.Expire()
+	if st := b.store.Stats(); st.Resident != 0 {
+		t.Errorf("%d chunks outlive the second clear", st.Resident)
+	}
+}
+
 // What waits to be written below at a clear, and what is on its way from there, is
 // forgotten: it is written under no later generation, and not served when it comes.
 func TestClearDropsWritesAndReadsInFlight(t *testing.T) {
@@ -93,7 +139,7 @@ func TestClearDropsWritesAndReadsInFlight(t *testing.T) {
 	if got := b.look(t, "pin", one, waits); got.Hit != 2 { // they stay in the pool
 		t.Fatalf("%+v", got)
 	}
-	b.store.Forget(func() { moment++ })
+	b.store.Forget(func() { moment++ }, false)
 	b.store.Clear(false)
 	now, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -124,7 +170,7 @@ func TestForgetOutlivesTheServer(t *testing.T) {
 			if why := b.store.BeginLoad([]byte("load"), transfer(7, loading, 0, 3, true), loading, &store.Transfer{}); why != miss.None {
 				t.Fatal(why)
 			}
-			b.store.Forget(func() {})
+			b.store.Forget(func() {}, false)
 			b.store.Clear(false)
 			b.store.EndSession([]byte("load"), lease.Owner{}) // a use, after the clear
 			b.put(t, later)

@@ -31,7 +31,7 @@ const writers = 8
 
 // offerLocked has a resident object written below, unless it is there.
 func (s *Store) offerLocked(slot pool.Slot) {
-	if p := s.mu.pool; s.outbox != nil && !s.outdatedLocked(slot) && p.Below(slot) != s.place && !s.suspectedLocked(slot) {
+	if p := s.mu.pool; s.outbox != nil && s.mayWriteLocked(slot) && p.Below(slot) != s.place && !s.suspectedLocked(slot) {
 		s.outbox.Add(tiering.WriteItem{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Round(p.Length(slot))})
 	}
 }
@@ -84,7 +84,7 @@ func (s *Store) beginWrite(it tiering.WriteItem) (w belowWrite, ok bool) {
 	defer s.unlock()
 	slot := pool.Slot(it.Slot)
 	_, writing := s.mu.writing[slot] // it was offered again meanwhile
-	if writing || s.outdatedLocked(slot) || !s.sameLocked(slot, it.Generation) || s.mu.pool.Below(slot) == s.place {
+	if writing || !s.mayWriteLocked(slot) || !s.sameLocked(slot, it.Generation) || s.mu.pool.Below(slot) == s.place {
 		return w, false
 	}
 	s.mu.pool.Hold(slot)
