@@ -72,5 +72,5 @@ for _ in $(seq 1200); do
 		[ "$("$cli" -p $((base + 3)) info replication | tr -d '\r' | grep -c '^connected_slaves:1')" != 1 ] || break
 	sleep 0.1
 done
-KVASIR_REDIS_CLI=$cli KVASIR_REDIS_CLUSTER=127.0.0.1:$((base + 1)) go test -count=1 -timeout 600s -v -run TestReal ./tier/redis >"$work/cluster.log" || { tail -n 20 "$work/cluster.log" >&2; exit 1; }
+KVASIR_REDIS_CLI=$cli KVASIR_REDIS_CLUSTER=127.0.0.1:$((base + 1)) go test -count=1 -timeout 600s -v -run TestReal ./tier/redis >"$work/cluster.log" || { grep -A 12 -e '--- FAIL' "$work/cluster.log" >&2 || tail -n 20 "$work/cluster.log" >&2; exit 1; }
 grep -E 'were missing|slots moved|^ok' "$work/cluster.log"

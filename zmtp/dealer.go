@@ -17,6 +17,7 @@ import (
 const (
 	firstBackoff = 10 * time.Millisecond
 	lastBackoff  = time.Second
+	livedBackoff = 100 * time.Millisecond // a connection that lasted so long, and longer than the last pause, was one
 )
 
 // DealerOptions configures a Dealer. A zero field means its default, which is
@@ -52,7 +53,8 @@ type DealerOptions struct {
 
 // Dealer is a DEALER socket with one connection, made again when it is lost
 // (after 10 ms, then twice as long each time up to 1 s, less up to a half at
-// random). A connection that lasted for a second begins with 10 ms again.
+// random). After a connection that lasted for 100 ms and for longer than the
+// next pause it begins with 10 ms again.
 //
 // Messages sent while there is no connection wait for the next one, unless NoWaiting. Those that
 // were given to a connection that died are not sent again: some of them may
@@ -240,7 +242,7 @@ func (d *Dealer) run() {
 			return
 		}
 		d.state(false, err)
-		if ready && time.Since(began) >= lastBackoff { // a peer that ends each connection at once is not dialled all the time
+		if ready && time.Since(began) >= max(backoff, livedBackoff) { // a peer that ends each connection at once is not dialled all the time
 			backoff = firstBackoff
 		}
 		t := time.NewTimer(backoff - time.Duration(rand.Int64N(int64(backoff/2))))
