@@ -3,7 +3,6 @@
 package proxy
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -35,7 +34,7 @@ type finder struct {
 	registry *bootstrap.Client
 	port     int // of a registry at each engine
 
-	outside, more int // engines that were not asked at the last look: outside of the networks, beyond maxFound
+	outside, beyond int // engines that were not asked at the last look: outside of the networks, beyond maxFound
 }
 
 // maxFound bounds the engines that one registry makes known: whoever reaches a registry may register.
@@ -63,41 +62,38 @@ func (p *Proxy) foundAllowed(ctx context.Context, host string) bool {
 	})
 }
 
-// mayBe returns those of the engines that a registry names that may be asked: in the networks, and at most maxFound, those that
+// selectFound returns the engines of a registry that may be asked: in the networks, and at most maxFound, those that
 // are known first. It logs when their number changes.
-func (p *Proxy) mayBe(ctx context.Context, f *finder, known map[string]*backend, found []Prefill) []Prefill {
+func (p *Proxy) selectFound(ctx context.Context, f *finder, known map[string]*backend, found []Prefill) []Prefill {
 	if f.registry == nil {
 		return found // DNS names are the operator's
 	}
-	slices.SortStableFunc(found, func(a, b Prefill) int {
-		return cmp.Compare(btoi(known[b.URL] != nil), btoi(known[a.URL] != nil))
-	})
-	var may []Prefill
-	outside, more := "", 0
-	n := 0 // outside
+	var first, others []Prefill // engines that are known keep their places
 	for _, e := range found {
-		switch u, err := url.Parse(e.URL); {
-		case len(may) == maxFound:
-			more++
-		case err != nil || !p.foundAllowed(ctx, u.Hostname()):
-			n++
-			outside = e.URL
-		default:
-			may = append(may, e)
+		if known[e.URL] != nil {
+			first = append(first, e)
+		} else {
+			others = append(others, e)
 		}
 	}
-	if n != f.outside || more != f.more {
-		f.outside, f.more = n, more
-		p.o.Log.Warn("engines of a registry are not asked", "registry", f.registry.Base(), "outside_networks", n, "example", outside, "beyond_limit", more, "limit", maxFound)
+	var selected []Prefill
+	outside, example, beyond := 0, "", 0
+	for _, e := range append(first, others...) {
+		switch u, err := url.Parse(e.URL); {
+		case len(selected) == maxFound:
+			beyond++
+		case err != nil || !p.foundAllowed(ctx, u.Hostname()):
+			outside++
+			example = e.URL
+		default:
+			selected = append(selected, e)
+		}
 	}
-	return may
-}
-
-func btoi(b bool) int {
-	if b {
-		return 1
+	if outside != f.outside || beyond != f.beyond {
+		f.outside, f.beyond = outside, beyond
+		p.o.Log.Warn("engines of a registry are not asked", "registry", f.registry.Base(), "outside_networks", outside, "example", example, "beyond_limit", beyond, "limit", maxFound)
 	}
-	return 0
+	return selected
 }
 
 // discoverEvery is how many looks at engines pass between two looks for them.
@@ -176,7 +172,7 @@ func (p *Proxy) discover(ctx context.Context, f *finder) {
 		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 5*time.Second))
 		found, err := f.find(look, p.o.resolve)
 		if err == nil {
-			found = p.mayBe(look, f, known, found)
+			found = p.selectFound(look, f, known, found)
 		}
 		cancel()
 		if err != nil && ctx.Err() == nil {

@@ -49,17 +49,17 @@ type exchange struct {
 	saltText string             // of the prompt's KV
 	prompt   *prefix.RelayedKey // nil: no relay is there
 
-	handed    *transferlog.Entry // of this attempt: how far KV has come from P, or a relay, to D; nil: it goes nowhere
-	againID   string             // transfer id under which a relay gives the prompt's KV once more
-	againFrom string             // and P, as the relay names it
-	answers   atomic.Bool        // the engine that answers has begun: P's part is no matter any more
-	prefilled atomic.Int64       // when P had answered, ns after start; 0: no P, or not yet
-	cached    atomic.Int64       // prompt tokens that P had cached; -1: not known
-	atP       chan struct{}      // closed when P's leg has ended; nil: it ended before D's began, or there is none
-	model     *modelCounters     // of a good answer
-	span      otlp.Context       // with Options.Spans
-	parent    [8]byte            // its parent; zero: none
-	extended  time.Time          // when the client's time to take bytes began
+	handed       *transferlog.Entry // of this attempt: how far KV has come from P, or a relay, to D; nil: it goes nowhere
+	againID      string             // transfer id under which a relay gives the prompt's KV once more
+	againFrom    string             // and P, as the relay names it
+	answers      atomic.Bool        // the engine that answers has begun: P's part is no matter any more
+	prefilled    atomic.Int64       // when P had answered, ns after start; 0: no P, or not yet
+	cached       atomic.Int64       // prompt tokens that P had cached; -1: not known
+	prefillEnded chan struct{}      // closed when P's leg has ended; nil: it ended before D's began, or there is none
+	model        *modelCounters     // of a good answer
+	span         otlp.Context       // with Options.Spans
+	parent       [8]byte            // its parent; zero: none
+	extended     time.Time          // when the client's time to take bytes began
 }
 
 func newExchange(p *Proxy, w http.ResponseWriter, r *http.Request) *exchange {
@@ -195,7 +195,7 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 	e.split = c.prefill != nil
 	e.cached.Store(-1)
 	e.prefilled.Store(0)
-	e.handed, e.atP = nil, nil
+	e.handed, e.prefillEnded = nil, nil
 	defer func() { e.handedOver(outcome, err) }()
 	switch {
 	case c.prefill == nil && c.engine.role == decode && relayed != nil:
@@ -267,7 +267,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	pieces, held := e.prefillPieces(wire.RemoteDecode(transfer))
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	done, started := make(chan struct{}), false
-	e.atP = done
+	e.prefillEnded = done
 	leaveP := sync.OnceFunc(func() { e.p.fleet.leave(c.prefill, c.lacks[1]) })
 	begin := func() error {
 		if started {

@@ -23,12 +23,12 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 		return nil
 	}
 	return func(data []byte) []byte {
-		if e.atP != nil && bytes.Contains(data, []byte(`"cached_tokens"`)) {
+		if e.prefillEnded != nil && bytes.Contains(data, []byte(`"cached_tokens"`)) {
 			// P has computed all that D has; only its answer may still be on its way.
 			late := time.NewTimer(prefillGrace)
 			defer late.Stop()
 			select {
-			case <-e.atP:
+			case <-e.prefillEnded:
 			case <-late.C:
 			case <-e.r.Context().Done():
 			}
