@@ -3,6 +3,8 @@
 package zmtp
 
 import (
+	"context"
+	"encoding/binary"
 	"fmt"
 	"time"
 )
@@ -33,7 +35,9 @@ func (p *Peer) onCommand(body []byte) error {
 		if p.role.subscribe != nil {
 			return p.role.subscribe(p, data, string(name) == "SUBSCRIBE")
 		}
-	default: // PONG: the bytes themselves prove life; others are for other sockets
+	case "PONG": // of a heartbeat: the bytes themselves prove life
+		p.ponged(data)
+	default: // others are for other sockets
 	}
 	return nil
 }
@@ -55,4 +59,49 @@ func (p *Peer) onReady(data []byte) error {
 	p.fresh = p.role.own == typeRouter || p.role.own == typePub
 	p.role.connected(p)
 	return nil
+}
+
+// ping sends a PING and waits until the peer has echoed its context, over this connection.
+// A peer before ZMTP 3.1 has no PING.
+func (p *Peer) ping(ctx context.Context) error {
+	if p.minor < 1 {
+		return fmt.Errorf("zmtp: the peer speaks ZMTP 3.0, which has no PING")
+	}
+	answered := make(chan struct{})
+	p.mu.Lock()
+	p.mu.pinged++
+	id := p.mu.pinged
+	if p.mu.pings == nil {
+		p.mu.pings = make(map[uint64]chan struct{})
+	}
+	p.mu.pings[id] = answered
+	p.mu.Unlock()
+	defer func() {
+		p.mu.Lock()
+		delete(p.mu.pings, id)
+		p.mu.Unlock()
+	}()
+	p.command(func(b []byte) []byte { return appendPing(b, 0, binary.BigEndian.AppendUint64(nil, id)) })
+	select {
+	case <-answered:
+		return nil
+	case <-p.done:
+		return ErrNotConnected
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// ponged ends the wait of ping. A PONG without a context, or with another one, ends none.
+func (p *Peer) ponged(data []byte) {
+	if len(data) != 8 {
+		return
+	}
+	id := binary.BigEndian.Uint64(data)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if answered := p.mu.pings[id]; answered != nil {
+		delete(p.mu.pings, id)
+		close(answered)
+	}
 }

@@ -203,6 +203,17 @@ func (d *Dealer) giveLocked(p *Peer) {
 	}
 }
 
+// Ping returns nil when the peer has answered a PING over the connection that was there
+// when Ping was called: the same process held it all the time. ErrNotConnected means that
+// there was no connection, or that it ended.
+func (d *Dealer) Ping(ctx context.Context) error {
+	p := d.ready()
+	if p == nil {
+		return ErrNotConnected
+	}
+	return p.ping(ctx)
+}
+
 // Stats returns the counts since NewDealer.
 func (d *Dealer) Stats() Stats {
 	d.mu.Lock()

@@ -20,6 +20,8 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // startDealer connects to endpoint. in is what its handler gets, frames joined
@@ -362,7 +364,7 @@ func TestDealerTimeouts(t *testing.T) {
 	f(DealerOptions{HeartbeatInterval: s}, hello, 0, 2*s, 4*s, errHeartbeat)
 	f(DealerOptions{HeartbeatInterval: s}, hello, 5, 7*s, 10*s, errHeartbeat)
 	f(DealerOptions{HeartbeatInterval: s, HeartbeatTimeout: 3 * s}, hello, 0, 4*s, 6*s, errHeartbeat)
-	f(DealerOptions{}, appendPing(bytes.Clone(hello), 25), 0, 2500*time.Millisecond, 5*s, errHeartbeat)
+	f(DealerOptions{}, appendPing(bytes.Clone(hello), 25, nil), 0, 2500*time.Millisecond, 5*s, errHeartbeat)
 	f(DealerOptions{}, []byte("HTTP/1.1 400 Bad Request\r\n\r\n"), 0, 0, s, errNotZMTP)
 	f(DealerOptions{}, appendReady(appendGreeting(nil), typePub, nil), 0, 0, s, errSocketType)
 	f(DealerOptions{MaxFrameBytes: 9}, append(bytes.Clone(hello), frames("0123456789")...), 0, 0, s, errTooLarge)
@@ -518,5 +520,48 @@ func TestDealerAtMostOnce(t *testing.T) {
 	_ = r.Close()
 	if bad > 0 || seen == 0 || slices.Max(last) > each {
 		t.Fatalf("%d of %d came twice or out of order", bad, seen)
+	}
+}
+
+// A PING is answered over the connection that was there when it was sent, and over no other
+// one: not after the peer has gone, nor when a new one has its address.
+func TestDealerPing(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	l := listenRaw(t)
+	d, _, states := startDealer(t, l.endpoint(), DealerOptions{})
+	if err := d.Ping(ctx); !errors.Is(err, ErrNotConnected) {
+		t.Fatalf("without a connection: %v", err)
+	}
+	first := l.accept().routerHello()
+	<-states
+	done := make(chan error, 1)
+	go func() { done <- d.Ping(ctx) }()
+	first.Close() // without a PONG
+	if err := <-done; !errors.Is(err, ErrNotConnected) {
+		t.Fatalf("the peer has gone: %v", err)
+	}
+	l.Close()
+
+	r := NewRouter(func(*Peer, Message) {}, RouterOptions{Log: quietLog})
+	defer r.Close()
+	if _, err := r.Listen(ctx, l.endpoint()); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "the next peer answers", func() bool { return d.Ping(ctx) == nil })
+	var all sync.WaitGroup
+	for range 20 {
+		all.Go(func() {
+			if err := d.Ping(ctx); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	all.Wait()
+	short, end := context.WithTimeout(ctx, time.Nanosecond)
+	defer end()
+	<-short.Done()
+	if err := d.Ping(short); err != nil && !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatal(err)
 	}
 }

@@ -100,7 +100,7 @@ func TestDecodeLimits(t *testing.T) {
 	}
 	// Commands between the frames of a message fill its buffer: they count.
 	d = &decoder{maxFrame: 100, maxMessage: 150, maxFrames: 8}
-	flood := slices.Concat(appendGreeting(nil), small, bytes.Repeat(appendPing(nil, 0), 30))
+	flood := slices.Concat(appendGreeting(nil), small, bytes.Repeat(appendPing(nil, 0, nil), 30))
 	if _, err := decodeAll(flood, []int{1000}, d); !errors.Is(err, errTooLarge) {
 		t.Fatal(err)
 	}
@@ -133,7 +133,7 @@ func TestDecodeProperty(t *testing.T) {
 				stream = append(stream, q.buf[before:]...)
 			}
 			if rapid.Bool().Draw(t, "ping") {
-				stream = appendPing(stream, 1)
+				stream = appendPing(stream, 1, nil)
 				want = append(want, "cmd PING")
 			}
 		}
@@ -200,7 +200,7 @@ func decodeSeeds() [][]byte {
 	q.copyFrames([][]byte{[]byte("a"), nil, bytes.Repeat([]byte("b"), 300)})
 	return [][]byte{
 		hello,
-		appendPing(slices.Concat(hello, q.buf), 3),
+		appendPing(slices.Concat(hello, q.buf), 3, nil),
 		slices.Concat(hello, []byte{flagMore, 1, 'x'}, appendPong(nil, []byte("ctx")), []byte{0, 0}),
 		slices.Concat(hello, []byte{flagLong, 0, 0, 0, 0, 0, 16, 0, 0, 1}),
 		[]byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n"),

@@ -220,7 +220,7 @@ func TestTimeouts(t *testing.T) {
 	f(RouterOptions{IdleTimeout: 3 * s}, hello, false, 3*s, 5*s, "idle")
 	f(RouterOptions{HeartbeatInterval: s}, hello, false, 2*s, 4*s, "heartbeat")
 	f(RouterOptions{HeartbeatInterval: s}, hello, true, 6*s, 9*s, "heartbeat")
-	f(RouterOptions{}, appendPing(bytes.Clone(hello), 25), false, 2500*time.Millisecond, 5*s, "heartbeat")
+	f(RouterOptions{}, appendPing(bytes.Clone(hello), 25, nil), false, 2500*time.Millisecond, 5*s, "heartbeat")
 }
 
 // The end of a stream that comes with the last bytes is found.

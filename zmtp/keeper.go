@@ -72,7 +72,7 @@ func (p *Peer) check(now time.Time) {
 		switch {
 		case w.pinged.IsZero() && silent >= l.heartbeatInterval:
 			w.pinged = now
-			p.command(func(b []byte) []byte { return appendPing(b, 0) })
+			p.command(func(b []byte) []byte { return appendPing(b, 0, nil) })
 		case !w.pinged.IsZero() && now.Sub(w.pinged) > l.heartbeatTimeout:
 			p.fail(fmt.Errorf("%w: no answer to a PING in %v", errHeartbeat, l.heartbeatTimeout))
 			return

@@ -110,6 +110,8 @@ type Peer struct {
 		writing bool  // a goroutine owns out and will look at q again
 		err     error // why the peer is closed; nil while it lives
 		idle    []chan struct{}
+		pings   map[uint64]chan struct{} // by the context of a PING of Peer.ping: closed by its PONG
+		pinged  uint64                   // the last of these contexts
 	}
 }
 

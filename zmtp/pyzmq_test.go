@@ -185,6 +185,9 @@ func TestDealerPyzmq(t *testing.T) {
 		}
 	}
 	ask("who|go-1", []byte("who"))
+	if err := d.Ping(t.Context()); err != nil {
+		t.Fatal(err)
+	}
 	ask("", nil)
 	ask("|", nil, nil)
 	ask("a||c|", []byte("a"), nil, []byte("c"), nil)

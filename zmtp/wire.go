@@ -134,10 +134,12 @@ func appendError(b []byte, reason string) []byte {
 	return append(append(b, byte(len(reason))), reason...)
 }
 
-// appendPing writes PING without a context; ttl is in tenths of a second.
-func appendPing(b []byte, ttl uint16) []byte {
-	b = appendHeader(b, flagCommand, pingHeaderBytes)
-	return binary.BigEndian.AppendUint16(append(b, "\x04PING"...), ttl)
+// appendPing writes PING; ttl is in tenths of a second. The peer echoes context, which may
+// be empty and has at most maxPingContext bytes.
+func appendPing(b []byte, ttl uint16, context []byte) []byte {
+	b = appendHeader(b, flagCommand, pingHeaderBytes+len(context))
+	b = binary.BigEndian.AppendUint16(append(b, "\x04PING"...), ttl)
+	return append(b, context...)
 }
 
 func appendPong(b, context []byte) []byte {

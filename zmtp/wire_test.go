@@ -38,7 +38,7 @@ func TestGoldenDealer(t *testing.T) {
 	q.copyFrames([][]byte{[]byte("a")})
 	q.copyFrames([][]byte{nil, bytes.Repeat([]byte("x"), 300), []byte("end")})
 	q.copyFrames([][]byte{bytes.Repeat([]byte("y"), 70000)})
-	ours = appendPing(append(ours, q.buf...), 25)
+	ours = appendPing(append(ours, q.buf...), 25, nil)
 	if !bytes.Equal(ours, recorded) {
 		t.Fatalf("%d bytes built, %d recorded, or they differ", len(ours), len(recorded))
 	}
@@ -108,7 +108,7 @@ func TestCommands(t *testing.T) {
 	if e, ok := errors.AsType[*peerError](parseError(data)); !ok || e.Text != "no" || Reason(e) != "refused" {
 		t.Fatal(parseError(data))
 	}
-	_, data, _ = splitCommand(body(append(appendPing(nil, 25), "0123456789abcdef"...)))
+	_, data, _ = splitCommand(body(append(appendPing(nil, 25, nil), "0123456789abcdef"...)))
 	if ttl, context, err := parsePing(data); err != nil || ttl != 25 || len(context) != 16 {
 		t.Fatal(ttl, context, err)
 	}

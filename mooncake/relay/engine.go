@@ -5,8 +5,11 @@ package relay
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"maps"
 	"net"
+	"slices"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake"
@@ -26,8 +29,14 @@ type engine struct {
 	life     int64            // grows when P may be another process
 	gone     time.Time        // when it left the registry; zero while registered
 	channels map[workerRank]*channel
-	watches  map[string]*zmtp.Dealer // by P worker's address
+	watches  map[string]*watch // by P worker's address
 	closed   bool
+}
+
+// watch is a connection to a worker of P. It shows that the process which holds it lives.
+type watch struct {
+	dealer *zmtp.Dealer
+	up     bool // guarded by Relay.mu
 }
 
 // workerRank is a worker's rank.
@@ -44,6 +53,8 @@ type channel struct {
 const (
 	maxGone = 64               // engines that left the registry and keep their side channels
 	goneFor = 10 * time.Minute // how long they keep them
+
+	answerWithin = 5 * time.Second // of a worker that is to show that it lives
 )
 
 // refreshLoop queries P's registry regularly until the relay closes.
@@ -134,7 +145,7 @@ func (r *Relay) updateDirectory(d bootstrap.Directory) ([]byte, error) {
 			logs = append(logs, r.endLifeLocked(e, "it left the registry"))
 			for addr, w := range e.watches {
 				delete(e.watches, addr)
-				r.wg.Go(func() { _ = w.Close() })
+				r.wg.Go(func() { _ = w.dealer.Close() })
 			}
 		}
 		old = append(old, e)
@@ -168,7 +179,7 @@ func (r *Relay) showEngine(now bootstrap.Engine) (*engine, map[int]map[int]strin
 		return nil, nil, errClosed
 	}
 	if e == nil {
-		e = &engine{r: r, id: now.ID, shown: "relay-" + now.ID, channels: make(map[workerRank]*channel), watches: make(map[string]*zmtp.Dealer)}
+		e = &engine{r: r, id: now.ID, shown: "relay-" + now.ID, channels: make(map[workerRank]*channel), watches: make(map[string]*watch)}
 		r.mu.engines[now.ID] = e
 		r.log.Info("relay: engine of P", "engine", e.id, "tp", now.TPSize(), "relayed_as", e.shown)
 	}
@@ -191,7 +202,7 @@ func (r *Relay) showEngine(now bootstrap.Engine) (*engine, map[int]map[int]strin
 	for addr, w := range e.watches {
 		if !addrs[addr] {
 			delete(e.watches, addr)
-			r.wg.Go(func() { _ = w.Close() })
+			r.wg.Go(func() { _ = w.dealer.Close() })
 		}
 	}
 	r.mu.Unlock()
@@ -224,24 +235,67 @@ func moved(before, now bootstrap.Engine) bool {
 
 // watchLocked holds a connection to a worker of P. When the connection breaks, another
 // process may have the worker's address, so a new life of P begins.
-func (r *Relay) watchLocked(e *engine, addr string) *zmtp.Dealer {
-	up := false // owned by the dealer's goroutine
-	w := zmtp.NewDealer(addr, zmtp.DealerOptions{
+func (r *Relay) watchLocked(e *engine, addr string) *watch {
+	w := new(watch)
+	w.dealer = zmtp.NewDealer(addr, zmtp.DealerOptions{
 		HeartbeatInterval: 10 * time.Second, HeartbeatTimeout: 30 * time.Second, Log: r.log,
 		OnState: func(connected bool, err error) {
-			if up && !connected {
-				r.mu.Lock()
-				log := r.endLifeLocked(e, "its side channel broke")
-				r.mu.Unlock()
-				log()
+			log := func() {}
+			r.mu.Lock()
+			if w.up && !connected {
+				log = r.endLifeLocked(e, "its side channel broke")
 			}
-			up = connected
+			w.up = connected
+			r.mu.Unlock()
+			log()
 		},
 	})
-	if err := w.Start(); err != nil {
+	if err := w.dealer.Start(); err != nil {
 		r.log.Warn("relay: watch P's side channel", "engine", e.id, "addr", addr, "err", err)
 	}
 	return w
+}
+
+// watchedLocked says whether the relay has a connection to each worker of P. KV that was
+// pulled without them may be from another process than the life that it is kept under.
+func (e *engine) watchedLocked() bool {
+	for _, w := range e.watches {
+		if !w.up {
+			return false
+		}
+	}
+	return len(e.watches) > 0
+}
+
+// lives returns nil when all workers of P are still the processes that they were in the
+// given life: each answers over the connection that the relay has held since. A broken
+// connection may be noticed after bytes of the next process have come, so the answer of a
+// live process is the only proof.
+func (e *engine) lives(ctx context.Context, life int64) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, answerWithin, errNotProven)
+	defer cancel()
+	e.r.mu.Lock()
+	watches := slices.Collect(maps.Values(e.watches))
+	e.r.mu.Unlock()
+	answers := make(chan error, len(watches))
+	for _, w := range watches {
+		go func() { answers <- w.dealer.Ping(ctx) }() // ends with ctx
+	}
+	err := error(nil)
+	for range watches {
+		err = errors.Join(err, <-answers)
+	}
+	e.r.mu.Lock()
+	defer e.r.mu.Unlock()
+	switch {
+	case e.life != life:
+		return errOtherLife
+	case err != nil:
+		return fmt.Errorf("%w: %w", errNotProven, err)
+	case len(watches) == 0 || !e.watchedLocked():
+		return errNotProven
+	}
+	return nil
 }
 
 // endLifeLocked begins a new life of P and drops the engine's kept transfers: P may
@@ -304,6 +358,6 @@ func (e *engine) close() {
 		_ = c.router.Close() // nothing is left to say
 	}
 	for _, w := range watches {
-		_ = w.Close()
+		_ = w.dealer.Close()
 	}
 }

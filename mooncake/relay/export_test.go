@@ -16,3 +16,11 @@ func (r *Relay) Waiting() (requests, loads int) {
 	}
 	return requests, loads
 }
+
+// Watched says whether the relay is connected to all workers of an engine of P.
+func (r *Relay) Watched(id string) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.mu.engines[id]
+	return e != nil && e.watchedLocked()
+}

@@ -148,12 +148,13 @@ func (e *engine) load(ctx context.Context, pull *wire.Pull, id transferID, block
 		}
 		r.dropLocked(old)
 	}
+	k.watched = e.watchedLocked() || r.o.KeepAcrossRestarts
 	r.keepLocked(k)
 	now, life := e.now, e.life
 	var prefix *savedTransfer
 	if probe && id.prefix != "" && id.blocks > 0 && id.blocks < len(blocks[0]) {
 		prefix = r.mu.saved[e.keyLocked(pull, id.prefix)]
-		if prefix != nil && (!isDone(prefix.done) || prefix.err != nil || !prefix.whole || len(prefix.blocks[0]) < id.blocks) {
+		if prefix != nil && (!isDone(prefix.done) || prefix.err != nil || !prefix.whole || !prefix.watched || len(prefix.blocks[0]) < id.blocks) {
 			prefix = nil
 		}
 		if prefix != nil {
@@ -202,8 +203,11 @@ type loading struct {
 	pull *wire.Pull
 	id   transferID
 	now  bootstrap.Engine // P's workers
-	life int64            // P's
+	life int64            // P's, or anyLife
 }
+
+// anyLife is the life of a load that has nothing of P yet.
+const anyLife = -1
 
 func (l *loading) run(probe bool, prefix *savedTransfer) error {
 	r, k := l.e.r, l.k
@@ -222,12 +226,21 @@ func (l *loading) run(probe bool, prefix *savedTransfer) error {
 		return err
 	}
 	own := k.blocks[0][1:]
+	if prefix != nil && l.sameLife() != nil {
+		prefix = nil
+		r.mu.Lock()
+		l.now, l.life = l.e.now, anyLife // nothing has come yet, so all may come from a new life
+		r.mu.Unlock()
+	}
 	if prefix == nil {
 		if err := l.pullBlocks([][]int{own}); err != nil {
 			return err
 		}
 	} else {
 		if err := l.pullBlocks([][]int{own[l.id.blocks:]}); err != nil {
+			return err
+		}
+		if err := l.sameLife(); err != nil { // the prefix may be of another process than the rest
 			return err
 		}
 		n, err := copyBlocks(k.cache, own[:l.id.blocks], prefix.cache, prefix.blocks[0][:l.id.blocks])
@@ -239,6 +252,14 @@ func (l *loading) run(probe bool, prefix *savedTransfer) error {
 	}
 	k.blocks, k.whole = [][]int{own}, true // k.wants is their number
 	return nil
+}
+
+// sameLife returns nil when P is the process that sent what is kept of this life.
+func (l *loading) sameLife() error {
+	if l.e.r.o.KeepAcrossRestarts {
+		return nil
+	}
+	return l.e.lives(l.k.ctx, l.life)
 }
 
 // pullBlocks pulls some of the blocks from P.
@@ -303,7 +324,7 @@ func (e *engine) pullUpstream(ctx context.Context, c *mooncake.Cache, arrived *t
 		Find: func(context.Context, mooncake.Source) (bootstrap.Engine, error) {
 			r.mu.Lock()
 			defer r.mu.Unlock()
-			if e.life != life && !r.o.KeepAcrossRestarts {
+			if e.life != life && life != anyLife && !r.o.KeepAcrossRestarts {
 				return bootstrap.Engine{}, errOtherLife
 			}
 			return now, nil

@@ -4,6 +4,7 @@ package relay_test
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
@@ -28,6 +29,10 @@ func full(t *testing.T, o relay.Options) *world {
 	}
 	t.Cleanup(func() { target.Close() })
 	w.target, w.receiver = target, w.newD(w.d, target)
+	if o.Prefixes {
+		p := strings.TrimPrefix(w.source().EngineID, "relay-")
+		testkit.Eventually(t, "the relay watches P", func() bool { return w.relay.Watched(p) })
+	}
 	return w
 }
 

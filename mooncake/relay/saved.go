@@ -37,6 +37,9 @@ type savedTransfer struct {
 	wants  []int   // number of blocks that D wants, by group; immutable
 	off, n int64   // in memory; immutable
 	whole  bool    // it has the prompt's first block; valid when done
+	// watched says that the relay was connected to all workers of P when the load began: they
+	// were the processes of the key's life. Immutable.
+	watched bool
 	// prefixed says that the first blocks are copies from another transfer.
 	prefixed bool
 
