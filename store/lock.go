@@ -29,9 +29,12 @@ func (s *Store) unlock() {
 	if watch != nil {
 		watch(false)
 	}
-	news := s.mu.events.news
-	s.mu.events.news = false
+	news, short := s.mu.events.news, s.mu.indexShort
+	s.mu.events.news, s.mu.indexShort = false, false
 	s.mu.Unlock()
+	if short {
+		_ = s.mu.pool.BackIndex() // after an error the pool is full
+	}
 	if news {
 		select {
 		case s.news <- struct{}{}:

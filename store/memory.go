@@ -16,9 +16,11 @@ type backed struct {
 func (b backed) FreeBytes() int64 { return b.store.Stats().FreeBytes }
 
 func (b backed) Limit(bytes int64) error {
+	err := b.BackIndexFor(bytes) // without the lock: the kernel may take long
 	b.store.lock()
 	defer b.store.unlock()
-	return b.Pool.Limit(bytes)
+	b.Pool.Limit(bytes)
+	return err
 }
 
 // Memory is how much of the pool has memory. Run provides it in its time.

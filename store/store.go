@@ -150,6 +150,8 @@ type Store struct {
 		loading fair.AwaitedShares     // reads from the tier below and their bytes, by the user or address that began them
 		n       Counters
 		events  events
+
+		indexShort bool // the pool's index needs memory, which unlock provides
 	}
 }
 

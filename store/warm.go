@@ -4,6 +4,7 @@ package store
 
 import (
 	"context"
+	"errors"
 
 	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -74,6 +75,12 @@ func (s *Store) beginWarm(k *kv.Key, bytes int64) (_ *flight, wait chan struct{}
 		return nil, nil, true
 	}
 	slot, err := s.mu.pool.Reserve(k, bytes, pool.Writer{})
+	if errors.Is(err, pool.ErrIndexMemory) {
+		s.mu.indexShort = true // unlock provides it
+		again := make(chan struct{})
+		close(again)
+		return nil, again, true
+	}
 	if err != nil {
 		return nil, nil, false
 	}

@@ -169,7 +169,9 @@ func (st *stage) chunkLocked(c int) error {
 		case st.used <= limit:
 			slot, err = s.reserveLocked(&k, n, st.by, &st.guard)
 		case st.used <= st.most:
-			slot, err = s.placeLocked(&k, n, st.by)
+			if slot, err = s.placeLocked(&k, n, st.by); errors.Is(err, pool.ErrIndexMemory) {
+				s.mu.indexShort, err = true, errAgain
+			}
 		default:
 			err = pool.ErrFull
 		}
@@ -219,6 +221,10 @@ func (s *Store) reserveLocked(k *kv.Key, n int64, by pool.Writer, guard *prefixG
 	s.makeRoomForLocked(k, n)
 	for {
 		slot, err := s.placeLocked(k, n, by)
+		if errors.Is(err, pool.ErrIndexMemory) {
+			s.mu.indexShort = true // unlock provides it
+			return 0, errAgain
+		}
 		if !errors.Is(err, pool.ErrFull) {
 			return slot, err
 		}

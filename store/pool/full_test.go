@@ -27,7 +27,7 @@ func TestIndexInAFullFileSystem(t *testing.T) {
 			for {
 				var k kv.Key
 				binary.LittleEndian.PutUint32(k.Chunk[:], uint32(total+1))
-				s, err := p.Reserve(&k, 64, pool.Writer{})
+				s, err := reserveBacked(p, &k, 64)
 				if errors.Is(err, pool.ErrFull) {
 					return n
 				}
@@ -76,9 +76,10 @@ func TestLimit(t *testing.T) {
 	next := byte(0)
 	fill := func(limit int64) (slots []pool.Slot) {
 		t.Helper()
-		if err := p.Limit(limit); err != nil {
+		if err := p.BackIndexFor(limit); err != nil {
 			t.Fatal(err)
 		}
+		p.Limit(limit)
 		for {
 			next++
 			s, err := p.Reserve(key(next), 4096, pool.Writer{})
@@ -121,9 +122,10 @@ func TestLimitWithoutMemoryForTheIndex(t *testing.T) {
 		testkit.FillFS(t, dir, filepath.Join(dir, "other"), 0)
 		limit := func(bytes int64, ok bool, below int64) {
 			t.Helper()
-			if err := p.Limit(bytes); (err == nil) != ok {
+			if err := p.BackIndexFor(bytes); (err == nil) != ok {
 				t.Errorf("limit %d: %v", bytes, err)
 			}
+			p.Limit(bytes)
 			if s, err := p.Reserve(key(1), below, pool.Writer{}); err != nil {
 				t.Errorf("limit %d: %d bytes: %v", bytes, below, err)
 			} else {

@@ -167,9 +167,9 @@ func create(path string, o Options) (*Pool, error) {
 		return nil, errors.Join(fmt.Errorf("%w: %w", ErrNoSpace, err), segment.Unlink(), index.Unlink(), segment.Close(), index.Close())
 	}
 	writeHeader(index, o, records, segment.Inode())
-	return &Pool{
-		opts: o, segment: segment, index: index, records: int(records), backed: int(first), arena: arena.New(o.Bytes, o.Align), near: newRegions(o.Bytes),
-	}, nil
+	p := &Pool{opts: o, segment: segment, index: index, records: int(records), arena: arena.New(o.Bytes, o.Align), near: newRegions(o.Bytes)}
+	p.backed.Store(first)
+	return p, nil
 }
 
 // monotonic is CLOCK_MONOTONIC: it does not jump when the wall clock is set, and
@@ -190,7 +190,8 @@ func (p *Pool) restore() error {
 	if used > uint64(p.records) {
 		return fmt.Errorf("%w: %d records used of %d", ErrIndex, used, p.records)
 	}
-	p.used, p.backed = int(used), int(used)
+	p.used = int(used)
+	p.backed.Store(int64(used))
 	p.stamp = p.index.Word(headerCleared).Load()
 	now := p.opts.Clock()
 	for i := range p.used {

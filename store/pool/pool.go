@@ -12,8 +12,8 @@
 // back when the last hold ends.
 //
 // A Pool decides nothing: what to evict and when a hold ends is its owner's
-// business. It is not safe for concurrent use, except Populate and Hash; its owner
-// locks.
+// business. It is not safe for concurrent use, except Populate, BackIndex, BackIndexFor and
+// Hash; its owner locks.
 package pool
 
 import (
@@ -22,6 +22,8 @@ import (
 	"hash/fnv"
 	"io/fs"
 	"os"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/zeebo/xxh3"
@@ -35,6 +37,8 @@ import (
 var (
 	// ErrFull means that no free range is long enough.
 	ErrFull = errors.New("pool: no room")
+	// ErrIndexMemory means that the index has no memory for another slot yet. BackIndex provides it.
+	ErrIndexMemory = errors.New("pool: no memory for the index")
 	// ErrExists means that a key is staged or resident already.
 	ErrExists = errors.New("pool: key exists")
 	// ErrInUse means that another server has the pool of that name.
@@ -59,6 +63,10 @@ type Options struct {
 
 	// Clock is the time since boot; default CLOCK_MONOTONIC. Tests use another.
 	Clock func() time.Duration
+
+	// Providing is called before the kernel is asked for memory, which may take long; default
+	// none. Tests use it.
+	Providing func()
 
 	former []int // chunk sizes that earlier servers announced
 }
@@ -105,11 +113,14 @@ type Pool struct {
 	near    regions
 	spare   []Slot // free records below used
 	used    int    // records ever used
-	backed  int    // records whose index pages the kernel has provided
 	records int
 	bytes   [4]int64 // rounded bytes by State
 	count   [4]int
 	stamp   uint64 // of the latest use
+
+	backing  sync.Mutex   // orders BackIndex
+	backed   atomic.Int64 // records whose index pages the kernel has provided; grows under backing
+	unbacked atomic.Bool  // the kernel had no memory for more
 
 	restored Restored
 }
@@ -135,7 +146,7 @@ func (p *Pool) Find(k *kv.Key) (Slot, State) {
 }
 
 // Reserve stages n bytes under k, with one hold for the worker that will write
-// them. by names that worker's transfer for Restored. Errors: ErrExists, ErrFull.
+// them. by names that worker's transfer for Restored. Errors: ErrExists, ErrFull, ErrIndexMemory.
 func (p *Pool) Reserve(k *kv.Key, n int64, by Writer) (Slot, error) {
 	if _, ok := p.table.find(p, k); ok {
 		return 0, ErrExists
@@ -143,8 +154,11 @@ func (p *Pool) Reserve(k *kv.Key, n int64, by Writer) (Slot, error) {
 	if len(p.spare) == 0 && p.used == p.records {
 		return 0, ErrFull
 	}
-	if len(p.spare) == 0 && p.used == p.backed && !p.backIndex() {
-		return 0, ErrFull
+	if len(p.spare) == 0 && p.used >= int(p.backed.Load()) {
+		if p.unbacked.CompareAndSwap(true, false) {
+			return 0, ErrFull
+		}
+		return 0, ErrIndexMemory
 	}
 	off, ok := p.arena.Alloc(n)
 	if !ok {
@@ -168,24 +182,44 @@ func (p *Pool) Reserve(k *kv.Key, n int64, by Writer) (Slot, error) {
 	return s, nil
 }
 
-// backIndex has the kernel provide the next pages of the index, which is sparse:
-// touching a page that a full file system cannot provide would kill the process.
-func (p *Pool) backIndex() bool {
-	return p.backIndexTo(p.backed+64<<10/recordBytes) == nil
+// BackIndex has the kernel provide the next pages of the index, which is sparse: touching a
+// page that a full file system cannot provide would kill the process. It is safe for
+// concurrent use, so that its owner need not lock: the kernel may take long. After an error
+// Reserve answers ErrFull once instead of ErrIndexMemory.
+func (p *Pool) BackIndex() error {
+	return p.backIndexTo(int(p.backed.Load()) + 64<<10/recordBytes)
+}
+
+// BackIndexFor is BackIndex for the slots of a pool of that many bytes.
+func (p *Pool) BackIndexFor(bytes int64) error {
+	return p.backIndexTo(p.recordsFor(bytes))
 }
 
 // backIndexTo has pages of the index for that many records.
 func (p *Pool) backIndexTo(records int) error {
+	p.backing.Lock()
+	defer p.backing.Unlock()
 	records = min(records, p.records)
-	if records <= p.backed {
+	backed := int(p.backed.Load())
+	if records <= backed {
 		return nil
 	}
-	err := p.index.Populate(headerBytes+int64(p.backed)*recordBytes, int64(records-p.backed)*recordBytes, false)
+	p.providing()
+	err := p.index.Populate(headerBytes+int64(backed)*recordBytes, int64(records-backed)*recordBytes, false)
 	if err != nil && !errors.Is(err, shm.ErrNoPopulate) {
+		p.unbacked.Store(true)
 		return err
 	}
-	p.backed = records
+	p.backed.Store(int64(records))
+	p.unbacked.Store(false)
 	return nil
+}
+
+// providing calls Options.Providing.
+func (p *Pool) providing() {
+	if p.opts.Providing != nil {
+		p.opts.Providing()
+	}
 }
 
 // Commit makes a staged slot resident and ends its writer's hold.
@@ -351,6 +385,7 @@ func (p *Pool) View(s Slot) []byte {
 // end, without changing their content; with keep they stay mapped here. Safe beside
 // every other method.
 func (p *Pool) Populate(off, n int64, keep bool) error {
+	p.providing()
 	return p.segment.Populate(off, min(n, p.segment.Len()-off), keep)
 }
 
@@ -368,14 +403,16 @@ func (p *Pool) NoteProvided(bytes int64) { p.index.Word(headerProvided).Store(ui
 const recordPer = 64 << 10
 
 // Limit lets Reserve take nothing above that many bytes; it begins as Bytes. What
-// was taken stays. An error means that the file system has no memory for the index
-// of so much: then the limit only falls.
-func (p *Pool) Limit(bytes int64) error {
-	err := p.backIndexTo(int(min(bytes/recordPer, int64(p.records))) + firstRecords)
-	if err == nil || bytes < p.arena.End() {
+// was taken stays. It rises only if BackIndexFor has succeeded for as many.
+func (p *Pool) Limit(bytes int64) {
+	if bytes < p.arena.End() || p.backed.Load() >= int64(p.recordsFor(bytes)) {
 		p.arena.Limit(bytes)
 	}
-	return err
+}
+
+// recordsFor returns how many records have memory where that many bytes may be used.
+func (p *Pool) recordsFor(bytes int64) int {
+	return min(int(min(bytes/recordPer, int64(p.records)))+firstRecords, p.records)
 }
 
 // NameLost reports whether the segment's name no longer leads to it, so that no

@@ -4,6 +4,7 @@ package pool
 
 import (
 	"encoding/binary"
+	"errors"
 	"math/rand/v2"
 	"testing"
 	"time"
@@ -38,6 +39,11 @@ func TestTableAgainstMap(t *testing.T) {
 			delete(there, n)
 		} else if !ok {
 			s, err := p.Reserve(tableKey(n), 64, Writer{})
+			if errors.Is(err, ErrIndexMemory) {
+				if err = p.BackIndex(); err == nil {
+					s, err = p.Reserve(tableKey(n), 64, Writer{})
+				}
+			}
 			if err != nil {
 				t.Fatal(err)
 			}
