@@ -4,7 +4,6 @@ package store
 
 import (
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
@@ -50,7 +49,7 @@ const survives = 1 << 31
 
 // pinnedLocked returns the resident slots that sessions have pinned and later lookups find.
 func (s *Store) pinnedLocked() (slots []pool.Slot) {
-	s.mu.leases.Each(func(sess *lease.Session) {
+	s.mu.leases.Each(func(sess *session) {
 		for _, l := range sess.Leases() {
 			for i, slot := range l.Slots {
 				if at := pool.Slot(slot); l.Left[i] > 0 && s.mu.pool.StateOf(at) == pool.Resident && !s.outdatedLocked(at) {

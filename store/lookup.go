@@ -24,6 +24,16 @@ const (
 	Taken                      // it was
 )
 
+// session is an engine's request with its last lookup, which Store.mu guards.
+type session = lease.Session[lastLookup]
+
+// lastLookup is the last lookup of a session. The zero value is none.
+type lastLookup struct {
+	state   LookupState
+	hit     int       // chunks that it found
+	pending *prefetch // of one that was pending, until its result is taken
+}
+
 // LookupResult is the outcome of a lookup. Only in state Ready the rest counts.
 type LookupResult struct {
 	State  LookupState
@@ -109,7 +119,7 @@ func (s *Store) grant(q *query, hashes []kv.Hash, l lease.Lease, hit int) (Looku
 	return out, append(given, more...)
 }
 
-func (s *Store) grantLocked(q *query, sess *lease.Session, hashes []kv.Hash, l lease.Lease, hit int) (out LookupResult, given []lease.Lease) {
+func (s *Store) grantLocked(q *query, sess *session, hashes []kv.Hash, l lease.Lease, hit int) (out LookupResult, given []lease.Lease) {
 	out = LookupResult{State: Ready, Asked: q.prompt.Chunks, Hit: hit, Namespace: q.shard.Namespace, Note: q.prompt.Note}
 	for g := range q.shard.Groups.Len() {
 		need := q.shard.Groups.Need(g, 0, hit)
@@ -121,7 +131,7 @@ func (s *Store) grantLocked(q *query, sess *lease.Session, hashes []kv.Hash, l l
 	if hit > 0 {
 		given = s.mu.leases.Grant(sess, l)
 	}
-	sess.State, sess.Hit = uint8(Ready), hit
+	sess.Note.state, sess.Note.hit = Ready, hit
 	s.mu.n.Lookups++
 	if s.below != nil && hit < out.Asked {
 		s.rates.Answered(q.session)
@@ -181,7 +191,7 @@ func (s *Store) whyLocked(k *kv.Key, st pool.State) miss.Gone {
 
 // openLocked returns a session without a lookup, and the leases of another one that
 // had to make room for it.
-func (s *Store) openLocked(session []byte, owner lease.Owner, now time.Time) (*lease.Session, []lease.Lease) {
+func (s *Store) openLocked(session []byte, owner lease.Owner, now time.Time) (*session, []lease.Lease) {
 	sess, pushed := s.mu.leases.Open(session, owner, now)
 	abandonLocked(sess)
 	if pushed == nil {
@@ -199,7 +209,7 @@ func (s *Store) NoHit(session []byte, owner lease.Owner) {
 		s.lock()
 		defer s.unlock()
 		sess, given := s.openLocked(session, owner, time.Now())
-		sess.State, sess.Hit = uint8(Ready), 0
+		sess.Note = lastLookup{state: Ready}
 		s.mu.n.Lookups++
 		return given
 	}())
@@ -221,18 +231,18 @@ func (s *Store) result(session []byte, owner lease.Owner) (LookupResult, <-chan 
 	if sess == nil {
 		return LookupResult{}, nil
 	}
-	pf, _ := sess.Lookup.(*prefetch)
-	switch LookupState(sess.State) {
+	last := &sess.Note
+	switch pf := last.pending; last.state {
 	case Pending:
 		return LookupResult{State: Pending, Asked: pf.prompt.Chunks}, pf.ended
 	case Ready:
-		sess.State, sess.Lookup = uint8(Taken), nil
+		last.state, last.pending = Taken, nil
 		if pf != nil {
 			return pf.out, nil
 		}
-		return LookupResult{State: Ready, Hit: sess.Hit}, nil
+		return LookupResult{State: Ready, Hit: last.hit}, nil
 	}
-	return LookupResult{State: LookupState(sess.State)}, nil
+	return LookupResult{State: last.state}, nil
 }
 
 // Await is Result for a caller that waits, while the lookup is pending, until ctx ends.
@@ -265,7 +275,7 @@ func (s *Store) freeSome(session []byte, owner lease.Owner, from, to, readers in
 	s.lock()
 	defer s.unlock()
 	sess := s.mu.leases.Get(session, owner, time.Now())
-	if sess == nil || len(sess.Leases()) == 0 || sess.State == uint8(Pending) {
+	if sess == nil || len(sess.Leases()) == 0 || sess.Note.state == Pending {
 		return from, false
 	}
 	leases := sess.Leases()
@@ -306,9 +316,9 @@ func (s *Store) endUntaken(owner lease.Owner) (given []lease.Lease) {
 	if s.mu.closed {
 		return nil
 	}
-	var untaken []*lease.Session
-	s.mu.leases.Newest(owner, batch, func(sess *lease.Session) bool {
-		if st := LookupState(sess.State); st == Pending || st == Ready {
+	var untaken []*session
+	s.mu.leases.Newest(owner, batch, func(sess *session) bool {
+		if st := sess.Note.state; st == Pending || st == Ready {
 			untaken = append(untaken, sess)
 		}
 		return true

@@ -24,7 +24,7 @@ func TestResultOfASessionThatEndedMeanwhile(t *testing.T) {
 			s.lock()
 			defer s.unlock()
 			pf.sess, _ = s.openLocked(pf.session, lease.Owner{}, time.Now())
-			pf.sess.State, pf.sess.Lookup = uint8(Pending), pf
+			pf.sess.Note = lastLookup{state: Pending, pending: pf}
 		}
 		open()
 		f := found{rows: 1, readyOnly: true}

@@ -25,7 +25,7 @@ type prefetch struct {
 
 	found   found // when it began
 	hashes  []kv.Hash
-	sess    *lease.Session
+	sess    *session
 	objects int // counted in Store.mu.pending
 	began   time.Time
 	landed  chan struct{}   // closed once all flights have landed
@@ -86,7 +86,7 @@ func (s *Store) beginPrefetch(q *query, f *found, hashes []kv.Hash) ([]lease.Lea
 	// Not a copy of q: its bytes and functions are the caller's.
 	pf.query = query{session: slices.Clone(q.session), shard: q.shard, readers: q.readers, prompt: Hashed(pf.hashes)}
 	pf.prompt.Chunks, pf.prompt.Owner, pf.prompt.Note = q.prompt.Chunks, q.prompt.Owner, q.prompt.Note
-	sess.State, sess.Lookup = uint8(Pending), pf
+	sess.Note = lastLookup{state: Pending, pending: pf}
 	s.mu.pending.Add(peer, fair.Amount{Count: 1, Size: int64(objects)})
 	s.mu.n.PendingLookups++
 	s.running.Go(func() { s.run(pf) })
@@ -94,12 +94,12 @@ func (s *Store) beginPrefetch(q *query, f *found, hashes []kv.Hash) ([]lease.Lea
 }
 
 // abandonLocked ends what a session's lookup still waits for, and forgets its result.
-func abandonLocked(sess *lease.Session) {
-	if pf, ok := sess.Lookup.(*prefetch); ok && !pf.abandoned {
+func abandonLocked(sess *session) {
+	if pf := sess.Note.pending; pf != nil && !pf.abandoned {
 		pf.abandoned = true
 		pf.cancel()
 	}
-	sess.Lookup, sess.State, sess.Hit = nil, uint8(Unknown), 0
+	sess.Note = lastLookup{}
 }
 
 // run is the life of a prefetch.

@@ -125,7 +125,7 @@ type Store struct {
 		closed bool
 		pool   *pool.Pool
 		policy *tenant.Table // knows the resident slots
-		leases *lease.Table
+		leases *lease.Table[lastLookup]
 		holds  *hold.Table
 
 		passed    container.PagedSlice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
@@ -206,7 +206,7 @@ func New(p *pool.Pool, o Options) *Store {
 	s.mu.policy = tenant.New(p.Bytes(), o.Policy, o.TenantPolicy, func(slot uint32) bool { return s.busy(slot) }, func(slot uint32) int64 { return p.Round(p.Length(pool.Slot(slot))) })
 	_ = s.mu.policy.SetCommonTTL(o.TTL) // Validate has looked at it
 	s.untouchable = func(slot uint32) bool { return s.busy(slot) || s.mu.policy.Any() && s.mu.policy.Spared(slot) }
-	s.mu.leases = lease.New(lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
+	s.mu.leases = lease.New[lastLookup](lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
 	s.mu.holds = hold.NewTable(o.Quarantine, o.MaxHolds)
 	s.mu.misses = miss.NewMemory(o.Ghosts)
 	s.restoreLocked() // no other goroutine has s yet
@@ -335,10 +335,10 @@ func (s *Store) Clear(force bool) int {
 func (s *Store) dropLeases() (given []lease.Lease) {
 	s.lock()
 	defer s.unlock()
-	s.mu.leases.Each(func(sess *lease.Session) {
-		if st := LookupState(sess.State); st == Pending || st == Ready { // of nothing that is left
+	s.mu.leases.Each(func(sess *session) {
+		if st := sess.Note.state; st == Pending || st == Ready { // of nothing that is left
 			abandonLocked(sess)
-			sess.State = uint8(Ready)
+			sess.Note.state = Ready
 		}
 		given = append(given, sess.Drop()...)
 	})

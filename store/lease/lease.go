@@ -46,46 +46,42 @@ type Span struct {
 }
 
 // Session is one request of one engine: a request id as one connection means it.
-// Engines count their requests, so the same id of two connections is two sessions.
-type Session struct {
-	ID string
-
-	// The last lookup, which only the owner of the Table looks at: what it keeps of one
-	// that is still going on, how far it has come, and the chunks that it found.
-	Lookup any
-	State  uint8
-	Hit    int
+// Engines count their requests, so the same id of two connections is two sessions. N is the
+// type of what the Table's owner notes of a session.
+type Session[N any] struct {
+	ID   string
+	Note N // of the Table's owner; the Table never looks at it
 
 	leases       []Lease
 	first        [1]Lease // memory of the first leases; used once, as Drop hands it out
 	firstUsed    bool
 	pins         int // slots of leases
 	last         time.Time
-	older, newer *Session
+	older, newer *Session[N]
 
-	table *Table
-	of    *share
-	mine  struct{ older, newer *Session }    // among those of the same owner
-	named [2]struct{ older, newer *Session } // among those of the same name, by place in names
+	table *Table[N]
+	of    *share[N]
+	mine  struct{ older, newer *Session[N] }    // among those of the same owner
+	named [2]struct{ older, newer *Session[N] } // among those of the same name, by place in names
 }
 
 // share is what one owner has.
-type share struct {
+type share[N any] struct {
 	owner    Owner
 	sessions int
 	pins     int
-	ring     Session // anchor of mine, as Table.ring
+	ring     Session[N] // anchor of mine, as Table.ring
 }
 
 // Table holds the sessions of one store, in order of last use.
-type Table struct {
+type Table[N any] struct {
 	opts   Options
-	named  map[name]*Session // the newest
-	shares map[Owner]*share
-	spare  *share // of an owner whose last session ended
+	named  map[name]*Session[N] // the newest
+	shares map[Owner]*share[N]
+	spare  *share[N] // of an owner whose last session ended
 	len    int
 	pins   int
-	ring   Session // anchor: ring.newer is the oldest, ring.older the newest
+	ring   Session[N] // anchor: ring.newer is the oldest, ring.older the newest
 }
 
 // name finds the sessions of one request id: those of one peer, or of any.
@@ -95,35 +91,35 @@ type name struct{ peer, id string }
 const anyPeer = "\x00"
 
 // New returns an empty Table.
-func New(o Options) *Table {
+func New[N any](o Options) *Table[N] {
 	o.Idle = cmp.Or(o.Idle, 600*time.Second)
 	o.MaxSessions = cmp.Or(o.MaxSessions, 1<<16)
 	o.MaxLeases = cmp.Or(o.MaxLeases, 4)
 	o.MaxPins = cmp.Or(o.MaxPins, 1<<23)
-	t := &Table{opts: o, named: make(map[name]*Session), shares: make(map[Owner]*share)}
+	t := &Table[N]{opts: o, named: make(map[name]*Session[N]), shares: make(map[Owner]*share[N])}
 	t.ring.older, t.ring.newer = &t.ring, &t.ring
 	return t
 }
 
 // Len is the number of sessions.
-func (t *Table) Len() int { return t.len }
+func (t *Table[N]) Len() int { return t.len }
 
 // Pins is the number of slots of all leases together.
-func (t *Table) Pins() int { return t.pins }
+func (t *Table[N]) Pins() int { return t.pins }
 
 // Open returns owner's session id, a new one if need be, and restarts its idle
 // timer. pushed is the session that had to make room, or nil; its pins are the
 // caller's to undo.
-func (t *Table) Open(id []byte, owner Owner, now time.Time) (s, pushed *Session) {
+func (t *Table[N]) Open(id []byte, owner Owner, now time.Time) (s, pushed *Session[N]) {
 	if s := t.Get(id, owner, now); s != nil {
 		return s, nil
 	}
 	if t.len >= t.opts.MaxSessions {
-		pushed = t.heaviest(func(of *share) int { return of.sessions }).ring.mine.newer
+		pushed = t.heaviest(func(of *share[N]) int { return of.sessions }).ring.mine.newer
 		t.remove(pushed)
 	}
 	of := t.share(owner)
-	s = &Session{ID: string(id), table: t, of: of}
+	s = &Session[N]{ID: string(id), table: t, of: of}
 	of.sessions++
 	t.len++
 	for i, n := range s.names() {
@@ -138,13 +134,13 @@ func (t *Table) Open(id []byte, owner Owner, now time.Time) (s, pushed *Session)
 }
 
 // share returns what owner has, which may be nothing yet.
-func (t *Table) share(owner Owner) *share {
+func (t *Table[N]) share(owner Owner) *share[N] {
 	if of := t.shares[owner]; of != nil {
 		return of
 	}
 	of := t.spare
 	if t.spare = nil; of == nil {
-		of = &share{}
+		of = &share[N]{}
 		of.ring.mine.older, of.ring.mine.newer = &of.ring, &of.ring
 	}
 	of.owner = owner
@@ -153,7 +149,7 @@ func (t *Table) share(owner Owner) *share {
 }
 
 // heaviest returns the share with most of the peer with most, by that measure.
-func (t *Table) heaviest(weight func(*share) int) (most *share) {
+func (t *Table[N]) heaviest(weight func(*share[N]) int) (most *share[N]) {
 	peers := map[string]int{}
 	for owner, of := range t.shares {
 		peers[owner.Peer] += weight(of)
@@ -166,7 +162,7 @@ func (t *Table) heaviest(weight func(*share) int) (most *share) {
 	return most
 }
 
-func (t *Table) compare(peers map[string]int, weight func(*share) int, a, b *share) int {
+func (t *Table[N]) compare(peers map[string]int, weight func(*share[N]) int, a, b *share[N]) int {
 	return cmp.Or(
 		cmp.Compare(peers[a.owner.Peer], peers[b.owner.Peer]), cmp.Compare(a.owner.Peer, b.owner.Peer),
 		cmp.Compare(weight(a), weight(b)), cmp.Compare(a.owner.Conn, b.owner.Conn),
@@ -180,10 +176,10 @@ const (
 )
 
 // names returns what finds s.
-func (s *Session) names() [2]name { return [2]name{{s.of.owner.Peer, s.ID}, {anyPeer, s.ID}} }
+func (s *Session[N]) names() [2]name { return [2]name{{s.of.owner.Peer, s.ID}, {anyPeer, s.ID}} }
 
 // find returns owner's session id, or nil.
-func (t *Table) find(id []byte, owner Owner) *Session {
+func (t *Table[N]) find(id []byte, owner Owner) *Session[N] {
 	s := t.named[name{owner.Peer, string(id)}]
 	for s != nil && s.of.owner != owner {
 		s = s.named[ofPeer].older
@@ -192,7 +188,7 @@ func (t *Table) find(id []byte, owner Owner) *Session {
 }
 
 // Get returns owner's session id, or nil, and restarts its idle timer.
-func (t *Table) Get(id []byte, owner Owner, now time.Time) *Session {
+func (t *Table[N]) Get(id []byte, owner Owner, now time.Time) *Session[N] {
 	s := t.find(id, owner)
 	if s != nil {
 		t.used(s, now)
@@ -208,8 +204,8 @@ const maxOthers = 64
 // idle timer. An engine's workers have other connections than its scheduler, and on
 // other hosts they are another peer: so where the peer has no such lease, those of
 // others are searched. known reports whether there was any lease at all.
-func (t *Table) Pinned(id []byte, peer string, now time.Time, spans ...Span) (l *Lease, known bool) {
-	newest := [...]*Session{ofPeer: t.named[name{peer, string(id)}], ofAny: t.named[name{anyPeer, string(id)}]}
+func (t *Table[N]) Pinned(id []byte, peer string, now time.Time, spans ...Span) (l *Lease, known bool) {
+	newest := [...]*Session[N]{ofPeer: t.named[name{peer, string(id)}], ofAny: t.named[name{anyPeer, string(id)}]}
 	for place, limit := range [...]int{ofPeer: t.opts.MaxSessions, ofAny: maxOthers} {
 		for s := newest[place]; s != nil && limit > 0; s, limit = s.named[place].older, limit-1 {
 			known = known || len(s.leases) > 0
@@ -223,7 +219,7 @@ func (t *Table) Pinned(id []byte, peer string, now time.Time, spans ...Span) (l 
 }
 
 // End removes and returns owner's session id, or nil.
-func (t *Table) End(id []byte, owner Owner) *Session {
+func (t *Table[N]) End(id []byte, owner Owner) *Session[N] {
 	s := t.find(id, owner)
 	if s != nil {
 		t.remove(s)
@@ -231,14 +227,14 @@ func (t *Table) End(id []byte, owner Owner) *Session {
 	return s
 }
 
-func (t *Table) used(s *Session, now time.Time) {
+func (t *Table[N]) used(s *Session[N], now time.Time) {
 	t.unlink(s)
 	t.link(s, now)
 }
 
 // Expire removes and returns one session that has been idle for Options.Idle, or
 // nil when none has.
-func (t *Table) Expire(now time.Time) *Session {
+func (t *Table[N]) Expire(now time.Time) *Session[N] {
 	s := t.ring.newer
 	if s == &t.ring || now.Sub(s.last) < t.opts.Idle {
 		return nil
@@ -248,13 +244,13 @@ func (t *Table) Expire(now time.Time) *Session {
 }
 
 // Each calls f for every session, the one idle longest first. f must not end it.
-func (t *Table) Each(f func(*Session)) {
+func (t *Table[N]) Each(f func(*Session[N])) {
 	for s := t.ring.newer; s != &t.ring; s = s.newer {
 		f(s)
 	}
 }
 
-func (t *Table) remove(s *Session) {
+func (t *Table[N]) remove(s *Session[N]) {
 	t.len--
 	for i, n := range s.names() {
 		older, newer := s.named[i].older, s.named[i].newer
@@ -281,7 +277,7 @@ func (t *Table) remove(s *Session) {
 }
 
 // count notes that the session's leases name n slots more.
-func (s *Session) count(n int) {
+func (s *Session[N]) count(n int) {
 	if s.table != nil {
 		s.table.pins += n
 		s.of.pins += n
@@ -289,7 +285,7 @@ func (s *Session) count(n int) {
 	}
 }
 
-func (t *Table) link(s *Session, now time.Time) {
+func (t *Table[N]) link(s *Session[N], now time.Time) {
 	s.last = now
 	s.older, s.newer = t.ring.older, &t.ring
 	s.older.newer, t.ring.older = s, s
@@ -298,7 +294,7 @@ func (t *Table) link(s *Session, now time.Time) {
 	s.mine.older.mine.newer, of.mine.older = s, s
 }
 
-func (t *Table) unlink(s *Session) {
+func (t *Table[N]) unlink(s *Session[N]) {
 	s.older.newer, s.newer.older = s.newer, s.older
 	s.mine.older.mine.newer, s.mine.newer.mine.older = s.mine.newer, s.mine.older
 }
@@ -306,7 +302,7 @@ func (t *Table) unlink(s *Session) {
 // Grant adds a lease. dropped are leases that had to make room: the session's
 // oldest, or all of another session, which ends. Their pins are the caller's to
 // undo.
-func (t *Table) Grant(s *Session, l Lease) (dropped []Lease) {
+func (t *Table[N]) Grant(s *Session[N], l Lease) (dropped []Lease) {
 	if len(s.leases) >= t.opts.MaxLeases {
 		dropped = append(dropped, s.leases[0])
 		s.count(-len(s.leases[0].Slots))
@@ -330,8 +326,8 @@ func (t *Table) Grant(s *Session, l Lease) (dropped []Lease) {
 
 // overweight returns the session that makes room for pins of s: of the heaviest
 // owner; when owner has only s, of its peer; else of any owner.
-func (t *Table) overweight(s *Session) (other *Session) {
-	of := t.heaviest(func(of *share) int { return of.pins })
+func (t *Table[N]) overweight(s *Session[N]) (other *Session[N]) {
+	of := t.heaviest(func(of *share[N]) int { return of.pins })
 	for o := of.ring.mine.newer; o != &of.ring; o = o.mine.newer {
 		if o != s && o.pins > 0 {
 			return o
@@ -353,8 +349,8 @@ func (t *Table) overweight(s *Session) (other *Session) {
 
 // Over returns, of the peer with most pins, the session with pins that has been idle
 // longest; nil when that peer is the one named, or has no more than limit pins.
-func (t *Table) Over(peer string, limit int) *Session {
-	of := t.heaviest(func(of *share) int { return of.pins })
+func (t *Table[N]) Over(peer string, limit int) *Session[N] {
+	of := t.heaviest(func(of *share[N]) int { return of.pins })
 	if of == nil || of.owner.Peer == peer {
 		return nil
 	}
@@ -377,7 +373,7 @@ func (t *Table) Over(peer string, limit int) *Session {
 
 // GiveUp gives back the last chunks of the session's oldest lease, at most slots
 // slots or one chunk, and calls unpin for each that has readers left.
-func (s *Session) GiveUp(slots int, unpin func(slot uint32)) {
+func (s *Session[N]) GiveUp(slots int, unpin func(slot uint32)) {
 	l := &s.leases[0]
 	from := max(0, l.Chunks-max(1, slots/l.Rows))
 	for row := range l.Rows {
@@ -391,11 +387,11 @@ func (s *Session) GiveUp(slots int, unpin func(slot uint32)) {
 }
 
 // Ended reports whether the session is no longer in its Table.
-func (s *Session) Ended() bool { return s.table == nil }
+func (s *Session[N]) Ended() bool { return s.table == nil }
 
 // Newest calls f for up to n sessions of owner, the one used last first, until f answers
 // false. f must not end one.
-func (t *Table) Newest(owner Owner, n int, f func(*Session) bool) {
+func (t *Table[N]) Newest(owner Owner, n int, f func(*Session[N]) bool) {
 	of := t.shares[owner]
 	if of == nil {
 		return
@@ -406,14 +402,14 @@ func (t *Table) Newest(owner Owner, n int, f func(*Session) bool) {
 }
 
 // EndThis removes a session of the Table.
-func (t *Table) EndThis(s *Session) { t.remove(s) }
+func (t *Table[N]) EndThis(s *Session[N]) { t.remove(s) }
 
 // Leases returns the session's leases, oldest first.
-func (s *Session) Leases() []Lease { return s.leases }
+func (s *Session[N]) Leases() []Lease { return s.leases }
 
 // Drop forgets the session's leases and returns them; their pins are the
 // caller's to undo.
-func (s *Session) Drop() []Lease {
+func (s *Session[N]) Drop() []Lease {
 	l := s.leases
 	s.leases = nil
 	s.count(-s.pins)
@@ -422,7 +418,7 @@ func (s *Session) Drop() []Lease {
 
 // Find returns the newest lease in which every slot of every span has readers
 // left; nil when there is none.
-func (s *Session) Find(spans ...Span) *Lease {
+func (s *Session[N]) Find(spans ...Span) *Lease {
 	for i := len(s.leases) - 1; i >= 0; i-- {
 		if l := &s.leases[i]; l.covers(spans) {
 			return l

@@ -14,7 +14,7 @@ import (
 var start = time.Unix(1000, 0)
 
 func TestIdleOrder(t *testing.T) {
-	tab := lease.New(lease.Options{Idle: time.Minute, MaxSessions: 3})
+	tab := lease.New[struct{}](lease.Options{Idle: time.Minute, MaxSessions: 3})
 	at := func(s int) time.Time { return start.Add(time.Duration(s) * time.Second) }
 	for i := range 3 {
 		tab.Open(fmt.Append(nil, i), lease.Owner{}, at(i))
@@ -38,7 +38,7 @@ func TestIdleOrder(t *testing.T) {
 }
 
 func TestFindAndTake(t *testing.T) {
-	tab := lease.New(lease.Options{MaxLeases: 2})
+	tab := lease.New[struct{}](lease.Options{MaxLeases: 2})
 	s, _ := tab.Open([]byte("r"), lease.Owner{}, start)
 	// Two shards of three chunks, two readers each.
 	tab.Grant(s, lease.Lease{Chunks: 3, Rows: 2, Slots: []uint32{1, 11, 2, 12, 3, 13}, Left: []uint8{2, 2, 2, 2, 2, 2}})
@@ -85,8 +85,8 @@ func TestFindAndTake(t *testing.T) {
 // At the limits the peer with most gives way, and of its connections the one with
 // most: its session that has been idle longest. Others keep theirs.
 func TestLargestOwnerGivesWay(t *testing.T) {
-	tab := lease.New(lease.Options{MaxSessions: 20, MaxPins: 50})
-	open := func(peer string, conn uint64, i int) (pushed *lease.Session) {
+	tab := lease.New[struct{}](lease.Options{MaxSessions: 20, MaxPins: 50})
+	open := func(peer string, conn uint64, i int) (pushed *lease.Session[struct{}]) {
 		t.Helper()
 		s, pushed := tab.Open(fmt.Appendf(nil, "%s/%d/%d", peer, conn, i), lease.Owner{Peer: peer, Conn: conn}, start)
 		tab.Grant(s, lease.Lease{Chunks: 1, Rows: 1, Slots: []uint32{uint32(i)}, Left: []uint8{1}})
@@ -111,12 +111,12 @@ func TestLargestOwnerGivesWay(t *testing.T) {
 	grant := func(peer string, conn uint64, id string, slots int) (lost []string) {
 		t.Helper()
 		var before []string
-		tab.Each(func(s *lease.Session) { before = append(before, s.ID) })
+		tab.Each(func(s *lease.Session[struct{}]) { before = append(before, s.ID) })
 		s, _ := tab.Open([]byte(id), lease.Owner{Peer: peer, Conn: conn}, start)
 		tab.Grant(s, lease.Lease{Chunks: slots, Rows: 1, Slots: make([]uint32, slots), Left: make([]uint8, slots)})
 		for _, id := range before {
 			found := false
-			tab.Each(func(s *lease.Session) { found = found || s.ID == id })
+			tab.Each(func(s *lease.Session[struct{}]) { found = found || s.ID == id })
 			if !found {
 				lost = append(lost, id)
 			}
@@ -153,7 +153,7 @@ func TestLargestOwnerGivesWay(t *testing.T) {
 // Who alone holds more than the limit pushes out others, the one idle longest
 // first, and keeps its own.
 func TestOneLargeLease(t *testing.T) {
-	tab := lease.New(lease.Options{MaxPins: 10})
+	tab := lease.New[struct{}](lease.Options{MaxPins: 10})
 	grant := func(peer string, slots int) (lost int) {
 		s, _ := tab.Open([]byte(peer), lease.Owner{Peer: peer}, start)
 		for _, l := range tab.Grant(s, lease.Lease{Chunks: slots, Rows: 1, Slots: make([]uint32, slots), Left: make([]uint8, slots)}) {
@@ -164,7 +164,9 @@ func TestOneLargeLease(t *testing.T) {
 	if grant("a", 3) != 0 || grant("b", 2) != 0 || grant("c", 1) != 0 {
 		t.Fatal("room was made within the limit")
 	}
-	get := func(peer string) *lease.Session { return tab.Get([]byte(peer), lease.Owner{Peer: peer}, start) }
+	get := func(peer string) *lease.Session[struct{}] {
+		return tab.Get([]byte(peer), lease.Owner{Peer: peer}, start)
+	}
 	if lost := grant("large", 7); lost != 3 || get("a") != nil || get("b") == nil {
 		t.Errorf("%d slots made room, a %v, b %v", lost, get("a"), get("b"))
 	}
@@ -180,7 +182,7 @@ func TestLoadsOfOtherConnectionsUseTheSession(t *testing.T) {
 	at := func(s int) time.Time { return start.Add(time.Duration(s) * time.Second) }
 	span := lease.Span{Slots: []uint32{7}}
 	for _, peer := range []string{"host", "other host"} {
-		tab := lease.New(lease.Options{Idle: time.Minute})
+		tab := lease.New[struct{}](lease.Options{Idle: time.Minute})
 		for i, id := range []string{"used", "idle"} {
 			s, _ := tab.Open([]byte(id), lease.Owner{Peer: "host", Conn: 1}, at(i))
 			tab.Grant(s, lease.Lease{Chunks: 1, Rows: 1, Slots: []uint32{7}, Left: []uint8{1}})
@@ -208,7 +210,7 @@ func TestLoadsOfOtherConnectionsUseTheSession(t *testing.T) {
 
 // A lease covers spans up to its last chunk and last row, and nothing beside them.
 func TestLeaseEndsAtItsLastChunkAndRow(t *testing.T) {
-	tab := lease.New(lease.Options{})
+	tab := lease.New[struct{}](lease.Options{})
 	s, _ := tab.Open([]byte("r"), lease.Owner{}, start)
 	tab.Grant(s, lease.Lease{Chunks: 2, Rows: 2, Slots: []uint32{1, 11, 2, 12}, Left: []uint8{1, 1, 1, 0}})
 	f := func(row, from int, want bool, slots ...uint32) {
@@ -234,7 +236,7 @@ func TestLeaseEndsAtItsLastChunkAndRow(t *testing.T) {
 
 // What a session gives up is no longer counted, piece by piece until nothing is left.
 func TestGivenUpPinsAreNotCounted(t *testing.T) {
-	tab := lease.New(lease.Options{})
+	tab := lease.New[struct{}](lease.Options{})
 	owner := lease.Owner{Peer: "uid 1"}
 	s, _ := tab.Open([]byte("r"), owner, start)
 	many := lease.Lease{Chunks: 5, Rows: 2}
@@ -269,7 +271,7 @@ func TestGivenUpPinsAreNotCounted(t *testing.T) {
 // Sessions of an owner are told the one used last first, as many as asked for, and until
 // the caller has seen enough; a session that was ended says so.
 func TestNewestSessionsFirst(t *testing.T) {
-	tab := lease.New(lease.Options{})
+	tab := lease.New[struct{}](lease.Options{})
 	owner := lease.Owner{Peer: "uid 1", Conn: 1}
 	for i, id := range []string{"a", "b", "c"} {
 		tab.Open([]byte(id), owner, start.Add(time.Duration(i)))
@@ -279,7 +281,7 @@ func TestNewestSessionsFirst(t *testing.T) {
 	f := func(n int, until, want string) {
 		t.Helper()
 		got := ""
-		tab.Newest(owner, n, func(s *lease.Session) bool { got += s.ID; return s.ID != until })
+		tab.Newest(owner, n, func(s *lease.Session[struct{}]) bool { got += s.ID; return s.ID != until })
 		if got != want {
 			t.Errorf("%d until %q: %q, want %q", n, until, got, want)
 		}
@@ -289,7 +291,7 @@ func TestNewestSessionsFirst(t *testing.T) {
 	f(2, "", "ac")
 	f(9, "c", "ac")
 	f(0, "", "")
-	tab.Newest(lease.Owner{Peer: "nobody"}, 9, func(s *lease.Session) bool { t.Errorf("%s is nobody's", s.ID); return true })
+	tab.Newest(lease.Owner{Peer: "nobody"}, 9, func(s *lease.Session[struct{}]) bool { t.Errorf("%s is nobody's", s.ID); return true })
 	s := tab.Get([]byte("c"), owner, start)
 	if s.Ended() {
 		t.Error("a session that goes on has ended")
@@ -305,7 +307,7 @@ func TestNewestSessionsFirst(t *testing.T) {
 
 // Without options a session lives 600 s after its last use, and has four leases.
 func TestDefaults(t *testing.T) {
-	tab := lease.New(lease.Options{})
+	tab := lease.New[struct{}](lease.Options{})
 	s, _ := tab.Open([]byte("r"), lease.Owner{}, start)
 	for i := range 6 {
 		if d := tab.Grant(s, lease.Lease{Chunks: 1, Rows: 1, Slots: []uint32{uint32(i)}, Left: []uint8{1}}); len(d) != max(0, min(1, i-3)) {
@@ -326,7 +328,7 @@ func TestEqualIDsOfManyOwners(t *testing.T) {
 	id := []byte("r")
 	owners := []lease.Owner{{Peer: "a", Conn: 1}, {Peer: "a", Conn: 2}, {Peer: "b", Conn: 3}, {Peer: "a", Conn: 4}}
 	for _, order := range [][]int{{0, 1, 2, 3}, {3, 2, 1, 0}, {1, 3, 0, 2}, {2, 0, 3, 1}} {
-		tab := lease.New(lease.Options{})
+		tab := lease.New[struct{}](lease.Options{})
 		for i, o := range owners {
 			s, _ := tab.Open(id, o, start)
 			tab.Grant(s, lease.Lease{Chunks: 1, Rows: 1, Slots: []uint32{7}, Left: []uint8{uint8(1 + i)}})
@@ -372,7 +374,7 @@ func TestOthersSessionsAreSearchedToALimit(t *testing.T) {
 	const limit = 64
 	f := func(own bool, sessions int, want bool) {
 		t.Helper()
-		tab := lease.New(lease.Options{})
+		tab := lease.New[struct{}](lease.Options{})
 		for i := range sessions {
 			owner := lease.Owner{Peer: fmt.Sprint("peer ", i)}
 			if own {
