@@ -4,7 +4,6 @@ package server
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 
@@ -13,7 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/access"
 	"github.com/kvasir-kv/kvasir/server/explain"
-	"github.com/kvasir-kv/kvasir/server/usage"
+	"github.com/kvasir-kv/kvasir/server/lookup"
 	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/hold"
@@ -42,8 +41,9 @@ func (s *Server) transferOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*wor
 	if known != nil {
 		t.Instance = known.Key
 		t.Shard.Namespace = known.NamespaceOf(k.Salt)
-		s.names.Add(t.Shard.Namespace, known.Model, k.Salt)
-		s.store.NameTenant(t.Shard.Namespace, k.Salt)
+		if known.Model == string(k.Model) { // else it is refused below
+			s.nameSpace(t.Shard.Namespace, k.Model, k.Salt)
+		}
 	}
 	if err != nil && commit {
 		in = known
@@ -208,57 +208,56 @@ func (s *Server) commitRetrieve(sc *scratch, r *lmcache.CommitRetrieveRequest) e
 
 func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	k := r.Key
-	asked := min(k.End/s.opts.ChunkTokens, k.Chunks)
-	sh, ok := s.registry.ShardsOf(k.Model, k.Salt, k.WorldSize, sc.caller().By)
+	sh, registered := s.registry.ShardsOf(k.Model, k.Salt, k.WorldSize, sc.caller().By)
 	s.settleReaders(k, r.TensorParallel, sc.caller().By)
-	var err error
-	counts, early := s.tally.Of(k.Model, k.Salt, ok), usage.Declined
-	same := s.sameChunks(sc)
 	if len(k.Salt) > 0 {
 		s.n.salted.Add(1)
 	}
-	switch {
-	case asked == 0: // a hit of 0, not an error
-		early = usage.Short
-		s.declinedLookup(k, miss.Short, fmt.Sprintf("it has %d", k.End))
-	case !ok:
-		err = fmt.Errorf("%w: %s, %d", errModel, k.Model, k.WorldSize)
-	case k.Readers == 0:
-		err = errReaders
-	case s.draining.Load():
-		err = errDraining
-	case same != nil:
-		err = same
-	default:
-		sc.mark()
-		s.nameShard(sh, k)
-		prompt := store.Prompt{Chunks: asked, Owner: sc.caller().Owner(), Note: s.tally.Tagged(sc.caller().Name, k.Tags), Hashes: func(n int) []kv.Hash {
-			s.memo.Hash(k, n)
-			return k.Hashes
-		}}
-		s.n.askedTokens.Add(uint64(asked * s.opts.ChunkTokens))
-		if got := s.store.Lookup(k.RequestID, sh, prompt, k.Readers); got.State == store.Ready {
-			s.recordLookup(k.RequestID, &explain.Asked{Model: k.Model, Salt: k.Salt}, counts, got)
-		} else { // who asks for its result does not name model and salt
-			s.names.Add(sh.Namespace, string(k.Model), k.Salt)
+	ended := lookup.Outcome{Request: k.RequestID, Model: k.Model, Salt: k.Salt, Registered: registered}
+	asked := min(k.End/s.opts.ChunkTokens, k.Chunks)
+	if why, err := s.mayLookUp(sc, k, asked, registered); why != miss.None {
+		s.store.NoHit(k.RequestID, sc.caller().Owner())
+		ended.Why, ended.PromptTokens, ended.Detail = why, k.End, fmt.Sprintf("it has %d", k.End)
+		if err != nil {
+			ended.Detail = err.Error()
 		}
-		s.announceFound(k, &sh)
-		return nil
+		s.lookupEnded(&ended)
+		return err
 	}
-	s.store.NoHit(k.RequestID, sc.caller().Owner())
-	switch {
-	case errors.Is(err, errModel):
-		early = usage.Unregistered
-		s.declinedLookup(k, miss.Unregistered, err.Error())
-	case err != nil:
-		s.declinedLookup(k, miss.Declined, err.Error())
+	sc.mark()
+	s.nameShard(sh, k)
+	prompt := store.Prompt{Chunks: asked, Owner: sc.caller().Owner(), Note: s.tally.Tagged(sc.caller().Name, k.Tags), Hashes: func(n int) []kv.Hash {
+		s.memo.Hash(k, n)
+		return k.Hashes
+	}}
+	s.n.askedTokens.Add(uint64(asked * s.opts.ChunkTokens))
+	if got := s.store.Lookup(k.RequestID, sh, prompt, k.Readers); got.State == store.Ready {
+		ended.LookupResult, ended.Searched = got, true
+		s.lookupEnded(&ended)
+	} else { // who asks for its result does not name model and salt
+		s.nameSpace(sh.Namespace, k.Model, k.Salt)
 	}
-	counts.Early(early)
-	return err
+	s.announceFound(k, &sh)
+	return nil
 }
 
-func (s *Server) declinedLookup(k *lmcache.KeyView, why miss.Reason, detail string) {
-	s.ended.Declined(k.RequestID, explain.Asked{Model: k.Model, Salt: k.Salt}, k.End, why, detail)
+// mayLookUp returns why there is no search for a lookup: miss.None where there is one. The
+// error is nil for a prompt that is too short: its hit is 0.
+func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked int, registered bool) (miss.Reason, error) {
+	same := s.sameChunks(sc) // it notes who asks
+	switch {
+	case asked == 0:
+		return miss.Short, nil
+	case !registered:
+		return miss.Unregistered, fmt.Errorf("%w: %s, %d", errModel, k.Model, k.WorldSize)
+	case k.Readers == 0:
+		return miss.Declined, errReaders
+	case s.draining.Load():
+		return miss.Declined, errDraining
+	case same != nil:
+		return miss.Declined, same
+	}
+	return miss.None, nil
 }
 
 // Explain returns why the last lookups of a request id, or of all requests where it is empty,
@@ -274,22 +273,25 @@ func (s *Server) Explain(request string, most int) explain.Explanation {
 	})
 }
 
+// nameSpace notes which model and salt a namespace is of: the one book of that, and the store for
+// the tenant. A known one costs no allocation.
+func (s *Server) nameSpace(ns kv.Namespace, model, salt []byte) {
+	s.store.NameTenant(ns, salt)
+	if _, ok := s.names.Of(ns); !ok {
+		s.names.Add(ns, string(model), salt)
+	}
+}
+
 // nameShard lets the tiers below know by what names others call the chunks of a shard, and
 // the store whose they are.
 func (s *Server) nameShard(sh object.Shard, k *lmcache.KeyView) {
 	if s.opts.Names == nil && !s.store.NamesTenants() {
 		return
 	}
-	add := func(ns kv.Namespace) {
-		s.store.NameTenant(ns, k.Salt)
-		if _, ok := s.opts.Names.Of(ns); !ok {
-			s.names.Add(ns, string(k.Model), k.Salt)
-		}
-	}
-	add(sh.Namespace)
+	s.nameSpace(sh.Namespace, k.Model, k.Salt)
 	if sh.Each != nil {
 		for _, l := range *sh.Each {
-			add(l.Namespace)
+			s.nameSpace(l.Namespace, k.Model, k.Salt)
 		}
 	}
 }
@@ -312,21 +314,24 @@ func (s *Server) Registry() *workers.Registry { return s.registry }
 // Options are those that it was started with, and the defaults of the others.
 func (s *Server) Options() Options { return s.opts }
 
-// recordLookup counts the result of a lookup and says why it was not a whole hit.
-func (s *Server) recordLookup(request []byte, of *explain.Asked, counts *usage.Counts, got store.LookupResult) {
-	counts.Asked(&got, s.opts.ChunkTokens)
-	c := s.opts.ChunkTokens
-	s.n.hitTokens.Add(uint64(got.Hit * c))
-	if got.Hit > 0 {
+// lookupEnded passes the end of a lookup to all that read it.
+func (s *Server) lookupEnded(o *lookup.Outcome) {
+	o.ChunkTokens = s.opts.ChunkTokens
+	s.tally.Lookup(o)
+	s.ended.Lookup(o)
+	if !o.Searched {
+		return
+	}
+	s.n.hitTokens.Add(uint64(o.HitTokens()))
+	if o.Hit > 0 {
 		s.n.hits.Add(1)
 	}
-	s.ended.Ended(request, of, &got)
-	if got.Why.IsBelow() {
-		s.n.tierMisses.Add(s.opts.Tiers, got.Tier, got.Why)
+	if o.Why.IsBelow() {
+		s.n.tierMisses.Add(s.opts.Tiers, o.Tier, o.Why)
 	}
 	if s.log.Enabled(context.Background(), slog.LevelDebug) {
-		s.log.Debug("lookup", "request", string(request), "hit_tokens", got.Hit*c, "asked_tokens", got.Asked*c,
-			"waited", got.Waited, "next_chunk", got.Why.String(), "of_shard", got.Shard, "tier", got.Tier)
+		s.log.Debug("lookup", "request", string(o.Request), "hit_tokens", o.HitTokens(), "asked_tokens", o.AskedTokens(),
+			"waited", o.Waited, "next_chunk", o.Why.String(), "of_shard", o.Shard, "tier", o.Tier)
 	}
 }
 

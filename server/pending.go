@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server/lookup"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -136,7 +137,9 @@ func (s *Server) appendHit(b, request []byte, got store.LookupResult) []byte {
 	}
 	if got.Waited {
 		n, known := s.names.Of(got.Namespace)
-		s.recordLookup(request, nil, s.tally.Of([]byte(n.Model), []byte(n.Salt), known), got)
+		s.lookupEnded(&lookup.Outcome{
+			Request: request, Model: []byte(n.Model), Salt: []byte(n.Salt), Registered: known, LookupResult: got, Searched: true,
+		})
 	}
 	return lmcache.AppendInt(b, int64(got.Hit))
 }

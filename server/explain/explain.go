@@ -13,7 +13,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/server/lookup"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/tier"
 )
@@ -53,7 +53,7 @@ func (b *Book) Took(operation string, request []byte, began, ended time.Time) {
 // Requests returns the timelines of the last requests, the newest first, at most most.
 func (b *Book) Requests(most int) []Timeline { return b.lines.last("", most) }
 
-// New returns an empty Book for chunks of chunkTokens tokens.
+// New returns an empty Book for chunks of chunkTokens tokens. names says which model and salt a namespace is of.
 func New(names *tier.Names, chunkTokens int) *Book {
 	return &Book{names: names, chunkTokens: chunkTokens}
 }
@@ -180,46 +180,30 @@ func withSalt(salt string) string {
 	return fmt.Sprintf(", salt %q", salt)
 }
 
-// Asked is who asked: a model's name and a salt.
-type Asked struct{ Model, Salt []byte }
-
-// Ended counts why a lookup found no more than it did, and remembers it; nothing of one that found all. Where of is nil, who
-// asked is known by the namespace of what was searched for.
-func (b *Book) Ended(request []byte, of *Asked, got *store.LookupResult) {
-	c := b.chunkTokens
-	if of == nil {
-		n, _ := b.names.Of(got.Namespace)
-		of = &Asked{[]byte(n.Model), []byte(n.Salt)}
+// Lookup counts why a lookup found no more than it did, and remembers it; nothing of one that found all.
+func (b *Book) Lookup(o *lookup.Outcome) {
+	if o.Searched {
+		b.lines.recordLookup(o)
 	}
-	b.lines.recordLookup(request, of.Model, of.Salt, got, c)
-	if got.Why == miss.None {
+	if o.Why == miss.None {
 		return
 	}
 	e := miss.Ended{
-		At: time.Now(), Request: string(request), Asked: got.Asked * c, Hit: got.Hit * c, Why: got.Why,
-		Missing: got.Missing, Shard: got.Shard, Tier: got.Tier, GoneAt: got.Gone.At, GoneBy: got.Gone.By,
+		At: time.Now(), Request: string(o.Request), Model: string(o.Model), Salt: string(o.Salt), Asked: o.AskedTokens(), Hit: o.HitTokens(),
+		Why: o.Why, Detail: o.Detail, Missing: o.Missing, Shard: o.Shard, Tier: o.Tier, GoneAt: o.Gone.At, GoneBy: o.Gone.By,
 	}
-	e.Model, e.Salt = string(of.Model), string(of.Salt)
-	if tags, ok := got.Note.(fmt.Stringer); ok {
+	if tags, ok := o.Note.(fmt.Stringer); ok {
 		e.Tags = tags.String()
 	}
-	if got.Gone.By != "" {
-		n, _ := b.names.Of(got.Gone.For)
+	if o.Gone.By != "" {
+		n, _ := b.names.Of(o.Gone.For)
 		e.GoneModel, e.GoneSalt = n.Model, n.Salt
 	}
-	if got.Why == miss.NeverStored {
-		b.elsewhere(&e, got.Others)
+	if o.Why == miss.NeverStored {
+		b.elsewhere(&e, o.Others)
 	}
 	b.counts[e.Why].Add(1)
 	b.log.Add(&e)
-}
-
-// Declined counts and remembers a lookup that was refused before the search. tokens is the prompt's length.
-func (b *Book) Declined(request []byte, of Asked, tokens int, why miss.Reason, detail string) {
-	b.counts[why].Add(1)
-	b.log.Add(&miss.Ended{
-		At: time.Now(), Request: string(request), Model: string(of.Model), Salt: string(of.Salt), Asked: tokens, Why: why, Detail: detail,
-	})
 }
 
 // elsewhere finds the name that is closest to the one that a lookup asked for, among those

@@ -6,7 +6,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/server/lookup"
 )
 
 // Limits of what is remembered of requests: MaxTimelines of them, each with MaxSpans spans, take less
@@ -125,20 +125,20 @@ func (l *line) add(operation string, from, to time.Time) {
 }
 
 // recordLookup records the result of a lookup.
-func (t *timelines) recordLookup(request, model, salt []byte, got *store.LookupResult, chunkTokens int) {
+func (t *timelines) recordLookup(o *lookup.Outcome) {
 	now := time.Now()
-	model, salt = model[:min(len(model), maxModelName)], salt[:min(len(salt), maxRequestID)]
+	model, salt := o.Model[:min(len(o.Model), maxModelName)], o.Salt[:min(len(o.Salt), maxRequestID)]
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	l := t.lineLocked(request, now, true)
+	l := t.lineLocked(o.Request, now, true)
 	if l.model != string(model) {
 		l.model = string(model)
 	}
 	if l.salt != string(salt) {
 		l.salt = string(salt)
 	}
-	l.asked, l.hit, l.below = got.Asked*chunkTokens, got.Hit*chunkTokens, got.Below*chunkTokens
-	if got.Waited {
+	l.asked, l.hit, l.below = o.AskedTokens(), o.HitTokens(), o.BelowTokens()
+	if o.Waited {
 		from := l.began
 		for i := range l.spans { // since the last lookup was acknowledged
 			if l.spans[i].operation == lookupName {

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/server/explain"
+	"github.com/kvasir-kv/kvasir/server/lookup"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/tier"
@@ -43,7 +44,10 @@ func TestTimeline(t *testing.T) {
 	took("lookup", 0, 2)
 	took("query_prefetch_status", 3, 4)
 	took("query_prefetch_status", 8, 9)
-	b.Ended([]byte("r"), &explain.Asked{Model: []byte("m"), Salt: []byte("green")}, &store.LookupResult{State: store.Ready, Asked: 4, Hit: 4, Below: 3, Waited: true})
+	b.Lookup(&lookup.Outcome{
+		Request: []byte("r"), Model: []byte("m"), Salt: []byte("green"), ChunkTokens: 256, Searched: true,
+		LookupResult: store.LookupResult{State: store.Ready, Asked: 4, Hit: 4, Below: 3, Waited: true},
+	})
 	took("prepare_retrieve", 10, 11)
 	took("commit_retrieve", 20, 21)
 	took("end_session", 30, 31)

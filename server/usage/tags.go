@@ -10,7 +10,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/fair"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/server/lookup"
 )
 
 // MaxTags bounds the tags that have figures of their own, by name and value; the rest share those of Other. The values of
@@ -118,15 +118,15 @@ func (t *Tally) Tagged(owner string, tags []lmcache.Tag) *Tagged {
 	return out
 }
 
-// Count counts a lookup that was searched for, once it has its result, for each of its tags.
-func (x *Tagged) Count(got *store.LookupResult, chunkTokens int) {
+// Count counts the end of a lookup that was searched for, for each of its tags.
+func (x *Tagged) Count(o *lookup.Outcome) {
 	if x == nil {
 		return
 	}
 	for _, c := range x.of {
 		c.lookups.Add(1)
-		c.asked.Add(uint64(got.Asked * chunkTokens))
-		c.hit.Add(uint64(got.Hit * chunkTokens))
+		c.asked.Add(uint64(o.AskedTokens()))
+		c.hit.Add(uint64(o.HitTokens()))
 	}
 }
 

@@ -34,14 +34,14 @@ func TestTagsCount(t *testing.T) {
 	if x := n.Tagged("uid 1", nil); x != nil || x.String() != "" {
 		t.Errorf("a request without tags has %v", x)
 	}
-	(*usage.Tagged)(nil).Count(&store.LookupResult{Asked: 1}, 16)
+	(*usage.Tagged)(nil).Count(found(16, store.LookupResult{Asked: 1}))
 	x := n.Tagged("uid 1", []lmcache.Tag{tag("team", "a"), tag("stage", "b")})
-	x.Count(&store.LookupResult{Asked: 4, Hit: 3}, 16)
-	n.Tagged("uid 2", []lmcache.Tag{tag("team", "a")}).Count(&store.LookupResult{Asked: 1}, 16)
+	x.Count(found(16, store.LookupResult{Asked: 4, Hit: 3}))
+	n.Tagged("uid 2", []lmcache.Tag{tag("team", "a")}).Count(found(16, store.LookupResult{Asked: 1}))
 	if x.String() != "team=a, stage=b" {
 		t.Errorf("%q", x)
 	}
-	n.Tagged("uid 1", []lmcache.Tag{tag("team", "\xff")}).Count(&store.LookupResult{Asked: 2}, 16)
+	n.Tagged("uid 1", []lmcache.Tag{tag("team", "\xff")}).Count(found(16, store.LookupResult{Asked: 2}))
 	var out strings.Builder
 	if err := metrics.Write(&out, n.Stats()); err != nil {
 		t.Fatal(err)
@@ -62,7 +62,7 @@ func TestOneTagKeepsNoOtherOut(t *testing.T) {
 	n := usage.New()
 	lookups := 0
 	ask := func(owner string, name, value string) {
-		n.Tagged(owner, []lmcache.Tag{tag(name, value)}).Count(&store.LookupResult{Asked: 1}, 16)
+		n.Tagged(owner, []lmcache.Tag{tag(name, value)}).Count(found(16, store.LookupResult{Asked: 1}))
 		lookups++
 	}
 	of := func(name string) (series int) {
@@ -113,7 +113,7 @@ func TestIdleTagsMakeRoom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := usage.New()
 		ask := func(value string) {
-			n.Tagged("uid 1", []lmcache.Tag{tag("user", value)}).Count(&store.LookupResult{Asked: 2, Hit: 1}, 16)
+			n.Tagged("uid 1", []lmcache.Tag{tag("user", value)}).Count(found(16, store.LookupResult{Asked: 2, Hit: 1}))
 		}
 		const half = usage.MaxTags / 2
 		for i := range half {

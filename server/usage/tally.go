@@ -13,7 +13,8 @@ import (
 	"unicode/utf8"
 
 	"github.com/kvasir-kv/kvasir/internal/histogram"
-	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/server/lookup"
+	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -28,25 +29,25 @@ const (
 // Other stands for what has no place of its own.
 const Other = "_other"
 
-// Early says why a lookup was answered without a search, in LMCache's words where it has one.
-type Early int
+// earlyReasons are why lookups end without a search, in LMCache's words where it has one.
+var earlyReasons = [...]string{"empty_chunk_hashes", "no_gpu_context", "declined"}
 
-// Why lookups are answered without a search.
-const (
-	Short        Early = iota // less than a chunk
-	Unregistered              // no worker of the model
-	Declined                  // for another reason
-
-	earlies = int(Declined) + 1
-)
-
-var earlyReasons = [earlies]string{"empty_chunk_hashes", "no_gpu_context", "declined"}
+// earlyOf returns the place in earlyReasons of the reason of a lookup without a search.
+func earlyOf(why miss.Reason) int {
+	switch why {
+	case miss.Short:
+		return 0
+	case miss.Unregistered:
+		return 1
+	}
+	return 2
+}
 
 // Counts are the figures of one model and salt.
 type Counts struct {
 	lookups, asked, hit, hitL1, hitL2, objectsL1, objectsL2 atomic.Uint64
 
-	early [earlies]atomic.Uint64
+	early [len(earlyReasons)]atomic.Uint64
 }
 
 // Tally counts by model and salt. Its methods are safe for concurrent use; its mutex is a leaf.
@@ -88,9 +89,9 @@ func New() *Tally {
 	return t
 }
 
-// Of returns the figures of a model and salt. Where register is false, a pair that has none of its own
+// of returns the figures of a model and salt. Where register is false, a pair that has none of its own
 // gets none: a model without a registered worker takes no place.
-func (t *Tally) Of(model, salt []byte, register bool) *Counts {
+func (t *Tally) of(model, salt []byte, register bool) *Counts {
 	t.mu.RLock()
 	c := t.mu.of[string(model)][string(salt)]
 	t.mu.RUnlock()
@@ -115,25 +116,24 @@ func (t *Tally) Of(model, salt []byte, register bool) *Counts {
 	return c
 }
 
-// Asked counts a lookup that was searched for, once it has its result, also for its tags where its note is Tagged.
-func (c *Counts) Asked(got *store.LookupResult, chunkTokens int) {
-	if x, ok := got.Note.(*Tagged); ok {
-		x.Count(got, chunkTokens)
+// Lookup counts the end of a lookup, also for its tags where its note is Tagged.
+func (t *Tally) Lookup(o *lookup.Outcome) {
+	c := t.of(o.Model, o.Salt, o.Registered)
+	c.lookups.Add(1)
+	if !o.Searched {
+		c.early[earlyOf(o.Why)].Add(1)
+		return
 	}
-	c.lookups.Add(1)
-	c.asked.Add(uint64(got.Asked * chunkTokens))
-	c.hit.Add(uint64(got.Hit * chunkTokens))
-	c.hitL1.Add(uint64((got.Hit - got.Below) * chunkTokens))
-	c.hitL2.Add(uint64(got.Below * chunkTokens))
-	below := min(got.BelowObjects, got.Objects)
-	c.objectsL1.Add(uint64(got.Objects - below))
+	if x, ok := o.Note.(*Tagged); ok {
+		x.Count(o)
+	}
+	c.asked.Add(uint64(o.AskedTokens()))
+	c.hit.Add(uint64(o.HitTokens()))
+	c.hitL1.Add(uint64(o.HitTokens() - o.BelowTokens()))
+	c.hitL2.Add(uint64(o.BelowTokens()))
+	below := min(o.BelowObjects, o.Objects)
+	c.objectsL1.Add(uint64(o.Objects - below))
 	c.objectsL2.Add(uint64(below))
-}
-
-// Early counts a lookup that was not.
-func (c *Counts) Early(why Early) {
-	c.lookups.Add(1)
-	c.early[why].Add(1)
 }
 
 // Loaded counts chunks that a worker has retrieved.

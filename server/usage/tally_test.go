@@ -9,18 +9,33 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/metrics"
+	"github.com/kvasir-kv/kvasir/server/lookup"
 	"github.com/kvasir-kv/kvasir/server/usage"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/miss"
 )
+
+// found is the end of a lookup that was searched for.
+func found(chunkTokens int, r store.LookupResult) *lookup.Outcome {
+	return &lookup.Outcome{Searched: true, ChunkTokens: chunkTokens, LookupResult: r}
+}
+
+// declined is the end of a lookup without a search.
+func declined(why miss.Reason) *lookup.Outcome {
+	return &lookup.Outcome{LookupResult: store.LookupResult{Why: why}}
+}
 
 // What lookups found is counted for their model and salt, by where it came from.
 func TestLookups(t *testing.T) {
 	c := usage.New()
-	m := c.Of([]byte("m"), []byte("s"), true)
-	m.Asked(&store.LookupResult{Asked: 5, Hit: 3, Below: 1, Objects: 12, BelowObjects: 4}, 10)
-	m.Asked(&store.LookupResult{Asked: 1, Objects: 1, BelowObjects: 3}, 10) // more were loaded than the hit needs
-	c.Of([]byte("m"), []byte("s"), false).Early(usage.Short)
-	c.Of([]byte("x"), nil, false).Early(usage.Unregistered)
+	ended := func(model, salt string, registered bool, o *lookup.Outcome) {
+		o.Model, o.Salt, o.Registered = []byte(model), []byte(salt), registered
+		c.Lookup(o)
+	}
+	ended("m", "s", true, found(10, store.LookupResult{Asked: 5, Hit: 3, Below: 1, Objects: 12, BelowObjects: 4}))
+	ended("m", "s", true, found(10, store.LookupResult{Asked: 1, Objects: 1, BelowObjects: 3})) // more were loaded than the hit needs
+	ended("m", "s", false, declined(miss.Short))
+	ended("x", "", false, declined(miss.Unregistered))
 	got := c.Stats()
 	p := [2]string{"m", "s"}
 	if got.Lookups[p] != 3 || got.Asked[p] != 60 || got.Hit[p] != 30 || got.HitL1[p] != 20 || got.HitL2[p] != 10 || got.KeysL1[p] != 8 || got.KeysL2[p] != 5 {
@@ -36,9 +51,13 @@ func TestLookups(t *testing.T) {
 func TestNamesAreBounded(t *testing.T) {
 	c := usage.New()
 	for i := range 3 * usage.MaxPairs {
-		c.Of([]byte("m"), fmt.Append(nil, i), true).Early(usage.Short)
+		o := declined(miss.Short)
+		o.Model, o.Salt, o.Registered = []byte("m"), fmt.Append(nil, i), true
+		c.Lookup(o)
 	}
-	c.Of([]byte("\xff"), nil, true).Early(usage.Short)
+	o := declined(miss.Short)
+	o.Model, o.Registered = []byte("\xff"), true
+	c.Lookup(o)
 	for i := range int64(3 * usage.MaxLoads) {
 		c.Loaded("m", nil, i, 2)
 	}
