@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -318,9 +319,14 @@ const suffix = ".seg"
 func segmentName(seq uint32, id uint64) string { return fmt.Sprintf("%08x-%016x%s", seq, id, suffix) }
 
 func parseSegment(name string) (seq uint32, id uint64, ok bool) {
-	if !strings.HasSuffix(name, suffix) {
+	const form = "01234567-0123456789abcdef" + suffix
+	if len(name) != len(form) || name[8] != '-' || !strings.HasSuffix(name, suffix) || strings.ToLower(name) != name {
 		return 0, 0, false
 	}
-	n, err := fmt.Sscanf(name, "%08x-%016x.seg", &seq, &id)
-	return seq, id, err == nil && n == 2 && segmentName(seq, id) == name
+	s, err := strconv.ParseUint(name[:8], 16, 32)
+	if err != nil {
+		return 0, 0, false
+	}
+	id, err = strconv.ParseUint(name[9:25], 16, 64)
+	return uint32(s), id, err == nil
 }
