@@ -168,7 +168,7 @@ func (r *Result) WriteJSON(w io.Writer, detailed bool) error {
 	type plain Result
 	text, err := json.Marshal((*plain)(r))
 	if err != nil {
-		return fmt.Errorf("benchmark: %w", err)
+		return fmt.Errorf("bench: %w", err)
 	}
 	b := bytes.NewBuffer(text[:len(text)-1])
 	add := func(key string, v any) {
@@ -201,7 +201,7 @@ func (r *Result) WriteJSON(w io.Writer, detailed bool) error {
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("benchmark: %w", err)
+		return fmt.Errorf("bench: %w", err)
 	}
 	b.WriteString("}\n")
 	_, err = w.Write(b.Bytes())

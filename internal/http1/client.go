@@ -26,13 +26,13 @@ import (
 
 // ErrStale means that a connection that was used before broke before any byte of the answer
 // came: the server may have closed it while it was idle.
-var ErrStale = errors.New("upstream: the connection had been closed")
+var ErrStale = errors.New("http1: the connection had been closed")
 
 // ErrCut means that the context ended before all of the request was sent.
-var ErrCut = errors.New("upstream: the server has not all of the request")
+var ErrCut = errors.New("http1: the server has not all of the request")
 
 // ErrAnswer means that what came is no HTTP/1.1 answer, or one beyond the limits.
-var ErrAnswer = errors.New("upstream: not an HTTP answer")
+var ErrAnswer = errors.New("http1: not an HTTP answer")
 
 // Limits of an answer.
 const (
@@ -71,7 +71,7 @@ type Client struct {
 func New(base string, o Options) (*Client, error) {
 	u, err := url.Parse(base)
 	if err != nil || u.Hostname() == "" || u.Scheme != "http" && u.Scheme != "https" {
-		return nil, fmt.Errorf("upstream: address %.200q is not http://host:port", base)
+		return nil, fmt.Errorf("http1: address %.200q is not http://host:port", base)
 	}
 	c := &Client{o: o, host: u.Host, path: u.EscapedPath()}
 	c.o.DialTimeout = cmp.Or(o.DialTimeout, 3*time.Second)
@@ -201,7 +201,7 @@ func (c *Client) Dial(ctx context.Context) (*Conn, error) {
 	if c.tls != nil {
 		t := tls.Client(nc, c.tls)
 		if err := t.HandshakeContext(ctx); err != nil {
-			return nil, errors.Join(fmt.Errorf("upstream: TLS with %s: %w", c.addr, err), nc.Close())
+			return nil, errors.Join(fmt.Errorf("http1: TLS with %s: %w", c.addr, err), nc.Close())
 		}
 		nc = t
 	}

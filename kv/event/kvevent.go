@@ -261,7 +261,7 @@ const (
 )
 
 // ErrBatch means that a payload is no batch of events.
-var ErrBatch = errors.New("kvevent: not a batch of KV events")
+var ErrBatch = errors.New("event: not a batch of KV events")
 
 // Decode reads a batch as vLLM's own classes do: what they refuse is ErrBatch, and one bad event
 // refuses all. Both encodings are read. Hashes of what is returned alias payload.

@@ -14,7 +14,7 @@ import (
 )
 
 // errUnreadable means that a body is not UTF-8, or nested too deeply. FastAPI answers 400.
-var errUnreadable = errors.New("pydantic: unreadable body")
+var errUnreadable = errors.New("bootstrap: unreadable body")
 
 // problem is one entry of a 422.
 type problem struct {

@@ -84,7 +84,7 @@ func TestSources(t *testing.T) {
 	f("PUT", "/tenants/c", `{"quota_bytes": 4096, "ttl_seconds": 60}`, 500, "it is in effect, and not kept for a restart")
 	f("DELETE", "/quota/b", "", 500, "it is in effect, and not kept")
 	f("DELETE", "/tenants/a", "", 500, "it is in effect, and not kept")
-	f("PUT", "/tenants/c", `{"quota_bytes": -1}`, 400, "quota_bytes: tenants: a quota below 0")
+	f("PUT", "/tenants/c", `{"quota_bytes": -1}`, 400, "quota_bytes: tenant: a quota below 0")
 	metric("1")
 	if list := tenantsOf(t, h); len(list) != 1 || list[0].Salt != "c" || *list[0].Quota != 4096 || *list[0].TTL != 60 {
 		t.Errorf("%+v", list)

@@ -40,8 +40,8 @@ func TestQuotaRoutes(t *testing.T) {
 	if got := fmt.Sprintf("%q", salts); got != `["" "_default"]` {
 		t.Errorf("the tenants are %s", got)
 	}
-	f("PUT", "/quota/x", `{"limit_gb": `+mib+`}`, 400, `{"error":"tenants: the quotas do not fit into the pool: with this one they are 1.1 MiB of 256 KiB"}`)
-	f("PUT", "/quota/x", `{"limit_gb": 1e300}`, 400, `{"error":"tenants: the quotas do not fit into the pool: with this one they are 4194304.0 TiB of 256 KiB"}`)
+	f("PUT", "/quota/x", `{"limit_gb": `+mib+`}`, 400, `{"error":"tenant: the quotas do not fit into the pool: with this one they are 1.1 MiB of 256 KiB"}`)
+	f("PUT", "/quota/x", `{"limit_gb": 1e300}`, 400, `{"error":"tenant: the quotas do not fit into the pool: with this one they are 4194304.0 TiB of 256 KiB"}`)
 	for _, body := range []string{``, `{`, `[]`, `{}`, `{"limit_gb": -1}`, `{"limit_gb": null}`, `{"limit_gb": "nan"}`, `{"limit_gb": "x"}`, `{"limit_gb": "` + strings.Repeat("1", 5000) + `"}`} {
 		if code, text := ask(h, "PUT", "http://localhost/quota/x", body, "Content-Type", "application/json"); code != 400 || !strings.Contains(text, `{"error":"`) {
 			t.Errorf("body %.40q: %d %s", body, code, text)

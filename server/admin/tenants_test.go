@@ -57,15 +57,15 @@ func TestTenantRoutes(t *testing.T) {
 			t.Errorf("no %s in the metrics", line)
 		}
 	}
-	f("PUT", "/x", `{"quota_bytes": 1e300}`, 400, "quota_bytes: tenants: the quotas do not fit into the pool")
-	f("PUT", "/x", `{"quota_bytes": -1}`, 400, "quota_bytes: tenants: a quota below 0")
+	f("PUT", "/x", `{"quota_bytes": 1e300}`, 400, "quota_bytes: tenant: the quotas do not fit into the pool")
+	f("PUT", "/x", `{"quota_bytes": -1}`, 400, "quota_bytes: tenant: a quota below 0")
 	f("PUT", "/x", `{"quota_bytes": "x"}`, 400, "quota_bytes: it is no number")
-	f("PUT", "/x", `{"pin_limit_bytes": 1e18}`, 400, "pin_limit_bytes: tenants: the quotas do not fit")
+	f("PUT", "/x", `{"pin_limit_bytes": 1e18}`, 400, "pin_limit_bytes: tenant: the quotas do not fit")
 	for _, few := range []string{"-0.5", "-1e-300", "-1e300"} {
-		f("PUT", "/x", `{"quota_bytes": `+few+`}`, 400, "quota_bytes: tenants: a quota below 0")
-		f("PUT", "/x", `{"pin_limit_bytes": `+few+`}`, 400, "pin_limit_bytes: tenants: a quota below 0")
+		f("PUT", "/x", `{"quota_bytes": `+few+`}`, 400, "quota_bytes: tenant: a quota below 0")
+		f("PUT", "/x", `{"pin_limit_bytes": `+few+`}`, 400, "pin_limit_bytes: tenant: a quota below 0")
 	}
-	f("PUT", "/x", `{"pin_limit_bytes": -5}`, 400, "pin_limit_bytes: tenants: a quota below 0")
+	f("PUT", "/x", `{"pin_limit_bytes": -5}`, 400, "pin_limit_bytes: tenant: a quota below 0")
 	for _, ttl := range []string{"0", "0.5", "-2", "1e300", "[]"} {
 		f("PUT", "/x", `{"ttl_seconds": `+ttl+`}`, 400, "ttl_seconds: it is n")
 	}
@@ -119,11 +119,11 @@ func TestPinRoutes(t *testing.T) {
 			t.Errorf("%s %.90s: %d %s, want %d %s", method, body, got, text, code, want)
 		}
 	}
-	f("POST", body(50, ""), 409, `"affected":0,"status":"pinned","ttl_seconds":3600,"error":"tenants: nothing may be pinned of this tenant: start the server with --pin-limit _default=SIZE, or PUT`)
+	f("POST", body(50, ""), 409, `"affected":0,"status":"pinned","ttl_seconds":3600,"error":"tenant: nothing may be pinned of this tenant: start the server with --pin-limit _default=SIZE, or PUT`)
 	if err := s.Store().SetPinLimit("", 4096); err != nil {
 		t.Fatal(err)
 	}
-	f("POST", body(50, ""), 409, `{"requested":3,"affected":1,"status":"pinned","ttl_seconds":3600,"error":"tenants: the tenant has pinned as much as it may"}`)
+	f("POST", body(50, ""), 409, `{"requested":3,"affected":1,"status":"pinned","ttl_seconds":3600,"error":"tenant: the tenant has pinned as much as it may"}`)
 	if err := s.Store().SetPinLimit("", 8192); err != nil {
 		t.Fatal(err)
 	}

@@ -41,11 +41,11 @@ func newKept(r *run, blocks int) (_ *realStore, err error) {
 	slot := slotBytes(block)
 	dir, err := os.MkdirTemp(cmp.Or(r.o.Bytes.Dir, os.TempDir()), "kvasir-sim-")
 	if err != nil {
-		return nil, fmt.Errorf("virtual: memory of the store: %w", err)
+		return nil, fmt.Errorf("cluster: memory of the store: %w", err)
 	}
 	p, err := pool.Open(pool.Options{Name: "kvasir_sim", Bytes: int64(blocks) * slot, Align: slot, Dir: dir, ChunkTokens: g.BlockTokens})
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("virtual: memory of the store: %w", err), os.Remove(dir))
+		return nil, errors.Join(fmt.Errorf("cluster: memory of the store: %w", err), os.Remove(dir))
 	}
 	const forever = 1000 * time.Hour
 	k := &realStore{run: r, store: kvstore.New(p, kvstore.Options{Quarantine: forever, SessionIdle: forever, MaxSessions: len(r.requests) + 1, MaxHolds: 1 << 24})}
@@ -77,7 +77,7 @@ func (k *realStore) load(e *engine, q *request, table []int32, from, to int) (la
 	t := &kvstore.Transfer{Own: true}
 	why := k.store.BeginLoad(id, k.name(e, q, from, to, true), q.names, t)
 	if r.Hit < to || len(t.Parts) != to-from {
-		k.run.fail(fmt.Errorf("virtual: the store has %d of %d blocks of request %d: %v", r.Hit, to, q.number, why))
+		k.run.fail(fmt.Errorf("cluster: the store has %d of %d blocks of request %d: %v", r.Hit, to, q.number, why))
 		return func() {}
 	}
 	return func() {
@@ -104,7 +104,7 @@ func (k *realStore) put(e *engine, q *request, table []int32) {
 	t := &kvstore.Transfer{Own: true}
 	_, err := k.store.BeginStore(k.name(e, q, 0, n, false), session(q), q.names, t)
 	if err != nil {
-		k.run.fail(fmt.Errorf("virtual: %w", err))
+		k.run.fail(fmt.Errorf("cluster: %w", err))
 		return
 	}
 	if len(t.Parts) == 0 {

@@ -35,7 +35,7 @@ type Profile struct {
 }
 
 // ErrProfile means that a profile is impossible.
-var ErrProfile = errors.New("clock: profile")
+var ErrProfile = errors.New("costmodel: profile")
 
 // Validate returns everything that is wrong with p.
 func (p *Profile) Validate() error {

@@ -71,7 +71,7 @@ var Terms = []Term{
 }
 
 // ErrConstant means that a constant is unknown, or that a value is impossible.
-var ErrConstant = errors.New("clock: constant")
+var ErrConstant = errors.New("costmodel: constant")
 
 func term(name string) (*Term, error) {
 	i := slices.IndexFunc(Terms, func(t Term) bool { return t.Name == name })

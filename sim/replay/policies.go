@@ -14,7 +14,7 @@ import (
 )
 
 // ErrOptions means that the options cannot be played.
-var ErrOptions = errors.New("policies: invalid options")
+var ErrOptions = errors.New("replay: invalid options")
 
 // Optimum names the rows of the policy that knows the future.
 const Optimum = "optimum"

@@ -18,11 +18,11 @@ const (
 
 var (
 	// ErrNoPins means that a tenant may pin nothing.
-	ErrNoPins = errors.New("tenants: nothing may be pinned of this tenant")
+	ErrNoPins = errors.New("tenant: nothing may be pinned of this tenant")
 	// ErrPinLimit means that a tenant has pinned what it may.
-	ErrPinLimit = errors.New("tenants: the tenant has pinned as much as it may")
+	ErrPinLimit = errors.New("tenant: the tenant has pinned as much as it may")
 	// ErrTooManyPins means that there are MaxPins.
-	ErrTooManyPins = errors.New("tenants: too many pins")
+	ErrTooManyPins = errors.New("tenant: too many pins")
 )
 
 // pins are slots that an operator wants to stay, for a time. Who owns the Table keeps them from

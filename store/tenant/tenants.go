@@ -34,11 +34,11 @@ const (
 
 var (
 	// ErrTooMany means that MaxQuotas tenants have one.
-	ErrTooMany = errors.New("tenants: too many quotas")
+	ErrTooMany = errors.New("tenant: too many quotas")
 	// ErrSum means that all quotas, and what may be pinned beyond them, are more than the pool.
-	ErrSum = errors.New("tenants: the quotas do not fit into the pool")
+	ErrSum = errors.New("tenant: the quotas do not fit into the pool")
 	// ErrQuota means that a quota is negative.
-	ErrQuota = errors.New("tenants: a quota below 0")
+	ErrQuota = errors.New("tenant: a quota below 0")
 )
 
 // Table has the accounts and knows every slot that is in use. Add, Use, Remove, Victim and

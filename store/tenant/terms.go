@@ -61,7 +61,7 @@ type TermStore interface {
 const MaxTerms = 6 * MaxQuotas
 
 // ErrTooManyTerms means that MaxTerms are set.
-var ErrTooManyTerms = errors.New("terms: too many settings of tenants are kept")
+var ErrTooManyTerms = errors.New("tenant: too many settings of tenants are kept")
 
 // NotKeptError says that a term is in effect and that the file does not have it: it ends with the server, unless a
 // later write succeeds.

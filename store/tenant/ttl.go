@@ -18,7 +18,7 @@ const Forever time.Duration = -1
 const MaxTTL = 10 * 365 * 24 * time.Hour
 
 // ErrTTL means that a TTL is neither Forever nor from one second to MaxTTL.
-var ErrTTL = errors.New("tenants: a TTL is from 1 s to ten years")
+var ErrTTL = errors.New("tenant: a TTL is from 1 s to ten years")
 
 // ttls has the time to live of slots, in seconds, and their last use. Without any TTL it costs
 // nothing; with one, 16 bytes for each slot.

@@ -72,7 +72,7 @@ func (c Cell) Line() string {
 }
 
 // ErrVerify means that bytes read back differ from those written.
-var ErrVerify = errors.New("transfertool: bytes read back differ")
+var ErrVerify = errors.New("bench: bytes read back differ")
 
 // Bench measures every combination and prints a Go benchmark line for each.
 // The operation "socket" copies the same bytes over a plain connection on

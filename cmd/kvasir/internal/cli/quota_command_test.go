@@ -29,7 +29,7 @@ func TestQuotaOfALiveServer(t *testing.T) {
 	f(0, "a 2 MiB 0 B 0 B never 0 chunks 0 B 1 MiB", "set", "a", "--size", "2MiB", "--ttl", "never", "--pins", "1MiB")
 	f(0, "a - - - never 0 chunks 0 B 1 MiB", "set", "a", "--size", "none")
 	f(0, "__default 512 KiB", "set", "__default", "--size", "512KiB")
-	f(1, "kvasir: quota_bytes: tenants: the quotas do not fit into the pool: with this one they are 20", "set", "c", "--size", "20GiB")
+	f(1, "kvasir: quota_bytes: tenant: the quotas do not fit into the pool: with this one they are 20", "set", "c", "--size", "20GiB")
 	f(1, "kvasir: ttl_seconds: kv: salt longer than", "set", "a/b", "--ttl", "5s")
 	f(2, `--size "x" is no size`, "set", "a", "--size", "x")
 	f(2, `--ttl "soon" is no time`, "set", "a", "--ttl", "soon")
