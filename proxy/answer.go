@@ -113,6 +113,7 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 		e.p.trouble(b, err)
 		return "", fmt.Errorf("%s: %w: %w", b.url, errLost, err)
 	}
+	e.refused = resp.Status != http.StatusOK
 	e.answers.Store(true)
 	e.p.fleet.computed(b, lacks)
 	lacks = 0

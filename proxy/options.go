@@ -67,6 +67,7 @@ type Options struct {
 
 	MaxBody      int64         // bytes of a request; default 64 MiB, at most a third of BodyMemory
 	BodyMemory   int64         // bytes of buffers of requests that are being read, over all clients; default 192 MiB
+	MaxPrompts   int           // of a request that goes through P and D; default 128
 	MaxInFlight  int           // requests, those that wait included; more are refused at once; default 16,384
 	MaxPerEngine int           // requests of this proxy at one engine; default 1,024
 	MaxQueue     int           // requests of one model that wait for room; default 1,024
@@ -159,6 +160,7 @@ func (o *Options) checkNumbers(c *options.Checks) {
 	options.Within(c, "SkipPrefill", o.SkipPrefill, 0, 1<<30)
 	options.Within(c, "MaxBody", o.MaxBody, 0, 1<<30)
 	options.Within(c, "BodyMemory", o.BodyMemory, 0, 1<<40)
+	options.Within(c, "MaxPrompts", o.MaxPrompts, 0, 1<<16)
 	options.Within(c, "MaxInFlight", o.MaxInFlight, 0, 1<<20)
 	options.Within(c, "MaxPerEngine", o.MaxPerEngine, 0, 1<<20)
 	options.Within(c, "MaxQueue", o.MaxQueue, 0, 1<<20)
@@ -189,6 +191,7 @@ func (o Options) withDefaults() Options {
 	o.MaxBody = cmp.Or(o.MaxBody, 64<<20)
 	o.BodyMemory = cmp.Or(o.BodyMemory, 192<<20)
 	o.MaxBody = min(o.MaxBody, o.BodyMemory/3) // see bodyMemory
+	o.MaxPrompts = cmp.Or(o.MaxPrompts, 128)
 	o.MaxInFlight = cmp.Or(o.MaxInFlight, 16384)
 	o.MaxPerEngine = cmp.Or(o.MaxPerEngine, 1024)
 	o.MaxQueue = cmp.Or(o.MaxQueue, 1024)
