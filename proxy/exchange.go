@@ -61,6 +61,7 @@ type exchange struct {
 	model        *modelCounters     // of a good answer
 	span         otlp.Context       // with Options.Spans
 	parent       [8]byte            // its parent; zero: none
+	front        front              // what the client hears before the answer
 	list         *list              // that the request is a part of; nil: none
 	hasPlaces    bool               // the part has places at engines
 	extended     time.Time          // when the client's time to take bytes began
@@ -68,6 +69,7 @@ type exchange struct {
 
 func newExchange(p *Proxy, w http.ResponseWriter, r *http.Request) *exchange {
 	e := &exchange{p: p, w: w, r: r, rc: http.NewResponseController(w), start: time.Now()}
+	e.front.e = e
 	e.cached.Store(-1)
 	e.id = r.Header.Get("X-Request-Id")
 	if e.id == "" {
@@ -117,6 +119,10 @@ func (e *exchange) refuse(err error) (outcome string) {
 		}
 	}
 	if r.status != 0 {
+		if e.front.seal() {
+			_ = e.endEarly(r.status, r.kind, r.text) // the refusal has an outcome of its own
+			return r.outcome
+		}
 		e.w.Header().Set("X-Request-Id", e.id)
 		e.extend(time.Now())
 		fail(e.w, r)
@@ -139,6 +145,8 @@ var errLate = errors.New("no answer in time")
 // serve tries the request until a first byte comes, and passes the answer on.
 func (e *exchange) serve() (outcome string) {
 	fields := e.engineFields()
+	e.beginKeepAlive()
+	defer e.front.seal()
 	relayed := e.relayedParams()
 	for {
 		e.want.ready = relayed != nil
@@ -496,6 +504,9 @@ func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begi
 
 // say passes P's refusal on.
 func (e *exchange) say(a *refusedByP) (outcome string) {
+	if e.front.seal() {
+		return e.endEarlyAs(a.status, a.text)
+	}
 	e.head(a.fields, a.status, len(a.text))
 	_, _ = e.w.Write(a.text) // the client has gone
 	return "bad_request"

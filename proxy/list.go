@@ -82,6 +82,8 @@ func (e *exchange) serveList(prompts []openai.Range) (outcome string) {
 	defer cancel(nil)
 	l := &list{e: e, cancel: cancel, parts: len(prompts), turn: make(chan struct{}, 1), left: make(chan struct{}, 1)}
 	r := e.r.WithContext(ctx)
+	e.beginKeepAlive()
+	defer e.front.seal()
 	parts := make([]*partWriter, len(prompts))
 	var wg sync.WaitGroup
 	for i, at := range prompts {
@@ -103,6 +105,7 @@ func (l *list) serve(w *partWriter, r *http.Request, prompt openai.Range) {
 		p: e.p, w: w, r: r, rc: http.NewResponseController(w), start: e.start, id: fmt.Sprint(e.id, "-", w.part.Index), key: e.key, span: e.span, list: l,
 		want: want{who: e.want.who, session: e.want.session},
 	}
+	x.front.e = x
 	x.cached.Store(-1)
 	defer func() {
 		x.releaseBody()
@@ -227,7 +230,7 @@ func (w *partWriter) Write(b []byte) (int, error) {
 		return len(b), nil
 	}
 	for {
-		n := eventLen(w.body)
+		n := openai.EventLen(w.body)
 		if n == 0 {
 			return len(b), nil
 		}
@@ -237,20 +240,6 @@ func (w *partWriter) Write(b []byte) (int, error) {
 		if err != nil {
 			return 0, err
 		}
-	}
-}
-
-// eventLen returns the bytes of the first event, its empty line included; 0: it is not whole.
-func eventLen(b []byte) int {
-	for at := 0; ; {
-		i := bytes.IndexByte(b[at:], '\n')
-		if i < 0 {
-			return 0
-		}
-		if line := b[at : at+i]; len(line) == 0 || len(line) == 1 && line[0] == '\r' {
-			return at + i + 1
-		}
-		at += i + 1
 	}
 }
 
@@ -335,6 +324,9 @@ func (l *list) openLocked() {
 func (l *list) headLocked(from http.Header, status, length int) {
 	e := l.e
 	e.p.n.began(e, status == http.StatusOK)
+	if e.front.seal() {
+		return
+	}
 	h := e.w.Header()
 	for k, v := range from {
 		h[k] = v
@@ -410,6 +402,8 @@ func (l *list) end(parts []*partWriter) (outcome string) {
 		l.mu.failure = &partWriter{status: http.StatusBadGateway, body: (&refusal{status: http.StatusBadGateway, kind: "BadGateway", text: "the answers of the engines cannot be joined"}).body()}
 		l.mu.outcome = "failed"
 		return l.endFailedLocked()
+	case !stream && l.e.front.seal(): // it was asked for as a stream
+		return l.e.endEarly(http.StatusBadGateway, "BadGateway", "the engines did not stream")
 	case !stream:
 		l.headLocked(parts[0].header, http.StatusOK, len(joined))
 		_, _ = l.e.w.Write(joined) // the client has gone
@@ -428,6 +422,9 @@ func (l *list) end(parts []*partWriter) (outcome string) {
 // endFailedLocked tells the client of the first failure: with its status if nothing has been sent, else with an event.
 func (l *list) endFailedLocked() (outcome string) {
 	f := l.mu.failure
+	if l.e.front.seal() {
+		l.mu.open = true
+	}
 	if !l.mu.open && !f.stream && f.status != 0 {
 		if f.header == nil {
 			f.header = http.Header{"Content-Type": {"application/json"}}

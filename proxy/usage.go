@@ -41,10 +41,15 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 
 // passEvents is pass for a stream in which the usage is corrected, event by event.
 func (e *exchange) passEvents(b *backend, resp *http1.Response, first []byte, fix func([]byte) []byte) (outcome string) {
-	from := &rest{data: first, resp: resp, e: e}
+	from := &rest{data: first, resp: resp}
 	events := openai.NewReader(from, maxEvent)
 	end := openai.NewEnd(openai.APIOf(e.r.URL.Path))
+	seen := -1
 	for {
+		if n := end.Events(); n != seen { // comments are no answer
+			seen = n
+			resp.Until(time.Now().Add(e.p.o.Stall))
+		}
 		event, err := events.Next()
 		if err == nil {
 			end.Add(event.Raw)
@@ -75,13 +80,11 @@ func (e *exchange) passEvents(b *backend, resp *http1.Response, first []byte, fi
 type rest struct {
 	data  []byte
 	resp  *http1.Response
-	e     *exchange
 	ended bool // the answer ended as HTTP says
 }
 
 func (r *rest) Read(b []byte) (int, error) {
 	if len(r.data) == 0 {
-		r.resp.Until(time.Now().Add(r.e.p.o.Stall))
 		var err error
 		if r.data, err = r.resp.Next(); err != nil {
 			r.ended = errors.Is(err, io.EOF)
