@@ -3,6 +3,7 @@
 package proxy
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -99,12 +100,15 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	if err == nil && !stream && !e.whole(resp, &first) {
 		first, err = nil, io.ErrUnexpectedEOF
 	}
+	if err == nil && stream && resp.Status == http.StatusOK {
+		first, err = e.firstData(resp, first)
+	}
 	switch {
-	case err == nil && stream && failedEvent(resp.Status, first):
-		return "", fmt.Errorf("%s: %.200s", b.url, first)
+	case errors.Is(err, errFailed), errors.Is(err, errEmptyAnswer):
+		return "", fmt.Errorf("%s: %w", b.url, err)
 	case err == nil, errors.Is(err, io.EOF) && resp.Status != http.StatusOK:
 	case errors.Is(err, io.EOF):
-		return "", fmt.Errorf("%s: an empty answer", b.url)
+		return "", fmt.Errorf("%s: %w", b.url, errEmptyAnswer)
 	case ctx.Err() != nil:
 		return "", context.Cause(ctx)
 	case isTimeout(err):
@@ -113,6 +117,7 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 		e.p.trouble(b, err)
 		return "", fmt.Errorf("%s: %w: %w", b.url, errLost, err)
 	}
+	e.refused = resp.Status != http.StatusOK
 	e.answers.Store(true)
 	e.p.fleet.computed(b, lacks)
 	lacks = 0
@@ -155,8 +160,14 @@ func (e *exchange) whole(resp *http1.Response, first *[]byte) bool {
 	return true
 }
 
-// head passes an answer's status and fields on. length is that of the body; -1 is not known.
+// head passes an answer's status and fields on, unless comments came before. length is that of the body; -1 is not known.
 func (e *exchange) head(fields []http1.Field, status, length int) {
+	if !e.front.seal() {
+		e.writeHead(fields, status, length)
+	}
+}
+
+func (e *exchange) writeHead(fields []http1.Field, status, length int) {
 	h := e.w.Header()
 	values := make([]string, len(fields))
 	var named []string // fields that the engine's connection names end here, too
@@ -206,6 +217,13 @@ func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream b
 	if good {
 		e.handed.End(transferlog.Done, "")
 	}
+	if e.front.seal() && (!good || !stream) { // the client has a stream's head
+		text := first
+		if rest, err := resp.ReadAll(maxError); err == nil {
+			text = append(bytes.Clone(first), rest...)
+		}
+		return e.endEarlyAs(resp.Status, text)
+	}
 	e.head(resp.Fields, resp.Status, length)
 	if stream && fix != nil {
 		return e.passEvents(b, resp, first, fix)
@@ -216,12 +234,19 @@ func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream b
 // passBytes passes the rest of an answer on, from its next bytes. end has what was passed on before.
 func (e *exchange) passBytes(b *backend, resp *http1.Response, data []byte, stream bool, end *openai.End) (outcome string) {
 	err := error(nil)
-	renewed := time.Time{}
+	renewed, events := time.Time{}, -1
 	for err == nil {
+		now := time.Now()
 		if stream {
 			end.Add(data)
 		}
-		now := time.Now()
+		if n := end.Events(); !stream || n != events { // comments are no answer
+			events = n
+			if now.Sub(renewed) > e.p.o.Stall/4 {
+				renewed = now
+				resp.Until(now.Add(e.p.o.Stall + e.p.o.Stall/4))
+			}
+		}
 		e.extend(now)
 		if _, werr := e.w.Write(data); werr != nil {
 			return "client_left"
@@ -230,10 +255,6 @@ func (e *exchange) passBytes(b *backend, resp *http1.Response, data []byte, stre
 			if werr := e.rc.Flush(); werr != nil {
 				return "client_left"
 			}
-		}
-		if now.Sub(renewed) > e.p.o.Stall/4 {
-			renewed = now
-			resp.Until(now.Add(e.p.o.Stall + e.p.o.Stall/4))
 		}
 		data, err = resp.Next()
 	}

@@ -207,7 +207,7 @@ func TestNIXL(t *testing.T) {
 	url, _ := startProxy(t, proxy.Options{Dialect: proxy.NIXL, DPSize: 2, Prefill: []proxy.Prefill{{URL: p}}, Decode: []string{d}, HealthInterval: 20 * time.Millisecond})
 	reach(t, url)
 	for range 4 {
-		if status, text, _ := post(t, url, `{"prompt":"a","max_tokens":7,"stream_options":{"include_usage":true},"min_tokens":3,"max_completion_tokens":9}`); status != 200 {
+		if status, text, _ := post(t, url, `{"prompt":"a","max_tokens":7,"stream":true,"stream_options":{"include_usage":true},"min_tokens":3,"max_completion_tokens":9}`); status != 200 {
 			t.Fatal(status, text)
 		}
 	}

@@ -44,6 +44,8 @@ type exchange struct {
 	id       string
 	start    time.Time
 	attempts int
+	sentID   string             // id, as engines have it in this attempt
+	refused  bool               // the engine that answers has answered otherwise than 200, in this attempt
 	split    bool               // P has its part in this attempt
 	fields   []byte             // of all legs
 	saltText string             // of the prompt's KV
@@ -59,11 +61,15 @@ type exchange struct {
 	model        *modelCounters     // of a good answer
 	span         otlp.Context       // with Options.Spans
 	parent       [8]byte            // its parent; zero: none
+	front        front              // what the client hears before the answer
+	list         *list              // that the request is a part of; nil: none
+	hasPlaces    bool               // the part has places at engines
 	extended     time.Time          // when the client's time to take bytes began
 }
 
 func newExchange(p *Proxy, w http.ResponseWriter, r *http.Request) *exchange {
 	e := &exchange{p: p, w: w, r: r, rc: http.NewResponseController(w), start: time.Now()}
+	e.front.e = e
 	e.cached.Store(-1)
 	e.id = r.Header.Get("X-Request-Id")
 	if e.id == "" {
@@ -113,6 +119,10 @@ func (e *exchange) refuse(err error) (outcome string) {
 		}
 	}
 	if r.status != 0 {
+		if e.front.seal() {
+			_ = e.endEarly(r.status, r.kind, r.text) // the refusal has an outcome of its own
+			return r.outcome
+		}
 		e.w.Header().Set("X-Request-Id", e.id)
 		e.extend(time.Now())
 		fail(e.w, r)
@@ -135,10 +145,12 @@ var errLate = errors.New("no answer in time")
 // serve tries the request until a first byte comes, and passes the answer on.
 func (e *exchange) serve() (outcome string) {
 	fields := e.engineFields()
+	e.beginKeepAlive()
+	defer e.front.seal()
 	relayed := e.relayedParams()
 	for {
 		e.want.ready = relayed != nil
-		c, err := e.p.fleet.take(e.r.Context(), &e.want)
+		c, err := e.takePlaces()
 		if err != nil {
 			return e.refuse(err)
 		}
@@ -148,7 +160,8 @@ func (e *exchange) serve() (outcome string) {
 			e.want.tried = append(e.want.tried, c.prefill)
 		}
 		e.note(c)
-		e.fields = append(append(append(fields[:len(fields):len(fields)], "X-Request-Id: "...), e.engineID(c)...), "\r\n"...)
+		e.sentID = e.engineID(c)
+		e.fields = append(append(append(fields[:len(fields):len(fields)], "X-Request-Id: "...), e.sentID...), "\r\n"...)
 		outcome, err := e.attempt(c, relayed)
 		if err == nil {
 			return outcome
@@ -193,6 +206,7 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 	ctx, cancel := context.WithCancelCause(e.r.Context())
 	defer cancel(nil)
 	e.split = c.prefill != nil
+	e.refused = false
 	e.cached.Store(-1)
 	e.prefilled.Store(0)
 	e.handed, e.prefillEnded = nil, nil
@@ -227,31 +241,13 @@ type refusedByP struct {
 
 func (a *refusedByP) Error() string { return fmt.Sprintf("status %d: %.200s", a.status, a.text) }
 
-// prefillPieces returns the request for P, which computes one token. The body is held.
-func (e *exchange) prefillPieces(params *wire.KVTransferParams) ([][]byte, *body) {
-	one := []byte("1")
-	edits := []openai.Edit{
-		{Key: "max_tokens", Value: one},
-		{Key: "stream", Value: []byte("false")},
-		{Key: "stream_options"},
-		{Key: "min_tokens"},
-		{Key: "ec_transfer_params"},
-		{Key: "kv_transfer_params", Value: encode(params)},
-	}
-	if e.q.MaxNew.Has() {
-		edits = append(edits, openai.Edit{Key: "max_completion_tokens", Value: one})
-	}
-	pieces, _ := e.q.Apply(append(edits, e.salt...)...)
-	e.body.hold()
-	return pieces, e.body
-}
-
 func encode(params *wire.KVTransferParams) []byte {
 	b, _ := params.MarshalJSON() // texts and truths
 	return b
 }
 
-// prefillGrace is what P's leg has to end after D has answered all: its connection can be used again.
+// prefillGrace is what P's leg has to end after D has answered all, so that its connection can be used again; and after D has refused
+// the request, or the client has left: a P that has just computed the prompt must be known to have, or its KV would stay.
 const prefillGrace = 2 * time.Second
 
 // together sends the request to P and D at the same time.
@@ -264,10 +260,11 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	transfer := "kvasir-" + newID()
 	e.hands(transfer, who.engine, c, transferlog.Computing, "P computes")
 	handed := e.handed
-	pieces, held := e.prefillPieces(wire.RemoteDecode(transfer))
+	pieces, held := e.prefillPieces(encode(wire.RemoteDecode(transfer)))
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	done, started := make(chan struct{}), false
 	e.prefillEnded = done
+	var computed, over atomic.Bool // P has the KV; the attempt has ended
 	leaveP := sync.OnceFunc(func() { e.p.fleet.leave(c.prefill, c.lacks[1]) })
 	begin := func() error {
 		if started {
@@ -278,7 +275,9 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			defer leaveP()
 			defer context.AfterFunc(e.p.ctx, abort)()
 			l, err := e.prefill(prefilling, n, c.prefill, who, pieces, held)
+			computed.Store(err == nil)
 			switch {
+			case over.Load():
 			case err == nil:
 				e.cached.Store(int64(l.cached))
 				e.prefilled.Store(int64(time.Since(e.start)))
@@ -301,10 +300,16 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			held.release()
 			leaveP()
 			return
-		case outcome != "ok":
+		case e.r.Context().Err() != nil: // D has the whole request, or is asked to take the KV
 			abort()
 			<-done
-			e.freeLost(err, params)
+			if e.mustFree(err) && computed.Load() {
+				e.p.free(e.freeing(params))
+			}
+			return
+		case outcome != "ok":
+			over.Store(true)
+			e.abandon(done, abort, func() bool { return computed.Load() }, e.mustFree(err), e.freeing(params))
 			return
 		}
 		leaveP() // D has the whole KV, so P has computed all
@@ -448,8 +453,12 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 		return "", err
 	}
 	e.hands("", who.engine, c, transferlog.Computing, "P computes")
-	pieces, held := e.prefillPieces(remoteDecode(e.p.o.Dialect))
-	l, err := e.prefill(ctx, n, c.prefill, who, pieces, held)
+	pieces, held := e.prefillPieces(encode(remoteDecode(e.p.o.Dialect)))
+	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
+	defer abort()
+	defer context.AfterFunc(ctx, func() { time.AfterFunc(prefillGrace, abort) })()
+	defer context.AfterFunc(e.p.ctx, abort)()
+	l, err := e.prefill(prefilling, n, c.prefill, who, pieces, held)
 	e.p.fleet.leave(c.prefill, c.lacks[1])
 	if err != nil {
 		e.p.fleet.leave(c.engine, c.lacks[0])
@@ -461,8 +470,17 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	e.cached.Store(int64(l.cached))
 	e.prefilled.Store(int64(time.Since(e.start)))
 	e.handed.Next(transferlog.Waiting, untilD, nil)
+	var f freeing
+	if e.p.o.Dialect == Mooncake013 {
+		f = e.freeing(l.params) // the request is gone once D answers
+	}
 	outcome, err = e.answerOf(ctx, c.engine, l.params, nil)
-	e.freeLost(err, l.params)
+	if e.mustFree(err) && l.params != nil {
+		if f.body == nil {
+			f = e.freeing(l.params)
+		}
+		e.p.free(f)
+	}
 	return outcome, err
 }
 
@@ -484,19 +502,11 @@ func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begi
 	return outcome, err
 }
 
-// freeLost asks a D to take P's KV if it is not known whether one did, so that P's memory becomes free.
-func (e *exchange) freeLost(err error, params []byte) {
-	unknown := false
-	for _, how := range []error{errNotSent, errLost, errFailed, errLate, errSilent, http1.ErrCut} {
-		unknown = unknown || errors.Is(err, how)
-	}
-	if unknown && e.prefilled.Load() > 0 && params != nil {
-		e.p.free(e, params)
-	}
-}
-
 // say passes P's refusal on.
 func (e *exchange) say(a *refusedByP) (outcome string) {
+	if e.front.seal() {
+		return e.endEarlyAs(a.status, a.text)
+	}
 	e.head(a.fields, a.status, len(a.text))
 	_, _ = e.w.Write(a.text) // the client has gone
 	return "bad_request"

@@ -94,6 +94,11 @@ func (f *fleet) remove(b *backend) {
 	f.mu.all = slices.DeleteFunc(slices.Clone(f.mu.all), func(o *backend) bool { return o == b })
 }
 
+// hasDecode reports whether a decode engine serves a model, healthy or not.
+func (f *fleet) hasDecode(model string) bool {
+	return slices.ContainsFunc(f.engines(), func(b *backend) bool { return b.role == decode && b.serves(model) })
+}
+
 // shares reports whether another engine is in the same registry.
 func (f *fleet) shares(b *backend) bool {
 	return slices.ContainsFunc(f.engines(), func(o *backend) bool {

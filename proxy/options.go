@@ -67,6 +67,7 @@ type Options struct {
 
 	MaxBody      int64         // bytes of a request; default 64 MiB, at most a third of BodyMemory
 	BodyMemory   int64         // bytes of buffers of requests that are being read, over all clients; default 192 MiB
+	MaxPrompts   int           // of a request that goes through P and D; default 128
 	MaxInFlight  int           // requests, those that wait included; more are refused at once; default 16,384
 	MaxPerEngine int           // requests of this proxy at one engine; default 1,024
 	MaxQueue     int           // requests of one model that wait for room; default 1,024
@@ -77,6 +78,7 @@ type Options struct {
 	PrefillTimeout time.Duration // of P's whole leg; default 10 min
 	FirstByte      time.Duration // of the leg that answers: from the request to its first byte; default 10 min
 	Stall          time.Duration // between bytes of an answer; default 5 min
+	KeepAlive      time.Duration // between comments to a client that waits for a stream; default: none are sent
 	SendTimeout    time.Duration // for a client to take what came; default 60 s
 	BodyTimeout    time.Duration // for a client to send its request; default 60 s
 	HealthInterval time.Duration // between looks at each engine and registry; default 1 s
@@ -159,6 +161,7 @@ func (o *Options) checkNumbers(c *options.Checks) {
 	options.Within(c, "SkipPrefill", o.SkipPrefill, 0, 1<<30)
 	options.Within(c, "MaxBody", o.MaxBody, 0, 1<<30)
 	options.Within(c, "BodyMemory", o.BodyMemory, 0, 1<<40)
+	options.Within(c, "MaxPrompts", o.MaxPrompts, 0, 1<<16)
 	options.Within(c, "MaxInFlight", o.MaxInFlight, 0, 1<<20)
 	options.Within(c, "MaxPerEngine", o.MaxPerEngine, 0, 1<<20)
 	options.Within(c, "MaxQueue", o.MaxQueue, 0, 1<<20)
@@ -172,6 +175,7 @@ func (o *Options) checkNumbers(c *options.Checks) {
 		{"PrefillTimeout", o.PrefillTimeout},
 		{"FirstByte", o.FirstByte},
 		{"Stall", o.Stall},
+		{"KeepAlive", o.KeepAlive},
 		{"SendTimeout", o.SendTimeout},
 		{"BodyTimeout", o.BodyTimeout},
 		{"HealthInterval", o.HealthInterval},
@@ -189,6 +193,7 @@ func (o Options) withDefaults() Options {
 	o.MaxBody = cmp.Or(o.MaxBody, 64<<20)
 	o.BodyMemory = cmp.Or(o.BodyMemory, 192<<20)
 	o.MaxBody = min(o.MaxBody, o.BodyMemory/3) // see bodyMemory
+	o.MaxPrompts = cmp.Or(o.MaxPrompts, 128)
 	o.MaxInFlight = cmp.Or(o.MaxInFlight, 16384)
 	o.MaxPerEngine = cmp.Or(o.MaxPerEngine, 1024)
 	o.MaxQueue = cmp.Or(o.MaxQueue, 1024)

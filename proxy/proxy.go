@@ -45,7 +45,7 @@ type Proxy struct {
 	draining    atomic.Bool
 	inFlight    atomic.Int64
 	bodies      bodyMemory
-	releases    atomic.Int64
+	frees       frees
 	n           *counters
 }
 
@@ -319,7 +319,18 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, split bool) {
 	}
 	e.want.many = split && !e.q.OneSequence()
 	e.want.alone = !split || e.want.many
+	var prompts []openai.Range
+	if e.want.many {
+		if prompts, err = e.apart(); err != nil {
+			outcome = e.refuse(err)
+			return
+		}
+	}
 	outcome = "broken_off" // unless serve returns
+	if prompts != nil {
+		outcome = e.serveList(prompts)
+		return
+	}
 	outcome = e.serve()
 }
 

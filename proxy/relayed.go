@@ -3,13 +3,10 @@
 package proxy
 
 import (
-	"bytes"
 	"context"
 	"crypto/sha256"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"net/http"
 	"net/url"
 	"strings"
 	"time"
@@ -97,21 +94,4 @@ func (e *exchange) relayedBy(b *backend, who rank, transfer string) {
 	if e.prompt != nil && strings.HasPrefix(who.engine, relayPrefix) {
 		e.p.prompts.Add(*e.prompt, prefix.RelayedKV{Registry: b.registry.Base(), Engine: who.engine, Transfer: transfer})
 	}
-}
-
-// failedEvent reports whether a stream begins with an engine's failure instead of an answer: vLLM may
-// have sent the head by then.
-func failedEvent(status int, first []byte) bool {
-	line, _, _ := bytes.Cut(first, []byte("\n"))
-	data, ok := bytes.CutPrefix(line, []byte("data:"))
-	if data = bytes.TrimSpace(data); !ok || status != http.StatusOK || !bytes.HasPrefix(data, []byte(`{"error"`)) {
-		return false
-	}
-	var e struct {
-		Error struct {
-			Code int `json:"code"`
-		} `json:"error"`
-	}
-	err := json.Unmarshal(data, &e)
-	return err == nil && (e.Error.Code == 0 || e.Error.Code >= 500)
 }

@@ -13,7 +13,7 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// One transfer carries one prompt: a request of several prompts or answers goes to D alone in every dialect, without
+// One transfer carries one prompt: a request of several answers, or of prompts that cannot be told apart, goes to D alone in every dialect, without
 // parameters of a transfer, whatever the client wrote into them. A request of one prompt goes through P as before.
 func TestSeveralSequencesGoToDAlone(t *testing.T) {
 	f := func(dialect proxy.Dialect, path, body string, throughP bool) {
@@ -58,8 +58,8 @@ func TestSeveralSequencesGoToDAlone(t *testing.T) {
 	}
 	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.Mooncake013, proxy.NIXL} {
 		const c, chat = "/v1/completions", "/v1/chat/completions"
-		f(dialect, c, `{"prompt":["a","b"],"kv_transfer_params":{"do_remote_prefill":true}}`, false)
-		f(dialect, c, `{"prompt":[[1,2],[3]],"stream":false}`, false)
+		f(dialect, c, `{"prompt":["a",[1]],"kv_transfer_params":{"do_remote_prefill":true}}`, false)
+		f(dialect, c, `{"prompt":["a","b"],"n":2}`, false)
 		f(dialect, c, `{"prompt":"a","n":2}`, false)
 		f(dialect, c, `{"prompt":"a","best_of":3}`, false)
 		f(dialect, c, `{"prompt":"a","use_beam_search":true}`, false)

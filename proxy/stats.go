@@ -80,7 +80,7 @@ func (n *counters) model(name string) *modelCounters {
 // began counts the first byte of an answer.
 func (n *counters) began(e *exchange, good bool) {
 	took := time.Since(e.start)
-	if good {
+	if good && e.list == nil { // of several prompts the whole counts
 		e.model = n.model(e.want.model)
 		e.model.ttft.Took(took)
 	}

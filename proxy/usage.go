@@ -4,7 +4,6 @@ package proxy
 
 import (
 	"bytes"
-	"context"
 	"errors"
 	"io"
 	"time"
@@ -42,10 +41,15 @@ func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
 
 // passEvents is pass for a stream in which the usage is corrected, event by event.
 func (e *exchange) passEvents(b *backend, resp *http1.Response, first []byte, fix func([]byte) []byte) (outcome string) {
-	from := &rest{data: first, resp: resp, e: e}
+	from := &rest{data: first, resp: resp}
 	events := openai.NewReader(from, maxEvent)
 	end := openai.NewEnd(openai.APIOf(e.r.URL.Path))
+	seen := -1
 	for {
+		if n := end.Events(); n != seen { // comments are no answer
+			seen = n
+			resp.Until(time.Now().Add(e.p.o.Stall))
+		}
 		event, err := events.Next()
 		if err == nil {
 			end.Add(event.Raw)
@@ -76,13 +80,11 @@ func (e *exchange) passEvents(b *backend, resp *http1.Response, first []byte, fi
 type rest struct {
 	data  []byte
 	resp  *http1.Response
-	e     *exchange
 	ended bool // the answer ended as HTTP says
 }
 
 func (r *rest) Read(b []byte) (int, error) {
 	if len(r.data) == 0 {
-		r.resp.Until(time.Now().Add(r.e.p.o.Stall))
 		var err error
 		if r.data, err = r.resp.Next(); err != nil {
 			r.ended = errors.Is(err, io.EOF)
@@ -92,74 +94,4 @@ func (r *rest) Read(b []byte) (int, error) {
 	n := copy(b, r.data)
 	r.data = r.data[n:]
 	return n, nil
-}
-
-// maxFrees bounds requests that only free P's memory.
-const maxFrees = 64
-
-// free asks a decode engine to take KV from P that no request wants any more. Else P would keep it
-// until its own limit, 480 s by default.
-func (p *Proxy) free(e *exchange, params []byte) {
-	if p.releases.Add(1) > maxFrees {
-		p.releases.Add(-1)
-		return
-	}
-	edits := []openai.Edit{
-		{Key: "kv_transfer_params", Value: params},
-		{Key: "max_tokens", Value: []byte("1")},
-		{Key: "stream", Value: []byte("false")},
-		{Key: "stream_options"},
-		{Key: "min_tokens"},
-		{Key: "ec_transfer_params"},
-	}
-	pieces, _ := e.q.Apply(append(edits, e.salt...)...)
-	held, w := e.body, want{model: e.want.model}
-	f := &exchange{p: p, r: e.r, fields: e.fields, id: e.id}
-	held.hold()
-	started := p.goBackground(func() {
-		defer p.releases.Add(-1)
-		defer held.release()
-		ctx, cancel := context.WithTimeout(p.ctx, 30*time.Second)
-		defer cancel()
-		for ctx.Err() == nil {
-			if b := p.fleet.another(&w); b != nil {
-				err := f.take(ctx, b, pieces)
-				p.fleet.leave(b, 0)
-				if err == nil {
-					p.n.freed.Add(1)
-					return
-				}
-				w.tried = append(w.tried, b)
-				continue
-			}
-			w.tried = nil // all failed, or have no room: later they may not
-			select {
-			case <-time.After(p.o.HealthInterval):
-			case <-ctx.Done():
-			}
-		}
-		p.o.Log.Warn("P keeps KV that no request wants, until its own limit", "request", f.id)
-	})
-	if !started {
-		held.release()
-		p.releases.Add(-1)
-	}
-}
-
-// take sends a request and drops its answer.
-func (e *exchange) take(ctx context.Context, b *backend, pieces [][]byte) error {
-	n, err := b.client.Conn(ctx)
-	if err != nil {
-		return errNotSent
-	}
-	resp, err := e.send(ctx, b, n, pieces, e.legFields(b, rank{}), time.Now().Add(30*time.Second))
-	if err != nil {
-		return err
-	}
-	defer resp.Close()
-	if resp.Status >= 500 {
-		return errFailed
-	}
-	_, err = resp.ReadAll(maxWhole)
-	return err
 }

@@ -81,6 +81,7 @@ type End struct {
 	line    [lineBytes]byte // the beginning of the line that is being read
 	n       int             // bytes of line
 	long    bool            // the line is longer
+	events  int             // with data that have ended, pings not counted
 	name    string          // of the event that is being read; "": it has none
 	data    []byte          // the beginning of its data
 	hasData bool
@@ -91,9 +92,6 @@ func NewEnd(a API) *End { return &End{api: a} }
 
 // Add takes the next bytes.
 func (e *End) Add(b []byte) {
-	if e.api == Other {
-		return
-	}
 	for len(b) > 0 {
 		i := bytes.IndexByte(b, '\n')
 		piece := b
@@ -121,6 +119,9 @@ func (e *End) takeLine() {
 	if len(line) == 0 {
 		if e.hasData {
 			e.state = e.after()
+			if e.name != "ping" && typeOf(e.data) != "ping" && len(e.data) > 0 {
+				e.events++
+			}
 		}
 		e.name, e.data, e.hasData = "", e.data[:0], false
 		return
@@ -170,6 +171,9 @@ func typeOf(data []byte) string {
 	return string(name)
 }
 
+// Events returns how many events with data have come. Comments, pings and empty events are none.
+func (e *End) Events() int { return e.events }
+
 // State returns how far the stream has come.
 func (e *End) State() State {
 	rest := bytes.TrimSuffix(e.line[:e.n], []byte("\r"))
@@ -183,4 +187,97 @@ func (e *End) State() State {
 		return Open // an event is cut
 	}
 	return e.state
+}
+
+// Kind is what an event says of how far an engine has come.
+type Kind uint8
+
+const (
+	Nothing Kind = iota // a comment, a ping or an empty event
+	Opening             // the beginning of an answer that has no token yet
+	Failure             // the engine failed, by no fault of the request
+	Data                // anything else
+)
+
+// KindOf tells what an event is, its empty line included.
+func (a API) KindOf(raw []byte) Kind {
+	var name string
+	var data []byte
+	for line := range bytes.Lines(raw) {
+		line = bytes.TrimRight(line, "\r\n")
+		if v, ok := bytes.CutPrefix(line, []byte("event:")); ok {
+			name = string(bytes.TrimSpace(v))
+		} else if v, ok := bytes.CutPrefix(line, []byte("data:")); ok && data == nil {
+			data = bytes.TrimSpace(v)
+		}
+	}
+	if name == "" {
+		name = typeOf(data)
+	}
+	switch {
+	case len(data) == 0, name == "ping":
+		return Nothing
+	case name == "response.created", name == "response.in_progress", name == "response.queued":
+		return Opening
+	case name == "error", bytes.HasPrefix(data, []byte(`{"error"`)):
+		return failureOf(data)
+	case a == Completions && bytes.Contains(data, []byte(`"role"`)) && onlyRole(data):
+		return Opening
+	}
+	return Data
+}
+
+// failureOf tells whether an error event says that the request is at fault.
+func failureOf(data []byte) Kind {
+	var e struct {
+		Error struct {
+			Code any    `json:"code"`
+			Type string `json:"type"`
+		} `json:"error"`
+	}
+	if json.Unmarshal(data, &e) != nil {
+		return Data
+	}
+	if code, ok := e.Error.Code.(float64); ok && code != 0 && code < 500 || strings.HasPrefix(e.Error.Type, "invalid_request") {
+		return Data
+	}
+	return Failure
+}
+
+// onlyRole reports whether a chunk of a chat says who speaks, and nothing else.
+func onlyRole(data []byte) bool {
+	var c struct {
+		Choices []struct {
+			Delta  map[string]any `json:"delta"`
+			Reason *string        `json:"finish_reason"`
+		} `json:"choices"`
+	}
+	if json.Unmarshal(data, &c) != nil || len(c.Choices) == 0 {
+		return false
+	}
+	for _, x := range c.Choices {
+		if x.Reason != nil || x.Delta["role"] == nil {
+			return false
+		}
+		for k, v := range x.Delta {
+			if list, ok := v.([]any); k != "role" && v != nil && v != "" && (!ok || len(list) > 0) {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// EventLen returns the bytes of the first event of b, its empty line included; 0: it is not whole.
+func EventLen(b []byte) int {
+	for at := 0; ; {
+		i := bytes.IndexByte(b[at:], '\n')
+		if i < 0 {
+			return 0
+		}
+		if line := b[at : at+i]; len(line) == 0 || len(line) == 1 && line[0] == '\r' {
+			return at + i + 1
+		}
+		at += i + 1
+	}
 }

@@ -35,6 +35,7 @@ type Request struct {
 	Stream    Range
 	MaxTokens Range
 	MaxNew    Range // max_completion_tokens
+	MinTokens Range
 	Params    Range // kv_transfer_params
 	ECParams  Range // ec_transfer_params
 	XArgs     Range // vllm_xargs
@@ -187,6 +188,8 @@ func (r *Request) note(f field) {
 		r.MaxTokens = f.value
 	case "max_completion_tokens":
 		r.MaxNew = f.value
+	case "min_tokens":
+		r.MinTokens = f.value
 	case "kv_transfer_params":
 		r.Params = f.value
 	case "ec_transfer_params":
@@ -439,6 +442,12 @@ func (r *Request) Text(at Range) (s string, ok bool) {
 func (r *Request) Int(at Range) (n int, ok bool) {
 	n, err := strconv.Atoi(string(at.Of(r.Body)))
 	return n, err == nil
+}
+
+// Countable reports whether a limit is a number above 0, null or none: what an engine takes for a number of tokens.
+func (r *Request) Countable(at Range) bool {
+	n, ok := r.Int(at)
+	return ok && n > 0 || !at.Has() || string(at.Of(r.Body)) == "null"
 }
 
 // Bool returns the truth at a range; ok is false for another value, or none.

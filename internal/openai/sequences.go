@@ -46,3 +46,54 @@ func oneElement(list []byte) bool {
 	s.space()
 	return s.take(']')
 }
+
+// Prompts returns the prompts of a completion whose prompt is a list of several: where they lie, and whether each of them can be
+// sent as a request of its own, with the same answers. That holds for texts, and for lists of token ids, none of them empty, while
+// all else asks for one answer to each. count is how many there are; below 2: the request has no such list.
+func (r *Request) Prompts() (prompts []Range, count int, apart bool) {
+	if !r.Prompt.Has() || r.Body[r.Prompt.From] != '[' {
+		return nil, 0, false
+	}
+	prompts, ok := elements(r.Body, r.Prompt)
+	if !ok || len(prompts) == 0 || r.Body[prompts[0].From] != '"' && r.Body[prompts[0].From] != '[' {
+		return nil, 0, false // token ids
+	}
+	is := func(at Range, values ...string) bool {
+		return !at.Has() || slices.Contains(values, string(at.Of(r.Body)))
+	}
+	apart = is(r.N, "1", "null") && is(r.BestOf, "1", "null") && is(r.Beam, "false", "null") && is(r.Embeds, "null")
+	for _, at := range prompts {
+		apart = apart && r.Body[at.From] == r.Body[prompts[0].From] && lonely(r.Body, at)
+	}
+	return prompts, len(prompts), apart
+}
+
+// lonely reports whether a prompt of a list is a text, or a list of numbers, and not empty.
+func lonely(body []byte, at Range) bool {
+	if body[at.From] == '"' {
+		return at.To-at.From > 2
+	}
+	ids, ok := elements(body, at)
+	for _, id := range ids {
+		ok = ok && (body[id.From] == '-' || body[id.From] >= '0' && body[id.From] <= '9')
+	}
+	return ok && len(ids) > 0
+}
+
+// elements returns where the elements of a valid JSON list lie.
+func elements(body []byte, list Range) (all []Range, ok bool) {
+	s := scanner{b: body[:list.To], at: list.From}
+	if !s.take('[') {
+		return nil, false
+	}
+	for s.space(); !s.take(']'); s.space() {
+		from := s.at
+		if s.value(1) != nil {
+			return nil, false
+		}
+		all = append(all, Range{from, s.at})
+		s.space()
+		s.take(',')
+	}
+	return all, true
+}

@@ -12,23 +12,33 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
-// answer writes what becomes of a request: at the end, or event by event.
+// answer writes what becomes of a request of completions or chat: at the end, or event by event.
 type answer struct {
-	a      *API
-	w      http.ResponseWriter
-	rc     *http.ResponseController
-	body   *body
-	id     string
-	chat   bool
-	prompt []uint32
-	start  time.Time
+	a     *API
+	w     http.ResponseWriter
+	rc    *http.ResponseController
+	body  *body
+	id    string
+	chat  bool
+	start time.Time
+	seqs  []*sequence
+	ended int // of seqs
 
-	tokens  []uint32
 	first   time.Time
 	last    time.Time
 	started bool // the stream
 	buf     []byte
 	armed   time.Time // when the limit on sending was set
+}
+
+// sequence is one prompt and one answer of a request.
+type sequence struct {
+	index  int
+	prompt []uint32
+	text   string // of prompt, where the client sent one
+	tokens []uint32
+	end    *engine.End
+	stream *engine.Stream
 
 	// An event with nothing but text is these, and the text in between.
 	before, behind []byte
@@ -40,6 +50,7 @@ type choice struct {
 	Message      *said    `json:"message,omitempty"`
 	Delta        *said    `json:"delta,omitempty"`
 	Logprobs     any      `json:"logprobs"`
+	PromptProbs  any      `json:"prompt_logprobs,omitempty"`
 	FinishReason *string  `json:"finish_reason"`
 	StopReason   any      `json:"stop_reason"`
 	TokenIDs     []uint32 `json:"token_ids,omitempty"`
@@ -47,8 +58,19 @@ type choice struct {
 }
 
 type said struct {
-	Role    string  `json:"role,omitempty"`
-	Content *string `json:"content,omitempty"`
+	Role    string     `json:"role,omitempty"`
+	Content *string    `json:"content,omitempty"`
+	Calls   []toolCall `json:"tool_calls,omitempty"`
+}
+
+type toolCall struct {
+	Index    int    `json:"index"`
+	ID       string `json:"id"`
+	Type     string `json:"type"`
+	Function struct {
+		Name      string `json:"name"`
+		Arguments string `json:"arguments"`
+	} `json:"function"`
 }
 
 type usage struct {
@@ -70,12 +92,23 @@ type response struct {
 	Params  *wire.KVTransferParams `json:"kv_transfer_params,omitempty"`
 }
 
-func (n *answer) usage(end *engine.End) *usage {
-	u := &usage{Prompt: len(n.prompt), Completion: len(n.tokens), Total: len(n.prompt) + len(n.tokens)}
-	if end != nil && end.Cached > 0 {
+// usage sums up the sequences given; the prompt of several answers counts once.
+func (n *answer) usage(seqs []*sequence) *usage {
+	u, cached := &usage{}, 0
+	for i, q := range seqs {
+		if i%n.body.answers() == 0 || len(seqs) == 1 {
+			u.Prompt += len(q.prompt)
+			if q.end != nil {
+				cached += q.end.Cached
+			}
+		}
+		u.Completion += len(q.tokens)
+	}
+	u.Total = u.Prompt + u.Completion
+	if cached > 0 {
 		u.Details = &struct {
 			Cached int `json:"cached_tokens"`
-		}{end.Cached}
+		}{cached}
 	}
 	return u
 }
@@ -84,32 +117,49 @@ func (n *answer) response(object string) *response {
 	return &response{ID: n.id, Object: object, Created: n.start.Unix(), Model: n.a.e.Model(), Choices: []choice{}}
 }
 
-// take takes tokens in, and the end; it reports whether there is more to come.
-func (n *answer) take(more []uint32, end *engine.End) bool {
+// take takes tokens of a sequence in, and its end; it reports whether there is more to come.
+func (n *answer) take(q *sequence, more []uint32, end *engine.End) bool {
 	n.observe(more, end)
 	if now := time.Now(); now.Sub(n.armed) > sendTimeout/8 {
 		n.armed = now
 		_ = n.rc.SetWriteDeadline(now.Add(sendTimeout)) // not every ResponseWriter has deadlines
 	}
-	n.tokens = append(n.tokens, more...)
-	if !n.body.Stream {
-		if end != nil {
-			n.whole(end)
-		}
-		return end == nil
+	q.tokens, q.end = append(q.tokens, more...), end
+	if end != nil {
+		n.ended++
 	}
-	if !n.started && (end == nil || end.Err == nil) {
+	failed := end != nil && end.Err != nil
+	if !n.body.Stream {
+		if failed {
+			n.a.fail(n.w, failure(end.Err))
+			return false
+		}
+		if n.ended == len(n.seqs) {
+			n.whole()
+		}
+		return n.ended < len(n.seqs)
+	}
+	if !n.started && !failed {
 		n.open()
 	}
 	// The reason of the end has an event even where it comes after the last token, alone.
-	if ended := end != nil && end.Err == nil; (len(more) > 0 || ended) && !n.event(more, end) {
+	if ended := end != nil && !failed; (len(more) > 0 || ended) && !n.event(q, more, end) {
 		return false // the client has gone
 	}
-	if end == nil {
+	if !failed && n.ended < len(n.seqs) {
 		return true
 	}
 	n.close(end)
 	return false
+}
+
+// comment writes a comment, which keeps the connection, and reports whether the client is there.
+func (n *answer) comment() bool {
+	if !n.started {
+		n.open()
+	}
+	n.buf = append(n.buf[:0], ": keep-alive\n\n"...)
+	return n.send()
 }
 
 // observe counts times as vLLM does.
@@ -130,24 +180,32 @@ func (n *answer) observe(more []uint32, end *engine.End) {
 }
 
 // whole writes the answer of a request that does not stream.
-func (n *answer) whole(end *engine.End) {
-	if end.Err != nil {
-		n.a.fail(n.w, failure(end.Err))
-		return
-	}
-	text := tokenText(n.tokens)
-	c := choice{FinishReason: &end.Reason}
+func (n *answer) whole() {
 	object := "text_completion"
 	if n.chat {
-		object, c.Message = "chat.completion", &said{"assistant", &text}
-	} else {
-		c.Text = &text
-	}
-	if n.body.ReturnTokenIDs {
-		c.TokenIDs, c.PromptIDs = n.tokens, n.prompt
+		object = "chat.completion"
 	}
 	r := n.response(object)
-	r.Choices, r.Usage, r.Params = []choice{c}, n.usage(end), end.Params
+	for _, q := range n.seqs {
+		text := tokenText(q.tokens)
+		c := choice{Index: q.index, FinishReason: &q.end.Reason, Logprobs: n.body.probs(q, q.tokens, n.chat), PromptProbs: n.body.promptProbs(q)}
+		switch {
+		case n.chat && n.body.calls():
+			c.Message = &said{Role: "assistant", Calls: n.body.call(q.index, text)}
+		case n.chat:
+			c.Message = &said{Role: "assistant", Content: &text}
+		default:
+			if n.body.Echo {
+				text = q.text + text
+			}
+			c.Text = &text
+		}
+		if n.body.ReturnTokenIDs {
+			c.TokenIDs, c.PromptIDs = q.tokens, q.prompt
+		}
+		r.Choices = append(r.Choices, c)
+	}
+	r.Usage, r.Params = n.usage(n.seqs), n.seqs[0].end.Params
 	reply(n.w, http.StatusOK, r)
 }
 
@@ -165,31 +223,41 @@ func (n *answer) open() {
 	h.Set("Content-Type", "text/event-stream; charset=utf-8")
 	h.Set("Cache-Control", "no-cache")
 	n.w.WriteHeader(http.StatusOK)
-	if n.chat {
+	for _, q := range n.seqs {
 		r, empty := n.response(n.object()), ""
-		r.Choices = []choice{{Delta: &said{"assistant", &empty}}}
+		if n.chat {
+			r.Choices = []choice{{Index: q.index, Delta: &said{Role: "assistant", Content: &empty}}}
+		} else if r.Choices = []choice{{Index: q.index, Text: &q.text, Logprobs: n.body.probs(q, nil, false)}}; !n.body.Echo {
+			continue
+		}
 		n.write(r)
 	}
 }
 
 // event writes tokens; the last ones have the reason of the end.
-func (n *answer) event(more []uint32, end *engine.End) bool {
+func (n *answer) event(q *sequence, more []uint32, end *engine.End) bool {
 	text := tokenText(more)
-	if end == nil && !n.body.ReturnTokenIDs && !n.body.StreamUsage.Continuous && plain(text) {
-		if n.before == nil {
-			n.before, n.behind = n.frame()
+	if end == nil && !n.body.rich() && plain(text) {
+		if q.before == nil {
+			q.before, q.behind = n.frame(q.index)
 		}
-		n.buf = append(append(append(n.buf[:0], n.before...), text...), n.behind...)
+		n.buf = append(append(append(n.buf[:0], q.before...), text...), q.behind...)
 		return n.send()
 	}
-	c := choice{}
-	if n.chat {
+	c := choice{Index: q.index, Logprobs: n.body.probs(q, more, n.chat)}
+	switch {
+	case n.chat && n.body.calls():
+		c.Delta = &said{Calls: n.body.call(q.index, text)}
+	case n.chat:
 		c.Delta = &said{Content: &text}
-	} else {
+	default:
 		c.Text = &text
 	}
 	if n.body.ReturnTokenIDs {
 		c.TokenIDs = more
+		if len(q.tokens) == len(more) {
+			c.PromptIDs = q.prompt
+		}
 	}
 	if end != nil && end.Err == nil {
 		c.FinishReason = &end.Reason
@@ -197,7 +265,7 @@ func (n *answer) event(more []uint32, end *engine.End) bool {
 	r := n.response(n.object())
 	r.Choices = []choice{c}
 	if n.body.StreamUsage.Continuous {
-		r.Usage = n.usage(nil)
+		r.Usage = n.usage([]*sequence{{prompt: q.prompt, tokens: q.tokens}})
 	}
 	return n.write(r)
 }
@@ -213,10 +281,10 @@ func plain(text string) bool {
 }
 
 // frame returns what stands before and behind the text of an event.
-func (n *answer) frame() (before, behind []byte) {
+func (n *answer) frame(index int) (before, behind []byte) {
 	const mark = "@text@"
 	text := mark
-	c := choice{}
+	c := choice{Index: index}
 	if n.chat {
 		c.Delta = &said{Content: &text}
 	} else {
@@ -239,7 +307,7 @@ func (n *answer) frame() (before, behind []byte) {
 	return append([]byte("data: "), full[:at]...), append(bytes.Clone(full[at+len(mark):]), "\n\n"...)
 }
 
-// close ends a stream.
+// close ends a stream; end is that of the last sequence, or of one that failed.
 func (n *answer) close(end *engine.End) {
 	switch {
 	case end.Err != nil && !n.started:
@@ -249,7 +317,7 @@ func (n *answer) close(end *engine.End) {
 		n.write(failure(end.Err).body())
 	case n.body.StreamUsage.IncludeUsage:
 		r := n.response(n.object())
-		r.Usage = n.usage(end)
+		r.Usage = n.usage(n.seqs)
 		n.write(r)
 	}
 	if _, err := n.w.Write([]byte("data: [DONE]\n\n")); err == nil {

@@ -33,9 +33,9 @@ func TestStreamsEndWithAReason(t *testing.T) {
 	} {
 		for _, chat := range []bool{false, true} {
 			w := httptest.NewRecorder()
-			n := &answer{a: a, w: w, rc: http.NewResponseController(w), body: &body{Stream: true}, chat: chat}
+			n := &answer{a: a, w: w, rc: http.NewResponseController(w), body: &body{Stream: true}, chat: chat, seqs: []*sequence{{}}}
 			for i, s := range steps {
-				if more := n.take(s.tokens, s.end); more != (i < len(steps)-1) {
+				if more := n.take(n.seqs[0], s.tokens, s.end); more != (i < len(steps)-1) {
 					t.Errorf("%s: more to come after step %d: %v", name, i, more)
 				}
 			}
@@ -59,12 +59,12 @@ func TestEventsPutTogether(t *testing.T) {
 		texts := map[bool]string{}
 		for _, whole := range []bool{false, true} {
 			w := httptest.NewRecorder()
-			n := &answer{a: a, w: w, rc: http.NewResponseController(w), body: &body{Stream: true}, chat: chat, id: `@text@"\`}
+			n := &answer{a: a, w: w, rc: http.NewResponseController(w), body: &body{Stream: true}, chat: chat, id: `@text@"\`, seqs: []*sequence{{}}}
 			if whole { // continuous usage is not put together; without its figures it is the same
 				n.body.StreamUsage.Continuous = true
 			}
-			n.take([]uint32{1, 2}, nil)
-			n.take([]uint32{3}, nil)
+			n.take(n.seqs[0], []uint32{1, 2}, nil)
+			n.take(n.seqs[0], []uint32{3}, nil)
 			text, _, _ := strings.Cut(w.Body.String(), "[DONE]")
 			for {
 				from := strings.Index(text, `,"usage":{`)

@@ -14,12 +14,13 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/histogram"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
-	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
@@ -29,8 +30,12 @@ type Options struct {
 	// SameIDs keeps request ids as clients gave them, as vLLM 0.13 does: then P and D can
 	// pair by them. Later releases append random characters.
 	SameIDs bool
-	MaxBody int64        // bytes of a request; default 64 MiB
-	Log     *slog.Logger // nil discards
+	// Ranks is how many data-parallel ranks clients may name; default 1.
+	Ranks int
+	// KeepAlive is after how long without an event a stream has a comment, vLLM's --sse-keep-alive-interval; 0: it never has.
+	KeepAlive time.Duration
+	MaxBody   int64        // bytes of a request; default 64 MiB
+	Log       *slog.Logger // nil discards
 }
 
 // Limits of one request.
@@ -46,11 +51,15 @@ type API struct {
 	mux     *http.ServeMux
 	created int64
 	stats   stats
+
+	adapters  adapters
+	responses responseStore
 }
 
 // New returns an API of an engine, which stays the caller's.
 func New(e *engine.Engine, o Options) *API {
 	o.MaxBody = cmp.Or(o.MaxBody, 64<<20)
+	o.Ranks = max(o.Ranks, 1)
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	a := &API{e: e, o: o, mux: http.NewServeMux(), created: time.Now().Unix()}
 	a.stats = stats{histogram.Times(), histogram.Times(), histogram.Times()}
@@ -59,16 +68,26 @@ func New(e *engine.Engine, o Options) *API {
 	metrics.AddWith(reg, labels, a.metrics)
 	e.Collect(reg, labels)
 	ok := func(w http.ResponseWriter, _ *http.Request) {}
-	a.mux.HandleFunc("POST /v1/completions", a.completions)
-	a.mux.HandleFunc("POST /v1/chat/completions", a.chat)
+	post := func(path string, f http.HandlerFunc) { a.mux.HandleFunc("POST "+path, a.json(f)) }
+	post("/v1/completions", a.completions)
+	post("/v1/chat/completions", a.chat)
+	post("/v1/chat/completions/batch", a.batch)
+	post("/v1/responses", a.respond)
+	a.mux.HandleFunc("GET /v1/responses/{id}", a.response)
+	a.mux.HandleFunc("POST /v1/responses/{id}/cancel", a.response)
+	post("/v1/messages", a.message)
+	post("/v1/messages/count_tokens", a.countTokens)
+	post("/inference/v1/generate", a.generate)
+	post("/v1/load_lora_adapter", a.loadAdapter)
+	post("/v1/unload_lora_adapter", a.unloadAdapter)
 	a.mux.HandleFunc("GET /v1/models", a.models)
 	a.mux.HandleFunc("GET /health", ok)
 	a.mux.HandleFunc("GET /healthz", ok)
 	a.mux.HandleFunc("GET /healthcheck", ok)
 	a.mux.HandleFunc("/ping", ok)
 	a.mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { reply(w, 200, map[string]string{"version": o.Version}) })
-	a.mux.HandleFunc("POST /tokenize", a.tokenize)
-	a.mux.HandleFunc("POST /detokenize", a.detokenize)
+	post("/tokenize", a.tokenize)
+	post("/detokenize", a.detokenize)
 	a.mux.HandleFunc("POST /reset_prefix_cache", a.reset)
 	a.mux.Handle("GET /metrics", reg.Handler())
 	return a
@@ -104,8 +123,20 @@ func (e *apiError) body() (b errorBody) {
 	return b
 }
 
-// read decodes a request and checks its model.
-func (a *API) read(w http.ResponseWriter, r *http.Request) (*body, *apiError) {
+// json refuses other media types, as vLLM does.
+func (a *API) json(f http.HandlerFunc) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		kind, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";")
+		if !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
+			a.fail(w, badRequest("", "Unsupported Media Type: Only 'application/json' is allowed"))
+			return
+		}
+		f(w, r)
+	}
+}
+
+// text reads the body of a request.
+func (a *API) text(w http.ResponseWriter, r *http.Request) ([]byte, *apiError) {
 	text, err := io.ReadAll(http.MaxBytesReader(w, r.Body, a.o.MaxBody))
 	if err != nil {
 		if _, ok := errors.AsType[*http.MaxBytesError](err); ok {
@@ -113,24 +144,47 @@ func (a *API) read(w http.ResponseWriter, r *http.Request) (*body, *apiError) {
 		}
 		return nil, badRequest("", "%v", err)
 	}
+	// The server's limit on reading ends with the body. Left on, it would pass for a client that leaves.
+	_ = http.NewResponseController(w).SetReadDeadline(time.Time{}) // not every ResponseWriter has deadlines
+	return text, nil
+}
+
+// read decodes a request and checks its model.
+func (a *API) read(w http.ResponseWriter, r *http.Request) (*body, *apiError) {
+	text, bad := a.text(w, r)
+	if bad != nil {
+		return nil, bad
+	}
 	b, bad := decode(text)
-	if bad == nil && b.Model != "" && b.Model != a.e.Model() {
-		bad = &apiError{404, "NotFoundError", "model", fmt.Sprintf("The model `%.128s` does not exist.", b.Model)}
+	if bad == nil {
+		bad = a.known(b.Model)
 	}
 	return b, bad
 }
 
+// known refuses a model that the engine does not have.
+func (a *API) known(model string) *apiError {
+	if model != "" && model != a.e.Model() && !a.adapters.has(model) {
+		return &apiError{404, "NotFoundError", "model", fmt.Sprintf("The model `%.128s` does not exist.", model)}
+	}
+	return nil
+}
+
 func (a *API) completions(w http.ResponseWriter, r *http.Request) {
 	b, bad := a.read(w, r)
-	var tokens []uint32
+	var prompts [][]uint32
+	var texts []string
 	if bad == nil {
-		tokens, bad = b.prompt()
+		bad = b.check(false)
+	}
+	if bad == nil {
+		prompts, texts, bad = b.prompts()
 	}
 	if bad != nil {
 		a.fail(w, bad)
 		return
 	}
-	a.serve(w, r, b, tokens, 16, false)
+	a.serve(w, r, b, prompts, texts, false)
 }
 
 func (a *API) chat(w http.ResponseWriter, r *http.Request) {
@@ -138,79 +192,233 @@ func (a *API) chat(w http.ResponseWriter, r *http.Request) {
 	if bad == nil && len(b.Messages) == 0 {
 		bad = badRequest("messages", "messages is missing")
 	}
+	if bad == nil {
+		bad = b.check(true)
+	}
 	if bad != nil {
 		a.fail(w, bad)
 		return
 	}
-	tokens := tokenize(chatText(b.Messages))
-	a.serve(w, r, b, tokens, max(1, a.e.MaxModel()-len(tokens)), true)
+	a.serve(w, r, b, [][]uint32{tokenize(chatText(b.Messages))}, nil, true)
+}
+
+// batch is a chat of several conversations, which have an answer each.
+func (a *API) batch(w http.ResponseWriter, r *http.Request) {
+	text, bad := a.text(w, r)
+	var list struct {
+		Messages [][]message `json:"messages"`
+	}
+	var rest map[string]json.RawMessage
+	if bad == nil && (json.Unmarshal(text, &rest) != nil || json.Unmarshal(text, &list) != nil || len(list.Messages) == 0) {
+		bad = badRequest("messages", "messages must be a list of conversations")
+	}
+	var b *body
+	if bad == nil {
+		delete(rest, "messages")
+		text, _ = json.Marshal(rest) // decoded just now
+		b, bad = decode(text)
+	}
+	var prompts [][]uint32
+	if bad == nil {
+		for _, messages := range list.Messages {
+			if bad = checkMessages(messages); bad == nil && len(messages) == 0 {
+				bad = badRequest("messages", "a conversation is empty")
+			}
+			if bad != nil {
+				break
+			}
+			prompts = append(prompts, tokenize(chatText(messages)))
+		}
+	}
+	if bad == nil {
+		bad = a.known(b.Model)
+	}
+	if bad == nil && (b.Stream || b.answers() != 1) {
+		bad = badRequest("stream", "a batch is neither streamed nor has n above 1")
+	}
+	if bad == nil {
+		bad = b.check(true)
+	}
+	if bad != nil {
+		a.fail(w, bad)
+		return
+	}
+	a.serve(w, r, b, prompts, nil, true)
 }
 
 // ids returns the request's id for the client and for the engine.
-func (a *API) ids(r *http.Request, b *body, chat bool) (shown, own string, bad *apiError) {
+func (a *API) ids(r *http.Request, b *body, prefix string) (shown string, bad *apiError) {
 	id := cmp.Or(r.Header.Get("X-Request-Id"), b.RequestID, strings.ToLower(rand.Text()))
 	if len(id) > maxID { // logs and connectors repeat it
-		return "", "", badRequest("request_id", "request_id has %d bytes, at most %d are allowed.", len(id), maxID)
+		return "", badRequest("request_id", "request_id has %d bytes, at most %d are allowed.", len(id), maxID)
 	}
-	shown = "cmpl-" + id
-	own = shown + "-0"
-	if chat {
-		shown = "chatcmpl-" + id
-		own = shown
-	}
-	if !a.o.SameIDs {
-		own += "-" + strings.ToLower(rand.Text()[:8])
-	}
-	return shown, own, nil
+	return prefix + id, nil
 }
 
-// serve runs a request and writes its answer.
-func (a *API) serve(w http.ResponseWriter, r *http.Request, b *body, tokens []uint32, usual int, chat bool) {
-	limit, bad := b.limit(usual)
-	var params *wire.KVTransferParams
-	if bad == nil {
-		params, bad = b.params()
+// own returns the engine's id of an answer to a prompt of a request.
+func (a *API) own(shown string, chat bool, prompt, answer, answers int) string {
+	if !chat {
+		shown += fmt.Sprint("-", prompt)
+	} else if prompt > 0 {
+		shown += fmt.Sprint("_", prompt)
 	}
-	if n := len(tokens); bad == nil && n >= a.e.MaxModel() {
-		bad = badRequest("input_tokens", "This model's maximum context length is %d tokens. However, your prompt contains %d input tokens, "+
-			"which exceeds this limit even without any output tokens. Please reduce the length of the input prompt.", a.e.MaxModel(), n)
-	} else if bad == nil && limit > a.e.MaxModel()-n {
-		bad = badRequest("input_tokens", "This model's maximum context length is %d tokens. However, you requested %d output tokens and your prompt "+
-			"contains %d input tokens, for a total of %d tokens. Please reduce the length of the input prompt or the number of requested output tokens.",
-			a.e.MaxModel(), limit, n, uint64(n)+uint64(limit))
+	if answers > 1 {
+		shown = fmt.Sprint(answer, "_", shown)
 	}
-	if bad != nil {
-		a.fail(w, bad)
-		return
+	if !a.o.SameIDs {
+		shown += "-" + strings.ToLower(rand.Text()[:8])
 	}
-	shown, own, bad := a.ids(r, b, chat)
-	if bad != nil {
-		a.fail(w, bad)
-		return
+	return shown
+}
+
+// rank refuses a data-parallel rank that is not there. vLLM ignores what is no number.
+func (a *API) rank(r *http.Request) *apiError {
+	if n, err := strconv.Atoi(r.Header.Get("X-Data-Parallel-Rank")); err == nil && (n < 0 || n >= a.o.Ranks) {
+		return badRequest("", "data_parallel_rank %d is out of range [0, %d).", n, a.o.Ranks)
 	}
-	ctx, cancel := context.WithCancel(r.Context())
-	defer cancel() // a client that leaves ends its request
-	start := time.Now()
-	s, err := a.e.Submit(ctx, engine.Request{
-		ID: own, Tokens: tokens, MaxTokens: limit, Priority: b.Priority, Salt: b.Salt, SkipCache: b.SkipCache, Params: params,
-	})
-	if err != nil {
-		a.fail(w, failure(err))
-		return
+	return nil
+}
+
+// begin gives the engine a request of some prompts, each with as many answers as the body wants. All of them end when ctx does.
+//
+// Each of them has the request's kv_transfer_params, as in vLLM: a transfer id is then that of several.
+func (a *API) begin(ctx context.Context, r *http.Request, b *body, prompts [][]uint32, usual int, shown string, chat bool) ([]*sequence, *apiError) {
+	if bad := a.rank(r); bad != nil {
+		return nil, bad
 	}
-	an := &answer{a: a, w: w, body: b, id: shown, chat: chat, prompt: tokens, start: start}
-	an.rc = http.NewResponseController(w)
-	// The server's limit on reading ends with the body. Left on, it would pass for a client that leaves.
-	_ = an.rc.SetReadDeadline(time.Time{}) // not every ResponseWriter has deadlines
-	for {
-		more, end, err := s.Next(r.Context())
-		if err != nil {
-			return // the client has gone
+	limits := make([]int, len(prompts))
+	for i, tokens := range prompts {
+		n, most := len(tokens), a.e.MaxModel()
+		normal := usual
+		if chat {
+			normal = max(1, most-n)
 		}
-		if !an.take(more, end) {
+		limit, bad := b.limit(normal)
+		if bad == nil && n >= most {
+			bad = badRequest("input_tokens", "This model's maximum context length is %d tokens. However, your prompt contains %d input tokens, "+
+				"which exceeds this limit even without any output tokens. Please reduce the length of the input prompt.", most, n)
+		} else if bad == nil && limit > most-n {
+			bad = badRequest("input_tokens", "This model's maximum context length is %d tokens. However, you requested %d output tokens and your prompt "+
+				"contains %d input tokens, for a total of %d tokens. Please reduce the length of the input prompt or the number of requested output tokens.",
+				most, limit, n, uint64(n)+uint64(limit))
+		}
+		if bad != nil {
+			return nil, bad
+		}
+		limits[i] = limit
+	}
+	var seqs []*sequence
+	for i, tokens := range prompts {
+		for k := range b.answers() {
+			params, bad := b.params()
+			if bad != nil {
+				return nil, bad
+			}
+			q := &sequence{index: len(seqs), prompt: tokens}
+			var err error
+			q.stream, err = a.e.Submit(ctx, engine.Request{
+				ID: a.own(shown, chat, i, k, b.answers()), Tokens: tokens, MaxTokens: limits[i], Priority: b.Priority, Salt: a.adapters.salt(b.Model, b.Salt),
+				SkipCache: b.SkipCache, Params: params,
+			})
+			if err != nil {
+				return nil, failure(err)
+			}
+			seqs = append(seqs, q)
+		}
+	}
+	return seqs, nil
+}
+
+// follow calls take with the tokens and the end of each sequence as they come, until take reports that there is no more to come.
+// Between them it calls idle each Options.KeepAlive; nil: it does not.
+func (a *API) follow(ctx context.Context, seqs []*sequence, idle func() bool, take func(q *sequence, more []uint32, end *engine.End) bool) {
+	if len(seqs) == 1 && (idle == nil || a.o.KeepAlive == 0) {
+		for {
+			more, end, err := seqs[0].stream.Next(ctx)
+			if err != nil || !take(seqs[0], more, end) {
+				return // the client has gone, or all is written
+			}
+		}
+	}
+	type news struct {
+		q    *sequence
+		more []uint32
+		end  *engine.End
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	come := make(chan news)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	for _, q := range seqs {
+		wg.Go(func() {
+			for {
+				more, end, err := q.stream.Next(ctx)
+				if err != nil {
+					return
+				}
+				select {
+				case come <- news{q, more, end}:
+				case <-ctx.Done():
+					return
+				}
+				if end != nil {
+					return
+				}
+			}
+		})
+	}
+	var beat <-chan time.Time
+	if idle != nil && a.o.KeepAlive > 0 {
+		t := time.NewTicker(a.o.KeepAlive)
+		defer t.Stop()
+		beat = t.C
+	}
+	for {
+		select {
+		case n := <-come:
+			if !take(n.q, n.more, n.end) {
+				return
+			}
+		case <-beat:
+			if !idle() {
+				return
+			}
+		case <-ctx.Done():
 			return
 		}
 	}
+}
+
+// serve runs a request of completions or chat and writes its answer.
+func (a *API) serve(w http.ResponseWriter, r *http.Request, b *body, prompts [][]uint32, texts []string, chat bool) {
+	prefix := "cmpl-"
+	if chat {
+		prefix = "chatcmpl-"
+	}
+	shown, bad := a.ids(r, b, prefix)
+	ctx, cancel := context.WithCancel(r.Context())
+	defer cancel() // a client that leaves ends its request
+	start := time.Now()
+	var seqs []*sequence
+	if bad == nil {
+		seqs, bad = a.begin(ctx, r, b, prompts, 16, shown, chat)
+	}
+	if bad != nil {
+		a.fail(w, bad)
+		return
+	}
+	for i, q := range seqs {
+		if texts != nil {
+			q.text = texts[i/b.answers()]
+		}
+	}
+	an := &answer{a: a, w: w, body: b, id: shown, chat: chat, start: start, seqs: seqs, rc: http.NewResponseController(w)}
+	var idle func() bool
+	if b.Stream {
+		idle = an.comment
+	}
+	a.follow(r.Context(), seqs, idle, an.take)
 }
 
 // failure says an engine's error to a client.
@@ -227,9 +435,13 @@ func failure(err error) *apiError {
 }
 
 func (a *API) models(w http.ResponseWriter, _ *http.Request) {
-	reply(w, 200, map[string]any{"object": "list", "data": []any{map[string]any{
-		"id": a.e.Model(), "object": "model", "created": a.created, "owned_by": "kvasir", "root": a.e.Model(), "max_model_len": a.e.MaxModel(),
-	}}})
+	list := []any{map[string]any{
+		"id": a.e.Model(), "object": "model", "created": a.created, "owned_by": "kvasir", "root": a.e.Model(), "parent": nil, "max_model_len": a.e.MaxModel(),
+	}}
+	for _, name := range a.adapters.names() {
+		list = append(list, map[string]any{"id": name, "object": "model", "created": a.created, "owned_by": "kvasir", "root": name, "parent": a.e.Model()})
+	}
+	reply(w, 200, map[string]any{"object": "list", "data": list})
 }
 
 func (a *API) tokenize(w http.ResponseWriter, r *http.Request) {
@@ -240,7 +452,13 @@ func (a *API) tokenize(w http.ResponseWriter, r *http.Request) {
 	case len(b.Messages) > 0:
 		tokens = tokenize(chatText(b.Messages))
 	default:
-		tokens, bad = b.prompt()
+		var prompts [][]uint32
+		if prompts, _, bad = b.prompts(); bad == nil && len(prompts) > 1 {
+			bad = badRequest("prompt", "one prompt at a time, got %d", len(prompts))
+		}
+		if bad == nil {
+			tokens = prompts[0]
+		}
 	}
 	if bad != nil {
 		a.fail(w, bad)

@@ -57,6 +57,7 @@ type completion struct {
 	ID      string
 	Object  string
 	Choices []struct {
+		Index        int
 		Text         string
 		FinishReason string   `json:"finish_reason"`
 		TokenIDs     []uint32 `json:"token_ids"`
@@ -187,9 +188,24 @@ func TestRefusals(t *testing.T) {
 	f("/v1/completions", `{"prompt":"a","max_tokens":"x"}`, 400, "max_tokens")
 	f("/v1/completions", `{"prompt":"a","max_tokens":0}`, 400, "max_tokens must be at least 1")
 	f("/v1/completions", `{"prompt":""}`, 400, "cannot be empty")
-	f("/v1/completions", `{}`, 400, "prompt is missing")
-	f("/v1/completions", `{"prompt":["a","b"]}`, 400, "one prompt")
-	f("/v1/completions", `{"prompt":"a","n":2}`, 400, "n must be 1")
+	f("/v1/completions", `{}`, 400, "non-empty")
+	f("/v1/completions", `{"prompt":["a",""]}`, 400, "cannot be empty")
+	f("/v1/completions", `{"prompt":["a",[1]]}`, 400, "list of")
+	f("/v1/completions", `{"prompt":[[[1]],[[2]]]}`, 400, "list of token ids")
+	f("/v1/completions", `{"prompt":[]}`, 400, "non-empty")
+	f("/v1/completions", `{"prompt":"a","n":0}`, 400, "n must be at least 1, got 0.")
+	f("/v1/completions", `{"prompt":"a","n":16385}`, 400, "n must be at most")
+	f("/v1/completions", `{"prompt":"a","n":2,"temperature":0}`, 400, "greedy")
+	f("/v1/completions", `{"prompt":"a","n":"x"}`, 400, "whole number")
+	f("/v1/completions", `{"prompt":"a","suffix":"b"}`, 400, "suffix")
+	f("/v1/completions", `{"prompt":"a","stream":true,"prompt_logprobs":1}`, 400, "prompt_logprobs")
+	f("/v1/completions", `{"prompt":"a","stream_options":{"include_usage":true}}`, 400, "Stream options")
+	f("/v1/completions", `{"prompt":"a","min_tokens":9,"max_tokens":8}`, 400, "min_tokens")
+	f("/v1/chat/completions", `{"messages":[{"role":"user","content":"a"}],"top_logprobs":1}`, 400, "top_logprobs")
+	f("/v1/chat/completions", `{"messages":[{"role":"user","content":"a"}],"tool_choice":"required"}`, 400, "tools")
+	f("/v1/chat/completions/batch", `{"messages":[[{"role":"user","content":"a"}]],"stream":true}`, 400, "batch")
+	f("/v1/responses", `{"input":"a","previous_response_id":"resp_none"}`, 404, "not found")
+	f("/inference/v1/generate", `{"token_ids":[]}`, 400, "token_ids")
 	f("/v1/completions", `{"model":"other","prompt":"a"}`, 404, "The model `other` does not exist.")
 	f("/v1/completions", `{"prompt":"a","max_tokens":512}`, 400, "maximum context length is 512 tokens. However, you requested 512 output tokens")
 	f("/v1/completions", `{"prompt":"`+strings.Repeat("a ", 600)+`"}`, 400, "exceeds this limit even without any output tokens")
@@ -206,6 +222,7 @@ func TestClientLeaves(t *testing.T) {
 		before := e.Stats().Generated
 		ctx, cancel := context.WithCancel(t.Context())
 		r, _ := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", strings.NewReader(`{"prompt":"a b c","max_tokens":400,"stream":true}`))
+		r.Header.Set("Content-Type", "application/json")
 		go func() {
 			for s := e.Stats(); t.Context().Err() == nil && (s.Running+s.Waiting == 0 || s.Generated < before+tokens); s = e.Stats() {
 				time.Sleep(time.Millisecond)

@@ -289,6 +289,7 @@ func (d *deployment) ask(ctx context.Context, c *child, id string, tokens []uint
 	if err != nil {
 		return nil, nil, err
 	}
+	q.Header.Set("Content-Type", "application/json")
 	q.Header.Set("X-Request-Id", id)
 	r, err := http.DefaultClient.Do(q)
 	if err != nil {

@@ -3,11 +3,9 @@
 package api
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
@@ -38,7 +36,17 @@ type body struct {
 		IncludeUsage bool `json:"include_usage"`
 		Continuous   bool `json:"continuous_usage_stats"`
 	} `json:"stream_options"`
-	N              *int            `json:"n"`
+	N              laxInt          `json:"n"`
+	Temperature    *float64        `json:"temperature"`
+	Beam           bool            `json:"use_beam_search"`
+	MinTokens      int             `json:"min_tokens"`
+	Echo           bool            `json:"echo"`
+	Suffix         *string         `json:"suffix"`
+	Logprobs       json.RawMessage `json:"logprobs"` // a number of completions, a truth of chat
+	TopLogprobs    *int            `json:"top_logprobs"`
+	PromptLogprobs *int            `json:"prompt_logprobs"`
+	Tools          []tool          `json:"tools"`
+	ToolChoice     json.RawMessage `json:"tool_choice"`
 	Priority       int             `json:"priority"`
 	Salt           string          `json:"cache_salt"`
 	RequestID      string          `json:"request_id"`
@@ -84,52 +92,24 @@ func decode(text []byte) (*body, *apiError) {
 		}
 		return nil, badRequest("", "%v", err)
 	}
-	if b.N != nil && *b.N != 1 {
-		return nil, badRequest("n", "n must be 1, got %d", *b.N)
-	}
-	for i, m := range b.Messages {
-		if strings.TrimSpace(m.Role) == "" {
-			return nil, badRequest("messages", "messages[%d] has no role", i)
-		}
-		var s string
-		var parts []struct{ Text string }
-		if len(m.Content) > 0 && json.Unmarshal(m.Content, &s) != nil && json.Unmarshal(m.Content, &parts) != nil {
-			return nil, badRequest("messages", "messages[%d].content must be a text or a list of parts", i)
-		}
+	if bad := checkMessages(b.Messages); bad != nil {
+		return nil, bad
 	}
 	return &b, nil
 }
 
-// prompt returns the prompt of a completion: a text or a list of tokens, alone in a list or
-// not.
-func (b *body) prompt() ([]uint32, *apiError) {
-	raw := bytes.TrimSpace(b.Prompt)
-	var list []json.RawMessage
-	if json.Unmarshal(raw, &list) == nil && len(list) > 0 {
-		if first := bytes.TrimSpace(list[0]); len(first) > 0 && (first[0] == '[' || first[0] == '"') {
-			if len(list) != 1 {
-				return nil, badRequest("prompt", "one prompt at a time, got %d", len(list))
-			}
-			raw = first
+func checkMessages(messages []message) *apiError {
+	for i, m := range messages {
+		if strings.TrimSpace(m.Role) == "" {
+			return badRequest("messages", "messages[%d] has no role", i)
+		}
+		var s string
+		var parts []struct{ Text string }
+		if len(m.Content) > 0 && json.Unmarshal(m.Content, &s) != nil && json.Unmarshal(m.Content, &parts) != nil {
+			return badRequest("messages", "messages[%d].content must be a text or a list of parts", i)
 		}
 	}
-	var text string
-	var ids []*uint32 // null is no token
-	switch {
-	case len(raw) == 0:
-		return nil, badRequest("prompt", "prompt is missing")
-	case json.Unmarshal(raw, &text) == nil:
-	case json.Unmarshal(raw, &ids) != nil || slices.Contains(ids, nil):
-		return nil, badRequest("prompt", "prompt must be a text or a list of token ids")
-	}
-	tokens := tokenize(text)
-	for _, id := range ids {
-		tokens = append(tokens, *id)
-	}
-	if len(tokens) == 0 {
-		return nil, badRequest("prompt", "The decoder prompt cannot be empty")
-	}
-	return tokens, nil
+	return nil
 }
 
 // limit returns how many tokens are to be generated.
@@ -142,6 +122,9 @@ func (b *body) limit(usual int) (int, *apiError) {
 	}
 	if n < 1 {
 		return 0, badRequest("max_tokens", "max_tokens must be at least 1, got %d.", n)
+	}
+	if b.MinTokens > n {
+		return 0, badRequest("min_tokens", "min_tokens must be less than or equal to max_tokens=%d, got %d.", n, b.MinTokens)
 	}
 	return n, nil
 }

@@ -23,6 +23,8 @@ import (
 type engineCmd struct {
 	configFlags
 
+	KeepAlive float64 `name:"sse-keep-alive-interval" help:"Seconds without an event after which a stream gets a comment; 0: never." default:"0" placeholder:"SECONDS" group:"Network"`
+
 	Host string `help:"Address to listen on. There is no authentication." default:"127.0.0.1" group:"Network"`
 	Port int    `help:"Port of the OpenAI API; 0 takes a free one." default:"8100" group:"Network"`
 
@@ -31,6 +33,8 @@ type engineCmd struct {
 	Layers    int    `help:"Layers." default:"4" group:"Model"`
 	KVHeads   int    `name:"kv-heads" help:"KV heads, over all ranks." default:"4" group:"Model"`
 	HeadBytes int    `name:"head-bytes" help:"Bytes of K and V of one head and token." default:"64" group:"Model"`
+
+	DPSize int `name:"data-parallel-size" help:"Data-parallel ranks that requests may name (X-Data-Parallel-Rank); all of them are this engine." default:"1" group:"Model"`
 
 	Windows []int `name:"window" help:"Size in tokens of the sliding window of a further group of layers; again for more groups." placeholder:"TOKENS" group:"Model"`
 	States  int   `help:"Further groups of layers with recurrent states, as Mamba's." default:"0" placeholder:"N" group:"Model"`
@@ -59,7 +63,7 @@ cache, another engine or a cache server is checked; a wrong one fails its reques
 
 Examples:
   kvasir engine
-  curl http://127.0.0.1:8100/v1/completions -d '{"prompt":"hello there","max_tokens":8}'
+  curl http://127.0.0.1:8100/v1/completions -H 'Content-Type: application/json' -d '{"prompt":"hello there","max_tokens":8}'
   kvasir engine --profile a10-qwen2.5-7b
   kvasir engine calibrate mine.json --write mine-profile.json
   kvasir engine --kv-transfer-config '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both"}'
@@ -106,6 +110,9 @@ func (c *engineCmd) options(e *env) (o engine.Options, err error) {
 			return o, usagef("--%v", err)
 		}
 	}
+	if c.DPSize < 1 || c.KeepAlive < 0 {
+		return o, usagef("--data-parallel-size %d, --sse-keep-alive-interval %v", c.DPSize, c.KeepAlive)
+	}
 	if err := o.KV.Validate(); err != nil {
 		return o, usagef("%v", err)
 	}
@@ -145,7 +152,9 @@ func (c *engineCmd) Run(e *env) (err error) {
 		return errors.Join(err, listener.Close())
 	}
 	defer func() { err = errors.Join(err, eng.Close()) }()
-	web := httpserver.NewServer(api.New(eng, api.Options{Version: Version(), SameIDs: o.First, Log: e.log}))
+	web := httpserver.NewServer(api.New(eng, api.Options{
+		Version: Version(), SameIDs: o.First, Ranks: c.DPSize, KeepAlive: time.Duration(c.KeepAlive * float64(time.Second)), Log: e.log,
+	}))
 	e.log.Info("the engine serves", "address", "http://"+listener.Addr().String(), "model", c.Model, "blocks", c.Blocks,
 		"kv_bytes", int64(c.Blocks)*int64(c.Block)*int64(o.KV.TokenBytes()))
 	ended := make(chan error, 1)

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package openai
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"strconv"
+	"strings"
+)
+
+// Part is one of several answers that become one: to one prompt of a list.
+type Part struct {
+	Index int    // of its choice in the whole
+	Whole string // request id of the whole, with which that of the part begins; ids of answers end with it. "": they stay
+}
+
+var errNoChoices = errors.New("openai: an answer without choices")
+
+// field returns the value of a top-level key, the last one.
+func (r *Request) field(name string) (at Range) {
+	for i := range r.fields {
+		if key, _ := r.Text(r.fields[i].name); key == name {
+			at = r.fields[i].value
+		}
+	}
+	return at
+}
+
+// renumbered returns the choices of an answer or event with the part's index.
+func (p Part) renumbered(r *Request) (choices [][]byte, err error) {
+	list, ok := elements(r.Body, r.field("choices"))
+	if !ok {
+		return nil, errNoChoices
+	}
+	index := strconv.AppendInt(nil, int64(p.Index), 10)
+	for _, at := range list {
+		c, err := Scan(at.Of(r.Body))
+		if err != nil {
+			return nil, err
+		}
+		pieces, _ := c.Apply(Edit{Key: "index", Value: index})
+		choices = append(choices, bytes.Join(pieces, nil))
+	}
+	return choices, nil
+}
+
+// id returns the edit that gives an answer the id of the whole.
+func (p Part) id(r *Request) []Edit {
+	id, _ := r.Text(r.field("id"))
+	at := strings.Index(id, p.Whole)
+	if at < 0 || p.Whole == "" {
+		return nil
+	}
+	value, _ := json.Marshal(id[:at+len(p.Whole)]) // a text
+	return []Edit{{Key: "id", Value: value}}
+}
+
+// Event is an event of a part's stream as one of the whole. usage is its usage where it has no choices; then data is nil, since
+// the whole has one usage at its end.
+func (p Part) Event(data []byte) (whole, usage []byte, err error) {
+	r, err := Scan(data)
+	if err != nil {
+		return nil, nil, err
+	}
+	choices, err := p.renumbered(r)
+	if err != nil {
+		return nil, nil, err
+	}
+	if len(choices) == 0 {
+		return nil, data, nil
+	}
+	pieces, _ := r.Apply(append(p.id(r), Edit{Key: "choices", Value: list(choices)})...)
+	return bytes.Join(pieces, nil), nil, nil
+}
+
+func list(items [][]byte) []byte {
+	b := append([]byte{'['}, bytes.Join(items, []byte{','})...)
+	return append(b, ']')
+}
+
+// JoinAnswers makes one answer of those of parts: all choices, the summed usage, the rest as the first has it. Events that have
+// only a usage are joined, too.
+func JoinAnswers(parts []Part, answers [][]byte) ([]byte, error) {
+	var choices [][]byte
+	var sum any
+	var first *Request
+	for i, text := range answers {
+		r, err := Scan(text)
+		if err != nil {
+			return nil, err
+		}
+		more, err := parts[i].renumbered(r)
+		if err != nil {
+			return nil, err
+		}
+		choices = append(choices, more...)
+		if at := r.field("usage"); at.Has() {
+			var usage any
+			d := json.NewDecoder(bytes.NewReader(at.Of(text)))
+			d.UseNumber()
+			if err := d.Decode(&usage); err != nil {
+				return nil, err
+			}
+			sum = added(sum, usage)
+		}
+		if first == nil {
+			first = r
+		}
+	}
+	edits := append(parts[0].id(first), Edit{Key: "choices", Value: list(choices)}, Edit{Key: "kv_transfer_params"})
+	if sum != nil {
+		usage, err := json.Marshal(sum)
+		if err != nil {
+			return nil, err
+		}
+		edits = append(edits, Edit{Key: "usage", Value: usage})
+	}
+	pieces, _ := first.Apply(edits...)
+	return bytes.Join(pieces, nil), nil
+}
+
+// added adds the numbers of two JSON values, key by key; of other values the first stays.
+func added(a, b any) any {
+	switch x := a.(type) {
+	case nil:
+		return b
+	case json.Number:
+		y, ok := b.(json.Number)
+		if !ok {
+			return a
+		}
+		n, err := x.Int64()
+		m, err2 := y.Int64()
+		if err != nil || err2 != nil {
+			f, _ := x.Float64() // 0 for what is none
+			g, _ := y.Float64()
+			return f + g
+		}
+		return json.Number(strconv.FormatInt(n+m, 10))
+	case map[string]any:
+		if y, ok := b.(map[string]any); ok {
+			for k, v := range y {
+				x[k] = added(x[k], v)
+			}
+		}
+	}
+	return a
+}

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy_test
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/proxy"
+)
+
+// streaming is an engine that streams what f writes, on every API.
+func streaming(t testing.TB, f func(write func(string), r *http.Request)) string {
+	t.Helper()
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("POST /v1/", func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		rc := http.NewResponseController(w)
+		f(func(s string) { fmt.Fprint(w, s); _ = rc.Flush() }, r)
+	})
+	return serveMux(t, mux)
+}
+
+// hear posts a request and returns what comes until the answer ends.
+func hear(t testing.TB, url, body string) (status int, text string, err error) {
+	t.Helper()
+	r, err := http.Post(url, "application/json", strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Body.Close()
+	all, err := io.ReadAll(r.Body)
+	return r.StatusCode, string(all), err
+}
+
+const (
+	ping  = ": keep-alive\n\n"
+	token = "data: {\"choices\":[{\"index\":0,\"text\":\"a\"}]}\n\n"
+	done  = "data: [DONE]\n\n"
+)
+
+// Comments of D are no answer: P's failure still sends the request to other engines, and the client hears the comments, then their
+// answer.
+func TestPFailsBehindComments(t *testing.T) {
+	var asked atomic.Int64
+	p := mock(t, func(http.ResponseWriter, *http.Request) {
+		time.Sleep(50 * time.Millisecond)
+		panic(http.ErrAbortHandler)
+	})
+	good := mock(t, func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, `{}`) })
+	d := streaming(t, func(write func(string), r *http.Request) {
+		if asked.Add(1) > 1 {
+			write(token + done)
+			return
+		}
+		for r.Context().Err() == nil {
+			write(ping)
+			time.Sleep(5 * time.Millisecond)
+		}
+	})
+	registry := mockRegistry(t, oneRank)
+	url, s := startProxy(t, proxy.Options{Prefill: []proxy.Prefill{{URL: p, Registry: registry}, {URL: good, Registry: registry}}, Decode: []string{d}, HealthInterval: 20 * time.Millisecond})
+	x := &deployment{t: t, url: url, proxy: s}
+	x.well()
+	retried := false
+	for range 4 { // the P that fails has its turn in the first two
+		asked.Store(0)
+		status, text, err := hear(t, url+"/v1/completions", `{"prompt":"a","stream":true}`)
+		if status != 200 || err != nil || !strings.HasSuffix(text, token+done) && !strings.Contains(text, `"error"`) {
+			t.Fatalf("%d %q %v", status, text, err)
+		}
+		retried = retried || strings.HasPrefix(text, ping) && strings.HasSuffix(text, token+done)
+		if s.Stats().Retries > 0 {
+			break
+		}
+	}
+	if !retried {
+		t.Errorf("no request was tried again behind comments: %+v", s.Stats())
+	}
+}
+
+// Whatever opens a stream without a token, an error that follows sends the request to another engine; the client has one beginning.
+func TestErrorsBehindAnOpening(t *testing.T) {
+	f := func(path, opening, failure, good string) {
+		t.Helper()
+		pings := "" // each engine's pass
+		if strings.Contains(opening, "ping") {
+			pings = opening
+		}
+		var asked atomic.Int64
+		answer := func(write func(string), _ *http.Request) {
+			if write(ping + opening); asked.Add(1) == 1 {
+				if failure == "" {
+					panic(http.ErrAbortHandler)
+				}
+				write(failure)
+				return
+			}
+			write(good)
+		}
+		url, s := startProxy(t, proxy.Options{Engines: []string{streaming(t, answer), streaming(t, answer)}, HealthInterval: time.Hour})
+		reach(t, url)
+		status, text, err := hear(t, url+path, `{"prompt":"a","input":"a","messages":[],"stream":true}`)
+		if n := s.Stats(); status != 200 || err != nil || strings.Replace(strings.ReplaceAll(text, ping, ""), pings, "", 1) != opening+good || n.Retries != 1 || n.Requests["ok"] != 1 {
+			t.Errorf("%s %q %q: %d %q %v, %d retries", path, opening, failure, status, text, err, n.Retries)
+		}
+	}
+	const role = "data: {\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"finish_reason\":null}]}\n\n"
+	const created = "event: response.created\ndata: {\"type\":\"response.created\"}\n\n"
+	const completed = "event: response.completed\ndata: {\"type\":\"response.completed\"}\n\n"
+	const stop = "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"
+	for _, failure := range []string{"", "data: {\"error\":{\"code\":500,\"message\":\"no\"}}\n\n"} {
+		f("/v1/completions", "", failure, token+done)
+		f("/v1/chat/completions", role, failure, token+done)
+	}
+	for _, failure := range []string{"", "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"api_error\"}}\n\n"} {
+		f("/v1/responses", created, failure, completed)
+		f("/v1/messages", "", failure, stop)
+	}
+	f("/v1/messages", "event: ping\ndata: {\"type\": \"ping\"}\n\n", "", stop)
+}
+
+// Times count tokens: the first of them, and those after it. Comments alone end at both limits, pings and empty events too.
+func TestCommentsAreNoTokens(t *testing.T) {
+	for _, idle := range []string{ping, "event: ping\ndata: {\"type\":\"ping\"}\n\n", "data:\n\n", "\n"} {
+		f := func(tokens int, request string, want ...string) {
+			t.Helper()
+			e := streaming(t, func(write func(string), r *http.Request) {
+				for range tokens {
+					write(token)
+				}
+				for r.Context().Err() == nil {
+					write(idle)
+					time.Sleep(5 * time.Millisecond)
+				}
+			})
+			url, s := startProxy(t, proxy.Options{Engines: []string{e}, HealthInterval: time.Hour, Stall: 100 * time.Millisecond, FirstByte: 100 * time.Millisecond})
+			reach(t, url)
+			began := time.Now()
+			_, text, _ := hear(t, url+"/v1/completions", request)
+			for _, w := range want {
+				if !strings.Contains(text, w) || time.Since(began) > 10*time.Second {
+					t.Errorf("%q after %d tokens: %q, want %s", idle, tokens, text[max(0, len(text)-200):], w)
+				}
+			}
+			if n := s.Stats(); n.Requests["ok"] != 0 || tokens == 0 && n.TTFT["m"].Sum+n.TTFT[""].Sum != 0 {
+				t.Errorf("%+v", n)
+			}
+		}
+		f(0, `{"prompt":"a","stream":true}`, `"error"`, "504")
+		f(1, `{"prompt":"a","stream":true}`, "broke off", "502")
+		f(1, `{"prompt":"a","stream":true,"stream_options":{"include_usage":true}}`, "broke off", "502")
+	}
+}
+
+// The proxy's own comments come while a request waits, when they are wanted; what the request comes to is then an event.
+func TestKeepAlive(t *testing.T) {
+	e := mock(t, func(w http.ResponseWriter, r *http.Request) {
+		time.Sleep(200 * time.Millisecond)
+		switch {
+		case r.Header.Get("X-Refuse") != "":
+			http.Error(w, `{"error":{"message":"too long","type":"BadRequestError","code":400}}`, 400)
+		case strings.Contains(r.Header.Get("Accept"), "event"):
+			w.Header().Set("Content-Type", "text/event-stream")
+			fmt.Fprint(w, token+done)
+		default:
+			fmt.Fprint(w, `{"id":1}`)
+		}
+	})
+	url, s := startProxy(t, proxy.Options{Engines: []string{e}, HealthInterval: time.Hour, KeepAlive: 10 * time.Millisecond})
+	reach(t, url)
+	f := func(body, field, prefix, suffix string, most int) {
+		t.Helper()
+		r, _ := http.NewRequest(http.MethodPost, url+"/v1/completions", strings.NewReader(body))
+		r.Header.Set(field, "text/event-stream")
+		resp, err := http.DefaultClient.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		text, err := io.ReadAll(resp.Body)
+		if n := strings.Count(string(text), ping); err != nil || !strings.HasPrefix(string(text), prefix) || !strings.HasSuffix(string(text), suffix) || n > most || most > 0 && n < 3 {
+			t.Errorf("%s %s: %q, %v", body, field, text, err)
+		}
+	}
+	f(`{"prompt":"a","stream":true}`, "Accept", ping, token+done, 40)
+	f(`{"prompt":"a","stream":true}`, "X-Refuse", ping, `"too long","param":null,"type":"BadRequestError"}}`+"\n\n"+done, 40)
+	f(`{"prompt":"a"}`, "X-None", `{"id":1}`, `{"id":1}`, 0)
+	if n := s.Stats().Requests; n["ok"] != 2 || n["bad_request"] != 1 {
+		t.Errorf("%v", n)
+	}
+}

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/http1"
+	"github.com/kvasir-kv/kvasir/internal/openai"
+)
+
+// P keeps the KV of a prompt until a D has pulled it, or until its own limit, 480 s by default. Where no D did, a D is asked to, for a
+// prompt of one token: it pulls one block, and P frees all. That request repeats nothing of the client's, so that D cannot refuse it
+// for what it refused before.
+
+// freeing is a transfer that no request wants any more.
+type freeing struct {
+	path, id string
+	model    string
+	body     []byte
+}
+
+// frees are the transfers that wait to be freed.
+type frees struct {
+	mu struct {
+		sync.Mutex
+		waiting []freeing
+		running int
+	}
+}
+
+// maxFrees bounds requests that only free P's memory; others wait.
+const maxFrees = 64
+
+// freeTimeout is how long a transfer is offered to D's.
+const freeTimeout = 30 * time.Second
+
+// mustFree reports whether D has not taken P's KV, or may not have, after an attempt that ended with err. A D that had the whole request
+// when the client left lets go of it by itself.
+func (e *exchange) mustFree(err error) bool {
+	if e.r.Context().Err() == nil {
+		return err != nil || e.refused
+	}
+	for _, how := range []error{errNotSent, errLost, errFailed, errLate, errSilent, http1.ErrCut} {
+		if errors.Is(err, how) {
+			return true
+		}
+	}
+	return e.refused
+}
+
+// abandon ends P's leg of an attempt that failed otherwise. P has a moment to end it, so that it is known whether P has the KV.
+func (e *exchange) abandon(done <-chan struct{}, abort func(), computed func() bool, free bool, f freeing) {
+	end := func() {
+		abort()
+		<-done
+		if free && computed() {
+			e.p.free(f)
+		}
+	}
+	select {
+	case <-done:
+		end()
+		return
+	default:
+	}
+	if !e.p.goBackground(func() {
+		late := time.NewTimer(prefillGrace)
+		defer late.Stop()
+		select {
+		case <-done:
+		case <-late.C:
+		case <-e.p.ctx.Done():
+		}
+		end()
+	}) {
+		end()
+	}
+}
+
+// freeing returns what frees the transfer that params name.
+//
+// The first release of MooncakeConnector pairs by request ids, which differ by API: there a chat is asked for again, with nothing but
+// what its prompt is made of.
+func (e *exchange) freeing(params []byte) freeing {
+	f := freeing{path: "/v1/completions", id: e.sentID, model: e.want.model}
+	fields := map[string]json.RawMessage{"prompt": json.RawMessage("[1]")}
+	if e.p.o.Dialect == Mooncake013 && e.r.URL.Path != f.path && e.q != nil {
+		f.path = e.r.URL.Path
+		delete(fields, "prompt")
+		e.q.Each(func(name string, value []byte) {
+			if ofPrompt[name] {
+				fields[name] = append([]byte(nil), value...)
+			}
+		})
+	}
+	put := func(name string, value any) {
+		fields[name], _ = json.Marshal(value) // plain values
+	}
+	if f.model != "" {
+		put("model", f.model)
+	}
+	put("max_tokens", 1)
+	put("cache_salt", newID()) // what D pulls is not the KV of its prompt: no other request may find it
+	fields["kv_transfer_params"] = params
+	f.body, _ = json.Marshal(fields) // valid JSON
+	return f
+}
+
+// ofPrompt are the keys of a chat that its prompt is made of.
+var ofPrompt = map[string]bool{
+	"messages": true, "tools": true, "documents": true, "chat_template": true, "chat_template_kwargs": true, "add_generation_prompt": true,
+	"continue_final_message": true, "add_special_tokens": true, "mm_processor_kwargs": true,
+}
+
+// free asks a decode engine to take KV from P that no request wants any more. Not more than maxFrees are asked at a time.
+func (p *Proxy) free(f freeing) {
+	q := &p.frees
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.mu.running == maxFrees {
+		q.mu.waiting = append(q.mu.waiting, f)
+		return
+	}
+	if p.goBackground(func() { p.freeAll(f) }) {
+		q.mu.running++
+	}
+}
+
+// freeAll frees a transfer, and then those that wait.
+func (p *Proxy) freeAll(f freeing) {
+	q := &p.frees
+	for {
+		p.freeOne(f)
+		q.mu.Lock()
+		if len(q.mu.waiting) == 0 || p.ctx.Err() != nil {
+			q.mu.running--
+			q.mu.Unlock()
+			return
+		}
+		f = q.mu.waiting[0]
+		q.mu.waiting = q.mu.waiting[1:]
+		q.mu.Unlock()
+	}
+}
+
+func (p *Proxy) freeOne(f freeing) {
+	ctx, cancel := context.WithTimeout(p.ctx, freeTimeout)
+	defer cancel()
+	w := want{model: f.model}
+	for ctx.Err() == nil {
+		if b := p.fleet.another(&w); b != nil {
+			err := p.take(ctx, b, f)
+			p.fleet.leave(b, 0)
+			if err == nil {
+				p.n.freed.Add(1)
+				return
+			}
+			w.tried = append(w.tried, b)
+			continue
+		}
+		w.tried = nil // all failed, or have no room: later they may not
+		select {
+		case <-time.After(p.o.HealthInterval):
+		case <-ctx.Done():
+		}
+	}
+	p.o.Log.Warn("P keeps KV that no request wants, until its own limit", "request", f.id)
+}
+
+// take sends a request and drops its answer.
+func (p *Proxy) take(ctx context.Context, b *backend, f freeing) error {
+	n, err := b.client.Conn(ctx)
+	if err != nil {
+		return errNotSent
+	}
+	r := http1.Request{Method: http.MethodPost, Target: f.path, Body: [][]byte{f.body}, Whole: true}
+	r.Fields = []byte("Content-Type: application/json\r\nX-Request-Id: " + f.id + "\r\n")
+	if key := p.keyFor(b); key != "" {
+		r.Fields = append(r.Fields, "Authorization: Bearer "+key+"\r\n"...)
+	}
+	resp, err := n.Do(ctx, &r, time.Now().Add(freeTimeout))
+	if err != nil {
+		return err
+	}
+	defer resp.Close()
+	if resp.Status != http.StatusOK {
+		return errFailed
+	}
+	_, err = resp.ReadAll(maxWhole)
+	return err
+}
+
+// prefillPieces returns the request for P, which computes one token. The body is held.
+//
+// What D refuses stays in it where P refuses it, too: P would compute for nothing, and keep the KV.
+func (e *exchange) prefillPieces(params []byte) ([][]byte, *body) {
+	edits := append(e.prefillEdits(), openai.Edit{Key: "kv_transfer_params", Value: params})
+	pieces, _ := e.q.Apply(append(edits, e.salt...)...)
+	e.body.hold()
+	return pieces, e.body
+}
+
+func (e *exchange) prefillEdits() []openai.Edit {
+	one := []byte("1")
+	edits := []openai.Edit{{Key: "ec_transfer_params"}}
+	stream, _ := e.q.Bool(e.q.Stream)
+	if stream || !e.q.Stream.Has() {
+		edits = append(edits, openai.Edit{Key: "stream", Value: []byte("false")})
+	}
+	if stream {
+		edits = append(edits, openai.Edit{Key: "stream_options"})
+	}
+	least, _ := e.q.Int(e.q.MinTokens)
+	most, some := e.q.Int(e.q.MaxTokens)
+	if more, ok := e.q.Int(e.q.MaxNew); ok {
+		most, some = more, true
+	}
+	if some && least > most {
+		return edits
+	}
+	edits = append(edits, openai.Edit{Key: "min_tokens"})
+	if e.q.Countable(e.q.MaxTokens) {
+		edits = append(edits, openai.Edit{Key: "max_tokens", Value: one})
+	}
+	if e.q.MaxNew.Has() && e.q.Countable(e.q.MaxNew) {
+		edits = append(edits, openai.Edit{Key: "max_completion_tokens", Value: one})
+	}
+	return edits
+}

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy_test
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/proxy"
+)
+
+// What D refuses and P computed does not stay at P: many requests that want more tokens than the model has, in each dialect, API and
+// form, leave all blocks free, and the client hears D's refusal.
+func TestPIsFreedWhenDRefuses(t *testing.T) {
+	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.Mooncake013} {
+		x := &deployment{t: t}
+		x.stopAll()
+		o := proxy.Options{HealthInterval: 50 * time.Millisecond}
+		x.pair(t, pair{model: "m", dialect: dialect, p: 1, d: 1}, &o, time.Millisecond)
+		x.start(o)
+		const requests = 100 // more than are freed at a time
+		var wg sync.WaitGroup
+		for i := range requests {
+			wg.Go(func() {
+				path, prompt := "/v1/completions", `"prompt":"`+strings.Repeat(fmt.Sprint("word", i, " "), 60)+`"`
+				if i%2 == 0 {
+					path, prompt = "/v1/chat/completions", `"messages":[{"role":"user","content":"`+strings.Repeat(fmt.Sprint("word", i, " "), 60)+`"}]`
+				}
+				r, err := http.Post(x.url+path, "application/json", strings.NewReader(fmt.Sprintf(`{%s,"max_tokens":5000,"stream":%v}`, prompt, i%3 == 0)))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				defer r.Body.Close()
+				if text, _ := io.ReadAll(r.Body); r.StatusCode != 400 || !strings.Contains(string(text), "maximum context length") {
+					t.Errorf("%d %s", r.StatusCode, text)
+				}
+			})
+		}
+		wg.Wait()
+		x.idle()
+		testkit.Eventually(t, "no place is taken", func() bool { return x.proxy.Taken() == "" })
+		if s := x.proxy.Stats(); s.Requests["bad_request"] != requests {
+			t.Errorf("%v: %+v", dialect, s)
+		}
+	}
+}
+
+// Every answer of D that is no success frees P's KV, with a request that repeats nothing of the client's: D would refuse it again.
+func TestFreeingRepeatsNothingOfTheClients(t *testing.T) {
+	f := func(dialect proxy.Dialect, status int, text string) {
+		t.Helper()
+		var freed legs
+		var asked atomic.Int64
+		p := mock(t, func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`) })
+		computed := make(chan struct{})
+		d := mock(t, func(w http.ResponseWriter, r *http.Request) {
+			if asked.Add(1) > 1 {
+				freed.note(r)
+				fmt.Fprint(w, `{}`)
+				return
+			}
+			if dialect == proxy.Mooncake {
+				<-computed
+			}
+			w.Header().Set("Content-Type", "text/event-stream")
+			w.WriteHeader(status)
+			fmt.Fprint(w, text)
+		})
+		prefill := proxy.Prefill{URL: p}
+		if dialect == proxy.Mooncake {
+			prefill.Registry = mockRegistry(t, oneRank)
+		}
+		url, s := startProxy(t, proxy.Options{Dialect: dialect, Prefill: []proxy.Prefill{prefill}, Decode: []string{d}, Attempts: 1, HealthInterval: 10 * time.Millisecond})
+		reach(t, url)
+		time.AfterFunc(50*time.Millisecond, func() { close(computed) })
+		post(t, url, `{"prompt":"a b c","bad":"field","logit_bias":{"x":1}}`)
+		testkit.Eventually(t, "P is freed", func() bool { return s.Stats().Freed == 1 && s.Taken() == "" })
+		bodies, _ := freed.all()
+		if m := bodies[0]; m["bad"] != nil || m["logit_bias"] != nil || m["kv_transfer_params"] == nil || m["max_tokens"] != 1.0 || fmt.Sprint(m["prompt"]) != "[1]" {
+			t.Errorf("%v, %d: D was asked for %v", dialect, status, m)
+		}
+	}
+	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.NIXL, proxy.Mooncake013} {
+		f(dialect, 400, `{"error":{}}`)
+		f(dialect, 307, "elsewhere")
+		f(dialect, 404, "")
+		f(dialect, 422, `{"detail":[]}`)
+		f(dialect, 500, "no")
+		f(dialect, 200, "")
+		f(dialect, 200, "data: {\"error\":{\"code\":500}}\n\n")
+	}
+}
+
+// Frees beyond those that run at a time wait; none is dropped.
+func TestNoFreeIsDropped(t *testing.T) {
+	const requests = 150
+	var asked, running, most, freed atomic.Int64
+	begin := make(chan struct{})
+	p := mock(t, func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`) })
+	d := mock(t, func(w http.ResponseWriter, r *http.Request) {
+		if asked.Add(1); strings.Contains(r.Header.Get("X-Client"), "yes") {
+			http.Error(w, "{}", 400)
+			return
+		}
+		most.Store(max(most.Load(), running.Add(1)))
+		<-begin
+		running.Add(-1)
+		freed.Add(1)
+		fmt.Fprint(w, `{}`)
+	})
+	url, s := startProxy(t, proxy.Options{Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: p}}, Decode: []string{d}, HealthInterval: time.Hour})
+	reach(t, url)
+	for range requests {
+		r, _ := http.NewRequest(http.MethodPost, url+"/v1/completions", strings.NewReader(`{"prompt":"a"}`))
+		r.Header.Set("X-Client", "yes")
+		resp, err := http.DefaultClient.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+	}
+	testkit.Eventually(t, "frees run", func() bool { return running.Load() == 64 })
+	close(begin)
+	testkit.Eventually(t, "all are freed", func() bool { return freed.Load() == requests && s.Stats().Freed == requests })
+	if most.Load() > 64 {
+		t.Errorf("%d at a time", most.Load())
+	}
+}
+
+// What both engines refuse stays in P's part, which P then refuses: nothing is computed.
+func TestPRefusesWhatDRefuses(t *testing.T) {
+	x := deploy(t, 1, 0)
+	for _, more := range []string{`"max_tokens":0`, `"max_tokens":-1`, `"max_completion_tokens":0`, `"max_tokens":2,"min_tokens":3`, `"stream_options":{"include_usage":true}`, `"max_tokens":"x"`, `"stream":"x"`} {
+		if status, text, _ := post(t, x.url, fmt.Sprintf(`{"prompt":%q,%s}`, strings.Repeat("word ", 100), more)); status != 400 {
+			t.Errorf("%s: %d %s", more, status, text)
+		}
+	}
+	x.idle()
+	if n := x.p[0].Stats().Finished; n != 0 {
+		t.Errorf("P has computed %d prompts", n)
+	}
+}

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/http1"
+	"github.com/kvasir-kv/kvasir/internal/openai"
+)
+
+// front is what a client hears before an engine has said anything of an answer: comments, which decide nothing. The head of the
+// stream is sent with the first of them.
+type front struct {
+	mu     sync.Mutex
+	e      *exchange
+	open   bool // the head is sent
+	sealed bool // the answer has begun: no comment comes any more
+}
+
+// seal ends the comments, and reports whether the head of a stream is sent.
+func (f *front) seal() (open bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.sealed = true
+	return f.open
+}
+
+// comment passes comments on. A part of a list drops them: its answer may still become an error with a status.
+func (f *front) comment(b []byte, fields []http1.Field) error {
+	if f.e.list != nil {
+		return nil
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.sealed {
+		return nil
+	}
+	if !f.open {
+		f.open = true
+		f.e.writeHead(fields, http.StatusOK, -1)
+	}
+	f.e.extend(time.Now())
+	if _, err := f.e.w.Write(b); err != nil {
+		return err
+	}
+	return f.e.rc.Flush()
+}
+
+var keepAliveFields = []http1.Field{{Name: "Content-Type", Value: "text/event-stream; charset=utf-8"}, {Name: "Cache-Control", Value: "no-cache"}}
+
+// beginKeepAlive sends comments to a client that waits for a stream, with Options.KeepAlive. front.seal ends them.
+func (e *exchange) beginKeepAlive() {
+	stream, _ := e.q.Bool(e.q.Stream)
+	if e.p.o.KeepAlive == 0 || !stream || e.list != nil || openai.APIOf(e.r.URL.Path) == openai.Other {
+		return
+	}
+	f := &e.front
+	var again func()
+	again = func() {
+		f.mu.Lock()
+		done := f.sealed
+		f.mu.Unlock()
+		if done || e.r.Context().Err() != nil || f.comment([]byte(": keep-alive\n\n"), keepAliveFields) != nil {
+			return
+		}
+		time.AfterFunc(e.p.o.KeepAlive, again)
+	}
+	time.AfterFunc(e.p.o.KeepAlive, again)
+}
+
+// endEarly ends a stream whose head is sent, but of which no event has come, with an error event.
+func (e *exchange) endEarly(status int, kind, text string) (outcome string) {
+	api := openai.APIOf(e.r.URL.Path)
+	event := api.AppendError(nil, status, kind, text)
+	if api == openai.Completions {
+		event = openai.AppendEvent(event, []byte(openai.Done))
+	}
+	e.extend(time.Now())
+	_, _ = e.w.Write(event) // the client may have gone
+	_ = e.rc.Flush()
+	if status < 500 {
+		return "bad_request"
+	}
+	return "failed"
+}
+
+// endEarlyAs is endEarly with an engine's answer that is no stream.
+func (e *exchange) endEarlyAs(status int, body []byte) (outcome string) {
+	var said struct {
+		Error struct {
+			Message string `json:"message"`
+			Type    string `json:"type"`
+		} `json:"error"`
+	}
+	if json.Unmarshal(body, &said) != nil || said.Error.Message == "" {
+		said.Error.Message = fmt.Sprintf("the engine answered with status %d", status)
+	}
+	return e.endEarly(status, said.Error.Type, said.Error.Message)
+}
+
+// maxOpening bounds what is held back of a stream until it has data, bytes.
+const maxOpening = 64 << 10
+
+var errEmptyAnswer = errors.New("an empty answer")
+
+// firstData returns the beginning of a stream, up to data of its answer: what was held back before, and what has come behind it. Comments
+// and pings are passed on at once, and decide nothing: until there is data, another engine can answer.
+func (e *exchange) firstData(resp *http1.Response, first []byte) (begin []byte, err error) {
+	api := openai.APIOf(e.r.URL.Path)
+	if n := openai.EventLen(first); n > 0 && api.KindOf(first[:n]) == openai.Data { // as nearly always
+		return first, nil
+	}
+	held, rest := []byte(nil), append([]byte(nil), first...)
+	for {
+		for n := openai.EventLen(rest); n > 0; n = openai.EventLen(rest) {
+			switch event := rest[:n]; api.KindOf(event) {
+			case openai.Nothing:
+				_ = e.front.comment(event, resp.Fields) // a client that has gone ends the request
+				rest = rest[n:]
+				continue
+			case openai.Failure:
+				return nil, fmt.Errorf("%w: %.200s", errFailed, event)
+			case openai.Opening:
+				held, rest = append(held, event...), rest[n:]
+				if len(held) < maxOpening {
+					continue
+				}
+			}
+			return append(held, rest...), nil
+		}
+		if len(rest) > maxOpening {
+			return append(held, rest...), nil
+		}
+		data, err := resp.Next()
+		switch {
+		case errors.Is(err, io.EOF) && len(held)+len(rest) > 0:
+			return append(held, rest...), nil
+		case errors.Is(err, io.EOF):
+			return nil, errEmptyAnswer
+		case err != nil && len(held) > 0 && e.attempts >= e.p.o.Attempts && !isTimeout(err) && e.r.Context().Err() == nil:
+			return append(held, rest...), nil // no other engine is asked: the client hears how far it came
+		case err != nil:
+			return nil, err
+		}
+		rest = append(rest, data...)
+	}
+}

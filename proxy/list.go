@@ -1,0 +1,447 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/openai"
+)
+
+// list is a request of several prompts that goes through P and D. One transfer carries one prompt, so each prompt becomes a request
+// of its own, a part, and the answers of the parts become one.
+//
+// Parts enter the engines one after the other, so that one of them at most waits in a queue. If one fails, the others end as if
+// their client had left, and the client hears of that failure.
+type list struct {
+	e      *exchange // of the client
+	cancel context.CancelCauseFunc
+	parts  int
+	turn   chan struct{} // has a place for the part that asks for engines
+	left   chan struct{} // has news when a part gives places back
+	places atomic.Int64  // parts that have some
+	memory atomic.Int64  // bytes of answers that wait for others
+
+	mu struct {
+		sync.Mutex // also held while something is written to the client
+		open       bool
+		over       bool        // nothing may be written any more
+		begun      int         // parts whose stream has begun
+		since      time.Time   // when the first of them had
+		head       http.Header // of the first part that began
+		held       []byte      // events until the stream opens
+		failure    *partWriter // the first part that failed
+		outcome    string      // of failure
+		gone       bool        // the client does not take what is written
+	}
+}
+
+// Bounds of what a list holds back.
+const (
+	maxJoined = 64 << 20        // bytes of answers, and of the parts' requests beyond the client's own
+	maxHeld   = 1 << 20         // bytes of events before the stream opens
+	heldFor   = 2 * time.Second // the stream opens then, although some parts have not begun
+)
+
+var (
+	errPartFailed = errors.New("another prompt of the request failed")
+	errTooMuch    = fmt.Errorf("the answers have more than %d bytes", maxJoined)
+)
+
+// apart returns the prompts of a request that is to be split; nil: it is not. The error is a *refusal.
+func (e *exchange) apart() ([]openai.Range, error) {
+	prompts, n, ok := e.q.Prompts()
+	if n < 2 || !e.p.fleet.hasDecode(e.want.model) {
+		return nil, nil
+	}
+	if n > e.p.o.MaxPrompts {
+		return nil, &refusal{
+			status: http.StatusBadRequest, kind: "BadRequestError", param: "prompt", outcome: "bad_request",
+			text: fmt.Sprintf("the request has %d prompts, at most %d are allowed", n, e.p.o.MaxPrompts),
+		}
+	}
+	rest := len(e.q.Body) - (e.q.Prompt.To - e.q.Prompt.From)
+	if !ok || n*rest > maxJoined {
+		return nil, nil
+	}
+	return prompts, nil
+}
+
+// serveList serves a request of several prompts.
+func (e *exchange) serveList(prompts []openai.Range) (outcome string) {
+	ctx, cancel := context.WithCancelCause(e.r.Context())
+	defer cancel(nil)
+	l := &list{e: e, cancel: cancel, parts: len(prompts), turn: make(chan struct{}, 1), left: make(chan struct{}, 1)}
+	r := e.r.WithContext(ctx)
+	e.beginKeepAlive()
+	defer e.front.seal()
+	parts := make([]*partWriter, len(prompts))
+	var wg sync.WaitGroup
+	for i, at := range prompts {
+		w := &partWriter{list: l, header: make(http.Header)}
+		w.part = openai.Part{Index: i, Whole: e.id}
+		parts[i] = w
+		wg.Go(func() { l.serve(w, r, at) })
+	}
+	opening := time.AfterFunc(heldFor, l.openLate)
+	wg.Wait()
+	opening.Stop()
+	return l.end(parts)
+}
+
+// serve serves a part.
+func (l *list) serve(w *partWriter, r *http.Request, prompt openai.Range) {
+	e := l.e
+	x := &exchange{
+		p: e.p, w: w, r: r, rc: http.NewResponseController(w), start: e.start, id: fmt.Sprint(e.id, "-", w.part.Index), key: e.key, span: e.span, list: l,
+		want: want{who: e.want.who, session: e.want.session},
+	}
+	x.front.e = x
+	x.cached.Store(-1)
+	defer func() {
+		x.releaseBody()
+		x.givePlaces()
+		if v := recover(); v != nil {
+			if v != http.ErrAbortHandler {
+				panic(v)
+			}
+			w.ended("broken_off")
+		}
+	}()
+	if !x.hasTurn() {
+		return
+	}
+	pieces, n := e.q.Apply(openai.Edit{Key: "prompt", Value: prompt.Of(e.q.Body)})
+	x.body = newBody(int64(n))
+	for _, piece := range pieces {
+		x.body.b = append(x.body.b, piece...)
+	}
+	err := x.scanned()
+	<-l.turn
+	if err != nil {
+		w.ended(x.refuse(err))
+		return
+	}
+	w.ended(x.serve())
+}
+
+// hasTurn waits for the part's turn at the engines; false: the request has ended.
+func (e *exchange) hasTurn() bool {
+	select {
+	case e.list.turn <- struct{}{}:
+		return true
+	case <-e.r.Context().Done():
+		return false
+	}
+}
+
+// takePlaces takes places at engines for an attempt. A part waits for its turn, and if there is no room, for other parts of its
+// request to end.
+func (e *exchange) takePlaces() (choice, error) {
+	l := e.list
+	if l == nil {
+		return e.p.fleet.take(e.r.Context(), &e.want)
+	}
+	e.givePlaces()
+	if !e.hasTurn() {
+		return choice{}, e.r.Context().Err()
+	}
+	defer func() { <-l.turn }()
+	for {
+		c, err := e.p.fleet.take(e.r.Context(), &e.want)
+		if err == nil {
+			e.hasPlaces = true
+			l.places.Add(1)
+			return c, nil
+		}
+		if r, ok := errors.AsType[*refusal](err); !ok || r.outcome != "refused" || l.places.Load() == 0 {
+			return c, err
+		}
+		select {
+		case <-l.left:
+		case <-e.r.Context().Done():
+			return c, e.r.Context().Err()
+		}
+	}
+}
+
+// givePlaces notes that an attempt of a part has ended.
+func (e *exchange) givePlaces() {
+	if !e.hasPlaces {
+		return
+	}
+	e.hasPlaces = false
+	e.list.places.Add(-1)
+	select {
+	case e.list.left <- struct{}{}:
+	default:
+	}
+}
+
+// partWriter takes the answer of a part.
+type partWriter struct {
+	list   *list
+	part   openai.Part
+	header http.Header
+	status int
+	stream bool
+	done   bool   // the stream has had its last event
+	body   []byte // of an answer; of a stream what is not a whole event yet
+	usage  []byte // the event with the stream's usage; nil: none has come
+}
+
+func (w *partWriter) Header() http.Header { return w.header }
+
+func (w *partWriter) WriteHeader(status int) {
+	if w.status != 0 {
+		return
+	}
+	w.status = status
+	w.stream = status == http.StatusOK && strings.HasPrefix(w.header.Get("Content-Type"), "text/event-stream")
+	if w.stream {
+		w.list.began(w.header)
+	}
+}
+
+// FlushError implements what http.ResponseController looks for: events are flushed as they come.
+func (w *partWriter) FlushError() error { return nil }
+
+// SetWriteDeadline implements what http.ResponseController looks for: the list has the client's deadlines.
+func (w *partWriter) SetWriteDeadline(time.Time) error { return nil }
+
+// Write takes a piece of the answer. An error says that the request has ended.
+func (w *partWriter) Write(b []byte) (int, error) {
+	w.WriteHeader(http.StatusOK)
+	if w.list.memory.Add(int64(len(b))) > maxJoined {
+		w.list.fail(&partWriter{status: http.StatusBadGateway, body: (&refusal{status: http.StatusBadGateway, kind: "BadGateway", text: errTooMuch.Error()}).body()}, "failed")
+		return 0, errTooMuch
+	}
+	w.body = append(w.body, b...)
+	if !w.stream {
+		return len(b), nil
+	}
+	for {
+		n := openai.EventLen(w.body)
+		if n == 0 {
+			return len(b), nil
+		}
+		err := w.event(w.body[:n])
+		w.body = append(w.body[:0], w.body[n:]...)
+		w.list.memory.Add(-int64(n))
+		if err != nil {
+			return 0, err
+		}
+	}
+}
+
+// event passes an event of a stream on.
+func (w *partWriter) event(raw []byte) error {
+	event, err := openai.NewReader(bytes.NewReader(raw), len(raw)+1).Next()
+	switch data := event.Data; {
+	case err != nil && !errors.Is(err, io.EOF):
+		return err
+	case len(data) == 0: // a comment
+		return w.list.write(raw)
+	case string(data) == openai.Done:
+		w.done = true
+		return nil
+	case bytes.HasPrefix(data, []byte(`{"error"`)):
+		w.list.fail(&partWriter{stream: true, body: bytes.Clone(data)}, "failed")
+		return errPartFailed
+	default:
+		whole, usage, err := w.part.Event(data)
+		if err != nil {
+			return err
+		}
+		if usage != nil {
+			w.usage = bytes.Clone(usage)
+			return nil
+		}
+		return w.list.write(openai.AppendEvent(nil, whole))
+	}
+}
+
+// ended notes how the part ended.
+func (w *partWriter) ended(outcome string) {
+	if outcome != "ok" || w.status != http.StatusOK || w.stream && !w.done {
+		w.list.fail(w, outcome)
+	}
+}
+
+// fail ends the whole request, unless it ends already.
+func (l *list) fail(w *partWriter, outcome string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.mu.failure == nil && l.e.r.Context().Err() == nil {
+		l.mu.failure, l.mu.outcome = w, outcome
+	}
+	l.cancel(errPartFailed)
+}
+
+// began notes that the stream of a part has begun.
+func (l *list) began(h http.Header) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.mu.begun++; l.mu.begun == 1 {
+		l.mu.head, l.mu.since = h.Clone(), time.Now()
+	}
+	if l.mu.begun == l.parts {
+		l.openLocked()
+	}
+}
+
+// openLate opens a stream of which some part has begun.
+func (l *list) openLate() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.mu.begun > 0 && l.mu.failure == nil && !l.mu.over {
+		l.openLocked()
+	}
+}
+
+// openLocked sends the head of the stream, and what was held back.
+func (l *list) openLocked() {
+	if l.mu.open {
+		return
+	}
+	l.mu.open = true
+	l.headLocked(l.mu.head, http.StatusOK, -1)
+	held := l.mu.held
+	l.mu.held = nil
+	l.sendLocked(held)
+}
+
+// headLocked sends the head of the answer, with the fields of a part's.
+func (l *list) headLocked(from http.Header, status, length int) {
+	e := l.e
+	e.p.n.began(e, status == http.StatusOK)
+	if e.front.seal() {
+		return
+	}
+	h := e.w.Header()
+	for k, v := range from {
+		h[k] = v
+	}
+	h["X-Request-Id"] = []string{e.id}
+	h.Del("Content-Length")
+	if length >= 0 {
+		h.Set("Content-Length", fmt.Sprint(length))
+	}
+	e.extend(time.Now())
+	e.w.WriteHeader(status)
+}
+
+// write passes events on, or holds them until the stream opens.
+func (l *list) write(b []byte) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.mu.open && (len(l.mu.held)+len(b) > maxHeld || time.Since(l.mu.since) > heldFor) {
+		l.openLocked()
+	}
+	if !l.mu.open {
+		l.mu.held = append(l.mu.held, b...)
+		return nil
+	}
+	return l.sendLocked(b)
+}
+
+// sendLocked writes to the client. One that does not take it has left.
+func (l *list) sendLocked(b []byte) error {
+	l.e.extend(time.Now())
+	_, err := l.e.w.Write(b)
+	if err == nil {
+		err = l.e.rc.Flush()
+	}
+	if err != nil {
+		l.mu.gone = true
+		l.cancel(err)
+	}
+	return err
+}
+
+// end answers the client, or ends its answer.
+func (l *list) end(parts []*partWriter) (outcome string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.mu.over = true
+	switch {
+	case l.mu.gone, l.e.r.Context().Err() != nil:
+		return "client_left"
+	case l.mu.failure != nil:
+		return l.endFailedLocked()
+	}
+	var all []openai.Part
+	var answers [][]byte
+	for _, w := range parts {
+		text := w.body
+		if w.stream {
+			text = w.usage
+		}
+		if text != nil {
+			all, answers = append(all, w.part), append(answers, text)
+		}
+	}
+	stream := parts[0].stream
+	var joined []byte
+	var err error
+	if len(answers) > 0 {
+		joined, err = openai.JoinAnswers(all, answers)
+	}
+	switch {
+	case err != nil || !stream && len(answers) < len(parts):
+		l.e.p.o.Log.Warn("the answers to the prompts of a request cannot be joined", "request", l.e.id, "err", err)
+		l.mu.failure = &partWriter{status: http.StatusBadGateway, body: (&refusal{status: http.StatusBadGateway, kind: "BadGateway", text: "the answers of the engines cannot be joined"}).body()}
+		l.mu.outcome = "failed"
+		return l.endFailedLocked()
+	case !stream && l.e.front.seal(): // it was asked for as a stream
+		return l.e.endEarly(http.StatusBadGateway, "BadGateway", "the engines did not stream")
+	case !stream:
+		l.headLocked(parts[0].header, http.StatusOK, len(joined))
+		_, _ = l.e.w.Write(joined) // the client has gone
+		return "ok"
+	}
+	l.openLocked()
+	if joined != nil {
+		joined = openai.AppendEvent(nil, joined)
+	}
+	if l.sendLocked(openai.AppendEvent(joined, []byte(openai.Done))) != nil {
+		return "client_left"
+	}
+	return "ok"
+}
+
+// endFailedLocked tells the client of the first failure: with its status if nothing has been sent, else with an event.
+func (l *list) endFailedLocked() (outcome string) {
+	f := l.mu.failure
+	if l.e.front.seal() {
+		l.mu.open = true
+	}
+	if !l.mu.open && !f.stream && f.status != 0 {
+		if f.header == nil {
+			f.header = http.Header{"Content-Type": {"application/json"}}
+		}
+		l.headLocked(f.header, f.status, len(f.body))
+		_, _ = l.e.w.Write(f.body) // the client has gone
+		return l.mu.outcome
+	}
+	l.openLocked()
+	event := bytes.ReplaceAll(bytes.TrimSpace(f.body), []byte("\n"), nil)
+	if !bytes.HasPrefix(event, []byte(`{"error"`)) {
+		event = (&refusal{status: http.StatusBadGateway, kind: "InternalServerError", text: "the engine broke off"}).body()
+	}
+	_ = l.sendLocked(openai.AppendEvent(nil, event)) // the client may have gone
+	if l.mu.outcome == "failed" {
+		_ = l.sendLocked(openai.AppendEvent(nil, []byte(openai.Done)))
+		return l.mu.outcome
+	}
+	panic(http.ErrAbortHandler) // cuts the connection
+}

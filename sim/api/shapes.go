@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package api
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"math"
+	"slices"
+	"strconv"
+)
+
+// laxInt is a whole number as Pydantic takes it: also 3.0 and "3".
+type laxInt struct {
+	set bool
+	n   int
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (v *laxInt) UnmarshalJSON(text []byte) error {
+	if string(text) == "null" {
+		return nil
+	}
+	number := string(bytes.Trim(text, `"`))
+	n, err := strconv.Atoi(number)
+	if f, ferr := strconv.ParseFloat(number, 64); err != nil && ferr == nil && f == math.Trunc(f) && math.Abs(f) < 1<<53 && text[0] != '"' {
+		n, err = int(f), nil
+	}
+	if err != nil {
+		return fmt.Errorf("%.64s is no whole number", text)
+	}
+	*v = laxInt{true, n}
+	return nil
+}
+
+// maxAnswers bounds n. vLLM: VLLM_MAX_N_SEQUENCES.
+const maxAnswers = 16384
+
+// answers returns n.
+func (b *body) answers() int {
+	if !b.N.set {
+		return 1
+	}
+	return b.N.n
+}
+
+// tool is one that a model may call.
+type tool struct {
+	Function struct {
+		Name string `json:"name"`
+	} `json:"function"`
+}
+
+// calls reports whether the answer must be a call of a tool.
+func (b *body) calls() bool {
+	return len(b.Tools) > 0 && (string(b.ToolChoice) == `"required"` || bytes.HasPrefix(b.ToolChoice, []byte("{")))
+}
+
+// call returns a call of the first tool.
+func (b *body) call(index int, text string) []toolCall {
+	c := toolCall{Index: 0, ID: fmt.Sprintf("chatcmpl-tool-%d", index), Type: "function"}
+	c.Function.Name = b.Tools[0].Function.Name
+	arguments, _ := json.Marshal(map[string]string{"text": text}) // plain values
+	c.Function.Arguments = string(arguments)
+	return []toolCall{c}
+}
+
+// rich reports whether events have more than text.
+func (b *body) rich() bool {
+	return b.ReturnTokenIDs || b.StreamUsage.Continuous || b.wantsProbs() || b.calls()
+}
+
+func (b *body) wantsProbs() bool {
+	return len(b.Logprobs) > 0 && !slices.Contains([]string{"null", "false"}, string(b.Logprobs))
+}
+
+// check refuses what vLLM refuses, in its words.
+func (b *body) check(chat bool) *apiError {
+	n := b.answers()
+	var probs laxInt
+	if !chat && b.wantsProbs() {
+		if err := json.Unmarshal(b.Logprobs, &probs); err != nil {
+			return badRequest("logprobs", "logprobs: %v", err)
+		}
+	}
+	switch {
+	case n < 1:
+		return badRequest("n", "n must be at least 1, got %d.", n)
+	case n > maxAnswers:
+		return badRequest("n", "n must be at most %d, got %d.", maxAnswers, n)
+	case n > 1 && b.Temperature != nil && *b.Temperature == 0 && !b.Beam:
+		return badRequest("n", "n must be 1 when using greedy sampling, got %d.", n)
+	case b.Suffix != nil && *b.Suffix != "" && !chat:
+		return badRequest("suffix", "suffix is not currently supported")
+	case b.Stream && b.PromptLogprobs != nil && (*b.PromptLogprobs > 0 || *b.PromptLogprobs == -1):
+		return badRequest("prompt_logprobs", "`prompt_logprobs` are not available when `stream=True`.")
+	case b.PromptLogprobs != nil && *b.PromptLogprobs < -1:
+		return badRequest("prompt_logprobs", "`prompt_logprobs` must be a positive value or -1.")
+	case probs.n < 0:
+		return badRequest("logprobs", "`logprobs` must be a positive value.")
+	case chat && b.TopLogprobs != nil && *b.TopLogprobs > 0 && !b.wantsProbs():
+		return badRequest("top_logprobs", "when using `top_logprobs`, `logprobs` must be set to true.")
+	case !b.Stream && (b.StreamUsage.IncludeUsage || b.StreamUsage.Continuous):
+		return badRequest("stream_options", "Stream options can only be defined when `stream=True`.")
+	case chat && len(b.Tools) == 0 && len(b.ToolChoice) > 0 && !slices.Contains([]string{"null", `"none"`, `"auto"`}, string(b.ToolChoice)):
+		return badRequest("tool_choice", "When using `tool_choice`, `tools` must be set.")
+	}
+	return nil
+}
+
+// probability is a made-up logarithm, the same for a token wherever it comes.
+func probability(token uint32) float64 { return -float64(token%1000) / 100 }
+
+type tokenProb struct {
+	Token   string  `json:"token"`
+	Logprob float64 `json:"logprob"`
+	Bytes   []int   `json:"bytes"`
+	Top     []any   `json:"top_logprobs"`
+}
+
+// probs returns the log probabilities of tokens of an answer; nil: they are not wanted. Those of an echoed prompt come with the
+// first of them.
+func (b *body) probs(q *sequence, tokens []uint32, chat bool) any {
+	if !b.wantsProbs() {
+		return nil
+	}
+	if chat {
+		content := []tokenProb{}
+		for _, t := range tokens {
+			content = append(content, tokenProb{tokenText([]uint32{t}), probability(t), nil, []any{}})
+		}
+		return map[string]any{"content": content}
+	}
+	if b.Echo && (!b.Stream || tokens == nil) {
+		tokens = slices.Concat(q.prompt, tokens)
+	}
+	texts, values, at, offsets := []string{}, []float64{}, 0, []int{}
+	for _, t := range tokens {
+		text := tokenText([]uint32{t})
+		texts, values, offsets = append(texts, text), append(values, probability(t)), append(offsets, at)
+		at += len(text)
+	}
+	return map[string]any{"tokens": texts, "token_logprobs": values, "text_offset": offsets, "top_logprobs": []any{}}
+}
+
+// promptProbs returns the log probabilities of the prompt's tokens; nil: they are not wanted.
+func (b *body) promptProbs(q *sequence) any {
+	if b.PromptLogprobs == nil {
+		return nil
+	}
+	list := []any{nil} // the first token has none
+	for _, t := range q.prompt[1:] {
+		list = append(list, map[string]any{strconv.FormatUint(uint64(t), 10): map[string]any{"logprob": probability(t), "rank": 1}})
+	}
+	return list
+}
+
+// prompts returns the prompts of a completion: a text, a list of token ids, or a list of several of one kind. texts is theirs,
+// token ids as words.
+func (b *body) prompts() (prompts [][]uint32, texts []string, bad *apiError) {
+	raw := bytes.TrimSpace(b.Prompt)
+	if len(raw) == 0 || string(raw) == "null" {
+		return nil, nil, badRequest("prompt", "Either prompt or prompt_embeds must be provided and non-empty.")
+	}
+	items := []json.RawMessage{raw}
+	var list []json.RawMessage
+	if json.Unmarshal(raw, &list) == nil {
+		if len(list) == 0 {
+			return nil, nil, badRequest("prompt", "Either prompt or prompt_embeds must be provided and non-empty.")
+		}
+		if first := bytes.TrimSpace(list[0]); first[0] == '[' || first[0] == '"' {
+			items = list
+		}
+	}
+	for _, item := range items {
+		var text string
+		var ids []*uint32 // null is no token
+		item = bytes.TrimSpace(item)
+		switch {
+		case item[0] != items[0][0]:
+			return nil, nil, badRequest("prompt", "prompt must be a text, a list of texts, a list of token ids or a list of such lists")
+		case json.Unmarshal(item, &text) == nil && item[0] == '"':
+		case json.Unmarshal(item, &ids) != nil || slices.Contains(ids, nil):
+			return nil, nil, badRequest("prompt", "prompt must be a text or a list of token ids")
+		}
+		tokens := tokenize(text)
+		for _, id := range ids {
+			tokens = append(tokens, *id)
+		}
+		if len(tokens) == 0 {
+			return nil, nil, badRequest("prompt", "The decoder prompt cannot be empty")
+		}
+		if ids != nil {
+			text = tokenText(tokens)
+		}
+		prompts, texts = append(prompts, tokens), append(texts, text)
+	}
+	return prompts, texts, nil
+}
