@@ -214,6 +214,10 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	var err error
 	counts, early := s.tally.Of(k.Model, k.Salt, ok), usage.Declined
 	same := s.sameChunks(sc)
+	need, can := k.WorldSize*k.Readers, 0
+	if ok {
+		can = s.loaders(sc.caller(), k, need)
+	}
 	if len(k.Salt) > 0 {
 		s.n.salted.Add(1)
 	}
@@ -229,6 +233,8 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 		err = errDraining
 	case same != nil:
 		err = same
+	case can < need:
+		err = fmt.Errorf("%w: %d of the %d that %s needs", errFewWorkers, can, need, k.Model)
 	default:
 		sc.mark()
 		s.nameShard(sh, k)

@@ -85,7 +85,10 @@ func (s *Server) restore() {
 		in.BelongsTo(w.By)
 		in.TakeSide(w.Side)
 		if w.Process != (peercred.Process{}) {
-			in.Process.Store(&w.Process)
+			in.IsOf(w.Process)
+		}
+		if w.Asleep {
+			in.Sleep()
 		}
 		in.SetShard(w.Shard - 1)
 		if _, _, err := s.registry.Add(in); err != nil {
