@@ -99,6 +99,9 @@ func (s *Server) restore() {
 			s.log.Warn("a worker of the earlier server is not taken over", "worker", w.ID, "model", w.Model, "err", err)
 			continue
 		}
+		if s.opts.Publisher != nil {
+			s.opts.Publisher.Know(in.Model)
+		}
 		// Its chunks may be written below before anybody asks for them.
 		s.names.Add(in.NamespaceOf(nil), in.Model, nil)
 	}

@@ -105,6 +105,9 @@ func (s *Server) admit(in *workers.Worker) error {
 		s.detachWorker(old, "registered again")
 	}
 	s.save()
+	if s.opts.Publisher != nil {
+		s.opts.Publisher.Know(in.Model)
+	}
 	if old != nil && old.Refused == "" {
 		return nil
 	}

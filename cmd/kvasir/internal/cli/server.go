@@ -96,7 +96,7 @@ func (serverCmd) Help() string {
   kvasir server --l1-size-gb 100 --drop     (remove it and end)
   kvasir server --l1-size-gb 100 --host 10.0.0.5 --pickle on     (engines on other hosts too)
   kvasir server --l1-size-gb 100 --l2-adapter '{"type":"fs","base_path":"/data/kv"}'    (a directory below the pool)
-  kvasir server --l1-size-gb 100 --kv-events tcp://*:5557 --kv-events-replay tcp://*:5558    (for routers)
+  kvasir server --l1-size-gb 100 --kv-events tcp://10.0.0.5:5557 --kv-events-replay tcp://10.0.0.5:5558    (for routers)
   kvasir server --l1-size-gb 100 --disk /mnt/nvme/kv --disk-gb 2000                (a disk of its own)
   kvasir server --l1-size-gb 100 --quota team-a=40GiB --state /var/lib/kvasir/tenants.state    (what kvasir quota sets holds over restarts)
 
