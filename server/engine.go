@@ -245,6 +245,10 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 // error is nil for a prompt that is too short: its hit is 0.
 func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked int, registered bool) (miss.Reason, error) {
 	same := s.sameChunks(sc) // it notes who asks
+	need, can := k.WorldSize*k.Readers, 0
+	if registered {
+		can = s.loaders(sc.caller(), k, need)
+	}
 	switch {
 	case asked == 0:
 		return miss.Short, nil
@@ -256,6 +260,8 @@ func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked int, registere
 		return miss.Declined, errDraining
 	case same != nil:
 		return miss.Declined, same
+	case can < need:
+		return miss.Declined, fmt.Errorf("%w: %d of the %d that %s needs", errFewWorkers, can, need, k.Model)
 	}
 	return miss.None, nil
 }

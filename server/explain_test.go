@@ -144,6 +144,7 @@ func TestEachReasonIsExplained(t *testing.T) {
 	a.register("other", 1, "bfloat16")
 	f("another model", keyOf("other", "", "r8", 1, prompt), 0, miss.OtherModel, `it is there of model "m"`)
 	a.register("m", 2, "bfloat16")
+	a.register("m", 2, "bfloat16")
 	why = f("another world size", keyOf("m", "", "r9", 2, prompt), 0, miss.OtherRank, "world size 1")
 	if why.Other == nil || *why.Other != (explain.OtherName{Model: "m", WorldSize: 1}) {
 		t.Errorf("other: %+v", why.Other)

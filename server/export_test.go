@@ -34,6 +34,12 @@ func (s *Server) Connect(who peercred.Peer) (answer func(m [][]byte) [][]byte) {
 	return func(m [][]byte) [][]byte { return s.answer(&scratch{inProcess: c}, m) }
 }
 
+// ConnectAs returns a connection of somebody's whose client is of the latest generation.
+func (s *Server) ConnectAs(who peercred.Peer) (answer func(m [][]byte) [][]byte) {
+	c := s.callerOf(who)
+	return func(m [][]byte) [][]byte { return s.answer(&scratch{inProcess: c}, m) }
+}
+
 // Waits is how many requests wait for lookups.
 func (s *Server) Waits() int {
 	s.waits.mu.Lock()

@@ -44,6 +44,10 @@ func (st *Status) findings() []Finding {
 		add(fmt.Sprintf("%s for a model and world size that no worker had registered", times(n, "lookup asked", "lookups asked")),
 			"normal while an engine starts. Else the engine's scheduler and its workers use different model names: the log's line \"declined\" has the name")
 	}
+	if n := st.Declined[errFewWorkers.label]; n > 0 {
+		add(fmt.Sprintf("%s answered 0 because fewer workers than the prompt needs could load a hit", times(n, "lookup was", "lookups were")),
+			"normal while an engine starts or ends. Else compare the workers listed here with the engine's ranks: each rank of the engine that looks up must be registered and awake")
+	}
 	if n := st.Declined[errChunkSize.label]; n > 0 {
 		add(fmt.Sprintf("%s from engines that started under another chunk size", times(n, "request came", "requests came")), "restart those engines, or this server with the --chunk-size of before")
 	}

@@ -233,7 +233,7 @@ func TestRestoredWorkerWithoutID(t *testing.T) {
 		n.Tick(time.Now().Add(time.Duration(second) * time.Second))
 	}
 	log := n.log.String()
-	if !strings.Contains(log, "it is silent\" worker=53") || strings.Contains(log, "it is silent\" worker=47") {
+	if !strings.Contains(log, "wakes it\" worker=53") || strings.Contains(log, "wakes it\" worker=47") {
 		t.Errorf("log:\n%s", log)
 	}
 }

@@ -21,5 +21,8 @@ func (s *Server) Unhealthy() []string {
 	return why
 }
 
+// Awake returns how many workers can load a hit now: they are neither refused nor asleep.
+func (s *Server) Awake() int { return s.registry.Awake() }
+
 // Version is that of the options.
 func (s *Server) Version() string { return s.opts.Version }

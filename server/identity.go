@@ -8,7 +8,9 @@ import (
 	"os"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/access"
+	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -20,6 +22,16 @@ type caller struct {
 	access.Caller
 	pid  int // of its process, once it was looked for; used by its reading goroutine
 	conn *connection
+
+	client *workers.Client // once it has looked up; used by its reading goroutine
+}
+
+// loaders returns how many workers can load what c looks up and needs a number of them.
+func (s *Server) loaders(c *caller, k *lmcache.KeyView, need int) int {
+	if c.client == nil && c != self {
+		c.client = s.registry.NewClient(&c.Caller)
+	}
+	return s.registry.Loaders(k.Model, k.WorldSize, c.By, c.client, need)
 }
 
 // mark keeps the connection when a new one needs its place.

@@ -208,13 +208,15 @@ func TestLookupsFollowTheNewerLayout(t *testing.T) {
 	}
 }
 
-// A worker that was dropped is told so by its next ping, each time: that is when
-// stock workers register again.
-func TestDroppedWorkerLearnsAtItsNextPing(t *testing.T) {
+// The ping of a worker that is asleep wakes it, each time. The ping of a worker that a
+// cold server does not know is answered false: stock workers then register again.
+func TestPingWakesAWorker(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDesk(t, server.Options{WorkerReap: 5 * time.Second})
 		for drop := range 3 {
-			d.register(7, 1, 4)
+			if drop == 0 {
+				d.register(7, 1, 4)
+			}
 			if !d.ping(7) {
 				t.Fatal("a registered worker's ping")
 			}
@@ -222,11 +224,14 @@ func TestDroppedWorkerLearnsAtItsNextPing(t *testing.T) {
 				time.Sleep(time.Second)
 				d.Tick(time.Now())
 			}
-			if d.ping(7) {
-				t.Fatalf("drop %d: the ping of a dropped worker was answered true", drop)
+			if !d.Status().Workers[0].Asleep {
+				t.Fatalf("sleep %d: a silent worker is awake", drop)
 			}
 			if !d.ping(7) {
-				t.Fatal("the second ping must be true: the worker registers then")
+				t.Fatalf("sleep %d: the ping of a worker that is asleep was answered false", drop)
+			}
+			if d.Status().Workers[0].Asleep {
+				t.Fatalf("sleep %d: a ping did not wake the worker", drop)
 			}
 		}
 		d.pool.Cold = true
@@ -259,8 +264,8 @@ func TestStandstillDropsNoWorker(t *testing.T) {
 			time.Sleep(time.Second)
 			d.Tick(time.Now())
 		}
-		if d.ping(7) {
-			t.Error("a worker that says nothing for its whole period is not dropped")
+		if w := d.Status().Workers; !w[0].Asleep || w[1].Asleep {
+			t.Errorf("a worker that sent nothing for its whole period is awake: %+v", w)
 		}
 	})
 }

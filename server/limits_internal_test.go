@@ -225,7 +225,7 @@ func (l *lockedLog) String() string {
 }
 
 // While it runs, a server notices that its pool's name was removed, says once what it
-// served, and drops a worker that fell silent.
+// served, and puts a worker to sleep that fell silent.
 func TestRunChecksNameSummaryAndSilence(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log lockedLog
@@ -261,7 +261,7 @@ func TestRunChecksNameSummaryAndSilence(t *testing.T) {
 		if got := s.Unhealthy(); len(got) != 1 || !strings.Contains(got[0], "removed") {
 			t.Errorf("unhealthy %q", got)
 		}
-		if got := s.Status().Workers; len(got) != 0 {
+		if got := s.Status().Workers; len(got) != 1 || !got[0].Asleep {
 			t.Errorf("workers %+v", got)
 		}
 		cancel()

@@ -85,7 +85,10 @@ func (s *Server) restore() {
 		in.BelongsTo(w.By)
 		in.TakeSide(w.Side)
 		if w.Process != (peercred.Process{}) {
-			in.Process.Store(&w.Process)
+			in.IsOf(w.Process)
+		}
+		if w.Asleep {
+			in.Sleep()
 		}
 		in.SetShard(w.Shard - 1)
 		if _, _, err := s.registry.Add(in); err != nil {
@@ -95,6 +98,9 @@ func (s *Server) restore() {
 			s.complete = false
 			s.log.Warn("a worker of the earlier server is not taken over", "worker", w.ID, "model", w.Model, "err", err)
 			continue
+		}
+		if s.opts.Publisher != nil {
+			s.opts.Publisher.Know(in.Model)
 		}
 		// Its chunks may be written below before anybody asks for them.
 		s.names.Add(in.NamespaceOf(nil), in.Model, nil)

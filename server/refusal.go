@@ -25,6 +25,7 @@ var (
 	errUnsupported = &refusal{"operation is not supported by this server", "unsupported"}
 	errMode        = &refusal{"worker registered for the other transfer mode", "other_mode"}
 	errModel       = &refusal{"no worker is registered for this model and world size", "unknown_model"}
+	errFewWorkers  = &refusal{"too few workers can load a hit", "few_workers"}
 	errDraining    = &refusal{"server is shutting down", "draining"}
 	errMiss        = &refusal{"chunks are not readable", "miss"}
 	errNoCommit    = &refusal{"no transfer of that key is in progress", "no_transfer"}
@@ -48,7 +49,7 @@ var (
 
 // refusals are ours, all of them.
 var refusals = []*refusal{
-	errShort, errUnknownOp, errUnsupported, errMode, errModel, errDraining, errMiss, errNoCommit, errReaders, errPickle, errSide,
+	errShort, errUnknownOp, errUnsupported, errMode, errModel, errFewWorkers, errDraining, errMiss, errNoCommit, errReaders, errPickle, errSide,
 	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errForget, errTokens,
 }
 

@@ -105,6 +105,9 @@ func (s *Server) admit(in *workers.Worker) error {
 		s.detachWorker(old, "registered again")
 	}
 	s.save()
+	if s.opts.Publisher != nil {
+		s.opts.Publisher.Know(in.Model)
+	}
 	if old != nil && old.Refused == "" {
 		return nil
 	}
@@ -197,9 +200,17 @@ func (s *Server) reap(now time.Time) {
 		s.streams.end(false, func(st *stream) bool { return now.UnixNano()-st.seen.Load() > int64(pinged) })
 	}
 	for _, in := range s.registry.Silent(now, pinged, never) {
-		s.n.reaped.Add(1)
-		s.log.Warn("a worker was dropped: it is silent", "worker", in.ID, "model", in.Model, "silent", s.registry.Silence(in, now).Round(time.Second))
+		silence := s.registry.Silence(in, now).Round(time.Second)
+		if in.Asleep() {
+			s.log.Warn("a worker is asleep: it is silent and no process of it is seen; its next request wakes it", "worker", in.ID, "model", in.Model, "silent", silence)
+		} else {
+			s.n.reaped.Add(1)
+			s.log.Warn("a worker was dropped: it is silent and no process of it is seen", "worker", in.ID, "model", in.Model, "silent", silence)
+		}
 		s.detachWorker(in, "fell silent")
+		s.save()
+	}
+	if s.registry.Woke() {
 		s.save()
 	}
 }

@@ -125,6 +125,7 @@ type Stats struct {
 	Quarantined       int     `gauge:"kvasir_transfers_quarantined" help:"Of the transfers, those of workers that are gone."`
 	Sessions          int     `gauge:"kvasir_sessions" help:"Requests of engines that have looked up and not ended. Growth without end: an engine that does not end its requests."`
 	Workers           int     `gauge:"kvasir_workers" help:"Registered workers, refused ones included."`
+	AsleepWorkers     int     `gauge:"kvasir_workers_asleep" help:"Registered workers that are silent and of which no process is seen: no lookup counts on them before their next request."`
 	RefusedWorkers    int     `gauge:"kvasir_workers_refused" help:"Registered workers whose transfers are all declined; /status says why."`
 	Healthy           bool    `gauge:"kvasir_healthy" help:"1 while hits can be served and stores taken; /healthcheck says why not."`
 	StoredBytes       uint64  `counter:"kvasir_stored_bytes_total" help:"Bytes of the chunks that engines stored."`
@@ -189,6 +190,9 @@ func (s *Server) Stats() Stats {
 	}
 	for _, in := range s.registry.List() {
 		out.Workers++
+		if in.Asleep() {
+			out.AsleepWorkers++
+		}
 		if in.Refused != "" {
 			out.RefusedWorkers++
 		}

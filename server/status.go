@@ -97,6 +97,7 @@ type WorkerStatus struct {
 	DType        string  `json:"dtype,omitempty"`
 	ChunkBytes   int64   `json:"chunk_bytes"`
 	SilentFor    float64 `json:"silent_s"`
+	Asleep       bool    `json:"asleep,omitempty"`  // silent for too long: no lookup counts on it before its next request
 	Refused      string  `json:"refused,omitempty"` // why
 	CannotMapShm bool    `json:"cannot_map_shm,omitempty"`
 	Client       string  `json:"client_generation"` // the first lmcache release of it; several when they act alike
@@ -166,7 +167,7 @@ func (s *Server) workers() []WorkerStatus {
 	out := []WorkerStatus{}
 	for _, in := range s.registry.List() {
 		w := WorkerStatus{
-			Instance: in.ID, Peer: in.By.String(), Model: in.Model, World: in.World, ChunkBytes: in.Bytes, Refused: in.Refused, CannotMapShm: in.Side() == workers.Pickle,
+			Instance: in.ID, Peer: in.By.String(), Model: in.Model, World: in.World, ChunkBytes: in.Bytes, Refused: in.Refused, Asleep: in.Asleep(), CannotMapShm: in.Side() == workers.Pickle,
 			Client:    in.Generations.String(),
 			SilentFor: s.registry.Silence(in, time.Now()).Round(time.Millisecond).Seconds(),
 		}

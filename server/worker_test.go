@@ -295,9 +295,9 @@ func commitStore(s *server.Server, id int64, k *lmcache.Key) bool {
 	return err == nil && ok
 }
 
-// A worker is reaped between prepare and commit. Its commit frees its slots and
+// A worker falls asleep between prepare and commit. Its commit frees its slots and
 // publishes nothing.
-func TestReapedBetweenPrepareAndCommit(t *testing.T) {
+func TestSleepBetweenPrepareAndCommit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p, err := pool.Open(pool.Options{Name: "pool", Bytes: 2 * 4096, Dir: t.TempDir(), ChunkTokens: 16})
 		if err != nil {
@@ -314,27 +314,27 @@ func TestReapedBetweenPrepareAndCommit(t *testing.T) {
 			_ = errors.Join(s.Close(), st.Close())
 		}()
 		register(t, s, 7, smallLayout)
-		s.Answer([][]byte{{0}, {22}, {7}}) // it pings, so it is reaped early
+		s.Answer([][]byte{{0}, {22}, {7}}) // it pings, so it falls asleep early
 		k := &lmcache.Key{Model: "m", WorldSize: 1, Tokens: tokens(16, 1), End: 16, RequestID: "r", Readers: 1}
 		if got := prepareStore(t, s, 7, k); len(got.Slots) != 1 {
 			t.Fatalf("%+v", got)
 		}
 		time.Sleep(119 * time.Second)
 		if st.Stats().Quarantined != 0 {
-			t.Fatal("reaped too early")
+			t.Fatal("asleep too early")
 		}
 		time.Sleep(3 * time.Second)
 		if got := st.Stats(); got.Quarantined != 1 || got.CondemnedBytes != 4096 {
 			t.Fatalf("%+v", got)
-		}
-		if got := prepareStore(t, s, 7, k); len(got.Slots) != 0 {
-			t.Fatalf("a dropped worker got slots: %+v", got)
 		}
 		if commitStore(s, 7, k) {
 			t.Fatal("the late commit was confirmed")
 		}
 		if got := st.Stats(); got.Quarantined != 0 || got.FreeBytes != got.Bytes {
 			t.Fatalf("%+v", got)
+		}
+		if got := prepareStore(t, s, 7, k); len(got.Slots) != 1 {
+			t.Fatalf("a worker that its late commit woke got no slots: %+v", got)
 		}
 	})
 }

@@ -37,6 +37,12 @@ type PubOptions struct {
 	// that it did not have, or had. prefix is valid until it returns.
 	OnSubscribe func(p *Peer, prefix []byte, on bool)
 
+	// Hold keeps back what is published for a peer from the moment that it begins a subscription
+	// until Release. OnSubscribe sends it what comes before that, with SendWaiting, and releases it.
+	Hold bool
+
+	GiveWay bool // at MaxPeers, the most silent subscriber of the host with most is closed for a new one
+
 	Log *slog.Logger // nil discards
 }
 
@@ -53,8 +59,16 @@ type Pub struct {
 	order sync.Mutex // held while one message is sent: all subscribers see one order
 	mu    struct {   // a leaf
 		sync.Mutex
-		of map[*Peer][][]byte // sorted prefixes
+		of   map[*Peer][][]byte // sorted prefixes
+		held map[*Peer]*heldBack
 	}
+}
+
+// heldBack is what was published for a peer that is not released.
+type heldBack struct {
+	messages [][][]byte
+	bytes    int
+	lost     bool // some found no room
 }
 
 // NewPub returns a Pub that does not listen yet.
@@ -64,10 +78,10 @@ func NewPub(o PubOptions) *Pub {
 	o.MaxSubscriptions = cmp.Or(o.MaxSubscriptions, 1024)
 	o.MaxPrefixBytes = cmp.Or(o.MaxPrefixBytes, 4<<10)
 	p := &Pub{o: o}
-	p.mu.of = make(map[*Peer][][]byte)
+	p.mu.of, p.mu.held = make(map[*Peer][][]byte), make(map[*Peer]*heldBack)
 	p.r = NewRouter(p.deliver, RouterOptions{
 		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, // subscriptions are all that is read
-		MaxPeers: o.MaxPeers, SendQueueBytes: o.SendQueueBytes, MaxUnsentBytes: o.MaxUnsentBytes, MaxReceiveBytes: 64 << 20,
+		MaxPeers: o.MaxPeers, SendQueueBytes: o.SendQueueBytes, MaxUnsentBytes: o.MaxUnsentBytes, MaxReceiveBytes: 64 << 20, GiveWay: o.GiveWay,
 		HandshakeTimeout: o.HandshakeTimeout, WriteTimeout: o.WriteTimeout,
 		HeartbeatInterval: o.HeartbeatInterval, HeartbeatTimeout: o.HeartbeatTimeout,
 		Identify: o.Identify, Share: o.Share, OnDisconnect: p.departed, Log: o.Log,
@@ -118,13 +132,85 @@ func (p *Pub) change(peer *Peer, prefix []byte, on bool) (changed bool, err erro
 		return false, fmt.Errorf("%w: more than %d subscriptions", errTooLarge, len(list))
 	}
 	p.mu.of[peer] = slices.Insert(list, i, bytes.Clone(prefix))
+	if p.o.Hold && p.mu.held[peer] == nil {
+		p.mu.held[peer] = new(heldBack)
+	}
 	return true, nil
+}
+
+// Covered reports whether a topic has a prefix that the peer subscribed to before it subscribed to prefix.
+func (p *Pub) Covered(peer *Peer, topic, prefix []byte) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.ContainsFunc(p.mu.of[peer], func(other []byte) bool { return !bytes.Equal(other, prefix) && bytes.HasPrefix(topic, other) })
+}
+
+// DropHeld forgets what was kept back for a peer so far.
+func (p *Pub) DropHeld(peer *Peer) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.mu.held[peer] != nil {
+		p.mu.held[peer] = new(heldBack)
+	}
+}
+
+// Release sends the peer what was kept back for it. From then on it gets what is published. It
+// returns false when some was lost: then the peer is still held. Only OnSubscribe may call it.
+func (p *Pub) Release(peer *Peer) bool {
+	for {
+		batch, lost, ended := p.takeHeld(peer)
+		if lost || ended {
+			return !lost
+		}
+		for _, m := range batch {
+			if peer.SendWaiting(m...) != nil {
+				return true // it is closed
+			}
+		}
+	}
+}
+
+// takeHeld returns what was kept back since the last call. When there is nothing, it ends the hold.
+func (p *Pub) takeHeld(peer *Peer) (batch [][][]byte, lost, ended bool) {
+	p.order.Lock()
+	defer p.order.Unlock()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	h := p.mu.held[peer]
+	switch {
+	case h == nil:
+		return nil, false, true
+	case h.lost:
+		return nil, true, false
+	case len(h.messages) == 0:
+		delete(p.mu.held, peer)
+		return nil, false, true
+	}
+	p.mu.held[peer] = new(heldBack)
+	return h.messages, false, false
+}
+
+// maxHeld bounds the messages that are kept back for a peer; their bytes are bounded as those of its queue.
+const maxHeld = 1 << 14
+
+func (p *Pub) holdLocked(h *heldBack, frames [][]byte) {
+	n := 0
+	for _, f := range frames {
+		n += len(f)
+	}
+	if h.lost || len(h.messages) >= maxHeld || h.bytes+n > p.r.o.SendQueueBytes {
+		*h = heldBack{lost: true}
+		return
+	}
+	h.messages = append(h.messages, frames)
+	h.bytes += n
 }
 
 func (p *Pub) departed(peer *Peer, _ error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.mu.of, peer)
+	delete(p.mu.held, peer)
 }
 
 // Publish sends one message to all who subscribed to a prefix of its first frame, and
@@ -135,7 +221,7 @@ func (p *Pub) Publish(frames ...[]byte) (sent int) {
 	}
 	p.order.Lock()
 	defer p.order.Unlock()
-	for _, peer := range p.interested(frames[0]) {
+	for _, peer := range p.interested(frames) {
 		switch err := peer.SendOwned(frames...); {
 		case err == nil:
 			sent++
@@ -146,13 +232,18 @@ func (p *Pub) Publish(frames ...[]byte) (sent int) {
 	return sent
 }
 
-func (p *Pub) interested(topic []byte) (peers []*Peer) {
+func (p *Pub) interested(frames [][]byte) (peers []*Peer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for peer, list := range p.mu.of {
-		if slices.ContainsFunc(list, func(prefix []byte) bool { return bytes.HasPrefix(topic, prefix) }) {
-			peers = append(peers, peer)
+		if !slices.ContainsFunc(list, func(prefix []byte) bool { return bytes.HasPrefix(frames[0], prefix) }) {
+			continue
 		}
+		if h := p.mu.held[peer]; h != nil {
+			p.holdLocked(h, frames)
+			continue
+		}
+		peers = append(peers, peer)
 	}
 	return peers
 }

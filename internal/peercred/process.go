@@ -59,6 +59,36 @@ func parseStat(stat []byte) (started uint64, ok bool) {
 	return started, true
 }
 
+// maxAncestors bounds Ancestors.
+const maxAncestors = 16
+
+// Ancestors returns the processes that started p, its parent first, without process 1.
+func (p Process) Ancestors() (out []Process) {
+	if p.Gone() {
+		return nil
+	}
+	for pid := p.PID; len(out) < maxAncestors; {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		if err != nil {
+			return out
+		}
+		_, after, _ := bytes.Cut(stat[max(0, bytes.LastIndexByte(stat, ')')):], []byte(") "))
+		f := strings.Fields(string(after)) // state, parent
+		if len(f) < 2 {
+			return out
+		}
+		if pid, err = strconv.Atoi(f[1]); err != nil || pid <= 1 {
+			return out
+		}
+		parent, ok := Running(pid)
+		if !ok {
+			return out
+		}
+		out = append(out, parent)
+	}
+	return out
+}
+
 // Gone reports whether the process is proved to have ended. One that may no longer
 // be seen has not.
 func (p Process) Gone() bool {

@@ -9,7 +9,6 @@ import (
 	"net/http"
 	"net/http/pprof"
 	"strconv"
-	"strings"
 
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
@@ -72,13 +71,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 		w.Header().Set("Cache-Control", "no-store")
 		writeJSON(w, http.StatusOK, o.Parts.lastTransfers())
 	})))
-	health := func(w http.ResponseWriter, _ *http.Request) {
-		if why := s.Unhealthy(); len(why) > 0 {
-			writeJSON(w, http.StatusServiceUnavailable, map[string]string{"status": "unhealthy", "reason": strings.Join(why, "; ")})
-			return
-		}
-		writeJSON(w, http.StatusOK, map[string]string{"status": "healthy"})
-	}
+	health := func(w http.ResponseWriter, r *http.Request) { answerHealth(s, w, r) }
 	mux.HandleFunc("GET /healthcheck", health)
 	mux.HandleFunc("GET /healthz", health)
 	mux.Handle("GET /readyz", &readiness{server: s, url: o.Socket})

@@ -117,6 +117,15 @@ func TestPages(t *testing.T) {
 			t.Errorf("%s: %s", path, body)
 		}
 	}
+	if body := get("/healthcheck?workers=1", 200); body != "{\"status\":\"healthy\",\"workers\":1}\n" {
+		t.Errorf("one worker: %s", body)
+	}
+	if body := get("/healthcheck?workers=2", 503); !strings.Contains(body, "1 of 2 workers can load a hit") || !strings.Contains(body, `"workers":1}`) {
+		t.Errorf("two workers: %s", body)
+	}
+	for _, bad := range []string{"-1", "x", "4294967296", "1.5"} {
+		get("/healthcheck?workers="+bad, 400)
+	}
 	if body := get("/version", 200); body != "\"v1\"\n" {
 		t.Errorf("version: %s", body)
 	}

@@ -22,8 +22,9 @@ import (
 // Publisher publishes a Book's records in vLLM's format on a PUB socket, and answers
 // subscribers that missed some on a ROUTER socket. Its methods are safe for concurrent use.
 //
-// A Publisher begins with AllBlocksCleared, as message 0, and the contents of the Book. It
-// begins anew when the Book has dropped a record that was not published yet.
+// A Publisher begins with AllBlocksCleared, as message 0, and the contents of the Book. Each
+// subscriber that comes later gets the same, for itself. The Publisher
+// begins anew for all when the Book has dropped a record that was not published yet.
 type Publisher struct {
 	book   *Book
 	o      PublisherOptions
@@ -43,7 +44,7 @@ type Publisher struct {
 		history []message           // the last ones, oldest first
 		bytes   int                 // of their payloads
 		topic   []byte              // of the last one
-		models  map[string]struct{} // with published chunks
+		models  map[string]struct{} // whose chunks readers may know, maxModels at most
 		events  []kvevent.Event
 		n       PublisherStats
 	}
@@ -60,6 +61,7 @@ type PublisherStats struct {
 	Messages    uint64 `counter:"kvasir_kv_event_messages_total" help:"Messages on the KV-event socket, heartbeats included."`
 	Replays     uint64 `counter:"kvasir_kv_event_replays_total" help:"Requests for messages from a number on."`
 	Snapshots   uint64 `counter:"kvasir_kv_event_snapshots_total" help:"Requests for all that is there."`
+	Beginnings  uint64 `counter:"kvasir_kv_event_beginnings_total" help:"Times that a new subscriber was sent all that is there."`
 	Restarts    uint64 `counter:"kvasir_kv_event_restarts_total" help:"Times that everything was announced anew: once at the start, and whenever events came faster than they were published."`
 	Subscribers int    `gauge:"kvasir_kv_event_subscribers" help:"Connections with a subscription to the KV-event socket."`
 	Dropped     uint64 `counter:"kvasir_kv_event_dropped_total" help:"Messages dropped for subscribers that did not keep up."`
@@ -69,15 +71,16 @@ type PublisherStats struct {
 func NewPublisher(book *Book, o PublisherOptions) *Publisher {
 	p := &Publisher{book: book, o: o.withDefaults(), epoch: uint64(time.Now().UnixNano()), came: make(chan struct{}, 1)}
 	p.log, p.mu.models = p.o.Log, make(map[string]struct{})
-	p.pub = zmtp.NewPub(zmtp.PubOptions{SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, HeartbeatInterval: 30 * time.Second, Log: p.log, OnSubscribe: p.subscribed})
+	p.pub = zmtp.NewPub(zmtp.PubOptions{SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, GiveWay: true, HeartbeatInterval: 30 * time.Second, Log: p.log, OnSubscribe: p.subscribed, Hold: true})
 	p.replay = zmtp.NewRouter(p.answer, zmtp.RouterOptions{
-		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, HeartbeatInterval: 30 * time.Second, Log: p.log,
+		MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, SendQueueBytes: p.o.QueueBytes, MaxPeers: p.o.MaxSubscribers, GiveWay: true, HeartbeatInterval: 30 * time.Second, Log: p.log,
 	})
 	return p
 }
 
 // Listen binds the sockets; an empty endpoint is none. It returns the bound addresses.
 func (p *Publisher) Listen(ctx context.Context, events, replay string) (eventsAt, replayAt string, err error) {
+	p.keeps = replay != ""
 	at, err := p.pub.Listen(ctx, events)
 	if err != nil {
 		return "", "", err
@@ -85,7 +88,6 @@ func (p *Publisher) Listen(ctx context.Context, events, replay string) (eventsAt
 	if replay == "" {
 		return at.String(), "", nil
 	}
-	p.keeps = true
 	other, err := p.replay.Listen(ctx, replay)
 	if err != nil {
 		return "", "", err
@@ -93,14 +95,45 @@ func (p *Publisher) Listen(ctx context.Context, events, replay string) (eventsAt
 	return at.String(), other.String(), nil
 }
 
-func (p *Publisher) subscribed(_ *zmtp.Peer, _ []byte, on bool) {
+func (p *Publisher) subscribed(peer *zmtp.Peer, prefix []byte, on bool) {
 	if !on {
 		return
+	}
+	for !p.begin(peer, prefix) {
 	}
 	select {
 	case p.came <- struct{}{}:
 	default:
 	}
+}
+
+// begin sends a new subscriber, and no other one, AllBlocksCleared and all chunks that are there. These
+// messages have the numbers before that of the next message that is published. It returns false when
+// more was published meanwhile than can be kept back for the subscriber: then it begins anew.
+func (p *Publisher) begin(peer *zmtp.Peer, prefix []byte) bool {
+	p.book.Activate()
+	p.mu.Lock()
+	whole := slices.DeleteFunc(p.snapshotLocked(), func(d draft) bool {
+		topic := p.o.topic(d.model)
+		return !bytes.HasPrefix(topic, prefix) || p.pub.Covered(peer, topic, prefix)
+	})
+	if model, ok := p.o.modelOf(prefix); ok && len(whole) == 0 {
+		whole = []draft{{model: model}} // nothing of that model is there
+	}
+	for p.mu.next < uint64(len(whole)) {
+		p.sendLocked(p.mu.topic, nil)
+	}
+	first := p.mu.next - uint64(len(whole))
+	p.pub.DropHeld(peer)
+	p.mu.n.Beginnings++
+	p.mu.Unlock()
+	for i, d := range whole {
+		m := p.message(d, first+uint64(i))
+		if peer.SendWaiting(m.topic, sequenceFrame(m.sequence), m.payload) != nil {
+			return true // it is gone
+		}
+	}
+	return p.pub.Release(peer)
 }
 
 // Run publishes until ctx ends. It does nothing without subscribers: the next subscriber, or the next
@@ -182,7 +215,7 @@ func (p *Publisher) recordsLocked(records []Record) {
 		for n < len(records) && records[n].Model == records[0].Model {
 			n++
 		}
-		p.mu.models[records[0].Model] = struct{}{}
+		p.knowLocked(records[0].Model)
 		events := p.mu.events[:0]
 		for _, r := range records[:n] {
 			events = append(events, p.event(r.Placed, r.Removed))
@@ -207,15 +240,33 @@ func (p *Publisher) restartLocked() {
 		p.sendLocked(p.o.topic(m), cleared)
 		sent = true
 	}
-	clear(p.mu.models)
 	if !sent {
 		p.sendLocked(p.o.topic(""), cleared)
 	}
-	for _, m := range models(chunks) {
-		p.mu.models[m] = struct{}{}
-	}
 	for _, d := range p.drafts(chunks) {
 		p.sendLocked(p.o.topic(d.model), p.events(d))
+	}
+}
+
+// maxModels bounds the models that are remembered without chunks.
+const maxModels = 1024
+
+// Know has readers forget what they know of a model from an earlier life of the server. Without
+// that they would keep dead chunks of a model that this life has none of.
+func (p *Publisher) Know(model string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.knowLocked(model)
+}
+
+// knowLocked makes AllBlocksCleared the first message about a model.
+func (p *Publisher) knowLocked(model string) {
+	if _, known := p.mu.models[model]; known || len(p.mu.models) >= maxModels {
+		return
+	}
+	p.mu.models[model] = struct{}{}
+	if p.mu.started { // else the first message of all comes later
+		p.sendLocked(p.o.topic(model), p.events(draft{}))
 	}
 }
 
@@ -443,6 +494,11 @@ func (p *Publisher) snapshotLocked() (out []draft) {
 		p.catchUpLocked(last)
 	}
 	of := models(chunks)
+	for m := range p.mu.models {
+		of = append(of, m)
+	}
+	slices.Sort(of)
+	of = slices.Compact(of)
 	if len(of) == 0 {
 		of = []string{""}
 	}
@@ -464,6 +520,14 @@ func (p *Publisher) Stats() PublisherStats {
 // topic names whose messages these are.
 func (o *PublisherOptions) topic(model string) []byte {
 	return []byte(strings.ReplaceAll(o.Topic, ModelInTopic, model))
+}
+
+// modelOf returns the model whose topic a prefix is.
+func (o *PublisherOptions) modelOf(prefix []byte) (string, bool) {
+	before, after, ok := strings.Cut(o.Topic, ModelInTopic)
+	model, head := strings.CutPrefix(string(prefix), before)
+	model, tail := strings.CutSuffix(model, after)
+	return model, ok && head && tail && model != ""
 }
 
 // ModelInTopic stands in a topic for the model's name.

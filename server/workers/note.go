@@ -31,6 +31,7 @@ type Saved struct {
 	Side    Side             `json:",omitzero"`  // where its chunks pass
 	Client  string           `json:",omitempty"` // generations that it can be of; empty: any
 	Process peercred.Process `json:",omitzero"`  // which registered it, where that is proved
+	Asleep  bool             `json:",omitzero"`  // no lookup counts on it before its next request
 	KV      json.RawMessage  `json:",omitzero"`  // lmcache.KVCache of a worker whose KV the server copies
 	Lent    []lent.Segment   `json:",omitempty"`
 }
@@ -72,7 +73,7 @@ func (r *Registry) Encode(leftovers []lent.Segment, max int) (b []byte, left int
 func (in *Worker) saved() *Saved {
 	w := &Saved{
 		ID: in.ID, Model: in.Model, World: in.World, Layout: in.Layout, Pinged: in.Pinged.Load(), Shard: in.Shard() + 1, By: in.By, Side: in.Side(),
-		Client: in.Generations.String(),
+		Client: in.Generations.String(), Asleep: in.Asleep(),
 	}
 	if p := in.Process.Load(); p != nil {
 		w.Process = *p

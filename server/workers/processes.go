@@ -13,8 +13,8 @@ import (
 // maxTries is how often the process of one worker is looked for.
 const maxTries = 3
 
-// FindProcesses finds who has the connections open over which workers registered, and
-// reports whether any was found. One goroutine calls it and FindMappings. Looking reads
+// FindProcesses finds who has the connections open over which workers registered and clients
+// looked up, and reports whether the process of a worker was found. One goroutine calls it and FindMappings. Looking reads
 // all of /proc, so it looks for a twentieth of the time at most.
 func (r *Registry) FindProcesses(now time.Time) bool {
 	if now.Before(r.nextSearch) {
@@ -27,17 +27,30 @@ func (r *Registry) FindProcesses(now time.Time) bool {
 			byUser[in.By.UID] = append(byUser[in.By.UID], in)
 		}
 	}
+	clients := map[int][]*Client{}
+	for _, k := range r.searching() {
+		clients[k.by.UID] = append(clients[k.by.UID], k)
+		byUser[k.by.UID] = append(byUser[k.by.UID], nil...)
+	}
 	began, found := time.Now(), false
 	for uid, list := range byUser {
 		sockets := make(map[uint64]bool, len(list))
 		for _, in := range list {
 			sockets[in.Socket] = true
 		}
+		for _, k := range clients[uid] {
+			sockets[k.socket] = true
+		}
 		owners := peercred.Owners(uid, sockets)
 		for _, in := range list {
 			if p, ok := owners[in.Socket]; ok {
-				in.Process.Store(&p)
+				in.IsOf(p)
 				found = true
+			}
+		}
+		for _, k := range clients[uid] {
+			if p, ok := owners[k.socket]; ok {
+				r.foundClient(k, p)
 			}
 		}
 	}
@@ -75,7 +88,7 @@ func (r *Registry) Ended() (ended []Ending) {
 	gone := func(p peercred.Process) bool {
 		is, ok := known[p]
 		if !ok {
-			is = p.Gone()
+			is = r.gone(p)
 			known[p] = is
 		}
 		return is

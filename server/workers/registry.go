@@ -9,8 +9,10 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/access"
@@ -28,8 +30,10 @@ func (in *Worker) NamespaceOf(salt []byte) kv.Namespace {
 type Registry struct {
 	max         int
 	maxMappings int
-	nextSearch  time.Time // of FindProcesses' goroutine
-	clock       clock     // its epoch is immutable, the rest belongs to Tick
+	nextSearch  time.Time                   // of FindProcesses' goroutine
+	clock       clock                       // its epoch is immutable, the rest belongs to Tick
+	gone        func(peercred.Process) bool // Process.Gone; tests have their own
+	woke        atomic.Bool                 // a worker woke since Woke was asked
 	mu          struct {
 		sync.RWMutex
 		seq       uint64
@@ -41,6 +45,7 @@ type Registry struct {
 		mappings  map[access.Principal]int   // mapped segments, by the user or address they belong to
 		unknown   map[workerID]struct{}      // unknown ones that got their false ping
 		order     []workerID                 // of unknown, oldest first
+		clients   map[*Client]struct{}       // whose process is looked for
 	}
 }
 
@@ -79,6 +84,7 @@ func NewRegistry(max int) *Registry {
 	r := &Registry{}
 	r.max, r.maxMappings = max, maxMappings()
 	r.clock.epoch = time.Now()
+	r.gone = peercred.Process.Gone
 	r.mu.instances = make(map[workerID]*Worker)
 	r.mu.byModel = make(map[modelKey]*modelLayouts)
 	r.mu.departed = make(map[modelKey][]shardLayout)
@@ -86,6 +92,7 @@ func NewRegistry(max int) *Registry {
 	r.mu.lenders = make(map[uint64][]*Worker)
 	r.mu.mappings = make(map[access.Principal]int)
 	r.mu.unknown = make(map[workerID]struct{})
+	r.mu.clients = make(map[*Client]struct{})
 	return r
 }
 
@@ -107,6 +114,7 @@ func (r *Registry) Get(id int64, by access.Principal) (*Worker, error) {
 		return nil, fmt.Errorf("%w: %d of %v", ErrUnknown, id, by)
 	}
 	r.Saw(in, time.Now())
+	r.wake(in)
 	if in.Refused != "" {
 		return nil, fmt.Errorf("%w: %s", ErrRefused, in.Refused)
 	}
@@ -176,13 +184,13 @@ func (r *Registry) Add(in *Worker) (old, lender *Worker, err error) {
 	in.seq = r.mu.seq
 	r.mu.instances[in.who()] = in
 	r.lendLocked(in)
-	if in.Refused == "" {
+	if in.Refused == "" && !in.asleep.Load() {
 		r.knowLocked(in)
 	}
 	return old, nil, nil
 }
 
-// knowLocked makes in the newest worker of its model.
+// knowLocked adds in to the workers of its model.
 func (r *Registry) knowLocked(in *Worker) {
 	for _, k := range in.modelKeys() {
 		m := r.mu.byModel[k]
@@ -192,6 +200,7 @@ func (r *Registry) knowLocked(in *Worker) {
 			r.mu.byModel[k] = m
 		}
 		m.workers = append(m.workers, in)
+		slices.SortFunc(m.workers, func(a, b *Worker) int { return cmp.Compare(a.seq, b.seq) })
 		if shard := int(in.shard.Load()) - 1; shard >= 0 {
 			m.learn(in, shard)
 		}
@@ -223,6 +232,11 @@ func (r *Registry) RemoveThis(in *Worker) bool {
 func (r *Registry) forgetLocked(in *Worker) {
 	delete(r.mu.instances, in.who())
 	r.unlendLocked(in)
+	r.unlistLocked(in)
+}
+
+// unlistLocked takes in out of the workers of its model.
+func (r *Registry) unlistLocked(in *Worker) {
 	for _, k := range in.modelKeys() {
 		m := r.mu.byModel[k]
 		if m == nil {
@@ -249,6 +263,7 @@ func (r *Registry) Ping(id int64, by access.Principal) (ok, news bool) {
 	r.mu.RUnlock()
 	if in != nil {
 		r.Saw(in, time.Now())
+		r.wake(in)
 		return true, !in.Pinged.Swap(true)
 	}
 	r.mu.Lock()
@@ -281,13 +296,21 @@ func (r *Registry) forgetUnknownLocked(who workerID) {
 }
 
 // Crowd returns who gives way where the table is full and in is not in it: of the user
-// or address with most workers, the one that is silent longest. It is nil when in's own
-// has most.
+// or address with most workers, the one that is silent longest. One of in's own that is asleep
+// goes first. It is nil when in's own has most and none of them is asleep.
 func (r *Registry) Crowd(in *Worker) (silent *Worker) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
 	if len(r.mu.instances) < r.max || r.mu.instances[in.who()] != nil {
 		return nil
+	}
+	for _, o := range r.mu.instances {
+		if o.By == in.By && o.asleep.Load() && (silent == nil || o.lastSeen.Load() < silent.lastSeen.Load()) {
+			silent = o
+		}
+	}
+	if silent != nil {
+		return silent
 	}
 	has := map[access.Principal]int{in.By: 1}
 	for who := range r.mu.instances {
@@ -303,33 +326,6 @@ func (r *Registry) Crowd(in *Worker) (silent *Worker) {
 		}
 	}
 	return silent
-}
-
-// Silent removes and returns the workers that have been silent too long: for reap
-// when they have pinged, for grace when they never did; 0 is never. After a
-// pause of this process no worker counts as silent: pings may wait unread.
-func (r *Registry) Silent(now time.Time, reap, grace time.Duration) (gone []*Worker) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if at := r.clock.at(now); r.clock.gap(at) {
-		for _, in := range r.mu.instances {
-			in.lastSeen.Store(int64(at))
-		}
-		return nil
-	}
-	for _, in := range r.mu.instances {
-		limit := grace
-		if in.Pinged.Load() {
-			limit = reap
-		}
-		if limit > 0 && r.Silence(in, now) >= limit {
-			gone = append(gone, in)
-		}
-	}
-	for _, in := range gone {
-		r.forgetLocked(in)
-	}
-	return gone
 }
 
 // List returns the workers in the order of their registrations.

@@ -42,6 +42,9 @@ type Worker struct {
 	seq      uint64       // of the registration, counted up
 	shard    atomic.Int32 // 1 + the shard it keeps, 0 while unknown
 	lastSeen atomic.Int64 // ns since the Registry's epoch
+	asleep   atomic.Bool  // changed under the Registry's mutex
+	family   atomic.Pointer[family]
+	claimed  atomic.Bool // a client is its relative
 	sided    sided
 }
 
@@ -66,9 +69,18 @@ func (w *Worker) CameFrom(c *access.Caller) {
 	w.BelongsTo(c.By)
 	w.Socket = c.Peer.Socket
 	if p, ok := peercred.Running(c.Peer.PID); ok {
-		w.Process.Store(&p)
+		w.IsOf(p)
 	}
 }
+
+// IsOf notes the process that registered the worker.
+func (w *Worker) IsOf(p peercred.Process) {
+	w.Process.Store(&p)
+	w.family.Store(familyOf(p))
+}
+
+// Sleep makes the worker one that is asleep, before it is added.
+func (w *Worker) Sleep() { w.asleep.Store(true) }
 
 // BelongsTo notes who may speak for the worker.
 func (w *Worker) BelongsTo(by access.Principal) {

@@ -96,8 +96,8 @@ func TestCrowd(t *testing.T) {
 	}
 }
 
-// Of two workers only the silent one is dropped, and nobody after this process stood
-// still.
+// Of two workers only the silent one falls asleep, and none after this process stood
+// still. Its next request wakes it.
 func TestSilence(t *testing.T) {
 	r := workers.NewRegistry(10)
 	quiet, lively := worker(1, alice, 1, 1), worker(2, alice, 1, 1)
@@ -112,18 +112,24 @@ func TestSilence(t *testing.T) {
 	}
 	for s := range 20 {
 		if n := tick(time.Duration(s) * time.Second); n != 0 {
-			t.Fatalf("%d are dropped after %d s", n, s)
+			t.Fatalf("%d fell asleep after %d s", n, s)
 		}
 	}
 	if n := tick(time.Hour); n != 0 {
-		t.Errorf("%d are dropped after a gap", n)
+		t.Errorf("%d fell asleep after a gap", n)
 	}
 	dropped := 0
 	for s := range 25 {
 		dropped += tick(time.Hour + time.Duration(s)*time.Second)
 	}
-	if _, err := r.Get(1, alice); dropped != 1 || err == nil {
-		t.Errorf("%d are dropped; the silent one: %v", dropped, err)
+	if dropped != 1 || !quiet.Asleep() || lively.Asleep() {
+		t.Errorf("%d fell asleep; the silent one %v, the lively one %v", dropped, quiet.Asleep(), lively.Asleep())
+	}
+	if got := r.Loaders([]byte("m"), 1, alice, nil, 1); got != 1 {
+		t.Errorf("%d workers can load, want 1", got)
+	}
+	if _, err := r.Get(1, alice); err != nil || quiet.Asleep() || r.Loaders([]byte("m"), 1, alice, nil, 1) != 2 {
+		t.Errorf("a request did not wake the worker: %v", err)
 	}
 	if _, err := r.Get(2, alice); err != nil {
 		t.Errorf("the lively one: %v", err)

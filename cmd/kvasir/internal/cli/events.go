@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"strconv"
+	"strings"
 
 	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/kv/event"
@@ -22,8 +23,8 @@ import (
 type eventFlags struct {
 	EventLog    int     `name:"kv-event-log-size" help:"KV-event records kept for readers; 0 serves no subscribe_kv_events. Nothing is recorded before the first subscription, or without --kv-events." default:"32768" group:"Events" placeholder:"RECORDS"`
 	EventMemory mibSize `name:"kv-events-memory" help:"Memory for the tokens of chunks in the pool and the tiers, MiB or with a unit: 32k tokens take 160 KiB. What passes it is not announced; tiers make room first." default:"256" group:"Events" placeholder:"MIB"`
-	Events      string  `name:"kv-events" help:"Publish KV events in vLLM's format on this ZMQ endpoint, as tcp://*:5557. Whoever reaches it reads the tokens of all prompts." group:"Events" placeholder:"ENDPOINT"`
-	EventReplay string  `name:"kv-events-replay" help:"Answer subscribers that missed some on this endpoint, as tcp://*:5558." group:"Events" placeholder:"ENDPOINT"`
+	Events      string  `name:"kv-events" help:"Publish KV events in vLLM's format on this ZMQ endpoint, as tcp://10.0.0.5:5557. Whoever reaches it reads the tokens of all prompts." group:"Events" placeholder:"ENDPOINT"`
+	EventReplay string  `name:"kv-events-replay" help:"Answer subscribers that missed some on this endpoint, as tcp://10.0.0.5:5558." group:"Events" placeholder:"ENDPOINT"`
 	EventTopic  string  `name:"kv-events-topic" help:"Topic; {model} stands for the model's name. Default: kv@HOST:PORT@{model}, of this machine's name and --port." group:"Events" placeholder:"TOPIC"`
 	EventArrays bool    `name:"kv-events-arrays" help:"Write events as arrays, as vLLM before 0.24 did, for readers that do not know maps." group:"Events"`
 }
@@ -102,6 +103,22 @@ func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOpti
 	}); err != nil {
 		return nil, fmt.Errorf("--kv-events, --kv-events-replay: %w", err)
 	}
+	f.warnOpen(e.log)
 	e.log.Info("publishing KV events", "address", at, "replay", replay, "topic", o.Topic)
 	return p, nil
+}
+
+// warnOpen warns where others than this machine's users can subscribe.
+func (f *eventFlags) warnOpen(log *slog.Logger) {
+	var open []any
+	for flag, endpoint := range map[string]string{"--kv-events": f.Events, "--kv-events-replay": f.EventReplay} {
+		host, _, err := zmtp.HostPort(endpoint)
+		if err == nil && !isLoopback(host) && !strings.HasPrefix(endpoint, "ipc://") {
+			open = append(open, flag, endpoint)
+		}
+	}
+	if len(open) > 0 {
+		log.Warn("KV events have no authentication: whoever reaches these addresses reads the tokens of all prompts; "+
+			"let only routers reach them (firewall, network policy)", open...)
+	}
 }

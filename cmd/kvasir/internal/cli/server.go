@@ -65,7 +65,7 @@ type serverCmd struct {
 	adapter.Flags
 	eventFlags
 
-	Reap    float64 `name:"worker-reap-timeout-seconds" help:"Silence after which a worker is dropped, 0 for never." default:"120" group:"Timers"`
+	Reap    float64 `name:"worker-reap-timeout-seconds" help:"Silence after which no lookup counts on a worker of which no process is seen, until its next request; 0 for never." default:"120" group:"Timers"`
 	Grace   float64 `name:"worker-registration-grace-seconds" help:"The same for a worker that has never pinged." default:"3600" group:"Timers"`
 	Session float64 `name:"session-ttl-seconds" help:"Idle time after which a request's pins are dropped." default:"600" group:"Timers"`
 	Hold    float64 `name:"l1-write-ttl-seconds" help:"Quarantine: time after which memory that a worker may write and has not committed is used again." default:"600" group:"Timers"`
@@ -96,7 +96,7 @@ func (serverCmd) Help() string {
   kvasir server --l1-size-gb 100 --drop     (remove it and end)
   kvasir server --l1-size-gb 100 --host 10.0.0.5 --pickle on     (engines on other hosts too)
   kvasir server --l1-size-gb 100 --l2-adapter '{"type":"fs","base_path":"/data/kv"}'    (a directory below the pool)
-  kvasir server --l1-size-gb 100 --kv-events tcp://*:5557 --kv-events-replay tcp://*:5558    (for routers)
+  kvasir server --l1-size-gb 100 --kv-events tcp://10.0.0.5:5557 --kv-events-replay tcp://10.0.0.5:5558    (for routers)
   kvasir server --l1-size-gb 100 --disk /mnt/nvme/kv --disk-gb 2000                (a disk of its own)
   kvasir server --l1-size-gb 100 --quota team-a=40GiB --state /var/lib/kvasir/tenants.state    (what kvasir quota sets holds over restarts)
 

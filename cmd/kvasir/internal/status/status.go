@@ -102,6 +102,8 @@ func Print(w io.Writer, url string, st *admin.Status) error {
 		switch {
 		case v.Refused != "":
 			how = "REFUSED: " + v.Refused
+		case v.Asleep:
+			how += ", ASLEEP until its next request"
 		case v.CannotMapShm:
 			how += ", through the socket (slow)"
 		}

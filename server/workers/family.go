@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package workers
+
+import (
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/server/access"
+)
+
+// maxClients bounds the clients whose process is still to be found.
+const maxClients = 1024
+
+// Client is who looks up over one connection: the scheduler of an engine.
+type Client struct {
+	by        access.Principal
+	socket    uint64
+	tries     int          // of FindProcesses' goroutine
+	relatives atomic.Int64 // the most workers that were its relatives
+	process   atomic.Pointer[family]
+}
+
+// family is a process and its ancestors, the nearest first, as they were when it was found.
+type family struct {
+	process   peercred.Process
+	ancestors []peercred.Process
+}
+
+// related reports whether one of two processes is the other, or has started it.
+func (f *family) related(other *family) bool {
+	return f.process == other.process || slices.Contains(f.ancestors, other.process) || slices.Contains(other.ancestors, f.process)
+}
+
+func familyOf(p peercred.Process) *family { return &family{p, p.Ancestors()} }
+
+// NewClient returns the client behind a connection. Its process is known at once, or
+// FindProcesses looks for it.
+func (r *Registry) NewClient(c *access.Caller) *Client {
+	k := &Client{by: c.By, socket: c.Peer.Socket}
+	if p, ok := peercred.Running(c.Peer.PID); ok {
+		k.process.Store(familyOf(p))
+		return k
+	}
+	if !c.By.User || c.Peer.Socket == 0 {
+		return k
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.mu.clients) < maxClients {
+		r.mu.clients[k] = struct{}{}
+	}
+	return k
+}
+
+// searching returns the clients whose process is looked for now.
+func (r *Registry) searching() (out []*Client) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for k := range r.mu.clients {
+		if k.tries++; k.tries >= maxTries {
+			delete(r.mu.clients, k)
+		}
+		out = append(out, k)
+	}
+	return out
+}
+
+func (r *Registry) foundClient(k *Client, p peercred.Process) {
+	k.process.Store(familyOf(p))
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.mu.clients, k)
+}
+
+// lives reports whether it is proved that the process of a worker runs.
+func (r *Registry) lives(in *Worker) bool {
+	p, ended := in.Ended(r.gone)
+	return p != (peercred.Process{}) && !ended
+}
+
+// Loaders returns how many workers of a model can load what a client looks up that needs a
+// number of them: those of the client's process or its relatives. Where they never were
+// as many as needed, workers whose process is not known count, too. Where no worker ever was a relative of the
+// client, all workers count but those that are relatives of another client. Where the client's process is not known, all workers count. Workers that are asleep
+// never count. from is nil for requests of this process.
+func (r *Registry) Loaders(model []byte, world int, by access.Principal, from *Client, need int) int {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	m := r.layoutsLocked(string(model), world, by)
+	if m == nil {
+		return 0
+	}
+	var own *family
+	if from != nil {
+		own = from.process.Load()
+	}
+	if own == nil {
+		return len(m.workers)
+	}
+	relatives, unknown, free := 0, 0, 0
+	for _, in := range m.workers {
+		switch f := in.family.Load(); {
+		case f == nil:
+			unknown++
+		case own.related(f):
+			relatives++
+			in.claimed.Store(true)
+		case !in.claimed.Load():
+			free++
+		}
+	}
+	most := from.relatives.Load()
+	if int64(relatives) > most {
+		most = int64(relatives)
+		from.relatives.Store(most)
+	}
+	switch {
+	case most >= int64(need): // all of its engine's workers are its relatives
+		return relatives
+	case most > 0:
+		return relatives + unknown
+	}
+	return unknown + free
+}
+
+// Awake returns how many workers can load now: they are neither refused nor asleep.
+func (r *Registry) Awake() (n int) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	for _, in := range r.mu.instances {
+		if in.Refused == "" && !in.asleep.Load() {
+			n++
+		}
+	}
+	return n
+}
+
+// Asleep reports whether the worker has been silent for so long that no lookup counts on it.
+func (in *Worker) Asleep() bool { return in.asleep.Load() }
+
+// sleepLocked takes a silent worker out of what lookups count on. Its next request wakes it.
+func (r *Registry) sleepLocked(in *Worker) {
+	in.asleep.Store(true)
+	r.unlistLocked(in)
+}
+
+// wake notes that a worker lives that may be asleep.
+func (r *Registry) wake(in *Worker) {
+	if !in.asleep.Load() {
+		return
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !in.asleep.Swap(false) || r.mu.instances[in.who()] != in {
+		return
+	}
+	r.woke.Store(true)
+	if in.Refused == "" {
+		r.knowLocked(in)
+	}
+}
+
+// Woke reports whether a worker woke since the last call.
+func (r *Registry) Woke() bool { return r.woke.Swap(false) }
+
+// Silent returns the workers that have been silent too long, of which no process is known to
+// run: for reap when they have pinged, for grace when they never did; 0 is never. One that lends memory is
+// removed, because its memory may be a dead process'. Any other one falls asleep: it is
+// returned once, and its next request wakes it.
+// After a pause of this process no worker counts as silent: pings may wait unread.
+func (r *Registry) Silent(now time.Time, reap, grace time.Duration) (silent []*Worker) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if at := r.clock.at(now); r.clock.gap(at) {
+		for _, in := range r.mu.instances {
+			in.lastSeen.Store(int64(at))
+		}
+		return nil
+	}
+	for _, in := range r.mu.instances {
+		limit := grace
+		if in.Pinged.Load() {
+			limit = reap
+		}
+		if limit > 0 && r.Silence(in, now) >= limit && !in.asleep.Load() && !r.lives(in) {
+			silent = append(silent, in)
+		}
+	}
+	for _, in := range silent {
+		if in.Lent != nil || in.Refused != "" {
+			r.forgetLocked(in)
+		} else {
+			r.sleepLocked(in)
+		}
+	}
+	return silent
+}
