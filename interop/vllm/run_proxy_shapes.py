@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Request shapes through a P/D proxy over real vLLM engines with the MooncakeConnector.
+
+P and D are started on fixed ports under a running registry, behind a running proxy (--proxy). Each shape is sent to the
+proxy and to D alone: lists of prompts, several answers of a prompt, chats, responses and messages, each as a stream and
+not. The answers must be equal: the same text, token ids where the API has them, and log-probabilities within 0.002. After
+each shape P must have no block in use within 5 s. With --clients URL, the OpenAI and Anthropic clients of that Python are
+run against the proxy. With --kill-p, P is killed in the middle of a stream: the client gets an answer or an error within 5 s.
+Prints one JSON line.
+"""
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import common as C
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+
+# What an API needs to be answered by, and to stop at.
+CLIENTS = """
+import json, sys
+base, out = sys.argv[1], {}
+import openai
+c = openai.OpenAI(base_url=base + "/v1", api_key="none", max_retries=0, timeout=120)
+text = "w10 w20 w30 " * 40
+r = c.completions.create(model="tiny", prompt=[text, text + "w7"], max_tokens=4, temperature=0)
+out["completions"] = len(r.choices) == 2 and r.usage.completion_tokens == 8
+parts = list(c.completions.create(model="tiny", prompt=[text, text + "w7"], max_tokens=4, temperature=0, stream=True))
+out["completions_stream"] = {x.index for p in parts for x in p.choices} == {0, 1}
+m = [{"role": "user", "content": text}]
+r = c.chat.completions.create(model="tiny", messages=m, max_tokens=4, temperature=0)
+out["chat"] = r.choices[0].finish_reason == "length"
+parts = list(c.chat.completions.create(model="tiny", messages=m, max_tokens=4, temperature=0, stream=True))
+out["chat_stream"] = parts[-1].choices[0].finish_reason == "length"
+r = c.responses.create(model="tiny", input=text, max_output_tokens=4, temperature=0)
+out["responses"] = r.status in ("completed", "incomplete")
+last = [e.type for e in c.responses.create(model="tiny", input=text, max_output_tokens=4, temperature=0, stream=True)][-1]
+out["responses_stream"] = last in ("response.completed", "response.incomplete")
+import anthropic
+a = anthropic.Anthropic(base_url=base, api_key="none", max_retries=0, timeout=120)
+r = a.messages.create(model="tiny", messages=m, max_tokens=4, temperature=0)
+out["messages"] = r.stop_reason == "max_tokens"
+with a.messages.stream(model="tiny", messages=m, max_tokens=4, temperature=0) as s:
+    s.until_done()
+    out["messages_stream"] = s.get_final_message().stop_reason == "max_tokens"
+print(json.dumps(out))
+"""
+
+
+def words(n, seed):
+    return " ".join(f"w{i % 1700}" for i in C.prompt_ids(n, seed))
+
+
+def send(base, path, body, timeout=180, headers=None):
+    """Status, and the answer: JSON, or the events of a stream."""
+    req = urllib.request.Request(base + path, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})})
+    try:
+        with urllib.request.urlopen(req, timeout=timeout) as r:
+            raw, status = r.read().decode(), r.status
+    except urllib.error.HTTPError as e:
+        raw, status = e.read().decode(), e.code
+    if not body.get("stream") or status != 200:
+        return status, json.loads(raw) if raw.startswith(("{", "[")) else raw
+    events = [line[6:] for line in raw.splitlines() if line.startswith("data: ")]
+    return status, [e if e == "[DONE]" else json.loads(e) for e in events]
+
+
+def merged(path, answer):
+    """What a client makes of an answer: by choice its text, its token ids, its log-probabilities and why it ended."""
+    out = {}
+    events = answer if isinstance(answer, list) else [answer]
+    for e in events:
+        if e == "[DONE]":
+            continue
+        if e.get("error"):
+            raise RuntimeError(f"error in the answer: {e['error']}")
+        if path.endswith("/responses"):
+            e = e.get("response", e)
+            text = "".join(c.get("text", "") for o in e.get("output") or [] for c in o.get("content") or [])
+            if e.get("status") in ("completed", "incomplete"):
+                out[0] = {"text": text, "end": e["status"]}
+            continue
+        if path.endswith("/messages"):
+            c = out.setdefault(0, {"text": "", "end": None})
+            c["text"] += "".join(x.get("text", "") for x in e.get("content") or []) + (e.get("delta") or {}).get("text", "")
+            c["end"] = e.get("stop_reason") or (e.get("delta") or {}).get("stop_reason") or c["end"]
+            continue
+        for x in e.get("choices", []):
+            c = out.setdefault(x["index"], {"text": "", "ids": [], "logprobs": [], "end": None})
+            c["text"] += x.get("text") or (x.get("message") or x.get("delta") or {}).get("content") or ""
+            c["ids"] += x.get("token_ids") or []
+            p = x.get("logprobs") or {}
+            c["logprobs"] += p.get("token_logprobs") or [t["logprob"] for t in p.get("content") or []]
+            c["end"] = x.get("finish_reason") or c["end"]
+    return out
+
+
+def differs(a, b):
+    """Why two answers differ; None where they do not."""
+    if set(a) != set(b):
+        return f"choices {sorted(a)} and {sorted(b)}"
+    for i in a:
+        for k in a[i]:
+            if k != "logprobs" and a[i][k] != b[i].get(k):
+                return f"choice {i}, {k}: {a[i][k]!r} and {b[i].get(k)!r}"
+        for x, y in zip(a[i].get("logprobs", []), b[i].get("logprobs", []), strict=True):
+            if abs(x - y) > 0.002:
+                return f"choice {i}: log-probabilities {x} and {y}"
+    return None
+
+
+def shapes(block):
+    """name, path, body"""
+    def prompts(lengths):
+        return [C.prompt_ids(n, 1000 + 7 * i) for i, n in enumerate(lengths)]
+
+    base = {"model": "tiny", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    ids = {**base, "logprobs": 1, "return_token_ids": True}
+    for name, lengths in (("1", [4 * block + 1]), ("2", [5 * block + 1, block // 2]), ("8", [block * (2 + i) + 3 * i for i in range(8)])):
+        yield "list_" + name, "/v1/completions", {**ids, "prompt": prompts(lengths)}
+    yield "texts_2", "/v1/completions", {**base, "prompt": [words(3 * block, 1), words(5 * block, 2)]}
+    sampled = {"temperature": 1, "seed": 11, "n": 3}
+    yield "n_3", "/v1/completions", {**ids, **sampled, "prompt": prompts([4 * block + 1])[0]}
+    yield "list_2_n_2", "/v1/completions", {**ids, **sampled, "n": 2, "prompt": prompts([4 * block + 1, 3 * block])}
+    chat = {**base, "messages": [{"role": "user", "content": words(5 * block, 3)}]}
+    yield "chat", "/v1/chat/completions", {**chat, "logprobs": True}
+    yield "chat_n_3", "/v1/chat/completions", {**chat, **sampled}
+    yield "responses", "/v1/responses", {"model": "tiny", "temperature": 0, "max_output_tokens": 6, "input": words(5 * block, 4)}
+    yield "messages", "/v1/messages", {"model": "tiny", "temperature": 0, "max_tokens": 6, "messages": [{"role": "user", "content": words(5 * block, 5)}]}
+
+
+def in_use(base):
+    """The part of P's KV cache that requests hold."""
+    m = C.metrics(base, want=("kv_cache_usage",))
+    return sum(m.values())
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--model", required=True)
+    ap.add_argument("--bootstrap", required=True, help="http://host:port of the running registry")
+    ap.add_argument("--proxy", required=True, help="URL of the running proxy")
+    ap.add_argument("--ports", required=True, help="P's and D's HTTP ports")
+    ap.add_argument("--clients", help="a Python with openai and anthropic")
+    ap.add_argument("--kill-p", action="store_true")
+    ap.add_argument("--only", help="comma separated shapes")
+    ap.add_argument("--block-size", type=int, default=32)
+    ap.add_argument("--out")
+    ap.add_argument("--timeout", type=float, default=600)
+    ap.add_argument("--vllm-arg", action="append", default=[])
+    a = ap.parse_args()
+    out = a.out or tempfile.mkdtemp(prefix="shapes.")
+    os.makedirs(out, exist_ok=True)
+    report = {"scenario": "proxy_shapes", "logs": out, "steps": {}}
+    with C.reported(report):
+        template = os.path.join(out, "chat.jinja")
+        with open(template, "w") as f:
+            f.write(TEMPLATE)
+        pport, dport = (int(x) for x in a.ports.split(","))
+        pb, db = f"http://127.0.0.1:{pport}", f"http://127.0.0.1:{dport}"
+        extra = ["--chat-template", template, *a.vllm_arg]
+        env = C.cpu_env(extra={"KV_CPU_SHIM": "device"})
+        procs = {}
+        for name, port, role, more in (("P", pport, "kv_producer", {"bootstrap_server_address": a.bootstrap.split("://", 1)[1]}), ("D", dport, "kv_consumer", {})):
+            kv = {"kv_connector": "MooncakeConnector", "kv_role": role, "kv_connector_extra_config": {"mooncake_protocol": "tcp", **more}}
+            procs[name] = C.Proc("vllm-" + name, C.vllm_cmd(a.model, port, kv, a.block_size, dtype="float32", extra=extra), os.path.join(out, f"vllm-{name}.log"), env)
+        for base, name in ((pb, "P"), (db, "D")):
+            C.wait_http(base + "/health", procs[name], a.timeout)
+        C.complete(pb, C.prompt_ids(40, 5), 2)
+        C.complete(db, C.prompt_ids(40, 5), 2)
+        C.wait_http(a.proxy + "/health", timeout=60)
+        ok = True
+        for name, path, body in shapes(a.block_size):
+            for stream in (False, True):
+                label = name + ("_stream" if stream else "")
+                if a.only and label not in a.only.split(","):
+                    continue
+                asked = {**body, "stream": True} if stream else body
+                step = report["steps"][label] = {}
+                for base in (pb, db):
+                    C.reset_prefix_cache(base)
+                before = C.metrics(db)
+                t0 = time.time()
+                status, got = send(a.proxy, path, asked)
+                step["seconds"] = round(time.time() - t0, 2)
+                step["status"] = status
+                step["D_external_hit_tokens"] = C.delta(before, C.metrics(db)).get("vllm:external_prefix_cache_hits_total", 0)
+                C.reset_prefix_cache(db)
+                want_status, want = send(db, path, asked)
+                try:
+                    step["differs"] = f"status {status} and {want_status}: {got}" if status != want_status else differs(merged(path, got), merged(path, want))
+                except RuntimeError as e:
+                    step["differs"] = str(e)
+                deadline = time.time() + 5
+                while in_use(pb) and time.time() < deadline:
+                    time.sleep(0.2)
+                step["P_in_use"] = in_use(pb)
+                step["pass"] = status == 200 and step["differs"] is None and step["P_in_use"] == 0
+                ok = ok and step["pass"]
+                print(label, step, file=sys.stderr, flush=True)
+        if a.clients:
+            r = subprocess.run([a.clients, "-c", CLIENTS, a.proxy], capture_output=True, text=True, timeout=600, check=False)
+            report["steps"]["clients"] = json.loads(r.stdout) if r.returncode == 0 else r.stderr[-2000:]
+            ok = ok and r.returncode == 0 and all(report["steps"]["clients"].values())
+        if a.kill_p:
+            ids = C.prompt_ids(100 * a.block_size, 77)
+            ended = {}
+
+            def ask():
+                t0 = time.time()
+                ended["status"], ended["answer"] = send(a.proxy, "/v1/completions", {"model": "tiny", "prompt": ids, "max_tokens": 8, "temperature": 0, "stream": True, "ignore_eos": True})
+                ended["seconds"] = time.time() - t0
+
+            t = threading.Thread(target=ask)
+            t.start()
+            time.sleep(0.15)
+            procs["P"].kill()
+            killed = time.time()
+            t.join(60)
+            step = report["steps"]["kill_p"] = {"status": ended.get("status"), "seconds_after_kill": round(time.time() - killed, 2), "alive": t.is_alive()}
+            ok = ok and not t.is_alive() and step["seconds_after_kill"] < 5
+        for p in procs.values():
+            if p.alive():
+                p.stop()
+        C.emit(report, ok)
+
+
+if __name__ == "__main__":
+    main()
