@@ -135,6 +135,16 @@ for part in ${PD:-qwen2 gemma3 proxy relay load both engine store 0.13 0.18 0.23
 			servers="$servers $!"
 			pd "proxy-$kind" --model "$work/proxy-$kind" --bootstrap "$registry" --proxy "http://127.0.0.1:$port" --ports "$p,$d" --restart-p --in-flight 8
 		done
+		stop_servers
+		echo "== vLLM P and D behind kvasir proxy: lists, several answers, chats, responses, messages, refusals, the clients of OpenAI and Anthropic, P killed"
+		start bootstrap-shapes bootstrap --host 127.0.0.1
+		registry=$url p=$(free_port) d=$(free_port) port=$(free_port)
+		bin/kvasir proxy --port "$port" --vllm-pd-disaggregation --prefill "http://127.0.0.1:$p" "${registry##*:}" \
+			--decode "http://127.0.0.1:$d" --keep-alive 1s >"$work/proxy-shapes.log" 2>&1 &
+		servers="$servers $!"
+		drive shapes run_proxy_shapes.py --model "$work/proxy-qwen2" --bootstrap "$registry" --proxy "http://127.0.0.1:$port" --ports "$p,$d" \
+			--clients "$(interop/vllm/setup_clients.sh)" --kill-p
+		steps shapes
 		;;
 	relay)
 		for kind in qwen2 gemma3; do

@@ -45,9 +45,9 @@ last = [e.type for e in c.responses.create(model="tiny", input=text, max_output_
 out["responses_stream"] = last in ("response.completed", "response.incomplete")
 import anthropic
 a = anthropic.Anthropic(base_url=base, api_key="none", max_retries=0, timeout=120)
-r = a.messages.create(model="tiny", messages=m, max_tokens=4, temperature=0)
+r = a.messages.create(model="tiny", messages=m, max_tokens=4, extra_body={"temperature": 0})
 out["messages"] = r.stop_reason == "max_tokens"
-with a.messages.stream(model="tiny", messages=m, max_tokens=4, temperature=0) as s:
+with a.messages.stream(model="tiny", messages=m, max_tokens=4, extra_body={"temperature": 0}) as s:
     s.until_done()
     out["messages_stream"] = s.get_final_message().stop_reason == "max_tokens"
 print(json.dumps(out))
@@ -136,6 +136,19 @@ def shapes(block):
     yield "messages", "/v1/messages", {"model": "tiny", "temperature": 0, "max_tokens": 6, "messages": [{"role": "user", "content": words(5 * block, 5)}]}
 
 
+def refused(block):
+    """What D refuses and P, which generates one token, does not: the same answer as D's alone, and P's blocks are free."""
+    ids = {"model": "tiny", "temperature": 0, "prompt": C.prompt_ids(5 * block, 31)}
+    yield "too_many_tokens", "/v1/completions", {**ids, "max_tokens": 100000}
+    yield "too_many_tokens_list", "/v1/completions", {**ids, "max_tokens": 100000, "prompt": [C.prompt_ids(5 * block, 32), C.prompt_ids(7 * block, 33)]}
+    yield "too_many_tokens_chat", "/v1/chat/completions", {"model": "tiny", "max_tokens": 100000, "messages": [{"role": "user", "content": words(5 * block, 34)}]}
+    yield "empty_prompt", "/v1/completions", {**ids, "max_tokens": 4, "prompt": [C.prompt_ids(5 * block, 35), []]}
+    yield "n_0", "/v1/completions", {**ids, "max_tokens": 4, "n": 0}
+    yield "n_as_text", "/v1/completions", {**ids, "max_tokens": 4, "n": "three"}
+    yield "lists_of_lists", "/v1/completions", {**ids, "max_tokens": 4, "prompt": [[C.prompt_ids(40, 36)], [C.prompt_ids(40, 37)]]}
+    yield "rank_out_of_range", "/v1/completions", {**ids, "max_tokens": 4}, {"X-Data-Parallel-Rank": "7"}
+
+
 def in_use(base):
     """The part of P's KV cache that requests hold."""
     m = C.metrics(base, want=("kv_cache_usage",))
@@ -205,6 +218,18 @@ def main():
                 step["pass"] = status == 200 and step["differs"] is None and step["P_in_use"] == 0
                 ok = ok and step["pass"]
                 print(label, step, file=sys.stderr, flush=True)
+        for name, path, body, *headers in refused(a.block_size):
+            if a.only and name not in a.only.split(","):
+                continue
+            step = report["steps"][name] = {}
+            (status, got), (want_status, want) = send(a.proxy, path, body, headers=headers[0] if headers else None), send(db, path, body)
+            deadline = time.time() + 5
+            while in_use(pb) and time.time() < deadline:
+                time.sleep(0.2)
+            step.update(status=status, D_alone=want_status, P_in_use=in_use(pb), answer=str(got)[:200], answer_of_D=str(want)[:200])
+            step["pass"] = status == want_status and step["P_in_use"] == 0
+            ok = ok and step["pass"]
+            print(name, step, file=sys.stderr, flush=True)
         if a.clients:
             r = subprocess.run([a.clients, "-c", CLIENTS, a.proxy], capture_output=True, text=True, timeout=600, check=False)
             report["steps"]["clients"] = json.loads(r.stdout) if r.returncode == 0 else r.stderr[-2000:]
