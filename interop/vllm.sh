@@ -2,7 +2,7 @@
 # Real vLLM engines (CPU builds) with the LMCacheMPConnector against this build: the newest,
 # and three older pairs of vLLM and lmcache. About 26 GB and some minutes the first time.
 # Needs bin/kvasir; `make interop-vllm` calls it. Arguments name the parts, else all are run: engine_driven, lmcache_driven,
-# disk, fs, fleet, mooncakestore, events, 0.4.6, 0.4.7, 0.5.3.
+# disk, fs, fleet, mooncakestore, slow, reset, events, 0.4.6, 0.4.7, 0.5.3.
 # Debian packages: libnuma1 libibverbs1 librdmacm1, and libtcmalloc-minimal4 for vLLM 0.18.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -101,6 +101,21 @@ fleet() {
 	stop_servers
 }
 
+# reset NAME SERVERS FLAG ...: the engine's reset reaches the tiers of all SERVERS servers, over kill -9 of all of them.
+reset() {
+	local name=$1 count=$2 urls= kills= i
+	shift 2
+	echo "== $name: the engine's reset and kvasir clear reach every tier of $count servers, kill -9 of all of them"
+	"$python" interop/vllm/make_model.py "$work/qwen2" --kind qwen2 >/dev/null
+	for i in $(seq "$count"); do
+		start_phoenix "reset-$name-$i" --l1-size-gb 1 --chunk-size 128 --state "$work/reset-$name-$i.state" "$@"
+		urls="$urls tcp://127.0.0.1:$port" kills="${kills}sh $work/reset-$name-$i.kill; "
+	done
+	# shellcheck disable=SC2086
+	"$python" interop/vllm/run_reset.py --model "$work/qwen2" --servers $urls --kill "$kills" --out "$work/reset-$name"
+	stop_servers
+}
+
 # old VLLM LMCACHE [ARG ...]: the same with engines of another time, whose next process loads
 # what the first one stored; log-probabilities must be equal too.
 old() {
@@ -116,7 +131,7 @@ old() {
 	stop_servers
 }
 
-for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow events 0.4.6 0.4.7 0.5.3}; do
+for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset events 0.4.6 0.4.7 0.5.3}; do
 	case $part in
 	engine_driven) life engine_driven qwen2 ;;
 	lmcache_driven) life lmcache_driven gemma3 --separate-object-groups ;;
@@ -128,6 +143,7 @@ for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow e
 		below mooncakestore --l2-adapter "'{\"type\":\"mooncake_store\",\"master_server_addr\":\"$master\"}'"
 		;;
 	slow) slow ;;
+	reset) reset disk 1 --disk "$work/reset-disk" --disk-gb 1 --disk-min-free-gb 1 --disk-first-touch ;;
 	events)
 		events engine_driven
 		events lmcache_driven
