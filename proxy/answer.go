@@ -59,6 +59,17 @@ var legNames = [...]string{both: "generate", prefill: "prefill", decode: "decode
 // also when the client leaves meanwhile, so that D can let go of what P computes for it.
 func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []byte, begin func() error) (outcome string, err error) {
 	defer func() { e.p.fleet.leave(b, lacks) }()
+	began := false
+	outer := ctx
+	defer func() {
+		switch {
+		case began: // judged by its first bytes
+		case outer.Err() != nil: // the client left, or P failed
+			e.p.fleet.probed(b)
+		default:
+			e.judge(b, err)
+		}
+	}()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer context.AfterFunc(b.life(), func() { cancel(errSilent) })()
@@ -82,6 +93,9 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	span, fields := e.legSpan(fields)
 	start := time.Now()
 	defer func() { e.legEnded(span, legNames[b.role], b, start, err) }()
+	if e.p.o.AnswerTimeout > 0 {
+		defer time.AfterFunc(e.p.o.AnswerTimeout, func() { cancel(errLate) }).Stop()
+	}
 	resp, err := e.send(ctx, b, n, e.pieces(b, params), fields, start.Add(e.p.o.FirstByte))
 	if err != nil {
 		if ctx.Err() == nil && !errors.Is(err, errLate) {
@@ -90,9 +104,9 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 		return "", fmt.Errorf("%s: %w", b.url, err)
 	}
 	defer resp.Close()
-	if resp.Status >= 500 {
+	if isEngineAnswer(resp.Status) {
 		text, _ := resp.ReadAll(maxError)
-		return "", fmt.Errorf("%s: %w: status %d: %.200s", b.url, errFailed, resp.Status, text)
+		return "", &engineAnswer{b, resp.Status, resp.Fields, text}
 	}
 	// Engines send a stream's head long before they know whether the request goes well.
 	first, err := resp.Next()
@@ -119,6 +133,8 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	}
 	e.refused = resp.Status != http.StatusOK
 	e.answers.Store(true)
+	began = true
+	e.judge(b, nil)
 	e.p.fleet.computed(b, lacks)
 	lacks = 0
 	return e.pass(b, resp, first, stream), nil

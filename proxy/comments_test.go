@@ -20,6 +20,7 @@ func streaming(t testing.TB, f func(write func(string), r *http.Request)) string
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
 	mux.HandleFunc("POST /v1/", func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body) // a client that leaves is noticed behind it
 		w.Header().Set("Content-Type", "text/event-stream")
 		rc := http.NewResponseController(w)
 		f(func(s string) { fmt.Fprint(w, s); _ = rc.Flush() }, r)

@@ -51,6 +51,7 @@ type backend struct {
 	turn     uint64            // when it last got one of any model
 	recent   float64           // requests it got, those of long ago counting less; see recently
 	recentAt uint64            // places taken then
+	circuit  circuit
 	inFlight int
 	pending  int // prompt bytes that it has yet to compute
 	doubts   int // looks that follow a failed call

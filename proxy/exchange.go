@@ -61,6 +61,7 @@ type exchange struct {
 	model        *modelCounters     // of a good answer
 	span         otlp.Context       // with Options.Spans
 	parent       [8]byte            // its parent; zero: none
+	answered     attempts           // what engines have answered to attempts that failed
 	front        front              // what the client hears before the answer
 	list         *list              // that the request is a part of; nil: none
 	hasPlaces    bool               // the part has places at engines
@@ -145,6 +146,7 @@ var errLate = errors.New("no answer in time")
 // serve tries the request until a first byte comes, and passes the answer on.
 func (e *exchange) serve() (outcome string) {
 	fields := e.engineFields()
+	e.p.budget.request(e.start)
 	e.beginKeepAlive()
 	defer e.front.seal()
 	relayed := e.relayedParams()
@@ -173,7 +175,11 @@ func (e *exchange) serve() (outcome string) {
 			return "client_left"
 		}
 		e.p.o.Log.Debug("an attempt failed", "request", e.id, "attempt", e.attempts, "err", err)
-		if e.attempts >= e.p.o.Attempts || errors.Is(err, errLate) { // another engine would compute it anew, for as long
+		again, answer := e.again(err)
+		if answer != nil {
+			return e.sayAnswer(answer)
+		}
+		if !again {
 			return e.refuse(err)
 		}
 		e.p.n.retries.Add(1)
@@ -366,6 +372,15 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, who r
 	span, fields := e.legSpan(fields)
 	start := time.Now()
 	defer func() { e.legEnded(span, "prefill", b, start, err) }()
+	defer func() {
+		if _, refused := errors.AsType[*refusedByP](err); refused {
+			e.judge(b, nil)
+		} else if ctx.Err() == nil {
+			e.judge(b, err)
+		} else {
+			e.p.fleet.probed(b)
+		}
+	}()
 	resp, err := e.send(ctx, b, n, pieces, fields, start.Add(e.p.o.PrefillTimeout))
 	held.release()
 	if err != nil {
@@ -376,8 +391,8 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, who r
 	switch {
 	case err != nil:
 		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
-	case resp.Status >= 500:
-		return l, fmt.Errorf("prefill engine %s: status %d: %.200s", b.url, resp.Status, text)
+	case isEngineAnswer(resp.Status):
+		return l, &engineAnswer{b, resp.Status, resp.Fields, text}
 	case resp.Status != http.StatusOK:
 		return l, &refusedByP{resp.Fields, resp.Status, text} // the request itself is at fault
 	}
@@ -484,13 +499,16 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	return outcome, err
 }
 
-// answerOf is D's leg. A D that has not had the request is replaced by another: P's KV waits for
+// answerOf is D's leg. A D that has not had the request, or has no room for it, is replaced by another: P's KV waits for
 // any. begin is called with a connection to D, before the request; nil: nothing is begun.
 func (e *exchange) answerOf(ctx context.Context, d *backend, params []byte, begin func() error) (outcome string, err error) {
 	for {
 		outcome, err = e.answer(ctx, d, 0, params, begin)
-		if !errors.Is(err, errNotSent) || ctx.Err() != nil {
+		if !errors.Is(err, errNotSent) && !errors.Is(err, errNoRoom) || ctx.Err() != nil {
 			break
+		}
+		if a, ok := errors.AsType[*engineAnswer](err); ok && e.answered.full == nil {
+			e.answered.full = a
 		}
 		if d = e.p.fleet.another(&e.want); d == nil {
 			break

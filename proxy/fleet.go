@@ -128,6 +128,7 @@ const (
 // model.
 func (f *fleet) pickLocked(r role, w *want) (best *backend, lacks int, how stand) {
 	bestTried, bestCost, bestTurn := false, 0.0, turn{}
+	now := time.Now()
 	home := f.homeLocked(r, w)
 	if home != nil && f.overloadedLocked(home, r, w) {
 		home = nil
@@ -146,7 +147,7 @@ func (f *fleet) pickLocked(r role, w *want) (best *backend, lacks int, how stand
 			continue
 		}
 		how = ready
-		tried := slices.Contains(w.tried, b)
+		tried := slices.Contains(w.tried, b) || b.circuit.open(now) // these come last
 		short := w.bytes - w.seenBy(b.id.Load())
 		cost, turn := f.cost(b, w, short, home), b.lastTurnLocked(w.model)
 		if best == nil || bestTried && !tried || tried == bestTried && (cost < bestCost || cost == bestCost && turn.before(bestTurn)) {
@@ -178,6 +179,9 @@ func (b *backend) lastTurnLocked(model string) turn { return turn{b.turns[b.turn
 func (f *fleet) takeEngineLocked(b *backend, model string, lacks int) {
 	b.inFlight++
 	b.pending += lacks
+	if b.circuit.pause > 0 && !b.circuit.open(time.Now()) {
+		b.circuit.probe = true
+	}
 	f.mu.taken++
 	if len(b.turns) >= maxTurns { // of all: an engine that alone forgot its turns would come first for each model
 		for _, other := range f.mu.all {

@@ -46,7 +46,7 @@ func (e *exchange) mustFree(err error) bool {
 	if e.r.Context().Err() == nil {
 		return err != nil || e.refused
 	}
-	for _, how := range []error{errNotSent, errLost, errFailed, errLate, errSilent, http1.ErrCut} {
+	for _, how := range []error{errNotSent, errLost, errFailed, errNoRoom, errLate, errSilent, http1.ErrCut} {
 		if errors.Is(err, how) {
 			return true
 		}
@@ -152,7 +152,7 @@ func (p *Proxy) freeAll(f freeing) {
 func (p *Proxy) freeOne(f freeing) {
 	ctx, cancel := context.WithTimeout(p.ctx, freeTimeout)
 	defer cancel()
-	w := want{model: f.model}
+	w, failed := want{model: f.model}, false
 	for ctx.Err() == nil {
 		if b := p.fleet.another(&w); b != nil {
 			err := p.take(ctx, b, f)
@@ -161,10 +161,14 @@ func (p *Proxy) freeOne(f freeing) {
 				p.n.freed.Add(1)
 				return
 			}
+			failed = failed || errors.Is(err, errFailed)
 			w.tried = append(w.tried, b)
 			continue
 		}
-		w.tried = nil // all failed, or have no room: later they may not
+		if failed { // P does not have the KV any more, as D found out
+			return
+		}
+		w.tried = nil // none can be reached, or has room: later they may
 		select {
 		case <-time.After(p.o.HealthInterval):
 		case <-ctx.Done():
@@ -189,7 +193,11 @@ func (p *Proxy) take(ctx context.Context, b *backend, f freeing) error {
 		return err
 	}
 	defer resp.Close()
-	if resp.Status != http.StatusOK {
+	switch resp.Status {
+	case http.StatusOK:
+	case http.StatusTooManyRequests, http.StatusServiceUnavailable:
+		return errNoRoom
+	default:
 		return errFailed
 	}
 	_, err = resp.ReadAll(maxWhole)

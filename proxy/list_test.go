@@ -256,6 +256,7 @@ func TestClientLeavesAList(t *testing.T) {
 
 // An engine that dies in the middle of a list ends it with an error, and the client never takes what came for the whole.
 func TestEngineDiesInAList(t *testing.T) {
+	t.Parallel() // D asks for KV that P does not have any more, which takes a while
 	x := deploy(t, 1, 10*time.Millisecond)
 	for _, stream := range []bool{false, true} {
 		var wg sync.WaitGroup

@@ -77,7 +77,8 @@ type Options struct {
 
 	PrefillTimeout time.Duration // of P's whole leg; default 10 min
 	FirstByte      time.Duration // of the leg that answers: from the request to its first byte; default 10 min
-	Stall          time.Duration // between bytes of an answer; default 5 min
+	AnswerTimeout  time.Duration // of the leg that answers, to its end; default: none
+	Stall          time.Duration // between data of an answer; default 5 min
 	KeepAlive      time.Duration // between comments to a client that waits for a stream; default: none are sent
 	SendTimeout    time.Duration // for a client to take what came; default 60 s
 	BodyTimeout    time.Duration // for a client to send its request; default 60 s
@@ -174,6 +175,7 @@ func (o *Options) checkNumbers(c *options.Checks) {
 		{"QueueTimeout", o.QueueTimeout},
 		{"PrefillTimeout", o.PrefillTimeout},
 		{"FirstByte", o.FirstByte},
+		{"AnswerTimeout", o.AnswerTimeout},
 		{"Stall", o.Stall},
 		{"KeepAlive", o.KeepAlive},
 		{"SendTimeout", o.SendTimeout},

@@ -46,6 +46,7 @@ type Proxy struct {
 	inFlight    atomic.Int64
 	bodies      bodyMemory
 	frees       frees
+	budget      budget
 	n           *counters
 }
 

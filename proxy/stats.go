@@ -100,6 +100,7 @@ type Stats struct {
 	Spared    map[string]int64 `counter:"kvasir_proxy_prefills_spared_total" label:"by" help:"Answers for which no P was asked: decode, D lacked little; store, the cache server had the beginning; relay, a relay had all; sequences, the request has several prompts or answers."`
 	Store     int64            `gauge:"kvasir_proxy_store_well" help:"1 while the cache server of --store answers: what it has, P is not asked for."`
 	Well      map[string]int64 `gauge:"kvasir_proxy_engine_well" label:"engine" help:"1 while the engine answers, and its registry knows it."`
+	Paused    map[string]int64 `gauge:"kvasir_proxy_engine_paused" label:"engine" help:"1 while the engine gets no requests because it failed five or more in a row, unless no other engine is there."`
 	Engine    map[string]int64 `gauge:"kvasir_proxy_engine_requests" label:"engine" help:"Requests in progress at the engine, from this proxy."`
 	Others    map[string]int64 `gauge:"kvasir_proxy_engine_other_requests" label:"engine" help:"Requests at the engine that are not from this proxy, by the engine's metrics; with policies that look at them."`
 	Blocks    map[string]int64 `gauge:"kvasir_proxy_engine_blocks" label:"engine" help:"KV blocks that the engine has, by its KV events."`
@@ -119,7 +120,7 @@ type Stats struct {
 func (p *Proxy) Stats() Stats {
 	s := Stats{
 		InFlight: p.inFlight.Load(), Queued: p.fleet.queued(), Requests: make(map[string]int64), Retries: p.n.retries.Load(), Freed: p.n.freed.Load(),
-		Bodies: p.bodies.bytes(), Handover: p.n.handover.Counts(), Spans: p.o.Spans.Stats(), Shared: p.o.Limits.Stats(), Well: make(map[string]int64), Engine: make(map[string]int64), Others: make(map[string]int64),
+		Bodies: p.bodies.bytes(), Handover: p.n.handover.Counts(), Spans: p.o.Spans.Stats(), Shared: p.o.Limits.Stats(), Well: make(map[string]int64), Paused: make(map[string]int64), Engine: make(map[string]int64), Others: make(map[string]int64),
 		Spared: make(map[string]int64), Blocks: make(map[string]int64), Tokenized: p.n.tokenized.Load(), TTFT: make(map[string]histogram.Counts), E2E: make(map[string]histogram.Counts),
 	}
 	for by, name := range sparedBy {
@@ -145,7 +146,10 @@ func (p *Proxy) Stats() Stats {
 		}
 		s.Engine[b.url] += int64(p.fleet.inFlight(b))
 		s.Others[b.url] += b.others.Load()
-		s.Well[b.url] = 0
+		s.Well[b.url], s.Paused[b.url] = 0, 0
+		if p.fleet.paused(b) {
+			s.Paused[b.url] = 1
+		}
 		if b.well.Load() {
 			s.Well[b.url] = 1
 		}

@@ -64,8 +64,9 @@ type proxyCmd struct {
 	MaxQueue     int           `name:"max-queue" help:"Requests that wait for a model; more are answered 503 at once. One client may have half of what the others leave." default:"1024" group:"Limits"`
 	QueueTimeout time.Duration `name:"queue-timeout" help:"Longest wait for an engine." default:"30s" group:"Limits"`
 	Attempts     int           `help:"Attempts of a request before its first byte." default:"3" group:"Limits"`
-	FirstByte    time.Duration `name:"first-byte-timeout" help:"Time until the first byte of an answer." default:"10m" group:"Limits"`
+	FirstByte    time.Duration `name:"first-byte-timeout" help:"Time until the first data of an answer, or the whole of one that is no stream." default:"10m" group:"Limits"`
 	PrefillTime  time.Duration `name:"prefill-timeout" help:"Time that P may take." default:"10m" group:"Limits"`
+	AnswerTime   time.Duration `name:"answer-timeout" help:"Time that a whole answer may take, from the request to the engine to its end; 0: no limit." default:"0s" group:"Limits"`
 	Stall        time.Duration `name:"stall-timeout" help:"Time between bytes of an answer." default:"5m" group:"Limits"`
 	KeepAlive    time.Duration `name:"keep-alive" help:"Comments to clients that wait for a stream, one each so often; 0: none." default:"0s" group:"Limits"`
 	Drain        time.Duration `name:"drain-timeout" help:"Time that requests in progress have after SIGTERM." default:"30s" group:"Limits"`
@@ -100,14 +101,14 @@ var policies = map[string]proxy.Policy{
 var proxyFields = map[string]string{
 	"Prefill": "--prefill", "Decode": "--decode", "Engines": "--engine", "Sources": "dns+ or registry+", "DPSize": "--data-parallel-size", "SkipPrefill": "--skip-prefill-below", "Store": "--store", "StoreEvents": "--store-events", "StoreReplay": "--store-events-replay", "EventsPort": "--kv-events-port", "ReplayPort": "--kv-events-replay-port",
 	"MaxPrompts": "--max-prompts", "MaxInFlight": "--max-in-flight", "BodyMemory": "--body-memory", "MaxPerEngine": "--max-per-engine", "MaxQueue": "--max-queue", "QueueTimeout": "--queue-timeout",
-	"Attempts": "--attempts", "FirstByte": "--first-byte-timeout", "PrefillTimeout": "--prefill-timeout", "Stall": "--stall-timeout", "KeepAlive": "--keep-alive",
+	"Attempts": "--attempts", "FirstByte": "--first-byte-timeout", "PrefillTimeout": "--prefill-timeout", "AnswerTimeout": "--answer-timeout", "Stall": "--stall-timeout", "KeepAlive": "--keep-alive",
 }
 
 func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	o = proxy.Options{
 		EngineKey: c.EngineKey, Dialect: connectors[c.Connector], DPSize: c.DPSize, Policy: policies[c.Policy],
 		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, StoreEvents: c.StoreEvents, StoreReplay: c.StoreReplay, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, MaxPrompts: c.MaxPrompts, BodyMemory: int64(c.BodyMemory), MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
-		QueueTimeout: c.QueueTimeout, Attempts: c.Attempts, FirstByte: c.FirstByte, PrefillTimeout: c.PrefillTime, Stall: c.Stall, KeepAlive: c.KeepAlive, Log: e.log,
+		QueueTimeout: c.QueueTimeout, Attempts: c.Attempts, FirstByte: c.FirstByte, PrefillTimeout: c.PrefillTime, AnswerTimeout: c.AnswerTime, Stall: c.Stall, KeepAlive: c.KeepAlive, Log: e.log,
 	}
 	if err := proxytool.Engines(&o, c.Prefill, c.Decode, c.Engine); err != nil {
 		return o, usagef("%v", err)
@@ -123,7 +124,7 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	f.unless(c.Drain > 0, "--drain-timeout %v is not above 0", c.Drain)
 	f.unless(min(c.MaxInFlight, c.MaxPrompts, c.MaxPerEngine, c.MaxQueue, c.Attempts) > 0, "--max-in-flight, --max-prompts, --max-per-engine, --max-queue and --attempts must be above 0")
 	f.unless(min(c.QueueTimeout, c.FirstByte, c.PrefillTime, c.Stall) > 0, "--queue-timeout, --first-byte-timeout, --prefill-timeout and --stall-timeout must be above 0")
-	f.unless(c.KeepAlive >= 0, "--keep-alive %v is below 0", c.KeepAlive)
+	f.unless(c.KeepAlive >= 0 && c.AnswerTime >= 0, "--keep-alive and --answer-timeout must not be below 0")
 	f.unless(len(c.Prefill)+len(c.Decode)+len(c.Engine)+c.AdminPort > 0, "--prefill and --decode, or --engine, are missing")
 	options.Each(o.Validate(), func(e *options.Error) { f.unless(false, "%s %s", proxyFields[e.Field], e.Text) })
 	if err := f.err(); err != nil {

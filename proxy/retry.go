@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/http1"
+)
+
+// engineAnswer is an answer of an engine that another engine may do better: a failure, or that it has no room.
+type engineAnswer struct {
+	engine *backend
+	status int
+	fields []http1.Field
+	text   []byte
+}
+
+func (a *engineAnswer) Error() string {
+	return fmt.Sprintf("%s: status %d: %.200s", a.engine.url, a.status, a.text)
+}
+
+// Unwrap makes a failure an errFailed. An engine without room has not failed.
+func (a *engineAnswer) Unwrap() error {
+	if a.noRoom() {
+		return errNoRoom
+	}
+	return errFailed
+}
+
+// noRoom reports whether the engine has only said that it has no room.
+func (a *engineAnswer) noRoom() bool {
+	return a.status == http.StatusTooManyRequests || a.status == http.StatusServiceUnavailable
+}
+
+// errNoRoom means that an engine has no room for the request, and has done nothing for it.
+var errNoRoom = errors.New("the engine has no room")
+
+// isEngineAnswer reports whether a status is a matter of the engine that answers.
+func isEngineAnswer(status int) bool {
+	return status >= 500 || status == http.StatusTooManyRequests
+}
+
+// attempts are the answers of engines to the attempts of a request.
+type attempts struct {
+	full   *engineAnswer // the first that had no room
+	failed *engineAnswer // the last failure
+}
+
+// again decides after an attempt that failed with err whether there is another one. If not, it returns what the client hears: an answer of
+// an engine, or nil for err.
+func (e *exchange) again(err error) (again bool, answer *engineAnswer) {
+	a, _ := errors.AsType[*engineAnswer](err)
+	switch {
+	case a == nil:
+	case a.noRoom():
+		if e.answered.full == nil {
+			e.answered.full = a
+		}
+		if !e.p.fleet.hasUntried(a.engine.role, &e.want) {
+			return false, e.answered.full
+		}
+	case e.answered.failed != nil && e.answered.failed.engine != a.engine && e.answered.failed.status == a.status:
+		// Two engines fail alike: the request is at fault, and neither engine is.
+		e.p.fleet.succeeded(a.engine)
+		e.p.fleet.succeeded(e.answered.failed.engine)
+		return false, a
+	default:
+		e.answered.failed = a
+	}
+	switch {
+	case e.attempts >= e.p.o.Attempts, errors.Is(err, errLate): // another engine would compute it anew, for as long
+	case errors.Is(err, errNotSent), errors.Is(err, errNoRoom): // nothing was computed
+		return true, nil
+	default:
+		if e.p.budget.take(time.Now()) {
+			return true, nil
+		}
+		e.p.o.Log.Debug("no further attempt: too many requests were tried again in the last minute", "request", e.id)
+	}
+	if a != nil && a.noRoom() {
+		return false, e.answered.full
+	}
+	return false, nil
+}
+
+// sayAnswer passes the answer of an engine on that was not the last one asked.
+func (e *exchange) sayAnswer(a *engineAnswer) (outcome string) {
+	outcome = "failed"
+	if a.noRoom() {
+		outcome = "refused"
+	}
+	if e.front.seal() {
+		_ = e.endEarlyAs(a.status, a.text) // the outcome is that of the answer
+		return outcome
+	}
+	e.head(a.fields, a.status, len(a.text))
+	_, _ = e.w.Write(a.text) // the client has gone
+	return outcome
+}
+
+// Retries are at most a share of the requests of the last minute, and minRetries always.
+const (
+	retryShare = 10 // one in
+	minRetries = 10
+	budgetTime = 60 // seconds
+)
+
+// budget counts requests, and attempts that compute again what another engine had begun, so that a failure of many engines does not
+// multiply the load of the others.
+type budget struct {
+	mu struct {
+		sync.Mutex
+		slots [budgetTime]struct{ requests, retries int } // by second
+		last  int64                                       // second of the newest slot
+	}
+}
+
+// slotLocked returns the slot of a second, and forgets those that are older than a minute.
+func (b *budget) slotLocked(now time.Time) *struct{ requests, retries int } {
+	second := now.Unix()
+	for s := max(b.mu.last, second-budgetTime); s < second; s++ {
+		b.mu.slots[(s+1)%budgetTime] = struct{ requests, retries int }{}
+	}
+	b.mu.last = max(b.mu.last, second)
+	return &b.mu.slots[b.mu.last%budgetTime]
+}
+
+// request counts a request.
+func (b *budget) request(now time.Time) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.slotLocked(now).requests++
+}
+
+// take counts a retry, unless there were too many.
+func (b *budget) take(now time.Time) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	slot := b.slotLocked(now)
+	requests, retries := 0, 0
+	for _, s := range b.mu.slots {
+		requests, retries = requests+s.requests, retries+s.retries
+	}
+	if retries >= max(minRetries, requests/retryShare) {
+		return false
+	}
+	slot.retries++
+	return true
+}
+
+// circuit keeps requests from an engine that fails one after the other, for a growing pause; then one request probes it. It is under
+// fleet.mu.
+type circuit struct {
+	failures int           // in a row
+	pause    time.Duration // 0: closed
+	until    time.Time
+	probe    bool // one is under way
+}
+
+const (
+	maxFailures = 5 // in a row
+	firstPause  = time.Second
+	maxPause    = time.Minute
+)
+
+// open reports whether the engine gets no request now.
+func (c *circuit) open(now time.Time) bool { return c.pause > 0 && (c.probe || now.Before(c.until)) }
+
+func (c *circuit) failed(now time.Time) {
+	c.failures++
+	switch {
+	case c.pause > 0 && (c.probe || !now.Before(c.until)):
+		c.pause = min(2*c.pause, maxPause)
+	case c.pause == 0 && c.failures >= maxFailures:
+		c.pause = firstPause
+	default:
+		return
+	}
+	c.probe, c.until = false, now.Add(c.pause)
+}
+
+// failed notes that an engine failed a request.
+func (f *fleet) failed(b *backend) {
+	f.mu.Lock()
+	was := b.circuit.pause
+	b.circuit.failed(time.Now())
+	pause := b.circuit.pause
+	f.mu.Unlock()
+	if pause != was {
+		f.o.Log.Warn("an engine fails requests one after the other: it gets none for a while, unless it is the only one", "engine", b.url, "pause", pause)
+	}
+}
+
+// paused reports whether an engine gets no requests because it fails them.
+func (f *fleet) paused(b *backend) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return b.circuit.open(time.Now())
+}
+
+// succeeded notes that an engine has answered a request, or that what it failed was the request's fault.
+func (f *fleet) succeeded(b *backend) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	b.circuit = circuit{}
+}
+
+// probed notes that a probe has ended without an answer of the engine, because its client left.
+func (f *fleet) probed(b *backend) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	b.circuit.probe = false
+}
+
+// judge notes what a call of an engine says about it.
+func (e *exchange) judge(b *backend, err error) {
+	switch {
+	case err == nil, errors.Is(err, errNoRoom):
+		e.p.fleet.succeeded(b)
+	case e.r.Context().Err() != nil, errors.Is(err, errLate):
+		e.p.fleet.probed(b)
+	case errors.Is(err, errFailed), errors.Is(err, errLost), errors.Is(err, errNotSent), errors.Is(err, errEmptyAnswer):
+		e.p.fleet.failed(b)
+	default:
+		e.p.fleet.probed(b)
+	}
+}
+
+// hasUntried reports whether an engine of a role could take a request that has not been tried.
+func (f *fleet) hasUntried(r role, w *want) bool {
+	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
+		return b.role == r && b.serves(w.model) && b.well.Load() && !b.draining.Load() && !slices.Contains(w.tried, b)
+	})
+}
