@@ -249,7 +249,7 @@ def engine(args):
         name, *rest = json.loads(line)
         try:
             answer = getattr(e, name)(*rest)
-        except Exception as err:  # noqa: BLE001
+        except Exception as err:  # noqa: BLE001 - the test that asks gets it as its answer
             answer = {"error": f"{type(err).__name__}: {err}"}
         print(json.dumps(answer), file=out, flush=True)
         if name == "close":

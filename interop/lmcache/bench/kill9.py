@@ -141,7 +141,8 @@ class Kill9:
             self.note(f"prompt {q} ({b.mode}): {bad} of {h} chunks wrong" + (" (held over a restart)" if held else ""))
         return h, got, bad
 
-    def write(self, b):
+    def store(self, b, settle):
+        """Stores a fresh prompt: its number, whether the server said yes, and the life of the server in which it began."""
         with self.lock:
             q = self.next_q
             self.next_q += 1
@@ -151,17 +152,27 @@ class Kill9:
         gen = self.gen
         k = b.key(t, 0, self.PER * b.chunk, req, b.km)
         ok = b.store_raw(b.w, b.kvt, k, self.blocks(b, self.PER), self.bs)
-        if ok and gen == self.gen and b.mode == "lmcache_driven":
+        self.add("stores")
+        if settle and ok and gen == self.gen and b.mode == "lmcache_driven":
             b.settle(k, self.args.kill_timeout)
         if gen == self.gen:
             b.end(req)
-        self.add("stores")
+        return q, ok, gen
+
+    def write(self, b):
+        """Stores a prompt; one that is then read back counts as confirmed."""
+        q, ok, gen = self.store(b, settle=True)
         if ok and gen == self.gen:
             h, _, bad = self.read(b, q)
             if h and not bad and gen == self.gen and self.go.is_set():
                 with self.lock:
                     self.committed[q] = (h, b.mode)
-        return ok
+
+    def write_only(self, b):
+        """Stores and does not look: what becomes visible of it is read by the others' verification."""
+        q, ok, _ = self.store(b, settle=False)
+        with self.lock:
+            self.slow_written.append((q, bool(ok)))
 
     def note(self, e):
         with self.lock:
@@ -236,22 +247,6 @@ class Kill9:
             finally:
                 if b is not None:
                     self.leave(b)
-
-    def write_only(self, b):
-        """Store and do not look: what becomes visible of it is read by the others' verification."""
-        with self.lock:
-            q = self.next_q
-            self.next_q += 1
-        t = self.tokens_of(b, q)
-        self.fill(b, b.kvt, q)
-        req = f"w{b.next_id()}"
-        gen = self.gen
-        ok = b.store_raw(b.w, b.kvt, b.key(t, 0, self.PER * b.chunk, req, b.km), self.blocks(b, self.PER), self.bs)
-        self.add("stores")
-        if gen == self.gen:
-            b.end(req)
-        with self.lock:
-            self.slow_written.append((q, bool(ok)))
 
     def pick(self, rnd, mode):
         with self.lock:

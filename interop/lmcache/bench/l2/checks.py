@@ -15,9 +15,7 @@ def cross(run, src, dst, shape, chunks=8, salt=""):
 
 def content(run, shape):
     """The value in L2 is the plain chunk: [2, layers, slots, hidden], padding (if any) after it."""
-    p = run.prompt(shape, 2)
-    run.A.store(p)
-    run.wait_l2(p)
+    (p,) = run.in_l2(run.A, 1, 2, shape)
     _, kv, _, K = run.A.ctx(p.shape)
     t = run.A.b.torch
     C = run.A.b.chunk
@@ -33,20 +31,14 @@ def content(run, shape):
 
 
 def clear_self(run, n):
-    p = run.prompt(run.small, 8)
-    n.store(p)
-    run.wait_l2(p)
+    (p,) = run.in_l2(n, 1, 8)
     n.clear()
     r = n.load(p)
     return r["hit"] == 8 and r["problem"] is None, r
 
 
 def restart_self(run, n, sig):
-    ps = [run.prompt(run.small, 4) for _ in range(4)]
-    for p in ps:
-        n.store(p)
-    for p in ps:
-        run.wait_l2(p)
+    ps = run.in_l2(n, 4, 4)
     n.stop(sig)
     n.start()
     found, bad = 0, []
@@ -71,18 +63,14 @@ def tail_in_l1(run):
 
 def gap(run):
     """A missing chunk in the middle ends the hit exactly there."""
-    p = run.prompt(run.small, 8)
-    run.A.store(p)
-    run.wait_l2(p)
+    (p,) = run.in_l2(run.A, 1, 8)
     run.l2.delete(run.names(p)[5])
     r = run.B.load(p)
     return r["hit"] == 5 and r["problem"] is None, r
 
 
 def once(run):
-    p = run.prompt(run.small, 4)
-    run.A.store(p)
-    run.wait_l2(p)
+    (p,) = run.in_l2(run.A, 1, 4)
     req = run.req()
     r = run.B.look(p, req)
     again = run.B.b.c.query_prefetch_status(run.B.b.rid(req)).result(timeout=10)
@@ -93,9 +81,7 @@ def once(run):
 
 def op9_prompt(run):
     """Operation 9 is answered at once while a large load runs."""
-    p = run.prompt(run.big, run.args.op9_chunks)
-    run.A.store(p)
-    run.wait_l2(p)
+    (p,) = run.in_l2(run.A, 1, run.args.op9_chunks, run.big)
     run.l2.cool(run.names(p))
     r = run.B.load(p)
     return (r["hit"] == p.chunks and r["problem"] is None and r["op9_worst_ms"] < 1e3 * run.args.op9_limit), r
@@ -104,18 +90,12 @@ def op9_prompt(run):
 def abandon(run):
     """Twelve lookups whose requests end while they load; then another lookup works."""
     run.B.ctx(run.small)
-    ps = [run.prompt(run.small, 8) for _ in range(12)]
-    for p in ps:
-        run.A.store(p)
-    for p in ps:
-        run.wait_l2(p)
+    ps = run.in_l2(run.A, 12, 8)
     for p in ps:
         req = run.req()
         run.B.b.c.lookup(run.B.key(p, 0, p.chunks * run.B.b.chunk, req, worker=None), 1).result(timeout=10)
         run.B.end(req)
-    q = run.prompt(run.small, 8)
-    run.A.store(q)
-    run.wait_l2(q)
+    (q,) = run.in_l2(run.A, 1, 8)
     r = run.B.load(q)
     return r["hit"] == 8 and r["problem"] is None, r
 
@@ -124,11 +104,7 @@ def pins(run, abandoned):
     """After a load (retrieved, or its request ended in the middle) a soft clear drops the chunks: without their
     values in L2 nothing is found."""
     run.B.ctx(run.small)
-    ps = [run.prompt(run.small, 8) for _ in range(3)]
-    for p in ps:
-        run.A.store(p)
-    for p in ps:
-        run.wait_l2(p)
+    ps = run.in_l2(run.A, 3, 8)
     for p in ps:
         if abandoned:
             req = run.req()
@@ -159,11 +135,7 @@ def pins(run, abandoned):
 def parallel(run):
     """Eight clients load L2-only prompts at once through B."""
     run.B.ctx(run.small)
-    ps = [run.prompt(run.small, 8) for _ in range(8)]
-    for p in ps:
-        run.A.store(p)
-    for p in ps:
-        run.wait_l2(p)
+    ps = run.in_l2(run.A, 8, 8)
     reqs = [run.req() for _ in ps]
     for p, q in zip(ps, reqs):
         run.B.b.c.lookup(run.B.key(p, 0, p.chunks * run.B.b.chunk, q, worker=None), 1).result(timeout=10)

@@ -13,11 +13,47 @@ def after(run, node):
     return {"after": "works" if good else d}
 
 
+def load_under_fault(run, p, d):
+    """Loads a prompt through B while the L2 has its fault, with the details in d: whether the lookup was decided in time and no
+    byte was wrong."""
+    req = run.req()
+    try:
+        d.update(run.B.look(p, req, limit=run.args.fault_limit))
+        d["problem"], _ = run.B.fetch(p, req, d["hit"])
+        run.B.end(req)
+        return d["problem"] is None
+    except Slow as e:
+        d["problem"] = str(e)
+        run.B.sick = True
+        return False
+
+
+def hit_in_ram(run, q, d):
+    """Whether a prompt of four chunks that B has in RAM is a hit meanwhile."""
+    try:
+        r = run.B.load(q, limit=run.args.fault_limit)
+        d["l1_hit_meanwhile"] = {"hit": r["hit"], "ready_ms": r["ready_ms"], "problem": r["problem"]}
+        return r["hit"] == 4 and r["problem"] is None
+    except Exception as e:  # noqa: BLE001 - the check fails and says why
+        d["l1_hit_meanwhile"] = str(e)
+        return False
+
+
+def used_again(run, n):
+    """The seconds until a server works again after the repair, or what it lacks; and whether it did within the limit."""
+    t0 = time.monotonic()
+    while True:
+        n.sick = False
+        ok, lacks = run.healthy(n, 5)
+        took = time.monotonic() - t0
+        if ok or took > run.args.recover:
+            return (round(took, 1) if ok else lacks), ok
+        time.sleep(0.5)
+
+
 def resized(run, delta):
     """Chunk 5 of 8 has another length in L2: the hit may only be 5, or more with the right bytes."""
-    p = run.prompt(run.odd if delta == "pad" else run.small, 8)
-    run.A.store(p)
-    run.wait_l2(p)
+    (p,) = run.in_l2(run.A, 1, 8, run.odd if delta == "pad" else run.small)
     n = run.names(p)[5]
     want = run.chunk_bytes(p.shape)
     to = {"half": want // 2, "zero": 0, "minus1": want - 1, "plus100": want + 100, "plus4096": want + 4096, "double": 2 * want,
@@ -49,11 +85,8 @@ def resized(run, delta):
 
 def vanish(run):
     """Chunk 5 disappears between the lookup and the load (or right after the acknowledgement)."""
-    p = run.prompt(run.small, 8)
-    run.A.store(p)
-    run.wait_l2(p)
+    (p,) = run.in_l2(run.A, 1, 8)
     n = run.names(p)[5]
-    req = run.req()
     run.B.ctx(p.shape)
     if run.l2.kind in ("redis", "s3"):
         run.l2.proxy.on(run.l2.get_patterns, lambda: run.l2.delete(n))
@@ -62,14 +95,7 @@ def vanish(run):
     if run.l2.kind == "dir":
         t = threading.Thread(target=lambda: (time.sleep(0.001), run.l2.delete(n)))
         t.start()
-    try:
-        d.update(run.B.look(p, req, limit=run.args.fault_limit))
-        d["problem"], _ = run.B.fetch(p, req, d["hit"])
-        run.B.end(req)
-        good = d["problem"] is None and d["hit"] >= 5
-    except Slow as e:
-        d["problem"], good = str(e), False
-        run.B.sick = True
+    good = load_under_fault(run, p, d) and d["hit"] >= 5
     if t:
         t.join()
     d.update(after(run, run.B))
@@ -78,30 +104,11 @@ def vanish(run):
 
 def killed(run):
     """The L2 process is killed at the first read of a load, and started again empty."""
-    p, q = run.prompt(run.small, 8), run.prompt(run.small, 4)
-    run.A.store(p)
-    run.wait_l2(p)
-    run.B.store(q)
-    run.wait_l2(q)
+    (p,), (q,) = run.in_l2(run.A, 1, 8), run.in_l2(run.B, 1, 4)
     run.l2.proxy.on(run.l2.get_patterns, run.l2.kill)
-    req = run.req()
     d = {}
-    good = True
-    try:
-        d.update(run.B.look(p, req, limit=run.args.fault_limit))
-        d["problem"], _ = run.B.fetch(p, req, d["hit"])
-        run.B.end(req)
-        good = d["problem"] is None
-    except Slow as e:
-        d["problem"], good = str(e), False
-        run.B.sick = True
-    try:
-        r = run.B.load(q, limit=run.args.fault_limit)
-        d["l1_hit_meanwhile"] = {"hit": r["hit"], "ready_ms": r["ready_ms"], "problem": r["problem"]}
-        good = good and r["hit"] == 4 and r["problem"] is None
-    except Exception as e:  # noqa: BLE001 - the check fails and says why
-        d["l1_hit_meanwhile"] = str(e)
-        good = False
+    good = load_under_fault(run, p, d)
+    good = hit_in_ram(run, q, d) and good
     if run.l2.proc.poll() is None:
         run.l2.kill()
     d["misses_while_down_ms"] = []
@@ -113,47 +120,21 @@ def killed(run):
             d["misses_while_down_ms"].append(str(e))
             good = False
     run.l2.start()
-    out = []
+    d["l2_used_again_after_s"] = {}
     for n in (run.A, run.B):
-        t0 = time.monotonic()
-        ok, h = False, None
-        while time.monotonic() - t0 < run.args.recover and not ok:
-            n.sick = False
-            ok, h = run.healthy(n, 5)
-            if not ok:
-                time.sleep(0.5)
-        out.append(round(time.monotonic() - t0, 1) if ok else h)
+        d["l2_used_again_after_s"][n.nm], ok = used_again(run, n)
         good = good and ok
-    d["l2_used_again_after_s"] = {"A": out[0], "B": out[1]}
     return good, d
 
 
 def silent(run):
     """The L2 stops answering in the middle of a load (connections stay open), later goes on."""
-    p, q = run.prompt(run.small, 8), run.prompt(run.small, 4)
-    run.A.store(p)
-    run.wait_l2(p)
-    run.B.store(q)
-    run.wait_l2(q)
+    (p,), (q,) = run.in_l2(run.A, 1, 8), run.in_l2(run.B, 1, 4)
     run.l2.proxy.on(run.l2.get_patterns, run.l2.proxy.open.clear)
-    req = run.req()
     d = {}
-    good = True
     try:
-        try:
-            d.update(run.B.look(p, req, limit=run.args.fault_limit))
-            d["problem"], _ = run.B.fetch(p, req, d["hit"])
-            run.B.end(req)
-            good = d["problem"] is None
-        except Slow as e:
-            d["problem"], good = str(e), False
-        try:
-            r = run.B.load(q, limit=run.args.fault_limit)
-            d["l1_hit_meanwhile"] = {"hit": r["hit"], "ready_ms": r["ready_ms"], "problem": r["problem"]}
-            good = good and r["hit"] == 4 and r["problem"] is None
-        except Exception as e:  # noqa: BLE001 - the check fails and says why
-            d["l1_hit_meanwhile"] = str(e)
-            good = False
+        good = load_under_fault(run, p, d)
+        good = hit_in_ram(run, q, d) and good
         try:
             s = run.prompt(run.small, 4)
             run.B.store(s, limit=run.args.fault_limit)
@@ -164,11 +145,7 @@ def silent(run):
     finally:
         run.l2.proxy.hook = None
         run.l2.proxy.open.set()
-    ok, t0, h = False, time.monotonic(), None
-    while time.monotonic() - t0 < run.args.recover and not ok:
-        run.B.sick = False
-        ok, h = run.healthy(run.B, 5)
-    d["l2_used_again_after_s"] = round(time.monotonic() - t0, 1) if ok else h
+    d["l2_used_again_after_s"], ok = used_again(run, run.B)
     return good and ok, d
 
 
@@ -237,9 +214,7 @@ def full(run):
 
 def gone_dir(run):
     """The directory disappears (unmounted, renamed) and comes back."""
-    p = run.prompt(run.small, 4)
-    run.A.store(p)
-    run.wait_l2(p)
+    (p,) = run.in_l2(run.A, 1, 4)
     away = run.l2.path + ".away"
     os.rename(run.l2.path, away)
     d = {}

@@ -9,6 +9,7 @@ from bench.process import CpuMeter, lat_summary, log, rss_tree_mb
 
 
 def measure(run):
+    """All rows, of server A alone."""
     a, args = run.A, run.args
     a.stop()
     run.B.stop()
@@ -19,85 +20,85 @@ def measure(run):
     for mib in [float(x) for x in args.mib.split(",")]:
         hd = int(mib * 2**20 / (2 * 8 * a.b.chunk * 2))
         shape = (8, max(1, hd // 128), min(hd, 128))
-        cb = run.chunk_bytes(shape)
         for tok in [int(x) for x in args.tokens.split(",")]:
-            n = tok // a.b.chunk
+            n, cb = tok // a.b.chunk, run.chunk_bytes(shape)
             row = {"chunk_mib": cb / 2**20, "tokens": tok, "chunks": n, "mb": round(n * cb / 1e6, 1)}
-            st, commit, ready, ack, pol, w9, ret, hits, cs, cl, bad = [], [], [], [], [], [], [], [], 0.0, 0.0, []
-            raw = []
-            a.ctx(shape)
-            try:
-                for _ in range(args.rounds):
-                    a.clear()
-                    p = run.prompt(shape, n, light=True)
-                    m = CpuMeter(a.proc.pid, fine=True)
-                    with m:
-                        t0 = time.perf_counter()
-                        commit.append(a.store(p))
-                        st.append(run.wait_l2(p, t0=t0))
-                    time.sleep(0.2)
-                    a.clear()
-                    run.l2.cool(run.names(p))
-                    m = CpuMeter(a.proc.pid, fine=True)
-                    req = run.req()
-                    with m:
-                        r = a.look(p, req)
-                    cl += m.s or 0
-                    e, s = a.fetch(p, req, r["hit"])
-                    a.end(req)
-                    if e:
-                        bad.append(e)
-                    hits.append(r["hit"])
-                    ready.append(r["ready_ms"])
-                    ack.append(r["ack_ms"])
-                    pol.append(r["running_answers"])
-                    w9.append(r["op9_worst_ms"])
-                    ret.append(s)
-                    q = run.prompt(shape, n, light=True)
-                    if run.l2.kind != "private":
-                        for nm in run.names(p):
-                            run.l2.delete(nm)
-                        if args.mode == "engine_driven":
-                            a.clear()
-                            time.sleep(0.2)
-                            m = CpuMeter(a.proc.pid, fine=True)
-                            with m:
-                                t0 = time.perf_counter()
-                                a.store_empty(q)
-                                raw.append(run.wait_l2(q, t0=t0))
-                            cs += m.s or 0
-                            for nm in run.names(q):
-                                run.l2.delete(nm)
-                med = statistics.median
-                row.update(
-                    store_commit_s=round(med(commit), 4), store_to_l2_s=round(med(st), 4),
-                    store_to_l2_gbps=round(n * cb / med(st) / 1e9, 3),
-                    no_copy_store_to_l2_gbps=round(n * cb / med(raw) / 1e9, 3) if raw else None,
-                    no_copy_store_cpu_s_per_gb=round(cs / (args.rounds * n * cb / 1e9), 3) if raw else None,
-                    l2_hit_ready_ms=round(med(ready), 2), l2_hit_all_ms=ready, lookup_ack_ms=round(med(ack), 2),
-                    load_gbps=round(n * cb / med(ready) / 1e6, 3),
-                    load_cpu_s_per_gb=round(cl / (args.rounds * n * cb / 1e9), 3),
-                    running_answers=pol, op9_worst_ms=max(w9),
-                    retrieve_gbps=round(n * cb / med(ret) / 1e9, 3) if med(ret) else None,
-                    hits=hits, bad=bad)
-            except Exception as e:  # noqa: BLE001 - a row that cannot be measured says why, and the next one runs
-                row["error"] = f"{type(e).__name__}: {e}"
-                if run.args.verbose:
-                    traceback.print_exc()
+            row.update(figures_or_error(run, stores_and_loads, run, a, shape, n))
             out["rows"].append(row)
             log(json.dumps(row))
-    try:
-        out["lookup_in_ram"] = ram_lookups(run, a)
-    except Exception as e:  # noqa: BLE001 - a row that cannot be measured says why, and the next one runs
-        out["lookup_in_ram"] = {"error": f"{type(e).__name__}: {e}"}
+    out["lookup_in_ram"] = figures_or_error(run, ram_lookups, run, a)
     log(out["lookup_in_ram"])
     out["memory_after"] = rss_tree_mb(a.proc.pid)
-    try:
-        out["restart"] = perf_restart(run, a)
-    except Exception as e:  # noqa: BLE001 - a row that cannot be measured says why, and the next one runs
-        out["restart"] = {"error": f"{type(e).__name__}: {e}"}
+    out["restart"] = figures_or_error(run, perf_restart, run, a)
     log(out["restart"])
     a.stop()
+
+
+def figures_or_error(run, fn, *args):
+    try:
+        return fn(*args)
+    except Exception as e:  # noqa: BLE001 - a row that cannot be measured says why, and the next one runs
+        if run.args.verbose:
+            traceback.print_exc()
+        return {"error": f"{type(e).__name__}: {e}"}
+
+
+def stores_and_loads(run, a, shape, n):
+    """Prompts of n chunks: stored until they stand in the L2, loaded from there, and stored without a copy."""
+    size, rounds = n * run.chunk_bytes(shape), run.args.rounds
+    commit, stored, empty, loads, bad, retrieve = [], [], [], [], [], []
+    load_cpu = empty_cpu = 0.0
+    a.ctx(shape)
+    for _ in range(rounds):
+        a.clear()
+        p = run.prompt(shape, n, light=True)
+        t0 = time.perf_counter()
+        commit.append(a.store(p))
+        stored.append(run.wait_l2(p, t0=t0))
+        time.sleep(0.2)
+        a.clear()
+        run.l2.cool(run.names(p))
+        req = run.req()
+        with CpuMeter(a.proc.pid, fine=True) as m:
+            r = a.look(p, req)
+        load_cpu += m.s or 0
+        e, s = a.fetch(p, req, r["hit"])
+        a.end(req)
+        if e:
+            bad.append(e)
+        loads.append(r)
+        retrieve.append(s)
+        if run.l2.kind == "private":
+            continue
+        delete(run, p)
+        if run.args.mode == "engine_driven":
+            q = run.prompt(shape, n, light=True)
+            a.clear()
+            time.sleep(0.2)
+            with CpuMeter(a.proc.pid, fine=True) as m:
+                t0 = time.perf_counter()
+                a.store_empty(q)
+                empty.append(run.wait_l2(q, t0=t0))
+            empty_cpu += m.s or 0
+            delete(run, q)
+    med = statistics.median
+    ready = [r["ready_ms"] for r in loads]
+    return {
+        "store_commit_s": round(med(commit), 4), "store_to_l2_s": round(med(stored), 4),
+        "store_to_l2_gbps": round(size / med(stored) / 1e9, 3),
+        "no_copy_store_to_l2_gbps": round(size / med(empty) / 1e9, 3) if empty else None,
+        "no_copy_store_cpu_s_per_gb": round(empty_cpu / (rounds * size / 1e9), 3) if empty else None,
+        "l2_hit_ready_ms": round(med(ready), 2), "l2_hit_all_ms": ready, "lookup_ack_ms": round(med(r["ack_ms"] for r in loads), 2),
+        "load_gbps": round(size / med(ready) / 1e6, 3),
+        "load_cpu_s_per_gb": round(load_cpu / (rounds * size / 1e9), 3),
+        "running_answers": [r["running_answers"] for r in loads], "op9_worst_ms": max(r["op9_worst_ms"] for r in loads),
+        "retrieve_gbps": round(size / med(retrieve) / 1e9, 3) if med(retrieve) else None,
+        "hits": [r["hit"] for r in loads], "bad": bad}
+
+
+def delete(run, p):
+    for n in run.names(p):
+        run.l2.delete(n)
 
 
 def ram_lookups(run, a):
@@ -149,6 +150,5 @@ def perf_restart(run, a):
                   "first_hit_ready_ms": first}
     for p in ps:
         if run.l2.kind != "private":
-            for n in run.names(p):
-                run.l2.delete(n)
+            delete(run, p)
     return d

@@ -80,6 +80,15 @@ class Run:
                 time.sleep(0.002)
         return time.perf_counter() - t0
 
+    def in_l2(self, node, count, chunks, shape=None):
+        """Prompts that a server stored and that stand in the L2."""
+        ps = [self.prompt(shape or self.small, chunks) for _ in range(count)]
+        for p in ps:
+            node.store(p)
+        for p in ps:
+            self.wait_l2(p)
+        return ps
+
     def need(self, *nodes):
         """A server that a fault left unable to work is replaced by a fresh one."""
         for n in nodes:
