@@ -31,7 +31,7 @@ test-all: test ## make test, then the tests again with invariants, with crash po
 	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./store/pool -tags crashpoints -timeout 300s
 	GO=$(GO) .ci/race.sh
 
-check: have-go ## format, vet, staticcheck, gocyclo, govulncheck where reachable
+check: have-go ## format, vet, staticcheck, gocyclo, ruff where installed, govulncheck where reachable
 	@bad=$$($(GO) tool gofumpt -l .); test -z "$$bad" || { echo "not formatted (make fmt):"; echo "$$bad"; exit 1; }
 	$(GO) vet ./...
 	$(GO) vet -tags invariants ./...
@@ -39,6 +39,7 @@ check: have-go ## format, vet, staticcheck, gocyclo, govulncheck where reachable
 	$(GO) tool staticcheck ./...
 	@complex=$$($(GO) tool gocyclo -over 25 -ignore '_test\.go$$|^interop/' .); test -z "$$complex" || { echo "functions with more than 25 branches:"; echo "$$complex"; exit 1; }
 	$(GO) test -count=1 ./internal/arch
+	@.ci/ruff.sh
 	@.ci/vulncheck.sh
 
 fmt: ## format all Go files

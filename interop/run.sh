@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if [ "${1:-}" != --alone ]; then
-	[ $# -gt 0 ] || set -- transfer tier store-engine generations cluster fs fs_native engine pending redis s3 versitygw client series routes two \
+	[ $# -gt 0 ] || set -- transfer tier store-engine generations cluster fs fs_native engine pending redis s3 versitygw client series routes race two \
 		pickle events lend openai tracker zmtp kill9-engine kill9-lmcache slow
 	. .ci/again.sh
 	. interop/lanes.sh "$@"
@@ -120,6 +120,17 @@ routes)
 	timeout 600 "$python" interop/lmcache/routes.py --url "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" --dir "$work/routes" \
 		--status server/admin/testdata/lmcache-0.5.6.status >"$work/routes.out" 2>"$work/routes.err" || { grep -vE '^PASS' "$work/routes.err" >&2; tail -n 5 "$work/routes.log" >&2; exit 1; }
 	cat "$work/routes.out"
+	;;
+race)
+	echo "== a short race of this build against itself: rates, control messages, a full pool, and no pool is left"
+	tag=interop_race_$$
+	trap 'rm -f "/dev/shm/lmcache_l1_pool_$tag"*; finish' EXIT
+	serve="bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 0.125 --shm-name ${tag}_"
+	"$python" interop/lmcache/mp_bench.py --l1-gb 0.125 --rounds 2 --seconds 0.2 --skip lookup,transfer --race "${serve}a_{port}" "${serve}b" \
+		>"$work/race.json" 2>"$work/race.err" || { tail -n 20 "$work/race.err" >&2; exit 1; }
+	pools=$(find /dev/shm -name "lmcache_l1_pool_$tag*")
+	[ -z "$pools" ] || { echo "the race left pools behind: $pools" >&2; exit 1; }
+	grep -E '^start_to_first_ping_s' "$work/race.err"
 	;;
 two)
 	echo "== two clients at once"

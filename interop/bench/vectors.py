@@ -24,12 +24,12 @@ def make(n, seed, failed=(), tokens=(1, 40)):
     out = []
     for i in range(n):
         if i in failed:
-            out.append(dict(error=f"HTTP {500 + i % 3}", input=7))
+            out.append({"error": f"HTTP {500 + i % 3}", "input": 7})
             continue
         k = rnd.randint(*tokens)
         itl = [rnd.lognormvariate(-3.5, 0.6) for _ in range(k - 1)]
         ttft = rnd.lognormvariate(-1.5, 0.7)
-        out.append(dict(ttft=ttft, itl=itl, latency=ttft + sum(itl), input=rnd.randint(5, 900), output=k, error=""))
+        out.append({"ttft": ttft, "itl": itl, "latency": ttft + sum(itl), "input": rnd.randint(5, 900), "output": k, "error": ""})
     return out
 
 
@@ -75,8 +75,8 @@ def main():
     }
     for name, (samples, rate, concurrency, metrics, percentiles, goodput) in cases.items():
         result, table = run(samples, rate, concurrency, metrics, percentiles, goodput)
-        case = dict(samples=samples, rate="inf" if rate == inf else rate, max_concurrency=concurrency or 0, metrics=metrics,
-                    percentiles=percentiles, slos=[f"{k}:{v}" for k, v in goodput.items()], result=result, table=table)
+        case = {"samples": samples, "rate": "inf" if rate == inf else rate, "max_concurrency": concurrency or 0, "metrics": metrics,
+                    "percentiles": percentiles, "slos": [f"{k}:{v}" for k, v in goodput.items()], "result": result, "table": table}
         with open(os.path.join(sys.argv[1], name + ".json"), "w") as f:
             json.dump(case, f, indent=0, sort_keys=True)
             f.write("\n")

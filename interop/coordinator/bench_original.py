@@ -12,6 +12,7 @@ ratio of medians instead. Needs vLLM 0.24 or later; no GPU.
 """
 
 import argparse
+import functools
 import inspect
 import os
 import re
@@ -47,9 +48,9 @@ class Original:
         )
         from vllm.v1 import kv_cache_interface as kvi
 
-        attention = dict(
-            block_size=BLOCK, num_kv_heads=8, head_size=64, dtype=torch.bfloat16
-        )
+        attention = {
+            "block_size": BLOCK, "num_kv_heads": 8, "head_size": 64, "dtype": torch.bfloat16
+        }
         specs = [
             kvi.FullAttentionSpec(**attention),
             kvi.SlidingWindowSpec(sliding_window=WINDOW, **attention),
@@ -99,7 +100,7 @@ def go_medians(root, pattern, count):
         cwd=root, check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
     found = {}
-    for name, ns in re.findall(r"^Benchmark(\S+?)(?:-\d+)?\s+\d+\s+([\d.]+) ns/op", out, re.M):
+    for name, ns in re.findall(r"^Benchmark(\S+?)(?:-\d+)?\s+\d+\s+([\d.]+) ns/op", out, re.MULTILINE):
         found.setdefault(name, []).append(float(ns))
     return {name: statistics.median(v) for name, v in found.items()}
 
@@ -122,7 +123,7 @@ def main():
                 name = f"{kind}/shape={shape}/tokens={tokens}"
                 times = []
                 for _ in range(a.count):
-                    ns, n = time_once(lambda: fn(hashes, held, tokens), a.seconds)
+                    ns, n = time_once(functools.partial(fn, hashes, held, tokens), a.seconds)
                     times.append(ns)
                     if not a.go:
                         print(f"Benchmark{name}-1\t{n}\t{ns:.1f} ns/op", flush=True)

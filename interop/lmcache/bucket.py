@@ -25,7 +25,7 @@ MODEL, CHUNKS = "interop/bucket", 3
 
 def figure(http, name, label=""):
     text = urllib.request.urlopen(http + "/metrics", timeout=60).read().decode()
-    return sum(float(v) for v in re.findall(rf"^{name}{{[^}}]*{label}[^}}]*}} ([0-9.e+]+)$", text, re.M))
+    return sum(float(v) for v in re.findall(rf"^{name}{{[^}}]*{label}[^}}]*}} ([0-9.e+]+)$", text, re.MULTILINE))
 
 
 def until(what, f, limit=120.0):

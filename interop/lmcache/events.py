@@ -20,8 +20,6 @@ import urllib.request
 
 import msgspec
 import zmq
-
-import generations
 from generations import Engine
 
 LIMIT = 60.0  # seconds for what comes soon

@@ -40,7 +40,7 @@ def main():
     before = rss(pid)
     socks = [connect(host, int(port)) for _ in range(peers)]
     time.sleep(3)
-    print(f"{peers} idle peers: {before:.0f} MiB before, {rss(pid):.0f} MiB with them")
+    print(f"{len(socks)} idle peers: {before:.0f} MiB before, {rss(pid):.0f} MiB with them")
     one = connect(host, int(port))
     one.sendall(b"\x01\x01\x07" + b"\x00\x01\x18")  # noop, request 7
     if not one.recv(100):

@@ -16,18 +16,20 @@ import argparse
 import atexit
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 
-import l2_bench as l2b
-from mp_bench import CpuMeter, lat_summary, log
+from bench.l2.run import Run
+from bench.process import CpuMeter, lat_summary, log
+from bench.segments import remove_own_segments
 
 WIDTH = {"redis": 8, "s3": 16}  # connections of the loop: as many as the servers have, or reads at once
 
 
-class Race(l2b.Run):
+class Race(Run):
     def __init__(self, args):
         super().__init__(args)
         self.nodes = {n: x for n, x in (("lmcache", self.A if args.a else None), ("kvasir", self.B)) if x}
@@ -37,7 +39,7 @@ class Race(l2b.Run):
         """The seconds of the plain loop, and of its processor time."""
         where = f"127.0.0.1:{self.l2.port}" if self.l2.kind == "redis" else f"http://127.0.0.1:{self.l2.port}/kvcache"
         out = subprocess.run([self.args.plain, self.l2.kind, where, verb, str(WIDTH[self.l2.kind]), str(size)], input="\n".join(names),
-                             capture_output=True, text=True, timeout=120)
+                             capture_output=True, text=True, timeout=120, check=False)
         if out.returncode:
             raise RuntimeError(out.stderr)
         return [float(x) for x in out.stdout.split()]
@@ -113,7 +115,7 @@ class Race(l2b.Run):
     def verdict(self):
         for r in self.rows:
             name = f"{r['mib']:g} MiB, {r['tokens']} tokens"
-            k, loop, peer = r["kvasir"], r["loop"], r.get("lmcache")
+            k, peer = r["kvasir"], r.get("lmcache")
             for what in ("load", "store"):
                 if what + "_s" not in k:
                     continue
@@ -173,7 +175,7 @@ class Race(l2b.Run):
                 r = self.in_ram(x, ("silent",))
                 log(f"{w}, silent: p50 {r['silent']['p50_us']:.0f} us")
                 self.peer_silent = f"p50 {r['silent']['p50_us']:.0f} us"
-            except Exception as e:  # noqa: BLE001
+            except Exception as e:  # noqa: BLE001 - the peer may fail in any way, which is then its result
                 self.peer_silent = f"{type(e).__name__}: {e}"
             finally:
                 self.args.lookups = keep
@@ -195,10 +197,10 @@ class Race(l2b.Run):
         for r in self.rows:
             for w in (*self.nodes, "loop"):
                 v, gb = r[w], r["mb"] / 1e3
-                rate = lambda k: f"{gb / v[k]:.2f}" if k in v else "-"  # noqa: E731
-                cost = lambda k: f"{v[k] / gb:.2f}" if k in v else "-"  # noqa: E731
-                print(f"| {r['mib']:g} | {r['tokens']} | {w} | {rate('store_s')} | {cost('store_cpu_s')} | {1e3 * v['load_s']:.0f} "
-                      f"({1e3 * min(v['load_all_s']):.0f}-{1e3 * max(v['load_all_s']):.0f}) | {rate('load_s')} | {cost('load_cpu_s')} |")
+                rate = {k: f"{gb / v[k]:.2f}" if k in v else "-" for k in ("store_s", "load_s")}
+                cost = {k: f"{v[k] / gb:.2f}" if k in v else "-" for k in ("store_cpu_s", "load_cpu_s")}
+                print(f"| {r['mib']:g} | {r['tokens']} | {w} | {rate['store_s']} | {cost['store_cpu_s']} | {1e3 * v['load_s']:.0f} "
+                      f"({1e3 * min(v['load_all_s']):.0f}-{1e3 * max(v['load_all_s']):.0f}) | {rate['load_s']} | {cost['load_cpu_s']} |")
         if hasattr(self, "peer_silent"):
             print(f"lmcache, lookups in RAM over a silent {self.l2.kind}: {self.peer_silent}")
         for ok, text in self.verdicts:
@@ -222,11 +224,12 @@ def main():
     ap.add_argument("--max-seconds", type=float, default=900)
     args = ap.parse_args()
     vars(args).update(dir="", only="", mode="engine_driven", limit=60.0, start_timeout=120.0, settle=2.0, keep_logs="", verbose=False)
-    atexit.register(l2b.mpb.remove_own_segments)
+    atexit.register(remove_own_segments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped and pools removed
     race, code = Race(args), 0
     try:
         race.go()
-    except Exception as e:  # noqa: BLE001
+    except (Exception, SystemExit) as e:  # noqa: BLE001 - the rows measured before it are printed
         log(f"{type(e).__name__}: {e}")
         code = 1
     race.show()
@@ -234,7 +237,7 @@ def main():
         with open(args.out, "w") as f:
             json.dump({"rows": race.rows, "ram": getattr(race, "ram_rows", None), "verdicts": race.verdicts}, f)
     race.close()
-    l2b.mpb.remove_own_segments()
+    remove_own_segments()
     sys.stdout.flush()
     os._exit(code)
 

@@ -7,12 +7,12 @@ import os
 import sys
 import time
 
-import mp_bench
+from bench.client import Client
 
 
 def main():
     args = argparse.Namespace(url=sys.argv[1], modes="lmcache_driven", timeout=120.0, run_tag=f"lend{os.getpid()}", no_clear=True, verbose=False)
-    b = mp_bench.Bench(args)
+    b = Client(args)
     n = b.chunk // 16
     kv = b.kv(2, 2, 16, b.torch.float16, n + 1, 16)
     w = b.worker(kv, b.model("lend"), "lmcache_driven", 16)

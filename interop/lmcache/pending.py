@@ -28,7 +28,7 @@ CHUNKS = 4
 
 def figures(http):
     text = urllib.request.urlopen(http + "/metrics", timeout=10).read().decode()
-    return {k: float(v) for k, v in re.findall(r"^(\w+) ([0-9.e+]+)$", text, re.M)}
+    return {k: float(v) for k, v in re.findall(r"^(\w+) ([0-9.e+]+)$", text, re.MULTILINE)}
 
 
 def until(what, f, limit=300.0):
@@ -132,8 +132,8 @@ def main():
     waiting = {}
     for s in seeds:
         t = e.tokens(s, CHUNKS)
-        fields = dict(model_name="interop/pending", world_size=1, worker_id=None, token_ids=t, start=0, end=len(t), request_id=f"wait-{s}",
-                      cache_salt="", num_kv_readers=1)
+        fields = {"model_name": "interop/pending", "world_size": 1, "worker_id": None, "token_ids": t, "start": 0, "end": len(t), "request_id": f"wait-{s}",
+                      "cache_salt": "", "num_kv_readers": 1}
         key = IPCCacheServerKey(**{k: v for k, v in fields.items() if k in inspect.signature(IPCCacheServerKey).parameters})
         at = time.perf_counter()
         client.lookup(key, 1).result(timeout=120)

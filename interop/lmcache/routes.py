@@ -18,7 +18,8 @@ import time
 import urllib.error
 import urllib.request
 
-import mp_bench
+from bench.client import Client
+from bench.segments import unlink_kv
 
 LIMIT = 120.0  # seconds for what comes soon
 
@@ -71,7 +72,7 @@ def main():
     p.add_argument("--status")
     p.add_argument("--list", action="store_true")
     args = p.parse_args()
-    b = mp_bench.Bench(argparse.Namespace(url=args.url, modes="", timeout=60.0, run_tag="", no_clear=False, verbose=False))
+    b = Client(argparse.Namespace(url=args.url, modes="", timeout=60.0, run_tag="", no_clear=False, verbose=False))
     torch, bs, per = b.torch, 16, b.chunk // 16
     passed, failed = [], []
 
@@ -98,7 +99,7 @@ def main():
                     "chunk_checksums": digests(torch, kv, ids, 3, 0 if mla else 1, layerwise)}
             check(f"checksums of {name}{', by layer' if layerwise else ''}", code == 200 and got == want, (code, got, want))
         b.drop(w)
-        mp_bench.unlink_kv(kv)
+        unlink_kv(kv)
     for what, code, body in (("no worker", 404, {"instance_id": 1, "block_ids": [1], "chunk_size": 1}), ("no number", 422, {"block_ids": "x"})):
         got = ask("POST", args.http + "/cache/checksums", body)
         check(f"checksums: {what}", got[0] == code and "detail" in got[1], got)
@@ -145,7 +146,8 @@ def main():
     if args.list:
         print("\n".join(sorted(mine)))
     if args.status:
-        want = [line.strip() for line in open(args.status) if line.strip() and not line.startswith("#")]
+        with open(args.status) as f:
+            want = [line.strip() for line in f if line.strip() and not line.startswith("#")]
         excepted = [line.split()[1] for line in want if line.startswith("except ")]
         plain = [line for line in want if not line.startswith("except ")]
         lacks = [line for line in plain if line not in mine]
@@ -153,7 +155,7 @@ def main():
     b.drop(e)
     b.drop(w)
     for kv in (src, other):
-        mp_bench.unlink_kv(kv)
+        unlink_kv(kv)
     print(json.dumps({"passed": len(passed), "failed": failed}))
     sys.stdout.flush()
     os._exit(bool(failed))

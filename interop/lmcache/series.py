@@ -37,7 +37,8 @@ def main():
     if not args.against:
         print("\n".join(mine))
         return 0
-    want = [line.strip() for line in open(args.against) if line.strip() and not line.startswith("#")]
+    with open(args.against) as f:
+        want = [line.strip() for line in f if line.strip() and not line.startswith("#")]
     excepted = {line.split()[1] for line in want if line.startswith("except ")}
     lacks = [line for line in want if not line.startswith("except ") and line.split()[0] not in excepted and line not in mine]
     for line in lacks:

@@ -20,10 +20,11 @@ import time
 
 import generations
 from generations import Engine
+
 from tier import figure, until
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared"))
-from throttle import Proxy  # noqa: E402
+from throttle import Proxy
 
 CHUNKS, RATE = 4, 1e6
 
@@ -51,7 +52,7 @@ def main():
         r = e.again(100, 1)
         check("the engine comes back", r["hit"] == 1 and r["equal"] is True, r)
     assert two.store(7, CHUNKS)["done"]
-    whole = lambda r: r["hit"] == CHUNKS and r["equal"] is True  # noqa: E731
+    whole = lambda r: r["hit"] == CHUNKS and r["equal"] is True
 
     def others(stop):
         """The other engine's loads until stop: seconds of each, and whether all were right."""

@@ -24,7 +24,7 @@ import generations
 from generations import Engine
 
 sys.path.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "shared"))
-from ports import free_ports  # noqa: E402
+from ports import free_ports
 
 MODEL, CHUNKS = "interop/tier", 3
 
@@ -39,7 +39,7 @@ def until(what, f, limit=180.0):
 
 def figure(http, name):
     text = urllib.request.urlopen(http + "/metrics", timeout=60).read().decode()
-    return sum(float(v) for v in re.findall(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.M))
+    return sum(float(v) for v in re.findall(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.MULTILINE))
 
 
 def start_theirs(args, adapter):
@@ -81,8 +81,8 @@ def main():
     process, url = start_theirs(args, json.dumps(adapter))
     try:
         ours, theirs = Engine(args.url, MODEL, False), Engine(url, MODEL, False)
-        files = lambda: set(glob.glob(os.path.join(args.dir, "*.data")))  # noqa: E731
-        whole = lambda r: r["hit"] == CHUNKS and r["equal"] is True  # noqa: E731
+        files = lambda: set(glob.glob(os.path.join(args.dir, "*.data")))
+        whole = lambda r: r["hit"] == CHUNKS and r["equal"] is True
 
         def stored(e, seed):
             """Stores a prompt and returns its files."""

@@ -12,6 +12,7 @@ round, and prints the ratio of medians instead. Needs vLLM 0.16 or later; no GPU
 """
 
 import argparse
+import functools
 import os
 import random
 import re
@@ -85,7 +86,7 @@ def main():
         src, dst = ids(float(nxt), 1), ids(float(nxt), 2)
         theirs, ours = [], []
         for _ in range(a.count):
-            ns, n = time_once(lambda: original(src, dst), a.seconds)
+            ns, n = time_once(functools.partial(original, src, dst), a.seconds)
             theirs.append(ns)
             if a.go:
                 ours.append(time_go(program, nxt))

@@ -41,14 +41,14 @@ def field(name, literal):
     return raw("{" + ",".join(parts) + "}")
 
 
-INTS = """0 1 -1 7 -0 00 01 1.0 -0.0 1.5 1e0 1e2 1E+2 100e-2 1e-1 0.1e1 1e16 1e15 123456789012345680.0 1e18 9.3e18 1e19 1e22 1e30 1e308 1e309
+WORDS = """0 1 -1 7 -0 00 01 1.0 -0.0 1.5 1e0 1e2 1E+2 100e-2 1e-1 0.1e1 1e16 1e15 123456789012345680.0 1e18 9.3e18 1e19 1e22 1e30 1e308 1e309
 -1e309 NaN Infinity -Infinity true false null [] {} [0] {"a":1} "0" "1" " 1" "1 " "\\t2\\n" "+1" "-1" "--1" "+-1" "- 1" "1.0" "1.00" "1." ".0"
 "1.5" "1e0" "1e2" "" " " "x" "1x" "0x1" "1_000" "_1" "1_" "1__0" "1_0.0" "00" "007" "-0" "-00" "+0" "0.0" "-0.0" "1.0_0" "NaN" "inf" "true" "True"
 "\\u0661" "\\uff11" "1\\u00a0" "\\u00a01" "\\u30001" "1\\u0000" "\\ud800" "1\\u200b" 2147483648 9223372036854775807 -9223372036854775808
 "9223372036854775807" 1.0000000000000001 4294967296.0 -1.0 9007199254740993 9007199254740993.0
 9223372036854775808 "9223372036854775808" 9.223372036854775e18 9.223372036854775807e18 9.223372036854776e18 -9.223372036854775808e18 -9.3e18 "1_.0" "-_1" "+_1" "0_0"
-"_.0" "-.0" "-1.0" "1.0.0" "+" "-" "0_7" "1,0" "++1" "-+1" "1-" "+1.0" "." "\\u20281" "1\\u0085" "\\ufeff1" "1\\u001c" "00000000000000000000000000001" """.split("\n")
-INTS = [x for line in INTS for x in line.split(" ") if x]
+"_.0" "-.0" "-1.0" "1.0.0" "+" "-" "0_7" "1,0" "++1" "-+1" "1-" "+1.0" "." "\\u20281" "1\\u0085" "\\ufeff1" "1\\u001c" "00000000000000000000000000001" """
+INTS = [x for line in WORDS.split("\n") for x in line.split(" ") if x]
 # literals with a blank inside
 INTS += ['"' + "1" * 5000 + '"', '"' + "0" * 4400 + '1"', '"' + "1" * 30 + 'x"', '"1.' + "0" * 200 + '"', '"' + "1_" * 7 + '1"']
 INTS += ['" 1"', '"1 "', '" "', '" 1.0 "', '"- 1"', '"1 0"', '" +1 "']
@@ -134,9 +134,9 @@ def ask(conn, method, path, headers, body):
 
 
 def main():
-    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_utils
-
     import logging
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_utils
 
     server = mooncake_utils.MooncakeBootstrapServer("127.0.0.1", int(os.environ.get("PORT", "18998")))
     server.start()

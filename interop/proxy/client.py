@@ -13,9 +13,9 @@ import tempfile
 import threading
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import openai
-
 import peers
 
 checks = []
@@ -30,7 +30,7 @@ def check(what, ok, detail=""):
 class Recorder(BaseHTTPRequestHandler):
     """Answers as an engine with tools and log probabilities does, and keeps the bodies."""
     protocol_version = "HTTP/1.1"
-    bodies = []
+    bodies: ClassVar[list[bytes]] = []
 
     def log_message(self, *a):
         pass
@@ -65,7 +65,7 @@ class Recorder(BaseHTTPRequestHandler):
 
 def metric(url, name):
     text = urllib.request.urlopen(url + "/metrics").read().decode()
-    return float(re.search(rf"^{name}{{[^}}]*}} (\S+)", text, re.M).group(1))
+    return float(re.search(rf"^{name}{{[^}}]*}} (\S+)", text, re.MULTILINE).group(1))
 
 
 def through_p_and_d(client, p, d):
@@ -145,7 +145,7 @@ def main():
     procs = [peers.Proc(name, [args.kvasir, "--log-level", "warn"] + argv, tmp) for name, argv in lines]
     try:
         for port, proc in ((pd, procs[3]), (plain, procs[4])):
-            peers.wait_for("kvasir proxy", lambda: peers.http("GET", url % port + "/health")[0] == 200, 180, proc)
+            peers.wait_for("kvasir proxy", lambda port=port: peers.http("GET", url % port + "/health")[0] == 200, 180, proc)
         through_p_and_d(openai.OpenAI(base_url=url % pd + "/v1", api_key="secret", max_retries=0), url % p, url % d)
         direct, proxied = (openai.OpenAI(base_url=url % port + "/v1", api_key="k", max_retries=0) for port in (recorder.server_port, plain))
         same_bytes(direct, proxied)

@@ -11,7 +11,7 @@ import urllib.request
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.append(os.path.join(os.path.dirname(HERE), "shared"))
-from ports import free_ports  # noqa: E402
+from ports import free_ports
 
 
 def http(method, url, body=None, timeout=5.0):

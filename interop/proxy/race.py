@@ -39,9 +39,9 @@ def cells(args):
     out = []
     for size in args.sizes:
         for stream in args.stream:
-            out += [dict(size=size, stream=stream, conns=c, corpus="distinct") for c in args.conns]
+            out += [{"size": size, "stream": stream, "conns": c, "corpus": "distinct"} for c in args.conns]
     if args.shared_conns:
-        out += [dict(size=s, stream=True, conns=args.shared_conns, corpus="shared") for s in args.sizes]
+        out += [{"size": s, "stream": True, "conns": args.shared_conns, "corpus": "shared"} for s in args.sizes]
     return out
 
 
@@ -64,7 +64,7 @@ def run_one(args, load, e, target, cell, seed):
     if target["proc"]:
         argv += ["--pid", f"router={target['proc'].pid}"]
     before = stats(e)
-    r = subprocess.run(argv, capture_output=True, text=True, timeout=args.max_seconds + 4 * args.timeout + 30)
+    r = subprocess.run(argv, capture_output=True, text=True, timeout=args.max_seconds + 4 * args.timeout + 30, check=False)
     after = stats(e)
     try:
         res = json.loads(r.stdout)
@@ -198,7 +198,7 @@ def main():
             sys.stderr.write(f"{n}: ready at {url}\n")
         todo = cells(args)
         if args.rate_share:
-            todo += [dict(size=size, stream=stream, conns=max(args.conns), corpus="distinct", rate=0) for size in args.sizes for stream in args.stream]
+            todo += [{"size": size, "stream": stream, "conns": max(args.conns), "corpus": "distinct", "rate": 0} for size in args.sizes for stream in args.stream]
         for k, cell in enumerate(todo):
             if "rate" in cell:
                 full = next(r for r in results if r["cell"] == {x: v for x, v in cell.items() if x != "rate"})

@@ -6,7 +6,6 @@ streams.py --kvasir bin/kvasir --streams 5000 [--requests 100000]
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -70,7 +69,7 @@ def main():
             p = peers.Proc("kvasir-" + kind, argv, tmp)
             procs.append(p)
             url = f"http://127.0.0.1:{port}"
-            peers.wait_for("kvasir", lambda: peers.http("GET", url + "/health")[0] == 200, 30, p)
+            peers.wait_for("kvasir", lambda url=url: peers.http("GET", url + "/health")[0] == 200, 30, p)
             if kind == "streams":
                 before = rss(p.pid)
                 used, bad = asyncio.run(open_all(port, args.streams, p.pid))

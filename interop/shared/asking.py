@@ -15,9 +15,9 @@ def fetch(url, body=None, timeout=300):
 def figure(url, name):
     """The sum of a metric's series at url/metrics. A metric that the server does not have is an error: it would always be 0."""
     text = fetch(url + "/metrics")
-    if "# TYPE %s " % name not in text:
-        raise RuntimeError("%s has no metric %s" % (url, name))
-    return sum(float(v) for v in re.findall(r"^%s(?:{[^}]*})? ([-+0-9.e]+)$" % name, text, re.M))
+    if f"# TYPE {name} " not in text:
+        raise RuntimeError(f"{url} has no metric {name}")
+    return sum(float(v) for v in re.findall(rf"^{name}(?:{{[^}}]*}})? ([-+0-9.e]+)$", text, re.MULTILINE))
 
 
 def until(what, f, seconds=300):
@@ -30,7 +30,7 @@ def until(what, f, seconds=300):
         except OSError:
             pass
         if time.monotonic() > end:
-            raise RuntimeError("%s: not within %g s" % (what, seconds))
+            raise RuntimeError(f"{what}: not within {seconds:g} s")
         time.sleep(0.1)
 
 

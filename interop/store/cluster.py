@@ -7,15 +7,23 @@ Each side puts what the other gets, 1 byte to 16 MiB, one by one and in batches,
 may be evicted and by what is leased; a node is killed (-9), the master is killed (-9) and started again, a node is stopped. Every byte is
 compared; every wait is bounded. Prints one line per check, exits 1 on the first that fails.
 """
-import hashlib, os, random, signal, subprocess, sys, time, urllib.request
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import urllib.request
 from importlib.metadata import version
 
 import mooncake
 from mooncake.store import MooncakeDistributedStore
 
 sys.path.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "shared"))
-from asking import figure, listens, until  # noqa: E402
-from ports import free_port  # noqa: E402
+from asking import figure, listens, until
+from ports import free_port
 
 KVASIR = sys.argv[1]
 MASTER = os.path.join(os.path.dirname(mooncake.__file__), "mooncake_master")
@@ -24,8 +32,8 @@ running, logs = [], os.environ.get("WORK", "/tmp")
 
 
 def start(name, cmd):
-    log = open(os.path.join(logs, name + ".log"), "a")
-    p = subprocess.Popen(cmd, stdout=log, stderr=log, env=dict(os.environ, LD_LIBRARY_PATH=LIBRARIES))
+    with open(os.path.join(logs, name + ".log"), "a") as log:
+        p = subprocess.Popen(cmd, stdout=log, stderr=log, env=dict(os.environ, LD_LIBRARY_PATH=LIBRARIES))
     running.append(p)
     return p
 
@@ -43,20 +51,20 @@ class Node:
         until(name + " is mounted", self.mounted)
 
     def mounted(self):
-        return urllib.request.urlopen("http://127.0.0.1:%d/healthz" % self.http, timeout=30).status == 200
+        return urllib.request.urlopen(f"http://127.0.0.1:{self.http}/healthz", timeout=30).status == 200
 
     def figure(self, name):
-        return figure("http://127.0.0.1:%d" % self.http, "kvasir_store_node_%s_total" % name)
+        return figure(f"http://127.0.0.1:{self.http}", f"kvasir_store_node_{name}_total")
 
 
 def master_at(port, *flags):
-    p = start("master", [MASTER, "--rpc_port=%d" % port, "--metrics_port=%d" % free_port(), *flags])
+    p = start("master", [MASTER, f"--rpc_port={port}", f"--metrics_port={free_port()}", *flags])
     until("the master listens", lambda: listens(port))
     return p
 
 
 def ours(*args, data=None):
-    r = subprocess.run([KVASIR, "store", *args, "--master", addr, "--timeout", "30s"], input=data, capture_output=True, timeout=180)
+    r = subprocess.run([KVASIR, "store", *args, "--master", addr, "--timeout", "30s"], input=data, capture_output=True, timeout=180, check=False)
     return r.returncode, r.stdout
 
 
@@ -65,30 +73,30 @@ def content(seed, n):
 
 
 port = free_port()
-addr = "127.0.0.1:%d" % port
+addr = f"127.0.0.1:{port}"
 try:
     release = version("mooncake-transfer-engine-non-cuda")
     master = master_at(port)
     a = Node("node-a", addr)
     cpp = MooncakeDistributedStore()
-    check("a C++ client of %s joins" % release, cpp.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", addr) == 0)
+    check(f"a C++ client of {release} joins", cpp.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", addr) == 0)
 
     # Clients before 0.3.12 call a write done when they have sent it, not when it has arrived.
     arrive = 1 if tuple(map(int, release.split(".")[:3])) < (0, 3, 12) else 0
     sizes = [1, 4095, 65536, 1_000_003, 16 << 20]
     for n in sizes:
         d = content(n, n)
-        check("C++ puts %d bytes" % n, cpp.put("cpp-%d" % n, d) == 0)
+        check(f"C++ puts {n} bytes", cpp.put(f"cpp-{n}", d) == 0)
         time.sleep(arrive)
-        check("C++ gets them back", cpp.get("cpp-%d" % n) == d)
-        check("we get them", ours("get", "cpp-%d" % n) == (0, d))
-        check("we put %d bytes" % n, ours("put", "our-%d" % n, data=d[::-1])[0] == 0)
-        check("C++ gets them", cpp.get("our-%d" % n) == d[::-1])
+        check("C++ gets them back", cpp.get(f"cpp-{n}") == d)
+        check("we get them", ours("get", f"cpp-{n}") == (0, d))
+        check(f"we put {n} bytes", ours("put", f"our-{n}", data=d[::-1])[0] == 0)
+        check("C++ gets them", cpp.get(f"our-{n}") == d[::-1])
         if n == 65536:
             b = Node("node-b", addr)  # the rest goes to two of them
     check("a segment that is not there is no fault", ours("put", "elsewhere", "--segment", "nosuch", data=b"x" * 1000)[0] == 0)
     check("C++ gets what preferred it", cpp.get("elsewhere") == b"x" * 1000)
-    keys = ["batch-%d" % i for i in range(300)]
+    keys = [f"batch-{i}" for i in range(300)]
     values = [content(i, 5000 + i) for i in range(300)]
     check("C++ puts a batch of 300", cpp.put_batch(keys, values) == 0)
     time.sleep(arrive)
@@ -100,7 +108,7 @@ try:
     n, large = 4 << 20, {}
     began, kept = time.time(), 0
     for i in range(200):
-        name, half = "large-%d" % i, i % 2
+        name, half = f"large-{i}", i % 2
         large[name] = hashlib.sha256(d := content(i, 4096) * (n // 4096)).digest()
         for _ in range(600):  # evictions run behind
             if (cpp.put(name, d) if half else ours("put", name, data=d)[0]) == 0:
@@ -115,20 +123,20 @@ try:
         if code not in (0, 1) or any(x and (len(x) != n or hashlib.sha256(x).digest() != large[name]) for x in (got, other)):
             check("what is left is whole", False, name)
         kept += code == 0
-    check("a full cluster evicts, and what is left is whole", 0 < kept < 67, "%d of 67 looked at, %.1f s" % (kept, time.time() - began))
+    check("a full cluster evicts, and what is left is whole", 0 < kept < 67, f"{kept} of 67 looked at, {time.time() - began:.1f} s")
 
     # What is there is leased: an object larger than the rest finds no room, which ends in time; when the leases have ended it does.
-    names, big = ["our-%d" % n for n in sizes] + ["cpp-%d" % n for n in sizes] + keys + list(large), content(9, 4096) * (128 << 8)
+    names, big = [f"our-{n}" for n in sizes] + [f"cpp-{n}" for n in sizes] + keys + list(large), content(9, 4096) * (128 << 8)
     for _ in range(20):
         ours("ls", *names)
         began = time.time()
-        r = subprocess.run([KVASIR, "store", "put", "big", "--master", addr], input=big, capture_output=True, timeout=180)
+        r = subprocess.run([KVASIR, "store", "put", "big", "--master", addr], input=big, capture_output=True, timeout=180, check=False)
         if r.returncode:
             break
         ours("rm", "big", "--force")  # a machine so slow that the leases ended first
-    check("among leased objects there is no room", b"no room" in r.stderr, "%.1f s" % (time.time() - began), r.stderr)
+    check("among leased objects there is no room", b"no room" in r.stderr, f"{time.time() - began:.1f} s", r.stderr)
     until("space comes back when the leases have ended", lambda: ours("put", "big", data=big)[0] == 0)
-    check("space comes back when the leases have ended", ours("get", "big") == (0, big), "%.1f s" % (time.time() - began))
+    check("space comes back when the leases have ended", ours("get", "big") == (0, big), f"{time.time() - began:.1f} s")
     d = content(10, 16 << 20)
     until("C++ has room", lambda: cpp.put("next", d) == 0)
     time.sleep(arrive)
@@ -142,21 +150,21 @@ try:
     check("the third node leaves", c.p.wait(120) == 0)
     check("the other two have it", ours("get", "thrice") == (0, d))
     for n in sizes:  # evicted meanwhile, or not
-        until("we put %d bytes again" % n, lambda: ours("put", "our-%d" % n, data=content(n, n)[::-1])[0] == 0)
+        until(f"we put {n} bytes again", lambda n=n: ours("put", f"our-{n}", data=content(n, n)[::-1])[0] == 0)
     check("we put two replicas", ours("put", "twice", "--replicas", "2", data=d)[0] == 0)
     check("they are on two nodes", ours("ls", "twice")[1].count(b"300000 bytes") == 2)
     a.p.send_signal(signal.SIGKILL)
     a.p.wait()
     t = time.time()
-    check("a node is killed: we read the other replica at once", ours("get", "twice") == (0, d), "%.1f s" % (time.time() - t))
+    check("a node is killed: we read the other replica at once", ours("get", "twice") == (0, d), f"{time.time() - t:.1f} s")
     until("C++ reads it when the master has given the node up", lambda: cpp.get("twice") == d)
-    check("C++ reads it when the master has given the node up", True, "%.1f s" % (time.time() - t))
+    check("C++ reads it when the master has given the node up", True, f"{time.time() - t:.1f} s")
     lost, kept = 0, 0
     for n in sizes:
-        code, got = ours("get", "our-%d" % n)
+        code, got = ours("get", f"our-{n}")
         check("what was on one node is whole or a miss", code == 1 or got == content(n, n)[::-1])
         lost, kept = lost + (code == 1), kept + (code == 0)
-    print("      %d lost, %d kept" % (lost, kept))
+    print(f"      {lost} lost, {kept} kept")
 
     lives = b.figure("lives")
     master.send_signal(signal.SIGKILL)
@@ -175,11 +183,11 @@ try:
     check("a node that is stopped ends well", b.p.wait(120) == 0)
     check("its objects are gone at once", ours("get", "after")[0] == 1)
 
-    addr, d = "127.0.0.1:%d" % free_port(), content(11, 4096) * (64 << 8)
+    addr, d = f"127.0.0.1:{free_port()}", content(11, 4096) * (64 << 8)
     master_at(int(addr.rsplit(":")[-1]), "--default_kv_lease_ttl=1")
     Node("node-d", addr)
     check("we put 64 MiB where leases last 1 ms", ours("put", "late", data=d)[0] == 0)
-    r = subprocess.run([KVASIR, "store", "get", "late", "--master", addr], capture_output=True, timeout=180)
+    r = subprocess.run([KVASIR, "store", "get", "late", "--master", addr], capture_output=True, timeout=180, check=False)
     check("bytes that come after the lease are not believed", r.returncode == 1 and not r.stdout and b"lease expired" in r.stderr, r.stderr)
     print("store: all well with Mooncake", release)
     sys.stdout.flush()
@@ -188,13 +196,11 @@ try:
             p.kill()
             p.wait()
     os._exit(0)  # the C++ clients would look for their master while they end
-except BaseException:
+except BaseException:  # noqa: BLE001 - it is printed, and what was started is killed
     for p in running:
         if p.poll() is None:
             p.kill()
             p.wait()
     sys.stdout.flush()
-    import traceback
-
     traceback.print_exc()
     os._exit(1)

@@ -6,15 +6,18 @@
 
 Run with the Python of a Mooncake wheel.
 """
-import hashlib, json, os, sys, time
+import hashlib
+import json
+import os
+import sys
+import time
 
 import mooncake
 
 if sys.argv[1] == "--path":
     print(os.path.join(os.path.dirname(mooncake.__file__), "mooncake_master"))
     sys.exit(0)
-from mooncake.store import MooncakeDistributedStore  # noqa: E402
-
+from mooncake.store import MooncakeDistributedStore
 
 
 def remove(keys):
@@ -51,7 +54,7 @@ for line in sys.stdin:
             answer = [removed, [store.put(k, v[: len(v) // 2]) for k, v in zip(keys, values)]]
         else:
             answer = "unknown"
-    except Exception as e:  # the caller decides
+    except Exception as e:  # noqa: BLE001 - the caller decides
         answer = repr(e)
     print(json.dumps(answer), flush=True)
 os._exit(0)

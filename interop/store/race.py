@@ -7,11 +7,25 @@ One real master and both memories are up; the clients take turns in every cell o
 medians over the rounds. In every round each client reads what the other one put, and compares it. Prints a table and
 one JSON line; exits 1 when bytes differ.
 """
-import argparse, ctypes, hashlib, json, math, os, random, re, socket, subprocess, sys, tempfile, time, urllib.request
+import argparse
+import ctypes
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import urllib.request
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.append(os.path.join(HERE, "..", "shared"))
-from ports import free_ports  # noqa: E402
+from ports import free_ports
 
 SIZES = [("64 KiB", 64 << 10), ("1 MiB", 1 << 20), ("4 MiB", 4 << 20), ("16 MiB", 16 << 20)]
 
@@ -37,7 +51,7 @@ def cpp_client(master):
         out = []
         for _ in range(c["N"]):
             serial += 1
-            out.append(("cpp-%s-%d@model/some-longer-name-7b@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@%064x" % (c["Tag"], serial, serial)).ljust(150))
+            out.append((f"cpp-{c['Tag']}-{serial}@model/some-longer-name-7b@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@{serial:064x}").ljust(150))
         return out
 
     def put(keys, c, config):
@@ -66,7 +80,7 @@ def cpp_client(master):
             took.append(time.perf_counter() - t)
             cpu += time.process_time() - u
             if any(x != good for x in result):
-                raise SystemExit("a call failed: %s" % result)
+                raise SystemExit(f"a call failed: {result}")
         return figures(took, cpu, c["Bytes"] * c["N"])
 
     for line in sys.stdin:
@@ -82,26 +96,26 @@ def cpp_client(master):
             a = figures(took, time.process_time() - u)
             a["Present"] = sum(x == 1 for x in r) if c["Batch"] else r
         elif c["Do"] == "put":
-            state = {"keys": []}
+            stored = []
 
-            def once(keys):
+            def once(keys, c=c, config=config, stored=stored):
                 if keys is None:
-                    if state["keys"]:
-                        store.batch_remove(state["keys"], True)
-                    state["keys"] = names(c)
-                    return state["keys"]
+                    if stored:
+                        store.batch_remove(stored, True)
+                    stored[:] = names(c)
+                    return list(stored)
                 return put(keys, c, config)
 
             a = timed(c, once, 0)
-            keep = state["keys"] if c.get("Keep") else []
+            keep = stored if c.get("Keep") else []
             if not keep:
-                store.batch_remove(state["keys"], True)
+                store.batch_remove(stored, True)
             a["Keys"], a["Sum"] = keep, hashlib.sha256(view[:c["Bytes"]]).hexdigest() if keep else ""
         elif c["Do"] == "get":
             keys = names(c)
             if any(put(keys, c, config)):
                 raise SystemExit("put before get failed")
-            a = timed(c, lambda prepared: True if prepared is None else get(keys, c), c["Bytes"])
+            a = timed(c, lambda prepared, keys=keys, c=c: True if prepared is None else get(keys, c), c["Bytes"])
             store.batch_remove(keys, True)
         else:  # sum
             ctypes.memset(base, 0, c["Bytes"])
@@ -128,8 +142,8 @@ running, work = [], tempfile.mkdtemp()
 
 
 def start(name, cmd, **more):
-    log = open(os.path.join(work, name + ".log"), "a")
-    p = subprocess.Popen(cmd, stdin=subprocess.PIPE, stdout=more.pop("stdout", log), stderr=log, env=dict(os.environ, GLOG_minloglevel="2", MC_LOG_LEVEL="ERROR", **more), text=True)
+    with open(os.path.join(work, name + ".log"), "a") as log:
+        p = subprocess.Popen(cmd, stdin=subprocess.PIPE, stdout=more.pop("stdout", log), stderr=log, env=dict(os.environ, GLOG_minloglevel="2", MC_LOG_LEVEL="ERROR", **more), text=True)
     running.append(p)
     return p
 
@@ -143,7 +157,7 @@ def until(what, f, seconds=60):
         except OSError:
             pass
         time.sleep(0.1)
-    raise SystemExit("%s: not within %d s" % (what, seconds))
+    raise SystemExit(f"{what}: not within {seconds} s")
 
 
 def fetch(url):
@@ -162,7 +176,8 @@ class Client:
                 return json.loads(line)
             except ValueError:
                 pass  # the C++ library prints, too
-        raise SystemExit("%s ended: %s" % (self.name, open(os.path.join(work, self.name + ".log")).read()[-500:]))
+        with open(os.path.join(work, self.name + ".log")) as f:
+            raise SystemExit(f"{self.name} ended: {f.read()[-500:]}")
 
 
 def socket_copy():
@@ -192,15 +207,15 @@ def median(v):
 try:
     binary = subprocess.run([args.python, os.path.join(HERE, "cpp.py"), "--path"], capture_output=True, text=True, check=True).stdout.strip()
     rpc, pages, http = free_ports(3)
-    master = "127.0.0.1:%d" % rpc
-    start("master", [binary, "--rpc_port=%d" % rpc, "--metrics_port=%d" % pages], LD_LIBRARY_PATH=os.path.dirname(binary) + ":" + os.environ.get("LD_LIBRARY_PATH", ""))
+    master = f"127.0.0.1:{rpc}"
+    start("master", [binary, f"--rpc_port={rpc}", f"--metrics_port={pages}"], LD_LIBRARY_PATH=os.path.dirname(binary) + ":" + os.environ.get("LD_LIBRARY_PATH", ""))
     until("the master", lambda: socket.create_connection(("127.0.0.1", rpc), 1).close() is None)
     start("memory", [args.python, os.path.join(HERE, "cpp.py"), master, str(512 << 20)])
-    segments = lambda: set(fetch("http://127.0.0.1:%d/get_all_segments" % pages).split())  # noqa: E731
+    segments = lambda: set(fetch(f"http://127.0.0.1:{pages}/get_all_segments").split())
     until("the C++ memory", segments)
     theirs = segments().pop()
     start("node", [args.kvasir, "store-node", "--master", master, "--memory-gb", "512MiB", "--name", "ours", "--http-port", str(http)])
-    until("our memory", lambda: fetch("http://127.0.0.1:%d/healthz" % http))
+    until("our memory", lambda: fetch(f"http://127.0.0.1:{http}/healthz"))
     time.sleep(1)
     clients = [Client("cpp", [args.python, os.path.abspath(__file__), "--cpp", master]), Client("go", [args.go, master])]
     cells, copies, differ = {}, [], 0
@@ -211,7 +226,7 @@ try:
     made = clients[1](Do="put", Tag="exist", Bytes=64, N=256, Seconds=0, Segment="ours", Keep=True)["Keys"]
     keys = [x for k in made for x in (k, "no-" + k[3:])]
     first = made[:1]
-    tag = "%x" % random.getrandbits(32)
+    tag = f"{random.getrandbits(32):x}"
     for rnd in range(args.rounds):
         copies.append(socket_copy())
         order = clients if rnd % 2 == 0 else clients[::-1]
@@ -239,13 +254,12 @@ try:
     print("p50 us and processor us of a call: C++, Go, ratio")
     for cell in ("exist, hit", "exist, miss", "exist, 512"):
         ratios[cell] = mid(cell, "go", "P50") / mid(cell, "cpp", "P50")
-        print("  %-12s %8.1f %8.1f  %5.2f    processor %7.1f %7.1f  %5.2f" % (cell, mid(cell, "cpp", "P50"), mid(cell, "go", "P50"), ratios[cell],
-              mid(cell, "cpp", "CPU"), mid(cell, "go", "CPU"), mid(cell, "go", "CPU") / mid(cell, "cpp", "CPU")))
+        print(f"  {cell:<12} {mid(cell, 'cpp', 'P50'):8.1f} {mid(cell, 'go', 'P50'):8.1f}  {ratios[cell]:5.2f}    processor {mid(cell, 'cpp', 'CPU'):7.1f} {mid(cell, 'go', 'CPU'):7.1f}  {mid(cell, 'go', 'CPU') / mid(cell, 'cpp', 'CPU'):5.2f}")
     if args.only:
         print(json.dumps({"ratios": {k: round(v, 3) for k, v in ratios.items()}}))
         raise SystemExit(differ > 0)
     copy = median(copies)
-    print("GB/s: C++, Go, ratio; client's processor seconds a GB; a plain socket copies %.2f GB/s" % copy)
+    print(f"GB/s: C++, Go, ratio; client's processor seconds a GB; a plain socket copies {copy:.2f} GB/s")
     large, cpu, shares = [], [], []
     for cell in cells:
         if isinstance(cell, str):
@@ -254,34 +268,31 @@ try:
         x, y = mid(cell, "cpp", "GBps"), mid(cell, "go", "GBps")
         size = dict(SIZES)[label] * n
         p, q = mid(cell, "cpp", "CPU") / size * 1e3, mid(cell, "go", "CPU") / size * 1e3
-        ratios["%s, %s x %d, %s" % (memory, label, n, do)] = y / x
+        ratios[f"{memory}, {label} x {n}, {do}"] = y / x
         if label != "64 KiB":
             large.append(y / x)
             cpu.append(q / p)
             shares.append(y / copy)
-        print("  %-10s %-6s x %d %s  %5.2f %5.2f  %5.2f    processor %5.2f %5.2f  %5.2f" % (memory, label, n, do, x, y, y / x, p, q, q / p))
-    mean = lambda v: math.exp(sum(map(math.log, v)) / len(v))  # noqa: E731
+        print(f"  {memory:<10} {label:<6} x {n} {do}  {x:5.2f} {y:5.2f}  {y / x:5.2f}    processor {p:5.2f} {q:5.2f}  {q / p:5.2f}")
+    mean = lambda v: math.exp(sum(map(math.log, v)) / len(v))
     summary = {"large_ratio": round(mean(large), 2), "large_of_socket": round(mean(shares), 2), "large_cpu_ratio": round(mean(cpu), 2), "socket_GBps": round(copy, 2), "differ": differ}
     memories = [mid(("our memory",) + c[1:], client, "GBps") / mid(("C++ memory",) + c[1:], client, "GBps") for c in cells if not isinstance(c, str) and c[0] == "our memory" for client in ("cpp", "go")]
     summary["our_memory_by_theirs"] = round(mean(memories), 2)
-    print("1 to 16 MiB: Go by C++ %(large_ratio).2f, of a socket's copy %(large_of_socket).2f, processor %(large_cpu_ratio).2f; our memory by theirs %(our_memory_by_theirs).2f; %(differ)d objects differ" % summary)
+    print(f"1 to 16 MiB: Go by C++ {summary['large_ratio']:.2f}, of a socket's copy {summary['large_of_socket']:.2f}, processor {summary['large_cpu_ratio']:.2f}; "
+          f"our memory by theirs {summary['our_memory_by_theirs']:.2f}; {differ} objects differ")
     print(json.dumps({"summary": summary, "ratios": {k: round(v, 3) for k, v in ratios.items()}}))
     code = int(differ > 0)
 except SystemExit as e:
     code = e.code if isinstance(e.code, int) else 1
     if code:
         print(e.code, file=sys.stderr)
-except BaseException:
-    import traceback
-
+except BaseException:  # noqa: BLE001 - it is printed, and what was started is killed
     traceback.print_exc()
     code = 1
 for p in running:
     if p.poll() is None:
         p.kill()
         p.wait()
-import shutil
-
 shutil.rmtree(work, ignore_errors=True)
 sys.stdout.flush()
 os._exit(code)

@@ -8,15 +8,24 @@ server stored the C++ client must find by LMCache's names, byte for byte, and wh
 another length, a node and a master that are killed must be misses in time, and never wrong bytes. Prints one JSON line
 and exits 0 when all checks passed.
 """
-import argparse, itertools, json, os, re, signal, subprocess, sys, time
+import argparse
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "lmcache"))
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared"))
-import asking  # noqa: E402
-import generations  # noqa: E402
-from asking import fetch, listens, until  # noqa: E402
-from generations import Engine  # noqa: E402
-from ports import free_port  # noqa: E402
+import asking
+import generations
+from asking import fetch, listens, until
+from generations import Engine
+from ports import free_port
 
 MODEL, CHUNKS = "interop/store", 3
 passed, failed, running = [], [], []
@@ -64,7 +73,7 @@ def main():
     address, pages = "127.0.0.1:" + args.master, free_port()
 
     def start_master():
-        m = start([binary, "--rpc_port=" + args.master, "--metrics_port=%d" % pages], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        m = start([binary, "--rpc_port=" + args.master, f"--metrics_port={pages}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                   env=dict(os.environ, LD_LIBRARY_PATH=os.path.dirname(binary) + ":" + os.environ.get("LD_LIBRARY_PATH", "")))
         until("the master", lambda: listens(int(args.master)))
         return m
@@ -73,9 +82,9 @@ def main():
         return asking.figure(args.http, name)
 
     def names():
-        return set(fetch("http://127.0.0.1:%d/get_all_keys" % pages).split())
+        return set(fetch(f"http://127.0.0.1:{pages}/get_all_keys").split())
 
-    whole = lambda r: r["hit"] == CHUNKS and r["equal"] is True  # noqa: E731
+    whole = lambda r: r["hit"] == CHUNKS and r["equal"] is True
     engine = Engine(args.url, MODEL, False)
     assert engine.store(1, CHUNKS)["done"]
     r = engine.load(1, CHUNKS)
@@ -86,7 +95,7 @@ def main():
     def written(what, seed):
         """Waits until a prompt's objects are in the cluster and returns its seed. Before the C++ client has registered its
         memory, the master refuses objects for lack of room, and the server drops them: then another prompt is stored."""
-        refused = lambda: figure("kvasir_mooncake_store_no_room_total") > 0  # noqa: E731
+        refused = lambda: figure("kvasir_mooncake_store_no_room_total") > 0
         until(what, lambda: len(names()) >= CHUNKS or refused() and figure("kvasir_below_waiting_bytes") == 0)
         if len(names()) < CHUNKS:
             seed, before = seed + 1000, names()
@@ -100,9 +109,9 @@ def main():
               (figure("kvasir_tier_write_bytes_total") >= figure("kvasir_stored_bytes_total") or figure("kvasir_mooncake_store_no_room_total") > 0))
         before = names()
         assert engine.store(seed, CHUNKS)["done"]
-        until("prompt %d is in the store" % seed, lambda: len(names() - before) == CHUNKS)
+        until(f"prompt {seed} is in the store", lambda: len(names() - before) == CHUNKS)
         keys = sorted(names() - before)
-        until("prompt %d can be read" % seed, lambda: all(cpp("exist", keys)))
+        until(f"prompt {seed} can be read", lambda: all(cpp("exist", keys)))
         return keys
 
     written("what was stored without a master is written", 1)
@@ -176,9 +185,7 @@ code = 1
 try:
     main()
     code = int(len(failed) > 0)
-except BaseException:
-    import traceback
-
+except BaseException:  # noqa: BLE001 - it is printed, and what was started is killed
     traceback.print_exc()
 finally:
     for p in running:

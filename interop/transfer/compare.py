@@ -50,7 +50,7 @@ def serve_cpp(path, n, host="127.0.0.1"):
     e = engine(host)
     b = registered(e, n)
     with open(path + ".tmp", "w") as f:
-        json.dump({"peer": "%s:%d" % (host, e.get_rpc_port()), "base": int(b.ctypes.data), "len": n}, f)
+        json.dump({"peer": f"{host}:{e.get_rpc_port()}", "base": int(b.ctypes.data), "len": n}, f)
     os.replace(path + ".tmp", path)
     sys.stdin.read()
     os._exit(0)
@@ -114,7 +114,7 @@ def figures(n, lat, took):
 
 def go_cell(cmd, peer_file, op, size, batch, layout, seconds):
     out = subprocess.run(cmd + ["bench", "--peer-file", peer_file, "--ops", op, "--sizes", str(size), "--batches", str(batch),
-                                "--layout", layout, "--seconds", str(seconds)], capture_output=True, text=True)
+                                "--layout", layout, "--seconds", str(seconds)], capture_output=True, text=True, check=False)
     m = LINE.search(out.stdout)
     if not m:
         print(out.stderr.strip(), file=sys.stderr)
@@ -178,19 +178,18 @@ def run(a, cmd, pairs, cpp_peer, kv_peer, cpp_file, kv_file):
         got = {p: [] for p in pairs}
         for r in range(a.rounds):
             for p in pairs[r % len(pairs):] + pairs[:r % len(pairs)]:
-                s = {"cpp-cpp": lambda: cpp.cell(cpp_peer, op, size, batch, layout, a.seconds),
-                     "cpp-kv": lambda: cpp.cell(kv_peer, op, size, batch, layout, a.seconds),
-                     "kv-kv": lambda: go_cell(cmd, kv_file, op, size, batch, layout, a.seconds),
-                     "kv-cpp": lambda: go_cell(cmd, cpp_file, op, size, batch, layout, a.seconds),
-                     "socket": lambda: go_cell(cmd, kv_file, "socket", size, batch, "packed", a.seconds)}[p]()
+                side, *to = {"cpp-cpp": (cpp.cell, cpp_peer), "cpp-kv": (cpp.cell, kv_peer), "kv-kv": (go_cell, cmd, kv_file),
+                             "kv-cpp": (go_cell, cmd, cpp_file), "socket": (go_cell, cmd, kv_file)}[p]
+                s = side(*to, *(("socket", size, batch, "packed") if p == "socket" else (op, size, batch, layout)), a.seconds)
                 if s is None:
-                    sys.exit("%s failed: %s %s %d x %d" % (p, op, layout, batch, size))
+                    sys.exit(f"{p} failed: {op} {layout} {batch} x {size}")
                 got[p].append(s)
-        rows.append(dict(op=op, layout=layout, size=size, batch=batch, samples=got))
+        rows.append({"op": op, "layout": layout, "size": size, "batch": batch, "samples": got})
         show(rows[-1], pairs, len(rows) == 1)
     summary(rows, pairs)
     if a.json:
-        json.dump(rows, open(a.json, "w"))
+        with open(a.json, "w") as f:
+            json.dump(rows, f)
 
 
 def med(row, pair, i):
@@ -199,15 +198,16 @@ def med(row, pair, i):
 
 def show(row, pairs, first):
     if first:
-        print("| op | layout | size | batch |" + "".join(" %s GB/s | p50 us | p99 us |" % p for p in pairs) + " kv/cpp | p50 | p99 | kv/socket | kv-cpp | cpp-kv |")
+        print("| op | layout | size | batch |" + "".join(f" {p} GB/s | p50 us | p99 us |" for p in pairs) + " kv/cpp | p50 | p99 | kv/socket | kv-cpp | cpp-kv |")
         print("|" + "---|" * (4 + 3 * len(pairs) + 6))
-    cols = "".join(" %.3f | %.0f | %.0f |" % tuple(med(row, p, i) for i in range(3)) for p in pairs)
+    cols = "".join(f" {med(row, p, 0):.3f} | {med(row, p, 1):.0f} | {med(row, p, 2):.0f} |" for p in pairs)
+
     def ratio(x, y, i, inverse=False):
         if x not in pairs or y not in pairs:
             return " - |"
         q = med(row, x, i) / med(row, y, i)
-        return " %.2f |" % (1 / q if inverse else q)
-    print("| %s | %s | %d | %d |%s" % (row["op"], row["layout"], row["size"], row["batch"], cols)
+        return f" {1 / q if inverse else q:.2f} |"
+    print(f"| {row['op']} | {row['layout']} | {row['size']} | {row['batch']} |{cols}"
           + ratio("kv-kv", "cpp-cpp", 0) + ratio("kv-kv", "cpp-cpp", 1, True) + ratio("kv-kv", "cpp-cpp", 2, True)
           + ratio("kv-kv", "socket", 0) + ratio("kv-cpp", "cpp-cpp", 0) + ratio("cpp-kv", "cpp-cpp", 0), flush=True)
 
@@ -217,13 +217,11 @@ def summary(rows, pairs):
         return
     large = [med(r, "kv-kv", 0) / med(r, "cpp-cpp", 0) for r in rows if r["size"] >= 1 << 16]
     if large:
-        print("\n64 KiB and above: geometric mean %.2f, least %.2f, of %d cells"
-              % (math.exp(statistics.fmean(map(math.log, large))), min(large), len(large)))
+        print(f"\n64 KiB and above: geometric mean {math.exp(statistics.fmean(map(math.log, large))):.2f}, least {min(large):.2f}, of {len(large)} cells")
     for p in ("kv-cpp", "cpp-kv"):
         if p in pairs:
             q = [(med(r, p, 0) / med(r, "cpp-cpp", 0), r["op"], r["layout"], r["size"], r["batch"]) for r in rows]
-            print("%s against cpp-cpp: geometric mean %.2f, least %s"
-                  % (p, math.exp(statistics.fmean(math.log(x[0]) for x in q)), " ".join(map(str, (round(min(q)[0], 2),) + min(q)[1:]))))
+            print(f"{p} against cpp-cpp: geometric mean {math.exp(statistics.fmean(math.log(x[0]) for x in q)):.2f}, least {' '.join(map(str, (round(min(q)[0], 2),) + min(q)[1:]))}")
 
 
 if __name__ == "__main__":

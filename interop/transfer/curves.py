@@ -48,7 +48,7 @@ def drive(peers, callers, size, batch, seconds):
     for t in threads:
         t.join()
     if errors:
-        sys.exit("transfers failed: %s" % errors)
+        sys.exit(f"transfers failed: {errors}")
     print(json.dumps(figures(size * batch, samples, max(took))))
     sys.stdout.flush()
     os._exit(0)  # the engine's threads do not end by themselves
@@ -57,20 +57,20 @@ def drive(peers, callers, size, batch, seconds):
 def cpp_point(files, callers, size, batch, seconds):
     env = dict(os.environ, MC_TCP_LANES_PER_PEER=str(callers if len(files) == 1 else 1))
     out = subprocess.run([sys.executable, os.path.abspath(__file__), "--drive", ",".join(files), "--callers", str(callers),
-                          "--cells", "%d:%d" % (size, batch), "--seconds", str(seconds)],
-                         env=env, capture_output=True, text=True, timeout=120)
+                          "--cells", f"{size}:{batch}", "--seconds", str(seconds)],
+                         env=env, capture_output=True, text=True, timeout=120, check=False)
     if out.returncode:
-        sys.exit("C++ with %d callers failed: %s" % (callers, out.stderr.strip()[-400:]))
+        sys.exit(f"C++ with {callers} callers failed: {out.stderr.strip()[-400:]}")
     return json.loads(out.stdout.strip().splitlines()[-1])
 
 
 def go_point(cmd, files, callers, size, batch, seconds):
     args = ["bench", "--ops", "write", "--conns", "1", "--sizes", str(size), "--batches", str(batch), "--seconds", str(seconds)]
     args += [x for f in files for x in ("--peer-file", f)] + ["--callers", str(callers if len(files) == 1 else 1)]
-    out = subprocess.run(cmd + args, capture_output=True, text=True, timeout=120)
+    out = subprocess.run(cmd + args, capture_output=True, text=True, timeout=120, check=False)
     m = LINE.search(out.stdout)
     if not m:
-        sys.exit("Kvasir with %d callers failed: %s" % (callers, out.stderr.strip()[-400:]))
+        sys.exit(f"Kvasir with {callers} callers failed: {out.stderr.strip()[-400:]}")
     return float(m[6]) / 1e3, int(m[7]) / 1e3, int(m[8]) / 1e3
 
 
@@ -97,11 +97,11 @@ def main():
         try:
             cpp, kv = [], []
             for i in range(max(peers)):
-                cpp.append("%s/cpp%d.json" % (tmp, i))
+                cpp.append(f"{tmp}/cpp{i}.json")
                 children.append(subprocess.Popen([sys.executable, COMPARE, "--serve-cpp", cpp[i], "--mem", str(64 << 20)],
                                                  stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
                 wait_for(cpp[i], children[-1])
-                kv.append("%s/kv%d.json" % (tmp, i))
+                kv.append(f"{tmp}/kv{i}.json")
                 children.append(subprocess.Popen(cmd + ["serve", "--size", str(64 << 20), "--peer-file", kv[i]],
                                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
                 wait_for(kv[i], children[-1])
@@ -109,13 +109,12 @@ def main():
             for size, batch in cells:
                 for n, of, files in [(n, "connection", 1) for n in conns] + [(n, "peer", n) for n in peers]:
                     got = [[], []]
+                    turns = [(got[0], cpp_point, (cpp[:files],)), (got[1], go_point, (cmd, kv[:files]))]
                     for r in range(a.rounds):
-                        turns = [lambda: got[0].append(cpp_point(cpp[:files], n, size, batch, a.seconds)),
-                                 lambda: got[1].append(go_point(cmd, kv[:files], n, size, batch, a.seconds))]
-                        for turn in turns if r % 2 else turns[::-1]:
-                            turn()
+                        for samples, point, to in turns if r % 2 else turns[::-1]:
+                            samples.append(point(*to, n, size, batch, a.seconds))
                     c, k = ([statistics.median(x[i] for x in g) for i in range(3)] for g in got)
-                    print("| %d x %d | %d %s | %.3f | %.0f | %.0f | %.3f | %.0f | %.0f | %.1f |" % (size, batch, n, of + "s" * (n > 1), *c, *k, k[0] / c[0]), flush=True)
+                    print(f"| {size} x {batch} | {n} {of + 's' * (n > 1)} | {c[0]:.3f} | {c[1]:.0f} | {c[2]:.0f} | {k[0]:.3f} | {k[1]:.0f} | {k[2]:.0f} | {k[0] / c[0]:.1f} |", flush=True)
         finally:
             for p in children:
                 if p.stdin:

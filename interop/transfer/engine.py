@@ -42,12 +42,12 @@ def main():
     base = int(mem.ctypes.data)
     if e.register_memory(base, n):
         sys.exit("the engine does not register memory")
-    host = "[%s]" % sys.argv[2] if ":" in sys.argv[2] else sys.argv[2]
+    host = f"[{sys.argv[2]}]" if ":" in sys.argv[2] else sys.argv[2]
     for line in sys.stdin:
         q = json.loads(line)
         r = {}
         if q["do"] == "ready":
-            r = {"segment": "%s:%d" % (host, e.get_rpc_port()), "base": base, "len": n,
+            r = {"segment": f"{host}:{e.get_rpc_port()}", "base": base, "len": n,
                  "version": importlib.metadata.version("mooncake-transfer-engine-non-cuda")}
         elif q["do"] == "fill":
             mem[:] = pattern(n, q["seed"])

@@ -82,7 +82,7 @@ def pieces(model, tokens, use, limit):
 
 
 def cpu_of(pid):
-    with open("/proc/%d/stat" % pid) as f:
+    with open(f"/proc/{pid}/stat") as f:
         f = f.read().rsplit(")", 1)[1].split()
     return (int(f[11]) + int(f[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -107,7 +107,7 @@ class Cpp:
 
 
 def go_pull(cmd, peer_file, list_file, seconds):
-    out = subprocess.run(cmd + ["bench", "--peer-file", peer_file, "--pieces", list_file, "--seconds", str(seconds)], capture_output=True, text=True)
+    out = subprocess.run(cmd + ["bench", "--peer-file", peer_file, "--pieces", list_file, "--seconds", str(seconds)], capture_output=True, text=True, check=False)
     m = LINE.search(out.stdout)
     if not m:
         print(out.stdout, out.stderr.strip(), file=sys.stderr)
@@ -117,7 +117,7 @@ def go_pull(cmd, peer_file, list_file, seconds):
 
 def iperf(server_pid, streams, seconds, algorithm):
     before = cpu_of(server_pid)
-    out = subprocess.run(["iperf3", "-c", D_ADDR, "-P", str(streams), "-t", str(seconds), "-C", algorithm, "-J"], capture_output=True, text=True)
+    out = subprocess.run(["iperf3", "-c", D_ADDR, "-P", str(streams), "-t", str(seconds), "-C", algorithm, "-J"], capture_output=True, text=True, check=False)
     end = json.loads(out.stdout)["end"]
     gb = end["sum_received"]["bytes"] / 1e9
     return end["sum_received"]["bits_per_second"] / 8e9, (cpu_of(server_pid) - before) / gb
@@ -128,29 +128,30 @@ def dies_with_us():
 
 
 def in_namespace(namespace, cmd, **kw):
-    return subprocess.Popen(["ip", "netns", "exec", namespace] + cmd, preexec_fn=dies_with_us, **kw)
+    return subprocess.Popen(["ip", "netns", "exec", namespace] + cmd, preexec_fn=dies_with_us, **kw)  # noqa: PLW1509 - the engine's threads start later
 
 
 def inside(a):
     for name in ("QUEUED_TRANSFERS", "PENDING_ADMISSIONS"):
-        os.environ.setdefault("MC_TCP_MAX_%s_PER_PEER" % name, "65535")
+        os.environ.setdefault(f"MC_TCP_MAX_{name}_PER_PEER", "65535")
     variants = dict(v.split("=", 1) if "=" in v.split(" ")[0] else ("kv", v) for v in a.kvasir)
     variants = {k: shlex.split(v) for k, v in variants.items()}
     limit, tmp = a.mem, a.tmp
     room = str(limit + (64 << 20))
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     children, peers = {}, {}
     pairs = a.pairs.split(",") if a.pairs else ["cpp-cpp"] + [x for k in variants for x in (k + "-" + k, k + "-cpp", "cpp-" + k)]
     want = {side for p in pairs for side in p.split("-")}
-    algorithm = open("/proc/sys/net/ipv4/tcp_congestion_control").read().strip()
+    with open("/proc/sys/net/ipv4/tcp_congestion_control") as f:
+        algorithm = f.read().strip()
     try:
         if "cpp" in want:
             children["cpp"] = in_namespace(a.namespace, [sys.executable, os.path.abspath(__file__), "--serve-cpp", tmp + "/cpp.json", "--mem", room], stdin=subprocess.PIPE, **quiet)
         for k, cmd in variants.items():
             if k in want:
-                children[k] = in_namespace(a.namespace, cmd + ["serve", "--size", room, "--host", D_ADDR, "--peer-file", "%s/%s.json" % (tmp, k)], **quiet)
+                children[k] = in_namespace(a.namespace, cmd + ["serve", "--size", room, "--host", D_ADDR, "--peer-file", f"{tmp}/{k}.json"], **quiet)
         for k, child in children.items():
-            peers[k] = wait_for("%s/%s.json" % (tmp, k), child)
+            peers[k] = wait_for(f"{tmp}/{k}.json", child)
         if not a.streams:
             pass
         elif shutil.which("iperf3"):
@@ -162,13 +163,14 @@ def inside(a):
         rows = []
         cells = [(m, human(t), u) for m in SHAPES for t in a.tokens.split(",") for u in a.use.split(",")]
         if a.only:
-            cells = [c for c in cells if a.only in "%s %d %s" % c]
-        print("congestion control %s, %d streams\n" % (algorithm, a.streams))
+            cells = [c for c in cells if a.only in " ".join(map(str, c))]
+        print(f"congestion control {algorithm}, {a.streams} streams\n")
         for model, tokens, use in cells:
             list_ = pieces(model, tokens, use, limit)
             total = sum(x[2] for x in list_)
             list_file = tmp + "/pieces.json"
-            json.dump(list_, open(list_file, "w"))
+            with open(list_file, "w") as f:
+                json.dump(list_, f)
             got = {p: [] for p in pairs}
             yard = []
             for r in range(a.rounds):
@@ -176,19 +178,20 @@ def inside(a):
                     src, dst = p.split("-")
                     before = cpu_of(children[dst].pid)
                     res = (cpp.pull(peers[dst], list_, a.seconds) if src == "cpp" else
-                           go_pull(variants[src], "%s/%s.json" % (tmp, dst), list_file, a.seconds))
+                           go_pull(variants[src], f"{tmp}/{dst}.json", list_file, a.seconds))
                     if res is None:
-                        sys.exit("%s failed: %s %d %s" % (p, model, tokens, use))
+                        sys.exit(f"{p} failed: {model} {tokens} {use}")
                     calls, took, cpu = res
                     far = (cpu_of(children[dst].pid) - before) * calls / (calls + 1)  # less the call that warms up
                     got[p].append((total * calls / took / 1e9, (cpu + far) / (total * calls / 1e9)))
                 if "iperf3" in children:
                     yard.append(iperf(children["iperf3"].pid, a.streams, max(1, round(a.seconds)), algorithm))
-            rows.append(dict(model=model, tokens=tokens, use=use, pieces=len(list_), bytes=total, samples=got, iperf=yard))
+            rows.append({"model": model, "tokens": tokens, "use": use, "pieces": len(list_), "bytes": total, "samples": got, "iperf": yard})
             show(rows[-1], pairs, len(rows) == 1)
         summary(rows, pairs, variants)
         if a.json:
-            json.dump(rows, open(a.json, "w"))
+            with open(a.json, "w") as f:
+                json.dump(rows, f)
     finally:
         for k, child in children.items():
             if k == "cpp":
@@ -206,12 +209,12 @@ def med(row, pair, i):
 
 def show(row, pairs, first):
     if first:
-        print("| model | tokens | blocks | writes | MiB |" + "".join(" %s GB/s | s/GB |" % p for p in pairs) + " iperf3 |" + "".join(" %s |" % p for p in pairs[1:]))
+        print("| model | tokens | blocks | writes | MiB |" + "".join(f" {p} GB/s | s/GB |" for p in pairs) + " iperf3 |" + "".join(f" {p} |" for p in pairs[1:]))
         print("|" + "---|" * (5 + 2 * len(pairs) + 1 + len(pairs) - 1))
-    yard = "%.2f" % statistics.median(x[0] for x in row["iperf"]) if row["iperf"] else "-"
-    print("| %s | %d | %s | %d | %d |" % (row["model"], row["tokens"], row["use"], row["pieces"], row["bytes"] >> 20)
-          + "".join(" %.2f | %.2f |" % (med(row, p, 0), med(row, p, 1)) for p in pairs) + " %s |" % yard
-          + "".join(" %.2f |" % (med(row, p, 0) / med(row, pairs[0], 0)) for p in pairs[1:]), flush=True)
+    yard = f"{statistics.median(x[0] for x in row['iperf']):.2f}" if row["iperf"] else "-"
+    print(f"| {row['model']} | {row['tokens']} | {row['use']} | {row['pieces']} | {row['bytes'] >> 20} |"
+          + "".join(f" {med(row, p, 0):.2f} | {med(row, p, 1):.2f} |" for p in pairs) + f" {yard} |"
+          + "".join(f" {med(row, p, 0) / med(row, pairs[0], 0):.2f} |" for p in pairs[1:]), flush=True)
 
 
 def summary(rows, pairs, variants):
@@ -221,18 +224,18 @@ def summary(rows, pairs, variants):
     for p in pairs[1:]:
         q = [med(r, p, 0) / med(r, pairs[0], 0) for r in rows]
         c = [med(r, p, 1) / med(r, pairs[0], 1) for r in rows]
-        print("%s against %s: geometric mean %.2f, least %.2f; processor time per GB %.2f, most %.2f" % (p, pairs[0], geo(q), min(q), geo(c), max(c)))
+        print(f"{p} against {pairs[0]}: geometric mean {geo(q):.2f}, least {min(q):.2f}; processor time per GB {geo(c):.2f}, most {max(c):.2f}")
     for k in variants:
         p = k + "-" + k
         q = [med(r, p, 0) / statistics.median(x[0] for x in r["iperf"]) for r in rows if r["iperf"] and p in pairs and r["tokens"] >= 4096]
         if q:
-            print("%s against iperf3, from 4k tokens on: geometric mean %.2f, least %.2f" % (p, geo(q), min(q)))
+            print(f"{p} against iperf3, from 4k tokens on: geometric mean {geo(q):.2f}, least {min(q):.2f}")
 
 
 def namespaces(a):
     """Makes the namespaces, runs itself in P's, removes them."""
-    p, d = "kvasir-p-%d" % os.getpid(), "kvasir-d-%d" % os.getpid()
-    veth = ("kvp%d" % os.getpid(), "kvd%d" % os.getpid())
+    p, d = f"kvasir-p-{os.getpid()}", f"kvasir-d-{os.getpid()}"
+    veth = (f"kvp{os.getpid()}", f"kvd{os.getpid()}")
 
     def ip(*args, check=True):
         subprocess.run(("ip",) + args, check=check, stderr=None if check else subprocess.DEVNULL)

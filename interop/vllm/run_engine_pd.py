@@ -10,14 +10,10 @@ Checked too: full external hits in the real engine's metrics, no hang, no block 
 that leave in the middle, our P killed and started again.
 Prints one JSON line.
 """
-import argparse
 import concurrent.futures
 import json
 import os
 import sys
-import tempfile
-import time
-import urllib.error
 
 import common as C
 
@@ -25,21 +21,18 @@ BLOCK = 32
 
 
 def main():
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = C.parser(__doc__)
     ap.add_argument("--model", required=True, help="of make_model.py, full attention")
     ap.add_argument("--kvasir", default="bin/kvasir")
     ap.add_argument("--bootstrap", required=True, help="http://host:port of a registry for the real engine")
     ap.add_argument("--prompts", type=int, default=3)
     ap.add_argument("--in-flight", type=int, default=6)
     ap.add_argument("--shim", default="device")
-    ap.add_argument("--out", help="directory for logs (default: a temporary one)")
-    ap.add_argument("--timeout", type=float, default=600)
     a = ap.parse_args()
-    out = a.out or tempfile.mkdtemp(prefix="engpd.")
-    os.makedirs(out, exist_ok=True)
-    R = {"scenario": "engine_pd", "logs": out, "steps": {}}
-    try:
-        config = json.load(open(os.path.join(a.model, "config.json")))
+    out, R = C.begin(a, "engine_pd", steps={})
+    with C.reported(R):
+        with open(os.path.join(a.model, "config.json")) as f:
+            config = json.load(f)
         heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
         dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         shape = ["--layers", str(layers), "--kv-heads", str(heads), "--head-bytes", str(2 * dim * 4), "--block-size", str(BLOCK),
@@ -56,10 +49,10 @@ def main():
             C.wait_http(f"http://127.0.0.1:{pport}/health", p, 30, 0.1)
             return p
 
-        real = C.Proc("vllm", C.vllm_cmd(a.model, rport, {
+        real = C.vllm("vllm", out, a.model, rport, {
             "kv_connector": "MooncakeConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"mooncake_protocol": "tcp", "bootstrap_server_address": a.bootstrap.split("://", 1)[1]},
-        }, BLOCK, dtype="float32"), os.path.join(out, "vllm.log"), C.cpu_env(extra={
+        }, BLOCK, dtype="float32", env=C.cpu_env(extra={
             "KV_CPU_SHIM": a.shim, "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "15", "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(C.free_port())}))
         P = start_p()
         D = ours("D", dport, {"kv_connector": "MooncakeConnector", "kv_role": "kv_consumer"})
@@ -74,24 +67,18 @@ def main():
             body = {"prompt": ids, "max_tokens": n, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
             if params:
                 body["kv_transfer_params"] = params
-            try:
-                st, raw = C.http("POST", base + "/v1/completions", body, timeout=timeout)
-                return st, json.loads(raw)["choices"][0]["token_ids"]
-            except urllib.error.HTTPError as e:
-                return e.code, e.read().decode("utf-8", "replace")
+            st, raw = C.call("POST", base + "/v1/completions", body, timeout)
+            return st, json.loads(raw)["choices"][0]["token_ids"] if st == 200 else raw.decode("utf-8", "replace")
 
         def through(name, ids, n=4):
             """One prompt through all three; what our D answers."""
-            st, got = post(pb, ids, 1, {"do_remote_decode": True, "transfer_id": name + "-a"})
+            st, got = post(pb, ids, 1, C.offer(name + "-a"))
             assert st == 200, (name, "our P", st, got)
-            st, got = post(rb, ids, 1, {"do_remote_prefill": True, "transfer_id": name + "-a", "remote_engine_id": engine,
-                                        "remote_bootstrap_addr": mine})
+            st, got = post(rb, ids, 1, C.pull(name + "-a", engine, mine))
             assert st == 200, (name, "real D", st, got)
-            st, got = post(rb, ids, 1, {"do_remote_decode": True, "transfer_id": name + "-b"})
+            st, got = post(rb, ids, 1, C.offer(name + "-b"))
             assert st == 200, (name, "real P", st, got)
-            q = json.loads(C.http("GET", a.bootstrap + "/query", timeout=30)[1])
-            return post(db, ids, n, {"do_remote_prefill": True, "transfer_id": name + "-b",
-                                     "remote_engine_id": q[sorted(q)[0]]["engine_id"], "remote_bootstrap_addr": a.bootstrap})
+            return post(db, ids, n, C.pull(name + "-b", C.engine_id(a.bootstrap), a.bootstrap))
 
         def check(name, blocks, seed):
             n = blocks * BLOCK + 1
@@ -101,8 +88,8 @@ def main():
             dr, dd = C.delta(m0, C.metrics(rb)), C.delta(d0, C.metrics(db))
             want = post(ab, ids, 4)[1]
             R["steps"][name] = s = {
-                "prompt": n, "real_external_hit": dr.get("vllm:external_prefix_cache_hits_total", 0),
-                "our_external_hit": dd.get("vllm:external_prefix_cache_hits_total", 0), "status": st, "same": got == want}
+                "prompt": n, "real_external_hit": C.external_hits(dr),
+                "our_external_hit": C.external_hits(dd), "status": st, "same": got == want}
             assert st == 200 and got == want and s["real_external_hit"] >= n - 1 and s["our_external_hit"] >= n - 1, s
 
         for i in range(a.prompts):
@@ -119,10 +106,9 @@ def main():
 
         def leave(i):  # the client leaves while the real engine pulls
             ids = C.prompt_ids((2 + i % 5) * BLOCK + 1, 180 + i)
-            post(pb, ids, 1, {"do_remote_decode": True, "transfer_id": f"left{i}"})
+            post(pb, ids, 1, C.offer(f"left{i}"))
             try:
-                post(rb, ids, 400, {"do_remote_prefill": True, "transfer_id": f"left{i}", "remote_engine_id": engine,
-                                    "remote_bootstrap_addr": mine}, timeout=0.2)
+                post(rb, ids, 400, C.pull(f"left{i}", engine, mine), timeout=0.2)
             except OSError:
                 pass
 
@@ -136,38 +122,23 @@ def main():
         P, engine = start_p("2"), "ours2"
         check("P_started_again", 11, 70)
 
-        def free(base):
-            _, raw = C.http("GET", base + "/metrics", timeout=30)
-            for line in raw.decode().splitlines():
-                if line.startswith("vllm:kv_cache_usage_perc{"):
-                    return float(line.rsplit(" ", 1)[1])
-            return None
+        blocks = ("vllm:kv_cache_usage_perc",)
 
         def idle(name, *engines):
-            t0 = time.time()
-            while time.time() - t0 < 60:
-                used = [free(b) for b in engines]
-                if not any(used):
-                    break
-                time.sleep(0.5)
-            R["steps"][name] = used
-            assert not any(used) and None not in used, used
+            quiet, use = C.idle(engines, 60, want=blocks)
+            R["steps"][name] = [m.get(blocks[0]) for m in use]
+            assert quiet and all(use), use
 
         idle("kv_in_use_afterwards", rb, pb, db)
         with concurrent.futures.ThreadPoolExecutor(a.in_flight) as pool:
             list(pool.map(leave, range(a.in_flight)))
         idle("kv_in_use_after_clients_left", pb, db)  # vLLM itself keeps blocks of some such requests
-        R["steps"]["vllm_keeps"] = free(rb)
+        R["steps"]["vllm_keeps"] = C.metrics(rb, blocks).get(blocks[0])
         check("after_clients_left", 7, 300)
         wrong = C.metrics(db, ("wrong_kv",))
         R["steps"]["wrong"] = wrong
         assert sum(wrong.values()) == 1, wrong  # the one that was to be
         C.emit(R, True)
-    except SystemExit:
-        raise
-    except BaseException as e:
-        R["error"] = f"{type(e).__name__}: {e}"[-3000:]
-        C.emit(R, False)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,9 @@ GET /cache/objects of the server, hash by hash, and the tokens with the prompts'
 deleted, after the pool evicted some (the server's pool is to hold about 16 chunks), after a clear, after the server was killed
 and started again by --kill, and after what the engine's replay socket repeats. Prints one JSON line.
 """
-import argparse
 import json
-import os
-import tempfile
+import subprocess
 import time
-import urllib.request
 
 import common as C
 
@@ -74,49 +71,40 @@ class Router:
 
 
 def request(method, url, body=None):
-    r = urllib.request.Request(url, method=method, data=None if body is None else json.dumps(body).encode(),
-                               headers={"Content-Type": "application/json"})
-    with urllib.request.urlopen(r, timeout=LIMIT) as res:
-        return json.loads(res.read())
+    return json.loads(C.http(method, url, body, LIMIT)[1])
 
 
 def main():
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = C.parser(__doc__)
     for name in ("--model", "--server", "--http", "--kill"):
         ap.add_argument(name, required=True)
     ap.add_argument("--mode", default="engine_driven")
     ap.add_argument("--chunk", type=int, default=128)
-    ap.add_argument("--out")
-    ap.add_argument("--timeout", type=float, default=600)
     a = ap.parse_args()
-    out = a.out or tempfile.mkdtemp(prefix="events.")
-    os.makedirs(out, exist_ok=True)
-    R = {"scenario": "events", "mode": a.mode, "logs": out, "checks": {}}
-    try:
+    out, R = C.begin(a, "events", mode=a.mode, checks={})
+    with C.reported(R):
         run(a, out, R)
         C.emit(R, all(R["checks"].values()) and len(R["checks"]) == 9)
-    except SystemExit:
-        raise
-    except BaseException as e:
-        R["error"] = f"{type(e).__name__}: {e}"[-3000:]
-        C.emit(R, False)
 
 
 def run(a, out, R):
     import msgspec
     import zmq
-    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+    from vllm.distributed.kv_events import (
+        AllBlocksCleared,
+        BlockRemoved,
+        BlockStored,
+        KVEventBatch,
+    )
 
-    events, replay, port = (f"tcp://127.0.0.1:{C.free_port()}" for _ in range(3))
-    port = int(port.rsplit(":", 1)[1])
-    host, _, at = a.server.rpartition(":")
+    events, replay = (f"tcp://127.0.0.1:{C.free_port()}" for _ in range(2))
+    port = C.free_port()
     kvt = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
            "kv_connector_extra_config": {"lmcache.mp.server_urls": a.server, "lmcache.mp.mp_transfer_mode": a.mode}}
     config = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv-events",
               "endpoint": events.replace("127.0.0.1", "*"), "replay_endpoint": replay.replace("127.0.0.1", "*")}
     env = C.cpu_env(extra={"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"})
-    engine = C.Proc("vllm", C.vllm_cmd(a.model, port, kvt, extra=["--kv-events-config", json.dumps(config)]),
-                    os.path.join(out, "vllm.log"), env)
+    engine = C.vllm("vllm", out, a.model, port, kvt, extra=["--kv-events-config", json.dumps(config)], env=env)
     base = f"http://127.0.0.1:{port}"
     R["ready_s"] = C.wait_http(base + "/health", engine, a.timeout)
     router = Router(zmq, msgspec.msgpack.Decoder(KVEventBatch), (BlockStored, BlockRemoved, AllBlocksCleared), events)
@@ -163,13 +151,7 @@ def run(a, out, R):
             assert parent not in has or tuple(has[parent][1]) == before, "a chunk after another prompt's"
         return True
 
-    def figure(name):
-        with urllib.request.urlopen(a.http + "/metrics", timeout=LIMIT) as res:
-            for line in res.read().decode().splitlines():
-                if line.startswith(name + " "):
-                    return float(line.split()[1])
-
-    settle("the engine subscribes", lambda: figure("kvasir_kv_event_streams") == 1 and router.expected is not None)
+    settle("the engine subscribes", lambda: C.figure(a.http, "kvasir_kv_event_streams") == 1 and router.expected is not None)
     for seed in range(3):
         prompt(seed)
     settle("stored chunks are published", lambda: len(router.has) == 6 and right())
@@ -188,7 +170,6 @@ def run(a, out, R):
         prompt(seed)
     settle("what came after it is published", lambda: len(router.has) == 6 and right())
 
-    import subprocess
     subprocess.run(a.kill, shell=True, check=True, stdout=subprocess.DEVNULL)
     settle("after kill -9 of the server all is withdrawn", lambda: not router.has)
 

@@ -8,17 +8,14 @@
   4. server A starts again with an empty pool (--restart CMD): engine A loads what only server B had stored, with B's output
 Output: greedy tokens. Prints one JSON line.
 """
-import argparse
 import os
-import subprocess
-import tempfile
 import time
 
 import common as C
 
 
 def main():
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = C.parser(__doc__)
     ap.add_argument("--model", required=True)
     ap.add_argument("--servers", nargs=2, required=True, help="tcp://host:port of servers A and B")
     ap.add_argument("--https", nargs=2, required=True, help="http://host:port of servers A and B")
@@ -27,20 +24,10 @@ def main():
     ap.add_argument("--chunk", type=int, default=128)
     ap.add_argument("--prompt-tokens", type=int, default=700)
     ap.add_argument("--max-tokens", type=int, default=16)
-    ap.add_argument("--out")
-    ap.add_argument("--timeout", type=float, default=600)
     a = ap.parse_args()
-    out = a.out or tempfile.mkdtemp(prefix="fleet.")
-    os.makedirs(out, exist_ok=True)
-    R = {"scenario": "fleet", "logs": out, "steps": {}}
+    out, R = C.begin(a, "fleet", steps={})
     whole = a.prompt_tokens // a.chunk * a.chunk
-    ok = True
-
-    def check(name, good, detail):
-        nonlocal ok
-        R["steps"][name] = detail if isinstance(detail, dict) else {"value": detail}
-        R["steps"][name]["ok"] = bool(good)
-        ok = ok and bool(good)
+    check = C.Checks(R)
 
     def ask(base, seed):
         """One prompt, with nothing of it in the engine: the answer and how many tokens came from elsewhere."""
@@ -49,7 +36,7 @@ def main():
         r = C.complete(base, C.prompt_ids(a.prompt_tokens, seed), a.max_tokens)
         time.sleep(1)
         d = C.delta(m0, C.metrics(base))
-        return r, int(d.get("vllm:external_prefix_cache_hits_total", 0))
+        return r, int(C.external_hits(d))
 
     def written(http, before, chunks):
         """Waits until a server has written so many chunks more."""
@@ -80,7 +67,8 @@ def main():
         other, hit = ask(bbase, 22)
         check("B_control", hit == 0 and other["token_ids"] != first["token_ids"], {"hit": hit})
 
-        os.kill(int(open(a.pid_file).read()), 9)
+        with open(a.pid_file) as f:
+            os.kill(int(f.read()), 9)
         before = C.figure(a.https[1], "kvasir_tier_writes_total")
         third, hit = ask(bbase, 33)
         check("B_stores_after_A_was_killed", hit == 0 and written(a.https[1], before, whole // a.chunk), {"hit": hit})
@@ -95,14 +83,13 @@ def main():
         alone, hit = ask(abase, 44)
         check("A_computes_without_its_server", alone["status"] == 200 and hit == 0, {"hit": hit, "seconds": round(time.time() - t0, 1)})
 
-        with open(os.path.join(out, "restart.log"), "wb") as fh:
-            subprocess.run(a.restart, shell=True, check=True, stdin=subprocess.DEVNULL, stdout=fh, stderr=subprocess.STDOUT, timeout=300, start_new_session=True)
+        C.shell(a.restart, os.path.join(out, "restart.log"))
         got, hit = until_hit(abase, 33, whole - 1)
         check("A_again_hits_what_B_stored", hit >= whole - 1 and C.same(third, got)[0], {"hit": hit, "same_ids": C.same(third, got)[0]})
         check("nothing_was_wrong", sum(C.figure(h, "kvasir_tier_corrupt_total") for h in a.https) == 0, {})
         A.stop()
         B.stop()
-        C.emit(R, ok)
+        C.emit(R, check.ok)
 
 
 if __name__ == "__main__":

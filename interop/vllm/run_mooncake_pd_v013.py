@@ -15,12 +15,10 @@ Phases: "direct", D pulls from P; and with --middle "middle": D is sent to that 
 Needs a model with as many KV heads as a block has tokens: on CPU the connector takes one for the other.
 Prints one JSON line.
 """
-import argparse
 import concurrent.futures
 import http.client
 import json
 import os
-import tempfile
 import time
 import uuid
 
@@ -30,7 +28,7 @@ LIMIT = 0.002
 
 
 def main():
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = C.parser(__doc__)
     ap.add_argument("--model", required=True)
     ap.add_argument("--middle", metavar="PROGRAM", help="takes --p-port, --port and --block-bytes")
     ap.add_argument("--block-bytes", type=int, default=32 * 32 * 32 * 4, help="of a block of keys or values of one layer")
@@ -39,12 +37,8 @@ def main():
     ap.add_argument("--max-tokens", type=int, default=16)
     ap.add_argument("--requests", type=int, default=3)
     ap.add_argument("--in-flight", type=int, default=6)
-    ap.add_argument("--timeout", type=float, default=600)
-    ap.add_argument("--out")
     a = ap.parse_args()
-    out = a.out or tempfile.mkdtemp(prefix="pd013.")
-    os.makedirs(out, exist_ok=True)
-    R = {"scenario": "mooncake_pd_v013", "logs": out, "steps": {}}
+    out, R = C.begin(a, "mooncake_pd_v013", steps={})
     pport, dport, side = C.free_port(), C.free_port(), C.free_port()
     pb, db = f"http://127.0.0.1:{pport}", f"http://127.0.0.1:{dport}"
     # This release asks its transfer engine for "rdma"; MC_FORCE_TCP makes it TCP.
@@ -52,8 +46,8 @@ def main():
 
     def start(name, port, role, side_port):
         kv = {"kv_connector": "MooncakeConnector", "kv_role": role}
-        return C.Proc(name, C.vllm_cmd(a.model, port, kv, a.block_size, dtype="float32", extra=["--num-gpu-blocks-override", "256"]),
-                      os.path.join(out, name + ".log"), C.cpu_env(extra=dict(env, VLLM_MOONCAKE_BOOTSTRAP_PORT=str(side_port))))
+        return C.vllm(name, out, a.model, port, kv, a.block_size, dtype="float32", extra=["--num-gpu-blocks-override", "256"],
+                      env=C.cpu_env(extra=dict(env, VLLM_MOONCAKE_BOOTSTRAP_PORT=str(side_port))))
 
     def prefill(ids, rid):
         return C.complete(pb, ids, 1, kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False},
@@ -64,20 +58,18 @@ def main():
             C.reset_prefix_cache(b)
 
     def hits(before):
-        return C.delta(before, C.metrics(db)).get("vllm:external_prefix_cache_hits_total", 0)
+        return C.external_hits(C.delta(before, C.metrics(db)))
 
     def idle():
         """No block in use at either engine within 60 s."""
-        want = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
-        for i in range(60):
-            use = [C.metrics(b, want=want) for b in (pb, db)]
-            if not any(v for m in use for v in m.values()):
-                return True
-            time.sleep(1)
-            if i % 5 == 4:  # an engine that has nothing to do does not look at its timeouts
+        def poke(looks):
+            if looks % 5 == 0:  # an engine that has nothing to do does not look at its timeouts
                 C.complete(pb, C.prompt_ids(40, 5), 1)
-        R["not_idle"] = use
-        return False
+
+        quiet, use = C.idle((pb, db), 60, each=poke)
+        if not quiet:
+            R["not_idle"] = use
+        return quiet
 
     def one(ids, to):
         """One prompt through both engines. Every metric but the hits is the caller's to look at."""
@@ -152,7 +144,7 @@ def main():
             return told is not None and told < 2 and answered is None and s["idle"], s
         return answered is not None and answered["status"] == 200 and s["idle"], s
 
-    try:
+    with C.reported(R):
         P, D = start("vllm-P", pport, "kv_producer", side), start("vllm-D", dport, "kv_consumer", C.free_port())
         t0 = time.time()
         C.wait_http(pb + "/health", P, a.timeout)
@@ -170,10 +162,10 @@ def main():
         ok = True
         for k, (name, to) in enumerate(phases):
             seed = 1000 * (k + 1)
-            for step, f in (("requests", lambda: requests(seed, to)), ("in_flight", lambda: in_flight(seed + 100, to)),
-                            ("aborts", lambda: aborts(seed + 200, to)), ("unknown", lambda: unknown(seed + 300, to, name == "middle")),
-                            ("after_unknown", lambda: requests(seed + 400, to, 1))):
-                good, R["steps"][f"{name}: {step}"] = f()
+            for step, f, *more in (("requests", requests), ("in_flight", in_flight), ("aborts", aborts), ("unknown", unknown, name == "middle"),
+                                   ("after_unknown", requests, 1)):
+                good, R["steps"][f"{name}: {step}"] = f(seed, to, *more)
+                seed += 100
                 R["steps"][f"{name}: {step} ok"] = good
                 ok = ok and good
         if a.middle:
@@ -183,11 +175,6 @@ def main():
         D.stop()
         P.stop()
         C.emit(R, ok)
-    except SystemExit:
-        raise
-    except BaseException as e:
-        R["error"] = f"{type(e).__name__}: {e}"[-3000:]
-        C.emit(R, False)
 
 
 if __name__ == "__main__":

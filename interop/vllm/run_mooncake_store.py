@@ -14,12 +14,8 @@ One mooncake_master and the client inside vLLM are of the wheel beside this Pyth
 Before each step the engine's own prefix cache is dropped. Always the answer must be the first one, and in time.
 Prints one JSON line.
 """
-import argparse
 import json
 import os
-import re
-import sys
-import tempfile
 import time
 
 import common as C
@@ -35,8 +31,7 @@ class Node:
         C.wait_http(self.page + "/healthz", self.p, 60)
 
     def figure(self, name):
-        text = C.http("GET", self.page + "/metrics", timeout=30)[1].decode()
-        return sum(float(v) for v in re.findall(r"^kvasir_store_node_%s(?:{[^}]*})? ([0-9.e+]+)$" % name, text, re.M))
+        return C.figure(self.page, "kvasir_store_node_" + name)
 
 
 class Master:
@@ -60,7 +55,7 @@ class Master:
 
 
 def main():
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = C.parser(__doc__)
     ap.add_argument("--model", required=True)
     ap.add_argument("--kvasir", required=True)
     ap.add_argument("--block-size", type=int, default=32)
@@ -68,27 +63,16 @@ def main():
     ap.add_argument("--max-tokens", type=int, default=16)
     ap.add_argument("--dtype", default="float32")
     ap.add_argument("--shim", default="", help="KV_CPU_SHIM of the engine, see shim/")
-    ap.add_argument("--out")
-    ap.add_argument("--timeout", type=float, default=600)
     ap.add_argument("--vllm-arg", action="append", default=[])
     a = ap.parse_args()
-    out = os.path.abspath(a.out or tempfile.mkdtemp(prefix="mcst."))
-    os.makedirs(out, exist_ok=True)
-    R = {"scenario": "mooncake_store", "logs": out, "steps": {}, "times": {}}
-    wrong = []
+    out, R = C.begin(a, "mooncake_store", steps={}, times={})
+    wrong = R["wrong"] = []
 
     def check(what, ok, *detail):
         if not ok:
             wrong.append(" ".join([what, *map(str, detail)]))
 
-    def until(what, f, seconds=180):
-        end = time.time() + seconds
-        while not f():
-            if time.time() > end:
-                raise TimeoutError(f"{what}: not within {seconds} s")
-            time.sleep(0.1)
-
-    try:
+    with C.reported(R):
         master = Master(out)
         one = Node(a.kvasir, "node-1", master.address, out)
         with open(os.path.join(out, "mooncake.json"), "w") as f:
@@ -101,7 +85,7 @@ def main():
             port = C.free_port()
             kv = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
                   "kv_connector_extra_config": {"lookup_rpc_port": str(port)}}
-            e = C.Proc("vllm-" + tag, C.vllm_cmd(a.model, port, kv, a.block_size, dtype=a.dtype, extra=a.vllm_arg), os.path.join(out, f"vllm-{tag}.log"), env)
+            e = C.vllm("vllm-" + tag, out, a.model, port, kv, a.block_size, dtype=a.dtype, extra=a.vllm_arg, env=env)
             R["times"][f"vllm_{tag}_ready_s"] = C.wait_http(f"http://127.0.0.1:{port}/health", e, a.timeout)
             C.complete(f"http://127.0.0.1:{port}", C.prompt_ids(20, 5), 2)  # shorter than a block
             return e, f"http://127.0.0.1:{port}"
@@ -121,7 +105,7 @@ def main():
             took = time.time() - t
             time.sleep(2)  # it stores behind its answer, and counts later still
             d = C.delta(before, C.metrics(base))
-            hit = int(d.get("vllm:external_prefix_cache_hits_total", 0))
+            hit = int(C.external_hits(d))
             R["steps"][name] = {"hit": hit, "seconds": round(took, 2), "store": {k.split("mooncake_")[-1]: round(v, 6) for k, v in d.items() if "mooncake" in k}}
             if prompt in first:
                 same, diff = C.same(first[prompt], r)
@@ -142,7 +126,7 @@ def main():
                 was, seen[0] = seen[0], master.keys() - before
                 time.sleep(0.5)
                 return seen[0] and seen[0] == was
-            until(prompt + " is stored", settled)
+            C.until(prompt + " is stored", settled, 180)
             own[prompt] = seen[0]
 
         engine, base = start("1")
@@ -169,7 +153,7 @@ def main():
         two.p.kill()
         killed = time.time()
         step("B at once after the kill", "B", base)
-        until("the master gives node 2 up", lambda: master.segments() == {"node-1"})
+        C.until("the master gives node 2 up", lambda: master.segments() == {"node-1"}, 180)
         R["times"]["given_up_s"] = round(time.time() - killed, 1)
         hit = step("A without node 2", "A", base)
         check("A without node 2: no whole hit", hit >= whole * a.block_size, hit)
@@ -183,7 +167,7 @@ def main():
             else:
                 check(p + " without node 2: no whole hit", hit >= whole * a.block_size, hit)
             R["steps"][p + " without node 2"]["keys"] = [len(kept), len(own[p])]
-            until(p + " is stored again", lambda: own[p] <= master.keys())
+            C.until(p + " is stored again", lambda p=p: own[p] <= master.keys(), 180)
         check("nothing was lost with node 2", lost > 0)
         hit = step("C stored anew", "C", base)
         check("C stored anew: no whole hit", hit >= whole * a.block_size, hit)
@@ -196,13 +180,7 @@ def main():
             hit = step(p + " from another engine", p, base)
             check(p + " from another engine: no whole hit", hit >= whole * a.block_size, hit)
         engine.stop()
-        R["wrong"] = wrong
         C.emit(R, not wrong)
-    except SystemExit:
-        raise
-    except BaseException as e:
-        R["error"], R["wrong"] = f"{type(e).__name__}: {e}"[-3000:], wrong
-        C.emit(R, False)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ Every answer equals one engine's of the weights that run (log-probabilities with
 flight at a kill end within their deadline, and at the end no block is in use.
 Prints one JSON line.
 """
-import argparse
 import concurrent.futures
+import contextlib
 import http.client
 import json
-import os
 import random
-import tempfile
 import threading
 import time
 
@@ -26,7 +24,7 @@ LIMIT = 0.002
 
 
 def main():
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = C.parser(__doc__)
     ap.add_argument("--models", required=True, help="two folders: the weights before and after the restart")
     ap.add_argument("--bootstrap", required=True)
     ap.add_argument("--relay", required=True)
@@ -35,12 +33,9 @@ def main():
     ap.add_argument("--max-tokens", type=int, default=8)
     ap.add_argument("--block-size", type=int, default=32)
     ap.add_argument("--deadline", type=float, default=180)
-    ap.add_argument("--out")
     a = ap.parse_args()
-    out = a.out or tempfile.mkdtemp(prefix="relayload.")
-    os.makedirs(out, exist_ok=True)
     models = a.models.split(",")
-    R = {"scenario": "relay_load", "logs": out, "steps": {}}
+    out, R = C.begin(a, "relay_load", steps={})
     pport, dport, bport = C.free_port(), C.free_port(), C.free_port()
     pb, db = f"http://127.0.0.1:{pport}", f"http://127.0.0.1:{dport}"
     xc = {"mooncake_protocol": "tcp"}
@@ -53,18 +48,17 @@ def main():
     args = ["--num-gpu-blocks-override", "512"]
 
     def start(name, model, port, kv):
-        return C.Proc(name, C.vllm_cmd(model, port, kv, a.block_size, dtype="float32", extra=args),
-                      os.path.join(out, name + ".log"), C.cpu_env(extra=env))
+        return C.vllm(name, out, model, port, kv, a.block_size, dtype="float32", extra=args, env=C.cpu_env(extra=env))
 
     def ready(*procs):
         for proc, base in procs:
-            C.wait_http(base + "/health", proc, 600)
+            C.wait_http(base + "/health", proc, a.timeout)
 
     def engine(not_in=()):
         t0 = time.time()
         while time.time() - t0 < 90:
             try:
-                for e in json.loads(C.http("GET", a.relay + "/query", timeout=10)[1]).values():
+                for e in C.registered(a.relay, 10).values():
                     if e["engine_id"] not in not_in:
                         return e["engine_id"]
             except OSError:
@@ -73,24 +67,16 @@ def main():
         raise RuntimeError("no engine at the relay")
 
     def relay_counter(name):
-        _, raw = C.http("GET", a.relay + "/metrics", timeout=10)
-        for line in raw.decode().splitlines():
-            if line.startswith(name + " "):
-                return float(line.split()[-1])
-        raise RuntimeError(name)
+        return C.figure(a.relay, name)
 
     def ask(eng, tid, ids, p_tid=None, abort_after=None):
         """One prompt: P in the background, D through the relay. None: aborted or failed."""
         def prefill():
-            try:
-                C.complete(pb, ids, 1, timeout=a.deadline, kv_transfer_params={
-                    "do_remote_decode": True, "do_remote_prefill": False, "transfer_id": p_tid or tid})
-            except Exception:
-                pass
+            with contextlib.suppress(Exception):  # P may be killed meanwhile
+                C.complete(pb, ids, 1, timeout=a.deadline, kv_transfer_params=C.offer(p_tid or tid))
         bg = threading.Thread(target=prefill, daemon=True)
         bg.start()
-        params = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": tid,
-                  "remote_engine_id": eng, "remote_bootstrap_addr": a.relay}
+        params = C.pull(tid, eng, a.relay)
         try:
             if abort_after is not None:
                 c = http.client.HTTPConnection("127.0.0.1", dport, timeout=abort_after)
@@ -101,7 +87,7 @@ def main():
                 c.close()
                 return None
             return C.complete(db, ids, a.max_tokens, timeout=a.deadline, kv_transfer_params=params)
-        except Exception:
+        except Exception:  # noqa: BLE001 - D may be killed meanwhile, and the callers count answers
             return None
         finally:
             bg.join(a.deadline)
@@ -145,17 +131,12 @@ def main():
 
     def idle():
         """All blocks free at both engines, nothing running."""
-        t0 = time.time()
-        while time.time() - t0 < 90:
-            m = [C.metrics(b, want=("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"))
-                 for b in (pb, db)]
-            if not any(v for x in m for v in x.values()):
-                return True
-            time.sleep(1)
-        R["not_idle"] = m
-        return False
+        quiet, use = C.idle((pb, db), 90)
+        if not quiet:
+            R["not_idle"] = use
+        return quiet
 
-    try:
+    with C.reported(R):
         P, D = start("vllm-P", models[0], pport, pk), start("vllm-D", models[0], dport, dk)
         ready((P, pb), (D, db))
         eng = engine()
@@ -210,11 +191,6 @@ def main():
         P.stop()
         D.stop()
         C.emit(R, ok)
-    except SystemExit:
-        raise
-    except BaseException as e:
-        R["error"] = f"{type(e).__name__}: {e}"[-3000:]
-        C.emit(R, False)
 
 
 if __name__ == "__main__":

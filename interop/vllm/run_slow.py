@@ -9,23 +9,19 @@
 Every answer must be the one without a cache, A's must come soon after the deadline, and the short prompts' must be hits and come
 while A's lookup is pending. Output: greedy tokens. Prints one JSON line.
 """
-import argparse
 import os
 import statistics
-import subprocess
-import tempfile
 import threading
 import time
 
 import common as C
-
 from throttle import Proxy  # of interop/shared, where common looks
 
 RATE = 1e6  # bytes per second
 
 
 def main():
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = C.parser(__doc__)
     ap.add_argument("--model", required=True)
     ap.add_argument("--server", required=True, help="tcp://host:port")
     ap.add_argument("--http", required=True, help="http://host:port of the server")
@@ -37,24 +33,14 @@ def main():
     ap.add_argument("--prompt-tokens", type=int, default=3968, help="of A: 2 KiB of KV each")
     ap.add_argument("--short-tokens", type=int, default=300)
     ap.add_argument("--max-tokens", type=int, default=16)
-    ap.add_argument("--out")
-    ap.add_argument("--timeout", type=float, default=600)
     a = ap.parse_args()
-    out = a.out or tempfile.mkdtemp(prefix="slow.")
-    os.makedirs(out, exist_ok=True)
-    R = {"scenario": "slow_tier", "logs": out, "steps": {}}
+    out, R = C.begin(a, "slow_tier", steps={})
     whole = a.prompt_tokens // a.chunk * a.chunk
     short = a.short_tokens // a.chunk * a.chunk
-    ok = True
-
-    def check(name, good, detail):
-        nonlocal ok
-        R["steps"][name] = detail | {"ok": bool(good)}
-        ok = ok and bool(good)
+    check = C.Checks(R)
 
     def restart():
-        with open(os.path.join(out, "restart.log"), "ab") as fh:
-            subprocess.run(a.restart, shell=True, check=True, stdin=subprocess.DEVNULL, stdout=fh, stderr=subprocess.STDOUT, timeout=300, start_new_session=True)
+        C.shell(a.restart, os.path.join(out, "restart.log"))
 
     def ask(n, seed):
         t0 = time.time()
@@ -62,7 +48,7 @@ def main():
         return r | {"took": time.time() - t0}
 
     def hits():
-        return C.metrics(base).get("vllm:external_prefix_cache_hits_total", 0)
+        return C.external_hits(C.metrics(base))
 
     with C.reported(R):
         proxy = Proxy(a.listen, a.redis, RATE)
@@ -93,7 +79,7 @@ def main():
         for seed in seeds[:3]:
             r = ask(a.short_tokens, seed)
             before.append(r["took"])
-            ok = ok and C.same(cold[seed], r)[0]
+            check.ok = check.ok and C.same(cold[seed], r)[0]
         check("short_prompts_are_hits", hits() - h0 >= 3 * short, {"hit": hits() - h0, "seconds": [round(x, 2) for x in before]})
 
         C.reset_prefix_cache(base)
@@ -130,7 +116,7 @@ def main():
         check("it_was_slow", time.time() - t0 > a.deadline + 1, {})
         check("nothing_was_wrong", C.figure(a.http, "kvasir_tier_corrupt_total") == 0, {})
         engine.stop()
-        C.emit(R, ok)
+        C.emit(R, check.ok)
 
 
 if __name__ == "__main__":
