@@ -5,6 +5,7 @@
 package explain
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -186,7 +187,7 @@ type Asked struct{ Model, Salt []byte }
 // Ended counts why a lookup found no more than it did, and remembers it; nothing of one that found all. Where of is nil, who
 // asked is known by the namespace of what was searched for.
 func (b *Book) Ended(request []byte, of *Asked, got *store.LookupResult) {
-	c := b.chunkTokens
+	c := cmp.Or(got.Tokens, b.chunkTokens)
 	if of == nil {
 		n, _ := b.names.Of(got.Namespace)
 		of = &Asked{[]byte(n.Model), []byte(n.Salt)}

@@ -125,8 +125,8 @@ func (x *Tagged) Count(got *store.LookupResult, chunkTokens int) {
 	}
 	for _, c := range x.of {
 		c.lookups.Add(1)
-		c.asked.Add(uint64(got.Asked * chunkTokens))
-		c.hit.Add(uint64(got.Hit * chunkTokens))
+		c.asked.Add(uint64((got.Asked - got.From) * chunkTokens))
+		c.hit.Add(uint64((got.Hit - got.From) * chunkTokens))
 	}
 }
 

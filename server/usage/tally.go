@@ -36,11 +36,12 @@ const (
 	Short        Early = iota // less than a chunk
 	Unregistered              // no worker of the model
 	Declined                  // for another reason
+	SkipLoad                  // the request has lmcache.skip_load
 
-	earlies = int(Declined) + 1
+	earlies = int(SkipLoad) + 1
 )
 
-var earlyReasons = [earlies]string{"empty_chunk_hashes", "no_gpu_context", "declined"}
+var earlyReasons = [earlies]string{"empty_chunk_hashes", "no_gpu_context", "declined", "load_policy_recompute"}
 
 // Counts are the figures of one model and salt.
 type Counts struct {
@@ -121,9 +122,9 @@ func (c *Counts) Asked(got *store.LookupResult, chunkTokens int) {
 		x.Count(got, chunkTokens)
 	}
 	c.lookups.Add(1)
-	c.asked.Add(uint64(got.Asked * chunkTokens))
-	c.hit.Add(uint64(got.Hit * chunkTokens))
-	c.hitL1.Add(uint64((got.Hit - got.Below) * chunkTokens))
+	c.asked.Add(uint64((got.Asked - got.From) * chunkTokens)) // what the engine has itself does not count
+	c.hit.Add(uint64((got.Hit - got.From) * chunkTokens))
+	c.hitL1.Add(uint64((got.Hit - got.From - got.Below) * chunkTokens))
 	c.hitL2.Add(uint64(got.Below * chunkTokens))
 	below := min(got.BelowObjects, got.Objects)
 	c.objectsL1.Add(uint64(got.Objects - below))
