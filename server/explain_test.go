@@ -130,6 +130,9 @@ func TestEachReasonIsExplained(t *testing.T) {
 	k := keyOf("m", "", "r4", 1, prompt)
 	k.Readers = 0
 	f("no readers", k, 0, miss.Declined, "num_kv_readers is 0")
+	k = keyOf("m", "", "r4s", 1, prompt)
+	k.SkipLoad = true
+	f("lmcache.skip_load", k, 0, miss.SkipLoad, "wants its KV computed")
 
 	a.store(one, keyOf("m", "", "s1", 1, prompt))
 	longer := append(append([]uint32{}, prompt...), tokens(16, 2)...)

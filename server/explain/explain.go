@@ -146,6 +146,8 @@ func sentence(e *miss.Ended, chunkTokens int) string {
 		fmt.Fprintf(&b, "the prompt was shorter than a chunk of %d tokens: %s", chunkTokens, e.Detail)
 	case miss.Unregistered, miss.Declined:
 		fmt.Fprintf(&b, "the lookup was declined: %s", e.Detail)
+	case miss.SkipLoad:
+		b.WriteString(e.Why.String())
 	default:
 		fmt.Fprintf(&b, "%d of %d tokens hit; the next chunk: %s", e.Hit, e.Asked, e.Why)
 	}
@@ -254,6 +256,7 @@ var advice = map[string]string{
 	miss.Short.String():        "only whole chunks are stored and found: longer prompts, or a smaller --chunk-size",
 	miss.Unregistered.String(): "normal while an engine starts. Else the engine's scheduler and its workers use different model names: compare them with the engine's --model",
 	miss.Declined.String():     "the reason stands beside the lookup",
+	miss.SkipLoad.String():     "normal where a request sets lmcache.skip_load in its request_configs",
 	miss.Cleared.String():      "the cache was cleared, by POST /cache/clear or by an engine; it fills again",
 	miss.Expired.String():      "it was unused for its time to live: --ttl-seconds, or the tenant's own (kvasir quota list shows them)",
 	miss.Failed.String():       "a worker began to store them and did not end: it was slow, or its engine ended; see the workers above",

@@ -81,15 +81,15 @@ func (r *Registry) lives(in *Worker) bool {
 	return p != (peercred.Process{}) && !ended
 }
 
-// Loaders returns how many workers of a model can load what a client looks up that needs a
+// Loaders returns how many workers of a model can load what a client looks up in chunks of chunk tokens and that needs a
 // number of them: those of the client's process or its relatives. Where they never were
 // as many as needed, workers whose process is not known count, too. Where no worker ever was a relative of the
 // client, all workers count but those that are relatives of another client. Where the client's process is not known, all workers count. Workers that are asleep
 // never count. from is nil for requests of this process.
-func (r *Registry) Loaders(model []byte, world int, by access.Principal, from *Client, need int) int {
+func (r *Registry) Loaders(model []byte, world, chunk int, by access.Principal, from *Client, need int) int {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	m := r.layoutsLocked(string(model), world, by)
+	m := r.layoutsLocked(string(model), world, chunk, by)
 	if m == nil {
 		return 0
 	}

@@ -42,8 +42,9 @@ const (
 	Short               // the prompt was shorter than a chunk
 	Unregistered        // no worker of the model and world size is registered
 	Declined            // the lookup was declined for another reason
+	SkipLoad            // the request asked for nothing to be loaded
 
-	NumReasons = int(Declined) + 1
+	NumReasons = int(SkipLoad) + 1
 )
 
 var reasons = [NumReasons]string{
@@ -55,6 +56,7 @@ var reasons = [NumReasons]string{
 	"stored with another salt only", "stored by another model only", "stored by other ranks or another world size only",
 	"stored in another layout only", "stored before the restart under another model, salt or layout only",
 	"shorter than a chunk", "no worker of its model and world size was registered", "the lookup was declined",
+	"the request wants its KV computed (lmcache.skip_load)",
 }
 
 func (r Reason) String() string { return reasons[r] }
@@ -63,7 +65,7 @@ func (r Reason) String() string { return reasons[r] }
 var labels = [NumReasons]string{
 	"none", "never_stored", "evicted", "cleared", "expired", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "no_checksum", "not_compared",
 	"below_slow", "below_failed", "below_corrupt", "below_slower", "no_room",
-	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined",
+	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined", "skip_load",
 }
 
 // Label returns the reason's name in metrics.
