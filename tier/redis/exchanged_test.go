@@ -34,3 +34,11 @@ func TestExchangedValuesAreMisses(t *testing.T) {
 	}
 	tiertest.Exchanged(t, x, move, unbind)
 }
+
+// The note is shared by all servers of the tier, in every layout.
+func TestNote(t *testing.T) {
+	for _, o := range []redis.Options{{}, {Layout: redis.RESP, MayDelete: true}, {Layout: redis.Valkey, Prefix: "site"}} {
+		o.Addrs = []string{newFake(t).addr}
+		tiertest.Notes(t, open(t, o), open(t, o))
+	}
+}

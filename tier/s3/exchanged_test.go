@@ -61,3 +61,26 @@ func TestExchangedObjectsAreMisses(t *testing.T) {
 		tiertest.Exchanged(t, x, move, unbind)
 	}
 }
+
+// The note is shared by all servers of the bucket, and one that did not change is not sent again.
+func TestNote(t *testing.T) {
+	for _, layout := range []s3.Layout{s3.Native, s3.LMCache} {
+		f := newFake(t)
+		o := s3.Options{URL: f.url, Layout: layout, Prefix: "p/"}
+		one := open(t, o)
+		tiertest.Notes(t, one, open(t, o))
+		f.mu.Lock()
+		before := f.unchanged
+		f.mu.Unlock()
+		for range 3 {
+			if text, err := one.Note(t.Context()); err != nil || string(text) != "y" {
+				t.Errorf("%q, %v", text, err)
+			}
+		}
+		f.mu.Lock()
+		if got := f.unchanged - before; got < 2 {
+			t.Errorf("%d of 3 answers say that the note did not change", got)
+		}
+		f.mu.Unlock()
+	}
+}
