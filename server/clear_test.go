@@ -380,3 +380,22 @@ func TestClearReachesTheFleet(t *testing.T) {
 	put(1, 2)
 	want("stored after the clear", 3)
 }
+
+// A clear that cannot be read fails: no answer of it looks like a clear that was done.
+func TestMalformedClearFails(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 16, server.Options{})
+	defer stop()
+	op := lmcache.AppendString(nil, "clear")
+	for name, payloads := range map[string][][]byte{"no boolean": {{0xc1}}, "a text": {lmcache.AppendString(nil, "yes")}, "two payloads": {{0xc3}, {0xc3}}} {
+		reply := n.Answer(append([][]byte{{1}, op}, payloads...))
+		if len(reply) < 2 {
+			t.Fatalf("%s: no answer", name)
+		}
+		if got, _, err := msgp.ReadStringBytes(reply[1]); err != nil || !strings.HasPrefix(got, "clear failed: ") {
+			t.Errorf("%s: answered %q, %v", name, got, err)
+		}
+	}
+	if got := n.Status().Clears; got != 0 {
+		t.Errorf("%d clears", got)
+	}
+}
