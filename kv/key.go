@@ -3,11 +3,14 @@
 package kv
 
 import (
+	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
 	"strconv"
 	"strings"
+
+	"github.com/zeebo/xxh3"
 )
 
 // Key is the one name of an object, wherever it is kept: one chunk of one shard and
@@ -28,6 +31,17 @@ var ErrKey = errors.New("kv: not an object's name")
 // path and as a name in an object store.
 func (k Key) String() string {
 	return fmt.Sprintf("kv1/%s/%08x.%08x/%s", k.Namespace, uint32(k.Rank), k.Group, k.Chunk)
+}
+
+// Digest returns a checksum of the key. Tiers keep it beside the checksum of an object's bytes,
+// so that two objects exchanged under their names are not taken for each other.
+func (k Key) Digest() uint64 {
+	var b [16 + 32 + 8]byte
+	copy(b[:], k.Namespace[:])
+	copy(b[16:], k.Chunk[:])
+	binary.LittleEndian.PutUint32(b[48:], uint32(k.Rank))
+	binary.LittleEndian.PutUint32(b[52:], k.Group)
+	return xxh3.Hash(b[:])
 }
 
 // ParseKey reads what String writes, and nothing else. The error is ErrKey.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 )
@@ -58,7 +59,7 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	if below := s.opts.Generations; c.Tier != ClearL1 && below != nil {
 		var commit func()
 		if commit, err = below.Prepare(c.Models); err != nil {
-			stays = append(stays, "after a restart of this server the tiers may serve older objects: "+err.Error())
+			stays = append(stays, "other servers, and this one after a restart, may serve older objects of the tiers: "+err.Error())
 		}
 		begin := func() {
 			commit()
@@ -84,6 +85,9 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	} else if c.Tier == ClearL1 && s.opts.Generations != nil {
 		stays = append(stays, "the tiers below the pool: lookups find what they have; clear with tier all to forget that, too")
 	}
+	if c.Tier != ClearL1 && s.opts.Generations != nil {
+		time.Sleep(s.opts.Generations.Settle()) // other servers follow
+	}
 	out.Stays = strings.Join(stays, "; ")
 	s.clears.Add(1)
 	models := "all"
@@ -92,6 +96,22 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 	}
 	s.log.Warn("the cache was cleared", "by", c.By, "tier", string(c.Tier), "models_below", models, "chunks", out.Chunks, "force", c.Force, "stays", out.Stays)
 	return out, err
+}
+
+// followClear makes a generation count that another server began with a clear. What this server
+// has in memory may be older, so it is forgotten, too.
+func (s *Server) followClear(commit func()) {
+	s.store.BeginForget()
+	s.clearing.Lock()
+	s.store.Forget(func() {
+		commit()
+		s.opts.Changes.Forget()
+	}, false)
+	s.clearing.Unlock()
+	n := s.store.Clear(false)
+	s.store.DropOutdated()
+	s.clears.Add(1)
+	s.log.Warn("the cache was cleared", "by", "another server that shares a tier", "tier", string(ClearAll), "chunks", n)
 }
 
 // clearFor is the clear of a client: of the tiers, the models whose workers its user

@@ -6,11 +6,14 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/tinylib/msgp/msgp"
 
@@ -32,7 +35,8 @@ type clearNode struct {
 	t     *testing.T
 	files []string
 	open  func(names *tier.Names) tier.Tier
-	end   func() // of the background
+	note  tier.Notebook // of the tier, where other servers share it
+	end   func()        // of the background
 }
 
 func (n *clearNode) start() {
@@ -44,6 +48,10 @@ func (n *clearNode) start() {
 	if err != nil {
 		n.t.Fatal(err)
 	}
+	if n.note != nil {
+		book.Share(generation.Place{Name: "shared", Note: n.note, Every: time.Millisecond})
+		book.Sync(n.t.Context())
+	}
 	dir := filepath.Dir(n.files[0])
 	p, err := pool.Open(pool.Options{Name: "pool", Bytes: 4 << 20, Dir: dir, ChunkTokens: drivenChunk})
 	if err != nil {
@@ -51,7 +59,7 @@ func (n *clearNode) start() {
 	}
 	st := store.New(p, store.Options{
 		ChecksumRate: 1 << 40, SumAtOnce: true, Log: logger, Below: book.Tier(n.open(names)), Place: "below", Moment: book.Moment,
-		DropRestored: book.Damaged(),
+		DropRestored: book.Lost(),
 	})
 	if err := book.Repair(); err != nil {
 		n.t.Fatal(err)
@@ -62,7 +70,7 @@ func (n *clearNode) start() {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		st.Run(ctx)
+		n.Run(ctx)
 	}()
 	n.end = func() { cancel(); <-ended }
 }
@@ -301,5 +309,93 @@ func TestClearWithoutWorkersFails(t *testing.T) {
 	n.newEngine().register()
 	if got := clear(); got != "clear" {
 		t.Errorf("a clear with workers is answered %q", got)
+	}
+}
+
+// notedTier is a tier in memory that several servers share.
+type notedTier struct {
+	tier.Tier
+	mu   sync.Mutex
+	text []byte
+}
+
+func (n *notedTier) Close() error { return nil }
+
+func (n *notedTier) Note(context.Context) ([]byte, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.text, nil
+}
+
+func (n *notedTier) SetNote(_ context.Context, text []byte) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.text = text
+	return nil
+}
+
+// A clear of one server of a fleet leaves nothing older to be found on another one, neither in
+// its memory nor in the tier, also over its restart. What is stored after it hits on both.
+func TestClearReachesTheFleet(t *testing.T) {
+	shared := &notedTier{Tier: tier.NewMemory(64 << 20)}
+	var nodes [2]*clearNode
+	var engines [2]*engine
+	for i := range nodes {
+		n := &clearNode{t: t, files: []string{filepath.Join(t.TempDir(), generation.FileName)}, open: func(*tier.Names) tier.Tier { return shared }, note: shared}
+		n.start()
+		defer func() { n.stop() }()
+		nodes[i], engines[i] = n, n.newEngine()
+		engines[i].register()
+	}
+	prompt := tokens(3*drivenChunk, 6)
+	put := func(i, tint int) {
+		t.Helper()
+		engines[i].tint(tint)
+		written := nodes[i].store.Stats().WrittenChunks
+		if got := engines[i].storeBlocks(prompt, 0, 96, span(1, 6)); got != done {
+			t.Fatal(got)
+		}
+		testkit.Eventually(t, "writes below", func() bool { return nodes[i].store.Stats().WrittenChunks == written+3 })
+	}
+	requests := 0
+	want := func(when string, hit int) {
+		t.Helper()
+		for i, n := range nodes {
+			requests++
+			if got := n.hit(engines[i], prompt, fmt.Sprint("r", requests)); got != hit {
+				t.Errorf("%s: server %d hits %d chunks, want %d\n%s", when, i, got, hit, n.log)
+			}
+		}
+	}
+	put(0, 1)
+	want("stored", 3)
+	if out, err := nodes[0].Clear(server.Clear{Tier: server.ClearAll, Force: true, By: "a test"}); err != nil || strings.Contains(out.Stays, "older objects") {
+		t.Fatal(out, err)
+	}
+	nodes[1].Options().Generations.Sync(t.Context())
+	want("cleared", 0)
+	nodes[1].stop()
+	nodes[1].start()
+	want("restarted", 0)
+	put(1, 2)
+	want("stored after the clear", 3)
+}
+
+// A clear that cannot be read fails: no answer of it looks like a clear that was done.
+func TestMalformedClearFails(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 16, server.Options{})
+	defer stop()
+	op := lmcache.AppendString(nil, "clear")
+	for name, payloads := range map[string][][]byte{"no boolean": {{0xc1}}, "a text": {lmcache.AppendString(nil, "yes")}, "two payloads": {{0xc3}, {0xc3}}} {
+		reply := n.Answer(append([][]byte{{1}, op}, payloads...))
+		if len(reply) < 2 {
+			t.Fatalf("%s: no answer", name)
+		}
+		if got, _, err := msgp.ReadStringBytes(reply[1]); err != nil || !strings.HasPrefix(got, "clear failed: ") {
+			t.Errorf("%s: answered %q, %v", name, got, err)
+		}
+	}
+	if got := n.Status().Clears; got != 0 {
+		t.Errorf("%d clears", got)
 	}
 }

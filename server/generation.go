@@ -159,7 +159,7 @@ func (s *Server) decline(sc *scratch, op lmcache.Op, err error) (ok bool) {
 	if op == lmcache.OpRegisterEngineDriven && sc.conn.generations.PickleOnly() {
 		return false
 	}
-	if errors.Is(err, errForget) {
+	if op == lmcache.OpClear { // its client takes any other answer for success
 		sc.frames[1], ok = lmcache.AppendFailure(nil, sc.frames[1], err.Error())
 		sc.silent = !ok
 		return false

@@ -88,6 +88,9 @@ func New(st *store.Store, o Options) *Server {
 	s.registry = workers.NewRegistry(o.MaxInstances)
 	s.saving = statefile.NewPacedWriter(noteEvery, s.writeNote)
 	s.scratch.New = func() any { return new(scratch) }
+	if s.opts.Generations != nil {
+		s.opts.Generations.Follow(s.followClear)
+	}
 	s.recallSizes()
 	s.restore()
 	s.logTrust()
@@ -120,6 +123,9 @@ func (s *Server) Run(ctx context.Context) {
 	defer wg.Wait()
 	wg.Go(func() { s.store.Run(ctx) })
 	wg.Go(func() { s.saving.Run(ctx) })
+	if s.opts.Generations != nil {
+		wg.Go(func() { s.opts.Generations.Run(ctx) })
+	}
 	if s.opts.Events != nil {
 		wg.Go(func() { s.opts.Events.Run(ctx) })
 	}

@@ -50,7 +50,7 @@ var thirdParty = map[string][]string{
 	"github.com/prometheus/common":        {"internal/metrics"},
 	"github.com/tinylib/msgp":             {"kv/event", "lmcache", "mooncake/wire"},
 	"github.com/zeebo/blake3":             {"kv"},
-	"github.com/zeebo/xxh3":               {"cmd", "lmcache", "mooncake", "proxy", "sim", "store", "tier"},
+	"github.com/zeebo/xxh3":               {"cmd", "kv", "lmcache", "mooncake", "proxy", "sim", "store", "tier"},
 	"go.uber.org/goleak":                  {"internal/testkit"},
 	"go.yaml.in/yaml/v3":                  {"cmd"},
 	"golang.org/x/sys":                    {"cmd", "internal", "mooncake/transfer/bench", "server", "store", "tier"},

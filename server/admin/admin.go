@@ -116,6 +116,9 @@ type Status struct {
 	ByModel []Share  `json:"by_model"`          // hits by model and tenant, 64 at most
 }
 
+// maxModelName bounds the name of a model, bytes.
+const maxModelName = 1024
+
 // maxExplained bounds the lookups of one answer, and defaultExplained is their number.
 const maxExplained, defaultExplained = 4096, 20
 
@@ -139,12 +142,13 @@ const maxBody = 4096
 // clearCache takes the optional body {"tier": "all", "force": false}.
 func clearCache(s *server.Server, w http.ResponseWriter, r *http.Request) {
 	body := struct {
-		Tier  string `json:"tier"`
-		Force bool   `json:"force"`
+		Tier   string   `json:"tier"`
+		Force  bool     `json:"force"`
+		Models []string `json:"models"`
 	}{Tier: string(server.ClearAll)}
 	if r.ContentLength != 0 {
 		if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody)).Decode(&body); err != nil {
-			writeJSON(w, http.StatusBadRequest, map[string]string{"error": "body is not {\"tier\": \"all\", \"force\": false}: " + err.Error()})
+			writeJSON(w, http.StatusBadRequest, map[string]string{"error": "body is not {\"tier\": \"all\", \"force\": false, \"models\": [\"NAME\"]}: " + err.Error()})
 			return
 		}
 	}
@@ -153,7 +157,16 @@ func clearCache(s *server.Server, w http.ResponseWriter, r *http.Request) {
 		badRequest(w, "%v", err)
 		return
 	}
-	got, err := s.Clear(server.Clear{Tier: of, Force: body.Force, By: "POST /cache/clear from " + r.RemoteAddr})
+	for _, model := range body.Models {
+		if model == "" || len(model) > maxModelName {
+			badRequest(w, "models: %.40q is no name of a model", model)
+			return
+		}
+	}
+	if len(body.Models) == 0 {
+		body.Models = nil // all
+	}
+	got, err := s.Clear(server.Clear{Tier: of, Force: body.Force, Models: body.Models, By: "POST /cache/clear from " + r.RemoteAddr})
 	cleared := map[string]any{"tier": of, "chunks": got.Chunks}
 	if got.Stays != "" {
 		cleared["stays"] = got.Stays

@@ -14,6 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/fs"
+	"github.com/kvasir-kv/kvasir/tier/generation"
 	"github.com/kvasir-kv/kvasir/tier/mooncakestore"
 )
 
@@ -38,6 +39,23 @@ type Set struct {
 	Disk  *disk.Disk       // nil for none
 
 	Clusters map[string]*mooncakestore.Tier // by the name of the tier
+	Shared   []generation.Place             // the tiers that other servers may share and that keep a note
+}
+
+// Intervals at which the notes of shared tiers are read. Each read of an S3 note is paid for.
+const noteEvery, paidNoteEvery = 250 * time.Millisecond, time.Second
+
+// noteOf returns what keeps the generations of a tier that other servers may share.
+func noteOf(a *Adapter, name string, d tier.Tier) (p generation.Place, ok bool) {
+	note, ok := d.(tier.Notebook)
+	if !ok {
+		return p, false
+	}
+	p = generation.Place{Name: name, Note: note, Every: noteEvery, Foreign: a.Type != "redis" && a.Type != "s3_native"}
+	if a.S3 != nil {
+		p.Every = paidNoteEvery
+	}
+	return p, true
 }
 
 // Open opens the tiers. Where one cannot be opened none is.
@@ -84,6 +102,9 @@ func Open(o Options) (s Set, err error) {
 			used = tier.Remembered(used, a.Absence)
 		}
 		s.Each = append(s.Each, tier.Counted(used, name))
+		if p, ok := noteOf(&a, name, d); ok {
+			s.Shared = append(s.Shared, p)
+		}
 		if c, ok := d.(*mooncakestore.Tier); ok {
 			if s.Clusters == nil {
 				s.Clusters = make(map[string]*mooncakestore.Tier)

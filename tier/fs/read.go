@@ -20,14 +20,16 @@ import (
 
 // attrName is the extended attribute beside a file:
 //
-//	0   1  version, 1
+//	0   1  version, 2; 1 in files without the last field
 //	1  16  namespace of the object
 //	17  8  its length, bytes, little-endian
 //	25  8  its xxh3, little-endian
+//	33  8  kv.Key.Digest of its key, little-endian
 const (
-	attrName    = "user.kvasir.x3"
-	attrVersion = 1
-	attrBytes   = 33
+	attrName     = "user.kvasir.x3"
+	attrVersion  = 2
+	attrBytes    = 41
+	unboundBytes = 33 // of version 1
 )
 
 // attrs sets and reads the attribute of a file.
@@ -49,6 +51,16 @@ type attr struct {
 	namespace kv.Namespace
 	length    int64
 	sum       uint64
+	key       uint64 // digest of the key, where bound
+	bound     bool
+}
+
+// attrOf is what a file with an object says.
+func attrOf(k kv.Key, m tier.Meta) attr { return attr{k.Namespace, m.Len, m.Sum, k.Digest(), true} }
+
+// of reports whether the file can be that of k's object.
+func (a attr) of(k kv.Key) bool {
+	return a.namespace == k.Namespace && (!a.bound || a.key == k.Digest())
 }
 
 func (a attr) bytes() []byte {
@@ -57,11 +69,15 @@ func (a attr) bytes() []byte {
 	copy(b[1:], a.namespace[:])
 	binary.LittleEndian.PutUint64(b[17:], uint64(a.length))
 	binary.LittleEndian.PutUint64(b[25:], a.sum)
+	binary.LittleEndian.PutUint64(b[33:], a.key)
 	return b
 }
 
 func parseAttr(b []byte) (a attr, ok bool) {
-	if len(b) != attrBytes || b[0] != attrVersion {
+	switch {
+	case len(b) == attrBytes && b[0] == attrVersion:
+		a.key, a.bound = binary.LittleEndian.Uint64(b[33:]), true
+	case len(b) != unboundBytes || b[0] != 1:
 		return a, false
 	}
 	a.namespace = kv.Namespace(b[1:17])
@@ -84,7 +100,7 @@ func (d *Dir) metaOf(k kv.Key, size int64, get func(b []byte) (int, error)) tier
 			return tier.Meta{}
 		}
 		return tier.Meta{Len: size, NoSum: true}
-	case a.namespace != k.Namespace: // another layout of the same model
+	case !a.of(k): // another layout of the same model, or a file that has another one's name
 		return tier.Meta{}
 	case size != a.length && size != tier.Padded(a.length): // torn
 		return tier.Meta{Len: size, Sum: a.sum}

@@ -40,7 +40,7 @@ func (d *Dir) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) erro
 	if err := d.checkRoom(d.fileBytes(m.Len)); err != nil {
 		return err
 	}
-	err = d.put(ctx, path, attr{k.Namespace, m.Len, m.Sum}, src)
+	err = d.put(ctx, path, attrOf(k, m), src)
 	d.noteGone(isGone(err), err)
 	if err != nil {
 		return refused(err, path)

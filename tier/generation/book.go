@@ -13,16 +13,18 @@
 package generation
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"log/slog"
-	"maps"
 	"os"
 	"path/filepath"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
@@ -59,6 +61,8 @@ type Book struct {
 	names   *tier.Names
 	log     *slog.Logger
 	damaged bool // a file was
+	knows   bool // a file was there; changed under writing after Open
+	shared  shared
 
 	writing struct {
 		sync.Mutex        // orders Prepare and Repair
@@ -88,14 +92,17 @@ func Open(files []string, names *tier.Names, log *slog.Logger) (*Book, error) {
 		case errors.Is(err, fs.ErrNotExist):
 			continue
 		case errors.Is(err, errDamaged):
+			b.knows = true
 			log.Warn("a file of generations is damaged: everything in the tiers counts as cleared", "path", path, "err", err)
 			b.mu.All, b.mu.Models, b.damaged = b.mu.after(b.mu.All), nil, true
 			continue
 		case err != nil:
 			return nil, fmt.Errorf("read generations: %w", err)
 		}
+		b.knows = true
 		b.mu.merge(&s)
 	}
+	b.shared.ready.Store(true)
 	b.writing.kept.merge(&b.mu.state)
 	return b, nil
 }
@@ -103,7 +110,7 @@ func Open(files []string, names *tier.Names, log *slog.Logger) (*Book, error) {
 var errDamaged = errors.New("generation: a damaged file")
 
 func read(path string) (s state, err error) {
-	f, err := os.Open(path)
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0) // a FIFO without a writer would hang
 	if err != nil {
 		return s, err
 	}
@@ -159,18 +166,25 @@ func (s *state) after(g Generation) Generation {
 // counts until the server ends, and commit is not nil. Where a later generation was
 // committed before, commit changes nothing: that one includes it.
 func (b *Book) Prepare(models []string) (commit func(), err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), syncTime)
+	defer cancel()
 	b.writing.Lock()
 	defer b.writing.Unlock()
-	next := b.latest()
+	next, notes := b.gather(ctx, time.Now(), true)
 	for _, model := range models {
 		next.set(model, next.after(next.Models[model]))
 	}
 	if models == nil || len(next.Models) > maxModels {
 		next.All, next.Models = next.after(next.All), nil
 	}
-	err = b.write(&next)
+	err = errors.Join(b.write(&next), b.spread(ctx, &next, notes))
+	return b.committer(&next), err
+}
+
+// committer keeps generations as those that were written last, and returns what has them count.
+func (b *Book) committer(next *state) (commit func()) {
 	b.writing.kept = state{}
-	b.writing.kept.merge(&next)
+	b.writing.kept.merge(next)
 	b.writing.number++
 	number := b.writing.number
 	return func() {
@@ -181,10 +195,10 @@ func (b *Book) Prepare(models []string) (commit func(), err error) {
 		}
 		b.mu.number = number
 		b.mu.state = state{}
-		b.mu.merge(&next)
+		b.mu.merge(next)
 		b.mu.moment++
 		clear(b.mu.known)
-	}, err
+	}
 }
 
 // latest returns a copy of what was written last, with what another server that shares
@@ -210,12 +224,12 @@ func (b *Book) Repair() error {
 	b.writing.Lock()
 	defer b.writing.Unlock()
 	now := b.latest()
-	if now.All == (Generation{}) && len(now.Models) == 0 {
+	if now.isZero() && !(b.knows && len(b.shared.places) > 0) {
 		return nil
 	}
 	var errs []error
 	for _, path := range b.files {
-		if s, err := read(path); err == nil && s.All == now.All && maps.Equal(s.Models, now.Models) {
+		if s, err := read(path); err == nil && s.same(&now) {
 			continue
 		}
 		errs = append(errs, b.writeOne(path, &now))

@@ -59,6 +59,9 @@ func (b *Book) first() bool {
 
 // key returns the key that the tier has an object under.
 func (b *Book) key(k kv.Key) (kv.Key, uint64, bool) {
+	if b.closed() {
+		return k, 0, false
+	}
 	own, moment, ok := b.own(k.Namespace)
 	if ok && own != k.Namespace {
 		b.learn(own, k.Namespace, moment)
@@ -113,6 +116,11 @@ type Tier struct {
 
 // Stat implements tier.Tier.
 func (t *Tier) Stat(ctx context.Context, keys []kv.Key, metas []tier.Meta) error {
+	t.book.fresh(ctx)
+	if t.book.closed() {
+		clear(metas[:len(keys)])
+		return ctx.Err()
+	}
 	if t.book.first() {
 		return t.of.Stat(ctx, keys, metas)
 	}
@@ -181,6 +189,9 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 // Hottest implements tier.Ranking. Objects of namespaces that were not used since the
 // start and the last clear are left out.
 func (t *Tier) Hottest(ctx context.Context, n int, f func(kv.Key, tier.Meta) bool) error {
+	if t.book.closed() {
+		return ctx.Err()
+	}
 	return tier.Hottest(ctx, t.of, n, func(own kv.Key, m tier.Meta) bool {
 		k, ok := t.book.Back(own)
 		return !ok || f(k, m)

@@ -376,3 +376,12 @@ func TestClusterFullOfOthersObjects(t *testing.T) {
 		t.Errorf("%d warnings", n)
 	}
 }
+
+// The note is shared by all servers of the cluster.
+func TestNote(t *testing.T) {
+	c := newCluster(t, 1)
+	one, two := open(t, Options{Masters: []string{c.Addr}}), open(t, Options{Masters: []string{c.Addr}})
+	defer one.Close()
+	defer two.Close()
+	tiertest.Notes(t, one, two)
+}

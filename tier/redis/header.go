@@ -23,31 +23,46 @@ import (
 //
 // header:
 //
-//	0   8  "KVASIR1\n"
+//	0   8  "KVASIR2\n"
 //	8   8  length of the object, bytes, little-endian as all numbers
 //	16  8  its xxh3
 //	24  8  bytes in one stripe, of the last one fewer
-//	32  8  xxh3 of bytes 0 to 31
+//	32  8  xxh3 of bytes 0 to 31, seeded with kv.Key.Digest of the key
+//
+// Earlier releases wrote "KVASIR1\n" and seeded with 0.
 const (
-	headerMagic = "KVASIR1\n"
+	headerMagic = "KVASIR2\n"
+	formerMagic = "KVASIR1\n"
 	headerBytes = 40
 	maxStripes  = 1 << 16
 )
 
 type header struct{ length, sum, stripe uint64 }
 
-func (h header) bytes() []byte {
+// bytes returns the header of the object with that key.
+func (h header) bytes(k kv.Key) []byte {
 	b := make([]byte, 0, headerBytes)
 	b = append(b, headerMagic...)
 	for _, v := range []uint64{h.length, h.sum, h.stripe} {
 		b = binary.LittleEndian.AppendUint64(b, v)
 	}
-	return binary.LittleEndian.AppendUint64(b, xxh3.Hash(b))
+	return binary.LittleEndian.AppendUint64(b, xxh3.HashSeed(b, k.Digest()))
 }
 
-// parseHeader reads what bytes writes; false where it is nothing of the kind.
-func parseHeader(b []byte) (h header, ok bool) {
-	if len(b) != headerBytes || string(b[:8]) != headerMagic || xxh3.Hash(b[:32]) != binary.LittleEndian.Uint64(b[32:]) {
+// parseHeader reads what bytes writes for that key; false where it is nothing of the kind.
+func parseHeader(b []byte, k kv.Key) (h header, ok bool) {
+	if len(b) != headerBytes {
+		return h, false
+	}
+	var seed uint64
+	switch string(b[:8]) {
+	case headerMagic:
+		seed = k.Digest()
+	case formerMagic:
+	default:
+		return h, false
+	}
+	if xxh3.HashSeed(b[:32], seed) != binary.LittleEndian.Uint64(b[32:]) {
 		return h, false
 	}
 	h = header{binary.LittleEndian.Uint64(b[8:]), binary.LittleEndian.Uint64(b[16:]), binary.LittleEndian.Uint64(b[24:])}

@@ -34,7 +34,7 @@ func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 	all := make([]found, len(keys))
 	queries := make([]query, len(keys))
 	for i, k := range keys {
-		queries[i] = t.lookAt(t.name(k), &all[i])
+		queries[i] = t.lookAt(k, &all[i])
 	}
 	some := t.ask(ctx, queries)
 	if acceptPartial(ctx, some) != nil {
@@ -72,9 +72,10 @@ func (t *Tier) find(ctx context.Context, keys []kv.Key) ([]found, error) {
 }
 
 // lookAt asks for an object's header.
-func (t *Tier) lookAt(name string, f *found) query {
+func (t *Tier) lookAt(k kv.Key, f *found) query {
+	name := t.name(k)
 	return query{name, []string{"GETRANGE", name, "0", strconv.Itoa(headerBytes - 1)}, func(c *resp.Conn) (err error) {
-		*f, err = readFound(c)
+		*f, err = readFound(c, k)
 		return err
 	}}
 }
@@ -87,7 +88,7 @@ func unlessWrongType(err error) error {
 	return err
 }
 
-func readFound(c *resp.Conn) (f found, _ error) {
+func readFound(c *resp.Conn, k kv.Key) (f found, _ error) {
 	n, err := c.Value()
 	switch {
 	case err != nil && unlessWrongType(err) == nil:
@@ -106,7 +107,7 @@ func readFound(c *resp.Conn) (f found, _ error) {
 		return f, err
 	}
 	f.there = true
-	f.header, f.headed = parseHeader(b)
+	f.header, f.headed = parseHeader(b, k)
 	f.good = f.headed
 	return f, nil
 }
@@ -168,7 +169,7 @@ func readFirst(c *resp.Conn, k kv.Key, name string, dst []byte, sum *tier.Summer
 	if err := c.Fill(b[:]); err != nil {
 		return h, err
 	}
-	h, ok := parseHeader(b[:])
+	h, ok := parseHeader(b[:], k)
 	if !ok {
 		return header{}, errForeign
 	}
@@ -240,7 +241,7 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 			return true, err
 		}
 	}
-	before, err := t.writeFirst(ctx, name, h, src[:h.size(0)], was)
+	before, err := t.writeFirst(ctx, k, h, src[:h.size(0)], was)
 	if err != nil {
 		return true, err
 	}
@@ -255,7 +256,8 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 // writeFirst writes an object's first value, after which the others do not end any more
 // before their time, in the place of what was there, and returns what it replaced in fact. Where
 // there was nothing, and another server has written one meanwhile, the new one stays.
-func (t *Tier) writeFirst(ctx context.Context, name string, h header, first []byte, was found) (before found, _ error) {
+func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte, was found) (before found, _ error) {
+	name := t.name(k)
 	var options []string
 	if t.o.TTL > 0 {
 		options = append(options, "EX", seconds(t.o.TTL))
@@ -266,13 +268,13 @@ func (t *Tier) writeFirst(ctx context.Context, name string, h header, first []by
 	lost := false
 	err := t.at(ctx, name, int64(len(first)), func(c *resp.Conn) (err error) {
 		if was.there {
-			c.Command(t.lookAt(name, nil).args...)
+			c.Command(t.lookAt(k, nil).args...)
 		}
-		if err := c.Send([]string{"SET", name}, [][]byte{h.bytes(), first}, options...); err != nil {
+		if err := c.Send([]string{"SET", name}, [][]byte{h.bytes(k), first}, options...); err != nil {
 			return err
 		}
 		if was.there {
-			if before, err = readFound(c); err != nil {
+			if before, err = readFound(c, k); err != nil {
 				return err
 			}
 		}
@@ -289,7 +291,7 @@ func (t *Tier) writeFirst(ctx context.Context, name string, h header, first []by
 		return before, err
 	}
 	var now found
-	if err := t.ask(ctx, []query{t.lookAt(name, &now)}); err != nil {
+	if err := t.ask(ctx, []query{t.lookAt(k, &now)}); err != nil {
 		return before, err
 	}
 	if now.header != h {

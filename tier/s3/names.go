@@ -21,7 +21,9 @@ import (
 //
 // In both, x-amz-meta-kvasir says what the object is:
 //
-//	1.NAMESPACE.SUM.LENGTH    namespace 32 digits and xxh3 16, hexadecimal; length decimal, bytes
+//	2.NAMESPACE.SUM.LENGTH.KEY    namespace 32 digits, xxh3 and kv.Key.Digest 16, hexadecimal; length decimal, bytes
+//
+// Objects of earlier releases have 1.NAMESPACE.SUM.LENGTH.
 const metaField = "x-amz-meta-kvasir"
 
 // label is what stands in an object's metadata.
@@ -29,19 +31,38 @@ type label struct {
 	namespace kv.Namespace
 	sum       uint64
 	length    int64
+	key       uint64 // digest of the key, where bound
+	bound     bool
 }
 
-func (l label) String() string { return fmt.Sprintf("1.%s.%016x.%d", l.namespace, l.sum, l.length) }
+func labelOf(k kv.Key, m tier.Meta) label { return label{k.Namespace, m.Sum, m.Len, k.Digest(), true} }
+
+// of reports whether the object can be k's.
+func (l label) of(k kv.Key) bool {
+	return l.namespace == k.Namespace && (!l.bound || l.key == k.Digest())
+}
+
+func (l label) String() string {
+	if !l.bound {
+		return fmt.Sprintf("1.%s.%016x.%d", l.namespace, l.sum, l.length)
+	}
+	return fmt.Sprintf("2.%s.%016x.%d.%016x", l.namespace, l.sum, l.length, l.key)
+}
 
 // parseLabel reads what String writes, and nothing else.
 func parseLabel(text string) (l label, ok bool) {
 	parts := strings.Split(text, ".")
-	if len(parts) != 4 {
-		return l, false
+	if l.bound = len(parts) == 5; len(parts) != 4 && !l.bound {
+		return label{}, false
 	}
 	k, err := kv.ParseKey("kv1/" + parts[1] + "/00000000.00000000/" + strings.Repeat("0", 64))
 	if err != nil {
-		return l, false
+		return label{}, false
+	}
+	if l.bound {
+		if l.key, err = strconv.ParseUint(parts[4], 16, 64); err != nil {
+			return label{}, false
+		}
 	}
 	l.namespace = k.Namespace
 	if l.sum, err = strconv.ParseUint(parts[2], 16, 64); err != nil {
@@ -99,7 +120,7 @@ func (t *Tier) known(k kv.Key, length int64, meta string) tier.Meta {
 		return tier.Meta{}
 	case !ok && t.o.Layout == LMCache && !t.o.Summed: // another server's
 		return tier.Meta{Len: length, NoSum: true}
-	case !ok, l.namespace != k.Namespace, l.length != length: // not ours, of another layout, torn
+	case !ok, !l.of(k), l.length != length: // not ours, of another layout, torn
 		return tier.Meta{}
 	}
 	return tier.Meta{Len: length, Sum: l.sum}

@@ -111,6 +111,7 @@ type Tier struct {
 	bucket         atomic.Bool // it is there: 404 is about an object
 	bill           bill
 	said           said
+	note           atomic.Pointer[note]
 }
 
 // Open returns the Tier. It does not wait for the store: while that is away nothing is

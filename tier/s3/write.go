@@ -55,7 +55,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		if err != nil || t.known(k, was.length, was.meta).Len == m.Len {
 			return err
 		}
-		err = t.put(ctx, name, label{k.Namespace, m.Sum, m.Len}, src, was.there)
+		err = t.put(ctx, name, labelOf(k, m), src, was.there)
 		switch {
 		case err == nil:
 			t.written.Add(m.Len)

@@ -49,6 +49,7 @@ type root struct {
 	Top        status.TopCommand     `cmd:"" help:"Watch a running server in a terminal."`
 	Explain    status.ExplainCommand `cmd:"" help:"Ask a running server why lookups found no more than they did."`
 	Quota      status.QuotaCommand   `cmd:"" help:"Show and set what tenants of a running server keep: quota, time to live, pins."`
+	Clear      status.ClearCommand   `cmd:"" help:"Have a running server forget what it stored, in the pool, the tiers and on servers that share them."`
 	Pool       poolCmd               `cmd:"" help:"Show and remove what servers left in /dev/shm."`
 	Tier       tierCmd               `cmd:"" help:"Show, check, empty and copy what lies below pools."`
 	Version    versionCmd            `cmd:"" help:"Print the version."`

@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"context"
 	"fmt"
 	"hash/fnv"
 	"os"
@@ -20,15 +21,19 @@ func (c *serverCmd) openGenerations(o *serverOptions, below adapter.Set) error {
 		return nil
 	}
 	if len(o.tiers.Adapters) > 0 {
-		o.server.Places = append(o.server.Places, "the tiers of --l2-adapter keep the older bytes until they evict them, and other servers on them still serve those: clear each")
+		o.server.Places = append(o.server.Places, "the tiers of --l2-adapter keep the older bytes until they evict them; LMCache servers on them still serve those")
 	}
 	files := c.generationFiles(&o.tiers)
 	book, err := generation.Open(files, o.tiers.Names, o.store.Log)
 	if err != nil {
 		return err
 	}
+	if len(o.tiers.Adapters) > 0 {
+		book.Share(below.Shared...)
+		book.Sync(context.Background())
+	}
 	o.tiers.Changes.Translate(book.Back)
-	o.store.Below, o.store.Moment, o.store.DropRestored = book.Tier(below.Tier), book.Moment, book.Damaged()
+	o.store.Below, o.store.Moment, o.store.DropRestored = book.Tier(below.Tier), book.Moment, book.Lost()
 	o.server.Generations, o.server.Changes = book, o.tiers.Changes
 	return nil
 }

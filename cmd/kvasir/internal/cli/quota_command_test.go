@@ -3,8 +3,10 @@
 package cli_test
 
 import (
+	"bufio"
 	"encoding/json"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -82,5 +84,67 @@ func TestQuotaOfSomethingElse(t *testing.T) {
 	}
 	if code, _, stderr := run(t, "quota", "list", "--url", "localhost:8080"); code != 2 || !strings.Contains(stderr, "is not http://HOST:PORT") {
 		t.Errorf("exit %d, %s", code, stderr)
+	}
+}
+
+// clear reaches a live server, for all models and for one, and says what stays.
+func TestClearOfALiveServer(t *testing.T) {
+	s := serve(t, "--l2-adapter", fmt.Sprintf(`{"type":"fs","base_path":%q}`, t.TempDir()))
+	url := fmt.Sprintf("http://127.0.0.1:%d", s.http)
+	f := func(code int, want string, args ...string) {
+		t.Helper()
+		got, stdout, stderr := run(t, append(append([]string{"clear"}, args...), "--url", url)...)
+		if text := stdout + stderr; got != code || !strings.Contains(text, want) {
+			t.Errorf("clear %v: exit %d, want %d and %s:\n%s", args, got, code, want, text)
+		}
+	}
+	f(0, "cleared the pool and the tiers: 0 chunks left the pool\nwhat stays: the tiers of --l2-adapter", "--model", "m", "--force")
+	f(0, "cleared the pool: 0 chunks", "--tier", "l1")
+	f(0, "cleared the tiers: 0 chunks", "--tier", "l2", "--model", "a", "--model", "b")
+	f(0, `"status":"ok"`, "--json")
+	f(2, "--tier must be one of", "--tier", "l3")
+	f(1, "is no name of a model", "--model", strings.Repeat("x", 1025))
+}
+
+// Commands that ask a server follow no redirect, and print no control characters of its status line.
+func TestCommandsTrustNoAnswer(t *testing.T) {
+	reached := false
+	elsewhere := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { reached = true }))
+	defer elsewhere.Close()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	answers := []string{
+		"HTTP/1.1 302 Found\r\nLocation: " + elsewhere.URL + "/\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+		"HTTP/1.1 500 x\x1b[2J\xc2\x9b\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+	}
+	for _, answer := range answers {
+		for _, args := range [][]string{{"status"}, {"explain"}, {"quota", "list"}, {"clear"}, {"top", "--once"}} {
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				c, err := l.Accept()
+				if err != nil {
+					return
+				}
+				defer c.Close()
+				_, _ = http.ReadRequest(bufio.NewReader(c))
+				_, _ = c.Write([]byte(answer))
+			}()
+			code, stdout, stderr := run(t, append(args, "--url", "http://"+l.Addr().String())...)
+			if code == 0 || strings.ContainsAny(stdout+stderr, "\x1b\u009b") || reached {
+				t.Errorf("%v: exit %d, another server was asked: %v: %q", args, code, reached, stdout+stderr)
+			}
+			if len(stderr) == 0 {
+				t.Errorf("%v says nothing", args)
+			}
+			c, err := net.Dial("tcp", l.Addr().String()) // where the command asked nothing
+			if err == nil {
+				c.Close()
+			}
+			<-done
+		}
 	}
 }

@@ -39,7 +39,8 @@ func get(ctx context.Context, at string) ([]byte, error) {
 // do sends a request. Where the server refuses it, the error is the server's own text.
 func do(r *http.Request) ([]byte, error) {
 	at := r.URL.String()
-	answer, err := http.DefaultClient.Do(r)
+	client := http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+	answer, err := client.Do(r)
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return nil, fmt.Errorf("nothing listens at %s: is the server running, and is that its --http-port? kvasir pool ls shows who serves a pool", at)
@@ -62,7 +63,7 @@ func do(r *http.Request) ([]byte, error) {
 	if json.Unmarshal(body, &refusal) == nil && refusal.Error != "" {
 		return nil, errors.New(printable(refusal.Error))
 	}
-	return nil, fmt.Errorf("%s: %s: is that a kvasir server?", at, answer.Status)
+	return nil, fmt.Errorf("%s: %s: is that a kvasir server?", at, printable(answer.Status))
 }
 
 // Print writes a status in words.

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package generation
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// Place is a tier that other servers share: its note has the generations.
+type Place struct {
+	Name string
+	Note tier.Notebook
+
+	// Every is how often the note is read. A clear of another server counts here after so long.
+	Every time.Duration
+
+	// Foreign says that LMCache servers write to the tier, too. They know no generations, so what is
+	// there counts until the first clear.
+	Foreign bool
+}
+
+// shared is what the Book knows of the places. Its fields belong to Book.writing but for the atomic ones.
+type shared struct {
+	places []Place
+	watch  bool        // other servers may write the notes, or the files
+	next   []time.Time // when the note of each is read again
+	read   []bool      // its note was read or written
+	failed []error     // of the last try
+	unkept bool        // a place took no note
+	asked  atomic.Int64
+	ready  atomic.Bool // every place was read, or a file knew the generations before
+	lost   atomic.Bool // the first look found a later generation than the files had
+
+	mu     sync.Mutex
+	follow func(commit func())
+}
+
+// Share has the Book keep the generations in the notes of places, too, and follow the clears of
+// other servers there and in the files. It is called before the Book is used.
+func (b *Book) Share(places ...Place) {
+	b.shared.places, b.shared.watch = places, true
+	b.shared.next, b.shared.read, b.shared.failed = make([]time.Time, len(places)), make([]bool, len(places)), make([]error, len(places))
+	b.shared.ready.Store(len(places) == 0 || b.knows)
+}
+
+// Follow sets what is called when another server has cleared. It calls commit, after which the
+// later generation counts.
+func (b *Book) Follow(f func(commit func())) {
+	b.shared.mu.Lock()
+	defer b.shared.mu.Unlock()
+	b.shared.follow = f
+}
+
+// Settle is how long after a clear every other server of the places follows it, but for those that
+// only share a bucket: they take up to a second.
+func (b *Book) Settle() (d time.Duration) {
+	for _, p := range b.shared.places {
+		if p.Every < time.Second {
+			d = max(d, 2*p.Every)
+		}
+	}
+	return d
+}
+
+// Run reads the notes until ctx ends.
+func (b *Book) Run(ctx context.Context) {
+	if !b.shared.watch {
+		return
+	}
+	every := time.Second
+	for _, p := range b.shared.places {
+		every = min(every, p.Every)
+	}
+	tick := time.NewTicker(every)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		b.Sync(ctx)
+	}
+}
+
+// syncTime bounds a look at the notes.
+const syncTime = 2 * time.Second
+
+// Sync reads the notes and files that are due, follows what is later there, and writes what is
+// earlier or missing there. It does not trust a smaller generation than one that it knew.
+func (b *Book) Sync(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, syncTime)
+	defer cancel()
+	now := time.Now()
+	b.shared.asked.Store(now.UnixNano())
+	b.writing.Lock()
+	next, notes := b.gather(ctx, now, false)
+	unknown := len(notes) > 0 && !b.knows && next.isZero()
+	for i, n := range notes { // no one knows what was cleared: nothing older than now counts
+		unknown = unknown && n.err == nil && n.missing && !b.shared.places[i].Foreign
+	}
+	if unknown && len(notes) == len(b.shared.places) {
+		next.All = next.after(next.All)
+	}
+	b.noteUnkept(b.spread(ctx, &next, notes))
+	commit := b.adopt(&next)
+	b.writing.Unlock()
+	if commit == nil {
+		return
+	}
+	b.shared.mu.Lock()
+	follow := b.shared.follow
+	b.shared.mu.Unlock()
+	if follow == nil { // before the server runs
+		b.shared.lost.Store(true)
+		commit()
+		return
+	}
+	b.log.Warn("another server has cleared tiers that it shares with this one: nothing older is served", "generation", next.All.String())
+	follow(commit)
+}
+
+// noted is what the note of a place had.
+type noted struct {
+	state
+	missing bool
+	err     error
+}
+
+// gather returns the latest generations of the files and of the notes that are due, or of all. The
+// notes are by the number of their place.
+func (b *Book) gather(ctx context.Context, now time.Time, all bool) (next state, notes map[int]noted) {
+	next, notes = b.latest(), map[int]noted{}
+	for i, p := range b.shared.places {
+		if !all && now.Before(b.shared.next[i]) {
+			continue
+		}
+		b.shared.next[i] = now.Add(p.Every)
+		var n noted
+		text, err := p.Note.Note(ctx)
+		switch {
+		case err != nil:
+			n.err = err
+		case text == nil:
+			n.missing = true
+		default:
+			if err := json.Unmarshal(text, &n.state); err != nil || n.Version != 1 || len(n.Models) > maxModels {
+				b.log.Warn("a note of generations is damaged: it is written anew", "tier", p.Name)
+				n = noted{missing: true}
+			}
+		}
+		next.merge(&n.state)
+		b.noteFailure(i, n.err)
+		notes[i] = n
+	}
+	return next, notes
+}
+
+// noteFailure logs that a place cannot be asked, and that it can again.
+func (b *Book) noteFailure(i int, err error) {
+	was := b.shared.failed[i]
+	b.shared.failed[i] = err
+	switch name := b.shared.places[i].Name; {
+	case err != nil && was == nil:
+		b.log.Warn("the generations in a tier cannot be read: a clear of another server may be missed until they can", "tier", name, "err", err)
+	case err == nil && was != nil:
+		b.log.Info("the generations in a tier can be read again", "tier", name)
+	}
+}
+
+// noteUnkept logs that a place takes no note, once until it does.
+func (b *Book) noteUnkept(err error) {
+	if was := b.shared.unkept; (err != nil) == was {
+		return
+	}
+	b.shared.unkept = err != nil
+	switch {
+	case err == nil:
+		b.log.Info("the generations are kept in all tiers")
+	case b.closed():
+		b.log.Warn("nothing of the tiers is served or written until the generation of the last clear is known", "err", err)
+	default:
+		b.log.Warn("other servers may serve what was cleared until the generation is kept in the tier", "err", err)
+	}
+}
+
+// spread writes the generations to the notes that have others.
+func (b *Book) spread(ctx context.Context, next *state, notes map[int]noted) error {
+	var errs []error
+	done := true
+	for i, p := range b.shared.places {
+		n, asked := notes[i]
+		err := n.err
+		if asked && err == nil && (n.missing || !n.same(next)) {
+			text, merr := json.Marshal(next)
+			if merr != nil {
+				panic(fmt.Sprintf("BUG: generation: %v", merr))
+			}
+			err = p.Note.SetNote(ctx, text)
+		}
+		if asked && err == nil {
+			b.shared.read[i] = true
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("keep the generation in %s: %w", p.Name, err))
+		}
+		done = done && b.shared.read[i]
+	}
+	if done && !b.shared.ready.Load() {
+		b.shared.ready.Store(true)
+	}
+	if done && !b.knows {
+		b.knows = b.write(next) == nil // a later life knows them without the notes
+	}
+	return errors.Join(errs...)
+}
+
+// adopt keeps generations that are later than those that count in the files. commit has them
+// count; it is nil where nothing is later.
+func (b *Book) adopt(next *state) (commit func()) {
+	b.mu.RLock()
+	same := next.same(&b.mu.state)
+	b.mu.RUnlock()
+	if same {
+		return nil
+	}
+	if err := b.write(next); err != nil {
+		b.log.Warn("keep the generations of another server", "err", err)
+	}
+	return b.committer(next)
+}
+
+func (s *state) isZero() bool { return s.All == (Generation{}) && len(s.Models) == 0 }
+
+func (s *state) same(o *state) bool { return s.All == o.All && maps.Equal(s.Models, o.Models) }
+
+// closed reports whether nothing may be served or written: no generation is known yet, and a
+// place that may have one was not asked.
+func (b *Book) closed() bool { return !b.shared.ready.Load() }
+
+// fresh has the notes read where they were not for long: this process stood still.
+func (b *Book) fresh(ctx context.Context) {
+	if len(b.shared.places) == 0 {
+		return
+	}
+	const stale = 3 * time.Second
+	if last := b.shared.asked.Load(); time.Now().UnixNano()-last > int64(stale) {
+		b.Sync(ctx)
+	}
+}
+
+// Lost reports whether the pool may hold objects from before a clear of another server, or from
+// before a clear that no one here knows.
+func (b *Book) Lost() bool { return b.damaged || b.shared.lost.Load() }

@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package generation_test
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/generation"
+)
+
+// place is a tier with a note that several servers share.
+type place struct {
+	tier.Tier
+	mu     sync.Mutex
+	text   []byte
+	down   error
+	frozen bool // it takes no note
+}
+
+var errDown = errors.New("it is down")
+
+func newPlace() *place { return &place{Tier: tier.NewMemory(1 << 20)} }
+
+func (p *place) Note(context.Context) ([]byte, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.text, p.down
+}
+
+func (p *place) SetNote(_ context.Context, text []byte) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.frozen {
+		return errDown
+	}
+	if p.down == nil {
+		p.text = text
+	}
+	return p.down
+}
+
+func (p *place) set(f func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	f()
+}
+
+// fleetServer is a server of a fleet.
+type fleetServer struct {
+	t     *testing.T
+	book  *generation.Book
+	p     *place
+	names *tier.Names
+	file  string
+	alien bool
+}
+
+func startServer(t *testing.T, p *place, file string, alien bool) *fleetServer {
+	t.Helper()
+	s := &fleetServer{t: t, p: p, names: tier.NewNames(), file: file, alien: alien}
+	for i, model := range []string{"m", "other"} {
+		s.names.Add(kv.Namespace{byte(i + 1)}, model, nil)
+	}
+	s.restart()
+	return s
+}
+
+func (s *fleetServer) restart() {
+	s.t.Helper()
+	b, err := generation.Open([]string{s.file}, s.names, slog.New(slog.DiscardHandler))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	b.Share(generation.Place{Name: "p", Note: s.p, Every: time.Nanosecond, Foreign: s.alien})
+	b.Sync(s.t.Context())
+	b.Follow(func(commit func()) { commit() })
+	s.book = b
+}
+
+func (s *fleetServer) clear(models ...string) error {
+	commit, err := s.book.Prepare(models)
+	commit()
+	return err
+}
+
+func keyOf(i int) kv.Key { return kv.Key{Namespace: kv.Namespace{byte(i)}} }
+
+func (s *fleetServer) store(i int) {
+	s.t.Helper()
+	if err := s.book.Tier(s.p.Tier).Write(s.t.Context(), keyOf(i), tier.Meta{Len: 1}, []byte{1}); err != nil {
+		s.t.Error(err)
+	}
+}
+
+func (s *fleetServer) has(i int) bool {
+	s.t.Helper()
+	metas := make([]tier.Meta, 1)
+	if err := s.book.Tier(s.p.Tier).Stat(s.t.Context(), []kv.Key{keyOf(i)}, metas); err != nil {
+		s.t.Fatal(err)
+	}
+	_, err := s.book.Tier(s.p.Tier).Read(s.t.Context(), keyOf(i), make([]byte, 1))
+	if (err == nil) != (metas[0].Len > 0) {
+		s.t.Errorf("Stat %+v, Read %v", metas[0], err)
+	}
+	return metas[0].Len > 0
+}
+
+func (s *fleetServer) want(when string, i int, want bool) {
+	s.t.Helper()
+	if got := s.has(i); got != want {
+		s.t.Errorf("%s: object %d is there: %v, want %v", when, i, got, want)
+	}
+}
+
+// A clear of one server counts on all servers of its tiers: of a model, and of all.
+func TestClearReachesTheFleet(t *testing.T) {
+	p := newPlace()
+	var fleet []*fleetServer
+	for range 3 {
+		fleet = append(fleet, startServer(t, p, filepath.Join(t.TempDir(), "g"), false))
+	}
+	all := func(when string, i int, want bool) {
+		t.Helper()
+		for _, s := range fleet {
+			s.book.Sync(t.Context())
+			s.want(when, i, want)
+		}
+	}
+	fleet[0].store(1)
+	fleet[0].store(2)
+	all("stored", 1, true)
+	if err := fleet[1].clear("m"); err != nil {
+		t.Fatal(err)
+	}
+	all("its model cleared", 1, false)
+	all("another model cleared", 2, true)
+	fleet[2].store(1)
+	all("stored after the clear", 1, true)
+	for _, s := range fleet { // two at once, and a third
+		if err := s.clear(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	all("all cleared", 1, false)
+	all("all cleared", 2, false)
+	fleet[0].store(2)
+	all("stored after all", 2, true)
+	for _, s := range fleet {
+		s.restart()
+	}
+	all("restarted", 1, false)
+	all("restarted", 2, true)
+}
+
+// A note that was lost, or that is of an earlier generation, is not trusted and is written anew.
+func TestLostNoteIsWrittenAnew(t *testing.T) {
+	p := newPlace()
+	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
+	b := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
+	a.store(1)
+	former := p.text
+	if err := a.clear("m"); err != nil {
+		t.Fatal(err)
+	}
+	a.store(2)
+	later := string(p.text)
+	for name, text := range map[string][]byte{"lost": nil, "earlier": former, "damaged": []byte("{"), "of nothing": []byte(`{"version":1,"all":{}}`)} {
+		p.set(func() { p.text = text })
+		b.book.Sync(t.Context()) // it did not hear of the clear before
+		b.want(name, 2, true)
+		a.book.Sync(t.Context())
+		b.book.Sync(t.Context())
+		for _, s := range []*fleetServer{a, b} {
+			s.want(name, 1, false)
+			s.want(name, 2, true)
+			s.restart()
+			s.want(name+", restarted", 1, false)
+			s.want(name+", restarted", 2, true)
+		}
+		if string(p.text) != later {
+			t.Errorf("%s: the note is %s, want %s", name, p.text, later)
+		}
+	}
+	p.set(func() { p.text = nil })
+	c := startServer(t, p, filepath.Join(t.TempDir(), "g"), false) // no one knows of the clear
+	c.want("a server that knows no generation", 1, false)
+	c.want("a server that knows no generation", 2, false)
+	if !c.book.Lost() {
+		t.Error("the pool of a server that knows no generation may be kept")
+	}
+	c.store(1)
+	c.restart()
+	c.want("stored since its start", 1, true)
+}
+
+// A server that knows no generation serves and writes nothing until it has read one.
+func TestServerThatKnowsNothingServesNothing(t *testing.T) {
+	p := newPlace()
+	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
+	a.store(1)
+	p.set(func() { p.down = errDown })
+	b := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
+	b.want("the tier is down", 1, false)
+	if err := b.book.Tier(p.Tier).Write(t.Context(), keyOf(2), tier.Meta{Len: 1}, []byte{1}); !errors.Is(err, tier.ErrNotKept) {
+		t.Errorf("a write while no generation is known: %v", err)
+	}
+	a.want("a server that knows one", 1, true)
+	p.set(func() { p.down = nil })
+	b.book.Sync(t.Context())
+	b.want("the tier is up", 1, true)
+	p.set(func() { p.down = errDown })
+	b.restart()
+	b.want("a later life while the tier is down", 1, true)
+}
+
+// Of a tier that LMCache servers share, everything counts until the first clear.
+func TestForeignTierCountsUntilTheFirstClear(t *testing.T) {
+	p := newPlace()
+	if err := p.Write(t.Context(), keyOf(1), tier.Meta{Len: 1}, []byte{1}); err != nil {
+		t.Fatal(err)
+	}
+	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), true)
+	a.want("before a clear", 1, true)
+	if a.book.Lost() {
+		t.Error("the pool is dropped")
+	}
+	if err := a.clear(); err != nil {
+		t.Fatal(err)
+	}
+	a.want("after it", 1, false)
+}
+
+// A tier that fails in the middle of a clear: the clear says so, counts here, and
+// reaches the others when the tier is back.
+func TestTierFailsInAClear(t *testing.T) {
+	p := newPlace()
+	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
+	b := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
+	a.store(1)
+	p.set(func() { p.frozen = true })
+	if err := a.clear("m"); !errors.Is(err, errDown) {
+		t.Errorf("a clear that other servers do not hear of: %v", err)
+	}
+	a.want("cleared", 1, false)
+	p.set(func() { p.frozen = false })
+	a.book.Sync(t.Context())
+	b.book.Sync(t.Context())
+	b.want("the tier is back", 1, false)
+}
+
+// A file of generations that is a FIFO counts as damaged; the start does not hang.
+func TestFileThatIsAFIFO(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "g")
+	if err := unix.Mkfifo(file, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	opened := make(chan *generation.Book, 1)
+	go func() { opened <- open(t, tier.NewNames(), file) }()
+	select {
+	case b := <-opened:
+		if !b.Damaged() {
+			t.Error("a FIFO is a file of generations")
+		}
+		if err := b.Repair(); err != nil {
+			t.Error(err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Fatal("the start hangs")
+	}
+}

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package s3
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+
+	"github.com/kvasir-kv/kvasir/internal/http1"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/s3/aws"
+)
+
+// note is the note as it was read last.
+type note struct {
+	tag  string
+	text []byte
+}
+
+// Note implements tier.Notebook: a GET that the store answers with 304 while the note is as it was.
+func (t *Tier) Note(ctx context.Context) ([]byte, error) {
+	was := t.note.Load()
+	r := request{kind: kindGet, name: t.o.Prefix + tier.NoteName}
+	if was != nil && was.tag != "" {
+		r.fields = header(nil, "if-none-match", was.tag)
+	}
+	var now note
+	err := t.do(ctx, &r, func(a *http1.Response) error {
+		n, err := length(a)
+		if err != nil {
+			return err
+		}
+		if n > tier.MaxNote {
+			return fmt.Errorf("%w: a note of %d bytes", errAnswer, n)
+		}
+		now = note{a.Field("Etag"), make([]byte, n)}
+		return t.fill(a, now.text, nil)
+	})
+	switch {
+	case status(err) == http.StatusNotModified && was != nil:
+		return was.text, nil
+	case status(err) == http.StatusNotFound && !hasCode(err, "NoSuchBucket"):
+		t.note.Store(nil)
+		return nil, nil
+	case err != nil:
+		return nil, err
+	}
+	t.note.Store(&now)
+	return now.text, nil
+}
+
+// SetNote implements tier.Notebook.
+func (t *Tier) SetNote(ctx context.Context, text []byte) error {
+	fields := []aws.Field{{Name: "content-type", Value: "application/json"}}
+	return t.do(ctx, &request{kind: kindPut, name: t.o.Prefix + tier.NoteName, fields: fields, body: text}, nothing)
+}
