@@ -55,7 +55,7 @@ func TestAnswersHaveTheDeclaredType(t *testing.T) {
 					m = append(m, payloads[(i/4+j*(1+i/7))%len(payloads)])
 				}
 				got := answer(m)
-				if len(got) == 2 {
+				if len(got) == 2 || len(got) == 0 && op == lmcache.OpClear { // any answer to a clear is success, so a failed one has none
 					continue
 				}
 				answers++
