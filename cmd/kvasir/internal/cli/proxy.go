@@ -40,6 +40,7 @@ type proxyCmd struct {
 	EngineCA   string   `name:"engine-ca" help:"Authorities (PEM) of engines at https, instead of the system's." placeholder:"FILE" group:"Access"`
 	AdminHost  string   `name:"admin-host" help:"Address of --admin-port." default:"127.0.0.1" group:"Access"`
 	AdminPort  int      `name:"admin-port" help:"Port of /engines (list, add, remove, drain) and /metrics; none by default." placeholder:"PORT" group:"Access"`
+	AllowHost  []string `name:"allow-host" help:"Names under which /metrics is read, besides addresses, localhost and this machine's name." placeholder:"NAME" group:"Access"`
 	AdminToken string   `name:"admin-token" help:"Bearer token for /engines (best as KVASIR_PROXY_ADMIN_TOKEN)." group:"Access"`
 
 	Origins     []string `name:"allowed-origins" help:"Origins whose pages may use the API in browsers, as vLLM's JSON list or again for more; [\"*\"] is any. Default: none." placeholder:"ORIGIN" sep:"none" group:"Browsers"`
@@ -216,7 +217,7 @@ func (c *proxyCmd) Run(e *env) (err error) {
 	metrics.Add(registry, p.Stats)
 	so := proxytool.Server{
 		Proxy: p, Keys: o.Keys, Metrics: registry.Handler(), AdminToken: c.AdminToken, CertFile: c.TLSCert, KeyFile: c.TLSKey,
-		Drain: c.Drain, MaxConns: 2 * c.MaxInFlight, Log: e.log,
+		AllowHosts: c.AllowHost, Drain: c.Drain, MaxConns: 2 * c.MaxInFlight, Log: e.log,
 	}
 	if so.Listener, err = takeover.ListenTCP(e.ctx, c.Host, c.Port); err != nil {
 		return takeover.ExplainListen(err, "--host", "--port")
