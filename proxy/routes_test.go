@@ -18,17 +18,38 @@ import (
 	"github.com/kvasir-kv/kvasir/proxy"
 )
 
-// texts takes all words of generated tokens from an answer, whole or streamed.
-func texts(answer string) string {
-	seen := ""
-	for _, m := range regexp.MustCompile(`"delta":"([^"]*)"|"text_delta"[^}]*|"text":"( ~[^"]*)"|"token_ids":\[[0-9,]*\]`).FindAllString(answer, -1) {
-		m = strings.NewReplacer(`"delta":`, "", `"text":`, "", `"text_delta",`, "", `"`, "").Replace(m)
-		if seen != "" && strings.HasSuffix(seen, m) {
-			continue // the whole text behind its pieces
+// texts returns the generated text, or tokens, of an answer of Responses, Messages or generate, whole or streamed.
+func texts(answer string) (out string) {
+	for line := range strings.Lines(answer) {
+		var e struct {
+			Delta   json.RawMessage
+			Content []struct{ Text string }
+			Output  []struct {
+				Content []struct{ Text string }
+			}
+			Choices []struct {
+				Tokens []int `json:"token_ids"`
+			}
 		}
-		seen += m
+		if json.Unmarshal([]byte(strings.TrimPrefix(strings.TrimSpace(line), "data: ")), &e) != nil {
+			continue
+		}
+		var text string
+		var inner struct{ Text string }
+		if json.Unmarshal(e.Delta, &text) == nil || json.Unmarshal(e.Delta, &inner) == nil {
+			out += text + inner.Text
+		}
+		for _, c := range e.Content {
+			out += c.Text
+		}
+		for _, o := range e.Output {
+			out += o.Content[0].Text
+		}
+		for _, c := range e.Choices {
+			out += fmt.Sprint(c.Tokens)
+		}
 	}
-	return seen
+	return out
 }
 
 // Responses, Messages and token-in generate go through P and D: each P computes once, D has its KV, the answers are those of one engine,
