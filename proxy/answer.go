@@ -62,11 +62,7 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	began := false
 	outer := ctx
 	defer func() {
-		switch {
-		case began: // judged by its first bytes
-		case outer.Err() != nil: // the client left, or P failed
-			e.p.fleet.probed(b)
-		default:
+		if !began && outer.Err() == nil { // it is judged by its first data, and not when the client left or P failed
 			e.judge(b, err)
 		}
 	}()

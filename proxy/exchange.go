@@ -378,8 +378,6 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, who r
 			e.judge(b, nil)
 		} else if ctx.Err() == nil {
 			e.judge(b, err)
-		} else {
-			e.p.fleet.probed(b)
 		}
 	}()
 	resp, err := e.send(ctx, b, n, pieces, fields, start.Add(e.p.o.PrefillTimeout))

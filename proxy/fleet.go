@@ -401,6 +401,7 @@ func (f *fleet) leave(b *backend, lacks int) {
 	defer f.mu.Unlock()
 	b.inFlight--
 	b.pending -= lacks
+	b.circuit.probe = false // whatever came of it, another request may probe the engine
 	f.dispatchLocked()
 }
 
