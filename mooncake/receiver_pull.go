@@ -52,8 +52,8 @@ func (r *Receiver) run(ctx context.Context, from Source, list []*receiving) {
 			r.o.Target.Table().Forget(r.windows.expected(w, q.want.Blocks)...)
 		}
 	}
-	for _, addr := range addrs {
-		r.wg.Go(func() { r.pullFrom(ctx, from, addr, w, asked) })
+	for i, addr := range addrs {
+		r.wg.Go(func() { r.pullFrom(ctx, from, i, addr, w, asked) })
 	}
 }
 
@@ -173,7 +173,9 @@ func cause(ctx context.Context, err error) error {
 type pullConn struct {
 	r       *Receiver
 	from    Source
+	index   int // of the worker among those of the pull
 	addr    string
+	looked  time.Time // when the registry was last asked whether the worker has moved
 	window  *window
 	left    map[string]*receiving // without an answer
 	unknown map[string]bool       // of them, those that P does not know
@@ -194,9 +196,9 @@ func (t *pullConn) wakeUp() {
 
 // pullFrom pulls all of list from one P worker. When the side channel breaks, it tries
 // again, Attempts times in all.
-func (r *Receiver) pullFrom(ctx context.Context, from Source, addr string, w *window, list []*receiving) {
+func (r *Receiver) pullFrom(ctx context.Context, from Source, index int, addr string, w *window, list []*receiving) {
 	t := &pullConn{
-		r: r, from: from, addr: addr, window: w, left: make(map[string]*receiving, len(list)),
+		r: r, from: from, index: index, addr: addr, window: w, left: make(map[string]*receiving, len(list)),
 		unknown: make(map[string]bool), wake: make(chan struct{}, 1),
 	}
 	for _, q := range list {
@@ -221,6 +223,11 @@ func (t *pullConn) run(ctx context.Context) {
 		}
 		if err == nil {
 			return
+		}
+		if errors.Is(err, errMoved) {
+			t.full, t.sent = true, false
+			attempt--
+			continue
 		}
 		if errors.Is(err, errPullAgain) {
 			t.resent = true
@@ -308,6 +315,9 @@ func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (end
 				return false, fmt.Errorf("%w: %w", ErrLost, e.err)
 			default: // a dial that failed: the dealer tries again
 				refused = e.err
+				if t.moved(ctx) {
+					return false, errMoved
+				}
 			}
 		case <-connect.C:
 			if !connected {
@@ -328,7 +338,30 @@ func (t *pullConn) exchange(ctx context.Context, s *socket, connected bool) (end
 	return false, nil
 }
 
-var errNoAnswer = errors.New("no connection in time")
+var (
+	errNoAnswer = errors.New("no connection in time")
+	errMoved    = errors.New("the worker has another address")
+)
+
+// lookAgain is how often the registry is asked while a worker's side channel refuses connections.
+const lookAgain = 250 * time.Millisecond
+
+// moved asks the registry where the worker is, after its side channel has refused a connection: a P with a fixed engine id that was started
+// again has other side channels. It reports whether the worker has another address, which t then has. Nothing may have been sent.
+func (t *pullConn) moved(ctx context.Context) bool {
+	if t.r.o.Dialect != nil || t.resent || time.Since(t.looked) < lookAgain {
+		return false
+	}
+	t.looked = time.Now()
+	t.r.forgetEngine(t.from)
+	addrs, err := t.r.workers(ctx, t.from)
+	if err != nil || t.index >= len(addrs) || addrs[t.index] == t.addr {
+		return false
+	}
+	t.r.log.Info("mooncake: P has moved", "engine", t.from.EngineID, "from", t.addr, "to", addrs[t.index])
+	t.addr = addrs[t.index]
+	return true
+}
 
 // send sends the pull for the requests without an answer.
 func (t *pullConn) send(ctx context.Context, s *socket) error {

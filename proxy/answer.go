@@ -62,11 +62,7 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	began := false
 	outer := ctx
 	defer func() {
-		switch {
-		case began: // judged by its first bytes
-		case outer.Err() != nil: // the client left, or P failed
-			e.p.fleet.probed(b)
-		default:
+		if !began && outer.Err() == nil { // it is judged by its first data, and not when the client left or P failed
 			e.judge(b, err)
 		}
 	}()
@@ -193,7 +189,7 @@ func (e *exchange) writeHead(fields []http1.Field, status, length int) {
 		}
 	}
 	for i, f := range fields {
-		if !hop[f.Name] && (named == nil || !connectionNames(named, f.Name)) {
+		if !hop[f.Name] && !strings.HasPrefix(f.Name, "Access-Control-") && (named == nil || !connectionNames(named, f.Name)) {
 			values[i] = f.Value
 			h[f.Name] = append(h[f.Name], values[i:i+1:i+1]...)
 		}
@@ -225,6 +221,7 @@ func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream b
 		length = -1
 	}
 	if good {
+		e.noteResponse(b, first)
 		e.noteStored()
 		e.learn(b)
 	}

@@ -38,6 +38,7 @@ type exchange struct {
 	body     *body
 	q        *openai.Request
 	want     want
+	route    how
 	key      *keys.Key     // that was let in; nil: none is wanted
 	shared   *limits.Limit // counted together with other proxies; nil: it is not
 	salt     []openai.Edit // what keeps the key's prefix cache apart
@@ -310,12 +311,12 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			abort()
 			<-done
 			if e.mustFree(err) && computed.Load() {
-				e.p.free(e.freeing(params))
+				e.p.free(e.freeing(c.prefill, params))
 			}
 			return
 		case outcome != "ok":
 			over.Store(true)
-			e.abandon(done, abort, func() bool { return computed.Load() }, e.mustFree(err), e.freeing(params))
+			e.abandon(done, abort, func() bool { return computed.Load() }, e.mustFree(err), e.freeing(c.prefill, params))
 			return
 		}
 		leaveP() // D has the whole KV, so P has computed all
@@ -377,8 +378,6 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, who r
 			e.judge(b, nil)
 		} else if ctx.Err() == nil {
 			e.judge(b, err)
-		} else {
-			e.p.fleet.probed(b)
 		}
 	}()
 	resp, err := e.send(ctx, b, n, pieces, fields, start.Add(e.p.o.PrefillTimeout))
@@ -482,17 +481,20 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 		}
 		return "", err
 	}
+	if api := openai.APIOf(e.r.URL.Path); l.params == nil && api != openai.Completions && !e.p.paramless[api].Swap(true) {
+		e.p.o.Log.Warn("P does not say where its KV is: requests of this path go to D alone from now on", "path", e.r.URL.Path, "engine", c.prefill.url)
+	}
 	e.cached.Store(int64(l.cached))
 	e.prefilled.Store(int64(time.Since(e.start)))
 	e.handed.Next(transferlog.Waiting, untilD, nil)
 	var f freeing
 	if e.p.o.Dialect == Mooncake013 {
-		f = e.freeing(l.params) // the request is gone once D answers
+		f = e.freeing(c.prefill, l.params) // the request is gone once D answers
 	}
 	outcome, err = e.answerOf(ctx, c.engine, l.params, nil)
 	if e.mustFree(err) && l.params != nil {
 		if f.body == nil {
-			f = e.freeing(l.params)
+			f = e.freeing(c.prefill, l.params)
 		}
 		e.p.free(f)
 	}
@@ -534,7 +536,8 @@ func (e *exchange) say(a *refusedByP) (outcome string) {
 var hop = map[string]bool{
 	"Connection": true, "Keep-Alive": true, "Proxy-Connection": true, "Transfer-Encoding": true, "Te": true, "Trailer": true, "Upgrade": true,
 	"Content-Length": true, "Accept-Encoding": true, "Proxy-Authenticate": true, "Proxy-Authorization": true, "Expect": true,
-	"Host": true, // HTTP/2 clients can send it as a field
+	"Host":   true,                                                                                // HTTP/2 clients can send it as a field
+	"Origin": true, "Access-Control-Request-Method": true, "Access-Control-Request-Headers": true, // the proxy decides on pages of browsers
 }
 
 // own are fields by which the proxy directs engines. A client's never pass beside the proxy's: engines read the
@@ -547,6 +550,12 @@ var own = map[string]bool{
 // credentials are fields in which clients send secrets. They end here if the proxy has keys, or engines have one of their own.
 var credentials = map[string]bool{"Authorization": true, "X-Api-Key": true, "Api-Key": true, "Cookie": true}
 
+// passed are the fields of clients with API keys that reach engines; Options.PassHeaders adds others.
+var passed = map[string]bool{
+	"Accept": true, "Accept-Language": true, "Content-Type": true, "Content-Encoding": true, "User-Agent": true, "Traceparent": true, "Tracestate": true,
+	"Baggage": true, "X-Session-Id": true, "Anthropic-Version": true, "Anthropic-Beta": true,
+}
+
 // engineFields returns a client's fields as engines get them.
 func (e *exchange) engineFields() []byte {
 	h, key := e.r.Header, e.p.o.EngineKey
@@ -554,6 +563,8 @@ func (e *exchange) engineFields() []byte {
 	named := h["Connection"] // fields that the connection names end here too
 	for k, values := range h {
 		switch {
+		case e.p.o.Keys != nil && !passed[k] && !e.p.passes[k]:
+			continue
 		case hop[k], own[k], credentials[k] && (key != "" || e.p.o.Keys != nil), k == "Traceparent" && e.p.o.Spans != nil:
 			continue
 		case named != nil && connectionNames(named, k):

@@ -58,7 +58,8 @@ type want struct {
 	stored stored        // what the cache server reports of it
 	who    string        // whose share of the queue
 
-	session string // that the client names; "": none
+	only    *backend // the engine that has what the request goes on from; nil: any
+	session string   // that the client names; "": none
 	tried   []*backend
 }
 
@@ -93,6 +94,8 @@ func (f *fleet) remove(b *backend) {
 	defer f.mu.Unlock()
 	f.mu.all = slices.DeleteFunc(slices.Clone(f.mu.all), func(o *backend) bool { return o == b })
 }
+
+func (f *fleet) has(b *backend) bool { return slices.Contains(f.engines(), b) }
 
 // hasDecode reports whether a decode engine serves a model, healthy or not.
 func (f *fleet) hasDecode(model string) bool {
@@ -269,6 +272,15 @@ func (w *want) seenBy(id uint32) int {
 
 // chooseLocked chooses engines for a request; takeLocked takes the places. how is ready, or why there is no choice.
 func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
+	if b := w.only; b != nil {
+		switch {
+		case !slices.Contains(f.mu.all, b) || !b.well.Load():
+			return c, unwell, b.role
+		case b.inFlight >= f.o.MaxPerEngine:
+			return c, full, b.role
+		}
+		return choice{engine: b}, ready, b.role
+	}
 	d, dLacks, dHow := f.pickLocked(decode, w)
 	if dHow == absent {
 		e, lacks, how := f.pickLocked(both, w)
@@ -315,6 +327,9 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 		of = decode
 		if pHow <= dHow {
 			of = prefill
+		}
+		if pHow == absent && eHow == absent && dHow > unwell {
+			return choice{}, absent, prefill
 		}
 		return choice{}, max(how, eHow, unwell), of
 	}
@@ -386,6 +401,7 @@ func (f *fleet) leave(b *backend, lacks int) {
 	defer f.mu.Unlock()
 	b.inFlight--
 	b.pending -= lacks
+	b.circuit.probe = false // whatever came of it, another request may probe the engine
 	f.dispatchLocked()
 }
 
@@ -514,9 +530,15 @@ func (f *fleet) refuseLocked(w *want, how stand, of role) error {
 	case ready:
 		return nil
 	case absent:
+		lacks := ""
+		for _, b := range f.mu.all {
+			if b.well.Load() && b.models.Load() != nil && b.serves(w.model) && w.model != "" {
+				lacks = map[role]string{prefill: "decode", decode: "prefill"}[b.role]
+			}
+		}
 		for _, b := range f.mu.all {
 			if b.well.Load() { // so the others are known
-				return noModel(w.model)
+				return noModel(w.model, lacks)
 			}
 		}
 		return unavailable("no engine is well")
@@ -544,7 +566,11 @@ func unavailable(text string) *refusal {
 	return &refusal{status: http.StatusServiceUnavailable, kind: "ServiceUnavailable", text: text, retry: 1, outcome: "no_engine"}
 }
 
-// noModel is vLLM's answer.
-func noModel(name string) *refusal {
-	return &refusal{status: http.StatusNotFound, kind: "NotFoundError", param: "model", text: fmt.Sprintf("The model `%.128s` does not exist.", name), outcome: "bad_request"}
+// noModel is vLLM's answer. lacks is the role of the engines that do not have the model, where those of another role do; "": none has it.
+func noModel(name, lacks string) *refusal {
+	text := fmt.Sprintf("The model `%.128s` does not exist.", name)
+	if lacks != "" {
+		text = fmt.Sprintf("The model `%.128s` does not exist at the %s engines: prefill and decode engines must both have it.", name, lacks)
+	}
+	return &refusal{status: http.StatusNotFound, kind: "NotFoundError", param: "model", text: text, outcome: "bad_request", model: true}
 }

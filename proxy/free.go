@@ -7,11 +7,11 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/http1"
-	"github.com/kvasir-kv/kvasir/internal/openai"
 )
 
 // P keeps the KV of a prompt until a D has pulled it, or until its own limit, 480 s by default. Where no D did, a D is asked to, for a
@@ -87,8 +87,15 @@ func (e *exchange) abandon(done <-chan struct{}, abort func(), computed func() b
 //
 // The first release of MooncakeConnector pairs by request ids, which differ by API: there a chat is asked for again, with nothing but
 // what its prompt is made of.
-func (e *exchange) freeing(params []byte) freeing {
+//
+// The model is P's base model where P lists one: D may have refused an adapter.
+func (e *exchange) freeing(p *backend, params []byte) freeing {
 	f := freeing{path: "/v1/completions", id: e.sentID, model: e.want.model}
+	if list := p.models.Load(); list != nil {
+		if i := slices.IndexFunc(*list, func(m model) bool { return m.base != "" }); i >= 0 && e.p.fleet.hasDecode((*list)[i].id) {
+			f.model = (*list)[i].id
+		}
+	}
 	fields := map[string]json.RawMessage{"prompt": json.RawMessage("[1]")}
 	if e.p.o.Dialect == Mooncake013 && e.r.URL.Path != f.path && e.q != nil {
 		f.path = e.r.URL.Path
@@ -202,42 +209,4 @@ func (p *Proxy) take(ctx context.Context, b *backend, f freeing) error {
 	}
 	_, err = resp.ReadAll(maxWhole)
 	return err
-}
-
-// prefillPieces returns the request for P, which computes one token. The body is held.
-//
-// What D refuses stays in it where P refuses it, too: P would compute for nothing, and keep the KV.
-func (e *exchange) prefillPieces(params []byte) ([][]byte, *body) {
-	edits := append(e.prefillEdits(), openai.Edit{Key: "kv_transfer_params", Value: params})
-	pieces, _ := e.q.Apply(append(edits, e.salt...)...)
-	e.body.hold()
-	return pieces, e.body
-}
-
-func (e *exchange) prefillEdits() []openai.Edit {
-	one := []byte("1")
-	edits := []openai.Edit{{Key: "ec_transfer_params"}}
-	stream, _ := e.q.Bool(e.q.Stream)
-	if stream || !e.q.Stream.Has() {
-		edits = append(edits, openai.Edit{Key: "stream", Value: []byte("false")})
-	}
-	if stream {
-		edits = append(edits, openai.Edit{Key: "stream_options"})
-	}
-	least, _ := e.q.Int(e.q.MinTokens)
-	most, some := e.q.Int(e.q.MaxTokens)
-	if more, ok := e.q.Int(e.q.MaxNew); ok {
-		most, some = more, true
-	}
-	if some && least > most {
-		return edits
-	}
-	edits = append(edits, openai.Edit{Key: "min_tokens"})
-	if e.q.Countable(e.q.MaxTokens) {
-		edits = append(edits, openai.Edit{Key: "max_tokens", Value: one})
-	}
-	if e.q.MaxNew.Has() && e.q.Countable(e.q.MaxNew) {
-		edits = append(edits, openai.Edit{Key: "max_completion_tokens", Value: one})
-	}
-	return edits
 }

@@ -149,7 +149,7 @@ func (e *exchange) hasTurn() bool {
 func (e *exchange) takePlaces() (choice, error) {
 	l := e.list
 	if l == nil {
-		return e.p.fleet.take(e.r.Context(), &e.want)
+		return e.p.takeNow(e.r.Context(), &e.want)
 	}
 	e.givePlaces()
 	if !e.hasTurn() {
@@ -157,7 +157,7 @@ func (e *exchange) takePlaces() (choice, error) {
 	}
 	defer func() { <-l.turn }()
 	for {
-		c, err := e.p.fleet.take(e.r.Context(), &e.want)
+		c, err := e.p.takeNow(e.r.Context(), &e.want)
 		if err == nil {
 			e.hasPlaces = true
 			l.places.Add(1)

@@ -90,6 +90,9 @@ type Options struct {
 	EngineTLS *tls.Config    // for engines at https; nil: the system's authorities
 	EngineKey string         // sent to engines as their API key; "": what the client sent
 
+	CORS        CORS
+	PassHeaders []string // of clients with keys that reach engines beside the usual ones
+
 	FoundNetworks    []netip.Prefix // in which engines may be that a registry names; default loopback and private networks
 	EngineKeyToFound bool           // such engines get EngineKey, too
 

@@ -7,7 +7,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"net"
 	"net/http"
 	"net/url"
@@ -47,6 +46,10 @@ type Proxy struct {
 	bodies      bodyMemory
 	frees       frees
 	budget      budget
+	responses   responses
+	passes      map[string]bool // Options.PassHeaders, immutable
+	looks       modelLooks
+	paramless   [openai.Other + 1]atomic.Bool // APIs whose answers of P do not say where its KV is
 	n           *counters
 }
 
@@ -58,6 +61,10 @@ func New(o Options) (*Proxy, error) {
 	o = o.withDefaults()
 	p := &Proxy{o: o, n: newCounters()}
 	p.fleet.o = &p.o
+	p.passes = make(map[string]bool)
+	for _, name := range o.PassHeaders {
+		p.passes[http.CanonicalHeaderKey(name)] = true
+	}
 	p.bodies.limit = o.BodyMemory
 	p.fleet.mu.queues = make(map[string]*queue)
 	if o.indexed() {
@@ -194,11 +201,10 @@ func (p *Proxy) Drain() { p.draining.Store(true) }
 
 // ServeHTTP implements http.Handler.
 func (p *Proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if p.o.CORS.headers(w, r) {
+		return
+	}
 	switch path := r.URL.Path; path {
-	case "/v1/completions", "/v1/chat/completions":
-		p.complete(w, r, true)
-	case "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/score", "/v1/rerank", "/pooling", "/classify", "/tokenize", "/detokenize":
-		p.complete(w, r, false)
 	case "/health", "/healthz", "/healthcheck", "/ping":
 		if p.draining.Load() {
 			fail(w, unavailable("the proxy is stopping"))
@@ -207,12 +213,23 @@ func (p *Proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 	case "/v1/models":
 		if !p.allowed(r) {
-			fail(w, &refusal{status: http.StatusUnauthorized, kind: "AuthenticationError", text: "the API key is missing or unknown"})
+			failUnauthorized(w)
 			return
 		}
 		p.models(w)
 	default:
-		fail(w, &refusal{status: http.StatusNotFound, kind: "NotFoundError", text: "no such path"})
+		switch route, id := routeOf(path); route {
+		case throughPD, atOne, form:
+			p.complete(w, r, route)
+		case ofResponse:
+			p.serveStored(w, r, id)
+		case ofAnEngine:
+			p.serveOfAnEngine(w, r)
+		case refusedBy:
+			fail(w, &refusal{status: http.StatusNotImplemented, kind: "NotImplementedError", text: reasons[path]})
+		default:
+			fail(w, &refusal{status: http.StatusNotFound, kind: "NotFoundError", text: "no such path"})
+		}
 	}
 }
 
@@ -249,6 +266,7 @@ type refusal struct {
 	text    string
 	retry   int    // seconds; 0: none
 	outcome string // for the metrics
+	model   bool   // no engine lists the model
 	always  bool   // written although the client seems to have left: it may have closed only its side
 }
 
@@ -282,9 +300,10 @@ func failWith(w http.ResponseWriter, err error) {
 	fail(w, r)
 }
 
-// complete serves one request. split: P and D may each have their part.
-func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, split bool) {
+// complete serves one request of a route with a body.
+func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route how) {
 	e := newExchange(p, w, r)
+	e.route = route
 	outcome := "bad_request"
 	defer func() {
 		e.end(outcome) // also when the connection is cut
@@ -318,8 +337,10 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, split bool) {
 		outcome = e.refuse(err)
 		return
 	}
-	e.want.many = split && !e.q.OneSequence()
-	e.want.alone = !split || e.want.many
+	e.want.alone = route != throughPD
+	if route == throughPD {
+		e.want.alone, e.want.many = e.aloneOf()
+	}
 	var prompts []openai.Range
 	if e.want.many {
 		if prompts, err = e.apart(); err != nil {
@@ -337,6 +358,9 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, split bool) {
 
 // scanned reads what the proxy needs to know of a request.
 func (e *exchange) scanned() error {
+	if e.route == form {
+		return e.scannedForm()
+	}
 	q, err := openai.Scan(e.body.b)
 	if err != nil {
 		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: err.Error(), outcome: "bad_request"}
@@ -354,10 +378,10 @@ func (e *exchange) scanned() error {
 		return err
 	}
 	e.q, e.want.model = q, name
-	prompt := q.Prompt
-	if !prompt.Has() {
-		prompt = q.Messages
+	if err := e.stay(); err != nil {
+		return err
 	}
+	prompt := e.promptOf()
 	e.want.bytes = prompt.To - prompt.From
 	e.salt = e.salted()
 	if e.p.index != nil && prompt.Has() {
@@ -395,24 +419,4 @@ func checkXArgs(q *openai.Request) error {
 		}
 	})
 	return err
-}
-
-// onlyModel returns the model that a request without one means; "" is whatever there is.
-func (p *Proxy) onlyModel() (name string, err error) {
-	for _, b := range p.fleet.engines() {
-		list := b.models.Load()
-		if list == nil {
-			continue
-		}
-		for _, m := range *list {
-			if name != "" && m.id != name {
-				return "", &refusal{
-					status: http.StatusBadRequest, kind: "BadRequestError", param: "model", outcome: "bad_request",
-					text: fmt.Sprintf("model is missing: there is more than one, for example %.128s and %.128s", name, m.id),
-				}
-			}
-			name = m.id
-		}
-	}
-	return name, nil
 }

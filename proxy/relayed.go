@@ -24,7 +24,7 @@ const askRelay = time.Second
 
 // outputOnly are keys of a request that do not change the KV of its prompt.
 var outputOnly = map[string]bool{
-	"stream": true, "stream_options": true, "max_tokens": true, "max_completion_tokens": true, "min_tokens": true, "temperature": true,
+	"stream": true, "stream_options": true, "max_tokens": true, "max_completion_tokens": true, "max_output_tokens": true, "store": true, "min_tokens": true, "temperature": true,
 	"top_p": true, "top_k": true, "min_p": true, "seed": true, "stop": true, "user": true, "kv_transfer_params": true,
 }
 

@@ -211,24 +211,14 @@ func (f *fleet) succeeded(b *backend) {
 	b.circuit = circuit{}
 }
 
-// probed notes that a probe has ended without an answer of the engine, because its client left.
-func (f *fleet) probed(b *backend) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	b.circuit.probe = false
-}
-
 // judge notes what a call of an engine says about it.
 func (e *exchange) judge(b *backend, err error) {
 	switch {
 	case err == nil, errors.Is(err, errNoRoom):
 		e.p.fleet.succeeded(b)
 	case e.r.Context().Err() != nil, errors.Is(err, errLate):
-		e.p.fleet.probed(b)
 	case errors.Is(err, errFailed), errors.Is(err, errLost), errors.Is(err, errNotSent), errors.Is(err, errEmptyAnswer):
 		e.p.fleet.failed(b)
-	default:
-		e.p.fleet.probed(b)
 	}
 }
 

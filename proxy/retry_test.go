@@ -3,6 +3,7 @@
 package proxy_test
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"net/http"
@@ -133,6 +134,43 @@ func TestCircuit(t *testing.T) {
 	send(20)
 	if n := bad.asked.Load() - asked; n != 10 {
 		t.Errorf("an engine that has recovered gets %d of 20 requests", n)
+	}
+}
+
+// A probe whose client leaves says nothing: the next request probes the engine.
+func TestProbeOfAClientThatLeaves(t *testing.T) {
+	var asked atomic.Int64
+	bad := mock(t, func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body)
+		switch n := asked.Add(1); {
+		case n <= 5:
+			http.Error(w, "{}", 500)
+		case n == 6:
+			<-r.Context().Done()
+		default:
+			fmt.Fprint(w, `{}`)
+		}
+	})
+	good := startAnswering(t, 200)
+	url, s := startProxy(t, proxy.Options{Engines: []string{bad, good.url}, HealthInterval: 20 * time.Millisecond})
+	reach(t, url)
+	testkit.Eventually(t, "both are well", func() bool { w := s.Stats().Well; return w[bad]+w[good.url] == 2 })
+	testkit.Eventually(t, "the engine is paused", func() bool { post(t, url, `{"prompt":"a"}`); return s.Stats().Paused[bad] == 1 })
+	testkit.Eventually(t, "the pause ends", func() bool { return s.Stats().Paused[bad] == 0 })
+	for asked.Load() < 6 {
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		r, _ := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", strings.NewReader(`{"prompt":"a"}`))
+		if resp, err := http.DefaultClient.Do(r); err == nil {
+			resp.Body.Close()
+		}
+		cancel()
+	}
+	testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
+	for range 4 {
+		post(t, url, `{"prompt":"a"}`)
+	}
+	if n := asked.Load(); n < 8 {
+		t.Errorf("the engine was asked %d times", n)
 	}
 }
 

@@ -165,7 +165,7 @@ func TestTransferParametersAreNotSmuggled(t *testing.T) {
 			t.Errorf("%s", text)
 		}
 	}
-	if len(bodies) != 2 || len(more) != 1 {
+	if len(bodies) != 2 || len(more) != 2 {
 		t.Error(len(bodies), len(more))
 	}
 }

@@ -3,7 +3,6 @@
 package proxy
 
 import (
-	"bytes"
 	"errors"
 	"io"
 	"time"
@@ -18,11 +17,11 @@ const maxEvent = 4 << 20
 // fixesUsage returns what corrects cached_tokens in D's answer: D counts all that came from P, the
 // client is to see what P had. nil: there is nothing to correct.
 func (e *exchange) fixesUsage(stream bool) func([]byte) []byte {
-	if !e.split || stream && !e.q.StreamOptions.Has() {
+	if !e.split || stream && openai.APIOf(e.r.URL.Path) == openai.Completions && !e.q.StreamOptions.Has() {
 		return nil
 	}
 	return func(data []byte) []byte {
-		if e.prefillEnded != nil && bytes.Contains(data, []byte(`"cached_tokens"`)) {
+		if e.prefillEnded != nil && openai.HasCached(data) {
 			// P has computed all that D has; only its answer may still be on its way.
 			late := time.NewTimer(prefillGrace)
 			defer late.Stop()

@@ -24,32 +24,50 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 	if v := r.Params.Of(text); len(v) > 2 && v[0] == '{' {
 		a.Params = bytes.Clone(v)
 	}
+	type details struct {
+		Cached int `json:"cached_tokens"`
+	}
 	var usage struct {
-		Details *struct {
-			Cached int `json:"cached_tokens"`
-		} `json:"prompt_tokens_details"`
+		Details *details `json:"prompt_tokens_details"`
+		Input   *details `json:"input_tokens_details"`    // of Responses
+		Read    int      `json:"cache_read_input_tokens"` // of Messages
 	}
 	for i := range r.fields {
 		if name, _ := r.Text(r.fields[i].name); name == "usage" {
 			if v := r.fields[i].value.Of(text); v[0] != '{' || json.Unmarshal(v, &usage) != nil {
 				continue
 			}
-			a.Cached = 0
-			if usage.Details != nil {
-				a.Cached = max(usage.Details.Cached, 0)
+			a.Cached = max(usage.Read, 0)
+			for _, d := range []*details{usage.Details, usage.Input} {
+				if d != nil {
+					a.Cached = max(a.Cached, d.Cached)
+				}
 			}
 		}
 	}
 	return a, nil
 }
 
-var cachedKey = []byte(`"cached_tokens"`)
+// cachedKeys are the names of a usage's cached tokens: of OpenAI's APIs and of Anthropic's.
+var cachedKeys = [][]byte{[]byte(`"cached_tokens"`), []byte(`"cache_read_input_tokens"`)}
+
+// HasCached reports whether an answer, or an event of a stream, has a number of cached tokens.
+func HasCached(text []byte) bool {
+	return bytes.Contains(text, cachedKeys[0]) || bytes.Contains(text, cachedKeys[1])
+}
 
 // SetCached returns an answer, or an event of a stream, with another number of cached tokens.
 // A text without such a number is returned as it is.
 //
 // A string of an answer cannot be taken for the key: its quotes have backslashes.
 func SetCached(text []byte, n int) []byte {
+	for _, key := range cachedKeys {
+		text = setCached(text, key, n)
+	}
+	return text
+}
+
+func setCached(text, cachedKey []byte, n int) []byte {
 	var out []byte
 	for {
 		at := bytes.Index(text, cachedKey)

@@ -43,6 +43,15 @@ type Request struct {
 
 	StreamOptions Range
 
+	Input      Range // of /v1/responses
+	MaxOutput  Range // max_output_tokens
+	Previous   Range // previous_response_id
+	Background Range
+	TokenIDs   Range // of /inference/v1/generate
+	Sampling   Range // sampling_params
+
+	ToolChoice Range
+
 	Embeds Range // prompt_embeds
 	N      Range
 	BestOf Range
@@ -200,6 +209,20 @@ func (r *Request) note(f field) {
 		r.Salt = f.value
 	case "stream_options":
 		r.StreamOptions = f.value
+	case "tool_choice":
+		r.ToolChoice = f.value
+	case "input":
+		r.Input = f.value
+	case "max_output_tokens":
+		r.MaxOutput = f.value
+	case "previous_response_id":
+		r.Previous = f.value
+	case "background":
+		r.Background = f.value
+	case "token_ids":
+		r.TokenIDs = f.value
+	case "sampling_params":
+		r.Sampling = f.value
 	case "prompt_embeds":
 		r.Embeds = f.value
 	case "n":

@@ -162,7 +162,7 @@ func Open(ctx context.Context, o Options) (*Engine, error) {
 		c.Connector = connectors{e}
 		for _, k := range o.Connectors {
 			c.Sends = c.Sends || k.Role != wire.Consumer
-			c.Receives = c.Receives || k.Role != wire.Producer
+			c.Receives = c.Receives || k.Role != wire.Producer || k.Connector == kvconfig.MooncakeStoreConnector
 			c.Recompute = c.Recompute || k.LoadFailurePolicy == kvconfig.Recompute
 		}
 	}

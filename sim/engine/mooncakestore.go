@@ -161,7 +161,7 @@ func (k *storeConn) see(q *request) *storeRequest {
 }
 
 func (k *storeConn) match(q *request, local int) (external int, async, ok bool) {
-	if k.o.Role == wire.Producer || !k.o.Lookup {
+	if !k.o.Lookup { // a producer looks up, too, as in vLLM
 		return 0, false, true
 	}
 	r := k.see(q)

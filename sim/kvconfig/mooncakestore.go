@@ -53,6 +53,10 @@ func (c *Config) MooncakeStore(getenv func(string) (string, bool)) (*MooncakeSto
 	m := &MooncakeStore{Role: c.Role, Lookup: true}
 	p.flag(c.extra, "enable_lookup", &m.Lookup)
 	p.flag(c.extra, "save_decode_cache", &m.SaveDecode)
+	async := true
+	if p.flag(c.extra, "load_async", &async); !async {
+		p.add("load_async false is not supported: loads go beside the engine's steps")
+	}
 	p.text(c.extra, "", "cache_prefix", &m.Prefix)
 	p.text(c.extra, "", "preferred_segment", &m.Segment)
 	p.storeFile(getenv, m)

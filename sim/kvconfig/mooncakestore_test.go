@@ -32,6 +32,8 @@ func TestMooncakeStore(t *testing.T) {
 		t.Errorf("%+v, %v", m, err)
 	}
 
+	_, err = parse(t, `{"kv_connector":"MooncakeStoreConnector","kv_role":"kv_both","kv_connector_extra_config":{"load_async":false}}`)[0].MooncakeStore(env("MOONCAKE_CONFIG_PATH", file))
+	wants(t, err, "load_async false is not supported")
 	_, err = c.MooncakeStore(env())
 	wants(t, err, "MOONCAKE_CONFIG_PATH is not set")
 	_, err = c.MooncakeStore(env("MOONCAKE_CONFIG_PATH", file+"x"))

@@ -5,9 +5,11 @@ package cli
 import (
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/json"
 	"errors"
 	"net/netip"
 	"os"
+	"strings"
 	"time"
 
 	proxytool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/proxy"
@@ -33,11 +35,18 @@ type proxyCmd struct {
 	Limits     string   `name:"shared-limits" help:"Redis or Valkey in which several proxies count rate and concurrent of keys together: redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix:PATH (best as KVASIR_PROXY_SHARED_LIMITS). While it does not answer, each proxy holds the limits by itself." placeholder:"URL" group:"Access"`
 	KeyToFound bool     `name:"engine-api-key-to-found" help:"Engines that a registry names (registry+http) get the key of --engine-api-key, too: whoever can register learns it." group:"Access"`
 	AllowNet   []string `name:"allow-net" help:"Networks (CIDR) in which engines may be that a registry names. Default: loopback and private networks." placeholder:"CIDR" group:"Access"`
+	PassHeader []string `name:"pass-header" help:"Header of clients that reaches engines although there are --api-keys; again for more. Credentials never do." placeholder:"NAME" sep:"none" group:"Access"`
 	EngineKey  string   `name:"engine-api-key" help:"API key that engines want (best as KVASIR_PROXY_ENGINE_API_KEY)." group:"Access"`
 	EngineCA   string   `name:"engine-ca" help:"Authorities (PEM) of engines at https, instead of the system's." placeholder:"FILE" group:"Access"`
 	AdminHost  string   `name:"admin-host" help:"Address of --admin-port." default:"127.0.0.1" group:"Access"`
 	AdminPort  int      `name:"admin-port" help:"Port of /engines (list, add, remove, drain) and /metrics; none by default." placeholder:"PORT" group:"Access"`
+	AllowHost  []string `name:"allow-host" help:"Names under which /metrics is read, besides addresses, localhost and this machine's name." placeholder:"NAME" group:"Access"`
 	AdminToken string   `name:"admin-token" help:"Bearer token for /engines (best as KVASIR_PROXY_ADMIN_TOKEN)." group:"Access"`
+
+	Origins     []string `name:"allowed-origins" help:"Origins whose pages may use the API in browsers, as vLLM's JSON list or again for more; [\"*\"] is any. Default: none." placeholder:"ORIGIN" sep:"none" group:"Browsers"`
+	Methods     []string `name:"allowed-methods" help:"Methods that such pages may use; default all." placeholder:"METHOD" sep:"none" group:"Browsers"`
+	Headers     []string `name:"allowed-headers" help:"Headers that such pages may send; default all." placeholder:"HEADER" sep:"none" group:"Browsers"`
+	Credentials bool     `name:"allow-credentials" help:"Such pages may send credentials." group:"Browsers"`
 
 	Prefill   []string `help:"Prefill engine: its URL, and behind a blank the port of its registry (bootstrap server) on the same host, or behind a comma the registry's URL. Default: port 8998. dns+http://NAME:PORT is each address of a name, registry+http://HOST:PORT?port=API each host in a registry. Again for more." placeholder:"URL[ PORT]" sep:"none" group:"Engines"`
 	Decode    []string `help:"Decode engine, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
@@ -147,7 +156,24 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 		}
 		o.FoundNetworks = append(o.FoundNetworks, n.Masked())
 	}
-	o.EngineKeyToFound = c.KeyToFound
+	o.EngineKeyToFound, o.PassHeaders = c.KeyToFound, c.PassHeader
+	o.CORS.Credentials = c.Credentials
+	for _, f := range []struct {
+		name string
+		from []string
+		to   *[]string
+	}{{"--allowed-origins", c.Origins, &o.CORS.Origins}, {"--allowed-methods", c.Methods, &o.CORS.Methods}, {"--allowed-headers", c.Headers, &o.CORS.Headers}} {
+		for _, text := range f.from {
+			list := []string{text}
+			if strings.HasPrefix(text, "[") {
+				list = nil
+				if err := json.Unmarshal([]byte(text), &list); err != nil {
+					return o, usagef("%s %s is no JSON list of texts", f.name, text)
+				}
+			}
+			*f.to = append(*f.to, list...)
+		}
+	}
 	if c.APIKeys != "" {
 		o.Keys, err = keys.Open(c.APIKeys)
 	}
@@ -191,7 +217,7 @@ func (c *proxyCmd) Run(e *env) (err error) {
 	metrics.Add(registry, p.Stats)
 	so := proxytool.Server{
 		Proxy: p, Keys: o.Keys, Metrics: registry.Handler(), AdminToken: c.AdminToken, CertFile: c.TLSCert, KeyFile: c.TLSKey,
-		Drain: c.Drain, MaxConns: 2 * c.MaxInFlight, Log: e.log,
+		AllowHosts: c.AllowHost, Drain: c.Drain, MaxConns: 2 * c.MaxInFlight, Log: e.log,
 	}
 	if so.Listener, err = takeover.ListenTCP(e.ctx, c.Host, c.Port); err != nil {
 		return takeover.ExplainListen(err, "--host", "--port")

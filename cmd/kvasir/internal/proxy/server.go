@@ -28,10 +28,12 @@ type Server struct {
 	CertFile, KeyFile string // https; "": http
 
 	Keys    *keys.Set    // read again when their file changes; nil: none
-	Metrics http.Handler // at /metrics of Admin, or of Listener if there is neither Admin nor Keys
+	Metrics http.Handler // guarded from pages of other sites, at /metrics of Admin, or of Listener if there is neither Admin nor Keys
 
 	Admin      net.Listener // of /engines; closed by Serve; nil: none
 	AdminToken string
+
+	AllowHosts []string // names under which Metrics are read, besides addresses, localhost and this machine's name
 
 	Drain time.Duration // for requests in progress when ctx ends
 	Log   *slog.Logger
@@ -42,7 +44,7 @@ func (s *Server) Serve(ctx context.Context) (err error) {
 	mux := http.NewServeMux()
 	mux.Handle("/", s.Proxy)
 	if s.Keys == nil && s.Admin == nil {
-		mux.Handle("GET /metrics", s.Metrics)
+		mux.Handle("GET /metrics", s.metrics())
 	}
 	web := httpserver.NewServer(mux)
 	web.WriteTimeout = 0 // the proxy gives each piece of an answer its own time
@@ -103,8 +105,13 @@ func (s *Server) Serve(ctx context.Context) (err error) {
 func (s *Server) admin() *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("/", s.Proxy.Admin(s.AdminToken))
-	mux.Handle("GET /metrics", s.Metrics)
+	mux.Handle("GET /metrics", s.metrics())
 	return httpserver.NewServer(mux)
+}
+
+// metrics answers no page of another site: a name that leads here, or a request that a browser says to be cross-site, is refused.
+func (s *Server) metrics() http.Handler {
+	return httpserver.Guard{AllowHosts: s.AllowHosts}.Handler(s.Metrics)
 }
 
 func (s *Server) close() error {

@@ -132,3 +132,58 @@ func TestServe(t *testing.T) {
 		t.Error("the listener is open")
 	}
 }
+
+// A page of another site reads no figures, neither through a name of its own that leads here nor across sites, on either port. CORS never
+// covers them.
+func TestMetricsAreGuarded(t *testing.T) {
+	engine := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	defer engine.Close()
+	for _, admin := range []bool{false, true} {
+		p, err := proxy.New(proxy.Options{Engines: []string{engine.URL}, CORS: proxy.CORS{Origins: []string{"*"}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s := &Server{
+			Proxy: p, Listener: listen(t), MaxConns: 10, Drain: time.Second, Log: slog.New(slog.DiscardHandler), AllowHosts: []string{"proxy.example"},
+			Metrics: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "figures") }),
+		}
+		at := s.Listener
+		if admin {
+			s.Admin, s.AdminToken = listen(t), "tok"
+			at = s.Admin
+		}
+		ctx, stop := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- s.Serve(ctx) }()
+		f := func(host, site, origin string, want int) {
+			t.Helper()
+			r, _ := http.NewRequest(http.MethodGet, "http://"+at.Addr().String()+"/metrics", nil)
+			r.Host = host
+			for k, v := range map[string]string{"Sec-Fetch-Site": site, "Origin": origin} {
+				if v != "" {
+					r.Header.Set(k, v)
+				}
+			}
+			resp, err := http.DefaultClient.Do(r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer resp.Body.Close()
+			if text, _ := io.ReadAll(resp.Body); resp.StatusCode != want || want != 200 && strings.Contains(string(text), "figures") || resp.Header.Get("Access-Control-Allow-Origin") != "" {
+				t.Errorf("admin %v, %s %s %s: %d %s", admin, host, site, origin, resp.StatusCode, text)
+			}
+		}
+		f("", "", "", 200)
+		f("localhost", "", "", 200)
+		f("proxy.example:8000", "none", "", 200)
+		f("evil.example", "", "", 403)
+		f("localhost", "cross-site", "", 403)
+		f("localhost", "", "http://evil.example", 403)
+		stop()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+		p.Close()
+	}
+	http.DefaultClient.CloseIdleConnections()
+}

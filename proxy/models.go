@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+)
+
+// onlyModel returns the model that a request without one means; "" is whatever there is. It is the only one that is no adapter, by
+// whatever of its names.
+func (p *Proxy) onlyModel() (name string, err error) {
+	var all []model
+	for _, b := range p.fleet.engines() {
+		if list := b.models.Load(); list != nil {
+			all = append(all, *list...)
+		}
+	}
+	if slices.ContainsFunc(all, func(m model) bool { return m.base != "" }) {
+		all = slices.DeleteFunc(all, func(m model) bool { return m.base == "" })
+	}
+	for _, m := range all {
+		if first := all[0]; m.id != first.id && (m.base == "" || m.base != first.base) {
+			return "", &refusal{
+				status: http.StatusBadRequest, kind: "BadRequestError", param: "model", outcome: "bad_request",
+				text: fmt.Sprintf("model is missing: there is more than one, for example %.128s and %.128s", first.id, m.id),
+			}
+		}
+		name = all[0].id
+	}
+	return name, nil
+}
+
+// modelLooks bounds the looks for a model that no engine lists.
+type modelLooks struct {
+	mu struct {
+		sync.Mutex
+		last time.Time
+	}
+}
+
+// lookEvery is how long the proxy does not ask engines again for a model that they do not list.
+const lookEvery = time.Second
+
+// takeNow takes places for a request. If engines do not list its model, they are asked once more: an adapter may just have been loaded.
+func (p *Proxy) takeNow(ctx context.Context, w *want) (choice, error) {
+	c, err := p.fleet.take(ctx, w)
+	if r, ok := errors.AsType[*refusal](err); !ok || !r.model || !p.lookForModels(ctx) {
+		return c, err
+	}
+	return p.fleet.take(ctx, w)
+}
+
+// lookForModels asks all engines for their models, unless they were asked a moment ago.
+func (p *Proxy) lookForModels(ctx context.Context) bool {
+	m := &p.looks.mu
+	m.Lock()
+	if time.Since(m.last) < lookEvery {
+		m.Unlock()
+		return false
+	}
+	m.last = time.Now()
+	m.Unlock()
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	var wg sync.WaitGroup
+	for _, b := range p.fleet.engines() {
+		if b.well.Load() {
+			wg.Go(func() { p.listModels(ctx, b) })
+		}
+	}
+	wg.Wait()
+	return true
+}

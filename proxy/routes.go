@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"mime"
+	"mime/multipart"
+	"net/http"
+	"strings"
+	"sync"
+
+	"github.com/kvasir-kv/kvasir/internal/openai"
+)
+
+// how says how a route is served.
+type how uint8
+
+const (
+	unknown    how = iota // 404, never forwarded
+	throughPD             // by P and D, or by an engine that does both
+	atOne                 // by an engine that does both, or by D alone
+	form                  // at one engine; the body is a multipart form
+	ofResponse            // by the engine that has a response
+	ofAnEngine            // GET at any engine
+	refusedBy             // refused with a reason
+)
+
+// routes are the paths of vLLM 0.32 that clients may use. Paths that change an engine (/v1/load_lora_adapter, /sleep, /reset_prefix_cache,
+// /collective_rpc) are not in it.
+var routes = map[string]how{
+	"/v1/completions": throughPD, "/v1/chat/completions": throughPD, "/v1/responses": throughPD, "/v1/messages": throughPD, "/inference/v1/generate": throughPD,
+	"/v1/chat/completions/batch": atOne, "/v1/messages/count_tokens": atOne, "/v1/embeddings": atOne, "/v2/embed": atOne, "/pooling": atOne, "/classify": atOne,
+	"/score": atOne, "/v1/score": atOne, "/rerank": atOne, "/v1/rerank": atOne, "/v2/rerank": atOne, "/tokenize": atOne, "/detokenize": atOne,
+	"/invocations": atOne, "/v1/completions/render": atOne, "/v1/chat/completions/render": atOne, "/v1/completions/derender": atOne, "/v1/chat/completions/derender": atOne,
+	"/v1/audio/transcriptions": form, "/v1/audio/translations": form, "/version": ofAnEngine,
+	"/v1/realtime": refusedBy, "/v1/audio/speech": refusedBy,
+}
+
+// reasons say why a listed route is refused.
+var reasons = map[string]string{
+	"/v1/realtime":     "the proxy does not speak WebSocket: ask an engine itself",
+	"/v1/audio/speech": "vLLM makes no speech",
+}
+
+// routeOf returns how a path is served, and the id of a stored response that it names.
+func routeOf(path string) (how, string) {
+	if r, ok := routes[path]; ok {
+		return r, ""
+	}
+	if id, ok := strings.CutPrefix(path, "/v1/responses/"); ok {
+		id = strings.TrimSuffix(id, "/cancel")
+		if id != "" && !strings.Contains(id, "/") {
+			return ofResponse, id
+		}
+	}
+	return unknown, ""
+}
+
+// aloneOf reports whether one engine must do the whole of a request of a route through P and D; many: because P's part of it would not be
+// one prompt.
+func (e *exchange) aloneOf() (alone, many bool) {
+	q, path := e.q, e.r.URL.Path
+	is := func(at openai.Range, values ...string) bool {
+		for _, v := range values {
+			if string(at.Of(q.Body)) == v {
+				return true
+			}
+		}
+		return !at.Has()
+	}
+	api := openai.APIOf(path)
+	if api != openai.Completions && e.p.o.Dialect != Mooncake && e.p.paramless[api].Load() {
+		return true, false // D would not learn of P's KV
+	}
+	switch {
+	case path == "/v1/responses": // one conversation; its state is at the engine that answers
+		return !is(q.Previous, "null", `""`) || !is(q.Background, "false", "null"), false
+	case path == "/v1/messages":
+		return false, false
+	case path == "/inference/v1/generate":
+		sampling, err := openai.Scan(q.Sampling.Of(q.Body))
+		many = q.Sampling.Has() && (err != nil || !sampling.OneSequence())
+		return many, many
+	}
+	many = !q.OneSequence()
+	return many, many
+}
+
+// promptOf returns where a request has its prompt.
+func (e *exchange) promptOf() openai.Range {
+	switch e.r.URL.Path {
+	case "/v1/responses":
+		return e.q.Input
+	case "/inference/v1/generate":
+		return e.q.TokenIDs
+	}
+	if e.q.Prompt.Has() {
+		return e.q.Prompt
+	}
+	return e.q.Messages
+}
+
+// maxResponses bounds the responses whose engines are remembered; the oldest gives way.
+const maxResponses = 1 << 16
+
+// responses says which engine has a response of /v1/responses, and whose it is.
+type responses struct {
+	mu struct {
+		sync.Mutex
+		by    map[string]responseAt
+		order []string // ring
+		next  int
+	}
+}
+
+type responseAt struct {
+	engine *backend
+	who    string // key that asked; "": there are no keys
+}
+
+func (r *responses) add(id string, at responseAt) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.mu.by == nil {
+		r.mu.by = make(map[string]responseAt)
+	}
+	if _, known := r.mu.by[id]; !known {
+		if len(r.mu.order) < maxResponses {
+			r.mu.order = append(r.mu.order, id)
+		} else {
+			delete(r.mu.by, r.mu.order[r.mu.next])
+			r.mu.order[r.mu.next] = id
+			r.mu.next = (r.mu.next + 1) % maxResponses
+		}
+	}
+	r.mu.by[id] = at
+}
+
+func (r *responses) find(id, who string) *backend {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if at, ok := r.mu.by[id]; ok && at.who == who {
+		return at.engine
+	}
+	return nil
+}
+
+func (e *exchange) keyName() string {
+	if e.key == nil {
+		return ""
+	}
+	return e.key.Name
+}
+
+// maxResponseID bounds an id that is remembered, bytes.
+const maxResponseID = 256
+
+// noteResponse remembers which engine has a response, from the beginning of its answer.
+func (e *exchange) noteResponse(b *backend, first []byte) {
+	if e.r.URL.Path != "/v1/responses" {
+		return
+	}
+	i := bytes.Index(first, []byte(`"resp_`))
+	if i < 0 {
+		return
+	}
+	id, _, ok := bytes.Cut(first[i+1:min(len(first), i+1+maxResponseID)], []byte(`"`))
+	if key := bytes.TrimRight(first[:i], " :"); ok && bytes.HasSuffix(key, []byte(`"id"`)) {
+		e.p.responses.add(string(id), responseAt{b, e.keyName()})
+	}
+}
+
+func noResponse(id string) error {
+	text := "Response with id '" + id[:min(len(id), 128)] + "' not found."
+	return &refusal{status: http.StatusNotFound, kind: "NotFoundError", param: "response_id", text: text, outcome: "bad_request"}
+}
+
+// stay sends a request that goes on from a response to the engine that has it.
+func (e *exchange) stay() error {
+	id, ok := e.q.Text(e.q.Previous)
+	if !ok || id == "" || e.r.URL.Path != "/v1/responses" {
+		return nil
+	}
+	if e.want.only = e.p.responses.find(id, e.keyName()); e.want.only == nil && e.key != nil {
+		return noResponse(id) // it may be another key's
+	}
+	return nil
+}
+
+// serveStored serves a request about a response, which has no body of interest.
+func (p *Proxy) serveStored(w http.ResponseWriter, r *http.Request, id string) {
+	cancel := strings.HasSuffix(r.URL.Path, "/cancel")
+	if want := map[bool]string{false: http.MethodGet, true: http.MethodPost}[cancel]; r.Method != want {
+		w.Header().Set("Allow", want)
+		fail(w, &refusal{status: http.StatusMethodNotAllowed, kind: "BadRequestError", text: want + " is wanted"})
+		return
+	}
+	who := ""
+	if p.o.Keys != nil {
+		secret, ok := apiKey(r)
+		key := p.o.Keys.Find(secret)
+		if !ok || key == nil {
+			failUnauthorized(w)
+			return
+		}
+		who = key.Name
+	}
+	b := p.responses.find(id, who)
+	if b == nil || !p.fleet.has(b) {
+		failWith(w, noResponse(id))
+		return
+	}
+	p.forward(w, r, b)
+}
+
+func failUnauthorized(w http.ResponseWriter) {
+	fail(w, &refusal{status: http.StatusUnauthorized, kind: "AuthenticationError", text: "the API key is missing or unknown"})
+}
+
+// forward passes a small request without a body to an engine, and its answer back.
+func (p *Proxy) forward(w http.ResponseWriter, r *http.Request, b *backend) {
+	target := b.url + r.URL.EscapedPath()
+	if r.URL.RawQuery != "" {
+		target += "?" + r.URL.RawQuery
+	}
+	q, err := http.NewRequestWithContext(r.Context(), r.Method, target, nil)
+	if err != nil {
+		fail(w, &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: "the path is malformed"})
+		return
+	}
+	if key := p.keyFor(b); key != "" {
+		q.Header.Set("Authorization", "Bearer "+key)
+	} else if p.o.Keys == nil && r.Header.Get("Authorization") != "" {
+		q.Header.Set("Authorization", r.Header.Get("Authorization"))
+	}
+	resp, err := p.client.Do(q)
+	if err != nil {
+		p.o.Log.Warn("an engine does not answer", "engine", b.url, "path", r.URL.Path, "err", err)
+		fail(w, unavailable("the engine does not answer"))
+		return
+	}
+	defer resp.Body.Close()
+	if kind := resp.Header.Get("Content-Type"); kind != "" {
+		w.Header().Set("Content-Type", kind)
+	}
+	w.WriteHeader(resp.StatusCode)
+	rc := http.NewResponseController(w)
+	for buf := make([]byte, 16<<10); ; {
+		n, err := resp.Body.Read(buf)
+		if _, werr := w.Write(buf[:n]); werr != nil {
+			return
+		}
+		_ = rc.Flush() // the client may have gone
+		if errors.Is(err, io.EOF) {
+			return
+		}
+		if err != nil {
+			panic(http.ErrAbortHandler) // a cut answer is not whole
+		}
+	}
+}
+
+// serveOfAnEngine passes a GET to an engine that is well.
+func (p *Proxy) serveOfAnEngine(w http.ResponseWriter, r *http.Request) {
+	switch {
+	case r.Method != http.MethodGet:
+		w.Header().Set("Allow", http.MethodGet)
+		fail(w, &refusal{status: http.StatusMethodNotAllowed, kind: "BadRequestError", text: "GET is wanted"})
+		return
+	case !p.allowed(r):
+		failUnauthorized(w)
+		return
+	}
+	for _, b := range p.fleet.engines() {
+		if b.well.Load() && b.role != prefill {
+			p.forward(w, r, b)
+			return
+		}
+	}
+	fail(w, unavailable("no engine is well"))
+}
+
+// formModel returns the model that a multipart form names; "": none.
+func formModel(contentType string, body []byte) (string, error) {
+	bad := func(text string) error {
+		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: text, outcome: "bad_request"}
+	}
+	kind, params, err := mime.ParseMediaType(contentType)
+	if err != nil || kind != "multipart/form-data" || params["boundary"] == "" {
+		return "", bad("a multipart form is wanted")
+	}
+	for parts := multipart.NewReader(bytes.NewReader(body), params["boundary"]); ; {
+		part, err := parts.NextPart()
+		if errors.Is(err, io.EOF) {
+			return "", nil
+		}
+		if err != nil {
+			return "", bad("the form is malformed")
+		}
+		if part.FormName() == "model" {
+			name, err := io.ReadAll(io.LimitReader(part, 1<<10))
+			if err != nil {
+				return "", bad("the form is malformed")
+			}
+			return string(name), nil
+		}
+	}
+}
+
+// scannedForm is scanned for a multipart form: it passes as it is.
+func (e *exchange) scannedForm() (err error) {
+	name, err := formModel(e.r.Header.Get("Content-Type"), e.body.b)
+	if err != nil {
+		return err
+	}
+	if name == "" {
+		if name, err = e.p.onlyModel(); err != nil {
+			return err
+		}
+	}
+	e.q, _ = openai.Scan([]byte("{}"))
+	e.want.model, e.want.bytes = name, len(e.body.b)
+	return nil
+}
+
+// nested returns the edit of one key's object, whose own keys change.
+func nested(key string, object []byte, edits ...openai.Edit) []openai.Edit {
+	r, err := openai.Scan(object)
+	if err != nil {
+		return nil // P refuses it
+	}
+	pieces, _ := r.Apply(edits...)
+	return []openai.Edit{{Key: key, Value: bytes.Join(pieces, nil)}}
+}
