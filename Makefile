@@ -61,8 +61,8 @@ mutants: have-go ## change the code at MUTANTS places of the sample SEED; report
 interop: build ## run the real peers against this build, three parts at a time (makes Python environments; PART=one of them)
 	interop/run.sh $(PART)
 
-interop-masters: build ## the parts of make interop over a Mooncake Store, with its releases 0.3.7, 0.3.11 and 0.3.12
-	interop/run.sh $(foreach r,0.3.7 0.3.11 0.3.12,cluster@$(r) tier@$(r) store-engine@$(r))
+interop-masters: build ## the parts of make interop over a Mooncake Store, with its releases 0.3.7, 0.3.11, 0.3.12 and 0.3.14
+	interop/run.sh $(foreach r,0.3.7 0.3.11 0.3.12 0.3.14,cluster@$(r) tier@$(r) store-engine@$(r))
 
 interop-vllm: build ## run real vLLM engines against this build (34 GB, minutes; PART=parts of LMCache alone, PD=parts of P/D alone)
 	[ -n "$(PD)" ] || interop/vllm.sh $(PART)

@@ -5,7 +5,7 @@
 # printed whole when the part has ended, with its time. With RERUN=1 a part that failed is run once more, alone: one that
 # passes then is named at the end, with its first output. One that shows a bug of ours, as a panic, a data race or wrong
 # bytes, is not: .ci/again.sh. cluster, tier and store-engine may name a release of Mooncake, as in cluster@0.3.7; make
-# interop-masters runs them with all earlier ones.
+# interop-masters runs them with all others.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -77,6 +77,7 @@ mooncake() {
 	*) te=$(interop/python.sh interop/requirements-te.txt) ;;
 	esac
 	case $part in
+	*@0.3.14) interop/cuda-stub.sh "$te" ;;
 	*@0.3.12) LD_LIBRARY_PATH=$("$te" -c 'import nvidia.cuda_runtime as r; print(list(r.__path__)[0] + "/lib")') && export LD_LIBRARY_PATH ;;
 	esac
 }

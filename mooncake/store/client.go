@@ -116,8 +116,8 @@ var defaultPutTimes = putTimes{writes: 20 * time.Second, whole: 28 * time.Second
 // maxLeft is how long a call that gives places back may take when its context has ended.
 const maxLeft = 5 * time.Second
 
-// Put puts objects. errs[i] is nil also where another client has put the object, or is putting it: the first
-// writer wins, since an object is immutable. It is NoRoom where the cluster has no room, and wraps ErrTransfer
+// Put puts objects. errs[i] is nil also where another client has put the object: the first writer wins, since an object
+// is immutable. It wraps NotReady where the object exists and cannot be read now. It is NoRoom where the cluster has no room, and wraps ErrTransfer
 // where a node did not take the bytes. Nothing of an object is visible before all of it is there.
 func (c *Client) Put(ctx context.Context, objects []Object) (errs []error) {
 	errs = make([]error, len(objects))
@@ -126,6 +126,7 @@ func (c *Client) Put(ctx context.Context, objects []Object) (errs []error) {
 		c.put(ctx, objects[from:to], errs[from:to])
 		from = to
 	}
+	var existing []int
 	for i, err := range errs {
 		switch {
 		case err == nil:
@@ -135,6 +136,7 @@ func (c *Client) Put(ctx context.Context, objects []Object) (errs []error) {
 			c.stats.existed.Add(1)
 			if !c.o.ReportExisting {
 				errs[i] = nil
+				existing = append(existing, i)
 			}
 		case errors.Is(err, NoRoom):
 			c.stats.noRoom.Add(1)
@@ -142,7 +144,27 @@ func (c *Client) Put(ctx context.Context, objects []Object) (errs []error) {
 			c.stats.putErrors.Add(1)
 		}
 	}
+	if len(existing) > 0 {
+		c.checkExisting(ctx, objects, existing, errs)
+	}
 	return errs
+}
+
+// checkExisting sets errs of objects that exist and cannot be read. Where the master does not answer they stay nil.
+func (c *Client) checkExisting(ctx context.Context, objects []Object, existing []int, errs []error) {
+	keys := make([]string, len(existing))
+	for n, i := range existing {
+		keys[n] = objects[i].Key
+	}
+	found, err := c.master.Replicas(ctx, keys)
+	if err != nil {
+		return
+	}
+	for n, i := range existing {
+		if errors.Is(found[n].Err, NotReady) {
+			errs[i] = fmt.Errorf("mooncake store: the master did not take the object: %w: %w", Exists, found[n].Err)
+		}
+	}
 }
 
 // batch returns the end of the objects from from on that have limit bytes together, or of one.

@@ -305,3 +305,42 @@ func TestReportExisting(t *testing.T) {
 		t.Fatal(errs)
 	}
 }
+
+// A master of 0.3.14 names the length of its answers and appends fields that are skipped.
+func TestAnswersWithLaterFields(t *testing.T) {
+	c := newCluster(t, 2, ClientOptions{})
+	c.master.Set(func() { c.master.Lengths, c.master.Copies = true, 2 })
+	m := masterOf(t, MasterOptions{Addresses: []string{c.master.Addr}})
+	defer m.Close()
+	if v, err := m.Version(t.Context()); err != nil || v != V0_3_14 {
+		t.Fatal(v, err)
+	}
+	a, b := content(1, 100_000), content(2, 77)
+	for i, err := range c.client.Put(t.Context(), []Object{{"a", [][]byte{a}}, {"b", [][]byte{b}}}) {
+		if err != nil {
+			t.Fatal(i, err)
+		}
+	}
+	gotA, gotB := make([]byte, len(a)), make([]byte, len(b))
+	errs := c.client.Get(t.Context(), []Object{{"a", [][]byte{gotA}}, {"none", [][]byte{{0}}}, {"b", [][]byte{gotB}}})
+	if errs[0] != nil || errs[1] != NotFound || errs[2] != nil || !bytes.Equal(gotA, a) || !bytes.Equal(gotB, b) {
+		t.Fatal(errs)
+	}
+}
+
+// A put of an object that a silent node has is an error: the object can be neither read nor written.
+func TestPutOfAHiddenObject(t *testing.T) {
+	c := newCluster(t, 1, ClientOptions{})
+	o := []Object{{"a", [][]byte{{1}}}, {"b", [][]byte{{2}}}}
+	if errs := c.client.Put(t.Context(), o); errs[0] != nil || errs[1] != nil {
+		t.Fatal(errs)
+	}
+	c.master.Set(func() { c.master.Hidden = map[string]bool{"a": true} })
+	errs := c.client.Put(t.Context(), o)
+	if !errors.Is(errs[0], NotReady) || errs[1] != nil {
+		t.Fatal(errs)
+	}
+	if errs := c.client.Get(t.Context(), o); errs[0] != NotReady || errs[1] != nil {
+		t.Fatal(errs)
+	}
+}

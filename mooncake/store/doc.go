@@ -8,6 +8,6 @@
 //   - [Node] gives memory to the cluster.
 //
 // Releases of Mooncake refuse each other's calls, since a changed struct changes the hash of a type. The
-// Master finds out which of the known ones a master is, 0.3.7, 0.3.11, 0.3.12 or 0.3.13, by calls
-// that change nothing. There is no authentication on any of these wires: keep them private.
+// Master finds out which of the known ones a master is, 0.3.7, 0.3.11, 0.3.12, 0.3.13 or
+// 0.3.14, by calls that change nothing. There is no authentication on any of these wires: keep them private.
 package store

@@ -13,9 +13,9 @@ const (
 	BadArgument   Code = -600
 	NotYours      Code = -601
 	Complete      Code = -700
-	NotReady      Code = -703 // it is being put
+	NotReady      Code = -703 // it is being put, or its node is silent: masters from 0.3.14 on hide the objects of such a node
 	NotFound      Code = -704
-	Exists        Code = -705 // or is being put
+	Exists        Code = -705 // or is being put, or hidden
 	Leased        Code = -706
 	LeaseExpired  Code = -707
 	NotSupported  Code = -1012
@@ -23,8 +23,10 @@ const (
 )
 
 var codeTexts = map[Code]string{
-	NoRoom: "no room now", BadArgument: "bad argument", NotYours: "it belongs to another client", Complete: "it is complete", NotReady: "it is being put",
-	NotFound: "no such object", Exists: "it exists, or is being put", Leased: "it is leased", LeaseExpired: "its lease expired", NotSupported: "not supported",
+	NoRoom: "no room now", BadArgument: "bad argument", NotYours: "it belongs to another client", Complete: "it is complete",
+	NotReady: "it cannot be read now: a client is putting it, or its node is silent, and the master hides it for about 20 s",
+
+	NotFound: "no such object", Exists: "it exists, or is being put, or its node is silent", Leased: "it is leased", LeaseExpired: "its lease expired", NotSupported: "not supported",
 	QuotaExceeded: "the quota is exceeded",
 }
 

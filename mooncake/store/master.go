@@ -245,9 +245,13 @@ func (m *Master) greet(ctx context.Context, addr string, limit time.Duration) (*
 }
 
 // probe finds out the master's release: it asks to put an object without a name, which changes nothing, in
-// the form of each release. One of them is refused as a bad name, the others as bad calls.
+// the form of each release. One of them is refused as a bad name, the others as bad calls. The requests of 0.3.13 and
+// 0.3.14 are the same; the answers of 0.3.14 name their length.
 func (m *Master) probe(ctx context.Context, c *conn) (*codec, error) {
 	for _, v := range Versions {
+		if v == V0_3_13 {
+			continue
+		}
 		k := codecs[v]
 		w := c.begin(putStart, k.forms[putStart], len(m.o.Tenant))
 		if !k.pieces() {
@@ -269,16 +273,26 @@ func (m *Master) probe(ctx context.Context, c *conn) (*codec, error) {
 			return nil, fmt.Errorf("mooncake store: %s: %w", c.c.RemoteAddr(), err)
 		}
 		r, t, err := sp.Open(b)
-		if err != nil || t.Kind != sp.KindExpected || r.Bool() || r.Err() != nil {
-			break
+		if err == nil {
+			err = shape(t.Kind == sp.KindExpected && !r.Bool())
+		}
+		code := Code(0)
+		if err == nil {
+			code, err = Code(r.I32()), r.Err()
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%w: %s takes the requests of %v, but its answer to PutStart cannot be read: %w", ErrVersion, c.c.RemoteAddr(), v, err)
 		}
 		// A master that is not ready may have another reason than the name.
-		if code := Code(r.I32()); code != BadArgument {
+		if code != BadArgument {
 			return nil, fmt.Errorf("mooncake store: %s refuses to tell its release: %v", c.c.RemoteAddr(), code)
+		}
+		if v == V0_3_14 && !r.HasLater() {
+			return codecs[V0_3_13], nil
 		}
 		return k, nil
 	}
-	return nil, fmt.Errorf("%w: %s refuses the calls of 0.3.7, 0.3.11, 0.3.12 and 0.3.13 (error %d)", ErrVersion, c.c.RemoteAddr(), badArguments)
+	return nil, fmt.Errorf("%w: %s refuses the requests of 0.3.7, 0.3.11, 0.3.12, 0.3.13 and 0.3.14 (error %d)", ErrVersion, c.c.RemoteAddr(), badArguments)
 }
 
 func (m *Master) tenant(k *codec, w *sp.Writer) {
@@ -316,7 +330,7 @@ func (m *Master) do(ctx context.Context, f method, again bool, write func(*conn,
 				m.release(c, keep)
 			} else {
 				m.release(c, broken)
-				err = fmt.Errorf("mooncake store: answer of %s: %w", methodNames[f], err)
+				err = fmt.Errorf("mooncake store: the answer to %s of a master of %v cannot be read: %w", methodNames[f], k.version, err)
 			}
 			return err
 		}

@@ -147,6 +147,30 @@ func TestMasterOfAnotherRelease(t *testing.T) {
 	})
 }
 
+// An error about a release says whether the master refused the request or sent an answer that cannot be read.
+func TestReleaseErrorsNameTheirCause(t *testing.T) {
+	for what, answer := range map[string]func(b []byte) []byte{
+		"refuses the requests of 0.3.7, 0.3.11, 0.3.12, 0.3.13 and 0.3.14": func([]byte) []byte { return storetest.Refusal(badArguments) },
+		"its answer to PutStart cannot be read": func(b []byte) []byte {
+			b[responseHeader+4] |= 2 // a length of four bytes, which is not there
+			return b
+		},
+	} {
+		fake := storetest.New(t)
+		fake.Answered = func(method string, b []byte) []byte {
+			if method == "PutStart" {
+				return answer(b)
+			}
+			return b
+		}
+		m := masterOf(t, MasterOptions{Addresses: []string{fake.Addr}})
+		if _, err := m.Version(t.Context()); !errors.Is(err, ErrVersion) || !strings.Contains(err.Error(), what) {
+			t.Errorf("%v, want %q", err, what)
+		}
+		m.Close()
+	}
+}
+
 // A mount that was carried out but not answered may have been used: objects may have been put there, and
 // somebody may still read them. After the master forgot them those addresses are never given to it again.
 func TestMountWithoutAnAnswerIsALife(t *testing.T) {

@@ -20,9 +20,10 @@ const (
 	V0_3_11
 	V0_3_12
 	V0_3_13
+	V0_3_14
 )
 
-var versionNames = [...]string{"unknown", "0.3.7", "0.3.11", "0.3.12", "0.3.13"}
+var versionNames = [...]string{"unknown", "0.3.7", "0.3.11", "0.3.12", "0.3.13", "0.3.14"}
 
 func (v Version) String() string {
 	if int(v) < len(versionNames) {
@@ -32,7 +33,7 @@ func (v Version) String() string {
 }
 
 // Versions are the known releases, the newest first.
-var Versions = [...]Version{V0_3_13, V0_3_12, V0_3_11, V0_3_7}
+var Versions = [...]Version{V0_3_14, V0_3_13, V0_3_12, V0_3_11, V0_3_7}
 
 // Method is a call of the master.
 type method uint8

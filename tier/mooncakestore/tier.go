@@ -248,8 +248,8 @@ func (t *Tier) unreadable(ctx context.Context, k kv.Key, name string, want int) 
 }
 
 // Write implements tier.Tier. Objects are immutable: an existing object stays as it is, and
-// where its length differs the new one is not written. An object that another client is
-// putting counts as written.
+// where its length differs the new one is not written. An object that another client is putting counts as written when
+// that put ends soon. Otherwise it counts as not kept, since its node may be silent.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
 	if m.Len != int64(len(src)) || m.Len < 1 {
 		return fmt.Errorf("mooncakestore: write of %d bytes for %d", len(src), m.Len)
@@ -267,11 +267,14 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	err := t.client.Put(ctx, []store.Object{{Key: name, Parts: [][]byte{src}}})[0]
 	switch {
 	case errors.Is(err, store.Exists):
-		found, err := t.master.Replicas(ctx, []string{name})
+		found, err := t.existing(ctx, name)
 		if err != nil {
 			return err
 		}
-		if n := length(&found[0]); n > 0 && n != m.Len {
+		if errors.Is(found.Err, store.NotReady) {
+			return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, store.Exists, found.Err)
+		}
+		if n := length(&found); n > 0 && n != m.Len {
 			return fmt.Errorf("%w: there is an object of %d bytes by its name", tier.ErrNotKept, n)
 		}
 		return nil
@@ -279,6 +282,24 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
 	}
 	return err
+}
+
+// existing looks up an object that exists, and waits a moment until it can be read.
+func (t *Tier) existing(ctx context.Context, name string) (store.Found, error) {
+	for wait := 10 * time.Millisecond; ; wait *= 2 {
+		found, err := t.master.Replicas(ctx, []string{name})
+		if err != nil {
+			return store.Found{}, err
+		}
+		if !errors.Is(found[0].Err, store.NotReady) || wait > 160*time.Millisecond {
+			return found[0], nil
+		}
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return store.Found{}, ctx.Err()
+		}
+	}
 }
 
 // Delete implements tier.Tier. A leased object stays: a client reads it, and its place would be

@@ -233,6 +233,26 @@ func TestNotKept(t *testing.T) {
 	}
 }
 
+// An object of a silent node is neither read nor counted as written.
+func TestHiddenObjectIsNotKept(t *testing.T) {
+	c := newCluster(t, 1)
+	x := open(t, Options{Masters: []string{c.Addr}})
+	defer x.Close()
+	b := put(t, x, 1, 100)
+	name, _ := x.name(key(1))
+	c.Set(func() { c.Lengths, c.Hidden = true, map[string]bool{name: true} })
+	if err := x.Write(t.Context(), key(1), tier.Meta{Len: 100}, b); !errors.Is(err, tier.ErrNotKept) || !errors.Is(err, store.NotReady) {
+		t.Error(err)
+	}
+	if _, err := x.Read(t.Context(), key(1), make([]byte, 100)); !errors.Is(err, tier.ErrMissing) {
+		t.Error(err)
+	}
+	c.Set(func() { c.Hidden = nil })
+	if err := x.Write(t.Context(), key(1), tier.Meta{Len: 100}, b); err != nil {
+		t.Error(err)
+	}
+}
+
 // lines is a log that is looked at while it is written.
 type lines struct {
 	mu sync.Mutex

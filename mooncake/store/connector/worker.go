@@ -4,6 +4,7 @@ package connector
 
 import (
 	"context"
+	"errors"
 	"sync/atomic"
 
 	"github.com/kvasir-kv/kvasir/mooncake/store"
@@ -17,7 +18,7 @@ type Worker struct {
 	client *store.Client
 	dir    Directory
 
-	loaded, loadedBytes, loadErrors, saved, savedBytes, existed, saveErrors atomic.Int64
+	loaded, loadedBytes, loadErrors, saved, savedBytes, existed, notReady, saveErrors atomic.Int64
 }
 
 // WorkerStats are counters since NewWorker.
@@ -28,6 +29,7 @@ type WorkerStats struct {
 	Saved       int64 `counter:"kvasir_store_connector_saved_total" help:"Blocks put into Mooncake Store."`
 	SavedBytes  int64 `counter:"kvasir_store_connector_saved_bytes_total" help:"Bytes of them."`
 	Existed     int64 `counter:"kvasir_store_connector_existed_total" help:"Blocks to be put that were there already."`
+	NotReady    int64 `counter:"kvasir_store_connector_not_ready_total" help:"Blocks to be put that exist and cannot be read: another client is putting them, or their node is silent."`
 	SaveErrors  int64 `counter:"kvasir_store_connector_save_errors_total" help:"Blocks that could not be put."`
 }
 
@@ -41,7 +43,7 @@ func NewWorker(s *Scheduler, rank int, client *store.Client, dir Directory) *Wor
 func (w *Worker) Stats() WorkerStats {
 	return WorkerStats{
 		Loaded: w.loaded.Load(), LoadedBytes: w.loadedBytes.Load(), LoadErrors: w.loadErrors.Load(),
-		Saved: w.saved.Load(), SavedBytes: w.savedBytes.Load(), Existed: w.existed.Load(), SaveErrors: w.saveErrors.Load(),
+		Saved: w.saved.Load(), SavedBytes: w.savedBytes.Load(), Existed: w.existed.Load(), NotReady: w.notReady.Load(), SaveErrors: w.saveErrors.Load(),
 	}
 }
 
@@ -63,8 +65,8 @@ func (w *Worker) Load(ctx context.Context, p *Prompt, blocks []Block, parts [][]
 	return errs
 }
 
-// Save puts blocks that are not in the store yet. Blocks that are there already, or that another client is
-// putting, are not written again.
+// Save puts blocks that are not in the store yet. Blocks that are there already are not written again. errs[i] wraps
+// store.NotReady where a block exists and cannot be read now.
 func (w *Worker) Save(ctx context.Context, p *Prompt, blocks []Block, parts [][][]byte) (errs []error) {
 	objects, errs := w.objects(p, blocks, parts)
 	keys := make([]string, len(objects))
@@ -92,7 +94,12 @@ func (w *Worker) Save(ctx context.Context, p *Prompt, blocks []Block, parts [][]
 		}
 	}
 	for n, err := range w.client.Put(ctx, missing) {
-		if errs[of[n]] = err; err != nil {
+		errs[of[n]] = err
+		switch {
+		case errors.Is(err, store.NotReady):
+			w.notReady.Add(1)
+			continue
+		case err != nil:
 			w.saveErrors.Add(1)
 			continue
 		}

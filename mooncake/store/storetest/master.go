@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package storetest is a master of a Mooncake Store, for tests: it knows as much of 0.3.13 as they
-// need, and fails on purpose.
+// Package storetest is a master of a Mooncake Store, for tests: it knows as much of 0.3.13 and
+// 0.3.14 as they need, and fails on purpose.
 package storetest
 
 import (
@@ -27,6 +27,9 @@ type Master struct {
 	Copies   int           // replicas of an object
 	Delay    time.Duration // before an answer about replicas
 	Revoked  int
+
+	Lengths bool            // it answers as 0.3.14 does: with the length of the message and later fields
+	Hidden  map[string]bool // objects of silent nodes, as 0.3.14 hides them
 
 	// Before is called when a request has come, and Answered with the frame of its answer when it was
 	// carried out: it returns the frame to send, or nil to break the connection. Both may block, and call Set.
@@ -207,7 +210,7 @@ func (m *Master) answer(method string, body []byte) []byte {
 	case "ServiceReady":
 		return void(0)
 	case "PutStart":
-		return void(badArgument)
+		return m.withLength(void(badArgument), nil)
 	case "Ping":
 		known := int32(2)
 		if m.clients[id(x[0])] {
@@ -250,7 +253,7 @@ func (m *Master) answer(method string, body []byte) []byte {
 			w.Size(len(keys))
 			for _, k := range keys {
 				w.Bool(true)
-				w.Bool(m.Objects[k] != nil && m.Objects[k].Complete)
+				w.Bool(m.Objects[k] != nil && m.Objects[k].Complete && !m.Hidden[k])
 			}
 		})
 	case "BatchGetReplicaList":
@@ -266,27 +269,49 @@ func (m *Master) answer(method string, body []byte) []byte {
 
 func (m *Master) replicas(keys []string) []byte {
 	found := sp.Struct(sp.Vector(descriptor), sp.U64, sp.Optional(sp.U64))
-	return answer(0, sp.Vector(sp.Expected(found)), func(w *sp.Writer) {
+	var later []byte
+	a := answer(0, sp.Vector(sp.Expected(found)), func(w *sp.Writer) {
 		w.Size(len(keys))
 		for _, k := range keys {
 			o := m.Objects[k]
 			switch {
 			case o == nil:
 				outcome(w, notFound)
-			case !o.Complete:
+			case !o.Complete || m.Hidden[k]:
 				outcome(w, notReady)
 			default:
 				w.Bool(true)
 				o.write(w)
 				w.U64(uint64(m.Lease.Milliseconds()))
 				w.Bool(false)
+				if m.Lengths {
+					later = append(later, make([]byte, len(o.Pieces))...) // no locality
+					later = append(later, "\x01\x07\x00default"...)
+				}
 			}
 		}
 	})
+	return m.withLength(a, later)
+}
+
+// withLength makes a into an answer of 0.3.14, where that is wanted: its length stands before the literal, and later
+// fields follow.
+func (m *Master) withLength(a, later []byte) []byte {
+	if !m.Lengths {
+		return a
+	}
+	body := a[responseHeader:]
+	n := uint32(len(body) + 4 + len(later))
+	out := append(append([]byte(nil), a[:responseHeader+4]...), body[4]|2)
+	out = binary.LittleEndian.AppendUint32(out, n)
+	out = append(append(out, body[5:]...), later...)
+	binary.LittleEndian.PutUint32(out[8:], n)
+	return out
 }
 
 func (m *Master) start(owner uuid, keys []string, sizes []any) []byte {
-	return answer(0, sp.Vector(sp.Expected(sp.Vector(descriptor))), func(w *sp.Writer) {
+	var later []byte
+	a := answer(0, sp.Vector(sp.Expected(sp.Vector(descriptor))), func(w *sp.Writer) {
 		w.Size(len(keys))
 		for i, k := range keys {
 			n := sizes[i].(uint64)
@@ -306,9 +331,11 @@ func (m *Master) start(owner uuid, keys []string, sizes []any) []byte {
 				m.Objects[k] = o
 				w.Bool(true)
 				o.write(w)
+				later = append(later, make([]byte, len(o.Pieces))...)
 			}
 		}
 	})
+	return m.withLength(a, later)
 }
 
 func (m *Master) end(revoke bool, owner uuid, keys []string) []byte {

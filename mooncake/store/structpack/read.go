@@ -13,6 +13,7 @@ import (
 type Reader struct {
 	b     []byte
 	width uint8
+	later bool // fields of later releases may follow the payload
 	err   error
 }
 
@@ -48,7 +49,7 @@ func typeOf(literal []byte) (known, error) {
 	return k, nil
 }
 
-// Open reads what stands before the payload: its type comes from the message's own literal, which
+// Open reads what stands before the payload, a length included: its type comes from the message's own literal, which
 // must match the hash. Messages without a literal are refused, since nothing says what they are.
 func Open(b []byte) (*Reader, *Type, error) {
 	if len(b) < 5 {
@@ -59,6 +60,14 @@ func Open(b []byte) (*Reader, *Type, error) {
 		return nil, nil, fmt.Errorf("%w: no literal", ErrMalformed)
 	}
 	b = b[5:]
+	later := meta & lengthBits
+	if later != 0 {
+		n := 1 << later // the length repeats that of the whole message
+		if n > len(b) {
+			return nil, nil, fmt.Errorf("%w: the length ends early", ErrMalformed)
+		}
+		b = b[n:]
+	}
 	end := 0
 	for ; end < len(b) && b[end] != 0; end++ {
 		if end == maxLiteral {
@@ -75,15 +84,19 @@ func Open(b []byte) (*Reader, *Type, error) {
 	if k.hash != hash&^hasMeta {
 		return nil, nil, fmt.Errorf("%w: the hash is not that of the literal", ErrMalformed)
 	}
-	return &Reader{b: b[end+1:], width: meta >> widthShift & widthBits}, k.t, nil
+	return &Reader{b: b[end+1:], width: meta >> widthShift & widthBits, later: later != 0}, k.t, nil
 }
+
+// HasLater reports whether the message names its length: then fields that later releases added to its type may
+// follow the payload. The first release that sends such messages is 0.3.14.
+func (r *Reader) HasLater() bool { return r.later }
 
 // Err returns the first thing that was malformed.
 func (r *Reader) Err() error { return r.err }
 
-// End returns Err, or that there are bytes left.
+// End returns Err, or that there are bytes left. Fields of later releases may be left.
 func (r *Reader) End() error {
-	if r.err == nil && len(r.b) > 0 {
+	if r.err == nil && len(r.b) > 0 && !r.later {
 		r.fail("%d bytes are left", len(r.b))
 	}
 	return r.err

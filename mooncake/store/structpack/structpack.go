@@ -4,9 +4,11 @@
 // yalantinglibs that Mooncake Store speaks.
 //
 //	u32 LE  hash of the type; bit 0 set: a meta byte follows
-//	[u8     meta: bit 2: the type's literal follows; bits 3 and 4: bytes of each size, 1 << n]
+//	[u8     meta: bits 0 and 1: n, the length follows where n > 0; bit 2: the type's literal follows; bits 3 and 4: bytes of each size, 1 << n]
+//	[bytes  length of the message in 1 << n bytes]
 //	[bytes  literal, ended by a zero byte]
 //	payload
+//	[bytes  fields that later releases added to the type; only in a message with a length]
 //
 // A literal is a type in prefix notation, a byte for each part. The hash is the first four bytes
 // of its MD5, read big-endian, without bit 0. So a message with a literal can be read
@@ -57,6 +59,7 @@ func Hash(literal string) uint32 {
 
 const (
 	hasMeta    = 1      // in the hash
+	lengthBits = 3      // in the meta byte
 	hasLiteral = 1 << 2 // in the meta byte
 	widthShift = 3
 	widthBits  = 3

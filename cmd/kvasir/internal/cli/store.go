@@ -24,7 +24,7 @@ type storeCmd struct {
 
 // Help implements kong's detailed help.
 func (storeCmd) Help() string {
-	return `Works with a running mooncake_master of 0.3.7, 0.3.11, 0.3.12 or 0.3.13, over TCP.
+	return `Works with a running mooncake_master of 0.3.7, 0.3.11, 0.3.12, 0.3.13 or 0.3.14, over TCP.
 
 Examples:
   kvasir store put greeting --master 127.0.0.1:50051 < FILE

@@ -95,3 +95,22 @@ func TestStoreNodeAndStore(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// A put of an object whose node is silent, and a get of it, are errors that say so.
+func TestStorePutOfAHiddenObject(t *testing.T) {
+	master := storetest.New(t)
+	master.Set(func() {
+		master.Lengths = true
+		master.Objects["a"] = &storetest.Object{Complete: true}
+		master.Hidden = map[string]bool{"a": true}
+	})
+	put := command("store", "put", "a", "--master", master.Addr)
+	put.Stdin = strings.NewReader("bytes")
+	out, err := put.CombinedOutput()
+	if put.ProcessState.ExitCode() != 1 || !strings.Contains(string(out), "its node is silent") {
+		t.Errorf("%v\n%s", err, out)
+	}
+	if code, _, stderr := run(t, "store", "get", "a", "--master", master.Addr); code != 1 || !strings.Contains(stderr, "its node is silent") {
+		t.Errorf("exit %d\n%s", code, stderr)
+	}
+}
