@@ -53,7 +53,7 @@ type search struct {
 
 // fetch has a pending lookup wait for what the pool has, and for what the tier has.
 func (s *Store) fetch(pf *prefetch) {
-	x := &search{Store: s, Probe: tiering.NewProbe(&pf.shard, pf.hashes, places{s, pf}), pf: pf}
+	x := &search{Store: s, Probe: tiering.NewProbe(&pf.shard, pf.hashes, pf.prompt.From, places{s, pf}), pf: pf}
 	x.Find(pf.ctx, x.take)
 }
 

@@ -25,6 +25,8 @@ const maxLookup = 1 << 21
 // Prompt is what a lookup asks for.
 type Prompt struct {
 	Chunks int
+	Tokens int         // of a chunk, for the result
+	From   int         // leading chunks that the engine has: they are only touched, and count as hit
 	Owner  lease.Owner // who asks: at the limits the owner with most pins gives way
 	Note   any         // the caller's, for the result
 
@@ -44,6 +46,7 @@ func Hashed(hashes []kv.Hash) Prompt {
 type found struct {
 	slots []uint32 // [chunk*rows + row]; absent where there is none
 	rows  int
+	from  int    // chunks before it are not searched, and count as kept
 	limit int    // chunks; groups of full attention end here
 	drops uint64 // Store.mu.drops when the search began
 
@@ -61,6 +64,8 @@ func (s *Store) find(sh object.Shard, p Prompt, f *found) []kv.Hash {
 	f.drops = s.dropsSoFar()
 	columns := max(1, batch/f.rows)
 	p.Chunks = min(p.Chunks, maxLookup/f.rows)
+	f.from = min(p.From, p.Chunks)
+	f.limit, f.slots = f.from, slices.Repeat([]uint32{absent}, f.from*f.rows)
 	var hashes []kv.Hash
 	for step := 1; f.limit < p.Chunks; step *= 2 {
 		hashes = p.Hashes(min(f.limit+step, p.Chunks))
@@ -115,7 +120,7 @@ func (s *Store) findWindows(sh object.Shard, hashes []kv.Hash, f *found) {
 		return
 	}
 	columns := max(1, dropBatch/f.rows) // each may have expired, and goes
-	for from := 0; from < f.limit; from += columns {
+	for from := f.from; from < f.limit; from += columns {
 		s.findWindowColumns(sh, hashes, f, from, min(from+columns, f.limit))
 	}
 }
@@ -179,6 +184,9 @@ func (f *found) hit(sh object.Shard) int {
 
 // has reports whether every shard keeps chunk c of group g.
 func (f *found) has(g, world, c int) bool {
+	if c < f.from {
+		return true
+	}
 	for shard := range world {
 		if f.at(c, g*world+shard) == absent {
 			return false
@@ -191,13 +199,13 @@ func (f *found) has(g, world, c int) bool {
 // something was dropped since the search, and is missing, f says so, nothing is
 // pinned, and it reports false.
 func (s *Store) pin(sh object.Shard, hashes []kv.Hash, f *found, hit, readers int) (lease.Lease, bool) {
-	l := lease.Lease{Chunks: hit, Rows: f.rows}
-	if hit == 0 {
+	l := lease.Lease{From: f.from, Chunks: hit, Rows: f.rows}
+	if hit <= f.from {
 		return l, true
 	}
 	l.Slots, l.Left = f.slots[:hit*f.rows], make([]uint8, hit*f.rows)
 	columns := max(1, batch/f.rows)
-	for from := 0; from < hit; from += columns {
+	for from := f.from; from < hit; from += columns {
 		if !s.pinColumns(sh, hashes, f, &l, from, min(from+columns, hit), readers) {
 			s.giveBack([]lease.Lease{l})
 			return lease.Lease{}, false
@@ -212,7 +220,7 @@ func (s *Store) pinColumns(sh object.Shard, hashes []kv.Hash, f *found, l *lease
 	changed := s.mu.drops != f.drops
 	var k kv.Key
 	for group := range sh.Groups.Len() {
-		need := sh.Groups.Need(group, 0, l.Chunks)
+		need := sh.Groups.Need(group, f.from, l.Chunks)
 		for shard := range sh.World {
 			row := group*sh.World + shard
 			for c := max(need.Start, from); c < min(need.End, to); c++ {

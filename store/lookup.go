@@ -30,6 +30,7 @@ type session = lease.Session[lastLookup]
 // lastLookup is the last lookup of a session. The zero value is none.
 type lastLookup struct {
 	state   LookupState
+	from    int       // chunks that it did not ask for
 	hit     int       // chunks that it found
 	pending *prefetch // of one that was pending, until its result is taken
 }
@@ -38,6 +39,8 @@ type lastLookup struct {
 type LookupResult struct {
 	State  LookupState
 	Asked  int         // chunks
+	Tokens int         // Prompt.Tokens
+	From   int         // Prompt.From
 	Hit    int         // chunks of the prefix that every shard can serve
 	Why    miss.Reason // why the prefix ends there; None when it is whole
 	Shard  int         // where the first missing chunk is missing
@@ -71,6 +74,9 @@ type query struct {
 // ready. Either way Result has the result, once. A lookup of the same session that
 // went on before is given up.
 func (s *Store) Lookup(session []byte, sh object.Shard, p Prompt, readers int) LookupResult {
+	if p.From > 0 {
+		s.touchAll(sh, p.Hashes(p.From)[:p.From])
+	}
 	q := query{session, sh, p, readers}
 	f := found{rows: sh.Groups.Len() * sh.World}
 	hashes := s.find(sh, p, &f)
@@ -120,18 +126,18 @@ func (s *Store) grant(q *query, hashes []kv.Hash, l lease.Lease, hit int) (Looku
 }
 
 func (s *Store) grantLocked(q *query, sess *session, hashes []kv.Hash, l lease.Lease, hit int) (out LookupResult, given []lease.Lease) {
-	out = LookupResult{State: Ready, Asked: q.prompt.Chunks, Hit: hit, Namespace: q.shard.Namespace, Note: q.prompt.Note}
+	out = LookupResult{State: Ready, Asked: q.prompt.Chunks, Tokens: q.prompt.Tokens, From: q.prompt.From, Hit: hit, Namespace: q.shard.Namespace, Note: q.prompt.Note}
 	for g := range q.shard.Groups.Len() {
-		need := q.shard.Groups.Need(g, 0, hit)
+		need := q.shard.Groups.Need(g, q.prompt.From, hit)
 		out.Objects += (need.End - need.Start) * q.shard.World
 	}
 	if hit < min(q.prompt.Chunks, maxLookup/l.Rows) {
-		s.whyEndsLocked(&out, q.shard, hashes)
+		s.whyEndsLocked(&out, q.shard, hashes, q.prompt.From)
 	}
-	if hit > 0 {
+	if hit > q.prompt.From {
 		given = s.mu.leases.Grant(sess, l)
 	}
-	sess.Note.state, sess.Note.hit = Ready, hit
+	sess.Note.state, sess.Note.from, sess.Note.hit = Ready, q.prompt.From, hit
 	s.mu.n.Lookups++
 	if s.below != nil && hit < out.Asked {
 		s.rates.Answered(q.session)
@@ -141,14 +147,14 @@ func (s *Store) grantLocked(q *query, sess *session, hashes []kv.Hash, l lease.L
 
 // whyEndsLocked says why a hit is not longer: the first object that is missing
 // of what one more chunk needs.
-func (s *Store) whyEndsLocked(out *LookupResult, sh object.Shard, hashes []kv.Hash) {
+func (s *Store) whyEndsLocked(out *LookupResult, sh object.Shard, hashes []kv.Hash, from int) {
 	out.Why = miss.NeverStored // also where a longer hit ends at a chunk that is missing later
 	hit, k := out.Hit, &out.Missing
 	if hit >= len(hashes) {
 		return
 	}
 	for g := range sh.Groups.Len() {
-		need := sh.Groups.Need(g, 0, hit+1)
+		need := sh.Groups.Need(g, from, hit+1)
 		for shard := range sh.World {
 			for c := need.End - 1; c >= need.Start; c-- {
 				sh.Key(k, shard, g, hashes[c])
@@ -280,12 +286,70 @@ func (s *Store) freeSome(session []byte, owner lease.Owner, from, to, readers in
 	}
 	leases := sess.Leases()
 	l := &leases[len(leases)-1]
-	to = min(to, l.Chunks)
+	from, to = max(from, sess.Note.from), min(to, sess.Note.hit, l.Chunks) // a lookup that found nothing has no lease
 	begin = max(from, to-max(1, batch/l.Rows))
 	for row := range l.Rows {
 		l.Take(row, begin, to, readers, s.unpinLocked)
 	}
 	return begin, begin > from
+}
+
+// FreeAbandoned gives back readers readers of the chunks [from, to) that an earlier lookup of owner's session pinned:
+// of the oldest one that began at from, found the chunks up to to, and has readers left.
+func (s *Store) FreeAbandoned(session []byte, owner lease.Owner, from, to, readers int) {
+	for at, more := to, true; more; {
+		at, more = s.freeAbandonedSome(session, owner, from, to, at, readers)
+	}
+}
+
+// freeAbandonedSome gives back the last ones of [from, at), and returns where they begin.
+func (s *Store) freeAbandonedSome(session []byte, owner lease.Owner, from, to, at, readers int) (begin int, more bool) {
+	s.lock()
+	defer s.unlock()
+	sess := s.mu.leases.Get(session, owner, time.Now())
+	if sess == nil || sess.Note.state == Pending {
+		return from, false
+	}
+	leases := sess.Leases()
+	for i := range leases {
+		l := &leases[i]
+		if l.From != from || l.Chunks != to || !l.Pinned() {
+			continue
+		}
+		begin = max(from, at-max(1, batch/l.Rows))
+		for row := range l.Rows {
+			l.Take(row, begin, at, readers, s.unpinLocked)
+		}
+		return begin, begin > from
+	}
+	return from, false
+}
+
+// touchAll makes what is kept of chunks the most recently used, of all shards and groups, the first chunk last.
+func (s *Store) touchAll(sh object.Shard, hashes []kv.Hash) {
+	columns := max(1, dropBatch/(sh.Groups.Len()*sh.World)) // each may have expired, and goes
+	for to := len(hashes); to > 0; to -= columns {
+		s.touchColumns(sh, hashes, max(0, to-columns), to)
+	}
+}
+
+func (s *Store) touchColumns(sh object.Shard, hashes []kv.Hash, from, to int) {
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed {
+		return
+	}
+	var k kv.Key
+	for i := to - 1; i >= from; i-- {
+		for g := range sh.Groups.Len() {
+			for index := range sh.World {
+				sh.Key(&k, index, g, hashes[i])
+				if slot, ok := s.residentLocked(&k); ok {
+					s.useLocked(slot)
+				}
+			}
+		}
+	}
 }
 
 // EndSession gives back what owner's session still pins; each chunk so released

@@ -85,7 +85,8 @@ func (s *Store) beginPrefetch(q *query, f *found, hashes []kv.Hash) ([]lease.Lea
 	pf.ctx, pf.cancel = context.WithTimeout(s.life, s.opts.LoadTimeout)
 	// Not a copy of q: its bytes and functions are the caller's.
 	pf.query = query{session: slices.Clone(q.session), shard: q.shard, readers: q.readers, prompt: Hashed(pf.hashes)}
-	pf.prompt.Chunks, pf.prompt.Owner, pf.prompt.Note = q.prompt.Chunks, q.prompt.Owner, q.prompt.Note
+	pf.prompt.Chunks, pf.prompt.Tokens, pf.prompt.From = q.prompt.Chunks, q.prompt.Tokens, q.prompt.From
+	pf.prompt.Owner, pf.prompt.Note = q.prompt.Owner, q.prompt.Note
 	sess.Note = lastLookup{state: Pending, pending: pf}
 	s.mu.pending.Add(peer, fair.Amount{Count: 1, Size: int64(objects)})
 	s.mu.n.PendingLookups++
@@ -136,7 +137,7 @@ func (s *Store) plannedAll(pf *prefetch) {
 func (s *Store) join(pf *prefetch) {
 	hit := pf.found.hit(pf.shard)
 	columns := max(1, batch/pf.found.rows)
-	for from, more := 0, true; more; from += columns {
+	for from, more := pf.prompt.From, true; more; from += columns {
 		more = s.joinColumns(pf, hit, from, min(from+columns, hit))
 		s.flyers.Wake()
 	}
@@ -150,7 +151,7 @@ func (s *Store) joinColumns(pf *prefetch, hit, from, to int) (more bool) {
 	for c := from; c < to; c++ {
 		for row := range pf.found.rows {
 			g := row / pf.shard.World
-			if c < pf.shard.Groups.Need(g, 0, hit).Start {
+			if c < pf.shard.Groups.Need(g, pf.prompt.From, hit).Start {
 				continue
 			}
 			pf.shard.Key(&k, row%pf.shard.World, g, pf.hashes[c])

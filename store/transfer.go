@@ -16,12 +16,13 @@ import (
 type Transfer struct {
 	// Own means that this process moves the bytes itself, until Done. Else a worker does, until its commit.
 	Own bool
-	// Skip says of which chunks of a group an own store takes no place; nil wants all.
+	// Skip says of which chunks of a group a store takes no place; nil wants all.
 	Skip func(group, chunk int) bool
 
-	// Of a worker's: where the objects are, and for BeginStore which chunks they are.
+	// Of a worker's: where the objects are, and which.
 	Offsets []int64 // bytes from the pool's start
-	Indices []int   // positions in the range
+	Indices []int   // positions of their chunks in the range
+	Groups  []int   // their object groups
 
 	// Of an own one: the objects. They stay in place until Done.
 	Parts []Part
@@ -38,8 +39,17 @@ type Part struct {
 }
 
 func (t *Transfer) begin(s *Store) {
-	t.Offsets, t.Indices, t.Parts = t.Offsets[:0], t.Indices[:0], nil
+	t.Offsets, t.Indices, t.Groups, t.Parts = t.Offsets[:0], t.Indices[:0], t.Groups[:0], nil
 	t.store, t.hold = s, nil
+}
+
+// place notes where a worker's objects are.
+func (t *Transfer) place(objects []heldObject) {
+	for _, o := range objects {
+		t.Offsets = append(t.Offsets, o.offset)
+		t.Indices = append(t.Indices, o.chunk)
+		t.Groups = append(t.Groups, o.group)
+	}
 }
 
 // ownLocked begins an own Transfer over slots that are held in the pool.
@@ -55,7 +65,7 @@ func (s *Store) ownLocked(t *Transfer, name hold.Transfer, requestID []byte, obj
 // what is to go first where needed. What does not fit, or passes the worker's share, is left out from the
 // end, so that the longest prefix is kept; chunks are kept in all their groups or not at all.
 //
-// For a worker, whose model has one object group, the places are t.Offsets and t.Indices: the worker name.Instance
+// For a worker the places are t.Offsets, of the objects t.Indices and t.Groups: the worker name.Instance
 // holds them until CommitStore. For an own Transfer they are t.Parts; nothing of them is visible before Done,
 // and without any there is nothing to end. Error: ErrBusy.
 func (s *Store) BeginStore(name hold.Transfer, requestID []byte, hashes []kv.Hash, t *Transfer) (Reserved, error) {
@@ -79,10 +89,7 @@ func (s *Store) BeginStore(name hold.Transfer, requestID []byte, hashes []kv.Has
 		s.ownLocked(t, name, requestID, st.taken)
 		return st.out, nil
 	}
-	for _, o := range st.taken {
-		t.Offsets = append(t.Offsets, o.offset)
-		t.Indices = append(t.Indices, o.chunk)
-	}
+	t.place(st.taken)
 	h := s.newHold(name, requestID, st.taken)
 	s.lock()
 	defer s.unlock()
@@ -116,9 +123,7 @@ func (s *Store) BeginLoad(session []byte, name hold.Transfer, hashes []kv.Hash, 
 	case t.Own:
 		s.ownLocked(t, name, session, objects)
 	default:
-		for _, o := range objects {
-			t.Offsets = append(t.Offsets, o.offset)
-		}
+		t.place(objects)
 		s.mu.holds.Add(s.newHold(name, session, objects))
 	}
 	return why

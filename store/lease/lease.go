@@ -34,6 +34,7 @@ type Owner struct {
 // Lease is what one lookup pinned: of the leading Chunks chunks of each row (one
 // for each object group and shard) those that are needed.
 type Lease struct {
+	From         int // chunks before it were not asked for
 	Chunks, Rows int
 	Slots        []uint32 // [chunk*Rows + row]
 	Left         []uint8  // readers left, parallel to Slots; 0 is given back, or never pinned
@@ -439,6 +440,16 @@ func (l *Lease) covers(spans []Span) bool {
 		}
 	}
 	return true
+}
+
+// Pinned reports whether a slot has readers left.
+func (l *Lease) Pinned() bool {
+	for _, n := range l.Left {
+		if n > 0 {
+			return true
+		}
+	}
+	return false
 }
 
 // Take gives back up to readers readers of each chunk [from, to) of row and

@@ -48,13 +48,18 @@ type Probe struct {
 	hashes []kv.Hash
 	places Places
 	rows   int
+	from   int // chunks that are not looked for
 	where  []Location
 }
 
-// NewProbe returns a Probe for the chunks of those hashes.
-func NewProbe(sh *object.Shard, hashes []kv.Hash, p Places) *Probe {
-	s := &Probe{shard: sh, hashes: hashes, places: p, rows: sh.Groups.Len() * sh.World}
+// NewProbe returns a Probe for the chunks of those hashes. The first from of them are not looked for, and count as
+// found.
+func NewProbe(sh *object.Shard, hashes []kv.Hash, from int, p Places) *Probe {
+	s := &Probe{shard: sh, hashes: hashes, places: p, rows: sh.Groups.Len() * sh.World, from: min(from, len(hashes))}
 	s.where = make([]Location, s.rows*len(hashes))
+	for i := range s.from * s.rows {
+		s.where[i] = InPool
+	}
 	return s
 }
 
@@ -80,7 +85,7 @@ func (s *Probe) Bytes(i int) int64 { return s.shard.Bytes(i%s.rows%s.shard.World
 
 // Needs reports whether a hit of hit chunks needs object i.
 func (s *Probe) Needs(i, hit int) bool {
-	return i/s.rows >= s.shard.Groups.Need(s.group(i), 0, hit).Start
+	return i/s.rows >= s.shard.Groups.Need(s.group(i), s.from, hit).Start
 }
 
 // Find finds the longest hit that pool and tier have together, and calls take with it, in chunks. Where all groups
@@ -99,7 +104,7 @@ func (s *Probe) Find(ctx context.Context, take func(hit int) (more bool)) {
 // prefix returns how many chunks the groups of full attention have. It calls begun with each number of them that was
 // found before, and ends when that reports false.
 func (s *Probe) prefix(ctx context.Context, begun func(chunks int) bool) (chunks int, more bool) {
-	for from, step := 0, firstStat; from < len(s.hashes); {
+	for from, step := s.from, firstStat; from < len(s.hashes); {
 		to := min(from+max(1, min(step, probeBatch/s.rows)), len(s.hashes))
 		if s.look(ctx, from, to, true) {
 			step = min(4*step, mostStat)
@@ -127,7 +132,7 @@ func (s *Probe) windows(ctx context.Context, limit int) int {
 		if s.look(ctx, from, to, false) {
 			step = min(4*step, mostStat)
 		}
-		if hit := s.hit(limit); hit > from || from == 0 || ctx.Err() != nil {
+		if hit := s.hit(limit); hit > from || from <= s.from || ctx.Err() != nil {
 			return hit
 		}
 		to = from
