@@ -22,13 +22,17 @@ const (
 	Gen053                   // 0.5.3 and 0.5.4
 	Gen055                   // 0.5.5: the first whose keys have num_kv_readers
 	Gen056                   // 0.5.6: operations by name
+	Gen057                   // 0.5.7: tokens of keys packed, chunk sizes negotiated
 	generations
 )
 
 // Latest is the generation that this package's Client and its encoders speak.
 const Latest = Gen056
 
-var generationNames = [generations]string{"0.4.6", "0.4.7", "0.5.0", "0.5.3", "0.5.5", "0.5.6"}
+// Newest is the newest release that is served.
+const Newest = "0.5.7"
+
+var generationNames = [generations]string{"0.4.6", "0.4.7", "0.5.0", "0.5.3", "0.5.5", "0.5.6", "0.5.7"}
 
 // String returns the first release of the generation.
 func (g Generation) String() string { return generationNames[g] }
@@ -40,7 +44,7 @@ type Generations uint8
 const AllGenerations Generations = 1<<generations - 1
 
 // modern generations number what their connectors send alike.
-const modern = 1<<Gen053 | 1<<Gen055 | 1<<Gen056
+const modern = 1<<Gen053 | 1<<Gen055 | 1<<Gen056 | 1<<Gen057
 
 // Only is the set of one generation.
 func Only(g Generation) Generations { return 1 << g }
@@ -85,6 +89,7 @@ func (s Generations) Settled() bool { return s != 0 && (s&^modern == 0 || s&(s-1
 type operation struct {
 	op       Op
 	name     string             // on the wire since 0.5.6
+	since    Generation         // of an operation that has a name only; 0: Gen056
 	ids      [generations]uint8 // its number by generation; 0: it does not exist there
 	payloads string             // a letter for each frame, see fits; "*" is anything, the operation is always refused
 	older    map[Generation]string
@@ -96,7 +101,7 @@ type operation struct {
 // scheduler, which names no worker.
 //
 // Sources: the enumerations and protocol definitions of the lmcache packages
-// 0.4.6, 0.4.7, 0.5.0, 0.5.2 to 0.5.6. CacheBlend's operations are refused; of
+// 0.4.6, 0.4.7, 0.5.0, 0.5.2 to 0.5.6, 0.5.7rc2. 0.5.7 numbers as 0.5.6 does. CacheBlend's operations are refused; of
 // early generations they are left out.
 var operations = []operation{
 	//                                                    0.4.6 0.4.7 0.5.0 0.5.3 0.5.5 0.5.6
@@ -111,11 +116,11 @@ var operations = []operation{
 	{op: OpQueryPrefetchStatus, name: "query_prefetch_status", ids: ids(6, 6, 6, 9, 9, 9), payloads: "s"},
 	{op: OpWaitPrefetchStatus, name: "wait_prefetch_status", ids: ids(0, 0, 7, 10, 10, 10), payloads: "sn"},
 	{op: OpQueryLookupHits, name: "query_prefetch_lookup_hits", ids: ids(7, 7, 8, 11, 11, 0), payloads: "s", unsent: Gen056},
-	{op: OpFreeLookupLocks, name: "free_lookup_locks", ids: ids(8, 8, 9, 12, 12, 12), payloads: "ki"},
+	{op: OpFreeLookupLocks, name: "free_lookup_locks", ids: ids(8, 8, 9, 12, 12, 12), payloads: "kil", older: before(Gen057, "ki")},
 	{op: OpEndSession, name: "end_session", ids: ids(9, 9, 10, 13, 13, 13), payloads: "s"},
 	{op: OpRegisterEngineDriven, name: "register_kv_cache_engine_driven_context", ids: ids(10, 10, 11, 14, 14, 14), payloads: "m"},
 	{op: OpUnregisterEngineDriven, name: "unregister_kv_cache_engine_driven_context", ids: ids(0, 11, 12, 15, 15, 15), payloads: "i"},
-	{op: OpPrepareStore, name: "prepare_store", ids: ids(11, 12, 13, 16, 16, 16), payloads: "wi"},
+	{op: OpPrepareStore, name: "prepare_store", ids: ids(11, 12, 13, 16, 16, 16), payloads: "wil", older: before(Gen057, "wi")},
 	{op: OpCommitStore, name: "commit_store", ids: ids(12, 13, 14, 17, 17, 17), payloads: "wib"},
 	{op: OpPrepareRetrieve, name: "prepare_retrieve", ids: ids(13, 14, 15, 18, 18, 18), payloads: "wi"},
 	{op: OpCommitRetrieve, name: "commit_retrieve", ids: ids(14, 15, 16, 19, 19, 19), payloads: "wi"},
@@ -136,13 +141,16 @@ var operations = []operation{
 	{op: OpCBReorderPlan, name: "cb_reorder_plan", payloads: "*"},
 	{op: OpSubscribeKVEvents, name: "subscribe_kv_events", payloads: "isii"},
 	{op: OpServerModuleCall, name: "server_module_call", payloads: "m"},
+	{op: OpNegotiateChunkSize, name: "negotiate_chunk_size", since: Gen057, payloads: "i"},
+	{op: OpServerModuleAffinityCall, name: "server_module_affinity_call", since: Gen057, payloads: "m"},
 }
 
 // early names the releases without a path for CPU tensors by what they number
 // get_chunk_size, the first call of every client.
 var early = map[int64]string{7: "0.3.11 to 0.3.13", 8: "0.3.14 to 0.3.15", 10: "0.4.1 to 0.4.2", 11: "0.4.3 to 0.4.5"}
 
-func ids(n ...uint8) [generations]uint8 { return [generations]uint8(n) }
+// ids are the numbers of an operation from 0.4.6 to 0.5.6. 0.5.7 has those of 0.5.6.
+func ids(n ...uint8) [generations]uint8 { return [generations]uint8(append(n, n[Gen056])) }
 
 // before gives the payloads of the generations before g.
 func before(g Generation, payloads string) map[Generation]string {
@@ -197,6 +205,9 @@ func (s Generations) CheckPayloads(op Op, n int) error {
 	if o == nil || o.payloads == "*" {
 		return nil
 	}
+	if s&modern != 0 { // the payloads themselves show the release
+		s |= modern
+	}
 	for g := range generations {
 		if s.Has(g) && len(o.payloadsOf(g)) == n {
 			return nil
@@ -228,10 +239,14 @@ func (s Generations) Read(m [][]byte, into []Reading) ([]Reading, error) {
 			return nil, fmt.Errorf("operation frame: %w", errOr(err, ErrTrailing))
 		}
 		op, ok := rows.byName[string(name)]
-		if !ok || !s.Has(Gen056) {
+		named := namedBy(op)
+		if !ok || s&modern == 0 {
 			return nil, nil
 		}
-		return append(into, Reading{op, Only(Gen056)}), nil
+		if s&named != 0 {
+			named &= s
+		}
+		return append(into, Reading{op, named}), nil
 	case msgp.IntType, msgp.UintType:
 		id, rest, err := readInt(m[1])
 		if err != nil || len(rest) != 0 {
@@ -243,6 +258,16 @@ func (s Generations) Read(m [][]byte, into []Reading) ([]Reading, error) {
 		return s.readNumber(int(id), m, into), nil
 	}
 	return nil, errors.New("operation frame: neither an integer nor a string")
+}
+
+// namedBy returns the generations whose clients call an operation by its name.
+func namedBy(op Op) (s Generations) {
+	if o := rows.byOp[op]; o != nil {
+		for g := max(o.since, Gen056); g < generations; g++ {
+			s |= 1 << g
+		}
+	}
+	return s
 }
 
 func (s Generations) readNumber(id int, m [][]byte, into []Reading) []Reading {
@@ -326,7 +351,7 @@ func (o *operation) fits(g Generation, frames [][]byte, key *keyForm) bool {
 			if *key == 0 {
 				*key = formOf(frame)
 			}
-			ok = *key&keyValid != 0 && (*key&keyOfWorker != 0) == (letters[i] == 'w') && (*key&keyReaders != 0) == (g >= Gen055)
+			ok = *key&keyValid != 0 && (*key&keyOfWorker != 0) == (letters[i] == 'w') && (*key&keyReaders != 0) == (g >= Gen055) && (*key&keyPacked != 0) == (g >= Gen057)
 		}
 		if !ok {
 			return false
@@ -345,6 +370,7 @@ const (
 	keyValid
 	keyOfWorker // worker_id is an integer, not nil
 	keyReaders  // it has num_kv_readers
+	keyPacked   // it has token_bytes
 )
 
 // formOf reads the form of a key without its tokens.
@@ -359,6 +385,8 @@ func formOf(frame []byte) keyForm {
 			}
 		case "num_kv_readers":
 			form |= keyReaders
+		case "token_bytes":
+			form |= keyPacked
 		}
 		return b, nil
 	})
@@ -378,6 +406,9 @@ func Early(m [][]byte) string {
 	return early[id]
 }
 
+// Alike reports whether a client of one set can be one of the other, or numbers its operations alike.
+func (s Generations) Alike(o Generations) bool { return s&o != 0 || s&modern != 0 && o&modern != 0 }
+
 // PickleOnly reports whether a client of the set may know no shared memory: its
 // registration has no result, and its chunks pass through the socket.
 func (s Generations) PickleOnly() bool { return s.Has(Gen046) }
@@ -394,6 +425,12 @@ func (s Generations) NeedsEvent(onCPU bool) bool {
 		opens |= 1 << Gen053
 	}
 	return s != 0 && s&^opens == 0
+}
+
+// HasKey reports whether the first payload of an operation is a key.
+func (o Op) HasKey() bool {
+	row := rows.byOp[o]
+	return row != nil && row.payloads != "" && (row.payloads[0] == 'w' || row.payloads[0] == 'k')
 }
 
 // Names returns what the payloads of an operation name: a worker instance, 0 when

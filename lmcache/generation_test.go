@@ -162,7 +162,7 @@ func TestFirstCallIsGetChunkSize(t *testing.T) {
 			t.Errorf("%d as request %d: %v, %v", id, uid, r, err)
 		}
 	}
-	modern := lmcache.Only(lmcache.Gen053) | lmcache.Only(lmcache.Gen055) | lmcache.Only(lmcache.Gen056)
+	modern := lmcache.Only(lmcache.Gen053) | lmcache.Only(lmcache.Gen055) | lmcache.Only(lmcache.Gen056) | lmcache.Only(lmcache.Gen057)
 	f(0, 16, lmcache.OpGetChunkSize, lmcache.Only(lmcache.Gen046))
 	f(0, 17, lmcache.OpGetChunkSize, lmcache.Only(lmcache.Gen047))
 	f(9, 17, lmcache.OpPing, lmcache.Only(lmcache.Gen046))
@@ -176,7 +176,7 @@ func TestFirstCallIsGetChunkSize(t *testing.T) {
 	f(0, 21, lmcache.OpGetChunkSize, modern)
 	f(9, 21, lmcache.OpGetChunkSize, modern)
 	f(1, 40, lmcache.OpGetExperimental, lmcache.Only(lmcache.Gen053))
-	f(1, 32, lmcache.OpGetExperimental, lmcache.Only(lmcache.Gen055)|lmcache.Only(lmcache.Gen056))
+	f(1, 32, lmcache.OpGetExperimental, lmcache.Only(lmcache.Gen055)|lmcache.Only(lmcache.Gen056)|lmcache.Only(lmcache.Gen057))
 }
 
 // A worker's key names its shard, a scheduler's does not: 12 is prepare_store of

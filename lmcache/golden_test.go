@@ -197,10 +197,10 @@ func checkReply(t *testing.T, where string, op lmcache.Op, frame []byte) {
 func slotsOf(slots []lmcache.SlotAt) lmcache.Slots {
 	var s lmcache.Slots
 	for _, at := range slots {
-		s.Length = at.Length
+		s.Lengths = []int64{at.Length}
 		s.Offsets = append(s.Offsets, at.Offset)
 		sh := at.Shape
-		s.Layout = kv.Layout{SinglePlane: len(sh) == 3, Layers: sh[len(sh)-3], Slots: sh[len(sh)-2], Hidden: sh[len(sh)-1], DType: at.DType}
+		s.Layouts = []kv.Layout{{SinglePlane: len(sh) == 3, Layers: sh[len(sh)-3], Slots: sh[len(sh)-2], Hidden: sh[len(sh)-1], DType: at.DType}}
 	}
 	return s
 }

@@ -18,7 +18,7 @@ const (
 	MaxKVReaders    = 128     // LMCache clamps num_kv_readers to 1..128
 	maxModelBytes   = 1024    // model_name
 	MaxRequestBytes = 1024    // request_id
-	MaxTokens       = 1 << 24 // token_ids
+	MaxTokens       = 1 << 24 // token_ids, token_bytes
 )
 
 // Key is LMCache's IPCCacheServerKey as a client builds it. Tokens is the whole
@@ -32,7 +32,9 @@ type Key struct {
 	End       int // exclusive; multiple of the chunk size except for lookup
 	RequestID string
 	Salt      string
-	Readers   int // num_kv_readers: pins taken per object at lookup
+	Readers   int  // num_kv_readers: pins taken per object at lookup
+	Packed    bool // tokens go as token_bytes, for servers of 0.5.7; else as token_ids
+	SkipLoad  bool // the request is to find nothing: request_configs has lmcache.skip_load
 }
 
 // AllWorkers is the Worker of a scheduler's key: all shards (nil on the wire).
@@ -49,12 +51,20 @@ func (k *Key) Append(b []byte) []byte {
 	} else {
 		b = appendInt(b, k.Worker)
 	}
-	b = AppendTokens(msgp.AppendString(b, "token_ids"), k.Tokens)
+	if k.Packed {
+		b = AppendPackedTokens(msgp.AppendString(b, "token_bytes"), k.Tokens)
+	} else {
+		b = AppendTokens(msgp.AppendString(b, "token_ids"), k.Tokens)
+	}
 	b = appendInt(msgp.AppendString(b, "start"), k.Start)
 	b = appendInt(msgp.AppendString(b, "end"), k.End)
 	b = msgp.AppendString(msgp.AppendString(b, "request_id"), k.RequestID)
 	b = msgp.AppendString(msgp.AppendString(b, "cache_salt"), k.Salt)
-	b = msgp.AppendNil(msgp.AppendString(b, "request_configs"))
+	if b = msgp.AppendString(b, "request_configs"); k.SkipLoad {
+		b = msgp.AppendBool(msgp.AppendString(msgp.AppendMapHeader(b, 1), "lmcache.skip_load"), true)
+	} else {
+		b = msgp.AppendNil(b)
+	}
 	return appendInt(msgp.AppendString(b, "num_kv_readers"), k.Readers)
 }
 
@@ -67,12 +77,14 @@ type KeyView struct {
 	NumTokens int
 	Chunks    int       // complete chunks of the token list
 	Hashes    []kv.Hash // of the leading chunks: those remembered, or asked for with Memo.Hash
-	Start     int
+	Start     int       // of a lookup and of free_lookup_locks it may be above End; -1 for any below 0
 	End       int
+	Packed    bool // the tokens came as token_bytes, as 0.5.7 sends them
 	RequestID []byte
 	Salt      []byte
 	Readers   int  // or ReadersUnsaid
 	SkipSave  bool // request_configs has lmcache.skip_save: nothing of the request is to be stored
+	SkipLoad  bool // request_configs has lmcache.skip_load: the request is to find nothing
 	Tags      []Tag
 
 	unhashed []byte // the encoded tokens after Hashes
@@ -147,7 +159,7 @@ func (m *Memo) DecodeKey(frame []byte, k *KeyView) error {
 		return fmt.Errorf("%w: %w", ErrKey, ErrTrailing)
 	}
 	if seen != seenAll {
-		return fmt.Errorf("%w: %w (have %07b of model_name, world_size, worker_id, token_ids, start, end, request_id)", ErrKey, ErrMissing, seen)
+		return fmt.Errorf("%w: %w (have %07b of model_name, world_size, worker_id, token_ids or token_bytes, start, end, request_id)", ErrKey, ErrMissing, seen)
 	}
 	return k.check()
 }
@@ -167,10 +179,21 @@ func (m *Memo) decodeKeyField(name, b []byte, k *KeyView) (rest []byte, bit int,
 		}
 		k.Worker, rest, err = readCount(b, kv.MaxWorldSize)
 	case "token_ids":
+		bit = seenTokens
+		if k.Packed { // the key has both, and means the same by them
+			rest, err = msgp.Skip(b)
+			break
+		}
 		rest, err = m.readKeyTokens(b, k)
+	case "token_bytes":
+		rest, err = m.readPackedTokens(b, k)
 		bit = seenTokens
 	case "start":
-		k.Start, rest, err = readCount(b, MaxTokens)
+		var n int64
+		if n, rest, err = readInt(b); n > MaxTokens {
+			err = fmt.Errorf("lmcache: %d is above %d", n, MaxTokens)
+		}
+		k.Start = int(max(n, -1))
 		bit = seenStart
 	case "end":
 		k.End, rest, err = readCount(b, MaxTokens)
@@ -195,7 +218,7 @@ func (m *Memo) decodeKeyField(name, b []byte, k *KeyView) (rest []byte, bit int,
 // tagPrefix is put before the name of a tag (lmcache 0.5.6, utils.py).
 const tagPrefix = "lmcache.tag."
 
-// readRequestConfigs reads the settings of a request, of which lmcache.skip_save and tags count. Whatever
+// readRequestConfigs reads the settings of a request, of which lmcache.skip_save, lmcache.skip_load and tags count. Whatever
 // else there is, of any type, is passed over.
 func readRequestConfigs(b []byte, k *KeyView) ([]byte, error) {
 	rest, err := msgp.Skip(b)
@@ -211,11 +234,19 @@ func readRequestConfigs(b []byte, k *KeyView) ([]byte, error) {
 			}
 			return rest, err
 		}
-		if string(name) != "lmcache.skip_save" || t != msgp.BoolType && t != msgp.IntType && t != msgp.UintType {
+		skip := &k.SkipSave
+		switch string(name) {
+		case "lmcache.skip_save":
+		case "lmcache.skip_load":
+			skip = &k.SkipLoad
+		default:
+			return b, nil
+		}
+		if t != msgp.BoolType && t != msgp.IntType && t != msgp.UintType {
 			return b, nil
 		}
 		v, rest, err := readBool(b)
-		k.SkipSave = err == nil && v
+		*skip = err == nil && v
 		return rest, err
 	})
 	return rest, nil
@@ -227,8 +258,6 @@ func (k *KeyView) check() error {
 		return fmt.Errorf("%w: world_size %d", ErrKey, k.WorldSize)
 	case k.Worker >= k.WorldSize:
 		return fmt.Errorf("%w: worker_id %d of world_size %d", ErrKey, k.Worker, k.WorldSize)
-	case k.Start > k.End:
-		return fmt.Errorf("%w: start %d after end %d", ErrKey, k.Start, k.End)
 	case len(k.Model) > maxModelBytes || len(k.RequestID) > MaxRequestBytes || k.NumTokens > MaxTokens:
 		return fmt.Errorf("%w: model_name, request_id or token_ids too long", ErrKey)
 	case !utf8.Valid(k.Model) || !utf8.Valid(k.RequestID) || !utf8.Valid(k.Salt): // as LMCache; and events have them
@@ -249,6 +278,9 @@ var ErrRange = errors.New("lmcache: range is not made of whole chunks of the pro
 // multiples of the chunk size and inside the prompt, else the error wraps
 // ErrRange.
 func (k *KeyView) ChunkRange(chunkTokens int) (from, to int, err error) {
+	if k.Start < 0 || k.Start > k.End {
+		return 0, 0, fmt.Errorf("%w: start %d, end %d", ErrKey, k.Start, k.End)
+	}
 	if k.Start%chunkTokens != 0 || k.End%chunkTokens != 0 || k.End > k.NumTokens {
 		return 0, 0, fmt.Errorf("%w: [%d, %d) of %d tokens, chunk %d", ErrRange, k.Start, k.End, k.NumTokens, chunkTokens)
 	}

@@ -89,10 +89,11 @@ func TestKeyLimits(t *testing.T) {
 	f("worker_id", intFrame(0), true)
 	f("worker_id", intFrame(2), false)
 	f("worker_id", intFrame(-1), false)
-	f("worker_id", []byte{0xc0}, true) // of a scheduler
-	f("start", intFrame(8), true)      // an empty range
-	f("start", intFrame(9), false)
-	f("start", intFrame(-1), false)
+	f("worker_id", []byte{0xc0}, true)            // of a scheduler
+	f("start", intFrame(8), true)                 // an empty range
+	f("start", intFrame(lmcache.MaxTokens), true) // of a lookup; ChunkRange refuses it
+	f("start", intFrame(lmcache.MaxTokens+1), false)
+	f("start", intFrame(-1), true) // as before
 	f("end", intFrame(lmcache.MaxTokens), true)
 	f("end", intFrame(lmcache.MaxTokens+1), false)
 	f("end", msgp.AppendUint64(nil, math.MaxUint64), false)
@@ -311,7 +312,7 @@ func TestCopiedHasTwoElements(t *testing.T) {
 
 // Slots and chunks of a prepared store are as many.
 func TestPreparedStoreNamesAChunkForEachSlot(t *testing.T) {
-	s := lmcache.Slots{Layout: kv.Layout{Layers: 1, Slots: 2, Hidden: 3, DType: "float16"}, Length: 24, Offsets: []int64{0, 4096}, Indices: []int{0, 1}}
+	s := lmcache.Slots{Layouts: []kv.Layout{{Layers: 1, Slots: 2, Hidden: 3, DType: "float16"}}, Lengths: []int64{24}, Offsets: []int64{0, 4096}, Indices: []int{0, 1}}
 	for n := range 4 {
 		of := s
 		of.Indices = []int{0, 1, 2, 3}[:n]

@@ -20,8 +20,8 @@ import (
 // turn longer under a new request id, so most of a token list is bytes seen
 // before: comparing them costs a fortieth of decoding and hashing them.
 //
-// An entry is one chunk: the hash of the chunk before it, its msgpack bytes and
-// its own hash. A walk compares all bytes of one entry per chunk, the one that
+// An entry is one chunk: the hash of the chunk before it, its msgpack or packed bytes
+// and its own hash. A walk compares all bytes of one entry per chunk, the one that
 // followed last time or else the one that a hash finds, until the first that is
 // not there. Entries are replaced by the clock algorithm.
 // Safe for concurrent use; the lock is a leaf.
@@ -45,6 +45,7 @@ type memoEntry struct {
 	bucket     uint32
 	next       int32 // 1 + index of the next entry in the bucket
 	width      int32 // bytes of the encoded chunk
+	packed     bool  // four bytes per token, else msgpack integers
 	used       atomic.Bool
 	follower   atomic.Int32 // 1 + index of the entry that last came after this one; a hint
 }
@@ -83,10 +84,17 @@ func NewMemo(chunkTokens int, maxBytes int64) *Memo {
 // ChunkTokens is the number of tokens per chunk.
 func (m *Memo) ChunkTokens() int { return m.chunkTokens }
 
-func (m *Memo) bucketOf(prev kv.Hash, b []byte) uint32 {
-	// A chunk's encoding has at least one byte per token.
-	h := xxh3.HashSeed(b[:m.chunkTokens], m.seed^binary.LittleEndian.Uint64(prev[:]))
+func (m *Memo) bucketOf(prev kv.Hash, b []byte, packed bool) uint32 {
+	h := xxh3.HashSeed(b[:m.least(packed)], m.seed^binary.LittleEndian.Uint64(prev[:]))
 	return uint32(h) & uint32(len(m.buckets)-1)
+}
+
+// least is how many bytes a chunk's encoding has at least.
+func (m *Memo) least(packed bool) int {
+	if packed {
+		return 4 * m.chunkTokens
+	}
+	return m.chunkTokens
 }
 
 // known appends to k the hashes of the leading chunks of b that are remembered, at
@@ -101,7 +109,7 @@ func (m *Memo) known(b []byte, chunks int, k *KeyView) []byte {
 	var before *memoEntry
 	end := 0
 	for range chunks {
-		e := m.afterLocked(before, prev, b)
+		e := m.afterLocked(before, prev, b, k.Packed)
 		if e == nil {
 			break
 		}
@@ -118,15 +126,15 @@ func (m *Memo) known(b []byte, chunks int, k *KeyView) []byte {
 
 // afterLocked is findLocked that tries first what followed last time: most chunks
 // have one successor, which then needs no hash.
-func (m *Memo) afterLocked(before *memoEntry, prev kv.Hash, b []byte) *memoEntry {
+func (m *Memo) afterLocked(before *memoEntry, prev kv.Hash, b []byte, packed bool) *memoEntry {
 	if before != nil {
 		if i := int(before.follower.Load()); i != 0 {
-			if e, raw := m.entryLocked(i - 1); e.prev == prev && bytes.HasPrefix(b, raw[:e.width]) {
+			if e, raw := m.entryLocked(i - 1); e.is(prev, packed) && bytes.HasPrefix(b, raw[:e.width]) {
 				return e
 			}
 		}
 	}
-	i := m.findLocked(prev, b)
+	i := m.findLocked(prev, b, packed)
 	if i == 0 {
 		return nil
 	}
@@ -139,13 +147,13 @@ func (m *Memo) afterLocked(before *memoEntry, prev kv.Hash, b []byte) *memoEntry
 
 // findLocked returns 1 + the index of the entry of the chunk that b begins with,
 // or 0.
-func (m *Memo) findLocked(prev kv.Hash, b []byte) int {
-	if len(b) < m.chunkTokens {
+func (m *Memo) findLocked(prev kv.Hash, b []byte, packed bool) int {
+	if len(b) < m.least(packed) {
 		return 0
 	}
-	for i := m.buckets[m.bucketOf(prev, b)]; i != 0; {
+	for i := m.buckets[m.bucketOf(prev, b, packed)]; i != 0; {
 		e, raw := m.entryLocked(int(i - 1))
-		if e.prev == prev && bytes.HasPrefix(b, raw[:e.width]) {
+		if e.is(prev, packed) && bytes.HasPrefix(b, raw[:e.width]) {
 			return int(i)
 		}
 		i = e.next
@@ -160,9 +168,12 @@ func (m *Memo) entryLocked(i int) (*memoEntry, []byte) {
 	return &block.entries[i], block.raw[i*m.stride : (i+1)*m.stride]
 }
 
+// is reports whether the entry follows prev and is packed or not.
+func (e *memoEntry) is(prev kv.Hash, packed bool) bool { return e.prev == prev && e.packed == packed }
+
 // learn adds the chunks that b begins with, widths[i] bytes each, with hashes
-// hashes[first:].
-func (m *Memo) learn(b []byte, widths []int, hashes []kv.Hash, first int) {
+// k.Hashes[first:].
+func (m *Memo) learn(b []byte, widths []int, k *KeyView, first int) {
 	if m.max == 0 {
 		return
 	}
@@ -170,24 +181,24 @@ func (m *Memo) learn(b []byte, widths []int, hashes []kv.Hash, first int) {
 	defer m.mu.Unlock()
 	prev := kv.Seed
 	if first > 0 {
-		prev = hashes[first-1]
+		prev = k.Hashes[first-1]
 	}
 	for i, w := range widths {
-		hash := hashes[first+i]
-		if w <= m.stride && m.findLocked(prev, b) == 0 {
-			m.addLocked(prev, b[:w], hash)
+		hash := k.Hashes[first+i]
+		if w <= m.stride && m.findLocked(prev, b, k.Packed) == 0 {
+			m.addLocked(prev, b[:w], hash, k.Packed)
 		}
 		prev = hash
 		b = b[w:]
 	}
 }
 
-func (m *Memo) addLocked(prev kv.Hash, b []byte, hash kv.Hash) {
+func (m *Memo) addLocked(prev kv.Hash, b []byte, hash kv.Hash, packed bool) {
 	i := m.slotLocked()
 	e, raw := m.entryLocked(i)
-	e.prev, e.hash, e.width = prev, hash, int32(len(b))
+	e.prev, e.hash, e.width, e.packed = prev, hash, int32(len(b)), packed
 	copy(raw, b)
-	e.bucket = m.bucketOf(prev, b)
+	e.bucket = m.bucketOf(prev, b, packed)
 	e.next = m.buckets[e.bucket]
 	m.buckets[e.bucket] = int32(i + 1) // last: a reader never finds an entry that is not whole
 }

@@ -128,6 +128,8 @@ func TestMemoConcurrent(t *testing.T) {
 func FuzzDecodeKey(f *testing.F) {
 	f.Add(encodeKey([]uint32{1, 200, 70000, 5, 6, 7, 8, 9}))
 	f.Add(encodeKey(nil))
+	f.Add((&lmcache.Key{Model: "m", WorldSize: 1, Tokens: []uint32{1, 200, 70000, 5, 6, 7, 8, 9}, End: 8, RequestID: "r", Readers: 1, Packed: true}).Append(nil))
+	f.Add([]byte{0x81, 0xab, 't', 'o', 'k', 'e', 'n', '_', 'b', 'y', 't', 'e', 's', 0xc6, 0xff, 0xff, 0xff, 0xfc, 1, 2})
 	f.Add([]byte{0x81, 0xa9, 't', 'o', 'k', 'e', 'n', '_', 'i', 'd', 's', 0xdd, 0xff, 0xff, 0xff, 0xff, 1, 2})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		memo := lmcache.NewMemo(4, 64<<10)
@@ -153,6 +155,14 @@ func FuzzRequest(f *testing.F) {
 	f.Add(uint8(16), encodeKey([]uint32{1, 2, 3}), []byte{1}, []byte{0xc4, 0})
 	f.Add(uint8(23), []byte{1}, []byte{0xa1, 'm'}, []byte{0x91, 0x81, 0xa6, 'r', 'e', 'q', '_', 'i', 'd', 0xa1, 'x'})
 	f.Add(uint8(29), []byte{0x91, 0x80}, []byte{0x80}, []byte{})
+	packed := (&lmcache.Key{Model: "m", WorldSize: 1, Tokens: make([]uint32, 8), End: 8, RequestID: "r", Readers: 1, Packed: true}).Append(nil)
+	f.Add(uint8(12), packed, []byte{1}, []byte{0x92, 0x92, 0, 8, 0x92, 4, 4})
+	f.Add(uint8(16), packed, []byte{1}, []byte{0x92, 0x90, 0x92, 0, 1})
+	f.Add(uint8(14), (&lmcache.EngineDriven{
+		InstanceID: 7, Model: "m", WorldSize: 1, Layers: 1, Hidden: 1, DType: "float16", HasGroups: true,
+		Groups: []lmcache.GroupLayout{{Layers: 1, Hidden: 1, DType: "uint8"}, {Layers: 2, Hidden: 3, DType: "float16", WindowTokens: 1, WindowChunks: 1, Planes: 1}},
+	}).Append(nil), []byte{1}, []byte{2})
+	f.Add(uint8(lmcache.OpNegotiateChunkSize), []byte{24}, []byte{1}, []byte{2})
 	f.Fuzz(func(t *testing.T, op uint8, a, b, c []byte) {
 		memo := lmcache.NewMemo(4, 0)
 		var d lmcache.Decoder
@@ -173,11 +183,14 @@ func FuzzRequest(f *testing.F) {
 
 // A client survives any reply.
 func FuzzReply(f *testing.F) {
-	s := lmcache.Slots{Layout: kv.Layout{Layers: 1, Slots: 2, Hidden: 3, DType: "float16"}, Length: 24, Offsets: []int64{0, 4096}, Indices: []int{0, 1}}
+	s := lmcache.Slots{Layouts: []kv.Layout{{Layers: 1, Slots: 2, Hidden: 3, DType: "float16"}}, Lengths: []int64{24}, Offsets: []int64{0, 4096}, Indices: []int{0, 1}}
 	f.Add(lmcache.AppendPrepareStore(nil, &s))
 	f.Add(lmcache.AppendPrepareRetrieve(nil, &s))
 	f.Add(lmcache.AppendPrepareRetrieve(nil, nil))
 	f.Add(lmcache.Pool{ShmName: "x", Bytes: 1}.Append(nil))
+	g := lmcache.Slots{Layouts: []kv.Layout{s.Layouts[0], s.Layouts[0]}, Lengths: []int64{24, 24}, Offsets: s.Offsets, Indices: s.Indices, Groups: []int{0, 1}}
+	f.Add(lmcache.AppendPrepareStore(nil, &g))
+	f.Add(lmcache.AppendPrepareRetrieve(nil, &g))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		if p, err := lmcache.DecodePrepareStore(b); err == nil && len(p.Slots) != len(p.Indices) {
 			t.Fatalf("%d slots, %d indices", len(p.Slots), len(p.Indices))

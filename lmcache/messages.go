@@ -3,7 +3,9 @@
 package lmcache
 
 import (
+	"cmp"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"strings"
 
@@ -24,7 +26,45 @@ type EngineDriven struct {
 	DType         string
 	SinglePlane   bool // use_mla on the wire
 	PhysicalSlots int  // token slots per chunk; 0 is nil on the wire: one per token
+	Groups        []GroupLayout
+	HasGroups     bool // the message has group_layouts, as 0.5.7 sends it; an empty list and a list of one are one group
 	Unread        UnreadFields
+}
+
+// GroupLayout is EngineDrivenGroupLayout: what the objects of one object group look like, and which a hit needs.
+type GroupLayout struct {
+	Layers, Hidden int
+	DType          string
+	TokensPerBlock int
+	WindowTokens   int // kept of a chunk; 0 is all
+	Planes         int // 2 for K and V, 1 for one plane; 0 is as the registration says
+	WindowChunks   int // the last chunks that a hit needs; 0 is all
+	Recurrent      bool
+}
+
+// ErrGroups means that group_layouts contradict each other or the registration.
+var ErrGroups = errors.New("lmcache: group_layouts do not fit")
+
+// Layouts returns the shapes of the objects of a chunk of chunkTokens tokens, one for each object group.
+func (p *EngineDriven) Layouts(chunkTokens int) ([]kv.Layout, error) {
+	out := make([]kv.Layout, len(p.Groups))
+	for i, g := range p.Groups {
+		slots := cmp.Or(g.WindowTokens, chunkTokens)
+		switch {
+		case slots > chunkTokens:
+			return nil, fmt.Errorf("%w: group %d keeps %d tokens of a chunk of %d", ErrGroups, i, slots, chunkTokens)
+		case slots < chunkTokens && g.WindowChunks != 1:
+			return nil, fmt.Errorf("%w: group %d keeps %d of %d tokens, and a hit needs %d chunks of it; it must be 1", ErrGroups, i, slots, chunkTokens, g.WindowChunks)
+		}
+		out[i] = kv.Layout{SinglePlane: g.Planes == 1 || g.Planes == 0 && p.SinglePlane, Layers: g.Layers, Slots: slots, Hidden: g.Hidden, DType: g.DType}
+		if _, err := out[i].Bytes(); err != nil {
+			return nil, fmt.Errorf("%w: group %d: %w", ErrGroups, i, err)
+		}
+	}
+	if len(out) < 2 {
+		return []kv.Layout{p.Layout(chunkTokens)}, nil
+	}
+	return out, nil
 }
 
 // Layout returns the shape of one chunk of chunkTokens tokens.
@@ -38,7 +78,11 @@ func (p *EngineDriven) Layout(chunkTokens int) kv.Layout {
 
 // Append appends the payload frame of register_kv_cache_engine_driven_context.
 func (p *EngineDriven) Append(b []byte) []byte {
-	b = msgp.AppendMapHeader(b, 9)
+	fields := uint32(9)
+	if p.HasGroups {
+		fields++
+	}
+	b = msgp.AppendMapHeader(b, fields)
 	b = appendInt(msgp.AppendString(b, "instance_id"), p.InstanceID)
 	b = msgp.AppendString(msgp.AppendString(b, "model_name"), p.Model)
 	b = appendInt(msgp.AppendString(b, "world_size"), p.WorldSize)
@@ -49,9 +93,78 @@ func (p *EngineDriven) Append(b []byte) []byte {
 	b = msgp.AppendBool(msgp.AppendString(b, "use_mla"), p.SinglePlane)
 	b = msgp.AppendString(b, "num_physical_slots")
 	if p.PhysicalSlots == 0 {
-		return msgp.AppendNil(b)
+		b = msgp.AppendNil(b)
+	} else {
+		b = appendInt(b, p.PhysicalSlots)
 	}
-	return appendInt(b, p.PhysicalSlots)
+	if !p.HasGroups {
+		return b
+	}
+	b = msgp.AppendArrayHeader(msgp.AppendString(b, "group_layouts"), uint32(len(p.Groups)))
+	for i := range p.Groups {
+		g := &p.Groups[i]
+		b = msgp.AppendMapHeader(b, 8)
+		b = appendInt(msgp.AppendString(b, "num_layers"), g.Layers)
+		b = appendInt(msgp.AppendString(b, "hidden_dim_size"), g.Hidden)
+		b = msgp.AppendString(msgp.AppendString(b, "dtype_str"), g.DType)
+		b = appendInt(msgp.AppendString(b, "tokens_per_block"), g.TokensPerBlock)
+		b = appendInt(msgp.AppendString(b, "window_tokens"), g.WindowTokens)
+		b = appendInt(msgp.AppendString(b, "kv_size"), g.Planes)
+		b = appendInt(msgp.AppendString(b, "window_chunks"), g.WindowChunks)
+		b = msgp.AppendBool(msgp.AppendString(b, "recurrent"), g.Recurrent)
+	}
+	return b
+}
+
+// maxObjectGroups bounds the group_layouts of a registration.
+const maxObjectGroups = 64
+
+func (p *EngineDriven) decodeGroups(b []byte) ([]byte, error) {
+	p.HasGroups = true
+	return readList(b, func(i int, b []byte) ([]byte, error) {
+		if i >= maxObjectGroups {
+			return b, fmt.Errorf("more than %d", maxObjectGroups)
+		}
+		var g GroupLayout
+		seen := 0
+		rest, err := readMap(b, func(name, b []byte) (rest []byte, err error) {
+			seen++
+			switch string(name) {
+			case "num_layers":
+				g.Layers, rest, err = readCount(b, maxLayers)
+				return rest, err
+			case "hidden_dim_size":
+				return intInto(&g.Hidden, b)
+			case "dtype_str":
+				return stringInto(&g.DType, b)
+			}
+			seen--
+			switch string(name) {
+			case "tokens_per_block":
+				return intInto(&g.TokensPerBlock, b)
+			case "window_tokens":
+				g.WindowTokens, rest, err = readCount(b, kv.MaxChunkTokens)
+			case "kv_size":
+				g.Planes, rest, err = readCount(b, 2)
+			case "window_chunks":
+				g.WindowChunks, rest, err = readCount(b, MaxTokens)
+			case "recurrent":
+				return boolInto(&g.Recurrent, b)
+			default:
+				p.Unread.add("group_layouts.", name, b)
+				return b, nil
+			}
+			return rest, err
+		})
+		if err == nil && seen != 3 {
+			err = ErrMissing
+		}
+		if err == nil && len(g.DType) > 64 {
+			err = errLongName
+		}
+		p.Groups = append(p.Groups, g)
+		return rest, err
+	})
 }
 
 // decodeEngineDriven reads that frame. Clients before 0.5.5 leave
@@ -80,6 +193,9 @@ func decodeEngineDriven(frame []byte) (EngineDriven, error) {
 			return boolInto(&p.SinglePlane, b)
 		}
 		seen--
+		if string(name) == "group_layouts" {
+			return p.decodeGroups(b)
+		}
 		if string(name) != "num_physical_slots" {
 			p.Unread.add("", name, b)
 		} else if msgp.NextType(b) != msgp.NilType {
@@ -107,13 +223,24 @@ func decodeEngineDriven(frame []byte) (EngineDriven, error) {
 type Pool struct {
 	ShmName string // under /dev/shm, without a slash
 	Bytes   int64
+
+	HasNullBlock bool // the message names the engine's block that has no KV, as in 0.5.7
+	NullBlock    int
 }
 
 // Append appends the result frame of register_kv_cache_engine_driven_context.
 func (p Pool) Append(b []byte) []byte {
-	b = msgp.AppendMapHeader(b, 2)
+	fields := uint32(2)
+	if p.HasNullBlock {
+		fields++
+	}
+	b = msgp.AppendMapHeader(b, fields)
 	b = msgp.AppendString(msgp.AppendString(b, "shm_name"), p.ShmName)
-	return appendInt(msgp.AppendString(b, "pool_size"), p.Bytes)
+	b = appendInt(msgp.AppendString(b, "pool_size"), p.Bytes)
+	if p.HasNullBlock {
+		b = appendInt(msgp.AppendString(b, "null_block_id"), p.NullBlock)
+	}
+	return b
 }
 
 // DecodePool reads that frame.
@@ -124,32 +251,58 @@ func DecodePool(frame []byte) (p Pool, err error) {
 			return stringInto(&p.ShmName, b)
 		case "pool_size":
 			return intInto(&p.Bytes, b)
+		case "null_block_id":
+			p.HasNullBlock = true
+			return intInto(&p.NullBlock, b)
 		}
 		return b, nil
 	})
 	return p, whole(rest, err)
 }
 
-// Slots names the place of some chunks in the pool. All have one layout.
+// Slots names the place of some objects in the pool.
 type Slots struct {
-	Layout  kv.Layout
-	Length  int64   // bytes per slot
-	Offsets []int64 // bytes from the pool's start, one per slot
-	Indices []int   // store only: position of each slot's chunk inside [start, end)
+	Layouts []kv.Layout // by object group
+	Lengths []int64     // bytes per slot, by object group
+	Offsets []int64     // bytes from the pool's start, one per slot
+	Indices []int       // position of each slot's chunk inside [start, end); of loads of one group not needed
+	Groups  []int       // object group of each slot; not needed for one group
+}
+
+// several reports whether the objects are of several groups: then the answer names the group of each slot.
+func (s *Slots) several() bool { return len(s.Layouts) > 1 }
+
+// Len and the like sort slots by group, then by chunk, as clients expect them.
+func (s *Slots) Len() int { return len(s.Offsets) }
+
+// Less implements sort.Interface.
+func (s *Slots) Less(i, j int) bool {
+	return cmp.Or(cmp.Compare(s.Groups[i], s.Groups[j]), cmp.Compare(s.Indices[i], s.Indices[j])) < 0
+}
+
+// Swap implements sort.Interface.
+func (s *Slots) Swap(i, j int) {
+	s.Offsets[i], s.Offsets[j] = s.Offsets[j], s.Offsets[i]
+	s.Indices[i], s.Indices[j] = s.Indices[j], s.Indices[i]
+	s.Groups[i], s.Groups[j] = s.Groups[j], s.Groups[i]
 }
 
 func (s *Slots) append(b []byte) []byte {
 	b = msgp.AppendArrayHeader(msgp.AppendString(b, "slots"), uint32(len(s.Offsets)))
-	for _, off := range s.Offsets {
+	for i, off := range s.Offsets {
+		g := 0
+		if s.several() {
+			g = s.Groups[i]
+		}
 		b = msgp.AppendMapHeader(b, 4)
 		b = appendInt(msgp.AppendString(b, "offset"), off)
-		b = appendInt(msgp.AppendString(b, "length"), s.Length)
-		shape := s.Layout.Shape()
+		b = appendInt(msgp.AppendString(b, "length"), s.Lengths[g])
+		shape := s.Layouts[g].Shape()
 		b = msgp.AppendArrayHeader(msgp.AppendString(b, "shape"), uint32(len(shape)))
 		for _, d := range shape {
 			b = appendInt(b, d)
 		}
-		b = msgp.AppendString(msgp.AppendString(b, "dtype"), s.Layout.DType)
+		b = msgp.AppendString(msgp.AppendString(b, "dtype"), s.Layouts[g].DType)
 	}
 	return b
 }
@@ -162,12 +315,13 @@ func AppendPrepareStore(b []byte, s *Slots) []byte {
 	if s == nil {
 		return msgp.AppendMapHeader(b, 0)
 	}
-	b = s.append(msgp.AppendMapHeader(b, 2))
-	b = msgp.AppendArrayHeader(msgp.AppendString(b, "chunk_indices"), uint32(len(s.Indices)))
-	for _, i := range s.Indices {
-		b = appendInt(b, i)
+	if !s.several() {
+		b = s.append(msgp.AppendMapHeader(b, 2))
+		return appendInts(msgp.AppendString(b, "chunk_indices"), s.Indices)
 	}
-	return b
+	b = s.append(msgp.AppendMapHeader(b, 3))
+	b = appendInts(msgp.AppendString(b, "chunk_indices"), s.Indices)
+	return appendInts(msgp.AppendString(b, "group_ids"), s.Groups)
 }
 
 // AppendPrepareRetrieve appends the result frame of prepare_retrieve; a nil s is
@@ -180,7 +334,12 @@ func AppendPrepareRetrieve(b []byte, s *Slots) []byte {
 	if s == nil {
 		return msgp.AppendMapHeader(b, 0)
 	}
-	return s.append(msgp.AppendMapHeader(b, 1))
+	if !s.several() {
+		return s.append(msgp.AppendMapHeader(b, 1))
+	}
+	b = s.append(msgp.AppendMapHeader(b, 3))
+	b = appendInts(msgp.AppendString(b, "group_ids"), s.Groups)
+	return appendInts(msgp.AppendString(b, "chunk_indices"), s.Indices)
 }
 
 // AppendPickled appends the result frame of a prepare_retrieve that is a hit,
@@ -192,6 +351,14 @@ func AppendPickled(b []byte, write func([]byte) []byte) []byte {
 	at := len(b)
 	b = write(b)
 	binary.BigEndian.PutUint32(b[at-4:], uint32(len(b)-at))
+	return msgp.AppendMapHeader(msgp.AppendString(b, "context"), 0)
+}
+
+// AppendEnveloped appends the result frame of a prepare_retrieve that is a hit, with an envelope of less than 4 GiB.
+func AppendEnveloped(b []byte, layouts []kv.Layout, e *Envelope) []byte {
+	b = msgp.AppendMapHeader(b, 3)
+	b = msgp.AppendBool(msgp.AppendString(b, "success"), true)
+	b = AppendInline(msgp.AppendString(b, "data"), func(b []byte) []byte { return AppendEnvelope(b, layouts, e) })
 	return msgp.AppendMapHeader(msgp.AppendString(b, "context"), 0)
 }
 
@@ -207,6 +374,7 @@ type SlotAt struct {
 type PrepareStore struct {
 	Slots   []SlotAt
 	Indices []int
+	Groups  []int // of each slot; nil with one object group
 }
 
 // DecodePrepareStore reads the result frame of prepare_store.
@@ -217,8 +385,8 @@ func DecodePrepareStore(frame []byte) (p PrepareStore, err error) {
 		}
 		return decodeContext(b, &p)
 	})
-	if err == nil && len(p.Slots) != len(p.Indices) {
-		err = fmt.Errorf("prepare_store: %d slots for %d chunks", len(p.Slots), len(p.Indices))
+	if err == nil && (len(p.Slots) != len(p.Indices) || p.Groups != nil && len(p.Groups) != len(p.Slots)) {
+		err = fmt.Errorf("prepare_store: %d slots for %d chunks of %d groups", len(p.Slots), len(p.Indices), len(p.Groups))
 	}
 	return p, whole(rest, err)
 }
@@ -226,8 +394,10 @@ func DecodePrepareStore(frame []byte) (p PrepareStore, err error) {
 // PrepareRetrieve is the result of prepare_retrieve.
 type PrepareRetrieve struct {
 	Success bool
-	Data    []byte // pickled tensors; empty in shared-memory mode
+	Data    []byte // an envelope, or pickled tensors before 0.5.7; empty in shared-memory mode
 	Slots   []SlotAt
+	Indices []int // positions in the range, and object groups, of each slot; nil with one object group
+	Groups  []int
 }
 
 // DecodePrepareRetrieve reads the result frame of prepare_retrieve.
@@ -243,11 +413,14 @@ func DecodePrepareRetrieve(frame []byte) (p PrepareRetrieve, err error) {
 		case "context":
 			var c PrepareStore
 			rest, err := decodeContext(b, &c)
-			p.Slots = c.Slots
+			p.Slots, p.Indices, p.Groups = c.Slots, c.Indices, c.Groups
 			return rest, err
 		}
 		return b, nil
 	})
+	if err == nil && p.Groups != nil && (len(p.Groups) != len(p.Slots) || len(p.Indices) != len(p.Slots)) {
+		err = fmt.Errorf("prepare_retrieve: %d slots, %d chunks, %d groups", len(p.Slots), len(p.Indices), len(p.Groups))
+	}
 	return p, whole(rest, err)
 }
 
@@ -264,6 +437,8 @@ func decodeContext(b []byte, p *PrepareStore) ([]byte, error) {
 			})
 		case "chunk_indices":
 			return intsInto(&p.Indices, MaxTokens, b)
+		case "group_ids":
+			return intsInto(&p.Groups, MaxTokens, b)
 		}
 		return b, nil
 	})
@@ -320,7 +495,7 @@ func AppendNegative(b []byte, op Op, reason string) (_ []byte, ok bool) {
 		b = appendInt(msgp.AppendString(b, "next_cursor"), 0)
 		b = msgp.AppendBool(msgp.AppendString(b, "lost"), false)
 		return msgp.AppendArrayHeader(msgp.AppendString(b, "events"), 0), true
-	case OpServerModuleCall:
+	case OpServerModuleCall, OpServerModuleAffinityCall:
 		b = msgp.AppendMapHeader(b, 3)
 		b = msgp.AppendBool(msgp.AppendString(b, "success"), false)
 		b = msgp.AppendBytes(msgp.AppendString(b, "payload"), nil)

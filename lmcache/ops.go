@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package lmcache speaks the LMCache multiprocess protocol: its operations, as
-// the releases 0.4.6 to 0.5.6 number them, the messages of each in both
+// the releases 0.4.6 to 0.5.7 number them, the messages of each in both
 // directions, the token-list decoder that turns a prompt into chunk hashes, and a
 // client of 0.5.6.
 //
@@ -65,6 +65,10 @@ const (
 	OpCBReorderPlan     Op = 201
 	OpSubscribeKVEvents Op = 202
 	OpServerModuleCall  Op = 203
+
+	// Since 0.5.7.
+	OpNegotiateChunkSize       Op = 204
+	OpServerModuleAffinityCall Op = 205
 )
 
 // String returns the operation's name on the wire.
@@ -91,6 +95,12 @@ func ParseOp(frame []byte) (Op, error) {
 		return OpUnknown, err
 	}
 	return r[0].Op, nil
+}
+
+// NameOfOp returns the name in an operation frame, also of an unknown operation; empty where the frame has a number.
+func NameOfOp(frame []byte) string {
+	name, _, _ := msgp.ReadStringBytes(frame)
+	return name
 }
 
 // AppendOp appends the operation frame that a client of the Latest generation

@@ -23,10 +23,13 @@ type KeyRange struct {
 
 // The requests about a worker's chunks.
 type (
-	PrepareStoreRequest struct{ KeyRange }
-	CommitStoreRequest  struct {
+	PrepareStoreRequest struct {
 		KeyRange
-		Data []byte // pickled tensors; empty when the worker wrote into the pool. Aliases the frame
+		Skipped [][]int // by object group, chunks of the range that are not stored; nil: none. Since 0.5.7
+	}
+	CommitStoreRequest struct {
+		KeyRange
+		Data []byte // an envelope, or pickled tensors before 0.5.7; empty when the worker wrote into the pool. Aliases the frame
 	}
 	PrepareRetrieveRequest struct{ KeyRange }
 	CommitRetrieveRequest  struct{ KeyRange }
@@ -52,6 +55,8 @@ type (
 	LookupRequest struct {
 		Key            *KeyView
 		TensorParallel int64 // see KeyView.ReadersOf
+		From           int   // chunks that the engine has itself; at most To
+		To             int   // whole chunks that are asked for
 	}
 	// PrefetchStatusRequest asks how far a lookup came, and with Wait for its end.
 	PrefetchStatusRequest struct {
@@ -63,10 +68,14 @@ type (
 	FreeLookupLocksRequest struct {
 		Key            *KeyView
 		TensorParallel int64
-		From, To       int // chunks
+		From, To       int         // chunks
+		Abandoned      []ChunkSpan // what earlier lookups of the request found and the engine gave up. Since 0.5.7
 	}
 	EndSessionRequest struct{ RequestID []byte }
 )
+
+// ChunkSpan is a run of chunks.
+type ChunkSpan struct{ From, To int }
 
 // The other requests.
 type (
@@ -82,8 +91,10 @@ type (
 		OfWorker   bool
 		Bare       bool
 	}
-	ClearRequest           struct{ Force bool }
-	GetChunkSizeRequest    struct{}
+	ClearRequest        struct{ Force bool }
+	GetChunkSizeRequest struct{}
+	// NegotiateRequest asks for a chunk size that is a multiple of Alignment; any number.
+	NegotiateRequest       struct{ Alignment int64 }
 	GetExperimentalRequest struct{}
 	NoopRequest            struct{}
 
@@ -124,6 +135,7 @@ func (r *UnregisterRequest) Op() Op          { return r.op }
 func (*PingRequest) Op() Op                  { return OpPing }
 func (*ClearRequest) Op() Op                 { return OpClear }
 func (*GetChunkSizeRequest) Op() Op          { return OpGetChunkSize }
+func (*NegotiateRequest) Op() Op             { return OpNegotiateChunkSize }
 func (*GetExperimentalRequest) Op() Op       { return OpGetExperimental }
 func (*NoopRequest) Op() Op                  { return OpNoop }
 func (*ReportBlockAllocationRequest) Op() Op { return OpReportBlockAllocation }
@@ -168,13 +180,21 @@ func (d *Decoder) Decode(memo *Memo, of Generations, op Op, p [][]byte) (Request
 		return &d.ping, d.ping.decode(p)
 	case OpLookup:
 		d.lookup = LookupRequest{Key: &d.key}
-		return &d.lookup, d.readers(memo, p, &d.lookup.TensorParallel)
+		err := d.readers(memo, p, &d.lookup.TensorParallel)
+		if err == nil {
+			d.lookup.To = min(d.key.End/memo.chunkTokens, d.key.Chunks)
+			d.lookup.From = min(max(d.key.Start, 0)/memo.chunkTokens, d.lookup.To)
+		}
+		return &d.lookup, err
 	case OpQueryPrefetchStatus, OpWaitPrefetchStatus:
 		return &d.status, d.status.decode(p)
 	case OpFreeLookupLocks:
 		d.free = FreeLookupLocksRequest{Key: &d.key}
 		err := d.readers(memo, p, &d.free.TensorParallel)
-		if err == nil {
+		if err == nil && len(p) > 2 {
+			d.free.Abandoned, err = decodeSpans(p[2], memo.chunkTokens)
+		}
+		if err == nil && (len(p) == 2 || d.key.Start < d.key.End) {
 			d.free.From, d.free.To, err = d.key.ChunkRange(memo.chunkTokens)
 		}
 		return &d.free, err
@@ -183,7 +203,13 @@ func (d *Decoder) Decode(memo *Memo, of Generations, op Op, p [][]byte) (Request
 		d.end.RequestID = id
 		return &d.end, err
 	case OpPrepareStore:
-		return &d.prepareStore, d.keyRange(memo, p, &d.prepareStore.KeyRange)
+		r := &d.prepareStore
+		r.Skipped = nil
+		err := d.keyRange(memo, p, &r.KeyRange)
+		if err == nil && len(p) > 2 {
+			r.Skipped, err = decodeSkipped(p[2], r.To-r.From)
+		}
+		return r, err
 	case OpCommitStore:
 		err := d.keyRange(memo, p, &d.commitStore.KeyRange)
 		if err == nil {
@@ -235,6 +261,9 @@ func (d *Decoder) decodeRare(memo *Memo, op Op, p [][]byte) (_ Request, err erro
 		return r, err
 	case OpGetChunkSize:
 		return &GetChunkSizeRequest{}, nil
+	case OpNegotiateChunkSize:
+		n, err := named("required_chunk_alignment", DecodeInt, p[0])
+		return &NegotiateRequest{n}, err
 	case OpGetExperimental:
 		return &GetExperimentalRequest{}, nil
 	case OpReportBlockAllocation:
@@ -314,6 +343,62 @@ func (r *PrefetchStatusRequest) decode(p [][]byte) (err error) {
 		r.Timeout = time.Duration(min(seconds, maxTimeout.Seconds()) * float64(time.Second))
 	}
 	return err
+}
+
+// maxSpans bounds the extra ranges of a free_lookup_locks.
+const maxSpans = 1024
+
+// decodeSpans reads extra_ranges: pairs of tokens, which are made into chunks. Empty ones are left out.
+func decodeSpans(frame []byte, chunkTokens int) (spans []ChunkSpan, err error) {
+	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {
+		if i >= maxSpans {
+			return b, fmt.Errorf("more than %d", maxSpans)
+		}
+		n, b, err := readArray(b)
+		if err == nil && n != 2 {
+			err = fmt.Errorf("%d elements, not a start and an end", n)
+		}
+		if err != nil {
+			return b, err
+		}
+		var from, to int
+		if from, b, err = readCount(b, MaxTokens); err == nil {
+			to, b, err = readCount(b, MaxTokens)
+		}
+		if s := (ChunkSpan{from / chunkTokens, to / chunkTokens}); err == nil && s.From < s.To {
+			spans = append(spans, s)
+		}
+		return b, err
+	})
+	if err = whole(rest, err); err != nil {
+		return nil, fmt.Errorf("extra_ranges: %w", err)
+	}
+	return spans, nil
+}
+
+// ErrSkipped means that skipped_chunks does not fit the range or the registration.
+var ErrSkipped = errors.New("lmcache: bad skipped_chunks")
+
+// decodeSkipped reads skipped_chunks: none, or for each object group positions in a range of chunks chunks.
+func decodeSkipped(frame []byte, chunks int) (skipped [][]int, err error) {
+	rest, err := readList(frame, func(i int, b []byte) ([]byte, error) {
+		if i >= maxGroups {
+			return b, fmt.Errorf("more than %d groups", maxGroups)
+		}
+		var of []int
+		rest, err := intsInto(&of, chunks, b)
+		for _, c := range of {
+			if c < 0 || c >= chunks {
+				err = fmt.Errorf("chunk %d of %d", c, chunks)
+			}
+		}
+		skipped = append(skipped, of)
+		return rest, err
+	})
+	if err = whole(rest, err); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrSkipped, err)
+	}
+	return skipped, nil
 }
 
 // named decodes one payload; an error says which.

@@ -5,6 +5,7 @@ package lmcache
 import (
 	"encoding/binary"
 	"errors"
+	"fmt"
 
 	"github.com/tinylib/msgp/msgp"
 
@@ -102,6 +103,15 @@ func AppendTokens(b []byte, tokens []uint32) []byte {
 	return appendTokens(msgp.AppendArrayHeader(b, uint32(len(tokens))), tokens)
 }
 
+// AppendPackedTokens appends tokens as a bin value of four bytes each, big-endian.
+func AppendPackedTokens(b []byte, tokens []uint32) []byte {
+	b = msgp.AppendBytesHeader(b, uint32(4*len(tokens)))
+	for _, t := range tokens {
+		b = binary.BigEndian.AppendUint32(b, t)
+	}
+	return b
+}
+
 func appendTokens(b []byte, tokens []uint32) []byte {
 	for _, t := range tokens {
 		switch {
@@ -137,6 +147,23 @@ func (m *Memo) readKeyTokens(b []byte, k *KeyView) (rest []byte, err error) {
 	return b[skipped:], nil
 }
 
+// readPackedTokens reads the tokens of a key of 0.5.7, four bytes each, big-endian. Chunks are hashed straight
+// from the frame.
+func (m *Memo) readPackedTokens(b []byte, k *KeyView) (rest []byte, err error) {
+	text, rest, err := msgp.ReadBytesZC(b)
+	if err != nil {
+		return b, err
+	}
+	if len(text)%4 != 0 {
+		return b, fmt.Errorf("lmcache: %d bytes are no whole number of tokens of 4 bytes", len(text))
+	}
+	k.Packed = true
+	k.NumTokens, k.Chunks, k.tokens = len(text)/4, len(text)/4/m.chunkTokens, text
+	k.Hashes, k.ends = k.Hashes[:0], k.ends[:0]
+	k.unhashed = m.known(text, k.Chunks, k)
+	return rest, nil
+}
+
 // Hash extends k.Hashes to the first n chunks of its token list, or to all when
 // there are fewer. k must come from m's DecodeKey, and its frame be unchanged.
 func (m *Memo) Hash(k *KeyView, n int) {
@@ -154,25 +181,30 @@ func (m *Memo) Hash(k *KeyView, n int) {
 	}
 	start := k.unhashed
 	for range n - known {
-		width, err := readTokens(s.chain.Tokens(), k.unhashed, m.chunkTokens)
-		if err != nil {
-			panic("BUG: lmcache: a token list that was checked does not decode")
+		width := 4 * m.chunkTokens
+		if k.Packed {
+			copy(s.chain.Tokens(), k.unhashed)
+		} else {
+			var err error
+			if width, err = readTokens(s.chain.Tokens(), k.unhashed, m.chunkTokens); err != nil {
+				panic("BUG: lmcache: a token list that was checked does not decode")
+			}
 		}
 		k.unhashed = k.unhashed[width:]
 		prev = s.chain.Next(prev)
 		k.Hashes, k.ends = append(k.Hashes, prev), append(k.ends, len(k.tokens)-len(k.unhashed))
 		s.widths = append(s.widths, width)
 	}
-	m.learn(start, s.widths, k.Hashes, known)
+	m.learn(start, s.widths, k, known)
 }
 
 // Tokens returns the tokens of the chunks in k.Hashes as msgpack integers, one after the other: as the client wrote them,
-// unless a chunk takes more than 5 bytes for each. Chunk i ends at ends[i], and with head it is an array. All
+// unless a chunk takes more than 5 bytes for each or they are packed. Chunk i ends at ends[i], and with head it is an array. All
 // alias k and its frame, mostly. k must come from m's DecodeKey, and its frame be unchanged.
 func (m *Memo) Tokens(k *KeyView) (head, text []byte, ends []int) {
 	from := 0
 	for _, end := range k.ends {
-		if end-from > 5*m.chunkTokens {
+		if k.Packed || end-from > 5*m.chunkTokens {
 			text, ends = m.narrow(k)
 			return m.head, text, ends
 		}
@@ -186,7 +218,9 @@ func (m *Memo) narrow(k *KeyView) (text []byte, ends []int) {
 	raw, from := make([]byte, 4*m.chunkTokens), 0
 	tokens := make([]uint32, m.chunkTokens)
 	for _, end := range k.ends {
-		if _, err := readTokens(raw, k.tokens[from:], m.chunkTokens); err != nil {
+		if k.Packed {
+			raw = k.tokens[from:end]
+		} else if _, err := readTokens(raw, k.tokens[from:], m.chunkTokens); err != nil {
 			panic("BUG: lmcache: a token list that was checked does not decode")
 		}
 		for t := range tokens {

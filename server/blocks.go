@@ -19,6 +19,7 @@ type blockCopy struct {
 	*lent.Blocks
 	kv       *lent.KV
 	key      *lmcache.KeyView
+	chunk    *chunking
 	transfer hold.Transfer
 	worker   int64
 	took     time.Duration
@@ -27,7 +28,7 @@ type blockCopy struct {
 // blockCopyOf checks what store and retrieve have in common. in is nil when the
 // worker is not known: then nothing was tried.
 func (s *Server) blockCopyOf(sc *scratch, r *lmcache.KeyRange, blocks [][]int) (in *workers.Worker, c blockCopy, err error) {
-	c.key, c.worker = r.Key, r.InstanceID
+	c.key, c.worker, c.chunk = r.Key, r.InstanceID, sc.chunk
 	in, c.transfer, err = s.transferOf(sc, r, false)
 	if err != nil {
 		return in, c, err
@@ -95,7 +96,7 @@ func (s *Server) storeCopy(c *blockCopy) error {
 	if err := s.copyDone(c.key, cp, s.run(lmcache.OpStore, c, cp.Parts, 0)); err != nil {
 		return err
 	}
-	s.announce(c.key, &c.transfer.Shard, c.transfer.From, c.transfer.To)
+	s.announce(c.chunk, c.key, &c.transfer.Shard, c.transfer.From, c.transfer.To)
 	s.n.storesFinished.Add(true)
 	s.logCopied("stored", cp, c)
 	return nil
@@ -154,6 +155,6 @@ func (s *Server) logCopied(verb string, cp *store.Transfer, c *blockCopy) (chunk
 		}
 	}
 	s.tally.Copied(c.transfer.Load, string(c.key.Model), c.worker, bytes, c.took)
-	s.logMoved(verb, chunks, bytes, c.key.RequestID)
+	s.logMoved(verb, chunks, c.chunk, bytes, c.key.RequestID)
 	return chunks
 }

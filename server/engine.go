@@ -3,9 +3,12 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
+	"sort"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
@@ -51,11 +54,14 @@ func (s *Server) transferOf(sc *scratch, r *lmcache.KeyRange, commit bool) (*wor
 	if in == nil {
 		return nil, t, err
 	}
-	if in.Generations&sc.conn.generations == 0 {
+	if !in.Generations.Alike(sc.conn.generations) {
 		return nil, t, fmt.Errorf("%w by a client of %s", workers.ErrUnknown, sc.conn.generations)
 	}
 	if in.World != k.WorldSize || in.Model != string(k.Model) {
 		return nil, t, fmt.Errorf("%w as %s, world size %d", workers.ErrUnknown, k.Model, k.WorldSize)
+	}
+	if in.Chunk != sc.chunk.tokens {
+		return nil, t, fmt.Errorf("%w: the worker registered chunks of %d tokens, its connection has chunks of %d; restart the engine", errChunkSize, in.Chunk, sc.chunk.tokens)
 	}
 	t.Shard.Groups = in.Groups
 	sc.mark()
@@ -85,8 +91,40 @@ func noRoom(got store.Reserved, t hold.Transfer, chunkBytes int64) error {
 
 // nothingToStore answers a prepare_store that stores nothing: the worker takes
 // it as "all cached" and sends no commit.
-func nothingToStore(sc *scratch) {
-	sc.out = lmcache.AppendPrepareStore(sc.out[:0], &lmcache.Slots{})
+func nothingToStore(sc *scratch, in *workers.Worker) {
+	sc.out = lmcache.AppendPrepareStore(sc.out[:0], &lmcache.Slots{Layouts: in.Objects})
+}
+
+// placed takes the places of a transfer into sc.slots, by group and then by chunk.
+func (sc *scratch) placed(in *workers.Worker) {
+	sc.slots = lmcache.Slots{Layouts: in.Objects, Lengths: sc.slots.Lengths[:0], Offsets: sc.place.Offsets, Indices: sc.place.Indices, Groups: sc.place.Groups}
+	for g := range in.Objects {
+		sc.slots.Lengths = append(sc.slots.Lengths, in.Groups.Bytes(g))
+	}
+	if len(in.Objects) > 1 {
+		sort.Sort(&sc.slots)
+	}
+}
+
+// skipped returns which objects a worker does not store, from the positions by object group that it sent; nil: it stores all.
+func skipped(in *workers.Worker, by [][]int) (func(group, chunk int) bool, error) {
+	switch {
+	case len(by) == 0:
+		return nil, nil
+	case len(by) != len(in.Objects) || len(in.Objects) == 1:
+		return nil, fmt.Errorf("%w: of %d groups, %d are registered", lmcache.ErrSkipped, len(by), len(in.Objects))
+	}
+	type object struct{ group, chunk int }
+	skip := make(map[object]bool)
+	for g, chunks := range by {
+		for _, c := range chunks {
+			skip[object{g, c}] = true
+		}
+	}
+	if len(skip) == 0 {
+		return nil, nil
+	}
+	return func(group, chunk int) bool { return skip[object{group, chunk}] }, nil
 }
 
 func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error {
@@ -98,20 +136,26 @@ func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error
 		return errDraining
 	}
 	pickles := in.Side() == workers.Pickle
-	if pickles && s.opts.Pickle == PickleOff {
+	if pickles && s.opts.Pickle == PickleOff && !r.Key.Packed {
 		return errPickle
 	}
 	s.n.storesSubmitted.Add(false)
+	skip, err := skipped(in, r.Skipped)
+	if err != nil {
+		return err
+	}
 	if r.Key.SkipSave {
 		s.n.storesFinished.Add(false)
-		nothingToStore(sc)
+		nothingToStore(sc, in)
 		return nil
 	}
 	if pickles { // the chunks come with the commit
 		sc.out = lmcache.AppendPrepareStore(sc.out, nil)
 		return nil
 	}
+	sc.place.Skip = skip
 	got, err := s.store.BeginStore(t, r.Key.RequestID, r.Key.Hashes, &sc.place)
+	sc.place.Skip = nil
 	if err != nil {
 		return err
 	}
@@ -120,10 +164,10 @@ func (s *Server) prepareStore(sc *scratch, r *lmcache.PrepareStoreRequest) error
 	}
 	if len(sc.place.Offsets) == 0 { // no commit will come
 		s.n.storesFinished.Add(false)
-		nothingToStore(sc)
+		nothingToStore(sc, in)
 		return nil
 	}
-	sc.slots = lmcache.Slots{Layout: in.Layout, Length: in.Bytes, Offsets: sc.place.Offsets, Indices: sc.place.Indices}
+	sc.placed(in)
 	sc.out = lmcache.AppendPrepareStore(sc.out, &sc.slots)
 	return nil
 }
@@ -134,7 +178,7 @@ func (s *Server) commitStore(sc *scratch, r *lmcache.CommitStoreRequest) error {
 		return err
 	}
 	if len(r.Data) > 0 {
-		return s.commitPickle(sc, in, t, r)
+		return s.commitInline(sc, in, t, r)
 	}
 	got, ok := in.CommitPlaces(func(publish bool) store.Committed {
 		return s.store.CommitStore(t, r.Key.RequestID, r.Key.Hashes, publish)
@@ -150,8 +194,8 @@ func (s *Server) commitStore(sc *scratch, r *lmcache.CommitStoreRequest) error {
 	sc.out = lmcache.AppendBool(sc.out, got.Chunks > 0)
 	s.n.storesFinished.Add(false)
 	if got.Chunks > 0 {
-		s.announce(r.Key, &t.Shard, t.From, t.To)
-		s.logMoved("stored", got.Chunks, int64(got.Chunks)*in.Bytes, r.Key.RequestID)
+		s.announce(sc.chunk, r.Key, &t.Shard, t.From, t.To)
+		s.logMoved("stored", got.Chunks, sc.chunk, int64(got.Chunks)*in.Bytes, r.Key.RequestID)
 	}
 	return nil
 }
@@ -170,12 +214,12 @@ func (s *Server) prepareRetrieve(sc *scratch, r *lmcache.PrepareRetrieveRequest)
 	}
 	s.n.retrievesSubmitted.Add(false)
 	if in.Side() == workers.Pickle {
-		return s.retrievePickle(sc, in, t, r.Key)
+		return s.retrieveInline(sc, in, t, r.Key)
 	}
 	if why := s.store.BeginLoad(r.Key.RequestID, t, r.Key.Hashes, &sc.place); why != miss.None {
 		return fmt.Errorf("%w: %s", errMiss, why)
 	}
-	sc.slots = lmcache.Slots{Layout: in.Layout, Length: in.Bytes, Offsets: sc.place.Offsets}
+	sc.placed(in)
 	sc.out = lmcache.AppendPrepareRetrieve(sc.out, &sc.slots)
 	return nil
 }
@@ -202,22 +246,22 @@ func (s *Server) commitRetrieve(sc *scratch, r *lmcache.CommitRetrieveRequest) e
 	}
 	s.n.retrievesFinished.Add(false)
 	s.tally.Loaded(in.Model, r.Key.Salt, in.ID, got.Chunks)
-	s.logMoved("retrieved", got.Chunks, int64(got.Chunks)*in.Bytes, r.Key.RequestID)
+	s.logMoved("retrieved", got.Chunks, sc.chunk, int64(got.Chunks)*in.Bytes, r.Key.RequestID)
 	return nil
 }
 
 func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	k := r.Key
-	sh, registered := s.registry.ShardsOf(k.Model, k.Salt, k.WorldSize, sc.caller().By)
-	s.settleReaders(k, r.TensorParallel, sc.caller().By)
+	asked, tokens := r.To, sc.chunk.tokens
+	sh, registered := s.registry.ShardsOf(k.Model, k.Salt, k.WorldSize, tokens, sc.caller().By)
+	s.settleReaders(k, r.TensorParallel, tokens, sc.caller().By)
 	if len(k.Salt) > 0 {
 		s.n.salted.Add(1)
 	}
-	ended := lookup.Outcome{Request: k.RequestID, Model: k.Model, Salt: k.Salt, Registered: registered}
-	asked := min(k.End/s.opts.ChunkTokens, k.Chunks)
+	ended := lookup.Outcome{Request: k.RequestID, Model: k.Model, Salt: k.Salt, Registered: registered, ChunkTokens: tokens}
 	if why, err := s.mayLookUp(sc, k, asked, registered); why != miss.None {
 		s.store.NoHit(k.RequestID, sc.caller().Owner())
-		ended.Why, ended.PromptTokens, ended.Detail = why, k.End, fmt.Sprintf("it has %d", k.End)
+		ended.Why, ended.PromptTokens, ended.Detail = why, k.End, fmt.Sprintf("it has %d tokens, a chunk has %d", k.End, tokens)
 		if err != nil {
 			ended.Detail = err.Error()
 		}
@@ -226,34 +270,36 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	}
 	sc.mark()
 	s.nameShard(sh, k)
-	prompt := store.Prompt{Chunks: asked, Owner: sc.caller().Owner(), Note: s.tally.Tagged(sc.caller().Name, k.Tags), Hashes: func(n int) []kv.Hash {
-		s.memo.Hash(k, n)
+	prompt := store.Prompt{Chunks: asked, Tokens: tokens, From: r.From, Owner: sc.caller().Owner(), Note: s.tally.Tagged(sc.caller().Name, k.Tags), Hashes: func(n int) []kv.Hash {
+		sc.chunk.memo.Hash(k, n)
 		return k.Hashes
 	}}
-	s.n.askedTokens.Add(uint64(asked * s.opts.ChunkTokens))
+	s.n.askedTokens.Add(uint64((asked - r.From) * tokens))
 	if got := s.store.Lookup(k.RequestID, sh, prompt, k.Readers); got.State == store.Ready {
 		ended.LookupResult, ended.Searched = got, true
 		s.lookupEnded(&ended)
 	} else { // who asks for its result does not name model and salt
 		s.nameSpace(sh.Namespace, k.Model, k.Salt)
 	}
-	s.announceFound(k, &sh)
+	s.announceFound(sc.chunk, k, &sh)
 	return nil
 }
 
 // mayLookUp returns why there is no search for a lookup: miss.None where there is one. The
-// error is nil for a prompt that is too short: its hit is 0.
+// error is nil for a prompt that is too short and for one that is to load nothing: its hit is 0.
 func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked int, registered bool) (miss.Reason, error) {
 	same := s.sameChunks(sc) // it notes who asks
 	need, can := k.WorldSize*k.Readers, 0
 	if registered {
-		can = s.loaders(sc.caller(), k, need)
+		can = s.loaders(sc.caller(), k, sc.chunk.tokens, need)
 	}
 	switch {
 	case asked == 0:
 		return miss.Short, nil
 	case !registered:
 		return miss.Unregistered, fmt.Errorf("%w: %s, %d", errModel, k.Model, k.WorldSize)
+	case k.SkipLoad:
+		return miss.SkipLoad, nil
 	case k.Readers == 0:
 		return miss.Declined, errReaders
 	case s.draining.Load():
@@ -302,12 +348,25 @@ func (s *Server) nameShard(sh object.Shard, k *lmcache.KeyView) {
 	}
 }
 
-// ShardsOf returns the shard under which a client that is not a worker looks up the chunks of a model, salt and
-// world size. It reports false when no worker of that model is registered.
-func (s *Server) ShardsOf(model, salt string, world int) (object.Shard, bool) {
+// ChunksOf returns the chunk sizes of the workers of a model and world size, the server's own first if it is among them;
+// where there are none, the server's own.
+func (s *Server) ChunksOf(model string, world int) []int {
+	sizes, _ := s.registry.ChunksOf(0, self.By, []byte(model), world)
+	if len(sizes) == 0 {
+		return []int{s.opts.ChunkTokens}
+	}
+	if i := slices.Index(sizes, s.opts.ChunkTokens); i > 0 {
+		sizes[0], sizes[i] = sizes[i], sizes[0]
+	}
+	return sizes
+}
+
+// ShardsOf returns the shard under which a client that is not a worker looks up the chunks of a model, salt,
+// world size and chunk size. It reports false when no worker of that model is registered.
+func (s *Server) ShardsOf(model, salt string, world, chunk int) (object.Shard, bool) {
 	self := access.Self()
 	k := lmcache.KeyView{Model: []byte(model), Salt: []byte(salt)}
-	sh, ok := s.registry.ShardsOf(k.Model, k.Salt, world, self.By)
+	sh, ok := s.registry.ShardsOf(k.Model, k.Salt, world, chunk, self.By)
 	if ok {
 		s.nameShard(sh, &k)
 	}
@@ -322,14 +381,14 @@ func (s *Server) Options() Options { return s.opts }
 
 // lookupEnded passes the end of a lookup to all that read it.
 func (s *Server) lookupEnded(o *lookup.Outcome) {
-	o.ChunkTokens = s.opts.ChunkTokens
+	o.ChunkTokens = cmp.Or(o.ChunkTokens, o.Tokens, s.opts.ChunkTokens)
 	s.tally.Lookup(o)
 	s.ended.Lookup(o)
 	if !o.Searched {
 		return
 	}
 	s.n.hitTokens.Add(uint64(o.HitTokens()))
-	if o.Hit > 0 {
+	if o.Hit > o.From {
 		s.n.hits.Add(1)
 	}
 	if o.Why.IsBelow() {
@@ -342,16 +401,20 @@ func (s *Server) lookupEnded(o *lookup.Outcome) {
 }
 
 func (s *Server) freeLookupLocks(sc *scratch, r *lmcache.FreeLookupLocksRequest) {
-	s.settleReaders(r.Key, r.TensorParallel, sc.caller().By)
-	s.store.FreePins(r.Key.RequestID, sc.caller().Owner(), r.From, r.To, max(r.Key.Readers, 1))
+	s.settleReaders(r.Key, r.TensorParallel, sc.chunk.tokens, sc.caller().By)
+	readers := max(r.Key.Readers, 1)
+	s.store.FreePins(r.Key.RequestID, sc.caller().Owner(), r.From, r.To, readers)
+	for _, a := range r.Abandoned {
+		s.store.FreeAbandoned(r.Key.RequestID, sc.caller().Owner(), a.From, a.To, readers)
+	}
 }
 
 // Store is what the Server answers from.
 func (s *Server) Store() *store.Store { return s.store }
 
 // logMoved says at debug level what a request moved.
-func (s *Server) logMoved(msg string, chunks int, bytes int64, request []byte) {
+func (s *Server) logMoved(msg string, chunks int, of *chunking, bytes int64, request []byte) {
 	if s.log.Enabled(context.Background(), slog.LevelDebug) {
-		s.log.Debug(msg, "request", string(request), "tokens", chunks*s.opts.ChunkTokens, "chunks", chunks, "bytes", bytes)
+		s.log.Debug(msg, "request", string(request), "tokens", chunks*of.tokens, "chunks", chunks, "bytes", bytes)
 	}
 }

@@ -302,10 +302,10 @@ func TestFigures(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	memo := s.memo
-	s.memo = nil // what decodes keys panics now
+	memo := s.own.memo
+	s.own.memo = nil // what decodes keys panics now
 	e.call(lmcache.OpLookup, e.key("s", 1, 0, 1).Append(nil), lmcache.AppendInt(nil, 1))
-	s.memo = memo
+	s.own.memo = memo
 	e.call(lmcache.OpClear, lmcache.AppendBool(nil, false))
 	e.lookup("t", 2, 2, 0) // cleared
 

@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/workers"
 )
@@ -17,6 +19,10 @@ type connection struct {
 	generations lmcache.Generations // that the client can be of
 	early       string              // releases that are not served, once it is known to be of them
 	fresh       bool                // it asked for the chunk size: it was made in this server's life
+	base        int                 // the chunk size of its listener; 0 is the server's
+	chunk       *chunking           // its chunk size; nil while that is not known
+	fixed       bool                // the client knows its chunk size
+	sessions    map[string]struct{} // open requests, while the size is not fixed; some where there are many
 	worker      int64               // the instance that it named last
 	named       bool
 	doubted     bool // its ping without an id was answered false
@@ -132,6 +138,17 @@ func (s *Server) refuseEarly(c *connection, m [][]byte) {
 	}
 }
 
+// warnNewer logs, at most once a minute, that a client asks for what no served release has.
+func (s *Server) warnNewer(sc *scratch) {
+	name := lmcache.NameOfOp(sc.frames[1])
+	now := time.Now().Unix()
+	if last := s.n.newer.Load(); name == "" || now-last < 60 || !s.n.newer.CompareAndSwap(last, now) {
+		return
+	}
+	s.log.Warn("a client asks for an operation of a later lmcache than this server serves: upgrade kvasir, or pin the client's lmcache package",
+		"operation", safelog.Text(name, safelog.MaxText), "served", "0.4.6 to "+lmcache.Newest)
+}
+
 // decline appends the negative answer to a request that failed with err. ok is
 // false when it is to have no result.
 func (s *Server) decline(sc *scratch, op lmcache.Op, err error) (ok bool) {
@@ -203,10 +220,10 @@ func (s *Server) refuseEvents(sc *scratch, reg *lmcache.KVCache) error {
 }
 
 // settleReaders gives a key of a client before 0.5.5 its number of readers.
-func (s *Server) settleReaders(k *lmcache.KeyView, tensorParallel int64, by principal) {
+func (s *Server) settleReaders(k *lmcache.KeyView, tensorParallel int64, chunk int, by principal) {
 	if k.Readers != lmcache.ReadersUnsaid {
 		return
 	}
-	in := s.registry.NewestOf(string(k.Model), k.WorldSize, by)
+	in := s.registry.NewestOf(string(k.Model), k.WorldSize, chunk, by)
 	k.Readers = k.ReadersOf(tensorParallel, in != nil && in.Layout.SinglePlane)
 }

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/store"
@@ -97,8 +98,11 @@ func compareReply(t *testing.T, step string, opFrame []byte, got, want [][]byte)
 // after checking that they are aligned and disjoint, and the pool's name.
 func withoutPlaces(t *testing.T, op lmcache.Op, frame []byte) []byte {
 	t.Helper()
-	clear := func(slots []lmcache.SlotAt) lmcache.Slots {
-		s := lmcache.Slots{}
+	clear := func(slots []lmcache.SlotAt, indices, groups []int) lmcache.Slots {
+		s := lmcache.Slots{Indices: indices, Groups: groups}
+		if groups != nil {
+			s.Layouts, s.Lengths = make([]kv.Layout, 2), make([]int64, 2)
+		}
 		for i, at := range slots {
 			for _, other := range slots[:i] {
 				if at.Offset < other.Offset+other.Length && other.Offset < at.Offset+at.Length {
@@ -109,10 +113,16 @@ func withoutPlaces(t *testing.T, op lmcache.Op, frame []byte) []byte {
 				t.Errorf("%v: slot at %d", op, at.Offset)
 			}
 			s.Offsets = append(s.Offsets, 0)
-			s.Length = at.Length
 			sh := at.Shape
-			s.Layout.SinglePlane, s.Layout.DType = len(sh) == 3, at.DType
-			s.Layout.Layers, s.Layout.Slots, s.Layout.Hidden = sh[len(sh)-3], sh[len(sh)-2], sh[len(sh)-1]
+			g := 0
+			if len(groups) > 0 {
+				g = groups[i]
+			}
+			for len(s.Layouts) <= g {
+				s.Layouts, s.Lengths = append(s.Layouts, kv.Layout{}), append(s.Lengths, 0)
+			}
+			s.Lengths[g] = at.Length
+			s.Layouts[g] = kv.Layout{SinglePlane: len(sh) == 3, Layers: sh[len(sh)-3], Slots: sh[len(sh)-2], Hidden: sh[len(sh)-1], DType: at.DType}
 		}
 		return s
 	}
@@ -128,8 +138,7 @@ func withoutPlaces(t *testing.T, op lmcache.Op, frame []byte) []byte {
 		if err != nil {
 			t.Error(err)
 		}
-		s := clear(p.Slots)
-		s.Indices = p.Indices
+		s := clear(p.Slots, p.Indices, p.Groups)
 		return lmcache.AppendPrepareStore(nil, &s)
 	case lmcache.OpPrepareRetrieve:
 		p, err := lmcache.DecodePrepareRetrieve(frame)
@@ -137,7 +146,7 @@ func withoutPlaces(t *testing.T, op lmcache.Op, frame []byte) []byte {
 			t.Error(err)
 		}
 		if p.Success {
-			s := clear(p.Slots)
+			s := clear(p.Slots, p.Indices, p.Groups)
 			return lmcache.AppendPrepareRetrieve(nil, &s)
 		}
 	}

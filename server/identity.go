@@ -27,11 +27,11 @@ type caller struct {
 }
 
 // loaders returns how many workers can load what c looks up and needs a number of them.
-func (s *Server) loaders(c *caller, k *lmcache.KeyView, need int) int {
+func (s *Server) loaders(c *caller, k *lmcache.KeyView, chunk, need int) int {
 	if c.client == nil && c != self {
 		c.client = s.registry.NewClient(&c.Caller)
 	}
-	return s.registry.Loaders(k.Model, k.WorldSize, c.By, c.client, need)
+	return s.registry.Loaders(k.Model, k.WorldSize, chunk, c.By, c.client, need)
 }
 
 // mark keeps the connection when a new one needs its place.

@@ -36,7 +36,7 @@ func (s *Server) save() { s.saving.Changed() }
 
 // writeNote writes the registrations beside the pool. Only saving calls it.
 func (s *Server) writeNote() {
-	b, left, err := s.registry.Encode(s.leftovers.All(), pool.MaxNote)
+	b, left, err := s.registry.Encode(s.leftovers.All(), s.sizes.announced(), pool.MaxNote)
 	if err == nil {
 		err = s.store.Files().SetNote(b)
 	}
@@ -67,6 +67,7 @@ func (s *Server) restore() {
 	}
 	s.complete = b != nil
 	s.leftovers.Add(n.Remains)
+	s.sizes.remember(n.Chunks)
 	for i := range n.Workers {
 		w, err := n.Worker(i)
 		if err != nil {
@@ -83,6 +84,7 @@ func (s *Server) restore() {
 		// A heartbeat without an id counts once the worker has named itself.
 		in.Pinged.Store(w.Pinged && !in.Generations.PingsWithoutID())
 		in.BelongsTo(w.By)
+		in.Taken = true
 		in.TakeSide(w.Side)
 		if w.Process != (peercred.Process{}) {
 			in.IsOf(w.Process)
@@ -122,6 +124,10 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 		return nil, err
 	}
 	client = cmp.Or(client, lmcache.AllGenerations)
+	chunk := cmp.Or(w.Chunk, s.opts.ChunkTokens)
+	if chunk < 1 || chunk > kv.MaxChunkTokens {
+		return nil, fmt.Errorf("chunks of %d tokens", chunk)
+	}
 	if w.KV == nil {
 		if why := s.callerAgain(w.By).MayOpen(); why != nil || s.opts.Pickle == PickleOnly { // by the flags of now
 			if w.Side == workers.Places {
@@ -129,9 +135,16 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 			}
 			w.Side = workers.Pickle
 		}
-		in, err := s.newEngineDriven(w.ID, w.Model, w.World, w.Layout)
+		reg := lmcache.EngineDriven{
+			InstanceID: w.ID, Model: w.Model, WorldSize: w.World, Layers: w.Layout.Layers, Hidden: w.Layout.Hidden, DType: w.Layout.DType,
+			SinglePlane: w.Layout.SinglePlane, PhysicalSlots: w.Layout.Slots, Groups: w.Groups,
+		}
+		in, err := s.newEngineDriven(&reg, chunk)
+		if err != nil {
+			return nil, err
+		}
 		in.Generations = client
-		return in, err
+		return in, nil
 	}
 	if s.opts.RefuseDriven {
 		return nil, errMode
@@ -140,7 +153,7 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 	if err := json.Unmarshal(w.KV, &reg); err != nil {
 		return nil, err
 	}
-	in, err := s.newDrivenInstance(&reg, s.callerAgain(w.By))
+	in, err := s.newDrivenInstance(&reg, s.callerAgain(w.By), chunk)
 	if err != nil {
 		s.leftovers.Add(w.Lent)
 		return nil, err

@@ -3,6 +3,8 @@
 package server
 
 import (
+	"cmp"
+
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
@@ -30,13 +32,18 @@ func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 // keysFor finds objects in the layouts that the caller's lookups go by.
 func (s *Server) keysFor(sc *scratch) keyFinder {
 	c := sc.caller()
+	sc.conn = cmp.Or(sc.conn, c.connection())
 	may := c.MayOpen() == nil
 	return func(name *lmcache.ObjectKey) (k kv.Key, ok bool) {
 		world, shard := int(name.Rank>>24), int(name.Rank>>16&0xff)
 		if rank, fits := kv.NewRank(world, shard); !may || !fits || rank != name.Rank {
 			return k, false
 		}
-		sh, ok := s.registry.ShardsOf(name.Model, name.Salt, world, c.By)
+		chunk, err := s.chunkOf(sc, 0, name.Model, world)
+		if err != nil {
+			return k, false
+		}
+		sh, ok := s.registry.ShardsOf(name.Model, name.Salt, world, chunk.tokens, c.By)
 		if !ok || int64(name.Group) >= int64(sh.Groups.Len()) {
 			return k, false
 		}

@@ -32,11 +32,8 @@ const (
 // MaxPickleBytes is what the protocol can carry in one message.
 const MaxPickleBytes = 1<<32 - 1
 
-// routerLimits makes room for pickled tensors in messages.
+// routerLimits makes room for tensors in messages: for those of mayPickle only.
 func (o *Options) routerLimits(r *zmtp.RouterOptions) {
-	if o.Pickle == PickleOff {
-		return
-	}
 	const message = 128 << 20 // without them
 	r.MaxFrameBytes = max(plainFrame, o.PickleBytes+5)
 	r.MaxMessageBytes = r.MaxFrameBytes + message - plainFrame
@@ -63,14 +60,14 @@ func (s *Server) mayPickle(p *zmtp.Peer) bool {
 	return ok && s.registry.Pickles(c.By)
 }
 
-// pickles notes that in sends pickled tensors. It reports false for a worker that
+// pickles notes that in sends its chunks with a commit: pickled, or in an envelope. It reports false for a worker that
 // has stored in the pool itself.
-func (s *Server) pickles(in *workers.Worker) bool {
+func (s *Server) pickles(in *workers.Worker, enveloped bool) bool {
 	first, ok := in.TakeSide(workers.Pickle)
 	if !ok || !first {
 		return ok
 	}
-	if s.opts.Pickle == PickleOff {
+	if s.opts.Pickle == PickleOff && !enveloped {
 		s.log.Warn("a worker cannot map the pool and sends pickled tensors, which this server does not read: "+
 			"run it on the same host as the same user (containers: share /dev/shm, for example --ipc=host), or start the server with --pickle on",
 			"worker", in.ID, "model", in.Model, "shm", s.store.Files().Name())
@@ -83,23 +80,28 @@ func (s *Server) pickles(in *workers.Worker) bool {
 
 // logNotOffered logs at the registration why a worker does not learn the pool's name.
 func (s *Server) logNotOffered(in *workers.Worker, why error) {
-	if s.opts.Pickle == PickleOff {
+	if s.opts.Pickle == PickleOff && !in.Envelopes {
 		s.log.Warn("a worker is declined; start the server with --pickle on to take its chunks through the socket", "worker", in.ID, "model", in.Model, "err", why)
 		return
 	}
 	s.log.Info("a worker's chunks pass through the socket", "worker", in.ID, "model", in.Model, "why", why)
 }
 
-// commitPickle answers a commit_store that carries the chunks of [start, end).
+// inline are the objects of a commit_store, as its message carries them.
+type inline struct {
+	at func(group, chunk int) []byte // nil: the message has no such object
+}
+
+// commitInline answers a commit_store that carries the chunks of [start, end), in an envelope since 0.5.7 and pickled before.
 // They are visible before the reply is sent.
-func (s *Server) commitPickle(sc *scratch, in *workers.Worker, t hold.Transfer, r *lmcache.CommitStoreRequest) error {
-	ok := s.pickles(in)
-	// Of a worker that was offered the pool and took places there.
+func (s *Server) commitInline(sc *scratch, in *workers.Worker, t hold.Transfer, r *lmcache.CommitStoreRequest) error {
+	ok := s.pickles(in, r.Key.Packed)
+	// Of a worker that was offered the pool and took places there. It has not written them.
 	s.store.CommitStore(t, r.Key.RequestID, r.Key.Hashes, false)
-	if !ok {
+	if !ok && !r.Key.Packed {
 		return errSide
 	}
-	if s.opts.Pickle == PickleOff {
+	if s.opts.Pickle == PickleOff && !r.Key.Packed {
 		return errPickle
 	}
 	if s.draining.Load() {
@@ -108,11 +110,11 @@ func (s *Server) commitPickle(sc *scratch, in *workers.Worker, t hold.Transfer, 
 	if _, err := s.registry.Get(in.ID, sc.caller().By); err != nil {
 		return errLate
 	}
-	tensors, err := s.tensorsOf(in, t, r.Data)
+	objects, err := s.inlineOf(in, t, r)
 	if err != nil {
 		return err
 	}
-	cp := &store.Transfer{Own: true}
+	cp := &store.Transfer{Own: true, Skip: func(group, chunk int) bool { return objects.at(group, chunk) == nil }}
 	got, err := s.store.BeginStore(t, r.Key.RequestID, r.Key.Hashes, cp)
 	if err != nil {
 		return err
@@ -125,21 +127,41 @@ func (s *Server) commitPickle(sc *scratch, in *workers.Worker, t hold.Transfer, 
 		s.refuse(lmcache.OpCommitStore, err)
 	}
 	if len(cp.Parts) > 0 {
+		bytes := 0
 		err := s.guardCopy(lmcache.OpCommitStore)(func() {
 			for _, part := range cp.Parts {
-				copy(part.Bytes, tensors[part.Chunk].Data)
+				bytes += copy(part.Bytes, objects.at(part.Group, part.Chunk))
 			}
 		})
 		if err := s.copyDone(r.Key, cp, err); err != nil {
 			return err
 		}
-		s.announce(r.Key, &t.Shard, t.From, t.To)
-		s.n.pickledIn.Add(uint64(len(cp.Parts)) * uint64(in.Bytes))
-		s.logCopied("stored", cp, &blockCopy{key: r.Key})
+		s.announce(sc.chunk, r.Key, &t.Shard, t.From, t.To)
+		s.n.pickledIn.Add(uint64(bytes))
+		s.logCopied("stored", cp, &blockCopy{key: r.Key, chunk: sc.chunk})
 	}
 	s.n.storesFinished.Add(false)
 	sc.out = lmcache.AppendBool(sc.out, true)
 	return nil
+}
+
+// inlineOf reads what a commit_store carries.
+func (s *Server) inlineOf(in *workers.Worker, t hold.Transfer, r *lmcache.CommitStoreRequest) (inline, error) {
+	if !r.Key.Packed {
+		tensors, err := s.tensorsOf(in, t, r.Data)
+		return inline{func(_, chunk int) []byte { return tensors[chunk].Data }}, err
+	}
+	if int64(len(r.Data)) > s.opts.PickleBytes {
+		return inline{}, fmt.Errorf("%w: %s; --pickle-max-mib allows %s", lmcache.ErrEnvelope, kv.FormatBytes(int64(len(r.Data))), kv.FormatBytes(s.opts.PickleBytes))
+	}
+	e, err := lmcache.DecodeEnvelope(r.Data, in.Objects, t.To-t.From)
+	return inline{func(group, chunk int) []byte {
+		g := &e.Groups[group]
+		if i, ok := slices.BinarySearch(g.Chunks, chunk); ok {
+			return g.Data[i]
+		}
+		return nil
+	}}, err
 }
 
 // tensorsOf reads one tensor for each chunk of t, all of the worker's layout.
@@ -162,22 +184,23 @@ func (s *Server) tensorsOf(in *workers.Worker, t hold.Transfer, data []byte) ([]
 	return tensors, nil
 }
 
-// retrievePickle answers prepare_retrieve with the chunks themselves. The
+// retrieveInline answers prepare_retrieve with the chunks themselves: in an envelope for keys of 0.5.7, else pickled. The
 // commit_retrieve that follows has nothing left to end.
-func (s *Server) retrievePickle(sc *scratch, in *workers.Worker, t hold.Transfer, key *lmcache.KeyView) error {
-	if s.opts.Pickle == PickleOff {
+func (s *Server) retrieveInline(sc *scratch, in *workers.Worker, t hold.Transfer, key *lmcache.KeyView) error {
+	if s.opts.Pickle == PickleOff && !key.Packed {
 		return errPickle
 	}
+	n := t.To - t.From
 	layout, ok := pickle.NewLayout(in.Layout.DType, in.Layout.Shape())
-	if !ok || int64(layout.Bytes()) != in.Bytes {
+	if !key.Packed && (!ok || int64(layout.Bytes()) != in.Bytes) {
 		return fmt.Errorf("%w: chunks of %v %s", errTensors, in.Layout.Shape(), in.Layout.DType)
 	}
-	n := t.To - t.From
 	// A quotient, since the product might not fit.
-	if whole := int64(layout.Bytes() + pickle.Overhead); int64(n) > (s.opts.PickleBytes-pickle.Overhead)/whole {
+	over := int64(pickle.Overhead) * int64(max(1, len(in.Objects)))
+	if whole := in.Bytes + over; int64(n) > (s.opts.PickleBytes-over)/whole {
 		return fmt.Errorf("%w: %d chunks of %s in one message; --pickle-max-mib allows %s", errTensors, n, kv.FormatBytes(in.Bytes), kv.FormatBytes(s.opts.PickleBytes))
 	}
-	size := n*(layout.Bytes()+pickle.Overhead) + pickle.Overhead
+	size := n*int(in.Bytes+over) + int(over)
 	if sc.peer != nil && !s.router.HasRoom(sc.peer, int64(size)) {
 		return fmt.Errorf("%w: %s more", errUnread, kv.FormatBytes(int64(size)))
 	}
@@ -185,12 +208,16 @@ func (s *Server) retrievePickle(sc *scratch, in *workers.Worker, t hold.Transfer
 	if why := s.store.BeginLoad(key.RequestID, t, key.Hashes, cp); why != miss.None {
 		return fmt.Errorf("%w: %s", errMiss, why)
 	}
-	byChunk := make([][]byte, n)
-	for _, part := range cp.Parts {
-		byChunk[part.Chunk] = part.Bytes
-	}
 	sc.out = slices.Grow(sc.out, size)
 	err := s.guardCopy(lmcache.OpPrepareRetrieve)(func() {
+		if key.Packed {
+			sc.out = lmcache.AppendEnveloped(sc.out, in.Objects, envelopeOf(in, cp.Parts))
+			return
+		}
+		byChunk := make([][]byte, n)
+		for _, part := range cp.Parts {
+			byChunk[part.Chunk] = part.Bytes
+		}
 		sc.out = lmcache.AppendPickled(sc.out, func(b []byte) []byte {
 			return layout.Append(b, n, func(i int, dst []byte) { copy(dst, byChunk[i]) })
 		})
@@ -198,10 +225,24 @@ func (s *Server) retrievePickle(sc *scratch, in *workers.Worker, t hold.Transfer
 	if err := s.copyDone(key, cp, err); err != nil {
 		return err
 	}
-	s.n.pickledOut.Add(uint64(n) * uint64(in.Bytes))
+	bytes := 0
+	for _, part := range cp.Parts {
+		bytes += len(part.Bytes)
+	}
+	s.n.pickledOut.Add(uint64(bytes))
 	s.n.retrievesFinished.Add(false)
-	s.tally.Loaded(in.Model, key.Salt, in.ID, s.logCopied("retrieved", cp, &blockCopy{key: key}))
+	s.tally.Loaded(in.Model, key.Salt, in.ID, s.logCopied("retrieved", cp, &blockCopy{key: key, chunk: sc.chunk}))
 	return nil
+}
+
+// envelopeOf returns the objects of a load by group and chunk.
+func envelopeOf(in *workers.Worker, parts []store.Part) *lmcache.Envelope {
+	e := &lmcache.Envelope{Groups: make([]lmcache.EnvelopeGroup, len(in.Objects))}
+	for _, part := range parts { // of each group in the order of its chunks
+		g := &e.Groups[part.Group]
+		g.Chunks, g.Data = append(g.Chunks, part.Chunk), append(g.Data, part.Bytes)
+	}
+	return e
 }
 
 // keepLarge is the largest reply whose memory is kept for the next one.

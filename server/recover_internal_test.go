@@ -42,8 +42,8 @@ func TestPanicCostsOneRequest(t *testing.T) {
 	}
 	var log bytes.Buffer
 	s := newBareServer(t, &log)
-	memo := s.memo
-	s.memo = nil // what decodes keys panics now
+	memo := s.own.memo
+	s.own.memo = nil // what decodes keys panics now
 	key := lmcache.Key{Model: "m", WorldSize: 1, Worker: 0, Tokens: []uint32{1, 2, 3, 4}, End: 4, RequestID: "r", Readers: 1}
 	lookup := [][]byte{{1}, lmcache.AppendOp(nil, lmcache.OpLookup), key.Append(nil), lmcache.AppendInt(nil, 1)}
 	for range 3 {
@@ -61,7 +61,7 @@ func TestPanicCostsOneRequest(t *testing.T) {
 	if got := s.Answer(noop); len(got) != 3 {
 		t.Errorf("noop got %q", got)
 	}
-	s.memo = memo
+	s.own.memo = memo
 	if s.Answer(lookup); s.n.panics.Load() != 3 {
 		t.Error("a lookup after them panicked")
 	}

@@ -65,6 +65,9 @@ var others = []struct {
 	{access.ErrLender, "not_lender"},
 	{store.ErrBusy, "busy"},
 	{lmcache.ErrRange, "range"},
+	{lmcache.ErrSkipped, "skipped_chunks"},
+	{lmcache.ErrGroups, "group_layouts"},
+	{lmcache.ErrEnvelope, "envelope"},
 	{lmcache.ErrPayloads, "payload_count"},
 }
 

@@ -5,10 +5,12 @@ package server
 import (
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/lent"
@@ -40,23 +42,27 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 	if s.opts.RefuseEngine {
 		return fmt.Errorf("%w: --supported-transfer-mode excludes engine_driven", errUnsupported)
 	}
-	in, err := s.newEngineDriven(reg.InstanceID, reg.Model, reg.WorldSize, reg.Layout(s.opts.ChunkTokens))
+	chunk, err := s.chunkOf(sc, reg.InstanceID, []byte(reg.Model), reg.WorldSize)
 	if err == nil {
 		err = reg.Unread.Err()
 	}
 	if err == nil {
 		err = s.sameChunks(sc)
 	}
-	if err == nil && reg.PhysicalSlots > s.opts.ChunkTokens {
+	if err == nil && reg.PhysicalSlots > chunk.tokens {
 		err = fmt.Errorf("%w: it cuts chunks of %d tokens, this server of %d; restart the engine, or the server with --chunk-size %d",
-			errChunkSize, reg.PhysicalSlots, s.opts.ChunkTokens, reg.PhysicalSlots)
+			errChunkSize, reg.PhysicalSlots, chunk.tokens, reg.PhysicalSlots)
+	}
+	var in *workers.Worker
+	if err == nil {
+		in, err = s.newEngineDriven(reg, chunk.tokens)
 	}
 	if err != nil {
-		s.log.Error("a worker is refused", "worker", in.ID, "model", in.Model, "err", err)
+		s.log.Error("a worker is refused", "worker", reg.InstanceID, "model", reg.Model, "err", err)
 		return fmt.Errorf("%w: %w", errUnsupported, err)
 	}
 	in.CameFrom(&sc.caller().Caller)
-	in.Generations = sc.conn.generations
+	in.Generations, in.Envelopes = sc.conn.generations, reg.HasGroups
 	sc.conn.name(in.ID)
 	if in.Generations.PickleOnly() {
 		return s.registerPickleOnly(sc, in)
@@ -69,6 +75,7 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 	if must {
 		in.TakeSide(workers.Pickle)
 	}
+	answer := lmcache.Pool{HasNullBlock: reg.HasGroups || sc.conn.generations.Has(lmcache.Gen057)}
 	if err := s.admit(in); err != nil {
 		return err
 	}
@@ -76,18 +83,17 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 	if why != nil {
 		s.logNotOffered(in, why)
 	}
-	if must {
-		sc.out = lmcache.Pool{}.Append(sc.out)
-		return nil
+	if !must {
+		answer.ShmName, answer.Bytes = s.store.Files().Name(), s.store.Files().Bytes()
 	}
-	sc.out = lmcache.Pool{ShmName: s.store.Files().Name(), Bytes: s.store.Files().Bytes()}.Append(sc.out)
+	sc.out = answer.Append(sc.out)
 	return nil
 }
 
 // admit adds a worker and settles what an earlier registration left. A worker that
 // is not admitted is one that never was: its memory is closed.
 func (s *Server) admit(in *workers.Worker) error {
-	newest := s.registry.NewestOf(in.Model, in.World, in.By)
+	newest := s.registry.NewestOf(in.Model, in.World, in.Chunk, in.By)
 	s.makeRoom(in)
 	old, lender, err := s.registry.Add(in)
 	for lender != nil && lender.Lent.Dead() {
@@ -112,10 +118,8 @@ func (s *Server) admit(in *workers.Worker) error {
 		return nil
 	}
 	s.log.Info("a worker registered", "worker", in.ID, "model", in.Model, "world_size", in.World, "peer", in.By.String(),
-		"chunk_shape", in.Layout.Shape(), "dtype", in.Layout.DType, "chunk_bytes", in.Bytes)
-	if in.Lent != nil {
-		s.logGroups(in)
-	}
+		"chunk_tokens", in.Chunk, "chunk_shape", in.Layout.Shape(), "dtype", in.Layout.DType, "chunk_bytes", in.Bytes)
+	s.logGroups(in)
 	if newest != nil && newest.Fingerprint != in.Fingerprint && !newest.Groups.Like(in.Groups) {
 		s.log.Warn("workers of one model have unlike object groups (windows, states): they cannot hit together; "+
 			"as stages of a pipeline, start the server without --separate-object-groups", "model", in.Model)
@@ -149,7 +153,10 @@ func (s *Server) registerKVCache(sc *scratch, reg *lmcache.KVCache) (err error) 
 		err = fmt.Errorf("%w: --supported-transfer-mode excludes lmcache_driven: "+
 			"set lmcache.mp.mp_transfer_mode=engine_driven in kv_connector_extra_config", lent.ErrRegistration)
 	} else if err = s.sameChunks(sc); err == nil {
-		in, err = s.newDrivenInstance(reg, sc.caller())
+		var chunk *chunking
+		if chunk, err = s.chunkOf(sc, reg.InstanceID, []byte(reg.Model), reg.WorldSize); err == nil {
+			in, err = s.newDrivenInstance(reg, sc.caller(), chunk.tokens)
+		}
 	}
 	if err == nil {
 		in.Generations = sc.conn.generations
@@ -171,8 +178,8 @@ func (s *Server) registerKVCache(sc *scratch, reg *lmcache.KVCache) (err error) 
 }
 
 // newDrivenInstance opens the memory of a worker whose transfers are served.
-func (s *Server) newDrivenInstance(reg *lmcache.KVCache, who *caller) (*workers.Worker, error) {
-	d, err := lent.Open(reg, lent.Options{ChunkTokens: s.opts.ChunkTokens, Separate: s.opts.SeparateGroups, Dir: s.opts.ShmDir}, &who.Caller)
+func (s *Server) newDrivenInstance(reg *lmcache.KVCache, who *caller, chunk int) (*workers.Worker, error) {
+	d, err := lent.Open(reg, lent.Options{ChunkTokens: chunk, Separate: s.opts.SeparateGroups, Dir: s.opts.ShmDir}, &who.Caller)
 	if err != nil {
 		return nil, err
 	}
@@ -180,7 +187,7 @@ func (s *Server) newDrivenInstance(reg *lmcache.KVCache, who *caller) (*workers.
 		return nil, errors.Join(fmt.Errorf("%w: %w", lent.ErrRegistration, s.tooLarge(d.Bytes)), d.Close())
 	}
 	s.store.Memory().MapAhead()
-	in := workers.New(reg.InstanceID, reg.Model, reg.WorldSize, d.Layout, d.Bytes, d.Fingerprint(), d.Groups)
+	in := workers.New(reg.InstanceID, reg.Model, reg.WorldSize, chunk, []kv.Layout{d.Layout}, d.Bytes, d.Fingerprint(), d.Groups)
 	in.Lent = d
 	in.CameFrom(&who.Caller)
 	return in, nil
@@ -261,8 +268,15 @@ func (s *Server) sweep() {
 	}
 }
 
-// logGroups logs the object groups of a worker's KV groups.
+// logGroups logs a worker's object groups, where it has several or lends its KV.
 func (s *Server) logGroups(in *workers.Worker) {
+	for i, g := range in.GroupLayouts {
+		s.log.Info("a worker's object group", "worker", in.ID, "group", i, "window_chunks", g.WindowChunks, "recurrent", g.Recurrent,
+			"chunk_shape", in.Objects[i].Shape(), "dtype", g.DType, "chunk_bytes", in.Groups.Bytes(i))
+	}
+	if in.Lent == nil {
+		return
+	}
 	for i, o := range in.Lent.Objects {
 		s.log.Info("a worker's object group", "worker", in.ID, "group", i, "kv_groups", o.Groups, "window_tokens", o.Rule.Window, "chunk_bytes", o.Bytes)
 	}
@@ -271,13 +285,42 @@ func (s *Server) logGroups(in *workers.Worker) {
 	}
 }
 
-// newEngineDriven makes a worker that copies itself.
-func (s *Server) newEngineDriven(id int64, model string, world int, layout kv.Layout) (*workers.Worker, error) {
-	bytes, err := layout.Bytes()
-	if err == nil && bytes > s.store.Files().Bytes() {
-		err = s.tooLarge(bytes)
+// newEngineDriven makes a worker that copies itself, with chunks of chunk tokens.
+func (s *Server) newEngineDriven(reg *lmcache.EngineDriven, chunk int) (*workers.Worker, error) {
+	layouts, err := reg.Layouts(chunk)
+	if err != nil {
+		return nil, err
 	}
-	return workers.New(id, model, world, layout, bytes, layout.Fingerprint(), object.FullAttention(s.opts.ChunkTokens, bytes)), err
+	all := int64(0)
+	groups, prints := make([]object.Group, len(layouts)), make([]string, len(layouts))
+	for i, l := range layouts {
+		bytes, err := l.Bytes()
+		if err != nil {
+			return nil, err
+		}
+		if all += bytes; all > s.store.Files().Bytes() || all < 0 {
+			return nil, s.tooLarge(all)
+		}
+		groups[i], prints[i] = object.Group{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: bytes}, l.Fingerprint()
+		if len(layouts) == 1 {
+			break
+		}
+		if n := reg.Groups[i].WindowChunks; n > 0 {
+			groups[i].Window = n * chunk
+		}
+		prints[i] = fmt.Sprintf("%s window %d", prints[i], reg.Groups[i].WindowChunks)
+	}
+	if len(layouts) == 1 {
+		return workers.New(reg.InstanceID, reg.Model, reg.WorldSize, chunk, layouts, all, prints[0], object.FullAttention(chunk, all)), nil
+	}
+	rule, err := object.NewGroups(chunk, groups)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", lmcache.ErrGroups, err)
+	}
+	print := fmt.Sprintf("%s, chunks of %d tokens", strings.Join(prints, "; "), chunk)
+	in := workers.New(reg.InstanceID, reg.Model, reg.WorldSize, chunk, layouts, all, print, rule)
+	in.GroupLayouts = reg.Groups
+	return in, nil
 }
 
 // tooLarge says that a chunk does not fit the pool.

@@ -40,7 +40,8 @@ import (
 type Server struct {
 	opts     Options
 	store    *store.Store
-	memo     *lmcache.Memo
+	own      *chunking // the chunk size of --chunk-size
+	sizes    sizes     // the other ones
 	log      *slog.Logger
 	started  time.Time
 	registry *workers.Registry
@@ -77,12 +78,12 @@ func New(st *store.Store, o Options) *Server {
 	o = o.withDefaults()
 	s := &Server{
 		opts: o, store: st, log: o.Log, started: time.Now(),
-		memo: lmcache.NewMemo(o.ChunkTokens, o.MemoBytes), p2p: newPeerLookups(st), names: o.Names,
+		own: &chunking{o.ChunkTokens, lmcache.NewMemo(o.ChunkTokens, o.MemoBytes)}, p2p: newPeerLookups(st), names: o.Names,
 	}
 	if s.names == nil {
 		s.names = tier.NewNames()
 	}
-	s.ended, s.tally, s.slow = explain.New(s.names, o.ChunkTokens), usage.New(), newSlowLog(time.Millisecond)
+	s.ended, s.tally, s.slow = explain.New(s.names), usage.New(), newSlowLog(time.Millisecond)
 	s.n.init()
 	s.registry = workers.NewRegistry(o.MaxInstances)
 	s.saving = statefile.NewPacedWriter(noteEvery, s.writeNote)
@@ -215,7 +216,8 @@ type scratch struct {
 	peer      *zmtp.Peer // who asks; nil in-process
 	inProcess *caller    // then who it is taken for, of tests; nil is this process
 	conn      *connection
-	silent    bool // the request gets no answer
+	chunk     *chunking // of the request
+	silent    bool      // the request gets no answer
 	readings  [4]lmcache.Reading
 	decoder   lmcache.Decoder
 	out       []byte
@@ -236,7 +238,7 @@ func (s *Server) reply(p *zmtp.Peer, m [][]byte) {
 	defer s.scratch.Put(sc)
 	sc.peer = p
 	reply := s.answer(sc, m)
-	sc.peer, sc.conn = nil, nil
+	sc.peer, sc.conn, sc.chunk = nil, nil, nil
 	if reply == nil {
 		return
 	}
@@ -287,11 +289,16 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 	if err == nil {
 		s.n.requests[op].Add(1)
 		err = s.contain(op, func() error {
-			r, err := sc.decoder.Decode(s.memo, sc.conn.generations, op, m[2:])
+			var err error
+			if sc.chunk, err = s.sizeFor(sc, op, m[2:]); err != nil {
+				return err
+			}
+			r, err := sc.decoder.Decode(sc.chunk.memo, sc.conn.generations, op, m[2:])
 			if err != nil {
 				return err
 			}
 			asked = r
+			sc.conn.opened(r)
 			return s.handle(sc, r)
 		})
 	}
@@ -370,11 +377,18 @@ func (s *Server) handle(sc *scratch, r lmcache.Request) error {
 func (s *Server) handleRare(sc *scratch, r lmcache.Request) error {
 	switch r := r.(type) {
 	case *lmcache.GetChunkSizeRequest:
-		sc.conn.fresh = true
-		sc.out = lmcache.AppendInt(sc.out, int64(s.opts.ChunkTokens))
+		s.fix(sc.conn, s.current(sc.conn))
+		sc.out = lmcache.AppendInt(sc.out, int64(sc.conn.chunk.tokens))
+		return nil
+	case *lmcache.NegotiateRequest:
+		s.negotiate(sc, r)
 		return nil
 	case *lmcache.GetExperimentalRequest:
-		sc.out = lmcache.AppendExperimental(sc.out, s.features()...)
+		var features []string
+		if sc.conn.generations != lmcache.Only(lmcache.Gen057) { // later clients do not look for the event stream
+			features = s.features()
+		}
+		sc.out = lmcache.AppendExperimental(sc.out, features...)
 		return nil
 	case *lmcache.SubscribeRequest:
 		return s.subscribe(sc, r)
@@ -392,6 +406,7 @@ func (s *Server) handleRare(sc *scratch, r lmcache.Request) error {
 		return nil
 	}
 	if r.Op() == lmcache.OpUnknown {
+		s.warnNewer(sc)
 		return errUnknownOp
 	}
 	return errUnsupported

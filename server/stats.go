@@ -37,6 +37,9 @@ type counters struct {
 	held               atomic.Uint64 // requests that waited for their client's generation
 	panics             atomic.Uint64
 	callers            atomic.Uint64    // connections identified
+	misfits            sync.Map         // alignments and chunk sizes that did not fit, and were logged
+	misfitCount        atomic.Int64     // of them
+	newer              atomic.Int64     // when a client of a later release was last logged, Unix seconds
 	earlyClients       sync.Map         // releases that are not served and were seen
 	stackShown         [256]atomic.Bool // by lmcache.Op
 }

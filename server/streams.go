@@ -348,19 +348,19 @@ func stored(c *events.Chunk, seq uint64) lmcache.KVEventRecord {
 }
 
 // announce describes the first chunks of a prompt to the Book. A worker has stored those from number from on.
-func (s *Server) announce(k *lmcache.KeyView, sh *object.Shard, from, chunks int) {
+func (s *Server) announce(chunk *chunking, k *lmcache.KeyView, sh *object.Shard, from, chunks int) {
 	if book := s.opts.Events; book != nil && book.Active() {
 		hashes := k.Hashes[:min(chunks, len(k.Hashes))]
 		var text events.Text
-		text.Head, text.Tokens, text.Ends = s.memo.Tokens(k)
+		text.Head, text.Tokens, text.Ends = chunk.memo.Tokens(k)
 		book.Announce(k.Model, k.Salt, sh, hashes, min(from, len(hashes)), &text)
 	}
 }
 
 // announceFound is announce for a lookup: it has news only of what an earlier server kept, of what
 // was stored before anybody subscribed, and of shards with unlike layouts.
-func (s *Server) announceFound(k *lmcache.KeyView, sh *object.Shard) {
+func (s *Server) announceFound(chunk *chunking, k *lmcache.KeyView, sh *object.Shard) {
 	if book := s.opts.Events; book != nil && book.Active() && (book.Wonders() || sh.Each != nil) {
-		s.announce(k, sh, len(k.Hashes), len(k.Hashes))
+		s.announce(chunk, k, sh, len(k.Hashes), len(k.Hashes))
 	}
 }

@@ -154,7 +154,12 @@ func TestEveryFieldOfARegistrationHasAReader(t *testing.T) {
 		"DType":         {"lmcache.EngineDriven.Layout", func(r *lmcache.EngineDriven) { r.DType = "bfloat16" }, ""},
 		"SinglePlane":   {"lmcache.EngineDriven.Layout", func(r *lmcache.EngineDriven) { r.SinglePlane = true }, ""},
 		"PhysicalSlots": {"lmcache.EngineDriven.Layout", func(r *lmcache.EngineDriven) { r.PhysicalSlots = 8 }, ""},
-		"Unread":        {"server.registerEngineDriven", func(r *lmcache.EngineDriven) { r.Unread = lmcache.UnreadFields{"group_layouts"} }, ""},
+		"Groups": {"lmcache.EngineDriven.Layouts", func(r *lmcache.EngineDriven) {
+			r.HasGroups = true
+			r.Groups = []lmcache.GroupLayout{{Layers: 1, Hidden: 4, DType: "float16"}, {Layers: 1, Hidden: 4, DType: "float16", WindowChunks: 1}}
+		}, ""},
+		"HasGroups": {"server.registerEngineDriven", func(r *lmcache.EngineDriven) { r.HasGroups = true }, "an empty list is one group; the answer names the null block"},
+		"Unread":    {"server.registerEngineDriven", func(r *lmcache.EngineDriven) { r.Unread = lmcache.UnreadFields{"shard_layouts"} }, ""},
 	}, copies(func(*lmcache.EngineDriven) {}), copies)
 }
 

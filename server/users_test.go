@@ -148,7 +148,7 @@ func TestAnotherUsersProcess(t *testing.T) {
 	}
 	for i, url := range []string{n.url, ipc} {
 		got := visitAs(t, 65533-i, 100+i, url, segment)
-		if got.Pool != (lmcache.Pool{}) || got.Slots != 0 {
+		if got.Pool.ShmName != "" || got.Pool.Bytes != 0 || got.Slots != 0 {
 			t.Errorf("%s: another user is told of %+v, %d places", url, got.Pool, got.Slots)
 		}
 		if !got.Pickled {

@@ -8,7 +8,7 @@ may be evicted and by what is leased; a node is killed (-9), the master is kille
 compared; every wait is bounded. Prints one line per check, exits 1 on the first that fails.
 """
 import hashlib, os, random, signal, subprocess, sys, time, urllib.request
-from importlib.metadata import version
+from importlib.metadata import distributions
 
 import mooncake
 from mooncake.store import MooncakeDistributedStore
@@ -67,7 +67,7 @@ def content(seed, n):
 port = free_port()
 addr = "127.0.0.1:%d" % port
 try:
-    release = version("mooncake-transfer-engine-non-cuda")
+    release = next(d.version for d in distributions() if (d.name or "").startswith("mooncake-transfer-engine"))
     master = master_at(port)
     a = Node("node-a", addr)
     cpp = MooncakeDistributedStore()

@@ -124,7 +124,7 @@ func (s *fakeServer) count(op lmcache.Op) int {
 func slots(p *connector.Paged, chunkTokens, n int) *lmcache.Slots {
 	layout, _ := p.Layout(chunkTokens)
 	size, _ := layout.Bytes()
-	s := &lmcache.Slots{Layout: layout, Length: size}
+	s := &lmcache.Slots{Layouts: []kv.Layout{layout}, Lengths: []int64{size}}
 	for i := range n {
 		s.Offsets = append(s.Offsets, int64(i)*4096)
 		s.Indices = append(s.Indices, i)
@@ -340,7 +340,7 @@ func TestLoadErrors(t *testing.T) {
 	})
 	f("another layout", func(p *connector.Paged) []byte {
 		s := slots(p, 8, 2)
-		s.Layout.DType = "bfloat16"
+		s.Layouts[0].DType = "bfloat16"
 		return lmcache.AppendPrepareRetrieve(nil, s)
 	})
 }

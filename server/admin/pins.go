@@ -75,9 +75,15 @@ func readPin(w http.ResponseWriter, r *http.Request) (p pinRequest, ok bool) {
 }
 
 // eachChunk calls f with the resident objects of each whole chunk of the tokens, in all shards and groups, head first, until it
-// answers false. It returns how many chunks there are.
-func (p *pinRequest) eachChunk(s *server.Server, f func(keys []kv.Key) bool) int {
-	hashes := kv.ChunkHashes(p.Tokens, s.Status().ChunkTokens)
+// answers false; then it goes on with the next chunk size of the model. It returns how many chunks there are.
+func (p *pinRequest) eachChunk(s *server.Server, f func(keys []kv.Key) bool) (chunks int) {
+	for _, size := range s.ChunksOf(p.Model, p.World) {
+		chunks += p.eachOf(s, kv.ChunkHashes(p.Tokens, size), f)
+	}
+	return chunks
+}
+
+func (p *pinRequest) eachOf(s *server.Server, hashes []kv.Hash, f func(keys []kv.Key) bool) int {
 	var keys []kv.Key
 	for _, h := range hashes {
 		keys = keys[:0]

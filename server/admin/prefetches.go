@@ -87,12 +87,13 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 		detail(w, http.StatusBadRequest, "cache_salt has more than 128 characters")
 		return
 	}
-	sh, ok := p.server.ShardsOf(*body.Model, body.Salt, *body.World)
+	chunk := p.server.ChunksOf(*body.Model, *body.World)[0]
+	sh, ok := p.server.ShardsOf(*body.Model, body.Salt, *body.World, chunk)
 	if !ok {
 		detail(w, http.StatusServiceUnavailable, "no worker of this model and world size is registered: its engine has to start first")
 		return
 	}
-	hashes := kv.ChunkHashes(tokens, p.server.Options().ChunkTokens)
+	hashes := kv.ChunkHashes(tokens, chunk)
 	if len(hashes) == 0 {
 		writeJSON(w, http.StatusAccepted, map[string]any{"chunks": 0, "status": "noop"})
 		return

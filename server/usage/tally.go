@@ -30,7 +30,7 @@ const (
 const Other = "_other"
 
 // earlyReasons are why lookups end without a search, in LMCache's words where it has one.
-var earlyReasons = [...]string{"empty_chunk_hashes", "no_gpu_context", "declined"}
+var earlyReasons = [...]string{"empty_chunk_hashes", "no_gpu_context", "declined", "load_policy_recompute"}
 
 // earlyOf returns the place in earlyReasons of the reason of a lookup without a search.
 func earlyOf(why miss.Reason) int {
@@ -39,6 +39,8 @@ func earlyOf(why miss.Reason) int {
 		return 0
 	case miss.Unregistered:
 		return 1
+	case miss.SkipLoad:
+		return 3
 	}
 	return 2
 }

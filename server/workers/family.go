@@ -86,10 +86,10 @@ func (r *Registry) lives(in *Worker) bool {
 // as many as needed, workers whose process is not known count, too. Where no worker ever was a relative of the
 // client, all workers count but those that are relatives of another client. Where the client's process is not known, all workers count. Workers that are asleep
 // never count. from is nil for requests of this process.
-func (r *Registry) Loaders(model []byte, world int, by access.Principal, from *Client, need int) int {
+func (r *Registry) Loaders(model []byte, world, chunk int, by access.Principal, from *Client, need int) int {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	m := r.layoutsLocked(string(model), world, by)
+	m := r.layoutsLocked(string(model), world, chunk, by)
 	if m == nil {
 		return 0
 	}

@@ -86,19 +86,19 @@ func (m *modelLayouts) each() []*Worker {
 // layoutsLocked returns the layouts for by's lookups of a model: those of by's own workers
 // where there is one for each shard, else those of all workers. So a layout that another user
 // registers under a model's name does not turn by's lookups into misses.
-func (r *Registry) layoutsLocked(model string, world int, by access.Principal) *modelLayouts {
-	if m := r.mu.byModel[modelKey{model, world, by}]; m != nil && len(m.workers) >= world {
+func (r *Registry) layoutsLocked(model string, world, chunk int, by access.Principal) *modelLayouts {
+	if m := r.mu.byModel[modelKey{model, world, chunk, by}]; m != nil && len(m.workers) >= world {
 		return m
 	}
-	return r.mu.byModel[modelKey{model, world, access.Principal{}}]
+	return r.mu.byModel[modelKey{model, world, chunk, access.Principal{}}]
 }
 
-// ShardsOf says where the shards of a model are to be looked up: in the layouts
-// of their workers. It reports false when no worker of that model is registered.
-func (r *Registry) ShardsOf(model, salt []byte, world int, by access.Principal) (object.Shard, bool) {
+// ShardsOf says where the shards of a model are to be looked up in chunks of chunk tokens: in the layouts
+// of their workers. It reports false when no such worker of that model is registered.
+func (r *Registry) ShardsOf(model, salt []byte, world, chunk int, by access.Principal) (object.Shard, bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	m := r.layoutsLocked(string(model), world, by)
+	m := r.layoutsLocked(string(model), world, chunk, by)
 	if m == nil {
 		return object.Shard{}, false
 	}

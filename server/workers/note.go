@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/access"
 	"github.com/kvasir-kv/kvasir/server/lent"
 )
@@ -17,6 +18,7 @@ type Note struct {
 	Workers []json.RawMessage // Saved, in the order of their registrations
 	Remains []lent.Segment    // segments of workers that left and whose process lived on
 	PIDs    string            // the PID namespace in which processes are named
+	Chunks  []int             `json:",omitempty"` // sizes that engines were told, besides the server's own
 }
 
 // Saved is a registration in a Note.
@@ -24,7 +26,9 @@ type Saved struct {
 	ID      int64
 	Model   string
 	World   int
+	Chunk   int `json:",omitempty"` // tokens; 0 in notes of servers that had one size
 	Layout  kv.Layout
+	Groups  []lmcache.GroupLayout `json:",omitempty"`
 	Pinged  bool
 	Shard   int              `json:",omitempty"` // 1 + the shard it keeps
 	By      access.Principal // who may speak for it
@@ -38,8 +42,8 @@ type Saved struct {
 
 // Encode returns what is to be kept: at most max bytes. Of registrations that do not
 // fit, the largest are left out; refused ones are not kept.
-func (r *Registry) Encode(leftovers []lent.Segment, max int) (b []byte, left int, err error) {
-	n := Note{Remains: leftovers, PIDs: peercred.Namespace()}
+func (r *Registry) Encode(leftovers []lent.Segment, chunks []int, max int) (b []byte, left int, err error) {
+	n := Note{Remains: leftovers, PIDs: peercred.Namespace(), Chunks: chunks}
 	total := 1 << 10 // braces and names
 	for _, l := range n.Remains {
 		total += len(l.Name) + 128
@@ -72,7 +76,7 @@ func (r *Registry) Encode(leftovers []lent.Segment, max int) (b []byte, left int
 
 func (in *Worker) saved() *Saved {
 	w := &Saved{
-		ID: in.ID, Model: in.Model, World: in.World, Layout: in.Layout, Pinged: in.Pinged.Load(), Shard: in.Shard() + 1, By: in.By, Side: in.Side(),
+		ID: in.ID, Model: in.Model, World: in.World, Chunk: in.Chunk, Layout: in.Layout, Groups: in.GroupLayouts, Pinged: in.Pinged.Load(), Shard: in.Shard() + 1, By: in.By, Side: in.Side(),
 		Client: in.Generations.String(), Asleep: in.Asleep(),
 	}
 	if p := in.Process.Load(); p != nil {

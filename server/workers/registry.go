@@ -49,15 +49,16 @@ type Registry struct {
 	}
 }
 
-// modelKey names the workers of one model: those of one peer, or everybody's.
+// modelKey names the workers of one model and chunk size: those of one peer, or everybody's.
 type modelKey struct {
 	model string
 	world int
+	chunk int              // tokens
 	by    access.Principal // zero for everybody's
 }
 
 func (in *Worker) modelKeys() [2]modelKey {
-	return [2]modelKey{{in.Model, in.World, in.By}, {in.Model, in.World, access.Principal{}}}
+	return [2]modelKey{{in.Model, in.World, in.Chunk, in.By}, {in.Model, in.World, in.Chunk, access.Principal{}}}
 }
 
 // workerID names a worker: clients choose their ids, so the same id of another peer
@@ -147,11 +148,11 @@ func (r *Registry) KeepDeparted(in *Worker) {
 	r.mu.gone[in.who()] = in
 }
 
-// NewestOf returns the worker whose layout by's lookups of a model follow, or nil.
-func (r *Registry) NewestOf(model string, world int, by access.Principal) *Worker {
+// NewestOf returns the worker whose layout by's lookups of a model in chunks of chunk tokens follow, or nil.
+func (r *Registry) NewestOf(model string, world, chunk int, by access.Principal) *Worker {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	if m := r.layoutsLocked(model, world, by); m != nil {
+	if m := r.layoutsLocked(model, world, chunk, by); m != nil {
 		return m.newest()
 	}
 	return nil
@@ -348,14 +349,29 @@ func (r *Registry) GenerationsOf(id int64, by access.Principal, model []byte, wo
 	if in := r.mu.instances[workerID{id, by}]; in != nil && id != 0 {
 		return in.Generations
 	}
-	if m := r.layoutsLocked(string(model), world, by); m != nil {
-		for _, in := range m.workers {
-			if in.By == by { // workers of other peers say nothing about by's clients
-				g |= in.Generations
-			}
+	for _, in := range r.mu.instances {
+		if in.By == by && in.World == world && in.Model == string(model) { // workers of other peers say nothing about by's clients
+			g |= in.Generations
 		}
 	}
 	return g
+}
+
+// ChunksOf returns the chunk sizes of the workers of a model, rising: of worker id of by's alone where one is named and
+// known. taken reports whether an earlier server knew one of them.
+func (r *Registry) ChunksOf(id int64, by access.Principal, model []byte, world int) (sizes []int, taken bool) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	if in := r.mu.instances[workerID{id, by}]; in != nil && id != 0 {
+		return []int{in.Chunk}, in.Taken
+	}
+	for _, in := range r.mu.instances {
+		if in.Refused == "" && in.World == world && in.Model == string(model) {
+			sizes, taken = append(sizes, in.Chunk), taken || in.Taken
+		}
+	}
+	slices.Sort(sizes)
+	return slices.Compact(sizes), taken
 }
 
 // Pickles reports whether by has a worker that may send pickled chunks.

@@ -6,6 +6,7 @@
 package workers
 
 import (
+	"fmt"
 	"sync/atomic"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
@@ -22,7 +23,9 @@ type Worker struct {
 	ID          int64
 	Model       string
 	World       int
-	Layout      kv.Layout
+	Chunk       int       // tokens
+	Layout      kv.Layout // of the first object group
+	Objects     []kv.Layout
 	Bytes       int64  // per chunk
 	Fingerprint string // of the layout
 	Groups      *object.Groups
@@ -31,12 +34,16 @@ type Worker struct {
 	By          access.Principal    // who may speak for it
 	Key         int64               // names it in the store
 	Generations lmcache.Generations // that its client can be of
+	Taken       bool                // an earlier server knew it
 	Refused     string              // why its transfers are declined; empty when they are not
 	Socket      uint64              // inode of the one it registered over; 0 unknown
 
 	Pinged  atomic.Bool
 	Process atomic.Pointer[peercred.Process] // which registered it, once that is proved
 	Search  Search
+
+	Envelopes    bool                  // what it sends with its commits is an envelope, no pickle
+	GroupLayouts []lmcache.GroupLayout // of a worker that copies itself and has several object groups
 
 	unsalted kv.Namespace
 	seq      uint64       // of the registration, counted up
@@ -56,10 +63,13 @@ type Search struct {
 	MapsPool bool // it was seen to map the pool
 }
 
-// New returns a worker whose chunks have that layout, bytes and groups.
-func New(id int64, model string, world int, layout kv.Layout, bytes int64, fingerprint string, groups *object.Groups) *Worker {
+// New returns a worker whose chunks of chunk tokens have those object layouts, bytes and groups.
+func New(id int64, model string, world, chunk int, objects []kv.Layout, bytes int64, fingerprint string, groups *object.Groups) *Worker {
+	if len(objects) == 1 && objects[0].Slots != chunk { // else the layout has the size
+		fingerprint = fmt.Sprintf("%s, chunks of %d tokens", fingerprint, chunk)
+	}
 	return &Worker{
-		ID: id, Model: model, World: world, Layout: layout, Bytes: bytes, Fingerprint: fingerprint, Groups: groups,
+		ID: id, Model: model, World: world, Chunk: chunk, Layout: objects[0], Objects: objects, Bytes: bytes, Fingerprint: fingerprint, Groups: groups,
 		unsalted: kv.NamespaceOf(model, "", fingerprint),
 	}
 }

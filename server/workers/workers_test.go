@@ -28,7 +28,7 @@ func worker(id int64, by access.Principal, world, layers int) *workers.Worker {
 	if err != nil {
 		panic(err)
 	}
-	w := workers.New(id, "m", world, l, n, l.Fingerprint(), object.FullAttention(16, n))
+	w := workers.New(id, "m", world, 16, []kv.Layout{l}, n, l.Fingerprint(), object.FullAttention(16, n))
 	w.BelongsTo(by)
 	return w
 }
@@ -125,10 +125,10 @@ func TestSilence(t *testing.T) {
 	if dropped != 1 || !quiet.Asleep() || lively.Asleep() {
 		t.Errorf("%d fell asleep; the silent one %v, the lively one %v", dropped, quiet.Asleep(), lively.Asleep())
 	}
-	if got := r.Loaders([]byte("m"), 1, alice, nil, 1); got != 1 {
+	if got := r.Loaders([]byte("m"), 1, 16, alice, nil, 1); got != 1 {
 		t.Errorf("%d workers can load, want 1", got)
 	}
-	if _, err := r.Get(1, alice); err != nil || quiet.Asleep() || r.Loaders([]byte("m"), 1, alice, nil, 1) != 2 {
+	if _, err := r.Get(1, alice); err != nil || quiet.Asleep() || r.Loaders([]byte("m"), 1, 16, alice, nil, 1) != 2 {
 		t.Errorf("a request did not wake the worker: %v", err)
 	}
 	if _, err := r.Get(2, alice); err != nil {
@@ -165,7 +165,7 @@ func TestPings(t *testing.T) {
 // user has one per shard, and what a client can be is told by its own user's workers.
 func TestLayoutsByUser(t *testing.T) {
 	r := workers.NewRegistry(10)
-	if _, ok := r.ShardsOf([]byte("m"), nil, 1, alice); ok {
+	if _, ok := r.ShardsOf([]byte("m"), nil, 1, 16, alice); ok {
 		t.Error("a model without a worker is known")
 	}
 	a, b := worker(1, alice, 1, 1), worker(2, bob, 1, 2)
@@ -173,7 +173,7 @@ func TestLayoutsByUser(t *testing.T) {
 	add(t, r, a)
 	add(t, r, b)
 	for _, w := range []*workers.Worker{a, b} {
-		sh, ok := r.ShardsOf([]byte("m"), []byte("tenant"), 1, w.By)
+		sh, ok := r.ShardsOf([]byte("m"), []byte("tenant"), 1, 16, w.By)
 		if !ok || sh.Namespace != w.NamespaceOf([]byte("tenant")) || sh.Namespace == w.NamespaceOf(nil) {
 			t.Errorf("%v looks in %+v", w.By, sh)
 		}
@@ -212,7 +212,7 @@ func TestNote(t *testing.T) {
 		}
 		return &note
 	}
-	whole, n, err := r.Encode(left, 1<<20)
+	whole, n, err := r.Encode(left, nil, 1<<20)
 	if err != nil || n != 0 {
 		t.Fatal(n, err)
 	}
@@ -224,7 +224,7 @@ func TestNote(t *testing.T) {
 	if len(note.Remains) != 1 || note.Remains[0] != left[0] {
 		t.Errorf("segments left: %+v", note.Remains)
 	}
-	short, n, err := r.Encode(left, 1700)
+	short, n, err := r.Encode(left, nil, 1700)
 	if err != nil || n != 1 {
 		t.Fatalf("%d left out, %v", n, err)
 	}

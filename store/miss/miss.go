@@ -42,8 +42,9 @@ const (
 	Short               // the prompt was shorter than a chunk
 	Unregistered        // no worker of the model and world size is registered
 	Declined            // the lookup was declined for another reason
+	SkipLoad            // the request has lmcache.skip_load
 
-	NumReasons = int(Declined) + 1
+	NumReasons = int(SkipLoad) + 1
 )
 
 var reasons = [NumReasons]string{
@@ -54,7 +55,7 @@ var reasons = [NumReasons]string{
 	"computing is faster than the tier below", "the pool has no room for what the tier below has", "the window of a group ends elsewhere",
 	"stored with another salt only", "stored by another model only", "stored by other ranks or another world size only",
 	"stored in another layout only", "stored before the restart under another model, salt or layout only",
-	"shorter than a chunk", "no worker of its model and world size was registered", "the lookup was declined",
+	"shorter than a chunk", "no worker of its model and world size was registered", "the lookup was declined", "the request asked to load nothing",
 }
 
 func (r Reason) String() string { return reasons[r] }
@@ -63,7 +64,7 @@ func (r Reason) String() string { return reasons[r] }
 var labels = [NumReasons]string{
 	"none", "never_stored", "evicted", "cleared", "expired", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "no_checksum", "not_compared",
 	"below_slow", "below_failed", "below_corrupt", "below_slower", "no_room",
-	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined",
+	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined", "skip_load",
 }
 
 // Label returns the reason's name in metrics.

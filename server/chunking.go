@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package server
+
+import (
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+)
+
+// A connection has one chunk size. It is the server's own (--chunk-size), that of the listener, or a multiple of the
+// client's blocks that a client of 0.5.7 has negotiated. Chunks of all sizes share the pool; their namespaces differ.
+
+// chunking is a chunk size, and what is remembered of token lists in chunks of it.
+type chunking struct {
+	tokens int
+	memo   *lmcache.Memo
+}
+
+// maxSizes bounds the chunk sizes whose token lists are remembered. Others work as well, and hash each prompt whole.
+const maxSizes = 8
+
+// sizes are the chunk sizes in use. The zero value is empty.
+type sizes struct {
+	mu struct { // a leaf
+		sync.Mutex
+		of     map[int]*chunking
+		former []int // what an earlier server told engines
+		told   []int // what this one told, besides its own
+	}
+}
+
+// chunking returns a chunk size.
+func (s *Server) chunking(tokens int) *chunking {
+	if tokens == s.own.tokens {
+		return s.own
+	}
+	x := &s.sizes
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if c := x.mu.of[tokens]; c != nil {
+		return c
+	}
+	if x.mu.of == nil {
+		x.mu.of = make(map[int]*chunking)
+	}
+	if len(x.mu.of) >= maxSizes {
+		return &chunking{tokens, lmcache.NewMemo(tokens, 0)}
+	}
+	c := &chunking{tokens, lmcache.NewMemo(tokens, s.opts.MemoBytes/4)}
+	x.mu.of[tokens] = c
+	return c
+}
+
+// tell notes that an engine goes by a size, and reports whether that is news.
+func (x *sizes) tell(tokens int) bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if slices.Contains(x.mu.told, tokens) || len(x.mu.told) >= 1024 {
+		return false
+	}
+	x.mu.told = append(x.mu.told, tokens)
+	slices.Sort(x.mu.told)
+	return true
+}
+
+// announced returns the sizes that engines of this server and of earlier ones may go by, besides the server's own.
+func (x *sizes) announced() []int {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	all := slices.Concat(x.mu.former, x.mu.told)
+	slices.Sort(all)
+	return slices.Compact(all)
+}
+
+// remember notes what an earlier server told engines.
+func (x *sizes) remember(former []int) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.mu.former = former[:min(len(former), 1024)]
+}
+
+func (x *sizes) anyFormer() bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return len(x.mu.former) > 0
+}
+
+// base returns the size of a connection that nobody has asked about: that of its listener.
+func (s *Server) base(c *connection) *chunking {
+	if c.base > 0 {
+		return s.chunking(c.base)
+	}
+	return s.own
+}
+
+// current returns the size that a connection goes by as far as it is known.
+func (s *Server) current(c *connection) *chunking {
+	if c.chunk != nil {
+		return c.chunk
+	}
+	return s.base(c)
+}
+
+// chunkOf returns the size of a connection whose request names a worker, or a model and a world size. A connection that
+// has not asked may belong to an engine that asked an earlier server. It goes by the size of its registration, where an
+// earlier server knew that. Several sizes are an error: the engine would count hits in chunks of another size.
+func (s *Server) chunkOf(sc *scratch, instance int64, model []byte, world int) (*chunking, error) {
+	c := sc.conn
+	if c.chunk != nil {
+		return c.chunk, nil
+	}
+	base := s.base(c)
+	if sc.caller() == self || c.base > 0 {
+		c.chunk = base
+		return base, nil
+	}
+	known, taken := s.registry.ChunksOf(instance, sc.caller().By, model, world)
+	switch {
+	case len(known) == 1 && (taken || known[0] == base.tokens && !s.sizes.anyFormer()):
+		c.chunk = s.chunking(known[0])
+		return c.chunk, nil
+	case len(known) == 0 && !s.sizes.anyFormer():
+		return base, nil // of no consequence: nothing is registered
+	case len(known) == 1 && known[0] == base.tokens, len(known) == 0:
+		return nil, fmt.Errorf("%w: engines of this server went by chunks of %v tokens, and the connection has not asked for its size; restart the engine",
+			errChunkSize, s.sizes.announced())
+	}
+	return nil, fmt.Errorf("%w: workers of %.64q have chunks of %v tokens, and the connection has not asked for its size; restart the engine",
+		errChunkSize, model, known)
+}
+
+// opened notes the requests of a connection whose size may still change.
+func (c *connection) opened(r lmcache.Request) {
+	if c.fixed {
+		return
+	}
+	id := lmcache.RequestID(r)
+	switch r.(type) {
+	case *lmcache.EndSessionRequest:
+		delete(c.sessions, string(id))
+	case *lmcache.LookupRequest, *lmcache.PrepareStoreRequest, *lmcache.CommitStoreRequest, *lmcache.PrepareRetrieveRequest,
+		*lmcache.CommitRetrieveRequest, *lmcache.StoreRequest, *lmcache.RetrieveRequest:
+		if c.sessions == nil {
+			c.sessions = make(map[string]struct{})
+		}
+		if len(c.sessions) < 64 {
+			c.sessions[string(id)] = struct{}{}
+		}
+	}
+}
+
+// fix notes that the client knows its chunk size now.
+func (s *Server) fix(c *connection, to *chunking) {
+	c.chunk, c.fresh, c.fixed, c.sessions = to, true, true, nil
+	if to != s.own && s.sizes.tell(to.tokens) {
+		s.log.Info("engines use another chunk size", "chunk_tokens", to.tokens, "server_chunk_tokens", s.opts.ChunkTokens)
+		s.save()
+	}
+}
+
+// negotiate answers negotiate_chunk_size: with the connection's size, or as long as nothing has fixed it and no request is
+// open, with the next multiple of the alignment. What cannot be met is answered with the connection's size: the
+// client sees that it does not fit, and says so.
+func (s *Server) negotiate(sc *scratch, r *lmcache.NegotiateRequest) {
+	c := sc.conn
+	now := s.current(c)
+	size := now.tokens
+	answer := func(why string) {
+		if why != "" {
+			if _, said := s.n.misfits.LoadOrStore([2]int64{r.Alignment, int64(size)}, true); !said && s.n.misfitCount.Add(1) <= 100 {
+				s.log.Warn("a client's blocks do not fit the chunk size", "alignment", r.Alignment, "chunk_tokens", size, "why", why)
+			}
+		}
+		sc.out = lmcache.AppendInt(sc.out, int64(size))
+	}
+	const limit = kv.MaxChunkTokens
+	a := int(min(max(r.Alignment, 0), limit+1))
+	switch {
+	case a < 1 || a > limit:
+		answer(fmt.Sprintf("the alignment is outside 1 to %d", limit))
+		return
+	case size%a == 0:
+		s.fix(c, now)
+	case c.fixed:
+		answer("the connection has its size already: use a server of its own, or a listener with --listen PORT:CHUNK")
+		return
+	case len(c.sessions) > 0:
+		answer("requests are open on the connection")
+		return
+	case (size+a-1)/a*a > limit:
+		answer(fmt.Sprintf("the next multiple is above %d", limit))
+		return
+	default:
+		size = (size + a - 1) / a * a
+		s.fix(c, s.chunking(size))
+	}
+	answer("")
+}
+
+// sizeFor returns the chunk size that a request is read by.
+func (s *Server) sizeFor(sc *scratch, op lmcache.Op, p [][]byte) (*chunking, error) {
+	if sc.conn.chunk != nil || !op.HasKey() {
+		return s.current(sc.conn), nil
+	}
+	instance, model, world := op.Names(p)
+	if instance != 0 {
+		if _, err := s.registry.Get(instance, sc.caller().By); err == nil {
+			return s.chunkOf(sc, instance, nil, 0)
+		}
+		if in := s.registry.Departed(instance, sc.caller().By); in != nil {
+			return s.chunking(in.Chunk), nil
+		}
+		return s.current(sc.conn), nil // an unknown worker: it is declined
+	}
+	return s.chunkOf(sc, 0, model, world)
+}
