@@ -1,23 +1,17 @@
 #!/usr/bin/env bash
-# Real clients of seven lmcache releases at once against one server: what each stores,
+# Real clients of eight lmcache releases at once against one server: what each stores,
 # all others load, also after kill -9 of the server and after it forgot everything. Needs
-# bin/kvasir; interop/run.sh calls it. The older packages lie over the environment of the
-# newest, 65 MB each, without their own dependencies.
+# bin/kvasir; interop/run.sh calls it. The older packages lie over the environment of
+# 0.5.6, 65 MB each, without their own dependencies.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(interop/python.sh)
 . interop/lib.sh
 
-releases="0.4.6 0.4.7 0.5.0 0.5.2 0.5.3 0.5.4 0.5.5"
-over=$(dirname "$(dirname "$(dirname "$python")")")/over # goes when the environment does
+releases="0.4.6 0.4.7 0.5.0 0.5.2 0.5.3 0.5.4 0.5.5 0.5.7rc2"
 engines=
 for release in $releases; do
-	if [ ! -e "$over/$release/complete" ]; then
-		rm -rf "${over:?}/$release"
-		UV_HTTP_TIMEOUT=300 "$(dirname "$python")/uv" pip install -q --python "$python" --no-deps --target "$over/$release" "lmcache==$release"
-		touch "$over/$release/complete"
-	fi
-	engines="$engines $release=$over/$release"
+	engines="$engines $release=$(lmcache_release "$release")"
 done
 
 start_phoenix generations --trust-unsummed --l1-size-gb 0.2

@@ -4,6 +4,19 @@
 
 free_port() { "$python" interop/shared/ports.py; }
 
+# lmcache_release RELEASE: prints the folder of an lmcache package that lies over $python's environment, and gets it
+# first. It goes when the environment does.
+lmcache_release() {
+	local over
+	over=$(dirname "$(dirname "$(dirname "$python")")")/over/$1
+	if [ ! -e "$over/complete" ]; then
+		rm -rf "${over:?}"
+		UV_HTTP_TIMEOUT=300 "$(dirname "$python")/uv" pip install -q --python "$python" --no-deps --target "$over" "lmcache==$1" >&2
+		touch "$over/complete"
+	fi
+	echo "$over"
+}
+
 # wait_for SECONDS COMMAND ...: runs a command again and again until it succeeds. It fails when it did not in that time,
 # counted by the clock and not by the rounds, which take longer on a busy machine.
 wait_for() {

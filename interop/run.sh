@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if [ "${1:-}" != --alone ]; then
-	[ $# -gt 0 ] || set -- transfer tier store-engine generations cluster fs fs_native engine pending redis s3 versitygw client series routes race two \
+	[ $# -gt 0 ] || set -- transfer tier store-engine generations cluster fs fs_native engine pending redis s3 versitygw client client57 series routes race two \
 		pickle events lend openai tracker zmtp kill9-engine kill9-lmcache slow
 	. .ci/again.sh
 	. interop/lanes.sh "$@"
@@ -103,6 +103,19 @@ client)
 		--modes engine_driven,lmcache_driven --skip rate,lookup,transfer >"$work/one.json" 2>"$work/one.log" ||
 		{ cat "$work/one.log" >&2; exit 1; }
 	passed "$work/one.json"
+	;;
+client57)
+	echo "== the real lmcache 0.5.7rc2 client against kvasir server: both modes, and inline"
+	newer=$(lmcache_release 0.5.7rc2)
+	start_server shm57 --l1-size-gb 0.5
+	PYTHONPATH=$newer "$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.5 \
+		--modes engine_driven,lmcache_driven --skip rate,lookup,transfer >"$work/shm57.json" 2>"$work/shm57.err" ||
+		{ cat "$work/shm57.err" >&2; exit 1; }
+	start_server inline57 --l1-size-gb 0.5 --pickle only
+	PYTHONPATH=$newer "$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.5 \
+		--modes engine_driven --skip rate,lookup,transfer >"$work/inline57.json" 2>"$work/inline57.err" ||
+		{ cat "$work/inline57.err" >&2; exit 1; }
+	passed "$work/shm57.json" "$work/inline57.json"
 	;;
 series)
 	echo "== the series that lmcache server shows under the same driver"

@@ -34,7 +34,7 @@ type Key struct {
 	Salt      string
 	Readers   int  // num_kv_readers: pins taken per object at lookup
 	Packed    bool // tokens go as token_bytes, for servers of 0.5.7; else as token_ids
-	SkipLoad  bool // lmcache.skip_load in request_configs: the lookup is to find nothing
+	SkipLoad  bool // the request is to find nothing: request_configs has lmcache.skip_load
 }
 
 // AllWorkers is the Worker of a scheduler's key: all shards (nil on the wire).
@@ -60,8 +60,7 @@ func (k *Key) Append(b []byte) []byte {
 	b = appendInt(msgp.AppendString(b, "end"), k.End)
 	b = msgp.AppendString(msgp.AppendString(b, "request_id"), k.RequestID)
 	b = msgp.AppendString(msgp.AppendString(b, "cache_salt"), k.Salt)
-	b = msgp.AppendString(b, "request_configs")
-	if k.SkipLoad {
+	if b = msgp.AppendString(b, "request_configs"); k.SkipLoad {
 		b = msgp.AppendBool(msgp.AppendString(msgp.AppendMapHeader(b, 1), "lmcache.skip_load"), true)
 	} else {
 		b = msgp.AppendNil(b)

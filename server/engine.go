@@ -252,16 +252,16 @@ func (s *Server) commitRetrieve(sc *scratch, r *lmcache.CommitRetrieveRequest) e
 
 func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	k := r.Key
-	asked, c := r.To, sc.chunk.tokens
-	sh, registered := s.registry.ShardsOf(k.Model, k.Salt, k.WorldSize, c, sc.caller().By)
-	s.settleReaders(k, r.TensorParallel, c, sc.caller().By)
+	asked, tokens := r.To, sc.chunk.tokens
+	sh, registered := s.registry.ShardsOf(k.Model, k.Salt, k.WorldSize, tokens, sc.caller().By)
+	s.settleReaders(k, r.TensorParallel, tokens, sc.caller().By)
 	if len(k.Salt) > 0 {
 		s.n.salted.Add(1)
 	}
-	ended := lookup.Outcome{Request: k.RequestID, Model: k.Model, Salt: k.Salt, Registered: registered, ChunkTokens: c}
+	ended := lookup.Outcome{Request: k.RequestID, Model: k.Model, Salt: k.Salt, Registered: registered, ChunkTokens: tokens}
 	if why, err := s.mayLookUp(sc, k, asked, registered); why != miss.None {
 		s.store.NoHit(k.RequestID, sc.caller().Owner())
-		ended.Why, ended.PromptTokens, ended.Detail = why, k.End, fmt.Sprintf("it has %d", k.End)
+		ended.Why, ended.PromptTokens, ended.Detail = why, k.End, fmt.Sprintf("it has %d tokens, a chunk has %d", k.End, tokens)
 		if err != nil {
 			ended.Detail = err.Error()
 		}
@@ -270,11 +270,11 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	}
 	sc.mark()
 	s.nameShard(sh, k)
-	prompt := store.Prompt{Chunks: asked, Tokens: c, From: r.From, Owner: sc.caller().Owner(), Note: s.tally.Tagged(sc.caller().Name, k.Tags), Hashes: func(n int) []kv.Hash {
+	prompt := store.Prompt{Chunks: asked, Tokens: tokens, From: r.From, Owner: sc.caller().Owner(), Note: s.tally.Tagged(sc.caller().Name, k.Tags), Hashes: func(n int) []kv.Hash {
 		sc.chunk.memo.Hash(k, n)
 		return k.Hashes
 	}}
-	s.n.askedTokens.Add(uint64((asked - r.From) * c))
+	s.n.askedTokens.Add(uint64((asked - r.From) * tokens))
 	if got := s.store.Lookup(k.RequestID, sh, prompt, k.Readers); got.State == store.Ready {
 		ended.LookupResult, ended.Searched = got, true
 		s.lookupEnded(&ended)
@@ -286,7 +286,7 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 }
 
 // mayLookUp returns why there is no search for a lookup: miss.None where there is one. The
-// error is nil for a prompt that is too short: its hit is 0.
+// error is nil for a prompt that is too short and for one that is to load nothing: its hit is 0.
 func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked int, registered bool) (miss.Reason, error) {
 	same := s.sameChunks(sc) // it notes who asks
 	need, can := k.WorldSize*k.Readers, 0
@@ -298,7 +298,7 @@ func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked int, registere
 		return miss.Short, nil
 	case !registered:
 		return miss.Unregistered, fmt.Errorf("%w: %s, %d", errModel, k.Model, k.WorldSize)
-	case k.SkipLoad: // the request wants its KV computed
+	case k.SkipLoad:
 		return miss.SkipLoad, nil
 	case k.Readers == 0:
 		return miss.Declined, errReaders
@@ -388,7 +388,7 @@ func (s *Server) lookupEnded(o *lookup.Outcome) {
 		return
 	}
 	s.n.hitTokens.Add(uint64(o.HitTokens()))
-	if o.HitTokens() > 0 {
+	if o.Hit > o.From {
 		s.n.hits.Add(1)
 	}
 	if o.Why.IsBelow() {

@@ -125,14 +125,17 @@ func TestEachReasonIsExplained(t *testing.T) {
 		return why
 	}
 	f("new", keyOf("m", "", "r1", 1, prompt), 0, miss.NeverStored, "0 of 32 tokens hit")
-	f("short", keyOf("m", "", "r2", 1, prompt[:15]), 0, miss.Short, "a chunk of 16 tokens: it has 15")
+	f("short", keyOf("m", "", "r2", 1, prompt[:15]), 0, miss.Short, "shorter than a chunk: it has 15 tokens, a chunk has 16")
 	f("nobody's model", keyOf("x", "", "r3", 1, prompt), 0, miss.Unregistered, "no worker is registered")
 	k := keyOf("m", "", "r4", 1, prompt)
 	k.Readers = 0
+	skips := keyOf("m", "", "r-skip", 1, prompt)
+	skips.SkipLoad = true
+	f("skip_load", skips, 0, miss.SkipLoad, "load nothing")
 	f("no readers", k, 0, miss.Declined, "num_kv_readers is 0")
 	k = keyOf("m", "", "r4s", 1, prompt)
 	k.SkipLoad = true
-	f("lmcache.skip_load", k, 0, miss.SkipLoad, "wants its KV computed")
+	f("lmcache.skip_load", k, 0, miss.SkipLoad, "asked to load nothing")
 
 	a.store(one, keyOf("m", "", "s1", 1, prompt))
 	longer := append(append([]uint32{}, prompt...), tokens(16, 2)...)

@@ -91,7 +91,7 @@ func (st *Status) missFindings(add func(what, do string)) {
 	var list []reason
 	for why, n := range st.Lookup.MissReasons {
 		switch why {
-		case miss.Short.String(), miss.Unregistered.String(), miss.Declined.String(): // see findings
+		case miss.Short.String(), miss.Unregistered.String(), miss.Declined.String(), miss.SkipLoad.String(): // see findings
 		default:
 			list = append(list, reason{why, n})
 		}

@@ -83,7 +83,7 @@ func New(st *store.Store, o Options) *Server {
 	if s.names == nil {
 		s.names = tier.NewNames()
 	}
-	s.ended, s.tally, s.slow = explain.New(s.names, o.ChunkTokens), usage.New(), newSlowLog(time.Millisecond)
+	s.ended, s.tally, s.slow = explain.New(s.names), usage.New(), newSlowLog(time.Millisecond)
 	s.n.init()
 	s.registry = workers.NewRegistry(o.MaxInstances)
 	s.saving = statefile.NewPacedWriter(noteEvery, s.writeNote)

@@ -31,7 +31,7 @@ type session = lease.Session[lastLookup]
 type lastLookup struct {
 	state   LookupState
 	from    int       // chunks that it did not ask for
-	hit     int       // chunks that it found, those included
+	hit     int       // chunks that it found
 	pending *prefetch // of one that was pending, until its result is taken
 }
 

@@ -14,6 +14,8 @@ import argparse
 import inspect
 import json
 import os
+import re
+import struct
 import subprocess
 import sys
 import time
@@ -63,13 +65,23 @@ class Engine:
                   "lmcache.mp.mp_transfer_mode": "data" if self.before("0.5.0") else "engine_driven"}
         scheduler, worker = adapter.LMCacheMPSchedulerAdapter, adapter.LMCacheMPWorkerAdapter
         urls = [url] if "server_urls" in inspect.signature(scheduler).parameters else url
-        self.scheduler = scheduler(urls, self.context, model, BLOCK, self.strategy(), extra_config=config)
-        self.worker = worker(url, self.context, model, BLOCK, self.strategy(), extra_config=config)
+        # 0.5.7: keys carry the tokens as bytes, and vLLM's connector negotiates the chunk size.
+        self.packed = "token_bytes" in inspect.signature(adapter.LoadStoreOp).parameters
+        align = {"required_chunk_alignment": BLOCK} if self.packed else {}
+        self.scheduler = scheduler(urls, self.context, model, BLOCK, self.strategy(), extra_config=config, **align)
+        self.worker = worker(url, self.context, model, BLOCK, self.strategy(), extra_config=config, **align)
         self.chunk = self.scheduler.num_blocks_per_chunk() * BLOCK
         self.blocks = 128
         shape = (self.blocks, BLOCK, DIM) if self.mla else (2, self.blocks, HEADS, BLOCK, DIM)
         self.kv = {f"model.layers.{i}.attn": torch.zeros(shape, dtype=torch.float16) for i in range(LAYERS)}
         self.worker.register_kv_caches(self.kv)
+        # A hit of two readers needs two workers. The second one is there and does nothing.
+        self.silent = []
+        for _ in range(self.ranks - 1):
+            self.silent.append(worker(url, self.context, model, BLOCK, self.strategy(), extra_config=config, **align))
+            if getattr(self.silent[-1], "instance_id", None) == getattr(self.worker, "instance_id", 0):
+                self.silent[-1].instance_id += 1
+            self.silent[-1].register_kv_caches(self.kv)
         self.requests = 0
         self.ids = f"{os.getpid()}-{time.time_ns()}"
         self.watch_health()
@@ -82,7 +94,7 @@ class Engine:
             have = version("lmcache")
         except PackageNotFoundError:
             have = lmcache.__version__
-        return [int(x) for x in have.split(".")[:3]] < [int(x) for x in release.split(".")]
+        return [int(re.match("[0-9]+", x)[0]) for x in have.split(".")[:3]] < [int(x) for x in release.split(".")]
 
     def strategy(self):
         want = {
@@ -115,7 +127,10 @@ class Engine:
     def op(self, tokens, first, end):
         blocks = list(range(first, first + end // BLOCK))
         flat = self.before("0.4.7")
-        return self.adapter.LoadStoreOp(token_ids=tokens, block_ids=blocks if flat else [blocks], start=0, end=end)
+        return self.adapter.LoadStoreOp(**{"token_bytes" if self.packed else "token_ids": self.pack(tokens)}, block_ids=blocks if flat else [blocks], start=0, end=end)
+
+    def pack(self, tokens):
+        return struct.pack(f">{len(tokens)}I", *tokens) if self.packed else tokens
 
     def event(self):
         make = getattr(self.worker, "create_recorded_event", None)
@@ -183,7 +198,7 @@ class Engine:
         return {"done": done}
 
     def lookup(self, request, tokens, salt):
-        self.scheduler.maybe_submit_lookup_request(request, tokens, cache_salt=salt)
+        self.scheduler.maybe_submit_lookup_request(request, self.pack(tokens), cache_salt=salt)
         end = time.monotonic() + 180
         while time.monotonic() < end:
             hit = self.scheduler.check_lookup_result(request)
@@ -204,7 +219,7 @@ class Engine:
         hit = self.lookup(request, tokens, salt)
         out = {"hit": hit // self.chunk, "equal": None}
         if free:
-            self.scheduler.free_lookup_locks(tokens, 0, free * self.chunk, request, cache_salt=salt)
+            self.scheduler.free_lookup_locks(self.pack(tokens), 0, free * self.chunk, request, cache_salt=salt)
         if hit >= self.chunk and hit > free * self.chunk:
             n, out["equal"] = hit // self.chunk, True
             for _ in range(self.ranks):  # one worker plays them all
@@ -232,7 +247,8 @@ class Engine:
 
     def close(self):
         getattr(self.scheduler, "shutdown", lambda: None)()
-        self.worker.shutdown()
+        for worker in [self.worker, *self.silent]:
+            worker.shutdown()
         return {}
 
 

@@ -36,11 +36,10 @@ type Advice struct {
 
 // Book remembers lookups. Its methods are safe for concurrent use.
 type Book struct {
-	names       *tier.Names // which model and salt namespaces are of
-	chunkTokens int
-	counts      [miss.NumReasons]atomic.Uint64
-	log         miss.Log
-	lines       timelines
+	names  *tier.Names // which model and salt namespaces are of
+	counts [miss.NumReasons]atomic.Uint64
+	log    miss.Log
+	lines  timelines
 }
 
 // Took notes an operation of a request that began then and is answered now. One without a request id is not noted.
@@ -53,9 +52,9 @@ func (b *Book) Took(operation string, request []byte, began, ended time.Time) {
 // Requests returns the timelines of the last requests, the newest first, at most most.
 func (b *Book) Requests(most int) []Timeline { return b.lines.last("", most) }
 
-// New returns an empty Book for chunks of chunkTokens tokens. names says which model and salt a namespace is of.
-func New(names *tier.Names, chunkTokens int) *Book {
-	return &Book{names: names, chunkTokens: chunkTokens}
+// New returns an empty Book. names says which model and salt a namespace is of.
+func New(names *tier.Names) *Book {
+	return &Book{names: names}
 }
 
 // Count is how many lookups ended for a reason.
@@ -110,7 +109,7 @@ func (b *Book) Explain(request string, most int, advise func(miss.Reason) string
 		list = func(most int) []miss.Ended { return b.log.Of(request, most) }
 	}
 	for _, e := range list(most) {
-		l := explained(&e, b.chunkTokens)
+		l := explained(&e)
 		out.Lookups = append(out.Lookups, l)
 		if _, ok := out.Advice[l.Reason]; !ok {
 			out.Advice[l.Reason] = Advice{What: e.Why.String(), Do: advise(e.Why)}
@@ -120,7 +119,7 @@ func (b *Book) Explain(request string, most int, advise func(miss.Reason) string
 	return out
 }
 
-func explained(e *miss.Ended, chunkTokens int) Lookup {
+func explained(e *miss.Ended) Lookup {
 	l := Lookup{
 		At: e.At.UTC().Format(time.RFC3339Nano), Request: e.Request, Model: e.Model, Salt: e.Salt, AskedTokens: e.Asked, HitTokens: e.Hit,
 		Reason: e.Why.Label(), Shard: e.Shard, Group: int(e.Missing.Group), Tier: e.Tier, Tags: e.Tags,
@@ -134,16 +133,16 @@ func explained(e *miss.Ended, chunkTokens int) Lookup {
 	if e.OtherWorld > 0 {
 		l.Other = &OtherName{e.OtherModel, e.OtherSalt, e.OtherWorld}
 	}
-	l.Text = sentence(e, chunkTokens)
+	l.Text = sentence(e)
 	return l
 }
 
 // sentence is a lookup in words.
-func sentence(e *miss.Ended, chunkTokens int) string {
+func sentence(e *miss.Ended) string {
 	var b strings.Builder
 	switch e.Why {
 	case miss.Short:
-		fmt.Fprintf(&b, "the prompt was shorter than a chunk of %d tokens: %s", chunkTokens, e.Detail)
+		fmt.Fprintf(&b, "the prompt was shorter than a chunk: %s", e.Detail)
 	case miss.Unregistered, miss.Declined:
 		fmt.Fprintf(&b, "the lookup was declined: %s", e.Detail)
 	case miss.SkipLoad:
@@ -246,6 +245,7 @@ func differs(e *miss.Ended, o *kv.Key, of tier.Name, known bool) miss.Reason {
 func Do(why string) string { return advice[why] }
 
 var advice = map[string]string{
+	miss.SkipLoad.String(): "nothing: the request says that all of its prompt is to be computed",
 	miss.Window.String(): "the window or state at that place was not stored, or was dropped because no hit of its own prompt could load it: prompts hit where an earlier one " +
 		"ended, or had a whole window. See docs/how/hybrid-hits.md",
 	miss.OtherSalt.String():    "normal where tenants are to be kept apart; else send both prompts with one cache_salt, or none",

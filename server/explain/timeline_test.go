@@ -20,7 +20,7 @@ func advise(miss.Reason) string { return "" }
 
 // A request is told by its spans, in order; what follows itself is one span, and a lookup that waited has one more.
 func TestTimeline(t *testing.T) {
-	b := explain.New(tier.NewNames(), 256)
+	b := explain.New(tier.NewNames())
 	start := time.Now()
 	at := func(ms int) time.Time { return start.Add(time.Duration(ms) * time.Millisecond) }
 	took := func(op string, from, to int) { b.Took(op, []byte("r"), at(from), at(to)) }
@@ -71,7 +71,7 @@ func TestTimeline(t *testing.T) {
 
 // What is remembered is bounded: the newest requests, 24 spans of each, parts of long ids, and the memory of all.
 func TestTimelinesAreBounded(t *testing.T) {
-	b := explain.New(tier.NewNames(), 256)
+	b := explain.New(tier.NewNames())
 	heap := func() int64 {
 		var m runtime.MemStats
 		runtime.GC()
@@ -113,7 +113,7 @@ func TestTimelinesAreBounded(t *testing.T) {
 
 // What a node pays for each answer: a request with eight of them.
 func BenchmarkTook(b *testing.B) {
-	book, now := explain.New(tier.NewNames(), 256), time.Now()
+	book, now := explain.New(tier.NewNames()), time.Now()
 	names := []string{"lookup", "wait_prefetch_status", "prepare_retrieve", "commit_retrieve", "prepare_store", "commit_store", "free_lookup_locks", "end_session"}
 	id := make([]byte, 0, 64)
 	for i := 0; b.Loop(); i++ {

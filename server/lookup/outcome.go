@@ -22,8 +22,8 @@ type Outcome struct {
 	Detail       string // the reason in words, where it was not searched for
 }
 
-// AskedTokens returns how many tokens were asked for: whole chunks where there was a search. What
-// the engine has itself does not count.
+// AskedTokens returns how many tokens were asked for: whole chunks where there was a search, without those that the engine
+// has itself.
 func (o *Outcome) AskedTokens() int {
 	if !o.Searched {
 		return o.PromptTokens
@@ -31,7 +31,7 @@ func (o *Outcome) AskedTokens() int {
 	return (o.Asked - o.From) * o.ChunkTokens
 }
 
-// HitTokens returns how many of AskedTokens can be loaded.
+// HitTokens returns how many tokens can be loaded.
 func (o *Outcome) HitTokens() int { return (o.Hit - o.From) * o.ChunkTokens }
 
 // BelowTokens returns how many of HitTokens came from the tier below for this lookup.

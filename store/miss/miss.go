@@ -42,7 +42,7 @@ const (
 	Short               // the prompt was shorter than a chunk
 	Unregistered        // no worker of the model and world size is registered
 	Declined            // the lookup was declined for another reason
-	SkipLoad            // the request asked for nothing to be loaded
+	SkipLoad            // the request has lmcache.skip_load
 
 	NumReasons = int(SkipLoad) + 1
 )
@@ -55,8 +55,7 @@ var reasons = [NumReasons]string{
 	"computing is faster than the tier below", "the pool has no room for what the tier below has", "the window of a group ends elsewhere",
 	"stored with another salt only", "stored by another model only", "stored by other ranks or another world size only",
 	"stored in another layout only", "stored before the restart under another model, salt or layout only",
-	"shorter than a chunk", "no worker of its model and world size was registered", "the lookup was declined",
-	"the request wants its KV computed (lmcache.skip_load)",
+	"shorter than a chunk", "no worker of its model and world size was registered", "the lookup was declined", "the request asked to load nothing",
 }
 
 func (r Reason) String() string { return reasons[r] }

@@ -23,6 +23,7 @@ class Client:
         self.torch, self.zmq, self.np = torch, zmq, np
         torch.set_num_threads(1)
         self.Key, self.EGI, self.ET = IPCCacheServerKey, EngineGroupInfo, EngineType
+        self.packed = "token_bytes" in IPCCacheServerKey.__dataclass_fields__  # 0.5.7
         self.create_ctx, self.Factory = create_transfer_context, RequestClientFactory
         self.args = args
         self.modes = [m for m in args.modes.split(",") if m]
@@ -70,7 +71,7 @@ class Client:
             model_name=model,
             world_size=ws,
             worker_id=worker,
-            token_ids=tuple(t),
+            **({"token_bytes": self.np.asarray(t, dtype=">u4").tobytes()} if self.packed else {"token_ids": tuple(t)}),
             start=start,
             end=end,
             request_id=self.rid(req),
@@ -133,6 +134,15 @@ class Client:
         if ctx in self.open_ctx:
             self.open_ctx.remove(ctx)
 
+    def tokens_in(self, key):
+        """The token ids of a key, whatever the library keeps in it."""
+        return self.np.frombuffer(key.token_bytes, dtype=">u4").tolist() if self.packed else list(key.token_ids)
+
+    def prepare_read(self, ed, key, iid):
+        """prepare_retrieve; 0.5.7 wants to know how many chunks must come back."""
+        n = ((key.end - key.start) // self.chunk,) if self.packed else ()
+        return ed.prepare_retrieve(key, iid, *n)
+
     def settle(self, key, limit=60.0):
         """In lmcache_driven mode the reference server answers STORE before the
         chunks become visible, so wait until a lookup sees the whole range."""
@@ -141,11 +151,11 @@ class Client:
         while time.perf_counter() - t0 < limit:
             n += 1
             req = f"settle{n}-{key.request_id}"
-            h = self.lookup(list(key.token_ids), key.end, req, key.model_name,
+            h = self.lookup(self.tokens_in(key), key.end, req, key.model_name,
                             salt=key.cache_salt, ws=key.world_size) or 0
             if h:
                 self.c.free_lookup_locks(
-                    self.key(key.token_ids, 0, h * self.chunk, req, key.model_name,
+                    self.key(self.tokens_in(key), 0, h * self.chunk, req, key.model_name,
                              worker=None, ws=key.world_size, salt=key.cache_salt), 1
                 ).result(timeout=self.T)
             self.end(req)

@@ -122,7 +122,9 @@ def perf_transfer(client, mode, layers=32, heads=8, dim=128, nchunks=8, reps=5):
                 rt.append(b2 - a2)
             client.clear(True)
     shm = client.shm_context(w1) is not None
-    transport = "shm" if shm else "pickle" if getattr(w1, "_engine_driven_context", None) is not None else "server_copies"
+    transport = "server_copies"
+    if getattr(w1, "_engine_driven_context", None) is not None:
+        transport = "shm" if shm else "inline" if client.packed else "pickle"
     rpcs = perf_rpcs(client, model, w1, w2, nchunks * C) if shm else {}
     out = {
         "mode": mode, "transport": transport, "chunk_tokens": C, "chunk_mib": cb / 2**20,
@@ -156,7 +158,7 @@ def perf_rpcs(client, model, w1, w2, ntok):
         client.lookup(t, ntok, f"w{i}", model)
         k2 = client.key(t, 0, ntok, f"w{i}", model)
         a = time.perf_counter()
-        ed2.prepare_retrieve(k2, w2._instance_id)
+        client.prepare_read(ed2, k2, w2._instance_id)
         ed2.commit_retrieve(k2, w2._instance_id)
         retrieves.append(time.perf_counter() - a)
         client.end(f"w{i}")

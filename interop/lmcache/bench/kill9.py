@@ -211,8 +211,8 @@ class Kill9:
                     name = "prepare_store" if slow == "writer" else "prepare_retrieve"
                     orig = getattr(ed, name)
 
-                    def held(key, iid, orig=orig):
-                        r = orig(key, iid)
+                    def held(key, iid, *more, orig=orig):
+                        r = orig(key, iid, *more)
                         self.hold(rnd, "held_writes" if slow == "writer" else "held_reads")
                         return r
 

@@ -213,7 +213,7 @@ class Side:
             k = b.key(t, 0, len(t), f"r{i}", model)
             with mr:
                 a = time.perf_counter()
-                got = ed.prepare_retrieve(k, w._instance_id)
+                got = b.prepare_read(ed, k, w._instance_id)
                 ed.commit_retrieve(k, w._instance_id)
                 lr.append(time.perf_counter() - a)
             del got
