@@ -113,6 +113,9 @@ func FuzzAnswer(f *testing.F) {
 				m = append(m, in.payload())
 			}
 			got := s.Answer(m)
+			if lmcache.Op(op[0]) == lmcache.OpClear && got == nil { // one that failed gets no answer
+				continue
+			}
 			if len(got) < 2 || !bytes.Equal(got[0], m[0]) || !bytes.Equal(got[1], op) {
 				t.Fatalf("request %d, %x: reply %x", n, m, got)
 			}
