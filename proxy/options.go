@@ -14,6 +14,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/otlp"
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/proxy/keys"
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 )
@@ -114,7 +115,7 @@ func (o Options) Validate() error {
 func (o *Options) checkAddresses(c *options.Checks) {
 	address := func(field, s string) {
 		u, err := url.Parse(s)
-		c.That(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != "" && u.RawQuery == "" && u.User == nil, field, "%q is not http://host:port", s)
+		c.That(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != "" && u.RawQuery == "" && u.User == nil, field, "%q is not http://host:port", safelog.HideLogin(s))
 	}
 	for _, p := range o.Prefill {
 		address("Prefill", p.URL)

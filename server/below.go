@@ -4,8 +4,10 @@ package server
 
 import (
 	"fmt"
+	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/store"
@@ -30,6 +32,9 @@ type BelowStatus struct {
 // TierStatus is one tier.
 type TierStatus struct {
 	Name       string  `json:"name"`
+	State      string  `json:"state"`                 // ok, unreachable, full, over_budget, read_only, nameless
+	Since      string  `json:"state_since,omitempty"` // RFC 3339
+	LastError  string  `json:"last_error,omitempty"`  // that showed the state
 	Hits       uint64  `json:"hits"`
 	Misses     uint64  `json:"misses"`
 	ReadBytes  uint64  `json:"read_bytes"`
@@ -65,7 +70,13 @@ func (s *Server) below(st *store.Stats) BelowStatus {
 		Estimate: st.Rates,
 	}
 	for _, t := range s.opts.Tiers {
-		out.Tiers = append(out.Tiers, tierStatus(t.Name(), t.Stats()))
+		row := tierStatus(t.Name(), t.Stats())
+		now := t.Condition()
+		row.State, row.LastError = string(now.State), safelog.Text(now.Err, safelog.MaxText)
+		if !now.Since.IsZero() {
+			row.Since = now.Since.UTC().Format(time.RFC3339)
+		}
+		out.Tiers = append(out.Tiers, row)
 	}
 	return out
 }
@@ -78,9 +89,15 @@ func tierStatus(name string, n tier.Stats) TierStatus {
 	}
 }
 
+func (t *TierStatus) works() bool { return t.State == "" || t.State == string(tier.Works) }
+
 // Text is the tier in one line for people.
 func (t *TierStatus) Text() string {
-	out := fmt.Sprintf("read %s (%.2f GB/s each), wrote %s (%.2f GB/s each), %d of %d chunks found", kv.FormatBytes(int64(t.ReadBytes)), t.ReadRate,
+	out := ""
+	if !t.works() {
+		out = strings.ToUpper(strings.ReplaceAll(t.State, "_", " ")) + ": " + t.LastError + "; "
+	}
+	out += fmt.Sprintf("read %s (%.2f GB/s each), wrote %s (%.2f GB/s each), %d of %d chunks found", kv.FormatBytes(int64(t.ReadBytes)), t.ReadRate,
 		kv.FormatBytes(int64(t.WriteBytes)), t.WriteRate, t.Hits, t.Hits+t.Misses)
 	if t.Objects > 0 {
 		out += fmt.Sprintf(", keeps %d in %s", t.Objects, kv.FormatBytes(t.UsedBytes))
@@ -107,6 +124,15 @@ func rate(bytes uint64, in time.Duration) float64 {
 	return float64(bytes) / in.Seconds() / 1e9
 }
 
+// stateAdvice says what to do about the states of a tier.
+var stateAdvice = map[tier.State]string{
+	tier.Unreachable: "see its address, its credentials and its own log; engines compute what it has until it answers",
+	tier.Full:        "its objects are served and none is added: give it room, or an eviction (docs/operate/tiers.md)",
+	tier.OverBudget:  "its objects are served and none is added until the budget begins anew: raise the budget that its adapter sets",
+	tier.ReadOnly:    "its objects are served and none is added: give this server the right to write, or leave it as a tier to read",
+	tier.Nameless:    "chunks of that model are not written there: serve it under a shorter name (--served-model-name), or take a layout of Kvasir's own",
+}
+
 // findings explains what the tiers keep away.
 func (b *BelowStatus) findings(add func(what, do string)) {
 	for i := range b.Tiers {
@@ -115,11 +141,18 @@ func (b *BelowStatus) findings(add func(what, do string)) {
 			add(fmt.Sprintf("tier %s had %s of another length or checksum", t.Name, times(t.Corrupt, "object", "objects")),
 				"torn writes of a crash are normal and are replaced; if their number grows, the disk is faulty or another program writes there")
 		}
-		if n := t.Failures + t.Late; n > 0 {
+		if do := stateAdvice[tier.State(t.State)]; do != "" {
+			add(fmt.Sprintf("tier %s is %s since %s: %s", t.Name, strings.ReplaceAll(t.State, "_", " "), t.Since, t.LastError), do)
+		}
+		if n := t.Failures + t.Late; n > 0 && t.works() {
 			add(fmt.Sprintf("tier %s failed or was too slow in %s", t.Name, times(n, "call", "calls")), "see the log, its disk and its connection; meanwhile engines compute what it has")
 		}
-		if t.Dropped > 0 && t.WriteBytes == 0 {
-			add(fmt.Sprintf("tier %s has taken nothing of %s", t.Name, times(t.Dropped, "object", "objects")), fmt.Sprintf("see whether it is full: it has %s free", kv.FormatBytes(max(0, t.FreeBytes))))
+		if t.Dropped > 0 && t.WriteBytes == 0 && t.works() {
+			do := "see docs/operate/tiers.md for what a tier does not take"
+			if t.FreeBytes >= 0 {
+				do = fmt.Sprintf("see whether it is full: it has %s free", kv.FormatBytes(t.FreeBytes))
+			}
+			add(fmt.Sprintf("tier %s has taken nothing of %s", t.Name, times(t.Dropped, "object", "objects")), do)
 		}
 	}
 	if e := b.Estimate; e.LoadRate > 0 && e.ComputeRate > e.LoadRate {

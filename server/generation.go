@@ -25,6 +25,7 @@ type connection struct {
 	sessions    map[string]struct{} // open requests, while the size is not fixed; some where there are many
 	worker      int64               // the instance that it named last
 	named       bool
+	asksAsPeer  bool // it is another node's
 	doubted     bool // its ping without an id was answered false
 }
 

@@ -4,6 +4,7 @@ package server
 
 import (
 	"cmp"
+	"context"
 	"log/slog"
 	"math"
 	"net/netip"
@@ -24,35 +25,36 @@ import (
 
 // Options configures a Server. A zero field means its default.
 type Options struct {
-	ChunkTokens       int                 // tokens per chunk; default 256
-	WorkerReap        time.Duration       // silence after which a worker that has pinged is dropped; default 120 s
-	KeepSilent        bool                // such a worker is never dropped for silence
-	RegistrationGrace time.Duration       // the same for one that never pinged; default 3600 s
-	KeepNeverPinged   bool                // such a worker is never dropped for silence
-	MemoBytes         int64               // token-list memo; default 64 MiB
-	NoMemo            bool                // no token-list memo
-	MaxInstances      int                 // registered workers; default 4096
-	DrainTimeout      time.Duration       // for transfers in progress at shutdown; default 10 s
-	RefuseDriven      bool                // workers whose KV the server would copy (lmcache_driven)
-	RefuseEngine      bool                // workers that copy themselves (engine_driven)
-	SeparateGroups    bool                // an object per kind of attention and chunk, not one for all
-	CopyWorkers       int                 // goroutines per copy; default: the processors
-	Pickle            PickleMode          // chunks that pass through the socket; default none
-	PickleBytes       int64               // of such a message; default and limit MaxPickleBytes
-	Trust             []netip.Prefix      // addresses whose peers are taken for this server's user; see package access
-	ShmDir            string              // where workers' segments are; default shm.Dir
-	Log               *slog.Logger        // nil discards
-	ClientGenerations lmcache.Generations // that clients can be of; default all that are served
-	Version           string              // reported in Status
-	Events            *events.Book        // what is stored and removed, for subscribe_kv_events; nil for none. The Server runs it
-	Publisher         *events.Publisher   // publishes Events on sockets of its own; nil for none. The Server runs and closes it
-	Generations       *generation.Book    // of what is in the tiers; nil without tiers
-	Places            []string            // what a clear says of the tiers that other servers may share
-	Changes           *tier.Changes       // of the tiers; nil for none
-	Names             *tier.Names         // learns the namespaces that requests use; nil for none
-	Tiers             []*tier.Counting    // that lie below the pool, for Status
-	Lifetimes         *evict.Lifetimes    // of the store's policies, for metrics; nil for none
-	Disk              *disk.Disk          // among them, for its own figures; nil for none
+	ChunkTokens       int                   // tokens per chunk; default 256
+	WorkerReap        time.Duration         // silence after which a worker that has pinged is dropped; default 120 s
+	KeepSilent        bool                  // such a worker is never dropped for silence
+	RegistrationGrace time.Duration         // the same for one that never pinged; default 3600 s
+	KeepNeverPinged   bool                  // such a worker is never dropped for silence
+	MemoBytes         int64                 // token-list memo; default 64 MiB
+	NoMemo            bool                  // no token-list memo
+	MaxInstances      int                   // registered workers; default 4096
+	DrainTimeout      time.Duration         // for transfers in progress at shutdown; default 10 s
+	RefuseDriven      bool                  // workers whose KV the server would copy (lmcache_driven)
+	RefuseEngine      bool                  // workers that copy themselves (engine_driven)
+	SeparateGroups    bool                  // an object per kind of attention and chunk, not one for all
+	CopyWorkers       int                   // goroutines per copy; default: the processors
+	Pickle            PickleMode            // chunks that pass through the socket; default none
+	PickleBytes       int64                 // of such a message; default and limit MaxPickleBytes
+	Trust             []netip.Prefix        // addresses whose peers are taken for this server's user; see package access
+	ShmDir            string                // where workers' segments are; default shm.Dir
+	Log               *slog.Logger          // nil discards
+	ClientGenerations lmcache.Generations   // that clients can be of; default all that are served
+	Version           string                // reported in Status
+	Events            *events.Book          // what is stored and removed, for subscribe_kv_events; nil for none. The Server runs it
+	Publisher         *events.Publisher     // publishes Events on sockets of its own; nil for none. The Server runs and closes it
+	Generations       *generation.Book      // of what is in the tiers; nil without tiers
+	Places            []string              // what a clear says of the tiers that other servers may share
+	Changes           *tier.Changes         // of the tiers; nil for none
+	Names             *tier.Names           // learns the namespaces that requests use; nil for none
+	Tiers             []*tier.Counting      // that lie below the pool, for Status
+	ProbeTiers        func(context.Context) // asks them once at the start; nil for none
+	Lifetimes         *evict.Lifetimes      // of the store's policies, for metrics; nil for none
+	Disk              *disk.Disk            // among them, for its own figures; nil for none
 
 	// Clusters are those of the Tiers that are a Mooncake Store, by their names, for their own figures.
 	Clusters map[string]*mooncakestore.Tier

@@ -19,6 +19,9 @@ const (
 	// maxPeerLookups bounds the lookups of all peers: about 10 KB each with 100 keys.
 	maxPeerLookups = 1024
 
+	// peerLoans and allLoans bound what one peer, and all peers, may have locked, of the pool's bytes.
+	peerLoans, allLoans = 0.25, 0.5
+
 	// maxPeerKeys bounds the keys of all lookups that are remembered: 100 MB.
 	maxPeerKeys = 1 << 20
 )
@@ -39,11 +42,14 @@ type keyFinder func(*lmcache.ObjectKey) (kv.Key, bool)
 // locks by asking often. Methods are safe for concurrent use.
 type peerLookups struct {
 	store *store.Store
-	mu    struct { // a leaf
+	share struct{ peer, all float64 } // immutable: peerLoans and allLoans; tests have others
+	mu    struct {                    // a leaf
 		sync.Mutex
 		last  int64
-		tasks []*peerLookup // oldest first
-		keys  int           // of all of them
+		tasks []*peerLookup  // oldest first
+		keys  int            // of all of them
+		lent  int64          // bytes of all loans
+		conns map[string]int // connections of each peer that asks
 	}
 }
 
@@ -54,11 +60,71 @@ type peerLookup struct {
 	places []lmcache.PeerPlace // nil once they were asked for
 	locked map[kv.Key]int      // how often
 	loan   *store.Loan         // nil where nothing is locked
+	bytes  int64               // of the loan
 	keys   int
 }
 
 // newPeerLookups returns the lookups of a store.
-func newPeerLookups(s *store.Store) *peerLookups { return &peerLookups{store: s} }
+func newPeerLookups(s *store.Store) *peerLookups {
+	t := &peerLookups{store: s}
+	t.share.peer, t.share.all = peerLoans, allLoans
+	t.mu.conns = make(map[string]int)
+	return t
+}
+
+// mayLock returns how many bytes a peer may lock now.
+func (t *peerLookups) mayLock(by string) int64 {
+	pool := float64(t.store.Files().Bytes())
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	own := int64(0)
+	for _, k := range t.mu.tasks {
+		if k.by == by && k.loan != nil {
+			own += k.bytes
+		}
+	}
+	return max(0, min(int64(t.share.peer*pool)-own, int64(t.share.all*pool)-t.mu.lent))
+}
+
+// Join notes a connection of a peer that asks.
+func (t *peerLookups) Join(by string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.mu.conns[by]++
+}
+
+// Leave notes that a connection of a peer ended. With its last one all that it locked is unlocked.
+func (t *peerLookups) Leave(by string) {
+	for _, loan := range t.leave(by) {
+		loan.GiveBack()
+	}
+}
+
+func (t *peerLookups) leave(by string) (loans []*store.Loan) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.mu.conns[by]--; t.mu.conns[by] > 0 {
+		return nil
+	}
+	delete(t.mu.conns, by)
+	for i := len(t.mu.tasks) - 1; i >= 0; i-- {
+		if k := t.mu.tasks[i]; k.by == by {
+			if loan := t.endLocked(k); loan != nil {
+				loans = append(loans, loan)
+			}
+			t.removeLocked(i)
+		}
+	}
+	return loans
+}
+
+// endLocked takes a task's loan from it; nil where it has none.
+func (t *peerLookups) endLocked(k *peerLookup) (loan *store.Loan) {
+	if loan, k.loan = k.loan, nil; loan != nil {
+		t.mu.lent -= k.bytes
+	}
+	return loan
+}
 
 // Lookup locks, of each shard and object group, the objects before the first that is not
 // there, and returns the id by which by asks for their places. Ids count from 0. Where too
@@ -72,13 +138,14 @@ func (t *peerLookups) Lookup(by string, names []lmcache.ObjectKey, find keyFinde
 			keys, at = append(keys, key), append(at, i)
 		}
 	}
-	places, loan, err := t.store.Lend(by, keys, peerLookupLife)
+	places, loan, err := t.store.Lend(by, keys, peerLookupLife, t.mayLock(by))
 	if err == nil {
 		k.loan = loan
 		for i, p := range places {
 			if p.Bytes > 0 {
 				k.places[at[i]] = lmcache.PeerPlace{Offset: p.Offset, Size: p.Bytes}
 				k.locked[keys[i]]++
+				k.bytes += p.Bytes
 			}
 		}
 	}
@@ -109,6 +176,9 @@ func (t *peerLookups) add(k *peerLookup) (forgotten []*store.Loan) {
 	t.mu.last++
 	t.mu.tasks = append(t.mu.tasks, k)
 	t.mu.keys += k.keys
+	if k.loan != nil {
+		t.mu.lent += k.bytes
+	}
 	for len(t.mu.tasks) > 1 {
 		i := 0
 		switch {
@@ -120,9 +190,8 @@ func (t *peerLookups) add(k *peerLookup) (forgotten []*store.Loan) {
 		default:
 			return forgotten
 		}
-		if gone := t.mu.tasks[i]; gone.loan != nil {
-			forgotten = append(forgotten, gone.loan)
-			gone.loan = nil
+		if loan := t.endLocked(t.mu.tasks[i]); loan != nil {
+			forgotten = append(forgotten, loan)
 		}
 		t.removeLocked(i)
 	}
@@ -158,7 +227,7 @@ func (t *peerLookups) Result(by string, id int64) (places []lmcache.PeerPlace, o
 	places, k.places = k.places, nil
 	late := time.Since(k.began) >= peerLookupLife // nothing is locked any more
 	if k.loan == nil || late {
-		k.loan = nil
+		_ = t.endLocked(k) // its time is over
 		t.removeLocked(i)
 	}
 	return places, !late
@@ -220,7 +289,7 @@ func (t *peerLookups) unlock(k *peerLookup, want map[kv.Key]int) (ended *store.L
 	if len(k.locked) > 0 {
 		return nil
 	}
-	ended, k.loan = k.loan, nil
+	ended = t.endLocked(k)
 	if k.places == nil {
 		t.removeLocked(slices.Index(t.mu.tasks, k))
 	}

@@ -36,7 +36,9 @@ func newNode(t *testing.T, chunks int) *node {
 		t.Fatal(err)
 	}
 	st := store.New(p, store.Options{WorkerShare: 1, PeerShare: 1})
-	return &node{newPeerLookups(st), t, st, object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: object.FullAttention(1, chunkBytes)}}
+	lookups := newPeerLookups(st)
+	lookups.share.peer, lookups.share.all = 1<<20, 1<<20 // the pools of most tests have a few chunks
+	return &node{lookups, t, st, object.Shard{Namespace: kv.Namespace{1}, World: 1, Groups: object.FullAttention(1, chunkBytes)}}
 }
 
 func (n *node) close() {
@@ -285,5 +287,61 @@ func BenchmarkUnlockUnknown(b *testing.B) {
 	}
 	for b.Loop() {
 		n.Unlock("a", unknown, n.find)
+	}
+}
+
+// The loans of one peer leave room for others: one that names all objects locks a quarter of the
+// pool, all peers together lock half. With the last connection of a peer its loans end.
+func TestLoansShareThePoolAndEndWithThePeer(t *testing.T) {
+	const chunks = 40
+	n := newNode(t, chunks)
+	defer n.close()
+	n.share = newPeerLookups(n.store).share
+	var all []byte
+	for i := range byte(chunks) {
+		all = append(all, i+1)
+	}
+	if got := n.fill(all...); got != chunks {
+		t.Fatalf("%d stored", got)
+	}
+	held := func(by string) (held int) {
+		places, ok := n.Result(by, n.Lookup(by, names(all...), n.find))
+		if !ok {
+			t.Fatal("no result")
+		}
+		for _, p := range places {
+			if p != lmcache.NotHeld {
+				held++
+			}
+		}
+		return held
+	}
+	for _, c := range []struct {
+		by   string
+		want int
+	}{{"a", 10}, {"a", 0}, {"b", 10}, {"c", 0}} {
+		n.Join(c.by)
+		if got := held(c.by); got != c.want {
+			t.Errorf("%s locks %d objects, want %d", c.by, got, c.want)
+		}
+	}
+	fresh := make([]byte, 20)
+	for i := range fresh {
+		fresh[i] = byte(100 + i)
+	}
+	if got := n.fill(fresh...); got != len(fresh) {
+		t.Errorf("%d of %d new chunks found room", got, len(fresh))
+	}
+	n.Leave("a") // it has another connection
+	if got := held("c"); got != 0 {
+		t.Errorf("%d objects were unlocked while the peer had a connection", got)
+	}
+	n.Leave("a")
+	if st := n.store.Stats(); st.Transfers != 1 {
+		t.Errorf("%d lookups hold objects after the peer's last connection ended, want those of b", st.Transfers)
+	}
+	n.Unlock("b", names(all...), n.find)
+	if st := n.store.Stats(); st.Transfers != 0 || n.mu.lent != 0 {
+		t.Errorf("%d objects and %d bytes are locked at the end", st.Transfers, n.mu.lent)
 	}
 }

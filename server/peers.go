@@ -13,6 +13,10 @@ import (
 // answer that the server holds nothing.
 func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 	by := sc.caller().Name
+	if sc.conn != nil && !sc.conn.asksAsPeer {
+		sc.conn.asksAsPeer = true
+		s.p2p.Join(by)
+	}
 	switch r := r.(type) {
 	case *lmcache.P2PLookupRequest:
 		find := s.keysFor(sc)

@@ -184,6 +184,9 @@ func (s *Server) waitForLookup(sc *scratch, r *lmcache.PrefetchStatusRequest) er
 // what it looked up and did not ask for.
 func (s *Server) departed(p *zmtp.Peer, _ error) {
 	s.held.Take(p)
+	if c := whoIs(p); c.connection().asksAsPeer {
+		s.p2p.Leave(c.Name)
+	}
 	s.waits.detach(p)
 	s.streams.end(true, func(st *stream) bool { return st.peer == p })
 	s.store.Leave(whoIs(p).Owner())

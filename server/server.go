@@ -123,6 +123,9 @@ func (s *Server) Run(ctx context.Context) {
 	defer wg.Wait()
 	wg.Go(func() { s.store.Run(ctx) })
 	wg.Go(func() { s.saving.Run(ctx) })
+	if s.opts.ProbeTiers != nil {
+		wg.Go(func() { s.opts.ProbeTiers(ctx) })
+	}
 	if s.opts.Generations != nil {
 		wg.Go(func() { s.opts.Generations.Run(ctx) })
 	}

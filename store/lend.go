@@ -20,13 +20,13 @@ type Loan struct {
 }
 
 // Lend holds the objects of keys for a reader of by: of each shard and object group those
-// before the first that is not there, no more than one transfer may have. places has one for
+// before the first that is not there, no more than one transfer may have and most bytes. places has one for
 // each key; for a key that is not lent Bytes is 0. The loan is nil when nothing is. Error: ErrBusy.
-func (s *Store) Lend(by string, keys []kv.Key, life time.Duration) (places []Place, _ *Loan, err error) {
+func (s *Store) Lend(by string, keys []kv.Key, life time.Duration, most int64) (places []Place, _ *Loan, err error) {
 	places = make([]Place, len(keys))
 	ended, held := make(map[kv.Key]bool), []heldObject(nil) // ended are shards of object groups, by keys without a chunk
 	for from := 0; from < len(keys); from += batch {
-		if held, err = s.lendSome(by, keys, from, places, ended, held); err != nil {
+		if held, err = s.lendSome(by, keys, from, places, ended, held, &most); err != nil {
 			s.giveBackLent(held)
 			return nil, nil, err
 		}
@@ -42,7 +42,7 @@ func (s *Store) Lend(by string, keys []kv.Key, life time.Duration) (places []Pla
 	return places, &Loan{s, h}, nil
 }
 
-func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, ended map[kv.Key]bool, held []heldObject) ([]heldObject, error) {
+func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, ended map[kv.Key]bool, held []heldObject, most *int64) ([]heldObject, error) {
 	s.lock()
 	defer s.unlock()
 	if s.busyLocked(by) {
@@ -52,10 +52,11 @@ func (s *Store) lendSome(by string, keys []kv.Key, from int, places []Place, end
 		k := &keys[i]
 		r := kv.Key{Namespace: k.Namespace, Rank: k.Rank, Group: k.Group}
 		slot, ok := s.residentLocked(k)
-		if !ok || ended[r] || len(held) == maxTransfer {
+		if !ok || ended[r] || len(held) == maxTransfer || s.mu.pool.Length(slot) > *most {
 			ended[r] = true
 			continue
 		}
+		*most -= s.mu.pool.Length(slot)
 		s.mu.pool.Hold(slot)
 		s.keepLocked(slot)
 		o := heldObject{slot: slot, offset: s.mu.pool.Offset(slot), bytes: s.mu.pool.Length(slot)}

@@ -133,7 +133,7 @@ func TestUsedObjectsDoNotExpire(t *testing.T) {
 		var k kv.Key
 		sh := x.shard()
 		sh.Key(&k, 0, 0, numbered(lent)[0])
-		_, loan, err := b.store.Lend("uid 1", []kv.Key{k}, time.Hour)
+		_, loan, err := b.store.Lend("uid 1", []kv.Key{k}, time.Hour, 1<<40)
 		if err != nil || loan == nil {
 			t.Fatal(loan, err)
 		}
@@ -172,7 +172,7 @@ func TestExpiredIsNotServed(t *testing.T) {
 		x.put(1)
 		x.put(2)
 		time.Sleep(12 * time.Second) // nobody calls Expire
-		if _, loan, err := b.store.Lend("uid 1", x.keys(2), time.Hour); err != nil || loan != nil {
+		if _, loan, err := b.store.Lend("uid 1", x.keys(2), time.Hour, 1<<40); err != nil || loan != nil {
 			t.Errorf("what has expired is lent: %v, %v", loan, err)
 		}
 		if !x.put(0) || !x.has(0) {

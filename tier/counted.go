@@ -28,9 +28,10 @@ type Stats struct {
 	WrittenBytes uint64 `counter:"kvasir_tier_write_bytes_total" help:"Bytes of them."`
 	Dropped      uint64 `counter:"kvasir_tier_dropped_total" help:"Objects that the tier did not take: no room, budget used up, seen for the first time, or it rests after failures (then they wait and are offered again)."`
 
-	ReadTime  time.Duration `counter:"kvasir_tier_read_busy_seconds_total" help:"Time of all reads, those at once added up. Bytes divided by it is the speed of one read."`
-	WriteTime time.Duration `counter:"kvasir_tier_write_busy_seconds_total" help:"The same of writes."`
-	InFlight  int64         `gauge:"kvasir_tier_calls" help:"Calls of the tier that go on."`
+	ReadTime  time.Duration  `counter:"kvasir_tier_read_busy_seconds_total" help:"Time of all reads, those at once added up. Bytes divided by it is the speed of one read."`
+	WriteTime time.Duration  `counter:"kvasir_tier_write_busy_seconds_total" help:"The same of writes."`
+	States    map[string]int `gauge:"kvasir_tier_state" label:"state" help:"1 for the state of the tier: ok, unreachable, full, over_budget, read_only, nameless (it has no name for the objects of a model)."`
+	InFlight  int64          `gauge:"kvasir_tier_calls" help:"Calls of the tier that go on."`
 
 	ReadRate, WriteRate histogram.Counts // of each object, GB/s; see package tally
 
@@ -53,6 +54,8 @@ type Counting struct {
 	}
 	took map[string]*histogram.Histogram // immutable
 	rate struct{ read, write *histogram.Histogram }
+
+	conditions conditions
 }
 
 // Counted returns t with its calls counted. The operator chooses the name.
@@ -61,6 +64,7 @@ func Counted(t Tier, name string) *Counting {
 		"stat": histogram.Times(), "read": histogram.Times(), "write": histogram.Times(),
 	}}
 	c.rate.read, c.rate.write = histogram.Rates(), histogram.Rates()
+	c.conditions.name = name
 	return c
 }
 
@@ -73,7 +77,7 @@ func (c *Counting) Stats() Stats {
 		Hits: c.n.hits.Load(), Misses: c.n.misses.Load(), Reads: c.n.reads.Load(), ReadBytes: c.n.readBytes.Load(), Unsummed: c.n.unsummed.Load(),
 		Lost: c.n.lost.Load(), Corrupt: c.n.corrupt.Load(), Late: c.n.late.Load(), Failures: c.n.failures.Load(), Writes: c.n.writes.Load(),
 		WrittenBytes: c.n.writeBytes.Load(), Dropped: c.n.dropped.Load(), ReadTime: time.Duration(c.n.readTime.Load()),
-		WriteTime: time.Duration(c.n.writeTime.Load()), InFlight: c.n.inFlight.Load(), Took: make(map[string]histogram.Counts), Free: -1,
+		WriteTime: time.Duration(c.n.writeTime.Load()), InFlight: c.n.inFlight.Load(), Took: make(map[string]histogram.Counts), Free: -1, States: c.conditions.gauge(),
 	}
 	if r, ok := c.of.(*Remembering); ok {
 		s.Spared = r.Spared()
@@ -95,6 +99,7 @@ func (c *Counting) begin(call string, busy *atomic.Int64) (end func(error)) {
 	c.n.inFlight.Add(1)
 	return func(err error) {
 		c.n.inFlight.Add(-1)
+		c.conditions.saw(call == "write", rests(c.of), err)
 		took := time.Since(began)
 		if busy != nil {
 			busy.Add(int64(took))

@@ -3,6 +3,7 @@
 package tier
 
 import (
+	"fmt"
 	"sync"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -75,4 +76,14 @@ func (n *Names) Of(ns kv.Namespace) (Name, bool) {
 	defer n.mu.RUnlock()
 	name, ok := n.mu.of[ns]
 	return name, ok
+}
+
+// Unnamed returns why an object has no name in LMCache's layout: its model is not known yet, or has
+// a name that cannot be one there (ErrName).
+func (n *Names) Unnamed(k kv.Key) error {
+	name, ok := n.Of(k.Namespace)
+	if !ok {
+		return fmt.Errorf("%w: its model is not known yet", ErrNotKept)
+	}
+	return fmt.Errorf("%w: %w: model %.80q, of %d bytes, has a name that is too long or cannot be one in LMCache's layout", ErrNotKept, ErrName, name.Model, len(name.Model))
 }

@@ -57,6 +57,9 @@ func Remembered(t Tier, o Absence) *Remembering {
 // Spared returns how many objects the tier was not asked for.
 func (r *Remembering) Spared() uint64 { return r.spared.Load() }
 
+// Resting reports whether the tier is left alone after failures.
+func (r *Remembering) Resting() bool { return rests(r.of) }
+
 // Stat implements Tier. What was not there a moment ago is not there.
 func (r *Remembering) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
 	clear(metas[:len(keys)])

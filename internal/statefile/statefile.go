@@ -79,7 +79,7 @@ func (f *File) Close() error { return f.lock.Close() }
 func (f *File) Path() string { return f.path }
 
 func (f *File) read() ([]byte, error) {
-	in, err := os.Open(f.path)
+	in, err := os.OpenFile(f.path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a FIFO without a writer would hang
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
@@ -87,6 +87,9 @@ func (f *File) read() ([]byte, error) {
 		return nil, fmt.Errorf("read state file: %w", err)
 	}
 	defer in.Close()
+	if info, err := in.Stat(); err == nil && !info.Mode().IsRegular() {
+		return nil, &Error{Path: f.path, Reason: "not a regular file", Foreign: true}
+	}
 	b, err := io.ReadAll(io.LimitReader(in, f.max+1))
 	if err != nil {
 		return nil, fmt.Errorf("read state file: %w", err)

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -151,4 +152,37 @@ func TestTwoWriters(t *testing.T) {
 		})
 	}
 	wg.Wait()
+}
+
+// A path that is no regular file is refused at once: a FIFO has no end.
+func TestFIFOIsRefused(t *testing.T) {
+	for _, writer := range []bool{false, true} {
+		path := filepath.Join(t.TempDir(), "state")
+		if err := syscall.Mkfifo(path, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if writer {
+			w, err := os.OpenFile(path, os.O_RDWR, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer w.Close()
+		}
+		done := make(chan error, 1)
+		go func() {
+			f, _, err := Open(path, "test1", 1<<20)
+			if err == nil {
+				_ = f.Close()
+			}
+			done <- err
+		}()
+		select {
+		case err := <-done:
+			if err == nil || !strings.Contains(err.Error(), "not a regular file") {
+				t.Errorf("a writer: %v: %v", writer, err)
+			}
+		case <-time.After(10 * time.Second):
+			t.Fatal("Open hangs")
+		}
+	}
 }

@@ -97,7 +97,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.Handle("GET /metrics", reg.Handler())
 	if o.Profiles {
 		for path, h := range map[string]http.HandlerFunc{
-			"": pprof.Index, "cmdline": pprof.Cmdline, "profile": pprof.Profile, "symbol": pprof.Symbol, "trace": pprof.Trace,
+			"": pprof.Index, "profile": pprof.Profile, "symbol": pprof.Symbol, "trace": pprof.Trace,
 		} {
 			mux.Handle("GET /debug/pprof/"+path, guard.Handler(h))
 		}

@@ -297,6 +297,6 @@ func TestProfiles(t *testing.T) {
 	f(admin.Options{}, "/debug/pprof/", "localhost", 404)
 	f(admin.Options{Profiles: true}, "/debug/pprof/", "localhost", 200)
 	f(admin.Options{Profiles: true}, "/debug/pprof/heap", "localhost", 200)
-	f(admin.Options{Profiles: true}, "/debug/pprof/cmdline", "localhost", 200)
+	f(admin.Options{Profiles: true}, "/debug/pprof/cmdline", "localhost", 404) // flags have secrets
 	f(admin.Options{Profiles: true}, "/debug/pprof/heap", "attacker.example", 403)
 }

@@ -100,7 +100,7 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 	}
 	id, job := p.begin(needs(sh, len(hashes)))
 	if job == nil {
-		detail(w, http.StatusServiceUnavailable, "256 prefetches have not been asked for their end: GET /cache/prefetches/{request_id} of some")
+		detail(w, http.StatusServiceUnavailable, "256 prefetches are in progress: try again when some have ended")
 		return
 	}
 	if !p.server.Store().Go(func() { p.run(id, job, sh, hashes) }) {
@@ -127,7 +127,7 @@ func (p *prefetches) begin(total int) (string, *prefetchJob) {
 			delete(p.jobs, id)
 		}
 	}
-	if len(p.jobs) >= maxPrefetches {
+	if len(p.jobs) >= maxPrefetches && !p.dropOldestEnded() {
 		return "", nil
 	}
 	var b [16]byte
@@ -135,6 +135,18 @@ func (p *prefetches) begin(total int) (string, *prefetchJob) {
 	id := hex.EncodeToString(b[:])
 	p.jobs[id] = &prefetchJob{total: total}
 	return id, p.jobs[id]
+}
+
+// dropOldestEnded forgets the prefetch that ended first. Called with the mutex.
+func (p *prefetches) dropOldestEnded() bool {
+	oldest := ""
+	for id, j := range p.jobs {
+		if !j.ended.IsZero() && (oldest == "" || j.ended.Before(p.jobs[oldest].ended)) {
+			oldest = id
+		}
+	}
+	delete(p.jobs, oldest)
+	return oldest != ""
 }
 
 // prefetchOwner is whose these sessions are among all.

@@ -75,15 +75,20 @@ func TestPrefetches(t *testing.T) {
 		}
 	}
 
-	// Who never asks for their ends gets no more than 256.
+	// Of 256 whose ends no client asks for, the one that ended first makes room.
 	one := `{"model_name": "m", "world_size": 1, "token_ids": [` + tokens(16) + `]}`
 	var last any
-	for range 256 {
+	first := post(one, http.StatusAccepted)["request_id"]
+	time.Sleep(50 * time.Millisecond) // it ends first
+	for range 255 {
 		last = post(one, http.StatusAccepted)["request_id"]
 	}
-	post(one, http.StatusServiceUnavailable)
-	end(last)
+	time.Sleep(50 * time.Millisecond)
 	end(post(one, http.StatusAccepted)["request_id"])
+	end(last)
+	if code, _ := ask(h, "GET", fmt.Sprint("http://localhost/cache/prefetches/", first), ""); code != http.StatusNotFound {
+		t.Errorf("the prefetch that ended first is still known: %d", code)
+	}
 	if code, _ := ask(h, "POST", "http://attacker.example/cache/prefetches", one, "Content-Type", "application/json"); code != http.StatusForbidden {
 		t.Errorf("under a foreign name: %d", code)
 	}

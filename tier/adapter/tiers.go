@@ -3,14 +3,17 @@
 package adapter
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/fs"
@@ -39,7 +42,8 @@ type Set struct {
 	Disk  *disk.Disk       // nil for none
 
 	Clusters map[string]*mooncakestore.Tier // by the name of the tier
-	Shared   []generation.Place             // the tiers that other servers may share and that keep a note
+	probes   []func(context.Context)
+	Shared   []generation.Place // the tiers that other servers may share and that keep a note
 }
 
 // Intervals at which the notes of shared tiers are read. Each read of an S3 note is paid for.
@@ -82,6 +86,7 @@ func Open(o Options) (s Set, err error) {
 		opened = append(opened, s.Disk)
 		sayRooms(s.Disk, o.Log)
 		s.Each = append(s.Each, tier.Counted(tier.Bounded(s.Disk, tier.Limits{}), "disk"))
+		s.Each[0].Watch(o.Log)
 		for _, d := range o.Disk.Dirs {
 			places = append(places, "disk:"+absolute(d.Path))
 		}
@@ -102,6 +107,11 @@ func Open(o Options) (s Set, err error) {
 			used = tier.Remembered(used, a.Absence)
 		}
 		s.Each = append(s.Each, tier.Counted(used, name))
+		counted := s.Each[len(s.Each)-1]
+		counted.Watch(o.Log)
+		s.probes = append(s.probes, func(ctx context.Context) {
+			counted.Probe(ctx, func(ctx context.Context) error { return askOnce(ctx, d) })
+		})
 		if p, ok := noteOf(&a, name, d); ok {
 			s.Shared = append(s.Shared, p)
 		}
@@ -129,6 +139,29 @@ func Open(o Options) (s Set, err error) {
 }
 
 var errTooMany = fmt.Errorf("more than %d directories of --disk and tiers of --l2-adapter", tier.MaxTiers)
+
+// probeTime bounds the question to a tier at the start.
+const probeTime = 10 * time.Second
+
+// Probe asks each tier once, so that trouble shows at the start and not with the first prompt.
+func (s *Set) Probe(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, probeTime)
+	defer cancel()
+	var wg sync.WaitGroup
+	for _, p := range s.probes {
+		wg.Go(func() { p(ctx) })
+	}
+	wg.Wait()
+}
+
+// askOnce asks a tier for what changes nothing.
+func askOnce(ctx context.Context, d tier.Tier) error {
+	if n, ok := d.(tier.Notebook); ok {
+		_, err := n.Note(ctx)
+		return err
+	}
+	return d.Stat(ctx, []kv.Key{{}}, make([]tier.Meta, 1))
+}
 
 // sayRooms says how much the disks may take, and warns of those with less room than that.
 func sayRooms(d *disk.Disk, log *slog.Logger) {

@@ -382,8 +382,12 @@ func (v *volume) refuse(why error) error {
 	switch {
 	case errors.Is(why, errBudget):
 		v.n.overBudget.Add(1)
+		why = fmt.Errorf("%w: %w", tier.ErrBudget, why)
 	case errors.Is(why, errLarge):
 		v.n.tooLarge.Add(1)
+	case errors.Is(why, errFull):
+		v.n.noRoom.Add(1)
+		why = fmt.Errorf("%w: %w", tier.ErrFull, why)
 	default:
 		v.n.noRoom.Add(1)
 	}

@@ -104,7 +104,7 @@ func (u *usage) counts() counts {
 // checkRoom returns ErrNotKept where n more bytes pass the limit, and ErrResting where the use is not known yet.
 func (d *Dir) checkRoom(n int64) error {
 	if d.o.MinFree > 0 && d.usage.free.Load()-n < d.o.MinFree {
-		return fmt.Errorf("%w: less than %d bytes would be free in the file system", tier.ErrNotKept, d.o.MinFree)
+		return fmt.Errorf("%w: %w: less than %d bytes would be free in the file system", tier.ErrNotKept, tier.ErrFull, d.o.MinFree)
 	}
 	if d.o.Limit == 0 {
 		return nil
@@ -119,7 +119,11 @@ func (d *Dir) checkRoom(n int64) error {
 		}
 	}
 	if d.usage.bytes.Load()+n > d.o.Limit {
-		return fmt.Errorf("%w: the limit of %d bytes is reached", tier.ErrNotKept, d.o.Limit)
+		err := fmt.Errorf("%w: the limit of %d bytes is reached", tier.ErrNotKept, d.o.Limit)
+		if d.o.EvictAt == 0 { // else there is room soon
+			err = fmt.Errorf("%w: %w", tier.ErrFull, err)
+		}
+		return err
 	}
 	return nil
 }

@@ -24,11 +24,11 @@ func (d *Dir) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) erro
 		return err
 	}
 	if d.readOnly {
-		return fmt.Errorf("%w: the directory cannot be written", tier.ErrNotKept)
+		return fmt.Errorf("%w: %w: the directory cannot be written", tier.ErrNotKept, tier.ErrReadOnly)
 	}
 	path, ok := d.path(k)
 	if !ok {
-		return fmt.Errorf("%w: LMCache has no name for it", tier.ErrNotKept)
+		return d.o.Names.Unnamed(k)
 	}
 	was, size, err := d.look(k, path)
 	if err != nil {
@@ -67,7 +67,11 @@ func (d *Dir) good(m tier.Meta, size, n int64) bool {
 // directory is not there now, so that the write is to be tried until it is, or that it failed.
 func refused(err error, path string) error {
 	switch {
-	case noRoom(err), errors.Is(err, unix.EFBIG), errors.Is(err, ErrNoChecksums):
+	case noRoom(err):
+		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, tier.ErrFull, err)
+	case unwritable(err):
+		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, tier.ErrReadOnly, err)
+	case errors.Is(err, unix.EFBIG), errors.Is(err, ErrNoChecksums):
 		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
 	case isGone(err):
 		return fmt.Errorf("%w: write %s: %w", tier.ErrResting, path, err)

@@ -262,7 +262,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	case t.off.Load():
 		return fmt.Errorf("%w: the master's release is not known", tier.ErrNotKept)
 	case !ok:
-		return fmt.Errorf("%w: LMCache has no name for it", tier.ErrNotKept)
+		return t.o.Names.Unnamed(k)
 	}
 	err := t.client.Put(ctx, []store.Object{{Key: name, Parts: [][]byte{src}}})[0]
 	switch {
@@ -278,8 +278,12 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 			return fmt.Errorf("%w: there is an object of %d bytes by its name", tier.ErrNotKept, n)
 		}
 		return nil
-	case errors.Is(err, store.NoRoom), errors.Is(err, store.QuotaExceeded):
+	case errors.Is(err, store.NoRoom) && t.hasNoRoom(ctx): // no node is there, or all are full: the object waits
+		return fmt.Errorf("%w: %w: %w", tier.ErrResting, tier.ErrFull, err)
+	case errors.Is(err, store.NoRoom): // for one of this size
 		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
+	case errors.Is(err, store.QuotaExceeded):
+		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, tier.ErrFull, err)
 	}
 	return err
 }
@@ -300,6 +304,19 @@ func (t *Tier) existing(ctx context.Context, name string) (store.Found, error) {
 			return store.Found{}, ctx.Err()
 		}
 	}
+}
+
+// probeName is the name of an object that is put to learn whether there is any room.
+const probeName = ".kvasir-probe"
+
+// hasNoRoom reports whether the cluster has no room for a single byte: a master without nodes
+// says so, too.
+func (t *Tier) hasNoRoom(ctx context.Context) bool {
+	err := t.client.Put(ctx, []store.Object{{Key: probeName, Parts: [][]byte{{0}}}})[0]
+	if err == nil {
+		_ = t.master.Remove(ctx, probeName, true) // one that stays is found by the next probe
+	}
+	return errors.Is(err, store.NoRoom)
 }
 
 // Delete implements tier.Tier. A leased object stays: a client reads it, and its place would be

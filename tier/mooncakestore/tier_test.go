@@ -363,7 +363,7 @@ func TestClusterFullOfOthersObjects(t *testing.T) {
 	was := put(t, x, 1, 100)
 	c.Set(func() { c.NoRoom = 1 << 30 })
 	b, meta := tiertest.Object(2, 1000)
-	if err := x.Write(t.Context(), key(2), meta, b); !errors.Is(err, tier.ErrNotKept) {
+	if err := x.Write(t.Context(), key(2), meta, b); !errors.Is(err, tier.ErrResting) || !errors.Is(err, tier.ErrFull) {
 		t.Error(err)
 	}
 	got := make([]byte, 100)
@@ -384,4 +384,15 @@ func TestNote(t *testing.T) {
 	defer one.Close()
 	defer two.Close()
 	tiertest.Notes(t, one, two)
+}
+
+// A master without nodes has no room; an object that is written then waits until there is a node.
+func TestMasterWithoutNodes(t *testing.T) {
+	c := newCluster(t, 0)
+	x := open(t, Options{Masters: []string{c.Addr}})
+	defer x.Close()
+	b, meta := tiertest.Object(1, 100)
+	if err := x.Write(t.Context(), key(1), meta, b); !errors.Is(err, tier.ErrResting) || !errors.Is(err, tier.ErrFull) || errors.Is(err, tier.ErrNotKept) {
+		t.Errorf("without nodes: %v", err)
+	}
 }

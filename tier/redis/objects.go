@@ -103,7 +103,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	if t.o.Layout == Native {
 		name = t.name(k)
 	} else if name, known = t.lmcacheName(k); !known {
-		return fmt.Errorf("%w: LMCache has no name for it", tier.ErrNotKept)
+		return t.o.Names.Unnamed(k)
 	}
 	s, err := t.pick(ctx, name)
 	if err != nil {

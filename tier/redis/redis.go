@@ -202,7 +202,11 @@ func (t *Tier) refusal(err error) error {
 		if t.once(code) {
 			t.log.Warn("Redis refuses writes: its objects are served, and none is added", "err", err)
 		}
-		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
+		why := tier.ErrReadOnly
+		if code == "OOM" {
+			why = tier.ErrFull
+		}
+		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, why, err)
 	case "WRONGTYPE":
 		return fmt.Errorf("%w: its name is taken by something else", tier.ErrNotKept)
 	}

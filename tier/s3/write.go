@@ -42,11 +42,11 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	}
 	name, ok := t.objectName(k)
 	if !ok {
-		return fmt.Errorf("%w: LMCache has no name for it", tier.ErrNotKept)
+		return t.o.Names.Unnamed(k)
 	}
 	if t.readOnly.on() {
 		t.bill.readOnly.Add(1)
-		return fmt.Errorf("%w: %w", tier.ErrNotKept, errReadOnly)
+		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, tier.ErrReadOnly, errReadOnly)
 	}
 	var err error
 	for race := range maxRaces {
@@ -81,12 +81,15 @@ func (t *Tier) refused(err error) error {
 		if t.said.now("write " + e.Code) {
 			t.log.Warn("S3 refuses writes: its objects are served, and none is added", "url", t.o.URL, "err", err)
 		}
-		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
+		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, tier.ErrReadOnly, err)
 	case e.Status == http.StatusInsufficientStorage, e.Code == "QuotaExceeded", e.Code == "XMinioStorageFull", e.Code == "InvalidRequest", e.Code == "EntityTooLarge":
 		if t.said.now("write " + e.Code) {
 			t.log.Warn("S3 does not take an object", "url", t.o.URL, "err", err)
 		}
-		return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
+		if e.Code == "InvalidRequest" || e.Code == "EntityTooLarge" { // of this object
+			return fmt.Errorf("%w: %w", tier.ErrNotKept, err)
+		}
+		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, tier.ErrFull, err)
 	}
 	return err
 }
@@ -101,7 +104,7 @@ func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replac
 		requests = int((l.length-1)/part) + 1 + 2
 	}
 	if !t.spend(requests) {
-		return fmt.Errorf("%w: %w", tier.ErrNotKept, errBudget)
+		return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, tier.ErrBudget, errBudget)
 	}
 	fields := []aws.Field{{Name: "content-type", Value: "application/octet-stream"}, {Name: metaField, Value: l.String()}}
 	var condition []aws.Field
@@ -120,7 +123,7 @@ func (t *Tier) put(ctx context.Context, name string, l label, src []byte, replac
 			t.log.Info("this S3 store does not support If-None-Match: when two servers write one object at once, the last write stays", "url", t.o.URL)
 		}
 		if !t.spend(requests) {
-			return fmt.Errorf("%w: %w", tier.ErrNotKept, errBudget)
+			return fmt.Errorf("%w: %w: %w", tier.ErrNotKept, tier.ErrBudget, errBudget)
 		}
 		err = write(nil)
 	}

@@ -380,6 +380,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	if below.Disk != nil {
 		o.store.BelowOpened = below.Disk.Opened()
 	}
+	o.server.ProbeTiers = below.Probe
 	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters = o.tiers.Names, below.Each, below.Disk, below.Clusters
 	st := store.New(p, o.store)
 	if book := o.server.Generations; book != nil {

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tier
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+	"time"
+)
+
+// Why a place does not take an object; beside ErrNotKept or ErrResting.
+var (
+	ErrFull     = errors.New("tier: no room")
+	ErrBudget   = errors.New("tier: its budget is used up")
+	ErrReadOnly = errors.New("tier: it may only be read")
+	ErrName     = errors.New("tier: no name for it")
+)
+
+// State is what a tier can do now.
+type State string
+
+// The states of a tier.
+const (
+	Works       State = "ok"
+	Unreachable State = "unreachable" // its calls fail, or take too long
+	Full        State = "full"
+	OverBudget  State = "over_budget"
+	ReadOnly    State = "read_only"
+	Nameless    State = "nameless" // it has no name for the objects of a model
+)
+
+// States are all of them.
+var States = []State{Works, Unreachable, Full, OverBudget, ReadOnly, Nameless}
+
+// Condition is the state of a tier, since when, and the error that showed it.
+type Condition struct {
+	State State
+	Since time.Time
+	Err   string
+}
+
+const (
+	// failuresInARow mean that a tier cannot be reached; one is enough before its first success.
+	failuresInARow = 3
+
+	// stateHold is how long a tier must have refused nothing before it counts as taking again. A tier that
+	// evicts is full now and then.
+	stateHold = 10 * time.Second
+)
+
+// conditions follows what the calls of a tier show. Its mutex is a leaf.
+type conditions struct {
+	mu       sync.Mutex
+	log      *slog.Logger // nil: changes are not logged
+	name     string
+	now      Condition
+	worked   bool
+	failures int       // in a row
+	failed   string    // the last one
+	refuses  Condition // why it took nothing last; zero once it takes again
+	refused  time.Time // when
+	nameless Condition
+}
+
+// reasonOf returns why a write was not taken; empty for another reason.
+func reasonOf(err error) State {
+	switch {
+	case errors.Is(err, ErrFull):
+		return Full
+	case errors.Is(err, ErrBudget):
+		return OverBudget
+	case errors.Is(err, ErrReadOnly):
+		return ReadOnly
+	case errors.Is(err, ErrName):
+		return Nameless
+	}
+	return ""
+}
+
+// saw notes how a call ended; rests says that the tier was not asked.
+func (c *conditions) saw(write, rests bool, err error) {
+	if rests && err == nil || errors.Is(err, context.Canceled) {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	at := time.Now()
+	_, corrupt := errors.AsType[*CorruptError](err)
+	switch reason := reasonOf(err); {
+	case reason == Nameless:
+		if c.nameless.State == "" {
+			c.nameless = Condition{Nameless, at, err.Error()}
+		}
+	case reason != "":
+		c.failures, c.worked, c.refused = 0, true, at
+		if c.refuses.State != reason {
+			c.refuses = Condition{reason, at, err.Error()}
+		}
+	case err == nil, corrupt, errors.Is(err, ErrMissing), errors.Is(err, ErrNotKept):
+		c.failures, c.worked = 0, true
+		if err == nil && write && at.Sub(c.refused) >= stateHold {
+			c.refuses = Condition{}
+		}
+	default:
+		c.failures++
+		c.failed = err.Error()
+	}
+	c.changeLocked(at)
+}
+
+func (c *conditions) changeLocked(at time.Time) {
+	next := Condition{State: Works, Since: at}
+	switch {
+	case c.failures >= failuresInARow, c.failures > 0 && !c.worked:
+		next = Condition{Unreachable, at, c.failed}
+	case c.refuses.State != "":
+		next = c.refuses
+	case c.nameless.State != "":
+		next = c.nameless
+	}
+	was := c.now
+	if was.State == next.State || was.State == "" && next.State == Works {
+		if was.State == "" {
+			c.now = next
+		}
+		return
+	}
+	c.now = next
+	if c.log != nil {
+		c.log.Warn("the state of a tier changed", "tier", c.name, "state", string(next.State), "before", string(was.State), "err", next.Err)
+	}
+}
+
+// get returns the condition; before the first call the tier works.
+func (c *conditions) get() Condition {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.now.State == "" {
+		return Condition{State: Works}
+	}
+	return c.now
+}
+
+// gauge returns 1 for the state of now and 0 for the others.
+func (c *conditions) gauge() map[string]int {
+	now := c.get().State
+	out := make(map[string]int, len(States))
+	for _, s := range States {
+		out[string(s)] = 0
+	}
+	out[string(now)] = 1
+	return out
+}
+
+// Watch has changes of the tier's state logged.
+func (c *Counting) Watch(log *slog.Logger) {
+	c.conditions.mu.Lock()
+	defer c.conditions.mu.Unlock()
+	c.conditions.log = log
+}
+
+// Condition returns the tier's state.
+func (c *Counting) Condition() Condition { return c.conditions.get() }
+
+// Probe asks the tier once, so that its state is known before it is needed.
+func (c *Counting) Probe(ctx context.Context, ask func(context.Context) error) {
+	c.conditions.saw(false, false, ask(ctx))
+}
+
+// rests reports whether a tier is left alone after failures, so that its answers are not its own.
+func rests(t Tier) bool {
+	r, ok := t.(interface{ Resting() bool })
+	return ok && r.Resting()
+}
