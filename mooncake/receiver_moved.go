@@ -30,3 +30,11 @@ func (t *pullConn) moved(ctx context.Context) bool {
 	t.addr = addrs[t.index]
 	return true
 }
+
+// forgetEngine makes the next pull ask the bootstrap server again.
+func (r *Receiver) forgetEngine(from Source) {
+	r.mu.Lock()
+	delete(r.mu.engines, from)
+	r.mu.Unlock()
+	r.windows.retire(from)
+}

@@ -247,14 +247,6 @@ func (t *pullConn) run(ctx context.Context) {
 	}
 }
 
-// forgetEngine makes the next pull ask the bootstrap server again.
-func (r *Receiver) forgetEngine(from Source) {
-	r.mu.Lock()
-	delete(r.mu.engines, from)
-	r.mu.Unlock()
-	r.windows.retire(from)
-}
-
 func (t *pullConn) failAll(err error) {
 	for id := range t.left {
 		t.recordResult(id, fmt.Errorf("pull from %s: %w", t.addr, err))
