@@ -41,7 +41,7 @@ const (
 	byDecode           // D lacks little
 	byStore            // D can load most of it from the cache server
 	byRelay            // a relay has it
-	bySequences        // the request has several prompts or answers, and one transfer carries one prompt
+	bySequences        // the request has several answers, or prompts that cannot be split, and one transfer carries one prompt
 )
 
 var sparedBy = [...]string{byDecode: "decode", byStore: "store", byRelay: "relay", bySequences: "sequences"}
@@ -97,7 +97,7 @@ type Stats struct {
 	Bodies    int64            `gauge:"kvasir_proxy_body_bytes" help:"Memory of request bodies that are being read, bytes."`
 	Retries   int64            `counter:"kvasir_proxy_retries_total" help:"Attempts after a first one that failed before the client heard anything."`
 	Freed     int64            `counter:"kvasir_proxy_prefills_freed_total" help:"Prompts computed by P that no request wanted any more, whose KV D was asked to take."`
-	Spared    map[string]int64 `counter:"kvasir_proxy_prefills_spared_total" label:"by" help:"Answers for which no P was asked: decode, D lacked little; store, the cache server had the beginning; relay, a relay had all; sequences, the request has several prompts or answers."`
+	Spared    map[string]int64 `counter:"kvasir_proxy_prefills_spared_total" label:"by" help:"Answers for which no P was asked: decode, D lacked little; store, the cache server had the beginning; relay, a relay had all; sequences, the request has several answers to a prompt, or prompts that cannot be split."`
 	Store     int64            `gauge:"kvasir_proxy_store_well" help:"1 while the cache server of --store answers: what it has, P is not asked for."`
 	Well      map[string]int64 `gauge:"kvasir_proxy_engine_well" label:"engine" help:"1 while the engine answers, and its registry knows it."`
 	Paused    map[string]int64 `gauge:"kvasir_proxy_engine_paused" label:"engine" help:"1 while the engine gets no requests because it failed five or more in a row, unless no other engine is there."`
