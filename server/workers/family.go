@@ -16,11 +16,31 @@ const maxClients = 1024
 
 // Client is who looks up over one connection: the scheduler of an engine.
 type Client struct {
-	by        access.Principal
-	socket    uint64
-	tries     int          // of FindProcesses' goroutine
-	relatives atomic.Int64 // the most workers that were its relatives
-	process   atomic.Pointer[family]
+	by      access.Principal
+	socket  uint64
+	tries   int // of FindProcesses' goroutine
+	engine  atomic.Pointer[engine]
+	process atomic.Pointer[family]
+}
+
+// engine is what a client's lookups of a model have shown of its workers. Another model is another engine.
+type engine struct {
+	model modelKey
+	most  int // workers that were the client's relatives at a time
+}
+
+// relatives returns the most workers of a model that were k's relatives at a time, now included.
+func (k *Client) relatives(model []byte, world, chunk, now int) int {
+	of := k.engine.Load()
+	if of == nil || of.model.model != string(model) || of.model.world != world || of.model.chunk != chunk {
+		of = &engine{model: modelKey{model: string(model), world: world, chunk: chunk}}
+		k.engine.Store(of)
+	}
+	if of.most < now {
+		of = &engine{of.model, now}
+		k.engine.Store(of)
+	}
+	return of.most
 }
 
 // family is a process and its ancestors, the nearest first, as they were when it was found.
@@ -32,6 +52,13 @@ type family struct {
 // related reports whether one of two processes is the other, or has started it.
 func (f *family) related(other *family) bool {
 	return f.process == other.process || slices.Contains(f.ancestors, other.process) || slices.Contains(other.ancestors, f.process)
+}
+
+// knowFamily notes the family of a worker that lent memory whose creator is known.
+func (w *Worker) knowFamily() {
+	if w.family.Load() == nil && w.Lent != nil && w.Lent.Owned() {
+		w.family.Store(familyOf(w.Lent.Segments[0].Owner))
+	}
 }
 
 func familyOf(p peercred.Process) *family { return &family{p, p.Ancestors()} }
@@ -112,13 +139,9 @@ func (r *Registry) Loaders(model []byte, world, chunk int, by access.Principal, 
 			free++
 		}
 	}
-	most := from.relatives.Load()
-	if int64(relatives) > most {
-		most = int64(relatives)
-		from.relatives.Store(most)
-	}
+	most := from.relatives(model, world, chunk, relatives)
 	switch {
-	case most >= int64(need): // all of its engine's workers are its relatives
+	case most >= need: // all of its engine's workers are its relatives
 		return relatives
 	case most > 0:
 		return relatives + unknown

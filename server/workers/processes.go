@@ -22,6 +22,7 @@ func (r *Registry) FindProcesses(now time.Time) bool {
 	}
 	byUser := map[int][]*Worker{}
 	for _, in := range r.List() {
+		in.knowFamily()
 		if in.By.User && in.Socket != 0 && in.Process.Load() == nil && in.Search.Tries < maxTries && (in.Lent == nil || !in.Lent.Owned()) {
 			in.Search.Tries++
 			byUser[in.By.UID] = append(byUser[in.By.UID], in)
@@ -30,7 +31,9 @@ func (r *Registry) FindProcesses(now time.Time) bool {
 	clients := map[int][]*Client{}
 	for _, k := range r.searching() {
 		clients[k.by.UID] = append(clients[k.by.UID], k)
-		byUser[k.by.UID] = append(byUser[k.by.UID], nil...)
+		if _, ok := byUser[k.by.UID]; !ok {
+			byUser[k.by.UID] = nil // its connections are looked for below
+		}
 	}
 	began, found := time.Now(), false
 	for uid, list := range byUser {

@@ -163,6 +163,7 @@ func (r *Registry) NewestOf(model string, world, chunk int, by access.Principal)
 // segment, ErrMappings, ErrTooMany.
 func (r *Registry) Add(in *Worker) (old, lender *Worker, err error) {
 	r.Saw(in, time.Now())
+	in.knowFamily()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	old = r.mu.instances[in.who()]

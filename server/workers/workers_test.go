@@ -4,6 +4,7 @@ package workers_test
 
 import (
 	"errors"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -23,12 +24,16 @@ func TestMain(m *testing.M) { testkit.Main(m) }
 var alice, bob = access.Principal{User: true, UID: 1001}, access.Principal{User: true, UID: 1002}
 
 func worker(id int64, by access.Principal, world, layers int) *workers.Worker {
+	return workerOf("m", id, by, world, layers)
+}
+
+func workerOf(model string, id int64, by access.Principal, world, layers int) *workers.Worker {
 	l := kv.Layout{SinglePlane: true, Layers: layers, Slots: 16, Hidden: 64, DType: "bfloat16"}
 	n, err := l.Bytes()
 	if err != nil {
 		panic(err)
 	}
-	w := workers.New(id, "m", world, 16, []kv.Layout{l}, n, l.Fingerprint(), object.FullAttention(16, n))
+	w := workers.New(id, model, world, 16, []kv.Layout{l}, n, l.Fingerprint(), object.FullAttention(16, n))
 	w.BelongsTo(by)
 	return w
 }
@@ -237,5 +242,36 @@ func TestNote(t *testing.T) {
 	}
 	if _, err := workers.DecodeNote([]byte("{")); err == nil {
 		t.Error("half a note is read")
+	}
+}
+
+// What a client's lookups of one model show of its workers says nothing of another model: there
+// workers whose process is not known, as those that lend memory, count until its own are seen.
+func TestRelativesAreOfOneModel(t *testing.T) {
+	r := workers.NewRegistry(10)
+	self, ok := peercred.Running(os.Getpid())
+	if !ok {
+		t.Skip("processes cannot be told apart here")
+	}
+	known, unknown := workerOf("m", 1, alice, 1, 1), workerOf("n", 2, alice, 1, 1)
+	known.IsOf(self)
+	add(t, r, known)
+	add(t, r, unknown)
+	c := r.NewClient(&access.Caller{By: alice, Peer: peercred.Peer{PID: os.Getpid()}})
+	for range 2 {
+		for _, model := range []string{"m", "n"} {
+			if got := r.Loaders([]byte(model), 1, 16, alice, c, 1); got != 1 {
+				t.Errorf("model %s: %d workers can load, want 1", model, got)
+			}
+		}
+	}
+	other := workerOf("m", 3, alice, 1, 1)
+	add(t, r, other)
+	if got := r.Loaders([]byte("m"), 1, 16, alice, c, 2); got != 2 {
+		t.Errorf("%d of 2 can load", got)
+	}
+	r.Remove(1, alice)
+	if got := r.Loaders([]byte("m"), 1, 16, alice, c, 1); got != 0 {
+		t.Errorf("the client's own worker is gone: %d can load", got)
 	}
 }
