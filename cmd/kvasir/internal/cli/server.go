@@ -468,6 +468,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	for _, addr := range addresses {
 		e.log.Info("serving LMCache clients", "address", addr, "pool", "/dev/shm/"+c.poolName(), "pool_bytes", int64(c.L1SizeGB), "chunk_tokens", c.ChunkSize)
 	}
+	e.log.Info("engines find this server with the flag of vllm serve", "connect_with", engineFlag(c.Host, c.Port))
 	e.log.Info("serving HTTP: /status, /healthcheck, /metrics", "address", listener.Addr().String())
 	c.warnOpen(e, listener.Addr())
 	e.isReady()
