@@ -51,6 +51,7 @@ type Options struct {
 	Places            []string              // what a clear says of the tiers that other servers may share
 	Changes           *tier.Changes         // of the tiers; nil for none
 	Names             *tier.Names           // learns the namespaces that requests use; nil for none
+	Revisions         map[string]string     // of the weights of models: chunks of another revision are not found
 	Tiers             []*tier.Counting      // that lie below the pool, for Status
 	ProbeTiers        func(context.Context) // asks them once at the start; nil for none
 	Lifetimes         *evict.Lifetimes      // of the store's policies, for metrics; nil for none

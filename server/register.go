@@ -187,7 +187,7 @@ func (s *Server) newDrivenInstance(reg *lmcache.KVCache, who *caller, chunk int)
 		return nil, errors.Join(fmt.Errorf("%w: %w", lent.ErrRegistration, s.tooLarge(d.Bytes)), d.Close())
 	}
 	s.store.Memory().MapAhead()
-	in := workers.New(reg.InstanceID, reg.Model, reg.WorldSize, chunk, []kv.Layout{d.Layout}, d.Bytes, d.Fingerprint(), d.Groups)
+	in := workers.New(reg.InstanceID, reg.Model, reg.WorldSize, chunk, []kv.Layout{d.Layout}, d.Bytes, d.Fingerprint(), d.Groups).AtRevision(s.opts.Revisions[reg.Model])
 	in.Lent = d
 	in.CameFrom(&who.Caller)
 	return in, nil
@@ -311,14 +311,14 @@ func (s *Server) newEngineDriven(reg *lmcache.EngineDriven, chunk int) (*workers
 		prints[i] = fmt.Sprintf("%s window %d", prints[i], reg.Groups[i].WindowChunks)
 	}
 	if len(layouts) == 1 {
-		return workers.New(reg.InstanceID, reg.Model, reg.WorldSize, chunk, layouts, all, prints[0], object.FullAttention(chunk, all)), nil
+		return workers.New(reg.InstanceID, reg.Model, reg.WorldSize, chunk, layouts, all, prints[0], object.FullAttention(chunk, all)).AtRevision(s.opts.Revisions[reg.Model]), nil
 	}
 	rule, err := object.NewGroups(chunk, groups)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", lmcache.ErrGroups, err)
 	}
 	print := fmt.Sprintf("%s, chunks of %d tokens", strings.Join(prints, "; "), chunk)
-	in := workers.New(reg.InstanceID, reg.Model, reg.WorldSize, chunk, layouts, all, print, rule)
+	in := workers.New(reg.InstanceID, reg.Model, reg.WorldSize, chunk, layouts, all, print, rule).AtRevision(s.opts.Revisions[reg.Model])
 	in.GroupLayouts = reg.Groups
 	return in, nil
 }

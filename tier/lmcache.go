@@ -16,7 +16,7 @@ import (
 //
 // It reports false where there can be none.
 func (n Name) LMCache(k kv.Key) (string, bool) {
-	name := fmt.Sprintf("%s@%08x@%x@%s", n.Model, uint32(k.Rank), k.Group, k.Chunk)
+	name := fmt.Sprintf("%s@%08x@%x@%s", Revised(n.Model, n.Revision), uint32(k.Rank), k.Group, k.Chunk)
 	if n.Salt != "" {
 		name += "@" + n.Salt
 	}

@@ -13,7 +13,18 @@ import (
 const maxNames = 1 << 16
 
 // Name is what a namespace digests and others call objects by.
-type Name struct{ Model, Salt string }
+type Name struct {
+	Model, Salt string
+	Revision    string // of the model's weights, where the operator names one
+}
+
+// Revised returns the name under which a model's chunks are kept: MODEL, or MODEL~REVISION.
+func Revised(model, revision string) string {
+	if revision == "" {
+		return model
+	}
+	return model + "~" + revision
+}
 
 // Names remember which model and salt each namespace is of, for places whose objects
 // others name by those. A nil *Names remembers nothing. Its methods are safe for
@@ -23,7 +34,11 @@ type Names struct {
 		sync.RWMutex
 		of map[kv.Namespace]Name
 	}
+	revisions map[string]string // by model; immutable once names are added
 }
+
+// SetRevisions sets the revisions of models. It is called before the first Add.
+func (n *Names) SetRevisions(of map[string]string) { n.revisions = of }
 
 // NewNames returns empty Names.
 func NewNames() *Names {
@@ -49,7 +64,7 @@ func (n *Names) Add(ns kv.Namespace, model string, salt []byte) {
 		}
 		delete(n.mu.of, other)
 	}
-	n.mu.of[ns] = Name{model, string(salt)}
+	n.mu.of[ns] = Name{model, string(salt), n.revisions[model]}
 }
 
 // Namespaces returns those of a model and a salt that are remembered.
@@ -60,7 +75,7 @@ func (n *Names) Namespaces(model, salt string) (out []kv.Namespace) {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
 	for ns, of := range n.mu.of {
-		if of == (Name{model, salt}) {
+		if of.Model == model && of.Salt == salt {
 			out = append(out, ns)
 		}
 	}

@@ -42,6 +42,9 @@ var unitShift = map[string]uint{"k": 10, "m": 20, "g": 30, "t": 40, "p": 50}
 // parseSize reads a size. shift is the power of two that a number alone counts in.
 func parseSize(n *int64, text []byte, shift uint) error {
 	number := strings.TrimRight(string(text), "bBiIkKmMgGtTpP")
+	if err := LeadingZero(number); err != nil {
+		return err
+	}
 	unit := strings.ToLower(string(text[len(number):]))
 	power, known := shift, true
 	switch unit {

@@ -5,6 +5,7 @@
 package explain
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -95,8 +96,38 @@ type OtherName struct {
 	WorldSize int    `json:"world_size"`
 }
 
+// resolve returns the request id that a client's id stands for: itself, else the only one that
+// begins with it and a dash. Engines number the prompts of a request behind its id.
+func (b *Book) resolve(request string) string {
+	if request == "" || len(b.log.Of(request, 1)) > 0 || len(b.lines.last(request, 1)) > 0 {
+		return request
+	}
+	found := ""
+	for _, id := range b.ids() {
+		if !strings.HasPrefix(id, request+"-") || id == found {
+			continue
+		}
+		if found != "" {
+			return request // more than one
+		}
+		found = id
+	}
+	return cmp.Or(found, request)
+}
+
+// ids returns the request ids that are remembered.
+func (b *Book) ids() (out []string) {
+	for _, e := range b.log.Last(b.log.Len()) {
+		out = append(out, e.Request)
+	}
+	for _, l := range b.lines.last("", MaxTimelines) {
+		out = append(out, l.Request)
+	}
+	return out
+}
+
 // Explain returns why the last lookups of a request id, or of all requests where it is empty,
-// found no more; at most most lookups. advise returns the advice for a reason.
+// found no more; at most most lookups. An id that is not known stands for the only one that begins with it and a dash. advise returns the advice for a reason.
 func (b *Book) Explain(request string, most int, advise func(miss.Reason) string) Explanation {
 	out := Explanation{Kept: b.log.Len(), Reasons: map[string]uint64{}, Lookups: []Lookup{}, Advice: map[string]Advice{}}
 	for i := range b.counts {
@@ -104,6 +135,7 @@ func (b *Book) Explain(request string, most int, advise func(miss.Reason) string
 			out.Reasons[miss.Reason(i).Label()] = n
 		}
 	}
+	request = b.resolve(request)
 	list := b.log.Last
 	if request != "" {
 		list = func(most int) []miss.Ended { return b.log.Of(request, most) }

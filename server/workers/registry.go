@@ -23,7 +23,7 @@ func (in *Worker) NamespaceOf(salt []byte) kv.Namespace {
 	if len(salt) == 0 {
 		return in.unsalted
 	}
-	return kv.NamespaceOf(in.Model, string(salt), in.Fingerprint)
+	return kv.NamespaceOf(in.kept, string(salt), in.Fingerprint)
 }
 
 // Registry knows the workers. Its methods are safe for concurrent use.

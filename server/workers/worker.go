@@ -15,6 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/access"
 	"github.com/kvasir-kv/kvasir/server/lent"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // Worker is one registered worker. After Registry.Add what is not atomic changes no
@@ -45,6 +46,7 @@ type Worker struct {
 	Envelopes    bool                  // what it sends with its commits is an envelope, no pickle
 	GroupLayouts []lmcache.GroupLayout // of a worker that copies itself and has several object groups
 
+	kept     string // the model, with its revision
 	unsalted kv.Namespace
 	seq      uint64       // of the registration, counted up
 	shard    atomic.Int32 // 1 + the shard it keeps, 0 while unknown
@@ -70,8 +72,15 @@ func New(id int64, model string, world, chunk int, objects []kv.Layout, bytes in
 	}
 	return &Worker{
 		ID: id, Model: model, World: world, Chunk: chunk, Layout: objects[0], Objects: objects, Bytes: bytes, Fingerprint: fingerprint, Groups: groups,
-		unsalted: kv.NamespaceOf(model, "", fingerprint),
+		kept: model, unsalted: kv.NamespaceOf(model, "", fingerprint),
 	}
+}
+
+// AtRevision makes the worker's chunks those of a revision of its model, before it is added.
+func (w *Worker) AtRevision(revision string) *Worker {
+	w.kept = tier.Revised(w.Model, revision)
+	w.unsalted = kv.NamespaceOf(w.kept, "", w.Fingerprint)
+	return w
 }
 
 // CameFrom notes who registers the worker.

@@ -5,9 +5,11 @@ package disk
 import (
 	"cmp"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/shm"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 func (v *volume) checkpointDue() bool {
@@ -113,4 +115,21 @@ func (v *volume) scrubSegment(s *segment, paced func(int) error) {
 			_ = paced(min(int(r.len), bouncePiece)) // the piece that revealed the fault
 		}
 	}
+}
+
+// refuse returns tier.ErrNotKept and counts why.
+func (v *volume) refuse(why error) error {
+	switch {
+	case errors.Is(why, errBudget):
+		v.n.overBudget.Add(1)
+		why = fmt.Errorf("%w: %w", tier.ErrBudget, why)
+	case errors.Is(why, errLarge):
+		v.n.tooLarge.Add(1)
+	case errors.Is(why, errFull):
+		v.n.noRoom.Add(1)
+		why = fmt.Errorf("%w: %w", tier.ErrFull, why)
+	default:
+		v.n.noRoom.Add(1)
+	}
+	return fmt.Errorf("%w: %s: %w", tier.ErrNotKept, v.dir.Path, why)
 }

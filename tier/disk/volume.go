@@ -377,23 +377,6 @@ func (v *volume) write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) e
 // largest is the longest object that fits a segment.
 func (v *volume) largest() int64 { return v.segment - block - indexBytes(1) - 2*block }
 
-// refuse returns tier.ErrNotKept and counts why.
-func (v *volume) refuse(why error) error {
-	switch {
-	case errors.Is(why, errBudget):
-		v.n.overBudget.Add(1)
-		why = fmt.Errorf("%w: %w", tier.ErrBudget, why)
-	case errors.Is(why, errLarge):
-		v.n.tooLarge.Add(1)
-	case errors.Is(why, errFull):
-		v.n.noRoom.Add(1)
-		why = fmt.Errorf("%w: %w", tier.ErrFull, why)
-	default:
-		v.n.noRoom.Add(1)
-	}
-	return fmt.Errorf("%w: %s: %w", tier.ErrNotKept, v.dir.Path, why)
-}
-
 // reserve finds a place for a record. It waits for a segment while one is being made.
 func (v *volume) reserve(ctx context.Context, need int64) (*segment, int64, error) {
 	for {

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/fs"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
@@ -49,5 +50,25 @@ func TestExchangedFilesAreMisses(t *testing.T) {
 			}
 		}
 		tiertest.Exchanged(t, d, move, unbind)
+	}
+}
+
+// A file of one revision of a model has another name than that of another one, in LMCache's layouts.
+func TestRevisionIsPartOfTheName(t *testing.T) {
+	k, seen := tiertest.Key(1), map[string]bool{}
+	for _, revision := range []string{"", "1", "2"} {
+		names := tier.NewNames()
+		names.SetRevisions(map[string]string{"org/m": revision})
+		names.Add(k.Namespace, "org/m", nil)
+		n, _ := names.Of(k.Namespace)
+		file, ok := fs.FileName(n, k)
+		other, ok2 := n.LMCache(k)
+		if !ok || !ok2 || seen[file] || seen[other] {
+			t.Errorf("revision %q: %s, %s", revision, file, other)
+		}
+		if _, back, ok := fs.ParseFileName(file); !ok || back.Chunk != k.Chunk {
+			t.Errorf("%s is not read back", file)
+		}
+		seen[file], seen[other] = true, true
 	}
 }

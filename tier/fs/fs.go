@@ -216,7 +216,7 @@ func (d *Dir) tempName() string {
 // FileName returns the name of an object's file. It reports false where there can be
 // none.
 func FileName(n tier.Name, k kv.Key) (string, bool) {
-	model := strings.ReplaceAll(n.Model, "/", slash)
+	model := strings.ReplaceAll(tier.Revised(n.Model, n.Revision), "/", slash)
 	name := model + fmt.Sprintf("@0x%08x@%x@%s", uint32(k.Rank), k.Group, k.Chunk)
 	if n.Salt != "" {
 		name += "@" + n.Salt

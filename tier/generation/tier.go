@@ -45,7 +45,7 @@ func (b *Book) own(ns kv.Namespace) (kv.Namespace, uint64, bool) {
 	sum := sha256.Sum256(fmt.Appendf(nil, "kvasir generation\x00%s%s", ns[:], tag))
 	own := kv.Namespace(sum[:len(ns)])
 	if named {
-		b.names.Add(own, name.Model+"~"+tag, []byte(name.Salt))
+		b.names.Add(own, tier.Revised(name.Model, name.Revision)+"~"+tag, []byte(name.Salt))
 	}
 	return own, moment, true
 }

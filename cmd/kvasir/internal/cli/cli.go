@@ -193,6 +193,7 @@ func parse(grammar any, log *logFlags, args []string, stdout, stderr io.Writer, 
 		kong.Resolvers(l.given),
 		wordsFlag,
 	}
+	options = append(options, numbers...)
 	if more != nil {
 		options = append(options, more)
 	}

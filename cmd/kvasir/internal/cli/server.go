@@ -80,6 +80,7 @@ type serverCmd struct {
 	OwnTTL   []string `name:"tenant-ttl" sep:"none" help:"The same for the tenant of a cache salt: 90s, 24h, or never. Repeatable." placeholder:"SALT=TIME" group:"Pool"`
 	PinLimit []string `name:"pin-limit" sep:"none" help:"How much of a cache salt's chunks may be pinned (POST /cache/pins), at a time; nothing unless given. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
 	Quota    []string `name:"quota" sep:"none" help:"Guaranteed part of the pool for the tenant of a cache salt, with an eviction policy of its own; a number alone is GiB. _default is the empty salt, __default a tenant called _default. Repeatable." placeholder:"SALT=SIZE" group:"Pool"`
+	Revision []string `name:"model-revision" sep:"none" help:"Revision of a model's weights, letters, digits, dot, dash and underscore: chunks of another revision of the same name are not found, in the pool and in the tiers. Repeatable." placeholder:"NAME=REV" group:"Pool"`
 	State    string   `help:"File for the settings of tenants that are made at run time (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it they end with the server. A setting made at run time wins until you change the flag for that tenant." placeholder:"FILE" group:"Pool"`
 	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 
@@ -209,7 +210,12 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	if o.tiers, err = c.Flags.Options(log); err != nil {
 		wrong("%s", strings.ReplaceAll(err.Error(), "\n", "; "))
 	}
+	revisions, err := parseRevisions(c.Revision)
+	if err != nil {
+		wrong("%v", err)
+	}
 	o.server = server.Options{
+		Revisions:   revisions,
 		ChunkTokens: c.ChunkSize, WorkerReap: seconds(c.Reap), KeepSilent: c.Reap == 0, RegistrationGrace: seconds(c.Grace), KeepNeverPinged: c.Grace == 0,
 		RefuseDriven: c.Mode == "engine_driven", RefuseEngine: c.Mode == "lmcache_driven", SeparateGroups: c.Separate,
 		ClientGenerations: clients, MemoBytes: int64(c.Memo), NoMemo: c.Memo == 0, Pickle: c.pickleMode(), PickleBytes: cmp.Or(int64(c.PickleMax), -1), Trust: trust,
@@ -350,6 +356,7 @@ func failedStart(st *store.Store, err error) error {
 func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	if len(o.tiers.Adapters)+len(o.tiers.Disk.Dirs) > 0 {
 		o.tiers.Names = tier.NewNames()
+		o.tiers.Names.SetRevisions(o.server.Revisions)
 	}
 	below, err := adapter.Open(o.tiers)
 	if err != nil {
@@ -461,6 +468,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	for _, addr := range addresses {
 		e.log.Info("serving LMCache clients", "address", addr, "pool", "/dev/shm/"+c.poolName(), "pool_bytes", int64(c.L1SizeGB), "chunk_tokens", c.ChunkSize)
 	}
+	e.log.Info("engines find this server with the flag of vllm serve", "connect_with", engineFlag(c.Host, c.Port))
 	e.log.Info("serving HTTP: /status, /healthcheck, /metrics", "address", listener.Addr().String())
 	c.warnOpen(e, listener.Addr())
 	e.isReady()

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"os"
+	"strings"
+)
+
+// engineFlag returns what vllm serve takes to find a server that listens at host and port.
+func engineFlag(host string, port int) string {
+	host = strings.Trim(host, "[]")
+	switch {
+	case isLoopback(host) && !strings.Contains(host, ":"):
+		host = "localhost"
+	case isEvery(host):
+		if name, err := os.Hostname(); err == nil {
+			host = name
+		}
+	}
+	if strings.Contains(host, ":") {
+		host = "[" + host + "]"
+	}
+	return fmt.Sprintf(`--kv-transfer-config '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",`+
+		`"kv_connector_extra_config":{"lmcache.mp.host":"tcp://%s","lmcache.mp.port":%d,"lmcache.mp.mp_transfer_mode":"engine_driven"}}'`, host, port)
+}
