@@ -108,7 +108,7 @@ func Print(w io.Writer, url string, st *admin.Status) error {
 		case v.CannotMapShm:
 			how += ", through the socket (slow)"
 		}
-		row("worker", "%s, world size %d, %s, a chunk is %s, %s, last heard %.0f s ago", v.Model, v.World, how, kv.FormatBytes(v.ChunkBytes), v.Peer, v.SilentFor)
+		row("worker", "%s, world size %d, %s, a chunk of %d tokens is %s, %s, last heard %.0f s ago", v.Model, v.World, how, v.ChunkTokens, kv.FormatBytes(v.ChunkBytes), v.Peer, v.SilentFor)
 	}
 	if len(st.Workers) == 0 {
 		row("worker", "none")
