@@ -51,7 +51,7 @@ ask() {
 	text=$("$python" - "$api" "$name" <<'P'
 import json, sys, urllib.request
 body = {"prompt": "the quick brown fox %s " % sys.argv[2] * 240, "max_tokens": 5}
-r = urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{sys.argv[1]}/v1/completions", json.dumps(body).encode()), timeout=300)
+r = urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{sys.argv[1]}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}), timeout=300)
 print(json.load(r)["choices"][0]["text"])
 P
 	)
