@@ -47,6 +47,7 @@ type serverCmd struct {
 	IPC       string   `name:"ipc" help:"Also listen on this UNIX socket path." group:"Network" placeholder:"PATH"`
 	HTTPHost  string   `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
 	HTTPPort  int      `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
+	APIKeys   []string `name:"api-key-file" aliases:"http-api-key-file" sep:"none" help:"File of one line with a key that HTTP requests need (Authorization: Bearer, or X-LMCache-API-Key); probes and the page need none. Also LMCACHE_API_KEY and LMCACHE_API_KEY_FILE. The ZMQ ports know no keys. Repeatable." group:"Network" placeholder:"FILE"`
 	AllowHost []string `name:"allow-host" help:"Names of this machine, comma-separated, under which /status and /cache/clear are answered besides its addresses, its host name and localhost." group:"Network" placeholder:"NAME"`
 	Profiles  bool     `name:"pprof" help:"Serve Go's profiles on the HTTP port, at /debug/pprof/." group:"Network"`
 	L1SizeGB  gibSize  `name:"l1-size-gb" help:"Pool size: GiB, or with a unit, as 256MiB." default:"4" group:"Pool"`
@@ -470,12 +471,16 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	if c.IPC != "" {
 		places = append(places, place{"ipc://" + c.IPC, "--ipc", "", c.ChunkSize})
 	}
+	keys, err := admin.ReadKeys(c.APIKeys, os.Getenv)
+	if err != nil {
+		return err
+	}
 	listener, err := takeover.ListenTCP(e.ctx, c.HTTPHost, c.HTTPPort)
 	if err != nil {
 		return takeover.ExplainListen(err, "--http-host", "--http-port")
 	}
 	listener = httpserver.Limit(listener, httpserver.MaxConns)
-	web := httpserver.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, Profiles: c.Profiles, Parts: e.parts}))
+	web := httpserver.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, Profiles: c.Profiles, Parts: e.parts, Keys: keys}))
 	defer web.Close()
 	var addresses []string
 	for _, p := range places {
