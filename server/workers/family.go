@@ -18,8 +18,9 @@ const maxClients = 1024
 type Client struct {
 	by        access.Principal
 	socket    uint64
-	tries     int          // of FindProcesses' goroutine
-	relatives atomic.Int64 // the most workers that were its relatives
+	tries     int                      // of FindProcesses' goroutine
+	relatives atomic.Int64             // the most workers that were its relatives
+	looks     atomic.Pointer[modelKey] // whose relatives those are: the model that it looked up last
 	process   atomic.Pointer[family]
 }
 
@@ -111,6 +112,10 @@ func (r *Registry) Loaders(model []byte, world, chunk int, by access.Principal, 
 		case !in.claimed.Load():
 			free++
 		}
+	}
+	if last := from.looks.Load(); last == nil || last.model != string(model) || last.world != world || last.chunk != chunk {
+		from.relatives.Store(0) // they were of another model
+		from.looks.Store(&modelKey{model: string(model), world: world, chunk: chunk})
 	}
 	most := from.relatives.Load()
 	if int64(relatives) > most {
