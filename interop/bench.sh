@@ -9,13 +9,15 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bench=${BENCH:-accuracy lmcache events tiers redis s3 scale coordinator transfer mooncake store proxy clients}
 
+# race_lmcache races the real LMCache server and this build under one client: of 0.5.6, or with RELEASE set of that one.
 race_lmcache() {
-	local python lmcache
+	local python lmcache result=bin/race${RELEASE:-}.json
 	python=$(interop/python.sh)
 	lmcache=$(dirname "$python")/lmcache
+	[ -z "${RELEASE:-}" ] || { . interop/lib.sh && PYTHONPATH=$(lmcache_release "$RELEASE") && export PYTHONPATH; }
 	mkdir -p bin
 	trap 'rm -f /dev/shm/lmcache_l1_pool_race_kvasir_*' EXIT
-	"$python" interop/lmcache/mp_bench.py --l1-gb 2 --lookups 1000 --out bin/race.json "$@" --race \
+	"$python" interop/lmcache/mp_bench.py --l1-gb 2 --lookups 1000 --out "$result" "$@" --race \
 		"$lmcache server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http} --l1-size-gb 2 --no-l1-use-lazy --eviction-policy LRU --supported-transfer-mode auto --shm-name race{port}" \
 		"bin/kvasir server --host 127.0.0.1 --port {port} --http-port {http} --l1-size-gb 2 --shm-name race_kvasir_{port}"
 }

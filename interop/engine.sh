@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Our simulated engine (two ranks, every byte checked) as a client of the real LMCache server, in
+# engine.sh [RELEASE]: our simulated engine (two ranks, every byte checked) as a client of the real LMCache server, of 0.5.6 or RELEASE, in
 # both transfer modes: what one engine process stored, the next one loads, and answers with the same
 # tokens. With lmcache_driven also models with sliding windows and with recurrent states. Needs bin/kvasir; interop/run.sh calls it.
 set -euo pipefail
@@ -7,9 +7,11 @@ cd "$(dirname "$0")/.."
 python=$(interop/python.sh)
 . interop/lib.sh
 
+over=
+[ -z "${1:-}" ] || over=$(lmcache_release "$1")
 port=$(free_port) http=$(free_port)
 name=kvasir_engine_interop_$$
-"$(dirname "$python")/lmcache" server --host 127.0.0.1 --port "$port" --http-host 127.0.0.1 --http-port "$http" --l1-size-gb 0.5 \
+env ${over:+"PYTHONPATH=$over"} "$(dirname "$python")/lmcache" server --host 127.0.0.1 --port "$port" --http-host 127.0.0.1 --http-port "$http" --l1-size-gb 0.5 \
 	--no-l1-use-lazy --eviction-policy LRU --separate-object-groups --supported-transfer-mode auto --shm-name "$name" >"$work/lmcache.log" 2>&1 &
 lmcache=$!
 servers="$servers $lmcache"
@@ -49,7 +51,7 @@ ask() {
 	text=$("$python" - "$api" "$name" <<'P'
 import json, sys, urllib.request
 body = {"prompt": "the quick brown fox %s " % sys.argv[2] * 240, "max_tokens": 5}
-r = urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{sys.argv[1]}/v1/completions", json.dumps(body).encode()), timeout=300)
+r = urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{sys.argv[1]}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}), timeout=300)
 print(json.load(r)["choices"][0]["text"])
 P
 	)

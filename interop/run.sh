@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if [ "${1:-}" != --alone ]; then
-	[ $# -gt 0 ] || set -- transfer tier store-engine generations cluster fs fs_native engine pending redis s3 versitygw client client57 series routes race two \
+	[ $# -gt 0 ] || set -- transfer tier store-engine generations cluster fs fs_native engine engine57 pending redis s3 versitygw client client57 series routes race two \
 		pickle events lend openai tracker zmtp kill9-engine kill9-lmcache slow
 	. .ci/again.sh
 	. interop/lanes.sh "$@"
@@ -229,6 +229,10 @@ generations)
 engine)
 	echo "== the simulated engine against the real lmcache 0.5.6 server, both modes"
 	interop/engine.sh
+	;;
+engine57)
+	echo "== the simulated engine against the real lmcache 0.5.7rc2 server, both modes"
+	interop/engine.sh 0.5.7rc2
 	;;
 openai)
 	echo "== the OpenAI Python client through kvasir proxy: P and D, streams, tools, cancels, keys"

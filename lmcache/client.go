@@ -33,6 +33,10 @@ type Client struct {
 	dealer      *zmtp.Dealer
 	connections atomic.Uint64
 	announced   atomic.Uint64 // connections on which a ping has shown what we are
+	packed      atomic.Bool   // the server is of 0.5.7: keys have packed tokens
+	alignment   atomic.Int64  // that was negotiated; 0: none was
+	size        atomic.Int64  // tokens per chunk, by that
+	misfit      atomic.Bool   // the server of the present connection has another size
 
 	mu struct {
 		sync.Mutex
@@ -122,6 +126,7 @@ func (c *Client) receive(m zmtp.Message) {
 	delete(c.mu.pending, string(m[0]))
 	c.mu.Unlock()
 	if w == nil {
+		c.renegotiated(m)
 		return
 	}
 	if !bytes.Equal(m[1], w.op) {
@@ -187,6 +192,9 @@ func (c *Client) Call(ctx context.Context, op Op, payloads ...[]byte) ([]byte, e
 func (c *Client) announce() {
 	if n := c.connections.Load(); c.announced.Swap(n) != n {
 		_ = c.dealer.Send(AppendInt(nil, -1), AppendOp(nil, OpPing), AppendNil(nil)) // the call's own Send reports what is wrong
+		if a := c.alignment.Load(); a > 0 {                                          // the server may be another one, which has not fixed the size
+			_ = c.dealer.Send(AppendInt(nil, -1), AppendOp(nil, OpNegotiateChunkSize), AppendInt(nil, a))
+		}
 	}
 }
 
@@ -228,6 +236,69 @@ func (c *Client) ChunkTokens(ctx context.Context) (int, error) {
 	return int(n), err
 }
 
+// How long a server of 0.5.7 may take to answer negotiate_chunk_size, which earlier ones leave without an answer: the first
+// time, and once it has answered another call.
+const negotiateFirst, negotiateAgain = 2 * time.Second, 500 * time.Millisecond
+
+// Negotiate returns the server's tokens per chunk, a multiple of alignment, and finds out whether it is of 0.5.7: only
+// then the client's keys have packed tokens. A size that is no multiple is an error.
+func (c *Client) Negotiate(ctx context.Context, alignment int) (int, error) {
+	n, ok := c.negotiate(ctx, alignment, negotiateFirst)
+	if !ok {
+		var err error
+		if n, err = c.ChunkTokens(ctx); err != nil {
+			return 0, err
+		}
+		if now, again := c.negotiate(ctx, alignment, negotiateAgain); again { // it was slow
+			n, ok = now, true
+		}
+	}
+	c.packed.Store(ok)
+	if n%alignment != 0 {
+		return 0, fmt.Errorf("%s: the server has chunks of %d tokens, which is no multiple of %d", OpNegotiateChunkSize, n, alignment)
+	}
+	if ok {
+		c.alignment.Store(int64(alignment))
+		c.size.Store(int64(n))
+	}
+	return n, nil
+}
+
+// ErrChunkSize means that the server, after a new connection, has another chunk size than was negotiated.
+var ErrChunkSize = errors.New("lmcache: the server has another chunk size since it was started again")
+
+// renegotiated takes the answer to announce's negotiate_chunk_size, which comes before those to later calls.
+func (c *Client) renegotiated(m zmtp.Message) {
+	if op, err := ParseOp(m[1]); err == nil && op == OpNegotiateChunkSize && len(m) == 3 {
+		n, err := DecodeInt(m[2])
+		c.misfit.Store(err != nil || n != c.size.Load())
+	}
+}
+
+func (c *Client) negotiate(ctx context.Context, alignment int, limit time.Duration) (n int, ok bool) {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	v, err := result(ctx, c, DecodeInt, OpNegotiateChunkSize, AppendInt(nil, int64(alignment)))
+	return int(v), err == nil && v > 0 && v <= MaxTokens
+}
+
+// key encodes a key as the server's release reads it.
+func (c *Client) key(k *Key) []byte {
+	own := *k
+	own.Packed = own.Packed || c.packed.Load()
+	return own.Append(nil)
+}
+
+// and57 appends a payload that servers of 0.5.7 ask for: an empty list.
+func (c *Client) and57(payloads [][]byte, more []byte) [][]byte {
+	if c.packed.Load() {
+		payloads = append(payloads, more)
+	}
+	return payloads
+}
+
+var noExtraRanges, noSkippedChunks = []byte{0x90}, []byte{0x90}
+
 // Ping reports that a worker lives. False asks the worker to register again.
 func (c *Client) Ping(ctx context.Context, instanceID int64) (bool, error) {
 	return result(ctx, c, DecodeBool, OpPing, AppendInt(nil, instanceID))
@@ -246,7 +317,9 @@ func (c *Client) ReportBlockAllocations(ctx context.Context, instanceID int64, m
 
 // RegisterEngineDriven registers a worker that copies its KV itself.
 func (c *Client) RegisterEngineDriven(ctx context.Context, p *EngineDriven) (Pool, error) {
-	return result(ctx, c, DecodePool, OpRegisterEngineDriven, p.Append(nil))
+	own := *p
+	own.HasGroups = own.HasGroups || c.packed.Load()
+	return result(ctx, c, DecodePool, OpRegisterEngineDriven, own.Append(nil))
 }
 
 // UnregisterEngineDriven ends a registration.
@@ -257,7 +330,7 @@ func (c *Client) UnregisterEngineDriven(ctx context.Context, instanceID int64) e
 // Lookup asks for the longest stored prefix of k's tokens and pins it for the
 // request. It returns the hit in chunks. It polls while the server still looks.
 func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
-	if err := c.none(ctx, OpLookup, k.Append(nil), AppendInt(nil, 1)); err != nil {
+	if err := c.none(ctx, OpLookup, c.key(k), AppendInt(nil, 1)); err != nil {
 		return 0, err
 	}
 	for wait := time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
@@ -267,6 +340,9 @@ func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
 		}
 		if b != nil {
 			n, err := DecodeInt(b)
+			if c.misfit.Load() {
+				return 0, fmt.Errorf("%s: %w", OpQueryPrefetchStatus, ErrChunkSize)
+			}
 			if err != nil || n < 0 || n > MaxTokens {
 				return 0, fmt.Errorf("%s: %w: %d, %v", OpQueryPrefetchStatus, errReply, n, err)
 			}
@@ -284,7 +360,7 @@ func (c *Client) Lookup(ctx context.Context, k *Key) (chunks int, err error) {
 
 // FreeLookupLocks gives up the pins of k's range.
 func (c *Client) FreeLookupLocks(ctx context.Context, k *Key) error {
-	return c.none(ctx, OpFreeLookupLocks, k.Append(nil), AppendInt(nil, 1))
+	return c.none(ctx, OpFreeLookupLocks, c.and57([][]byte{c.key(k), AppendInt(nil, 1)}, noExtraRanges)...)
 }
 
 // EndSession ends a request.
@@ -294,22 +370,22 @@ func (c *Client) EndSession(ctx context.Context, requestID string) error {
 
 // PrepareStore asks where to put the chunks of k's range.
 func (c *Client) PrepareStore(ctx context.Context, k *Key, instanceID int64) (PrepareStore, error) {
-	return result(ctx, c, DecodePrepareStore, OpPrepareStore, k.Append(nil), AppendInt(nil, instanceID))
+	return result(ctx, c, DecodePrepareStore, OpPrepareStore, c.and57([][]byte{c.key(k), AppendInt(nil, instanceID)}, noSkippedChunks)...)
 }
 
 // CommitStore says that the chunks of a PrepareStore with slots are written.
 func (c *Client) CommitStore(ctx context.Context, k *Key, instanceID int64) (bool, error) {
-	return result(ctx, c, DecodeBool, OpCommitStore, k.Append(nil), AppendInt(nil, instanceID), AppendBytes(nil, nil))
+	return result(ctx, c, DecodeBool, OpCommitStore, c.key(k), AppendInt(nil, instanceID), AppendBytes(nil, nil))
 }
 
 // PrepareRetrieve asks where the chunks of k's range are.
 func (c *Client) PrepareRetrieve(ctx context.Context, k *Key, instanceID int64) (PrepareRetrieve, error) {
-	return result(ctx, c, DecodePrepareRetrieve, OpPrepareRetrieve, k.Append(nil), AppendInt(nil, instanceID))
+	return result(ctx, c, DecodePrepareRetrieve, OpPrepareRetrieve, c.key(k), AppendInt(nil, instanceID))
 }
 
 // CommitRetrieve says that the chunks of a PrepareRetrieve are read, or given up.
 func (c *Client) CommitRetrieve(ctx context.Context, k *Key, instanceID int64) (bool, error) {
-	return result(ctx, c, DecodeBool, OpCommitRetrieve, k.Append(nil), AppendInt(nil, instanceID))
+	return result(ctx, c, DecodeBool, OpCommitRetrieve, c.key(k), AppendInt(nil, instanceID))
 }
 
 // Clear drops what nothing needs, and with force everything.
@@ -331,13 +407,13 @@ func (c *Client) UnregisterKVCache(ctx context.Context, instanceID int64) error 
 // StoreBlocks has the server copy the blocks of k's range out of the worker's
 // memory; blocks are by KV group.
 func (c *Client) StoreBlocks(ctx context.Context, k *Key, instanceID int64, blocks [][]int) (Copied, error) {
-	return result(ctx, c, DecodeCopied, OpStore, k.Append(nil), AppendInt(nil, instanceID), AppendBlockIDs(nil, blocks),
+	return result(ctx, c, DecodeCopied, OpStore, c.key(k), AppendInt(nil, instanceID), AppendBlockIDs(nil, blocks),
 		AppendBytes(nil, []byte(StubEvent)))
 }
 
 // RetrieveBlocks has the server copy k's range into the worker's blocks, but for
 // the first skipTokens tokens of the range.
 func (c *Client) RetrieveBlocks(ctx context.Context, k *Key, instanceID int64, blocks [][]int, skipTokens int) (Copied, error) {
-	return result(ctx, c, DecodeCopied, OpRetrieve, k.Append(nil), AppendInt(nil, instanceID), AppendBlockIDs(nil, blocks),
+	return result(ctx, c, DecodeCopied, OpRetrieve, c.key(k), AppendInt(nil, instanceID), AppendBlockIDs(nil, blocks),
 		AppendBytes(nil, []byte(StubEvent)), AppendInt(nil, int64(skipTokens)))
 }

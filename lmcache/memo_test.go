@@ -229,3 +229,27 @@ func BenchmarkDecodeKey(b *testing.B) {
 	run("unknown, hashed", 0, 128)
 	run("unknown, not hashed", 0, 0)
 }
+
+// The same prompt as 0.5.7 sends it.
+func BenchmarkDecodePackedKey(b *testing.B) {
+	rnd := rand.New(rand.NewPCG(3, 4))
+	tokens := make([]uint32, 32768)
+	for i := range tokens {
+		tokens[i] = rnd.Uint32N(1 << 17)
+	}
+	frame := (&lmcache.Key{Model: "m", WorldSize: 1, Tokens: tokens, End: len(tokens), RequestID: "r", Readers: 1, Packed: true}).Append(nil)
+	for name, memory := range map[string]int64{"known": 16 << 20, "unknown": 0} {
+		b.Run(name, func(b *testing.B) {
+			memo := lmcache.NewMemo(256, memory)
+			var view lmcache.KeyView
+			b.SetBytes(int64(len(frame)))
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := memo.DecodeKey(frame, &view); err != nil {
+					b.Fatal(err)
+				}
+				memo.Hash(&view, 128)
+			}
+		})
+	}
+}

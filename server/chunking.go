@@ -4,7 +4,9 @@ package server
 
 import (
 	"fmt"
+	"net"
 	"slices"
+	"strconv"
 	"sync"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -31,6 +33,27 @@ type sizes struct {
 		former []int // what an earlier server told engines
 		told   []int // what this one told, besides its own
 	}
+}
+
+// bases are the chunk sizes of listeners.
+type bases struct {
+	sync.Mutex // a leaf
+	of         map[string]int
+}
+
+// listenerOf names a listener: by its port, since connections have other local addresses where it listens on all.
+func listenerOf(a net.Addr) string {
+	if t, ok := a.(*net.TCPAddr); ok {
+		return strconv.Itoa(t.Port)
+	}
+	return a.String()
+}
+
+// get returns the size of the listener that a connection came over; 0 is the server's.
+func (b *bases) get(local net.Addr) int {
+	b.Lock()
+	defer b.Unlock()
+	return b.of[listenerOf(local)]
 }
 
 // chunking returns a chunk size.

@@ -47,7 +47,7 @@ var self = &caller{Caller: access.Self()}
 // identify finds out who is behind a connection.
 func (s *Server) identify(c net.Conn) any {
 	who := s.callerOf(peercred.Of(c))
-	who.conn = &connection{generations: s.opts.ClientGenerations}
+	who.conn = &connection{generations: s.opts.ClientGenerations, base: s.bases.get(c.LocalAddr())}
 	return who
 }
 

@@ -16,6 +16,7 @@ package server
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
 	"sync/atomic"
@@ -42,6 +43,7 @@ type Server struct {
 	store    *store.Store
 	own      *chunking // the chunk size of --chunk-size
 	sizes    sizes     // the other ones
+	bases    bases     // of listeners
 	log      *slog.Logger
 	started  time.Time
 	registry *workers.Registry
@@ -109,10 +111,25 @@ func (s *Server) Look(cells int) (pool.Map, []SlowRequest) {
 // Listen binds a ZMQ endpoint (tcp://host:port, ipc:///path) and serves it until
 // Shutdown. It returns the bound address.
 func (s *Server) Listen(ctx context.Context, endpoint string) (string, error) {
+	return s.ListenChunks(ctx, endpoint, 0)
+}
+
+// ListenChunks is Listen for clients with chunks of chunkTokens tokens; 0 is Options.ChunkTokens. A client of 0.5.7 may
+// negotiate a multiple.
+func (s *Server) ListenChunks(ctx context.Context, endpoint string, chunkTokens int) (string, error) {
+	if chunkTokens < 0 || chunkTokens > kv.MaxChunkTokens {
+		return "", fmt.Errorf("chunks of %d tokens for %s: outside 1 to %d", chunkTokens, endpoint, kv.MaxChunkTokens)
+	}
+	s.bases.Lock() // until the first connection may ask for it
+	defer s.bases.Unlock()
 	addr, err := s.router.Listen(ctx, endpoint)
 	if err != nil {
 		return "", err
 	}
+	if s.bases.of == nil {
+		s.bases.of = make(map[string]int)
+	}
+	s.bases.of[listenerOf(addr)] = chunkTokens
 	return addr.String(), nil
 }
 

@@ -93,6 +93,7 @@ type WorkerStatus struct {
 	World        int     `json:"world_size"`
 	Mode         string  `json:"mode,omitempty"`
 	ObjectGroups int     `json:"object_groups,omitempty"`
+	ChunkTokens  int     `json:"chunk_tokens"`
 	ChunkShape   []int   `json:"chunk_shape,omitempty"`
 	DType        string  `json:"dtype,omitempty"`
 	ChunkBytes   int64   `json:"chunk_bytes"`
@@ -167,7 +168,7 @@ func (s *Server) workers() []WorkerStatus {
 	out := []WorkerStatus{}
 	for _, in := range s.registry.List() {
 		w := WorkerStatus{
-			Instance: in.ID, Peer: in.By.String(), Model: in.Model, World: in.World, ChunkBytes: in.Bytes, Refused: in.Refused, Asleep: in.Asleep(), CannotMapShm: in.Side() == workers.Pickle,
+			Instance: in.ID, Peer: in.By.String(), Model: in.Model, World: in.World, ChunkTokens: in.Chunk, ChunkBytes: in.Bytes, Refused: in.Refused, Asleep: in.Asleep(), CannotMapShm: in.Side() == workers.Pickle,
 			Client:    in.Generations.String(),
 			SilentFor: s.registry.Silence(in, time.Now()).Round(time.Millisecond).Seconds(),
 		}

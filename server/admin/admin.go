@@ -27,6 +27,7 @@ type Options struct {
 	Profiles   bool              // serve Go's profiles at /debug/pprof/
 	Sources    map[string]string // where each of Flags is from
 	Terms      *tenant.Terms     // what tenants have of their own, applied to the server's store; nil: nothing, and no file keeps what is set
+	Keys       []string          // API keys of which a request must have one; none: no request needs any
 	Parts      *Parts            // what runs beside the server in this process; nil: nothing
 }
 
@@ -102,7 +103,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 			mux.Handle("GET /debug/pprof/"+path, guard.Handler(h))
 		}
 	}
-	return mux
+	return withKeys(o.Keys, mux)
 }
 
 // Status is the body of /status.

@@ -175,7 +175,7 @@ func shapeOf(s *server.Server, flags map[string]string) *Shape {
 		}
 		out.Lenders = append(out.Lenders, in.ID)
 		layers, blocks := in.Lent.Size()
-		out.LenderMeta[id] = LenderShape{in.Model, in.World, KVLayout{layers, blocks, float64(in.Bytes) / float64(o.ChunkTokens)}}
+		out.LenderMeta[id] = LenderShape{in.Model, in.World, KVLayout{layers, blocks, float64(in.Bytes) / float64(in.Chunk)}}
 	}
 	return out
 }

@@ -4,6 +4,7 @@ package events
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -321,7 +322,7 @@ func (p *Publisher) event(c Placed, removed bool) kvevent.Event {
 		e.Kind = kvevent.Removed
 		return e
 	}
-	e.Encoded, e.BlockTokens = c.Tokens, p.o.ChunkTokens
+	e.Encoded, e.BlockTokens = c.Tokens, cmp.Or(kvevent.TokensIn(c.Tokens), p.o.ChunkTokens)
 	if c.Index > 0 {
 		parent := kv.SaltedHash(c.Salt, c.Parent)
 		e.Parent = parent[:]

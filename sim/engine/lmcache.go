@@ -65,14 +65,14 @@ func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 	}
 	ctx, cancel := context.WithTimeout(e.ctx, startTimeout)
 	defer cancel()
-	chunk, err := k.client.ChunkTokens(ctx)
+	chunk, err := k.client.Negotiate(ctx, e.o.KV.BlockTokens)
 	for said := false; errors.Is(err, lmcache.ErrDisconnected) && ctx.Err() == nil; said = true {
 		if !said {
 			e.log.Info("waiting for the cache server", "server", o.Servers[0], "at_most", startTimeout)
 		}
 		select {
 		case <-time.After(100 * time.Millisecond):
-			chunk, err = k.client.ChunkTokens(ctx)
+			chunk, err = k.client.Negotiate(ctx, e.o.KV.BlockTokens)
 		case <-ctx.Done():
 		}
 	}

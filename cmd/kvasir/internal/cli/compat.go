@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// lmcacheFlags lists the flags of "lmcache server" 0.5.6 that mean nothing here,
+// lmcacheFlags lists the flags of "lmcache server" 0.5.6 and 0.5.7 that mean nothing here,
 // and whether they take values. Command lines written for that server work; what
 // is ignored is said once.
 var lmcacheFlags = func() map[string]bool {
@@ -15,8 +15,8 @@ var lmcacheFlags = func() map[string]bool {
 	for _, name := range strings.Fields(`
 		coordinator-event-reporting disable-grpc-metrics disable-logging disable-metrics
 		disable-observability enable-blend-reorder enable-dedup-content enable-extra-logging
-		enable-gc-monitor enable-segmented-prefix enable-tracing gds-l1-use-direct-io
-		isolated-ipc l1-use-hugepages l1-use-lazy run-script-api-enabled`) {
+		enable-gc-monitor enable-segmented-prefix enable-token-trace enable-tracing gds-l1-use-direct-io
+		isolated-ipc l1-mlock l1-use-hugepages l1-use-lazy run-script-api-enabled`) {
 		m["--"+name], m["--no-"+name] = false, false
 	}
 	for _, name := range strings.Fields(`
@@ -26,8 +26,8 @@ var lmcacheFlags = func() map[string]bool {
 		coordinator-kafka-topic coordinator-url enable engine-type event-bus-queue-size
 		eviction-ratio eviction-trigger-watermark extra-logging-interval format
 		gc-monitor-min-pause-ms gc-monitor-top-objects gds-l1-backend gds-l1-path
-		grpc-server-workers instance-id l1-devdax-path l1-init-size-gb
-		l1-manager l1-read-ttl-seconds l2-prefetch-max-in-flight
+		grpc-server-mode grpc-server-workers instance-id kv-load-policy l1-devdax-offset-gb l1-devdax-path l1-init-size-gb
+		l1-manager l1-read-ttl-seconds l2-prefetch-inflight-watermark l2-prefetch-max-in-flight
 		l2-prefetch-policy l2-store-policy lookup-hash-log-dir lookup-hash-log-max-files
 		lookup-hash-log-rotation-interval lookup-hash-log-rotation-max-size max-cpu-workers
 		max-gpu-workers max-workers metrics-sample-rate null-block-id otlp-endpoint output

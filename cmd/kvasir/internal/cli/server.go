@@ -43,9 +43,11 @@ type serverCmd struct {
 
 	Host      string   `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
 	Port      int      `help:"ZMQ port." default:"5555" group:"Network"`
+	Listen    []string `name:"listen" help:"Another ZMQ port, for clients with chunks of another size: engines whose blocks do not divide --chunk-size and whose lmcache is older than 0.5.7, which negotiates. Repeatable." group:"Network" placeholder:"PORT:CHUNK"`
 	IPC       string   `name:"ipc" help:"Also listen on this UNIX socket path." group:"Network" placeholder:"PATH"`
 	HTTPHost  string   `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
 	HTTPPort  int      `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
+	APIKeys   []string `name:"api-key-file" aliases:"http-api-key-file" sep:"none" help:"File of one line with a key that HTTP requests need (Authorization: Bearer, or X-LMCache-API-Key); probes and the page need none. Also LMCACHE_API_KEY and LMCACHE_API_KEY_FILE. The ZMQ ports know no keys. Repeatable." group:"Network" placeholder:"FILE"`
 	AllowHost []string `name:"allow-host" help:"Names of this machine, comma-separated, under which /status and /cache/clear are answered besides its addresses, its host name and localhost." group:"Network" placeholder:"NAME"`
 	Profiles  bool     `name:"pprof" help:"Serve Go's profiles on the HTTP port, at /debug/pprof/." group:"Network"`
 	L1SizeGB  gibSize  `name:"l1-size-gb" help:"Pool size: GiB, or with a unit, as 256MiB." default:"4" group:"Pool"`
@@ -196,6 +198,17 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	}
 	if err := c.eventFlags.check(); err != nil {
 		wrong("%v", err)
+	}
+	ports := map[int]bool{c.Port: true}
+	for _, l := range c.Listen {
+		port, _, err := portAndChunk(l)
+		if err == nil && ports[port] {
+			err = fmt.Errorf("--listen %q: the port is taken by --port or another --listen", l)
+		}
+		if err != nil {
+			wrong("%v", err)
+		}
+		ports[port] = true
 	}
 	if c.ChunkSize == 0 { // to the options that is the default
 		wrong("--chunk-size 0 is outside 1 to %d", kv.MaxChunkTokens)
@@ -435,38 +448,61 @@ func (c *serverCmd) drop(e *env) error {
 	return nil
 }
 
+// portAndChunk reads PORT:CHUNK.
+func portAndChunk(text string) (port, chunk int, err error) {
+	p, n, _ := strings.Cut(text, ":")
+	port, err1 := strconv.Atoi(p)
+	chunk, err2 := strconv.Atoi(n)
+	if err1 != nil || err2 != nil || port < 1 || port > 65535 || chunk < 1 || chunk > kv.MaxChunkTokens {
+		return 0, 0, fmt.Errorf("--listen %q is not PORT:CHUNK with a port of 1 to 65535 and 1 to %d tokens", text, kv.MaxChunkTokens)
+	}
+	return port, chunk, nil
+}
+
 // serve listens, works and, at a signal, drains.
 func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	defer func() { err = errors.Join(err, srv.Close()) }()
-	endpoints := []string{"tcp://" + net.JoinHostPort(c.Host, strconv.Itoa(c.Port))}
+	type place struct {
+		endpoint, host, port string // and the flags that name it
+		chunk                int
+	}
+	tcp := func(port int) string { return "tcp://" + net.JoinHostPort(c.Host, strconv.Itoa(port)) }
+	places := []place{{tcp(c.Port), "--host", "--port", c.ChunkSize}}
+	for _, l := range c.Listen {
+		port, chunk, err := portAndChunk(l)
+		if err != nil {
+			return err
+		}
+		places = append(places, place{tcp(port), "--host", "--listen", chunk})
+	}
 	if c.IPC != "" {
-		endpoints = append(endpoints, "ipc://"+c.IPC)
+		places = append(places, place{"ipc://" + c.IPC, "--ipc", "", c.ChunkSize})
+	}
+	keys, err := admin.ReadKeys(c.APIKeys, os.Getenv)
+	if err != nil {
+		return err
 	}
 	listener, err := takeover.ListenTCP(e.ctx, c.HTTPHost, c.HTTPPort)
 	if err != nil {
 		return takeover.ExplainListen(err, "--http-host", "--http-port")
 	}
 	listener = httpserver.Limit(listener, httpserver.MaxConns)
-	web := httpserver.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: endpoints[0], Profiles: c.Profiles, Parts: e.parts}))
+	web := httpserver.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, Profiles: c.Profiles, Parts: e.parts, Keys: keys}))
 	defer web.Close()
 	var addresses []string
-	for i, endpoint := range endpoints {
+	for _, p := range places {
 		var addr string
 		if err := takeover.ListenAgain(e.ctx, func(ctx context.Context) (err error) {
-			addr, err = srv.Listen(ctx, endpoint)
+			addr, err = srv.ListenChunks(ctx, p.endpoint, p.chunk)
 			return err
 		}); err != nil {
 			listener.Close()
-			host, port := "--host", "--port"
-			if i > 0 {
-				host, port = "--ipc", ""
-			}
-			return takeover.ExplainListen(err, host, port)
+			return takeover.ExplainListen(err, p.host, p.port)
 		}
 		addresses = append(addresses, addr)
 	}
-	for _, addr := range addresses {
-		e.log.Info("serving LMCache clients", "address", addr, "pool", "/dev/shm/"+c.poolName(), "pool_bytes", int64(c.L1SizeGB), "chunk_tokens", c.ChunkSize)
+	for i, addr := range addresses {
+		e.log.Info("serving LMCache clients", "address", addr, "pool", "/dev/shm/"+c.poolName(), "pool_bytes", int64(c.L1SizeGB), "chunk_tokens", places[i].chunk)
 	}
 	e.log.Info("engines find this server with the flag of vllm serve", "connect_with", engineFlag(c.Host, c.Port))
 	e.log.Info("serving HTTP: /status, /healthcheck, /metrics", "address", listener.Addr().String())

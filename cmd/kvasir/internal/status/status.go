@@ -13,6 +13,7 @@ import (
 	"io"
 	"maps"
 	"net/http"
+	"os"
 	"slices"
 	"strings"
 	"syscall"
@@ -39,6 +40,13 @@ func get(ctx context.Context, at string) ([]byte, error) {
 // do sends a request. Where the server refuses it, the error is the server's own text.
 func do(r *http.Request) ([]byte, error) {
 	at := r.URL.String()
+	keys, err := admin.ReadKeys(nil, os.Getenv)
+	if err != nil {
+		return nil, err
+	}
+	if len(keys) > 0 {
+		r.Header.Set("Authorization", "Bearer "+keys[0])
+	}
 	client := http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 	answer, err := client.Do(r)
 	switch {
@@ -54,6 +62,8 @@ func do(r *http.Request) ([]byte, error) {
 	switch {
 	case err != nil:
 		return nil, err
+	case answer.StatusCode == http.StatusUnauthorized:
+		return nil, fmt.Errorf("%s: the server asks for an API key: set LMCACHE_API_KEY or LMCACHE_API_KEY_FILE", at)
 	case answer.StatusCode == http.StatusForbidden:
 		return nil, fmt.Errorf("%s: the server does not know this name of its machine: use its address, or start it with --allow-host", at)
 	case answer.StatusCode == http.StatusOK:
@@ -108,7 +118,7 @@ func Print(w io.Writer, url string, st *admin.Status) error {
 		case v.CannotMapShm:
 			how += ", through the socket (slow)"
 		}
-		row("worker", "%s, world size %d, %s, a chunk is %s, %s, last heard %.0f s ago", v.Model, v.World, how, kv.FormatBytes(v.ChunkBytes), v.Peer, v.SilentFor)
+		row("worker", "%s, world size %d, %s, a chunk of %d tokens is %s, %s, last heard %.0f s ago", v.Model, v.World, how, v.ChunkTokens, kv.FormatBytes(v.ChunkBytes), v.Peer, v.SilentFor)
 	}
 	if len(st.Workers) == 0 {
 		row("worker", "none")
