@@ -270,16 +270,21 @@ func (w *want) seenBy(id uint32) int {
 	return 0
 }
 
+// chooseOnlyLocked is chooseLocked for a request that no other engine can answer.
+func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how stand, of role) {
+	switch {
+	case !slices.Contains(f.mu.all, b) || !b.well.Load():
+		return c, unwell, b.role
+	case b.inFlight >= f.o.MaxPerEngine:
+		return c, full, b.role
+	}
+	return choice{engine: b}, ready, b.role
+}
+
 // chooseLocked chooses engines for a request; takeLocked takes the places. how is ready, or why there is no choice.
 func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
-	if b := w.only; b != nil {
-		switch {
-		case !slices.Contains(f.mu.all, b) || !b.well.Load():
-			return c, unwell, b.role
-		case b.inFlight >= f.o.MaxPerEngine:
-			return c, full, b.role
-		}
-		return choice{engine: b}, ready, b.role
+	if w.only != nil {
+		return f.chooseOnlyLocked(w.only)
 	}
 	d, dLacks, dHow := f.pickLocked(decode, w)
 	if dHow == absent {

@@ -77,7 +77,38 @@ func (b *body) wantsProbs() bool {
 
 // check refuses what vLLM refuses, in its words.
 func (b *body) check(chat bool) *apiError {
-	n := b.answers()
+	if bad := b.checkAnswers(); bad != nil {
+		return bad
+	}
+	if bad := b.checkProbs(chat); bad != nil {
+		return bad
+	}
+	switch {
+	case b.Suffix != nil && *b.Suffix != "" && !chat:
+		return badRequest("suffix", "suffix is not currently supported")
+	case !b.Stream && (b.StreamUsage.IncludeUsage || b.StreamUsage.Continuous):
+		return badRequest("stream_options", "Stream options can only be defined when `stream=True`.")
+	case chat && len(b.Tools) == 0 && len(b.ToolChoice) > 0 && !slices.Contains([]string{"null", `"none"`, `"auto"`}, string(b.ToolChoice)):
+		return badRequest("tool_choice", "When using `tool_choice`, `tools` must be set.")
+	}
+	return nil
+}
+
+// checkAnswers checks the number of answers to each prompt.
+func (b *body) checkAnswers() *apiError {
+	switch n := b.answers(); {
+	case n < 1:
+		return badRequest("n", "n must be at least 1, got %d.", n)
+	case n > maxAnswers:
+		return badRequest("n", "n must be at most %d, got %d.", maxAnswers, n)
+	case n > 1 && b.Temperature != nil && *b.Temperature == 0 && !b.Beam:
+		return badRequest("n", "n must be 1 when using greedy sampling, got %d.", n)
+	}
+	return nil
+}
+
+// checkProbs checks what is asked of log-probabilities.
+func (b *body) checkProbs(chat bool) *apiError {
 	var probs laxInt
 	if !chat && b.wantsProbs() {
 		if err := json.Unmarshal(b.Logprobs, &probs); err != nil {
@@ -85,14 +116,6 @@ func (b *body) check(chat bool) *apiError {
 		}
 	}
 	switch {
-	case n < 1:
-		return badRequest("n", "n must be at least 1, got %d.", n)
-	case n > maxAnswers:
-		return badRequest("n", "n must be at most %d, got %d.", maxAnswers, n)
-	case n > 1 && b.Temperature != nil && *b.Temperature == 0 && !b.Beam:
-		return badRequest("n", "n must be 1 when using greedy sampling, got %d.", n)
-	case b.Suffix != nil && *b.Suffix != "" && !chat:
-		return badRequest("suffix", "suffix is not currently supported")
 	case b.Stream && b.PromptLogprobs != nil && (*b.PromptLogprobs > 0 || *b.PromptLogprobs == -1):
 		return badRequest("prompt_logprobs", "`prompt_logprobs` are not available when `stream=True`.")
 	case b.PromptLogprobs != nil && *b.PromptLogprobs < -1:
@@ -101,10 +124,6 @@ func (b *body) check(chat bool) *apiError {
 		return badRequest("logprobs", "`logprobs` must be a positive value.")
 	case chat && b.TopLogprobs != nil && *b.TopLogprobs > 0 && !b.wantsProbs():
 		return badRequest("top_logprobs", "when using `top_logprobs`, `logprobs` must be set to true.")
-	case !b.Stream && (b.StreamUsage.IncludeUsage || b.StreamUsage.Continuous):
-		return badRequest("stream_options", "Stream options can only be defined when `stream=True`.")
-	case chat && len(b.Tools) == 0 && len(b.ToolChoice) > 0 && !slices.Contains([]string{"null", `"none"`, `"auto"`}, string(b.ToolChoice)):
-		return badRequest("tool_choice", "When using `tool_choice`, `tools` must be set.")
 	}
 	return nil
 }

@@ -9,6 +9,7 @@ import (
 	"encoding/binary"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -221,22 +222,8 @@ func (m *Master) answer(method string, body []byte) []byte {
 			w.U64(0)
 			w.I32(known)
 		})
-	case "MountSegment":
-		s := x[0].([]any)
-		m.Segments = append(m.Segments, Segment{id(s[0]), s[1].(string), s[2].(uint64), s[3].(uint64), s[4].(string)})
-		return void(0)
-	case "ReMountSegment":
-		m.clients[id(x[1])] = true
-		return void(0)
-	case "GracefulUnmountSegment":
-		return void(0)
-	case "UnmountSegment":
-		for i, s := range m.Segments {
-			if s.ID == id(x[0]) {
-				m.Segments = append(m.Segments[:i:i], m.Segments[i+1:]...)
-				break
-			}
-		}
+	case "MountSegment", "ReMountSegment", "GracefulUnmountSegment", "UnmountSegment":
+		m.segments(method, x)
 		return void(0)
 	case "Remove":
 		switch o := m.Objects[x[0].(string)]; {
@@ -265,6 +252,19 @@ func (m *Master) answer(method string, body []byte) []byte {
 		return m.end(method == "BatchPutRevoke", id(x[0]), Texts(x[1]))
 	}
 	return answer(noFunction, sp.String, func(w *sp.Writer) { w.String("the rpc function not registered") })
+}
+
+// segments does what a request about segments asks for.
+func (m *Master) segments(method string, x []any) {
+	switch method {
+	case "MountSegment":
+		s := x[0].([]any)
+		m.Segments = append(m.Segments, Segment{id(s[0]), s[1].(string), s[2].(uint64), s[3].(uint64), s[4].(string)})
+	case "ReMountSegment":
+		m.clients[id(x[1])] = true
+	case "UnmountSegment":
+		m.Segments = slices.DeleteFunc(m.Segments, func(s Segment) bool { return s.ID == id(x[0]) })
+	}
 }
 
 func (m *Master) replicas(keys []string) []byte {
