@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"runtime/debug"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -111,8 +112,8 @@ func (l *list) serve(w *partWriter, r *http.Request, prompt openai.Range) {
 		x.releaseBody()
 		x.givePlaces()
 		if v := recover(); v != nil {
-			if v != http.ErrAbortHandler {
-				panic(v)
+			if v != http.ErrAbortHandler { // as net/http does for a request: the others go on
+				e.p.o.Log.Error("BUG: a part of a request panicked", "request", e.id, "panic", fmt.Sprint(v), "stack", string(debug.Stack()))
 			}
 			w.ended("broken_off")
 		}
