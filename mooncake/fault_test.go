@@ -311,6 +311,7 @@ func TestDuplicatePulls(t *testing.T) {
 		switch {
 		case err == nil:
 			ok++
+		case errors.Is(err, ErrPeer) && strings.Contains(err.Error(), errGaveUp.Error()): // it waited for the transfer that the other one took
 		case !errors.Is(err, ErrUnknownTransfer):
 			t.Fatal(err)
 		}
