@@ -66,6 +66,11 @@ func TestCrashChild(t *testing.T) {
 		case op < 2 && state == Free:
 			say("begin reserve %d", i)
 			s, err := p.Reserve(k, crashChunk, Writer{Name: uint64(100 + i), Number: uint32(step)})
+			if errors.Is(err, ErrIndexMemory) { // after a restart
+				if err = p.BackIndex(); err == nil {
+					s, err = p.Reserve(k, crashChunk, Writer{Name: uint64(100 + i), Number: uint32(step)})
+				}
+			}
 			if errors.Is(err, ErrFull) {
 				say("done none %d", i)
 				continue
