@@ -112,7 +112,8 @@ reset() {
 		urls="$urls tcp://127.0.0.1:$port" kills="${kills}sh $work/reset-$name-$i.kill; "
 	done
 	# shellcheck disable=SC2086
-	"$python" interop/vllm/run_reset.py --model "$work/qwen2" --servers $urls --kill "$kills" --out "$work/reset-$name"
+	"$python" interop/vllm/run_reset.py --model "$work/qwen2" --servers $urls --kill "$kills" --out "$work/reset-$name" \
+		--command "bin/kvasir clear --model $work/qwen2 --force --url http://127.0.0.1:$http"
 	stop_servers
 }
 
@@ -143,7 +144,12 @@ for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow r
 		below mooncakestore --l2-adapter "'{\"type\":\"mooncake_store\",\"master_server_addr\":\"$master\"}'"
 		;;
 	slow) slow ;;
-	reset) reset disk 1 --disk "$work/reset-disk" --disk-gb 1 --disk-min-free-gb 1 --disk-first-touch ;;
+	reset)
+		reset disk 1 --disk "$work/reset-disk" --disk-gb 1 --disk-min-free-gb 1 --disk-first-touch
+		redis=$(command -v redis-server || command -v valkey-server) || { echo "neither redis-server nor valkey-server is installed: no reset of two servers"; continue; }
+		"$redis" --port 0 --unixsocket "$work/redis.sock" --save "" --appendonly no --daemonize yes --pidfile "$work/redis.pid" --dir "$work" >/dev/null
+		reset redis 2 --l2-adapter "'{\"type\":\"redis\",\"unix_socket\":\"$work/redis.sock\"}'"
+		;;
 	events)
 		events engine_driven
 		events lmcache_driven
