@@ -130,6 +130,9 @@ func (r *Registry) Loaders(model []byte, world, chunk int, by access.Principal, 
 	relatives, unknown, free := 0, 0, 0
 	for _, in := range m.workers {
 		switch f := in.family.Load(); {
+		case in.Socket != 0 && in.Socket == from.socket: // it registered over the client's own connection
+			relatives++
+			in.claimed.Store(true)
 		case f == nil:
 			unknown++
 		case own.related(f):

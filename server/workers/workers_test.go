@@ -275,3 +275,30 @@ func TestRelativesAreOfOneModel(t *testing.T) {
 		t.Errorf("the client's own worker is gone: %d can load", got)
 	}
 }
+
+// A worker that registers over the connection of the client that looks up is of the client's
+// process, also before anybody has found that process.
+func TestWorkersOfTheClientsConnection(t *testing.T) {
+	r := workers.NewRegistry(10)
+	if _, ok := peercred.Running(os.Getpid()); !ok {
+		t.Skip("processes cannot be told apart here")
+	}
+	here := access.Caller{By: alice, Peer: peercred.Peer{PID: os.Getpid(), Socket: 77}}
+	first := workerOf("m", 1, alice, 1, 1)
+	first.CameFrom(&here)
+	add(t, r, first)
+	c := r.NewClient(&here)
+	if got := r.Loaders([]byte("m"), 1, 16, alice, c, 1); got != 1 {
+		t.Fatalf("%d workers can load, want 1", got)
+	}
+	r.Remove(1, alice)
+	second := workerOf("m", 2, alice, 1, 1)
+	second.Socket = 77 // its process is still looked for
+	add(t, r, second)
+	other := workerOf("m", 3, alice, 1, 1)
+	other.Socket = 78
+	add(t, r, other)
+	if got := r.Loaders([]byte("m"), 1, 16, alice, c, 1); got != 1 {
+		t.Errorf("after another registration %d workers can load, want 1", got)
+	}
+}
