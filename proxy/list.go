@@ -420,7 +420,7 @@ func (l *list) end(parts []*partWriter) (outcome string) {
 	return "ok"
 }
 
-// endFailedLocked tells the client of the first failure: with its status if nothing has been sent, else with an event.
+// endFailedLocked sends the client the first failure: with its status if nothing has been sent, else with an event.
 func (l *list) endFailedLocked() (outcome string) {
 	f := l.mu.failure
 	if l.e.front.seal() {

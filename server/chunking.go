@@ -29,9 +29,9 @@ const maxSizes = 8
 type sizes struct {
 	mu struct { // a leaf
 		sync.Mutex
-		of     map[int]*chunking
-		former []int // what an earlier server told engines
-		told   []int // what this one told, besides its own
+		of        map[int]*chunking
+		former    []int // sizes that earlier servers announced to engines
+		announced []int // sizes that this server announced, besides its own
 	}
 }
 
@@ -82,11 +82,11 @@ func (s *Server) chunking(tokens int) *chunking {
 func (x *sizes) tell(tokens int) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	if slices.Contains(x.mu.told, tokens) || len(x.mu.told) >= 1024 {
+	if slices.Contains(x.mu.announced, tokens) || len(x.mu.announced) >= 1024 {
 		return false
 	}
-	x.mu.told = append(x.mu.told, tokens)
-	slices.Sort(x.mu.told)
+	x.mu.announced = append(x.mu.announced, tokens)
+	slices.Sort(x.mu.announced)
 	return true
 }
 
@@ -94,12 +94,12 @@ func (x *sizes) tell(tokens int) bool {
 func (x *sizes) announced() []int {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	all := slices.Concat(x.mu.former, x.mu.told)
+	all := slices.Concat(x.mu.former, x.mu.announced)
 	slices.Sort(all)
 	return slices.Compact(all)
 }
 
-// remember notes what an earlier server told engines.
+// remember notes the sizes that an earlier server announced to engines.
 func (x *sizes) remember(former []int) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -112,7 +112,7 @@ func (x *sizes) anyFormer() bool {
 	return len(x.mu.former) > 0
 }
 
-// base returns the size of a connection that nobody has asked about: that of its listener.
+// base returns the size of a connection that has not asked for one: that of its listener.
 func (s *Server) base(c *connection) *chunking {
 	if c.base > 0 {
 		return s.chunking(c.base)

@@ -199,7 +199,7 @@ const (
 	Data                // anything else
 )
 
-// KindOf tells what an event is, its empty line included.
+// KindOf returns the kind of an event, given with its empty line.
 func (a API) KindOf(raw []byte) Kind {
 	var name string
 	var data []byte
@@ -227,7 +227,7 @@ func (a API) KindOf(raw []byte) Kind {
 	return Data
 }
 
-// failureOf tells whether an error event says that the request is at fault.
+// failureOf reports whether an error event says that the request is at fault.
 func failureOf(data []byte) Kind {
 	var e struct {
 		Error struct {

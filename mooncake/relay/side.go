@@ -337,5 +337,5 @@ func (e *engine) deliver(a *request, pull *wire.Pull, want wire.Wanted, before *
 var (
 	errGone      = errors.New("relay: the engine of P is not registered any more")
 	errOtherLife = errors.New("relay: the engine of P is not what it was when D asked")
-	errNotProven = errors.New("relay: the engine of P does not show that it is what it was when D asked")
+	errNotProven = errors.New("relay: the engine of P may be not what it was when D asked: it does not answer over the connection that the relay held")
 )

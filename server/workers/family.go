@@ -108,11 +108,16 @@ func (r *Registry) lives(in *Worker) bool {
 	return p != (peercred.Process{}) && !ended
 }
 
-// Loaders returns how many workers of a model can load what a client looks up in chunks of chunk tokens and that needs a
-// number of them: those of the client's process or its relatives. Where they never were
-// as many as needed, workers whose process is not known count, too. Where no worker ever was a relative of the
-// client, all workers count but those that are relatives of another client. Where the client's process is not known, all workers count. Workers that are asleep
-// never count. from is nil for requests of this process.
+// Loaders returns how many workers of a model can load what a client looks up. The lookup is in
+// chunks of chunk tokens and needs need workers.
+//
+//   - Workers that are asleep do not count.
+//   - All others count where the client's process is not known.
+//   - Where as many as needed were seen to be of the client's process or its relatives, only those count.
+//   - Where fewer were, workers whose process is not known count as well.
+//   - Where none was, all count but the relatives of other clients.
+//
+// from is nil for requests of this process.
 func (r *Registry) Loaders(model []byte, world, chunk int, by access.Principal, from *Client, need int) int {
 	r.mu.RLock()
 	defer r.mu.RUnlock()

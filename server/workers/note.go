@@ -18,7 +18,7 @@ type Note struct {
 	Workers []json.RawMessage // Saved, in the order of their registrations
 	Remains []lent.Segment    // segments of workers that left and whose process lived on
 	PIDs    string            // the PID namespace in which processes are named
-	Chunks  []int             `json:",omitempty"` // sizes that engines were told, besides the server's own
+	Chunks  []int             `json:",omitempty"` // sizes that were announced to engines, besides the server's own
 }
 
 // Saved is a registration in a Note.
