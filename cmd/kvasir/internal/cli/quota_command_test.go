@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
@@ -111,40 +112,47 @@ func TestCommandsTrustNoAnswer(t *testing.T) {
 	reached := false
 	elsewhere := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { reached = true }))
 	defer elsewhere.Close()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	answers := []string{
+	for _, answer := range []string{
 		"HTTP/1.1 302 Found\r\nLocation: " + elsewhere.URL + "/\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
 		"HTTP/1.1 500 x\x1b[2J\xc2\x9b\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
-	}
-	for _, answer := range answers {
+	} {
+		url, asked := answersWith(t, answer)
 		for _, args := range [][]string{{"status"}, {"explain"}, {"quota", "list"}, {"clear"}, {"top", "--once"}} {
-			done := make(chan struct{})
-			go func() {
-				defer close(done)
-				c, err := l.Accept()
-				if err != nil {
-					return
-				}
-				defer c.Close()
-				_, _ = http.ReadRequest(bufio.NewReader(c))
-				_, _ = c.Write([]byte(answer))
-			}()
-			code, stdout, stderr := run(t, append(args, "--url", "http://"+l.Addr().String())...)
+			before := asked()
+			code, stdout, stderr := run(t, append(args, "--url", url)...)
+			if asked() == before {
+				t.Errorf("%v did not ask the server", args)
+			}
 			if code == 0 || strings.ContainsAny(stdout+stderr, "\x1b\u009b") || reached {
 				t.Errorf("%v: exit %d, another server was asked: %v: %q", args, code, reached, stdout+stderr)
 			}
 			if len(stderr) == 0 {
 				t.Errorf("%v says nothing", args)
 			}
-			c, err := net.Dial("tcp", l.Addr().String()) // where the command asked nothing
-			if err == nil {
-				c.Close()
-			}
-			<-done
 		}
 	}
+}
+
+// answersWith starts a server that gives these bytes to each request. It returns its address and the number of its requests.
+func answersWith(t *testing.T, answer string) (url string, asked func() int64) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	var requests atomic.Int64
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			if _, err := http.ReadRequest(bufio.NewReader(c)); err == nil {
+				requests.Add(1)
+				_, _ = c.Write([]byte(answer))
+			}
+			c.Close()
+		}
+	}()
+	return "http://" + l.Addr().String(), requests.Load
 }
