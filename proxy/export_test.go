@@ -5,11 +5,18 @@ package proxy
 import (
 	"context"
 	"fmt"
+	"time"
 )
 
 // WithResolver returns o with names that are looked up by f.
 func WithResolver(o Options, f func(ctx context.Context, host string) ([]string, error)) Options {
 	o.resolve = f
+	return o
+}
+
+// WithModelLooks returns o with the time from one question for models that no engine lists to the next.
+func WithModelLooks(o Options, d time.Duration) Options {
+	o.modelLooks = d
 	return o
 }
 

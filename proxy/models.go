@@ -44,9 +44,6 @@ type modelLooks struct {
 	}
 }
 
-// lookEvery is how long the proxy does not ask engines again for a model that they do not list.
-const lookEvery = time.Second
-
 // takeNow takes places for a request. If engines do not list its model, they are asked once more: an adapter may just have been loaded.
 func (p *Proxy) takeNow(ctx context.Context, w *want) (choice, error) {
 	c, err := p.fleet.take(ctx, w)
@@ -60,7 +57,7 @@ func (p *Proxy) takeNow(ctx context.Context, w *want) (choice, error) {
 func (p *Proxy) lookForModels(ctx context.Context) bool {
 	m := &p.looks.mu
 	m.Lock()
-	if time.Since(m.last) < lookEvery {
+	if time.Since(m.last) < p.o.modelLooks {
 		m.Unlock()
 		return false
 	}

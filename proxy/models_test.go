@@ -19,13 +19,12 @@ import (
 // still means the base model. While one role lacks the adapter, the answer is 404 and says which.
 func TestAdaptersComeAndGo(t *testing.T) {
 	x := deploy(t, 1, 0)
-	x.url, x.proxy = startProxy(t, proxy.Options{
+	x.url, x.proxy = startProxy(t, proxy.WithModelLooks(proxy.Options{
 		Prefill: []proxy.Prefill{{URL: x.p[0].web.URL, Registry: x.registry}}, Decode: []string{x.d[0].web.URL}, HealthInterval: time.Hour,
-	})
+	}, time.Nanosecond))
 	testkit.Eventually(t, "both are well", func() bool { w := x.proxy.Stats().Well; return w[x.p[0].web.URL]+w[x.d[0].web.URL] == 2 })
 	f := func(model string, want int, words string) {
 		t.Helper()
-		time.Sleep(1100 * time.Millisecond) // the proxy asks once a second
 		status, text, _ := post(t, x.url, fmt.Sprintf(`{%s"prompt":%q,"max_tokens":3}`, model, strings.Repeat("tell me more ", 30)))
 		if status != want || !strings.Contains(text, words) {
 			t.Errorf("%s: %d %s, want %d %s", model, status, text, want, words)

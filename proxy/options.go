@@ -100,7 +100,8 @@ type Options struct {
 	Spans *otlp.Exporter // of spans of requests and their legs; nil: none
 	Log   *slog.Logger   // nil discards; a line per request at debug
 
-	resolve func(ctx context.Context, host string) ([]string, error) // DNS
+	resolve    func(ctx context.Context, host string) ([]string, error) // DNS
+	modelLooks time.Duration                                            // from one question for models that no engine lists to the next; default 1 s
 }
 
 // Validate returns everything that is wrong with o.
@@ -212,6 +213,7 @@ func (o Options) withDefaults() Options {
 	o.SendTimeout = cmp.Or(o.SendTimeout, time.Minute)
 	o.BodyTimeout = cmp.Or(o.BodyTimeout, time.Minute)
 	o.HealthInterval = cmp.Or(o.HealthInterval, time.Second)
+	o.modelLooks = cmp.Or(o.modelLooks, time.Second)
 	o.DialTimeout = cmp.Or(o.DialTimeout, 3*time.Second)
 	if o.resolve == nil {
 		o.resolve = net.DefaultResolver.LookupHost
