@@ -143,8 +143,41 @@ func TestTransferParametersAreNotSmuggled(t *testing.T) {
 			}
 		}
 	}
+	for _, sampling := range []string{
+		`{"extra_args":{"kv_transfer_params":["x"]}}`, `{"n":1,"extr\u0061_args": {"a":1,"kv_tr\u0061nsfer_params":"x"}}`, `{"extra_args":{"ec_transfer_params":{}}}`,
+		`{"extra_args":{"kv_transfer_params":1},"extra_args":{"kv_transfer_params":2}}`, `{"extra_args":{}},"sampling_params":{"extra_args":{"kv_transfer_params":1}}`,
+	} {
+		if status := ask(t, url+"/inference/v1/generate", `{"token_ids":[1],"sampling_params":`+sampling+`}`); status != 400 {
+			t.Errorf("generate %s: %d", sampling, status)
+		}
+	}
+	const plain, args = "multipart/form-data; boundary=b", `{"a":1,"kv_tr\u0061nsfer_params":["x"]}`
+	part := func(disposition, text string) string {
+		return "--b\r\nContent-Disposition: " + disposition + "\r\n\r\n" + text + "\r\n"
+	}
+	model, xargs := part(`form-data; name="model"`, "m"), part(`form-data; name="vllm_xargs"`, args)
+	for kind, form := range map[string]string{
+		plain:                                model + xargs,
+		plain + " ":                          xargs + model,
+		plain + "; charset=utf-8":            model + part(`form-data; name=vllm_xargs`, " "+args),
+		plain + "; charset=utf-16":           model + part("form-data; name=\"v\x00l\x00\"", "x"),
+		"multipart/form-data;boundary=b":     model + part(`attachment; name="vllm_xargs"`, args),
+		"multipart/form-data;boundary=\"b\"": model + part("form-data; name=\"a\"\r\nContent-Disposition: form-data; name=\"vllm_xargs\"", args),
+	} {
+		for _, path := range []string{"/v1/audio/transcriptions", "/v1/audio/translations"} {
+			if status := ask(t, url+path, form+"--b--\r\n", "Content-Type", kind); status != 400 {
+				t.Errorf("%s %s %q: %d", path, kind, form, status)
+			}
+		}
+	}
 	if es.count() != 0 {
 		t.Fatal("an engine got one")
+	}
+	if status := ask(t, url+"/v1/audio/transcriptions", model+part(`form-data; name="vllm_xargs"`, `{"a":"kv_transfer_params"}`)+part(`form-data; name="file"; filename="f"`, args)+"--b--\r\n", "Content-Type", plain); status != 200 {
+		t.Errorf("a form without such parameters: %d", status)
+	}
+	if status := ask(t, url+"/inference/v1/generate", `{"token_ids":[1],"sampling_params":{"extra_args":{"a":1},"n":1}}`); status != 200 {
+		t.Errorf("extra_args without such parameters: %d", status)
 	}
 	for _, args := range []string{`"vllm_xargs":{"a":1}`, `"vllm_xargs":null`, `"vllm_xargs":{"a":"kv_transfer_params"}`, `"user":"vllm_xargs kv_transfer_params"`} {
 		if status := ask(t, url+"/v1/completions", `{"prompt":"a",`+args+`}`); status != 200 {
