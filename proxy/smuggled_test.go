@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -113,6 +114,44 @@ func TestClientsDoNotChooseRanks(t *testing.T) {
 		t.Fatal(err)
 	}
 	alone(proxy.Options{Keys: k}, "", "Authorization", "Bearer secret")
+}
+
+// A rank that is out of range is refused in the engine's own words where an engine does the whole request. Through P and D it decides
+// nothing. Neither leaves anything behind.
+func TestRanksOutOfRange(t *testing.T) {
+	x := deploy(t, 1, 0)
+	plain, p := startProxy(t, proxy.Options{Engines: []string{x.d[0].web.URL}, HealthInterval: 50 * time.Millisecond})
+	reach(t, plain)
+	for _, rank := range []string{"7", "-1", "1", "99999999999999999999", "x"} {
+		for _, more := range []string{"", `,"stream":true`} {
+			asked := func(url string) (int, string) {
+				r, _ := http.NewRequest(http.MethodPost, url+"/v1/completions", strings.NewReader(body(3, 2, more)))
+				r.Header.Set("Content-Type", "application/json")
+				r.Header.Set("X-Data-Parallel-Rank", rank)
+				resp, err := http.DefaultClient.Do(r)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer resp.Body.Close()
+				text, _ := io.ReadAll(resp.Body)
+				if resp.StatusCode == 200 {
+					return 200, ""
+				}
+				return resp.StatusCode, string(text)
+			}
+			wantStatus, want := asked(x.d[0].web.URL)
+			if status, text := asked(plain); status != wantStatus || text != want {
+				t.Errorf("rank %s%s: %d %s, alone %d %s", rank, more, status, text, wantStatus, want)
+			}
+			if status, text := asked(x.url); status != 200 {
+				t.Errorf("rank %s%s through P and D: %d %s", rank, more, status, text)
+			}
+		}
+	}
+	x.idle()
+	testkit.Eventually(t, "no place is taken", func() bool {
+		return x.proxy.Taken()+p.Taken() == "" && x.proxy.Stats().InFlight+p.Stats().InFlight == 0
+	})
 }
 
 // Parameters of transfers do not reach an engine inside vllm_xargs, however they are written, by any path; a client's
