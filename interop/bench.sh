@@ -161,7 +161,31 @@ race_proxy() {
 	echo "The hand-over from P to D, simulated engines that compute at once: P and D together, and one after the other"
 	go test -run - -bench Handover -benchtime 1000x ./proxy | grep Benchmark
 	"$python" interop/proxy/streams.py --kvasir bin/kvasir --streams 5000
+	"$python" interop/proxy/bodies.py --kvasir bin/kvasir
+	race_proxy_before "$python"
 }
+
+# race_proxy_before races the proxy of the commit KVASIR_BEFORE and this build: the same requests through one P and one D, two of each,
+# and two engines that do both, with both policies. No median of the rounds' ratios may be above 1.1.
+race_proxy_before() (
+	local before=${KVASIR_BEFORE:-cac70bb} dir args=() name policy build
+	git cat-file -e "$before^{commit}" 2>/dev/null || { echo "no commit $before here: the race against an earlier build is left out"; return 0; }
+	dir=$(mktemp -d)
+	trap 'rm -rf "$dir"' EXIT
+	git archive "$before" | tar -x -C "$dir"
+	(cd "$dir" && CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o kvasir ./cmd/kvasir)
+	for policy in round_robin prefix_aware; do
+		for name in 1P1D 2P2D plain; do
+			for build in "$dir" bin; do
+				args+=(--add "${build/#$dir/$before}-$name-$policy" "$([ $name = 1P1D ] && echo 1 || echo 2)"
+					"$build/kvasir --log-level warn proxy --port {port} --policy $policy $([ $name = plain ] && echo '--worker-urls {workers}' || echo '--vllm-pd-disaggregation --kv-connector mooncake {pd_flags}')")
+			done
+			args+=(--ratio "$before-$name-$policy" "bin-$name-$policy")
+		done
+	done
+	"$1" interop/proxy/race.py --bin "$(dirname "$1")" --targets direct --rounds 5 --seconds 1 --sizes "${SIZES:-2KiB,220KiB}" --conns "${CONNS:-1,16,64}" --stream on --shared-conns 0 \
+		--out bin/race_proxy_before.json "${args[@]}" | grep -A 1000 '| Pair |'
+)
 
 # race_clients compares the figures of two clients of one engine: they are to agree within 2 %.
 race_clients() {

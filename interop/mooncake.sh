@@ -5,8 +5,8 @@
 # of our worker sides. Then engines of earlier releases, as far as each goes. Bit-equal
 # log-probabilities and full external hits, or it fails. And engines with the MooncakeStoreConnector over a cluster whose
 # memory is `kvasir store-node`'s alone, one of two nodes killed. Needs bin/kvasir; `make interop-vllm`
-# calls it. PD names the parts: qwen2, gemma3, proxy, relay, load, both, engine, store (0.32), 0.13, 0.18, 0.23, store-0.23. Two
-# engines of 2 GB at a time, minutes each.
+# calls it. PD names the parts: qwen2, gemma3, proxy, proxy-nixl, relay, load, both, engine, store (0.32), 0.13, proxy-0.13, 0.18, 0.23,
+# store-0.23. Two engines of 2 GB at a time, minutes each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . interop/lib.sh
@@ -31,6 +31,27 @@ drive() {
 
 # steps NAME: the steps of a driver's report, one a line.
 steps() { "$python" -c 'import json, sys; [print("  ", k, v) for k, v in json.load(open(sys.argv[1]))["steps"].items()]' "$work/$1.json"; }
+
+# with_nixl: over has NIXL, whose transfers vLLM's NixlConnector needs; it runs without a GPU.
+with_nixl() {
+	over=$(dirname "$(dirname "$python")")/over/nixl-1.5.1
+	[ -e "$over/complete" ] && return
+	rm -rf "${over:?}"
+	"$python" -m pip install -q --no-deps --target "$over" nixl==1.5.1 nixl-cu13==1.5.1 >&2
+	touch "$over/complete"
+}
+
+# shapes NAME DIALECT MODEL FLAG …: many shapes of requests through the proxy over real engines. registry, if set, is P's.
+shapes() {
+	local name=$1 dialect=$2 model=$3 p d port
+	shift 3
+	p=$(free_port) d=$(free_port) port=$(free_port)
+	bin/kvasir proxy --port "$port" --vllm-pd-disaggregation --kv-connector "$dialect" --prefill "http://127.0.0.1:$p" ${registry:+"${registry##*:}"} \
+		--decode "http://127.0.0.1:$d" --keep-alive 1s >"$work/$name.log" 2>&1 &
+	servers="$servers $!"
+	drive "$name" run_proxy_shapes.py --dialect "$dialect" --model "$model" ${registry:+--bootstrap "$registry"} --proxy "http://127.0.0.1:$port" --ports "$p,$d" "$@"
+	steps "$name"
+}
 
 # start NAME COMMAND …: starts a command of bin/kvasir that takes --port and answers GET /query
 # there; sets url.
@@ -108,9 +129,9 @@ print(f"  {r['loaded_bytes'] / 1e6:.1f} MB came from our memory; the master gave
 P
 }
 
-for part in ${PD:-qwen2 gemma3 proxy relay load both engine store 0.13 0.18 0.23 store-0.23}; do
+for part in ${PD:-qwen2 gemma3 proxy proxy-nixl relay load both engine store 0.13 proxy-0.13 0.18 0.23 store-0.23}; do
 	case $part in
-	0.13) pinned 0.13.0 ;;
+	0.13 | proxy-0.13) pinned 0.13.0 ;;
 	0.18) pinned 0.18.1 ;;
 	0.23) pinned 0.23.0 mooncake-transfer-engine-non-cuda==0.3.13.post1 ;; # its own, 0.3.11, does not confirm writes
 	store-0.23) pinned 0.23.0 ;; # Mooncake 0.3.11.post1 comes with it: master and client
@@ -138,13 +159,18 @@ for part in ${PD:-qwen2 gemma3 proxy relay load both engine store 0.13 0.18 0.23
 		stop_servers
 		echo "== vLLM P and D behind kvasir proxy: lists, several answers, chats, responses, messages, refusals, the clients of OpenAI and Anthropic, P killed"
 		start bootstrap-shapes bootstrap --host 127.0.0.1
-		registry=$url p=$(free_port) d=$(free_port) port=$(free_port)
-		bin/kvasir proxy --port "$port" --vllm-pd-disaggregation --prefill "http://127.0.0.1:$p" "${registry##*:}" \
-			--decode "http://127.0.0.1:$d" --keep-alive 1s >"$work/proxy-shapes.log" 2>&1 &
-		servers="$servers $!"
-		drive shapes run_proxy_shapes.py --model "$work/proxy-qwen2" --bootstrap "$registry" --proxy "http://127.0.0.1:$port" --ports "$p,$d" \
-			--clients "$(interop/vllm/setup_clients.sh)" --kill-p
-		steps shapes
+		registry=$url shapes shapes mooncake "$work/proxy-qwen2" --clients "$(interop/vllm/setup_clients.sh)" --kill-p
+		;;
+	proxy-nixl)
+		echo "== vLLM P and D with the NixlConnector behind kvasir proxy: the same requests"
+		with_nixl
+		"$python" interop/vllm/make_model.py "$work/nixl" --kind qwen2 >/dev/null
+		registry= shapes shapes-nixl nixl "$work/nixl" --kill-p
+		;;
+	proxy-0.13)
+		echo "== vLLM 0.13 P and D behind kvasir proxy: the same requests"
+		square_model shapes013
+		registry= shapes shapes-0.13 mooncake-0.13 "$work/shapes013" --vllm-arg=--num-gpu-blocks-override --vllm-arg=256
 		;;
 	relay)
 		for kind in qwen2 gemma3; do

@@ -216,9 +216,11 @@ func (e *exchange) pass(b *backend, resp *http1.Response, first []byte, stream b
 	good := resp.Status == http.StatusOK
 	fix := e.fixesUsage(stream)
 	length := int(resp.Length)
+	if fix != nil {
+		length = -1 // a number may have fewer digits than D's
+	}
 	if !stream && fix != nil {
 		first = fix(first)
-		length = -1
 	}
 	if good {
 		e.noteResponse(b, first)

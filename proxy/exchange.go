@@ -3,6 +3,7 @@
 package proxy
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -408,10 +409,24 @@ const maxPrefilled = 8 << 20
 // legFields returns the fields of a leg: those of all legs, the engine's key and its rank.
 func (e *exchange) legFields(b *backend, who rank) []byte {
 	fields := e.fields[:len(e.fields):len(e.fields)]
+	if b.found && !e.p.o.EngineKeyToFound {
+		fields = withoutCredentials(fields)
+	}
 	if key := e.p.keyFor(b); key != "" {
 		fields = append(append(append(fields, "Authorization: Bearer "...), key...), "\r\n"...)
 	}
 	return e.rankFields(fields, b, who)
+}
+
+// withoutCredentials returns fields without the clients' secrets.
+func withoutCredentials(fields []byte) []byte {
+	out := make([]byte, 0, len(fields))
+	for line := range bytes.Lines(fields) {
+		if name, _, _ := bytes.Cut(line, []byte(":")); !credentials[string(name)] {
+			out = append(out, line...)
+		}
+	}
+	return out
 }
 
 // keyFor returns the API key that an engine gets; "": none. Whoever may register with a registry must not learn it.
@@ -547,7 +562,8 @@ var own = map[string]bool{
 	"X-Prefiller-Host-Port": true, "X-Encoder-Hosts-Ports": true, // of a llm-d sidecar: where it gets KV from
 }
 
-// credentials are fields in which clients send secrets. They end here if the proxy has keys, or engines have one of their own.
+// credentials are fields in which clients send secrets. They end here if the proxy has keys, or engines have one of their own. Engines that
+// registered themselves never get them, unless the operator says so: clients may send the engines' own key.
 var credentials = map[string]bool{"Authorization": true, "X-Api-Key": true, "Api-Key": true, "Cookie": true}
 
 // passed are the fields of clients with API keys that reach engines; Options.PassHeaders adds others.

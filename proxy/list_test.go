@@ -152,7 +152,17 @@ func TestListsOfNIXL(t *testing.T) {
 // A list of more prompts than --max-prompts is 400 with P and D, and passes to engines that do both. What cannot be split goes to D
 // alone, whose words the client hears.
 func TestListsThatAreNotSplit(t *testing.T) {
-	x := deploy(t, 1, 0)
+	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.Mooncake013} {
+		t.Run(fmt.Sprint(dialect), func(t *testing.T) { testListsThatAreNotSplit(t, dialect) })
+	}
+}
+
+func testListsThatAreNotSplit(t *testing.T, dialect proxy.Dialect) {
+	x := &deployment{t: t}
+	x.stopAll()
+	o := proxy.Options{HealthInterval: 50 * time.Millisecond}
+	x.pair(t, pair{model: "m", dialect: dialect, p: 1, d: 1}, &o, 0)
+	x.start(o)
 	alone := serve(t, "", "", 0)
 	defer alone.stop(t)
 	f := func(request string) {

@@ -95,7 +95,7 @@ type Options struct {
 	PassHeaders []string // of clients with keys that reach engines beside the usual ones
 
 	FoundNetworks    []netip.Prefix // in which engines may be that a registry names; default loopback and private networks
-	EngineKeyToFound bool           // such engines get EngineKey, too
+	EngineKeyToFound bool           // such engines get EngineKey and credentials of clients, too
 
 	Spans *otlp.Exporter // of spans of requests and their legs; nil: none
 	Log   *slog.Logger   // nil discards; a line per request at debug

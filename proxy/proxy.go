@@ -401,22 +401,46 @@ func (e *exchange) scanned() error {
 }
 
 // checkXArgs refuses transfer parameters inside vllm_xargs. vLLM merges vllm_xargs into the same arguments as the top-level
-// fields, without a look at them, and its scheduler raises on what is no dict (vLLM 0.32, chat_completion/protocol.py).
+// fields, without a look at them, and its scheduler raises on what is no dict (vLLM 0.32, chat_completion/protocol.py). The
+// extra_args of sampling_params are those arguments themselves (scale_out/token_in_token_out/protocol.py).
 func checkXArgs(q *openai.Request) error {
-	if !q.XArgs.Has() || q.Body[q.XArgs.From] != '{' {
-		return nil // nothing, or nothing that an engine takes
+	if q.XArgs.Has() {
+		if err := checkArgs("vllm_xargs", q.XArgs.Of(q.Body)); err != nil {
+			return err
+		}
 	}
-	bad := func(text string) error {
-		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", param: "vllm_xargs", text: text, outcome: "bad_request"}
+	if !q.Sampling.Has() || q.Body[q.Sampling.From] != '{' {
+		return nil
 	}
-	args, err := openai.Scan(q.XArgs.Of(q.Body))
+	sampling, err := openai.Scan(q.Sampling.Of(q.Body))
 	if err != nil {
-		return bad("vllm_xargs: " + err.Error())
+		return badArgs("sampling_params", err.Error())
 	}
-	args.Each(func(name string, _ []byte) {
-		if name == "kv_transfer_params" || name == "ec_transfer_params" {
-			err = bad("vllm_xargs must not have " + name + ": clients do not choose where engines load from")
+	sampling.Each(func(name string, value []byte) {
+		if name == "extra_args" && err == nil {
+			err = checkArgs("extra_args", value)
 		}
 	})
 	return err
+}
+
+// checkArgs refuses transfer parameters in the JSON value of a field.
+func checkArgs(field string, value []byte) error {
+	if value = bytes.TrimSpace(value); len(value) == 0 || value[0] != '{' {
+		return nil // nothing, or nothing that an engine takes
+	}
+	args, err := openai.Scan(value)
+	if err != nil {
+		return badArgs(field, err.Error())
+	}
+	args.Each(func(name string, _ []byte) {
+		if name == "kv_transfer_params" || name == "ec_transfer_params" {
+			err = badArgs(field, "must not have "+name+": clients do not choose where engines load from")
+		}
+	})
+	return err
+}
+
+func badArgs(field, text string) error {
+	return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", param: field, text: field + " " + text, outcome: "bad_request"}
 }

@@ -283,8 +283,9 @@ func (p *Proxy) serveOfAnEngine(w http.ResponseWriter, r *http.Request) {
 	fail(w, unavailable("no engine is well"))
 }
 
-// formModel returns the model that a multipart form names; "": none.
-func formModel(contentType string, body []byte) (string, error) {
+// formModel returns the model that a multipart form names; "": none. A form that engines may read otherwise than the proxy is
+// refused: vLLM decodes the names of parts in the form's charset, takes the last one of a name, and any disposition.
+func formModel(contentType string, body []byte) (model string, err error) {
 	bad := func(text string) error {
 		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: text, outcome: "bad_request"}
 	}
@@ -292,20 +293,31 @@ func formModel(contentType string, body []byte) (string, error) {
 	if err != nil || kind != "multipart/form-data" || params["boundary"] == "" {
 		return "", bad("a multipart form is wanted")
 	}
+	if charset, ok := params["charset"]; ok && !strings.EqualFold(charset, "utf-8") {
+		return "", bad("the form must be in utf-8")
+	}
 	for parts := multipart.NewReader(bytes.NewReader(body), params["boundary"]); ; {
-		part, err := parts.NextPart()
+		part, err := parts.NextRawPart()
 		if errors.Is(err, io.EOF) {
-			return "", nil
+			return model, nil
+		}
+		if err != nil || len(part.Header["Content-Disposition"]) != 1 || part.FormName() == "" {
+			return "", bad("the form is malformed")
+		}
+		var text []byte
+		switch part.FormName() {
+		case "model":
+			text, err = io.ReadAll(io.LimitReader(part, 1<<10))
+			model = string(text)
+		case "vllm_xargs":
+			if text, err = io.ReadAll(part); err == nil { // at most the body's size
+				if err := checkArgs("vllm_xargs", text); err != nil {
+					return "", err
+				}
+			}
 		}
 		if err != nil {
 			return "", bad("the form is malformed")
-		}
-		if part.FormName() == "model" {
-			name, err := io.ReadAll(io.LimitReader(part, 1<<10))
-			if err != nil {
-				return "", bad("the form is malformed")
-			}
-			return string(name), nil
 		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -115,6 +116,44 @@ func TestClientsDoNotChooseRanks(t *testing.T) {
 	alone(proxy.Options{Keys: k}, "", "Authorization", "Bearer secret")
 }
 
+// A rank that is out of range is refused in the engine's own words where an engine does the whole request. Through P and D it decides
+// nothing. Neither leaves anything behind.
+func TestRanksOutOfRange(t *testing.T) {
+	x := deploy(t, 1, 0)
+	plain, p := startProxy(t, proxy.Options{Engines: []string{x.d[0].web.URL}, HealthInterval: 50 * time.Millisecond})
+	reach(t, plain)
+	for _, rank := range []string{"7", "-1", "1", "99999999999999999999", "x"} {
+		for _, more := range []string{"", `,"stream":true`} {
+			asked := func(url string) (int, string) {
+				r, _ := http.NewRequest(http.MethodPost, url+"/v1/completions", strings.NewReader(body(3, 2, more)))
+				r.Header.Set("Content-Type", "application/json")
+				r.Header.Set("X-Data-Parallel-Rank", rank)
+				resp, err := http.DefaultClient.Do(r)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer resp.Body.Close()
+				text, _ := io.ReadAll(resp.Body)
+				if resp.StatusCode == 200 {
+					return 200, ""
+				}
+				return resp.StatusCode, string(text)
+			}
+			wantStatus, want := asked(x.d[0].web.URL)
+			if status, text := asked(plain); status != wantStatus || text != want {
+				t.Errorf("rank %s%s: %d %s, alone %d %s", rank, more, status, text, wantStatus, want)
+			}
+			if status, text := asked(x.url); status != 200 {
+				t.Errorf("rank %s%s through P and D: %d %s", rank, more, status, text)
+			}
+		}
+	}
+	x.idle()
+	testkit.Eventually(t, "no place is taken", func() bool {
+		return x.proxy.Taken()+p.Taken() == "" && x.proxy.Stats().InFlight+p.Stats().InFlight == 0
+	})
+}
+
 // Parameters of transfers do not reach an engine inside vllm_xargs, however they are written, by any path; a client's
 // ec_transfer_params reach neither P nor D.
 func TestTransferParametersAreNotSmuggled(t *testing.T) {
@@ -143,8 +182,41 @@ func TestTransferParametersAreNotSmuggled(t *testing.T) {
 			}
 		}
 	}
+	for _, sampling := range []string{
+		`{"extra_args":{"kv_transfer_params":["x"]}}`, `{"n":1,"extr\u0061_args": {"a":1,"kv_tr\u0061nsfer_params":"x"}}`, `{"extra_args":{"ec_transfer_params":{}}}`,
+		`{"extra_args":{"kv_transfer_params":1},"extra_args":{"kv_transfer_params":2}}`, `{"extra_args":{}},"sampling_params":{"extra_args":{"kv_transfer_params":1}}`,
+	} {
+		if status := ask(t, url+"/inference/v1/generate", `{"token_ids":[1],"sampling_params":`+sampling+`}`); status != 400 {
+			t.Errorf("generate %s: %d", sampling, status)
+		}
+	}
+	const plain, args = "multipart/form-data; boundary=b", `{"a":1,"kv_tr\u0061nsfer_params":["x"]}`
+	part := func(disposition, text string) string {
+		return "--b\r\nContent-Disposition: " + disposition + "\r\n\r\n" + text + "\r\n"
+	}
+	model, xargs := part(`form-data; name="model"`, "m"), part(`form-data; name="vllm_xargs"`, args)
+	for kind, form := range map[string]string{
+		plain:                                model + xargs,
+		plain + " ":                          xargs + model,
+		plain + "; charset=utf-8":            model + part(`form-data; name=vllm_xargs`, " "+args),
+		plain + "; charset=utf-16":           model + part("form-data; name=\"v\x00l\x00\"", "x"),
+		"multipart/form-data;boundary=b":     model + part(`attachment; name="vllm_xargs"`, args),
+		"multipart/form-data;boundary=\"b\"": model + part("form-data; name=\"a\"\r\nContent-Disposition: form-data; name=\"vllm_xargs\"", args),
+	} {
+		for _, path := range []string{"/v1/audio/transcriptions", "/v1/audio/translations"} {
+			if status := ask(t, url+path, form+"--b--\r\n", "Content-Type", kind); status != 400 {
+				t.Errorf("%s %s %q: %d", path, kind, form, status)
+			}
+		}
+	}
 	if es.count() != 0 {
 		t.Fatal("an engine got one")
+	}
+	if status := ask(t, url+"/v1/audio/transcriptions", model+part(`form-data; name="vllm_xargs"`, `{"a":"kv_transfer_params"}`)+part(`form-data; name="file"; filename="f"`, args)+"--b--\r\n", "Content-Type", plain); status != 200 {
+		t.Errorf("a form without such parameters: %d", status)
+	}
+	if status := ask(t, url+"/inference/v1/generate", `{"token_ids":[1],"sampling_params":{"extra_args":{"a":1},"n":1}}`); status != 200 {
+		t.Errorf("extra_args without such parameters: %d", status)
 	}
 	for _, args := range []string{`"vllm_xargs":{"a":1}`, `"vllm_xargs":null`, `"vllm_xargs":{"a":"kv_transfer_params"}`, `"user":"vllm_xargs kv_transfer_params"`} {
 		if status := ask(t, url+"/v1/completions", `{"prompt":"a",`+args+`}`); status != 200 {

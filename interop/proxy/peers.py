@@ -167,12 +167,12 @@ def forward(e, binary, logdir, splice, name):
     return _ready(name, Proc(name, argv, logdir), f"http://127.0.0.1:{port}")
 
 
-def candidate(e, cmd, logdir, pd, name="candidate"):
+def candidate(e, cmd, logdir, name="candidate", n=None):
     """cmd is a shell-like line. {port} is the port to listen on; {prefill}, {bootstrap}, {decode} and {workers} are lists of
-    URLs; {pd_flags} is vllm-router's spelling (--prefill URL PORT … --decode URL …)."""
+    URLs; {pd_flags} is vllm-router's spelling (--prefill URL PORT … --decode URL …). n engines of each role are used, by default all."""
     (port,) = free_ports(1)
-    flags = " ".join([f"--prefill {u} {b}" for u, b in zip(e.prefill, e.b_ports)] + [f"--decode {u}" for u in e.decode])
-    line = cmd.format(port=port, prefill=",".join(e.prefill), bootstrap=",".join(e.boot), decode=",".join(e.decode), workers=" ".join(e.decode), pd_flags=flags)
+    flags = " ".join([f"--prefill {u} {b}" for u, b in list(zip(e.prefill, e.b_ports))[:n]] + [f"--decode {u}" for u in e.decode[:n]])
+    line = cmd.format(port=port, prefill=",".join(e.prefill[:n]), bootstrap=",".join(e.boot[:n]), decode=",".join(e.decode[:n]), workers=" ".join(e.decode[:n]), pd_flags=flags)
     return _ready(name, Proc(name, shlex.split(line), logdir), f"http://127.0.0.1:{port}")
 
 

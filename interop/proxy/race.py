@@ -7,6 +7,9 @@ rounds is shown. CPU is the router's process tree only; engines and load generat
 
     race.py --bin DIR [--candidate 'bin/kvasir proxy --port {port} --vllm-pd-disaggregation {pd_flags}'] [--out race.json]
 
+With --add and --ratio two builds race each other, and the figures of one are divided by those of the other. Each request is counted at the address
+of the engine that had it: the ratios show what the busiest address got, times the mean.
+
 Targets: direct, vllm-router, vllm-router-pd, smg, smg-pd (each also as -rr: round robin instead of the default cache_aware), forward and forward-splice (a bare forwarder in Go: the floor), candidate (P/D), candidate-plain.
 """
 import argparse
@@ -31,6 +34,7 @@ def stats(e):
     for k, u in (("p", e.prefill[0]), ("d", e.decode[0])):
         s = json.loads(peers.http("GET", u + "/mock/stats")[1])
         out[k] = {x: s[x] for x in ("requests", "prefill", "decode", "aborted", "bad", "bytes_in", "bytes_out")}
+        out[k] |= {"at " + address: n for address, n in s["by_address"].items()}
         out[k]["tokenize"] = sum(v for p, v in s["other_paths"].items() if p.endswith(("/tokenize", "/render")))
     return out
 
@@ -70,7 +74,7 @@ def run_one(args, load, e, target, cell, seed):
         res = json.loads(r.stdout)
     except ValueError:
         res = {"requests": 0, "failed": -1, "errors": {r.stderr[-300:] or "no output": 1}}
-    res["engine_legs"] = {k: {x: after[k][x] - before[k][x] for x in after[k]} for k in after}
+    res["engine_legs"] = {k: {x: after[k][x] - before[k].get(x, 0) for x in after[k]} for k in after}
     return res
 
 
@@ -111,6 +115,13 @@ def summarise(runs, names):
             row["tokenize_calls"] = sum(r["engine_legs"][k]["tokenize"] for r in rs for k in "pd")
             row["engine_bytes_in"] = sum(r["engine_legs"][k]["bytes_in"] for r in rs for k in "pd")
             row["kv_decode"] = sum(r["engine_legs"]["d"]["decode"] for r in rs)
+            for k, role in (("p", "prefill"), ("d", "decode")):
+                at = {}
+                for r in rs:
+                    for x, more in r["engine_legs"][k].items():
+                        if x.startswith("at "):
+                            at[x[3:]] = at.get(x[3:], 0) + more
+                row[role + "_by_address"] = sorted(x for x in at.values() if x)
         out[n] = row
     return out
 
@@ -131,12 +142,45 @@ def table(results, names):
     return "\n".join(out)
 
 
+# What --ratio divides, of one round: smaller is better.
+RATIOS = {"ms a request": lambda r: 1000 / r["rps"], "first byte, p50": lambda r: r["ttft_ms"]["p50"], "whole answer, p50": lambda r: r["total_ms"]["p50"],
+          "CPU": lambda r: r["processes"]["router"]["cpu_s_per_1000"]}
+
+
+def busiest(s, engines):
+    """How much more than the mean the busiest of so many addresses of a role got, by counts of requests."""
+    lists = [s[k] for k in ("prefill_by_address", "decode_by_address") if s.get(k)]
+    return max((max(n) * engines / sum(n) for n in lists), default=None)
+
+
+def ratios(results, pairs, engines, limit):
+    """The table of ratios, each the median of the rounds' own, since two builds have their turns of a round one after the other; and those above the limit."""
+    out = ["| Cell | Pair | " + " | ".join(RATIOS) + " | busiest address, times the mean: before | after |", "|---" * (len(RATIOS) + 4) + "|"]
+    bad = []
+    for r in results:
+        for old, new in pairs:
+            rounds = [(a, b) for a, b in zip(r["runs"][old], r["runs"][new]) if a.get("requests") and b.get("requests")]
+            failed = sum(x.get("failed", 0) for pair in zip(r["runs"][old], r["runs"][new]) for x in pair)
+            if failed or not rounds:
+                bad.append(f"{label(r['cell'])} {new}: {failed} requests failed, {len(rounds)} rounds measured")
+                continue
+            row = {k: statistics.median(g(b) / g(a) for a, b in rounds) for k, g in RATIOS.items()}
+            bad += [f"{label(r['cell'])} {new}, {k}: {v:.2f}" for k, v in row.items() if v > limit]
+            share = [f(busiest(r["summary"][n], engines[n])) for n in (old, new)]
+            out.append(f"| {label(r['cell'])} | {new} / {old} | " + " | ".join(f(v) for v in row.values()) + f" | {share[0]} | {share[1]} |")
+    return "\n".join(out), bad
+
+
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--bin", required=True, help="folder of the peers' commands")
     ap.add_argument("--targets", default="direct,vllm-router,vllm-router-rr,vllm-router-pd,vllm-router-pd-rr,smg,smg-pd")
     ap.add_argument("--candidate", help="command line of our P/D proxy; {port} {prefill} {bootstrap} {decode} {pd_flags} are filled in")
     ap.add_argument("--candidate-plain", help="command line of our proxy in plain mode; {port} {workers}")
+    ap.add_argument("--add", nargs=3, metavar=("NAME", "ENGINES", "COMMAND"), action="append", default=[],
+                    help="one more target, with so many engines of each role; COMMAND as for --candidate")
+    ap.add_argument("--ratio", nargs=2, metavar=("OLD", "NEW"), action="append", default=[], help="divide the figures of one of --add by another's")
+    ap.add_argument("--limit", type=float, default=1.1, help="a median of ratios above it is a failure")
     ap.add_argument("--sizes", default=",".join(SIZES))
     ap.add_argument("--conns", default="1,16,64")
     ap.add_argument("--stream", default="on,off")
@@ -161,6 +205,8 @@ def main():
     names = args.targets.split(",")
     names += ["candidate"] if args.candidate and "candidate" not in names else []
     names += ["candidate-plain"] if args.candidate_plain and "candidate-plain" not in names else []
+    added = {name: (int(n), cmd) for name, n, cmd in args.add}
+    names += [n for n in added if n not in names]
     bindir = os.path.abspath(args.bin)
     tmp = tempfile.mkdtemp(prefix="router-race-")
     engine, load, forward = peers.build(tmp)
@@ -182,9 +228,11 @@ def main():
             "smg-pd-rr": lambda: peers.smg(e, bindir, tmp, True, ["--policy", "round_robin"], "smg-pd-rr"),
             "forward": lambda: peers.forward(e, forward, tmp, False, "forward"),
             "forward-splice": lambda: peers.forward(e, forward, tmp, True, "forward-splice"),
-            "candidate": lambda: peers.candidate(e, args.candidate, tmp, True),
-            "candidate-plain": lambda: peers.candidate(e, args.candidate_plain, tmp, False, "candidate-plain"),
+            "candidate": lambda: peers.candidate(e, args.candidate, tmp),
+            "candidate-plain": lambda: peers.candidate(e, args.candidate_plain, tmp, "candidate-plain"),
         }
+        for name, (n, cmd) in added.items():
+            start[name] = lambda name=name, n=n, cmd=cmd: peers.candidate(e, cmd, tmp, name, n)
         targets = {}
         for n in names:
             if n == "direct":
@@ -225,6 +273,12 @@ def main():
                 json.dump(doc, fh)
         print(json.dumps([{"cell": r["cell"], "summary": r["summary"]} for r in results]))
         print(table(results, names))
+        if args.ratio:
+            text, bad = ratios(results, args.ratio, {n: e for n, (e, _) in added.items()}, args.limit)
+            print(text)
+            print(f"load average {load0[0]:.1f} before, {os.getloadavg()[0]:.1f} after; above {args.limit}: {bad or 'none'}")
+            if bad:
+                sys.exit(1)
         shutil.rmtree(tmp)  # kept, with the logs, when something went wrong
     finally:
         for p in procs:

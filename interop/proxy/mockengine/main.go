@@ -151,6 +151,7 @@ type engine struct {
 	inflight                                              atomic.Int64
 	mu                                                    sync.Mutex
 	paths                                                 map[string]int64
+	byAddress                                             map[string]int64 // requests of each address that listens
 	legs                                                  []leg
 	queries                                               atomic.Int64
 }
@@ -219,6 +220,9 @@ func (e *engine) complete(w http.ResponseWriter, r *http.Request, chat bool) {
 	_, err := buf.ReadFrom(http.MaxBytesReader(w, r.Body, 64<<20))
 	e.in.Add(int64(buf.Len()))
 	e.reqs.Add(1)
+	e.mu.Lock()
+	e.byAddress[r.Context().Value(http.LocalAddrContextKey).(net.Addr).String()]++
+	e.mu.Unlock()
 	defer func() {
 		if r.Context().Err() != nil {
 			l.Aborted = true
@@ -484,6 +488,7 @@ func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			"name": e.name, "engine_id": *e.engineID.Load(), "requests": e.reqs.Load(), "inflight": e.inflight.Load(),
 			"bytes_in": e.in.Load(), "bytes_out": e.out.Load(), "aborted": e.aborted.Load(), "bad": e.bad.Load(), "prefill": e.prefills.Load(),
 			"decode": e.decodes.Load(), "stale_engine_id": e.stale.Load(), "bootstrap_queries": e.queries.Load(), "other_paths": e.paths,
+			"by_address": e.byAddress,
 		})
 	case "/mock/legs":
 		e.mu.Lock()
@@ -495,7 +500,7 @@ func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case "/mock/reset":
 		e.mu.Lock()
 		defer e.mu.Unlock()
-		e.legs, e.paths = nil, map[string]int64{}
+		e.legs, e.paths, e.byAddress = nil, map[string]int64{}, map[string]int64{}
 		for _, c := range []*atomic.Int64{&e.in, &e.out, &e.reqs, &e.aborted, &e.bad, &e.prefills, &e.decodes, &e.stale, &e.queries} {
 			c.Store(0)
 		}
@@ -545,7 +550,7 @@ func main() {
 		flag.Usage()
 		os.Exit(2)
 	}
-	e := &engine{model: *model, name: *name, kvCheck: *kvCheck, kvHang: *kvHang, keepLegs: *keep, verbose: *verbose, noTokens: *noTokens, peerInfo: *info, paths: map[string]int64{}}
+	e := &engine{model: *model, name: *name, kvCheck: *kvCheck, kvHang: *kvHang, keepLegs: *keep, verbose: *verbose, noTokens: *noTokens, peerInfo: *info, paths: map[string]int64{}, byAddress: map[string]int64{}}
 	e.engineID.Store(id)
 	e.ttft.Store(int64(*ttft))
 	e.tpot.Store(int64(*tpot))

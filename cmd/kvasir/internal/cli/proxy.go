@@ -33,7 +33,7 @@ type proxyCmd struct {
 
 	APIKeys    string   `name:"api-keys" help:"File of those who may ask: NAME SHA256 [rate=N] [concurrent=N] [salt=off] on each line. Read again when it changes." placeholder:"FILE" group:"Access"`
 	Limits     string   `name:"shared-limits" help:"Redis or Valkey in which several proxies count rate and concurrent of keys together: redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix:PATH (best as KVASIR_PROXY_SHARED_LIMITS). While it does not answer, each proxy holds the limits by itself." placeholder:"URL" group:"Access"`
-	KeyToFound bool     `name:"engine-api-key-to-found" help:"Engines that a registry names (registry+http) get the key of --engine-api-key, too: whoever can register learns it." group:"Access"`
+	KeyToFound bool     `name:"engine-api-key-to-found" help:"Engines that a registry names (registry+http) get the key of --engine-api-key and credentials of clients, too: whoever can register learns them." group:"Access"`
 	AllowNet   []string `name:"allow-net" help:"Networks (CIDR) in which engines may be that a registry names. Default: loopback and private networks." placeholder:"CIDR" group:"Access"`
 	PassHeader []string `name:"pass-header" help:"Header of clients that reaches engines although there are --api-keys; again for more. Credentials never do." placeholder:"NAME" sep:"none" group:"Access"`
 	EngineKey  string   `name:"engine-api-key" help:"API key that engines want (best as KVASIR_PROXY_ENGINE_API_KEY)." group:"Access"`

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http/httptest"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/mooncake/relay"
+	"github.com/kvasir-kv/kvasir/proxy"
+)
+
+// listOf is a request with the prompts of others.
+func listOf(more string, requests ...string) string {
+	var list []string
+	for _, r := range requests {
+		var q struct{ Prompt string }
+		_ = json.Unmarshal([]byte(r), &q) // one of this package
+		list = append(list, q.Prompt)
+	}
+	text, _ := json.Marshal(list)
+	return fmt.Sprintf(`{"prompt":%s,"max_tokens":4%s}`, text, more)
+}
+
+// wantListAsked is wantAsked for a list of prompts.
+func (x *deployment) wantListAsked(what string, want int64, request string, alone *served) {
+	x.t.Helper()
+	_, whole, _ := post(x.t, alone.web.URL, request)
+	before := x.p[0].Stats().Finished
+	status, got, _ := post(x.t, x.url, request)
+	if status != 200 || !slices.Equal(choicesOf(x.t, got).Texts, choicesOf(x.t, whole).Texts) {
+		x.t.Fatalf("%s: %d %s\nwant %s", what, status, got, whole)
+	}
+	x.idle()
+	if n := x.p[0].Stats().Finished - before; n != want {
+		x.t.Errorf("%s: P was asked %d times, want %d", what, n, want)
+	}
+}
+
+// Each prompt of a list is spared P where a relay or a cache server has it, alone or in another list before, whole or streamed.
+func TestListsAreSparedP(t *testing.T) {
+	const stream = `,"stream":true,"stream_options":{"include_usage":true}`
+	play := func(x *deployment, alone *served, prompt func(int) string) {
+		for _, e := range append(x.p, x.d...) {
+			testkit.Eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[e.web.URL] == 1 })
+		}
+		x.only(0)
+		x.wantAsked("one prompt", 1, prompt(1), alone)
+		x.wantListAsked("a list with that prompt and two others, at one D", 2, listOf("", prompt(1), prompt(2), prompt(3)), alone)
+		x.only(1)
+		x.wantListAsked("the list at another D", 0, listOf("", prompt(1), prompt(2), prompt(3)), alone)
+		x.only(2)
+		x.wantListAsked("in another order, streamed", 1, listOf(stream, prompt(3), prompt(4), prompt(1)), alone)
+		x.wantAsked("a prompt of a list alone", 0, prompt(4), alone)
+		if s := x.proxy.Stats(); s.Requests["ok"] != 5 || s.Retries != 0 || x.proxy.Taken() != "" {
+			t.Errorf("%+v", s)
+		}
+	}
+	t.Run("relay", func(t *testing.T) {
+		x := &deployment{t: t, registry: startRegistry(t)}
+		x.stopAll()
+		x.p = append(x.p, serve(t, "", producer(x.registry, "p0"), 0))
+		alone := serve(t, "", "", 0)
+		t.Cleanup(func() { alone.stop(t) })
+		r, err := relay.Open(relay.Options{Upstream: x.registry, MemoryPath: filepath.Join(t.TempDir(), "memory"), MemoryBytes: 16 << 20, RefreshEvery: time.Millisecond, Log: testLog()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = r.Close() })
+		web := httptest.NewServer(r)
+		t.Cleanup(web.Close)
+		o := proxy.Options{Prefill: []proxy.Prefill{{URL: x.p[0].web.URL, Registry: web.URL}}, HealthInterval: 50 * time.Millisecond}
+		for range 3 {
+			x.d = append(x.d, serve(t, "", consumer, 0))
+			o.Decode = append(o.Decode, x.d[len(x.d)-1].web.URL)
+		}
+		x.start(o)
+		play(x, alone, func(i int) string { return body(i, 4, "") })
+		if s := x.proxy.Stats(); s.Spared["relay"] != 7 {
+			t.Errorf("%+v", s)
+		}
+	})
+	t.Run("store", func(t *testing.T) {
+		_, x, o, alone := startShared(t, 3)
+		x.start(o)
+		testkit.Eventually(t, "the proxy sees the server", func() bool { return x.proxy.Stats().Store == 1 })
+		play(x, alone, func(i int) string { return talk(i, 3) })
+		if s := x.proxy.Stats(); s.Spared["store"] < 3 || s.Spared["store"]+s.Spared["decode"] != 7 { // D's own prefix cache has some
+			t.Errorf("%+v", s)
+		}
+	})
+}
