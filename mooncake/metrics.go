@@ -16,16 +16,23 @@ type Metrics struct {
 	failedPushes, failedRecvs, expiredKV atomic.Uint64
 }
 
+// Upper bounds of vLLM 0.33's histograms.
+var (
+	pushTimes       = []int64{5e6, 10e6, 25e6, 50e6, 75e6, 100e6, 200e6, 300e6, 500e6, 750e6, 1e9, 5e9} // ns
+	pushDescriptors = []int64{10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000}
+)
+
+// pushBytes are the powers of 4 from 2 KiB to 8 GiB.
+func pushBytes() (bounds []int64) {
+	for bound := int64(2 << 10); bound <= 8<<30; bound *= 4 {
+		bounds = append(bounds, bound)
+	}
+	return bounds
+}
+
 // NewMetrics returns metrics at zero.
 func NewMetrics() *Metrics {
-	powers := func(bound int64) (bounds []int64) {
-		for range 10 {
-			bounds = append(bounds, bound)
-			bound *= 4
-		}
-		return bounds
-	}
-	return &Metrics{times: histogram.Times(), bytes: histogram.New(1, powers(64<<10)...), descriptors: histogram.New(1, powers(1)...)}
+	return &Metrics{times: histogram.New(1e-9, pushTimes...), bytes: histogram.New(1, pushBytes()...), descriptors: histogram.New(1, pushDescriptors...)}
 }
 
 // MetricsStats are the figures of Metrics, under vLLM's names, so that dashboards keep
@@ -34,9 +41,9 @@ type MetricsStats struct {
 	PushTimes       histogram.Counts `histogram:"vllm:mooncake_xfer_time_seconds" help:"Time of one push of KV blocks."`
 	PushBytes       histogram.Counts `histogram:"vllm:mooncake_bytes_transferred" help:"Bytes of one push of KV blocks."`
 	PushDescriptors histogram.Counts `histogram:"vllm:mooncake_num_descriptors" help:"Descriptors of one push of KV blocks."`
-	FailedPushes    uint64           `counter:"vllm:mooncake_num_failed_transfers" help:"Pushes that the transfer engine failed."`
-	FailedRecvs     uint64           `counter:"vllm:mooncake_num_failed_recvs" help:"Requests whose KV did not arrive; D computes them."`
-	ExpiredKV       uint64           `counter:"vllm:mooncake_num_kv_expired_reqs" help:"Requests whose KV no D pulled in time."`
+	FailedPushes    uint64           `counter:"vllm:mooncake_num_failed_transfers_total" help:"Pushes that the transfer engine failed."`
+	FailedRecvs     uint64           `counter:"vllm:mooncake_num_failed_recvs_total" help:"Requests whose KV did not arrive; D computes them."`
+	ExpiredKV       uint64           `counter:"vllm:mooncake_num_kv_expired_reqs_total" help:"Requests whose KV no D pulled in time."`
 }
 
 // Stats returns the figures.

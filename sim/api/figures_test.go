@@ -32,7 +32,7 @@ func TestConnectorFigures(t *testing.T) {
 	}
 	for _, want := range []string{
 		`kvasir_mooncake_scheduler_receiving{connector="0",engine="0",model_name="m"} 0`, `kvasir_mooncake_scheduler_receiving{connector="1",`,
-		`vllm:mooncake_num_failed_recvs{connector="1",`,
+		`vllm:mooncake_num_failed_recvs_total{connector="1",`,
 	} {
 		if !strings.Contains(string(text), want) {
 			t.Errorf("no %s", want)

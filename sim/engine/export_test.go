@@ -39,3 +39,16 @@ type StoreStats struct {
 	storeStats
 	connector.WorkerStats
 }
+
+// HoldLoads takes the place of the loads of each rank of an engine's MooncakeStoreConnector, until release.
+func (e *Engine) HoldLoads() (release func()) {
+	k := e.conns[0].(*storeConn)
+	for _, place := range k.loads {
+		place <- struct{}{}
+	}
+	return func() {
+		for _, place := range k.loads {
+			<-place
+		}
+	}
+}

@@ -33,6 +33,7 @@ type storeConn struct {
 	master  *store.Master
 	te      *transfer.Client
 	n       storeCounters
+	loads   []chan struct{} // by rank; as many places as loads go on at a time
 
 	ctx   context.Context
 	stop  context.CancelFunc
@@ -86,7 +87,7 @@ const (
 	maxSaves = 256 << 20
 )
 
-type storeCounters struct{ lookups, asked, batches, hitTokens, errors, skipped atomic.Int64 }
+type storeCounters struct{ lookups, asked, batches, hitTokens, errors, skipped, queued atomic.Int64 }
 
 // storeStats are the figures of the scheduler's side.
 type storeStats struct {
@@ -96,6 +97,7 @@ type storeStats struct {
 	HitTokens int64 `counter:"kvasir_store_connector_hit_tokens_total" help:"Tokens of the longest prefixes that every group can load."`
 	Errors    int64 `counter:"kvasir_store_connector_lookup_errors_total" help:"Lookups that the store did not answer whole: the hit is what was known by then."`
 	Skipped   int64 `counter:"kvasir_store_connector_skipped_total" help:"Blocks that were not stored because too much waited."`
+	Queued    int64 `gauge:"kvasir_store_connector_loads_waiting" help:"Loads of a rank that wait for others to end. For long above 0: raise VLLM_MOONCAKE_LOAD_RECV_THREADS."`
 	Waiting   int64 `gauge:"kvasir_store_connector_waiting_bytes" help:"Bytes that wait to be stored."`
 }
 
@@ -140,6 +142,10 @@ func newStore(e *Engine, c *kvconfig.Config) (_ *storeConn, err error) {
 	client := store.NewClient(k.master, k.te, store.ClientOptions{Put: store.PutOptions{Segment: o.Segment}})
 	for rank := range g.TPSize {
 		k.workers = append(k.workers, connector.NewWorker(k.sched, rank, client, k.master))
+		k.loads = append(k.loads, make(chan struct{}, o.Loads))
+	}
+	if len(o.Moot) > 0 {
+		e.log.Info("these variables change nothing: the engine lends the store no memory and no disk", "variables", o.Moot)
 	}
 	k.going.Go(k.save)
 	return k, nil
@@ -229,7 +235,7 @@ func (k *storeConn) allocated(q *request, external int) {
 			parts[rank] = append(parts[rank], k.memory(rank, tables[b.Group][b.Index]))
 		}
 	}
-	ctx, cancel := context.WithTimeout(k.ctx, loadTimeout)
+	ctx, cancel := context.WithCancel(k.ctx)
 	r.cancel = cancel
 	id, prompt := q.r.ID, r.prompt
 	failed := err
@@ -238,8 +244,8 @@ func (k *storeConn) allocated(q *request, external int) {
 		defer cancel()
 		var wg sync.WaitGroup
 		errs := make([]error, len(k.workers))
-		for rank, w := range k.workers {
-			wg.Go(func() { errs[rank] = errors.Join(w.Load(ctx, &prompt, blocks, parts[rank])...) })
+		for rank := range k.workers {
+			wg.Go(func() { errs[rank] = k.load(ctx, rank, &prompt, blocks, parts[rank]) })
 		}
 		wg.Wait()
 		failed = errors.Join(append(errs, failed)...)
@@ -253,6 +259,22 @@ func (k *storeConn) allocated(q *request, external int) {
 			}
 		}
 	})
+}
+
+// load reads blocks of one rank, once it is its turn.
+func (k *storeConn) load(ctx context.Context, rank int, prompt *connector.Prompt, blocks []connector.Block, parts [][][]byte) error {
+	k.n.queued.Add(1)
+	select {
+	case k.loads[rank] <- struct{}{}:
+		k.n.queued.Add(-1)
+	case <-ctx.Done():
+		k.n.queued.Add(-1)
+		return ctx.Err()
+	}
+	defer func() { <-k.loads[rank] }()
+	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
+	defer cancel()
+	return errors.Join(k.workers[rank].Load(ctx, prompt, blocks, parts)...)
 }
 
 // memory returns the pieces of a block of one rank: a layer's after another's.
@@ -372,12 +394,13 @@ func (k *storeConn) stats() storeStats {
 	n := &k.n
 	return storeStats{
 		Lookups: n.lookups.Load(), Keys: n.asked.Load(), Batches: n.batches.Load(), HitTokens: n.hitTokens.Load(), Errors: n.errors.Load(),
-		Skipped: n.skipped.Load(), Waiting: k.waiting.Load(),
+		Skipped: n.skipped.Load(), Queued: n.queued.Load(), Waiting: k.waiting.Load(),
 	}
 }
 
 func (k *storeConn) collect(reg *metrics.Registry, labels map[string]string) {
 	metrics.AddWith(reg, labels, k.stats)
+	metrics.AddWith(reg, labels, k.sched.Stats)
 	for rank, w := range k.workers {
 		metrics.AddWith(reg, with(labels, "tp_rank", rank), w.Stats)
 	}

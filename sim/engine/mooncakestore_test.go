@@ -227,3 +227,46 @@ func TestProducersLookUp(t *testing.T) {
 		t.Errorf("%v, want %v; %d tokens loaded", got, want, b.Stats().LoadedTokens)
 	}
 }
+
+// A rank loads for as many requests at a time as VLLM_MOONCAKE_LOAD_RECV_THREADS says, one by default. A request that ends while
+// its load waits ends at once.
+func TestStoreLoadsInTurn(t *testing.T) {
+	c := newStoreCluster(t, 1)
+	o := engine.Options{KV: geometry(1), MaxModel: 512}
+	a, b := open(t, o, storeConfig("kv_both"), c.env), open(t, o, storeConfig("kv_both"), c.env)
+	r := engine.Request{ID: "r", Tokens: prompt(200, 1), MaxTokens: 3}
+	want, _ := ask(t, a, r)
+	stored(t, a)
+
+	release := b.HoldLoads()
+	waits, err := b.Submit(t.Context(), r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	r.ID = "leaves"
+	leaves, err := b.Submit(ctx, r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "both loads wait", func() bool { return b.StoreStats().Queued == 2 })
+	for i := range 5 { // the engine goes on
+		ask(t, b, engine.Request{ID: fmt.Sprint("short", i), Tokens: prompt(10, 7), MaxTokens: 2})
+	}
+	cancel()
+	if _, _, err := leaves.Wait(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if n := b.StoreStats().Loaded; n != 0 {
+		t.Errorf("%d blocks were loaded out of turn", n)
+	}
+	testkit.Eventually(t, "one load waits", func() bool { return b.StoreStats().Queued == 1 })
+	release()
+	if got, end, err := waits.Wait(t.Context()); err != nil || end.Err != nil || !slices.Equal(got, want) {
+		t.Errorf("%v, %+v, %v", got, end, err)
+	}
+	idle(t, b)
+	if s := b.Stats(); s.LoadedTokens != 192 {
+		t.Errorf("%+v", s)
+	}
+}

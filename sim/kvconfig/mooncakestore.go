@@ -3,6 +3,7 @@
 package kvconfig
 
 import (
+	"encoding/json"
 	"os"
 	"slices"
 	"strings"
@@ -16,9 +17,13 @@ type MooncakeStore struct {
 	Masters    []string // host:port; of several one leads
 	Tenant     string   // empty: the default one
 	Prefix     string   // cache_prefix of all keys
-	Segment    string   // preferred_segment for what is put
+	Segment    string   // preferred_segment for what is put, else MOONCAKE_PREFERRED_SEGMENT
+	Loads      int      // VLLM_MOONCAKE_LOAD_RECV_THREADS: loads at a time of one rank; default 1
 	Lookup     bool     // enable_lookup; default true
 	SaveDecode bool     // save_decode_cache: blocks with generated tokens are stored too
+
+	// Moot are the variables of the environment that are set, that vLLM reads and that change nothing here.
+	Moot []string
 }
 
 // Keys of MooncakeStoreConnector of 0.23 to 0.33 that are served, those that change nothing here, and those that
@@ -27,6 +32,9 @@ var (
 	storeKeys  = []string{"enable_lookup", "save_decode_cache", "cache_prefix", "preferred_segment"}
 	storeMoot  = []string{"load_async", "lookup_async", "lookup_rpc_port", "enable_group_semantics", "custom_mem_pool"}
 	storeOther = []string{"store_tp_size", "prefill_tp_sizes", "enable_store_tp_lcm", "enable_cross_layers_blocks"}
+
+	// Variables for memory and disks that an engine here does not lend to the store.
+	storeMootEnv = []string{"MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "VLLM_MOONCAKE_STORE_TIER_LOG", "VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO"}
 
 	// Keys of the file that MOONCAKE_CONFIG_PATH names.
 	storeFileKeys = []string{
@@ -58,12 +66,36 @@ func (c *Config) MooncakeStore(getenv func(string) (string, bool)) (*MooncakeSto
 		p.add("load_async false is not supported: loads go beside the engine's steps")
 	}
 	p.text(c.extra, "", "cache_prefix", &m.Prefix)
-	p.text(c.extra, "", "preferred_segment", &m.Segment)
+	p.segment(c.extra, getenv, m)
+	loads := p.env(getenv, "VLLM_MOONCAKE_LOAD_RECV_THREADS", 1, 1, 1024)
+	if m.Loads = int(loads); loads != float64(m.Loads) {
+		p.add("VLLM_MOONCAKE_LOAD_RECV_THREADS=%g: a whole number is wanted", loads)
+	}
+	for _, name := range storeMootEnv {
+		if v, _ := getenv(name); v != "" {
+			m.Moot = append(m.Moot, name)
+		}
+	}
 	p.storeFile(getenv, m)
 	if err := p.err(MooncakeStoreConnector); err != nil {
 		return nil, err
 	}
 	return m, nil
+}
+
+// segment reads the preferred segment: the key wins over the environment, and is not blank.
+func (p *problems) segment(extra map[string]json.RawMessage, getenv func(string) (string, bool), m *MooncakeStore) {
+	const key = "preferred_segment"
+	p.text(extra, "", key, &m.Segment)
+	m.Segment = strings.TrimSpace(m.Segment)
+	if raw, set := extra[key]; set && string(raw) != "null" {
+		if m.Segment == "" {
+			p.add("%s must be a text that is not empty", key)
+		}
+		return
+	}
+	v, _ := getenv("MOONCAKE_PREFERRED_SEGMENT")
+	m.Segment = strings.TrimSpace(v)
 }
 
 // storeFile reads where the cluster is.

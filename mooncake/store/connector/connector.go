@@ -15,6 +15,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
@@ -59,11 +60,12 @@ func (p *Prompt) Units() int { return len(p.Digests) / max(p.Size, 1) }
 // Block is a block of a group, by its place in the prompt.
 type Block struct{ Group, Index int }
 
-// Scheduler decides what is loaded and stored. It is immutable.
+// Scheduler decides what is loaded and stored. It changes nothing but its counters.
 type Scheduler struct {
 	o        Options
 	c        *coordinator.Coordinator
 	prefixes [][]string // by group and rank
+	ops      operations // of s and its Workers
 }
 
 // NewScheduler checks the layout.
@@ -76,7 +78,7 @@ func NewScheduler(o Options) (*Scheduler, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Scheduler{o: o, c: c, prefixes: make([][]string, c.Groups())}
+	s := &Scheduler{o: o, c: c, prefixes: make([][]string, c.Groups()), ops: newOperations()}
 	for g := range s.prefixes {
 		for rank := range o.Ranks {
 			s.prefixes[g] = append(s.prefixes[g], KeyPrefix(o.Prefix, o.Model, rank, g))
@@ -163,7 +165,9 @@ func (q *querier) Exists(probes []coordinator.Probe, present []bool) error {
 			q.keys = append(q.keys, prefix+text)
 		}
 	}
+	began := time.Now()
 	found, err := q.d.Replicas(q.ctx, q.keys)
+	q.s.ops.asked(lookupExists, began, len(q.keys), err)
 	if err != nil {
 		return err
 	}

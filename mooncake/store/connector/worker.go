@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"sync/atomic"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/mooncake/store"
 )
@@ -51,7 +52,13 @@ func (w *Worker) Stats() WorkerStats {
 // of its bytes are there. Nothing is written to the memory after Load has returned.
 func (w *Worker) Load(ctx context.Context, p *Prompt, blocks []Block, parts [][][]byte) (errs []error) {
 	objects, errs := w.objects(p, blocks, parts)
-	for i, err := range w.client.Get(ctx, objects) {
+	if len(blocks) == 0 {
+		return errs
+	}
+	began := time.Now()
+	got := w.client.Get(ctx, objects)
+	w.s.ops.moved(loadGet, began, got, bytes(objects))
+	for i, err := range got {
 		if errs[i] == nil {
 			errs[i] = err
 		}
@@ -69,11 +76,16 @@ func (w *Worker) Load(ctx context.Context, p *Prompt, blocks []Block, parts [][]
 // store.NotReady where a block exists and cannot be read now.
 func (w *Worker) Save(ctx context.Context, p *Prompt, blocks []Block, parts [][][]byte) (errs []error) {
 	objects, errs := w.objects(p, blocks, parts)
+	if len(blocks) == 0 {
+		return errs
+	}
 	keys := make([]string, len(objects))
 	for i := range objects {
 		keys[i] = objects[i].Key
 	}
+	began := time.Now()
 	found, err := w.dir.Replicas(ctx, keys)
+	w.s.ops.asked(saveExists, began, len(keys), err)
 	if err != nil {
 		w.saveErrors.Add(int64(len(blocks)))
 		for i := range errs {
@@ -93,7 +105,13 @@ func (w *Worker) Save(ctx context.Context, p *Prompt, blocks []Block, parts [][]
 			missing, of = append(missing, objects[i]), append(of, i)
 		}
 	}
-	for n, err := range w.client.Put(ctx, missing) {
+	if len(missing) == 0 {
+		return errs
+	}
+	began = time.Now()
+	put := w.client.Put(ctx, missing)
+	w.s.ops.moved(savePut, began, put, bytes(missing))
+	for n, err := range put {
 		errs[of[n]] = err
 		switch {
 		case errors.Is(err, store.NotReady):
@@ -107,6 +125,14 @@ func (w *Worker) Save(ctx context.Context, p *Prompt, blocks []Block, parts [][]
 		w.savedBytes.Add(int64(missing[n].Bytes()))
 	}
 	return errs
+}
+
+// bytes returns how long objects are in all.
+func bytes(objects []store.Object) (n uint64) {
+	for i := range objects {
+		n += uint64(objects[i].Bytes())
+	}
+	return n
 }
 
 // objects names blocks. A block without a digest is an error.
