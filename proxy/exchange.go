@@ -3,7 +3,6 @@
 package proxy
 
 import (
-	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -11,8 +10,6 @@ import (
 	"fmt"
 	"net"
 	"net/http"
-	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -406,63 +403,6 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, who r
 // maxPrefilled bounds P's answer, bytes: NIXL's lists the blocks of the prompt.
 const maxPrefilled = 8 << 20
 
-// legFields returns the fields of a leg: those of all legs, the engine's key and its rank.
-func (e *exchange) legFields(b *backend, who rank) []byte {
-	fields := e.fields[:len(e.fields):len(e.fields)]
-	if b.found && !e.p.o.EngineKeyToFound {
-		fields = withoutCredentials(fields)
-	}
-	if key := e.p.keyFor(b); key != "" {
-		fields = append(append(append(fields, "Authorization: Bearer "...), key...), "\r\n"...)
-	}
-	return e.rankFields(fields, b, who)
-}
-
-// withoutCredentials returns fields without the clients' secrets.
-func withoutCredentials(fields []byte) []byte {
-	out := make([]byte, 0, len(fields))
-	for line := range bytes.Lines(fields) {
-		if name, _, _ := bytes.Cut(line, []byte(":")); !credentials[string(name)] {
-			out = append(out, line...)
-		}
-	}
-	return out
-}
-
-// keyFor returns the API key that an engine gets; "": none. Whoever may register with a registry must not learn it.
-func (p *Proxy) keyFor(b *backend) string {
-	if b.found && !p.o.EngineKeyToFound {
-		return ""
-	}
-	return p.o.EngineKey
-}
-
-// rankFields appends the field that names the data-parallel rank of a leg. Where the proxy does not choose one, a client's
-// choice passes to an engine that does the whole request; not that of a client with an API key.
-func (e *exchange) rankFields(fields []byte, b *backend, who rank) []byte {
-	value := ""
-	if dp, ok := e.rankOf(b, who); ok {
-		value = strconv.Itoa(dp)
-	} else if b.role == both && e.p.o.Keys == nil {
-		value = e.r.Header.Get("X-Data-Parallel-Rank")
-	}
-	if value == "" {
-		return fields
-	}
-	return append(append(append(fields, "X-Data-Parallel-Rank: "...), value...), "\r\n"...)
-}
-
-// rankOf returns the data-parallel rank for a request to an engine; ok is false if the engine chooses.
-func (e *exchange) rankOf(b *backend, who rank) (dp int, ok bool) {
-	switch {
-	case b.registry != nil:
-		return who.dp, b.many()
-	case e.p.o.DPSize > 1:
-		return int(b.rankTurn.Add(1) % uint64(e.p.o.DPSize)), true
-	}
-	return 0, false
-}
-
 // remoteDecode returns P's parameters in the dialects without a registry.
 func remoteDecode(d Dialect) *wire.KVTransferParams {
 	params := wire.RemoteDecode("")
@@ -545,64 +485,4 @@ func (e *exchange) say(a *refusedByP) (outcome string) {
 	e.head(a.fields, a.status, len(a.text))
 	_, _ = e.w.Write(a.text) // the client has gone
 	return "bad_request"
-}
-
-// hop are fields of a connection, which end here.
-var hop = map[string]bool{
-	"Connection": true, "Keep-Alive": true, "Proxy-Connection": true, "Transfer-Encoding": true, "Te": true, "Trailer": true, "Upgrade": true,
-	"Content-Length": true, "Accept-Encoding": true, "Proxy-Authenticate": true, "Proxy-Authorization": true, "Expect": true,
-	"Host":   true,                                                                                // HTTP/2 clients can send it as a field
-	"Origin": true, "Access-Control-Request-Method": true, "Access-Control-Request-Headers": true, // the proxy decides on pages of browsers
-}
-
-// own are fields by which the proxy directs engines. A client's never pass beside the proxy's: engines read the
-// first one. X-Data-Parallel-Rank passes to an engine that computes and answers alone; see rankFields.
-var own = map[string]bool{
-	"X-Request-Id": true, "X-Data-Parallel-Rank": true,
-	"X-Prefiller-Host-Port": true, "X-Encoder-Hosts-Ports": true, // of a llm-d sidecar: where it gets KV from
-}
-
-// credentials are fields in which clients send secrets. They end here if the proxy has keys, or engines have one of their own. Engines that
-// registered themselves never get them, unless the operator says so: clients may send the engines' own key.
-var credentials = map[string]bool{"Authorization": true, "X-Api-Key": true, "Api-Key": true, "Cookie": true}
-
-// passed are the fields of clients with API keys that reach engines; Options.PassHeaders adds others.
-var passed = map[string]bool{
-	"Accept": true, "Accept-Language": true, "Content-Type": true, "Content-Encoding": true, "User-Agent": true, "Traceparent": true, "Tracestate": true,
-	"Baggage": true, "X-Session-Id": true, "Anthropic-Version": true, "Anthropic-Beta": true,
-}
-
-// engineFields returns a client's fields as engines get them.
-func (e *exchange) engineFields() []byte {
-	h, key := e.r.Header, e.p.o.EngineKey
-	b := make([]byte, 0, 512)
-	named := h["Connection"] // fields that the connection names end here too
-	for k, values := range h {
-		switch {
-		case e.p.o.Keys != nil && !passed[k] && !e.p.passes[k]:
-			continue
-		case hop[k], own[k], credentials[k] && (key != "" || e.p.o.Keys != nil), k == "Traceparent" && e.p.o.Spans != nil:
-			continue
-		case named != nil && connectionNames(named, k):
-			continue
-		}
-		for _, v := range values {
-			b = append(append(append(append(b, k...), ": "...), v...), "\r\n"...)
-		}
-	}
-	if h["Content-Type"] == nil {
-		b = append(b, "Content-Type: application/json\r\n"...)
-	}
-	return b
-}
-
-func connectionNames(values []string, name string) bool {
-	for _, v := range values {
-		for token := range strings.SplitSeq(v, ",") {
-			if strings.EqualFold(strings.TrimSpace(token), name) {
-				return true
-			}
-		}
-	}
-	return false
 }

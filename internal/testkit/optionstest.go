@@ -21,6 +21,9 @@ func CheckNumbers[T interface{ Validate() error }](t *testing.T) {
 	numbers := 0
 	for i := range reflect.TypeFor[T]().NumField() {
 		field := reflect.TypeFor[T]().Field(i)
+		if !field.IsExported() {
+			continue
+		}
 		var one T
 		for _, o := range []*T{&one, &all} {
 			switch v := reflect.ValueOf(o).Elem().Field(i); v.Kind() {
