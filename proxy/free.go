@@ -3,6 +3,7 @@
 package proxy
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -85,7 +86,7 @@ func (e *exchange) abandon(done <-chan struct{}, abort func(), computed func() b
 
 // freeing returns what frees the transfer that params name.
 //
-// The first release of MooncakeConnector pairs by request ids, which differ by API: there a chat is asked for again, with nothing but
+// The first release of MooncakeConnector pairs by request ids, which differ by API: there the same API is asked again, with nothing but
 // what its prompt is made of.
 //
 // The model is P's base model where P lists one: D may have refused an adapter.
@@ -96,33 +97,45 @@ func (e *exchange) freeing(p *backend, params []byte) freeing {
 			f.model = (*list)[i].id
 		}
 	}
-	fields := map[string]json.RawMessage{"prompt": json.RawMessage("[1]")}
-	if e.p.o.Dialect == Mooncake013 && e.r.URL.Path != f.path && e.q != nil {
-		f.path = e.r.URL.Path
-		delete(fields, "prompt")
-		e.q.Each(func(name string, value []byte) {
-			if ofPrompt[name] {
-				fields[name] = append([]byte(nil), value...)
-			}
-		})
-	}
+	fields := make(map[string]json.RawMessage)
 	put := func(name string, value any) {
 		fields[name], _ = json.Marshal(value) // plain values
+	}
+	if e.p.o.Dialect == Mooncake013 && e.q != nil {
+		f.path = e.r.URL.Path
+	}
+	switch f.path {
+	case "/v1/completions":
+		put("prompt", []int{1})
+		put("max_tokens", 1)
+	case "/inference/v1/generate":
+		put("token_ids", []int{1})
+		put("sampling_params", map[string]int{"max_tokens": 1})
+	default:
+		e.q.Each(func(name string, value []byte) {
+			if ofPrompt[name] {
+				fields[name] = bytes.Clone(value)
+			}
+		})
+		if put("max_tokens", 1); f.path == "/v1/responses" {
+			delete(fields, "max_tokens")
+			put("max_output_tokens", 1)
+			put("store", false)
+		}
 	}
 	if f.model != "" {
 		put("model", f.model)
 	}
-	put("max_tokens", 1)
 	put("cache_salt", newID()) // what D pulls is not the KV of its prompt: no other request may find it
 	fields["kv_transfer_params"] = params
 	f.body, _ = json.Marshal(fields) // valid JSON
 	return f
 }
 
-// ofPrompt are the keys of a chat that its prompt is made of.
+// ofPrompt are the keys of chats, responses and messages that their prompts are made of.
 var ofPrompt = map[string]bool{
 	"messages": true, "tools": true, "documents": true, "chat_template": true, "chat_template_kwargs": true, "add_generation_prompt": true,
-	"continue_final_message": true, "add_special_tokens": true, "mm_processor_kwargs": true,
+	"continue_final_message": true, "add_special_tokens": true, "mm_processor_kwargs": true, "input": true, "instructions": true, "system": true,
 }
 
 // free asks a decode engine to take KV from P that no request wants any more. Not more than maxFrees are asked at a time.

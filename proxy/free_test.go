@@ -29,11 +29,21 @@ func TestPIsFreedWhenDRefuses(t *testing.T) {
 		var wg sync.WaitGroup
 		for i := range requests {
 			wg.Go(func() {
-				path, prompt := "/v1/completions", `"prompt":"`+strings.Repeat(fmt.Sprint("word", i, " "), 60)+`"`
-				if i%2 == 0 {
-					path, prompt = "/v1/chat/completions", `"messages":[{"role":"user","content":"`+strings.Repeat(fmt.Sprint("word", i, " "), 60)+`"}]`
+				words := strings.Repeat(fmt.Sprint("word", i, " "), 60)
+				chat := `"max_tokens":5000,"messages":[{"role":"user","content":"` + words + `"}]`
+				path, prompt := "/v1/completions", `"max_tokens":5000,"prompt":"`+words+`"`
+				switch i % 5 {
+				case 0:
+					path, prompt = "/v1/chat/completions", chat
+				case 1:
+					path, prompt = "/v1/messages", `"system":"be kind",`+chat
+				case 2:
+					path, prompt = "/v1/responses", `"instructions":"be kind","max_output_tokens":5000,"input":"`+words+`"`
+				case 3:
+					path, prompt = "/inference/v1/generate", fmt.Sprintf(`"sampling_params":{"max_tokens":5000},"token_ids":[%d%s]`, i, strings.Repeat(",7", 60))
 				}
-				r, err := http.Post(x.url+path, "application/json", strings.NewReader(fmt.Sprintf(`{%s,"max_tokens":5000,"stream":%v}`, prompt, i%3 == 0)))
+				stream := fmt.Sprint(path != "/inference/v1/generate" && i%3 == 0)
+				r, err := http.Post(x.url+path, "application/json", strings.NewReader("{"+prompt+`,"stream":`+stream+"}"))
 				if err != nil {
 					t.Error(err)
 					return

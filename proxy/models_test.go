@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -113,6 +114,33 @@ func TestPGetsWhatThePromptNeeds(t *testing.T) {
 	f("/v1/responses", `{"input":"a","max_output_tokens":9,"store":true,"text":{},"tool_choice":{"type":"function"},"stream":true}`, "map[input:a max_output_tokens:1 store:false stream:false tool_choice:auto]")
 	f("/v1/messages", `{"messages":[],"max_tokens":9,"tool_choice":{"type":"any"},"stream":true}`, "map[max_tokens:1 messages:[] stream:false]")
 	f("/inference/v1/generate", `{"token_ids":[1],"sampling_params":{"max_tokens":9,"min_tokens":2,"logprobs":3,"n":1,"temperature":1}}`, "map[sampling_params:map[max_tokens:1 temperature:1] token_ids:[1]]")
+}
+
+// P's part is JSON wherever in the body the keys are that it does not get: alone, side by side, at the beginning, at the end.
+func TestPGetsJSON(t *testing.T) {
+	x := deploy(t, 1, 0)
+	alone := serve(t, "", "", 0)
+	defer alone.stop(t)
+	keys := []string{`"logprobs":1`, `"echo":true`, `"return_token_ids":true`, `"max_tokens":3`, `"min_tokens":1`, `"stream":true`, `"stream_options":{"include_usage":true}`}
+	f := func(path, prompt string, keys ...string) {
+		t.Helper()
+		for turn := range keys {
+			for _, at := range []int{0, len(keys) / 2, len(keys)} {
+				fields := slices.Insert(slices.Concat(keys[turn:], keys[:turn]), at, prompt)
+				request := "{" + strings.Join(fields, ",") + "}"
+				_, want, _ := hear(t, alone.web.URL+path, request)
+				status, got, err := hear(t, x.url+path, request)
+				if status != 200 || err != nil || essence(t, path, got) != essence(t, path, want) {
+					t.Errorf("%s: %d %s, %v\nwant %s", request, status, got, err, want)
+				}
+			}
+		}
+	}
+	f("/v1/completions", `"prompt":"tell me more"`, keys...)
+	f("/v1/completions", `"prompt":["tell me more","or less"]`, keys...)
+	f("/v1/chat/completions", `"messages":[{"role":"user","content":"tell me more"}]`, `"logprobs":true`, `"top_logprobs":2`, `"max_completion_tokens":4`)
+	f("/v1/messages", `"messages":[{"role":"user","content":"tell me more"}]`, `"max_tokens":4`, `"stream":true`)
+	x.idle()
 }
 
 // With keys, fields of clients reach engines by a list, which the operator adds to. Credentials never do.

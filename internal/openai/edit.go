@@ -38,11 +38,18 @@ func (r *Request) Apply(edits ...Edit) (pieces [][]byte, length int) {
 		}
 	}
 	done := make([]bool, len(edits))
-	kept := 0
+	var most [32]int
+	which := most[:0]   // edit of each field; -1: none
+	kept, last := 0, -1 // last of the fields that stay
 	for i := range r.fields {
-		f := &r.fields[i]
-		name, _ := r.Text(f.name)
+		name, _ := r.Text(r.fields[i].name)
 		e := slices.IndexFunc(edits, func(e Edit) bool { return e.Key == name })
+		if which = append(which, e); e < 0 || edits[e].Value != nil {
+			last = i
+		}
+	}
+	for i, e := range which {
+		f := &r.fields[i]
 		switch {
 		case e < 0:
 			kept++
@@ -54,12 +61,12 @@ func (r *Request) Apply(edits ...Edit) (pieces [][]byte, length int) {
 			kept++
 		default:
 			done[e] = true
-			begin, end := f.begin, f.end
-			if i == len(r.fields)-1 && kept == 0 {
-				begin = f.name.From // every key before it is gone, with its comma
+			begin := f.name.From
+			if last >= 0 && i > last { // with the comma behind the last that stays
+				begin = r.fields[last].value.To
 			}
 			put(r.Body[at:max(at, begin)])
-			at = max(at, end)
+			at = max(at, f.end)
 		}
 	}
 	brace := bytes.LastIndexByte(r.Body, '}')

@@ -62,9 +62,9 @@ type Request struct {
 
 // field is one key of the object.
 type field struct {
-	name       Range // with its quotes
-	value      Range
-	begin, end int // what is cut when the key goes: with the comma behind it, or before it
+	name  Range // with its quotes
+	value Range
+	end   int // of what is cut when the key goes: behind the comma behind it, if there is one
 }
 
 // Limits of a body.
@@ -135,13 +135,12 @@ func (s *scanner) members(r *Request) error {
 	if s.take('}') {
 		return nil
 	}
-	comma := -1 // before the member
 	for {
 		if len(r.fields) == maxFields {
 			return s.fail("too many keys")
 		}
 		s.space()
-		f := field{begin: s.at}
+		var f field
 		f.name.From = s.at
 		if err := s.text(); err != nil {
 			return err
@@ -161,13 +160,10 @@ func (s *scanner) members(r *Request) error {
 		more := s.take(',')
 		if more {
 			f.end = s.at
-		} else if comma >= 0 {
-			f.begin = comma
 		}
 		r.fields = append(r.fields, f)
 		r.note(f)
 		if more {
-			comma = s.at - 1
 			continue
 		}
 		if !s.take('}') {

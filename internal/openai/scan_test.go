@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"reflect"
 	"strings"
@@ -111,6 +112,39 @@ func TestApply(t *testing.T) {
 	f(`{"max_tokens":5,"a":2,"max_tokens":6}`, `{"max_tokens":1,"a":2,"max_tokens":1}`, one)
 	f(`{"max\u005ftokens":5}`, `{"max\u005ftokens":1}`, one)
 	f(`{"a":1}`, `{"a":1}`, gone)
+	b := openai.Edit{Key: "b"}
+	f(`{"a":1,"stream_options":{},"b":2}`, `{"a":1}`, gone, b)
+	f(`{"a":1,"stream_options":{},"b":2}`, `{"a":1,"max_tokens":1}`, gone, b, one)
+	f(`{"a":1 , "b":2 , "stream_options":{} , "b":3 }`, `{"a":1 }`, gone, b)
+	f(`{"max_tokens":20,"b":1,"stream_options":{}}`, `{"max_tokens":1}`, gone, b, one)
+	f(`{"b":1,"stream_options":{}}`, `{"max_tokens":1}`, gone, b, one)
+	f(`{"b":1,"a":1,"b":2,"stream_options":{}}`, `{"a":1}`, gone, b)
+}
+
+// Whatever keys go, change or come, and in whatever order a body has them, the rest is JSON with the same meaning.
+func TestApplyToEveryOrder(t *testing.T) {
+	edits := []openai.Edit{{Key: "x"}, {Key: "y"}, {Key: "z", Value: []byte("7")}, {Key: "new", Value: []byte(`"v"`)}}
+	names := []string{"x", "y", "z", "a"}
+	for _, n := range []int{1, 2, 3, 4, 5} {
+		for code := range int(math.Pow(float64(len(names)), float64(n))) {
+			var fields []string
+			for i, c := 0, code; i < n; i, c = i+1, c/len(names) {
+				fields = append(fields, fmt.Sprintf("%q:%d", names[c%len(names)], i))
+			}
+			for _, comma := range []string{",", " , "} {
+				for used := range len(edits) + 1 {
+					body := "{" + strings.Join(fields, comma) + "}"
+					pieces, length := scan(t, body).Apply(edits[:used]...)
+					got := bytes.Join(pieces, nil)
+					want, err := same([]byte(body), edits[:used])
+					have, err2 := same(got, nil)
+					if err != nil || err2 != nil || len(got) != length || !reflect.DeepEqual(have, want) {
+						t.Fatalf("%s, %d edits: %s, %v", body, used, got, err2)
+					}
+				}
+			}
+		}
+	}
 }
 
 // same applies edits to decoded JSON.
