@@ -60,6 +60,9 @@ type Options struct {
 	// Retention thins what a MooncakeStoreConnector keeps of windows: one tail per this number of tokens, and
 	// the prompt's; 0: the prompt's alone; nil: all.
 	Retention *int
+	// Unnegotiated has an LMCacheMPConnector speak as lmcache 0.5.6 does, also to a server of a later
+	// release: it takes the server's chunk size as it is.
+	Unnegotiated bool
 	// ShmDir is where cache servers on this host have their pools; default shm.Dir.
 	ShmDir string
 

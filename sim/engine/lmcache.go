@@ -125,14 +125,14 @@ func (k *lmcacheConn) dial(ctx context.Context, servers []string) (chunk int, er
 			return 0, err
 		}
 		k.clients = append(k.clients, client)
-		n, err := client.Negotiate(ctx, k.e.o.KV.BlockTokens)
+		n, err := k.chunkTokens(ctx, client)
 		for said := false; errors.Is(err, lmcache.ErrDisconnected) && ctx.Err() == nil; said = true {
 			if !said {
 				k.e.log.Info("waiting for the cache server", "server", url, "at_most", startTimeout)
 			}
 			select {
 			case <-time.After(100 * time.Millisecond):
-				n, err = client.Negotiate(ctx, k.e.o.KV.BlockTokens)
+				n, err = k.chunkTokens(ctx, client)
 			case <-ctx.Done():
 			}
 		}
@@ -145,6 +145,14 @@ func (k *lmcacheConn) dial(ctx context.Context, servers []string) (chunk int, er
 		chunk = n
 	}
 	return chunk, nil
+}
+
+// chunkTokens asks a server for the size of its chunks, a multiple of the engine's blocks.
+func (k *lmcacheConn) chunkTokens(ctx context.Context, client *lmcache.Client) (int, error) {
+	if k.e.o.Unnegotiated {
+		return client.ChunkTokens(ctx)
+	}
+	return client.Negotiate(ctx, k.e.o.KV.BlockTokens)
 }
 
 func (k *lmcacheConn) begin(q *request) {

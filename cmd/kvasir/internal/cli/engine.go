@@ -55,6 +55,7 @@ type engineCmd struct {
 
 	Transfer string `name:"kv-transfer-config" help:"Connectors, in the JSON that vLLM takes: MooncakeConnector, MooncakeStoreConnector, LMCacheMPConnector, or several in a MultiConnector." placeholder:"JSON" group:"KV transfer"`
 	Release  string `help:"Dialect of the MooncakeConnector: that of vLLM 0.16 and later, or 0.13's; keys and decisions of the MooncakeStoreConnector: ours with the keys of 0.24 and later, or 0.23's." enum:"current,0.13,0.23" default:"current" group:"KV transfer"`
+	LMCache  string `name:"lmcache-release" help:"Protocol of the LMCacheMPConnector: that of 0.5.7, where the server negotiates chunk sizes, or always 0.5.6's." enum:"current,0.5.6" default:"current" group:"KV transfer"`
 	Events   string `name:"kv-events-config" help:"KV events to publish, in the JSON that vLLM takes: {\"enable_kv_cache_events\":true,\"endpoint\":\"tcp://*:5557\"}." placeholder:"JSON" group:"KV transfer"`
 	Retain   *int   `name:"prefix-cache-retention-interval" help:"What a MooncakeStoreConnector keeps of windows: one tail per this number of tokens, and the prompt's; 0: the prompt's alone. Default: all." placeholder:"TOKENS" group:"KV transfer"`
 }
@@ -94,7 +95,7 @@ func (c *engineCmd) options(e *env) (o engine.Options, err error) {
 		KV: kvmem.Geometry{
 			Layers: c.Layers, Heads: c.KVHeads, HeadBytes: c.HeadBytes, BlockTokens: c.Block, Blocks: c.Blocks, TPSize: c.TP, Layout: layout,
 		},
-		StepTime: c.Step, PrefillRate: c.Prefill, First: c.Release == "0.13", StoreRelease: releases[c.Release], Retention: c.Retain, Getenv: c.getenv, Log: e.log,
+		StepTime: c.Step, PrefillRate: c.Prefill, First: c.Release == "0.13", Unnegotiated: c.LMCache == "0.5.6", StoreRelease: releases[c.Release], Retention: c.Retain, Getenv: c.getenv, Log: e.log,
 	}
 	if c.Profile != "" {
 		if o.Clock, err = costmodel.Open(c.Profile); err != nil {
