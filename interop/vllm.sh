@@ -2,7 +2,7 @@
 # Real vLLM engines (CPU builds) with the LMCacheMPConnector against this build: the newest,
 # and three older pairs of vLLM and lmcache. About 26 GB and some minutes the first time.
 # Needs bin/kvasir; `make interop-vllm` calls it. Arguments name the parts, else all are run: engine_driven, lmcache_driven,
-# disk, fs, fleet, mooncakestore, slow, reset, events, 0.4.6, 0.4.7, 0.5.3.
+# disk, fs, fleet, mooncakestore, slow, reset, events, 0.4.6, 0.4.7, 0.5.3, 0.5.7.
 # Debian packages: libnuma1 libibverbs1 librdmacm1, and libtcmalloc-minimal4 for vLLM 0.18.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -132,7 +132,23 @@ old() {
 	stop_servers
 }
 
-for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset events 0.4.6 0.4.7 0.5.3}; do
+# newer MODE KIND [FLAG ...]: the same engine with lmcache 0.5.7rc2 over its own, which negotiates the chunk size; hybrid
+# models run engine_driven too. Log-probabilities must be equal.
+newer() {
+	local mode=$1 kind=$2 over
+	shift 2
+	echo "== vLLM 0.32.0 with lmcache 0.5.7rc2, $mode, $kind: kill -9 of the server between store and load"
+	over=$(lmcache_release 0.5.7rc2)
+	"$python" interop/vllm/make_model.py "$work/$kind" --kind "$kind" >/dev/null
+	start_phoenix "newer-$mode-$kind" --trust-unsummed --l1-size-gb 1 --chunk-size 128 "$@"
+	PYTHONPATH=$over "$python" interop/vllm/run_lmcache_mp.py --model "$work/$kind" --server "tcp://127.0.0.1:$port" --mode "$mode" \
+		--exact --between "env -u PYTHONPATH sh $work/newer-$mode-$kind.kill" --out "$work/newer-$mode-$kind"
+	grep -E "msg=(stored|retrieved)|took over" "$work/newer-$mode-$kind.log"
+	if grep -E "msg=declined" "$work/newer-$mode-$kind.log" >&2; then return 1; fi
+	stop_servers
+}
+
+for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset events 0.4.6 0.4.7 0.5.3 0.5.7}; do
 	case $part in
 	engine_driven) life engine_driven qwen2 ;;
 	lmcache_driven) life lmcache_driven gemma3 --separate-object-groups ;;
@@ -157,6 +173,11 @@ for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow r
 	0.4.6) old 0.18.1 0.4.6 --mode= --shim cudastub ;;
 	0.4.7) old 0.23.0 0.4.7 --mode data ;;
 	0.5.3) old 0.23.0 0.5.3 --mode engine_driven ;;
+	0.5.7)
+		newer engine_driven qwen2
+		newer engine_driven gemma3
+		newer lmcache_driven gemma3 --separate-object-groups
+		;;
 	*) echo "vllm.sh: no part $part" >&2; exit 2 ;;
 	esac
 done

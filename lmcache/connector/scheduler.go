@@ -3,7 +3,9 @@
 package connector
 
 import (
+	"cmp"
 	"fmt"
+	"log/slog"
 	"slices"
 
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -21,6 +23,8 @@ type SchedulerOptions struct {
 	// Release repeats the decisions of a published version, its defects included;
 	// zero decides as it should be. docs/how/lmcache-connector.md lists the differences.
 	Release Release
+
+	Log *slog.Logger // debug lines, in the words of vLLM's connector; nil discards
 }
 
 // Cache is what a Scheduler asks of a cache. No method waits.
@@ -134,6 +138,7 @@ func NewScheduler(cache Cache, o SchedulerOptions) (*Scheduler, error) {
 	if o.ChunkTokens%o.BlockTokens != 0 {
 		return nil, optionsf("chunk of %d tokens is no multiple of the block of %d", o.ChunkTokens, o.BlockTokens)
 	}
+	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	t := &Scheduler{o: o, rules: rulesOf(o.Release), perChunk: o.ChunkTokens / o.BlockTokens, cache: cache, live: make(map[string]*entry)}
 	if len(o.Groups) > maxGroups {
 		return nil, optionsf("%d KV cache groups, %d at most", len(o.Groups), maxGroups)
@@ -243,6 +248,7 @@ func (t *Scheduler) matched(e *entry, hit, computed int) (Matched, error) {
 		hit = min(hit, len(e.req.Tokens)-1)
 	}
 	n := max(0, hit-computed)
+	t.o.Log.Debug("vLLM hit is", "request", e.req.ID, "tokens", computed, "to_load", n)
 	return Matched{Tokens: n, Async: n > 0}, nil
 }
 
@@ -363,11 +369,14 @@ func (t *Scheduler) settle(e *entry, load bool) {
 		t.waiting = append(t.waiting, e)
 	}
 	t.cache.CleanupLookup(e.req.ID)
+	end := e.CacheHitBlocks * t.o.BlockTokens
 	if load {
-		t.free(e, 0, e.VLLMHitBlocks*t.o.BlockTokens)
-	} else {
-		t.free(e, 0, e.CacheHitBlocks*t.o.BlockTokens)
+		end = e.VLLMHitBlocks * t.o.BlockTokens
 	}
+	if end > 0 {
+		t.o.Log.Debug("Free locks of tokens since vLLM has them", "request", e.req.ID, "from", 0, "to", end)
+	}
+	t.free(e, 0, end)
 }
 
 // FinishResult is the answer to Finish.
@@ -396,6 +405,7 @@ func (t *Scheduler) Finish(r *Request) (FinishResult, error) {
 	if e != nil {
 		t.giveUp(e)
 		t.drop(e)
+		t.o.Log.Debug("Cleaned up request_tracker", "request", r.ID)
 	}
 	t.cache.EndSession(r.ID)
 	return out, nil

@@ -186,6 +186,14 @@ func (s *ServerCache) LookupResult(id string) (hitTokens int, ok bool) {
 	return l.hit, true
 }
 
+// answered reports whether LookupResult has an answer. It takes nothing.
+func (s *ServerCache) answered(id string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := s.mu.lookups[id]
+	return l != nil && l.done
+}
+
 // CleanupLookup implements Cache.
 func (s *ServerCache) CleanupLookup(id string) {
 	s.mu.Lock()

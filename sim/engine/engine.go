@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
+	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
 	"github.com/kvasir-kv/kvasir/sim/kvconfig"
@@ -50,11 +51,24 @@ type Options struct {
 	// StoreRelease is whose decisions and keys a MooncakeStoreConnector has; default ours, with the
 	// keys of vLLM 0.24 and later.
 	StoreRelease coordinator.Release
+	// PPSize is how many pipeline stages the layers are on, each with its ranks; default 1. An
+	// LMCacheMPConnector registers a worker for each; other connectors have one stage.
+	PPSize int
+	// DPRank is the place of the engine among DPSize of its model, default 0 of 1. A
+	// MooncakeConnector registers it.
+	DPRank, DPSize int
 	// Retention thins what a MooncakeStoreConnector keeps of windows: one tail per this number of tokens, and
 	// the prompt's; 0: the prompt's alone; nil: all.
 	Retention *int
+	// Unnegotiated has an LMCacheMPConnector speak as lmcache 0.5.6 does, also to a server of a later
+	// release: it takes the server's chunk size as it is.
+	Unnegotiated bool
 	// ShmDir is where cache servers on this host have their pools; default shm.Dir.
 	ShmDir string
+
+	// OnEvents gets the KV events of each step that has some, as vLLM publishes them, on the loop's
+	// goroutine; it must not wait. nil for none.
+	OnEvents func([]event.Event)
 
 	Log *slog.Logger // nil discards
 }
@@ -118,7 +132,10 @@ func Open(ctx context.Context, o Options) (*Engine, error) {
 	if o.Getenv == nil {
 		o.Getenv = func(name string) (string, bool) { return "127.0.0.1", name == "VLLM_HOST_IP" }
 	}
-	o.KV.TPSize = max(o.KV.TPSize, 1)
+	o.KV.TPSize, o.PPSize, o.DPSize = max(o.KV.TPSize, 1), max(o.PPSize, 1), max(o.DPSize, 1)
+	if err := o.checkRanks(); err != nil {
+		return nil, err
+	}
 	if len(o.Groups) == 0 {
 		o.Groups = []sched.Group{{}}
 	}
@@ -138,7 +155,7 @@ func Open(ctx context.Context, o Options) (*Engine, error) {
 	e.n.open()
 	c := sched.Config{
 		BlockTokens: o.KV.BlockTokens, Blocks: o.KV.Blocks, MaxSeqs: o.MaxSeqs, MaxTokens: o.MaxTokens, MaxModel: o.MaxModel,
-		NoPrefixCache: o.NoCache, LongPrefill: o.LongPrefill, Groups: o.Groups,
+		NoPrefixCache: o.NoCache, LongPrefill: o.LongPrefill, Groups: o.Groups, Events: o.OnEvents != nil,
 	}
 	err := checkMemory(&o, &c)
 	if err != nil {
@@ -173,6 +190,31 @@ func Open(ctx context.Context, o Options) (*Engine, error) {
 	go e.run()
 	return e, nil
 }
+
+// checkRanks refuses ranks that cannot be.
+func (o *Options) checkRanks() error {
+	if o.DPRank < 0 || o.DPRank >= o.DPSize || o.DPSize > maxRanks {
+		return fmt.Errorf("engine: data-parallel rank %d of %d", o.DPRank, o.DPSize)
+	}
+	if o.PPSize > maxRanks || o.KV.Layers%o.PPSize != 0 {
+		return fmt.Errorf("engine: %d layers on %d pipeline stages", o.KV.Layers, o.PPSize)
+	}
+	if o.PPSize == 1 {
+		return nil
+	}
+	for _, c := range o.Connectors {
+		if c.Connector != kvconfig.LMCacheMPConnector {
+			return fmt.Errorf("engine: %s with %d pipeline stages is not supported: LMCacheMPConnector alone is", c.Connector, o.PPSize)
+		}
+	}
+	if len(o.Groups) > 1 {
+		return fmt.Errorf("engine: a model of %d KV cache groups with %d pipeline stages is not supported", len(o.Groups), o.PPSize)
+	}
+	return nil
+}
+
+// maxRanks bounds data-parallel ranks and pipeline stages.
+const maxRanks = 1024
 
 // Model returns the model's name.
 func (e *Engine) Model() string { return e.o.Model }
@@ -397,6 +439,7 @@ func (e *Engine) turn() {
 	}
 	out := e.poll(ended)
 	result := e.sched.Process(out)
+	e.events(result.Events)
 	e.n.steps.Add(1)
 	for _, r := range result.Tokens {
 		q := of(r)

@@ -10,25 +10,29 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/metrics"
-	"github.com/kvasir-kv/kvasir/kv/paged"
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
 	"github.com/kvasir-kv/kvasir/sim/kvconfig"
+	"github.com/kvasir-kv/kvasir/sim/kvmem"
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
-// lmcacheConn is lmcache's LMCacheMPConnector: one scheduler, and a worker for each rank.
+// lmcacheConn is lmcache's LMCacheMPConnector: one scheduler, and a worker for each rank. Of several
+// servers each has as many workers, in the order of ranks.
 type lmcacheConn struct {
 	e        *Engine
-	client   *lmcache.Client
-	cache    *connector.ServerCache
+	clients  []*lmcache.Client        // of each server
+	caches   []*connector.ServerCache // of each server
+	all      *connector.Servers
 	sched    *connector.Scheduler
 	workers  []*connector.Worker
 	requests map[string]*connector.Request
 	ops      []lmcache.LoadStore // of the step
 	leaves   bool                // blocks of requests that go on are given up: they leave a window
-	arrived  map[string]int      // ranks whose load has ended
-	freed    map[string][]bool   // of requests that have ended: ranks that need the blocks no more
+	chunks   chunkEvents
+	arrived  map[string]int    // ranks whose load has ended
+	freed    map[string][]bool // of requests that have ended: ranks that need the blocks no more
 }
 
 // lmcacheDriven is the mode in which the server copies.
@@ -41,9 +45,6 @@ func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 	o, err := c.LMCache()
 	if err != nil {
 		return nil, err
-	}
-	if len(o.Servers) > 1 {
-		return nil, fmt.Errorf("engine: lmcache.mp.server_urls names %d servers; one is supported", len(o.Servers))
 	}
 	groups := make([]connector.Group, len(e.o.Groups))
 	sparse := false
@@ -60,57 +61,98 @@ func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 			err = errors.Join(err, k.close(context.Background()))
 		}
 	}()
-	if k.client, err = lmcache.NewClient(o.Servers[0]); err != nil {
-		return nil, err
-	}
 	ctx, cancel := context.WithTimeout(e.ctx, startTimeout)
 	defer cancel()
-	chunk, err := k.client.Negotiate(ctx, e.o.KV.BlockTokens)
-	for said := false; errors.Is(err, lmcache.ErrDisconnected) && ctx.Err() == nil; said = true {
-		if !said {
-			e.log.Info("waiting for the cache server", "server", o.Servers[0], "at_most", startTimeout)
-		}
-		select {
-		case <-time.After(100 * time.Millisecond):
-			chunk, err = k.client.Negotiate(ctx, e.o.KV.BlockTokens)
-		case <-ctx.Done():
-		}
-	}
+	chunk, err := k.dial(ctx, o.Servers)
 	if err != nil {
-		return nil, fmt.Errorf("engine: the cache server at %s: %w", o.Servers[0], err)
+		return nil, err
 	}
 	g := &e.o.KV
-	parallel := lmcache.Parallel{World: g.TPSize, TP: g.TPSize}
-	so := connector.SchedulerOptions{BlockTokens: g.BlockTokens, ChunkTokens: chunk, Groups: groups}
-	k.cache, err = connector.NewServerCache(k.client, connector.ServerCacheOptions{
-		Model: e.o.Model, Parallel: parallel, ChunkTokens: chunk, CallTimeout: o.Timeout, Heartbeat: o.Heartbeat, Log: e.log,
-	})
-	if err != nil {
-		return nil, err
+	parallel := lmcache.Parallel{
+		World: g.TPSize * e.o.PPSize, TP: g.TPSize, Servers: len(o.Servers), MLA: g.Layout == kvmem.MLA,
 	}
-	if k.sched, err = connector.NewScheduler(k.cache, so); err != nil {
-		return nil, err
+	if _, err := parallel.Check(); err != nil {
+		return nil, fmt.Errorf("engine: LMCacheMPConnector: %w", err)
 	}
-	for rank := range g.TPSize {
-		parallel.Rank = rank
-		var segments []string
-		if o.Mode == lmcacheDriven {
-			segments = e.segments[rank]
-		}
-		w, err := connector.OpenWorker(ctx, k.client, connector.WorkerOptions{
-			Model: e.o.Model, Parallel: parallel, ChunkTokens: chunk, ShmDir: e.o.ShmDir, CallTimeout: o.Timeout, Heartbeat: o.Heartbeat,
-			Cache: &connector.Paged{
-				Form: paged.FusedHND, Layers: e.mem.RankLayers(rank), Blocks: g.Blocks, BlockTokens: g.BlockTokens,
-				Heads: g.RankHeads(), HeadSize: g.HeadBytes, DType: "uint8",
-			},
-			Groups: groups, Segments: segments, Log: e.log,
+	for _, client := range k.clients {
+		cache, err := connector.NewServerCache(client, connector.ServerCacheOptions{
+			Model: e.o.Model, Parallel: parallel, ChunkTokens: chunk, CallTimeout: o.Timeout, Heartbeat: o.Heartbeat, Log: e.log,
 		})
 		if err != nil {
-			return nil, fmt.Errorf("engine: register rank %d at %s: %w", rank, o.Servers[0], err)
+			return nil, err
+		}
+		k.caches = append(k.caches, cache)
+	}
+	k.all = connector.NewServers(k.caches...)
+	so := connector.SchedulerOptions{BlockTokens: g.BlockTokens, ChunkTokens: chunk, Groups: groups, Log: e.log}
+	if k.sched, err = connector.NewScheduler(k.all, so); err != nil {
+		return nil, err
+	}
+	for rank := range parallel.World {
+		parallel.Rank = rank
+		server := rank / (parallel.World / len(o.Servers))
+		stage, tp := rank/g.TPSize, rank%g.TPSize
+		from, to := stage*g.Layers/e.o.PPSize, (stage+1)*g.Layers/e.o.PPSize
+		var segments []string
+		if o.Mode == lmcacheDriven {
+			segments = e.segments[tp][from:to]
+		}
+		w, err := connector.OpenWorker(ctx, k.clients[server], connector.WorkerOptions{
+			Model: e.o.Model, Parallel: parallel, ChunkTokens: chunk, ShmDir: e.o.ShmDir, CallTimeout: o.Timeout, Heartbeat: o.Heartbeat,
+			Cache: &connector.Paged{
+				Form: g.Layout.Form(), Layers: e.mem.RankLayers(tp)[from:to], Blocks: g.Blocks, BlockTokens: g.BlockTokens,
+				Heads: g.RankHeads(), HeadSize: g.Row(), DType: "uint8",
+			},
+			Groups: groups, Segments: segments, MaxEvents: e.maxEvents(), Log: e.log,
+		})
+		if err != nil {
+			return nil, fmt.Errorf("engine: register rank %d at %s: %w", rank, o.Servers[server], err)
 		}
 		k.workers = append(k.workers, w)
+		if parallel.Stores() {
+			k.chunks.of++
+		}
 	}
+	k.chunks.stored = make(map[kv.Hash]int)
 	return k, nil
+}
+
+// dial connects to the servers, and returns the size of their chunks.
+func (k *lmcacheConn) dial(ctx context.Context, servers []string) (chunk int, err error) {
+	for i, url := range servers {
+		client, err := lmcache.NewClient(url)
+		if err != nil {
+			return 0, err
+		}
+		k.clients = append(k.clients, client)
+		n, err := k.chunkTokens(ctx, client)
+		for said := false; errors.Is(err, lmcache.ErrDisconnected) && ctx.Err() == nil; said = true {
+			if !said {
+				k.e.log.Info("waiting for the cache server", "server", url, "at_most", startTimeout)
+			}
+			select {
+			case <-time.After(100 * time.Millisecond):
+				n, err = k.chunkTokens(ctx, client)
+			case <-ctx.Done():
+			}
+		}
+		if err != nil {
+			return 0, fmt.Errorf("engine: the cache server at %s: %w", url, err)
+		}
+		if i > 0 && n != chunk {
+			return 0, fmt.Errorf("engine: the cache server at %s has chunks of %d tokens, the one at %s of %d: give them one --chunk-size", url, n, servers[0], chunk)
+		}
+		chunk = n
+	}
+	return chunk, nil
+}
+
+// chunkTokens asks a server for the size of its chunks, a multiple of the engine's blocks.
+func (k *lmcacheConn) chunkTokens(ctx context.Context, client *lmcache.Client) (int, error) {
+	if k.e.o.Unnegotiated {
+		return client.ChunkTokens(ctx)
+	}
+	return client.Negotiate(ctx, k.e.o.KV.BlockTokens)
 }
 
 func (k *lmcacheConn) begin(q *request) {
@@ -254,9 +296,19 @@ func (k *lmcacheConn) free(id string, rank int, list []string) []string {
 
 func (k *lmcacheConn) collect(reg *metrics.Registry, labels map[string]string) {
 	metrics.AddWith(reg, labels, k.sched.Stats)
-	metrics.AddWith(reg, labels, k.cache.Stats)
+	for i, cache := range k.caches {
+		of := labels
+		if len(k.caches) > 1 {
+			of = with(labels, "server", i)
+		}
+		metrics.AddWith(reg, of, cache.Stats)
+	}
 	for rank, w := range k.workers {
-		metrics.AddWith(reg, with(labels, "tp_rank", rank), w.Stats)
+		of := with(labels, "tp_rank", rank%k.e.o.KV.TPSize)
+		if k.e.o.PPSize > 1 {
+			of = with(of, "pp_rank", rank/k.e.o.KV.TPSize)
+		}
+		metrics.AddWith(reg, of, w.Stats)
 	}
 }
 
@@ -267,12 +319,14 @@ func (k *lmcacheConn) close(ctx context.Context) error {
 			k.e.log.Warn("the cache server did not learn of the end", "err", err)
 		}
 	}
-	if k.cache != nil {
-		_ = k.cache.Flush(ctx) // ends of sessions; a server that is gone needs none
-		k.cache.Close()
+	if k.all != nil {
+		_ = k.all.Flush(ctx) // ends of sessions; a server that is gone needs none
 	}
-	if k.client != nil {
-		errs = append(errs, k.client.Close())
+	for _, cache := range k.caches {
+		cache.Close()
+	}
+	for _, client := range k.clients {
+		errs = append(errs, client.Close())
 	}
 	return errors.Join(errs...)
 }

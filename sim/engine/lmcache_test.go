@@ -32,7 +32,13 @@ func startNodeOf(t testing.TB, bytes int64, separate bool) *node {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	p, err := pool.Open(pool.Options{Name: "pool", Bytes: bytes, Dir: dir, ChunkTokens: 32})
+	return startNodeIn(t, dir, "pool", bytes, separate)
+}
+
+// startNodeIn starts a server whose pool has that name in dir.
+func startNodeIn(t testing.TB, dir, name string, bytes int64, separate bool) *node {
+	t.Helper()
+	p, err := pool.Open(pool.Options{Name: name, Bytes: bytes, Dir: dir, ChunkTokens: 32})
 	if err != nil {
 		t.Fatal(err)
 	}

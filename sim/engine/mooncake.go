@@ -23,6 +23,7 @@ import (
 	"github.com/kvasir-kv/kvasir/mooncake/v013"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/kvconfig"
+	"github.com/kvasir-kv/kvasir/sim/kvmem"
 	"github.com/kvasir-kv/kvasir/sim/sched"
 )
 
@@ -56,6 +57,12 @@ func newMooncake(e *Engine, c *kvconfig.Config) (_ *mooncakeConn, err error) {
 	if err != nil {
 		return nil, err
 	}
+	if e.o.DPSize > 1 { // as vLLM names the engine of a rank
+		o.EngineID = fmt.Sprintf("%s_dp%d", o.EngineID, e.o.DPRank)
+	}
+	if e.o.KV.Layout.Split() && !e.o.First {
+		return nil, fmt.Errorf("engine: MooncakeConnector: layout %s has all keys before all values: only the dialect of 0.13 registers it; take flashinfer", e.o.KV.Layout)
+	}
 	k := &mooncakeConn{e: e, metrics: mooncake.NewMetrics(), requests: make(map[string]*scheduler.Request)}
 	defer func() {
 		if err != nil {
@@ -75,7 +82,7 @@ func newMooncake(e *Engine, c *kvconfig.Config) (_ *mooncakeConn, err error) {
 		so.Groups = append(so.Groups, scheduler.CacheGroup{Group: c})
 	}
 	if e.o.First {
-		so.Pairing = scheduler.RequestIDs(o.Host, o.BasePort)
+		so.Pairing = scheduler.RequestIDs(o.Host, v013.SidePort(o.BasePort, e.o.DPRank, e.o.KV.TPSize, 0))
 	}
 	if k.sched, err = scheduler.New(so); err != nil {
 		return nil, err
@@ -97,6 +104,9 @@ func (k *mooncakeConn) cache(rank int) (*mooncake.Cache, error) {
 	layers := k.e.mem.RankLayers(rank)
 	var tensors []mooncake.Tensor
 	c := mooncake.Cache{KVHeads: g.Heads}
+	if g.Layout == kvmem.MLA {
+		c.KVHeads = 0 // every rank has all
+	}
 	for group, sg := range k.e.o.Groups {
 		kind := mooncake.Attention
 		if sg.State {
@@ -118,15 +128,24 @@ func (k *mooncakeConn) tensor(group, i int, state bool) mooncake.Tensor {
 	g := &k.e.o.KV
 	n := group*g.Layers + i
 	t := mooncake.Tensor{
-		Layer: fmt.Sprintf("model.layers.%d.self_attn.attn", n), Index: n, Group: group, Storage: i, Element: 1, HeadAxis: 1,
-		Shape:  []int{g.Blocks, g.RankHeads(), g.BlockTokens, g.HeadBytes},
-		Stride: []int{g.BlockBytes(), g.BlockTokens * g.HeadBytes, g.HeadBytes, 1},
+		Layer: fmt.Sprintf("model.layers.%d.self_attn.attn", n), Index: n, Group: group, Storage: i, Element: 1, HeadAxis: 1, Shape: g.Shape(),
+	}
+	t.Stride = make([]int, len(t.Shape))
+	for i, step := len(t.Shape)-1, 1; i >= 0; i-- {
+		t.Stride[i] = step
+		step *= t.Shape[i]
 	}
 	switch {
 	case state:
 		t.Layer, t.Kind, t.HeadAxis = fmt.Sprintf("model.layers.%d.mixer", n), mooncake.MambaTensor, 0
-	case k.e.o.First: // whole blocks, as MLA's: 0.13 knows no heads
+	case g.Layout == kvmem.MLA:
 		t.Kind, t.HeadAxis = mooncake.MLATensor, 0
+	case k.e.o.First && g.Layout == kvmem.Fused: // whole blocks, as MLA's: 0.13 knows no heads
+		t.Kind, t.HeadAxis = mooncake.MLATensor, 0
+	case k.e.o.First:
+		t.HeadAxis = 0
+	case g.Layout == kvmem.FlashInfer:
+		t.HeadAxis = 3
 	}
 	return t
 }
@@ -144,13 +163,13 @@ func (k *mooncakeConn) startSenders(o *kvconfig.Mooncake) error {
 			return err
 		}
 		so := mooncake.SenderOptions{
-			Engine: mooncake.Engine{ID: o.EngineID}, Self: mooncake.Peer{TPRank: rank, TPSize: k.e.o.KV.TPSize}, Bootstrap: k.boot,
+			Engine: mooncake.Engine{ID: o.EngineID}, Self: mooncake.Peer{TPRank: rank, TPSize: k.e.o.KV.TPSize}, Bootstrap: k.boot, DPRank: k.e.o.DPRank,
 			Listen: "tcp://" + net.JoinHostPort(o.Host, "*"), Host: o.Host, Transfer: k.client, AbortTimeout: o.AbortTimeout,
 			Workers: o.Workers, Metrics: k.metrics, Log: k.e.log,
 		}
 		var s sender
 		if k.e.o.First {
-			so.Listen = "tcp://" + net.JoinHostPort(o.Host, strconv.Itoa(v013.SidePort(o.BasePort, 0, k.e.o.KV.TPSize, rank)))
+			so.Listen = "tcp://" + net.JoinHostPort(o.Host, strconv.Itoa(v013.SidePort(o.BasePort, k.e.o.DPRank, k.e.o.KV.TPSize, rank)))
 			s, err = v013.NewSender(cache, so)
 		} else {
 			s, err = mooncake.NewSender(cache, so)
@@ -172,6 +191,9 @@ func (k *mooncakeConn) startSenders(o *kvconfig.Mooncake) error {
 // register finds the registry, or makes P's own.
 func (k *mooncakeConn) register(o *kvconfig.Mooncake) (err error) {
 	url := o.Registry
+	if url == "" && k.e.o.DPRank > 0 { // rank 0 has the registry
+		url = "http://" + net.JoinHostPort(o.Host, strconv.Itoa(o.BasePort))
+	}
 	if url == "" {
 		l, err := net.Listen("tcp", net.JoinHostPort(o.Host, strconv.Itoa(o.BasePort)))
 		if err != nil {

@@ -279,11 +279,9 @@ func (k *storeConn) load(ctx context.Context, rank int, prompt *connector.Prompt
 
 // memory returns the pieces of a block of one rank: a layer's after another's.
 func (k *storeConn) memory(rank int, b sched.BlockID) [][]byte {
-	n := k.e.o.KV.BlockBytes()
 	var parts [][]byte
 	for _, layer := range k.e.mem.RankLayers(rank) {
-		at := int(b) * n
-		parts = append(parts, layer[at:at+n:at+n])
+		parts = k.e.o.KV.BlockParts(parts, layer, int(b))
 	}
 	return parts
 }

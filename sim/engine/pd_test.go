@@ -38,11 +38,7 @@ func geometry(tp int) kvmem.Geometry {
 func open(t testing.TB, o engine.Options, config string, env map[string]string) *engine.Engine {
 	t.Helper()
 	if config != "" {
-		c, err := kvconfig.Parse([]byte(config))
-		if err != nil {
-			t.Fatal(err)
-		}
-		o.Connectors = c
+		o.Connectors = parsed(t, config)
 	}
 	o.Getenv = func(name string) (string, bool) {
 		if name == "VLLM_HOST_IP" {
@@ -62,6 +58,15 @@ func open(t testing.TB, o engine.Options, config string, env map[string]string) 
 		}
 	})
 	return e
+}
+
+func parsed(t testing.TB, config string) []*kvconfig.Config {
+	t.Helper()
+	c, err := kvconfig.Parse([]byte(config))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
 }
 
 func prompt(n int, seed uint32) []uint32 {

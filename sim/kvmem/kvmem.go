@@ -21,7 +21,9 @@ type Geometry struct {
 	HeadBytes   int // of K and V of one head and token: a multiple of 8
 	BlockTokens int
 	Blocks      int // block 0 included
-	TPSize      int // ranks, each with Heads/TPSize heads
+	TPSize      int // ranks, each with Heads/TPSize heads; of MLA each with the one KV
+
+	Layout Layout // default Fused
 
 	// Groups are the KV cache groups; default one of attention. Each has Layers layers, and
 	// layer i of every group lies in the same memory: a block belongs to one group at a time.
@@ -52,7 +54,16 @@ func (g *Geometry) Validate() error {
 	f(g.BlockTokens >= 1 && g.BlockTokens <= 1<<12, "blocks of %d tokens; 1 to 4096", g.BlockTokens)
 	f(g.Blocks >= 2 && g.Blocks <= 1<<26, "%d blocks; 2 to 2^26", g.Blocks)
 	f(len(g.Groups) <= 64, "%d groups; 64 at most", len(g.Groups))
-	f(g.TPSize >= 1 && g.Heads%max(g.TPSize, 1) == 0, "%d KV heads on %d ranks", g.Heads, g.TPSize)
+	if g.Layout == MLA {
+		f(g.TPSize >= 1 && g.TPSize <= 1024, "%d ranks; 1 to 1024", g.TPSize)
+		f(g.Heads == 1, "%d KV heads with layout mla, which has one", g.Heads)
+	} else {
+		f(g.TPSize >= 1 && g.Heads%max(g.TPSize, 1) == 0, "%d KV heads on %d ranks", g.Heads, g.TPSize)
+	}
+	f(g.Layout.Planes() == 1 || g.HeadBytes%16 == 0, "%d bytes per head and token; a multiple of 16 with layout %s", g.HeadBytes, g.Layout)
+	for _, group := range g.Groups {
+		f(!group.State || g.Layout == Fused, "recurrent states need layout %s", Fused)
+	}
 	if len(errs) == 0 {
 		f(g.LayerBytes() <= 1<<40/int64(g.Layers*g.TPSize), "%d bytes of KV", g.LayerBytes()*int64(g.Layers*g.TPSize))
 	}
@@ -60,7 +71,12 @@ func (g *Geometry) Validate() error {
 }
 
 // RankHeads returns the KV heads of one rank.
-func (g *Geometry) RankHeads() int { return g.Heads / g.TPSize }
+func (g *Geometry) RankHeads() int {
+	if g.Layout == MLA {
+		return g.Heads
+	}
+	return g.Heads / g.TPSize
+}
 
 // BlockBytes returns the bytes of a block in one layer of one rank.
 func (g *Geometry) BlockBytes() int { return g.RankHeads() * g.BlockTokens * g.HeadBytes }
@@ -69,10 +85,10 @@ func (g *Geometry) BlockBytes() int { return g.RankHeads() * g.BlockTokens * g.H
 func (g *Geometry) LayerBytes() int64 { return int64(g.Blocks) * int64(g.BlockBytes()) }
 
 // TokenBytes returns the KV of one token over all layers and ranks, of one group.
-func (g *Geometry) TokenBytes() int { return g.Layers * g.Heads * g.HeadBytes }
+func (g *Geometry) TokenBytes() int { return g.Layers * g.TPSize * g.RankHeads() * g.HeadBytes }
 
-// Memory is the KV of all ranks of an engine. A layer of a rank is [blocks, heads, tokens,
-// HeadBytes] without gaps. Calls that touch different blocks may run at once.
+// Memory is the KV of all ranks of an engine. A layer of a rank lies as the geometry's Layout says,
+// without gaps. Calls that touch different blocks may run at once.
 type Memory struct {
 	Geometry
 	ranks [][][]byte // by rank and layer
@@ -142,7 +158,7 @@ func (e *WrongBytesError) Error() string {
 // for each group.
 func (m *Memory) Write(tables [][]int32, c Chain, from, to int) {
 	for g, table := range tables {
-		m.each(g, table, c, from, to, func(b []byte, s uint64, _, _, _ int) bool {
+		m.each(g, table, c, from, to, func(b []byte, s uint64, _ place) bool {
 			for i := 0; i < len(b); i += 8 {
 				binary.LittleEndian.PutUint64(b[i:], mix(s+uint64(i)))
 			}
@@ -156,10 +172,10 @@ func (m *Memory) Write(tables [][]int32, c Chain, from, to int) {
 func (m *Memory) Check(tables [][]int32, c Chain, from, to int) error {
 	var wrong error
 	for g, table := range tables {
-		m.each(g, table, c, from, to, func(b []byte, s uint64, token, layer, head int) bool {
+		m.each(g, table, c, from, to, func(b []byte, s uint64, at place) bool {
 			for i := 0; i < len(b); i += 8 {
 				if binary.LittleEndian.Uint64(b[i:]) != mix(s+uint64(i)) {
-					wrong = &WrongBytesError{token, g, layer, head, head / m.RankHeads(), table[token/m.BlockTokens]}
+					wrong = &WrongBytesError{at.token, g, at.layer, at.head, at.rank, table[at.token/m.BlockTokens]}
 					return false
 				}
 			}
@@ -172,26 +188,35 @@ func (m *Memory) Check(tables [][]int32, c Chain, from, to int) error {
 	return wrong
 }
 
-// each calls f with the bytes of each token, layer and head of a group, until f returns
-// false. A recurrent state is that of the last token of its block, and fills it.
-func (m *Memory) each(g int, table []int32, c Chain, from, to int, f func(b []byte, s uint64, token, layer, head int) bool) {
-	heads, size := m.RankHeads(), m.HeadBytes
+// place says which KV bytes are.
+type place struct{ token, rank, layer, head int }
+
+// each calls f with the bytes of each token, layer and head of a group, one plane after the other, and
+// with what they follow from, until f returns false. A recurrent state is that of the last token of its block, and fills it.
+func (m *Memory) each(g int, table []int32, c Chain, from, to int, f func(b []byte, s uint64, at place) bool) {
+	heads, n := m.RankHeads(), int64(m.Row())
 	state := m.state(g)
 	for t := from; t < to; t++ {
 		block, slot := table[t/m.BlockTokens], t%m.BlockTokens
 		if block == 0 || state && slot != m.BlockTokens-1 && t != to-1 {
 			continue
 		}
+		if state {
+			slot, n = 0, int64(m.BlockTokens*m.HeadBytes)
+		}
 		for rank, layers := range m.ranks {
+			first := rank * heads // of the rank's heads, among the model's
+			if m.Layout == MLA {
+				first = 0
+			}
 			for layer, mem := range layers {
-				base := int64(block) * int64(m.BlockBytes())
 				for h := range heads {
-					at, n := base+int64((h*m.BlockTokens+slot)*size), int64(size)
-					if state {
-						at, n = base+int64(h*m.BlockTokens*size), int64(m.BlockTokens*size)
-					}
-					if !f(mem[at:at+n:at+n], seed(c[t], g*m.Layers+layer, rank*heads+h), t, layer, rank*heads+h) {
-						return
+					follows := seed(c[t], g*m.Layers+layer, first+h)
+					for plane := range m.Layout.Planes() {
+						at := m.at(plane, int(block), h, slot)
+						if !f(mem[at:at+n:at+n], follows+uint64(plane*m.Row()), place{t, rank, layer, first + h}) {
+							return
+						}
 					}
 				}
 			}

@@ -3,9 +3,11 @@
 package kvmem_test
 
 import (
+	"bytes"
 	"errors"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/kv/paged"
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
 )
 
@@ -13,7 +15,16 @@ func heap(_, _ int, n int64) ([]byte, error) { return make([]byte, n), nil }
 
 func memory(t testing.TB, tp int) *kvmem.Memory {
 	t.Helper()
-	m, err := kvmem.New(kvmem.Geometry{Layers: 3, Heads: 4, HeadBytes: 16, BlockTokens: 8, Blocks: 10, TPSize: tp}, heap)
+	return memoryOf(t, tp, kvmem.Fused)
+}
+
+func memoryOf(t testing.TB, tp int, layout kvmem.Layout) *kvmem.Memory {
+	t.Helper()
+	heads := 4
+	if layout == kvmem.MLA {
+		heads = 1
+	}
+	m, err := kvmem.New(kvmem.Geometry{Layers: 3, Heads: heads, HeadBytes: 16, BlockTokens: 8, Blocks: 10, TPSize: tp, Layout: layout}, heap)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -24,8 +35,9 @@ func memory(t testing.TB, tp int) *kvmem.Memory {
 func TestEveryByteIsChecked(t *testing.T) {
 	tokens := []uint32{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}
 	c := kvmem.Chain(nil).Append(tokens...)
-	for _, tp := range []int{1, 2, 4} {
-		m := memory(t, tp)
+	f := func(tp int, layout kvmem.Layout) {
+		t.Helper()
+		m := memoryOf(t, tp, layout)
 		table := [][]int32{{7, 3}}
 		m.Write(table, c, 0, 5)
 		m.Write(table, c, 5, len(c))
@@ -50,8 +62,68 @@ func TestEveryByteIsChecked(t *testing.T) {
 			}
 		}
 		if want := len(c) * m.TokenBytes(); written != want {
-			t.Fatalf("TP %d: %d bytes are looked at, %d were written", tp, written, want)
+			t.Fatalf("TP %d, %v: %d bytes are looked at, %d were written", tp, layout, written, want)
 		}
+	}
+	for _, tp := range []int{1, 2, 4} {
+		for _, layout := range layouts {
+			f(tp, layout)
+		}
+	}
+}
+
+var layouts = []kvmem.Layout{kvmem.Fused, kvmem.NHD, kvmem.HND, kvmem.FlashInfer, kvmem.MLA}
+
+// A block lies as its layout says: package paged, which reads each form by itself, makes the same chunk of all
+// layouts that have K and V apart; and the pieces of a block are all of it.
+func TestLayouts(t *testing.T) {
+	c := kvmem.Chain(nil).Append(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
+	table := [][]int32{{7, 3}}
+	var first []byte
+	for _, layout := range layouts {
+		m := memoryOf(t, 2, layout)
+		m.Write(table, c, 0, len(c))
+		view, size, err := paged.Dense(layout.Form(), m.Blocks, m.BlockTokens, m.RankHeads(), m.Row())
+		if err != nil || size != m.LayerBytes() {
+			t.Fatal(layout, size, err)
+		}
+		g := &paged.Group{PerChunk: 2, Keep: 2}
+		for _, layer := range m.RankLayers(1) {
+			g.Layers = append(g.Layers, paged.Layer{Memory: layer, View: view})
+		}
+		if err := g.Check(); err != nil {
+			t.Fatal(layout, err)
+		}
+		chunk := make([]byte, g.Bytes())
+		g.Gather(chunk, []int{7, 3})
+		switch layout {
+		case kvmem.NHD:
+			first = chunk
+		case kvmem.HND, kvmem.FlashInfer:
+			if !bytes.Equal(chunk, first) {
+				t.Errorf("%v is not what %v is", layout, kvmem.NHD)
+			}
+		}
+		pieces := 0
+		for _, layer := range m.RankLayers(0) {
+			for _, piece := range m.BlockParts(nil, layer, 7) {
+				pieces += len(piece)
+				clear(piece)
+			}
+		}
+		if pieces != m.Layers*m.BlockBytes() {
+			t.Errorf("%v: pieces of %d bytes", layout, pieces)
+		}
+		wrong, ok := errors.AsType[*kvmem.WrongBytesError](m.Check(table, c, 0, len(c)))
+		if !ok || wrong.Token != 0 || m.Check([][]int32{{0, 3}}, c, 0, len(c)) != nil {
+			t.Errorf("%v: the pieces of block 7 are not that block: %v", layout, wrong)
+		}
+		if name, err := kvmem.ParseLayout(layout.String()); err != nil || name != layout {
+			t.Error(name, err)
+		}
+	}
+	if _, err := kvmem.ParseLayout("nhs"); !errors.Is(err, kvmem.ErrGeometry) {
+		t.Error(err)
 	}
 }
 
@@ -109,6 +181,9 @@ func TestGeometry(t *testing.T) {
 		func(g *kvmem.Geometry) { g.BlockTokens = -1 },
 		func(g *kvmem.Geometry) { g.Blocks = 1 },
 		func(g *kvmem.Geometry) { g.TPSize = 0 },
+		func(g *kvmem.Geometry) { g.Layout = kvmem.NHD },
+		func(g *kvmem.Geometry) { g.Layout = kvmem.MLA },
+		func(g *kvmem.Geometry) { g.Layout, g.HeadBytes, g.Groups = kvmem.HND, 16, []kvmem.Group{{State: true}} },
 		func(g *kvmem.Geometry) { g.Blocks, g.HeadBytes, g.BlockTokens = 1<<26, 1<<16, 1<<12 },
 	} {
 		g := good

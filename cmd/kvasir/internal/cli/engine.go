@@ -34,7 +34,10 @@ type engineCmd struct {
 	KVHeads   int    `name:"kv-heads" help:"KV heads, over all ranks." default:"4" group:"Model"`
 	HeadBytes int    `name:"head-bytes" help:"Bytes of K and V of one head and token." default:"64" group:"Model"`
 
-	DPSize int `name:"data-parallel-size" help:"Data-parallel ranks that requests may name (X-Data-Parallel-Rank); all of them are this engine." default:"1" group:"Model"`
+	Layout string `name:"kv-layout" help:"How a layer's KV lies in memory. mla is one KV for all heads, whole on every rank." enum:"fused,nhd,hnd,flashinfer,mla" default:"fused" group:"Model"`
+	PPSize int    `name:"pipeline-parallel-size" help:"Stages that share the layers; an LMCacheMPConnector registers a worker for each." default:"1" aliases:"pp" group:"Model"`
+	DPSize int    `name:"data-parallel-size" help:"Data-parallel ranks that requests may name (X-Data-Parallel-Rank); all of them are this engine." default:"1" aliases:"dp" group:"Model"`
+	DPRank int    `name:"data-parallel-rank" help:"This engine's rank among --data-parallel-size, under which a MooncakeConnector registers." default:"0" group:"Model"`
 
 	Windows []int `name:"window" help:"Size in tokens of the sliding window of a further group of layers; again for more groups." placeholder:"TOKENS" group:"Model"`
 	States  int   `help:"Further groups of layers with recurrent states, as Mamba's." default:"0" placeholder:"N" group:"Model"`
@@ -52,6 +55,8 @@ type engineCmd struct {
 
 	Transfer string `name:"kv-transfer-config" help:"Connectors, in the JSON that vLLM takes: MooncakeConnector, MooncakeStoreConnector, LMCacheMPConnector, or several in a MultiConnector." placeholder:"JSON" group:"KV transfer"`
 	Release  string `help:"Dialect of the MooncakeConnector: that of vLLM 0.16 and later, or 0.13's; keys and decisions of the MooncakeStoreConnector: ours with the keys of 0.24 and later, or 0.23's." enum:"current,0.13,0.23" default:"current" group:"KV transfer"`
+	LMCache  string `name:"lmcache-release" help:"Protocol of the LMCacheMPConnector: that of 0.5.7, where the server negotiates chunk sizes, or always 0.5.6's." enum:"current,0.5.6" default:"current" group:"KV transfer"`
+	Events   string `name:"kv-events-config" help:"KV events to publish, in the JSON that vLLM takes: {\"enable_kv_cache_events\":true,\"endpoint\":\"tcp://*:5557\"}." placeholder:"JSON" group:"KV transfer"`
 	Retain   *int   `name:"prefix-cache-retention-interval" help:"What a MooncakeStoreConnector keeps of windows: one tail per this number of tokens, and the prompt's; 0: the prompt's alone. Default: all." placeholder:"TOKENS" group:"KV transfer"`
 }
 
@@ -77,12 +82,20 @@ VLLM_HOST_IP names the address that other engines dial. docs/reference/engine.md
 }
 
 func (c *engineCmd) options(e *env) (o engine.Options, err error) {
+	layout, err := kvmem.ParseLayout(c.Layout)
+	if err != nil {
+		return o, usagef("--kv-layout: %v", err)
+	}
+	if layout == kvmem.MLA {
+		c.KVHeads = 1
+	}
 	o = engine.Options{
+		PPSize: c.PPSize, DPSize: c.DPSize, DPRank: c.DPRank,
 		Model: c.Model, MaxModel: c.MaxModel, MaxSeqs: c.MaxSeqs, MaxTokens: c.MaxTokens, NoCache: c.NoCache,
 		KV: kvmem.Geometry{
-			Layers: c.Layers, Heads: c.KVHeads, HeadBytes: c.HeadBytes, BlockTokens: c.Block, Blocks: c.Blocks, TPSize: c.TP,
+			Layers: c.Layers, Heads: c.KVHeads, HeadBytes: c.HeadBytes, BlockTokens: c.Block, Blocks: c.Blocks, TPSize: c.TP, Layout: layout,
 		},
-		StepTime: c.Step, PrefillRate: c.Prefill, First: c.Release == "0.13", StoreRelease: releases[c.Release], Retention: c.Retain, Getenv: c.getenv, Log: e.log,
+		StepTime: c.Step, PrefillRate: c.Prefill, First: c.Release == "0.13", Unnegotiated: c.LMCache == "0.5.6", StoreRelease: releases[c.Release], Retention: c.Retain, Getenv: c.getenv, Log: e.log,
 	}
 	if c.Profile != "" {
 		if o.Clock, err = costmodel.Open(c.Profile); err != nil {
@@ -110,8 +123,11 @@ func (c *engineCmd) options(e *env) (o engine.Options, err error) {
 			return o, usagef("--%v", err)
 		}
 	}
-	if c.DPSize < 1 || c.KeepAlive < 0 {
-		return o, usagef("--data-parallel-size %d, --sse-keep-alive-interval %v", c.DPSize, c.KeepAlive)
+	if c.DPSize < 1 || c.DPRank < 0 || c.DPRank >= c.DPSize || c.PPSize < 1 || c.Layers%max(c.PPSize, 1) != 0 {
+		return o, usagef("--data-parallel-rank %d of --data-parallel-size %d, --layers %d on --pipeline-parallel-size %d", c.DPRank, c.DPSize, c.Layers, c.PPSize)
+	}
+	if c.KeepAlive < 0 {
+		return o, usagef("--sse-keep-alive-interval %v", c.KeepAlive)
 	}
 	if err := o.KV.Validate(); err != nil {
 		return o, usagef("%v", err)
@@ -130,7 +146,22 @@ func (c *engineCmd) getenv(name string) (string, bool) {
 
 func (c *engineCmd) check(e *env) error {
 	_, err := c.options(e)
+	if err == nil {
+		_, err = c.events()
+	}
 	return err
+}
+
+// events reads what is to be published; nil for nothing.
+func (c *engineCmd) events() (*kvconfig.Events, error) {
+	if c.Events == "" {
+		return nil, nil
+	}
+	o, err := kvconfig.ParseEvents([]byte(c.Events))
+	if err != nil {
+		return nil, usagef("--%v", err)
+	}
+	return o, nil
 }
 
 // Run serves until a signal stops it.
@@ -138,6 +169,18 @@ func (c *engineCmd) Run(e *env) (err error) {
 	o, err := c.options(e)
 	if err != nil {
 		return err
+	}
+	events, err := c.events()
+	if err != nil {
+		return err
+	}
+	if events != nil {
+		p, err := openEnginePublisher(e.ctx, *events, c.DPRank, e.log)
+		if err != nil {
+			return takeover.ExplainListen(err, "--kv-events-config", "--kv-events-config")
+		}
+		defer func() { err = errors.Join(err, p.Close()) }()
+		o.OnEvents = p.publish
 	}
 	listener, err := takeover.ListenTCP(e.ctx, c.Host, c.Port)
 	if err != nil {

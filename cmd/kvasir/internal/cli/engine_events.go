@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv/event"
+	"github.com/kvasir-kv/kvasir/sim/kvconfig"
+	"github.com/kvasir-kv/kvasir/zmtp"
+)
+
+// enginePublisher publishes an engine's KV events as vLLM's ZmqEventPublisher does: topic, sequence and payload
+// on a PUB socket, and the last messages again on a ROUTER socket.
+type enginePublisher struct {
+	o      kvconfig.Events
+	rank   int // data-parallel, in each batch
+	pub    *zmtp.Pub
+	replay *zmtp.Router
+
+	mu struct {
+		sync.Mutex
+		next  uint64
+		bytes int
+		last  []engineMessage // the oldest first
+	}
+}
+
+type engineMessage struct {
+	sequence uint64
+	payload  []byte
+}
+
+// replayBytes bounds the payloads that are kept for replays.
+const replayBytes = 64 << 20
+
+// openEnginePublisher listens; Close ends it.
+func openEnginePublisher(ctx context.Context, o kvconfig.Events, rank int, log *slog.Logger) (*enginePublisher, error) {
+	p := &enginePublisher{o: o, rank: rank, pub: zmtp.NewPub(zmtp.PubOptions{HeartbeatInterval: 30 * time.Second, Log: log})}
+	at, err := p.pub.Listen(ctx, o.Endpoint)
+	if err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	log.Info("KV events", "address", at.String(), "topic", o.Topic)
+	if o.Replay == "" {
+		return p, nil
+	}
+	p.replay = zmtp.NewRouter(p.answer, zmtp.RouterOptions{MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, HeartbeatInterval: 30 * time.Second, Log: log})
+	if _, err = p.replay.Listen(ctx, o.Replay); err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	return p, nil
+}
+
+// publish sends one batch. It does not wait.
+func (p *enginePublisher) publish(events []event.Event) {
+	payload := event.Encoding{}.Append(nil, &event.Batch{Time: float64(time.Now().UnixMicro()) / 1e6, Events: events, Rank: p.rank})
+	p.mu.Lock()
+	m := engineMessage{p.mu.next, payload}
+	p.mu.next++
+	if p.replay != nil {
+		p.mu.last = append(p.mu.last, m)
+		p.mu.bytes += len(payload)
+		for len(p.mu.last) > p.o.Buffer || p.mu.bytes > replayBytes && len(p.mu.last) > 1 {
+			p.mu.bytes -= len(p.mu.last[0].payload)
+			p.mu.last[0] = engineMessage{}
+			p.mu.last = p.mu.last[1:]
+		}
+	}
+	p.mu.Unlock()
+	p.pub.Publish([]byte(p.o.Topic), binary.BigEndian.AppendUint64(nil, m.sequence), payload)
+}
+
+// answer sends the messages from a sequence on that are kept, and the end marker.
+func (p *enginePublisher) answer(peer *zmtp.Peer, m zmtp.Message) {
+	if len(m) != 2 {
+		return
+	}
+	start := bytes.TrimLeft(m[1], "\x00")
+	from := ^uint64(0)
+	if len(start) <= 8 {
+		var full [8]byte
+		copy(full[8-len(start):], start)
+		from = binary.BigEndian.Uint64(full[:])
+	}
+	p.mu.Lock()
+	kept := slices.Clone(p.mu.last)
+	p.mu.Unlock()
+	delimiter := bytes.Clone(m[0])
+	for _, k := range kept {
+		if k.sequence >= from && peer.SendWaiting(delimiter, []byte(p.o.Topic), binary.BigEndian.AppendUint64(nil, k.sequence), k.payload) != nil {
+			return
+		}
+	}
+	_ = peer.SendWaiting(delimiter, nil, bytes.Repeat([]byte{0xff}, 8), nil) // a peer that is gone needs none
+}
+
+// Close ends the sockets.
+func (p *enginePublisher) Close() error {
+	err := p.pub.Close()
+	if p.replay != nil {
+		err = errors.Join(err, p.replay.Close())
+	}
+	return err
+}

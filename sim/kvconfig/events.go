@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kvconfig
+
+import (
+	"strings"
+)
+
+// Events is the configuration of the KV events that an engine publishes.
+type Events struct {
+	Endpoint string // tcp://host:port or ipc://path, "*" and "0.0.0.0" for all interfaces; default tcp://*:5557
+	Replay   string // of the socket that sends messages again; empty: none
+	Topic    string
+	Buffer   int // messages kept for Replay; default 10,000
+}
+
+var (
+	eventKeys = []string{"enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "topic", "buffer_steps"}
+	eventMoot = []string{"hwm", "max_queue_size"} // of vLLM's queues
+)
+
+// ParseEvents reads the JSON of --kv-events-config, as vLLM takes it; nil: no events are published. The error lists
+// everything that is wrong.
+func ParseEvents(text []byte) (*Events, error) {
+	const at = "kv-events-config"
+	var p problems
+	if len(text) > maxBytes {
+		p.add("%d bytes; %d at most", len(text), maxBytes)
+		return nil, p.err(at)
+	}
+	m := p.object(text, "")
+	if m == nil {
+		return nil, p.err(at)
+	}
+	p.unknown(m, "", append(eventKeys, eventMoot...))
+	enabled, publisher, buffer := false, "", 10000.0
+	e := &Events{Endpoint: "tcp://*:5557"}
+	p.flag(m, "enable_kv_cache_events", &enabled)
+	p.text(m, "", "publisher", &publisher)
+	p.text(m, "", "endpoint", &e.Endpoint)
+	p.text(m, "", "replay_endpoint", &e.Replay)
+	p.text(m, "", "topic", &e.Topic)
+	p.number(m, "buffer_steps", 1, 1<<24, &buffer)
+	e.Buffer = int(buffer)
+	if publisher == "" && enabled {
+		publisher = "zmq"
+	}
+	if publisher != "" && publisher != "zmq" && publisher != "null" {
+		p.add("publisher %.64q: one of zmq, null", publisher)
+	}
+	e.Endpoint, e.Replay = p.listenURL("endpoint", e.Endpoint), p.listenURL("replay_endpoint", e.Replay)
+	if err := p.err(at); err != nil {
+		return nil, err
+	}
+	if !enabled || publisher != "zmq" {
+		return nil, nil
+	}
+	return e, nil
+}
+
+// listenURL checks an address to listen on. vLLM's "*" is all interfaces. An address that names a host is
+// listened on as well, where vLLM connects to a subscriber.
+func (p *problems) listenURL(key, s string) string {
+	kind, rest, found := strings.Cut(s, "://")
+	if s != "" && (!found || kind != "tcp" && kind != "ipc" || rest == "") {
+		p.add("%s %.128q: tcp://host:port or ipc://path is wanted", key, s)
+	}
+	return s
+}
