@@ -113,6 +113,9 @@ func (s *Server) restore() {
 	}
 }
 
+// errGrown means that a worker maps the pool as it was before it became larger.
+var errGrown = errors.New("the pool is larger now than what the worker maps")
+
 // revive makes a saved worker's instance again. The memory it lent must still be
 // the same: under the name of a segment there may be another process' by now.
 func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
@@ -135,6 +138,10 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 			}
 			w.Side = workers.Pickle
 		}
+		mapped := min(cmp.Or(w.Mapped, s.store.Files().FormerBytes()), s.store.Files().Bytes())
+		if w.Side != workers.Pickle && mapped < s.store.Files().Bytes() {
+			return nil, errGrown
+		}
 		reg := lmcache.EngineDriven{
 			InstanceID: w.ID, Model: w.Model, WorldSize: w.World, Layers: w.Layout.Layers, Hidden: w.Layout.Hidden, DType: w.Layout.DType,
 			SinglePlane: w.Layout.SinglePlane, PhysicalSlots: w.Layout.Slots, Groups: w.Groups,
@@ -143,7 +150,7 @@ func (s *Server) revive(w *workers.Saved) (*workers.Worker, error) {
 		if err != nil {
 			return nil, err
 		}
-		in.Generations = client
+		in.Generations, in.Mapped = client, mapped
 		return in, nil
 	}
 	if s.opts.RefuseDriven {

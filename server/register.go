@@ -74,6 +74,8 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 	must := why != nil || s.opts.Pickle == PickleOnly
 	if must {
 		in.TakeSide(workers.Pickle)
+	} else {
+		in.Mapped = s.store.Files().Bytes()
 	}
 	answer := lmcache.Pool{HasNullBlock: reg.HasGroups || sc.conn.generations.Has(lmcache.Gen057)}
 	if err := s.admit(in); err != nil {
@@ -84,7 +86,7 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 		s.logNotOffered(in, why)
 	}
 	if !must {
-		answer.ShmName, answer.Bytes = s.store.Files().Name(), s.store.Files().Bytes()
+		answer.ShmName, answer.Bytes = s.store.Files().Name(), in.Mapped
 	}
 	sc.out = answer.Append(sc.out)
 	return nil

@@ -6,11 +6,16 @@ package peercred
 
 import (
 	"bufio"
+	"cmp"
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
+	"unicode"
+
+	"golang.org/x/sys/unix"
 )
 
 // Mapped returns the inodes of the files that a process maps and whose names, without
@@ -59,4 +64,87 @@ func Mappers(name string, inode uint64, p Process) (pids []int, whole bool) {
 		}
 	}
 	return pids, whole
+}
+
+// RemovedFile is a file without a name that processes map.
+type RemovedFile struct {
+	Path  string // that it had
+	Bytes int64  // mapped, of the process that maps the most
+	Taken int64  // memory of the file; Bytes where this process may not know
+	PIDs  []int
+}
+
+// MappedRemoved returns the files that had names in a folder, have none any more, and are
+// mapped by processes that this one may look into.
+func MappedRemoved(dir string) []RemovedFile {
+	procs, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil
+	}
+	found := map[uint64]*RemovedFile{}
+	for _, d := range procs {
+		if pid, err := strconv.Atoi(d.Name()); err == nil {
+			findRemoved(pid, dir, found)
+		}
+	}
+	var out []RemovedFile
+	for _, f := range found {
+		out = append(out, *f)
+	}
+	slices.SortFunc(out, func(a, b RemovedFile) int { return strings.Compare(a.Path, b.Path) })
+	return out
+}
+
+func findRemoved(pid int, dir string, found map[uint64]*RemovedFile) {
+	maps, err := os.Open(fmt.Sprintf("/proc/%d/maps", pid))
+	if err != nil {
+		return
+	}
+	defer maps.Close()
+	mapped := map[uint64]int64{}
+	for lines := bufio.NewScanner(maps); lines.Scan(); {
+		fields := strings.Fields(lines.Text()) // address, mode, offset, device, inode, path, (deleted)
+		if len(fields) != 7 || fields[6] != "(deleted)" || filepath.Dir(fields[5]) != dir {
+			continue
+		}
+		inode, err := strconv.ParseUint(fields[4], 10, 64)
+		low, high, _ := strings.Cut(fields[0], "-")
+		from, err1 := strconv.ParseUint(low, 16, 64)
+		to, err2 := strconv.ParseUint(high, 16, 64)
+		if err != nil || err1 != nil || err2 != nil {
+			continue
+		}
+		f := found[inode]
+		if f == nil {
+			f = &RemovedFile{Path: fields[5]}
+			found[inode] = f
+			var st unix.Stat_t
+			if unix.Stat(fmt.Sprintf("/proc/%d/map_files/%s", pid, fields[0]), &st) == nil {
+				f.Taken = st.Blocks * 512
+			}
+		}
+		if !slices.Contains(f.PIDs, pid) {
+			f.PIDs = append(f.PIDs, pid)
+		}
+		mapped[inode] += int64(to - from)
+	}
+	for inode, n := range mapped {
+		f := found[inode]
+		f.Bytes = max(f.Bytes, n)
+		f.Taken = cmp.Or(f.Taken, f.Bytes)
+	}
+}
+
+// Command returns the name of a process's command, empty where it is not known.
+func Command(pid int) string {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
+	if err != nil {
+		return ""
+	}
+	return strings.Map(func(r rune) rune {
+		if !unicode.IsPrint(r) {
+			return -1
+		}
+		return r
+	}, string(b))
 }

@@ -205,6 +205,48 @@ func (s *Segment) Provided(known int64) int64 {
 	return min(hole, s.Len())
 }
 
+// Extend makes the file longer, with zeros, and maps it anew: earlier slices and words must not be used any more.
+// Peers that map it see only the old length. A file that is as long already is only mapped whole.
+func (s *Segment) Extend(size int64) error {
+	if size <= s.Len() {
+		return nil
+	}
+	if err := s.file.Truncate(size); err != nil {
+		return fmt.Errorf("extend segment %s: %w", s.path, err)
+	}
+	mem, err := mapAligned(int(s.file.Fd()), int(size))
+	if err != nil {
+		return fmt.Errorf("map segment %s: %w", s.path, err)
+	}
+	old := s.mem
+	s.mem = mem
+	return unmap(old)
+}
+
+// Punch gives the memory of n bytes at off back to the system: whole pages of them, which read as zeros afterwards,
+// here and in other processes.
+func (s *Segment) Punch(off, n int64) error {
+	page := int64(os.Getpagesize())
+	from, to := (off+page-1)/page*page, (off+n)/page*page
+	if from >= to {
+		return nil
+	}
+	err := unix.Fallocate(int(s.file.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, from, to-from)
+	if err != nil {
+		return fmt.Errorf("free memory of segment %s: %w", s.path, err)
+	}
+	return nil
+}
+
+// Taken returns the bytes of memory that the file takes.
+func (s *Segment) Taken() int64 {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(s.file.Fd()), &st); err != nil {
+		return 0
+	}
+	return st.Blocks * 512
+}
+
 // Exists reports whether the segment's name still leads to it.
 func (s *Segment) Exists() bool {
 	inode, err := InodeOf(s.path)

@@ -35,6 +35,7 @@ type Saved struct {
 	Side    Side             `json:",omitzero"`  // where its chunks pass
 	Client  string           `json:",omitempty"` // generations that it can be of; empty: any
 	Process peercred.Process `json:",omitzero"`  // which registered it, where that is proved
+	Mapped  int64            `json:",omitzero"`  // bytes of the pool that it was offered; 0 in notes of servers that could not resize
 	Asleep  bool             `json:",omitzero"`  // no lookup counts on it before its next request
 	KV      json.RawMessage  `json:",omitzero"`  // lmcache.KVCache of a worker whose KV the server copies
 	Lent    []lent.Segment   `json:",omitempty"`
@@ -77,7 +78,7 @@ func (r *Registry) Encode(leftovers []lent.Segment, chunks []int, max int) (b []
 func (in *Worker) saved() *Saved {
 	w := &Saved{
 		ID: in.ID, Model: in.Model, World: in.World, Chunk: in.Chunk, Layout: in.Layout, Groups: in.GroupLayouts, Pinged: in.Pinged.Load(), Shard: in.Shard() + 1, By: in.By, Side: in.Side(),
-		Client: in.Generations.String(), Asleep: in.Asleep(),
+		Client: in.Generations.String(), Asleep: in.Asleep(), Mapped: in.Mapped,
 	}
 	if p := in.Process.Load(); p != nil {
 		w.Process = *p

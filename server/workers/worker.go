@@ -37,6 +37,7 @@ type Worker struct {
 	Generations lmcache.Generations // that its client can be of
 	Taken       bool                // an earlier server knew it
 	Refused     string              // why its transfers are declined; empty when they are not
+	Mapped      int64               // bytes of the pool that it was offered; 0 for a worker that was offered none
 	Socket      uint64              // inode of the one it registered over; 0 unknown
 
 	Pinged  atomic.Bool

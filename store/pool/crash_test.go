@@ -263,3 +263,101 @@ func checkCrash(t *testing.T, where, dir string) {
 		}
 	}
 }
+
+// TestResizeChild is a server that resizes a pool and is killed.
+func TestResizeChild(t *testing.T) {
+	dir := os.Getenv("KVASIR_RESIZE_DIR")
+	if dir == "" {
+		t.Skip("TestKilledWhileResizing starts it")
+	}
+	var chunks int64
+	fmt.Sscan(os.Getenv("KVASIR_RESIZE_TO"), &chunks)
+	o := crashOptions(dir)
+	o.Bytes = chunks * crashChunk
+	p, err := Open(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.Close()
+}
+
+// A server that is killed at any write of a resize leaves a pool that the next one takes over: each chunk that is
+// served has its bytes, what a worker may touch is held, and at most the chunk that was moving is lost of
+// those that fit.
+func TestKilledWhileResizing(t *testing.T) {
+	f := func(to int64, fit int) {
+		t.Helper()
+		points := 0
+		for ended := false; !ended; points++ {
+			dir := t.TempDir()
+			p, err := Open(crashOptions(dir))
+			if err != nil {
+				t.Fatal(err)
+			}
+			held := map[int64]bool{}
+			for i := range 6 {
+				s, err := p.Reserve(crashKey(i), crashChunk, Writer{Name: uint64(100 + i)})
+				if err != nil {
+					t.Fatal(err)
+				}
+				copy(p.View(s), crashContent(i))
+				if i == 5 {
+					held[p.Offset(s)] = true
+					break
+				}
+				p.Commit(s)
+				p.Stamp(s)
+				p.SetSum(s, uint64(1000+i))
+				if i == 4 {
+					p.Hold(s)
+					held[p.Offset(s)] = true
+				}
+			}
+			if err := p.Close(); err != nil {
+				t.Fatal(err)
+			}
+			cmd := exec.Command(os.Args[0], "-test.run=^TestResizeChild$")
+			cmd.Env = append(os.Environ(), "KVASIR_RESIZE_DIR="+dir, fmt.Sprint("KVASIR_RESIZE_TO=", to), fmt.Sprint("KVASIR_CRASH_AT=", points))
+			out, err := cmd.CombinedOutput()
+			exit, killed := errors.AsType[*exec.ExitError](err)
+			if err != nil && (!killed || exit.Sys().(syscall.WaitStatus).Signal() != syscall.SIGKILL) {
+				t.Fatalf("to %d, point %d: %v\n%s", to, points, err, out)
+			}
+			ended = err == nil
+			o := crashOptions(dir)
+			o.Bytes = to * crashChunk
+			p, err = Open(o)
+			if err != nil {
+				t.Fatalf("to %d, point %d: the next server does not start: %v", to, points, err)
+			}
+			for _, s := range p.Restored().Resident {
+				k := p.KeyOf(s)
+				i := int(k.Chunk[0])
+				if sum, ok := p.Sum(s); !bytes.Equal(p.View(s), crashContent(i)) || ok && sum != uint64(1000+i) || p.Offset(s)+crashChunk > p.Bytes() {
+					t.Errorf("to %d, point %d: chunk %d is at %d, with other bytes or checksum %d", to, points, i, p.Offset(s), sum)
+				}
+			}
+			for _, h := range p.Restored().Held {
+				delete(held, p.Offset(h.Slot))
+			}
+			if len(held) > 0 {
+				t.Errorf("to %d, point %d: %v may be touched and is not held", to, points, held)
+			}
+			if n := len(p.Restored().Resident); n < fit-1 || ended && n != fit {
+				t.Errorf("to %d, point %d: %d chunks are left of %d that fit, ended: %v", to, points, n, fit, ended)
+			}
+			if err := p.Close(); err != nil {
+				t.Fatal(err)
+			}
+			if t.Failed() {
+				return
+			}
+		}
+		if points < 5 {
+			t.Errorf("to %d: only %d points", to, points)
+		}
+	}
+	f(3, 3)
+	f(2, 2)
+	f(9, 5)
+}

@@ -27,6 +27,7 @@ import (
 type Files interface {
 	Name() string
 	Bytes() int64
+	FormerBytes() int64
 	Path() string
 	Inode() uint64
 	NameLost() bool
@@ -189,11 +190,11 @@ type ChangedError struct {
 
 // Shape is what of a pool cannot change as long as it is kept.
 type Shape struct {
-	Bytes, Align int64
-	ChunkTokens  int
+	Align       int64
+	ChunkTokens int
 }
 
-func (o *Options) shape() Shape { return Shape{o.Bytes, o.Align, o.ChunkTokens} }
+func (o *Options) shape() Shape { return Shape{o.Align, o.ChunkTokens} }
 
 func (e *ChangedError) Error() string {
 	var out []string
@@ -202,7 +203,6 @@ func (e *ChangedError) Error() string {
 			out = append(out, fmt.Sprintf("it has %d %s, asked for are %d", kept, what, asked))
 		}
 	}
-	add("bytes", e.Kept.Bytes, e.Asked.Bytes)
 	add("bytes of alignment", e.Kept.Align, e.Asked.Align)
 	add("tokens per chunk", int64(e.Kept.ChunkTokens), int64(e.Asked.ChunkTokens))
 	return fmt.Sprintf("%s: %v: %s", e.Path, ErrChanged, strings.Join(out, "; "))
@@ -214,11 +214,26 @@ func (e *ChangedError) Unwrap() error { return ErrChanged }
 // SpaceError says that a pool does not fit into its file system. It wraps ErrNoSpace.
 type SpaceError struct {
 	Dir        string
-	Need, Free int64 // bytes, with the index
+	Need, Free int64     // bytes, with the index
+	More       bool      // Need is what a pool that becomes larger takes in addition
+	Held       int64     // bytes of the pool of that name that stay in use after its removal,
+	Holders    []int     // because these processes map it
+	Removed    []Removed // pools that are removed and still mapped
 }
 
 func (e *SpaceError) Error() string {
-	return fmt.Sprintf("%v: the pool and its index take %s, %s has %s free", ErrNoSpace, kv.FormatBytes(e.Need), e.Dir, kv.FormatBytes(e.Free))
+	takes := "the pool and its index take"
+	if e.More {
+		takes = "the larger pool takes further"
+	}
+	s := fmt.Sprintf("%v: %s %s, %s has %s free", ErrNoSpace, takes, kv.FormatBytes(e.Need), e.Dir, kv.FormatBytes(e.Free))
+	if e.Held > 0 && len(e.Holders) > 0 {
+		s += fmt.Sprintf("; %s of the present pool stay in use by %s", kv.FormatBytes(e.Held), processes(e.Holders))
+	}
+	for _, r := range e.Removed {
+		s += fmt.Sprintf("; %s of a removed pool are mapped by %s, until it ends or registers again", kv.FormatBytes(r.Taken), processes(r.Mappers))
+	}
+	return s
 }
 
 // Unwrap returns ErrNoSpace.

@@ -38,6 +38,7 @@ import (
 //	                                    Bits 33-63: the place below where the object is, too; 0 for none
 //	120  8  bytes of the pool   120  8  first start that found it held, ns of CLOCK_MONOTONIC; 0 for none
 //	128  8  use stamp of the last clear: a record with none that is larger is from before it; 0 for none
+//	136  8  pool bytes since it was resized; 0: those at 16
 //
 // Order makes it safe to be killed anywhere. The header is written last when a
 // pool is made; a zero magic is a pool that never was. A record's bytes are
@@ -61,8 +62,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 var (
 	// ErrIndex means that an index file is not one, or is damaged.
 	ErrIndex = errors.New("pool: not a pool index, or a damaged one")
-	// ErrChanged means that a pool is there whose size, alignment, chunk size or
-	// version is another than asked for.
+	// ErrChanged means that a pool is there whose alignment, chunk size or version is another than asked for.
 	ErrChanged = errors.New("pool: the existing pool is another")
 )
 
@@ -74,6 +74,7 @@ const (
 
 	headerProvided = 120
 	headerCleared  = 128
+	headerResized  = 136
 )
 
 func writeHeader(s *shm.Segment, o Options, records int64, inode uint64) {
@@ -139,6 +140,7 @@ func readHeader(s *shm.Segment) (h header, err error) {
 		opts:    Options{Bytes: int64(le.Uint64(b[16:])), Align: int64(le.Uint64(b[24:])), ChunkTokens: int(le.Uint64(b[48:]))},
 		records: int64(le.Uint64(b[32:])), inode: le.Uint64(b[40:]), pid: int(s.Word(headerPid).Load()),
 	}
+	made := h.records
 	switch {
 	case s.Word(0).Load() == 0:
 		return h, errUnfinished
@@ -146,8 +148,15 @@ func readHeader(s *shm.Segment) (h header, err error) {
 		return h, fmt.Errorf("%w: it does not begin with %s", ErrIndex, indexMagic)
 	case le.Uint32(b[8:]) != indexVersion || le.Uint32(b[12:]) != recordBytes:
 		return h, fmt.Errorf("%w: its index has version %d, this server writes %d", ErrChanged, le.Uint32(b[8:]), indexVersion)
-	case le.Uint32(b[56:]) != crc32.Checksum(b[:56], castagnoli) || s.Len() != headerBytes+h.records*recordBytes:
+	case le.Uint32(b[56:]) != crc32.Checksum(b[:56], castagnoli) || s.Len() < headerBytes+made*recordBytes:
 		return h, fmt.Errorf("%w: header checksum", ErrIndex)
+	}
+	h.records = min((s.Len()-headerBytes)/recordBytes, maxRecords) // a pool that grew has more than it was made with
+	if resized := int64(s.Word(headerResized).Load()); resized != 0 {
+		h.opts.Bytes = resized
+	}
+	if h.opts.Bytes <= 0 || h.opts.Bytes > MaxBytes || h.opts.Align <= 0 {
+		return h, fmt.Errorf("%w: a pool of %d bytes", ErrIndex, h.opts.Bytes)
 	}
 	return h, nil
 }

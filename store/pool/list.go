@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -102,4 +103,37 @@ func find(path string) (f Found, ok bool) {
 		_ = lock.Close()
 	}
 	return f, ok
+}
+
+// Removed is a pool without a name that processes still map: its memory comes back when they
+// end or map another.
+type Removed struct {
+	Name    string // that it had
+	Bytes   int64  // of the mapping
+	Taken   int64  // memory of its file; Bytes where this process may not know
+	Mappers []int
+}
+
+// ListRemoved returns the pools of a folder that were removed and are still mapped, as far as this user may see.
+func ListRemoved(dir string) []Removed {
+	var out []Removed
+	for _, m := range peercred.MappedRemoved(cmp.Or(dir, shm.Dir)) {
+		if name := filepath.Base(m.Path); namedByUs(name) && !strings.HasSuffix(name, IndexSuffix) && !strings.Contains(name, NoteSuffix) {
+			out = append(out, Removed{name, m.Bytes, m.Taken, m.PIDs})
+		}
+	}
+	return out
+}
+
+// processes names processes, with their commands.
+func processes(pids []int) string {
+	var out []string
+	for _, pid := range pids {
+		s := fmt.Sprintf("process %d", pid)
+		if command := peercred.Command(pid); command != "" {
+			s += " (" + command + ")"
+		}
+		out = append(out, s)
+	}
+	return strings.Join(out, ", ")
 }

@@ -25,6 +25,7 @@ const NoteSuffix = ".workers"
 type Restored struct {
 	Resident []Slot // committed chunks, the least recently used first
 	Held     []Held // slots that a worker may still touch, one hold each: some are resident, the others have no key
+	Bytes    int64  // size of the pool then: workers map so much of it
 }
 
 // Held is a slot that a worker of an earlier server may still touch.
@@ -84,7 +85,7 @@ func open(path string, o Options, patient bool) (*Pool, error) {
 		}
 	}
 	if err != nil {
-		if err := discard(path, o.Name); err != nil {
+		if err := replace(path, nil, o); err != nil {
 			return nil, err
 		}
 		return create(path, o)
@@ -113,7 +114,7 @@ func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 		return nil, fmt.Errorf("%w: process %d serves %s", ErrInUse, h.pid, path)
 	}
 	if o.Cold || errors.Is(herr, errUnfinished) {
-		return nil, discard(path, o.Name)
+		return nil, replace(path, index, o)
 	}
 	if herr != nil {
 		return nil, fmt.Errorf("%s: %w", path, herr)
@@ -128,23 +129,35 @@ func reopen(path string, index *shm.Segment, o Options) (*Pool, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", cmp.Or(foreign(path), ErrForeign), err)
 	}
-	if segment.Inode() != h.inode || segment.Len() != h.opts.Bytes {
+	if segment.Inode() != h.inode || segment.Len() < h.opts.Bytes {
 		return nil, errors.Join(fmt.Errorf("%w: %s is not the file of its index", ErrForeign, path), segment.Close())
 	}
 	shm.RemoveUnfinished(path + NoteSuffix)
-	p := &Pool{opts: o, segment: segment, index: index, records: int(h.records), arena: arena.New(o.Bytes, o.Align), near: newRegions(o.Bytes)}
-	if err := p.restore(); err != nil {
+	before := o
+	before.Bytes = h.opts.Bytes
+	p := newPool(before, segment, index, int(h.records))
+	err = p.restore()
+	if err == nil && o.Bytes != before.Bytes {
+		p, err = p.resize(o)
+	}
+	if err != nil {
 		return nil, errors.Join(fmt.Errorf("%s: %w", path, err), segment.Close())
 	}
+	p.giveBackBeyond()
 	claim(index)
 	return p, nil
 }
 
+// newPool returns a Pool of a segment and its index of that many records, which knows no slot yet.
+func newPool(o Options, segment, index *shm.Segment, records int) *Pool {
+	return &Pool{opts: o, segment: segment, index: index, records: records, arena: arena.New(o.Bytes, o.Align), near: newRegions(max(o.Bytes, segment.Len()))}
+}
+
 func create(path string, o Options) (*Pool, error) {
 	records := min(o.Bytes/o.Align, maxRecords)
-	need := o.Bytes + headerBytes + records*recordBytes
-	if free, err := shm.Free(cmp.Or(o.Dir, shm.Dir)); err == nil && free < need {
-		return nil, &SpaceError{cmp.Or(o.Dir, shm.Dir), need, free}
+	dir := cmp.Or(o.Dir, shm.Dir)
+	if free, err := shm.Free(dir); err == nil && free < filesBytes(o) {
+		return nil, &SpaceError{Dir: dir, Need: filesBytes(o), Free: free, Removed: ListRemoved(dir)}
 	}
 	index, err := shm.Create(path+IndexSuffix, headerBytes+records*recordBytes)
 	if errors.Is(err, fs.ErrExist) {
@@ -167,7 +180,8 @@ func create(path string, o Options) (*Pool, error) {
 		return nil, errors.Join(fmt.Errorf("%w: %w", ErrNoSpace, err), segment.Unlink(), index.Unlink(), segment.Close(), index.Close())
 	}
 	writeHeader(index, o, records, segment.Inode())
-	p := &Pool{opts: o, segment: segment, index: index, records: int(records), arena: arena.New(o.Bytes, o.Align), near: newRegions(o.Bytes)}
+	p := newPool(o, segment, index, int(records))
+	p.restored.Bytes = o.Bytes
 	p.backed.Store(first)
 	return p, nil
 }
@@ -190,6 +204,7 @@ func (p *Pool) restore() error {
 	if used > uint64(p.records) {
 		return fmt.Errorf("%w: %d records used of %d", ErrIndex, used, p.records)
 	}
+	p.restored.Bytes = p.opts.Bytes
 	p.used = int(used)
 	p.backed.Store(int64(used))
 	p.stamp = p.index.Word(headerCleared).Load()
@@ -202,7 +217,7 @@ func (p *Pool) restore() error {
 			p.spare = append(p.spare, s)
 			continue
 		}
-		if state > Condemned || !r.intact() || !p.arena.Take(r.offset(), r.length()) {
+		if state > Condemned || !r.intact() || !p.takeRange(state, r) {
 			return fmt.Errorf("%w: record %d", ErrIndex, i)
 		}
 		p.near.add(s, r.offset())
@@ -227,13 +242,32 @@ func (p *Pool) restore() error {
 			holds = 1
 		}
 		r.set(state, holds)
-		p.account(state, r.length(), 1)
+		p.account(state, r.offset(), r.length(), 1)
 	}
 	slices.Reverse(p.spare) // lowest record first
 	slices.SortFunc(p.restored.Resident, func(a, b Slot) int {
 		return cmp.Compare(p.record(a).stamp(), p.record(b).stamp())
 	})
 	return nil
+}
+
+// takeRange takes the range of a record out of the free ones. A slot that a worker may still touch may lie
+// above the end of a pool that became smaller.
+func (p *Pool) takeRange(state State, r record) bool {
+	off, n := r.offset(), r.length()
+	inside := p.inside(off, n)
+	if inside == p.Round(n) {
+		return p.arena.Take(off, n)
+	}
+	if off < 0 || n <= 0 || off%p.opts.Align != 0 || off > p.segment.Len() || n > p.segment.Len()-off || state == Resident {
+		return false
+	}
+	return inside == 0 || p.arena.Take(off, inside)
+}
+
+// inside returns how many of the bytes of a slot lie below the pool's end.
+func (p *Pool) inside(off, n int64) int64 {
+	return max(0, min(off+p.Round(n), p.arena.Size())-off)
 }
 
 // Restored returns what Open found.

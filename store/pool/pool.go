@@ -137,6 +137,9 @@ func (p *Pool) Inode() uint64 { return p.segment.Inode() }
 // Bytes returns the segment's size.
 func (p *Pool) Bytes() int64 { return p.opts.Bytes }
 
+// FormerBytes returns the size that the pool had when the earlier server served it, its own without one.
+func (p *Pool) FormerBytes() int64 { return p.restored.Bytes }
+
 // Find returns the slot that is staged or resident under k.
 func (p *Pool) Find(k *kv.Key) (Slot, State) {
 	if s, ok := p.table.find(p, k); ok {
@@ -164,22 +167,27 @@ func (p *Pool) Reserve(k *kv.Key, n int64, by Writer) (Slot, error) {
 	if !ok {
 		return 0, ErrFull
 	}
-	var s Slot
-	if last := len(p.spare) - 1; last >= 0 {
-		s, p.spare = p.spare[last], p.spare[:last]
-	} else {
-		s = Slot(p.used)
-		p.used++
-		p.index.Word(headerUsed).Store(uint64(p.used))
-		crashPoint()
-	}
+	s := p.takeRecord()
 	r := p.record(s)
 	r.write(k, off, n, by)
 	r.begin(Staged, 1)
-	p.account(Staged, n, 1)
+	p.account(Staged, off, n, 1)
 	p.table.insert(p, s)
 	p.near.add(s, off)
 	return s, nil
+}
+
+// takeRecord returns a free record: one that was used before, else the next.
+func (p *Pool) takeRecord() (s Slot) {
+	if last := len(p.spare) - 1; last >= 0 {
+		s, p.spare = p.spare[last], p.spare[:last]
+		return s
+	}
+	s = Slot(p.used)
+	p.used++
+	p.index.Word(headerUsed).Store(uint64(p.used))
+	crashPoint()
+	return s
 }
 
 // BackIndex has the kernel provide the next pages of the index, which is sparse: touching a
@@ -226,8 +234,8 @@ func (p *Pool) providing() {
 func (p *Pool) Commit(s Slot) {
 	r := p.record(s)
 	p.must(s, r, Staged)
-	p.account(Staged, r.length(), -1)
-	p.account(Resident, r.length(), 1)
+	p.account(Staged, r.offset(), r.length(), -1)
+	p.account(Resident, r.offset(), r.length(), 1)
 	r.set(Resident, 0)
 }
 
@@ -240,13 +248,13 @@ func (p *Pool) Drop(s Slot) {
 		panic(fmt.Sprintf("BUG: pool: drop of slot %d in state %d", s, state))
 	}
 	p.table.remove(p, s)
-	p.account(state, r.length(), -1)
+	p.account(state, r.offset(), r.length(), -1)
 	if r.holds() == 0 {
 		p.free(s, r)
 		return
 	}
 	r.setState(Condemned)
-	p.account(Condemned, r.length(), 1)
+	p.account(Condemned, r.offset(), r.length(), 1)
 }
 
 // Hold says that a worker may now read or write the slot's bytes.
@@ -266,7 +274,7 @@ func (p *Pool) Unhold(s Slot) {
 		panic(fmt.Sprintf("BUG: pool: slot %d is not held", s))
 	}
 	if r.holds() == 1 && r.state() == Condemned {
-		p.account(Condemned, r.length(), -1)
+		p.account(Condemned, r.offset(), r.length(), -1)
 		p.free(s, r)
 		return
 	}
@@ -280,12 +288,19 @@ func (p *Pool) free(s Slot, r record) {
 		_ = shm.Guard(func() { invariant.Poison(p.segment.Bytes(off, n)) }) // memory that is gone needs no poison
 	}
 	p.near.remove(s, off)
-	p.arena.Release(off, n)
+	inside := p.inside(off, n)
+	if inside > 0 {
+		p.arena.Release(off, inside)
+	}
+	if inside < p.Round(n) { // of a pool that became smaller
+		_ = p.segment.Punch(off+inside, p.Round(n)-inside)
+	}
 	p.spare = append(p.spare, s)
 }
 
-func (p *Pool) account(state State, n int64, d int) {
-	p.bytes[state] += int64(d) * p.arena.Round(n)
+// account notes that the bytes of a slot at off, those below the pool's end, are of a state, or with d -1 no more.
+func (p *Pool) account(state State, off, n int64, d int) {
+	p.bytes[state] += int64(d) * p.inside(off, n)
 	p.count[state] += d
 }
 
@@ -386,12 +401,12 @@ func (p *Pool) View(s Slot) []byte {
 // every other method.
 func (p *Pool) Populate(off, n int64, keep bool) error {
 	p.providing()
-	return p.segment.Populate(off, min(n, p.segment.Len()-off), keep)
+	return p.segment.Populate(off, min(n, p.opts.Bytes-off), keep)
 }
 
 // Provided returns how many bytes from the segment's start have memory already.
 func (p *Pool) Provided() int64 {
-	return p.segment.Provided(int64(min(p.index.Word(headerProvided).Load(), uint64(p.opts.Bytes))))
+	return min(p.opts.Bytes, p.segment.Provided(int64(min(p.index.Word(headerProvided).Load(), uint64(p.opts.Bytes)))))
 }
 
 // NoteProvided records for a later server that the first bytes bytes of the segment

@@ -170,8 +170,8 @@ func TestCold(t *testing.T) {
 	if err := old.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := pool.Open(pool.Options{Name: "p", Bytes: 8192, Dir: dir, ChunkTokens: 256}); !errors.Is(err, pool.ErrChanged) {
-		t.Fatalf("another size: %v", err)
+	if _, err := pool.Open(pool.Options{Name: "p", Bytes: 4096, Dir: dir, ChunkTokens: 128}); !errors.Is(err, pool.ErrChanged) {
+		t.Fatalf("another chunk size: %v", err)
 	}
 	p, err := pool.Open(pool.Options{Name: "p", Bytes: 8192, Dir: dir, ChunkTokens: 256, Cold: true})
 	if err != nil {

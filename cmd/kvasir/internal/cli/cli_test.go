@@ -60,6 +60,12 @@ type serving struct {
 
 func serve(t testing.TB, args ...string) *serving {
 	t.Helper()
+	return serveUntil(t, "/status", args...)
+}
+
+// serveUntil starts a server and waits for a line of its log.
+func serveUntil(t testing.TB, line string, args ...string) *serving {
+	t.Helper()
 	s := &serving{port: testkit.FreePort(t), http: testkit.FreePort(t), lines: make(chan string, 1000)}
 	s.cmd = command(append([]string{"server", "--port", fmt.Sprint(s.port), "--http-port", fmt.Sprint(s.http), "--l1-size-gb", "0.01"}, args...)...)
 	stderr, err := s.cmd.StderrPipe()
@@ -85,7 +91,7 @@ func serve(t testing.TB, args ...string) *serving {
 			s.lines <- r.Text()
 		}
 	}()
-	s.wait(t, "/status")
+	s.wait(t, line)
 	return s
 }
 

@@ -27,7 +27,7 @@ func explainPool(err error, names string) error {
 	case errors.Is(err, pool.ErrForeign):
 		return fmt.Errorf("%w: choose another %s, or remove the file if nothing uses it", err, names)
 	case errors.Is(err, pool.ErrNoSpace):
-		return fmt.Errorf("%w: lower --l1-size-gb, or enlarge /dev/shm (containers: --shm-size or --ipc=host)", err)
+		return fmt.Errorf("%w: lower --l1-size-gb, or enlarge /dev/shm (containers: --shm-size or --ipc=host); kvasir pool ls shows what takes it", err)
 	}
 	return err
 }
@@ -40,7 +40,6 @@ func explainChanged(e *pool.ChangedError) error {
 			kept, asked = append(kept, fmt.Sprintf("%s %v", flag, k)), append(asked, fmt.Sprint(a))
 		}
 	}
-	add("--l1-size-gb", gibSize(e.Kept.Bytes), gibSize(e.Asked.Bytes))
 	add("--l1-align-bytes", e.Kept.Align, e.Asked.Align)
 	add("--chunk-size", e.Kept.ChunkTokens, e.Asked.ChunkTokens)
 	text := fmt.Sprintf("the pool that is kept in %s has %s, asked for is %s: start with what it has, or with --cold to discard it",

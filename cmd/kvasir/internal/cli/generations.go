@@ -32,6 +32,9 @@ func (c *serverCmd) openGenerations(o *serverOptions, below adapter.Set) error {
 		book.Share(below.Shared...)
 		book.Sync(context.Background())
 	}
+	if err := c.Cold.forget(book, &below, o.store.Log); err != nil {
+		return err
+	}
 	o.tiers.Changes.Translate(book.Back)
 	o.store.Below, o.store.Moment, o.store.DropRestored = book.Tier(below.Tier), book.Moment, book.Lost()
 	o.server.Generations, o.server.Changes = book, o.tiers.Changes

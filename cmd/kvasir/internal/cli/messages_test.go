@@ -93,7 +93,7 @@ func TestPoolOfOtherFlagsNamesWhatDiffers(t *testing.T) {
 			t.Errorf("%v: exit %d\n got %swant %s", args, code, stderr, want)
 		}
 	}
-	f("--l1-size-gb 4MiB, asked for is 8MiB: start with what it has, or with --cold to discard it", "--l1-size-gb", "8MiB")
+	f("--l1-align-bytes 4096, asked for is 8192: start with what it has, or with --cold to discard it", "--l1-size-gb", "8MiB", "--l1-align-bytes", "8192")
 	f("--l1-align-bytes 4096 and --chunk-size 256, asked for is 8192 and 128: start with what it has, or with --cold to discard it, "+
 		"and restart the engines (they asked for the chunk size when they started)", "--chunk-size", "128", "--l1-align-bytes", "8192")
 }

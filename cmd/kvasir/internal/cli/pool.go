@@ -13,6 +13,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
@@ -45,7 +46,8 @@ func (poolLsCmd) Run(e *env) error {
 	if err != nil {
 		return err
 	}
-	if len(found) == 0 {
+	removed := pool.ListRemoved("")
+	if len(found)+len(removed) == 0 {
 		_, err := fmt.Fprintf(e.stdout, "no pool in %s, which has %s free\n", shm.Dir, sizeWords(free))
 		return err
 	}
@@ -55,8 +57,14 @@ func (poolLsCmd) Run(e *env) error {
 		f := &found[i]
 		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", printable(f.Name), sizeWords(f.Bytes), sizeWords(f.Taken), f.Owner, usedBy(f), f.Since.Format(time.DateTime))
 	}
+	for _, r := range removed {
+		fmt.Fprintf(t, "%s (removed)\t%s\t%s\t\t%s\t\n", printable(r.Name), sizeWords(r.Bytes), sizeWords(r.Taken), processNames(r.Mappers))
+	}
 	if err := t.Flush(); err != nil {
 		return err
+	}
+	if len(removed) > 0 {
+		fmt.Fprintln(e.stdout, "A removed pool's memory comes back when its processes end or register with a server again.")
 	}
 	_, err = fmt.Fprintf(e.stdout, "%s has %s free\n", shm.Dir, sizeWords(free))
 	return err
@@ -73,7 +81,7 @@ func usedBy(f *pool.Found) string {
 	}
 	for _, pid := range f.Mappers {
 		if pid != f.Server {
-			out = append(out, strconv.Itoa(pid))
+			out = append(out, processName(pid))
 		}
 	}
 	switch {
@@ -82,9 +90,25 @@ func usedBy(f *pool.Found) string {
 	case !f.Ours:
 		return "not known" // another user's processes cannot be looked into
 	case f.Trouble != "":
-		return "nobody; " + f.Trouble
+		return "no process; " + f.Trouble
 	}
-	return "nobody"
+	return "no process"
+}
+
+// processName is a process's number, with its command where that is known.
+func processName(pid int) string {
+	if command := peercred.Command(pid); command != "" {
+		return strconv.Itoa(pid) + " " + command
+	}
+	return strconv.Itoa(pid)
+}
+
+func processNames(pids []int) string {
+	var out []string
+	for _, pid := range pids {
+		out = append(out, processName(pid))
+	}
+	return strings.Join(out, ", ")
 }
 
 type poolRmCmd struct {

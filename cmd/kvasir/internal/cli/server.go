@@ -41,28 +41,28 @@ import (
 type serverCmd struct {
 	configFlags
 
-	Host      string   `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
-	Port      int      `help:"ZMQ port." default:"5555" group:"Network"`
-	Listen    []string `name:"listen" help:"Another ZMQ port, for clients with chunks of another size: engines whose blocks do not divide --chunk-size and whose lmcache is older than 0.5.7, which negotiates. Repeatable." group:"Network" placeholder:"PORT:CHUNK"`
-	IPC       string   `name:"ipc" help:"Also listen on this UNIX socket path." group:"Network" placeholder:"PATH"`
-	HTTPHost  string   `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
-	HTTPPort  int      `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
-	APIKeys   []string `name:"api-key-file" aliases:"http-api-key-file" sep:"none" help:"File of one line with a key that HTTP requests need (Authorization: Bearer, or X-LMCache-API-Key); probes and the page need none. Also LMCACHE_API_KEY and LMCACHE_API_KEY_FILE. The ZMQ ports know no keys. Repeatable." group:"Network" placeholder:"FILE"`
-	AllowHost []string `name:"allow-host" help:"Names of this machine, comma-separated, under which /status and /cache/clear are answered besides its addresses, its host name and localhost." group:"Network" placeholder:"NAME"`
-	Profiles  bool     `name:"pprof" help:"Serve Go's profiles on the HTTP port, at /debug/pprof/." group:"Network"`
-	L1SizeGB  gibSize  `name:"l1-size-gb" help:"Pool size: GiB, or with a unit, as 256MiB." default:"4" group:"Pool"`
-	ChunkSize int      `help:"Tokens per chunk; a multiple of the engine's block size." default:"256" group:"Pool"`
-	ShmName   string   `help:"Name of the pool under /dev/shm; lmcache_l1_pool_ is put before it when missing. Default: kvasir_PORT_BOOT, where BOOT is the same until this host starts again, and another on other hosts." group:"Pool"`
-	Align     byteSize `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two: bytes, or with a unit." default:"4096" group:"Pool"`
-	Cold      bool     `help:"Start empty: discard the pool that an earlier server left." group:"Pool"`
-	Drop      bool     `help:"Remove the pool that an earlier server left, and end." group:"Pool"`
-	Pickle    string   `help:"For workers that cannot map the pool (other hosts, containers with a /dev/shm of their own): their chunks pass through the socket as pickled tensors. on: for them; only: for all workers, and none learns the pool's name; off: they are declined; auto: on while only this host can connect (--host is a loopback address), else off." default:"auto" enum:"auto,on,only,off" group:"Pool"`
-	PickleMax mibSize  `name:"pickle-max-mib" help:"Largest message of such a worker, MiB or with a unit; memory grows as it arrives." default:"4095" group:"Pool"`
-	Trust     []string `name:"trust-address" help:"Addresses or networks (CIDR), comma-separated, whose peers count as this server's user: they learn the pool's name. For containers that share /dev/shm but not the network." group:"Pool" placeholder:"CIDR"`
-	Populate  mibSize  `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none. Engines get only memory that was prepared, so they cannot crash when /dev/shm fills up; with 0 they get all of it." default:"1024" group:"Pool"`
-	Memo      mibSize  `name:"memo-mib" help:"Memory for the token lists of recent prompts, MiB: a prompt seen before is compared instead of hashed. 32k tokens take 160 KiB; 0 for none." default:"64" group:"Pool"`
-	Checksum  mibSize  `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, from 1 s after they were stored; 0: at an orderly stop only. After a restart a chunk that differs from its checksum, or was killed before it had one, is a miss." default:"512" group:"Pool"`
-	Unsummed  bool     `name:"trust-unsummed" help:"After a kill, serve chunks that have no checksum yet, unchecked: those of the last 2 seconds, and more where stores outrun --checksum-mib-per-second. Without it they are misses." group:"Pool"`
+	Host      string    `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
+	Port      int       `help:"ZMQ port." default:"5555" group:"Network"`
+	Listen    []string  `name:"listen" help:"Another ZMQ port, for clients with chunks of another size: engines whose blocks do not divide --chunk-size and whose lmcache is older than 0.5.7, which negotiates. Repeatable." group:"Network" placeholder:"PORT:CHUNK"`
+	IPC       string    `name:"ipc" help:"Also listen on this UNIX socket path." group:"Network" placeholder:"PATH"`
+	HTTPHost  string    `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
+	HTTPPort  int       `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
+	APIKeys   []string  `name:"api-key-file" aliases:"http-api-key-file" sep:"none" help:"File of one line with a key that HTTP requests need (Authorization: Bearer, or X-LMCache-API-Key); probes and the page need none. Also LMCACHE_API_KEY and LMCACHE_API_KEY_FILE. The ZMQ ports know no keys. Repeatable." group:"Network" placeholder:"FILE"`
+	AllowHost []string  `name:"allow-host" help:"Names of this machine, comma-separated, under which /status and /cache/clear are answered besides its addresses, its host name and localhost." group:"Network" placeholder:"NAME"`
+	Profiles  bool      `name:"pprof" help:"Serve Go's profiles on the HTTP port, at /debug/pprof/." group:"Network"`
+	L1SizeGB  gibSize   `name:"l1-size-gb" help:"Pool size: GiB, or with a unit, as 256MiB." default:"4" group:"Pool"`
+	ChunkSize int       `help:"Tokens per chunk; a multiple of the engine's block size." default:"256" group:"Pool"`
+	ShmName   string    `help:"Name of the pool under /dev/shm; lmcache_l1_pool_ is put before it when missing. Default: kvasir_PORT_BOOT, where BOOT is the same until this host starts again, and another on other hosts." group:"Pool"`
+	Align     byteSize  `name:"l1-align-bytes" help:"Alignment of chunks in the pool, a power of two: bytes, or with a unit." default:"4096" group:"Pool"`
+	Cold      coldStart `help:"Start with an empty pool: discard what an earlier server left in it. The tiers keep what they have; all has them serve nothing older than this start." group:"Pool" placeholder:"all" default:"false"`
+	Drop      bool      `help:"Remove the pool that an earlier server left, and end." group:"Pool"`
+	Pickle    string    `help:"For workers that cannot map the pool (other hosts, containers with a /dev/shm of their own): their chunks pass through the socket as pickled tensors. on: for them; only: for all workers, and none learns the pool's name; off: they are declined; auto: on while only this host can connect (--host is a loopback address), else off." default:"auto" enum:"auto,on,only,off" group:"Pool"`
+	PickleMax mibSize   `name:"pickle-max-mib" help:"Largest message of such a worker, MiB or with a unit; memory grows as it arrives." default:"4095" group:"Pool"`
+	Trust     []string  `name:"trust-address" help:"Addresses or networks (CIDR), comma-separated, whose peers count as this server's user: they learn the pool's name. For containers that share /dev/shm but not the network." group:"Pool" placeholder:"CIDR"`
+	Populate  mibSize   `name:"populate-mib-per-second" help:"Rate at which pool memory is prepared ahead of use, 0 for none. Engines get only memory that was prepared, so they cannot crash when /dev/shm fills up; with 0 they get all of it." default:"1024" group:"Pool"`
+	Memo      mibSize   `name:"memo-mib" help:"Memory for the token lists of recent prompts, MiB: a prompt seen before is compared instead of hashed. 32k tokens take 160 KiB; 0 for none." default:"64" group:"Pool"`
+	Checksum  mibSize   `name:"checksum-mib-per-second" help:"Rate at which checksums of stored chunks are computed in the background, from 1 s after they were stored; 0: at an orderly stop only. After a restart a chunk that differs from its checksum, or was killed before it had one, is a miss." default:"512" group:"Pool"`
+	Unsummed  bool      `name:"trust-unsummed" help:"After a kill, serve chunks that have no checksum yet, unchecked: those of the last 2 seconds, and more where stores outrun --checksum-mib-per-second. Without it they are misses." group:"Pool"`
 
 	adapter.Flags
 	eventFlags
@@ -95,7 +95,8 @@ func (serverCmd) Help() string {
   kvasir server --l1-size-gb 100
   kvasir server --port 5556 --http-port 8081 --l1-size-gb 0.5 --chunk-size 128
   kvasir server --l1-size-gb 100 --separate-object-groups    (hybrid models, lmcache_driven)
-  kvasir server --l1-size-gb 100 --cold     (forget what an earlier server kept)
+  kvasir server --l1-size-gb 50             (another size: keeps what fits, what was used last)
+  kvasir server --l1-size-gb 100 --cold     (forget what an earlier server kept; --cold=all: in the tiers, too)
   kvasir server --l1-size-gb 100 --drop     (remove it and end)
   kvasir server --l1-size-gb 100 --host 10.0.0.5 --pickle on     (engines on other hosts too)
   kvasir server --l1-size-gb 100 --l2-adapter '{"type":"fs","base_path":"/data/kv"}'    (a directory below the pool)
@@ -104,7 +105,7 @@ func (serverCmd) Help() string {
   kvasir server --l1-size-gb 100 --quota team-a=40GiB --state /var/lib/kvasir/tenants.state    (what kvasir quota sets holds over restarts)
 
 The pool outlives the server: started again with the same flags, it serves what was stored, and
-engines go on without registering again.
+engines go on without registering again. With another --l1-size-gb it keeps what fits.
 
 Then start vLLM on the same host, as the same user:
   vllm serve MODEL --kv-transfer-config '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",
@@ -213,7 +214,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	if c.ChunkSize == 0 { // to the options that is the default
 		wrong("--chunk-size 0 is outside 1 to %d", kv.MaxChunkTokens)
 	}
-	o.pool = pool.Options{Name: c.poolName(), Bytes: int64(c.L1SizeGB), Align: cmp.Or(int64(c.Align), -1), ChunkTokens: c.ChunkSize, Cold: c.Cold}
+	o.pool = pool.Options{Name: c.poolName(), Bytes: int64(c.L1SizeGB), Align: cmp.Or(int64(c.Align), -1), ChunkTokens: c.ChunkSize, Cold: c.Cold.pool()}
 	o.store = store.Options{
 		Quarantine: positive("--l1-write-ttl-seconds", c.Hold), SessionIdle: positive("--session-ttl-seconds", c.Session),
 		PopulateRate: int64(c.Populate), ChecksumRate: int64(c.Checksum), TrustUnsummed: c.Unsummed, Log: log,
@@ -340,6 +341,9 @@ func (c *serverCmd) Run(e *env) (err error) {
 	o.server.Events = c.book(st, o.tiers.Changes)
 	if o.server.Publisher, err = c.publisher(e, o.server.Events, c.publisherOptions(c.Port, c.ChunkSize, e.log)); err != nil {
 		return failedStart(st, err)
+	}
+	if was := st.Files().FormerBytes(); was != st.Files().Bytes() {
+		e.log.Info("the pool has another size now", "bytes", st.Files().Bytes(), "before_bytes", was, "chunks", st.Stats().Resident)
 	}
 	srv := server.New(st, o.server)
 	if free, ok := hostmem.Available(); ok && c.Populate > 0 && free < st.Files().Bytes()-st.Memory().Provided() {

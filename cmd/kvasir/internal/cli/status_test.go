@@ -72,7 +72,7 @@ func TestStatusOfSomethingElse(t *testing.T) {
 	f(2, "is not http://HOST:PORT", "localhost:8080")
 }
 
-// pool ls says who has a pool; rm removes what nobody has, and nothing else.
+// pool ls says which process has a pool; rm removes what none has, and nothing else.
 func TestPools(t *testing.T) {
 	live, old := fmt.Sprintf("lmcache_l1_pool_kvasir_test_live_%d", os.Getpid()), fmt.Sprintf("lmcache_l1_pool_kvasir_test_old_%d", os.Getpid())
 	a, b := serve(t, "--shm-name", live), serve(t, "--shm-name", old)
@@ -96,7 +96,7 @@ func TestPools(t *testing.T) {
 	if l := line(live); !strings.Contains(l, fmt.Sprintf("server %d ", a.cmd.Process.Pid)) || !strings.Contains(l, "10.2 MiB") {
 		t.Errorf("the pool in use: %q", l)
 	}
-	if l := line(old); !strings.Contains(l, " nobody ") {
+	if l := line(old); !strings.Contains(l, " no process ") {
 		t.Errorf("the pool that is left: %q", l)
 	}
 	f := func(code int, want string, args ...string) {
