@@ -252,7 +252,7 @@ func TestBlanksInTheQueryAreRefused(t *testing.T) {
 		r := httptest.NewRequest(http.MethodPost, "/v1/completions", strings.NewReader(`{"prompt":"a"}`))
 		r.URL.RawQuery = query
 		w := httptest.NewRecorder()
-		if p.ServeHTTP(w, r); w.Code != 400 || es.count() != 0 {
+		if p.ServeHTTP(w, r); w.Code != 400 || !strings.Contains(w.Body.String(), "the query has") || es.count() != 0 { // an engine may refuse it, too
 			t.Errorf("%q: %d", query, w.Code)
 		}
 	}

@@ -34,7 +34,15 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 	}
 	for i := range r.fields {
 		if name, _ := r.Text(r.fields[i].name); name == "usage" {
-			if v := r.fields[i].value.Of(text); v[0] != '{' || json.Unmarshal(v, &usage) != nil {
+			v := r.fields[i].value.Of(text)
+			if v[0] != '{' {
+				continue
+			}
+			if !HasCached(v) { // decoding costs more than all else here
+				a.Cached = 0
+				continue
+			}
+			if json.Unmarshal(v, &usage) != nil {
 				continue
 			}
 			a.Cached = max(usage.Read, 0)

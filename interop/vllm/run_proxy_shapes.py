@@ -115,7 +115,7 @@ def differs(a, b):
             if k != "logprobs" and a[i][k] != b[i].get(k):
                 return f"choice {i}, {k}: {a[i][k]!r} and {b[i].get(k)!r}"
         for x, y in zip(a[i].get("logprobs", []), b[i].get("logprobs", []), strict=True):
-            if abs(x - y) > 0.002:
+            if (x is None) != (y is None) or x is not None and abs(x - y) > 0.002:  # an echoed prompt's first token has none
                 return f"choice {i}: log-probabilities {x} and {y}"
     return None
 
@@ -130,11 +130,12 @@ def shapes(block):
     for name, lengths in (("1", [4 * block + 1]), ("2", [5 * block + 1, block // 2]), ("8", [block * (2 + i) + 3 * i for i in range(8)])):
         yield "list_" + name, "/v1/completions", {**ids, "prompt": prompts(lengths)}
     yield "texts_2", "/v1/completions", {**base, "prompt": [words(3 * block, 1), words(5 * block, 2)]}
+    yield "texts_2_echo", "/v1/completions", {**base, "prompt": [words(3 * block, 6), words(4 * block, 7)], "echo": True, "logprobs": 1}
     sampled = {"temperature": 1, "seed": 11, "n": 3}
     yield "n_3", "/v1/completions", {**ids, **sampled, "prompt": prompts([4 * block + 1])[0]}
     yield "list_2_n_2", "/v1/completions", {**ids, **sampled, "n": 2, "prompt": prompts([4 * block + 1, 3 * block])}
     chat = {**base, "messages": [{"role": "user", "content": words(5 * block, 3)}]}
-    yield "chat", "/v1/chat/completions", {**chat, "logprobs": True}
+    yield "chat", "/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 2}
     yield "chat_n_3", "/v1/chat/completions", {**chat, **sampled}
     yield "responses", "/v1/responses", {"model": "tiny", "temperature": 0, "max_output_tokens": 6, "input": words(5 * block, 4)}
     yield "messages", "/v1/messages", {"model": "tiny", "temperature": 0, "max_tokens": 6, "messages": [{"role": "user", "content": words(5 * block, 5)}]}
