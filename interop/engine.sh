@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # engine.sh [RELEASE]: our simulated engine (two ranks, every byte checked) as a client of the real LMCache server, of 0.5.6 or RELEASE, in
 # both transfer modes: what one engine process stored, the next one loads, and answers with the same
-# tokens. With lmcache_driven also models with sliding windows and with recurrent states. Needs bin/kvasir; interop/run.sh calls it.
+# tokens. With lmcache_driven also models with sliding windows and with recurrent states. INLINE=1 takes a server without shared
+# memory, to which chunks travel in messages. Needs bin/kvasir; interop/run.sh calls it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(interop/python.sh)
@@ -11,8 +12,10 @@ over=
 [ -z "${1:-}" ] || over=$(lmcache_release "$1")
 port=$(free_port) http=$(free_port)
 name=kvasir_engine_interop_$$
+shared=$name
+[ -z "${INLINE:-}" ] || shared=
 env ${over:+"PYTHONPATH=$over"} "$(dirname "$python")/lmcache" server --host 127.0.0.1 --port "$port" --http-host 127.0.0.1 --http-port "$http" --l1-size-gb 0.5 \
-	--no-l1-use-lazy --eviction-policy LRU --separate-object-groups --supported-transfer-mode auto --shm-name "$name" >"$work/lmcache.log" 2>&1 &
+	--no-l1-use-lazy --eviction-policy LRU --separate-object-groups --supported-transfer-mode auto ${shared:+--shm-name "$shared"} >"$work/lmcache.log" 2>&1 &
 lmcache=$!
 servers="$servers $lmcache"
 trap 'finish; rm -f /dev/shm/*'"$name"'*' EXIT
@@ -63,7 +66,9 @@ P
 	echo "$hits$text"
 }
 
-for run in "full engine_driven" "full lmcache_driven" "windows lmcache_driven --window 300 --window 1000" "states lmcache_driven --states 1"; do
+runs=("full engine_driven" "full lmcache_driven" "windows lmcache_driven --window 300 --window 1000" "states lmcache_driven --states 1")
+[ -z "${INLINE:-}" ] || runs=("inline engine_driven")
+for run in "${runs[@]}"; do
 	read -r kind mode flags <<<"$run"
 	first=$(ask "$kind-$mode" "$mode" $flags)
 	wait_for 60 settled || { echo "$kind, $mode: stores do not end" >&2; exit 1; }

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # python.sh [REQUIREMENTS]: makes the virtual environment of pinned real peers, once, in
-# a cache folder keyed by the file's content, and prints its Python on standard output.
+# a cache folder keyed by the file's content, and prints its Python on standard output. Without an argument the file is
+# $REQUIREMENTS, or requirements.txt.
 # $KVASIR_CACHE moves the cache; $PYTHON chooses the interpreter (3.10 to 3.13).
 set -euo pipefail
-requirements=${1:-$(dirname "$0")/requirements.txt}
+requirements=${1:-${REQUIREMENTS:-$(dirname "$0")/requirements.txt}}
 key=$(sha256sum <"$requirements" | cut -c1-12)
 dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/interop-$key
 

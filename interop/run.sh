@@ -69,12 +69,12 @@ slow_tier() {
 	cat "$work/slow.out"
 }
 
-# mooncake: sets te, the Python of the Mooncake that the part names, or else of the newest.
+# mooncake: sets te, the Python of the Mooncake that the part names, or else $TE or that of the newest.
 mooncake() {
 	case $part in
 	*@0.3.7) te=$(interop/python.sh interop/requirements-te-old.txt) ;;
 	*@*) te=$(interop/python.sh "interop/requirements-te-${part#*@}.txt") ;;
-	*) te=$(interop/python.sh interop/requirements-te.txt) ;;
+	*) te=${TE:-$(interop/python.sh interop/requirements-te.txt)} ;;
 	esac
 	case $part in
 	*@0.3.14) interop/cuda-stub.sh "$te" ;;
@@ -231,8 +231,9 @@ engine)
 	interop/engine.sh
 	;;
 engine57)
-	echo "== the simulated engine against the real lmcache 0.5.7rc2 server, both modes"
+	echo "== the simulated engine against the real lmcache 0.5.7rc2 server, both modes, and without shared memory"
 	interop/engine.sh 0.5.7rc2
+	INLINE=1 interop/engine.sh 0.5.7rc2
 	;;
 openai)
 	echo "== the OpenAI Python client through kvasir proxy: P and D, streams, tools, cancels, keys"

@@ -6,8 +6,8 @@
 # Debian packages: libnuma1 libibverbs1 librdmacm1, and libtcmalloc-minimal4 for vLLM 0.18.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-dir=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
-interop/vllm/setup_venv.sh "$dir"
+dir=${VLLM_ENV:-${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6}
+[ -n "${VLLM_ENV:-}" ] || interop/vllm/setup_venv.sh "$dir" # who names an environment has made it
 python=$dir/bin/python
 . interop/lib.sh
 

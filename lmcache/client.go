@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -376,6 +377,17 @@ func (c *Client) PrepareStore(ctx context.Context, k *Key, instanceID int64) (Pr
 // CommitStore says that the chunks of a PrepareStore with slots are written.
 func (c *Client) CommitStore(ctx context.Context, k *Key, instanceID int64) (bool, error) {
 	return result(ctx, c, DecodeBool, OpCommitStore, c.key(k), AppendInt(nil, instanceID), AppendBytes(nil, nil))
+}
+
+// Enveloped reports whether the server is of 0.5.7, which takes and gives objects in envelopes where it offers no shared memory.
+// Earlier releases have pickles.
+func (c *Client) Enveloped() bool { return c.packed.Load() }
+
+// CommitEnvelope sends the chunks of k's range, of one object group, to a server without shared memory.
+func (c *Client) CommitEnvelope(ctx context.Context, k *Key, instanceID int64, l kv.Layout, chunks [][]byte) (bool, error) {
+	e := Envelope{Groups: []EnvelopeGroup{{Data: chunks}}}
+	data := AppendInline(nil, func(b []byte) []byte { return AppendEnvelope(b, []kv.Layout{l}, &e) })
+	return result(ctx, c, DecodeBool, OpCommitStore, c.key(k), AppendInt(nil, instanceID), data)
 }
 
 // PrepareRetrieve asks where the chunks of k's range are.

@@ -15,7 +15,6 @@ import (
 
 	"github.com/tinylib/msgp/msgp"
 
-	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
@@ -198,14 +197,14 @@ func storePrompt(t *testing.T, n *node, seed, chunks int) *lmcache.Key {
 func TestRecordedKVEvents(t *testing.T) {
 	var rec testkit.Recording
 	testkit.ReadVector(t, "lmcache-mp/kv_events_stream.json", &rec)
+	t.Run("0.5.6", func(t *testing.T) { recordedKVEvents(t, &rec, 8192) })
+	newer := recorded057(t, "kv_events_stream")
+	t.Run("0.5.7", func(t *testing.T) { recordedKVEvents(t, &newer, 1536) })
+}
+
+func recordedKVEvents(t *testing.T, rec *testkit.Recording, layerBytes int64) {
 	dir := t.TempDir()
-	for _, i := range []int{4, 5} {
-		seg, err := shm.Create(filepath.Join(dir, fmt.Sprint("lmcache_kv_7013_", i)), 8192)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer seg.Close()
-	}
+	segmentsOf(t, rec, dir, layerBytes)
 	p, err := pool.Open(pool.Options{Name: "pool", Bytes: 1 << 20, Dir: dir, ChunkTokens: rec.Meta.ChunkTokens})
 	if err != nil {
 		t.Fatal(err)

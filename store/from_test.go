@@ -4,10 +4,17 @@ package store_test
 
 import (
 	"testing"
+	"testing/synctest"
 
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/kv/coordinator"
+	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hold"
 	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/store/miss"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // A lookup that starts above chunk 0 pins what lies behind the start only, counts from chunk 0, and makes what lies below
@@ -89,4 +96,101 @@ func TestFreeAbandoned(t *testing.T) {
 	if got := b.store.Lookup([]byte("s"), one, p, 1); got.Hit != 2 {
 		t.Fatalf("%+v, want nothing behind the start", got)
 	}
+}
+
+// Over a tier a lookup from a chunk reads what lies behind its start: chunks of the engine's own are not read, wherever they are
+// missing.
+func TestLookupFromAChunkBelow(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newTiered(t, 16, "", store.Options{})
+		defer b.close()
+		h := prompt(1, 8)
+		keep(t, b.memory, one, h[1:6]...) // chunk 0 is nowhere, chunks 6 and 7 neither
+		look := func(start, want, below int) {
+			t.Helper()
+			p := store.Hashed(h)
+			p.From = start
+			got := b.store.Lookup([]byte("r"), one, p, 1)
+			if got.State == store.Pending {
+				got = b.store.Await(t.Context(), []byte("r"), nobody)
+			}
+			if got.Hit != want || got.Below != below {
+				t.Errorf("from chunk %d: a hit of %d, %d from below; want %d, %d", start, got.Hit, got.Below, want, below)
+			}
+			b.store.EndSession([]byte("r"), nobody)
+		}
+		look(0, 0, 0)
+		look(3, 6, 3)
+		if n := b.flaky.Calls("read"); n != 3 {
+			t.Errorf("%d reads, want those of chunks 3 to 5", n)
+		}
+		look(3, 6, 0) // they are in the pool
+		look(1, 6, 2) // chunks 1 and 2 are read, the others are there
+		look(6, 6, 0) // nothing behind the start
+		if n := b.flaky.Calls("read"); n != 5 {
+			t.Errorf("%d reads", n)
+		}
+		b.idle()
+	})
+}
+
+// A window that reaches below the start needs only what lies behind it: the engine has the rest. In the pool and from below.
+func TestLookupFromAChunkOfWindows(t *testing.T) {
+	groups, err := object.NewGroups(2, []object.Group{
+		{ChunkGroup: coordinator.ChunkGroup{Window: -1}, Bytes: chunkBytes}, {ChunkGroup: coordinator.ChunkGroup{Window: 6}, Bytes: chunkBytes}, // three chunks
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	sh := object.Shard{Namespace: one.Namespace, World: 1, Groups: groups}
+	h := prompt(1, 6)
+	lacks := func(group, chunk int) bool { return group == 1 && chunk < 4 } // of the window only chunks 4 and 5 are there
+	check := func(b *bench, wait func() store.LookupResult) {
+		t.Helper()
+		f := func(start, want, objects int) {
+			t.Helper()
+			p := store.Hashed(h)
+			p.From = start
+			got := b.store.Lookup([]byte("r"), sh, p, 1)
+			if got.State == store.Pending {
+				got = wait()
+			}
+			if got.Hit != want || got.Objects != objects {
+				t.Errorf("from chunk %d: a hit of %d with %d objects, want %d with %d", start, got.Hit, got.Objects, want, objects)
+			}
+			b.store.EndSession([]byte("r"), nobody)
+		}
+		f(0, 0, 0) // no hit has its whole window
+		f(3, 3, 0)
+		f(4, 6, 4)
+		f(5, 6, 2)
+	}
+
+	b := newBench(t, t.TempDir(), 12, store.Options{})
+	defer b.stop()
+	c := &store.Transfer{Own: true, Skip: lacks}
+	if _, err := b.store.BeginStore(hold.Transfer{Instance: 1, Shard: sh, To: len(h), Last: h[len(h)-1]}, []byte("s"), h, c); err != nil {
+		t.Fatal(err)
+	}
+	c.Done(h, true)
+	check(b, nil)
+
+	synctest.Test(t, func(t *testing.T) {
+		b := newTiered(t, 12, "", store.Options{})
+		defer b.close()
+		for g := range 2 {
+			for i, hash := range h {
+				if lacks(g, i) {
+					continue
+				}
+				k := objectKey(sh, 0, hash)
+				k.Group = uint32(g)
+				data := content(hash, g)
+				if err := b.memory.Write(t.Context(), k, tier.Meta{Len: chunkBytes, Sum: xxh3.Hash(data)}, data); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		check(b.bench, func() store.LookupResult { return b.store.Await(t.Context(), []byte("r"), nobody) })
+	})
 }

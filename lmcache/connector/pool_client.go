@@ -47,6 +47,7 @@ type PoolClient struct {
 	mu struct {
 		sync.RWMutex // held for reading while a transfer uses the mapping
 		pool         *shm.Segment
+		inline       bool   // the server offers none: chunks travel in messages
 		epoch        uint64 // registrations so far
 		connection   uint64 // of the client, at the last registration
 		closed       bool
@@ -128,16 +129,12 @@ func (w *PoolClient) register(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if pool.ShmName == "" || pool.Bytes <= 0 {
-		return ErrNoPool
-	}
-	path, err := shm.Path(w.opts.ShmDir, pool.ShmName)
-	if err != nil {
-		return err
-	}
-	seg, err := shm.Attach(path)
-	if err != nil {
-		return fmt.Errorf("map the server's pool (same host, same user, same /dev/shm?): %w", err)
+	var seg *shm.Segment
+	inline := pool.ShmName == "" && w.client.Enveloped()
+	if !inline {
+		if seg, err = w.attach(pool); err != nil {
+			return err
+		}
 	}
 	if connection == 0 { // this call made the first one
 		connection = w.client.Connections()
@@ -145,7 +142,7 @@ func (w *PoolClient) register(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	old := w.mu.pool
-	w.mu.pool = seg
+	w.mu.pool, w.mu.inline = seg, inline
 	w.mu.epoch++
 	w.mu.connection = connection
 	if w.mu.closed {
@@ -155,6 +152,29 @@ func (w *PoolClient) register(ctx context.Context) error {
 		return old.Close()
 	}
 	return nil
+}
+
+// attach maps the pool that the server names.
+func (w *PoolClient) attach(p lmcache.Pool) (*shm.Segment, error) {
+	if p.ShmName == "" || p.Bytes <= 0 {
+		return nil, ErrNoPool
+	}
+	path, err := shm.Path(w.opts.ShmDir, p.ShmName)
+	if err != nil {
+		return nil, err
+	}
+	seg, err := shm.Attach(path)
+	if err != nil {
+		return nil, fmt.Errorf("map the server's pool (same host, same user, same /dev/shm?): %w", err)
+	}
+	return seg, nil
+}
+
+// inline reports whether chunks travel in messages.
+func (w *PoolClient) inline() bool {
+	w.mu.RLock()
+	defer w.mu.RUnlock()
+	return w.mu.inline
 }
 
 // Close unregisters the worker and unmaps the pool, after the transfers in
@@ -194,11 +214,14 @@ func (w *PoolClient) key(k lmcache.Key) *lmcache.Key {
 // server has no room.
 func (w *PoolClient) Store(ctx context.Context, k lmcache.Key, chunkTokens int, fill func(i int, b []byte)) (int, error) {
 	key, epoch := w.key(k), w.epoch()
+	n := (k.End - k.Start) / chunkTokens
 	p, err := w.client.PrepareStore(ctx, key, w.instance)
+	if err == nil && w.inline() {
+		return w.send(ctx, key, n, fill)
+	}
 	if err != nil || len(p.Slots) == 0 {
 		return 0, err
 	}
-	n := (k.End - k.Start) / chunkTokens
 	err = w.with(epoch, p.Slots, func(at int, b []byte) error {
 		if i := p.Indices[at]; i < 0 || i >= n {
 			return fmt.Errorf("%w: chunk %d of %d", ErrSlot, i, n)
@@ -216,6 +239,20 @@ func (w *PoolClient) Store(ctx context.Context, k lmcache.Key, chunkTokens int, 
 	return len(p.Slots), nil
 }
 
+// send stores n chunks in one message, those that are kept already too.
+func (w *PoolClient) send(ctx context.Context, key *lmcache.Key, n int, fill func(i int, b []byte)) (int, error) {
+	chunks := make([][]byte, n)
+	for i := range chunks {
+		chunks[i] = make([]byte, w.chunkBytes)
+		fill(i, chunks[i])
+	}
+	ok, err := w.client.CommitEnvelope(ctx, key, w.instance, w.opts.Layout, chunks)
+	if err != nil || !ok {
+		return 0, err
+	}
+	return n, nil
+}
+
 // Retrieve loads the chunks of k's tokens [Start, End), which a lookup of the
 // same request must have found: take reads chunk i of the range from b, valid
 // until take returns. It reports false for a miss.
@@ -223,7 +260,9 @@ func (w *PoolClient) Retrieve(ctx context.Context, k lmcache.Key, chunkTokens in
 	key, epoch := w.key(k), w.epoch()
 	p, err := w.client.PrepareRetrieve(ctx, key, w.instance)
 	if p.Success {
-		if n := (k.End - k.Start) / chunkTokens; len(p.Slots) != n {
+		if n := (k.End - k.Start) / chunkTokens; len(p.Data) > 0 {
+			err = w.unpack(p.Data, n, take)
+		} else if len(p.Slots) != n {
 			err = fmt.Errorf("%w: %d slots for %d chunks", ErrSlot, len(p.Slots), n)
 		} else {
 			err = w.with(epoch, p.Slots, func(i int, b []byte) error { take(i, b); return nil })
@@ -238,6 +277,18 @@ func (w *PoolClient) Retrieve(ctx context.Context, k lmcache.Key, chunkTokens in
 	}
 	_, cerr := w.client.CommitRetrieve(ctx, key, w.instance)
 	return p.Success && err == nil, errors.Join(err, cerr)
+}
+
+// unpack takes n chunks out of a message.
+func (w *PoolClient) unpack(data []byte, n int, take func(i int, b []byte)) error {
+	e, err := lmcache.DecodeEnvelope(data, []kv.Layout{w.opts.Layout}, n)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrSlot, err)
+	}
+	for i, b := range e.Groups[0].Data {
+		take(i, b)
+	}
+	return nil
 }
 
 // lateCommit bounds the commit of a load that failed or ran out of time.

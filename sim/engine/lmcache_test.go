@@ -38,12 +38,17 @@ func startNodeOf(t testing.TB, bytes int64, separate bool) *node {
 // startNodeIn starts a server whose pool has that name in dir.
 func startNodeIn(t testing.TB, dir, name string, bytes int64, separate bool) *node {
 	t.Helper()
+	return startNodeWith(t, dir, name, bytes, server.Options{ChunkTokens: 32, SeparateGroups: separate, ShmDir: dir, Log: testLog(t)})
+}
+
+func startNodeWith(t testing.TB, dir, name string, bytes int64, o server.Options) *node {
+	t.Helper()
 	p, err := pool.Open(pool.Options{Name: name, Bytes: bytes, Dir: dir, ChunkTokens: 32})
 	if err != nil {
 		t.Fatal(err)
 	}
 	st := store.New(p, store.Options{})
-	srv := server.New(st, server.Options{ChunkTokens: 32, SeparateGroups: separate, ShmDir: dir, Log: testLog(t)})
+	srv := server.New(st, o)
 	addr, err := srv.Listen(t.Context(), "tcp://127.0.0.1:*")
 	if err != nil {
 		t.Fatal(err)
@@ -71,9 +76,12 @@ func lmcacheConfig(url, mode string) string {
 
 // What one engine computed, another loads: the same tokens, every byte compared.
 func TestCacheServer(t *testing.T) {
-	f := func(mode string, tp int) {
+	f := func(mode string, tp int, inline bool) {
 		t.Helper()
 		n := startNode(t, 8<<20)
+		if inline {
+			n = startNodeWith(t, n.dir, "inline", 8<<20, server.Options{ChunkTokens: 32, ShmDir: n.dir, Pickle: server.PickleOnly, Log: testLog(t)})
+		}
 		o := engine.Options{KV: geometry(tp), MaxModel: 1024, ShmDir: n.dir}
 		a, b := open(t, o, lmcacheConfig(n.url, mode), nil), open(t, o, lmcacheConfig(n.url, mode), nil)
 		alone := open(t, engine.Options{KV: geometry(1), MaxModel: 1024}, "", nil)
@@ -100,8 +108,9 @@ func TestCacheServer(t *testing.T) {
 			t.Fatalf("%+v", s)
 		}
 	}
-	f("engine_driven", 1)
-	f("engine_driven", 2)
-	f("lmcache_driven", 1)
-	f("lmcache_driven", 2)
+	f("engine_driven", 1, false)
+	f("engine_driven", 2, false)
+	f("lmcache_driven", 1, false)
+	f("lmcache_driven", 2, false)
+	f("engine_driven", 2, true)
 }
