@@ -3,6 +3,8 @@
 package cli
 
 import (
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/status"
 	tiertool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/tier"
 	"github.com/kvasir-kv/kvasir/tier"
 )
@@ -25,6 +27,7 @@ Examples:
   kvasir tier ls fs:/data/kv
   kvasir tier verify fs:/data/kv --remove
   kvasir tier drop fs:/data/kv --model Qwen/Qwen2.5-7B-Instruct
+  kvasir tier drop disk --all --url http://127.0.0.1:8080     (of a running server)
   kvasir tier copy fs:/data/kv fs:/mnt/new
   kvasir tier copy fs:/data/kv redis:10.0.0.7:6379
   kvasir tier copy fs:/data/kv s3_native:my-bucket/kvasir`
@@ -51,7 +54,8 @@ func (c *tierVerifyCmd) Run(e *env) error {
 }
 
 type tierDropCmd struct {
-	Tier  string `arg:"" help:"TYPE:PATH or JSON."`
+	Tier  string `arg:"" help:"TYPE:PATH or JSON. With --url the name that the server's status has for the tier, such as disk or redis."`
+	URL   string `name:"url" help:"HTTP interface of a running server, which removes it: the only way for its --disk." placeholder:"http://HOST:PORT"`
 	Model string `help:"Only what belongs to this model."`
 	Salt  string `help:"Only objects of this cache salt."`
 	Torn  bool   `help:"Only torn objects."`
@@ -59,9 +63,15 @@ type tierDropCmd struct {
 }
 
 // Run removes.
-func (c *tierDropCmd) Run(e *env) error {
+func (c *tierDropCmd) Run(e *env, asking *sim.Env) error {
 	if c.All == (c.Model != "" || c.Salt != "" || c.Torn) {
 		return usagef("say what to remove: --model, --salt, --torn, or --all alone")
+	}
+	if c.URL != "" {
+		if c.Salt != "" || c.Torn {
+			return usagef("--url takes --model or --all: a server does not look for salts and torn objects")
+		}
+		return status.DropTier(asking, c.URL, c.Tier, c.Model)
 	}
 	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error {
 		return tiertool.Drop(e.ctx, e.stdout, t, tiertool.Filter{Model: c.Model, Salt: c.Salt, Torn: c.Torn})
