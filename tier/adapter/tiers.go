@@ -212,6 +212,18 @@ func OpenOne(text string, o Options) (tier.Tier, error) {
 	return openAdapter(a, o)
 }
 
+// PlaceOf names where the objects of a tier for a tool go.
+func PlaceOf(text string) (string, error) {
+	if path, ok := strings.CutPrefix(text, "disk:"); ok {
+		return absolute(path), nil
+	}
+	a, err := parseShort(text)
+	if err != nil {
+		return "", err
+	}
+	return a.place(), nil
+}
+
 func parseShort(text string) (Adapter, error) {
 	kind, path, ok := strings.Cut(text, ":")
 	if !ok || strings.HasPrefix(text, "{") {
