@@ -66,8 +66,10 @@ func (n *clearNode) start() {
 		n.t.Fatal(err)
 	}
 	n.drivenNode = &drivenNode{t: n.t, dir: dir, log: log, store: st}
-	n.Server = server.New(st, server.Options{ChunkTokens: drivenChunk, ShmDir: dir, Log: logger, Generations: book, Names: names,
-		Contents: map[string]tier.Tier{"below": below}, SweepRate: 1 << 20})
+	n.Server = server.New(st, server.Options{
+		ChunkTokens: drivenChunk, ShmDir: dir, Log: logger, Generations: book, Names: names,
+		Contents: map[string]tier.Tier{"below": below}, SweepRate: 1 << 20,
+	})
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
 	go func() {
