@@ -86,6 +86,7 @@ func (s *Server) Clear(c Clear) (out Cleared, err error) {
 		stays = append(stays, "the tiers below the pool: lookups find what they have; clear with tier all to forget that, too")
 	}
 	if c.Tier != ClearL1 && s.opts.Generations != nil {
+		s.sweepSoon()
 		time.Sleep(s.opts.Generations.Settle()) // other servers follow
 	}
 	out.Stays = strings.Join(stays, "; ")
@@ -111,6 +112,7 @@ func (s *Server) followClear(commit func()) {
 	n := s.store.Clear(false)
 	s.store.DropOutdated()
 	s.clears.Add(1)
+	s.sweepSoon()
 	s.log.Warn("the cache was cleared", "by", "another server that shares a tier", "tier", string(ClearAll), "chunks", n)
 }
 

@@ -57,15 +57,19 @@ func (n *clearNode) start() {
 	if err != nil {
 		n.t.Fatal(err)
 	}
+	below := n.open(names)
 	st := store.New(p, store.Options{
-		ChecksumRate: 1 << 40, SumAtOnce: true, Log: logger, Below: book.Tier(n.open(names)), Place: "below", Moment: book.Moment,
+		ChecksumRate: 1 << 40, SumAtOnce: true, Log: logger, Below: book.Tier(below), Place: "below", Moment: book.Moment,
 		DropRestored: book.Lost(),
 	})
 	if err := book.Repair(); err != nil {
 		n.t.Fatal(err)
 	}
 	n.drivenNode = &drivenNode{t: n.t, dir: dir, log: log, store: st}
-	n.Server = server.New(st, server.Options{ChunkTokens: drivenChunk, ShmDir: dir, Log: logger, Generations: book, Names: names})
+	n.Server = server.New(st, server.Options{
+		ChunkTokens: drivenChunk, ShmDir: dir, Log: logger, Generations: book, Names: names,
+		Contents: map[string]tier.Tier{"below": below}, SweepRate: 1 << 20,
+	})
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
 	go func() {

@@ -52,6 +52,9 @@ type Options struct {
 	Changes           *tier.Changes         // of the tiers; nil for none
 	Names             *tier.Names           // learns the namespaces that requests use; nil for none
 	Revisions         map[string]string     // of the weights of models: chunks of another revision are not found
+	Contents          map[string]tier.Tier  // the tiers themselves, by their names: for what leaves them
+	SweepRate         int                   // objects a second that leave a tier after a clear; default 500
+	DropRate          int                   // objects a second that DropTier removes; default 20,000
 	Tiers             []*tier.Counting      // that lie below the pool, for Status
 	ProbeTiers        func(context.Context) // asks them once at the start; nil for none
 	Lifetimes         *evict.Lifetimes      // of the store's policies, for metrics; nil for none

@@ -51,8 +51,9 @@ type Server struct {
 	scratch  sync.Pool // *scratch
 
 	draining   atomic.Bool
-	lost       atomic.Bool // the pool's name is gone
-	clearing   sync.Mutex  // orders the generations that clears begin
+	lost       atomic.Bool   // the pool's name is gone
+	sweeps     chan struct{} // see sweepSoon; capacity 1
+	clearing   sync.Mutex    // orders the generations that clears begin
 	clears     atomic.Uint64
 	n          counters
 	p2p        *peerLookups
@@ -80,7 +81,7 @@ func New(st *store.Store, o Options) *Server {
 	o = o.withDefaults()
 	s := &Server{
 		opts: o, store: st, log: o.Log, started: time.Now(),
-		own: &chunking{o.ChunkTokens, lmcache.NewMemo(o.ChunkTokens, o.MemoBytes)}, p2p: newPeerLookups(st), names: o.Names,
+		own: &chunking{o.ChunkTokens, lmcache.NewMemo(o.ChunkTokens, o.MemoBytes)}, p2p: newPeerLookups(st), names: o.Names, sweeps: make(chan struct{}, 1),
 	}
 	if s.names == nil {
 		s.names = tier.NewNames()
@@ -145,6 +146,7 @@ func (s *Server) Run(ctx context.Context) {
 	}
 	if s.opts.Generations != nil {
 		wg.Go(func() { s.opts.Generations.Run(ctx) })
+		wg.Go(func() { s.runSweeps(ctx) })
 	}
 	if s.opts.Events != nil {
 		wg.Go(func() { s.opts.Events.Run(ctx) })

@@ -4,6 +4,7 @@ package tier
 
 import (
 	"fmt"
+	"maps"
 	"sync"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -80,6 +81,19 @@ func (n *Names) Namespaces(model, salt string) (out []kv.Namespace) {
 		}
 	}
 	return out
+}
+
+// Each calls f with each namespace that is remembered.
+func (n *Names) Each(f func(kv.Namespace, Name)) {
+	if n == nil {
+		return
+	}
+	n.mu.RLock()
+	of := maps.Clone(n.mu.of)
+	n.mu.RUnlock()
+	for ns, name := range of {
+		f(ns, name)
+	}
 }
 
 // Of returns the model and the salt of a namespace; false where it is not remembered.

@@ -82,6 +82,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	mux.Handle("GET /explain", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { explainLookups(s, w, r) })))
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, version) })
 	mux.Handle("POST /cache/clear", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { clearCache(s, w, r) })))
+	mux.Handle("POST /tiers/drop", guard.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { dropTier(s, w, r) })))
 	book := o.Terms
 	if book == nil {
 		book, _ = tenant.OpenTerms("", nil, nil) // without a file and flags there is nothing to fail

@@ -42,6 +42,7 @@ type Set struct {
 	Disk  *disk.Disk       // nil for none
 
 	Clusters map[string]*mooncakestore.Tier // by the name of the tier
+	Contents map[string]tier.Tier           // the tiers themselves, by their names, for tier.RemoveIf
 	probes   []func(context.Context)
 	Shared   []generation.Place // the tiers that other servers may share and that keep a note
 }
@@ -87,6 +88,7 @@ func Open(o Options) (s Set, err error) {
 		sayRooms(s.Disk, o.Log)
 		s.Each = append(s.Each, tier.Counted(tier.Bounded(s.Disk, tier.Limits{}), "disk"))
 		s.Each[0].Watch(o.Log)
+		s.Contents = map[string]tier.Tier{"disk": s.Disk}
 		for _, d := range o.Disk.Dirs {
 			places = append(places, "disk:"+absolute(d.Path))
 		}
@@ -112,6 +114,10 @@ func Open(o Options) (s Set, err error) {
 		s.probes = append(s.probes, func(ctx context.Context) {
 			counted.Probe(ctx, func(ctx context.Context) error { return askOnce(ctx, d) })
 		})
+		if s.Contents == nil {
+			s.Contents = make(map[string]tier.Tier)
+		}
+		s.Contents[name] = d
 		if p, ok := noteOf(&a, name, d); ok {
 			s.Shared = append(s.Shared, p)
 		}
@@ -204,6 +210,18 @@ func OpenOne(text string, o Options) (tier.Tier, error) {
 		return nil, err
 	}
 	return openAdapter(a, o)
+}
+
+// PlaceOf names where the objects of a tier for a tool go.
+func PlaceOf(text string) (string, error) {
+	if path, ok := strings.CutPrefix(text, "disk:"); ok {
+		return absolute(path), nil
+	}
+	a, err := parseShort(text)
+	if err != nil {
+		return "", err
+	}
+	return a.place(), nil
 }
 
 func parseShort(text string) (Adapter, error) {

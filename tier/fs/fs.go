@@ -213,9 +213,18 @@ func (d *Dir) tempName() string {
 	return filepath.Join(d.temp, fmt.Sprintf("%s%x-%x-%x%s", tempPrefix, os.Getpid(), time.Now().UnixNano(), d.temps.Add(1), tempSuffix))
 }
 
-// FileName returns the name of an object's file. It reports false where there can be
-// none.
+// FileName returns the name of an object's file: LMCache's, and for a name that is too long for a file or cannot be one
+// that of tier.Name.Digested. It reports false for an object without a model.
 func FileName(n tier.Name, k kv.Key) (string, bool) {
+	name, ok := fileName(n, k)
+	if !ok && n.Model != "" {
+		return fileName(n.Digested(), k)
+	}
+	return name, ok
+}
+
+// fileName is the name of an object's file as LMCache has it.
+func fileName(n tier.Name, k kv.Key) (string, bool) {
 	model := strings.ReplaceAll(tier.Revised(n.Model, n.Revision), "/", slash)
 	name := model + fmt.Sprintf("@0x%08x@%x@%s", uint32(k.Rank), k.Group, k.Chunk)
 	if n.Salt != "" {
@@ -244,7 +253,7 @@ func ParseFileName(name string) (n tier.Name, k kv.Key, ok bool) {
 		n.Salt = parts[4]
 	}
 	k.Rank, k.Group, k.Chunk = kv.Rank(rank), uint32(group), kv.Hash(hash)
-	again, ok := FileName(n, k)
+	again, ok := fileName(n, k)
 	return n, k, ok && again == name+suffix
 }
 

@@ -4,8 +4,11 @@ package fs_test
 
 import (
 	"bytes"
+	"context"
+	"crypto/sha256"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -195,9 +198,58 @@ func TestNamesAreLMCaches(t *testing.T) {
 		}
 	}
 	refuse(tier.Name{})
-	refuse(tier.Name{Model: "a@b"})
-	refuse(tier.Name{Model: "m", Salt: "a/../../b"})
-	refuse(tier.Name{Model: strings.Repeat("m", 200)})
+}
+
+// An object whose name is too long for a file, or has what cannot be in one, has a digest in its place, that tells two models,
+// salts and generations apart. It is written, read, listed and removed like any other.
+func TestNamesThatCannotBeFilesBecomeDigests(t *testing.T) {
+	names := tier.NewNames()
+	d, err := fs.Open(fs.Options{Path: t.TempDir(), Names: names})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	long := strings.Repeat("m", 200)
+	list := []tier.Name{
+		{Model: long},
+		{Model: long + "n"},
+		{Model: long, Salt: "a"},
+		{Model: "a@b"},
+		{Model: "a", Salt: "b@c"},
+		{Model: "m", Salt: "a/../../b"},
+		{Model: strings.Repeat("m", 90), Salt: strings.Repeat("s", 128)},
+		{Model: long, Revision: "r1"},
+		{Model: long + "~1.1786ab34cd56ef78"},
+	}
+	files := map[string]bool{}
+	for i, n := range list {
+		k := tiertest.Key(i)
+		k.Namespace[3] = byte(i)
+		names.Add(k.Namespace, tier.Revised(n.Model, n.Revision), []byte(n.Salt))
+		b, m := tiertest.Object(i, 100)
+		if err := d.Write(t.Context(), k, m, b); err != nil {
+			t.Fatalf("%+v: %v", n, err)
+		}
+		got := make([]byte, 100)
+		if read, err := d.Read(t.Context(), k, got); err != nil || read != m || string(got) != string(b) {
+			t.Errorf("%+v: %+v, %v", n, read, err)
+		}
+		name, ok := fs.FileName(n, k)
+		if _, back, parsed := fs.ParseFileName(name); !ok || !parsed || back.Chunk != k.Chunk || !strings.HasPrefix(name, "sha256-") {
+			t.Errorf("%+v has the name %s", n, name)
+		}
+		files[strings.Split(name, "@")[0]] = true
+	}
+	if len(files) != len(list) {
+		t.Errorf("%d names of %d: %v", len(files), len(list), files)
+	}
+	if !files["sha256-"+fmt.Sprintf("%x", sha256.Sum256([]byte(list[8].Model+"\x00")))+"~1.1786ab34cd56ef78"] {
+		t.Errorf("no name tells its generation: %v", files)
+	}
+	n, err := tier.RemoveIf(t.Context(), d, func(c tier.Content) bool { return strings.HasPrefix(c.Model, "sha256-") }, func(context.Context, int) error { return nil })
+	if err != nil || n != len(list) {
+		t.Errorf("removed %d of %d, %v", n, len(list), err)
+	}
 }
 
 // A file that was cut, emptied, filled up, replaced by another layout's, by a folder, a

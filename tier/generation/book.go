@@ -76,6 +76,7 @@ type Book struct {
 		number uint64                        // of the Prepare that was committed
 		moment uint64                        // counts the changes of state
 		known  map[kv.Namespace]kv.Namespace // what a tier calls it: its own
+		stale  map[kv.Namespace]bool         // what tiers called namespaces in earlier generations
 	}
 }
 
@@ -85,7 +86,7 @@ type Book struct {
 func Open(files []string, names *tier.Names, log *slog.Logger) (*Book, error) {
 	b := &Book{files: files, names: names, log: log}
 	b.mu.state = state{Version: 1}
-	b.mu.known = make(map[kv.Namespace]kv.Namespace)
+	b.mu.known, b.mu.stale = make(map[kv.Namespace]kv.Namespace), make(map[kv.Namespace]bool)
 	for _, path := range files {
 		s, err := read(path)
 		switch {
@@ -194,8 +195,10 @@ func (b *Book) committer(next *state) (commit func()) {
 			return
 		}
 		b.mu.number = number
+		before := b.mu.state
 		b.mu.state = state{}
 		b.mu.merge(next)
+		b.outdateLocked(&before, &b.mu.state)
 		b.mu.moment++
 		clear(b.mu.known)
 	}

@@ -25,29 +25,33 @@ func (b *Book) own(ns kv.Namespace) (kv.Namespace, uint64, bool) {
 	b.mu.RLock()
 	defer b.mu.RUnlock()
 	moment := b.mu.moment
-	if b.mu.All == (Generation{}) && len(b.mu.Models) == 0 {
-		return ns, moment, true
+	own, tag, ok := b.ownIn(&b.mu.state, ns)
+	if name, named := b.names.Of(ns); ok && named && tag != "" {
+		b.names.Add(own, tier.Revised(name.Model, name.Revision)+"~"+tag, []byte(name.Salt))
+	}
+	return own, moment, ok
+}
+
+// ownIn is own for generations that count or counted. tag names the generation, empty for the first.
+func (b *Book) ownIn(s *state, ns kv.Namespace) (own kv.Namespace, tag string, ok bool) {
+	if s.isZero() {
+		return ns, "", true
 	}
 	name, named := b.names.Of(ns)
-	if !named && len(b.mu.Models) > 0 {
-		return ns, moment, false
+	if !named && len(s.Models) > 0 {
+		return ns, "", false
 	}
-	tag := ""
-	if g := b.mu.All; g != (Generation{}) {
+	if g := s.All; g != (Generation{}) {
 		tag = g.String()
 	}
-	if g := b.mu.Models[name.Model]; named && g != (Generation{}) {
+	if g := s.Models[name.Model]; named && g != (Generation{}) {
 		tag += "-" + g.String()
 	}
 	if tag == "" {
-		return ns, moment, true
+		return ns, "", true
 	}
 	sum := sha256.Sum256(fmt.Appendf(nil, "kvasir generation\x00%s%s", ns[:], tag))
-	own := kv.Namespace(sum[:len(ns)])
-	if named {
-		b.names.Add(own, tier.Revised(name.Model, name.Revision)+"~"+tag, []byte(name.Salt))
-	}
-	return own, moment, true
+	return kv.Namespace(sum[:len(ns)]), tag, true
 }
 
 // first reports whether nothing was cleared yet.

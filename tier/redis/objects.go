@@ -298,22 +298,33 @@ func number(c *resp.Conn) (int64, error) {
 
 // scan calls f with the objects' first values of a server, some at a time, until it reports false.
 func (t *Tier) scan(ctx context.Context, s *server, f func(names []string, keys []kv.Key) (more bool, _ error)) (more bool, _ error) {
+	return t.scanAs(ctx, s, t.pattern(), t.contentOf, func(names []string, contents []tier.Content) (bool, error) {
+		keys := make([]kv.Key, len(contents))
+		for i, c := range contents {
+			keys[i] = c.Key
+		}
+		return f(names, keys)
+	})
+}
+
+// scanAs calls f with the names of a server that match and what of makes of them, some at a time, until it reports false.
+func (t *Tier) scanAs(ctx context.Context, s *server, pattern string, of func(name string) (tier.Content, bool), f func([]string, []tier.Content) (more bool, _ error)) (more bool, _ error) {
 	cursor := "0"
 	for {
 		var names []string
-		var keys []kv.Key
+		var contents []tier.Content
 		err := s.do(ctx, s.lookups, 0, func(c *resp.Conn) error {
-			r, err := c.Do("SCAN", cursor, "MATCH", t.o.Prefix+"{*}", "COUNT", strconv.Itoa(scanCount))
+			r, err := c.Do("SCAN", cursor, "MATCH", pattern, "COUNT", strconv.Itoa(scanCount))
 			if err != nil {
 				return err
 			}
 			if len(r.List) != 2 || r.List[0].Kind != '$' {
 				return fmt.Errorf("%w: SCAN", resp.ErrProtocol)
 			}
-			cursor, names, keys = r.List[0].Text, nil, nil
+			cursor, names, contents = r.List[0].Text, nil, nil
 			for _, name := range r.List[1].List {
-				if k, ok := t.keyOf(name.Text); ok {
-					names, keys = append(names, name.Text), append(keys, k)
+				if c, ok := of(name.Text); ok {
+					names, contents = append(names, name.Text), append(contents, c)
 				}
 			}
 			return nil
@@ -321,7 +332,7 @@ func (t *Tier) scan(ctx context.Context, s *server, f func(names []string, keys 
 		if err != nil {
 			return false, err
 		}
-		if more, err := f(names, keys); err != nil || !more {
+		if more, err := f(names, contents); err != nil || !more {
 			return false, err
 		}
 		if cursor == "0" {

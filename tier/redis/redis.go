@@ -224,8 +224,5 @@ func (t *Tier) lmcacheName(k kv.Key) (string, bool) {
 	if !ok && t.once("name "+n.Model) {
 		t.log.Warn("this model cannot be named in LMCache's layout, so its chunks are not written", "model", n.Model)
 	}
-	if t.o.Prefix != "" {
-		name = t.o.Prefix + "@" + name
-	}
-	return name, ok
+	return t.before() + name, ok
 }

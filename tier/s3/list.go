@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"net/url"
+	"strings"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/http1"
@@ -55,6 +56,42 @@ func (t *Tier) pages(ctx context.Context, f func(p *page) (more bool, _ error)) 
 	if t.o.Layout != Native {
 		return tier.ErrNoList
 	}
+	return t.allPages(ctx, f)
+}
+
+// RemoveIf implements tier.Emptying. In LMCache's layout it removes what has a name of that.
+func (t *Tier) RemoveIf(ctx context.Context, f func(tier.Content) bool, pace tier.Pace) (removed int, err error) {
+	err = t.allPages(ctx, func(p *page) (bool, error) {
+		var names []string
+		for _, c := range p.Contents {
+			if content, ok := t.contentOf(c.Key); ok && f(content) {
+				names = append(names, c.Key)
+			}
+		}
+		n, err := tier.RemoveNamed(ctx, names, pace, func(part []string) error {
+			return spread(ctx, t.o.Lookups, len(part), func(ctx context.Context, i int) error { return t.deleteNamed(ctx, part[i]) })
+		})
+		removed += n
+		return true, err
+	})
+	return removed, err
+}
+
+// contentOf returns the object that a name is of.
+func (t *Tier) contentOf(name string) (tier.Content, bool) {
+	if t.o.Layout == Native {
+		k, ok := t.keyOf(name)
+		return tier.Content{Key: k}, ok
+	}
+	inner, ok := strings.CutPrefix(name, t.o.Prefix)
+	if !ok {
+		return tier.Content{}, false
+	}
+	n, k, ok := tier.ParseLMCache(inner)
+	return tier.Content{Key: k, Model: n.Model}, ok
+}
+
+func (t *Tier) allPages(ctx context.Context, f func(p *page) (more bool, _ error)) error {
 	seen := map[string]bool{"": true} // tokens
 	for token := ""; ; {
 		// Without an encoding one object of others with a control character in its name would hide all.

@@ -260,10 +260,15 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 				return err
 			}
 		}
-		err := t.do(ctx, &request{kind: kindDelete, name: name}, nothing)
-		if status(err) == http.StatusNotFound && !hasCode(err, "NoSuchBucket") {
-			err = nil
-		}
-		return err
+		return t.deleteNamed(ctx, name)
 	})
+}
+
+// deleteNamed deletes what has a name.
+func (t *Tier) deleteNamed(ctx context.Context, name string) error {
+	err := t.do(ctx, &request{kind: kindDelete, name: name}, nothing)
+	if status(err) == http.StatusNotFound && !hasCode(err, "NoSuchBucket") {
+		err = nil
+	}
+	return err
 }

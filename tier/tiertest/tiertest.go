@@ -34,6 +34,7 @@ func Run(t *testing.T, open func(t *testing.T) tier.Tier) {
 	for name, check := range map[string]func(t *testing.T, x tier.Tier){
 		"what is not there": absent, "what is there": present, "names differ in every field": named, "written twice": twice,
 		"deleted": deleted, "another length": length, "context": ended, "at once": concurrent, "listed": listed, "nothing asked": nothing,
+		"removed by a condition": removed, "swept after clears": swept,
 		"a clear of all": cleared(true), "a clear of the model": cleared(false),
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -73,6 +73,9 @@ func (p *part) fault(err error) error {
 func (c *allCmd) check(e *env) error {
 	var errs []error
 	c.parts = nil
+	if err := e.given.Faults(); err != nil {
+		errs = append(errs, usagef("%s", err))
+	}
 	var at []address
 	var registry *address
 	for _, name := range []string{"bootstrap", "server", "relay", "proxy"} {
@@ -83,12 +86,13 @@ func (c *allCmd) check(e *env) error {
 		if name == "relay" && registry != nil && registry.Port != 0 {
 			given.Default("upstream", registry.URL(), "the section bootstrap")
 		}
-		p, err := readPart(name, given)
-		if err == nil {
-			err = p.cmd.check(p.env(e))
+		p, wrong := readPart(name, given)
+		if p.cmd != nil {
+			if err := p.cmd.check(p.env(e)); err != nil {
+				wrong = append(wrong, p.fault(err))
+			}
 		}
-		if err != nil {
-			errs = append(errs, p.fault(err))
+		if errs = append(errs, wrong...); len(wrong) > 0 {
 			continue
 		}
 		at = append(at, addressesOf(p)...)
@@ -106,22 +110,36 @@ func (c *allCmd) check(e *env) error {
 	return errors.Join(errs...)
 }
 
-// readPart parses a section as if its flags were on the command line.
-func readPart(name string, given *settings.Settings) (*part, error) {
-	p := &part{name: name, given: given}
-	k, err := kong.New(new(struct{}), kong.Name("kvasir"), kong.Resolvers(given), kong.Writers(io.Discard, io.Discard), settings.Alone(new(root), []string{name}))
-	if err != nil {
-		panic("BUG: sections: " + err.Error())
+// readPart parses a section as if its flags were on the command line, and returns all that is wrong with it. Values that
+// cannot be read are left out for that; a part without a command cannot be read at all.
+func readPart(name string, given *settings.Settings) (p *part, wrong []error) {
+	for {
+		p = &part{name: name, given: given}
+		options := append([]kong.Option{
+			kong.Name("kvasir"), kong.Resolvers(given), kong.Writers(io.Discard, io.Discard), settings.Alone(new(root), []string{name}),
+		}, numbers...)
+		k, err := kong.New(new(struct{}), options...)
+		if err != nil {
+			panic("BUG: sections: " + err.Error())
+		}
+		p.ctx, err = k.Parse([]string{name})
+		if err == nil {
+			break
+		}
+		wrong = append(wrong, p.fault(err))
+		if !given.Skip(settings.FlagOf(err.Error())) {
+			return p, wrong
+		}
 	}
-	if p.ctx, err = k.Parse([]string{name}); err != nil {
-		return p, err
+	if err := given.Faults(); err != nil {
+		wrong = append(wrong, p.fault(err))
 	}
 	c := p.ctx.Selected().Target.Addr().Interface().(interface {
 		configurable
 		Run(e *env) error
 	})
 	p.cmd, p.run = c, c.Run
-	return p, nil
+	return p, wrong
 }
 
 // addressesOf returns what a part listens on.

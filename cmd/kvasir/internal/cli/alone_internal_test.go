@@ -12,7 +12,7 @@ import (
 // Each command is known alone by the name that it has in the whole grammar, with the same flags; help needs all of it.
 func TestAlone(t *testing.T) {
 	all := new(root)
-	whole, err := parse(all, &all.logFlags, []string{"version"}, io.Discard, io.Discard, nil)
+	whole, err := parse(all, &all.logFlags, []string{"version"}, io.Discard, io.Discard, nil, settings.New())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -28,7 +28,7 @@ func TestAlone(t *testing.T) {
 			continue
 		}
 		var one struct{ logFlags }
-		l, _ := parse(&one, &one.logFlags, []string{"--log-level", "warn", node.Name}, io.Discard, io.Discard, alone) // arguments may be missing
+		l, _ := parse(&one, &one.logFlags, []string{"--log-level", "warn", node.Name}, io.Discard, io.Discard, alone, settings.New()) // arguments may be missing
 		got := l.parser.Model.Children
 		if len(got) != 1 || got[0].Name != node.Name || got[0].Help != node.Help || len(got[0].Flags) != len(node.Flags) || len(got[0].Children) != len(node.Children) {
 			t.Errorf("%s alone: %+v", node.Name, got)

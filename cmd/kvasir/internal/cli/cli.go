@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -171,18 +172,56 @@ func readLine(args []string, stdout, stderr io.Writer) (*commandLine, error) {
 		var one struct {
 			logFlags `group:"Log"`
 		}
-		if l, err := parse(&one, &one.logFlags, args, stdout, stderr, alone); err == nil {
+		if l, err := parse(&one, &one.logFlags, args, stdout, stderr, alone, settings.New()); err == nil {
 			return l, nil
 		}
 	}
 	all := new(root)
-	return parse(all, &all.logFlags, args, stdout, stderr, nil)
+	l, err := parse(all, &all.logFlags, args, stdout, stderr, nil, settings.New())
+	return l, allFaults(l, err, args)
+}
+
+// lineError is all that is wrong with a command line and the file that it names.
+type lineError struct {
+	first error
+	texts []string
+}
+
+func (e *lineError) Error() string { return strings.Join(e.texts, "; ") }
+
+// Unwrap returns the first error.
+func (e *lineError) Unwrap() error { return e.first }
+
+// allFaults adds to what is wrong with a file what is wrong with the rest of it: values that cannot be read are left out
+// for that.
+func allFaults(l *commandLine, err error, args []string) error {
+	if err == nil {
+		return nil
+	}
+	all := &lineError{err, []string{parseText(err)}}
+	for next := err; ; {
+		file, ofFile := errors.AsType[settings.FileError](next)
+		if ofFile && file.Unreadable() || !ofFile && !l.given.Skip(settings.FlagOf(next.Error())) {
+			break
+		}
+		again := new(root)
+		if _, next = parse(again, &again.logFlags, args, io.Discard, io.Discard, nil, l.given); next == nil {
+			break
+		}
+		if text := parseText(next); !slices.Contains(all.texts, text) {
+			all.texts = append(all.texts, text)
+		}
+	}
+	if len(all.texts) == 1 {
+		return err
+	}
+	return all
 }
 
 type exitCalled struct{}
 
-func parse(grammar any, log *logFlags, args []string, stdout, stderr io.Writer, more kong.Option) (l *commandLine, err error) {
-	l = &commandLine{given: settings.New(), exit: -1}
+func parse(grammar any, log *logFlags, args []string, stdout, stderr io.Writer, more kong.Option, given *settings.Settings) (l *commandLine, err error) {
+	l = &commandLine{given: given, exit: -1}
 	options := []kong.Option{
 		kong.Name("kvasir"),
 		kong.Description("Kvasir: the KV-cache data plane for LLM serving."),

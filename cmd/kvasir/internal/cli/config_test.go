@@ -117,6 +117,8 @@ func TestBadConfiguration(t *testing.T) {
 	f("port: 1\nport: [\n", `FILE: line 2: did not find expected node content`)
 	f("\nport: 0\n", `--port 0 is outside 1 to 65535 (--port is from FILE line 2)`)
 	f("pickle: never\n", `--pickle must be one of "auto","on","only","off" but got "never" (--pickle is from FILE line 1)`)
+	f("prt: 1\nhttp-port: x\nport: y\n", `FILE line 1: unknown key "prt", did you mean "port"?; --port: "y" is no whole number; --http-port: "x" is no whole number (--port is from FILE line 3) (--http-port is from FILE line 2)`)
+	f("server: {prt: 1}\nproxy: {port: z}\nbootstrap: {}\n", `FILE line 1: unknown key "prt", did you mean "port"?`)
 	f(strings.Repeat("# long\n", 1<<18), "FILE is longer than 1 MiB")
 
 	if code, _, stderr := checkConfig(t, nil, "server", "--config", "/nonexistent"); code != 2 || !strings.Contains(stderr, "open /nonexistent: no such file") {
@@ -147,5 +149,19 @@ func TestHangUpDoesNotStopTheServer(t *testing.T) {
 	}
 	if err := s.cmd.Wait(); err != nil {
 		t.Error(err)
+	}
+}
+
+// A command reads its own section of a file for kvasir all, and a mapping that is pasted from the docs is the JSON of
+// --l2-adapter.
+func TestSectionsAndMappingsOfFiles(t *testing.T) {
+	file := write(t, "log-level: warn\nserver:\n  chunk-size: 128\n  l2-adapter: {\"type\":\"fs\",\"base_path\":\"/x\"}\nproxy:\n  port: 1\n")
+	code, stdout, stderr := checkConfig(t, nil, "server", "--config", file)
+	if code != 0 || !strings.Contains(stdout, "chunk-size: 128 ") || !strings.Contains(stdout, "log-level: WARN ") || !strings.Contains(stdout, `"base_path":"/x"`) {
+		t.Errorf("exit %d: %s\n%s", code, stderr, stdout)
+	}
+	list := write(t, "l2-adapter:\n  - type: fs\n    base_path: /a\n  - '{\"type\":\"fs\",\"base_path\":\"/b\"}'\n")
+	if code, stdout, stderr := checkConfig(t, nil, "server", "--config", list); code != 0 || !strings.Contains(stdout, `"base_path":"/a"`) || !strings.Contains(stdout, `"base_path":"/b"`) {
+		t.Errorf("a list: exit %d: %s\n%s", code, stderr, stdout)
 	}
 }

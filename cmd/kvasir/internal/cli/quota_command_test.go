@@ -107,6 +107,23 @@ func TestClearOfALiveServer(t *testing.T) {
 	f(1, "is no name of a model", "--model", strings.Repeat("x", 1025))
 }
 
+// tier drop removes what a tier of a live server has.
+func TestTierDropOfALiveServer(t *testing.T) {
+	s := serve(t, "--disk", t.TempDir(), "--disk-gb", "1")
+	url := fmt.Sprintf("http://127.0.0.1:%d", s.http)
+	f := func(code int, want string, args ...string) {
+		t.Helper()
+		got, stdout, stderr := run(t, append(append([]string{"tier", "drop"}, args...), "--url", url)...)
+		if text := stdout + stderr; got != code || !strings.Contains(text, want) {
+			t.Errorf("tier drop %v: exit %d, want %d and %s:\n%s", args, got, code, want, text)
+		}
+	}
+	f(0, "removed 0 objects of tier disk", "disk", "--all")
+	f(1, "this server has disk", "redis", "--all")
+	f(2, "say what to remove", "disk")
+	f(2, "does not look for salts", "disk", "--torn")
+}
+
 // Commands that ask a server follow no redirect, and print no control characters of its status line.
 func TestCommandsTrustNoAnswer(t *testing.T) {
 	reached := false

@@ -405,7 +405,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 		o.store.BelowOpened = below.Disk.Opened()
 	}
 	o.server.ProbeTiers = below.Probe
-	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters = o.tiers.Names, below.Each, below.Disk, below.Clusters
+	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters, o.server.Contents = o.tiers.Names, below.Each, below.Disk, below.Clusters, below.Contents
 	st := store.New(p, o.store)
 	if book := o.server.Generations; book != nil {
 		if err := book.Repair(); err != nil {

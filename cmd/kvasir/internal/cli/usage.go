@@ -36,6 +36,9 @@ var plainer = []struct{ was, is string }{
 
 // parseText returns what the parser says, in plainer words.
 func parseText(err error) string {
+	if all, ok := errors.AsType[*lineError](err); ok {
+		return all.Error()
+	}
 	if file, ok := errors.AsType[settings.FileError](err); ok {
 		return file.Error()
 	}

@@ -40,6 +40,9 @@ type Settings struct {
 	from     map[string]string     // where a flag's value is from, by name
 	sections map[string]*yaml.Node // of a file for several commands, by command
 
+	command string   // that reads the file
+	faults  []string // of the file; a file with sections is read to its end
+
 	section *yaml.Node         // what stands in for the file; nil: none
 	name    string             // of the section
 	last    map[string]setting // count where nothing else does
@@ -153,8 +156,9 @@ func (s *Settings) load(c *kong.Context, command *kong.Node) error {
 		}
 		var err error
 		s.file, err = s.readMapping(s.section, known, nil)
-		return err
+		return s.note(err)
 	}
+	s.command = command.Name
 	for _, p := range c.Path {
 		if p.Flag != nil && p.Flag.Name == "config" {
 			s.path, _ = c.FlagValue(p.Flag).(string)
@@ -171,14 +175,50 @@ func (s *Settings) load(c *kong.Context, command *kong.Node) error {
 	}
 	f, err := os.Open(s.path)
 	if errors.Is(err, os.ErrNotExist) && sectionsOf(command) != nil {
-		return FileError{err.Error() + ": kvasir config init " + s.path + " writes one to begin with"}
+		return FileError{err.Error() + ": kvasir config init " + s.path + " writes one to begin with", true}
 	}
 	if err != nil {
-		return FileError{err.Error()}
+		return FileError{err.Error(), true}
 	}
 	defer f.Close()
 	s.file, err = s.readSettings(f, known, sectionsOf(command))
+	if sectionsOf(command) != nil {
+		return s.note(err)
+	}
 	return err
+}
+
+// note keeps what is wrong in a file with sections, so that the rest of it is looked at, too: Faults has it.
+func (s *Settings) note(err error) error {
+	file, ok := errors.AsType[FileError](err)
+	if !ok || file.structure {
+		return err
+	}
+	s.faults = append(s.faults, file.text)
+	return nil
+}
+
+// Faults returns what is wrong with the keys of a file with sections, or of a section.
+func (s *Settings) Faults() error {
+	if len(s.faults) == 0 {
+		return nil
+	}
+	return FileError{text: strings.Join(s.faults, "; ")}
+}
+
+// Skip has a flag's value in the file not count. It reports false where the file has none.
+func (s *Settings) Skip(flag string) bool {
+	_, ok := s.file[flag]
+	delete(s.file, flag)
+	return ok
+}
+
+// FlagOf returns the first flag that a text names, empty for none.
+func FlagOf(text string) string {
+	if m := flagInText().FindStringSubmatch(text); m != nil {
+		return m[1]
+	}
+	return ""
 }
 
 // knownFlags returns the flags of a command that can stand in a file.
@@ -194,7 +234,13 @@ func knownFlags(command *kong.Node) (known []string) {
 }
 
 // FileError is an error about the file: no flag is to blame.
-type FileError struct{ text string }
+type FileError struct {
+	text      string
+	structure bool // nothing of the file can be read
+}
+
+// Unreadable reports whether nothing of the file could be read.
+func (e FileError) Unreadable() bool { return e.structure }
 
 // Error returns the text, in one line.
 func (e FileError) Error() string {
@@ -206,10 +252,10 @@ func (e FileError) Error() string {
 func (s *Settings) readSettings(r io.Reader, known, sections []string) (map[string]setting, error) {
 	text, err := io.ReadAll(io.LimitReader(r, maxConfig+1))
 	if err != nil {
-		return nil, FileError{err.Error()}
+		return nil, FileError{err.Error(), true}
 	}
 	if len(text) > maxConfig {
-		return nil, FileError{fmt.Sprintf("%s is longer than %s", s.path, kv.FormatBytes(maxConfig))}
+		return nil, FileError{fmt.Sprintf("%s is longer than %s", s.path, kv.FormatBytes(maxConfig)), true}
 	}
 	var doc, second yaml.Node
 	in := yaml.NewDecoder(bytes.NewReader(text))
@@ -222,9 +268,9 @@ func (s *Settings) readSettings(r io.Reader, known, sections []string) (map[stri
 	}
 	switch {
 	case err == nil:
-		return nil, FileError{fmt.Sprintf("%s line %d: a second document begins, want one", s.path, second.Line)}
+		return nil, FileError{fmt.Sprintf("%s line %d: a second document begins, want one", s.path, second.Line), true}
 	case !errors.Is(err, io.EOF):
-		return nil, FileError{fmt.Sprintf("%s: %s", s.path, strings.TrimPrefix(err.Error(), "yaml: "))}
+		return nil, FileError{fmt.Sprintf("%s: %s", s.path, strings.TrimPrefix(err.Error(), "yaml: ")), true}
 	}
 	return s.readMapping(doc.Content[0], known, sections)
 }
@@ -240,7 +286,7 @@ func (s *Settings) readMapping(top *yaml.Node, known, sections []string) (map[st
 		s.sections, example = make(map[string]*yaml.Node), sections[0]+":"
 	}
 	if top.Kind != yaml.MappingNode {
-		return out, FileError{fmt.Sprintf("%s line %d: want lines like %s", s.path, top.Line, example+of)}
+		return out, FileError{fmt.Sprintf("%s line %d: want lines like %s", s.path, top.Line, example+of), true}
 	}
 	var wrong []string
 	for i := 0; i+1 < len(top.Content); i += 2 {
@@ -263,23 +309,45 @@ func (s *Settings) readMapping(top *yaml.Node, known, sections []string) (map[st
 			default:
 				fault("%s is no section: want lines below it like port: 5555", key.Value)
 			}
+		case sections == nil && s.name == "" && s.isOfAll(key.Value, node, known):
+			if key.Value != s.command {
+				continue
+			}
+			ours, err := s.readMapping(node, known, nil)
+			if err != nil {
+				wrong = append(wrong, err.Error())
+			}
+			for name, v := range ours {
+				if before, twice := out[name]; twice {
+					fault("%s was given in line %d already", name, before.line)
+				}
+				out[name] = v
+			}
 		case slices.Contains(notInFile, key.Value):
 			fault("%s can only be given on the command line", key.Value)
 		case !slices.Contains(known, key.Value):
 			fault("unknown key %q%s%s", key.Value, of, s.hint(key.Value, known, sections))
 		case twice:
 			fault("%s was given in line %d already", key.Value, before.line)
-		case !ok:
+		case !ok, hasMapping(node) && key.Value != "l2-adapter" && key.Value != "kv-transfer-config":
 			fault("%s is neither a value nor a list of values", key.Value)
 		default:
 			out[key.Value] = setting{value, list, key.Line}
 		}
 	}
 	if len(wrong) > 0 {
-		return out, FileError{strings.Join(wrong, "; ")}
+		return out, FileError{text: strings.Join(wrong, "; ")}
 	}
 	return out, nil
 }
+
+// isOfAll reports whether a key is a section of a file for kvasir all: a command reads its own section of it.
+func (s *Settings) isOfAll(key string, node *yaml.Node, known []string) bool {
+	return slices.Contains(commandsOfAll, key) && !slices.Contains(known, key) && node.Kind == yaml.MappingNode && slices.Contains(commandsOfAll, s.command)
+}
+
+// commandsOfAll are the sections of a file for kvasir all.
+var commandsOfAll = []string{"bootstrap", "server", "relay", "proxy"}
 
 // scalars returns a value, or the values of a list as a flag takes them.
 func scalars(n *yaml.Node) (value string, list []string, ok bool) {
@@ -289,18 +357,41 @@ func scalars(n *yaml.Node) (value string, list []string, ok bool) {
 	switch {
 	case n.Kind == yaml.ScalarNode && n.Tag != "!!null":
 		return n.Value, nil, true
+	case n.Kind == yaml.MappingNode:
+		text, ok := jsonOf(n)
+		return text, []string{text}, ok
 	case n.Kind == yaml.SequenceNode && len(n.Content) > 0:
 		var escaped []string
 		for _, e := range n.Content {
-			if e.Kind != yaml.ScalarNode || e.Tag == "!!null" {
+			text := e.Value
+			if e.Kind == yaml.MappingNode {
+				if text, ok = jsonOf(e); !ok {
+					return "", nil, false
+				}
+			} else if e.Kind != yaml.ScalarNode || e.Tag == "!!null" {
 				return "", nil, false
 			}
-			list = append(list, e.Value)
-			escaped = append(escaped, strings.ReplaceAll(e.Value, ",", `\,`))
+			list = append(list, text)
+			escaped = append(escaped, strings.ReplaceAll(text, ",", `\,`))
 		}
 		return strings.Join(escaped, ","), list, true
 	}
 	return "", nil, false
+}
+
+// hasMapping reports whether a value is a mapping, or a list with one.
+func hasMapping(n *yaml.Node) bool {
+	return n.Kind == yaml.MappingNode || slices.ContainsFunc(n.Content, func(e *yaml.Node) bool { return e.Kind == yaml.MappingNode })
+}
+
+// jsonOf returns a mapping as JSON, for flags that take that, such as l2-adapter.
+func jsonOf(n *yaml.Node) (string, bool) {
+	var v map[string]any
+	if n.Decode(&v) != nil {
+		return "", false
+	}
+	text, err := json.Marshal(v)
+	return string(text), err == nil
 }
 
 // FlagNamed returns the flag of a command with that name, or nil.

@@ -291,6 +291,9 @@ var ErrNoModels = errors.New("this place knows no models and salts: give --all")
 func Drop(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
 	var n, bytes int64
 	_, named := t.(*fs.Dir)
+	if e, ok := t.(tier.Emptying); ok && !named && !f.Torn && f.Salt == "" {
+		return empty(ctx, w, e, f.Model)
+	}
 	if !named && (f.Model != "" || f.Salt != "") {
 		return ErrNoModels
 	}
@@ -309,6 +312,23 @@ func Drop(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
 		return err
 	}
 	_, err = fmt.Fprintf(w, "removed %d objects, %s. A server that runs finds out when it reads them next\n", n, kv.FormatBytes(bytes))
+	return err
+}
+
+// empty removes all objects of a tier, or those of a model where it names objects by models.
+func empty(ctx context.Context, w io.Writer, t tier.Emptying, model string) error {
+	unnamed := false
+	n, err := t.RemoveIf(ctx, func(c tier.Content) bool {
+		unnamed = unnamed || c.Model == ""
+		return model == "" || c.Model == model
+	}, func(ctx context.Context, _ int) error { return ctx.Err() })
+	if err == nil && unnamed && model != "" {
+		err = ErrNoModels
+	}
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(w, "removed %d objects. A server that runs finds out when it reads them next\n", n)
 	return err
 }
 

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package status
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
+)
+
+// DropTier has a running server remove what one of its tiers has, of a model or all.
+func DropTier(e *sim.Env, url, tier, model string) error {
+	f := askFlags{interfaceFlags: interfaceFlags{URL: url}, Timeout: maxPatience}
+	answer, at, err := f.ask(e, http.MethodPost, "/tiers/drop", map[string]any{"tier": tier, "model": model})
+	if err != nil {
+		return err
+	}
+	var got struct {
+		Status  string
+		Removed int
+	}
+	if err := json.Unmarshal(answer, &got); err != nil || got.Status != "ok" {
+		return fmt.Errorf("%s is not answered by a kvasir server", at)
+	}
+	_, err = fmt.Fprintf(e.Stdout, "removed %s objects of tier %s\n", Thousands(uint64(max(0, got.Removed))), printable(tier))
+	return err
+}

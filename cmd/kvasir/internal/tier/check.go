@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tier
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"strings"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/kvasir-kv/kvasir/internal/safelog"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/adapter"
+)
+
+// Verdict is what Check found, as the exit code of kvasir tier check.
+type Verdict int
+
+// The verdicts.
+const (
+	Good    Verdict = iota // everything works
+	Partial                // objects can be read, and something else cannot be done
+	Useless                // the tier cannot be used
+)
+
+// checkModel names the objects of Check in layouts that name objects by models.
+const checkModel = "kvasir-tier-check"
+
+// checkTime bounds each call of Check.
+const checkTime = 30 * time.Second
+
+// checking is one check.
+type checking struct {
+	w       io.Writer
+	t       tier.Tier
+	verdict Verdict
+}
+
+func (c *checking) say(format string, args ...any) {
+	fmt.Fprintf(c.w, format+"\n", args...)
+}
+
+// fault says what does not work.
+func (c *checking) fault(v Verdict, format string, args ...any) {
+	c.verdict = max(c.verdict, v)
+	c.say(format, args...)
+}
+
+// CheckTier tries what a server does with a tier, with objects of its own that it removes: it asks, writes, reads,
+// compares and deletes, and measures. It writes a sentence for each. size is how large an object is, objects how many are measured.
+func CheckTier(ctx context.Context, w io.Writer, log *slog.Logger, text string, size int64, objects int) Verdict {
+	c := &checking{w: w}
+	if place, err := adapter.PlaceOf(text); err == nil {
+		c.say("Objects go to %s.", printable(safelog.HideLogin(place)))
+	}
+	names := tier.NewNames()
+	err := with(text, adapter.Options{Names: names, Log: log, Existing: true}, func(t tier.Tier) error {
+		c.t = t
+		c.run(ctx, names, size, objects)
+		return nil
+	})
+	if err != nil {
+		c.fault(Useless, "The tier cannot be used: %s.", printable(oneLine(err)))
+	}
+	return c.verdict
+}
+
+func oneLine(err error) string { return strings.ReplaceAll(err.Error(), "\n", "; ") }
+
+func (c *checking) run(ctx context.Context, names *tier.Names, size int64, objects int) {
+	var ns kv.Namespace
+	_, _ = rand.Read(ns[:]) // never fails
+	names.Add(ns, checkModel, nil)
+	keys := make([]kv.Key, objects)
+	for i := range keys {
+		keys[i] = kv.Key{Namespace: ns, Rank: 1 << 24}
+		_, _ = rand.Read(keys[i].Chunk[:])
+	}
+	call := func(f func(ctx context.Context) error) (time.Duration, error) {
+		ctx, cancel := context.WithTimeout(ctx, checkTime)
+		defer cancel()
+		began := time.Now()
+		err := f(ctx)
+		return time.Since(began), err
+	}
+	metas := make([]tier.Meta, 1)
+	took, err := call(func(ctx context.Context) error { return c.t.Stat(ctx, keys[:1], metas) })
+	if err != nil {
+		c.fault(Useless, "The tier does not answer: %s.", printable(oneLine(err)))
+		return
+	}
+	c.say("The tier answers: a lookup of one chunk takes %s.", took.Round(10*time.Microsecond))
+	b := make([]byte, size)
+	_, _ = rand.Read(b)
+	m := tier.Meta{Len: size, Sum: xxh3.Hash(b)}
+	var writing, reading time.Duration
+	written := 0
+	defer func() { c.remove(ctx, keys[:written], call) }()
+	for i := range keys {
+		took, err := call(func(ctx context.Context) error { return c.t.Write(ctx, keys[i], m, b) })
+		if err != nil {
+			c.refused(err)
+			break
+		}
+		writing += took
+		written++
+	}
+	if written == 0 {
+		return
+	}
+	c.say("This user may write: %d objects of %s at %s.", written, kv.FormatBytes(size), speed(int64(written)*size, writing))
+	got, unsummed := make([]byte, size), false
+	for _, k := range keys[:written] {
+		var meta tier.Meta
+		clear(got)
+		took, err := call(func(ctx context.Context) (err error) { meta, err = c.t.Read(ctx, k, got); return err })
+		if err != nil {
+			c.fault(Useless, "What was written cannot be read: %s.", printable(oneLine(err)))
+			return
+		}
+		if !bytes.Equal(got, b) || !meta.NoSum && meta.Sum != m.Sum {
+			c.fault(Useless, "What is read is not what was written.")
+			return
+		}
+		reading, unsummed = reading+took, unsummed || meta.NoSum
+	}
+	c.say("This user may read, and reads what was written, at %s.", speed(int64(written)*size, reading))
+	if unsummed {
+		c.say("Objects have no checksum here: a damaged one of the right length is served.")
+	} else {
+		c.say("Objects have checksums: a damaged one is a miss.")
+	}
+}
+
+// refused says why an object was not taken.
+func (c *checking) refused(err error) {
+	switch {
+	case errors.Is(err, tier.ErrReadOnly):
+		c.fault(Partial, "This user may not write: %s. A server reads what is there.", printable(oneLine(err)))
+	case errors.Is(err, tier.ErrFull), errors.Is(err, tier.ErrBudget):
+		c.fault(Partial, "The tier takes nothing now: %s.", printable(oneLine(err)))
+	case errors.Is(err, tier.ErrNotKept):
+		c.fault(Partial, "The tier did not take an object: %s.", printable(oneLine(err)))
+	default:
+		c.fault(Partial, "A write failed: %s.", printable(oneLine(err)))
+	}
+}
+
+// remove deletes what the check wrote, and looks whether it is gone.
+func (c *checking) remove(ctx context.Context, keys []kv.Key, call func(func(context.Context) error) (time.Duration, error)) {
+	if len(keys) == 0 {
+		return
+	}
+	_, err := call(func(ctx context.Context) error { return c.t.Delete(ctx, keys) })
+	metas := make([]tier.Meta, len(keys))
+	if err == nil {
+		_, err = call(func(ctx context.Context) error { return c.t.Stat(ctx, keys, metas) })
+	}
+	left := 0
+	for _, m := range metas {
+		if m.Len > 0 {
+			left++
+		}
+	}
+	switch {
+	case err != nil:
+		c.fault(Partial, "This user may not delete: %s. %d objects of model %s stay.", printable(oneLine(err)), len(keys), checkModel)
+	case left > 0:
+		c.fault(Partial, "%d objects of model %s stay: nothing is deleted in this layout, or not by this user.", left, checkModel)
+	default:
+		c.say("This user may delete: the objects of the check are gone.")
+	}
+}
+
+func speed(n int64, in time.Duration) string {
+	if in <= 0 {
+		return "no measurable time"
+	}
+	return kv.FormatBytes(int64(float64(n)/in.Seconds())) + "/s, one at a time"
+}

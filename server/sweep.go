@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package server
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/tier"
+)
+
+// defaultSweepRate is how many objects a second leave a tier after a clear: no more than that, so that lookups and
+// stores go on.
+const defaultSweepRate = 500
+
+// paced returns a Pace of that many objects a second.
+func paced(rate int) tier.Pace {
+	return func(ctx context.Context, n int) error {
+		wait := time.NewTimer(time.Duration(n) * time.Second / time.Duration(rate))
+		defer wait.Stop()
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-wait.C:
+			return nil
+		}
+	}
+}
+
+// sweepSoon has the tiers lose what the last clear made absent.
+func (s *Server) sweepSoon() {
+	select {
+	case s.sweeps <- struct{}{}:
+	default: // one is to come
+	}
+}
+
+// runSweeps removes objects of earlier generations from the tiers after each clear, until ctx ends.
+func (s *Server) runSweeps(ctx context.Context) {
+	book := s.opts.Generations
+	if book == nil {
+		return
+	}
+	if book.HasStale() { // an earlier server may not have come to the end
+		s.sweepSoon()
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-s.sweeps:
+		}
+		for _, name := range slices.Sorted(maps.Keys(s.opts.Contents)) {
+			n, err := tier.RemoveIf(ctx, s.opts.Contents[name], book.Stale, paced(cmp.Or(s.opts.SweepRate, defaultSweepRate)))
+			if n > 0 {
+				s.log.Info("objects from before a clear left a tier", "tier", name, "objects", n)
+			}
+			if err != nil && ctx.Err() == nil && !errors.Is(err, tier.ErrNoList) {
+				s.log.Warn("objects from before a clear stay in a tier until the next clear or start", "tier", name, "err", err)
+			}
+		}
+	}
+}
+
+// ErrNoTier means that a server has no tier of that name.
+var ErrNoTier = errors.New("there is no such tier")
+
+// DropTier removes everything that a tier has, or what belongs to a model where the tier names objects by models. It
+// returns how many objects it removed, also with an error.
+func (s *Server) DropTier(ctx context.Context, name, model, by string) (removed int, err error) {
+	t, ok := s.opts.Contents[name]
+	if !ok {
+		return 0, fmt.Errorf("%w: %.40q; this server has %s", ErrNoTier, name, cmp.Or(strings.Join(slices.Sorted(maps.Keys(s.opts.Contents)), ", "), "none"))
+	}
+	unnamed := false
+	removed, err = tier.RemoveIf(ctx, t, func(c tier.Content) bool {
+		unnamed = unnamed || c.Model == ""
+		return model == "" || c.Model != "" && (c.Model == model || strings.HasPrefix(c.Model, model+"~"))
+	}, paced(cmp.Or(s.opts.DropRate, defaultDropRate)))
+	if err == nil && model != "" && unnamed {
+		err = fmt.Errorf("tier %s does not name objects by models: drop all of it, or clear the model", name)
+	}
+	s.log.Warn("objects of a tier were removed", "by", by, "tier", name, "model", model, "objects", removed, "err", err)
+	return removed, err
+}
+
+// defaultDropRate is how many objects a second DropTier removes: an operator waits for it.
+const defaultDropRate = 20_000

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package server_test
+
+import (
+	"context"
+	"errors"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/disk"
+	"github.com/kvasir-kv/kvasir/tier/generation"
+)
+
+// The bytes that a clear makes absent leave a tier in the background, those stored afterwards stay, and an operator removes
+// them from the running server.
+func TestClearedBytesLeaveTheTier(t *testing.T) {
+	var d *disk.Disk
+	dir := t.TempDir()
+	n := &clearNode{t: t, files: []string{filepath.Join(t.TempDir(), generation.FileName)}, open: func(*tier.Names) tier.Tier {
+		var err error
+		if d, err = disk.Open(disk.Options{Dirs: []disk.Dir{{Path: dir, Bytes: 256 << 20}}, FirstTouch: true}); err != nil {
+			t.Fatal(err)
+		}
+		<-d.Opened()
+		return d
+	}}
+	n.start()
+	defer func() { n.stop() }()
+	e := n.newEngine()
+	e.register()
+	put := func(seed int) {
+		t.Helper()
+		written := n.store.Stats().WrittenChunks
+		if got := e.storeBlocks(tokens(3*drivenChunk, seed), 0, 96, span(1, 6)); got != done {
+			t.Fatal(got)
+		}
+		testkit.Eventually(t, "writes below", func() bool { return n.store.Stats().WrittenChunks == written+3 })
+	}
+	put(6)
+	if _, err := n.Clear(server.Clear{Tier: server.ClearAll, By: "a test"}); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "the old bytes leave", func() bool { return d.Space().Objects == 0 })
+	put(7)
+	if _, err := n.Clear(server.Clear{Tier: server.ClearL2, By: "a test", Models: []string{"another model"}}); err != nil {
+		t.Fatal(err)
+	}
+	put(8)
+	if got := d.Space().Objects; got != 6 {
+		t.Errorf("%d objects after a clear of another model, want 6", got)
+	}
+	if _, err := n.DropTier(t.Context(), "fs", "", "a test"); !errors.Is(err, server.ErrNoTier) || !strings.Contains(err.Error(), "has below") {
+		t.Errorf("another tier: %v", err)
+	}
+	if removed, err := n.DropTier(t.Context(), "below", "m", "a test"); err == nil || removed != 0 {
+		t.Errorf("a model of a disk: removed %d, %v", removed, err)
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := n.DropTier(ended, "below", "", "a test"); !errors.Is(err, context.Canceled) {
+		t.Errorf("a client that left: %v", err)
+	}
+	if removed, err := n.DropTier(t.Context(), "below", "", "a test"); err != nil || removed != 6 {
+		t.Errorf("removed %d, %v", removed, err)
+	}
+	_, _ = n.Clear(server.Clear{Tier: server.ClearL1, Force: true})
+	if hit := n.hit(e, tokens(3*drivenChunk, 8), "after"); hit != 0 {
+		t.Errorf("hit %d after the drop", hit)
+	}
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tiertest
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"path/filepath"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/generation"
+)
+
+// atOnce is a Pace without a wait.
+func atOnce(ctx context.Context, _ int) error { return ctx.Err() }
+
+// contents counts what a Tier has by tier.RemoveIf, without removing anything.
+func contents(t *testing.T, x tier.Tier) (n int, named bool) {
+	t.Helper()
+	if s, ok := x.(*summed); ok {
+		x = s.Tier
+	}
+	_, err := tier.RemoveIf(t.Context(), x, func(c tier.Content) bool {
+		n++
+		named = named || c.Model != ""
+		return false
+	}, atOnce)
+	if errors.Is(err, tier.ErrNoList) {
+		t.Skip("it does not list")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n, named
+}
+
+// removed checks that objects leave a Tier by a condition, the others stay, and that a Pace that fails ends it.
+func removed(t *testing.T, x tier.Tier) {
+	raw := x
+	if s, ok := x.(*summed); ok {
+		raw = s.Tier
+	}
+	for i := range 10 {
+		write(t, x, Key(i), i, 300)
+	}
+	contents(t, x)
+	tired := errors.New("tired")
+	odd := func(c tier.Content) bool { return c.Key.Rank%2 == 1 }
+	if n, err := tier.RemoveIf(t.Context(), raw, odd, func(context.Context, int) error { return tired }); n != 0 || !errors.Is(err, tired) {
+		t.Errorf("a pace that fails: removed %d, %v", n, err)
+	}
+	if n, err := tier.RemoveIf(t.Context(), raw, odd, atOnce); n != 5 || err != nil {
+		t.Fatalf("removed %d, %v", n, err)
+	}
+	for i := range 10 {
+		b, m := Object(i, 300)
+		if i%2 == 0 {
+			expect(t, x, Key(i), b, m)
+			continue
+		}
+		metas := make([]tier.Meta, 1)
+		if err := x.Stat(t.Context(), []kv.Key{Key(i)}, metas); err != nil || metas[0].Len != 0 {
+			t.Errorf("object %d: %+v, %v", i, metas[0], err)
+		}
+	}
+}
+
+// swept checks that what a clear made absent leaves a Tier and what counts stays, and what LMCache servers may have written.
+func swept(t *testing.T, x tier.Tier) {
+	raw, names := x, Names()
+	if s, ok := x.(*summed); ok {
+		raw, names = s.Tier, s.names
+	}
+	book, err := generation.Open([]string{filepath.Join(t.TempDir(), generation.FileName)}, names, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	over := book.Tier(x)
+	var named bool
+	for life := range 3 {
+		for i := range 3 {
+			b, meta := Object(10*life+i, 300)
+			if err := over.Write(t.Context(), Key(i), meta, b); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var n int
+		if n, named = contents(t, x); n != 3*(life+1) {
+			t.Fatalf("life %d: %d objects", life, n)
+		}
+		if life < 2 {
+			commit, err := book.Prepare(nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			commit()
+		}
+	}
+	if _, err := tier.RemoveIf(t.Context(), raw, book.Stale, atOnce); err != nil {
+		t.Fatal(err)
+	}
+	want := 3
+	if named {
+		want = 6 // those of before the first clear
+	}
+	if n, _ := contents(t, x); n != want {
+		t.Errorf("%d objects are left, want %d", n, want)
+	}
+	for i := range 3 {
+		b, meta := Object(20+i, 300)
+		expect(t, over, Key(i), b, meta)
+	}
+}
