@@ -113,9 +113,10 @@ pinned() {
 finish() {
 	[ "$?" = 0 ] || grep -HsE "$bugs" "$work"/*.log | head -20 >&2 || true
 	stop_servers
+	for pid in $mounts; do umount -l "$pid"; done
 	rm -rf "$work"
 }
 
-servers= ports=
+servers= ports= mounts=
 work=$(mktemp -d)
 trap finish EXIT

@@ -2,7 +2,7 @@
 # Real vLLM engines (CPU builds) with the LMCacheMPConnector against this build: the newest,
 # and three older pairs of vLLM and lmcache. About 26 GB and some minutes the first time.
 # Needs bin/kvasir; `make interop-vllm` calls it. Arguments name the parts, else all are run: engine_driven, lmcache_driven,
-# disk, fs, fleet, mooncakestore, slow, reset, events, 0.4.6, 0.4.7, 0.5.3, 0.5.7.
+# disk, fs, fleet, mooncakestore, slow, reset, events, keeper, 0.4.6, 0.4.7, 0.5.3, 0.5.7.
 # Debian packages: libnuma1 libibverbs1 librdmacm1, and libtcmalloc-minimal4 for vLLM 0.18.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -148,7 +148,32 @@ newer() {
 	stop_servers
 }
 
-for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset events 0.4.6 0.4.7 0.5.3 0.5.7}; do
+# keeper: the real fs offloading tier writes and reads as fast as it can, in a file system of its own that kvasir keeper holds at
+# its limit.
+keeper() {
+	local root=$work/keeper limit=$((256 << 20)) pid
+	mkdir -p "$root"
+	mount -t tmpfs -o size=1g none "$root" || { echo "no file system can be mounted here: the keeper is left out"; return 0; }
+	mounts="$mounts $root"
+	echo "== vLLM's fs offloading tier under kvasir keeper"
+	mkdir "$root/kv"
+	bin/kvasir keeper "$root/kv" --max-gb "${limit}B" --state-dir "$work/keeper-state" >"$work/keeper.log" 2>&1 &
+	pid=$!
+	servers="$servers $pid"
+	wait_for 60 bin/kvasir keeper status "$root/kv" >/dev/null 2>&1
+	"$python" interop/keeper/play_trace.py --root "$root/kv" --requests 1500 --limit "$limit"
+	bin/kvasir keeper status "$root/kv"
+	kill -9 "$pid"
+	bin/kvasir keeper "$root/kv" --max-gb "$((limit / 2))B" --state-dir "$work/keeper-state" >>"$work/keeper.log" 2>&1 &
+	servers="$servers $!"
+	wait_for 60 keeps_less "$root/kv" $((limit / 2)) || { echo "after kill -9 the limit does not hold within a minute" >&2; return 1; }
+	bin/kvasir keeper verify "$root/kv" --state-dir "$work/keeper-state"
+	stop_servers
+}
+
+keeps_less() { [ "$(find "$1" -name '*.bin' -printf '%s\n' 2>/dev/null | awk '{ n += $1 } END { print n + 0 }')" -le "$2" ]; }
+
+for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset events keeper 0.4.6 0.4.7 0.5.3 0.5.7}; do
 	case $part in
 	engine_driven) life engine_driven qwen2 ;;
 	lmcache_driven) life lmcache_driven gemma3 --separate-object-groups ;;
@@ -170,6 +195,7 @@ for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow r
 		events engine_driven
 		events lmcache_driven
 		;;
+	keeper) keeper ;;
 	0.4.6) old 0.18.1 0.4.6 --mode= --shim cudastub ;;
 	0.4.7) old 0.23.0 0.4.7 --mode data ;;
 	0.5.3) old 0.23.0 0.5.3 --mode engine_driven ;;

@@ -52,6 +52,7 @@ type root struct {
 	Quota      status.QuotaCommand   `cmd:"" help:"Show and set what tenants of a running server keep: quota, time to live, pins."`
 	Clear      status.ClearCommand   `cmd:"" help:"Have a running server forget what it stored, in the pool, the tiers and on servers that share them."`
 	Pool       poolCmd               `cmd:"" help:"Show and remove what servers left in /dev/shm."`
+	Keeper     keeperCmd             `cmd:"" help:"Hold directories of vLLM's fs offloading tier at a limit."`
 	Tier       tierCmd               `cmd:"" help:"Show, check, empty and copy what lies below pools."`
 	Version    versionCmd            `cmd:"" help:"Print the version."`
 	HelpOf     helpCmd               `cmd:"" whole:"" name:"help" help:"Show the help of a command."`

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package keeper
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+)
+
+// control is one abstract socket of this host for each root. It keeps a second keeper away, answers with the figures, and
+// names processes whose reads are not an engine's: those that are connected.
+type control struct {
+	listeners []net.Listener
+	figures   func() Stats
+	done      sync.WaitGroup
+
+	mu struct {
+		sync.Mutex
+		helpers map[net.Conn]int // their processes
+		closed  bool
+	}
+}
+
+// maxHelpers bounds the connections.
+const maxHelpers = 32
+
+func socketOf(r *Root) (string, error) {
+	var s unix.Stat_t
+	if err := unix.Fstat(int(r.dir.Fd()), &s); err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("@kvasir-keeper-%x-%d", s.Dev, s.Ino), nil
+}
+
+func openControl(roots []*Root, figures func() Stats) (_ *control, err error) {
+	c := &control{figures: figures}
+	c.mu.helpers = map[net.Conn]int{}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, c.close())
+		}
+	}()
+	for _, r := range roots {
+		name, err := socketOf(r)
+		if err != nil {
+			return nil, err
+		}
+		l, err := net.Listen("unix", name)
+		if errors.Is(err, unix.EADDRINUSE) {
+			return nil, fmt.Errorf("another keeper of this host has %s%s: one is enough", r.path, holder(name))
+		}
+		if err != nil {
+			return nil, err
+		}
+		c.listeners = append(c.listeners, l)
+		// Containers have sockets of their own. Where no other host can mean the same file system, its lock keeps them apart.
+		if err := unix.Flock(int(r.dir.Fd()), unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) && !r.shared() {
+			return nil, fmt.Errorf("another process has locked %s: is a keeper running in a container?", r.path)
+		}
+		c.done.Go(func() { c.serve(l) })
+	}
+	return c, nil
+}
+
+// holder names the process that has a socket.
+func holder(name string) string {
+	c, err := net.DialTimeout("unix", name, time.Second)
+	if err != nil {
+		return ""
+	}
+	defer c.Close()
+	if p := peercred.Of(c); p.PID != 0 {
+		return fmt.Sprintf(" (process %d)", p.PID)
+	}
+	return ""
+}
+
+func (c *control) serve(l net.Listener) {
+	for {
+		conn, err := l.Accept()
+		if err != nil {
+			return
+		}
+		if !c.admit(conn) {
+			conn.Close()
+			continue
+		}
+		c.done.Go(func() {
+			defer c.leave(conn)
+			_ = conn.SetWriteDeadline(time.Now().Add(5 * time.Second))
+			if json.NewEncoder(conn).Encode(c.figures()) == nil {
+				_, _ = conn.Read(make([]byte, 1)) // until it ends
+			}
+		})
+	}
+}
+
+// admit takes a process of the keeper's own user, or of root.
+func (c *control) admit(conn net.Conn) bool {
+	p := peercred.Of(conn)
+	uid := os.Getuid()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !p.Known() || p.UID != uid && p.UID != 0 || len(c.mu.helpers) >= maxHelpers || c.mu.closed {
+		return false
+	}
+	c.mu.helpers[conn] = p.PID
+	return true
+}
+
+func (c *control) leave(conn net.Conn) {
+	c.mu.Lock()
+	delete(c.mu.helpers, conn)
+	c.mu.Unlock()
+	conn.Close()
+}
+
+// own reports whether a thread is one of this process or of one that is connected.
+func (c *control) own(thread int32) bool {
+	if thread <= 0 {
+		return false
+	}
+	if isThread(os.Getpid(), int(thread)) {
+		return true
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, pid := range c.mu.helpers {
+		if pid != 0 && isThread(pid, int(thread)) {
+			return true
+		}
+	}
+	return false
+}
+
+// helping reports whether a process is connected, whose reads inotify cannot tell from an engine's.
+func (c *control) helping() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.mu.helpers) > 0
+}
+
+func isThread(pid, thread int) bool { return unix.Tgkill(pid, thread, 0) == nil }
+
+func (c *control) close() error {
+	var errs []error
+	for _, l := range c.listeners {
+		errs = append(errs, l.Close())
+	}
+	c.mu.Lock()
+	c.mu.closed = true
+	for conn := range c.mu.helpers {
+		errs = append(errs, conn.SetDeadline(time.Unix(1, 0)))
+	}
+	c.mu.Unlock()
+	c.done.Wait()
+	return errors.Join(errs...)
+}
+
+// Ask returns the figures of the keeper that has a directory. It fails with os.ErrNotExist where none runs on this host.
+func Ask(ctx context.Context, root string) (Stats, error) {
+	conn, s, err := join(ctx, root)
+	if err != nil {
+		return Stats{}, err
+	}
+	return s, conn.Close()
+}
+
+// join connects to the keeper of a directory. Until the connection ends, the keeper takes this process's reads for its own.
+func join(ctx context.Context, root string) (net.Conn, Stats, error) {
+	r, err := openRoot(root)
+	if err != nil {
+		return nil, Stats{}, err
+	}
+	defer r.dir.Close()
+	name, err := socketOf(r)
+	if err != nil {
+		return nil, Stats{}, err
+	}
+	var d net.Dialer
+	conn, err := d.DialContext(ctx, "unix", name)
+	if errors.Is(err, unix.ECONNREFUSED) {
+		return nil, Stats{}, fmt.Errorf("%w: no keeper of this host has %s", os.ErrNotExist, root)
+	}
+	if err != nil {
+		return nil, Stats{}, err
+	}
+	_ = conn.SetReadDeadline(time.Now().Add(10 * time.Second))
+	var s Stats
+	if err := json.NewDecoder(conn).Decode(&s); err != nil {
+		return nil, Stats{}, errors.Join(fmt.Errorf("the keeper of %s does not answer (is it another user's?): %w", root, err), conn.Close())
+	}
+	return conn, s, nil
+}
+
+// networkSystems are file systems that other hosts write to without an event here.
+var networkSystems = []int64{
+	unix.NFS_SUPER_MAGIC, unix.SMB_SUPER_MAGIC, 0xfe534d42 /* SMB 2 */, unix.CEPH_SUPER_MAGIC, unix.FUSE_SUPER_MAGIC,
+	0x0bd00bd0 /* Lustre */, 0x47504653 /* GPFS */, 0x19830326 /* BeeGFS */, unix.V9FS_MAGIC,
+}
+
+// shared reports whether other hosts may write to the root's file system.
+func (r *Root) shared() bool {
+	var s unix.Statfs_t
+	return unix.Fstatfs(int(r.dir.Fd()), &s) == nil && slices.Contains(networkSystems, int64(s.Type))
+}

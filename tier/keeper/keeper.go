@@ -1,0 +1,488 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package keeper
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvasir-kv/kvasir/internal/options"
+)
+
+// Watch is how the keeper hears of reads and writes.
+type Watch string
+
+// Watches, the best first.
+const (
+	WatchAuto     Watch = "auto"     // the best that is allowed
+	WatchFanotify Watch = "fanotify" // events of whole file systems
+	WatchInotify  Watch = "inotify"  // events of each directory, up to the user's limit of watches
+	WatchLook     Watch = "look"     // none: the directories are read again and again, and access times count
+)
+
+// Options configures a Keeper. A zero field means its default.
+type Options struct {
+	Roots    []string      // directories of vLLM's fs tier or of LMCache's fs adapters; required
+	Limit    int64         // bytes of all files together; 0: none
+	MinFree  int64         // bytes that are left free in each root's file system
+	TTL      time.Duration // a file that nobody used for longer is unlinked; 0: never
+	StateDir string        // where times of use are noted; "": access times alone count after a restart
+	Watch    Watch         // default WatchAuto
+	Log      *slog.Logger
+
+	now      func() time.Time
+	ownReads bool // what this process reads counts: for tests, which are engine and keeper
+}
+
+// Validate reports every field that cannot be used, as options.Errors.
+func (o Options) Validate() error {
+	var c options.Checks
+	c.That(len(o.Roots) > 0, "Roots", "names no directory")
+	c.That(o.Limit > 0 || o.MinFree > 0 || o.TTL > 0, "Limit", "is 0, as MinFree and TTL: nothing is to be kept")
+	options.Within(&c, "Limit", o.Limit, 0, 1<<60)
+	options.Within(&c, "MinFree", o.MinFree, 0, 1<<60)
+	options.Within(&c, "TTL", o.TTL, 0, 100*365*24*time.Hour)
+	c.That(slices.Contains([]Watch{"", WatchAuto, WatchFanotify, WatchInotify, WatchLook}, o.Watch), "Watch", "%q is none of auto, fanotify, inotify, look", o.Watch)
+	return c.Err()
+}
+
+// Keeper holds directories at their limit, from Open to Close.
+type Keeper struct {
+	o     Options
+	log   *slog.Logger
+	now   func() time.Time
+	roots []*Root
+	lock  *control
+	notes *notes
+
+	fan *fanotify
+	ino *inotify
+
+	mu       sync.Mutex
+	books    *books
+	reserve  reserve
+	pending  int64 // bytes of files that are being unlinked
+	arranged bool  // the first look is over
+	looks    uint32
+	looking  time.Duration // the last look's time
+	lookedAt time.Time
+	events   int64
+	lost     int64 // times that the kernel dropped events
+	refused  error // why files cannot be unlinked
+
+	full  chan struct{} // there is something to unlink
+	again chan struct{} // events were lost: look again
+	end   context.CancelFunc
+	done  sync.WaitGroup
+}
+
+// Open takes directories. It fails where one is none of an engine, or where another keeper of this host has it.
+func Open(o Options) (_ *Keeper, err error) {
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	k := &Keeper{o: o, log: o.Log, now: o.now, full: make(chan struct{}, 1), again: make(chan struct{}, 1)}
+	if k.log == nil {
+		k.log = slog.New(slog.DiscardHandler)
+	}
+	if k.now == nil {
+		k.now = time.Now
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, k.release())
+		}
+	}()
+	for _, path := range o.Roots {
+		r, err := openRoot(path)
+		if err != nil {
+			return nil, err
+		}
+		for _, other := range k.roots {
+			if within(r.real, other.real) || within(other.real, r.real) {
+				return nil, errors.Join(fmt.Errorf("%s and %s are one directory, or one lies in the other", path, other.path), r.dir.Close())
+			}
+		}
+		k.roots = append(k.roots, r)
+	}
+	if k.lock, err = openControl(k.roots, k.Stats); err != nil {
+		return nil, err
+	}
+	k.books = newBooks(rand.Uint64())
+	k.reserve = newReserve(o.Limit, k.now())
+	if k.notes, err = openNotes(o.StateDir, k.roots); err != nil {
+		return nil, err
+	}
+	if err := k.openWatch(); err != nil {
+		return nil, err
+	}
+	var ctx context.Context
+	ctx, k.end = context.WithCancel(context.Background())
+	k.done.Go(k.hear)
+	k.done.Go(func() { k.evict(ctx) })
+	k.done.Go(func() { k.lookAgain(ctx) })
+	return k, nil
+}
+
+func openRoot(path string) (*Root, error) {
+	l, err := layoutOf(path)
+	if err != nil {
+		return nil, err
+	}
+	real, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		return nil, err
+	}
+	if real, err = filepath.Abs(real); err != nil {
+		return nil, err
+	}
+	d, err := os.Open(real)
+	if err != nil {
+		return nil, err
+	}
+	return &Root{path: path, real: real, dir: d, layout: l, dirs: map[string]uint32{}}, nil
+}
+
+func within(path, parent string) bool { return path == parent || strings.HasPrefix(path, parent+"/") }
+
+// openWatch opens the best source of events that is allowed, or the one that is wanted.
+func (k *Keeper) openWatch() error {
+	want := k.o.Watch
+	if want == "" {
+		want = WatchAuto
+	}
+	var why error
+	if want == WatchAuto || want == WatchFanotify {
+		k.fan, why = openFanotify(k.roots, func(thread int32) bool { return !k.o.ownReads && k.lock.own(thread) })
+		if why == nil {
+			return nil
+		}
+		if want == WatchFanotify {
+			return why
+		}
+		k.log.Info("the kernel refuses events of whole file systems: directories are watched one by one", "reason", why)
+	}
+	if want == WatchLook {
+		return nil
+	}
+	k.ino, why = openInotify(k.madeDirectory)
+	if why != nil && want == WatchInotify {
+		return why
+	}
+	if why != nil {
+		k.log.Warn("the kernel gives no events: the directories are read again and again", "reason", why)
+	}
+	for _, r := range k.roots {
+		k.watch(r, "")
+	}
+	return nil
+}
+
+// watch has inotify report what happens in a directory.
+func (k *Keeper) watch(r *Root, dir string) {
+	if k.ino != nil {
+		k.ino.watch(r, dir)
+	}
+}
+
+// madeDirectory watches a directory that an engine just made, and looks at what came before it was watched.
+func (k *Keeper) madeDirectory(r *Root, dir string) {
+	if r.layout == lmcacheLayout {
+		return
+	}
+	rank, leaf, _ := strings.Cut(dir, "/")
+	if _, ok := rankDirectory(rank); !ok {
+		return
+	}
+	if _, ok := leafGroup(leaf); leaf != "" && !ok && !isHex(leaf, 3) {
+		return
+	}
+	k.watch(r, dir)
+	fd, err := unix.Open(r.join(dir), unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return
+	}
+	defer unix.Close(fd)
+	if strings.Contains(leaf, "/") {
+		k.mu.Lock()
+		number := k.looks
+		k.mu.Unlock()
+		_ = k.lookAt(r, rank, leaf, fd, number) // what it misses, the next look finds
+		return
+	}
+	names, _ := subdirectories(fd, func(string) bool { return true })
+	for _, n := range names {
+		k.madeDirectory(r, dir+"/"+n)
+	}
+}
+
+// directory returns the number of a rank's directory, or of an LMCache root's own. Callers hold k.mu.
+func (k *Keeper) directory(r *Root, rank string) (uint32, bool) {
+	if n, ok := r.dirs[rank]; ok {
+		return n, true
+	}
+	d := &directory{root: r, path: rank, layout: r.layout}
+	if r.layout == vllmLayout {
+		base, ok := rankDirectory(rank)
+		if !ok || len(r.dirs) >= maxRanks {
+			return 0, false
+		}
+		model, err := modelOf(r.path, base)
+		if err != nil {
+			k.log.Warn("the model of a directory is not known", "directory", r.join(rank), "reason", err)
+			model = base
+		}
+		d.model = model
+	}
+	n := uint32(len(k.books.dirs))
+	k.books.dirs = append(k.books.dirs, d)
+	r.dirs[rank] = n
+	return n, true
+}
+
+// maxRanks bounds the directories of ranks below one root.
+const maxRanks = 1 << 14
+
+// path is where a file lies below its root. Callers hold k.mu.
+func (k *Keeper) path(n uint32) string {
+	f := k.books.file(n)
+	if d := k.books.dirs[f.dir]; d.layout == vllmLayout {
+		return d.path + "/" + f.id.leaf() + "/" + f.id.name()
+	}
+	return k.books.names[n]
+}
+
+// hear takes in events until the source is closed.
+func (k *Keeper) hear() {
+	read := func(out []event) ([]event, error) { return out, os.ErrClosed }
+	switch {
+	case k.fan != nil:
+		read = k.fan.read
+	case k.ino != nil:
+		read = k.ino.read
+	}
+	var batch []event
+	for {
+		var err error
+		if batch, err = read(batch[:0]); err != nil {
+			if !errors.Is(err, os.ErrClosed) {
+				k.log.Error("events of the kernel cannot be read: the directories are read again and again", "err", err)
+			}
+			return
+		}
+		k.take(batch)
+	}
+}
+
+// take applies events to the books.
+func (k *Keeper) take(batch []event) {
+	sizes := make([]int64, len(batch))
+	for i, e := range batch {
+		sizes[i] = -1
+		if e.act == appeared {
+			sizes[i] = sizeOf(e.root, e.dir+"/"+e.name)
+		}
+	}
+	now := k.now().UnixMicro()
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.events += int64(len(batch))
+	for i, e := range batch {
+		if e.act == lost {
+			k.lost++
+			signal(k.again)
+			continue
+		}
+		k.one(e, sizes[i], now)
+	}
+	k.wakeIfFull()
+}
+
+func sizeOf(r *Root, name string) int64 {
+	var s unix.Stat_t
+	if unix.Fstatat(int(r.dir.Fd()), strings.TrimPrefix(name, "/"), &s, unix.AT_SYMLINK_NOFOLLOW) != nil || s.Mode&unix.S_IFMT != unix.S_IFREG {
+		return -1
+	}
+	return s.Size
+}
+
+// one applies an event. Callers hold k.mu.
+func (k *Keeper) one(e event, size, now int64) {
+	var key id
+	var ok bool
+	rank, leaf := "", ""
+	if e.root.layout == lmcacheLayout {
+		key, ok = lmcacheID(e.name)
+		ok = ok && e.dir == ""
+	} else if key, ok = vllmID(e.name); ok {
+		rank, leaf, _ = strings.Cut(e.dir, "/")
+		key, ok = key.inLeaf(leaf)
+	}
+	if !ok || e.act == opened && (e.own || e.thread == 0 && k.lock.helping()) {
+		return
+	}
+	dir, ok := k.directory(e.root, rank)
+	if !ok {
+		return
+	}
+	d := k.books.dirs[dir]
+	n, _ := k.books.find(dir, key)
+	switch e.act {
+	case gone:
+		if n != 0 {
+			k.books.remove(n)
+			d.removedByOthers++
+		}
+		return
+	case opened:
+		if n == 0 {
+			return // it is gone again, or a look will find it
+		}
+		d.reads++
+		d.readBytes += k.books.file(n).size
+	case appeared:
+		if size < 0 {
+			return // it is gone again
+		}
+		if n == 0 {
+			n = k.books.add(dir, key, e.name, size, now)
+			k.books.file(n).look = k.looks
+		} else {
+			k.books.resize(n, size)
+		}
+		if f := k.books.file(n); f.counted {
+			f.counted = false // a look was faster than the event
+		} else {
+			d.writes++
+			d.writtenBytes += size
+		}
+		k.reserve.file = max(k.reserve.file, size)
+	}
+	if k.arranged {
+		k.books.touch(n, e.thread, now)
+	} else {
+		k.books.file(n).usedAt = now
+	}
+}
+
+// wakeIfFull wakes the goroutine that unlinks. Callers hold k.mu.
+func (k *Keeper) wakeIfFull() {
+	if k.o.Limit > 0 && k.arranged && k.books.bytes > k.reserve.aim() {
+		signal(k.full)
+	}
+}
+
+func signal(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}
+
+// lookAgain looks at the directories at the start, when events were lost, and from time to time: often where no events come.
+func (k *Keeper) lookAgain(ctx context.Context) {
+	for {
+		began := k.now()
+		if k.ino != nil {
+			k.ino.recount()
+		}
+		for _, r := range k.roots {
+			if err := k.look(ctx, r); err != nil && ctx.Err() == nil {
+				k.log.Warn("a directory cannot be read", "directory", r.path, "err", err)
+			}
+		}
+		if ctx.Err() != nil {
+			return
+		}
+		k.mu.Lock()
+		k.looking, k.lookedAt = k.now().Sub(began), k.now()
+		first := !k.arranged
+		if first {
+			k.books.arrange()
+			k.arranged = true
+			k.notes.drop()
+		}
+		files, bytes, pause := k.books.count, k.books.bytes, k.pause()
+		k.wakeIfFull()
+		k.mu.Unlock()
+		if first {
+			k.log.Info("the keeper knows all files", "files", files, "bytes", bytes, "limit", k.o.Limit, "watch", k.watching(), "seconds", k.looking.Seconds())
+			runtime.GC() // of the lists that only the first look needed
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-k.again:
+		case <-time.After(pause):
+		}
+	}
+}
+
+// pause is the time to the next look. Callers hold k.mu.
+func (k *Keeper) pause() time.Duration {
+	switch {
+	case k.fan != nil && !k.shared():
+		return 10 * time.Minute
+	case k.fan != nil:
+		return max(30*time.Second, 4*k.looking)
+	case k.ino != nil:
+		if _, more := k.ino.watched(); more == 0 && !k.shared() {
+			return time.Minute
+		}
+	}
+	return max(time.Second, 4*k.looking)
+}
+
+// shared reports whether other hosts may write to a root.
+func (k *Keeper) shared() bool { return slices.ContainsFunc(k.roots, (*Root).shared) }
+
+// watching says how reads and writes are heard of.
+func (k *Keeper) watching() Watch {
+	switch {
+	case k.fan != nil:
+		return WatchFanotify
+	case k.ino != nil:
+		return WatchInotify
+	}
+	return WatchLook
+}
+
+// Close ends the keeper. It notes the times of use.
+func (k *Keeper) Close() error {
+	k.end()
+	var err error
+	if k.fan != nil {
+		err = k.fan.close()
+	}
+	if k.ino != nil {
+		err = k.ino.close()
+	}
+	k.done.Wait()
+	return errors.Join(err, k.saveNotes(), k.release())
+}
+
+func (k *Keeper) release() error {
+	var errs []error
+	if k.lock != nil {
+		errs = append(errs, k.lock.close())
+	}
+	if k.notes != nil {
+		errs = append(errs, k.notes.close())
+	}
+	for _, r := range k.roots {
+		errs = append(errs, r.dir.Close())
+	}
+	return errors.Join(errs...)
+}

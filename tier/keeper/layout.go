@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package keeper
+
+import (
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/zeebo/xxh3"
+	"golang.org/x/sys/unix"
+)
+
+// layout is how a directory names its files.
+type layout uint8
+
+const (
+	vllmLayout    layout = iota // HHH/HH_gGROUP/HASH.bin below a directory for each rank
+	lmcacheLayout               // MODEL@0xRANK@GROUP@HASH[@SALT].data, all in one directory
+)
+
+func (l layout) String() string {
+	if l == vllmLayout {
+		return "vllm"
+	}
+	return "lmcache"
+}
+
+// id names a file inside its directory: the hash and group of a vLLM file, or the hash of an LMCache file's name.
+type id struct {
+	hash  [32]byte
+	bytes uint8 // of hash that count
+	group uint16
+}
+
+const (
+	leastHash = 8 // bytes of the shortest hash in a name
+	vllmEnd   = ".bin"
+	lmcEnd    = ".data"
+	tempEnd   = ".tmp"
+)
+
+// vllmID reads the name of a file. It reports false for names that vLLM gives no chunk.
+func vllmID(name string) (k id, ok bool) {
+	digits, found := strings.CutSuffix(name, vllmEnd)
+	if !found || len(digits) < 2*leastHash || len(digits) > 2*len(k.hash) || strings.ToLower(digits) != digits {
+		return id{}, false
+	}
+	n, err := hex.Decode(k.hash[:], []byte(digits))
+	k.bytes = uint8(n)
+	return k, err == nil
+}
+
+// leaf is the directory of a vLLM file, below that of its rank.
+func (k id) leaf() string {
+	digits := hex.EncodeToString(k.hash[:3])
+	return digits[:3] + "/" + digits[3:5] + "_g" + strconv.Itoa(int(k.group))
+}
+
+func (k id) name() string { return hex.EncodeToString(k.hash[:k.bytes]) + vllmEnd }
+
+// leafGroup reads HHH/HH_gGROUP. It reports false for other directories.
+func leafGroup(path string) (group uint16, ok bool) {
+	top, leaf, found := strings.Cut(path, "/")
+	digits, number, marked := strings.Cut(leaf, "_g")
+	if !found || !marked || !isHex(top, 3) || !isHex(digits, 2) {
+		return 0, false
+	}
+	n, err := strconv.ParseUint(number, 10, 16)
+	return uint16(n), err == nil
+}
+
+// inLeaf completes what vllmID read by the directory of the file, which must begin its hash.
+func (k id) inLeaf(path string) (id, bool) {
+	group, ok := leafGroup(path)
+	k.group = group
+	return k, ok && k.leaf() == path
+}
+
+// lmcacheID reads the name of a file of LMCache's fs adapters.
+func lmcacheID(name string) (id, bool) {
+	text, found := strings.CutSuffix(name, lmcEnd)
+	parts := strings.Split(text, "@")
+	if !found || len(parts) < 4 || len(parts) > 5 || parts[0] == "" || !isHexUpTo(strings.TrimPrefix(parts[1], "0x"), 16) ||
+		!isHexUpTo(parts[2], 16) || len(parts[3]) < 2*leastHash || !isHexUpTo(parts[3], 128) {
+		return id{}, false
+	}
+	k := id{bytes: 16}
+	sum := xxh3.HashString128(name).Bytes()
+	copy(k.hash[:], sum[:])
+	return k, true
+}
+
+func isHex(s string, digits int) bool { return len(s) == digits && isHexUpTo(s, digits) }
+
+func isHexUpTo(s string, most int) bool {
+	return s != "" && len(s) <= most && strings.Trim(s, "0123456789abcdef") == ""
+}
+
+// rankDirectory splits MODEL_HASH12_rRANK. It reports false for other names.
+func rankDirectory(name string) (base string, ok bool) {
+	i := strings.LastIndex(name, "_r")
+	if i < 0 {
+		return "", false
+	}
+	if _, err := strconv.ParseUint(name[i+2:], 10, 31); err != nil {
+		return "", false
+	}
+	base = name[:i]
+	u := strings.LastIndexByte(base, '_')
+	return base, u > 0 && isHex(base[u+1:], 12)
+}
+
+// maxConfigBytes bounds what is read of a config.json. A model of many layers and groups has some 100 KB.
+const maxConfigBytes = 4 << 20
+
+// modelOf returns the model that BASE/config.json names.
+func modelOf(root, base string) (string, error) {
+	f, err := os.OpenFile(filepath.Join(root, base, "config.json"), os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	var c struct {
+		Model string `json:"model_name"`
+		Files *int   `json:"blocks_per_file"`
+	}
+	if err := json.NewDecoder(io.LimitReader(f, maxConfigBytes)).Decode(&c); err != nil {
+		return "", fmt.Errorf("%s: %w", f.Name(), err)
+	}
+	if c.Model == "" || c.Files == nil {
+		return "", fmt.Errorf("%s names no model_name and blocks_per_file", f.Name())
+	}
+	return c.Model, nil
+}
+
+// layoutOf says how the files below root are named. An empty directory is taken for one that vLLM will fill.
+func layoutOf(root string) (layout, error) {
+	entries, err := os.ReadDir(root)
+	if err != nil {
+		return 0, err
+	}
+	var missing error
+	for _, e := range entries {
+		name := e.Name()
+		if _, ok := lmcacheID(name); ok && e.Type().IsRegular() {
+			return lmcacheLayout, nil
+		}
+		if !e.IsDir() {
+			continue
+		}
+		base, isRank := rankDirectory(name)
+		if !isRank {
+			base = name
+		}
+		_, err := modelOf(root, base)
+		if err == nil {
+			return vllmLayout, nil
+		}
+		if isRank || !errors.Is(err, os.ErrNotExist) {
+			missing = err
+		}
+	}
+	switch {
+	case len(entries) == 0:
+		return vllmLayout, nil
+	case missing != nil:
+		return 0, fmt.Errorf("%s is no directory of vLLM's fs tier: %w", root, missing)
+	}
+	return 0, fmt.Errorf("%s is no directory of vLLM's fs tier (no MODEL_HASH/config.json in it) and none of LMCache's fs adapters (no MODEL@RANK@GROUP@HASH.data)", root)
+}

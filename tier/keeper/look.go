@@ -1,0 +1,315 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package keeper
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"path"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Root is one directory that engines fill.
+type Root struct {
+	path   string // as the operator wrote it
+	real   string // as the kernel says it
+	dir    *os.File
+	layout layout
+	dirs   map[string]uint32 // of ranks, by name; under the keeper's lock
+}
+
+func (r *Root) join(dir string) string { return path.Join(r.path, dir) }
+
+// found is a file that a look saw.
+type found struct {
+	id     id
+	name   string // of an LMCache file
+	size   int64
+	usedAt int64
+}
+
+// oldTemp is the age from which a temporary file belongs to a writer that was killed.
+const oldTemp = time.Hour
+
+// look reads a whole root and corrects the books: files that are new, longer, or gone, and the times of reads that no event
+// reported. The first look puts all files in order.
+func (k *Keeper) look(ctx context.Context, r *Root) error {
+	k.mu.Lock()
+	k.looks++
+	number := k.looks
+	k.mu.Unlock()
+	err := r.walk(ctx, func(dir string) { k.watch(r, dir) }, func(rank, leaf string, fd int) error {
+		return k.lookAt(r, rank, leaf, fd, number)
+	})
+	if err != nil {
+		return err
+	}
+	k.dropUnseen(r, number)
+	return nil
+}
+
+// walk calls leaf with each directory of files below a root, several at a time, and made with each directory before it is read.
+func (r *Root) walk(ctx context.Context, made func(dir string), leaf func(rank, leaf string, fd int) error) error {
+	root := int(r.dir.Fd())
+	if r.layout == lmcacheLayout {
+		fd, err := openDirectory(root, ".")
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		return leaf("", "", fd)
+	}
+	w := &walker{r, made, leaf}
+	return w.in(root, "", func(name string) bool { _, ok := rankDirectory(name); return ok }, func(rank string, fd int) error {
+		return w.rank(ctx, rank, fd)
+	})
+}
+
+type walker struct {
+	r    *Root
+	made func(dir string)
+	leaf func(rank, leaf string, fd int) error
+}
+
+// in calls f with each subdirectory that ok takes. One that goes meanwhile is left out.
+func (w *walker) in(parent int, dir string, ok func(name string) bool, f func(name string, fd int) error) error {
+	names, err := subdirectories(parent, ok)
+	if err != nil {
+		return fmt.Errorf("%s: %w", w.r.join(dir), err)
+	}
+	for _, name := range names {
+		if err := w.one(parent, dir, name, f); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (w *walker) one(parent int, dir, name string, f func(name string, fd int) error) error {
+	path := path.Join(dir, name)
+	w.made(path)
+	fd, err := openDirectory(parent, name)
+	if errors.Is(err, unix.ENOENT) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", w.r.join(path), err)
+	}
+	defer unix.Close(fd)
+	return f(name, fd)
+}
+
+// rank reads the folders of one rank with several goroutines.
+func (w *walker) rank(ctx context.Context, rank string, fd int) error {
+	tops, err := subdirectories(fd, func(name string) bool { return isHex(name, 3) })
+	if err != nil {
+		return fmt.Errorf("%s: %w", w.r.join(rank), err)
+	}
+	next := make(chan string)
+	errs := make(chan error, len(tops))
+	var wg sync.WaitGroup
+	for range min(4, runtime.GOMAXPROCS(0)) {
+		wg.Go(func() {
+			for top := range next {
+				if err := w.one(fd, rank, top, func(_ string, at int) error { return w.top(rank, top, at) }); err != nil {
+					errs <- err
+				}
+			}
+		})
+	}
+	for _, top := range tops {
+		if ctx.Err() != nil {
+			break
+		}
+		next <- top
+	}
+	close(next)
+	wg.Wait()
+	close(errs)
+	return cmp.Or(<-errs, ctx.Err())
+}
+
+func (w *walker) top(rank, top string, fd int) error {
+	isLeaf := func(name string) bool { _, ok := leafGroup(top + "/" + name); return ok }
+	return w.in(fd, rank+"/"+top, isLeaf, func(name string, at int) error { return w.leaf(rank, top+"/"+name, at) })
+}
+
+// lookAt reads the files of one directory, whose descriptor is fd.
+func (k *Keeper) lookAt(r *Root, rank, leaf string, fd int, number uint32) error {
+	var files []found
+	err := readDirectory(fd, func(name []byte, kind byte) error {
+		text := string(name)
+		e, ok := found{name: text}, false
+		if r.layout == lmcacheLayout {
+			e.id, ok = lmcacheID(text)
+		} else if e.id, ok = vllmID(text); ok {
+			e.id, ok = e.id.inLeaf(leaf)
+		}
+		temporary := !ok && r.layout == vllmLayout && isTemporary(text)
+		if !ok && !temporary {
+			return nil
+		}
+		var s unix.Stat_t
+		if err := unix.Fstatat(fd, text, &s, unix.AT_SYMLINK_NOFOLLOW); err != nil || s.Mode&unix.S_IFMT != unix.S_IFREG {
+			return nil // it is gone, or no file
+		}
+		if temporary {
+			if k.now().Sub(time.Unix(s.Mtim.Unix())) > oldTemp && unix.Unlinkat(fd, text, 0) == nil {
+				k.log.Info("removed a temporary file of a writer that ended", "file", r.join(path.Join(rank, leaf, text)))
+			}
+			return nil
+		}
+		e.size, e.usedAt = s.Size, max(micros(s.Atim), micros(s.Mtim))
+		files = append(files, e)
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("%s: %w", r.join(path.Join(rank, leaf)), err)
+	}
+	if len(files) > 0 {
+		k.saw(r, rank, files, number)
+	}
+	return nil
+}
+
+func micros(t unix.Timespec) int64 { return t.Nano() / 1000 }
+
+// isTemporary reports whether a name is that of a file that vLLM is writing: HASH.bin_NUMBER.tmp.
+func isTemporary(name string) bool {
+	text, found := strings.CutSuffix(name, tempEnd)
+	i := strings.LastIndexByte(text, '_')
+	if !found || i < 0 || strings.Trim(text[i+1:], "0123456789") != "" {
+		return false
+	}
+	_, ok := vllmID(text[:i])
+	return ok
+}
+
+// saw enters the files of one directory.
+func (k *Keeper) saw(r *Root, rank string, files []found, number uint32) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	dir, ok := k.directory(r, rank)
+	if !ok {
+		return
+	}
+	slices.SortFunc(files, func(x, y found) int { return cmp.Compare(x.usedAt, y.usedAt) })
+	for i := range files {
+		e := &files[i]
+		n, _ := k.books.find(dir, e.id)
+		if n == 0 {
+			if at, ok := k.noted(dir, e.id); ok {
+				e.usedAt = max(e.usedAt, at)
+			}
+			n = k.books.add(dir, e.id, e.name, e.size, e.usedAt)
+			if k.arranged { // it was written since the last look
+				k.books.touch(n, 0, e.usedAt)
+				k.books.file(n).counted = true
+				d := k.books.dirs[dir]
+				d.writes++
+				d.writtenBytes += e.size
+			}
+		} else {
+			f := k.books.file(n)
+			if f.size != e.size {
+				k.books.resize(n, e.size)
+			}
+			if e.usedAt > f.usedAt+int64(time.Second/time.Microsecond) { // a read that no event reported
+				k.books.dirs[dir].reads++
+				k.books.dirs[dir].readBytes += e.size
+				k.books.touch(n, 0, e.usedAt)
+			}
+		}
+		k.books.file(n).look = number
+	}
+	k.wakeIfFull()
+}
+
+// dropUnseen forgets the files of a root that a look did not see and that are not there.
+func (k *Keeper) dropUnseen(r *Root, number uint32) {
+	type missing struct {
+		dir  uint32
+		id   id
+		path string
+	}
+	var all []missing
+	k.mu.Lock()
+	for n := k.books.coldest(); n != 0; n = k.books.file(n).next {
+		if f := k.books.file(n); f.look < number && k.books.dirs[f.dir].root == r {
+			all = append(all, missing{f.dir, f.id, k.path(n)})
+		}
+	}
+	k.mu.Unlock()
+	for _, m := range all {
+		var s unix.Stat_t
+		if err := unix.Fstatat(int(r.dir.Fd()), m.path, &s, unix.AT_SYMLINK_NOFOLLOW); err == nil {
+			continue // it came after the look had passed
+		}
+		k.mu.Lock()
+		if n, _ := k.books.find(m.dir, m.id); n != 0 {
+			k.books.remove(n)
+			k.books.dirs[m.dir].removedByOthers++
+		}
+		k.mu.Unlock()
+	}
+}
+
+func openDirectory(parent int, name string) (int, error) {
+	return unix.Openat(parent, name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC|unix.O_NOATIME, 0)
+}
+
+func subdirectories(fd int, ok func(name string) bool) (names []string, err error) {
+	err = readDirectory(fd, func(name []byte, kind byte) error {
+		if kind == unix.DT_DIR || kind == unix.DT_UNKNOWN {
+			if text := string(name); ok(text) {
+				names = append(names, text)
+			}
+		}
+		return nil
+	})
+	return names, err
+}
+
+// directoryBuffers are for getdents.
+var directoryBuffers = sync.Pool{New: func() any { b := make([]byte, 32<<10); return &b }}
+
+// readDirectory calls f with each entry of a directory. It allocates nothing for them.
+func readDirectory(fd int, f func(name []byte, kind byte) error) error {
+	if _, err := unix.Seek(fd, 0, 0); err != nil {
+		return err
+	}
+	buffer := directoryBuffers.Get().(*[]byte)
+	defer directoryBuffers.Put(buffer)
+	for {
+		n, err := unix.ReadDirent(fd, *buffer)
+		if err == unix.EINTR {
+			continue
+		}
+		if n <= 0 || err != nil {
+			return err
+		}
+		const head = 19 // d_ino u64, d_off i64, d_reclen u16, d_type u8
+		for b := (*buffer)[:n]; len(b) > head; {
+			length := int(binary.NativeEndian.Uint16(b[16:]))
+			if length <= head || length > len(b) {
+				return fmt.Errorf("the kernel's directory entry has %d bytes", length)
+			}
+			name, _, _ := bytes.Cut(b[head:length], []byte{0})
+			if err := f(name, b[18]); err != nil {
+				return err
+			}
+			b = b[length:]
+		}
+	}
+}
