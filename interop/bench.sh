@@ -4,7 +4,7 @@
 # the C++ transfer engine, vllm-router and smg; and vllm bench serve with kvasir bench. About 50 minutes, and 10 GB the first time. Needs bin/kvasir;
 # `make bench` calls it. Arguments are passed on to the drivers of lmcache, events and tiers, for example
 # --lookups 300. BENCH names the parts: accuracy, lmcache, events, tiers, redis, s3, scale, coordinator, transfer, mooncake, store, proxy, clients.
-# KVASIR_BENCH_DIR is a directory on the disk for tiers; KVASIR_TRACE a trace for their hit rates.
+# KVASIR_BEFORE is the commit that part proxy races (cac70bb). KVASIR_BENCH_DIR is a directory on the disk for tiers; KVASIR_TRACE a trace for their hit rates.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bench=${BENCH:-accuracy lmcache events tiers redis s3 scale coordinator transfer mooncake store proxy clients}
@@ -183,7 +183,7 @@ race_proxy_before() (
 			args+=(--ratio "$before-$name-$policy" "bin-$name-$policy")
 		done
 	done
-	"$1" interop/proxy/race.py --bin "$(dirname "$1")" --targets direct --rounds 5 --seconds 1 --sizes "${SIZES:-2KiB,220KiB}" --conns "${CONNS:-1,16,64}" --stream on --shared-conns 0 \
+	"$1" interop/proxy/race.py --bin "$(dirname "$1")" --targets direct --rounds "${ROUNDS:-5}" --seconds "${ROUND_SECONDS:-1}" --sizes "${SIZES:-2KiB,220KiB}" --conns "${CONNS:-1,16,64}" --stream on --shared-conns 0 \
 		--out bin/race_proxy_before.json "${args[@]}" | grep -A 1000 '| Pair |'
 )
 
