@@ -68,6 +68,8 @@ type Options struct {
 func (o Options) Validate() error {
 	var c options.Checks
 	const forever = time.Duration(math.MaxInt64)
+	options.Within(&c, "SweepRate", o.SweepRate, 0, 1<<30)
+	options.Within(&c, "DropRate", o.DropRate, 0, 1<<30)
 	options.Within(&c, "ChunkTokens", o.ChunkTokens, 0, kv.MaxChunkTokens)
 	options.Within(&c, "WorkerReap", o.WorkerReap, 0, forever)
 	options.Within(&c, "RegistrationGrace", o.RegistrationGrace, 0, forever)

@@ -275,8 +275,8 @@ func (s *Store) FreePins(session []byte, owner lease.Owner, from, to, readers in
 	}
 }
 
-// freeSome gives back the last ones of [from, to), and returns where they begin; more
-// is false when they were all.
+// freeSome gives back a batch of the pins of the chunks [from, to), the last ones first. It returns the first chunk of the
+// batch, and whether pins are left before it.
 func (s *Store) freeSome(session []byte, owner lease.Owner, from, to, readers int) (begin int, more bool) {
 	s.lock()
 	defer s.unlock()

@@ -13,7 +13,7 @@ import (
 // Why a place does not take an object; beside ErrNotKept or ErrResting.
 var (
 	ErrFull     = errors.New("tier: no room")
-	ErrBudget   = errors.New("tier: its budget is used up")
+	ErrBudget   = errors.New("tier: its write budget is used up")
 	ErrReadOnly = errors.New("tier: it may only be read")
 	ErrName     = errors.New("tier: no name for it")
 )

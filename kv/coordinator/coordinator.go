@@ -9,8 +9,8 @@ import (
 
 // Options configures a Coordinator.
 type Options struct {
-	// Release repeats the decisions of a published version, its defects included;
-	// zero decides as it should be. docs/how/hybrid-hits.md lists the differences.
+	// Release is a published version of vLLM whose decisions are repeated, its defects included. Zero decides without
+	// these defects. docs/how/hybrid-hits.md lists the differences.
 	Release Release
 }
 

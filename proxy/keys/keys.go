@@ -143,7 +143,7 @@ func parse(r io.Reader) (map[hash]*Key, error) {
 		case err != nil:
 			return nil, fmt.Errorf("line %d: %w", n, err)
 		case all[k.of] != nil || names[k.Name]:
-			return nil, fmt.Errorf("line %d: %.64q or its hash is there twice", n, k.Name)
+			return nil, fmt.Errorf("line %d: %.64q or its hash is listed twice", n, k.Name)
 		case len(all) == maxKeys:
 			return nil, fmt.Errorf("more than %d keys", maxKeys)
 		}

@@ -285,8 +285,8 @@ func (f *family) complete(bound *binding) (is [media]bool) {
 	return is
 }
 
-// namedLocked notes whose chunks a shard's are, and which shards a lookup asks for together. Only
-// what has chunks is remembered.
+// namedLocked notes the model and salt of a shard, and the shards of its world, which a lookup asks for together. It notes
+// nothing as long as one of these has no chunks.
 func (b *Book) namedLocked(model, salt []byte, sh *object.Shard) {
 	var few [8]*namespaceState
 	each := few[:0]

@@ -70,7 +70,7 @@ func (t *tags) may(name, owner string) bool {
 	return t.names.MayCount(name, MaxTags) && t.owners.MayCount(owner, MaxTags)
 }
 
-// sweep takes the figures of idle tags together, unless that was just done. It reports whether it did.
+// sweep adds the figures of idle tags to those of all other tags, at most once in tagSweep. It reports whether it did.
 func (t *tags) sweep(now time.Time) bool {
 	if now.Sub(t.swept) < tagSweep {
 		return false

@@ -84,7 +84,7 @@ func decodeTerms(doc []byte) ([]savedTerm, error) {
 	for _, t := range d.Terms {
 		k := termKey{t.Salt, t.Field}
 		if seen[k] {
-			return nil, fmt.Errorf("%s of tenant %q is there twice", t.Field, t.Salt)
+			return nil, fmt.Errorf("%s of tenant %q is set twice", t.Field, t.Salt)
 		}
 		seen[k] = true
 		for _, v := range []*float64{t.Value, t.Over} {

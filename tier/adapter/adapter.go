@@ -86,7 +86,7 @@ var (
 // ErrNotServed means that an adapter is one of LMCache's that has no counterpart here.
 var ErrNotServed = errors.New("not served here; served are " + strings.Join(ours, ", "))
 
-var errSerde = errors.New("\"serde\": objects are kept as they are; with one, others' would be read wrongly")
+var errSerde = errors.New("\"serde\" is not supported: objects are kept as they are, and those of LMCache servers with a serde would be read wrongly")
 
 // reader reads the keys of an adapter, each once.
 type reader struct {

@@ -217,7 +217,7 @@ func (v *volume) noteFull() {
 	v.mu.full = max(v.mu.used, v.segment)
 }
 
-// guard gives room back that others need, or that is above a limit that was lowered.
+// guard removes segments while the file system has less room than MinFree, or the volume is above a limit that was lowered.
 func (v *volume) guard() {
 	if !v.isOpen() || v.opts.Look {
 		return
