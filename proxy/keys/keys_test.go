@@ -66,7 +66,7 @@ func TestBadFiles(t *testing.T) {
 	f("ada", "line 1: want NAME SHA256")
 	f("\nada secret", "line 2: the second word is not the 64 digits")
 	f(line("a", "1", "")+line("b", "1", ""), "line 2")
-	f(line("a", "1", "")+line("a", "2", ""), "there twice")
+	f(line("a", "1", "")+line("a", "2", ""), "listed twice")
 	f(line("a", "1", "rate=0"), "rate=0")
 	f(line("a", "1", "rate=NaN"), "rate=NaN")
 	f(line("a", "1", "concurrent=-1"), "concurrent=-1")
