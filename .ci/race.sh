@@ -6,4 +6,4 @@ if ! command -v "${CC:-cc}" >/dev/null; then
 	echo "race detector: left out, no C compiler"
 	exit 0
 fi
-CGO_ENABLED=1 exec .ci/test.sh ./... -race -p 2 -timeout 900s
+CGO_ENABLED=1 exec .ci/test.sh ./... -race -vet=off -p 4 -timeout 900s

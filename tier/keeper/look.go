@@ -49,7 +49,11 @@ func (k *Keeper) look(ctx context.Context, r *Root) error {
 	k.looks++
 	number := k.looks
 	k.mu.Unlock()
-	err := r.walk(ctx, func(dir string) { k.watch(r, dir) }, func(rank, leaf string, fd int) error {
+	var made func(dir string)
+	if k.ino != nil {
+		made = func(dir string) { k.watch(r, dir) }
+	}
+	err := r.walk(ctx, made, func(rank, leaf string, fd int) error {
 		return k.lookAt(r, rank, leaf, fd, number)
 	})
 	if err != nil {
@@ -59,7 +63,8 @@ func (k *Keeper) look(ctx context.Context, r *Root) error {
 	return nil
 }
 
-// walk calls leaf with each directory of files below a root, several at a time, and made with each directory before it is read.
+// walk calls leaf with each directory of files below a root, several at a time, and made, if there is one, with each directory before
+// it is read.
 func (r *Root) walk(ctx context.Context, made func(dir string), leaf func(rank, leaf string, fd int) error) error {
 	root := int(r.dir.Fd())
 	if r.layout == lmcacheLayout {
@@ -97,14 +102,15 @@ func (w *walker) in(parent int, dir string, ok func(name string) bool, f func(na
 }
 
 func (w *walker) one(parent int, dir, name string, f func(name string, fd int) error) error {
-	path := path.Join(dir, name)
-	w.made(path)
+	if w.made != nil {
+		w.made(path.Join(dir, name))
+	}
 	fd, err := openDirectory(parent, name)
 	if errors.Is(err, unix.ENOENT) {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("%s: %w", w.r.join(path), err)
+		return fmt.Errorf("%s: %w", w.r.join(path.Join(dir, name)), err)
 	}
 	defer unix.Close(fd)
 	return f(name, fd)
@@ -306,10 +312,14 @@ func readDirectory(fd int, f func(name []byte, kind byte) error) error {
 				return fmt.Errorf("the kernel's directory entry has %d bytes", length)
 			}
 			name, _, _ := bytes.Cut(b[head:length], []byte{0})
-			if err := f(name, b[18]); err != nil {
+			kind := b[18]
+			b = b[length:]
+			if len(name) == 0 || name[0] == '.' { // the directory itself, its parent, and what is hidden
+				continue
+			}
+			if err := f(name, kind); err != nil {
 				return err
 			}
-			b = b[length:]
 		}
 	}
 }

@@ -103,7 +103,7 @@ func (v *verifier) run(ctx context.Context, path, stateDir string) (err error) {
 	defer func() { err = errors.Join(err, f.Close()) }()
 	v.before = doc[:len(doc)/sumBytes*sumBytes]
 	v.lengths, v.odd = map[string]map[int64]int{}, map[string]map[int64]string{}
-	if err := v.root.walk(ctx, func(string) {}, func(rank, leaf string, fd int) error { return v.files(ctx, rank, leaf, fd) }); err != nil {
+	if err := v.root.walk(ctx, nil, func(rank, leaf string, fd int) error { return v.files(ctx, rank, leaf, fd) }); err != nil {
 		return err
 	}
 	v.reportLengths()
