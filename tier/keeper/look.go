@@ -271,8 +271,14 @@ func (k *Keeper) dropUnseen(r *Root, number uint32) {
 	}
 }
 
+// openDirectory opens a directory to read it. Its access time stays, where the user may ask for that.
 func openDirectory(parent int, name string) (int, error) {
-	return unix.Openat(parent, name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC|unix.O_NOATIME, 0)
+	const flags = unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_CLOEXEC
+	fd, err := unix.Openat(parent, name, flags|unix.O_NOATIME, 0)
+	if errors.Is(err, unix.EPERM) { // another user's directory
+		fd, err = unix.Openat(parent, name, flags, 0)
+	}
+	return fd, err
 }
 
 func subdirectories(fd int, ok func(name string) bool) (names []string, err error) {
