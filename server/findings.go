@@ -51,6 +51,10 @@ func (st *Status) findings() []Finding {
 	if n := st.Declined[errChunkSize.label]; n > 0 {
 		add(fmt.Sprintf("%s from engines that started under another chunk size", times(n, "request came", "requests came")), "restart those engines, or this server with the --chunk-size of before")
 	}
+	if n := st.Declined[malformed]; n > 0 {
+		add(fmt.Sprintf("%s not be read, the last one: %s", times(n, "request could", "requests could"), st.Malformed),
+			"such prompts are never cached. Token ids have 32 bits here: an engine that puts hashes of media into larger ids is not served")
+	}
 	st.lookupFindings(add)
 	st.Below.findings(add)
 	if n := st.Pool.Failures; n > 0 {

@@ -22,7 +22,7 @@ func (r *refusal) Error() string { return r.text }
 var (
 	errShort       = &refusal{"message with fewer than two frames", "short_message"}
 	errUnknownOp   = &refusal{"unknown operation", "unknown_operation"}
-	errUnsupported = &refusal{"operation is not supported by this server", "unsupported"}
+	errUnsupported = &refusal{"not served", "unsupported"}
 	errMode        = &refusal{"worker registered for the other transfer mode", "other_mode"}
 	errModel       = &refusal{"no worker is registered for this model and world size", "unknown_model"}
 	errFewWorkers  = &refusal{"too few workers can load a hit", "few_workers"}
@@ -91,6 +91,10 @@ func refusalLabel(err error) string {
 func (s *Server) refuse(op lmcache.Op, err error) {
 	label := refusalLabel(err)
 	s.n.refusals[label].Add(1)
+	if label == malformed {
+		why := safelog.Text(op.String()+": "+err.Error(), 200)
+		s.lastMalformed.Store(&why)
+	}
 	if op == lmcache.OpRegisterEngineDriven || op == lmcache.OpRegisterKVCache {
 		s.turnedAway.Add(err)
 	}

@@ -50,28 +50,29 @@ type Server struct {
 	router   *zmtp.Router
 	scratch  sync.Pool // *scratch
 
-	draining   atomic.Bool
-	lost       atomic.Bool   // the pool's name is gone
-	sweeps     chan struct{} // see sweepSoon; capacity 1
-	clearing   sync.Mutex    // orders the generations that clears begin
-	clears     atomic.Uint64
-	n          counters
-	p2p        *peerLookups
-	former     formerSizes
-	finder     access.Finder
-	held       heldMessages[*zmtp.Peer, principal] // until their clients show what they are
-	waits      waits
-	streams    streams
-	saving     *statefile.PacedWriter // of the note
-	noted      noteState
-	leftovers  lent.Leftovers
-	recent     recently
-	turnedAway explain.Refusals
-	names      *tier.Names   // of the namespaces that were transferred
-	ended      *explain.Book // lookups that found less than they asked for
-	slow       *slowLog
-	tally      *usage.Tally
-	complete   bool // every worker of the earlier server was taken over; set by New
+	draining      atomic.Bool
+	lost          atomic.Bool   // the pool's name is gone
+	sweeps        chan struct{} // see sweepSoon; capacity 1
+	clearing      sync.Mutex    // orders the generations that clears begin
+	clears        atomic.Uint64
+	lastMalformed atomic.Pointer[string] // why the last request could not be read
+	n             counters
+	p2p           *peerLookups
+	former        formerSizes
+	finder        access.Finder
+	held          heldMessages[*zmtp.Peer, principal] // until their clients show what they are
+	waits         waits
+	streams       streams
+	saving        *statefile.PacedWriter // of the note
+	noted         noteState
+	leftovers     lent.Leftovers
+	recent        recently
+	turnedAway    explain.Refusals
+	names         *tier.Names   // of the namespaces that were transferred
+	ended         *explain.Book // lookups that found less than they asked for
+	slow          *slowLog
+	tally         *usage.Tally
+	complete      bool // every worker of the earlier server was taken over; set by New
 }
 
 // New returns a Server over st that does not listen yet; o is as Validate wants it. It takes over the

@@ -32,10 +32,11 @@ type Status struct {
 	Below      BelowStatus       `json:"l2"`
 	Lookup     LookupStatus      `json:"lookup"`
 	Recent     RecentStatus      `json:"recent"`
-	Workers    []WorkerStatus    `json:"workers"`               // in the order of their ids
-	TurnedAway []RefusedStatus   `json:"refused_registrations"` // of workers that are not in the list
-	Declined   map[string]uint64 `json:"declined"`              // requests by reason, those that occurred
-	Findings   []Finding         `json:"findings"`              // why hits are missing, the most important first
+	Workers    []WorkerStatus    `json:"workers"`                  // in the order of their ids
+	TurnedAway []RefusedStatus   `json:"refused_registrations"`    // of workers that are not in the list
+	Declined   map[string]uint64 `json:"declined"`                 // requests by reason, those that occurred
+	Malformed  string            `json:"last_malformed,omitempty"` // the last request that could not be read, and why
+	Findings   []Finding         `json:"findings"`                 // why hits are missing, the most important first
 }
 
 // PoolStatus is the pool's part of a Status.
@@ -124,6 +125,9 @@ func (s *Server) Status() Status {
 			Hits: s.n.hits.Load(), Short: s.ended.Count(miss.Short), Salted: s.n.salted.Load(), Retrieves: s.n.retrievesFinished.Sum(), Stores: s.n.storesFinished.Sum(),
 		},
 		Recent: s.lately(), Workers: s.workers(), TurnedAway: s.turnedAway.List(), Declined: map[string]uint64{},
+	}
+	if why := s.lastMalformed.Load(); why != nil {
+		out.Malformed = *why
 	}
 	for r := miss.None + 1; int(r) < miss.NumReasons; r++ {
 		if n := s.ended.Count(r); n > 0 && (!r.IsBelow() || len(s.opts.Tiers) == 0) {

@@ -60,6 +60,9 @@ func listen(ctx context.Context, endpoint string) (net.Listener, error) {
 	if network == "unix" {
 		removeStale(ctx, address)
 	}
+	if strings.HasPrefix(address, "0.0.0.0:") {
+		network = "tcp4" // else it is all IPv6 addresses, too
+	}
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, network, address)
 	if err == nil && network == "unix" && address[0] != '@' {

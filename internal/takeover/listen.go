@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"strconv"
+	"strings"
 	"syscall"
 	"time"
 )
@@ -30,13 +31,27 @@ func ListenAgain(ctx context.Context, listen func(context.Context) error) error 
 	}
 }
 
-// ListenTCP listens on a port, as ListenAgain does.
+// ListenTCP listens on a port, as ListenAgain does. An IPv6 address may have its brackets; 0.0.0.0 is all IPv4 addresses alone.
 func ListenTCP(ctx context.Context, host string, port int) (l net.Listener, err error) {
+	host, network := WithoutBrackets(host), "tcp"
+	if host == "0.0.0.0" {
+		network = "tcp4"
+	}
 	err = ListenAgain(ctx, func(ctx context.Context) error {
-		l, err = new(net.ListenConfig).Listen(ctx, "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+		l, err = new(net.ListenConfig).Listen(ctx, network, net.JoinHostPort(host, strconv.Itoa(port)))
 		return err
 	})
 	return l, err
+}
+
+// WithoutBrackets returns an IPv6 address without the brackets that it has in a URL.
+func WithoutBrackets(host string) string {
+	if inner, ok := strings.CutPrefix(host, "["); ok {
+		if inner, ok := strings.CutSuffix(inner, "]"); ok && strings.Contains(inner, ":") {
+			return inner
+		}
+	}
+	return host
 }
 
 // ExplainListen says which address cannot be listened on, why, and what helps: advice

@@ -60,3 +60,30 @@ func TestTCP(t *testing.T) {
 	}
 	_ = next.Close()
 }
+
+// 0.0.0.0 is all IPv4 addresses and no IPv6 one; an IPv6 address may have the brackets of a URL.
+func TestTCPAddresses(t *testing.T) {
+	all, err := takeover.ListenTCP(t.Context(), "0.0.0.0", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer all.Close()
+	port := all.Addr().(*net.TCPAddr).Port
+	if c, err := net.Dial("tcp", fmt.Sprint("127.0.0.1:", port)); err != nil {
+		t.Error(err)
+	} else {
+		c.Close()
+	}
+	if !all.Addr().(*net.TCPAddr).IP.Equal(net.IPv4zero) {
+		t.Errorf("it listens on %v", all.Addr())
+	}
+	if c, err := net.Dial("tcp", fmt.Sprint("[::1]:", port)); err == nil {
+		c.Close()
+		t.Error("it listens on IPv6 addresses, too")
+	}
+	for in, want := range map[string]string{"[::1]": "::1", "::1": "::1", "[host]": "[host]", "127.0.0.1": "127.0.0.1", "": ""} {
+		if got := takeover.WithoutBrackets(in); got != want {
+			t.Errorf("%q without brackets is %q, want %q", in, got, want)
+		}
+	}
+}

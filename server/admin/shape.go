@@ -51,6 +51,7 @@ type StorageShape struct {
 	Store    ControllerShape            `json:"store_controller"`
 	Stores   map[string]ControllerShape `json:"store_controllers"`
 	Evict    EvictShape                 `json:"l1_eviction_controller"`
+	Evicting EvictShape                 `json:"eviction_controller"` // the same, where lmcache describe looks for it
 	Evicts   map[string]EvictShape      `json:"l1_eviction_controllers"`
 	Prefetch PrefetchShape              `json:"prefetch_controller"`
 	L2Evict  L2EvictShape               `json:"l2_eviction_controller"`
@@ -201,6 +202,7 @@ func storageOf(s *server.Server, st *store.Stats, healthy bool, flags map[string
 	tiers := AdaptersShape{Count: out.Count, Active: out.Count}
 	out.Store = ControllerShape{true, st.Outbox.Waiting, calls, tiers}
 	out.Stores = map[string]ControllerShape{"_default": out.Store}
+	out.Evicting = out.Evict
 	out.Evicts = map[string]EvictShape{"_default": out.Evict}
 	out.Prefetch = PrefetchShape{true, st.Pending, tiers}
 	return out

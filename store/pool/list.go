@@ -19,15 +19,15 @@ import (
 
 // Found is a pool in a folder, of any user.
 type Found struct {
-	Name    string
-	Owner   string // its user
-	Ours    bool   // this process's user may remove it
-	Bytes   int64  // of the segment, as its makers asked for
-	Taken   int64  // memory of all its files
-	Server  int    // process that serves it, 0 for none or not known
-	Since   time.Time
-	Mappers []int  // processes that map it, the server and engines, as far as this user may see
-	Trouble string // why a server cannot take it over, if so
+	Name    string    `json:"name"`
+	Owner   string    `json:"owner"`            // its user
+	Ours    bool      `json:"ours"`             // this process's user may remove it
+	Bytes   int64     `json:"bytes"`            // of the segment, as its makers asked for
+	Taken   int64     `json:"memory_bytes"`     // of all its files
+	Server  int       `json:"server,omitempty"` // process that serves it, 0 for none or not known
+	Since   time.Time `json:"since"`
+	Mappers []int     `json:"mapped_by,omitempty"` // processes, the server and engines, as far as this user may see
+	Trouble string    `json:"trouble,omitempty"`   // why a server cannot take it over, if so
 }
 
 // InUse reports whether a process serves or maps the pool.
@@ -108,10 +108,10 @@ func find(path string) (f Found, ok bool) {
 // Removed is a pool without a name that processes still map: its memory comes back when they
 // end or map another.
 type Removed struct {
-	Name    string // that it had
-	Bytes   int64  // of the mapping
-	Taken   int64  // memory of its file; Bytes where this process may not know
-	Mappers []int
+	Name    string `json:"name"`         // that it had
+	Bytes   int64  `json:"bytes"`        // of the mapping
+	Taken   int64  `json:"memory_bytes"` // of its file; Bytes where this process may not know
+	Mappers []int  `json:"mapped_by"`
 }
 
 // ListRemoved returns the pools of a folder that were removed and are still mapped, as far as this user may see.

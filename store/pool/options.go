@@ -21,7 +21,7 @@ func (o Options) Validate() error {
 		align = DefaultAlign
 	}
 	c.That(align >= 64 && align <= 1<<30 && align&(align-1) == 0, "Align", "%d is not a power of two from 64 to 2^30", o.Align)
-	c.That(o.Bytes >= max(align, 1) && o.Bytes <= MaxBytes, "Bytes", "%d bytes are outside one alignment (%d) to 2^50", o.Bytes, align)
+	c.That(o.Bytes >= max(align, 1) && o.Bytes <= MaxBytes, "Bytes", "a pool has %s to %s, not %s", kv.FormatBytes(max(align, 1)), kv.FormatBytes(MaxBytes), kv.FormatBytes(o.Bytes))
 	options.Within(&c, "ChunkTokens", o.ChunkTokens, 0, kv.MaxChunkTokens)
 	return c.Err()
 }

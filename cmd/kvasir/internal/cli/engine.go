@@ -82,6 +82,10 @@ VLLM_HOST_IP names the address that other engines dial. docs/reference/engine.md
 }
 
 func (c *engineCmd) options(e *env) (o engine.Options, err error) {
+	var bad faults
+	if bad.port("--port", c.Port, true); bad.err() != nil {
+		return o, bad.err()
+	}
 	layout, err := kvmem.ParseLayout(c.Layout)
 	if err != nil {
 		return o, usagef("--kv-layout: %v", err)

@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -30,14 +31,17 @@ func (poolCmd) Help() string {
 
 Examples:
   kvasir pool ls
+  kvasir pool ls --json | jq .removed
   kvasir pool rm lmcache_l1_pool_kvasir_5555_1a2b3c4d
   kvasir pool rm --all`
 }
 
-type poolLsCmd struct{}
+type poolLsCmd struct {
+	JSON bool `name:"json" help:"Print the pools as JSON."`
+}
 
 // Run lists the pools.
-func (poolLsCmd) Run(e *env) error {
+func (c *poolLsCmd) Run(e *env) error {
 	found, err := pool.List("")
 	if err != nil {
 		return err
@@ -47,6 +51,9 @@ func (poolLsCmd) Run(e *env) error {
 		return err
 	}
 	removed := pool.ListRemoved("")
+	if c.JSON {
+		return json.NewEncoder(e.stdout).Encode(map[string]any{"pools": found, "removed": removed, "free_bytes": free})
+	}
 	if len(found)+len(removed) == 0 {
 		_, err := fmt.Fprintf(e.stdout, "no pool in %s, which has %s free\n", shm.Dir, sizeWords(free))
 		return err

@@ -83,7 +83,7 @@ func TestQuotaOfSomethingElse(t *testing.T) {
 			t.Errorf("names of others reach the terminal: %q", stdout+stderr)
 		}
 	}
-	if code, _, stderr := run(t, "quota", "list", "--url", "localhost:8080"); code != 2 || !strings.Contains(stderr, "is not http://HOST:PORT") {
+	if code, _, stderr := run(t, "quota", "list", "--url", "ftp://localhost:8080"); code != 2 || !strings.Contains(stderr, "is not http://HOST:PORT") {
 		t.Errorf("exit %d, %s", code, stderr)
 	}
 }

@@ -169,7 +169,10 @@ var flagOf = map[string]string{
 func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	var bad faults
 	wrong := func(format string, args ...any) { bad.unless(false, format, args...) }
+	c.Host = takeover.WithoutBrackets(c.Host)
 	bad.port("--port", c.Port, false)
+	const longestSocket = 107 // bytes, of the kernel's sockaddr_un
+	bad.unless(len(c.IPC) <= longestSocket, "--ipc %s has %d bytes: the path of a socket has at most %d", c.IPC, len(c.IPC), longestSocket)
 	bad.port("--http-port", c.HTTPPort, true)
 	if c.Hash != "blake3" {
 		wrong("--hash-algorithm %s is computed by Python code inside vLLM; only blake3 (LMCache's default) is served", c.Hash)

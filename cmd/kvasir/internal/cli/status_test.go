@@ -69,7 +69,8 @@ func TestStatusOfSomethingElse(t *testing.T) {
 	f(1, "404 Not Found: is that a kvasir server?", other.URL+"/absent")
 	f(1, "does not answer in time", other.URL+"/slow")
 	f(1, "nothing listens at", fmt.Sprintf("http://127.0.0.1:%d", testkit.FreePort(t)))
-	f(2, "is not http://HOST:PORT", "localhost:8080")
+	f(1, "nothing listens at", fmt.Sprintf("127.0.0.1:%d", testkit.FreePort(t))) // without http://
+	f(2, "is not http://HOST:PORT", "ftp://localhost:8080")
 }
 
 // pool ls says which process has a pool; rm removes what none has, and nothing else.

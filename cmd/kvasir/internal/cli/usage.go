@@ -26,8 +26,9 @@ func usagef(format string, args ...any) error {
 // plainer rewrites what the parser says of a value.
 var plainer = []struct{ was, is string }{
 	{`expected \S+ value but got "EOL" \(<EOL>\)`, "a value is missing"},
+	{`^expected "<([a-z-]+)>"`, "an argument is missing: $1"},
 	{`missing value, expecting "<arg>,\.\.\."`, "a value is missing"},
-	{`expected (?:int|string) value but got "([^"]*)" \([a-z ]+\); perhaps try (\S+)\?`, `a value is missing, or write $2`},
+	{`expected (?:int|string|value) value but got "([^"]*)" \([a-z ]+\); perhaps try (\S+)\?`, `a value is missing, or write $2`},
 	{`expected a valid \d+ bit u?int but got ("[^"]*")`, "$1 is no whole number"},
 	{`expected a float but got ("[^"]*") \(string\)`, "$1 is no number"},
 	{`slog: level string ("[^"]*"): unknown name`, "$1 is no level: want debug, info, warn or error"},

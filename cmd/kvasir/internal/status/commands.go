@@ -19,12 +19,16 @@ import (
 
 // interfaceFlags name a running server.
 type interfaceFlags struct {
-	URL string `name:"url" help:"HTTP interface of the server (its --http-host and --http-port)." default:"http://127.0.0.1:8080" placeholder:"URL"`
+	URL string `name:"url" help:"HTTP interface of the server (its --http-host and --http-port)." default:"http://127.0.0.1:8080"`
 }
 
 // base returns the URL without a slash at its end.
 func (f *interfaceFlags) base() (string, error) {
-	u, err := url.Parse(f.URL)
+	text := f.URL
+	if !strings.Contains(text, "://") && strings.Contains(text, ":") {
+		text = "http://" + text // HOST:PORT alone
+	}
+	u, err := url.Parse(text)
 	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
 		return "", sim.UsageErrorf("--url %q is not http://HOST:PORT", f.URL)
 	}
