@@ -9,7 +9,7 @@ SEED ?= 1
 PICTURES ?=
 MUTATED ?= ./store ./store/pool ./store/lease ./lmcache ./server
 
-.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm bench soak fuzz mutants page fmt
+.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm canary entered bench soak fuzz mutants page fmt
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 17
@@ -68,6 +68,12 @@ interop-masters: build ## the parts of make interop over a Mooncake Store, with 
 interop-vllm: build ## run real vLLM engines against this build (34 GB, minutes; PART=parts of LMCache alone, PD=parts of P/D alone)
 	[ -n "$(PD)" ] || interop/vllm.sh $(PART)
 	[ -n "$(PART)" ] || interop/mooncake.sh
+
+canary: build ## run newer releases of the real peers than are pinned, each in an environment of its own; PEERS=PACKAGE==RELEASE names some
+	interop/canary.sh $(PEERS)
+
+entered: have-go ## which functions of the connectors and of the Mooncake packages commands enter (20 minutes)
+	interop/entered.sh
 
 bench: build ## ratios against LMCache, vLLM's coordinator, the C++ engine, routers, vllm bench serve (50 minutes; BENCH=part)
 	interop/bench.sh

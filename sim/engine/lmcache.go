@@ -108,6 +108,7 @@ func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 		if err != nil {
 			return nil, fmt.Errorf("engine: register rank %d at %s: %w", rank, o.Servers[server], err)
 		}
+		e.log.Debug("the worker is registered", "rank", rank, "server", o.Servers[server], "instance", w.InstanceID())
 		k.workers = append(k.workers, w)
 		if parallel.Stores() {
 			k.chunks.of++
@@ -318,6 +319,9 @@ func (k *lmcacheConn) close(ctx context.Context) error {
 		if err := w.Close(ctx); err != nil {
 			k.e.log.Warn("the cache server did not learn of the end", "err", err)
 		}
+	}
+	if k.sched != nil {
+		k.e.log.Debug("the connector's scheduler ends", "requests", k.sched.Len())
 	}
 	if k.all != nil {
 		_ = k.all.Flush(ctx) // ends of sessions; a server that is gone needs none

@@ -184,6 +184,7 @@ func (k *mooncakeConn) startSenders(o *kvconfig.Mooncake) error {
 		if err != nil {
 			return err
 		}
+		k.e.log.Debug("the worker of P listens", "rank", rank, "side_channel", s.Addr())
 	}
 	return nil
 }
@@ -369,17 +370,23 @@ func (k *mooncakeConn) collect(reg *metrics.Registry, labels map[string]string) 
 
 func (k *mooncakeConn) close(context.Context) error {
 	var errs []error
-	for _, r := range k.receivers {
+	for rank, r := range k.receivers {
+		k.e.log.Debug("the worker of D ends", "rank", rank, "figures", r.Stats())
 		errs = append(errs, r.Close())
 	}
 	for _, t := range k.targets {
 		errs = append(errs, t.Close())
 	}
-	for _, s := range k.senders {
+	for rank, s := range k.senders {
+		k.e.log.Debug("the worker of P ends", "rank", rank, "figures", s.Stats())
 		errs = append(errs, s.Close())
 	}
 	if k.client != nil {
+		k.e.log.Debug("the transfer client ends", "figures", k.client.Stats())
 		k.client.Close()
+	}
+	if k.sched != nil {
+		k.e.log.Debug("the connector's scheduler ends", "requests", k.sched.Len())
 	}
 	if k.boot != nil {
 		errs = append(errs, k.boot.Close())
