@@ -156,7 +156,7 @@ def busiest(s, engines):
 def ratios(results, pairs, engines, limit):
     """The table of ratios, each the median of the rounds' own, since two builds have their turns of a round one after the other; and those above the limit."""
     out = ["| Cell | Pair | " + " | ".join(RATIOS) + " | busiest address, times the mean: before | after |", "|---" * (len(RATIOS) + 4) + "|"]
-    bad = []
+    bad, whole = [], {}
     for r in results:
         for old, new in pairs:
             rounds = [(a, b) for a, b in zip(r["runs"][old], r["runs"][new]) if a.get("requests") and b.get("requests")]
@@ -164,10 +164,15 @@ def ratios(results, pairs, engines, limit):
             if failed or not rounds:
                 bad.append(f"{label(r['cell'])} {new}: {failed} requests failed, {len(rounds)} rounds measured")
                 continue
-            row = {k: statistics.median(g(b) / g(a) for a, b in rounds) for k, g in RATIOS.items()}
+            each = {k: [g(b) / g(a) for a, b in rounds] for k, g in RATIOS.items()}
+            row = {k: statistics.median(v) for k, v in each.items()}
+            for k, v in each.items():
+                whole.setdefault((old, new), {}).setdefault(k, []).extend(v)
             bad += [f"{label(r['cell'])} {new}, {k}: {v:.2f}" for k, v in row.items() if v > limit]
             share = [f(busiest(r["summary"][n], engines[n])) for n in (old, new)]
             out.append(f"| {label(r['cell'])} | {new} / {old} | " + " | ".join(f(v) for v in row.values()) + f" | {share[0]} | {share[1]} |")
+    for (old, new), each in whole.items():
+        out.append(f"| all, {len(each['CPU'])} rounds | {new} / {old} | " + " | ".join(f(statistics.median(v)) for v in each.values()) + " | – | – |")
     return "\n".join(out), bad
 
 
