@@ -9,6 +9,7 @@ of Mooncake. A scenario that fails is named, the others go on: what matters here
 checked by other tests. entered.sh calls it.
 """
 import contextlib
+import glob
 import itertools
 import json
 import os
@@ -29,7 +30,7 @@ from asking import fetch, figure, listens, until
 from ports import free_port, free_ports
 
 work = tempfile.mkdtemp(prefix="entered.")
-running, failed, numbers = [], [], itertools.count()
+running, failed, numbers, ports = [], [], itertools.count(), set()
 MOONCAKE, LMCACHE, STORE = "MooncakeConnector", "LMCacheMPConnector", "MooncakeStoreConnector"
 
 
@@ -312,6 +313,7 @@ def relayed():
 
 def server(*flags, port=None, http=None, gb="0.0625"):
     port, http = port or free_port(), http or free_port()
+    ports.add(port)
     s = kvasir("server", "server", "--log-level", "debug", "--port", port, "--http-port", http, "--l1-size-gb", gb, "--chunk-size", 64, "--trust-unsummed", *flags)
     until("the server answers", lambda: fetch(f"http://127.0.0.1:{http}/healthcheck"))
     return s, port, http
@@ -666,5 +668,8 @@ for name, scenario in scenarios():
         traceback.print_exc()
     for p in list(reversed(running)):
         p.stop()
+    for port in ports:  # pools of servers, which keep them for their next start
+        for path in glob.glob(f"/dev/shm/lmcache_l1_pool_kvasir_{port}_*"):
+            os.unlink(path)
     print(f"{'FAIL ' if name in failed else 'ok   '} {name} ({time.time() - began:.1f} s)", flush=True)
 print(f"{len(failed)} scenarios failed; logs: {work}")

@@ -118,30 +118,31 @@ func TestChunkSizesOfOneNode(t *testing.T) {
 		return loaded
 	}
 	const tokens = 1300
-	hits := func(what string, loaded []int64) {
+	// hits asks until all engines load all: a heartbeat may be late on a busy machine. Nothing may be stored meanwhile.
+	hits := func(what string, seed uint32, salt string) {
 		t.Helper()
-		for i, e := range engines {
-			if want := int64(tokens / e.chunk * e.chunk); loaded[i] != want {
-				t.Errorf("%s: engine %d with blocks of %d, chunks of %d, 0.5.6: %v: %d tokens loaded, want %d", what, i, e.block, e.chunk, e.old, loaded[i], want)
+		before := n.store.Stats().StoredChunks
+		testkit.Eventually(t, what+": full hits", func() bool {
+			loaded := askAll(tokens, seed, salt)
+			for i, e := range engines {
+				if loaded[i] != int64(tokens/e.chunk*e.chunk) {
+					return false
+				}
 			}
+			return true
+		})
+		if now := n.store.Stats().StoredChunks; now != before {
+			t.Errorf("%s: %d chunks were stored anew", what, now-before)
 		}
 	}
 	askAll(tokens, 1, "")
-	hits("a second time", askAll(tokens, 1, ""))
+	hits("a second time", 1, "")
 
 	n.stop()
 	n.start(t)
-	testkit.Eventually(t, "all engines have their hits again", func() bool {
-		loaded := askAll(tokens, 1, "")
-		for i, e := range engines {
-			if loaded[i] != int64(tokens/e.chunk*e.chunk) {
-				return false
-			}
-		}
-		return true
-	})
-	if s := n.store.Stats(); s.StoredChunks > 0 || s.RestoredChunks == 0 {
-		t.Errorf("after a restart %d chunks were stored anew, %d were found", s.StoredChunks, s.RestoredChunks)
+	hits("after a restart", 1, "")
+	if s := n.store.Stats(); s.RestoredChunks == 0 {
+		t.Error("no chunks were found after a restart")
 	}
 
 	// What a tenant with a quota has stays, whatever the others store, in chunks of every size.
@@ -152,7 +153,7 @@ func TestChunkSizesOfOneNode(t *testing.T) {
 	for seed := range uint32(60) {
 		askAll(tokens, 100+seed, "")
 	}
-	hits("a tenant with a quota", askAll(tokens, 2, "red"))
+	hits("a tenant with a quota", 2, "red")
 	s := n.store.Stats()
 	if s.ResidentBytes > sizedPool || s.EvictedChunks == 0 {
 		t.Errorf("%d bytes in a pool of %d, %d evicted", s.ResidentBytes, sizedPool, s.EvictedChunks)
