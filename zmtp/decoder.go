@@ -38,6 +38,7 @@ type span struct{ off, size int } // off counts from decoder.start
 type decoder struct {
 	maxFrame, maxMessage int64
 	maxFrames            int
+	maxFirst             int64       // of the first frame of a message; 0: as of any other
 	large                int64       // a frame of more
 	allow                func() bool // must be allowed; nil is always
 
@@ -207,6 +208,8 @@ func (d *decoder) limits(flags byte, n uint64) error {
 	switch {
 	case d.allow != nil && n > uint64(d.large) && !d.allow():
 		return fmt.Errorf("%w: frame of %d bytes, at most %d from this peer", errTooLarge, n, d.large)
+	case d.maxFirst > 0 && len(d.spans) == 0 && n > uint64(d.maxFirst):
+		return fmt.Errorf("%w: first frame of %d bytes, at most %d", errTooLarge, n, d.maxFirst)
 	case n > uint64(d.maxFrame):
 		return fmt.Errorf("%w: frame of %d bytes, at most %d", errTooLarge, n, d.maxFrame)
 	case len(d.spans) == d.maxFrames:

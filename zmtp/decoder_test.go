@@ -98,6 +98,17 @@ func TestDecodeLimits(t *testing.T) {
 	if _, err := decodeAll(slices.Concat(appendGreeting(nil), part, last), []int{1000}, d); !errors.Is(err, errTooLarge) {
 		t.Fatal(err)
 	}
+	// The first frame of a message has a bound of its own, at its header.
+	for size, want := range map[byte]error{5: nil, 6: errTooLarge} {
+		d = &decoder{maxFrame: 100, maxMessage: 150, maxFrames: 8, maxFirst: 5}
+		stream := slices.Concat(appendGreeting(nil), append([]byte{flagMore, size}, make([]byte, 5)...), part[1:1])
+		if size == 5 {
+			stream = append(stream, last...)
+		}
+		if _, err := decodeAll(stream, []int{1000}, d); !errors.Is(err, want) {
+			t.Errorf("a first frame of %d bytes: %v, want %v", size, err, want)
+		}
+	}
 	// Commands between the frames of a message fill its buffer: they count.
 	d = &decoder{maxFrame: 100, maxMessage: 150, maxFrames: 8}
 	flood := slices.Concat(appendGreeting(nil), small, bytes.Repeat(appendPing(nil, 0, nil), 30))

@@ -20,6 +20,7 @@ func (o RouterOptions) Validate() error {
 	var c options.Checks
 	options.Within(&c, "MaxFrameBytes", o.MaxFrameBytes, 0, maxBytes)
 	options.Within(&c, "MaxFrames", o.MaxFrames, 0, maxCount)
+	options.Within(&c, "MaxFirstBytes", o.MaxFirstBytes, 0, maxBytes)
 	options.Within(&c, "MaxMessageBytes", o.MaxMessageBytes, 0, maxBytes)
 	options.Within(&c, "MaxPeers", o.MaxPeers, 0, maxCount)
 	options.Within(&c, "SendQueueBytes", o.SendQueueBytes, 0, maxBytes)

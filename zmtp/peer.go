@@ -34,6 +34,7 @@ type role struct {
 type limits struct {
 	maxFrame, maxMessage int64
 	maxFrames            int
+	maxFirst             int64
 	queueBytes           int
 	handshakeTimeout     time.Duration
 	idleTimeout          time.Duration // 0 = none
@@ -118,7 +119,7 @@ type Peer struct {
 func newPeer(id uint64, c net.Conn, r *role) *Peer {
 	p := &Peer{
 		id: id, role: r, conn: c, born: time.Now(), host: host(c),
-		in:   decoder{maxFrame: r.limits.maxFrame, maxMessage: r.limits.maxMessage, maxFrames: r.limits.maxFrames},
+		in:   decoder{maxFrame: r.limits.maxFrame, maxMessage: r.limits.maxMessage, maxFrames: r.limits.maxFrames, maxFirst: r.limits.maxFirst},
 		done: make(chan struct{}), drained: make(chan struct{}, 1), stopped: make(chan struct{}),
 	}
 	p.lastHeard.Store(p.born.UnixNano())

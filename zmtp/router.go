@@ -23,6 +23,7 @@ type Handler func(p *Peer, m Message)
 type RouterOptions struct {
 	MaxFrameBytes   int64 // default 64 MiB
 	MaxFrames       int   // per message; default 64
+	MaxFirstBytes   int64 // of the first frame of a message, refused by its header; default MaxFrameBytes
 	MaxMessageBytes int64 // sum of a message's frames; default 128 MiB
 	MaxPeers        int   // connections above it are closed at once; default 4096
 	GiveWay         bool  // at MaxPeers, a silent connection of the host with most is closed instead; see Peer.Mark
@@ -113,6 +114,7 @@ func newLimits(o RouterOptions) limits {
 		maxFrame:          cmp.Or(o.MaxFrameBytes, 64<<20),
 		maxMessage:        cmp.Or(o.MaxMessageBytes, 128<<20),
 		maxFrames:         cmp.Or(o.MaxFrames, 64),
+		maxFirst:          o.MaxFirstBytes,
 		queueBytes:        cmp.Or(o.SendQueueBytes, 16<<20),
 		handshakeTimeout:  cmp.Or(o.HandshakeTimeout, 5*time.Second),
 		idleTimeout:       o.IdleTimeout,
