@@ -177,6 +177,9 @@ func (t *Tier) upload(ctx context.Context, name string, fields, condition []aws.
 	if err != nil {
 		return err
 	}
+	if err = ctx.Err(); err != nil { // the last part came after the caller had gone: the object must not appear
+		return fmt.Errorf("s3: upload: %w", err)
+	}
 	var list bytes.Buffer
 	list.WriteString("<CompleteMultipartUpload>")
 	for i, tag := range tags {
