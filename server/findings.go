@@ -53,7 +53,7 @@ func (st *Status) findings() []Finding {
 	}
 	if n := st.Declined[malformed]; n > 0 {
 		add(fmt.Sprintf("%s not be read, the last one: %s", times(n, "request could", "requests could"), st.Malformed),
-			"such prompts are never cached. Token ids have 32 bits here: an engine that puts hashes of media into larger ids is not served")
+			"such requests are misses. If it names token ids: they have 32 bits here, and an engine that puts hashes of media into larger ids is not served. Else the client speaks a release that is not served: docs/reference/compatibility.md")
 	}
 	st.lookupFindings(add)
 	st.Below.findings(add)

@@ -44,7 +44,7 @@ func TestFindings(t *testing.T) {
 	})
 	f("3 lookups asked for a model", "declined", func(st *Status) { st.Declined["unknown_model"] = 3 })
 	f("1 request came from engines that started under another chunk size", "restart those engines", func(st *Status) { st.Declined["chunk_size"] = 1 })
-	f("3 requests could not be read, the last one: lookup: a token", "never cached", func(st *Status) {
+	f("3 requests could not be read, the last one: lookup: a token", "such requests are misses", func(st *Status) {
 		st.Declined["malformed"], st.Malformed = 3, "lookup: a token"
 	})
 	f("no prompt was asked for yet", "at least 256 tokens", func(st *Status) { st.Lookup = LookupStatus{} })
