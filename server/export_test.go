@@ -3,6 +3,8 @@
 package server
 
 import (
+	"time"
+
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/kv"
 )
@@ -38,6 +40,13 @@ func (s *Server) Connect(who peercred.Peer) (answer func(m [][]byte) [][]byte) {
 func (s *Server) ConnectAs(who peercred.Peer) (answer func(m [][]byte) [][]byte) {
 	c := s.callerOf(who)
 	return func(m [][]byte) [][]byte { return s.answer(&scratch{inProcess: c}, m) }
+}
+
+// HoldMessagesFor sets how long messages of clients whose release is not known are held.
+func (s *Server) HoldMessagesFor(d time.Duration) {
+	s.held.mu.Lock()
+	s.held.time = d
+	s.held.mu.Unlock()
 }
 
 // Waits is how many requests wait for lookups.

@@ -93,6 +93,7 @@ func TestAmbiguousMessageIsDeclined(t *testing.T) {
 func TestHeldMessagesHaveAShare(t *testing.T) {
 	n, stop := startNode(t, t.TempDir(), 64, server.Options{})
 	defer stop()
+	n.HoldMessagesFor(time.Hour) // until the shares are full, however slow the machine is
 	large := oldKey(0, 1, 150_000, "r")
 	each := 2 << 20 / len(large)
 	all := 16 << 20 / len(large)

@@ -4,6 +4,7 @@ package server
 
 import (
 	"bytes"
+	"cmp"
 	"sync"
 	"time"
 )
@@ -21,7 +22,8 @@ const (
 // for each connection, for each owner O of connections, and in all. The zero value is empty; its methods are safe for
 // concurrent use.
 type heldMessages[C, O comparable] struct {
-	mu    sync.Mutex // a leaf
+	time  time.Duration // maxHeldTime if 0; under mu
+	mu    sync.Mutex    // a leaf
 	bytes int64
 	by    map[O]int64
 	of    map[C]*heldConnection[O]
@@ -86,7 +88,7 @@ func (h *heldMessages[C, O]) Late(now time.Time) (late map[C][][][]byte) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for conn, c := range h.of {
-		if now.Sub(c.since) >= maxHeldTime {
+		if now.Sub(c.since) >= cmp.Or(h.time, maxHeldTime) {
 			if late == nil {
 				late = make(map[C][][][]byte)
 			}

@@ -352,7 +352,7 @@ func TestGolden(t *testing.T) {
 	var doc struct{ Cases []recorded }
 	testkit.ReadVector(t, "vllm-scheduler/scheduler-v0320.json", &doc)
 	passes, families := 0, map[string]int{}
-	for i := range doc.Cases {
+	for i := range testkit.Volume(len(doc.Cases)) { // one goroutine: nothing races
 		c := &doc.Cases[i]
 		n, difference := play(c)
 		if difference != "" {
