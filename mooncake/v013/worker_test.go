@@ -221,6 +221,8 @@ func TestAbortsInCompany(t *testing.T) {
 	if len(failed) != 3 || failed["r3"] != nil || failed["r4"] != nil {
 		t.Fatalf("failed: %v", failed)
 	}
+	// D releases an aborted request behind its result. That release ends what P has under the id then.
+	testkit.Eventually(t, "P has freed all", func() bool { return x.sender.Stats().Transfers == 0 })
 	x.announce("r0")
 	x.offer("r0", 20)
 	if err := x.pull(t, "r0", []int{1}); err != nil {
