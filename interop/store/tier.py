@@ -93,16 +93,19 @@ def main():
     cpp = Cpp(args.mooncake, address, 256 << 20)
 
     def written(what, seed):
-        """Waits until a prompt's objects are in the cluster and returns its seed. The server drops them where it did not know the
-        store's generation when they were stored, since a clear may have come between, or where the master refused them for
-        lack of room, before the C++ client had registered its memory: then another prompt is stored."""
-        refused = lambda: figure("kvasir_mooncake_store_no_room_total") > 0 or figure("kvasir_below_not_kept_total") > 0
-        until(what, lambda: len(names()) >= CHUNKS or refused() and figure("kvasir_below_waiting_bytes") == 0)
-        if len(names()) < CHUNKS:
-            seed, before = seed + 1000, names()
-            assert engine.store(seed, CHUNKS)["done"]
-            until(what, lambda: len(names() - before) >= CHUNKS)
-        return seed
+        """Stores prompts until the objects of one are in the cluster, and returns its seed. The server drops objects where it did
+        not know the store's generation when they were stored, since a clear may have come between, and where the master refused
+        them for lack of room, before the C++ client had registered its memory."""
+        for more in range(60):
+            before = {n for n in names() if "@" in n} if more else set()
+            if more:
+                assert engine.store(seed + 1000 * more, CHUNKS)["done"]
+            end = time.monotonic() + 5
+            while time.monotonic() < end:
+                if len({n for n in names() if "@" in n} - before) >= CHUNKS:
+                    return seed + 1000 * more
+                time.sleep(0.1)
+        raise RuntimeError(what + ": not within 300 s")
 
     def stored(seed):
         """Stores a prompt and returns the names of its objects."""
