@@ -111,7 +111,9 @@ func (b *Book) Sync(ctx context.Context) {
 	if unknown && len(notes) == len(b.shared.places) {
 		next.All = next.after(next.All)
 	}
-	b.noteUnkept(b.spread(ctx, &next, notes))
+	if err := b.spread(ctx, &next, notes); err != nil || len(notes) > 0 && b.allRead() {
+		b.noteUnkept(err)
+	}
 	commit := b.adopt(&next)
 	b.writing.Unlock()
 	if commit == nil {
@@ -175,6 +177,17 @@ func (b *Book) noteFailure(i int, err error) {
 	case err == nil && was != nil:
 		b.log.Info("the generations in a tier can be read again", "tier", name)
 	}
+}
+
+// allRead reports whether the last look at each place succeeded. A place that failed is left alone for a while, which says
+// nothing of it.
+func (b *Book) allRead() bool {
+	for _, err := range b.shared.failed {
+		if err != nil {
+			return false
+		}
+	}
+	return true
 }
 
 // noteUnkept logs that a place takes no note, once until it does.

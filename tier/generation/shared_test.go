@@ -7,6 +7,7 @@ import (
 	"errors"
 	"log/slog"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -221,6 +222,24 @@ func TestServerThatKnowsNothingServesNothing(t *testing.T) {
 	p.set(func() { p.down = errDown })
 	b.restart()
 	b.want("a later life while the tier is down", 1, true)
+}
+
+// A tier that is down is one warning, also while it is left alone between two tries.
+func TestTierThatIsDownIsOneWarning(t *testing.T) {
+	var log strings.Builder
+	p := newPlace()
+	p.down = errDown
+	b, err := generation.Open([]string{filepath.Join(t.TempDir(), "g")}, tier.NewNames(), slog.New(slog.NewTextHandler(&log, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.Share(generation.Place{Name: "p", Note: p, Every: time.Hour})
+	for range 3 {
+		b.Sync(t.Context())
+	}
+	if n := strings.Count(log.String(), "nothing of the tiers is served"); n != 1 || strings.Contains(log.String(), "kept in all tiers") {
+		t.Errorf("%d warnings:\n%s", n, log.String())
+	}
 }
 
 // Of a tier that LMCache servers share, everything counts until the first clear.
