@@ -140,7 +140,7 @@ func TestLimitHoldsUnderWriters(t *testing.T) {
 		k := open(t, Options{Roots: []string{x.root}, Limit: limit, Watch: w, Log: slog.New(slog.NewTextHandler(t.Output(), nil))})
 		var next atomic.Int64
 		var writers sync.WaitGroup
-		end := int64(testkit.Volume(1600))
+		const end = 1600
 		for range 4 {
 			writers.Go(func() {
 				for i := next.Add(8); i < end; i = next.Add(8) {
