@@ -42,6 +42,13 @@ func (s *Server) ConnectAs(who peercred.Peer) (answer func(m [][]byte) [][]byte)
 	return func(m [][]byte) [][]byte { return s.answer(&scratch{inProcess: c}, m) }
 }
 
+// HeldMessageBytes is what clients whose release is not known have in messages that are held.
+func (s *Server) HeldMessageBytes() int64 {
+	s.held.mu.Lock()
+	defer s.held.mu.Unlock()
+	return s.held.bytes
+}
+
 // HoldMessagesFor sets how long messages of clients whose release is not known are held.
 func (s *Server) HoldMessagesFor(d time.Duration) {
 	s.held.mu.Lock()

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 )
@@ -112,6 +113,7 @@ func TestHeldMessagesHaveAShare(t *testing.T) {
 	for range all - each*len(clients) {
 		late.quiet(14, large, integer(7))
 	}
+	testkit.Eventually(t, "all messages are held", func() bool { return n.HeldMessageBytes() >= int64(all*len(large)) }) // each connection has its own time
 	late.want(late.call(14, large, integer(7)), nil, "more than a user's share")
 	if err := clients[0].dealer.Close(); err != nil {
 		t.Fatal(err)
