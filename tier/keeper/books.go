@@ -43,7 +43,7 @@ type file struct {
 
 // directory is one that holds files: that of a rank (vLLM), or a root (LMCache).
 type directory struct {
-	root   *Root
+	root   *rootDir
 	path   string // below the root; "" for the root itself
 	layout layout
 	model  string

@@ -35,7 +35,7 @@ type control struct {
 // maxHelpers bounds the connections.
 const maxHelpers = 32
 
-func socketOf(r *Root) (string, error) {
+func socketOf(r *rootDir) (string, error) {
 	var s unix.Stat_t
 	if err := unix.Fstat(int(r.dir.Fd()), &s); err != nil {
 		return "", err
@@ -43,7 +43,7 @@ func socketOf(r *Root) (string, error) {
 	return fmt.Sprintf("@kvasir-keeper-%x-%d", s.Dev, s.Ino), nil
 }
 
-func openControl(roots []*Root, figures func() Stats) (_ *control, err error) {
+func openControl(roots []*rootDir, figures func() Stats) (_ *control, err error) {
 	c := &control{figures: figures}
 	c.mu.helpers = map[net.Conn]int{}
 	defer func() {
@@ -211,7 +211,7 @@ var networkSystems = []int64{
 }
 
 // shared reports whether other hosts may write to the root's file system.
-func (r *Root) shared() bool {
+func (r *rootDir) shared() bool {
 	var s unix.Statfs_t
 	return unix.Fstatfs(int(r.dir.Fd()), &s) == nil && slices.Contains(networkSystems, int64(s.Type))
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package keeper holds directories of KV files that an engine fills and never empties at a limit: those of vLLM's
-// fs offloading tier (0.22 to 0.33) and those of LMCache's fs adapters.
+// fs offloading tier (as in 0.32) and those of LMCache's fs adapters.
 //
 //	ROOT/MODEL_HASH12/config.json                    names the model
 //	ROOT/MODEL_HASH12_rRANK/HHH/HH_gGROUP/HASH.bin   vLLM: one chunk each; HHH and HH begin HASH

@@ -16,6 +16,7 @@ import (
 // victim is a file that left the books and is to be unlinked.
 type victim struct {
 	id      id
+	root    *rootDir
 	dir     uint32
 	name    string // below the root
 	size    int64
@@ -80,7 +81,7 @@ func (k *Keeper) evictSome() bool {
 	k.mu.Unlock()
 	var failed error
 	for i, v := range victims {
-		err := k.unlink(k.books.dirs[v.dir].root, v.name)
+		err := k.unlink(v.root, v.name)
 		k.unlinked(v, err)
 		if err != nil && !errors.Is(err, unix.ENOENT) {
 			failed = err
@@ -95,7 +96,7 @@ func (k *Keeper) evictSome() bool {
 }
 
 // pick takes the next victims out of the books. Callers hold k.mu.
-func (k *Keeper) pick(now time.Time, short map[*Root]int64) (out []victim) {
+func (k *Keeper) pick(now time.Time, short map[*rootDir]int64) (out []victim) {
 	oldest := int64(0)
 	if k.o.TTL > 0 {
 		oldest = now.Add(-k.o.TTL).UnixMicro()
@@ -104,7 +105,7 @@ func (k *Keeper) pick(now time.Time, short map[*Root]int64) (out []victim) {
 		f := k.books.file(n)
 		d := k.books.dirs[f.dir]
 		over := k.o.Limit > 0 && k.books.bytes > k.reserve.aim()
-		v := victim{id: f.id, dir: f.dir, size: f.size, usedAt: f.usedAt, expired: f.usedAt < oldest}
+		v := victim{id: f.id, root: d.root, dir: f.dir, size: f.size, usedAt: f.usedAt, expired: f.usedAt < oldest}
 		if !over && !v.expired && len(short) == 0 {
 			break
 		}
@@ -124,8 +125,8 @@ func (k *Keeper) pick(now time.Time, short map[*Root]int64) (out []victim) {
 }
 
 // shortOfFree returns the bytes by which the file systems of roots have less than MinFree available.
-func (k *Keeper) shortOfFree() map[*Root]int64 {
-	short := map[*Root]int64{}
+func (k *Keeper) shortOfFree() map[*rootDir]int64 {
+	short := map[*rootDir]int64{}
 	if k.o.MinFree == 0 {
 		return short
 	}
@@ -141,7 +142,7 @@ func (k *Keeper) shortOfFree() map[*Root]int64 {
 }
 
 // unlink removes a file below a root. It follows no symbolic link.
-func (k *Keeper) unlink(r *Root, name string) error {
+func (k *Keeper) unlink(r *rootDir, name string) error {
 	at := int(r.dir.Fd())
 	dir, file := path.Split(name)
 	for _, part := range strings.Split(strings.TrimSuffix(dir, "/"), "/") {

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// what happened to a file
+// act is what happened to a file.
 type act uint8
 
 const (
@@ -27,29 +27,29 @@ const (
 // event is what the kernel reports of one file.
 type event struct {
 	act    act
-	root   *Root
+	root   *rootDir
 	dir    string // below the root, with slashes
 	name   string
 	thread int32 // 0: not known
-	own    bool  // this process did it
+	own    bool  // opened by the keeper or by a process that it helps, not by an engine
 }
 
 // fanotify reports what happens in whole file systems. It needs CAP_SYS_ADMIN, and CAP_DAC_READ_SEARCH for the names of directories.
 type fanotify struct {
 	f       *os.File
-	systems map[unix.Fsid][]*Root
+	systems map[unix.Fsid][]*rootDir
 	buffer  []byte
 	own     func(thread int32) bool
 }
 
 const fanotifyMask = unix.FAN_OPEN | unix.FAN_MOVED_TO | unix.FAN_MOVED_FROM | unix.FAN_DELETE
 
-func openFanotify(roots []*Root, own func(thread int32) bool) (*fanotify, error) {
+func openFanotify(roots []*rootDir, own func(thread int32) bool) (*fanotify, error) {
 	fd, err := unix.FanotifyInit(unix.FAN_CLASS_NOTIF|unix.FAN_REPORT_DFID_NAME|unix.FAN_REPORT_TID|unix.FAN_CLOEXEC|unix.FAN_NONBLOCK, unix.O_RDONLY)
 	if err != nil {
 		return nil, fmt.Errorf("fanotify_init: %w", err)
 	}
-	w := &fanotify{f: os.NewFile(uintptr(fd), "fanotify"), systems: map[unix.Fsid][]*Root{}, buffer: make([]byte, 256<<10), own: own}
+	w := &fanotify{f: os.NewFile(uintptr(fd), "fanotify"), systems: map[unix.Fsid][]*rootDir{}, buffer: make([]byte, 256<<10), own: own}
 	for _, r := range roots {
 		if err := unix.FanotifyMark(fd, unix.FAN_MARK_ADD|unix.FAN_MARK_FILESYSTEM, fanotifyMask, unix.AT_FDCWD, r.path); err != nil {
 			return nil, errors.Join(fmt.Errorf("fanotify_mark of %s: %w", r.path, err), w.f.Close())
@@ -67,7 +67,7 @@ func openFanotify(roots []*Root, own func(thread int32) bool) (*fanotify, error)
 }
 
 // handleOf is the root's own handle, the zero value where its file system has none.
-func handleOf(r *Root) unix.FileHandle {
+func handleOf(r *rootDir) unix.FileHandle {
 	h, _, err := unix.NameToHandleAt(int(r.dir.Fd()), "", unix.AT_EMPTY_PATH)
 	if err != nil {
 		return unix.NewFileHandle(0, nil)
@@ -137,7 +137,7 @@ func (w *fanotify) info(b []byte, mask uint64, thread int32, out []event) []even
 		if err != nil {
 			continue
 		}
-		e := event{root: r, dir: dir, name: string(text), thread: thread, own: w.own(thread)}
+		e := event{root: r, dir: dir, name: string(text), thread: thread}
 		if mask&(unix.FAN_DELETE|unix.FAN_MOVED_FROM) != 0 { // events of one file may be merged: what it is now decides
 			e.act = gone
 			out = append(out, e)
@@ -147,7 +147,7 @@ func (w *fanotify) info(b []byte, mask uint64, thread int32, out []event) []even
 			out = append(out, e)
 		}
 		if mask&unix.FAN_OPEN != 0 {
-			e.act = opened
+			e.act, e.own = opened, w.own(thread)
 			out = append(out, e)
 		}
 	}
@@ -157,7 +157,7 @@ func (w *fanotify) info(b []byte, mask uint64, thread int32, out []event) []even
 var errElsewhere = errors.New("not below the root")
 
 // path returns where a directory is below the root.
-func (w *fanotify) path(r *Root, h unix.FileHandle) (string, error) {
+func (w *fanotify) path(r *rootDir, h unix.FileHandle) (string, error) {
 	fd, err := unix.OpenByHandleAt(int(r.dir.Fd()), h, unix.O_PATH|unix.O_CLOEXEC)
 	if err != nil {
 		return "", err

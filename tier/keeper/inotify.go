@@ -19,7 +19,7 @@ type inotify struct {
 	f      *os.File
 	fd     int // of f, which stays non-blocking
 	buffer []byte
-	found  func(r *Root, dir string) // a directory that was just made, and is watched
+	found  func(r *rootDir, dir string) // a directory that was just made, and is watched
 
 	mu struct {
 		sync.Mutex
@@ -29,13 +29,13 @@ type inotify struct {
 }
 
 type place struct {
-	root *Root
+	root *rootDir
 	dir  string
 }
 
 const inotifyMask = unix.IN_OPEN | unix.IN_MOVED_TO | unix.IN_MOVED_FROM | unix.IN_DELETE | unix.IN_CREATE | unix.IN_ONLYDIR | unix.IN_DONT_FOLLOW
 
-func openInotify(found func(r *Root, dir string)) (*inotify, error) {
+func openInotify(found func(r *rootDir, dir string)) (*inotify, error) {
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
 	if err != nil {
 		return nil, fmt.Errorf("inotify_init: %w", err)
@@ -48,7 +48,7 @@ func openInotify(found func(r *Root, dir string)) (*inotify, error) {
 func (w *inotify) close() error { return w.f.Close() }
 
 // watch adds a directory. Beyond the user's limit it counts it.
-func (w *inotify) watch(r *Root, dir string) {
+func (w *inotify) watch(r *rootDir, dir string) {
 	n, err := unix.InotifyAddWatch(w.fd, r.join(dir), inotifyMask)
 	w.mu.Lock()
 	defer w.mu.Unlock()

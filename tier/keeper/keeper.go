@@ -63,7 +63,7 @@ type Keeper struct {
 	o     Options
 	log   *slog.Logger
 	now   func() time.Time
-	roots []*Root
+	roots []*rootDir
 	lock  *control
 	notes *notes
 
@@ -77,10 +77,8 @@ type Keeper struct {
 	arranged bool  // the first look is over
 	looks    uint32
 	looking  time.Duration // the last look's time
-	lookedAt time.Time
-	events   int64
-	lost     int64 // times that the kernel dropped events
-	refused  error // why files cannot be unlinked
+	lost     int64         // times that the kernel dropped events
+	refused  error         // why files cannot be unlinked
 
 	full  chan struct{} // there is something to unlink
 	again chan struct{} // events were lost: look again
@@ -136,7 +134,7 @@ func Open(o Options) (_ *Keeper, err error) {
 	return k, nil
 }
 
-func openRoot(path string) (*Root, error) {
+func openRoot(path string) (*rootDir, error) {
 	l, err := layoutOf(path)
 	if err != nil {
 		return nil, err
@@ -152,7 +150,7 @@ func openRoot(path string) (*Root, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Root{path: path, real: real, dir: d, layout: l, dirs: map[string]uint32{}}, nil
+	return &rootDir{path: path, real: real, dir: d, layout: l, dirs: map[string]uint32{}}, nil
 }
 
 func within(path, parent string) bool { return path == parent || strings.HasPrefix(path, parent+"/") }
@@ -191,14 +189,14 @@ func (k *Keeper) openWatch() error {
 }
 
 // watch has inotify report what happens in a directory.
-func (k *Keeper) watch(r *Root, dir string) {
+func (k *Keeper) watch(r *rootDir, dir string) {
 	if k.ino != nil {
 		k.ino.watch(r, dir)
 	}
 }
 
 // madeDirectory watches a directory that an engine just made, and looks at what came before it was watched.
-func (k *Keeper) madeDirectory(r *Root, dir string) {
+func (k *Keeper) madeDirectory(r *rootDir, dir string) {
 	if r.layout == lmcacheLayout {
 		return
 	}
@@ -210,7 +208,7 @@ func (k *Keeper) madeDirectory(r *Root, dir string) {
 		return
 	}
 	k.watch(r, dir)
-	fd, err := unix.Open(r.join(dir), unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	fd, err := openDirectory(int(r.dir.Fd()), dir)
 	if err != nil {
 		return
 	}
@@ -229,7 +227,7 @@ func (k *Keeper) madeDirectory(r *Root, dir string) {
 }
 
 // directory returns the number of a rank's directory, or of an LMCache root's own. Callers hold k.mu.
-func (k *Keeper) directory(r *Root, rank string) (uint32, bool) {
+func (k *Keeper) directory(r *rootDir, rank string) (uint32, bool) {
 	if n, ok := r.dirs[rank]; ok {
 		return n, true
 	}
@@ -298,7 +296,6 @@ func (k *Keeper) take(batch []event) {
 	now := k.now().UnixMicro()
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.events += int64(len(batch))
 	for i, e := range batch {
 		if e.act == lost {
 			k.lost++
@@ -310,7 +307,7 @@ func (k *Keeper) take(batch []event) {
 	k.wakeIfFull()
 }
 
-func sizeOf(r *Root, name string) int64 {
+func sizeOf(r *rootDir, name string) int64 {
 	var s unix.Stat_t
 	if unix.Fstatat(int(r.dir.Fd()), strings.TrimPrefix(name, "/"), &s, unix.AT_SYMLINK_NOFOLLOW) != nil || s.Mode&unix.S_IFMT != unix.S_IFREG {
 		return -1
@@ -407,7 +404,7 @@ func (k *Keeper) lookAgain(ctx context.Context) {
 			return
 		}
 		k.mu.Lock()
-		k.looking, k.lookedAt = k.now().Sub(began), k.now()
+		k.looking = k.now().Sub(began)
 		first := !k.arranged
 		if first {
 			k.books.arrange()
@@ -446,7 +443,7 @@ func (k *Keeper) pause() time.Duration {
 }
 
 // shared reports whether other hosts may write to a root.
-func (k *Keeper) shared() bool { return slices.ContainsFunc(k.roots, (*Root).shared) }
+func (k *Keeper) shared() bool { return slices.ContainsFunc(k.roots, (*rootDir).shared) }
 
 // watching says how reads and writes are heard of.
 func (k *Keeper) watching() Watch {

@@ -128,13 +128,13 @@ func modelOf(root, base string) (string, error) {
 	}
 	defer f.Close()
 	var c struct {
-		Model string `json:"model_name"`
-		Files *int   `json:"blocks_per_file"`
+		Model         string `json:"model_name"`
+		BlocksPerFile *int   `json:"blocks_per_file"`
 	}
 	if err := json.NewDecoder(io.LimitReader(f, maxConfigBytes)).Decode(&c); err != nil {
 		return "", fmt.Errorf("%s: %w", f.Name(), err)
 	}
-	if c.Model == "" || c.Files == nil {
+	if c.Model == "" || c.BlocksPerFile == nil {
 		return "", fmt.Errorf("%s names no model_name and blocks_per_file", f.Name())
 	}
 	return c.Model, nil

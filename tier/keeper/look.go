@@ -20,8 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Root is one directory that engines fill.
-type Root struct {
+// rootDir is one directory that engines fill.
+type rootDir struct {
 	path   string // as the operator wrote it
 	real   string // as the kernel says it
 	dir    *os.File
@@ -29,7 +29,7 @@ type Root struct {
 	dirs   map[string]uint32 // of ranks, by name; under the keeper's lock
 }
 
-func (r *Root) join(dir string) string { return path.Join(r.path, dir) }
+func (r *rootDir) join(dir string) string { return path.Join(r.path, dir) }
 
 // found is a file that a look saw.
 type found struct {
@@ -44,7 +44,7 @@ const oldTemp = time.Hour
 
 // look reads a whole root and corrects the books: files that are new, longer, or gone, and the times of reads that no event
 // reported. The first look puts all files in order.
-func (k *Keeper) look(ctx context.Context, r *Root) error {
+func (k *Keeper) look(ctx context.Context, r *rootDir) error {
 	k.mu.Lock()
 	k.looks++
 	number := k.looks
@@ -65,7 +65,7 @@ func (k *Keeper) look(ctx context.Context, r *Root) error {
 
 // walk calls leaf with each directory of files below a root, several at a time, and made, if there is one, with each directory before
 // it is read.
-func (r *Root) walk(ctx context.Context, made func(dir string), leaf func(rank, leaf string, fd int) error) error {
+func (r *rootDir) walk(ctx context.Context, made func(dir string), leaf func(rank, leaf string, fd int) error) error {
 	root := int(r.dir.Fd())
 	if r.layout == lmcacheLayout {
 		fd, err := openDirectory(root, ".")
@@ -82,7 +82,7 @@ func (r *Root) walk(ctx context.Context, made func(dir string), leaf func(rank, 
 }
 
 type walker struct {
-	r    *Root
+	r    *rootDir
 	made func(dir string)
 	leaf func(rank, leaf string, fd int) error
 }
@@ -152,7 +152,7 @@ func (w *walker) top(rank, top string, fd int) error {
 }
 
 // lookAt reads the files of one directory, whose descriptor is fd.
-func (k *Keeper) lookAt(r *Root, rank, leaf string, fd int, number uint32) error {
+func (k *Keeper) lookAt(r *rootDir, rank, leaf string, fd int, number uint32) error {
 	var files []found
 	err := readDirectory(fd, func(name []byte, kind byte) error {
 		text := string(name)
@@ -203,7 +203,7 @@ func isTemporary(name string) bool {
 }
 
 // saw enters the files of one directory.
-func (k *Keeper) saw(r *Root, rank string, files []found, number uint32) {
+func (k *Keeper) saw(r *rootDir, rank string, files []found, number uint32) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	dir, ok := k.directory(r, rank)
@@ -243,7 +243,7 @@ func (k *Keeper) saw(r *Root, rank string, files []found, number uint32) {
 }
 
 // dropUnseen forgets the files of a root that a look did not see and that are not there.
-func (k *Keeper) dropUnseen(r *Root, number uint32) {
+func (k *Keeper) dropUnseen(r *rootDir, number uint32) {
 	type missing struct {
 		dir  uint32
 		id   id

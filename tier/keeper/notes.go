@@ -27,7 +27,7 @@ import (
 type notes struct {
 	files []*statefile.File // of each root
 	dirs  []map[string][]byte
-	roots []*Root
+	roots []*rootDir
 }
 
 const (
@@ -39,11 +39,11 @@ const (
 )
 
 // stateName is the name of a root's file in the state directory.
-func stateName(what string, r *Root) string {
+func stateName(what string, r *rootDir) string {
 	return fmt.Sprintf("%s-%016x", what, xxh3.HashString(r.real))
 }
 
-func openNotes(dir string, roots []*Root) (_ *notes, err error) {
+func openNotes(dir string, roots []*rootDir) (_ *notes, err error) {
 	s := &notes{roots: roots}
 	if dir == "" {
 		return s, nil
@@ -83,7 +83,7 @@ func appendKey(b []byte, k id) []byte {
 }
 
 // at returns the time of use that a former keeper noted.
-func (s *notes) at(r *Root, dir string, k id) (int64, bool) {
+func (s *notes) at(r *rootDir, dir string, k id) (int64, bool) {
 	i := slices.Index(s.roots, r)
 	if i >= len(s.dirs) || s.dirs[i] == nil {
 		return 0, false

@@ -72,7 +72,7 @@ const (
 )
 
 type verifier struct {
-	root   *Root
+	root   *rootDir
 	log    *slog.Logger
 	before []byte // the sums of the last time, in order
 	report *Report

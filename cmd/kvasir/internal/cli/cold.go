@@ -64,6 +64,6 @@ func (c coldStart) forget(book *generation.Book, below *adapter.Set, log *slog.L
 		return fmt.Errorf("--cold=all: %w", err)
 	}
 	commit()
-	log.Warn("--cold=all: the tiers serve nothing older than this start; their older bytes stay until they evict them", "tiers", tiers)
+	log.Warn("--cold=all: the tiers serve nothing older than this start; a tier that can list its objects loses the older ones bit by bit, the others keep them until they evict them", "tiers", tiers)
 	return nil
 }
