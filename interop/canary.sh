@@ -99,7 +99,7 @@ canary() {
 		fi
 		;;
 	*)
-		local needs
+		local needs # empty where the index cannot be asked: the row then names no package
 		needs=$("$(dirname "$python")/uv" pip install --dry-run --python "$python" "$1==$2" 2>&1 | grep -oE '^ \+ (sgl-kernel|sglang-kernel|flashinfer-python|nvidia-cutlass-dsl)==[^ ]*' | tr -d '+ ' | sort -u | paste -sd' ' || true)
 		row "$name" – "not runnable here: ${needs:-its requirements} need a GPU" "$((SECONDS - began)) s"
 		return

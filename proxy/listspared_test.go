@@ -5,15 +5,10 @@ package proxy_test
 import (
 	"encoding/json"
 	"fmt"
-	"net/http/httptest"
-	"path/filepath"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
-	"github.com/kvasir-kv/kvasir/mooncake/relay"
-	"github.com/kvasir-kv/kvasir/proxy"
 )
 
 // listOf is a request with the prompts of others.
@@ -63,24 +58,7 @@ func TestListsAreSparedP(t *testing.T) {
 		}
 	}
 	t.Run("relay", func(t *testing.T) {
-		x := &deployment{t: t, registry: startRegistry(t)}
-		x.stopAll()
-		x.p = append(x.p, serve(t, "", producer(x.registry, "p0"), 0))
-		alone := serve(t, "", "", 0)
-		t.Cleanup(func() { alone.stop(t) })
-		r, err := relay.Open(relay.Options{Upstream: x.registry, MemoryPath: filepath.Join(t.TempDir(), "memory"), MemoryBytes: 16 << 20, RefreshEvery: time.Millisecond, Log: testLog()})
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = r.Close() })
-		web := httptest.NewServer(r)
-		t.Cleanup(web.Close)
-		o := proxy.Options{Prefill: []proxy.Prefill{{URL: x.p[0].web.URL, Registry: web.URL}}, HealthInterval: 50 * time.Millisecond}
-		for range 3 {
-			x.d = append(x.d, serve(t, "", consumer, 0))
-			o.Decode = append(o.Decode, x.d[len(x.d)-1].web.URL)
-		}
-		x.start(o)
+		x, _, alone := startRelayed(t)
 		play(x, alone, func(i int) string { return body(i, 4, "") })
 		if s := x.proxy.Stats(); s.Spared["relay"] != 7 {
 			t.Errorf("%+v", s)

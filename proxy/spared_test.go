@@ -47,14 +47,13 @@ func (x *deployment) wantAsked(what string, want int64, request string, alone *s
 	}
 }
 
-// What a relay has of a prompt, D gets from there: P is asked once for each of two prompts, however
-// often they come, whole or streamed. Another salt or another field is another prompt. A P that is
-// started again is asked again.
-func TestRelayServesAgain(t *testing.T) {
-	x := &deployment{t: t, registry: startRegistry(t)}
+// startRelayed starts a P, a relay behind it, three D's that pull from the relay, the proxy, and an engine alone.
+func startRelayed(t *testing.T) (x *deployment, r *relay.Relay, alone *served) {
+	t.Helper()
+	x = &deployment{t: t, registry: startRegistry(t)}
 	x.stopAll()
 	x.p = append(x.p, serve(t, "", producer(x.registry, "p0"), 0))
-	alone := serve(t, "", "", 0)
+	alone = serve(t, "", "", 0)
 	t.Cleanup(func() { alone.stop(t) })
 	r, err := relay.Open(relay.Options{Upstream: x.registry, MemoryPath: filepath.Join(t.TempDir(), "memory"), MemoryBytes: 16 << 20, RefreshEvery: time.Millisecond, Log: testLog()})
 	if err != nil {
@@ -69,6 +68,14 @@ func TestRelayServesAgain(t *testing.T) {
 		x.d, o.Decode = append(x.d, d), append(o.Decode, d.web.URL)
 	}
 	x.start(o)
+	return x, r, alone
+}
+
+// What a relay has of a prompt, D gets from there: P is asked once for each of two prompts, however
+// often they come, whole or streamed. Another salt or another field is another prompt. A P that is
+// started again is asked again.
+func TestRelayServesAgain(t *testing.T) {
+	x, r, alone := startRelayed(t)
 	for _, e := range append(x.p, x.d...) {
 		testkit.Eventually(t, "all are well", func() bool { return x.proxy.Stats().Well[e.web.URL] == 1 })
 	}

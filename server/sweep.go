@@ -33,11 +33,11 @@ func paced(rate int) tier.Pace {
 	}
 }
 
-// sweepSoon has the tiers lose what the last clear made absent.
+// sweepSoon starts the removal of objects that the last clear made absent.
 func (s *Server) sweepSoon() {
 	select {
 	case s.sweeps <- struct{}{}:
-	default: // one is to come
+	default: // a removal is waiting already
 	}
 }
 

@@ -9,7 +9,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
-// Content is an object of a tier, as its name tells.
+// Content is what the name of an object in a tier says of it.
 type Content struct {
 	Key   kv.Key // without a namespace where the place names objects by models
 	Model string // with its revision and generation; empty where the place names objects by namespaces

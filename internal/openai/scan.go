@@ -64,7 +64,7 @@ type Request struct {
 type field struct {
 	name  Range // with its quotes
 	value Range
-	end   int // of what is cut when the key goes: behind the comma behind it, if there is one
+	end   int // of the text that is cut with the key: after its comma, if it has one
 }
 
 // Limits of a body.

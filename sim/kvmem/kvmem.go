@@ -188,11 +188,11 @@ func (m *Memory) Check(tables [][]int32, c Chain, from, to int) error {
 	return wrong
 }
 
-// place says which KV bytes are.
+// place is the token, rank, layer and head whose KV some bytes are.
 type place struct{ token, rank, layer, head int }
 
-// each calls f with the bytes of each token, layer and head of a group, one plane after the other, and
-// with what they follow from, until f returns false. A recurrent state is that of the last token of its block, and fills it.
+// each calls f with the bytes of each token, layer and head of a group, one plane after the other, and with the seed of
+// their contents, until f returns false. A recurrent state is that of the last token of its block, and fills the block.
 func (m *Memory) each(g int, table []int32, c Chain, from, to int, f func(b []byte, s uint64, at place) bool) {
 	heads, n := m.RankHeads(), int64(m.Row())
 	state := m.state(g)

@@ -56,7 +56,7 @@ func (b *Book) outdateLocked(before, after *state) {
 	})
 }
 
-// earliest is the least time of a generation, Unix ns: a model's own name that ends like one is none.
+// earliest is the least time of a generation, Unix ns. A smaller number behind a ~ belongs to the model's own name.
 const earliest = 1_600_000_000_000_000_000
 
 // parseTag reads MODEL~ALL, MODEL~ALL-OWN and MODEL~-OWN.

@@ -32,7 +32,7 @@ func (b *Book) own(ns kv.Namespace) (kv.Namespace, uint64, bool) {
 	return own, moment, ok
 }
 
-// ownIn is own for generations that count or counted. tag names the generation, empty for the first.
+// ownIn is own for the generations of s, current or earlier ones. tag names the generation; it is empty before the first clear.
 func (b *Book) ownIn(s *state, ns kv.Namespace) (own kv.Namespace, tag string, ok bool) {
 	if s.isZero() {
 		return ns, "", true

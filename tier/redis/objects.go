@@ -307,7 +307,7 @@ func (t *Tier) scan(ctx context.Context, s *server, f func(names []string, keys 
 	})
 }
 
-// scanAs calls f with the names of a server that match and what of makes of them, some at a time, until it reports false.
+// scanAs calls f with the names of a server that match and their contents as of reads them, a page at a time, until f reports false.
 func (t *Tier) scanAs(ctx context.Context, s *server, pattern string, of func(name string) (tier.Content, bool), f func([]string, []tier.Content) (more bool, _ error)) (more bool, _ error) {
 	cursor := "0"
 	for {

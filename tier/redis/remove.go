@@ -10,7 +10,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
-// RemoveIf implements tier.Emptying. In LMCache's layouts it removes what has a name of those.
+// RemoveIf implements tier.Emptying. In LMCache's layouts it removes every object whose name is of the layout, LMCache's too.
 func (t *Tier) RemoveIf(ctx context.Context, f func(tier.Content) bool, pace tier.Pace) (removed int, err error) {
 	if err := t.topology.ask(ctx); err != nil {
 		return 0, err
@@ -55,7 +55,7 @@ func (t *Tier) pattern() string {
 	return escapeGlob(t.before()) + "*"
 }
 
-// before is what stands before LMCache's names.
+// before is the prefix of LMCache's names.
 func (t *Tier) before() string {
 	if t.o.Prefix == "" {
 		return ""

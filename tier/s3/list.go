@@ -59,7 +59,7 @@ func (t *Tier) pages(ctx context.Context, f func(p *page) (more bool, _ error)) 
 	return t.allPages(ctx, f)
 }
 
-// RemoveIf implements tier.Emptying. In LMCache's layout it removes what has a name of that.
+// RemoveIf implements tier.Emptying. In LMCache's layout it removes every object whose name is of the layout, LMCache's too.
 func (t *Tier) RemoveIf(ctx context.Context, f func(tier.Content) bool, pace tier.Pace) (removed int, err error) {
 	err = t.allPages(ctx, func(p *page) (bool, error) {
 		var names []string

@@ -264,7 +264,7 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 	})
 }
 
-// deleteNamed deletes what has a name.
+// deleteNamed deletes the object of a name. An object that is not there is no error.
 func (t *Tier) deleteNamed(ctx context.Context, name string) error {
 	err := t.do(ctx, &request{kind: kindDelete, name: name}, nothing)
 	if status(err) == http.StatusNotFound && !hasCode(err, "NoSuchBucket") {

@@ -110,8 +110,8 @@ func (c *allCmd) check(e *env) error {
 	return errors.Join(errs...)
 }
 
-// readPart parses a section as if its flags were on the command line, and returns all that is wrong with it. Values that
-// cannot be read are left out for that; a part without a command cannot be read at all.
+// readPart parses a section as if its flags were on the command line, and returns every error in it. It ignores values that
+// cannot be read, so that the others are checked too. The part of a section that cannot be read at all has no command.
 func readPart(name string, given *settings.Settings) (p *part, wrong []error) {
 	for {
 		p = &part{name: name, given: given}

@@ -193,8 +193,8 @@ func (e *lineError) Error() string { return strings.Join(e.texts, "; ") }
 // Unwrap returns the first error.
 func (e *lineError) Unwrap() error { return e.first }
 
-// allFaults adds to what is wrong with a file what is wrong with the rest of it: values that cannot be read are left out
-// for that.
+// allFaults adds to the first error of a file the errors of the rest of it. It ignores values that cannot be read, so that the
+// others are checked too.
 func allFaults(l *commandLine, err error, args []string) error {
 	if err == nil {
 		return nil

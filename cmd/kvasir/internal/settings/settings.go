@@ -188,7 +188,8 @@ func (s *Settings) load(c *kong.Context, command *kong.Node) error {
 	return err
 }
 
-// note keeps what is wrong in a file with sections, so that the rest of it is looked at, too: Faults has it.
+// note collects an error of one key of a file with sections for Faults, so that the rest of the file is checked too. It
+// returns other errors.
 func (s *Settings) note(err error) error {
 	file, ok := errors.AsType[FileError](err)
 	if !ok || file.structure {
@@ -206,7 +207,7 @@ func (s *Settings) Faults() error {
 	return FileError{text: strings.Join(s.faults, "; ")}
 }
 
-// Skip has a flag's value in the file not count. It reports false where the file has none.
+// Skip ignores the value that the file has for a flag. It reports false where the file has none.
 func (s *Settings) Skip(flag string) bool {
 	_, ok := s.file[flag]
 	delete(s.file, flag)
