@@ -106,11 +106,13 @@ func TestDamagedObjectIsReplaced(t *testing.T) {
 	defer closeDisk(t, d)
 	put(t, d, 1, 9000)
 	put(t, d, 2, 9000)
-	for _, f := range m.names {
-		if i := bytes.Index(f.data, []byte(recordMagic)); i > 0 {
-			f.data[i+block+100] ^= 1
+	m.edit(func(names map[string]*memFile) {
+		for _, f := range names {
+			if i := bytes.Index(f.data, []byte(recordMagic)); i > 0 {
+				f.data[i+block+100] ^= 1
+			}
 		}
-	}
+	})
 	if err := get(t, d, 1, 9000, 0); !isCorrupt(err) {
 		t.Errorf("%v", err)
 	}
@@ -129,10 +131,10 @@ func TestPayloadThatLooksLikeARecord(t *testing.T) {
 	o := Options{SegmentBytes: 256 << 10, MinFree: 1, FirstTouch: true}
 	d := openMem(t, o, 16<<20, c, m)
 	put(t, d, 1, 3*block)
-	var seg *segment
-	for _, s := range d.volumes[0].mu.segs {
-		seg = s
-	}
+	v := d.volumes[0]
+	v.mu.Lock()
+	seg := v.mu.segs[whereIsLocked(v, 1).seg]
+	v.mu.Unlock()
 	forged := shm.MakeAligned(4*block, block)
 	bytes2, meta2 := object(2, 100, 0)
 	victim := record{tiertest.Key(2), 7, 100, meta2.Sum, false} // where the payload's second block will be

@@ -67,6 +67,13 @@ func newMemFiles(seed uint64, free int64) *memFiles {
 	}
 }
 
+// edit calls f with the files while nothing else reads or writes them: an open disk makes segments at any time.
+func (m *memFiles) edit(f func(names map[string]*memFile)) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	f(m.names)
+}
+
 // kill returns the directory as it is after the process was killed: as it was.
 func (m *memFiles) kill() *memFiles {
 	m.mu.Lock()
