@@ -166,7 +166,8 @@ race_proxy() {
 }
 
 # race_proxy_before races the proxy of the commit KVASIR_BEFORE and this build: the same requests through one P and one D, two of each,
-# and two engines that do both, with both policies. No median of the rounds' ratios may be above 1.1.
+# and two engines that do both, with both policies; the former build also races itself, which shows the noise of the machine. No median of
+# the rounds' ratios may be above 1.1, beyond that noise.
 race_proxy_before() (
 	local before=${KVASIR_BEFORE:-cac70bb} dir args=() name policy build
 	git cat-file -e "$before^{commit}" 2>/dev/null || { echo "no commit $before here: the race against an earlier build is left out"; return 0; }
@@ -174,15 +175,17 @@ race_proxy_before() (
 	trap 'rm -rf "$dir"' EXIT
 	git archive "$before" | tar -x -C "$dir"
 	(cd "$dir" && CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o kvasir ./cmd/kvasir)
+	local pd='--vllm-pd-disaggregation --kv-connector mooncake {pd_flags}'
 	for policy in round_robin prefix_aware; do
 		for name in 1P1D 2P2D plain; do
 			for build in "$dir" bin; do
 				args+=(--add "${build/#$dir/$before}-$name-$policy" "$([ $name = 1P1D ] && echo 1 || echo 2)"
-					"$build/kvasir --log-level warn proxy --port {port} --policy $policy $([ $name = plain ] && echo '--worker-urls {workers}' || echo '--vllm-pd-disaggregation --kv-connector mooncake {pd_flags}')")
+					"$build/kvasir --log-level warn proxy --port {port} --policy $policy $([ $name = plain ] && echo '--worker-urls {workers}' || echo "$pd")")
 			done
 			args+=(--ratio "$before-$name-$policy" "bin-$name-$policy")
 		done
 	done
+	args+=(--add "$before-itself" 2 "$dir/kvasir --log-level warn proxy --port {port} --policy prefix_aware $pd" --ratio "$before-2P2D-prefix_aware" "$before-itself")
 	"$1" interop/proxy/race.py --bin "$(dirname "$1")" --targets direct --rounds "${ROUNDS:-5}" --seconds "${ROUND_SECONDS:-1}" --sizes "${SIZES:-2KiB,220KiB}" --conns "${CONNS:-1,16,64}" --stream on --shared-conns 0 \
 		--out bin/race_proxy_before.json "${args[@]}" | grep -A 1000 '| Pair |'
 )
