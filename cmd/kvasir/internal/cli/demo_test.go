@@ -84,24 +84,3 @@ func TestDemoInterruptedInItsSecondPart(t *testing.T) {
 		t.Errorf("a table of a part:\n%s", out.String())
 	}
 }
-
-// The demo ends with the original's table beside modelled figures, and a report that exists.
-func TestDemoEndsWithTheTable(t *testing.T) {
-	t.Setenv("TMPDIR", t.TempDir())
-	code, out, errs := run(t, "demo", "--requests", "12", "--l1-size-gb", "16MiB", "--chunk-kib", "64")
-	if code != 0 {
-		t.Fatalf("%d: %s", code, errs)
-	}
-	for _, want := range []string{"2692.51", "2934.43", "p99_itl_ms"} {
-		if !strings.Contains(out, want) {
-			t.Errorf("%q is not printed:\n%s", want, out)
-		}
-	}
-	path := regexp.MustCompile(`Report: (.*)`).FindStringSubmatch(out)
-	if path == nil {
-		t.Fatalf("no report:\n%s", out)
-	}
-	if page, err := os.ReadFile(path[1]); err != nil || !strings.Contains(string(page), "mooncake") {
-		t.Errorf("%v, %d bytes", err, len(page))
-	}
-}
