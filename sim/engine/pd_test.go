@@ -209,7 +209,7 @@ func TestPairUnderLoad(t *testing.T) {
 		alone := open(t, engine.Options{KV: g, MaxModel: 1024}, "", nil)
 		var next atomic.Int64
 		var wg sync.WaitGroup
-		const requests = 160
+		requests := max(40, testkit.Volume(160))
 		for range 16 {
 			wg.Go(func() {
 				for i := int(next.Add(1)) - 1; i < requests; i = int(next.Add(1)) - 1 {
@@ -250,7 +250,7 @@ func TestPairUnderLoad(t *testing.T) {
 				}
 			})
 		}
-		for next.Load() < requests/2 && !t.Failed() {
+		for int(next.Load()) < requests/2 && !t.Failed() {
 			time.Sleep(time.Millisecond)
 		}
 		if err := p.Load().Close(); err != nil {

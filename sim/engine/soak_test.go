@@ -81,7 +81,7 @@ func (c *childServer) kill() {
 // Engines of two ranks share a cache server that is killed again and again, in both transfer
 // modes: no wrong byte, no hang, no block lost. KVASIR_SOAK is the number of requests.
 func TestServerKilled(t *testing.T) {
-	requests := 600
+	requests := max(150, testkit.Volume(600))
 	if n, err := strconv.Atoi(os.Getenv("KVASIR_SOAK")); err == nil {
 		requests = n
 	}
