@@ -105,7 +105,7 @@ func mixedChoices(t testing.TB, answer string) (out []string) {
 // A thousand requests of all shapes through two P and two D, some of whose clients leave, while P and D are killed and started again:
 // each answer is that of one engine, or an error; no KV is wrong, no block and no place stays taken, and the key has all its places.
 func TestMixedRequests(t *testing.T) {
-	requests := 1000
+	requests := max(200, testkit.Volume(1000))
 	if testing.Short() {
 		requests = 200
 	}

@@ -4,8 +4,10 @@ package testkit
 
 import (
 	"errors"
+	"flag"
 	"fmt"
 	"os"
+	"strconv"
 	"testing"
 	"time"
 
@@ -17,6 +19,9 @@ import (
 // patience is how long what is left may take to end. goleak alone waits for half a second, which a busy machine may need
 // for a goroutine that is about to end.
 const patience = 30 * time.Second
+
+// raceChecks is how many cases a property test tries in a build with the race detector, a fifth of those without it.
+const raceChecks = 20
 
 // Main runs m and exits; call it from TestMain. It fails when a goroutine or a shared-memory mapping is left.
 func Main(m *testing.M) { exit(m, patience) }
@@ -30,6 +35,9 @@ func left() error {
 }
 
 func exit(m *testing.M, patience time.Duration) {
+	if f := flag.Lookup("rapid.checks"); Race && f != nil { // of property tests; an argument counts more
+		_ = f.Value.Set(strconv.Itoa(raceChecks))
+	}
 	code := m.Run()
 	if code == 0 {
 		err := errors.Join(goleak.Find(), left())
