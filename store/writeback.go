@@ -31,6 +31,9 @@ const writers = 8
 
 // offerLocked has a resident object written below, unless it is there.
 func (s *Store) offerLocked(slot pool.Slot) {
+	if s.answerLocked(slot) {
+		return
+	}
 	if p := s.mu.pool; s.outbox != nil && s.mayWriteLocked(slot) && p.Below(slot) != s.place && !s.suspectedLocked(slot) {
 		s.outbox.Add(tiering.WriteItem{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Round(p.Length(slot))})
 	}
