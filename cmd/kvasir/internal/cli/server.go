@@ -411,6 +411,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	}
 	o.server.ProbeTiers = below.Probe
 	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters, o.server.Contents = o.tiers.Names, below.Each, below.Disk, below.Clusters, below.Contents
+	o.server.Numbers = below.Numbers
 	st := store.New(p, o.store)
 	if book := o.server.Generations; book != nil {
 		if err := book.Repair(); err != nil {
