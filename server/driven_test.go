@@ -40,13 +40,20 @@ const drivenChunk = 32 // tokens
 
 func startDriven(t testing.TB, dir, poolName string, o server.Options) *drivenNode {
 	t.Helper()
+	return startDrivenOver(t, dir, poolName, o, store.Options{})
+}
+
+// startDrivenOver starts a node whose store has some options.
+func startDrivenOver(t testing.TB, dir, poolName string, o server.Options, so store.Options) *drivenNode {
+	t.Helper()
 	p, err := pool.Open(pool.Options{Name: poolName, Bytes: 4 << 20, Dir: dir, ChunkTokens: drivenChunk})
 	if err != nil {
 		t.Fatal(err)
 	}
 	n := &drivenNode{t: t, dir: dir, log: new(logBuffer)}
 	o.ChunkTokens, o.ShmDir, o.Log = drivenChunk, dir, slog.New(slog.NewTextHandler(n.log, nil))
-	n.store = store.New(p, store.Options{ChecksumRate: 1 << 40, SumAtOnce: true, PopulateRate: 1 << 40, Log: o.Log})
+	so.ChecksumRate, so.SumAtOnce, so.PopulateRate, so.Log = 1<<40, true, 1<<40, o.Log
+	n.store = store.New(p, so)
 	n.Server = server.New(n.store, o)
 	return n
 }

@@ -255,6 +255,7 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	asked, tokens := r.To, sc.chunk.tokens
 	sh, registered := s.registry.ShardsOf(k.Model, k.Salt, k.WorldSize, tokens, sc.caller().By)
 	s.settleReaders(k, r.TensorParallel, tokens, sc.caller().By)
+	s.store.NotePrompt(k.RequestID, sc.caller().Owner(), k.Chunks)
 	if len(k.Salt) > 0 {
 		s.n.salted.Add(1)
 	}

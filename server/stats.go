@@ -111,6 +111,7 @@ type Stats struct {
 	BelowNotKept      uint64  `counter:"kvasir_below_not_kept_total" help:"Chunks that the tier below did not take: no room, budget used up, or seen for the first time."`
 	BelowSkipped      uint64  `counter:"kvasir_below_skipped_total" help:"Chunks that were not offered to the tier below because too many bytes waited for it. Growth: it is slower than engines store."`
 	BelowLost         uint64  `counter:"kvasir_below_lost_total" help:"Chunks that were evicted before they were below. Growth: the tier is slower than engines store, or full."`
+	BelowAnswers      uint64  `counter:"kvasir_below_answers_total" help:"Chunks with generated tokens that were not written to the tier below when they were stored (--l2-write-answers)."`
 	BelowGone         uint64  `counter:"kvasir_below_gone_total" help:"Chunks that were below when an earlier server ended and are not any more. They are offered again."`
 	LoadRate          float64 `gauge:"kvasir_below_load_bytes_per_second" help:"How fast chunks come from tiers for one lookup, lately; 0 while not known."`
 	ComputeRate       float64 `gauge:"kvasir_compute_bytes_per_second" help:"How fast engines compute and store chunks of one request, lately; 0 while not known. Above the rate of loading: tiers slow requests down."`
@@ -175,7 +176,7 @@ func (s *Server) Stats() Stats {
 		HeldRequests: n.held.Load(), PickledStored: n.pickledIn.Load(), PickledRetrieved: n.pickledOut.Load(),
 		PendingLookups: st.PendingLookups, LateLookups: st.LateLookups,
 		BelowBytes: st.BelowBytes, BelowWarmed: st.WarmedBytes, BelowFailures: st.BelowFailures, BelowWritten: st.WrittenBytes, BelowWriteFailed: st.WriteFailures, BelowNotKept: st.NotKeptBelow,
-		BelowSkipped: st.Outbox.Skipped, BelowLost: st.LostChunks, BelowGone: st.GoneBelow, BelowWaiting: st.Outbox.WaitingBytes, LoadRate: st.Rates.LoadRate, ComputeRate: st.Rates.ComputeRate,
+		BelowSkipped: st.Outbox.Skipped, BelowLost: st.LostChunks, BelowAnswers: st.AnswerChunks, BelowGone: st.GoneBelow, BelowWaiting: st.Outbox.WaitingBytes, LoadRate: st.Rates.LoadRate, ComputeRate: st.Rates.ComputeRate,
 		SummedChunks: st.SummedChunks, VerifiedChunks: st.VerifiedChunks, UnsummedChunks: st.UnsummedChunks, CorruptChunks: st.CorruptChunks, DeadChunks: st.DeadChunks,
 		PopulatedBytes: s.store.Memory().Provided(), UsableBytes: s.store.Memory().Usable(), PoolBytes: st.Bytes, QuarantinedBytes: st.CondemnedBytes,
 		Transfers: st.Transfers, Quarantined: st.Quarantined, Sessions: st.Sessions, Healthy: s.Healthy(),

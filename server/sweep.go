@@ -72,7 +72,8 @@ func (s *Server) runSweeps(ctx context.Context) {
 var ErrNoTier = errors.New("there is no such tier")
 
 // DropTier removes everything that a tier has, or what belongs to a model where the tier names objects by models. It
-// returns how many objects it removed, also with an error.
+// returns how many objects it removed, also with an error. Subscribers of KV events learn that the tier has none of the
+// chunks that were announced; those that stay are announced again when they are seen.
 func (s *Server) DropTier(ctx context.Context, name, model, by string) (removed int, err error) {
 	t, ok := s.opts.Contents[name]
 	if !ok {
@@ -83,6 +84,9 @@ func (s *Server) DropTier(ctx context.Context, name, model, by string) (removed 
 		unnamed = unnamed || c.Model == ""
 		return model == "" || c.Model != "" && (c.Model == model || strings.HasPrefix(c.Model, model+"~"))
 	}, paced(cmp.Or(s.opts.DropRate, defaultDropRate)))
+	if number := s.opts.Numbers[name]; removed > 0 && number > 0 {
+		s.opts.Changes.ForgetTier(number)
+	}
 	if err == nil && model != "" && unnamed {
 		err = fmt.Errorf("tier %s does not name objects by models: drop all of it, or clear the model", name)
 	}

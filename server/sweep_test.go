@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -14,6 +15,7 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
 	"github.com/kvasir-kv/kvasir/tier/generation"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
 
 // The bytes that a clear makes absent leave a tier in the background, those stored afterwards stay, and an operator removes
@@ -72,4 +74,31 @@ func TestClearedBytesLeaveTheTier(t *testing.T) {
 	if hit := n.hit(e, tokens(3*drivenChunk, 8), "after"); hit != 0 {
 		t.Errorf("hit %d after the drop", hit)
 	}
+}
+
+// A tier of any kind that was emptied is reported to those who follow what the tiers have, by its number; one that had
+// nothing is not.
+func TestEmptiedTiersAreReported(t *testing.T) {
+	changes, place := tier.NewChanges(), tier.NewMemory(1<<20)
+	changes.Watch(16)
+	d := newDesk(t, server.Options{Contents: map[string]tier.Tier{"redis": place}, Numbers: map[string]uint8{"redis": 3}, Changes: changes, DropRate: 1 << 20})
+	f := func(objects int, want ...tier.Change) {
+		t.Helper()
+		for i := range objects {
+			b, m := tiertest.Object(i, 100)
+			if err := place.Write(t.Context(), tiertest.Key(i), m, b); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if removed, err := d.DropTier(t.Context(), "redis", "", "a test"); removed != objects || err != nil {
+			t.Fatalf("removed %d of %d, %v", removed, objects, err)
+		}
+		got := make([]tier.Change, 16)
+		n, _ := changes.After(0, got)
+		if !slices.Equal(got[:n], want) {
+			t.Errorf("%+v, want %+v", got[:n], want)
+		}
+	}
+	f(0)
+	f(2, tier.Change{Tier: 3, Removed: true, All: true})
 }

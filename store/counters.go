@@ -34,6 +34,7 @@ type Counters struct {
 	WrittenBytes       uint64
 	WriteFailures      uint64 // objects that the tier failed to write
 	NotKeptBelow       uint64 // objects that it did not take
+	AnswerChunks       uint64 // objects with tokens of an answer that were not written below at their commit
 	LostChunks         uint64 // evicted before they were below
 	GoneBelow          uint64 // objects that an earlier server noted as being below and that were not there
 	ComparedBytes      uint64 // read of an earlier server's, to compare them

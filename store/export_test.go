@@ -19,3 +19,14 @@ func (s *Store) WriteNext(now context.Context) bool {
 	}
 	return ok
 }
+
+// PromptLengths is promptLengths for tests of its books.
+type PromptLengths struct{ p *promptLengths }
+
+func NewPromptLengths(limit int) PromptLengths { return PromptLengths{newPromptLengths(limit)} }
+
+func (p PromptLengths) Note(peer string, request []byte, chunks int) { p.p.note(peer, request, chunks) }
+
+func (p PromptLengths) End(peer string, request []byte) { p.p.end(peer, request) }
+
+func (p PromptLengths) Chunks(peer string, request []byte) int { return p.p.chunks(peer, request) }

@@ -236,6 +236,7 @@ func (s *Store) pinColumns(sh object.Shard, hashes []kv.Hash, f *found, l *lease
 				}
 				l.Left[c*f.rows+row] = uint8(readers)
 				s.pinLocked(slot)
+				s.hitLocked(slot)
 			}
 		}
 	}

@@ -355,6 +355,9 @@ func (s *Store) touchColumns(sh object.Shard, hashes []kv.Hash, from, to int) {
 // EndSession gives back what owner's session still pins; each chunk so released
 // becomes the most recently used, heads after tails. A lookup that is pending ends.
 func (s *Store) EndSession(session []byte, owner lease.Owner) {
+	if s.prompts != nil {
+		s.prompts.end(owner.Peer, session)
+	}
 	s.giveBack(func() []lease.Lease {
 		s.lock()
 		defer s.unlock()

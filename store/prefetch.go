@@ -171,6 +171,7 @@ func (s *Store) joinColumns(pf *prefetch, hit, from, to int) (more bool) {
 // pinForLocked keeps a resident slot until the lookup is answered.
 func (s *Store) pinForLocked(pf *prefetch, slot pool.Slot) {
 	s.keepLocked(slot)
+	s.hitLocked(slot)
 	pf.pins = append(pf.pins, slot)
 }
 

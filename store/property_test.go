@@ -57,6 +57,8 @@ type bench struct {
 	flaky  *tiertest.Flaky
 	stop   func()
 
+	between func() // while no store is open, in restart and kill; may be nil
+
 	tenants map[kv.Namespace]string // salts
 }
 
@@ -128,6 +130,9 @@ func (b *bench) reopen(end func(*store.Store) error) {
 	b.release()
 	if err := end(b.store); err != nil {
 		b.t.Fatalf("%v", err)
+	}
+	if b.between != nil {
+		b.between()
 	}
 	b.pool.Cold = false
 	b.open()

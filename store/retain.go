@@ -158,6 +158,7 @@ func (s *Store) dropLocked(slot pool.Slot, why miss.Reason) {
 	if int(slot) < s.mu.parents.Len() {
 		*s.mu.parents.At(int(slot)) = 0
 	}
+	s.markAnswerLocked(slot, false)
 	s.mu.pool.Drop(slot)
 	if s.mu.policy.Unpin(uint32(slot)) {
 		s.letGoUnusedLocked(slot)

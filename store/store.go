@@ -86,8 +86,9 @@ type Options struct {
 	WarmBytes int64         // read from it at the start of Run, the hottest first, into free memory; 0 for none
 	WarmTime  time.Duration // that this takes at most; default 5 minutes
 
-	Write      WritePolicy // when objects are written below
-	WriteBytes int64       // that wait for it, at most; more is skipped and counted; default the pool's
+	Write        WritePolicy  // when objects are written below
+	WriteAnswers AnswerPolicy // which of them wait longer, or are not written
+	WriteBytes   int64        // that wait for it, at most; more is skipped and counted; default the pool's
 
 	// Shares of the pool that one worker, and all workers of one user or address, may have
 	// staged by evicting: bytes that they may write and have not committed, quarantine
@@ -115,6 +116,7 @@ type Store struct {
 	below   *tiering.Guard     // nil: none
 	place   uint32             // its mark in the index
 	outbox  *tiering.WriteBack // nil: nothing is written below
+	prompts *promptLengths     // nil: answers are written as prompts are
 	rates   tiering.Rates      // learned where there is a tier
 	quotas  quotas
 	news    chan struct{} // see News; capacity 1
@@ -131,6 +133,7 @@ type Store struct {
 		passed    container.PagedSlice[bool]   // by slot: the policy may have found it kept, and looks at it again after a use only
 		warmed    tiering.WarmedSlots          // read by Warm, which could not know the right length
 		parents   container.PagedSlice[uint64] // by slot: miss.ID of the chunk before it, 0 where that is not known
+		answers   container.PagedSlice[bool]   // by slot: it holds tokens of an answer, and is not written below for that
 		kept      container.PagedSlice[uint32] // by slot: promises that keep it from being evicted
 		evictable int                          // resident slots without any
 
@@ -192,6 +195,9 @@ func New(p *pool.Pool, o Options) *Store {
 		s.place = pool.MarkOf(o.Place)
 		if o.Write != WriteNever {
 			s.outbox = tiering.NewWriteBack(cmp.Or(o.WriteBytes, p.Bytes()))
+			if o.WriteAnswers != AnswersAsPrompts {
+				s.prompts = newPromptLengths(maxPrompts)
+			}
 		}
 	}
 	s.mu.pool = p
@@ -224,6 +230,7 @@ func (s *Store) restoreLocked() {
 	var unsummed, cleared []pool.Slot
 	for _, slot := range r.Resident {
 		s.addLocked(slot)
+		s.markAnswerLocked(slot, s.mu.pool.Below(slot) == answerMark)
 		if _, ok := s.mu.pool.Sum(slot); s.opts.DropRestored || s.mu.pool.Outdated(slot) {
 			cleared = append(cleared, slot)
 		} else if ok {

@@ -44,6 +44,9 @@ func (s *Store) suspectedLocked(slot pool.Slot) bool { return s.mu.sums.Suspecte
 
 // unsummedLocked has a committed object written below, and get a checksum.
 func (s *Store) unsummedLocked(slot pool.Slot) {
+	if s.answerLocked(slot) {
+		s.mu.n.AnswerChunks++
+	}
 	s.offerNewLocked(slot)
 	if s.opts.ChecksumRate > 0 {
 		s.mu.sums.Sum(uint32(slot), s.mu.pool.Generation(slot), time.Now().Add(s.opts.SumAfter))
@@ -150,6 +153,9 @@ func (s *Store) summedLocked(t *sumTask) {
 		s.landFlightLocked(t.flight, same && s.comparedLocked(t))
 	case same && t.err == nil && s.mu.pool.Below(t.slot) == 0:
 		s.mu.pool.SetSum(t.slot, t.got)
+		if s.answerLocked(t.slot) {
+			s.mu.pool.SetBelow(t.slot, answerMark)
+		}
 		s.mu.n.SummedChunks++
 	}
 }

@@ -70,7 +70,7 @@ func (s *Store) ownLocked(t *Transfer, name hold.Transfer, requestID []byte, obj
 // and without any there is nothing to end. Error: ErrBusy.
 func (s *Store) BeginStore(name hold.Transfer, requestID []byte, hashes []kv.Hash, t *Transfer) (Reserved, error) {
 	t.begin(s)
-	st := stage{store: s, name: name, hashes: hashes, skip: t.Skip}
+	st := stage{store: s, name: name, hashes: hashes, skip: t.Skip, prompt: s.promptOf(name.By, requestID)}
 	if !t.Own {
 		st.by = pool.Writer{Name: name.Name(requestID)}
 	}

@@ -8,8 +8,10 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/tenant"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // A server that stood still, or whose background was slow, knows how late it is before it notes a use or a pin:
@@ -77,5 +79,48 @@ func TestPinsThatDoNotFitChangeNothing(t *testing.T) {
 		}
 		b.store.Unpin(x.keys(1))
 		b.idle()
+	})
+}
+
+// A chunk's time to live holds below, too: it is counted from the last use before it was written, its tenant's own where it
+// has one, and survives a restart of the store. Chunks without a TTL stay.
+func TestTTLBelow(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const n = 2
+		b := newBench(t, t.TempDir(), 8, store.Options{TTL: 10 * time.Minute, ChecksumRate: 1 << 30, Place: "one"})
+		defer func() { b.release(); b.stop() }()
+		b.memory = tier.NewMemory(1 << 20)
+		b.restart()
+		end := b.run()
+		defer func() { end() }()
+		common, own, ever := b.tenantOf("common", n*chunkBytes), b.tenantOf("own", n*chunkBytes), b.tenantOf("ever", n*chunkBytes)
+		for x, ttl := range map[*tenantOf]time.Duration{own: time.Hour, ever: tenant.Forever} {
+			if err := b.store.SetTTL(x.salt, ttl); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, x := range []*tenantOf{common, own, ever} {
+			x.put(1)
+		}
+		f := func(passed time.Duration, want int) {
+			t.Helper()
+			time.Sleep(passed)
+			got := 0
+			if err := b.memory.List(t.Context(), func(kv.Key, tier.Meta) bool { got++; return true }); err != nil {
+				t.Fatal(err)
+			}
+			if got != want {
+				t.Errorf("after %v more %d chunks are below, want %d", passed, got, want)
+			}
+		}
+		f(time.Minute, 3)
+		f(8*time.Minute, 3)
+		f(2*time.Minute, 2)
+		end()
+		b.restart()
+		end = b.run()
+		f(40*time.Minute, 2)
+		f(20*time.Minute, 1)
+		f(100*time.Hour, 1)
 	})
 }

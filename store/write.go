@@ -41,6 +41,7 @@ type stage struct {
 	by     pool.Writer // for a later server
 	hashes []kv.Hash
 	skip   func(group, chunk int) bool // may be nil
+	prompt int                         // chunks from there on hold tokens of the answer
 
 	guard prefixGuard
 	limit int64 // bytes that may be staged by evicting; a copy of this process, which ends soon, has no limit
@@ -182,6 +183,7 @@ func (st *stage) chunkLocked(c int) error {
 			return err
 		}
 		s.continuesLocked(slot, &k, st.hashes, c)
+		s.markAnswerLocked(slot, c >= st.prompt)
 		st.taken = append(st.taken, heldObject{slot, c - st.name.From, g, s.mu.pool.Offset(slot), n})
 	}
 	switch {
@@ -204,6 +206,7 @@ func (s *Store) busyLocked(by string) bool { return s.mu.closed || !s.mu.holds.M
 func (s *Store) unstageLocked(objects []heldObject) {
 	for _, o := range objects {
 		*s.mu.parents.At(int(o.slot)) = 0
+		s.markAnswerLocked(o.slot, false)
 		s.mu.policy.Remove(uint32(o.slot), tenant.Other)
 		s.mu.pool.Drop(o.slot)
 		s.mu.pool.Unhold(o.slot)

@@ -5,6 +5,7 @@ package store
 import (
 	"context"
 	"errors"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/pool"
@@ -31,6 +32,9 @@ const writers = 8
 
 // offerLocked has a resident object written below, unless it is there.
 func (s *Store) offerLocked(slot pool.Slot) {
+	if s.answerLocked(slot) {
+		return
+	}
 	if p := s.mu.pool; s.outbox != nil && s.mayWriteLocked(slot) && p.Below(slot) != s.place && !s.suspectedLocked(slot) {
 		s.outbox.Add(tiering.WriteItem{Slot: uint32(slot), Generation: p.Generation(slot), Bytes: p.Round(p.Length(slot))})
 	}
@@ -66,7 +70,7 @@ func (s *Store) write(it tiering.WriteItem) tiering.WriteOutcome {
 	if !ok {
 		return tiering.Settled
 	}
-	sum, err := s.below.Write(w.ctx, w.key, w.view, w.sum, w.known)
+	sum, err := s.below.Write(w.ctx, w.key, w.view, tier.Meta{Sum: w.sum, NoSum: !w.known, End: w.end})
 	return s.endWrite(it, sum, err)
 }
 
@@ -76,7 +80,8 @@ type belowWrite struct {
 	key   kv.Key
 	view  []byte
 	sum   uint64
-	known bool // the sum is
+	known bool   // the sum is
+	end   uint32 // of its life: see tier.Meta
 }
 
 func (s *Store) beginWrite(it tiering.WriteItem) (w belowWrite, ok bool) {
@@ -92,6 +97,9 @@ func (s *Store) beginWrite(it tiering.WriteItem) (w belowWrite, ok bool) {
 	s.mu.writing[slot] = struct{}{}
 	w = belowWrite{ctx: s.life, key: s.mu.pool.KeyOf(slot), view: s.mu.pool.View(slot)}
 	w.sum, w.known = s.mu.pool.Sum(slot)
+	if left, ok := s.mu.policy.Left(uint32(slot)); ok {
+		w.end = uint32(time.Now().Add(left).Unix()) + 1
+	}
 	if s.opts.Moment != nil { // under the mutex, as Forget's commit is
 		w.ctx = tier.AtMoment(s.life, s.opts.Moment())
 	}

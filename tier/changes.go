@@ -17,6 +17,7 @@ type Change struct {
 	Key     kv.Key
 	Tier    uint8 // its number, from 1
 	Removed bool
+	All     bool // of a removal: nothing that was noted of the tier counts any more; Key says nothing
 }
 
 // Changes are the last changes of what tiers have, numbered. Nothing is recorded before Watch. Its methods are safe for
@@ -50,6 +51,20 @@ func (c *Changes) Forget() {
 	c.mu.Lock()
 	c.mu.Add(Change{Removed: true})
 	c.mu.after = c.mu.Last()
+	c.mu.Unlock()
+	select {
+	case c.news <- struct{}{}:
+	default:
+	}
+}
+
+// ForgetTier says that a tier may have nothing of what was noted of it.
+func (c *Changes) ForgetTier(tier uint8) {
+	if c == nil || !c.watched.Load() {
+		return
+	}
+	c.mu.Lock()
+	c.mu.Add(Change{Tier: tier, Removed: true, All: true})
 	c.mu.Unlock()
 	select {
 	case c.news <- struct{}{}:
@@ -97,7 +112,7 @@ func (c *Changes) add(tier uint8, k kv.Key, there bool) bool {
 			return false
 		}
 	}
-	c.mu.Add(Change{k, tier, !there})
+	c.mu.Add(Change{Key: k, Tier: tier, Removed: !there})
 	return true
 }
 

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 )
@@ -41,7 +42,9 @@ func (m *Memory) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for i := range keys {
-		metas[i] = m.mu.objects[keys[i]].meta
+		if metas[i] = m.mu.objects[keys[i]].meta; metas[i].Over(time.Now()) {
+			metas[i] = Meta{}
+		}
 	}
 	return ctx.Err()
 }
@@ -54,7 +57,7 @@ func (m *Memory) Read(ctx context.Context, k kv.Key, dst []byte) (Meta, error) {
 	switch {
 	case ctx.Err() != nil:
 		return Meta{}, ctx.Err()
-	case !ok:
+	case !ok || o.meta.Over(time.Now()):
 		return Meta{}, ErrMissing
 	case len(o.data) != len(dst):
 		return Meta{}, &CorruptError{Key: k, Want: Meta{Len: int64(len(dst))}, Got: o.meta}
@@ -110,7 +113,9 @@ func (m *Memory) List(ctx context.Context, f func(kv.Key, Meta) bool) error {
 	m.mu.Lock()
 	metas := make(map[kv.Key]Meta, len(m.mu.objects))
 	for k, o := range m.mu.objects {
-		metas[k] = o.meta
+		if !o.meta.Over(time.Now()) {
+			metas[k] = o.meta
+		}
 	}
 	m.mu.Unlock()
 	for k, meta := range metas {

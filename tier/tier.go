@@ -11,6 +11,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/zeebo/xxh3"
 
@@ -22,6 +23,19 @@ type Meta struct {
 	Len   int64  // bytes; an object has at least one
 	Sum   uint64 // xxh3 of the bytes, as the store gave it; the store compares it after Read
 	NoSum bool   // the place has no checksum of it, because another program put it there
+
+	// End is the end of its life, Unix seconds; 0: it has none. The disk, native Redis and native S3 treat what is over as
+	// missing; places with LMCache's layouts keep no End.
+	End uint32
+}
+
+// Over reports whether the life of an object is over.
+func (m Meta) Over(now time.Time) bool { return m.End > 0 && now.Unix() >= int64(m.End) }
+
+// Lasts reports whether an object that a place has under the key of m is good for m: the same bytes, with a life that
+// is not longer.
+func (m Meta) Lasts(has Meta) bool {
+	return has.Len == m.Len && has.Sum == m.Sum && has.NoSum == m.NoSum && (has.End == m.End || has.End > 0 && m.End > 0 && has.End < m.End)
 }
 
 // Page is what padding rounds lengths up to, bytes.

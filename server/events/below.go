@@ -16,10 +16,10 @@ func (b *Book) belowSome() {
 		return
 	}
 	for last := b.o.Tiers.Last(); ; {
-		more, lost := b.belowApply(last)
-		if lost {
+		more, forget := b.belowApply(last)
+		if forget != nil {
 			for _, s := range b.listSpaces() {
-				b.forgetTiers(s)
+				b.forgetTiers(s, forget)
 			}
 		}
 		if !more {
@@ -28,8 +28,9 @@ func (b *Book) belowSome() {
 	}
 }
 
-// belowApply applies some changes of the tiers, up to number last.
-func (b *Book) belowApply(last uint64) (more, lost bool) {
+// belowApply applies some changes of the tiers, up to number last, and no further than to one that says which tiers are to
+// be forgotten.
+func (b *Book) belowApply(last uint64) (more bool, forget func(tier uint8) bool) {
 	b.mu.Lock()
 	defer b.unlock()
 	if b.mu.changes == nil {
@@ -39,19 +40,25 @@ func (b *Book) belowApply(last uint64) (more, lost bool) {
 	n, lost := b.o.Tiers.After(b.mu.tierAfter, b.mu.changes[:limit])
 	if lost {
 		b.mu.tierAfter, b.mu.strays = b.o.Tiers.Last(), strays{}
-		return false, true
+		return false, func(uint8) bool { return true }
 	}
-	for _, c := range b.mu.changes[:n] {
+	for i, c := range b.mu.changes[:n] {
+		if c.All {
+			b.mu.strays = strays{}
+			b.mu.tierAfter += uint64(i + 1)
+			return b.mu.tierAfter < last, func(tier uint8) bool { return tier == c.Tier }
+		}
 		b.setLocked(&c.Key, c.Tier, !c.Removed)
 	}
 	b.mu.tierAfter += uint64(n)
-	return b.mu.tierAfter < last, false
+	return b.mu.tierAfter < last, nil
 }
 
-func (b *Book) forgetTiers(s *namespaceState) {
+// forgetTiers forgets what tiers have of a namespace, of those that which names.
+func (b *Book) forgetTiers(s *namespaceState, which func(tier uint8) bool) {
 	b.mu.Lock()
 	defer b.unlock()
-	b.removeLocked(s, func(o *keptObject) bool { return o.tier > 0 })
+	b.removeLocked(s, func(o *keptObject) bool { return o.tier > 0 && which(o.tier) })
 }
 
 // strays are objects in tiers whose chunks are not in the pool, as those that are being loaded. The zero strays is ready.

@@ -3,6 +3,7 @@
 package events
 
 import (
+	"context"
 	"fmt"
 	"math/rand/v2"
 	"testing"
@@ -215,6 +216,38 @@ func TestLostChangesOfTiers(t *testing.T) {
 		r.wantAll(n.truthOf([]prompt{p}, InPool, n.resident()))
 		keys := p.keys()
 		if err := n.noted[1].Stat(t.Context(), keys, make([]tier.Meta, len(keys))); err != nil {
+			t.Fatal(err)
+		}
+		n.book.catchUp()
+		r.wantAll(n.truth([]prompt{p}))
+	})
+}
+
+// When a tier was emptied, nothing is said to be in it until it is seen there again; the other tier's chunks stay.
+func TestEmptiedTier(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTiered(t, 64, Options{})
+		defer n.stop()
+		p := prompt{model: "m", world: 1, tokens: make([]uint32, 4*chunkTokens)}
+		n.storeAll(p)
+		keys := p.keys()
+		for _, place := range n.noted {
+			for _, k := range keys {
+				if err := place.Write(t.Context(), k, tier.Meta{Len: 1}, []byte{1}); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		n.book.catchUp()
+		r := n.reader()
+		r.wantAll(n.truth([]prompt{p}))
+		if _, err := tier.RemoveIf(t.Context(), n.places[0], func(tier.Content) bool { return true }, func(context.Context, int) error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+		n.o.Tiers.ForgetTier(1)
+		n.book.catchUp()
+		r.wantAll(n.truth([]prompt{p}))
+		if err := n.noted[0].Write(t.Context(), keys[0], tier.Meta{Len: 1}, []byte{1}); err != nil {
 			t.Fatal(err)
 		}
 		n.book.catchUp()

@@ -127,19 +127,34 @@ func (t *Table) Mortal() bool { return t.ttls.on }
 
 // Expired reports whether a resident slot was not used for longer than its TTL.
 func (t *Table) Expired(slot uint32) bool {
+	ttl, at := t.ttls.life(slot)
+	return ttl > 0 && t.ttls.now-min(t.ttls.now, at) > ttl
+}
+
+// Left returns how long a resident slot lives on without another use, rounded up to seconds; false where it does not expire.
+func (t *Table) Left(slot uint32) (time.Duration, bool) {
 	l := &t.ttls
+	ttl, at := l.life(slot)
+	if ttl == 0 {
+		return 0, false
+	}
+	return time.Duration(ttl-min(ttl, l.now-min(l.now, at))) * time.Second, true
+}
+
+// life returns the TTL of a slot, 0 where it does not expire, and when it was last used.
+func (l *ttls) life(slot uint32) (ttl, at uint32) {
 	if !l.on {
-		return false
+		return 0, 0
 	}
 	var of lastUse
 	if int(slot) < l.slots.Len() {
 		of = *l.slots.At(int(slot))
 	}
-	ttl := l.common
+	ttl = l.common
 	if of.in != nil && !of.in.forgotten {
 		ttl = of.in.tenant.ttl
 	}
-	return ttl > 0 && l.now-min(l.now, max(of.at, l.began)) > ttl
+	return ttl, max(of.at, l.began)
 }
 
 // expired counts a slot that goes because its time is over.

@@ -108,15 +108,17 @@ func (t *Guard) Read(ctx context.Context, k kv.Key, dst []byte) (sum uint64, err
 	return sum, err
 }
 
-// Write keeps src, which may be memory that goes away, under k, and returns its checksum:
-// sum, where known says that it is. Errors: those of the tier, ErrPanic, faults of src.
-func (t *Guard) Write(ctx context.Context, k kv.Key, src []byte, sum uint64, known bool) (_ uint64, err error) {
+// Write keeps src, which may be memory that goes away, under k, and returns its checksum, which m has unless NoSum is set.
+// Errors: those of the tier, ErrPanic, faults of src.
+func (t *Guard) Write(ctx context.Context, k kv.Key, src []byte, m tier.Meta) (sum uint64, err error) {
 	fault := shm.Guard(func() {
-		if !known {
-			sum = xxh3.Hash(src)
+		if m.NoSum {
+			m.Sum = xxh3.Hash(src)
 		}
-		err = t.contain(func() error { return t.of.Write(ctx, k, tier.Meta{Len: int64(len(src)), Sum: sum}, src) })
+		m.Len, m.NoSum = int64(len(src)), false
+		err = t.contain(func() error { return t.of.Write(ctx, k, m, src) })
 	})
+	sum = m.Sum
 	if err = errors.Join(err, fault); err == nil {
 		t.failed.forget(k)
 	}

@@ -113,7 +113,7 @@ func TestWrittenObjectsAreThereAgain(t *testing.T) {
 		g := tiering.NewGuard(odd{m, func([]byte) (tier.Meta, error) { return tier.Meta{}, tier.ErrMissing }}, time.Hour, 100, slog.New(slog.DiscardHandler))
 		keys := []kv.Key{{Group: 1}, {Group: 2}, {Group: 3}}
 		for _, k := range keys {
-			if sum, err := g.Write(t.Context(), k, []byte("data"), 0, false); err != nil || sum != xxh3.Hash([]byte("data")) {
+			if sum, err := g.Write(t.Context(), k, []byte("data"), tier.Meta{NoSum: true}); err != nil || sum != xxh3.Hash([]byte("data")) {
 				t.Fatal(sum, err)
 			}
 		}
@@ -133,7 +133,7 @@ func TestWrittenObjectsAreThereAgain(t *testing.T) {
 		if got := there(); got != 1 {
 			t.Errorf("%d of 3 are there after two could not be read", got)
 		}
-		if _, err := g.Write(t.Context(), keys[0], []byte("data"), 0, false); err != nil {
+		if _, err := g.Write(t.Context(), keys[0], []byte("data"), tier.Meta{NoSum: true}); err != nil {
 			t.Fatal(err)
 		}
 		if got := there(); got != 2 {

@@ -28,6 +28,7 @@ type Flags struct {
 	Warm    float64 `name:"warm" help:"GiB that a server reads from its tiers after its start, what is the hottest there first, in the background and into free memory; 0 for none. redis and s3_native know what is hot." default:"0" group:"Tiers" placeholder:"GIB"`
 	WarmFor float64 `name:"warm-seconds" help:"Seconds that --warm may take." default:"300" group:"Tiers"`
 	Write   string  `name:"l2-write" help:"When chunks are written to tiers: commit (soon after they are stored), hit (once an engine has loaded them) or never." default:"commit" enum:"commit,hit,never" group:"Tiers"`
+	Answers string  `name:"l2-write-answers" help:"When chunks with generated tokens are written to tiers: yes (as --l2-write says), hit (once a lookup found them in the pool) or no (never)." default:"hit" enum:"yes,hit,no" group:"Tiers"`
 }
 
 const gib = 1 << 30

@@ -43,6 +43,7 @@ type Set struct {
 
 	Clusters map[string]*mooncakestore.Tier // by the name of the tier
 	Contents map[string]tier.Tier           // the tiers themselves, by their names, for tier.RemoveIf
+	Numbers  map[string]uint8               // of the adapters' Contents in Options.Changes
 	probes   []func(context.Context)
 	Shared   []generation.Place // the tiers that other servers may share and that keep a note
 }
@@ -100,6 +101,10 @@ func Open(o Options) (s Set, err error) {
 		}
 		opened = append(opened, d)
 		name, used := uniqueName(s.Each, a.Type), tier.Recorded(d, o.Changes, o.number)
+		if s.Numbers == nil {
+			s.Numbers = make(map[string]uint8)
+		}
+		s.Numbers[name] = o.number
 		o.number++
 		if a.Admission != (tier.Admission{}) {
 			used = tier.Admitted(used, a.Admission)

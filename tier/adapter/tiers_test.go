@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"errors"
 	"log/slog"
+	"maps"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -162,5 +163,27 @@ func TestAbsence(t *testing.T) {
 		if _, err := adapter.Parse(wrong); err == nil || !strings.Contains(err.Error(), "absent_seconds") {
 			t.Errorf("%s: %v", wrong, err)
 		}
+	}
+}
+
+// Each adapter's number in Changes is known by its name, after those of the disks.
+func TestNumbersOfTiers(t *testing.T) {
+	o := adapter.Options{Log: slog.New(slog.DiscardHandler)}
+	for range 2 {
+		a, err := adapter.Parse(`{"type":"fs","base_path":"` + t.TempDir() + `"}`)
+		if err != nil {
+			t.Fatal(err)
+		}
+		o.Adapters = append(o.Adapters, a)
+	}
+	o.Changes, o.Names = tier.NewChanges(), tier.NewNames()
+	o.Disk.Dirs = []disk.Dir{{Path: t.TempDir(), Bytes: 256 << 20}, {Path: t.TempDir(), Bytes: 256 << 20}}
+	set, err := adapter.Open(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer set.Tier.Close()
+	if want := map[string]uint8{"fs": 3, "fs-2": 4}; !maps.Equal(set.Numbers, want) {
+		t.Errorf("%v, want %v", set.Numbers, want)
 	}
 }

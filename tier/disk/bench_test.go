@@ -195,7 +195,7 @@ func BenchmarkOpen(b *testing.B) {
 		id := uint64(s) + 1
 		records := make([]record, each)
 		for i := range records {
-			records[i] = record{benchKey(int64(s)*each + int64(i)), uint32((block + int64(i)*rec) / block), n, 1, false}
+			records[i] = record{benchKey(int64(s)*each + int64(i)), uint32((block + int64(i)*rec) / block), n, 1, false, 0}
 		}
 		end := block + each*rec
 		buf := shm.MakeAligned(int(indexBytes(each)), block)

@@ -225,10 +225,10 @@ func (d *Disk) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		return fmt.Errorf("disk: write of %d bytes as %d", len(src), m.Len)
 	}
 	if m.NoSum {
-		m = tier.Meta{Len: m.Len, Sum: xxh3.Hash(src)}
+		m = tier.Meta{Len: m.Len, Sum: xxh3.Hash(src), End: m.End}
 	}
 	var has [1]tier.Meta
-	if err := d.Stat(ctx, []kv.Key{k}, has[:]); err != nil || has[0] == m {
+	if err := d.Stat(ctx, []kv.Key{k}, has[:]); err != nil || m.Lasts(has[0]) {
 		return err
 	}
 	if !d.admits(&k, m.Len) {
@@ -321,7 +321,9 @@ func (d *Disk) List(ctx context.Context, f func(kv.Key, tier.Meta) bool) error {
 		more := true
 		v.list(func(part []listed) bool {
 			for i := range part {
-				more = more && ctx.Err() == nil && f(part[i].key, part[i].meta())
+				if m := part[i].meta(); !m.Over(v.now()) {
+					more = more && ctx.Err() == nil && f(part[i].key, m)
+				}
 			}
 			return more
 		})

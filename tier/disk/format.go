@@ -11,8 +11,10 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // All numbers are little-endian; every structure begins at a multiple of 4,096 bytes.
@@ -23,7 +25,7 @@ import (
 //	segment header             record header              trailer, part of a checkpoint
 //	 0  8  "KVSEGMNT"           0  8  "KVRECORD"           0  8  "KVINDEXT"
 //	 8  4  version, 1           8  4  version, 1           8  4  version, 1
-//	12  4  sequence number     12  4  0                   12  4  entries
+//	12  4  sequence number     12  4  end of its life     12  4  entries
 //	16  8  segment's id        16  8  segment's id        16  8  segment's id
 //	24  8  day, since 1970     24  8  place in the file   24  4  sequence number
 //	32  8  bytes of that day   32  8  payload's bytes     28  4  CRC-32C of the entries
@@ -39,7 +41,8 @@ import (
 //	56  4  place, in blocks  4096     the payload's whole blocks
 //	60  4  payload's bytes
 //	64  8  payload's xxh3
-//	72  8  1: read since it was written
+//	72  1  1: read since it was written
+//	76  4  end of its life, seconds since 1970; 0: none
 //
 // The namespace covers model, salt and layout. A rest that is too long for the header's
 // block has a block of its own at the end. A segment's id is random: bytes of a payload
@@ -106,8 +109,12 @@ type record struct {
 	block uint32 // its place
 	len   uint32
 	sum   uint64
-	hot   bool // it was read since it was written
+	hot   bool   // it was read since it was written
+	over  uint32 // end of its life, seconds since 1970; 0: none
 }
+
+// ended reports whether its life is over.
+func (r *record) ended(now time.Time) bool { return tier.Meta{End: r.over}.Over(now) }
 
 func (r *record) end() int64 { return int64(r.block)*block + recordBytes(int64(r.len)) }
 
@@ -130,6 +137,7 @@ func putRecord(b []byte, id uint64, r *record) {
 	clear(b[:headBytes])
 	copy(b, recordMagic)
 	le.PutUint32(b[8:], version)
+	le.PutUint32(b[12:], r.over)
 	le.PutUint64(b[16:], id)
 	le.PutUint64(b[24:], uint64(r.block)*block)
 	le.PutUint64(b[32:], uint64(r.len))
@@ -146,7 +154,7 @@ func getRecord(b []byte, id uint64, place int64) (r record, err error) {
 		le.Uint64(b[16:]) != id || le.Uint64(b[24:]) != uint64(place) || n < 1 || n > maxSegment-2*block || place < block || place > maxSegment {
 		return record{}, errDamaged
 	}
-	return record{key: getKey(b[48:]), block: uint32(place / block), len: uint32(n), sum: le.Uint64(b[40:])}, nil
+	return record{key: getKey(b[48:]), block: uint32(place / block), len: uint32(n), sum: le.Uint64(b[40:]), over: le.Uint32(b[12:])}, nil
 }
 
 // sealBlock ends a structure with its checksum.
@@ -228,6 +236,7 @@ func putIndex(b []byte, t trailer, records []record) trailer {
 		if r.hot {
 			e[72] = 1
 		}
+		le.PutUint32(e[76:], r.over)
 	}
 	t.entries = len(records)
 	t.crc = crc(b[:t.entries*entryBytes])
@@ -264,7 +273,7 @@ func getIndex(records []record, b []byte, t trailer) ([]record, error) {
 	records = slices.Grow(records, t.entries)[:t.entries]
 	for i := range records {
 		e, r := b[i*entryBytes:], &records[i]
-		*r = record{getKey(e), le.Uint32(e[56:]), le.Uint32(e[60:]), le.Uint64(e[64:]), e[72]&1 != 0}
+		*r = record{getKey(e), le.Uint32(e[56:]), le.Uint32(e[60:]), le.Uint64(e[64:]), e[72]&1 != 0, le.Uint32(e[76:])}
 		if r.block < 1 || r.len < 1 || r.end() > t.end {
 			return nil, errDamaged
 		}

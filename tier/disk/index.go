@@ -10,7 +10,7 @@ import (
 )
 
 // index is where the objects of a volume are: a hash table of 8 bytes a slot that leads to
-// items of 56. It has no pointers, so the garbage collector does not walk it, and no growth
+// items of 60. It has no pointers, so the garbage collector does not walk it, and no growth
 // takes long, however many objects there are: the slots are in many small tables, the items
 // in pages that stay where they are. Most of a search reads slots alone.
 type index struct {
@@ -40,20 +40,20 @@ type table struct {
 
 // item is an object. That it was read is the highest bit of block, which is at most 1<<20.
 type item struct {
-	chunk           kv.Hash
-	sum             uint64
-	kind            uint32 // 0: of none
-	seg, block, len uint32
+	chunk                 kv.Hash
+	sum                   [2]uint32 // lower and upper half: with a uint64 an item had 64 bytes
+	kind                  uint32    // 0: of none
+	seg, block, len, over uint32
 }
 
 const hotBit = 1 << 31
 
 func (it *item) entry() entry {
-	return entry{it.sum, it.seg, it.block &^ hotBit, it.len, it.block&hotBit != 0}
+	return entry{uint64(it.sum[1])<<32 | uint64(it.sum[0]), it.seg, it.block &^ hotBit, it.len, it.block&hotBit != 0, it.over}
 }
 
 func (it *item) set(e entry) {
-	it.sum, it.seg, it.block, it.len = e.sum, e.seg, e.block, e.len
+	it.sum, it.seg, it.block, it.len, it.over = [2]uint32{uint32(e.sum), uint32(e.sum >> 32)}, e.seg, e.block, e.len, e.over
 	if e.hot {
 		it.block |= hotBit
 	}

@@ -91,7 +91,7 @@ func (v *volume) insertSome(s *segment, records []record) {
 			v.goneLocked(s, r.block)
 			continue
 		}
-		e := entry{r.sum, s.seq, r.block, r.len, r.hot}
+		e := entry{r.sum, s.seq, r.block, r.len, r.hot, r.over}
 		it, had := v.mu.index.item(&r.key)
 		if old := it.entry(); had && !e.newer(&old) {
 			v.goneLocked(s, r.block) // else it came back when the newer one is deleted

@@ -117,10 +117,11 @@ func (d *Disk) Rooms() ([]Space, error) {
 
 // stat sets the metas that are zero and whose keys are here.
 func (v *volume) stat(keys []kv.Key, metas []tier.Meta) {
+	now := v.now()
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for i := range keys {
-		if e, ok := v.mu.index.get(&keys[i]); ok {
+		if e, ok := v.mu.index.get(&keys[i]); ok && !e.meta().Over(now) {
 			v.noteLocked(keys[i], true)
 			if metas[i].Len == 0 {
 				metas[i] = e.meta()

@@ -96,9 +96,10 @@ type entry struct {
 	block uint32
 	len   uint32
 	hot   bool
+	over  uint32 // end of its life, seconds since 1970; 0: none
 }
 
-func (e *entry) meta() tier.Meta { return tier.Meta{Len: int64(e.len), Sum: e.sum} }
+func (e *entry) meta() tier.Meta { return tier.Meta{Len: int64(e.len), Sum: e.sum, End: e.over} }
 
 // newer reports whether a record was reserved after another of the same key.
 func (e *entry) newer(than *entry) bool {
@@ -145,7 +146,7 @@ func (v *volume) use(k *kv.Key, n int) (s *segment, e entry, err error) {
 	switch {
 	case v.mu.closed:
 		return nil, e, errClosed
-	case !ok:
+	case !ok || e.meta().Over(v.now()):
 		return nil, e, tier.ErrMissing
 	case int(e.len) != n:
 		return nil, e, &tier.CorruptError{Key: *k, Want: tier.Meta{Len: int64(n)}, Got: e.meta()}
@@ -183,7 +184,7 @@ func (v *volume) read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, err
 	}
 	defer v.calls.Done()
 	defer v.release(s)
-	r := record{k, e.block, e.len, e.sum, false}
+	r := record{k, e.block, e.len, e.sum, false, e.over}
 	got := tier.Meta{Len: int64(len(dst))}
 	err = v.readInto(ctx, s, &r, dst)
 	if err == nil {
@@ -363,7 +364,7 @@ func (v *volume) write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) e
 	if err != nil {
 		return err
 	}
-	r := record{k, uint32(at / block), uint32(m.Len), m.Sum, false}
+	r := record{k, uint32(at / block), uint32(m.Len), m.Sum, false, m.End}
 	err = errClosed // should src fault
 	defer func() { v.finish(s, &r, nil, err) }()
 	if err = v.append(ctx, s, &r, src); err != nil {
@@ -534,7 +535,7 @@ func (v *volume) finish(s *segment, r *record, from *entry, err error) {
 	if s.pending == 0 && s != v.mu.active {
 		signal(v.full)
 	}
-	e := entry{sum: r.sum, seg: s.seq, block: r.block, len: r.len}
+	e := entry{sum: r.sum, seg: s.seq, block: r.block, len: r.len, over: r.over}
 	old, had := v.mu.index.get(&r.key)
 	s.dirty = true // it may have been synced since the reservation
 	switch {

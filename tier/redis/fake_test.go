@@ -28,6 +28,7 @@ type fake struct {
 	conns  map[net.Conn]bool
 	values map[string][]byte
 	lists  map[string]bool // names that are no values
+	lives  []int           // of values, as they were set
 	ends   map[string]bool // names with an end of life
 	calls  []string        // the first two words of each command
 	slots  map[int]string  // of a cluster: the server of a slot, where that is not this one
@@ -229,6 +230,10 @@ func (f *fake) reply(cmd []string, asking bool) []byte {
 		f.values[name] = []byte(cmd[2])
 		delete(f.lists, name)
 		f.ends[name] = strings.Contains(options, "EX ")
+		if _, text, ok := strings.Cut(options, "EX "); ok {
+			seconds, _ := strconv.Atoi(strings.Fields(text)[0])
+			f.lives = append(f.lives, seconds)
+		}
 		return []byte(ok)
 	case "GET":
 		if !there {

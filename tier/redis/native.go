@@ -3,6 +3,7 @@
 package redis
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -218,17 +219,17 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 	switch {
 	case was.foreign:
 		return false, fmt.Errorf("%w: its name is taken by something else", tier.ErrNotKept)
-	case was.good && was.meta() == m:
+	case was.good && was.meta() == tier.Meta{Len: m.Len, Sum: m.Sum}:
 		return false, nil
+	case m.Over(time.Now()):
+		return false, fmt.Errorf("%w: its time to live is over", tier.ErrNotKept)
 	}
 	h := header{uint64(m.Len), m.Sum, uint64(t.o.Stripe)}
 	if h.stripes() > maxStripes {
 		return false, fmt.Errorf("%w: %d bytes are too many", tier.ErrNotKept, m.Len)
 	}
-	life := strayLife
-	if t.o.TTL > 0 {
-		life = t.o.TTL
-	}
+	ttl := t.lifeOf(m)
+	life := cmp.Or(ttl, strayLife)
 	for i := 1; i < h.stripes(); i++ {
 		from, to := h.span(i)
 		err := t.at(ctx, name, to-from, func(c *resp.Conn) error {
@@ -241,7 +242,7 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 			return true, err
 		}
 	}
-	before, err := t.writeFirst(ctx, k, h, src[:h.size(0)], was)
+	before, err := t.writeFirst(ctx, k, h, src[:h.size(0)], was, ttl)
 	if err != nil {
 		return true, err
 	}
@@ -253,14 +254,24 @@ func (t *Tier) writeNative(ctx context.Context, k kv.Key, m tier.Meta, src []byt
 	return true, err
 }
 
+// lifeOf returns how long Redis shall keep an object, whole seconds; 0: until it is deleted.
+func (t *Tier) lifeOf(m tier.Meta) time.Duration {
+	life := t.o.TTL
+	if m.End > 0 {
+		left := max(time.Second, time.Until(time.Unix(int64(m.End), 0)).Truncate(time.Second))
+		life = min(cmp.Or(life, left), left)
+	}
+	return life
+}
+
 // writeFirst writes an object's first value, after which the others do not end any more
 // before their time, in the place of what was there, and returns what it replaced in fact. Where
 // there was nothing, and another server has written one meanwhile, the new one stays.
-func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte, was found) (before found, _ error) {
+func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte, was found, ttl time.Duration) (before found, _ error) {
 	name := t.name(k)
 	var options []string
-	if t.o.TTL > 0 {
-		options = append(options, "EX", seconds(t.o.TTL))
+	if ttl > 0 {
+		options = append(options, "EX", seconds(ttl))
 	}
 	if !was.there {
 		options = append(options, "NX")
@@ -285,7 +296,7 @@ func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte,
 		if err != nil {
 			return err
 		}
-		return t.persist(c, name, h)
+		return persist(c, name, h, ttl)
 	})
 	if err != nil || !lost || h.stripes() == 1 {
 		return before, err
@@ -297,12 +308,12 @@ func (t *Tier) writeFirst(ctx context.Context, k kv.Key, h header, first []byte,
 	if now.header != h {
 		return before, t.remove(ctx, name, names(name, h)[1:])
 	}
-	return before, t.at(ctx, name, 0, func(c *resp.Conn) error { return t.persist(c, name, h) })
+	return before, t.at(ctx, name, 0, func(c *resp.Conn) error { return persist(c, name, h, ttl) })
 }
 
 // persist has an object's stripes not end before their time.
-func (t *Tier) persist(c *resp.Conn, name string, h header) error {
-	if t.o.TTL > 0 {
+func persist(c *resp.Conn, name string, h header, ttl time.Duration) error {
+	if ttl > 0 {
 		return nil
 	}
 	for i := 1; i < h.stripes(); i++ {

@@ -27,7 +27,8 @@ func FuzzLabel(f *testing.F) {
 func TestLabel(t *testing.T) {
 	for _, want := range []label{
 		{namespace: kv.Namespace{1, 15: 0xff}, sum: 0xfedcba9876543210, length: 1 << 40},
-		{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40, 3, true},
+		{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40, 3, true, 0},
+		{kv.Namespace{1, 15: 0xff}, 0xfedcba9876543210, 1 << 40, 3, true, 1<<32 - 1},
 	} {
 		if l, ok := parseLabel(want.String()); !ok || l != want {
 			t.Errorf("%q: %+v", want, l)

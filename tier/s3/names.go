@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
@@ -23,7 +24,8 @@ import (
 //
 //	2.NAMESPACE.SUM.LENGTH.KEY    namespace 32 digits, xxh3 and kv.Key.Digest 16, hexadecimal; length decimal, bytes
 //
-// Objects of earlier releases have 1.NAMESPACE.SUM.LENGTH.
+// and where an object has an end of its life, 3.NAMESPACE.SUM.LENGTH.KEY.END with decimal seconds since 1970. Objects of
+// earlier releases have 1.NAMESPACE.SUM.LENGTH.
 const metaField = "x-amz-meta-kvasir"
 
 // label is what stands in an object's metadata.
@@ -33,9 +35,12 @@ type label struct {
 	length    int64
 	key       uint64 // digest of the key, where bound
 	bound     bool
+	end       uint32 // of its life, seconds since 1970; 0: none
 }
 
-func labelOf(k kv.Key, m tier.Meta) label { return label{k.Namespace, m.Sum, m.Len, k.Digest(), true} }
+func labelOf(k kv.Key, m tier.Meta) label {
+	return label{k.Namespace, m.Sum, m.Len, k.Digest(), true, m.End}
+}
 
 // of reports whether the object can be k's.
 func (l label) of(k kv.Key) bool {
@@ -46,13 +51,17 @@ func (l label) String() string {
 	if !l.bound {
 		return fmt.Sprintf("1.%s.%016x.%d", l.namespace, l.sum, l.length)
 	}
-	return fmt.Sprintf("2.%s.%016x.%d.%016x", l.namespace, l.sum, l.length, l.key)
+	text := fmt.Sprintf("%s.%016x.%d.%016x", l.namespace, l.sum, l.length, l.key)
+	if l.end > 0 {
+		return fmt.Sprintf("3.%s.%d", text, l.end)
+	}
+	return "2." + text
 }
 
 // parseLabel reads what String writes, and nothing else.
 func parseLabel(text string) (l label, ok bool) {
 	parts := strings.Split(text, ".")
-	if l.bound = len(parts) == 5; len(parts) != 4 && !l.bound {
+	if l.bound = len(parts) == 5 || len(parts) == 6; len(parts) != 4 && !l.bound {
 		return label{}, false
 	}
 	k, err := kv.ParseKey("kv1/" + parts[1] + "/00000000.00000000/" + strings.Repeat("0", 64))
@@ -63,6 +72,13 @@ func parseLabel(text string) (l label, ok bool) {
 		if l.key, err = strconv.ParseUint(parts[4], 16, 64); err != nil {
 			return label{}, false
 		}
+	}
+	if len(parts) == 6 {
+		end, err := strconv.ParseUint(parts[5], 10, 32)
+		if err != nil {
+			return label{}, false
+		}
+		l.end = uint32(end)
 	}
 	l.namespace = k.Namespace
 	if l.sum, err = strconv.ParseUint(parts[2], 16, 64); err != nil {
@@ -115,8 +131,17 @@ func (t *Tier) keyOf(name string) (kv.Key, bool) {
 func path(name string) string { return "/" + aws.Escape(name, true) }
 
 // known returns the Meta of an object of length bytes for a reader of k, by its metadata;
-// zero if the object belongs to another key.
+// zero if the object belongs to another key, or its life is over.
 func (t *Tier) known(k kv.Key, length int64, meta string) tier.Meta {
+	m := t.labelled(k, length, meta)
+	if m.Over(time.Now()) {
+		return tier.Meta{}
+	}
+	return m
+}
+
+// labelled is known for objects whose life may be over.
+func (t *Tier) labelled(k kv.Key, length int64, meta string) tier.Meta {
 	l, ok := parseLabel(meta)
 	switch {
 	case length <= 0:
@@ -126,5 +151,5 @@ func (t *Tier) known(k kv.Key, length int64, meta string) tier.Meta {
 	case !ok, !l.of(k), l.length != length: // not ours, of another layout, torn
 		return tier.Meta{}
 	}
-	return tier.Meta{Len: length, Sum: l.sum}
+	return tier.Meta{Len: length, Sum: l.sum, End: l.end}
 }

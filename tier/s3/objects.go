@@ -256,7 +256,7 @@ func (t *Tier) Delete(ctx context.Context, keys []kv.Key) error {
 		}
 		if t.o.Layout == LMCache { // others have a name for it, too
 			o, err := t.look(ctx, name)
-			if err != nil || t.known(keys[i], o.length, o.meta).Len == 0 && o.length > 0 {
+			if err != nil || t.labelled(keys[i], o.length, o.meta).Len == 0 && o.length > 0 {
 				return err
 			}
 		}

@@ -52,7 +52,7 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 	for race := range maxRaces {
 		var was object
 		was, err = t.look(ctx, name)
-		if err != nil || t.known(k, was.length, was.meta).Len == m.Len {
+		if err != nil || t.keeps(m, t.known(k, was.length, was.meta)) {
 			return err
 		}
 		err = t.put(ctx, name, labelOf(k, m), src, was.there)
@@ -68,6 +68,12 @@ func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) err
 		}
 	}
 	return fmt.Errorf("%w: others write and delete it, or it is there and may not be seen: %w", tier.ErrNotKept, err)
+}
+
+// keeps reports whether a bucket need not take an object, because of what it has under the name: an object of the right
+// length that does not live longer.
+func (t *Tier) keeps(m, has tier.Meta) bool {
+	return has.Len == m.Len && (has.NoSum || (tier.Meta{End: m.End}).Lasts(tier.Meta{End: has.End}))
 }
 
 // refused says that the place does not take objects, where that is why it refused.

@@ -221,7 +221,7 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	o.store = store.Options{
 		Quarantine: positive("--l1-write-ttl-seconds", c.Hold), SessionIdle: positive("--session-ttl-seconds", c.Session),
 		PopulateRate: int64(c.Populate), ChecksumRate: int64(c.Checksum), TrustUnsummed: c.Unsummed, Log: log,
-		LoadTimeout: positive("--l2-prefetch-load-timeout", c.Timeout), Write: writePolicies[c.Write], LoadIfFaster: c.Faster,
+		LoadTimeout: positive("--l2-prefetch-load-timeout", c.Timeout), Write: writePolicies[c.Write], WriteAnswers: answerPolicies[c.Answers], LoadIfFaster: c.Faster,
 		TTL: seconds(c.TTL), WarmBytes: int64(c.Warm * (1 << 30)), WarmTime: seconds(c.WarmFor),
 	}
 	if o.tiers, err = c.Flags.Options(log); err != nil {
@@ -250,6 +250,8 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 }
 
 var writePolicies = map[string]store.WritePolicy{"commit": store.WriteAtCommit, "hit": store.WriteAtFirstHit, "never": store.WriteNever}
+
+var answerPolicies = map[string]store.AnswerPolicy{"yes": store.AnswersAsPrompts, "hit": store.AnswersAfterHit, "no": store.AnswersNever}
 
 // lmcachePolicies are LMCache's names of policies, all of which run as lru here.
 var lmcachePolicies = []string{"LRU", "ARC", "IsolatedLRU", "noop"}
@@ -409,6 +411,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	}
 	o.server.ProbeTiers = below.Probe
 	o.server.Names, o.server.Tiers, o.server.Disk, o.server.Clusters, o.server.Contents = o.tiers.Names, below.Each, below.Disk, below.Clusters, below.Contents
+	o.server.Numbers = below.Numbers
 	st := store.New(p, o.store)
 	if book := o.server.Generations; book != nil {
 		if err := book.Repair(); err != nil {
