@@ -233,7 +233,7 @@ func (a *API) batch(w http.ResponseWriter, r *http.Request) {
 	if bad == nil {
 		bad = a.known(b.Model)
 	}
-	if bad == nil && (b.Stream || b.answers() != 1) {
+	if bad == nil && (bool(b.Stream) || b.answers() != 1) {
 		bad = badRequest("stream", "a batch is neither streamed nor has n above 1")
 	}
 	if bad == nil {

@@ -156,7 +156,7 @@ type responsesBody struct {
 	body
 	Input        json.RawMessage `json:"input"`
 	Instructions string          `json:"instructions"`
-	MaxOutput    *int            `json:"max_output_tokens"`
+	MaxOutput    laxInt          `json:"max_output_tokens"`
 	Previous     string          `json:"previous_response_id"`
 	Store        *bool           `json:"store"`
 	Tools        json.RawMessage `json:"tools"` // of another shape
@@ -169,7 +169,7 @@ func (a *API) respond(w http.ResponseWriter, r *http.Request) {
 		if err := json.Unmarshal(text, &b); err != nil {
 			bad = badRequest("", "%v", err)
 		} else if bad = a.known(b.Model); bad == nil {
-			b.MaxTokens, b.MaxNew = b.MaxOutput, nil
+			b.MaxTokens, b.MaxNew = b.MaxOutput, laxInt{}
 		}
 	}
 	var conversation []message
@@ -298,13 +298,13 @@ func (a *API) readMessages(w http.ResponseWriter, r *http.Request, count bool) (
 	case bad != nil:
 	case len(b.Messages) == 0:
 		bad = badRequest("messages", "messages is missing")
-	case !count && b.MaxTokens == nil:
+	case !count && !b.MaxTokens.set:
 		bad = badRequest("max_tokens", "max_tokens is missing")
 	}
 	if bad != nil {
 		return b, nil, bad
 	}
-	b.MaxNew = nil
+	b.MaxNew = laxInt{}
 	return b, tokenize(chatText(list)), nil
 }
 
@@ -373,7 +373,7 @@ type generateBody struct {
 	body
 	TokenIDs []uint32 `json:"token_ids"`
 	Sampling struct {
-		MaxTokens *int   `json:"max_tokens"`
+		MaxTokens laxInt `json:"max_tokens"`
 		N         laxInt `json:"n"`
 	} `json:"sampling_params"`
 }
@@ -386,14 +386,14 @@ func (a *API) generate(w http.ResponseWriter, r *http.Request) {
 		if err := json.Unmarshal(text, &b); err != nil {
 			bad = badRequest("", "%v", err)
 		} else if bad = a.known(b.Model); bad == nil {
-			b.MaxTokens, b.MaxNew, b.N = b.Sampling.MaxTokens, nil, b.Sampling.N
+			b.MaxTokens, b.MaxNew, b.N = b.Sampling.MaxTokens, laxInt{}, b.Sampling.N
 			bad = b.check(true)
 		}
 	}
 	if bad == nil && len(b.TokenIDs) == 0 {
 		bad = badRequest("token_ids", "token_ids is missing")
 	}
-	if bad == nil && (b.answers() != 1 || b.Stream) {
+	if bad == nil && (b.answers() != 1 || bool(b.Stream)) {
 		bad = badRequest("sampling_params", "n must be 1, and stream false")
 	}
 	shown := ""
