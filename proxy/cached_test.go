@@ -18,8 +18,10 @@ func TestCachedTokensWaitForP(t *testing.T) {
 	p := http.NewServeMux()
 	p.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
 	p.HandleFunc("POST /v1/", func(w http.ResponseWriter, r *http.Request) {
-		<-begun
-		time.Sleep(20 * time.Millisecond) // the answer of D is on its way
+		if r.URL.Path != "/v1/messages" { // where P is first
+			<-begun
+			time.Sleep(20 * time.Millisecond) // the answer of D is on its way
+		}
 		fmt.Fprint(w, `{"usage":{"prompt_tokens":900,"prompt_tokens_details":{"cached_tokens":7},"input_tokens_details":{"cached_tokens":7},"cache_read_input_tokens":7}}`)
 	})
 	d := http.NewServeMux()

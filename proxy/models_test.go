@@ -108,12 +108,12 @@ func TestPGetsWhatThePromptNeeds(t *testing.T) {
 			t.Errorf("%s: D gets %s", path, text)
 		}
 	}
-	const output = `"logprobs":5,"top_logprobs":5,"prompt_logprobs":1,"return_token_ids":true,"n":1,"best_of":1,"response_format":{"type":"json_object"},"structured_outputs":{"json":{}},"stream":true,"stream_options":{"include_usage":true}`
-	f("/v1/completions", `{"prompt":"a","max_tokens":9,"min_tokens":3,"echo":true,"temperature":0.5,`+output+`}`, "map[max_tokens:1 prompt:a stream:false temperature:0.5]")
-	f("/v1/chat/completions", `{"messages":[],"max_completion_tokens":9,"tools":[],"tool_choice":"required",`+output+`}`, "map[max_completion_tokens:1 max_tokens:1 messages:[] stream:false tool_choice:auto tools:[]]")
-	f("/v1/responses", `{"input":"a","max_output_tokens":9,"store":true,"text":{},"tool_choice":{"type":"function"},"stream":true}`, "map[input:a max_output_tokens:1 store:false stream:false tool_choice:auto]")
-	f("/v1/messages", `{"messages":[],"max_tokens":9,"tool_choice":{"type":"any"},"stream":true}`, "map[max_tokens:1 messages:[] stream:false]")
-	f("/inference/v1/generate", `{"token_ids":[1],"sampling_params":{"max_tokens":9,"min_tokens":2,"logprobs":3,"n":1,"temperature":1}}`, "map[sampling_params:map[max_tokens:1 temperature:1] token_ids:[1]]")
+	const output = `"logprobs":5,"top_logprobs":5,"prompt_logprobs":1,"return_token_ids":true,"stop":["x"],"stop_token_ids":[7],"n":1,"best_of":1,"response_format":{"type":"json_object"},"structured_outputs":{"json":{}},"stream":true,"stream_options":{"include_usage":true}`
+	f("/v1/completions", `{"prompt":"a","max_tokens":9,"min_tokens":3,"echo":true,"temperature":0.5,`+output+`}`, "map[ignore_eos:true max_tokens:1 prompt:a stream:false temperature:0.5]")
+	f("/v1/chat/completions", `{"messages":[],"max_completion_tokens":9,"tools":[],"tool_choice":"required",`+output+`}`, "map[ignore_eos:true max_completion_tokens:1 max_tokens:1 messages:[] stream:false tool_choice:auto tools:[]]")
+	f("/v1/responses", `{"input":"a","max_output_tokens":9,"store":true,"text":{},"tool_choice":{"type":"function"},"stream":true}`, "map[ignore_eos:true input:a max_output_tokens:1 store:false stream:false tool_choice:auto]")
+	f("/v1/messages", `{"messages":[],"max_tokens":9,"stop_sequences":["x"],"tool_choice":{"type":"any"},"stream":true}`, "map[max_tokens:1 messages:[] stream:false]")
+	f("/inference/v1/generate", `{"token_ids":[1],"sampling_params":{"max_tokens":9,"min_tokens":2,"logprobs":3,"n":1,"temperature":1}}`, "map[sampling_params:map[ignore_eos:true max_tokens:1 temperature:1] token_ids:[1]]")
 }
 
 // P computes one token and answers whole, in whatever form engines take a number of tokens and a truth; D has the client's own.

@@ -12,6 +12,9 @@ import (
 type Answer struct {
 	Params []byte // kv_transfer_params, an object; nil: none
 	Cached int    // usage.prompt_tokens_details.cached_tokens, which engines leave out for 0; -1: there is no usage
+	// Stopped says that the model ended the answer, by a stop token: not its length, and not a text of the request's stop, which an
+	// engine's front looks for behind the scheduler.
+	Stopped bool
 }
 
 // ScanAnswer reads an answer, which must be a JSON object. It keeps no part of it.
@@ -33,7 +36,17 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 		Read    int      `json:"cache_read_input_tokens"` // of Messages
 	}
 	for i := range r.fields {
-		if name, _ := r.Text(r.fields[i].name); name == "usage" {
+		name, _ := r.Text(r.fields[i].name)
+		value := r.fields[i].value
+		switch name {
+		case "choices": // of completions, chat and generate
+			a.Stopped = a.Stopped || stopped(text, value)
+		case "stop_reason": // of Messages
+			a.Stopped = a.Stopped || string(value.Of(text)) == `"end_turn"`
+		case "status": // of Responses
+			a.Stopped = a.Stopped || string(value.Of(text)) == `"completed"`
+		}
+		if name == "usage" {
 			v := r.fields[i].value.Of(text)
 			if v[0] != '{' {
 				continue
@@ -54,6 +67,21 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 		}
 	}
 	return a, nil
+}
+
+// stopped reports whether the first of an answer's choices ended at a stop token.
+func stopped(text []byte, choices Range) bool {
+	list, ok := elements(text, choices)
+	if !ok || len(list) == 0 {
+		return false
+	}
+	c, err := Scan(list[0].Of(text))
+	if err != nil {
+		return false
+	}
+	_, byText := c.Text(c.field("stop_reason"))
+	reason, _ := c.Text(c.field("finish_reason"))
+	return reason == "stop" && !byText
 }
 
 // cachedKeys are the names of a usage's cached tokens: of OpenAI's APIs and of Anthropic's.

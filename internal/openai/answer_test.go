@@ -58,3 +58,29 @@ func FuzzSetCached(f *testing.F) {
 		}
 	})
 }
+
+// A P that ended at a stop token is told from one that ended at its length, or whose front found a text of stop.
+func TestStopped(t *testing.T) {
+	f := func(text string, want bool) {
+		t.Helper()
+		a, err := openai.ScanAnswer([]byte(text))
+		if err != nil || a.Stopped != want {
+			t.Errorf("%s: %v, %v", text, a.Stopped, err)
+		}
+	}
+	f(`{"choices":[{"finish_reason":"stop"}]}`, true)
+	f(`{"choices":[{"index":0,"finish_reason":"stop","stop_reason":null}]}`, true)
+	f(`{"choices":[{"finish_reason":"stop","stop_reason":128001}]}`, true)
+	f(`{"choices":[{"finish_reason":"stop","stop_reason":"END"}]}`, false)
+	f(`{"choices":[{"finish_reason":"length"}]}`, false)
+	f(`{"choices":[{"finish_reason":null}]}`, false)
+	f(`{"choices":[{"text":"\"finish_reason\":\"stop\""}]}`, false)
+	for _, none := range []string{`[]`, `{}`, `7`, `null`, `[7]`} {
+		f(`{"choices":`+none+`}`, false)
+	}
+	f(`{"type":"message","stop_reason":"end_turn"}`, true)
+	f(`{"type":"message","stop_reason":"max_tokens"}`, false)
+	f(`{"type":"message","stop_reason":"stop_sequence"}`, false)
+	f(`{"object":"response","status":"completed"}`, true)
+	f(`{"object":"response","status":"incomplete"}`, false)
+}

@@ -224,8 +224,11 @@ func (a *API) respond(w http.ResponseWriter, r *http.Request) {
 	}
 	a.one(w, r, &b.body, tokenize(chatText(conversation)), shown, fail, s, delta, func(q *sequence) {
 		said := tokenText(q.tokens)
-		answer := object("incomplete") // there is no stop token
-		answer["incomplete_details"] = map[string]any{"reason": "max_output_tokens"}
+		answer := object("completed")
+		if q.end.Reason != "stop" {
+			answer = object("incomplete")
+			answer["incomplete_details"] = map[string]any{"reason": "max_output_tokens"}
+		}
 		answer["output"] = []any{item(said, "completed")}
 		answer["usage"] = map[string]any{
 			"input_tokens": len(q.prompt), "input_tokens_details": map[string]any{"cached_tokens": q.end.Cached}, "output_tokens": len(q.tokens),
@@ -348,14 +351,18 @@ func (a *API) message(w http.ResponseWriter, r *http.Request) {
 	}
 	a.one(w, r, &b.body, prompt, shown, fail, s, delta, func(q *sequence) {
 		usage := map[string]any{"input_tokens": len(q.prompt), "output_tokens": len(q.tokens), "cache_read_input_tokens": q.end.Cached}
+		reason := "max_tokens"
+		if q.end.Reason == "stop" {
+			reason = "end_turn"
+		}
 		if s == nil {
 			answer["content"] = []any{map[string]any{"type": "text", "text": tokenText(q.tokens)}}
-			answer["stop_reason"], answer["usage"], answer["kv_transfer_params"] = "max_tokens", usage, q.end.Params
+			answer["stop_reason"], answer["usage"], answer["kv_transfer_params"] = reason, usage, q.end.Params
 			reply(w, 200, answer)
 			return
 		}
 		s.event("content_block_stop", map[string]any{"index": 0})
-		s.event("message_delta", map[string]any{"delta": map[string]any{"stop_reason": "max_tokens", "stop_sequence": nil}, "usage": usage})
+		s.event("message_delta", map[string]any{"delta": map[string]any{"stop_reason": reason, "stop_sequence": nil}, "usage": usage})
 		s.event("message_stop", map[string]any{})
 	})
 }
@@ -373,8 +380,9 @@ type generateBody struct {
 	body
 	TokenIDs []uint32 `json:"token_ids"`
 	Sampling struct {
-		MaxTokens laxInt `json:"max_tokens"`
-		N         laxInt `json:"n"`
+		MaxTokens laxInt   `json:"max_tokens"`
+		StopIDs   []uint32 `json:"stop_token_ids"`
+		N         laxInt   `json:"n"`
 	} `json:"sampling_params"`
 }
 
@@ -387,6 +395,7 @@ func (a *API) generate(w http.ResponseWriter, r *http.Request) {
 			bad = badRequest("", "%v", err)
 		} else if bad = a.known(b.Model); bad == nil {
 			b.MaxTokens, b.MaxNew, b.N = b.Sampling.MaxTokens, laxInt{}, b.Sampling.N
+			b.StopIDs = b.Sampling.StopIDs
 			bad = b.check(true)
 		}
 	}

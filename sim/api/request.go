@@ -40,6 +40,7 @@ type body struct {
 	Temperature    *float64        `json:"temperature"`
 	Beam           bool            `json:"use_beam_search"`
 	MinTokens      laxInt          `json:"min_tokens"`
+	StopIDs        []uint32        `json:"stop_token_ids"`
 	Echo           bool            `json:"echo"`
 	Suffix         *string         `json:"suffix"`
 	Logprobs       json.RawMessage `json:"logprobs"` // a number of completions, a truth of chat
