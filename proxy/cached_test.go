@@ -63,3 +63,37 @@ func TestCachedTokensWaitForP(t *testing.T) {
 		t.Errorf("%+v", n)
 	}
 }
+
+// Cached tokens change in the usage alone: what the model gives to a tool passes as it is, whole and streamed.
+func TestToolInputsPass(t *testing.T) {
+	const input = `"input":{"cached_tokens":7,"cache_read_input_tokens":8,"usage":{"cached_tokens":9}}`
+	const usage = `"usage":{"cache_read_input_tokens":%d}`
+	for _, stream := range []bool{false, true} {
+		format := `{"content":[{"type":"tool_use",` + input + `}],` + usage + `}`
+		if stream {
+			format = "event: content_block_start\ndata: {\"type\":\"content_block_start\",\"content_block\":{" + input + "}}\n\n" +
+				"event: message_delta\ndata: {\"type\":\"message_delta\"," + usage + "}\n\nevent: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"
+		}
+		engine := func(f func(w http.ResponseWriter)) string {
+			mux := http.NewServeMux()
+			mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+			mux.HandleFunc("POST /v1/messages", func(w http.ResponseWriter, _ *http.Request) { f(w) })
+			return serveMux(t, mux)
+		}
+		p := engine(func(w http.ResponseWriter) {
+			fmt.Fprint(w, `{"kv_transfer_params":{"a":1},"usage":{"cache_read_input_tokens":2}}`)
+		})
+		d := engine(func(w http.ResponseWriter) {
+			if stream {
+				w.Header().Set("Content-Type", "text/event-stream")
+			}
+			fmt.Fprintf(w, format, 500)
+		})
+		url, _ := startProxy(t, proxy.Options{Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: p}}, Decode: []string{d}, HealthInterval: time.Hour})
+		reach(t, url)
+		_, got, err := hear(t, url+"/v1/messages", fmt.Sprintf(`{"messages":[],"max_tokens":9,"stream":%v}`, stream))
+		if want := fmt.Sprintf(format, 2); got != want || err != nil {
+			t.Errorf("%s, %v\nwant %s", got, err, want)
+		}
+	}
+}
