@@ -138,6 +138,9 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 
 // pieces is the request for the engine that answers. A client does not choose from where D loads KV or encoder outputs.
 func (e *exchange) pieces(b *backend, params []byte) [][]byte {
+	if e.route == form { // it names no transfer, and q is not its text
+		return [][]byte{e.body.b}
+	}
 	edits := e.salt
 	if b.role != both || e.key != nil && (e.q.Params.Has() || e.q.ECParams.Has()) {
 		edits = append([]openai.Edit{{Key: "kv_transfer_params", Value: params}, {Key: "ec_transfer_params"}}, edits...)

@@ -18,8 +18,10 @@ func TestCachedTokensWaitForP(t *testing.T) {
 	p := http.NewServeMux()
 	p.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
 	p.HandleFunc("POST /v1/", func(w http.ResponseWriter, r *http.Request) {
-		<-begun
-		time.Sleep(20 * time.Millisecond) // the answer of D is on its way
+		if r.URL.Path != "/v1/messages" { // where P is first
+			<-begun
+			time.Sleep(20 * time.Millisecond) // the answer of D is on its way
+		}
 		fmt.Fprint(w, `{"usage":{"prompt_tokens":900,"prompt_tokens_details":{"cached_tokens":7},"input_tokens_details":{"cached_tokens":7},"cache_read_input_tokens":7}}`)
 	})
 	d := http.NewServeMux()
@@ -59,5 +61,39 @@ func TestCachedTokensWaitForP(t *testing.T) {
 	f("/v1/messages", `{"messages":[],"stream":true}`, "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{"+read+"}}\n\nevent: message_stop\ndata: {\"type\":\"message_stop\"}\n\n", 1)
 	if n := s.Stats(); n.Requests["ok"] != 10 {
 		t.Errorf("%+v", n)
+	}
+}
+
+// Cached tokens change in the usage alone: what the model gives to a tool passes as it is, whole and streamed.
+func TestToolInputsPass(t *testing.T) {
+	const input = `"input":{"cached_tokens":7,"cache_read_input_tokens":8,"usage":{"cached_tokens":9}}`
+	const usage = `"usage":{"cache_read_input_tokens":%d}`
+	for _, stream := range []bool{false, true} {
+		format := `{"content":[{"type":"tool_use",` + input + `}],` + usage + `}`
+		if stream {
+			format = "event: content_block_start\ndata: {\"type\":\"content_block_start\",\"content_block\":{" + input + "}}\n\n" +
+				"event: message_delta\ndata: {\"type\":\"message_delta\"," + usage + "}\n\nevent: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"
+		}
+		engine := func(f func(w http.ResponseWriter)) string {
+			mux := http.NewServeMux()
+			mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+			mux.HandleFunc("POST /v1/messages", func(w http.ResponseWriter, _ *http.Request) { f(w) })
+			return serveMux(t, mux)
+		}
+		p := engine(func(w http.ResponseWriter) {
+			fmt.Fprint(w, `{"kv_transfer_params":{"a":1},"usage":{"cache_read_input_tokens":2}}`)
+		})
+		d := engine(func(w http.ResponseWriter) {
+			if stream {
+				w.Header().Set("Content-Type", "text/event-stream")
+			}
+			fmt.Fprintf(w, format, 500)
+		})
+		url, _ := startProxy(t, proxy.Options{Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: p}}, Decode: []string{d}, HealthInterval: time.Hour})
+		reach(t, url)
+		_, got, err := hear(t, url+"/v1/messages", fmt.Sprintf(`{"messages":[],"max_tokens":9,"stream":%v}`, stream))
+		if want := fmt.Sprintf(format, 2); got != want || err != nil {
+			t.Errorf("%s, %v\nwant %s", got, err, want)
+		}
 	}
 }

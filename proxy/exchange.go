@@ -173,6 +173,11 @@ func (e *exchange) serve() (outcome string) {
 		if e.r.Context().Err() != nil {
 			return "client_left"
 		}
+		if errors.Is(err, errStopped) { // D computes the prompt, whose answer may be no more than that token
+			e.want.alone = true
+			e.attempts--
+			continue
+		}
 		e.p.o.Log.Debug("an attempt failed", "request", e.id, "attempt", e.attempts, "err", err)
 		again, answer := e.again(err)
 		if answer != nil {
@@ -225,7 +230,7 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 			e.p.n.spared[c.spared].Add(1)
 		}
 		return outcome, err
-	case e.p.o.Dialect == Mooncake:
+	case e.p.o.Dialect == Mooncake && openai.APIOf(e.r.URL.Path) != openai.Messages:
 		return e.together(ctx, cancel, c)
 	}
 	return e.oneAfterTheOther(ctx, c)
@@ -235,7 +240,13 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 type leg struct {
 	params []byte // what P says for D; nil: nothing
 	cached int    // prompt tokens that it had; -1: not known
+	// stopped says that P's token was a stop token. Then P gives its KV to no D: connectors of vLLM keep that of requests that ended
+	// at their length. With MooncakeConnector a D that asks for it waits for P's limit, 480 s by default.
+	stopped bool
 }
+
+// errStopped means that P has no KV for D, since its token was a stop token.
+var errStopped = errors.New("the prompt ended at P by a stop token")
 
 // refusedByP is an answer of P that the client should hear.
 type refusedByP struct {
@@ -281,6 +292,9 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			defer leaveP()
 			defer context.AfterFunc(e.p.ctx, abort)()
 			l, err := e.prefill(prefilling, n, c.prefill, fields, pieces, held)
+			if err == nil && l.stopped {
+				err = errStopped
+			}
 			computed.Store(err == nil)
 			switch {
 			case over.Load():
@@ -397,7 +411,7 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, field
 	if err != nil {
 		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
 	}
-	return leg{answer.Params, answer.Cached}, nil
+	return leg{answer.Params, answer.Cached, answer.Stopped}, nil
 }
 
 // maxPrefilled bounds P's answer, bytes: NIXL's lists the blocks of the prompt.
@@ -414,15 +428,21 @@ func remoteDecode(d Dialect) *wire.KVTransferParams {
 	return params
 }
 
-// oneAfterTheOther sends the request to P, and what P answers with it to D.
+// oneAfterTheOther sends the request to P, and then to D, with what P answers. In a dialect that names transfers, this is how
+// Messages go: that API cannot keep P from a stop token, and a D that waits for KV which P does not give holds blocks for minutes.
 func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome string, err error) {
 	n, who, err := e.reach(ctx, c.prefill, c.rank)
 	if err != nil {
 		e.p.fleet.give(c)
 		return "", err
 	}
-	e.hands("", who.engine, c, transferlog.Computing, "P computes")
-	pieces, held := e.prefillPieces(encode(remoteDecode(e.p.o.Dialect)))
+	transfer, ask := "", remoteDecode(e.p.o.Dialect)
+	if e.p.o.Dialect == Mooncake {
+		transfer = "kvasir-" + newID()
+		ask = wire.RemoteDecode(transfer)
+	}
+	e.hands(transfer, who.engine, c, transferlog.Computing, "P computes")
+	pieces, held := e.prefillPieces(encode(ask))
 	prefilling, abort := context.WithCancel(context.WithoutCancel(ctx))
 	defer abort()
 	defer context.AfterFunc(ctx, func() { time.AfterFunc(prefillGrace, abort) })()
@@ -436,7 +456,13 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 		}
 		return "", err
 	}
-	if api := openai.APIOf(e.r.URL.Path); l.params == nil && api != openai.Completions && !e.p.paramless[api].Swap(true) {
+	switch {
+	case l.stopped: // D computes the prompt, and its number of cached tokens is right
+		l.params, l.cached = nil, -1
+	case transfer != "":
+		l.params = encode(wire.RemotePrefill(c.prefill.registry.Base(), who.engine, transfer))
+	}
+	if api := openai.APIOf(e.r.URL.Path); l.params == nil && !l.stopped && api != openai.Completions && !e.p.paramless[api].Swap(true) {
 		e.p.o.Log.Warn("P does not say where its KV is: requests of this path go to D alone from now on", "path", e.r.URL.Path, "engine", c.prefill.url)
 	}
 	e.cached.Store(int64(l.cached))
@@ -447,6 +473,9 @@ func (e *exchange) oneAfterTheOther(ctx context.Context, c choice) (outcome stri
 		f = e.freeing(c.prefill, l.params) // the request is gone once D answers
 	}
 	outcome, err = e.answerOf(ctx, c.engine, l.params, nil)
+	if outcome == "ok" && transfer != "" && !l.stopped {
+		e.relayedBy(c.prefill, who, transfer)
+	}
 	if e.mustFree(err) && l.params != nil {
 		if f.body == nil {
 			f = e.freeing(c.prefill, l.params)

@@ -108,12 +108,55 @@ func TestPGetsWhatThePromptNeeds(t *testing.T) {
 			t.Errorf("%s: D gets %s", path, text)
 		}
 	}
-	const output = `"logprobs":5,"top_logprobs":5,"prompt_logprobs":1,"return_token_ids":true,"n":1,"best_of":1,"response_format":{"type":"json_object"},"structured_outputs":{"json":{}},"stream":true,"stream_options":{"include_usage":true}`
-	f("/v1/completions", `{"prompt":"a","max_tokens":9,"min_tokens":3,"echo":true,"temperature":0.5,`+output+`}`, "map[max_tokens:1 prompt:a stream:false temperature:0.5]")
-	f("/v1/chat/completions", `{"messages":[],"max_completion_tokens":9,"tools":[],"tool_choice":"required",`+output+`}`, "map[max_completion_tokens:1 max_tokens:1 messages:[] stream:false tool_choice:auto tools:[]]")
-	f("/v1/responses", `{"input":"a","max_output_tokens":9,"store":true,"text":{},"tool_choice":{"type":"function"},"stream":true}`, "map[input:a max_output_tokens:1 store:false stream:false tool_choice:auto]")
-	f("/v1/messages", `{"messages":[],"max_tokens":9,"tool_choice":{"type":"any"},"stream":true}`, "map[max_tokens:1 messages:[] stream:false]")
-	f("/inference/v1/generate", `{"token_ids":[1],"sampling_params":{"max_tokens":9,"min_tokens":2,"logprobs":3,"n":1,"temperature":1}}`, "map[sampling_params:map[max_tokens:1 temperature:1] token_ids:[1]]")
+	const output = `"logprobs":5,"top_logprobs":5,"prompt_logprobs":1,"return_token_ids":true,"stop":["x"],"stop_token_ids":[7],"n":1,"best_of":1,"response_format":{"type":"json_object"},"structured_outputs":{"json":{}},"stream":true,"stream_options":{"include_usage":true}`
+	f("/v1/completions", `{"prompt":"a","max_tokens":9,"min_tokens":3,"echo":true,"temperature":0.5,`+output+`}`, "map[ignore_eos:true max_tokens:1 prompt:a stream:false temperature:0.5]")
+	f("/v1/chat/completions", `{"messages":[],"max_completion_tokens":9,"tools":[],"tool_choice":"required",`+output+`}`, "map[ignore_eos:true max_completion_tokens:1 max_tokens:1 messages:[] stream:false tool_choice:auto tools:[]]")
+	f("/v1/responses", `{"input":"a","max_output_tokens":9,"store":true,"text":{},"tool_choice":{"type":"function"},"stream":true}`, "map[ignore_eos:true input:a max_output_tokens:1 store:false stream:false tool_choice:auto]")
+	f("/v1/messages", `{"messages":[],"max_tokens":9,"stop_sequences":["x"],"tool_choice":{"type":"any"},"stream":true}`, "map[max_tokens:1 messages:[] stream:false]")
+	f("/inference/v1/generate", `{"token_ids":[1],"sampling_params":{"max_tokens":9,"min_tokens":2,"logprobs":3,"n":1,"temperature":1}}`, "map[sampling_params:map[ignore_eos:true max_tokens:1 temperature:1] token_ids:[1]]")
+}
+
+// P computes one token and answers whole, in whatever form engines take a number of tokens and a truth; D has the client's own.
+func TestPComputesOneTokenOfLaxNumbers(t *testing.T) {
+	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.Mooncake013} {
+		x := &deployment{t: t}
+		x.stopAll()
+		o := proxy.Options{HealthInterval: 50 * time.Millisecond}
+		x.pair(t, pair{model: "m", dialect: dialect, p: 1, d: 1}, &o, 0)
+		x.start(o)
+		alone := serve(t, "", "", 0)
+		defer alone.stop(t)
+		asked := int64(0)
+		f := func(path, request string) {
+			t.Helper()
+			_, want, _ := hear(t, alone.web.URL+path, request)
+			status, got, err := hear(t, x.url+path, request)
+			asked++
+			if texts, wants := essence(t, path, got), essence(t, path, want); status != 200 || err != nil || texts != wants {
+				t.Errorf("%v %s %s: %d %q %v, want %q", dialect, path, request, status, texts, err, wants)
+			}
+			x.idle()
+			if s := x.p[0].Stats(); s.Generated != asked || s.Finished != asked {
+				t.Fatalf("%v %s %.80s: P has generated %d tokens for %d requests", dialect, path, request, s.Generated, asked)
+			}
+		}
+		for i, n := range []string{"7.0", "7e0", `"7"`, `" 7 "`, `"7.0"`} {
+			words := strings.Repeat(fmt.Sprint("word", i, " "), 40)
+			for _, stream := range []string{"false", "1", `"true"`, "1.0", `"on"`, "0", `"no"`} {
+				f("/v1/completions", fmt.Sprintf(`{"prompt":"%s%s","max_tokens":%s,"stream":%s}`, words, strings.Trim(stream, `"`), n, stream))
+			}
+			f("/v1/completions", fmt.Sprintf(`{"prompt":"min %s","max_tokens":%s,"min_tokens":%s}`, words, n, n))
+			f("/v1/completions", fmt.Sprintf(`{"prompt":"usage %s","max_tokens":%s,"stream":"yes","stream_options":{"include_usage":true}}`, words, n))
+			chat := `"messages":[{"role":"user","content":"` + words + `"}]`
+			f("/v1/chat/completions", fmt.Sprintf(`{%s,"max_completion_tokens":%s,"stream":1}`, chat, n))
+			f("/v1/messages", fmt.Sprintf(`{%s,"max_tokens":%s,"stream":"true"}`, chat, n))
+			f("/v1/responses", fmt.Sprintf(`{"input":%q,"max_output_tokens":%s,"stream":"true"}`, words, n))
+			f("/inference/v1/generate", fmt.Sprintf(`{"token_ids":[%d%s],"sampling_params":{"max_tokens":%s}}`, i, strings.Repeat(",9", 60), n))
+		}
+		if s := x.proxy.Stats(); s.Retries != 0 {
+			t.Errorf("%+v", s)
+		}
+	}
 }
 
 // P's part is JSON wherever in the body the keys are that it does not get: alone, side by side, at the beginning, at the end.

@@ -33,17 +33,27 @@ var ofOutput = []openai.Edit{
 	{Key: "guided_choice"},
 	{Key: "guided_grammar"},
 	{Key: "ec_transfer_params"},
+	{Key: "stop"},
+	{Key: "stop_sequences"},
+	{Key: "stop_token_ids"},
 }
+
+// pastStops are edits by which P's token is no stop token, as far as an API has them: a P that ends by one gives its KV to no D.
+var pastStops = []openai.Edit{{Key: "ignore_eos", Value: yes}}
 
 var (
 	one  = []byte("1")
 	no   = []byte("false")
+	yes  = []byte("true")
 	auto = []byte(`"auto"`)
 )
 
 func (e *exchange) prefillEdits() []openai.Edit {
 	q := e.q
 	edits := ofOutput[:len(ofOutput):len(ofOutput)]
+	if path := e.r.URL.Path; path != "/v1/messages" && path != "/inference/v1/generate" {
+		edits = append(edits, pastStops...)
+	}
 	if string(q.ToolChoice.Of(q.Body)) == `"required"` || q.ToolChoice.Has() && q.Body[q.ToolChoice.From] == '{' {
 		choice := openai.Edit{Key: "tool_choice", Value: auto}
 		if e.r.URL.Path == "/v1/messages" {
@@ -75,6 +85,7 @@ func (e *exchange) prefillEdits() []openai.Edit {
 			return edits
 		}
 		inner := append(ofOutput[:len(ofOutput):len(ofOutput)], openai.Edit{Key: "max_tokens", Value: one}, openai.Edit{Key: "min_tokens"})
+		inner = append(inner, pastStops...)
 		return append(edits, nested("sampling_params", object, inner...)...)
 	}
 	least, _ := q.Int(q.MinTokens)

@@ -209,6 +209,49 @@ func TestRoutes(t *testing.T) {
 	}
 }
 
+// A form reaches a decode engine as it came, byte for byte, where P and D are apart: with and without API keys.
+func TestFormsReachDecodeEngines(t *testing.T) {
+	var form bytes.Buffer
+	w := multipart.NewWriter(&form)
+	_ = w.WriteField("model", "m")
+	_ = w.WriteField("stream", "true")
+	part, _ := w.CreateFormFile("file", "a.wav")
+	_, _ = part.Write([]byte{0, 1, 2, 255})
+	_ = w.Close()
+	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.Mooncake013, proxy.NIXL} {
+		for _, o := range []proxy.Options{{}, {Keys: keyFile(t, keyLine("ada", "s", ""))}, {EngineKey: "k", Policy: proxy.PrefixAware}} {
+			mux := http.NewServeMux()
+			mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+			mux.HandleFunc("/v1/audio/", func(w http.ResponseWriter, r *http.Request) {
+				w.Header().Set("Content-Type", r.Header.Get("Content-Type"))
+				_, _ = io.Copy(w, r.Body)
+			})
+			d := serveMux(t, mux)
+			o.Dialect, o.HealthInterval, o.Decode = dialect, time.Hour, []string{d}
+			o.Prefill = []proxy.Prefill{{URL: mock(t, func(http.ResponseWriter, *http.Request) { t.Error("P is asked") })}}
+			if dialect == proxy.Mooncake {
+				o.Prefill[0].Registry = mockRegistry(t, oneRank)
+			}
+			url, _ := startProxy(t, o)
+			reach(t, url)
+			for _, path := range []string{"/v1/audio/transcriptions", "/v1/audio/translations"} {
+				r, _ := http.NewRequest(http.MethodPost, url+path, bytes.NewReader(form.Bytes()))
+				r.Header.Set("Content-Type", w.FormDataContentType())
+				r.Header.Set("Authorization", "Bearer s")
+				resp, err := http.DefaultClient.Do(r)
+				if err != nil {
+					t.Fatal(err)
+				}
+				got, _ := io.ReadAll(resp.Body)
+				resp.Body.Close()
+				if resp.StatusCode != 200 || !bytes.Equal(got, form.Bytes()) || resp.Header.Get("Content-Type") != w.FormDataContentType() {
+					t.Errorf("%v %s: %d, D has %q", dialect, path, resp.StatusCode, got)
+				}
+			}
+		}
+	}
+}
+
 // Pages of browsers may use the API where the operator allows their origins, and nowhere else.
 func TestCORS(t *testing.T) {
 	e := mock(t, func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, `{}`) })

@@ -12,6 +12,9 @@ import (
 type Answer struct {
 	Params []byte // kv_transfer_params, an object; nil: none
 	Cached int    // usage.prompt_tokens_details.cached_tokens, which engines leave out for 0; -1: there is no usage
+	// Stopped says that the model ended the answer, by a stop token: not its length, and not a text of the request's stop, which an
+	// engine's front looks for behind the scheduler.
+	Stopped bool
 }
 
 // ScanAnswer reads an answer, which must be a JSON object. It keeps no part of it.
@@ -33,7 +36,17 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 		Read    int      `json:"cache_read_input_tokens"` // of Messages
 	}
 	for i := range r.fields {
-		if name, _ := r.Text(r.fields[i].name); name == "usage" {
+		name, _ := r.Text(r.fields[i].name)
+		value := r.fields[i].value
+		switch name {
+		case "choices": // of completions, chat and generate
+			a.Stopped = a.Stopped || stopped(text, value)
+		case "stop_reason": // of Messages
+			a.Stopped = a.Stopped || string(value.Of(text)) == `"end_turn"`
+		case "status": // of Responses
+			a.Stopped = a.Stopped || string(value.Of(text)) == `"completed"`
+		}
+		if name == "usage" {
 			v := r.fields[i].value.Of(text)
 			if v[0] != '{' {
 				continue
@@ -56,6 +69,21 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 	return a, nil
 }
 
+// stopped reports whether the first of an answer's choices ended at a stop token.
+func stopped(text []byte, choices Range) bool {
+	list, ok := elements(text, choices)
+	if !ok || len(list) == 0 {
+		return false
+	}
+	c, err := Scan(list[0].Of(text))
+	if err != nil {
+		return false
+	}
+	_, byText := c.Text(c.field("stop_reason"))
+	reason, _ := c.Text(c.field("finish_reason"))
+	return reason == "stop" && !byText
+}
+
 // cachedKeys are the names of a usage's cached tokens: of OpenAI's APIs and of Anthropic's.
 var cachedKeys = [][]byte{[]byte(`"cached_tokens"`), []byte(`"cache_read_input_tokens"`)}
 
@@ -64,15 +92,67 @@ func HasCached(text []byte) bool {
 	return bytes.Contains(text, cachedKeys[0]) || bytes.Contains(text, cachedKeys[1])
 }
 
-// SetCached returns an answer, or an event of a stream, with another number of cached tokens.
-// A text without such a number is returned as it is.
-//
-// A string of an answer cannot be taken for the key: its quotes have backslashes.
+// SetCached returns an answer, or an event of a stream, with another number of cached tokens in its usage.
+// A text without such a number is returned as it is. The same keys elsewhere, as in what a model gives to a tool, stay.
 func SetCached(text []byte, n int) []byte {
-	for _, key := range cachedKeys {
-		text = setCached(text, key, n)
+	if !HasCached(text) {
+		return text
 	}
-	return text
+	var out []byte
+	at := 0
+	for _, usage := range usages(text) {
+		value := usage.Of(text)
+		for _, key := range cachedKeys {
+			value = setCached(value, key, n)
+		}
+		out = append(append(out, text[at:usage.From]...), value...)
+		at = usage.To
+	}
+	if out == nil {
+		return text
+	}
+	return append(out, text[at:]...)
+}
+
+// usages returns where an answer, or an event of a stream, has its usage: at the top, or in the response or message of an event.
+func usages(text []byte) (all []Range) {
+	if json := bytes.TrimLeft(text, " \t\r\n"); len(json) > 0 && json[0] == '{' {
+		return usagesOf(text, Range{0, len(text)}, nil)
+	}
+	at := 0
+	for line := range bytes.Lines(text) {
+		if bytes.HasPrefix(line, []byte("data:")) {
+			all = usagesOf(text, Range{at + len("data:"), at + len(line)}, all)
+		}
+		at += len(line)
+	}
+	return all
+}
+
+// usagesOf appends the usages of an object, in order.
+func usagesOf(text []byte, object Range, all []Range) []Range {
+	r, err := Scan(object.Of(text))
+	if err != nil {
+		return all
+	}
+	for _, f := range r.fields {
+		name, _ := r.Text(f.name)
+		value := Range{object.From + f.value.From, object.From + f.value.To}
+		switch {
+		case text[value.From] != '{':
+		case name == "usage":
+			all = append(all, value)
+		case name == "response", name == "message":
+			inner, err := Scan(value.Of(text))
+			if err != nil {
+				continue
+			}
+			if at := inner.field("usage"); at.Has() && text[value.From+at.From] == '{' {
+				all = append(all, Range{value.From + at.From, value.From + at.To})
+			}
+		}
+	}
+	return all
 }
 
 func setCached(text, cachedKey []byte, n int) []byte {

@@ -28,7 +28,8 @@ func TestScanAnswer(t *testing.T) {
 	}
 }
 
-// The number changes where it is told, and nothing else does: not in texts that look like it.
+// The number changes in the usage of an answer or event, and nothing else does: not in texts that look like it, and not in what a model
+// gives to a tool.
 func TestSetCached(t *testing.T) {
 	f := func(text, want string) {
 		t.Helper()
@@ -36,10 +37,18 @@ func TestSetCached(t *testing.T) {
 			t.Errorf("%s\n got %s\nwant %s", text, got, want)
 		}
 	}
-	f(`{"a":{"cached_tokens":7}}`, `{"a":{"cached_tokens":42}}`)
-	f("data: {\"cached_tokens\" : 700 ,\"b\":1}\n\n", "data: {\"cached_tokens\" : 42 ,\"b\":1}\n\n")
-	f(`{"cached_tokens":1,"x":{"cached_tokens":2}}`, `{"cached_tokens":42,"x":{"cached_tokens":42}}`)
-	for _, same := range []string{`{}`, `{"cached_tokens":null}`, `{"cached_tokens":`, `["cached_tokens",3]`, `{"t":"\"cached_tokens\":5"}`, `{"t":"cached_tokens"}`, ""} {
+	f(`{"usage":{"a":{"cached_tokens":7}}}`, `{"usage":{"a":{"cached_tokens":42}}}`)
+	f("data: {\"usage\" : {\"cached_tokens\" : 700 ,\"b\":1}}\n\n", "data: {\"usage\" : {\"cached_tokens\" : 42 ,\"b\":1}}\n\n")
+	f(`{"usage":{"cached_tokens":1,"x":{"cached_tokens":2}}}`, `{"usage":{"cached_tokens":42,"x":{"cached_tokens":42}}}`)
+	f("event: message_start\r\ndata:{\"message\":{\"content\":[{\"cached_tokens\":1}],\"usage\":{\"cache_read_input_tokens\":3}}}\r\n\r\n",
+		"event: message_start\r\ndata:{\"message\":{\"content\":[{\"cached_tokens\":1}],\"usage\":{\"cache_read_input_tokens\":42}}}\r\n\r\n")
+	f(` {"response":{"usage":{"input_tokens_details":{"cached_tokens":5}},"tools":[{"cached_tokens":6}]},"usage":{"cached_tokens":7}}`,
+		` {"response":{"usage":{"input_tokens_details":{"cached_tokens":42}},"tools":[{"cached_tokens":6}]},"usage":{"cached_tokens":42}}`)
+	for _, same := range []string{
+		`{}`, `{"usage":{"cached_tokens":null}}`, `{"usage":{"cached_tokens":`, `["cached_tokens",3]`, `{"t":"\"cached_tokens\":5"}`, `{"t":"cached_tokens"}`, "",
+		`{"usage":{"t":"\"cached_tokens\":5"}}`, `{"usage":7,"cached_tokens":5}`, `{"content":[{"type":"tool_use","input":{"cached_tokens":7,"usage":{"cached_tokens":7}}}]}`,
+		"event: content_block_start\ndata: {\"content_block\":{\"input\":{\"cached_tokens\":7}}}\n\n", "data: {\"usage\":{\"cached_tokens\":7}\n\n",
+	} {
 		f(same, same)
 	}
 }
@@ -57,4 +66,30 @@ func FuzzSetCached(f *testing.F) {
 			t.Fatalf("%q: %v", b, err)
 		}
 	})
+}
+
+// A P that ended at a stop token is told from one that ended at its length, or whose front found a text of stop.
+func TestStopped(t *testing.T) {
+	f := func(text string, want bool) {
+		t.Helper()
+		a, err := openai.ScanAnswer([]byte(text))
+		if err != nil || a.Stopped != want {
+			t.Errorf("%s: %v, %v", text, a.Stopped, err)
+		}
+	}
+	f(`{"choices":[{"finish_reason":"stop"}]}`, true)
+	f(`{"choices":[{"index":0,"finish_reason":"stop","stop_reason":null}]}`, true)
+	f(`{"choices":[{"finish_reason":"stop","stop_reason":128001}]}`, true)
+	f(`{"choices":[{"finish_reason":"stop","stop_reason":"END"}]}`, false)
+	f(`{"choices":[{"finish_reason":"length"}]}`, false)
+	f(`{"choices":[{"finish_reason":null}]}`, false)
+	f(`{"choices":[{"text":"\"finish_reason\":\"stop\""}]}`, false)
+	for _, none := range []string{`[]`, `{}`, `7`, `null`, `[7]`} {
+		f(`{"choices":`+none+`}`, false)
+	}
+	f(`{"type":"message","stop_reason":"end_turn"}`, true)
+	f(`{"type":"message","stop_reason":"max_tokens"}`, false)
+	f(`{"type":"message","stop_reason":"stop_sequence"}`, false)
+	f(`{"object":"response","status":"completed"}`, true)
+	f(`{"object":"response","status":"incomplete"}`, false)
 }

@@ -11,7 +11,9 @@ import (
 	"bytes"
 	"encoding/binary"
 	"fmt"
+	"math"
 	"strconv"
+	"strings"
 	"unicode/utf8"
 )
 
@@ -457,10 +459,29 @@ func (r *Request) Text(at Range) (s string, ok bool) {
 	return s, err == nil
 }
 
-// Int returns the whole number at a range; ok is false for another value, or none.
+// Int returns the whole number at a range as engines take it; ok is false for another value, or none. vLLM's models are Pydantic's in
+// lax mode, which also takes 3.0, 3e0, "3", " +3.0 " and true.
 func (r *Request) Int(at Range) (n int, ok bool) {
-	n, err := strconv.Atoi(string(at.Of(r.Body)))
-	return n, err == nil
+	number := string(at.Of(r.Body))
+	text, isText := r.Text(at)
+	switch {
+	case number == "true" || number == "false":
+		return map[string]int{"true": 1}[number], true
+	case isText:
+		number = strings.ReplaceAll(strings.TrimSpace(text), "_", "") // between digits they mean nothing
+		if strings.ContainsAny(number, "eExXnNpP") {
+			return 0, false
+		}
+	}
+	n, err := strconv.Atoi(number)
+	if err == nil {
+		return n, true
+	}
+	f, err := strconv.ParseFloat(number, 64)
+	if err != nil || f != math.Trunc(f) || math.Abs(f) >= 1<<53 {
+		return 0, false
+	}
+	return int(f), true
 }
 
 // Countable reports whether a limit is a number above 0, null or none: what an engine takes for a number of tokens.
@@ -469,12 +490,18 @@ func (r *Request) Countable(at Range) bool {
 	return ok && n > 0 || !at.Has() || string(at.Of(r.Body)) == "null"
 }
 
-// Bool returns the truth at a range; ok is false for another value, or none.
+// Bool returns the truth at a range as engines take it; ok is false for another value, or none. Pydantic's lax mode also takes 1, 1.0
+// and words such as "true", "on" and "Yes".
 func (r *Request) Bool(at Range) (v, ok bool) {
-	switch string(at.Of(r.Body)) {
-	case "true":
+	text, isText := r.Text(at)
+	if !isText {
+		n, ok := r.Int(at)
+		return n == 1, ok && (n == 0 || n == 1)
+	}
+	switch strings.ToLower(text) {
+	case "true", "1", "on", "yes", "t", "y":
 		return true, true
-	case "false":
+	case "false", "0", "off", "no", "f", "n":
 		return false, true
 	}
 	return false, false

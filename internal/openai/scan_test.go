@@ -59,6 +59,38 @@ func TestScan(t *testing.T) {
 	}
 }
 
+// Numbers and truths are taken as Pydantic's lax mode takes them, which engines use.
+func TestNumbersAndTruths(t *testing.T) {
+	f := func(value string, wantN int, isInt, wantV, isBool bool) {
+		t.Helper()
+		r := scan(t, `{"max_tokens":`+value+`,"stream":`+value+`}`)
+		n, ok := r.Int(r.MaxTokens)
+		v, truth := r.Bool(r.Stream)
+		if ok != isInt || n != wantN || truth != isBool || v != wantV {
+			t.Errorf("%s: %d %v, %v %v", value, n, ok, v, truth)
+		}
+	}
+	f("5", 5, true, false, false)
+	f("5.0", 5, true, false, false)
+	f("5e0", 5, true, false, false)
+	f("50e-1", 5, true, false, false)
+	f(`"5"`, 5, true, false, false)
+	f(`" +5.0 "`, 5, true, false, false)
+	f(`"\u0035"`, 5, true, false, false)
+	f(`"5_0"`, 50, true, false, false)
+	f("-0", 0, true, false, true)
+	f("-0.0", 0, true, false, true)
+	f("1.0", 1, true, true, true)
+	f("true", 1, true, true, true)
+	f("false", 0, true, false, true)
+	f(`"TRUE"`, 0, false, true, true)
+	f(`"Yes"`, 0, false, true, true)
+	f(`"off"`, 0, false, false, true)
+	for _, none := range []string{"5.5", `"5e0"`, `"0x5"`, `"x"`, `""`, "null", "[]", "1e30", `"Infinity"`, `"nan"`, "99999999999999999999", `" true"`} {
+		f(none, 0, false, false, false)
+	}
+}
+
 // Each text that is no JSON object is refused, where it goes wrong.
 func TestScanRefuses(t *testing.T) {
 	f := func(body string, offset int) {

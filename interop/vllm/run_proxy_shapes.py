@@ -154,6 +154,14 @@ def refused(block):
     yield "rank_out_of_range", "/v1/completions", {**ids, "max_tokens": 4}, {"X-Data-Parallel-Rank": "7"}
 
 
+def first_token(base, ids):
+    """The first token of a greedy answer, and a request that it ends."""
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    status, got = send(base, "/v1/completions", body)
+    token = got["choices"][0]["token_ids"][0] if status == 200 else None
+    return {**body, "stop_token_ids": [token]}
+
+
 def in_use(base):
     """The part of P's KV cache that requests hold."""
     m = C.metrics(base, want=("kv_cache_usage",))
@@ -294,6 +302,19 @@ def main():
                 step["pass"] = status == want_status and status in served and step["differs"] is None and step["P_in_use"] == 0
                 ok = ok and step["pass"]
                 print(label, step, file=sys.stderr, flush=True)
+        if not a.only:  # P's token must not be that one: P would keep no KV, and D wait for it
+            asked = first_token(db, C.prompt_ids(5 * a.block_size, 41))
+            for base in (pb, db):
+                C.reset_prefix_cache(base)
+            t0, before = time.time(), C.metrics(db)
+            status, got = send(a.proxy, "/v1/completions", asked)
+            step = report["steps"]["first_token_stops"] = {"status": status, "seconds": round(time.time() - t0, 2)}
+            step["D_external_hit_tokens"] = C.delta(before, C.metrics(db)).get("vllm:external_prefix_cache_hits_total", 0)
+            step["reason"] = got["choices"][0]["finish_reason"] if status == 200 else str(got)[:200]
+            step["pass"] = step["reason"] == "stop" and step["seconds"] < 10
+            step.update(freed())
+            ok = ok and step["pass"] and step["P_in_use"] == 0
+            print("first_token_stops", step, file=sys.stderr, flush=True)
         for name, path, body, *headers in refused(a.block_size):
             if a.only and name not in a.only.split(","):
                 continue

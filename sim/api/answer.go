@@ -44,6 +44,14 @@ type sequence struct {
 	before, behind []byte
 }
 
+// stopReason is the stop token that ended the sequence; nil: none did.
+func (q *sequence) stopReason() any {
+	if q.end == nil || q.end.Reason != "stop" || len(q.tokens) == 0 {
+		return nil
+	}
+	return q.tokens[len(q.tokens)-1]
+}
+
 type choice struct {
 	Index        int      `json:"index"`
 	Text         *string  `json:"text,omitempty"`
@@ -188,7 +196,7 @@ func (n *answer) whole() {
 	r := n.response(object)
 	for _, q := range n.seqs {
 		text := tokenText(q.tokens)
-		c := choice{Index: q.index, FinishReason: &q.end.Reason, Logprobs: n.body.probs(q, q.tokens, n.chat), PromptProbs: n.body.promptProbs(q)}
+		c := choice{Index: q.index, FinishReason: &q.end.Reason, StopReason: q.stopReason(), Logprobs: n.body.probs(q, q.tokens, n.chat), PromptProbs: n.body.promptProbs(q)}
 		switch {
 		case n.chat && n.body.calls():
 			c.Message = &said{Role: "assistant", Calls: n.body.call(q.index, text)}
@@ -260,7 +268,7 @@ func (n *answer) event(q *sequence, more []uint32, end *engine.End) bool {
 		}
 	}
 	if end != nil && end.Err == nil {
-		c.FinishReason = &end.Reason
+		c.FinishReason, c.StopReason = &end.Reason, q.stopReason()
 	}
 	r := n.response(n.object())
 	r.Choices = []choice{c}

@@ -233,7 +233,7 @@ func (a *API) batch(w http.ResponseWriter, r *http.Request) {
 	if bad == nil {
 		bad = a.known(b.Model)
 	}
-	if bad == nil && (b.Stream || b.answers() != 1) {
+	if bad == nil && (bool(b.Stream) || b.answers() != 1) {
 		bad = badRequest("stream", "a batch is neither streamed nor has n above 1")
 	}
 	if bad == nil {
@@ -318,7 +318,7 @@ func (a *API) begin(ctx context.Context, r *http.Request, b *body, prompts [][]u
 			var err error
 			q.stream, err = a.e.Submit(ctx, engine.Request{
 				ID: a.own(shown, chat, i, k, b.answers()), Tokens: tokens, MaxTokens: limits[i], Priority: b.Priority, Salt: a.adapters.salt(b.Model, b.Salt),
-				SkipCache: b.SkipCache, Params: params,
+				SkipCache: b.SkipCache, Params: params, Stop: b.StopIDs,
 			})
 			if err != nil {
 				return nil, failure(err)

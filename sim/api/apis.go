@@ -156,7 +156,7 @@ type responsesBody struct {
 	body
 	Input        json.RawMessage `json:"input"`
 	Instructions string          `json:"instructions"`
-	MaxOutput    *int            `json:"max_output_tokens"`
+	MaxOutput    laxInt          `json:"max_output_tokens"`
 	Previous     string          `json:"previous_response_id"`
 	Store        *bool           `json:"store"`
 	Tools        json.RawMessage `json:"tools"` // of another shape
@@ -169,7 +169,7 @@ func (a *API) respond(w http.ResponseWriter, r *http.Request) {
 		if err := json.Unmarshal(text, &b); err != nil {
 			bad = badRequest("", "%v", err)
 		} else if bad = a.known(b.Model); bad == nil {
-			b.MaxTokens, b.MaxNew = b.MaxOutput, nil
+			b.MaxTokens, b.MaxNew = b.MaxOutput, laxInt{}
 		}
 	}
 	var conversation []message
@@ -224,8 +224,11 @@ func (a *API) respond(w http.ResponseWriter, r *http.Request) {
 	}
 	a.one(w, r, &b.body, tokenize(chatText(conversation)), shown, fail, s, delta, func(q *sequence) {
 		said := tokenText(q.tokens)
-		answer := object("incomplete") // there is no stop token
-		answer["incomplete_details"] = map[string]any{"reason": "max_output_tokens"}
+		answer := object("completed")
+		if q.end.Reason != "stop" {
+			answer = object("incomplete")
+			answer["incomplete_details"] = map[string]any{"reason": "max_output_tokens"}
+		}
 		answer["output"] = []any{item(said, "completed")}
 		answer["usage"] = map[string]any{
 			"input_tokens": len(q.prompt), "input_tokens_details": map[string]any{"cached_tokens": q.end.Cached}, "output_tokens": len(q.tokens),
@@ -298,13 +301,13 @@ func (a *API) readMessages(w http.ResponseWriter, r *http.Request, count bool) (
 	case bad != nil:
 	case len(b.Messages) == 0:
 		bad = badRequest("messages", "messages is missing")
-	case !count && b.MaxTokens == nil:
+	case !count && !b.MaxTokens.set:
 		bad = badRequest("max_tokens", "max_tokens is missing")
 	}
 	if bad != nil {
 		return b, nil, bad
 	}
-	b.MaxNew = nil
+	b.MaxNew = laxInt{}
 	return b, tokenize(chatText(list)), nil
 }
 
@@ -348,14 +351,18 @@ func (a *API) message(w http.ResponseWriter, r *http.Request) {
 	}
 	a.one(w, r, &b.body, prompt, shown, fail, s, delta, func(q *sequence) {
 		usage := map[string]any{"input_tokens": len(q.prompt), "output_tokens": len(q.tokens), "cache_read_input_tokens": q.end.Cached}
+		reason := "max_tokens"
+		if q.end.Reason == "stop" {
+			reason = "end_turn"
+		}
 		if s == nil {
 			answer["content"] = []any{map[string]any{"type": "text", "text": tokenText(q.tokens)}}
-			answer["stop_reason"], answer["usage"], answer["kv_transfer_params"] = "max_tokens", usage, q.end.Params
+			answer["stop_reason"], answer["usage"], answer["kv_transfer_params"] = reason, usage, q.end.Params
 			reply(w, 200, answer)
 			return
 		}
 		s.event("content_block_stop", map[string]any{"index": 0})
-		s.event("message_delta", map[string]any{"delta": map[string]any{"stop_reason": "max_tokens", "stop_sequence": nil}, "usage": usage})
+		s.event("message_delta", map[string]any{"delta": map[string]any{"stop_reason": reason, "stop_sequence": nil}, "usage": usage})
 		s.event("message_stop", map[string]any{})
 	})
 }
@@ -373,8 +380,9 @@ type generateBody struct {
 	body
 	TokenIDs []uint32 `json:"token_ids"`
 	Sampling struct {
-		MaxTokens *int   `json:"max_tokens"`
-		N         laxInt `json:"n"`
+		MaxTokens laxInt   `json:"max_tokens"`
+		StopIDs   []uint32 `json:"stop_token_ids"`
+		N         laxInt   `json:"n"`
 	} `json:"sampling_params"`
 }
 
@@ -386,14 +394,15 @@ func (a *API) generate(w http.ResponseWriter, r *http.Request) {
 		if err := json.Unmarshal(text, &b); err != nil {
 			bad = badRequest("", "%v", err)
 		} else if bad = a.known(b.Model); bad == nil {
-			b.MaxTokens, b.MaxNew, b.N = b.Sampling.MaxTokens, nil, b.Sampling.N
+			b.MaxTokens, b.MaxNew, b.N = b.Sampling.MaxTokens, laxInt{}, b.Sampling.N
+			b.StopIDs = b.Sampling.StopIDs
 			bad = b.check(true)
 		}
 	}
 	if bad == nil && len(b.TokenIDs) == 0 {
 		bad = badRequest("token_ids", "token_ids is missing")
 	}
-	if bad == nil && (b.answers() != 1 || b.Stream) {
+	if bad == nil && (b.answers() != 1 || bool(b.Stream)) {
 		bad = badRequest("sampling_params", "n must be 1, and stream false")
 	}
 	shown := ""

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -65,12 +66,26 @@ func TestNumbersAtTheEndsOfTheirTypes(t *testing.T) {
 	e, url := serve(t, engine.Options{})
 	for _, path := range []string{"/v1/completions", "/v1/chat/completions"} {
 		for _, field := range []string{"max_tokens", "max_completion_tokens"} {
-			for _, n := range []string{"9223372036854775807", "9223372036854775806", "9223372036854775808", "1e30", "-9223372036854775808", "0", "1.5", "true", `"4"`} {
+			for _, n := range []string{"9223372036854775807", "9223372036854775806", "9223372036854775808", "1e30", "-9223372036854775808", "0", "1.5", "false", `"0"`, `"1.5"`, `"4e0"`, `"x"`, "[]"} {
 				body := fmt.Sprintf(`{"prompt":"a b c","messages":[{"role":"user","content":"a"}],%q:%s}`, field, n)
 				if status, text := post(t, url+path, body); status != 400 {
 					t.Errorf("%s %s %s: %d %.150s", path, field, n, status, text)
 				}
 			}
+		}
+	}
+	for _, n := range []string{"4.0", "4e0", `"4"`, `" +4 "`, `"4.0"`} { // as vLLM 0.32 takes them
+		for _, stream := range []string{"true", "1", "1.0", `"true"`, `"Yes"`, `"on"`, "false", "0", `"off"`, "null"} {
+			status, text := post(t, url+"/v1/completions", fmt.Sprintf(`{"prompt":"a b c","max_tokens":%s,"stream":%s}`, n, stream))
+			streams := slices.Contains([]string{"true", "1", "1.0", "Yes", "on"}, strings.Trim(stream, `"`))
+			if status != 200 || strings.HasPrefix(string(text), "data: ") != streams {
+				t.Errorf("max_tokens %s, stream %s: %d %.150s", n, stream, status, text)
+			}
+		}
+	}
+	for _, stream := range []string{"2", `"x"`, `" true"`, "[]", "1.5"} {
+		if status, text := post(t, url+"/v1/completions", fmt.Sprintf(`{"prompt":"a b c","stream":%s}`, stream)); status != 400 {
+			t.Errorf("stream %s: %d %.150s", stream, status, text)
 		}
 	}
 	for _, prompt := range []string{"[null]", "[[1,null]]", "[[null]]", "[1,null,2]", "[-1]", "[4294967296]", "[1.5]", "[true]", "[[[1]]]", "{}", "null", "true", "1"} {

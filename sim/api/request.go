@@ -28,10 +28,10 @@ func badRequest(param, format string, args ...any) *apiError {
 // body is what the two completion requests have in common. Fields that only shape sampling
 // are taken and mean nothing here: there is no model.
 type body struct {
-	Model       string `json:"model"`
-	MaxTokens   *int   `json:"max_tokens"`
-	MaxNew      *int   `json:"max_completion_tokens"`
-	Stream      bool   `json:"stream"`
+	Model       string  `json:"model"`
+	MaxTokens   laxInt  `json:"max_tokens"`
+	MaxNew      laxInt  `json:"max_completion_tokens"`
+	Stream      laxBool `json:"stream"`
 	StreamUsage struct {
 		IncludeUsage bool `json:"include_usage"`
 		Continuous   bool `json:"continuous_usage_stats"`
@@ -39,7 +39,8 @@ type body struct {
 	N              laxInt          `json:"n"`
 	Temperature    *float64        `json:"temperature"`
 	Beam           bool            `json:"use_beam_search"`
-	MinTokens      int             `json:"min_tokens"`
+	MinTokens      laxInt          `json:"min_tokens"`
+	StopIDs        []uint32        `json:"stop_token_ids"`
 	Echo           bool            `json:"echo"`
 	Suffix         *string         `json:"suffix"`
 	Logprobs       json.RawMessage `json:"logprobs"` // a number of completions, a truth of chat
@@ -115,16 +116,16 @@ func checkMessages(messages []message) *apiError {
 // limit returns how many tokens are to be generated.
 func (b *body) limit(usual int) (int, *apiError) {
 	n := usual
-	for _, v := range []*int{b.MaxTokens, b.MaxNew} {
-		if v != nil {
-			n = *v
+	for _, v := range []laxInt{b.MaxTokens, b.MaxNew} {
+		if v.set {
+			n = v.n
 		}
 	}
 	if n < 1 {
 		return 0, badRequest("max_tokens", "max_tokens must be at least 1, got %d.", n)
 	}
-	if b.MinTokens > n {
-		return 0, badRequest("min_tokens", "min_tokens must be less than or equal to max_tokens=%d, got %d.", n, b.MinTokens)
+	if b.MinTokens.n > n {
+		return 0, badRequest("min_tokens", "min_tokens must be less than or equal to max_tokens=%d, got %d.", n, b.MinTokens.n)
 	}
 	return n, nil
 }

@@ -7,14 +7,36 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+	"reflect"
 	"slices"
 	"strconv"
+	"strings"
 )
 
-// laxInt is a whole number as Pydantic takes it: also 3.0 and "3".
+// laxInt is a whole number as Pydantic takes it: also 3.0, "3" and true.
 type laxInt struct {
 	set bool
 	n   int
+}
+
+// laxBool is a truth as Pydantic takes it: also 1, "true" and "on".
+type laxBool bool
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (v *laxBool) UnmarshalJSON(text []byte) error {
+	switch strings.ToLower(string(bytes.Trim(text, `"`))) {
+	case "true", "1", "on", "yes", "t", "y":
+		*v = true
+	case "false", "0", "off", "no", "f", "n", "null":
+		*v = false
+	default:
+		n, err := strconv.ParseFloat(string(text), 64)
+		if err != nil || n != 0 && n != 1 {
+			return &json.UnmarshalTypeError{Value: fmt.Sprintf("%.64s: it is neither true nor false", text), Type: reflect.TypeFor[bool]()}
+		}
+		*v = n == 1
+	}
+	return nil
 }
 
 // UnmarshalJSON implements json.Unmarshaler.
@@ -22,13 +44,19 @@ func (v *laxInt) UnmarshalJSON(text []byte) error {
 	if string(text) == "null" {
 		return nil
 	}
-	number := string(bytes.Trim(text, `"`))
+	number := strings.TrimSpace(string(bytes.Trim(text, `"`)))
+	switch string(text) {
+	case "true":
+		number = "1"
+	case "false":
+		number = "0"
+	}
 	n, err := strconv.Atoi(number)
-	if f, ferr := strconv.ParseFloat(number, 64); err != nil && ferr == nil && f == math.Trunc(f) && math.Abs(f) < 1<<53 && text[0] != '"' {
+	if f, ferr := strconv.ParseFloat(number, 64); err != nil && ferr == nil && f == math.Trunc(f) && math.Abs(f) < 1<<53 && (text[0] != '"' || !strings.ContainsAny(number, "eExX")) {
 		n, err = int(f), nil
 	}
 	if err != nil {
-		return fmt.Errorf("%.64s is no whole number", text)
+		return &json.UnmarshalTypeError{Value: fmt.Sprintf("%.64s: it is no whole number", text), Type: reflect.TypeFor[int]()}
 	}
 	*v = laxInt{true, n}
 	return nil
@@ -86,7 +114,7 @@ func (b *body) check(chat bool) *apiError {
 	switch {
 	case b.Suffix != nil && *b.Suffix != "" && !chat:
 		return badRequest("suffix", "suffix is not currently supported")
-	case !b.Stream && (b.StreamUsage.IncludeUsage || b.StreamUsage.Continuous):
+	case !bool(b.Stream) && (b.StreamUsage.IncludeUsage || b.StreamUsage.Continuous):
 		return badRequest("stream_options", "Stream options can only be defined when `stream=True`.")
 	case chat && len(b.Tools) == 0 && len(b.ToolChoice) > 0 && !slices.Contains([]string{"null", `"none"`, `"auto"`}, string(b.ToolChoice)):
 		return badRequest("tool_choice", "When using `tool_choice`, `tools` must be set.")
@@ -116,7 +144,7 @@ func (b *body) checkProbs(chat bool) *apiError {
 		}
 	}
 	switch {
-	case b.Stream && b.PromptLogprobs != nil && (*b.PromptLogprobs > 0 || *b.PromptLogprobs == -1):
+	case bool(b.Stream) && b.PromptLogprobs != nil && (*b.PromptLogprobs > 0 || *b.PromptLogprobs == -1):
 		return badRequest("prompt_logprobs", "`prompt_logprobs` are not available when `stream=True`.")
 	case b.PromptLogprobs != nil && *b.PromptLogprobs < -1:
 		return badRequest("prompt_logprobs", "`prompt_logprobs` must be a positive value or -1.")
@@ -151,7 +179,7 @@ func (b *body) probs(q *sequence, tokens []uint32, chat bool) any {
 		}
 		return map[string]any{"content": content}
 	}
-	if b.Echo && (!b.Stream || tokens == nil) {
+	if b.Echo && (!bool(b.Stream) || tokens == nil) {
 		tokens = slices.Concat(q.prompt, tokens)
 	}
 	texts, values, at, offsets := []string{}, []float64{}, 0, []int{}

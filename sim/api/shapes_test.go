@@ -19,6 +19,19 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
+// A stop token ends an answer, and is its reason; a P whose token is one keeps no KV.
+func TestStopTokens(t *testing.T) {
+	_, url := serve(t, engine.Options{})
+	_, text := post(t, url+"/v1/completions", `{"prompt":"a b c","max_tokens":6,"return_token_ids":true}`)
+	ids := parse(t, text).Choices[0].TokenIDs
+	for i, id := range ids {
+		_, text := post(t, url+"/v1/completions", fmt.Sprintf(`{"prompt":"a b c","max_tokens":6,"return_token_ids":true,"stop_token_ids":[%d]}`, id))
+		if c := parse(t, text).Choices[0]; !slices.Equal(c.TokenIDs, ids[:i+1]) || !strings.Contains(string(text), fmt.Sprintf(`"finish_reason":"stop","stop_reason":%d`, id)) {
+			t.Errorf("%d: %s", i, text)
+		}
+	}
+}
+
 // A list of prompts has the answers of its prompts, whole and streamed, n of each, and their summed usage.
 func TestListsOfPrompts(t *testing.T) {
 	_, url := serve(t, engine.Options{})

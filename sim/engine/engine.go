@@ -79,8 +79,9 @@ type Request struct {
 	Tokens    []uint32
 	MaxTokens int
 	Priority  int
-	Salt      string // cache_salt
-	SkipCache bool   // does not read the prefix cache
+	Salt      string   // cache_salt
+	SkipCache bool     // does not read the prefix cache
+	Stop      []uint32 // tokens that end it
 	Params    *wire.KVTransferParams
 }
 

@@ -5,6 +5,7 @@ package engine
 import (
 	"context"
 	"encoding/binary"
+	"slices"
 	"sync"
 	"time"
 
@@ -47,6 +48,9 @@ func newRequest(e *Engine, r Request) *request {
 		q.salt = xxh3.HashString(r.Salt)
 	}
 	q.s = sched.Request{ID: r.ID, Prompt: len(r.Tokens), MaxTokens: r.MaxTokens, Priority: r.Priority, SkipCache: r.SkipCache, Hash: q.hash, Data: q}
+	if len(r.Stop) > 0 {
+		q.s.Stops = func() bool { return slices.Contains(r.Stop, q.next()) }
+	}
 	q.stream.wake = make(chan struct{}, 1)
 	return q
 }
@@ -94,7 +98,7 @@ func (q *request) notComputed() int { return min(q.cached+q.external, len(q.r.To
 
 // End is how a request ended.
 type End struct {
-	Reason string // length, abort or error
+	Reason string // length, stop, abort or error
 	Err    error  // of error, or ErrClosed
 	// Params are the kv_transfer_params of the response; nil for none.
 	Params *wire.KVTransferParams

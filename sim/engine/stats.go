@@ -14,7 +14,7 @@ import (
 type counters struct {
 	steps, promptTokens, generated    atomic.Int64
 	queries, hits, asked, preemptions atomic.Int64
-	finished                          [3]atomic.Int64 // by sched.Reason
+	finished                          [4]atomic.Int64 // by sched.Reason
 	cachedTokens, externalTokens      atomic.Int64
 	wrong, failedLoads                atomic.Int64
 
@@ -62,7 +62,7 @@ type Stats struct {
 	CachedTokens int64 // of them not computed
 	LoadedTokens int64 // of those, from other engines or a cache server
 	Generated    int64
-	Finished     int64 // requests that ended at their length
+	Finished     int64 // requests that ended at their length, or a stop token
 	Aborted      int64
 	Failed       int64
 	FailedLoads  int64 // requests that ended because their KV did not come
@@ -86,7 +86,7 @@ func (e *Engine) Stats() Stats {
 	s.Steps, s.PromptTokens, s.Generated = n.steps.Load(), n.promptTokens.Load(), n.generated.Load()
 	s.Queries, s.Hits, s.ExternalQueries, s.Preemptions = n.queries.Load(), n.hits.Load(), n.asked.Load(), n.preemptions.Load()
 	s.CachedTokens, s.LoadedTokens = n.cachedTokens.Load(), n.externalTokens.Load()
-	s.Finished, s.Aborted, s.Failed = n.finished[sched.Length].Load(), n.finished[sched.Abort].Load(), n.finished[sched.Error].Load()
+	s.Finished, s.Aborted, s.Failed = n.finished[sched.Length].Load()+n.finished[sched.Stop].Load(), n.finished[sched.Abort].Load(), n.finished[sched.Error].Load()
 	s.FailedLoads, s.WrongBytes = n.failedLoads.Load(), n.wrong.Load()
 	s.Queue, s.Prefill, s.Decode, s.Load = n.queue.Counts(), n.prefill.Counts(), n.decode.Counts(), n.load.Counts()
 	return s

@@ -116,6 +116,11 @@ func (s *Scheduler) output(row *Row, out *Result) {
 	if s.c.Async && r.status == Running {
 		s.commit(r, r.done-r.placeholders)
 	}
+	if r.Stops != nil && r.Stops() { // before the length, as vLLM's check_stop
+		s.end(r, Stop)
+		out.Ended = append(out.Ended, End{r, Stop})
+		return
+	}
 	if r.tokens >= s.c.MaxModel || r.tokens-r.Prompt >= r.MaxTokens {
 		s.end(r, Length)
 		out.Ended = append(out.Ended, End{r, Length})

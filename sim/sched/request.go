@@ -24,9 +24,10 @@ const (
 	Length Reason = iota // max_tokens, or the longest that the model takes
 	Abort
 	Error // its KV could not be loaded
+	Stop  // a stop token
 )
 
-func (r Reason) String() string { return [...]string{"length", "abort", "error"}[r] }
+func (r Reason) String() string { return [...]string{"length", "abort", "error", "stop"}[r] }
 
 // Request is one request. The caller sets the first fields; they stay as they are.
 type Request struct {
@@ -36,6 +37,8 @@ type Request struct {
 	Priority  int // smaller is first, under Config.Priority
 	// SkipCache keeps it from reading the prefix cache; it is written all the same.
 	SkipCache bool
+	// Stops reports whether the token that has just come ends the request; nil: none does.
+	Stops func() bool
 	// Hash names block i of prompt and outputs. Outputs are asked for once they are known.
 	Hash func(i int) Hash
 	// Data is the caller's.
