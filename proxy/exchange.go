@@ -47,6 +47,7 @@ type exchange struct {
 	refused  bool               // the engine that answers has answered otherwise than 200, in this attempt
 	split    bool               // P has its part in this attempt
 	fields   []byte             // of all legs
+	secrets  []byte             // of fields, those with credentials
 	saltText string             // of the prompt's KV
 	prompt   *prefix.RelayedKey // nil: no relay is there
 
@@ -145,6 +146,7 @@ var errLate = errors.New("no answer in time")
 // serve tries the request until a first byte comes, and passes the answer on.
 func (e *exchange) serve() (outcome string) {
 	fields := e.engineFields()
+	e.secrets = onlyCredentials(fields)
 	e.p.budget.request(e.start)
 	e.beginKeepAlive()
 	defer e.front.seal()

@@ -82,6 +82,16 @@ func (e *exchange) legFields(b *backend, who rank) []byte {
 	return e.rankFields(fields, b, who)
 }
 
+// onlyCredentials returns the clients' secrets of fields; nil: there are none.
+func onlyCredentials(fields []byte) (out []byte) {
+	for line := range bytes.Lines(fields) {
+		if name, _, _ := bytes.Cut(line, []byte(":")); credentials[string(name)] {
+			out = append(out, line...)
+		}
+	}
+	return out
+}
+
 // withoutCredentials returns fields without the clients' secrets.
 func withoutCredentials(fields []byte) []byte {
 	out := make([]byte, 0, len(fields))

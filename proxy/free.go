@@ -24,6 +24,7 @@ type freeing struct {
 	path, id string
 	model    string
 	body     []byte
+	secrets  []byte // the client's credentials, which D may want; as lines of a head
 }
 
 // frees are the transfers that wait to be freed.
@@ -91,7 +92,7 @@ func (e *exchange) abandon(done <-chan struct{}, abort func(), computed func() b
 //
 // The model is P's base model where P lists one: D may have refused an adapter.
 func (e *exchange) freeing(p *backend, params []byte) freeing {
-	f := freeing{path: "/v1/completions", id: e.sentID, model: e.want.model}
+	f := freeing{path: "/v1/completions", id: e.sentID, model: e.want.model, secrets: e.secrets}
 	if list := p.models.Load(); list != nil {
 		if i := slices.IndexFunc(*list, func(m model) bool { return m.base != "" }); i >= 0 && e.p.fleet.hasDecode((*list)[i].id) {
 			f.model = (*list)[i].id
@@ -205,8 +206,11 @@ func (p *Proxy) take(ctx context.Context, b *backend, f freeing) error {
 	}
 	r := http1.Request{Method: http.MethodPost, Target: f.path, Body: [][]byte{f.body}, Whole: true}
 	r.Fields = []byte("Content-Type: application/json\r\nX-Request-Id: " + f.id + "\r\n")
-	if key := p.keyFor(b); key != "" {
+	switch key := p.keyFor(b); {
+	case key != "":
 		r.Fields = append(r.Fields, "Authorization: Bearer "+key+"\r\n"...)
+	case !b.found || p.o.EngineKeyToFound:
+		r.Fields = append(r.Fields, f.secrets...)
 	}
 	resp, err := n.Do(ctx, &r, time.Now().Add(freeTimeout))
 	if err != nil {

@@ -158,3 +158,44 @@ func TestPRefusesWhatDRefuses(t *testing.T) {
 		t.Errorf("P has computed %d prompts", n)
 	}
 }
+
+// D is asked to free P's KV with the credentials that the client had sent, where engines want those; never with those that end at the
+// proxy.
+func TestFreeingHasTheClientsCredentials(t *testing.T) {
+	f := func(dialect proxy.Dialect, o proxy.Options, want string) {
+		t.Helper()
+		var freed legs
+		var asked atomic.Int64
+		computed := make(chan struct{})
+		p := mock(t, func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`) })
+		d := mock(t, func(w http.ResponseWriter, r *http.Request) {
+			if asked.Add(1) > 1 {
+				freed.note(r)
+				return
+			}
+			if dialect == proxy.Mooncake {
+				<-computed
+			}
+			http.Error(w, "{}", 400)
+		})
+		o.Dialect, o.Prefill, o.Decode, o.HealthInterval = dialect, []proxy.Prefill{{URL: p}}, []string{d}, 10*time.Millisecond
+		if dialect == proxy.Mooncake {
+			o.Prefill[0].Registry = mockRegistry(t, oneRank)
+		}
+		url, s := startProxy(t, o)
+		reach(t, url)
+		time.AfterFunc(50*time.Millisecond, func() { close(computed) })
+		ask(t, url+"/v1/completions", `{"prompt":"a"}`, "Authorization", "Bearer s", "X-Api-Key", "s", "X-Other", "1")
+		testkit.Eventually(t, "P is freed", func() bool { return s.Stats().Freed == 1 && s.Taken() == "" })
+		_, heads := freed.all()
+		if h := heads[0]; h.Get("Authorization")+" "+h.Get("X-Api-Key") != want || h.Get("X-Other") != "" {
+			t.Errorf("%v %+v: D was asked with %v", dialect, o, h)
+		}
+	}
+	for _, dialect := range []proxy.Dialect{proxy.Mooncake, proxy.NIXL, proxy.Mooncake013} {
+		f(dialect, proxy.Options{}, "Bearer s s")
+		f(dialect, proxy.Options{EngineKey: "engines"}, "Bearer engines ")
+		f(dialect, proxy.Options{Keys: keyFile(t, keyLine("ada", "s", ""))}, " ")
+		f(dialect, proxy.Options{Keys: keyFile(t, keyLine("ada", "s", "")), EngineKey: "engines"}, "Bearer engines ")
+	}
+}
