@@ -313,8 +313,7 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route how) {
 		fail(w, &refusal{status: http.StatusMethodNotAllowed, kind: "BadRequestError", text: "POST is wanted"})
 		return
 	}
-	if strings.ContainsFunc(r.URL.RawQuery, func(c rune) bool { return c <= ' ' || c == 0x7f }) { // HTTP/2 lets it through
-		fail(w, &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: "the query has a blank or a control character"})
+	if refuseQuery(w, r) {
 		return
 	}
 	if p.inFlight.Add(1); p.draining.Load() || p.inFlight.Load() > int64(p.o.MaxInFlight) {
@@ -354,6 +353,15 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route how) {
 		return
 	}
 	outcome = e.serve()
+}
+
+// refuseQuery refuses a query that would end the request line to an engine early; HTTP/2 lets one through. It reports whether it did.
+func refuseQuery(w http.ResponseWriter, r *http.Request) bool {
+	if !strings.ContainsFunc(r.URL.RawQuery, func(c rune) bool { return c <= ' ' || c == 0x7f }) {
+		return false
+	}
+	fail(w, &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: "the query has a blank or a control character"})
+	return true
 }
 
 // scanned reads what the proxy needs to know of a request.

@@ -4,6 +4,8 @@ package proxy
 
 import (
 	"bytes"
+	"cmp"
+	"context"
 	"errors"
 	"io"
 	"mime"
@@ -11,6 +13,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/openai"
 )
@@ -220,13 +223,22 @@ func failUnauthorized(w http.ResponseWriter) {
 	fail(w, &refusal{status: http.StatusUnauthorized, kind: "AuthenticationError", text: "the API key is missing or unknown"})
 }
 
-// forward passes a small request without a body to an engine, and its answer back.
+// forward passes a small request without a body to an engine, and its answer back. An engine that is silent ends it, at the limits of
+// other requests.
 func (p *Proxy) forward(w http.ResponseWriter, r *http.Request, b *backend) {
+	if refuseQuery(w, r) {
+		return
+	}
+	ctx, cancel := context.WithCancelCause(r.Context())
+	defer cancel(nil)
+	defer context.AfterFunc(b.life(), func() { cancel(errSilent) })()
+	late := time.AfterFunc(p.o.FirstByte, func() { cancel(errLate) })
+	defer late.Stop()
 	target := b.url + r.URL.EscapedPath()
 	if r.URL.RawQuery != "" {
 		target += "?" + r.URL.RawQuery
 	}
-	q, err := http.NewRequestWithContext(r.Context(), r.Method, target, nil)
+	q, err := http.NewRequestWithContext(ctx, r.Method, target, nil)
 	if err != nil {
 		fail(w, &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: "the path is malformed"})
 		return
@@ -238,7 +250,11 @@ func (p *Proxy) forward(w http.ResponseWriter, r *http.Request, b *backend) {
 	}
 	resp, err := p.client.Do(q)
 	if err != nil {
-		p.o.Log.Warn("an engine does not answer", "engine", b.url, "path", r.URL.Path, "err", err)
+		p.o.Log.Warn("an engine does not answer", "engine", b.url, "path", r.URL.Path, "err", cmp.Or(context.Cause(ctx), err))
+		if errors.Is(context.Cause(ctx), errLate) {
+			fail(w, &refusal{status: http.StatusGatewayTimeout, kind: "GatewayTimeout", text: "the engine did not answer in time"})
+			return
+		}
 		fail(w, unavailable("the engine does not answer"))
 		return
 	}
@@ -249,7 +265,10 @@ func (p *Proxy) forward(w http.ResponseWriter, r *http.Request, b *backend) {
 	w.WriteHeader(resp.StatusCode)
 	rc := http.NewResponseController(w)
 	for buf := make([]byte, 16<<10); ; {
+		late.Reset(p.o.Stall)
 		n, err := resp.Body.Read(buf)
+		late.Stop()
+		_ = rc.SetWriteDeadline(time.Now().Add(p.o.SendTimeout)) // not every ResponseWriter has deadlines
 		if _, werr := w.Write(buf[:n]); werr != nil {
 			return
 		}
