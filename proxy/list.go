@@ -271,8 +271,12 @@ func (w *partWriter) event(raw []byte) error {
 	}
 }
 
-// ended notes how the part ended.
+// ended notes how the part ended. What is left of its stream is the last event, without an empty line behind it.
 func (w *partWriter) ended(outcome string) {
+	if outcome == "ok" && w.stream && len(w.body) > 0 {
+		_ = w.event(append(w.body, "\n\n"...)) // one that cannot be read is no last event
+		w.body = nil
+	}
 	if outcome != "ok" || w.status != http.StatusOK || w.stream && !w.done {
 		w.list.fail(w, outcome)
 	}

@@ -289,3 +289,24 @@ func TestEngineDiesInAList(t *testing.T) {
 		x.idle()
 	}
 }
+
+// A stream whose last event has no empty line behind it, or another mark at an end of line, is whole for a list as for one prompt.
+func TestListsOfStreamsWithoutALastLine(t *testing.T) {
+	for _, end := range []string{done, "data: [DONE]\n", "data: [DONE]", "data:[DONE]", "data: [DONE]\r\n\r\n", "data: [DONE]\r\n", "\n: bye\n\ndata: [DONE]"} {
+		for _, more := range []string{"", `,"stream_options":{"include_usage":true}`} {
+			p := mock(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`) })
+			d := streaming(t, func(write func(string), _ *http.Request) { write(token + end) })
+			url, s := startProxy(t, proxy.Options{Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: p}}, Decode: []string{d}, HealthInterval: time.Hour})
+			reach(t, url)
+			for _, prompt := range []string{`"a"`, `["a","b"]`} {
+				status, text, err := hear(t, url+"/v1/completions", `{"stream":true`+more+`,"prompt":`+prompt+`}`)
+				if answers := strings.Count(text, `"text":"a"`); status != 200 || err != nil || answers != strings.Count(prompt, `"`)/2 || !strings.Contains(text, "[DONE]") || strings.Contains(text, "error") {
+					t.Errorf("%q%s %s: %d %q %v", end, more, prompt, status, text, err)
+				}
+			}
+			if n := s.Stats().Requests; n["ok"] != 2 {
+				t.Errorf("%q%s: %v", end, more, n)
+			}
+		}
+	}
+}
