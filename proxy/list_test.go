@@ -290,6 +290,25 @@ func TestEngineDiesInAList(t *testing.T) {
 	}
 }
 
+// A stream may begin with a byte order mark: its first event is data, also of a list, whose parts lost it.
+func TestStreamsWithAByteOrderMark(t *testing.T) {
+	p := mock(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`) })
+	d := streaming(t, func(write func(string), _ *http.Request) { write("\ufeff" + token + done) })
+	url, s := startProxy(t, proxy.Options{Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: p}}, Decode: []string{d}, HealthInterval: time.Hour})
+	reach(t, url)
+	for _, more := range []string{"", `,"stream_options":{"include_usage":true}`} {
+		for prompt, answers := range map[string]int{`"a"`: 1, `["a","b"]`: 2} {
+			status, text, err := hear(t, url+"/v1/completions", `{"stream":true`+more+`,"prompt":`+prompt+`}`)
+			if status != 200 || err != nil || strings.Count(text, `"text":"a"`) != answers || !strings.HasSuffix(text, done) {
+				t.Errorf("%s%s: %d %q %v", prompt, more, status, text, err)
+			}
+		}
+	}
+	if n := s.Stats(); n.Requests["ok"] != 4 {
+		t.Errorf("%+v", n)
+	}
+}
+
 // A stream whose last event has no empty line behind it, or another mark at an end of line, is whole for a list as for one prompt.
 func TestListsOfStreamsWithoutALastLine(t *testing.T) {
 	for _, end := range []string{done, "data: [DONE]\n", "data: [DONE]", "data:[DONE]", "data: [DONE]\r\n\r\n", "data: [DONE]\r\n", "\n: bye\n\ndata: [DONE]"} {

@@ -111,7 +111,7 @@ func (e *End) Add(b []byte) {
 
 // takeLine takes a line that has ended.
 func (e *End) takeLine() {
-	line := e.line[:e.n]
+	line := bytes.TrimPrefix(e.line[:e.n], bom)
 	if !e.long {
 		line = bytes.TrimSuffix(line, []byte("\r"))
 	}
@@ -176,7 +176,7 @@ func (e *End) Events() int { return e.events }
 
 // State returns how far the stream has come.
 func (e *End) State() State {
-	rest := bytes.TrimSuffix(e.line[:e.n], []byte("\r"))
+	rest := bytes.TrimPrefix(bytes.TrimSuffix(e.line[:e.n], []byte("\r")), bom)
 	switch {
 	case e.api == Other:
 		return Complete
@@ -203,7 +203,7 @@ const (
 func (a API) KindOf(raw []byte) Kind {
 	var name string
 	var data []byte
-	for line := range bytes.Lines(raw) {
+	for line := range bytes.Lines(bytes.TrimPrefix(raw, bom)) {
 		line = bytes.TrimRight(line, "\r\n")
 		if v, ok := bytes.CutPrefix(line, []byte("event:")); ok {
 			name = string(bytes.TrimSpace(v))

@@ -34,6 +34,8 @@ func TestEnd(t *testing.T) {
 	f(c, strings.Repeat("data: {}\n\n", 20)+"data: [DONE]\n\n", openai.Complete)
 	f(c, "data: "+strings.Repeat("x", 300)+"\n\ndata: [DONE]\n\n: bye\n\n", openai.Complete)
 	f(c, "data: [DONE]\n\ndata: {}\n\n", openai.Open)
+	f(c, "\ufeffdata: [DONE]", openai.Complete)
+	f(c, "\ufeffdata: {}\r\n\r\ndata: [DONE]\r\n\r\n", openai.Complete)
 	f(c, "[DONE]", openai.Open)
 	f(c, "data: [DONE", openai.Open)
 	f(c, "data: {}\n\ndata: {\"error\":{\"code\":500}}\n\n", openai.Failed)
@@ -59,6 +61,7 @@ func TestEnd(t *testing.T) {
 	f(m, "event: message_stop\ndata: {}\n\nevent: ping\ndata: {}\n\n: comment\n\n", openai.Complete)
 	f(m, "event: error\ndata: {\"type\":\"error\"}\n\n", openai.Failed)
 	f(m, "event: message_stop\ndata: {}\n\nevent: message_start\ndata: {}\n\n", openai.Open)
+	f(m, "\ufeffevent: message_stop\ndata: {}\n\n", openai.Complete)
 	f(m, "event: message_sto", openai.Open)
 
 	f(openai.Other, "", openai.Complete)

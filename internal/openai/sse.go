@@ -10,6 +10,9 @@ import (
 	"io"
 )
 
+// bom may begin a stream, and is no part of its first line.
+var bom = []byte("\ufeff")
+
 // Done is the data of the last event of a stream.
 const Done = "[DONE]"
 
@@ -61,7 +64,7 @@ func (r *Reader) Next() (e Event, err error) {
 			}
 			return e, err
 		}
-		line := bytes.TrimSuffix(bytes.TrimSuffix(r.raw[from:], []byte("\n")), []byte("\r"))
+		line := bytes.TrimPrefix(bytes.TrimSuffix(bytes.TrimSuffix(r.raw[from:], []byte("\n")), []byte("\r")), bom)
 		if len(line) == 0 {
 			return Event{r.raw, r.buf}, nil
 		}
