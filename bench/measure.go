@@ -180,7 +180,8 @@ func between(a, b, t float64) float64 {
 const maxSeconds = 1 << 22
 
 // peaks returns the most tokens received in one second, and the most requests in progress
-// in one, both counted in whole seconds after the first request was sent.
+// in one, both counted in whole seconds after the first request was sent. Each event of a request that had several tokens
+// an event, as with speculative decoding, counts for its mean; vLLM counts one for each event.
 func peaks(samples []Sample) (tokens float64, concurrent int) {
 	first, last := math.Inf(1), math.Inf(-1)
 	for i := range samples {
@@ -192,19 +193,21 @@ func peaks(samples []Sample) (tokens float64, concurrent int) {
 		return 0, 0
 	}
 	n := int(math.Ceil(last-first)) + 1
-	received, running := make([]int, n), make([]int, n+1)
+	received, running := make([]float64, n), make([]int, n+1)
 	for i := range samples {
 		s := &samples[i]
 		if s.Failed() {
 			continue
 		}
 		at := s.Start + s.TTFT
-		for i := range len(s.ITL) + 1 {
+		events := len(s.ITL) + 1
+		tokens := max(1, float64(s.Output)/float64(events)) // an event may have none: that with the role of a chat
+		for i := range events {
 			if i > 0 {
 				at += s.ITL[i-1]
 			}
 			if second := int(at - first); second < n {
-				received[second]++
+				received[second] += tokens
 			}
 		}
 		running[int(s.Start-first)]++
@@ -215,7 +218,7 @@ func peaks(samples []Sample) (tokens float64, concurrent int) {
 		now += running[i]
 		concurrent = max(concurrent, now)
 	}
-	return float64(slices.Max(received)), concurrent
+	return slices.Max(received), concurrent
 }
 
 // perGPU computes InferenceX's figures: throughputs per GPU, and interactivity, the tokens

@@ -225,3 +225,28 @@ func TestNothingMeasured(t *testing.T) {
 		}
 	}
 }
+
+// The peak counts tokens, not events: with several tokens an event it is not below the mean throughput. Events without a token of
+// their own, such as the role of a chat, count as one, as in vLLM.
+func TestPeakCountsTokens(t *testing.T) {
+	f := func(output, events int, wantPeak float64) {
+		t.Helper()
+		var samples []bench.Sample
+		for i := range 10 {
+			s := bench.Sample{Start: float64(i) / 100, TTFT: 0.2, Latency: 0.2, Input: 5, Output: output}
+			for range events - 1 {
+				s.ITL, s.Latency = append(s.ITL, 0.01), s.Latency+0.01
+			}
+			samples = append(samples, s)
+		}
+		r := bench.Measure(samples, 1, bench.Options{})
+		if r.PeakOutput != wantPeak || r.OutputThroughput > r.PeakOutput {
+			t.Errorf("%d tokens in %d events: the peak is %v, the mean %v, want %v", output, events, r.PeakOutput, r.OutputThroughput, wantPeak)
+		}
+	}
+	f(40, 40, 400)
+	f(160, 40, 1600) // four tokens an event
+	f(40, 1, 400)    // no stream
+	f(39, 40, 400)   // with a role
+	f(1, 1, 10)
+}
