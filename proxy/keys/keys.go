@@ -60,9 +60,21 @@ type Set struct {
 	read stamp // by Watch, after Open
 }
 
+// stamp is a state of the file. Another file under the path, as behind a link that was changed, is another state, whatever its time: some
+// systems give all files one.
 type stamp struct {
 	changed time.Time
 	size    int64
+	info    os.FileInfo // nil: it cannot be looked at
+}
+
+func stampOf(info os.FileInfo) stamp { return stamp{info.ModTime(), info.Size(), info} }
+
+func (s stamp) same(o stamp) bool {
+	if s.info == nil || o.info == nil {
+		return s.info == o.info
+	}
+	return s.changed.Equal(o.changed) && s.size == o.size && os.SameFile(s.info, o.info)
 }
 
 // Open reads a file: on each line a name, the SHA-256 of a secret in hexadecimal digits, and
@@ -104,7 +116,7 @@ func (s *Set) load() (*file, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w %s: %w", ErrFile, s.path, err)
 	}
-	return &file{stamp{info.ModTime(), info.Size()}, all, len(text) == 0 || text[len(text)-1] == '\n'}, nil
+	return &file{stampOf(info), all, len(text) == 0 || text[len(text)-1] == '\n'}, nil
 }
 
 // take makes the keys of a file those of the set. Keys that are still there keep their counts.
@@ -211,9 +223,9 @@ func (s *Set) Watch(ctx context.Context, interval time.Duration, log *slog.Logge
 		var now stamp // zero: it cannot be looked at
 		info, err := os.Stat(s.path)
 		if err == nil {
-			now = stamp{info.ModTime(), info.Size()}
+			now = stampOf(info)
 		}
-		if now != seen {
+		if !now.same(seen) {
 			seen, since, settled = now, time.Now(), false
 			continue
 		}
@@ -226,7 +238,7 @@ func (s *Set) Watch(ctx context.Context, interval time.Duration, log *slog.Logge
 		}
 		switch {
 		case err != nil:
-		case f.stamp != now:
+		case !f.stamp.same(now):
 			continue // it changed since the look
 		case len(f.keys) == 0 && s.Len() > 0:
 			err = fmt.Errorf("%w %s: it has no key", ErrFile, s.path)

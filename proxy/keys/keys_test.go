@@ -220,3 +220,45 @@ func FuzzOpen(f *testing.F) {
 		}
 	})
 }
+
+// Keys behind a link that is changed to another file are read, also where both files have one time and size, as in images whose files all
+// have the same.
+func TestLinksThatAreChanged(t *testing.T) {
+	dir := t.TempDir()
+	at := func(name string) string { return filepath.Join(dir, name) }
+	day := time.Unix(1, 0)
+	for name, secret := range map[string]string{"old": "1", "new": "2"} {
+		write(t, at(name), line("a", secret, "")+line("z", "9", ""))
+		if err := os.Chtimes(at(name), day, day); err != nil {
+			t.Fatal(err)
+		}
+	}
+	link := func(to string) {
+		t.Helper()
+		if err := errors.Join(os.Symlink(to, at("next")), os.Rename(at("next"), at("keys"))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	link("old")
+	synctest.Test(t, func(t *testing.T) {
+		s, err := keys.Open(at("keys"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, stop := context.WithCancel(t.Context())
+		go s.Watch(ctx, time.Second, slog.New(slog.DiscardHandler))
+		link("new")
+		time.Sleep(8 * time.Second)
+		synctest.Wait()
+		if s.Find("1") != nil || s.Find("2") == nil || s.Find("9") == nil {
+			t.Error("the keys are those of the former file")
+		}
+		link("old")
+		time.Sleep(8 * time.Second)
+		synctest.Wait()
+		if s.Find("1") == nil || s.Find("2") != nil {
+			t.Error("the keys are not those of the former file again")
+		}
+		stop()
+	})
+}
