@@ -21,7 +21,7 @@ type Certificate struct {
 	mu struct {
 		sync.Mutex
 		now    *tls.Certificate
-		stamp  [2]time.Time // of the files that now is from
+		files  [2]os.FileInfo // that now is from
 		looked time.Time
 	}
 }
@@ -36,22 +36,25 @@ func OpenCertificate(cert, key string) (*Certificate, error) {
 
 func (p *Certificate) readLocked(now time.Time) error {
 	p.mu.looked = now
-	var stamp [2]time.Time
+	var files [2]os.FileInfo
+	changed := p.mu.now == nil
 	for i, path := range []string{p.cert, p.key} {
 		info, err := os.Stat(path)
 		if err != nil {
 			return err
 		}
-		stamp[i] = info.ModTime()
+		files[i] = info
+		// Behind a link that was changed there can be another file of the same time.
+		changed = changed || !os.SameFile(info, p.mu.files[i]) || !info.ModTime().Equal(p.mu.files[i].ModTime())
 	}
-	if p.mu.now != nil && stamp == p.mu.stamp {
+	if !changed {
 		return nil
 	}
 	c, err := tls.LoadX509KeyPair(p.cert, p.key)
 	if err != nil {
 		return fmt.Errorf("certificate %s: %w", p.cert, err)
 	}
-	p.mu.now, p.mu.stamp = &c, stamp
+	p.mu.now, p.mu.files = &c, files
 	return nil
 }
 

@@ -9,6 +9,7 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
+	"errors"
 	"math/big"
 	"os"
 	"path/filepath"
@@ -72,6 +73,40 @@ func TestAChangedCertificateIsUsed(t *testing.T) {
 		time.Sleep(10 * time.Second)
 		if serial() != 3 {
 			t.Error("the former certificate is used")
+		}
+	})
+}
+
+// A certificate behind a link that is changed is used, also where all files have one time.
+func TestALinkedCertificateIsUsed(t *testing.T) {
+	dir, day := t.TempDir(), time.Unix(1, 0)
+	at := func(name string) string { return filepath.Join(dir, name) }
+	for serial, name := range map[int64]string{1: "old", 2: "new"} {
+		if err := os.Mkdir(at(name), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		write(t, serial, at(name+"/c"), at(name+"/k"))
+		for _, file := range []string{"/c", "/k"} {
+			if err := os.Chtimes(at(name+file), day, day); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if err := os.Symlink("old", at("now")); err != nil {
+		t.Fatal(err)
+	}
+	synctest.Test(t, func(t *testing.T) {
+		p, err := httpserver.OpenCertificate(at("now/c"), at("now/k"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(os.Symlink("new", at("next")), os.Rename(at("next"), at("now"))); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(10 * time.Second)
+		c, err := p.Get(nil)
+		if err != nil || c.Leaf.SerialNumber.Int64() != 2 {
+			t.Errorf("the former certificate is used: %v", err)
 		}
 	})
 }
