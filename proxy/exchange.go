@@ -245,6 +245,8 @@ type leg struct {
 	// stopped says that P's token was a stop token. Then P gives its KV to no D: connectors of vLLM keep that of requests that ended
 	// at their length. With MooncakeConnector a D that asks for it waits for P's limit, 480 s by default.
 	stopped bool
+	// answered says that P's status was 200: it has computed the prompt, also if the rest of its answer cannot be read.
+	answered bool
 }
 
 // errStopped means that P has no KV for D, since its token was a stop token.
@@ -297,7 +299,7 @@ func (e *exchange) together(ctx context.Context, cancel context.CancelCauseFunc,
 			if err == nil && l.stopped {
 				err = errStopped
 			}
-			computed.Store(err == nil)
+			computed.Store(l.answered && !l.stopped)
 			switch {
 			case over.Load():
 			case err == nil:
@@ -401,6 +403,7 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, field
 	}
 	defer resp.Close()
 	text, err := resp.ReadAll(maxPrefilled)
+	l.answered = resp.Status == http.StatusOK
 	switch {
 	case err != nil:
 		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
@@ -413,7 +416,7 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, field
 	if err != nil {
 		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
 	}
-	return leg{answer.Params, answer.Cached, answer.Stopped}, nil
+	return leg{answer.Params, answer.Cached, answer.Stopped, true}, nil
 }
 
 // maxPrefilled bounds P's answer, bytes: NIXL's lists the blocks of the prompt.

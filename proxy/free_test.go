@@ -199,3 +199,43 @@ func TestFreeingHasTheClientsCredentials(t *testing.T) {
 		f(dialect, proxy.Options{Keys: keyFile(t, keyLine("ada", "s", "")), EngineKey: "engines"}, "Bearer engines ")
 	}
 }
+
+// A P that answered 200 has computed the prompt: it is freed, also if its answer is too long, cut or no JSON.
+func TestPIsFreedWhoseAnswerCannotBeRead(t *testing.T) {
+	f := func(answer string, length int) {
+		t.Helper()
+		var freed, asked legs
+		p := mock(t, func(w http.ResponseWriter, r *http.Request) {
+			asked.note(r)
+			if length > 0 {
+				w.Header().Set("Content-Length", fmt.Sprint(length))
+			}
+			_, _ = io.WriteString(w, answer)
+		})
+		d := mock(t, func(w http.ResponseWriter, r *http.Request) {
+			if m := (&legs{}).note(r); m["max_tokens"] == 1.0 {
+				freed.Lock()
+				freed.bodies = append(freed.bodies, m)
+				freed.Unlock()
+				return
+			}
+			<-r.Context().Done()
+		})
+		url, s := startProxy(t, proxy.Options{Prefill: []proxy.Prefill{{URL: p, Registry: mockRegistry(t, oneRank)}}, Decode: []string{d}, Attempts: 1, HealthInterval: time.Hour})
+		reach(t, url)
+		if status, text, _ := post(t, url, `{"prompt":"a","max_tokens":9}`); status != 503 {
+			t.Errorf("%.20q: %d %s", answer, status, text)
+		}
+		testkit.Eventually(t, "P is freed", func() bool { return s.Stats().Freed == 1 && s.Taken() == "" })
+		toP, _ := asked.all()
+		toD, _ := freed.all()
+		if transferOf(toP[0]) != transferOf(toD[0]) {
+			t.Errorf("%.20q: P has %v, D took %v", answer, transferOf(toP[0]), transferOf(toD[0]))
+		}
+	}
+	f("{", 0)
+	f("[]", 0)
+	f("", 0)
+	f(`{"a":1}`, 100)
+	f(`{"a":"`+strings.Repeat("x", 9<<20)+`"}`, 0)
+}

@@ -99,7 +99,7 @@ func TestPStopsAllTheSame(t *testing.T) {
 			if status != 200 || err != nil || !strings.Contains(text, `"cached_tokens":64`) {
 				t.Errorf("%v %s: %d %s %v", dialect, path, status, text, err)
 			}
-			if n := ds.count() - before; (n == 2) != twice || ps.count() != i+1 {
+			if n := ds.count() - before; n != 1 && !(twice && n == 2) || ps.count() != i+1 { // twice: P may answer before D is asked
 				t.Errorf("%v %s: D was asked %d times, P %d", dialect, path, n, ps.count())
 			}
 		}
