@@ -192,7 +192,7 @@ func (e *exchange) writeHead(fields []http1.Field, status, length int) {
 		}
 	}
 	for i, f := range fields {
-		if !hop[f.Name] && !strings.HasPrefix(f.Name, "Access-Control-") && (named == nil || !connectionNames(named, f.Name)) {
+		if !hop[f.Name] && !ofEngines[f.Name] && !strings.HasPrefix(f.Name, "Access-Control-") && (named == nil || !connectionNames(named, f.Name)) {
 			values[i] = f.Value
 			h[f.Name] = append(h[f.Name], values[i:i+1:i+1]...)
 		}

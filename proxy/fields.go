@@ -18,6 +18,9 @@ var hop = map[string]bool{
 	"Origin": true, "Access-Control-Request-Method": true, "Access-Control-Request-Headers": true, // the proxy decides on pages of browsers
 }
 
+// ofEngines are fields of an engine's answer that name its address, or a server in front of it. Clients reach the proxy alone.
+var ofEngines = map[string]bool{"Location": true, "Content-Location": true, "Alt-Svc": true, "Refresh": true}
+
 // own are fields by which the proxy directs engines. A client's never pass beside the proxy's: engines read the
 // first one. X-Data-Parallel-Rank passes to an engine that computes and answers alone; see rankFields.
 var own = map[string]bool{

@@ -130,3 +130,37 @@ func TestFieldsOfTheEnginesConnectionEndHere(t *testing.T) {
 		t.Errorf("%v", head)
 	}
 }
+
+// Fields that name an engine's address do not reach the client, whatever the status, of an engine alone, of P and of D.
+func TestRedirectsShowNoAddressesOfEngines(t *testing.T) {
+	away := func(status int) http.HandlerFunc {
+		return func(w http.ResponseWriter, _ *http.Request) {
+			for _, name := range []string{"Location", "Content-Location", "Alt-Svc", "Refresh"} {
+				w.Header().Set(name, "http://10.1.2.3:8000/")
+			}
+			w.WriteHeader(status)
+			fmt.Fprint(w, `{"kv_transfer_params":{"a":1}}`)
+		}
+	}
+	good := mock(t, away(200))
+	for _, status := range []int{200, 201, 307, 308, 404} {
+		bad := mock(t, away(status))
+		pd := func(p, d string) proxy.Options {
+			return proxy.Options{Dialect: proxy.NIXL, Prefill: []proxy.Prefill{{URL: p}}, Decode: []string{d}}
+		}
+		for _, o := range []proxy.Options{{Engines: []string{bad}}, pd(bad, good), pd(good, bad)} {
+			o.HealthInterval = time.Hour
+			url, _ := startProxy(t, o)
+			reach(t, url)
+			r, _ := http.NewRequest(http.MethodPost, url+"/v1/completions", strings.NewReader(`{"prompt":"a"}`))
+			resp, err := http.DefaultTransport.RoundTrip(r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			resp.Body.Close()
+			if resp.StatusCode != status || strings.Contains(fmt.Sprint(resp.Header), "10.1.2.3") {
+				t.Errorf("%d: %d %v", status, resp.StatusCode, resp.Header)
+			}
+		}
+	}
+}
