@@ -168,6 +168,12 @@ func TestFindingsBeginWhereTheyMatter(t *testing.T) {
 	f("too slow in 5 calls", true, below(func(b *BelowStatus) { b.Tiers[0].Failures, b.Tiers[0].Late = 2, 3 }))
 	f("has taken nothing of 1 object: see whether it is full: it has 2 KiB free", true, below(func(b *BelowStatus) { b.Tiers[0].Dropped, b.Tiers[0].FreeBytes = 1, 2048 }))
 	f("has taken nothing", false, below(func(b *BelowStatus) { b.Tiers[0].Dropped, b.Tiers[0].WriteBytes = 1, 1 }))
+	for _, state := range tier.States {
+		words := "is " + strings.ReplaceAll(string(state), "_", " ") + " since 2026-01-01T00:00:00Z: because"
+		f(words, state != tier.Works, below(func(b *BelowStatus) {
+			b.Tiers[0].State, b.Tiers[0].Since, b.Tiers[0].LastError = string(state), "2026-01-01T00:00:00Z", "because"
+		}))
+	}
 	f("tiers give 1.00 GB/s to a request, engines compute 2.00 GB/s", true, below(func(b *BelowStatus) { b.Estimate = tiering.RateStats{LoadRate: 1e9, ComputeRate: 2e9} }))
 	f("tiers give", false, below(func(b *BelowStatus) { b.Estimate = tiering.RateStats{LoadRate: 1e9, ComputeRate: 1e9} }))
 	f("tiers give", false, below(func(b *BelowStatus) { b.Estimate = tiering.RateStats{ComputeRate: 1e9} }))

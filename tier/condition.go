@@ -16,6 +16,9 @@ var (
 	ErrBudget   = errors.New("tier: its write budget is used up")
 	ErrReadOnly = errors.New("tier: it may only be read")
 	ErrName     = errors.New("tier: no name for it")
+
+	// ErrNotReady, beside ErrResting, says that the place begins its work and nothing is wrong.
+	ErrNotReady = errors.New("tier: not ready yet")
 )
 
 // State is what a tier can do now.
@@ -81,7 +84,7 @@ func reasonOf(err error) State {
 
 // saw notes how a call ended; rests says that the tier was not asked.
 func (c *conditions) saw(write, rests bool, err error) {
-	if rests && err == nil || errors.Is(err, context.Canceled) {
+	if rests && err == nil || errors.Is(err, context.Canceled) || errors.Is(err, ErrNotReady) {
 		return
 	}
 	c.mu.Lock()

@@ -19,6 +19,9 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
+// timeFormat is RFC 3339 with milliseconds.
+const timeFormat = "2006-01-02T15:04:05.000Z07:00"
+
 // Explanation says of lookups why their hits ended where they did: what GET /explain answers.
 type Explanation struct {
 	Kept    int               `json:"kept"`    // lookups that are remembered, miss.MaxEnded at most
@@ -153,14 +156,14 @@ func (b *Book) Explain(request string, most int, advise func(miss.Reason) string
 
 func explained(e *miss.Ended) Lookup {
 	l := Lookup{
-		At: e.At.UTC().Format(time.RFC3339Nano), Request: e.Request, Model: e.Model, Salt: e.Salt, AskedTokens: e.Asked, HitTokens: e.Hit,
+		At: e.At.UTC().Format(timeFormat), Request: e.Request, Model: e.Model, Salt: e.Salt, AskedTokens: e.Asked, HitTokens: e.Hit,
 		Reason: e.Why.Label(), Shard: e.Shard, Group: int(e.Missing.Group), Tier: e.Tier, Tags: e.Tags,
 	}
 	if e.Missing.Chunk != (kv.Hash{}) {
 		l.Chunk = e.Missing.Chunk.String()
 	}
 	if !e.GoneAt.IsZero() {
-		l.Gone = &GoneChunk{At: e.GoneAt.UTC().Format(time.RFC3339Nano), Before: e.At.Sub(e.GoneAt).Seconds(), By: e.GoneBy, ByModel: e.GoneModel, BySalt: e.GoneSalt}
+		l.Gone = &GoneChunk{At: e.GoneAt.UTC().Format(timeFormat), Before: e.At.Sub(e.GoneAt).Seconds(), By: e.GoneBy, ByModel: e.GoneModel, BySalt: e.GoneSalt}
 	}
 	if e.OtherWorld > 0 {
 		l.Other = &OtherName{e.OtherModel, e.OtherSalt, e.OtherWorld}

@@ -173,7 +173,7 @@ func (l *line) timeline() Timeline {
 	}
 	out := Timeline{
 		Request: l.id, Model: l.model, Salt: l.salt, AskedTokens: l.asked, HitTokens: l.hit, BelowTokens: l.below,
-		Began: l.began.Add(first).UTC().Format(time.RFC3339Nano), Spans: make([]Span, 0, len(l.spans)), More: l.more,
+		Began: l.began.Add(first).UTC().Format(timeFormat), Spans: make([]Span, 0, len(l.spans)), More: l.more,
 	}
 	for _, s := range l.spans {
 		out.Spans = append(out.Spans, Span{s.operation, millis(s.from - first), millis(s.to - s.from), int(s.count)})

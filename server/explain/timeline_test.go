@@ -56,7 +56,7 @@ func TestTimeline(t *testing.T) {
 	if want := "lookup 0+2 x1, query_prefetch_status 3+6 x2, wait 2+0 x1, prepare_retrieve 10+1 x1, commit_retrieve 20+1 x1, end_session 30+1 x1, commit_store 32+1 x1, "; spans(l) != want {
 		t.Errorf("got  %s\nwant %s", spans(l), want)
 	}
-	if l.Request != "r" || l.Model != "m" || l.Salt != "green" || l.AskedTokens != 1024 || l.HitTokens != 1024 || l.BelowTokens != 768 || l.Began != start.UTC().Format(time.RFC3339Nano) {
+	if l.Request != "r" || l.Model != "m" || l.Salt != "green" || l.AskedTokens != 1024 || l.HitTokens != 1024 || l.BelowTokens != 768 || l.Began != start.UTC().Format("2006-01-02T15:04:05.000Z07:00") {
 		t.Errorf("%+v", l)
 	}
 	took("lookup", 100, 101) // the same id again

@@ -21,7 +21,7 @@ type PolicyFlags struct {
 	Block      int      `name:"block-tokens" help:"Tokens of a hash id." default:"512"`
 	Requests   int      `help:"Requests to play; 0 is all." default:"0" placeholder:"N"`
 	CSV        string   `name:"csv" help:"Write the rows as CSV to this file." placeholder:"FILE"`
-	SVG        string   `name:"svg" help:"Draw the block hit rates into this file." placeholder:"FILE"`
+	SVG        string   `name:"plot" aliases:"svg" help:"Draw the block hit rates into this file." placeholder:"FILE"`
 }
 
 // Help is shown by kvasir sim evict --help.
@@ -33,7 +33,7 @@ block_hit, token_hit, and default, the policy of kvasir server. docs/how/evictio
 Examples:
   kvasir sim evict --trace conversation_trace.jsonl
   kvasir sim evict --trace conversation_trace.jsonl --capacity-blocks 1000,10000 --json -
-  kvasir sim evict --trace conversation_trace.jsonl --policies lru,leaf-hazard --csv rates.csv --svg rates.svg`
+  kvasir sim evict --trace conversation_trace.jsonl --policies lru,leaf-hazard --csv rates.csv --plot rates.svg`
 }
 
 // Play reads the trace and plays the policies. Errors are ErrOptions, workload.ErrTrace, that of ctx

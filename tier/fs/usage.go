@@ -110,7 +110,7 @@ func (d *Dir) checkRoom(n int64) error {
 		return nil
 	}
 	if !d.usage.isCounted() {
-		return fmt.Errorf("%w: the files are still being counted", tier.ErrResting)
+		return fmt.Errorf("%w: %w: the files are still being counted", tier.ErrResting, tier.ErrNotReady)
 	}
 	if float64(d.usage.bytes.Load()+n) > d.o.EvictAt*float64(d.o.Limit) {
 		select {

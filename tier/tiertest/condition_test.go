@@ -98,7 +98,7 @@ func TestWhatChangesNoStateOfATier(t *testing.T) {
 	c := tier.Counted(a, "x")
 	stat := func() { _ = c.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) }
 	stat()
-	for _, err := range []error{context.Canceled, tier.ErrNotKept, errors.New("once")} {
+	for _, err := range []error{context.Canceled, tier.ErrNotKept, errors.New("once"), fmt.Errorf("%w: %w: still counting", tier.ErrResting, tier.ErrNotReady)} {
 		a.err = err
 		stat()
 		stat()
@@ -108,6 +108,13 @@ func TestWhatChangesNoStateOfATier(t *testing.T) {
 			t.Errorf("after %v: %+v", err, got)
 		}
 	}
+	c = tier.Counted(a, "z")
+	a.err = fmt.Errorf("%w: %w: still counting", tier.ErrResting, tier.ErrNotReady)
+	stat()
+	if got := c.Condition(); got.State != tier.Works {
+		t.Errorf("while it begins its work: %+v", got)
+	}
+	a.err = nil
 	c = tier.Counted(a, "y")
 	c.Probe(t.Context(), func(context.Context) error { return errors.New("no such host") })
 	if got := c.Condition(); got.State != tier.Unreachable || !strings.Contains(got.Err, "no such host") {

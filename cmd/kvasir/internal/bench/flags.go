@@ -76,10 +76,10 @@ type Flags struct {
 	Format     string `help:"JSON of vllm bench serve, or of AIPerf." enum:"vllm,aiperf" default:"vllm" group:"Output"`
 	Label      string `help:"Label of the result, and the beginning of its file's name." group:"Output"`
 	Meta       Words  `name:"metadata" help:"Keys and values for the JSON." placeholder:"KEY=VALUE" group:"Output"`
-	Report     string `help:"Write a page with distributions and a timeline: one HTML file that needs nothing else." placeholder:"FILE" group:"Output"`
+	Report     string `name:"plot" aliases:"report" help:"Write a page with distributions and a timeline: one HTML file that needs nothing else." placeholder:"FILE" group:"Output"`
 	NoProgress bool   `name:"disable-tqdm" help:"No progress bar." aliases:"no-progress" group:"Output"`
 
-	Compare Words `help:"Compare two saved results, and send nothing. With --report, any number." placeholder:"A.json B.json" group:"Output"`
+	Compare Words `help:"Compare two saved results, and send nothing. With --plot, any number." placeholder:"A.json B.json" group:"Output"`
 }
 
 // Help is the command's help.
@@ -89,7 +89,7 @@ throughputs as vllm bench serve does: the same flags, the same table, the same J
 Examples:
   kvasir engine --port 8000 --prefill-tokens-per-second 20000 --step-time 10ms
   kvasir bench --num-prompts 50 --random-input-len 1024 --random-output-len 32 --request-rate 5
-  kvasir bench --num-prompts 50 --max-concurrency 8 --goodput ttft:500 tpot:50 --report run.html
+  kvasir bench --num-prompts 50 --max-concurrency 8 --goodput ttft:500 tpot:50 --plot run.html
   kvasir bench --dataset-name multi-turn --num-prompts 60 --save-result --save-detailed --result-filename a.json
   kvasir bench --compare a.json b.json`
 

@@ -202,7 +202,7 @@ func save(file string, stdout io.Writer, write func(io.Writer) error) (err error
 // compare compares saved results.
 func (c *Flags) compare(stdout io.Writer) error {
 	if len(c.Compare) != 2 && (c.Report == "" || len(c.Compare) < 1) {
-		return UsageError(fmt.Sprintf("--compare takes two results, got %d (with --report, any number)", len(c.Compare)))
+		return UsageError(fmt.Sprintf("--compare takes two results, got %d (with --plot, any number)", len(c.Compare)))
 	}
 	var runs []report.Run
 	for _, name := range c.Compare {

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 
@@ -227,6 +228,9 @@ func (c *configInitCmd) Run(e *env) error {
 	if c.File == "-" {
 		_, err := e.stdout.Write(exampleFile)
 		return err
+	}
+	if info, err := os.Stat(c.File); err == nil && !info.Mode().IsRegular() {
+		return fmt.Errorf("%s is no file: name the file to write, as %s", c.File, filepath.Join(c.File, "kvasir.yaml"))
 	}
 	how := os.O_WRONLY | os.O_CREATE | os.O_EXCL
 	if c.Force {

@@ -31,32 +31,35 @@ import (
 type root struct {
 	logFlags `group:"Log"`
 
-	All         allCmd         `cmd:"" help:"Run server, registry, relay and proxy in one process, from one file."`
-	Server      serverCmd      `cmd:"" help:"Serve KV chunks to LMCache clients (vLLM's LMCacheMPConnector)."`
-	Proxy       proxyCmd       `cmd:"" help:"Stand in front of engines (OpenAI API), prefill and decode apart or not."`
-	Engine      engineCmd      `cmd:"" help:"Simulate a vLLM engine: OpenAI API, its scheduler, real KV bytes, the real connectors; no GPU."`
-	Sim         sim.Command    `cmd:"" help:"Run deployments in virtual time: the original's table, traces, held-out tables, sweeps."`
-	Demo        demoCmd        `cmd:"" help:"Play a workload on a server with simulated engines, check every byte, print a table."`
-	Bench       benchCmd       `cmd:"" help:"Measure an endpoint of the OpenAI API as vllm bench serve does; compare results."`
-	Coordinator coordinatorCmd `cmd:"" help:"Show what the cache of a hybrid model keeps, finds and loads."`
-	Transfer    transferCmd    `cmd:"" help:"Move bytes between the memories of two processes (Mooncake's transfer engine over TCP)."`
-	Relay       relayCmd       `cmd:"" help:"Stand between a prefill and a decode engine (vLLM's MooncakeConnector) and keep the KV that passes."`
-	StoreNode   storeNodeCmd   `cmd:"" help:"Give memory to a Mooncake Store cluster."`
-	Store       storeCmd       `cmd:"" help:"Look into a Mooncake Store cluster: objects and where they are."`
-	Bootstrap   bootstrapCmd   `cmd:"" help:"Serve the registry through which vLLM's MooncakeConnector finds P."`
+	All       allCmd       `cmd:"" group:"Serve" help:"Run server, registry, relay and proxy in one process, from one file."`
+	Server    serverCmd    `cmd:"" group:"Serve" help:"Serve KV chunks to LMCache clients (vLLM's LMCacheMPConnector)."`
+	Proxy     proxyCmd     `cmd:"" group:"Serve" help:"Stand in front of engines (OpenAI API), prefill and decode apart or not."`
+	Relay     relayCmd     `cmd:"" group:"Serve" help:"Stand between a prefill and a decode engine (vLLM's MooncakeConnector) and keep the KV that passes."`
+	Bootstrap bootstrapCmd `cmd:"" group:"Serve" help:"Serve the registry through which vLLM's MooncakeConnector finds P."`
+	StoreNode storeNodeCmd `cmd:"" group:"Serve" help:"Give memory to a Mooncake Store cluster."`
+	Keeper    keeperCmd    `cmd:"" group:"Serve" help:"Hold directories of vLLM's fs offloading tier at a limit."`
+	Config    configCmd    `cmd:"" group:"Serve" help:"Write a file for kvasir all to begin with, or check one."`
 
-	Config     configCmd             `cmd:"" help:"Write a file for kvasir all to begin with, or check one."`
-	Status     status.StatusCommand  `cmd:"" help:"Ask a running server how it is and, in words, why hits are missing."`
-	Top        status.TopCommand     `cmd:"" help:"Watch a running server in a terminal."`
-	Explain    status.ExplainCommand `cmd:"" help:"Ask a running server why lookups found no more than they did."`
-	Quota      status.QuotaCommand   `cmd:"" help:"Show and set what tenants of a running server keep: quota, time to live, pins."`
-	Clear      status.ClearCommand   `cmd:"" help:"Have a running server forget what it stored, in the pool, the tiers and on servers that share them."`
-	Pool       poolCmd               `cmd:"" help:"Show and remove what servers left in /dev/shm."`
-	Keeper     keeperCmd             `cmd:"" help:"Hold directories of vLLM's fs offloading tier at a limit."`
-	Tier       tierCmd               `cmd:"" help:"Show, check, empty and copy what lies below pools."`
-	Version    versionCmd            `cmd:"" help:"Print the version."`
-	HelpOf     helpCmd               `cmd:"" whole:"" name:"help" help:"Show the help of a command."`
-	Completion completionCmd         `cmd:"" whole:"" help:"Print a completion script for a shell."`
+	Status  status.StatusCommand  `cmd:"" group:"Watch" help:"Ask a running server how it is and, in words, why hits are missing."`
+	Top     status.TopCommand     `cmd:"" group:"Watch" help:"Watch a running server in a terminal."`
+	Explain status.ExplainCommand `cmd:"" group:"Watch" help:"Ask a running server why lookups found no more than they did."`
+
+	Quota    status.QuotaCommand `cmd:"" group:"Data" help:"Show and set what tenants of a running server keep: quota, time to live, pins."`
+	Clear    status.ClearCommand `cmd:"" group:"Data" help:"Have a running server forget what it stored, in the pool, the tiers and on servers that share them."`
+	Pool     poolCmd             `cmd:"" group:"Data" help:"Show and remove what servers left in /dev/shm."`
+	Tier     tierCmd             `cmd:"" group:"Data" help:"Show, check, empty and copy what lies below pools."`
+	Store    storeCmd            `cmd:"" group:"Data" help:"Look into a Mooncake Store cluster: objects and where they are."`
+	Transfer transferCmd         `cmd:"" group:"Data" help:"Move bytes between the memories of two processes (Mooncake's transfer engine over TCP)."`
+
+	Demo        demoCmd        `cmd:"" group:"Try" help:"Play a workload on a server with simulated engines, check every byte, print a table."`
+	Engine      engineCmd      `cmd:"" group:"Try" help:"Simulate a vLLM engine: OpenAI API, its scheduler, real KV bytes, the real connectors; no GPU."`
+	Bench       benchCmd       `cmd:"" group:"Try" help:"Measure an endpoint of the OpenAI API as vllm bench serve does; compare results."`
+	Sim         sim.Command    `cmd:"" group:"Try" help:"Run deployments in virtual time: the original's table, traces, held-out tables, sweeps."`
+	Coordinator coordinatorCmd `cmd:"" group:"Try" help:"Show what the cache of a hybrid model keeps, finds and loads."`
+
+	Version    versionCmd    `cmd:"" group:"Help" help:"Print the version."`
+	HelpOf     helpCmd       `cmd:"" group:"Help" whole:"" name:"help" help:"Show the help of a command."`
+	Completion completionCmd `cmd:"" group:"Help" whole:"" help:"Print a completion script for a shell."`
 }
 
 // env is what commands share.

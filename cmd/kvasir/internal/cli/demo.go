@@ -28,6 +28,7 @@ type demoCmd struct {
 	Workers  int     `help:"Simulated engines." default:"2"`
 	PoolGB   gibSize `name:"l1-size-gb" help:"Pool size: GiB, or with a unit, as 256MiB." default:"0.5"`
 	Chunk    int     `name:"chunk-size" help:"Tokens per chunk." default:"256"`
+	Plot     string  `help:"Write the table of the last part as a page of HTML." placeholder:"FILE"`
 	ChunkKiB kibSize `name:"chunk-kib" help:"KV bytes per chunk: KiB, or with a unit." default:"1024"`
 }
 
@@ -41,6 +42,7 @@ through both, and kill -9 of the server in the middle. Every KV byte and every a
 Examples:
   kvasir demo
   kvasir demo --requests 2000 --l1-size-gb 1
+  kvasir demo --plot table.html
   kvasir demo --trace conversation_trace.jsonl --requests 300 --chunk-kib 128`
 }
 

@@ -74,24 +74,29 @@ func (c *demoCmd) deployment(e *env, all []workload.Request) error {
 	case interrupted:
 		return fmt.Errorf("interrupted after %d of %d requests of the second part", r.Requests, len(requests))
 	}
-	return errors.Join(err, printModelled(e))
+	return errors.Join(err, c.printModelled(e))
 }
 
-// printModelled plays the original's table in virtual time, and writes a report of it.
-func printModelled(e *env) error {
+// printModelled plays the original's table in virtual time, and writes a page of it where that is asked for.
+func (c *demoCmd) printModelled(e *env) error {
 	t, err := tables.Play(e.ctx, tables.Options{})
 	if err != nil {
 		return err
 	}
-	f, err := os.CreateTemp("", "kvasir-demo-*.html")
-	if err != nil {
-		return err
-	}
 	fmt.Fprintf(e.stdout, "\nOn two A10 GPUs it would be, in virtual time, beside the table of vLLM's pull request (docs/measured/accuracy.md):\n")
-	if err := errors.Join(sim.TableReport(f, t), f.Close(), t.PrintShort(e.stdout)); err != nil {
+	if err := t.PrintShort(e.stdout); err != nil {
 		return err
 	}
-	fmt.Fprintf(e.stdout, "Report: %s\n", f.Name())
+	if c.Plot != "" {
+		f, err := os.Create(c.Plot)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(sim.TableReport(f, t), f.Close()); err != nil {
+			return err
+		}
+		fmt.Fprintf(e.stdout, "The page with distributions and timelines: %s\n", c.Plot)
+	}
 	fmt.Fprintln(e.stdout, "Next, with vLLM: kvasir server --l1-size-gb 4, and the engine's line from kvasir server --help. Without a GPU: kvasir engine --help.")
 	return nil
 }

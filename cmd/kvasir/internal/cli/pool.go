@@ -40,6 +40,13 @@ type poolLsCmd struct {
 	JSON bool `name:"json" help:"Print the pools as JSON."`
 }
 
+// Help implements kong's detailed help.
+func (poolLsCmd) Help() string {
+	return `Examples:
+  kvasir pool ls
+  kvasir pool ls --json | jq .removed`
+}
+
 // Run lists the pools.
 func (c *poolLsCmd) Run(e *env) error {
 	found, err := pool.List("")
@@ -121,6 +128,13 @@ func processNames(pids []int) string {
 type poolRmCmd struct {
 	Names []string `arg:"" optional:"" name:"name" help:"Pools, by their names in kvasir pool ls."`
 	All   bool     `help:"All of this user's pools that no process uses."`
+}
+
+// Help implements kong's detailed help.
+func (poolRmCmd) Help() string {
+	return `Examples:
+  kvasir pool rm lmcache_l1_pool_kvasir_5555_1a2b3c4d
+  kvasir pool rm --all`
 }
 
 // Run removes pools.

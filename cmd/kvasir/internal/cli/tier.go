@@ -3,6 +3,8 @@
 package cli
 
 import (
+	"strings"
+
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/status"
 	tiertool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/tier"
@@ -38,21 +40,47 @@ Examples:
 type tierLsCmd struct {
 	Tier    string `arg:"" help:"TYPE:PATH or JSON."`
 	Objects bool   `help:"A line for each object."`
+	JSON    bool   `name:"json" help:"Print JSON: one object, or with --objects a line for each."`
+}
+
+// Help implements kong's detailed help.
+func (tierLsCmd) Help() string {
+	return `Examples:
+  kvasir tier ls fs:/data/kv
+  kvasir tier ls s3_native:my-bucket/kvasir --json | jq .total
+  kvasir tier ls redis:10.0.0.7:6379 --objects`
 }
 
 // Run lists.
 func (c *tierLsCmd) Run(e *env) error {
-	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error { return tiertool.List(e.ctx, e.stdout, t, c.Objects) })
+	list := tiertool.List
+	if c.JSON {
+		list = tiertool.ListJSON
+	}
+	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error { return list(e.ctx, e.stdout, t, c.Objects) })
 }
 
 type tierVerifyCmd struct {
 	Tier   string `arg:"" help:"TYPE:PATH or JSON."`
 	Remove bool   `help:"Remove damaged objects: they become misses, and are stored again."`
+	JSON   bool   `name:"json" help:"Print a line of JSON for each damaged object, and one with the figures."`
+}
+
+// Help implements kong's detailed help.
+func (tierVerifyCmd) Help() string {
+	return `Examples:
+  kvasir tier verify fs:/data/kv
+  kvasir tier verify fs:/data/kv --remove
+  kvasir tier verify disk:/mnt/nvme/kv --json`
 }
 
 // Run compares.
 func (c *tierVerifyCmd) Run(e *env) error {
-	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error { return tiertool.Verify(e.ctx, e.stdout, t, c.Remove) })
+	verify := tiertool.Verify
+	if c.JSON {
+		verify = tiertool.VerifyJSON
+	}
+	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error { return verify(e.ctx, e.stdout, t, c.Remove) })
 }
 
 type tierDropCmd struct {
@@ -62,6 +90,14 @@ type tierDropCmd struct {
 	Salt  string `help:"Only objects of this cache salt."`
 	Torn  bool   `help:"Only torn objects."`
 	All   bool   `help:"Everything."`
+}
+
+// Help implements kong's detailed help.
+func (tierDropCmd) Help() string {
+	return `Examples:
+  kvasir tier drop fs:/data/kv --model Qwen/Qwen2.5-7B-Instruct
+  kvasir tier drop fs:/data/kv --torn
+  kvasir tier drop disk --all --url http://127.0.0.1:8080     (of a running server)`
 }
 
 // Run removes.
@@ -85,6 +121,13 @@ type tierCopyCmd struct {
 	To   string `arg:"" help:"TYPE:PATH or JSON; made when it is not there."`
 }
 
+// Help implements kong's detailed help.
+func (tierCopyCmd) Help() string {
+	return `Examples:
+  kvasir tier copy fs:/data/kv fs:/mnt/new
+  kvasir tier copy fs:/data/kv redis:10.0.0.7:6379`
+}
+
 // Run copies.
 func (c *tierCopyCmd) Run(e *env) error {
 	return tiertool.CopyBetween(e.ctx, e.stdout, e.log, c.From, c.To)
@@ -94,6 +137,15 @@ type tierCheckCmd struct {
 	Tier    string  `arg:"" help:"TYPE:PATH or JSON."`
 	Size    mibSize `help:"Size of an object: MiB, or with a unit." default:"4"`
 	Objects int     `help:"How many objects are written and read." default:"16"`
+	JSON    bool    `name:"json" help:"Print the sentences and the verdict as JSON."`
+}
+
+// Help implements kong's detailed help.
+func (tierCheckCmd) Help() string {
+	return `Examples:
+  kvasir tier check s3_native:my-bucket/kvasir
+  kvasir tier check fs:/data/kv --size 16 --objects 64
+  kvasir tier check redis:10.0.0.7:6379 --json | jq .verdict`
 }
 
 // Run tries the tier.
@@ -101,7 +153,18 @@ func (c *tierCheckCmd) Run(e *env) error {
 	if c.Size < 1 || c.Size > 1<<30 || c.Objects < 1 || c.Objects > 10_000 {
 		return usagef("--size is 1 byte to 1 GiB, --objects 1 to 10,000")
 	}
-	if v := tiertool.CheckTier(e.ctx, e.stdout, e.log, c.Tier, int64(c.Size), c.Objects); v != tiertool.Good {
+	var said strings.Builder
+	w := e.stdout
+	if c.JSON {
+		w = &said
+	}
+	v := tiertool.CheckTier(e.ctx, w, e.log, c.Tier, int64(c.Size), c.Objects)
+	if c.JSON {
+		if err := tiertool.CheckJSON(e.stdout, v, said.String()); err != nil {
+			return err
+		}
+	}
+	if v != tiertool.Good {
 		return exitError(v)
 	}
 	return nil

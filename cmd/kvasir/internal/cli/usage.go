@@ -47,7 +47,36 @@ func parseText(err error) string {
 	for _, p := range plainer {
 		text = regexp.MustCompile(p.was).ReplaceAllString(text, p.is)
 	}
+	if m := suggestion.FindStringSubmatchIndex(text); m != nil && !alike(text[m[2]:m[3]], text[m[4]:m[5]]) {
+		text = text[:m[3]] + text[m[1]:]
+	}
 	return text
+}
+
+// suggestion is what the parser suggests instead of an unknown flag.
+var suggestion = regexp.MustCompile(`unknown flag --([\w-]+), did you mean "--([\w-]+)"\?`)
+
+// alike reports whether one of two names begins with the other, or a third of its letters is wrong at most.
+func alike(a, b string) bool {
+	if strings.HasPrefix(a, b) || strings.HasPrefix(b, a) {
+		return true
+	}
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range len(a) {
+		diagonal := row[0]
+		row[0] = i + 1
+		for j := range len(b) {
+			replaced := diagonal
+			if a[i] != b[j] {
+				replaced++
+			}
+			diagonal, row[j+1] = row[j+1], min(replaced, row[j+1]+1, row[j]+1)
+		}
+	}
+	return row[len(b)] <= max(1, len(a)/3)
 }
 
 // commandOf returns the command line up to the command that was meant, as far as the

@@ -182,7 +182,7 @@ type tableCmd struct {
 
 	Seeds   int    `help:"Number of generated workloads to play too, to show how the figures spread." default:"0" placeholder:"N"`
 	Moves   bool   `name:"sensitivity" help:"Move every constant and the token budget, and show the mean errors."`
-	Report  string `help:"Write both rows as a page of HTML, with distributions and timelines." placeholder:"FILE"`
+	Report  string `name:"plot" aliases:"report" help:"Write both rows as a page of HTML, with distributions and timelines." placeholder:"FILE"`
 	Lengths string `help:"Play this list instead of the built-in one: lines of prompt,limit,output." placeholder:"FILE"`
 }
 

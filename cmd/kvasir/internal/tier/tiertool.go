@@ -195,7 +195,34 @@ var (
 // differs is deleted; what cannot be read now stays. Errors: ErrDamaged and ErrUnread where
 // something was.
 func Verify(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
-	var good, unsummed, bad, removed, unread int64
+	n, err := verify(ctx, t, remove, func(name, why string, read bool) {
+		if !read {
+			why = "not read: " + why
+		}
+		fmt.Fprintf(w, "%s: %s\n", printable(name), printable(why))
+	})
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(w, "%d objects are as they were written, %d have no checksum, %d are damaged, %d of them were removed, %d could not be read\n", n.Good, n.Unsummed, n.Damaged, n.Removed, n.Unread)
+	return n.err()
+}
+
+// verified counts what Verify found.
+type verified struct {
+	Good     int64 `json:"good"`
+	Unsummed int64 `json:"without_checksum"`
+	Damaged  int64 `json:"damaged"`
+	Removed  int64 `json:"removed"`
+	Unread   int64 `json:"not_read"`
+}
+
+func (n *verified) err() error {
+	return errors.Join(several(ErrDamaged, n.Damaged-n.Removed), several(ErrUnread, n.Unread))
+}
+
+// verify calls fault for each object that is damaged, or was not read.
+func verify(ctx context.Context, t tier.Tier, remove bool, fault func(name, why string, read bool)) (n verified, _ error) {
 	var buf []byte
 	err := each(ctx, t, func(e Entry) error {
 		why := ""
@@ -203,7 +230,7 @@ func Verify(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
 		case e.Torn():
 			why = "torn"
 		case e.Meta.NoSum:
-			unsummed++
+			n.Unsummed++
 			return nil
 		default:
 			buf = grown(buf, e.Meta.Len)
@@ -216,8 +243,8 @@ func Verify(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
 			case errors.Is(err, tier.ErrMissing): // it went meanwhile
 				return nil
 			case err != nil && !isCorrupt(err):
-				unread++
-				fmt.Fprintf(w, "%s: not read: %s\n", printable(e.Name), printable(err.Error()))
+				n.Unread++
+				fault(e.Name, err.Error(), false)
 				return nil
 			case err != nil:
 				why = err.Error()
@@ -226,25 +253,21 @@ func Verify(ctx context.Context, w io.Writer, t tier.Tier, remove bool) error {
 			}
 		}
 		if why == "" {
-			good++
+			n.Good++
 			return nil
 		}
-		bad++
-		fmt.Fprintf(w, "%s: %s\n", printable(e.Name), printable(why))
+		n.Damaged++
+		fault(e.Name, why, true)
 		if !remove {
 			return nil
 		}
 		if err := discard(ctx, t, &e); err != nil {
 			return err
 		}
-		removed++
+		n.Removed++
 		return nil
 	})
-	if err != nil {
-		return err
-	}
-	fmt.Fprintf(w, "%d objects are as they were written, %d have no checksum, %d are damaged, %d of them were removed, %d could not be read\n", good, unsummed, bad, removed, unread)
-	return errors.Join(several(ErrDamaged, bad-removed), several(ErrUnread, unread))
+	return n, err
 }
 
 // isCorrupt reports whether an object was read and is not what it was.
