@@ -20,6 +20,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 )
 
@@ -99,7 +100,7 @@ type file struct {
 
 // load reads the file.
 func (s *Set) load() (*file, error) {
-	r, err := os.Open(s.path)
+	r, err := os.OpenFile(s.path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a FIFO without a writer would hang
 	if err != nil {
 		return nil, err
 	}
@@ -107,6 +108,9 @@ func (s *Set) load() (*file, error) {
 	info, err := r.Stat()
 	if err != nil {
 		return nil, err
+	}
+	if !info.Mode().IsRegular() {
+		return nil, fmt.Errorf("%w %s: not a regular file", ErrFile, s.path)
 	}
 	text, err := io.ReadAll(io.LimitReader(r, maxFile))
 	if err != nil {

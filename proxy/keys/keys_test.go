@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -261,4 +262,15 @@ func TestLinksThatAreChanged(t *testing.T) {
 		}
 		stop()
 	})
+}
+
+// A file that is looked at again and again is a regular one: a FIFO without a writer would hang the start.
+func TestFIFOIsRefused(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "keys")
+	if err := syscall.Mkfifo(path, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := keys.Open(path); !errors.Is(err, keys.ErrFile) || !strings.Contains(err.Error(), "not a regular file") {
+		t.Errorf("%v", err)
+	}
 }
