@@ -224,6 +224,9 @@ func (m *model) reserve() {
 		Instance: int64(rapid.IntRange(1, 3).Draw(m.r, "worker")), Shard: m.shardOf(space, shard),
 		From: rapid.IntRange(0, len(hashes)-1).Draw(m.r, "from"), To: len(hashes), Last: hashes[len(hashes)-1],
 	}
+	if rapid.Bool().Draw(m.r, "looked up") {
+		m.store.NotePrompt([]byte(j.request), nobody, rapid.IntRange(0, len(hashes)).Draw(m.r, "chunks of the prompt"))
+	}
 	var p store.Transfer
 	before := m.store.Tenants()
 	got, err := m.store.BeginStore(j.name, []byte(j.request), hashes, &p)
@@ -295,6 +298,7 @@ func (m *model) fillTier() {
 		}
 		m.script += fmt.Sprintf("%s %s %s;", call, which, what)
 	}
+	m.opts.WriteAnswers = rapid.SampledFrom([]store.AnswerPolicy{store.AnswersAsPrompts, store.AnswersAfterHit, store.AnswersNever}).Draw(m.r, "policy of answers")
 	m.opts.Write = rapid.SampledFrom([]store.WritePolicy{store.WriteAtCommit, store.WriteAtFirstHit}).Draw(m.r, "policy of writing")
 	m.restart()
 }
