@@ -121,6 +121,6 @@ func TestTTLBelow(t *testing.T) {
 		end = b.run()
 		f(40*time.Minute, 2)
 		f(20*time.Minute, 1)
-		f(100*time.Hour, 1)
+		f(2*time.Hour, 1)
 	})
 }
