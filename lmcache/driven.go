@@ -61,6 +61,8 @@ type KVCache struct {
 	WorldSize   int
 	EngineType  string
 	KVLayout    string        // layout_hints: NHD, HND, BLHNC, BLNHC; empty when not given
+	ListLayout  string        // layout_hints of SGLang, kv_list_layout: unified, k_v; empty when not given
+	PageTokens  int           // layout_hints of SGLang, tokens_per_block: of a page, which the shape does not show; 0 when not given
 	Groups      []EngineGroup // in the order of a transfer's block ids; none is one group of all layers
 	Unread      UnreadFields  // layout_hints and group fields that have a value and that this package does not read
 }
@@ -106,10 +108,18 @@ func (c *KVCache) Frames() [][]byte {
 	for i := range c.Descriptors {
 		layers, _ = msgp.AppendExtension(layers, &msgp.RawExtension{Type: 1, Data: c.Descriptors[i].append(nil)})
 	}
-	hints := msgp.AppendMapHeader(nil, 0)
+	n := uint32(0)
+	var hints []byte
 	if c.KVLayout != "" {
-		hints = msgp.AppendString(msgp.AppendString(msgp.AppendMapHeader(nil, 1), "kv_layout"), c.KVLayout)
+		n, hints = n+1, msgp.AppendString(msgp.AppendString(hints, "kv_layout"), c.KVLayout)
 	}
+	if c.PageTokens != 0 {
+		n, hints = n+1, appendInt(msgp.AppendString(hints, "tokens_per_block"), c.PageTokens)
+	}
+	if c.ListLayout != "" {
+		n, hints = n+1, msgp.AppendString(msgp.AppendString(hints, "kv_list_layout"), c.ListLayout)
+	}
+	hints = append(msgp.AppendMapHeader(nil, n), hints...)
 	groups := msgp.AppendArrayHeader(nil, uint32(len(c.Groups)))
 	for i := range c.Groups {
 		g := &c.Groups[i]
@@ -304,16 +314,28 @@ func (d *Descriptor) decodeMetadata(b []byte) ([]byte, error) {
 
 // decodeHints reads layout_hints, a map or nil. Of the hints that releases know
 // (kv_layout, num_kv_heads, tokens_per_block, kv_list_layout, head_dim) vLLM sends
-// kv_layout at most.
+// kv_layout at most, SGLang kv_list_layout and tokens_per_block (lmcache 0.5.6).
 func (c *KVCache) decodeHints(frame []byte) error {
 	if msgp.NextType(frame) == msgp.NilType {
 		return whole(frame[1:], nil)
 	}
 	rest, err := readMap(frame, func(name, b []byte) ([]byte, error) {
-		if string(name) != "kv_layout" {
+		known := msgp.NextType(b) != msgp.NilType
+		switch string(name) {
+		case "kv_layout":
+			if known {
+				return stringInto(&c.KVLayout, b)
+			}
+		case "kv_list_layout":
+			if known {
+				return stringInto(&c.ListLayout, b)
+			}
+		case "tokens_per_block":
+			if known {
+				return intInto(&c.PageTokens, b)
+			}
+		default:
 			c.Unread.add("layout_hints.", name, b)
-		} else if msgp.NextType(b) != msgp.NilType {
-			return stringInto(&c.KVLayout, b)
 		}
 		return b, nil
 	})

@@ -59,7 +59,7 @@ func (p *Proxy) Admin(token string) http.Handler {
 		if err := p.checkEngine(role, e.URL, e.Registry); err != nil {
 			return badAdmin("%v", err)
 		}
-		if err := p.add(role, e.URL, e.Registry); err != nil {
+		if err := p.add(role, Prefill{URL: e.URL, Registry: e.Registry}); err != nil {
 			return &refusal{status: http.StatusConflict, kind: "ConflictError", text: err.Error()}
 		}
 		p.o.Log.Info("an engine was added", "engine", e.URL, "role", e.Role)
@@ -100,9 +100,9 @@ func (p *Proxy) checkEngine(r role, url, registry string) error {
 	case both:
 		o.Engines = []string{url}
 	case prefill:
-		o.Prefill, o.Decode = []Prefill{{url, registry}}, []string{"http://any"}
+		o.Prefill, o.Decode = []Prefill{{URL: url, Registry: registry}}, []string{"http://any"}
 	case decode:
-		o.Prefill, o.Decode = []Prefill{{"http://any", "http://any"}}, []string{url}
+		o.Prefill, o.Decode = []Prefill{{URL: "http://any", Registry: "http://any"}}, []string{url}
 	}
 	return o.Validate()
 }

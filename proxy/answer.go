@@ -31,7 +31,7 @@ func (e *exchange) send(ctx context.Context, b *backend, n *http1.Conn, pieces [
 		r.Target += "?" + e.r.URL.RawQuery
 	}
 	resp, err := n.Do(ctx, &r, until)
-	if errors.Is(err, http1.ErrStale) && b.registry == nil && ctx.Err() == nil {
+	if errors.Is(err, http1.ErrStale) && !b.registered() && ctx.Err() == nil {
 		if n, err = b.client.Dial(ctx); err == nil {
 			resp, err = n.Do(ctx, &r, until)
 		}
@@ -112,6 +112,11 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	}
 	if err == nil && stream && resp.Status == http.StatusOK {
 		first, err = e.firstData(resp, first)
+		if err == nil && b.kind() == sglangKind {
+			if status, text := openai.APIOf(e.r.URL.Path).Refused(first); status != 0 {
+				return "", &refusedByP{jsonFields, status, text}
+			}
+		}
 	}
 	switch {
 	case errors.Is(err, errFailed), errors.Is(err, errEmptyAnswer):
@@ -140,6 +145,10 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 func (e *exchange) pieces(b *backend, params []byte) [][]byte {
 	if e.route == form { // it names no transfer, and q is not its text
 		return [][]byte{e.body.b}
+	}
+	if b.kind() == sglangKind {
+		pieces, _ := e.q.Apply(e.sglangEdits(b)...)
+		return pieces
 	}
 	edits := e.salt
 	if b.role != both || e.key != nil && (e.q.Params.Has() || e.q.ECParams.Has()) {
@@ -290,10 +299,10 @@ func (e *exchange) ended(b *backend, status int, stream bool, end *openai.End, e
 		return "client_left"
 	case clean && status != http.StatusOK:
 		return "bad_request"
+	case clean && end.State() == openai.Failed, clean && end.State() == openai.Complete && end.Failed():
+		return "failed"
 	case clean && end.State() == openai.Complete:
 		return "ok"
-	case clean && end.State() == openai.Failed:
-		return "failed"
 	case clean:
 		err = fmt.Errorf("%w %s", errNoLast, openai.APIOf(e.r.URL.Path).Last())
 	}

@@ -143,7 +143,7 @@ func (f *finder) find(ctx context.Context, resolve func(context.Context, string)
 		switch {
 		case f.registry != nil:
 			e.Registry = f.registry.Base()
-		case f.role == prefill:
+		case f.role == prefill && f.port > 0:
 			e.Registry = "http://" + net.JoinHostPort(host, fmt.Sprint(f.port))
 		}
 		out = append(out, e)

@@ -38,10 +38,18 @@ type backend struct {
 	stop     context.CancelFunc
 	events   []*blocks.Follower // of its data-parallel ranks; nil: none are followed
 	looking  sync.Mutex         // one look at a time
+	guessed  bool               // bootstrap is a default
+	// bootstrap is the address of a prefill engine's bootstrap server as the operator gives it; "": P says it.
+	bootstrap string
+
+	// Under looking:
+	identified bool   // it is known whether it is an engine of SGLang
+	problem    string // why an engine of SGLang is not used
 
 	well     atomic.Bool // it answered the last look, and no call failed since
 	draining atomic.Bool
 	models   atomic.Pointer[[]model] // nil: not known, it may have any
+	sglang   atomic.Pointer[sglang]  // what it says of itself; nil: it is no engine of SGLang
 	others   atomic.Int64            // requests of other proxies, by its metrics
 	rankTurn atomic.Uint64
 	id       atomic.Uint32 // in the index of prefixes; another one for each life
@@ -68,9 +76,29 @@ type backend struct {
 // model is one that an engine serves.
 type model struct {
 	id   string
-	base string // name that the engine itself has for it, of whose blocks it speaks; "": an adapter, whose KV is its own
-	raw  json.RawMessage
+	base string          // name that the engine itself has for it, of whose blocks it speaks; "": an adapter, whose KV is its own
+	raw  json.RawMessage // as the engine lists it; nil: another name for one that it lists
+	sent string          // name that the engine takes in requests; "": id
 }
+
+// kind is whose protocol an engine speaks with its P or D.
+type kind uint8
+
+const (
+	anyKind kind = iota
+	vllmKind
+	sglangKind
+)
+
+func (b *backend) kind() kind {
+	if b.sglang.Load() != nil {
+		return sglangKind
+	}
+	return vllmKind
+}
+
+// registered reports whether a registry says who the engine is.
+func (b *backend) registered() bool { return b.registry != nil && b.kind() == vllmKind }
 
 // rank is one data-parallel rank of a prefill engine.
 type rank struct {

@@ -65,6 +65,8 @@ type exchange struct {
 	front        front              // what the client hears before the answer
 	list         *list              // that the request is a part of; nil: none
 	hasPlaces    bool               // the part has places at engines
+	rooms        bool               // P and D of SGLang are to serve it
+	boot         []openai.Edit      // of this attempt: how P and D of SGLang find each other
 	extended     time.Time          // when the client's time to take bytes began
 }
 
@@ -195,7 +197,7 @@ func (e *exchange) serve() (outcome string) {
 // engineID is what engines call a request in this attempt. Where P and D know the KV by it, it must
 // be unique: clients choose ids as they like, and P may still hold KV of a former attempt.
 func (e *exchange) engineID(c choice) string {
-	if c.prefill == nil || e.p.o.Dialect == Mooncake {
+	if c.prefill == nil || e.p.o.Dialect == Mooncake || c.prefill.kind() == sglangKind {
 		return e.id
 	}
 	return e.id + "-" + newID()
@@ -223,6 +225,12 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 	e.prefilled.Store(0)
 	e.handed, e.prefillEnded = nil, nil
 	defer func() { e.handedOver(outcome, err) }()
+	defer func() {
+		if a, ok := errors.AsType[*refusedByP](err); ok && e.r.Context().Err() == nil {
+			outcome, err = e.say(a), nil
+		}
+	}()
+	e.boot = nil
 	switch {
 	case c.prefill == nil && c.engine.role == decode && relayed != nil:
 		return e.fromRelay(ctx, c, relayed)
@@ -232,6 +240,8 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 			e.p.n.spared[c.spared].Add(1)
 		}
 		return outcome, err
+	case c.prefill.kind() == sglangKind:
+		return e.byRoom(ctx, cancel, c)
 	case e.p.o.Dialect == Mooncake && openai.APIOf(e.r.URL.Path) != openai.Messages:
 		return e.together(ctx, cancel, c)
 	}
@@ -365,7 +375,7 @@ func (e *exchange) reach(ctx context.Context, b *backend, who rank) (*http1.Conn
 		}
 		return nil, who, fmt.Errorf("prefill engine %s: %w: %w", b.url, errNotSent, err)
 	}
-	if !n.Fresh() || b.registry == nil {
+	if !n.Fresh() || !b.registered() {
 		return n, who, nil
 	}
 	look, cancel := context.WithTimeout(ctx, 2*time.Second)
@@ -413,6 +423,9 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, field
 		return l, &refusedByP{resp.Fields, resp.Status, text} // the request itself is at fault
 	}
 	answer, err := openai.ScanAnswer(text)
+	if err != nil && b.kind() == sglangKind { // a list of one prompt has a list of one answer
+		return leg{cached: -1}, nil
+	}
 	if err != nil {
 		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
 	}

@@ -34,3 +34,15 @@ func (p *Proxy) Taken() (out string) {
 	}
 	return out
 }
+
+// Problem returns why an engine of SGLang gets no requests.
+func (p *Proxy) Problem(url string) string {
+	for _, b := range p.fleet.engines() {
+		if b.url == url {
+			b.looking.Lock()
+			defer b.looking.Unlock()
+			return b.problem
+		}
+	}
+	return ""
+}

@@ -132,7 +132,8 @@ func (e *exchange) rankFields(fields []byte, b *backend, who rank) []byte {
 // rankOf returns the data-parallel rank for a request to an engine; ok is false if the engine chooses.
 func (e *exchange) rankOf(b *backend, who rank) (dp int, ok bool) {
 	switch {
-	case b.registry != nil:
+	case e.boot != nil && b.role != both: // the room says the rank
+	case b.registered():
 		return who.dp, b.many()
 	case e.p.o.DPSize > 1:
 		return int(b.rankTurn.Add(1) % uint64(e.p.o.DPSize)), true

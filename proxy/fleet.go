@@ -129,7 +129,7 @@ const (
 // pickLocked returns the engine that a request should go to. Engines that were tried come last. Among engines of one
 // cost the one comes first that has waited longest for a request of the model, and among those that had none for one of any
 // model.
-func (f *fleet) pickLocked(r role, w *want) (best *backend, lacks int, how stand) {
+func (f *fleet) pickLocked(r role, w *want, like kind) (best *backend, lacks int, how stand) {
 	bestTried, bestCost, bestTurn := false, 0.0, turn{}
 	now := time.Now()
 	home := f.homeLocked(r, w)
@@ -138,7 +138,7 @@ func (f *fleet) pickLocked(r role, w *want) (best *backend, lacks int, how stand
 	}
 	for _, b := range f.mu.all {
 		switch {
-		case b.role != r || !b.serves(w.model):
+		case b.role != r || !b.serves(w.model) || like != anyKind && like != b.kind():
 			continue
 		case !b.well.Load() || b.draining.Load():
 			if how = max(how, unwell); b.doubts > 0 && !b.draining.Load() {
@@ -225,7 +225,7 @@ func (f *fleet) overloadedLocked(home *backend, r role, w *want) bool {
 const requestCost = 1 << 10
 
 func (f *fleet) cost(b *backend, w *want, lacks int, home *backend) float64 {
-	switch f.o.Policy {
+	switch f.o.policyOf(b.role) {
 	case LeastLoaded:
 		return float64(b.inFlight) + float64(b.others.Load())
 	case PrefixAware:
@@ -242,7 +242,7 @@ func (f *fleet) cost(b *backend, w *want, lacks int, home *backend) float64 {
 // first mark decides, which is the same in each turn of a conversation, or the session that the
 // client names.
 func (f *fleet) homeLocked(r role, w *want) (home *backend) {
-	if f.o.Policy != PrefixAware || len(w.marks) == 0 || len(w.seen) > 0 {
+	if f.o.policyOf(r) != PrefixAware || len(w.marks) == 0 || len(w.seen) > 0 {
 		return nil
 	}
 	key := w.marks[0].Hash
@@ -286,17 +286,20 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 	if w.only != nil {
 		return f.chooseOnlyLocked(w.only)
 	}
-	d, dLacks, dHow := f.pickLocked(decode, w)
+	d, dLacks, dHow := f.pickLocked(decode, w, anyKind)
 	if dHow == absent {
-		e, lacks, how := f.pickLocked(both, w)
+		e, lacks, how := f.pickLocked(both, w, anyKind)
 		return choice{engine: e, lacks: [2]int{lacks}}, how, both
 	}
-	needs := !w.ready && !w.alone // P
+	needs, like := !w.ready && !w.alone, anyKind // P
+	if d != nil {
+		like = d.kind()
+	}
 	switch {
 	case dHow != ready:
 	case w.ready:
 		return choice{engine: d}, ready, decode
-	case needs:
+	case needs && like == vllmKind:
 		if lacks, by := f.lacks(w, dLacks); lacks < f.o.SkipPrefill {
 			return choice{engine: d, lacks: [2]int{lacks}, spared: by}, ready, decode
 		}
@@ -304,14 +307,14 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 	var p *backend // nil: D does without
 	pLacks, pHow, who := 0, ready, rank{}
 	if needs {
-		p, pLacks, pHow = f.pickLocked(prefill, w)
-		if pHow == ready && p.registry != nil {
+		p, pLacks, pHow = f.pickLocked(prefill, w, like)
+		if pHow == ready && p.registered() {
 			ok := false
 			if who, ok = p.nextRank(); !ok {
 				pHow = unwell
 			}
 		}
-		if pHow <= doubtful && f.o.DecodeAlone {
+		if pHow <= doubtful && f.o.DecodeAlone && like != sglangKind {
 			p, pHow = nil, ready
 		}
 	}
@@ -325,7 +328,7 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 		}
 		return c, ready, decode
 	case how <= doubtful:
-		e, lacks, eHow := f.pickLocked(both, w)
+		e, lacks, eHow := f.pickLocked(both, w, anyKind)
 		if eHow == ready {
 			return choice{engine: e, lacks: [2]int{lacks}}, ready, both
 		}
@@ -521,7 +524,7 @@ func (f *fleet) give(c choice) {
 func (f *fleet) another(w *want) *backend {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	b, _, how := f.pickLocked(decode, w)
+	b, _, how := f.pickLocked(decode, w, vllmKind) // a D of SGLang never goes on with a room
 	if how != ready || slices.Contains(w.tried, b) {
 		return nil
 	}

@@ -79,7 +79,7 @@ func (e *exchange) beginKeepAlive() {
 func (e *exchange) endEarly(status int, kind, text string) (outcome string) {
 	api := openai.APIOf(e.r.URL.Path)
 	event := api.AppendError(nil, status, kind, text)
-	if api == openai.Completions {
+	if api.EndsWithDone() {
 		event = openai.AppendEvent(event, []byte(openai.Done))
 	}
 	e.extend(time.Now())

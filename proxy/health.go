@@ -44,14 +44,11 @@ func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 	defer b.looking.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second))
 	defer cancel()
-	_, well := p.get(ctx, b, "/health")
-	if well && b.registry != nil {
-		well = p.refresh(ctx, b)
-	}
+	well := p.answers(ctx, b)
 	if well && (all || !b.well.Load()) {
 		p.listModels(ctx, b)
 	}
-	if well && p.o.Policy != RoundRobin {
+	if well && p.o.policyOf(b.role) != RoundRobin {
 		p.readLoad(ctx, b)
 	}
 	b.mu.Lock()
@@ -117,7 +114,12 @@ func (p *Proxy) listModels(ctx context.Context, b *backend) {
 			if m.Parent != nil {
 				base = ""
 			}
-			models = append(models, model{m.ID, base, raw})
+			one := model{id: m.ID, base: base, raw: raw}
+			if m.Parent != nil && b.kind() == sglangKind {
+				one.sent = *m.Parent + ":" + m.ID
+				models = append(models, model{id: one.sent})
+			}
+			models = append(models, one)
 		}
 	}
 	if len(models) > 0 {
@@ -128,6 +130,12 @@ func (p *Proxy) listModels(ctx context.Context, b *backend) {
 // readLoad asks an engine how many requests it has, of this proxy or not.
 func (p *Proxy) readLoad(ctx context.Context, b *backend) {
 	own := p.fleet.inFlight(b)
+	if b.kind() == sglangKind {
+		if n, ok := p.sglangLoad(ctx, b); ok {
+			b.others.Store(max(0, n-int64(own)))
+		}
+		return
+	}
 	text, ok := p.get(ctx, b, "/metrics")
 	if !ok {
 		return

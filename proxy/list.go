@@ -27,6 +27,7 @@ type list struct {
 	e      *exchange // of the client
 	cancel context.CancelCauseFunc
 	parts  int
+	native bool          // of /generate, whose answer is a list
 	turn   chan struct{} // has a place for the part that asks for engines
 	left   chan struct{} // has news when a part gives places back
 	places atomic.Int64  // parts that have some
@@ -59,7 +60,7 @@ var (
 )
 
 // apart returns the prompts of a request that is to be split; nil: it is not. The error is a *refusal.
-func (e *exchange) apart() ([]openai.Range, error) {
+func (e *exchange) apart() ([]openai.Sequence, error) {
 	prompts, n, ok := e.q.Prompts()
 	if n < 2 || !e.p.fleet.hasDecode(e.want.model) {
 		return nil, nil
@@ -74,24 +75,32 @@ func (e *exchange) apart() ([]openai.Range, error) {
 	if !ok || n*rest > maxJoined {
 		return nil, nil
 	}
-	return prompts, nil
+	all := make([]openai.Sequence, n)
+	for i, at := range prompts {
+		all[i] = openai.Sequence{Prompt: i, Edits: []openai.Edit{{Key: "prompt", Value: at.Of(e.q.Body)}}}
+	}
+	return all, nil
 }
 
-// serveList serves a request of several prompts.
-func (e *exchange) serveList(prompts []openai.Range) (outcome string) {
+// serveList serves a request of several prompts or answers.
+func (e *exchange) serveList(sequences []openai.Sequence) (outcome string) {
 	ctx, cancel := context.WithCancelCause(e.r.Context())
 	defer cancel(nil)
-	l := &list{e: e, cancel: cancel, parts: len(prompts), turn: make(chan struct{}, 1), left: make(chan struct{}, 1)}
+	l := &list{e: e, cancel: cancel, parts: len(sequences), turn: make(chan struct{}, 1), left: make(chan struct{}, 1)}
 	r := e.r.WithContext(ctx)
 	e.beginKeepAlive()
 	defer e.front.seal()
-	parts := make([]*partWriter, len(prompts))
+	l.native = openai.APIOf(e.r.URL.Path) == openai.Native
+	parts := make([]*partWriter, len(sequences))
 	var wg sync.WaitGroup
-	for i, at := range prompts {
+	for i, s := range sequences {
 		w := &partWriter{list: l, header: make(http.Header)}
-		w.part = openai.Part{Index: i, Whole: e.id}
+		w.part = openai.Part{Index: i, Whole: e.id, Later: s.Sample > 0}
+		if e.rooms {
+			w.part.ID = e.id // SGLang's ids have nothing of the request's
+		}
 		parts[i] = w
-		wg.Go(func() { l.serve(w, r, at) })
+		wg.Go(func() { l.serve(w, r, s) })
 	}
 	opening := time.AfterFunc(heldFor, l.openLate)
 	wg.Wait()
@@ -100,7 +109,7 @@ func (e *exchange) serveList(prompts []openai.Range) (outcome string) {
 }
 
 // serve serves a part.
-func (l *list) serve(w *partWriter, r *http.Request, prompt openai.Range) {
+func (l *list) serve(w *partWriter, r *http.Request, s openai.Sequence) {
 	e := l.e
 	x := &exchange{
 		p: e.p, w: w, r: r, rc: http.NewResponseController(w), start: e.start, id: fmt.Sprint(e.id, "-", w.part.Index), key: e.key, span: e.span, list: l,
@@ -121,7 +130,7 @@ func (l *list) serve(w *partWriter, r *http.Request, prompt openai.Range) {
 	if !x.hasTurn() {
 		return
 	}
-	pieces, n := e.q.Apply(openai.Edit{Key: "prompt", Value: prompt.Of(e.q.Body)})
+	pieces, n := e.q.Apply(s.Edits...)
 	x.body = newBody(int64(n))
 	for _, piece := range pieces {
 		x.body.b = append(x.body.b, piece...)
@@ -258,6 +267,16 @@ func (w *partWriter) event(raw []byte) error {
 	case bytes.HasPrefix(data, []byte(`{"error"`)):
 		w.list.fail(&partWriter{stream: true, body: bytes.Clone(data)}, "failed")
 		return errPartFailed
+	case w.list.native:
+		if status, _ := openai.Native.Refused(raw); status != 0 || openai.Native.KindOf(raw) == openai.Failure {
+			w.list.fail(&partWriter{stream: true, body: openai.Native.ErrorOf(data)}, "failed")
+			return errPartFailed
+		}
+		whole, err := w.part.NativeEvent(data)
+		if err != nil {
+			return err
+		}
+		return w.list.write(openai.AppendEvent(nil, whole))
 	default:
 		whole, usage, err := w.part.Event(data)
 		if err != nil {
@@ -398,7 +417,11 @@ func (l *list) end(parts []*partWriter) (outcome string) {
 	stream := parts[0].stream
 	var joined []byte
 	var err error
-	if len(answers) > 0 {
+	switch {
+	case len(answers) == 0:
+	case l.native:
+		joined, err = openai.JoinNative(answers)
+	default:
 		joined, err = openai.JoinAnswers(all, answers)
 	}
 	switch {

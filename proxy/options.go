@@ -22,7 +22,8 @@ import (
 // Prefill is a prefill engine.
 type Prefill struct {
 	URL      string // of its API, http://host:port
-	Registry string // of its bootstrap server, http://host:port; for Mooncake only
+	Registry string // of its bootstrap server, http://host:port; for Mooncake, and for SGLang where P itself does not say it right
+	Guessed  bool   // Registry is a default, which what P says of itself replaces
 }
 
 // Dialect is how P and D learn of each other.
@@ -33,6 +34,7 @@ const (
 	Mooncake    Dialect = iota // vLLM's MooncakeConnector from 0.16 on: both at the same time, by a transfer id
 	Mooncake013                // its first release: P first, D gets what P answers
 	NIXL                       // NixlConnector, and others that answer kv_transfer_params: P first
+	SGLang                     // SGLang's P and D: both at the same time, by a bootstrap room
 )
 
 // Policy is how an engine is chosen among those that are well and have room.
@@ -53,8 +55,11 @@ type Options struct {
 	Sources []Source // of more engines, looked at now and then
 
 	Dialect Dialect
-	DPSize  int // data-parallel ranks behind each URL, chosen in turn; default: the engine chooses. Mooncake's P are asked
+	Detect  bool // engines of SGLang are known by what they say of themselves; Dialect is that of the others
+	DPSize  int  // data-parallel ranks behind each URL, chosen in turn; default: the engine chooses. Mooncake's P are asked
 	Policy  Policy
+	// PrefillPolicy and DecodePolicy choose P and D; nil: Policy does.
+	PrefillPolicy, DecodePolicy *Policy
 
 	SkipPrefill int    // prompts of which D lacks fewer bytes go to D alone; default: 2 KiB with Store, else none do
 	SharedStore bool   // what any engine has seen, D can load from a cache server: it does not lack it
@@ -123,6 +128,9 @@ func (o *Options) checkAddresses(c *options.Checks) {
 		if o.Dialect == Mooncake {
 			address("Prefill", p.Registry)
 		}
+		if o.Dialect == SGLang && p.Registry != "" {
+			address("Prefill", p.Registry)
+		}
 	}
 	for _, d := range o.Decode {
 		address("Decode", d)
@@ -159,8 +167,16 @@ func (o *Options) checkSources(c *options.Checks) {
 
 // checkNumbers checks limits and times.
 func (o *Options) checkNumbers(c *options.Checks) {
-	c.That(o.Dialect <= NIXL, "Dialect", "is unknown")
-	c.That(o.Policy <= PrefixAware, "Policy", "is unknown")
+	c.That(o.Dialect <= SGLang, "Dialect", "is unknown")
+	for _, r := range []role{both, prefill, decode} {
+		c.That(o.policyOf(r) <= PrefixAware, "Policy", "is unknown")
+	}
+	if o.Dialect == SGLang {
+		c.That(o.SkipPrefill == 0, "SkipPrefill", sglangNeedsP)
+		c.That(!o.SharedStore, "SharedStore", sglangNeedsP)
+		c.That(o.Store == "", "Store", sglangNeedsP)
+		c.That(!o.DecodeAlone, "DecodeAlone", sglangNeedsP)
+	}
 	options.Within(c, "DPSize", o.DPSize, 0, 4096)
 	options.Within(c, "EventsPort", o.EventsPort, 0, 65535)
 	options.Within(c, "ReplayPort", o.ReplayPort, 0, 65535)
@@ -225,5 +241,21 @@ func (o Options) withDefaults() Options {
 	return o
 }
 
+// sglangNeedsP is why D alone gets no request in SGLang's dialect.
+const sglangNeedsP = "is of no use with SGLang: its D computes no prompt"
+
+// policyOf returns how engines of a role are chosen.
+func (o *Options) policyOf(r role) Policy {
+	switch {
+	case r == prefill && o.PrefillPolicy != nil:
+		return *o.PrefillPolicy
+	case r == decode && o.DecodePolicy != nil:
+		return *o.DecodePolicy
+	}
+	return o.Policy
+}
+
 // indexed reports whether beginnings of prompts matter.
-func (o *Options) indexed() bool { return o.Policy == PrefixAware || o.SkipPrefill > 0 }
+func (o *Options) indexed() bool {
+	return o.policyOf(both) == PrefixAware || o.policyOf(prefill) == PrefixAware || o.policyOf(decode) == PrefixAware || o.SkipPrefill > 0
+}

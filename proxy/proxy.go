@@ -94,13 +94,13 @@ func New(o Options) (*Proxy, error) {
 	}
 	err := p.fleet.store.follow(&o)
 	for _, e := range o.Engines {
-		err = errors.Join(err, p.add(both, e, ""))
+		err = errors.Join(err, p.add(both, Prefill{URL: e}))
 	}
 	for _, e := range o.Prefill {
-		err = errors.Join(err, p.add(prefill, e.URL, e.Registry))
+		err = errors.Join(err, p.add(prefill, e))
 	}
 	for _, e := range o.Decode {
-		err = errors.Join(err, p.add(decode, e, ""))
+		err = errors.Join(err, p.add(decode, Prefill{URL: e}))
 	}
 	for _, source := range o.Sources {
 		f, ferr := newFinder(source, o.Dialect)
@@ -120,8 +120,8 @@ func New(o Options) (*Proxy, error) {
 }
 
 // add adds an engine and looks after it.
-func (p *Proxy) add(r role, address, registry string) error {
-	return p.addBackend(&backend{role: r, url: trimURL(address), turns: make(map[string]uint64)}, registry)
+func (p *Proxy) add(r role, e Prefill) error {
+	return p.addBackend(&backend{role: r, url: trimURL(e.URL), guessed: e.Guessed, turns: make(map[string]uint64)}, e.Registry)
 }
 
 func (p *Proxy) addBackend(b *backend, registry string) (err error) {
@@ -131,6 +131,10 @@ func (p *Proxy) addBackend(b *backend, registry string) (err error) {
 	b.mu.Lock()
 	b.bearLocked()
 	b.mu.Unlock()
+	b.bootstrap = trimURL(registry)
+	if p.o.Dialect == SGLang {
+		b.sglang.Store(&sglang{})
+	}
 	if b.client, err = http1.New(b.url, http1.Options{DialTimeout: p.o.DialTimeout, IdleTimeout: upstreamIdle, TLS: p.o.EngineTLS}); err != nil {
 		return err
 	}
@@ -218,13 +222,25 @@ func (p *Proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 		p.models(w)
 	default:
-		switch route, id := routeOf(path); route {
+		route, id := routeOf(path)
+		if ofSGLang[path] && !p.fleet.hasKind(sglangKind) {
+			if p.o.Detect && p.fleet.noneWell() {
+				fail(w, unavailable("no engine is well"))
+				return
+			}
+			route = unknown
+		}
+		switch route {
 		case throughPD, atOne, form:
 			p.complete(w, r, route)
 		case ofResponse:
 			p.serveStored(w, r, id)
 		case ofAnEngine:
 			p.serveOfAnEngine(w, r)
+		case serverInfo:
+			p.serveServerInfo(w, r)
+		case aborts:
+			p.serveAbort(w, r)
 		case refusedBy:
 			fail(w, &refusal{status: http.StatusNotImplemented, kind: "NotImplementedError", text: reasons[path]})
 		default:
@@ -243,7 +259,7 @@ func (p *Proxy) models(w http.ResponseWriter) {
 			continue
 		}
 		for _, m := range *list {
-			if listed[m.id] {
+			if listed[m.id] || m.raw == nil {
 				continue
 			}
 			if len(listed) > 0 {
@@ -340,16 +356,19 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route how) {
 	if route == throughPD {
 		e.want.alone, e.want.many = e.aloneOf()
 	}
-	var prompts []openai.Range
-	if e.want.many {
-		if prompts, err = e.apart(); err != nil {
-			outcome = e.refuse(err)
-			return
-		}
+	var sequences []openai.Sequence
+	if route == throughPD && p.fleet.pairsSGLang(e.want.model) {
+		sequences, err = e.byRooms()
+	} else if e.want.many {
+		sequences, err = e.apart()
+	}
+	if err != nil {
+		outcome = e.refuse(err)
+		return
 	}
 	outcome = "broken_off" // unless serve returns
-	if prompts != nil {
-		outcome = e.serveList(prompts)
+	if sequences != nil {
+		outcome = e.serveList(sequences)
 		return
 	}
 	outcome = e.serve()

@@ -29,6 +29,8 @@ const (
 	ofResponse            // by the engine that has a response
 	ofAnEngine            // GET at any engine
 	refusedBy             // refused with a reason
+	serverInfo            // SGLang's: what an engine says of itself, without its secrets
+	aborts                // SGLang's: ends a request
 )
 
 // routes are the paths of vLLM 0.32 that clients may use. Paths that change an engine (/v1/load_lora_adapter, /sleep, /reset_prefix_cache,
@@ -39,8 +41,12 @@ var routes = map[string]how{
 	"/score": atOne, "/v1/score": atOne, "/rerank": atOne, "/v1/rerank": atOne, "/v2/rerank": atOne, "/tokenize": atOne, "/detokenize": atOne,
 	"/invocations": atOne, "/v1/completions/render": atOne, "/v1/chat/completions/render": atOne, "/v1/completions/derender": atOne, "/v1/chat/completions/derender": atOne,
 	"/v1/audio/transcriptions": form, "/v1/audio/translations": form, "/version": ofAnEngine,
+	"/generate": throughPD, "/model_info": ofAnEngine, "/get_model_info": ofAnEngine, "/server_info": serverInfo, "/get_server_info": serverInfo, "/abort_request": aborts,
 	"/v1/realtime": refusedBy, "/v1/audio/speech": refusedBy,
 }
+
+// ofSGLang are the routes that engines of SGLang alone have.
+var ofSGLang = map[string]bool{"/generate": true, "/model_info": true, "/get_model_info": true, "/server_info": true, "/get_server_info": true, "/abort_request": true}
 
 // reasons say why a listed route is refused.
 var reasons = map[string]string{
@@ -99,6 +105,11 @@ func (e *exchange) promptOf() openai.Range {
 		return e.q.Input
 	case "/inference/v1/generate":
 		return e.q.TokenIDs
+	case "/generate":
+		if e.q.TextIn.Has() {
+			return e.q.TextIn
+		}
+		return e.q.InputIDs
 	}
 	if e.q.Prompt.Has() {
 		return e.q.Prompt

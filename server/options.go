@@ -37,6 +37,7 @@ type Options struct {
 	RefuseDriven      bool                  // workers whose KV the server would copy (lmcache_driven)
 	RefuseEngine      bool                  // workers that copy themselves (engine_driven)
 	SeparateGroups    bool                  // an object per kind of attention and chunk, not one for all
+	SGLangCPUViews    bool                  // see lent.Options.CPUViews
 	CopyWorkers       int                   // goroutines per copy; default: the processors
 	Pickle            PickleMode            // chunks that pass through the socket; default none
 	PickleBytes       int64                 // of such a message; default and limit MaxPickleBytes

@@ -181,7 +181,7 @@ func (s *Server) registerKVCache(sc *scratch, reg *lmcache.KVCache) (err error) 
 
 // newDrivenInstance opens the memory of a worker whose transfers are served.
 func (s *Server) newDrivenInstance(reg *lmcache.KVCache, who *caller, chunk int) (*workers.Worker, error) {
-	d, err := lent.Open(reg, lent.Options{ChunkTokens: chunk, Separate: s.opts.SeparateGroups, Dir: s.opts.ShmDir}, &who.Caller)
+	d, err := lent.Open(reg, lent.Options{ChunkTokens: chunk, Separate: s.opts.SeparateGroups, Dir: s.opts.ShmDir, CPUViews: s.opts.SGLangCPUViews}, &who.Caller)
 	if err != nil {
 		return nil, err
 	}

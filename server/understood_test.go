@@ -99,8 +99,10 @@ func TestEveryFieldOfARegistrationHasAReader(t *testing.T) {
 		"WorldSize":   {"workers.Registry", func(c *lmcache.KVCache) { c.WorldSize = 2 }, ""},
 		"EngineType":  {"lent.understood", func(c *lmcache.KVCache) { c.EngineType = "sglang" }, ""},
 		"KVLayout":    {"lent.headsFirst", func(c *lmcache.KVCache) { c.KVLayout = "HND"; rows(c) }, ""},
+		"ListLayout":  {"lent.understood", func(c *lmcache.KVCache) { c.ListLayout = "k_v" }, ""},
+		"PageTokens":  {"lent.understood", func(c *lmcache.KVCache) { c.PageTokens = 16 }, ""},
 		"Groups":      {"lent.KV.group", func(c *lmcache.KVCache) { c.Groups[0].Layers = []int{1} }, ""},
-		"Unread":      {"lent.understood", func(c *lmcache.KVCache) { c.Unread = lmcache.UnreadFields{"tokens_per_block"} }, ""},
+		"Unread":      {"lent.understood", func(c *lmcache.KVCache) { c.Unread = lmcache.UnreadFields{"head_dim"} }, ""},
 	}, baseline, driven)
 	group := func(change func(*lmcache.EngineGroup)) string {
 		return driven(func(c *lmcache.KVCache) { change(&c.Groups[0]) })

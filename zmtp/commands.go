@@ -52,6 +52,9 @@ func (p *Peer) onReady(data []byte) error {
 	}
 	if !accepts(p.role.own, r.socketType) {
 		p.command(func(b []byte) []byte { return appendError(b, "Invalid socket type") })
+		if p.role.refused != nil {
+			p.role.refused(p, r.socketType)
+		}
 		return fmt.Errorf("%w: a %s cannot talk to a %q", errSocketType, p.role.own, r.socketType)
 	}
 	p.routing, p.phase = r.identity, traffic

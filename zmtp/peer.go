@@ -23,6 +23,7 @@ type role struct {
 	limits    limits
 	deliver   func(*Peer, Message)                        // on the reading goroutine
 	connected func(*Peer)                                 // on the reading goroutine, after the handshake
+	refused   func(p *Peer, socketType string)            // nil: not called
 	subscribe func(p *Peer, prefix []byte, on bool) error // of a PUB, on the reading goroutine
 
 	received   *received // nil: not bounded beyond this connection's limits

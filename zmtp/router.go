@@ -56,6 +56,9 @@ type RouterOptions struct {
 	OnConnect    func(*Peer)
 	OnDisconnect func(*Peer, error)
 
+	// OnRefused is called on the reading goroutine for a connection whose socket type cannot talk to a ROUTER.
+	OnRefused func(p *Peer, socketType string)
+
 	Log *slog.Logger // connections that come and go at debug level; nil discards
 }
 
@@ -103,6 +106,7 @@ func NewRouter(h Handler, o RouterOptions) *Router {
 		r.closeHeaviest((*Peer).heldBytes, r.role.received.limit, "of unfinished messages")
 	}
 	r.role.connected = r.connected
+	r.role.refused = o.OnRefused
 	r.mu.listeners = make(map[net.Listener]struct{})
 	r.mu.peers = make(map[*Peer]struct{})
 	r.mu.past.Closed = make(map[string]uint64)

@@ -34,6 +34,7 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 		Details *details `json:"prompt_tokens_details"`
 		Input   *details `json:"input_tokens_details"`    // of Responses
 		Read    int      `json:"cache_read_input_tokens"` // of Messages
+		Cached  int      `json:"cached_tokens"`           // of SGLang's meta_info
 	}
 	for i := range r.fields {
 		name, _ := r.Text(r.fields[i].name)
@@ -46,7 +47,7 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 		case "status": // of Responses
 			a.Stopped = a.Stopped || string(value.Of(text)) == `"completed"`
 		}
-		if name == "usage" {
+		if name == "usage" || name == "meta_info" {
 			v := r.fields[i].value.Of(text)
 			if v[0] != '{' {
 				continue
@@ -58,7 +59,7 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 			if json.Unmarshal(v, &usage) != nil {
 				continue
 			}
-			a.Cached = max(usage.Read, 0)
+			a.Cached = max(usage.Read, usage.Cached, 0)
 			for _, d := range []*details{usage.Details, usage.Input} {
 				if d != nil {
 					a.Cached = max(a.Cached, d.Cached)

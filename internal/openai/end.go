@@ -16,6 +16,7 @@ const (
 	Completions API = iota // /v1/completions and /v1/chat/completions
 	Responses              // /v1/responses
 	Messages               // /v1/messages, Anthropic's
+	Native                 // /generate, SGLang's
 	Other                  // its streams, if it has any, end where HTTP says so
 )
 
@@ -28,14 +29,19 @@ func APIOf(path string) API {
 		return Responses
 	case path == "/v1/messages":
 		return Messages
+	case path == "/generate":
+		return Native
 	}
 	return Other
 }
 
 // Last returns what the last event of a whole stream of the API is, for logs.
 func (a API) Last() string {
-	return [...]string{"data: " + Done, "response.completed, response.incomplete or response.failed", "message_stop", "any event"}[a]
+	return [...]string{"data: " + Done, "response.completed, response.incomplete or response.failed", "message_stop", "data: " + Done, "any event"}[a]
 }
+
+// EndsWithDone reports whether the last event of a stream of the API is [DONE].
+func (a API) EndsWithDone() bool { return a == Completions || a == Native }
 
 // AppendError appends an event that ends a stream with an error, as the API writes it. status is that of the same error
 // as an answer of its own.
@@ -85,6 +91,7 @@ type End struct {
 	name    string          // of the event that is being read; "": it has none
 	data    []byte          // the beginning of its data
 	hasData bool
+	failed  bool // an event said that the engine failed
 }
 
 // NewEnd returns the End of a stream of an API.
@@ -119,6 +126,7 @@ func (e *End) takeLine() {
 	if len(line) == 0 {
 		if e.hasData {
 			e.state = e.after()
+			e.failed = e.failed || e.state == Failed
 			if e.name != "ping" && typeOf(e.data) != "ping" && len(e.data) > 0 {
 				e.events++
 			}
@@ -141,11 +149,11 @@ func (e *End) after() State {
 		name = typeOf(e.data)
 	}
 	switch {
-	case e.api == Completions && string(e.data) == Done:
+	case e.api.EndsWithDone() && string(e.data) == Done:
 		return Complete
 	case string(e.data) == Done, name == "ping":
 		return e.state
-	case name == "error", e.api == Completions && bytes.HasPrefix(e.data, []byte(`{"error"`)):
+	case name == "error", e.api.EndsWithDone() && bytes.HasPrefix(e.data, []byte(`{"error"`)):
 		return Failed
 	case slices.Contains(lastEvents[e.api], name):
 		return Complete
@@ -171,6 +179,9 @@ func typeOf(data []byte) string {
 	return string(name)
 }
 
+// Failed reports whether an event of the stream was an error. Engines send [DONE] behind one, too.
+func (e *End) Failed() bool { return e.failed }
+
 // Events returns how many events with data have come. Comments, pings and empty events are none.
 func (e *End) Events() int { return e.events }
 
@@ -180,8 +191,8 @@ func (e *End) State() State {
 	switch {
 	case e.api == Other:
 		return Complete
-	case e.api == Completions && !e.long && (string(rest) == "data: "+Done || string(rest) == "data:"+Done),
-		e.api == Completions && e.n == 0 && e.hasData && string(e.data) == Done:
+	case e.api.EndsWithDone() && !e.long && (string(rest) == "data: "+Done || string(rest) == "data:"+Done),
+		e.api.EndsWithDone() && e.n == 0 && e.hasData && string(e.data) == Done:
 		return Complete
 	case e.n > 0 || e.hasData || e.name != "":
 		return Open // an event is cut
@@ -221,6 +232,10 @@ func (a API) KindOf(raw []byte) Kind {
 		return Opening
 	case name == "error", bytes.HasPrefix(data, []byte(`{"error"`)):
 		return failureOf(data)
+	case a == Native && bytes.Contains(data, []byte(`"abort"`)):
+		if status, _ := aborted(data); status >= 500 {
+			return Failure
+		}
 	case a == Completions && bytes.Contains(data, []byte(`"role"`)) && onlyRole(data):
 		return Opening
 	}
@@ -242,6 +257,55 @@ func failureOf(data []byte) Kind {
 		return Data
 	}
 	return Failure
+}
+
+// aborted returns the status and the text with which SGLang ended an answer of /generate; 0: it did not end it with an error.
+func aborted(data []byte) (status int, text string) {
+	var e struct {
+		Meta struct {
+			Reason struct {
+				Type    string `json:"type"`
+				Message string `json:"message"`
+				Status  int    `json:"status_code"`
+			} `json:"finish_reason"`
+		} `json:"meta_info"`
+	}
+	if json.Unmarshal(data, &e) != nil || e.Meta.Reason.Type != "abort" {
+		return 0, ""
+	}
+	return e.Meta.Reason.Status, e.Meta.Reason.Message
+}
+
+// Refused returns the status and the error, a JSON object, of the first event of a stream that says that the request is at fault.
+// 0: the event says something else.
+func (a API) Refused(raw []byte) (status int, text []byte) {
+	for line := range bytes.Lines(raw) {
+		data, ok := bytes.CutPrefix(bytes.TrimSpace(line), []byte("data:"))
+		data = bytes.TrimSpace(data)
+		switch {
+		case !ok:
+			continue
+		case bytes.HasPrefix(data, []byte(`{"error"`)):
+			var e struct {
+				Error struct {
+					Code any `json:"code"`
+				} `json:"error"`
+			}
+			if json.Unmarshal(data, &e) != nil {
+				return 0, nil
+			}
+			if code, ok := e.Error.Code.(float64); ok && code >= 400 && code < 500 {
+				return int(code), bytes.Clone(data)
+			}
+		case a == Native && bytes.Contains(data, []byte(`"abort"`)):
+			if status, text := aborted(data); status >= 400 && status < 500 {
+				body, _ := json.Marshal(map[string]any{"error": map[string]any{"message": text}}) // texts
+				return status, body
+			}
+		}
+		return 0, nil
+	}
+	return 0, nil
 }
 
 // onlyRole reports whether a chunk of a chat says who speaks, and nothing else.

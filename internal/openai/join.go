@@ -14,6 +14,8 @@ import (
 type Part struct {
 	Index int    // of its choice in the whole
 	Whole string // request id of the whole, with which that of the part begins; ids of answers end with it. "": they stay
+	ID    string // of the whole's answer, whatever the part's is; "": see Whole
+	Later bool   // another part has the same prompt, whose tokens the whole counts once
 }
 
 var errNoChoices = errors.New("openai: an answer without choices")
@@ -48,6 +50,10 @@ func (p Part) renumbered(r *Request) (choices [][]byte, err error) {
 
 // id returns the edit that gives an answer the id of the whole.
 func (p Part) id(r *Request) []Edit {
+	if p.ID != "" {
+		value, _ := json.Marshal(p.ID) // a text
+		return []Edit{{Key: "id", Value: value}}
+	}
 	id, _ := r.Text(r.field("id"))
 	at := strings.Index(id, p.Whole)
 	if at < 0 || p.Whole == "" {
@@ -103,6 +109,9 @@ func JoinAnswers(parts []Part, answers [][]byte) ([]byte, error) {
 			if err := d.Decode(&usage); err != nil {
 				return nil, err
 			}
+			if parts[i].Later {
+				usage = withoutPrompt(usage)
+			}
 			sum = added(sum, usage)
 		}
 		if first == nil {
@@ -119,6 +128,25 @@ func JoinAnswers(parts []Part, answers [][]byte) ([]byte, error) {
 	}
 	pieces, _ := first.Apply(edits...)
 	return bytes.Join(pieces, nil), nil
+}
+
+// withoutPrompt returns a usage without the tokens of its prompt.
+func withoutPrompt(usage any) any {
+	u, ok := usage.(map[string]any)
+	if !ok {
+		return usage
+	}
+	number := func(name string) int64 {
+		v, _ := u[name].(json.Number)
+		n, _ := v.Int64() // 0 for what is none
+		return n
+	}
+	if _, ok := u["total_tokens"]; ok {
+		u["total_tokens"] = json.Number(strconv.FormatInt(number("total_tokens")-number("prompt_tokens"), 10))
+	}
+	delete(u, "prompt_tokens")
+	delete(u, "prompt_tokens_details")
+	return u
 }
 
 // added adds the numbers of two JSON values, key by key; of other values the first stays.

@@ -51,6 +51,8 @@ type Request struct {
 	Background Range
 	TokenIDs   Range // of /inference/v1/generate
 	Sampling   Range // sampling_params
+	TextIn     Range // text, of /generate
+	InputIDs   Range // input_ids, of /generate
 
 	ToolChoice Range
 
@@ -221,6 +223,10 @@ func (r *Request) note(f field) {
 		r.TokenIDs = f.value
 	case "sampling_params":
 		r.Sampling = f.value
+	case "text":
+		r.TextIn = f.value
+	case "input_ids":
+		r.InputIDs = f.value
 	case "prompt_embeds":
 		r.Embeds = f.value
 	case "n":

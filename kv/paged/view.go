@@ -125,6 +125,17 @@ func NewView(t Tensor, hnd bool, memory int64) (View, error) {
 	return sorted.view(form, memory)
 }
 
+// NewViewOf is NewView for a tensor whose dimensions are in the order of a form.
+func NewViewOf(form Form, t Tensor, memory int64) (View, error) {
+	if form >= numForms {
+		return View{}, fmt.Errorf("%w: form %d", ErrTensor, form)
+	}
+	if _, rank := form.axes(); len(t.Shape) != rank || len(t.Stride) != rank {
+		return View{}, fmt.Errorf("%w: shape %v with strides %v, want %v", ErrTensor, t.Shape, t.Stride, form)
+	}
+	return t.view(form, memory)
+}
+
 func formOf(shape []int64, hnd bool) (Form, bool) {
 	pick := func(nhd, h Form) (Form, bool) {
 		if hnd {

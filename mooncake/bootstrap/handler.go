@@ -69,6 +69,8 @@ func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		if r.allowed(w, req, GuardAll) {
 			r.metrics.ServeHTTP(w, req)
 		}
+	case path == "/route" || path == "/register_dp_rank" || path == "/query_dp_ranks":
+		r.send(w, detailAnswer(http.StatusNotFound, "Not Found: this is vLLM's registry. A P of SGLang is its own bootstrap server: name P's host and its --disaggregation-bootstrap-port"))
 	case path == "/query", path == "/healthz", path == "/healthcheck", path == "/metrics", path == "/register":
 		w.Header().Set("Allow", map[bool]string{false: "GET", true: "DELETE, POST"}[path == "/register"])
 		r.send(w, detailAnswer(http.StatusMethodNotAllowed, "Method Not Allowed"))

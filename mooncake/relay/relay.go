@@ -92,6 +92,7 @@ type Relay struct {
 	conns   *mooncake.Conns // of D
 	web     http.Handler
 	warn    mooncake.LogLimit // of lines that peers may cause
+	sglang  sync.Once         // of the warning about it
 	ctx     context.Context
 	cancel  context.CancelFunc
 	wg      sync.WaitGroup

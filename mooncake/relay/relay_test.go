@@ -4,6 +4,7 @@ package relay_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -97,7 +98,7 @@ func newWorld(t *testing.T, o relay.Options) *world {
 	}))
 	t.Cleanup(w.upstream.Close)
 	w.startP("e1")
-	o.Upstream, o.Log = w.upstream.URL, logger()
+	o.Upstream, o.Log = w.upstream.URL, cmp.Or(o.Log, logger())
 	o.MemoryPath = t.TempDir() + "/memory"
 	o.RefreshEvery = time.Millisecond
 	var err error

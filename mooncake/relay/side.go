@@ -44,6 +44,15 @@ func (c *channel) handle(peer *zmtp.Peer, m zmtp.Message) {
 	})
 }
 
+// refusedSocket says once whose connections the side channel closes: SGLang's P and D push to each other.
+func (r *Relay) refusedSocket(peer *zmtp.Peer, socketType string) {
+	if socketType == "PUSH" {
+		r.sglang.Do(func() {
+			r.log.Warn("relay: a connection of SGLang's side channel is closed: its P and D pair with each other, not with a relay", "from", peer.RemoteAddr())
+		})
+	}
+}
+
 func (r *Relay) refuse(peer *zmtp.Peer, err error) {
 	r.stats.failed.Add(1)
 	r.warn.Warn(r.log, "relay: pull refused", "from", peer.RemoteAddr(), "err", err)

@@ -65,6 +65,9 @@ type Options struct {
 	ChunkTokens int
 	Separate    bool   // each kind of attention gets objects of its own; else a chunk is one object. LMCache 0.5.6 does both
 	Dir         string // where segments are; empty is shm.Dir
+	// CPUViews takes SGLang's unified layout from the memory of a CPU, for tests: there the client moves views, and the engine's own memory
+	// stays where it was.
+	CPUViews bool
 }
 
 // Open maps the memory that who lends and works out its groups. The error wraps
@@ -114,7 +117,7 @@ func (d *KV) open(o Options, who *access.Caller) error {
 	if d.reg.WorldSize < 1 || d.reg.WorldSize > kv.MaxWorldSize {
 		return fmt.Errorf("world_size %d is outside 1 to %d", d.reg.WorldSize, kv.MaxWorldSize)
 	}
-	if err := understood(&d.reg); err != nil {
+	if err := understood(&d.reg, o.CPUViews); err != nil {
 		return err
 	}
 	if err := who.Seen(); err != nil { // before any file is touched for it
@@ -149,9 +152,25 @@ func (d *KV) open(o Options, who *access.Caller) error {
 
 // understood refuses an engine whose blocks are arranged in a way that this package
 // does not know. vLLM's releases name themselves; an empty name is taken for vLLM.
-func understood(reg *lmcache.KVCache) error {
-	if reg.EngineType != "" && reg.EngineType != "vllm" {
-		return fmt.Errorf("the engine is of type %q, this server reads the KV of vllm only", reg.EngineType)
+func understood(reg *lmcache.KVCache, cpuViews bool) error {
+	switch reg.EngineType {
+	case "", "vllm":
+		var unread lmcache.UnreadFields
+		if reg.ListLayout != "" {
+			unread = append(unread, "layout_hints.kv_list_layout")
+		}
+		if reg.PageTokens != 0 {
+			unread = append(unread, "layout_hints.tokens_per_block")
+		}
+		if err := unread.Err(); err != nil {
+			return err
+		}
+	case sglang:
+		if err := understoodSGLang(reg, cpuViews); err != nil {
+			return err
+		}
+	default:
+		return fmt.Errorf("the engine is of type %q, this server reads the KV of vllm and sglang only", reg.EngineType)
 	}
 	return reg.Unread.Err()
 }
@@ -175,11 +194,23 @@ func (d *KV) layer(desc *lmcache.Descriptor, shmDir string, may func(shm.File) e
 	if err != nil {
 		return paged.Layer{}, err
 	}
+	tensor := paged.Tensor{Shape: desc.Shape, Stride: desc.Stride, Offset: desc.Offset, ElementBytes: size}
+	form := paged.Form(0)
+	if d.reg.EngineType == sglang {
+		if form, tensor, err = sglangTensor(&d.reg, tensor); err != nil {
+			return paged.Layer{}, err
+		}
+	}
 	memory, err := d.memory.attach(shmDir, desc.ShmName, desc.Bytes, may)
 	if err != nil {
 		return paged.Layer{}, err
 	}
-	view, err := paged.NewView(paged.Tensor{Shape: desc.Shape, Stride: desc.Stride, Offset: desc.Offset, ElementBytes: size}, hnd, desc.Bytes)
+	var view paged.View
+	if d.reg.EngineType == sglang {
+		view, err = paged.NewViewOf(form, tensor, desc.Bytes)
+	} else {
+		view, err = paged.NewView(tensor, hnd, desc.Bytes)
+	}
 	return paged.Layer{Memory: memory, View: view}, err
 }
 

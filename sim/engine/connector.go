@@ -122,6 +122,8 @@ func (c connectors) Finish(r *sched.Request, why sched.Reason) bool {
 	}
 	if q.keeping > 0 {
 		c.e.keeps[q.r.ID] = q
+	} else {
+		q.released()
 	}
 	return q.keeping > 0
 }
@@ -137,5 +139,12 @@ func (e *Engine) release(id string) bool {
 		return false
 	}
 	delete(e.keeps, id)
+	q.released()
 	return true
+}
+
+func (q *request) released() {
+	if q.r.Released != nil {
+		q.r.Released()
+	}
 }

@@ -83,6 +83,9 @@ type Request struct {
 	SkipCache bool     // does not read the prefix cache
 	Stop      []uint32 // tokens that end it
 	Params    *wire.KVTransferParams
+	// Released is called when the request has ended and no connector needs its blocks, on the loop's goroutine; it must not wait. nil for
+	// nothing.
+	Released func()
 }
 
 // The errors of a request.

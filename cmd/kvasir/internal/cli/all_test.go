@@ -187,7 +187,7 @@ func TestBadFilesForAll(t *testing.T) {
 	f("log-level: loud\nserver:\n", `--log-level: "loud" is no level: want debug, info, warn or error (--log-level is from FILE line 1)`)
 	f("server:\n  l1-size-gb: 0\nproxy:\n  policy: best\nbootstrap:\n  port: 70000\n",
 		"bootstrap: --port 70000 is outside 0 to 65535 (--port is from FILE line 6); server: --l1-size-gb: a pool has 4 KiB to 1024 TiB, not 0 B (--l1-size-gb is from FILE line 2); "+
-			`proxy: --policy must be one of "round_robin","least_loaded","prefix_aware","random","power_of_two","cache_aware","consistent_hash" but got "best" (--policy is from FILE line 4); proxy: --prefill and --decode, or --engine, are missing`)
+			`proxy: --policy must be one of "round_robin","least_loaded","prefix_aware","random","power_of_two","cache_aware","consistent_hash","manual","bucket","least_load","prefix_hash","consistent_hashing" but got "best" (--policy is from FILE line 4); proxy: --prefill and --decode, or --engine, are missing`)
 
 	f("rely: {}\nserver:\n  prot: 1\n  http-port: x\n  chunk-size: 0x10\n  session-ttl-seconds: -1\nproxy:\n  engin: y\n  port: 70000\n  engine: ['http://127.0.0.1:1']\n",
 		`FILE line 1: unknown key "rely", did you mean "relay"?; server: --http-port: "x" is no whole number (--http-port is from FILE line 4); `+

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"net/http"
 	"os"
 	"time"
 
@@ -57,6 +58,9 @@ type engineCmd struct {
 	Release  string `help:"Dialect of the MooncakeConnector: that of vLLM 0.16 and later, or 0.13's; keys and decisions of the MooncakeStoreConnector: ours with the keys of 0.24 and later, or 0.23's." enum:"current,0.13,0.23" default:"current" group:"KV transfer"`
 	LMCache  string `name:"lmcache-release" help:"Protocol of the LMCacheMPConnector: that of 0.5.7, where the server negotiates chunk sizes, or always 0.5.6's." enum:"current,0.5.6" default:"current" group:"KV transfer"`
 	Events   string `name:"kv-events-config" help:"KV events to publish, in the JSON that vLLM takes: {\"enable_kv_cache_events\":true,\"endpoint\":\"tcp://*:5557\"}." placeholder:"JSON" group:"KV transfer"`
+	Like     string `help:"Whose API and P/D the engine has: vllm, or sglang with /generate, bootstrap rooms and a bootstrap server." enum:"vllm,sglang" default:"vllm" group:"KV transfer"`
+	Mode     string `name:"disaggregation-mode" help:"With --like sglang: prefill, decode, or null for an engine that does both." enum:"null,prefill,decode" default:"null" group:"KV transfer"`
+	BootPort int    `name:"disaggregation-bootstrap-port" help:"Port of the bootstrap server of a P with --like sglang, on --host." default:"8998" group:"KV transfer"`
 	Retain   *int   `name:"prefix-cache-retention-interval" help:"What a MooncakeStoreConnector keeps of windows: one tail per this number of tokens, and the prompt's; 0: the prompt's alone. Default: all." placeholder:"TOKENS" group:"KV transfer"`
 }
 
@@ -130,6 +134,18 @@ func (c *engineCmd) options(e *env) (o engine.Options, err error) {
 	if c.DPSize < 1 || c.DPRank < 0 || c.DPRank >= c.DPSize || c.PPSize < 1 || c.Layers%max(c.PPSize, 1) != 0 {
 		return o, usagef("--data-parallel-rank %d of --data-parallel-size %d, --layers %d on --pipeline-parallel-size %d", c.DPRank, c.DPSize, c.Layers, c.PPSize)
 	}
+	if c.Like == "sglang" {
+		if err := c.checkSGLang(); err != nil {
+			return o, err
+		}
+		if c.Mode == "decode" {
+			if o.Connectors, err = kvconfig.Parse([]byte(`{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}`)); err != nil {
+				return o, err
+			}
+		}
+	} else if c.Mode != "null" {
+		return o, usagef("--disaggregation-mode is for --like sglang: vLLM has --kv-transfer-config")
+	}
 	if c.KeepAlive < 0 {
 		return o, usagef("--sse-keep-alive-interval %v", c.KeepAlive)
 	}
@@ -190,6 +206,13 @@ func (c *engineCmd) Run(e *env) (err error) {
 	if err != nil {
 		return takeover.ExplainListen(err, "--host", "--port")
 	}
+	if c.Like == "sglang" && c.Mode == "prefill" {
+		closeBoot, err := c.openBoot(e, &o)
+		if err != nil {
+			return errors.Join(err, listener.Close())
+		}
+		defer func() { err = errors.Join(err, closeBoot()) }()
+	}
 	eng, err := engine.Open(e.ctx, o)
 	if e.ctx.Err() != nil && err != nil { // stopped before it served
 		e.log.Info("the engine stopped while it started", "err", err)
@@ -199,9 +222,15 @@ func (c *engineCmd) Run(e *env) (err error) {
 		return errors.Join(err, listener.Close())
 	}
 	defer func() { err = errors.Join(err, eng.Close()) }()
-	web := httpserver.NewServer(api.New(eng, api.Options{
+	var handler http.Handler = api.New(eng, api.Options{
 		Version: Version(), SameIDs: o.First, Ranks: c.DPSize, KeepAlive: time.Duration(c.KeepAlive * float64(time.Second)), Log: e.log,
-	}))
+	})
+	if c.Like == "sglang" {
+		s := api.NewSGLang(eng, api.SGLangOptions{Version: Version(), Mode: c.Mode, Bootstrap: c.BootPort, Log: e.log})
+		defer s.Close()
+		handler = s
+	}
+	web := httpserver.NewServer(handler)
 	e.log.Info("the engine serves", "address", "http://"+listener.Addr().String(), "model", c.Model, "blocks", c.Blocks,
 		"kv_bytes", int64(c.Blocks)*int64(c.Block)*int64(o.KV.TokenBytes()))
 	ended := make(chan error, 1)

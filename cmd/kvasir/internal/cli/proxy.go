@@ -51,10 +51,12 @@ type proxyCmd struct {
 	Prefill   []string `help:"Prefill engine: its URL, and behind a blank the port of its registry (bootstrap server) on the same host, or behind a comma the registry's URL. Default: port 8998. dns+http://NAME:PORT is each address of a name, registry+http://HOST:PORT?port=API each host in a registry. Again for more." placeholder:"URL[ PORT]" sep:"none" group:"Engines"`
 	Decode    []string `help:"Decode engine, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
 	Engine    []string `help:"Engine that does both, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
-	Connector string   `name:"kv-connector" help:"How P and D learn of each other: mooncake (vLLM 0.16 and later), mooncake-0.13 (its first release), nixl (P first, D gets what P answers)." enum:"mooncake,mooncake-0.13,nixl" default:"mooncake" group:"Engines"`
+	Connector string   `name:"kv-connector" help:"How P and D learn of each other: mooncake (vLLM 0.16 and later), mooncake-0.13 (its first release), nixl (P first, D gets what P answers), sglang (SGLang's bootstrap rooms); auto is sglang for engines that say so (/server_info), and mooncake for others." enum:"auto,mooncake,mooncake-0.13,nixl,sglang" default:"auto" group:"Engines"`
 	DPSize    int      `name:"data-parallel-size" aliases:"intra-node-data-parallel-size" help:"Data-parallel ranks behind each URL, asked for in turn. By default engines choose; P of mooncake is asked for each rank that its registry shows." placeholder:"N" group:"Engines"`
 
-	Policy      string   `help:"How an engine is chosen: round_robin; least_loaded (requests of this proxy and, by the engine's metrics, others); prefix_aware (least left to compute). vllm-router's names are taken too." enum:"round_robin,least_loaded,prefix_aware,random,power_of_two,cache_aware,consistent_hash" default:"round_robin" group:"Policy"`
+	Policy      string   `help:"How an engine is chosen: round_robin; least_loaded (requests of this proxy and, by the engine's metrics, others); prefix_aware (least left to compute). The names of vllm-router, sglang-router and smg are taken too." enum:"round_robin,least_loaded,prefix_aware,random,power_of_two,cache_aware,consistent_hash,manual,bucket,least_load,prefix_hash,consistent_hashing" default:"round_robin" group:"Policy"`
+	PrefillBy   string   `name:"prefill-policy" help:"--policy for P alone." placeholder:"POLICY" group:"Policy"`
+	DecodeBy    string   `name:"decode-policy" help:"--policy for D alone." placeholder:"POLICY" group:"Policy"`
 	SkipPrefill byteSize `name:"skip-prefill-below" help:"A prompt goes to D alone when D lacks less than this of its KV; 0: never, or with --store of less than 2 KiB." default:"0" placeholder:"SIZE" group:"Policy"`
 	EventsPort  int      `name:"kv-events-port" help:"Port at which each engine publishes its KV events (vLLM's --kv-events-config): prefix_aware goes by what engines have; of data-parallel rank r that and r. Engines are asked for the tokens of new prompts (/tokenize)." placeholder:"PORT" group:"Policy"`
 	ReplayPort  int      `name:"kv-events-replay-port" help:"Port at which they replay KV events." placeholder:"PORT" group:"Policy"`
@@ -94,30 +96,45 @@ Examples:
   kvasir proxy --engine http://127.0.0.1:8100 --engine http://127.0.0.1:8101 --policy least_loaded
 
 vllm-router's lines work: --vllm-pd-disaggregation --prefill URL PORT --decode URL --policy cache_aware --kv-connector
-mooncake, and --worker-urls URL URL.
+mooncake, and --worker-urls URL URL. So do those of sglang-router and smg: --pd-disaggregation --prefill URL PORT
+--decode URL --prefill-policy cache_aware --decode-policy power_of_two.
 
 Without GPUs: kvasir engine --help has the lines of a P and a D.`
 }
 
-var connectors = map[string]proxy.Dialect{"mooncake": proxy.Mooncake, "mooncake-0.13": proxy.Mooncake013, "nixl": proxy.NIXL}
+var connectors = map[string]proxy.Dialect{"auto": proxy.Mooncake, "sglang": proxy.SGLang, "mooncake": proxy.Mooncake, "mooncake-0.13": proxy.Mooncake013, "nixl": proxy.NIXL}
 
 var policies = map[string]proxy.Policy{
 	"round_robin": proxy.RoundRobin, "random": proxy.RoundRobin, "least_loaded": proxy.LeastLoaded, "power_of_two": proxy.LeastLoaded,
 	"prefix_aware": proxy.PrefixAware, "cache_aware": proxy.PrefixAware, "consistent_hash": proxy.PrefixAware,
+	"least_load": proxy.LeastLoaded, "bucket": proxy.LeastLoaded, "manual": proxy.PrefixAware, "prefix_hash": proxy.PrefixAware, "consistent_hashing": proxy.PrefixAware,
 }
 
 // proxyFields are the flags of options, for errors.
 var proxyFields = map[string]string{
-	"Prefill": "--prefill", "Decode": "--decode", "Engines": "--engine", "Sources": "dns+ or registry+", "DPSize": "--data-parallel-size", "SkipPrefill": "--skip-prefill-below", "Store": "--store", "StoreEvents": "--store-events", "StoreReplay": "--store-events-replay", "EventsPort": "--kv-events-port", "ReplayPort": "--kv-events-replay-port",
+	"Prefill": "--prefill", "Decode": "--decode", "Engines": "--engine", "Sources": "dns+ or registry+", "DPSize": "--data-parallel-size", "SkipPrefill": "--skip-prefill-below", "SharedStore": "--shared-store", "DecodeAlone": "--decode-alone", "Store": "--store", "StoreEvents": "--store-events", "StoreReplay": "--store-events-replay", "EventsPort": "--kv-events-port", "ReplayPort": "--kv-events-replay-port",
 	"MaxPrompts": "--max-prompts", "MaxInFlight": "--max-in-flight", "BodyMemory": "--body-memory", "MaxPerEngine": "--max-per-engine", "MaxQueue": "--max-queue", "QueueTimeout": "--queue-timeout",
 	"Attempts": "--attempts", "FirstByte": "--first-byte-timeout", "PrefillTimeout": "--prefill-timeout", "AnswerTimeout": "--answer-timeout", "Stall": "--stall-timeout", "KeepAlive": "--keep-alive",
 }
 
 func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	o = proxy.Options{
-		EngineKey: c.EngineKey, Dialect: connectors[c.Connector], DPSize: c.DPSize, Policy: policies[c.Policy],
+		EngineKey: c.EngineKey, Dialect: connectors[c.Connector], Detect: c.Connector == "auto", DPSize: c.DPSize, Policy: policies[c.Policy],
 		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, StoreEvents: c.StoreEvents, StoreReplay: c.StoreReplay, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, MaxPrompts: c.MaxPrompts, BodyMemory: int64(c.BodyMemory), MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
 		QueueTimeout: c.QueueTimeout, Attempts: c.Attempts, FirstByte: c.FirstByte, PrefillTimeout: c.PrefillTime, AnswerTimeout: c.AnswerTime, Stall: c.Stall, KeepAlive: c.KeepAlive, Log: e.log,
+	}
+	for _, by := range []struct {
+		flag, name string
+		to         **proxy.Policy
+	}{{"--prefill-policy", c.PrefillBy, &o.PrefillPolicy}, {"--decode-policy", c.DecodeBy, &o.DecodePolicy}} {
+		if by.name == "" {
+			continue
+		}
+		policy, ok := policies[by.name]
+		if !ok {
+			return o, usagef("%s %q is no policy: round_robin, least_loaded and prefix_aware are", by.flag, by.name)
+		}
+		*by.to = &policy
 	}
 	if err := proxytool.Engines(&o, c.Prefill, c.Decode, c.Engine); err != nil {
 		return o, usagef("%v", err)

@@ -17,11 +17,15 @@ func TestProxyFlags(t *testing.T) {
 		}
 	}
 	f("proxy", "--prefill and --decode, or --engine, are missing")
-	f("proxy --prefill http://p:1 none --decode http://d:1", `--prefill "" is not http://host:port`)
+	f("proxy --kv-connector mooncake --prefill http://p:1 none --decode http://d:1", `--prefill "" is not http://host:port`)
 	f("proxy --prefill http://p:1", "--decode is missing beside prefill engines")
 	f("proxy --engine x", `--engine "x" is not http://host:port`)
 	f("proxy --engine http://x --attempts 0", "--attempts must be above 0")
 	f("proxy --engine http://x --policy best", "--policy must be one of")
+	f("proxy --engine http://x --prefill-policy best", `--prefill-policy "best" is no policy`)
+	f("proxy --kv-connector sglang --prefill http://p:1 --decode http://d:1 --decode-alone --skip-prefill-below 1KiB", "--decode-alone is of no use with SGLang: its D computes no prompt")
+	f("engine --disaggregation-mode prefill", "--disaggregation-mode is for --like sglang")
+	f(`engine --like sglang --kv-transfer-config {"kv_connector":"MooncakeConnector","kv_role":"kv_both"}`, "--kv-transfer-config is vLLM's")
 }
 
 // Secrets are not shown.

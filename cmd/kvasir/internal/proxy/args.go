@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// Args writes the flags of vllm-router that take several values as kvasir proxy takes them:
+// Args writes the flags of vllm-router, sglang-router and smg that take several values as kvasir proxy takes them:
 // --prefill URL PORT becomes --prefill "URL PORT", --worker-urls A B becomes --engine A --engine B.
 // Its switches that mean nothing here are dropped.
 func Args(args []string) []string {
@@ -24,8 +24,8 @@ func Args(args []string) []string {
 	value := func(i int) bool { return i < len(args) && !strings.HasPrefix(args[i], "-") }
 	for i := at + 1; i < len(args); i++ {
 		switch args[i] {
-		case "--vllm-pd-disaggregation", "--pd-disaggregation":
-			// --prefill says it
+		case "--vllm-pd-disaggregation", "--pd-disaggregation", "--dp-aware":
+			// --prefill says it; ranks are chosen where engines have several
 		case "--prefill":
 			if out = append(out, args[i]); !value(i + 1) {
 				continue

@@ -29,18 +29,24 @@ func TestProxyTakesRoutersFlags(t *testing.T) {
 	f("proxy --worker-urls http://a:1 http://b:1 --port 1", "proxy", "--engine", "http://a:1", "--engine", "http://b:1", "--port", "1")
 	f("proxy --worker-urls --port 1", "proxy", "--engine", "--port", "1")
 	f("proxy --prefill http://p:1 none", "proxy", "--prefill", "http://p:1 none")
+	f("proxy --pd-disaggregation --dp-aware --prefill http://p:1 8998 --decode http://d:1 --prefill-policy cache_aware --decode-policy random",
+		"proxy", "--prefill", "http://p:1 8998", "--decode", "http://d:1", "--prefill-policy", "cache_aware", "--decode-policy", "random")
 	f("engine --worker-urls a b", "engine", "--worker-urls", "a", "b")
 	f("help proxy", "help", "proxy")
 }
 
 // The registry is where the line says, or vLLM's port of P's host.
 func TestProxyPrefills(t *testing.T) {
-	f := func(registry bool, want []proxy.Prefill, list ...string) {
+	of := func(dialect proxy.Dialect, detect bool, want []proxy.Prefill, list ...string) {
 		t.Helper()
-		got, err := prefills(list, registry)
+		got, err := prefills(list, dialect, detect)
 		if err != nil || !slices.Equal(got, want) {
 			t.Errorf("%q: %+v, %v", list, got, err)
 		}
+	}
+	f := func(registry bool, want []proxy.Prefill, list ...string) {
+		t.Helper()
+		of(map[bool]proxy.Dialect{true: proxy.Mooncake, false: proxy.NIXL}[registry], false, want, list...)
 	}
 	f(true, []proxy.Prefill{{URL: "http://p:1", Registry: "http://p:8998"}}, "http://p:1")
 	f(true, []proxy.Prefill{{URL: "http://p:1", Registry: "http://p:9"}, {URL: "http://q:1", Registry: "http://q:8998"}}, "http://p:1 9", "http://q:1")
@@ -48,7 +54,10 @@ func TestProxyPrefills(t *testing.T) {
 	f(true, []proxy.Prefill{{URL: "http://p:1", Registry: "http://r:2"}}, "http://p:1,http://r:2")
 	f(true, []proxy.Prefill{{URL: "http://p:1"}}, "http://p:1 none")
 	f(false, []proxy.Prefill{{URL: "http://p:1"}}, "http://p:1 9")
-	if _, err := prefills([]string{"p 9"}, true); err == nil {
+	of(proxy.SGLang, false, []proxy.Prefill{{URL: "http://p:1", Registry: "http://p:9"}, {URL: "http://q:1"}, {URL: "http://r:1"}}, "http://p:1 9", "http://q:1", "http://r:1 none")
+	of(proxy.Mooncake, true, []proxy.Prefill{{URL: "http://p:1", Registry: "http://p:9"}, {URL: "http://q:1", Registry: "http://q:8998", Guessed: true}}, "http://p:1 9", "http://q:1")
+	of(proxy.Mooncake, true, []proxy.Prefill{{URL: "http://r:1", Registry: "http://r:8998", Guessed: true}}, "http://r:1 none")
+	if _, err := prefills([]string{"p 9"}, proxy.Mooncake, false); err == nil {
 		t.Error("p is no URL")
 	}
 }

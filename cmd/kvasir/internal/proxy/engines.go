@@ -16,7 +16,7 @@ import (
 
 // Engines reads the values of --prefill, --decode and --engine into o, whose Dialect is set.
 func Engines(o *proxy.Options, prefill, decode, both []string) error {
-	all, err := prefills(prefill, o.Dialect == proxy.Mooncake)
+	all, err := prefills(prefill, o.Dialect, o.Detect)
 	if err != nil {
 		return err
 	}
@@ -31,7 +31,7 @@ func Engines(o *proxy.Options, prefill, decode, both []string) error {
 }
 
 // prefills reads URL, URL,REGISTRY and URL PORT, where URL and PORT may be elements of their own.
-func prefills(list []string, registry bool) (out []proxy.Prefill, err error) {
+func prefills(list []string, dialect proxy.Dialect, detect bool) (out []proxy.Prefill, err error) {
 	for i := 0; i < len(list); i++ {
 		engine, at, given := strings.Cut(list[i], ",")
 		if !given {
@@ -42,11 +42,15 @@ func prefills(list []string, registry bool) (out []proxy.Prefill, err error) {
 			at, given = list[i], true
 		}
 		at = strings.TrimSpace(at)
-		if !registry || at == "none" {
+		none := !given || at == "none"
+		switch {
+		case dialect == proxy.SGLang && none, dialect != proxy.Mooncake && dialect != proxy.SGLang, at == "none" && !detect:
 			out = append(out, proxy.Prefill{URL: engine})
 			continue
+		case none:
+			at = ""
 		}
-		if !given || isRegistryPort(at) {
+		if none || isRegistryPort(at) {
 			_, address, found := strings.Cut(engine, "+")
 			if !found {
 				address = engine
@@ -57,7 +61,7 @@ func prefills(list []string, registry bool) (out []proxy.Prefill, err error) {
 			}
 			at = "http://" + net.JoinHostPort(u.Hostname(), cmp.Or(at, "8998"))
 		}
-		out = append(out, proxy.Prefill{URL: engine, Registry: at})
+		out = append(out, proxy.Prefill{URL: engine, Registry: at, Guessed: none && detect})
 	}
 	return out, nil
 }

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package openai_test
+
+import (
+	"bytes"
+	"strings"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/openai"
+)
+
+// A request to SGLang is divided into its prompts and answers, prompt by prompt; each has its own part of what is a list.
+func TestSequences(t *testing.T) {
+	f := func(path, body, want string) {
+		t.Helper()
+		r := scan(t, body)
+		all, err := r.Sequences(openai.APIOf(path), 8)
+		var got []string
+		for _, s := range all {
+			pieces, _ := r.Apply(s.Edits...)
+			got = append(got, string(bytes.Join(pieces, nil)))
+		}
+		if err != nil {
+			got = []string{"error: " + err.Error()}
+		}
+		if s := strings.Join(got, "\n"); s != want {
+			t.Errorf("%s\n got %s\nwant %s", body, s, want)
+		}
+	}
+	f("/v1/completions", `{"prompt":"a","x": 1}`, `{"prompt":"a","x": 1}`)
+	f("/v1/completions", `{"prompt":[1,2]}`, `{"prompt":[1,2]}`)
+	f("/v1/completions", `{"prompt":["a",  "b"],"n":2}`, `{"prompt":"a","n":1}`+"\n"+`{"prompt":"a","n":1}`+"\n"+`{"prompt":"b","n":1}`+"\n"+`{"prompt":"b","n":1}`)
+	f("/v1/completions", `{"prompt":[[1],[2,3]]}`, `{"prompt":[1]}`+"\n"+`{"prompt":[2,3]}`)
+	f("/v1/completions", `{"prompt":["a",[1]]}`, "error: the prompts of a list must be of one kind")
+	f("/v1/completions", `{"prompt":"a","n":0}`, "error: n must be a number above 0")
+	f("/v1/completions", `{"prompt":"a","n":"x"}`, "error: n must be a number above 0")
+	f("/v1/completions", `{"prompt":"a","n":9}`, "error: the request has 1 prompts with 9 answers each, at most 8 answers are allowed")
+	f("/v1/completions", `{"prompt":["a","b"],"n":5}`, "error: the request has 2 prompts with 5 answers each, at most 8 answers are allowed")
+	f("/v1/completions", `{"prompt":["a","b"],"n":4611686018427387905}`, "error: the request has 2 prompts with 4611686018427387905 answers each, at most 8 answers are allowed")
+	f("/v1/completions", `{"prompt":["","","","","","","","",""]}`, "error: the request has 9 prompts, at most 8 are allowed")
+	f("/v1/chat/completions", `{"messages":[],"n":2,"rid":"r"}`, `{"messages":[],"n":1,"rid":"r_0"}`+"\n"+`{"messages":[],"n":1,"rid":"r_1"}`)
+	f("/generate", `{"text":"a"}`, `{"text":"a"}`)
+	f("/generate", `{"input_ids":[5,6]}`, `{"input_ids":[5,6]}`)
+	f("/generate", `{"text":"a","sampling_params":{"n": 2,"t":0}}`, `{"text":"a","sampling_params":{"n": 1,"t":0}}`+"\n"+`{"text":"a","sampling_params":{"n": 1,"t":0}}`)
+	f("/generate", `{"text":"a","sampling_params":{"n":2,"beam_width":4}}`, `{"text":"a","sampling_params":{"n":2,"beam_width":4}}`)
+	f("/generate", `{"text":null,"input_ids":[[5],[6]],"rid":["x","y"],"lora_path":["l",null],"token_ids_logprob":[1,2,3],"sampling_params":[{"t":1},{"t":2}]}`,
+		`{"text":null,"input_ids":[5],"rid":"x","lora_path":"l","token_ids_logprob":[1,2,3],"sampling_params":{"t":1}}`+"\n"+
+			`{"text":null,"input_ids":[6],"rid":"y","lora_path":null,"token_ids_logprob":[1,2,3],"sampling_params":{"t":2}}`)
+	f("/generate", `{"text":["a","b"],"token_ids_logprob":[[1],[2]]}`, `{"text":"a","token_ids_logprob":[1]}`+"\n"+`{"text":"b","token_ids_logprob":[2]}`)
+	f("/generate", `{"text":["a","b"],"lora_path":["l"]}`, "error: lora_path has 1 elements, the request has 2 prompts")
+	f("/generate", `{"text":["a","b"],"sampling_params":[{"n":1},{"n":2}]}`, "error: n must be the same in all sampling_params")
+	f("/generate", `{"text":"a","sampling_params":[{"n":2}]}`, "error: "+openai.ErrSequences.Error())
+	f("/generate", `{"text":"a","sampling_params":3}`, "error: sampling_params must be an object")
+}
+
+// The prompt of several answers counts once, and the whole has one id.
+func TestJoinAnswersToOnePrompt(t *testing.T) {
+	answer := func(text string) []byte {
+		return []byte(`{"id":"x","choices":[{"index":0,"text":"` + text + `"}],"usage":{"prompt_tokens":7,"total_tokens":10,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":4}}}`)
+	}
+	parts := []openai.Part{{Index: 0, ID: "r"}, {Index: 1, ID: "r", Later: true}}
+	got, err := openai.JoinAnswers(parts, [][]byte{answer("a"), answer("b")})
+	want := `{"id":"r","choices":[{"index":0,"text":"a"},{"index":1,"text":"b"}],"usage":{"completion_tokens":6,"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":4},"total_tokens":13}}`
+	if err != nil || string(got) != want {
+		t.Errorf("%s, %v\nwant %s", got, err, want)
+	}
+}
+
+// An error at the beginning of a stream says whose fault it is.
+func TestRefused(t *testing.T) {
+	f := func(a openai.API, event string, status int, kind openai.Kind) {
+		t.Helper()
+		got, body := a.Refused([]byte(event))
+		if got != status || a.KindOf([]byte(event)) != kind || got != 0 && !bytes.HasPrefix(body, []byte(`{"error"`)) {
+			t.Errorf("%s: %d %s, kind %d", event, got, body, a.KindOf([]byte(event)))
+		}
+	}
+	f(openai.Completions, "data: {\"error\": {\"message\":\"no\",\"code\": 400}}\n\n", 400, openai.Data)
+	f(openai.Completions, "data: {\"error\":{\"code\":500}}\n\n", 0, openai.Failure)
+	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"status_code\":500}}}\n\n", 0, openai.Failure)
+	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"m\",\"status_code\":400}}}\n\n", 400, openai.Data)
+	f(openai.Native, "data: {\"text\":\"abort\",\"meta_info\":{\"finish_reason\":null}}\n\n", 0, openai.Data)
+	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"Aborted\"}}}\n\n", 0, openai.Data)
+}

@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package api
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
+	"github.com/kvasir-kv/kvasir/mooncake/wire"
+	"github.com/kvasir-kv/kvasir/sim/engine"
+)
+
+// SGLangOptions configures a SGLang. A zero field means its default.
+type SGLangOptions struct {
+	Version   string
+	Mode      string        // prefill, decode or null; default null
+	Bootstrap int           // port of P's bootstrap server; default 8998
+	Timeout   time.Duration // SGLang's bootstrap and waiting timeouts; default 300 s
+	Log       *slog.Logger  // nil discards
+}
+
+// SGLang is the API of a simulated engine as SGLang 0.5.23 serves it, with its P/D: a request to P or D has the address of P's bootstrap
+// server and a room. The bytes move as in a simulated vLLM: Boot stands for P's side channel, too, where D learns who P is.
+type SGLang struct {
+	a    *API
+	o    SGLangOptions
+	mux  *http.ServeMux
+	http *http.Client
+	dead atomic.Bool  // P's process has ended
+	bad  atomic.Int64 // rooms that no router may send
+
+	mu struct {
+		sync.Mutex
+		running map[string]context.CancelFunc // by rid
+		queued  int                           // requests that wait for the other side
+	}
+}
+
+// NewSGLang returns the API of an engine, which stays the caller's. Its MooncakeConnector is kv_producer for prefill, kv_consumer for decode.
+func NewSGLang(e *engine.Engine, o SGLangOptions) *SGLang {
+	o.Mode = cmp.Or(o.Mode, "null")
+	o.Bootstrap = cmp.Or(o.Bootstrap, 8998)
+	o.Timeout = cmp.Or(o.Timeout, 300*time.Second)
+	s := &SGLang{a: New(e, Options{Version: o.Version, Log: o.Log}), o: o, mux: http.NewServeMux(), http: &http.Client{Timeout: 5 * time.Second}}
+	s.mu.running = make(map[string]context.CancelFunc)
+	ok := func(http.ResponseWriter, *http.Request) {}
+	for _, path := range []string{"GET /ready", "GET /health", "GET /health_generate"} {
+		s.mux.HandleFunc(path, ok)
+	}
+	info := func(w http.ResponseWriter, _ *http.Request) {
+		reply(w, 200, map[string]any{
+			"version": o.Version, "status": "ready", "disaggregation_mode": o.Mode, "disaggregation_bootstrap_port": o.Bootstrap, "served_model_name": e.Model(),
+			"api_key": "secret", "launch_command": "sglang --api-key secret",
+		})
+	}
+	s.mux.HandleFunc("GET /server_info", info)
+	s.mux.HandleFunc("GET /get_server_info", info)
+	s.mux.HandleFunc("GET /model_info", func(w http.ResponseWriter, _ *http.Request) {
+		reply(w, 200, map[string]any{"model_path": e.Model(), "served_model_name": e.Model(), "disaggregation_mode": o.Mode})
+	})
+	s.mux.HandleFunc("GET /v1/loads", s.loads)
+	s.mux.HandleFunc("POST /abort_request", s.abort)
+	s.mux.HandleFunc("POST /generate", s.generate)
+	s.mux.HandleFunc("POST /v1/completions", s.completions)
+	s.mux.HandleFunc("POST /v1/chat/completions", s.chat)
+	for _, path := range []string{"/v1/models", "/metrics", "/tokenize", "/detokenize", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"} {
+		s.mux.Handle(path, s.a)
+	}
+	return s
+}
+
+// Close gives connections back.
+func (s *SGLang) Close() { s.http.CloseIdleConnections() }
+
+// ServeHTTP implements http.Handler.
+func (s *SGLang) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if s.dead.Load() {
+		panic(http.ErrAbortHandler)
+	}
+	s.mux.ServeHTTP(w, r)
+}
+
+// BadRooms returns how many requests had a room that hangs D or ends P's process.
+func (s *SGLang) BadRooms() int64 { return s.bad.Load() }
+
+// Waiting returns how many requests wait for the other side.
+func (s *SGLang) Waiting() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.mu.queued
+}
+
+func (s *SGLang) waits(n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.mu.queued += n
+}
+
+func (s *SGLang) loads(w http.ResponseWriter, _ *http.Request) {
+	n, waiting := s.a.e.Stats(), s.Waiting()
+	disagg := map[string]any{"mode": s.o.Mode, "prefill_inflight_queue_reqs": 0, "decode_transfer_queue_reqs": 0}
+	switch s.o.Mode {
+	case "prefill":
+		disagg["prefill_inflight_queue_reqs"] = waiting
+	case "decode":
+		disagg["decode_transfer_queue_reqs"] = waiting
+	}
+	reply(w, 200, map[string]any{"loads": []any{map[string]any{
+		"dp_rank": 0, "num_running_reqs": n.Running, "num_waiting_reqs": n.Waiting, "num_used_tokens": 0, "disaggregation": disagg,
+	}}})
+}
+
+func (s *SGLang) abort(w http.ResponseWriter, r *http.Request) {
+	var in struct {
+		RID string `json:"rid"`
+		All bool   `json:"abort_all"`
+	}
+	if json.NewDecoder(http.MaxBytesReader(w, r.Body, 1<<16)).Decode(&in) != nil {
+		s.fail(w, r, 400, "malformed")
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for rid, cancel := range s.mu.running {
+		if in.All || rid == in.RID {
+			cancel()
+		}
+	}
+}
+
+// sglangRequest is a request of any of the routes.
+type sglangRequest struct {
+	Text     json.RawMessage `json:"text"`
+	InputIDs json.RawMessage `json:"input_ids"`
+	Prompt   json.RawMessage `json:"prompt"`
+	Messages []message       `json:"messages"`
+	Sampling struct {
+		Max *int `json:"max_new_tokens"`
+		N   int  `json:"n"`
+	} `json:"sampling_params"`
+	Model       string `json:"model"`
+	RID         string `json:"rid"`
+	MaxTokens   *int   `json:"max_tokens"`
+	N           int    `json:"n"`
+	Stream      bool   `json:"stream"`
+	StreamUsage struct {
+		IncludeUsage bool `json:"include_usage"`
+	} `json:"stream_options"`
+	Salt string `json:"cache_salt"`
+
+	Host json.RawMessage `json:"bootstrap_host"`
+	Port json.RawMessage `json:"bootstrap_port"`
+	Room json.RawMessage `json:"bootstrap_room"`
+
+	ids   []uint32
+	list  bool // of one prompt
+	chat  bool
+	limit int
+}
+
+func (s *SGLang) fail(w http.ResponseWriter, r *http.Request, status int, text string) {
+	if r.URL.Path == "/generate" {
+		reply(w, status, map[string]any{"error": map[string]any{"message": text}})
+		return
+	}
+	reply(w, status, map[string]any{"object": "error", "message": text, "type": http.StatusText(status), "param": nil, "code": status})
+}
+
+func (s *SGLang) generate(w http.ResponseWriter, r *http.Request) {
+	s.serve(w, r, func(q *sglangRequest) string {
+		q.limit = 128
+		if q.Sampling.Max != nil {
+			q.limit = *q.Sampling.Max
+		}
+		q.N = q.Sampling.N
+		if len(q.Text) > 0 {
+			return q.prompt(q.Text)
+		}
+		return q.prompt(q.InputIDs)
+	})
+}
+
+func (s *SGLang) completions(w http.ResponseWriter, r *http.Request) {
+	s.serve(w, r, func(q *sglangRequest) string {
+		q.limit = 16
+		if q.MaxTokens != nil {
+			q.limit = *q.MaxTokens
+		}
+		return q.prompt(q.Prompt)
+	})
+}
+
+func (s *SGLang) chat(w http.ResponseWriter, r *http.Request) {
+	s.serve(w, r, func(q *sglangRequest) string {
+		q.limit, q.chat = 16, true
+		if q.MaxTokens != nil {
+			q.limit = *q.MaxTokens
+		}
+		if len(q.Messages) == 0 {
+			return "messages is missing"
+		}
+		q.ids = tokenize(chatText(q.Messages))
+		return ""
+	})
+}
+
+// prompt reads one prompt: a text, token ids, or a list of one of them.
+func (q *sglangRequest) prompt(raw json.RawMessage) string {
+	var text string
+	var list []json.RawMessage
+	switch {
+	case json.Unmarshal(raw, &text) == nil && text != "":
+		q.ids = tokenize(text)
+	case json.Unmarshal(raw, &q.ids) == nil && len(q.ids) > 0:
+	case json.Unmarshal(raw, &list) == nil && len(list) == 1 && !q.list:
+		q.list, q.ids = true, nil
+		return q.prompt(list[0])
+	default:
+		return "one prompt is wanted"
+	}
+	return ""
+}
+
+// serve serves a request. check reads its prompt and says what is wrong with it.
+func (s *SGLang) serve(w http.ResponseWriter, r *http.Request, check func(*sglangRequest) string) {
+	var q sglangRequest
+	text, bad := s.a.text(w, r)
+	if bad != nil {
+		s.fail(w, r, bad.status, bad.message)
+		return
+	}
+	err := json.Unmarshal(text, &q)
+	wrong := ""
+	if err == nil {
+		wrong = check(&q)
+	} else {
+		wrong = err.Error()
+	}
+	if wrong == "" && q.limit < 1 {
+		wrong = "max_new_tokens must be at least 0"
+	}
+	ctx, cancel := context.WithCancel(r.Context())
+	defer cancel()
+	var params *wire.KVTransferParams
+	var room string
+	if wrong == "" {
+		room, wrong = s.room(&q)
+	}
+	if wrong != "" {
+		s.refuse(w, r, &q, wrong)
+		return
+	}
+	q.RID = cmp.Or(q.RID, newRID())
+	s.mu.Lock()
+	_, twice := s.mu.running[q.RID]
+	s.mu.running[q.RID] = cancel
+	s.mu.Unlock()
+	if twice {
+		s.refuse(w, r, &q, "Duplicate request ID detected: "+q.RID)
+		return
+	}
+	defer func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		delete(s.mu.running, q.RID)
+	}()
+	if s.o.Mode != "null" && q.N > 1 { // all samples have one room
+		s.hang(ctx, w, r, room)
+		return
+	}
+	if params, err = s.params(ctx, &q, room); err != nil {
+		s.fail(w, r, 500, fmt.Sprintf("Decode handshake failed for request rid=%s bootstrap_room=%s: %v", q.RID, room, err))
+		return
+	}
+	released := make(chan struct{})
+	limit := q.limit
+	if s.o.Mode == "prefill" {
+		limit = 1
+	}
+	stream, err := s.a.e.Submit(ctx, engine.Request{
+		ID: q.RID + "-" + newRID(), Tokens: q.ids, MaxTokens: limit, Salt: s.a.adapters.salt(adapterOf(q.Model), q.Salt), Params: params, Released: sync.OnceFunc(func() { close(released) }),
+	})
+	if err != nil {
+		s.refuse(w, r, &q, err.Error())
+		return
+	}
+	n := &sglangAnswer{s: s, w: w, r: r, q: &q, rc: http.NewResponseController(w), room: room, released: released}
+	n.follow(ctx, stream)
+}
+
+func newRID() string { return strconv.FormatInt(lastRID.Add(1), 16) + strings.Repeat("f", 8) }
+
+var lastRID atomic.Int64
+
+// adapterOf returns the adapter that SGLang takes a model for: base:adapter.
+func adapterOf(model string) string {
+	_, adapter, _ := strings.Cut(model, ":")
+	return adapter
+}
+
+// refuse says what is wrong with a request: of a stream with an event.
+func (s *SGLang) refuse(w http.ResponseWriter, r *http.Request, q *sglangRequest, text string) {
+	if !q.Stream {
+		s.fail(w, r, 400, text)
+		return
+	}
+	w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
+	event, _ := json.Marshal(map[string]any{"error": map[string]any{"object": "error", "message": text, "type": "BAD_REQUEST", "param": nil, "code": 400}}) // plain values
+	fmt.Fprintf(w, "data: %s\n\ndata: [DONE]\n\n", event)
+}
+
+// room returns the request's room, and what is wrong with it.
+func (s *SGLang) room(q *sglangRequest) (room, wrong string) {
+	if s.o.Mode == "null" {
+		return "", ""
+	}
+	room = strings.Trim(string(q.Room), "[]")
+	switch n, err := strconv.ParseUint(room, 10, 64); {
+	case room == "" || room == "null":
+		return "", "Invalid request: Disaggregated request received without bootstrap room id."
+	case strings.HasPrefix(room, "-"), err == nil && n == 0, err == nil && n >= 1<<63:
+		s.bad.Add(1)
+		if n >= 1<<63 && s.o.Mode == "prefill" {
+			s.dead.Store(true)
+		}
+		return "", "Metadata corruption detected"
+	case err != nil:
+		return "", "Input should be a valid integer, unable to parse string as an integer"
+	}
+	return room, ""
+}
+
+// hang waits as D does for KV that never comes.
+func (s *SGLang) hang(ctx context.Context, w http.ResponseWriter, r *http.Request, room string) {
+	s.waits(1)
+	defer s.waits(-1)
+	select {
+	case <-ctx.Done():
+	case <-time.After(s.o.Timeout):
+		s.fail(w, r, 500, fmt.Sprintf("Request %s timed out after %.1fs in KVPoll.WaitingForInput", room, s.o.Timeout.Seconds()))
+	}
+}
+
+// params returns the transfer of a request: D asks P's bootstrap server who P is.
+func (s *SGLang) params(ctx context.Context, q *sglangRequest, room string) (*wire.KVTransferParams, error) {
+	transfer := "sglang-" + room
+	switch s.o.Mode {
+	case "prefill":
+		return wire.RemoteDecode(transfer), nil
+	case "decode":
+	default:
+		return nil, nil
+	}
+	var host string
+	var port int
+	if json.Unmarshal(unlisted(q.Host), &host) != nil || json.Unmarshal(unlisted(q.Port), &port) != nil {
+		return nil, errors.New("bootstrap_host and bootstrap_port are wanted")
+	}
+	base := fmt.Sprintf("http://%s:%d", host, port)
+	var sizes struct {
+		TP int `json:"attn_tp_size"`
+	}
+	if err := s.get(ctx, base+"/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1", &sizes); err != nil {
+		return nil, err
+	}
+	var at struct {
+		IP   string `json:"rank_ip"`
+		Port int    `json:"rank_port"`
+	}
+	if err := s.get(ctx, base+"/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0", &at); err != nil {
+		return nil, err
+	}
+	side := fmt.Sprintf("http://%s:%d", at.IP, at.Port)
+	c, err := bootstrap.NewClient(side, bootstrap.ClientOptions{Attempts: 1})
+	if err != nil {
+		return nil, err
+	}
+	d, err := c.Query(ctx)
+	if err := errors.Join(err, c.Close()); err != nil {
+		return nil, err
+	}
+	return wire.RemotePrefill(side, d[0].ID, transfer), nil
+}
+
+// unlisted returns the element of a list of one.
+func unlisted(raw json.RawMessage) json.RawMessage {
+	var list []json.RawMessage
+	if json.Unmarshal(raw, &list) == nil && len(list) == 1 {
+		return list[0]
+	}
+	return raw
+}
+
+func (s *SGLang) get(ctx context.Context, url string, into any) error {
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := s.http.Do(r)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != 200 {
+		return fmt.Errorf("%s: status %d", url, resp.StatusCode)
+	}
+	return json.NewDecoder(http.MaxBytesReader(nil, resp.Body, 1<<16)).Decode(into)
+}
