@@ -141,7 +141,7 @@ func usagesOf(text []byte, object Range, all []Range) []Range {
 		value := Range{object.From + f.value.From, object.From + f.value.To}
 		switch {
 		case text[value.From] != '{':
-		case name == "usage":
+		case name == "usage", name == "meta_info": // SGLang's native answers
 			all = append(all, value)
 		case name == "response", name == "message":
 			inner, err := Scan(value.Of(text))

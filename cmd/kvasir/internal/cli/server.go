@@ -73,7 +73,7 @@ type serverCmd struct {
 	Hold    float64 `name:"l1-write-ttl-seconds" help:"Quarantine: time after which memory that a worker may write and has not committed is used again." default:"600" group:"Timers"`
 	Drain   float64 `name:"drain-timeout-seconds" help:"Time for transfers in progress to commit at shutdown." default:"10" group:"Timers"`
 
-	CPUViews bool     `name:"allow-sglang-cpu-views" help:"For tests: take SGLang's unified layout (lmcache_driven) from the memory of a CPU, where an engine never sees what is loaded." hidden:"" group:"Pool"`
+	CPUViews bool     `name:"allow-sglang-cpu-views" help:"For tests: take SGLang's unified layout (lmcache_driven) from the memory of a CPU, where an engine never sees what is loaded." group:"Pool"`
 	Separate bool     `name:"separate-object-groups" help:"Hybrid models: keep an object per kind of attention, so that a hit needs only the windows of sliding-window layers and the last state of recurrent ones." negatable:"" group:"Pool"`
 	Mode     string   `name:"supported-transfer-mode" help:"Who copies KV: engine_driven (the engine), lmcache_driven (this server, CPU engines only) or auto (both); workers of the other mode are declined." default:"auto" enum:"engine_driven,auto,lmcache_driven" group:"Compatibility"`
 	Client   string   `name:"client-generation" help:"Take every client for one of this lmcache generation; auto recognises each connection's. 0.5.0 stands for 0.5.0 to 0.5.2, 0.5.3 for 0.5.3 and 0.5.4." default:"auto" enum:"auto,0.4.6,0.4.7,0.5.0,0.5.3,0.5.5,0.5.6,0.5.7" group:"Compatibility"`
