@@ -104,19 +104,9 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 		text, _ := resp.ReadAll(maxError)
 		return "", &engineAnswer{b, resp.Status, resp.Fields, text}
 	}
-	// Engines send a stream's head long before they know whether the request goes well.
-	first, err := resp.Next()
-	stream := strings.HasPrefix(resp.Field("Content-Type"), "text/event-stream")
-	if err == nil && !stream && !e.whole(resp, &first) {
-		first, err = nil, io.ErrUnexpectedEOF
-	}
-	if err == nil && stream && resp.Status == http.StatusOK {
-		first, err = e.firstData(resp, first)
-		if err == nil && b.kind() == sglangKind {
-			if status, text := openai.APIOf(e.r.URL.Path).Refused(first); status != 0 {
-				return "", &refusedByP{jsonFields, status, text}
-			}
-		}
+	first, stream, err := e.beginning(b, resp)
+	if refused, ok := errors.AsType[*refusedByP](err); ok {
+		return "", refused
 	}
 	switch {
 	case errors.Is(err, errFailed), errors.Is(err, errEmptyAnswer):
@@ -139,6 +129,27 @@ func (e *exchange) answer(ctx context.Context, b *backend, lacks int, params []b
 	e.p.fleet.computed(b, lacks)
 	lacks = 0
 	return e.pass(b, resp, first, stream), nil
+}
+
+// beginning reads an answer up to its first data: engines send a stream's head long before they know whether the request goes
+// well. Errors: those of firstData; *refusedByP where the first data says that the request is at fault.
+func (e *exchange) beginning(b *backend, resp *http1.Response) (first []byte, stream bool, err error) {
+	first, err = resp.Next()
+	stream = strings.HasPrefix(resp.Field("Content-Type"), "text/event-stream")
+	switch {
+	case err != nil:
+		return first, stream, err
+	case !stream && !e.whole(resp, &first):
+		return nil, false, io.ErrUnexpectedEOF
+	case !stream || resp.Status != http.StatusOK:
+		return first, stream, nil
+	}
+	if first, err = e.firstData(resp, first); err == nil && b.kind() == sglangKind {
+		if status, text := openai.APIOf(e.r.URL.Path).Refused(first); status != 0 {
+			err = &refusedByP{jsonFields, status, text}
+		}
+	}
+	return first, stream, err
 }
 
 // pieces is the request for the engine that answers. A client does not choose from where D loads KV or encoder outputs.

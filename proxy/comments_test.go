@@ -114,6 +114,9 @@ func TestErrorsBehindAnOpening(t *testing.T) {
 	}
 	const role = "data: {\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"finish_reason\":null}]}\n\n"
 	const created = "event: response.created\ndata: {\"type\":\"response.created\"}\n\n"
+	const part = "data: {\"type\":\"response.output_item.added\",\"item\":{\"type\":\"message\",\"content\":[]}}\n\n"
+	const begun = "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"content\":[]}}\n\n"
+	const block = "event: content_block_start\ndata: {\"type\":\"content_block_start\",\"content_block\":{\"type\":\"text\",\"text\":\"\"}}\n\n"
 	const completed = "event: response.completed\ndata: {\"type\":\"response.completed\"}\n\n"
 	const stop = "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"
 	for _, failure := range []string{"", "data: {\"error\":{\"code\":500,\"message\":\"no\"}}\n\n"} {
@@ -122,9 +125,25 @@ func TestErrorsBehindAnOpening(t *testing.T) {
 	}
 	for _, failure := range []string{"", "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"api_error\"}}\n\n"} {
 		f("/v1/responses", created, failure, completed)
+		f("/v1/responses", created+part, failure, completed)
 		f("/v1/messages", "", failure, stop)
+		f("/v1/messages", begun, failure, stop)
+		f("/v1/messages", begun+block, failure, stop)
 	}
 	f("/v1/messages", "event: ping\ndata: {\"type\": \"ping\"}\n\n", "", stop)
+}
+
+// A ping behind the opening of an answer keeps its place, and a comment keeps the client until there is data.
+func TestPingsStayBehindTheOpening(t *testing.T) {
+	const begun, pinged = "event: message_start\ndata: {}\n\n", "event: ping\ndata: {}\n\n"
+	const rest = "event: content_block_delta\ndata: {}\n\nevent: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"
+	e := streaming(t, func(write func(string), _ *http.Request) { write(begun + pinged); write(rest) })
+	url, _ := startProxy(t, proxy.Options{Engines: []string{e}, HealthInterval: time.Hour})
+	reach(t, url)
+	status, text, err := hear(t, url+"/v1/messages", `{"messages":[],"stream":true}`)
+	if status != 200 || err != nil || text != ": ping\n\n"+begun+pinged+rest {
+		t.Errorf("%d %q %v", status, text, err)
+	}
 }
 
 // Times count tokens: the first of them, and those after it. Comments alone end at both limits, pings and empty events too.

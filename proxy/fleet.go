@@ -281,6 +281,21 @@ func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how stand, of role) {
 	return choice{engine: b}, ready, b.role
 }
 
+// pickPrefillLocked returns the prefill engine that a request should go to, with its rank; nil where D may do without.
+func (f *fleet) pickPrefillLocked(w *want, like kind) (p *backend, who rank, lacks int, how stand) {
+	p, lacks, how = f.pickLocked(prefill, w, like)
+	if how == ready && p.registered() {
+		ok := false
+		if who, ok = p.nextRank(); !ok {
+			how = unwell
+		}
+	}
+	if how <= doubtful && f.o.DecodeAlone && like != sglangKind {
+		p, how = nil, ready
+	}
+	return p, who, lacks, how
+}
+
 // chooseLocked chooses engines for a request; takeLocked takes the places. how is ready, or why there is no choice.
 func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 	if w.only != nil {
@@ -307,16 +322,7 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 	var p *backend // nil: D does without
 	pLacks, pHow, who := 0, ready, rank{}
 	if needs {
-		p, pLacks, pHow = f.pickLocked(prefill, w, like)
-		if pHow == ready && p.registered() {
-			ok := false
-			if who, ok = p.nextRank(); !ok {
-				pHow = unwell
-			}
-		}
-		if pHow <= doubtful && f.o.DecodeAlone && like != sglangKind {
-			p, pHow = nil, ready
-		}
+		p, who, pLacks, pHow = f.pickPrefillLocked(w, like)
 	}
 	switch how := min(dHow, pHow); {
 	case how == ready && p != nil:

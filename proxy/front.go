@@ -108,6 +108,8 @@ func (e *exchange) endEarlyAs(status int, body []byte) (outcome string) {
 // maxOpening bounds what is held back of a stream until it has data, bytes.
 const maxOpening = 64 << 10
 
+const pingComment = ": ping\n\n"
+
 var errEmptyAnswer = errors.New("an empty answer")
 
 // firstData returns the beginning of a stream, up to data of its answer: what was held back before, and what has come behind it. Comments
@@ -122,6 +124,12 @@ func (e *exchange) firstData(resp *http1.Response, first []byte) (begin []byte, 
 		for n := openai.EventLen(rest); n > 0; n = openai.EventLen(rest) {
 			switch event := rest[:n]; api.KindOf(event) {
 			case openai.Nothing:
+				if len(held) > 0 && event[0] != ':' { // a ping keeps its place behind the opening; a comment keeps the client meanwhile
+					if len(held)+n < maxOpening/2 {
+						held = append(held, event...)
+					}
+					event = []byte(pingComment)
+				}
 				_ = e.front.comment(event, resp.Fields) // a client that has gone ends the request
 				rest = rest[n:]
 				continue

@@ -23,7 +23,7 @@ var lastEvents = []struct{ path, before, last, lost string }{
 	{"/v1/responses", "event: response.created\ndata: {\"type\":\"response.created\"}\n\n", "event: response.completed\ndata: {\"type\":\"response.completed\",\"response\":{\"output\":\"" + strings.Repeat("long ", 2000) + "\"}}\n\n", "event: error\ndata: {\"code\":\"server_error\""},
 	{"/v1/responses", "event: response.created\ndata: {}\n\n", "event: response.incomplete\ndata: {}\n\n", "event: error\n"},
 	{"/v1/responses", "event: response.created\ndata: {}\n\n", "event: response.failed\ndata: {}\n\n", "event: error\n"},
-	{"/v1/messages", "event: message_start\ndata: {}\n\nevent: ping\ndata: {}\n\n", "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n", "event: error\ndata: {\"error\":{\"message\":\"the engine broke off\",\"type\":\"api_error\"}"},
+	{"/v1/messages", "event: message_start\ndata: {}\n\nevent: content_block_delta\ndata: {}\n\nevent: ping\ndata: {}\n\n", "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n", "event: error\ndata: {\"error\":{\"message\":\"the engine broke off\",\"type\":\"api_error\"}"},
 }
 
 // Each API has a last event of its own. A stream that ends with it ends well for the client, and the engine stays well. A

@@ -230,6 +230,8 @@ func (a API) KindOf(raw []byte) Kind {
 		return Nothing
 	case name == "response.created", name == "response.in_progress", name == "response.queued":
 		return Opening
+	case name == "message_start", isOpening[name] && opensEmpty(data):
+		return Opening
 	case name == "error", bytes.HasPrefix(data, []byte(`{"error"`)):
 		return failureOf(data)
 	case a == Native && bytes.Contains(data, []byte(`"abort"`)):
@@ -240,6 +242,42 @@ func (a API) KindOf(raw []byte) Kind {
 		return Opening
 	}
 	return Data
+}
+
+// isOpening has the events that begin a part of an answer. A part that begins empty has no token yet; the call of a tool has its name.
+var isOpening = map[string]bool{
+	"content_block_start": true, "response.output_item.added": true, "response.content_part.added": true,
+	"response.reasoning_part.added": true, "response.reasoning_summary_part.added": true,
+}
+
+// opensEmpty reports whether an event begins a text, a message or a reasoning that has nothing in it yet.
+func opensEmpty(data []byte) bool {
+	var e struct {
+		Block map[string]any `json:"content_block"`
+		Item  map[string]any `json:"item"`
+		Part  map[string]any `json:"part"`
+	}
+	if json.Unmarshal(data, &e) != nil {
+		return false
+	}
+	of := e.Block
+	if of == nil {
+		of = e.Item
+	}
+	if of == nil {
+		of = e.Part
+	}
+	switch of["type"] {
+	case "text", "thinking", "message", "reasoning", "output_text", "reasoning_text", "summary_text":
+	default:
+		return false
+	}
+	for _, k := range []string{"text", "thinking", "content", "summary", "encrypted_content"} {
+		if list, ok := of[k].([]any); of[k] != nil && of[k] != "" && (!ok || len(list) > 0) {
+			return false
+		}
+	}
+	return true
 }
 
 // failureOf reports whether an error event says that the request is at fault.

@@ -223,18 +223,26 @@ func (r *Request) note(f field) {
 		r.TokenIDs = f.value
 	case "sampling_params":
 		r.Sampling = f.value
+	default:
+		r.noteRare(string(name), f.value)
+	}
+}
+
+// noteRare is note for fields that few requests have.
+func (r *Request) noteRare(name string, value Range) {
+	switch name {
 	case "text":
-		r.TextIn = f.value
+		r.TextIn = value
 	case "input_ids":
-		r.InputIDs = f.value
+		r.InputIDs = value
 	case "prompt_embeds":
-		r.Embeds = f.value
+		r.Embeds = value
 	case "n":
-		r.N = f.value
+		r.N = value
 	case "best_of":
-		r.BestOf = f.value
+		r.BestOf = value
 	case "use_beam_search":
-		r.Beam = f.value
+		r.Beam = value
 	}
 }
 

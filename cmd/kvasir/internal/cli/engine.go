@@ -134,17 +134,8 @@ func (c *engineCmd) options(e *env) (o engine.Options, err error) {
 	if c.DPSize < 1 || c.DPRank < 0 || c.DPRank >= c.DPSize || c.PPSize < 1 || c.Layers%max(c.PPSize, 1) != 0 {
 		return o, usagef("--data-parallel-rank %d of --data-parallel-size %d, --layers %d on --pipeline-parallel-size %d", c.DPRank, c.DPSize, c.Layers, c.PPSize)
 	}
-	if c.Like == "sglang" {
-		if err := c.checkSGLang(); err != nil {
-			return o, err
-		}
-		if c.Mode == "decode" {
-			if o.Connectors, err = kvconfig.Parse([]byte(`{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}`)); err != nil {
-				return o, err
-			}
-		}
-	} else if c.Mode != "null" {
-		return o, usagef("--disaggregation-mode is for --like sglang: vLLM has --kv-transfer-config")
+	if err := c.likeSGLang(&o); err != nil {
+		return o, err
 	}
 	if c.KeepAlive < 0 {
 		return o, usagef("--sse-keep-alive-interval %v", c.KeepAlive)

@@ -15,6 +15,23 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 )
 
+// likeSGLang sets what --like sglang changes.
+func (c *engineCmd) likeSGLang(o *engine.Options) (err error) {
+	switch {
+	case c.Like != "sglang" && c.Mode != "null":
+		return usagef("--disaggregation-mode is for --like sglang: vLLM has --kv-transfer-config")
+	case c.Like != "sglang":
+		return nil
+	}
+	if err := c.checkSGLang(); err != nil {
+		return err
+	}
+	if c.Mode == "decode" {
+		o.Connectors, err = kvconfig.Parse([]byte(`{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}`))
+	}
+	return err
+}
+
 // checkSGLang says what does not go with --like sglang.
 func (c *engineCmd) checkSGLang() error {
 	var bad faults
