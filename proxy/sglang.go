@@ -75,6 +75,9 @@ func (p *Proxy) answers(ctx context.Context, b *backend) bool {
 
 // identify asks an engine whether it is one of SGLang, and what it does.
 func (p *Proxy) identify(ctx context.Context, b *backend) {
+	if _, ok := p.get(ctx, b, "/model_info"); !ok { // SGLang alone has it; vLLM's /server_info of its development mode takes seconds
+		return
+	}
 	text, ok := p.get(ctx, b, "/server_info")
 	var info struct {
 		Mode *string `json:"disaggregation_mode"`

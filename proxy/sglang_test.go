@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -135,6 +136,9 @@ func mockSGLang(t testing.TB, mode string, more map[string]string, handler http.
 		if path != "/route" {
 			mux.HandleFunc(path, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, text) })
 		}
+	}
+	if more["/model_info"] == "" {
+		mux.HandleFunc("/model_info", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"model_path":"m"}`) })
 	}
 	if more["/v1/models"] == "" {
 		mux.Handle("/v1/models", http.NotFoundHandler())
@@ -468,5 +472,19 @@ func TestSGLangRoutes(t *testing.T) {
 	reach(t, url)
 	if status, _ := askSGLang(t, url, "/generate", `{"text":"x"}`); status != 404 {
 		t.Errorf("/generate of vLLM: %d", status)
+	}
+}
+
+// An engine of vLLM is not asked for /server_info, which takes seconds there in its development mode: it is well at its first look.
+func TestServerInfoOfVLLMIsNotAsked(t *testing.T) {
+	var asked atomic.Int64
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("/server_info", func(_ http.ResponseWriter, r *http.Request) { asked.Add(1); <-r.Context().Done() })
+	e := serveMux(t, mux)
+	_, p := startProxy(t, proxy.Options{Engines: []string{e}, Detect: true, HealthInterval: 20 * time.Millisecond})
+	testkit.Eventually(t, "the engine is well", func() bool { return p.Stats().Well[e] == 1 })
+	if n := asked.Load(); n != 0 {
+		t.Errorf("/server_info was asked %d times", n)
 	}
 }
