@@ -405,7 +405,7 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 			if len(out) > 1 {
 				out = append(out, ',')
 			}
-			out = append(append(append(strconv.AppendQuote(out, name), ':'), value...), ""...)
+			out = append(append(strconv.AppendQuote(out, name), ':'), value...)
 		})
 		w.Header().Set("Content-Type", "application/json")
 		_, _ = w.Write(append(out, '}')) // the client has gone

@@ -48,7 +48,7 @@ func ScanAnswer(text []byte) (a Answer, err error) {
 			a.Stopped = a.Stopped || string(value.Of(text)) == `"completed"`
 		}
 		if name == "usage" || name == "meta_info" {
-			v := r.fields[i].value.Of(text)
+			v := value.Of(text)
 			if v[0] != '{' {
 				continue
 			}

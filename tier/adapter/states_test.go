@@ -165,7 +165,8 @@ func TestStatesOfTiers(t *testing.T) {
 			dir := "/sys" // a file system in which no user makes files
 			if f, err := os.Create(filepath.Join(dir, "kvasir-test")); err == nil {
 				f.Close()
-				t.Skip(dir, " can be written")
+				os.Remove(f.Name())
+				t.Skip("this machine has no file system in which no user makes files: ", dir, " took one")
 			}
 			openState(t, fmt.Sprintf(`{"type":%q,"base_path":%q}`, kind, dir), disk.Options{}).wants(tier.ReadOnly, "")
 		})
