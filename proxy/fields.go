@@ -18,7 +18,7 @@ var hop = map[string]bool{
 	"Origin": true, "Access-Control-Request-Method": true, "Access-Control-Request-Headers": true, // the proxy decides on pages of browsers
 }
 
-// ofEngines are fields of an engine's answer that name its address, or a server in front of it. Clients reach the proxy alone.
+// ofEngines are fields of an engine's answer that name its address, or that of a server in front of it: clients must not see it.
 var ofEngines = map[string]bool{"Location": true, "Content-Location": true, "Alt-Svc": true, "Refresh": true}
 
 // own are fields by which the proxy directs engines. A client's never pass beside the proxy's: engines read the

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command concurrent prints the packages whose tests can have a data race: those whose test binary links code of this module, other
-// than internal/testkit, that starts a goroutine. What runs in one goroutine has none, and the race detector makes it ten
-// times slower for nothing.
+// than internal/testkit, that starts a goroutine. Code that runs in one goroutine cannot race, and the race
+// detector makes it ten times slower.
 package main
 
 import (
@@ -21,7 +21,7 @@ import (
 	"strings"
 )
 
-// starters are the functions that start a goroutine, or call one of ours in theirs.
+// starters are the names of functions that start a goroutine, or have another package call a function of this module in one.
 var starters = []string{"Go", "AfterFunc", "Parallel", "RunParallel", "Serve", "ServeTLS", "ListenAndServe", "ListenAndServeTLS", "NewServer", "NewUnstartedServer", "NewTLSServer", "HandleFunc"}
 
 type pkg struct {
