@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # engine.sh [RELEASE]: our simulated engine (two ranks, every byte checked) as a client of the real LMCache server, of 0.5.6 or RELEASE, in
 # both transfer modes: what one engine process stored, the next one loads, and answers with the same
-# tokens. With lmcache_driven also models with sliding windows and with recurrent states. INLINE=1 takes a server without shared
+# tokens. With lmcache_driven, and with 0.5.7 in all modes, also models with sliding windows and with recurrent states. INLINE=1 takes a server without shared
 # memory, to which chunks travel in messages. Needs bin/kvasir; interop/run.sh calls it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -68,6 +68,7 @@ P
 
 runs=("full engine_driven" "full lmcache_driven" "windows lmcache_driven --window 300 --window 1000" "states lmcache_driven --states 1")
 [ -z "${INLINE:-}" ] || runs=("inline engine_driven")
+[ -z "${1:-}" ] || runs+=("groups engine_driven --window 300 --window 1000" "groupstates engine_driven --states 1") # since 0.5.7
 for run in "${runs[@]}"; do
 	read -r kind mode flags <<<"$run"
 	first=$(ask "$kind-$mode" "$mode" $flags)

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -369,9 +370,14 @@ func (c *Client) EndSession(ctx context.Context, requestID string) error {
 	return c.none(ctx, OpEndSession, AppendString(nil, requestID))
 }
 
-// PrepareStore asks where to put the chunks of k's range.
-func (c *Client) PrepareStore(ctx context.Context, k *Key, instanceID int64) (PrepareStore, error) {
-	return result(ctx, c, DecodePrepareStore, OpPrepareStore, c.and57([][]byte{c.key(k), AppendInt(nil, instanceID)}, noSkippedChunks)...)
+// PrepareStore asks where to put the chunks of k's range. skipped are the positions in the range that are not stored, for each
+// object group; nil for none. Only servers of 0.5.7 learn them.
+func (c *Client) PrepareStore(ctx context.Context, k *Key, instanceID int64, skipped [][]int) (PrepareStore, error) {
+	more := noSkippedChunks
+	if slices.ContainsFunc(skipped, func(of []int) bool { return len(of) > 0 }) {
+		more = AppendBlockIDs(nil, skipped)
+	}
+	return result(ctx, c, DecodePrepareStore, OpPrepareStore, c.and57([][]byte{c.key(k), AppendInt(nil, instanceID)}, more)...)
 }
 
 // CommitStore says that the chunks of a PrepareStore with slots are written.
@@ -383,10 +389,9 @@ func (c *Client) CommitStore(ctx context.Context, k *Key, instanceID int64) (boo
 // Earlier releases have pickles.
 func (c *Client) Enveloped() bool { return c.packed.Load() }
 
-// CommitEnvelope sends the chunks of k's range, of one object group, to a server without shared memory.
-func (c *Client) CommitEnvelope(ctx context.Context, k *Key, instanceID int64, l kv.Layout, chunks [][]byte) (bool, error) {
-	e := Envelope{Groups: []EnvelopeGroup{{Data: chunks}}}
-	data := AppendInline(nil, func(b []byte) []byte { return AppendEnvelope(b, []kv.Layout{l}, &e) })
+// CommitEnvelope sends the objects of k's range, whose layouts are by object group, to a server without shared memory.
+func (c *Client) CommitEnvelope(ctx context.Context, k *Key, instanceID int64, layouts []kv.Layout, e *Envelope) (bool, error) {
+	data := AppendInline(nil, func(b []byte) []byte { return AppendEnvelope(b, layouts, e) })
 	return result(ctx, c, DecodeBool, OpCommitStore, c.key(k), AppendInt(nil, instanceID), data)
 }
 

@@ -38,7 +38,7 @@ func TestClientSpeaksTheServersRelease(t *testing.T) {
 		if want := max(int(size), 32); err != nil || n != want {
 			t.Fatalf("%d, %v, want %d", n, err, want)
 		}
-		if _, err := c.PrepareStore(t.Context(), &Key{Model: "m", WorldSize: 1, Tokens: make([]uint32, n), End: n}, 1); err != nil {
+		if _, err := c.PrepareStore(t.Context(), &Key{Model: "m", WorldSize: 1, Tokens: make([]uint32, n), End: n}, 1, nil); err != nil {
 			t.Fatal(err)
 		}
 		if packed := bytes.Contains(store[2], []byte("token_bytes")); packed != (size > 0) || len(store) != 4+map[bool]int{true: 1}[packed] {

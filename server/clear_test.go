@@ -321,6 +321,7 @@ type notedTier struct {
 	tier.Tier
 	mu   sync.Mutex
 	text []byte
+	err  error // of Note
 }
 
 func (n *notedTier) Close() error { return nil }
@@ -328,7 +329,13 @@ func (n *notedTier) Close() error { return nil }
 func (n *notedTier) Note(context.Context) ([]byte, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return n.text, nil
+	return n.text, n.err
+}
+
+func (n *notedTier) fail(err error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.err = err
 }
 
 func (n *notedTier) SetNote(_ context.Context, text []byte) error {
@@ -383,6 +390,59 @@ func TestClearReachesTheFleet(t *testing.T) {
 	want("restarted", 0)
 	put(1, 2)
 	want("stored after the clear", 3)
+}
+
+// What is stored while a server cannot read which generation its tier has waits in the pool. It is written to the tier once
+// the generation is read, unless another server has cleared before: then it is not there, nor in the pool.
+func TestWritesWaitUntilTheGenerationIsKnown(t *testing.T) {
+	for name, c := range map[string]struct {
+		cleared bool
+		want    int
+	}{"no clear": {false, 3}, "a clear of another server": {true, 0}} {
+		t.Run(name, func(t *testing.T) {
+			shared := &notedTier{Tier: tier.NewMemory(64 << 20)}
+			start := func() *clearNode {
+				n := &clearNode{t: t, files: []string{filepath.Join(t.TempDir(), generation.FileName)}, open: func(*tier.Names) tier.Tier { return shared }, note: shared}
+				n.start()
+				return n
+			}
+			if c.cleared {
+				shared.text = []byte(`{"version":1,"all":{"number":1,"time":1}}`)
+			} else {
+				shared.text = []byte(`{"version":1,"all":{"number":0,"time":0}}`)
+			}
+			shared.fail(errors.New("it does not answer"))
+			n := start()
+			defer func() { n.stop() }()
+			e := n.newEngine()
+			e.register()
+			prompt := tokens(3*drivenChunk, 6)
+			if got := e.storeBlocks(prompt, 0, 96, span(1, 6)); got != done {
+				t.Fatal(got)
+			}
+			testkit.Eventually(t, "a write was tried", func() bool { return n.store.Stats().SummedChunks == 3 })
+			if got := n.store.Stats(); got.WrittenChunks != 0 || got.NotKeptBelow != 0 {
+				t.Errorf("while no generation is known: %+v", got)
+			}
+			shared.fail(nil)
+			testkit.Eventually(t, "what waited is written or forgotten", func() bool {
+				got := n.store.Stats()
+				return int(got.WrittenChunks) == c.want && got.Outbox.Waiting == 0 && (c.want > 0 || got.Resident == 0)
+			})
+			if hit := n.hit(e, prompt, "r"); hit != c.want {
+				t.Errorf("hit %d, want %d", hit, c.want)
+			}
+			if c.want > 0 {
+				other := start()
+				defer other.stop()
+				theirs := other.newEngine()
+				theirs.register()
+				if hit := other.hit(theirs, prompt, "s"); hit != c.want {
+					t.Errorf("another server hits %d, want %d", hit, c.want)
+				}
+			}
+		})
+	}
 }
 
 // A clear that cannot be read fails: no answer of it looks like a clear that was done.

@@ -50,7 +50,7 @@ func keyOf(model, salt, request string, world int, prompt []uint32) *lmcache.Key
 
 func (a *asker) prepare(instance int64, k *lmcache.Key) {
 	a.t.Helper()
-	if got, err := a.c.PrepareStore(a.t.Context(), k, instance); err != nil || len(got.Slots) != len(k.Tokens)/16 {
+	if got, err := a.c.PrepareStore(a.t.Context(), k, instance, nil); err != nil || len(got.Slots) != len(k.Tokens)/16 {
 		a.t.Fatalf("prepare of %d tokens: %d slots, %v", len(k.Tokens), len(got.Slots), err)
 	}
 }

@@ -26,7 +26,7 @@ func TestConnectionsInUseAreKept(t *testing.T) {
 			return err
 		},
 		"a worker of an earlier connection": func(ctx context.Context, c *lmcache.Client, e *engine) error {
-			_, err := c.PrepareStore(ctx, e.key("r", 1, 0, 1), 7)
+			_, err := c.PrepareStore(ctx, e.key("r", 1, 0, 1), 7, nil)
 			return err
 		},
 		"a scheduler": func(ctx context.Context, c *lmcache.Client, e *engine) error {

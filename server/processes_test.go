@@ -54,7 +54,7 @@ func stayAs(url, pool string) error {
 	if err != nil || pool == "" {
 		return err
 	}
-	got, err := c.PrepareStore(context.Background(), promptKey(os.Getpid(), 2), id)
+	got, err := c.PrepareStore(context.Background(), promptKey(os.Getpid(), 2), id, nil)
 	if err == nil && len(got.Slots) != 2 {
 		err = fmt.Errorf("%+v", got)
 	}

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
@@ -72,26 +73,47 @@ func (s *Server) runSweeps(ctx context.Context) {
 var ErrNoTier = errors.New("there is no such tier")
 
 // DropTier removes everything that a tier has, or what belongs to a model where the tier names objects by models. It
-// returns how many objects it removed, also with an error. Subscribers of KV events learn that the tier has none of the
-// chunks that were announced; those that stay are announced again when they are seen.
+// returns how many objects it removed, also with an error. Subscribers of KV events learn that the tier has none of those
+// chunks; any that stay are announced again when they are seen. Chunks in the pool do not count as being in the tier any more
+// once it was asked for them: an engine that loads one has it written there again.
 func (s *Server) DropTier(ctx context.Context, name, model, by string) (removed int, err error) {
 	t, ok := s.opts.Contents[name]
 	if !ok {
 		return 0, fmt.Errorf("%w: %.40q; this server has %s", ErrNoTier, name, cmp.Or(strings.Join(slices.Sorted(maps.Keys(s.opts.Contents)), ", "), "none"))
 	}
 	unnamed := false
+	of := s.belongsTo(model)
 	removed, err = tier.RemoveIf(ctx, t, func(c tier.Content) bool {
 		unnamed = unnamed || c.Model == ""
-		return model == "" || c.Model != "" && (c.Model == model || strings.HasPrefix(c.Model, model+"~"))
+		return model == "" || c.Model != "" && of(c.Model)
 	}, paced(cmp.Or(s.opts.DropRate, defaultDropRate)))
-	if number := s.opts.Numbers[name]; removed > 0 && number > 0 {
-		s.opts.Changes.ForgetTier(number)
+	if removed > 0 {
+		if number := s.opts.Numbers[name]; number > 0 {
+			forget := model
+			if strings.Contains(model, "~") { // a revision or a generation: requests name the model alone
+				forget = ""
+			}
+			s.opts.Changes.ForgetTier(number, forget)
+		}
+		s.store.RecheckBelow()
 	}
 	if err == nil && model != "" && unnamed {
 		err = fmt.Errorf("tier %s does not name objects by models: drop all of it, or clear the model", name)
 	}
 	s.log.Warn("objects of a tier were removed", "by", by, "tier", name, "model", model, "objects", removed, "err", err)
 	return removed, err
+}
+
+// belongsTo returns whether a name that a tier has for a model stands for this one: in any revision and generation, and as a
+// digest where a request has used the model since the start.
+func (s *Server) belongsTo(model string) func(name string) bool {
+	digests := make(map[string]bool)
+	s.names.Each(func(_ kv.Namespace, n tier.Name) {
+		if tier.IsOf(n.Model, model) {
+			digests[n.Digested().Model] = true
+		}
+	})
+	return func(name string) bool { return tier.IsOf(name, model) || digests[name] }
 }
 
 // defaultDropRate is how many objects a second DropTier removes: an operator waits for it.

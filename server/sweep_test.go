@@ -14,6 +14,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/tier"
 	"github.com/kvasir-kv/kvasir/tier/disk"
+	"github.com/kvasir-kv/kvasir/tier/fs"
 	"github.com/kvasir-kv/kvasir/tier/generation"
 	"github.com/kvasir-kv/kvasir/tier/tiertest"
 )
@@ -101,4 +102,48 @@ func TestEmptiedTiersAreReported(t *testing.T) {
 	}
 	f(0)
 	f(2, tier.Change{Tier: 3, Removed: true, All: true})
+}
+
+// A model that was removed from a tier is reported as that model, under the names that the tier has for it: of its revisions, its
+// generations, and its digests.
+func TestRemovedModelsAreReported(t *testing.T) {
+	changes, names := tier.NewChanges(), tier.NewNames()
+	changes.Watch(16)
+	place, err := fs.Open(fs.Options{Path: t.TempDir(), Names: names})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer place.Close()
+	d := newDesk(t, server.Options{
+		Names: names, Contents: map[string]tier.Tier{"fs": place}, Numbers: map[string]uint8{"fs": 2}, Changes: changes, DropRate: 1 << 20,
+	})
+	long := strings.Repeat("x", 200)
+	for i, model := range []string{"m", "m~rev", "m2", long, "m@3"} {
+		k := tiertest.Key(i)
+		k.Namespace[1] = byte(i + 1)
+		names.Add(k.Namespace, model, nil)
+		b, meta := tiertest.Object(i, 100)
+		if err := place.Write(t.Context(), k, meta, b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	after := uint64(0)
+	f := func(model string, removed int, want ...tier.Change) {
+		t.Helper()
+		if n, err := d.DropTier(t.Context(), "fs", model, "a test"); n != removed || err != nil {
+			t.Errorf("%.20s: removed %d of %d, %v", model, n, removed, err)
+		}
+		got := make([]tier.Change, 16)
+		n, _ := changes.After(after, got)
+		if after += uint64(n); !slices.Equal(got[:n], want) {
+			t.Errorf("%.20s: %+v, want %+v", model, got[:n], want)
+		}
+	}
+	of := func(model string) tier.Change { return tier.Change{Tier: 2, Removed: true, All: true, Model: model} }
+	f("m~rev", 1, of(""))
+	f("m", 1, of("m"))
+	f("m", 0)
+	f(long, 1, of(long))
+	f("m@3", 1, of("m@3"))
+	f("", 1, of(""))
 }

@@ -65,7 +65,7 @@ func visit(url string) {
 	})
 	note(err)
 	own := promptKey(int(id), 1)
-	slots, err := c.PrepareStore(ctx, own, id)
+	slots, err := c.PrepareStore(ctx, own, id, nil)
 	note(err)
 	got.Slots = len(slots.Slots)
 	data := pickled(new(testing.T), 1, 5)

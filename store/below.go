@@ -199,7 +199,7 @@ func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err
 	}
 	x.mu.loading.Add(peer, fair.Amount{Count: 1, Size: size})
 	fl := x.newFlightLocked(slot)
-	fl.begun, fl.below, fl.peer = true, true, peer
+	fl.begun, fl.below, fl.peer, fl.removals = true, true, peer, x.mu.removals
 	x.joinFlightLocked(x.pf, slot, i/x.Rows())
 	return fl, nil, nil
 }
@@ -245,7 +245,7 @@ func (s *Store) landBelow(fl *flight, sum uint64, why miss.Reason, tier string) 
 		s.addLocked(fl.slot)
 		p.Stamp(fl.slot)
 		p.SetSum(fl.slot, sum)
-		p.SetBelow(fl.slot, s.place)
+		s.recordBelowLocked(fl.slot, fl.removals)
 		s.mu.n.BelowChunks++
 		s.mu.n.BelowBytes += uint64(n)
 		if fl.peer == warmPeer {

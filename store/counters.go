@@ -36,7 +36,7 @@ type Counters struct {
 	NotKeptBelow       uint64 // objects that it did not take
 	AnswerChunks       uint64 // objects with tokens of an answer that were not written below at their commit
 	LostChunks         uint64 // evicted before they were below
-	GoneBelow          uint64 // objects that an earlier server noted as being below and that were not there
+	GoneBelow          uint64 // objects that were recorded as being below and that were not there
 	ComparedBytes      uint64 // read of an earlier server's, to compare them
 	UnsummedChunks     uint64 // of an earlier server that was killed, without a checksum: dropped
 	CorruptChunks      uint64 // of an earlier server, different from them: dropped

@@ -13,13 +13,14 @@ import (
 // flight is an object on its way to being served: one for each object, whoever wants
 // it. Guarded by Store.mu.
 type flight struct {
-	slot    pool.Slot
-	begun   bool
-	pinned  bool        // resident, and pinned for its waiters
-	below   bool        // it comes from the tier; the slot is staged
-	chunk   int         // of the prompts that joined it
-	peer    string      // who began that
-	waiting []*prefetch // that joined it and still wait
+	slot     pool.Slot
+	begun    bool
+	pinned   bool        // resident, and pinned for its waiters
+	below    bool        // it comes from the tier; the slot is staged
+	removals uint64      // from the tier, when the read began
+	chunk    int         // of the prompts that joined it
+	peer     string      // who began that
+	waiting  []*prefetch // that joined it and still wait
 }
 
 // flights are those of one store.

@@ -11,8 +11,44 @@ import (
 	"github.com/kvasir-kv/kvasir/tier"
 )
 
+// RecheckBelow has the tier asked for each resident object that is recorded as being there, because objects were removed from
+// it. What the tier lacks is written there again when an engine loads it.
+func (s *Store) RecheckBelow() {
+	s.lock()
+	s.mu.removals++
+	s.unlock()
+	select {
+	case s.rechecks <- struct{}{}:
+	default: // one will begin later
+	}
+}
+
+// runRechecks asks the tier at the start, and after each RecheckBelow, until ctx ends.
+func (s *Store) runRechecks(ctx context.Context) {
+	tiering.Recheck(ctx, notes{Store: s, write: true}, s.opts.BelowOpened)
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-s.rechecks:
+		}
+		tiering.Recheck(ctx, notes{Store: s}, s.opts.BelowOpened)
+	}
+}
+
+// recordBelowLocked records that a slot's object is in the tier, which was read or written there while removals was the
+// number of removals: one that came since may have removed it.
+func (s *Store) recordBelowLocked(slot pool.Slot, removals uint64) {
+	if s.mu.removals == removals {
+		s.mu.pool.SetBelow(slot, s.place)
+	}
+}
+
 // notes is the store as tiering.Recheck sees it.
-type notes struct{ *Store }
+type notes struct {
+	*Store
+	write bool // what the tier lacks, at once
+}
 
 // Slots implements tiering.Notes.
 func (s notes) Slots() int {
@@ -59,6 +95,8 @@ func (s notes) Settle(of []tiering.RecordedObject, metas []tier.Meta) {
 		}
 		s.mu.pool.SetBelow(slot, 0)
 		s.mu.n.GoneBelow++
-		s.offerNewLocked(slot)
+		if s.write {
+			s.offerNewLocked(slot)
+		}
 	}
 }

@@ -6,8 +6,6 @@ import (
 	"context"
 	"sync"
 	"time"
-
-	"github.com/kvasir-kv/kvasir/store/tiering"
 )
 
 // Run does the store's background work until ctx ends: sessions and holds expire,
@@ -25,7 +23,7 @@ func (s *Store) Run(ctx context.Context) {
 	wg.Go(func() { s.flyers.Run(ctx, readers(), s.flyNext) }) // what lookups wait for
 	if s.outbox != nil {
 		wg.Go(func() { s.outbox.Run(ctx, writers, s.nextLanding, s.beginWriting) })
-		wg.Go(func() { tiering.Recheck(ctx, notes{s}, s.opts.BelowOpened) })
+		wg.Go(func() { s.runRechecks(ctx) })
 	}
 	if s.below != nil && s.opts.WarmBytes > 0 {
 		wg.Go(func() { s.warm(ctx) })

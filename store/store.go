@@ -108,19 +108,20 @@ type Store struct {
 	// is not for.
 	untouchable func(slot uint32) bool
 
-	flyers  crew            // compare the checksums that lookups wait for
-	readers chan struct{}   // a place for each who may read chunks at once
-	life    context.Context // ends with Close
-	endLife context.CancelFunc
-	running sync.WaitGroup     // pending lookups, and calls of the tier below
-	below   *tiering.Guard     // nil: none
-	place   uint32             // its mark in the index
-	outbox  *tiering.WriteBack // nil: nothing is written below
-	prompts *promptLengths     // nil: answers are written as prompts are
-	rates   tiering.Rates      // learned where there is a tier
-	quotas  quotas
-	news    chan struct{} // see News; capacity 1
-	began   time.Time
+	flyers   crew            // compare the checksums that lookups wait for
+	readers  chan struct{}   // a place for each who may read chunks at once
+	life     context.Context // ends with Close
+	endLife  context.CancelFunc
+	running  sync.WaitGroup     // pending lookups, and calls of the tier below
+	below    *tiering.Guard     // nil: none
+	place    uint32             // its mark in the index
+	outbox   *tiering.WriteBack // nil: nothing is written below
+	rechecks chan struct{}      // the tier is to be asked for what is recorded; capacity 1
+	prompts  *promptLengths     // nil: answers are written as prompts are
+	rates    tiering.Rates      // learned where there is a tier
+	quotas   quotas
+	news     chan struct{} // see News; capacity 1
+	began    time.Time
 
 	mu struct {
 		sync.Mutex
@@ -141,18 +142,19 @@ type Store struct {
 		epochs   container.PagedSlice[uint32] // by slot: when its place was taken
 		outdated bool                         // a slot of an earlier epoch may be resident
 
-		drops   uint64       // keys that went, whatever the reason
-		misses  *miss.Memory // of what was dropped
-		chunks  miss.Chunks  // resident slots by their chunks
-		needs   needs        // who needs room, while something is evicted for it
-		sums    checksumQueue
-		flights flights
-		writing map[pool.Slot]struct{} // to the tier below; kept and held
-		aging   int                    // the slot that Expire looks at next
-		pending fair.Shares            // lookups and their objects
-		loading fair.AwaitedShares     // reads from the tier below and their bytes, by the user or address that began them
-		n       Counters
-		events  events
+		drops    uint64       // keys that went, whatever the reason
+		misses   *miss.Memory // of what was dropped
+		chunks   miss.Chunks  // resident slots by their chunks
+		needs    needs        // who needs room, while something is evicted for it
+		sums     checksumQueue
+		flights  flights
+		writing  map[pool.Slot]uint64 // to the tier below, kept and held: the removals when it began
+		removals uint64               // counts RecheckBelow
+		aging    int                  // the slot that Expire looks at next
+		pending  fair.Shares          // lookups and their objects
+		loading  fair.AwaitedShares   // reads from the tier below and their bytes, by the user or address that began them
+		n        Counters
+		events   events
 
 		indexShort bool // the pool's index needs memory, which unlock provides
 	}
@@ -184,9 +186,9 @@ func New(p *pool.Pool, o Options) *Store {
 	o.WarmTime = cmp.Or(o.WarmTime, 5*time.Minute)
 	o.LoadTimeout = cmp.Or(o.LoadTimeout, defaultLoadTimeout)
 	o.LoadBytes = cmp.Or(o.LoadBytes, min(p.Bytes()/4, 1<<30))
-	s := &Store{opts: o, log: o.Log, flyers: newCrew(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1), began: time.Now()}
+	s := &Store{opts: o, log: o.Log, flyers: newCrew(), readers: make(chan struct{}, readers()), news: make(chan struct{}, 1), rechecks: make(chan struct{}, 1), began: time.Now()}
 	s.life, s.endLife = context.WithCancel(context.Background())
-	s.mu.flights.of, s.mu.writing = make(map[pool.Slot]*flight), make(map[pool.Slot]struct{})
+	s.mu.flights.of, s.mu.writing = make(map[pool.Slot]*flight), make(map[pool.Slot]uint64)
 	if s.log == nil {
 		s.log = slog.New(slog.DiscardHandler)
 	}

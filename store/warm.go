@@ -88,6 +88,6 @@ func (s *Store) beginWarm(k *kv.Key, bytes int64) (_ *flight, wait chan struct{}
 	s.mu.warmed.Add(uint32(slot))
 	l.Add(warmPeer, fair.Amount{Count: 1, Size: size})
 	fl := s.newFlightLocked(slot)
-	fl.begun, fl.below, fl.peer = true, true, warmPeer
+	fl.begun, fl.below, fl.peer, fl.removals = true, true, warmPeer, s.mu.removals
 	return fl, nil, true
 }

@@ -94,7 +94,7 @@ func (s *Store) beginWrite(it tiering.WriteItem) (w belowWrite, ok bool) {
 	}
 	s.mu.pool.Hold(slot)
 	s.keepLocked(slot)
-	s.mu.writing[slot] = struct{}{}
+	s.mu.writing[slot] = s.mu.removals
 	w = belowWrite{ctx: s.life, key: s.mu.pool.KeyOf(slot), view: s.mu.pool.View(slot)}
 	w.sum, w.known = s.mu.pool.Sum(slot)
 	if left, ok := s.mu.policy.Left(uint32(slot)); ok {
@@ -125,7 +125,7 @@ func (s *Store) endWrite(it tiering.WriteItem, sum uint64, err error) (out tieri
 		s.mu.n.WrittenBytes += uint64(p.Length(slot))
 		if same {
 			p.SetSum(slot, sum)
-			p.SetBelow(slot, s.place)
+			s.recordBelowLocked(slot, s.mu.writing[slot])
 		}
 	}
 	delete(s.mu.writing, slot)

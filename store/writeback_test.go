@@ -4,6 +4,7 @@ package store_test
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"strings"
 	"testing"
@@ -164,6 +165,98 @@ func TestObjectsLostBelowAreWrittenAgain(t *testing.T) {
 		if left(stays) != n || left(goes) != n || b.flaky.Calls("write") != n || got.GoneBelow != n {
 			t.Errorf("%d and %d chunks are below after %d writes; %d had gone", left(stays), left(goes), b.flaky.Calls("write"), got.GoneBelow)
 		}
+		b.idle()
+	})
+}
+
+// remove has another program remove chunks from below, and says so.
+func (b *tiered) remove(t *testing.T, h []kv.Hash) {
+	t.Helper()
+	for _, c := range h {
+		if err := b.memory.Delete(t.Context(), []kv.Key{objectKey(one, 0, c)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b.store.RecheckBelow()
+}
+
+// What was removed from the tier does not count as being there any more, once RecheckBelow was called. It is written again when
+// an engine loads it, and not before.
+func TestObjectsRemovedBelowAreWrittenAtTheNextLoad(t *testing.T) {
+	const n = 6
+	synctest.Test(t, func(t *testing.T) {
+		b := newTiered(t, 2*n, "", store.Options{ChecksumRate: 1 << 30})
+		defer b.close()
+		defer b.run()()
+		stays, goes := prompt(1, n), prompt(2, n)
+		b.put("p", stays, 0, n, n)
+		b.put("p", goes, 0, n, n)
+		for round := range 3 {
+			time.Sleep(time.Minute)
+			b.remove(t, goes)
+			time.Sleep(time.Minute)
+			want := n * (2 + round)
+			if got := b.store.Stats(); b.below(t, stays) != n || b.below(t, goes) != 0 || int(got.GoneBelow) != n*(1+round) || int(got.WrittenChunks) != want {
+				t.Fatalf("round %d: %d and %d chunks are below, %+v", round, b.below(t, stays), b.below(t, goes), got)
+			}
+			b.load(t, stays)
+			b.load(t, goes)
+			time.Sleep(time.Minute)
+			if got := b.store.Stats(); b.below(t, goes) != n || int(got.WrittenChunks) != want+n {
+				t.Fatalf("round %d: %d chunks are below after a load, %+v", round, b.below(t, goes), got)
+			}
+		}
+		b.idle()
+	})
+}
+
+// lateTier answers reads and writes a second after it has done them.
+type lateTier struct{ tier.Tier }
+
+func (l lateTier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
+	defer time.Sleep(time.Second)
+	return l.Tier.Write(ctx, k, m, src)
+}
+
+func (l lateTier) Read(ctx context.Context, k kv.Key, dst []byte) (tier.Meta, error) {
+	defer time.Sleep(time.Second)
+	return l.Tier.Read(ctx, k, dst)
+}
+
+// What was removed from the tier after a write or a read was done there, and before the store has heard of its end, does not
+// count as being below either.
+func TestObjectsRemovedDuringTheirTransferAreWrittenAgain(t *testing.T) {
+	const n = 4 // less than are written or read at once
+	synctest.Test(t, func(t *testing.T) {
+		b := &tiered{memory: tier.NewMemory(1 << 30)}
+		b.bench = newBench(t, t.TempDir(), n, store.Options{ChecksumRate: 1 << 30, Below: lateTier{b.memory}, LoadTimeout: time.Minute, LoadBytes: 16 * n * chunkBytes})
+		defer b.stop()
+		defer b.run()()
+		h, other := prompt(1, n), prompt(2, n)
+		b.put("p", h, 0, n, n)
+		during := func(what string) {
+			t.Helper()
+			time.Sleep(500 * time.Millisecond)
+			b.remove(t, h)
+			time.Sleep(time.Minute)
+			if got := b.below(t, h); got != 0 {
+				t.Fatalf("%s: %d chunks are below", what, got)
+			}
+			b.load(t, h)
+			time.Sleep(time.Minute)
+			if got := b.below(t, h); got != n {
+				t.Errorf("%s: %d chunks are below after the next load, want %d", what, got, n)
+			}
+		}
+		during("a write")
+		b.put("p", other, 0, n, n) // evicts all
+		time.Sleep(time.Minute)
+		p := store.Prompt{Chunks: n, Owner: nobody, Hashes: store.Hashed(h).Hashes}
+		if got := b.store.Lookup([]byte("l"), one, p, 1); got.State != store.Pending {
+			t.Fatalf("%+v", got)
+		}
+		during("a read")
+		b.store.EndSession([]byte("l"), nobody)
 		b.idle()
 	})
 }

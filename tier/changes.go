@@ -17,7 +17,8 @@ type Change struct {
 	Key     kv.Key
 	Tier    uint8 // its number, from 1
 	Removed bool
-	All     bool // of a removal: nothing that was noted of the tier counts any more; Key says nothing
+	All     bool   // of a removal: nothing that was noted of the tier counts any more; Key says nothing
+	Model   string // with All: only what belongs to the model; empty for everything
 }
 
 // Changes are the last changes of what tiers have, numbered. Nothing is recorded before Watch. Its methods are safe for
@@ -58,13 +59,13 @@ func (c *Changes) Forget() {
 	}
 }
 
-// ForgetTier says that a tier may have nothing of what was noted of it.
-func (c *Changes) ForgetTier(tier uint8) {
+// ForgetTier says that a tier may have nothing of what was noted of it, of one model or, without a model, of all.
+func (c *Changes) ForgetTier(tier uint8, model string) {
 	if c == nil || !c.watched.Load() {
 		return
 	}
 	c.mu.Lock()
-	c.mu.Add(Change{Tier: tier, Removed: true, All: true})
+	c.mu.Add(Change{Tier: tier, Removed: true, All: true, Model: model})
 	c.mu.Unlock()
 	select {
 	case c.news <- struct{}{}:

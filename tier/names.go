@@ -5,6 +5,7 @@ package tier
 import (
 	"fmt"
 	"maps"
+	"strings"
 	"sync"
 
 	"github.com/kvasir-kv/kvasir/kv"
@@ -26,6 +27,9 @@ func Revised(model, revision string) string {
 	}
 	return model + "~" + revision
 }
+
+// IsOf reports whether a name that a place has for a model stands for this one, in any revision and generation.
+func IsOf(name, model string) bool { return name == model || strings.HasPrefix(name, model+"~") }
 
 // Names remember which model and salt each namespace is of, for places whose objects
 // others name by those. A nil *Names remembers nothing. Its methods are safe for

@@ -196,11 +196,11 @@ func (g *Group) Gather(chunk []byte, ids []int) {
 }
 
 // Scatter copies chunk into the blocks ids of every layer, but for the first skip
-// slots, which stay as they are.
+// slots, which stay as they are. Null blocks of a sparse group are left out.
 func (g *Group) Scatter(chunk []byte, ids []int, skip int) {
 	for plane := range g.Layers[0].View.Planes {
 		for layer := range g.Layers {
-			g.each(true, chunk, ids, false, plane, layer, 0, len(ids), skip)
+			g.each(true, chunk, ids, g.Sparse, plane, layer, 0, len(ids), skip)
 		}
 	}
 }

@@ -40,7 +40,7 @@ func (o WorkerOptions) Validate() error {
 		err := o.Groups[i].check()
 		c.That(err == nil, "Groups", "%d: %v", i, err)
 	}
-	c.That(!hybrid(o.Groups) || len(o.Segments) > 0, "Groups", "several groups, windows and states need Segments: LMCache's workers that copy themselves (engine_driven) have one group of full attention")
+	c.That(len(o.Groups) != 1 || !o.Groups[0].sparse() || len(o.Segments) > 0, "Groups", "a single group with a window or states needs Segments: LMCache's workers that copy themselves (engine_driven) register it as full attention")
 	options.Within(&c, "CallTimeout", o.CallTimeout, 0, forever)
 	options.Within(&c, "Heartbeat", o.Heartbeat, 0, forever)
 	options.Within(&c, "MaxQueue", o.MaxQueue, 0, maxLimit)

@@ -23,6 +23,9 @@ var (
 	// ErrSlot means that the server named a slot that does not fit the worker's
 	// layout or the pool.
 	ErrSlot = errors.New("connector: bad slot from the server")
+	// ErrOneGroup means that the server is of a release before 0.5.7, whose workers that copy themselves have one group of full
+	// attention.
+	ErrOneGroup = errors.New("connector: the server is of a release before 0.5.7, in which hybrid models need lmcache_driven")
 )
 
 // PoolClientOptions configures a PoolClient.
@@ -33,14 +36,20 @@ type PoolClientOptions struct {
 	Layout    kv.Layout // of one chunk
 	BlockSize int       // tokens per engine block; default 16
 	ShmDir    string    // default shm.Dir
+
+	// Groups are the object groups of a hybrid model, two or more, of chunks of ChunkTokens tokens; nil for one of full
+	// attention. Only servers of 0.5.7 take them.
+	Groups      []lmcache.GroupLayout
+	ChunkTokens int
 }
 
 // PoolClient is one registered worker. Its methods are safe for concurrent use.
 type PoolClient struct {
-	client     *lmcache.Client
-	opts       PoolClientOptions
-	chunkBytes int64
-	instance   int64
+	client   *lmcache.Client
+	opts     PoolClientOptions
+	layouts  []kv.Layout // of the objects of a chunk, by object group
+	sizes    []int64     // bytes of these
+	instance int64
 
 	registering sync.Mutex // one registration at a time
 
@@ -63,11 +72,20 @@ func OpenPoolClient(ctx context.Context, client *lmcache.Client, o PoolClientOpt
 	if o.BlockSize == 0 {
 		o.BlockSize = 16
 	}
-	bytes, err := o.Layout.Bytes()
-	if err != nil {
-		return nil, err
+	w := &PoolClient{client: client, opts: o, layouts: []kv.Layout{o.Layout}, instance: rand.Int64()}
+	if len(o.Groups) > 1 {
+		var err error
+		if w.layouts, err = (&lmcache.EngineDriven{Groups: o.Groups, SinglePlane: o.Layout.SinglePlane}).Layouts(o.ChunkTokens); err != nil {
+			return nil, err
+		}
 	}
-	w := &PoolClient{client: client, opts: o, chunkBytes: bytes, instance: rand.Int64()}
+	for _, l := range w.layouts {
+		bytes, err := l.Bytes()
+		if err != nil {
+			return nil, err
+		}
+		w.sizes = append(w.sizes, bytes)
+	}
 	if err := w.Register(ctx); err != nil {
 		return nil, err
 	}
@@ -121,10 +139,13 @@ func (w *PoolClient) epoch() uint64 {
 // register does the work of Register, under w.registering.
 func (w *PoolClient) register(ctx context.Context) error {
 	l := w.opts.Layout
+	if len(w.opts.Groups) > 1 && !w.client.Enveloped() {
+		return fmt.Errorf("%w: %d object groups are registered", ErrOneGroup, len(w.opts.Groups))
+	}
 	connection := w.client.Connections()
 	pool, err := w.client.RegisterEngineDriven(ctx, &lmcache.EngineDriven{
 		InstanceID: w.instance, Model: w.opts.Model, WorldSize: w.opts.WorldSize, BlockSize: w.opts.BlockSize,
-		Layers: l.Layers, Hidden: l.Hidden, DType: l.DType, SinglePlane: l.SinglePlane, PhysicalSlots: l.Slots,
+		Layers: l.Layers, Hidden: l.Hidden, DType: l.DType, SinglePlane: l.SinglePlane, PhysicalSlots: l.Slots, Groups: w.opts.Groups,
 	})
 	if err != nil {
 		return err
@@ -213,20 +234,27 @@ func (w *PoolClient) key(k lmcache.Key) *lmcache.Key {
 // chunks written; zero and no error when there was nothing to store or the
 // server has no room.
 func (w *PoolClient) Store(ctx context.Context, k lmcache.Key, chunkTokens int, fill func(i int, b []byte)) (int, error) {
+	return w.StoreGroups(ctx, k, chunkTokens, nil, func(_, i int, b []byte) { fill(i, b) })
+}
+
+// StoreGroups is Store for the objects of several groups: fill writes that of chunk i and a group. Those that skip names, by
+// group positions in the range that rise, are not stored. It returns the number of objects written.
+func (w *PoolClient) StoreGroups(ctx context.Context, k lmcache.Key, chunkTokens int, skip [][]int, fill func(group, i int, b []byte)) (int, error) {
 	key, epoch := w.key(k), w.epoch()
 	n := (k.End - k.Start) / chunkTokens
-	p, err := w.client.PrepareStore(ctx, key, w.instance)
+	p, err := w.client.PrepareStore(ctx, key, w.instance, skip)
 	if err == nil && w.inline() {
-		return w.send(ctx, key, n, fill)
+		return w.send(ctx, key, n, skip, fill)
 	}
 	if err != nil || len(p.Slots) == 0 {
 		return 0, err
 	}
-	err = w.with(epoch, p.Slots, func(at int, b []byte) error {
-		if i := p.Indices[at]; i < 0 || i >= n {
-			return fmt.Errorf("%w: chunk %d of %d", ErrSlot, i, n)
+	err = w.with(epoch, p.Slots, p.Groups, func(at, group int, b []byte) error {
+		i := p.Indices[at]
+		if i < 0 || i >= n || skips(skip, group, i) {
+			return fmt.Errorf("%w: chunk %d of %d, group %d", ErrSlot, i, n, group)
 		}
-		fill(p.Indices[at], b)
+		fill(group, i, b)
 		return nil
 	})
 	if err != nil {
@@ -239,33 +267,58 @@ func (w *PoolClient) Store(ctx context.Context, k lmcache.Key, chunkTokens int, 
 	return len(p.Slots), nil
 }
 
-// send stores n chunks in one message, those that are kept already too.
-func (w *PoolClient) send(ctx context.Context, key *lmcache.Key, n int, fill func(i int, b []byte)) (int, error) {
-	chunks := make([][]byte, n)
-	for i := range chunks {
-		chunks[i] = make([]byte, w.chunkBytes)
-		fill(i, chunks[i])
+func skips(skip [][]int, group, chunk int) bool {
+	return group < len(skip) && slices.Contains(skip[group], chunk)
+}
+
+// send stores the objects of n chunks in one message, those that are kept already too.
+func (w *PoolClient) send(ctx context.Context, key *lmcache.Key, n int, skip [][]int, fill func(group, i int, b []byte)) (int, error) {
+	e, objects := lmcache.Envelope{Groups: make([]lmcache.EnvelopeGroup, len(w.layouts))}, 0
+	for g := range e.Groups {
+		for i := range n {
+			if skips(skip, g, i) {
+				continue
+			}
+			b := make([]byte, w.sizes[g])
+			fill(g, i, b)
+			e.Groups[g].Chunks, e.Groups[g].Data = append(e.Groups[g].Chunks, i), append(e.Groups[g].Data, b)
+			objects++
+		}
 	}
-	ok, err := w.client.CommitEnvelope(ctx, key, w.instance, w.opts.Layout, chunks)
+	if objects == 0 {
+		return 0, nil
+	}
+	ok, err := w.client.CommitEnvelope(ctx, key, w.instance, w.layouts, &e)
 	if err != nil || !ok {
 		return 0, err
 	}
-	return n, nil
+	return objects, nil
 }
 
 // Retrieve loads the chunks of k's tokens [Start, End), which a lookup of the
 // same request must have found: take reads chunk i of the range from b, valid
 // until take returns. It reports false for a miss.
 func (w *PoolClient) Retrieve(ctx context.Context, k lmcache.Key, chunkTokens int, take func(i int, b []byte)) (bool, error) {
+	return w.RetrieveGroups(ctx, k, chunkTokens, func(_, i int, b []byte) { take(i, b) })
+}
+
+// RetrieveGroups is Retrieve for the objects of several groups: take reads that of chunk i and a group. Of a group with a window
+// the last chunks of the range come alone.
+func (w *PoolClient) RetrieveGroups(ctx context.Context, k lmcache.Key, chunkTokens int, take func(group, i int, b []byte)) (bool, error) {
 	key, epoch := w.key(k), w.epoch()
 	p, err := w.client.PrepareRetrieve(ctx, key, w.instance)
 	if p.Success {
 		if n := (k.End - k.Start) / chunkTokens; len(p.Data) > 0 {
 			err = w.unpack(p.Data, n, take)
-		} else if len(p.Slots) != n {
-			err = fmt.Errorf("%w: %d slots for %d chunks", ErrSlot, len(p.Slots), n)
-		} else {
-			err = w.with(epoch, p.Slots, func(i int, b []byte) error { take(i, b); return nil })
+		} else if err = w.expect(&p, n); err == nil {
+			err = w.with(epoch, p.Slots, p.Groups, func(at, group int, b []byte) error {
+				i := at
+				if p.Groups != nil {
+					i = p.Indices[at]
+				}
+				take(group, i, b)
+				return nil
+			})
 		}
 	}
 	// The commit is owed after a refusal too, and when the answer did not come in
@@ -279,14 +332,50 @@ func (w *PoolClient) Retrieve(ctx context.Context, k lmcache.Key, chunkTokens in
 	return p.Success && err == nil, errors.Join(err, cerr)
 }
 
-// unpack takes n chunks out of a message.
-func (w *PoolClient) unpack(data []byte, n int, take func(i int, b []byte)) error {
-	e, err := lmcache.DecodeEnvelope(data, []kv.Layout{w.opts.Layout}, n)
+// needs returns how many of the last of n chunks a hit needs of a group.
+func (w *PoolClient) needs(group, n int) int {
+	if len(w.layouts) == 1 || w.opts.Groups[group].WindowChunks == 0 {
+		return n
+	}
+	return min(n, w.opts.Groups[group].WindowChunks)
+}
+
+// expect checks that the slots of a hit of n chunks are those that it needs: each object once.
+func (w *PoolClient) expect(p *lmcache.PrepareRetrieve, n int) error {
+	want := 0
+	for g := range w.layouts {
+		want += w.needs(g, n)
+	}
+	if len(p.Slots) != want || (p.Groups != nil) != (len(w.layouts) > 1) {
+		return fmt.Errorf("%w: %d slots for %d objects of %d groups", ErrSlot, len(p.Slots), want, len(w.layouts))
+	}
+	seen := make(map[[2]int]bool)
+	for at, g := range p.Groups {
+		i := p.Indices[at]
+		if g < 0 || g >= len(w.layouts) || i < n-w.needs(g, n) || i >= n || seen[[2]int{g, i}] {
+			return fmt.Errorf("%w: chunk %d of %d, group %d", ErrSlot, i, n, g)
+		}
+		seen[[2]int{g, i}] = true
+	}
+	return nil
+}
+
+// unpack takes the objects of n chunks out of a message.
+func (w *PoolClient) unpack(data []byte, n int, take func(group, i int, b []byte)) error {
+	e, err := lmcache.DecodeEnvelope(data, w.layouts, n)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrSlot, err)
 	}
-	for i, b := range e.Groups[0].Data {
-		take(i, b)
+	for g := range e.Groups {
+		need := w.needs(g, n)
+		if got := e.Groups[g].Chunks; len(got) != need || need > 0 && got[0] != n-need { // they rise
+			return fmt.Errorf("%w: chunks %v of group %d, the last %d of %d are needed", ErrSlot, got, g, need, n)
+		}
+	}
+	for g := range e.Groups {
+		for at, b := range e.Groups[g].Data {
+			take(g, e.Groups[g].Chunks[at], b)
+		}
 	}
 	return nil
 }
@@ -294,9 +383,9 @@ func (w *PoolClient) unpack(data []byte, n int, take func(i int, b []byte)) erro
 // lateCommit bounds the commit of a load that failed or ran out of time.
 const lateCommit = 500 * time.Millisecond
 
-// with calls f with the bytes of each slot, after checking all of them. Slots of
+// with calls f with the bytes of each slot and its group, after checking all of them. Slots of
 // an earlier registration are places in another pool.
-func (w *PoolClient) with(epoch uint64, slots []lmcache.SlotAt, f func(at int, b []byte) error) error {
+func (w *PoolClient) with(epoch uint64, slots []lmcache.SlotAt, groups []int, f func(at, group int, b []byte) error) error {
 	w.mu.RLock()
 	defer w.mu.RUnlock()
 	if w.mu.pool == nil {
@@ -305,16 +394,26 @@ func (w *PoolClient) with(epoch uint64, slots []lmcache.SlotAt, f func(at int, b
 	if w.mu.epoch != epoch {
 		return fmt.Errorf("%w: the worker registered again in between", ErrSlot)
 	}
-	for _, s := range slots {
-		if s.Length != w.chunkBytes || !slices.Equal(s.Shape, w.opts.Layout.Shape()) || s.DType != w.opts.Layout.DType {
-			return fmt.Errorf("%w: %d bytes of %v %s, the layout is %d bytes of %s", ErrSlot, s.Length, s.Shape, s.DType, w.chunkBytes, w.opts.Layout.Fingerprint())
+	groupOf := func(at int) int {
+		if groups == nil {
+			return 0
+		}
+		return groups[at]
+	}
+	for at, s := range slots {
+		g := groupOf(at)
+		if g < 0 || g >= len(w.layouts) {
+			return fmt.Errorf("%w: group %d of %d", ErrSlot, g, len(w.layouts))
+		}
+		if s.Length != w.sizes[g] || !slices.Equal(s.Shape, w.layouts[g].Shape()) || s.DType != w.layouts[g].DType {
+			return fmt.Errorf("%w: %d bytes of %v %s, the layout is %d bytes of %s", ErrSlot, s.Length, s.Shape, s.DType, w.sizes[g], w.layouts[g].Fingerprint())
 		}
 		if s.Offset < 0 || s.Offset > w.mu.pool.Len()-s.Length {
 			return fmt.Errorf("%w: %d bytes at %d of a pool of %d", ErrSlot, s.Length, s.Offset, w.mu.pool.Len())
 		}
 	}
-	for i, s := range slots {
-		if err := f(i, w.mu.pool.Bytes(s.Offset, s.Length)); err != nil {
+	for at, s := range slots {
+		if err := f(at, groupOf(at), w.mu.pool.Bytes(s.Offset, s.Length)); err != nil {
 			return err
 		}
 	}

@@ -21,7 +21,7 @@ type WorkerOptions struct {
 	Model       string
 	Parallel    lmcache.Parallel // this worker's place in its engine
 	Cache       *Paged           // the worker's KV
-	Groups      []Group          // of Cache's layers; default one of full attention, of all. Others need Segments
+	Groups      []Group          // of Cache's layers; default one of full attention, of all. One with a window or states alone needs Segments
 	ChunkTokens int              // of the server; default: it is asked
 	ShmDir      string           // default shm.Dir
 
@@ -52,7 +52,8 @@ type Worker struct {
 	w        registration    // immutable: pool or lent
 	pool     *PoolClient
 	lent     *lentClient
-	bytes    uint64 // of a chunk
+	grouped  *grouped // nil: one group of full attention, or lent
+	bytes    uint64   // of a chunk
 	o        WorkerOptions
 	perChunk int // blocks
 	health   *lmcache.Health
@@ -117,9 +118,14 @@ func OpenWorker(ctx context.Context, client *lmcache.Client, o WorkerOptions) (*
 		a.lent, err = openLentClient(ctx, client, &o)
 		a.w = a.lent
 	} else {
-		a.pool, err = OpenPoolClient(ctx, client, PoolClientOptions{
+		po := PoolClientOptions{
 			Model: o.Model, WorldSize: parallel.Shards(), Rank: parallel.Shard(), Layout: layout, BlockSize: o.Cache.BlockTokens, ShmDir: o.ShmDir,
-		})
+		}
+		if len(o.Groups) > 1 {
+			a.grouped = newGrouped(&o)
+			po.Groups, po.ChunkTokens = a.grouped.layouts, o.ChunkTokens
+		}
+		a.pool, err = OpenPoolClient(ctx, client, po)
 		a.w = a.pool
 	}
 	if err != nil {
@@ -360,9 +366,9 @@ func (a *Worker) key(j *job) lmcache.Key {
 	}
 }
 
-// blocks returns the ids of chunk i of the operation.
+// blocks returns the ids of chunk i of the operation, of a model with one group.
 func (a *Worker) blocks(j *job, i int) []int {
-	return j.Blocks[0][i*a.perChunk : (i+1)*a.perChunk] // hybrid engines lend their memory
+	return j.Blocks[0][i*a.perChunk : (i+1)*a.perChunk]
 }
 
 func (a *Worker) store(ctx context.Context, j *job) (bool, error) {
@@ -377,6 +383,9 @@ func (a *Worker) store(ctx context.Context, j *job) (bool, error) {
 			a.emitStored(j, all)
 		}
 		return ok, err
+	}
+	if a.grouped != nil {
+		return a.storeGroups(ctx, j)
 	}
 	var kept []int
 	n, err := a.pool.Store(ctx, a.key(j), a.o.ChunkTokens, func(i int, b []byte) {
@@ -394,6 +403,9 @@ func (a *Worker) store(ctx context.Context, j *job) (bool, error) {
 }
 
 func (a *Worker) load(ctx context.Context, j *job) (ok bool, err error) {
+	if a.grouped != nil {
+		return a.loadGroups(ctx, j)
+	}
 	if a.lent != nil {
 		ok, err = a.lent.load(ctx, a.key(j), j.Blocks, j.SkipFirst)
 	} else {

@@ -19,7 +19,7 @@ func (b *Book) belowSome() {
 		more, forget := b.belowApply(last)
 		if forget != nil {
 			for _, s := range b.listSpaces() {
-				b.forgetTiers(s, forget)
+				b.forgetTiers(s, *forget)
 			}
 		}
 		if !more {
@@ -28,9 +28,9 @@ func (b *Book) belowSome() {
 	}
 }
 
-// belowApply applies some changes of the tiers, up to number last, and no further than to one that says which tiers are to
-// be forgotten.
-func (b *Book) belowApply(last uint64) (more bool, forget func(tier uint8) bool) {
+// belowApply applies some changes of the tiers, up to number last, and no further than to one that says what is to be
+// forgotten.
+func (b *Book) belowApply(last uint64) (more bool, forget *tier.Change) {
 	b.mu.Lock()
 	defer b.unlock()
 	if b.mu.changes == nil {
@@ -40,13 +40,13 @@ func (b *Book) belowApply(last uint64) (more bool, forget func(tier uint8) bool)
 	n, lost := b.o.Tiers.After(b.mu.tierAfter, b.mu.changes[:limit])
 	if lost {
 		b.mu.tierAfter, b.mu.strays = b.o.Tiers.Last(), strays{}
-		return false, func(uint8) bool { return true }
+		return false, &tier.Change{}
 	}
 	for i, c := range b.mu.changes[:n] {
 		if c.All {
-			b.mu.strays = strays{}
+			b.mu.strays.forget(c.Tier)
 			b.mu.tierAfter += uint64(i + 1)
-			return b.mu.tierAfter < last, func(tier uint8) bool { return tier == c.Tier }
+			return b.mu.tierAfter < last, &c
 		}
 		b.setLocked(&c.Key, c.Tier, !c.Removed)
 	}
@@ -54,11 +54,15 @@ func (b *Book) belowApply(last uint64) (more bool, forget func(tier uint8) bool)
 	return b.mu.tierAfter < last, nil
 }
 
-// forgetTiers forgets what tiers have of a namespace, of those that which names.
-func (b *Book) forgetTiers(s *namespaceState, which func(tier uint8) bool) {
+// forgetTiers forgets what tiers have of a namespace, as far as c says so: its tier, or all with none, and its model, or all
+// with none. A namespace whose model is not known may be of any.
+func (b *Book) forgetTiers(s *namespaceState, c tier.Change) {
 	b.mu.Lock()
 	defer b.unlock()
-	b.removeLocked(s, func(o *keptObject) bool { return o.tier > 0 && which(o.tier) })
+	if c.Model != "" && len(s.families) > 0 && !slices.ContainsFunc(s.families, func(f *family) bool { return f.tenant.model == c.Model }) {
+		return
+	}
+	b.removeLocked(s, func(o *keptObject) bool { return o.tier > 0 && (c.Tier == 0 || o.tier == c.Tier) })
 }
 
 // strays are objects in tiers whose chunks are not in the pool, as those that are being loaded. The zero strays is ready.
@@ -93,6 +97,19 @@ func (x *strays) set(k *kv.Key, tier uint8, there bool) {
 	}
 	if list := x.young[k.Chunk]; len(list) < maxStrayObjects {
 		x.young[k.Chunk] = append(list, stray{*k, tier})
+	}
+}
+
+// forget forgets the objects of a tier.
+func (x *strays) forget(tier uint8) {
+	for _, of := range []map[kv.Hash][]stray{x.young, x.old} {
+		for hash, list := range of {
+			if list = slices.DeleteFunc(list, func(s stray) bool { return s.tier == tier }); len(list) > 0 {
+				of[hash] = list
+			} else {
+				delete(of, hash)
+			}
+		}
 	}
 }
 

@@ -244,7 +244,7 @@ func TestEmptiedTier(t *testing.T) {
 		if _, err := tier.RemoveIf(t.Context(), n.places[0], func(tier.Content) bool { return true }, func(context.Context, int) error { return nil }); err != nil {
 			t.Fatal(err)
 		}
-		n.o.Tiers.ForgetTier(1)
+		n.o.Tiers.ForgetTier(1, "")
 		n.book.catchUp()
 		r.wantAll(n.truth([]prompt{p}))
 		if err := n.noted[0].Write(t.Context(), keys[0], tier.Meta{Len: 1}, []byte{1}); err != nil {
@@ -252,6 +252,48 @@ func TestEmptiedTier(t *testing.T) {
 		}
 		n.book.catchUp()
 		r.wantAll(n.truth([]prompt{p}))
+	})
+}
+
+// When a model was removed from a tier, nothing of it is said to be in that tier; other models stay there, and all stay in the
+// other tier.
+func TestModelRemovedFromATier(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTiered(t, 64, Options{})
+		defer n.stop()
+		prompts := make([]prompt, 3)
+		for i := range prompts {
+			prompts[i] = prompt{model: []string{"m", "m", "other"}[i], salt: []string{"", "tenant", ""}[i], world: 1, tokens: make([]uint32, 4*chunkTokens)}
+			prompts[i].tokens[0] = uint32(i)
+			n.storeAll(prompts[i])
+		}
+		n.settleTiers(nil)
+		for _, p := range prompts[1:] { // these are in the first one alone
+			if err := n.noted[1].Delete(t.Context(), p.keys()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		n.settleTiers(nil)
+		r := n.reader()
+		r.wantAll(n.truth(prompts))
+		for _, p := range prompts[:2] {
+			if err := n.places[0].Delete(t.Context(), p.keys()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		n.o.Tiers.ForgetTier(1, "m")
+		n.book.catchUp()
+		want := n.truth(prompts)
+		r.wantAll(want)
+		below := 0
+		for k, there := range want {
+			if there && k.medium == Below {
+				below++
+			}
+		}
+		if below != 8 {
+			t.Errorf("%d chunks are in tiers, want the four of one prompt of m and the four of the other model", below)
+		}
 	})
 }
 

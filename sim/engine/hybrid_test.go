@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
+	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/sim/engine"
 	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 	"github.com/kvasir-kv/kvasir/sim/sched"
@@ -60,17 +61,31 @@ func TestHybridAlone(t *testing.T) {
 	}
 }
 
-// Hybrid models through a cache server, whose objects are of all groups or of each: prompts that
+// Hybrid models through a cache server that copies, whose objects are of all groups or of each, and through one whose pool
+// the engines read and write: prompts that
 // grow turn by turn, cut by steps anywhere in a chunk, in a memory so small that requests are
 // preempted. What one engine stored, another loads.
 func TestHybridCacheServer(t *testing.T) {
 	for name, groups := range hybrids {
-		for _, separate := range []bool{true, false} {
-			n := startNodeOf(t, 32<<20, separate)
+		for _, how := range []struct {
+			mode     string
+			separate bool
+			inline   bool
+		}{{"lmcache_driven", true, false}, {"lmcache_driven", false, false}, {"engine_driven", false, false}, {"engine_driven", false, true}} {
+			mode := how.mode
+			if mode == "engine_driven" && len(groups) == 1 {
+				continue // it copies a single group as full attention
+			}
+			dir := shmDir(t)
+			so := server.Options{ChunkTokens: 32, SeparateGroups: how.separate, ShmDir: dir, Log: testLog(t)}
+			if how.inline {
+				so.Pickle = server.PickleOnly
+			}
+			n := startNodeWith(t, dir, "pool", 32<<20, so)
 			g := geometry(2)
 			g.Blocks = 100
 			o := engine.Options{KV: g, Groups: groups, MaxTokens: 88, MaxModel: 512, ShmDir: n.dir}
-			a, b := open(t, o, lmcacheConfig(n.url, "lmcache_driven"), nil), open(t, o, lmcacheConfig(n.url, "lmcache_driven"), nil)
+			a, b := open(t, o, lmcacheConfig(n.url, mode), nil), open(t, o, lmcacheConfig(n.url, mode), nil)
 			alone := open(t, engine.Options{KV: geometry(1), MaxModel: 512}, "", nil)
 			turns := []int{70, 96, 97, 200, 331}
 			if testkit.Race {
@@ -89,7 +104,7 @@ func TestHybridCacheServer(t *testing.T) {
 								return
 							}
 							if got, end, err := s.Wait(t.Context()); err != nil || end.Err != nil || !slices.Equal(got, want) {
-								t.Errorf("%s, separate %v, %d tokens: %v, %+v, %v", name, separate, tokens, got, end, err)
+								t.Errorf("%s, %+v, %d tokens: %v, %+v, %v", name, how, tokens, got, end, err)
 							}
 						}
 					})
@@ -100,24 +115,24 @@ func TestHybridCacheServer(t *testing.T) {
 				b.ResetPrefixCache(false)
 			}
 			// The last prompts are in the server whole, whatever the engines have in their own memory.
-			fresh := open(t, o, lmcacheConfig(n.url, "lmcache_driven"), nil)
+			fresh := open(t, o, lmcacheConfig(n.url, mode), nil)
 			for i := range 3 {
 				r := engine.Request{ID: fmt.Sprint("last", i), Tokens: prompt(331, uint32(i)), MaxTokens: 3}
 				want, _ := ask(t, alone, r)
 				if got, end := ask(t, fresh, r); end.Err != nil || !slices.Equal(got, want) {
-					t.Fatalf("%s, separate %v: %v, %+v", name, separate, got, end)
+					t.Fatalf("%s, %+v: %v, %+v", name, how, got, end)
 				}
 			}
 			idle(t, fresh)
 			if s := fresh.Stats(); s.LoadedTokens < 3*320 {
-				t.Errorf("%s, separate %v: %+v", name, separate, s)
+				t.Errorf("%s, %+v: %+v", name, how, s)
 			}
 		}
 	}
 }
 
-// Workers that copy themselves have one group of full attention, as LMCache's: a hybrid model
-// is refused with what it needs, before anything is registered.
+// Workers that copy themselves register a single group as full attention, as LMCache's, and several groups at servers of 0.5.7
+// alone: another model is refused with what it needs, before anything is registered.
 func TestHybridNeedsLentMemory(t *testing.T) {
 	n := startNode(t, 8<<20)
 	for name, groups := range hybrids {
@@ -126,7 +141,7 @@ func TestHybridNeedsLentMemory(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			e, err := engine.Open(t.Context(), engine.Options{KV: geometry(1), Groups: groups, MaxModel: 256, Connectors: c, ShmDir: n.dir})
+			e, err := engine.Open(t.Context(), engine.Options{KV: geometry(1), Groups: groups, MaxModel: 256, Connectors: c, ShmDir: n.dir, Unnegotiated: true})
 			if err == nil {
 				e.Close()
 			}

@@ -52,8 +52,8 @@ func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 		groups[i] = connector.Group{Window: g.Window, State: g.State}
 		sparse = sparse || g != (sched.Group{})
 	}
-	if (len(groups) > 1 || sparse) && o.Mode != lmcacheDriven {
-		return nil, fmt.Errorf("engine: LMCacheMPConnector: %s copies one group of full attention, as LMCache's own workers do: hybrid models need \"lmcache.mp.mp_transfer_mode\":%q", o.Mode, lmcacheDriven)
+	if len(groups) == 1 && sparse && o.Mode != lmcacheDriven {
+		return nil, fmt.Errorf("engine: LMCacheMPConnector: %s copies a single group as full attention, as LMCache's own workers do: a model of windows or states alone needs \"lmcache.mp.mp_transfer_mode\":%q", o.Mode, lmcacheDriven)
 	}
 	k := &lmcacheConn{e: e, leaves: sparse, requests: make(map[string]*connector.Request), arrived: make(map[string]int), freed: make(map[string][]bool)}
 	defer func() {
@@ -66,6 +66,11 @@ func newLMCache(e *Engine, c *kvconfig.Config) (_ *lmcacheConn, err error) {
 	chunk, err := k.dial(ctx, o.Servers)
 	if err != nil {
 		return nil, err
+	}
+	for i, client := range k.clients {
+		if len(groups) > 1 && o.Mode != lmcacheDriven && !client.Enveloped() {
+			return nil, fmt.Errorf("engine: the cache server at %s is of a release before 0.5.7, or its chunk size was not negotiated: there %s copies one group of full attention; hybrid models need \"lmcache.mp.mp_transfer_mode\":%q", o.Servers[i], o.Mode, lmcacheDriven)
+		}
 	}
 	g := &e.o.KV
 	parallel := lmcache.Parallel{

@@ -27,12 +27,18 @@ func startNode(t testing.TB, bytes int64) *node { return startNodeOf(t, bytes, f
 // startNodeOf starts a server with one object of all groups for each chunk, or separate ones.
 func startNodeOf(t testing.TB, bytes int64, separate bool) *node {
 	t.Helper()
+	return startNodeIn(t, shmDir(t), "pool", bytes, separate)
+}
+
+// shmDir is a folder in /dev/shm.
+func shmDir(t testing.TB) string {
+	t.Helper()
 	dir, err := os.MkdirTemp("/dev/shm", "kvasir_engine_test")
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	return startNodeIn(t, dir, "pool", bytes, separate)
+	return dir
 }
 
 // startNodeIn starts a server whose pool has that name in dir.

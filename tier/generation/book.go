@@ -187,8 +187,11 @@ func (b *Book) committer(next *state) (commit func()) {
 	b.writing.kept = state{}
 	b.writing.kept.merge(next)
 	b.writing.number++
-	number := b.writing.number
+	number, known := b.writing.number, b.shared.known
 	return func() {
+		if known { // only then: until the later generation counts, nothing is served
+			defer b.shared.ready.Store(true)
+		}
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		if number < b.mu.number {

@@ -36,8 +36,9 @@ type shared struct {
 	read   []bool      // its note was read or written
 	failed []error     // of the last try
 	unkept bool        // a place took no note
+	known  bool        // the note of each place was read or written
 	asked  atomic.Int64
-	ready  atomic.Bool // every place was read, or a file knew the generations before
+	ready  atomic.Bool // the generations count: every place was read, or a file knew them before
 	lost   atomic.Bool // the first look found a later generation than the files had
 
 	mu     sync.Mutex
@@ -115,6 +116,9 @@ func (b *Book) Sync(ctx context.Context) {
 		b.noteUnkept(err)
 	}
 	commit := b.adopt(&next)
+	if commit == nil && b.shared.known {
+		b.shared.ready.Store(true)
+	}
 	b.writing.Unlock()
 	if commit == nil {
 		return
@@ -228,9 +232,7 @@ func (b *Book) spread(ctx context.Context, next *state, notes map[int]noted) err
 		}
 		done = done && b.shared.read[i]
 	}
-	if done && !b.shared.ready.Load() {
-		b.shared.ready.Store(true)
-	}
+	b.shared.known = b.shared.known || done
 	if done && !b.knows {
 		b.knows = b.write(next) == nil // a later life knows them without the notes
 	}

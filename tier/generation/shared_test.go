@@ -212,7 +212,7 @@ func TestServerThatKnowsNothingServesNothing(t *testing.T) {
 	p.set(func() { p.down = errDown })
 	b := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
 	b.want("the tier is down", 1, false)
-	if err := b.book.Tier(p.Tier).Write(t.Context(), keyOf(2), tier.Meta{Len: 1}, []byte{1}); !errors.Is(err, tier.ErrNotKept) {
+	if err := b.book.Tier(p.Tier).Write(t.Context(), keyOf(2), tier.Meta{Len: 1}, []byte{1}); !errors.Is(err, tier.ErrResting) {
 		t.Errorf("a write while no generation is known: %v", err)
 	}
 	a.want("a server that knows one", 1, true)
@@ -222,6 +222,36 @@ func TestServerThatKnowsNothingServesNothing(t *testing.T) {
 	p.set(func() { p.down = errDown })
 	b.restart()
 	b.want("a later life while the tier is down", 1, true)
+}
+
+// A server that learns of a clear as the first thing it knows serves nothing of before it until that clear counts, and writes
+// nothing under an earlier generation.
+func TestNothingIsServedBeforeTheFirstGenerationCounts(t *testing.T) {
+	p := newPlace()
+	a := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
+	a.store(1)
+	if err := a.clear("m"); err != nil {
+		t.Fatal(err)
+	}
+	p.set(func() { p.down = errDown })
+	b := startServer(t, p, filepath.Join(t.TempDir(), "g"), false)
+	p.set(func() { p.down = nil })
+	followed := false
+	b.book.Follow(func(commit func()) {
+		followed = true
+		b.want("the clear is known and does not count yet", 1, false)
+		if err := b.book.Tier(p.Tier).Write(t.Context(), keyOf(1), tier.Meta{Len: 1}, []byte{1}); !errors.Is(err, tier.ErrResting) {
+			t.Errorf("a write before the clear counts: %v", err)
+		}
+		commit()
+	})
+	b.book.Sync(t.Context())
+	if !followed {
+		t.Error("the server follows no clear")
+	}
+	b.want("the clear counts", 1, false)
+	b.store(1)
+	b.want("stored since", 1, true)
 }
 
 // A tier that is down is one warning, also while it is left alone between two tries.

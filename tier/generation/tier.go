@@ -167,8 +167,13 @@ func (t *Tier) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (tier.Meta,
 }
 
 // Write implements tier.Tier. It returns tier.ErrNotKept where a generation began since
-// the moment of the context.
+// the moment of the context. While no generation is known it returns tier.ErrResting: the object may be written once one is,
+// unless that is a later one than the server began with. What is in memory then may be older than a clear of another server,
+// so the server forgets it.
 func (t *Tier) Write(ctx context.Context, k kv.Key, m tier.Meta, src []byte) error {
+	if t.book.closed() {
+		return fmt.Errorf("%w: the generation of the last clear is not known yet", tier.ErrResting)
+	}
 	own, moment, ok := t.book.key(k)
 	if was, said := tier.MomentOf(ctx); !ok || said && was != moment {
 		return fmt.Errorf("%w: a clear began a new generation", tier.ErrNotKept)

@@ -110,6 +110,16 @@ func TestTierAndPoolCommands(t *testing.T) {
 	if _, ok := verified["damaged"]; !ok {
 		t.Errorf("%+v", verified)
 	}
+	var copied map[string]any
+	f(0, &copied, "copy", "fs:"+dir, "fs:"+t.TempDir(), "--json")
+	if copied["done"] != true || copied["torn_or_without_checksum"] != 1. {
+		t.Errorf("%v", copied)
+	}
+	var dropped map[string]int
+	f(0, &dropped, "drop", "fs:"+dir, "--model", "m", "--json")
+	if dropped["removed"] != 1 || dropped["bytes"] != 5 {
+		t.Errorf("%v", dropped)
+	}
 	var checked struct {
 		Verdict   string
 		Exit      int

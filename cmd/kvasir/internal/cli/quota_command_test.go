@@ -119,6 +119,7 @@ func TestTierDropOfALiveServer(t *testing.T) {
 		}
 	}
 	f(0, "removed 0 objects of tier disk", "disk", "--all")
+	f(0, `{"removed":0,"tier":"disk"}`, "disk", "--all", "--json")
 	f(1, "this server has disk", "redis", "--all")
 	f(2, "say what to remove", "disk")
 	f(2, "does not look for salts", "disk", "--torn")

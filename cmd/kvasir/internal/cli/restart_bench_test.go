@@ -75,7 +75,7 @@ func (r *restart) fill() {
 	}
 	for i := range r.prompts {
 		k := r.key(i, fmt.Sprint("store ", i), 0)
-		got, err := c.PrepareStore(ctx, k, 7)
+		got, err := c.PrepareStore(ctx, k, 7, nil)
 		if err != nil || len(got.Slots) != 8 {
 			r.Fatal(len(got.Slots), err)
 		}

@@ -90,13 +90,14 @@ type tierDropCmd struct {
 	Salt  string `help:"Only objects of this cache salt."`
 	Torn  bool   `help:"Only torn objects."`
 	All   bool   `help:"Everything."`
+	JSON  bool   `name:"json" help:"Print what was removed as one JSON object."`
 }
 
 // Help implements kong's detailed help.
 func (tierDropCmd) Help() string {
 	return `Examples:
   kvasir tier drop fs:/data/kv --model Qwen/Qwen2.5-7B-Instruct
-  kvasir tier drop fs:/data/kv --torn
+  kvasir tier drop fs:/data/kv --torn --json
   kvasir tier drop disk --all --url http://127.0.0.1:8080     (of a running server)`
 }
 
@@ -109,28 +110,38 @@ func (c *tierDropCmd) Run(e *env, asking *sim.Env) error {
 		if c.Salt != "" || c.Torn {
 			return usagef("--url takes --model or --all: a server does not look for salts and torn objects")
 		}
-		return status.DropTier(asking, c.URL, c.Tier, c.Model)
+		return status.DropTier(asking, c.URL, c.Tier, c.Model, c.JSON)
+	}
+	drop := tiertool.Drop
+	if c.JSON {
+		drop = tiertool.DropJSON
 	}
 	return tiertool.With(c.Tier, e.log, func(t tier.Tier) error {
-		return tiertool.Drop(e.ctx, e.stdout, t, tiertool.Filter{Model: c.Model, Salt: c.Salt, Torn: c.Torn})
+		return drop(e.ctx, e.stdout, t, tiertool.Filter{Model: c.Model, Salt: c.Salt, Torn: c.Torn})
 	})
 }
 
 type tierCopyCmd struct {
 	From string `arg:"" help:"TYPE:PATH or JSON."`
 	To   string `arg:"" help:"TYPE:PATH or JSON; made when it is not there."`
+	JSON bool   `name:"json" help:"Print a line of JSON for each object that cannot be read, every 10 s one with the figures, and one at the end."`
 }
 
 // Help implements kong's detailed help.
 func (tierCopyCmd) Help() string {
 	return `Examples:
   kvasir tier copy fs:/data/kv fs:/mnt/new
-  kvasir tier copy fs:/data/kv redis:10.0.0.7:6379`
+  kvasir tier copy fs:/data/kv redis:10.0.0.7:6379
+  kvasir tier copy fs:/data/kv fs:/mnt/new --json | tail -1`
 }
 
 // Run copies.
 func (c *tierCopyCmd) Run(e *env) error {
-	return tiertool.CopyBetween(e.ctx, e.stdout, e.log, c.From, c.To)
+	report := tiertool.CopyText(e.stdout)
+	if c.JSON {
+		report = tiertool.CopyJSON(e.stdout)
+	}
+	return tiertool.CopyBetween(e.ctx, report, e.log, c.From, c.To)
 }
 
 type tierCheckCmd struct {

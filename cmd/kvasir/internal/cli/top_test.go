@@ -3,6 +3,7 @@
 package cli_test
 
 import (
+	"encoding/json"
 	"fmt"
 	"strings"
 	"testing"
@@ -40,4 +41,24 @@ func TestTopOnce(t *testing.T) {
 	f(2, "--interval 0 is not between 0.1 and 3600", "--interval", "0")
 	f(2, "--interval NaN is not between", "--interval", "NaN")
 	f(1, "nothing listens at http://127.0.0.1:1/status", "--url", "http://127.0.0.1:1")
+}
+
+// top --json prints the figures of two looks, and the status of the second one, as one object.
+func TestTopJSON(t *testing.T) {
+	s := serve(t)
+	code, stdout, stderr := run(t, "top", "--json", "--interval", "0.1", "--url", fmt.Sprintf("http://127.0.0.1:%d", s.http))
+	var got struct {
+		Seconds float64
+		HitRate *float64           `json:"hit_rate"`
+		Rates   map[string]float64 `json:"bytes_per_second"`
+		Status  struct {
+			PID int
+		}
+	}
+	if err := json.Unmarshal([]byte(stdout), &got); err != nil || code != 0 || stderr != "" {
+		t.Fatalf("%v, exit %d, %s\n%s", err, code, stderr, stdout)
+	}
+	if got.Seconds < 0.1 || got.Seconds > 60 || got.HitRate != nil || len(got.Rates) != 4 || got.Status.PID != s.cmd.Process.Pid {
+		t.Errorf("%+v of %s", got, stdout)
+	}
 }

@@ -119,6 +119,7 @@ type TopCommand struct {
 	Interval float64 `help:"Seconds between two looks." default:"2"`
 	View     string  `help:"What to show first: overview, tenants (hit rate by tenant, model and tier; quotas), requests (one step by step), slow, pool (its map, workers, tiers) or pd (relay, registry, proxy)." default:"overview" enum:"overview,tenants,requests,slow,pool,pd"`
 	Once     bool    `help:"Look twice, print what there is to see, and end; so where standard output is no terminal."`
+	JSON     bool    `name:"json" help:"Look twice, print the figures between the two looks and the server's status as one JSON object, and end."`
 }
 
 // Help implements kong's detailed help.
@@ -131,7 +132,8 @@ Examples:
   kvasir top
   kvasir top --view tenants
   kvasir top --url http://127.0.0.1:8081 --interval 1
-  kvasir top --once | head -8`
+  kvasir top --once | head -8
+  kvasir top --json | jq .hit_rate`
 }
 
 // Run shows the server until the user or a signal stops it.
@@ -145,6 +147,9 @@ func (c *TopCommand) Run(e *sim.Env) error {
 	}
 	view, _ := ParseView(c.View) // the command line knows the names
 	o := Options{URL: base, View: view, Interval: time.Duration(c.Interval * float64(time.Second)), In: os.Stdin, Color: os.Getenv("NO_COLOR") == ""}
+	if c.JSON {
+		return OnceJSON(e.Ctx, o, e.Stdout)
+	}
 	var terminal bool
 	if o.Out, terminal = e.Stdout.(*os.File); c.Once || !terminal || !IsTerminal(o.Out) {
 		return Once(e.Ctx, o, e.Stdout)

@@ -10,8 +10,8 @@ import (
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
 )
 
-// DropTier has a running server remove what one of its tiers has, of a model or all.
-func DropTier(e *sim.Env, url, tier, model string) error {
+// DropTier has a running server remove what one of its tiers has, of a model or all. With asJSON it prints one JSON object.
+func DropTier(e *sim.Env, url, tier, model string, asJSON bool) error {
 	f := askFlags{interfaceFlags: interfaceFlags{URL: url}, Timeout: maxPatience}
 	answer, at, err := f.ask(e, http.MethodPost, "/tiers/drop", map[string]any{"tier": tier, "model": model})
 	if err != nil {
@@ -23,6 +23,9 @@ func DropTier(e *sim.Env, url, tier, model string) error {
 	}
 	if err := json.Unmarshal(answer, &got); err != nil || got.Status != "ok" {
 		return fmt.Errorf("%s is not answered by a kvasir server", at)
+	}
+	if asJSON {
+		return json.NewEncoder(e.Stdout).Encode(map[string]any{"tier": tier, "removed": max(0, got.Removed)})
 	}
 	_, err = fmt.Fprintf(e.Stdout, "removed %s objects of tier %s\n", Thousands(uint64(max(0, got.Removed))), printable(tier))
 	return err

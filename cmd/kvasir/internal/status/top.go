@@ -28,6 +28,19 @@ type Options struct {
 // would show, without a limit on lines and without escape sequences.
 func Once(ctx context.Context, o Options, w io.Writer) error {
 	s := Screen{URL: o.URL, View: o.View}
+	if err := twice(ctx, &o, func(snap *Snapshot) { s.Add(snap, nil, snap.At) }); err != nil {
+		return err
+	}
+	for _, line := range s.Lines(onceWidth, 0, "", time.Now()) {
+		if _, err := fmt.Fprintln(w, strings.TrimRight(line, " ")); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// twice asks a server twice, an interval apart.
+func twice(ctx context.Context, o *Options, f func(*Snapshot)) error {
 	for i := range 2 {
 		if i > 0 {
 			select {
@@ -36,17 +49,11 @@ func Once(ctx context.Context, o Options, w io.Writer) error {
 				return ctx.Err()
 			}
 		}
-		at := time.Now()
-		snap, err := take(ctx, &o, "", at)
+		snap, err := take(ctx, o, "", time.Now())
 		if err != nil {
 			return err
 		}
-		s.Add(snap, nil, at)
-	}
-	for _, line := range s.Lines(onceWidth, 0, "", time.Now()) {
-		if _, err := fmt.Fprintln(w, strings.TrimRight(line, " ")); err != nil {
-			return err
-		}
+		f(snap)
 	}
 	return nil
 }

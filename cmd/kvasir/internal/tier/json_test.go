@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	tiertool "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/tier"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // JSON has the figures that the texts have: for each group, each object, and each damaged object.
@@ -62,5 +63,15 @@ func TestJSON(t *testing.T) {
 	err := tiertool.VerifyJSON(t.Context(), &out, d, false)
 	if n, last := lines(); !errors.Is(err, tiertool.ErrDamaged) || n != 3 || last != `{"good":3,"without_checksum":1,"damaged":2,"removed":0,"not_read":0}` {
 		t.Errorf("%v, %d lines, %s", err, n, last)
+	}
+	out.Reset()
+	err = tiertool.Copy(t.Context(), tiertool.CopyJSON(&out), d, tier.NewMemory(1<<20), tier.NewNames())
+	if n, last := lines(); err != nil || n != 1 || last != `{"copied":3,"bytes":15000,"there":0,"torn_or_without_checksum":2,"damaged":1,"not_read":0,"not_taken":0,"done":true}` {
+		t.Errorf("copy: %v, %d lines, %s", err, n, last)
+	}
+	out.Reset()
+	err = tiertool.DropJSON(t.Context(), &out, d, tiertool.Filter{Model: "org/one"})
+	if _, last := lines(); err != nil || last != `{"removed":3,"bytes":10100}` {
+		t.Errorf("drop: %v, %s", err, last)
 	}
 }

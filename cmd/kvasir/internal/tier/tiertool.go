@@ -6,6 +6,7 @@ package tier
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -40,10 +41,10 @@ func with(text string, o adapter.Options, f func(tier.Tier) error) error {
 
 // CopyBetween is Copy between two tiers that it opens and closes. The second one is made
 // when it is not there.
-func CopyBetween(ctx context.Context, w io.Writer, log *slog.Logger, from, to string) error {
+func CopyBetween(ctx context.Context, r CopyReport, log *slog.Logger, from, to string) error {
 	names := tier.NewNames()
 	return with(from, adapter.Options{Names: names, Log: log, Existing: true}, func(a tier.Tier) error {
-		return with(to, adapter.Options{Names: names, Log: log}, func(b tier.Tier) error { return Copy(ctx, w, a, b, names) })
+		return with(to, adapter.Options{Names: names, Log: log}, func(b tier.Tier) error { return Copy(ctx, r, a, b, names) })
 	})
 }
 
@@ -302,7 +303,7 @@ func discard(ctx context.Context, t tier.Tier, e *Entry) error {
 
 // Filter says which objects Drop removes.
 type Filter struct {
-	Model string // empty for all
+	Model string // in any revision and generation; empty for all
 	Salt  string // empty for all
 	Torn  bool   // only those that are torn
 }
@@ -310,67 +311,133 @@ type Filter struct {
 // ErrNoModels means that a place does not know the models of its objects.
 var ErrNoModels = errors.New("this place knows no models and salts: give --all")
 
+// dropped is what drop has removed.
+type dropped struct {
+	Objects int64  `json:"removed"`
+	Bytes   *int64 `json:"bytes,omitempty"` // nil where it is not known
+}
+
 // Drop removes objects.
 func Drop(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
-	var n, bytes int64
+	n, err := drop(ctx, t, f)
+	if err != nil {
+		return err
+	}
+	size := ""
+	if n.Bytes != nil {
+		size = ", " + kv.FormatBytes(*n.Bytes)
+	}
+	_, err = fmt.Fprintf(w, "removed %d objects%s. A server that runs finds out when it reads them next\n", n.Objects, size)
+	return err
+}
+
+// DropJSON is Drop with one JSON object.
+func DropJSON(ctx context.Context, w io.Writer, t tier.Tier, f Filter) error {
+	n, err := drop(ctx, t, f)
+	if err != nil {
+		return err
+	}
+	return json.NewEncoder(w).Encode(n)
+}
+
+func drop(ctx context.Context, t tier.Tier, f Filter) (n dropped, _ error) {
 	_, named := t.(*fs.Dir)
 	if e, ok := t.(tier.Emptying); ok && !named && !f.Torn && f.Salt == "" {
-		return empty(ctx, w, e, f.Model)
+		return empty(ctx, e, f.Model)
 	}
 	if !named && (f.Model != "" || f.Salt != "") {
-		return ErrNoModels
+		return n, ErrNoModels
 	}
+	n.Bytes = new(int64)
 	err := each(ctx, t, func(e Entry) error {
-		if f.Model != "" && e.Object.Model != f.Model || f.Salt != "" && e.Object.Salt != f.Salt || f.Torn && !e.Torn() {
+		if f.Model != "" && !tier.IsOf(e.Object.Model, f.Model) || f.Salt != "" && e.Object.Salt != f.Salt || f.Torn && !e.Torn() {
 			return nil
 		}
 		if err := discard(ctx, t, &e); err != nil {
 			return err
 		}
-		n++
-		bytes += e.Bytes
+		n.Objects++
+		*n.Bytes += e.Bytes
 		return nil
 	})
-	if err != nil {
-		return err
-	}
-	_, err = fmt.Fprintf(w, "removed %d objects, %s. A server that runs finds out when it reads them next\n", n, kv.FormatBytes(bytes))
-	return err
+	return n, err
 }
 
 // empty removes all objects of a tier, or those of a model where it names objects by models.
-func empty(ctx context.Context, w io.Writer, t tier.Emptying, model string) error {
+func empty(ctx context.Context, t tier.Emptying, model string) (dropped, error) {
 	unnamed := false
 	n, err := t.RemoveIf(ctx, func(c tier.Content) bool {
 		unnamed = unnamed || c.Model == ""
-		return model == "" || c.Model == model
+		return model == "" || tier.IsOf(c.Model, model)
 	}, func(ctx context.Context, _ int) error { return ctx.Err() })
 	if err == nil && unnamed && model != "" {
 		err = ErrNoModels
 	}
-	if err != nil {
-		return err
-	}
-	_, err = fmt.Fprintf(w, "removed %d objects. A server that runs finds out when it reads them next\n", n)
-	return err
+	return dropped{Objects: int64(n)}, err
 }
 
 // progressInterval is how often a copy prints its progress.
 const progressInterval = 10 * time.Second
 
 // copying counts what a copy has done.
-type copying struct{ copied, bytes, there, unsummed, bad, unread, refused int64 }
+type copying struct {
+	Copied   int64 `json:"copied"`
+	Bytes    int64 `json:"bytes"`
+	There    int64 `json:"there"` // before
+	Unsummed int64 `json:"torn_or_without_checksum"`
+	Damaged  int64 `json:"damaged"`
+	Unread   int64 `json:"not_read"`
+	Refused  int64 `json:"not_taken"`
+}
 
 func (c *copying) String() string {
 	return fmt.Sprintf("copied %d objects, %s; %d were there; left out: %d torn or without a checksum, %d damaged, %d not read, %d not taken",
-		c.copied, kv.FormatBytes(c.bytes), c.there, c.unsummed, c.bad, c.unread, c.refused)
+		c.Copied, kv.FormatBytes(c.Bytes), c.There, c.Unsummed, c.Damaged, c.Unread, c.Refused)
+}
+
+// CopyReport writes what a copy does.
+type CopyReport struct {
+	unread func(name, why string)      // an object was not read
+	so     func(n *copying, done bool) // how far it is
+}
+
+// CopyText reports in sentences.
+func CopyText(w io.Writer) CopyReport {
+	return CopyReport{
+		unread: func(name, why string) { fmt.Fprintf(w, "%s: not read: %s\n", printable(name), printable(why)) },
+		so: func(n *copying, done bool) {
+			if !done {
+				fmt.Fprint(w, "so far: ")
+			}
+			fmt.Fprintln(w, n)
+		},
+	}
+}
+
+// CopyJSON reports a line of JSON for each object that was not read, and one for each report of the figures.
+func CopyJSON(w io.Writer) CopyReport {
+	out := json.NewEncoder(w)
+	return CopyReport{
+		unread: func(name, why string) {
+			_ = out.Encode(struct {
+				Name string `json:"name"`
+				Why  string `json:"why"`
+			}{name, why})
+		},
+		so: func(n *copying, done bool) {
+			_ = out.Encode(struct {
+				*copying
+				Done bool `json:"done"`
+			}{n, done})
+		},
+	}
 }
 
 // Copy writes every object that has a checksum from one tier to another, and compares it
 // on the way. What is there is not read again, so that a copy that was broken off goes on.
 // names learns what the objects are called. Errors: ErrUnread and ErrNotTaken where
 // something was.
-func Copy(ctx context.Context, w io.Writer, from, to tier.Tier, names *tier.Names) error {
+func Copy(ctx context.Context, r CopyReport, from, to tier.Tier, names *tier.Names) error {
 	if d, ok := to.(*fs.Dir); ok {
 		if err := d.Ready(ctx); err != nil {
 			return err
@@ -382,17 +449,17 @@ func Copy(ctx context.Context, w io.Writer, from, to tier.Tier, names *tier.Name
 	err := each(ctx, from, func(e Entry) error {
 		if time.Since(printed) >= progressInterval {
 			printed = time.Now()
-			fmt.Fprintf(w, "so far: %s\n", &n)
+			r.so(&n, false)
 		}
 		if e.Torn() || e.Meta.NoSum {
-			n.unsummed++
+			n.Unsummed++
 			return nil
 		}
 		if e.Object.Model != "" {
 			names.Add(e.Key.Namespace, e.Object.Model, []byte(e.Object.Salt))
 		}
 		if isThere(ctx, to, &e) {
-			n.there++
+			n.There++
 			return nil
 		}
 		buf = grown(buf, e.Meta.Len)
@@ -403,11 +470,11 @@ func Copy(ctx context.Context, w io.Writer, from, to tier.Tier, names *tier.Name
 		case errors.Is(err, tier.ErrMissing):
 			return nil
 		case err != nil && !isCorrupt(err):
-			n.unread++
-			fmt.Fprintf(w, "%s: not read: %s\n", printable(e.Name), printable(err.Error()))
+			n.Unread++
+			r.unread(e.Name, err.Error())
 			return nil
 		case err != nil || m.Sum != xxh3.Hash(buf):
-			n.bad++
+			n.Damaged++
 			return nil
 		}
 		err = to.Write(ctx, e.Key, m, buf)
@@ -416,17 +483,17 @@ func Copy(ctx context.Context, w io.Writer, from, to tier.Tier, names *tier.Name
 		}
 		switch {
 		case errors.Is(err, tier.ErrNotKept):
-			n.refused++
+			n.Refused++
 			return nil
 		case err != nil:
 			return err
 		}
-		n.copied++
-		n.bytes += m.Len
+		n.Copied++
+		n.Bytes += m.Len
 		return nil
 	})
-	fmt.Fprintln(w, &n)
-	return errors.Join(err, several(ErrUnread, n.unread), several(ErrNotTaken, n.refused))
+	r.so(&n, err == nil)
+	return errors.Join(err, several(ErrUnread, n.Unread), several(ErrNotTaken, n.Refused))
 }
 
 // isThere reports whether a tier has an object as it is to be; false where it cannot tell.

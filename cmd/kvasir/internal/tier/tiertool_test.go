@@ -130,12 +130,48 @@ func TestDrop(t *testing.T) {
 	}
 	f(tiertool.Filter{Model: "org/one"}, 3)
 	f(tiertool.Filter{Model: "org/none"}, 6)
+	f(tiertool.Filter{Model: "org"}, 6)
 	f(tiertool.Filter{Torn: true}, 5)
 	f(tiertool.Filter{}, 0)
 	if err := tiertool.Drop(t.Context(), &strings.Builder{}, tier.NewMemory(1), tiertool.Filter{Model: "m"}); !errors.Is(err, tiertool.ErrNoModels) {
 		t.Error(err)
 	}
 }
+
+// Objects of a model's revisions and generations go with the model, in a directory and where a tier removes by names; those
+// of other models stay.
+func TestDropReachesRevisionsAndGenerations(t *testing.T) {
+	d, _, names := open(t)
+	for i, model := range []string{"m", "m~rev", "m~1.1786ab34cd56ef78", "m2"} {
+		k := tiertest.Key(100 + i)
+		k.Namespace[1] = byte(i + 1)
+		names.Add(k.Namespace, model, nil)
+		b, meta := tiertest.Object(i, 100)
+		if err := d.Write(t.Context(), k, meta, b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var out strings.Builder
+	for _, c := range []struct {
+		x    tier.Tier
+		want string
+	}{{d, `{"removed":3,"bytes":300}`}, {emptied{d}, `{"removed":0}`}} {
+		out.Reset()
+		if err := tiertool.DropJSON(t.Context(), &out, c.x, tiertool.Filter{Model: "m"}); err != nil || strings.TrimSpace(out.String()) != c.want {
+			t.Errorf("%v, %s, want %s", err, &out, c.want)
+		}
+	}
+	for _, model := range []string{"m", "m2"} {
+		out.Reset()
+		want := map[string]string{"m": `{"removed":0}`, "m2": `{"removed":1}`}[model]
+		if err := tiertool.DropJSON(t.Context(), &out, emptied{d}, tiertool.Filter{Model: model}); err != nil || strings.TrimSpace(out.String()) != want {
+			t.Errorf("%s: %v, %s, want %s", model, err, &out, want)
+		}
+	}
+}
+
+// emptied is a directory that is emptied as other tiers are.
+type emptied struct{ *fs.Dir }
 
 // What is whole arrives whole, under the same names; what is not stays behind.
 func TestCopy(t *testing.T) {
@@ -146,7 +182,7 @@ func TestCopy(t *testing.T) {
 	}
 	defer to.Close()
 	var out strings.Builder
-	if err := tiertool.Copy(t.Context(), &out, d, to, names); err != nil || !strings.Contains(out.String(), "copied 3 objects") ||
+	if err := tiertool.Copy(t.Context(), tiertool.CopyText(&out), d, to, names); err != nil || !strings.Contains(out.String(), "copied 3 objects") ||
 		!strings.Contains(out.String(), "2 torn or without a checksum, 1 damaged") {
 		t.Errorf("%v: %s", err, &out)
 	}
@@ -158,7 +194,7 @@ func TestCopy(t *testing.T) {
 		}
 	}
 	memory := tier.NewMemory(1 << 20)
-	if err := tiertool.Copy(t.Context(), &out, to, memory, names); err != nil {
+	if err := tiertool.Copy(t.Context(), tiertool.CopyText(&out), to, memory, names); err != nil {
 		t.Error(err)
 	}
 	if err := tiertool.Verify(t.Context(), &out, memory, false); err != nil {
@@ -190,7 +226,7 @@ func TestCopyIntoALimit(t *testing.T) {
 	}
 	defer to.Close()
 	var out strings.Builder
-	if err := tiertool.Copy(t.Context(), &out, from, to, names); err != nil || !strings.Contains(out.String(), "copied 50 objects") {
+	if err := tiertool.Copy(t.Context(), tiertool.CopyText(&out), from, to, names); err != nil || !strings.Contains(out.String(), "copied 50 objects") {
 		t.Errorf("%v: %s", err, &out)
 	}
 }
@@ -223,7 +259,7 @@ func TestDisk(t *testing.T) {
 	}); err != nil || !strings.Contains(out.String(), "5 objects, ") || !strings.Contains(out.String(), "5 objects are as they were written") {
 		t.Errorf("%v: %s", err, &out)
 	}
-	if err := tiertool.CopyBetween(t.Context(), &out, log, "disk:"+dir, "disk:"+to); err == nil {
+	if err := tiertool.CopyBetween(t.Context(), tiertool.CopyText(&out), log, "disk:"+dir, "disk:"+to); err == nil {
 		t.Error("a disk without a limit was made")
 	}
 	if err := tiertool.With("disk:"+dir, log, func(x tier.Tier) error { return tiertool.Drop(t.Context(), &out, x, tiertool.Filter{}) }); err != nil {

@@ -83,13 +83,13 @@ func TestCopyWithoutAllFails(t *testing.T) {
 	s, to := filled(t, 6), tier.NewMemory(1<<20)
 	s.before = fails
 	var out strings.Builder
-	if err := tiertool.Copy(t.Context(), &out, s, to, tier.NewNames()); err == nil || count(t, to) != 4 || !strings.Contains(out.String(), "0 damaged") {
+	if err := tiertool.Copy(t.Context(), tiertool.CopyText(&out), s, to, tier.NewNames()); err == nil || count(t, to) != 4 || !strings.Contains(out.String(), "0 damaged") {
 		t.Errorf("%d of 6 were copied: %v: %s", count(t, to), err, &out)
 	}
 	s.before = nil
 	out.Reset()
 	nowhere := tier.Route(func(kv.Key) int { return -1 })
-	if err := tiertool.Copy(t.Context(), &out, s, nowhere, tier.NewNames()); err == nil {
+	if err := tiertool.Copy(t.Context(), tiertool.CopyText(&out), s, nowhere, tier.NewNames()); err == nil {
 		t.Errorf("nothing was taken: %s", &out)
 	}
 }
@@ -105,12 +105,12 @@ func TestCopyResumes(t *testing.T) {
 		return ctx.Err()
 	}
 	var out strings.Builder
-	if err := tiertool.Copy(ctx, &out, s, to, tier.NewNames()); !errors.Is(err, context.Canceled) || count(t, to) != 3 {
+	if err := tiertool.Copy(ctx, tiertool.CopyText(&out), s, to, tier.NewNames()); !errors.Is(err, context.Canceled) || count(t, to) != 3 {
 		t.Fatalf("%d, %v", count(t, to), err)
 	}
 	s.before, s.reads = nil, 0
 	out.Reset()
-	if err := tiertool.Copy(t.Context(), &out, s, to, tier.NewNames()); err != nil || count(t, to) != 6 || s.reads != 3 || !strings.Contains(out.String(), "copied 3 objects") {
+	if err := tiertool.Copy(t.Context(), tiertool.CopyText(&out), s, to, tier.NewNames()); err != nil || count(t, to) != 6 || s.reads != 3 || !strings.Contains(out.String(), "copied 3 objects") {
 		t.Errorf("%d are there after %d reads, %v: %s", count(t, to), s.reads, err, &out)
 	}
 }
@@ -121,7 +121,7 @@ func TestLongCopyPrintsProgress(t *testing.T) {
 		s := filled(t, 6)
 		s.before = func(int) error { time.Sleep(6 * time.Second); return nil }
 		var out strings.Builder
-		if err := tiertool.Copy(t.Context(), &out, s, tier.NewMemory(1<<20), tier.NewNames()); err != nil {
+		if err := tiertool.Copy(t.Context(), tiertool.CopyText(&out), s, tier.NewMemory(1<<20), tier.NewNames()); err != nil {
 			t.Fatal(err)
 		}
 		if n := strings.Count(out.String(), "\n"); n < 3 || n > 5 {

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package connector_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/lmcache/connector"
+)
+
+// hybridGroups are full attention and a window of half a chunk of 16 tokens.
+var hybridGroups = []lmcache.GroupLayout{
+	{Layers: 1, Hidden: 4, DType: "uint8", TokensPerBlock: 4, WindowTokens: 16, Planes: 2},
+	{Layers: 2, Hidden: 4, DType: "uint8", TokensPerBlock: 4, WindowTokens: 8, Planes: 2, WindowChunks: 1},
+}
+
+// hybridClient is a worker of hybridGroups at a server of 0.5.7.
+func hybridClient(t *testing.T, s *fakeServer) (*connector.PoolClient, []kv.Layout) {
+	t.Helper()
+	s.set(lmcache.OpNegotiateChunkSize, func([][]byte) []byte { return lmcache.AppendInt(nil, 16) })
+	c, err := lmcache.NewClient(s.url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	if _, err := c.Negotiate(t.Context(), 4); err != nil {
+		t.Fatal(err)
+	}
+	layout := kv.Layout{Layers: 3, Slots: 16, Hidden: 4, DType: "uint8"}
+	w, err := connector.OpenPoolClient(t.Context(), c, connector.PoolClientOptions{Model: "m", Layout: layout, BlockSize: 4, ShmDir: s.dir, Groups: hybridGroups, ChunkTokens: 16})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = w.Close(t.Context()) })
+	layouts, err := (&lmcache.EngineDriven{Groups: hybridGroups}).Layouts(16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w, layouts
+}
+
+// placed is an object that a server names: its group, its chunk and its offset.
+type placed struct{ group, chunk, offset int }
+
+func slotsOf(layouts []kv.Layout, objects []placed) *lmcache.Slots {
+	s := &lmcache.Slots{Layouts: layouts}
+	for _, l := range layouts {
+		n, _ := l.Bytes()
+		s.Lengths = append(s.Lengths, n)
+	}
+	for _, o := range objects {
+		s.Groups, s.Indices, s.Offsets = append(s.Groups, o.group), append(s.Indices, o.chunk), append(s.Offsets, int64(o.offset))
+	}
+	return s
+}
+
+var hybridKey = lmcache.Key{Tokens: make([]uint32, 48), End: 48, RequestID: "r"}
+
+// A load of a hybrid model takes each object that a hit needs, once, and of a window the last chunks alone. What a server names
+// otherwise is refused, and nothing is taken.
+func TestLoadOfGroups(t *testing.T) {
+	s := newFakeServer(t)
+	w, layouts := hybridClient(t, s)
+	for i, b := range s.pool.Bytes(0, poolBytes) {
+		s.pool.Bytes(0, poolBytes)[i] = b + byte(i>>8)
+	}
+	whole := []placed{{0, 0, 0}, {0, 1, 4096}, {0, 2, 8192}, {1, 2, 12288}}
+	f := func(name string, right bool, objects []placed, change func([]byte) []byte) {
+		t.Helper()
+		commits := s.count(lmcache.OpCommitRetrieve)
+		s.set(lmcache.OpPrepareRetrieve, func([][]byte) []byte {
+			b := lmcache.AppendPrepareRetrieve(nil, slotsOf(layouts, objects))
+			if change != nil {
+				b = change(b)
+			}
+			return b
+		})
+		var got []string
+		ok, err := w.RetrieveGroups(t.Context(), hybridKey, 16, func(group, i int, b []byte) {
+			got = append(got, fmt.Sprint(group, i, len(b), b[0]))
+		})
+		if ok != right || right != (err == nil) || !right && (!errors.Is(err, connector.ErrSlot) || len(got) > 0) {
+			t.Errorf("%s: %v, %v, took %v", name, ok, err, got)
+		}
+		if want := []string{"0 0 128 0", "0 1 128 16", "0 2 128 32", "1 2 128 48"}; right && !slices.Equal(got, want) {
+			t.Errorf("%s: took %v, want %v", name, got, want)
+		}
+		if s.count(lmcache.OpCommitRetrieve) != commits+1 {
+			t.Errorf("%s: no commit", name)
+		}
+	}
+	with := func(at int, o placed) []placed {
+		out := slices.Clone(whole)
+		out[at] = o
+		return out
+	}
+	f("right", true, whole, nil)
+	f("one object is missing", false, whole[:3], nil)
+	f("one object too many", false, append(slices.Clone(whole), placed{1, 1, 0}), nil)
+	f("an object twice", false, with(1, placed{0, 0, 4096}), nil)
+	f("a chunk before the window", false, with(3, placed{1, 1, 0}), nil)
+	f("a chunk that is none", false, with(2, placed{0, 3, 0}), nil)
+	f("beyond the pool", false, with(3, placed{1, 2, poolBytes - 100}), nil)
+	f("a group that is none", false, whole, func(b []byte) []byte {
+		return bytes.Replace(b, []byte("group_ids\x94\x00\x00\x00\x01"), []byte("group_ids\x94\x00\x00\x00\x02"), 1)
+	})
+	f("without groups", false, whole, func(b []byte) []byte { return bytes.Replace(b, []byte("group_ids"), []byte("other_ids"), 1) })
+}
+
+// A store of a hybrid model names the chunks that it leaves out, writes what the server offers, and refuses a place for what it
+// left out.
+func TestStoreOfGroups(t *testing.T) {
+	s := newFakeServer(t)
+	w, layouts := hybridClient(t, s)
+	var frame []byte
+	offer := func(objects ...placed) {
+		s.set(lmcache.OpPrepareStore, func(m [][]byte) []byte {
+			frame = m[4]
+			return lmcache.AppendPrepareStore(nil, slotsOf(layouts, objects))
+		})
+	}
+	f := func(name string, skip [][]int, wantFrame string, want int, refused bool) {
+		t.Helper()
+		commits := s.count(lmcache.OpCommitStore)
+		n, err := w.StoreGroups(t.Context(), hybridKey, 16, skip, func(group, i int, b []byte) {
+			for at := range b {
+				b[at] = byte(1 + 10*group + i)
+			}
+		})
+		if n != want || refused != errors.Is(err, connector.ErrSlot) || string(frame) != wantFrame {
+			t.Errorf("%s: stored %d, %v, skipped_chunks %x", name, n, err, frame)
+		}
+		if committed := s.count(lmcache.OpCommitStore) > commits; committed != (want > 0) {
+			t.Errorf("%s: committed %v", name, committed)
+		}
+	}
+	offer(placed{0, 0, 0}, placed{0, 1, 4096}, placed{1, 1, 8192})
+	f("all", nil, "\x90", 3, false)
+	f("nothing left out", [][]int{{}, {}}, "\x90", 3, false)
+	if got := []byte{s.pool.Bytes(0, 1)[0], s.pool.Bytes(4096, 1)[0], s.pool.Bytes(8192, 1)[0]}; !bytes.Equal(got, []byte{1, 2, 12}) {
+		t.Errorf("wrote %v", got)
+	}
+	f("what the server did not offer", [][]int{{}, {0, 2}}, "\x92\x90\x92\x00\x02", 3, false)
+	f("what the server offers all the same", [][]int{{}, {0, 1}}, "\x92\x90\x92\x00\x01", 0, true)
+	offer()
+	f("all is there", nil, "\x90", 0, false)
+}
+
+// A server of a release before 0.5.7 takes no groups: the worker does not register.
+func TestGroupsNeedA057Server(t *testing.T) {
+	s := newFakeServer(t)
+	c, err := lmcache.NewClient(s.url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	_, err = connector.OpenPoolClient(t.Context(), c, connector.PoolClientOptions{Model: "m", Layout: kv.Layout{Layers: 3, Slots: 16, Hidden: 4, DType: "uint8"}, ShmDir: s.dir, Groups: hybridGroups, ChunkTokens: 16})
+	if !errors.Is(err, connector.ErrOneGroup) || s.count(lmcache.OpRegisterEngineDriven) != 0 {
+		t.Errorf("%v, registered %d times", err, s.count(lmcache.OpRegisterEngineDriven))
+	}
+}
