@@ -5,6 +5,7 @@ package server
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -13,7 +14,6 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/lmcache"
-	"github.com/kvasir-kv/kvasir/server/access"
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/server/lookup"
 	"github.com/kvasir-kv/kvasir/server/workers"
@@ -253,14 +253,16 @@ func (s *Server) commitRetrieve(sc *scratch, r *lmcache.CommitRetrieveRequest) e
 func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	k := r.Key
 	asked, tokens := r.To, sc.chunk.tokens
-	sh, registered := s.registry.ShardsOf(k.Model, k.Salt, k.WorldSize, tokens, sc.caller().By)
-	s.settleReaders(k, r.TensorParallel, tokens, sc.caller().By)
+	q := s.query(sc, k)
+	sh, unknown := s.registry.ShardsOf(&q)
+	registered := !errors.Is(unknown, workers.ErrNoWorker)
+	s.settleReaders(sc, k, r.TensorParallel)
 	s.store.NotePrompt(k.RequestID, sc.caller().Owner(), k.Chunks)
 	if len(k.Salt) > 0 {
 		s.n.salted.Add(1)
 	}
 	ended := lookup.Outcome{Request: k.RequestID, Model: k.Model, Salt: k.Salt, Registered: registered, ChunkTokens: tokens}
-	if why, err := s.mayLookUp(sc, k, asked, registered); why != miss.None {
+	if why, err := s.mayLookUp(sc, &q, k, asked, unknown); why != miss.None {
 		s.store.NoHit(k.RequestID, sc.caller().Owner())
 		ended.Why, ended.PromptTokens, ended.Detail = why, k.End, fmt.Sprintf("it has %d tokens, a chunk has %d", k.End, tokens)
 		if err != nil {
@@ -288,17 +290,20 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 
 // mayLookUp returns why there is no search for a lookup: miss.None where there is one. The
 // error is nil for a prompt that is too short and for one that is to load nothing: its hit is 0.
-func (s *Server) mayLookUp(sc *scratch, k *lmcache.KeyView, asked int, registered bool) (miss.Reason, error) {
+// unknown is why no shard is known to look in.
+func (s *Server) mayLookUp(sc *scratch, q *workers.Query, k *lmcache.KeyView, asked int, unknown error) (miss.Reason, error) {
 	same := s.sameChunks(sc) // it notes who asks
 	need, can := k.WorldSize*k.Readers, 0
-	if registered {
-		can = s.loaders(sc.caller(), k, sc.chunk.tokens, need)
+	if unknown == nil {
+		can = s.registry.Loaders(q, need)
 	}
 	switch {
 	case asked == 0:
 		return miss.Short, nil
-	case !registered:
+	case errors.Is(unknown, workers.ErrNoWorker):
 		return miss.Unregistered, fmt.Errorf("%w: %s, %d", errModel, k.Model, k.WorldSize)
+	case unknown != nil:
+		return miss.Declined, unknown
 	case k.SkipLoad:
 		return miss.SkipLoad, nil
 	case k.Readers == 0:
@@ -362,16 +367,15 @@ func (s *Server) ChunksOf(model string, world int) []int {
 	return sizes
 }
 
-// ShardsOf returns the shard under which a client that is not a worker looks up the chunks of a model, salt,
-// world size and chunk size. It reports false when no worker of that model is registered.
-func (s *Server) ShardsOf(model, salt string, world, chunk int) (object.Shard, bool) {
-	self := access.Self()
+// ShardsOf returns the shards under which a client that is not a worker looks up the chunks of a model, salt,
+// world size and chunk size: of each layout of the model. There are none when no worker of that model is registered.
+func (s *Server) ShardsOf(model, salt string, world, chunk int) []object.Shard {
 	k := lmcache.KeyView{Model: []byte(model), Salt: []byte(salt)}
-	sh, ok := s.registry.ShardsOf(k.Model, k.Salt, world, chunk, self.By)
-	if ok {
+	list := s.registry.EachShardsOf(&workers.Query{Model: k.Model, Salt: k.Salt, World: world, Chunk: chunk})
+	for _, sh := range list {
 		s.nameShard(sh, &k)
 	}
-	return sh, ok
+	return list
 }
 
 // Registry has the registered workers.
@@ -402,7 +406,7 @@ func (s *Server) lookupEnded(o *lookup.Outcome) {
 }
 
 func (s *Server) freeLookupLocks(sc *scratch, r *lmcache.FreeLookupLocksRequest) {
-	s.settleReaders(r.Key, r.TensorParallel, sc.chunk.tokens, sc.caller().By)
+	s.settleReaders(sc, r.Key, r.TensorParallel)
 	readers := max(r.Key.Readers, 1)
 	s.store.FreePins(r.Key.RequestID, sc.caller().Owner(), r.From, r.To, readers)
 	for _, a := range r.Abandoned {

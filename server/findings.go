@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server/explain"
+	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
@@ -47,6 +48,10 @@ func (st *Status) findings() []Finding {
 	if n := st.Declined[errFewWorkers.label]; n > 0 {
 		add(fmt.Sprintf("%s answered 0 because fewer workers than the prompt needs could load a hit", times(n, "lookup was", "lookups were")),
 			"normal while an engine starts or ends. Else compare the workers listed here with the engine's ranks: each rank of the engine that looks up must be registered and awake")
+	}
+	if n := st.Declined[refusalLabel(workers.ErrLayouts)]; n > 0 {
+		add(fmt.Sprintf("%s declined because engines of the model have several layouts and the connection had named no worker", times(n, "lookup was", "lookups were")),
+			"give engines of unlike --dtype, --kv-cache-dtype or heads unlike model names, or a server each. A vLLM and a SGLang may share a name")
 	}
 	if n := st.Declined[errChunkSize.label]; n > 0 {
 		add(fmt.Sprintf("%s from engines that started under another chunk size", times(n, "request came", "requests came")), "restart those engines, or this server with the --chunk-size of before")

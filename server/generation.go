@@ -23,7 +23,7 @@ type connection struct {
 	chunk       *chunking           // its chunk size; nil while that is not known
 	fixed       bool                // the client knows its chunk size
 	sessions    map[string]struct{} // open requests, while the size is not fixed; some where there are many
-	worker      int64               // the instance that it named last
+	worker      int64               // the worker that it named last; lookups are in its layout
 	named       bool
 	asksAsPeer  bool // it is another node's
 	doubted     bool // its ping without an id was answered false
@@ -221,10 +221,11 @@ func (s *Server) refuseEvents(sc *scratch, reg *lmcache.KVCache) error {
 }
 
 // settleReaders gives a key of a client before 0.5.5 its number of readers.
-func (s *Server) settleReaders(k *lmcache.KeyView, tensorParallel int64, chunk int, by principal) {
+func (s *Server) settleReaders(sc *scratch, k *lmcache.KeyView, tensorParallel int64) {
 	if k.Readers != lmcache.ReadersUnsaid {
 		return
 	}
-	in := s.registry.NewestOf(string(k.Model), k.WorldSize, chunk, by)
+	q := s.query(sc, k)
+	in := s.registry.NewestOf(&q)
 	k.Readers = k.ReadersOf(tensorParallel, in != nil && in.Layout.SinglePlane)
 }

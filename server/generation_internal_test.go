@@ -16,7 +16,7 @@ func TestReadersByTheNewestWorker(t *testing.T) {
 	e := &engine{t, s}
 	readers := func(model string, world int, tensorParallel int64) int {
 		k := lmcache.KeyView{Model: []byte(model), WorldSize: world, Readers: lmcache.ReadersUnsaid}
-		s.settleReaders(&k, tensorParallel, s.own.tokens, principal{})
+		s.settleReaders(&scratch{conn: new(connection), chunk: s.own}, &k, tensorParallel)
 		return k.Readers
 	}
 	check := func(model string, world int, tensorParallel int64, want int) {

@@ -26,12 +26,15 @@ type caller struct {
 	client *workers.Client // once it has looked up; used by its reading goroutine
 }
 
-// loaders returns how many workers can load what c looks up and needs a number of them.
-func (s *Server) loaders(c *caller, k *lmcache.KeyView, chunk, need int) int {
+// query returns what a lookup asks the registry.
+func (s *Server) query(sc *scratch, k *lmcache.KeyView) workers.Query {
+	c := sc.caller()
 	if c.client == nil && c != self {
 		c.client = s.registry.NewClient(&c.Caller)
 	}
-	return s.registry.Loaders(k.Model, k.WorldSize, chunk, c.By, c.client, need)
+	return workers.Query{
+		Model: k.Model, Salt: k.Salt, World: k.WorldSize, Chunk: sc.chunk.tokens, By: c.By, From: c.client, Named: sc.conn.named, Worker: sc.conn.worker,
+	}
 }
 
 // mark keeps the connection when a new one needs its place.

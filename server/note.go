@@ -101,6 +101,7 @@ func (s *Server) restore() {
 			s.log.Warn("a worker of the earlier server is not taken over", "worker", w.ID, "model", w.Model, "err", err)
 			continue
 		}
+		s.mixLayouts(in)
 		if s.opts.Publisher != nil {
 			s.opts.Publisher.Know(in.Model)
 		}

@@ -7,6 +7,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server/workers"
 )
 
 // answerPeer answers a request of another node. A peer that may not open the pool gets the
@@ -33,7 +34,7 @@ func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 	}
 }
 
-// keysFor finds objects in the layouts that the caller's lookups go by.
+// keysFor finds objects of models that have one layout: names of objects do not say of which they are.
 func (s *Server) keysFor(sc *scratch) keyFinder {
 	c := sc.caller()
 	sc.conn = cmp.Or(sc.conn, c.connection())
@@ -47,8 +48,12 @@ func (s *Server) keysFor(sc *scratch) keyFinder {
 		if err != nil {
 			return k, false
 		}
-		sh, ok := s.registry.ShardsOf(name.Model, name.Salt, world, chunk.tokens, c.By)
-		if !ok || int64(name.Group) >= int64(sh.Groups.Len()) {
+		list := s.registry.EachShardsOf(&workers.Query{Model: name.Model, Salt: name.Salt, World: world, Chunk: chunk.tokens})
+		if len(list) != 1 {
+			return k, false
+		}
+		sh := list[0]
+		if int64(name.Group) >= int64(sh.Groups.Len()) {
 			return k, false
 		}
 		sh.Key(&k, shard, int(name.Group), name.Chunk)

@@ -60,6 +60,7 @@ var others = []struct {
 }{
 	{workers.ErrUnknown, "unknown_instance"},
 	{workers.ErrRefused, "refused_instance"},
+	{workers.ErrLayouts, "several_layouts"},
 	{paged.ErrBlocks, "block_ids"},
 	{shm.ErrFault, "memory_gone"},
 	{access.ErrLender, "not_lender"},

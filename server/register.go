@@ -29,6 +29,9 @@ func (s *Server) ping(sc *scratch, r *lmcache.PingRequest) {
 	if news {
 		s.save()
 	}
+	if r.OfWorker { // a client that came over from an earlier server names its worker so
+		sc.conn.name(id)
+	}
 	if ok {
 		s.streams.notePing(streamKey{sc.caller().By, id})
 	}
@@ -95,7 +98,6 @@ func (s *Server) registerEngineDriven(sc *scratch, reg *lmcache.EngineDriven) er
 // admit adds a worker and settles what an earlier registration left. A worker that
 // is not admitted is one that never was: its memory is closed.
 func (s *Server) admit(in *workers.Worker) error {
-	newest := s.registry.NewestOf(in.Model, in.World, in.Chunk, in.By)
 	s.makeRoom(in)
 	old, lender, err := s.registry.Add(in)
 	for lender != nil && lender.Lent.Dead() {
@@ -112,6 +114,7 @@ func (s *Server) admit(in *workers.Worker) error {
 	if old != nil {
 		s.detachWorker(old, "registered again")
 	}
+	s.mixLayouts(in)
 	s.save()
 	if s.opts.Publisher != nil {
 		s.opts.Publisher.Know(in.Model)
@@ -122,14 +125,30 @@ func (s *Server) admit(in *workers.Worker) error {
 	s.log.Info("a worker registered", "worker", in.ID, "model", in.Model, "world_size", in.World, "peer", in.By.String(),
 		"chunk_tokens", in.Chunk, "chunk_shape", in.Layout.Shape(), "dtype", in.Layout.DType, "chunk_bytes", in.Bytes)
 	s.logGroups(in)
-	if newest != nil && newest.Fingerprint != in.Fingerprint && !newest.Groups.Like(in.Groups) {
+	s.logLayouts(in)
+	return nil
+}
+
+// logLayouts says what it means that the model of a worker that has registered has other layouts, too.
+func (s *Server) logLayouts(in *workers.Worker) {
+	u := s.registry.Unlike(in)
+	switch {
+	case u.Groups:
 		s.log.Warn("workers of one model have unlike object groups (windows, states): they cannot hit together; "+
 			"as stages of a pipeline, start the server without --separate-object-groups", "model", in.Model)
-	} else if newest != nil && newest.Fingerprint != in.Fingerprint {
-		s.log.Warn("workers of one model have unlike layouts; stages of a pipeline may: of two engines, "+
-			"lookups follow the newer one and the other one's chunks are misses", "model", in.Model, "before", newest.Fingerprint, "now", in.Fingerprint)
+	case u.Declined:
+		s.log.Warn("workers of one model have unlike layouts, and lookups over connections that have named no worker are declined: give the engines unlike model names, or a server each",
+			"model", in.Model, "layouts", u.Layouts)
+	case u.Layouts > 1:
+		s.log.Info("workers of one model have unlike layouts: each layout has chunks of its own", "model", in.Model, "layouts", u.Layouts)
 	}
-	return nil
+}
+
+// mixLayouts keeps chunks of a worker's model out of tiers that do not tell its layouts apart.
+func (s *Server) mixLayouts(in *workers.Worker) {
+	if s.registry.Unlike(in).Equal {
+		s.names.Mix(in.Model)
+	}
 }
 
 // makeRoom drops a worker for in where too many are registered.
@@ -190,7 +209,7 @@ func (s *Server) newDrivenInstance(reg *lmcache.KVCache, who *caller, chunk int)
 	}
 	s.store.Memory().MapAhead()
 	in := workers.New(reg.InstanceID, reg.Model, reg.WorldSize, chunk, []kv.Layout{d.Layout}, d.Bytes, d.Fingerprint(), d.Groups).AtRevision(s.opts.Revisions[reg.Model])
-	in.Lent = d
+	in.Lent, in.Engine = d, d.EngineType()
 	in.CameFrom(&who.Caller)
 	return in, nil
 }

@@ -23,7 +23,7 @@ func (n Name) Digested() Name {
 	if at := strings.LastIndexByte(model, '~'); at >= 0 && len(model)-at <= longestTag && !strings.ContainsAny(model[at:], "@/\x00") {
 		out += model[at:]
 	}
-	return Name{Model: out}
+	return Name{Model: out, Mixed: n.Mixed}
 }
 
 // LMCache returns the name that LMCache servers (0.5.6) give an object in Redis, Valkey
@@ -31,7 +31,7 @@ func (n Name) Digested() Name {
 //
 //	MODEL@RANK@GROUP@HASH[@SALT]    rank 8 digits, group and hash hexadecimal
 //
-// The name of a model with an @ is Digested. It reports false for an object without a model.
+// The name of a model with an @ is Digested. It reports false for an object without a model, and of a mixed one.
 func (n Name) LMCache(k kv.Key) (string, bool) {
 	if strings.Contains(n.Model, "@") {
 		n = n.Digested()
@@ -40,7 +40,7 @@ func (n Name) LMCache(k kv.Key) (string, bool) {
 	if n.Salt != "" {
 		name += "@" + n.Salt
 	}
-	return name, n.Model != ""
+	return name, n.Model != "" && !n.Mixed
 }
 
 // ParseLMCache reads what Name.LMCache writes. The key has no namespace.

@@ -18,6 +18,7 @@ const maxNames = 1 << 16
 type Name struct {
 	Model, Salt string
 	Revision    string // of the model's weights, where the operator names one
+	Mixed       bool   // chunks of equal length have unlike bytes, and LMCache's names do not say which; see Names.Mix
 }
 
 // Revised returns the name under which a model's chunks are kept: MODEL, or MODEL~REVISION.
@@ -37,7 +38,8 @@ func IsOf(name, model string) bool { return name == model || strings.HasPrefix(n
 type Names struct {
 	mu struct {
 		sync.RWMutex
-		of map[kv.Namespace]Name
+		of    map[kv.Namespace]Name
+		mixed map[string]struct{} // models, without a revision or a generation
 	}
 	revisions map[string]string // by model; immutable once names are added
 }
@@ -69,7 +71,40 @@ func (n *Names) Add(ns kv.Namespace, model string, salt []byte) {
 		}
 		delete(n.mu.of, other)
 	}
-	n.mu.of[ns] = Name{model, string(salt), n.revisions[model]}
+	n.mu.of[ns] = Name{Model: model, Salt: string(salt), Revision: n.revisions[model]}
+}
+
+// Mix notes that engines of a model have chunks of equal length and unlike bytes, as a vLLM and a SGLang. From then on the model
+// has no names in LMCache's layout, which names no layout of chunks.
+func (n *Names) Mix(model string) {
+	if n == nil {
+		return
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.mu.mixed == nil {
+		n.mu.mixed = make(map[string]struct{})
+	}
+	if len(n.mu.mixed) < maxNames {
+		n.mu.mixed[model] = struct{}{}
+	}
+}
+
+// mixedLocked reports whether a model is mixed, or the one of which it is a generation.
+func (n *Names) mixedLocked(model string) bool {
+	if len(n.mu.mixed) == 0 {
+		return false
+	}
+	for {
+		if _, mixed := n.mu.mixed[model]; mixed {
+			return true
+		}
+		at := strings.LastIndexByte(model, '~')
+		if at < 0 {
+			return false
+		}
+		model = model[:at]
+	}
 }
 
 // Namespaces returns those of a model and a salt that are remembered.
@@ -94,6 +129,11 @@ func (n *Names) Each(f func(kv.Namespace, Name)) {
 	}
 	n.mu.RLock()
 	of := maps.Clone(n.mu.of)
+	for ns, name := range of {
+		if name.Mixed = n.mixedLocked(name.Model); name.Mixed {
+			of[ns] = name
+		}
+	}
 	n.mu.RUnlock()
 	for ns, name := range of {
 		f(ns, name)
@@ -108,6 +148,7 @@ func (n *Names) Of(ns kv.Namespace) (Name, bool) {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
 	name, ok := n.mu.of[ns]
+	name.Mixed = ok && n.mixedLocked(name.Model)
 	return name, ok
 }
 
@@ -117,6 +158,9 @@ func (n *Names) Unnamed(k kv.Key) error {
 	name, ok := n.Of(k.Namespace)
 	if !ok {
 		return fmt.Errorf("%w: its model is not known yet", ErrNotKept)
+	}
+	if name.Mixed {
+		return fmt.Errorf("%w: %w: engines of model %.80q have several layouts, which LMCache's names do not tell apart; Kvasir's own layouts do", ErrNotKept, ErrName, name.Model)
 	}
 	return fmt.Errorf("%w: %w: model %.80q, of %d bytes, has a name that is too long or cannot be one in LMCache's layout", ErrNotKept, ErrName, name.Model, len(name.Model))
 }

@@ -88,8 +88,8 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	chunk := p.server.ChunksOf(*body.Model, *body.World)[0]
-	sh, ok := p.server.ShardsOf(*body.Model, body.Salt, *body.World, chunk)
-	if !ok {
+	layouts := p.server.ShardsOf(*body.Model, body.Salt, *body.World, chunk)
+	if len(layouts) == 0 {
 		detail(w, http.StatusServiceUnavailable, "no worker of this model and world size is registered: its engine has to start first")
 		return
 	}
@@ -98,12 +98,16 @@ func (p *prefetches) submit(w http.ResponseWriter, r *http.Request) {
 		writeJSON(w, http.StatusAccepted, map[string]any{"chunks": 0, "status": "noop"})
 		return
 	}
-	id, job := p.begin(needs(sh, len(hashes)))
+	total := 0
+	for _, sh := range layouts {
+		total += needs(sh, len(hashes))
+	}
+	id, job := p.begin(total)
 	if job == nil {
 		detail(w, http.StatusServiceUnavailable, "256 prefetches are in progress: try again when some have ended")
 		return
 	}
-	if !p.server.Store().Go(func() { p.run(id, job, sh, hashes) }) {
+	if !p.server.Store().Go(func() { p.run(id, job, layouts, hashes) }) {
 		detail(w, http.StatusServiceUnavailable, "the server ends")
 		return
 	}
@@ -152,8 +156,11 @@ func (p *prefetches) dropOldestEnded() bool {
 // prefetchOwner is whose these sessions are among all.
 var prefetchOwner = lease.Owner{Peer: "prefetches"}
 
-func (p *prefetches) run(id string, job *prefetchJob, sh object.Shard, hashes []kv.Hash) {
-	found := p.load("prefetch "+id, sh, hashes)
+func (p *prefetches) run(id string, job *prefetchJob, layouts []object.Shard, hashes []kv.Hash) {
+	found := 0
+	for _, sh := range layouts {
+		found += p.load("prefetch "+id, sh, hashes)
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	job.found, job.ended = found, time.Now()

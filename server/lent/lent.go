@@ -345,6 +345,12 @@ func (d *KV) Fingerprint() string {
 	return strings.Join(parts, " ")
 }
 
+// KVGroups returns how many KV groups the worker has.
+func (d *KV) KVGroups() int { return len(d.groups) }
+
+// EngineType returns the type of the engine that lends the memory; an engine that does not name it is of vLLM.
+func (d *KV) EngineType() string { return cmp.Or(d.reg.EngineType, "vllm") }
+
 // Merged reports whether a group that needs less than the whole prefix shares its
 // objects with others. Then a hit needs all chunks.
 func (d *KV) Merged() bool {

@@ -23,17 +23,17 @@ type Client struct {
 	process atomic.Pointer[family]
 }
 
-// engine is what a client's lookups of a model have shown of its workers. Another model is another engine.
+// engine is what a client's lookups of a model have shown of its workers. Another model, or another layout, is another engine.
 type engine struct {
-	model modelKey
+	model layoutKey
 	most  int // workers that were the client's relatives at a time
 }
 
-// relatives returns the most workers of a model that were k's relatives at a time, now included.
-func (k *Client) relatives(model []byte, world, chunk, now int) int {
+// relatives returns the most workers of a model's layout that were k's relatives at a time, now included.
+func (k *Client) relatives(q *Query, first string, now int) int {
 	of := k.engine.Load()
-	if of == nil || of.model.model != string(model) || of.model.world != world || of.model.chunk != chunk {
-		of = &engine{model: modelKey{model: string(model), world: world, chunk: chunk}}
+	if of == nil || of.model.model != string(q.Model) || of.model.world != q.World || of.model.chunk != q.Chunk || of.model.print != first {
+		of = &engine{model: layoutKey{modelKey{model: string(q.Model), world: q.World, chunk: q.Chunk}, first}}
 		k.engine.Store(of)
 	}
 	if of.most < now {
@@ -108,32 +108,30 @@ func (r *Registry) lives(in *Worker) bool {
 	return p != (peercred.Process{}) && !ended
 }
 
-// Loaders returns how many workers of a model can load what a client looks up. The lookup is in
-// chunks of chunk tokens and needs need workers.
+// Loaders returns how many workers can load what a client looks up, of those of the lookup's layout. It needs need workers.
 //
 //   - Workers that are asleep do not count.
 //   - All others count where the client's process is not known.
 //   - Where as many as needed were seen to be of the client's process or its relatives, only those count.
 //   - Where fewer were, workers whose process is not known count as well.
 //   - Where none was, all count but the relatives of other clients.
-//
-// from is nil for requests of this process.
-func (r *Registry) Loaders(model []byte, world, chunk int, by access.Principal, from *Client, need int) int {
+func (r *Registry) Loaders(q *Query, need int) int {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	m := r.layoutsLocked(string(model), world, chunk, by)
-	if m == nil {
+	l, err := r.layoutLocked(q)
+	if err != nil {
 		return 0
 	}
+	from := q.From
 	var own *family
 	if from != nil {
 		own = from.process.Load()
 	}
 	if own == nil {
-		return len(m.workers)
+		return len(l.workers)
 	}
 	relatives, unknown, free := 0, 0, 0
-	for _, in := range m.workers {
+	for _, in := range l.workers {
 		switch f := in.family.Load(); {
 		case in.Socket != 0 && in.Socket == from.socket: // it registered over the client's own connection
 			relatives++
@@ -147,7 +145,7 @@ func (r *Registry) Loaders(model []byte, world, chunk int, by access.Principal, 
 			free++
 		}
 	}
-	most := from.relatives(model, world, chunk, relatives)
+	most := from.relatives(q, l.first, relatives)
 	switch {
 	case most >= need: // all of its engine's workers are its relatives
 		return relatives

@@ -4,37 +4,119 @@ package workers
 
 import (
 	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/server/access"
 )
 
-// modelLayouts is what the registry knows of one model and world size: who is
-// registered, and which layout the worker of each shard has.
+// modelLayouts is what the registry knows of one model and world size: its layouts, and who is registered with each. Engines
+// of unlike layouts, as a vLLM and a SGLang, share the model's name and no chunk.
+type modelLayouts struct {
+	of []*engineLayout // in the order of their first registrations
+}
+
+// engineLayout is one layout of a model: who is registered with it, and which fingerprint the worker of each shard has.
 //
 // A registration does not say which shard its worker keeps; transfers do. The
 // workers of a pipeline's stages hold unlike numbers of layers, so each shard is
-// looked up under the layout of its own worker.
-type modelLayouts struct {
+// looked up under the fingerprint of its own worker.
+type engineLayout struct {
+	first   string    // fingerprint of its first worker
 	workers []*Worker // newest last
 	shards  []shardLayout
 }
 
-// shardLayout is the layout of a shard's newest worker that transferred anything.
+// shardLayout is the fingerprint of a shard's newest worker that transferred anything.
 type shardLayout struct {
 	fingerprint string // empty while no worker did
 	seq         uint64 // of that worker's registration
 }
 
-// newest is the worker that registered last.
-func (m *modelLayouts) newest() *Worker { return m.workers[len(m.workers)-1] }
+// holding returns the layout that a worker is registered with, or nil.
+func (m *modelLayouts) holding(in *Worker) *engineLayout {
+	if m == nil {
+		return nil
+	}
+	for _, l := range m.of {
+		if slices.Contains(l.workers, in) {
+			return l
+		}
+	}
+	return nil
+}
 
-// fitting returns a registered worker that has that layout and can be looked up
+// joining returns the layout that a worker is to be registered with, or nil where that is a new one.
+func (m *modelLayouts) joining(in *Worker) *engineLayout {
+	for _, l := range m.of {
+		if slices.ContainsFunc(l.workers, in.ofOneEngine) {
+			return l
+		}
+	}
+	return nil
+}
+
+// count returns how many workers of the model are registered.
+func (m *modelLayouts) count() (n int) {
+	for _, l := range m.of {
+		n += len(l.workers)
+	}
+	return n
+}
+
+// ofOneEngine reports whether two workers of a model can be of one engine: they have one fingerprint, or may be stages of a
+// pipeline. Stages have unlike numbers of layers, and where KV is lent unlike groups of KV in objects of one kind.
+func (w *Worker) ofOneEngine(o *Worker) bool {
+	switch a, b := &w.Layout, &o.Layout; {
+	case w.Fingerprint == o.Fingerprint:
+		return true
+	case w.World == 1 || !w.Groups.Like(o.Groups) || w.Engine != o.Engine:
+		return false
+	case w.Lent != nil && o.Lent != nil && max(w.Lent.KVGroups(), o.Lent.KVGroups()) > 1:
+		return true
+	default:
+		return a.SinglePlane == b.SinglePlane && a.Hidden == b.Hidden && a.DType == b.DType && a.Slots == b.Slots
+	}
+}
+
+// vllm is the type of engines that registrations name so, or do not name.
+const vllm = "vllm"
+
+// ofVLLM reports whether a worker is known to be vLLM's (yes), and whether it is known to be another engine's (no). A registration
+// with engine_driven names no type: two planes of a layer are vLLM's; one plane is that of MLA, or SGLang's.
+func (w *Worker) ofVLLM() (yes, no bool) {
+	switch {
+	case w.Engine != "":
+		return w.Engine == vllm, w.Engine != vllm
+	case w.Lent != nil:
+		return true, false
+	}
+	return slices.ContainsFunc(w.Objects, func(l kv.Layout) bool { return !l.SinglePlane }), false
+}
+
+// ofVLLM is Worker.ofVLLM of a layout: one of its workers decides.
+func (l *engineLayout) ofVLLM() (yes, no bool) {
+	no = true
+	for _, w := range l.workers {
+		y, n := w.ofVLLM()
+		yes, no = yes || y, no && n
+	}
+	return yes, no
+}
+
+// newest is the worker that registered last.
+func (l *engineLayout) newest() *Worker { return l.workers[len(l.workers)-1] }
+
+// fitting returns a registered worker that has that fingerprint and can be looked up
 // together with in: its object groups follow the same rules. Else a hit would be what
 // one of them cannot load. It is nil when there is none.
-func (m *modelLayouts) fitting(fingerprint string, in *Worker) *Worker {
-	for _, o := range m.workers {
+func (l *engineLayout) fitting(fingerprint string, in *Worker) *Worker {
+	for _, o := range l.workers {
 		if o.Fingerprint == fingerprint && o.Groups.Like(in.Groups) {
 			return o
 		}
@@ -43,81 +125,267 @@ func (m *modelLayouts) fitting(fingerprint string, in *Worker) *Worker {
 }
 
 // learn notes that in keeps that shard. A worker that registered before the one
-// that is known changes nothing: lookups follow the newer engine.
-func (m *modelLayouts) learn(in *Worker, shard int) {
+// that is known changes nothing.
+func (l *engineLayout) learn(in *Worker, shard int) {
 	if shard < 0 || shard >= in.World {
 		return
 	}
-	if m.shards == nil {
-		m.shards = make([]shardLayout, in.World)
+	if l.shards == nil {
+		l.shards = make([]shardLayout, in.World)
 	}
-	if in.seq >= m.shards[shard].seq {
-		m.shards[shard] = shardLayout{in.Fingerprint, in.seq}
+	if in.seq >= l.shards[shard].seq {
+		l.shards[shard] = shardLayout{in.Fingerprint, in.seq}
 	}
 }
 
-// each returns, for each shard, a worker of the layout that it is looked up in: the one
+// fingerprints returns those of the layout's shards, and that of its first worker.
+func (l *engineLayout) fingerprints() []string {
+	out := []string{l.first}
+	for _, s := range l.shards {
+		if s.fingerprint != "" && !slices.Contains(out, s.fingerprint) {
+			out = append(out, s.fingerprint)
+		}
+	}
+	return out
+}
+
+// splits reports whether the registered workers of one shard have unlike fingerprints: they are of pipelines with unlike stages.
+func (l *engineLayout) splits() bool {
+	first := l.workers[0].Fingerprint
+	if !slices.ContainsFunc(l.workers, func(w *Worker) bool { return w.Fingerprint != first }) {
+		return false
+	}
+	of := make(map[int]string)
+	for _, w := range l.workers {
+		shard := w.Shard()
+		if was, known := of[shard]; known && was != w.Fingerprint {
+			return true
+		}
+		if shard >= 0 {
+			of[shard] = w.Fingerprint
+		}
+	}
+	return false
+}
+
+// each returns, for each shard, a worker of the fingerprint that it is looked up in: the one
 // that is known, as long as a registered worker has it that fits and the newest
-// registration is of a known layout too; else the newest worker. It is nil when that is
+// registration is of a known one too; else the newest worker. It is nil when that is
 // the newest worker for all.
-func (m *modelLayouts) each() []*Worker {
-	newest := m.newest()
+func (l *engineLayout) each() []*Worker {
+	newest := l.newest()
 	known, unlike := false, false
-	for i := range m.shards {
-		fp := m.shards[i].fingerprint
+	for i := range l.shards {
+		fp := l.shards[i].fingerprint
 		known = known || fp == newest.Fingerprint
 		unlike = unlike || fp != "" && fp != newest.Fingerprint
 	}
 	if !known || !unlike {
 		return nil
 	}
-	out := make([]*Worker, len(m.shards))
-	for i := range m.shards {
-		fp := m.shards[i].fingerprint
-		if i > 0 && fp == m.shards[i-1].fingerprint {
+	out := make([]*Worker, len(l.shards))
+	for i := range l.shards {
+		fp := l.shards[i].fingerprint
+		if i > 0 && fp == l.shards[i-1].fingerprint {
 			out[i] = out[i-1]
 			continue
 		}
-		out[i] = cmp.Or(m.fitting(fp, newest), newest)
+		out[i] = cmp.Or(l.fitting(fp, newest), newest)
 	}
 	return out
 }
 
-// layoutsLocked returns the layouts for by's lookups of a model: those of by's own workers
-// where there is one for each shard, else those of all workers. So a layout that another user
-// registers under a model's name does not turn by's lookups into misses.
-func (r *Registry) layoutsLocked(model string, world, chunk int, by access.Principal) *modelLayouts {
-	if m := r.mu.byModel[modelKey{model, world, chunk, by}]; m != nil && len(m.workers) >= world {
-		return m
-	}
-	return r.mu.byModel[modelKey{model, world, chunk, access.Principal{}}]
+// Errors of lookups.
+var (
+	// ErrNoWorker means that no worker of a model, world size and chunk size is registered.
+	ErrNoWorker = errors.New("no worker is registered for this model and world size")
+	// ErrLayouts means that workers of a model have several layouts, and that nothing says which of them a lookup is for.
+	ErrLayouts = errors.New("engines of this model have several layouts, and the connection has not named its worker")
+)
+
+// Query is what a lookup asks about: a model, and who asks.
+type Query struct {
+	Model, Salt  []byte
+	World, Chunk int
+	By           access.Principal
+	From         *Client // whose connection it came over; nil for requests of this process
+	Named        bool    // the connection has named a worker: Worker
+	Worker       int64
 }
 
-// ShardsOf says where the shards of a model are to be looked up in chunks of chunk tokens: in the layouts
-// of their workers. It reports false when no such worker of that model is registered.
-func (r *Registry) ShardsOf(model, salt []byte, world, chunk int, by access.Principal) (object.Shard, bool) {
+// layoutLocked returns the layout that a lookup is for. Of several it is that of the worker that the connection has named; else
+// that of the workers that are of the client's process or its relatives; else vLLM's, whose schedulers name no
+// worker. Several that are left are ErrLayouts.
+//
+// by's own workers count alone where there is one for each shard. So a layout that another user
+// registers under a model's name does not turn by's lookups into misses.
+func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
+	all := r.mu.byModel[modelKey{string(q.Model), q.World, q.Chunk, access.Principal{}}]
+	if all == nil {
+		return nil, ErrNoWorker
+	}
+	own := r.mu.byModel[modelKey{string(q.Model), q.World, q.Chunk, q.By}]
+	if in := r.namedLocked(q); in != nil && len(all.of) > 1 {
+		l := own.holding(in)
+		if l == nil || len(l.workers) < q.World {
+			l = all.holding(in)
+		}
+		if l == nil {
+			return nil, ErrNoWorker
+		}
+		return l.alone()
+	}
+	if own != nil && own.count() >= q.World {
+		all = own
+	}
+	if len(all.of) == 1 {
+		return all.of[0].alone()
+	}
+	if l := all.ofClient(q.From); l != nil {
+		return l.alone()
+	}
+	var left []*engineLayout
+	for _, known := range []bool{true, false} { // else those of which it is not known
+		for _, l := range all.of {
+			if yes, no := l.ofVLLM(); yes || !known && !no {
+				left = append(left, l)
+			}
+		}
+		if len(left) > 0 {
+			break
+		}
+	}
+	if len(left) != 1 {
+		return nil, fmt.Errorf("%w: %s", ErrLayouts, all)
+	}
+	return left[0].alone()
+}
+
+// alone returns the layout if lookups need no other knowledge.
+func (l *engineLayout) alone() (*engineLayout, error) {
+	if l.splits() {
+		return nil, fmt.Errorf("%w: pipelines with unlike stages", ErrLayouts)
+	}
+	return l, nil
+}
+
+// namedLocked returns the worker that the connection has named, if it is one of the model's.
+func (r *Registry) namedLocked(q *Query) *Worker {
+	if !q.Named {
+		return nil
+	}
+	in := r.mu.instances[workerID{q.Worker, q.By}]
+	if in == nil || in.World != q.World || in.Chunk != q.Chunk || in.Model != string(q.Model) || in.Refused != "" {
+		return nil
+	}
+	return in
+}
+
+// ofClient returns the layout of the workers that are of a client's process or its relatives; nil where that is no layout, or several.
+func (m *modelLayouts) ofClient(from *Client) (out *engineLayout) {
+	if from == nil {
+		return nil
+	}
+	own := from.process.Load()
+	if own == nil {
+		return nil
+	}
+	for _, l := range m.of {
+		if !slices.ContainsFunc(l.workers, func(w *Worker) bool { f := w.family.Load(); return f != nil && own.related(f) }) {
+			continue
+		}
+		if out != nil {
+			return nil
+		}
+		out = l
+	}
+	return out
+}
+
+// String names the layouts for people.
+func (m *modelLayouts) String() string {
+	var out []string
+	for _, l := range m.of {
+		w := l.newest()
+		out = append(out, fmt.Sprintf("%v of %s (worker %d)", w.Layout.Shape(), w.Layout.DType, w.ID))
+		if len(out) == 4 {
+			break
+		}
+	}
+	return strings.Join(out, ", ")
+}
+
+// ShardsOf says where the shards of a model are to be looked up. Errors: ErrNoWorker, ErrLayouts.
+func (r *Registry) ShardsOf(q *Query) (object.Shard, error) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	m := r.layoutsLocked(string(model), world, chunk, by)
+	l, err := r.layoutLocked(q)
+	if err != nil {
+		return object.Shard{}, err
+	}
+	return l.shard(q), nil
+}
+
+// EachShardsOf returns where the shards of a model are, of each of its layouts.
+func (r *Registry) EachShardsOf(q *Query) (out []object.Shard) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	if m := r.mu.byModel[modelKey{string(q.Model), q.World, q.Chunk, access.Principal{}}]; m != nil {
+		for _, l := range m.of {
+			if l, err := l.alone(); err == nil {
+				out = append(out, l.shard(q))
+			}
+		}
+	}
+	return out
+}
+
+// Unlike is how the workers of a model differ.
+type Unlike struct {
+	Layouts  int
+	Groups   bool // some have object groups of other rules
+	Equal    bool // some have objects of equal length and unlike bytes
+	Declined bool // lookups over connections that have named no worker are declined
+}
+
+// Unlike returns how the workers of in's model differ from in.
+func (r *Registry) Unlike(in *Worker) (u Unlike) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	m := r.mu.byModel[modelKey{in.Model, in.World, in.Chunk, access.Principal{}}]
 	if m == nil {
-		return object.Shard{}, false
+		return u
 	}
-	in := m.newest()
-	sh := object.Shard{World: world, Namespace: in.NamespaceOf(salt), Groups: in.Groups}
-	of := m.each()
+	for _, l := range m.of {
+		for _, o := range l.workers {
+			u.Groups = u.Groups || o.Engine == in.Engine && !o.Groups.Like(in.Groups)
+			for g := range min(in.Groups.Len(), o.Groups.Len()) {
+				u.Equal = u.Equal || o.Fingerprint != in.Fingerprint && o.Groups.Bytes(g) == in.Groups.Bytes(g)
+			}
+		}
+	}
+	_, err := r.layoutLocked(&Query{Model: []byte(in.Model), World: in.World, Chunk: in.Chunk, By: in.By})
+	u.Layouts, u.Declined = len(m.of), errors.Is(err, ErrLayouts)
+	return u
+}
+
+func (l *engineLayout) shard(q *Query) object.Shard {
+	in := l.newest()
+	sh := object.Shard{World: q.World, Namespace: in.NamespaceOf(q.Salt), Groups: in.Groups}
+	of := l.each()
 	if of == nil {
-		return sh, true
+		return sh
 	}
-	each := make(object.Layouts, world)
+	each := make(object.Layouts, q.World)
 	for i := range each {
 		if i > 0 && of[i] == of[i-1] {
 			each[i] = each[i-1]
 			continue
 		}
-		each[i] = object.Layout{Namespace: of[i].NamespaceOf(salt), Groups: of[i].Groups}
+		each[i] = object.Layout{Namespace: of[i].NamespaceOf(q.Salt), Groups: of[i].Groups}
 	}
 	sh.Each = &each
-	return sh, true
+	return sh
 }
 
 // NoteShard notes which shard a worker keeps, from the first transfer that says it.
@@ -131,8 +399,8 @@ func (r *Registry) NoteShard(in *Worker, shard int) bool {
 	in.shard.Store(int32(shard + 1))
 	if r.mu.instances[in.who()] == in {
 		for _, k := range in.modelKeys() {
-			if m := r.mu.byModel[k]; m != nil {
-				m.learn(in, shard)
+			if l := r.mu.byModel[k].holding(in); l != nil {
+				l.learn(in, shard)
 			}
 		}
 	}

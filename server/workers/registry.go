@@ -39,13 +39,13 @@ type Registry struct {
 		seq       uint64
 		instances map[workerID]*Worker
 		byModel   map[modelKey]*modelLayouts
-		departed  map[modelKey][]shardLayout // of models without a worker
-		gone      map[workerID]*Worker       // gone with transfers in progress
-		lenders   map[uint64][]*Worker       // by inode of a segment
-		mappings  map[access.Principal]int   // mapped segments, by the user or address they belong to
-		unknown   map[workerID]struct{}      // unknown ones that got their false ping
-		order     []workerID                 // of unknown, oldest first
-		clients   map[*Client]struct{}       // whose process is looked for
+		departed  map[layoutKey][]shardLayout // of layouts without a worker
+		gone      map[workerID]*Worker        // gone with transfers in progress
+		lenders   map[uint64][]*Worker        // by inode of a segment
+		mappings  map[access.Principal]int    // mapped segments, by the user or address they belong to
+		unknown   map[workerID]struct{}       // unknown ones that got their false ping
+		order     []workerID                  // of unknown, oldest first
+		clients   map[*Client]struct{}        // whose process is looked for
 	}
 }
 
@@ -59,6 +59,12 @@ type modelKey struct {
 
 func (in *Worker) modelKeys() [2]modelKey {
 	return [2]modelKey{{in.Model, in.World, in.Chunk, in.By}, {in.Model, in.World, in.Chunk, access.Principal{}}}
+}
+
+// layoutKey names a layout among those of a modelKey.
+type layoutKey struct {
+	modelKey
+	print string // fingerprint of one of its workers
 }
 
 // workerID names a worker: clients choose their ids, so the same id of another peer
@@ -88,7 +94,7 @@ func NewRegistry(max int) *Registry {
 	r.gone = peercred.Process.Gone
 	r.mu.instances = make(map[workerID]*Worker)
 	r.mu.byModel = make(map[modelKey]*modelLayouts)
-	r.mu.departed = make(map[modelKey][]shardLayout)
+	r.mu.departed = make(map[layoutKey][]shardLayout)
 	r.mu.gone = make(map[workerID]*Worker)
 	r.mu.lenders = make(map[uint64][]*Worker)
 	r.mu.mappings = make(map[access.Principal]int)
@@ -148,12 +154,12 @@ func (r *Registry) KeepDeparted(in *Worker) {
 	r.mu.gone[in.who()] = in
 }
 
-// NewestOf returns the worker whose layout by's lookups of a model in chunks of chunk tokens follow, or nil.
-func (r *Registry) NewestOf(model string, world, chunk int, by access.Principal) *Worker {
+// NewestOf returns the newest worker of the layout that a lookup is for, or nil.
+func (r *Registry) NewestOf(q *Query) *Worker {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	if m := r.layoutsLocked(model, world, chunk, by); m != nil {
-		return m.newest()
+	if l, err := r.layoutLocked(q); err == nil {
+		return l.newest()
 	}
 	return nil
 }
@@ -197,14 +203,21 @@ func (r *Registry) knowLocked(in *Worker) {
 	for _, k := range in.modelKeys() {
 		m := r.mu.byModel[k]
 		if m == nil {
-			m = &modelLayouts{shards: r.mu.departed[k]}
-			delete(r.mu.departed, k)
+			m = &modelLayouts{}
 			r.mu.byModel[k] = m
 		}
-		m.workers = append(m.workers, in)
-		slices.SortFunc(m.workers, func(a, b *Worker) int { return cmp.Compare(a.seq, b.seq) })
+		l := m.joining(in)
+		if l == nil {
+			l = &engineLayout{first: in.Fingerprint, shards: r.mu.departed[layoutKey{k, in.Fingerprint}]}
+			for _, print := range l.fingerprints() {
+				delete(r.mu.departed, layoutKey{k, print})
+			}
+			m.of = append(m.of, l)
+		}
+		l.workers = append(l.workers, in)
+		slices.SortFunc(l.workers, func(a, b *Worker) int { return cmp.Compare(a.seq, b.seq) })
 		if shard := int(in.shard.Load()) - 1; shard >= 0 {
-			m.learn(in, shard)
+			l.learn(in, shard)
 		}
 	}
 }
@@ -241,16 +254,22 @@ func (r *Registry) forgetLocked(in *Worker) {
 func (r *Registry) unlistLocked(in *Worker) {
 	for _, k := range in.modelKeys() {
 		m := r.mu.byModel[k]
-		if m == nil {
+		l := m.holding(in)
+		if l == nil {
 			continue
 		}
-		m.workers = slices.DeleteFunc(m.workers, func(o *Worker) bool { return o == in })
-		if len(m.workers) > 0 {
+		l.workers = slices.DeleteFunc(l.workers, func(o *Worker) bool { return o == in })
+		if len(l.workers) > 0 {
 			continue
 		}
-		delete(r.mu.byModel, k)
-		if m.shards != nil && len(r.mu.departed) < maxDeparted {
-			r.mu.departed[k] = m.shards // the next engine of the model is probably of the same layout
+		m.of = slices.DeleteFunc(m.of, func(o *engineLayout) bool { return o == l })
+		if len(m.of) == 0 {
+			delete(r.mu.byModel, k)
+		}
+		for _, print := range l.fingerprints() { // the next engine of the model is probably of the same layout
+			if l.shards != nil && len(r.mu.departed) < maxDeparted {
+				r.mu.departed[layoutKey{k, print}] = l.shards
+			}
 		}
 	}
 }

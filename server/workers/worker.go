@@ -31,6 +31,7 @@ type Worker struct {
 	Fingerprint string // of the layout
 	Groups      *object.Groups
 	Lent        *lent.KV // what the server copies itself; nil for a worker that copies
+	Engine      string   // type of its engine, vllm or sglang; empty where the registration does not name it
 
 	By          access.Principal    // who may speak for it
 	Key         int64               // names it in the store

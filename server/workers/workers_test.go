@@ -38,6 +38,11 @@ func workerOf(model string, id int64, by access.Principal, world, layers int) *w
 	return w
 }
 
+// query is a lookup of a model whose connection has named no worker.
+func query(model string, by access.Principal, from *workers.Client) *workers.Query {
+	return &workers.Query{Model: []byte(model), World: 1, Chunk: 16, By: by, From: from}
+}
+
 func add(t *testing.T, r *workers.Registry, w *workers.Worker) *workers.Worker {
 	t.Helper()
 	old, _, err := r.Add(w)
@@ -130,10 +135,10 @@ func TestSilence(t *testing.T) {
 	if dropped != 1 || !quiet.Asleep() || lively.Asleep() {
 		t.Errorf("%d fell asleep; the silent one %v, the lively one %v", dropped, quiet.Asleep(), lively.Asleep())
 	}
-	if got := r.Loaders([]byte("m"), 1, 16, alice, nil, 1); got != 1 {
+	if got := r.Loaders(query("m", alice, nil), 1); got != 1 {
 		t.Errorf("%d workers can load, want 1", got)
 	}
-	if _, err := r.Get(1, alice); err != nil || quiet.Asleep() || r.Loaders([]byte("m"), 1, 16, alice, nil, 1) != 2 {
+	if _, err := r.Get(1, alice); err != nil || quiet.Asleep() || r.Loaders(query("m", alice, nil), 1) != 2 {
 		t.Errorf("a request did not wake the worker: %v", err)
 	}
 	if _, err := r.Get(2, alice); err != nil {
@@ -170,16 +175,18 @@ func TestPings(t *testing.T) {
 // user has one per shard, and what a client can be is told by its own user's workers.
 func TestLayoutsByUser(t *testing.T) {
 	r := workers.NewRegistry(10)
-	if _, ok := r.ShardsOf([]byte("m"), nil, 1, 16, alice); ok {
-		t.Error("a model without a worker is known")
+	if _, err := r.ShardsOf(query("m", alice, nil)); !errors.Is(err, workers.ErrNoWorker) {
+		t.Errorf("a model without a worker: %v", err)
 	}
 	a, b := worker(1, alice, 1, 1), worker(2, bob, 1, 2)
 	a.Generations, b.Generations = lmcache.Only(lmcache.Gen055), lmcache.Only(lmcache.Gen056)
 	add(t, r, a)
 	add(t, r, b)
 	for _, w := range []*workers.Worker{a, b} {
-		sh, ok := r.ShardsOf([]byte("m"), []byte("tenant"), 1, 16, w.By)
-		if !ok || sh.Namespace != w.NamespaceOf([]byte("tenant")) || sh.Namespace == w.NamespaceOf(nil) {
+		q := query("m", w.By, nil)
+		q.Salt = []byte("tenant")
+		sh, err := r.ShardsOf(q)
+		if err != nil || sh.Namespace != w.NamespaceOf([]byte("tenant")) || sh.Namespace == w.NamespaceOf(nil) {
 			t.Errorf("%v looks in %+v", w.By, sh)
 		}
 		if got := r.GenerationsOf(0, w.By, []byte("m"), 1); got != w.Generations {
@@ -260,18 +267,18 @@ func TestRelativesAreOfOneModel(t *testing.T) {
 	c := r.NewClient(&access.Caller{By: alice, Peer: peercred.Peer{PID: os.Getpid()}})
 	for range 2 {
 		for _, model := range []string{"m", "n"} {
-			if got := r.Loaders([]byte(model), 1, 16, alice, c, 1); got != 1 {
+			if got := r.Loaders(query(model, alice, c), 1); got != 1 {
 				t.Errorf("model %s: %d workers can load, want 1", model, got)
 			}
 		}
 	}
 	other := workerOf("m", 3, alice, 1, 1)
 	add(t, r, other)
-	if got := r.Loaders([]byte("m"), 1, 16, alice, c, 2); got != 2 {
+	if got := r.Loaders(query("m", alice, c), 2); got != 2 {
 		t.Errorf("%d of 2 can load", got)
 	}
 	r.Remove(1, alice)
-	if got := r.Loaders([]byte("m"), 1, 16, alice, c, 1); got != 0 {
+	if got := r.Loaders(query("m", alice, c), 1); got != 0 {
 		t.Errorf("the client's own worker is gone: %d can load", got)
 	}
 }
@@ -288,7 +295,7 @@ func TestWorkersOfTheClientsConnection(t *testing.T) {
 	first.CameFrom(&here)
 	add(t, r, first)
 	c := r.NewClient(&here)
-	if got := r.Loaders([]byte("m"), 1, 16, alice, c, 1); got != 1 {
+	if got := r.Loaders(query("m", alice, c), 1); got != 1 {
 		t.Fatalf("%d workers can load, want 1", got)
 	}
 	r.Remove(1, alice)
@@ -298,7 +305,7 @@ func TestWorkersOfTheClientsConnection(t *testing.T) {
 	other := workerOf("m", 3, alice, 1, 1)
 	other.Socket = 78
 	add(t, r, other)
-	if got := r.Loaders([]byte("m"), 1, 16, alice, c, 1); got != 1 {
+	if got := r.Loaders(query("m", alice, c), 1); got != 1 {
 		t.Errorf("after another registration %d workers can load, want 1", got)
 	}
 }

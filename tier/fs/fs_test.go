@@ -351,6 +351,33 @@ func TestTwoLayoutsOfOneModel(t *testing.T) {
 	}
 }
 
+// A file of another server says nothing about its layout: of a model that has two it is not there, and our own write replaces it.
+func TestForeignFilesOfTwoLayouts(t *testing.T) {
+	dir := folder(t)
+	n := tier.NewNames()
+	k := tiertest.Key(1)
+	n.Add(k.Namespace, "m", nil)
+	d := open(t, fs.Options{Path: dir, Names: n})
+	b, m := tiertest.Object(1, 100)
+	name, ok := fs.FileName(tier.Name{Model: "m"}, k)
+	if err := os.WriteFile(filepath.Join(dir, name), b, 0o600); err != nil || !ok {
+		t.Fatal(err)
+	}
+	if _, err := d.Read(t.Context(), k, make([]byte, 100)); err != nil {
+		t.Errorf("one layout: %v", err)
+	}
+	n.Mix("m")
+	if _, err := d.Read(t.Context(), k, make([]byte, 100)); !errors.Is(err, tier.ErrMissing) {
+		t.Errorf("two layouts: %v", err)
+	}
+	if err := d.Write(t.Context(), k, m, b); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := d.Read(t.Context(), k, make([]byte, 100)); err != nil || got != m {
+		t.Errorf("its own file: %+v, %v", got, err)
+	}
+}
+
 // A full file system and a full budget are no failures, and leave nothing behind.
 func TestNoRoom(t *testing.T) {
 	testkit.SmallFS(t, 1<<20, func(t *testing.T, dir string) {

@@ -96,7 +96,7 @@ func (d *Dir) metaOf(k kv.Key, size int64, get func(b []byte) (int, error)) tier
 	case size <= 0:
 		return tier.Meta{}
 	case err != nil || !ok: // another server's
-		if d.o.Trust == TrustChecksum {
+		if name, _ := d.o.Names.Of(k.Namespace); d.o.Trust == TrustChecksum || name.Mixed {
 			return tier.Meta{}
 		}
 		return tier.Meta{Len: size, NoSum: true}

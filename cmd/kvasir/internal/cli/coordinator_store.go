@@ -68,30 +68,47 @@ func (c *storeFlags) explain(e *env, layout coordinator.Layout, release coordina
 
 // prompt reads --hashes or --tokens. A prompt of hashes has one more token: the one that an engine computes.
 func (c *storeFlags) prompt(unit int) (p connector.Prompt, err error) {
-	path := c.Hashes + c.Tokens
-	if info, err := os.Stat(path); err != nil || info.Size() > maxPromptFile {
-		return p, usagef("%s: a file of at most %d bytes is wanted", path, maxPromptFile)
-	}
-	text, err := os.ReadFile(path)
-	if err != nil {
-		return p, err
-	}
 	if c.Hashes != "" {
+		path := c.Hashes
+		text, err := readPrompt(path)
+		if err != nil {
+			return p, err
+		}
 		if p, err = connector.ParseDigests(strings.Fields(string(text))); err != nil {
 			return p, usagef("--hashes %s: %v", path, err)
 		}
 		p.Tokens = p.Units()*unit + 1
 		return p, nil
 	}
-	var tokens []uint32
-	for word := range strings.FieldsFuncSeq(string(text), func(r rune) bool { return strings.ContainsRune(" \t\r\n,[]", r) }) {
-		n, err := strconv.ParseUint(word, 10, 32)
-		if err != nil {
-			return p, usagef("--tokens %s: %.40q is no token id", path, word)
-		}
-		tokens = append(tokens, uint32(n))
+	tokens, err := readTokens(c.Tokens)
+	if err != nil {
+		return p, err
 	}
 	p.Tokens = len(tokens)
 	p.Digests, p.Size = engine.Digests(tokens, unit, "")
 	return p, nil
+}
+
+// readPrompt reads a file of a prompt.
+func readPrompt(path string) ([]byte, error) {
+	if info, err := os.Stat(path); err != nil || !info.Mode().IsRegular() || info.Size() > maxPromptFile {
+		return nil, usagef("%s: a file of at most %d bytes is wanted", path, maxPromptFile)
+	}
+	return os.ReadFile(path)
+}
+
+// readTokens reads --tokens: token ids, as JSON has a list or between spaces.
+func readTokens(path string) (tokens []uint32, err error) {
+	text, err := readPrompt(path)
+	if err != nil {
+		return nil, err
+	}
+	for word := range strings.FieldsFuncSeq(string(text), func(r rune) bool { return strings.ContainsRune(" \t\r\n,[]", r) }) {
+		n, err := strconv.ParseUint(word, 10, 32)
+		if err != nil {
+			return nil, usagef("--tokens %s: %.40q is no token id", path, word)
+		}
+		tokens = append(tokens, uint32(n))
+	}
+	return tokens, nil
 }

@@ -29,6 +29,7 @@ func (storeCmd) Help() string {
 Examples:
   kvasir store put greeting --master 127.0.0.1:50051 < FILE
   kvasir store ls greeting --master 127.0.0.1:50051
+  kvasir store ls --like hicache --model MODEL --page 64 --tokens PROMPT.json --master 127.0.0.1:50051
   kvasir store get greeting --master 127.0.0.1:50051 > COPY
   kvasir store rm greeting --force --master 127.0.0.1:50051`
 }
@@ -62,22 +63,32 @@ func (c *cluster) open(e *env, o store.ClientOptions) (context.Context, *store.M
 
 type storeLsCmd struct {
 	cluster
-	Keys []string `arg:"" name:"key" help:"Keys."`
+	hicacheFlags
+	Keys []string `arg:"" optional:"" name:"key" help:"Keys."`
 }
 
 // Run asks the master.
 func (c *storeLsCmd) Run(e *env) error {
+	if err := c.hicacheFlags.check(len(c.Keys)); err != nil {
+		return err
+	}
 	ctx, m, _, end, err := c.open(e, store.ClientOptions{})
 	if err != nil {
 		return err
 	}
 	defer end()
+	if c.Tokens != "" {
+		return c.pages(ctx, e, m)
+	}
 	found, err := m.Replicas(ctx, c.Keys)
 	if err != nil {
 		return err
 	}
 	missing := 0
 	for i, f := range found {
+		if c.Like != "" {
+			fmt.Fprintln(e.stdout, explainHiCache(c.Keys[i]))
+		}
 		if f.Err != nil {
 			fmt.Fprintf(e.stdout, "%s: %v\n", printable(c.Keys[i]), f.Err)
 			missing++
