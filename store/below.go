@@ -127,7 +127,7 @@ func (x *search) takeSome(i, hit int) (next int, load, more bool) {
 			continue
 		}
 		k := x.Key(i)
-		switch taken := x.takeLocked(&k, i); {
+		switch taken := x.takeLocked(x.pf, &k, i/x.Rows()); {
 		case taken:
 		case x.Where(i) == tiering.InTier:
 			return i, true, true
@@ -138,14 +138,14 @@ func (x *search) takeSome(i, hit int) (next int, load, more bool) {
 	return i, false, true
 }
 
-// takeLocked pins object i, if it may be served, or joins its flight.
-func (x *search) takeLocked(k *kv.Key, i int) bool {
-	slot, ready, ok := x.servableLocked(k)
+// takeLocked pins an object of a chunk, if it may be served, or joins its flight.
+func (s *Store) takeLocked(pf *prefetch, k *kv.Key, chunk int) bool {
+	slot, ready, ok := s.servableLocked(k)
 	switch {
 	case ok && ready:
-		x.pinForLocked(x.pf, slot)
+		s.pinForLocked(pf, slot)
 	case ok:
-		x.joinFlightLocked(x.pf, slot, i/x.Rows())
+		s.joinFlightLocked(pf, slot, chunk)
 	}
 	return ok
 }
@@ -153,54 +153,58 @@ func (x *search) takeLocked(k *kv.Key, i int) bool {
 // load begins to read object i from the tier. It waits for its turn. It reports false
 // when there is no room in the pool, or no time left.
 func (x *search) load(i int) bool {
-	k := x.Key(i)
+	return x.Store.load(x.pf, x.Key(i), x.Bytes(i), i/x.Rows())
+}
+
+// load begins to read an object of n bytes from the tier for a pending lookup. It waits for its turn. It reports false
+// when there is no room in the pool, or no time left.
+func (s *Store) load(pf *prefetch, k kv.Key, n int64, chunk int) bool {
 	for {
-		fl, wait, err := x.beginLoad(&k, i)
+		fl, wait, err := s.beginLoad(pf, &k, n, chunk)
 		switch {
 		case errors.Is(err, errAgain):
 		case wait != nil:
 			select {
 			case <-wait:
-			case <-x.pf.ctx.Done():
+			case <-pf.ctx.Done():
 				return false
 			}
 		case fl == nil: // another search loads it, or the pool is full
 			return err == nil
-		case x.Go(func() { x.read(fl, k) }):
+		case s.Go(func() { s.read(fl, k) }):
 			return true
 		default:
-			x.landBelow(fl, 0, miss.BelowFailed, "")
+			s.landBelow(fl, 0, miss.BelowFailed, "")
 			return false
 		}
 	}
 }
 
-// beginLoad makes a slot and its flight for object i. The flight is nil with an error and
+// beginLoad makes a slot and its flight for an object. The flight is nil with an error and
 // when another search has begun the load meanwhile. wait is non-nil when too many loads are in
 // flight: the caller waits for it and tries again.
-func (x *search) beginLoad(k *kv.Key, i int) (_ *flight, wait chan struct{}, err error) {
-	x.lock()
-	defer x.unlock()
-	if x.takeLocked(k, i) {
+func (s *Store) beginLoad(pf *prefetch, k *kv.Key, n int64, chunk int) (_ *flight, wait chan struct{}, err error) {
+	s.lock()
+	defer s.unlock()
+	if s.takeLocked(pf, k, chunk) {
 		return nil, nil, nil
 	}
-	n := x.Bytes(i)
-	size := x.mu.pool.Round(n)
-	peer := x.pf.prompt.Owner.Peer
-	if !x.mu.loading.May(peer, size, fair.Amount{Count: maxLoads, Size: x.opts.LoadBytes}) {
-		return nil, x.mu.loading.Next(), nil
+	size := s.mu.pool.Round(n)
+	peer := pf.prompt.Owner.Peer
+	if !s.mu.loading.May(peer, size, fair.Amount{Count: maxLoads, Size: s.opts.LoadBytes}) {
+		return nil, s.mu.loading.Next(), nil
 	}
-	slot, err := x.reserveLocked(k, n, pool.Writer{}, &prefixGuard{store: x.Store, by: peer, on: true})
+	slot, err := s.reserveLocked(k, n, pool.Writer{}, &prefixGuard{store: s, by: peer, on: true})
 	if err != nil {
 		if errors.Is(err, pool.ErrFull) { // all is pinned, being written or within others' quotas
-			x.pf.belowWhy = cmp.Or(x.pf.belowWhy, miss.NoRoom)
+			pf.belowWhy = cmp.Or(pf.belowWhy, miss.NoRoom)
 		}
 		return nil, nil, err
 	}
-	x.mu.loading.Add(peer, fair.Amount{Count: 1, Size: size})
-	fl := x.newFlightLocked(slot)
-	fl.begun, fl.below, fl.peer, fl.removals = true, true, peer, x.mu.removals
-	x.joinFlightLocked(x.pf, slot, i/x.Rows())
+	s.mu.loading.Add(peer, fair.Amount{Count: 1, Size: size})
+	fl := s.newFlightLocked(slot)
+	fl.begun, fl.below, fl.peer, fl.removals = true, true, peer, s.mu.removals
+	s.joinFlightLocked(pf, slot, chunk)
 	return fl, nil, nil
 }
 

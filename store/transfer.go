@@ -16,6 +16,9 @@ import (
 type Transfer struct {
 	// Own means that this process moves the bytes itself, until Done. Else a worker does, until its commit.
 	Own bool
+	// Lasting means that the worker's hold of a store has no deadline: it ends with its commit, or once the worker's process has
+	// ended (Detach, EndQuarantine).
+	Lasting bool
 	// Skip says of which chunks of a group a store takes no place; nil wants all.
 	Skip func(group, chunk int) bool
 
@@ -91,6 +94,9 @@ func (s *Store) BeginStore(name hold.Transfer, requestID []byte, hashes []kv.Has
 	}
 	t.place(st.taken)
 	h := s.newHold(name, requestID, st.taken)
+	if t.Lasting {
+		h.Deadline = h.Deadline.Add(hold.Forever)
+	}
 	s.lock()
 	defer s.unlock()
 	if s.mu.closed {

@@ -14,8 +14,8 @@ import (
 // MaxDebts bounds the commits that are waited for without slots to give back.
 const MaxDebts = 1 << 13
 
-// forever is later than any copy ends: this process ends its holds itself.
-const forever = 100 * 365 * 24 * time.Hour
+// Forever is later than any copy ends: the life of a hold that its owner ends.
+const Forever = 100 * 365 * 24 * time.Hour
 
 // owing are the prepares of one name and request whose commits have not all come.
 //
@@ -76,7 +76,7 @@ func (t *Table) AddOwn(h *Hold) {
 	t.own++
 	h.Transfer.own = t.own
 	t.Add(h)
-	h.Deadline = h.Deadline.Add(forever)
+	h.Deadline = h.Deadline.Add(Forever)
 }
 
 // AddFormer enters a hold of an earlier server's worker, in quarantine. With a name, a

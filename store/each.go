@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"context"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/fair"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/store/lease"
+	"github.com/kvasir-kv/kvasir/store/miss"
+)
+
+// EachLookup looks up objects that need not continue each other, and lends each one that is there to a reader. What is ready is
+// lent when it is made; Fetch waits for the rest. It belongs to one goroutine.
+type EachLookup struct {
+	// Places has one for each key; for a key that is not lent Bytes is 0.
+	Places []Place
+	// Loan keeps what is lent, for as long as its owner wants; nil where nothing is. It is complete after Fetch.
+	Loan *Loan
+	// Bytes are those of all that is lent.
+	Bytes int64
+
+	store *Store
+	query EachQuery
+	rest  []int // keys that are not lent and may come
+	pf    *prefetch
+	held  []heldObject
+}
+
+// EachQuery says what an EachLookup looks up.
+type EachQuery struct {
+	Owner     lease.Owner
+	Keys      []kv.Key
+	Bytes     int64 // of one object
+	AnyLength bool  // lend objects of other lengths, too
+	Most      int64 // bytes to lend
+}
+
+// LookupEach begins a lookup, and lends what may be served at once. Error: ErrBusy.
+func (s *Store) LookupEach(q EachQuery) (*EachLookup, error) {
+	x := &EachLookup{Places: make([]Place, len(q.Keys)), store: s, query: q}
+	all := make([]int, len(q.Keys))
+	for i := range all {
+		all[i] = i
+	}
+	if err := x.lend(all); err != nil {
+		x.giveBack()
+		return nil, err
+	}
+	return x, nil
+}
+
+// Incomplete reports whether Fetch may lend more: objects that are to be compared with their checksums, or that the tier below
+// may have.
+func (x *EachLookup) Incomplete() bool { return len(x.rest) > 0 }
+
+// lend lends those of the keys that may be served. What may come is in x.rest afterwards.
+func (x *EachLookup) lend(keys []int) error {
+	x.rest = nil
+	for ; len(keys) > 0; keys = keys[min(batch, len(keys)):] {
+		if err := x.lendSome(keys[:min(batch, len(keys))]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (x *EachLookup) lendSome(keys []int) error {
+	s := x.store
+	below := s.useBelow()
+	s.lock()
+	defer s.unlock()
+	if s.busyLocked(x.query.Owner.Peer) {
+		return ErrBusy
+	}
+	for _, i := range keys {
+		k := &x.query.Keys[i]
+		slot, ready, ok := s.servableLocked(k)
+		if !ok || !ready {
+			if ok || below {
+				x.rest = append(x.rest, i)
+			}
+			continue
+		}
+		n := s.mu.pool.Length(slot)
+		if n != x.query.Bytes && !x.query.AnyLength || len(x.held) == maxTransfer || x.Bytes+n > x.query.Most {
+			continue
+		}
+		s.mu.pool.Hold(slot)
+		s.keepLocked(slot)
+		s.hitLocked(slot)
+		s.offerLocked(slot)
+		x.Places[i], x.Bytes = Place{s.mu.pool.Offset(slot), n}, x.Bytes+n
+		x.held = append(x.held, heldObject{slot: slot, offset: x.Places[i].Offset, bytes: n})
+	}
+	return nil
+}
+
+// Fetch waits until all that the tier below has and all that is to be compared is there, for Options.LoadTimeout at most, and
+// lends it. What comes later stays in the pool. Store.Go starts goroutines for it.
+func (x *EachLookup) Fetch(ctx context.Context) {
+	s, rest := x.store, x.rest
+	x.pf = &prefetch{objects: len(rest), landed: make(chan struct{}), began: time.Now()}
+	x.pf.prompt.Owner = x.query.Owner
+	x.pf.ctx, x.pf.cancel = context.WithTimeout(ctx, s.opts.LoadTimeout)
+	defer x.pf.cancel()
+	if !x.beginFetch() {
+		x.rest = nil
+		return
+	}
+	x.take(rest)
+	s.flyers.Wake()
+	s.plannedAll(x.pf)
+	select {
+	case <-x.pf.landed:
+	case <-x.pf.ctx.Done():
+	case <-s.life.Done():
+	}
+	s.leaveFlights(x.pf)
+	_ = x.lend(rest) // where too many transfers are in progress, the rest is not lent
+	x.rest = nil
+	for to := len(x.pf.pins); to > 0; to -= batch {
+		s.unpinSome(x.pf.pins[max(0, to-batch):to])
+	}
+	s.forget(x.pf)
+}
+
+func (x *EachLookup) beginFetch() bool {
+	s := x.store
+	s.lock()
+	defer s.unlock()
+	if s.mu.closed || !s.mayPendLocked(x.query.Owner.Peer, x.pf.objects) {
+		return false
+	}
+	s.mu.pending.Add(x.query.Owner.Peer, fair.Amount{Count: 1, Size: int64(x.pf.objects)})
+	s.mu.n.PendingLookups++
+	return true
+}
+
+// take pins what is in the pool and joins the flights of what is on its way or has to be compared. What the tier has gets a
+// flight.
+func (x *EachLookup) take(rest []int) {
+	var absent []int
+	for ; len(rest) > 0; rest = rest[min(batch, len(rest)):] {
+		absent = x.takeSome(absent, rest[:min(batch, len(rest))])
+	}
+	s := x.store
+	if len(absent) == 0 || !s.useBelow() {
+		return
+	}
+	keys := make([]kv.Key, len(absent))
+	for j, i := range absent {
+		keys[j] = x.query.Keys[i]
+	}
+	metas, err := s.below.Ask(x.pf.ctx, keys, s.Go)
+	if err != nil {
+		s.belowFailed(x.pf, miss.BelowFailed, "")
+		return
+	}
+	s.memory.Prepare(x.query.Bytes * int64(len(keys)))
+	for j := range keys {
+		if metas[j].Len == x.query.Bytes && !s.load(x.pf, keys[j], x.query.Bytes, absent[j]) {
+			return
+		}
+	}
+}
+
+func (x *EachLookup) takeSome(absent, rest []int) []int {
+	s := x.store
+	s.lock()
+	defer s.unlock()
+	for _, i := range rest {
+		if !s.mu.closed && !s.takeLocked(x.pf, &x.query.Keys[i], i) {
+			absent = append(absent, i)
+		}
+	}
+	return absent
+}
+
+// Result ends the lookup: it makes the Loan, and says how the lookup ended as if the keys continued each other.
+func (x *EachLookup) Result() LookupResult {
+	s := x.store
+	out := LookupResult{State: Ready, Asked: len(x.query.Keys), Hit: len(x.query.Keys)}
+	for i := range x.Places {
+		if x.Places[i].Bytes == 0 {
+			out.Hit = i
+			break
+		}
+	}
+	s.lock()
+	defer s.unlock()
+	s.mu.n.Lookups++
+	if len(x.held) > 0 && !s.mu.closed {
+		h := s.newHold(hold.Transfer{By: x.query.Owner.Peer, Load: true}, nil, x.held)
+		h.Deadline = h.Deadline.Add(hold.Forever)
+		s.mu.holds.AddLoan(h)
+		x.Loan = &Loan{s, h}
+	}
+	out.Objects = out.Hit
+	if len(x.query.Keys) > 0 {
+		out.Namespace = x.query.Keys[0].Namespace
+	}
+	if out.Hit < out.Asked {
+		k := &x.query.Keys[out.Hit]
+		_, st := s.mu.pool.Find(k)
+		out.Missing, out.Gone = *k, s.whyLocked(k, st)
+		out.Why = out.Gone.Why
+	}
+	x.belowLocked(&out)
+	return out
+}
+
+// belowLocked notes the tier's part in how a lookup ended.
+func (x *EachLookup) belowLocked(out *LookupResult) {
+	if x.pf == nil {
+		return
+	}
+	out.Waited = true
+	out.Below, out.BelowObjects = x.pf.fromBelowLocked(out.Hit)
+	if x.pf.loaded > 0 {
+		x.store.rates.Loaded(x.pf.loaded, time.Since(x.pf.began))
+	}
+	if x.pf.belowWhy != miss.None && out.Why != miss.None {
+		out.Why, out.Gone = out.Why.Because(x.pf.belowWhy, out.Gone)
+		out.Tier = x.pf.tier
+	}
+}
+
+// giveBack ends the lookup without a Loan.
+func (x *EachLookup) giveBack() {
+	x.store.giveBackLent(x.held)
+	x.held = nil
+}
+
+// Counted notes that the reader of a Loan has read objects of it.
+func (l *Loan) Counted(objects int, bytes int64) {
+	l.store.lock()
+	defer l.store.unlock()
+	l.store.mu.n.LoadedChunks += uint64(objects)
+	l.store.mu.n.LoadedBytes += uint64(bytes)
+}
