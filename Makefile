@@ -26,7 +26,7 @@ demo: build ## play a workload on a server with simulated engines
 test: have-go ## all tests that need only Go
 	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./... -p 4 -timeout 600s
 
-test-all: test ## make test, then the tests again with invariants, with crash points, with the race detector
+test-all: test ## make test, then tests again with invariants, with crash points, and with invariants and the race detector
 	GO=$(GO) .ci/invariants.sh
 	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./store/pool -tags crashpoints -timeout 300s
 	GO=$(GO) .ci/race.sh

@@ -335,6 +335,9 @@ func TestSGLangLegsEnd(t *testing.T) {
 			<-r.Context().Done() // D waits for P
 			return
 		}
+		for len(ps.all()) < 2 && r.Context().Err() == nil { // nor answers before P has the second leg
+			time.Sleep(time.Millisecond)
+		}
 		fmt.Fprint(w, `{"text":"a"}`)
 	})
 	status, answer := askSGLang(t, url, "/generate", `{"text":"x"}`)

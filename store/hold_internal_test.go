@@ -4,6 +4,7 @@ package store
 
 import (
 	"testing"
+	"time"
 
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
@@ -20,7 +21,7 @@ func TestNoCallKeepsTheLockForMoreThanABatch(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := New(p, Options{WorkerShare: 1, PeerShare: 1})
+	s := New(p, Options{WorkerShare: 1, PeerShare: 1, LoadTimeout: time.Hour})
 	defer func() {
 		if err := s.Close(); err != nil {
 			t.Error(err)
