@@ -325,6 +325,7 @@ func TestSGLangLegsEnd(t *testing.T) {
 	url, s = startMockedPair(t, oneRankSGLang, proxy.Options{}, func(w http.ResponseWriter, r *http.Request) {
 		ps.take(r)
 		if len(ps.all()) == 1 {
+			waitFor(r, func() bool { return len(ds.all()) == 1 })
 			w.WriteHeader(500)
 			return
 		}
@@ -335,9 +336,7 @@ func TestSGLangLegsEnd(t *testing.T) {
 			<-r.Context().Done() // D waits for P
 			return
 		}
-		for len(ps.all()) < 2 && r.Context().Err() == nil { // nor answers before P has the second leg
-			time.Sleep(time.Millisecond)
-		}
+		waitFor(r, func() bool { return len(ps.all()) == 2 })
 		fmt.Fprint(w, `{"text":"a"}`)
 	})
 	status, answer := askSGLang(t, url, "/generate", `{"text":"x"}`)
@@ -345,6 +344,13 @@ func TestSGLangLegsEnd(t *testing.T) {
 		t.Errorf("%d %s: D got %v, P %v", status, answer, got, ps.all())
 	}
 	testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
+}
+
+// waitFor waits until something is so, or the request has ended.
+func waitFor(r *http.Request, ok func() bool) {
+	for !ok() && r.Context().Err() == nil {
+		time.Sleep(time.Millisecond)
+	}
 }
 
 // A P of which some ranks have not registered gets no requests, and the reason is known; once all have, it does. A P that says that it is a
