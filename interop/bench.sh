@@ -3,11 +3,11 @@
 # real LMCache 0.5.6 server, vLLM's hybrid coordinator and Mooncake connector,
 # the C++ transfer engine, vllm-router and smg; and vllm bench serve with kvasir bench. About 50 minutes, and 10 GB the first time. Needs bin/kvasir;
 # `make bench` calls it. Arguments are passed on to the drivers of lmcache, events and tiers, for example
-# --lookups 300. BENCH names the parts: accuracy, lmcache, events, tiers, redis, s3, scale, coordinator, transfer, mooncake, store, proxy, clients.
+# --lookups 300. BENCH names the parts: accuracy, lmcache, events, tiers, redis, s3, scale, coordinator, transfer, mooncake, store, proxy, sglang, clients.
 # KVASIR_BEFORE is the commit that part proxy races (cac70bb). KVASIR_BENCH_DIR is a directory on the disk for tiers; KVASIR_TRACE a trace for their hit rates.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bench=${BENCH:-accuracy lmcache events tiers redis s3 scale coordinator transfer mooncake store proxy clients}
+bench=${BENCH:-accuracy lmcache events tiers redis s3 scale coordinator transfer mooncake store proxy sglang clients}
 
 # race_lmcache races the real LMCache server and this build under one client: of 0.5.6, or with RELEASE set of that one.
 race_lmcache() {
@@ -165,6 +165,15 @@ race_proxy() {
 	race_proxy_before "$python"
 }
 
+# race_sglang races kvasir proxy against sglang-router and smg before the same mock P and D of SGLang.
+race_sglang() {
+	local python
+	python=$(interop/python.sh interop/requirements-routers.txt)
+	"$python" interop/proxy/race.py --sglang --bin "$(dirname "$python")" --targets direct,sglang-router-rr,smg-sglang-rr --sizes "${SIZES:-2KiB,16KiB,220KiB,1MiB}" \
+		--conns "${CONNS:-1,16,64}" --stream "${STREAM:-on,off}" --shared-conns 0 --rounds "${ROUNDS:-3}" --seconds "${ROUND_SECONDS:-1.2}" --rate-share 0.6 --out bin/race_sglang.json \
+		--candidate 'bin/kvasir --log-level warn proxy --port {port} --pd-disaggregation {pd_flags}' | grep '^|'
+}
+
 # race_proxy_before races the proxy of the commit KVASIR_BEFORE and this build: the same requests through one P and one D, two of each,
 # and two engines that do both, with both policies; the former build also races itself, which shows the noise of the machine. No median of
 # the rounds' ratios may be above 1.1, beyond that noise.
@@ -204,7 +213,7 @@ race_store() {
 for part in $bench; do
 	case $part in
 	lmcache | events | tiers | redis | s3) "race_$part" "$@" ;;
-	accuracy | scale | coordinator | transfer | mooncake | store | proxy | clients) "race_$part" ;;
+	accuracy | scale | coordinator | transfer | mooncake | store | proxy | sglang | clients) "race_$part" ;;
 	*) echo "BENCH: no part $part" >&2; exit 2 ;;
 	esac
 done

@@ -158,6 +158,26 @@ def smg(e, binary_dir, logdir, pd, extra=(), name="smg"):
     return _ready(name, p, url)
 
 
+def sglang_router(e, binary_dir, logdir, extra=(), name="sglang-router"):
+    """SGLang's router before P and D of SGLang."""
+    port, prom = free_ports(2)
+    argv = [os.path.join(binary_dir, "python"), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prom),
+            "--log-level", "warn", "--pd-disaggregation", *_sglang_pair(e)]
+    return _ready(name, Proc(name, argv + list(extra), logdir), f"http://127.0.0.1:{port}", 120)
+
+
+def smg_sglang(e, binary_dir, logdir, extra=(), name="smg-sglang"):
+    """smg before P and D of SGLang."""
+    port, prom = free_ports(2)
+    argv = [os.path.join(binary_dir, "smg"), "launch", "--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1", "--prometheus-port", str(prom),
+            "--backend", "sglang", "--log-level", "warn", "--pd-disaggregation", *_sglang_pair(e)]
+    return _ready(name, Proc(name, argv + list(extra), logdir), f"http://127.0.0.1:{port}", 120)
+
+
+def _sglang_pair(e):
+    return [x for u, b in zip(e.prefill, e.b_ports) for x in ("--prefill", u, str(b))] + [x for u in e.decode for x in ("--decode", u)]
+
+
 def forward(e, binary, logdir, splice, name):
     """The floor: a bare forwarder, which looks into no prompt; with splice the kernel moves the prompts."""
     (port,) = free_ports(1)

@@ -201,6 +201,7 @@ def main():
     ap.add_argument("--chat", action="store_true")
     ap.add_argument("--engines", type=int, default=2, help="addresses per role (one mock process per role)")
     ap.add_argument("--no-tokenize", action="store_true", help="engines answer 404 on /tokenize and …/render")
+    ap.add_argument("--sglang", action="store_true", help="engines are P and D of SGLang; targets: direct, sglang-router, smg-sglang (each also as -rr), candidate")
     ap.add_argument("--ttft-ms", type=float, default=0)
     ap.add_argument("--tpot-ms", type=float, default=0)
     ap.add_argument("--out", help="write everything measured as JSON here")
@@ -220,7 +221,8 @@ def main():
     procs, results, load0 = [], [], os.getloadavg()
     t0 = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that finally ends what was started
-    e = peers.Engines(engine, tmp, args.engines, delays, delays)
+    of = {role: ["--sglang", role] if args.sglang else [] for role in ("prefill", "decode")}
+    e = peers.Engines(engine, tmp, args.engines, delays + of["prefill"], delays + of["decode"])
     try:
         start = {
             "vllm-router": lambda: peers.vllm_router(e, bindir, tmp, False),
@@ -231,6 +233,10 @@ def main():
             "smg": lambda: peers.smg(e, bindir, tmp, False),
             "smg-pd": lambda: peers.smg(e, bindir, tmp, True, name="smg-pd"),
             "smg-pd-rr": lambda: peers.smg(e, bindir, tmp, True, ["--policy", "round_robin"], "smg-pd-rr"),
+            "sglang-router": lambda: peers.sglang_router(e, bindir, tmp),
+            "sglang-router-rr": lambda: peers.sglang_router(e, bindir, tmp, ["--policy", "round_robin"], "sglang-router-rr"),
+            "smg-sglang": lambda: peers.smg_sglang(e, bindir, tmp),
+            "smg-sglang-rr": lambda: peers.smg_sglang(e, bindir, tmp, ["--policy", "round_robin"], "smg-sglang-rr"),
             "forward": lambda: peers.forward(e, forward, tmp, False, "forward"),
             "forward-splice": lambda: peers.forward(e, forward, tmp, True, "forward-splice"),
             "candidate": lambda: peers.candidate(e, args.candidate, tmp),

@@ -6,6 +6,10 @@
 // routes and the small discovery endpoints that routers probe, after a configurable delay. Request bodies are scanned once, not decoded.
 // Given --bootstrap it also serves the Mooncake bootstrap GET /query with its engine id.
 //
+// With --sglang prefill or decode it is a P or D of SGLang 0.5.23: it has the routes that SGLang's routers ask for, its bootstrap servers
+// answer GET /route and /health, and the room of a request must be one that no request in progress has; its bootstrap server must be named.
+// A request without a room, as from a client without a router, counts as one of neither kind.
+//
 // Every request body is checked: if it carries "user":"crc:<hex>", the CRC-32 of the longest JSON string in the body
 // must match, else 400. The same word comes back in the first token, so that a client can tell answers apart.
 //
@@ -48,7 +52,7 @@ type body struct {
 
 var wanted = map[string]bool{
 	"stream": true, "max_tokens": true, "max_completion_tokens": true, "kv_transfer_params": true,
-	"user": true, "stream_options": true, "bootstrap_room": true, "n": true, "request_id": true,
+	"user": true, "stream_options": true, "bootstrap_room": true, "bootstrap_host": true, "bootstrap_port": true, "n": true, "request_id": true,
 }
 
 var errJSON = errors.New("malformed JSON body")
@@ -146,6 +150,8 @@ type engine struct {
 	verbose     bool
 	noTokens    bool
 	peerInfo    string
+	sglang      string   // prefill, decode, or empty
+	rooms       sync.Map // of requests in progress
 
 	in, out, reqs, aborted, bad, prefills, decodes, stale atomic.Int64
 	inflight                                              atomic.Int64
@@ -291,8 +297,16 @@ func (e *engine) complete(w http.ResponseWriter, r *http.Request, chat bool) {
 		l.Kind = "decode"
 		e.decodes.Add(1)
 	}
+	end, wrong := e.enterRoom(b, &l)
+	if wrong != "" {
+		e.bad.Add(1)
+		l.Status = 400
+		e.fail(w, 400, wrong)
+		return
+	}
+	defer end()
 	ctx := r.Context()
-	if l.Kind == "decode" && e.kvCheck != "off" && !knows(ctx, kv.RemoteBootstrap, kv.RemoteEngineID) {
+	if l.Kind == "decode" && e.sglang == "" && e.kvCheck != "off" && !knows(ctx, kv.RemoteBootstrap, kv.RemoteEngineID) {
 		e.stale.Add(1)
 		if e.kvCheck == "hang" && !sleep(ctx, e.kvHang) {
 			return
@@ -460,10 +474,13 @@ func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if e.verbose && !strings.HasPrefix(r.URL.Path, "/mock/") {
 		log.Printf("%s %s %s", e.name, r.Method, r.URL)
 	}
+	if e.sglang != "" && e.sglangPaths(w, r) {
+		return
+	}
 	switch r.URL.Path {
 	case "/tokenize", "/v1/completions/render", "/v1/chat/completions/render":
 		e.tokens(w, r)
-	case "/health", "/ping", "/health_generate":
+	case "/health", "/ping", "/health_generate", "/ready":
 		w.WriteHeader(200)
 	case "/v1/models":
 		reply(w, fmt.Sprintf(`{"object":"list","data":[{"id":%q,"object":"model","created":1700000000,"owned_by":"vllm","root":%q,"parent":null,"max_model_len":1048576}]}`, e.model, e.model))
@@ -543,10 +560,11 @@ func main() {
 	kvHang := flag.Duration("kv-hang", 480*time.Second, "see --kv-check")
 	keep := flag.Int("keep-legs", 0, "remember this many requests for /mock/legs (0 = none, for speed)")
 	info := flag.String("server-info", "", "JSON body of /server_info and /get_server_info (default: 404 as vLLM without the dev endpoints)")
+	sglang := flag.String("sglang", "", "be a P (prefill) or D (decode) of SGLang")
 	noTokens := flag.Bool("no-tokenize", false, "answer 404 on the tokenizing routes (/tokenize, …/render), as engines without them")
 	verbose := flag.Bool("v", false, "log requests other than completions")
 	flag.Parse()
-	if len(listen) == 0 || (*kvCheck != "off" && *kvCheck != "fail" && *kvCheck != "hang") {
+	if len(listen) == 0 || *sglang != "" && *sglang != "prefill" && *sglang != "decode" || (*kvCheck != "off" && *kvCheck != "fail" && *kvCheck != "hang") {
 		flag.Usage()
 		os.Exit(2)
 	}
@@ -556,6 +574,9 @@ func main() {
 	e.tpot.Store(int64(*tpot))
 	bmux := http.NewServeMux()
 	bmux.HandleFunc("GET /query", e.query)
+	if e.sglang = *sglang; e.sglang != "" {
+		e.likeSGLang(boots, bmux)
+	}
 	serve := func(addr string, h http.Handler) {
 		ln, err := net.Listen("tcp", addr)
 		if err != nil {
