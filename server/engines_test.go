@@ -4,16 +4,20 @@ package server_test
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"os"
 	"os/exec"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/server/events"
 )
 
 // form is how an engine lays out a chunk of a model.
@@ -442,4 +446,55 @@ func TestTwoLayoutsHaveNoNamesInLMCachesLayout(t *testing.T) {
 	d.vllm(1, vllmForm).register().put(1, 1, "")
 	d.vllm(2, half).register().put(1, 1, "")
 	named(true) // their lengths tell them apart
+}
+
+// The chunks of two layouts count for one tenant, whose quota keeps both; subscribers see a chunk of either once.
+func TestTenantsAndEventsOfTwoLayouts(t *testing.T) {
+	d := newDesk(t, server.Options{})
+	if err := d.Close(); err != nil {
+		t.Fatal(err)
+	}
+	book := events.New(d.store, events.Options{})
+	d.opts.Events = book
+	d.Server = server.New(d.store, d.opts)
+	ctx, cancel := context.WithCancel(t.Context())
+	var run sync.WaitGroup
+	run.Go(func() { book.Run(ctx) })
+	defer run.Wait()
+	defer cancel()
+	book.Activate()
+
+	v, s := d.vllm(1, vllmForm).register(), d.sglang(2, sglangForm).register()
+	const chunk = 8192 // bytes
+	if err := d.store.SetQuota("tenant", 5*chunk); err != nil {
+		t.Fatal(err)
+	}
+	v.put(1, 2, "tenant")
+	s.put(1, 3, "tenant")
+	used := func() (n int64) {
+		for _, u := range d.store.Tenants() {
+			if u.Salt == "tenant" {
+				n = u.Bytes
+			}
+		}
+		return n
+	}
+	if used() != 5*chunk {
+		t.Errorf("the tenant has %d bytes, want %d", used(), 5*chunk)
+	}
+	seen := func() int { chunks, _ := book.Snapshot("m", false); return len(chunks) }
+	testkit.Eventually(t, "three chunks are seen", func() bool { return seen() == 3 })
+	for seed := range 40 { // more than the pool has room for
+		v.put(100+seed, 1, "")
+	}
+	if got, want := [2]int{v.hit(1, 3, "tenant"), s.hit(1, 3, "tenant")}, [2]int{2, 3}; got != want || used() != 5*chunk {
+		t.Errorf("under a flood of others the tenant's prompt hits %v, want %v; it has %d bytes", got, want, used())
+	}
+	if _, err := d.Clear(server.Clear{Tier: server.ClearAll, Force: true}); err != nil {
+		t.Error(err)
+	}
+	testkit.Eventually(t, "no chunk is seen", func() bool { return seen() == 0 })
+	if used() != 0 {
+		t.Errorf("%d bytes after a clear", used())
+	}
 }
