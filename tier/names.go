@@ -90,10 +90,13 @@ func (n *Names) Mix(model string) {
 	}
 }
 
-// mixedLocked reports whether a model is mixed, or the one of which it is a generation.
+// mixedLocked reports whether a model is mixed, or the one of which it is a generation. At the limit all are: no mixed model is forgotten.
 func (n *Names) mixedLocked(model string) bool {
-	if len(n.mu.mixed) == 0 {
+	switch len(n.mu.mixed) {
+	case 0:
 		return false
+	case maxNames:
+		return true
 	}
 	for {
 		if _, mixed := n.mu.mixed[model]; mixed {

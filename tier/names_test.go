@@ -4,6 +4,7 @@ package tier_test
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -43,4 +44,10 @@ func TestMixedModelsHaveNoNames(t *testing.T) {
 		}
 	})
 	(*tier.Names)(nil).Mix("m") // remembers nothing
+	for i := range 1<<16 + 1 {
+		n.Mix(fmt.Sprint(i))
+	}
+	if name, _ := n.Of(keys["m"].Namespace); !name.Mixed {
+		t.Error("at the limit a model is not mixed: it may be one that was not remembered")
+	}
 }
