@@ -9,7 +9,7 @@ SEED ?= 1
 PICTURES ?=
 MUTATED ?= ./store ./store/pool ./store/lease ./lmcache ./server
 
-.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm canary entered bench soak fuzz mutants page fmt
+.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm interop-sglang canary entered bench soak fuzz mutants page fmt
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 17
@@ -68,6 +68,9 @@ interop-masters: build ## the parts of make interop over a Mooncake Store, with 
 interop-vllm: build ## run real vLLM engines against this build (34 GB, minutes; PART=parts of LMCache alone, PD=parts of P/D alone)
 	[ -n "$(PD)" ] || interop/vllm.sh $(PART)
 	[ -n "$(PART)" ] || interop/mooncake.sh
+
+interop-sglang: build ## run a real SGLang engine against this build (11 GB, 30 minutes; PART=clients, clients57, lmcache, hicache, hicache-two, pages, pd)
+	interop/sglang.sh $(PART)
 
 canary: build ## run newer releases of the real peers than are pinned, each in an environment of its own; PEERS=PACKAGE==RELEASE names some
 	interop/canary.sh $(PEERS)
