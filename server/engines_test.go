@@ -273,6 +273,27 @@ func TestSGLangBeforeItsFirstPing(t *testing.T) {
 	s.want("after a store", 3, 3)
 }
 
+// A client whose worker is not registered, or is refused, is promised nothing of another engine's: it could not load it.
+func TestClientsOfUnknownWorkersHitNothing(t *testing.T) {
+	d := newDesk(t, server.Options{})
+	v, s := d.vllm(1, vllmForm).register(), d.sglang(2, sglangForm)
+	v.put(1, 2, "")
+	if s.ping() {
+		t.Error("the ping of an unknown worker is true")
+	}
+	s.want("it has named a worker that is not registered", 0, 2)
+	s.over(false, lmcache.OpRegisterKVCache, (&lmcache.KVCache{InstanceID: 2, Model: "m", WorldSize: 1, EngineType: "sglang"}).Frames()...)
+	if w := d.Status().Workers; len(w) != 2 || w[1].Refused == "" {
+		t.Fatalf("%+v", w)
+	}
+	s.want("its worker is refused", 0, 2)
+	s.register()
+	s.want("it is registered", 0, 2)
+	s.put(1, 2, "")
+	s.want("it has stored", 2, 2)
+	v.want("the vLLM", 2, 2)
+}
+
 // Of two layouts of vLLM a lookup over a connection that has named no worker is declined, and a finding says so. One that has
 // named its worker is not.
 func TestTwoLayoutsOfVLLM(t *testing.T) {

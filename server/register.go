@@ -215,6 +215,9 @@ func (s *Server) newDrivenInstance(reg *lmcache.KVCache, who *caller, chunk int)
 }
 
 func (s *Server) unregister(sc *scratch, id int64) {
+	if sc.conn.worker == id {
+		sc.conn.named = false
+	}
 	if in := s.registry.Remove(id, sc.caller().By); in != nil {
 		s.log.Info("a worker unregistered", "worker", in.ID, "model", in.Model)
 		s.detachWorker(in, "unregistered")

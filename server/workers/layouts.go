@@ -213,8 +213,8 @@ type Query struct {
 	Worker       int64
 }
 
-// layoutLocked returns the layout that a lookup is for. Of several it is that of the worker that the connection has named; else
-// that of the workers that are of the client's process or its relatives; else vLLM's, whose schedulers name no
+// layoutLocked returns the layout that a lookup is for. Of several it is that of the worker that the connection has named, and none
+// where that one is not registered; else that of the workers that are of the client's process or its relatives; else vLLM's, whose schedulers name no
 // worker. Several that are left are ErrLayouts.
 //
 // by's own workers count alone where there is one for each shard. So a layout that another user
@@ -225,15 +225,17 @@ func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 		return nil, ErrNoWorker
 	}
 	own := r.mu.byModel[modelKey{string(q.Model), q.World, q.Chunk, q.By}]
-	if in := r.namedLocked(q); in != nil && len(all.of) > 1 {
+	if in, can := r.namedLocked(q); in != nil {
 		l := own.holding(in)
 		if l == nil || len(l.workers) < q.World {
 			l = all.holding(in)
 		}
-		if l == nil {
+		if l == nil { // it is asleep
 			return nil, ErrNoWorker
 		}
 		return l.alone()
+	} else if !can {
+		return nil, ErrNoWorker
 	}
 	if own != nil && own.count() >= q.World {
 		all = own
@@ -269,16 +271,19 @@ func (l *engineLayout) alone() (*engineLayout, error) {
 	return l, nil
 }
 
-// namedLocked returns the worker that the connection has named, if it is one of the model's.
-func (r *Registry) namedLocked(q *Query) *Worker {
+// namedLocked returns the worker that the connection has named, if it is one of the model's. It reports false where that worker could
+// load nothing: it is refused or not registered.
+func (r *Registry) namedLocked(q *Query) (in *Worker, can bool) {
 	if !q.Named {
-		return nil
+		return nil, true
 	}
-	in := r.mu.instances[workerID{q.Worker, q.By}]
-	if in == nil || in.World != q.World || in.Chunk != q.Chunk || in.Model != string(q.Model) || in.Refused != "" {
-		return nil
+	switch in = r.mu.instances[workerID{q.Worker, q.By}]; {
+	case in == nil || in.Refused != "":
+		return nil, false
+	case in.World != q.World || in.Chunk != q.Chunk || in.Model != string(q.Model): // its client looks up for another one
+		return nil, true
 	}
-	return in
+	return in, true
 }
 
 // ofClient returns the layout of the workers that are of a client's process or its relatives; nil where that is no layout, or several.
