@@ -368,3 +368,56 @@ func TestLentPlanesBesideVLLM(t *testing.T) {
 	}
 	n.stop()
 }
+
+// A SGLang with attention and states (Mamba): of a hit all pages and the last state are loaded.
+func TestSGLangStates(t *testing.T) {
+	const blocks, page, state = 20, 16 * 2 * 4 * 2, 96 // bytes
+	dir := t.TempDir()
+	n := startDriven(t, dir, "pool", server.Options{SeparateGroups: true, SGLangCPUViews: true})
+	defer n.stop()
+	reg := lmcache.KVCache{InstanceID: 9, Model: "m", WorldSize: 1, EngineType: "sglang", ListLayout: "unified", Groups: []lmcache.EngineGroup{
+		{ID: 0, Layers: []int{0, 1}, TokensPerBlock: 16, WindowTokens: -1}, {ID: 1, Layers: []int{2}, TokensPerBlock: drivenChunk, WindowTokens: -1, Recurrent: true},
+	}}
+	var planes [][]byte
+	for i, size := range []int64{page, page, state} {
+		name := fmt.Sprintf("lmcache_kv_%d_%d", os.Getpid(), 910000+i)
+		seg, err := shm.Create(filepath.Join(dir, name), blocks*size)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer seg.Close()
+		plane := seg.Bytes(0, blocks*size)
+		for j := range plane {
+			plane[j] = byte(j*5 + j>>7 + i*77)
+		}
+		planes = append(planes, plane)
+		d := lmcache.Descriptor{Type: lmcache.CPUShm, ShmName: "/" + name, Bytes: blocks * size, DType: "float16", Shape: []int64{blocks, 16, 2, 4}, Stride: []int64{128, 8, 4, 1}, Device: "cpu"}
+		if i == 2 {
+			d.DType, d.Shape, d.Stride = "float32", []int64{blocks, 1, 1, state / 4}, []int64{state / 4, state / 4, state / 4, 1}
+		}
+		reg.Descriptors = append(reg.Descriptors, d)
+	}
+	n.call(lmcache.OpRegisterKVCache, reg.Frames()...)
+	prompt := tokens(3*drivenChunk, 4)
+	e := &engine{drivenNode: n, reg: reg}
+	if got := e.storeBlocks(prompt, 0, len(prompt), span(1, 6), span(1, 3)); got != done {
+		t.Fatalf("%+v\n%s", got, n.log)
+	}
+	if hit := e.lookup(prompt, "r"); hit != 3 {
+		t.Fatalf("a hit of %d chunks\n%s", hit, n.log)
+	}
+	if got := e.retrieve(prompt, 0, len(prompt), 0, "r", span(10, 6), []int{0, 0, 12}); got != done {
+		t.Fatalf("%+v\n%s", got, n.log)
+	}
+	for i, plane := range planes[:2] {
+		if !bytes.Equal(plane[10*page:16*page], plane[page:7*page]) {
+			t.Errorf("plane %d has other bytes", i)
+		}
+	}
+	if !bytes.Equal(planes[2][12*state:13*state], planes[2][3*state:4*state]) {
+		t.Error("the last state has other bytes")
+	}
+	if w := n.Status().Workers; len(w) != 1 || w[0].ObjectGroups != 2 {
+		t.Errorf("%+v", w)
+	}
+}
