@@ -286,7 +286,7 @@ var advice = map[string]string{
 	miss.OtherSalt.String():    "normal where tenants are to be kept apart; else send both prompts with one cache_salt, or none",
 	miss.OtherModel.String():   "KV of one model is of no use to another. Where both are the same, give engines one --served-model-name, or one path",
 	miss.OtherRank.String():    "KV is kept for each rank of one world size: engines share it where their parallel sizes are equal. Of equal ones, a worker has not stored its part: see the workers in kvasir status",
-	miss.OtherLayout.String():  "engines share KV where number format, block size, heads and layers are equal: compare their flags (--dtype, --kv-cache-dtype, --block-size)",
+	miss.OtherLayout.String():  "engines share KV where number format, block size, heads and layers are equal: compare their flags (--dtype, --kv-cache-dtype, --block-size). A vLLM and a SGLang share KV of MLA alone",
 	miss.OtherName.String():    "it was stored before this server started, and no request has named its model and salt since: it may be of another model, salt or layout",
 	miss.Short.String():        "only whole chunks are stored and found: longer prompts, or a smaller --chunk-size",
 	miss.Unregistered.String(): "normal while an engine starts. Else the engine's scheduler and its workers use different model names: compare them with the engine's --model",
