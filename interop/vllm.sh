@@ -2,7 +2,7 @@
 # Real vLLM engines (CPU builds) with the LMCacheMPConnector against this build: the newest,
 # and three older pairs of vLLM and lmcache. About 26 GB and some minutes the first time.
 # Needs bin/kvasir; `make interop-vllm` calls it. Arguments name the parts, else all are run: engine_driven, lmcache_driven,
-# disk, fs, fleet, mooncakestore, slow, reset, events, keeper, 0.4.6, 0.4.7, 0.5.3, 0.5.7.
+# disk, fs, fleet, mooncakestore, slow, reset, events, keeper, tier, 0.4.6, 0.4.7, 0.5.3, 0.5.7.
 # Debian packages: libnuma1 libibverbs1 librdmacm1, and libtcmalloc-minimal4 for vLLM 0.18.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -148,6 +148,18 @@ newer() {
 	stop_servers
 }
 
+# tier: the real TieringOffloadingManager with the module of kvasir vllm-tier; ROUNDS times something is killed or stopped.
+tier() {
+	echo "== vLLM's tiered offloading over kvasir server: two engines, kill -9 and SIGSTOP of either side"
+	mkdir "$work/tier"
+	bin/kvasir vllm-tier >"$work/kvasir_tier.py"
+	port=$(free_port) http=$(free_port)
+	ports="$ports $port"
+	PYTHONPATH=$work:interop/vllm "$python" interop/vllm/run_tier.py --work "$work/tier" --port "$port" --http-port "$http" --rounds "${ROUNDS:-40}" \
+		2>"$work/tier.err" || { tail -n 20 "$work/tier.err" "$work/tier/server.log" >&2; return 1; }
+	stop_servers
+}
+
 # keeper: the real fs offloading tier writes and reads as fast as it can, in a file system of its own that kvasir keeper holds at
 # its limit.
 keeper() {
@@ -173,7 +185,7 @@ keeper() {
 
 keeps_less() { [ "$(find "$1" -name '*.bin' -printf '%s\n' 2>/dev/null | awk '{ n += $1 } END { print n + 0 }')" -le "$2" ]; }
 
-for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset events keeper 0.4.6 0.4.7 0.5.3 0.5.7}; do
+for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset events keeper tier 0.4.6 0.4.7 0.5.3 0.5.7}; do
 	case $part in
 	engine_driven) life engine_driven qwen2 ;;
 	lmcache_driven) life lmcache_driven gemma3 --separate-object-groups ;;
@@ -196,6 +208,7 @@ for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow r
 		events lmcache_driven
 		;;
 	keeper) keeper ;;
+	tier) tier ;;
 	0.4.6) old 0.18.1 0.4.6 --mode= --shim cudastub ;;
 	0.4.7) old 0.23.0 0.4.7 --mode data ;;
 	0.5.3) old 0.23.0 0.5.3 --mode engine_driven ;;

@@ -3,6 +3,7 @@
 package server
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -37,7 +38,8 @@ func (st *Status) findings() []Finding {
 	for _, r := range st.TurnedAway {
 		add(fmt.Sprintf("%s refused: %s", times(r.Count, "registration was", "registrations were"), r.Why), "change that and restart the engine; the last one came at "+r.Last)
 	}
-	if len(st.Workers) == refused {
+	st.vllmFindings(add)
+	if len(st.Workers) == refused && st.VLLM == nil {
 		add("no worker that can be served is registered", fmt.Sprintf("start vLLM on this host, as this user, with LMCacheMPConnector (kvasir server --help shows how). "+
 			"An engine that runs comes back within a heartbeat, 10 s; this server started %s ago", time.Duration(st.Uptime*float64(time.Second)).Round(time.Second)))
 	}
@@ -69,6 +71,20 @@ func (st *Status) findings() []Finding {
 		add(fmt.Sprintf("%s of the pool wait in quarantine: workers that are gone may still write there", kv.FormatBytes(q)), "they come back after --l1-write-ttl-seconds; see why engines end")
 	}
 	return out
+}
+
+// vllmFindings explains what engines of vLLM's tiered offloading left.
+func (st *Status) vllmFindings(add func(what, do string)) {
+	if st.VLLM == nil {
+		return
+	}
+	for _, r := range st.VLLM.Left {
+		add(fmt.Sprintf("/dev/shm/%s (%s) was left by an engine that is gone: %s", r.Name, kv.FormatBytes(r.Bytes), cmp.Or(r.Why, "it is looked at again in a second")),
+			"it is removed once the engine's process has ended and no process maps it; an engine that starts again under the same id takes it over")
+	}
+	if len(st.VLLM.Engines) == 0 && len(st.Workers) == 0 {
+		add("no engine is connected to the tier socket", "start vLLM on this host, as this user, with the tier of kvasir vllm-tier (kvasir vllm-tier --help shows how)")
+	}
 }
 
 // lookupFindings explains what lookups did not find.

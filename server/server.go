@@ -29,6 +29,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/events"
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/server/lent"
+	"github.com/kvasir-kv/kvasir/server/offload"
 	"github.com/kvasir-kv/kvasir/server/usage"
 	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store"
@@ -72,6 +73,8 @@ type Server struct {
 	ended         *explain.Book // lookups that found less than they asked for
 	slow          *slowLog
 	tally         *usage.Tally
+	offload       *offload.Server
+	vllmTier      bool // its socket is served; set before Run
 	complete      bool // every worker of the earlier server was taken over; set by New
 }
 
@@ -95,6 +98,7 @@ func New(st *store.Store, o Options) *Server {
 	if s.opts.Generations != nil {
 		s.opts.Generations.Follow(s.followClear)
 	}
+	s.offload = s.newOffload()
 	s.recallSizes()
 	s.restore()
 	s.logTrust()
@@ -186,6 +190,7 @@ func (s *Server) Tick(now time.Time) {
 	s.sweep()
 	s.forgetSizes(now)
 	s.expireHeld(now)
+	s.offload.Tick()
 }
 
 // checkName notices that the pool's name was removed: workers that have mapped the pool go
@@ -220,14 +225,14 @@ func (s *Server) Shutdown(ctx context.Context) error {
 		}
 		break
 	}
-	return s.router.Shutdown(ctx)
+	return errors.Join(s.offload.Close(), s.router.Shutdown(ctx))
 }
 
 // Close stops serving at once and unmaps the memory of workers.
 func (s *Server) Close() error {
 	s.waits.stop()
 	s.streams.stop()
-	err := s.router.Close()
+	err := errors.Join(s.offload.Close(), s.router.Close())
 	if s.opts.Publisher != nil {
 		err = errors.Join(err, s.opts.Publisher.Close())
 	}

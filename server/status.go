@@ -33,6 +33,7 @@ type Status struct {
 	Lookup     LookupStatus      `json:"lookup"`
 	Recent     RecentStatus      `json:"recent"`
 	Workers    []WorkerStatus    `json:"workers"`                  // in the order of their ids
+	VLLM       *VLLMStatus       `json:"vllm_tier,omitempty"`      // with --vllm-tier
 	TurnedAway []RefusedStatus   `json:"refused_registrations"`    // of workers that are not in the list
 	Declined   map[string]uint64 `json:"declined"`                 // requests by reason, those that occurred
 	Malformed  string            `json:"last_malformed,omitempty"` // the last request that could not be read, and why
@@ -124,7 +125,7 @@ func (s *Server) Status() Status {
 			Lookups: st.Lookups, AskedTokens: s.n.askedTokens.Load(), HitTokens: s.n.hitTokens.Load(), MissReasons: map[string]uint64{},
 			Hits: s.n.hits.Load(), Short: s.ended.Count(miss.Short), Salted: s.n.salted.Load(), Retrieves: s.n.retrievesFinished.Sum(), Stores: s.n.storesFinished.Sum(),
 		},
-		Recent: s.lately(), Workers: s.workers(), TurnedAway: s.turnedAway.List(), Declined: map[string]uint64{},
+		Recent: s.lately(), Workers: s.workers(), VLLM: s.vllmStatus(), TurnedAway: s.turnedAway.List(), Declined: map[string]uint64{},
 	}
 	if why := s.lastMalformed.Load(); why != nil {
 		out.Malformed = *why

@@ -21,9 +21,9 @@ import (
 // peerFacing are the directories whose bounds docs/limits.md has: peers fill their tables.
 var peerFacing = []string{
 	"internal/httpserver", "internal/resp", "internal/safelog", "lmcache", "mooncake/bootstrap", "proxy", "proxy/blocks", "proxy/limits", "proxy/prefix",
-	"server", "server/admin", "server/events", "server/explain", "server/lent", "server/usage", "server/workers",
+	"server", "server/admin", "server/events", "server/explain", "server/lent", "server/offload", "server/usage", "server/workers",
 	"store", "store/hold", "store/lease", "store/miss", "store/pool", "store/tenant", "store/tiering",
-	"tier", "tier/disk", "tier/fs", "tier/generation", "tier/keeper", "tier/mooncakestore", "tier/redis", "tier/s3", "zmtp",
+	"tier", "tier/disk", "tier/fs", "tier/generation", "tier/keeper", "tier/mooncakestore", "tier/redis", "tier/s3", "vllm", "zmtp",
 }
 
 var boundName = regexp.MustCompile(`^(max|Max|most)[A-Z0-9]|^[Mm]ax$`)

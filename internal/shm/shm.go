@@ -88,6 +88,9 @@ func AttachIf(path string, ok func(File) error) (*Segment, error) {
 	return mapFile(path, f, ok)
 }
 
+// AttachFile maps a segment whose descriptor a peer has sent, and owns the file.
+func AttachFile(f *os.File) (*Segment, error) { return mapFile(f.Name(), f, nil) }
+
 func mapFile(path string, f *os.File, ok func(File) error) (*Segment, error) {
 	var st unix.Stat_t
 	err := unix.Fstat(int(f.Fd()), &st)

@@ -38,6 +38,7 @@ type root struct {
 	Bootstrap bootstrapCmd `cmd:"" group:"Serve" help:"Serve the registry through which vLLM's MooncakeConnector finds P."`
 	StoreNode storeNodeCmd `cmd:"" group:"Serve" help:"Give memory to a Mooncake Store cluster."`
 	Keeper    keeperCmd    `cmd:"" group:"Serve" help:"Hold directories of vLLM's fs offloading tier at a limit."`
+	VLLMTier  vllmTierCmd  `cmd:"" group:"Serve" name:"vllm-tier" help:"Print the module by which vLLM's tiered offloading uses a server."`
 	Config    configCmd    `cmd:"" group:"Serve" help:"Write a file for kvasir all to begin with, or check one."`
 
 	Status  status.StatusCommand  `cmd:"" group:"Watch" help:"Ask a running server how it is and, in words, why hits are missing."`

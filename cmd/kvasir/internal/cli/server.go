@@ -45,6 +45,7 @@ type serverCmd struct {
 	Port      int       `help:"ZMQ port." default:"5555" group:"Network"`
 	Listen    []string  `name:"listen" help:"Another ZMQ port, for clients with chunks of another size: engines whose blocks do not divide --chunk-size and whose lmcache is older than 0.5.7, which negotiates. Repeatable." group:"Network" placeholder:"PORT:CHUNK"`
 	IPC       string    `name:"ipc" help:"Also listen on this UNIX socket path." group:"Network" placeholder:"PATH"`
+	VLLMTier  string    `name:"vllm-tier" help:"Also serve engines of vLLM with tiered offloading (kvasir vllm-tier) on this UNIX socket path: those of this server's user on this host." group:"Network" placeholder:"PATH"`
 	HTTPHost  string    `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
 	HTTPPort  int       `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
 	APIKeys   []string  `name:"api-key-file" aliases:"http-api-key-file" sep:"none" help:"File of one line with a key that HTTP requests need (Authorization: Bearer, or X-LMCache-API-Key); probes and the page need none. Also LMCACHE_API_KEY and LMCACHE_API_KEY_FILE. The ZMQ ports know no keys. Repeatable." group:"Network" placeholder:"FILE"`
@@ -102,6 +103,7 @@ func (serverCmd) Help() string {
   kvasir server --l1-size-gb 100 --host 10.0.0.5 --pickle on     (engines on other hosts too)
   kvasir server --l1-size-gb 100 --l2-adapter '{"type":"fs","base_path":"/data/kv"}'    (a directory below the pool)
   kvasir server --l1-size-gb 100 --kv-events tcp://10.0.0.5:5557 --kv-events-replay tcp://10.0.0.5:5558    (for routers)
+  kvasir server --l1-size-gb 100 --vllm-tier /run/kvasir.sock    (vLLM's own tiered offloading: kvasir vllm-tier --help)
   kvasir server --l1-size-gb 100 --disk /mnt/nvme/kv --disk-gb 2000                (a disk of its own)
   kvasir server --l1-size-gb 100 --quota team-a=40GiB --state /var/lib/kvasir/tenants.state    (what kvasir quota sets holds over restarts)
 
@@ -174,6 +176,8 @@ func (c *serverCmd) options(log *slog.Logger) (o serverOptions, _ error) {
 	bad.port("--port", c.Port, false)
 	const longestSocket = 107 // bytes, of the kernel's sockaddr_un
 	bad.unless(len(c.IPC) <= longestSocket, "--ipc %s has %d bytes: the path of a socket has at most %d", c.IPC, len(c.IPC), longestSocket)
+	bad.unless(len(c.VLLMTier) <= longestSocket, "--vllm-tier %s has %d bytes: the path of a socket has at most %d", c.VLLMTier, len(c.VLLMTier), longestSocket)
+	bad.unless(c.VLLMTier == "" || c.VLLMTier != c.IPC, "--vllm-tier and --ipc are one path")
 	bad.port("--http-port", c.HTTPPort, true)
 	if c.Hash != "blake3" {
 		wrong("--hash-algorithm %s is computed by Python code inside vLLM; only blake3 (LMCache's default) is served", c.Hash)
@@ -514,6 +518,13 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	}
 	for i, addr := range addresses {
 		e.log.Info("serving LMCache clients", "address", addr, "pool", "/dev/shm/"+c.poolName(), "pool_bytes", int64(c.L1SizeGB), "chunk_tokens", places[i].chunk)
+	}
+	if c.VLLMTier != "" {
+		if err := srv.ListenVLLM(e.ctx, c.VLLMTier); err != nil {
+			listener.Close()
+			return takeover.ExplainListen(err, "--vllm-tier", "")
+		}
+		e.log.Info("serving vLLM's tiered offloading", "socket", c.VLLMTier)
 	}
 	e.log.Info("engines find this server with the flag of vllm serve", "connect_with", engineFlag(c.Host, c.Port))
 	e.log.Info("serving HTTP: /status, /healthcheck, /metrics", "address", listener.Addr().String())

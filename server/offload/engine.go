@@ -1,0 +1,405 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package offload
+
+import (
+	"context"
+	"encoding/hex"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/kv/object"
+	"github.com/kvasir-kv/kvasir/server/access"
+	"github.com/kvasir-kv/kvasir/server/lookup"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hold"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/vllm"
+)
+
+// maxTenants bounds the tenants of one engine. Rows of further ones are misses.
+const maxTenants = 1024
+
+// engine is one connection of an engine.
+type engine struct {
+	server   *Server
+	conn     *vllm.Conn
+	caller   access.Caller
+	hello    vllm.Hello
+	region   Region
+	instance int64 // names its stores; another one after each connection
+	since    time.Time
+	groups   *object.Groups
+	keys     []vllm.Key             // memory of the last Ask
+	spaces   map[space]kv.Namespace // of the goroutine that reads
+	tenants  map[string]struct{}    // of spaces
+	stores   map[uint64][]transfer  // of the goroutine that reads, by id
+	pending  sync.WaitGroup         // lookups that wait for the tier below or for checksums
+	figures  struct{ lent, stores atomic.Int64 }
+
+	mu struct {
+		sync.Mutex
+		left  bool // the connection has ended
+		lent  map[uint64]lent
+		bytes int64 // of them
+		begun int   // lookups that are not in lent yet
+	}
+}
+
+// space names a namespace: of a tenant's rows of one group.
+type space struct {
+	tenant string
+	group  uint32
+}
+
+// lent is what a lookup lends.
+type lent struct {
+	loan   *store.Loan
+	bytes  int64
+	tenant string
+}
+
+// transfer is a store of one group that is not committed.
+type transfer struct {
+	name    hold.Transfer
+	request []byte
+	hashes  []kv.Hash
+	places  int
+}
+
+func newEngine(s *Server, conn *vllm.Conn, caller access.Caller, hello vllm.Hello, region Region) *engine {
+	e := &engine{
+		server: s, conn: conn, caller: caller, hello: hello, region: region, instance: rand.Int64(), since: time.Now(),
+		groups: object.FullAttention(hello.ChunkTokens, hello.RowBytes),
+		spaces: make(map[space]kv.Namespace), tenants: make(map[string]struct{}), stores: make(map[uint64][]transfer),
+	}
+	e.mu.lent = make(map[uint64]lent)
+	return e
+}
+
+// run reads messages until the connection ends.
+func (e *engine) run() error {
+	for {
+		kind, body, err := e.conn.Read()
+		if err == nil {
+			err = e.handle(kind, body)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+func (e *engine) handle(kind byte, body []byte) error {
+	switch kind {
+	case vllm.TypeLookup:
+		return e.lookup(body)
+	case vllm.TypeRelease:
+		return e.release(body)
+	case vllm.TypeStore:
+		return e.store(body)
+	case vllm.TypeCommit:
+		return e.commit(body)
+	}
+	return fmt.Errorf("%w: type %d", vllm.ErrMalformed, kind)
+}
+
+// leave ends everything that the engine has. Its process touches nothing any more.
+func (e *engine) leave() {
+	s := e.server.store
+	s.Detach(e.instance)
+	s.EndQuarantine(e.instance)
+	e.markLeft()
+	e.pending.Wait()
+	for _, l := range e.takeAll() {
+		l.loan.GiveBack()
+	}
+}
+
+func (e *engine) markLeft() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.mu.left = true
+}
+
+func (e *engine) takeAll() map[uint64]lent {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	all := e.mu.lent
+	e.mu.lent, e.mu.bytes = nil, 0
+	e.figures.lent.Store(0)
+	return all
+}
+
+// namespace returns the namespace of a tenant's rows of a group; false for what the engine cannot have.
+func (e *engine) namespace(tenant []byte, group uint32) (kv.Namespace, bool) {
+	if group >= uint32(e.hello.Groups) {
+		return kv.Namespace{}, false
+	}
+	if ns, ok := e.spaces[space{string(tenant), group}]; ok {
+		return ns, true
+	}
+	if _, known := e.tenants[string(tenant)]; !known && len(e.tenants) >= maxTenants {
+		return kv.Namespace{}, false
+	}
+	e.tenants[string(tenant)] = struct{}{}
+	model := tier.Revised(e.hello.Model, e.server.opts.Revisions[e.hello.Model])
+	ns := kv.NamespaceOf(model, string(tenant), e.hello.Fingerprint(group))
+	e.spaces[space{string(tenant), group}] = ns
+	return ns, true
+}
+
+// named lets the store and the tiers below know whose a namespace is.
+func (e *engine) named(ns kv.Namespace, tenant []byte) {
+	if e.server.opts.Name != nil {
+		e.server.opts.Name(ns, []byte(e.hello.Model), tenant)
+	}
+}
+
+// lookup answers a Lookup: at once what is ready, else later all together.
+func (e *engine) lookup(body []byte) error {
+	a, err := vllm.DecodeAsk(body, e.keys)
+	if err != nil {
+		return err
+	}
+	e.keys = a.Keys
+	e.server.n.lookups.Add(1)
+	e.server.n.asked.Add(uint64(len(a.Keys)))
+	keys, at := make([]kv.Key, 0, len(a.Keys)), make([]int, 0, len(a.Keys))
+	for i, k := range a.Keys {
+		if ns, ok := e.namespace(a.Tenant, k.Group); ok {
+			keys, at = append(keys, rowKey(ns, k.Hash)), append(at, i)
+		}
+	}
+	l := found{engine: e, id: a.ID, tenant: string(a.Tenant), request: string(a.Request), keys: keys, at: at, places: make([]vllm.Place, len(a.Keys))}
+	if e.server.opts.Draining() {
+		return l.answer(nil)
+	}
+	most, ok := e.begin(a.ID)
+	if !ok {
+		return l.answer(nil)
+	}
+	x, err := e.server.store.LookupEach(store.EachQuery{Owner: e.caller.Owner(), Keys: keys, Bytes: e.hello.RowBytes, AnyLength: e.hello.Canonical, Most: most})
+	if err != nil { // too many transfers are in progress
+		e.keep(a.ID, lent{})
+		return l.answer(nil)
+	}
+	if !x.Incomplete() {
+		return l.answer(x)
+	}
+	e.pending.Add(1)
+	wait := func() {
+		defer e.pending.Done()
+		ctx, stop := context.WithTimeout(e.server.life, e.server.opts.Patience)
+		defer stop()
+		x.Fetch(ctx)
+		_ = l.answer(x) // the connection is gone
+	}
+	if !e.server.store.Go(wait) {
+		e.pending.Done()
+		return l.answer(x)
+	}
+	return nil
+}
+
+// rowKey is under which key a row is in the store.
+func rowKey(ns kv.Namespace, hash kv.Hash) kv.Key {
+	var k kv.Key
+	sh := object.Shard{Namespace: ns, World: 1}
+	sh.Key(&k, 0, 0, hash)
+	return k
+}
+
+// begin notes a lookup, and returns how many bytes it may lend; false for a used id, or when too many are not released.
+func (e *engine) begin(id uint64) (most int64, ok bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if _, used := e.mu.lent[id]; used || e.mu.left || len(e.mu.lent)+e.mu.begun >= e.server.opts.MaxLent {
+		return 0, false
+	}
+	e.mu.begun++
+	return int64(e.server.opts.Share*float64(e.server.store.Files().Bytes())) - e.mu.bytes, true
+}
+
+// keep notes what a lookup lends; false when that is nothing, or when the engine has left.
+func (e *engine) keep(id uint64, l lent) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.mu.begun--
+	if e.mu.left || l.loan == nil {
+		return false
+	}
+	e.mu.lent[id] = l
+	e.mu.bytes += l.bytes
+	e.figures.lent.Store(e.mu.bytes)
+	return true
+}
+
+// found is a lookup on its way to its answer.
+type found struct {
+	engine  *engine
+	id      uint64
+	tenant  string
+	request string
+	keys    []kv.Key
+	at      []int // of the keys, in the Lookup
+	places  []vllm.Place
+}
+
+// answer sends a Found frame. What x lends is the engine's from then on; nil lends nothing.
+func (l *found) answer(x *store.EachLookup) error {
+	e := l.engine
+	for i := range l.places {
+		l.places[i].Offset = vllm.NoPlace
+	}
+	if x != nil {
+		result := x.Result()
+		if e.keep(l.id, lent{x.Loan, x.Bytes, l.tenant}) {
+			for i, p := range x.Places {
+				if p.Bytes > 0 {
+					l.places[l.at[i]] = vllm.Place{Offset: uint64(p.Offset), Bytes: uint32(p.Bytes)}
+					e.server.n.hits.Add(1)
+				}
+			}
+		} else if x.Loan != nil {
+			x.Loan.GiveBack()
+		}
+		l.ended(&result)
+	}
+	return e.conn.Write(vllm.TypeFound, func(dst []byte) []byte { return vllm.AppendPlaces(dst, l.id, l.places) })
+}
+
+// ended passes the end of a lookup on.
+func (l *found) ended(r *store.LookupResult) {
+	e := l.engine
+	if e.server.opts.Ended == nil || len(l.keys) == 0 {
+		return
+	}
+	r.Tokens = e.hello.ChunkTokens
+	e.server.opts.Ended(&lookup.Outcome{
+		Request: []byte(l.request), Model: []byte(e.hello.Model), Salt: []byte(l.tenant), Registered: true, ChunkTokens: e.hello.ChunkTokens,
+		LookupResult: *r, Searched: true,
+	})
+}
+
+// release ends what lookups lend.
+func (e *engine) release(body []byte) error {
+	list, err := vllm.DecodeReleased(body)
+	if err != nil {
+		return err
+	}
+	for _, r := range list {
+		l, ok := e.take(r.ID)
+		if !ok {
+			continue
+		}
+		n := &e.server.n
+		n.releases.Add(1)
+		if r.Loaded > 0 {
+			bytes := min(int64(r.Loaded)*e.hello.RowBytes, l.bytes)
+			n.loads.Add(uint64(r.Loaded))
+			n.loadedBytes.Add(uint64(bytes))
+			l.loan.Counted(int(r.Loaded), bytes)
+			if e.server.opts.Loaded != nil {
+				e.server.opts.Loaded(e.hello.Model, []byte(l.tenant), e.instance, int(r.Loaded))
+			}
+		}
+		l.loan.GiveBack()
+	}
+	return nil
+}
+
+func (e *engine) take(id uint64) (lent, bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	l, ok := e.mu.lent[id]
+	if ok {
+		delete(e.mu.lent, id)
+		e.mu.bytes -= l.bytes
+		e.figures.lent.Store(e.mu.bytes)
+	}
+	return l, ok
+}
+
+// store answers a Store: it takes places for the rows that are not there.
+func (e *engine) store(body []byte) error {
+	a, err := vllm.DecodeAsk(body, e.keys)
+	if err != nil {
+		return err
+	}
+	e.keys = a.Keys
+	e.server.n.stores.Add(1)
+	places := make([]vllm.Place, len(a.Keys))
+	for i := range places {
+		places[i].Offset = vllm.NoPlace
+	}
+	if _, used := e.stores[a.ID]; !used && len(e.stores) < e.server.opts.MaxStores && !e.server.opts.Draining() {
+		if transfers := e.beginStores(&a, places); len(transfers) > 0 {
+			e.stores[a.ID] = transfers
+			e.figures.stores.Store(int64(len(e.stores)))
+		}
+	}
+	return e.conn.Write(vllm.TypePlaces, func(dst []byte) []byte { return vllm.AppendPlaces(dst, a.ID, places) })
+}
+
+// beginStores takes places, group by group.
+func (e *engine) beginStores(a *vllm.Ask, places []vllm.Place) (out []transfer) {
+	at := make(map[uint32][]int)
+	var order []uint32
+	for i, k := range a.Keys {
+		if at[k.Group] == nil {
+			order = append(order, k.Group)
+		}
+		at[k.Group] = append(at[k.Group], i)
+	}
+	request := []byte(string(a.Request) + "#" + hex.EncodeToString([]byte{byte(a.ID >> 24), byte(a.ID >> 16), byte(a.ID >> 8), byte(a.ID)}))
+	for _, group := range order {
+		ns, ok := e.namespace(a.Tenant, group)
+		if !ok {
+			continue
+		}
+		e.named(ns, a.Tenant)
+		t := transfer{request: request, hashes: make([]kv.Hash, len(at[group]))}
+		for j, i := range at[group] {
+			t.hashes[j] = a.Keys[i].Hash
+		}
+		t.name = hold.Transfer{
+			Instance: e.instance, By: e.caller.Name, To: len(t.hashes), Last: t.hashes[len(t.hashes)-1],
+			Shard: object.Shard{Namespace: ns, World: 1, Groups: e.groups},
+		}
+		move := store.Transfer{Lasting: true}
+		if _, err := e.server.store.BeginStore(t.name, t.request, t.hashes, &move); err != nil || len(move.Offsets) == 0 {
+			continue // busy, no room, or all is there
+		}
+		for j, offset := range move.Offsets {
+			places[at[group][move.Indices[j]]] = vllm.Place{Offset: uint64(offset), Bytes: uint32(e.hello.RowBytes)}
+		}
+		t.places = len(move.Offsets)
+		out = append(out, t)
+	}
+	return out
+}
+
+// commit ends a store.
+func (e *engine) commit(body []byte) error {
+	id, ok, err := vllm.DecodeCommit(body)
+	if err != nil {
+		return err
+	}
+	n := &e.server.n
+	for _, t := range e.stores[id] {
+		got := e.server.store.CommitStore(t.name, t.request, t.hashes, ok)
+		n.rows.Add(uint64(got.Chunks))
+		n.writtenBytes.Add(uint64(got.Chunks) * uint64(e.hello.RowBytes))
+		if !ok {
+			n.aborted.Add(1)
+		}
+	}
+	delete(e.stores, id)
+	e.figures.stores.Store(int64(len(e.stores)))
+	return nil
+}

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package server
+
+import (
+	"context"
+
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server/lookup"
+	"github.com/kvasir-kv/kvasir/server/offload"
+)
+
+// newOffload makes what serves engines of vLLM whose tiered offloading has a Kvasir tier: the same store, books and figures as
+// for LMCache clients.
+func (s *Server) newOffload() *offload.Server {
+	return offload.New(s.store, offload.Options{
+		Version: s.opts.Version, Dir: s.opts.ShmDir, Log: s.log, Revisions: s.opts.Revisions, Draining: s.draining.Load,
+		Name: func(ns kv.Namespace, model, salt []byte) { s.nameSpace(ns, model, salt) },
+		Ended: func(o *lookup.Outcome) {
+			s.n.askedTokens.Add(uint64(o.AskedTokens()))
+			if len(o.Salt) > 0 {
+				s.n.salted.Add(1)
+			}
+			s.lookupEnded(o)
+		},
+		Loaded: func(model string, salt []byte, engine int64, rows int) {
+			s.n.retrievesSubmitted.Add(false)
+			s.n.retrievesFinished.Add(false)
+			s.tally.Loaded(model, salt, engine, rows)
+		},
+	})
+}
+
+// ListenVLLM serves the tier socket for engines of vLLM with tiered offloading at a path, until Shutdown or Close.
+func (s *Server) ListenVLLM(ctx context.Context, path string) error {
+	s.vllmTier = true
+	return s.offload.Listen(ctx, path)
+}
+
+// Offload serves the engines of vLLM whose tiered offloading has a Kvasir tier.
+func (s *Server) Offload() *offload.Server { return s.offload }
+
+// VLLMStatus is about engines of vLLM with a Kvasir tier.
+type VLLMStatus struct {
+	Engines []offload.Engine `json:"engines"` // that are connected
+	Left    []offload.Region `json:"left"`    // regions in /dev/shm of engines that are gone
+}
+
+// vllmStatus returns nil where no tier socket is served.
+func (s *Server) vllmStatus() *VLLMStatus {
+	if !s.vllmTier {
+		return nil
+	}
+	return &VLLMStatus{s.offload.Engines(), s.offload.Left()}
+}

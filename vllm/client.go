@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package vllm
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/shm"
+)
+
+// Client is the engine's side of a tier socket, as the module Shim is. It copies nothing: its user does, between its own memory
+// and Pool. Its methods are safe for concurrent use.
+type Client struct {
+	conn *Conn
+	pool *shm.Segment
+	hash int
+	wg   sync.WaitGroup
+
+	mu struct {
+		sync.Mutex // a leaf
+		last       uint64
+		waiting    map[uint64]chan []Place
+		err        error // why the connection ended
+	}
+	ended chan struct{}
+}
+
+// ErrRefused means that the node does not serve this engine; the text says why.
+var ErrRefused = errors.New("vllm: the node refuses this engine")
+
+// ErrSlow means that the node did not answer in time. What it answers later is given back.
+var ErrSlow = errors.New("vllm: the node does not answer")
+
+// Dial connects to a node. region may be nil. Hashes of keys have hashBytes bytes.
+func Dial(path string, h Hello, region *os.File, hashBytes int) (*Client, error) {
+	c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		return nil, err
+	}
+	client, err := greet(c, h, region, hashBytes)
+	if err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	return client, nil
+}
+
+func greet(c *net.UnixConn, h Hello, region *os.File, hashBytes int) (*Client, error) {
+	conn := NewConn(c)
+	if err := conn.WriteFile(TypeHello, h.Append, region); err != nil {
+		return nil, err
+	}
+	_ = c.SetReadDeadline(time.Now().Add(10 * time.Second))
+	kind, body, file, err := conn.ReadFirst()
+	if err != nil {
+		return nil, err
+	}
+	_ = c.SetReadDeadline(time.Time{})
+	if kind == TypeRefused {
+		return nil, fmt.Errorf("%w: %.400q", ErrRefused, body)
+	}
+	var w Welcome
+	if kind != TypeWelcome || file == nil {
+		err = fmt.Errorf("%w: type %d as the first frame, or without the pool", ErrMalformed, kind)
+	} else if err = json.Unmarshal(body, &w); err == nil && w.Protocol != Protocol {
+		err = fmt.Errorf("%w: protocol %d", ErrMalformed, w.Protocol)
+	}
+	if err != nil {
+		if file != nil {
+			err = errors.Join(err, file.Close())
+		}
+		return nil, err
+	}
+	pool, err := shm.AttachFile(file)
+	if err != nil {
+		return nil, err
+	}
+	client := &Client{conn: conn, pool: pool, hash: hashBytes, ended: make(chan struct{})}
+	client.mu.waiting = make(map[uint64]chan []Place)
+	client.wg.Go(client.read)
+	return client, nil
+}
+
+// Pool returns n bytes of the pool's memory, nil where it has fewer. They are valid until Close.
+func (c *Client) Pool(p Place) []byte {
+	if p.Offset > uint64(c.pool.Len()) || uint64(p.Bytes) > uint64(c.pool.Len())-p.Offset {
+		return nil
+	}
+	return c.pool.Bytes(int64(p.Offset), int64(p.Bytes))
+}
+
+// Ended is closed once the connection has ended. Rows that were copied from the pool after that do not count.
+func (c *Client) Ended() <-chan struct{} { return c.ended }
+
+// Close ends the connection. The user touches the pool no more.
+func (c *Client) Close() error {
+	err := c.conn.Close()
+	c.wg.Wait()
+	return errors.Join(err, c.pool.Close())
+}
+
+// read hands answers on until the connection ends.
+func (c *Client) read() {
+	defer close(c.ended)
+	for {
+		kind, body, err := c.conn.Read()
+		var id uint64
+		var places []Place
+		if err == nil {
+			if id, places, err = DecodePlaces(body); kind != TypeFound && kind != TypePlaces {
+				err = fmt.Errorf("%w: type %d", ErrMalformed, kind)
+			}
+		}
+		if err != nil {
+			c.fail(err)
+			return
+		}
+		if to := c.answered(id); to != nil {
+			to <- places
+		} else if kind == TypeFound {
+			_ = c.Release(Released{ID: id}) // the connection ends
+		} else {
+			_ = c.Commit(id, false) // the connection ends
+		}
+	}
+}
+
+func (c *Client) answered(id uint64) chan []Place {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	to := c.mu.waiting[id]
+	delete(c.mu.waiting, id)
+	return to
+}
+
+// fail ends all that wait.
+func (c *Client) fail(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.mu.err = err
+	for id, to := range c.mu.waiting {
+		close(to)
+		delete(c.mu.waiting, id)
+	}
+}
+
+// Lookup asks for rows. The places are lent until Release.
+func (c *Client) Lookup(tenant, request string, keys []Key, patience time.Duration) (id uint64, places []Place, err error) {
+	return c.ask(TypeLookup, tenant, request, keys, patience)
+}
+
+// Store asks for places of rows that are not there. They are the engine's until Commit.
+func (c *Client) Store(tenant, request string, keys []Key, patience time.Duration) (id uint64, places []Place, err error) {
+	return c.ask(TypeStore, tenant, request, keys, patience)
+}
+
+func (c *Client) ask(kind byte, tenant, request string, keys []Key, patience time.Duration) (id uint64, places []Place, err error) {
+	id, to, err := c.wait()
+	if err != nil {
+		return 0, nil, err
+	}
+	a := Ask{ID: id, Tenant: []byte(tenant), Request: []byte(request), Keys: keys}
+	if err := c.conn.Write(kind, func(dst []byte) []byte { return AppendAsk(dst, &a, c.hash) }); err != nil {
+		c.answered(id)
+		return 0, nil, err
+	}
+	late := time.NewTimer(patience)
+	defer late.Stop()
+	select {
+	case places, ok := <-to:
+		if !ok {
+			return 0, nil, net.ErrClosed
+		}
+		return id, places, nil
+	case <-late.C:
+		if c.answered(id) == nil { // the answer came at the same moment
+			if places, ok := <-to; ok {
+				return id, places, nil
+			}
+		}
+		return 0, nil, ErrSlow
+	}
+}
+
+func (c *Client) wait() (uint64, chan []Place, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.mu.err != nil {
+		return 0, nil, c.mu.err
+	}
+	c.mu.last++
+	to := make(chan []Place, 1)
+	c.mu.waiting[c.mu.last] = to
+	return c.mu.last, to, nil
+}
+
+// Release gives back what a lookup lent.
+func (c *Client) Release(r Released) error {
+	return c.conn.Write(TypeRelease, func(dst []byte) []byte { return AppendReleased(dst, r) })
+}
+
+// Commit ends a store: with ok all its rows are written, and become visible.
+func (c *Client) Commit(id uint64, ok bool) error {
+	return c.conn.Write(TypeCommit, func(dst []byte) []byte { return AppendCommit(dst, id, ok) })
+}

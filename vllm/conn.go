@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package vllm
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// Conn sends and receives frames over a tier socket. One goroutine may read; any may write.
+type Conn struct {
+	net  *net.UnixConn
+	head [headerBytes]byte
+	body []byte
+
+	writing sync.Mutex
+	out     []byte
+}
+
+// NewConn returns a Conn over c.
+func NewConn(c *net.UnixConn) *Conn { return &Conn{net: c} }
+
+// Close ends the connection.
+func (c *Conn) Close() error { return c.net.Close() }
+
+// Read returns the next frame. The body is valid until the next Read.
+func (c *Conn) Read() (kind byte, body []byte, err error) {
+	if _, err := io.ReadFull(c.net, c.head[:]); err != nil {
+		return 0, nil, err
+	}
+	return c.rest()
+}
+
+// rest reads the body of the frame whose head was read.
+func (c *Conn) rest() (kind byte, body []byte, err error) {
+	n := binary.LittleEndian.Uint32(c.head[:])
+	if n < 1 || n > MaxFrame {
+		return 0, nil, fmt.Errorf("%w: %d bytes, at most %d", ErrMalformed, n, MaxFrame)
+	}
+	c.body = grown(c.body, int(n)-1)
+	_, err = io.ReadFull(c.net, c.body)
+	return c.head[4], c.body, err
+}
+
+// grown returns a slice of n bytes, of b's memory where that is enough.
+func grown(b []byte, n int) []byte {
+	if cap(b) < n {
+		return make([]byte, n, max(n, 4096))
+	}
+	return b[:n]
+}
+
+// ReadFirst is Read for the first frame of a peer, which may have a descriptor; file is nil where it has none.
+func (c *Conn) ReadFirst() (kind byte, body []byte, file *os.File, err error) {
+	oob := make([]byte, unix.CmsgSpace(4*4))
+	n, oobn, _, _, err := c.net.ReadMsgUnix(c.head[:], oob)
+	if err == nil && n == 0 {
+		err = io.EOF
+	}
+	file = firstFile(oob[:oobn])
+	if err == nil {
+		_, err = io.ReadFull(c.net, c.head[n:])
+	}
+	if err == nil {
+		kind, body, err = c.rest()
+	}
+	if err != nil && file != nil {
+		err = errors.Join(err, file.Close())
+		file = nil
+	}
+	return kind, body, file, err
+}
+
+// firstFile returns the first descriptor of control messages and closes all others.
+func firstFile(oob []byte) (file *os.File) {
+	messages, err := unix.ParseSocketControlMessage(oob)
+	if err != nil {
+		return nil
+	}
+	for i := range messages {
+		fds, err := unix.ParseUnixRights(&messages[i])
+		if err != nil {
+			continue
+		}
+		for _, fd := range fds {
+			if unix.CloseOnExec(fd); file == nil {
+				file = os.NewFile(uintptr(fd), "descriptor of a peer")
+			} else {
+				_ = unix.Close(fd) // it was not asked for
+			}
+		}
+	}
+	return file
+}
+
+// Write sends a frame, whose body write appends.
+func (c *Conn) Write(kind byte, write func(dst []byte) []byte) error {
+	return c.WriteFile(kind, write, nil)
+}
+
+// WriteFile is Write with a descriptor, unless that is nil.
+func (c *Conn) WriteFile(kind byte, write func(dst []byte) []byte, file *os.File) error {
+	c.writing.Lock()
+	defer c.writing.Unlock()
+	c.out = write(append(c.out[:0], 0, 0, 0, 0, kind))
+	binary.LittleEndian.PutUint32(c.out, uint32(len(c.out)-4))
+	if file == nil {
+		_, err := c.net.Write(c.out)
+		return err
+	}
+	n, _, err := c.net.WriteMsgUnix(c.out, unix.UnixRights(int(file.Fd())), nil)
+	if err == nil && n < len(c.out) {
+		_, err = c.net.Write(c.out[n:])
+	}
+	return err
+}
