@@ -50,7 +50,7 @@ start_server() {
 }
 
 # start_phoenix NAME [FLAG ...]: like start_server, for a server that is to be killed.
-# $work/NAME.kill, a script, kills it with SIGKILL and starts it again; $work/NAME.pid has
+# $work/NAME.kill [FLAG ...], a script, kills it with SIGKILL, or with SIGNAL, and starts it again; $work/NAME.pid has
 # its process id.
 start_phoenix() {
 	port=$(free_port) http=$(free_port)
@@ -66,13 +66,13 @@ write_phoenix() {
 	cat >"$work/$name.kill" <<-K
 		if [ -e "$work/$name.pid" ]; then
 			pid=\$(cat "$work/$name.pid")
-			kill -9 "\$pid" 2>/dev/null
+			kill -"\${SIGNAL:-KILL}" "\$pid" 2>/dev/null
 			for _ in \$(seq 6000); do # its ports are its own until it has ended
 				kill -0 "\$pid" 2>/dev/null && ! grep -q ') Z' "/proc/\$pid/stat" 2>/dev/null || break
 				sleep 0.01
 			done
 		fi
-		bin/kvasir server --log-level debug --host 127.0.0.1 --port $port --http-port $http $* >>"$work/$name.log" 2>&1 &
+		bin/kvasir server --log-level debug --host 127.0.0.1 --port $port --http-port $http $* "\$@" >>"$work/$name.log" 2>&1 &
 		echo \$! >"$work/$name.pid"
 		pid=\$! end=\$((\$(date +%s) + 120))
 		until curl -sf -m 10 "http://127.0.0.1:$http/healthcheck" >/dev/null; do
@@ -81,6 +81,19 @@ write_phoenix() {
 		done
 	K
 }
+
+# start_s3: an object store (gofakes3) with the bucket kvcache; sets s3, its address, and exports credentials for it.
+start_s3() {
+	[ -x "$work/s3" ] || (cd interop/s3 && go build -o "$work/s3" .)
+	s3=127.0.0.1:$(free_port)
+	"$work/s3" -addr "$s3" >"$work/s3.log" 2>&1 &
+	servers="$servers $!"
+	wait_for 60 listens "${s3##*:}" || { cat "$work/s3.log" >&2; return 1; }
+	export AWS_ACCESS_KEY_ID=id AWS_SECRET_ACCESS_KEY=secret
+}
+
+# listens PORT: whether somebody listens there.
+listens() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 
 stop_servers() {
 	local pid

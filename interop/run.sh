@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 if [ "${1:-}" != --alone ]; then
 	# the longest first: at the end no lane waits for one of them
-	[ $# -gt 0 ] || set -- series transfer client57 redis pending cluster race tier fs engine57 s3 fs_native versitygw engine client generations tracker two zmtp pickle \
+	[ $# -gt 0 ] || set -- series transfer client57 redis pending cluster race tier fs engine57 s3 fs_native versitygw engine client generations tracker two sizes zmtp pickle \
 		routes store-engine events lend openai kill9-engine kill9-lmcache slow
 	. .ci/again.sh
 	. interop/lanes.sh "$@"
@@ -226,6 +226,16 @@ lend)
 generations)
 	echo "== clients of older lmcache releases, all at once, kill -9 and a server that forgot included"
 	interop/generations.sh
+	;;
+sizes)
+	echo "== chunks of 144 to 544 tokens on one server: clients of 0.5.6 and 0.5.7rc2 at once, kill -9 included"
+	newer=$(lmcache_release 0.5.7rc2)
+	small=$(free_port) large=$(free_port)
+	start_phoenix sizes --trust-unsummed --l1-size-gb 0.006 --listen "$small:144" --listen "$large:544"
+	timeout 900 "$python" interop/lmcache/sizes.py --url "tcp://127.0.0.1:$port" --listen "$small:144" "$large:544" --http "http://127.0.0.1:$http" \
+		--kill "sh $work/sizes.kill" --newer "$newer" --logs "$work" >"$work/sizes.json" 2>"$work/sizes.out" ||
+		{ grep -v ^PASS "$work/sizes.out"; tail -n 30 "$work/sizes.log"; exit 1; } >&2
+	passed "$work/sizes.json"
 	;;
 engine)
 	echo "== the simulated engine against the real lmcache 0.5.6 server, both modes"

@@ -48,9 +48,10 @@ def record(sockets):
 
 
 class Engine:
-    """A scheduler and a worker of one release, in this process."""
+    """A scheduler and a worker of one release, in this process, with blocks of so many tokens."""
 
-    def __init__(self, url, model, single_plane):
+    def __init__(self, url, model, single_plane, block=BLOCK):
+        self.block = block
         import lmcache.integration.vllm.vllm_multi_process_adapter as adapter
         import torch
         import zmq
@@ -67,18 +68,18 @@ class Engine:
         urls = [url] if "server_urls" in inspect.signature(scheduler).parameters else url
         # 0.5.7: keys carry the tokens as bytes, and vLLM's connector negotiates the chunk size.
         self.packed = "token_bytes" in inspect.signature(adapter.LoadStoreOp).parameters
-        align = {"required_chunk_alignment": BLOCK} if self.packed else {}
-        self.scheduler = scheduler(urls, self.context, model, BLOCK, self.strategy(), extra_config=config, **align)
-        self.worker = worker(url, self.context, model, BLOCK, self.strategy(), extra_config=config, **align)
-        self.chunk = self.scheduler.num_blocks_per_chunk() * BLOCK
+        align = {"required_chunk_alignment": block} if self.packed else {}
+        self.scheduler = scheduler(urls, self.context, model, block, self.strategy(), extra_config=config, **align)
+        self.worker = worker(url, self.context, model, block, self.strategy(), extra_config=config, **align)
+        self.chunk = self.scheduler.num_blocks_per_chunk() * block
         self.blocks = 128
-        shape = (self.blocks, BLOCK, DIM) if self.mla else (2, self.blocks, HEADS, BLOCK, DIM)
+        shape = (self.blocks, block, DIM) if self.mla else (2, self.blocks, HEADS, block, DIM)
         self.kv = {f"model.layers.{i}.attn": torch.zeros(shape, dtype=torch.float16) for i in range(LAYERS)}
         self.worker.register_kv_caches(self.kv)
         # A hit of two readers needs two workers. The second one is there and does nothing.
         self.silent = []
         for _ in range(self.ranks - 1):
-            self.silent.append(worker(url, self.context, model, BLOCK, self.strategy(), extra_config=config, **align))
+            self.silent.append(worker(url, self.context, model, block, self.strategy(), extra_config=config, **align))
             if getattr(self.silent[-1], "instance_id", None) == getattr(self.worker, "instance_id", 0):
                 self.silent[-1].instance_id += 1
             self.silent[-1].register_kv_caches(self.kv)
@@ -114,18 +115,18 @@ class Engine:
     def fill(self, seed, chunks, first):
         """Writes what a prompt's KV is made of into the blocks from first on."""
         torch = self.torch
-        n = chunks * self.chunk // BLOCK
+        n = chunks * self.chunk // self.block
         for i, layer in enumerate(self.kv.values()):
             g = torch.Generator().manual_seed(seed * 100 + i)
-            x = torch.randint(-2000, 2000, (n, BLOCK, DIM) if self.mla else (2, n, HEADS, BLOCK, DIM), generator=g).to(torch.float16)
+            x = torch.randint(-2000, 2000, (n, self.block, DIM) if self.mla else (2, n, HEADS, self.block, DIM), generator=g).to(torch.float16)
             (layer if self.mla else layer.transpose(0, 1))[first:first + n] = x if self.mla else x.transpose(0, 1)
 
     def bytes(self, chunks, first):
-        n = chunks * self.chunk // BLOCK
+        n = chunks * self.chunk // self.block
         return [(x if self.mla else x.transpose(0, 1))[first:first + n].clone() for x in self.kv.values()]
 
     def op(self, tokens, first, end):
-        blocks = list(range(first, first + end // BLOCK))
+        blocks = list(range(first, first + end // self.block))
         flat = self.before("0.4.7")
         return self.adapter.LoadStoreOp(**{"token_bytes" if self.packed else "token_ids": self.pack(tokens)}, block_ids=blocks if flat else [blocks], start=0, end=end)
 
@@ -259,7 +260,7 @@ def engine(args):
     sockets = {}
     if args.record:
         record(sockets)
-    e = Engine(args.url, args.model, args.single_plane)
+    e = Engine(args.url, args.model, args.single_plane, args.block)
     print(json.dumps({"chunk": e.chunk}), file=out, flush=True)
     for line in sys.stdin:
         name, *rest = json.loads(line)
@@ -277,13 +278,13 @@ def engine(args):
 
 
 class Remote:
-    def __init__(self, args, release, folder, single_plane):
-        self.release = release + ", one plane and two ranks" * single_plane
+    def __init__(self, args, release, folder, single_plane, url=None, block=BLOCK, model=MODEL):
+        self.release = release + ", one plane and two ranks" * single_plane + f", blocks of {block}" * (block != BLOCK)
         env = dict(os.environ, PYTHONPATH=folder, LMCACHE_LOG_LEVEL="ERROR", LMCACHE_TRACK_USAGE="false", PYTHONWARNINGS="ignore")
-        command = [sys.executable, __file__, "--engine", "--url", args.url, "--model", MODEL + "/mla" * single_plane]
+        command = [sys.executable, __file__, "--engine", "--url", url or args.url, "--block", str(block), "--model", model + "/mla" * single_plane]
         if args.record:
             command += ["--record", os.path.join(args.record, release + ".json")]
-        self.log = os.path.join(args.logs, f"{release}{'-mla' * single_plane}.log")
+        self.log = os.path.join(args.logs, f"{release}{'-mla' * single_plane}-{block}.log")
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command + ["--single-plane"] * single_plane, env=env, text=True, stdin=subprocess.PIPE,
                                             stdout=subprocess.PIPE, stderr=log)
@@ -306,6 +307,7 @@ def main():
     p.add_argument("--engine", action="store_true")
     p.add_argument("--model", default=MODEL)
     p.add_argument("--single-plane", action="store_true")
+    p.add_argument("--block", type=int, default=BLOCK, help="tokens of a block, of --engine")
     p.add_argument("--kill", help="shell command that kills the server and starts it again")
     p.add_argument("--cold", help="the same, and the new one starts empty")
     p.add_argument("--record", metavar="DIR")

@@ -9,7 +9,9 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/kv/paged"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/lmcache/connector"
 )
@@ -163,5 +165,97 @@ func TestGroupsNeedA057Server(t *testing.T) {
 	_, err = connector.OpenPoolClient(t.Context(), c, connector.PoolClientOptions{Model: "m", Layout: kv.Layout{Layers: 3, Slots: 16, Hidden: 4, DType: "uint8"}, ShmDir: s.dir, Groups: hybridGroups, ChunkTokens: 16})
 	if !errors.Is(err, connector.ErrOneGroup) || s.count(lmcache.OpRegisterEngineDriven) != 0 {
 		t.Errorf("%v, registered %d times", err, s.count(lmcache.OpRegisterEngineDriven))
+	}
+}
+
+// hybridWorker is a worker with two groups over one memory of 16 blocks of 4 tokens: full attention, and a window of 6 tokens, of
+// which the last two blocks of a chunk of 4 blocks are kept. Each byte of the memory is its own.
+func hybridWorker(t *testing.T, s *fakeServer) (*connector.Worker, *connector.Paged, []kv.Layout) {
+	t.Helper()
+	s.set(lmcache.OpNegotiateChunkSize, func([][]byte) []byte { return lmcache.AppendInt(nil, 16) })
+	c, err := lmcache.NewClient(s.url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	if _, err := c.Negotiate(t.Context(), 4); err != nil {
+		t.Fatal(err)
+	}
+	p := newPaged(paged.PlanesNHD, 1, 16, 4, 1, 2)
+	for i := range p.Layers[0] {
+		p.Layers[0][i] = byte(i % 251)
+	}
+	w, err := connector.OpenWorker(t.Context(), c, connector.WorkerOptions{
+		Model: "m", Cache: p, ChunkTokens: 16, ShmDir: s.dir, NoHeartbeat: true, Groups: []connector.Group{{}, {Window: 6}},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = w.Close(t.Context()) })
+	layouts, err := (&lmcache.EngineDriven{Groups: []lmcache.GroupLayout{
+		{Layers: 1, Hidden: 2, DType: "float16", WindowTokens: 16, Planes: 2}, {Layers: 1, Hidden: 2, DType: "float16", WindowTokens: 8, Planes: 2, WindowChunks: 1},
+	}}).Layouts(16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w, p, layouts
+}
+
+// A worker leaves out the chunks of a window whose blocks the engine has given up, and stores those that are whole.
+func TestStoreLeavesGivenUpBlocksOut(t *testing.T) {
+	s := newFakeServer(t)
+	w, p, layouts := hybridWorker(t, s)
+	frames := make(chan []byte, 1)
+	s.set(lmcache.OpPrepareStore, func(m [][]byte) []byte {
+		frames <- m[4]
+		return lmcache.AppendPrepareStore(nil, slotsOf(layouts, []placed{{0, 0, 0}, {0, 1, 4096}, {1, 1, 8192}}))
+	})
+	w.Save([]lmcache.LoadStore{{
+		Direction: lmcache.Store, RequestID: "r", Tokens: make([]uint32, 32), End: 32,
+		Blocks: [][]int{{1, 2, 3, 4, 5, 6, 7, 8}, {0, 0, 0, 9, 0, 0, 10, 11}},
+	}})
+	flushWorker(t, w)
+	if got := <-frames; string(got) != "\x92\x90\x91\x00" {
+		t.Errorf("skipped_chunks %x", got)
+	}
+	if n := s.count(lmcache.OpCommitStore); n != 1 {
+		t.Fatalf("%d commits", n)
+	}
+	window := make([]byte, 2*8*4)
+	p.Gather([]int{10, 11}, window)
+	if !bytes.Equal(s.pool.Bytes(8192, int64(len(window))), window) {
+		t.Error("the object of the window is not its last two blocks")
+	}
+}
+
+// A load writes the blocks of each object but for the tokens that the engine has, and leaves alone the null block of a window.
+func TestLoadOfGroupsSkipsWhatTheEngineHas(t *testing.T) {
+	s := newFakeServer(t)
+	w, p, layouts := hybridWorker(t, s)
+	pool := s.pool.Bytes(0, poolBytes)
+	for i := range pool {
+		pool[i] = 255
+	}
+	before := bytes.Clone(p.Layers[0])
+	s.set(lmcache.OpPrepareRetrieve, func([][]byte) []byte {
+		return lmcache.AppendPrepareRetrieve(nil, slotsOf(layouts, []placed{{0, 0, 0}, {0, 1, 4096}, {1, 1, 8192}}))
+	})
+	w.Load([]lmcache.LoadStore{{
+		Direction: lmcache.Retrieve, RequestID: "r", Tokens: make([]uint32, 32), End: 32, SkipFirst: 8,
+		Blocks: [][]int{{1, 2, 3, 4, 5, 6, 7, 8}, {0, 0, 0, 0, 0, 0, 0, 11}},
+	}})
+	testkit.Eventually(t, "the load ends", func() bool { return len(w.Finished(nil).Received) == 1 })
+	if bad := w.LoadErrors(); len(bad.Requests) > 0 {
+		t.Fatalf("%+v", bad)
+	}
+	const block = 4 * 4 // bytes of a plane
+	for plane := range 2 {
+		for id := range p.Blocks {
+			at := (plane*p.Blocks + id) * block
+			changed := !bytes.Equal(p.Layers[0][at:at+block], before[at:at+block])
+			if want := id >= 3 && id <= 8 || id == 11; changed != want {
+				t.Errorf("plane %d, block %d was written: %v, want %v", plane, id, changed, want)
+			}
+		}
 	}
 }

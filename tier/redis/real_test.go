@@ -71,6 +71,51 @@ func TestRealServer(t *testing.T) {
 	}
 }
 
+// TestRealEndsOfLives has a real server (KVASIR_REDIS) and a real cluster (KVASIR_REDIS_CLUSTER) end the lives of objects: they are
+// misses at their end, and the server has removed all their values soon after it.
+func TestRealEndsOfLives(t *testing.T) {
+	one, cluster := os.Getenv("KVASIR_REDIS"), os.Getenv("KVASIR_REDIS_CLUSTER")
+	if one == "" && cluster == "" {
+		t.Skip("neither KVASIR_REDIS nor KVASIR_REDIS_CLUSTER names a server")
+	}
+	f := func(name string, o redis.Options) {
+		t.Run(name, func(t *testing.T) {
+			o.Prefix = fmt.Sprintf("lives-%s-%d:", name[:3], time.Now().UnixNano())
+			x := open(t, o)
+			testkit.Eventually(t, "the server answers", func() bool { return x.Stat(t.Context(), []kv.Key{tiertest.Key(1)}, make([]tier.Meta, 1)) == nil })
+			tiertest.Mortal(t, x)
+			if err := x.Delete(t.Context(), []kv.Key{tiertest.Key(1), tiertest.Key(2), tiertest.Key(3)}); err != nil {
+				t.Fatal(err)
+			}
+			tiertest.Ending(t, x)
+			if o.Cluster {
+				return
+			}
+			if err := x.Delete(t.Context(), []kv.Key{tiertest.Key(7)}); err != nil {
+				t.Fatal(err)
+			}
+			b, meta := tiertest.Object(8, 9000)
+			meta.End = uint32(time.Now().Unix()) + 2
+			if err := x.Write(t.Context(), tiertest.Key(8), meta, b); err != nil {
+				t.Fatal(err)
+			}
+			raw := dialRaw(t, o.Addrs[0])
+			testkit.Eventually(t, "the server has removed all values of the object", func() bool {
+				v, err := raw.Do("KEYS", o.Prefix+"*")
+				return err == nil && len(v.List) == 0
+			})
+		})
+	}
+	if one != "" {
+		f("one value", redis.Options{Addrs: []string{one}})
+		f("stripes", redis.Options{Addrs: []string{one}, Stripe: 4 << 10})
+		f("ttl_seconds that is longer", redis.Options{Addrs: []string{one}, Stripe: 4 << 10, TTL: time.Hour})
+	}
+	if cluster != "" {
+		f("cluster", redis.Options{Addrs: []string{cluster}, Cluster: true, Stripe: 4 << 10})
+	}
+}
+
 // TestRealHottest asks a real server (KVASIR_REDIS) and a real cluster (KVASIR_REDIS_CLUSTER) what is
 // hot, by both of a server's ways of counting.
 func TestRealHottest(t *testing.T) {
@@ -194,7 +239,11 @@ func TestRealFailover(t *testing.T) {
 }
 
 func dialRaw(t *testing.T, addr string) *resp.Conn {
-	nc, err := net.Dial("tcp", addr)
+	network := "tcp"
+	if path, ok := strings.CutPrefix(addr, "unix:"); ok {
+		network, addr = "unix", path
+	}
+	nc, err := net.Dial(network, addr)
 	if err != nil {
 		t.Fatal(err)
 	}

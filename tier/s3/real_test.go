@@ -59,6 +59,14 @@ func TestRealStore(t *testing.T) {
 			})
 		})
 	}
+	for name, o := range map[string]s3.Options{"native": {}, "parts": {Part: 64 << 10}, "LMCache's": {Layout: s3.LMCache}} {
+		t.Run("ends of lives, "+name, func(t *testing.T) {
+			x := start(t, o)
+			defer x.Close()
+			tiertest.Mortal(t, x)
+			tiertest.Ending(t, x)
+		})
+	}
 	t.Run("upload in parts", func(t *testing.T) {
 		x := start(t, s3.Options{Upload: 5 << 20})
 		defer x.Close()

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/tier"
 )
@@ -65,4 +66,38 @@ func Mortal(t *testing.T, x tier.Tier) {
 		t.Fatal(err)
 	}
 	f(2, false)
+}
+
+// Ending checks that an object is there before its end, and a miss from then on, by the clock of this machine.
+func Ending(t *testing.T, x tier.Tier) {
+	t.Helper()
+	b, meta := Object(7, 9000)
+	for soon := time.Second; ; soon *= 2 { // on a busy machine the end may come before the read
+		meta.End = uint32(time.Now().Add(soon).Unix()) + 1
+		if err := x.Write(t.Context(), Key(7), meta, b); err != nil {
+			t.Fatal(err)
+		}
+		_, err := x.Read(t.Context(), Key(7), make([]byte, len(b)))
+		if meta.Over(time.Now()) && soon < time.Minute {
+			continue
+		}
+		if err != nil {
+			t.Fatalf("before its end: %v", err)
+		}
+		break
+	}
+	metas := make([]tier.Meta, 1)
+	testkit.Eventually(t, "the object ends", func() bool {
+		err := x.Stat(t.Context(), []kv.Key{Key(7)}, metas)
+		return err == nil && metas[0] == tier.Meta{}
+	})
+	if !meta.Over(time.Now().Add(2 * time.Second)) { // a place that counts in whole seconds may be early by one
+		t.Errorf("it ended %v before its end", time.Until(time.Unix(int64(meta.End), 0)))
+	}
+	if _, err := x.Read(t.Context(), Key(7), make([]byte, len(b))); !errors.Is(err, tier.ErrMissing) {
+		t.Errorf("a read after its end: %v", err)
+	}
+	if err := x.Write(t.Context(), Key(7), tier.Meta{Len: meta.Len, Sum: meta.Sum}, b); err != nil && !errors.Is(err, tier.ErrNotKept) {
+		t.Errorf("a write after its end: %v", err)
+	}
 }

@@ -479,10 +479,10 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	defer func() { err = errors.Join(err, srv.Close()) }()
 	type place struct {
 		endpoint, host, port string // and the flags that name it
-		chunk                int
+		chunk                int    // of --listen; 0: --chunk-size, or what an engine negotiated or an earlier server knew
 	}
 	tcp := func(port int) string { return "tcp://" + net.JoinHostPort(c.Host, strconv.Itoa(port)) }
-	places := []place{{tcp(c.Port), "--host", "--port", c.ChunkSize}}
+	places := []place{{tcp(c.Port), "--host", "--port", 0}}
 	for _, l := range c.Listen {
 		port, chunk, err := portAndChunk(l)
 		if err != nil {
@@ -491,7 +491,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		places = append(places, place{tcp(port), "--host", "--listen", chunk})
 	}
 	if c.IPC != "" {
-		places = append(places, place{"ipc://" + c.IPC, "--ipc", "", c.ChunkSize})
+		places = append(places, place{"ipc://" + c.IPC, "--ipc", "", 0})
 	}
 	keys, err := admin.ReadKeys(c.APIKeys, os.Getenv)
 	if err != nil {
@@ -517,7 +517,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		addresses = append(addresses, addr)
 	}
 	for i, addr := range addresses {
-		e.log.Info("serving LMCache clients", "address", addr, "pool", "/dev/shm/"+c.poolName(), "pool_bytes", int64(c.L1SizeGB), "chunk_tokens", places[i].chunk)
+		e.log.Info("serving LMCache clients", "address", addr, "pool", "/dev/shm/"+c.poolName(), "pool_bytes", int64(c.L1SizeGB), "chunk_tokens", cmp.Or(places[i].chunk, c.ChunkSize))
 	}
 	if c.VLLMTier != "" {
 		if err := srv.ListenVLLM(e.ctx, c.VLLMTier); err != nil {
