@@ -189,13 +189,16 @@ func (c *allCmd) Run(e *env) error {
 	}
 	e.parts = new(admin.Parts)
 	var parts []runPart
-	for _, p := range c.parts {
+	for i, p := range c.parts {
 		for _, v := range p.given.Misspelt(p.ctx.Selected(), os.Environ()) {
 			e.log.Warn("an environment variable has no effect", "variable", v)
 		}
 		parts = append(parts, runPart{Name: p.name, Run: func(ctx context.Context, ready func()) error {
 			own := p.env(e)
 			own.ctx, own.ready = ctx, ready
+			if i == len(c.parts)-1 { // the others are ready
+				own.ready = func() { ready(); notify(e.log, "READY=1") }
+			}
 			if err := p.run(own); err != nil {
 				return fmt.Errorf("%w%s", err, p.given.Origins(err.Error()))
 			}

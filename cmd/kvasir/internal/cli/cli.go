@@ -83,7 +83,9 @@ func (e *env) isReady() {
 	time.AfterFunc(100*time.Millisecond, hostmem.GiveBack)
 	if e.ready != nil {
 		e.ready()
+		return
 	}
+	notify(e.log, "READY=1")
 }
 
 // Main runs one command line and returns the exit code: 0, 1 when the command
@@ -106,6 +108,16 @@ func Main(args []string, stdout, stderr io.Writer) int {
 		ctx: sig, stdout: stdout, stderr: stderr, model: line.parser.Model, given: given, ignored: ignored,
 		log: newLog(stderr, line.log),
 	}
+	stopping := make(chan struct{})
+	silent := context.AfterFunc(sig, func() {
+		defer close(stopping)
+		notify(e.log, "STOPPING=1")
+	})
+	defer func() {
+		if !silent() {
+			<-stopping
+		}
+	}()
 	if err := runOrCheck(e, line.ctx, given); err != nil {
 		if code, ok := errors.AsType[exitError](err); ok {
 			return int(code)

@@ -224,6 +224,7 @@ func (c *engineCmd) Run(e *env) (err error) {
 	web := httpserver.NewServer(handler)
 	e.log.Info("the engine serves", "address", "http://"+listener.Addr().String(), "model", c.Model, "blocks", c.Blocks,
 		"kv_bytes", int64(c.Blocks)*int64(c.Block)*int64(o.KV.TokenBytes()))
+	e.isReady()
 	ended := make(chan error, 1)
 	go func() { ended <- web.Serve(httpserver.Limit(listener, 4096)) }()
 	select {

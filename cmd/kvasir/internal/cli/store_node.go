@@ -121,6 +121,7 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the memory; let only the cluster reach it (firewall, network policy)")
 	}
 	e.log.Info("giving memory to the cluster", "memory_bytes", bytes, "masters", c.Master, "http", listener.Addr().String())
+	e.isReady()
 	ctx, cancel := context.WithCancel(e.ctx)
 	populated := make(chan error, 1)
 	go func() { // behind: the memory is used at once

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"log/slog"
+	"net"
+	"os"
+)
+
+// notify sends a state, such as READY=1, to the service manager that started this process and waits for it: systemd's protocol of
+// units with Type=notify (sd_notify(3)), a datagram to the UNIX socket $NOTIFY_SOCKET. Without that variable it does nothing.
+func notify(log *slog.Logger, state string) {
+	path := os.Getenv("NOTIFY_SOCKET") // "@NAME" is in the abstract namespace, as in package net
+	if path == "" {
+		return
+	}
+	conn, err := net.Dial("unixgram", path)
+	if err == nil {
+		_, err = conn.Write([]byte(state))
+		_ = conn.Close()
+	}
+	if err != nil {
+		log.Warn("the service manager could not be notified", "socket", path, "state", state, "err", err)
+	}
+}
