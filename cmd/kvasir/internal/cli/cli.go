@@ -61,6 +61,7 @@ type root struct {
 	Version    versionCmd    `cmd:"" group:"Help" help:"Print the version."`
 	HelpOf     helpCmd       `cmd:"" group:"Help" whole:"" name:"help" help:"Show the help of a command."`
 	Completion completionCmd `cmd:"" group:"Help" whole:"" help:"Print a completion script for a shell."`
+	Man        manCmd        `cmd:"" group:"Help" whole:"" help:"Write the manual's pages into a directory."`
 }
 
 // env is what commands share.

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command release builds what a release consists of: for each platform a static binary with manual, completions, units and
+// configurations as an archive, a deb and an rpm, an OCI image from scratch, a list of modules (CycloneDX), and checksums of all of
+// them. It runs in the root of the repository, and says what it wrote. Two runs from one commit write equal bytes, wherever and
+// whenever they run: all times are that of the commit, or SOURCE_DATE_EPOCH.
+package main
+
+import (
+	"crypto/sha256"
+	"debug/buildinfo"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+func main() {
+	out := flag.String("out", "dist", "directory to write to; it must be empty or missing")
+	archs := flag.String("arch", "amd64,arm64", "architectures, by commas")
+	flag.Parse()
+	if err := run(*out, strings.Split(*archs, ",")); err != nil {
+		fmt.Fprintln(os.Stderr, "release:", err)
+		os.Exit(1)
+	}
+}
+
+// build is what one platform's artefacts are made of.
+type build struct {
+	version string // 0.1.0
+	arch    string // as Go calls it
+	date    time.Time
+	binary  string // its path
+	info    *buildinfo.BuildInfo
+	files   []file // of the archive, sorted by path
+}
+
+// file is one that a user gets.
+type file struct {
+	path string // in the archive
+	text []byte
+	mode int64
+}
+
+func run(out string, archs []string) error {
+	for _, a := range archs {
+		if a != "amd64" && a != "arm64" {
+			return fmt.Errorf("no release is built for linux/%s: want amd64 or arm64", a)
+		}
+	}
+	if entries, err := os.ReadDir(out); err == nil && len(entries) > 0 {
+		return fmt.Errorf("%s has files: remove it first", out)
+	}
+	date, err := commitDate()
+	if err != nil {
+		return err
+	}
+	work, err := os.MkdirTemp("", "kvasir-release-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(work)
+	host := filepath.Join(work, "host")
+	if err := compile(host, runtime.GOARCH); err != nil {
+		return err
+	}
+	common, version, err := commonFiles(host, work, date)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(out, 0o755); err != nil {
+		return err
+	}
+	var names []string
+	for _, arch := range archs {
+		b := &build{version: version, arch: arch, date: date, binary: filepath.Join(work, "kvasir-"+arch)}
+		if err := compile(b.binary, arch); err != nil {
+			return err
+		}
+		if b.info, err = buildinfo.ReadFile(b.binary); err != nil {
+			return err
+		}
+		text, err := os.ReadFile(b.binary)
+		if err != nil {
+			return err
+		}
+		b.files = append(slices.Clone(common), file{"kvasir", text, 0o755})
+		slices.SortFunc(b.files, func(a, b file) int { return strings.Compare(a.path, b.path) })
+		for _, make := range []func(*build, string) (string, error){writeArchive, writeBOM, writeDeb, writeRPM, writeImage} {
+			name, err := make(b, out)
+			if err != nil {
+				return fmt.Errorf("linux/%s: %w", arch, err)
+			}
+			names = append(names, name)
+			fmt.Println(filepath.Join(out, name))
+		}
+	}
+	return writeSums(out, names)
+}
+
+// compile builds the command as make build does, for Linux. The commit is in it, so a tree with changes is refused by commitDate.
+func compile(path, arch string) error {
+	cmd := exec.Command("go", "build", "-trimpath", "-buildvcs=true", "-ldflags", "-s -w", "-o", path, "./cmd/kvasir")
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH="+arch, "GOFLAGS=", "GOAMD64=v1", "GOARM64=v8.0", "GOTOOLCHAIN=local")
+	cmd.Stderr = os.Stderr
+	return cmd.Run()
+}
+
+// commitDate is the time of all files: SOURCE_DATE_EPOCH, else that of the commit.
+func commitDate() (time.Time, error) {
+	status, err := exec.Command("git", "status", "--porcelain").Output()
+	if err != nil {
+		return time.Time{}, fmt.Errorf("git status: %w: a release is built from a clone", err)
+	}
+	if len(status) > 0 {
+		return time.Time{}, errors.New("the tree has changes: commit them first, a release is of a commit")
+	}
+	text := os.Getenv("SOURCE_DATE_EPOCH")
+	if text == "" {
+		out, err := exec.Command("git", "log", "-1", "--format=%ct").Output()
+		if err != nil {
+			return time.Time{}, fmt.Errorf("git log: %w", err)
+		}
+		text = strings.TrimSpace(string(out))
+	}
+	seconds, err := strconv.ParseInt(text, 10, 64)
+	if err != nil {
+		return time.Time{}, fmt.Errorf("SOURCE_DATE_EPOCH is %q: want seconds since 1970", text)
+	}
+	return time.Unix(seconds, 0).UTC(), nil
+}
+
+// commonFiles are those of all platforms; the host's binary writes manual and completions, and knows the version.
+func commonFiles(host, work string, date time.Time) (files []file, version string, err error) {
+	ask := func(args ...string) ([]byte, error) {
+		cmd := exec.Command(host, args...)
+		cmd.Env = append(os.Environ(), fmt.Sprint("SOURCE_DATE_EPOCH=", date.Unix()))
+		cmd.Stderr = os.Stderr
+		return cmd.Output()
+	}
+	line, err := ask("--version")
+	if err != nil {
+		return nil, "", err
+	}
+	version, _, _ = strings.Cut(strings.Fields(string(line))[1], "+")
+	if strings.Contains(string(line), ".dirty") {
+		return nil, "", errors.New("the binary says that the tree has changes")
+	}
+	pages := filepath.Join(work, "man")
+	if _, err := ask("man", pages); err != nil {
+		return nil, "", err
+	}
+	add := func(from, to string, mode int64) error {
+		text, err := os.ReadFile(from)
+		files = append(files, file{to, text, mode})
+		return err
+	}
+	var errs []error
+	for _, name := range []string{"README.md", "LICENSE", "CHANGELOG.md"} {
+		errs = append(errs, add(name, name, 0o644))
+	}
+	for dir, to := range map[string]string{pages: "man", "cmd/kvasir/packaging/systemd": "systemd", "cmd/kvasir/packaging/config": "config"} {
+		entries, err := os.ReadDir(dir)
+		errs = append(errs, err)
+		for _, e := range entries {
+			errs = append(errs, add(filepath.Join(dir, e.Name()), to+"/"+e.Name(), 0o644))
+		}
+	}
+	errs = append(errs, add("cmd/kvasir/internal/cli/all.yaml", "config/kvasir.yaml", 0o644))
+	for shell, name := range map[string]string{"bash": "kvasir.bash", "zsh": "_kvasir", "fish": "kvasir.fish"} {
+		text, err := ask("completion", shell)
+		files = append(files, file{"completions/" + name, text, 0o644})
+		errs = append(errs, err)
+	}
+	return files, version, errors.Join(errs...)
+}
+
+// writeSums writes the checksums in the form of sha256sum(1).
+func writeSums(out string, names []string) error {
+	slices.Sort(names)
+	var b strings.Builder
+	for _, name := range names {
+		text, err := os.ReadFile(filepath.Join(out, name))
+		if err != nil {
+			return err
+		}
+		fmt.Fprintf(&b, "%x  %s\n", sha256.Sum256(text), name)
+	}
+	fmt.Println(filepath.Join(out, "SHA256SUMS"))
+	return os.WriteFile(filepath.Join(out, "SHA256SUMS"), []byte(b.String()), 0o644)
+}
