@@ -9,7 +9,7 @@ SEED ?= 1
 PICTURES ?=
 MUTATED ?= ./store ./store/pool ./store/lease ./lmcache ./server
 
-.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm interop-sglang canary entered bench soak fuzz mutants page fmt
+.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm interop-sglang canary entered bench release release-check soak fuzz mutants page fmt
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 17
@@ -44,6 +44,13 @@ check: have-go ## format, vet, staticcheck, gocyclo, ruff where installed, govul
 
 fmt: ## format all Go files
 	$(GO) tool gofumpt -w .
+
+release: have-go ## archives, deb, rpm, image, lists of modules and checksums of this commit in dist/
+	cd internal/tools/release && $(GO) build -o ../../../bin/release .
+	bin/release -out dist
+
+release-check: have-go ## build a release in two clones, compare every byte, look into what users get (minutes)
+	.ci/release.sh
 
 soak: have-go ## kill processes that write to a disk, and cut the power: SOAK of them; fill a disk of 4 GiB many times (CAP=part of that); send P and D ten times what they can take, for a minute
 	SOAK=$(SOAK) CGO_ENABLED=0 $(GO) test -count=1 -timeout 3600s -run 'TestSoak|TestCrashes' ./tier/disk
