@@ -475,6 +475,30 @@ func TestRegionOfAnotherInode(t *testing.T) {
 	}
 }
 
+// A region of an engine that was never connected is named, not removed.
+func TestStrangersRegion(t *testing.T) {
+	n := start(t, t.TempDir(), setup{})
+	defer n.close()
+	path := filepath.Join(n.dir, "vllm_offload_stranger.mmap")
+	if err := os.WriteFile(path, make([]byte, 4096), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	used, err := shm.Create(filepath.Join(n.dir, "vllm_offload_used.mmap"), 4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.server.Tick()
+	if left := n.server.Left(); len(left) != 1 || left[0].Name != "vllm_offload_stranger.mmap" || left[0].Bytes != 4096 || left[0].Why == "" {
+		t.Errorf("%+v", left)
+	}
+	if _, err := os.Stat(path); err != nil {
+		t.Error(err)
+	}
+	if err := errors.Join(used.Unlink(), used.Close()); err != nil {
+		t.Error(err)
+	}
+}
+
 // A node that ends closes its connections; one that starts again over the pool serves the same rows.
 func TestNodeEnds(t *testing.T) {
 	dir := t.TempDir()
