@@ -3,11 +3,9 @@
 package offload_test
 
 import (
-	"bufio"
 	"errors"
 	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync/atomic"
@@ -395,19 +393,7 @@ func runEngine(dir string) {
 func TestKilledEngine(t *testing.T) {
 	n := start(t, t.TempDir(), setup{rows: 16})
 	defer n.close()
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), engineEnv+"="+n.dir)
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	line, err := bufio.NewReader(out).ReadString('\n')
-	if err != nil || line != "ready\n" {
-		t.Fatalf("%q, %v", line, err)
-	}
+	cmd := child(t, engineEnv, n.dir)
 	if s := n.store.Stats(); s.StagedBytes != 2*rowBytes {
 		t.Errorf("%d bytes staged", s.StagedBytes)
 	}
@@ -420,10 +406,7 @@ func TestKilledEngine(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := cmd.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
-	_ = cmd.Wait() // it was killed
+	kill(cmd)
 	testkit.Eventually(t, "the engine is gone and its region is left", func() bool { return len(n.server.Engines()) == 0 && len(n.server.Left()) == 1 })
 	if s := n.store.Stats(); s.Transfers != 0 || s.StagedBytes != 0 || s.CondemnedBytes != 0 {
 		t.Errorf("%d transfers, %d bytes staged, %d in quarantine", s.Transfers, s.StagedBytes, s.CondemnedBytes)
