@@ -80,7 +80,7 @@ func (st *Status) vllmFindings(add func(what, do string)) {
 	}
 	for _, r := range st.VLLM.Left {
 		add(fmt.Sprintf("/dev/shm/%s (%s) was left by an engine that is gone: %s", r.Name, kv.FormatBytes(r.Bytes), cmp.Or(r.Why, "it is looked at again in a second")),
-			"it is removed once the engine's process has ended and no process maps it; an engine that starts again under the same id takes it over")
+			"the server removes it once the process of an engine that it knew has ended and no process maps it; an engine that starts under the same id takes it over")
 	}
 	if len(st.VLLM.Engines) == 0 && len(st.Workers) == 0 {
 		add("no engine is connected to the tier socket", "start vLLM on this host, as this user, with the tier of kvasir vllm-tier (kvasir vllm-tier --help shows how)")

@@ -27,28 +27,64 @@ import time
 from collections import deque
 
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.file_mapper import FileMapper
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 import vllm
+
+try:
+    from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+except ImportError:  # of an earlier release
+    LookupResult = Medium = RequestOffloadingContext = TransferJob = None
 
 logger = init_logger("vllm.kvasir_tier")
 PROTOCOL = 1
 HELLO, WELCOME, REFUSED, LOOKUP, FOUND, RELEASE, STORE, PLACES, COMMIT = range(1, 10)
-NO_PLACE, MAX_KEYS = (1 << 64) - 1, 1 << 14
-HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+MAX_KEYS = 1 << 14
+HIT, MISS, RETRY = (getattr(LookupResult, name, False) for name in ("HIT", "MISS", "RETRY"))
 METHODS = {"drain_jobs", "get_finished_jobs", "lookup", "on_new_request", "submit_load", "submit_store"}
-FIELDS = {TransferJob: {"job_id", "keys", "chunk_ids", "req_context"}, JobResult: {"job_id", "success", "successful_keys"}}
+FIELDS = {TransferJob: {"job_id", "keys", "chunk_ids", "is_promotion", "req_context"}, JobResult: {"successful_keys", "transfer_time"}}
 
 
 def differs():
     """What of vLLM's interface is not as this module knows it; empty where nothing is."""
-    found = [f"unknown methods {sorted(m)}" for m in [SecondaryTierManager.__abstractmethods__ - METHODS] if m]
+    unknown = SecondaryTierManager.__abstractmethods__ ^ METHODS
+    found = [f"methods {sorted(unknown)}"] if unknown else []
     for cls, known in FIELDS.items():
         if missing := known - set(getattr(cls, "__dataclass_fields__", ())):
-            found.append(f"{cls.__name__} without {sorted(missing)}")
+            found.append(f"no {sorted(missing)} of {cls and cls.__name__}")
     return ", ".join(found)
+
+
+class Misses(SecondaryTierManager):
+    """The tier under a release of vLLM whose interface is another one."""
+
+    def __init__(self, **kwargs):
+        takes = inspect.signature(SecondaryTierManager.__init__).parameters
+        super().__init__(**{k: v for k, v in kwargs.items() if k in takes})
+        self._failed = []
+        logger.warning("The Kvasir tier does not know the interface of vLLM %s (%s): misses.", vllm.__version__, differs())
+
+    def lookup(self, *_):
+        return MISS
+
+    def submit_store(self, job):
+        self._failed.append(JobResult(job.job_id, False))
+
+    submit_load = submit_store
+
+    def get_finished_jobs(self):
+        failed, self._failed = self._failed, []
+        return failed
+
+    get_finished = get_finished_jobs  # its name in 0.22
+
+    def on_new_request(self, *_):
+        return RequestOffloadingContext and RequestOffloadingContext()
+
+    def drain_jobs(self):
+        pass
 
 
 def safe(default):
@@ -115,16 +151,14 @@ class Ask:
 
 
 class KvasirTier(SecondaryTierManager):
-    medium = Medium.STORAGE
+    medium = Medium and Medium.STORAGE
 
     def __init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector=None, socket_path="/run/kvasir.sock",
                  tenant="", threads=2, timeout=2.0, **config):  # fmt: skip
         """socket_path is the node's. tenant is whose the rows of a request are that names none ("kvasir.tenant" in its
         kv_transfer_params). threads copy loads, as many copy stores. timeout is the node's time for an answer, in seconds."""
         given = (offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        takes = inspect.signature(SecondaryTierManager.__init__).parameters
-        names = ("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector")
-        super().__init__(**{k: v for k, v in zip(names, given) if k in takes})
+        super().__init__(*given[: len(inspect.signature(SecondaryTierManager.__init__).parameters) - 1])
         self._path, self._timeout, self._tenant = socket_path, float(timeout), str(tenant).encode()
         self._rows, self._row = primary_kv_view.shape[0], primary_kv_view.strides[0]
         self._region = ctypes.addressof(ctypes.c_char.from_buffer(primary_kv_view))
@@ -137,7 +171,7 @@ class KvasirTier(SecondaryTierManager):
         self._ids, self._requests, self._asking = itertools.count(1), {}, []
         self._inbox, self._finished = deque(), deque()
         self._loads, self._stores, self._threads = queue.SimpleQueue(), queue.SimpleQueue(), []
-        why = differs() or config and f"unknown options {sorted(config)}"
+        why = config and f"unknown options {sorted(config)}"
         try:
             self._hello = json.dumps(self._describe(offloading_spec)).encode()
             # By the descriptor the node learns which file a killed engine leaves.
@@ -268,8 +302,9 @@ class KvasirTier(SecondaryTierManager):
             self._inbox.append((x, dict.fromkeys(x.keys, MISS), {}))
 
     def _finish(self, job, ok, good=(), uses=(), began=None, rows=0):
-        took = None if began is None else time.monotonic() - began
-        self._finished.append((JobResult(job.job_id, ok, tuple(good) or None, took, rows * self._row), job, uses))
+        result = JobResult(job.job_id, ok, tuple(good) or None, None if began is None else time.monotonic() - began)
+        result.transfer_bytes = rows * self._row  # since 0.32
+        self._finished.append((result, job, uses))
 
     # The copy threads.
 
@@ -468,4 +503,6 @@ class KvasirTier(SecondaryTierManager):
             thread.join(2)
 
 
-KvasirTier.__abstractmethods__ = frozenset()  # what is unknown is inherited: differs() names it
+Misses.__abstractmethods__ = KvasirTier.__abstractmethods__ = frozenset()  # unknown methods are those of vLLM's class
+if differs():
+    KvasirTier = Misses

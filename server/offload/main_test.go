@@ -27,6 +27,10 @@ func TestMain(m *testing.M) {
 		runEngine(path)
 		return
 	}
+	if path := os.Getenv(nodeEnv); path != "" {
+		runNode(path)
+		return
+	}
 	testkit.Main(m)
 }
 

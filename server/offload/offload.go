@@ -65,6 +65,7 @@ type Server struct {
 	end   context.CancelFunc
 
 	sweep sync.Mutex // one removal of regions at a time; before mu
+	looks int        // guarded by sweep
 	mu    struct {
 		sync.Mutex // a leaf
 		closed     bool
@@ -73,6 +74,7 @@ type Server struct {
 		conns      map[net.Conn]struct{}
 		engines    map[uint64]*engine // by the number of their connection
 		left       []Region           // regions of engines that are gone
+		strangers  []Region           // of engines that were never connected
 	}
 }
 

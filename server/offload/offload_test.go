@@ -3,11 +3,9 @@
 package offload_test
 
 import (
-	"bufio"
 	"errors"
 	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync/atomic"
@@ -395,19 +393,7 @@ func runEngine(dir string) {
 func TestKilledEngine(t *testing.T) {
 	n := start(t, t.TempDir(), setup{rows: 16})
 	defer n.close()
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), engineEnv+"="+n.dir)
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	line, err := bufio.NewReader(out).ReadString('\n')
-	if err != nil || line != "ready\n" {
-		t.Fatalf("%q, %v", line, err)
-	}
+	cmd := child(t, engineEnv, n.dir)
 	if s := n.store.Stats(); s.StagedBytes != 2*rowBytes {
 		t.Errorf("%d bytes staged", s.StagedBytes)
 	}
@@ -420,10 +406,7 @@ func TestKilledEngine(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := cmd.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
-	_ = cmd.Wait() // it was killed
+	kill(cmd)
 	testkit.Eventually(t, "the engine is gone and its region is left", func() bool { return len(n.server.Engines()) == 0 && len(n.server.Left()) == 1 })
 	if s := n.store.Stats(); s.Transfers != 0 || s.StagedBytes != 0 || s.CondemnedBytes != 0 {
 		t.Errorf("%d transfers, %d bytes staged, %d in quarantine", s.Transfers, s.StagedBytes, s.CondemnedBytes)
@@ -472,6 +455,30 @@ func TestRegionOfAnotherInode(t *testing.T) {
 	}
 	if err := a.region.Close(); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// A region of an engine that was never connected is named, not removed.
+func TestStrangersRegion(t *testing.T) {
+	n := start(t, t.TempDir(), setup{})
+	defer n.close()
+	path := filepath.Join(n.dir, "vllm_offload_stranger.mmap")
+	if err := os.WriteFile(path, make([]byte, 4096), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	used, err := shm.Create(filepath.Join(n.dir, "vllm_offload_used.mmap"), 4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.server.Tick()
+	if left := n.server.Left(); len(left) != 1 || left[0].Name != "vllm_offload_stranger.mmap" || left[0].Bytes != 4096 || left[0].Why == "" {
+		t.Errorf("%+v", left)
+	}
+	if _, err := os.Stat(path); err != nil {
+		t.Error(err)
+	}
+	if err := errors.Join(used.Unlink(), used.Close()); err != nil {
+		t.Error(err)
 	}
 }
 

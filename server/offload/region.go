@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
@@ -62,14 +63,67 @@ func (s *Server) region(h *vllm.Hello, file *os.File, caller *access.Caller) (Re
 func (s *Server) Tick() {
 	s.sweep.Lock()
 	defer s.sweep.Unlock()
-	for _, r := range s.Left() {
+	for _, r := range s.lost() {
 		why, gone := s.remove(&r)
 		s.settle(r, why, gone)
 	}
+	if s.looks++; s.looks%strangersEvery == 1 {
+		s.noteStrangers(s.strangers())
+	}
 }
 
-// Left returns the regions of engines that are gone, as far as they are still there.
+// strangersEvery is how many calls of Tick there are between two looks for regions of engines that this server never knew: each
+// one may read all of /proc.
+const strangersEvery = 10
+
+// strangers returns regions of this user that no process maps and no engine of this server had: their engines were killed while
+// no server ran, or had another one. Nothing proves that, so they stay.
+func (s *Server) strangers() (out []Region) {
+	names, err := filepath.Glob(filepath.Join(cmp.Or(s.opts.Dir, shm.Dir), "vllm_offload_*.mmap"))
+	if err != nil {
+		return nil
+	}
+	known := s.known()
+	for _, path := range names[:min(len(names), maxLeft)] {
+		f, err := shm.Stat(path)
+		if name := filepath.Base(path); err == nil && !known[name] && shm.Ours(f) == nil {
+			if pids, _ := peercred.Mappers(name, f.Inode, peercred.Process{}); len(pids) == 0 {
+				out = append(out, Region{Name: name, Bytes: f.Bytes, Why: "no engine of this server had it: remove it if no engine runs under its id"})
+			}
+		}
+	}
+	return out
+}
+
+// known returns the names of regions of engines that this server knows.
+func (s *Server) known() map[string]bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := make(map[string]bool)
+	for _, e := range s.mu.engines {
+		out[e.region.Name] = true
+	}
+	for _, r := range s.mu.left {
+		out[r.Name] = true
+	}
+	return out
+}
+
+func (s *Server) noteStrangers(list []Region) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.mu.strangers = list
+}
+
+// Left returns the regions that engines left, as far as they are still there; also those of engines that this server never knew.
 func (s *Server) Left() []Region {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Concat(s.mu.left, s.mu.strangers)
+}
+
+// lost returns the regions of engines that were connected and are gone.
+func (s *Server) lost() []Region {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Clone(s.mu.left)
