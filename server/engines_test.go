@@ -32,6 +32,7 @@ type form struct {
 // One model of two layers, as vLLM and SGLang register it with engine_driven: as many bytes, in another order.
 var (
 	vllmForm   = form{false, 2, 64, "bfloat16", 1}
+	fusedForm  = form{true, 2, 128, "bfloat16", 1} // K and V of a token side by side, as on CPUs
 	sglangForm = form{true, 4, 64, "bfloat16", 1}
 )
 
@@ -192,10 +193,10 @@ func (e *peerEngine) want(what string, hit, of int) {
 // A vLLM and a SGLang under one model name on one server have chunks of their own and both hit, whichever registered last, over a
 // restart of the server and of each of them.
 func TestVLLMAndSGLangShareAModelName(t *testing.T) {
-	for _, first := range []string{"vllm", "sglang"} {
+	for i, first := range []string{"vllm", "sglang", "vllm, fused", "sglang, fused"} {
 		d := newDesk(t, server.Options{})
-		v, s := d.vllm(1, vllmForm), d.sglang(2, sglangForm)
-		if first == "vllm" {
+		v, s := d.vllm(1, []form{vllmForm, fusedForm}[i/2]), d.sglang(2, sglangForm)
+		if i%2 == 0 {
 			v.register()
 			s.register()
 		} else {

@@ -26,12 +26,17 @@ type caller struct {
 	client *workers.Client // once it has looked up; used by its reading goroutine
 }
 
-// query returns what a lookup asks the registry.
-func (s *Server) query(sc *scratch, k *lmcache.KeyView) workers.Query {
-	c := sc.caller()
+// findClient begins to look for the process of a connection's client: its lookups are for the layout of that process's workers.
+func (s *Server) findClient(c *caller) {
 	if c.client == nil && c != self {
 		c.client = s.registry.NewClient(&c.Caller)
 	}
+}
+
+// query returns what a lookup asks the registry.
+func (s *Server) query(sc *scratch, k *lmcache.KeyView) workers.Query {
+	c := sc.caller()
+	s.findClient(c)
 	return workers.Query{
 		Model: k.Model, Salt: k.Salt, World: k.WorldSize, Chunk: sc.chunk.tokens, By: c.By, From: c.client, Named: sc.conn.named, Worker: sc.conn.worker,
 	}

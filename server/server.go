@@ -411,10 +411,12 @@ func (s *Server) handle(sc *scratch, r lmcache.Request) error {
 func (s *Server) handleRare(sc *scratch, r lmcache.Request) error {
 	switch r := r.(type) {
 	case *lmcache.GetChunkSizeRequest:
+		s.findClient(sc.caller())
 		s.fix(sc.conn, s.current(sc.conn))
 		sc.out = lmcache.AppendInt(sc.out, int64(sc.conn.chunk.tokens))
 		return nil
 	case *lmcache.NegotiateRequest:
+		s.findClient(sc.caller())
 		s.negotiate(sc, r)
 		return nil
 	case *lmcache.GetExperimentalRequest:

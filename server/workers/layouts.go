@@ -88,7 +88,8 @@ func (w *Worker) ofOneEngine(o *Worker) bool {
 const vllm = "vllm"
 
 // ofVLLM reports whether a worker is known to be vLLM's (yes), and whether it is known to be another engine's (no). A registration
-// with engine_driven names no type: two planes of a layer are vLLM's; one plane is that of MLA, or SGLang's.
+// with engine_driven names no type: two planes of a layer are vLLM's; one plane is that of MLA, of a vLLM with K and V side by side, or
+// SGLang's.
 func (w *Worker) ofVLLM() (yes, no bool) {
 	switch {
 	case w.Engine != "":
@@ -107,6 +108,12 @@ func (l *engineLayout) ofVLLM() (yes, no bool) {
 		yes, no = yes || y, no && n
 	}
 	return yes, no
+}
+
+// splits reports whether l has K and V of each layer in planes of their own and o has them side by side: of one model l is SGLang's.
+func (l *engineLayout) splits(o *engineLayout) bool {
+	a, b := &l.newest().Layout, &o.newest().Layout
+	return a.SinglePlane && b.SinglePlane && a.Layers == 2*b.Layers && 2*a.Hidden == b.Hidden
 }
 
 // newest is the worker that registered last.
@@ -149,8 +156,8 @@ func (l *engineLayout) fingerprints() []string {
 	return out
 }
 
-// splits reports whether the registered workers of one shard have unlike fingerprints: they are of pipelines with unlike stages.
-func (l *engineLayout) splits() bool {
+// cutTwice reports whether the registered workers of one shard have unlike fingerprints: they are of pipelines with unlike stages.
+func (l *engineLayout) cutTwice() bool {
 	first := l.workers[0].Fingerprint
 	if !slices.ContainsFunc(l.workers, func(w *Worker) bool { return w.Fingerprint != first }) {
 		return false
@@ -249,7 +256,7 @@ func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 	var left []*engineLayout
 	for _, known := range []bool{true, false} { // else those of which it is not known
 		for _, l := range all.of {
-			if yes, no := l.ofVLLM(); yes || !known && !no {
+			if yes, no := l.ofVLLM(); yes || !known && !no && !slices.ContainsFunc(all.of, l.splits) {
 				left = append(left, l)
 			}
 		}
@@ -265,7 +272,7 @@ func (r *Registry) layoutLocked(q *Query) (*engineLayout, error) {
 
 // alone returns the layout if lookups need no other knowledge.
 func (l *engineLayout) alone() (*engineLayout, error) {
-	if l.splits() {
+	if l.cutTwice() {
 		return nil, fmt.Errorf("%w: pipelines with unlike stages", ErrLayouts)
 	}
 	return l, nil
