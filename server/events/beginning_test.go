@@ -63,6 +63,9 @@ func (r *lateRouter) read() {
 	if err != nil {
 		r.t.Fatal(err)
 	}
+	if w.sequence > 1<<62 {
+		r.t.Fatalf("message %d: less than 0", int64(w.sequence))
+	}
 	if r.new {
 		if len(batch.Events) != 1 || batch.Events[0].Kind != event.Cleared {
 			r.t.Fatalf("a connection begins with %+v", batch.Events)

@@ -147,7 +147,7 @@ type noted struct {
 func (b *Book) gather(ctx context.Context, now time.Time, all bool) (next state, notes map[int]noted) {
 	next, notes = b.latest(), map[int]noted{}
 	for i, p := range b.shared.places {
-		if !all && now.Before(b.shared.next[i]) {
+		if early := p.Every / 10; !all && now.Add(early).Before(b.shared.next[i]) { // ticks come a little early or late
 			continue
 		}
 		b.shared.next[i] = now.Add(p.Every)

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -26,6 +27,7 @@ type place struct {
 	text   []byte
 	down   error
 	frozen bool // it takes no note
+	reads  int  // of the note
 }
 
 var errDown = errors.New("it is down")
@@ -35,6 +37,7 @@ func newPlace() *place { return &place{Tier: tier.NewMemory(1 << 20)} }
 func (p *place) Note(context.Context) ([]byte, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.reads++
 	return p.text, p.down
 }
 
@@ -270,6 +273,28 @@ func TestTierThatIsDownIsOneWarning(t *testing.T) {
 	if n := strings.Count(log.String(), "nothing of the tiers is served"); n != 1 || strings.Contains(log.String(), "kept in all tiers") {
 		t.Errorf("%d warnings:\n%s", n, log.String())
 	}
+}
+
+// A note is read at each tick, also at one that comes a little earlier than its time after the one before; in between it is not.
+func TestNotesAreReadAtEachTick(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPlace()
+		b, err := generation.Open([]string{filepath.Join(t.TempDir(), "g")}, tier.NewNames(), slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		b.Share(generation.Place{Name: "p", Note: p, Every: time.Second})
+		for i, after := range []struct {
+			wait time.Duration
+			want int
+		}{{0, 1}, {999 * time.Millisecond, 2}, {10 * time.Millisecond, 2}, {800 * time.Millisecond, 2}, {190 * time.Millisecond, 3}} {
+			time.Sleep(after.wait)
+			b.Sync(t.Context())
+			if got := p.reads; got != after.want {
+				t.Errorf("look %d: the note was read %d times, want %d", i, got, after.want)
+			}
+		}
+	})
 }
 
 // Of a tier that LMCache servers share, everything counts until the first clear.
