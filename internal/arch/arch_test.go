@@ -30,13 +30,12 @@ var rooms = map[string][]string{
 	"bench":    {"internal"},
 	"lmcache":  {"internal", "kv", "zmtp"},
 	"mooncake": {"internal", "kv", "zmtp"},
-	"vllm":     {"internal", "kv"},
 	"tier":     {"internal", "kv", "mooncake"},
 	"store":    {"internal", "kv", "tier"},
-	"server":   {"internal", "kv", "zmtp", "lmcache", "mooncake", "vllm", "tier", "store"},
+	"server":   {"internal", "kv", "zmtp", "lmcache", "mooncake", "tier", "store"},
 	"proxy":    {"internal", "kv", "zmtp", "mooncake"},
-	"sim":      {"internal", "kv", "bench", "lmcache", "mooncake", "vllm", "store"},
-	"cmd":      {"internal", "kv", "zmtp", "bench", "lmcache", "mooncake", "vllm", "tier", "store", "server", "proxy", "sim"},
+	"sim":      {"internal", "kv", "bench", "lmcache", "mooncake", "store"},
+	"cmd":      {"internal", "kv", "zmtp", "bench", "lmcache", "mooncake", "tier", "store", "server", "proxy", "sim"},
 	"interop":  {"internal", "kv", "zmtp", "bench", "lmcache", "mooncake", "sim"},
 }
 
@@ -54,7 +53,7 @@ var thirdParty = map[string][]string{
 	"github.com/zeebo/xxh3":               {"cmd", "kv", "lmcache", "mooncake", "proxy", "sim", "store", "tier"},
 	"go.uber.org/goleak":                  {"internal/testkit"},
 	"go.yaml.in/yaml/v3":                  {"cmd"},
-	"golang.org/x/sys":                    {"cmd", "internal", "mooncake/transfer/bench", "server", "store", "tier", "vllm"},
+	"golang.org/x/sys":                    {"cmd", "internal", "mooncake/transfer/bench", "server", "store", "tier"},
 }
 
 // unsafePackages may import unsafe: one maps memory, one reads and writes files past the page cache.

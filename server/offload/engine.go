@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/hold"
 	"github.com/kvasir-kv/kvasir/tier"
-	"github.com/kvasir-kv/kvasir/vllm"
+	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
 // maxTenants bounds the tenants of one engine. Rows of further ones are misses.

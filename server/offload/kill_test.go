@@ -16,7 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/offload"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/pool"
-	"github.com/kvasir-kv/kvasir/vllm"
+	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
 const nodeEnv = "KVASIR_TEST_VLLM_NODE"

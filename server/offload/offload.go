@@ -30,7 +30,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/access"
 	"github.com/kvasir-kv/kvasir/server/lookup"
 	"github.com/kvasir-kv/kvasir/store"
-	"github.com/kvasir-kv/kvasir/vllm"
+	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
 // Options configures a Server. A zero field means its default.

@@ -20,7 +20,7 @@ import (
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/miss"
 	"github.com/kvasir-kv/kvasir/tier"
-	"github.com/kvasir-kv/kvasir/vllm"
+	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
 // What one engine stores, another one loads; rows of other groups, tenants, lengths and configurations are misses.

@@ -18,7 +18,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server/access"
-	"github.com/kvasir-kv/kvasir/vllm"
+	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
 // maxLeft bounds the regions of engines that are gone.

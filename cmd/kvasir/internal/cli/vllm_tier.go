@@ -2,7 +2,7 @@
 
 package cli
 
-import "github.com/kvasir-kv/kvasir/vllm"
+import "github.com/kvasir-kv/kvasir/tier/vllm"
 
 // vllmTierCmd prints the module that vLLM loads.
 type vllmTierCmd struct{}

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/kv"
-	"github.com/kvasir-kv/kvasir/vllm"
+	"github.com/kvasir-kv/kvasir/tier/vllm"
 )
 
 func hello() vllm.Hello {
