@@ -23,7 +23,7 @@ var peerFacing = []string{
 	"internal/httpserver", "internal/resp", "internal/safelog", "lmcache", "mooncake/bootstrap", "proxy", "proxy/blocks", "proxy/limits", "proxy/prefix",
 	"server", "server/admin", "server/events", "server/explain", "server/lent", "server/offload", "server/usage", "server/workers",
 	"store", "store/hold", "store/lease", "store/miss", "store/pool", "store/tenant", "store/tiering",
-	"tier", "tier/disk", "tier/fs", "tier/generation", "tier/keeper", "tier/mooncakestore", "tier/redis", "tier/s3", "vllm", "zmtp",
+	"tier", "tier/disk", "tier/fs", "tier/generation", "tier/keeper", "tier/mooncakestore", "tier/redis", "tier/s3", "tier/vllm", "zmtp",
 }
 
 var boundName = regexp.MustCompile(`^(max|Max|most)[A-Z0-9]|^[Mm]ax$`)
