@@ -11,4 +11,4 @@ fi
 export GORACE=${GORACE:-atexit_sleep_ms=0}
 packages=$("${GO:-go}" run ./internal/tools/concurrent ./...)
 echo "race detector: $(wc -w <<<"$packages") packages"
-CGO_ENABLED=1 exec .ci/test.sh "$packages" -race -tags invariants -vet=off -p 2 -timeout 900s
+CGO_ENABLED=1 exec .ci/test.sh "$packages" -race -tags invariants -vet=off -p 3 -timeout 900s

@@ -111,7 +111,7 @@ for part; do
 		continue
 		;;
 	esac
-	drain "${LANES:-3}"
+	drain "${LANES:-4}"
 	[ -z "$bug" ] || break
 	begin "$part"
 done
