@@ -17,7 +17,7 @@ drive() {
 	local name=$1 script=$2 failed=
 	shift 2
 	mkdir -p "$work/$name"
-	"$python" "interop/sglang/$script" --kvasir bin/kvasir --out "$work/$name" "$@" >"$work/$name.json" || failed=1
+	"$python" "interop/sglang/$script" --kvasir bin/kvasir --out "$work/$name" "$@" >"$work/$name.json" 2>"$work/$name/driver.log" || failed=1
 	"$python" - "$work/$name.json" <<'P'
 import json, sys
 lines = open(sys.argv[1]).read().strip().splitlines()
