@@ -138,6 +138,29 @@ func TestLastingStore(t *testing.T) {
 	})
 }
 
+// What a worker of an earlier server may still write to stays out of use beyond the quarantine while a process that maps the pool is
+// stopped: the worker goes on where it was.
+func TestStoppedWorkerOfAnEarlierServer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var stopped bool
+		b := newBench(t, t.TempDir(), 4, store.Options{Stopped: func() bool { return stopped }})
+		defer func() { b.stop() }()
+		h := prompt(1, 2)
+		var p store.Transfer
+		if _, err := b.store.BeginStore(transfer(5, h, 0, 2, false), []byte("r"), h, &p); err != nil || len(p.Offsets) != 2 {
+			t.Fatal(err, p.Offsets)
+		}
+		b.kill()
+		stopped = true
+		time.Sleep(10 * quarantine)
+		b.store.Expire()
+		b.put("q", prompt(2, 4), 0, 4, 2)
+		stopped = false
+		b.store.Expire()
+		b.put("q", prompt(2, 4), 0, 4, 2)
+	})
+}
+
 // Where too many transfers are in progress a lookup fails; nothing is lent then.
 func TestEachLookupWhenBusy(t *testing.T) {
 	b := newBench(t, t.TempDir(), 4, store.Options{MaxHolds: 1})

@@ -147,16 +147,24 @@ func (s *Store) dueNow(instance int64, now time.Time) int {
 
 // expire ends holds whose time is over.
 func (s *Store) expire(now time.Time) {
-	for _, h := range s.expired(now) {
+	keepFormer := s.formerDue(now) && s.opts.Stopped()
+	for _, h := range s.expired(now, keepFormer) {
 		s.end(h, false)
 	}
 }
 
-func (s *Store) expired(now time.Time) []*hold.Hold {
+// formerDue reports whether the quarantine of slots that a worker of an earlier server may touch is over.
+func (s *Store) formerDue(now time.Time) bool {
+	s.lock()
+	defer s.unlock()
+	return s.mu.holds.FormerDue(now)
+}
+
+func (s *Store) expired(now time.Time, keepFormer bool) []*hold.Hold {
 	s.lock()
 	defer s.unlock()
 	s.mu.policy.Tick(time.Since(s.began))
-	ended := s.mu.holds.Expire(now)
+	ended := s.mu.holds.Expire(now, keepFormer)
 	s.mu.n.HoldsExpired += uint64(len(ended))
 	return ended
 }

@@ -22,11 +22,13 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"path/filepath"
 	"sync"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/container"
 	"github.com/kvasir-kv/kvasir/internal/fair"
+	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/evict"
 	"github.com/kvasir-kv/kvasir/store/hold"
@@ -51,6 +53,10 @@ type Options struct {
 
 	SumAfter  time.Duration // age of a chunk whose checksum is computed: many do not live long; default 1 s
 	SumAtOnce bool          // without waiting for that
+
+	// Stopped reports whether a process that maps the pool is stopped: while one is, what workers of an earlier server may still
+	// touch stays out of use, since they go on where they were. Default: a look at /proc.
+	Stopped func() bool
 
 	// TrustUnsummed serves what an earlier server left without a checksum: what it stored
 	// in the seconds before it was killed. Else that is dropped.
@@ -179,6 +185,9 @@ func New(p *pool.Pool, o Options) *Store {
 	}
 	if o.TenantPolicy == nil {
 		o.TenantPolicy = func(int64) evict.Policy { return evict.NewLRU() }
+	}
+	if o.Stopped == nil {
+		o.Stopped = func() bool { return peercred.MapperStopped(filepath.Base(p.Path()), p.Inode()) }
 	}
 	o.WorkerShare = cmp.Or(o.WorkerShare, 0.25)
 	o.PeerShare = cmp.Or(o.PeerShare, 0.75)

@@ -6,6 +6,7 @@ package peercred
 
 import (
 	"bufio"
+	"bytes"
 	"cmp"
 	"fmt"
 	"os"
@@ -64,6 +65,16 @@ func Mappers(name string, inode uint64, p Process) (pids []int, whole bool) {
 		}
 	}
 	return pids, whole
+}
+
+// MapperStopped reports whether a process that maps the file of that name and inode is stopped (SIGSTOP, a debugger).
+func MapperStopped(name string, inode uint64) bool {
+	pids, _ := Mappers(name, inode, Process{})
+	return slices.ContainsFunc(pids, func(pid int) bool {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		_, after, ok := strings.Cut(string(stat[max(0, bytes.LastIndexByte(stat, ')')):]), ") ")
+		return err == nil && ok && (strings.HasPrefix(after, "T") || strings.HasPrefix(after, "t"))
+	})
 }
 
 // RemovedFile is a file without a name that processes map.

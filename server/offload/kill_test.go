@@ -6,12 +6,18 @@ import (
 	"bufio"
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/server/offload"
 	"github.com/kvasir-kv/kvasir/store"
@@ -62,6 +68,21 @@ func kill(cmd *exec.Cmd) {
 	_ = cmd.Wait()         // it was killed
 }
 
+// stop stops a process, and waits until all of its threads are.
+func stop(t *testing.T, cmd *exec.Cmd) {
+	t.Helper()
+	if err := cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "all threads are stopped", func() bool {
+		tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", cmd.Process.Pid))
+		return err == nil && len(tasks) > 0 && !slices.ContainsFunc(tasks, func(name string) bool {
+			stat, err := os.ReadFile(name)
+			return err != nil || !strings.Contains(string(stat), ") T ")
+		})
+	})
+}
+
 // A node that is killed costs misses: what it lent counts no more, and the next node over its pool serves what has a checksum.
 func TestKilledNode(t *testing.T) {
 	dir := t.TempDir()
@@ -107,8 +128,13 @@ func TestFrozenNode(t *testing.T) {
 	a := n.connect(helloOf("a"))
 	defer a.close()
 	a.store("", keysOf(0, 4))
-	if err := cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+	stop(t, cmd)
+	inode, err := shm.InodeOf(dir + "/kvasir_t")
+	if err != nil {
 		t.Fatal(err)
+	}
+	if !peercred.MapperStopped("kvasir_t", inode) {
+		t.Error("a process that maps the pool is stopped, and not seen to be")
 	}
 	began := time.Now()
 	if _, _, err := a.client.Lookup("", "r", keysOf(0, 4), 50*time.Millisecond); !errors.Is(err, vllm.ErrSlow) {
@@ -123,6 +149,7 @@ func TestFrozenNode(t *testing.T) {
 	if err := cmd.Process.Signal(syscall.SIGCONT); err != nil {
 		t.Fatal(err)
 	}
+	testkit.Eventually(t, "no process is stopped any more", func() bool { return !peercred.MapperStopped("kvasir_t", inode) })
 	testkit.Eventually(t, "the places of the store that was given up come back", func() bool { return a.store("", keysOf(20, 22)) == 2 })
 	if got := a.load("", keysOf(0, 4)); got != 4 {
 		t.Errorf("%d rows loaded, want 4", got)
@@ -135,9 +162,7 @@ func TestStoppedEngine(t *testing.T) {
 	defer n.close()
 	cmd := child(t, engineEnv, n.dir)
 	defer func() { kill(cmd) }()
-	if err := cmd.Process.Signal(syscall.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
+	stop(t, cmd)
 	b := n.connect(helloOf("b"))
 	defer b.close()
 	for i := 100; i < 160; i += 4 {

@@ -73,7 +73,7 @@ func TestOnlyADetachedWorkersTransfersArePutInQuarantine(t *testing.T) {
 	if st := table.Stats(); st.Transfers != 2 || st.Quarantined != 1 {
 		t.Errorf("%+v", st)
 	}
-	if ended := table.Expire(start.Add(life)); len(ended) != 1 || ended[0].Slots[0] != 2 {
+	if ended := table.Expire(start.Add(life), false); len(ended) != 1 || ended[0].Slots[0] != 2 {
 		t.Fatalf("the quarantine begins with the worker's end: %v", ended)
 	}
 	if _, found, late := table.Commit(gone.Transfer, []byte("r")); !found || !late {
@@ -98,7 +98,7 @@ func TestNoCommitMeansACopyOfThisProcess(t *testing.T) {
 		t.Fatalf("the commit ends %v", ended)
 	}
 	table.Orphans(1, start)
-	if ended := table.Expire(start.Add(1000 * life)); len(ended) != 0 || !table.Keeps(own) {
+	if ended := table.Expire(start.Add(1000*life), false); len(ended) != 0 || !table.Keeps(own) {
 		t.Error("a copy of this process ends when that says so")
 	}
 	table.Remove(own)
@@ -125,7 +125,7 @@ func TestACommitOfTheEarlierLifePublishesNothingOfThisOne(t *testing.T) {
 	if ended, _, _ := table.Commit(again.Transfer, []byte("r")); len(ended) != 2 {
 		t.Fatalf("the second commit ends %v", ended)
 	}
-	if ended := table.Expire(start.Add(life)); len(ended) != 1 || ended[0].Slots[0] != 1 || !table.Empty() {
+	if ended := table.Expire(start.Add(life), false); len(ended) != 1 || ended[0].Slots[0] != 1 || !table.Empty() {
 		t.Errorf("the earlier server's slots end with their quarantine: %v", ended)
 	}
 }

@@ -85,7 +85,13 @@ func (t *Table) AddFormer(h *Hold, name uint64) {
 	if name != 0 {
 		t.former[name] = append(t.former[name], h.Deadline.Add(t.life))
 	}
+	h.former = true
 	t.AddLoan(h)
+}
+
+// FormerDue reports whether the time of a hold of an earlier server's worker is over.
+func (t *Table) FormerDue(now time.Time) bool {
+	return len(t.which(func(h *Hold) bool { return h.former && !now.Before(h.Deadline) })) > 0
 }
 
 // AddLoan enters a hold that no commit ends: it lives until its deadline or its removal, and
@@ -296,8 +302,9 @@ func (t *Table) EndQuarantine(instance int64, now time.Time) (n int) {
 
 // Expire takes the slots of holds whose time is over, and returns them as holds that are
 // in no table. What is left of them waits for its commit: a worker may be slower than
-// that, and its late commit still must not end a later hold of the same name.
-func (t *Table) Expire(now time.Time) (ended []*Hold) {
+// that, and its late commit still must not end a later hold of the same name. With keepFormer, holds of an earlier server's
+// workers stay.
+func (t *Table) Expire(now time.Time, keepFormer bool) (ended []*Hold) {
 	for hash, of := range t.former {
 		if of = slices.DeleteFunc(of, now.After); len(of) == 0 {
 			delete(t.former, hash)
@@ -305,7 +312,7 @@ func (t *Table) Expire(now time.Time) (ended []*Hold) {
 			t.former[hash] = of
 		}
 	}
-	for _, h := range t.which(func(h *Hold) bool { return !now.Before(h.Deadline) }) {
+	for _, h := range t.which(func(h *Hold) bool { return !now.Before(h.Deadline) && !(keepFormer && h.former) }) {
 		if len(h.Slots) == 0 {
 			t.Remove(h)
 			continue

@@ -61,6 +61,7 @@ type Hold struct {
 	Reads     bool // the slots are kept for it
 
 	number uint64 // in order of the prepares
+	former bool   // of a worker of an earlier server
 	orphan bool   // the worker unregistered, was reaped or registered anew
 }
 

@@ -94,7 +94,11 @@ func (c *Client) Pool(p Place) []byte {
 	return c.pool.Bytes(int64(p.Offset), int64(p.Bytes))
 }
 
-// Ended is closed once the connection has ended. Rows that were copied from the pool after that do not count.
+// Stands reports whether the node has not ended the connection: it does so before it reuses anything that it lent. Rows that were copied
+// from the pool count only if it stands after the copy.
+func (c *Client) Stands() bool { return c.conn.Stands() }
+
+// Ended is closed once the connection has ended.
 func (c *Client) Ended() <-chan struct{} { return c.ended }
 
 // Close ends the connection. The user touches the pool no more.

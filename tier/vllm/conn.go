@@ -100,6 +100,22 @@ func firstFile(oob []byte) (file *os.File) {
 	return file
 }
 
+// Stands reports whether the peer has not ended the connection.
+func (c *Conn) Stands() bool {
+	raw, err := c.net.SyscallConn()
+	if err != nil {
+		return false
+	}
+	fds := []unix.PollFd{{Events: unix.POLLRDHUP}}
+	if raw.Control(func(fd uintptr) {
+		fds[0].Fd = int32(fd)
+		_, err = unix.Poll(fds, 0)
+	}) != nil {
+		return false
+	}
+	return err == nil && fds[0].Revents&(unix.POLLRDHUP|unix.POLLHUP|unix.POLLERR) == 0
+}
+
 // Write sends a frame, whose body write appends.
 func (c *Conn) Write(kind byte, write func(dst []byte) []byte) error {
 	return c.WriteFile(kind, write, nil)

@@ -58,9 +58,11 @@ type engineCmd struct {
 	Release  string `help:"Dialect of the MooncakeConnector: that of vLLM 0.16 and later, or 0.13's; keys and decisions of the MooncakeStoreConnector: ours with the keys of 0.24 and later, or 0.23's." enum:"current,0.13,0.23" default:"current" group:"KV transfer"`
 	LMCache  string `name:"lmcache-release" help:"Protocol of the LMCacheMPConnector: that of 0.5.7, where the server negotiates chunk sizes, or always 0.5.6's." enum:"current,0.5.6" default:"current" group:"KV transfer"`
 	Events   string `name:"kv-events-config" help:"KV events to publish, in the JSON that vLLM takes: {\"enable_kv_cache_events\":true,\"endpoint\":\"tcp://*:5557\"}." placeholder:"JSON" group:"KV transfer"`
-	Like     string `help:"Whose API and P/D the engine has: vllm, or sglang with /generate, bootstrap rooms and a bootstrap server." enum:"vllm,sglang" default:"vllm" group:"KV transfer"`
+	Like     string `help:"Whose API and P/D the engine has: vllm, or sglang with /generate, bootstrap rooms and a bootstrap server. vllm-tiering has no API: it is the engine's side of --vllm-tier alone." enum:"vllm,sglang,vllm-tiering" default:"vllm" group:"KV transfer"`
 	Mode     string `name:"disaggregation-mode" help:"With --like sglang: prefill, decode, or null for an engine that does both." enum:"null,prefill,decode" default:"null" group:"KV transfer"`
 	BootPort int    `name:"disaggregation-bootstrap-port" help:"Port of the bootstrap server of a P with --like sglang, on --host." default:"8998" group:"KV transfer"`
+	VLLMTier string `name:"vllm-tier" help:"With --like vllm-tiering: the socket of kvasir server --vllm-tier. Requests of shared prefixes are stored and loaded there, and every byte is compared." placeholder:"PATH" group:"KV transfer"`
+	Requests int    `help:"With --like vllm-tiering: end after so many requests; 0: at a signal." default:"0" group:"KV transfer"`
 	Retain   *int   `name:"prefix-cache-retention-interval" help:"What a MooncakeStoreConnector keeps of windows: one tail per this number of tokens, and the prompt's; 0: the prompt's alone. Default: all." placeholder:"TOKENS" group:"KV transfer"`
 }
 
@@ -79,6 +81,7 @@ Examples:
   kvasir engine --port 8100 --kv-transfer-config '{"kv_connector":"MooncakeConnector","kv_role":"kv_producer",
     "kv_connector_extra_config":{"bootstrap_server_address":"127.0.0.1:8998"}}'
   kvasir engine --port 8200 --kv-transfer-config '{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}'
+  kvasir engine --like vllm-tiering --vllm-tier /run/kvasir.sock --requests 1000
   MOONCAKE_CONFIG_PATH=mooncake.json kvasir engine --window 1024 --kv-transfer-config '{"kv_connector":"MooncakeStoreConnector","kv_role":"kv_both"}'
 
 Without bootstrap_server_address P has a registry of its own, on VLLM_MOONCAKE_BOOTSTRAP_PORT (8998).
@@ -156,6 +159,9 @@ func (c *engineCmd) getenv(name string) (string, bool) {
 }
 
 func (c *engineCmd) check(e *env) error {
+	if c.Like == likeTiering {
+		return c.checkTiering()
+	}
 	_, err := c.options(e)
 	if err == nil {
 		_, err = c.events()
@@ -177,6 +183,9 @@ func (c *engineCmd) events() (*kvconfig.Events, error) {
 
 // Run serves until a signal stops it.
 func (c *engineCmd) Run(e *env) (err error) {
+	if c.Like == likeTiering {
+		return c.playTiering(e)
+	}
 	o, err := c.options(e)
 	if err != nil {
 		return err

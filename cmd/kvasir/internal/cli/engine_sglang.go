@@ -18,6 +18,8 @@ import (
 // likeSGLang sets what --like sglang changes.
 func (c *engineCmd) likeSGLang(o *engine.Options) (err error) {
 	switch {
+	case c.VLLMTier != "" || c.Requests != 0:
+		return usagef("--vllm-tier and --requests are for --like vllm-tiering")
 	case c.Like != "sglang" && c.Mode != "null":
 		return usagef("--disaggregation-mode is for --like sglang: vLLM has --kv-transfer-config")
 	case c.Like != "sglang":
