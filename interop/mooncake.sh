@@ -5,8 +5,8 @@
 # of our worker sides. Then engines of earlier releases, as far as each goes. Bit-equal
 # log-probabilities and full external hits, or it fails. And engines with the MooncakeStoreConnector over a cluster whose
 # memory is `kvasir store-node`'s alone, one of two nodes killed. Needs bin/kvasir; `make interop-vllm`
-# calls it. PD names the parts: qwen2, gemma3, proxy, proxy-nixl, relay, load, both, engine, store (0.32), 0.13, proxy-0.13, 0.18, 0.23,
-# store-0.23. Two engines of 2 GB at a time, minutes each.
+# calls it. PD names the parts: qwen2, gemma3, proxy, proxy-nixl, relay, load, both, engine, store (0.32), 0.33, 0.13, proxy-0.13, 0.18, 0.23,
+# store-0.23. 0.33 is 0.32 with the connectors of 0.33. Two engines of 2 GB at a time, minutes each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . interop/lib.sh
@@ -129,7 +129,7 @@ print(f"  {r['loaded_bytes'] / 1e6:.1f} MB came from our memory; the master gave
 P
 }
 
-for part in ${PD:-qwen2 gemma3 proxy proxy-nixl relay load both engine store 0.13 proxy-0.13 0.18 0.23 store-0.23}; do
+for part in ${PD:-qwen2 gemma3 proxy proxy-nixl relay load both engine store 0.33 0.13 proxy-0.13 0.18 0.23 store-0.23}; do
 	case $part in
 	0.13 | proxy-0.13) pinned 0.13.0 ;;
 	0.18) pinned 0.18.1 ;;
@@ -137,6 +137,7 @@ for part in ${PD:-qwen2 gemma3 proxy proxy-nixl relay load both engine store 0.1
 	store-0.23) pinned 0.23.0 ;; # Mooncake 0.3.11.post1 comes with it: master and client
 	*) newest ;;
 	esac
+	[ "$part" != 0.33 ] || over=$(interop/vllm/setup_newer.sh "$(dirname "$(dirname "$python")")" 0.33.0)
 	case $part in
 	qwen2 | gemma3)
 		echo "== vLLM P and D, $part, registry kvasir bootstrap, P killed and started again"
@@ -207,6 +208,18 @@ for part in ${PD:-qwen2 gemma3 proxy proxy-nixl relay load both engine store 0.1
 		start_both newest "$url"
 		pd both --model "$work/both-model" --bootstrap "$url" --relay "$both_url"
 		stop_both newest
+		;;
+	0.33)
+		echo "== vLLM 0.32 P and D with the MooncakeConnector of 0.33: registry kvasir bootstrap, P killed and started again; kvasir relay in between"
+		"$python" interop/vllm/make_model.py "$work/newer" --kind gemma3 >/dev/null
+		start bootstrap-033 bootstrap --host 127.0.0.1 --state "$work/033.state"
+		upstream=$url
+		pd v033 --model "$work/newer" --bootstrap "$upstream" --restart-p
+		stop_servers
+		start bootstrap-relay-033 bootstrap --host 127.0.0.1
+		upstream=$url
+		start relay-033 relay --upstream "$upstream" --memory-gb 1
+		pd relay-033 --model "$work/newer" --bootstrap "$upstream" --relay "$url" --relay-twice
 		;;
 	0.13)
 		echo "== vLLM 0.13 P and D, and our two sides of that release in between"

@@ -2,7 +2,7 @@
 # Real vLLM engines (CPU builds) with the LMCacheMPConnector against this build: the newest,
 # and three older pairs of vLLM and lmcache. About 26 GB and some minutes the first time.
 # Needs bin/kvasir; `make interop-vllm` calls it. Arguments name the parts, else all are run: engine_driven, lmcache_driven,
-# disk, fs, fleet, mooncakestore, slow, reset, events, keeper, tier, 0.4.6, 0.4.7, 0.5.3, 0.5.7.
+# disk, fs, fleet, mooncakestore, slow, reset, resize, events, keeper, tier, 0.4.6, 0.4.7, 0.5.3, 0.5.7.
 # Debian packages: libnuma1 libibverbs1 librdmacm1, and libtcmalloc-minimal4 for vLLM 0.18.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -70,9 +70,6 @@ start_cluster() {
 	wait_for 120 grep -q '"setup": 0' "$work/cpp.out" || { cat "$work/cpp.out" "$work/master.log" >&2; return 1; }
 }
 
-# listens PORT: whether somebody listens there.
-listens() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
-
 # events MODE: what the engine publishes of this server's chunks on its own KV-event socket, to vLLM's own classes.
 events() {
 	local mode=$1
@@ -101,7 +98,8 @@ fleet() {
 	stop_servers
 }
 
-# reset NAME SERVERS FLAG ...: the engine's reset reaches the tiers of all SERVERS servers, over kill -9 of all of them.
+# reset NAME SERVERS FLAG ...: the engine's reset reaches the tiers of all SERVERS servers, over kill -9 of all of them. DELAY is
+# how long other servers may still serve older chunks; LOSE, if set, a command after which the tier has lost its generation.
 reset() {
 	local name=$1 count=$2 urls= kills= i
 	shift 2
@@ -113,7 +111,29 @@ reset() {
 	done
 	# shellcheck disable=SC2086
 	"$python" interop/vllm/run_reset.py --model "$work/qwen2" --servers $urls --kill "$kills" --out "$work/reset-$name" \
+		--wait "${DELAY:-0.2}" ${LOSE:+--lose "$LOSE"} \
 		--command "bin/kvasir clear --model $work/qwen2 --force --url http://127.0.0.1:$http"
+	stop_servers
+}
+
+# resize: a pool becomes smaller and larger under a running engine that loads, in a /dev/shm of 1.1 times the larger pool.
+resize() {
+	local large=192 small=96
+	if [ -z "${RESIZE_HERE:-}" ]; then
+		unshare --mount --propagation private true 2>/dev/null || { echo "no mount namespace can be made here: no pool is resized in a small /dev/shm"; return 0; }
+		RESIZE_HERE=1 unshare --mount --propagation private sh -c "mount -t tmpfs -o size=$((large * 11 / 10))m none /dev/shm && exec interop/vllm.sh resize"
+		return
+	fi
+	echo "== a pool of $large MiB becomes one of $small MiB and of $large MiB again under an engine that loads, /dev/shm has $((large * 11 / 10)) MiB"
+	"$python" interop/vllm/make_model.py "$work/qwen2" --kind qwen2 >/dev/null
+	port=$(free_port) http=$(free_port)
+	ports="$ports $port"
+	write_phoenix resize --chunk-size 128
+	sh "$work/resize.kill" --l1-size-gb "${large}MiB" || { cat "$work/resize.log" >&2; return 1; }
+	"$python" interop/vllm/run_resize.py --model "$work/qwen2" --server "tcp://127.0.0.1:$port" --http "http://127.0.0.1:$http" \
+		--smaller "SIGNAL=TERM sh $work/resize.kill --l1-size-gb ${small}MiB" --larger "SIGNAL=TERM sh $work/resize.kill --l1-size-gb ${large}MiB" --out "$work/resize" ||
+		{ grep -E "resized|took over|level=(WARN|ERROR)" "$work/resize.log" >&2; tail -n 30 "$work/resize/vllm.log" >&2; return 1; }
+	grep -E "resized|took over|level=(WARN|ERROR)" "$work/resize.log"
 	stop_servers
 }
 
@@ -185,7 +205,7 @@ keeper() {
 
 keeps_less() { [ "$(find "$1" -name '*.bin' -printf '%s\n' 2>/dev/null | awk '{ n += $1 } END { print n + 0 }')" -le "$2" ]; }
 
-for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset events keeper tier 0.4.6 0.4.7 0.5.3 0.5.7}; do
+for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset resize events keeper tier 0.4.6 0.4.7 0.5.3 0.5.7}; do
 	case $part in
 	engine_driven) life engine_driven qwen2 ;;
 	lmcache_driven) life lmcache_driven gemma3 --separate-object-groups ;;
@@ -201,8 +221,12 @@ for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow r
 		reset disk 1 --disk "$work/reset-disk" --disk-gb 1 --disk-min-free-gb 1 --disk-first-touch
 		redis=$(command -v redis-server || command -v valkey-server) || { echo "neither redis-server nor valkey-server is installed: no reset of two servers"; continue; }
 		"$redis" --port 0 --unixsocket "$work/redis.sock" --save "" --appendonly no --daemonize yes --pidfile "$work/redis.pid" --dir "$work" >/dev/null
-		reset redis 2 --l2-adapter "'{\"type\":\"redis\",\"unix_socket\":\"$work/redis.sock\"}'"
+		cli="$(dirname "$redis")/$(basename "$redis" server)cli -s $work/redis.sock"
+		LOSE="$cli --scan --pattern '*kvasir-generations*' | grep . | xargs $cli del" reset redis 2 --l2-adapter "'{\"type\":\"redis\",\"unix_socket\":\"$work/redis.sock\"}'"
+		start_s3
+		DELAY=1.5 reset s3 2 --l2-adapter "'{\"type\":\"s3_native\",\"s3_endpoint\":\"http://$s3\",\"s3_bucket\":\"kvcache\"}'"
 		;;
+	resize) resize ;;
 	events)
 		events engine_driven
 		events lmcache_driven

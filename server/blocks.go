@@ -27,7 +27,7 @@ type blockCopy struct {
 
 // blockCopyOf checks what store and retrieve have in common. in is nil when the
 // worker is not known: then nothing was tried.
-func (s *Server) blockCopyOf(sc *scratch, r *lmcache.KeyRange, blocks [][]int) (in *workers.Worker, c blockCopy, err error) {
+func (s *Server) blockCopyOf(sc *scratch, r *lmcache.KeyRange, blocks [][]int, load bool) (in *workers.Worker, c blockCopy, err error) {
 	c.key, c.worker, c.chunk = r.Key, r.InstanceID, sc.chunk
 	in, c.transfer, err = s.transferOf(sc, r, false)
 	if err != nil {
@@ -36,7 +36,7 @@ func (s *Server) blockCopyOf(sc *scratch, r *lmcache.KeyRange, blocks [][]int) (
 	if c.kv = in.Lent; c.kv == nil {
 		return in, c, errMode
 	}
-	if s.draining.Load() {
+	if !load && s.draining.Load() { // a lookup has promised the load
 		return in, c, errDraining
 	}
 	c.Blocks, err = c.kv.Blocks(blocks, r.To-r.From)
@@ -68,7 +68,7 @@ func (s *Server) copyDone(key *lmcache.KeyView, cp *store.Transfer, err error) e
 
 // storeBlocks answers store: the chunks are visible before the reply is sent.
 func (s *Server) storeBlocks(sc *scratch, r *lmcache.StoreRequest) error {
-	in, c, err := s.blockCopyOf(sc, &r.KeyRange, r.Blocks)
+	in, c, err := s.blockCopyOf(sc, &r.KeyRange, r.Blocks, false)
 	if err == nil {
 		err = s.storeCopy(&c)
 	}
@@ -105,7 +105,7 @@ func (s *Server) storeCopy(c *blockCopy) error {
 // retrieveBlocks answers retrieve: the worker's blocks are written before the
 // reply is sent.
 func (s *Server) retrieveBlocks(sc *scratch, r *lmcache.RetrieveRequest) error {
-	in, c, err := s.blockCopyOf(sc, &r.KeyRange, r.Blocks)
+	in, c, err := s.blockCopyOf(sc, &r.KeyRange, r.Blocks, true)
 	if err == nil {
 		err = s.retrieveCopy(&c, r.SkipTokens)
 	}

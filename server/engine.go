@@ -202,10 +202,7 @@ func (s *Server) commitStore(sc *scratch, r *lmcache.CommitStoreRequest) error {
 
 func (s *Server) prepareRetrieve(sc *scratch, r *lmcache.PrepareRetrieveRequest) error {
 	in, t, err := s.slotsOf(sc, &r.KeyRange, false)
-	if err == nil && s.draining.Load() {
-		err = errDraining
-	}
-	t.Load = true
+	t.Load = true // also while the server stops: a lookup has promised it
 	if err != nil {
 		if t.Shard.Namespace != (kv.Namespace{}) { // stock workers send the commit of a refused prepare, too
 			s.store.Refuse(r.Key.RequestID, t)

@@ -264,6 +264,54 @@ func TestDrain(t *testing.T) {
 	}
 }
 
+// A load that a lookup has promised is served while the server stops, and the server waits for it. A new lookup promises nothing.
+func TestPromisedLoadsAreServedWhileTheServerStops(t *testing.T) {
+	n, stop := startNode(t, t.TempDir(), 16, server.Options{})
+	defer stop()
+	ctx := t.Context()
+	w, err := connector.OpenPoolClient(ctx, newClient(t, n.url), connector.PoolClientOptions{Model: "m", Layout: smallLayout, ShmDir: n.dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		gone, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
+		defer cancel()
+		_ = w.Close(gone)
+	}()
+	k := lmcache.Key{Tokens: tokens(16, 1), End: 16, RequestID: "r"}
+	if stored, err := w.Store(ctx, k, 16, func(_ int, b []byte) { b[0] = 7 }); err != nil || stored != 1 {
+		t.Fatal(stored, err)
+	}
+	promised := k
+	promised.RequestID = "promised"
+	if hit, err := w.Lookup(ctx, promised); err != nil || hit != 1 {
+		t.Fatal(hit, err)
+	}
+	done := make(chan error, 1)
+	other := lmcache.Key{Tokens: tokens(16, 2), End: 16, RequestID: "other"}
+	stored, err := w.Store(ctx, other, 16, func(int, []byte) { // a transfer in progress: the server waits for it
+		go func() { done <- n.Shutdown(ctx) }()
+		for n.Healthy() {
+			time.Sleep(time.Millisecond)
+		}
+		late := k
+		late.RequestID = "late"
+		if hit, err := w.Lookup(ctx, late); err != nil || hit != 0 {
+			t.Errorf("a lookup while the server stops: %d, %v", hit, err)
+		}
+		got := byte(0)
+		if ok, err := w.Retrieve(ctx, promised, 16, func(_ int, b []byte) { got = b[0] }); err != nil || !ok || got != 7 {
+			t.Errorf("a promised load while the server stops: %v, %v, %d", ok, err, got)
+		}
+	})
+	if err != nil || stored != 1 {
+		t.Errorf("the store in progress: %d, %v", stored, err)
+	}
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+}
+
 // register sends a registration the bare way and returns the reply's pool.
 func register(t *testing.T, s *server.Server, id int64, layout kv.Layout) lmcache.Pool {
 	t.Helper()

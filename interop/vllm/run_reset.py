@@ -7,6 +7,7 @@ One engine with the LMCacheMPConnector for each server; the servers share one ti
   3. each engine asks for a prompt of before: no external hit, the output is that of the first time
   4. --kill: all servers are killed with SIGKILL and started again; each engine asks for another prompt of before: no hit
   5. prompts that were stored after the reset are hits
+     --lose: a shell command removes the generation from the tier; each engine asks for another prompt of before: no hit
   6. --command: a shell command clears the model, as after a weight update; prompts of after the reset are no hits any more
 Prints one JSON line.
 """
@@ -26,6 +27,7 @@ def main():
     ap.add_argument("--servers", nargs="+", required=True, help="tcp://host:port of each")
     ap.add_argument("--kill", help="a shell command that kills the servers with SIGKILL and starts them again")
     ap.add_argument("--command", help="a shell command that clears the model's chunks everywhere")
+    ap.add_argument("--lose", help="a shell command after which the shared tier has lost its generation")
     ap.add_argument("--wait", type=float, default=0.2, help="seconds in which other servers may still serve older chunks")
     ap.add_argument("--chunk", type=int, default=128)
     ap.add_argument("--out")
@@ -38,7 +40,7 @@ def main():
         engines = [C.lmcache_engine(f"vllm-{i}", a.model, s, out, a.timeout) for i, s in enumerate(a.servers)]
         bases = [base for _, base in engines]
         tokens = 5 * a.chunk + 17
-        prompts = {n: C.prompt_ids(tokens, 100 + i) for i, n in enumerate(("shared", *(f"{k}{i}" for k in ("reset", "kill") for i in range(len(bases)))))}
+        prompts = {n: C.prompt_ids(tokens, 100 + i) for i, n in enumerate(("shared", *(f"{k}{i}" for k in ("reset", "kill", "lose") for i in range(len(bases)))))}
         first = {}
 
         def ask(step, i, name):
@@ -88,6 +90,11 @@ def main():
         for i in range(len(bases)):
             hit, same = ask("stored again", i, f"reset{i}")
             ok = ok and same and hit >= whole - 1
+        if a.lose:
+            ok = command("lose", a.lose) and ok
+            for i in range(len(bases)):
+                hit, same = ask("after the loss", i, f"lose{i}")
+                ok = ok and same and hit == 0
         if a.command:
             ok = command("command", a.command) and ok
             time.sleep(a.wait)

@@ -8,7 +8,8 @@ import (
 	"strings"
 )
 
-// engineFlag returns what vllm serve takes to find a server that listens at host and port.
+// engineFlag returns what vllm serve takes to find a server that listens at host and port. With vLLM's default for loads that
+// fail, such a load ends vLLM 0.32 itself.
 func engineFlag(host string, port int) string {
 	host = strings.Trim(host, "[]")
 	switch {
@@ -22,6 +23,6 @@ func engineFlag(host string, port int) string {
 	if strings.Contains(host, ":") {
 		host = "[" + host + "]"
 	}
-	return fmt.Sprintf(`--kv-transfer-config '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",`+
+	return fmt.Sprintf(`--kv-transfer-config '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute",`+
 		`"kv_connector_extra_config":{"lmcache.mp.host":"tcp://%s","lmcache.mp.port":%d,"lmcache.mp.mp_transfer_mode":"engine_driven"}}'`, host, port)
 }
