@@ -49,7 +49,7 @@ type Options struct {
 	Ended     func(*lookup.Outcome)                                 // gets the end of each lookup; nil for none
 	Loaded    func(model string, salt []byte, engine int64, n int)  // gets the rows that engines loaded; nil for none
 	Draining  func() bool                                           // whether stores and lookups are declined; nil for never
-	Patience  time.Duration                                         // that a lookup waits for the tier below, at most; default 1.5 s: the module waits for 2 s
+	Patience  time.Duration                                         // that a lookup waits for the tier below, at most; default 1.5 s: the module waits for 1.8 s
 	HelloTime time.Duration                                         // that a peer has for its Hello; default 10 s
 	Identify  func(c net.Conn, number uint64) (access.Caller, bool) // who a peer is; tests have their own
 }
@@ -225,13 +225,25 @@ func (s *Server) serve(c *net.UnixConn, number uint64) {
 	_ = c.Close()
 	e.leave()
 	s.removeEngine(e)
-	s.Tick() // a killed engine's region need not wait
+	defer s.sweepAfter(e)
 	if errors.Is(err, vllm.ErrMalformed) {
 		s.n.malformed.Add(1)
 		s.log.Error("an engine sent what cannot be read: its connection ends", "engine_id", e.hello.EngineID, "err", err)
 		return
 	}
 	s.log.Info("an engine left", "engine_id", e.hello.EngineID, "model", e.hello.Model)
+}
+
+// sweepAfter looks for the region that an engine left once its process has ended, which is a moment after its socket, or never.
+func (s *Server) sweepAfter(e *engine) {
+	for wait := 5 * time.Millisecond; wait < time.Second && !e.region.process.Gone(); wait *= 2 {
+		select {
+		case <-time.After(wait):
+		case <-s.life.Done():
+			return
+		}
+	}
+	s.Tick()
 }
 
 // errUser means that the peer may not map the pool.

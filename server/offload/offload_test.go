@@ -450,8 +450,10 @@ func TestRegionOfAnotherInode(t *testing.T) {
 	if _, err := os.Stat(other); err != nil {
 		t.Errorf("the file of another engine: %v", err)
 	}
-	if left := n.server.Left(); len(left) != 0 {
-		t.Errorf("%+v", left)
+	for _, r := range n.server.Left() { // it may be named as one of an engine that was never connected
+		if r.PID != 0 {
+			t.Errorf("%+v", r)
+		}
 	}
 	if err := a.region.Close(); err != nil {
 		t.Fatal(err)

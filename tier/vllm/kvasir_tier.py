@@ -26,11 +26,10 @@ import threading
 import time
 from collections import deque
 
+import vllm
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
-
-import vllm
 
 try:
     from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
@@ -154,7 +153,7 @@ class KvasirTier(SecondaryTierManager):
     medium = Medium and Medium.STORAGE
 
     def __init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector=None, socket_path="/run/kvasir.sock",
-                 tenant="", threads=2, timeout=2.0, **config):  # fmt: skip
+                 tenant="", threads=2, timeout=1.8, **config):  # fmt: skip
         """socket_path is the node's. tenant is whose the rows of a request are that names none ("kvasir.tenant" in its
         kv_transfer_params). threads copy loads, as many copy stores. timeout is the node's time for an answer, in seconds."""
         given = (offloading_spec, primary_kv_view, tier_type, backpressure_detector)
