@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -23,6 +24,8 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/demo"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/generation"
 )
 
 var smallLayout = kv.Layout{SinglePlane: true, Layers: 1, Slots: 16, Hidden: 128, DType: "bfloat16"} // 4096 bytes
@@ -309,6 +312,50 @@ func TestPromisedLoadsAreServedWhileTheServerStops(t *testing.T) {
 	}
 	if err := <-done; err != nil {
 		t.Fatal(err)
+	}
+}
+
+// A store that began before a clear, with tiers or without, leaves nothing that a later lookup finds; one that begins after it does.
+func TestStoreInProgressAtAClearIsForgotten(t *testing.T) {
+	for i := range 4 {
+		tiers, force := i%2 == 0, i < 2
+		var o server.Options
+		if tiers {
+			book, err := generation.Open([]string{filepath.Join(t.TempDir(), generation.FileName)}, tier.NewNames(), slog.New(slog.DiscardHandler))
+			if err != nil {
+				t.Fatal(err)
+			}
+			o.Generations = book
+		}
+		n, stop := startNode(t, t.TempDir(), 16, o)
+		ctx := t.Context()
+		w, err := connector.OpenPoolClient(ctx, newClient(t, n.url), connector.PoolClientOptions{Model: "m", Layout: smallLayout, ShmDir: n.dir})
+		if err != nil {
+			t.Fatal(err)
+		}
+		lookups := 0
+		f := func(during func(), want int) {
+			t.Helper()
+			k := lmcache.Key{Tokens: tokens(16, 1), End: 16, RequestID: "r"}
+			if _, err := w.Store(ctx, k, 16, func(int, []byte) { during() }); err != nil {
+				t.Fatal(err)
+			}
+			lookups++
+			k.RequestID = fmt.Sprint("l", lookups)
+			if hit, err := w.Lookup(ctx, k); err != nil || hit != want {
+				t.Errorf("tiers %v, force %v: hit %d, want %d, %v", tiers, force, hit, want, err)
+			}
+		}
+		f(func() {
+			if _, err := n.Clear(server.Clear{Tier: server.ClearAll, Force: force, By: "a test"}); err != nil {
+				t.Error(err)
+			}
+		}, 0)
+		f(func() {}, 1)
+		if err := w.Close(ctx); err != nil {
+			t.Error(err)
+		}
+		stop()
 	}
 }
 
