@@ -4,12 +4,13 @@ package cli
 
 import (
 	"io"
+	"slices"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/settings"
 )
 
-// Each command is known alone by the name that it has in the whole grammar, with the same flags; help needs all of it.
+// Each command is known alone by the name that it has in the whole grammar, with the same flags; help and what describes all commands need all of it.
 func TestAlone(t *testing.T) {
 	all := new(root)
 	whole, err := parse(all, &all.logFlags, []string{"version"}, io.Discard, io.Discard, nil, settings.New())
@@ -21,7 +22,7 @@ func TestAlone(t *testing.T) {
 	}
 	for _, node := range whole.parser.Model.Children {
 		alone := settings.Alone(new(root), []string{"--log-level", "warn", "--log-format=json", node.Name})
-		if wants := node.Name == "help" || node.Name == "completion"; wants != (alone == nil) {
+		if wants := slices.Contains([]string{"help", "completion", "man"}, node.Name); wants != (alone == nil) {
 			t.Errorf("%s: alone is %v", node.Name, alone)
 		}
 		if alone == nil {

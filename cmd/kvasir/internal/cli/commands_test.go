@@ -85,7 +85,7 @@ func TestTierAndPoolCommands(t *testing.T) {
 		}
 	}
 	dir := t.TempDir()
-	file := filepath.Join(dir, "m@00000001@00000000@"+strings.Repeat("0", 64)+".data")
+	file := filepath.Join(dir, "m@0x00000001@0@"+strings.Repeat("0", 64)+".data")
 	if err := os.WriteFile(file, []byte("bytes"), 0o600); err != nil {
 		t.Fatal(err)
 	}
