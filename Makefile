@@ -66,7 +66,7 @@ fuzz: ## fuzz a rotating share of the decoders, FUZZTIME seconds in all
 mutants: have-go ## change the code at MUTANTS places of the sample SEED; report what no test notices (an hour)
 	CGO_ENABLED=0 nice -n 15 $(GO) run ./internal/tools/mutate -seed $(SEED) -n $(MUTANTS) -judges ./server/access,./server/lent,./server/workers,./server/admin,./lmcache/connector $(MUTATED)
 
-interop: build ## run the real peers against this build, four parts at a time (makes Python environments; PART=one of them)
+interop: build ## run the real peers against this build, three parts at a time (makes Python environments; PART=one of them)
 	interop/run.sh $(PART)
 
 interop-masters: build ## the parts of make interop over a Mooncake Store, with its releases 0.3.7, 0.3.11, 0.3.12 and 0.3.14

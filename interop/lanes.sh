@@ -111,7 +111,7 @@ for part; do
 		continue
 		;;
 	esac
-	drain "${LANES:-4}"
+	drain "${LANES:-3}"
 	[ -z "$bug" ] || break
 	begin "$part"
 done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # run.sh [PART ...]: runs the real peers against this build, all parts or those named. Needs bin/kvasir; `make interop`
-# calls it. Each part is a process group of its own with a folder and servers of its own; LANES of them, four by default,
+# calls it. Each part is a process group of its own with a folder and servers of its own; LANES of them, three by default,
 # run at a time. Those that kill servers under load or measure a slow tier run alone, after the others. A part's output is
 # printed whole when the part has ended, with its time. With RERUN=1 a part that failed is run once more, alone: one that
 # passes then is named at the end, with its first output. One that shows a bug of ours, as a panic, a data race or wrong
