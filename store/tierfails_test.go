@@ -90,7 +90,7 @@ func TestMissesNameTheTier(t *testing.T) {
 }
 
 // One chunk, or some, are stored while every write fails. The tier is left alone after a few of them, and however long
-// it fails, all that was stored is written when it works: nobody has to ask for it.
+// it fails, all that was stored is written when it works: no lookup has to ask for it.
 func TestStoredWhileTheTierFails(t *testing.T) {
 	for _, n := range []int{1, 3, 12} {
 		synctest.Test(t, func(t *testing.T) {

@@ -93,8 +93,8 @@ func run(out string, archs []string) error {
 		}
 		b.files = append(slices.Clone(common), file{"kvasir", text, 0o755})
 		slices.SortFunc(b.files, func(a, b file) int { return strings.Compare(a.path, b.path) })
-		for _, make := range []func(*build, string) (string, error){writeArchive, writeBOM, writeDeb, writeRPM, writeImage} {
-			name, err := make(b, out)
+		for _, write := range []func(*build, string) (string, error){writeArchive, writeBOM, writeDeb, writeRPM, writeImage} {
+			name, err := write(b, out)
 			if err != nil {
 				return fmt.Errorf("linux/%s: %w", arch, err)
 			}
@@ -105,7 +105,7 @@ func run(out string, archs []string) error {
 	return writeSums(out, names)
 }
 
-// compile builds the command as make build does, for Linux. The commit is in it, so a tree with changes is refused by commitDate.
+// compile builds the command for Linux, with the commit in it.
 func compile(path, arch string) error {
 	cmd := exec.Command("go", "build", "-trimpath", "-buildvcs=true", "-ldflags", "-s -w", "-o", path, "./cmd/kvasir")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH="+arch, "GOFLAGS=", "GOAMD64=v1", "GOARM64=v8.0", "GOTOOLCHAIN=local")
@@ -113,7 +113,7 @@ func compile(path, arch string) error {
 	return cmd.Run()
 }
 
-// commitDate is the time of all files: SOURCE_DATE_EPOCH, else that of the commit.
+// commitDate is the time of all files: SOURCE_DATE_EPOCH, else that of the commit. It refuses a tree with changes.
 func commitDate() (time.Time, error) {
 	status, err := exec.Command("git", "status", "--porcelain").Output()
 	if err != nil {
