@@ -1,6 +1,7 @@
 # Runs parts of interop in lanes; interop/run.sh, which explains it, sources it with the parts' names.
 
 set -m # each part gets a process group
+TIMEFORMAT="processors: %U s, and %S s in the system" # of a part
 outputs=$(mktemp -d)
 declare -A running=() # part by process id, which is the group's
 declare -A began=()   # second by process id
@@ -59,7 +60,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 begin() {
-	interop/run.sh --alone "$1" >"$outputs/$1" 2>&1 </dev/null &
+	{ time interop/run.sh --alone "$1"; } >"$outputs/$1" 2>&1 </dev/null &
 	running[$!]=$1 began[$!]=$SECONDS
 }
 

@@ -174,6 +174,7 @@ const maxID = 40
 // index finds rows of the table.
 type index struct {
 	byOp   [256]*operation
+	takes  [256][generations]int // payloads of an operation by Op
 	byID   [generations][maxID + 1]*operation
 	byName map[string]Op
 }
@@ -183,6 +184,9 @@ var rows = func() *index {
 	for i := range operations {
 		o := &operations[i]
 		x.byOp[o.op] = o
+		for g := range generations {
+			x.takes[o.op][g] = len(o.payloadsOf(g))
+		}
 		if o.op != OpQueryLookupHits { // retired before operations had names
 			x.byName[o.name] = o.op
 		}
@@ -209,7 +213,7 @@ func (s Generations) CheckPayloads(op Op, n int) error {
 		s |= modern
 	}
 	for g := range generations {
-		if s.Has(g) && len(o.payloadsOf(g)) == n {
+		if s.Has(g) && rows.takes[op][g] == n {
 			return nil
 		}
 	}

@@ -359,8 +359,9 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 
 // took notes that a request is answered.
 func (s *Server) took(op lmcache.Op, request []byte, began time.Time) {
-	now := time.Now()
-	s.n.timeOf(op).Took(now.Sub(began))
+	took := time.Since(began)
+	now := began.Add(took)
+	s.n.times[op].Took(took)
 	s.slow.Note(op, request, began, now)
 	s.ended.Took(op.String(), request, began, now)
 }

@@ -18,7 +18,7 @@ type counters struct {
 	requests           [256]atomic.Uint64        // by lmcache.Op
 	refusals           map[string]*atomic.Uint64 // by label; the map is immutable
 	tierMisses         explain.TierMisses
-	times              map[lmcache.Op]*histogram.Histogram // the map is immutable
+	times              [256]*histogram.Histogram // by lmcache.Op; immutable
 	otherTimes         *histogram.Histogram
 	dropped            atomic.Uint64 // replies whose client was gone or too slow
 	askedTokens        atomic.Uint64
@@ -60,19 +60,13 @@ func (n *counters) init() {
 		n.refusals[o.label] = new(atomic.Uint64)
 	}
 	n.refusals[malformed] = new(atomic.Uint64)
-	n.times = make(map[lmcache.Op]*histogram.Histogram)
 	n.otherTimes = histogram.Times()
+	for op := range n.times {
+		n.times[op] = n.otherTimes
+	}
 	for _, op := range timed {
 		n.times[op] = histogram.Times()
 	}
-}
-
-// timeOf is where the times of an operation are counted.
-func (n *counters) timeOf(op lmcache.Op) *histogram.Histogram {
-	if h := n.times[op]; h != nil {
-		return h
-	}
-	return n.otherTimes
 }
 
 // Stats are the figures of a Server, for metrics. Names that begin with lmcache_mp_
@@ -212,8 +206,8 @@ func (s *Server) Stats() Stats {
 	for r := miss.None + 1; int(r) < miss.NumReasons; r++ {
 		out.LookupEnded[r.Label()] = s.ended.Count(r)
 	}
-	for op, h := range n.times {
-		out.Durations[op.String()] = h.Counts()
+	for _, op := range timed {
+		out.Durations[op.String()] = n.times[op].Counts()
 	}
 	out.Durations["other"] = n.otherTimes.Counts()
 	return out

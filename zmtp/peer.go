@@ -70,7 +70,7 @@ type Peer struct {
 	in       decoder
 	phase    phase
 	readErr  error
-	corkedAt time.Time
+	corkedAt time.Duration // after born
 	readFn   func(uintptr) bool
 	who      any    // set before the first read
 	fresh    bool   // the handshake is just over
@@ -572,11 +572,11 @@ func (p *Peer) flushBetween(handled int) {
 		if p.in.pos == p.in.end {
 			return // the flush at the end comes now
 		}
-		now := time.Now()
+		now := time.Since(p.born)
 		if handled == 0 {
 			p.corkedAt = now
 		}
-		if now.Sub(p.corkedAt) < corkTime {
+		if now-p.corkedAt < corkTime {
 			return
 		}
 		p.corkedAt = now
