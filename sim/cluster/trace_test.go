@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/sim/cluster"
 )
 
@@ -18,7 +19,7 @@ func TestProductionTraceWithBytes(t *testing.T) {
 		t.Skip("no production trace beside the repository")
 	}
 	defer f.Close()
-	list, err := workload.ReadTrace(f, workload.TraceOptions{Max: 1000})
+	list, err := workload.ReadTrace(f, workload.TraceOptions{Max: max(300, testkit.Volume(1000))})
 	if err != nil {
 		t.Fatal(err)
 	}

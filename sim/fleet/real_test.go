@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/sim/fleet"
@@ -96,7 +97,7 @@ func (n *realNode) play(t *testing.T, number int, q *workload.Request) (hit, bel
 func TestAsRealNodes(t *testing.T) {
 	for _, c := range []struct{ nodes, pool int }{{1, 60}, {2, 60}, {2, 400}, {4, 60}, {4, 4000}} {
 		t.Run(fmt.Sprintf("%d nodes of %d blocks", c.nodes, c.pool), func(t *testing.T) {
-			list := workload.Chats(250, workload.ChatOptions{Seed: 3})
+			list := workload.Chats(max(100, testkit.Volume(250)), workload.ChatOptions{Seed: 3})
 			for i := range list {
 				list[i].Arrival = time.Duration(i) * time.Minute
 			}

@@ -71,6 +71,8 @@ func (g *Geometry) Shape() []int {
 }
 
 // at returns where one plane of a head and token lies in a layer.
+//
+//go:norace
 func (g *Geometry) at(plane, block, head, slot int) int64 {
 	size := int64(g.BlockBytes())
 	inner := head*g.BlockTokens + slot
