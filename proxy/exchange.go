@@ -8,6 +8,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"sync"
@@ -67,6 +68,7 @@ type exchange struct {
 	hasPlaces    bool               // the part has places at engines
 	rooms        bool               // P and D of SGLang are to serve it
 	boot         []openai.Edit      // of this attempt: how P and D of SGLang find each other
+	idPrefix     string             // of this attempt: what comes before ids that the client chose, at engines of SGLang
 	extended     time.Time          // when the client's time to take bytes began
 }
 
@@ -230,7 +232,7 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 			outcome, err = e.say(a), nil
 		}
 	}()
-	e.boot = nil
+	e.boot, e.idPrefix = nil, e.newIDPrefix(c)
 	switch {
 	case c.prefill == nil && c.engine.role == decode && relayed != nil:
 		return e.fromRelay(ctx, c, relayed)
@@ -414,6 +416,12 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, field
 	defer resp.Close()
 	text, err := resp.ReadAll(maxPrefilled)
 	l.answered = resp.Status == http.StatusOK
+	if l.answered && err != nil && b.kind() == sglangKind {
+		if err = passOver(resp); err != nil && ctx.Err() == nil && !isTimeout(err) {
+			e.p.trouble(b, err)
+		}
+		return leg{cached: -1, answered: true}, nil
+	}
 	switch {
 	case err != nil:
 		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
@@ -430,6 +438,17 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, field
 		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
 	}
 	return leg{answer.Params, answer.Cached, answer.Stopped, true}, nil
+}
+
+// passOver reads the rest of an answer that has logprobs of the whole prompt. D has them from P, and its own answer says how it went.
+func passOver(resp *http1.Response) error {
+	for {
+		if _, err := resp.Next(); errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+	}
 }
 
 // maxPrefilled bounds P's answer, bytes: NIXL's lists the blocks of the prompt.

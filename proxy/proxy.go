@@ -405,6 +405,9 @@ func (e *exchange) scanned() error {
 		return err
 	}
 	e.q, e.want.model = q, name
+	if ofSGLang[e.r.URL.Path] {
+		e.want.kind = sglangKind
+	}
 	if err := e.stay(); err != nil {
 		return err
 	}

@@ -226,6 +226,7 @@ func TestSGLangRanks(t *testing.T) {
 			t.Fatalf("%d %s", status, answer)
 		}
 	}
+	testkit.Eventually(t, "P has all requests", func() bool { return len(ps.all()) == 8 }) // D does not wait for it here
 	for _, text := range ps.all() {
 		var boot struct {
 			Room int64 `json:"bootstrap_room"`
@@ -464,7 +465,8 @@ func TestSGLangRoutes(t *testing.T) {
 			t.Errorf("%s: %d %s", body, status, answer)
 		}
 	}
-	if status, _ := askSGLang(t, url, "/abort_request", `{"rid":"r1"}`); status != 200 || !slices.Equal(ds.all(), []string{`{"rid":"r1"}`, `{"rid":"r1"}`}) {
+	want := []string{`{"rid":"r1"}`, `{"rid":"r1"}`, `{"rid":"2-r1"}`, `{"rid":"2-r1"}`, `{"rid":"3-r1"}`, `{"rid":"3-r1"}`} // D's and P's, of each attempt
+	if status, _ := askSGLang(t, url, "/abort_request", `{"rid":"r1"}`); status != 200 || !slices.Equal(ds.all(), want) {
 		t.Errorf("%d %v", status, ds.all())
 	}
 	for _, body := range []string{`{"text":["a","b"],"sampling_params":{"n":65}}`, `{"text":["a",[1]]}`, `{"text":["a","b"],"sampling_params":[{}]}`, `{"text":"a","sampling_params":{"n":0}}`, `{"text":"a","sampling_params":{"n":9223372036854775807}}`} {
