@@ -127,22 +127,6 @@ const (
 	ready
 )
 
-// prefillFitsLocked returns what the prefill engines that are well have in common with D's of theirs, for a request that needs one.
-func (f *fleet) prefillFitsLocked(w *want) (fits []fit) {
-	if w.ready || w.alone {
-		return nil
-	}
-	for _, b := range f.mu.all {
-		if b.role != prefill || !b.well.Load() || b.draining.Load() || !b.serves(w.model) {
-			continue
-		}
-		if of := b.fit(); !slices.Contains(fits, of) {
-			fits = append(fits, of)
-		}
-	}
-	return fits
-}
-
 // pickLocked returns the engine that a request should go to. Engines that were tried come last, and D's without a P. Among engines of one
 // cost the one comes first that has waited longest for a request of the model, and among those that had none for one of any
 // model.

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -125,17 +126,24 @@ func TestSGLangRetryHasItsOwnID(t *testing.T) {
 			fmt.Fprint(w, `{"text":"a"}`)
 		})
 		if status, answer := askSGLang(t, url, "/generate", form); status != 200 {
-			t.Errorf("%s: %d %s; P got %v, D %v", form, status, answer, ps.all, ds.all)
+			t.Errorf("%s: %d %s; P got %v, D %v", form, status, answer, ps.list(), ds.list())
 		}
-		for i, rid := range ps.all {
-			for k, other := range ps.all {
+		testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
+		all := ps.list()
+		for i, rid := range all {
+			for k, other := range all {
 				if i != k && strings.HasPrefix(other, rid) { // engines end all that begin so
 					t.Errorf("%s: the end of %q ends %q", form, rid, other)
 				}
 			}
 		}
-		testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 	}
+}
+
+func (x *rids) list() []string {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return slices.Clone(x.all)
 }
 
 // addAny is add for an id that may be in a list.
