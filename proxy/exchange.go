@@ -40,7 +40,7 @@ type exchange struct {
 	route    how
 	key      *keys.Key     // that was let in; nil: none is wanted
 	shared   *limits.Limit // counted together with other proxies; nil: it is not
-	salt     []openai.Edit // what keeps the key's prefix cache apart
+	salt     []openai.Edit // what keeps the key's prefix cache apart, and its responses
 	id       string
 	start    time.Time
 	attempts int

@@ -34,7 +34,7 @@ var outputOnly = map[string]bool{
 func (e *exchange) promptKey() (k prefix.RelayedKey) {
 	h := sha256.New()
 	salt := []byte(nil)
-	if len(e.salt) > 0 {
+	if e.hasSalt() {
 		salt = e.salt[0].Value
 	}
 	for _, s := range []string{e.r.URL.Path, e.r.URL.RawQuery, e.want.model, string(salt)} {

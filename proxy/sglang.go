@@ -93,6 +93,9 @@ func (e *exchange) sglangEdits(b *backend) []openai.Edit {
 	if id, ok := e.q.PrefixID(e.idPrefix); ok && e.idPrefix != "" {
 		edits = append(edits, id)
 	}
+	if e.attempts > 1 && e.r.URL.Path == "/v1/responses" { // where that is the request's id
+		edits = append(edits, openai.Edit{Key: "request_id"})
+	}
 	if e.key != nil {
 		edits = append(edits, ofOrchestrators...)
 	}

@@ -86,9 +86,13 @@ type rids struct {
 
 func (x *rids) add(body string) (fresh bool) {
 	var q struct {
-		RID string `json:"rid"`
+		RID     string `json:"rid"`
+		Request string `json:"request_id"` // of /v1/responses; none: the engine makes one
 	}
 	_ = json.Unmarshal([]byte(body), &q) // the proxy's own
+	if q.RID == "" {
+		q.RID = q.Request
+	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	for _, rid := range x.all {
@@ -102,7 +106,7 @@ func (x *rids) add(body string) (fresh bool) {
 
 // Another attempt of a request with an id of its client's has another id: engines still have the first one.
 func TestSGLangRetryHasItsOwnID(t *testing.T) {
-	for _, form := range []string{`{"text":"x","rid":"r"}`, `{"text":["x"],"rid":["r"]}`, `{"text":["x","y"],"rid":"r"}`} {
+	for _, form := range []string{`{"text":"x","rid":"r"}`, `{"text":["x"],"rid":["r"]}`, `{"text":["x","y"],"rid":"r"}`, `{"input":"x","request_id":"resp_r"}`} {
 		var ps, ds rids
 		var failures atomic.Int64
 		url, s := startMockedPair(t, oneRankSGLang, proxy.Options{}, func(w http.ResponseWriter, r *http.Request) {
@@ -125,14 +129,18 @@ func TestSGLangRetryHasItsOwnID(t *testing.T) {
 			}
 			fmt.Fprint(w, `{"text":"a"}`)
 		})
-		if status, answer := askSGLang(t, url, "/generate", form); status != 200 {
+		path := "/generate"
+		if strings.Contains(form, "input") {
+			path = "/v1/responses"
+		}
+		if status, answer := askSGLang(t, url, path, form); status != 200 {
 			t.Errorf("%s: %d %s; P got %v, D %v", form, status, answer, ps.list(), ds.list())
 		}
 		testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 		all := ps.list()
 		for i, rid := range all {
 			for k, other := range all {
-				if i != k && strings.HasPrefix(other, rid) { // engines end all that begin so
+				if i != k && rid != "" && strings.HasPrefix(other, rid) { // engines end all that begin so
 					t.Errorf("%s: the end of %q ends %q", form, rid, other)
 				}
 			}
@@ -470,6 +478,29 @@ func TestSGLangFieldsOfOtherAPIs(t *testing.T) {
 		testkit.Eventually(t, "P and D are asked", func() bool { return len(legs.all()) >= before+2 })
 		if n := len(legs.all()) - before; status != 200 || n != 2 || !strings.Contains(answer, "resp_1") {
 			t.Errorf("%s %s: %d %s, %d legs", path, body, status, answer, n)
+		}
+	}
+}
+
+// A client with a key does not choose the id of a response, by which engines know it: it may be another client's.
+func TestResponseIDsOfKeys(t *testing.T) {
+	var legs sglLegs
+	take := func(w http.ResponseWriter, r *http.Request) {
+		legs.take(r)
+		fmt.Fprint(w, `{"id":"resp_1","output":[]}`)
+	}
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("/v1/responses", take)
+	plain := serveMux(t, mux)
+	url, _ := startProxy(t, proxy.Options{Keys: keyFile(t, keyLine("alice", "sa", "")), Engines: []string{plain}, HealthInterval: 20 * time.Millisecond})
+	reach(t, url)
+	paired, _ := startMockedPair(t, oneRankSGLang, proxy.Options{Keys: keyFile(t, keyLine("alice", "sa", ""))}, take, take)
+	for i, u := range []string{url, paired} {
+		status, answer, _ := do(t, http.MethodPost, u+"/v1/responses", "sa", `{"input":"x","request_id":"resp_of_bob"}`)
+		testkit.Eventually(t, "the engines are asked", func() bool { return len(legs.all()) == 1+2*i })
+		if text := strings.Join(legs.all(), " "); status != 200 || strings.Contains(text, "resp_of_bob") {
+			t.Errorf("%d %s: %s", status, answer, text)
 		}
 	}
 }
