@@ -68,6 +68,7 @@ type exchange struct {
 	hasPlaces    bool               // the part has places at engines
 	rooms        bool               // P and D of SGLang are to serve it
 	boot         []openai.Edit      // of this attempt: how P and D of SGLang find each other
+	beside       *backend           // of this attempt: the one of P and D that lists its models; nil: neither does, or there is no P
 	idPrefix     string             // of this attempt: what comes before ids that the client chose, at engines of SGLang
 	extended     time.Time          // when the client's time to take bytes began
 }
@@ -232,7 +233,7 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 			outcome, err = e.say(a), nil
 		}
 	}()
-	e.boot, e.idPrefix = nil, e.newIDPrefix(c)
+	e.boot, e.beside, e.idPrefix = nil, c.lister(), e.newIDPrefix(c)
 	switch {
 	case c.prefill == nil && c.engine.role == decode && relayed != nil:
 		return e.fromRelay(ctx, c, relayed)

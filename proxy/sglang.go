@@ -82,12 +82,10 @@ func (e *exchange) byRooms() ([]openai.Sequence, error) {
 // it. A client's own room never passes: 0 hangs D, and 2^63 ends P's process.
 func (e *exchange) sglangEdits(b *backend) []openai.Edit {
 	edits := slices.Clone(e.salt)
-	if list := b.models.Load(); list != nil && e.q.Model.Has() {
-		for _, m := range *list {
-			if m.id == e.want.model && m.sent != "" {
-				name, _ := json.Marshal(m.sent) // a text
-				edits = append(edits, openai.Edit{Key: "model", Value: name})
-			}
+	if e.q.Model.Has() {
+		if sent := b.nameFor(e.want.model, e.beside); sent != "" {
+			name, _ := json.Marshal(sent) // a text
+			edits = append(edits, openai.Edit{Key: "model", Value: name})
 		}
 	}
 	if id, ok := e.q.PrefixID(e.idPrefix); ok && e.idPrefix != "" {
@@ -106,6 +104,33 @@ func (e *exchange) sglangEdits(b *backend) []openai.Edit {
 		edits = append(edits, ranksOfClients...)
 	}
 	return append(edits, openai.Edit{Key: "bootstrap_host"}, openai.Edit{Key: "bootstrap_port"}, openai.Edit{Key: "bootstrap_room"}, openai.Edit{Key: "bootstrap_pair_key"})
+}
+
+// nameFor returns how an engine of SGLang takes the name of an adapter; "": as it is. Where the engine has not listed its models, those of the
+// engine beside it count: SGLang answers with the base model to a name that it does not know, and P and D must compute the same.
+func (b *backend) nameFor(name string, beside *backend) string {
+	list := b.models.Load()
+	if list == nil && beside != nil {
+		list = beside.models.Load()
+	}
+	if list != nil {
+		for _, m := range *list {
+			if m.id == name {
+				return m.sent
+			}
+		}
+	}
+	return ""
+}
+
+// lister returns the one of P and D that lists its models; nil: neither does, or there is no P.
+func (c choice) lister() *backend {
+	for _, b := range []*backend{c.prefill, c.engine} {
+		if c.prefill != nil && b.models.Load() != nil {
+			return b
+		}
+	}
+	return nil
 }
 
 // ofOrchestrators are fields of SGLang's requests that its own processes, or an operator's orchestrator, fill (0.5.23, io_struct.py): they

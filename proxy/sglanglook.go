@@ -50,22 +50,40 @@ func (p *Proxy) answers(ctx context.Context, b *backend) bool {
 		}
 		return well
 	}
-	if _, ready := p.get(ctx, b, "/ready"); !ready { // /health of an idle engine computes a token
+	problem := s.notFor(b.role)
+	switch _, status := p.read(ctx, b.url+"/ready", p.keyFor(b)); { // /health of an idle engine computes a token
+	case locked(status):
+		problem = wantsKey
+	case status != http.StatusOK:
 		return false
 	}
-	problem := s.notFor(b.role)
 	if problem == "" && b.role == prefill {
 		problem = p.askBootstrap(ctx, b, s)
 	}
 	if problem == "" {
 		problem = p.fleet.unlikePages(b)
 	}
-	if problem != b.problem && ctx.Err() == nil {
-		if b.problem = problem; problem != "" {
-			p.o.Log.Warn("an engine of SGLang gets no requests", "engine", b.url, "reason", problem)
-		}
+	if ctx.Err() == nil {
+		p.because(b, problem)
 	}
 	return problem == ""
+}
+
+// because notes why an engine gets no requests, and logs what is new; "": it does.
+func (p *Proxy) because(b *backend, problem string) {
+	if problem == b.problem {
+		return
+	}
+	if b.problem = problem; problem != "" {
+		p.o.Log.Warn("an engine of SGLang gets no requests", "engine", b.url, "reason", problem)
+	}
+}
+
+// wantsKey is why an engine of SGLang with an --api-key is not used: it shows nothing without.
+const wantsKey = "it wants an API key: set --engine-api-key"
+
+func locked(status int) bool {
+	return status == http.StatusUnauthorized || status == http.StatusForbidden
 }
 
 // identify asks an engine whether it is one of SGLang, and what it does. An engine that is known already stays known while it does not
@@ -80,7 +98,9 @@ func (p *Proxy) identify(ctx context.Context, b *backend) {
 	case status == 0, status == http.StatusBadGateway, status == http.StatusServiceUnavailable, status == http.StatusGatewayTimeout:
 		return
 	case status != http.StatusOK:
-		p.isOther(b)
+		if p.isOther(b); b.role != both && locked(status) { // vLLM has no such path, with a key or without
+			p.because(b, wantsKey)
+		}
 		return
 	}
 	var info struct {

@@ -504,3 +504,20 @@ func TestResponseIDsOfKeys(t *testing.T) {
 		}
 	}
 }
+
+// P and D of SGLang that want an API key which the proxy does not have: the reason is known.
+func TestSGLangWantsKey(t *testing.T) {
+	locked := serveMux(t, func() *http.ServeMux {
+		mux := http.NewServeMux()
+		mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+		mux.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(401) })
+		return mux
+	}())
+	for _, o := range []proxy.Options{{Dialect: proxy.SGLang}, {Detect: true}} {
+		o.HealthInterval = 20 * time.Millisecond
+		o.Prefill = []proxy.Prefill{{URL: locked, Registry: locked}}
+		o.Decode = []string{locked}
+		_, p := startProxy(t, o)
+		testkit.Eventually(t, "the reason is known", func() bool { return strings.Contains(p.Problem(locked), "--engine-api-key") })
+	}
+}
