@@ -85,6 +85,9 @@ func (p *Proxy) allowed(r *http.Request) bool {
 	return ok && p.o.Keys.Find(secret) != nil
 }
 
+// hasSalt reports whether the first of e.salt is a salt.
+func (e *exchange) hasSalt() bool { return len(e.salt) > 0 && e.salt[0].Key == "cache_salt" }
+
 // salted returns the edit that keeps a key's prefix cache from others. A client may divide its own
 // with a salt, but not choose another key's.
 func (e *exchange) salted() []openai.Edit {

@@ -97,6 +97,41 @@ func (b *backend) kind() kind {
 	return vllmKind
 }
 
+// fit is what engines that share a request have in common. The zero fit is that of any.
+type fit struct {
+	kind kind
+	page int // of KV, tokens; 0: not known
+}
+
+func (b *backend) fit() fit {
+	f := fit{kind: vllmKind}
+	if s := b.sglang.Load(); s != nil {
+		f = fit{sglangKind, s.page}
+	}
+	return f
+}
+
+// with reports whether two engines can be P and D of a request. A D of SGLang that gets a P of another page size ends its process.
+func (a fit) with(b fit) bool {
+	return (a.kind == anyKind || b.kind == anyKind || a.kind == b.kind) && (a.page == 0 || b.page == 0 || a.page == b.page)
+}
+
+// prefillFitsLocked returns what the prefill engines that are well have in common with D's of theirs, for a request that needs one.
+func (f *fleet) prefillFitsLocked(w *want) (fits []fit) {
+	if w.ready || w.alone {
+		return nil
+	}
+	for _, b := range f.mu.all {
+		if b.role != prefill || !b.well.Load() || b.draining.Load() || !b.serves(w.model) {
+			continue
+		}
+		if of := b.fit(); !slices.Contains(fits, of) {
+			fits = append(fits, of)
+		}
+	}
+	return fits
+}
+
 // registered reports whether a registry says who the engine is.
 func (b *backend) registered() bool { return b.registry != nil && b.kind() == vllmKind }
 

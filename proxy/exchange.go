@@ -8,6 +8,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"sync"
@@ -39,7 +40,7 @@ type exchange struct {
 	route    how
 	key      *keys.Key     // that was let in; nil: none is wanted
 	shared   *limits.Limit // counted together with other proxies; nil: it is not
-	salt     []openai.Edit // what keeps the key's prefix cache apart
+	salt     []openai.Edit // what keeps the key's prefix cache apart, and its responses
 	id       string
 	start    time.Time
 	attempts int
@@ -67,6 +68,8 @@ type exchange struct {
 	hasPlaces    bool               // the part has places at engines
 	rooms        bool               // P and D of SGLang are to serve it
 	boot         []openai.Edit      // of this attempt: how P and D of SGLang find each other
+	beside       *backend           // of this attempt: the one of P and D that lists its models; nil: neither does, or there is no P
+	idPrefix     string             // of this attempt: what comes before ids that the client chose, at engines of SGLang
 	extended     time.Time          // when the client's time to take bytes began
 }
 
@@ -230,7 +233,7 @@ func (e *exchange) attempt(c choice, relayed []byte) (outcome string, err error)
 			outcome, err = e.say(a), nil
 		}
 	}()
-	e.boot = nil
+	e.boot, e.beside, e.idPrefix = nil, c.lister(), e.newIDPrefix(c)
 	switch {
 	case c.prefill == nil && c.engine.role == decode && relayed != nil:
 		return e.fromRelay(ctx, c, relayed)
@@ -414,6 +417,12 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, field
 	defer resp.Close()
 	text, err := resp.ReadAll(maxPrefilled)
 	l.answered = resp.Status == http.StatusOK
+	if l.answered && err != nil && b.kind() == sglangKind {
+		if err = passOver(resp); err != nil && ctx.Err() == nil && !isTimeout(err) {
+			e.p.trouble(b, err)
+		}
+		return leg{cached: -1, answered: true}, nil
+	}
 	switch {
 	case err != nil:
 		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
@@ -430,6 +439,17 @@ func (e *exchange) prefill(ctx context.Context, n *http1.Conn, b *backend, field
 		return l, fmt.Errorf("prefill engine %s: %w", b.url, err)
 	}
 	return leg{answer.Params, answer.Cached, answer.Stopped, true}, nil
+}
+
+// passOver reads the rest of an answer that has logprobs of the whole prompt. D has them from P, and its own answer says how it went.
+func passOver(resp *http1.Response) error {
+	for {
+		if _, err := resp.Next(); errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+	}
 }
 
 // maxPrefilled bounds P's answer, bytes: NIXL's lists the blocks of the prompt.

@@ -26,6 +26,9 @@ var ofEngines = map[string]bool{"Location": true, "Content-Location": true, "Alt
 var own = map[string]bool{
 	"X-Request-Id": true, "X-Data-Parallel-Rank": true,
 	"X-Prefiller-Host-Port": true, "X-Encoder-Hosts-Ports": true, // of a llm-d sidecar: where it gets KV from
+	// SGLang reads these instead of the body's fields, where its SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES is set (0.5.23):
+	"X-Override-Bootstrap-Host": true, "X-Override-Bootstrap-Port": true, "X-Override-Bootstrap-Room": true, "X-Override-Rid": true,
+	"X-Override-Routed-Dp-Rank": true, "X-Override-Disagg-Prefill-Dp-Rank": true,
 }
 
 // credentials are fields in which clients send secrets. They end here if the proxy has keys, or engines have one of their own. Engines that

@@ -58,6 +58,7 @@ type want struct {
 	stored stored        // what the cache server reports of it
 	who    string        // whose share of the queue
 
+	kind    kind     // of the engines that have the path; anyKind: all
 	only    *backend // the engine that has what the request goes on from; nil: any
 	session string   // that the client names; "": none
 	tried   []*backend
@@ -126,19 +127,23 @@ const (
 	ready
 )
 
-// pickLocked returns the engine that a request should go to. Engines that were tried come last. Among engines of one
+// pickLocked returns the engine that a request should go to. Engines that were tried come last, and D's without a P. Among engines of one
 // cost the one comes first that has waited longest for a request of the model, and among those that had none for one of any
 // model.
-func (f *fleet) pickLocked(r role, w *want, like kind) (best *backend, lacks int, how stand) {
+func (f *fleet) pickLocked(r role, w *want, like fit) (best *backend, lacks int, how stand) {
 	bestTried, bestCost, bestTurn := false, 0.0, turn{}
 	now := time.Now()
 	home := f.homeLocked(r, w)
 	if home != nil && f.overloadedLocked(home, r, w) {
 		home = nil
 	}
+	var pairs []fit
+	if r == decode {
+		pairs = f.prefillFitsLocked(w)
+	}
 	for _, b := range f.mu.all {
 		switch {
-		case b.role != r || !b.serves(w.model) || like != anyKind && like != b.kind():
+		case b.role != r || !b.serves(w.model) || !like.with(b.fit()) || w.kind != anyKind && w.kind != b.kind():
 			continue
 		case !b.well.Load() || b.draining.Load():
 			if how = max(how, unwell); b.doubts > 0 && !b.draining.Load() {
@@ -150,7 +155,7 @@ func (f *fleet) pickLocked(r role, w *want, like kind) (best *backend, lacks int
 			continue
 		}
 		how = ready
-		tried := slices.Contains(w.tried, b) || b.circuit.open(now) // these come last
+		tried := slices.Contains(w.tried, b) || b.circuit.open(now) || len(pairs) > 0 && !slices.ContainsFunc(pairs, b.fit().with) // these come last
 		short := w.bytes - w.seenBy(b.id.Load())
 		cost, turn := f.cost(b, w, short, home), b.lastTurnLocked(w.model)
 		if best == nil || bestTried && !tried || tried == bestTried && (cost < bestCost || cost == bestCost && turn.before(bestTurn)) {
@@ -282,7 +287,7 @@ func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how stand, of role) {
 }
 
 // pickPrefillLocked returns the prefill engine that a request should go to, with its rank; nil where D may do without.
-func (f *fleet) pickPrefillLocked(w *want, like kind) (p *backend, who rank, lacks int, how stand) {
+func (f *fleet) pickPrefillLocked(w *want, like fit) (p *backend, who rank, lacks int, how stand) {
 	p, lacks, how = f.pickLocked(prefill, w, like)
 	if how == ready && p.registered() {
 		ok := false
@@ -290,7 +295,7 @@ func (f *fleet) pickPrefillLocked(w *want, like kind) (p *backend, who rank, lac
 			how = unwell
 		}
 	}
-	if how <= doubtful && f.o.DecodeAlone && like != sglangKind {
+	if how <= doubtful && f.o.DecodeAlone && like.kind != sglangKind {
 		p, how = nil, ready
 	}
 	return p, who, lacks, how
@@ -301,20 +306,20 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 	if w.only != nil {
 		return f.chooseOnlyLocked(w.only)
 	}
-	d, dLacks, dHow := f.pickLocked(decode, w, anyKind)
+	d, dLacks, dHow := f.pickLocked(decode, w, fit{})
 	if dHow == absent {
-		e, lacks, how := f.pickLocked(both, w, anyKind)
+		e, lacks, how := f.pickLocked(both, w, fit{})
 		return choice{engine: e, lacks: [2]int{lacks}}, how, both
 	}
-	needs, like := !w.ready && !w.alone, anyKind // P
+	needs, like := !w.ready && !w.alone, fit{} // P
 	if d != nil {
-		like = d.kind()
+		like = d.fit()
 	}
 	switch {
 	case dHow != ready:
 	case w.ready:
 		return choice{engine: d}, ready, decode
-	case needs && like == vllmKind:
+	case needs && like.kind == vllmKind:
 		if lacks, by := f.lacks(w, dLacks); lacks < f.o.SkipPrefill {
 			return choice{engine: d, lacks: [2]int{lacks}, spared: by}, ready, decode
 		}
@@ -334,7 +339,7 @@ func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
 		}
 		return c, ready, decode
 	case how <= doubtful:
-		e, lacks, eHow := f.pickLocked(both, w, anyKind)
+		e, lacks, eHow := f.pickLocked(both, w, fit{})
 		if eHow == ready {
 			return choice{engine: e, lacks: [2]int{lacks}}, ready, both
 		}
@@ -530,7 +535,7 @@ func (f *fleet) give(c choice) {
 func (f *fleet) another(w *want) *backend {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	b, _, how := f.pickLocked(decode, w, vllmKind) // a D of SGLang never goes on with a room
+	b, _, how := f.pickLocked(decode, w, fit{kind: vllmKind}) // a D of SGLang never goes on with a room
 	if how != ready || slices.Contains(w.tried, b) {
 		return nil
 	}

@@ -74,25 +74,28 @@ func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 
 // get returns the body of a small answer of an engine, and whether its status was 200.
 func (p *Proxy) get(ctx context.Context, b *backend, path string) ([]byte, bool) {
-	return p.read(ctx, b.url+path, p.keyFor(b))
+	text, status := p.read(ctx, b.url+path, p.keyFor(b))
+	return text, status == http.StatusOK
 }
 
-// read returns the body of a small answer, and whether its status was 200.
-func (p *Proxy) read(ctx context.Context, address, key string) ([]byte, bool) {
+// read returns the body of a small answer, and its status; 0: none has come, or not all of it.
+func (p *Proxy) read(ctx context.Context, address, key string) (text []byte, status int) {
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, address, nil)
 	if err != nil {
-		return nil, false
+		return nil, 0
 	}
 	if key != "" {
 		r.Header.Set("Authorization", "Bearer "+key)
 	}
 	resp, err := p.client.Do(r)
 	if err != nil {
-		return nil, false
+		return nil, 0
 	}
 	defer resp.Body.Close()
-	text, err := io.ReadAll(io.LimitReader(resp.Body, 4<<20))
-	return text, err == nil && resp.StatusCode == http.StatusOK
+	if text, err = io.ReadAll(io.LimitReader(resp.Body, 4<<20)); err != nil {
+		return nil, 0
+	}
+	return text, resp.StatusCode
 }
 
 // listModels asks an engine what it serves. One that does not say may have any model.
@@ -143,6 +146,9 @@ func (p *Proxy) readLoad(ctx context.Context, b *backend) {
 	b.others.Store(max(0, requests(text)-int64(own)))
 }
 
+// maxRequests bounds the requests that an engine may say it has.
+const maxRequests = 1e9
+
 // requests sums up the requests that run and wait, over the engine's data-parallel ranks.
 func requests(text []byte) int64 {
 	sum := 0.0
@@ -152,12 +158,12 @@ func requests(text []byte) int64 {
 			continue
 		}
 		if i := bytes.LastIndexByte(line, ' '); i >= 0 {
-			if v, err := strconv.ParseFloat(string(line[i+1:]), 64); err == nil && v > 0 && v < 1e9 {
+			if v, err := strconv.ParseFloat(string(line[i+1:]), 64); err == nil && v > 0 {
 				sum += v
 			}
 		}
 	}
-	return int64(sum)
+	return int64(min(sum, maxRequests))
 }
 
 // refresh asks an engine's registry who it is.

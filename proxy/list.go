@@ -61,8 +61,8 @@ var (
 
 // apart returns the prompts of a request that is to be split; nil: it is not. The error is a *refusal.
 func (e *exchange) apart() ([]openai.Sequence, error) {
-	prompts, n, ok := e.q.Prompts()
-	if n < 2 || !e.p.fleet.hasDecode(e.want.model) {
+	prompts, n, ok := e.q.Prompts(e.p.o.MaxPrompts)
+	if n < 2 || e.r.URL.Path != "/v1/completions" || !e.p.fleet.hasDecode(e.want.model) {
 		return nil, nil
 	}
 	if n > e.p.o.MaxPrompts {

@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/netip"
 	"net/url"
+	"strconv"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/options"
@@ -121,7 +122,7 @@ func (o Options) Validate() error {
 func (o *Options) checkAddresses(c *options.Checks) {
 	address := func(field, s string) {
 		u, err := url.Parse(s)
-		c.That(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != "" && u.RawQuery == "" && u.User == nil, field, "%q is not http://host:port", safelog.HideLogin(s))
+		c.That(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != "" && isPort(u.Port()) && u.RawQuery == "" && u.User == nil, field, "%q is not http://host:port", safelog.HideLogin(s))
 	}
 	for _, p := range o.Prefill {
 		address("Prefill", p.URL)
@@ -144,11 +145,17 @@ func (o *Options) checkAddresses(c *options.Checks) {
 	}
 	endpoint := func(field, s, beside string, there bool) {
 		u, err := url.Parse(s)
-		c.That(s == "" || err == nil && u.Scheme == "tcp" && u.Hostname() != "" && u.Port() != "" && u.Path == "", field, "%q is not tcp://host:port", s)
+		c.That(s == "" || err == nil && u.Scheme == "tcp" && u.Hostname() != "" && u.Port() != "" && isPort(u.Port()) && u.Path == "", field, "%q is not tcp://host:port", s)
 		c.That(s == "" || there, field, "is of no use without %s", beside)
 	}
 	endpoint("StoreEvents", o.StoreEvents, "the server that publishes them", o.Store != "")
 	endpoint("StoreReplay", o.StoreReplay, "the events", o.StoreEvents != "")
+}
+
+// isPort reports whether a port can be dialed; "" is that of the scheme.
+func isPort(s string) bool {
+	n, err := strconv.ParseUint(s, 10, 16)
+	return s == "" || err == nil && n > 0
 }
 
 // checkSources checks where engines are found, and that P and D are there together.

@@ -405,6 +405,9 @@ func (e *exchange) scanned() error {
 		return err
 	}
 	e.q, e.want.model = q, name
+	if ofSGLang[e.r.URL.Path] {
+		e.want.kind = sglangKind
+	}
 	if err := e.stay(); err != nil {
 		return err
 	}
@@ -413,7 +416,7 @@ func (e *exchange) scanned() error {
 	e.salt = e.salted()
 	if e.p.index != nil && prompt.Has() {
 		salt, _ := q.Text(q.Salt)
-		if len(e.salt) > 0 {
+		if e.hasSalt() {
 			salt = string(e.salt[0].Value)
 		}
 		e.want.marks = prefix.Marks(nil, prefix.Seed(e.r.URL.Path, name, salt), prompt.Of(q.Body))
@@ -423,6 +426,9 @@ func (e *exchange) scanned() error {
 			e.want.seen = e.p.byEvents(e.want.seen, e.want.marks)
 		}
 		e.want.stored = e.p.fleet.store.has(e.want.marks)
+	}
+	if e.key != nil && e.r.URL.Path == "/v1/responses" {
+		e.salt = append(e.salt, openai.Edit{Key: "request_id"}) // engines know a response by it, and it may be another key's
 	}
 	return nil
 }

@@ -7,6 +7,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"net/http"
 	"net/url"
 	"strings"
 	"time"
@@ -33,7 +34,7 @@ var outputOnly = map[string]bool{
 func (e *exchange) promptKey() (k prefix.RelayedKey) {
 	h := sha256.New()
 	salt := []byte(nil)
-	if len(e.salt) > 0 {
+	if e.hasSalt() {
 		salt = e.salt[0].Value
 	}
 	for _, s := range []string{e.r.URL.Path, e.r.URL.RawQuery, e.want.model, string(salt)} {
@@ -73,8 +74,8 @@ func (e *exchange) relayedParams() []byte {
 func (p *Proxy) relayKeeps(ctx context.Context, r prefix.RelayedKV) bool {
 	ctx, cancel := context.WithTimeout(ctx, askRelay)
 	defer cancel()
-	text, ok := p.read(ctx, r.Registry+"/kept?"+url.Values{"engine": {r.Engine}, "transfer": {r.Transfer}}.Encode(), "")
-	return ok && string(text) == `{"kept":true}`
+	text, status := p.read(ctx, r.Registry+"/kept?"+url.Values{"engine": {r.Engine}, "transfer": {r.Transfer}}.Encode(), "")
+	return status == http.StatusOK && string(text) == `{"kept":true}`
 }
 
 // fromRelay sends the request to D alone, which has the prompt's KV from a relay.

@@ -106,7 +106,7 @@ func (e *exchange) promptOf() openai.Range {
 	case "/inference/v1/generate":
 		return e.q.TokenIDs
 	case "/generate":
-		if e.q.TextIn.Has() {
+		if e.q.TextIn.Has() && string(e.q.TextIn.Of(e.q.Body)) != "null" {
 			return e.q.TextIn
 		}
 		return e.q.InputIDs
@@ -305,7 +305,7 @@ func (p *Proxy) serveOfAnEngine(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	for _, b := range p.fleet.engines() {
-		if b.well.Load() && b.role != prefill {
+		if b.well.Load() && b.role != prefill && (!ofSGLang[r.URL.Path] || b.kind() == sglangKind) {
 			p.forward(w, r, b)
 			return
 		}

@@ -9,16 +9,13 @@ package proxy
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"net"
 	"net/http"
-	"net/url"
 	"slices"
 	"strconv"
 	"sync"
@@ -28,155 +25,6 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/openai"
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
 )
-
-// sglang is what an engine of SGLang says of itself.
-type sglang struct {
-	asked bool   // it has answered; before, it is an engine of SGLang because the operator says so
-	mode  string // prefill, decode or null
-	port  int    // of P's bootstrap server
-	ranks int    // P's data-parallel ranks, by which rooms are divided
-}
-
-// defaultBootstrapPort is SGLang's.
-const defaultBootstrapPort = 8998
-
-// answers asks an engine whether it is well.
-func (p *Proxy) answers(ctx context.Context, b *backend) bool {
-	if p.o.Detect || p.o.Dialect == SGLang {
-		b.mu.Lock()
-		missed := b.mu.misses > 0
-		b.mu.Unlock()
-		if !b.identified || missed {
-			p.identify(ctx, b)
-		}
-	}
-	s := b.sglang.Load()
-	if s == nil {
-		_, well := p.get(ctx, b, "/health")
-		if b.identified = b.identified || well; well && b.registry != nil {
-			well = p.refresh(ctx, b)
-		}
-		return well
-	}
-	if _, ready := p.get(ctx, b, "/ready"); !ready { // /health of an idle engine computes a token
-		return false
-	}
-	problem := s.notFor(b.role)
-	if problem == "" && b.role == prefill {
-		problem = p.askBootstrap(ctx, b, s)
-	}
-	if problem != b.problem && ctx.Err() == nil {
-		if b.problem = problem; problem != "" {
-			p.o.Log.Warn("an engine of SGLang gets no requests", "engine", b.url, "reason", problem)
-		}
-	}
-	return problem == ""
-}
-
-// identify asks an engine whether it is one of SGLang, and what it does.
-func (p *Proxy) identify(ctx context.Context, b *backend) {
-	if _, ok := p.get(ctx, b, "/model_info"); !ok { // SGLang alone has it; vLLM's /server_info of its development mode takes seconds
-		return
-	}
-	text, ok := p.get(ctx, b, "/server_info")
-	var info struct {
-		Mode *string `json:"disaggregation_mode"`
-		Port int     `json:"disaggregation_bootstrap_port"`
-	}
-	if !ok || json.Unmarshal(text, &info) != nil || info.Mode == nil {
-		return
-	}
-	s := &sglang{asked: true, mode: *info.Mode, port: info.Port}
-	if old := b.sglang.Load(); old != nil {
-		s.ranks = old.ranks
-	} else {
-		p.o.Log.Info("an engine is one of SGLang", "engine", b.url, "mode", s.mode)
-	}
-	b.sglang.Store(s)
-	b.identified = true
-}
-
-// notFor returns why an engine cannot have a role; "": it can.
-func (s *sglang) notFor(r role) string {
-	want := map[role]string{both: "null", prefill: "prefill", decode: "decode"}[r]
-	if !s.asked || s.mode == want {
-		return ""
-	}
-	return fmt.Sprintf("its disaggregation mode is %.32q, %q is wanted of a %s", s.mode, want, r)
-}
-
-// bootstrapAt returns the address of P's bootstrap server, as D dials it.
-func (b *backend) bootstrapAt() (host string, port int) {
-	s := b.sglang.Load()
-	host, port = b.host, cmp.Or(s.port, defaultBootstrapPort)
-	if u, err := url.Parse(b.bootstrap); err == nil && b.bootstrap != "" {
-		host = u.Hostname()
-		if given, err := strconv.Atoi(u.Port()); err == nil && given > 0 && (!b.guessed || s.port == 0) {
-			port = given
-		}
-	}
-	return host, port
-}
-
-// askBootstrap returns why P's bootstrap server does not know P as a whole; "": it does.
-func (p *Proxy) askBootstrap(ctx context.Context, b *backend, s *sglang) (problem string) {
-	host, port := b.bootstrapAt()
-	at := net.JoinHostPort(host, strconv.Itoa(port))
-	r, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+at+"/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1", nil)
-	if err != nil {
-		return err.Error()
-	}
-	resp, err := p.client.Do(r)
-	if err != nil {
-		return fmt.Sprintf("its bootstrap server %s does not answer: %v", at, err)
-	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
-	if err != nil || resp.StatusCode != http.StatusOK {
-		return fmt.Sprintf("its bootstrap server %s answers with status %d: %.200s", at, resp.StatusCode, text)
-	}
-	var sizes struct {
-		DP     int  `json:"dp_size"`
-		Follow bool `json:"follow_bootstrap_room"`
-	}
-	if err := json.Unmarshal(text, &sizes); err != nil {
-		return fmt.Sprintf("%s is no bootstrap server of SGLang", at)
-	}
-	ranks := 0
-	if sizes.Follow && sizes.DP > 1 && sizes.DP <= 4096 {
-		ranks = sizes.DP
-	}
-	if ranks != s.ranks {
-		updated := *s
-		updated.ranks = ranks
-		b.sglang.Store(&updated)
-	}
-	return ""
-}
-
-// sglangLoad returns how many requests an engine of SGLang has, over its data-parallel ranks.
-func (p *Proxy) sglangLoad(ctx context.Context, b *backend) (n int64, ok bool) {
-	text, ok := p.get(ctx, b, "/v1/loads?include=core,disagg")
-	var list struct {
-		Loads []struct {
-			Running int64          `json:"num_running_reqs"`
-			Waiting int64          `json:"num_waiting_reqs"`
-			Disagg  map[string]any `json:"disaggregation"`
-		} `json:"loads"`
-	}
-	if !ok || json.Unmarshal(text, &list) != nil {
-		return 0, false
-	}
-	for _, l := range list.Loads {
-		n += max(l.Running, 0) + max(l.Waiting, 0)
-		for _, queue := range []string{"prefill_bootstrap_queue_reqs", "prefill_inflight_queue_reqs", "decode_prealloc_queue_reqs", "decode_transfer_queue_reqs"} {
-			if v, ok := l.Disagg[queue].(float64); ok && v > 0 && v < 1e9 {
-				n += int64(v)
-			}
-		}
-	}
-	return n, true
-}
 
 // hasKind reports whether an engine of a kind is there.
 func (f *fleet) hasKind(k kind) bool {
@@ -212,7 +60,7 @@ func (e *exchange) byRooms() ([]openai.Sequence, error) {
 	case path == "/v1/responses" && (previous != "" || background):
 		return nil, bad(http.StatusNotImplemented, "NotImplementedError", "previous_response_id and background do not reach P and D of SGLang: P does not have the response")
 	}
-	all, err := e.q.Sequences(openai.APIOf(e.r.URL.Path), e.p.o.MaxPrompts)
+	all, err := e.q.Sequences(e.r.URL.Path, e.p.o.MaxPrompts)
 	if err != nil {
 		return nil, bad(http.StatusBadRequest, "BadRequestError", err.Error())
 	}
@@ -234,22 +82,90 @@ func (e *exchange) byRooms() ([]openai.Sequence, error) {
 // it. A client's own room never passes: 0 hangs D, and 2^63 ends P's process.
 func (e *exchange) sglangEdits(b *backend) []openai.Edit {
 	edits := slices.Clone(e.salt)
-	if list := b.models.Load(); list != nil && e.q.Model.Has() {
+	if e.q.Model.Has() {
+		if sent := b.nameFor(e.want.model, e.beside); sent != "" {
+			name, _ := json.Marshal(sent) // a text
+			edits = append(edits, openai.Edit{Key: "model", Value: name})
+		}
+	}
+	if id, ok := e.q.PrefixID(e.idPrefix); ok && e.idPrefix != "" {
+		edits = append(edits, id)
+	}
+	if e.attempts > 1 && e.r.URL.Path == "/v1/responses" { // where that is the request's id
+		edits = append(edits, openai.Edit{Key: "request_id"})
+	}
+	if e.key != nil {
+		edits = append(edits, ofOrchestrators...)
+	}
+	if e.boot != nil && b.role != both {
+		return append(edits, e.boot...)
+	}
+	if e.key != nil {
+		edits = append(edits, ranksOfClients...)
+	}
+	return append(edits, openai.Edit{Key: "bootstrap_host"}, openai.Edit{Key: "bootstrap_port"}, openai.Edit{Key: "bootstrap_room"}, openai.Edit{Key: "bootstrap_pair_key"})
+}
+
+// nameFor returns how an engine of SGLang takes the name of an adapter; "": as it is. Where the engine has not listed its models, those of the
+// engine beside it count: SGLang answers with the base model to a name that it does not know, and P and D must compute the same.
+func (b *backend) nameFor(name string, beside *backend) string {
+	list := b.models.Load()
+	if list == nil && beside != nil {
+		list = beside.models.Load()
+	}
+	if list != nil {
 		for _, m := range *list {
-			if m.id == e.want.model && m.sent != "" {
-				name, _ := json.Marshal(m.sent) // a text
-				edits = append(edits, openai.Edit{Key: "model", Value: name})
+			if m.id == name {
+				return m.sent
 			}
 		}
 	}
-	if e.key != nil {
-		edits = append(edits, openai.Edit{Key: "kv_hints"}) // of an orchestrator, never of a client
-	}
-	if e.boot == nil || b.role == both {
-		return append(edits, openai.Edit{Key: "bootstrap_host"}, openai.Edit{Key: "bootstrap_port"}, openai.Edit{Key: "bootstrap_room"}, openai.Edit{Key: "bootstrap_pair_key"})
-	}
-	return append(edits, e.boot...)
+	return ""
 }
+
+// lister returns the one of P and D that lists its models; nil: neither does, or there is no P.
+func (c choice) lister() *backend {
+	for _, b := range []*backend{c.prefill, c.engine} {
+		if c.prefill != nil && b.models.Load() != nil {
+			return b
+		}
+	}
+	return nil
+}
+
+// ofOrchestrators are fields of SGLang's requests that its own processes, or an operator's orchestrator, fill (0.5.23, io_struct.py): they
+// say where embeddings come from and answers go. A client with a key does not.
+var ofOrchestrators = []openai.Edit{
+	{Key: "kv_hints"},
+	{Key: "http_worker_ipc"},
+	{Key: "encoder_urls"},
+	{Key: "num_items_assigned"},
+	{Key: "need_wait_for_mm_inputs"},
+	{Key: "lora_id"},
+	{Key: "decode_tp_size"},
+	{Key: "external_trace_header"},
+	{Key: "received_time"},
+}
+
+// ranksOfClients are the fields by which clients choose data-parallel ranks.
+var ranksOfClients = []openai.Edit{{Key: "disagg_prefill_dp_rank"}, {Key: "routed_dp_rank"}, {Key: "data_parallel_rank"}}
+
+// newIDPrefix returns what comes before the ids that the client chose for its request, in this attempt; "": nothing.
+//
+// SGLang refuses an id that it has, and for some seconds has those of attempts that have ended. When a request ends early, SGLang also
+// ends all whose ids begin with its id (0.5.23): so the ids of clients with keys begin with what is unique.
+func (e *exchange) newIDPrefix(c choice) string {
+	switch {
+	case c.engine.kind() != sglangKind:
+	case e.key != nil:
+		return newID() + "-"
+	case e.attempts > 1:
+		return attemptPrefix(e.attempts)
+	}
+	return ""
+}
+
+func attemptPrefix(n int) string { return strconv.Itoa(n) + "-" }
 
 // rooms are from 1 to maxRoom: 0 means none, and from 2^63 on they are no numbers to P. Some are left, since SGLang counts on from a room.
 const maxRoom = 1<<63 - 1<<20
@@ -257,7 +173,11 @@ const maxRoom = 1<<63 - 1<<20
 // newRoom returns a room that no other transfer has, and that means one of P's ranks.
 func (b *backend) newRoom() int64 {
 	room := 1 + rand.Int64N(maxRoom)
-	if ranks := int64(b.sglang.Load().ranks); ranks > 1 { // those take turns
+	ranks := int64(1)
+	if s := b.sglang.Load(); s != nil {
+		ranks = int64(s.ranks)
+	}
+	if ranks > 1 { // those take turns
 		turn := int64(b.rankTurn.Add(1) % uint64(ranks))
 		room = room - room%ranks + turn
 		if room <= 0 || room > maxRoom {
@@ -275,9 +195,7 @@ func bootFields(host string, port int, room int64) []openai.Edit {
 		{Key: "bootstrap_port", Value: strconv.AppendInt(nil, int64(port), 10)},
 		{Key: "bootstrap_room", Value: strconv.AppendInt(nil, room, 10)},
 		{Key: "bootstrap_pair_key"},
-		{Key: "disagg_prefill_dp_rank"},
-		{Key: "routed_dp_rank"},
-		{Key: "data_parallel_rank"},
+		ranksOfClients[0], ranksOfClients[1], ranksOfClients[2],
 	}
 }
 
@@ -391,7 +309,9 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 		if !b.well.Load() || b.role == prefill || b.kind() != sglangKind {
 			continue
 		}
-		text, ok := p.get(r.Context(), b, "/server_info")
+		ctx, cancel := context.WithTimeout(r.Context(), min(p.o.FirstByte, maxInfoTime))
+		text, ok := p.get(ctx, b, "/server_info")
+		cancel()
 		info, err := openai.Scan(text)
 		if !ok || err != nil {
 			fail(w, unavailable("the engine does not answer"))
@@ -413,6 +333,9 @@ func (p *Proxy) serveServerInfo(w http.ResponseWriter, r *http.Request) {
 	}
 	fail(w, unavailable("no engine is well"))
 }
+
+// maxInfoTime is how long an engine may take to say what it is: it asks its scheduler.
+const maxInfoTime = 10 * time.Second
 
 // maxAbort bounds the body of a request to end another one, bytes.
 const maxAbort = 64 << 10
@@ -448,13 +371,19 @@ func (p *Proxy) serveAbort(w http.ResponseWriter, r *http.Request) {
 		bad("rid must name one request: the requests of others go on")
 		return
 	}
-	body, _ := json.Marshal(map[string]string{"rid": asked.RID}) // a text
 	ctx, cancel := context.WithTimeout(r.Context(), 10*time.Second)
 	defer cancel()
-	for _, role := range []role{decode, both, prefill} {
-		for _, b := range p.fleet.engines() {
-			if b.role == role && b.kind() == sglangKind && b.well.Load() {
-				p.abortAt(ctx, b, body)
+	for n := range p.o.Attempts { // any of which may have the request
+		rid := asked.RID
+		if n > 0 {
+			rid = attemptPrefix(n+1) + rid
+		}
+		body, _ := json.Marshal(map[string]string{"rid": rid}) // a text
+		for _, role := range []role{decode, both, prefill} {
+			for _, b := range p.fleet.engines() {
+				if b.role == role && b.kind() == sglangKind && b.well.Load() {
+					p.abortAt(ctx, b, body)
+				}
 			}
 		}
 	}

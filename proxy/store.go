@@ -5,6 +5,7 @@ package proxy
 import (
 	"context"
 	"encoding/json"
+	"net/http"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -148,10 +149,10 @@ func (s *store) has(marks []prefix.Mark) (t stored) {
 func (p *Proxy) watchStore(ctx context.Context) {
 	for {
 		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second))
-		text, ok := p.read(look, p.o.Store+"/status", "")
+		text, status := p.read(look, p.o.Store+"/status", "")
 		cancel()
 		var st *storeStatus
-		if ok {
+		if status == http.StatusOK {
 			if st = new(storeStatus); json.Unmarshal(text, st) != nil {
 				st = nil
 			}

@@ -251,6 +251,9 @@ func (s *Server) lookup(sc *scratch, r *lmcache.LookupRequest) error {
 	k := r.Key
 	asked, tokens := r.To, sc.chunk.tokens
 	q := s.query(sc, k)
+	if q.Named { // it is a request of that worker, and wakes it
+		_, _ = s.registry.Get(q.Worker, q.By) // whether it may be served is seen below
+	}
 	sh, unknown := s.registry.ShardsOf(&q)
 	registered := !errors.Is(unknown, workers.ErrNoWorker)
 	s.settleReaders(sc, k, r.TensorParallel)

@@ -39,9 +39,13 @@ func (st *Status) findings() []Finding {
 		add(fmt.Sprintf("%s refused: %s", times(r.Count, "registration was", "registrations were"), r.Why), "change that and restart the engine; the last one came at "+r.Last)
 	}
 	st.vllmFindings(add)
+	if st.Strangers > 0 {
+		add(fmt.Sprintf("%s sent and no registration, for example of worker %d: this server does not know its KV", times(uint64(st.Strangers), "worker's heartbeats are", "workers' heartbeats are"), st.Stranger),
+			"restart the engine: SGLang registers once and never again. The server keeps registrations over its restart, but not with --cold, on another host, or when it cannot read them")
+	}
 	if len(st.Workers) == refused && st.VLLM == nil {
 		add("no worker that can be served is registered", fmt.Sprintf("start vLLM on this host, as this user, with LMCacheMPConnector (kvasir server --help shows how). "+
-			"An engine that runs comes back within a heartbeat, 10 s; this server started %s ago", time.Duration(st.Uptime*float64(time.Second)).Round(time.Second)))
+			"A vLLM that runs comes back within a heartbeat, 10 s, an SGLang must be restarted; this server started %s ago", time.Duration(st.Uptime*float64(time.Second)).Round(time.Second)))
 	}
 	if n := st.Declined[errModel.label]; n > 0 {
 		add(fmt.Sprintf("%s for a model and world size that no worker had registered", times(n, "lookup asked", "lookups asked")),

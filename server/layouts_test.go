@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -301,4 +302,70 @@ func TestLayersArePartOfTheLayout(t *testing.T) {
 	f("other order", false, []lmcache.EngineGroup{group(0, 1, 2, 3)}, []lmcache.EngineGroup{group(1, 0, 2, 3)})
 	f("all in order", true, []lmcache.EngineGroup{group(0, 1)}, nil)
 	f("swapped groups", false, []lmcache.EngineGroup{group(0, 1), group(2, 3)}, []lmcache.EngineGroup{group(2, 3), group(0, 1)})
+}
+
+// An engine of SGLang registers once. Where the server does not know it any more, its heartbeats go on, and the operator hears what to do.
+func TestHeartbeatsWithoutRegistration(t *testing.T) {
+	d := newDesk(t, server.Options{})
+	d.register(7, 1, 4)
+	d.pool.Cold = true
+	d.restart()
+	found := func() bool {
+		return slices.ContainsFunc(d.Status().Findings, func(f server.Finding) bool {
+			return strings.Contains(f.What, "worker 7") && strings.Contains(f.Do, "restart the engine: SGLang")
+		})
+	}
+	d.ping(7)
+	if found() {
+		t.Error("after one heartbeat, to which a vLLM answers with its registration")
+	}
+	d.ping(7)
+	d.ping(7)
+	for range 3 {
+		d.Tick(time.Now())
+	}
+	if n := strings.Count(d.log.String(), "does not register again"); !found() || n != 1 {
+		t.Errorf("%+v, %d warnings", d.Status().Findings, n)
+	}
+	d.register(7, 1, 4)
+	if d.Tick(time.Now()); found() {
+		t.Error("it is registered again")
+	}
+}
+
+// A lookup over the connection of a worker that is asleep is a request of that worker, as with SGLang, which does all over one connection.
+func TestLookupWakesItsWorker(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDesk(t, server.Options{WorkerReap: 5 * time.Second, RegistrationGrace: 5 * time.Second})
+		c := d.Connect(sameUser)
+		ask := func(op lmcache.Op, payload ...[]byte) []byte {
+			if got := c(append([][]byte{{0}, lmcache.AppendOp(nil, op)}, payload...)); len(got) > 2 {
+				return bytes.Clone(got[2])
+			}
+			return nil
+		}
+		ask(lmcache.OpGetChunkSize)
+		reg := lmcache.EngineDriven{InstanceID: 7, Model: "m", WorldSize: 1, BlockSize: 16, Layers: 4, Hidden: 64, DType: "bfloat16", SinglePlane: true, PhysicalSlots: 16}
+		if _, err := lmcache.DecodePool(ask(lmcache.OpRegisterEngineDriven, reg.Append(nil))); err != nil {
+			t.Fatal(err)
+		}
+		k := deskKey(1, 0, 2, "a")
+		if p, err := lmcache.DecodePrepareStore(ask(lmcache.OpPrepareStore, k.Append(nil), lmcache.AppendInt(nil, 7))); err != nil || len(p.Slots) != 2 {
+			t.Fatalf("%+v, %v", p, err)
+		}
+		ask(lmcache.OpCommitStore, k.Append(nil), lmcache.AppendInt(nil, 7), lmcache.AppendBytes(nil, nil))
+		d.Tick(time.Now())
+		for range 9 {
+			time.Sleep(time.Second)
+			d.Tick(time.Now())
+		}
+		if w := d.Status().Workers; len(w) != 1 || !w[0].Asleep {
+			t.Fatalf("%+v", w)
+		}
+		ask(lmcache.OpLookup, deskKey(1, lmcache.AllWorkers, 2, "b").Append(nil), lmcache.AppendInt(nil, 1))
+		n, err := lmcache.DecodeInt(ask(lmcache.OpQueryPrefetchStatus, lmcache.AppendString(nil, "b")))
+		if w := d.Status().Workers; err != nil || n != 2 || w[0].Asleep {
+			t.Errorf("a hit of %d, %v, %+v", n, err, w)
+		}
+	})
 }

@@ -244,6 +244,13 @@ func (s *Server) reap(now time.Time) {
 	if s.registry.Woke() {
 		s.save()
 	}
+	switch n, one := s.registry.Strangers(now); {
+	case n > 0 && !s.strangers:
+		s.log.Warn("a worker sends heartbeats and does not register again, as SGLang: restart its engine", "worker", one, "workers", n)
+		s.strangers = true
+	case n == 0:
+		s.strangers = false
+	}
 }
 
 // drop ends the registration of a worker that can no longer end it itself.

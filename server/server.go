@@ -65,6 +65,7 @@ type Server struct {
 	waits         waits
 	streams       streams
 	saving        *statefile.PacedWriter // of the note
+	strangers     bool                   // owned by Tick: some were logged
 	noted         noteState
 	leftovers     lent.Leftovers
 	recent        recently

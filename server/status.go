@@ -37,6 +37,8 @@ type Status struct {
 	TurnedAway []RefusedStatus   `json:"refused_registrations"`    // of workers that are not in the list
 	Declined   map[string]uint64 `json:"declined"`                 // requests by reason, those that occurred
 	Malformed  string            `json:"last_malformed,omitempty"` // the last request that could not be read, and why
+	Strangers  int               `json:"strangers,omitempty"`      // ids that send heartbeats and are not registered
+	Stranger   int64             `json:"stranger,omitempty"`       // one of them
 	Findings   []Finding         `json:"findings"`                 // why hits are missing, the most important first
 }
 
@@ -127,6 +129,7 @@ func (s *Server) Status() Status {
 		},
 		Recent: s.lately(), Workers: s.workers(), VLLM: s.vllmStatus(), TurnedAway: s.turnedAway.List(), Declined: map[string]uint64{},
 	}
+	out.Strangers, out.Stranger = s.registry.Strangers(time.Now())
 	if why := s.lastMalformed.Load(); why != nil {
 		out.Malformed = *why
 	}

@@ -48,7 +48,7 @@ func TestPrompts(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		prompts, n, ok := r.Prompts()
+		prompts, n, ok := r.Prompts(1024)
 		var got []string
 		for _, at := range prompts {
 			got = append(got, string(at.Of(r.Body)))

@@ -49,14 +49,18 @@ func oneElement(list []byte) bool {
 
 // Prompts returns the prompts of a completion whose prompt is a list of several: where they lie, and whether each of them can be
 // sent as a request of its own, with the same answers. That holds for texts, and for lists of token ids, none of them empty, while
-// all else asks for one answer to each. count is how many there are; below 2: the request has no such list.
-func (r *Request) Prompts() (prompts []Range, count int, apart bool) {
+// all else asks for one answer to each. count is how many there are, of which limit at most are in prompts; below 2: the request has no
+// such list.
+func (r *Request) Prompts(limit int) (prompts []Range, count int, apart bool) {
 	if !r.Prompt.Has() || r.Body[r.Prompt.From] != '[' {
 		return nil, 0, false
 	}
-	prompts, ok := elements(r.Body, r.Prompt)
-	if !ok || len(prompts) == 0 || r.Body[prompts[0].From] != '"' && r.Body[prompts[0].From] != '[' {
+	if first := beginsWith(r.Body, r.Prompt); first != '"' && first != '[' {
 		return nil, 0, false // token ids
+	}
+	prompts, count, ok := firstElements(r.Body, r.Prompt, limit)
+	if !ok {
+		return nil, 0, false
 	}
 	is := func(at Range, values ...string) bool {
 		return !at.Has() || slices.Contains(values, string(at.Of(r.Body)))
@@ -65,7 +69,7 @@ func (r *Request) Prompts() (prompts []Range, count int, apart bool) {
 	for _, at := range prompts {
 		apart = apart && r.Body[at.From] == r.Body[prompts[0].From] && lonely(r.Body, at)
 	}
-	return prompts, len(prompts), apart
+	return prompts, count, apart
 }
 
 // lonely reports whether a prompt of a list is a text, or a list of numbers, and not empty.
@@ -73,27 +77,53 @@ func lonely(body []byte, at Range) bool {
 	if body[at.From] == '"' {
 		return at.To-at.From > 2
 	}
-	ids, ok := elements(body, at)
-	for _, id := range ids {
-		ok = ok && (body[id.From] == '-' || body[id.From] >= '0' && body[id.From] <= '9')
+	if body[at.From] != '[' {
+		return false
 	}
-	return ok && len(ids) > 0
+	s := scanner{b: body[:at.To], at: at.From + 1}
+	for n := 0; ; n++ {
+		if s.space(); s.take(']') {
+			return n > 0
+		}
+		if s.number() != nil {
+			return false
+		}
+		s.space()
+		s.take(',')
+	}
 }
 
 // elements returns where the elements of a valid JSON list lie.
 func elements(body []byte, list Range) (all []Range, ok bool) {
+	all, _, ok = firstElements(body, list, len(body))
+	return all, ok
+}
+
+// firstElements returns where the first elements of a valid JSON list lie, limit at most, and how many it has.
+func firstElements(body []byte, list Range, limit int) (all []Range, n int, ok bool) {
 	s := scanner{b: body[:list.To], at: list.From}
 	if !s.take('[') {
-		return nil, false
+		return nil, 0, false
 	}
 	for s.space(); !s.take(']'); s.space() {
 		from := s.at
 		if s.value(1) != nil {
-			return nil, false
+			return nil, 0, false
 		}
-		all = append(all, Range{from, s.at})
+		if n++; n <= limit {
+			all = append(all, Range{from, s.at})
+		}
 		s.space()
 		s.take(',')
 	}
-	return all, true
+	return all, n, true
+}
+
+// beginsWith returns the first byte of the first element of a valid JSON list; 0: it is empty.
+func beginsWith(body []byte, list Range) byte {
+	s := scanner{b: body[:list.To], at: list.From + 1}
+	if s.space(); s.at >= list.To-1 {
+		return 0
+	}
+	return body[s.at]
 }

@@ -27,17 +27,22 @@ var batched = map[string]bool{
 	"sampling_params": true, "return_logprob": true, "logprob_start_len": true, "top_logprobs_num": true, "return_sampling_mask": true,
 	"sampling_logprobs_mode": true, "return_hidden_states": true, "lora_path": true, "custom_logit_processor": true, "extra_key": true, "cache_salt": true,
 	"watermark": true, "image_data": true, "video_data": true, "audio_data": true, "kv_hints": true, "mm_hashes": true, "mm_content_hashes": true,
+	"input_ids":         false, // beside text
 	"token_ids_logprob": false, "multi_item_delimiter_indices": false, "token_indices_to_pool": false,
 }
 
-// Sequences returns the sequences of a request to SGLang, prompt by prompt, at most limit. The error says what is wrong with the request.
-func (r *Request) Sequences(a API, limit int) (all []Sequence, err error) {
+// Sequences returns the sequences of a request of a path to SGLang, prompt by prompt, at most limit. The error says what is wrong with the
+// request.
+func (r *Request) Sequences(path string, limit int) (all []Sequence, err error) {
 	var prompts [][]Edit
 	n, listed := 1, false
-	if a == Native {
+	switch APIOf(path) {
+	case Native:
 		prompts, n, listed, err = r.nativePrompts(limit)
-	} else {
-		prompts, n, listed, err = r.openAIPrompts(limit)
+	case Completions:
+		prompts, n, listed, err = r.openAIPrompts(path == "/v1/completions", limit)
+	default:
+		return []Sequence{{}}, nil
 	}
 	if err != nil {
 		return nil, err
@@ -45,11 +50,18 @@ func (r *Request) Sequences(a API, limit int) (all []Sequence, err error) {
 	if n > limit || n*len(prompts) > limit {
 		return nil, fmt.Errorf("the request has %d prompts with %d answers each, at most %d answers are allowed", len(prompts), n, limit)
 	}
+	var ids []string
+	if listed || n > 1 {
+		if ids, err = r.ownIDs(len(prompts), n); err != nil {
+			return nil, err
+		}
+	}
 	for i, edits := range prompts {
 		for k := range n {
 			own := edits[:len(edits):len(edits)]
-			if rid, ok := r.ownID(i, k, n, listed); ok {
-				own = append(own, rid)
+			if ids != nil {
+				value, _ := json.Marshal(ids[i*n+k]) // a text
+				own = append(own, Edit{Key: "rid", Value: value})
 			}
 			all = append(all, Sequence{i, k, own})
 		}
@@ -69,8 +81,8 @@ func (r *Request) answers(at Range) (int, error) {
 	return n, nil
 }
 
-// openAIPrompts returns edits that leave one prompt and one answer, for each prompt.
-func (r *Request) openAIPrompts(limit int) (prompts [][]Edit, n int, listed bool, err error) {
+// openAIPrompts returns edits that leave one prompt and one answer, for each prompt. A chat has one prompt.
+func (r *Request) openAIPrompts(lists bool, limit int) (prompts [][]Edit, n int, listed bool, err error) {
 	if n, err = r.answers(r.N); err != nil {
 		return nil, 0, false, err
 	}
@@ -78,7 +90,10 @@ func (r *Request) openAIPrompts(limit int) (prompts [][]Edit, n int, listed bool
 	if n > 1 {
 		one = []Edit{{Key: "n", Value: []byte("1")}}
 	}
-	list, listed, err := r.promptList(r.Prompt, limit)
+	var list []Range
+	if lists {
+		list, listed, err = r.promptList(r.Prompt, limit)
+	}
 	if err != nil || !listed {
 		return [][]Edit{one}, n, false, err
 	}
@@ -93,14 +108,15 @@ func (r *Request) promptList(at Range, limit int) (list []Range, listed bool, er
 	if !at.Has() || r.Body[at.From] != '[' {
 		return nil, false, nil
 	}
-	list, ok := elements(r.Body, at)
+	if first := beginsWith(r.Body, at); first != '"' && first != '[' {
+		return nil, false, nil // token ids, or nothing, which the engine refuses
+	}
+	list, n, ok := firstElements(r.Body, at, limit)
 	switch {
-	case !ok || len(list) == 0:
+	case !ok:
 		return nil, false, nil // the engine refuses it
-	case r.Body[list[0].From] != '"' && r.Body[list[0].From] != '[':
-		return nil, false, nil // token ids
-	case len(list) > limit:
-		return nil, false, fmt.Errorf("the request has %d prompts, at most %d are allowed", len(list), limit)
+	case n > limit:
+		return nil, false, fmt.Errorf("the request has %d prompts, at most %d are allowed", n, limit)
 	}
 	for _, at := range list {
 		if r.Body[at.From] != r.Body[list[0].From] {
@@ -127,28 +143,19 @@ func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool
 		edit, n, err := r.sampling(r.Sampling)
 		return [][]Edit{edit}, n, false, err
 	}
+	names, each, err := r.batchedFields(key, len(list))
+	if err != nil {
+		return nil, 0, false, err
+	}
 	for i, at := range list {
 		edits := []Edit{{Key: key, Value: at.Of(r.Body)}}
 		own := r.Sampling
-		for f := range r.fields {
-			name, _ := r.Text(r.fields[f].name)
-			value := r.fields[f].value
-			lists, known := batched[name]
-			if !known || r.Body[value.From] != '[' {
-				continue
-			}
-			each, ok := elements(r.Body, value)
-			if !ok || len(each) == 0 || !lists && r.Body[each[0].From] != '[' {
-				continue
-			}
-			if len(each) != len(list) {
-				return nil, 0, false, fmt.Errorf("%s has %d elements, the request has %d prompts", name, len(each), len(list))
-			}
+		for f, name := range names {
 			if name == "sampling_params" {
-				own = each[i]
+				own = each[f][i]
 				continue
 			}
-			edits = append(edits, Edit{Key: name, Value: each[i].Of(r.Body)})
+			edits = append(edits, Edit{Key: name, Value: each[f][i].Of(r.Body)})
 		}
 		edit, answers, err := r.sampling(own)
 		if err != nil {
@@ -164,6 +171,37 @@ func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool
 		prompts = append(prompts, append(edits, edit...))
 	}
 	return prompts, n, true, nil
+}
+
+// batchedFields returns the fields that have an element for each prompt, but for the prompts themselves. Of a key that comes twice the last
+// counts.
+func (r *Request) batchedFields(prompts string, count int) (names []string, each [][]Range, err error) {
+	last := make(map[string]Range)
+	for f := range r.fields {
+		name, _ := r.Text(r.fields[f].name)
+		if _, known := batched[name]; known && name != prompts {
+			if _, twice := last[name]; !twice {
+				names = append(names, name)
+			}
+			last[name] = r.fields[f].value
+		}
+	}
+	listed := names[:0]
+	for _, name := range names {
+		value := last[name]
+		if r.Body[value.From] != '[' {
+			continue
+		}
+		if first := beginsWith(r.Body, value); first == 0 || !batched[name] && first != '[' {
+			continue
+		}
+		all, n, ok := firstElements(r.Body, value, count)
+		if !ok || n != count {
+			return nil, nil, fmt.Errorf("%s has %d elements, the request has %d prompts", name, n, count)
+		}
+		listed, each = append(listed, name), append(each, all)
+	}
+	return listed, each, nil
 }
 
 // sampling returns how many answers the sampling parameters at a range ask for, and the edit that makes it one; nil: it is.
@@ -185,28 +223,62 @@ func (r *Request) sampling(at Range) (edit []Edit, n int, err error) {
 	return []Edit{{Key: "sampling_params", Value: bytes.Join(pieces, nil)}}, n, nil
 }
 
-// ownID returns the edit that gives a sequence a request id of its own, where the client chose one. SGLang names those of a list so.
-func (r *Request) ownID(prompt, sample, n int, listed bool) (e Edit, ok bool) {
+// ownIDs returns request ids of the sequences, where the client chose one, or one for each prompt; nil: it did not. SGLang names those of a
+// list so.
+func (r *Request) ownIDs(prompts, n int) (ids []string, err error) {
 	at := r.field("rid")
-	if !at.Has() || !listed && n == 1 {
+	if !at.Has() || string(at.Of(r.Body)) == "null" {
+		return nil, nil
+	}
+	if id, single := r.Text(at); single {
+		for i := range prompts * n {
+			ids = append(ids, id+"_"+strconv.Itoa(i))
+		}
+		return ids, nil
+	}
+	each, count, ok := firstElements(r.Body, at, prompts)
+	if !ok || count != prompts {
+		return nil, fmt.Errorf("rid must be a text, or a list of one for each of the %d prompts", prompts)
+	}
+	for _, at := range each {
+		id, isText := r.Text(at)
+		if !isText {
+			return nil, errors.New("rid must be a text, or a list of texts")
+		}
+		for i := range n {
+			if n > 1 {
+				ids = append(ids, id+"_"+strconv.Itoa(i))
+			} else {
+				ids = append(ids, id)
+			}
+		}
+	}
+	return ids, nil
+}
+
+// PrefixID returns the edit that puts a prefix before the request ids that a client chose for SGLang; false: it chose none.
+func (r *Request) PrefixID(prefix string) (e Edit, ok bool) {
+	at := r.field("rid")
+	if !at.Has() {
 		return e, false
 	}
-	id, single := r.Text(at)
-	if !single {
-		each, ok := elements(r.Body, at)
-		if !ok || prompt >= len(each) {
-			return e, false
-		}
-		if id, ok = r.Text(each[prompt]); !ok {
-			return e, false
-		}
-		if n > 1 {
-			id += "_" + strconv.Itoa(sample)
-		}
-	} else {
-		id += "_" + strconv.Itoa(prompt*n+sample)
+	if id, single := r.Text(at); single {
+		value, _ := json.Marshal(prefix + id) // a text
+		return Edit{Key: "rid", Value: value}, true
 	}
-	value, _ := json.Marshal(id) // a text
+	each, n, ok := firstElements(r.Body, at, maxFields)
+	if !ok || n > maxFields {
+		return e, false
+	}
+	var ids []string
+	for _, at := range each {
+		id, isText := r.Text(at)
+		if !isText {
+			return e, false // the engine refuses it
+		}
+		ids = append(ids, prefix+id)
+	}
+	value, _ := json.Marshal(ids) // texts
 	return Edit{Key: "rid", Value: value}, true
 }
 

@@ -4,6 +4,7 @@ package openai_test
 
 import (
 	"bytes"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -15,7 +16,7 @@ func TestSequences(t *testing.T) {
 	f := func(path, body, want string) {
 		t.Helper()
 		r := scan(t, body)
-		all, err := r.Sequences(openai.APIOf(path), 8)
+		all, err := r.Sequences(path, 8)
 		var got []string
 		for _, s := range all {
 			pieces, _ := r.Apply(s.Edits...)
@@ -50,6 +51,19 @@ func TestSequences(t *testing.T) {
 	f("/generate", `{"text":["a","b"],"token_ids_logprob":[[1],[2]]}`, `{"text":"a","token_ids_logprob":[1]}`+"\n"+`{"text":"b","token_ids_logprob":[2]}`)
 	f("/generate", `{"text":["a","b"],"lora_path":["l"]}`, "error: lora_path has 1 elements, the request has 2 prompts")
 	f("/generate", `{"text":["a","b"],"sampling_params":[{"n":1},{"n":2}]}`, "error: n must be the same in all sampling_params")
+	f("/generate", `{"text":["a","b"],"input_ids":[[1],[2]],"lora_path":["x","y","z"],"lora_path":["k","l"]}`,
+		`{"text":"a","input_ids":[1],"lora_path":"k","lora_path":"k"}`+"\n"+`{"text":"b","input_ids":[2],"lora_path":"l","lora_path":"l"}`)
+	f("/generate", `{"text":["a","b"],"rid":["r"]}`, "error: rid must be a text, or a list of one for each of the 2 prompts")
+	f("/generate", `{"text":["a","b"],"rid":["r",1]}`, "error: rid must be a text, or a list of texts")
+	f("/generate", `{"text":["a","b"],"rid":["r","s"],"sampling_params":{"n":2}}`, func() string {
+		var out []string
+		for _, one := range []string{`"a","rid":"r_0"`, `"a","rid":"r_1"`, `"b","rid":"s_0"`, `"b","rid":"s_1"`} {
+			out = append(out, `{"text":`+one+`,"sampling_params":{"n":1}}`)
+		}
+		return strings.Join(out, "\n")
+	}())
+	f("/v1/chat/completions", `{"messages":[],"prompt":["a","b"]}`, `{"messages":[],"prompt":["a","b"]}`)
+	f("/v1/responses", `{"input":"a","n":2}`, `{"input":"a","n":2}`)
 	f("/generate", `{"text":"a","sampling_params":[{"n":2}]}`, "error: "+openai.ErrSequences.Error())
 	f("/generate", `{"text":"a","sampling_params":3}`, "error: sampling_params must be an object")
 }
@@ -82,4 +96,24 @@ func TestRefused(t *testing.T) {
 	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"m\",\"status_code\":400}}}\n\n", 400, openai.Data)
 	f(openai.Native, "data: {\"text\":\"abort\",\"meta_info\":{\"finish_reason\":null}}\n\n", 0, openai.Data)
 	f(openai.Native, "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"Aborted\"}}}\n\n", 0, openai.Data)
+}
+
+// What is kept of a list of token ids, or of more prompts than are allowed, is bounded.
+func TestSequencesAllocateLittle(t *testing.T) {
+	ids := "[" + strings.Repeat("1,", 1<<20) + "1]"
+	for path, body := range map[string]string{
+		"/v1/completions": `{"prompt":` + ids + `}`, "/generate": `{"input_ids":` + ids + `,"token_ids_logprob":` + ids + `,"rid":` + ids + `}`,
+		"/generate?": `{"text":["a","b"],"lora_path":` + ids + `}`, "/v1/completions?": `{"prompt":[` + strings.Repeat(`"",`, 1<<19) + `""]}`,
+	} {
+		path = strings.TrimSuffix(path, "?")
+		r := scan(t, body)
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		_, _ = r.Sequences(path, 128)
+		_, _, _ = r.Prompts(128)
+		runtime.ReadMemStats(&after)
+		if n := after.TotalAlloc - before.TotalAlloc; n > 256<<10 {
+			t.Errorf("%s %.20s: %d bytes for a body of %d", path, body, n, len(body))
+		}
+	}
 }

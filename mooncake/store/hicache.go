@@ -6,7 +6,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
-	"fmt"
+	"regexp"
 	"strconv"
 	"strings"
 )
@@ -14,14 +14,24 @@ import (
 // HiCacheKey names an object of SGLang's HiCache with its mooncake backend (SGLang 0.5.23): the K or the V of one page of tokens,
 // of one rank.
 //
-//	[TAG_]MODEL_HASH_TP_k    and _v; with several stages [TAG_]MODEL_HASH_TP_PP_k
-//	[TAG_]MODEL_HASH__k      MLA, whose ranks have equal bytes
+//	[TAG_]MODEL_HASH_TP_k      and _v; with several stages [TAG_]MODEL_HASH_TP_PP_k
+//	[TAG_]MODEL_HASH__k        MLA, whose ranks have equal bytes; with several stages [TAG_]MODEL_HASH_PP_k, as of a rank
+//	…_HASH_dcpN_cpN[_PP]_k     MLA in shards of decode context parallelism
+//	…_HASH_RANKS_POOL[_k|_v]   windows, indexers, drafts of a model
+//	…_HASH_RANKS_temporal      and _conv_N: states
 type HiCacheKey struct {
 	Model  string // the served model's name, each / as -, and what stands before it
 	Hash   string // of the page and all before it, hexadecimal
 	TP, PP int    // ranks; -1 where the name has none
-	Part   string // k or v
+	Shard  string // dcpN_cpN; "": none
+	Pool   string // "": the KV of full attention
+	Part   string // k, v, temporal, conv_N; "": the pool has one object for a page
 }
+
+var (
+	hicacheRanks = regexp.MustCompile(`^(?:(dcp\d+_cp\d+)(?:_(\d+))?|(\d+)(?:_(\d+))?|)_(.+)$`)
+	hicachePart  = regexp.MustCompile(`^(?:([kv]|temporal|conv_\d+)|((?:auxiliary_|draft_)?swa|(?:draft_)?indexer|draft|deepseek_v4_[a-z0-9_]*[a-z0-9])(?:_([kv]))?)$`)
+)
 
 // ParseHiCacheKey reads a name.
 func ParseHiCacheKey(name string) (k HiCacheKey, ok bool) {
@@ -39,17 +49,21 @@ func ParseHiCacheKey(name string) (k HiCacheKey, ok bool) {
 	if k.Model == "" {
 		return k, false
 	}
-	words := strings.Split(name[len(k.Model)+1+digits+1:], "_")
-	words, k.Part = words[:len(words)-1], words[len(words)-1]
-	if k.Part != "k" && k.Part != "v" || len(words) < 1 || len(words) > 2 {
+	ranks := hicacheRanks.FindStringSubmatch(name[len(k.Model)+1+digits+1:])
+	if ranks == nil {
 		return k, false
 	}
-	if len(words) == 1 && words[0] == "" {
-		return k, true
+	part := hicachePart.FindStringSubmatch(ranks[5])
+	if part == nil {
+		return k, false
 	}
-	for i, rank := range []*int{&k.TP, &k.PP}[:len(words)] {
-		n, err := strconv.ParseUint(words[i], 10, 16)
-		if err != nil || strconv.FormatUint(n, 10) != words[i] {
+	k.Shard, k.Pool, k.Part = ranks[1], part[2], part[1]+part[3]
+	for text, rank := range map[string]*int{"tp" + ranks[3]: &k.TP, "pp" + ranks[2] + ranks[4]: &k.PP} {
+		if text = text[2:]; text == "" {
+			continue
+		}
+		n, err := strconv.ParseUint(text, 10, 16)
+		if err != nil || strconv.FormatUint(n, 10) != text {
 			return k, false
 		}
 		*rank = int(n)
@@ -59,14 +73,19 @@ func ParseHiCacheKey(name string) (k HiCacheKey, ok bool) {
 
 // String returns the name.
 func (k HiCacheKey) String() string {
-	rank := ""
+	words := []string{k.Model, k.Hash, k.Shard}
 	if k.TP >= 0 {
-		rank = strconv.Itoa(k.TP)
+		words[2] = strconv.Itoa(k.TP)
 	}
 	if k.PP >= 0 {
-		rank += "_" + strconv.Itoa(k.PP)
+		words = append(words, strconv.Itoa(k.PP))
 	}
-	return fmt.Sprintf("%s_%s_%s_%s", k.Model, k.Hash, rank, k.Part)
+	for _, w := range []string{k.Pool, k.Part} {
+		if w != "" {
+			words = append(words, w)
+		}
+	}
+	return strings.Join(words, "_")
 }
 
 // HiCacheModel returns what HiCache makes of a served model's name and an extra_backend_tag.

@@ -46,10 +46,18 @@ func TestHiCacheNames(t *testing.T) {
 	}
 	hash := v.Hashes[0]
 	for name, want := range map[string]store.HiCacheKey{
-		"a_b-c_" + hash + "_3_1_v":           {Model: "a_b-c", Hash: hash, TP: 3, PP: 1, Part: "v"},
-		"m_" + hash + "__k":                  {Model: "m", Hash: hash, TP: -1, PP: -1, Part: "k"},
-		hash + "_" + hash + "_0_k":           {Model: hash, Hash: hash, TP: 0, PP: -1, Part: "k"},
-		"m_" + hash + "_" + hash + "_10_0_k": {Model: "m_" + hash, Hash: hash, TP: 10, PP: 0, Part: "k"},
+		"a_b-c_" + hash + "_3_1_v":            {Model: "a_b-c", Hash: hash, TP: 3, PP: 1, Part: "v"},
+		"m_" + hash + "__k":                   {Model: "m", Hash: hash, TP: -1, PP: -1, Part: "k"},
+		"m_" + hash + "_dcp1_cp0_k":           {Model: "m", Hash: hash, TP: -1, PP: -1, Shard: "dcp1_cp0", Part: "k"},
+		"m_" + hash + "_dcp1_cp0_2_indexer":   {Model: "m", Hash: hash, TP: -1, PP: 2, Shard: "dcp1_cp0", Pool: "indexer"},
+		"m_" + hash + "__indexer":             {Model: "m", Hash: hash, TP: -1, PP: -1, Pool: "indexer"},
+		"m_" + hash + "__deepseek_v4_c4_rope": {Model: "m", Hash: hash, TP: -1, PP: -1, Pool: "deepseek_v4_c4_rope"},
+		"m_" + hash + "_2_swa_v":              {Model: "m", Hash: hash, TP: 2, PP: -1, Pool: "swa", Part: "v"},
+		"m_" + hash + "_2_1_draft_swa_k":      {Model: "m", Hash: hash, TP: 2, PP: 1, Pool: "draft_swa", Part: "k"},
+		"m_" + hash + "_0_temporal":           {Model: "m", Hash: hash, TP: 0, PP: -1, Part: "temporal"},
+		"m_" + hash + "_0_1_conv_3":           {Model: "m", Hash: hash, TP: 0, PP: 1, Part: "conv_3"},
+		hash + "_" + hash + "_0_k":            {Model: hash, Hash: hash, TP: 0, PP: -1, Part: "k"},
+		"m_" + hash + "_" + hash + "_10_0_k":  {Model: "m_" + hash, Hash: hash, TP: 10, PP: 0, Part: "k"},
 	} {
 		if k, ok := store.ParseHiCacheKey(name); !ok || k != want || k.String() != name {
 			t.Errorf("%q is %+v, %v, want %+v", name, k, ok, want)

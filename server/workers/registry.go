@@ -43,7 +43,7 @@ type Registry struct {
 		gone      map[workerID]*Worker        // gone with transfers in progress
 		lenders   map[uint64][]*Worker        // by inode of a segment
 		mappings  map[access.Principal]int    // mapped segments, by the user or address they belong to
-		unknown   map[workerID]struct{}       // unknown ones that got their false ping
+		unknown   map[workerID]stranger       // unknown ones that got their false ping
 		order     []workerID                  // of unknown, oldest first
 		clients   map[*Client]struct{}        // whose process is looked for
 	}
@@ -98,7 +98,7 @@ func NewRegistry(max int) *Registry {
 	r.mu.gone = make(map[workerID]*Worker)
 	r.mu.lenders = make(map[uint64][]*Worker)
 	r.mu.mappings = make(map[access.Principal]int)
-	r.mu.unknown = make(map[workerID]struct{})
+	r.mu.unknown = make(map[workerID]stranger)
 	r.mu.clients = make(map[*Client]struct{})
 	return r
 }
@@ -290,16 +290,43 @@ func (r *Registry) Ping(id int64, by access.Principal) (ok, news bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	who := workerID{id, by}
-	if _, ok := r.mu.unknown[who]; ok {
+	if s, ok := r.mu.unknown[who]; ok {
+		s.pings, s.last = s.pings+1, time.Now()
+		r.mu.unknown[who] = s
 		return true, false
 	}
 	if len(r.mu.order) >= maxUnknown {
 		delete(r.mu.unknown, r.mu.order[0])
 		r.mu.order = append(r.mu.order[:0], r.mu.order[1:]...)
 	}
-	r.mu.unknown[who] = struct{}{}
+	r.mu.unknown[who] = stranger{1, time.Now()}
 	r.mu.order = append(r.mu.order, who)
 	return false, false
+}
+
+// stranger is an id that pings and is not registered.
+type stranger struct {
+	pings int
+	last  time.Time
+}
+
+// Bounds of Strangers. A client of vLLM registers again after its first ping.
+const (
+	strangerPings = 3
+	strangerTime  = time.Minute // since the last ping
+)
+
+// Strangers returns how many ids go on pinging without a registration, as those of SGLang's clients do, which register once; and one of
+// them.
+func (r *Registry) Strangers(now time.Time) (n int, one int64) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	for who, s := range r.mu.unknown {
+		if s.pings >= strangerPings && now.Sub(s.last) < strangerTime {
+			n, one = n+1, who.id
+		}
+	}
+	return n, one
 }
 
 // ForgetUnknown makes the next ping of an unregistered id the first one again.

@@ -38,15 +38,24 @@ func explainHiCache(key string) string {
 	if !ok {
 		return printable(key) + ": not a name of HiCache"
 	}
-	part := "K of"
-	if k.Part == "v" {
-		part = "V of"
-	}
-	rank := fmt.Sprintf("rank %d", k.TP)
+	part := map[string]string{"k": "K of", "v": "V of", "": "what belongs to", "temporal": "state after"}[k.Part]
 	switch {
-	case k.TP < 0:
-		rank, part = "all ranks", "MLA of"
-	case k.PP >= 0:
+	case part == "":
+		part = fmt.Sprintf("state (%s) after", k.Part)
+	case k.TP < 0 && k.Part == "k":
+		part = "MLA of"
+	}
+	if k.Pool != "" {
+		part = k.Pool + ", " + part
+	}
+	rank := "all ranks"
+	switch {
+	case k.TP >= 0:
+		rank = fmt.Sprintf("rank %d", k.TP)
+	case k.Shard != "":
+		rank = "shard " + k.Shard
+	}
+	if k.PP >= 0 {
 		rank += fmt.Sprintf(" of stage %d", k.PP)
 	}
 	return fmt.Sprintf("%s: %s a page of model %s, %s; the hash %s… covers the page and all before it", printable(key), part, printable(k.Model), rank, k.Hash[:8])

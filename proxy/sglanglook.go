@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+// Looks at engines of SGLang: what they are, whether they are well, what they have to do.
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"time"
+)
+
+// sglang is what an engine of SGLang says of itself.
+type sglang struct {
+	asked bool   // it has answered; before, it is an engine of SGLang because the operator says so
+	mode  string // prefill, decode or null
+	port  int    // of P's bootstrap server
+	page  int    // tokens of a page of KV; 0: not known
+	ranks int    // P's data-parallel ranks, by which rooms are divided
+}
+
+// defaultBootstrapPort is SGLang's.
+const defaultBootstrapPort = 8998
+
+// answers asks an engine whether it is well.
+func (p *Proxy) answers(ctx context.Context, b *backend) bool {
+	if p.o.Detect || p.o.Dialect == SGLang {
+		b.mu.Lock()
+		missed := b.mu.misses > 0
+		b.mu.Unlock()
+		if !b.identified || missed {
+			p.identify(ctx, b)
+		}
+	}
+	s := b.sglang.Load()
+	if s == nil {
+		if p.o.Detect && !b.identified {
+			return false
+		}
+		_, well := p.get(ctx, b, "/health")
+		if well && b.registry != nil {
+			well = p.refresh(ctx, b)
+		}
+		return well
+	}
+	problem := s.notFor(b.role)
+	switch _, status := p.read(ctx, b.url+"/ready", p.keyFor(b)); { // /health of an idle engine computes a token
+	case locked(status):
+		problem = wantsKey
+	case status != http.StatusOK:
+		return false
+	}
+	if problem == "" && b.role == prefill {
+		problem = p.askBootstrap(ctx, b, s)
+	}
+	if problem == "" {
+		problem = p.fleet.unlikePages(b)
+	}
+	if ctx.Err() == nil {
+		p.because(b, problem)
+	}
+	return problem == ""
+}
+
+// because notes why an engine gets no requests, and logs what is new; "": it does.
+func (p *Proxy) because(b *backend, problem string) {
+	if problem == b.problem {
+		return
+	}
+	if b.problem = problem; problem != "" {
+		p.o.Log.Warn("an engine of SGLang gets no requests", "engine", b.url, "reason", problem)
+	}
+}
+
+// wantsKey is why an engine of SGLang with an --api-key is not used: it shows nothing without.
+const wantsKey = "it wants an API key: set --engine-api-key"
+
+func locked(status int) bool {
+	return status == http.StatusUnauthorized || status == http.StatusForbidden
+}
+
+// identify asks an engine whether it is one of SGLang, and what it does. An engine that is known already stays known while it does not
+// answer.
+//
+// SGLang alone has /model_info: vLLM's /server_info of its development mode takes seconds. SGLang's own asks the scheduler, and so may a
+// busy engine's: what it does stands in /model_info, too (0.5.23).
+func (p *Proxy) identify(ctx context.Context, b *backend) {
+	old := b.sglang.Load()
+	text, status := p.read(ctx, b.url+"/model_info", p.keyFor(b))
+	switch {
+	case status == 0, status == http.StatusBadGateway, status == http.StatusServiceUnavailable, status == http.StatusGatewayTimeout:
+		return
+	case status != http.StatusOK:
+		if p.isOther(b); b.role != both && locked(status) { // vLLM has no such path, with a key or without
+			p.because(b, wantsKey)
+		}
+		return
+	}
+	var info struct {
+		Mode *string `json:"disaggregation_mode"`
+	}
+	_ = json.Unmarshal(text, &info) // of releases that do not say it there, /server_info does
+	s := &sglang{asked: true}
+	if old != nil {
+		s.port, s.page, s.ranks = old.port, old.page, old.ranks
+	}
+	whole := p.serverInfo(ctx, b, s, &info.Mode)
+	switch {
+	case info.Mode != nil:
+		s.mode = *info.Mode
+	case whole:
+		p.isOther(b)
+		return
+	default:
+		return
+	}
+	if old == nil {
+		p.o.Log.Info("an engine is one of SGLang", "engine", b.url, "mode", s.mode)
+	}
+	b.sglang.Store(s)
+	b.identified = whole
+}
+
+// isOther notes that an engine is none of SGLang, unless the operator says that it is.
+func (p *Proxy) isOther(b *backend) {
+	if p.o.Dialect != SGLang {
+		b.sglang.Store(nil)
+	}
+	b.identified = true
+}
+
+// serverInfo reads what /server_info says of an engine. It reports whether the engine has answered for good.
+func (p *Proxy) serverInfo(ctx context.Context, b *backend, s *sglang, mode **string) bool {
+	if until, ok := ctx.Deadline(); ok { // the rest of the look has its time, too
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, time.Until(until)/2)
+		defer cancel()
+	}
+	text, status := p.read(ctx, b.url+"/server_info", p.keyFor(b))
+	if status != http.StatusOK {
+		return status >= 400 && status < 500
+	}
+	var info map[string]json.RawMessage
+	if json.Unmarshal(text, &info) != nil {
+		return true
+	}
+	number := func(name string, most int) (n int) {
+		if json.Unmarshal(info[name], &n) != nil || n < 0 || n > most {
+			return 0
+		}
+		return n
+	}
+	s.port, s.page = number("disaggregation_bootstrap_port", 65535), number("page_size", 1<<20)
+	var said *string
+	if json.Unmarshal(info["disaggregation_mode"], &said) == nil && said != nil {
+		*mode = said
+	}
+	return true
+}
+
+// unlikePages returns why an engine is P or D of no pair: a D whose pages are not as long as its P's ends its process (SGLang 0.5.23); "":
+// there may be one.
+func (f *fleet) unlikePages(b *backend) string {
+	own, other := b.page(), 0
+	if own == 0 || b.role == both {
+		return ""
+	}
+	for _, o := range f.engines() {
+		if o.kind() != sglangKind || o.role == b.role || o.role == both {
+			continue
+		}
+		if page := o.page(); page == 0 || page == own {
+			return ""
+		} else {
+			other = page
+		}
+	}
+	if other == 0 {
+		return ""
+	}
+	return fmt.Sprintf("its pages have %d tokens, those of the engines beside it %d: P and D need one --page-size", own, other)
+}
+
+// page returns the tokens of a page of KV of an engine of SGLang; 0: not known.
+func (b *backend) page() int {
+	if s := b.sglang.Load(); s != nil {
+		return s.page
+	}
+	return 0
+}
+
+// notFor returns why an engine cannot have a role; "": it can.
+func (s *sglang) notFor(r role) string {
+	want := map[role]string{both: "null", prefill: "prefill", decode: "decode"}[r]
+	if !s.asked || s.mode == want {
+		return ""
+	}
+	return fmt.Sprintf("its disaggregation mode is %.32q, %q is wanted of a %s", s.mode, want, r)
+}
+
+// bootstrapAt returns the address of P's bootstrap server, as D dials it.
+func (b *backend) bootstrapAt() (host string, port int) {
+	s := b.sglang.Load()
+	if s == nil { // another engine has just taken its place
+		s = &sglang{}
+	}
+	host, port = b.host, cmp.Or(s.port, defaultBootstrapPort)
+	if u, err := url.Parse(b.bootstrap); err == nil && b.bootstrap != "" {
+		host = u.Hostname()
+		if given, err := strconv.Atoi(u.Port()); err == nil && given > 0 && (!b.guessed || s.port == 0) {
+			port = given
+		}
+	}
+	return host, port
+}
+
+// askBootstrap returns why P's bootstrap server does not know P as a whole; "": it does.
+func (p *Proxy) askBootstrap(ctx context.Context, b *backend, s *sglang) (problem string) {
+	host, port := b.bootstrapAt()
+	at := net.JoinHostPort(host, strconv.Itoa(port))
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+at+"/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1", nil)
+	if err != nil {
+		return err.Error()
+	}
+	resp, err := p.client.Do(r)
+	if err != nil {
+		return fmt.Sprintf("its bootstrap server %s does not answer: %v", at, err)
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
+	if err != nil || resp.StatusCode != http.StatusOK {
+		return fmt.Sprintf("its bootstrap server %s answers with status %d: %.200s", at, resp.StatusCode, text)
+	}
+	var sizes struct {
+		DP     int  `json:"dp_size"`
+		Page   int  `json:"page_size"`
+		Follow bool `json:"follow_bootstrap_room"`
+	}
+	if err := json.Unmarshal(text, &sizes); err != nil {
+		return fmt.Sprintf("%s is no bootstrap server of SGLang", at)
+	}
+	ranks := 0
+	if sizes.Follow && sizes.DP > 1 && sizes.DP <= 4096 {
+		ranks = sizes.DP
+	}
+	page := s.page
+	if sizes.Page > 0 && sizes.Page <= 1<<20 { // D looks at this one
+		page = sizes.Page
+	}
+	if ranks != s.ranks || page != s.page {
+		updated := *s
+		updated.ranks, updated.page = ranks, page
+		b.sglang.Store(&updated)
+	}
+	return ""
+}
+
+// sglangLoad returns how many requests an engine of SGLang has, over its data-parallel ranks.
+func (p *Proxy) sglangLoad(ctx context.Context, b *backend) (n int64, ok bool) {
+	text, ok := p.get(ctx, b, "/v1/loads?include=core,disagg")
+	var list struct {
+		Loads []map[string]any `json:"loads"`
+	}
+	if !ok || json.Unmarshal(text, &list) != nil {
+		return 0, false
+	}
+	sum := 0.0
+	for _, l := range list.Loads {
+		disagg, _ := l["disaggregation"].(map[string]any)
+		for _, v := range []any{
+			l["num_running_reqs"], l["num_waiting_reqs"], disagg["prefill_bootstrap_queue_reqs"], disagg["prefill_inflight_queue_reqs"],
+			disagg["decode_prealloc_queue_reqs"], disagg["decode_transfer_queue_reqs"],
+		} {
+			v, _ := v.(float64) // 0 for what is none
+			sum += max(v, 0)
+		}
+	}
+	return int64(min(sum, maxRequests)), true
+}
