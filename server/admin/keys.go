@@ -7,11 +7,11 @@ import (
 	"crypto/subtle"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
-	"os"
 	"slices"
 	"strings"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // maxKeyFile bounds a file with an API key, bytes.
@@ -46,19 +46,12 @@ func ReadKeys(files []string, getenv func(string) string) (keys []string, err er
 }
 
 func readKey(path string) (string, error) {
-	f, err := os.Open(path)
+	b, err := auth.ReadSecret(path, maxKeyFile)
 	if err != nil {
 		return "", err
 	}
-	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, maxKeyFile+1))
 	key := strings.TrimSpace(string(b))
-	switch {
-	case err != nil:
-		return "", err
-	case len(b) > maxKeyFile:
-		return "", fmt.Errorf("more than %d bytes", maxKeyFile)
-	case key == "" || strings.ContainsAny(key, "\r\n"):
+	if key == "" || strings.ContainsAny(key, "\r\n") {
 		return "", errors.New("it must have one line with a key")
 	}
 	return key, nil

@@ -73,7 +73,11 @@ func TestReadKeys(t *testing.T) {
 	if err != nil || strings.Join(keys, " ") != "a b c d" {
 		t.Errorf("%q, %v", keys, err)
 	}
-	for _, bad := range []string{file("empty", "\n"), file("two", "a\nb\n"), file("long", strings.Repeat("k", 5000)), filepath.Join(dir, "none")} {
+	public := file("public", "k\n")
+	if err := os.Chmod(public, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	for _, bad := range []string{public, file("empty", "\n"), file("two", "a\nb\n"), file("long", strings.Repeat("k", 5000)), filepath.Join(dir, "none")} {
 		if _, err := ReadKeys([]string{bad}, func(string) string { return "" }); err == nil || !strings.Contains(err.Error(), bad) {
 			t.Errorf("%s: %v", bad, err)
 		}
