@@ -229,11 +229,10 @@ func TestGate(t *testing.T) {
 	f(only, "192.0.2.1:1", "read", "ok ok 403 403 ok")
 	f(only, "192.0.2.1:1", "write", "ok ok ok 403 ok")
 	f(only, "192.0.2.1:1", "admin", "ok ok ok ok ok")
-	f(auth.Options{Tokens: tokens, PeerScope: func(*http.Request) auth.Scope { return auth.Write }}, "192.0.2.1:1", "read", "ok ok 403 403 403")
 	f(auth.Options{Keys: []string{"other", "lmcache"}}, "192.0.2.1:1", "key", "ok ok ok ok ok")
 	f(auth.Options{Keys: []string{"other", "lmcache"}}, "192.0.2.1:1", "wrong", "ok 401 401 401 ok")
 	f(auth.Options{}, "192.0.2.1:1", "none", "ok ok ok ok ok")
-	both := auth.Options{Tokens: tokens, Networks: inside, PeerScope: func(*http.Request) auth.Scope { return auth.Write }}
+	both := auth.Options{Tokens: tokens, Networks: inside}
 	f(both, "192.0.2.1:1", "admin", "ok 401 401 401 401")
 	f(both, "10.1.1.1:1", "none", "ok 401 401 401 ok")
 	f(both, "[::ffff:10.1.1.1]:1", "read", "ok ok 403 403 ok")

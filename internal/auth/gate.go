@@ -19,13 +19,13 @@ import (
 // Need is what a request needs.
 type Need uint8
 
-// What requests need. The three after NeedPeer are the scopes.
+// What requests need. Three of them are scopes.
 const (
 	NeedNothing Need = iota // health: everyone gets an answer
 	NeedRead                // Read
 	NeedWrite               // Write
 	NeedAdmin               // Admin
-	NeedPeer                // a stock peer sends it without credentials: where Networks are given they suffice, else it needs PeerScope
+	NeedPeer                // a stock peer sends it without credentials: an address in Networks suffices
 )
 
 // Options configures a Gate.
@@ -39,9 +39,6 @@ type Options struct {
 	// Need says what a request needs.
 	Need func(*http.Request) Need
 
-	// PeerScope is what a NeedPeer request needs without Networks; 0: nothing.
-	PeerScope func(*http.Request) Scope
-
 	// Refuse answers a request that may not be; nil: {"error": text}.
 	Refuse func(w http.ResponseWriter, status int, text string)
 
@@ -49,7 +46,7 @@ type Options struct {
 }
 
 // Gate guards an HTTP listener. Every request but health must come from one of Networks, if they are given, and must have a credential,
-// if Tokens, Keys or Authorities are given: a token of its scope, a key, or a certificate.
+// if Tokens, Keys or Authorities are given: a token of its scope, a key, or a certificate. Requests of stock peers need none.
 type Gate struct {
 	o    Options
 	keys []hash
@@ -119,9 +116,6 @@ func (g *Gate) Handler(h http.Handler) http.Handler {
 		want := Scope(need)
 		if need == NeedPeer {
 			want = 0
-			if g.o.Networks == nil && g.o.PeerScope != nil {
-				want = g.o.PeerScope(r)
-			}
 		}
 		has, why := g.scope(r)
 		switch {

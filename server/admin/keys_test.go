@@ -10,11 +10,13 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // With keys a request needs one of them, in either header; the page and probes need none.
 func TestAPIKeys(t *testing.T) {
-	h := withKeys([]string{"one", "two"}, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusTeapot) }))
+	h := newGate(auth.Options{Keys: []string{"one", "two"}}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusTeapot) }))
 	ask := func(path, name, value string) *httptest.ResponseRecorder {
 		r := httptest.NewRequest(http.MethodGet, path, nil)
 		if name != "" {
