@@ -101,6 +101,81 @@ func isPage(route, body string) bool {
 	return route == "GET /" && (strings.Contains(body, "<!doctype html>") || strings.HasSuffix(body, `{"service":"Kvasir HTTP API","status":"ok"}`+"\n"))
 }
 
+// outsideGetsHealthAlone asks a port all routes from an address outside, without credentials, and reports whether it speaks HTTP.
+func outsideGetsHealthAlone(t *testing.T, port int) bool {
+	t.Helper()
+	if status(from(t, outside, port, "GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n")) == 0 {
+		if got := from(t, outside, port, ""); got != "" {
+			t.Errorf("port %d says %q to an address outside", port, got)
+		}
+		return false
+	}
+	for _, route := range append(slices.Clone(knownRoutes), healthRoutes...) {
+		answer := from(t, outside, port, route+" HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+		switch code := status(answer); {
+		case strings.Contains(answer, "SECRET"), code == 0:
+			t.Errorf("port %d answers %s with %q", port, route, answer)
+		case code == http.StatusUnauthorized, isPage(route, answer):
+		case slices.Contains(healthRoutes, route) && (code == 200 || code == 503 || code == 404):
+		case strings.HasPrefix(route, "OPTIONS *") && (code == 200 || code == 400 || code == 404): // net/http answers it itself
+		default:
+			t.Errorf("port %d answers %s with %d: %.300q", port, route, code, answer)
+		}
+	}
+	return true
+}
+
+// With --allow-from alone each port of each command closes connections from elsewhere, or answers health alone. LISTENER=CIDR is for one
+// listener. No process leaves a core file with secrets.
+func TestEachCommandTakesNetworks(t *testing.T) {
+	events := fmt.Sprintf(`{"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:%d","replay_endpoint":"tcp://127.0.0.1:%d"}`, testkit.FreePort(t), testkit.FreePort(t))
+	p := `{"kv_connector":"MooncakeConnector","kv_role":"kv_both"}`
+	for _, c := range []struct {
+		ready      string
+		ports, web int
+		args       []string
+	}{
+		{"the engine serves", 7, 1, []string{"engine", "--port", "0", "--num-gpu-blocks-override", "64", "--kv-events-config", events, "--kv-transfer-config", p}},
+		{"giving memory", 3, 1, []string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0"}},
+		{"", 2, 0, []string{"transfer", "serve", "--size", "1MiB"}},
+		{"the relay serves", 3, 1, []string{"relay", "--port", "0", "--upstream", "http://127.0.0.1:1", "--memory-gb", "8MiB"}},
+	} {
+		t.Run(c.args[0], func(t *testing.T) {
+			t.Setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", fmt.Sprint(testkit.FreePort(t)))
+			pid, _ := startAndLog(t, c.ready, append(c.args, "--allow-from", "127.0.0.1")...)
+			web, ports := 0, []int(nil)
+			testkit.Eventually(t, "all ports are open", func() bool { ports = tcpPorts(t, pid); return len(ports) >= c.ports })
+			for _, port := range ports {
+				if outsideGetsHealthAlone(t, port) {
+					web++
+				}
+			}
+			if web != c.web {
+				t.Errorf("%d of %d ports speak HTTP, want %d", web, len(ports), c.web)
+			}
+			limits, err := os.ReadFile(fmt.Sprintf("/proc/%d/limits", pid))
+			if err != nil || !regexp.MustCompile(`Max core file size +0 `).Match(limits) {
+				t.Errorf("a crash may write a core file: %v\n%s", err, limits)
+			}
+		})
+	}
+	port := testkit.FreePort(t)
+	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(port), "--drop") })
+	pid, _ := startAndLog(t, "serving HTTP", "server", "--port", fmt.Sprint(port), "--http-port", "0", "--l1-size-gb", "8MiB", "--allow-from", "zmq=127.0.0.1,http="+outside)
+	for _, at := range tcpPorts(t, pid) {
+		want := map[string]int{outside: 200, "127.0.0.1": 401}
+		for address, code := range want {
+			got := status(from(t, address, at, "GET /status HTTP/1.0\r\nHost: localhost\r\n\r\n"))
+			if at == port && got != 0 || at != port && got != code {
+				t.Errorf("port %d answers %s with %d", at, address, got)
+			}
+		}
+	}
+	if got := from(t, outside, port, ""); got != "" {
+		t.Errorf("the ZMQ port says %q to an address of another listener", got)
+	}
+}
+
 // In the documented production configuration of kvasir all, each TCP port of the process answers an address outside the lists, without
 // a token and a certificate, health alone, or 401, or it closes the connection before a byte. The same routes answer inside with a token.
 func TestAddressesOutsideGetHealthAlone(t *testing.T) {
@@ -120,8 +195,8 @@ bootstrap: {port: %d, token-file: %[6]s, allow-from: [127.0.0.1]}
 relay: {port: 0, memory-gb: 8MiB, token-file: %[6]s, allow-from: [127.0.0.1]}
 proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, token-file: %[6]s, api-keys: %[10]s, store: 'http://127.0.0.1:%[3]d', store-token: %[11]s, prefill: ['http://127.0.0.1:1'], decode: ['http://127.0.0.1:1'], allow-from: [127.0.0.1]}
 `, p[0], p[1], p[2], p[3], p[4], tokens, p[5], p[6], p[7], keys, reader))
+	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(p[0]), "--drop") })
 	pid, log := startAndLog(t, "the proxy serves", "all", "--config", file)
-	t.Cleanup(func() { run(t, "server", "--port", fmt.Sprint(p[0]), "--drop") })
 	ports := tcpPorts(t, pid)
 	if len(ports) < 10 { // 8 of the file, the relay's directory, its two transfer ports and more
 		t.Fatalf("only the ports %v are found", ports)
@@ -133,25 +208,8 @@ proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, token-file: %
 	}
 	web := 0
 	for _, port := range ports {
-		speaksHTTP := status(from(t, outside, port, "GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n")) != 0
-		if !speaksHTTP {
-			if got := from(t, outside, port, ""); got != "" {
-				t.Errorf("port %d says %q to an address outside", port, got)
-			}
-			continue
-		}
-		web++
-		for _, route := range append(slices.Clone(knownRoutes), healthRoutes...) {
-			answer := from(t, outside, port, route+" HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
-			switch code := status(answer); {
-			case strings.Contains(answer, "SECRET"), code == 0:
-				t.Errorf("port %d answers %s with %q", port, route, answer)
-			case code == http.StatusUnauthorized, isPage(route, answer):
-			case slices.Contains(healthRoutes, route) && (code == 200 || code == 503 || code == 404):
-			case strings.HasPrefix(route, "OPTIONS *") && (code == 200 || code == 400 || code == 404): // net/http answers it itself
-			default:
-				t.Errorf("port %d answers %s with %d: %.300q", port, route, code, answer)
-			}
+		if outsideGetsHealthAlone(t, port) {
+			web++
 		}
 	}
 	if web != 5 {
@@ -202,7 +260,7 @@ proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, token-file: %
 	}
 }
 
-// startAndLog starts a command, waits until a line of its log has a text, and returns the log so far whenever it is asked.
+// startAndLog starts a command, waits until a line of its log has a text (none: not at all), and returns the log so far whenever it is asked.
 func startAndLog(t *testing.T, ready string, args ...string) (pid int, log func() string) {
 	t.Helper()
 	c := command(args...)
@@ -238,6 +296,9 @@ func startAndLog(t *testing.T, ready string, args ...string) (pid int, log func(
 		<-ended
 		_ = c.Wait() // it was killed
 	})
+	if ready == "" {
+		return c.Process.Pid, log
+	}
 	select {
 	case <-started:
 	case <-ended:
