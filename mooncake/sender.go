@@ -14,6 +14,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
@@ -50,6 +51,8 @@ type SenderOptions struct {
 	Workers      int // pushes at a time to one D worker; default 10 (num_workers)
 	MaxPulls     int // pulls that wait or run; more are refused; default 4096
 	MaxTransfers int // transfers that D pulls and P does not know yet; default 65536
+
+	Networks *auth.Networks // from which D may reach the side channel; nil: any
 
 	Metrics *Metrics     // default none
 	Log     *slog.Logger // default none
@@ -178,7 +181,7 @@ func (s *Sender) Start(ctx context.Context) error {
 // BindSideChannel listens for pulls; addr is the address for D to dial.
 func BindSideChannel(ctx context.Context, handle zmtp.Handler, conns *Conns, o *SenderOptions) (r *zmtp.Router, addr string, err error) {
 	r = zmtp.NewRouter(handle, conns.Options(zmtp.RouterOptions{
-		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, Log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
+		MaxFrameBytes: MaxPullBytes, MaxMessageBytes: MaxPullBytes, Networks: o.Networks, Log: cmp.Or(o.Log, slog.New(slog.DiscardHandler)),
 	}))
 	bound, err := r.Listen(ctx, o.Listen)
 	if err != nil {

@@ -64,6 +64,7 @@ type Options struct {
 
 	SkipPrefill int    // prompts of which D lacks fewer bytes go to D alone; default: 2 KiB with Store, else none do
 	SharedStore bool   // what any engine has seen, D can load from a cache server: it does not lack it
+	StoreToken  string // bearer token that it wants; default none
 	Store       string // URL of that server's HTTP interface, http://host:port: while it answers, and for what it has not evicted
 	StoreEvents string // where it publishes its KV events, tcp://host:port: what it says that it has. Default: they are not followed
 	StoreReplay string // of their replays; default none

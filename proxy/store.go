@@ -149,7 +149,7 @@ func (s *store) has(marks []prefix.Mark) (t stored) {
 func (p *Proxy) watchStore(ctx context.Context) {
 	for {
 		look, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second))
-		text, status := p.read(look, p.o.Store+"/status", "")
+		text, status := p.read(look, p.o.Store+"/status", p.o.StoreToken)
 		cancel()
 		var st *storeStatus
 		if status == http.StatusOK {

@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/kv"
@@ -43,6 +44,7 @@ type Options struct {
 	PickleBytes       int64                 // of such a message; default and limit MaxPickleBytes
 	Trust             []netip.Prefix        // addresses whose peers are taken for this server's user; see package access
 	ShmDir            string                // where workers' segments are; default shm.Dir
+	Networks          *auth.Networks        // from which engines may reach the ZMQ ports; nil: any
 	Log               *slog.Logger          // nil discards
 	ClientGenerations lmcache.Generations   // that clients can be of; default all that are served
 	Version           string                // reported in Status

@@ -14,6 +14,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // PubOptions configures a Pub. A zero field means its default, which is RouterOptions'
@@ -42,6 +44,8 @@ type PubOptions struct {
 	Hold bool
 
 	GiveWay bool // at MaxPeers, the most silent subscriber of the host with most is closed for a new one
+
+	Networks *auth.Networks // connections from elsewhere are closed at once; nil: none is
 
 	Log *slog.Logger // nil discards
 }
@@ -84,7 +88,7 @@ func NewPub(o PubOptions) *Pub {
 		MaxPeers: o.MaxPeers, SendQueueBytes: o.SendQueueBytes, MaxUnsentBytes: o.MaxUnsentBytes, MaxReceiveBytes: 64 << 20, GiveWay: o.GiveWay,
 		HandshakeTimeout: o.HandshakeTimeout, WriteTimeout: o.WriteTimeout,
 		HeartbeatInterval: o.HeartbeatInterval, HeartbeatTimeout: o.HeartbeatTimeout,
-		Identify: o.Identify, Share: o.Share, OnDisconnect: p.departed, Log: o.Log,
+		Identify: o.Identify, Share: o.Share, OnDisconnect: p.departed, Networks: o.Networks, Log: o.Log,
 	})
 	p.r.role.own, p.r.role.subscribe = typePub, p.subscribe
 	return p

@@ -12,6 +12,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // Handler handles one message of p. It is called on p's reading goroutine: one
@@ -58,6 +60,8 @@ type RouterOptions struct {
 
 	// OnRefused is called on the reading goroutine for a connection whose socket type cannot talk to a ROUTER.
 	OnRefused func(p *Peer, socketType string)
+
+	Networks *auth.Networks // connections from elsewhere are closed at once; nil: none is
 
 	Log *slog.Logger // connections that come and go at debug level; nil discards
 }
@@ -137,6 +141,7 @@ func (r *Router) Listen(ctx context.Context, endpoint string) (net.Addr, error) 
 	if err != nil {
 		return nil, fmt.Errorf("listen on %s: %w", endpoint, err)
 	}
+	l = r.o.Networks.Listener(l)
 	if !r.serve(l) {
 		_ = l.Close() // never used
 		return nil, ErrClosed

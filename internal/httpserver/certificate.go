@@ -8,6 +8,8 @@ import (
 	"os"
 	"sync"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // certificateInterval is how long the files are not looked at again.
@@ -49,6 +51,9 @@ func (p *Certificate) readLocked(now time.Time) error {
 	}
 	if !changed {
 		return nil
+	}
+	if err := auth.CheckPrivate(p.key); err != nil {
+		return err
 	}
 	c, err := tls.LoadX509KeyPair(p.cert, p.key)
 	if err != nil {

@@ -13,6 +13,7 @@ import (
 	"math/big"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -109,4 +110,19 @@ func TestALinkedCertificateIsUsed(t *testing.T) {
 			t.Errorf("the former certificate is used: %v", err)
 		}
 	})
+}
+
+// A key that every user of this machine may read is refused by name; the group may read it.
+func TestPublicKeyFileIsRefused(t *testing.T) {
+	dir := t.TempDir()
+	cert, key := filepath.Join(dir, "c.pem"), filepath.Join(dir, "k.pem")
+	write(t, 1, cert, key)
+	for mode, ok := range map[os.FileMode]bool{0o640: true, 0o644: false} {
+		if err := os.Chmod(key, mode); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := httpserver.OpenCertificate(cert, key); (err == nil) != ok || err != nil && !strings.Contains(err.Error(), key) {
+			t.Errorf("mode %o: %v", mode, err)
+		}
+	}
 }

@@ -3,6 +3,7 @@
 package httpserver
 
 import (
+	"crypto/tls"
 	"net"
 	"net/http"
 	"sync"
@@ -35,6 +36,9 @@ func Limit(l net.Listener, conns int) net.Listener { return &listener{Listener: 
 
 // Unlimited returns the connection behind one that a limited listener accepted.
 func Unlimited(c net.Conn) net.Conn {
+	if t, ok := c.(*tls.Conn); ok {
+		c = t.NetConn()
+	}
 	if n, ok := c.(*conn); ok {
 		return n.Conn
 	}

@@ -5,12 +5,19 @@ package bootstrap
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"log/slog"
 	"net"
+	"net/http/httptest"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // A peer of another host cannot learn through the registry whether ports of others
@@ -161,4 +168,53 @@ func TestOptionsValidate(t *testing.T) {
 	if _, err := Open(Options{Guard: GuardAll}); err == nil {
 		t.Fatal("a guard without a token")
 	}
+}
+
+// Behind a gate with tokens, stock vLLM registers and queries without one, as --token-guards says; the rest needs a scope, from any address
+// of the networks, and Options.Token allows everything.
+func TestGateOfTheRegistry(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "tokens")
+	reader, lineR, _ := auth.NewToken("r", auth.Read, time.Time{})
+	writer, lineW, _ := auth.NewToken("w", auth.Write, time.Time{})
+	if err := os.WriteFile(path, []byte(lineR+"\n"+lineW+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	tokens, err := auth.OpenTokens(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	networks := auth.NewNetworks([]netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, nil)
+	f := func(guard Guard, from, secret, want string) {
+		t.Helper()
+		r, err := Open(Options{Token: "own", Guard: guard, Access: auth.Options{Tokens: tokens, Networks: networks}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Close()
+		got := ""
+		for _, route := range []string{"GET /healthz", "POST /register", "GET /query", "GET /metrics", "DELETE /register?engine_id=e"} {
+			method, path, _ := strings.Cut(route, " ")
+			body := `{"engine_id":"e","dp_rank":0,"tp_rank":0,"pp_rank":0,"addr":"tcp://127.0.0.1:41233"}`
+			req := httptest.NewRequest(method, path, strings.NewReader(body))
+			req.Header.Set("Content-Type", "application/json")
+			req.RemoteAddr = from
+			if secret != "" {
+				req.Header.Set("Authorization", "Bearer "+secret)
+			}
+			w := httptest.NewRecorder()
+			r.ServeHTTP(w, req)
+			got += fmt.Sprint(" ", w.Code)
+		}
+		if got[1:] != want {
+			t.Errorf("guard %d from %s with %q: %s, want %s", guard, from, secret, got[1:], want)
+		}
+	}
+	f(GuardDelete, "10.0.0.9:1", "", "200 200 200 401 401")
+	f(GuardDelete, "10.0.0.9:1", reader, "200 200 200 200 403")
+	f(GuardDelete, "10.0.0.9:1", writer, "200 200 200 200 200")
+	f(GuardDelete, "10.0.0.9:1", "own", "200 200 200 200 200")
+	f(GuardWrites, "10.0.0.9:1", "", "200 401 200 401 401")
+	f(GuardAll, "10.0.0.9:1", reader, "200 403 200 200 403")
+	f(GuardAll, "10.0.0.9:1", "wrong", "200 401 401 401 401")
+	f(GuardDelete, "192.0.2.1:1", "own", "200 401 401 401 401")
 }

@@ -12,10 +12,12 @@ import (
 	"net/http"
 	"net/netip"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 )
 
@@ -43,7 +45,41 @@ const (
 
 // ServeHTTP answers POST /register and GET /query as vLLM's server does, and
 // DELETE /register, GET /healthz, GET /metrics.
-func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.web.ServeHTTP(w, req) }
+
+// newGate returns what stands in front of all routes.
+func (r *Registry) newGate() *auth.Gate {
+	o := r.o.Access
+	if r.o.Token != "" && (o.Tokens != nil || o.Authorities != nil) {
+		o.Keys = append(slices.Clone(o.Keys), r.o.Token)
+	}
+	o.Listener, o.Need, o.Log = "registry", r.need, r.log
+	o.Refuse = func(w http.ResponseWriter, status int, text string) { r.send(w, detailAnswer(status, text)) }
+	return auth.New(o)
+}
+
+// need returns what a request needs. Stock vLLM registers and queries without a token, unless Guard says otherwise.
+func (r *Registry) need(req *http.Request) auth.Need {
+	switch path := strings.TrimSuffix(req.URL.Path, "/"); {
+	case path == "/healthz", path == "/healthcheck":
+		return auth.NeedNothing
+	case path == "/register" && req.Method == http.MethodPost && r.o.Guard < GuardWrites, path == "/query" && r.o.Guard < GuardAll:
+		return auth.NeedPeer
+	case path == "/register":
+		return auth.NeedWrite
+	}
+	return auth.NeedRead
+}
+
+// figures are what /metrics shows.
+func (r *Registry) figures() figures { return figures{r.Stats(), r.gate.Stats()} }
+
+type figures struct {
+	Stats
+	Auth auth.Stats
+}
+
+func (r *Registry) serveHTTP(w http.ResponseWriter, req *http.Request) {
 	path, reads := req.URL.Path, req.Method == http.MethodGet || req.Method == http.MethodHead
 	switch {
 	case path == "/query" && req.Method == http.MethodGet:
@@ -58,7 +94,7 @@ func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		if !r.allowed(w, req, GuardDelete) {
 			return
 		}
-		if r.o.Token != "" { // a page of another site has no token
+		if r.o.Token != "" || auth.Allows(req, auth.Write) { // a page of another site has no token
 			r.unregister(w, req)
 			return
 		}
@@ -96,6 +132,9 @@ func (r *Registry) send(w http.ResponseWriter, a answer) {
 
 // allowed answers 401 or 403 itself when it returns false.
 func (r *Registry) allowed(w http.ResponseWriter, req *http.Request, level Guard) bool {
+	if auth.Allows(req, auth.Write) || level == GuardAll && auth.Allows(req, auth.Read) {
+		return true
+	}
 	if r.o.Token == "" {
 		if level == GuardDelete && !fromLoopback(req) {
 			r.send(w, detailAnswer(http.StatusForbidden, "without a token DELETE is taken from this host only"))

@@ -3,12 +3,15 @@
 package bootstrap
 
 import (
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
 	"strings"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // Options configures a Registry. A zero field means its default.
@@ -25,6 +28,8 @@ type Options struct {
 	MaxConns      int            // connections of Serve; default 4,096
 	StateFile     string         // keeps the registry over restarts; default none
 	Token         string         // bearer token; default none
+	Access        auth.Options   // who else may send requests; its Need, Refuse and Listener are the registry's own
+	TLS           *tls.Config    // of Serve; nil: http
 	Guard         Guard          // what the token guards; default GuardDelete
 	AllowHosts    []string       // names under which DELETE is taken, besides addresses and this machine's
 	Log           *slog.Logger   // nil discards
@@ -54,7 +59,7 @@ func (o Options) Validate() error {
 	limit("waiting requests", o.MaxWaiters)
 	limit("connections", o.MaxConns)
 	check(!strings.ContainsFunc(o.Token, func(r rune) bool { return r <= ' ' || r > '~' }), "the token may hold printable ASCII without blanks only")
-	check(o.Guard <= GuardDelete || o.Token != "", "what a token guards is named, and no token")
+	check(o.Guard <= GuardDelete || o.Token != "" || o.Access.Tokens != nil || o.Access.Authorities != nil, "what a token guards is named, and no token")
 	return errors.Join(errs...)
 }
 

@@ -15,6 +15,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/peercred"
@@ -55,6 +56,8 @@ type Registry struct {
 	delete  http.Handler // DELETE /register, guarded from web pages
 	metrics http.Handler // GET /metrics
 	guard   httpserver.Guard
+	gate    *auth.Gate
+	web     http.Handler // serveHTTP behind the gate
 	prober  *prober
 	last    atomic.Pointer[directory] // last one encoded
 	n       counters
@@ -107,8 +110,10 @@ func Open(o Options) (*Registry, error) {
 		readTimeout: readTimeout, idleTimeout: idleTimeout,
 		changed: make(chan struct{}, 1), save: make(chan struct{}, 1), closing: make(chan struct{}), draining: make(chan struct{}),
 	}
+	r.gate = r.newGate()
+	r.web = r.gate.Handler(http.HandlerFunc(r.serveHTTP))
 	r.delete = r.guard.Handler(http.HandlerFunc(r.unregister))
-	r.metrics = metrics.Of(r.Stats)
+	r.metrics = metrics.Of(r.figures)
 	r.mu.byDP, r.mu.held = map[int]*engine{}, map[peercred.Origin]int{}
 	// Generations begin with the time, so that they grow over restarts too.
 	gen := uint64(time.Now().UnixMicro())

@@ -50,7 +50,15 @@ func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
 		},
 	}
 	failed := make(chan error, 1)
-	go func() { failed <- web.Serve(httpserver.Limit(l, r.o.MaxConns)) }() // received below
+	go func() { // received below
+		limited := httpserver.Limit(l, r.o.MaxConns)
+		if r.o.TLS != nil {
+			web.TLSConfig = r.o.TLS
+			failed <- web.ServeTLS(limited, "", "")
+			return
+		}
+		failed <- web.Serve(limited)
+	}()
 	var err error
 	select {
 	case err = <-failed:

@@ -329,7 +329,7 @@ func (e *engine) channel(at workerRank) (*channel, error) {
 	}
 	c = &channel{e: e, at: at}
 	c.router = zmtp.NewRouter(c.handle, r.conns.Options(zmtp.RouterOptions{
-		MaxFrameBytes: mooncake.MaxPullBytes, MaxMessageBytes: mooncake.MaxPullBytes, OnRefused: r.refusedSocket, Log: r.log,
+		MaxFrameBytes: mooncake.MaxPullBytes, MaxMessageBytes: mooncake.MaxPullBytes, OnRefused: r.refusedSocket, Networks: r.o.Networks, Log: r.log,
 	}))
 	addr, err := c.router.Listen(r.ctx, "tcp://"+net.JoinHostPort(r.o.Host, "*"))
 	if err != nil {

@@ -35,6 +35,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/arena"
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
@@ -72,7 +73,8 @@ type Options struct {
 	// first pulls one block more than D wants, to learn whether D wants the whole prompt.
 	Prefixes bool
 
-	AllowHosts []string // names, besides addresses, by which D may reach ServeHTTP
+	Networks   *auth.Networks // from which P and D may reach the side channels and the transfer ports; nil: any
+	AllowHosts []string       // names, besides addresses, by which D may reach ServeHTTP
 
 	Metrics *mooncake.Metrics // default none
 	Log     *slog.Logger      // default none
@@ -168,7 +170,7 @@ func Open(o Options) (*Relay, error) {
 	if err := r.memory.Unlink(); err != nil { // the mapping stays; a killed relay leaves nothing
 		return nil, errors.Join(fmt.Errorf("relay: memory: %w", err), r.memory.Close())
 	}
-	if r.target, err = transfer.Listen(transfer.TargetOptions{Host: o.Host, Log: r.log}, transfer.NewTable()); err != nil {
+	if r.target, err = transfer.Listen(transfer.TargetOptions{Host: o.Host, Networks: o.Networks, Log: r.log}, transfer.NewTable()); err != nil {
 		return nil, errors.Join(fmt.Errorf("relay: %w", err), r.memory.Close())
 	}
 	r.client = transfer.New(transfer.Options{})

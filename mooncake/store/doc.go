@@ -9,5 +9,5 @@
 //
 // Releases of Mooncake refuse each other's calls, since a changed struct changes the hash of a type. The
 // Master finds out which of the known ones a master is, 0.3.7, 0.3.11, 0.3.12, 0.3.13 or
-// 0.3.14, by calls that change nothing. There is no authentication on any of these wires: keep them private.
+// 0.3.14, by calls that change nothing. None of these wires has a password: keep them private, or name networks (NodeOptions.Networks).
 package store

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/mooncake/transfer"
@@ -27,6 +28,8 @@ type NodeOptions struct {
 
 	PingEvery time.Duration // default 1 s; a master gives a silent node up after about 10 s
 	Grace     time.Duration // at the end: objects stay readable for so long; default 0, they are gone at once
+
+	Networks *auth.Networks // from which clients and other nodes may reach the ports; nil: any
 
 	Log *slog.Logger // default none
 }
@@ -227,7 +230,7 @@ func (n *Node) begin() error {
 		return fmt.Errorf("mooncake store: %w", err)
 	}
 	l.region = region
-	l.target, err = n.listen(transfer.TargetOptions{Host: n.o.Host, Bind: n.o.Bind, Log: n.o.Log}, l.table)
+	l.target, err = n.listen(transfer.TargetOptions{Host: n.o.Host, Bind: n.o.Bind, Networks: n.o.Networks, Log: n.o.Log}, l.table)
 	if err != nil {
 		return fmt.Errorf("mooncake store: ports: %w", err)
 	}

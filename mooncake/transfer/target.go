@@ -16,6 +16,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // TargetOptions configures a Target. A zero field means its default.
@@ -33,6 +35,8 @@ type TargetOptions struct {
 	HandshakeTimeout time.Duration // each read and write of a handshake; default 5 s
 	MaxConns         int           // data connections; more are closed at once; default 16384
 	MaxHandshakes    int           // at a time; more wait in the backlog, or cut those that say nothing; default 256
+
+	Networks *auth.Networks // connections from elsewhere are closed at once; nil: none is
 
 	Log *slog.Logger // refused and broken connections, at debug; default none
 }
@@ -104,7 +108,7 @@ func Listen(o TargetOptions, table *Table) (*Target, error) {
 		return nil, fmt.Errorf("data port: %w", err)
 	}
 	t := &Target{
-		opt: o, table: table, hs: hs, data: data,
+		opt: o, table: table, hs: o.Networks.Listener(hs), data: o.Networks.Listener(data),
 		name:  net.JoinHostPort(o.Host, strconv.Itoa(port(hs))),
 		slots: make(chan struct{}, o.MaxHandshakes),
 		log:   cmp.Or(o.Log, slog.New(slog.DiscardHandler)),

@@ -15,13 +15,13 @@ import (
 	"io"
 	"log/slog"
 	"math"
-	"os"
 	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // ErrFile means that a file of keys has a line that is none.
@@ -56,94 +56,51 @@ type Key struct {
 
 // Set is all keys of a file. Its methods are safe for concurrent use.
 type Set struct {
-	path string
+	file *auth.File
 	keys atomic.Pointer[map[hash]*Key]
-	read stamp // by Watch, after Open
-}
-
-// stamp is a state of the file. Another file under the path, as behind a link that was changed, is another state, whatever its time: some
-// systems give all files one.
-type stamp struct {
-	changed time.Time
-	size    int64
-	info    os.FileInfo // nil: it cannot be looked at
-}
-
-func stampOf(info os.FileInfo) stamp { return stamp{info.ModTime(), info.Size(), info} }
-
-func (s stamp) same(o stamp) bool {
-	if s.info == nil || o.info == nil {
-		return s.info == o.info
-	}
-	return s.changed.Equal(o.changed) && s.size == o.size && os.SameFile(s.info, o.info)
 }
 
 // Open reads a file: on each line a name, the SHA-256 of a secret in hexadecimal digits, and
 // options: rate=N (requests per second), concurrent=N, salt=off. Empty lines and lines that begin
-// with # mean nothing.
+// with # mean nothing. Only the owner of the file and its group may read it.
 func Open(path string) (*Set, error) {
-	s := &Set{path: path}
-	f, err := s.load()
-	if err != nil {
-		return nil, err
+	s := &Set{}
+	s.keys.Store(&map[hash]*Key{})
+	var err error
+	if s.file, err = auth.OpenFile(auth.FileOptions{Path: path, MaxBytes: maxFile, Parse: s.parse}); err != nil {
+		return nil, fmt.Errorf("%w %w", ErrFile, err)
 	}
-	s.take(f)
 	return s, nil
 }
 
-// file is what a file of keys has.
-type file struct {
-	stamp stamp
-	keys  map[hash]*Key
-	whole bool // it ends with a newline, or is empty
+// Watch reads the file again when it has changed, looking each interval, until ctx ends. A file that is being written does not count.
+func (s *Set) Watch(ctx context.Context, interval time.Duration, log *slog.Logger) {
+	s.file.Watch(ctx, interval, log)
 }
 
-// load reads the file.
-func (s *Set) load() (*file, error) {
-	r, err := os.OpenFile(s.path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a FIFO without a writer would hang
-	if err != nil {
-		return nil, err
-	}
-	defer r.Close()
-	info, err := r.Stat()
-	if err != nil {
-		return nil, err
-	}
-	if !info.Mode().IsRegular() {
-		return nil, fmt.Errorf("%w %s: not a regular file", ErrFile, s.path)
-	}
-	text, err := io.ReadAll(io.LimitReader(r, maxFile))
-	if err != nil {
-		return nil, err
-	}
+// parse says what the text of the file means.
+func (s *Set) parse(text []byte) (auth.Change, error) {
 	all, err := parse(bytes.NewReader(text))
 	if err != nil {
-		return nil, fmt.Errorf("%w %s: %w", ErrFile, s.path, err)
+		return auth.Change{}, err
 	}
-	return &file{stampOf(info), all, len(text) == 0 || text[len(text)-1] == '\n'}, nil
+	removed := 0
+	for h := range *s.keys.Load() {
+		if all[h] == nil {
+			removed++
+		}
+	}
+	return auth.Change{Take: func() { s.take(all) }, Entries: len(all), Removed: removed}, nil
 }
 
 // take makes the keys of a file those of the set. Keys that are still there keep their counts.
-func (s *Set) take(f *file) {
-	if old := s.keys.Load(); old != nil {
-		for h, k := range f.keys {
-			if was := (*old)[h]; was != nil && was.Name == k.Name && was.Salt == k.Salt && was.rate == k.rate && was.atOnce == k.atOnce {
-				f.keys[h] = was
-			}
+func (s *Set) take(all map[hash]*Key) {
+	for h, k := range all {
+		if was := (*s.keys.Load())[h]; was != nil && was.Name == k.Name && was.Salt == k.Salt && was.rate == k.rate && was.atOnce == k.atOnce {
+			all[h] = was
 		}
 	}
-	s.keys.Store(&f.keys)
-	s.read = f.stamp
-}
-
-// lacks counts the keys of the set that a file does not have.
-func (s *Set) lacks(f *file) (n int) {
-	for h := range *s.keys.Load() {
-		if f.keys[h] == nil {
-			n++
-		}
-	}
-	return n
+	s.keys.Store(&all)
 }
 
 func parse(r io.Reader) (map[hash]*Key, error) {
@@ -207,70 +164,10 @@ func parseKey(words []string) (*Key, error) {
 	return k, nil
 }
 
-// settleTime is how long a file that lacks keys must stay as it is before they are gone: it may be half written.
-const settleTime = 5 * time.Second
-
-// Watch reads the file again when it has changed, looking each interval, until ctx ends.
-//
-// A file that is being written is not taken for the new keys: two looks in a row must find the same file, it must end with a
-// newline, and when it lacks keys that the set has, it must stay so for 5 s. A file without any key never replaces a set that
-// has some. What cannot be taken is logged once for each state of the file, and the former keys stay.
-func (s *Set) Watch(ctx context.Context, interval time.Duration, log *slog.Logger) {
-	seen, since := s.read, time.Now()
-	settled := true // the file in this state was taken, or it was logged why not
-	for {
-		select {
-		case <-time.After(interval):
-		case <-ctx.Done():
-			return
-		}
-		var now stamp // zero: it cannot be looked at
-		info, err := os.Stat(s.path)
-		if err == nil {
-			now = stampOf(info)
-		}
-		if !now.same(seen) {
-			seen, since, settled = now, time.Now(), false
-			continue
-		}
-		if settled {
-			continue
-		}
-		f, lost := (*file)(nil), 0
-		if err == nil {
-			f, err = s.load()
-		}
-		switch {
-		case err != nil:
-		case !f.stamp.same(now):
-			continue // it changed since the look
-		case len(f.keys) == 0 && s.Len() > 0:
-			err = fmt.Errorf("%w %s: it has no key", ErrFile, s.path)
-		case !f.whole:
-			err = fmt.Errorf("%w %s: its last line does not end, it may be half written", ErrFile, s.path)
-		}
-		if err != nil {
-			log.Error("API keys: the former ones stay", "err", err)
-			settled = true
-			continue
-		}
-		if lost = s.lacks(f); lost > 0 && time.Since(since) < settleTime {
-			continue
-		}
-		s.take(f)
-		settled = true
-		if lost > 0 {
-			log.Warn("API keys were removed", "removed", lost, "keys", s.Len())
-		} else {
-			log.Info("API keys were read again", "keys", s.Len())
-		}
-	}
-}
-
 // Len is how many keys there are.
 func (s *Set) Len() int { return len(*s.keys.Load()) }
 
-// Find returns the key of a secret; nil for none.
+// Find returns the key of a secret; nil for none. It compares hashes: what the time of a miss shows of them does not lead to a secret.
 func (s *Set) Find(secret string) *Key {
 	return (*s.keys.Load())[sha256.Sum256([]byte(secret))]
 }

@@ -73,6 +73,12 @@ func TestBadFiles(t *testing.T) {
 	f(line("a", "1", "concurrent=-1"), "concurrent=-1")
 	f(line("a", "1", "fast"), `"fast"`)
 	f(line(strings.Repeat("a", 65), "1", ""), "at most 64 bytes")
+	f("", "it is empty")
+	f("# nothing\n", "it has no entry")
+	if err := os.Chmod(path, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	f(line("a", "1", ""), "every user of this machine may read")
 	if _, err := keys.Open(path + "x"); !errors.Is(err, os.ErrNotExist) {
 		t.Error(err)
 	}

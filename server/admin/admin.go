@@ -10,6 +10,7 @@ import (
 	"net/http/pprof"
 	"strconv"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/server"
@@ -27,7 +28,7 @@ type Options struct {
 	Profiles   bool              // serve Go's profiles at /debug/pprof/
 	Sources    map[string]string // where each of Flags is from
 	Terms      *tenant.Terms     // what tenants have of their own, applied to the server's store; nil: nothing, and no file keeps what is set
-	Keys       []string          // API keys of which a request must have one; none: no request needs any
+	Access     auth.Options      // who may send requests; its Need and Refuse are the interface's own
 	Parts      *Parts            // what runs beside the server in this process; nil: nothing
 }
 
@@ -105,7 +106,9 @@ func Handler(s *server.Server, o Options) http.Handler {
 			mux.Handle("GET /debug/pprof/"+path, guard.Handler(h))
 		}
 	}
-	return withKeys(o.Keys, mux)
+	gate := newGate(o.Access)
+	metrics.AddWith(reg, map[string]string{"listener": "http"}, gate.Stats)
+	return gate.Handler(mux)
 }
 
 // Status is the body of /status.

@@ -3,15 +3,13 @@
 package admin
 
 import (
-	"crypto/sha256"
-	"crypto/subtle"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
-	"os"
 	"slices"
 	"strings"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // maxKeyFile bounds a file with an API key, bytes.
@@ -46,50 +44,41 @@ func ReadKeys(files []string, getenv func(string) string) (keys []string, err er
 }
 
 func readKey(path string) (string, error) {
-	f, err := os.Open(path)
+	b, err := auth.ReadSecret(path, maxKeyFile)
 	if err != nil {
 		return "", err
 	}
-	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, maxKeyFile+1))
 	key := strings.TrimSpace(string(b))
-	switch {
-	case err != nil:
-		return "", err
-	case len(b) > maxKeyFile:
-		return "", fmt.Errorf("more than %d bytes", maxKeyFile)
-	case key == "" || strings.ContainsAny(key, "\r\n"):
+	if key == "" || strings.ContainsAny(key, "\r\n") {
 		return "", errors.New("it must have one line with a key")
 	}
 	return key, nil
 }
 
-// openPaths are answered without a key: the page, which shows nothing by itself, and probes.
-var openPaths = []string{"/", "/healthcheck", "/healthz", "/readyz"}
+// need returns what a request needs: the page, which shows nothing by itself, and probes need nothing.
+func need(r *http.Request) auth.Need {
+	reads := r.Method == http.MethodGet || r.Method == http.MethodHead
+	switch path := r.URL.Path; {
+	case path == "/", path == "/healthcheck", path == "/healthz", path == "/readyz":
+		return auth.NeedNothing
+	case strings.HasPrefix(path, "/debug/"):
+		return auth.NeedAdmin
+	case reads, path == "/cache/checksums":
+		return auth.NeedRead
+	case path == "/cache/pins", path == "/cache/prefetches":
+		return auth.NeedWrite
+	}
+	return auth.NeedAdmin
+}
 
-// withKeys asks for one of keys, as a bearer token or in X-LMCache-API-Key, but for openPaths.
-func withKeys(keys []string, h http.Handler) http.Handler {
-	if len(keys) == 0 {
-		return h
+// newGate returns what stands in front of all routes. A request without a credential gets the answer of LMCache 0.5.7.
+func newGate(o auth.Options) *auth.Gate {
+	o.Need = need
+	o.Refuse = func(w http.ResponseWriter, status int, text string) {
+		if w.Header().Get("WWW-Authenticate") != "" {
+			text = "Invalid or missing API key"
+		}
+		detail(w, status, text)
 	}
-	sums := make([][sha256.Size]byte, len(keys))
-	for i, k := range keys {
-		sums[i] = sha256.Sum256([]byte(k))
-	}
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		given := r.Header.Get("X-LMCache-API-Key")
-		if scheme, token, ok := strings.Cut(r.Header.Get("Authorization"), " "); ok && strings.EqualFold(scheme, "bearer") {
-			given = strings.TrimSpace(token)
-		}
-		sum, fits := sha256.Sum256([]byte(given)), 0
-		for i := range sums {
-			fits |= subtle.ConstantTimeCompare(sum[:], sums[i][:])
-		}
-		if fits == 0 && !slices.Contains(openPaths, r.URL.Path) {
-			w.Header().Set("WWW-Authenticate", "Bearer")
-			detail(w, http.StatusUnauthorized, "Invalid or missing API key")
-			return
-		}
-		h.ServeHTTP(w, r)
-	})
+	return auth.New(o)
 }

@@ -10,11 +10,13 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
 )
 
 // With keys a request needs one of them, in either header; the page and probes need none.
 func TestAPIKeys(t *testing.T) {
-	h := withKeys([]string{"one", "two"}, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusTeapot) }))
+	h := newGate(auth.Options{Keys: []string{"one", "two"}}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusTeapot) }))
 	ask := func(path, name, value string) *httptest.ResponseRecorder {
 		r := httptest.NewRequest(http.MethodGet, path, nil)
 		if name != "" {
@@ -73,7 +75,11 @@ func TestReadKeys(t *testing.T) {
 	if err != nil || strings.Join(keys, " ") != "a b c d" {
 		t.Errorf("%q, %v", keys, err)
 	}
-	for _, bad := range []string{file("empty", "\n"), file("two", "a\nb\n"), file("long", strings.Repeat("k", 5000)), filepath.Join(dir, "none")} {
+	public := file("public", "k\n")
+	if err := os.Chmod(public, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	for _, bad := range []string{public, file("empty", "\n"), file("two", "a\nb\n"), file("long", strings.Repeat("k", 5000)), filepath.Join(dir, "none")} {
 		if _, err := ReadKeys([]string{bad}, func(string) string { return "" }); err == nil || !strings.Contains(err.Error(), bad) {
 			t.Errorf("%s: %v", bad, err)
 		}

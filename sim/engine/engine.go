@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/kv/coordinator"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
@@ -44,6 +45,8 @@ type Options struct {
 	PrefillRate float64            // default unbounded
 
 	Connectors []*kvconfig.Config
+	// Networks are those from which other engines may reach side channels, transfer ports and the registry; nil: any.
+	Networks *auth.Networks
 	// Getenv is the environment of the connectors; default none but VLLM_HOST_IP=127.0.0.1.
 	Getenv func(string) (string, bool)
 	// First is the dialect of vLLM 0.13 for a MooncakeConnector: no transfer ids, no registry.

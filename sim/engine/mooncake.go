@@ -165,7 +165,7 @@ func (k *mooncakeConn) startSenders(o *kvconfig.Mooncake) error {
 		so := mooncake.SenderOptions{
 			Engine: mooncake.Engine{ID: o.EngineID}, Self: mooncake.Peer{TPRank: rank, TPSize: k.e.o.KV.TPSize}, Bootstrap: k.boot, DPRank: k.e.o.DPRank,
 			Listen: "tcp://" + net.JoinHostPort(o.Host, "*"), Host: o.Host, Transfer: k.client, AbortTimeout: o.AbortTimeout,
-			Workers: o.Workers, Metrics: k.metrics, Log: k.e.log,
+			Workers: o.Workers, Networks: k.e.o.Networks, Metrics: k.metrics, Log: k.e.log,
 		}
 		var s sender
 		if k.e.o.First {
@@ -207,7 +207,7 @@ func (k *mooncakeConn) register(o *kvconfig.Mooncake) (err error) {
 		ctx, stop := context.WithCancel(context.Background())
 		var wg sync.WaitGroup
 		wg.Go(func() {
-			if err := r.Serve(ctx, l); err != nil && ctx.Err() == nil {
+			if err := r.Serve(ctx, k.e.o.Networks.Listener(l)); err != nil && ctx.Err() == nil {
 				k.e.log.Error("P's own registry ended", "err", err)
 			}
 		})
@@ -224,7 +224,7 @@ func (k *mooncakeConn) startReceivers(o *kvconfig.Mooncake) error {
 		if err != nil {
 			return err
 		}
-		t, err := transfer.Listen(transfer.TargetOptions{Host: o.Host}, transfer.NewTable())
+		t, err := transfer.Listen(transfer.TargetOptions{Host: o.Host, Networks: k.e.o.Networks}, transfer.NewTable())
 		if err != nil {
 			return err
 		}

@@ -17,8 +17,9 @@ import (
 // bootstrapCmd is the registry of vLLM's MooncakeConnector.
 type bootstrapCmd struct {
 	configFlags
+	accessFlags
 
-	Host  string `help:"Address to listen on; 0.0.0.0 for engines on other hosts. There is no TLS." default:"127.0.0.1" group:"Network"`
+	Host  string `help:"Address to listen on; 0.0.0.0 for engines on other hosts." default:"127.0.0.1" group:"Network"`
 	Port  int    `help:"HTTP port; 0 takes a free one." default:"8998" group:"Network"`
 	Token string `help:"Bearer token, for what --token-guards says. Without one, DELETE is taken from this host only. Best given as KVASIR_BOOTSTRAP_TOKEN: other users see command lines." group:"Network"`
 	Guard string `name:"token-guards" help:"What needs the token: delete; writes (DELETE and POST); all (but /healthz). Stock vLLM cannot send one, so writes and all shut it out." default:"delete" enum:"delete,writes,all" group:"Network"`
@@ -99,9 +100,12 @@ func (c *bootstrapCmd) options() (o bootstrap.Options, _ error) {
 	return o, nil
 }
 
+// registryListeners are the names of a registry's listeners in --allow-from.
+var registryListeners = []string{"http"}
+
 func (c *bootstrapCmd) check(*env) error {
 	_, err := c.options()
-	return err
+	return errors.Join(err, c.accessFlags.check(registryListeners...))
 }
 
 // Run serves until a signal.
@@ -110,7 +114,12 @@ func (c *bootstrapCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
-	o.Log = e.log
+	a, err := c.accessFlags.open(e.log, registryListeners...)
+	if err != nil {
+		return err
+	}
+	defer a.watch()()
+	o.Log, o.Access, o.TLS = e.log, a.of("http"), a.tls
 	r, err := bootstrap.Open(o)
 	if err != nil {
 		return err

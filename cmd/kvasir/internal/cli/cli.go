@@ -58,6 +58,7 @@ type root struct {
 	Sim         sim.Command    `cmd:"" group:"Try" help:"Run deployments in virtual time: the original's table, traces, held-out tables, sweeps."`
 	Coordinator coordinatorCmd `cmd:"" group:"Try" help:"Show what the cache of a hybrid model keeps, finds and loads."`
 
+	Token      tokenCmd      `cmd:"" group:"Help" help:"Make a token for --token-file."`
 	Version    versionCmd    `cmd:"" group:"Help" help:"Print the version."`
 	HelpOf     helpCmd       `cmd:"" group:"Help" whole:"" name:"help" help:"Show the help of a command."`
 	Completion completionCmd `cmd:"" group:"Help" whole:"" help:"Print a completion script for a shell."`
@@ -157,6 +158,7 @@ func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
 		}
 		return nil
 	}
+	noCoreFile(e)
 	e.flags, e.sources = given.Values(ctx), given.Sources(ctx)
 	hup := make(chan os.Signal, 1)
 	signal.Notify(hup, syscall.SIGHUP)
@@ -172,6 +174,19 @@ func runOrCheck(e *env, ctx *kong.Context, given *settings.Settings) error {
 		}
 	}()
 	return ctx.Run(e)
+}
+
+// noCoreFile keeps a crash from writing prompts and secrets into a core file. A process may raise the limit again by prlimit.
+func noCoreFile(e *env) {
+	var core syscall.Rlimit
+	err := syscall.Getrlimit(syscall.RLIMIT_CORE, &core)
+	if err == nil {
+		core.Cur = 0
+		err = syscall.Setrlimit(syscall.RLIMIT_CORE, &core)
+	}
+	if err != nil {
+		e.log.Warn("a crash may write a core file with prompts and secrets", "err", err)
+	}
 }
 
 // commandLine is one that was read.

@@ -10,6 +10,7 @@ import (
 	"os"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/sim/api"
@@ -23,10 +24,11 @@ import (
 // engineCmd is a simulated vLLM engine.
 type engineCmd struct {
 	configFlags
+	accessFlags
 
 	KeepAlive float64 `name:"sse-keep-alive-interval" help:"Seconds without an event after which a stream gets a comment; 0: never." default:"0" placeholder:"SECONDS" group:"Network"`
 
-	Host string `help:"Address to listen on. There is no authentication." default:"127.0.0.1" group:"Network"`
+	Host string `help:"Address to listen on." default:"127.0.0.1" group:"Network"`
 	Port int    `help:"Port of the OpenAI API; 0 takes a free one." default:"8100" group:"Network"`
 
 	Model     string `help:"Name of the model in requests." default:"simulated" aliases:"served-model-name" group:"Model"`
@@ -166,7 +168,25 @@ func (c *engineCmd) check(e *env) error {
 	if err == nil {
 		_, err = c.events()
 	}
-	return err
+	return errors.Join(err, c.accessFlags.check(engineListeners...))
+}
+
+// engineListeners are the names of an engine's listeners in --allow-from: the API, KV events, and what other engines use (registry, side
+// channels, transfer ports).
+var engineListeners = []string{"http", "events", "transfer"}
+
+// engineNeed returns what a request to an engine needs.
+func engineNeed(r *http.Request) auth.Need {
+	switch r.URL.Path {
+	case "/health", "/healthz", "/healthcheck", "/ping":
+		return auth.NeedNothing
+	case "/reset_prefix_cache":
+		return auth.NeedAdmin
+	}
+	if r.Method == http.MethodGet || r.Method == http.MethodHead {
+		return auth.NeedRead
+	}
+	return auth.NeedWrite
 }
 
 // events reads what is to be published; nil for nothing.
@@ -194,8 +214,14 @@ func (c *engineCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
+	a, err := c.accessFlags.open(e.log, engineListeners...)
+	if err != nil {
+		return err
+	}
+	defer a.watch()()
+	o.Networks = a.networks["transfer"]
 	if events != nil {
-		p, err := openEnginePublisher(e.ctx, *events, c.DPRank, e.log)
+		p, err := openEnginePublisher(e.ctx, *events, c.DPRank, a.networks["events"], e.log)
 		if err != nil {
 			return takeover.ExplainListen(err, "--kv-events-config", "--kv-events-config")
 		}
@@ -230,12 +256,14 @@ func (c *engineCmd) Run(e *env) (err error) {
 		defer s.Close()
 		handler = s
 	}
-	web := httpserver.NewServer(handler)
-	e.log.Info("the engine serves", "address", "http://"+listener.Addr().String(), "model", c.Model, "blocks", c.Blocks,
+	guards := a.of("http")
+	guards.Need = engineNeed
+	web := httpserver.NewServer(auth.New(guards).Handler(handler))
+	e.log.Info("the engine serves", "address", a.url(listener.Addr()), "model", c.Model, "blocks", c.Blocks,
 		"kv_bytes", int64(c.Blocks)*int64(c.Block)*int64(o.KV.TokenBytes()))
 	e.isReady()
 	ended := make(chan error, 1)
-	go func() { ended <- web.Serve(httpserver.Limit(listener, 4096)) }()
+	go func() { ended <- a.serve(web, httpserver.Limit(listener, 4096)) }()
 	select {
 	case err := <-ended:
 		return err

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/sim/kvconfig"
 	"github.com/kvasir-kv/kvasir/zmtp"
@@ -42,8 +43,8 @@ type engineMessage struct {
 const replayBytes = 64 << 20
 
 // openEnginePublisher listens; Close ends it.
-func openEnginePublisher(ctx context.Context, o kvconfig.Events, rank int, log *slog.Logger) (*enginePublisher, error) {
-	p := &enginePublisher{o: o, rank: rank, pub: zmtp.NewPub(zmtp.PubOptions{HeartbeatInterval: 30 * time.Second, Log: log})}
+func openEnginePublisher(ctx context.Context, o kvconfig.Events, rank int, from *auth.Networks, log *slog.Logger) (*enginePublisher, error) {
+	p := &enginePublisher{o: o, rank: rank, pub: zmtp.NewPub(zmtp.PubOptions{HeartbeatInterval: 30 * time.Second, Networks: from, Log: log})}
 	at, err := p.pub.Listen(ctx, o.Endpoint)
 	if err != nil {
 		return nil, errors.Join(err, p.Close())
@@ -52,7 +53,7 @@ func openEnginePublisher(ctx context.Context, o kvconfig.Events, rank int, log *
 	if o.Replay == "" {
 		return p, nil
 	}
-	p.replay = zmtp.NewRouter(p.answer, zmtp.RouterOptions{MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, HeartbeatInterval: 30 * time.Second, Log: log})
+	p.replay = zmtp.NewRouter(p.answer, zmtp.RouterOptions{MaxFrameBytes: 64 << 10, MaxMessageBytes: 64 << 10, HeartbeatInterval: 30 * time.Second, Networks: from, Log: log})
 	if _, err = p.replay.Listen(ctx, o.Replay); err != nil {
 		return nil, errors.Join(err, p.Close())
 	}

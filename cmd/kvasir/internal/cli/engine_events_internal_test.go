@@ -43,7 +43,7 @@ func (r *received) all() []zmtp.Message {
 func TestEngineEvents(t *testing.T) {
 	at, replayAt := testkit.FreePort(t), testkit.FreePort(t)
 	o := kvconfig.Events{Endpoint: "tcp://*:" + strconv.Itoa(at), Replay: "tcp://127.0.0.1:" + strconv.Itoa(replayAt), Topic: "kv", Buffer: 3}
-	p, err := openEnginePublisher(t.Context(), o, 1, slog.New(slog.DiscardHandler))
+	p, err := openEnginePublisher(t.Context(), o, 1, nil, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -100,7 +100,7 @@ func TestEngineEvents(t *testing.T) {
 	f([]byte{0, 0, 0, 0, 0, 0, 0, 0, 0, 3}, 3, 4)
 	f([]byte{5})
 	f(bytes.Repeat([]byte{1}, 9))
-	if _, err := openEnginePublisher(t.Context(), o, 0, slog.New(slog.DiscardHandler)); err == nil {
+	if _, err := openEnginePublisher(t.Context(), o, 0, nil, slog.New(slog.DiscardHandler)); err == nil {
 		t.Error("two publishers on one port")
 	}
 }

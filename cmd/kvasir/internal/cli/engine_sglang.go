@@ -60,7 +60,7 @@ func (c *engineCmd) openBoot(e *env, o *engine.Options) (closeBoot func() error,
 	ctx, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if err := boot.Serve(ctx, l); err != nil && ctx.Err() == nil {
+		if err := boot.Serve(ctx, o.Networks.Listener(l)); err != nil && ctx.Err() == nil {
 			e.log.Error("the bootstrap server ended", "err", err)
 		}
 	})

@@ -13,6 +13,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/takeover"
@@ -44,6 +45,7 @@ docs/operate/keeper.md has the rules.`
 
 type keeperKeepCmd struct {
 	configFlags
+	accessFlags
 
 	Dir      []string      `arg:"" help:"root_dir of an fs tier, or the directory of LMCache's fs adapter." type:"path"`
 	Max      gibSize       `name:"max-gb" help:"Most that all files together may take: GiB, or with a unit, as 500GB. 0: no limit." placeholder:"N" default:"0"`
@@ -68,8 +70,11 @@ func (c *keeperKeepCmd) check(*env) error {
 	f.unless(c.TTL >= 0, "--ttl %v is below 0", c.TTL)
 	f.unless(c.Max > 0 || c.MinFree > 0 || c.TTL > 0, "say what to hold: --max-gb, --min-free-gb or --ttl")
 	f.port("--http-port", c.HTTPPort, true)
-	return f.err()
+	return errors.Join(f.err(), c.accessFlags.check(keeperListeners...))
 }
+
+// keeperListeners are the names of a keeper's listeners in --allow-from.
+var keeperListeners = []string{"http"}
 
 // Run holds the directories until a signal stops it.
 func (c *keeperKeepCmd) Run(e *env) (err error) {
@@ -83,18 +88,23 @@ func (c *keeperKeepCmd) Run(e *env) (err error) {
 	defer func() { err = errors.Join(err, k.Close()) }()
 	ended := make(chan error, 1)
 	if c.HTTPPort != 0 {
+		a, err := c.accessFlags.open(e.log, keeperListeners...)
+		if err != nil {
+			return err
+		}
+		defer a.watch()()
 		l, err := takeover.ListenTCP(e.ctx, c.Host, c.HTTPPort)
 		if err != nil {
 			return takeover.ExplainListen(err, "--host", "--http-port")
 		}
-		web := httpserver.NewServer(keeperPages(k))
-		go func() { ended <- web.Serve(httpserver.Limit(l, httpserver.MaxConns)) }()
+		web := httpserver.NewServer(keeperPages(k, a.of("http")))
+		go func() { ended <- a.serve(web, httpserver.Limit(l, httpserver.MaxConns)) }()
 		defer func() {
 			ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 			defer cancel()
 			err = errors.Join(err, web.Shutdown(ctx))
 		}()
-		e.log.Info("figures", "page", "http://"+l.Addr().String()+"/")
+		e.log.Info("figures", "page", a.url(l.Addr())+"/")
 	}
 	e.isReady()
 	e.log.Info("the keeper watches", "directories", c.Dir, "limit", sizeWords(int64(c.Max)), "min_free", sizeWords(int64(c.MinFree)), "ttl", c.TTL.String())
@@ -108,9 +118,12 @@ func (c *keeperKeepCmd) Run(e *env) (err error) {
 	return nil
 }
 
-func keeperPages(k *keeper.Keeper) http.Handler {
+func keeperPages(k *keeper.Keeper, guards auth.Options) http.Handler {
 	registry := metrics.New(Version())
 	metrics.Add(registry, k.Stats)
+	guards.Need = pagesNeed
+	gate := auth.New(guards)
+	metrics.AddWith(registry, map[string]string{"listener": "http"}, gate.Stats)
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", registry.Handler())
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
@@ -128,7 +141,7 @@ func keeperPages(k *keeper.Keeper) http.Handler {
 		w.Header().Set("Content-Type", "text/html; charset=utf-8")
 		_ = keeperPage.Execute(w, k.Stats()) // the client is gone
 	})
-	return mux
+	return gate.Handler(mux)
 }
 
 var keeperPage = template.Must(template.New("keeper").Funcs(template.FuncMap{"size": sizeWords, "watch": watchWords}).Parse(`<!doctype html>

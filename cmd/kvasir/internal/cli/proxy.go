@@ -25,11 +25,10 @@ import (
 // proxyCmd stands in front of engines.
 type proxyCmd struct {
 	configFlags
+	accessFlags
 
-	Host    string `help:"Address to listen on." default:"127.0.0.1" group:"Network"`
-	Port    int    `help:"Port of the OpenAI API and /health, and /metrics unless there are keys or --admin-port; 0 takes a free one." default:"8000" group:"Network"`
-	TLSCert string `name:"tls-cert" help:"Certificate (PEM) for https, read again when it changes." placeholder:"FILE" group:"Network"`
-	TLSKey  string `name:"tls-key" help:"Its key (PEM)." placeholder:"FILE" group:"Network"`
+	Host string `help:"Address to listen on." default:"127.0.0.1" group:"Network"`
+	Port int    `help:"Port of the OpenAI API and /health, and /metrics unless there are keys or --admin-port; 0 takes a free one." default:"8000" group:"Network"`
 
 	APIKeys    string   `name:"api-keys" help:"File of those who may ask: NAME SHA256 [rate=N] [concurrent=N] [salt=off] on each line. Read again when it changes." placeholder:"FILE" group:"Access"`
 	Limits     string   `name:"shared-limits" help:"Redis or Valkey in which several proxies count rate and concurrent of keys together: redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix:PATH (best as KVASIR_PROXY_SHARED_LIMITS). While it does not answer, each proxy holds the limits by itself." placeholder:"URL" group:"Access"`
@@ -41,7 +40,7 @@ type proxyCmd struct {
 	AdminHost  string   `name:"admin-host" help:"Address of --admin-port." default:"127.0.0.1" group:"Access"`
 	AdminPort  int      `name:"admin-port" help:"Port of /engines (list, add, remove, drain) and /metrics; none by default." placeholder:"PORT" group:"Access"`
 	AllowHost  []string `name:"allow-host" help:"Names under which /metrics is read, besides addresses, localhost and this machine's name." placeholder:"NAME" group:"Access"`
-	AdminToken string   `name:"admin-token" help:"Bearer token for /engines (best as KVASIR_PROXY_ADMIN_TOKEN)." group:"Access"`
+	AdminToken string   `name:"admin-token" help:"Bearer token for /engines (best as KVASIR_PROXY_ADMIN_TOKEN). --token-file is for this port, too." group:"Access"`
 
 	Origins     []string `name:"allowed-origins" help:"Origins whose pages may use the API in browsers, as vLLM's JSON list or again for more; [\"*\"] is any. Default: none." placeholder:"ORIGIN" sep:"none" group:"Browsers"`
 	Methods     []string `name:"allowed-methods" help:"Methods that such pages may use; default all." placeholder:"METHOD" sep:"none" group:"Browsers"`
@@ -62,6 +61,7 @@ type proxyCmd struct {
 	ReplayPort  int      `name:"kv-events-replay-port" help:"Port at which they replay KV events." placeholder:"PORT" group:"Policy"`
 	SharedStore bool     `name:"shared-store" help:"D can load what any engine has seen from a cache server (kvasir server): it counts as not lacking, for --skip-prefill-below." group:"Policy"`
 	Store       string   `help:"HTTP interface of the cache server (kvasir server --http-port) that P and D share: prompts that it has go to D alone, while it answers, and as long as it has not evicted much." placeholder:"URL" group:"Policy"`
+	StoreToken  string   `name:"store-token" help:"Token that this server wants (--token-file there; the scope read), best as KVASIR_PROXY_STORE_TOKEN." placeholder:"TOKEN" group:"Policy"`
 	StoreEvents string   `name:"store-events" help:"KV events of the server of --store (kvasir server --kv-events), tcp://HOST:PORT: a prompt goes to D alone when the server says that it has it. Engines are asked for the tokens of new prompts (/tokenize)." placeholder:"ENDPOINT" group:"Policy"`
 	StoreReplay string   `name:"store-events-replay" help:"Where it replays them (--kv-events-replay), tcp://HOST:PORT." placeholder:"ENDPOINT" group:"Policy"`
 	DecodeAlone bool     `name:"decode-alone" help:"While no P is well, D computes prompts; by default requests are refused." group:"Policy"`
@@ -120,7 +120,7 @@ var proxyFields = map[string]string{
 func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	o = proxy.Options{
 		EngineKey: c.EngineKey, Dialect: connectors[c.Connector], Detect: c.Connector == "auto", DPSize: c.DPSize, Policy: policies[c.Policy],
-		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, StoreEvents: c.StoreEvents, StoreReplay: c.StoreReplay, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, MaxPrompts: c.MaxPrompts, BodyMemory: int64(c.BodyMemory), MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
+		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, StoreToken: c.StoreToken, StoreEvents: c.StoreEvents, StoreReplay: c.StoreReplay, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, MaxPrompts: c.MaxPrompts, BodyMemory: int64(c.BodyMemory), MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
 		QueueTimeout: c.QueueTimeout, Attempts: c.Attempts, FirstByte: c.FirstByte, PrefillTimeout: c.PrefillTime, AnswerTimeout: c.AnswerTime, Stall: c.Stall, KeepAlive: c.KeepAlive, Log: e.log,
 	}
 	for _, by := range []struct {
@@ -140,11 +140,13 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 		return o, usagef("%v", err)
 	}
 	var f faults
-	f.unless((c.TLSCert == "") == (c.TLSKey == ""), "--tls-cert and --tls-key go together")
 	if c.AdminPort != 0 {
 		f.port("--admin-port", c.AdminPort, false)
 	}
-	f.unless((c.AdminPort != 0) == (c.AdminToken != ""), "--admin-port and --admin-token go together")
+	f.unless(c.AdminToken == "" || c.AdminPort != 0, "--admin-token is for --admin-port, which is missing")
+	f.unless(c.AdminPort == 0 || c.AdminToken != "" || c.TokenFile != "" || c.ClientCA != "", "--admin-port needs --admin-token, --token-file or --tls-client-ca")
+	f.unless(c.TokenFile == "" || c.AdminPort != 0, "--token-file is for --admin-port, which is missing: the API has --api-keys")
+	f.unless(c.StoreToken == "" || c.Store != "", "--store-token is for --store, which is missing")
 	f.unless(c.Limits == "" || c.APIKeys != "", "--shared-limits counts keys: --api-keys is missing")
 	f.port("--port", c.Port, true)
 	f.unless(c.Drain > 0, "--drain-timeout %v is not above 0", c.Drain)
@@ -197,9 +199,12 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	return o, err
 }
 
+// proxyListeners are the names of a proxy's listeners in --allow-from.
+var proxyListeners = []string{"api", "admin"}
+
 func (c *proxyCmd) check(e *env) error {
 	_, err := c.options(e)
-	return err
+	return errors.Join(err, c.accessFlags.check(proxyListeners...))
 }
 
 // Run serves until a signal stops it.
@@ -208,6 +213,11 @@ func (c *proxyCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
+	a, err := c.accessFlags.open(e.log, proxyListeners...)
+	if err != nil {
+		return err
+	}
+	defer a.watch()()
 	if c.OTLP != "" {
 		if o.Spans, err = otlp.Open(c.OTLP, "kvasir-proxy", e.log); err != nil {
 			return usagef("--otlp-endpoint: %v", err)
@@ -233,9 +243,11 @@ func (c *proxyCmd) Run(e *env) (err error) {
 	registry := metrics.New(Version())
 	metrics.Add(registry, p.Stats)
 	so := proxytool.Server{
-		Proxy: p, Keys: o.Keys, Metrics: registry.Handler(), AdminToken: c.AdminToken, CertFile: c.TLSCert, KeyFile: c.TLSKey,
+		Proxy: p, Keys: o.Keys, Metrics: registry.Handler(), AdminToken: c.AdminToken, TLS: a.tls, Gate: proxytool.Gate(a.of("api")), AdminGate: proxytool.AdminGate(a.of("admin"), c.AdminToken),
 		AllowHosts: c.AllowHost, Drain: c.Drain, MaxConns: 2 * c.MaxInFlight, Log: e.log,
 	}
+	metrics.AddWith(registry, map[string]string{"listener": "api"}, so.Gate.Stats)
+	metrics.AddWith(registry, map[string]string{"listener": "admin"}, so.AdminGate.Stats)
 	if so.Listener, err = takeover.ListenTCP(e.ctx, c.Host, c.Port); err != nil {
 		return takeover.ExplainListen(err, "--host", "--port")
 	}

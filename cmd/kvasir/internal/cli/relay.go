@@ -14,6 +14,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/shm"
@@ -24,6 +25,7 @@ import (
 
 type relayCmd struct {
 	configFlags
+	accessFlags
 
 	Upstream string  `help:"Bootstrap server that P registers at, http://HOST:PORT." required:"" placeholder:"URL"`
 	Host     string  `help:"Address that P and D dial: of the directory, the side channels and the transfer ports." default:"127.0.0.1"`
@@ -62,7 +64,21 @@ func (c *relayCmd) check(*env) error {
 	f.unless(err == nil && up.Scheme == "http" && up.Port() != "" && up.Hostname() != "", "--upstream %q is not http://HOST:PORT", c.Upstream)
 	ip := net.ParseIP(c.Host)
 	f.unless(ip == nil || !ip.IsUnspecified(), "--host %s is every address: name the one that P and D dial", c.Host)
-	return f.err()
+	return errors.Join(f.err(), c.accessFlags.check(relayListeners...))
+}
+
+// relayListeners are the names of a relay's listeners in --allow-from: the directory, and the side channels and transfer ports.
+var relayListeners = []string{"http", "transfer"}
+
+// relayNeed returns what a request to a relay needs. Stock vLLM queries the directory without a token.
+func relayNeed(r *http.Request) auth.Need {
+	switch r.URL.Path {
+	case "/healthz", "/healthcheck":
+		return auth.NeedNothing
+	case "/query", "/kept":
+		return auth.NeedPeer
+	}
+	return auth.NeedRead
 }
 
 // Run relays until a signal stops it.
@@ -70,6 +86,11 @@ func (c *relayCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err
 	}
+	a, err := c.accessFlags.open(e.log, relayListeners...)
+	if err != nil {
+		return err
+	}
+	defer a.watch()()
 	bytes := int64(c.MemoryGB)
 	path, err := memoryPath("kvasir_relay_", c.MemoryGB)
 	if err != nil {
@@ -78,7 +99,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	pushes := mooncake.NewMetrics()
 	r, err := relay.Open(relay.Options{
 		Upstream: c.Upstream, Host: c.Host, MemoryPath: path, MemoryBytes: bytes,
-		AllowHosts: c.AllowHost, BlockBytes: uint64(c.BlockBytes), KeepAcrossRestarts: c.KeepAcrossRestarts, Prefixes: c.Prefixes, Timeout: seconds(c.Timeout), Metrics: pushes, Log: e.log,
+		Networks: a.networks["transfer"], AllowHosts: c.AllowHost, BlockBytes: uint64(c.BlockBytes), KeepAcrossRestarts: c.KeepAcrossRestarts, Prefixes: c.Prefixes, Timeout: seconds(c.Timeout), Metrics: pushes, Log: e.log,
 	})
 	if err != nil {
 		return err
@@ -87,6 +108,10 @@ func (c *relayCmd) Run(e *env) (err error) {
 	registry := metrics.New(Version())
 	metrics.Add(registry, pushes.Stats)
 	metrics.Add(registry, r.Stats)
+	guards := a.of("http")
+	guards.Need = relayNeed
+	gate := auth.New(guards)
+	metrics.AddWith(registry, map[string]string{"listener": "http"}, gate.Stats)
 	mux := http.NewServeMux()
 	mux.Handle("/", r)
 	mux.Handle("GET /metrics", registry.Handler())
@@ -94,17 +119,17 @@ func (c *relayCmd) Run(e *env) (err error) {
 	if err != nil {
 		return takeover.ExplainListen(err, "--host", "--port")
 	}
-	web := httpserver.NewServer(mux)
+	web := httpserver.NewServer(gate.Handler(mux))
 	e.parts.Add("relay", func() any { return r.Stats() })
 	e.parts.AddTransfers("relay", r.Transfers)
 	e.isReady()
-	e.log.Info("the relay serves: its address is D's remote_bootstrap_addr", "address", "http://"+listener.Addr().String(), "upstream", c.Upstream, "memory_bytes", bytes)
+	e.log.Info("the relay serves: its address is D's remote_bootstrap_addr", "address", a.url(listener.Addr()), "upstream", c.Upstream, "memory_bytes", bytes)
 	if !isLoopback(c.Host) {
 		e.log.Warn("there is no authentication: whoever reaches this machine may have any transfer's KV pushed to itself, and write what P pushes; " +
 			"let only engines reach it (firewall, network policy)")
 	}
 	ended := make(chan error, 1)
-	go func() { ended <- web.Serve(httpserver.Limit(listener, httpserver.MaxConns)) }()
+	go func() { ended <- a.serve(web, httpserver.Limit(listener, httpserver.MaxConns)) }()
 	select {
 	case err := <-ended:
 		return err

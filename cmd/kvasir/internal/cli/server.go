@@ -40,6 +40,7 @@ import (
 // serverCmd has LMCache's flag names.
 type serverCmd struct {
 	configFlags
+	accessFlags
 
 	Host      string    `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
 	Port      int       `help:"ZMQ port." default:"5555" group:"Network"`
@@ -48,7 +49,7 @@ type serverCmd struct {
 	VLLMTier  string    `name:"vllm-tier" help:"Also serve engines of vLLM with tiered offloading (kvasir vllm-tier) on this UNIX socket path: those of this server's user on this host." group:"Network" placeholder:"PATH"`
 	HTTPHost  string    `name:"http-host" help:"Address of the HTTP interface: /healthcheck /status /metrics /cache/clear." default:"127.0.0.1" group:"Network"`
 	HTTPPort  int       `name:"http-port" help:"HTTP port." default:"8080" group:"Network"`
-	APIKeys   []string  `name:"api-key-file" aliases:"http-api-key-file" sep:"none" help:"File of one line with a key that HTTP requests need (Authorization: Bearer, or X-LMCache-API-Key); probes and the page need none. Also LMCACHE_API_KEY and LMCACHE_API_KEY_FILE. The ZMQ ports know no keys. Repeatable." group:"Network" placeholder:"FILE"`
+	APIKeys   []string  `name:"api-key-file" aliases:"http-api-key-file" sep:"none" help:"File of one line with a key that HTTP requests need (Authorization: Bearer, or X-LMCache-API-Key); probes and the page need none. Also LMCACHE_API_KEY and LMCACHE_API_KEY_FILE. A key allows everything. Repeatable." group:"Access" placeholder:"FILE"`
 	AllowHost []string  `name:"allow-host" help:"Names of this machine, comma-separated, under which /status and /cache/clear are answered besides its addresses, its host name and localhost." group:"Network" placeholder:"NAME"`
 	Profiles  bool      `name:"pprof" help:"Serve Go's profiles on the HTTP port, at /debug/pprof/." group:"Network"`
 	L1SizeGB  gibSize   `name:"l1-size-gb" help:"Pool size: GiB, or with a unit, as 256MiB." default:"4" group:"Pool"`
@@ -88,7 +89,8 @@ type serverCmd struct {
 	State    string   `help:"File for the settings of tenants that are made at run time (kvasir quota, PUT /tenants, PUT /quota), for the next start; without it they end with the server. A setting made at run time wins until you change the flag for that tenant." placeholder:"FILE" group:"Pool"`
 	Wire     string   `name:"transport" help:"Only zmq." default:"zmq" enum:"zmq,grpc" group:"Compatibility"`
 
-	terms *tenant.Terms
+	terms  *tenant.Terms
+	access *access
 }
 
 // Help implements kong's detailed help.
@@ -314,9 +316,12 @@ func (c *serverCmd) generations() (lmcache.Generations, error) {
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
+// serverListeners are the names of a server's listeners in --allow-from: LMCache's clients, the HTTP interface, KV events.
+var serverListeners = []string{"zmq", "http", "events"}
+
 func (c *serverCmd) check(e *env) error {
 	_, err := c.options(e.log)
-	return err
+	return errors.Join(err, c.accessFlags.check(serverListeners...))
 }
 
 // Run serves until a signal.
@@ -334,6 +339,10 @@ func (c *serverCmd) Run(e *env) (err error) {
 	if c.Drop {
 		return c.drop(e)
 	}
+	if c.access, err = c.accessFlags.open(e.log, serverListeners...); err != nil {
+		return err
+	}
+	o.server.Networks = c.access.networks["zmq"]
 	if err := c.warnSetup(e); err != nil {
 		return err
 	}
@@ -349,7 +358,9 @@ func (c *serverCmd) Run(e *env) (err error) {
 		return err
 	}
 	o.server.Events = c.book(st, o.tiers.Changes)
-	if o.server.Publisher, err = c.publisher(e, o.server.Events, c.publisherOptions(c.Port, c.ChunkSize, e.log)); err != nil {
+	events := c.publisherOptions(c.Port, c.ChunkSize, e.log)
+	events.Networks = c.access.networks["events"]
+	if o.server.Publisher, err = c.publisher(e, o.server.Events, events); err != nil {
 		return failedStart(st, err)
 	}
 	if was := st.Files().FormerBytes(); was != st.Files().Bytes() {
@@ -497,12 +508,15 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	if err != nil {
 		return err
 	}
+	gate := c.access.of("http")
+	gate.Keys = keys
+	defer c.access.watch()()
 	listener, err := takeover.ListenTCP(e.ctx, c.HTTPHost, c.HTTPPort)
 	if err != nil {
 		return takeover.ExplainListen(err, "--http-host", "--http-port")
 	}
 	listener = httpserver.Limit(listener, httpserver.MaxConns)
-	web := httpserver.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, Profiles: c.Profiles, Parts: e.parts, Keys: keys}))
+	web := httpserver.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, Profiles: c.Profiles, Parts: e.parts, Access: gate}))
 	defer web.Close()
 	var addresses []string
 	for _, p := range places {
@@ -538,7 +552,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	wg.Go(func() { srv.Run(background) })
 	failed := make(chan error, 1)
 	wg.Go(func() {
-		if err := web.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+		if err := c.access.serve(web, listener); !errors.Is(err, http.ErrServerClosed) {
 			failed <- fmt.Errorf("http: %w", err)
 		}
 	})

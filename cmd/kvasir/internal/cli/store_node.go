@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/options"
@@ -31,6 +32,7 @@ func (m *masterFlags) faults(f *faults) {
 
 type storeNodeCmd struct {
 	configFlags
+	accessFlags
 	masterFlags
 
 	Host     string  `help:"Address that clients and other nodes dial." default:"127.0.0.1"`
@@ -61,7 +63,18 @@ func (c *storeNodeCmd) check(*env) error {
 	f.port("--http-port", c.HTTPPort, true)
 	ip := net.ParseIP(c.Host)
 	f.unless(ip == nil || !ip.IsUnspecified(), "--host %s is every address: name the one that others dial", c.Host)
-	return f.err()
+	return errors.Join(f.err(), c.accessFlags.check(storeNodeListeners...))
+}
+
+// storeNodeListeners are the names of a node's listeners in --allow-from: the pages, and the transfer ports.
+var storeNodeListeners = []string{"http", "transfer"}
+
+// pagesNeed returns what a request needs where there are pages to read alone.
+func pagesNeed(r *http.Request) auth.Need {
+	if r.URL.Path == "/healthz" || r.URL.Path == "/healthcheck" {
+		return auth.NeedNothing
+	}
+	return auth.NeedRead
 }
 
 // Run serves until a signal stops it.
@@ -69,6 +82,11 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err
 	}
+	a, err := c.accessFlags.open(e.log, storeNodeListeners...)
+	if err != nil {
+		return err
+	}
+	defer a.watch()()
 	bytes := int64(c.MemoryGB)
 	path, err := memoryPath("kvasir_store_node_", c.MemoryGB)
 	if err != nil {
@@ -88,13 +106,17 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	}
 	defer master.Close()
 	node, err := store.NewNode(master, store.NodeOptions{
-		Memory: memory.Bytes(0, bytes), Host: c.Host, Bind: c.Bind, Name: c.Name, Grace: seconds(c.Grace), Log: e.log,
+		Memory: memory.Bytes(0, bytes), Host: c.Host, Bind: c.Bind, Name: c.Name, Grace: seconds(c.Grace), Networks: a.networks["transfer"], Log: e.log,
 	})
 	if err != nil {
 		return err
 	}
 	registry := metrics.New(Version())
 	metrics.Add(registry, node.Stats)
+	guards := a.of("http")
+	guards.Need = pagesNeed
+	gate := auth.New(guards)
+	metrics.AddWith(registry, map[string]string{"listener": "http"}, gate.Stats)
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", registry.Handler())
 	health := func(w http.ResponseWriter, _ *http.Request) {
@@ -114,8 +136,8 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	if err != nil {
 		return takeover.ExplainListen(err, flag, "--http-port")
 	}
-	web := httpserver.NewServer(mux)
-	go web.Serve(httpserver.Limit(listener, httpserver.MaxConns))
+	web := httpserver.NewServer(gate.Handler(mux))
+	go a.serve(web, httpserver.Limit(listener, httpserver.MaxConns))
 	defer web.Close()
 	if !isLoopback(address) {
 		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the memory; let only the cluster reach it (firewall, network policy)")

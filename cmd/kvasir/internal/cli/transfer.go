@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"time"
 
@@ -26,7 +27,7 @@ type transferCmd struct {
 // Help implements kong's detailed help.
 func (transferCmd) Help() string {
 	return `Moves bytes between the memories of two processes on the wire of Mooncake's transfer engine (TCP);
-either end may be the C++ engine. There is no authentication on this wire: keep it private.
+either end may be the C++ engine. This wire has no passwords: keep it private, or name networks (--allow-from).
 docs/how/transfer.md has the details.
 
 Examples:
@@ -38,6 +39,7 @@ Examples:
 
 type transferServeCmd struct {
 	configFlags
+	networkFlags
 
 	Size          byteSize `help:"Bytes of the region." default:"256MiB"`
 	PeerFile      string   `help:"Write where the region is to this file, for the other commands." placeholder:"FILE"`
@@ -53,8 +55,12 @@ func (c *transferServeCmd) check(*env) error {
 	f.unless(c.Size > 0, "--size %v holds nothing", c.Size)
 	f.port("--handshake-port", c.HandshakePort, true)
 	f.port("--data-port", c.DataPort, true)
-	return f.err()
+	_, err := c.networks(slog.New(slog.DiscardHandler), transferListeners...)
+	return errors.Join(f.err(), err)
 }
+
+// transferListeners are the names of the listeners of kvasir transfer serve in --allow-from.
+var transferListeners = []string{"transfer"}
 
 // Run serves until a signal.
 func (c *transferServeCmd) Run(e *env) error {
@@ -64,8 +70,12 @@ func (c *transferServeCmd) Run(e *env) error {
 	if !isLoopback(cmp.Or(c.Bind, c.Host)) {
 		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the region; let only engines reach it (firewall, network policy)")
 	}
+	networks, err := c.networks(e.log, transferListeners...)
+	if err != nil {
+		return err
+	}
 	return bench.Serve(e.ctx, bench.ServeOptions{
-		Target: transfer.TargetOptions{Host: c.Host, Bind: c.Bind, HandshakePort: c.HandshakePort, DataPort: c.DataPort, Log: e.log},
+		Target: transfer.TargetOptions{Host: c.Host, Bind: c.Bind, HandshakePort: c.HandshakePort, DataPort: c.DataPort, Networks: networks["transfer"], Log: e.log},
 		Bytes:  int64(c.Size), Base: c.Base, PeerFile: c.PeerFile, Out: e.stdout, Log: e.log,
 	})
 }

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/rawio"
 	"github.com/kvasir-kv/kvasir/proxy"
@@ -25,7 +26,9 @@ type Server struct {
 	Listener net.Listener // closed by Serve
 	MaxConns int
 
-	CertFile, KeyFile string // https; "": http
+	TLS *tls.Config // https; nil: http
+
+	Gate, AdminGate *auth.Gate // in front of Listener and Admin; nil: every request may be
 
 	Keys    *keys.Set    // read again when their file changes; nil: none
 	Metrics http.Handler // guarded from pages of other sites, at /metrics of Admin, or of Listener if there is neither Admin nor Keys
@@ -46,15 +49,10 @@ func (s *Server) Serve(ctx context.Context) (err error) {
 	if s.Keys == nil && s.Admin == nil {
 		mux.Handle("GET /metrics", s.metrics())
 	}
-	web := httpserver.NewServer(mux)
+	web := httpserver.NewServer(guarded(s.Gate, mux))
 	web.WriteTimeout = 0 // the proxy gives each piece of an answer its own time
 	scheme := "http://"
-	if s.CertFile != "" {
-		pair, err := httpserver.OpenCertificate(s.CertFile, s.KeyFile)
-		if err != nil {
-			return errors.Join(err, s.close())
-		}
-		web.TLSConfig = &tls.Config{GetCertificate: pair.Get, MinVersion: tls.VersionTLS12}
+	if s.TLS != nil {
 		scheme = "https://"
 	}
 	var beside sync.WaitGroup
@@ -67,22 +65,17 @@ func (s *Server) Serve(ctx context.Context) (err error) {
 	if s.Admin != nil {
 		admin := s.admin()
 		beside.Go(func() {
-			if err := admin.Serve(httpserver.Limit(s.Admin, httpserver.MaxConns)); !errors.Is(err, http.ErrServerClosed) {
+			if err := s.serve(admin, httpserver.Limit(s.Admin, httpserver.MaxConns)); !errors.Is(err, http.ErrServerClosed) {
 				s.Log.Error("the admin port ended", "err", err)
 			}
 		})
 		defer admin.Close()
-		s.Log.Info("engines can be added and removed", "address", "http://"+s.Admin.Addr().String()+"/engines")
+		s.Log.Info("engines can be added and removed", "address", scheme+s.Admin.Addr().String()+"/engines")
 	}
 	s.Log.Info("the proxy serves", "address", scheme+s.Listener.Addr().String(), "engines", len(s.Proxy.Stats().Well))
 	ended := make(chan error, 1)
 	go func() {
-		limited := httpserver.Limit(rawio.Listener{Listener: s.Listener}, s.MaxConns)
-		if web.TLSConfig != nil {
-			ended <- web.ServeTLS(limited, "", "")
-			return
-		}
-		ended <- web.Serve(limited)
+		ended <- s.serve(web, httpserver.Limit(rawio.Listener{Listener: s.Listener}, s.MaxConns))
 	}()
 	select {
 	case err := <-ended:
@@ -106,18 +99,55 @@ func (s *Server) admin() *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("/", s.Proxy.Admin(s.AdminToken))
 	mux.Handle("GET /metrics", s.metrics())
-	return httpserver.NewServer(mux)
+	return httpserver.NewServer(guarded(s.AdminGate, mux))
+}
+
+// serve serves http, or https.
+func (s *Server) serve(web *http.Server, l net.Listener) error {
+	if s.TLS == nil {
+		return web.Serve(l)
+	}
+	web.TLSConfig = s.TLS
+	return web.ServeTLS(l, "", "")
+}
+
+func guarded(g *auth.Gate, h http.Handler) http.Handler {
+	if g == nil {
+		return h
+	}
+	return g.Handler(h)
+}
+
+// Gate returns what stands in front of the API: networks and client certificates. The proxy asks for API keys itself, and tokens are for
+// the admin port.
+func Gate(o auth.Options) *auth.Gate {
+	o.Tokens = nil
+	o.Need = func(r *http.Request) auth.Need {
+		switch r.URL.Path {
+		case "/health", "/healthz", "/healthcheck", "/ping":
+			return auth.NeedNothing
+		}
+		return auth.NeedWrite
+	}
+	return auth.New(o)
+}
+
+// AdminGate returns what stands in front of the admin port. token is that of --admin-token; without other credentials the routes of
+// engines ask for it themselves, and figures need none.
+func AdminGate(o auth.Options, token string) *auth.Gate {
+	if token != "" && (o.Tokens != nil || o.Authorities != nil) {
+		o.Keys = []string{token}
+	}
+	o.Need = func(r *http.Request) auth.Need {
+		if r.Method == http.MethodGet || r.Method == http.MethodHead {
+			return auth.NeedRead
+		}
+		return auth.NeedAdmin
+	}
+	return auth.New(o)
 }
 
 // metrics answers no page of another site: a name that leads here, or a request that a browser says to be cross-site, is refused.
 func (s *Server) metrics() http.Handler {
 	return httpserver.Guard{AllowHosts: s.AllowHosts}.Handler(s.Metrics)
-}
-
-func (s *Server) close() error {
-	err := s.Listener.Close()
-	if s.Admin != nil {
-		err = errors.Join(err, s.Admin.Close())
-	}
-	return err
 }

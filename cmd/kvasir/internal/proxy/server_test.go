@@ -5,7 +5,6 @@ package proxy
 import (
 	"context"
 	"crypto/sha256"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -124,13 +123,6 @@ func TestServe(t *testing.T) {
 		t.Error(err)
 	}
 	http.DefaultClient.CloseIdleConnections()
-	bad := Server{Proxy: p, Metrics: s.Metrics, Listener: listen(t), CertFile: path, KeyFile: path + "x", Log: s.Log}
-	if err := bad.Serve(t.Context()); !errors.Is(err, os.ErrNotExist) {
-		t.Error(err)
-	}
-	if _, err := bad.Listener.Accept(); err == nil {
-		t.Error("the listener is open")
-	}
 }
 
 // A page of another site reads no figures, neither through a name of its own that leads here nor across sites, on either port. CORS never

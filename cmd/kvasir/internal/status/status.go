@@ -44,7 +44,9 @@ func do(r *http.Request) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	if len(keys) > 0 {
+	if token := os.Getenv("KVASIR_TOKEN"); token != "" {
+		r.Header.Set("Authorization", "Bearer "+token)
+	} else if len(keys) > 0 {
 		r.Header.Set("Authorization", "Bearer "+keys[0])
 	}
 	client := http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
@@ -63,7 +65,7 @@ func do(r *http.Request) ([]byte, error) {
 	case err != nil:
 		return nil, err
 	case answer.StatusCode == http.StatusUnauthorized:
-		return nil, fmt.Errorf("%s: the server asks for an API key: set LMCACHE_API_KEY or LMCACHE_API_KEY_FILE", at)
+		return nil, fmt.Errorf("%s: the server asks for a token: set KVASIR_TOKEN (kvasir token makes one), or LMCACHE_API_KEY for an API key; or it does not take requests from this address (--allow-from)", at)
 	case answer.StatusCode == http.StatusForbidden:
 		return nil, fmt.Errorf("%s: the server does not know this name of its machine: use its address, or start it with --allow-host", at)
 	case answer.StatusCode == http.StatusOK:

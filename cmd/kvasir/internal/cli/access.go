@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+)
+
+// networkFlags say from where the listeners of a command may be reached.
+type networkFlags struct {
+	AllowFrom []string `name:"allow-from" help:"Networks (CIDR) and addresses, comma-separated, from which the listeners of this command may be used: HTTP answers other addresses health alone, other ports close their connections. LISTENER=CIDR is for one listener. Default: every address." placeholder:"CIDR" group:"Access"`
+}
+
+// networks returns the networks of each listener; nil for one that every address may use.
+func (f *networkFlags) networks(log *slog.Logger, listeners ...string) (map[string]*auth.Networks, error) {
+	every, one := []netip.Prefix{}, map[string][]netip.Prefix{}
+	var bad faults
+	for _, text := range f.AllowFrom {
+		name, network, named := strings.Cut(text, "=")
+		if !named {
+			network = text
+		}
+		p, err := auth.ParseNetwork(network)
+		switch {
+		case err != nil:
+			bad.unless(false, "--allow-from %v", err)
+		case !named:
+			every = append(every, p)
+		case !slices.Contains(listeners, name):
+			bad.unless(false, "--allow-from %s: the listeners are %s", text, strings.Join(listeners, ", "))
+		default:
+			one[name] = append(one[name], p)
+		}
+	}
+	out := map[string]*auth.Networks{}
+	for _, name := range listeners {
+		if list := slices.Concat(one[name], every); len(one[name]) > 0 {
+			out[name] = auth.NewNetworks(one[name], log)
+		} else if len(list) > 0 {
+			out[name] = auth.NewNetworks(list, log)
+		}
+	}
+	return out, bad.err()
+}
+
+// accessFlags say who may use the HTTP listeners of a command, and from where.
+type accessFlags struct {
+	networkFlags
+
+	TokenFile string `name:"token-file" help:"File of the tokens of which HTTP requests need one (Authorization: Bearer): NAME SHA256 read|write|admin on each line, which kvasir token makes. Read again when it changes. Health needs none." placeholder:"FILE" group:"Access"`
+	TLSCert   string `name:"tls-cert" help:"Certificate (PEM) for https, read again when it changes." placeholder:"FILE" group:"Access"`
+	TLSKey    string `name:"tls-key" help:"Its key (PEM)." placeholder:"FILE" group:"Access"`
+	ClientCA  string `name:"tls-client-ca" help:"Authorities (PEM, with X509 CRL blocks for revoked certificates) of clients: HTTP requests need a client certificate, which allows everything, or a token. Read again when it changes." placeholder:"FILE" group:"Access"`
+}
+
+// access is what accessFlags name, opened.
+type access struct {
+	tokens      *auth.Tokens
+	authorities *auth.Authorities
+	tls         *tls.Config // nil: http
+	networks    map[string]*auth.Networks
+	log         *slog.Logger
+}
+
+// open reads the files. The error names the flags, or the file, that cannot be used.
+func (f *accessFlags) open(log *slog.Logger, listeners ...string) (a *access, err error) {
+	a = &access{log: log}
+	if a.networks, err = f.networkFlags.networks(log, listeners...); err != nil {
+		return nil, err
+	}
+	switch {
+	case (f.TLSCert == "") != (f.TLSKey == ""):
+		return nil, usagef("--tls-cert and --tls-key go together")
+	case f.ClientCA != "" && f.TLSCert == "":
+		return nil, usagef("--tls-client-ca needs --tls-cert and --tls-key: clients show certificates over https alone")
+	}
+	if f.TokenFile != "" {
+		if a.tokens, err = auth.OpenTokens(f.TokenFile); err != nil {
+			return nil, fmt.Errorf("--token-file: %w", err)
+		}
+	}
+	if f.ClientCA != "" {
+		if a.authorities, err = auth.OpenAuthorities(f.ClientCA); err != nil {
+			return nil, fmt.Errorf("--tls-client-ca: %w", err)
+		}
+	}
+	if f.TLSCert != "" {
+		pair, err := httpserver.OpenCertificate(f.TLSCert, f.TLSKey)
+		if err != nil {
+			return nil, fmt.Errorf("--tls-cert, --tls-key: %w", err)
+		}
+		a.tls = auth.TLSConfig(pair.Get, a.authorities)
+	}
+	return a, nil
+}
+
+// check reports what cannot be used.
+func (f *accessFlags) check(listeners ...string) error {
+	_, err := f.open(slog.New(slog.DiscardHandler), listeners...)
+	return err
+}
+
+// of returns the options of the gate of an HTTP listener.
+func (a *access) of(listener string) auth.Options {
+	return auth.Options{Listener: listener, Tokens: a.tokens, Authorities: a.authorities, Networks: a.networks[listener], Log: a.log}
+}
+
+// watch reads the files again when they change, until the function that it returns is called.
+func (a *access) watch() (stop func()) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	if a.tokens != nil {
+		wg.Go(func() { a.tokens.Watch(ctx, a.log) })
+	}
+	if a.authorities != nil {
+		wg.Go(func() { a.authorities.Watch(ctx, a.log) })
+	}
+	return func() { cancel(); wg.Wait() }
+}
+
+// serve serves http, or https where there is a certificate.
+func (a *access) serve(web *http.Server, l net.Listener) error {
+	if a.tls == nil {
+		return web.Serve(l)
+	}
+	web.TLSConfig = a.tls
+	return web.ServeTLS(l, "", "")
+}
+
+// url returns the address of an HTTP listener.
+func (a *access) url(at net.Addr) string {
+	if a.tls != nil {
+		return "https://" + at.String()
+	}
+	return "http://" + at.String()
+}

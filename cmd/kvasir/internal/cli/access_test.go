@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli_test
+
+import (
+	"bufio"
+	"crypto/sha256"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
+)
+
+// outside is an address of this machine that no list of a test allows.
+const outside = "127.0.0.2"
+
+// tcpPorts returns the TCP ports on which a process listens, as the kernel knows them.
+func tcpPorts(t *testing.T, pid int) (ports []int) {
+	t.Helper()
+	own := map[string]bool{}
+	links, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, l := range links {
+		to, _ := os.Readlink(l) // a descriptor may have closed
+		own[strings.TrimSuffix(strings.TrimPrefix(to, "socket:["), "]")] = true
+	}
+	for _, table := range []string{"tcp", "tcp6"} {
+		text, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/%s", pid, table))
+		if err != nil {
+			continue // a machine without IPv6
+		}
+		for l := range strings.Lines(string(text)) {
+			w := strings.Fields(l)
+			if len(w) < 10 || w[3] != "0A" || !own[w[9]] { // 0A: it listens
+				continue
+			}
+			port, err := strconv.ParseUint(w[1][strings.LastIndex(w[1], ":")+1:], 16, 16)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ports = append(ports, int(port))
+		}
+	}
+	slices.Sort(ports)
+	return slices.Compact(ports)
+}
+
+// from sends a text to a port from an address and returns all that comes back until the connection ends.
+func from(t *testing.T, address string, port int, text string) string {
+	t.Helper()
+	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(address)}, Timeout: time.Minute}
+	c, err := d.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(15 * time.Second))
+	_, _ = io.WriteString(c, text) // it may be closed already
+	answer, err := io.ReadAll(c)
+	if err != nil && os.IsTimeout(err) {
+		t.Errorf("port %d stays open to %s after %q and %q", port, address, text, answer)
+	}
+	return string(answer)
+}
+
+// status returns the status of an HTTP answer; 0: there is none.
+func status(answer string) int {
+	r, err := http.ReadResponse(bufio.NewReader(strings.NewReader(answer)), nil)
+	if err != nil {
+		return 0
+	}
+	_ = r.Body.Close()
+	return r.StatusCode
+}
+
+// The routes of all parts, and others.
+var knownRoutes = []string{
+	"GET /", "GET /status", "GET /metrics", "GET /config", "GET /explain", "GET /live", "GET /now", "GET /transfers", "GET /version", "GET /debug/pprof/", "GET /debug/pprof/profile?seconds=1",
+	"POST /cache/clear", "POST /tiers/drop", "GET /cache/objects", "DELETE /cache/objects", "POST /cache/pins", "GET /quota", "PUT /quota/a", "GET /tenants", "PUT /tenants/a",
+	"GET /query", "GET /query/", "POST /register", "DELETE /register?engine_id=e", "GET /kept?engine=e&transfer=t", "GET /engines", "POST /engines", "GET /v1/models", "POST /v1/completions", "POST /v1/chat/completions",
+	"GET /none", "OPTIONS *", "GET //healthz", "GET /healthz/../status",
+}
+
+var healthRoutes = []string{"GET /health", "GET /healthz", "GET /healthcheck", "GET /readyz", "GET /ping"}
+
+// isPage reports whether an answer is the one of the node at /, which shows nothing by itself: its page, or LMCache's health text.
+func isPage(route, body string) bool {
+	return route == "GET /" && (strings.Contains(body, "<!doctype html>") || strings.HasSuffix(body, `{"service":"Kvasir HTTP API","status":"ok"}`+"\n"))
+}
+
+// outsideGetsHealthAlone asks a port all routes from an address outside, without credentials, and reports whether it speaks HTTP.
+func outsideGetsHealthAlone(t *testing.T, port int) bool {
+	t.Helper()
+	if status(from(t, outside, port, "GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n")) == 0 {
+		if got := from(t, outside, port, ""); got != "" {
+			t.Errorf("port %d says %q to an address outside", port, got)
+		}
+		return false
+	}
+	for _, route := range append(slices.Clone(knownRoutes), healthRoutes...) {
+		answer := from(t, outside, port, route+" HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+		switch code := status(answer); {
+		case strings.Contains(answer, "SECRET"), code == 0:
+			t.Errorf("port %d answers %s with %q", port, route, answer)
+		case code == http.StatusUnauthorized, isPage(route, answer):
+		case slices.Contains(healthRoutes, route) && (code == 200 || code == 503 || code == 404):
+		case strings.HasPrefix(route, "OPTIONS *") && (code == 200 || code == 400 || code == 404): // net/http answers it itself
+		default:
+			t.Errorf("port %d answers %s with %d: %.300q", port, route, code, answer)
+		}
+	}
+	return true
+}
+
+// With --allow-from alone each port of each command closes connections from elsewhere, or answers health alone. LISTENER=CIDR is for one
+// listener. No process leaves a core file with secrets.
+func TestEachCommandTakesNetworks(t *testing.T) {
+	events := fmt.Sprintf(`{"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:%d","replay_endpoint":"tcp://127.0.0.1:%d"}`, testkit.FreePort(t), testkit.FreePort(t))
+	p := `{"kv_connector":"MooncakeConnector","kv_role":"kv_both"}`
+	for _, c := range []struct {
+		ready      string
+		ports, web int
+		args       []string
+	}{
+		{"the engine serves", 7, 1, []string{"engine", "--port", "0", "--num-gpu-blocks-override", "64", "--kv-events-config", events, "--kv-transfer-config", p}},
+		{"giving memory", 3, 1, []string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0"}},
+		{"", 2, 0, []string{"transfer", "serve", "--size", "1MiB"}},
+		{"the relay serves", 3, 1, []string{"relay", "--port", "0", "--upstream", "http://127.0.0.1:1", "--memory-gb", "8MiB"}},
+	} {
+		t.Run(c.args[0], func(t *testing.T) {
+			t.Setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", fmt.Sprint(testkit.FreePort(t)))
+			pid, _ := startAndLog(t, c.ready, append(c.args, "--allow-from", "127.0.0.1")...)
+			web, ports := 0, []int(nil)
+			testkit.Eventually(t, "all ports are open", func() bool { ports = tcpPorts(t, pid); return len(ports) >= c.ports })
+			for _, port := range ports {
+				if outsideGetsHealthAlone(t, port) {
+					web++
+				}
+			}
+			if web != c.web {
+				t.Errorf("%d of %d ports speak HTTP, want %d", web, len(ports), c.web)
+			}
+			limits, err := os.ReadFile(fmt.Sprintf("/proc/%d/limits", pid))
+			if err != nil || !regexp.MustCompile(`Max core file size +0 `).Match(limits) {
+				t.Errorf("a crash may write a core file: %v\n%s", err, limits)
+			}
+		})
+	}
+	port := testkit.FreePort(t)
+	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(port), "--drop") })
+	pid, _ := startAndLog(t, "serving HTTP", "server", "--port", fmt.Sprint(port), "--http-port", "0", "--l1-size-gb", "8MiB", "--allow-from", "zmq=127.0.0.1,http="+outside)
+	for _, at := range tcpPorts(t, pid) {
+		want := map[string]int{outside: 200, "127.0.0.1": 401}
+		for address, code := range want {
+			got := status(from(t, address, at, "GET /status HTTP/1.0\r\nHost: localhost\r\n\r\n"))
+			if at == port && got != 0 || at != port && got != code {
+				t.Errorf("port %d answers %s with %d", at, address, got)
+			}
+		}
+	}
+	if got := from(t, outside, port, ""); got != "" {
+		t.Errorf("the ZMQ port says %q to an address of another listener", got)
+	}
+}
+
+// In the documented production configuration of kvasir all, each TCP port of the process answers an address outside the lists, without
+// a token and a certificate, health alone, or 401, or it closes the connection before a byte. The same routes answer inside with a token.
+func TestAddressesOutsideGetHealthAlone(t *testing.T) {
+	dir := t.TempDir()
+	tokens, keys := filepath.Join(dir, "tokens"), filepath.Join(dir, "keys")
+	token := strings.TrimSpace(must(t, "token", "ops", "--scope", "admin", "--file", tokens))
+	reader := strings.TrimSpace(must(t, "token", "prometheus", "--file", tokens))
+	if err := os.WriteFile(keys, fmt.Appendf(nil, "ada %x\n", sha256.Sum256([]byte("SECRET-key"))), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	p := make([]int, 8)
+	for i := range p {
+		p[i] = testkit.FreePort(t)
+	}
+	file := write(t, fmt.Sprintf(`server: {host: 127.0.0.1, port: %d, listen: ['%d:144'], http-port: %d, pprof: true, l1-size-gb: 8MiB, kv-events: 'tcp://127.0.0.1:%d', kv-events-replay: 'tcp://127.0.0.1:%d', token-file: %s, allow-from: [127.0.0.1]}
+bootstrap: {port: %d, token-file: %[6]s, allow-from: [127.0.0.1]}
+relay: {port: 0, memory-gb: 8MiB, token-file: %[6]s, allow-from: [127.0.0.1]}
+proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, token-file: %[6]s, api-keys: %[10]s, store: 'http://127.0.0.1:%[3]d', store-token: %[11]s, prefill: ['http://127.0.0.1:1'], decode: ['http://127.0.0.1:1'], allow-from: [127.0.0.1]}
+`, p[0], p[1], p[2], p[3], p[4], tokens, p[5], p[6], p[7], keys, reader))
+	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(p[0]), "--drop") })
+	pid, log := startAndLog(t, "the proxy serves", "all", "--config", file)
+	ports := tcpPorts(t, pid)
+	if len(ports) < 10 { // 8 of the file, the relay's directory, its two transfer ports and more
+		t.Fatalf("only the ports %v are found", ports)
+	}
+	for _, port := range p {
+		if !slices.Contains(ports, port) {
+			t.Errorf("port %d of the file is not among %v", port, ports)
+		}
+	}
+	web := 0
+	for _, port := range ports {
+		if outsideGetsHealthAlone(t, port) {
+			web++
+		}
+	}
+	if web != 5 {
+		t.Errorf("%d ports speak HTTP, want 5: the node's, the registry's, the relay's, the proxy's and its admin's", web)
+	}
+	inside := func(port int, route, secret string, want int) {
+		t.Helper()
+		head := ""
+		if secret != "" {
+			head = "Authorization: Bearer " + secret + "\r\n"
+		}
+		if got := status(from(t, "127.0.0.1", port, route+" HTTP/1.0\r\nHost: localhost\r\n"+head+"\r\n")); got != want {
+			t.Errorf("inside, port %d answers %s with %d, want %d", port, route, got, want)
+		}
+	}
+	inside(p[2], "GET /status", "", 401)
+	inside(p[2], "GET /status", reader, 200)
+	inside(p[2], "GET /debug/pprof/", reader, 403)
+	inside(p[2], "GET /debug/pprof/", token, 200)
+	inside(p[2], "POST /cache/clear", reader, 403)
+	inside(p[2], "POST /cache/clear", token, 200)
+	inside(p[5], "GET /query", "", 200)
+	inside(p[5], "GET /metrics", "", 401)
+	inside(p[5], "GET /metrics", reader, 200)
+	inside(p[7], "GET /metrics", "", 401)
+	inside(p[7], "GET /metrics", reader, 200)
+	inside(p[7], "GET /engines", "SECRET-admin", 200)
+	inside(p[7], "DELETE /engines?url=http://127.0.0.1:1", reader, 403)
+	inside(p[6], "GET /v1/models", "SECRET-key", 200)
+	inside(p[6], "GET /v1/models", token, 401) // a token is no API key
+	secrets := []string{"SECRET", token, reader}
+	for _, route := range []string{"GET /status", "GET /config?sources=true", "GET /metrics", "GET /debug/pprof/goroutine?debug=2", "GET /debug/pprof/heap?debug=1", "GET /debug/pprof/cmdline"} {
+		answer := from(t, "127.0.0.1", p[2], route+" HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer "+token+"\r\n\r\n")
+		for _, secret := range secrets {
+			if strings.Contains(answer, secret) {
+				t.Errorf("%s shows a secret", route)
+			}
+		}
+	}
+	_, checked, _ := run(t, "config", "check", file)
+	for _, secret := range secrets {
+		if strings.Contains(checked, secret) {
+			t.Errorf("config check shows a secret:\n%s", checked)
+		}
+		if strings.Contains(log(), secret) {
+			t.Error("the log has a secret")
+		}
+	}
+}
+
+// startAndLog starts a command, waits until a line of its log has a text (none: not at all), and returns the log so far whenever it is asked.
+func startAndLog(t *testing.T, ready string, args ...string) (pid int, log func() string) {
+	t.Helper()
+	c := command(args...)
+	stderr, err := c.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	var mu sync.Mutex
+	var text strings.Builder
+	started, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		for lines, found := bufio.NewScanner(stderr), false; lines.Scan(); {
+			mu.Lock()
+			text.WriteString(lines.Text() + "\n")
+			mu.Unlock()
+			if !found && strings.Contains(lines.Text(), ready) {
+				found = true
+				close(started)
+			}
+		}
+	}()
+	log = func() string {
+		mu.Lock()
+		defer mu.Unlock()
+		return text.String()
+	}
+	t.Cleanup(func() {
+		_ = c.Process.Kill()
+		<-ended
+		_ = c.Wait() // it was killed
+	})
+	if ready == "" {
+		return c.Process.Pid, log
+	}
+	select {
+	case <-started:
+	case <-ended:
+		t.Fatalf("it ended:\n%s", log())
+	case <-time.After(120 * time.Second):
+		t.Fatalf("it never said %q:\n%s", ready, log())
+	}
+	return c.Process.Pid, log
+}
+
+// must runs a command line that succeeds.
+func must(t *testing.T, args ...string) string {
+	t.Helper()
+	code, out, errs := run(t, args...)
+	if code != 0 {
+		t.Fatalf("%v: %d, %s", args, code, errs)
+	}
+	return out
+}
+
+// A token is printed once; its file has no secret, keeps its mode, and takes a name once.
+func TestTokenFile(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "tokens")
+	secret := strings.TrimSpace(must(t, "token", "a", "--scope", "write", "--until", "2126-01-31", "--file", file))
+	text, err := os.ReadFile(file)
+	want := fmt.Sprintf("a %x write until=2126-01-31T00:00:00Z\n", sha256.Sum256([]byte(secret)))
+	if err != nil || string(text) != want {
+		t.Errorf("%q, %v, want %q", text, err, want)
+	}
+	if info, err := os.Stat(file); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("%v, %v", info.Mode(), err)
+	}
+	if err := os.Chmod(file, 0o640); err != nil {
+		t.Fatal(err)
+	}
+	must(t, "token", "b", "--file", file)
+	if info, err := os.Stat(file); err != nil || info.Mode().Perm() != 0o640 {
+		t.Errorf("%v, %v", info.Mode(), err)
+	}
+	if text, _ := os.ReadFile(file); !regexp.MustCompile(`^a .*\nb [0-9a-f]{64} read\n$`).Match(text) {
+		t.Errorf("%q", text)
+	}
+	f := func(want string, args ...string) {
+		t.Helper()
+		if code, out, errs := run(t, append([]string{"token"}, args...)...); code == 0 || out != "" || !strings.Contains(errs, want) {
+			t.Errorf("%v: %d %q %q, want %q", args, code, out, errs, want)
+		}
+	}
+	f("has a token", "b", "--file", file)
+	f("not one word", "b c", "--file", file)
+	f("no date", "c", "--until", "soon", "--file", file)
+	if err := os.WriteFile(file+".new", nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	f("another kvasir token writes it", "c", "--file", file)
+	if err := os.Chmod(file, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	f("every user of this machine may read", "c", "--file", file)
+}
+
+// Flags and files that cannot be used are refused by name, at the start and by --check-config.
+func TestWrongAccess(t *testing.T) {
+	dir := t.TempDir()
+	public := filepath.Join(dir, "public")
+	if err := os.WriteFile(public, fmt.Appendf(nil, "a %x read\n", sha256.Sum256(nil)), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	commands := map[string][]string{
+		"server": {"server", "--l1-size-gb", "8MiB"}, "bootstrap": {"bootstrap"}, "relay": {"relay", "--upstream", "http://127.0.0.1:1"},
+		"proxy": {"proxy", "--engine", "http://127.0.0.1:1", "--admin-port", "8001"}, "engine": {"engine"},
+		"store-node": {"store-node", "--master", "127.0.0.1:1"}, "keeper": {"keeper", dir, "--max-gb", "1"},
+	}
+	for name, line := range commands {
+		for _, c := range []struct {
+			want string
+			args []string
+		}{
+			{"--token-file: tokens: " + public, []string{"--token-file", public}},
+			{"no such file", []string{"--token-file", public + "x"}},
+			{"--tls-cert and --tls-key go together", []string{"--token-file", public, "--tls-cert", public}},
+			{"--tls-client-ca needs --tls-cert", []string{"--tls-client-ca", public}},
+			{public + "x", []string{"--admin-token=t", "--tls-cert", public + "x", "--tls-key", public + "x"}},
+			{"--allow-from \"10.0.0.0/33\" is no network", []string{"--admin-token=t", "--allow-from", "10.0.0.0/33"}},
+			{"--allow-from nothing=10.0.0.0/8: the listeners are ", []string{"--admin-token=t", "--allow-from", "nothing=10.0.0.0/8"}},
+		} {
+			args := c.args
+			if args[0] == "--admin-token=t" && name != "proxy" {
+				args = args[1:]
+			}
+			code, _, errs := run(t, slices.Concat(line, args, []string{"--check-config"})...)
+			if code == 0 || !strings.Contains(errs, c.want) {
+				t.Errorf("%s %v: %d %s, want %q", name, args, code, errs, c.want)
+			}
+		}
+	}
+}

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli_test
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"math/big"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
+)
+
+// pki is an authority, with a certificate of a server and one of a client.
+type pki struct {
+	ca, cert, key string // files
+	pool          *x509.CertPool
+	client        tls.Certificate
+}
+
+func newPKI(t *testing.T) *pki {
+	t.Helper()
+	dir := t.TempDir()
+	keys := map[string]*ecdsa.PrivateKey{}
+	made := map[string]*x509.Certificate{}
+	for i, name := range []string{"ca", "server", "client"} {
+		var err error
+		if keys[name], err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
+			t.Fatal(err)
+		}
+		c := &x509.Certificate{
+			SerialNumber: big.NewInt(int64(i + 1)), Subject: pkix.Name{CommonName: name}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+			IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, ExtKeyUsage: map[string][]x509.ExtKeyUsage{"server": {x509.ExtKeyUsageServerAuth}, "client": {x509.ExtKeyUsageClientAuth}}[name],
+			IsCA: name == "ca", BasicConstraintsValid: true,
+		}
+		parent := made["ca"]
+		if name == "ca" {
+			parent = c
+		}
+		der, err := x509.CreateCertificate(rand.Reader, c, parent, &keys[name].PublicKey, keys["ca"])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if made[name], err = x509.ParseCertificate(der); err != nil {
+			t.Fatal(err)
+		}
+		secret, err := x509.MarshalECPrivateKey(keys[name])
+		if err != nil {
+			t.Fatal(err)
+		}
+		for file, b := range map[string]*pem.Block{name: {Type: "CERTIFICATE", Bytes: der}, name + ".key": {Type: "EC PRIVATE KEY", Bytes: secret}} {
+			if err := os.WriteFile(filepath.Join(dir, file), pem.EncodeToMemory(b), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	p := &pki{ca: filepath.Join(dir, "ca"), cert: filepath.Join(dir, "server"), key: filepath.Join(dir, "server.key"), pool: x509.NewCertPool()}
+	p.pool.AddCert(made["ca"])
+	p.client = tls.Certificate{Certificate: [][]byte{made["client"].Raw}, PrivateKey: keys["client"]}
+	return p
+}
+
+// Each HTTP listener of each command serves https, answers health without a certificate and a token, 401 to the rest, and the rest with a
+// client certificate, or a token of its scope.
+func TestHTTPSAndCertificatesOfEachCommand(t *testing.T) {
+	p := newPKI(t)
+	dir := t.TempDir()
+	tokens := filepath.Join(dir, "tokens")
+	kept, model := filepath.Join(dir, "kept"), filepath.Join(dir, "kept", "org-model_0123456789ab")
+	if err := errors.Join(os.MkdirAll(model, 0o755), os.WriteFile(filepath.Join(model, "config.json"), []byte(`{"model_name":"org/model","blocks_per_file":4}`), 0o644)); err != nil {
+		t.Fatal(err)
+	}
+	reader := strings.TrimSpace(must(t, "token", "reader", "--file", tokens))
+	port := testkit.FreePort(t)
+	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(port), "--drop") })
+	for _, c := range []struct {
+		name, ready string
+		paths       []string // that need the scope read, at one of the HTTP listeners each
+		args        []string
+	}{
+		{"server", "serving HTTP", []string{"/status"}, []string{"--port", fmt.Sprint(port), "--http-port", "0", "--l1-size-gb", "8MiB"}},
+		{"bootstrap", "Bootstrap Server started", []string{"/metrics"}, []string{"--port", "0"}},
+		{"relay", "the relay serves", []string{"/metrics"}, []string{"--port", "0", "--upstream", "http://127.0.0.1:1", "--memory-gb", "8MiB"}},
+		{"proxy", "the proxy serves", []string{"/v1/models", "/metrics"}, []string{"--port", "0", "--engine", "http://127.0.0.1:1", "--admin-port", fmt.Sprint(testkit.FreePort(t))}},
+		{"engine", "the engine serves", []string{"/v1/models"}, []string{"--port", "0", "--num-gpu-blocks-override", "64"}},
+		{"store-node", "giving memory", []string{"/metrics"}, []string{"--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0"}},
+		{"keeper", "the keeper watches", []string{"/status"}, []string{kept, "--max-gb", "1", "--http-port", fmt.Sprint(testkit.FreePort(t))}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			args := append([]string{c.name, "--token-file", tokens, "--tls-cert", p.cert, "--tls-key", p.key, "--tls-client-ca", p.ca}, c.args...)
+			pid, _ := startAndLog(t, c.ready, args...)
+			found := 0
+			for _, port := range tcpPorts(t, pid) {
+				ask := func(path, token string, certs ...tls.Certificate) int {
+					client := http.Client{Timeout: time.Minute, Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: p.pool, Certificates: certs}}}
+					defer client.CloseIdleConnections()
+					r, err := http.NewRequest(http.MethodGet, fmt.Sprintf("https://127.0.0.1:%d%s", port, path), nil)
+					if err != nil {
+						t.Fatal(err)
+					}
+					if token != "" {
+						r.Header.Set("Authorization", "Bearer "+token)
+					}
+					answer, err := client.Do(r)
+					if err != nil {
+						return 0 // no HTTP
+					}
+					_ = answer.Body.Close()
+					return answer.StatusCode
+				}
+				if !isHTTPS(port) {
+					continue
+				}
+				for _, path := range c.paths {
+					without, with, wrong, token := ask(path, ""), ask(path, "", p.client), ask(path, "kv-wrong"), ask(path, reader)
+					if without != 401 || wrong != 401 || with == 401 || with == 403 || with == 0 {
+						t.Errorf("port %d, %s: %d without, %d with a wrong token, %d with a certificate", port, path, without, wrong, with)
+					}
+					if isAPI := c.name == "proxy" && with != 404 && path == "/v1/models"; with == 200 && token != 200 && !isAPI {
+						t.Errorf("port %d, %s: %d with a token", port, path, token)
+					}
+					if with == 200 {
+						found++
+					}
+				}
+				if health := ask("/healthz", ""); health == 0 || health == 401 && c.name != "proxy" {
+					t.Errorf("port %d: health is %d", port, health)
+				}
+				if got := status(from(t, "127.0.0.1", port, "GET /healthz HTTP/1.0\r\n\r\n")); got != 400 {
+					t.Errorf("port %d answers http with %d, want 400", port, got)
+				}
+			}
+			if found != len(c.paths) {
+				t.Errorf("%d of the routes %v answer 200 with a certificate", found, c.paths)
+			}
+		})
+	}
+}
+
+// isHTTPS reports whether a port speaks TLS. Side channels and transfer ports do not.
+func isHTTPS(port int) bool {
+	d := net.Dialer{Timeout: 2 * time.Second}
+	c, err := tls.DialWithDialer(&d, "tcp", fmt.Sprintf("127.0.0.1:%d", port), &tls.Config{InsecureSkipVerify: true}) // only whether it speaks TLS
+	if err != nil {
+		return false
+	}
+	_ = c.Close()
+	return true
+}

@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package auth decides who may use a listener: bearer tokens, client certificates and networks.
+//
+// A Gate guards one HTTP listener, a Networks guards a listener of any other protocol. Files of secrets are read again when
+// they change, and a file that is being written never counts.
+package auth
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"os"
+	"syscall"
+	"time"
+)
+
+// FileError is a file of secrets that cannot be used. Its text names the file.
+type FileError struct{ Path, Reason string }
+
+func (e *FileError) Error() string { return e.Path + ": " + e.Reason }
+
+// stamp is a state of a file. Another file under the path, as behind a link that was changed, is another state, whatever its
+// time: some systems give all files one.
+type stamp struct {
+	changed time.Time
+	size    int64
+	info    os.FileInfo // nil: it cannot be looked at
+}
+
+func stampOf(info os.FileInfo) stamp { return stamp{info.ModTime(), info.Size(), info} }
+
+func (s stamp) same(o stamp) bool {
+	if s.info == nil || o.info == nil {
+		return s.info == o.info
+	}
+	return s.changed.Equal(o.changed) && s.size == o.size && s.info.Mode() == o.info.Mode() && os.SameFile(s.info, o.info)
+}
+
+// othersMay are the rights of users who are neither the owner nor in the group of a file.
+const othersMay fs.FileMode = 0o006
+
+// CheckPrivate returns an error when every user of this machine may read or write the file at a path. The mode of a link's target
+// counts; the group may have rights, since Kubernetes mounts secrets that way.
+func CheckPrivate(path string) error {
+	info, err := os.Stat(path)
+	if err != nil {
+		return err
+	}
+	return checkMode(path, info)
+}
+
+func checkMode(path string, info os.FileInfo) error {
+	if info.Mode().Perm()&othersMay != 0 {
+		return &FileError{path, fmt.Sprintf("every user of this machine may read or write it (mode %04o): chmod o-rwx", info.Mode().Perm())}
+	}
+	return nil
+}
+
+// ReadSecret reads a file of secrets of at most max bytes. It refuses files that every user of this machine may read, empty files, and
+// what is no regular file.
+func ReadSecret(path string, max int64) ([]byte, error) {
+	text, _, err := readFile(path, max, true)
+	return text, err
+}
+
+func readFile(path string, max int64, private bool) ([]byte, stamp, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a FIFO without a writer would hang
+	if err != nil {
+		return nil, stamp{}, err
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, stamp{}, err
+	}
+	if !info.Mode().IsRegular() {
+		return nil, stamp{}, &FileError{path, "not a regular file"}
+	}
+	if private {
+		if err := checkMode(path, info); err != nil {
+			return nil, stamp{}, err
+		}
+	}
+	text, err := io.ReadAll(io.LimitReader(f, max+1))
+	switch {
+	case err != nil:
+		return nil, stamp{}, err
+	case int64(len(text)) > max:
+		return nil, stamp{}, &FileError{path, fmt.Sprintf("more than %d bytes", max)}
+	case len(text) == 0:
+		return nil, stamp{}, &FileError{path, "it is empty"}
+	}
+	return text, stampOf(info), nil
+}
+
+// Change is what the text of a File means.
+type Change struct {
+	Take    func() // makes it count
+	Entries int
+	Removed int // entries that count now and are not in the text
+}
+
+// FileOptions configures a File.
+type FileOptions struct {
+	Path     string
+	MaxBytes int64
+	Public   bool // it has no secret: every user may read it
+
+	// Parse says what a text means, and changes nothing.
+	Parse func(text []byte) (Change, error)
+}
+
+// File is a file that is read again when it changes.
+type File struct {
+	o    FileOptions
+	read stamp // by Watch, after OpenFile
+}
+
+// OpenFile reads a file and makes it count. A file without an entry is an error.
+func OpenFile(o FileOptions) (*File, error) {
+	f := &File{o: o}
+	c, at, _, err := f.load()
+	if err != nil {
+		return nil, err
+	}
+	c.Take()
+	f.read = at
+	return f, nil
+}
+
+// load reads the file. whole means that its last line ends.
+func (f *File) load() (c Change, at stamp, whole bool, err error) {
+	text, at, err := readFile(f.o.Path, f.o.MaxBytes, !f.o.Public)
+	if err != nil {
+		return c, at, false, err
+	}
+	if c, err = f.o.Parse(text); err != nil {
+		return c, at, false, fmt.Errorf("%s: %w", f.o.Path, err)
+	}
+	if c.Entries == 0 {
+		return c, at, false, &FileError{f.o.Path, "it has no entry"}
+	}
+	return c, at, text[len(text)-1] == '\n', nil
+}
+
+// settleTime is how long a file that lacks entries must stay as it is before they are gone: it may be half written.
+const settleTime = 5 * time.Second
+
+// WatchInterval is the time between two looks of Watch that suits most files.
+const WatchInterval = 2 * time.Second
+
+// Watch reads the file again when it has changed, looking each interval, until ctx ends.
+//
+// A file that is being written does not count: two looks in a row must find the same file, it must end with a newline, and when
+// it lacks entries that count now, it must stay so for 5 s. A file without any entry never counts. What cannot be taken is logged
+// once for each state of the file, and the former entries stay.
+func (f *File) Watch(ctx context.Context, interval time.Duration, log *slog.Logger) {
+	seen, since := f.read, time.Now()
+	settled := true // the file in this state was taken, or it was logged why not
+	for {
+		select {
+		case <-time.After(interval):
+		case <-ctx.Done():
+			return
+		}
+		var now stamp // zero: it cannot be looked at
+		info, err := os.Stat(f.o.Path)
+		if err == nil {
+			now = stampOf(info)
+		}
+		if !now.same(seen) {
+			seen, since, settled = now, time.Now(), false
+			continue
+		}
+		if !settled {
+			settled = f.again(now, since, err, log)
+		}
+	}
+}
+
+// again takes the file in the state now, which it has had since a time, and reports whether there is nothing more to do about it. looked
+// is the error of the look.
+func (f *File) again(now stamp, since time.Time, looked error, log *slog.Logger) bool {
+	c, at, whole, err := Change{}, stamp{}, false, looked
+	if err == nil {
+		c, at, whole, err = f.load()
+	}
+	switch {
+	case err != nil:
+	case !at.same(now):
+		return false // it changed since the look
+	case !whole:
+		err = &FileError{f.o.Path, "its last line does not end, it may be half written"}
+	}
+	if err != nil {
+		log.Error("a file cannot be read again: its former entries count", "file", f.o.Path, "err", err)
+		return true
+	}
+	if c.Removed > 0 && time.Since(since) < settleTime {
+		return false
+	}
+	c.Take()
+	f.read = at
+	if c.Removed > 0 {
+		log.Warn("entries of a file were removed", "file", f.o.Path, "removed", c.Removed, "entries", c.Entries)
+	} else {
+		log.Info("a file was read again", "file", f.o.Path, "entries", c.Entries)
+	}
+	return true
+}

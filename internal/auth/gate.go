@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package auth
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/subtle"
+	"crypto/tls"
+	"encoding/json"
+	"log/slog"
+	"net/http"
+	"net/netip"
+	"strings"
+	"sync/atomic"
+	"time"
+)
+
+// Need is what a request needs.
+type Need uint8
+
+// What requests need. Three of them are scopes.
+const (
+	NeedNothing Need = iota // health: everyone gets an answer
+	NeedRead                // Read
+	NeedWrite               // Write
+	NeedAdmin               // Admin
+	NeedPeer                // a stock peer sends it without credentials: an address in Networks suffices
+)
+
+// Options configures a Gate.
+type Options struct {
+	Listener    string       // its name in the log
+	Tokens      *Tokens      // nil: none
+	Keys        []string     // secrets that allow everything
+	Authorities *Authorities // of client certificates, which allow everything; nil: none
+	Networks    *Networks    // nil: every address
+
+	// Need says what a request needs.
+	Need func(*http.Request) Need
+
+	// Refuse answers a request that may not be; nil: {"error": text}.
+	Refuse func(w http.ResponseWriter, status int, text string)
+
+	Log *slog.Logger // nil discards
+}
+
+// Gate guards an HTTP listener. Every request but health must come from one of Networks, if they are given, and must have a credential,
+// if Tokens, Keys or Authorities are given: a token of its scope, a key, or a certificate. Requests of stock peers need none.
+type Gate struct {
+	o    Options
+	keys []hash
+
+	badCredential, badScope, badAddress atomic.Uint64
+	logged                              atomic.Int64 // when a refusal was last logged, Unix nanoseconds
+}
+
+// New returns a Gate.
+func New(o Options) *Gate {
+	g := &Gate{o: o}
+	for _, k := range o.Keys {
+		g.keys = append(g.keys, sha256.Sum256([]byte(k)))
+	}
+	if g.o.Log == nil {
+		g.o.Log = slog.New(slog.DiscardHandler)
+	}
+	if g.o.Refuse == nil {
+		g.o.Refuse = refuseJSON
+	}
+	return g
+}
+
+// WantsCredentials reports whether requests need a token, a key or a certificate.
+func (g *Gate) WantsCredentials() bool {
+	return g.o.Tokens != nil || len(g.keys) > 0 || g.o.Authorities != nil
+}
+
+// Stats are the figures of a Gate, for metrics.
+type Stats struct {
+	Refused map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests refused: address (outside --allow-from), credential (missing, unknown or ended), scope (the token does not allow it)."`
+}
+
+// Stats returns the figures.
+func (g *Gate) Stats() Stats {
+	return Stats{map[string]uint64{"address": g.badAddress.Load(), "credential": g.badCredential.Load(), "scope": g.badScope.Load()}}
+}
+
+type scopeKey struct{}
+
+// Allows reports whether the Gate in front found a credential with a scope in a request.
+func Allows(r *http.Request, s Scope) bool {
+	has, _ := r.Context().Value(scopeKey{}).(Scope)
+	return has >= s
+}
+
+// Handler returns h behind the gate.
+func (g *Gate) Handler(h http.Handler) http.Handler {
+	if !g.WantsCredentials() && g.o.Networks == nil {
+		return h
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		need := g.o.Need(r)
+		if need == NeedNothing {
+			h.ServeHTTP(w, r)
+			return
+		}
+		if from, err := netip.ParseAddrPort(r.RemoteAddr); err == nil && !g.o.Networks.Contains(from.Addr()) {
+			g.badAddress.Add(1)
+			g.refuse(w, r, http.StatusUnauthorized, "the address is in no network of --allow-from")
+			return
+		}
+		if !g.WantsCredentials() {
+			h.ServeHTTP(w, r)
+			return
+		}
+		want := Scope(need)
+		if need == NeedPeer {
+			want = 0
+		}
+		has, why := g.scope(r)
+		switch {
+		case has >= want:
+		case has == 0:
+			g.badCredential.Add(1)
+			w.Header().Set("WWW-Authenticate", "Bearer")
+			g.refuse(w, r, http.StatusUnauthorized, why)
+			return
+		default:
+			g.badScope.Add(1)
+			g.refuse(w, r, http.StatusForbidden, "the token has the scope "+has.String()+", this needs "+want.String())
+			return
+		}
+		h.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), scopeKey{}, has)))
+	})
+}
+
+// scope returns what the credentials of a request allow; 0: nothing, and why.
+func (g *Gate) scope(r *http.Request) (has Scope, why string) {
+	why = "a token is missing"
+	now := time.Now()
+	if a := g.o.Authorities; a != nil {
+		var err error
+		if r.TLS != nil {
+			err = a.Verify(r.TLS.PeerCertificates, now)
+		} else {
+			err = errNoCertificate
+		}
+		if err == nil {
+			return Admin, ""
+		}
+		why = err.Error()
+	}
+	secret, given := Secret(r)
+	if !given {
+		return 0, why
+	}
+	sum, fits := sha256.Sum256([]byte(secret)), 0
+	for i := range g.keys {
+		fits |= subtle.ConstantTimeCompare(sum[:], g.keys[i][:])
+	}
+	if fits == 1 {
+		return Admin, ""
+	}
+	if g.o.Tokens != nil {
+		if t := g.o.Tokens.Find(secret, now); t != nil {
+			return t.Scope, ""
+		}
+	}
+	return 0, "the token is unknown, or its time is over"
+}
+
+// Secret returns the bearer token of a request, or what it has in the header of LMCache's API keys.
+func Secret(r *http.Request) (secret string, ok bool) {
+	if scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " "); strings.EqualFold(scheme, "Bearer") {
+		secret = strings.TrimSpace(token)
+	} else {
+		secret = r.Header.Get("X-LMCache-API-Key")
+	}
+	return secret, secret != ""
+}
+
+// refuse answers, and logs at most one refusal a minute.
+func (g *Gate) refuse(w http.ResponseWriter, r *http.Request, status int, text string) {
+	now, last := time.Now().UnixNano(), g.logged.Load()
+	if now-last >= int64(time.Minute) && g.logged.CompareAndSwap(last, now) {
+		g.o.Log.Warn("a request was refused", "listener", g.o.Listener, "from", r.RemoteAddr, "why", text,
+			"refused_in_all", g.badAddress.Load()+g.badCredential.Load()+g.badScope.Load())
+	}
+	w.Header().Set("Connection", "close") // its body is not read
+	g.o.Refuse(w, status, text)
+}
+
+func refuseJSON(w http.ResponseWriter, status int, text string) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_ = json.NewEncoder(w).Encode(map[string]string{"error": text}) // the client is gone if this fails
+}
+
+// TLSConfig returns how a listener serves https: with the certificate of get, and asking clients for theirs where there are authorities.
+// The Gate verifies them, for each request, so that a wrong one gets an answer which says so, and a revoked one does not stay.
+func TLSConfig(get func(*tls.ClientHelloInfo) (*tls.Certificate, error), a *Authorities) *tls.Config {
+	c := &tls.Config{GetCertificate: get, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2", "http/1.1"}}
+	if a == nil {
+		return c
+	}
+	c.ClientAuth = tls.RequestClientCert
+	c.GetConfigForClient = func(*tls.ClientHelloInfo) (*tls.Config, error) {
+		now := c.Clone()
+		now.GetConfigForClient, now.ClientCAs = nil, a.Pool()
+		now.SessionTicketsDisabled = true // a resumed session would not prove that the client has the key
+		return now, nil
+	}
+	return c
+}

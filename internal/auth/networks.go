@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package auth
+
+import (
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+)
+
+// Networks are the networks from which a listener takes connections. A nil *Networks allows every address. Its methods are safe for
+// concurrent use.
+type Networks struct {
+	prefixes []netip.Prefix
+	log      *slog.Logger
+	refused  atomic.Uint64
+	logged   atomic.Int64 // when a refusal was last logged, Unix nanoseconds
+}
+
+// NewNetworks returns those networks. log gets a line for refused connections, at most one a minute; nil discards.
+func NewNetworks(prefixes []netip.Prefix, log *slog.Logger) *Networks {
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	return &Networks{prefixes: slices.Clone(prefixes), log: log}
+}
+
+// ParseNetwork reads a network (10.0.0.0/8), or an address for a network of one.
+func ParseNetwork(text string) (netip.Prefix, error) {
+	if a, err := netip.ParseAddr(text); err == nil && a.Zone() == "" {
+		a = a.Unmap()
+		return netip.PrefixFrom(a, a.BitLen()), nil
+	}
+	p, err := netip.ParsePrefix(text)
+	if err != nil {
+		return p, fmt.Errorf("%.60q is no network like 10.0.0.0/8 and no address", text)
+	}
+	return p.Masked(), nil
+}
+
+// Contains reports whether an address is in one of the networks.
+func (n *Networks) Contains(a netip.Addr) bool {
+	if n == nil {
+		return true
+	}
+	a = a.Unmap().WithZone("")
+	for _, p := range n.prefixes {
+		if p.Contains(a) {
+			return true
+		}
+	}
+	return false
+}
+
+// allows reports whether a connection may come from an address. The kernel knows the users behind UNIX sockets: they have no network.
+func (n *Networks) allows(from net.Addr) bool {
+	a, ok := from.(*net.TCPAddr)
+	return !ok || n.Contains(a.AddrPort().Addr())
+}
+
+// Refused returns how many connections and requests were refused.
+func (n *Networks) Refused() uint64 {
+	if n == nil {
+		return 0
+	}
+	return n.refused.Load()
+}
+
+// refuse counts and logs a refusal.
+func (n *Networks) refuse(at, from string) {
+	total := n.refused.Add(1)
+	now, last := time.Now().UnixNano(), n.logged.Load()
+	if now-last >= int64(time.Minute) && n.logged.CompareAndSwap(last, now) {
+		n.log.Warn("a connection was refused: its address is in no network of --allow-from", "listener", at, "from", from, "refused_in_all", total)
+	}
+}
+
+// String lists the networks.
+func (n *Networks) String() string {
+	if n == nil {
+		return ""
+	}
+	var out []string
+	for _, p := range n.prefixes {
+		out = append(out, p.String())
+	}
+	return strings.Join(out, ",")
+}
+
+// Listener closes connections from elsewhere as soon as they are accepted, before a byte is read.
+func (n *Networks) Listener(l net.Listener) net.Listener {
+	if n == nil {
+		return l
+	}
+	return &netListener{l, n}
+}
+
+type netListener struct {
+	net.Listener
+	networks *Networks
+}
+
+// Accept implements net.Listener.
+func (l *netListener) Accept() (net.Conn, error) {
+	for {
+		c, err := l.Listener.Accept()
+		if err != nil || l.networks.allows(c.RemoteAddr()) {
+			return c, err
+		}
+		l.networks.refuse(l.Addr().String(), c.RemoteAddr().String())
+		_ = c.Close() // nothing was sent
+	}
+}
