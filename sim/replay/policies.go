@@ -154,72 +154,102 @@ func ComparePolicies(ctx context.Context, requests []workload.Request, o PolicyO
 	return r, nil
 }
 
-// playPolicy counts the hits of a policy. It is asked as a store asks: what is there of a prompt is busy
-// while the rest is stored, head first; then the new blocks are added and the others used, tail
-// first.
+// playPolicy counts the hits of a policy.
 func playPolicy(ctx context.Context, p prompts, policy string, capacity int) (hits int64, err error) {
 	e, err := evict.New(policy, int64(capacity))
 	if err != nil {
 		return 0, fmt.Errorf("%w: %w", ErrOptions, err)
 	}
-	const absent = ^uint32(0)
-	at := make([]uint32, p.blocks+1) // the slot of each block
-	for i := range at {
-		at[i] = absent
-	}
-	var holds []uint32 // the block of each slot
-	var busyIn []int   // by slot: the last request, from 1, that it was part of
-	var free []uint32
+	c := newPlayer(e, capacity, p.blocks)
 	for i, blocks := range p.of {
 		if i%256 == 0 && ctx.Err() != nil {
 			return 0, ctx.Err()
 		}
-		there := 0
-		for there < len(blocks) && at[blocks[there]] != absent {
-			there++
-		}
-		hits += int64(there)
-		for _, b := range blocks {
-			if at[b] != absent {
-				busyIn[at[b]] = i + 1
-			}
-		}
-		isNew := make([]bool, len(blocks))
-		for k, b := range blocks {
-			if at[b] != absent {
-				continue
-			}
-			slot, ok := uint32(len(holds)), true
-			switch {
-			case len(free) > 0:
-				slot, free = free[len(free)-1], free[:len(free)-1]
-			case len(holds) < capacity:
-				holds, busyIn = append(holds, 0), append(busyIn, 0)
-			default:
-				if slot, ok = victim(e, func(s uint32) bool { return busyIn[s] == i+1 }); ok {
-					e.Remove(slot)
-					at[holds[slot]] = absent
-				}
-			}
-			if !ok {
-				break // the prompt's tail finds no room
-			}
-			holds[slot], at[b], busyIn[slot], isNew[k] = b, slot, i+1, true
-		}
-		for k := len(blocks) - 1; k >= 0; k-- {
-			switch slot := at[blocks[k]]; {
-			case isNew[k]:
-				parent := uint64(0)
-				if k > 0 {
-					parent = uint64(blocks[k-1])
-				}
-				e.Add(slot, uint64(blocks[k]), parent, 1)
-			case slot != absent:
-				e.Use(slot)
-			}
-		}
+		hits += int64(c.find(blocks))
+		c.store(blocks)
 	}
 	return hits, nil
+}
+
+// player is a cache of blocks under a policy. It asks the policy as a store asks: what is there of a prompt is busy while the rest is
+// stored, head first; then the new blocks are added and the others used, tail first.
+type player struct {
+	policy   evict.Policy
+	capacity int
+	at       []uint32 // the slot of each block
+	holds    []uint32 // the block of each slot
+	busyIn   []int    // by slot: the last request, from 1, that it was part of
+	isNew    []bool   // of a request's blocks
+	requests int
+}
+
+// absent is the slot of a block that is not there.
+const absent = ^uint32(0)
+
+func newPlayer(policy evict.Policy, capacity, blocks int) *player {
+	return &player{policy: policy, capacity: capacity, at: slices.Repeat([]uint32{absent}, blocks+1)}
+}
+
+// find returns how many blocks of a prompt are there, in a row from its start.
+func (c *player) find(blocks []uint32) (hits int) {
+	for hits < len(blocks) && c.at[blocks[hits]] != absent {
+		hits++
+	}
+	return hits
+}
+
+// store stores a prompt.
+func (c *player) store(blocks []uint32) {
+	c.requests++
+	for _, b := range blocks {
+		if c.at[b] != absent {
+			c.busyIn[c.at[b]] = c.requests
+		}
+	}
+	c.isNew = append(c.isNew[:0], make([]bool, len(blocks))...)
+	for k, b := range blocks {
+		if c.at[b] != absent {
+			continue
+		}
+		slot, ok := c.take()
+		if !ok {
+			break // the prompt's tail finds no room
+		}
+		c.holds[slot], c.at[b], c.busyIn[slot], c.isNew[k] = b, slot, c.requests, true
+	}
+	for k := len(blocks) - 1; k >= 0; k-- {
+		switch slot := c.at[blocks[k]]; {
+		case c.isNew[k]:
+			parent := uint64(0)
+			if k > 0 {
+				parent = nameOf(blocks[k-1])
+			}
+			c.policy.Add(slot, nameOf(blocks[k]), parent, 1)
+		case slot != absent:
+			c.policy.Use(slot)
+		}
+	}
+}
+
+// take returns a free slot, evicting where there is none.
+func (c *player) take() (slot uint32, ok bool) {
+	if len(c.holds) < c.capacity {
+		c.holds, c.busyIn = append(c.holds, 0), append(c.busyIn, 0)
+		return uint32(len(c.holds) - 1), true
+	}
+	if slot, ok = victim(c.policy, func(s uint32) bool { return c.busyIn[s] == c.requests }); ok {
+		c.policy.Remove(slot)
+		c.at[c.holds[slot]] = absent
+	}
+	return slot, ok
+}
+
+// nameOf returns the name of a block: uniform bits, as those of a hash are (the finalizer of splitmix64).
+func nameOf(block uint32) uint64 {
+	x := uint64(block) * 0x9e3779b97f4a7c15
+	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
+	x = (x ^ x>>27) * 0x94d049bb133111eb
+	return x ^ x>>31
 }
 
 func victim(e evict.Policy, busy func(uint32) bool) (slot uint32, ok bool) {

@@ -29,6 +29,8 @@ type LeafHazard struct {
 	learnt  int // probes begun
 	refresh int // the class whose index is next
 
+	ends *[]PromptEnd // for Teach; nil: none are noted
+
 	watched [classes][buckets]watched // probes that are of that age now
 	spent   [classes][buckets]float64 // passed and watched when the class's index was computed
 
@@ -75,6 +77,7 @@ func (h *LeafHazard) Use(slot uint32) {
 		h.observe(n.probe, true)
 		h.leave(n)
 		n.class, n.marked = h.classOf(n, 0), h.clock
+		h.noteEnd(n)
 		h.watch(slot+h.first, n)
 		h.enter(slot+h.first, n, false)
 	}
@@ -146,6 +149,7 @@ func (h *LeafHazard) endOfPrompt(place uint32, end *node) {
 	}
 	end.tip, end.turn = true, uint8(min(turn, turns-1))
 	end.class = h.classOf(end, size)
+	h.noteEnd(end)
 	h.watch(place, end)
 }
 

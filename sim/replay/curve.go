@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package replay
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/store/evict"
+	"github.com/kvasir-kv/kvasir/store/hitcurve"
+)
+
+// CurveOptions says for which pool EstimateCurve estimates.
+type CurveOptions struct {
+	Policy   string // of evict.Names; default evict.Default
+	Capacity int    // blocks of the pool
+	Tiers    []hitcurve.Tier
+	Bytes    int64 // of a block; default 1
+}
+
+// EstimateCurve plays a trace in a pool, with the estimator that a server has, and returns what it says at the end. The sizes of
+// the result are bytes. each is called after each request; it may be nil.
+// Errors: ErrOptions, that of ctx.
+func EstimateCurve(ctx context.Context, requests []workload.Request, o CurveOptions, each func(request int, c *hitcurve.Curves)) (hitcurve.Window, error) {
+	p, _, _ := numberPrompts(requests)
+	if o.Policy == "" {
+		o.Policy = evict.Default
+	}
+	if o.Bytes == 0 {
+		o.Bytes = 1
+	}
+	pool := int64(o.Capacity) * o.Bytes
+	e, err := evict.New(o.Policy, pool)
+	if err != nil || o.Capacity < 1 || o.Capacity > MaxCapacity {
+		return hitcurve.Window{}, fmt.Errorf("%w: policy %q, %d blocks", ErrOptions, o.Policy, o.Capacity)
+	}
+	h := hitcurve.Options{Policy: o.Policy, Bytes: pool, Tiers: o.Tiers}
+	if lh, ok := e.(*evict.LeafHazard); ok {
+		h.Teach = lh.Teach
+	}
+	c, cache := hitcurve.New(h), newPlayer(e, o.Capacity, p.blocks)
+	var names []uint64
+	for i, blocks := range p.of {
+		if i%256 == 0 && ctx.Err() != nil {
+			return hitcurve.Window{}, ctx.Err()
+		}
+		names = names[:0]
+		for _, b := range blocks {
+			names = append(names, nameOf(b))
+		}
+		c.Lookup(&hitcurve.Lookup{Asked: len(blocks), Pool: cache.find(blocks), Chunks: names, Bytes: o.Bytes}, 0)
+		c.Play()
+		cache.store(blocks)
+		if each != nil {
+			each(i, c)
+		}
+	}
+	windows := c.Estimate(0)
+	return windows[len(windows)-1], nil
+}

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package evict
+
+import "math"
+
+// Shadow is leaf-hazard for a sampled cache of another size. It evicts by the classes and indices that the LeafHazard of a whole
+// cache has learned. A sample could not learn them: the class of a prompt depends on all of its chunks. It is not safe
+// for concurrent use.
+type Shadow struct {
+	leaves
+	from *Lessons
+}
+
+// Lessons are what Shadows take from a LeafHazard. Teach fills them in. With the zero Lessons a Shadow works as leaf-lru.
+type Lessons struct {
+	Ends []PromptEnd // classes since the lessons before; the owner of the Shadows calls Mark
+
+	clock uint64
+	index *[classes][buckets]float64 // nil: none yet
+}
+
+// PromptEnd is the class that a prompt got: all its chunks are as likely to be used again as its last one.
+type PromptEnd struct {
+	ID    uint64 // of the last chunk
+	class uint8
+}
+
+// maxEnds bounds the prompts that wait for Teach: of more, the later ones are lost.
+const maxEnds = 1 << 12
+
+// unmarked is the ring of slots whose class is not known. They are evicted last, for as many additions to the whole cache as
+// unmarkedLife, and first afterwards.
+const (
+	unmarked     = classes
+	unmarkedLife = 1 << 12
+)
+
+// noteEnd records the class of a prompt.
+func (h *LeafHazard) noteEnd(n *node) {
+	if h.ends != nil && len(*h.ends) < maxEnds {
+		*h.ends = append(*h.ends, PromptEnd{n.id, n.class})
+	}
+}
+
+// Teach fills l in: the classes of the prompts since its last call, the first call aside. With whole it copies the indices, 36 KiB.
+func (h *LeafHazard) Teach(l *Lessons, whole bool) {
+	h.settle()
+	l.clock = h.clock
+	if whole {
+		if l.index == nil {
+			l.index = new([classes][buckets]float64)
+		}
+		*l.index = h.index
+	}
+	l.Ends = l.Ends[:0]
+	if h.ends == nil {
+		h.ends = new([]PromptEnd)
+	}
+	l.Ends, *h.ends = *h.ends, l.Ends
+}
+
+// NewShadow returns an empty Shadow that learns from l.
+func NewShadow(l *Lessons) *Shadow {
+	s := &Shadow{from: l}
+	s.init(classes + 1)
+	s.ended = func(_ uint32, n *node) { n.class = unmarked }
+	return s
+}
+
+// Mark gives a slot the class of a prompt that has it.
+func (s *Shadow) Mark(slot uint32, of PromptEnd) {
+	s.settle()
+	n := s.node(slot)
+	if n == nil {
+		return
+	}
+	n.marked = s.clock
+	if n.class == of.class {
+		return
+	}
+	inRing := n.older != 0
+	s.leave(n)
+	n.class = of.class
+	if inRing {
+		s.enter(slot+s.first, n, false)
+	}
+}
+
+// Add implements Policy.
+func (s *Shadow) Add(slot uint32, id, parent uint64, weight int64) {
+	s.clock = max(s.clock, s.from.clock)
+	s.leaves.Add(slot, id, parent, weight)
+}
+
+// Use implements Policy.
+func (s *Shadow) Use(slot uint32) {
+	s.clock = max(s.clock, s.from.clock)
+	s.leaves.Use(slot)
+}
+
+// Victim implements Policy.
+func (s *Shadow) Victim(busy func(slot uint32) bool) (slot uint32, ok, more bool) {
+	return s.victim(busy, s.least)
+}
+
+// least is that of LeafHazard, with the indices of the lessons.
+func (s *Shadow) least() (place uint32, leaf *node) {
+	best := math.Inf(1)
+	for c := range classes + 1 {
+		i, n := s.oldest(c)
+		if n == nil {
+			continue
+		}
+		if v := s.value(c, s.clock-n.last); v < best || v == best && n.last < leaf.last {
+			best, place, leaf = v, i, n
+		}
+	}
+	return place, leaf
+}
+
+// value returns the index of a leaf of a class that was not used for age additions.
+func (s *Shadow) value(class int, age uint64) float64 {
+	switch {
+	case class == unmarked && age <= unmarkedLife:
+		return math.MaxFloat64
+	case class == unmarked || s.from.index == nil:
+		return 0
+	}
+	return s.from.index[class][bucketOf(age)]
+}

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package hitcurve
+
+import "github.com/kvasir-kv/kvasir/store/evict"
+
+// cache is a sampled cache: a policy over the sampled chunks, with a part of the bytes of the cache that it stands for.
+type cache struct {
+	policy   evict.Policy
+	capacity int64 // bytes
+	used     int64
+	at       map[uint64]uint32 // chunk to slot
+	slots    []slot
+	free     []uint32
+	isNew    []bool // of the chunks of a prompt
+}
+
+// slot is what a sampled cache knows of a chunk.
+type slot struct {
+	id     uint64
+	bytes  int64
+	prompt uint32 // the last prompt that it was part of
+}
+
+func newCache(policy evict.Policy, capacity int64) *cache {
+	return &cache{policy: policy, capacity: capacity, at: make(map[uint64]uint32)}
+}
+
+// play looks the sampled chunks of a prompt up, stores those that are missing, and returns how many of those that count were there, in a
+// row from the beginning. parent is the sampled chunk before them, 0 for none. The policy sees what a store shows it: what is there is
+// busy while the rest is stored; then the chunks are added and used, the last one first.
+func (c *cache) play(parent uint64, chunks []sampled, bytes int64, prompt uint32) (hits int) {
+	c.isNew = append(c.isNew[:0], make([]bool, len(chunks))...)
+	run := true
+	for _, s := range chunks {
+		at, ok := c.at[s.id]
+		if ok {
+			c.slots[at].prompt = prompt
+		}
+		if run = run && ok; run && s.counts {
+			hits++
+		}
+	}
+	for i, s := range chunks {
+		if _, ok := c.at[s.id]; ok {
+			continue
+		}
+		if !c.makeRoom(bytes, prompt) {
+			break // the prompt's tail finds no room
+		}
+		c.at[s.id] = c.take(slot{s.id, bytes, prompt})
+		c.isNew[i] = true
+		c.used += bytes
+	}
+	for i := len(chunks) - 1; i >= 0; i-- {
+		at, ok := c.at[chunks[i].id]
+		switch {
+		case c.isNew[i]:
+			before := parent
+			if i > 0 {
+				before = chunks[i-1].id
+			}
+			c.policy.Add(at, chunks[i].id, before, bytes)
+		case ok:
+			c.policy.Use(at)
+		}
+	}
+	return hits
+}
+
+// take returns a free slot with that content.
+func (c *cache) take(content slot) (at uint32) {
+	if last := len(c.free) - 1; last >= 0 {
+		at, c.free = c.free[last], c.free[:last]
+		c.slots[at] = content
+		return at
+	}
+	c.slots = append(c.slots, content)
+	return uint32(len(c.slots) - 1)
+}
+
+// thin drops the chunks whose names have bits of mask, and half of the capacity.
+func (c *cache) thin(mask uint64) {
+	c.capacity = max(c.capacity/2, 1)
+	for at := range c.slots {
+		if s := &c.slots[at]; s.bytes > 0 && s.id&mask != 0 {
+			c.drop(uint32(at))
+		}
+	}
+}
+
+// drop frees a slot.
+func (c *cache) drop(at uint32) {
+	c.policy.Remove(at)
+	delete(c.at, c.slots[at].id)
+	c.used -= c.slots[at].bytes
+	c.slots[at] = slot{}
+	c.free = append(c.free, at)
+}
+
+// makeRoom evicts until bytes fit. It reports false where all else is part of the prompt.
+func (c *cache) makeRoom(bytes int64, prompt uint32) bool {
+	for c.used+bytes > c.capacity {
+		at, ok, more := c.policy.Victim(func(s uint32) bool { return c.slots[s].prompt == prompt })
+		if !ok {
+			if more {
+				continue
+			}
+			return false
+		}
+		c.drop(at)
+	}
+	return true
+}
+
+// mark gives a chunk the class of a prompt that has it.
+func (c *cache) mark(id uint64, end evict.PromptEnd) {
+	at, ok := c.at[id]
+	if !ok {
+		return
+	}
+	if s, ok := c.policy.(*evict.Shadow); ok {
+		s.Mark(at, end)
+	}
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package hitcurve
+
+import (
+	"slices"
+
+	"github.com/kvasir-kv/kvasir/store/evict"
+)
+
+// Limits of what the caches remember.
+const (
+	maxSeen    = 1 << 14 // sampled names, twice
+	maxEnds    = 512     // prompts whose class is not known yet, and prompts whose class is known
+	teachEvery = 32      // batches between two copies of the policy's indices
+)
+
+// caches are the sampled caches.
+type caches struct {
+	own   []*cache // of the store's policy, of Factors; none where it is lru
+	lru   []*cache // of Options.sizes
+	batch int
+
+	prompt  uint32
+	seen    [2]map[uint64]struct{} // sampled names: the newer, the older ones
+	lessons evict.Lessons
+	waiting recent[[]sampled]       // sampled chunks by the last chunk of their prompt
+	ended   recent[evict.PromptEnd] // by the last chunk of the prompt
+}
+
+func (c *caches) init() {
+	c.seen = [2]map[uint64]struct{}{{}, {}}
+	c.waiting.init()
+	c.ended.init()
+}
+
+// learn takes from the store's policy what it has learned since.
+func (c *caches) learn(o *Options) {
+	if o.Teach == nil {
+		return
+	}
+	o.Teach(&c.lessons, c.batch%teachEvery == 0)
+	c.batch++
+	for _, end := range c.lessons.Ends {
+		c.ended.put(end.ID, end)
+		c.mark(c.waiting.of[end.ID], end)
+	}
+}
+
+// mark gives chunks the class of a prompt that has them.
+func (c *caches) mark(chain []sampled, end evict.PromptEnd) {
+	for i := range chain {
+		for _, cache := range c.own {
+			cache.mark(chain[i].id, end)
+		}
+	}
+}
+
+// play plays the sampled chunks of a job in every cache and counts in n what they have. The chain begins with the chunks that were
+// played before.
+func (c *caches) play(o *Options, n *counts, chain []sampled, j *job) {
+	if c.prompt++; j.play > 0 {
+		c.playNew(n, chain, j)
+	}
+	if o.Teach == nil || len(c.own) == 0 {
+		return
+	}
+	if end, ok := c.ended.of[j.last]; ok {
+		c.mark(chain, end)
+	}
+	c.waiting.put(j.last, slices.Clone(chain))
+}
+
+func (c *caches) playNew(n *counts, chain []sampled, j *job) {
+	again := 0
+	for i := range chain[j.played:] {
+		s := &chain[j.played+i]
+		if seen := c.remember(s.id); s.counts {
+			n.sampled++
+			if s.counts = seen; seen {
+				again++
+			}
+		}
+	}
+	n.again += uint64(again)
+	parent := uint64(0)
+	if j.played > 0 {
+		parent = chain[j.played-1].id
+	}
+	for i, cache := range c.own {
+		n.own[i] += uint64(cache.play(parent, chain[j.played:], j.bytes, c.prompt))
+	}
+	for i, cache := range c.lru {
+		n.lru[i] += uint64(cache.play(parent, chain[j.played:], j.bytes, c.prompt))
+	}
+}
+
+// remember reports whether a sampled name was seen before, and remembers it.
+func (c *caches) remember(id uint64) bool {
+	_, newer := c.seen[0][id]
+	if newer {
+		return true
+	}
+	_, older := c.seen[1][id]
+	if len(c.seen[0]) >= maxSeen {
+		c.seen[1], c.seen[0] = c.seen[0], make(map[uint64]struct{})
+	}
+	c.seen[0][id] = struct{}{}
+	return older
+}
+
+// begin makes the caches, when the size of a chunk is known.
+func (c *caches) begin(o *Options, rate uint64, bytes int64) {
+	sizes, _ := o.sizes()
+	for i, s := range sizes {
+		part := max(s/int64(rate), bytes)
+		c.lru = append(c.lru, newCache(evict.NewLRU(), part))
+		if i < len(Factors) {
+			if p := c.policy(o.Policy, part); p != nil {
+				c.own = append(c.own, newCache(p, part))
+			}
+		}
+	}
+}
+
+// thin removes chunks that are in no sample of one in rate, half of them, and half of the room.
+func (c *caches) thin(rate uint64) {
+	for _, cache := range append(slices.Clone(c.own), c.lru...) {
+		cache.thin(rate - 1)
+	}
+}
+
+// policy returns the store's for a sampled cache; nil where it evicts as lru does.
+func (c *caches) policy(name string, bytes int64) evict.Policy {
+	switch name {
+	case "lru", "leaf-lru":
+		return nil
+	case "leaf-hazard":
+		return evict.NewShadow(&c.lessons)
+	}
+	p, err := evict.New(name, bytes)
+	if err != nil {
+		return nil
+	}
+	return p
+}
+
+// recent is the last maxEnds of something, by names.
+type recent[T any] struct {
+	of    map[uint64]T
+	order [maxEnds]uint64
+	next  int
+}
+
+func (r *recent[T]) init() { r.of = make(map[uint64]T) }
+
+func (r *recent[T]) put(id uint64, v T) {
+	if _, ok := r.of[id]; !ok {
+		delete(r.of, r.order[r.next])
+		r.order[r.next] = id
+		r.next = (r.next + 1) % maxEnds
+	}
+	r.of[id] = v
+}

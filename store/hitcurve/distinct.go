@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package hitcurve
+
+import (
+	"math"
+	"math/bits"
+)
+
+// registerBits is the precision of a sketch: 2^16 registers of a byte, a standard error of 1.04/2^8 = 0.41 %.
+const registerBits = 16
+
+// sketch counts distinct 64-bit hashes: HyperLogLog (P. Flajolet et al., AofA 2007) with the estimator of
+// O. Ertl, "New cardinality estimation algorithms for HyperLogLog sketches" (2017), which needs no corrections for small and
+// large numbers. The sketch of a union is the larger register of each pair.
+type sketch [1 << registerBits]uint8
+
+// add notes a hash, whose bits are uniform.
+func (s *sketch) add(hash uint64) {
+	rank := uint8(min(bits.LeadingZeros64(hash<<registerBits), 64-registerBits)) + 1
+	if r := &s[hash>>(64-registerBits)]; *r < rank {
+		*r = rank
+	}
+}
+
+// merge makes s the sketch of its union with other.
+func (s *sketch) merge(other *sketch) {
+	for i, rank := range other {
+		s[i] = max(s[i], rank)
+	}
+}
+
+// count estimates how many distinct hashes were added.
+func (s *sketch) count() float64 {
+	const registers, most = 1 << registerBits, 64 - registerBits
+	var of [most + 2]float64 // registers by rank
+	for _, rank := range s {
+		of[rank]++
+	}
+	z := registers * tau(1-of[most+1]/registers)
+	for k := most; k >= 1; k-- {
+		z = (z + of[k]) / 2
+	}
+	z += registers * sigma(of[0]/registers)
+	return registers * registers / (2 * math.Ln2 * z)
+}
+
+// sigma and tau are Ertl's corrections for registers of the least and of the greatest rank.
+func sigma(x float64) float64 {
+	if x == 1 {
+		return math.Inf(1)
+	}
+	z, y := x, 1.0
+	for {
+		x *= x
+		before := z
+		z += x * y
+		y += y
+		if z == before {
+			return z
+		}
+	}
+}
+
+func tau(x float64) float64 {
+	if x == 0 || x == 1 {
+		return 0
+	}
+	z, y := 1-x, 1.0
+	for {
+		x = math.Sqrt(x)
+		before := z
+		y /= 2
+		z -= (1 - x) * (1 - x) * y
+		if z == before {
+			return z / 3
+		}
+	}
+}

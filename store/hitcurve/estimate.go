@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package hitcurve
+
+import (
+	"math"
+	"time"
+)
+
+// Point is the estimate for one size.
+type Point struct {
+	Bytes int64   `json:"bytes"` // of the pool
+	Rate  float64 `json:"hit_rate"`
+	LRU   float64 `json:"lru_hit_rate"` // with lru instead of the store's policy
+}
+
+// TierPoint is the estimate for the pool and all tiers up to one.
+type TierPoint struct {
+	Name  string  `json:"tier"`
+	Bytes int64   `json:"bytes"` // of the tier; 0: without end
+	Rate  float64 `json:"hit_rate"`
+}
+
+// Window is what was asked for and found in a window of time, and what more memory would have found. Rates are parts of the
+// chunks that lookups asked for.
+type Window struct {
+	Seconds  float64     `json:"seconds"` // that it covers at least, where the server ran as long
+	Lookups  uint64      `json:"lookups"`
+	Asked    uint64      `json:"asked_chunks"`
+	Bytes    uint64      `json:"asked_bytes"`
+	Distinct float64     `json:"distinct_chunks"` // estimated
+	Pool     float64     `json:"pool_hit_rate"`   // measured
+	Hit      float64     `json:"hit_rate"`        // measured, with tiers
+	Ceiling  float64     `json:"ceiling"`         // with memory without end
+	Curve    []Point     `json:"curve"`
+	Tiers    []TierPoint `json:"tiers"`
+}
+
+// Estimate returns the windows of 15 minutes, one hour and 24 hours. A window without a lookup is all 0.
+func (c *Curves) Estimate(now time.Duration) []Window {
+	c.Play()
+	short, mid, long := c.last(now)
+	out := []Window{c.window(short), c.window(mid), c.window(long)}
+	for i, length := range []time.Duration{15 * time.Minute, time.Hour, 24 * time.Hour} {
+		out[i].Seconds = length.Seconds()
+	}
+	return out
+}
+
+// last returns the stretches of the windows, nil without a lookup.
+func (c *Curves) last(now time.Duration) (short, mid, long *stretch) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	w := &c.mu.windows
+	w.at(now)
+	return w.last15Minutes(), w.lastHour(), w.last24Hours()
+}
+
+func (c *Curves) window(s *stretch) Window {
+	w := Window{Curve: []Point{}, Tiers: []TierPoint{}}
+	if s == nil || s.asked == 0 {
+		return w
+	}
+	asked := float64(s.asked)
+	w.Lookups, w.Asked, w.Bytes, w.Distinct = s.lookups, s.asked, s.bytes, s.names.count()
+	w.Pool, w.Hit = float64(s.pool)/asked, float64(s.pool+s.below)/asked
+	fresh := min(max(w.Distinct-float64(s.answers), 0), float64(s.named))
+	repeated := float64(s.named) - fresh
+	w.Ceiling = max(repeated/asked, w.Hit)
+	hot := min(float64(s.hot), repeated)
+	rate := func(missed float64) float64 { return min((hot+(repeated-hot)*(1-missed))/asked, w.Ceiling) }
+	own := s.own[:]
+	if c.opts.Policy == "lru" || c.opts.Policy == "leaf-lru" {
+		own = s.lru[:len(Factors)]
+	}
+	correction := correct(missed(own[poolFactor], s.again), w.Pool*asked-hot, repeated-hot)
+	for i, f := range Factors {
+		w.Curve = append(w.Curve, Point{
+			int64(f * float64(c.opts.Bytes)), rate(correction(missed(own[i], s.again))), rate(correction(missed(s.lru[i], s.again))),
+		})
+	}
+	_, tiers := c.opts.sizes()
+	for i, t := range c.opts.Tiers {
+		p := TierPoint{t.Name, t.Bytes, w.Ceiling}
+		if tiers[i] >= 0 {
+			p.Rate = max(rate(missed(s.lru[tiers[i]], s.again)), w.Curve[poolFactor].Rate)
+		}
+		w.Tiers = append(w.Tiers, p)
+	}
+	return w
+}
+
+// missed is the part of the repeated chunks of the sample that a cache did not have.
+func missed(hits, again uint64) float64 {
+	if again == 0 {
+		return 0
+	}
+	return 1 - float64(hits)/float64(again)
+}
+
+// correct returns what makes the curve go through the hits that the pool had of the repeated chunks. It maps the parts that the sample
+// missed: what it missed at the pool's size becomes what the pool missed, nothing stays nothing, all stays all.
+func correct(sample, hits, repeated float64) func(float64) float64 {
+	if repeated <= 0 || sample >= 1 {
+		return func(m float64) float64 { return m }
+	}
+	measured := min(max(1-hits/repeated, 0), 1)
+	return func(m float64) float64 {
+		if m <= sample {
+			return measured * m / max(sample, math.SmallestNonzeroFloat64)
+		}
+		return 1 - (1-m)*(1-measured)/(1-sample)
+	}
+}

@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package hitcurve estimates, from the lookups of a running store, what other amounts of memory would have found.
+//
+// The ceiling is the hit rate of a memory without end: all chunks but the first of each name. Sketches count the names. The
+// curve is the hit rate at 1/2 to 16 times the pool, and of the tiers below it. Small caches play a
+// sample of the chunks, chosen by their names (SHARDS: C. Waldspurger et al., FAST 2015), with the store's own policy and with
+// lru. A sample of chunks gives the hits of whole prompts, because a cache that drops the end of a prompt before its beginning has
+// with a chunk all that is before it.
+//
+// Three corrections make a small sample do. The sample says only which part of the repeated chunks a cache misses; how many
+// are repeated is known from the sketches. Chunks that very many prompts have count as hits, outside of the sample.
+// And the curve of the store's policy goes through the hit rate that the pool had.
+package hitcurve
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/store/evict"
+)
+
+// Factors are the sizes of the curve, in pools.
+var Factors = [...]float64{0.5, 1, 2, 4, 8, 16}
+
+// poolFactor is the place of the pool's own size in Factors.
+const poolFactor = 1
+
+// Options configures Curves.
+type Options struct {
+	Policy string // of the store, one of evict.Names
+	Bytes  int64  // of the pool
+	Tiers  []Tier // below it, in the order in which they are asked
+
+	// Teach fills in what the store's leaf-hazard has learned (evict.LeafHazard.Teach); nil: nothing.
+	Teach func(l *evict.Lessons, whole bool)
+}
+
+// Tier is a place below the pool.
+type Tier struct {
+	Name  string
+	Bytes int64 // 0: without end
+}
+
+// MaxTiers bounds the tiers of a curve.
+const MaxTiers = 8
+
+// Limits of the sample.
+const (
+	maxSampled = 15 << 10 // chunks of all sampled caches of one policy
+	maxQueued  = 1 << 14  // sampled chunks that wait for Play; further prompts are left out
+	maxRate    = 1 << 20
+)
+
+// Curves estimates. Its methods are safe for concurrent use. The mutex mu is a leaf; playing comes before it, and before what
+// Options.Teach locks.
+type Curves struct {
+	opts    Options
+	news    chan struct{} // something is queued; capacity 1
+	playing sync.Mutex    // guards caches
+	caches  caches
+
+	mu struct {
+		sync.Mutex
+		windows windows
+		hot     hotChunks
+		rate    uint64 // one chunk in rate is sampled; 0 until the first chunk
+		jobs    []job
+		queue   []sampled // of the jobs
+	}
+}
+
+// sampled is a chunk of the sample. It counts where it was asked for and is not hot.
+type sampled struct {
+	id     uint64
+	counts bool
+}
+
+// job is a part of a prompt with sampled chunks. Its chunks are the next ones of the queue: first those that were played before,
+// then those to play.
+type job struct {
+	played, play int
+	last         uint64 // chunk of the part
+	bytes        int64  // of a chunk
+}
+
+// New returns Curves that have seen nothing.
+func New(o Options) *Curves {
+	o.Tiers = o.Tiers[:min(len(o.Tiers), MaxTiers)]
+	c := &Curves{opts: o, news: make(chan struct{}, 1)}
+	c.caches.init()
+	return c
+}
+
+// Lookup is what a lookup asked for and found.
+type Lookup struct {
+	Asked int // chunks
+	Pool  int // chunks of them that the pool had
+	Below int // chunks of them that came from tiers
+
+	// Chunks are the names of the leading chunks of the prompt, of those that are known. The others may follow when the request stores
+	// them: see Stored.
+	Chunks []uint64
+	From   int   // chunks that the engine had itself: they are used, not asked for
+	Bytes  int64 // of a chunk, all its objects
+}
+
+// Lookup notes a lookup. now is the time since a fixed moment.
+func (c *Curves) Lookup(l *Lookup, now time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	n := c.mu.windows.at(now)
+	n.lookups++
+	n.asked += uint64(l.Asked)
+	n.pool += uint64(l.Pool)
+	n.below += uint64(l.Below)
+	n.bytes += uint64(l.Asked) * uint64(l.Bytes)
+	from := min(l.From, len(l.Chunks))
+	c.noteLocked(n, l.Chunks, 0, from, false, l.Bytes)
+	c.noteLocked(n, l.Chunks, from, len(l.Chunks), true, l.Bytes)
+}
+
+// Stored notes chunks that a request stores beyond those that its Lookup named: chunks[:from] are the ones that come before
+// them. Those of its prompt, prompt chunks, were asked for, those of its answer were not.
+func (c *Curves) Stored(chunks []uint64, from, prompt int, bytes int64, now time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	n := c.mu.windows.at(now)
+	prompt = min(max(prompt, from), len(chunks))
+	c.noteLocked(n, chunks, from, prompt, true, bytes)
+	c.noteLocked(n, chunks, prompt, len(chunks), false, bytes)
+	n.answers += uint64(len(chunks) - prompt)
+}
+
+// noteLocked counts chunks[from:to], of those before them nothing. Those that were not asked for change the caches and count nowhere.
+func (c *Curves) noteLocked(n *counts, chunks []uint64, from, to int, asked bool, bytes int64) {
+	if from == to {
+		return
+	}
+	if c.mu.rate == 0 {
+		c.mu.rate = c.opts.rate(bytes)
+	}
+	mask, names, before := c.mu.rate-1, c.mu.windows.names(), len(c.mu.queue)
+	for _, id := range chunks[:from] {
+		if id&mask == 0 {
+			c.mu.queue = append(c.mu.queue, sampled{id: id})
+		}
+	}
+	j := job{played: len(c.mu.queue) - before, last: chunks[to-1], bytes: bytes}
+	for i, id := range chunks[from:to] {
+		names.add(id)
+		hot := c.mu.hot.note(from+i, id)
+		if hot && asked {
+			n.hot++
+		}
+		if id&mask == 0 {
+			c.mu.queue = append(c.mu.queue, sampled{id, asked && !hot})
+		}
+	}
+	if asked {
+		n.named += uint64(to - from)
+	}
+	j.play = len(c.mu.queue) - before - j.played
+	if j.play+j.played == 0 || len(c.mu.queue) > maxQueued {
+		c.mu.queue = c.mu.queue[:before]
+		return
+	}
+	c.mu.jobs = append(c.mu.jobs, j)
+	select {
+	case c.news <- struct{}{}:
+	default:
+	}
+}
+
+const (
+	// playDelay is how long sampled chunks wait for others, so that lookups do not wake a goroutine each time.
+	playDelay = 50 * time.Millisecond
+
+	// mayTake is the part of a processor that Run may take, over playPeriod. The sample is halved when it takes more.
+	mayTake    = 0.05
+	playPeriod = 10 * time.Second
+)
+
+// Run plays what is sampled until ctx ends.
+func (c *Curves) Run(ctx context.Context) {
+	delay := time.NewTimer(playDelay)
+	defer delay.Stop()
+	var took time.Duration
+	for since := time.Now(); ; {
+		select {
+		case <-ctx.Done():
+			return
+		case <-c.news:
+		}
+		delay.Reset(playDelay)
+		select {
+		case <-ctx.Done():
+			return
+		case <-delay.C:
+		}
+		began := time.Now()
+		c.Play()
+		took += time.Since(began)
+		if passed := time.Since(since); passed > playPeriod {
+			if took.Seconds() > mayTake*passed.Seconds() {
+				c.thin()
+			}
+			since, took = time.Now(), 0
+		}
+	}
+}
+
+// thin halves the sample.
+func (c *Curves) thin() {
+	c.playing.Lock()
+	defer c.playing.Unlock()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.mu.rate == 0 || c.mu.rate >= maxRate {
+		return
+	}
+	c.mu.rate *= 2
+	c.mu.jobs, c.mu.queue = nil, nil
+	c.caches.thin(c.mu.rate)
+}
+
+// Play plays what is sampled and was not played yet.
+func (c *Curves) Play() {
+	c.playing.Lock()
+	defer c.playing.Unlock()
+	jobs, queue, rate := c.take()
+	if len(jobs) == 0 {
+		return
+	}
+	if c.caches.lru == nil {
+		c.caches.begin(&c.opts, rate, jobs[0].bytes)
+	}
+	var n counts
+	c.caches.learn(&c.opts)
+	for _, j := range jobs {
+		chain := queue[:j.played+j.play]
+		c.caches.play(&c.opts, &n, chain, &j)
+		queue = queue[len(chain):]
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if s := c.mu.windows.current; s != nil {
+		s.add(&n)
+	}
+}
+
+// take empties the queue.
+func (c *Curves) take() (jobs []job, queue []sampled, rate uint64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	jobs, queue, c.mu.jobs, c.mu.queue = c.mu.jobs, c.mu.queue, nil, nil
+	return jobs, queue, c.mu.rate
+}
+
+// sizes returns the sizes that caches stand for: those of Factors, then one for each tier that ends, of the pool and all tiers up
+// to it. tiers are the places of the tiers, -1 of one without end and of those below it.
+func (o *Options) sizes() (sizes []int64, tiers []int) {
+	for _, f := range Factors {
+		sizes = append(sizes, int64(f*float64(o.Bytes)))
+	}
+	below, endless := o.Bytes, false
+	for _, t := range o.Tiers {
+		if endless = endless || t.Bytes == 0; endless {
+			tiers = append(tiers, -1)
+			continue
+		}
+		below += t.Bytes
+		tiers = append(tiers, len(sizes))
+		sizes = append(sizes, below)
+	}
+	return sizes, tiers
+}
+
+// rate returns one chunk in how many is sampled, a power of two, where chunks have so many bytes.
+func (o *Options) rate(bytes int64) uint64 {
+	sizes, _ := o.sizes()
+	all := int64(0)
+	for _, s := range sizes {
+		all += s / max(bytes, 1)
+	}
+	rate := int64(1)
+	for all/rate > maxSampled && rate < maxRate {
+		rate *= 2
+	}
+	return uint64(rate)
+}
