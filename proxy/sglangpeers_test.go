@@ -17,6 +17,8 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
+	"github.com/kvasir-kv/kvasir/sim/api"
+	"github.com/kvasir-kv/kvasir/sim/engine"
 )
 
 // P answers with logprobs of the whole prompt before D answers: however long that is, the client gets D's answer.
@@ -519,5 +521,46 @@ func TestSGLangWantsKey(t *testing.T) {
 		o.Decode = []string{locked}
 		_, p := startProxy(t, o)
 		testkit.Eventually(t, "the reason is known", func() bool { return strings.Contains(p.Problem(locked), "--engine-api-key") })
+	}
+}
+
+// A simulated engine is as strict as SGLang: it refuses an id that it has, which goes on and can be ended; and a D that meets a P of another
+// page size ends.
+func TestSimulatedSGLangIsStrict(t *testing.T) {
+	start := func(mode string, o engine.Options) *sgl {
+		x := startSGLang(t, mode, o)
+		t.Cleanup(func() { x.stop(t) })
+		return x
+	}
+	x := start("null", engine.Options{StepTime: 50 * time.Millisecond})
+	body := `{"text":"tell me more","rid":"r","sampling_params":{"max_new_tokens":200}}`
+	var first sync.WaitGroup
+	first.Go(func() {
+		if status, answer := askSGLang(t, x.web.URL, "/generate", body); strings.Contains(answer, `"completion_tokens":200`) {
+			t.Errorf("it was not ended: %d %.200s", status, answer)
+		}
+	})
+	testkit.Eventually(t, "the first one runs", func() bool { return x.Stats().Running == 1 })
+	for range 2 {
+		if status, answer := askSGLang(t, x.web.URL, "/generate", body); status != 400 || !strings.Contains(answer, "Duplicate request ID") {
+			t.Errorf("%d %s", status, answer)
+		}
+	}
+	if status, _ := askSGLang(t, x.web.URL, "/abort_request", `{"rid":"r"}`); status != 200 {
+		t.Error(status)
+	}
+	first.Wait()
+
+	p, d := start("prefill", engine.Options{}), start("decode", engine.Options{})
+	d.api = api.NewSGLang(d.Engine, api.SGLangOptions{Mode: "decode", Page: 32, Timeout: time.Second})
+	t.Cleanup(d.api.Close)
+	web := serveMux(t, func() *http.ServeMux { m := http.NewServeMux(); m.Handle("/", d.api); return m }())
+	pair := fmt.Sprintf(`{"text":"x","bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":7}`, p.port)
+	if status, answer := askSGLang(t, web, "/generate", pair); status != 500 || !strings.Contains(answer, "page size") {
+		t.Errorf("%d %s", status, answer)
+	}
+	if r, err := http.Get(web + "/ready"); err == nil {
+		r.Body.Close()
+		t.Error("the process of D goes on")
 	}
 }

@@ -25,6 +25,7 @@ import (
 type SGLangOptions struct {
 	Version   string
 	Mode      string        // prefill, decode or null; default null
+	Page      int           // tokens of a page; default 16. A D that meets a P of another size ends its process
 	Bootstrap int           // port of P's bootstrap server; default 8998
 	Timeout   time.Duration // SGLang's bootstrap and waiting timeouts; default 300 s
 	Log       *slog.Logger  // nil discards
@@ -51,6 +52,7 @@ type SGLang struct {
 func NewSGLang(e *engine.Engine, o SGLangOptions) *SGLang {
 	o.Mode = cmp.Or(o.Mode, "null")
 	o.Bootstrap = cmp.Or(o.Bootstrap, 8998)
+	o.Page = cmp.Or(o.Page, 16)
 	o.Timeout = cmp.Or(o.Timeout, 300*time.Second)
 	s := &SGLang{a: New(e, Options{Version: o.Version, Log: o.Log}), o: o, mux: http.NewServeMux(), http: &http.Client{Timeout: 5 * time.Second}}
 	s.mu.running = make(map[string]context.CancelFunc)
@@ -60,7 +62,7 @@ func NewSGLang(e *engine.Engine, o SGLangOptions) *SGLang {
 	}
 	info := func(w http.ResponseWriter, _ *http.Request) {
 		reply(w, 200, map[string]any{
-			"version": o.Version, "status": "ready", "disaggregation_mode": o.Mode, "disaggregation_bootstrap_port": o.Bootstrap, "served_model_name": e.Model(),
+			"version": o.Version, "status": "ready", "disaggregation_mode": o.Mode, "disaggregation_bootstrap_port": o.Bootstrap, "served_model_name": e.Model(), "page_size": o.Page,
 			"api_key": "secret", "launch_command": "sglang --api-key secret",
 		})
 	}
@@ -264,7 +266,9 @@ func (s *SGLang) serve(w http.ResponseWriter, r *http.Request, check func(*sglan
 	q.RID = cmp.Or(q.RID, newRID())
 	s.mu.Lock()
 	_, twice := s.mu.running[q.RID]
-	s.mu.running[q.RID] = cancel
+	if !twice {
+		s.mu.running[q.RID] = cancel
+	}
 	s.mu.Unlock()
 	if twice {
 		s.refuse(w, r, &q, "Duplicate request ID detected: "+q.RID)
@@ -369,10 +373,15 @@ func (s *SGLang) params(ctx context.Context, q *sglangRequest, room string) (*wi
 	}
 	base := fmt.Sprintf("http://%s:%d", host, port)
 	var sizes struct {
-		TP int `json:"attn_tp_size"`
+		TP   int `json:"attn_tp_size"`
+		Page int `json:"page_size"`
 	}
 	if err := s.get(ctx, base+"/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1", &sizes); err != nil {
 		return nil, err
+	}
+	if sizes.Page != s.o.Page {
+		s.dead.Store(true)
+		return nil, fmt.Errorf("page size mismatch: P has %d, D %d", sizes.Page, s.o.Page)
 	}
 	var at struct {
 		IP   string `json:"rank_ip"`

@@ -252,7 +252,7 @@ func (c *engineCmd) Run(e *env) (err error) {
 		Version: Version(), SameIDs: o.First, Ranks: c.DPSize, KeepAlive: time.Duration(c.KeepAlive * float64(time.Second)), Log: e.log,
 	})
 	if c.Like == "sglang" {
-		s := api.NewSGLang(eng, api.SGLangOptions{Version: Version(), Mode: c.Mode, Bootstrap: c.BootPort, Log: e.log})
+		s := api.NewSGLang(eng, api.SGLangOptions{Version: Version(), Mode: c.Mode, Page: c.Block, Bootstrap: c.BootPort, Log: e.log})
 		defer s.Close()
 		handler = s
 	}
