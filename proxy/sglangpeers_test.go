@@ -287,8 +287,8 @@ func TestSGLangBusyAfterAMissedLook(t *testing.T) {
 
 // An engine of another kind takes the place of one of SGLang, at its address, and the other way round.
 func TestSGLangReplaced(t *testing.T) {
-	var vllm atomic.Bool
-	var down atomic.Bool
+	var vllm, down atomic.Bool
+	down.Store(true)
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		path := r.URL.Path
 		switch {

@@ -2,15 +2,19 @@
 """SGLang's HiCache with its mooncake backend, over a mooncake_master and memory of kvasir store-node alone.
 
   run_hicache.py --model DIR --kvasir bin/kvasir [--nodes 2]
-  run_hicache.py --pages --kvasir bin/kvasir
+  run_hicache.py --pages [--cpp] --kvasir bin/kvasir
 
 A whole engine stores prompts, drops its own cache, is replaced by another process, and finds their pages. Then a node is killed (-9):
 answers stay the same; with two nodes the lost pages are stored again once the master has given the node up, and found.
---pages: HiCache's own storage class alone puts 32 pages and gets them, byte for byte. Prints one JSON line.
+--pages: HiCache's own storage class alone puts 32 pages and gets them, byte for byte; with --cpp over a C++ node beside Kvasir's, each of
+which has some of them. Prints one JSON line.
 """
+import collections
 import json
 import os
+import re
 import subprocess
+import sys
 import time
 
 from sgl import OFFLINE, C, Engine, Master, Node
@@ -25,7 +29,33 @@ def settings(master):
             "MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_DEVICE": "", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "0", "MC_FORCE_TCP": "1"}
 
 
-def pages(master, check):
+CPP = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 256 << 20, 16 << 20, "tcp", "", sys.argv[1]) == 0
+time.sleep(3600)
+"""
+
+
+def cpp_node(master, out, check):
+    """A node of Mooncake's own client."""
+    node = C.Proc("cpp", [sys.executable, "-c", CPP, master.address], os.path.join(out, "cpp.log"), dict(os.environ, MC_FORCE_TCP="1"))
+    before = master.segments()
+    C.until("the C++ node is there", lambda: not node.alive() or len(master.segments()) > len(before), 60)
+    check("a C++ node is beside it", len(master.segments() - before) == 1, sorted(master.segments()))
+    return node
+
+
+def placed(a, master, check):
+    """Both nodes have some of the objects."""
+    keys = sorted(k for k in master.words("/get_all_keys") if k.endswith(("_k", "_v")))
+    listed = subprocess.run([a.kvasir, "store", "ls", "--master", master.address, *keys], capture_output=True, text=True, check=False).stdout
+    at = collections.Counter(re.findall(r": \d+ bytes at (\S+), complete", listed))
+    check("each of two nodes has some of the objects", len(at) == 2 and sum(at.values()) == len(keys), {"keys": len(keys), "at": dict(at)})
+
+
+def pages(a, master, check):
     """What SGLang's class does with 32 pages of two objects."""
     os.environ.update({**OFFLINE, **settings(master)})
     import sglang.srt.mem_cache.storage.mooncake_store.test_mooncake_store as upstream
@@ -40,6 +70,8 @@ def pages(master, check):
     check("no page is there", store.batch_exists(keys) == 0, "")
     check("pages are put", sum(store.batch_set_v1(keys, torch.arange(count))) == count, "")
     check("pages are there", store.batch_exists(keys) == count, store.batch_exists(keys))
+    if a.cpp:
+        placed(a, master, check)
     want = memory[:half].clone()
     memory[half:] = 0
     check("pages are got", sum(store.batch_get_v1(keys, torch.arange(count, 2 * count))) == count, "")
@@ -120,6 +152,7 @@ def main():
     ap.add_argument("--kvasir", required=True)
     ap.add_argument("--nodes", type=int, default=1)
     ap.add_argument("--pages", action="store_true")
+    ap.add_argument("--cpp", action="store_true", help="with --pages: a C++ node beside Kvasir's")
     a = ap.parse_args()
     out, R = C.begin(a, "sglang_hicache", nodes=a.nodes, steps={})
     check = C.Checks(R)
@@ -128,7 +161,10 @@ def main():
         nodes = [Node(a.kvasir, f"node-{i + 1}", master.address, out) for i in range(a.nodes)]
         check("all memory is ours", master.segments() == {n.name for n in nodes}, sorted(master.segments()))
         if a.pages:
-            pages(master, check)
+            node = cpp_node(master, out, check) if a.cpp else None
+            pages(a, master, check)
+            if node:
+                node.kill()
         else:
             engine(a, out, master, nodes, check, R)
         C.emit(R, check.ok)
