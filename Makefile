@@ -76,7 +76,7 @@ interop-vllm: build ## run real vLLM engines against this build (34 GB, minutes;
 	[ -n "$(PD)" ] || interop/vllm.sh $(PART)
 	[ -n "$(PART)" ] || interop/mooncake.sh
 
-interop-sglang: build ## run a real SGLang engine against this build (11 GB, 30 minutes; PART=clients, clients57, lmcache, hicache, hicache-two, pages, pd)
+interop-sglang: build ## run a real SGLang engine against this build (11 GB, 30 minutes; PART=clients, clients57, lmcache, hicache, hicache-two, pages, pages-cpp, pd)
 	interop/sglang.sh $(PART)
 
 canary: build ## run newer releases of the real peers than are pinned, each in an environment of its own; PEERS=PACKAGE==RELEASE names some

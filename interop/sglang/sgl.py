@@ -23,12 +23,20 @@ def environment(**more):
 
 
 def stop(proc, **how):
-    """Ends a process group, and removes the file that SGLang's scheduler leaves in shared memory."""
+    """Ends a process group, and removes what it leaves in shared memory: a file of SGLang's scheduler, and Python's semaphores after kill -9."""
     left = set()
     members = subprocess.run(["ps", "-o", "pid=", "-g", str(proc.p.pid)], capture_output=True, text=True, check=False).stdout.split()
     for fd in (path for pid in members for path in glob.glob(f"/proc/{pid}/fd/*")):
         with contextlib.suppress(OSError):
             if (path := os.readlink(fd)).startswith("/dev/shm/sglang_loads_"):
+                left.add(path)
+    mapped = set()  # inodes: a semaphore is mapped under the name that it had before it was linked
+    for pid in members:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as f:
+            mapped.update(int(line.split()[4]) for line in f if "/dev/shm/sem." in line)
+    for path in glob.glob("/dev/shm/sem.mp-*"):
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_ino in mapped:
                 left.add(path)
     proc.kill() if how.get("kill") else proc.stop()
     for path in left:
