@@ -190,11 +190,11 @@ func TestAddressesOutsideGetHealthAlone(t *testing.T) {
 	for i := range p {
 		p[i] = testkit.FreePort(t)
 	}
-	file := write(t, fmt.Sprintf(`server: {host: 127.0.0.1, port: %d, listen: ['%d:144'], http-port: %d, pprof: true, l1-size-gb: 8MiB, kv-events: 'tcp://127.0.0.1:%d', kv-events-replay: 'tcp://127.0.0.1:%d', token-file: %s, allow-from: [127.0.0.1]}
-bootstrap: {port: %d, token-file: %[6]s, allow-from: [127.0.0.1]}
+	file := write(t, fmt.Sprintf(`server: {host: 127.0.0.1, port: %d, listen: ['%d:144'], http-port: %d, pprof: true, l1-size-gb: 8MiB, kv-events: 'tcp://127.0.0.1:%d', kv-events-replay: 'tcp://127.0.0.1:%d', token-file: %s, audit-log: %[12]s, allow-from: [127.0.0.1]}
+bootstrap: {port: %[7]d, token-file: %[6]s, allow-from: [127.0.0.1]}
 relay: {port: 0, memory-gb: 8MiB, token-file: %[6]s, allow-from: [127.0.0.1]}
-proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, token-file: %[6]s, api-keys: %[10]s, store: 'http://127.0.0.1:%[3]d', store-token: %[11]s, prefill: ['http://127.0.0.1:1'], decode: ['http://127.0.0.1:1'], allow-from: [127.0.0.1]}
-`, p[0], p[1], p[2], p[3], p[4], tokens, p[5], p[6], p[7], keys, reader))
+proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, audit-log: %[12]s, token-file: %[6]s, api-keys: %[10]s, store: 'http://127.0.0.1:%[3]d', store-token: %[11]s, prefill: ['http://127.0.0.1:1'], decode: ['http://127.0.0.1:1'], allow-from: [127.0.0.1]}
+`, p[0], p[1], p[2], p[3], p[4], tokens, p[5], p[6], p[7], keys, reader, filepath.Join(dir, "audit")))
 	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(p[0]), "--drop") })
 	pid, log := startAndLog(t, "the proxy serves", "all", "--config", file)
 	ports := tcpPorts(t, pid)
@@ -238,9 +238,19 @@ proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, token-file: %
 	inside(p[7], "GET /metrics", reader, 200)
 	inside(p[7], "GET /engines", "SECRET-admin", 200)
 	inside(p[7], "DELETE /engines?url=http://127.0.0.1:1", reader, 403)
+	inside(p[7], "DELETE /engines?url=http://127.0.0.1:1&role=decode", "SECRET-admin", 200)
+	deeds, err := os.ReadFile(filepath.Join(dir, "audit"))
+	if err != nil || strings.Count(string(deeds), "\n") != 3 || !strings.Contains(string(deeds), `"listener":"http","who":"ops","from":"127.0.0.1:`) || !strings.Contains(string(deeds), `"listener":"admin","who":"key"`) {
+		t.Errorf("profiles, a clear and an engine that was removed are not the three lines of the log of deeds: %v\n%s", err, deeds)
+	}
 	inside(p[6], "GET /v1/models", "SECRET-key", 200)
 	inside(p[6], "GET /v1/models", token, 401) // a token is no API key
 	secrets := []string{"SECRET", token, reader}
+	for _, secret := range secrets {
+		if strings.Contains(string(deeds), secret) {
+			t.Error("the log of deeds has a secret")
+		}
+	}
 	for _, route := range []string{"GET /status", "GET /config?sources=true", "GET /metrics", "GET /debug/pprof/goroutine?debug=2", "GET /debug/pprof/heap?debug=1", "GET /debug/pprof/cmdline"} {
 		answer := from(t, "127.0.0.1", p[2], route+" HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer "+token+"\r\n\r\n")
 		for _, secret := range secrets {
