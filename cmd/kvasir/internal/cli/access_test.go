@@ -16,6 +16,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -404,5 +405,50 @@ func TestWrongAccess(t *testing.T) {
 				t.Errorf("%s %v: %d %s, want %q", name, args, code, errs, c.want)
 			}
 		}
+	}
+}
+
+// A listener beyond loopback that nothing defends is warned of; with networks, or with a token where the port knows tokens, it is not.
+func TestUndefendedListenersAreWarnedOf(t *testing.T) {
+	port := testkit.FreePort(t)
+	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(port), "--drop") })
+	tokens := filepath.Join(t.TempDir(), "tokens")
+	must(t, "token", "a", "--file", tokens)
+	events := fmt.Sprintf("tcp://0.0.0.0:%d", testkit.FreePort(t))
+	server := []string{"server", "--port", fmt.Sprint(port), "--http-port", "0", "--l1-size-gb", "8MiB"}
+	networks := []string{"--allow-from", "127.0.0.1"}
+	for i, c := range []struct {
+		ready, warned string // a word of the warning; "": none
+		args          []string
+	}{
+		{"serving HTTP", "whoever reaches these ports", append(slices.Clone(server), "--host", "0.0.0.0")},
+		{"serving HTTP", "", slices.Concat(server, []string{"--host", "0.0.0.0", "--http-host", "0.0.0.0"}, networks)},
+		{"serving HTTP", "http_port=", append(slices.Clone(server), "--http-host", "0.0.0.0")},
+		{"serving HTTP", "", append(slices.Clone(server), "--http-host", "0.0.0.0", "--token-file", tokens)},
+		{"serving HTTP", "KV events have no authentication", append(slices.Clone(server), "--kv-events", events)},
+		{"serving HTTP", "", slices.Concat(server, []string{"--kv-events", events}, networks)},
+		{"giving memory", "read and write the memory", []string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0", "--bind", "0.0.0.0"}},
+		{"giving memory", "", slices.Concat([]string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0", "--bind", "0.0.0.0"}, networks)},
+		{"the proxy serves", "there are no API keys", []string{"proxy", "--host", "0.0.0.0", "--port", "0", "--engine", "http://127.0.0.1:1"}},
+		{"the proxy serves", "", slices.Concat([]string{"proxy", "--host", "0.0.0.0", "--port", "0", "--engine", "http://127.0.0.1:1"}, networks)},
+	} {
+		t.Run(fmt.Sprint(i, " ", c.args[0]), func(t *testing.T) {
+			pid, log := startAndLog(t, c.ready, c.args...)
+			word := "no authentication"
+			if c.args[0] == "proxy" {
+				word = "no API keys"
+			}
+			if c.warned != "" {
+				testkit.Eventually(t, "the warning", func() bool { return strings.Contains(log(), c.warned) })
+				return
+			}
+			if err := syscall.Kill(pid, syscall.SIGTERM); err != nil {
+				t.Fatal(err)
+			}
+			testkit.Eventually(t, "all of the start is in the log", func() bool { return strings.Contains(log(), "stop") })
+			if strings.Contains(log(), word) {
+				t.Errorf("%v: a warning is in\n%s", c.args, log())
+			}
+		})
 	}
 }
