@@ -237,6 +237,18 @@ proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, audit-log: %[
 	inside(p[5], "GET /metrics", reader, 200)
 	inside(p[7], "GET /metrics", "", 401)
 	inside(p[7], "GET /metrics", reader, 200)
+	testkit.Eventually(t, "the node answers the proxy's --store-token", func() bool {
+		return strings.Contains(from(t, "127.0.0.1", p[7], "GET /metrics HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer "+reader+"\r\n\r\n"), "\nkvasir_proxy_store_well 1")
+	})
+	url := fmt.Sprintf("http://127.0.0.1:%d", p[2])
+	for _, c := range []struct{ token, command, want string }{
+		{reader, "status", ""}, {reader, "clear", "the token has the scope read, this needs admin"}, {"", "status", "set KVASIR_TOKEN"},
+	} {
+		t.Setenv("KVASIR_TOKEN", c.token)
+		if code, _, errs := run(t, c.command, "--url", url); (code == 0) != (c.want == "") || !strings.Contains(errs, c.want) {
+			t.Errorf("kvasir %s: %d, %s", c.command, code, errs)
+		}
+	}
 	inside(p[7], "GET /engines", "SECRET-admin", 200)
 	inside(p[7], "DELETE /engines?url=http://127.0.0.1:1", reader, 403)
 	inside(p[7], "DELETE /engines?url=http://127.0.0.1:1&role=decode", "SECRET-admin", 200)
