@@ -36,6 +36,8 @@ type Options struct {
 	Authorities *Authorities // of client certificates, which allow everything; nil: none
 	Networks    *Networks    // nil: every address
 
+	Audit *Audit // of requests that need NeedAdmin, and of DELETE; nil: none
+
 	// Need says what a request needs.
 	Need func(*http.Request) Need
 
@@ -77,12 +79,17 @@ func (g *Gate) WantsCredentials() bool {
 
 // Stats are the figures of a Gate, for metrics.
 type Stats struct {
-	Refused map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests refused: address (outside --allow-from), credential (missing, unknown or ended), scope (the token does not allow it)."`
+	Refused   map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests refused: address (outside --allow-from), credential (missing, unknown or ended), scope (the token does not allow it)."`
+	Unaudited uint64            `counter:"kvasir_audit_lost_total" help:"Deeds of administrators that could not be written to --audit-log; the server's log has them."`
 }
 
 // Stats returns the figures.
 func (g *Gate) Stats() Stats {
-	return Stats{map[string]uint64{"address": g.badAddress.Load(), "credential": g.badCredential.Load(), "scope": g.badScope.Load()}}
+	s := Stats{Refused: map[string]uint64{"address": g.badAddress.Load(), "credential": g.badCredential.Load(), "scope": g.badScope.Load()}}
+	if g.o.Audit != nil {
+		s.Unaudited = g.o.Audit.lost.Load()
+	}
+	return s
 }
 
 type scopeKey struct{}
@@ -95,8 +102,15 @@ func Allows(r *http.Request, s Scope) bool {
 
 // Handler returns h behind the gate.
 func (g *Gate) Handler(h http.Handler) http.Handler {
-	if !g.WantsCredentials() && g.o.Networks == nil {
+	if !g.WantsCredentials() && g.o.Networks == nil && g.o.Audit == nil {
 		return h
+	}
+	serve := func(w http.ResponseWriter, r *http.Request, need Need, who string) {
+		if g.o.Audit != nil && audited(r, need) {
+			g.serveAudited(w, r, who, h)
+			return
+		}
+		h.ServeHTTP(w, r)
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		need := g.o.Need(r)
@@ -110,14 +124,14 @@ func (g *Gate) Handler(h http.Handler) http.Handler {
 			return
 		}
 		if !g.WantsCredentials() {
-			h.ServeHTTP(w, r)
+			serve(w, r, need, "")
 			return
 		}
 		want := Scope(need)
 		if need == NeedPeer {
 			want = 0
 		}
-		has, why := g.scope(r)
+		has, who, why := g.scope(r)
 		switch {
 		case has >= want:
 		case has == 0:
@@ -130,12 +144,12 @@ func (g *Gate) Handler(h http.Handler) http.Handler {
 			g.refuse(w, r, http.StatusForbidden, "the token has the scope "+has.String()+", this needs "+want.String())
 			return
 		}
-		h.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), scopeKey{}, has)))
+		serve(w, r.WithContext(context.WithValue(r.Context(), scopeKey{}, has)), need, who)
 	})
 }
 
-// scope returns what the credentials of a request allow; 0: nothing, and why.
-func (g *Gate) scope(r *http.Request) (has Scope, why string) {
+// scope returns what the credentials of a request allow, and whose they are; 0: nothing, and why.
+func (g *Gate) scope(r *http.Request) (has Scope, who, why string) {
 	why = "a token is missing"
 	now := time.Now()
 	if a := g.o.Authorities; a != nil {
@@ -146,27 +160,27 @@ func (g *Gate) scope(r *http.Request) (has Scope, why string) {
 			err = errNoCertificate
 		}
 		if err == nil {
-			return Admin, ""
+			return Admin, r.TLS.PeerCertificates[0].Subject.String(), ""
 		}
 		why = err.Error()
 	}
 	secret, given := Secret(r)
 	if !given {
-		return 0, why
+		return 0, "", why
 	}
 	sum, fits := sha256.Sum256([]byte(secret)), 0
 	for i := range g.keys {
 		fits |= subtle.ConstantTimeCompare(sum[:], g.keys[i][:])
 	}
 	if fits == 1 {
-		return Admin, ""
+		return Admin, "key", ""
 	}
 	if g.o.Tokens != nil {
 		if t := g.o.Tokens.Find(secret, now); t != nil {
-			return t.Scope, ""
+			return t.Scope, t.Name, ""
 		}
 	}
-	return 0, "the token is unknown, or its time is over"
+	return 0, "", "the token is unknown, or its time is over"
 }
 
 // Secret returns the bearer token of a request, or what it has in the header of LMCache's API keys.

@@ -153,6 +153,7 @@ func TestWarnsBeyondLoopback(t *testing.T) {
 			t.Error(&out)
 		}
 	}
+	f("0.0.0.0:0", Options{Access: auth.Options{Networks: auth.NewNetworks(nil, nil)}}, false)
 	f("127.0.0.1:0", Options{}, false)
 	f("0.0.0.0:0", Options{}, true)
 	f("0.0.0.0:0", Options{Token: "s"}, true)

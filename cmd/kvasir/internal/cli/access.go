@@ -63,6 +63,7 @@ type accessFlags struct {
 	TLSCert   string `name:"tls-cert" help:"Certificate (PEM) for https, read again when it changes." placeholder:"FILE" group:"Access"`
 	TLSKey    string `name:"tls-key" help:"Its key (PEM)." placeholder:"FILE" group:"Access"`
 	ClientCA  string `name:"tls-client-ca" help:"Authorities (PEM, with X509 CRL blocks for revoked certificates) of clients: HTTP requests need a client certificate, which allows everything, or a token. Read again when it changes." placeholder:"FILE" group:"Access"`
+	AuditLog  string `name:"audit-log" help:"File to which each deed of an administrator adds a line of JSON: who, from where, what, and the status of the answer. It has at most 16 MiB; four earlier files stay beside it." placeholder:"FILE" group:"Access"`
 }
 
 // access is what accessFlags name, opened.
@@ -70,6 +71,7 @@ type access struct {
 	tokens      *auth.Tokens
 	authorities *auth.Authorities
 	tls         *tls.Config // nil: http
+	audit       *auth.Audit
 	networks    map[string]*auth.Networks
 	log         *slog.Logger
 }
@@ -103,18 +105,25 @@ func (f *accessFlags) open(log *slog.Logger, listeners ...string) (a *access, er
 		}
 		a.tls = auth.TLSConfig(pair.Get, a.authorities)
 	}
+	if f.AuditLog != "" {
+		if a.audit, err = auth.OpenAudit(f.AuditLog); err != nil {
+			return nil, fmt.Errorf("--audit-log: %w", err)
+		}
+	}
 	return a, nil
 }
 
 // check reports what cannot be used.
 func (f *accessFlags) check(listeners ...string) error {
-	_, err := f.open(slog.New(slog.DiscardHandler), listeners...)
+	files := *f
+	files.AuditLog = "" // a check makes no file
+	_, err := files.open(slog.New(slog.DiscardHandler), listeners...)
 	return err
 }
 
 // of returns the options of the gate of an HTTP listener.
 func (a *access) of(listener string) auth.Options {
-	return auth.Options{Listener: listener, Tokens: a.tokens, Authorities: a.authorities, Networks: a.networks[listener], Log: a.log}
+	return auth.Options{Listener: listener, Tokens: a.tokens, Authorities: a.authorities, Networks: a.networks[listener], Audit: a.audit, Log: a.log}
 }
 
 // watch reads the files again when they change, until the function that it returns is called.

@@ -16,6 +16,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -190,11 +191,11 @@ func TestAddressesOutsideGetHealthAlone(t *testing.T) {
 	for i := range p {
 		p[i] = testkit.FreePort(t)
 	}
-	file := write(t, fmt.Sprintf(`server: {host: 127.0.0.1, port: %d, listen: ['%d:144'], http-port: %d, pprof: true, l1-size-gb: 8MiB, kv-events: 'tcp://127.0.0.1:%d', kv-events-replay: 'tcp://127.0.0.1:%d', token-file: %s, allow-from: [127.0.0.1]}
-bootstrap: {port: %d, token-file: %[6]s, allow-from: [127.0.0.1]}
+	file := write(t, fmt.Sprintf(`server: {host: 127.0.0.1, port: %d, listen: ['%d:144'], http-port: %d, pprof: true, l1-size-gb: 8MiB, kv-events: 'tcp://127.0.0.1:%d', kv-events-replay: 'tcp://127.0.0.1:%d', token-file: %s, audit-log: %[12]s, allow-from: [127.0.0.1]}
+bootstrap: {port: %[7]d, token-file: %[6]s, allow-from: [127.0.0.1]}
 relay: {port: 0, memory-gb: 8MiB, token-file: %[6]s, allow-from: [127.0.0.1]}
-proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, token-file: %[6]s, api-keys: %[10]s, store: 'http://127.0.0.1:%[3]d', store-token: %[11]s, prefill: ['http://127.0.0.1:1'], decode: ['http://127.0.0.1:1'], allow-from: [127.0.0.1]}
-`, p[0], p[1], p[2], p[3], p[4], tokens, p[5], p[6], p[7], keys, reader))
+proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, audit-log: %[12]s, token-file: %[6]s, api-keys: %[10]s, store: 'http://127.0.0.1:%[3]d', store-token: %[11]s, prefill: ['http://127.0.0.1:1'], decode: ['http://127.0.0.1:1'], allow-from: [127.0.0.1]}
+`, p[0], p[1], p[2], p[3], p[4], tokens, p[5], p[6], p[7], keys, reader, filepath.Join(dir, "audit")))
 	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(p[0]), "--drop") })
 	pid, log := startAndLog(t, "the proxy serves", "all", "--config", file)
 	ports := tcpPorts(t, pid)
@@ -236,11 +237,33 @@ proxy: {port: %[8]d, admin-port: %[9]d, admin-token: SECRET-admin, token-file: %
 	inside(p[5], "GET /metrics", reader, 200)
 	inside(p[7], "GET /metrics", "", 401)
 	inside(p[7], "GET /metrics", reader, 200)
+	testkit.Eventually(t, "the node answers the proxy's --store-token", func() bool {
+		return strings.Contains(from(t, "127.0.0.1", p[7], "GET /metrics HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer "+reader+"\r\n\r\n"), "\nkvasir_proxy_store_well 1")
+	})
+	url := fmt.Sprintf("http://127.0.0.1:%d", p[2])
+	for _, c := range []struct{ token, command, want string }{
+		{reader, "status", ""}, {reader, "clear", "the token has the scope read, this needs admin"}, {"", "status", "set KVASIR_TOKEN"},
+	} {
+		t.Setenv("KVASIR_TOKEN", c.token)
+		if code, _, errs := run(t, c.command, "--url", url); (code == 0) != (c.want == "") || !strings.Contains(errs, c.want) {
+			t.Errorf("kvasir %s: %d, %s", c.command, code, errs)
+		}
+	}
 	inside(p[7], "GET /engines", "SECRET-admin", 200)
 	inside(p[7], "DELETE /engines?url=http://127.0.0.1:1", reader, 403)
+	inside(p[7], "DELETE /engines?url=http://127.0.0.1:1&role=decode", "SECRET-admin", 200)
+	deeds, err := os.ReadFile(filepath.Join(dir, "audit"))
+	if err != nil || strings.Count(string(deeds), "\n") != 3 || !strings.Contains(string(deeds), `"listener":"http","who":"ops","from":"127.0.0.1:`) || !strings.Contains(string(deeds), `"listener":"admin","who":"key"`) {
+		t.Errorf("profiles, a clear and an engine that was removed are not the three lines of the log of deeds: %v\n%s", err, deeds)
+	}
 	inside(p[6], "GET /v1/models", "SECRET-key", 200)
 	inside(p[6], "GET /v1/models", token, 401) // a token is no API key
 	secrets := []string{"SECRET", token, reader}
+	for _, secret := range secrets {
+		if strings.Contains(string(deeds), secret) {
+			t.Error("the log of deeds has a secret")
+		}
+	}
 	for _, route := range []string{"GET /status", "GET /config?sources=true", "GET /metrics", "GET /debug/pprof/goroutine?debug=2", "GET /debug/pprof/heap?debug=1", "GET /debug/pprof/cmdline"} {
 		answer := from(t, "127.0.0.1", p[2], route+" HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer "+token+"\r\n\r\n")
 		for _, secret := range secrets {
@@ -394,5 +417,50 @@ func TestWrongAccess(t *testing.T) {
 				t.Errorf("%s %v: %d %s, want %q", name, args, code, errs, c.want)
 			}
 		}
+	}
+}
+
+// A listener beyond loopback that nothing defends is warned of; with networks, or with a token where the port knows tokens, it is not.
+func TestUndefendedListenersAreWarnedOf(t *testing.T) {
+	port := testkit.FreePort(t)
+	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(port), "--drop") })
+	tokens := filepath.Join(t.TempDir(), "tokens")
+	must(t, "token", "a", "--file", tokens)
+	events := fmt.Sprintf("tcp://0.0.0.0:%d", testkit.FreePort(t))
+	server := []string{"server", "--port", fmt.Sprint(port), "--http-port", "0", "--l1-size-gb", "8MiB"}
+	networks := []string{"--allow-from", "127.0.0.1"}
+	for i, c := range []struct {
+		ready, warned string // a word of the warning; "": none
+		args          []string
+	}{
+		{"serving HTTP", "whoever reaches these ports", append(slices.Clone(server), "--host", "0.0.0.0")},
+		{"serving HTTP", "", slices.Concat(server, []string{"--host", "0.0.0.0", "--http-host", "0.0.0.0"}, networks)},
+		{"serving HTTP", "http_port=", append(slices.Clone(server), "--http-host", "0.0.0.0")},
+		{"serving HTTP", "", append(slices.Clone(server), "--http-host", "0.0.0.0", "--token-file", tokens)},
+		{"serving HTTP", "KV events have no authentication", append(slices.Clone(server), "--kv-events", events)},
+		{"serving HTTP", "", slices.Concat(server, []string{"--kv-events", events}, networks)},
+		{"giving memory", "read and write the memory", []string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0", "--bind", "0.0.0.0"}},
+		{"giving memory", "", slices.Concat([]string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0", "--bind", "0.0.0.0"}, networks)},
+		{"the proxy serves", "there are no API keys", []string{"proxy", "--host", "0.0.0.0", "--port", "0", "--engine", "http://127.0.0.1:1"}},
+		{"the proxy serves", "", slices.Concat([]string{"proxy", "--host", "0.0.0.0", "--port", "0", "--engine", "http://127.0.0.1:1"}, networks)},
+	} {
+		t.Run(fmt.Sprint(i, " ", c.args[0]), func(t *testing.T) {
+			pid, log := startAndLog(t, c.ready, c.args...)
+			word := "no authentication"
+			if c.args[0] == "proxy" {
+				word = "no API keys"
+			}
+			if c.warned != "" {
+				testkit.Eventually(t, "the warning", func() bool { return strings.Contains(log(), c.warned) })
+				return
+			}
+			if err := syscall.Kill(pid, syscall.SIGTERM); err != nil {
+				t.Fatal(err)
+			}
+			testkit.Eventually(t, "all of the start is in the log", func() bool { return strings.Contains(log(), "stop") })
+			if strings.Contains(log(), word) {
+				t.Errorf("%v: a warning is in\n%s", c.args, log())
+			}
+		})
 	}
 }

@@ -48,7 +48,7 @@ Unlike that one it outlives P, takes a restarted P, and never shows half of an e
 docs/operate/bootstrap.md has the rules and all requests.
 
 Examples:
-  kvasir bootstrap --host 0.0.0.0           (engines on other hosts)
+  kvasir bootstrap --host 0.0.0.0 --allow-from 10.0.0.0/24,127.0.0.1           (engines on other hosts)
   kvasir bootstrap --port 9000 --state /var/lib/kvasir/bootstrap.state
   kvasir bootstrap --tp 8                   (show P only when all 8 TP ranks are there)
   KVASIR_BOOTSTRAP_TOKEN=secret kvasir bootstrap

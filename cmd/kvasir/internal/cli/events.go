@@ -103,7 +103,9 @@ func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOpti
 	}); err != nil {
 		return nil, fmt.Errorf("--kv-events, --kv-events-replay: %w", err)
 	}
-	f.warnOpen(e.log)
+	if o.Networks == nil {
+		f.warnOpen(e.log)
+	}
 	e.log.Info("publishing KV events", "address", at, "replay", replay, "topic", o.Topic)
 	return p, nil
 }
@@ -119,6 +121,6 @@ func (f *eventFlags) warnOpen(log *slog.Logger) {
 	}
 	if len(open) > 0 {
 		log.Warn("KV events have no authentication: whoever reaches these addresses reads the tokens of all prompts; "+
-			"let only routers reach them (firewall, network policy)", open...)
+			"give --allow-from", open...)
 	}
 }

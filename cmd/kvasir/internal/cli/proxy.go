@@ -256,8 +256,8 @@ func (c *proxyCmd) Run(e *env) (err error) {
 			return errors.Join(takeover.ExplainListen(err, "--admin-host", "--admin-port"), so.Listener.Close())
 		}
 	}
-	if !isLoopback(c.Host) && o.Keys == nil {
-		e.log.Warn("there are no API keys: whoever reaches this port may use the engines; let only clients reach it, or give --api-keys")
+	if !isLoopback(c.Host) && o.Keys == nil && a.authorities == nil && a.networks["api"] == nil {
+		e.log.Warn("there are no API keys: whoever reaches this port may use the engines; give --api-keys or --allow-from")
 	}
 	e.parts.Add("proxy", func() any { return p.Stats() })
 	e.parts.AddTransfers("proxy", p.Transfers)

@@ -124,9 +124,9 @@ func (c *relayCmd) Run(e *env) (err error) {
 	e.parts.AddTransfers("relay", r.Transfers)
 	e.isReady()
 	e.log.Info("the relay serves: its address is D's remote_bootstrap_addr", "address", a.url(listener.Addr()), "upstream", c.Upstream, "memory_bytes", bytes)
-	if !isLoopback(c.Host) {
+	if !isLoopback(c.Host) && (a.networks["transfer"] == nil || a.networks["http"] == nil) {
 		e.log.Warn("there is no authentication: whoever reaches this machine may have any transfer's KV pushed to itself, and write what P pushes; " +
-			"let only engines reach it (firewall, network policy)")
+			"give --allow-from")
 	}
 	ended := make(chan error, 1)
 	go func() { ended <- a.serve(web, httpserver.Limit(listener, httpserver.MaxConns)) }()

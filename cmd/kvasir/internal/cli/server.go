@@ -20,6 +20,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/hostmem"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
 	"github.com/kvasir-kv/kvasir/internal/options"
@@ -102,9 +103,9 @@ func (serverCmd) Help() string {
   kvasir server --l1-size-gb 50             (another size: keeps what fits, what was used last)
   kvasir server --l1-size-gb 100 --cold     (forget what an earlier server kept; --cold=all: in the tiers, too)
   kvasir server --l1-size-gb 100 --drop     (remove it and end)
-  kvasir server --l1-size-gb 100 --host 10.0.0.5 --pickle on     (engines on other hosts too)
+  kvasir server --l1-size-gb 100 --host 10.0.0.5 --allow-from 10.0.0.0/24 --pickle on     (engines on other hosts too)
   kvasir server --l1-size-gb 100 --l2-adapter '{"type":"fs","base_path":"/data/kv"}'    (a directory below the pool)
-  kvasir server --l1-size-gb 100 --kv-events tcp://10.0.0.5:5557 --kv-events-replay tcp://10.0.0.5:5558    (for routers)
+  kvasir server --l1-size-gb 100 --kv-events tcp://10.0.0.5:5557 --kv-events-replay tcp://10.0.0.5:5558 --allow-from 10.0.0.0/24    (for routers)
   kvasir server --l1-size-gb 100 --vllm-tier /run/kvasir.sock    (vLLM's own tiered offloading: kvasir vllm-tier --help)
   kvasir server --l1-size-gb 100 --disk /mnt/nvme/kv --disk-gb 2000                (a disk of its own)
   kvasir server --l1-size-gb 100 --quota team-a=40GiB --state /var/lib/kvasir/tenants.state    (what kvasir quota sets holds over restarts)
@@ -542,7 +543,7 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	}
 	e.log.Info("engines find this server with the flag of vllm serve", "connect_with", engineFlag(c.Host, c.Port))
 	e.log.Info("serving HTTP: /status, /healthcheck, /metrics", "address", listener.Addr().String())
-	c.warnOpen(e, listener.Addr())
+	c.warnOpen(e, listener.Addr(), auth.New(gate).WantsCredentials())
 	e.isReady()
 
 	background, stop := context.WithCancel(context.Background())
@@ -565,19 +566,19 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	return errors.Join(err, srv.Shutdown(context.Background()))
 }
 
-// warnOpen warns where others than this machine's users can connect: there is no
-// authentication.
-func (c *serverCmd) warnOpen(e *env, web net.Addr) {
+// warnOpen warns where others than this machine's users can connect, and nothing asks who they are. guarded means that the HTTP interface
+// asks for credentials.
+func (c *serverCmd) warnOpen(e *env, web net.Addr, guarded bool) {
 	var open []any
-	if !isLoopback(c.Host) {
+	if !isLoopback(c.Host) && c.access.networks["zmq"] == nil {
 		open = append(open, "port", c.Port)
 	}
-	if a, ok := web.(*net.TCPAddr); ok && !a.IP.IsLoopback() {
+	if a, ok := web.(*net.TCPAddr); ok && !a.IP.IsLoopback() && c.access.networks["http"] == nil && !guarded {
 		open = append(open, "http_port", a.Port)
 	}
 	if len(open) > 0 {
 		e.log.Warn("there is no authentication: whoever reaches these ports may store, replace and read the cache of any prompt that they can name, "+
-			"read the status (HTTP), and clear the cache; let only engines reach them (firewall, network policy)", open...)
+			"read the status (HTTP), and clear the cache; give --allow-from, and --token-file for HTTP", open...)
 	}
 }
 

@@ -139,8 +139,8 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	web := httpserver.NewServer(gate.Handler(mux))
 	go a.serve(web, httpserver.Limit(listener, httpserver.MaxConns))
 	defer web.Close()
-	if !isLoopback(address) {
-		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the memory; let only the cluster reach it (firewall, network policy)")
+	if !isLoopback(address) && a.networks["transfer"] == nil {
+		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the memory; give --allow-from")
 	}
 	e.log.Info("giving memory to the cluster", "memory_bytes", bytes, "masters", c.Master, "http", listener.Addr().String())
 	e.isReady()

@@ -67,12 +67,12 @@ func (c *transferServeCmd) Run(e *env) error {
 	if err := c.check(e); err != nil {
 		return err
 	}
-	if !isLoopback(cmp.Or(c.Bind, c.Host)) {
-		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the region; let only engines reach it (firewall, network policy)")
-	}
 	networks, err := c.networks(e.log, transferListeners...)
 	if err != nil {
 		return err
+	}
+	if !isLoopback(cmp.Or(c.Bind, c.Host)) && networks["transfer"] == nil {
+		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the region; give --allow-from")
 	}
 	return bench.Serve(e.ctx, bench.ServeOptions{
 		Target: transfer.TargetOptions{Host: c.Host, Bind: c.Bind, HandshakePort: c.HandshakePort, DataPort: c.DataPort, Networks: networks["transfer"], Log: e.log},

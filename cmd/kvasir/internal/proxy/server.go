@@ -132,13 +132,16 @@ func Gate(o auth.Options) *auth.Gate {
 	return auth.New(o)
 }
 
-// AdminGate returns what stands in front of the admin port. token is that of --admin-token; without other credentials the routes of
-// engines ask for it themselves, and figures need none.
+// AdminGate returns what stands in front of the admin port. token is that of --admin-token; without other credentials figures need none.
 func AdminGate(o auth.Options, token string) *auth.Gate {
-	if token != "" && (o.Tokens != nil || o.Authorities != nil) {
+	openFigures := o.Tokens == nil && o.Authorities == nil
+	if token != "" {
 		o.Keys = []string{token}
 	}
 	o.Need = func(r *http.Request) auth.Need {
+		if r.URL.Path == "/metrics" && openFigures {
+			return auth.NeedPeer
+		}
 		if r.Method == http.MethodGet || r.Method == http.MethodHead {
 			return auth.NeedRead
 		}

@@ -66,6 +66,8 @@ func do(r *http.Request) ([]byte, error) {
 		return nil, err
 	case answer.StatusCode == http.StatusUnauthorized:
 		return nil, fmt.Errorf("%s: the server asks for a token: set KVASIR_TOKEN (kvasir token makes one), or LMCACHE_API_KEY for an API key; or it does not take requests from this address (--allow-from)", at)
+	case answer.StatusCode == http.StatusForbidden && detailOf(body) != "": // the scope of the token
+		return nil, fmt.Errorf("%s: %s", at, printable(detailOf(body)))
 	case answer.StatusCode == http.StatusForbidden:
 		return nil, fmt.Errorf("%s: the server does not know this name of its machine: use its address, or start it with --allow-host", at)
 	case answer.StatusCode == http.StatusOK:
@@ -76,6 +78,15 @@ func do(r *http.Request) ([]byte, error) {
 		return nil, errors.New(printable(refusal.Error))
 	}
 	return nil, fmt.Errorf("%s: %s: is that a kvasir server?", at, printable(answer.Status))
+}
+
+// detailOf returns the text of a refusal by who asks; "": it is another one.
+func detailOf(body []byte) string {
+	var refusal struct{ Detail string }
+	if json.Unmarshal(body, &refusal) != nil {
+		return ""
+	}
+	return refusal.Detail
 }
 
 // Print writes a status in words.

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package auth
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/http"
+	"os"
+	"regexp"
+	"sync/atomic"
+	"syscall"
+	"time"
+)
+
+// Limits of a log of deeds: the file and so many earlier ones, each of so many bytes.
+const (
+	maxAuditFile  = 16 << 20
+	auditFiles    = 4
+	maxAuditField = 512 // bytes of a path or a query
+)
+
+// Audit is the log of what administrators did: a line of JSON for each deed, in a file of its own. Several listeners and processes may
+// share a file. Its methods are safe for concurrent use.
+type Audit struct {
+	path     string
+	maxBytes int64
+	lost     atomic.Uint64
+}
+
+// OpenAudit returns the log in a file, which it makes when it is missing; only its owner may read it.
+func OpenAudit(path string) (*Audit, error) {
+	a := &Audit{path: path, maxBytes: maxAuditFile}
+	if err := a.write(nil); err != nil {
+		return nil, fmt.Errorf("log of deeds: %w", err)
+	}
+	return a, nil
+}
+
+// Deed is a line of the log.
+type Deed struct {
+	Time     time.Time `json:"time"`
+	Listener string    `json:"listener"`
+	Who      string    `json:"who"` // the token's name, "key", or the subject of the certificate; "": nothing was asked for
+	From     string    `json:"from"`
+	Method   string    `json:"method"`
+	Path     string    `json:"path"`
+	Query    string    `json:"query,omitempty"`
+	Status   int       `json:"status"`
+}
+
+// record writes a deed.
+func (a *Audit) record(d Deed) error {
+	line, err := json.Marshal(d)
+	if err == nil {
+		err = a.write(append(line, '\n'))
+	}
+	if err != nil {
+		a.lost.Add(1)
+	}
+	return err
+}
+
+// write adds a line to the file, which it opens each time: deeds are rare, and another process may have put the file aside.
+func (a *Audit) write(line []byte) error {
+	for {
+		f, err := os.OpenFile(a.path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|syscall.O_NONBLOCK, 0o600)
+		if err != nil {
+			return err
+		}
+		done, err := a.writeTo(f, line)
+		if err = errors.Join(err, f.Close()); err != nil || done {
+			return err
+		}
+	}
+}
+
+// writeTo reports false where the file is not the one at the path any more.
+func (a *Audit) writeTo(f *os.File, line []byte) (done bool, err error) {
+	if err := lock(f); err != nil {
+		return false, err
+	}
+	info, err := f.Stat()
+	if err != nil {
+		return false, err
+	}
+	if !info.Mode().IsRegular() {
+		return false, &FileError{a.path, "not a regular file"}
+	}
+	at, err := os.Stat(a.path)
+	if errors.Is(err, fs.ErrNotExist) || err == nil && !os.SameFile(at, info) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	if info.Size() > 0 && info.Size()+int64(len(line)) > a.maxBytes {
+		return false, a.rotate()
+	}
+	_, err = f.Write(line)
+	return err == nil, err
+}
+
+// lockWait bounds the wait for another process that writes the file.
+const lockWait = time.Second
+
+// lock locks a file until it is closed.
+func lock(f *os.File) error {
+	for until := time.Now().Add(lockWait); ; time.Sleep(5 * time.Millisecond) {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if !errors.Is(err, syscall.EWOULDBLOCK) && !errors.Is(err, syscall.EINTR) {
+			return err
+		}
+		if time.Now().After(until) {
+			return &FileError{f.Name(), "another process has locked it"}
+		}
+	}
+}
+
+// rotate puts the file aside as FILE.1, and the oldest away.
+func (a *Audit) rotate() error {
+	name := func(i int) string {
+		if i == 0 {
+			return a.path
+		}
+		return fmt.Sprintf("%s.%d", a.path, i)
+	}
+	for i := auditFiles - 1; i >= 0; i-- {
+		if err := os.Rename(name(i), name(i+1)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// login is what stands before the host of a URL.
+var login = regexp.MustCompile(`//[^/?#]*(@|%40)`)
+
+func cut(text string) string {
+	text = login.ReplaceAllString(text, "//")
+	return text[:min(len(text), maxAuditField)]
+}
+
+// audited reports whether a request is a deed.
+func audited(r *http.Request, need Need) bool {
+	return need == NeedAdmin || need == NeedWrite && r.Method == http.MethodDelete
+}
+
+// serveAudited serves a request and writes its line. An answer that refuses it is no deed.
+func (g *Gate) serveAudited(w http.ResponseWriter, r *http.Request, who string, h http.Handler) {
+	d := Deed{
+		Time: time.Now().UTC(), Listener: g.o.Listener, Who: who, From: r.RemoteAddr, Method: cut(r.Method), Path: cut(r.URL.Path), Query: cut(r.URL.RawQuery),
+		Status: http.StatusInternalServerError, // of a panic
+	}
+	answer := &statusWriter{ResponseWriter: w, status: http.StatusOK}
+	defer func() {
+		if d.Status == http.StatusUnauthorized || d.Status == http.StatusForbidden {
+			return
+		}
+		if err := g.o.Audit.record(d); err != nil {
+			g.o.Log.Error("a deed is not in the log of deeds", "who", d.Who, "from", d.From, "method", d.Method, "path", d.Path, "status", d.Status, "err", err)
+		}
+	}()
+	h.ServeHTTP(answer, r)
+	d.Status = answer.status
+}
+
+// statusWriter remembers the status of an answer.
+type statusWriter struct {
+	http.ResponseWriter
+	status int
+}
+
+// WriteHeader implements http.ResponseWriter.
+func (w *statusWriter) WriteHeader(status int) {
+	if status >= 200 {
+		w.status = status
+	}
+	w.ResponseWriter.WriteHeader(status)
+}
+
+// Unwrap is for http.ResponseController.
+func (w *statusWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
