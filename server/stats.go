@@ -3,6 +3,7 @@
 package server
 
 import (
+	"strconv"
 	"sync"
 	"sync/atomic"
 
@@ -10,6 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/server/usage"
+	"github.com/kvasir-kv/kvasir/store/hitcurve"
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
@@ -149,6 +151,36 @@ type Stats struct {
 	Declined    map[string]uint64           `counter:"kvasir_declined_total" label:"reason" help:"Requests answered negatively, by reason; the log has one line for each, a few per second."`
 	LookupEnded map[string]uint64           `counter:"kvasir_lookup_ended_total" label:"reason" help:"Lookups that were not whole hits, by why the next chunk could not be served."`
 	Durations   map[string]histogram.Counts `histogram:"kvasir_request_duration_seconds" label:"operation" help:"Time from a request's last byte to its answer, without the way through the network."`
+}
+
+// CurveStats are what other amounts of memory would have found, in the last 24 hours.
+type CurveStats struct {
+	Ceiling  map[string]float64    `gauge:"kvasir_hit_rate_ceiling" label:"window" help:"Hit rate, of chunks asked for, that a memory without end would have had in a window of time (15m, 1h, 24h). Far above kvasir_hit_rate_measured: kvasir advise says what to buy or change."`
+	Measured map[string]float64    `gauge:"kvasir_hit_rate_measured" label:"window" help:"Hit rate, of chunks asked for, that the pool and the tiers had in that window."`
+	Curve    map[[2]string]float64 `gauge:"kvasir_hit_rate_estimate" label:"policy,pools" help:"Hit rate that a pool of so many times this one's size would have had in the last 24 hours, with this server's eviction policy (own) or lru."`
+	Tiers    map[string]float64    `gauge:"kvasir_tier_hit_rate_estimate" label:"tier" help:"The same of the pool and all tiers up to this one."`
+}
+
+// CurveStats returns the figures; empty where nothing is estimated.
+func (s *Server) CurveStats() CurveStats {
+	out := CurveStats{map[string]float64{}, map[string]float64{}, map[[2]string]float64{}, map[string]float64{}}
+	windows := s.store.Curves()
+	for i := range windows {
+		w := &windows[i]
+		name := []string{"15m", "1h", "24h"}[i]
+		out.Ceiling[name], out.Measured[name] = w.Ceiling, w.Hit
+		if i < len(windows)-1 {
+			continue
+		}
+		for k, p := range w.Curve {
+			pools := strconv.FormatFloat(hitcurve.Factors[k], 'g', -1, 64)
+			out.Curve[[2]string{"own", pools}], out.Curve[[2]string{"lru", pools}] = p.Rate, p.LRU
+		}
+		for _, p := range w.Tiers {
+			out.Tiers[p.Name] = p.Rate
+		}
+	}
+	return out
 }
 
 // ByModel are the figures by model, salt and worker.

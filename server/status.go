@@ -11,6 +11,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/explain"
 	"github.com/kvasir-kv/kvasir/server/workers"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hitcurve"
 	"github.com/kvasir-kv/kvasir/store/miss"
 )
 
@@ -39,6 +40,7 @@ type Status struct {
 	Malformed  string            `json:"last_malformed,omitempty"` // the last request that could not be read, and why
 	Strangers  int               `json:"strangers,omitempty"`      // ids that send heartbeats and are not registered
 	Stranger   int64             `json:"stranger,omitempty"`       // one of them
+	HitCurves  []hitcurve.Window `json:"hit_curves,omitempty"`     // of 15 minutes, one hour and 24 hours: what other amounts of memory would have found
 	Findings   []Finding         `json:"findings"`                 // why hits are missing, the most important first
 }
 
@@ -67,6 +69,7 @@ type LookupStatus struct {
 	AskedTokens uint64            `json:"asked_tokens"`
 	HitTokens   uint64            `json:"hit_tokens"`
 	MissReasons map[string]uint64 `json:"miss_reasons"`  // those that occurred
+	LostTokens  map[string]uint64 `json:"lost_tokens"`   // of prompts that were not found, by the label of why the hit ended (as in /explain)
 	Hits        uint64            `json:"hits"`          // lookups that found at least one chunk
 	Short       uint64            `json:"short_prompts"` // lookups of less than a chunk; not among the lookups
 	Salted      uint64            `json:"salted"`        // lookups with a cache salt
@@ -124,16 +127,20 @@ func (s *Server) Status() Status {
 		},
 		Below: s.below(&st),
 		Lookup: LookupStatus{
-			Lookups: st.Lookups, AskedTokens: s.n.askedTokens.Load(), HitTokens: s.n.hitTokens.Load(), MissReasons: map[string]uint64{},
+			Lookups: st.Lookups, AskedTokens: s.n.askedTokens.Load(), HitTokens: s.n.hitTokens.Load(), MissReasons: map[string]uint64{}, LostTokens: map[string]uint64{},
 			Hits: s.n.hits.Load(), Short: s.ended.Count(miss.Short), Salted: s.n.salted.Load(), Retrieves: s.n.retrievesFinished.Sum(), Stores: s.n.storesFinished.Sum(),
 		},
 		Recent: s.lately(), Workers: s.workers(), VLLM: s.vllmStatus(), TurnedAway: s.turnedAway.List(), Declined: map[string]uint64{},
 	}
 	out.Strangers, out.Stranger = s.registry.Strangers(time.Now())
+	out.HitCurves = s.store.Curves()
 	if why := s.lastMalformed.Load(); why != nil {
 		out.Malformed = *why
 	}
 	for r := miss.None + 1; int(r) < miss.NumReasons; r++ {
+		if n := s.ended.LostTokens(r); n > 0 {
+			out.Lookup.LostTokens[r.Label()] = n
+		}
 		if n := s.ended.Count(r); n > 0 && (!r.IsBelow() || len(s.opts.Tiers) == 0) {
 			out.Lookup.MissReasons[r.String()] = n
 		}

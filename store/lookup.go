@@ -102,6 +102,7 @@ func (s *Store) Lookup(session []byte, sh object.Shard, p Prompt, readers int) L
 	if below { // else it would have been asked
 		out.Why, out.Gone = out.Why.Because(why, out.Gone)
 	}
+	s.curves.lookup(&q, hashes, &out)
 	return out
 }
 

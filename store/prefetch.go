@@ -191,7 +191,9 @@ func (s *Store) conclude(pf *prefetch, late bool) {
 		f := found{rows: pf.found.rows, readyOnly: true}
 		hashes := s.find(pf.shard, pf.prompt, &f)
 		l, hit := s.pinHit(&pf.query, &f, hashes)
-		given = s.grantPrefetch(pf, hashes, l, hit, late)
+		if given = s.grantPrefetch(pf, hashes, l, hit, late); pf.out.State == Ready {
+			s.curves.lookup(&pf.query, pf.hashes, &pf.out)
+		}
 	}
 	for to := len(pf.pins); to > 0; to -= batch {
 		s.unpinSome(pf.pins[max(0, to-batch):to])

@@ -21,6 +21,9 @@ func (s *Store) Run(ctx context.Context) {
 		})
 	}
 	wg.Go(func() { s.flyers.Run(ctx, readers(), s.flyNext) }) // what lookups wait for
+	if s.curves != nil {
+		wg.Go(func() { s.curves.Run(ctx) })
+	}
 	if s.outbox != nil {
 		wg.Go(func() { s.outbox.Run(ctx, writers, s.nextLanding, s.beginWriting) })
 		wg.Go(func() { s.runRechecks(ctx) })

@@ -31,6 +31,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/peercred"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/evict"
+	"github.com/kvasir-kv/kvasir/store/hitcurve"
 	"github.com/kvasir-kv/kvasir/store/hold"
 	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/store/miss"
@@ -69,6 +70,10 @@ type Options struct {
 
 	// TenantPolicy makes the policy of a tenant that gets a quota; default an evict.LRU.
 	TenantPolicy func(quota int64) evict.Policy
+
+	// Curves has the store estimate what other amounts of memory would find (Store.Curves); nil: it does not. Bytes and Teach are the
+	// store's own.
+	Curves *hitcurve.Options
 
 	// TTL is the idle time after which an object is dropped, unless its tenant has a TTL of its own; 0: never.
 	TTL time.Duration
@@ -126,6 +131,7 @@ type Store struct {
 	prompts  *promptLengths     // nil: answers are written as prompts are
 	rates    tiering.Rates      // learned where there is a tier
 	quotas   quotas
+	curves   *curves       // nil: none
 	news     chan struct{} // see News; capacity 1
 	began    time.Time
 
@@ -226,6 +232,7 @@ func New(p *pool.Pool, o Options) *Store {
 	s.mu.leases = lease.New[lastLookup](lease.Options{Idle: o.SessionIdle, MaxSessions: o.MaxSessions})
 	s.mu.holds = hold.NewTable(o.Quarantine, o.MaxHolds)
 	s.mu.misses = miss.NewMemory(o.Ghosts)
+	s.curves = s.newCurves()
 	s.restoreLocked() // no other goroutine has s yet
 	s.memory = pool.NewMemory(backed{p, s}, o.PopulateRate, s.log)
 	if s.below != nil { // which is read into the pool and written from it by this process

@@ -12,6 +12,7 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/object"
 	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hitcurve"
 	"github.com/kvasir-kv/kvasir/store/hold"
 	"github.com/kvasir-kv/kvasir/store/lease"
 	"github.com/kvasir-kv/kvasir/store/miss"
@@ -264,9 +265,11 @@ func TestIdleSession(t *testing.T) {
 }
 
 // 128 chunks, as a 32k-token lookup: hit, pins, free, end.
-func BenchmarkLookup(b *testing.B) {
+func BenchmarkLookup(b *testing.B) { benchmarkLookup(b, nil) }
+
+func benchmarkLookup(b *testing.B, curves *hitcurve.Options) {
 	h := prompt(1, 128)
-	s := newBench(b, b.TempDir(), 256, store.Options{})
+	s := newBench(b, b.TempDir(), 256, store.Options{Curves: curves})
 	defer s.stop()
 	s.put("a", h, 0, 128, 128)
 	session := []byte("r")

@@ -80,6 +80,7 @@ func (s *Store) BeginStore(name hold.Transfer, requestID []byte, hashes []kv.Has
 	if !st.run() {
 		return st.out, ErrBusy
 	}
+	s.curves.stored(&name, requestID, hashes, st.taken)
 	if len(st.taken) == 0 {
 		return st.out, nil
 	}

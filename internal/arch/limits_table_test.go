@@ -53,6 +53,7 @@ var limitRows = map[string]string{
 	"objects that a tier fai": "store/tiering.maxFailed",
 	"objects that a tier did": "tier.o.Remember",
 	"requests whose prompts":  "store.maxPrompts",
+	"prompts remembered from": "store.maxNamedPrompts",
 	"what `--warm` reads":     "store/tiering.maxWarmObjects",
 	"Redis: an answer":        "internal/resp.maxText internal/resp.maxItems internal/resp.maxDepth",
 	"Redis: a call":           "tier/redis.o.Timeout tier/redis.o.DialTimeout tier/redis.o.Pause",

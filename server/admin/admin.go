@@ -40,6 +40,7 @@ func Handler(s *server.Server, o Options) http.Handler {
 	reg := metrics.New(version)
 	metrics.Add(reg, s.Stats)
 	metrics.Add(reg, s.ByModel)
+	metrics.Add(reg, s.CurveStats)
 	metrics.Add(reg, s.Offload().Stats)
 	for _, t := range s.Tiers() {
 		labels := map[string]string{"tier": t.Name()}

@@ -42,6 +42,7 @@ type Advice struct {
 type Book struct {
 	names  *tier.Names // which model and salt namespaces are of
 	counts [miss.NumReasons]atomic.Uint64
+	lost   [miss.NumReasons]atomic.Uint64 // tokens that lookups asked for and did not find
 	log    miss.Log
 	lines  timelines
 }
@@ -63,6 +64,9 @@ func New(names *tier.Names) *Book {
 
 // Count is how many lookups ended for a reason.
 func (b *Book) Count(why miss.Reason) uint64 { return b.counts[why].Load() }
+
+// LostTokens returns how many tokens lookups asked for and did not find, for a reason.
+func (b *Book) LostTokens(why miss.Reason) uint64 { return b.lost[why].Load() }
 
 // Lookup is one lookup that found less than it asked for.
 type Lookup struct {
@@ -239,6 +243,7 @@ func (b *Book) Lookup(o *lookup.Outcome) {
 		b.elsewhere(&e, o.Others)
 	}
 	b.counts[e.Why].Add(1)
+	b.lost[e.Why].Add(uint64(max(e.Asked-e.Hit, 0)))
 	b.log.Add(&e)
 }
 

@@ -78,6 +78,13 @@ func (w *sampledPolicy) Add(slot uint32, id, parent uint64, weight int64) {
 	w.Policy.Add(slot, id, parent, weight)
 }
 
+// Teach implements Teacher: for a policy that is none, it does nothing.
+func (w *sampledPolicy) Teach(l *Lessons, whole bool) {
+	if t, ok := w.Policy.(Teacher); ok {
+		t.Teach(l, whole)
+	}
+}
+
 // place returns where a slot's chunk is, or nil.
 func (w *sampledPolicy) place(slot uint32) *uint32 {
 	if int(slot) >= w.places.Len() {

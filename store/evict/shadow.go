@@ -26,6 +26,12 @@ type PromptEnd struct {
 	class uint8
 }
 
+// Teacher is a policy that teaches Shadows.
+type Teacher interface {
+	// Teach fills l in: the classes of the prompts since its last call, the first call aside. With whole it copies the indices, 36 KiB.
+	Teach(l *Lessons, whole bool)
+}
+
 // maxEnds bounds the prompts that wait for Teach: of more, the later ones are lost.
 const maxEnds = 1 << 12
 
@@ -43,7 +49,7 @@ func (h *LeafHazard) noteEnd(n *node) {
 	}
 }
 
-// Teach fills l in: the classes of the prompts since its last call, the first call aside. With whole it copies the indices, 36 KiB.
+// Teach implements Teacher.
 func (h *LeafHazard) Teach(l *Lessons, whole bool) {
 	h.settle()
 	l.clock = h.clock

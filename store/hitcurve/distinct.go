@@ -17,7 +17,7 @@ type sketch [1 << registerBits]uint8
 
 // add notes a hash, whose bits are uniform.
 func (s *sketch) add(hash uint64) {
-	rank := uint8(min(bits.LeadingZeros64(hash<<registerBits), 64-registerBits)) + 1
+	rank := uint8(bits.LeadingZeros64(hash<<registerBits|1<<(registerBits-1))) + 1 // 64-registerBits+1 at most
 	if r := &s[hash>>(64-registerBits)]; *r < rank {
 		*r = rank
 	}

@@ -150,7 +150,7 @@ func (c *Curves) noteLocked(n *counts, chunks []uint64, from, to int, asked bool
 	j := job{played: len(c.mu.queue) - before, last: chunks[to-1], bytes: bytes}
 	for i, id := range chunks[from:to] {
 		names.add(id)
-		hot := c.mu.hot.note(from+i, id)
+		hot := from+i < hotPositions && c.mu.hot.note(from+i, id)
 		if hot && asked {
 			n.hot++
 		}

@@ -101,6 +101,17 @@ func TestWindowsForget(t *testing.T) {
 	f(1000*time.Hour, 0, 0, 0)
 }
 
+// A lookup that comes after a later one, as goroutines may, forgets nothing.
+func TestWindowsOutOfOrder(t *testing.T) {
+	c := New(Options{Policy: "lru", Bytes: 100})
+	for _, now := range []time.Duration{time.Minute, time.Minute - 1, 20 * time.Minute, 20*time.Minute - time.Second} {
+		c.Lookup(&Lookup{Asked: 1}, now)
+	}
+	if got := c.Estimate(20*time.Minute - time.Minute)[2].Lookups; got != 4 {
+		t.Errorf("%d lookups, want 4", got)
+	}
+}
+
 // Every minute of two days is in the windows of the next 15 minutes, hour and day.
 func TestNothingIsLostBetweenStretches(t *testing.T) {
 	c := New(Options{Policy: "lru", Bytes: 100})

@@ -11,19 +11,16 @@ type hotChunks [hotPositions][2]struct {
 }
 
 const (
-	hotPositions = 256  // from the start of a prompt
+	hotPositions = 64   // from the start of a prompt
 	hotFrom      = 32   // the count from which on a chunk is hot
 	mostHot      = 1024 // bounds how long it stays so once prompts have others
 )
 
-// note notes a lookup of the chunk at a position, and reports whether the chunk is hot.
+// note notes a lookup of the chunk at a position below hotPositions, and reports whether the chunk is hot.
 func (h *hotChunks) note(position int, id uint64) bool {
-	if position >= hotPositions {
-		return false
-	}
 	p := &h[position]
 	for i := range p {
-		if p[i].id == id {
+		if p[i].id == id && p[i].count > 0 {
 			p[i].count = min(p[i].count+1, mostHot)
 			return p[i].count >= hotFrom
 		}

@@ -70,10 +70,10 @@ type windows struct {
 	long    [longs]*stretch
 }
 
-// at returns the counts of now.
+// at returns the counts of now. Callers may come a little out of order.
 func (w *windows) at(now time.Duration) *counts {
 	switch passed := now - w.epoch; {
-	case !w.began || passed < 0 || passed > (longs+2)*midsPerLong*shortsPerMid*shortLength:
+	case !w.began || passed < -shortLength || passed > (longs+2)*midsPerLong*shortsPerMid*shortLength:
 		*w = windows{began: true, epoch: now} // all is older than the longest window, or the clock is another one
 	default:
 		for ; passed >= shortLength; passed -= shortLength {

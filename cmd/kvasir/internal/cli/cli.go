@@ -44,6 +44,7 @@ type root struct {
 	Status  status.StatusCommand  `cmd:"" group:"Watch" help:"Ask a running server how it is and, in words, why hits are missing."`
 	Top     status.TopCommand     `cmd:"" group:"Watch" help:"Watch a running server in a terminal."`
 	Explain status.ExplainCommand `cmd:"" group:"Watch" help:"Ask a running server why lookups found no more than they did."`
+	Advise  status.AdviseCommand  `cmd:"" group:"Watch" help:"Ask a running server what to buy or change for more hits."`
 
 	Quota    status.QuotaCommand `cmd:"" group:"Data" help:"Show and set what tenants of a running server keep: quota, time to live, pins."`
 	Clear    status.ClearCommand `cmd:"" group:"Data" help:"Have a running server forget what it stored, in the pool, the tiers and on servers that share them."`

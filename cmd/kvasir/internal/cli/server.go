@@ -32,6 +32,7 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 	"github.com/kvasir-kv/kvasir/store"
 	"github.com/kvasir-kv/kvasir/store/evict"
+	"github.com/kvasir-kv/kvasir/store/hitcurve"
 	"github.com/kvasir-kv/kvasir/store/pool"
 	"github.com/kvasir-kv/kvasir/store/tenant"
 	"github.com/kvasir-kv/kvasir/tier"
@@ -391,6 +392,14 @@ func failedStart(st *store.Store, err error) error {
 	return errors.Join(err, st.Close())
 }
 
+// tiersOf returns the tiers for the estimate of hit rates, with their limits.
+func tiersOf(list []*tier.Counting) (out []hitcurve.Tier) {
+	for _, t := range list {
+		out = append(out, hitcurve.Tier{Name: t.Name(), Bytes: max(t.Stats().Limit, 0)})
+	}
+	return out
+}
+
 // openStore opens the tiers and the pool.
 func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 	if len(o.tiers.Adapters)+len(o.tiers.Disk.Dirs) > 0 {
@@ -419,6 +428,7 @@ func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
 		policy, _ := evict.New(c.policyName(), max(quota, p.Bytes()/64)) // the name is known
 		return o.server.Lifetimes.Watch(policy)
 	}
+	o.store.Curves = &hitcurve.Options{Policy: c.policyName(), Tiers: tiersOf(below.Each)}
 	if err = c.openGenerations(o, below); err != nil {
 		return nil, errors.Join(err, p.Close())
 	}

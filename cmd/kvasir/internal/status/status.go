@@ -113,6 +113,10 @@ func Print(w io.Writer, url string, st *admin.Status) error {
 	}
 	l := &st.Lookup
 	row("lookups", "%d (and %d too short), %s", l.Lookups, l.Short, hitRate(l.HitTokens, l.AskedTokens))
+	if n := len(st.HitCurves); n > 0 && st.HitCurves[n-1].Asked > 0 {
+		w := &st.HitCurves[n-1]
+		row("last 24h", "hit %.1f %% of %.1f %% possible (kvasir advise says what comes nearer)", 100*w.Hit, 100*w.Ceiling)
+	}
 	r := &st.Recent
 	row("last "+time.Duration(r.Seconds*float64(time.Second)).Round(time.Second).String(), "%d lookups, %s, stored %s, retrieved %s, evicted %d chunks",
 		r.Lookups, hitRate(r.HitTokens, r.AskedTokens), kv.FormatBytes(int64(r.StoredBytes)), kv.FormatBytes(int64(r.RetrievedBytes)), r.EvictedChunks)

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	advice "github.com/kvasir-kv/kvasir/cmd/kvasir/internal/status"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server"
+	"github.com/kvasir-kv/kvasir/server/admin"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/hitcurve"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/tier"
+	"github.com/kvasir-kv/kvasir/tier/tiertest"
+)
+
+// planted is a server with one engine's worker, whose chunks have 16 tokens and 4 KiB.
+type planted struct {
+	t    *testing.T
+	c    *lmcache.Client
+	url  string // of the HTTP interface
+	asks int
+}
+
+const plantedWorker = 101
+
+func plant(t *testing.T, chunks int, o store.Options) *planted {
+	t.Helper()
+	p, err := pool.Open(pool.Options{Name: "pool", Bytes: int64(chunks) * 4096, Dir: t.TempDir(), ChunkTokens: 16})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.WorkerShare, o.PeerShare, o.Curves = 1, 1, &hitcurve.Options{Policy: "lru"}
+	if o.Below != nil {
+		o.Curves.Tiers = []hitcurve.Tier{{Name: "below"}}
+	}
+	st := store.New(p, o)
+	s := server.New(st, server.Options{ChunkTokens: 16})
+	address, err := s.Listen(t.Context(), "tcp://127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := lmcache.NewClient("tcp://" + address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	page := httptest.NewServer(admin.Handler(s, admin.Options{}))
+	ctx, stop := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		s.Run(ctx)
+	}()
+	t.Cleanup(func() {
+		page.Close()
+		_ = c.Close()
+		stop()
+		<-ended
+		_, _ = s.Close(), st.Close()
+	})
+	d := &planted{t: t, c: c, url: page.URL}
+	reg := lmcache.EngineDriven{InstanceID: plantedWorker, Model: "m", WorldSize: 1, BlockSize: 16, Layers: 1, Hidden: 128, DType: "bfloat16", SinglePlane: true, PhysicalSlots: 16}
+	if _, err := c.RegisterEngineDriven(t.Context(), &reg); err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+// request looks a prompt up and stores it, as an engine does. It returns the chunks that hit.
+func (d *planted) request(salt string, prompt []uint32) (hit int) {
+	d.t.Helper()
+	d.asks++
+	ctx, cancel := context.WithTimeout(d.t.Context(), time.Minute)
+	defer cancel()
+	k := &lmcache.Key{Model: "m", Salt: salt, RequestID: fmt.Sprint("r", d.asks), WorldSize: 1, Worker: lmcache.AllWorkers, Tokens: prompt, End: len(prompt), Readers: 1}
+	hit, err := d.c.Lookup(ctx, k)
+	if err == nil && len(prompt) >= 16 {
+		k.Worker = 0
+		if _, err = d.c.PrepareStore(ctx, k, plantedWorker, nil); err == nil {
+			_, err = d.c.CommitStore(ctx, k, plantedWorker)
+		}
+	}
+	if err == nil || strings.Contains(err.Error(), "commit") {
+		err = d.c.EndSession(ctx, k.RequestID)
+	}
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	return hit
+}
+
+// advise returns what kvasir advise says first, and all it says.
+func (d *planted) advise(args ...string) (first advice.Option, all advice.Advice, text string) {
+	d.t.Helper()
+	args = append([]string{"advise", "--url", d.url}, args...)
+	code, text, stderr := run(d.t, args...)
+	if code != 0 || stderr != "" {
+		d.t.Fatalf("exit %d, %s%s", code, text, stderr)
+	}
+	code, stdout, stderr := run(d.t, append(args, "--json")...)
+	if err := json.Unmarshal([]byte(stdout), &all); err != nil || code != 0 {
+		d.t.Fatalf("exit %d, %v, %s%s", code, err, stdout, stderr)
+	}
+	if len(all.Options) > 0 {
+		first = all.Options[0]
+	}
+	return first, all, text
+}
+
+func promptOf(seed, tokens int) []uint32 {
+	out := make([]uint32, tokens)
+	for i := range out {
+		out[i] = uint32(i*31 + seed*1000003)
+	}
+	return out
+}
+
+// Prompts that come in turns and do not fit: more memory is the first advice, with what it saves.
+func TestAdviseOfAPoolThatIsTooSmall(t *testing.T) {
+	d := plant(t, 24, store.Options{})
+	for i := range 60 {
+		d.request("", promptOf(1+i%6, 16*8))
+	}
+	first, all, text := d.advise("--gpu-hour-price", "3600", "--prefill-tokens-per-second", "100")
+	if first.Kind != "pool" || first.Points < 80 || first.Rate < 0.85 || all.Window.Ceiling < 0.85 || all.Window.Ceiling > 0.95 {
+		t.Errorf("%+v\n%s", all, text)
+	}
+	if want := first.Points / 100 * 60 * 128 / 100; first.Seconds < want*0.99 || first.Seconds > want*1.01 || first.Money < first.Seconds*0.99 || first.Money > first.Seconds*1.01 {
+		t.Errorf("%+v, want %.1f s", first, want)
+	}
+	for _, want := range []string{"possible", "more RAM", "this pool", "without end", "of GPU time", "s of prefill"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("no %q in\n%s", want, text)
+		}
+	}
+	if code, text, _ := run(t, "status", "--url", d.url); code != 0 || !strings.Contains(text, "possible (kvasir advise") {
+		t.Errorf("status: exit %d\n%s", code, text)
+	}
+	answer, err := http.Get(d.url + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	page, err := io.ReadAll(answer.Body)
+	for _, want := range []string{`kvasir_hit_rate_ceiling{window="24h"} 0.`, `kvasir_hit_rate_estimate{policy="lru",pools="16"} 0.`, `kvasir_hit_rate_measured{window="15m"} `} {
+		if !strings.Contains(string(page), want) {
+			t.Errorf("no %s among the metrics, %v", want, err)
+		}
+	}
+}
+
+// Prompts that are there under another salt: equal salts are the first advice.
+func TestAdviseOfTheWrongSalt(t *testing.T) {
+	d := plant(t, 512, store.Options{})
+	for i := range 40 {
+		d.request(fmt.Sprint("user-", i), promptOf(1, 16*8))
+	}
+	if first, all, text := d.advise(); first.Kind != "salt" || first.Points < 80 || !first.Most {
+		t.Errorf("%+v\n%s", all, text)
+	}
+}
+
+// Prompts that are shorter than a chunk: smaller chunks are the first advice, also where no other prompt came.
+func TestAdviseOfAChunkThatIsTooLarge(t *testing.T) {
+	d := plant(t, 64, store.Options{})
+	for range 40 {
+		d.request("", promptOf(1, 12))
+	}
+	if first, all, text := d.advise(); first.Kind != "chunk_size" || !strings.Contains(text, "--chunk-size below 16") {
+		t.Errorf("%+v\n%s", all, text)
+	}
+	d.request("", promptOf(2, 32))
+	if first, all, text := d.advise(); first.Kind != "chunk_size" || first.Points < 80 {
+		t.Errorf("%+v\n%s", all, text)
+	}
+}
+
+// A tier that has what is asked for and answers too late: a faster one is the first advice.
+func TestAdviseOfATierThatIsTooSlow(t *testing.T) {
+	flaky, err := tiertest.NewFlaky(tier.NewMemory(1<<30), "stat * hang")
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := plant(t, 64, store.Options{Below: flaky, LoadTimeout: 20 * time.Millisecond})
+	t.Cleanup(flaky.Release)
+	for i := range 12 {
+		d.request("", promptOf(100+i, 16*8))
+	}
+	if first, all, text := d.advise(); first.Kind != "slow_tier" || first.Points < 50 {
+		t.Errorf("%+v\n%s", all, text)
+	}
+}
+
+// A server that nothing was asked of, and one that finds all it can.
+func TestAdviseWithNothingToGain(t *testing.T) {
+	d := plant(t, 64, store.Options{})
+	if _, all, text := d.advise(); len(all.Options) != 0 || !strings.Contains(text, "nothing to say yet") {
+		t.Errorf("%+v\n%s", all, text)
+	}
+	for range 30 {
+		d.request("", promptOf(1, 16*8))
+	}
+	if _, all, text := d.advise("--window", "15m"); len(all.Options) != 0 || !strings.Contains(text, "Nothing that could be bought") || !strings.Contains(text, "hit 96.7 % of 96.7 % possible") {
+		t.Errorf("%+v\n%s", all, text)
+	}
+}
+
+func TestAdviseRefuses(t *testing.T) {
+	old := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.HasPrefix(r.URL.Path, "/old") {
+			_, _ = w.Write([]byte(`{"pid": 1, "chunk_size": 256}`))
+			return
+		}
+		_, _ = w.Write([]byte(`{}`))
+	}))
+	defer old.Close()
+	f := func(code int, want string, args ...string) {
+		t.Helper()
+		got, stdout, stderr := run(t, append([]string{"advise"}, args...)...)
+		if got != code || stdout != "" || !strings.Contains(stderr, want) {
+			t.Errorf("%v: exit %d, want %d and %q:\n%s%s", args, got, code, want, stdout, stderr)
+		}
+	}
+	f(1, "not answered by a kvasir server", "--url", old.URL)
+	f(1, "earlier release", "--url", old.URL+"/old")
+	f(2, "--gpu-hour-price -1", "--gpu-hour-price=-1")
+	f(2, "--gpu-hour-price NaN", "--gpu-hour-price=NaN")
+	f(2, "--prefill-tokens-per-second 0", "--prefill-tokens-per-second", "0")
+	f(2, "must be one of", "--window", "2h")
+}

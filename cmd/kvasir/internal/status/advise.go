@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package status
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"net/http"
+	"slices"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/sim"
+	"github.com/kvasir-kv/kvasir/kv"
+	"github.com/kvasir-kv/kvasir/server/admin"
+	"github.com/kvasir-kv/kvasir/store/hitcurve"
+	"github.com/kvasir-kv/kvasir/store/miss"
+)
+
+// AdviseCommand is kvasir advise: it says what to buy or change for more hits.
+type AdviseCommand struct {
+	Window  string  `help:"Time to look at: 15m, 1h or 24h." default:"24h" enum:"15m,1h,24h"`
+	Price   float64 `name:"gpu-hour-price" help:"Price of an hour of the GPUs that compute prompts, in any currency; 0: no money is shown." default:"0" placeholder:"PRICE"`
+	Prefill float64 `name:"prefill-tokens-per-second" help:"Prompt tokens that these GPUs compute in a second." default:"10000"`
+	askFlags
+}
+
+// Help implements kong's detailed help.
+func (AdviseCommand) Help() string {
+	return `Says which part of the prompts was found, which part a memory without end would have found, and what comes nearer to it: more RAM,
+a tier, equal salts, smaller chunks, a faster tier; with the prefill time that it saves, and money with --gpu-hour-price. The rates of other
+amounts of memory are estimates, from small caches that the server runs beside its pool. docs/operate/sizing.md says how far to trust
+them. The first advice is the one that gains most.
+
+Examples:
+  kvasir advise
+  kvasir advise --gpu-hour-price 2.5 --prefill-tokens-per-second 20000
+  kvasir advise --url http://127.0.0.1:8081 --window 1h
+  kvasir advise --json | jq '.advice[0]'`
+}
+
+// Advice is what kvasir advise says.
+type Advice struct {
+	Window  hitcurve.Window `json:"window"`
+	Tokens  float64         `json:"asked_tokens"`
+	Options []Option        `json:"advice"` // the one that gains most first
+}
+
+// Option is something to buy or to change.
+type Option struct {
+	Kind    string  `json:"kind"` // pool, tier, salt, chunk_size, slow_tier
+	What    string  `json:"what"`
+	Rate    float64 `json:"hit_rate"` // with it
+	Points  float64 `json:"points"`   // that it gains
+	Most    bool    `json:"at_most"`  // the gain is a bound
+	Seconds float64 `json:"prefill_seconds"`
+	Money   float64 `json:"money,omitempty"`
+}
+
+// leastPoints is the gain from which on something is advised: the ceiling is known to about a point.
+const leastPoints = 2
+
+// Run asks and prints.
+func (c *AdviseCommand) Run(e *sim.Env) error {
+	if !(c.Price >= 0) || math.IsInf(c.Price, 0) {
+		return sim.UsageErrorf("--gpu-hour-price %g is below 0", c.Price)
+	}
+	if !(c.Prefill > 0) || math.IsInf(c.Prefill, 0) {
+		return sim.UsageErrorf("--prefill-tokens-per-second %g is not above 0", c.Prefill)
+	}
+	body, at, err := c.ask(e, http.MethodGet, "/status", nil)
+	if err != nil {
+		return err
+	}
+	var st admin.Status
+	if err := json.Unmarshal(body, &st); err != nil || st.PID == 0 || st.ChunkTokens == 0 {
+		return fmt.Errorf("%s is not answered by a kvasir server", at)
+	}
+	place := map[string]int{"15m": 0, "1h": 1, "24h": 2}[c.Window]
+	if len(st.HitCurves) <= place || len(st.HitCurves[place].Curve) > 0 && len(st.HitCurves[place].Curve) != len(hitcurve.Factors) {
+		return fmt.Errorf("%s has no hit_curves: the server is of an earlier release", at)
+	}
+	a := c.advise(&st, st.HitCurves[place])
+	if c.JSON {
+		return json.NewEncoder(e.Stdout).Encode(a)
+	}
+	return c.print(e.Stdout, &st, &a)
+}
+
+// advise ranks what could be bought or changed.
+func (c *AdviseCommand) advise(st *admin.Status, w hitcurve.Window) Advice {
+	a := Advice{Window: w, Tokens: float64(w.Asked) * float64(st.ChunkTokens), Options: []Option{}}
+	if w.Asked == 0 {
+		c.addLost(&a, st)
+		return a
+	}
+	c.addMemory(&a, st)
+	c.addLost(&a, st)
+	slices.SortStableFunc(a.Options, func(x, y Option) int { return cmp.Compare(y.Points, x.Points) })
+	return a
+}
+
+// add adds an option that gains enough.
+func (c *AdviseCommand) add(a *Advice, o Option) {
+	if o.Points < leastPoints {
+		return
+	}
+	o.Seconds = o.Points / 100 * a.Tokens / c.Prefill
+	o.Money = o.Seconds / 3600 * c.Price
+	a.Options = append(a.Options, o)
+}
+
+// addMemory adds the smallest pool that gains most of what any pool of the curve gains, and a tier.
+func (c *AdviseCommand) addMemory(a *Advice, st *admin.Status) {
+	w := &a.Window
+	best := w.Curve[len(w.Curve)-1].Rate - w.Hit
+	for _, p := range w.Curve {
+		if gain := p.Rate - w.Hit; p.Bytes > st.Pool.TotalBytes && gain >= 0.8*best {
+			more := kv.FormatBytes(p.Bytes - st.Pool.TotalBytes)
+			c.add(a, Option{Kind: "pool", What: fmt.Sprintf("%s more RAM for the pool (--l1-size-gb)", more), Rate: p.Rate, Points: 100 * gain})
+			if len(w.Tiers) == 0 {
+				c.add(a, Option{Kind: "tier", What: fmt.Sprintf("a tier of %s below the pool (--disk), where RAM is too dear", more), Rate: p.LRU, Points: 100*(p.LRU-w.Hit) - 0.01})
+			}
+			return
+		}
+	}
+}
+
+// addLost adds what no memory helps against, from the tokens that were not found for those reasons since the start.
+func (c *AdviseCommand) addLost(a *Advice, st *admin.Status) {
+	l := &st.Lookup
+	short := l.LostTokens[miss.Short.Label()]
+	all := float64(l.AskedTokens + short)
+	if all == 0 {
+		return
+	}
+	lost := func(kind, what string, reasons ...miss.Reason) {
+		tokens := uint64(0)
+		for _, why := range reasons {
+			tokens += l.LostTokens[why.Label()]
+		}
+		points := 100 * float64(tokens) / all
+		c.add(a, Option{Kind: kind, What: what, Rate: min(a.Window.Hit+points/100, 1), Points: points, Most: true})
+	}
+	lost("salt", "one cache_salt for prompts that may share KV: they are there under another salt", miss.OtherSalt)
+	lost("chunk_size", fmt.Sprintf("a --chunk-size below %d: prompts are shorter than a chunk", st.ChunkTokens), miss.Short)
+	lost("slow_tier", "a faster tier, or a longer --l2-prefetch-load-timeout: it did not give in time what it has", miss.BelowSlow, miss.BelowSlower, miss.BelowFailed)
+}
+
+// print writes an advice in words.
+func (c *AdviseCommand) print(w io.Writer, st *admin.Status, a *Advice) error {
+	if a.Window.Asked == 0 && len(a.Options) == 0 {
+		_, err := fmt.Fprintf(w, "No prompt of at least %d tokens was looked up in the last %s: there is nothing to say yet.\n", st.ChunkTokens, c.Window)
+		return err
+	}
+	win := &a.Window
+	fmt.Fprintf(w, "Of %s tokens that were asked for in the last %s, hit %.1f %% of %.1f %% possible (from the pool %.1f %%).\n\n",
+		Thousands(uint64(a.Tokens)), c.Window, 100*win.Hit, 100*win.Ceiling, 100*win.Pool)
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(t, "memory\thit rate\twith lru\t")
+	for _, p := range win.Curve {
+		mark := ""
+		if p.Bytes == st.Pool.TotalBytes {
+			mark = "  this pool"
+		}
+		fmt.Fprintf(t, "%s\t%.1f %%\t%.1f %%\t%s\n", kv.FormatBytes(p.Bytes), 100*p.Rate, 100*p.LRU, mark)
+	}
+	for _, p := range win.Tiers {
+		fmt.Fprintf(t, "with tier %s\t%.1f %%\t\t\n", printable(p.Name), 100*p.Rate)
+	}
+	fmt.Fprintf(t, "without end\t%.1f %%\t\t\n", 100*win.Ceiling)
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	if len(a.Options) == 0 {
+		_, err := fmt.Fprintf(w, "\nNothing that could be bought or changed gains %d points or more.\n", leastPoints)
+		return err
+	}
+	fmt.Fprintf(w, "\nWhat gains most, at %s prompt tokens a second:\n", Thousands(uint64(c.Prefill)))
+	for _, o := range a.Options {
+		if _, err := fmt.Fprintf(w, "- %s\n  %s\n", o.What, c.gain(&o)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// gain is what an option saves, in words.
+func (c *AdviseCommand) gain(o *Option) string {
+	var b strings.Builder
+	if o.Most {
+		b.WriteString("at most ")
+	}
+	fmt.Fprintf(&b, "+%.1f points: %.1f %%, %.0f s of prefill", o.Points, 100*o.Rate, o.Seconds)
+	if c.Price > 0 {
+		fmt.Fprintf(&b, ", %.2f of GPU time", o.Money)
+	}
+	fmt.Fprintf(&b, " in %s", c.Window)
+	return b.String()
+}
