@@ -131,7 +131,7 @@ def main():
     recorder = ThreadingHTTPServer(("127.0.0.1", 0), Recorder)
     threading.Thread(target=recorder.serve_forever, daemon=True).start()
     keys = os.path.join(tmp, "keys")
-    with open(keys, "w") as f:
+    with open(os.open(keys, os.O_CREAT | os.O_WRONLY, 0o600), "w") as f:
         f.write(f"someone {hashlib.sha256(b'secret').hexdigest()} rate=1000\n")
     url = "http://127.0.0.1:%d"
     role = '{"kv_connector":"MooncakeConnector","kv_role":"kv_%s","kv_connector_extra_config":{"bootstrap_server_address":"127.0.0.1:%d"}}'
