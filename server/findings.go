@@ -40,7 +40,7 @@ func (st *Status) findings() []Finding {
 	}
 	st.vllmFindings(add)
 	if st.Strangers > 0 {
-		add(fmt.Sprintf("%s sent and no registration, for example of worker %d: this server does not know its KV", times(uint64(st.Strangers), "worker's heartbeats are", "workers' heartbeats are"), st.Stranger),
+		add(fmt.Sprintf("%s not registered, for example worker %d: this server does not know its KV", times(uint64(st.Strangers), "worker sends heartbeats and is", "workers send heartbeats and are"), st.Stranger),
 			"restart the engine: SGLang registers once and never again. The server keeps registrations over its restart, but not with --cold, on another host, or when it cannot read them")
 	}
 	if len(st.Workers) == refused && st.VLLM == nil {

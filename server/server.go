@@ -65,7 +65,7 @@ type Server struct {
 	waits         waits
 	streams       streams
 	saving        *statefile.PacedWriter // of the note
-	strangers     bool                   // owned by Tick: some were logged
+	strangers     bool                   // owned by Tick: it has logged that workers without a registration send heartbeats
 	noted         noteState
 	leftovers     lent.Leftovers
 	recent        recently

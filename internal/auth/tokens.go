@@ -62,7 +62,7 @@ type Token struct {
 
 // Limits of a file of tokens.
 const (
-	maxTokenFile = 1 << 20 // bytes
+	MaxTokenFile = 1 << 20 // bytes
 	maxTokens    = 1000
 	maxName      = 64 // bytes
 )
@@ -79,7 +79,7 @@ func OpenTokens(path string) (*Tokens, error) {
 	t := &Tokens{}
 	t.all.Store(&[]*Token{})
 	var err error
-	t.file, err = OpenFile(FileOptions{Path: path, MaxBytes: maxTokenFile, Parse: t.parse})
+	t.file, err = OpenFile(FileOptions{Path: path, MaxBytes: MaxTokenFile, Parse: t.parse})
 	if err != nil {
 		return nil, fmt.Errorf("tokens: %w", err)
 	}

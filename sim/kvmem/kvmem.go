@@ -223,7 +223,7 @@ type place struct{ token, rank, layer, head int }
 
 // each calls f with the bytes of each token, layer and head of a group, one plane after the other, and with the seed of
 // their contents, until f returns false. A recurrent state is that of the last token of its block, and fills the block.
-// It reads no bytes itself, and nothing that changes: the race detector need not look.
+// It reads only the geometry, which never changes, so the race detector leaves it out.
 //
 //go:norace
 func (m *Memory) each(g int, table []int32, c Chain, from, to int, f func(b []byte, s uint64, at place) bool) {

@@ -14,7 +14,7 @@ type Shadow struct {
 
 // Lessons are what Shadows take from a LeafHazard. Teach fills them in. With the zero Lessons a Shadow works as leaf-lru.
 type Lessons struct {
-	Ends []PromptEnd // classes since the lessons before; the owner of the Shadows calls Mark
+	Ends []PromptEnd // classes of prompts since the last Teach; the owner of the Shadows passes each to Mark
 
 	clock uint64
 	index *[classes][buckets]float64 // nil: none yet

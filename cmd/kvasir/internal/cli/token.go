@@ -34,9 +34,6 @@ Examples:
   KVASIR_TOKEN=$KVASIR_TOKEN kvasir status`
 }
 
-// maxTokenFile bounds the file, bytes.
-const maxTokenFile = 1 << 20
-
 // Run makes the token.
 func (c *tokenCmd) Run(e *env) error {
 	scope, err := auth.ParseScope(c.Scope)
@@ -70,7 +67,7 @@ func addLine(path, name, line string) (err error) {
 		return fmt.Errorf("%s is a link to %s: name the file itself", path, to)
 	}
 	mode := fs.FileMode(0o600)
-	text, err := auth.ReadSecret(path, maxTokenFile)
+	text, err := auth.ReadSecret(path, auth.MaxTokenFile)
 	var before os.FileInfo
 	switch {
 	case errors.Is(err, fs.ErrNotExist):

@@ -121,7 +121,7 @@ func (c *AdviseCommand) addMemory(a *Advice, st *admin.Status) {
 		if gain := p.Rate - w.Hit; p.Bytes > st.Pool.TotalBytes && gain >= 0.8*best {
 			more := kv.FormatBytes(p.Bytes - st.Pool.TotalBytes)
 			c.add(a, Option{Kind: "pool", What: fmt.Sprintf("%s more RAM for the pool (--l1-size-gb)", more), Rate: p.Rate, Points: 100 * gain})
-			if len(w.Tiers) == 0 {
+			if len(w.Tiers) == 0 { // behind the pool where both gain the same
 				c.add(a, Option{Kind: "tier", What: fmt.Sprintf("a tier of %s below the pool (--disk), where RAM is too dear", more), Rate: p.LRU, Points: 100*(p.LRU-w.Hit) - 0.01})
 			}
 			return

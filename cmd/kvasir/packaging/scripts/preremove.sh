@@ -6,5 +6,5 @@ remove | 0) ;;
 *) exit 0 ;;
 esac
 if [ -d /run/systemd/system ]; then
-	systemctl stop 'kvasir-*.service' || true # a service that does not stop keeps no package installed
+	systemctl stop 'kvasir-*.service' || true # a failed stop must not block the removal of the package
 fi
