@@ -216,7 +216,7 @@ func TestTurnsCountCandidatesAlone(t *testing.T) {
 // Under load no engine gets more than 1.2 times the mean, with each policy. What a busy machine does to the mocks' speed is no
 // matter of the policy: one of three runs must hold.
 func TestNoEngineGetsTooMuch(t *testing.T) {
-	const requests = 600
+	requests := max(300, testkit.Volume(600))
 	play := func(policy proxy.Policy, prefills, others int) (worst float64) {
 		c := newCrowd(t, policy, prefills, others, 2*time.Millisecond, "a")
 		url, _ := c.start(t)
@@ -224,7 +224,7 @@ func TestNoEngineGetsTooMuch(t *testing.T) {
 		var wg sync.WaitGroup
 		for range 32 {
 			wg.Go(func() {
-				for i := next.Add(1); i <= requests; i = next.Add(1) {
+				for i := next.Add(1); i <= int64(requests); i = next.Add(1) {
 					prompt := strings.Repeat(fmt.Sprintf("prompt %d. ", i*7919), 100)
 					if status, text, _ := post(t, url, fmt.Sprintf(`{"model":"a","prompt":%q}`, prompt)); status != 200 {
 						t.Error(status, text)
@@ -236,7 +236,7 @@ func TestNoEngineGetsTooMuch(t *testing.T) {
 		for _, engines := range [][]*tallied{c.p, c.d} {
 			if len(engines) > 0 {
 				_, high := spread(engines, "")
-				worst = max(worst, float64(high)*float64(len(engines))/requests)
+				worst = max(worst, float64(high)*float64(len(engines))/float64(requests))
 			}
 		}
 		return worst

@@ -53,7 +53,7 @@ func TestDDoesNotRead(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		long := `{"prompt":"` + strings.Repeat("a", 32<<20) + `"}` // more than sockets hold
+		long := `{"prompt":"` + strings.Repeat("a", 16<<20) + `"}` // more than sockets hold
 		r, _ := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", strings.NewReader(long))
 		if resp, err := http.DefaultClient.Do(r); err == nil {
 			resp.Body.Close()
@@ -370,7 +370,7 @@ func testPlaces(t *testing.T, dialect proxy.Dialect, policy proxy.Policy) {
 	var wg sync.WaitGroup
 	for range 16 {
 		wg.Go(func() {
-			for range 40 {
+			for range max(15, testkit.Volume(40)) {
 				ctx, cancel := t.Context(), context.CancelFunc(func() {})
 				if rand.IntN(3) == 0 {
 					ctx, cancel = context.WithTimeout(ctx, time.Duration(rand.IntN(4000))*time.Microsecond)

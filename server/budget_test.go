@@ -8,6 +8,7 @@ import (
 	"runtime"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 )
@@ -61,7 +62,7 @@ func lentFrames(bad []byte) [][]byte {
 func TestRefusedRegistrationKeepsLittle(t *testing.T) {
 	d := newDesk(t, server.Options{})
 	long := string(bytes.Repeat([]byte("A\x1b]0;\n"), 1<<20))
-	for id := range int64(20) {
+	for id := range int64(max(4, testkit.Volume(20))) {
 		desc := descriptor("/lmcache_kv_1_1")
 		desc.Type = long
 		reg := lmcache.KVCache{InstanceID: id, Model: "m", WorldSize: 1, EngineType: "vllm", KVLayout: "NHD", Descriptors: []lmcache.Descriptor{desc}}

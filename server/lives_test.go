@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/lmcache"
 	"github.com/kvasir-kv/kvasir/server"
 )
@@ -241,7 +242,7 @@ func (e *lifeEngine) step() bool {
 // stopped, killed, unregistered and started again, whose workers are silent for longer than
 // any grace. An engine whose processes run hits whatever its silence.
 func TestNoHitIsPromisedThatCannotBeLoaded(t *testing.T) {
-	total := 1000
+	total := testkit.Volume(1000)
 	if testing.Short() {
 		total = 100
 	}

@@ -100,6 +100,7 @@ func TestPingedIsKept(t *testing.T) {
 // A note is never longer than what a start reads: the largest registrations are
 // left out, and all others are known after a restart.
 func TestLargestRegistrationsAreLeftOutOfTheNote(t *testing.T) {
+	testkit.LongAlone(t)
 	n := startDriven(t, t.TempDir(), "pool", server.Options{})
 	var large []*engine
 	for range 9 {

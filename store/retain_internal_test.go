@@ -7,6 +7,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/evict"
 	"github.com/kvasir-kv/kvasir/store/lease"
@@ -185,9 +186,9 @@ func TestPinsAndHoldsNeverDisturbThePolicy(t *testing.T) {
 // Where all but one of many chunks are pinned, each store finds the one at once: not by
 // looking at the others again and again under the lock.
 func TestAPinnedPoolCostsEachStoreALookOnly(t *testing.T) {
-	const chunks = 1 << 14
+	chunks := testkit.Volume(1 << 14)
 	for _, name := range evict.Names {
-		p, err := evict.New(name, chunks*crowdChunk)
+		p, err := evict.New(name, int64(chunks)*crowdChunk)
 		if err != nil {
 			t.Fatal(err)
 		}

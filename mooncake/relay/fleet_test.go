@@ -336,7 +336,7 @@ func (f *fleet) compare(d *fleetD) {
 // as they are.
 func TestFleetThroughTheRelay(t *testing.T) {
 	t.Parallel() // it waits for deadlines
-	for seed := range uint64(2) {
+	for seed := range uint64(testkit.Volume(2)) {
 		f := &fleet{world: newWorld(t, relay.Options{Timeout: time.Second, MemoryBytes: 1 << 20}), rnd: rand.New(rand.NewPCG(seed, 5))}
 		f.sender.Close()
 		for i := range 2 {

@@ -122,7 +122,7 @@ func TestPullsThatEndAtOnce(t *testing.T) {
 func TestThousandsOfUnknownTransfers(t *testing.T) {
 	t.Parallel() // it waits for deadlines
 	w := newWorld(t, relay.Options{Timeout: 4 * time.Second})
-	const n = 1000
+	n := max(300, testkit.Volume(1000))
 	wanted := map[string]wire.Wanted{}
 	for i := range n {
 		wanted[fmt.Sprint("r", i)] = wire.Wanted{TransferID: fmt.Sprint("never", i), Blocks: [][]int{{1}, {2}}}

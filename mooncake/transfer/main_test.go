@@ -39,8 +39,11 @@ func client(t testing.TB, o Options) *Client {
 // pattern returns n bytes that depend on seed and position.
 func pattern(n int, seed byte) []byte {
 	b := make([]byte, n)
-	for i := range b {
+	for i := range min(n, 1<<16) {
 		b[i] = byte(i>>8)*31 + byte(i)*7 + seed
+	}
+	for done := 1 << 16; done < n; done *= 2 { // it repeats then
+		copy(b[done:], b[:done])
 	}
 	return b
 }

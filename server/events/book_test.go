@@ -385,7 +385,7 @@ func (r *reader) wantAll(want map[id]bool) {
 // readers at any speed, each reader's view becomes what the store has.
 func TestReadersSeeWhatTheStoreHas(t *testing.T) {
 	seed := rand.Uint64()
-	for round := range 30 {
+	for round := range max(8, testkit.Volume(30)) {
 		rnd := rand.New(rand.NewPCG(seed, uint64(round)))
 		t.Logf("seed %d, round %d", seed, round)
 		o := Options{StoreEvents: 1 << (2 + rnd.IntN(8)), Records: 1 + rnd.IntN(200)}

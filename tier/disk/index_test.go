@@ -10,6 +10,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/kv"
 )
 
@@ -88,7 +89,7 @@ func TestIndex(t *testing.T) {
 	}
 	f(3)
 	f(500)
-	f(50_000)
+	f(testkit.Volume(50_000))
 }
 
 // A table finds each of its slots and no other, wherever their homes are, while some are put in and others taken out.
@@ -189,6 +190,7 @@ func collide(x *index, of func(i int) kv.Key) (a, b kv.Key) {
 
 // Two keys that look the same in their table, and differ in nothing but the chunk, or the group, are two objects.
 func TestIndexCollision(t *testing.T) {
+	testkit.LongAlone(t)
 	t.Parallel()
 	for name, of := range map[string]func(i int) kv.Key{
 		"chunk": func(i int) (k kv.Key) { binary.LittleEndian.PutUint32(k.Chunk[:], uint32(i)); return k },

@@ -10,6 +10,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/kvasir-kv/kvasir/cmd/kvasir/internal/status"
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/internal/transferlog"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/server"
@@ -169,6 +170,7 @@ func TestViews(t *testing.T) {
 // Whatever others call themselves, however much there is and however small the terminal: every view fits, moves no
 // cursor, and its last line has the keys.
 func TestViewsFit(t *testing.T) {
+	testkit.LongAlone(t)
 	evil := "evil\x1b[2J\n模型" + strings.Repeat("x", 300)
 	for _, keys := range []string{"1", "2", "3", "3jjjjj", "4", "4jjjjjjjjjjjjjjjjjjjjjjjj\r", "5", "6", "?"} {
 		for _, size := range [][2]int{{80, 24}, {200, 60}, {40, 12}, {20, 5}, {20, 3}, {1, 1}} {
