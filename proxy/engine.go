@@ -116,10 +116,10 @@ func (a fit) with(b fit) bool {
 	return (a.kind == anyKind || b.kind == anyKind || a.kind == b.kind) && (a.page == 0 || b.page == 0 || a.page == b.page)
 }
 
-// prefillFitsLocked returns what the prefill engines that are well have in common with D's of theirs, for a request that needs one.
-func (f *fleet) prefillFitsLocked(w *want) (fits []fit) {
+// prefillFitsLocked appends what the prefill engines that are well have in common with D's of theirs, for a request that needs one.
+func (f *fleet) prefillFitsLocked(fits []fit, w *want) []fit {
 	if w.ready || w.alone {
-		return nil
+		return fits
 	}
 	for _, b := range f.mu.all {
 		if b.role != prefill || !b.well.Load() || b.draining.Load() || !b.serves(w.model) {

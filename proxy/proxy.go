@@ -134,6 +134,7 @@ func (p *Proxy) addBackend(b *backend, registry string) (err error) {
 	b.bootstrap = trimURL(registry)
 	if p.o.Dialect == SGLang {
 		b.sglang.Store(&sglang{})
+		p.fleet.rooms.Store(true)
 	}
 	if b.client, err = http1.New(b.url, http1.Options{DialTimeout: p.o.DialTimeout, IdleTimeout: upstreamIdle, TLS: p.o.EngineTLS}); err != nil {
 		return err

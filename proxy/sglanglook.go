@@ -124,6 +124,7 @@ func (p *Proxy) identify(ctx context.Context, b *backend) {
 	if old == nil {
 		p.o.Log.Info("an engine is one of SGLang", "engine", b.url, "mode", s.mode)
 	}
+	p.fleet.rooms.Store(true)
 	b.sglang.Store(s)
 	b.identified = whole
 }
