@@ -67,6 +67,11 @@ type want struct {
 	tried   []*backend
 }
 
+// of reports whether an engine of a role has the model and the path.
+func (w *want) of(b *backend, r role) bool {
+	return b.role == r && b.serves(w.model) && (w.kind == anyKind || w.kind == b.kind())
+}
+
 // choice is engines with a place taken at each.
 type choice struct {
 	engine  *backend // that answers
@@ -147,7 +152,7 @@ func (f *fleet) pickLocked(r role, w *want, like fit) (best *backend, lacks int,
 	}
 	for _, b := range f.mu.all {
 		switch {
-		case b.role != r || !b.serves(w.model) || !like.with(b.fit()) || w.kind != anyKind && w.kind != b.kind():
+		case !w.of(b, r) || !like.with(b.fit()):
 			continue
 		case !b.well.Load() || b.draining.Load():
 			if how = max(how, unwell); b.doubts > 0 && !b.draining.Load() {
@@ -221,7 +226,7 @@ const aboveMean = 1.08
 func (f *fleet) overloadedLocked(home *backend, r role, w *want) bool {
 	sum, engines, busy := 0.0, 0, false
 	for _, b := range f.mu.all {
-		if b.role == r && b.serves(w.model) && b.well.Load() && !b.draining.Load() {
+		if w.of(b, r) && b.well.Load() && !b.draining.Load() {
 			sum += b.recently(f.mu.taken)
 			engines++
 			busy = busy || b.inFlight > 0
@@ -260,7 +265,7 @@ func (f *fleet) homeLocked(r role, w *want) (home *backend) {
 	}
 	var most uint64
 	for _, b := range f.mu.all {
-		if b.role != r || !b.serves(w.model) || !b.well.Load() || b.draining.Load() {
+		if !w.of(b, r) || !b.well.Load() || b.draining.Load() {
 			continue
 		}
 		if weight := prefix.Weight(key, b.url); home == nil || weight > most {

@@ -391,6 +391,11 @@ func (e *exchange) scanned() error {
 	}
 	q, err := openai.Scan(e.body.b)
 	if err != nil {
+		for _, name := range []string{"Content-Encoding", "X-Body-Compressed"} {
+			if how := e.r.Header.Get(name); how != "" && how != "identity" {
+				return &refusal{status: http.StatusUnsupportedMediaType, kind: "BadRequestError", text: name + ": the body must not be compressed", outcome: "bad_request"}
+			}
+		}
 		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: err.Error(), outcome: "bad_request"}
 	}
 	name, _ := q.Text(q.Model)

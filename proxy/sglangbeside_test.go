@@ -4,8 +4,10 @@ package proxy_test
 
 import (
 	"fmt"
+	"io"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -71,6 +73,63 @@ func TestSGLangRequestsWithoutRoomsAreRefused(t *testing.T) {
 	} {
 		if status, answer := askSGLang(t, url, "/generate", body); status != 400 || len(legs.all()) > 0 {
 			t.Errorf("%s: %d %s; %v", body, status, answer, legs.all())
+		}
+	}
+}
+
+// Engines beside which SGLang's path does not exist change nothing for its requests: an engine that has no room is asked once.
+func TestSGLangPathsAmongOtherEngines(t *testing.T) {
+	var asked atomic.Int64
+	full := func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/generate" {
+			asked.Add(1)
+		}
+		w.WriteHeader(503)
+	}
+	sglang := mockSGLang(t, "null", nil, full)
+	o := proxy.Options{Detect: true, HealthInterval: 20 * time.Millisecond, Engines: []string{sglang}, Policy: proxy.PrefixAware}
+	for range 4 {
+		mux := http.NewServeMux()
+		mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+		mux.Handle("/v1/models", http.NotFoundHandler())
+		o.Engines = append(o.Engines, serveMux(t, mux))
+	}
+	url, s := startProxy(t, o)
+	testkit.Eventually(t, "all are well", func() bool {
+		n := 0.0
+		for _, well := range s.Stats().Well {
+			n += float64(well)
+		}
+		return n == 5
+	})
+	if status, answer := askSGLang(t, url, "/generate", `{"text":"x"}`); status != 503 || asked.Load() != 1 {
+		t.Errorf("%d %s, the engine was asked %d times", status, answer, asked.Load())
+	}
+}
+
+// An engine of SGLang without /ready, of an early release, is not used, and the reason is known.
+func TestSGLangWithoutReady(t *testing.T) {
+	mux := http.NewServeMux()
+	mux.HandleFunc("/model_info", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"disaggregation_mode":"null"}`) })
+	early := serveMux(t, mux)
+	_, s := startProxy(t, proxy.Options{Dialect: proxy.SGLang, HealthInterval: 20 * time.Millisecond, Engines: []string{early}})
+	testkit.Eventually(t, "the reason is known", func() bool { return strings.Contains(s.Problem(early), "/ready") })
+}
+
+// A compressed body is refused with its header's name.
+func TestCompressedBodies(t *testing.T) {
+	url, _ := startProxy(t, proxy.Options{Engines: []string{mock(t, func(http.ResponseWriter, *http.Request) {})}, HealthInterval: 20 * time.Millisecond})
+	reach(t, url)
+	for name, value := range map[string]string{"Content-Encoding": "gzip", "X-Body-Compressed": "zstd"} {
+		r, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, url+"/v1/completions", strings.NewReader("\x1f\x8b\x08 \x28\xb5\x2f\xfd"))
+		r.Header.Set(name, value)
+		resp, err := http.DefaultClient.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, _ := io.ReadAll(resp.Body)
+		if resp.Body.Close(); resp.StatusCode != 415 || !strings.Contains(string(text), name) {
+			t.Errorf("%s: %d %s", name, resp.StatusCode, text)
 		}
 	}
 }

@@ -54,6 +54,8 @@ func (p *Proxy) answers(ctx context.Context, b *backend) bool {
 	switch _, status := p.read(ctx, b.url+"/ready", p.keyFor(b)); { // /health of an idle engine computes a token
 	case locked(status):
 		problem = wantsKey
+	case status == http.StatusNotFound:
+		problem = noReady
 	case status != http.StatusOK:
 		return false
 	}
@@ -81,6 +83,9 @@ func (p *Proxy) because(b *backend, problem string) {
 
 // wantsKey is why an engine of SGLang with an --api-key is not used: it shows nothing without.
 const wantsKey = "it wants an API key: set --engine-api-key"
+
+// noReady is why an engine of SGLang is not used that does not have the path.
+const noReady = "it has no /ready: SGLang 0.5.23 is served, and later releases"
 
 func locked(status int) bool {
 	return status == http.StatusUnauthorized || status == http.StatusForbidden
