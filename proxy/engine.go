@@ -43,12 +43,12 @@ type backend struct {
 	bootstrap string
 
 	// Under looking:
-	identified bool   // it is known whether it is an engine of SGLang
-	problem    string // why an engine of SGLang is not used
+	identified bool // it is known whether it is an engine of SGLang
 
 	well     atomic.Bool // it answered the last look, and no call failed since
 	draining atomic.Bool
 	models   atomic.Pointer[[]model] // nil: not known, it may have any
+	reason   atomic.Pointer[string]  // why an engine of SGLang is not used; nil or "": it is
 	sglang   atomic.Pointer[sglang]  // what it says of itself; nil: it is no engine of SGLang
 	others   atomic.Int64            // requests of other proxies, by its metrics
 	rankTurn atomic.Uint64
@@ -116,10 +116,10 @@ func (a fit) with(b fit) bool {
 	return (a.kind == anyKind || b.kind == anyKind || a.kind == b.kind) && (a.page == 0 || b.page == 0 || a.page == b.page)
 }
 
-// prefillFitsLocked returns what the prefill engines that are well have in common with D's of theirs, for a request that needs one.
-func (f *fleet) prefillFitsLocked(w *want) (fits []fit) {
+// prefillFitsLocked appends what the prefill engines that are well have in common with D's of theirs, for a request that needs one.
+func (f *fleet) prefillFitsLocked(fits []fit, w *want) []fit {
 	if w.ready || w.alone {
-		return nil
+		return fits
 	}
 	for _, b := range f.mu.all {
 		if b.role != prefill || !b.well.Load() || b.draining.Load() || !b.serves(w.model) {

@@ -181,7 +181,7 @@ func (e *exchange) serve() (outcome string) {
 			return "client_left"
 		}
 		if errors.Is(err, errStopped) { // D computes the prompt, whose answer may be no more than that token
-			e.want.alone = true
+			e.want.alone, e.want.noRoom = true, true
 			e.attempts--
 			continue
 		}

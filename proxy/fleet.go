@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/fair"
@@ -19,6 +20,7 @@ import (
 type fleet struct {
 	o     *Options
 	store store
+	rooms atomic.Bool // an engine of SGLang is there, or was
 
 	mu struct {
 		sync.Mutex
@@ -52,6 +54,7 @@ type want struct {
 	alone  bool          // one engine computes the prompt and the answer: not a completion, or a request of several sequences
 	many   bool          // a completion of several prompts or answers
 	ready  bool          // D needs no P: a relay has the KV
+	noRoom bool          // P and D of SGLang cannot serve it: other engines do
 	marks  []prefix.Mark // of the prompt
 	seen   []prefix.Seen // of the marks
 	bytes  int           // of the prompt
@@ -62,6 +65,11 @@ type want struct {
 	only    *backend // the engine that has what the request goes on from; nil: any
 	session string   // that the client names; "": none
 	tried   []*backend
+}
+
+// of reports whether an engine of a role has the model and the path.
+func (w *want) of(b *backend, r role) bool {
+	return b.role == r && b.serves(w.model) && (w.kind == anyKind || w.kind == b.kind())
 }
 
 // choice is engines with a place taken at each.
@@ -98,9 +106,9 @@ func (f *fleet) remove(b *backend) {
 
 func (f *fleet) has(b *backend) bool { return slices.Contains(f.engines(), b) }
 
-// hasDecode reports whether a decode engine serves a model, healthy or not.
+// hasDecode reports whether a decode engine of vLLM serves a model, healthy or not.
 func (f *fleet) hasDecode(model string) bool {
-	return slices.ContainsFunc(f.engines(), func(b *backend) bool { return b.role == decode && b.serves(model) })
+	return slices.ContainsFunc(f.engines(), func(b *backend) bool { return b.role == decode && b.kind() == vllmKind && b.serves(model) })
 }
 
 // shares reports whether another engine is in the same registry.
@@ -137,13 +145,14 @@ func (f *fleet) pickLocked(r role, w *want, like fit) (best *backend, lacks int,
 	if home != nil && f.overloadedLocked(home, r, w) {
 		home = nil
 	}
-	var pairs []fit
-	if r == decode {
-		pairs = f.prefillFitsLocked(w)
+	var few [8]fit
+	pairs := few[:0]
+	if r == decode && f.rooms.Load() { // D's of vLLM alone fit all P's
+		pairs = f.prefillFitsLocked(pairs, w)
 	}
 	for _, b := range f.mu.all {
 		switch {
-		case b.role != r || !b.serves(w.model) || !like.with(b.fit()) || w.kind != anyKind && w.kind != b.kind():
+		case !w.of(b, r) || !like.with(b.fit()):
 			continue
 		case !b.well.Load() || b.draining.Load():
 			if how = max(how, unwell); b.doubts > 0 && !b.draining.Load() {
@@ -217,7 +226,7 @@ const aboveMean = 1.08
 func (f *fleet) overloadedLocked(home *backend, r role, w *want) bool {
 	sum, engines, busy := 0.0, 0, false
 	for _, b := range f.mu.all {
-		if b.role == r && b.serves(w.model) && b.well.Load() && !b.draining.Load() {
+		if w.of(b, r) && b.well.Load() && !b.draining.Load() {
 			sum += b.recently(f.mu.taken)
 			engines++
 			busy = busy || b.inFlight > 0
@@ -256,7 +265,7 @@ func (f *fleet) homeLocked(r role, w *want) (home *backend) {
 	}
 	var most uint64
 	for _, b := range f.mu.all {
-		if b.role != r || !b.serves(w.model) || !b.well.Load() || b.draining.Load() {
+		if !w.of(b, r) || !b.well.Load() || b.draining.Load() {
 			continue
 		}
 		if weight := prefix.Weight(key, b.url); home == nil || weight > most {
@@ -273,102 +282,6 @@ func (w *want) seenBy(id uint32) int {
 		}
 	}
 	return 0
-}
-
-// chooseOnlyLocked is chooseLocked for a request that no other engine can answer.
-func (f *fleet) chooseOnlyLocked(b *backend) (c choice, how stand, of role) {
-	switch {
-	case !slices.Contains(f.mu.all, b) || !b.well.Load():
-		return c, unwell, b.role
-	case b.inFlight >= f.o.MaxPerEngine:
-		return c, full, b.role
-	}
-	return choice{engine: b}, ready, b.role
-}
-
-// pickPrefillLocked returns the prefill engine that a request should go to, with its rank; nil where D may do without.
-func (f *fleet) pickPrefillLocked(w *want, like fit) (p *backend, who rank, lacks int, how stand) {
-	p, lacks, how = f.pickLocked(prefill, w, like)
-	if how == ready && p.registered() {
-		ok := false
-		if who, ok = p.nextRank(); !ok {
-			how = unwell
-		}
-	}
-	if how <= doubtful && f.o.DecodeAlone && like.kind != sglangKind {
-		p, how = nil, ready
-	}
-	return p, who, lacks, how
-}
-
-// chooseLocked chooses engines for a request; takeLocked takes the places. how is ready, or why there is no choice.
-func (f *fleet) chooseLocked(w *want) (c choice, how stand, of role) {
-	if w.only != nil {
-		return f.chooseOnlyLocked(w.only)
-	}
-	d, dLacks, dHow := f.pickLocked(decode, w, fit{})
-	if dHow == absent {
-		e, lacks, how := f.pickLocked(both, w, fit{})
-		return choice{engine: e, lacks: [2]int{lacks}}, how, both
-	}
-	needs, like := !w.ready && !w.alone, fit{} // P
-	if d != nil {
-		like = d.fit()
-	}
-	switch {
-	case dHow != ready:
-	case w.ready:
-		return choice{engine: d}, ready, decode
-	case needs && like.kind == vllmKind:
-		if lacks, by := f.lacks(w, dLacks); lacks < f.o.SkipPrefill {
-			return choice{engine: d, lacks: [2]int{lacks}, spared: by}, ready, decode
-		}
-	}
-	var p *backend // nil: D does without
-	pLacks, pHow, who := 0, ready, rank{}
-	if needs {
-		p, who, pLacks, pHow = f.pickPrefillLocked(w, like)
-	}
-	switch how := min(dHow, pHow); {
-	case how == ready && p != nil:
-		return choice{engine: d, prefill: p, rank: who, lacks: [2]int{0, pLacks}}, ready, decode
-	case how == ready:
-		c := choice{engine: d, lacks: [2]int{dLacks}}
-		if w.many {
-			c.spared = bySequences
-		}
-		return c, ready, decode
-	case how <= doubtful:
-		e, lacks, eHow := f.pickLocked(both, w, fit{})
-		if eHow == ready {
-			return choice{engine: e, lacks: [2]int{lacks}}, ready, both
-		}
-		of = decode
-		if pHow <= dHow {
-			of = prefill
-		}
-		if pHow == absent && eHow == absent && dHow > unwell {
-			return choice{}, absent, prefill
-		}
-		return choice{}, max(how, eHow, unwell), of
-	}
-	return choice{}, full, decode
-}
-
-// lacks returns how many bytes of a prompt D would compute alone, and why no more: it has the rest, or
-// the cache server has.
-func (f *fleet) lacks(w *want, lacks int) (int, spared) {
-	guess := 0
-	for _, id := range f.store.ids() {
-		if id != 0 {
-			guess = max(guess, w.seenBy(id))
-		}
-	}
-	least := min(lacks, w.bytes-w.stored.instead(guess))
-	if least < f.o.SkipPrefill && lacks >= f.o.SkipPrefill {
-		return least, byStore
-	}
-	return least, byDecode
 }
 
 // takeLocked takes the places of a choice.

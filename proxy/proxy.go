@@ -134,6 +134,7 @@ func (p *Proxy) addBackend(b *backend, registry string) (err error) {
 	b.bootstrap = trimURL(registry)
 	if p.o.Dialect == SGLang {
 		b.sglang.Store(&sglang{})
+		p.fleet.rooms.Store(true)
 	}
 	if b.client, err = http1.New(b.url, http1.Options{DialTimeout: p.o.DialTimeout, IdleTimeout: upstreamIdle, TLS: p.o.EngineTLS}); err != nil {
 		return err
@@ -357,9 +358,12 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route how) {
 		e.want.alone, e.want.many = e.aloneOf()
 	}
 	var sequences []openai.Sequence
-	if route == throughPD && p.fleet.pairsSGLang(e.want.model) {
+	switch pairs := !withoutKV[r.URL.Path] && p.fleet.pairsSGLang(e.want.model); {
+	case pairs && route == throughPD:
 		sequences, err = e.byRooms()
-	} else if e.want.many {
+	case pairs:
+		sequences, err = e.withoutRoom(noRoomFor(r.URL.Path))
+	case e.want.many:
 		sequences, err = e.apart()
 	}
 	if err != nil {
@@ -390,6 +394,11 @@ func (e *exchange) scanned() error {
 	}
 	q, err := openai.Scan(e.body.b)
 	if err != nil {
+		for _, name := range []string{"Content-Encoding", "X-Body-Compressed"} {
+			if how := e.r.Header.Get(name); how != "" && how != "identity" {
+				return &refusal{status: http.StatusUnsupportedMediaType, kind: "BadRequestError", text: name + ": the body must not be compressed", outcome: "bad_request"}
+			}
+		}
 		return &refusal{status: http.StatusBadRequest, kind: "BadRequestError", text: err.Error(), outcome: "bad_request"}
 	}
 	name, _ := q.Text(q.Model)

@@ -225,6 +225,6 @@ func (e *exchange) judge(b *backend, err error) {
 // hasUntried reports whether an engine of a role could take a request that has not been tried.
 func (f *fleet) hasUntried(r role, w *want) bool {
 	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
-		return b.role == r && b.serves(w.model) && b.well.Load() && !b.draining.Load() && !slices.Contains(w.tried, b)
+		return w.of(b, r) && b.well.Load() && !b.draining.Load() && !slices.Contains(w.tried, b)
 	})
 }

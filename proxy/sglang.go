@@ -37,9 +37,36 @@ func (f *fleet) noneWell() bool {
 
 // pairsSGLang reports whether D's of SGLang serve a model.
 func (f *fleet) pairsSGLang(model string) bool {
-	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
+	return f.rooms.Load() && slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		return b.role == decode && b.kind() == sglangKind && b.serves(model)
 	})
+}
+
+// hasOthers reports whether an engine that is no D of SGLang serves what a request wants, healthy or not.
+func (f *fleet) hasOthers(w *want) bool {
+	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
+		k := b.kind()
+		return (b.role == both || b.role == decode && k == vllmKind) && (w.kind == anyKind || w.kind == k) && b.serves(w.model)
+	})
+}
+
+// withoutRoom leaves a request that P and D of SGLang cannot serve to the engines beside them. Where there are none, err says why it is
+// refused.
+func (e *exchange) withoutRoom(err error) ([]openai.Sequence, error) {
+	switch {
+	case !e.p.fleet.hasOthers(&e.want):
+		return nil, err
+	case e.want.many:
+		e.want.noRoom = true
+		return e.apart()
+	}
+	e.want.noRoom = true
+	return nil, nil
+}
+
+// noRoomFor refuses a path that P and D of SGLang do not have.
+func noRoomFor(path string) error {
+	return &refusal{status: http.StatusNotImplemented, kind: "NotImplementedError", text: path + " does not reach P and D of SGLang: it has no bootstrap room there", outcome: "bad_request"}
 }
 
 // byRooms returns the sequences of a request to P and D of SGLang, each of which has a room of its own; nil: it is one. The error is a
@@ -47,8 +74,6 @@ func (f *fleet) pairsSGLang(model string) bool {
 //
 // SGLang gives all answers to a prompt one room, so that D waits for all but one of them (0.5.23).
 func (e *exchange) byRooms() ([]openai.Sequence, error) {
-	e.rooms = true
-	e.want.alone, e.want.many = false, false
 	bad := func(status int, kind, text string) error {
 		return &refusal{status: status, kind: kind, text: text, outcome: "bad_request"}
 	}
@@ -56,14 +81,21 @@ func (e *exchange) byRooms() ([]openai.Sequence, error) {
 	background, _ := e.q.Bool(e.q.Background)
 	switch path := e.r.URL.Path; {
 	case path == "/v1/messages", path == "/inference/v1/generate":
-		return nil, bad(http.StatusNotImplemented, "NotImplementedError", path+" does not reach P and D of SGLang: it has no bootstrap room there")
+		return e.withoutRoom(noRoomFor(path))
 	case path == "/v1/responses" && (previous != "" || background):
-		return nil, bad(http.StatusNotImplemented, "NotImplementedError", "previous_response_id and background do not reach P and D of SGLang: P does not have the response")
+		return e.withoutRoom(bad(http.StatusNotImplemented, "NotImplementedError", "previous_response_id and background do not reach P and D of SGLang: P does not have the response"))
+	case e.q.OfVLLM() && e.p.fleet.hasOthers(&e.want):
+		return e.withoutRoom(nil)
 	}
 	all, err := e.q.Sequences(e.r.URL.Path, e.p.o.MaxPrompts)
+	if errors.Is(err, openai.ErrSequences) {
+		return e.withoutRoom(bad(http.StatusBadRequest, "BadRequestError", err.Error()))
+	}
 	if err != nil {
 		return nil, bad(http.StatusBadRequest, "BadRequestError", err.Error())
 	}
+	e.rooms = true
+	e.want.alone, e.want.many = false, false
 	if len(all) < 2 {
 		return nil, nil
 	}

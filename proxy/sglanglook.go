@@ -54,6 +54,8 @@ func (p *Proxy) answers(ctx context.Context, b *backend) bool {
 	switch _, status := p.read(ctx, b.url+"/ready", p.keyFor(b)); { // /health of an idle engine computes a token
 	case locked(status):
 		problem = wantsKey
+	case status == http.StatusNotFound:
+		problem = noReady
 	case status != http.StatusOK:
 		return false
 	}
@@ -71,16 +73,27 @@ func (p *Proxy) answers(ctx context.Context, b *backend) bool {
 
 // because notes why an engine gets no requests, and logs what is new; "": it does.
 func (p *Proxy) because(b *backend, problem string) {
-	if problem == b.problem {
+	if problem == b.problem() {
 		return
 	}
-	if b.problem = problem; problem != "" {
+	if b.reason.Store(&problem); problem != "" {
 		p.o.Log.Warn("an engine of SGLang gets no requests", "engine", b.url, "reason", problem)
 	}
 }
 
+// problem returns why an engine of SGLang gets no requests; "": it does.
+func (b *backend) problem() string {
+	if reason := b.reason.Load(); reason != nil {
+		return *reason
+	}
+	return ""
+}
+
 // wantsKey is why an engine of SGLang with an --api-key is not used: it shows nothing without.
 const wantsKey = "it wants an API key: set --engine-api-key"
+
+// noReady is why an engine of SGLang is not used that does not have the path.
+const noReady = "it has no /ready: SGLang 0.5.23 is served, and later releases"
 
 func locked(status int) bool {
 	return status == http.StatusUnauthorized || status == http.StatusForbidden
@@ -124,6 +137,7 @@ func (p *Proxy) identify(ctx context.Context, b *backend) {
 	if old == nil {
 		p.o.Log.Info("an engine is one of SGLang", "engine", b.url, "mode", s.mode)
 	}
+	p.fleet.rooms.Store(true)
 	b.sglang.Store(s)
 	b.identified = whole
 }

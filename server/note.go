@@ -53,6 +53,9 @@ func (s *Server) writeNote() {
 	s.noted = noteState{err != nil, left}
 }
 
+// notTaken is what the log says of a worker that a restart loses.
+const notTaken = "a worker of the earlier server is not taken over: one of vLLM registers again at its next heartbeat, one of SGLang when its engine is restarted"
+
 // restore registers the workers that an earlier server knew, as far as they
 // still make sense. The others are asked to register again by their next ping.
 func (s *Server) restore() {
@@ -62,7 +65,7 @@ func (s *Server) restore() {
 		n, err = workers.DecodeNote(b)
 	}
 	if err != nil {
-		s.log.Warn("workers of the earlier server are not known; they register again at their next heartbeat", "err", err)
+		s.log.Warn("workers of the earlier server are not known: those of vLLM register again at their next heartbeat, those of SGLang when their engines are restarted", "err", err)
 		return
 	}
 	s.complete = b != nil
@@ -71,13 +74,13 @@ func (s *Server) restore() {
 	for i := range n.Workers {
 		w, err := n.Worker(i)
 		if err != nil {
-			s.log.Warn("a worker of the earlier server is not taken over; it registers again at its next heartbeat", "err", err)
+			s.log.Warn(notTaken, "err", err)
 			s.complete = false
 			continue
 		}
 		in, err := s.revive(w)
 		if err != nil {
-			s.log.Warn("a worker of the earlier server is not taken over; it registers again at its next heartbeat", "worker", w.ID, "model", w.Model, "err", err)
+			s.log.Warn(notTaken, "worker", w.ID, "model", w.Model, "err", err)
 			s.complete = false
 			continue
 		}

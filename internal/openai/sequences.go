@@ -16,6 +16,15 @@ func (r *Request) OneSequence() bool {
 	return is(r.N, "1", "null") && is(r.BestOf, "1", "null") && is(r.Beam, "false", "null") && r.onePrompt()
 }
 
+// OfVLLM reports whether a request asks for what vLLM alone makes of a prompt: a beam search, the best of several answers, or an answer to
+// embeddings.
+func (r *Request) OfVLLM() bool {
+	is := func(at Range, values ...string) bool {
+		return !at.Has() || slices.Contains(values, string(at.Of(r.Body)))
+	}
+	return !is(r.BestOf, "1", "null") || !is(r.Beam, "false", "null") || !is(r.Embeds, "null")
+}
+
 func (r *Request) onePrompt() bool {
 	prompt := r.Prompt
 	if prompt.Has() && string(prompt.Of(r.Body)) == "null" {

@@ -31,6 +31,9 @@ var batched = map[string]bool{
 	"token_ids_logprob": false, "multi_item_delimiter_indices": false, "token_indices_to_pool": false,
 }
 
+// batchedOfCompletions is batched for /v1/completions (SGLang 0.5.23, openai/protocol.py).
+var batchedOfCompletions = map[string]bool{"lora_path": true, "extra_key": true, "cache_salt": true}
+
 // Sequences returns the sequences of a request of a path to SGLang, prompt by prompt, at most limit. The error says what is wrong with the
 // request.
 func (r *Request) Sequences(path string, limit int) (all []Sequence, err error) {
@@ -69,9 +72,12 @@ func (r *Request) Sequences(path string, limit int) (all []Sequence, err error) 
 	return all, nil
 }
 
+// given reports whether there is a value at a range, other than null.
+func (r *Request) given(at Range) bool { return at.Has() && string(at.Of(r.Body)) != "null" }
+
 // answers returns the number at a range; a request without one wants one answer.
 func (r *Request) answers(at Range) (int, error) {
-	if !at.Has() || string(at.Of(r.Body)) == "null" {
+	if !r.given(at) {
 		return 1, nil
 	}
 	n, ok := r.Int(at)
@@ -97,8 +103,16 @@ func (r *Request) openAIPrompts(lists bool, limit int) (prompts [][]Edit, n int,
 	if err != nil || !listed {
 		return [][]Edit{one}, n, false, err
 	}
-	for _, at := range list {
-		prompts = append(prompts, append(one[:len(one):len(one)], Edit{Key: "prompt", Value: at.Of(r.Body)}))
+	names, each, err := r.batchedFields("prompt", len(list), batchedOfCompletions)
+	if err != nil {
+		return nil, 0, false, err
+	}
+	for i, at := range list {
+		edits := append(one[:len(one):len(one)], Edit{Key: "prompt", Value: at.Of(r.Body)})
+		for f, name := range names {
+			edits = append(edits, Edit{Key: name, Value: each[f][i].Of(r.Body)})
+		}
+		prompts = append(prompts, edits)
 	}
 	return prompts, n, true, nil
 }
@@ -129,7 +143,7 @@ func (r *Request) promptList(at Range, limit int) (list []Range, listed bool, er
 // nativePrompts is openAIPrompts for /generate.
 func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool, err error) {
 	key, at := "text", r.TextIn
-	if !at.Has() || string(at.Of(r.Body)) == "null" {
+	if !r.given(at) {
 		key, at = "input_ids", r.InputIDs
 	}
 	list, listed, err := r.promptList(at, limit)
@@ -137,13 +151,13 @@ func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool
 		return nil, 0, false, err
 	}
 	if !listed {
-		if r.Sampling.Has() && r.Body[r.Sampling.From] == '[' || !at.Has() && r.field("input_embeds").Has() {
+		if r.Sampling.Has() && r.Body[r.Sampling.From] == '[' || !r.given(at) && r.given(r.field("input_embeds")) {
 			return nil, 0, false, ErrSequences // a list of embeddings may be one prompt or several
 		}
 		edit, n, err := r.sampling(r.Sampling)
 		return [][]Edit{edit}, n, false, err
 	}
-	names, each, err := r.batchedFields(key, len(list))
+	names, each, err := r.batchedFields(key, len(list), batched)
 	if err != nil {
 		return nil, 0, false, err
 	}
@@ -173,9 +187,9 @@ func (r *Request) nativePrompts(limit int) (prompts [][]Edit, n int, listed bool
 	return prompts, n, true, nil
 }
 
-// batchedFields returns the fields that have an element for each prompt, but for the prompts themselves. Of a key that comes twice the last
-// counts.
-func (r *Request) batchedFields(prompts string, count int) (names []string, each [][]Range, err error) {
+// batchedFields returns the fields of a table that have an element for each prompt, but for the prompts themselves. Of a key that comes
+// twice the last counts.
+func (r *Request) batchedFields(prompts string, count int, batched map[string]bool) (names []string, each [][]Range, err error) {
 	last := make(map[string]Range)
 	for f := range r.fields {
 		name, _ := r.Text(r.fields[f].name)
@@ -206,7 +220,7 @@ func (r *Request) batchedFields(prompts string, count int) (names []string, each
 
 // sampling returns how many answers the sampling parameters at a range ask for, and the edit that makes it one; nil: it is.
 func (r *Request) sampling(at Range) (edit []Edit, n int, err error) {
-	if !at.Has() || string(at.Of(r.Body)) == "null" {
+	if !r.given(at) {
 		return nil, 1, nil
 	}
 	s, err := Scan(at.Of(r.Body))
@@ -227,7 +241,7 @@ func (r *Request) sampling(at Range) (edit []Edit, n int, err error) {
 // list so.
 func (r *Request) ownIDs(prompts, n int) (ids []string, err error) {
 	at := r.field("rid")
-	if !at.Has() || string(at.Of(r.Body)) == "null" {
+	if !r.given(at) {
 		return nil, nil
 	}
 	if id, single := r.Text(at); single {

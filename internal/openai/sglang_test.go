@@ -33,6 +33,11 @@ func TestSequences(t *testing.T) {
 	f("/v1/completions", `{"prompt":[1,2]}`, `{"prompt":[1,2]}`)
 	f("/v1/completions", `{"prompt":["a",  "b"],"n":2}`, `{"prompt":"a","n":1}`+"\n"+`{"prompt":"a","n":1}`+"\n"+`{"prompt":"b","n":1}`+"\n"+`{"prompt":"b","n":1}`)
 	f("/v1/completions", `{"prompt":[[1],[2,3]]}`, `{"prompt":[1]}`+"\n"+`{"prompt":[2,3]}`)
+	f("/v1/completions", `{"prompt":["a","b"],"lora_path":["l",null],"extra_key":["k","k2"],"cache_salt":"s","stop":["x","y"],"n":2}`,
+		strings.Repeat(`{"prompt":"a","lora_path":"l","extra_key":"k","cache_salt":"s","stop":["x","y"],"n":1}`+"\n", 2)+
+			strings.TrimSuffix(strings.Repeat(`{"prompt":"b","lora_path":null,"extra_key":"k2","cache_salt":"s","stop":["x","y"],"n":1}`+"\n", 2), "\n"))
+	f("/v1/completions", `{"prompt":["a"],"cache_salt":["s"],"n":2}`, `{"prompt":"a","cache_salt":"s","n":1}`+"\n"+`{"prompt":"a","cache_salt":"s","n":1}`)
+	f("/v1/completions", `{"prompt":["a","b"],"cache_salt":["s"]}`, "error: cache_salt has 1 elements, the request has 2 prompts")
 	f("/v1/completions", `{"prompt":["a",[1]]}`, "error: the prompts of a list must be of one kind")
 	f("/v1/completions", `{"prompt":"a","n":0}`, "error: n must be a number above 0")
 	f("/v1/completions", `{"prompt":"a","n":"x"}`, "error: n must be a number above 0")
@@ -65,6 +70,8 @@ func TestSequences(t *testing.T) {
 	f("/v1/chat/completions", `{"messages":[],"prompt":["a","b"]}`, `{"messages":[],"prompt":["a","b"]}`)
 	f("/v1/responses", `{"input":"a","n":2}`, `{"input":"a","n":2}`)
 	f("/generate", `{"text":"a","sampling_params":[{"n":2}]}`, "error: "+openai.ErrSequences.Error())
+	f("/generate", `{"text":null,"input_ids":null,"input_embeds":[[[0.5]],[[1.5]]]}`, "error: "+openai.ErrSequences.Error())
+	f("/generate", `{"text":null,"input_ids":[5],"input_embeds":null}`, `{"text":null,"input_ids":[5],"input_embeds":null}`)
 	f("/generate", `{"text":"a","sampling_params":3}`, "error: sampling_params must be an object")
 }
 
