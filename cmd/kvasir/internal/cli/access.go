@@ -20,7 +20,8 @@ import (
 
 // networkFlags say from where the listeners of a command may be reached.
 type networkFlags struct {
-	AllowFrom []string `name:"allow-from" help:"Networks (CIDR) and addresses, comma-separated, from which the listeners of this command may be used: HTTP answers other addresses health alone, other ports close their connections. LISTENER=CIDR is for one listener. Default: every address." placeholder:"CIDR" group:"Access"`
+	AllowFrom   []string `name:"allow-from" help:"Networks (CIDR) and addresses, comma-separated, from which the listeners of this command may be used: HTTP answers other addresses health alone, other ports close their connections. LISTENER=CIDR is for one listener. Default: every address." placeholder:"CIDR" group:"Access"`
+	AllowAnyone string   `name:"allow-anyone" help:"read-prompts: start although a listener beyond loopback has neither networks nor credentials, so that everyone who reaches it may read what engines stored. Without it such a start is refused." placeholder:"read-prompts" group:"Access"`
 }
 
 // networks returns the networks of each listener; nil for one that every address may use.
@@ -76,10 +77,13 @@ type access struct {
 	log         *slog.Logger
 }
 
-// open reads the files. The error names the flags, or the file, that cannot be used.
-func (f *accessFlags) open(log *slog.Logger, listeners ...string) (a *access, err error) {
+// open reads the files, and refuses listeners that nothing defends. The error names the flags, or the file, that cannot be used.
+func (f *accessFlags) open(log *slog.Logger, exposed []exposure, listeners ...string) (a *access, err error) {
 	a = &access{log: log}
 	if a.networks, err = f.networkFlags.networks(log, listeners...); err != nil {
+		return nil, err
+	}
+	if err := f.refuseOpen(a.networks, f.TokenFile != "" || f.ClientCA != "", exposed); err != nil {
 		return nil, err
 	}
 	switch {
@@ -114,10 +118,10 @@ func (f *accessFlags) open(log *slog.Logger, listeners ...string) (a *access, er
 }
 
 // check reports what cannot be used.
-func (f *accessFlags) check(listeners ...string) error {
+func (f *accessFlags) check(exposed []exposure, listeners ...string) error {
 	files := *f
 	files.AuditLog = "" // a check makes no file
-	_, err := files.open(slog.New(slog.DiscardHandler), listeners...)
+	_, err := files.open(slog.New(slog.DiscardHandler), exposed, listeners...)
 	return err
 }
 

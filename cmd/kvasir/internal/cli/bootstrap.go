@@ -103,9 +103,17 @@ func (c *bootstrapCmd) options() (o bootstrap.Options, _ error) {
 // registryListeners are the names of a registry's listeners in --allow-from.
 var registryListeners = []string{"http"}
 
+// exposed returns where the registry listens. Stock vLLM registers and queries without a token, unless --token-guards refuses that.
+func (c *bootstrapCmd) exposed() []exposure {
+	return []exposure{{
+		listener: "http", at: "--host " + c.Host, host: c.Host, own: c.Guard != "delete", // which wants a token
+		risk: "register workers, and so receive the KV of prompts",
+	}}
+}
+
 func (c *bootstrapCmd) check(*env) error {
 	_, err := c.options()
-	return errors.Join(err, c.accessFlags.check(registryListeners...))
+	return errors.Join(err, c.accessFlags.check(c.exposed(), registryListeners...))
 }
 
 // Run serves until a signal.
@@ -114,7 +122,7 @@ func (c *bootstrapCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
-	a, err := c.accessFlags.open(e.log, registryListeners...)
+	a, err := c.accessFlags.open(e.log, c.exposed(), registryListeners...)
 	if err != nil {
 		return err
 	}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"net/http"
 	"os"
+	"slices"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
@@ -168,7 +169,27 @@ func (c *engineCmd) check(e *env) error {
 	if err == nil {
 		_, err = c.events()
 	}
-	return errors.Join(err, c.accessFlags.check(engineListeners...))
+	return errors.Join(err, c.accessFlags.check(c.exposed(), engineListeners...))
+}
+
+// exposed returns where the engine listens, as far as its flags can be read.
+func (c *engineCmd) exposed() []exposure {
+	out := []exposure{{listener: "http", at: "--host " + c.Host, host: c.Host, web: true, risk: "use the engine"}}
+	if events, err := c.events(); err == nil && events != nil {
+		out = append(out, exposedEvents([2]string{"--kv-events-config", events.Endpoint}, [2]string{"--kv-events-config", events.Replay})...)
+	}
+	const risk = "receive the KV of transfers"
+	if c.Like == "sglang" && c.Mode == "prefill" {
+		out = append(out, exposure{listener: "transfer", at: "--host " + c.Host, host: c.Host, risk: risk})
+	}
+	connectors, err := kvconfig.Parse([]byte(c.Transfer))
+	mooncake := func(k *kvconfig.Config) bool { return k.Connector == kvconfig.MooncakeConnector }
+	if err == nil && slices.ContainsFunc(connectors, mooncake) || c.Like == "sglang" && c.Mode != "null" {
+		if host, err := kvconfig.Host(c.getenv); err == nil { // without a host it does not start
+			out = append(out, exposure{listener: "transfer", at: "VLLM_HOST_IP, " + host, host: host, risk: risk})
+		}
+	}
+	return out
 }
 
 // engineListeners are the names of an engine's listeners in --allow-from: the API, KV events, and what other engines use (registry, side
@@ -214,7 +235,7 @@ func (c *engineCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
-	a, err := c.accessFlags.open(e.log, engineListeners...)
+	a, err := c.accessFlags.open(e.log, c.exposed(), engineListeners...)
 	if err != nil {
 		return err
 	}

@@ -202,9 +202,24 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 // proxyListeners are the names of a proxy's listeners in --allow-from.
 var proxyListeners = []string{"api", "admin"}
 
+// exposed returns where the proxy listens. Its tokens are for the admin port alone.
+func (c *proxyCmd) exposed() []exposure {
+	out := []exposure{{
+		listener: "api", at: "--host " + c.Host, host: c.Host, own: c.APIKeys != "" || c.ClientCA != "", keys: "--api-keys",
+		risk: "use the engines, and find out from the time of answers which prompts others sent",
+	}}
+	if c.AdminPort != 0 {
+		out = append(out, exposure{
+			listener: "admin", at: "--admin-host " + c.AdminHost, host: c.AdminHost, web: true, own: c.AdminToken != "", keys: "--admin-token",
+			risk: "add and remove engines",
+		})
+	}
+	return out
+}
+
 func (c *proxyCmd) check(e *env) error {
 	_, err := c.options(e)
-	return errors.Join(err, c.accessFlags.check(proxyListeners...))
+	return errors.Join(err, c.accessFlags.check(c.exposed(), proxyListeners...))
 }
 
 // Run serves until a signal stops it.
@@ -213,7 +228,7 @@ func (c *proxyCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
-	a, err := c.accessFlags.open(e.log, proxyListeners...)
+	a, err := c.accessFlags.open(e.log, c.exposed(), proxyListeners...)
 	if err != nil {
 		return err
 	}
@@ -255,9 +270,6 @@ func (c *proxyCmd) Run(e *env) (err error) {
 		if so.Admin, err = takeover.ListenTCP(e.ctx, c.AdminHost, c.AdminPort); err != nil {
 			return errors.Join(takeover.ExplainListen(err, "--admin-host", "--admin-port"), so.Listener.Close())
 		}
-	}
-	if !isLoopback(c.Host) && o.Keys == nil && a.authorities == nil && a.networks["api"] == nil {
-		e.log.Warn("there are no API keys: whoever reaches this port may use the engines; give --api-keys or --allow-from")
 	}
 	e.parts.Add("proxy", func() any { return p.Stats() })
 	e.parts.AddTransfers("proxy", p.Transfers)

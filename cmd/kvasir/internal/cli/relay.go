@@ -64,11 +64,20 @@ func (c *relayCmd) check(*env) error {
 	f.unless(err == nil && up.Scheme == "http" && up.Port() != "" && up.Hostname() != "", "--upstream %q is not http://HOST:PORT", c.Upstream)
 	ip := net.ParseIP(c.Host)
 	f.unless(ip == nil || !ip.IsUnspecified(), "--host %s is every address: name the one that P and D dial", c.Host)
-	return errors.Join(f.err(), c.accessFlags.check(relayListeners...))
+	return errors.Join(f.err(), c.accessFlags.check(c.exposed(), relayListeners...))
 }
 
 // relayListeners are the names of a relay's listeners in --allow-from: the directory, and the side channels and transfer ports.
 var relayListeners = []string{"http", "transfer"}
+
+// exposed returns where the relay listens. Stock vLLM queries the directory without a token.
+func (c *relayCmd) exposed() []exposure {
+	at := "--host " + c.Host
+	return []exposure{
+		{listener: "http", at: at, host: c.Host, risk: "learn which engines there are"},
+		{listener: "transfer", at: at, host: c.Host, risk: "receive the KV of transfers, and write what P pushes"},
+	}
+}
 
 // relayNeed returns what a request to a relay needs. Stock vLLM queries the directory without a token.
 func relayNeed(r *http.Request) auth.Need {
@@ -86,7 +95,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err
 	}
-	a, err := c.accessFlags.open(e.log, relayListeners...)
+	a, err := c.accessFlags.open(e.log, c.exposed(), relayListeners...)
 	if err != nil {
 		return err
 	}
@@ -124,10 +133,6 @@ func (c *relayCmd) Run(e *env) (err error) {
 	e.parts.AddTransfers("relay", r.Transfers)
 	e.isReady()
 	e.log.Info("the relay serves: its address is D's remote_bootstrap_addr", "address", a.url(listener.Addr()), "upstream", c.Upstream, "memory_bytes", bytes)
-	if !isLoopback(c.Host) && (a.networks["transfer"] == nil || a.networks["http"] == nil) {
-		e.log.Warn("there is no authentication: whoever reaches this machine may have any transfer's KV pushed to itself, and write what P pushes; " +
-			"give --allow-from")
-	}
 	ended := make(chan error, 1)
 	go func() { ended <- a.serve(web, httpserver.Limit(listener, httpserver.MaxConns)) }()
 	select {
