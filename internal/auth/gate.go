@@ -79,7 +79,7 @@ func (g *Gate) WantsCredentials() bool {
 
 // Stats are the figures of a Gate, for metrics.
 type Stats struct {
-	Refused   map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests refused: address (outside --allow-from), credential (missing, unknown or ended), scope (the token does not allow it)."`
+	Refused   map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests and connections refused: address (HTTP from outside --allow-from), network (connections of other protocols from outside), credential (missing, unknown or ended), scope (the token does not allow it)."`
 	Unaudited uint64            `counter:"kvasir_audit_lost_total" help:"Deeds of administrators that could not be written to --audit-log; the server's log has them."`
 }
 

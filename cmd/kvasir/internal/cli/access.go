@@ -16,6 +16,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
 )
 
 // networkFlags say from where the listeners of a command may be reached.
@@ -128,6 +129,13 @@ func (f *accessFlags) check(exposed []exposure, listeners ...string) error {
 // of returns the options of the gate of an HTTP listener.
 func (a *access) of(listener string) auth.Options {
 	return auth.Options{Listener: listener, Tokens: a.tokens, Authorities: a.authorities, Networks: a.networks[listener], Audit: a.audit, Log: a.log}
+}
+
+// addMetrics adds the figures of the listeners that do not speak HTTP.
+func (a *access) addMetrics(r *metrics.Registry, listeners ...string) {
+	for _, l := range listeners {
+		metrics.AddWith(r, map[string]string{"listener": l}, a.networks[l].Stats)
+	}
 }
 
 // watch reads the files again when they change, until the function that it returns is called.

@@ -133,12 +133,13 @@ func TestEachCommandTakesNetworks(t *testing.T) {
 	for _, c := range []struct {
 		ready      string
 		ports, web int
+		counted    []string // listeners in the metrics
 		args       []string
 	}{
-		{"the engine serves", 7, 1, []string{"engine", "--port", "0", "--num-gpu-blocks-override", "64", "--kv-events-config", events, "--kv-transfer-config", p}},
-		{"giving memory", 3, 1, []string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0"}},
-		{"", 2, 0, []string{"transfer", "serve", "--size", "1MiB"}},
-		{"the relay serves", 3, 1, []string{"relay", "--port", "0", "--upstream", "http://127.0.0.1:1", "--memory-gb", "8MiB"}},
+		{"the engine serves", 7, 1, []string{"http", "events", "transfer"}, []string{"engine", "--port", "0", "--num-gpu-blocks-override", "64", "--kv-events-config", events, "--kv-transfer-config", p}},
+		{"giving memory", 3, 1, []string{"http", "transfer"}, []string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0"}},
+		{"", 2, 0, nil, []string{"transfer", "serve", "--size", "1MiB"}},
+		{"the relay serves", 3, 1, []string{"http", "transfer"}, []string{"relay", "--port", "0", "--upstream", "http://127.0.0.1:1", "--memory-gb", "8MiB"}},
 	} {
 		t.Run(c.args[0], func(t *testing.T) {
 			t.Setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", fmt.Sprint(testkit.FreePort(t)))
@@ -148,6 +149,14 @@ func TestEachCommandTakesNetworks(t *testing.T) {
 			for _, port := range ports {
 				if outsideGetsHealthAlone(t, port) {
 					web++
+				}
+			}
+			for _, port := range ports {
+				figures := from(t, "127.0.0.1", port, "GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
+				for _, l := range c.counted {
+					if status(figures) == 200 && !strings.Contains(figures, "kvasir_bootstrap_") && !regexp.MustCompile(`kvasir_auth_refused_total\{listener="`+l+`",reason="(network|address)"\} [1-9]`).MatchString(figures) {
+						t.Errorf("connections that %s refused are not counted:\n%s", l, figures)
+					}
 				}
 			}
 			if web != c.web {
@@ -169,6 +178,15 @@ func TestEachCommandTakesNetworks(t *testing.T) {
 			if at == port && got != 0 || at != port && got != code {
 				t.Errorf("port %d answers %s with %d", at, address, got)
 			}
+		}
+	}
+	for _, at := range tcpPorts(t, pid) {
+		if at == port {
+			continue
+		}
+		figures := from(t, outside, at, "GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
+		if !strings.Contains(figures, `kvasir_auth_refused_total{listener="zmq",reason="network"} 1`) || !strings.Contains(figures, `kvasir_auth_refused_total{listener="events",reason="network"} 0`) {
+			t.Errorf("what the ZMQ port refused is not counted once:\n%s", figures)
 		}
 	}
 	if got := from(t, outside, port, ""); got != "" {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/sim/api"
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
@@ -269,17 +270,22 @@ func (c *engineCmd) Run(e *env) (err error) {
 		return errors.Join(err, listener.Close())
 	}
 	defer func() { err = errors.Join(err, eng.Close()) }()
+	guards := a.of("http")
+	guards.Need = engineNeed
+	gate := auth.New(guards)
+	figures := func(r *metrics.Registry) {
+		metrics.AddWith(r, map[string]string{"listener": "http"}, gate.Stats)
+		a.addMetrics(r, "events", "transfer")
+	}
 	var handler http.Handler = api.New(eng, api.Options{
-		Version: Version(), SameIDs: o.First, Ranks: c.DPSize, KeepAlive: time.Duration(c.KeepAlive * float64(time.Second)), Log: e.log,
+		Metrics: figures, Version: Version(), SameIDs: o.First, Ranks: c.DPSize, KeepAlive: time.Duration(c.KeepAlive * float64(time.Second)), Log: e.log,
 	})
 	if c.Like == "sglang" {
-		s := api.NewSGLang(eng, api.SGLangOptions{Version: Version(), Mode: c.Mode, Page: c.Block, Bootstrap: c.BootPort, Log: e.log})
+		s := api.NewSGLang(eng, api.SGLangOptions{Metrics: figures, Version: Version(), Mode: c.Mode, Page: c.Block, Bootstrap: c.BootPort, Log: e.log})
 		defer s.Close()
 		handler = s
 	}
-	guards := a.of("http")
-	guards.Need = engineNeed
-	web := httpserver.NewServer(auth.New(guards).Handler(handler))
+	web := httpserver.NewServer(gate.Handler(handler))
 	e.log.Info("the engine serves", "address", a.url(listener.Addr()), "model", c.Model, "blocks", c.Blocks,
 		"kv_bytes", int64(c.Blocks)*int64(c.Block)*int64(o.KV.TokenBytes()))
 	e.isReady()

@@ -17,6 +17,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -27,6 +28,7 @@ import (
 // pki is an authority, with a certificate of a server and one of a client.
 type pki struct {
 	ca, cert, key string // files
+	clientFile    string // and .key
 	pool          *x509.CertPool
 	client        tls.Certificate
 }
@@ -67,7 +69,7 @@ func newPKI(t *testing.T) *pki {
 			}
 		}
 	}
-	p := &pki{ca: filepath.Join(dir, "ca"), cert: filepath.Join(dir, "server"), key: filepath.Join(dir, "server.key"), pool: x509.NewCertPool()}
+	p := &pki{ca: filepath.Join(dir, "ca"), cert: filepath.Join(dir, "server"), key: filepath.Join(dir, "server.key"), clientFile: filepath.Join(dir, "client"), pool: x509.NewCertPool()}
 	p.pool.AddCert(made["ca"])
 	p.client = tls.Certificate{Certificate: [][]byte{made["client"].Raw}, PrivateKey: keys["client"]}
 	return p
@@ -159,4 +161,49 @@ func isHTTPS(port int) bool {
 	}
 	_ = c.Close()
 	return true
+}
+
+// Commands that ask a server do it over https, with a client certificate or a token, by flags or by the environment.
+func TestCommandsAskOverHTTPS(t *testing.T) {
+	p := newPKI(t)
+	tokens := filepath.Join(t.TempDir(), "tokens")
+	admin := strings.TrimSpace(must(t, "token", "admin", "--scope", "admin", "--file", tokens))
+	port, web := testkit.FreePort(t), testkit.FreePort(t)
+	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(port), "--drop") })
+	startAndLog(t, "serving HTTP", "server", "--port", fmt.Sprint(port), "--http-port", fmt.Sprint(web), "--l1-size-gb", "8MiB", "--disk", t.TempDir(), "--disk-gb", "1",
+		"--token-file", tokens, "--tls-cert", p.cert, "--tls-key", p.key, "--tls-client-ca", p.ca)
+	url := fmt.Sprintf("https://127.0.0.1:%d", web)
+	cert := []string{"--tls-cert", p.clientFile, "--tls-key", p.clientFile + ".key"}
+	commands := [][]string{
+		{"status"}, {"top", "--json", "--interval", "0.1"}, {"explain"}, {"advise"}, {"quota", "list"}, {"clear", "--tier", "l1"}, {"tier", "drop", "disk", "--all"},
+	}
+	for _, c := range commands {
+		ask := func(flags ...string) (int, string) {
+			code, _, errs := run(t, slices.Concat(c, []string{"--url", url}, flags)...)
+			return code, errs
+		}
+		if code, errs := ask("--token", admin); code == 0 || !strings.Contains(errs, "certificate") {
+			t.Errorf("%v: an unknown authority: %d, %s", c, code, errs)
+		}
+		if code, errs := ask("--tls-ca", p.ca); code == 0 || !strings.Contains(errs, "KVASIR_TOKEN") {
+			t.Errorf("%v: without a certificate and a token: %d, %s", c, code, errs)
+		}
+		if code, errs := ask("--tls-ca", p.ca, "--token", admin); code != 0 {
+			t.Errorf("%v: with a token: %s", c, errs)
+		}
+		if code, errs := ask(append(cert, "--tls-ca", p.ca)...); code != 0 {
+			t.Errorf("%v: with a certificate: %s", c, errs)
+		}
+	}
+	if code, _, errs := run(t, "status", "--url", url, "--tls-cert", p.clientFile); code == 0 || !strings.Contains(errs, "--tls-ca, --tls-cert, --tls-key: ") {
+		t.Errorf("a certificate without its key: %d, %s", code, errs)
+	}
+	for name, value := range map[string]string{"KVASIR_TLS_CA": p.ca, "KVASIR_TLS_CERT": p.clientFile, "KVASIR_TLS_KEY": p.clientFile + ".key"} {
+		t.Setenv(name, value)
+	}
+	for _, c := range commands {
+		if code, _, errs := run(t, append(slices.Clone(c), "--url", url)...); code != 0 {
+			t.Errorf("%v: with the environment: %s", c, errs)
+		}
+	}
 }

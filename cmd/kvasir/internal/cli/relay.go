@@ -121,6 +121,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	guards.Need = relayNeed
 	gate := auth.New(guards)
 	metrics.AddWith(registry, map[string]string{"listener": "http"}, gate.Stats)
+	a.addMetrics(registry, "transfer")
 	mux := http.NewServeMux()
 	mux.Handle("/", r)
 	mux.Handle("GET /metrics", registry.Handler())

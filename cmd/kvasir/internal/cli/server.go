@@ -22,6 +22,7 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/hostmem"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/internal/takeover"
@@ -539,7 +540,10 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		return takeover.ExplainListen(err, "--http-host", "--http-port")
 	}
 	listener = httpserver.Limit(listener, httpserver.MaxConns)
-	web := httpserver.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, Profiles: c.Profiles, Parts: e.parts, Access: gate}))
+	web := httpserver.NewServer(admin.Handler(srv, admin.Options{
+		AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, Profiles: c.Profiles, Parts: e.parts, Access: gate,
+		Metrics: func(r *metrics.Registry) { c.access.addMetrics(r, "zmq", "events") },
+	}))
 	defer web.Close()
 	var addresses []string
 	for _, p := range places {

@@ -135,6 +135,7 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	guards.Need = pagesNeed
 	gate := auth.New(guards)
 	metrics.AddWith(registry, map[string]string{"listener": "http"}, gate.Stats)
+	a.addMetrics(registry, "transfer")
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", registry.Handler())
 	health := func(w http.ResponseWriter, _ *http.Request) {
