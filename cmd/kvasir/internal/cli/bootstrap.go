@@ -94,7 +94,11 @@ func (c *bootstrapCmd) options() (o bootstrap.Options, _ error) {
 		}
 		o.ProbeNetworks = append(o.ProbeNetworks, n)
 	}
-	if err := o.Validate(); err != nil {
+	named := o
+	if c.TokenFile != "" || c.ClientCA != "" { // these credentials are opened later
+		named.Guard = bootstrap.GuardDelete
+	}
+	if err := named.Validate(); err != nil {
 		return o, usagef("%s", strings.ReplaceAll(err.Error(), "\n", "; "))
 	}
 	return o, nil

@@ -27,6 +27,7 @@ import (
 type engineCmd struct {
 	configFlags
 	accessFlags
+	registryFlags
 
 	KeepAlive float64 `name:"sse-keep-alive-interval" help:"Seconds without an event after which a stream gets a comment; 0: never." default:"0" placeholder:"SECONDS" group:"Network"`
 
@@ -111,6 +112,9 @@ func (c *engineCmd) options(e *env) (o engine.Options, err error) {
 			Layers: c.Layers, Heads: c.KVHeads, HeadBytes: c.HeadBytes, BlockTokens: c.Block, Blocks: c.Blocks, TPSize: c.TP, Layout: layout,
 		},
 		StepTime: c.Step, PrefillRate: c.Prefill, First: c.Release == "0.13", Unnegotiated: c.LMCache == "0.5.6", StoreRelease: releases[c.Release], Retention: c.Retain, Getenv: c.getenv, Log: e.log,
+	}
+	if o.Registry, err = c.registryFlags.client(); err != nil {
+		return o, err
 	}
 	if c.Profile != "" {
 		if o.Clock, err = costmodel.Open(c.Profile); err != nil {

@@ -207,3 +207,50 @@ func TestCommandsAskOverHTTPS(t *testing.T) {
 		}
 	}
 }
+
+// A registry at https that wants a token or a certificate for everything has P, the relay and the proxy as clients, with either. Without
+// both, P does not register, and the relay sees nothing.
+func TestClientsOfAGuardedRegistry(t *testing.T) {
+	p := newPKI(t)
+	tokens := filepath.Join(t.TempDir(), "tokens")
+	writer := strings.TrimSpace(must(t, "token", "writer", "--scope", "write", "--file", tokens))
+	boot, api := testkit.FreePort(t), testkit.FreePort(t)
+	startAndLog(t, "Bootstrap Server started", "bootstrap", "--port", fmt.Sprint(boot), "--token-guards", "all",
+		"--token-file", tokens, "--tls-cert", p.cert, "--tls-key", p.key, "--tls-client-ca", p.ca)
+	registry := fmt.Sprintf("https://127.0.0.1:%d", boot)
+	config := fmt.Sprintf(`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":"the-p","kv_connector_extra_config":{"bootstrap_server_address":"%s"}}`, registry)
+	ca := []string{"--registry-tls-ca", p.ca}
+	engine := func(flags ...string) []string {
+		return slices.Concat([]string{"engine", "--port", fmt.Sprint(api), "--num-gpu-blocks-override", "64", "--kv-transfer-config", config}, flags)
+	}
+	if code, _, errs := run(t, engine(ca...)...); code != 1 || !strings.Contains(errs, "401") {
+		t.Errorf("P without a token registers: %d, %s", code, errs)
+	}
+	if code, _, errs := run(t, engine("--registry-token", writer)...); code != 1 || !strings.Contains(errs, "certificate") {
+		t.Errorf("P trusts an unknown authority: %d, %s", code, errs)
+	}
+	startAndLog(t, "the engine serves", engine(append(ca, "--registry-token", writer)...)...)
+	shown := func(flags ...string) string {
+		port := testkit.FreePort(t)
+		startAndLog(t, "the relay serves", slices.Concat([]string{"relay", "--port", fmt.Sprint(port), "--memory-gb", "8MiB", "--upstream", registry}, flags)...)
+		return from(t, "127.0.0.1", port, "GET /query HTTP/1.0\r\nHost: localhost\r\n\r\n")
+	}
+	cert := []string{"--registry-tls-cert", p.clientFile, "--registry-tls-key", p.clientFile + ".key"}
+	for _, flags := range [][]string{append(slices.Clone(ca), "--registry-token", writer), slices.Concat(ca, cert)} {
+		if got := shown(flags...); status(got) != 200 || !strings.Contains(got, "engine_id") {
+			t.Errorf("the relay shows %q with %v", got, flags[2])
+		}
+	}
+	if got := shown(ca...); strings.Contains(got, "engine_id") {
+		t.Errorf("the relay without a token shows %q", got)
+	}
+	for _, flags := range [][]string{append(slices.Clone(ca), "--registry-token", writer), slices.Concat(ca, cert)} {
+		port := testkit.FreePort(t)
+		startAndLog(t, "the proxy serves", slices.Concat([]string{
+			"proxy", "--port", fmt.Sprint(port), "--prefill", fmt.Sprintf("registry+%s?port=%d&scheme=http", registry, api), "--decode", "http://127.0.0.1:1",
+		}, flags)...)
+		testkit.Eventually(t, "the proxy finds P", func() bool {
+			return strings.Contains(from(t, "127.0.0.1", port, "GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n"), fmt.Sprintf(`kvasir_proxy_engine_well{engine="http://127.0.0.1:%d"`, api))
+		})
+	}
+}

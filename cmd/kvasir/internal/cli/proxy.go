@@ -26,6 +26,7 @@ import (
 type proxyCmd struct {
 	configFlags
 	accessFlags
+	registryFlags
 
 	Host string `help:"Address to listen on." default:"127.0.0.1" group:"Network"`
 	Port int    `help:"Port of the OpenAI API and /health, and /metrics unless there are keys or --admin-port; 0 takes a free one." default:"8000" group:"Network"`
@@ -47,7 +48,7 @@ type proxyCmd struct {
 	Headers     []string `name:"allowed-headers" help:"Headers that such pages may send; default all." placeholder:"HEADER" sep:"none" group:"Browsers"`
 	Credentials bool     `name:"allow-credentials" help:"Such pages may send credentials." group:"Browsers"`
 
-	Prefill   []string `help:"Prefill engine: its URL, and behind a blank the port of its registry (bootstrap server) on the same host, or behind a comma the registry's URL. Default: port 8998. dns+http://NAME:PORT is each address of a name, registry+http://HOST:PORT?port=API each host in a registry. Again for more." placeholder:"URL[ PORT]" sep:"none" group:"Engines"`
+	Prefill   []string `help:"Prefill engine: its URL, and behind a blank the port of its registry (bootstrap server) on the same host, or behind a comma the registry's URL. Default: port 8998. dns+http://NAME:PORT is each address of a name, registry+http://HOST:PORT?port=API each host in a registry (registry+https://…?port=API&scheme=http for engines at http). Again for more." placeholder:"URL[ PORT]" sep:"none" group:"Engines"`
 	Decode    []string `help:"Decode engine, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
 	Engine    []string `help:"Engine that does both, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
 	Connector string   `name:"kv-connector" help:"How P and D learn of each other: mooncake (vLLM 0.16 and later), mooncake-0.13 (its first release), nixl (P first, D gets what P answers), sglang (SGLang's bootstrap rooms); auto is sglang for engines that say so (/server_info), and mooncake for others." enum:"auto,mooncake,mooncake-0.13,nixl,sglang" default:"auto" group:"Engines"`
@@ -156,6 +157,9 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	f.unless(len(c.Prefill)+len(c.Decode)+len(c.Engine)+c.AdminPort > 0, "--prefill and --decode, or --engine, are missing")
 	options.Each(o.Validate(), func(e *options.Error) { f.unless(false, "%s %s", proxyFields[e.Field], e.Text) })
 	if err := f.err(); err != nil {
+		return o, err
+	}
+	if o.Registry, err = c.registryFlags.client(); err != nil {
 		return o, err
 	}
 	if c.EngineCA != "" {

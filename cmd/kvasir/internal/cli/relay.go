@@ -26,8 +26,9 @@ import (
 type relayCmd struct {
 	configFlags
 	accessFlags
+	registryFlags
 
-	Upstream string  `help:"Bootstrap server that P registers at, http://HOST:PORT." required:"" placeholder:"URL"`
+	Upstream string  `help:"Bootstrap server that P registers at, http://HOST:PORT or https://HOST:PORT." required:"" placeholder:"URL"`
 	Host     string  `help:"Address that P and D dial: of the directory, the side channels and the transfer ports." default:"127.0.0.1"`
 	Port     int     `help:"Port of the directory (GET /query), /healthz and /metrics. 0 takes a free one." default:"8999"`
 	MemoryGB gibSize `name:"memory-gb" help:"Memory for KV: GiB, or with a unit, as 512MiB. The least recently used KV is evicted first." default:"4"`
@@ -61,10 +62,11 @@ func (c *relayCmd) check(*env) error {
 	f.unless(c.Timeout > 0 && c.Timeout <= 86400, "--timeout %g is not above 0 and up to 86400", c.Timeout)
 	f.port("--port", c.Port, true)
 	up, err := url.Parse(c.Upstream)
-	f.unless(err == nil && up.Scheme == "http" && up.Port() != "" && up.Hostname() != "", "--upstream %q is not http://HOST:PORT", c.Upstream)
+	f.unless(err == nil && (up.Scheme == "http" || up.Scheme == "https") && up.Port() != "" && up.Hostname() != "", "--upstream %q is not http://HOST:PORT", c.Upstream)
 	ip := net.ParseIP(c.Host)
 	f.unless(ip == nil || !ip.IsUnspecified(), "--host %s is every address: name the one that P and D dial", c.Host)
-	return errors.Join(f.err(), c.accessFlags.check(c.exposed(), relayListeners...))
+	_, err = c.registryFlags.client()
+	return errors.Join(f.err(), err, c.accessFlags.check(c.exposed(), relayListeners...))
 }
 
 // relayListeners are the names of a relay's listeners in --allow-from: the directory, and the side channels and transfer ports.
@@ -100,6 +102,10 @@ func (c *relayCmd) Run(e *env) (err error) {
 		return err
 	}
 	defer a.watch()()
+	registryOptions, err := c.registryFlags.client()
+	if err != nil {
+		return err
+	}
 	bytes := int64(c.MemoryGB)
 	path, err := memoryPath("kvasir_relay_", c.MemoryGB)
 	if err != nil {
@@ -107,7 +113,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	}
 	pushes := mooncake.NewMetrics()
 	r, err := relay.Open(relay.Options{
-		Upstream: c.Upstream, Host: c.Host, MemoryPath: path, MemoryBytes: bytes,
+		Upstream: c.Upstream, Registry: registryOptions, Host: c.Host, MemoryPath: path, MemoryBytes: bytes,
 		Networks: a.networks["transfer"], AllowHosts: c.AllowHost, BlockBytes: uint64(c.BlockBytes), KeepAcrossRestarts: c.KeepAcrossRestarts, Prefixes: c.Prefixes, Timeout: seconds(c.Timeout), Metrics: pushes, Log: e.log,
 	})
 	if err != nil {
