@@ -254,3 +254,49 @@ func TestClientsOfAGuardedRegistry(t *testing.T) {
 		})
 	}
 }
+
+// Lines for certificates limit them at each command's listeners, the proxy's API among them. They need --tls-client-scope.
+func TestScopesOfCertificatesOfCommands(t *testing.T) {
+	p := newPKI(t)
+	tokens := filepath.Join(t.TempDir(), "tokens")
+	if err := os.WriteFile(tokens, []byte("it cert:CN=client read\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	flags := []string{"--token-file", tokens, "--tls-cert", p.cert, "--tls-key", p.key, "--tls-client-ca", p.ca}
+	for _, c := range []struct {
+		want string
+		args []string
+	}{
+		{"--tls-client-scope", append([]string{"bootstrap", "--check-config"}, flags...)},
+		{"--tls-client-scope: scope", append([]string{"bootstrap", "--check-config", "--tls-client-scope", "all"}, flags...)},
+		{"--tls-client-scope needs --tls-client-ca and --token-file", []string{"bootstrap", "--check-config", "--tls-client-scope", "none"}},
+	} {
+		if code, _, errs := run(t, c.args...); code != 2 || !strings.Contains(errs, c.want) {
+			t.Errorf("%v: %d, %s", c.args, code, errs)
+		}
+	}
+	flags = append(flags, "--tls-client-scope", "none")
+	ask := func(port int, method, path string) int {
+		client := http.Client{Timeout: time.Minute, Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: p.pool, Certificates: []tls.Certificate{p.client}}}}
+		defer client.CloseIdleConnections()
+		r, err := http.NewRequest(method, fmt.Sprintf("https://127.0.0.1:%d%s", port, path), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		answer, err := client.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = answer.Body.Close()
+		return answer.StatusCode
+	}
+	boot, api := testkit.FreePort(t), testkit.FreePort(t)
+	startAndLog(t, "Bootstrap Server started", append([]string{"bootstrap", "--port", fmt.Sprint(boot)}, flags...)...)
+	startAndLog(t, "the proxy serves", append([]string{"proxy", "--port", fmt.Sprint(api), "--engine", "http://127.0.0.1:1"}, flags...)...)
+	if read, write := ask(boot, http.MethodGet, "/metrics"), ask(boot, http.MethodDelete, "/register?engine_id=e"); read != 200 || write != 403 {
+		t.Errorf("the registry answers a certificate of the scope read %d and %d", read, write)
+	}
+	if got := ask(api, http.MethodGet, "/v1/models"); got != 403 {
+		t.Errorf("the proxy's API, which needs the scope write, answers %d", got)
+	}
+}

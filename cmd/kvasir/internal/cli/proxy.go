@@ -146,7 +146,7 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	}
 	f.unless(c.AdminToken == "" || c.AdminPort != 0, "--admin-token is for --admin-port, which is missing")
 	f.unless(c.AdminPort == 0 || c.AdminToken != "" || c.TokenFile != "" || c.ClientCA != "", "--admin-port needs --admin-token, --token-file or --tls-client-ca")
-	f.unless(c.TokenFile == "" || c.AdminPort != 0, "--token-file is for --admin-port, which is missing: the API has --api-keys")
+	f.unless(c.TokenFile == "" || c.AdminPort != 0 || c.CertScope != "", "--token-file is for --admin-port, which is missing: the API has --api-keys")
 	f.unless(c.StoreToken == "" || c.Store != "", "--store-token is for --store, which is missing")
 	f.unless(c.Limits == "" || c.APIKeys != "", "--shared-limits counts keys: --api-keys is missing")
 	f.port("--port", c.Port, true)
