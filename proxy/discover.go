@@ -20,7 +20,7 @@ import (
 type Source struct {
 	Role string // engine, prefill, decode
 	// URL is dns+http://NAME:PORT, each address of a name, or registry+http://HOST:PORT?port=PORT, the hosts of
-	// the side channels in a registry, with the port of their API.
+	// the side channels in a registry, with the port of their API, and &scheme=http where that is not the registry's.
 	URL string
 	// Registry is the port of the registry at each prefill engine that DNS finds.
 	Registry int
@@ -101,7 +101,7 @@ func (p *Proxy) selectFound(ctx context.Context, f *finder, known map[string]*ba
 // discoverEvery is how many looks at engines pass between two looks for them.
 const discoverEvery = 5
 
-func newFinder(s Source, dialect Dialect) (*finder, error) {
+func newFinder(s Source, dialect Dialect, of bootstrap.ClientOptions) (*finder, error) {
 	r, ok := roleNames[s.Role]
 	kind, rest, _ := strings.Cut(s.URL, "+")
 	u, err := url.Parse(rest)
@@ -115,8 +115,11 @@ func newFinder(s Source, dialect Dialect) (*finder, error) {
 		return f, nil
 	case kind == "registry" && u.Query().Get("port") != "" && r == prefill && dialect == Mooncake:
 		f.api.Host = ":" + u.Query().Get("port")
+		if scheme := u.Query().Get("scheme"); scheme == "http" || scheme == "https" {
+			f.api.Scheme = scheme
+		}
 		u.RawQuery = ""
-		f.registry, err = bootstrap.NewClient(u.String(), bootstrap.ClientOptions{Attempts: 1})
+		f.registry, err = bootstrap.NewClient(u.String(), bootstrap.ClientOptions{Attempts: 1, Token: of.Token, TLS: of.TLS})
 		return f, err
 	}
 	return nil, fmt.Errorf("%.200q is not dns+http://NAME:PORT, or for mooncake's P registry+http://HOST:PORT?port=PORT", s.URL)

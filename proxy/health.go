@@ -80,6 +80,10 @@ func (p *Proxy) get(ctx context.Context, b *backend, path string) ([]byte, bool)
 
 // read returns the body of a small answer, and its status; 0: none has come, or not all of it.
 func (p *Proxy) read(ctx context.Context, address, key string) (text []byte, status int) {
+	return readBy(ctx, p.client, address, key)
+}
+
+func readBy(ctx context.Context, client *http.Client, address, key string) (text []byte, status int) {
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, address, nil)
 	if err != nil {
 		return nil, 0
@@ -87,7 +91,7 @@ func (p *Proxy) read(ctx context.Context, address, key string) (text []byte, sta
 	if key != "" {
 		r.Header.Set("Authorization", "Bearer "+key)
 	}
-	resp, err := p.client.Do(r)
+	resp, err := client.Do(r)
 	if err != nil {
 		return nil, 0
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/otlp"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
+	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/proxy/keys"
 	"github.com/kvasir-kv/kvasir/proxy/limits"
 )
@@ -101,10 +102,11 @@ type Options struct {
 	HealthInterval time.Duration // between looks at each engine and registry; default 1 s
 	DialTimeout    time.Duration // default 3 s
 
-	Keys      *keys.Set      // who may ask; nil: whoever reaches the proxy
-	Limits    *limits.Limits // of Keys, counted together with other proxies; nil: each holds its own. Closed by its owner
-	EngineTLS *tls.Config    // for engines at https; nil: the system's authorities
-	EngineKey string         // sent to engines as their API key; "": what the client sent
+	Keys      *keys.Set               // who may ask; nil: whoever reaches the proxy
+	Limits    *limits.Limits          // of Keys, counted together with other proxies; nil: each holds its own. Closed by its owner
+	Registry  bootstrap.ClientOptions // Token and TLS of registries and relays
+	EngineTLS *tls.Config             // for engines at https; nil: the system's authorities
+	EngineKey string                  // sent to engines as their API key; "": what the client sent
 
 	CORS        CORS
 	PassHeaders []string // of clients with keys that reach engines beside the usual ones
@@ -171,7 +173,7 @@ func isPort(s string) bool {
 func (o *Options) checkSources(c *options.Checks) {
 	sourced := make(map[string]bool)
 	for _, s := range o.Sources {
-		f, err := newFinder(s, o.Dialect)
+		f, err := newFinder(s, o.Dialect, o.Registry)
 		c.That(err == nil, "Sources", "%v", err)
 		if sourced[s.Role] = true; err == nil && f.registry != nil {
 			_ = f.registry.Close() // always nil

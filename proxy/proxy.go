@@ -5,6 +5,7 @@ package proxy
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"net"
@@ -25,11 +26,12 @@ import (
 
 // Proxy is an http.Handler in front of engines.
 type Proxy struct {
-	o      Options
-	client *http.Client // of looks, and of small requests that are passed on
-	ctx    context.Context
-	stop   context.CancelFunc
-	wg     sync.WaitGroup
+	o           Options
+	client      *http.Client // of looks, and of small requests that are passed on
+	relayClient *http.Client // of questions to relays
+	ctx         context.Context
+	stop        context.CancelFunc
+	wg          sync.WaitGroup
 	// background is held while something is added to wg, and when ctx ends.
 	background sync.Mutex
 
@@ -77,13 +79,16 @@ func New(o Options) (*Proxy, error) {
 		}
 		p.tokenizing = make(chan struct{}, maxTokenizing)
 	}
-	p.client = &http.Client{
-		Transport: &http.Transport{
-			DialContext: (&net.Dialer{Timeout: o.DialTimeout}).DialContext, TLSClientConfig: o.EngineTLS,
-			MaxIdleConnsPerHost: 16, IdleConnTimeout: upstreamIdle, DisableCompression: true,
-		},
-		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	client := func(c *tls.Config) *http.Client {
+		return &http.Client{
+			Transport: &http.Transport{
+				DialContext: (&net.Dialer{Timeout: o.DialTimeout}).DialContext, TLSClientConfig: c,
+				MaxIdleConnsPerHost: 16, IdleConnTimeout: upstreamIdle, DisableCompression: true,
+			},
+			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+		}
 	}
+	p.client, p.relayClient = client(o.EngineTLS), client(o.Registry.TLS)
 	p.ctx, p.stop = context.WithCancel(context.Background())
 	p.fleet.store.instanceIDs = &p.instanceIDs
 	if o.SharedStore {
@@ -103,7 +108,7 @@ func New(o Options) (*Proxy, error) {
 		err = errors.Join(err, p.add(decode, Prefill{URL: e}))
 	}
 	for _, source := range o.Sources {
-		f, ferr := newFinder(source, o.Dialect)
+		f, ferr := newFinder(source, o.Dialect, o.Registry)
 		if ferr == nil && f.registry != nil && o.EngineKey != "" && !o.EngineKeyToFound {
 			p.o.Log.Warn("engines of a registry get no API key: whoever can register would learn it", "registry", f.registry.Base())
 		}
@@ -140,7 +145,7 @@ func (p *Proxy) addBackend(b *backend, registry string) (err error) {
 		return err
 	}
 	if b.role == prefill && p.o.Dialect == Mooncake {
-		if b.registry, err = bootstrap.NewClient(trimURL(registry), bootstrap.ClientOptions{Attempts: 1}); err != nil {
+		if b.registry, err = bootstrap.NewClient(trimURL(registry), bootstrap.ClientOptions{Attempts: 1, Token: p.o.Registry.Token, TLS: p.o.Registry.TLS}); err != nil {
 			return err
 		}
 	}
@@ -198,6 +203,7 @@ func (p *Proxy) Close() {
 		_ = b.close() // always nil
 	}
 	p.client.CloseIdleConnections()
+	p.relayClient.CloseIdleConnections()
 }
 
 // Drain lets requests in progress go on and refuses others. /health says so, so that balancers

@@ -74,7 +74,7 @@ func (e *exchange) relayedParams() []byte {
 func (p *Proxy) relayKeeps(ctx context.Context, r prefix.RelayedKV) bool {
 	ctx, cancel := context.WithTimeout(ctx, askRelay)
 	defer cancel()
-	text, status := p.read(ctx, r.Registry+"/kept?"+url.Values{"engine": {r.Engine}, "transfer": {r.Transfer}}.Encode(), "")
+	text, status := readBy(ctx, p.relayClient, r.Registry+"/kept?"+url.Values{"engine": {r.Engine}, "transfer": {r.Transfer}}.Encode(), "")
 	return status == http.StatusOK && string(text) == `{"kept":true}`
 }
 

@@ -5,7 +5,10 @@ package auth_test
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
@@ -363,6 +366,63 @@ func TestClientCertificates(t *testing.T) {
 	f("for servers alone", "/admin", 401, ours.issue(t, certOf{server: true}))
 	if err := a.Verify(leafOf(t, others.issue(t, certOf{})), now); err == nil {
 		t.Error("a certificate of another authority is taken")
+	}
+}
+
+// With entries for subjects, a certificate has the scope of its entry until the entry's end; others have the scope for the rest, or none.
+// A token beside a certificate adds its scope. The name in the log is the entry's.
+func TestScopesOfCertificates(t *testing.T) {
+	dir := t.TempDir()
+	ours := newAuthority(t, "ours")
+	write(t, filepath.Join(dir, "ca.pem"), ours.pem)
+	a, err := auth.OpenAuthorities(filepath.Join(dir, "ca.pem"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	admin, line := token(t, "admin-token", auth.Admin, time.Time{})
+	path := filepath.Join(dir, "tokens")
+	write(t, path, line+"reader cert:CN=one read\nops cert:CN=ops,O=Example%20Ltd admin\nended cert:CN=ended admin until=2020-01-01\n")
+	tokens, err := auth.OpenTokens(path)
+	if err != nil || !tokens.HasSubjects() {
+		t.Fatal(err)
+	}
+	one := leafOf(t, ours.issue(t, certOf{}))
+	ops := leafOf(t, ours.issue(t, certOf{name: pkix.Name{CommonName: "ops", Organization: []string{"Example Ltd"}}}))
+	ended := leafOf(t, ours.issue(t, certOf{name: pkix.Name{CommonName: "ended"}}))
+	other := leafOf(t, ours.issue(t, certOf{name: pkix.Name{CommonName: "ops"}}))
+	f := func(name string, unlisted auth.Scope, chain []*x509.Certificate, secret, want string) {
+		t.Helper()
+		h := auth.New(auth.Options{Tokens: tokens, Authorities: a, Certificates: tokens, Unlisted: unlisted, Need: need}).Handler(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+		got := ""
+		for _, path := range []string{"/read", "/write", "/admin"} {
+			r := httptest.NewRequest(http.MethodGet, path, nil)
+			r.TLS = &tls.ConnectionState{PeerCertificates: chain}
+			if secret != "" {
+				r.Header.Set("Authorization", "Bearer "+secret)
+			}
+			w := httptest.NewRecorder()
+			h.ServeHTTP(w, r)
+			got += fmt.Sprint(" ", w.Code)
+		}
+		if got[1:] != want {
+			t.Errorf("%s: %s, want %s", name, got[1:], want)
+		}
+	}
+	f("an entry", 0, one, "", "200 403 403")
+	f("an entry, more for others", auth.Admin, one, "", "200 403 403")
+	f("a subject with a blank", 0, ops, "", "200 200 200")
+	f("another subject of the same common name", 0, other, "", "401 401 401")
+	f("its time is over", 0, ended, "", "401 401 401")
+	f("no entry", auth.Write, other, "", "200 200 403")
+	f("a token beside", 0, one, admin, "200 200 200")
+	f("a wrong token beside", 0, one, "kv-x", "200 403 403")
+	f("the line as a token", 0, nil, "cert:CN=one", "401 401 401")
+	f("no certificate", auth.Admin, nil, "", "401 401 401")
+	for _, bad := range []string{"a cert: read\n", "a cert:%zz read\n", "a cert:CN=x read\nb cert:CN=x admin\n"} {
+		write(t, path, bad)
+		if _, err := auth.OpenTokens(path); err == nil {
+			t.Errorf("%q is taken", bad)
+		}
 	}
 }
 

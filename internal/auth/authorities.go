@@ -131,6 +131,7 @@ var (
 	errNoCertificate = errors.New("there is no client certificate")
 	errRevoked       = errors.New("the client certificate is revoked")
 	errNotInTime     = errors.New("the client certificate is not valid at this time")
+	errUnlisted      = errors.New("the subject of the client certificate is not in the file of tokens")
 	errUnknown       = errors.New("no authority of --tls-client-ca signed the client certificate for clients")
 )
 

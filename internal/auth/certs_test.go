@@ -44,6 +44,7 @@ func newAuthority(t *testing.T, name string) *authority {
 
 // certOf says what to issue. Zero fields: serial number 2, for clients, from an hour ago to a day from now.
 type certOf struct {
+	name        pkix.Name // default CN=one
 	serial      int64
 	server      bool
 	from, until time.Time
@@ -58,6 +59,9 @@ func (a *authority) issue(t *testing.T, of certOf) tls.Certificate {
 	c := &x509.Certificate{
 		SerialNumber: big.NewInt(max(of.serial, 2)), Subject: pkix.Name{CommonName: "one"}, NotBefore: of.from, NotAfter: of.until,
 		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}, KeyUsage: x509.KeyUsageDigitalSignature,
+	}
+	if of.name.CommonName != "" {
+		c.Subject = of.name
 	}
 	if of.server {
 		c.ExtKeyUsage, c.DNSNames = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}, []string{"localhost"}

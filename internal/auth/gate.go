@@ -36,6 +36,11 @@ type Options struct {
 	Authorities *Authorities // of client certificates, which allow everything; nil: none
 	Networks    *Networks    // nil: every address
 
+	// Certificates has the entries for subjects of certificates; Unlisted is what a certificate without an entry allows, 0: nothing.
+	// Without Certificates every certificate of Authorities allows everything.
+	Certificates *Tokens
+	Unlisted     Scope
+
 	Audit *Audit // of requests that need NeedAdmin, and of DELETE; nil: none
 
 	// Need says what a request needs.
@@ -79,7 +84,7 @@ func (g *Gate) WantsCredentials() bool {
 
 // Stats are the figures of a Gate, for metrics.
 type Stats struct {
-	Refused   map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests refused: address (outside --allow-from), credential (missing, unknown or ended), scope (the token does not allow it)."`
+	Refused   map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests and connections refused: address (HTTP from outside --allow-from), network (connections of other protocols from outside), credential (missing, unknown or ended), scope (the token does not allow it)."`
 	Unaudited uint64            `counter:"kvasir_audit_lost_total" help:"Deeds of administrators that could not be written to --audit-log; the server's log has them."`
 }
 
@@ -160,14 +165,38 @@ func (g *Gate) scope(r *http.Request) (has Scope, who, why string) {
 			err = errNoCertificate
 		}
 		if err == nil {
-			return Admin, r.TLS.PeerCertificates[0].Subject.String(), ""
+			if has, who = g.certificate(r.TLS.PeerCertificates[0].Subject.String(), now); has == Admin {
+				return has, who, ""
+			}
+			err = errUnlisted
 		}
 		why = err.Error()
 	}
 	secret, given := Secret(r)
 	if !given {
-		return 0, "", why
+		return has, who, why
 	}
+	if more, name, wrong := g.secret(secret, now); more > has {
+		return more, name, ""
+	} else if has == 0 {
+		return 0, "", wrong
+	}
+	return has, who, ""
+}
+
+// certificate returns what a certificate allows, and whose it is.
+func (g *Gate) certificate(subject string, now time.Time) (Scope, string) {
+	if g.o.Certificates == nil {
+		return Admin, subject
+	}
+	if k := g.o.Certificates.FindSubject(subject, now); k != nil {
+		return k.Scope, k.Name
+	}
+	return g.o.Unlisted, subject
+}
+
+// secret returns what a secret allows, and whose it is; 0: nothing, and why.
+func (g *Gate) secret(secret string, now time.Time) (has Scope, who, why string) {
 	sum, fits := sha256.Sum256([]byte(secret)), 0
 	for i := range g.keys {
 		fits |= subtle.ConstantTimeCompare(sum[:], g.keys[i][:])

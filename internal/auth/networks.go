@@ -63,12 +63,22 @@ func (n *Networks) allows(from net.Addr) bool {
 	return !ok || n.Contains(a.AddrPort().Addr())
 }
 
-// Refused returns how many connections and requests were refused.
+// Refused returns how many connections were refused.
 func (n *Networks) Refused() uint64 {
 	if n == nil {
 		return 0
 	}
 	return n.refused.Load()
+}
+
+// NetworkStats are the figures of the Networks of a listener that does not speak HTTP, for metrics.
+type NetworkStats struct {
+	Refused map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" help:"Requests and connections refused: address (HTTP from outside --allow-from), network (connections of other protocols from outside), credential (missing, unknown or ended), scope (the token does not allow it)."`
+}
+
+// Stats returns the figures.
+func (n *Networks) Stats() NetworkStats {
+	return NetworkStats{Refused: map[string]uint64{"network": n.Refused()}}
 }
 
 // refuse counts and logs a refusal.

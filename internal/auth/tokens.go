@@ -14,6 +14,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/url"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -51,13 +53,14 @@ func (s Scope) String() string {
 
 type hash = [sha256.Size]byte
 
-// Token is an entry of a file of tokens.
+// Token is an entry of a file of tokens. It is for a secret, or for the subject of a client certificate.
 type Token struct {
 	Name  string
 	Scope Scope
 	Until time.Time // zero: it does not end
 
-	of hash
+	of      hash   // of the secret, or of the line's subject
+	subject string // empty: it is for a secret
 }
 
 // Limits of a file of tokens.
@@ -73,7 +76,8 @@ type Tokens struct {
 	all  atomic.Pointer[[]*Token]
 }
 
-// OpenTokens reads a file: on each line a name, the SHA-256 of a secret in hexadecimal digits, a scope, and perhaps until=DATE. Empty
+// OpenTokens reads a file: on each line a name, the SHA-256 of a secret in hexadecimal digits (or cert: and the subject of a client
+// certificate, its blanks as %20), a scope, and perhaps until=DATE. Empty
 // lines and lines that begin with # mean nothing. The file has no secret, but only its owner and group may read it.
 func OpenTokens(path string) (*Tokens, error) {
 	t := &Tokens{}
@@ -86,6 +90,23 @@ func OpenTokens(path string) (*Tokens, error) {
 	return t, nil
 }
 
+// HasSubjects reports whether an entry is for the subject of a certificate.
+func (t *Tokens) HasSubjects() bool {
+	return slices.ContainsFunc(*t.all.Load(), func(k *Token) bool { return k.subject != "" })
+}
+
+// FindSubject returns the entry for the subject of a certificate, as pkix.Name writes it; nil: there is none, or its time is over.
+func (t *Tokens) FindSubject(subject string, now time.Time) *Token {
+	for _, k := range *t.all.Load() {
+		if k.subject != "" && k.subject == subject && !k.ended(now) {
+			return k
+		}
+	}
+	return nil
+}
+
+func (t *Token) ended(now time.Time) bool { return !t.Until.IsZero() && !now.Before(t.Until) }
+
 // Watch reads the file again when it changes, until ctx ends.
 func (t *Tokens) Watch(ctx context.Context, log *slog.Logger) { t.file.Watch(ctx, WatchInterval, log) }
 
@@ -96,11 +117,11 @@ func (t *Tokens) Len() int { return len(*t.all.Load()) }
 func (t *Tokens) Find(secret string, now time.Time) (found *Token) {
 	sum := sha256.Sum256([]byte(secret))
 	for _, k := range *t.all.Load() {
-		if subtle.ConstantTimeCompare(sum[:], k.of[:]) == 1 {
+		if subtle.ConstantTimeCompare(sum[:], k.of[:]) == 1 && k.subject == "" {
 			found = k
 		}
 	}
-	if found == nil || !found.Until.IsZero() && !now.Before(found.Until) {
+	if found == nil || found.ended(now) {
 		return nil
 	}
 	return found
@@ -138,12 +159,18 @@ func (t *Tokens) parse(text []byte) (Change, error) {
 
 func parseToken(words []string) (*Token, error) {
 	if len(words) < 3 || len(words[0]) > maxName {
-		return nil, fmt.Errorf("want NAME SHA256 read|write|admin [until=DATE], a name of at most %d bytes", maxName)
+		return nil, fmt.Errorf("want NAME SHA256|cert:SUBJECT read|write|admin [until=DATE], a name of at most %d bytes", maxName)
 	}
 	k := &Token{Name: words[0]}
 	sum, err := hex.DecodeString(words[1])
-	if err != nil || len(sum) != len(k.of) {
-		return nil, errors.New("the second word is not the 64 digits of a SHA-256: kvasir token makes such a line")
+	if text, ok := strings.CutPrefix(words[1], "cert:"); ok {
+		if k.subject, err = url.PathUnescape(text); err != nil || k.subject == "" {
+			return nil, fmt.Errorf("%.80q is no subject like cert:CN=ops,O=Example%%20Ltd", words[1])
+		}
+		digest := sha256.Sum256([]byte(words[1]))
+		sum = digest[:]
+	} else if err != nil || len(sum) != len(k.of) {
+		return nil, errors.New("the second word is not the 64 digits of a SHA-256, and not cert:SUBJECT: kvasir token makes such a line")
 	}
 	k.of = hash(sum)
 	if k.Scope, err = ParseScope(words[2]); err != nil {

@@ -149,7 +149,7 @@ def inside(a):
             children["cpp"] = in_namespace(a.namespace, [sys.executable, os.path.abspath(__file__), "--serve-cpp", tmp + "/cpp.json", "--mem", room], stdin=subprocess.PIPE, **quiet)
         for k, cmd in variants.items():
             if k in want:
-                children[k] = in_namespace(a.namespace, cmd + ["serve", "--size", room, "--host", D_ADDR, "--peer-file", f"{tmp}/{k}.json"], **quiet)
+                children[k] = in_namespace(a.namespace, cmd + ["serve", "--size", room, "--host", D_ADDR, "--allow-from", f"{P_ADDR},{D_ADDR},127.0.0.1", "--peer-file", f"{tmp}/{k}.json"], **quiet)
         for k, child in children.items():
             peers[k] = wait_for(f"{tmp}/{k}.json", child)
         if not a.streams:

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -44,6 +45,7 @@ type ClientOptions struct {
 	RegisterWait time.Duration // after a failed Register, doubled each time up to 10 s; default 1 s
 	QueryWait    time.Duration // after a failed Query; default 0.1 s
 	Token        string        // sent as a bearer token
+	TLS          *tls.Config   // of servers at https; nil: Go's default
 }
 
 // Client speaks to one bootstrap server. Its methods are safe for concurrent use.
@@ -85,7 +87,7 @@ func NewClient(base string, o ClientOptions) (*Client, error) {
 	c.o.QueryWait = cmp.Or(o.QueryWait, 100*time.Millisecond)
 	c.http = &http.Client{
 		Transport: &http.Transport{
-			DialContext: (&net.Dialer{}).DialContext, MaxIdleConnsPerHost: 2, MaxResponseHeaderBytes: 64 << 10,
+			DialContext: (&net.Dialer{}).DialContext, MaxIdleConnsPerHost: 2, MaxResponseHeaderBytes: 64 << 10, TLSClientConfig: o.TLS,
 			IdleConnTimeout: 4 * time.Second, // uvicorn closes idle connections after 5 s
 		},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },

@@ -72,11 +72,15 @@ func (r *Registry) need(req *http.Request) auth.Need {
 }
 
 // figures are what /metrics shows.
-func (r *Registry) figures() figures { return figures{r.Stats(), r.gate.Stats()} }
+func (r *Registry) figures() figures {
+	a := r.gate.Stats()
+	return figures{r.Stats(), a.Refused, a.Unaudited}
+}
 
 type figures struct {
 	Stats
-	Auth auth.Stats
+	AuthRefused map[string]uint64 `counter:"kvasir_auth_refused_total" label:"reason" always:"listener=http" help:"Requests and connections refused: address (HTTP from outside --allow-from), network (connections of other protocols from outside), credential (missing, unknown or ended), scope (the token does not allow it)."`
+	Unaudited   uint64            `counter:"kvasir_audit_lost_total" always:"listener=http" help:"Deeds of administrators that could not be written to --audit-log; the server's log has them."`
 }
 
 func (r *Registry) serveHTTP(w http.ResponseWriter, req *http.Request) {

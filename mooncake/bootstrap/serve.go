@@ -29,9 +29,6 @@ const (
 // others 5 s to finish. It closes l but not the registry.
 func (r *Registry) Serve(ctx context.Context, l net.Listener) error {
 	r.log.Info("Mooncake Bootstrap Server started at " + l.Addr().String())
-	if a, ok := l.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && r.o.Access.Networks == nil && r.o.Guard < GuardWrites {
-		r.log.Warn("there is no authentication: whoever reaches this port may register workers and so have KV sent elsewhere; give --allow-from", "addr", a.String())
-	}
 	var stopping atomic.Bool
 	var silent sync.Map // connections without a request so far, which Shutdown leaves open for 5 s
 	web := &http.Server{

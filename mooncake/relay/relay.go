@@ -73,8 +73,9 @@ type Options struct {
 	// first pulls one block more than D wants, to learn whether D wants the whole prompt.
 	Prefixes bool
 
-	Networks   *auth.Networks // from which P and D may reach the side channels and the transfer ports; nil: any
-	AllowHosts []string       // names, besides addresses, by which D may reach ServeHTTP
+	Registry   bootstrap.ClientOptions // Token and TLS for Upstream
+	Networks   *auth.Networks          // from which P and D may reach the side channels and the transfer ports; nil: any
+	AllowHosts []string                // names, besides addresses, by which D may reach ServeHTTP
 
 	Metrics *mooncake.Metrics // default none
 	Log     *slog.Logger      // default none
@@ -161,7 +162,7 @@ func Open(o Options) (*Relay, error) {
 	}
 	r.web = httpserver.Guard{AllowHosts: append([]string{o.Host}, o.AllowHosts...)}.Handler(http.HandlerFunc(r.serveHTTP))
 	var err error
-	if r.up, err = bootstrap.NewClient(o.Upstream, bootstrap.ClientOptions{Attempts: 1, Timeout: o.RefreshTimeout}); err != nil {
+	if r.up, err = bootstrap.NewClient(o.Upstream, bootstrap.ClientOptions{Attempts: 1, Timeout: o.RefreshTimeout, Token: o.Registry.Token, TLS: o.Registry.TLS}); err != nil {
 		return nil, err
 	}
 	if r.memory, err = shm.Create(o.MemoryPath, o.MemoryBytes); err != nil {

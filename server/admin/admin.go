@@ -22,14 +22,15 @@ import (
 
 // Options configures a Handler. A zero field means its default.
 type Options struct {
-	AllowHosts []string          // names of this machine that requests may ask for, besides its host name
-	Flags      map[string]string // what the server was started with, shown in /status
-	Socket     string            // where engines reach the server, a URL or an address, for /readyz; empty: it is not asked
-	Profiles   bool              // serve Go's profiles at /debug/pprof/
-	Sources    map[string]string // where each of Flags is from
-	Terms      *tenant.Terms     // what tenants have of their own, applied to the server's store; nil: nothing, and no file keeps what is set
-	Access     auth.Options      // who may send requests; its Need and Refuse are the interface's own
-	Parts      *Parts            // what runs beside the server in this process; nil: nothing
+	AllowHosts []string                // names of this machine that requests may ask for, besides its host name
+	Flags      map[string]string       // what the server was started with, shown in /status
+	Socket     string                  // where engines reach the server, a URL or an address, for /readyz; empty: it is not asked
+	Profiles   bool                    // serve Go's profiles at /debug/pprof/
+	Sources    map[string]string       // where each of Flags is from
+	Terms      *tenant.Terms           // what tenants have of their own, applied to the server's store; nil: nothing, and no file keeps what is set
+	Access     auth.Options            // who may send requests; its Need and Refuse are the interface's own
+	Metrics    func(*metrics.Registry) // adds figures of other listeners; nil: none
+	Parts      *Parts                  // what runs beside the server in this process; nil: nothing
 }
 
 // Handler answers GET / /live /now /healthcheck /healthz /readyz /status /explain /transfers /version /metrics and
@@ -109,6 +110,9 @@ func Handler(s *server.Server, o Options) http.Handler {
 	}
 	gate := newGate(o.Access)
 	metrics.AddWith(reg, map[string]string{"listener": "http"}, gate.Stats)
+	if o.Metrics != nil {
+		o.Metrics(reg)
+	}
 	return gate.Handler(mux)
 }
 

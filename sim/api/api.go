@@ -34,8 +34,10 @@ type Options struct {
 	Ranks int
 	// KeepAlive is after how long without an event a stream has a comment, vLLM's --sse-keep-alive-interval; 0: it never has.
 	KeepAlive time.Duration
-	MaxBody   int64        // bytes of a request; default 64 MiB
-	Log       *slog.Logger // nil discards
+	// Metrics adds figures of what stands in front of the engine; nil: none.
+	Metrics func(*metrics.Registry)
+	MaxBody int64        // bytes of a request; default 64 MiB
+	Log     *slog.Logger // nil discards
 }
 
 // Limits of one request.
@@ -67,6 +69,9 @@ func New(e *engine.Engine, o Options) *API {
 	labels := map[string]string{"model_name": e.Model(), "engine": "0"}
 	metrics.AddWith(reg, labels, a.metrics)
 	e.Collect(reg, labels)
+	if o.Metrics != nil {
+		o.Metrics(reg)
+	}
 	ok := func(w http.ResponseWriter, _ *http.Request) {}
 	post := func(path string, f http.HandlerFunc) { a.mux.HandleFunc("POST "+path, a.json(f)) }
 	post("/v1/completions", a.completions)

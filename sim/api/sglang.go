@@ -16,6 +16,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/mooncake/bootstrap"
 	"github.com/kvasir-kv/kvasir/mooncake/wire"
 	"github.com/kvasir-kv/kvasir/sim/engine"
@@ -24,11 +25,12 @@ import (
 // SGLangOptions configures a SGLang. A zero field means its default.
 type SGLangOptions struct {
 	Version   string
-	Mode      string        // prefill, decode or null; default null
-	Page      int           // tokens of a page; default 16. A D that meets a P of another size ends its process
-	Bootstrap int           // port of P's bootstrap server; default 8998
-	Timeout   time.Duration // SGLang's bootstrap and waiting timeouts; default 300 s
-	Log       *slog.Logger  // nil discards
+	Mode      string                  // prefill, decode or null; default null
+	Page      int                     // tokens of a page; default 16. A D that meets a P of another size ends its process
+	Bootstrap int                     // port of P's bootstrap server; default 8998
+	Timeout   time.Duration           // SGLang's bootstrap and waiting timeouts; default 300 s
+	Metrics   func(*metrics.Registry) // as in Options
+	Log       *slog.Logger            // nil discards
 }
 
 // SGLang is the API of a simulated engine as SGLang 0.5.23 serves it, with its P/D: a request to P or D has the address of P's bootstrap
@@ -54,7 +56,7 @@ func NewSGLang(e *engine.Engine, o SGLangOptions) *SGLang {
 	o.Bootstrap = cmp.Or(o.Bootstrap, 8998)
 	o.Page = cmp.Or(o.Page, 16)
 	o.Timeout = cmp.Or(o.Timeout, 300*time.Second)
-	s := &SGLang{a: New(e, Options{Version: o.Version, Log: o.Log}), o: o, mux: http.NewServeMux(), http: &http.Client{Timeout: 5 * time.Second}}
+	s := &SGLang{a: New(e, Options{Version: o.Version, Metrics: o.Metrics, Log: o.Log}), o: o, mux: http.NewServeMux(), http: &http.Client{Timeout: 5 * time.Second}}
 	s.mu.running = make(map[string]context.CancelFunc)
 	ok := func(http.ResponseWriter, *http.Request) {}
 	for _, path := range []string{"GET /ready", "GET /health", "GET /health_generate"} {

@@ -214,7 +214,11 @@ func (k *mooncakeConn) register(o *kvconfig.Mooncake) (err error) {
 		k.registry = func() { stop(); wg.Wait(); _ = r.Close() } // nothing is kept
 		url = "http://" + l.Addr().String()
 	}
-	k.boot, err = bootstrap.NewClient(url, bootstrap.ClientOptions{})
+	var co bootstrap.ClientOptions
+	if url == o.Registry {
+		co = k.e.o.Registry
+	}
+	k.boot, err = bootstrap.NewClient(url, co)
 	return err
 }
 
@@ -232,6 +236,7 @@ func (k *mooncakeConn) startReceivers(o *kvconfig.Mooncake) error {
 		ro := mooncake.ReceiverOptions{
 			Engine: mooncake.Engine{ID: o.EngineID}, Self: mooncake.Peer{TPRank: rank, TPSize: k.e.o.KV.TPSize}, Target: t,
 			Timeout: o.AbortTimeout, ConnectTimeout: min(o.ConnectTimeout, 5*time.Second), Metrics: k.metrics, Log: k.e.log,
+			Bootstrap: bootstrap.ClientOptions{TLS: k.e.o.Registry.TLS},
 		}
 		open := mooncake.NewReceiver
 		if k.e.o.First {

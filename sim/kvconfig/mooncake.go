@@ -79,7 +79,7 @@ func (c *Config) Mooncake(getenv func(string) (string, bool)) (*Mooncake, error)
 
 func seconds(n float64) time.Duration { return time.Duration(n * float64(time.Second)) }
 
-// registryURL reads host:port, or http://host:port.
+// registryURL reads host:port, or http(s)://host:port.
 func registryURL(s string) (string, error) {
 	if s == "" {
 		return "", nil
@@ -88,10 +88,10 @@ func registryURL(s string) (string, error) {
 		s = "http://" + s
 	}
 	u, err := url.Parse(s)
-	if err != nil || u.Scheme != "http" || u.Hostname() == "" || u.Port() == "" || strings.Trim(u.Path, "/") != "" || u.User != nil || u.RawQuery != "" {
+	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" || u.Port() == "" || strings.Trim(u.Path, "/") != "" || u.User != nil || u.RawQuery != "" {
 		return "", errors.New("the address must be host:port")
 	}
-	return "http://" + u.Host, nil
+	return u.Scheme + "://" + u.Host, nil
 }
 
 // env reads a number of the environment; an empty variable counts as unset.

@@ -16,11 +16,13 @@ import (
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
 )
 
 // networkFlags say from where the listeners of a command may be reached.
 type networkFlags struct {
-	AllowFrom []string `name:"allow-from" help:"Networks (CIDR) and addresses, comma-separated, from which the listeners of this command may be used: HTTP answers other addresses health alone, other ports close their connections. LISTENER=CIDR is for one listener. Default: every address." placeholder:"CIDR" group:"Access"`
+	AllowFrom   []string `name:"allow-from" help:"Networks (CIDR) and addresses, comma-separated, from which the listeners of this command may be used: HTTP answers other addresses health alone, other ports close their connections. LISTENER=CIDR is for one listener. Default: every address." placeholder:"CIDR" group:"Access"`
+	AllowAnyone string   `name:"allow-anyone" help:"read-prompts: start although a listener beyond loopback has neither networks nor credentials, so that everyone who reaches it may read what engines stored. Without it such a start is refused." placeholder:"read-prompts" group:"Access"`
 }
 
 // networks returns the networks of each listener; nil for one that every address may use.
@@ -63,6 +65,7 @@ type accessFlags struct {
 	TLSCert   string `name:"tls-cert" help:"Certificate (PEM) for https, read again when it changes." placeholder:"FILE" group:"Access"`
 	TLSKey    string `name:"tls-key" help:"Its key (PEM)." placeholder:"FILE" group:"Access"`
 	ClientCA  string `name:"tls-client-ca" help:"Authorities (PEM, with X509 CRL blocks for revoked certificates) of clients: HTTP requests need a client certificate, which allows everything, or a token. Read again when it changes." placeholder:"FILE" group:"Access"`
+	CertScope string `name:"tls-client-scope" help:"What a client certificate allows whose subject has no line NAME cert:SUBJECT SCOPE in --token-file: none, read, write or admin. Without this flag every certificate allows everything, and such lines are refused." placeholder:"SCOPE" group:"Access"`
 	AuditLog  string `name:"audit-log" help:"File to which each deed of an administrator adds a line of JSON: who, from where, what, and the status of the answer. It has at most 16 MiB; four earlier files stay beside it." placeholder:"FILE" group:"Access"`
 }
 
@@ -73,13 +76,18 @@ type access struct {
 	tls         *tls.Config // nil: http
 	audit       *auth.Audit
 	networks    map[string]*auth.Networks
+	listed      *auth.Tokens // entries for certificates; nil: all of them allow everything
+	unlisted    auth.Scope
 	log         *slog.Logger
 }
 
-// open reads the files. The error names the flags, or the file, that cannot be used.
-func (f *accessFlags) open(log *slog.Logger, listeners ...string) (a *access, err error) {
+// open reads the files, and refuses listeners that nothing defends. The error names the flags, or the file, that cannot be used.
+func (f *accessFlags) open(log *slog.Logger, exposed []exposure, listeners ...string) (a *access, err error) {
 	a = &access{log: log}
 	if a.networks, err = f.networkFlags.networks(log, listeners...); err != nil {
+		return nil, err
+	}
+	if err := f.refuseOpen(a.networks, f.TokenFile != "" || f.ClientCA != "", exposed); err != nil {
 		return nil, err
 	}
 	switch {
@@ -92,6 +100,9 @@ func (f *accessFlags) open(log *slog.Logger, listeners ...string) (a *access, er
 		if a.tokens, err = auth.OpenTokens(f.TokenFile); err != nil {
 			return nil, fmt.Errorf("--token-file: %w", err)
 		}
+	}
+	if err := f.openScopes(a); err != nil {
+		return nil, err
 	}
 	if f.ClientCA != "" {
 		if a.authorities, err = auth.OpenAuthorities(f.ClientCA); err != nil {
@@ -113,17 +124,43 @@ func (f *accessFlags) open(log *slog.Logger, listeners ...string) (a *access, er
 	return a, nil
 }
 
+// openScopes reads what client certificates allow. Lines for certificates without the flag are refused: whoever writes one means to limit
+// certificates, and would give them everything by removing the last one.
+func (f *accessFlags) openScopes(a *access) (err error) {
+	switch {
+	case f.CertScope == "" && a.tokens != nil && a.tokens.HasSubjects():
+		return usagef("--token-file has lines for certificates: say with --tls-client-scope what the other certificates allow, as none")
+	case f.CertScope == "":
+		return nil
+	case f.ClientCA == "" || a.tokens == nil:
+		return usagef("--tls-client-scope needs --tls-client-ca and --token-file")
+	case f.CertScope != "none":
+		if a.unlisted, err = auth.ParseScope(f.CertScope); err != nil {
+			return usagef("--tls-client-scope: %v, or none", err)
+		}
+	}
+	a.listed = a.tokens
+	return nil
+}
+
 // check reports what cannot be used.
-func (f *accessFlags) check(listeners ...string) error {
+func (f *accessFlags) check(exposed []exposure, listeners ...string) error {
 	files := *f
 	files.AuditLog = "" // a check makes no file
-	_, err := files.open(slog.New(slog.DiscardHandler), listeners...)
+	_, err := files.open(slog.New(slog.DiscardHandler), exposed, listeners...)
 	return err
 }
 
 // of returns the options of the gate of an HTTP listener.
 func (a *access) of(listener string) auth.Options {
-	return auth.Options{Listener: listener, Tokens: a.tokens, Authorities: a.authorities, Networks: a.networks[listener], Audit: a.audit, Log: a.log}
+	return auth.Options{Listener: listener, Tokens: a.tokens, Authorities: a.authorities, Networks: a.networks[listener], Audit: a.audit, Certificates: a.listed, Unlisted: a.unlisted, Log: a.log}
+}
+
+// addMetrics adds the figures of the listeners that do not speak HTTP.
+func (a *access) addMetrics(r *metrics.Registry, listeners ...string) {
+	for _, l := range listeners {
+		metrics.AddWith(r, map[string]string{"listener": l}, a.networks[l].Stats)
+	}
 }
 
 // watch reads the files again when they change, until the function that it returns is called.

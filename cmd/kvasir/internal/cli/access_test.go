@@ -16,7 +16,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -134,12 +133,13 @@ func TestEachCommandTakesNetworks(t *testing.T) {
 	for _, c := range []struct {
 		ready      string
 		ports, web int
+		counted    []string // listeners in the metrics
 		args       []string
 	}{
-		{"the engine serves", 7, 1, []string{"engine", "--port", "0", "--num-gpu-blocks-override", "64", "--kv-events-config", events, "--kv-transfer-config", p}},
-		{"giving memory", 3, 1, []string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0"}},
-		{"", 2, 0, []string{"transfer", "serve", "--size", "1MiB"}},
-		{"the relay serves", 3, 1, []string{"relay", "--port", "0", "--upstream", "http://127.0.0.1:1", "--memory-gb", "8MiB"}},
+		{"the engine serves", 7, 1, []string{"http", "events", "transfer"}, []string{"engine", "--port", "0", "--num-gpu-blocks-override", "64", "--kv-events-config", events, "--kv-transfer-config", p}},
+		{"giving memory", 3, 1, []string{"http", "transfer"}, []string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0"}},
+		{"", 2, 0, nil, []string{"transfer", "serve", "--size", "1MiB"}},
+		{"the relay serves", 3, 1, []string{"http", "transfer"}, []string{"relay", "--port", "0", "--upstream", "http://127.0.0.1:1", "--memory-gb", "8MiB"}},
 	} {
 		t.Run(c.args[0], func(t *testing.T) {
 			t.Setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", fmt.Sprint(testkit.FreePort(t)))
@@ -149,6 +149,14 @@ func TestEachCommandTakesNetworks(t *testing.T) {
 			for _, port := range ports {
 				if outsideGetsHealthAlone(t, port) {
 					web++
+				}
+			}
+			for _, port := range ports {
+				figures := from(t, "127.0.0.1", port, "GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
+				for _, l := range c.counted {
+					if status(figures) == 200 && !strings.Contains(figures, "kvasir_bootstrap_") && !regexp.MustCompile(`kvasir_auth_refused_total\{listener="`+l+`",reason="(network|address)"\} [1-9]`).MatchString(figures) {
+						t.Errorf("connections that %s refused are not counted:\n%s", l, figures)
+					}
 				}
 			}
 			if web != c.web {
@@ -170,6 +178,15 @@ func TestEachCommandTakesNetworks(t *testing.T) {
 			if at == port && got != 0 || at != port && got != code {
 				t.Errorf("port %d answers %s with %d", at, address, got)
 			}
+		}
+	}
+	for _, at := range tcpPorts(t, pid) {
+		if at == port {
+			continue
+		}
+		figures := from(t, outside, at, "GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
+		if !strings.Contains(figures, `kvasir_auth_refused_total{listener="zmq",reason="network"} 1`) || !strings.Contains(figures, `kvasir_auth_refused_total{listener="events",reason="network"} 0`) {
+			t.Errorf("what the ZMQ port refused is not counted once:\n%s", figures)
 		}
 	}
 	if got := from(t, outside, port, ""); got != "" {
@@ -420,47 +437,149 @@ func TestWrongAccess(t *testing.T) {
 	}
 }
 
-// A listener beyond loopback that nothing defends is warned of; with networks, or with a token where the port knows tokens, it is not.
-func TestUndefendedListenersAreWarnedOf(t *testing.T) {
-	port := testkit.FreePort(t)
-	t.Cleanup(func() { must(t, "server", "--port", fmt.Sprint(port), "--drop") })
+// A listener beyond loopback without networks and credentials is refused, at the start and by --check-config, unless --allow-anyone names
+// the risk. The networks that the refusal prints are enough for a start, and so are credentials where the listener asks for some.
+func TestOpenListenersAreRefused(t *testing.T) {
 	tokens := filepath.Join(t.TempDir(), "tokens")
 	must(t, "token", "a", "--file", tokens)
-	events := fmt.Sprintf("tcp://0.0.0.0:%d", testkit.FreePort(t))
-	server := []string{"server", "--port", fmt.Sprint(port), "--http-port", "0", "--l1-size-gb", "8MiB"}
-	networks := []string{"--allow-from", "127.0.0.1"}
-	for i, c := range []struct {
-		ready, warned string // a word of the warning; "": none
-		args          []string
+	keys := filepath.Join(t.TempDir(), "keys")
+	if err := os.WriteFile(keys, fmt.Appendf(nil, "ada %x\n", sha256.Sum256([]byte("k"))), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	key := filepath.Join(t.TempDir(), "key")
+	if err := os.WriteFile(key, []byte("k"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	const p = `{"kv_connector":"MooncakeConnector","kv_role":"kv_producer"}`
+	t.Setenv("VLLM_HOST_IP", "127.0.0.1")
+	for _, c := range []struct {
+		listeners []string // that are refused
+		defended  []string // flags by which they are not; none: --allow-from alone
+		args      []string
 	}{
-		{"serving HTTP", "whoever reaches these ports", append(slices.Clone(server), "--host", "0.0.0.0")},
-		{"serving HTTP", "", slices.Concat(server, []string{"--host", "0.0.0.0", "--http-host", "0.0.0.0"}, networks)},
-		{"serving HTTP", "http_port=", append(slices.Clone(server), "--http-host", "0.0.0.0")},
-		{"serving HTTP", "", append(slices.Clone(server), "--http-host", "0.0.0.0", "--token-file", tokens)},
-		{"serving HTTP", "KV events have no authentication", append(slices.Clone(server), "--kv-events", events)},
-		{"serving HTTP", "", slices.Concat(server, []string{"--kv-events", events}, networks)},
-		{"giving memory", "read and write the memory", []string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0", "--bind", "0.0.0.0"}},
-		{"giving memory", "", slices.Concat([]string{"store-node", "--master", "127.0.0.1:1", "--memory-gb", "16MiB", "--http-port", "0", "--bind", "0.0.0.0"}, networks)},
-		{"the proxy serves", "there are no API keys", []string{"proxy", "--host", "0.0.0.0", "--port", "0", "--engine", "http://127.0.0.1:1"}},
-		{"the proxy serves", "", slices.Concat([]string{"proxy", "--host", "0.0.0.0", "--port", "0", "--engine", "http://127.0.0.1:1"}, networks)},
+		{[]string{"zmq (--host 0.0.0.0)"}, nil, []string{"server", "--host", "0.0.0.0"}},
+		{[]string{"zmq (--host )"}, nil, []string{"server", "--host", ""}},
+		{[]string{"zmq (--host ::)"}, nil, []string{"server", "--host", "[::]", "--token-file", tokens}},
+		{[]string{"http (--http-host 0.0.0.0)"}, []string{"--token-file", tokens}, []string{"server", "--http-host", "0.0.0.0"}},
+		{[]string{"http (--http-host 0.0.0.0)"}, []string{"--api-key-file", key}, []string{"server", "--http-host", "0.0.0.0"}},
+		{[]string{"zmq (", "http ("}, nil, []string{"server", "--host", "0.0.0.0", "--http-host", "0.0.0.0"}},
+		{[]string{"events (--kv-events tcp://*:5557)"}, nil, []string{"server", "--kv-events", "tcp://*:5557"}},
+		{[]string{"events (--kv-events-replay tcp://10.0.0.5:5558)"}, nil, []string{"server", "--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "tcp://10.0.0.5:5558"}},
+		{[]string{"zmq ("}, nil, []string{"server", "--host", "0.0.0.0", "--allow-from", "http=127.0.0.1"}},
+		{[]string{"http (--host 0.0.0.0)"}, []string{"--token-guards", "writes", "--token", "t"}, []string{"bootstrap", "--host", "0.0.0.0"}},
+		{[]string{"http ("}, nil, []string{"bootstrap", "--host", "0.0.0.0", "--token-file", tokens, "--token", "t"}},
+		{[]string{"http (", "transfer (--host 10.0.0.5)"}, nil, []string{"relay", "--upstream", "http://127.0.0.1:1", "--host", "10.0.0.5", "--token-file", tokens}},
+		{[]string{"api (--host 0.0.0.0)"}, []string{"--api-keys", keys}, []string{"proxy", "--host", "0.0.0.0", "--engine", "http://127.0.0.1:1"}},
+		{[]string{"api ("}, nil, []string{"proxy", "--host", "0.0.0.0", "--engine", "http://127.0.0.1:1", "--admin-port", "8001", "--token-file", tokens, "--admin-host", "0.0.0.0"}},
+		{[]string{"http (--host 0.0.0.0)"}, []string{"--token-file", tokens}, []string{"engine", "--host", "0.0.0.0"}},
+		{[]string{"events (--kv-events-config tcp://*:5557)"}, nil, []string{"engine", "--token-file", tokens, "--kv-events-config", `{"enable_kv_cache_events":true}`}},
+		{[]string{"transfer (--host 0.0.0.0)"}, nil, []string{"engine", "--host", "0.0.0.0", "--token-file", tokens, "--like", "sglang", "--disaggregation-mode", "prefill"}},
+		{[]string{"http (--bind 0.0.0.0)", "transfer (--bind 0.0.0.0)"}, nil, []string{"store-node", "--master", "127.0.0.1:1", "--bind", "0.0.0.0"}},
+		{[]string{"transfer (--host 10.0.0.5)"}, nil, []string{"store-node", "--master", "127.0.0.1:1", "--host", "10.0.0.5", "--token-file", tokens}},
+		{[]string{"http (--host 0.0.0.0)"}, []string{"--token-file", tokens}, []string{"keeper", t.TempDir(), "--max-gb", "1", "--host", "0.0.0.0", "--http-port", "9095"}},
+		{[]string{"transfer (--bind 0.0.0.0)"}, nil, []string{"transfer", "serve", "--bind", "0.0.0.0"}},
 	} {
-		t.Run(fmt.Sprint(i, " ", c.args[0]), func(t *testing.T) {
-			pid, log := startAndLog(t, c.ready, c.args...)
-			word := "no authentication"
-			if c.args[0] == "proxy" {
-				word = "no API keys"
+		check := func(more ...string) (int, string) {
+			code, _, errs := run(t, slices.Concat(c.args, more, []string{"--check-config"})...)
+			return code, errs
+		}
+		code, errs := check()
+		for _, l := range c.listeners {
+			if code != 2 || !strings.Contains(errs, "the listener "+l) || !strings.Contains(errs, "--allow-anyone=read-prompts") {
+				t.Errorf("%v: %d, %s, want a refusal of %s", c.args, code, errs, l)
 			}
-			if c.warned != "" {
-				testkit.Eventually(t, "the warning", func() bool { return strings.Contains(log(), c.warned) })
-				return
+		}
+		if got := strings.Count(errs, "the listener "); got != len(c.listeners) {
+			t.Errorf("%v: %d listeners are refused: %s", c.args, got, errs)
+		}
+		if c.args[len(c.args)-1] != "http=127.0.0.1" { // it would be a second --allow-from
+			found := regexp.MustCompile(`--allow-from (\S+) \(this machine's networks\)`).FindStringSubmatch(errs)
+			if found == nil {
+				t.Fatalf("%v: no networks are printed: %s", c.args, errs)
 			}
-			if err := syscall.Kill(pid, syscall.SIGTERM); err != nil {
+			if code, errs := check("--allow-from", found[1]); code != 0 {
+				t.Errorf("%v: refused with the networks that were printed: %s", c.args, errs)
+			}
+		}
+		if len(c.defended) > 0 {
+			if code, errs := check(c.defended...); code != 0 {
+				t.Errorf("%v %v: %s", c.args, c.defended, errs)
+			}
+		}
+		if code, errs := check("--allow-anyone", "read-prompts"); code != 0 {
+			t.Errorf("%v: --allow-anyone: %s", c.args, errs)
+		}
+		if code, errs := check("--allow-anyone", "yes"); code != 2 || !strings.Contains(errs, "--allow-anyone yes: its one value is read-prompts") {
+			t.Errorf("%v: --allow-anyone yes: %d, %s", c.args, code, errs)
+		}
+	}
+	t.Setenv("VLLM_HOST_IP", "10.0.0.7")
+	if code, _, errs := run(t, "engine", "--check-config", "--kv-transfer-config", p); code != 2 || !strings.Contains(errs, "the listener transfer (VLLM_HOST_IP, 10.0.0.7)") {
+		t.Errorf("an engine on VLLM_HOST_IP: %d, %s", code, errs)
+	}
+	// The start refuses as the check does, before anything listens.
+	for _, args := range [][]string{
+		{"server", "--host", "0.0.0.0", "--l1-size-gb", "8MiB"},
+		{"bootstrap", "--host", "0.0.0.0", "--port", "0"},
+		{"proxy", "--host", "0.0.0.0", "--port", "0", "--engine", "http://127.0.0.1:1"},
+		{"relay", "--upstream", "http://127.0.0.1:1", "--host", "10.0.0.5"},
+		{"engine", "--host", "0.0.0.0", "--port", "0"},
+		{"store-node", "--master", "127.0.0.1:1", "--bind", "0.0.0.0", "--memory-gb", "16MiB"},
+		{"keeper", t.TempDir(), "--max-gb", "1", "--host", "0.0.0.0", "--http-port", "9095"},
+		{"transfer", "serve", "--bind", "0.0.0.0", "--size", "1MiB"},
+	} {
+		if code, _, errs := run(t, args...); code != 2 || !strings.Contains(errs, "--allow-anyone=read-prompts starts without") || strings.Contains(errs, "level=") {
+			t.Errorf("%v: %d, %s", args, code, errs)
+		}
+	}
+	file := write(t, "bootstrap:\n  host: 0.0.0.0\n")
+	if code, _, errs := run(t, "config", "check", file); code != 2 || !strings.Contains(errs, "bootstrap: the listener http (--host 0.0.0.0)") {
+		t.Errorf("config check: %d, %s", code, errs)
+	}
+	file = write(t, "bootstrap:\n  host: 0.0.0.0\n  allow-anyone: read-prompts\n")
+	if code, out, errs := run(t, "config", "check", file); code != 0 || !strings.Contains(out, "allow-anyone: read-prompts") {
+		t.Errorf("config check with allow-anyone: %d, %s%s", code, out, errs)
+	}
+	t.Setenv("KVASIR_BOOTSTRAP_ALLOW_ANYONE", "read-prompts")
+	pid, _ := startAndLog(t, "Bootstrap Server started", "bootstrap", "--host", "0.0.0.0", "--port", "0")
+	for _, port := range tcpPorts(t, pid) {
+		if got := status(from(t, outside, port, "GET /query HTTP/1.0\r\nHost: localhost\r\n\r\n")); got != 200 {
+			t.Errorf("with --allow-anyone the registry answers %d", got)
+		}
+	}
+}
+
+// Recipes beyond loopback, in the documents and in --help, name networks.
+func TestRecipesNameNetworks(t *testing.T) {
+	open := regexp.MustCompile(`kvasir (server|bootstrap|relay|proxy|engine|store-node|keeper|transfer serve) .*--(host|http-host|admin-host|bind|kv-events|kv-events-replay)[ =](tcp://)?(0\.0\.0\.0|10\.|\*)`)
+	texts := map[string]string{}
+	for _, pattern := range []string{"README.md", "docs/*.md", "docs/*/*.md"} {
+		files, err := filepath.Glob(filepath.Join("../../../..", pattern))
+		if err != nil || len(files) == 0 {
+			t.Fatal(pattern, err)
+		}
+		for _, f := range files {
+			text, err := os.ReadFile(f)
+			if err != nil {
 				t.Fatal(err)
 			}
-			testkit.Eventually(t, "all of the start is in the log", func() bool { return strings.Contains(log(), "stop") })
-			if strings.Contains(log(), word) {
-				t.Errorf("%v: a warning is in\n%s", c.args, log())
+			texts[f] = string(text)
+		}
+	}
+	for _, c := range []string{"server", "bootstrap", "relay", "proxy", "engine", "store-node", "keeper", "transfer"} {
+		_, texts[c], _ = run(t, c, "--help")
+	}
+	recipes := 0
+	for name, text := range texts {
+		for l := range strings.Lines(text) {
+			if open.MatchString(l) {
+				if recipes++; !strings.Contains(l, "--allow-from") {
+					t.Errorf("%s: the command of %q does not start: it names no networks", name, strings.TrimSpace(l))
+				}
 			}
-		})
+		}
+	}
+	if recipes < 8 {
+		t.Errorf("only %d recipes were found", recipes)
 	}
 }

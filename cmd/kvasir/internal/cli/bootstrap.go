@@ -94,7 +94,11 @@ func (c *bootstrapCmd) options() (o bootstrap.Options, _ error) {
 		}
 		o.ProbeNetworks = append(o.ProbeNetworks, n)
 	}
-	if err := o.Validate(); err != nil {
+	named := o
+	if c.TokenFile != "" || c.ClientCA != "" { // these credentials are opened later
+		named.Guard = bootstrap.GuardDelete
+	}
+	if err := named.Validate(); err != nil {
 		return o, usagef("%s", strings.ReplaceAll(err.Error(), "\n", "; "))
 	}
 	return o, nil
@@ -103,9 +107,17 @@ func (c *bootstrapCmd) options() (o bootstrap.Options, _ error) {
 // registryListeners are the names of a registry's listeners in --allow-from.
 var registryListeners = []string{"http"}
 
+// exposed returns where the registry listens. Stock vLLM registers and queries without a token, unless --token-guards refuses that.
+func (c *bootstrapCmd) exposed() []exposure {
+	return []exposure{{
+		listener: "http", at: "--host " + c.Host, host: c.Host, own: c.Guard != "delete", // which wants a token
+		risk: "register workers, and so receive the KV of prompts",
+	}}
+}
+
 func (c *bootstrapCmd) check(*env) error {
 	_, err := c.options()
-	return errors.Join(err, c.accessFlags.check(registryListeners...))
+	return errors.Join(err, c.accessFlags.check(c.exposed(), registryListeners...))
 }
 
 // Run serves until a signal.
@@ -114,7 +126,7 @@ func (c *bootstrapCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
-	a, err := c.accessFlags.open(e.log, registryListeners...)
+	a, err := c.accessFlags.open(e.log, c.exposed(), registryListeners...)
 	if err != nil {
 		return err
 	}

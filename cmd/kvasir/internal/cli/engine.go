@@ -8,10 +8,12 @@ import (
 	"errors"
 	"net/http"
 	"os"
+	"slices"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/takeover"
 	"github.com/kvasir-kv/kvasir/sim/api"
 	"github.com/kvasir-kv/kvasir/sim/costmodel"
@@ -25,6 +27,7 @@ import (
 type engineCmd struct {
 	configFlags
 	accessFlags
+	registryFlags
 
 	KeepAlive float64 `name:"sse-keep-alive-interval" help:"Seconds without an event after which a stream gets a comment; 0: never." default:"0" placeholder:"SECONDS" group:"Network"`
 
@@ -110,6 +113,9 @@ func (c *engineCmd) options(e *env) (o engine.Options, err error) {
 		},
 		StepTime: c.Step, PrefillRate: c.Prefill, First: c.Release == "0.13", Unnegotiated: c.LMCache == "0.5.6", StoreRelease: releases[c.Release], Retention: c.Retain, Getenv: c.getenv, Log: e.log,
 	}
+	if o.Registry, err = c.registryFlags.client(); err != nil {
+		return o, err
+	}
 	if c.Profile != "" {
 		if o.Clock, err = costmodel.Open(c.Profile); err != nil {
 			return o, usagef("--profile: %v", err)
@@ -168,7 +174,27 @@ func (c *engineCmd) check(e *env) error {
 	if err == nil {
 		_, err = c.events()
 	}
-	return errors.Join(err, c.accessFlags.check(engineListeners...))
+	return errors.Join(err, c.accessFlags.check(c.exposed(), engineListeners...))
+}
+
+// exposed returns where the engine listens, as far as its flags can be read.
+func (c *engineCmd) exposed() []exposure {
+	out := []exposure{{listener: "http", at: "--host " + c.Host, host: c.Host, web: true, risk: "use the engine"}}
+	if events, err := c.events(); err == nil && events != nil {
+		out = append(out, exposedEvents([2]string{"--kv-events-config", events.Endpoint}, [2]string{"--kv-events-config", events.Replay})...)
+	}
+	const risk = "receive the KV of transfers"
+	if c.Like == "sglang" && c.Mode == "prefill" {
+		out = append(out, exposure{listener: "transfer", at: "--host " + c.Host, host: c.Host, risk: risk})
+	}
+	connectors, err := kvconfig.Parse([]byte(c.Transfer))
+	mooncake := func(k *kvconfig.Config) bool { return k.Connector == kvconfig.MooncakeConnector }
+	if err == nil && slices.ContainsFunc(connectors, mooncake) || c.Like == "sglang" && c.Mode != "null" {
+		if host, err := kvconfig.Host(c.getenv); err == nil { // without a host it does not start
+			out = append(out, exposure{listener: "transfer", at: "VLLM_HOST_IP, " + host, host: host, risk: risk})
+		}
+	}
+	return out
 }
 
 // engineListeners are the names of an engine's listeners in --allow-from: the API, KV events, and what other engines use (registry, side
@@ -214,7 +240,7 @@ func (c *engineCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
-	a, err := c.accessFlags.open(e.log, engineListeners...)
+	a, err := c.accessFlags.open(e.log, c.exposed(), engineListeners...)
 	if err != nil {
 		return err
 	}
@@ -248,17 +274,22 @@ func (c *engineCmd) Run(e *env) (err error) {
 		return errors.Join(err, listener.Close())
 	}
 	defer func() { err = errors.Join(err, eng.Close()) }()
+	guards := a.of("http")
+	guards.Need = engineNeed
+	gate := auth.New(guards)
+	figures := func(r *metrics.Registry) {
+		metrics.AddWith(r, map[string]string{"listener": "http"}, gate.Stats)
+		a.addMetrics(r, "events", "transfer")
+	}
 	var handler http.Handler = api.New(eng, api.Options{
-		Version: Version(), SameIDs: o.First, Ranks: c.DPSize, KeepAlive: time.Duration(c.KeepAlive * float64(time.Second)), Log: e.log,
+		Metrics: figures, Version: Version(), SameIDs: o.First, Ranks: c.DPSize, KeepAlive: time.Duration(c.KeepAlive * float64(time.Second)), Log: e.log,
 	})
 	if c.Like == "sglang" {
-		s := api.NewSGLang(eng, api.SGLangOptions{Version: Version(), Mode: c.Mode, Page: c.Block, Bootstrap: c.BootPort, Log: e.log})
+		s := api.NewSGLang(eng, api.SGLangOptions{Metrics: figures, Version: Version(), Mode: c.Mode, Page: c.Block, Bootstrap: c.BootPort, Log: e.log})
 		defer s.Close()
 		handler = s
 	}
-	guards := a.of("http")
-	guards.Need = engineNeed
-	web := httpserver.NewServer(auth.New(guards).Handler(handler))
+	web := httpserver.NewServer(gate.Handler(handler))
 	e.log.Info("the engine serves", "address", a.url(listener.Addr()), "model", c.Model, "blocks", c.Blocks,
 		"kv_bytes", int64(c.Blocks)*int64(c.Block)*int64(o.KV.TokenBytes()))
 	e.isReady()

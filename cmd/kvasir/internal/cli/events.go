@@ -103,24 +103,22 @@ func (f *eventFlags) publisher(e *env, book *events.Book, o events.PublisherOpti
 	}); err != nil {
 		return nil, fmt.Errorf("--kv-events, --kv-events-replay: %w", err)
 	}
-	if o.Networks == nil {
-		f.warnOpen(e.log)
-	}
 	e.log.Info("publishing KV events", "address", at, "replay", replay, "topic", o.Topic)
 	return p, nil
 }
 
-// warnOpen warns where others than this machine's users can subscribe.
-func (f *eventFlags) warnOpen(log *slog.Logger) {
-	var open []any
-	for flag, endpoint := range map[string]string{"--kv-events": f.Events, "--kv-events-replay": f.EventReplay} {
-		host, _, err := zmtp.HostPort(endpoint)
-		if err == nil && !isLoopback(host) && !strings.HasPrefix(endpoint, "ipc://") {
-			open = append(open, flag, endpoint)
+// exposed returns where KV events are published. A UNIX socket has the mode of its file.
+func (f *eventFlags) exposed() []exposure {
+	return exposedEvents([2]string{"--kv-events", f.Events}, [2]string{"--kv-events-replay", f.EventReplay})
+}
+
+// exposedEvents returns where KV events are published: what says an endpoint, and the endpoint.
+func exposedEvents(all ...[2]string) (out []exposure) {
+	for _, x := range all {
+		host, _, err := zmtp.HostPort(x[1])
+		if err == nil && !strings.HasPrefix(x[1], "ipc://") {
+			out = append(out, exposure{listener: "events", at: x[0] + " " + x[1], host: host, risk: "read the tokens of all prompts"})
 		}
 	}
-	if len(open) > 0 {
-		log.Warn("KV events have no authentication: whoever reaches these addresses reads the tokens of all prompts; "+
-			"give --allow-from", open...)
-	}
+	return out
 }

@@ -3,7 +3,7 @@
 package cli
 
 import (
-	"log/slog"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -30,24 +30,20 @@ func TestEventFlags(t *testing.T) {
 	}
 }
 
-// Events on an address that other hosts reach are warned of.
-func TestOpenEventsAreWarnedOf(t *testing.T) {
+// Events over TCP have a listener to defend, a UNIX socket has none.
+func TestExposedEvents(t *testing.T) {
 	f := func(events, replay string, want ...string) {
 		t.Helper()
-		var log strings.Builder
-		(&eventFlags{Events: events, EventReplay: replay}).warnOpen(slog.New(slog.NewTextHandler(&log, nil)))
-		if (log.Len() > 0) != (len(want) > 0) {
-			t.Errorf("%s, %s: %q", events, replay, log.String())
+		var got []string
+		for _, x := range (&eventFlags{Events: events, EventReplay: replay}).exposed() {
+			got = append(got, x.host)
 		}
-		for _, w := range want {
-			if !strings.Contains(log.String(), w) || !strings.Contains(log.String(), "level=WARN") {
-				t.Errorf("%s, %s: %q lacks %q", events, replay, log.String(), w)
-			}
+		if !slices.Equal(got, want) {
+			t.Errorf("%s, %s: %q, want %q", events, replay, got, want)
 		}
 	}
-	f("tcp://*:5557", "tcp://127.0.0.1:5558", "tokens of all prompts", "--kv-events=")
-	f("tcp://127.0.0.1:5557", "tcp://0.0.0.0:5558", "--kv-events-replay=")
-	f("tcp://10.0.0.5:5557", "", "10.0.0.5:5557")
-	f("tcp://127.0.0.1:5557", "tcp://[::1]:5558")
+	f("tcp://*:5557", "tcp://127.0.0.1:5558", "", "127.0.0.1")
+	f("tcp://0.0.0.0:*", "tcp://[::1]:5558", "0.0.0.0", "::1")
 	f("ipc:///tmp/events", "")
+	f("", "")
 }

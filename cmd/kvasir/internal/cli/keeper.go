@@ -70,11 +70,19 @@ func (c *keeperKeepCmd) check(*env) error {
 	f.unless(c.TTL >= 0, "--ttl %v is below 0", c.TTL)
 	f.unless(c.Max > 0 || c.MinFree > 0 || c.TTL > 0, "say what to hold: --max-gb, --min-free-gb or --ttl")
 	f.port("--http-port", c.HTTPPort, true)
-	return errors.Join(f.err(), c.accessFlags.check(keeperListeners...))
+	return errors.Join(f.err(), c.accessFlags.check(c.exposed(), keeperListeners...))
 }
 
 // keeperListeners are the names of a keeper's listeners in --allow-from.
 var keeperListeners = []string{"http"}
+
+// exposed returns where the keeper listens.
+func (c *keeperKeepCmd) exposed() []exposure {
+	if c.HTTPPort == 0 {
+		return nil
+	}
+	return []exposure{{listener: "http", at: "--host " + c.Host, host: c.Host, web: true, risk: "read the keeper's figures"}}
+}
 
 // Run holds the directories until a signal stops it.
 func (c *keeperKeepCmd) Run(e *env) (err error) {
@@ -88,7 +96,7 @@ func (c *keeperKeepCmd) Run(e *env) (err error) {
 	defer func() { err = errors.Join(err, k.Close()) }()
 	ended := make(chan error, 1)
 	if c.HTTPPort != 0 {
-		a, err := c.accessFlags.open(e.log, keeperListeners...)
+		a, err := c.accessFlags.open(e.log, c.exposed(), keeperListeners...)
 		if err != nil {
 			return err
 		}

@@ -78,7 +78,7 @@ func TestMessages(t *testing.T) {
 	}
 	g("choose another --port, or stop the process that has it", "no address", "--port", busy, "--http-port", free)
 	g("choose another --http-port, or stop", "no address", "--port", free, "--http-port", busy)
-	g("--host is no address of this machine", "choose", "--host", "192.0.2.1", "--port", free, "--http-port", "0")
+	g("--host is no address of this machine", "choose", "--host", "192.0.2.1", "--allow-from", "127.0.0.1", "--port", free, "--http-port", "0")
 	g("the directory of --ipc is not there", "choose", "--ipc", "/nonexistent/socket", "--port", free, "--http-port", "0")
 }
 

@@ -26,6 +26,7 @@ import (
 type proxyCmd struct {
 	configFlags
 	accessFlags
+	registryFlags
 
 	Host string `help:"Address to listen on." default:"127.0.0.1" group:"Network"`
 	Port int    `help:"Port of the OpenAI API and /health, and /metrics unless there are keys or --admin-port; 0 takes a free one." default:"8000" group:"Network"`
@@ -47,7 +48,7 @@ type proxyCmd struct {
 	Headers     []string `name:"allowed-headers" help:"Headers that such pages may send; default all." placeholder:"HEADER" sep:"none" group:"Browsers"`
 	Credentials bool     `name:"allow-credentials" help:"Such pages may send credentials." group:"Browsers"`
 
-	Prefill   []string `help:"Prefill engine: its URL, and behind a blank the port of its registry (bootstrap server) on the same host, or behind a comma the registry's URL. Default: port 8998. dns+http://NAME:PORT is each address of a name, registry+http://HOST:PORT?port=API each host in a registry. Again for more." placeholder:"URL[ PORT]" sep:"none" group:"Engines"`
+	Prefill   []string `help:"Prefill engine: its URL, and behind a blank the port of its registry (bootstrap server) on the same host, or behind a comma the registry's URL. Default: port 8998. dns+http://NAME:PORT is each address of a name, registry+http://HOST:PORT?port=API each host in a registry (registry+https://…?port=API&scheme=http for engines at http). Again for more." placeholder:"URL[ PORT]" sep:"none" group:"Engines"`
 	Decode    []string `help:"Decode engine, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
 	Engine    []string `help:"Engine that does both, or dns+http://NAME:PORT; again for more." placeholder:"URL" sep:"none" group:"Engines"`
 	Connector string   `name:"kv-connector" help:"How P and D learn of each other: mooncake (vLLM 0.16 and later), mooncake-0.13 (its first release), nixl (P first, D gets what P answers), sglang (SGLang's bootstrap rooms); auto is sglang for engines that say so (/server_info), and mooncake for others." enum:"auto,mooncake,mooncake-0.13,nixl,sglang" default:"auto" group:"Engines"`
@@ -145,7 +146,7 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	}
 	f.unless(c.AdminToken == "" || c.AdminPort != 0, "--admin-token is for --admin-port, which is missing")
 	f.unless(c.AdminPort == 0 || c.AdminToken != "" || c.TokenFile != "" || c.ClientCA != "", "--admin-port needs --admin-token, --token-file or --tls-client-ca")
-	f.unless(c.TokenFile == "" || c.AdminPort != 0, "--token-file is for --admin-port, which is missing: the API has --api-keys")
+	f.unless(c.TokenFile == "" || c.AdminPort != 0 || c.CertScope != "", "--token-file is for --admin-port, which is missing: the API has --api-keys")
 	f.unless(c.StoreToken == "" || c.Store != "", "--store-token is for --store, which is missing")
 	f.unless(c.Limits == "" || c.APIKeys != "", "--shared-limits counts keys: --api-keys is missing")
 	f.port("--port", c.Port, true)
@@ -156,6 +157,9 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	f.unless(len(c.Prefill)+len(c.Decode)+len(c.Engine)+c.AdminPort > 0, "--prefill and --decode, or --engine, are missing")
 	options.Each(o.Validate(), func(e *options.Error) { f.unless(false, "%s %s", proxyFields[e.Field], e.Text) })
 	if err := f.err(); err != nil {
+		return o, err
+	}
+	if o.Registry, err = c.registryFlags.client(); err != nil {
 		return o, err
 	}
 	if c.EngineCA != "" {
@@ -202,9 +206,24 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 // proxyListeners are the names of a proxy's listeners in --allow-from.
 var proxyListeners = []string{"api", "admin"}
 
+// exposed returns where the proxy listens. Its tokens are for the admin port alone.
+func (c *proxyCmd) exposed() []exposure {
+	out := []exposure{{
+		listener: "api", at: "--host " + c.Host, host: c.Host, own: c.APIKeys != "" || c.ClientCA != "", keys: "--api-keys",
+		risk: "use the engines, and find out from the time of answers which prompts others sent",
+	}}
+	if c.AdminPort != 0 {
+		out = append(out, exposure{
+			listener: "admin", at: "--admin-host " + c.AdminHost, host: c.AdminHost, web: true, own: c.AdminToken != "", keys: "--admin-token",
+			risk: "add and remove engines",
+		})
+	}
+	return out
+}
+
 func (c *proxyCmd) check(e *env) error {
 	_, err := c.options(e)
-	return errors.Join(err, c.accessFlags.check(proxyListeners...))
+	return errors.Join(err, c.accessFlags.check(c.exposed(), proxyListeners...))
 }
 
 // Run serves until a signal stops it.
@@ -213,7 +232,7 @@ func (c *proxyCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
-	a, err := c.accessFlags.open(e.log, proxyListeners...)
+	a, err := c.accessFlags.open(e.log, c.exposed(), proxyListeners...)
 	if err != nil {
 		return err
 	}
@@ -255,9 +274,6 @@ func (c *proxyCmd) Run(e *env) (err error) {
 		if so.Admin, err = takeover.ListenTCP(e.ctx, c.AdminHost, c.AdminPort); err != nil {
 			return errors.Join(takeover.ExplainListen(err, "--admin-host", "--admin-port"), so.Listener.Close())
 		}
-	}
-	if !isLoopback(c.Host) && o.Keys == nil && a.authorities == nil && a.networks["api"] == nil {
-		e.log.Warn("there are no API keys: whoever reaches this port may use the engines; give --api-keys or --allow-from")
 	}
 	e.parts.Add("proxy", func() any { return p.Stats() })
 	e.parts.AddTransfers("proxy", p.Transfers)

@@ -26,8 +26,9 @@ import (
 type relayCmd struct {
 	configFlags
 	accessFlags
+	registryFlags
 
-	Upstream string  `help:"Bootstrap server that P registers at, http://HOST:PORT." required:"" placeholder:"URL"`
+	Upstream string  `help:"Bootstrap server that P registers at, http://HOST:PORT or https://HOST:PORT." required:"" placeholder:"URL"`
 	Host     string  `help:"Address that P and D dial: of the directory, the side channels and the transfer ports." default:"127.0.0.1"`
 	Port     int     `help:"Port of the directory (GET /query), /healthz and /metrics. 0 takes a free one." default:"8999"`
 	MemoryGB gibSize `name:"memory-gb" help:"Memory for KV: GiB, or with a unit, as 512MiB. The least recently used KV is evicted first." default:"4"`
@@ -61,14 +62,24 @@ func (c *relayCmd) check(*env) error {
 	f.unless(c.Timeout > 0 && c.Timeout <= 86400, "--timeout %g is not above 0 and up to 86400", c.Timeout)
 	f.port("--port", c.Port, true)
 	up, err := url.Parse(c.Upstream)
-	f.unless(err == nil && up.Scheme == "http" && up.Port() != "" && up.Hostname() != "", "--upstream %q is not http://HOST:PORT", c.Upstream)
+	f.unless(err == nil && (up.Scheme == "http" || up.Scheme == "https") && up.Port() != "" && up.Hostname() != "", "--upstream %q is not http://HOST:PORT", c.Upstream)
 	ip := net.ParseIP(c.Host)
 	f.unless(ip == nil || !ip.IsUnspecified(), "--host %s is every address: name the one that P and D dial", c.Host)
-	return errors.Join(f.err(), c.accessFlags.check(relayListeners...))
+	_, err = c.registryFlags.client()
+	return errors.Join(f.err(), err, c.accessFlags.check(c.exposed(), relayListeners...))
 }
 
 // relayListeners are the names of a relay's listeners in --allow-from: the directory, and the side channels and transfer ports.
 var relayListeners = []string{"http", "transfer"}
+
+// exposed returns where the relay listens. Stock vLLM queries the directory without a token.
+func (c *relayCmd) exposed() []exposure {
+	at := "--host " + c.Host
+	return []exposure{
+		{listener: "http", at: at, host: c.Host, risk: "learn which engines there are"},
+		{listener: "transfer", at: at, host: c.Host, risk: "receive the KV of transfers, and write what P pushes"},
+	}
+}
 
 // relayNeed returns what a request to a relay needs. Stock vLLM queries the directory without a token.
 func relayNeed(r *http.Request) auth.Need {
@@ -86,11 +97,15 @@ func (c *relayCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err
 	}
-	a, err := c.accessFlags.open(e.log, relayListeners...)
+	a, err := c.accessFlags.open(e.log, c.exposed(), relayListeners...)
 	if err != nil {
 		return err
 	}
 	defer a.watch()()
+	registryOptions, err := c.registryFlags.client()
+	if err != nil {
+		return err
+	}
 	bytes := int64(c.MemoryGB)
 	path, err := memoryPath("kvasir_relay_", c.MemoryGB)
 	if err != nil {
@@ -98,7 +113,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	}
 	pushes := mooncake.NewMetrics()
 	r, err := relay.Open(relay.Options{
-		Upstream: c.Upstream, Host: c.Host, MemoryPath: path, MemoryBytes: bytes,
+		Upstream: c.Upstream, Registry: registryOptions, Host: c.Host, MemoryPath: path, MemoryBytes: bytes,
 		Networks: a.networks["transfer"], AllowHosts: c.AllowHost, BlockBytes: uint64(c.BlockBytes), KeepAcrossRestarts: c.KeepAcrossRestarts, Prefixes: c.Prefixes, Timeout: seconds(c.Timeout), Metrics: pushes, Log: e.log,
 	})
 	if err != nil {
@@ -112,6 +127,7 @@ func (c *relayCmd) Run(e *env) (err error) {
 	guards.Need = relayNeed
 	gate := auth.New(guards)
 	metrics.AddWith(registry, map[string]string{"listener": "http"}, gate.Stats)
+	a.addMetrics(registry, "transfer")
 	mux := http.NewServeMux()
 	mux.Handle("/", r)
 	mux.Handle("GET /metrics", registry.Handler())
@@ -124,10 +140,6 @@ func (c *relayCmd) Run(e *env) (err error) {
 	e.parts.AddTransfers("relay", r.Transfers)
 	e.isReady()
 	e.log.Info("the relay serves: its address is D's remote_bootstrap_addr", "address", a.url(listener.Addr()), "upstream", c.Upstream, "memory_bytes", bytes)
-	if !isLoopback(c.Host) && (a.networks["transfer"] == nil || a.networks["http"] == nil) {
-		e.log.Warn("there is no authentication: whoever reaches this machine may have any transfer's KV pushed to itself, and write what P pushes; " +
-			"give --allow-from")
-	}
 	ended := make(chan error, 1)
 	go func() { ended <- a.serve(web, httpserver.Limit(listener, httpserver.MaxConns)) }()
 	select {

@@ -20,9 +20,9 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/hostmem"
 	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/internal/metrics"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/shm"
 	"github.com/kvasir-kv/kvasir/internal/takeover"
@@ -321,9 +321,22 @@ func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Se
 // serverListeners are the names of a server's listeners in --allow-from: LMCache's clients, the HTTP interface, KV events.
 var serverListeners = []string{"zmq", "http", "events"}
 
+// exposed returns where the server listens. UNIX sockets ask the kernel for their peers.
+func (c *serverCmd) exposed() []exposure {
+	keys, err := admin.ReadKeys(c.APIKeys, os.Getenv) // a file that cannot be read ends the start anyway
+	out := []exposure{
+		{listener: "zmq", at: "--host " + c.Host, host: c.Host, risk: "store, replace and read the KV of prompts"},
+		{
+			listener: "http", at: "--http-host " + c.HTTPHost, host: c.HTTPHost, web: true, own: err != nil || len(keys) > 0,
+			risk: "read what is stored, and clear it",
+		},
+	}
+	return append(out, c.eventFlags.exposed()...)
+}
+
 func (c *serverCmd) check(e *env) error {
 	_, err := c.options(e.log)
-	return errors.Join(err, c.accessFlags.check(serverListeners...))
+	return errors.Join(err, c.accessFlags.check(c.exposed(), serverListeners...))
 }
 
 // Run serves until a signal.
@@ -341,7 +354,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 	if c.Drop {
 		return c.drop(e)
 	}
-	if c.access, err = c.accessFlags.open(e.log, serverListeners...); err != nil {
+	if c.access, err = c.accessFlags.open(e.log, c.exposed(), serverListeners...); err != nil {
 		return err
 	}
 	o.server.Networks = c.access.networks["zmq"]
@@ -527,7 +540,10 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		return takeover.ExplainListen(err, "--http-host", "--http-port")
 	}
 	listener = httpserver.Limit(listener, httpserver.MaxConns)
-	web := httpserver.NewServer(admin.Handler(srv, admin.Options{AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, Profiles: c.Profiles, Parts: e.parts, Access: gate}))
+	web := httpserver.NewServer(admin.Handler(srv, admin.Options{
+		AllowHosts: c.AllowHost, Flags: e.flags, Sources: e.sources, Terms: c.terms, Socket: places[0].endpoint, Profiles: c.Profiles, Parts: e.parts, Access: gate,
+		Metrics: func(r *metrics.Registry) { c.access.addMetrics(r, "zmq", "events") },
+	}))
 	defer web.Close()
 	var addresses []string
 	for _, p := range places {
@@ -553,7 +569,6 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 	}
 	e.log.Info("engines find this server with the flag of vllm serve", "connect_with", engineFlag(c.Host, c.Port))
 	e.log.Info("serving HTTP: /status, /healthcheck, /metrics", "address", listener.Addr().String())
-	c.warnOpen(e, listener.Addr(), auth.New(gate).WantsCredentials())
 	e.isReady()
 
 	background, stop := context.WithCancel(context.Background())
@@ -574,22 +589,6 @@ func (c *serverCmd) serve(e *env, srv *server.Server) (err error) {
 		e.log.Info("stopping: transfers in progress may finish")
 	}
 	return errors.Join(err, srv.Shutdown(context.Background()))
-}
-
-// warnOpen warns where others than this machine's users can connect, and nothing asks who they are. guarded means that the HTTP interface
-// asks for credentials.
-func (c *serverCmd) warnOpen(e *env, web net.Addr, guarded bool) {
-	var open []any
-	if !isLoopback(c.Host) && c.access.networks["zmq"] == nil {
-		open = append(open, "port", c.Port)
-	}
-	if a, ok := web.(*net.TCPAddr); ok && !a.IP.IsLoopback() && c.access.networks["http"] == nil && !guarded {
-		open = append(open, "http_port", a.Port)
-	}
-	if len(open) > 0 {
-		e.log.Warn("there is no authentication: whoever reaches these ports may store, replace and read the cache of any prompt that they can name, "+
-			"read the status (HTTP), and clear the cache; give --allow-from, and --token-file for HTTP", open...)
-	}
 }
 
 // isLoopback reports whether only this machine reaches an address to listen on.

@@ -51,7 +51,7 @@ with it; the others go on.
 
 Examples:
   mooncake_master --rpc_port 50051
-  kvasir store-node --master 10.0.0.1:50051 --host 10.0.0.7 --memory-gb 64
+  kvasir store-node --master 10.0.0.1:50051 --host 10.0.0.7 --allow-from 10.0.0.0/24,127.0.0.1 --memory-gb 64
   kvasir store put greeting --master 10.0.0.1:50051 < FILE`
 }
 
@@ -63,11 +63,29 @@ func (c *storeNodeCmd) check(*env) error {
 	f.port("--http-port", c.HTTPPort, true)
 	ip := net.ParseIP(c.Host)
 	f.unless(ip == nil || !ip.IsUnspecified(), "--host %s is every address: name the one that others dial", c.Host)
-	return errors.Join(f.err(), c.accessFlags.check(storeNodeListeners...))
+	return errors.Join(f.err(), c.accessFlags.check(c.exposed(), storeNodeListeners...))
 }
 
 // storeNodeListeners are the names of a node's listeners in --allow-from: the pages, and the transfer ports.
 var storeNodeListeners = []string{"http", "transfer"}
+
+// address returns where the node listens, and the flag that says so.
+func (c *storeNodeCmd) address() (host, flag string) {
+	if c.Bind != "" {
+		return c.Bind, "--bind"
+	}
+	return c.Host, "--host"
+}
+
+// exposed returns where the node listens.
+func (c *storeNodeCmd) exposed() []exposure {
+	host, flag := c.address()
+	at := flag + " " + host
+	return []exposure{
+		{listener: "http", at: at, host: host, web: true, risk: "read the node's figures"},
+		{listener: "transfer", at: at, host: host, risk: "read and write the memory"},
+	}
+}
 
 // pagesNeed returns what a request needs where there are pages to read alone.
 func pagesNeed(r *http.Request) auth.Need {
@@ -82,7 +100,7 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	if err := c.check(e); err != nil {
 		return err
 	}
-	a, err := c.accessFlags.open(e.log, storeNodeListeners...)
+	a, err := c.accessFlags.open(e.log, c.exposed(), storeNodeListeners...)
 	if err != nil {
 		return err
 	}
@@ -117,6 +135,7 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	guards.Need = pagesNeed
 	gate := auth.New(guards)
 	metrics.AddWith(registry, map[string]string{"listener": "http"}, gate.Stats)
+	a.addMetrics(registry, "transfer")
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", registry.Handler())
 	health := func(w http.ResponseWriter, _ *http.Request) {
@@ -128,10 +147,7 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	}
 	mux.HandleFunc("GET /healthz", health)
 	mux.HandleFunc("GET /healthcheck", health)
-	address, flag := c.Host, "--host"
-	if c.Bind != "" {
-		address, flag = c.Bind, "--bind"
-	}
+	address, flag := c.address()
 	listener, err := takeover.ListenTCP(e.ctx, address, c.HTTPPort)
 	if err != nil {
 		return takeover.ExplainListen(err, flag, "--http-port")
@@ -139,9 +155,6 @@ func (c *storeNodeCmd) Run(e *env) (err error) {
 	web := httpserver.NewServer(gate.Handler(mux))
 	go a.serve(web, httpserver.Limit(listener, httpserver.MaxConns))
 	defer web.Close()
-	if !isLoopback(address) && a.networks["transfer"] == nil {
-		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the memory; give --allow-from")
-	}
 	e.log.Info("giving memory to the cluster", "memory_bytes", bytes, "masters", c.Master, "http", listener.Addr().String())
 	e.isReady()
 	ctx, cancel := context.WithCancel(e.ctx)

@@ -84,8 +84,9 @@ func (c *tierVerifyCmd) Run(e *env) error {
 }
 
 type tierDropCmd struct {
-	Tier  string `arg:"" help:"TYPE:PATH or JSON. With --url the name that the server's status has for the tier, such as disk or redis."`
-	URL   string `name:"url" help:"HTTP interface of a running server, which removes it: the only way for its --disk." placeholder:"http://HOST:PORT"`
+	Tier string `arg:"" help:"TYPE:PATH or JSON. With --url the name that the server's status has for the tier, such as disk or redis."`
+	URL  string `name:"url" help:"HTTP interface of a running server, which removes it: the only way for its --disk." placeholder:"http://HOST:PORT"`
+	status.AccessFlags
 	Model string `help:"Only what belongs to this model."`
 	Salt  string `help:"Only objects of this cache salt."`
 	Torn  bool   `help:"Only torn objects."`
@@ -110,7 +111,7 @@ func (c *tierDropCmd) Run(e *env, asking *sim.Env) error {
 		if c.Salt != "" || c.Torn {
 			return usagef("--url takes --model or --all: a server does not look for salts and torn objects")
 		}
-		return status.DropTier(asking, c.URL, c.Tier, c.Model, c.JSON)
+		return status.DropTier(asking, c.URL, c.AccessFlags, c.Tier, c.Model, c.JSON)
 	}
 	drop := tiertool.Drop
 	if c.JSON {

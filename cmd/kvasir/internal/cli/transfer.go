@@ -3,7 +3,6 @@
 package cli
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -55,8 +54,20 @@ func (c *transferServeCmd) check(*env) error {
 	f.unless(c.Size > 0, "--size %v holds nothing", c.Size)
 	f.port("--handshake-port", c.HandshakePort, true)
 	f.port("--data-port", c.DataPort, true)
-	_, err := c.networks(slog.New(slog.DiscardHandler), transferListeners...)
+	networks, err := c.networks(slog.New(slog.DiscardHandler), transferListeners...)
+	if err == nil {
+		err = c.refuseOpen(networks, false, c.exposed())
+	}
 	return errors.Join(f.err(), err)
+}
+
+// exposed returns where the region is served.
+func (c *transferServeCmd) exposed() []exposure {
+	host, flag := c.Host, "--host"
+	if c.Bind != "" {
+		host, flag = c.Bind, "--bind"
+	}
+	return []exposure{{listener: "transfer", at: flag + " " + host, host: host, risk: "read and write the region"}}
 }
 
 // transferListeners are the names of the listeners of kvasir transfer serve in --allow-from.
@@ -70,9 +81,6 @@ func (c *transferServeCmd) Run(e *env) error {
 	networks, err := c.networks(e.log, transferListeners...)
 	if err != nil {
 		return err
-	}
-	if !isLoopback(cmp.Or(c.Bind, c.Host)) && networks["transfer"] == nil {
-		e.log.Warn("there is no authentication: whoever reaches this machine may read and write the region; give --allow-from")
 	}
 	return bench.Serve(e.ctx, bench.ServeOptions{
 		Target: transfer.TargetOptions{Host: c.Host, Bind: c.Bind, HandshakePort: c.HandshakePort, DataPort: c.DataPort, Networks: networks["transfer"], Log: e.log},

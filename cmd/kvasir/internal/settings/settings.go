@@ -505,7 +505,7 @@ func onCommandLine(c *kong.Context, f *kong.Flag) bool {
 
 // secret reports whether a flag's value must not be shown.
 func secret(f *kong.Flag) bool {
-	return strings.HasSuffix(f.Name, "token") || strings.HasSuffix(f.Name, "-key") && !strings.HasPrefix(f.Name, "tls-")
+	return strings.HasSuffix(f.Name, "token") || strings.HasSuffix(f.Name, "-key") && !strings.HasSuffix(f.Name, "tls-key")
 }
 
 // yamlLine writes one flag. Secrets are not shown, and what has no value is a comment.

@@ -20,6 +20,7 @@ import (
 // interfaceFlags name a running server.
 type interfaceFlags struct {
 	URL string `name:"url" help:"HTTP interface of the server (its --http-host and --http-port)." default:"http://127.0.0.1:8080"`
+	AccessFlags
 }
 
 // base returns the URL without a slash at its end.
@@ -73,7 +74,11 @@ func (f *askFlags) ask(e *sim.Env, method, path string, body any) (answer []byte
 	if body != nil {
 		r.Header.Set("Content-Type", "application/json")
 	}
-	answer, err = do(r)
+	a, err := f.asker()
+	if err != nil {
+		return nil, at, err
+	}
+	answer, err = a.do(r)
 	return answer, at, err
 }
 
@@ -145,8 +150,12 @@ func (c *TopCommand) Run(e *sim.Env) error {
 	if !(c.Interval >= 0.1) || c.Interval > 3600 {
 		return sim.UsageErrorf("--interval %g is not between 0.1 and 3600", c.Interval)
 	}
+	asker, err := c.asker()
+	if err != nil {
+		return err
+	}
 	view, _ := ParseView(c.View) // the command line knows the names
-	o := Options{URL: base, View: view, Interval: time.Duration(c.Interval * float64(time.Second)), In: os.Stdin, Color: os.Getenv("NO_COLOR") == ""}
+	o := Options{URL: base, Asker: asker, View: view, Interval: time.Duration(c.Interval * float64(time.Second)), In: os.Stdin, Color: os.Getenv("NO_COLOR") == ""}
 	if c.JSON {
 		return OnceJSON(e.Ctx, o, e.Stdout)
 	}

@@ -11,8 +11,8 @@ import (
 )
 
 // DropTier has a running server remove what one of its tiers has, of a model or all. With asJSON it prints one JSON object.
-func DropTier(e *sim.Env, url, tier, model string, asJSON bool) error {
-	f := askFlags{interfaceFlags: interfaceFlags{URL: url}, Timeout: maxPatience}
+func DropTier(e *sim.Env, url string, access AccessFlags, tier, model string, asJSON bool) error {
+	f := askFlags{interfaceFlags: interfaceFlags{URL: url, AccessFlags: access}, Timeout: maxPatience}
 	answer, at, err := f.ask(e, http.MethodPost, "/tiers/drop", map[string]any{"tier": tier, "model": model})
 	if err != nil {
 		return err

@@ -40,24 +40,24 @@ var counted = map[string]bool{"kvasir_stored_bytes_total": true, "kvasir_retriev
 const timed = "kvasir_request_duration_seconds_bucket"
 
 // Take asks a server, at /status, /metrics, /now, and of a request, unless it is empty, at /explain. at is the time of the snapshot.
-func Take(ctx context.Context, url, request string, at time.Time) (*Snapshot, error) {
+func (a *Asker) Take(ctx context.Context, url, request string, at time.Time) (*Snapshot, error) {
 	s := &Snapshot{At: at}
-	body, err := get(ctx, url+"/status")
+	body, err := a.get(ctx, url+"/status")
 	if err != nil {
 		return nil, err
 	}
 	if json.Unmarshal(body, &s.Status) != nil || s.Status.PID == 0 || s.Status.ChunkTokens == 0 {
 		return nil, fmt.Errorf("%s/status is not answered by a kvasir server", url)
 	}
-	if body, err = get(ctx, url+"/metrics"); err != nil {
+	if body, err = a.get(ctx, url+"/metrics"); err != nil {
 		return nil, err
 	}
 	s.read(body)
-	if body, err = get(ctx, url+"/now"); err == nil { // a server of an earlier version has none
+	if body, err = a.get(ctx, url+"/now"); err == nil { // a server of an earlier version has none
 		_ = json.Unmarshal(body, &s.Live)
 	}
 	if request != "" {
-		if body, err = get(ctx, url+"/explain?limit=1&request_id="+neturl.QueryEscape(request)); err == nil {
+		if body, err = a.get(ctx, url+"/explain?limit=1&request_id="+neturl.QueryEscape(request)); err == nil {
 			_ = json.Unmarshal(body, &s.Chosen) // missing fields are shown as missing
 		}
 	}

@@ -6,17 +6,11 @@
 package status
 
 import (
-	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
-	"net/http"
-	"os"
 	"slices"
 	"strings"
-	"syscall"
 	"text/tabwriter"
 	"time"
 
@@ -24,70 +18,6 @@ import (
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
-
-// maxAnswer bounds an answer, bytes.
-const maxAnswer = 64 << 20
-
-// get asks an HTTP interface of a server. The error says in one line what to look at.
-func get(ctx context.Context, at string) ([]byte, error) {
-	r, err := http.NewRequestWithContext(ctx, http.MethodGet, at, nil)
-	if err != nil {
-		return nil, err
-	}
-	return do(r)
-}
-
-// do sends a request. Where the server refuses it, the error is the server's own text.
-func do(r *http.Request) ([]byte, error) {
-	at := r.URL.String()
-	keys, err := admin.ReadKeys(nil, os.Getenv)
-	if err != nil {
-		return nil, err
-	}
-	if token := os.Getenv("KVASIR_TOKEN"); token != "" {
-		r.Header.Set("Authorization", "Bearer "+token)
-	} else if len(keys) > 0 {
-		r.Header.Set("Authorization", "Bearer "+keys[0])
-	}
-	client := http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
-	answer, err := client.Do(r)
-	switch {
-	case errors.Is(err, syscall.ECONNREFUSED):
-		return nil, fmt.Errorf("nothing listens at %s: is the server running, and is that its --http-port? kvasir pool ls shows who serves a pool", at)
-	case errors.Is(err, context.DeadlineExceeded):
-		return nil, fmt.Errorf("%s does not answer in time: see the server's log", at)
-	case err != nil:
-		return nil, err
-	}
-	defer answer.Body.Close()
-	body, err := io.ReadAll(io.LimitReader(answer.Body, maxAnswer))
-	switch {
-	case err != nil:
-		return nil, err
-	case answer.StatusCode == http.StatusUnauthorized:
-		return nil, fmt.Errorf("%s: the server asks for a token: set KVASIR_TOKEN (kvasir token makes one), or LMCACHE_API_KEY for an API key; or it does not take requests from this address (--allow-from)", at)
-	case answer.StatusCode == http.StatusForbidden && detailOf(body) != "": // the scope of the token
-		return nil, fmt.Errorf("%s: %s", at, printable(detailOf(body)))
-	case answer.StatusCode == http.StatusForbidden:
-		return nil, fmt.Errorf("%s: the server does not know this name of its machine: use its address, or start it with --allow-host", at)
-	case answer.StatusCode == http.StatusOK:
-		return body, nil
-	}
-	var refusal struct{ Error string }
-	if json.Unmarshal(body, &refusal) == nil && refusal.Error != "" {
-		return nil, errors.New(printable(refusal.Error))
-	}
-	return nil, fmt.Errorf("%s: %s: is that a kvasir server?", at, printable(answer.Status))
-}
-
-// detailOf returns the text of a refusal by who asks; "": it is another one.
-func detailOf(body []byte) string {
-	var refusal struct{ Detail string }
-	if json.Unmarshal(body, &refusal) != nil {
-		return ""
-	}
-	return refusal.Detail
-}
 
 // Print writes a status in words.
 func Print(w io.Writer, url string, st *admin.Status) error {

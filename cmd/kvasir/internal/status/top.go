@@ -18,6 +18,7 @@ import (
 // Options configures Top.
 type Options struct {
 	URL      string        // of the server's HTTP interface
+	Asker    *Asker        // asks it
 	Interval time.Duration // between two questions; each may take as long
 	In, Out  *os.File      // a terminal; In need not be one
 	Color    bool
@@ -64,7 +65,7 @@ const onceWidth = 200
 func take(ctx context.Context, o *Options, request string, at time.Time) (*Snapshot, error) {
 	ctx, cancel := context.WithTimeout(ctx, max(o.Interval, 2*time.Second))
 	defer cancel()
-	return Take(ctx, o.URL, request, at)
+	return o.Asker.Take(ctx, o.URL, request, at)
 }
 
 // IsTerminal reports whether a file is one.

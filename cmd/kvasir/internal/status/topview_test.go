@@ -97,7 +97,7 @@ func (f *fake) status(n uint64) *admin.Status {
 
 func take(t *testing.T, url string, at time.Time) *topview.Snapshot {
 	t.Helper()
-	s, err := topview.Take(t.Context(), url, "", at)
+	s, err := new(topview.Asker).Take(t.Context(), url, "", at)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -124,7 +124,7 @@ func seeView(t *testing.T, f *fake, view topview.View, keys string, width, heigh
 		if !s.Key(key) {
 			continue
 		}
-		snap, err := topview.Take(t.Context(), web.URL, s.Chosen(), at.Add(time.Second))
+		snap, err := new(topview.Asker).Take(t.Context(), web.URL, s.Chosen(), at.Add(time.Second))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -183,7 +183,7 @@ func TestOtherServer(t *testing.T) {
 	s, at := topview.Screen{URL: "u"}, time.Unix(1000, 0)
 	look := func() string {
 		at = at.Add(time.Second)
-		snap, err := topview.Take(t.Context(), web.URL, "", at)
+		snap, err := new(topview.Asker).Take(t.Context(), web.URL, "", at)
 		s.Add(snap, err, at)
 		return strings.Join(s.Lines(80, 24, "", at), "\n")
 	}
@@ -302,7 +302,7 @@ func TestTerminal(t *testing.T) {
 	}
 	ended := make(chan error, 1)
 	go func() {
-		ended <- topview.Top(context.Background(), topview.Options{URL: web.URL, Interval: 50 * time.Millisecond, In: slave, Out: slave, Color: true})
+		ended <- topview.Top(context.Background(), topview.Options{URL: web.URL, Asker: new(topview.Asker), Interval: 50 * time.Millisecond, In: slave, Out: slave, Color: true})
 	}()
 	wait("lookups ")
 	wait("/s ")

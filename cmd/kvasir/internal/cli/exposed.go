@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
+)
+
+// exposure is where a listener of a command listens.
+type exposure struct {
+	listener string // its name in --allow-from
+	at       string // what says where it listens: the flag and its value
+	host     string
+	risk     string // what everyone who reaches it may do
+
+	web  bool   // --token-file and --tls-client-ca defend it
+	own  bool   // it has credentials of its own
+	keys string // the flag for these, if there is one
+}
+
+// allowAnyone is the value of --allow-anyone. It names the risk.
+const allowAnyone = "read-prompts"
+
+// refuseOpen refuses listeners beyond loopback that have neither networks nor credentials. credentials means that there are tokens, or
+// authorities of clients.
+func (f *networkFlags) refuseOpen(networks map[string]*auth.Networks, credentials bool, all []exposure) error {
+	if f.AllowAnyone != "" && f.AllowAnyone != allowAnyone {
+		return usagef("--allow-anyone %.40s: its one value is %s", f.AllowAnyone, allowAnyone)
+	}
+	var open, others []string
+	for _, x := range all {
+		if isLoopback(takeover.WithoutBrackets(x.host)) || networks[x.listener] != nil || x.own || x.web && credentials {
+			continue
+		}
+		open = append(open, fmt.Sprintf("the listener %s (%s) would let everyone who reaches it %s", x.listener, x.at, x.risk))
+		if x.web && !slices.Contains(others, "--token-file") {
+			others = append(others, "--token-file")
+		}
+		if x.keys != "" {
+			others = append(others, x.keys)
+		}
+	}
+	if len(open) == 0 || f.AllowAnyone == allowAnyone {
+		return nil
+	}
+	instead := ""
+	if len(others) == len(open) { // credentials do for all of them
+		instead = " or " + strings.Join(others, ", ")
+	}
+	return usagef("%s: give --allow-from %s (this machine's networks)%s; --allow-anyone=%s starts without",
+		strings.Join(open, ", and "), strings.Join(localNetworks(), ","), instead, allowAnyone)
+}
+
+// maxLocalNetworks bounds the networks that a refusal names.
+const maxLocalNetworks = 8
+
+// localNetworks returns the networks of this machine's interfaces, and the loopback address, for --allow-from.
+func localNetworks() []string {
+	var out []string
+	addresses, _ := net.InterfaceAddrs() // without them there is the loopback address alone
+	for _, a := range addresses {
+		n, ok := a.(*net.IPNet)
+		if !ok {
+			continue
+		}
+		ip, ok := netip.AddrFromSlice(n.IP)
+		ones, _ := n.Mask.Size()
+		if ip = ip.Unmap(); !ok || ip.IsLoopback() || ip.IsLinkLocalUnicast() || len(out) == maxLocalNetworks {
+			continue
+		}
+		if p := netip.PrefixFrom(ip, ones).Masked().String(); !slices.Contains(out, p) {
+			out = append(out, p)
+		}
+	}
+	return append(out, "127.0.0.1")
+}

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package status
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"syscall"
+
+	"github.com/kvasir-kv/kvasir/internal/httpserver"
+	"github.com/kvasir-kv/kvasir/server/admin"
+)
+
+// maxAnswer bounds an answer, bytes.
+const maxAnswer = 64 << 20
+
+// Asker asks HTTP interfaces of servers.
+type Asker struct {
+	token  string // empty: none
+	client http.Client
+}
+
+// AccessFlags are what a server may want of those who ask it.
+type AccessFlags struct {
+	Token string `name:"token" help:"Token of the server's --token-file; best as KVASIR_TOKEN, since other users see command lines." placeholder:"TOKEN" group:"Access"`
+	CA    string `name:"tls-ca" help:"Authorities (PEM) of a server at https, instead of the system's. Also KVASIR_TLS_CA." placeholder:"FILE" group:"Access"`
+	Cert  string `name:"tls-cert" help:"Certificate (PEM) to show to the server. Also KVASIR_TLS_CERT." placeholder:"FILE" group:"Access"`
+	Key   string `name:"tls-key" help:"Its key (PEM). Also KVASIR_TLS_KEY." placeholder:"FILE" group:"Access"`
+}
+
+// asker returns who asks with the flags' token and certificate, or those of the environment.
+func (f *AccessFlags) asker() (*Asker, error) {
+	a := &Asker{token: cmp.Or(f.Token, os.Getenv("KVASIR_TOKEN"))}
+	if a.token == "" {
+		keys, err := admin.ReadKeys(nil, os.Getenv)
+		if err != nil {
+			return nil, err
+		}
+		if len(keys) > 0 {
+			a.token = keys[0]
+		}
+	}
+	files := httpserver.ClientFiles{
+		CA: cmp.Or(f.CA, os.Getenv("KVASIR_TLS_CA")), Cert: cmp.Or(f.Cert, os.Getenv("KVASIR_TLS_CERT")), Key: cmp.Or(f.Key, os.Getenv("KVASIR_TLS_KEY")),
+	}
+	own, err := files.TLS()
+	if err != nil {
+		return nil, fmt.Errorf("--tls-ca, --tls-cert, --tls-key: %w", err)
+	}
+	if own != nil {
+		t := http.DefaultTransport.(*http.Transport).Clone()
+		t.TLSClientConfig = own
+		a.client.Transport = t
+	}
+	a.client.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+	return a, nil
+}
+
+// get asks an HTTP interface of a server. The error says in one line what to look at.
+func (a *Asker) get(ctx context.Context, at string) ([]byte, error) {
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, at, nil)
+	if err != nil {
+		return nil, err
+	}
+	return a.do(r)
+}
+
+// do sends a request. Where the server refuses it, the error is the server's own text.
+func (a *Asker) do(r *http.Request) ([]byte, error) {
+	at := r.URL.String()
+	if a.token != "" {
+		r.Header.Set("Authorization", "Bearer "+a.token)
+	}
+	answer, err := a.client.Do(r)
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return nil, fmt.Errorf("nothing listens at %s: is the server running, and is that its --http-port? kvasir pool ls shows who serves a pool", at)
+	case errors.Is(err, context.DeadlineExceeded):
+		return nil, fmt.Errorf("%s does not answer in time: see the server's log", at)
+	case err != nil:
+		return nil, err
+	}
+	defer answer.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(answer.Body, maxAnswer))
+	switch {
+	case err != nil:
+		return nil, err
+	case answer.StatusCode == http.StatusUnauthorized:
+		return nil, fmt.Errorf("%s: the server asks for a token: set KVASIR_TOKEN (kvasir token makes one), or LMCACHE_API_KEY for an API key; or it does not take requests from this address (--allow-from)", at)
+	case answer.StatusCode == http.StatusForbidden && detailOf(body) != "": // the scope of the token
+		return nil, fmt.Errorf("%s: %s", at, printable(detailOf(body)))
+	case answer.StatusCode == http.StatusForbidden:
+		return nil, fmt.Errorf("%s: the server does not know this name of its machine: use its address, or start it with --allow-host", at)
+	case answer.StatusCode == http.StatusOK:
+		return body, nil
+	}
+	var refusal struct{ Error string }
+	if json.Unmarshal(body, &refusal) == nil && refusal.Error != "" {
+		return nil, errors.New(printable(refusal.Error))
+	}
+	return nil, fmt.Errorf("%s: %s: is that a kvasir server?", at, printable(answer.Status))
+}
+
+// detailOf returns the text of a refusal by who asks; "": it is another one.
+func detailOf(body []byte) string {
+	var refusal struct{ Detail string }
+	if json.Unmarshal(body, &refusal) != nil {
+		return ""
+	}
+	return refusal.Detail
+}

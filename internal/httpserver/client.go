@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package httpserver
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"os"
+)
+
+// ClientFiles are what a client trusts and shows over https. They are PEM files.
+type ClientFiles struct {
+	CA        string // authorities of servers; empty: the system's
+	Cert, Key string // of the client, read again when they change; empty: none
+}
+
+// TLS returns how a client with these files speaks https; nil: as Go does by default.
+func (f ClientFiles) TLS() (*tls.Config, error) {
+	if f == (ClientFiles{}) {
+		return nil, nil
+	}
+	c := &tls.Config{MinVersion: tls.VersionTLS12}
+	if f.CA != "" {
+		text, err := os.ReadFile(f.CA)
+		if err != nil {
+			return nil, err
+		}
+		c.RootCAs = x509.NewCertPool()
+		if !c.RootCAs.AppendCertsFromPEM(text) {
+			return nil, fmt.Errorf("%s has no certificate", f.CA)
+		}
+	}
+	if (f.Cert == "") != (f.Key == "") {
+		return nil, errors.New("the certificate of a client and its key go together")
+	}
+	if f.Cert != "" {
+		pair, err := OpenCertificate(f.Cert, f.Key)
+		if err != nil {
+			return nil, err
+		}
+		c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return pair.Get(nil) }
+	}
+	return c, nil
+}
