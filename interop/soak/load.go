@@ -7,7 +7,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -115,10 +114,28 @@ func (l *load) drain(ctx context.Context) {
 	l.client.CloseIdleConnections()
 }
 
+// ask is one request.
+type ask struct {
+	prompts [][]uint32
+	n       int // answers to each prompt
+	tokens  int // of each answer
+	stream  bool
+	salt    string
+}
+
+func (r *ask) String() string {
+	var lengths []int
+	for _, p := range r.prompts {
+		lengths = append(lengths, len(p))
+	}
+	return fmt.Sprintf("prompts of %d tokens, n %d, stream %v, salt %q", lengths, r.n, r.stream, r.salt)
+}
+
 // outcome is how a request ended.
 type outcome struct {
-	kind string // ok, error (a named one), cut (the connection broke), wrong (anything else)
-	text string // the answer's text, or the reason
+	kind  string // ok, error (a named one), cut (the connection broke), wrong (anything else)
+	text  string // the reason
+	texts map[int]string
 }
 
 // one sends one request and judges its end. It reports whether there was an answer.
@@ -128,14 +145,23 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	tokens, n := chat.Tokens(), 1+i%6
 	tokens = tokens[min(systemTokens, len(tokens)/2):] // most of the system prompt is left out: prompts differ
 	tokens = tokens[:min(len(tokens), maxPrompt)]
-	proxy, stream, leaves := i%2, rnd.IntN(2) == 0, rnd.IntN(20) == 0
+	r := ask{prompts: [][]uint32{tokens}, n: 1, tokens: n, stream: rnd.IntN(2) == 0, salt: []string{"", "team"}[min(1, rnd.IntN(6)/5)]}
+	switch rnd.IntN(8) {
+	case 0: // a list: the proxy splits it
+		for range 1 + rnd.IntN(3) {
+			r.prompts = append(r.prompts, tokens[:1+rnd.IntN(len(tokens))])
+		}
+	case 1: // several answers to a prompt: D alone
+		r.n = 2
+	}
+	proxy, leaves := i%2, rnd.IntN(20) == 0
 	strict, began := l.strict.Load(), time.Now()
 	rctx, cancel := context.WithTimeout(ctx, deadline)
 	defer cancel()
 	if leaves {
 		time.AfterFunc(time.Duration(rnd.IntN(200))*time.Millisecond, cancel)
 	}
-	got := l.send(rctx, i, proxy, tokens, n, stream)
+	got := l.send(rctx, i, proxy, &r)
 	took := time.Since(began)
 	if ctx.Err() != nil {
 		return true
@@ -144,7 +170,7 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 		l.count("left")
 		return true
 	}
-	id := fmt.Sprintf("request %d (proxy%d, %d tokens, stream %v, began %s, took %v)", i, proxy+1, len(tokens), stream, began.UTC().Format("15:04:05.000"), took.Round(time.Millisecond))
+	id := fmt.Sprintf("request %d (proxy%d, %v, began %s, took %v)", i, proxy+1, &r, began.UTC().Format("15:04:05.000"), took.Round(time.Millisecond))
 	ends := time.Now()
 	switch {
 	case took >= deadline:
@@ -152,8 +178,8 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	case got.kind == "wrong":
 		l.s.violation("%s: %s", id, got.text)
 	case got.kind == "ok":
-		if want := l.want(ctx, i, tokens, n); want != got.text && ctx.Err() == nil {
-			l.s.violation("%s: the answer is %q, want %q", id, got.text, want)
+		if what := l.differs(ctx, i, &r, got.texts); what != "" && ctx.Err() == nil {
+			l.s.violation("%s: %s", id, what)
 		}
 	case strict:
 		l.s.violation("%s failed in a quiet time: %s: %s", id, got.kind, got.text)
@@ -171,7 +197,9 @@ func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
 	if got.kind != "ok" {
 		l.s.logf("%s: %s: %.300s", id, got.kind, got.text)
 	} else {
-		l.done(tokens)
+		if r.salt == "" && r.n == 1 {
+			l.done(tokens)
+		}
 	}
 	l.count(got.kind)
 	return got.kind == "ok"
@@ -183,9 +211,25 @@ func (l *load) count(kind string) {
 	l.s.record.Requests[kind]++
 }
 
-// want computes the answer with an engine that has no peers.
-func (l *load) want(ctx context.Context, i int, tokens []uint32, n int) string {
-	st, err := l.alone.Submit(ctx, engine.Request{ID: strconv.Itoa(i), Tokens: tokens, MaxTokens: n})
+// differs names the first answer that is not what an engine without peers gives.
+func (l *load) differs(ctx context.Context, i int, r *ask, got map[int]string) string {
+	if len(got) != len(r.prompts)*r.n {
+		return fmt.Sprintf("%d answers, want %d", len(got), len(r.prompts)*r.n)
+	}
+	for j, prompt := range r.prompts {
+		want := l.want(ctx, fmt.Sprint(i, ".", j), prompt, r.tokens)
+		for k := range r.n {
+			if text := got[j*r.n+k]; text != want {
+				return fmt.Sprintf("answer %d is %q, want %q", j*r.n+k, text, want)
+			}
+		}
+	}
+	return ""
+}
+
+// want computes an answer with an engine that has no peers.
+func (l *load) want(ctx context.Context, id string, tokens []uint32, n int) string {
+	st, err := l.alone.Submit(ctx, engine.Request{ID: id, Tokens: tokens, MaxTokens: n})
 	if err != nil {
 		return err.Error()
 	}
@@ -200,35 +244,48 @@ func (l *load) want(ctx context.Context, i int, tokens []uint32, n int) string {
 	return b.String()
 }
 
-func (l *load) send(ctx context.Context, i, proxy int, tokens []uint32, n int, stream bool) outcome {
-	body, err := json.Marshal(map[string]any{"model": "m", "prompt": tokens, "max_tokens": n, "stream": stream})
+func (l *load) send(ctx context.Context, i, proxy int, r *ask) outcome {
+	fields := map[string]any{"model": "m", "prompt": r.prompts, "max_tokens": r.tokens, "stream": r.stream}
+	if len(r.prompts) == 1 {
+		fields["prompt"] = r.prompts[0]
+	}
+	if r.n > 1 {
+		fields["n"] = r.n
+	}
+	if r.salt != "" {
+		fields["cache_salt"] = r.salt
+	}
+	body, err := json.Marshal(fields)
 	if err != nil {
-		return outcome{"wrong", err.Error()}
+		return outcome{kind: "wrong", text: err.Error()}
 	}
 	q, err := http.NewRequestWithContext(ctx, http.MethodPost, fmt.Sprintf("http://%s:%d/v1/completions", bridgeAddr, 8000+proxy), bytes.NewReader(body))
 	if err != nil {
-		return outcome{"wrong", err.Error()}
+		return outcome{kind: "wrong", text: err.Error()}
 	}
 	q.Header.Set("Content-Type", "application/json")
 	q.Header.Set("X-Request-Id", fmt.Sprintf("soak-%d", i))
-	r, err := l.client.Do(q)
+	a, err := l.client.Do(q)
 	if err != nil {
-		return outcome{"cut", err.Error()}
+		return outcome{kind: "cut", text: err.Error()}
 	}
-	defer r.Body.Close()
-	if stream && r.StatusCode == http.StatusOK {
-		return readStream(r.Body)
+	defer a.Body.Close()
+	if r.stream && a.StatusCode == http.StatusOK {
+		return readStream(a.Body)
 	}
-	b, err := io.ReadAll(r.Body)
+	b, err := io.ReadAll(a.Body)
 	if err != nil {
-		return outcome{"cut", err.Error()}
+		return outcome{kind: "cut", text: err.Error()}
 	}
-	return judge(r.StatusCode, b)
+	return judge(a.StatusCode, b)
 }
 
 type answer struct {
-	Choices []struct{ Text string }
-	Error   *struct{ Message string }
+	Choices []struct {
+		Index int
+		Text  string
+	}
+	Error *struct{ Message string }
 }
 
 // judge reads an answer that is no stream.
@@ -238,18 +295,22 @@ func judge(status int, body []byte) outcome {
 	shown := body[:min(len(body), 300)]
 	switch {
 	case err != nil:
-		return outcome{"wrong", fmt.Sprintf("status %d, and the body is no JSON: %q", status, shown)}
-	case status == http.StatusOK && len(a.Choices) == 1 && a.Error == nil:
-		return outcome{"ok", a.Choices[0].Text}
+		return outcome{kind: "wrong", text: fmt.Sprintf("status %d, and the body is no JSON: %q", status, shown)}
+	case status == http.StatusOK && len(a.Choices) > 0 && a.Error == nil:
+		texts := map[int]string{}
+		for _, c := range a.Choices {
+			texts[c.Index] += c.Text
+		}
+		return outcome{kind: "ok", texts: texts}
 	case status >= 400 && a.Error != nil && a.Error.Message != "":
-		return outcome{"error", fmt.Sprintf("status %d: %s", status, a.Error.Message)}
+		return outcome{kind: "error", text: fmt.Sprintf("status %d: %s", status, a.Error.Message)}
 	}
-	return outcome{"wrong", fmt.Sprintf("status %d: %q", status, shown)}
+	return outcome{kind: "wrong", text: fmt.Sprintf("status %d: %q", status, shown)}
 }
 
 // readStream reads server-sent events up to [DONE] or an error event.
 func readStream(r io.Reader) outcome {
-	var text strings.Builder
+	texts := map[int]string{}
 	sc := bufio.NewScanner(r)
 	for sc.Scan() {
 		data, ok := strings.CutPrefix(sc.Text(), "data: ")
@@ -257,23 +318,21 @@ func readStream(r io.Reader) outcome {
 		case !ok:
 			continue
 		case data == "[DONE]":
-			return outcome{"ok", text.String()}
+			return outcome{kind: "ok", texts: texts}
 		}
 		var a answer
 		if err := json.Unmarshal([]byte(data), &a); err != nil {
-			return outcome{"wrong", fmt.Sprintf("an event is no JSON: %q", data)}
+			return outcome{kind: "wrong", text: fmt.Sprintf("an event is no JSON: %q", data)}
 		}
 		if a.Error != nil {
-			return outcome{"error", "event: " + a.Error.Message}
+			return outcome{kind: "error", text: "event: " + a.Error.Message}
 		}
 		for _, c := range a.Choices {
-			text.WriteString(c.Text)
+			texts[c.Index] += c.Text
 		}
 	}
-	err := sc.Err()
-	if err == nil {
-		err = errors.New("the stream ended without [DONE] and without an error event")
-		return outcome{"wrong", err.Error()}
+	if err := sc.Err(); err != nil {
+		return outcome{kind: "cut", text: err.Error()}
 	}
-	return outcome{"cut", err.Error()}
+	return outcome{kind: "wrong", text: "the stream ended without [DONE] and without an error event"}
 }

@@ -74,7 +74,7 @@ func TestJudge(t *testing.T) {
 	f(200, `{"choices":[{"text":""}],"error":{"message":"x"}}`, "wrong")
 	g := func(stream, want, text string) {
 		t.Helper()
-		if got := readStream(strings.NewReader(stream)); got.kind != want || want == "ok" && got.text != text {
+		if got := readStream(strings.NewReader(stream)); got.kind != want || want == "ok" && got.texts[0] != text {
 			t.Errorf("%q: %+v, want %s", stream, got, want)
 		}
 	}
