@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -159,6 +160,7 @@ func (r *reader) objects(ctx context.Context) (map[string]bool, error) {
 			Entries []struct {
 				Key struct {
 					Hash string `json:"chunk_hash_hex"`
+					Salt string `json:"cache_salt"`
 				}
 			}
 			Next string `json:"next_page_token"`
@@ -169,7 +171,15 @@ func (r *reader) objects(ctx context.Context) (map[string]bool, error) {
 			return nil, err
 		}
 		for _, e := range page.Entries {
-			has[event.CPU+"|"+e.Key.Hash] = true
+			b, err := hex.DecodeString(e.Key.Hash)
+			if err != nil || len(b) != len(kv.Hash{}) {
+				return nil, fmt.Errorf("a chunk hash is %q", e.Key.Hash)
+			}
+			h := kv.Hash(b)
+			if e.Key.Salt != "" {
+				h = kv.SaltedHash(e.Key.Salt, h)
+			}
+			has[event.CPU+"|"+hex.EncodeToString(h[:])] = true
 		}
 		if token = page.Next; token == "" {
 			return has, nil
