@@ -33,8 +33,6 @@ test-all: test ## make test, then tests again with invariants, with crash points
 
 # as make test has it: one compilation serves both
 check: export CGO_ENABLED = 0
-# as make test has it: one compilation serves both
-check: export CGO_ENABLED = 0
 check: have-go ## format, vet, staticcheck, gocyclo, ruff where installed, govulncheck where reachable
 	@bad=$$($(GO) tool gofumpt -l .); test -z "$$bad" || { echo "not formatted (make fmt):"; echo "$$bad"; exit 1; }
 	$(GO) vet ./...

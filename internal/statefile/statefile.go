@@ -21,6 +21,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 
@@ -32,11 +34,15 @@ type Error struct {
 	Path    string
 	Reason  string
 	Foreign bool // it was something else all along: not a state file of this kind
+	Newer   bool // a later release wrote it
 }
 
 func (e *Error) Error() string {
 	advice := "remove it to start without"
-	if e.Foreign {
+	switch {
+	case e.Newer:
+		advice = "start the release that wrote it, or name another file"
+	case e.Foreign:
 		advice = "name another one"
 	}
 	return fmt.Sprintf("state file %s: %s; %s", e.Path, e.Reason, advice)
@@ -98,6 +104,8 @@ func (f *File) read() ([]byte, error) {
 	sum, known := bytes.CutPrefix(head, []byte(f.magic+" "))
 	doc = bytes.TrimSuffix(doc, []byte("\n"))
 	switch {
+	case !known && newer(head, f.magic):
+		return nil, &Error{Path: f.path, Reason: fmt.Sprintf("a later release wrote it: this one reads %q", f.magic), Foreign: true, Newer: true}
 	case !known:
 		return nil, &Error{Path: f.path, Reason: "not a " + f.magic + " file", Foreign: true}
 	case int64(len(b)) > f.max:
@@ -106,6 +114,17 @@ func (f *File) read() ([]byte, error) {
 		return nil, &Error{Path: f.path, Reason: "damaged: the checksum does not fit"}
 	}
 	return doc, nil
+}
+
+// newer reports whether the first line of a file is that of the magic's content in a later version. The version is the
+// number at the magic's end.
+func newer(head []byte, magic string) bool {
+	name := strings.TrimRight(magic, "0123456789")
+	rest, ok := bytes.CutPrefix(head, []byte(name))
+	digits, _, _ := bytes.Cut(rest, []byte(" "))
+	theirs, err := strconv.ParseUint(string(digits), 10, 32)
+	ours, ourErr := strconv.ParseUint(magic[len(name):], 10, 32)
+	return ok && err == nil && ourErr == nil && theirs > ours
 }
 
 // Write replaces the document, which must not end in a newline.

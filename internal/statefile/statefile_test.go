@@ -186,3 +186,28 @@ func TestFIFOIsRefused(t *testing.T) {
 		}
 	}
 }
+
+// A file of a later version is refused with that reason, and stays as it is. What only looks like one is another file.
+func TestLaterVersionIsRefusedByName(t *testing.T) {
+	f := func(head string, newer bool) {
+		t.Helper()
+		path := filepath.Join(t.TempDir(), "f")
+		text := head + " 00000000\n{}\n"
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		_, _, err := Open(path, "kvasir-test 1", 1<<20)
+		e, ok := errors.AsType[*Error](err)
+		if !ok || e.Newer != newer || !e.Foreign || strings.Contains(err.Error(), "a later release") != newer {
+			t.Fatalf("%q: %v", head, err)
+		}
+		if got, _ := os.ReadFile(path); string(got) != text {
+			t.Fatalf("%q was changed to %q", text, got)
+		}
+	}
+	f("kvasir-test 2", true)
+	f("kvasir-test 10", true)
+	f("kvasir-test 0", false)
+	f("kvasir-test x", false)
+	f("kvasir-other 2", false)
+}

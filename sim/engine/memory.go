@@ -93,6 +93,9 @@ func newMemory(o *Options) (m *kvmem.Memory, names [][]string, free func() error
 			return nil, err
 		}
 		segments, paths, names[rank] = append(segments, s), append(paths, path), append(names[rank], name)
+		if err := s.Populate(0, n, true); err != nil && !errors.Is(err, shm.ErrNoPopulate) { // else a /dev/shm that others fill ends the engine
+			return nil, fmt.Errorf("engine: KV memory of %s: %w", kv.FormatBytes(n), err)
+		}
 		return s.Bytes(0, n), nil
 	})
 	if err != nil {

@@ -95,7 +95,9 @@ func (d *Dir) metaOf(k kv.Key, size int64, get func(b []byte) (int, error)) tier
 	switch {
 	case size <= 0:
 		return tier.Meta{}
-	case err != nil || !ok: // another server's
+	case errors.Is(err, unix.ERANGE), err == nil && !ok: // a later release's: what it means by its bytes is not known
+		return tier.Meta{}
+	case err != nil: // another server's
 		if name, _ := d.o.Names.Of(k.Namespace); d.o.Trust == TrustChecksum || name.Mixed {
 			return tier.Meta{}
 		}

@@ -17,6 +17,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -82,10 +83,10 @@ type Book struct {
 
 // Open reads the files that exist; the latest generation of each model counts. The
 // book writes all of them at each clear; it makes missing directories then. A file that
-// is damaged begins a new generation of all: which one it had is not known.
+// is damaged begins a new generation of all: which one it had is not known. One of a later release is an error.
 func Open(files []string, names *tier.Names, log *slog.Logger) (*Book, error) {
 	b := &Book{files: files, names: names, log: log}
-	b.mu.state = state{Version: 1}
+	b.mu.state = state{Version: version}
 	b.mu.known, b.mu.stale = make(map[kv.Namespace]kv.Namespace), make(map[kv.Namespace]bool)
 	for _, path := range files {
 		s, err := read(path)
@@ -98,7 +99,7 @@ func Open(files []string, names *tier.Names, log *slog.Logger) (*Book, error) {
 			b.mu.All, b.mu.Models, b.damaged = b.mu.after(b.mu.All), nil, true
 			continue
 		case err != nil:
-			return nil, fmt.Errorf("read generations: %w", err)
+			return nil, fmt.Errorf("read generations: %s: %w", path, err)
 		}
 		b.knows = true
 		b.mu.merge(&s)
@@ -107,8 +108,6 @@ func Open(files []string, names *tier.Names, log *slog.Logger) (*Book, error) {
 	b.writing.kept.merge(&b.mu.state)
 	return b, nil
 }
-
-var errDamaged = errors.New("generation: a damaged file")
 
 func read(path string) (s state, err error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0) // a FIFO without a writer would hang
@@ -123,8 +122,31 @@ func read(path string) (s state, err error) {
 	if !info.Mode().IsRegular() || info.Size() > maxFile {
 		return s, fmt.Errorf("%w: %s of %d bytes", errDamaged, info.Mode(), info.Size())
 	}
-	if err := json.NewDecoder(f).Decode(&s); err != nil || s.Version != 1 || len(s.Models) > maxModels {
-		return s, fmt.Errorf("%w: version %d, %w", errDamaged, s.Version, err)
+	text, err := io.ReadAll(io.LimitReader(f, maxFile))
+	if err != nil {
+		return s, err
+	}
+	return parse(text)
+}
+
+// version is the version of files and notes.
+const version = 1
+
+var (
+	errDamaged = errors.New("generation: a damaged file")
+	errNewer   = errors.New("a later release wrote the generations")
+)
+
+// parse reads a file or a note. Errors: errDamaged; errNewer, of what must stay as it is.
+func parse(text []byte) (s state, err error) {
+	var v struct {
+		Version int `json:"version"`
+	}
+	if json.Unmarshal(text, &v) == nil && v.Version > version {
+		return s, fmt.Errorf("%w: version %d, this one reads %d", errNewer, v.Version, version)
+	}
+	if err := json.Unmarshal(text, &s); err != nil || s.Version != version || len(s.Models) > maxModels {
+		return state{}, fmt.Errorf("%w: version %d, %w", errDamaged, s.Version, err)
 	}
 	return s, nil
 }
@@ -210,7 +232,7 @@ func (b *Book) committer(next *state) (commit func()) {
 // latest returns a copy of what was written last, with what another server that shares
 // a directory has written since.
 func (b *Book) latest() state {
-	out := state{Version: 1}
+	out := state{Version: version}
 	out.merge(&b.writing.kept)
 	for _, path := range b.files {
 		if s, err := read(path); err == nil {
@@ -263,7 +285,11 @@ func (b *Book) writeOne(path string, s *state) error {
 	if err != nil {
 		panic(fmt.Sprintf("BUG: generation: %v", err))
 	}
-	if err := replace(path, text); err != nil {
+	_, err = read(path)
+	if !errors.Is(err, errNewer) {
+		err = replace(path, text)
+	}
+	if err != nil {
 		return fmt.Errorf("keep the generation in %s: %w", path, err)
 	}
 	return nil

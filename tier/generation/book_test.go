@@ -76,7 +76,7 @@ func TestClearsAtTheSameTimeAreAllKept(t *testing.T) {
 
 // A damaged file begins a new generation of all.
 func TestDamagedFileCountsAsAClear(t *testing.T) {
-	for _, text := range []string{"", "{", `{"version":2}`, "null", "\x00\x00"} {
+	for _, text := range []string{"", "{", `{"version":0}`, "null", "\x00\x00"} {
 		file := filepath.Join(t.TempDir(), generation.FileName)
 		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 			t.Fatal(err)

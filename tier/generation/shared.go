@@ -159,7 +159,10 @@ func (b *Book) gather(ctx context.Context, now time.Time, all bool) (next state,
 		case text == nil:
 			n.missing = true
 		default:
-			if err := json.Unmarshal(text, &n.state); err != nil || n.Version != 1 || len(n.Models) > maxModels {
+			switch n.state, err = parse(text); {
+			case errors.Is(err, errNewer): // it is not read, so it is not written either
+				n.err = err
+			case err != nil:
 				b.log.Warn("a note of generations is damaged: it is written anew", "tier", p.Name)
 				n = noted{missing: true}
 			}

@@ -52,3 +52,20 @@ func TestNamesAreReadBack(t *testing.T) {
 		}
 	}
 }
+
+// An object with metadata of a later version is a miss in both layouts. In LMCache's, one without metadata is another
+// server's, whose length is trusted.
+func TestLabelsOfALaterVersionAreMisses(t *testing.T) {
+	f := func(layout Layout, meta string, want tier.Meta) {
+		t.Helper()
+		s := &Tier{o: Options{Layout: layout}}
+		if got := s.labelled(kv.Key{}, 10, meta); got != want {
+			t.Errorf("%q: %+v, want %+v", meta, got, want)
+		}
+	}
+	later := "4." + labelOf(kv.Key{}, tier.Meta{Len: 10}).String()[2:] + ".zstd"
+	f(LMCache, later, tier.Meta{})
+	f(Native, later, tier.Meta{})
+	f(LMCache, "", tier.Meta{Len: 10, NoSum: true})
+	f(Native, "", tier.Meta{})
+}

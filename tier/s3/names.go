@@ -146,9 +146,9 @@ func (t *Tier) labelled(k kv.Key, length int64, meta string) tier.Meta {
 	switch {
 	case length <= 0:
 		return tier.Meta{}
-	case !ok && t.o.Layout == LMCache && !t.o.Summed: // another server's
+	case meta == "" && t.o.Layout == LMCache && !t.o.Summed: // another server's
 		return tier.Meta{Len: length, NoSum: true}
-	case !ok, !l.of(k), l.length != length: // not ours, of another layout, torn
+	case !ok, !l.of(k), l.length != length: // not ours, a later release's, of another layout, torn
 		return tier.Meta{}
 	}
 	return tier.Meta{Len: length, Sum: l.sum, End: l.end}

@@ -79,6 +79,9 @@ func RunPlay(ctx context.Context, o Play) (_ Played, err error) {
 		return p.out, err
 	}
 	defer func() { err = errors.Join(err, p.region.Unlink(), p.region.Close()) }()
+	if err := p.region.Populate(0, p.region.Len(), true); err != nil && !errors.Is(err, shm.ErrNoPopulate) { // else a /dev/shm that others fill ends it
+		return p.out, err
+	}
 	if p.file, err = os.OpenFile(path, os.O_RDWR, 0); err != nil {
 		return p.out, err
 	}

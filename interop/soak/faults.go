@@ -1,0 +1,406 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// fault is one fault of a schedule.
+type fault struct {
+	Cycle  int           // in which cycle
+	At     time.Duration // after the cycle's start
+	For    time.Duration
+	Kind   string
+	Target string // a part or a host
+}
+
+func (f fault) String() string {
+	return fmt.Sprintf("cycle %d, %v: %s %s for %v", f.Cycle, f.At.Round(time.Millisecond), f.Kind, f.Target, f.For.Round(time.Millisecond))
+}
+
+// schedule is what a run does, as schedule.json has it.
+type schedule struct {
+	Seed   uint64
+	For    time.Duration
+	Cycle  time.Duration // faults, then quiet
+	Quiet  time.Duration // the end of each cycle
+	Faults []fault
+}
+
+// kinds are the faults, with their targets and how often each is drawn.
+var kinds = []struct {
+	name    string
+	weight  int
+	targets []string
+}{
+	{"kill", 10, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "registry2", "relay", "proxy1", "proxy2", "redis"}},
+	{"term", 3, []string{"node1", "node2", "p1", "d2", "registry1", "registry2", "relay", "proxy1"}},
+	{"stop", 6, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "registry2", "relay", "redis", "proxy2"}},
+	{"cut", 3, []string{"h1", "h2", "r"}},
+	{"half", 3, []string{"h1", "h2", "r"}},
+	{"slow", 2, []string{"h1", "h2", "r"}},
+	{"reset", 3, []string{"h1", "h2", "r"}},
+	{"disk-full", 2, []string{"disk1", "disk2", "fs2"}},
+	{"read-only", 2, []string{"fs2"}},
+	{"redis-oom", 2, []string{"redis"}},
+	{"redis-flush", 1, []string{"redis"}},
+	{"shm-full", 2, []string{"shm"}},
+	{"fds", 2, []string{"node1", "node2", "p1", "d1", "registry2", "relay", "proxy1"}},
+	{"clear", 2, []string{"node1", "node2"}},
+	{"quota", 1, []string{"node1", "node2"}},
+	{"resize", 1, []string{"node1", "node2"}},
+	{"flip", 2, []string{"node1", "node2"}},
+	{"swap", 3, []string{"node1", "node2", "p1", "p2", "d1", "d2", "registry1", "relay", "proxy1", "proxy2"}},
+}
+
+// makeSchedule draws faults: about one a second, several at once, none in the quiet times.
+func makeSchedule(o *options) *schedule {
+	cycle := time.Minute
+	if o.length >= 40*time.Minute {
+		cycle = 10 * time.Minute
+	}
+	cycle = min(cycle, max(o.length, 40*time.Second))
+	s := &schedule{Seed: o.seed, For: o.length, Cycle: cycle, Quiet: max(20*time.Second, cycle/10)}
+	if !o.faults {
+		return s
+	}
+	rnd := rand.New(rand.NewPCG(o.seed, 43))
+	only := strings.FieldsFunc(o.only, func(r rune) bool { return r == ',' })
+	total := 0
+	for _, k := range kinds {
+		total += k.weight
+	}
+	for c := range max(1, int(o.length/cycle)) {
+		var faults []fault
+		for at := time.Second; at < cycle-s.Quiet; at += time.Duration(100+rnd.IntN(1900)) * time.Millisecond {
+			n, i := rnd.IntN(total), 0
+			for n >= kinds[i].weight {
+				n -= kinds[i].weight
+				i++
+			}
+			k := kinds[i]
+			f := fault{Cycle: c, At: at, Kind: k.name, Target: k.targets[rnd.IntN(len(k.targets))], For: time.Duration(200+rnd.IntN(6000)) * time.Millisecond}
+			f.For = min(f.For, cycle-s.Quiet-at)
+			busy := slices.ContainsFunc(faults, func(g fault) bool { // one of a kind at one target at a time
+				return g.Target == f.Target && g.At+g.For+100*time.Millisecond > f.At
+			})
+			if !busy && (len(only) == 0 || slices.Contains(only, k.name)) {
+				faults = append(faults, f)
+			}
+		}
+		s.Faults = append(s.Faults, faults...)
+	}
+	return s
+}
+
+// window is a time in which requests may fail with an error.
+type window struct {
+	fault fault
+	from  time.Time
+	to    time.Time // zero: it lasts
+}
+
+// hurts reports whether requests may fail with an error because of a fault. Nodes, tiers and memory
+// cost misses and time, never a request.
+func (f fault) hurts() bool {
+	if f.Kind == "shm-full" { // engines and the relay do not start
+		return true
+	}
+	switch f.Target {
+	case "node1", "node2", "redis", "r", "disk1", "disk2", "fs2", "shm":
+		return false
+	}
+	return true
+}
+
+// refusesStarts reports whether a part may refuse to start during a fault, with its reason.
+func (f fault) refusesStarts() bool {
+	switch f.Kind {
+	case "shm-full", "disk-full", "read-only", "cut", "half", "slow": // the last three: a registry that engines do not reach
+		return true
+	case "kill", "stop", "term", "fds", "resize", "flip", "swap": // a registry or node that is down: engines wait for it, then end
+		return strings.HasPrefix(f.Target, "registry") || strings.HasPrefix(f.Target, "node")
+	}
+	return false
+}
+
+type windows struct {
+	sync.Mutex
+	all []window
+}
+
+// open begins the window of a fault. closed ends it.
+func (w *windows) open(f fault) (closed func()) {
+	w.Lock()
+	defer w.Unlock()
+	w.all = append(w.all, window{fault: f, from: time.Now()})
+	i := len(w.all) - 1
+	return func() {
+		w.Lock()
+		defer w.Unlock()
+		w.all[i].to = time.Now()
+	}
+}
+
+// during reports whether a fault that match wants lay between two times, or within grace before them.
+func (w *windows) during(from, to time.Time, grace time.Duration, match func(fault) bool) bool {
+	w.Lock()
+	defer w.Unlock()
+	for _, v := range slices.Backward(w.all) {
+		if (match == nil || match(v.fault)) && v.from.Before(to) && (v.to.IsZero() || v.to.Add(grace).After(from)) {
+			return true
+		}
+	}
+	return false
+}
+
+// inject plays one fault, from its begin to its end, after which parts that it ended are started again.
+func (s *soak) inject(ctx context.Context, f fault) {
+	closed := s.windows.open(f)
+	defer closed()
+	s.logf("%v", f)
+	err := s.apply(ctx, f)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err != nil {
+		s.record.LeftOut[f.Kind]++
+		s.logf("%s %s is left out: %v", f.Kind, f.Target, err)
+		return
+	}
+	s.record.Faults[f.Kind]++
+	if f.Kind == "kill" || f.Kind == "flip" {
+		s.record.Kills[s.part(f.Target).kind]++
+	}
+}
+
+func (s *soak) apply(ctx context.Context, f fault) error {
+	switch f.Kind {
+	case "kill", "term", "flip":
+		return s.endAndStart(ctx, f)
+	case "swap":
+		return s.swap(ctx, f)
+	case "stop":
+		p := s.part(f.Target)
+		p.pause(true)
+		defer p.pause(false)
+		wait(ctx, f.For)
+	case "cut":
+		return during(ctx, f, cutLink)
+	case "half":
+		return during(ctx, f, halfLink)
+	case "slow":
+		return during(ctx, f, slowLink)
+	case "reset":
+		return resetLinks(f.Target)
+	case "disk-full":
+		return s.fillFor(ctx, filepath.Join(s.o.dir, f.Target, "filler"), f.For)
+	case "shm-full":
+		return s.fillFor(ctx, "/dev/shm/filler", f.For)
+	case "read-only":
+		at := filepath.Join(s.o.dir, f.Target)
+		if err := sh("mount", "-o", "remount,ro", at); err != nil {
+			return err
+		}
+		wait(ctx, f.For)
+		return sh("mount", "-o", "remount,rw", at)
+	case "redis-oom":
+		return s.redisOOM(ctx, f.For)
+	case "redis-flush":
+		return s.redis("FLUSHALL")
+	case "fds":
+		return s.exhaust(ctx, f)
+	case "clear", "quota", "resize":
+		s.operate(ctx, f)
+	default:
+		return fmt.Errorf("unknown kind %q", f.Kind)
+	}
+	return nil
+}
+
+func wait(ctx context.Context, d time.Duration) {
+	select {
+	case <-time.After(d):
+	case <-ctx.Done():
+	}
+}
+
+func during(ctx context.Context, f fault, set func(string, bool) error) error {
+	if err := set(f.Target, true); err != nil {
+		return err
+	}
+	wait(ctx, f.For)
+	return set(f.Target, false)
+}
+
+func (s *soak) fillFor(ctx context.Context, path string, d time.Duration) error {
+	defer os.Remove(path)
+	if err := fill(path); err != nil {
+		return err
+	}
+	wait(ctx, d)
+	return nil
+}
+
+// endLimits are how long a part may take to end in order.
+var endLimits = map[string]time.Duration{"node": 20 * time.Second, "proxy": 15 * time.Second}
+
+func (s *soak) endAndStart(ctx context.Context, f fault) error {
+	p := s.part(f.Target)
+	sig, limit := syscall.SIGKILL, 5*time.Second
+	if f.Kind == "term" {
+		sig, limit = syscall.SIGTERM, cmp.Or(endLimits[p.kind], 10*time.Second)
+	}
+	if !p.end(sig, limit) {
+		s.violation("%s did not end within %v of %v: its stacks are in %s", p.name, limit, sig, p.log)
+	}
+	if f.Kind == "flip" {
+		s.flip(f)
+	}
+	wait(ctx, f.For)
+	if ctx.Err() != nil {
+		return nil
+	}
+	return p.start(s.alone)
+}
+
+// swap runs the previous release in place of this build for a while: both take over the other's files.
+func (s *soak) swap(ctx context.Context, f fault) error {
+	if s.o.previous == "" {
+		return errors.New("no -previous release is given")
+	}
+	p := s.part(f.Target)
+	for _, binary := range []string{s.o.previous, s.o.binary} {
+		if limit := cmp.Or(endLimits[p.kind], 10*time.Second); !p.end(syscall.SIGTERM, limit) {
+			s.violation("%s did not end within %v of SIGTERM: its stacks are in %s", p.name, limit, p.log)
+		}
+		p.setBinary(binary, binary == s.o.previous)
+		if err := p.start(s.alone); err != nil {
+			return err
+		}
+		wait(ctx, f.For)
+	}
+	return nil
+}
+
+// flip changes bytes of the pool and of the disk of a node that is down: one in each of some places.
+func (s *soak) flip(f fault) {
+	rnd := rand.New(rand.NewPCG(s.schedule.Seed, uint64(f.At)))
+	n := strings.TrimPrefix(f.Target, "node")
+	files := []string{"/dev/shm/lmcache_l1_pool_kvasir_n" + n}
+	segments, _ := filepath.Glob(filepath.Join(s.o.dir, "disk"+n, "kv", "*.seg")) // the pattern is well formed
+	files = append(files, segments...)
+	if n == "2" {
+		objects, _ := filepath.Glob(filepath.Join(s.o.dir, "fs2", "*"))
+		files = append(files, objects[:min(len(objects), 50)]...)
+	}
+	for _, path := range files {
+		flipIn(path, rnd)
+	}
+}
+
+func flipIn(path string, rnd *rand.Rand) {
+	file, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		return
+	}
+	defer file.Close()
+	st, err := file.Stat()
+	if err != nil || !st.Mode().IsRegular() || st.Size() == 0 {
+		return
+	}
+	for range 8 {
+		var b [1]byte
+		at := rnd.Int64N(st.Size())
+		if _, err := file.ReadAt(b[:], at); err != nil {
+			return
+		}
+		b[0] ^= 1 << rnd.IntN(8)
+		if _, err := file.WriteAt(b[:], at); err != nil {
+			return
+		}
+	}
+}
+
+// redis sends one command of plain words.
+func (s *soak) redis(words ...string) error {
+	c, err := s.dialRedis()
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	if _, err := fmt.Fprintf(c, "%s\r\n", strings.Join(words, " ")); err != nil {
+		return err
+	}
+	b := make([]byte, 200)
+	n, err := c.Read(b)
+	if err == nil && n > 0 && b[0] == '-' {
+		err = fmt.Errorf("redis: %s", b[:n])
+	}
+	return err
+}
+
+func (s *soak) dialRedis() (net.Conn, error) {
+	c, err := net.DialTimeout("tcp", s.part("redis").health, 2*time.Second)
+	if err != nil {
+		return nil, err
+	}
+	return c, c.SetDeadline(time.Now().Add(2 * time.Second))
+}
+
+func (s *soak) redisOOM(ctx context.Context, d time.Duration) error {
+	for _, w := range [][]string{{"CONFIG", "SET", "maxmemory-policy", "noeviction"}, {"CONFIG", "SET", "maxmemory", "1mb"}} {
+		if err := s.redis(w...); err != nil {
+			return err
+		}
+	}
+	wait(ctx, d)
+	for _, w := range [][]string{{"CONFIG", "SET", "maxmemory", "64mb"}, {"CONFIG", "SET", "maxmemory-policy", "allkeys-lru"}} {
+		for range 20 { // it may be stopped or killed; a new life has its own settings
+			if err := s.redis(w...); err == nil {
+				break
+			}
+			wait(ctx, 500*time.Millisecond)
+		}
+	}
+	return nil
+}
+
+// exhaust sets the limit of descriptors of a running process to what it has open.
+func (s *soak) exhaust(ctx context.Context, f fault) error {
+	pid := s.part(f.Target).pid()
+	if pid == 0 {
+		return errDown
+	}
+	open, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	if err != nil {
+		return err
+	}
+	before, err := exec.Command("prlimit", "--pid", fmt.Sprint(pid), "--nofile", "--output=SOFT,HARD", "--noheadings", "--raw").Output()
+	if err != nil {
+		return err
+	}
+	words := strings.Fields(string(before))
+	if len(words) != 2 {
+		return fmt.Errorf("prlimit prints %q", before)
+	}
+	if err := sh("prlimit", "--pid", fmt.Sprint(pid), fmt.Sprintf("--nofile=%d:%s", len(open)+1, words[1])); err != nil {
+		return err
+	}
+	wait(ctx, f.For)
+	_ = sh("prlimit", "--pid", fmt.Sprint(pid), fmt.Sprintf("--nofile=%s:%s", words[0], words[1])) // the process may have been killed
+	return nil
+}

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/bench/workload"
+	"github.com/kvasir-kv/kvasir/sim/engine"
+	"github.com/kvasir-kv/kvasir/sim/kvmem"
+)
+
+const (
+	deadline   = 90 * time.Second // of each request
+	grace      = 20 * time.Second // after a fault, in which requests may fail with an error
+	slowest    = 20 * time.Second // of a request while only nodes and tiers have faults
+	maxPrompt  = 2500
+	chatsOfRun = 4096
+
+	systemTokens = 1024 // of each chat's beginning that is left out
+)
+
+// load sends requests to the proxies and checks each answer.
+type load struct {
+	s      *soak
+	chats  []workload.Request
+	alone  *engine.Engine // computes what the answer must be
+	client *http.Client
+	next   atomic.Int64
+	paused atomic.Bool
+	flying atomic.Int64
+	strict atomic.Bool // a quiet time: nothing may fail
+	wg     sync.WaitGroup
+
+	mu     sync.Mutex
+	recent [][]uint32 // prompts that were answered last
+}
+
+// done remembers a prompt that was answered.
+func (l *load) done(tokens []uint32) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.recent = append(l.recent, tokens); len(l.recent) > 12 {
+		l.recent = l.recent[1:]
+	}
+}
+
+func (l *load) lately() [][]uint32 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Clone(l.recent)
+}
+
+func newLoad(s *soak) (*load, error) {
+	alone, err := engine.Open(context.Background(), engine.Options{
+		Model: "m", KV: kvmem.Geometry{Layers: 1, Heads: 1, HeadBytes: 8, BlockTokens: 16, Blocks: 2000, TPSize: 1}, MaxModel: 8192,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &load{
+		s: s, alone: alone, chats: workload.Chats(chatsOfRun, workload.ChatOptions{Seed: s.schedule.Seed, Open: 6, Systems: 2, Turns: 5}),
+		client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 8, IdleConnTimeout: 3 * time.Second}},
+	}, nil
+}
+
+func (l *load) start(ctx context.Context, clients int) {
+	for i := range clients {
+		l.wg.Go(func() {
+			rnd := rand.New(rand.NewPCG(l.s.schedule.Seed, uint64(100+i)))
+			for ctx.Err() == nil {
+				if l.paused.Load() {
+					wait(ctx, 50*time.Millisecond)
+					continue
+				}
+				l.flying.Add(1)
+				ok := l.one(ctx, rnd)
+				l.flying.Add(-1)
+				pause := 200
+				if !ok { // as a client that tries again does
+					pause = 1000
+				}
+				wait(ctx, time.Duration(rnd.IntN(pause))*time.Millisecond)
+			}
+		})
+	}
+}
+
+func (l *load) stop() {
+	l.wg.Wait()
+	_ = l.alone.Close()
+	l.client.CloseIdleConnections()
+}
+
+// drain waits until no request is in flight.
+func (l *load) drain(ctx context.Context) {
+	l.paused.Store(true)
+	for l.flying.Load() > 0 && ctx.Err() == nil {
+		wait(ctx, 20*time.Millisecond)
+	}
+	l.client.CloseIdleConnections()
+}
+
+// ask is one request.
+type ask struct {
+	prompts [][]uint32
+	n       int // answers to each prompt
+	tokens  int // of each answer
+	stream  bool
+	salt    string
+}
+
+func (r *ask) String() string {
+	var lengths []int
+	for _, p := range r.prompts {
+		lengths = append(lengths, len(p))
+	}
+	return fmt.Sprintf("prompts of %d tokens, n %d, stream %v, salt %q", lengths, r.n, r.stream, r.salt)
+}
+
+// outcome is how a request ended.
+type outcome struct {
+	kind  string // ok, error (a named one), cut (the connection broke), wrong (anything else)
+	text  string // the reason
+	texts map[int]string
+}
+
+// one sends one request and judges its end. It reports whether there was an answer.
+func (l *load) one(ctx context.Context, rnd *rand.Rand) bool {
+	i := int(l.next.Add(1) - 1)
+	chat := &l.chats[i%len(l.chats)]
+	tokens, n := chat.Tokens(), 1+i%6
+	tokens = tokens[min(systemTokens, len(tokens)/2):] // most of the system prompt is left out: prompts differ
+	tokens = tokens[:min(len(tokens), maxPrompt)]
+	r := ask{prompts: [][]uint32{tokens}, n: 1, tokens: n, stream: rnd.IntN(2) == 0, salt: []string{"", "team"}[min(1, rnd.IntN(6)/5)]}
+	switch rnd.IntN(8) {
+	case 0: // a list: the proxy splits it
+		for range 1 + rnd.IntN(3) {
+			r.prompts = append(r.prompts, tokens[:1+rnd.IntN(len(tokens))])
+		}
+	case 1: // several answers to a prompt: D alone
+		r.n = 2
+	}
+	proxy, leaves := i%2, rnd.IntN(20) == 0
+	strict, began := l.strict.Load(), time.Now()
+	rctx, cancel := context.WithTimeout(ctx, deadline)
+	defer cancel()
+	if leaves {
+		time.AfterFunc(time.Duration(rnd.IntN(200))*time.Millisecond, cancel)
+	}
+	got := l.send(rctx, i, proxy, &r)
+	took := time.Since(began)
+	if ctx.Err() != nil {
+		return true
+	}
+	if leaves && rctx.Err() != nil {
+		l.count("left")
+		return true
+	}
+	id := fmt.Sprintf("request %d (proxy%d, %v, began %s, took %v)", i, proxy+1, &r, began.UTC().Format("15:04:05.000"), took.Round(time.Millisecond))
+	ends := time.Now()
+	switch {
+	case took >= deadline:
+		l.s.violation("%s did not end within %v: %s", id, deadline, got.text)
+	case got.kind == "wrong":
+		l.s.violation("%s: %s", id, got.text)
+	case got.kind == "ok":
+		if what := l.differs(ctx, i, &r, got.texts); what != "" && ctx.Err() == nil {
+			l.s.violation("%s: %s", id, what)
+		}
+	case strict:
+		l.s.violation("%s failed in a quiet time: %s: %s", id, got.kind, got.text)
+	case got.kind == "cut":
+		name := fmt.Sprintf("proxy%d", proxy+1)
+		if !l.s.windows.during(began, ends, 2*time.Second, func(f fault) bool { return f.Target == name }) {
+			l.s.violation("%s: the connection broke without a fault of %s: %s", id, name, got.text)
+		}
+	case !l.s.windows.during(began, ends, grace, fault.hurts):
+		l.s.violation("%s failed without a fault: %s", id, got.text)
+	}
+	if got.kind == "ok" && took > slowest && !l.s.windows.during(began, ends, grace, fault.hurts) {
+		l.s.violation("%s: only nodes and tiers had faults, at most %v is allowed", id, slowest)
+	}
+	if got.kind != "ok" {
+		l.s.logf("%s: %s: %.300s", id, got.kind, got.text)
+	} else {
+		if r.salt == "" && r.n == 1 {
+			l.done(tokens)
+		}
+	}
+	l.count(got.kind)
+	return got.kind == "ok"
+}
+
+func (l *load) count(kind string) {
+	l.s.mu.Lock()
+	defer l.s.mu.Unlock()
+	l.s.record.Requests[kind]++
+}
+
+// differs names the first answer that is not what an engine without peers gives.
+func (l *load) differs(ctx context.Context, i int, r *ask, got map[int]string) string {
+	if len(got) != len(r.prompts)*r.n {
+		return fmt.Sprintf("%d answers, want %d", len(got), len(r.prompts)*r.n)
+	}
+	for j, prompt := range r.prompts {
+		want := l.want(ctx, fmt.Sprint(i, ".", j), prompt, r.tokens)
+		for k := range r.n {
+			if text := got[j*r.n+k]; text != want {
+				return fmt.Sprintf("answer %d is %q, want %q", j*r.n+k, text, want)
+			}
+		}
+	}
+	return ""
+}
+
+// want computes an answer with an engine that has no peers.
+func (l *load) want(ctx context.Context, id string, tokens []uint32, n int) string {
+	st, err := l.alone.Submit(ctx, engine.Request{ID: id, Tokens: tokens, MaxTokens: n})
+	if err != nil {
+		return err.Error()
+	}
+	out, _, err := st.Wait(ctx)
+	if err != nil {
+		return err.Error()
+	}
+	var b strings.Builder
+	for _, t := range out {
+		b.WriteString(" ~" + strconv.FormatUint(uint64(t), 36))
+	}
+	return b.String()
+}
+
+func (l *load) send(ctx context.Context, i, proxy int, r *ask) outcome {
+	fields := map[string]any{"model": "m", "prompt": r.prompts, "max_tokens": r.tokens, "stream": r.stream}
+	if len(r.prompts) == 1 {
+		fields["prompt"] = r.prompts[0]
+	}
+	if r.n > 1 {
+		fields["n"] = r.n
+	}
+	if r.salt != "" {
+		fields["cache_salt"] = r.salt
+	}
+	body, err := json.Marshal(fields)
+	if err != nil {
+		return outcome{kind: "wrong", text: err.Error()}
+	}
+	q, err := http.NewRequestWithContext(ctx, http.MethodPost, fmt.Sprintf("http://%s:%d/v1/completions", bridgeAddr, 8000+proxy), bytes.NewReader(body))
+	if err != nil {
+		return outcome{kind: "wrong", text: err.Error()}
+	}
+	q.Header.Set("Content-Type", "application/json")
+	q.Header.Set("X-Request-Id", fmt.Sprintf("soak-%d", i))
+	a, err := l.client.Do(q)
+	if err != nil {
+		return outcome{kind: "cut", text: err.Error()}
+	}
+	defer a.Body.Close()
+	if r.stream && a.StatusCode == http.StatusOK {
+		return readStream(a.Body)
+	}
+	b, err := io.ReadAll(a.Body)
+	if err != nil {
+		return outcome{kind: "cut", text: err.Error()}
+	}
+	return judge(a.StatusCode, b)
+}
+
+type answer struct {
+	Choices []struct {
+		Index int
+		Text  string
+	}
+	Error *struct{ Message string }
+}
+
+// judge reads an answer that is no stream.
+func judge(status int, body []byte) outcome {
+	var a answer
+	err := json.Unmarshal(body, &a)
+	shown := body[:min(len(body), 300)]
+	switch {
+	case err != nil:
+		return outcome{kind: "wrong", text: fmt.Sprintf("status %d, and the body is no JSON: %q", status, shown)}
+	case status == http.StatusOK && len(a.Choices) > 0 && a.Error == nil:
+		texts := map[int]string{}
+		for _, c := range a.Choices {
+			texts[c.Index] += c.Text
+		}
+		return outcome{kind: "ok", texts: texts}
+	case status >= 400 && a.Error != nil && a.Error.Message != "":
+		return outcome{kind: "error", text: fmt.Sprintf("status %d: %s", status, a.Error.Message)}
+	}
+	return outcome{kind: "wrong", text: fmt.Sprintf("status %d: %q", status, shown)}
+}
+
+// readStream reads server-sent events up to [DONE] or an error event.
+func readStream(r io.Reader) outcome {
+	texts := map[int]string{}
+	sc := bufio.NewScanner(r)
+	for sc.Scan() {
+		data, ok := strings.CutPrefix(sc.Text(), "data: ")
+		switch {
+		case !ok:
+			continue
+		case data == "[DONE]":
+			return outcome{kind: "ok", texts: texts}
+		}
+		var a answer
+		if err := json.Unmarshal([]byte(data), &a); err != nil {
+			return outcome{kind: "wrong", text: fmt.Sprintf("an event is no JSON: %q", data)}
+		}
+		if a.Error != nil {
+			return outcome{kind: "error", text: "event: " + a.Error.Message}
+		}
+		for _, c := range a.Choices {
+			texts[c.Index] += c.Text
+		}
+	}
+	if err := sc.Err(); err != nil {
+		return outcome{kind: "cut", text: err.Error()}
+	}
+	return outcome{kind: "wrong", text: "the stream ended without [DONE] and without an error event"}
+}

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command soak runs a whole deployment and injects faults by a seeded schedule: two nodes over a disk
+// and a Redis, two P, two D, registry, relay, two proxies, readers of KV events, an operator. Engines
+// check every byte of KV, the driver checks every answer, and in quiet times nothing may fail, nothing
+// may be held, and readers' lists must equal the servers'.
+//
+//	go build -o bin/kvasir ./cmd/kvasir && go run ./interop/soak -for 3m -seed 1
+//
+// The driver needs root on Linux: it runs in namespaces of its own (network, processes, mounts, shared
+// memory), which end with it. -keep-going reports all violations instead of the first.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// innerEnv marks the process inside the namespaces.
+const innerEnv = "KVASIR_SOAK_INNER"
+
+type options struct {
+	length    time.Duration
+	seed      uint64
+	binary    string
+	previous  string
+	dir       string
+	replay    string
+	resume    string
+	shrink    bool
+	faults    bool
+	only      string
+	clients   int
+	keepGoing bool
+}
+
+func main() {
+	var o options
+	flag.DurationVar(&o.length, "for", 3*time.Minute, "length of the run")
+	flag.Uint64Var(&o.seed, "seed", 1, "seed of schedule and load")
+	flag.StringVar(&o.binary, "binary", "bin/kvasir", "the build under test")
+	flag.StringVar(&o.previous, "previous", "", "the previous release's binary, for swaps; without it they are left out")
+	flag.StringVar(&o.dir, "dir", "", "directory for logs, schedule and record; default a new one under the system's for temporary files")
+	flag.StringVar(&o.replay, "replay", "", "run the schedule of this `FILE` (schedule.json of a run) instead of a new one")
+	flag.StringVar(&o.resume, "resume", "", "go on with the run of this `DIR` that was interrupted: at the cycle after the last whole one")
+	flag.BoolVar(&o.shrink, "shrink", false, "with -replay: leave faults out as long as the run still fails, and write the shortest schedule")
+	flag.BoolVar(&o.faults, "faults", true, "inject faults; false gives the hit rate without any")
+	flag.StringVar(&o.only, "only", "", "kinds of faults to inject, comma-separated; default all")
+	flag.IntVar(&o.clients, "clients", 4, "requests at a time")
+	flag.BoolVar(&o.keepGoing, "keep-going", false, "go on after a violation")
+	flag.Parse()
+	if err := run(&o); err != nil {
+		fmt.Fprintln(os.Stderr, "soak:", err)
+		os.Exit(1)
+	}
+}
+
+func run(o *options) error {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if os.Getenv(innerEnv) != "" {
+		return inner(ctx, o)
+	}
+	if o.shrink {
+		return shrink(ctx, o)
+	}
+	return outer(ctx, o)
+}
+
+// paths makes the options' paths absolute, and the directory.
+func (o *options) paths() (err error) {
+	if o.resume != "" {
+		o.dir = o.resume
+	}
+	if o.dir == "" {
+		if o.dir, err = os.MkdirTemp("", "kvasir-soak-"); err != nil {
+			return err
+		}
+	}
+	for _, p := range []*string{&o.binary, &o.previous, &o.dir, &o.replay, &o.resume} {
+		if *p == "" {
+			continue
+		}
+		if *p, err = filepath.Abs(*p); err != nil {
+			return err
+		}
+	}
+	if _, err := os.Stat(o.binary); err != nil {
+		return fmt.Errorf("%w: build it with go build -o bin/kvasir ./cmd/kvasir", err)
+	}
+	return os.MkdirAll(o.dir, 0o755)
+}
+
+// outer starts this program again inside namespaces of its own. All processes inside end with the inner one,
+// which is the first of its namespace, and that one ends with this.
+func outer(ctx context.Context, o *options) error {
+	if err := o.paths(); err != nil {
+		return err
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	args := []string{
+		fmt.Sprintf("-for=%v", o.length), fmt.Sprintf("-seed=%d", o.seed), "-binary=" + o.binary, "-previous=" + o.previous, "-dir=" + o.dir, "-replay=" + o.replay, "-resume=" + o.resume,
+		fmt.Sprintf("-faults=%v", o.faults), "-only=" + o.only, fmt.Sprintf("-clients=%d", o.clients), fmt.Sprintf("-keep-going=%v", o.keepGoing),
+	}
+	cmd := exec.Command(self, args...)
+	cmd.Env = append(withoutFlags(os.Environ()), innerEnv+"=1")
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags: syscall.CLONE_NEWNET | syscall.CLONE_NEWNS | syscall.CLONE_NEWPID | syscall.CLONE_NEWIPC,
+		Pdeathsig:  syscall.SIGKILL, Setpgid: true,
+	}
+	runtime.LockOSThread() // Pdeathsig is of the thread that starts the process
+	defer runtime.UnlockOSThread()
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("start in namespaces of its own (root on Linux is needed; all faults of links, disks and shared memory would be left out, so nothing is run): %w", err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	select {
+	case err = <-ended:
+	case <-ctx.Done():
+		_ = cmd.Process.Signal(syscall.SIGTERM) // it may have ended
+		select {
+		case err = <-ended:
+		case <-time.After(30 * time.Second):
+			_ = cmd.Process.Kill()
+			err = <-ended
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("seed %d failed (%w); schedule, logs and record: %s", o.seed, err, o.dir)
+	}
+	return nil
+}
+
+// withoutFlags removes the variables that are flags of Kvasir's commands.
+func withoutFlags(env []string) (out []string) {
+	for _, v := range env {
+		if !strings.HasPrefix(v, "KVASIR_") && !strings.HasPrefix(v, "LMCACHE_") && !strings.HasPrefix(v, "VLLM_") {
+			out = append(out, v)
+		}
+	}
+	return out
+}
+
+func inner(ctx context.Context, o *options) error {
+	s, err := newSoak(o)
+	if err != nil {
+		return err
+	}
+	err = s.play(ctx)
+	s.stop()
+	s.record.Ended = time.Now().UTC()
+	if err != nil {
+		s.record.Failure = err.Error()
+	}
+	if werr := writeJSON(filepath.Join(o.dir, "record.json"), &s.record); werr != nil {
+		err = errors.Join(err, werr)
+	}
+	s.print()
+	return err
+}
+
+func writeJSON(path string, v any) error {
+	b, err := json.MarshalIndent(v, "", "  ")
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(path, append(b, '\n'), 0o644)
+}
+
+func readJSON(path string, v any) error {
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(b, v); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	return nil
+}

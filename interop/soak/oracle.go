@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"fmt"
+	"io/fs"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// figures are what a part's /metrics say: the sum over all labels of each name.
+func (p *part) figures(ctx context.Context) (map[string]float64, error) {
+	q, err := http.NewRequestWithContext(ctx, http.MethodGet, p.url("/metrics"), nil)
+	if err != nil {
+		return nil, err
+	}
+	r, err := httpClient.Do(q)
+	if err != nil {
+		return nil, err
+	}
+	defer r.Body.Close()
+	out := map[string]float64{}
+	for sc := bufio.NewScanner(r.Body); sc.Scan(); {
+		line := sc.Text()
+		if strings.HasPrefix(line, "#") {
+			continue
+		}
+		at := strings.LastIndexByte(line, ' ')
+		if at < 0 {
+			continue
+		}
+		v, err := strconv.ParseFloat(line[at+1:], 64)
+		if err != nil {
+			continue
+		}
+		name, _, _ := strings.Cut(line[:at], "{")
+		out[name] += v
+	}
+	return out, nil
+}
+
+// mustBeZero are figures that are 0 while nothing is in progress.
+var mustBeZero = map[string][]string{
+	"node": {"kvasir_transfers", "kvasir_transfers_quarantined", "kvasir_pool_quarantined_bytes", "lmcache_mp_l1_staging_bytes", "kvasir_sessions", "kvasir_below_waiting_bytes", "kvasir_panics_total"},
+	"p":    {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "kvasir_engine_wrong_kv_requests_total"},
+	"d":    {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "kvasir_engine_wrong_kv_requests_total"},
+	"proxy": {
+		"kvasir_proxy_requests_in_flight", "kvasir_proxy_requests_queued", "kvasir_proxy_engine_requests",
+	},
+}
+
+// size is what an idle part takes.
+type size struct {
+	Goroutines  int
+	Descriptors int
+	Mappings    int
+	ResidentMiB int
+}
+
+func (p *part) size(ctx context.Context) (z size, err error) {
+	f, err := p.figures(ctx)
+	if err != nil {
+		return z, err
+	}
+	pid := p.pid()
+	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
+	if err != nil {
+		return z, err
+	}
+	return size{
+		Goroutines: int(f["go_goroutines"]), Descriptors: descriptors(pid), Mappings: bytes.Count(maps, []byte("\n")),
+		ResidentMiB: int(f["process_resident_memory_bytes"]) >> 20,
+	}, nil
+}
+
+// descriptors counts what a process has open, segments of disks left out: their number is that of what they hold.
+func descriptors(pid int) (n int) {
+	dir := fmt.Sprintf("/proc/%d/fd", pid)
+	entries, _ := os.ReadDir(dir) // the process may have ended
+	for _, e := range entries {
+		if to, err := os.Readlink(filepath.Join(dir, e.Name())); err == nil && !strings.HasSuffix(to, ".seg") {
+			n++
+		}
+	}
+	return n
+}
+
+// beyond names what of z is more than the baseline allows.
+func (z size) beyond(b size) string {
+	switch {
+	case z.Goroutines > b.Goroutines+20:
+		return fmt.Sprintf("%d goroutines, at the start %d", z.Goroutines, b.Goroutines)
+	case z.Descriptors > b.Descriptors+16:
+		return fmt.Sprintf("%d descriptors, at the start %d", z.Descriptors, b.Descriptors)
+	case z.Mappings > b.Mappings+60:
+		return fmt.Sprintf("%d mappings, at the start %d", z.Mappings, b.Mappings)
+	case z.ResidentMiB > b.ResidentMiB+100:
+		return fmt.Sprintf("%d MiB resident, at the start %d", z.ResidentMiB, b.ResidentMiB)
+	}
+	return ""
+}
+
+// idle reports what a part holds although nothing is in progress.
+func (p *part) idle(ctx context.Context) error {
+	if p.kind == "redis" {
+		return nil
+	}
+	f, err := p.figures(ctx)
+	if err != nil {
+		return fmt.Errorf("%s: %w", p.name, err)
+	}
+	for _, name := range mustBeZero[p.kind] {
+		if v, ok := f[name]; !ok || v != 0 {
+			return fmt.Errorf("%s: %s is %v (there: %v), want 0 while nothing is in progress", p.name, name, v, ok)
+		}
+	}
+	return nil
+}
+
+// eventually calls f until it returns nil.
+func eventually(ctx context.Context, limit time.Duration, f func() error) error {
+	var err error
+	for end := time.Now().Add(limit); ; {
+		if err = f(); err == nil || ctx.Err() != nil {
+			return nil
+		}
+		if time.Now().After(end) {
+			return fmt.Errorf("after %v: %w", limit, err)
+		}
+		wait(ctx, 200*time.Millisecond)
+	}
+}
+
+// check compares everything in a time without load: nothing held, lists equal, sizes as at the start.
+func (s *soak) check(ctx context.Context) {
+	for _, p := range s.parts {
+		if err := eventually(ctx, 40*time.Second, func() error { return p.idle(ctx) }); err != nil {
+			s.violation("%v", err)
+		}
+	}
+	for _, r := range s.readers {
+		if err := eventually(ctx, 10*time.Second, func() error { return r.compare(ctx) }); err != nil {
+			s.violation("%v", err)
+		}
+	}
+	for _, p := range s.parts {
+		if err := p.scan(); err != nil {
+			s.violation("%v", err)
+		}
+	}
+	s.promises(ctx)
+}
+
+// sizes compares what parts take with the start. Idle connections may last for a minute.
+func (s *soak) sizes(ctx context.Context) {
+	for _, p := range s.parts {
+		base, ok := s.baseline[p.name]
+		if !ok {
+			continue
+		}
+		err := eventually(ctx, 100*time.Second, func() error {
+			z, err := p.size(ctx)
+			if err != nil {
+				return err
+			}
+			s.record.Sizes[p.name] = [2]size{base, z}
+			if what := z.beyond(base); what != "" {
+				return fmt.Errorf("%s has %s", p.name, what)
+			}
+			return nil
+		})
+		if err != nil {
+			s.violation("%v", err)
+		}
+	}
+}
+
+// leftovers are files that parts should have removed.
+func (s *soak) leftovers() {
+	entries, err := os.ReadDir("/dev/shm")
+	if err != nil {
+		s.violation("%v", err)
+		return
+	}
+	for _, e := range entries {
+		if !strings.HasPrefix(e.Name(), "lmcache_l1_pool_kvasir_n") {
+			s.violation("/dev/shm has %s after everything has ended", e.Name())
+		}
+	}
+	var left []string
+	for _, d := range []string{"disk1", "disk2", "fs2"} {
+		_ = filepath.WalkDir(filepath.Join(s.o.dir, d), func(path string, e fs.DirEntry, err error) error {
+			if err == nil && !e.IsDir() && (strings.Contains(e.Name(), ".tmp") || strings.HasSuffix(e.Name(), ".new")) {
+				left = append(left, path)
+			}
+			return nil
+		})
+	}
+	slices.Sort(left)
+	if len(left) > 0 {
+		s.logf("temporary files after everything has ended: %s", strings.Join(left[:min(len(left), 5)], " "))
+	}
+}

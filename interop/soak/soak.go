@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// record is what a run did, as record.json has it.
+type record struct {
+	Seed       uint64
+	Started    time.Time
+	Ended      time.Time
+	Cycles     int // whole ones
+	Requests   map[string]int
+	Faults     map[string]int
+	Kills      map[string]int // by kind of part
+	Refused    int            // starts that were refused with a reason, as while /dev/shm is full
+	LeftOut    map[string]int // faults that this machine could not make
+	Lives      map[string]int
+	Sizes      map[string][2]size // at the start and at the end, idle
+	Violations []string
+	Failure    string
+}
+
+// soak is one run.
+type soak struct {
+	o        *options
+	schedule *schedule
+	parts    []*part
+	readers  []*reader
+	windows  windows
+	load     *load
+	baseline map[string]size
+	variant  variant
+	checks   int // of promises
+	began    time.Time
+	failed   chan struct{} // closed at the first violation
+	ended    chan struct{} // closed when parts are ended for good
+
+	mu     sync.Mutex // guards record, and lines of the output
+	record record
+	once   sync.Once
+}
+
+func newSoak(o *options) (*soak, error) {
+	s := &soak{o: o, began: time.Now(), failed: make(chan struct{}), ended: make(chan struct{}), baseline: map[string]size{}}
+	s.record = record{
+		Seed: o.seed, Started: s.began.UTC(), Requests: map[string]int{}, Faults: map[string]int{}, Kills: map[string]int{}, LeftOut: map[string]int{},
+		Lives: map[string]int{}, Sizes: map[string][2]size{},
+	}
+	at := filepath.Join(o.dir, "schedule.json")
+	switch {
+	case o.resume != "":
+		s.schedule = &schedule{}
+		if err := errors.Join(readJSON(at, s.schedule), readJSON(filepath.Join(o.dir, "record.json"), &s.record)); err != nil {
+			return nil, err
+		}
+		s.record.Violations, s.record.Failure = nil, ""
+	case o.replay != "":
+		s.schedule = &schedule{}
+		if err := readJSON(o.replay, s.schedule); err != nil {
+			return nil, err
+		}
+		s.record.Seed = s.schedule.Seed
+	default:
+		s.schedule = makeSchedule(o)
+	}
+	if err := writeJSON(at, s.schedule); err != nil {
+		return nil, err
+	}
+	if err := makeHosts(o.dir); err != nil {
+		return nil, err
+	}
+	s.variant = variantOf(s.schedule.Seed)
+	s.logf("model: %s", s.variant.name)
+	s.parts = makeParts(o, s.variant)
+	if o.resume == "" {
+		for _, p := range s.parts {
+			_ = os.Remove(p.log) // of an earlier run in this directory
+		}
+	}
+	for _, p := range s.parts {
+		if p.kind == "node" {
+			s.readers = append(s.readers, newReader(s, p))
+		}
+	}
+	var err error
+	s.load, err = newLoad(s)
+	return s, err
+}
+
+func (s *soak) part(name string) *part {
+	i := slices.IndexFunc(s.parts, func(p *part) bool { return p.name == name })
+	if i < 0 {
+		panic("BUG: soak: no part " + name)
+	}
+	return s.parts[i]
+}
+
+func (s *soak) logf(format string, args ...any) {
+	fmt.Printf("%8.3f  %s\n", time.Since(s.began).Seconds(), fmt.Sprintf(format, args...))
+}
+
+// violation records that a promise was broken. The run ends unless it keeps going.
+func (s *soak) violation(format string, args ...any) {
+	text := fmt.Sprintf(format, args...)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.logf("VIOLATION: %s", text)
+	s.record.Violations = append(s.record.Violations, fmt.Sprintf("%.3f %s", time.Since(s.began).Seconds(), text))
+	if !s.o.keepGoing {
+		s.once.Do(func() { close(s.failed) })
+	}
+}
+
+// alone judges the end of a part that no fault asked for. A start that is refused with a reason, as while /dev/shm is
+// full, is no violation while a fault explains it. Whatever it was, a supervisor starts the part again.
+func (s *soak) alone(p *part, err error, lived time.Duration) {
+	why, now := p.reason(), time.Now()
+	if p.old {
+		s.logf("%s of the previous release ended by itself: %v", p.name, err)
+	} else if why == "" || lived > 40*time.Second || !s.windows.during(now.Add(-lived), now, 2*time.Second, fault.refusesStarts) {
+		s.violation("%s ended by itself after %v: %v: %s (%s)", p.name, lived.Round(time.Millisecond), err, why, p.log)
+	} else {
+		s.mu.Lock()
+		s.record.Refused++
+		s.mu.Unlock()
+		s.logf("%s is not started: %s", p.name, why)
+	}
+	select {
+	case <-time.After(time.Second):
+	case <-s.failed:
+		return
+	case <-s.ended:
+		return
+	}
+	if err := p.start(s.alone); err != nil {
+		s.violation("%v", err)
+	}
+}
+
+var errViolated = errors.New("a promise was broken")
+
+// play starts everything, runs the cycles, and compares everything at the end.
+func (s *soak) play(parent context.Context) error {
+	ctx, cancel := context.WithCancel(parent)
+	defer cancel()
+	go func() {
+		select {
+		case <-s.failed:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	if err := s.start(ctx); err != nil {
+		return err
+	}
+	s.load.start(ctx, s.o.clients)
+	defer s.load.stop()
+	defer cancel()
+	if err := s.warm(ctx); err != nil {
+		return err
+	}
+	cycles := max(1, int(s.schedule.For/s.schedule.Cycle))
+	for c := s.record.Cycles; c < cycles && ctx.Err() == nil; c++ {
+		s.cycle(ctx, c)
+		if ctx.Err() == nil {
+			s.record.Cycles = c + 1
+			if err := writeJSON(filepath.Join(s.o.dir, "record.json"), &s.record); err != nil {
+				return err
+			}
+		}
+	}
+	if ctx.Err() == nil {
+		s.load.drain(ctx)
+		s.sizes(ctx)
+	}
+	switch {
+	case len(s.record.Violations) > 0:
+		return errViolated
+	case parent.Err() != nil:
+		return fmt.Errorf("interrupted after %d of %d cycles: go on with -resume %s", s.record.Cycles, cycles, s.o.dir)
+	}
+	return nil
+}
+
+// start starts all parts in order.
+func (s *soak) start(ctx context.Context) error {
+	for _, p := range s.parts {
+		if err := p.start(s.alone); err != nil {
+			return err
+		}
+		if p.kind == "p" || p.kind == "d" {
+			continue // they start side by side
+		}
+		if err := p.await(ctx, 60*time.Second); err != nil {
+			return err
+		}
+	}
+	for _, p := range s.parts {
+		if err := p.await(ctx, 60*time.Second); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// warm lets the load run for a moment, and measures what idle parts take.
+func (s *soak) warm(ctx context.Context) error {
+	s.load.strict.Store(true)
+	wait(ctx, 5*time.Second)
+	s.load.drain(ctx)
+	s.check(ctx)
+	for _, p := range s.parts {
+		if p.kind == "redis" || ctx.Err() != nil {
+			continue
+		}
+		z, err := p.size(ctx)
+		if err != nil {
+			return fmt.Errorf("%s: %w", p.name, err)
+		}
+		s.baseline[p.name] = z
+	}
+	s.load.strict.Store(false)
+	s.load.paused.Store(false)
+	s.logf("warm: %d requests", s.load.next.Load())
+	return nil
+}
+
+// cycle injects the faults of one cycle, then compares everything in its quiet time.
+func (s *soak) cycle(ctx context.Context, c int) {
+	var wg sync.WaitGroup
+	start := time.Now()
+	for _, f := range s.schedule.Faults {
+		if f.Cycle != c {
+			continue
+		}
+		wg.Go(func() {
+			wait(ctx, time.Until(start.Add(f.At)))
+			if ctx.Err() == nil {
+				s.inject(ctx, f)
+			}
+		})
+	}
+	wg.Wait()
+	wait(ctx, time.Until(start.Add(s.schedule.Cycle-s.schedule.Quiet)))
+	for _, p := range s.parts {
+		if ctx.Err() != nil {
+			return
+		}
+		if err := p.await(ctx, 30*time.Second); err != nil {
+			s.violation("in the quiet time of cycle %d: %v", c, err)
+		}
+	}
+	wait(ctx, 8*time.Second)
+	s.load.strict.Store(true)
+	wait(ctx, 6*time.Second)
+	s.load.drain(ctx)
+	s.load.strict.Store(false)
+	if ctx.Err() != nil {
+		return
+	}
+	s.check(ctx)
+	s.mu.Lock()
+	s.logf("cycle %d ended: requests %v, kills %v, left out %v", c, s.record.Requests, s.record.Kills, s.record.LeftOut)
+	s.mu.Unlock()
+	s.load.paused.Store(false)
+}
+
+// stop ends all parts in order, engines before what they use.
+func (s *soak) stop() {
+	close(s.ended)
+	interrupted := len(s.record.Violations) > 0
+	for _, r := range s.readers {
+		_ = r.sub.Close()
+	}
+	for _, p := range slices.Backward(s.parts) {
+		p.pause(false)
+		if !p.end(syscall.SIGTERM, 20*time.Second) && !interrupted {
+			s.violation("%s did not end within 20 s of SIGTERM: its stacks are in %s", p.name, p.log)
+		}
+		s.record.Lives[p.name] = p.mu.lives
+	}
+	if !interrupted {
+		s.leftovers()
+		for _, p := range s.parts {
+			if err := p.scan(); err != nil {
+				s.violation("%v", err)
+			}
+		}
+	}
+}
+
+// print prints the record.
+func (s *soak) print() {
+	fmt.Printf("seed %d: %d cycles in %v, requests %v\n", s.record.Seed, s.record.Cycles, time.Since(s.began).Round(time.Second), s.record.Requests)
+	total := 0
+	for _, n := range s.record.Kills {
+		total += n
+	}
+	fmt.Printf("%d kills: %v\n", total, s.record.Kills)
+	for _, k := range slices.Sorted(maps.Keys(s.record.Faults)) {
+		fmt.Printf("  %-12s %d", k, s.record.Faults[k])
+		if n := s.record.LeftOut[k]; n > 0 {
+			fmt.Printf(", %d left out", n)
+		}
+		fmt.Println()
+	}
+	for k, n := range s.record.LeftOut {
+		if s.record.Faults[k] == 0 {
+			fmt.Printf("  %-12s 0, %d left out\n", k, n)
+		}
+	}
+	for _, v := range s.record.Violations {
+		fmt.Println("VIOLATION", v)
+	}
+	fmt.Fprintf(os.Stdout, "logs, schedule.json and record.json: %s\n", s.o.dir)
+}

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv/event"
+)
+
+// One seed gives one schedule, others another one; no fault reaches into a quiet time, and each names a part or host that
+// there is.
+func TestSchedule(t *testing.T) {
+	o := options{length: 3 * time.Minute, seed: 7, faults: true}
+	a, b := makeSchedule(&o), makeSchedule(&o)
+	if !reflect.DeepEqual(a, b) || len(a.Faults) < 60 {
+		t.Fatalf("%d faults, and %d", len(a.Faults), len(b.Faults))
+	}
+	if o.seed = 8; reflect.DeepEqual(a.Faults, makeSchedule(&o).Faults) {
+		t.Error("two seeds have one schedule")
+	}
+	var names []string
+	for _, p := range makeParts(&o, variantOf(7)) {
+		names = append(names, p.name)
+	}
+	for _, f := range a.Faults {
+		if f.At+f.For > a.Cycle-a.Quiet {
+			t.Errorf("%v ends in the quiet time, which begins after %v", f, a.Cycle-a.Quiet)
+		}
+		host := hosts[f.Target] != "" || f.Target == "shm" || strings.HasPrefix(f.Target, "disk") || f.Target == "fs2"
+		if !host && !slices.Contains(names, f.Target) {
+			t.Errorf("%v: there is no such part", f)
+		}
+	}
+}
+
+// A fault of a node or a tier explains no failed request; one of an engine does, while it lasts and for the grace after it.
+func TestWindows(t *testing.T) {
+	var w windows
+	closed := w.open(fault{Kind: "kill", Target: "node1"})
+	from := time.Now()
+	if w.during(from, from.Add(time.Second), time.Minute, fault.hurts) {
+		t.Error("a killed node explains a failed request")
+	}
+	closed()
+	closed = w.open(fault{Kind: "kill", Target: "p1"})
+	if from = time.Now(); !w.during(from, from.Add(time.Second), 0, fault.hurts) {
+		t.Error("a killed P explains nothing")
+	}
+	closed()
+	if from = time.Now().Add(time.Second); w.during(from, from.Add(time.Second), 100*time.Millisecond, fault.hurts) || !w.during(from, from.Add(time.Second), time.Minute, fault.hurts) {
+		t.Error("the grace does not hold")
+	}
+}
+
+// Answers are judged by their form: what is neither an answer nor a named error is wrong.
+func TestJudge(t *testing.T) {
+	f := func(status int, body, want string) {
+		t.Helper()
+		if got := judge(status, []byte(body)); got.kind != want {
+			t.Errorf("%d %s: %+v, want %s", status, body, got, want)
+		}
+	}
+	f(200, `{"choices":[{"text":" ~1"}]}`, "ok")
+	f(503, `{"error":{"message":"no engine"}}`, "error")
+	f(503, `{"error":{"message":""}}`, "wrong")
+	f(503, `busy`, "wrong")
+	f(200, ``, "wrong")
+	f(200, `{"choices":[]}`, "wrong")
+	f(200, `{"choices":[{"text":""}],"error":{"message":"x"}}`, "wrong")
+	g := func(stream, want, text string) {
+		t.Helper()
+		if got := readStream(strings.NewReader(stream)); got.kind != want || want == "ok" && got.texts[0] != text {
+			t.Errorf("%q: %+v, want %s", stream, got, want)
+		}
+	}
+	g("data: {\"choices\":[{\"text\":\"a\"}]}\n\ndata: {\"choices\":[{\"text\":\"b\"}]}\n\ndata: [DONE]\n\n", "ok", "ab")
+	g("data: {\"choices\":[{\"text\":\"a\"}]}\n\n", "wrong", "")
+	g(": ping\n\ndata: {\"error\":{\"message\":\"broke off\"}}\n\n", "error", "")
+	g("data: nonsense\n\n", "wrong", "")
+}
+
+// A list of events is changed by each event, and one that contradicts it is named.
+func TestApplyEvent(t *testing.T) {
+	has := map[string]bool{}
+	f := func(kind event.Kind, medium, hash string, contradicts bool, want int) {
+		t.Helper()
+		what := applyEvent(has, &event.Event{Kind: kind, Medium: medium, Hashes: [][]byte{[]byte(hash)}})
+		if (what != "") != contradicts || len(has) != want {
+			t.Errorf("%v %s %s: %q, %v", kind, medium, hash, what, has)
+		}
+	}
+	f(event.Stored, event.CPU, "a", false, 1)
+	f(event.Stored, event.Storage, "a", false, 2)
+	f(event.Stored, event.CPU, "a", true, 2)
+	f(event.Removed, event.CPU, "a", false, 1)
+	f(event.Removed, event.CPU, "a", true, 1)
+	f(event.Cleared, "", "", false, 0)
+}
+
+// What is left out makes the run pass; all else is left out.
+func TestMinimal(t *testing.T) {
+	var all []fault
+	for i := range 23 {
+		all = append(all, fault{At: time.Duration(i)})
+	}
+	tries := 0
+	got := minimal(all, func(faults []fault) bool {
+		tries++
+		has := func(i int) bool {
+			return slices.ContainsFunc(faults, func(f fault) bool { return f.At == time.Duration(i) })
+		}
+		return has(3) && has(17)
+	})
+	if len(got) != 2 || got[0].At != 3 || got[1].At != 17 || tries > 80 {
+		t.Errorf("%v after %d tries", got, tries)
+	}
+}
