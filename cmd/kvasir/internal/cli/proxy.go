@@ -111,6 +111,18 @@ var policies = map[string]proxy.Policy{
 	"least_load": proxy.LeastLoaded, "bucket": proxy.LeastLoaded, "manual": proxy.PrefixAware, "prefix_hash": proxy.PrefixAware, "consistent_hashing": proxy.PrefixAware,
 }
 
+// policyOf returns the policy of a flag, nil where the flag is not given.
+func policyOf(flag, name string) (*proxy.Policy, error) {
+	if name == "" {
+		return nil, nil
+	}
+	policy, ok := policies[name]
+	if !ok {
+		return nil, usagef("%s %q is no policy: round_robin, least_loaded and prefix_aware are", flag, name)
+	}
+	return &policy, nil
+}
+
 // proxyFields are the flags of options, for errors.
 var proxyFields = map[string]string{
 	"Prefill": "--prefill", "Decode": "--decode", "Engines": "--engine", "Sources": "dns+ or registry+", "DPSize": "--data-parallel-size", "SkipPrefill": "--skip-prefill-below", "SharedStore": "--shared-store", "DecodeAlone": "--decode-alone", "Store": "--store", "StoreEvents": "--store-events", "StoreReplay": "--store-events-replay", "EventsPort": "--kv-events-port", "ReplayPort": "--kv-events-replay-port",
@@ -124,18 +136,11 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 		SkipPrefill: int(c.SkipPrefill), EventsPort: c.EventsPort, ReplayPort: c.ReplayPort, SharedStore: c.SharedStore, Store: c.Store, StoreToken: c.StoreToken, StoreEvents: c.StoreEvents, StoreReplay: c.StoreReplay, DecodeAlone: c.DecodeAlone, MaxInFlight: c.MaxInFlight, MaxPrompts: c.MaxPrompts, BodyMemory: int64(c.BodyMemory), MaxPerEngine: c.MaxPerEngine, MaxQueue: c.MaxQueue,
 		QueueTimeout: c.QueueTimeout, Attempts: c.Attempts, FirstByte: c.FirstByte, PrefillTimeout: c.PrefillTime, AnswerTimeout: c.AnswerTime, Stall: c.Stall, KeepAlive: c.KeepAlive, Log: e.log,
 	}
-	for _, by := range []struct {
-		flag, name string
-		to         **proxy.Policy
-	}{{"--prefill-policy", c.PrefillBy, &o.PrefillPolicy}, {"--decode-policy", c.DecodeBy, &o.DecodePolicy}} {
-		if by.name == "" {
-			continue
-		}
-		policy, ok := policies[by.name]
-		if !ok {
-			return o, usagef("%s %q is no policy: round_robin, least_loaded and prefix_aware are", by.flag, by.name)
-		}
-		*by.to = &policy
+	if o.PrefillPolicy, err = policyOf("--prefill-policy", c.PrefillBy); err != nil {
+		return o, err
+	}
+	if o.DecodePolicy, err = policyOf("--decode-policy", c.DecodeBy); err != nil {
+		return o, err
 	}
 	if err := proxytool.Engines(&o, c.Prefill, c.Decode, c.Engine); err != nil {
 		return o, usagef("%v", err)
@@ -181,26 +186,34 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	}
 	o.EngineKeyToFound, o.PassHeaders = c.KeyToFound, c.PassHeader
 	o.CORS.Credentials = c.Credentials
-	for _, f := range []struct {
-		name string
-		from []string
-		to   *[]string
-	}{{"--allowed-origins", c.Origins, &o.CORS.Origins}, {"--allowed-methods", c.Methods, &o.CORS.Methods}, {"--allowed-headers", c.Headers, &o.CORS.Headers}} {
-		for _, text := range f.from {
-			list := []string{text}
-			if strings.HasPrefix(text, "[") {
-				list = nil
-				if err := json.Unmarshal([]byte(text), &list); err != nil {
-					return o, usagef("%s %s is no JSON list of texts", f.name, text)
-				}
-			}
-			*f.to = append(*f.to, list...)
-		}
+	if err := c.cors(&o.CORS); err != nil {
+		return o, err
 	}
 	if c.APIKeys != "" {
 		o.Keys, err = keys.Open(c.APIKeys)
 	}
 	return o, err
+}
+
+// cors sets origins, methods and headers, each a list of flags or one JSON list.
+func (c *proxyCmd) cors(to *proxy.CORS) error {
+	for _, f := range []struct {
+		name string
+		from []string
+		to   *[]string
+	}{{"--allowed-origins", c.Origins, &to.Origins}, {"--allowed-methods", c.Methods, &to.Methods}, {"--allowed-headers", c.Headers, &to.Headers}} {
+		for _, text := range f.from {
+			list := []string{text}
+			if strings.HasPrefix(text, "[") {
+				list = nil
+				if err := json.Unmarshal([]byte(text), &list); err != nil {
+					return usagef("%s %s is no JSON list of texts", f.name, text)
+				}
+			}
+			*f.to = append(*f.to, list...)
+		}
+	}
+	return nil
 }
 
 // proxyListeners are the names of a proxy's listeners in --allow-from.
