@@ -41,7 +41,7 @@ func (st *Status) findings() []Finding {
 	st.vllmFindings(add)
 	if st.Strangers > 0 {
 		add(fmt.Sprintf("%s not registered, for example worker %d: this server does not know its KV", times(uint64(st.Strangers), "worker sends heartbeats and is", "workers send heartbeats and are"), st.Stranger),
-			"restart the engine: SGLang registers once and never again. The server keeps registrations over its restart, but not with --cold, on another host, or when it cannot read them")
+			"restart the engine: SGLang registers once and never again. The server keeps registrations over its restart, but not with --cold, with a larger --l1-size-gb, on another host, or when it cannot read them")
 	}
 	if len(st.Workers) == refused && st.VLLM == nil {
 		add("no worker that can be served is registered", fmt.Sprintf("start vLLM on this host, as this user, with LMCacheMPConnector (kvasir server --help shows how). "+

@@ -306,30 +306,38 @@ func TestLayersArePartOfTheLayout(t *testing.T) {
 
 // An engine of SGLang registers once. Where the server does not know it any more, its heartbeats go on, and the operator hears what to do.
 func TestHeartbeatsWithoutRegistration(t *testing.T) {
-	d := newDesk(t, server.Options{})
-	d.register(7, 1, 4)
-	d.pool.Cold = true
-	d.restart()
-	found := func() bool {
-		return slices.ContainsFunc(d.Status().Findings, func(f server.Finding) bool {
-			return strings.Contains(f.What, "worker 7") && strings.Contains(f.Do, "restart the engine: SGLang")
-		})
-	}
-	d.ping(7)
-	if found() {
-		t.Error("after one heartbeat, to which a vLLM answers with its registration")
-	}
-	d.ping(7)
-	d.ping(7)
-	for range 3 {
-		d.Tick(time.Now())
-	}
-	if n := strings.Count(d.log.String(), "does not register again"); !found() || n != 1 {
-		t.Errorf("%+v, %d warnings", d.Status().Findings, n)
-	}
-	d.register(7, 1, 4)
-	if d.Tick(time.Now()); found() {
-		t.Error("it is registered again")
+	for what, change := range map[string]func(*pool.Options){
+		"cold": func(o *pool.Options) { o.Cold = true }, "a larger pool": func(o *pool.Options) { o.Bytes *= 2 },
+	} {
+		d := newDesk(t, server.Options{})
+		d.register(7, 1, 4)
+		change(&d.pool)
+		d.restart()
+		found := func() bool {
+			return slices.ContainsFunc(d.Status().Findings, func(f server.Finding) bool {
+				return strings.Contains(f.What, "worker 7") && strings.Contains(f.Do, "restart the engine: SGLang") && strings.Contains(f.Do, "a larger --l1-size-gb")
+			})
+		}
+		d.ping(7)
+		if found() {
+			t.Errorf("%s: after one heartbeat, to which a vLLM answers with its registration", what)
+		}
+		d.ping(7)
+		d.ping(7)
+		for range 3 {
+			d.Tick(time.Now())
+		}
+		log := d.log.String()
+		if n := strings.Count(log, "does not register again"); !found() || n != 1 {
+			t.Errorf("%s: %+v, %d warnings", what, d.Status().Findings, n)
+		}
+		if what != "cold" && !strings.Contains(log, "one of SGLang when its engine is restarted") {
+			t.Errorf("%s: %s", what, log)
+		}
+		d.register(7, 1, 4)
+		if d.Tick(time.Now()); found() {
+			t.Errorf("%s: it is registered again", what)
+		}
 	}
 }
 

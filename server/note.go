@@ -62,7 +62,7 @@ func (s *Server) restore() {
 		n, err = workers.DecodeNote(b)
 	}
 	if err != nil {
-		s.log.Warn("workers of the earlier server are not known; they register again at their next heartbeat", "err", err)
+		s.log.Warn("workers of the earlier server are not known: those of vLLM register again at their next heartbeat, those of SGLang when their engines are restarted", "err", err)
 		return
 	}
 	s.complete = b != nil
@@ -71,13 +71,13 @@ func (s *Server) restore() {
 	for i := range n.Workers {
 		w, err := n.Worker(i)
 		if err != nil {
-			s.log.Warn("a worker of the earlier server is not taken over; it registers again at its next heartbeat", "err", err)
+			s.log.Warn("a worker of the earlier server is not taken over: one of vLLM registers again at its next heartbeat, one of SGLang when its engine is restarted", "err", err)
 			s.complete = false
 			continue
 		}
 		in, err := s.revive(w)
 		if err != nil {
-			s.log.Warn("a worker of the earlier server is not taken over; it registers again at its next heartbeat", "worker", w.ID, "model", w.Model, "err", err)
+			s.log.Warn("a worker of the earlier server is not taken over: one of vLLM registers again at its next heartbeat, one of SGLang when its engine is restarted", "worker", w.ID, "model", w.Model, "err", err)
 			s.complete = false
 			continue
 		}
