@@ -101,8 +101,11 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	}
 	given := line.given
 	if err != nil {
-		text := parseText(err)
-		fmt.Fprintf(stderr, "kvasir: %s%s (see %s --help)\n", text, given.Origins(text), commandOf(err))
+		text, command := parseText(err), commandOf(err)
+		if command == "kvasir proxy" {
+			text = proxy.Foreign(text)
+		}
+		fmt.Fprintf(stderr, "kvasir: %s%s (see %s --help)\n", text, given.Origins(text), command)
 		return 2
 	}
 	sig, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
