@@ -3,7 +3,6 @@
 package proxy
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -93,16 +92,11 @@ func (e *exchange) endEarly(status int, kind, text string) (outcome string) {
 
 // endEarlyAs is endEarly with an engine's answer that is no stream.
 func (e *exchange) endEarlyAs(status int, body []byte) (outcome string) {
-	var said struct {
-		Error struct {
-			Message string `json:"message"`
-			Type    string `json:"type"`
-		} `json:"error"`
+	kind, text := openai.ErrorIn(body)
+	if text == "" {
+		text = fmt.Sprintf("the engine answered with status %d", status)
 	}
-	if json.Unmarshal(body, &said) != nil || said.Error.Message == "" {
-		said.Error.Message = fmt.Sprintf("the engine answered with status %d", status)
-	}
-	return e.endEarly(status, said.Error.Type, said.Error.Message)
+	return e.endEarly(status, kind, text)
 }
 
 // maxOpening bounds what is held back of a stream until it has data, bytes.

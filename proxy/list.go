@@ -464,7 +464,11 @@ func (l *list) endFailedLocked() (outcome string) {
 	l.openLocked()
 	event := bytes.ReplaceAll(bytes.TrimSpace(f.body), []byte("\n"), nil)
 	if !bytes.HasPrefix(event, []byte(`{"error"`)) {
-		event = (&refusal{status: http.StatusBadGateway, kind: "InternalServerError", text: "the engine broke off"}).body()
+		why := refusal{status: http.StatusBadGateway, kind: "InternalServerError", text: "the engine broke off"}
+		if kind, text := openai.ErrorIn(event); text != "" && f.status >= 400 { // as SGLang writes it
+			why = refusal{status: f.status, kind: kind, text: text}
+		}
+		event = why.body()
 	}
 	_ = l.sendLocked(openai.AppendEvent(nil, event)) // the client may have gone
 	if l.mu.outcome == "failed" {

@@ -133,3 +133,41 @@ func TestCompressedBodies(t *testing.T) {
 		}
 	}
 }
+
+// What P refuses with the error of SGLang's OpenAI routes reaches a client whose stream has begun: of a list of prompts, and by comments.
+func TestSGLangRefusalsInStreams(t *testing.T) {
+	began := make(chan struct{})
+	url, _ := startMockedPair(t, oneRankSGLang, proxy.Options{KeepAlive: 5 * time.Millisecond}, func(w http.ResponseWriter, r *http.Request) {
+		text, _ := io.ReadAll(r.Body)
+		if strings.Contains(string(text), `"long"`) {
+			select {
+			case <-began:
+			case <-time.After(20 * time.Millisecond): // a single request: comments are sent meanwhile
+			}
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(400)
+			fmt.Fprint(w, `{"object":"error","message":"The input is too long","type":"BadRequest","param":null,"code":400}`)
+			return
+		}
+		fmt.Fprint(w, `{"choices":[]}`)
+	}, func(w http.ResponseWriter, r *http.Request) {
+		text, _ := io.ReadAll(r.Body)
+		if strings.Contains(string(text), `"long"`) {
+			<-r.Context().Done()
+			return
+		}
+		w.Header().Set("Content-Type", "text/event-stream")
+		for range 40 { // more than is held back
+			fmt.Fprintf(w, "data: {\"id\":\"x\",\"choices\":[{\"index\":0,\"text\":%q}]}\n\n", strings.Repeat("a", 32<<10))
+		}
+		_ = http.NewResponseController(w).Flush()
+		close(began)
+		<-r.Context().Done()
+	})
+	for _, body := range []string{`{"prompt":"long","stream":true}`, `{"prompt":["short","long"],"stream":true}`} {
+		status, answer := askSGLang(t, url, "/v1/completions", body)
+		if status != 200 || !strings.Contains(answer, `"message":"The input is too long"`) || !strings.Contains(answer, `"code":400`) {
+			t.Errorf("%s: %d %.200s … %s", body, status, answer, answer[max(0, len(answer)-300):])
+		}
+	}
+}

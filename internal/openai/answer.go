@@ -182,3 +182,25 @@ func setCached(text, cachedKey []byte, n int) []byte {
 	}
 	return append(out, text...)
 }
+
+// ErrorIn returns the kind and the text of an error in the body of an engine's answer; "": there is none. vLLM has them under error, SGLang's
+// OpenAI routes at the top (0.5.23), and FastAPI, under both, a text as detail.
+func ErrorIn(body []byte) (kind, text string) {
+	type said struct {
+		Message string `json:"message"`
+		Type    string `json:"type"`
+	}
+	var answer struct {
+		said
+		Error  *said  `json:"error"`
+		Detail string `json:"detail"`
+	}
+	_ = json.Unmarshal(body, &answer) // what is there of it
+	switch {
+	case answer.Error != nil && answer.Error.Message != "":
+		return answer.Error.Type, answer.Error.Message
+	case answer.Message != "":
+		return answer.Type, answer.Message
+	}
+	return "", answer.Detail
+}

@@ -93,3 +93,19 @@ func TestStopped(t *testing.T) {
 	f(`{"object":"response","status":"completed"}`, true)
 	f(`{"object":"response","status":"incomplete"}`, false)
 }
+
+// The texts of errors as engines write them.
+func TestErrorIn(t *testing.T) {
+	f := func(body, kind, text string) {
+		t.Helper()
+		if k, got := openai.ErrorIn([]byte(body)); k != kind || got != text {
+			t.Errorf("%s: %q, %q", body, k, got)
+		}
+	}
+	f(`{"error":{"message":"no","type":"BadRequestError","code":400}}`, "BadRequestError", "no")
+	f(`{"object":"error","message":"too long","type":"BadRequest","param":null,"code":400}`, "BadRequest", "too long")
+	f(`{"detail":"Not Found"}`, "", "Not Found")
+	f(`{"detail":[{"loc":["body"]}]}`, "", "")
+	f(`{"error":"x","message":"m"}`, "", "m")
+	f(`busy`, "", "")
+}
