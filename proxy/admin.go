@@ -7,7 +7,9 @@ import (
 	"crypto/subtle"
 	"encoding/json"
 	"fmt"
+	"net"
 	"net/http"
+	"strconv"
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
@@ -19,7 +21,9 @@ var roleNames = map[string]role{"engine": both, "prefill": prefill, "decode": de
 type EngineState struct {
 	URL      string   `json:"url"`
 	Role     string   `json:"role"`
-	Registry string   `json:"registry,omitempty"`
+	Engine   string   `json:"engine,omitempty"`   // sglang, where it is one
+	Reason   string   `json:"reason,omitempty"`   // why an engine of SGLang gets no requests
+	Registry string   `json:"registry,omitempty"` // or the bootstrap server of a P of SGLang
 	Well     bool     `json:"well"`
 	Draining bool     `json:"draining"`
 	Requests int      `json:"requests"`
@@ -66,10 +70,14 @@ func (p *Proxy) Admin(token string) http.Handler {
 		if !ok {
 			return badAdmin("role %.40q is not engine, prefill or decode", e.Role)
 		}
-		if err := p.checkEngine(role, e.URL, e.Registry); err != nil {
+		added := Prefill{URL: e.URL, Registry: e.Registry}
+		if role == prefill && e.Registry == "" && p.o.Detect {
+			added = added.guess()
+		}
+		if err := p.checkEngine(role, added.URL, added.Registry); err != nil {
 			return badAdmin("%v", err)
 		}
-		if err := p.add(role, Prefill{URL: e.URL, Registry: e.Registry}); err != nil {
+		if err := p.add(role, added); err != nil {
 			return &refusal{status: http.StatusConflict, kind: "ConflictError", text: err.Error()}
 		}
 		p.o.Log.Info("an engine was added", "engine", e.URL, "role", e.Role)
@@ -126,7 +134,14 @@ func (p *Proxy) states() []EngineState {
 				s.Role = name
 			}
 		}
-		if b.registry != nil {
+		s.Reason = b.problem()
+		switch of := b.sglang.Load(); {
+		case of != nil:
+			if s.Engine = "sglang"; b.role == prefill {
+				host, port := b.bootstrapAt()
+				s.Registry, s.Ranks = "http://"+net.JoinHostPort(host, strconv.Itoa(port)), of.ranks
+			}
+		case b.registry != nil:
 			s.Registry = b.registry.Base()
 			b.mu.Lock()
 			s.Ranks = len(b.mu.ranks)

@@ -24,6 +24,7 @@ type Source struct {
 	URL string
 	// Registry is the port of the registry at each prefill engine that DNS finds.
 	Registry int
+	Guessed  bool // Registry is a default, which what P says of itself replaces
 }
 
 // finder asks a Source.
@@ -32,7 +33,8 @@ type finder struct {
 	api      url.URL // of engines; its host is replaced
 	name     string  // DNS
 	registry *bootstrap.Client
-	port     int // of a registry at each engine
+	port     int  // of a registry at each engine
+	guessed  bool // port is a default
 
 	outside, beyond int // engines that were not asked at the last look: outside of the networks, beyond maxFound
 }
@@ -106,7 +108,7 @@ func newFinder(s Source, dialect Dialect) (*finder, error) {
 	if !ok || err != nil || u.Hostname() == "" || u.Scheme != "http" && u.Scheme != "https" {
 		return nil, fmt.Errorf("%.200q is not dns+http://NAME:PORT or registry+http://HOST:PORT?port=PORT", s.URL)
 	}
-	f := &finder{role: r, port: s.Registry, api: url.URL{Scheme: u.Scheme}}
+	f := &finder{role: r, port: s.Registry, guessed: s.Guessed, api: url.URL{Scheme: u.Scheme}}
 	switch {
 	case kind == "dns" && u.Port() != "":
 		f.name, f.api.Host = u.Hostname(), ":"+u.Port()
@@ -144,7 +146,7 @@ func (f *finder) find(ctx context.Context, resolve func(context.Context, string)
 		case f.registry != nil:
 			e.Registry = f.registry.Base()
 		case f.role == prefill && f.port > 0:
-			e.Registry = "http://" + net.JoinHostPort(host, fmt.Sprint(f.port))
+			e.Registry, e.Guessed = "http://"+net.JoinHostPort(host, fmt.Sprint(f.port)), f.guessed
 		}
 		out = append(out, e)
 	}
@@ -193,7 +195,7 @@ func (p *Proxy) discover(ctx context.Context, f *finder) {
 }
 
 func (p *Proxy) addFound(f *finder, e Prefill) error {
-	return p.addBackend(&backend{role: f.role, url: trimURL(e.URL), found: f.registry != nil, turns: make(map[string]uint64)}, e.Registry)
+	return p.addBackend(&backend{role: f.role, url: trimURL(e.URL), guessed: e.Guessed, found: f.registry != nil, turns: make(map[string]uint64)}, e.Registry)
 }
 
 func (p *Proxy) follow(f *finder, known map[string]*backend, found []Prefill) {

@@ -43,12 +43,12 @@ type backend struct {
 	bootstrap string
 
 	// Under looking:
-	identified bool   // it is known whether it is an engine of SGLang
-	problem    string // why an engine of SGLang is not used
+	identified bool // it is known whether it is an engine of SGLang
 
 	well     atomic.Bool // it answered the last look, and no call failed since
 	draining atomic.Bool
 	models   atomic.Pointer[[]model] // nil: not known, it may have any
+	reason   atomic.Pointer[string]  // why an engine of SGLang is not used; nil or "": it is
 	sglang   atomic.Pointer[sglang]  // what it says of itself; nil: it is no engine of SGLang
 	others   atomic.Int64            // requests of other proxies, by its metrics
 	rankTurn atomic.Uint64

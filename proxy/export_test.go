@@ -41,7 +41,7 @@ func (p *Proxy) Problem(url string) string {
 		if b.url == url {
 			b.looking.Lock()
 			defer b.looking.Unlock()
-			return b.problem
+			return b.problem()
 		}
 	}
 	return ""

@@ -27,6 +27,14 @@ type Prefill struct {
 	Guessed  bool   // Registry is a default, which what P says of itself replaces
 }
 
+// guess returns a prefill engine with the registry that it has by default.
+func (e Prefill) guess() Prefill {
+	if u, err := url.Parse(e.URL); err == nil {
+		e.Registry, e.Guessed = "http://"+net.JoinHostPort(u.Hostname(), strconv.Itoa(defaultBootstrapPort)), true
+	}
+	return e
+}
+
 // Dialect is how P and D learn of each other.
 type Dialect uint8
 

@@ -3,9 +3,12 @@
 package proxy_test
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"net/http"
+	"net/http/httptest"
+	neturl "net/url"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -59,8 +62,8 @@ func TestSGLangRequestsWithoutRooms(t *testing.T) {
 		if status, answer := askSGLang(t, url, "/v1/completions", `{"prompt":["x","y"]}`); status != 200 && status != 502 || len(pair.all()) == ofPair {
 			t.Errorf("a list of prompts: %d %s, the pair got nothing", status, answer)
 		}
+		testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" }) // P's parts have ended, too
 		ofPair = len(pair.all())
-		testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 	}
 }
 
@@ -168,6 +171,61 @@ func TestSGLangRefusalsInStreams(t *testing.T) {
 		status, answer := askSGLang(t, url, "/v1/completions", body)
 		if status != 200 || !strings.Contains(answer, `"message":"The input is too long"`) || !strings.Contains(answer, `"code":400`) {
 			t.Errorf("%s: %d %.200s … %s", body, status, answer, answer[max(0, len(answer)-300):])
+		}
+	}
+}
+
+// A P of SGLang that an operator adds, or that a name in DNS finds, without the port of its bootstrap server says the port itself. Who asks
+// for the engines hears what they are, and why one gets no requests.
+func TestSGLangAdded(t *testing.T) {
+	var ports sglLegs
+	ok := func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"text":"a"}`) }
+	boot := serveMux(t, func() *http.ServeMux {
+		mux := http.NewServeMux()
+		mux.HandleFunc("/route", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, oneRankSGLang) })
+		return mux
+	}())
+	of, _ := neturl.Parse(boot)
+	p := func() string {
+		mux := http.NewServeMux()
+		mux.HandleFunc("/ready", func(http.ResponseWriter, *http.Request) {})
+		mux.HandleFunc("/model_info", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
+		mux.HandleFunc("/server_info", func(w http.ResponseWriter, _ *http.Request) {
+			fmt.Fprintf(w, `{"disaggregation_mode":"prefill","disaggregation_bootstrap_port":%s}`, of.Port())
+		})
+		mux.HandleFunc("/generate", func(w http.ResponseWriter, r *http.Request) { ports.take(r); ok(w, r) })
+		return serveMux(t, mux)
+	}()
+	d, wrong := mockSGLang(t, "decode", nil, ok), mockSGLang(t, "prefill", nil, ok)
+	for _, by := range []string{"admin", "dns"} {
+		o := proxy.Options{Detect: true, HealthInterval: 20 * time.Millisecond}
+		api, _ := neturl.Parse(p)
+		if by == "dns" {
+			o.Decode = []string{d}
+			o.Sources = []proxy.Source{{Role: "prefill", URL: "dns+http://engines.test:" + api.Port(), Registry: 8998, Guessed: true}}
+			o = proxy.WithResolver(o, func(context.Context, string) ([]string, error) { return []string{"127.0.0.1"}, nil })
+		}
+		url, s := startProxy(t, o)
+		admin := httptest.NewServer(s.Admin("token"))
+		defer admin.Close()
+		if by == "admin" {
+			for role, e := range map[string]string{"prefill": p, "decode": d, "engine": wrong} {
+				if status, text, _ := do(t, http.MethodPost, admin.URL+"/engines", "token", fmt.Sprintf(`{"url":%q,"role":%q}`, e, role)); status != 201 {
+					t.Fatalf("%s: %d %s", role, status, text)
+				}
+			}
+			testkit.Eventually(t, "the reason is known", func() bool { return s.Problem(wrong) != "" })
+		}
+		reach(t, url)
+		before := len(ports.all())
+		status, answer := askSGLang(t, url, "/generate", `{"text":"x"}`)
+		testkit.Eventually(t, "P has the request", func() bool { return len(ports.all()) > before })
+		if got := ports.all()[before]; status != 200 || portOf(got) != of.Port() {
+			t.Errorf("%s: %d %s, P got %s", by, status, answer, got)
+		}
+		_, list, _ := do(t, http.MethodGet, admin.URL+"/engines", "token", "")
+		if !strings.Contains(list, `"registry":"`+boot+`"`) || strings.Count(list, `"engine":"sglang"`) < 2 || strings.Contains(list, `"reason":"its disaggregation mode is`) != (by == "admin") {
+			t.Errorf("%s: %s", by, list)
 		}
 	}
 }

@@ -73,12 +73,20 @@ func (p *Proxy) answers(ctx context.Context, b *backend) bool {
 
 // because notes why an engine gets no requests, and logs what is new; "": it does.
 func (p *Proxy) because(b *backend, problem string) {
-	if problem == b.problem {
+	if problem == b.problem() {
 		return
 	}
-	if b.problem = problem; problem != "" {
+	if b.reason.Store(&problem); problem != "" {
 		p.o.Log.Warn("an engine of SGLang gets no requests", "engine", b.url, "reason", problem)
 	}
+}
+
+// problem returns why an engine of SGLang gets no requests; "": it does.
+func (b *backend) problem() string {
+	if reason := b.reason.Load(); reason != nil {
+		return *reason
+	}
+	return ""
 }
 
 // wantsKey is why an engine of SGLang with an --api-key is not used: it shows nothing without.

@@ -21,12 +21,12 @@ func Engines(o *proxy.Options, prefill, decode, both []string) error {
 		return err
 	}
 	for _, p := range all {
-		if !sourced(o, "prefill", p.URL, p.Registry) {
+		if !sourced(o, "prefill", p) {
 			o.Prefill = append(o.Prefill, p)
 		}
 	}
-	o.Decode = slices.DeleteFunc(slices.Clone(decode), func(u string) bool { return sourced(o, "decode", u, "") })
-	o.Engines = slices.DeleteFunc(slices.Clone(both), func(u string) bool { return sourced(o, "engine", u, "") })
+	o.Decode = slices.DeleteFunc(slices.Clone(decode), func(u string) bool { return sourced(o, "decode", proxy.Prefill{URL: u}) })
+	o.Engines = slices.DeleteFunc(slices.Clone(both), func(u string) bool { return sourced(o, "engine", proxy.Prefill{URL: u}) })
 	return nil
 }
 
@@ -67,12 +67,12 @@ func prefills(list []string, dialect proxy.Dialect, detect bool) (out []proxy.Pr
 }
 
 // sourced notes a place where engines are found; false: it is an engine's URL.
-func sourced(o *proxy.Options, role, address, registry string) bool {
-	if !strings.HasPrefix(address, "dns+") && !strings.HasPrefix(address, "registry+") {
+func sourced(o *proxy.Options, role string, e proxy.Prefill) bool {
+	if !strings.HasPrefix(e.URL, "dns+") && !strings.HasPrefix(e.URL, "registry+") {
 		return false
 	}
-	s := proxy.Source{Role: role, URL: address}
-	if u, err := url.Parse(registry); err == nil {
+	s := proxy.Source{Role: role, URL: e.URL, Guessed: e.Guessed}
+	if u, err := url.Parse(e.Registry); err == nil {
 		s.Registry, _ = strconv.Atoi(u.Port())
 	}
 	o.Sources = append(o.Sources, s)
