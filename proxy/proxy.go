@@ -358,9 +358,12 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request, route how) {
 		e.want.alone, e.want.many = e.aloneOf()
 	}
 	var sequences []openai.Sequence
-	if route == throughPD && p.fleet.pairsSGLang(e.want.model) {
+	switch pairs := !withoutKV[r.URL.Path] && p.fleet.pairsSGLang(e.want.model); {
+	case pairs && route == throughPD:
 		sequences, err = e.byRooms()
-	} else if e.want.many {
+	case pairs:
+		sequences, err = e.withoutRoom(noRoomFor(r.URL.Path))
+	case e.want.many:
 		sequences, err = e.apart()
 	}
 	if err != nil {

@@ -41,12 +41,22 @@ var routes = map[string]how{
 	"/score": atOne, "/v1/score": atOne, "/rerank": atOne, "/v1/rerank": atOne, "/v2/rerank": atOne, "/tokenize": atOne, "/detokenize": atOne,
 	"/invocations": atOne, "/v1/completions/render": atOne, "/v1/chat/completions/render": atOne, "/v1/completions/derender": atOne, "/v1/chat/completions/derender": atOne,
 	"/v1/audio/transcriptions": form, "/v1/audio/translations": form, "/version": ofAnEngine,
+	"/v1/tokenize": atOne, "/v1/detokenize": atOne, "/v1/classify": atOne, "/encode": atOne,
 	"/generate": throughPD, "/model_info": ofAnEngine, "/get_model_info": ofAnEngine, "/server_info": serverInfo, "/get_server_info": serverInfo, "/abort_request": aborts,
 	"/v1/realtime": refusedBy, "/v1/audio/speech": refusedBy,
 }
 
 // ofSGLang are the routes that engines of SGLang alone have.
-var ofSGLang = map[string]bool{"/generate": true, "/model_info": true, "/get_model_info": true, "/server_info": true, "/get_server_info": true, "/abort_request": true}
+var ofSGLang = map[string]bool{
+	"/v1/tokenize": true, "/v1/detokenize": true, "/v1/classify": true, "/encode": true,
+	"/generate": true, "/model_info": true, "/get_model_info": true, "/server_info": true, "/get_server_info": true, "/abort_request": true,
+}
+
+// withoutKV are the routes of one engine that compute no KV: a D of SGLang serves them, too.
+var withoutKV = map[string]bool{
+	"/tokenize": true, "/detokenize": true, "/v1/tokenize": true, "/v1/detokenize": true, "/v1/messages/count_tokens": true, "/v1/completions/render": true,
+	"/v1/chat/completions/render": true, "/v1/completions/derender": true, "/v1/chat/completions/derender": true,
+}
 
 // reasons say why a listed route is refused.
 var reasons = map[string]string{

@@ -37,7 +37,7 @@ func (f *fleet) noneWell() bool {
 
 // pairsSGLang reports whether D's of SGLang serve a model.
 func (f *fleet) pairsSGLang(model string) bool {
-	return slices.ContainsFunc(f.engines(), func(b *backend) bool {
+	return f.rooms.Load() && slices.ContainsFunc(f.engines(), func(b *backend) bool {
 		return b.role == decode && b.kind() == sglangKind && b.serves(model)
 	})
 }
@@ -64,6 +64,11 @@ func (e *exchange) withoutRoom(err error) ([]openai.Sequence, error) {
 	return nil, nil
 }
 
+// noRoomFor refuses a path that P and D of SGLang do not have.
+func noRoomFor(path string) error {
+	return &refusal{status: http.StatusNotImplemented, kind: "NotImplementedError", text: path + " does not reach P and D of SGLang: it has no bootstrap room there", outcome: "bad_request"}
+}
+
 // byRooms returns the sequences of a request to P and D of SGLang, each of which has a room of its own; nil: it is one. The error is a
 // *refusal.
 //
@@ -76,7 +81,7 @@ func (e *exchange) byRooms() ([]openai.Sequence, error) {
 	background, _ := e.q.Bool(e.q.Background)
 	switch path := e.r.URL.Path; {
 	case path == "/v1/messages", path == "/inference/v1/generate":
-		return e.withoutRoom(bad(http.StatusNotImplemented, "NotImplementedError", path+" does not reach P and D of SGLang: it has no bootstrap room there"))
+		return e.withoutRoom(noRoomFor(path))
 	case path == "/v1/responses" && (previous != "" || background):
 		return e.withoutRoom(bad(http.StatusNotImplemented, "NotImplementedError", "previous_response_id and background do not reach P and D of SGLang: P does not have the response"))
 	case e.q.OfVLLM() && e.p.fleet.hasOthers(&e.want):

@@ -52,7 +52,11 @@ func TestSGLangRequestsWithoutRooms(t *testing.T) {
 		f("/v1/completions", `{"prompt":["x","y"],"n":2,"use_beam_search":true}`)
 		f("/v1/completions", `{"prompt":"x","best_of":3}`)
 		f("/v1/completions", `{"prompt_embeds":["eA==","eQ=="]}`)
+		f("/v1/score", `{"query":"x","items":["y"]}`)
+		f("/v1/embeddings", `{"input":"x"}`)
 		if alone == sglang {
+			f("/encode", `{"text":"x"}`)
+			f("/invocations", `{"messages":[{"role":"user","content":"x"}]}`)
 			f("/generate", `{"input_embeds":[[[0.5]],[[0.25]]]}`)
 			f("/generate", `{"text":null,"input_ids":null,"input_embeds":[[[0.5]],[[0.25]]]}`)
 		}
@@ -70,12 +74,22 @@ func TestSGLangRequestsWithoutRooms(t *testing.T) {
 // Without such engines they are refused with the reason; embeddings that may be several prompts never get one room.
 func TestSGLangRequestsWithoutRoomsAreRefused(t *testing.T) {
 	var legs sglLegs
-	url, _ := startMockedPair(t, oneRankSGLang, proxy.Options{}, func(_ http.ResponseWriter, r *http.Request) { legs.take(r) }, func(_ http.ResponseWriter, r *http.Request) { legs.take(r) })
+	url, _ := startMockedPair(t, oneRankSGLang, proxy.Options{}, func(_ http.ResponseWriter, r *http.Request) { legs.take(r) }, func(w http.ResponseWriter, r *http.Request) { legs.take(r); fmt.Fprint(w, `{}`) })
+	for _, path := range []string{"/invocations", "/v1/score", "/v1/embeddings", "/v1/classify", "/encode", "/v1/messages", "/v1/chat/completions/batch"} {
+		if status, answer := askSGLang(t, url, path, `{"text":"x"}`); status != 501 || len(legs.all()) > 0 {
+			t.Errorf("%s: %d %s; %v", path, status, answer, legs.all())
+		}
+	}
 	for _, body := range []string{
 		`{"input_embeds":[[[0.5]],[[0.25]]]}`, `{"text":null,"input_embeds":[[[0.5]],[[0.25]]]}`, `{"text":null,"input_ids":null,"input_embeds":[[[0.5]],[[0.25]]]}`,
 	} {
 		if status, answer := askSGLang(t, url, "/generate", body); status != 400 || len(legs.all()) > 0 {
 			t.Errorf("%s: %d %s; %v", body, status, answer, legs.all())
+		}
+	}
+	for n, path := range []string{"/tokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens"} { // D serves these
+		if _, answer := askSGLang(t, url, path, `{"prompt":"x"}`); len(legs.all()) != n+1 {
+			t.Errorf("%s: %s", path, answer)
 		}
 	}
 }
