@@ -184,3 +184,97 @@ func TestSGLangClientsShareATier(t *testing.T) {
 		n.stop()
 	}
 }
+
+// Each rank of SGLang's older client looks up by itself, under one request id: in whatever order they ask, all hit, each loads its own
+// shard, and nothing stays pinned.
+func TestSGLangRanksLookUpTogether(t *testing.T) {
+	for _, order := range []string{"one after the other", "both ask, then both wait", "the second asks while the first has its answer"} {
+		n := startDriven(t, t.TempDir(), "pool", server.Options{})
+		prompt := tokens(3*drivenChunk, 6)
+		type rank struct {
+			*oldSGLang
+			answer func([][]byte) [][]byte
+			before [][]byte
+		}
+		var ranks []*rank
+		who := sameUser
+		who.PID = os.Getpid()
+		for i := range 2 {
+			r := &rank{oldSGLang: newOldSGLang(n, int64(20+i)), answer: n.Connect(who)}
+			r.reg.WorldSize = 2
+			for j, p := range r.planes {
+				for k := range p {
+					p[k] = byte(k*3 + j*31 + i*77 + k>>8)
+				}
+				r.before = append(r.before, bytes.Clone(p))
+			}
+			ranks = append(ranks, r)
+		}
+		call := func(r *rank, op lmcache.Op, payload ...[]byte) []byte {
+			t.Helper()
+			if got := r.answer(append([][]byte{{1}, lmcache.AppendOp(nil, op)}, payload...)); len(got) > 2 {
+				return bytes.Clone(got[2])
+			}
+			return nil
+		}
+		key := func(worker int, request string) []byte {
+			k := lmcache.Key{Model: "m", WorldSize: 2, Worker: worker, Tokens: prompt, End: len(prompt), RequestID: request, Readers: 1}
+			return k.Append(nil)
+		}
+		for _, r := range ranks {
+			call(r, lmcache.OpGetChunkSize)
+			call(r, lmcache.OpRegisterKVCache, r.reg.Frames()...)
+		}
+		for i, r := range ranks {
+			got, err := lmcache.DecodeCopied(call(r, lmcache.OpStore, key(i, "s"), lmcache.AppendInt(nil, r.reg.InstanceID), lmcache.AppendBlockIDs(nil, [][]int{span(1, 6)}), lmcache.AppendBytes(nil, nil)))
+			if err != nil || !got.OK {
+				t.Fatalf("%+v, %v\n%s", got, err, n.log)
+			}
+			call(r, lmcache.OpEndSession, lmcache.AppendString(nil, "s"))
+		}
+		ask := func(r *rank) { call(r, lmcache.OpLookup, key(lmcache.AllWorkers, "r"), lmcache.AppendInt(nil, 2)) }
+		wait := func(r *rank) {
+			t.Helper()
+			hit, err := lmcache.DecodeInt(call(r, lmcache.OpWaitPrefetchStatus, lmcache.AppendString(nil, "r"), msgp.AppendFloat64(nil, 10)))
+			if err != nil || hit != 3 {
+				t.Errorf("%s: rank %d hits %d chunks, %v\n%s", order, r.reg.InstanceID-20, hit, err, n.log)
+			}
+		}
+		switch a, b := ranks[0], ranks[1]; order {
+		case "one after the other":
+			ask(a)
+			wait(a)
+			ask(b)
+			wait(b)
+		case "both ask, then both wait":
+			ask(a)
+			ask(b)
+			wait(b)
+			wait(a)
+		default:
+			ask(a)
+			ask(b)
+			wait(a)
+			wait(b)
+		}
+		for i, r := range ranks {
+			got, err := lmcache.DecodeCopied(call(r, lmcache.OpRetrieve, key(i, "r"), lmcache.AppendInt(nil, r.reg.InstanceID), lmcache.AppendBlockIDs(nil, [][]int{span(20, 6)}), lmcache.AppendBytes(nil, nil), lmcache.AppendInt(nil, 0)))
+			if err != nil || !got.OK {
+				t.Errorf("%s: rank %d loads %+v, %v\n%s", order, i, got, err, n.log)
+			}
+			const page = engineBlock
+			for j, p := range r.planes {
+				if !bytes.Equal(p[20*page:26*page], r.before[j][page:7*page]) {
+					t.Errorf("%s: rank %d, plane %d has other bytes", order, i, j)
+				}
+			}
+		}
+		for _, r := range ranks {
+			call(r, lmcache.OpEndSession, lmcache.AppendString(nil, "r"))
+		}
+		if st := n.store.Stats(); st.Sessions != 0 {
+			t.Errorf("%s: %d requests hold chunks", order, st.Sessions)
+		}
+		n.stop()
+	}
+}
