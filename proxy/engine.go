@@ -44,6 +44,7 @@ type backend struct {
 
 	// Under looking:
 	identified bool // it is known whether it is an engine of SGLang
+	missed     bool // the last look did not find it well
 
 	well     atomic.Bool // it answered the last look, and no call failed since
 	draining atomic.Bool

@@ -20,7 +20,8 @@ import (
 )
 
 // silentLooks is after how many looks without an answer requests that wait for an engine are given to
-// others. One that refuses connections breaks theirs by itself.
+// others. One that refuses connections breaks theirs by itself, and one that answers that it is not ready, as SGLang does from SIGTERM on,
+// finishes them.
 const silentLooks = 10
 
 var errSilent = errors.New("the engine is silent")
@@ -44,7 +45,8 @@ func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 	defer b.looking.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, max(p.o.HealthInterval, 2*time.Second))
 	defer cancel()
-	well := p.answers(ctx, b)
+	well, heard := p.answers(ctx, b)
+	b.missed = !well
 	if well && (all || !b.well.Load()) {
 		p.listModels(ctx, b)
 	}
@@ -52,7 +54,7 @@ func (p *Proxy) look(ctx context.Context, b *backend, all bool) {
 		p.readLoad(ctx, b)
 	}
 	b.mu.Lock()
-	if b.mu.misses++; well {
+	if b.mu.misses++; heard {
 		b.mu.misses = 0
 	}
 	if b.mu.misses == silentLooks {

@@ -63,10 +63,11 @@ func TestSGLangRequestsWithoutRooms(t *testing.T) {
 		if n := len(pair.all()); n != ofPair {
 			t.Errorf("the pair got %d requests", n-ofPair)
 		}
-		if status, answer := askSGLang(t, url, "/v1/completions", `{"prompt":["x","y"]}`); status != 200 && status != 502 || len(pair.all()) == ofPair {
-			t.Errorf("a list of prompts: %d %s, the pair got nothing", status, answer)
+		if status, answer := askSGLang(t, url, "/generate", `{"text":["x","y"]}`); status != 200 {
+			t.Errorf("a list of prompts: %d %s", status, answer)
 		}
-		testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" }) // P's parts have ended, too
+		testkit.Eventually(t, "P and D have both prompts", func() bool { return len(pair.all()) == ofPair+4 })
+		testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 		ofPair = len(pair.all())
 	}
 }
@@ -241,5 +242,47 @@ func TestSGLangAdded(t *testing.T) {
 		if !strings.Contains(list, `"registry":"`+boot+`"`) || strings.Count(list, `"engine":"sglang"`) < 2 || strings.Contains(list, `"reason":"its disaggregation mode is`) != (by == "admin") {
 			t.Errorf("%s: %s", by, list)
 		}
+	}
+}
+
+// An engine that says that it is not ready, as one of SGLang does from SIGTERM on until its requests have ended, keeps those that it has.
+func TestRequestsOfAnEngineThatStops(t *testing.T) {
+	for _, sglang := range []bool{true, false} {
+		var looks atomic.Int64
+		stopping := make(chan struct{})
+		mux := http.NewServeMux()
+		look := func(w http.ResponseWriter, _ *http.Request) {
+			select {
+			case <-stopping:
+				looks.Add(1)
+				w.WriteHeader(503)
+			default:
+			}
+		}
+		if sglang {
+			mux.HandleFunc("/ready", look)
+			mux.HandleFunc("/model_info", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"disaggregation_mode":"null"}`) })
+		} else {
+			mux.HandleFunc("/health", look)
+		}
+		mux.HandleFunc("/v1/completions", func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Type", "text/event-stream")
+			fmt.Fprint(w, "data: {\"choices\":[{\"index\":0,\"text\":\"a\"}]}\n\n")
+			_ = http.NewResponseController(w).Flush()
+			close(stopping)
+			for looks.Load() < 25 && r.Context().Err() == nil { // more than it takes to be silent
+				time.Sleep(time.Millisecond)
+			}
+			fmt.Fprint(w, "data: [DONE]\n\n")
+		})
+		url, s := startProxy(t, proxy.Options{Detect: true, HealthInterval: 5 * time.Millisecond, Engines: []string{serveMux(t, mux)}})
+		reach(t, url)
+		if status, answer := askSGLang(t, url, "/v1/completions", `{"prompt":"x","stream":true}`); status != 200 || !strings.HasSuffix(answer, "data: [DONE]\n\n") {
+			t.Errorf("SGLang %v: %d %s", sglang, status, answer)
+		}
+		if status, answer := askSGLang(t, url, "/v1/completions", `{"prompt":"x"}`); status != 503 {
+			t.Errorf("SGLang %v: a request after that: %d %s", sglang, status, answer)
+		}
+		testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 	}
 }

@@ -29,26 +29,21 @@ type sglang struct {
 // defaultBootstrapPort is SGLang's.
 const defaultBootstrapPort = 8998
 
-// answers asks an engine whether it is well.
-func (p *Proxy) answers(ctx context.Context, b *backend) bool {
-	if p.o.Detect || p.o.Dialect == SGLang {
-		b.mu.Lock()
-		missed := b.mu.misses > 0
-		b.mu.Unlock()
-		if !b.identified || missed {
-			p.identify(ctx, b)
-		}
+// answers asks an engine whether it is well. heard says that it has answered, whatever it said.
+func (p *Proxy) answers(ctx context.Context, b *backend) (well, heard bool) {
+	if (p.o.Detect || p.o.Dialect == SGLang) && (!b.identified || b.missed) { // another engine may have taken its place
+		p.identify(ctx, b)
 	}
 	s := b.sglang.Load()
 	if s == nil {
 		if p.o.Detect && !b.identified {
-			return false
+			return false, false
 		}
-		_, well := p.get(ctx, b, "/health")
-		if well && b.registry != nil {
+		_, status := p.read(ctx, b.url+"/health", p.keyFor(b))
+		if well = status == http.StatusOK; well && b.registry != nil {
 			well = p.refresh(ctx, b)
 		}
-		return well
+		return well, status != 0
 	}
 	problem := s.notFor(b.role)
 	switch _, status := p.read(ctx, b.url+"/ready", p.keyFor(b)); { // /health of an idle engine computes a token
@@ -57,7 +52,7 @@ func (p *Proxy) answers(ctx context.Context, b *backend) bool {
 	case status == http.StatusNotFound:
 		problem = noReady
 	case status != http.StatusOK:
-		return false
+		return false, status != 0
 	}
 	if problem == "" && b.role == prefill {
 		problem = p.askBootstrap(ctx, b, s)
@@ -68,7 +63,7 @@ func (p *Proxy) answers(ctx context.Context, b *backend) bool {
 	if ctx.Err() == nil {
 		p.because(b, problem)
 	}
-	return problem == ""
+	return problem == "", true
 }
 
 // because notes why an engine gets no requests, and logs what is new; "": it does.

@@ -53,9 +53,6 @@ func (s *Server) writeNote() {
 	s.noted = noteState{err != nil, left}
 }
 
-// notTaken is what the log says of a worker that a restart loses.
-const notTaken = "a worker of the earlier server is not taken over: one of vLLM registers again at its next heartbeat, one of SGLang when its engine is restarted"
-
 // restore registers the workers that an earlier server knew, as far as they
 // still make sense. The others are asked to register again by their next ping.
 func (s *Server) restore() {
@@ -74,13 +71,13 @@ func (s *Server) restore() {
 	for i := range n.Workers {
 		w, err := n.Worker(i)
 		if err != nil {
-			s.log.Warn(notTaken, "err", err)
+			s.log.Warn("a worker of the earlier server is not taken over: one of vLLM registers again at its next heartbeat, one of SGLang when its engine is restarted", "err", err)
 			s.complete = false
 			continue
 		}
 		in, err := s.revive(w)
 		if err != nil {
-			s.log.Warn(notTaken, "worker", w.ID, "model", w.Model, "err", err)
+			s.log.Warn("a worker of the earlier server is not taken over: one of vLLM registers again at its next heartbeat, one of SGLang when its engine is restarted", "worker", w.ID, "model", w.Model, "err", err)
 			s.complete = false
 			continue
 		}
