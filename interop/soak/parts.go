@@ -27,7 +27,7 @@ type part struct {
 	args   []string
 	env    []string
 	log    string
-	mu struct {
+	mu     struct {
 		sync.Mutex
 		cmd     *exec.Cmd
 		ended   chan struct{} // closed when cmd has ended
