@@ -34,8 +34,6 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
 
@@ -247,7 +245,7 @@ func (r *recorder) attributes(dir string) error {
 			return err
 		}
 		b := make([]byte, 1024)
-		if n, err := unix.Getxattr(path, "user.kvasir.x3", b); err == nil {
+		if n, err := syscall.Getxattr(path, "user.kvasir.x3", b); err == nil {
 			r.out.Attributes[filepath.Base(path)] = hex.EncodeToString(b[:n])
 		}
 		return nil
