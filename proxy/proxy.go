@@ -419,6 +419,9 @@ func (e *exchange) scanned() error {
 	if err := checkXArgs(q); err != nil {
 		return err
 	}
+	if e.key != nil && e.p.fleet.rooms.Load() && q.Given("session_params") {
+		return badArgs("session_params", "names a session of an engine, which may be another client's")
+	}
 	e.q, e.want.model = q, name
 	if ofSGLang[e.r.URL.Path] {
 		e.want.kind = sglangKind

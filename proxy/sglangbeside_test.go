@@ -286,3 +286,28 @@ func TestRequestsOfAnEngineThatStops(t *testing.T) {
 		testkit.Eventually(t, "no place is taken", func() bool { return s.Taken() == "" })
 	}
 }
+
+// A client with a key does not go on from a session of an engine of SGLang, whose prompt may be another client's.
+func TestSGLangSessionsOfKeys(t *testing.T) {
+	var ps, ds sglLegs
+	for _, keyed := range []bool{true, false} {
+		o := proxy.Options{}
+		if keyed {
+			o.Keys = keyFile(t, keyLine("ada", "s", ""))
+		}
+		url, _ := startMockedPair(t, oneRankSGLang, o, func(w http.ResponseWriter, r *http.Request) { ps.take(r); fmt.Fprint(w, `{}`) }, func(w http.ResponseWriter, r *http.Request) { ds.take(r); fmt.Fprint(w, `{}`) })
+		before := len(ds.all())
+		for path, body := range map[string]string{"/generate": `{"text":"x","session_params":{"id":"a"}}`, "/v1/completions": `{"prompt":"x","session\u005fparams":{"id":"a"}}`} {
+			status, answer, _ := do(t, http.MethodPost, url+path, "s", body)
+			if want := map[bool]int{true: 400, false: 200}[keyed]; status != want || strings.Contains(answer, "session_params") != keyed {
+				t.Errorf("keys %v, %s: %d %s", keyed, path, status, answer)
+			}
+		}
+		if n := len(ds.all()) - before; n != map[bool]int{true: 0, false: 2}[keyed] {
+			t.Errorf("keys %v: D got %d requests", keyed, n)
+		}
+		if status, answer, _ := do(t, http.MethodPost, url+"/generate", "s", `{"text":"x","session_params":null}`); status != 200 {
+			t.Errorf("keys %v: %d %s", keyed, status, answer)
+		}
+	}
+}

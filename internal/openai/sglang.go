@@ -75,6 +75,9 @@ func (r *Request) Sequences(path string, limit int) (all []Sequence, err error) 
 // given reports whether there is a value at a range, other than null.
 func (r *Request) given(at Range) bool { return at.Has() && string(at.Of(r.Body)) != "null" }
 
+// Given reports whether the request has a key with a value other than null.
+func (r *Request) Given(key string) bool { return r.given(r.field(key)) }
+
 // answers returns the number at a range; a request without one wants one answer.
 func (r *Request) answers(at Range) (int, error) {
 	if !r.given(at) {
