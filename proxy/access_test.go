@@ -20,6 +20,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/otlp"
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/proxy"
@@ -60,6 +61,68 @@ func do(t testing.TB, method, url, token, body string) (int, string, http.Header
 	defer resp.Body.Close()
 	text, _ := io.ReadAll(resp.Body)
 	return resp.StatusCode, string(text), resp.Header
+}
+
+// With secrets for salts each request has a signed salt: of its key, of all who have none, or of the part that a client names. A client
+// that sends another tenant's signed salt, by any key or without one, gets a tenant of its own.
+func TestSignedSalts(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "salts")
+	if err := os.WriteFile(path, []byte(strings.Repeat("s", 32)+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	salts, err := auth.OpenSaltSecrets(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var seen legs
+	e := mock(t, func(w http.ResponseWriter, r *http.Request) { seen.note(r); fmt.Fprint(w, `{}`) })
+	with := proxy.Options{
+		Engines: []string{e}, HealthInterval: 20 * time.Millisecond, Salts: salts,
+		Keys: keyFile(t, keyLine("ada", "s1", ""), keyLine("bob", "s2", ""), keyLine("eve", "s3", "salt=off"), keyLine("eli", "s4", "salt=off")),
+	}
+	keyed, _ := startProxy(t, with)
+	with.Keys = nil
+	open, _ := startProxy(t, with)
+	reach(t, keyed)
+	reach(t, open)
+	ask := func(url, secret, salt string) (tenant string) {
+		t.Helper()
+		body := `{"prompt":"a"}`
+		if salt != "" {
+			body = fmt.Sprintf(`{"prompt":"a","cache_salt":%q}`, salt)
+		}
+		if status, text, _ := do(t, http.MethodPost, url+"/v1/completions", secret, body); status != 200 {
+			t.Fatal(status, text)
+		}
+		bodies, _ := seen.all()
+		sent, _ := bodies[len(bodies)-1]["cache_salt"].(string)
+		of, ok := salts.Tenant([]byte(sent))
+		if !ok || len(sent) > 128 || sent == salt {
+			t.Errorf("the engine gets the salt %q", sent)
+		}
+		return string(of)
+	}
+	signed := func(tenant string) string {
+		salt, err := salts.Sign(tenant)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return salt
+	}
+	ada, bob := ask(keyed, "s1", ""), ask(keyed, "s2", "")
+	if ada == bob || ask(keyed, "s1", "") != ada {
+		t.Errorf("%q, %q", ada, bob)
+	}
+	if eve, eli, none := ask(keyed, "s3", ""), ask(keyed, "s4", ""), ask(open, "", ""); eve != "shared" || eli != eve || none != eve {
+		t.Errorf("%q, %q, %q, want shared", eve, eli, none)
+	}
+	for _, stolen := range []string{signed(ada), ada, signed("shared")} {
+		for _, c := range [][2]string{{keyed, "s2"}, {keyed, "s3"}, {open, ""}} {
+			if got := ask(c[0], c[1], stolen); got == ada || got == "shared" || got == bob {
+				t.Errorf("with the salt %q the tenant is %q", stolen, got)
+			}
+		}
+	}
 }
 
 // Who has no key gets nothing; each key has a salt of its own, which a client can divide and not

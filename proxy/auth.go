@@ -88,16 +88,37 @@ func (p *Proxy) allowed(r *http.Request) bool {
 // hasSalt reports whether the first of e.salt is a salt.
 func (e *exchange) hasSalt() bool { return len(e.salt) > 0 && e.salt[0].Key == "cache_salt" }
 
+// tenantOf returns the salt under which the cache server has the KV of a prompt: it keeps signed ones by their tenant.
+func (p *Proxy) tenantOf(salt string) string {
+	if p.o.Salts == nil {
+		return salt
+	}
+	tenant, _ := p.o.Salts.Tenant([]byte(salt))
+	return string(tenant)
+}
+
+// sharedTenant is the tenant of clients without a key, and of keys without a salt.
+const sharedTenant = "shared"
+
 // salted returns the edit that keeps a key's prefix cache from others. A client may divide its own
-// with a salt, but not choose another key's.
+// with a salt, but not choose another key's. With signed salts every request has one, so that no client sends a signed salt of its own.
 func (e *exchange) salted() []openai.Edit {
-	if e.key == nil || e.key.Salt == "" {
+	salt := ""
+	if e.key != nil {
+		salt = e.key.Salt
+	}
+	if salt == "" && e.p.o.Salts != nil {
+		salt = sharedTenant
+	}
+	if salt == "" {
 		return nil
 	}
-	salt := e.key.Salt
 	if own := e.q.Salt.Of(e.q.Body); len(own) > 0 && string(own) != "null" {
 		sum := sha256.Sum256(fmt.Appendf(nil, "%s %s", salt, own))
 		salt = hex.EncodeToString(sum[:16])
+	}
+	if e.p.o.Salts != nil {
+		salt, _ = e.p.o.Salts.Sign(salt) // it has 1 to 32 bytes
 	}
 	value, _ := json.Marshal(salt) // a text
 	return []openai.Edit{{Key: "cache_salt", Value: value}}

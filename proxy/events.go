@@ -148,7 +148,7 @@ func (e *exchange) learn(b *backend) {
 				p.known.Learn(marks, salt, size, tokens)
 			}
 			if chunk != 0 {
-				store.known.Learn(marks, blocks.Scope(base, salt), chunk, tokens)
+				store.known.Learn(marks, blocks.Scope(base, p.tenantOf(salt)), chunk, tokens)
 			}
 			p.n.tokenized.Add(1)
 		}

@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/options"
 	"github.com/kvasir-kv/kvasir/internal/otlp"
 	"github.com/kvasir-kv/kvasir/internal/safelog"
@@ -103,6 +104,7 @@ type Options struct {
 	DialTimeout    time.Duration // default 3 s
 
 	Keys      *keys.Set               // who may ask; nil: whoever reaches the proxy
+	Salts     *auth.SaltSecrets       // sign the salts of requests, all of which have one then; nil: none are signed
 	Limits    *limits.Limits          // of Keys, counted together with other proxies; nil: each holds its own. Closed by its owner
 	Registry  bootstrap.ClientOptions // Token and TLS of registries and relays
 	EngineTLS *tls.Config             // for engines at https; nil: the system's authorities

@@ -298,6 +298,8 @@ func (s *Server) mayLookUp(sc *scratch, q *workers.Query, k *lmcache.KeyView, as
 		can = s.registry.Loaders(q, need)
 	}
 	switch {
+	case sc.unsigned:
+		return miss.Unsigned, errUnsigned
 	case asked == 0:
 		return miss.Short, nil
 	case errors.Is(unknown, workers.ErrNoWorker):

@@ -45,6 +45,7 @@ type Options struct {
 	Trust             []netip.Prefix        // addresses whose peers are taken for this server's user; see package access
 	ShmDir            string                // where workers' segments are; default shm.Dir
 	Networks          *auth.Networks        // from which engines may reach the ZMQ ports; nil: any
+	Salts             *auth.SaltSecrets     // whose signature a salt must have, which then counts as its tenant; without a memo. nil: any salt
 	Log               *slog.Logger          // nil discards
 	ClientGenerations lmcache.Generations   // that clients can be of; default all that are served
 	Version           string                // reported in Status
@@ -94,7 +95,7 @@ func (o Options) withDefaults() Options {
 	o.WorkerReap = cmp.Or(o.WorkerReap, 120*time.Second)
 	o.RegistrationGrace = cmp.Or(o.RegistrationGrace, 3600*time.Second)
 	o.MemoBytes = cmp.Or(o.MemoBytes, 64<<20)
-	if o.NoMemo {
+	if o.NoMemo || o.Salts != nil { // a prompt of another tenant would be hashed faster
 		o.MemoBytes = 0
 	}
 	o.MaxInstances = cmp.Or(o.MaxInstances, 4096)

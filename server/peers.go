@@ -48,7 +48,13 @@ func (s *Server) keysFor(sc *scratch) keyFinder {
 		if err != nil {
 			return k, false
 		}
-		list := s.registry.EachShardsOf(&workers.Query{Model: name.Model, Salt: name.Salt, World: world, Chunk: chunk.tokens})
+		salt := name.Salt
+		if s.opts.Salts != nil {
+			if salt, ok = s.opts.Salts.Tenant(salt); !ok {
+				return k, false
+			}
+		}
+		list := s.registry.EachShardsOf(&workers.Query{Model: name.Model, Salt: salt, World: world, Chunk: chunk.tokens})
 		if len(list) != 1 {
 			return k, false
 		}

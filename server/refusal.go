@@ -44,13 +44,14 @@ var (
 	errWaits       = &refusal{"too many requests wait for lookups", "waits"}
 	errStreams     = &refusal{"too many event streams", "streams"}
 	errForget      = &refusal{"lookups may find what was stored before the clear", "clear"}
+	errUnsigned    = &refusal{"the cache salt has no valid signature", "unsigned_salt"}
 	errTokens      = &refusal{"event streams tell the tokens of all prompts, and this peer may not read the pool", "no_events"}
 )
 
 // refusals are ours, all of them.
 var refusals = []*refusal{
 	errShort, errUnknownOp, errUnsupported, errMode, errModel, errFewWorkers, errDraining, errMiss, errNoCommit, errReaders, errPickle, errSide,
-	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errForget, errTokens,
+	errTensors, errLate, errRoom, errAmbiguous, errGeneration, errPanic, errChunkSize, errUnread, errUID, errWaits, errStreams, errForget, errUnsigned, errTokens,
 }
 
 // others are reasons that other packages give.

@@ -253,6 +253,7 @@ type scratch struct {
 	conn      *connection
 	chunk     *chunking // of the request
 	silent    bool      // the request gets no answer
+	unsigned  bool      // the request is a lookup whose salt has no valid signature
 	readings  [4]lmcache.Reading
 	decoder   lmcache.Decoder
 	out       []byte
@@ -334,6 +335,9 @@ func (s *Server) answer(sc *scratch, m [][]byte) [][]byte {
 			}
 			asked = r
 			sc.conn.opened(r)
+			if err := s.takeTenant(sc, r); err != nil {
+				return err
+			}
 			return s.handle(sc, r)
 		})
 	}

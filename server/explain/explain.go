@@ -184,7 +184,7 @@ func sentence(e *miss.Ended) string {
 		fmt.Fprintf(&b, "the prompt was shorter than a chunk: %s", e.Detail)
 	case miss.Unregistered, miss.Declined:
 		fmt.Fprintf(&b, "the lookup was declined: %s", e.Detail)
-	case miss.SkipLoad:
+	case miss.SkipLoad, miss.Unsigned:
 		b.WriteString(e.Why.String())
 	default:
 		fmt.Fprintf(&b, "%d of %d tokens hit; the next chunk: %s", e.Hit, e.Asked, e.Why)
@@ -297,6 +297,7 @@ var advice = map[string]string{
 	miss.Unregistered.String(): "normal while an engine starts. Else the engine's scheduler and its workers use different model names: compare them with the engine's --model",
 	miss.Declined.String():     "the reason stands beside the lookup",
 	miss.SkipLoad.String():     "normal where a request sets lmcache.skip_load in its request_configs",
+	miss.Unsigned.String():     "with --require-signed-salts requests must come through a proxy with the same --salt-secret-file: engines that clients reach, and SGLang, whose client hashes salts, find and store nothing",
 	miss.Cleared.String():      "the cache was cleared, by POST /cache/clear or by an engine; it fills again",
 	miss.Expired.String():      "it was unused for its time to live: --ttl-seconds, or the tenant's own (kvasir quota list shows them)",
 	miss.Failed.String():       "a worker began to store them and did not end: it was slow, or its engine ended; see the workers above",

@@ -43,8 +43,9 @@ const (
 	Unregistered        // no worker of the model and world size is registered
 	Declined            // the lookup was declined for another reason
 	SkipLoad            // the request has lmcache.skip_load
+	Unsigned            // its salt has no valid signature, which the server requires
 
-	NumReasons = int(SkipLoad) + 1
+	NumReasons = int(Unsigned) + 1
 )
 
 var reasons = [NumReasons]string{
@@ -56,6 +57,7 @@ var reasons = [NumReasons]string{
 	"stored with another salt only", "stored by another model only", "stored by other ranks or another world size only",
 	"stored in another layout only", "stored before the restart under another model, salt or layout only",
 	"shorter than a chunk", "no worker of its model and world size was registered", "the lookup was declined", "the request asked to load nothing",
+	"its cache salt has no valid signature",
 }
 
 func (r Reason) String() string { return reasons[r] }
@@ -64,7 +66,7 @@ func (r Reason) String() string { return reasons[r] }
 var labels = [NumReasons]string{
 	"none", "never_stored", "evicted", "cleared", "expired", "not_committed", "being_stored", "not_pinned", "busy", "corrupt", "no_checksum", "not_compared",
 	"below_slow", "below_failed", "below_corrupt", "below_slower", "no_room",
-	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined", "skip_load",
+	"window", "other_salt", "other_model", "other_rank", "other_layout", "other_name", "short_prompt", "unregistered", "declined", "skip_load", "unsigned_salt",
 }
 
 // Label returns the reason's name in metrics.

@@ -78,6 +78,7 @@ type access struct {
 	networks    map[string]*auth.Networks
 	listed      *auth.Tokens // entries for certificates; nil: all of them allow everything
 	unlisted    auth.Scope
+	salts       *auth.SaltSecrets // of saltFlags; nil: none
 	log         *slog.Logger
 }
 
@@ -169,6 +170,9 @@ func (a *access) watch() (stop func()) {
 	var wg sync.WaitGroup
 	if a.tokens != nil {
 		wg.Go(func() { a.tokens.Watch(ctx, a.log) })
+	}
+	if a.salts != nil {
+		wg.Go(func() { a.salts.Watch(ctx, a.log) })
 	}
 	if a.authorities != nil {
 		wg.Go(func() { a.authorities.Watch(ctx, a.log) })

@@ -234,9 +234,9 @@ func TestConfigInitAndCheck(t *testing.T) {
 	if code, stdout, _ := run(t, "config", "init", "-"); code != 0 || !strings.HasPrefix(stdout, "# Kvasir") {
 		t.Errorf("exit %d, %s", code, stdout)
 	}
-	env := []string{"KVASIR_SERVER_PORT=6001", "KVASIR_BOOTSTRAP_TOKEN=secret"}
+	env := []string{"KVASIR_SERVER_PORT=6001", "KVASIR_BOOTSTRAP_TOKEN=hidden-value"}
 	code, stdout, stderr = checkConfig(t, env, "all", "--config", file)
-	if code != 0 || !strings.Contains(stdout, "\n  port: 6001 ") || !strings.Contains(stdout, "# $KVASIR_SERVER_PORT") || strings.Contains(stdout, "secret") {
+	if code != 0 || !strings.Contains(stdout, "\n  port: 6001 ") || !strings.Contains(stdout, "# $KVASIR_SERVER_PORT") || strings.Contains(stdout, "hidden-value") {
 		t.Errorf("with variables: exit %d, %s\n%s", code, stderr, stdout)
 	}
 }

@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 
 	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/takeover"
+	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
 // exposure is where a listener of a command listens.
@@ -80,4 +82,17 @@ func localNetworks() []string {
 		}
 	}
 	return append(out, "127.0.0.1")
+}
+
+// exposed returns where the server listens. UNIX sockets ask the kernel for their peers.
+func (c *serverCmd) exposed() []exposure {
+	keys, err := admin.ReadKeys(c.APIKeys, os.Getenv) // a file that cannot be read ends the start anyway
+	out := []exposure{
+		{listener: "zmq", at: "--host " + c.Host, host: c.Host, risk: "store, replace and read the KV of prompts"},
+		{
+			listener: "http", at: "--http-host " + c.HTTPHost, host: c.HTTPHost, web: true, own: err != nil || len(keys) > 0,
+			risk: "read what is stored, and clear it",
+		},
+	}
+	return append(out, c.eventFlags.exposed()...)
 }

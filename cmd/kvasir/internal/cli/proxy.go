@@ -27,6 +27,7 @@ type proxyCmd struct {
 	configFlags
 	accessFlags
 	registryFlags
+	saltFlags
 
 	Host string `help:"Address to listen on." default:"127.0.0.1" group:"Network"`
 	Port int    `help:"Port of the OpenAI API and /health, and /metrics unless there are keys or --admin-port; 0 takes a free one." default:"8000" group:"Network"`
@@ -130,6 +131,22 @@ var proxyFields = map[string]string{
 	"Attempts": "--attempts", "FirstByte": "--first-byte-timeout", "PrefillTimeout": "--prefill-timeout", "AnswerTimeout": "--answer-timeout", "Stall": "--stall-timeout", "KeepAlive": "--keep-alive",
 }
 
+// clients sets what the proxy trusts and shows as a client of engines and registries.
+func (c *proxyCmd) clients(o *proxy.Options) (err error) {
+	if c.EngineCA != "" {
+		text, err := os.ReadFile(c.EngineCA)
+		if err != nil {
+			return err
+		}
+		o.EngineTLS = &tls.Config{RootCAs: x509.NewCertPool()}
+		if !o.EngineTLS.RootCAs.AppendCertsFromPEM(text) {
+			return usagef("--engine-ca %s has no certificate", c.EngineCA)
+		}
+	}
+	o.Registry, err = c.registryFlags.client()
+	return err
+}
+
 func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	o = proxy.Options{
 		EngineKey: c.EngineKey, Dialect: connectors[c.Connector], Detect: c.Connector == "auto", DPSize: c.DPSize, Policy: policies[c.Policy],
@@ -164,18 +181,8 @@ func (c *proxyCmd) options(e *env) (o proxy.Options, err error) {
 	if err := f.err(); err != nil {
 		return o, err
 	}
-	if o.Registry, err = c.registryFlags.client(); err != nil {
+	if err := c.clients(&o); err != nil {
 		return o, err
-	}
-	if c.EngineCA != "" {
-		text, err := os.ReadFile(c.EngineCA)
-		if err != nil {
-			return o, err
-		}
-		o.EngineTLS = &tls.Config{RootCAs: x509.NewCertPool()}
-		if !o.EngineTLS.RootCAs.AppendCertsFromPEM(text) {
-			return o, usagef("--engine-ca %s has no certificate", c.EngineCA)
-		}
 	}
 	for _, text := range c.AllowNet {
 		n, err := netip.ParsePrefix(text)
@@ -236,7 +243,7 @@ func (c *proxyCmd) exposed() []exposure {
 
 func (c *proxyCmd) check(e *env) error {
 	_, err := c.options(e)
-	return errors.Join(err, c.accessFlags.check(c.exposed(), proxyListeners...))
+	return errors.Join(err, c.saltFlags.open(new(access)), c.accessFlags.check(c.exposed(), proxyListeners...))
 }
 
 // Run serves until a signal stops it.
@@ -249,6 +256,10 @@ func (c *proxyCmd) Run(e *env) (err error) {
 	if err != nil {
 		return err
 	}
+	if err := c.saltFlags.open(a); err != nil {
+		return err
+	}
+	o.Salts = a.salts
 	defer a.watch()()
 	if c.OTLP != "" {
 		if o.Spans, err = otlp.Open(c.OTLP, "kvasir-proxy", e.log); err != nil {

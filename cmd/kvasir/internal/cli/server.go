@@ -43,6 +43,7 @@ import (
 type serverCmd struct {
 	configFlags
 	accessFlags
+	requiredSaltFlags
 
 	Host      string    `help:"Address to listen on for LMCache clients." default:"localhost" group:"Network"`
 	Port      int       `help:"ZMQ port." default:"5555" group:"Network"`
@@ -321,22 +322,9 @@ func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Se
 // serverListeners are the names of a server's listeners in --allow-from: LMCache's clients, the HTTP interface, KV events.
 var serverListeners = []string{"zmq", "http", "events"}
 
-// exposed returns where the server listens. UNIX sockets ask the kernel for their peers.
-func (c *serverCmd) exposed() []exposure {
-	keys, err := admin.ReadKeys(c.APIKeys, os.Getenv) // a file that cannot be read ends the start anyway
-	out := []exposure{
-		{listener: "zmq", at: "--host " + c.Host, host: c.Host, risk: "store, replace and read the KV of prompts"},
-		{
-			listener: "http", at: "--http-host " + c.HTTPHost, host: c.HTTPHost, web: true, own: err != nil || len(keys) > 0,
-			risk: "read what is stored, and clear it",
-		},
-	}
-	return append(out, c.eventFlags.exposed()...)
-}
-
 func (c *serverCmd) check(e *env) error {
 	_, err := c.options(e.log)
-	return errors.Join(err, c.accessFlags.check(c.exposed(), serverListeners...))
+	return errors.Join(err, c.requiredSaltFlags.check(c.VLLMTier), c.accessFlags.check(c.exposed(), serverListeners...))
 }
 
 // Run serves until a signal.
@@ -357,7 +345,10 @@ func (c *serverCmd) Run(e *env) (err error) {
 	if c.access, err = c.accessFlags.open(e.log, c.exposed(), serverListeners...); err != nil {
 		return err
 	}
-	o.server.Networks = c.access.networks["zmq"]
+	if err := errors.Join(c.requiredSaltFlags.check(c.VLLMTier), c.saltFlags.open(c.access)); err != nil {
+		return err
+	}
+	o.server.Networks, o.server.Salts = c.access.networks["zmq"], c.access.salts
 	if err := c.warnSetup(e); err != nil {
 		return err
 	}

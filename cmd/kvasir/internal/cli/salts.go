@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+
+	"github.com/kvasir-kv/kvasir/internal/auth"
+)
+
+// saltFlags name the secrets that proxies and servers share.
+type saltFlags struct {
+	SaltSecrets string `name:"salt-secret-file" help:"File of the secrets that sign cache salts (TENANT.MAC), one of 32 characters or more on each line, the same for proxies and servers: the first line signs, all lines verify. Read again when it changes." placeholder:"FILE" group:"Access"`
+}
+
+// open adds the secrets to what is opened.
+func (f *saltFlags) open(a *access) (err error) {
+	if f.SaltSecrets != "" {
+		if a.salts, err = auth.OpenSaltSecrets(f.SaltSecrets); err != nil {
+			return fmt.Errorf("--salt-secret-file: %w", err)
+		}
+	}
+	return nil
+}
+
+// requiredSaltFlags are those of a server.
+type requiredSaltFlags struct {
+	saltFlags
+	Required bool `name:"require-signed-salts" help:"Lookups whose cache salt no secret of --salt-secret-file signed are misses, and stores are refused; others count for the salt's TENANT. There is no memo of token lists then (--memo-mib)." group:"Access"`
+}
+
+// check reports what does not go together. vllmTier is the server's --vllm-tier.
+func (f *requiredSaltFlags) check(vllmTier string) error {
+	var bad faults
+	bad.unless(f.Required == (f.SaltSecrets != ""), "--require-signed-salts and --salt-secret-file go together")
+	bad.unless(!f.Required || vllmTier == "", "--require-signed-salts cannot stand beside --vllm-tier: engines mix salts into their hashes there, and the server does not see them")
+	if err := bad.err(); err != nil {
+		return err
+	}
+	return f.open(new(access))
+}

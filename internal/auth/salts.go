@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package auth
+
+import (
+	"bytes"
+	"context"
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync/atomic"
+)
+
+// Limits of a file of secrets that sign salts.
+const (
+	maxSaltFile    = 64 << 10 // bytes
+	maxSaltSecrets = 4
+	minSaltSecret  = 32 // bytes of a line
+)
+
+// macBytes is the length of a MAC in a salt, with the dot before it. MaxTenant bounds a tenant, so that a salt has at most 128 bytes.
+const macBytes, MaxTenant = 44, 128 - 44
+
+// SaltSecrets sign and verify salts of tenants: TENANT.MAC, where MAC is the HMAC-SHA256 of the tenant in 43 characters of base64url.
+// Whoever knows a salt may use it: only a proxy that puts salts into requests keeps tenants apart. Its methods are safe for concurrent
+// use.
+type SaltSecrets struct {
+	file *File
+	all  atomic.Pointer[[][]byte] // the first signs
+}
+
+// OpenSaltSecrets reads a file: a secret on each line, of 32 bytes or more. The first one signs, all of them verify. Empty lines and
+// lines that begin with # mean nothing.
+func OpenSaltSecrets(path string) (*SaltSecrets, error) {
+	s := &SaltSecrets{}
+	s.all.Store(&[][]byte{})
+	var err error
+	if s.file, err = OpenFile(FileOptions{Path: path, MaxBytes: maxSaltFile, Parse: s.parse}); err != nil {
+		return nil, fmt.Errorf("secrets of salts: %w", err)
+	}
+	return s, nil
+}
+
+// Watch reads the file again when it changes, until ctx ends.
+func (s *SaltSecrets) Watch(ctx context.Context, log *slog.Logger) {
+	s.file.Watch(ctx, WatchInterval, log)
+}
+
+func (s *SaltSecrets) parse(text []byte) (Change, error) {
+	var all [][]byte
+	n := 0
+	for line := range bytes.Lines(text) {
+		n++
+		line = bytes.TrimSpace(line)
+		switch {
+		case len(line) == 0 || line[0] == '#':
+		case len(line) < minSaltSecret:
+			return Change{}, fmt.Errorf("line %d: a secret of fewer than %d characters (openssl rand -hex 32 makes one)", n, minSaltSecret)
+		case len(all) == maxSaltSecrets:
+			return Change{}, fmt.Errorf("more than %d secrets", maxSaltSecrets)
+		default:
+			all = append(all, bytes.Clone(line))
+		}
+	}
+	removed := 0
+	for _, was := range *s.all.Load() {
+		if !bytes.Contains(text, was) {
+			removed++
+		}
+	}
+	return Change{Take: func() { s.all.Store(&all) }, Entries: len(all), Removed: removed}, nil
+}
+
+var errTenant = errors.New("a tenant has 1 to 84 bytes")
+
+// Sign returns the salt of a tenant.
+func (s *SaltSecrets) Sign(tenant string) (string, error) {
+	if len(tenant) == 0 || len(tenant) > MaxTenant {
+		return "", errTenant
+	}
+	return tenant + "." + string(mac((*s.all.Load())[0], []byte(tenant))), nil
+}
+
+// Tenant returns the tenant of a salt, a part of it; false: it has no MAC, or one that no secret made.
+func (s *SaltSecrets) Tenant(salt []byte) (tenant []byte, ok bool) {
+	dot := len(salt) - macBytes
+	if dot < 1 || dot > MaxTenant || salt[dot] != '.' {
+		return nil, false
+	}
+	for _, secret := range *s.all.Load() {
+		ok = hmac.Equal(mac(secret, salt[:dot]), salt[dot+1:]) || ok
+	}
+	return salt[:dot], ok
+}
+
+// mac is of what a salt is for, so that the same secret makes no MAC for another purpose.
+func mac(secret, tenant []byte) []byte {
+	h := hmac.New(sha256.New, secret)
+	_, _ = h.Write([]byte("kvasir salt\x00")) // never fails
+	_, _ = h.Write(tenant)
+	return base64.RawURLEncoding.AppendEncode(nil, h.Sum(nil))
+}
