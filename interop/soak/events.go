@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/kv/event"
 	"github.com/kvasir-kv/kvasir/zmtp"
 )
@@ -52,6 +53,7 @@ func newReader(s *soak, node *part) *reader {
 }
 
 func (r *reader) take(m zmtp.Message) {
+	old := r.node.isOld() // the previous release begins not every connection with AllBlocksCleared
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(m) != 3 || len(m[1]) != 8 {
@@ -65,6 +67,7 @@ func (r *reader) take(m zmtp.Message) {
 		return
 	}
 	switch {
+	case old:
 	case r.mu.fresh && (len(batch.Events) == 0 || batch.Events[0].Kind != event.Cleared):
 		r.s.violation("%s: the first message of a connection, number %d, does not begin with AllBlocksCleared", r.node.name, sequence)
 	case !r.mu.fresh && sequence != r.mu.next:
@@ -76,7 +79,7 @@ func (r *reader) take(m zmtp.Message) {
 	r.mu.fresh, r.mu.next = false, sequence+1
 	r.mu.n++
 	for i := range batch.Events {
-		if what := applyEvent(r.mu.has, &batch.Events[i]); what != "" {
+		if what := applyEvent(r.mu.has, &batch.Events[i]); what != "" && !old {
 			r.s.violation("%s: event message %d: %s", r.node.name, sequence, what)
 		}
 	}
@@ -159,6 +162,7 @@ func (r *reader) objects(ctx context.Context) (map[string]bool, error) {
 			Entries []struct {
 				Key struct {
 					Hash string `json:"chunk_hash_hex"`
+					Salt string `json:"cache_salt"`
 				}
 			}
 			Next string `json:"next_page_token"`
@@ -169,7 +173,15 @@ func (r *reader) objects(ctx context.Context) (map[string]bool, error) {
 			return nil, err
 		}
 		for _, e := range page.Entries {
-			has[event.CPU+"|"+e.Key.Hash] = true
+			b, err := hex.DecodeString(e.Key.Hash)
+			if err != nil || len(b) != len(kv.Hash{}) {
+				return nil, fmt.Errorf("a chunk hash is %q", e.Key.Hash)
+			}
+			h := kv.Hash(b)
+			if e.Key.Salt != "" {
+				h = kv.SaltedHash(e.Key.Salt, h)
+			}
+			has[event.CPU+"|"+hex.EncodeToString(h[:])] = true
 		}
 		if token = page.Next; token == "" {
 			return has, nil

@@ -27,16 +27,14 @@ type part struct {
 	args   []string
 	env    []string
 	log    string
-	old    bool // its lives are of the previous release: their bugs are known; written between lives
-
-	mu struct {
+	mu     struct {
 		sync.Mutex
 		cmd     *exec.Cmd
 		ended   chan struct{} // closed when cmd has ended
 		wanted  bool          // an end of cmd is a violation
 		stopped bool          // SIGSTOP
 		lives   int
-		again   bool // a start after an end by itself is on its way
+		old     bool // its lives are of the previous release, whose bugs are known
 	}
 }
 
@@ -48,7 +46,7 @@ func (p *part) start(alone func(p *part, err error, lived time.Duration)) error 
 		return nil
 	}
 	log := p.log
-	if p.old {
+	if p.mu.old {
 		log += ".previous"
 	}
 	f, err := os.OpenFile(log, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o644)
@@ -91,7 +89,13 @@ func (p *part) start(alone func(p *part, err error, lived time.Duration)) error 
 func (p *part) setBinary(path string, old bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.args, p.old = append([]string{path}, p.args[1:]...), old
+	p.args, p.mu.old = append([]string{path}, p.args[1:]...), old
+}
+
+func (p *part) isOld() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.mu.old
 }
 
 // end sends a signal that ends the process, and waits. It reports whether the process ended within limit.

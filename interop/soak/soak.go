@@ -127,7 +127,7 @@ func (s *soak) violation(format string, args ...any) {
 // full, is no violation while a fault explains it. Whatever it was, a supervisor starts the part again.
 func (s *soak) alone(p *part, err error, lived time.Duration) {
 	why, now := p.reason(), time.Now()
-	if p.old {
+	if p.isOld() {
 		s.logf("%s of the previous release ended by itself: %v", p.name, err)
 	} else if why == "" || lived > 40*time.Second || !s.windows.during(now.Add(-lived), now, 2*time.Second, fault.refusesStarts) {
 		s.violation("%s ended by itself after %v: %v: %s (%s)", p.name, lived.Round(time.Millisecond), err, why, p.log)
