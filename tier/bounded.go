@@ -42,6 +42,7 @@ func (l Limits) Validate() error {
 type Bounding struct {
 	of     Tier
 	limits Limits
+	saw    func(write bool, err error) // how a call of the tier ended; nil: not asked for; set before the first call
 
 	mu struct {
 		sync.Mutex
@@ -219,14 +220,26 @@ func (b *Bounding) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error 
 
 // stat is Stat, and returns ErrResting where the tier rests, so that it is not taken for a miss.
 func (b *Bounding) stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
-	return b.do(ctx, 0, false, func(ctx context.Context) error { return b.of.Stat(ctx, keys, metas) })
+	return b.do(ctx, 0, false, func(ctx context.Context) error { return b.seen(false, b.of.Stat(ctx, keys, metas)) })
+}
+
+// observe has f called with the end of each lookup, read and write of the tier itself.
+func (b *Bounding) observe(f func(write bool, err error)) { b.saw = f }
+
+// seen reports the end of a call. The error of a tier that rests of its own accord, as a server of Redis does after
+// failures, is a failure here, although it becomes a miss for the caller.
+func (b *Bounding) seen(write bool, err error) error {
+	if b.saw != nil {
+		b.saw(write, err)
+	}
+	return err
 }
 
 // Read implements Tier. While the tier rests nothing is there.
 func (b *Bounding) Read(ctx context.Context, k kv.Key, dst []byte) (m Meta, err error) {
 	err = b.read(ctx, len(dst), func(ctx context.Context) (err error) {
 		m, err = b.of.Read(ctx, k, dst)
-		return err
+		return b.seen(false, err)
 	})
 	return m, err
 }
@@ -235,7 +248,7 @@ func (b *Bounding) Read(ctx context.Context, k kv.Key, dst []byte) (m Meta, err 
 func (b *Bounding) ReadSummed(ctx context.Context, k kv.Key, dst []byte) (m Meta, sum uint64, err error) {
 	err = b.read(ctx, len(dst), func(ctx context.Context) (err error) {
 		m, sum, err = ReadSummed(ctx, b.of, k, dst)
-		return err
+		return b.seen(false, err)
 	})
 	return m, sum, err
 }
@@ -251,7 +264,7 @@ func (b *Bounding) read(ctx context.Context, bytes int, f func(context.Context) 
 // Write implements Tier. While the tier rests it returns ErrResting, and so does the call
 // whose failure begins or prolongs the rest: the object is to be offered again.
 func (b *Bounding) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
-	err := b.do(ctx, int64(len(src)), true, func(ctx context.Context) error { return b.of.Write(ctx, k, m, src) })
+	err := b.do(ctx, int64(len(src)), true, func(ctx context.Context) error { return b.seen(true, b.of.Write(ctx, k, m, src)) })
 	if b.judge(ctx, err) == failed && b.Resting() {
 		return fmt.Errorf("%w: %w", ErrResting, err)
 	}

@@ -172,6 +172,19 @@ func (c *Counting) Probe(ctx context.Context, ask func(context.Context) error) {
 	c.conditions.saw(false, false, ask(ctx))
 }
 
+// observe has f called with the end of each call that reaches the tier below wrappers, and reports whether it will be:
+// what a wrapper answers from memory, or while the tier rests, says nothing of the tier.
+func observe(t Tier, f func(write bool, err error)) bool {
+	switch w := t.(type) {
+	case *Bounding:
+		w.observe(f)
+		return true
+	case *Remembering:
+		return w.observe(f)
+	}
+	return false
+}
+
 // rests reports whether a tier is left alone after failures, so that its answers are not its own.
 func rests(t Tier) bool {
 	r, ok := t.(interface{ Resting() bool })

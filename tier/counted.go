@@ -46,9 +46,10 @@ type Stats struct {
 
 // Counting is a Tier that counts what is done with another one. Its errors are *Error.
 type Counting struct {
-	of   Tier
-	name string
-	n    struct {
+	observed bool // conditions sees the calls of the tier itself, below its wrappers
+	of       Tier
+	name     string
+	n        struct {
 		hits, misses, reads, readBytes, unsummed, lost, corrupt, late, failures, writes, writeBytes, dropped atomic.Uint64
 		readTime, writeTime, inFlight                                                                        atomic.Int64
 	}
@@ -65,6 +66,7 @@ func Counted(t Tier, name string) *Counting {
 	}}
 	c.rate.read, c.rate.write = histogram.Rates(), histogram.Rates()
 	c.conditions.name = name
+	c.observed = observe(t, func(write bool, err error) { c.conditions.saw(write, false, err) })
 	return c
 }
 
@@ -99,7 +101,9 @@ func (c *Counting) begin(call string, busy *atomic.Int64) (end func(error)) {
 	c.n.inFlight.Add(1)
 	return func(err error) {
 		c.n.inFlight.Add(-1)
-		c.conditions.saw(call == "write", rests(c.of), err)
+		if !c.observed {
+			c.conditions.saw(call == "write", rests(c.of), err)
+		}
 		took := time.Since(began)
 		if busy != nil {
 			busy.Add(int64(took))

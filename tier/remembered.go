@@ -60,6 +60,9 @@ func (r *Remembering) Spared() uint64 { return r.spared.Load() }
 // Resting reports whether the tier is left alone after failures.
 func (r *Remembering) Resting() bool { return rests(r.of) }
 
+// observe has f called with the end of each call of the tier itself, where a Bounding does that.
+func (r *Remembering) observe(f func(write bool, err error)) bool { return observe(r.of, f) }
+
 // Stat implements Tier. What was not there a moment ago is not there.
 func (r *Remembering) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
 	clear(metas[:len(keys)])

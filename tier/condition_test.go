@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tier
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvasir-kv/kvasir/kv"
+)
+
+// restingTier is a tier whose calls fail while it is down, and that is left alone by itself after three failures, as a
+// server of Redis is.
+type restingTier struct {
+	*Memory
+	down     bool
+	failures int
+}
+
+var errGone = errors.New("it is gone")
+
+func (r *restingTier) call() error {
+	switch {
+	case !r.down:
+		r.failures = 0
+		return nil
+	case r.failures >= 3:
+		return fmt.Errorf("server: %w", ErrResting)
+	}
+	r.failures++
+	return errGone
+}
+
+func (r *restingTier) Stat(ctx context.Context, keys []kv.Key, metas []Meta) error {
+	if err := r.call(); err != nil {
+		return err
+	}
+	return r.Memory.Stat(ctx, keys, metas)
+}
+
+func (r *restingTier) Write(ctx context.Context, k kv.Key, m Meta, src []byte) error {
+	if err := r.call(); err != nil {
+		return err
+	}
+	return r.Memory.Write(ctx, k, m, src)
+}
+
+// A tier that is gone is one warning until it answers, however many lookups are answered meanwhile without it: from memory, or
+// because it rests.
+func TestAnswersWithoutTheTierChangeNoState(t *testing.T) {
+	f := func(wrap func(Tier) Tier) {
+		t.Helper()
+		synctest.Test(t, func(t *testing.T) {
+			var log strings.Builder
+			place := &restingTier{Memory: NewMemory(1 << 20)}
+			c := Counted(wrap(place), "redis")
+			c.Watch(slog.New(slog.NewTextHandler(&log, nil)))
+			use := func() {
+				for i := range byte(20) {
+					k := kv.Key{Chunk: kv.Hash{i}}
+					_ = c.Stat(t.Context(), []kv.Key{k}, make([]Meta, 1)) // both may fail
+					_ = c.Write(t.Context(), k, Meta{Len: 1}, []byte{i})
+					time.Sleep(time.Millisecond)
+				}
+			}
+			use()
+			place.down = true
+			use()
+			use()
+			if n := strings.Count(log.String(), "\n"); n != 1 || c.Condition().State != Unreachable {
+				t.Errorf("%d warnings, the state is %s:\n%s", n, c.Condition().State, &log)
+			}
+			place.down = false
+			time.Sleep(time.Minute)
+			use()
+			if n := strings.Count(log.String(), "\n"); n != 2 || c.Condition().State != Works {
+				t.Errorf("%d warnings, the state is %s:\n%s", n, c.Condition().State, &log)
+			}
+		})
+	}
+	bounded := func(place Tier) Tier { return Bounded(place, Limits{}) }
+	f(bounded)
+	f(func(place Tier) Tier { return Remembered(bounded(place), Absence{For: time.Second}) })
+}
