@@ -296,7 +296,7 @@ func (s *soak) swap(ctx context.Context, f fault) error {
 	return nil
 }
 
-// flip changes bytes of the pool and of the disk of a node that is down: one in each of some places.
+// flip changes bytes of the pool and of the disk of a node that is down: about one in 64 KiB.
 func (s *soak) flip(f fault) {
 	rnd := rand.New(rand.NewPCG(s.schedule.Seed, uint64(f.At)))
 	n := strings.TrimPrefix(f.Target, "node")
@@ -322,7 +322,7 @@ func flipIn(path string, rnd *rand.Rand) {
 	if err != nil || !st.Mode().IsRegular() || st.Size() == 0 {
 		return
 	}
-	for range 8 {
+	for range max(8, st.Size()>>16) {
 		var b [1]byte
 		at := rnd.Int64N(st.Size())
 		if _, err := file.ReadAt(b[:], at); err != nil {

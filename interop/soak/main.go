@@ -35,6 +35,7 @@ type options struct {
 	seed      uint64
 	binary    string
 	previous  string
+	bug       string
 	dir       string
 	replay    string
 	resume    string
@@ -51,6 +52,7 @@ func main() {
 	flag.Uint64Var(&o.seed, "seed", 1, "seed of schedule and load")
 	flag.StringVar(&o.binary, "binary", "bin/kvasir", "the build under test")
 	flag.StringVar(&o.previous, "previous", "", "the previous release's binary, for swaps; without it they are left out")
+	flag.StringVar(&o.bug, "bug", "", "build with the change of this `PATCH` (interop/soak/bugs) and run that, to see that the soak finds it")
 	flag.StringVar(&o.dir, "dir", "", "directory for logs, schedule and record; default a new one under the system's for temporary files")
 	flag.StringVar(&o.replay, "replay", "", "run the schedule of this `FILE` (schedule.json of a run) instead of a new one")
 	flag.StringVar(&o.resume, "resume", "", "go on with the run of this `DIR` that was interrupted: at the cycle after the last whole one")
@@ -72,6 +74,16 @@ func run(o *options) error {
 	if os.Getenv(innerEnv) != "" {
 		return inner(ctx, o)
 	}
+	if o.bug != "" {
+		if err := o.paths(); err != nil {
+			return err
+		}
+		binary, err := buildWith(ctx, o.bug, o.dir)
+		if err != nil {
+			return err
+		}
+		o.binary = binary
+	}
 	if o.shrink {
 		return shrink(ctx, o)
 	}
@@ -88,7 +100,7 @@ func (o *options) paths() (err error) {
 			return err
 		}
 	}
-	for _, p := range []*string{&o.binary, &o.previous, &o.dir, &o.replay, &o.resume} {
+	for _, p := range []*string{&o.binary, &o.previous, &o.bug, &o.dir, &o.replay, &o.resume} {
 		if *p == "" {
 			continue
 		}

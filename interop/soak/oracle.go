@@ -94,6 +94,20 @@ func descriptors(pid int) (n int) {
 	return n
 }
 
+// openFiles counts the descriptors of a process by what they are.
+func openFiles(pid int) map[string]int {
+	out := map[string]int{}
+	dir := fmt.Sprintf("/proc/%d/fd", pid)
+	entries, _ := os.ReadDir(dir) // the process may have ended
+	for _, e := range entries {
+		if to, err := os.Readlink(filepath.Join(dir, e.Name())); err == nil {
+			kind, _, _ := strings.Cut(to, ":[")
+			out[kind]++
+		}
+	}
+	return out
+}
+
 // beyond names what of z is more than the baseline allows.
 func (z size) beyond(b size) string {
 	switch {
@@ -122,6 +136,27 @@ func (p *part) idle(ctx context.Context) error {
 		if v, ok := f[name]; !ok || v != 0 {
 			return fmt.Errorf("%s: %s is %v (there: %v), want 0 while nothing is in progress", p.name, name, v, ok)
 		}
+	}
+	if p.kind == "node" {
+		return p.books(ctx)
+	}
+	return nil
+}
+
+// books compares what a node counts with what it has: without requests every chunk can be evicted, and a tenant has
+// the bytes of its objects.
+func (p *part) books(ctx context.Context) error {
+	var status struct {
+		L1 struct {
+			Resident  int `json:"resident_chunks"`
+			Evictable int `json:"evictable_chunks"`
+		}
+	}
+	if err := call(ctx, http.MethodGet, p.url("/status"), "", &status); err != nil {
+		return err
+	}
+	if status.L1.Resident != status.L1.Evictable {
+		return fmt.Errorf("%s: %d of %d chunks can be evicted while nothing is in progress", p.name, status.L1.Evictable, status.L1.Resident)
 	}
 	return nil
 }
@@ -160,21 +195,21 @@ func (s *soak) check(ctx context.Context) {
 	s.promises(ctx)
 }
 
-// sizes compares what parts take with the start. Idle connections may last for a minute.
+// sizes compares what parts take with the start.
 func (s *soak) sizes(ctx context.Context) {
 	for _, p := range s.parts {
 		base, ok := s.baseline[p.name]
 		if !ok {
 			continue
 		}
-		err := eventually(ctx, 100*time.Second, func() error {
+		err := eventually(ctx, 200*time.Second, func() error { // connections over a cut link end by TCP's keep-alive, after 150 s
 			z, err := p.size(ctx)
 			if err != nil {
 				return err
 			}
 			s.record.Sizes[p.name] = [2]size{base, z}
 			if what := z.beyond(base); what != "" {
-				return fmt.Errorf("%s has %s", p.name, what)
+				return fmt.Errorf("%s has %s; open: %v", p.name, what, openFiles(p.pid()))
 			}
 			return nil
 		})

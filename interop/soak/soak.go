@@ -258,7 +258,7 @@ func (s *soak) cycle(ctx context.Context, c int) {
 		if ctx.Err() != nil {
 			return
 		}
-		if err := p.await(ctx, 30*time.Second); err != nil {
+		if err := p.await(ctx, 30*time.Second); err != nil && ctx.Err() == nil {
 			s.violation("in the quiet time of cycle %d: %v", c, err)
 		}
 	}
