@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command formats records the files that a release writes, for testdata/formats: pool index, note of registrations,
+// Command formats records the files that a release writes, for cmd/kvasir/internal/cli/testdata/formats: pool index, note of registrations,
 // disk, directory with its attributes, Redis values, settings of tenants, registry, KV events, generations.
 //
 //	git worktree add /tmp/release COMMIT && (cd /tmp/release && go build -o /tmp/kvasir-release ./cmd/kvasir)
-//	go run ./interop/formats -binary /tmp/kvasir-release -commit COMMIT -to testdata/formats/0.1.0
+//	go run ./interop/formats -binary /tmp/kvasir-release -commit COMMIT -to cmd/kvasir/internal/cli/testdata/formats/0.1.0
 //
 // It needs redis-server. cmd/kvasir/internal/cli has the test that reads what it records.
 package main

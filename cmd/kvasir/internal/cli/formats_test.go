@@ -90,7 +90,7 @@ func (r *releaseFiles) path(name string) string { return filepath.Join(r.dir, na
 
 // The files of each release are read by this build: every chunk with its bytes, settings, registrations, events.
 func TestFormatsOfReleases(t *testing.T) {
-	releases, err := filepath.Glob("../../../../testdata/formats/*")
+	releases, err := filepath.Glob("testdata/formats/*")
 	if err != nil || len(releases) == 0 {
 		t.Fatal(releases, err)
 	}
