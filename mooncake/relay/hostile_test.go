@@ -144,9 +144,7 @@ func TestThousandsOfUnknownTransfers(t *testing.T) {
 		}
 		failed += len(y.Failed)
 	}
-	if s := w.relay.Stats(); s.KeptBytes > 3*4096 {
-		t.Fatalf("%+v", s)
-	}
+	testkit.Eventually(t, "nothing but what arrived is kept", func() bool { return w.relay.Stats().KeptBytes <= 3*4096 })
 }
 
 // A D that takes connections and reads nothing holds what is pushed to it. When the

@@ -62,7 +62,7 @@ func (c *relayCmd) check(*env) error {
 	f.unless(c.Timeout > 0 && c.Timeout <= 86400, "--timeout %g is not above 0 and up to 86400", c.Timeout)
 	f.port("--port", c.Port, true)
 	up, err := url.Parse(c.Upstream)
-	f.unless(err == nil && (up.Scheme == "http" || up.Scheme == "https") && up.Port() != "" && up.Hostname() != "", "--upstream %q is not http://HOST:PORT", c.Upstream)
+	f.unless(err == nil && (up.Scheme == "http" || up.Scheme == "https") && up.Port() != "" && up.Hostname() != "", "--upstream %q is not http://HOST:PORT or https://HOST:PORT", c.Upstream)
 	ip := net.ParseIP(c.Host)
 	f.unless(ip == nil || !ip.IsUnspecified(), "--host %s is every address: name the one that P and D dial", c.Host)
 	_, err = c.registryFlags.client()
