@@ -142,6 +142,40 @@ func TestLateSubscribersGetABeginning(t *testing.T) {
 	}
 }
 
+// A beginning that has more messages than were published has numbers from 0 on, and empty messages for all take the numbers that are
+// missing. The test takes numbers back: a Publisher that has published all has at least as many messages.
+func TestBeginningLongerThanWhatWasPublished(t *testing.T) {
+	n := newPublishing(t, 64, Options{}, PublisherOptions{Heartbeat: time.Hour})
+	var prompts []prompt
+	for _, model := range []string{"a", "b", "c", "d"} {
+		p := prompt{model: model, world: 1, tokens: []uint32{1, 2, 3, 4}}
+		prompts = append(prompts, p)
+		n.storeAll(p)
+	}
+	early := newLateRouter(t, n, "kv@node@")
+	early.until(n, prompts)
+	n.p.mu.Lock()
+	n.p.mu.next = 1
+	n.p.mu.Unlock()
+	late := newLateRouter(t, n, "kv@node@") // which fails where a number is below 0
+	late.until(n, prompts)
+	if late.next != 8 { // AllBlocksCleared and the chunks of each model
+		t.Errorf("after the beginning the next message is %d", late.next)
+	}
+	empty := 0
+	for empty < 7 { // 1 to 7
+		w := next(t, early.live)
+		batch, err := event.Decode(w.payload)
+		if err != nil || len(batch.Events) > 0 || w.sequence != uint64(empty+1) {
+			t.Fatalf("message %d: %+v, %v", w.sequence, batch, err)
+		}
+		empty++
+	}
+	more := prompt{model: "a", world: 1, tokens: []uint32{9, 9, 9, 9}}
+	n.storeAll(more)
+	late.until(n, append(prompts, more)) // without a gap
+}
+
 // A subscriber of one model gets the beginning of that model, also where it has nothing, and
 // of a second subscription only what the first one does not cover.
 func TestBeginningOfOneTopic(t *testing.T) {
