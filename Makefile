@@ -31,7 +31,7 @@ test-all: test ## make test, then tests again with invariants, with crash points
 	CGO_ENABLED=0 GO=$(GO) .ci/test.sh ./store/pool -tags crashpoints -timeout 300s
 	GO=$(GO) .ci/race.sh
 
-# as make test has it: one compilation serves both
+# Without cgo, as make test: one compilation serves both.
 check: export CGO_ENABLED = 0
 check: have-go ## format, vet, staticcheck, gocyclo, ruff where installed, govulncheck where reachable
 	@bad=$$($(GO) tool gofumpt -l .); test -z "$$bad" || { echo "not formatted (make fmt):"; echo "$$bad"; exit 1; }

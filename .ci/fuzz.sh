@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 total=${1:-180}
-export CGO_ENABLED=0 # as make test has it
+export CGO_ENABLED=0 # as make test: one compilation of the dependencies serves both
 targets=$(grep -rnoE --include='*_test.go' '^func Fuzz[A-Za-z0-9_]+' . | sed -E 's|^\./(.*)/[^/]*_test.go:[0-9]+:func |\1 |' | sort)
 half=$(($(date +%j | sed 's/^0*//') % 2))
 picked=$(echo "$targets" | awk -v h=$half 'NR % 2 == h')

@@ -121,8 +121,8 @@ client57)
 series)
 	echo "== the series that lmcache server shows under the same driver"
 	start_server series --l1-size-gb 0.125 --l2-adapter "{\"type\":\"fs\",\"base_path\":\"$work/series\"}"
-	# Its checks are the other parts'. That of evictions begins with a clear by a client without workers, which waits for a
-	# minute here: this server does not know which models such a client means.
+	# Other parts judge the checks of this driver. The check of evictions is left out: it begins with a clear by a client
+	# without workers. This server declines that clear, and the client waits a minute for an answer.
 	"$python" interop/lmcache/mp_bench.py --url "tcp://127.0.0.1:$port" --l1-gb 0.125 \
 		--modes engine_driven,lmcache_driven --skip rate,lookup,transfer,eviction >"$work/series.json" 2>"$work/series.log" ||
 		[ -s "$work/series.json" ] || { cat "$work/series.log" >&2; exit 1; }

@@ -14,8 +14,8 @@ func Volume(n int) int {
 	return n
 }
 
-// LongAlone skips a test in a build with the race detector: one whose volume is what it shows, and that starts no goroutine of
-// its own. The run without the detector makes it.
+// LongAlone skips the rest of a test in a build with the race detector. It is for tests that start no goroutine and that show
+// nothing with a smaller volume. The run without the detector runs them whole.
 func LongAlone(t testing.TB) {
 	if Race {
 		t.Skip("a long test of one goroutine: it runs without the race detector")

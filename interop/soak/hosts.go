@@ -89,8 +89,8 @@ func makeHosts(dir string) error {
 	return nil
 }
 
-// nobodysMAC is the address of no interface: frames to it go nowhere.
-const nobodysMAC = "02:00:00:00:00:99"
+// unusedMAC is the address of no interface: frames to it go nowhere.
+const unusedMAC = "02:00:00:00:00:99"
 
 // cutLink drops all frames of a host both ways, without an error for either side.
 func cutLink(host string, on bool) error {
@@ -112,7 +112,7 @@ func halfLink(host string, on bool) error {
 	for _, addr := range others {
 		args := []string{"-n", host, "neigh", "del", addr, "dev", "e0"}
 		if on {
-			args = []string{"-n", host, "neigh", "replace", addr, "lladdr", nobodysMAC, "dev", "e0", "nud", "permanent"}
+			args = []string{"-n", host, "neigh", "replace", addr, "lladdr", unusedMAC, "dev", "e0", "nud", "permanent"}
 		}
 		if err := sh("ip", args...); err != nil {
 			return err
