@@ -211,6 +211,9 @@ func (m *Master) answer(method string, body []byte) []byte {
 	case "ServiceReady":
 		return void(0)
 	case "PutStart":
+		if _, named := x[0].([]any); !named { // the form of 0.3.7, whose other calls are not answered here either
+			return Refusal(badArguments)
+		}
 		return m.withLength(void(badArgument), nil)
 	case "Ping":
 		known := int32(2)
