@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 if [ "${1:-}" != --alone ]; then
 	# the longest first: at the end no lane waits for one of them
-	[ $# -gt 0 ] || set -- series transfer client57 redis pending cluster race tier fs engine57 s3 fs_native versitygw engine client generations tracker two sizes zmtp pickle \
+	[ $# -gt 0 ] || set -- transfer client57 tracker redis s3 cluster engine race engine57 pending client fs_native versitygw fs two generations tier zmtp sizes pickle series \
 		routes store-engine events lend openai kill9-engine kill9-lmcache slow
 	. .ci/again.sh
 	. interop/lanes.sh "$@"
