@@ -279,7 +279,10 @@ func (n *Conn) Do(ctx context.Context, r *Request, until time.Time) (*Response, 
 	return nil, context.Cause(ctx)
 }
 
-var heads = sync.Pool{New: func() any { b := make([]byte, 0, 2<<10); return &b }}
+// heads are buffers for the head of a request, and for all of a small one.
+var heads = sync.Pool{New: func() any { b := make([]byte, 0, small+2<<10); return &b }}
+
+const maxPooledHead = 32 << 10
 
 func (n *Conn) do(r *Request) (*Response, error) {
 	length := 0
@@ -294,9 +297,11 @@ func (n *Conn) do(r *Request) (*Response, error) {
 		head = append(strconv.AppendInt(append(head, "Content-Length: "...), int64(length), 10), "\r\n"...)
 	}
 	head = append(head, "\r\n"...)
-	werr := n.write(head, length, r.Body)
-	*pooled = head
-	heads.Put(pooled)
+	head, werr := n.write(head, length, r.Body)
+	if cap(head) <= maxPooledHead {
+		*pooled = head
+		heads.Put(pooled)
+	}
 	n.cut = werr != nil
 	if werr != nil && n.ended() == nil { // the server may have answered before it had everything
 		_ = n.nc.SetReadDeadline(time.Now().Add(time.Second)) // if not, reading fails at once
@@ -327,21 +332,22 @@ func isTimeout(err error) bool {
 // TLS and one write.
 const small = 4 << 10
 
-func (n *Conn) write(head []byte, length int, body [][]byte) error {
+// write sends head and body, and returns the buffer of head, to which it may have appended the body.
+func (n *Conn) write(head []byte, length int, body [][]byte) ([]byte, error) {
 	if length <= small {
 		for _, p := range body {
 			head = append(head, p...)
 		}
 		_, err := n.nc.Write(head)
-		return err
+		return head, err
 	}
 	pieces := make(net.Buffers, 0, 1+len(body))
 	pieces = append(append(pieces, head), body...)
 	if raw, ok := n.nc.(*rawio.Conn); ok {
-		return raw.WriteAll(pieces)
+		return head, raw.WriteAll(pieces)
 	}
 	_, err := pieces.WriteTo(n.nc)
-	return err
+	return head, err
 }
 
 // Field is a line of an answer's head, its name in canonical form.

@@ -19,8 +19,8 @@ type Answer struct {
 
 // ScanAnswer reads an answer, which must be a JSON object. It keeps no part of it.
 func ScanAnswer(text []byte) (a Answer, err error) {
-	r, err := Scan(text)
-	if err != nil {
+	r := Request{Body: text, fields: make([]field, 0, usualFields)}
+	if err := r.scan(); err != nil {
 		return a, err
 	}
 	a.Cached = -1
@@ -76,8 +76,8 @@ func stopped(text []byte, choices Range) bool {
 	if !ok || len(list) == 0 {
 		return false
 	}
-	c, err := Scan(list[0].Of(text))
-	if err != nil {
+	c := Request{Body: list[0].Of(text), fields: make([]field, 0, usualFields)}
+	if c.scan() != nil {
 		return false
 	}
 	_, byText := c.Text(c.field("stop_reason"))

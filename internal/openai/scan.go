@@ -91,20 +91,31 @@ func (e *SyntaxError) Error() string {
 // *SyntaxError: text that is no JSON, nested deeper than 512, or an object of more than 1,024
 // keys.
 func Scan(body []byte) (*Request, error) {
-	s := scanner{b: body}
-	r := &Request{Body: body}
-	s.space()
-	if !s.take('{') {
-		return nil, s.fail("an object is wanted")
-	}
-	if err := s.members(r); err != nil {
+	r := &Request{Body: body, fields: make([]field, 0, usualFields)}
+	if err := r.scan(); err != nil {
 		return nil, err
 	}
-	s.space()
-	if s.at < len(body) {
-		return nil, s.fail("more than one value")
-	}
 	return r, nil
+}
+
+// usualFields is how many keys most objects have at most.
+const usualFields = 12
+
+// scan is Scan of r.Body. It allocates where there are more keys than r.fields has room for.
+func (r *Request) scan() error {
+	s := scanner{b: r.Body}
+	s.space()
+	if !s.take('{') {
+		return s.fail("an object is wanted")
+	}
+	if err := s.members(r); err != nil {
+		return err
+	}
+	s.space()
+	if s.at < len(r.Body) {
+		return s.fail("more than one value")
+	}
+	return nil
 }
 
 type scanner struct {
