@@ -14,11 +14,12 @@ func Volume(n int) int {
 	return n
 }
 
-// LongAlone skips the rest of a test in a build with the race detector. It is for tests that start no goroutine and that show
-// nothing with a smaller volume. The run without the detector runs them whole.
+// LongAlone skips the rest of a test in a build with the race detector. It is for long tests in which no two goroutines meet, and
+// that show nothing with a smaller volume: those of one goroutine, and those of many command lines that end before they
+// serve. The run without the detector runs them whole.
 func LongAlone(t testing.TB) {
 	if Race {
-		t.Skip("a long test of one goroutine: it runs without the race detector")
+		t.Skip("a long test in which no two goroutines meet: it runs without the race detector")
 	}
 }
 

@@ -402,6 +402,7 @@ func TestTokenFile(t *testing.T) {
 
 // Flags and files that cannot be used are refused by name, at the start and by --check-config.
 func TestWrongAccess(t *testing.T) {
+	testkit.LongAlone(t)
 	dir := t.TempDir()
 	public := filepath.Join(dir, "public")
 	if err := os.WriteFile(public, fmt.Appendf(nil, "a %x read\n", sha256.Sum256(nil)), 0o644); err != nil {
@@ -440,6 +441,7 @@ func TestWrongAccess(t *testing.T) {
 // A listener beyond loopback without networks and credentials is refused, at the start and by --check-config, unless --allow-anyone names
 // the risk. The networks that the refusal prints are enough for a start, and so are credentials where the listener asks for some.
 func TestOpenListenersAreRefused(t *testing.T) {
+	testkit.LongAlone(t)
 	tokens := filepath.Join(t.TempDir(), "tokens")
 	must(t, "token", "a", "--file", tokens)
 	keys := filepath.Join(t.TempDir(), "keys")
@@ -551,6 +553,7 @@ func TestOpenListenersAreRefused(t *testing.T) {
 
 // Recipes beyond loopback, in the documents and in --help, name networks.
 func TestRecipesNameNetworks(t *testing.T) {
+	testkit.LongAlone(t)
 	open := regexp.MustCompile(`kvasir (server|bootstrap|relay|proxy|engine|store-node|keeper|transfer serve) .*--(host|http-host|admin-host|bind|kv-events|kv-events-replay)[ =](tcp://)?(0\.0\.0\.0|10\.|\*)`)
 	texts := map[string]string{}
 	for _, pattern := range []string{"README.md", "docs/*.md", "docs/*/*.md"} {

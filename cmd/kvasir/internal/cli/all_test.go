@@ -154,6 +154,7 @@ func TestAllEndsWhenAPartFails(t *testing.T) {
 // What is wrong in any section is told at once, in one line, with the line of the file and
 // the nearest known key; nothing is started.
 func TestBadFilesForAll(t *testing.T) {
+	testkit.LongAlone(t)
 	f := func(text, want string) {
 		t.Helper()
 		file := write(t, text)

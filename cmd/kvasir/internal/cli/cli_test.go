@@ -198,6 +198,7 @@ func TestIgnoredFlagsAreNamed(t *testing.T) {
 }
 
 func TestBadCommandLines(t *testing.T) {
+	testkit.LongAlone(t)
 	dir := t.TempDir()
 	trace := filepath.Join(dir, "trace.jsonl")
 	if err := os.WriteFile(trace, []byte("{\"input_length\": 600, \"hash_ids\": [1]}\n"), 0o600); err != nil {
@@ -246,6 +247,7 @@ func TestBadCommandLines(t *testing.T) {
 }
 
 func TestHelp(t *testing.T) {
+	testkit.LongAlone(t)
 	for _, args := range [][]string{{}, {"--help"}, {"server", "--help"}, {"demo", "--help"}, {"coordinator", "--help"}, {"bootstrap", "--help"}, {"version"}} {
 		code, stdout, stderr := run(t, args...)
 		if code != 0 || stdout == "" || stderr != "" {

@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // The list of commands has groups, in this order.
@@ -25,6 +27,7 @@ func TestCommandsAreGrouped(t *testing.T) {
 
 // A flag is suggested only where it resembles what was given.
 func TestSuggestionsResemble(t *testing.T) {
+	testkit.LongAlone(t)
 	f := func(want, refused string, args ...string) {
 		t.Helper()
 		code, _, errs := run(t, args...)
@@ -39,6 +42,7 @@ func TestSuggestionsResemble(t *testing.T) {
 
 // One flag writes pictures; the names that commands had before work and are not shown.
 func TestPlotHasOneName(t *testing.T) {
+	testkit.LongAlone(t)
 	for _, c := range []struct {
 		command []string
 		former  string

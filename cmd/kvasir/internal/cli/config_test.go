@@ -9,6 +9,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // checkConfig runs a command line with --check-config and these variables.
@@ -97,6 +99,7 @@ func TestOrderOfConfiguration(t *testing.T) {
 
 // Bad input is one line that names file and line, or variable, and nothing is started.
 func TestBadConfiguration(t *testing.T) {
+	testkit.LongAlone(t)
 	f := func(text, want string) {
 		t.Helper()
 		file := write(t, text)

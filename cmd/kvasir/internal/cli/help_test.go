@@ -10,10 +10,13 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // Every way in which people ask for help or the version answers on standard output.
 func TestHelpAndVersionInEveryForm(t *testing.T) {
+	testkit.LongAlone(t)
 	f := func(same string, args ...string) {
 		t.Helper()
 		_, want, _ := run(t, strings.Fields(same)...)
@@ -34,6 +37,7 @@ func TestHelpAndVersionInEveryForm(t *testing.T) {
 
 // The scripts are run by the shells that they are for, as far as those are here.
 func TestCompletion(t *testing.T) {
+	testkit.LongAlone(t)
 	dir := t.TempDir()
 	if err := os.Symlink(os.Args[0], filepath.Join(dir, "kvasir")); err != nil {
 		t.Fatal(err)

@@ -130,6 +130,7 @@ func TestNegotiatedChunksOverAKill(t *testing.T) {
 }
 
 func TestWrongListen(t *testing.T) {
+	testkit.LongAlone(t)
 	for _, bad := range []string{"5556", "5556:0", "0:16", "x:16", "5556:16x", "65536:16", "5556:65537", "5555:16"} {
 		if code, _, stderr := run(t, "server", "--listen", bad); code == 0 || !strings.Contains(stderr, "--listen") {
 			t.Errorf("%s: exit %d\n%s", bad, code, stderr)

@@ -17,6 +17,7 @@ import (
 // Each wrong command line gets one line that names the flag and gives the advice that
 // is right for it, and no other.
 func TestMessages(t *testing.T) {
+	testkit.LongAlone(t)
 	name := fmt.Sprintf("kvasir_test_messages_%d", os.Getpid())
 	f := func(code int, want string, args ...string) {
 		t.Helper()

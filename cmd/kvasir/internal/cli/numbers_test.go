@@ -7,10 +7,13 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 // A number with a leading zero is refused, whichever way it comes: Go reads 010 as 8.
 func TestLeadingZerosAreRefused(t *testing.T) {
+	testkit.LongAlone(t)
 	f := func(args ...string) {
 		t.Helper()
 		code, _, stderr := run(t, append([]string{"server"}, args...)...)

@@ -174,6 +174,7 @@ func TestSimEvict(t *testing.T) {
 
 // What cannot be is refused in one line that names it.
 func TestSimRefuses(t *testing.T) {
+	testkit.LongAlone(t)
 	f := func(want string, args ...string) {
 		t.Helper()
 		code, _, errs := run(t, append([]string{"sim"}, args...)...)
