@@ -34,7 +34,7 @@ var (
 	mdAnchor  = regexp.MustCompile(`<a id="([^"]+)">`)
 	codePath  = regexp.MustCompile("(?:^|[\\s`])\\./([a-z][\\w/.-]*)")
 	goPath    = regexp.MustCompile("`([a-z][\\w/.-]*/[\\w.-]+\\.go)`")
-	docPath   = regexp.MustCompile(`\bdocs/[\w/-]+\.(?:md|json|png)(?:#[\w-]+)?`)
+	docPath   = regexp.MustCompile(`\bdocs/[\w/-]+\.(?:md|jsonl?|png)(?:#[\w-]+)?`)
 )
 
 // A page is one Markdown file of the repository.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command docs writes the generated part of the reference, docs/reference/commands: flags from the command line itself, HTTP routes,
-// metrics and environment variables from the code. With -check it writes nothing and reports what is missing or wrong.
+// metrics and environment variables from the code; and the sample of a trace in docs/examples. With -check it writes nothing and reports what is missing or wrong.
 package main
 
 import (
+	"bytes"
 	"errors"
 	"flag"
 	"fmt"
@@ -56,10 +57,13 @@ func run(check bool, kvasir string) (faults []string, err error) {
 	}
 	pages, faults := reference(commands, c, hand)
 	if !check {
-		return faults, write(pages)
+		return faults, errors.Join(write(pages), os.WriteFile(tracePath, trace(), 0o644))
 	}
 	for _, name := range untested(leaves(commands), c.tests) {
 		faults = append(faults, name+": no test runs this command")
+	}
+	if text, err := os.ReadFile(tracePath); err != nil || !bytes.Equal(text, trace()) {
+		faults = append(faults, tracePath+" is not current: run go run ./internal/tools/docs")
 	}
 	return append(faults, stale(pages)...), nil
 }
