@@ -9,7 +9,7 @@ SEED ?= 1
 PICTURES ?=
 MUTATED ?= ./store ./store/pool ./store/lease ./lmcache ./server
 
-.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm interop-sglang canary entered bench release release-check soak fuzz mutants page fmt
+.PHONY: have-go help build demo test test-all check interop interop-masters interop-vllm interop-sglang canary entered bench release release-check soak fuzz mutants page docs fmt
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 17
@@ -33,7 +33,7 @@ test-all: test ## make test, then tests again with invariants, with crash points
 
 # Without cgo, as make test: one compilation serves both.
 check: export CGO_ENABLED = 0
-check: have-go ## format, vet, staticcheck, gocyclo, ruff where installed, govulncheck where reachable
+check: have-go ## format, vet, staticcheck, gocyclo, the generated reference, ruff where installed, govulncheck where reachable
 	@bad=$$($(GO) tool gofumpt -l .); test -z "$$bad" || { echo "not formatted (make fmt):"; echo "$$bad"; exit 1; }
 	$(GO) vet ./...
 	$(GO) vet -tags invariants ./...
@@ -41,8 +41,12 @@ check: have-go ## format, vet, staticcheck, gocyclo, ruff where installed, govul
 	$(GO) tool staticcheck ./...
 	@complex=$$($(GO) tool gocyclo -over 25 -ignore '_test\.go$$|^interop/' .); test -z "$$complex" || { echo "functions with more than 25 branches:"; echo "$$complex"; exit 1; }
 	$(GO) test -count=1 ./internal/arch
+	$(GO) run ./internal/tools/docs -check
 	@.ci/ruff.sh
 	@.ci/vulncheck.sh
+
+docs: have-go ## write docs/reference/commands: flags, routes and metrics of each command, from the code
+	$(GO) run ./internal/tools/docs
 
 fmt: ## format all Go files
 	$(GO) tool gofumpt -w .

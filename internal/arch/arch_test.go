@@ -36,6 +36,7 @@ var rooms = map[string][]string{
 	"proxy":    {"internal", "kv", "zmtp", "mooncake"},
 	"sim":      {"internal", "kv", "bench", "lmcache", "mooncake", "store"},
 	"cmd":      {"internal", "kv", "zmtp", "bench", "lmcache", "mooncake", "tier", "store", "server", "proxy", "sim"},
+	"docs":     {"kv", "zmtp", "bench", "lmcache", "mooncake", "tier", "store", "server", "proxy", "sim"}, // examples
 	"interop":  {"internal", "kv", "zmtp", "bench", "lmcache", "mooncake", "sim"},
 }
 
@@ -345,5 +346,35 @@ func codeLines(text []byte) (n int) {
 func TestCodeLines(t *testing.T) {
 	if n := codeLines([]byte("// a\npackage x\n\n/* b\nc */\nvar s = `1\n2`\n\nfunc f() { // d\n}\n")); n != 5 {
 		t.Error(n)
+	}
+}
+
+// go install MODULE/cmd/kvasir@VERSION refuses a module that replaces or excludes others, and the root of the repository shows the product.
+func TestModuleCanBeInstalled(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join(root, "go.mod"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(text)) {
+		if words := strings.Fields(line); len(words) > 0 && (words[0] == "replace" || words[0] == "exclude") {
+			t.Errorf("go.mod: %s", line)
+		}
+	}
+	const maxFolders, maxEntries = 14, 22
+	entries, err := os.ReadDir(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	folders, shown := 0, 0
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), ".") || e.Name() == "bin" || e.Name() == "dist" {
+			continue
+		}
+		if shown++; e.IsDir() {
+			folders++
+		}
+	}
+	if folders > maxFolders || shown > maxEntries {
+		t.Errorf("the root has %d folders and %d entries, more than %d and %d", folders, shown, maxFolders, maxEntries)
 	}
 }

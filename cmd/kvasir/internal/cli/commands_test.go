@@ -138,3 +138,17 @@ func TestTierAndPoolCommands(t *testing.T) {
 		t.Errorf("%+v", checked)
 	}
 }
+
+// keeper keep is what keeper with directories alone does; keeper verify names a directory that no keeper of that folder has noted.
+func TestKeeperKeepAndVerify(t *testing.T) {
+	dir, state := t.TempDir(), t.TempDir()
+	if code, _, errs := run(t, "keeper", "keep", dir); code != 2 || !strings.Contains(errs, "say what to hold: --max-gb, --min-free-gb or --ttl") {
+		t.Errorf("%d, %s", code, errs)
+	}
+	if code, out, errs := run(t, "keeper", "verify", dir, "--state-dir", state); code != 0 || !strings.Contains(out, "0 files (0 B) read, 0 of them for the first time, 0 faults") {
+		t.Errorf("%d, %s%s", code, out, errs)
+	}
+	if code, _, errs := run(t, "keeper", "verify", filepath.Join(dir, "none"), "--state-dir", state); code != 1 || !strings.Contains(errs, "no such file") {
+		t.Errorf("%d, %s", code, errs)
+	}
+}

@@ -14,7 +14,8 @@ import (
 
 // manCmd writes the manual. Packages are made with it.
 type manCmd struct {
-	Dir string `arg:"" help:"Directory to write to; it is made if it is missing."`
+	Dir      string `arg:"" help:"Directory to write to; it is made if it is missing."`
+	Markdown bool   `help:"Write Markdown instead: a page for each command of the first level, and README.md."`
 }
 
 // Help implements kong's detailed help.
@@ -23,7 +24,8 @@ func (manCmd) Help() string {
 
 Examples:
   kvasir man ./man && man ./man/kvasir-server.1
-  kvasir man ~/.local/share/man/man1`
+  kvasir man ~/.local/share/man/man1
+  kvasir man --markdown ./reference`
 }
 
 // Run writes the pages.
@@ -40,6 +42,9 @@ func (c *manCmd) Run(e *env) error {
 		return err
 	}
 	pages := settings.ManPages(e.model.Node, release, date)
+	if c.Markdown {
+		pages = settings.MarkdownPages(e.model.Node)
+	}
 	for name, text := range pages {
 		if err := os.WriteFile(filepath.Join(c.Dir, name), []byte(text), 0o644); err != nil {
 			return err

@@ -214,6 +214,7 @@ func TestSimRefuses(t *testing.T) {
 	f("cannot be written", "sweep", "--csv", missing)
 	f("cannot be written", "table", "--report", missing)
 	f("cannot be written", "check", "--json", missing)
+	f("no such file", "accuracy", "--write", missing)
 	f("cannot be written", "evict", "--trace", trace, "--svg", missing)
 	f("is a directory", "sweep", "--plot", t.TempDir())
 }

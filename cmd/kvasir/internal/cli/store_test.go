@@ -57,6 +57,10 @@ func TestStoreNodeAndStore(t *testing.T) {
 		t.Errorf("exit %d\n%s", code, stderr)
 	}
 
+	if code, _, stderr := run(t, "store", "rm", "none", "--master", master.Addr); code != 1 || !strings.Contains(stderr, "none") {
+		t.Errorf("exit %d\n%s", code, stderr)
+	}
+
 	put := command("store", "put", "waits", "--master", master.Addr)
 	r, w, err := os.Pipe()
 	if err != nil {
