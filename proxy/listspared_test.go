@@ -65,7 +65,7 @@ func TestListsAreSparedP(t *testing.T) {
 		}
 	})
 	t.Run("store", func(t *testing.T) {
-		_, x, o, alone := startShared(t, 3)
+		_, x, o, alone := startShared(t, 3, nil)
 		x.start(o)
 		testkit.Eventually(t, "the proxy sees the server", func() bool { return x.proxy.Stats().Store == 1 })
 		play(x, alone, func(i int) string { return talk(i, 3) })

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvasir-kv/kvasir/internal/auth"
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 	"github.com/kvasir-kv/kvasir/mooncake/relay"
 	"github.com/kvasir-kv/kvasir/proxy"
@@ -160,7 +161,7 @@ type node struct {
 
 const nodeChunk = 32 // tokens
 
-func startNode(t testing.TB, bytes int64) *node {
+func startNode(t testing.TB, bytes int64, salts *auth.SaltSecrets) *node {
 	t.Helper()
 	dir, err := os.MkdirTemp("/dev/shm", "kvasir_proxy_test")
 	if err != nil {
@@ -173,7 +174,7 @@ func startNode(t testing.TB, bytes int64) *node {
 	}
 	st := store.New(p, store.Options{})
 	book := events.New(st, events.Options{})
-	srv := server.New(st, server.Options{ChunkTokens: nodeChunk, ShmDir: dir, Log: testLog(), Events: book})
+	srv := server.New(st, server.Options{ChunkTokens: nodeChunk, ShmDir: dir, Log: testLog(), Events: book, Salts: salts})
 	pub := events.NewPublisher(book, events.PublisherOptions{Topic: "kv@host:5555@" + events.ModelInTopic, ChunkTokens: nodeChunk, Log: testLog()})
 	at, replay, err := pub.Listen(t.Context(), "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
 	if err != nil {
@@ -211,17 +212,18 @@ func (n *node) serveMulti(t testing.TB, mooncake string) *served {
 		mooncake, n.url), engine.Options{ShmDir: n.dir})
 }
 
-// startShared starts a P and some D's that share a cache server, and an engine alone; the proxy is still to be started.
-func startShared(t *testing.T, ds int) (n *node, x *deployment, o proxy.Options, alone *served) {
+// startShared starts a P and some D's that share a cache server, and an engine alone. It does not start the proxy, whose options it
+// returns. salts are the secrets that proxy and server share; nil: salts need no signature.
+func startShared(t *testing.T, ds int, salts *auth.SaltSecrets) (n *node, x *deployment, o proxy.Options, alone *served) {
 	t.Helper()
-	n, x = startNode(t, 64<<20), &deployment{t: t, registry: startRegistry(t)}
+	n, x = startNode(t, 64<<20, salts), &deployment{t: t, registry: startRegistry(t)}
 	x.stopAll()
 	x.p = append(x.p, n.serveMulti(t, producer(x.registry, "p0")))
 	alone = serve(t, "", "", 0)
 	t.Cleanup(func() { alone.stop(t) })
 	o = proxy.Options{
 		Prefill: []proxy.Prefill{{URL: x.p[0].web.URL, Registry: x.registry}}, HealthInterval: 50 * time.Millisecond,
-		Store: n.web.URL, SkipPrefill: 400,
+		Store: n.web.URL, SkipPrefill: 400, Salts: salts,
 	}
 	for range ds {
 		d := n.serveMulti(t, consumer)
@@ -233,7 +235,7 @@ func startShared(t *testing.T, ds int) (n *node, x *deployment, o proxy.Options,
 // What kvasir server has of a prompt, D loads from there: P is asked once for each of two prompts,
 // and for a longer one that begins like one of them. When the server is cleared or silent, P is asked.
 func TestStoreServesAgain(t *testing.T) {
-	n, x, o, alone := startShared(t, 3)
+	n, x, o, alone := startShared(t, 3, nil)
 	x.start(o)
 	for _, e := range append(x.p, x.d...) {
 		testkit.Eventually(t, "all are well", func() bool { s := x.proxy.Stats(); return s.Well[e.web.URL] == 1 && s.Store == 1 })
@@ -329,15 +331,24 @@ func (n *node) drop(t testing.TB) {
 
 // With the server's KV events the proxy goes by what it has: a prompt that it dropped goes to P again, and one that
 // another proxy had stored does not, of two prompts each. A salt is another prompt. Without replays what another
-// one had stored is known, too.
+// one had stored is known, too. The same holds where salts are signed: the server's events name tenants, requests name signed salts.
 func TestStoreEvents(t *testing.T) {
-	for _, replay := range []bool{true, false} {
-		t.Run(fmt.Sprintf("replay %v", replay), func(t *testing.T) { testStoreEvents(t, replay) })
+	path := filepath.Join(t.TempDir(), "salts")
+	if err := os.WriteFile(path, []byte(strings.Repeat("s", 32)+"\n"), 0o600); err != nil {
+		t.Fatal(err)
 	}
+	salts, err := auth.OpenSaltSecrets(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, replay := range []bool{true, false} {
+		t.Run(fmt.Sprintf("replay %v", replay), func(t *testing.T) { testStoreEvents(t, replay, nil) })
+	}
+	t.Run("signed salts", func(t *testing.T) { testStoreEvents(t, true, salts) })
 }
 
-func testStoreEvents(t *testing.T, replay bool) {
-	n, x, o, alone := startShared(t, 4)
+func testStoreEvents(t *testing.T, replay bool, salts *auth.SaltSecrets) {
+	n, x, o, alone := startShared(t, 4, salts)
 	o.StoreEvents = "tcp://" + n.events
 	if replay {
 		o.StoreReplay = "tcp://" + n.replay

@@ -46,6 +46,7 @@ type Options struct {
 	ShmDir            string                // where workers' segments are; default shm.Dir
 	Networks          *auth.Networks        // from which engines may reach the ZMQ ports; nil: any
 	Salts             *auth.SaltSecrets     // whose signature a salt must have, which then counts as its tenant; without a memo. nil: any salt
+	CountUnsigned     bool                  // requests without such a signature are counted and served under the salt that they have
 	Log               *slog.Logger          // nil discards
 	ClientGenerations lmcache.Generations   // that clients can be of; default all that are served
 	Version           string                // reported in Status
@@ -95,7 +96,7 @@ func (o Options) withDefaults() Options {
 	o.WorkerReap = cmp.Or(o.WorkerReap, 120*time.Second)
 	o.RegistrationGrace = cmp.Or(o.RegistrationGrace, 3600*time.Second)
 	o.MemoBytes = cmp.Or(o.MemoBytes, 64<<20)
-	if o.NoMemo || o.Salts != nil { // a prompt of another tenant would be hashed faster
+	if o.NoMemo || o.Salts != nil && !o.CountUnsigned { // a prompt of another tenant would be hashed faster
 		o.MemoBytes = 0
 	}
 	o.MaxInstances = cmp.Or(o.MaxInstances, 4096)

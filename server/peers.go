@@ -20,7 +20,7 @@ func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 	}
 	switch r := r.(type) {
 	case *lmcache.P2PLookupRequest:
-		find := s.keysFor(sc)
+		find := s.keysFor(sc, r.Op())
 		if s.draining.Load() {
 			find = func(*lmcache.ObjectKey) (kv.Key, bool) { return kv.Key{}, false }
 		}
@@ -30,12 +30,12 @@ func (s *Server) answerPeer(sc *scratch, r lmcache.Request) {
 			sc.out = lmcache.AppendPeerPlaces(sc.out, places)
 		}
 	case *lmcache.P2PUnlockRequest:
-		s.p2p.Unlock(by, r.Keys, s.keysFor(sc))
+		s.p2p.Unlock(by, r.Keys, s.keysFor(sc, r.Op()))
 	}
 }
 
 // keysFor finds objects of models that have one layout: names of objects do not say of which they are.
-func (s *Server) keysFor(sc *scratch) keyFinder {
+func (s *Server) keysFor(sc *scratch, op lmcache.Op) keyFinder {
 	c := sc.caller()
 	sc.conn = cmp.Or(sc.conn, c.connection())
 	may := c.MayOpen() == nil
@@ -50,7 +50,7 @@ func (s *Server) keysFor(sc *scratch) keyFinder {
 		}
 		salt := name.Salt
 		if s.opts.Salts != nil {
-			if salt, ok = s.opts.Salts.Tenant(salt); !ok {
+			if salt, ok = s.tenantOf(op, salt); !ok {
 				return k, false
 			}
 		}

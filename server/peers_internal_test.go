@@ -14,7 +14,7 @@ import (
 func TestNamesOfPeersFitALayout(t *testing.T) {
 	s := newBareServer(t, io.Discard)
 	(&engine{t, s}).register(7)
-	keys := s.keysFor(&scratch{})
+	keys := s.keysFor(&scratch{}, lmcache.OpP2PLookupAndLock)
 	rank := func(world, shard int) kv.Rank {
 		r, ok := kv.NewRank(world, shard)
 		if !ok {

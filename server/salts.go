@@ -3,50 +3,42 @@
 package server
 
 import (
+	"github.com/kvasir-kv/kvasir/internal/safelog"
 	"github.com/kvasir-kv/kvasir/lmcache"
 )
 
-// takeTenant puts the tenant in the place of the signed salt of a request, where salts must be signed. A lookup without a valid signature
-// is a miss that says why, other requests are refused.
+// takeTenant replaces the signed salt of a request by its tenant, where salts must be signed. A lookup without a valid signature
+// becomes a miss with that reason; every other request is refused.
 func (s *Server) takeTenant(sc *scratch, r lmcache.Request) error {
 	sc.unsigned = false
 	if s.opts.Salts == nil {
 		return nil
 	}
-	var k *lmcache.KeyView
-	switch r := r.(type) {
-	case *lmcache.LookupRequest:
-		k = r.Key
-		sc.unsigned = !s.signed(k)
-		return nil
-	case *lmcache.FreeLookupLocksRequest:
-		k = r.Key
-	case *lmcache.PrepareStoreRequest:
-		k = r.Key
-	case *lmcache.CommitStoreRequest:
-		k = r.Key
-	case *lmcache.PrepareRetrieveRequest:
-		k = r.Key
-	case *lmcache.CommitRetrieveRequest:
-		k = r.Key
-	case *lmcache.StoreRequest:
-		k = r.Key
-	case *lmcache.RetrieveRequest:
-		k = r.Key
-	default:
+	k := lmcache.KeyOf(r)
+	if k == nil {
 		return nil
 	}
-	if !s.signed(k) {
-		return errUnsigned
+	tenant, ok := s.tenantOf(r.Op(), k.Salt)
+	if k.Salt = tenant; ok {
+		return nil
 	}
-	return nil
+	if _, ok := r.(*lmcache.LookupRequest); ok {
+		sc.unsigned = true
+		return nil
+	}
+	return errUnsigned
 }
 
-// signed reports whether the salt of a key has a valid signature. Then the salt is the tenant; else it is none.
-func (s *Server) signed(k *lmcache.KeyView) (ok bool) {
-	k.Salt, ok = s.opts.Salts.Tenant(k.Salt)
-	if !ok {
-		k.Salt = nil
+// tenantOf returns the tenant that signed salts keep KV by; false: the salt has no valid signature, and the request may use no KV.
+// With Options.CountUnsigned such a salt is its own tenant, and is counted.
+func (s *Server) tenantOf(op lmcache.Op, salt []byte) (tenant []byte, ok bool) {
+	if tenant, ok = s.opts.Salts.Tenant(salt); ok {
+		return tenant, true
 	}
-	return ok
+	if !s.opts.CountUnsigned {
+		return nil, false
+	}
+	s.n.unsigned[op].Add(1)
+	s.log.Warn("--require-signed-salts would refuse this request: its cache salt has no valid signature", safelog.Per("operation", op.String()))
+	return salt, true
 }

@@ -19,6 +19,7 @@ import (
 type counters struct {
 	requests           [256]atomic.Uint64        // by lmcache.Op
 	refusals           map[string]*atomic.Uint64 // by label; the map is immutable
+	unsigned           [256]atomic.Uint64        // by lmcache.Op: requests that signed salts would refuse
 	tierMisses         explain.TierMisses
 	times              [256]*histogram.Histogram // by lmcache.Op; immutable
 	otherTimes         *histogram.Histogram
@@ -149,6 +150,7 @@ type Stats struct {
 
 	Requests    map[string]uint64           `counter:"kvasir_requests_total" label:"operation" help:"Requests by operation."`
 	Declined    map[string]uint64           `counter:"kvasir_declined_total" label:"reason" help:"Requests answered negatively, by reason; the log has one line for each, a few per second."`
+	Unsigned    map[string]uint64           `counter:"kvasir_unsigned_salts_total" label:"operation" help:"Requests that --require-signed-salts would refuse, with --count-unsigned-salts."`
 	LookupEnded map[string]uint64           `counter:"kvasir_lookup_ended_total" label:"reason" help:"Lookups that were not whole hits, by why the next chunk could not be served."`
 	Durations   map[string]histogram.Counts `histogram:"kvasir_request_duration_seconds" label:"operation" help:"Time from a request's last byte to its answer, without the way through the network."`
 }
@@ -211,7 +213,7 @@ func (s *Server) Stats() Stats {
 		NoteFailures: n.noteFailures.Load(), Panics: n.panics.Load(), RepliesDropped: n.dropped.Load(),
 		SessionsExpired: st.SessionsExpired, SessionsDisplaced: st.SessionsPushed,
 
-		Requests: make(map[string]uint64), Declined: make(map[string]uint64), LookupEnded: make(map[string]uint64), Durations: make(map[string]histogram.Counts),
+		Requests: make(map[string]uint64), Declined: make(map[string]uint64), Unsigned: make(map[string]uint64), LookupEnded: make(map[string]uint64), Durations: make(map[string]histogram.Counts),
 	}
 	if book := s.opts.Events; book != nil {
 		e := book.Stats()
@@ -230,6 +232,9 @@ func (s *Server) Stats() Stats {
 	for i := range n.requests {
 		if op := lmcache.Op(i); op.Known() {
 			out.Requests[op.String()] = n.requests[i].Load()
+			if count := n.unsigned[i].Load(); count > 0 {
+				out.Unsigned[op.String()] = count
+			}
 		}
 	}
 	for label, count := range n.refusals {

@@ -37,6 +37,7 @@ var opened = map[string][]string{
 	"mooncake/transfer/bench/bench.go":         {"`kvasir demo`, `kvasir transfer bench`"},
 	"sim/engine/mooncake.go":                   {"`kvasir engine`: `transfer`"},
 	"sim/demo/demo.go":                         {"`kvasir demo`, `kvasir transfer bench`"},
+	"cmd/kvasir/internal/doctor/network.go":    {"`kvasir doctor`"},
 	"tier/keeper/control.go":                   {"`kvasir keeper`: control socket"},
 	"zmtp/endpoint.go":                         nil, // the sockets of the files that make a Router or a Pub
 	"zmtp/pub.go":                              nil, // a Pub is a Router

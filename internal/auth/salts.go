@@ -25,15 +25,15 @@ const (
 const macBytes, MaxTenant = 44, 128 - 44
 
 // SaltSecrets sign and verify salts of tenants: TENANT.MAC, where MAC is the HMAC-SHA256 of the tenant in 43 characters of base64url.
-// Whoever knows a salt may use it: only a proxy that puts salts into requests keeps tenants apart. Its methods are safe for concurrent
-// use.
+// A client that knows a signed salt can use it. So a proxy must replace the salts of clients by signed ones, and clients must not reach
+// the engines. The methods are safe for concurrent use.
 type SaltSecrets struct {
 	file *File
 	all  atomic.Pointer[[][]byte] // the first signs
 }
 
-// OpenSaltSecrets reads a file: a secret on each line, of 32 bytes or more. The first one signs, all of them verify. Empty lines and
-// lines that begin with # mean nothing.
+// OpenSaltSecrets reads a file of secrets, one of 32 bytes or more on each line. The first one signs, all of them verify. Empty lines and
+// lines that begin with # are skipped.
 func OpenSaltSecrets(path string) (*SaltSecrets, error) {
 	s := &SaltSecrets{}
 	s.all.Store(&[][]byte{})
@@ -84,7 +84,8 @@ func (s *SaltSecrets) Sign(tenant string) (string, error) {
 	return tenant + "." + string(mac((*s.all.Load())[0], []byte(tenant))), nil
 }
 
-// Tenant returns the tenant of a salt, a part of it; false: it has no MAC, or one that no secret made.
+// Tenant returns the tenant of a signed salt, as a part of the salt. It returns false for a salt without a MAC, and for a MAC that none of
+// the secrets made.
 func (s *SaltSecrets) Tenant(salt []byte) (tenant []byte, ok bool) {
 	dot := len(salt) - macBytes
 	if dot < 1 || dot > MaxTenant || salt[dot] != '.' {
@@ -96,7 +97,8 @@ func (s *SaltSecrets) Tenant(salt []byte) (tenant []byte, ok bool) {
 	return salt[:dot], ok
 }
 
-// mac is of what a salt is for, so that the same secret makes no MAC for another purpose.
+// mac returns the MAC of a tenant. It covers a text that names its purpose: a MAC that the same secret made for another purpose is no MAC
+// of a tenant.
 func mac(secret, tenant []byte) []byte {
 	h := hmac.New(sha256.New, secret)
 	_, _ = h.Write([]byte("kvasir salt\x00")) // never fails

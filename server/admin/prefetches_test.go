@@ -3,15 +3,24 @@
 package admin_test
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"net/http"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
+	"github.com/kvasir-kv/kvasir/lmcache"
+	"github.com/kvasir-kv/kvasir/server"
 	"github.com/kvasir-kv/kvasir/server/admin"
+	"github.com/kvasir-kv/kvasir/store"
+	"github.com/kvasir-kv/kvasir/store/evict"
+	"github.com/kvasir-kv/kvasir/store/pool"
+	"github.com/kvasir-kv/kvasir/tier"
 )
 
 // A prefetch ends with as many objects as the pool has then, and its end is told once.
@@ -138,5 +147,58 @@ func TestShape(t *testing.T) {
 	}
 	if len(st.Others) != 1 || st.Others[0] != 7 || st.OtherMeta["7"] != (admin.OtherShape{Model: "m", World: 1, Slots: 16, UseMLA: true}) || st.Liveness.Instances != 1 || len(st.LenderMeta) != 0 {
 		t.Errorf("%+v %+v", st.OtherMeta, st.Liveness)
+	}
+}
+
+// A prefetch brings the chunks of its own tenant alone into the pool, and finds no chunk of another tenant.
+func TestPrefetchesAreOfOneTenant(t *testing.T) {
+	below := tier.NewMemory(1 << 20)
+	open := func() *server.Server {
+		t.Helper()
+		p, err := pool.Open(pool.Options{Name: "pool", Bytes: 64 * 4096, Dir: t.TempDir(), ChunkTokens: 16})
+		if err != nil {
+			t.Fatal(err)
+		}
+		st := store.New(p, store.Options{Below: below})
+		s := server.New(st, server.Options{ChunkTokens: 16, Lifetimes: evict.NewLifetimes(), Log: slog.New(slog.DiscardHandler)})
+		t.Cleanup(func() { _, _ = s.Close(), st.Close() })
+		ctx, stop := context.WithCancel(context.Background())
+		var wg sync.WaitGroup
+		wg.Go(func() { s.Run(ctx) })
+		t.Cleanup(func() { stop(); wg.Wait() })
+		reg := lmcache.EngineDriven{InstanceID: 7, Model: "m", WorldSize: 1, BlockSize: 16, Layers: 1, Hidden: 128, DType: "bfloat16", SinglePlane: true, PhysicalSlots: 16}
+		s.Answer([][]byte{{0}, lmcache.AppendOp(nil, lmcache.OpRegisterEngineDriven), reg.Append(nil)})
+		return s
+	}
+	first := open()
+	for _, salt := range []string{"team-a", "team-b"} {
+		key := lmcache.Key{Model: "m", Salt: salt, WorldSize: 1, Tokens: make([]uint32, 32), End: 32, RequestID: salt, Readers: 1}
+		first.Answer([][]byte{{0}, lmcache.AppendOp(nil, lmcache.OpPrepareStore), key.Append(nil), lmcache.AppendInt(nil, 7)})
+		first.Answer([][]byte{{0}, lmcache.AppendOp(nil, lmcache.OpCommitStore), key.Append(nil), lmcache.AppendInt(nil, 7), lmcache.AppendBytes(nil, nil)})
+	}
+	testkit.Eventually(t, "all chunks are below", func() bool { return first.Stats().BelowWritten == 4*4096 })
+	s := open()
+	h := admin.Handler(s, admin.Options{})
+	for i, step := range []struct {
+		salt            string
+		found, resident int
+	}{{"team-c", 0, 0}, {"", 0, 0}, {"team-a", 2, 2}, {"team-b", 2, 4}} {
+		body := fmt.Sprintf(`{"model_name": "m", "world_size": 1, "token_ids": [%s], "cache_salt": %q}`, strings.TrimSuffix(strings.Repeat("0,", 32), ","), step.salt)
+		code, text := ask(h, "POST", "http://localhost/cache/prefetches", body, "Content-Type", "application/json")
+		var got struct {
+			ID     string `json:"request_id"`
+			Status string `json:"status"`
+			Found  int    `json:"found_keys"`
+		}
+		if code != http.StatusAccepted || json.Unmarshal([]byte(text), &got) != nil {
+			t.Fatal(code, text)
+		}
+		testkit.Eventually(t, "the prefetch ends", func() bool {
+			_, text := ask(h, "GET", "http://localhost/cache/prefetches/"+got.ID, "")
+			return json.Unmarshal([]byte(text), &got) == nil && got.Status == "completed"
+		})
+		if resident := s.Status().Pool.ResidentChunks; got.Found != step.found || resident != step.resident {
+			t.Errorf("step %d, %q: %d found, %d resident; want %d, %d", i, step.salt, got.Found, resident, step.found, step.resident)
+		}
 	}
 }

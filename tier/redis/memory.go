@@ -26,9 +26,10 @@ const (
 
 // usage is a server's own report of its memory.
 type usage struct {
-	known       bool  // false where an ACL forbids the question
-	used, limit int64 // bytes; no limit is 0
-	evicts      bool  // at its limit it deletes what it likes
+	known       bool   // false where an ACL forbids the question
+	used, limit int64  // bytes; no limit is 0
+	policy      string // maxmemory-policy
+	evicts      bool   // at its limit it deletes what it likes
 	keys        int64
 }
 
@@ -170,6 +171,30 @@ func (t *Tier) look(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
+// ServerMemory is the memory of one Redis server, as it reports it.
+type ServerMemory struct {
+	Addr   string
+	Known  bool  // its user may ask; else all below is zero
+	Used   int64 // bytes
+	Limit  int64 // maxmemory, bytes; 0: none
+	Policy string
+}
+
+// Servers asks each server for its memory.
+func (t *Tier) Servers(ctx context.Context) (out []ServerMemory, err error) {
+	if err := t.topology.ask(ctx); err != nil {
+		return nil, err
+	}
+	for _, s := range t.topology.all() {
+		u, err := s.usage(ctx)
+		if err != nil {
+			return out, err
+		}
+		out = append(out, ServerMemory{Addr: s.addr, Known: u.known, Used: u.used, Limit: u.limit, Policy: u.policy})
+	}
+	return out, nil
+}
+
 // usage asks what the server's memory is.
 func (s *server) usage(ctx context.Context) (u usage, err error) {
 	err = s.do(ctx, s.lookups, 0, func(c *resp.Conn) (err error) {
@@ -197,7 +222,7 @@ func askUsage(c *resp.Conn) (u usage, _ error) {
 		case "maxmemory":
 			u.limit = max(0, n)
 		case "maxmemory_policy":
-			u.evicts = value != "noeviction"
+			u.policy, u.evicts = value, value != "noeviction"
 		}
 	}
 	var err error

@@ -198,3 +198,25 @@ func TestRestIsNotRemembered(t *testing.T) {
 		}
 	})
 }
+
+// An object that one tenant's lookup did not find is still asked for when another tenant looks up the same chunk: which prompts a tenant
+// asked for does not change how fast another tenant is answered.
+func TestAbsenceIsOfOneTenant(t *testing.T) {
+	a, asked := remembered(t, memory(), "", tier.Absence{For: time.Hour})
+	ours := tiertest.Key(1)
+	theirs := ours
+	theirs.Namespace = kv.Namespace{2}
+	metas := make([]tier.Meta, 1)
+	for i, step := range []struct {
+		key    kv.Key
+		calls  int
+		spared uint64
+	}{{ours, 1, 0}, {theirs, 2, 0}, {ours, 2, 1}, {theirs, 2, 2}} {
+		if err := a.Stat(t.Context(), []kv.Key{step.key}, metas); err != nil {
+			t.Fatal(err)
+		}
+		if asked.Calls("stat") != step.calls || a.Spared() != step.spared {
+			t.Errorf("step %d: %d calls, %d spared; want %d, %d", i, asked.Calls("stat"), a.Spared(), step.calls, step.spared)
+		}
+	}
+}

@@ -15,23 +15,23 @@ import (
 	"github.com/kvasir-kv/kvasir/server/admin"
 )
 
-// exposure is where a listener of a command listens.
+// exposure describes a listener of a command, and who can use it.
 type exposure struct {
 	listener string // its name in --allow-from
-	at       string // what says where it listens: the flag and its value
+	at       string // the flag and the value that set its address
 	host     string
-	risk     string // what everyone who reaches it may do
+	risk     string // what a client without credentials could do
 
 	web  bool   // --token-file and --tls-client-ca defend it
-	own  bool   // it has credentials of its own
-	keys string // the flag for these, if there is one
+	own  bool   // it has further credentials, and they are configured
+	keys string // the flag that configures them; empty: there is none
 }
 
 // allowAnyone is the value of --allow-anyone. It names the risk.
 const allowAnyone = "read-prompts"
 
-// refuseOpen refuses listeners beyond loopback that have neither networks nor credentials. credentials means that there are tokens, or
-// authorities of clients.
+// refuseOpen refuses listeners beyond loopback that have neither networks nor credentials. credentials is true when --token-file or
+// --tls-client-ca is given.
 func (f *networkFlags) refuseOpen(networks map[string]*auth.Networks, credentials bool, all []exposure) error {
 	if f.AllowAnyone != "" && f.AllowAnyone != allowAnyone {
 		return usagef("--allow-anyone %.40s: its one value is %s", f.AllowAnyone, allowAnyone)
@@ -53,7 +53,7 @@ func (f *networkFlags) refuseOpen(networks map[string]*auth.Networks, credential
 		return nil
 	}
 	instead := ""
-	if len(others) == len(open) { // credentials do for all of them
+	if len(others) == len(open) { // credentials can defend every open listener
 		instead = " or " + strings.Join(others, ", ")
 	}
 	return usagef("%s: give --allow-from %s (this machine's networks)%s; --allow-anyone=%s starts without",
@@ -63,10 +63,10 @@ func (f *networkFlags) refuseOpen(networks map[string]*auth.Networks, credential
 // maxLocalNetworks bounds the networks that a refusal names.
 const maxLocalNetworks = 8
 
-// localNetworks returns the networks of this machine's interfaces, and the loopback address, for --allow-from.
+// localNetworks returns values for --allow-from: the networks of this machine's interfaces, and the loopback address.
 func localNetworks() []string {
 	var out []string
-	addresses, _ := net.InterfaceAddrs() // without them there is the loopback address alone
+	addresses, _ := net.InterfaceAddrs() // on an error only the loopback address is returned
 	for _, a := range addresses {
 		n, ok := a.(*net.IPNet)
 		if !ok {
@@ -84,9 +84,9 @@ func localNetworks() []string {
 	return append(out, "127.0.0.1")
 }
 
-// exposed returns where the server listens. UNIX sockets ask the kernel for their peers.
+// exposed returns the network listeners of the server. It leaves UNIX sockets out: the kernel names their peers.
 func (c *serverCmd) exposed() []exposure {
-	keys, err := admin.ReadKeys(c.APIKeys, os.Getenv) // a file that cannot be read ends the start anyway
+	keys, err := admin.ReadKeys(c.APIKeys, os.Getenv) // the start ends later on an unreadable file, with its name
 	out := []exposure{
 		{listener: "zmq", at: "--host " + c.Host, host: c.Host, risk: "store, replace and read the KV of prompts"},
 		{

@@ -26,13 +26,15 @@ func (f *saltFlags) open(a *access) (err error) {
 // requiredSaltFlags are those of a server.
 type requiredSaltFlags struct {
 	saltFlags
+	Count    bool `name:"count-unsigned-salts" help:"Refuse nothing yet: count and log the requests that --require-signed-salts would refuse (kvasir_unsigned_salts_total). KV of signed salts is kept by TENANT, as it is with that flag." group:"Access"`
 	Required bool `name:"require-signed-salts" help:"Lookups whose cache salt no secret of --salt-secret-file signed are misses, and stores are refused; others count for the salt's TENANT. There is no memo of token lists then (--memo-mib)." group:"Access"`
 }
 
 // check reports what does not go together. vllmTier is the server's --vllm-tier.
 func (f *requiredSaltFlags) check(vllmTier string) error {
 	var bad faults
-	bad.unless(f.Required == (f.SaltSecrets != ""), "--require-signed-salts and --salt-secret-file go together")
+	bad.unless((f.Required || f.Count) == (f.SaltSecrets != ""), "--require-signed-salts, or --count-unsigned-salts, and --salt-secret-file go together")
+	bad.unless(!f.Required || !f.Count, "--require-signed-salts refuses what --count-unsigned-salts counts: give one of them")
 	bad.unless(!f.Required || vllmTier == "", "--require-signed-salts cannot stand beside --vllm-tier: engines mix salts into their hashes there, and the server does not see them")
 	if err := bad.err(); err != nil {
 		return err

@@ -30,8 +30,9 @@ func TestSaltSecretFile(t *testing.T) {
 		want string
 		args []string
 	}{
-		{"--require-signed-salts and --salt-secret-file go together", []string{"server", "--require-signed-salts"}},
-		{"--require-signed-salts and --salt-secret-file go together", []string{"server", "--salt-secret-file", file}},
+		{"--require-signed-salts, or --count-unsigned-salts, and --salt-secret-file go together", []string{"server", "--require-signed-salts"}},
+		{"--require-signed-salts, or --count-unsigned-salts, and --salt-secret-file go together", []string{"server", "--salt-secret-file", file}},
+		{"give one of them", []string{"server", "--require-signed-salts", "--count-unsigned-salts", "--salt-secret-file", file}},
 		{"cannot stand beside --vllm-tier", []string{"server", "--require-signed-salts", "--salt-secret-file", file, "--vllm-tier", filepath.Join(dir, "s")}},
 		{"--salt-secret-file: secrets of salts: " + public, []string{"server", "--require-signed-salts", "--salt-secret-file", public}},
 		{"--salt-secret-file: secrets of salts: " + public, []string{"proxy", "--engine", "http://127.0.0.1:1", "--salt-secret-file", public}},

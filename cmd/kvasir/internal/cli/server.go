@@ -349,6 +349,7 @@ func (c *serverCmd) Run(e *env) (err error) {
 		return err
 	}
 	o.server.Networks, o.server.Salts = c.access.networks["zmq"], c.access.salts
+	o.server.CountUnsigned = c.requiredSaltFlags.Count
 	if err := c.warnSetup(e); err != nil {
 		return err
 	}

@@ -42,6 +42,7 @@ type checking struct {
 	w       io.Writer
 	t       tier.Tier
 	verdict Verdict
+	faults  []string // the sentences about what does not work
 }
 
 func (c *checking) say(format string, args ...any) {
@@ -51,12 +52,19 @@ func (c *checking) say(format string, args ...any) {
 // fault says what does not work.
 func (c *checking) fault(v Verdict, format string, args ...any) {
 	c.verdict = max(c.verdict, v)
+	c.faults = append(c.faults, fmt.Sprintf(format, args...))
 	c.say(format, args...)
 }
 
 // CheckTier tries what a server does with a tier, with objects of its own that it removes: it asks, writes, reads,
 // compares and deletes, and measures. It writes a sentence for each. size is how large an object is, objects how many are measured.
 func CheckTier(ctx context.Context, w io.Writer, log *slog.Logger, text string, size int64, objects int) Verdict {
+	v, _ := TierFaults(ctx, w, log, text, size, objects)
+	return v
+}
+
+// TierFaults is CheckTier. It also returns the sentences about what does not work.
+func TierFaults(ctx context.Context, w io.Writer, log *slog.Logger, text string, size int64, objects int) (Verdict, []string) {
 	c := &checking{w: w}
 	if place, err := adapter.PlaceOf(text); err == nil {
 		c.say("Objects go to %s.", printable(safelog.HideLogin(place)))
@@ -70,7 +78,7 @@ func CheckTier(ctx context.Context, w io.Writer, log *slog.Logger, text string, 
 	if err != nil {
 		c.fault(Useless, "The tier cannot be used: %s.", printable(oneLine(err)))
 	}
-	return c.verdict
+	return c.verdict, c.faults
 }
 
 func oneLine(err error) string { return strings.ReplaceAll(err.Error(), "\n", "; ") }
