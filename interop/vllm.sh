@@ -192,13 +192,13 @@ keeper() {
 	bin/kvasir keeper "$root/kv" --max-gb "${limit}B" --state-dir "$work/keeper-state" >"$work/keeper.log" 2>&1 &
 	pid=$!
 	servers="$servers $pid"
-	wait_for 60 bin/kvasir keeper status "$root/kv" >/dev/null 2>&1
+	wait_for 60 bin/kvasir keeper status "$root/kv" >/dev/null 2>&1 || { cat "$work/keeper.log" >&2; return 1; }
 	"$python" interop/keeper/play_trace.py --root "$root/kv" --requests 1500 --limit "$limit"
 	bin/kvasir keeper status "$root/kv"
 	kill -9 "$pid"
 	bin/kvasir keeper "$root/kv" --max-gb "$((limit / 2))B" --state-dir "$work/keeper-state" >>"$work/keeper.log" 2>&1 &
 	servers="$servers $!"
-	wait_for 60 keeps_less "$root/kv" $((limit / 2)) || { echo "after kill -9 the limit does not hold within a minute" >&2; return 1; }
+	wait_for 60 keeps_less "$root/kv" $((limit / 2)) || { echo "after kill -9 the limit does not hold within a minute" >&2; cat "$work/keeper.log" >&2; return 1; }
 	bin/kvasir keeper verify "$root/kv" --state-dir "$work/keeper-state"
 	stop_servers
 }

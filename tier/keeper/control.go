@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvasir-kv/kvasir/internal/peercred"
+	"github.com/kvasir-kv/kvasir/internal/takeover"
 )
 
 // control is one abstract socket of this host for each root. It keeps a second keeper away, answers with the figures, and
@@ -56,16 +57,19 @@ func openControl(roots []*rootDir, figures func() Stats) (_ *control, err error)
 		if err != nil {
 			return nil, err
 		}
-		l, err := net.Listen("unix", name)
+		l, err := listen(name)
 		if errors.Is(err, unix.EADDRINUSE) {
-			return nil, fmt.Errorf("another keeper of this host has %s%s: one is enough", r.path, holder(name))
+			return nil, fmt.Errorf("another keeper of this host has %s%s: one is enough", r.path, process(holder(name)))
 		}
 		if err != nil {
 			return nil, err
 		}
 		c.listeners = append(c.listeners, l)
 		// Containers have sockets of their own. Where no other host can mean the same file system, its lock keeps them apart.
-		if err := unix.Flock(int(r.dir.Fd()), unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) && !r.shared() {
+		lock := func() error { return unix.Flock(int(r.dir.Fd()), unix.LOCK_EX|unix.LOCK_NB) }
+		if r.shared() {
+			_ = lock()
+		} else if err := takeover.LockAfter(0, unix.EWOULDBLOCK, lock); errors.Is(err, unix.EWOULDBLOCK) {
 			return nil, fmt.Errorf("another process has locked %s: is a keeper running in a container?", r.path)
 		}
 		c.done.Go(func() { c.serve(l) })
@@ -73,17 +77,34 @@ func openControl(roots []*rootDir, figures func() Stats) (_ *control, err error)
 	return c, nil
 }
 
-// holder names the process that has a socket.
-func holder(name string) string {
+// listen listens on a socket, and waits for it while a keeper that was killed may still have it.
+func listen(name string) (l net.Listener, err error) {
+	if l, err = net.Listen("unix", name); !errors.Is(err, unix.EADDRINUSE) {
+		return l, err
+	}
+	err = takeover.LockAfter(holder(name), unix.EADDRINUSE, func() error {
+		l, err = net.Listen("unix", name)
+		return err
+	})
+	return l, err
+}
+
+// holder returns the process that has a socket, 0 where it is not known.
+func holder(name string) int {
 	c, err := net.DialTimeout("unix", name, time.Second)
 	if err != nil {
-		return ""
+		return 0
 	}
 	defer c.Close()
-	if p := peercred.Of(c); p.PID != 0 {
-		return fmt.Sprintf(" (process %d)", p.PID)
+	return peercred.Of(c).PID
+}
+
+// process names a process for a message.
+func process(pid int) string {
+	if pid == 0 {
+		return ""
 	}
-	return ""
+	return fmt.Sprintf(" (process %d)", pid)
 }
 
 func (c *control) serve(l net.Listener) {

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"slices"
 	"sort"
@@ -47,6 +48,9 @@ func openNotes(dir string, roots []*rootDir) (_ *notes, err error) {
 	s := &notes{roots: roots}
 	if dir == "" {
 		return s, nil
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("directory of notes: %w", err)
 	}
 	for _, r := range roots {
 		f, doc, err := statefile.Open(filepath.Join(dir, stateName("uses", r)), notesMagic, maxNotes)

@@ -156,7 +156,7 @@ func TestTimeToLive(t *testing.T) {
 func TestOrderOutlivesTheKeeper(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	x, state := newTier(t, 1000), t.TempDir()
+	x, state := newTier(t, 1000), filepath.Join(t.TempDir(), "not", "there") // the keeper makes it
 	w := watches(t)[0]
 	clock := &clock{at: time.Now()}
 	k := open(t, Options{Roots: []string{x.root}, TTL: time.Hour, Watch: w, StateDir: state, ownReads: true, now: clock.now})

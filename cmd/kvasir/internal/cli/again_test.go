@@ -5,6 +5,7 @@ package cli_test
 import (
 	"fmt"
 	"path/filepath"
+	"syscall"
 	"testing"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
@@ -31,4 +32,15 @@ func TestStartedAgainAtOnce(t *testing.T) {
 		s = next
 	}
 	stop(t, s)
+}
+
+// So can a keeper: the socket by which it is the only one of a directory, its lock and its notes are waited for.
+func TestKeeperStartedAgainAtOnce(t *testing.T) {
+	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "state")
+	for range 10 {
+		pid, _ := startAndLog(t, "the keeper knows all files", "keeper", dir, "--max-gb", "1", "--state-dir", state)
+		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+	}
 }
