@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package hostmem says how much memory this process can still get.
+// Package hostmem says how much memory this process can still get, and what limits it.
 package hostmem
 
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 )
 
 // Available returns the bytes that Linux estimates programs can get without swapping, or what
-// this process's cgroup (version 2) leaves if that is less. ok is false where the kernel does
+// the cgroups of this process leave if that is less. ok is false where the kernel does
 // not tell.
 func Available() (n int64, ok bool) { return available("/") }
 
@@ -25,21 +26,74 @@ func available(root string) (n int64, ok bool) {
 		return 0, false
 	}
 	n = kib << 10
-	if left, limited := cgroup(filepath.Join(root, "sys/fs/cgroup")); limited {
-		n = min(n, left)
+	for _, g := range groups(root) {
+		if left, limited := g.left(); limited {
+			n = min(n, left)
+		}
 	}
 	return n, true
 }
 
-// cgroup returns what the limit of the cgroup at dir leaves: its page cache can be taken back.
-func cgroup(dir string) (left int64, limited bool) {
-	limit, ok := number(filepath.Join(dir, "memory.max")) // "max" is no number
-	used, known := number(filepath.Join(dir, "memory.current"))
-	if !ok || !known {
+// Limit returns the smallest memory limit of the cgroups that this process is in, bytes, and the file that has it.
+// limited is false where there is none. root is "/" but in tests. Memory of /dev/shm counts against the limit of the process that
+// touched it first.
+func Limit(root string) (n int64, file string, limited bool) {
+	for _, g := range groups(root) {
+		if limit, ok := number(g.limit); ok && limit < unlimited && (!limited || limit < n) {
+			n, file, limited = limit, g.limit, true
+		}
+	}
+	return n, file, limited
+}
+
+// unlimited is what version 1 of cgroups shows where there is no limit, or less.
+const unlimited = 1 << 62
+
+// group is a cgroup: the paths of its files, and the name of the field of its statistics with the page cache that can be taken back.
+type group struct{ limit, used, stat, cache string }
+
+// groups returns the cgroups of this process that can limit its memory, of versions 1 and 2, up to the root.
+func groups(root string) (out []group) {
+	add := func(base, path string, v2 bool) {
+		for path = filepath.Clean("/" + path); ; path = filepath.Dir(path) {
+			dir := filepath.Join(root, "sys/fs/cgroup", base, path)
+			g := group{filepath.Join(dir, "memory.limit_in_bytes"), filepath.Join(dir, "memory.usage_in_bytes"), filepath.Join(dir, "memory.stat"), "total_inactive_file"}
+			if v2 {
+				g = group{filepath.Join(dir, "memory.max"), filepath.Join(dir, "memory.current"), filepath.Join(dir, "memory.stat"), "inactive_file"}
+			}
+			if out = append(out, g); path == "/" {
+				return
+			}
+		}
+	}
+	b, err := os.ReadFile(filepath.Join(root, "proc/self/cgroup"))
+	if err != nil {
+		add("", "/", true)
+		return out
+	}
+	for line := range strings.Lines(string(b)) { // 4:memory:/docker/1234 of version 1, 0::/kubepods/pod1 of version 2
+		of := strings.SplitN(strings.TrimSpace(line), ":", 3)
+		switch {
+		case len(of) < 3:
+		case of[1] == "":
+			add("", of[2], true)
+			add("unified", of[2], true)
+		case slices.Contains(strings.Split(of[1], ","), "memory"):
+			add("memory", of[2], false)
+		}
+	}
+	return out
+}
+
+// left returns what the limit of a cgroup leaves.
+func (g group) left() (left int64, limited bool) {
+	limit, ok := number(g.limit) // "max" is no number
+	used, known := number(g.used)
+	if !ok || !known || limit >= unlimited {
 		return 0, false
 	}
-	if b, err := os.ReadFile(filepath.Join(dir, "memory.stat")); err == nil {
-		cache, _ := field(string(b), "inactive_file") // 0 if it is missing
+	if b, err := os.ReadFile(g.stat); err == nil {
+		cache, _ := field(string(b), g.cache) // 0 if it is missing
 		used -= cache
 	}
 	return max(0, limit-used), true

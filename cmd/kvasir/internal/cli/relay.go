@@ -158,6 +158,9 @@ func (c *relayCmd) Run(e *env) (err error) {
 
 // memoryPath returns the path of this process's memory of --memory-gb, which must have room.
 func memoryPath(prefix string, size gibSize) (string, error) {
+	if err := fitsLimit("/", "--memory-gb", size); err != nil {
+		return "", err
+	}
 	path, err := shm.Path("", prefix+strconv.Itoa(os.Getpid()))
 	if err != nil {
 		return "", err

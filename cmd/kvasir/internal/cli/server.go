@@ -405,8 +405,11 @@ func tiersOf(list []*tier.Counting) (out []hitcurve.Tier) {
 	return out
 }
 
-// openStore opens the tiers and the pool.
+// openStore opens the tiers and the pool. A pool that this process may not have is refused before anything is opened or resized.
 func (c *serverCmd) openStore(o *serverOptions) (_ *store.Store, err error) {
+	if err := fitsLimit("/", "--l1-size-gb", c.L1SizeGB); err != nil {
+		return nil, err
+	}
 	if len(o.tiers.Adapters)+len(o.tiers.Disk.Dirs) > 0 {
 		o.tiers.Names = tier.NewNames()
 		o.tiers.Names.SetRevisions(o.server.Revisions)
