@@ -6,10 +6,13 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"go.yaml.in/yaml/v3"
 
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
@@ -29,6 +32,64 @@ func TestExampleConfigurations(t *testing.T) {
 		}
 		if code, _, stderr := run(t, args...); code != 0 {
 			t.Errorf("%v: exit %d, %s", args, code, stderr)
+		}
+	}
+}
+
+// The compose file starts a server with flags that it takes, and its memory limit is the pool and 1 GiB.
+func TestExampleCompose(t *testing.T) {
+	text, err := os.ReadFile(examples + "compose.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var file struct {
+		Services map[string]struct {
+			Command  []string
+			MemLimit string `yaml:"mem_limit"`
+			IPC      string
+		}
+	}
+	if err := yaml.Unmarshal(text, &file); err != nil {
+		t.Fatal(err)
+	}
+	server, engine := file.Services["kvasir"], file.Services["vllm"]
+	if code, out, errs := run(t, append(server.Command, "--check-config")...); code != 0 || !strings.Contains(out, "l1-size-gb: 8") || server.MemLimit != "9gb" {
+		t.Errorf("%+v: %d, %s", server, code, errs)
+	}
+	if engine.IPC != "service:kvasir" || server.IPC != "shareable" {
+		t.Errorf("/dev/shm of %q and %q", server.IPC, engine.IPC)
+	}
+}
+
+// The scrape configuration names the alert rules and ports that serve /metrics.
+func TestExamplePrometheus(t *testing.T) {
+	text, err := os.ReadFile(examples + "prometheus.yml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var file struct {
+		Rules []string `yaml:"rule_files"`
+		Jobs  []struct {
+			Name    string                       `yaml:"job_name"`
+			Path    string                       `yaml:"metrics_path"`
+			Configs []struct{ Targets []string } `yaml:"static_configs"`
+		} `yaml:"scrape_configs"`
+	}
+	if err := yaml.Unmarshal(text, &file); err != nil {
+		t.Fatal(err)
+	}
+	for _, rules := range file.Rules {
+		if _, err := os.Stat(examples + rules); err != nil {
+			t.Error(err)
+		}
+	}
+	_, help, _ := run(t, "server", "--help")
+	if len(file.Rules) != 1 || len(file.Jobs) != 2 || file.Jobs[0].Path != "" || !strings.Contains(help, "--http-port=8080") {
+		t.Fatalf("%+v", file)
+	}
+	for _, target := range file.Jobs[0].Configs[0].Targets {
+		if !strings.HasSuffix(target, ":8080") {
+			t.Errorf("%s is not a server's default port", target)
 		}
 	}
 }
