@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks a release: two clones at different paths build the same bytes; the archive, the package and the image hold what they should;
-# each unit is hardened; the manual has no fault; go install takes the module; the chart makes valid objects. Needs git, Go and, for the units, systemd-analyze. Writes below a folder of its own.
+# each unit is hardened; the manual has no fault; go install takes the module; the chart makes valid objects; the deb lives in a Debian of its own. Needs git, Go and, for the units, systemd-analyze. Writes below a folder of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
@@ -52,4 +52,5 @@ if command -v groff >/dev/null; then
 fi
 .ci/goinstall.sh
 .ci/chart.sh
+.ci/packages.sh
 echo "release-check passed"
