@@ -136,3 +136,37 @@ func TestEveryListenerIsDefended(t *testing.T) {
 		}
 	}
 }
+
+// Each row of the attacks in security.md names a test that exists, and says what happens in both configurations.
+func TestAttacksHaveTests(t *testing.T) {
+	text, err := os.ReadFile(securityPage)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, table, _ := strings.Cut(string(text), "## Attacks")
+	packages := read(t)
+	rows := 0
+	for line := range strings.Lines(table) {
+		cells := strings.Split(strings.Trim(strings.TrimSpace(line), "|"), "|")
+		if !strings.HasPrefix(line, "|") || strings.HasPrefix(line, "| ---") || strings.HasPrefix(line, "| attack |") {
+			continue
+		}
+		rows++
+		if len(cells) != 3 {
+			t.Errorf("%q has %d cells", cells[0], len(cells))
+			continue
+		}
+		missing, named := missingTests(packages, cells[1]+cells[2])
+		if len(missing) > 0 || named == 0 {
+			t.Errorf("%q names %d tests; missing: %v", cells[0], named, missing)
+		}
+		for _, c := range cells {
+			if strings.TrimSpace(c) == "" {
+				t.Errorf("%q has an empty cell", cells[0])
+			}
+		}
+	}
+	if rows < 14 {
+		t.Errorf("only %d attacks found: the reader of the page is broken", rows)
+	}
+}
