@@ -14,6 +14,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -298,6 +299,12 @@ func TestFaultsOfReleases(t *testing.T) {
 	m.want(doctor.Error, "releases", "cannot be looked at", "no such file")
 	m.o.Pythons = nil
 	m.packages("root/opt/e", "vllm-nonsense")
+	if err := os.MkdirAll(filepath.Join(m.at, "root/opt/e/lib/python3.11"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Mkfifo(filepath.Join(m.at, "root/opt/e/lib/python3.11/site-packages"), 0o600); err != nil { // a reader would wait
+		t.Fatal(err)
+	}
 	m.process(200, 1000, "root", "1", nil, "/opt/e/bin/vllm", "serve", "m")
 	m.want(doctor.Warning, "releases", "vllm nonsense in /opt/e", "cannot be read")
 }

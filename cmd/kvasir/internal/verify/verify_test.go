@@ -103,6 +103,28 @@ func TestWhatCannotBeTestedDoesNotPass(t *testing.T) {
 	}
 }
 
+// Engines whose computed answers differ among themselves cannot be verified: nothing passes, and nothing fails.
+func TestEnginesThatAreNotSteady(t *testing.T) {
+	c := newToyCache()
+	noisy := newToy(c)
+	noisy.noise = 1
+	r, _ := verified(t, verify.Options{URL: noisy.start(t), SecondURL: newToy(c).start(t)})
+	if s := stepOf(t, r, "restored by a second engine"); s.Status != verify.NotTested || !strings.Contains(s.Why, "cold runs") || r.Verdict != verify.NotTested {
+		t.Errorf("noise: %+v", r)
+	}
+	c = newToyCache()
+	random := newToy(c)
+	r, _ = verified(t, verify.Options{SecondURL: newToy(c).start(t), URL: startHandler(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		random.mu.Lock()
+		random.weights++ // each request is answered in another way
+		random.mu.Unlock()
+		random.ServeHTTP(w, r)
+	}))})
+	if s := stepOf(t, r, "restored by a second engine"); s.Status != verify.NotTested || r.Verdict != verify.NotTested {
+		t.Errorf("other tokens: %+v", r)
+	}
+}
+
 // Kept prompts are checked after a restart. KV of earlier weights that is still served is found; KV that is gone is not tested.
 func TestKeptPrompts(t *testing.T) {
 	c := newToyCache()
