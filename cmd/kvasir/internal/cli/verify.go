@@ -37,7 +37,7 @@ type verifyCmd struct {
 	FillTokens   int           `name:"fill-tokens" help:"Prompt tokens to send at most, so that the engine's own cache has no room for earlier prompts; a little more than the engine has KV memory for. 0: that step is left out." default:"0"`
 	Pause        time.Duration `help:"Time for stores to end, before KV is asked for." default:"2s"`
 	Rate         float64       `help:"Requests a second at most, to each engine." default:"4"`
-	Tolerance    float64       `help:"Difference of log-probabilities that is always allowed; twice the largest one of two cold runs is, too." default:"0.02"`
+	Tolerance    float64       `help:"Difference of log-probabilities that is always allowed; twice the largest one of two cold runs is, too. 0.001 does for float32." default:"0.1"`
 
 	JSON bool   `name:"json" help:"Print the report as one JSON object."`
 	HTML string `name:"html" help:"Also write the report as a page to this file." placeholder:"FILE"`
