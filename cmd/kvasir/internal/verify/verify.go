@@ -89,7 +89,7 @@ type Kept struct {
 }
 
 // defaultTolerance is above what the order of sums changes in 16 bits: a prompt whose beginning is restored is computed in other shapes than a
-// whole one. On vLLM 0.32 in bfloat16, where cold runs are equal, restored prompts differ by up to 0.05.
+// whole one. On vLLM 0.32 in bfloat16, where cold runs are equal, restored prompts differ by up to 0.06.
 const defaultTolerance = 0.1
 
 // maxNoise is the largest difference of cold runs with which a wrong block could still be seen.
