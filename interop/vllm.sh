@@ -2,7 +2,7 @@
 # Real vLLM engines (CPU builds) with the LMCacheMPConnector against this build: the newest,
 # and three older pairs of vLLM and lmcache. About 26 GB and some minutes the first time.
 # Needs bin/kvasir; `make interop-vllm` calls it. Arguments name the parts, else all are run: engine_driven, lmcache_driven,
-# disk, fs, fleet, mooncakestore, slow, reset, resize, events, keeper, tier, 0.4.6, 0.4.7, 0.5.3, 0.5.7.
+# disk, fs, fleet, mooncakestore, slow, reset, resize, events, keeper, tier, verify, 0.4.6, 0.4.7, 0.5.3, 0.5.7.
 # Debian packages: libnuma1 libibverbs1 librdmacm1, and libtcmalloc-minimal4 for vLLM 0.18.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -168,6 +168,17 @@ newer() {
 	stop_servers
 }
 
+# verify: kvasir verify passes on two engines, and finds a changed pool and other weights.
+verify() {
+	echo "== kvasir verify on two engines over one server with a disk"
+	"$python" interop/vllm/make_model.py "$work/verify/tiny" --kind qwen2 --bytes >/dev/null
+	"$python" interop/vllm/make_model.py "$work/verify-other/tiny" --kind qwen2 --bytes --seed 1 >/dev/null
+	start_server verify --l1-size-gb 0.25 --chunk-size 128 --disk "$work/verify-disk" --disk-gb 1 --disk-min-free-gb 1
+	"$python" interop/vllm/run_verify.py --model "$work/verify/tiny" --other "$work/verify-other/tiny" --server "tcp://127.0.0.1:$port" \
+		--http "http://127.0.0.1:$http" --rounds "${VERIFY_ROUNDS:-3}" --out "$work/verify-out"
+	stop_servers
+}
+
 # tier: the real TieringOffloadingManager with the module of kvasir vllm-tier; ROUNDS times something is killed or stopped.
 tier() {
 	echo "== vLLM's tiered offloading over kvasir server: two engines, kill -9 and SIGSTOP of either side"
@@ -205,7 +216,7 @@ keeper() {
 
 keeps_less() { [ "$(find "$1" -name '*.bin' -printf '%s\n' 2>/dev/null | awk '{ n += $1 } END { print n + 0 }')" -le "$2" ]; }
 
-for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset resize events keeper tier 0.4.6 0.4.7 0.5.3 0.5.7}; do
+for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow reset resize events keeper tier verify 0.4.6 0.4.7 0.5.3 0.5.7}; do
 	case $part in
 	engine_driven) life engine_driven qwen2 ;;
 	lmcache_driven) life lmcache_driven gemma3 --separate-object-groups ;;
@@ -233,6 +244,7 @@ for part in ${*:-engine_driven lmcache_driven disk fs fleet mooncakestore slow r
 		;;
 	keeper) keeper ;;
 	tier) tier ;;
+	verify) verify ;;
 	0.4.6) old 0.18.1 0.4.6 --mode= --shim cudastub ;;
 	0.4.7) old 0.23.0 0.4.7 --mode data ;;
 	0.5.3) old 0.23.0 0.5.3 --mode engine_driven ;;

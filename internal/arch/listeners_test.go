@@ -136,3 +136,33 @@ func TestEveryListenerIsDefended(t *testing.T) {
 		}
 	}
 }
+
+// Each row of the attacks in security.md names tests that exist for both configurations.
+func TestAttacksHaveTests(t *testing.T) {
+	text, err := os.ReadFile(securityPage)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, table, _ := strings.Cut(string(text), "## Attacks")
+	packages := read(t)
+	rows := 0
+	for line := range strings.Lines(table) {
+		cells := strings.Split(strings.Trim(strings.TrimSpace(line), "|"), "|")
+		if !strings.HasPrefix(line, "|") || strings.HasPrefix(line, "| ---") || strings.HasPrefix(line, "| attack |") {
+			continue
+		}
+		rows++
+		if len(cells) != 3 {
+			t.Errorf("%q has %d cells", cells[0], len(cells))
+			continue
+		}
+		for _, c := range cells[1:] {
+			if missing, named := missingTests(packages, c); len(missing) > 0 || named == 0 {
+				t.Errorf("%q: %q names %d tests; missing: %v", cells[0], c, named, missing)
+			}
+		}
+	}
+	if rows < 13 {
+		t.Errorf("only %d attacks found: the reader of the page is broken", rows)
+	}
+}

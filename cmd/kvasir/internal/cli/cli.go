@@ -46,6 +46,7 @@ type root struct {
 	Explain status.ExplainCommand `cmd:"" group:"Watch" help:"Ask a running server why lookups found no more than they did."`
 	Advise  status.AdviseCommand  `cmd:"" group:"Watch" help:"Ask a running server what to buy or change for more hits."`
 
+	Verify verifyCmd `cmd:"" group:"Watch" help:"Prove on running engines that KV which was stored and restored is right."`
 	Doctor doctorCmd `cmd:"" group:"Watch" help:"Look at this machine for what keeps Kvasir from working well, and name the command that mends it."`
 
 	Quota    status.QuotaCommand `cmd:"" group:"Data" help:"Show and set what tenants of a running server keep: quota, time to live, pins."`

@@ -14,6 +14,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -21,7 +22,7 @@ import (
 	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
-// machine is a machine without faults: its /proc, its /sys, and the /dev/shm of this one.
+// machine is a machine without faults: its /proc, its /sys, and a directory of its own in /dev/shm, where no other test leaves pools.
 type machine struct {
 	t  *testing.T
 	at string
@@ -39,6 +40,12 @@ func newMachine(t *testing.T) *machine {
 	m := &machine{t: t, at: t.TempDir()}
 	m.o.Proc, m.o.Sys = filepath.Join(m.at, "proc"), filepath.Join(m.at, "sys")
 	m.o.Listen = []string{"127.0.0.1:0"}
+	var err error
+	if m.o.Shm, err = os.MkdirTemp("/dev/shm", "kvasir_doctor_test"); err != nil {
+		t.Fatal(err)
+	}
+	own := m.o.Shm
+	t.Cleanup(func() { os.RemoveAll(own) })
 	m.file("proc/self/limits", goodLimits)
 	m.file("proc/self/cgroup", "0::/a/b\n")
 	m.file("sys/fs/cgroup/a/memory.max", "max\n")
@@ -163,6 +170,7 @@ func ownAddress(t *testing.T) string {
 // Faults of the host are found, each with the command that mends it.
 func TestFaultsOfTheHost(t *testing.T) {
 	m := newMachine(t)
+	own := m.o.Shm
 	m.o.PoolBytes = 1 << 50
 	m.want(doctor.Error, "shared memory", "less than a pool of", "--shm-size")
 	m.want(doctor.Error, "limits", "the control group may use 64 GiB", "--memory")
@@ -171,7 +179,7 @@ func TestFaultsOfTheHost(t *testing.T) {
 	m.want(doctor.Error, "shared memory", "there is no "+m.o.Shm, "mount -t tmpfs")
 	m.o.Shm = "/proc"
 	m.want(doctor.Error, "shared memory", "is not in memory", "no tmpfs")
-	m.o.Shm = ""
+	m.o.Shm = own
 	m.file("proc/self/limits", strings.NewReplacer("1048576", "4096   ", "Max file size             unlimited            unlimited", "Max file size             1024                 1024     ").Replace(goodLimits))
 	m.want(doctor.Warning, "limits", "4096 files open", "LimitNOFILE")
 	m.want(doctor.Error, "limits", "1 KiB of file", "ulimit -f")
@@ -298,6 +306,12 @@ func TestFaultsOfReleases(t *testing.T) {
 	m.want(doctor.Error, "releases", "cannot be looked at", "no such file")
 	m.o.Pythons = nil
 	m.packages("root/opt/e", "vllm-nonsense")
+	if err := os.MkdirAll(filepath.Join(m.at, "root/opt/e/lib/python3.11"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Mkfifo(filepath.Join(m.at, "root/opt/e/lib/python3.11/site-packages"), 0o600); err != nil { // a reader would wait
+		t.Fatal(err)
+	}
 	m.process(200, 1000, "root", "1", nil, "/opt/e/bin/vllm", "serve", "m")
 	m.want(doctor.Warning, "releases", "vllm nonsense in /opt/e", "cannot be read")
 }

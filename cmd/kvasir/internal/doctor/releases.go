@@ -172,7 +172,11 @@ func sitePackages(root string) (dirs []string) {
 	for _, pattern := range []string{"lib*/python3*/site-packages", "lib/python3*/dist-packages"} {
 		found, _ := filepath.Glob(filepath.Join(root, pattern)) // the patterns are well-formed
 		for _, f := range found {
-			if at, err := filepath.EvalSymlinks(f); err == nil && !slices.Contains(dirs, at) { // lib64 is often a link to lib
+			at, err := filepath.EvalSymlinks(f) // lib64 is often a link to lib
+			if err != nil || slices.Contains(dirs, at) {
+				continue
+			}
+			if info, err := os.Stat(at); err == nil && info.IsDir() { // in a container it may be a FIFO, on which a reader would wait
 				dirs = append(dirs, at)
 			}
 		}

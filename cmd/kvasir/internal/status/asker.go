@@ -3,6 +3,7 @@
 package status
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -114,4 +115,27 @@ func detailOf(body []byte) string {
 		return ""
 	}
 	return refusal.Detail
+}
+
+// Asker returns who asks with the flags' token and certificate, or those of the environment.
+func (f *AccessFlags) Asker() (*Asker, error) { return f.asker() }
+
+// Ask sends a request with a body of JSON, or none where it is nil, and returns the answer's body.
+func (a *Asker) Ask(ctx context.Context, method, url string, body any) ([]byte, error) {
+	var content io.Reader
+	if body != nil {
+		text, err := json.Marshal(body)
+		if err != nil {
+			return nil, err
+		}
+		content = bytes.NewReader(text)
+	}
+	r, err := http.NewRequestWithContext(ctx, method, url, content)
+	if err != nil {
+		return nil, err
+	}
+	if body != nil {
+		r.Header.Set("Content-Type", "application/json")
+	}
+	return a.do(r)
 }

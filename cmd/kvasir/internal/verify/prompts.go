@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package verify
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"strings"
+)
+
+// Prompt is a text with planted facts, of which its end asks for one.
+type Prompt struct {
+	Text   string `json:"text"`
+	Needle string `json:"needle"` // what a model that reads well answers
+}
+
+var adjectives = strings.Fields("amber broken copper distant eastern frozen gentle hollow iron jagged lower marble narrow oaken painted quiet rusty silver tall upper velvet western yellow zinc")
+
+var nouns = strings.Fields("anchor bridge cellar drawer engine ferry garden harbor island jetty kettle lantern mill needle orchard pump quarry river stable tower valley wagon yard zeppelin")
+
+// tokensOfFact is about how many tokens a fact has.
+const tokensOfFact = 16
+
+// newPrompt makes a prompt of about tokens tokens that nobody has sent before, as far as rnd is random. The fact that it asks for lies anywhere
+// in it.
+func newPrompt(rnd *rand.Rand, tokens int) Prompt {
+	facts := max(2, tokens/tokensOfFact)
+	asked := rnd.IntN(facts)
+	var b strings.Builder
+	fmt.Fprintf(&b, "Register %016x.\n", rnd.Uint64())
+	question, needle := "", ""
+	for i := range facts {
+		thing := fmt.Sprintf("%s %s %d", adjectives[rnd.IntN(len(adjectives))], nouns[rnd.IntN(len(nouns))], i)
+		code := fmt.Sprintf("%05d", rnd.IntN(100_000))
+		fmt.Fprintf(&b, "The code of the %s is %s.\n", thing, code)
+		if i == asked {
+			question, needle = thing, code
+		}
+	}
+	fmt.Fprintf(&b, "Question: What is the code of the %s?\nAnswer: The code of the %s is", question, question)
+	return Prompt{b.String(), needle}
+}

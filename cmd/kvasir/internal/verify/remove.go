@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package verify
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+	"time"
+)
+
+// page is a part of a list of objects.
+type page struct {
+	Entries []struct {
+		Key json.RawMessage `json:"key"`
+	} `json:"entries"`
+	Next *string `json:"next_page_token"`
+}
+
+// Limits of a list of objects, and of one request that removes some.
+const (
+	maxPages  = 10_000
+	deletable = 5000
+)
+
+// remove drops the objects of the run's own salts from the server, of the pool ("l1") or of all, and returns how many there were.
+func (r *run) remove(ctx context.Context, from string) (removed int, err error) {
+	own := map[string]bool{}
+	for _, t := range r.tenants {
+		own[t] = true
+		if salt, err := r.Sign(t); err == nil {
+			own[salt] = true
+		}
+	}
+	var keys []json.RawMessage
+	token := ""
+	for range maxPages {
+		text, err := r.Server.Ask(ctx, http.MethodGet, "/cache/objects?page_size=5000"+token, nil)
+		if err != nil {
+			return 0, err
+		}
+		var p page
+		if err := json.Unmarshal(text, &p); err != nil {
+			return 0, err
+		}
+		for _, e := range p.Entries {
+			var key struct {
+				Salt string `json:"cache_salt"`
+			}
+			if json.Unmarshal(e.Key, &key) == nil && own[key.Salt] {
+				keys = append(keys, e.Key)
+			}
+		}
+		if p.Next == nil {
+			break
+		}
+		token = "&page_token=" + *p.Next
+	}
+	for len(keys) > 0 {
+		n := min(len(keys), deletable)
+		text, err := r.Server.Ask(ctx, http.MethodDelete, "/cache/objects", map[string]any{"tier": from, "keys": keys[:n]})
+		if err != nil {
+			return removed, err
+		}
+		var done struct {
+			Deleted int `json:"deleted"`
+		}
+		if err := json.Unmarshal(text, &done); err != nil {
+			return removed, err
+		}
+		removed, keys = removed+done.Deleted, keys[n:]
+	}
+	return removed, nil
+}
+
+// cleanTime bounds the removal of what the run stored.
+const cleanTime = 30 * time.Second
+
+// cleanUp removes what the run stored.
+func (r *run) cleanUp(ctx context.Context) {
+	if r.Server == nil {
+		r.report.Left = "the KV of the prompts stays until it is evicted: without --server it cannot be removed"
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, cleanTime)
+	defer cancel()
+	if _, err := r.remove(ctx, "all"); err != nil {
+		r.report.Left = "the KV of the prompts stays until it is evicted: " + err.Error()
+	}
+}
