@@ -238,7 +238,7 @@ func TestPrints(t *testing.T) {
 	if got := strings.Count(rows.String(), "\n"); got != lines+1 || !strings.HasPrefix(rows.String(), "policy,capacity_blocks,block_hit,token_hit,") {
 		t.Error(rows.String())
 	}
-	if got := strings.Count(svg.String(), "<polyline"); got != len(evict.Names)+1 || strings.Contains(svg.String(), "NaN") {
+	if got := strings.Count(svg.String(), `<g class="s`); got != len(evict.Names)+1 || strings.Contains(svg.String(), "NaN") {
 		t.Error(svg.String())
 	}
 }
