@@ -26,6 +26,7 @@ const (
 	maxTraceLine   = 4 << 20
 	maxInputTokens = 1 << 21
 	maxRequests    = 1 << 24
+	maxTraceBlocks = 1 << 27 // hash ids of all requests: 1 GiB
 	maxShareGPT    = 4 << 30 // bytes
 	maxText        = 1 << 20 // bytes of a prompt
 )
@@ -40,6 +41,8 @@ type TraceOptions struct {
 
 	// Names of the keys; defaults timestamp, input_length, output_length, hash_ids.
 	Timestamp, InputLength, OutputLength, HashIDs string
+
+	maxBlocks int // default maxTraceBlocks
 }
 
 func (o *TraceOptions) defaults() error {
@@ -54,6 +57,9 @@ func (o *TraceOptions) defaults() error {
 	set(&o.HashIDs, "hash_ids")
 	if o.BlockTokens == 0 {
 		o.BlockTokens = 512
+	}
+	if o.maxBlocks == 0 {
+		o.maxBlocks = maxTraceBlocks
 	}
 	if o.Seconds == 0 {
 		o.Seconds = 0.001
@@ -73,7 +79,7 @@ func ReadTrace(r io.Reader, o TraceOptions) ([]Request, error) {
 	var out []Request
 	s := bufio.NewScanner(r)
 	s.Buffer(nil, maxTraceLine)
-	line := 1
+	line, blocks := 1, 0
 	for ; s.Scan(); line++ {
 		if len(s.Bytes()) == 0 {
 			continue
@@ -84,6 +90,9 @@ func ReadTrace(r io.Reader, o TraceOptions) ([]Request, error) {
 		q, err := o.parse(s.Bytes())
 		if err != nil {
 			return nil, fmt.Errorf("%w: line %d: %w", ErrTrace, line, err)
+		}
+		if blocks += len(q.Blocks); blocks > o.maxBlocks {
+			return nil, fmt.Errorf("%w: line %d: the trace has more than %d %s: play fewer requests of it", ErrTrace, line, o.maxBlocks, o.HashIDs)
 		}
 		q.Conversation = len(out)
 		out = append(out, q)

@@ -67,7 +67,9 @@ const (
 )
 
 // small packages that stand alone although they have one importer.
-var small = map[string]string{}
+var small = map[string]string{
+	"sim/sweep": "a subject beside sim/fleet, with a result of its own; internal/plot draws what it drew itself",
+}
 
 const maxFileLines = 600
 

@@ -176,7 +176,7 @@ func TestOutputs(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if n := strings.Count(plot.String(), "<polyline"); n != 6 {
+	if n := strings.Count(plot.String(), `<g class="s`); n != 6 {
 		t.Errorf("%d curves", n)
 	}
 	table.Reset()

@@ -21,7 +21,12 @@ import (
 
 func conversationTrace(t testing.TB) []workload.Request {
 	t.Helper()
-	f, err := os.Open("../../../shared/traces/conversation_trace.jsonl")
+	return publicTrace(t, "../../../shared/traces/conversation_trace.jsonl")
+}
+
+func publicTrace(t testing.TB, file string) []workload.Request {
+	t.Helper()
+	f, err := os.Open(file)
 	if err != nil {
 		t.Skip("the public trace is not there")
 	}

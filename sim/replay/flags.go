@@ -3,7 +3,6 @@
 package replay
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -15,7 +14,7 @@ import (
 
 // PolicyFlags are the flags of kvasir sim evict.
 type PolicyFlags struct {
-	Trace      string   `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids." placeholder:"FILE"`
+	Trace      string   `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids; or agentic: made sessions of coding agents." placeholder:"FILE"`
 	Capacities []int    `name:"capacity-blocks" help:"Sizes of the cache in blocks." default:"1000,2000,5000,10000,20000" placeholder:"N,..."`
 	Policies   []string `name:"policies" help:"Policies to play; default all." placeholder:"NAME,..."`
 	Block      int      `name:"block-tokens" help:"Tokens of a hash id." default:"512"`
@@ -33,6 +32,7 @@ block_hit, token_hit, and default, the policy of kvasir server. docs/how/evictio
 Examples:
   kvasir sim evict --trace conversation_trace.jsonl
   kvasir sim evict --trace conversation_trace.jsonl --capacity-blocks 1000,10000 --json -
+  kvasir sim evict --trace agentic --block-tokens 256 --capacity-blocks 480
   kvasir sim evict --trace conversation_trace.jsonl --policies lru,leaf-hazard --csv rates.csv --plot rates.svg`
 }
 
@@ -46,14 +46,9 @@ func (f *PolicyFlags) Play(ctx context.Context) (*PolicyResult, error) {
 	if f.Requests < 0 || f.Block < 1 {
 		return nil, fmt.Errorf("%w: --requests %d, --block-tokens %d", ErrOptions, f.Requests, f.Block)
 	}
-	file, err := os.Open(f.Trace)
+	requests, err := workload.Load(f.Trace, workload.TraceOptions{BlockTokens: f.Block, Max: f.Requests})
 	if err != nil {
 		return nil, err
-	}
-	defer file.Close()
-	requests, err := workload.ReadTrace(bufio.NewReaderSize(file, 1<<20), workload.TraceOptions{BlockTokens: f.Block, Max: f.Requests})
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", f.Trace, err)
 	}
 	return ComparePolicies(ctx, requests, o)
 }

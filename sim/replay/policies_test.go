@@ -182,7 +182,25 @@ func TestTheDefaultLearnsOtherWorkloads(t *testing.T) {
 	}
 	f("turns", turns(3000, 1), 0.15, 200, 1000, 4000)
 	f("chats", workload.Chats(3000, workload.ChatOptions{Seed: 1, Open: 100, Turns: 6}), -0.01, 100, 600)
+	f("documents", documentRequests(4000), 0.3, 250, 1000, 4000, 16000)
 	f("turns, then chats", append(turns(1500, 3), workload.Chats(1500, workload.ChatOptions{Open: 100})...), 0.05, 200, 1000)
+}
+
+// documentRequests are questions about documents of unlike popularity. A question comes once; its document, which is in the middle of
+// no prompt's end, comes again.
+func documentRequests(n int) (out []workload.Request) {
+	r := rand.New(rand.NewPCG(5, 2))
+	popularity := rand.NewZipf(r, 1.1, 4, 8000)
+	for i := range n {
+		document := int64(popularity.Uint64())
+		var blocks []int64
+		for b := range 4 + document*7919%40 {
+			blocks = append(blocks, 1000+document*64+b)
+		}
+		blocks = append(blocks, 1<<30+int64(i))
+		out = append(out, workload.Request{Input: 512 * len(blocks), Blocks: blocks, BlockTokens: 512})
+	}
+	return out
 }
 
 func TestRefuses(t *testing.T) {
@@ -220,7 +238,7 @@ func TestPrints(t *testing.T) {
 	if got := strings.Count(rows.String(), "\n"); got != lines+1 || !strings.HasPrefix(rows.String(), "policy,capacity_blocks,block_hit,token_hit,") {
 		t.Error(rows.String())
 	}
-	if got := strings.Count(svg.String(), "<polyline"); got != len(evict.Names)+1 || strings.Contains(svg.String(), "NaN") {
+	if got := strings.Count(svg.String(), `<g class="s`); got != len(evict.Names)+1 || strings.Contains(svg.String(), "NaN") {
 		t.Error(svg.String())
 	}
 }

@@ -6,10 +6,11 @@ import (
 	"encoding/csv"
 	"fmt"
 	"io"
-	"math"
 	"strconv"
 	"strings"
 	"text/tabwriter"
+
+	"github.com/kvasir-kv/kvasir/internal/plot"
 )
 
 // Print prints the points as a table.
@@ -53,15 +54,6 @@ func WriteCSV(w io.Writer, points []Point) error {
 	}
 	return c.WriteAll(rows)
 }
-
-// Sizes of the plot, pixels.
-const (
-	panelWidth, panelHeight = 360.0, 260.0
-	margin                  = 56.0
-	legendLine              = 18.0
-)
-
-var colours = []string{"#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22"}
 
 // series are the points that differ in one quantity alone, which lies on the x axis.
 type series struct {
@@ -128,53 +120,16 @@ func WriteSVG(w io.Writer, points []Point) error {
 		{"mean TPOT, ms", func(p *Point) float64 { return p.Figures.MeanTPOT }},
 		{"goodput, requests per second", func(p *Point) float64 { return p.Goodput }},
 	}
-	var b strings.Builder
-	width, height := 3*(panelWidth+margin)+margin/2, panelHeight+2*margin+legendLine*float64(len(list))
-	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %.0f %.0f" font-family="sans-serif" font-size="12"><rect width="100%%" height="100%%" fill="white"/>`+"\n", width, height)
+	out := make([]plot.Panel, len(panels))
 	for i, panel := range panels {
-		left := margin + float64(i)*(panelWidth+margin)
-		draw(&b, left, panel.title, x, list, panel.of)
-	}
-	for i, s := range list {
-		y := panelHeight + 1.7*margin + legendLine*float64(i)
-		fmt.Fprintf(&b, `<rect x="%.0f" y="%.0f" width="14" height="4" fill="%s"/><text x="%.0f" y="%.0f">%s</text>`+"\n", margin, y, colours[i%len(colours)], margin+20, y+6, s.name)
-	}
-	b.WriteString("</svg>\n")
-	_, err := io.WriteString(w, b.String())
-	return err
-}
-
-func draw(b *strings.Builder, left float64, title string, x axis, list []*series, y func(*Point) float64) {
-	lowX, highX, highY := math.Inf(1), math.Inf(-1), 0.0
-	for _, s := range list {
-		for _, p := range s.points {
-			lowX, highX, highY = min(lowX, x.of(p)), max(highX, x.of(p)), max(highY, y(p))
+		out[i] = plot.Panel{Title: panel.title, XLabel: x.name}
+		for _, s := range list {
+			l := plot.Line{Name: s.name}
+			for _, p := range s.points {
+				l.X, l.Y = append(l.X, x.of(p)), append(l.Y, panel.of(p))
+			}
+			out[i].Lines = append(out[i].Lines, l)
 		}
 	}
-	if !(highX > lowX) {
-		lowX, highX = lowX-1, lowX+1
-	}
-	if !(highY > 0) {
-		highY = 1
-	}
-	top := margin * 0.7
-	atX := func(v float64) float64 { return left + (v-lowX)/(highX-lowX)*panelWidth }
-	atY := func(v float64) float64 { return top + panelHeight*(1-v/highY) }
-	fmt.Fprintf(b, `<text x="%.0f" y="%.0f" font-weight="bold">%s</text><path d="M%.1f %.1fV%.1fH%.1f" fill="none" stroke="black"/>`+"\n", left, top-10, title, left, top, top+panelHeight, left+panelWidth)
-	for i := range 5 {
-		v := highY * float64(i) / 4
-		fmt.Fprintf(b, `<path d="M%.1f %.1fh%.0f" stroke="#ddd"/><text x="%.1f" y="%.1f" text-anchor="end">%.4g</text>`+"\n", left, atY(v), panelWidth, left-4, atY(v)+4, v)
-		h := lowX + (highX-lowX)*float64(i)/4
-		fmt.Fprintf(b, `<text x="%.1f" y="%.1f" text-anchor="middle">%.4g</text>`+"\n", atX(h), top+panelHeight+16, h)
-	}
-	fmt.Fprintf(b, `<text x="%.1f" y="%.1f" text-anchor="middle">%s</text>`+"\n", left+panelWidth/2, top+panelHeight+32, x.name)
-	for i, s := range list {
-		colour := colours[i%len(colours)]
-		var line strings.Builder
-		for _, p := range s.points {
-			fmt.Fprintf(&line, "%.1f,%.1f ", atX(x.of(p)), atY(y(p)))
-			fmt.Fprintf(b, `<circle cx="%.1f" cy="%.1f" r="3" fill="%s"/>`, atX(x.of(p)), atY(y(p)), colour)
-		}
-		fmt.Fprintf(b, `<polyline points="%s" fill="none" stroke="%s" stroke-width="2"/>`+"\n", strings.TrimSpace(line.String()), colour)
-	}
+	return plot.Write(w, out...)
 }

@@ -82,7 +82,7 @@ func TestOutputs(t *testing.T) {
 	if err != nil || len(rows) != 7 || rows[0][0] != "prefill" || rows[4][0] != "1" {
 		t.Errorf("%v, %v", rows, err)
 	}
-	lines := strings.Count(plot.String(), "<polyline")
+	lines := strings.Count(plot.String(), `<g class="s`)
 	for dec := xml.NewDecoder(&plot); ; {
 		if _, err := dec.Token(); err == io.EOF {
 			break

@@ -2,20 +2,16 @@
 
 package evict
 
-import (
-	"math"
-	"math/bits"
+import "github.com/kvasir-kv/kvasir/internal/container"
 
-	"github.com/kvasir-kv/kvasir/internal/container"
-)
-
-// probe watches the end of a prompt until it is used again.
+// probe watches the end of a prompt, or a fork, until it is used again.
 type probe struct {
 	id           uint64
 	place        uint32 // of the node that it watches, until that is evicted
 	began        uint64 // the clock then
 	older, newer uint32 // in the queue of its age, or of free ones
 	class, turn  uint8
+	forkUses     uint8 // of the node that it watches
 	age          uint8 // its bucket
 	ghost        bool  // what it watches was evicted
 }
@@ -66,7 +62,10 @@ func (p *probes) unlink(i uint32) {
 	p.at(q.older).newer, p.at(q.newer).older = q.newer, q.older
 }
 
-// watch begins a probe of a prompt's end.
+// forksPerIndex is how many probes of forks pay for one index: a prompt may pass several forks.
+const forksPerIndex = 4
+
+// watch begins a probe of a prompt's end or of a fork.
 func (h *LeafHazard) watch(place uint32, end *node) {
 	p := &h.probes
 	h.grow()
@@ -81,12 +80,15 @@ func (h *LeafHazard) watch(place uint32, end *node) {
 		p.used++
 		p.all.Grow(p.used)
 	}
-	*p.at(i) = probe{id: end.id, place: place, began: h.clock, class: end.class, turn: end.turn}
+	*p.at(i) = probe{id: end.id, place: place, began: h.clock, class: end.class, turn: end.turn, forkUses: end.forkUses}
 	p.link(i, 0)
 	h.open(p.at(i), 1)
 	end.probe = i
 	if h.learnt++; h.learnt%halfLife == 0 {
 		h.fade()
+	}
+	if end.forkUses > 0 && h.learnt%forksPerIndex != 0 {
+		return
 	}
 	h.reindex(h.refresh)
 	h.refresh = (h.refresh + 1) % classes
@@ -102,7 +104,7 @@ func (h *LeafHazard) observe(i uint32, used bool) {
 	h.time(q, b, float64(age)-lower[b])
 	if used {
 		h.events[q.class][b]++
-		h.allEvents[b]++
+		h.families[familyOf(int(q.class))].events[b]++
 	}
 	if q.ghost {
 		delete(p.ghosts, q.id)
@@ -175,65 +177,12 @@ func (h *LeafHazard) dropOldest() {
 // fade halves what was learnt, so that newer prompts count more.
 func (h *LeafHazard) fade() {
 	for b := range buckets {
-		h.allEvents[b] /= 2
+		for f := range h.families {
+			h.families[f].events[b] /= 2
+		}
 		for c := range classes {
 			h.events[c][b] /= 2
 			h.passed[c][b] /= 2
 		}
-	}
-}
-
-// lower are the least ages of the buckets.
-var lower = func() (l [buckets + 1]float64) {
-	for b := range l {
-		l[b] = math.Exp2(float64(b/2)) * (1 + 0.5*float64(b%2))
-	}
-	l[0] = 0
-	return l
-}()
-
-func bucketOf(age uint64) int {
-	if age < 2 {
-		return int(age) / 2
-	}
-	exponent := bits.Len64(age) - 1
-	return min(2*exponent+int(age>>(exponent-1)&1), buckets-1)
-}
-
-// reindex computes the index of a class anew. Its chance of reuse at each age is that of all prompts,
-// times a factor: how many reuses it saw for each that all prompts would have had in its place.
-func (h *LeafHazard) reindex(c int) {
-	expected, seen, top := 0.0, 0.0, 0
-	var rate [buckets]float64
-	for b := range buckets {
-		own := h.spentIn(c, b)
-		h.allSpent[b] += own - h.spent[c][b]
-		h.spent[c][b] = own
-		if h.allSpent[b] > 0 {
-			rate[b] = h.allEvents[b] / h.allSpent[b]
-			expected += own * rate[b]
-			top = b + 1
-		}
-		seen += h.events[c][b]
-	}
-	factor := (seen + prior) / (expected + prior)
-	var left [buckets + 1]float64 // the part that is not used again until an age
-	var spent [buckets]float64    // time in a bucket
-	left[0] = 1
-	for b := range top {
-		width := lower[b+1] - lower[b]
-		left[b+1] = left[b] * math.Exp(-rate[b]*factor*width)
-		spent[b] = width * (left[b] + left[b+1]) / 2
-	}
-	h.index[c] = [buckets]float64{}
-	best := 0.0
-	for a := top - 1; a >= 0; a-- {
-		t := 0.0
-		for b := a; b < top; b++ {
-			if t += spent[b]; t > 0 {
-				best = max(best, (left[a]-left[b+1])/t)
-			}
-		}
-		h.index[c][a] = best // a younger probe is never worth less
 	}
 }

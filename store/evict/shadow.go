@@ -15,14 +15,17 @@ type Shadow struct {
 // Lessons are what Shadows take from a LeafHazard. Teach fills them in. With the zero Lessons a Shadow works as leaf-lru.
 type Lessons struct {
 	Ends []PromptEnd // classes of prompts since the last Teach; the owner of the Shadows passes each to Mark
+	Mask uint64      // set by the owner: it wants no forks whose ids have bits of it
 
 	clock uint64
 	index *[classes][buckets]float64 // nil: none yet
 }
 
-// PromptEnd is the class that a prompt got: all its chunks are as likely to be used again as its last one.
+// PromptEnd is the class that a prompt got: all its chunks are as likely to be used again as its last one. Only chunks
+// up to a fork have the class of that fork.
 type PromptEnd struct {
-	ID    uint64 // of the last chunk
+	ID    uint64 // of the last chunk or, with Fork, of any
+	Fork  bool   // the class of this chunk alone, which is up to a fork
 	class uint8
 }
 
@@ -45,14 +48,31 @@ const (
 // noteEnd records the class of a prompt.
 func (h *LeafHazard) noteEnd(n *node) {
 	if h.ends != nil && len(*h.ends) < maxEnds {
-		*h.ends = append(*h.ends, PromptEnd{n.id, n.class})
+		*h.ends = append(*h.ends, PromptEnd{ID: n.id, class: n.class})
+	}
+}
+
+// noteFork records the class of a fork for it and for what is before it, to the next fork or for mostWaiting slots.
+func (h *LeafHazard) noteFork(fork *node) {
+	if h.ends == nil {
+		return
+	}
+	n := fork
+	for range mostWaiting {
+		if n == nil || n != fork && n.forkUses > 0 || len(*h.ends) >= maxEnds {
+			return
+		}
+		if n.id&h.endsMask == 0 {
+			*h.ends = append(*h.ends, PromptEnd{n.id, true, fork.class})
+		}
+		n = h.up(n)
 	}
 }
 
 // Teach implements Teacher.
 func (h *LeafHazard) Teach(l *Lessons, whole bool) {
 	h.settle()
-	l.clock = h.clock
+	l.clock, h.endsMask = h.clock, l.Mask
 	if whole {
 		if l.index == nil {
 			l.index = new([classes][buckets]float64)
@@ -82,12 +102,28 @@ func (s *Shadow) Mark(slot uint32, of PromptEnd) {
 		return
 	}
 	n.marked = s.clock
-	if n.class == of.class {
+	if !of.Fork && n.forkUses > 0 {
+		return
+	}
+	s.setClass(slot, n, of.class)
+}
+
+// Share notes that a prompt used a slot: it went on differently than the prompt before it did, if forks is true.
+func (s *Shadow) Share(slot uint32, forks bool) {
+	s.settle()
+	if n := s.node(slot); n != nil && (forks || n.forkUses > 0) {
+		n.forkUses = min(n.forkUses+1, maxForkUses)
+		s.setClass(slot, n, forkClassOf(n.forkUses))
+	}
+}
+
+func (s *Shadow) setClass(slot uint32, n *node, class uint8) {
+	if n.class == class {
 		return
 	}
 	inRing := n.older != 0
 	s.leave(n)
-	n.class = of.class
+	n.class = class
 	if inRing {
 		s.enter(slot+s.first, n, false)
 	}
@@ -120,6 +156,11 @@ func (s *Shadow) least() (place uint32, leaf *node) {
 		}
 		if v := s.value(c, s.clock-n.last); v < best || v == best && n.last < leaf.last {
 			best, place, leaf = v, i, n
+		}
+		if j, m := s.newest(c); j != i {
+			if v := s.value(c, s.clock-m.last); v < best {
+				best, place, leaf = v, j, m
+			}
 		}
 	}
 	return place, leaf

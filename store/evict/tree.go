@@ -36,7 +36,8 @@ type node struct {
 	class        uint8
 	turn         uint8
 	state        nodeState
-	tip          bool // a prompt ended here
+	tip          bool  // a prompt ended here
+	forkUses     uint8 // of a slot from which prompts went on differently: uses since, at most maxForkUses; 0: it is none
 }
 
 type nodeState uint8
@@ -164,7 +165,10 @@ func (t *tree) mark(end *node) {
 		if n == nil || n.state != waiting {
 			return
 		}
-		n.state, n.class, n.marked, n.depth = linked, end.class, t.clock, depth
+		n.state, n.depth = linked, depth
+		if n.forkUses == 0 {
+			n.class, n.marked = end.class, t.clock
+		}
 		depth = max(depth, 1) - 1
 		n = t.up(n)
 	}
@@ -188,7 +192,7 @@ func (t *tree) remove(slot uint32, n *node) {
 	}
 	if p := t.up(n); p != nil && p.kids > 0 {
 		p.kids--
-		if n.marked > p.marked {
+		if n.marked > p.marked && p.forkUses == 0 {
 			p.class, p.marked = n.class, n.marked
 		}
 		if p.kids == 0 && p.state == linked {
@@ -230,6 +234,15 @@ func (t *tree) leave(n *node) {
 func (t *tree) oldest(class int) (i uint32, n *node) {
 	anchor := 1 + uint32(class)
 	if i = t.place(anchor).newer; i == anchor {
+		return 0, nil
+	}
+	return i, t.place(i)
+}
+
+// newest returns the leaf of a class that was used last.
+func (t *tree) newest(class int) (i uint32, n *node) {
+	anchor := 1 + uint32(class)
+	if i = t.place(anchor).older; i == anchor {
 		return 0, nil
 	}
 	return i, t.place(i)

@@ -20,6 +20,7 @@ type slot struct {
 	id     uint64
 	bytes  int64
 	prompt uint32 // the last prompt that it was part of
+	tail   uint64 // the last sampled chunk of that prompt
 }
 
 func newCache(policy evict.Policy, capacity int64) *cache {
@@ -31,16 +32,20 @@ func newCache(policy evict.Policy, capacity int64) *cache {
 // busy while the rest is stored; then the chunks are added and used, the last one first.
 func (c *cache) play(parent uint64, chunks []sampled, bytes int64, prompt uint32) (hits int) {
 	c.isNew = append(c.isNew[:0], make([]bool, len(chunks))...)
-	run := true
+	run, found := true, 0
 	for _, s := range chunks {
 		at, ok := c.at[s.id]
 		if ok {
 			c.slots[at].prompt = prompt
 		}
-		if run = run && ok; run && s.counts {
+		if run = run && ok; !run {
+			continue
+		}
+		if found++; s.counts {
 			hits++
 		}
 	}
+	c.share(chunks[:found])
 	for i, s := range chunks {
 		if _, ok := c.at[s.id]; ok {
 			continue
@@ -48,7 +53,7 @@ func (c *cache) play(parent uint64, chunks []sampled, bytes int64, prompt uint32
 		if !c.makeRoom(bytes, prompt) {
 			break // the prompt's tail finds no room
 		}
-		c.at[s.id] = c.take(slot{s.id, bytes, prompt})
+		c.at[s.id] = c.take(slot{id: s.id, bytes: bytes, prompt: prompt})
 		c.isNew[i] = true
 		c.used += bytes
 	}
@@ -64,8 +69,24 @@ func (c *cache) play(parent uint64, chunks []sampled, bytes int64, prompt uint32
 		case ok:
 			c.policy.Use(at)
 		}
+		if ok {
+			c.slots[at].tail = chunks[len(chunks)-1].id
+		}
 	}
 	return hits
+}
+
+// share shows the policy the chunks that a prompt has in common with an earlier one. The prompts part there, unless the earlier one ended there.
+func (c *cache) share(chunks []sampled) {
+	s, ok := c.policy.(*evict.Shadow)
+	if !ok || len(chunks) == 0 {
+		return
+	}
+	deepest := chunks[len(chunks)-1].id
+	parts := c.slots[c.at[deepest]].tail != deepest
+	for _, chunk := range chunks {
+		s.Share(c.at[chunk.id], parts)
+	}
 }
 
 // take returns a free slot with that content.

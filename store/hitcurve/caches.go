@@ -11,6 +11,7 @@ import (
 // Limits of what the caches remember.
 const (
 	maxSeen    = 1 << 14 // sampled names, twice
+	maxForks   = 1 << 13 // sampled chunks up to forks, twice
 	maxEnds    = 512     // prompts whose class is not known yet, and prompts whose class is known
 	teachEvery = 32      // batches between two copies of the policy's indices
 )
@@ -24,35 +25,60 @@ type caches struct {
 	prompt  uint32
 	seen    [2]map[uint64]struct{} // sampled names: the newer, the older ones
 	lessons evict.Lessons
-	waiting recent[[]sampled]       // sampled chunks by the last chunk of their prompt
-	ended   recent[evict.PromptEnd] // by the last chunk of the prompt
+	waiting recent[[]sampled]             // sampled chunks by the last chunk of their prompt
+	ended   recent[evict.PromptEnd]       // by the last chunk of the prompt
+	forks   [2]map[uint64]evict.PromptEnd // sampled chunks up to a fork: those noted last, older ones
 }
 
 func (c *caches) init() {
 	c.seen = [2]map[uint64]struct{}{{}, {}}
+	c.forks = [2]map[uint64]evict.PromptEnd{{}, {}}
 	c.waiting.init()
 	c.ended.init()
 }
 
 // learn takes from the store's policy what it has learned since.
-func (c *caches) learn(o *Options) {
+func (c *caches) learn(o *Options, rate uint64) {
 	if o.Teach == nil {
 		return
 	}
+	c.lessons.Mask = rate - 1
 	o.Teach(&c.lessons, c.batch%teachEvery == 0)
 	c.batch++
 	for _, end := range c.lessons.Ends {
+		if end.Fork {
+			c.noteFork(end)
+			continue
+		}
 		c.ended.put(end.ID, end)
 		c.mark(c.waiting.of[end.ID], end)
 	}
 }
 
-// mark gives chunks the class of a prompt that has them.
+// mark gives chunks the class of a prompt that has them, or of the fork that they are up to.
 func (c *caches) mark(chain []sampled, end evict.PromptEnd) {
 	for i := range chain {
-		for _, cache := range c.own {
-			cache.mark(chain[i].id, end)
+		of := end
+		for _, forks := range c.forks {
+			if fork, ok := forks[chain[i].id]; ok {
+				of = fork
+				break
+			}
 		}
+		for _, cache := range c.own {
+			cache.mark(chain[i].id, of)
+		}
+	}
+}
+
+// noteFork remembers that a chunk is up to a fork.
+func (c *caches) noteFork(end evict.PromptEnd) {
+	if len(c.forks[0]) >= maxForks {
+		c.forks[1], c.forks[0] = c.forks[0], make(map[uint64]evict.PromptEnd)
+	}
+	c.forks[0][end.ID] = end
+	for _, cache := range c.own {
+		cache.mark(end.ID, end)
 	}
 }
 

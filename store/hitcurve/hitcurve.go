@@ -237,7 +237,7 @@ func (c *Curves) Play() {
 		c.caches.begin(&c.opts, rate, jobs[0].bytes)
 	}
 	var n counts
-	c.caches.learn(&c.opts)
+	c.caches.learn(&c.opts, rate)
 	for _, j := range jobs {
 		chain := queue[:j.played+j.play]
 		c.caches.play(&c.opts, &n, chain, &j)

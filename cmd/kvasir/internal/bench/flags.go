@@ -39,7 +39,7 @@ type Flags struct {
 	Timeout    time.Duration `name:"request-timeout" help:"Of one request." default:"6h" group:"Endpoint"`
 	ReadyCheck int           `name:"ready-check-timeout-sec" help:"Seconds to wait for an endpoint that is not up yet." default:"0" placeholder:"N" group:"Endpoint"`
 
-	Dataset     string  `name:"dataset-name" help:"random, sharegpt, timed_trace, or multi-turn." enum:"random,sharegpt,timed_trace,multi-turn" default:"random" group:"Workload"`
+	Dataset     string  `name:"dataset-name" aliases:"profile" help:"random, sharegpt, timed_trace, multi-turn, or agentic." enum:"random,sharegpt,timed_trace,multi-turn,agentic" default:"random" group:"Workload"`
 	Path        string  `name:"dataset-path" help:"File of sharegpt or timed_trace." placeholder:"FILE" group:"Workload"`
 	Prompts     int     `name:"num-prompts" help:"Requests." default:"1000" group:"Workload"`
 	Input       int     `name:"random-input-len" help:"Prompt tokens of random." default:"1024" aliases:"input-len" group:"Workload"`
@@ -50,7 +50,7 @@ type Flags struct {
 	Vocabulary  int     `name:"vocab-size" help:"Token ids in prompts are below this." default:"32000" group:"Workload"`
 	TraceBlock  int     `name:"timed-trace-chunk-hash-size" help:"Tokens of a hash id of timed_trace." default:"512" group:"Workload"`
 	TraceSecond float64 `name:"timed-trace-sec-multiplier" help:"Seconds of a unit of its timestamps." default:"0.001" group:"Workload"`
-	SelfTimed   bool    `name:"self-timed" help:"Requests of timed_trace come when it says; else at --request-rate." default:"true" negatable:"" group:"Workload"`
+	SelfTimed   bool    `name:"self-timed" help:"Requests of timed_trace and agentic come when these say; else at --request-rate." default:"true" negatable:"" group:"Workload"`
 
 	Rate        float64 `name:"request-rate" help:"Requests per second; inf: all at once." default:"inf" group:"Traffic"`
 	Burstiness  float64 `help:"1: a Poisson process; below 1 in bursts, above 1 more even." default:"1" group:"Traffic"`
@@ -91,6 +91,7 @@ Examples:
   kvasir bench --num-prompts 50 --random-input-len 1024 --random-output-len 32 --request-rate 5
   kvasir bench --num-prompts 50 --max-concurrency 8 --goodput ttft:500 tpot:50 --plot run.html
   kvasir bench --dataset-name multi-turn --num-prompts 60 --save-result --save-detailed --result-filename a.json
+  kvasir bench --profile agentic --num-prompts 300 --plot agents.html
   kvasir bench --compare a.json b.json`
 
 // plan is what the flags ask for.
@@ -158,6 +159,7 @@ func (c *Flags) plan() (p plan, err error) {
 func (c *Flags) checkNumbers(f *faults) {
 	f.within("--port", c.Port, 1, 65535)
 	f.within("--num-prompts", c.Prompts, 1, 1<<24)
+	f.unless(c.Dataset != workload.Agentic || c.Prompts <= workload.MaxAgentic, "--num-prompts %d: %d requests of agentic at most", c.Prompts, workload.MaxAgentic)
 	f.within("--random-input-len", c.Input, 1, 1<<21)
 	f.within("--random-output-len", c.Output, 1, 1<<21)
 	f.within("--output-len", c.OutputLen, 0, 1<<21)
@@ -189,7 +191,7 @@ func (c *Flags) loadOptions(f *faults) load.Options {
 	o := load.Options{
 		BaseURL: cmp.Or(c.BaseURL, "http://"+net.JoinHostPort(c.Host, strconv.Itoa(c.Port))), Endpoint: c.Endpoint, Chat: c.Backend == "openai-chat", Model: c.Model,
 		Header: http.Header{}, IgnoreEOS: c.Dataset != "sharegpt", MaxConcurrency: c.Concurrency, Timeout: c.Timeout, Vocabulary: c.Vocabulary,
-		Turns: c.Dataset == "multi-turn", KeepText: c.Detailed,
+		Turns: c.Dataset == "multi-turn" || c.Dataset == workload.Agentic, KeepText: c.Detailed,
 	}
 	if c.IgnoreEOS != nil {
 		o.IgnoreEOS = *c.IgnoreEOS
@@ -221,6 +223,9 @@ func (c *Flags) requests() (out []workload.Request, err error) {
 		out, err = workload.Random(c.Prompts, c.Input, c.Output, c.Range, c.Seed)
 	case "multi-turn":
 		out = workload.Chats(c.Prompts, workload.ChatOptions{Seed: c.Seed})
+	case workload.Agentic:
+		timed = c.SelfTimed
+		out = workload.Agents(c.Prompts, workload.AgentOptions{Seed: c.Seed})
 	default:
 		var f *os.File
 		if f, err = os.Open(c.Path); err != nil {

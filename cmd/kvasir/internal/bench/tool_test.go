@@ -290,6 +290,7 @@ func TestWorkloads(t *testing.T) {
 	}
 	f("random", "", 6, 500)
 	f("multi-turn", "", 6, math.Inf(1))
+	f("agentic", "", 6, 500)
 	f("timed_trace", trace, 2, math.Inf(1))
 	f("timed_trace", trace, 2, 500)
 	f("sharegpt", gpt, 1, math.Inf(1))

@@ -107,7 +107,7 @@ func TestExamplePrograms(t *testing.T) {
 			t.Errorf("%v: %v, want %q:\n%s", args, err, want, out)
 		}
 	}
-	f("leaf-hazard 53.85 %", "policies", examples+"trace.jsonl")
+	f("leaf-hazard 53.51 %", "policies", examples+"trace.jsonl")
 	f("2 blocks of 65536 bytes written, 1 read back, equal: true", "transfer")
 
 	s := serve(t)

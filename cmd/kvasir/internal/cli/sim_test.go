@@ -165,6 +165,10 @@ func TestSimEvict(t *testing.T) {
 	if got.Default != "leaf-hazard" || optimum != 2 || len(got.Rows) != 12 {
 		t.Errorf("%+v", got)
 	}
+	code, out, errs = run(t, "sim", "evict", "--trace", "agentic", "--requests", "200", "--policies", "lru", "--capacity-blocks", "99")
+	if code != 0 || !strings.Contains(out, "200 requests") {
+		t.Errorf("%d, %s%s", code, out, errs)
+	}
 	for _, name := range []string{svg, table} {
 		if b, err := os.ReadFile(name); err != nil || len(b) < 100 {
 			t.Error(name, len(b), err)

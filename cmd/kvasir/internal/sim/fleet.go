@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"time"
 
 	"github.com/kvasir-kv/kvasir/bench/workload"
@@ -31,7 +30,7 @@ type fleetCmd struct {
 	WriteGBps float64       `name:"write-gbps" help:"What it takes." default:"50" group:"Store"`
 	Latency   time.Duration `help:"Of each request to it." default:"1ms" group:"Store"`
 
-	Trace    string  `help:"Requests of this trace, the same for each fleet, instead of made conversations." placeholder:"FILE" group:"Workload"`
+	Trace    string  `help:"Requests of this trace, the same for each fleet, instead of made conversations; agentic: made sessions of coding agents." placeholder:"FILE" group:"Workload"`
 	Block    int     `name:"block-tokens" help:"Tokens of the trace's hash ids." default:"512" group:"Workload"`
 	Requests int     `help:"Made conversations: requests for each node." default:"200" group:"Workload"`
 	Rate     float64 `help:"Requests per second for each node." default:"1" group:"Workload"`
@@ -74,13 +73,8 @@ func (c *fleetCmd) options(e *Env) (o fleet.Options, err error) {
 	p.BlockTokens = 512 // of made conversations
 	if c.Trace != "" {
 		p.BlockTokens = c.Block
-		file, err := os.Open(c.Trace)
-		if err != nil {
+		if trace, err = workload.Load(c.Trace, workload.TraceOptions{BlockTokens: c.Block}); err != nil {
 			return o, err
-		}
-		defer file.Close()
-		if trace, err = workload.ReadTrace(file, workload.TraceOptions{BlockTokens: c.Block}); err != nil {
-			return o, fmt.Errorf("%s: %w", c.Trace, err)
 		}
 	}
 	blocks := func(gib float64) int {

@@ -3,11 +3,9 @@
 package sim
 
 import (
-	"bufio"
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"slices"
 	"text/tabwriter"
 	"time"
@@ -24,7 +22,7 @@ type replayCmd struct {
 	jsonFlag
 	constantFlags
 
-	Trace    string `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids." placeholder:"FILE"`
+	Trace    string `required:"" help:"Trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids; or agentic: made sessions of coding agents." placeholder:"FILE"`
 	Block    int    `name:"block-tokens" help:"Tokens of a hash id." default:"512"`
 	Requests int    `help:"Requests to play; 0 is all." default:"0" placeholder:"N"`
 	Capacity int    `name:"capacity-blocks" help:"Blocks that the cache holds, least recently used ones go; 0 is unlimited." default:"0" placeholder:"N"`
@@ -47,6 +45,7 @@ seconds (that the replay took).
 Examples:
   kvasir sim replay --trace conversation_trace.jsonl
   kvasir sim replay --trace conversation_trace.jsonl --capacity-blocks 50000 --json -
+  kvasir sim replay --trace agentic --requests 5000 --scheduled --prefill 0 --decode 1
   kvasir sim replay --trace conversation_trace.jsonl --scheduled --prefill 8 --decode 8
   kvasir sim replay --trace conversation_trace.jsonl --requests 1000 --bytes --scale 32 --capacity-blocks 5000`
 }
@@ -90,14 +89,9 @@ func (c *replayCmd) Run(e *Env) error {
 		return err
 	}
 	began := time.Now()
-	file, err := os.Open(c.Trace)
+	requests, err := workload.Load(c.Trace, workload.TraceOptions{BlockTokens: c.Block, Max: c.Requests})
 	if err != nil {
-		return err
-	}
-	defer file.Close()
-	requests, err := workload.ReadTrace(bufio.NewReaderSize(file, 1<<20), workload.TraceOptions{BlockTokens: c.Block, Max: c.Requests})
-	if err != nil {
-		return asUsage(e, fmt.Errorf("%s: %w", c.Trace, err))
+		return asUsage(e, err)
 	}
 	if requests, err = workload.Scaled(requests, c.Scale); err != nil {
 		return usagef("--scale: %v", err)

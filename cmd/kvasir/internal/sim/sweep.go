@@ -98,13 +98,8 @@ func (c *sweepCmd) options(e *Env) (o sweep.Options, err error) {
 	case c.Requests < 1 || c.Requests > 1_000_000:
 		return o, usagef("--requests %d is outside 1 to 1000000", c.Requests)
 	case c.Trace != "":
-		file, err := os.Open(c.Trace)
-		if err != nil {
+		if o.Requests, err = workload.Load(c.Trace, workload.TraceOptions{Max: c.Requests}); err != nil {
 			return o, err
-		}
-		defer file.Close()
-		if o.Requests, err = workload.ReadTrace(file, workload.TraceOptions{Max: c.Requests}); err != nil {
-			return o, fmt.Errorf("%s: %w", c.Trace, err)
 		}
 	case c.Input > 0:
 		if o.Requests, err = workload.Random(c.Requests, c.Input, c.Output, 0, c.Seed); err != nil {

@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package plot draws lines into an SVG that needs nothing else: round ticks, a logarithmic axis where steps multiply, a label at the end of each
+// line, and light and dark colours as the reader has them. Lines that coincide take turns, so that none hides another.
+package plot
+
+import (
+	"cmp"
+	"fmt"
+	"html"
+	"io"
+	"math"
+	"math/bits"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Line is the values of one quantity. X and Y have the same length; points that are no numbers are left out.
+type Line struct {
+	Name string
+	X, Y []float64
+}
+
+// Panel is one pair of axes. Y begins at 0.
+type Panel struct {
+	Title, XLabel string
+	Lines         []Line
+}
+
+// Sizes, pixels.
+const (
+	wide, high  = 420.0, 260.0
+	left        = 56.0
+	top, bottom = 38.0, 52.0
+	labelHeight = 15.0
+	letter      = 7.0  // width of a letter, about
+	near        = 1.5  // lines this close coincide
+	period      = 36.0 // in which each of the lines that coincide is seen once
+)
+
+const style = `<style>
+svg { background: #fff; color: #24292f; font: 12px sans-serif }
+text { fill: currentColor }
+.grid { stroke: #d8dee4 } .axis { stroke: #57606a; fill: none }
+.line { fill: none; stroke-width: 2 } .mark { stroke-width: 1.5; fill: #fff }
+.s0 { --c: #0969da } .s1 { --c: #cf222e } .s2 { --c: #1a7f37 } .s3 { --c: #8250df } .s4 { --c: #bc4c00 } .s5 { --c: #57606a } .s6 { --c: #9a6700 } .s7 { --c: #bf3989 }
+.line, .mark { stroke: var(--c) } text.name { fill: var(--c) }
+@media (prefers-color-scheme: dark) {
+svg { background: #0d1117; color: #e6edf3 } .grid { stroke: #30363d } .axis { stroke: #8b949e } .mark { fill: #0d1117 }
+.s0 { --c: #58a6ff } .s1 { --c: #ff7b72 } .s2 { --c: #56d364 } .s3 { --c: #bc8cff } .s4 { --c: #ffa657 } .s5 { --c: #8b949e } .s6 { --c: #d29922 } .s7 { --c: #f778ba }
+}
+</style>
+`
+
+// styles is the number of colours.
+const styles = 8
+
+// Write draws the panels side by side.
+func Write(w io.Writer, panels ...Panel) error {
+	var b strings.Builder
+	x := 0.0
+	for i := range panels {
+		x += draw(&b, x, &panels[i])
+	}
+	_, err := fmt.Fprintf(w, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %.0f %.0f">`+"\n%s%s</svg>\n", max(x, 1), top+high+bottom, style, b.String())
+	return err
+}
+
+// scale is an axis.
+type scale struct {
+	low, high float64
+	log       bool
+	ticks     []float64
+}
+
+func (s *scale) at(v float64) float64 {
+	if s.log {
+		return math.Log(v/s.low) / math.Log(s.high/s.low)
+	}
+	return (v - s.low) / (s.high - s.low)
+}
+
+// point is a place in a panel, pixels.
+type point struct{ x, y float64 }
+
+func draw(b *strings.Builder, at float64, p *Panel) (width float64) {
+	xs, most := valuesOf(p.Lines)
+	x, y := xScale(xs), yScale(most)
+	x0 := at + left
+	fmt.Fprintf(b, `<text x="%.0f" y="18" font-weight="bold">%s</text>`+"\n", x0, html.EscapeString(p.Title))
+	for _, v := range y.ticks {
+		py := top + high*(1-y.at(v))
+		fmt.Fprintf(b, `<path class="grid" d="M%.1f %.1fh%.0f"/><text class="ytick" x="%.1f" y="%.1f" text-anchor="end">%s</text>`+"\n", x0, py, wide, x0-6, py+4, short(v))
+	}
+	for _, v := range x.ticks {
+		px := x0 + wide*x.at(v)
+		fmt.Fprintf(b, `<path class="axis" d="M%.1f %.1fv4"/><text class="xtick" x="%.1f" y="%.1f" text-anchor="middle">%s</text>`+"\n", px, top+high, px, top+high+18, short(v))
+	}
+	fmt.Fprintf(b, `<path class="axis" d="M%.1f %.1fv%.0fh%.0f"/><text x="%.1f" y="%.1f" text-anchor="middle">%s</text>`+"\n",
+		x0, top, high, wide, x0+wide/2, top+high+38, html.EscapeString(p.XLabel))
+	lines := make([][]point, len(p.Lines))
+	longest := 0
+	for i, l := range p.Lines {
+		longest = max(longest, len([]rune(l.Name)))
+		for k := range min(len(l.X), len(l.Y)) {
+			if usable(l.X[k], l.Y[k]) {
+				lines[i] = append(lines[i], point{x0 + wide*x.at(l.X[k]), top + high*(1-y.at(l.Y[k]))})
+			}
+		}
+		slices.SortStableFunc(lines[i], func(a, b point) int { return cmp.Compare(a.x, b.x) })
+	}
+	for i := range lines {
+		fmt.Fprintf(b, `<g class="s%d">`+"\n", i%styles)
+		drawLine(b, lines, i)
+		b.WriteString("</g>\n")
+	}
+	for _, l := range labels(lines) {
+		fmt.Fprintf(b, `<text class="name s%d" x="%.1f" y="%.1f">%s</text>`+"\n", l.line%styles, x0+wide+10, l.y+4, html.EscapeString(p.Lines[l.line].Name))
+	}
+	return left + wide + 24 + letter*float64(longest)
+}
+
+func usable(x, y float64) bool { return !math.IsNaN(x+y) && !math.IsInf(x+y, 0) }
+
+// valuesOf returns the different x, in their order, and the largest y.
+func valuesOf(lines []Line) (xs []float64, most float64) {
+	for _, l := range lines {
+		for k := range min(len(l.X), len(l.Y)) {
+			if usable(l.X[k], l.Y[k]) {
+				xs, most = append(xs, l.X[k]), max(most, l.Y[k])
+			}
+		}
+	}
+	slices.Sort(xs)
+	return slices.Compact(xs), most
+}
+
+// step returns the least step of 1, 2 or 5 times a power of ten that divides a span into few parts.
+func step(span float64) float64 {
+	unit := math.Pow(10, math.Floor(math.Log10(span/5)))
+	for _, m := range []float64{1, 2, 5} {
+		if span/(m*unit) <= 6 {
+			return m * unit
+		}
+	}
+	return 10 * unit
+}
+
+func yScale(most float64) (s scale) {
+	if !(most > 0) {
+		most = 1
+	}
+	d := step(most)
+	n := math.Ceil(most/d - 1e-9)
+	for i := range int(n) + 1 {
+		s.ticks = append(s.ticks, float64(i)*d)
+	}
+	s.high = n * d
+	return s
+}
+
+// xScale makes the axis of sorted values: logarithmic where the steps multiply.
+func xScale(xs []float64) (s scale) {
+	if len(xs) == 0 {
+		xs = []float64{0}
+	}
+	s.low, s.high = xs[0], xs[len(xs)-1]
+	if s.low == s.high {
+		return scale{low: s.low - 1, high: s.high + 1, ticks: xs}
+	}
+	s.log = s.low > 0 && len(xs) >= 3 && s.high/s.low >= 8
+	switch {
+	case s.log && !slices.ContainsFunc(xs, func(x float64) bool { return !powerOfTwo(x) }):
+		factor := math.Exp2(math.Ceil(math.Log2(s.high/s.low) / 10))
+		for v := s.low; v <= s.high; v *= factor {
+			s.ticks = append(s.ticks, v)
+		}
+	case s.log:
+		s.ticks = decades(s.low, s.high)
+	default:
+		d := step(s.high - s.low)
+		for i := math.Ceil(s.low/d - 1e-9); i*d <= s.high+d*1e-9; i++ {
+			s.ticks = append(s.ticks, i*d)
+		}
+	}
+	return s
+}
+
+func powerOfTwo(x float64) bool {
+	return x >= 1 && x < 1<<62 && x == math.Trunc(x) && bits.OnesCount64(uint64(x)) == 1
+}
+
+// decades returns the values from low to high that are 1, 2 or 5 times a power of ten, or only the powers where there are many.
+func decades(low, high float64) (ticks []float64) {
+	mantissas := []float64{1, 2, 5}
+	if math.Log10(high/low) > 4 {
+		mantissas = mantissas[:1]
+	}
+	for unit := math.Pow(10, math.Floor(math.Log10(low))); unit <= high; unit *= 10 {
+		for _, m := range mantissas {
+			if v := m * unit; v >= low*(1-1e-9) && v <= high*(1+1e-9) {
+				ticks = append(ticks, v)
+			}
+		}
+	}
+	return ticks
+}
+
+// short writes a tick: 0.5, 20, 5k, 2M.
+func short(v float64) string {
+	for _, unit := range []struct {
+		of   float64
+		name string
+	}{{1e9, "G"}, {1e6, "M"}, {1e4, "k"}} {
+		if math.Abs(v) >= unit.of {
+			if unit.name == "k" {
+				unit.of = 1e3
+			}
+			return strconv.FormatFloat(v/unit.of, 'g', 6, 64) + unit.name
+		}
+	}
+	return strconv.FormatFloat(v, 'g', 6, 64)
+}
+
+// drawLine draws a line segment by segment. A segment that coincides with those of other lines is drawn in dashes, each line's in the gaps of
+// the others.
+func drawLine(b *strings.Builder, lines [][]point, i int) {
+	for k := 1; k < len(lines[i]); k++ {
+		from, to := lines[i][k-1], lines[i][k]
+		before, all := turns(lines, i, from, to)
+		dash := ""
+		if all > 1 {
+			own := period / float64(all)
+			dash = fmt.Sprintf(` stroke-dasharray="%.2f %.2f" stroke-dashoffset="%.2f"`, own, period-own, -own*float64(before))
+		}
+		fmt.Fprintf(b, `<path class="line" d="M%.1f %.1fL%.1f %.1f"%s/>`, from.x, from.y, to.x, to.y, dash)
+	}
+	for _, at := range lines[i] {
+		r := 2.5
+		for j := i + 1; j < len(lines); j++ { // earlier marks show around later ones
+			if slices.ContainsFunc(lines[j], func(p point) bool { return close(p, at) }) {
+				r += 1.5
+			}
+		}
+		fmt.Fprintf(b, `<circle class="mark" cx="%.1f" cy="%.1f" r="%.1f"/>`, at.x, at.y, r)
+	}
+	b.WriteString("\n")
+}
+
+func close(a, b point) bool { return math.Abs(a.x-b.x) < near && math.Abs(a.y-b.y) < near }
+
+// turns returns how many lines have the same segment, and how many of them come before line i.
+func turns(lines [][]point, i int, from, to point) (before, all int) {
+	for j, line := range lines {
+		for k := 1; k < len(line); k++ {
+			if close(line[k-1], from) && close(line[k], to) {
+				if all++; j < i {
+					before++
+				}
+				break
+			}
+		}
+	}
+	return before, all
+}
+
+// label is the name of a line at its end.
+type label struct {
+	line int
+	y    float64
+}
+
+// labels places the names beside the ends of the lines, one below the other.
+func labels(lines [][]point) (out []label) {
+	for i, l := range lines {
+		if len(l) > 0 {
+			out = append(out, label{i, l[len(l)-1].y})
+		}
+	}
+	slices.SortStableFunc(out, func(a, b label) int { return cmp.Compare(a.y, b.y) })
+	for i := 1; i < len(out); i++ {
+		out[i].y = max(out[i].y, out[i-1].y+labelHeight)
+	}
+	lowest := top + high
+	for i := len(out) - 1; i >= 0; i-- {
+		out[i].y = min(out[i].y, lowest)
+		lowest = out[i].y - labelHeight
+	}
+	return out
+}

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plot
+
+import (
+	"encoding/xml"
+	"io"
+	"math"
+	"slices"
+	"strings"
+	"testing"
+
+	"pgregory.net/rapid"
+)
+
+func isRound(v float64) bool {
+	if v == 0 || powerOfTwo(v) {
+		return true
+	}
+	m := math.Abs(v) / math.Pow(10, math.Floor(math.Log10(math.Abs(v))+1e-9))
+	return slices.ContainsFunc([]float64{1, 2, 5, 10}, func(r float64) bool { return math.Abs(m-r) < 1e-6 })
+}
+
+// Ticks are round: multiples of 1, 2 or 5 times a power of ten; on logarithmic axes these numbers themselves, or powers of two. They are few and inside the axis.
+func TestTicksAreRound(t *testing.T) {
+	rapid.Check(t, func(r *rapid.T) {
+		xs := rapid.SliceOfN(rapid.Float64Range(0.001, 1e7), 1, 12).Draw(r, "x")
+		slices.Sort(xs)
+		xs = slices.Compact(xs)
+		x, y := xScale(xs), yScale(rapid.Float64Range(0, 1e7).Draw(r, "most"))
+		if !x.log && len(xs) > 1 && len(x.ticks) > 1 && !isRound(x.ticks[1]-x.ticks[0]) || !isRound(y.ticks[1]) {
+			r.Fatalf("steps of ticks %v, %v", x.ticks, y.ticks)
+		}
+		for _, v := range x.ticks {
+			if a := x.at(v); a < -1e-6 || a > 1+1e-6 || x.log && !isRound(v) {
+				r.Fatalf("tick %v of %v to %v is at %v", v, x.low, x.high, a)
+			}
+		}
+		if len(y.ticks) < 3 || len(y.ticks) > 8 || len(x.ticks) > 14 {
+			r.Fatalf("%d and %d ticks", len(x.ticks), len(y.ticks))
+		}
+	})
+	f := func(want []float64, xs ...float64) {
+		t.Helper()
+		if s := xScale(xs); !slices.Equal(s.ticks, want) {
+			t.Errorf("of %v: %v, want %v", xs, s.ticks, want)
+		}
+	}
+	f([]float64{1, 2, 4, 8, 16}, 1, 2, 4, 8, 16)
+	f([]float64{1000, 2000, 5000, 10000, 20000}, 1000, 2000, 5000, 10000, 20000)
+	f([]float64{1, 2, 5, 10}, 1, 3, 10.9)
+	f([]float64{4, 6, 8, 10, 12}, 3, 5, 12.5)
+	f([]float64{7}, 7)
+	if got := yScale(80.66).ticks; !slices.Equal(got, []float64{0, 20, 40, 60, 80, 100}) {
+		t.Error(got)
+	}
+}
+
+// Of lines that coincide each is seen: their dashes fill the period and do not overlap. Their names stand apart, inside the panel.
+func TestNoLineIsHidden(t *testing.T) {
+	rapid.Check(t, func(r *rapid.T) {
+		n := rapid.IntRange(1, 8).Draw(r, "lines")
+		lines := make([][]point, n)
+		for i := range lines {
+			y := float64(40 * rapid.IntRange(0, 2).Draw(r, "y"))
+			lines[i] = []point{{0, 100 + y}, {50, 100 + y}}
+		}
+		for i := range lines {
+			before, all := turns(lines, i, lines[i][0], lines[i][1])
+			for j := range lines {
+				b, a := turns(lines, j, lines[j][0], lines[j][1])
+				if same := lines[i][0] == lines[j][0]; same != (a == all && same) || same && i != j && b == before {
+					r.Fatalf("lines %d and %d: turns %d and %d of %d and %d", i, j, before, b, all, a)
+				}
+			}
+			if before >= all || period/float64(all) < 4 {
+				r.Fatalf("line %d: turn %d of %d", i, before, all)
+			}
+		}
+		names := labels(lines)
+		for i, l := range names {
+			if l.y < top-1 || l.y > top+high || i > 0 && l.y-names[i-1].y < labelHeight-1e-9 {
+				r.Fatalf("names at %v", names)
+			}
+		}
+	})
+}
+
+// Whatever is drawn is XML, without a number that is none.
+func TestWrite(t *testing.T) {
+	f := func(panels ...Panel) {
+		t.Helper()
+		var b strings.Builder
+		if err := Write(&b, panels...); err != nil || strings.Contains(b.String(), "NaN") || strings.Contains(b.String(), "Inf") {
+			t.Errorf("%v: %s", err, b.String())
+		}
+		d := xml.NewDecoder(strings.NewReader(b.String()))
+		for {
+			if _, err := d.Token(); err == io.EOF {
+				return
+			} else if err != nil {
+				t.Fatalf("%v: %s", err, b.String())
+			}
+		}
+	}
+	f()
+	f(Panel{Title: `a<b>&"`})
+	f(Panel{Title: "y", Lines: []Line{{Name: "<a>", X: []float64{1}, Y: []float64{1}}, {Name: "empty"}}})
+	f(Panel{Lines: []Line{{Name: "a", X: []float64{math.NaN(), 1, 2, math.Inf(1)}, Y: []float64{1, math.NaN(), 3, 4}}}},
+		Panel{Lines: []Line{{Name: "b", X: []float64{1, 2, 4, 8}, Y: []float64{0, 0, 0}}}})
+}
