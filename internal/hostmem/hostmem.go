@@ -26,7 +26,7 @@ func available(root string) (n int64, ok bool) {
 		return 0, false
 	}
 	n = kib << 10
-	for _, g := range groups(root) {
+	for _, g := range groups(filepath.Join(root, "proc"), filepath.Join(root, "sys")) {
 		if left, limited := g.left(); limited {
 			n = min(n, left)
 		}
@@ -35,10 +35,10 @@ func available(root string) (n int64, ok bool) {
 }
 
 // Limit returns the smallest memory limit of the cgroups that this process is in, bytes, and the file that has it.
-// limited is false where there is none. root is "/" but in tests. Memory of /dev/shm counts against the limit of the process that
-// touched it first.
-func Limit(root string) (n int64, file string, limited bool) {
-	for _, g := range groups(root) {
+// limited is false where there is none. proc and sys are /proc and /sys but in tests. Memory of /dev/shm counts against the limit of the
+// process that touched it first.
+func Limit(proc, sys string) (n int64, file string, limited bool) {
+	for _, g := range groups(proc, sys) {
 		if limit, ok := number(g.limit); ok && limit < unlimited && (!limited || limit < n) {
 			n, file, limited = limit, g.limit, true
 		}
@@ -53,10 +53,10 @@ const unlimited = 1 << 62
 type group struct{ limit, used, stat, cache string }
 
 // groups returns the cgroups of this process that can limit its memory, of versions 1 and 2, up to the root.
-func groups(root string) (out []group) {
+func groups(proc, sys string) (out []group) {
 	add := func(base, path string, v2 bool) {
 		for path = filepath.Clean("/" + path); ; path = filepath.Dir(path) {
-			dir := filepath.Join(root, "sys/fs/cgroup", base, path)
+			dir := filepath.Join(sys, "fs/cgroup", base, path)
 			g := group{filepath.Join(dir, "memory.limit_in_bytes"), filepath.Join(dir, "memory.usage_in_bytes"), filepath.Join(dir, "memory.stat"), "total_inactive_file"}
 			if v2 {
 				g = group{filepath.Join(dir, "memory.max"), filepath.Join(dir, "memory.current"), filepath.Join(dir, "memory.stat"), "inactive_file"}
@@ -66,7 +66,7 @@ func groups(root string) (out []group) {
 			}
 		}
 	}
-	b, err := os.ReadFile(filepath.Join(root, "proc/self/cgroup"))
+	b, err := os.ReadFile(filepath.Join(proc, "self/cgroup"))
 	if err != nil {
 		add("", "/", true)
 		return out

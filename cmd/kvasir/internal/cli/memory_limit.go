@@ -4,6 +4,7 @@ package cli
 
 import (
 	"fmt"
+	"path/filepath"
 
 	"github.com/kvasir-kv/kvasir/internal/hostmem"
 )
@@ -11,7 +12,7 @@ import (
 // fitsLimit returns an error if memory in /dev/shm, of a size that a flag gives, is more than the cgroups of this process allow: the
 // kernel would kill it, or an engine beside it, while it fills the memory. root is "/" but in tests.
 func fitsLimit(root, flag string, size gibSize) error {
-	limit, file, limited := hostmem.Limit(root)
+	limit, file, limited := hostmem.Limit(filepath.Join(root, "proc"), filepath.Join(root, "sys"))
 	if !limited || int64(size) <= limit {
 		return nil
 	}

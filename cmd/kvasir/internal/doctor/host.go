@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvasir-kv/kvasir/internal/hostmem"
 	"github.com/kvasir-kv/kvasir/kv"
 	"github.com/kvasir-kv/kvasir/store/pool"
 )
@@ -95,34 +96,10 @@ func (d *doctor) limits() {
 			d.add(Error, limits, fmt.Sprintf("a process may have %s of %s, less than a pool of %s", kv.FormatBytes(n), what, kv.FormatBytes(want)), "the hard limit "+strings.ToLower(name[4:]), "ulimit -f unlimited; ulimit -v unlimited (LimitFSIZE=, LimitAS= in the systemd unit)")
 		}
 	}
-	if n := d.cgroupMemory(); n > 0 && n < d.PoolBytes {
+	if n, _, limited := hostmem.Limit(d.Proc, d.Sys); limited && n < d.PoolBytes {
 		d.add(Error, limits, fmt.Sprintf("the control group may use %s of memory, less than a pool of %s", kv.FormatBytes(n), kv.FormatBytes(d.PoolBytes)), "the pool's memory in "+d.Shm+" counts, and the kernel ends processes at the limit", "docker run --memory, resources.limits.memory of the container, or MemoryMax= of the systemd unit")
 	}
 	d.unlessFound(mark, limits, "open files, file size, address space and memory suffice")
-}
-
-// cgroupMemory returns the smallest memory limit of the control group and those above it, bytes; 0: none.
-func (d *doctor) cgroupMemory() (least int64) {
-	group := "/"
-	for line := range strings.Lines(read(filepath.Join(d.Proc, "self/cgroup"))) {
-		if path, ok := strings.CutPrefix(strings.TrimSpace(line), "0::"); ok {
-			group = filepath.Join("/", path)
-		}
-	}
-	base := filepath.Join(d.Sys, "fs/cgroup")
-	files := []string{filepath.Join(base, "memory/memory.limit_in_bytes")} // of version 1
-	for ; ; group = filepath.Dir(group) {
-		files = append(files, filepath.Join(base, group, "memory.max"))
-		if group == "/" {
-			break
-		}
-	}
-	for _, f := range files {
-		if n, err := strconv.ParseInt(strings.TrimSpace(read(f)), 10, 64); err == nil && n > 0 && (least == 0 || n < least) {
-			least = n
-		}
-	}
-	return least
 }
 
 func (d *doctor) hugePages() {
