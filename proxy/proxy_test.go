@@ -30,7 +30,10 @@ import (
 	"github.com/kvasir-kv/kvasir/sim/kvmem"
 )
 
-func TestMain(m *testing.M) { testkit.Main(m) }
+func TestMain(m *testing.M) {
+	http.DefaultClient.Timeout = 2 * time.Minute // a request that hangs is a failure, not a test that takes as long as the proxy's own limits
+	testkit.Main(m)
+}
 
 func testLog() *slog.Logger {
 	if !testing.Verbose() {
