@@ -282,6 +282,7 @@ func (n *Conn) Do(ctx context.Context, r *Request, until time.Time) (*Response, 
 // heads are buffers for the head of a request, and for all of a small one.
 var heads = sync.Pool{New: func() any { b := make([]byte, 0, small+2<<10); return &b }}
 
+// maxPooledHead bounds a buffer that is used again, bytes.
 const maxPooledHead = 32 << 10
 
 func (n *Conn) do(r *Request) (*Response, error) {

@@ -66,6 +66,7 @@ type serverAt struct {
 	asker *status.Asker
 }
 
+// Ask implements verify.Server.
 func (s *serverAt) Ask(ctx context.Context, method, path string, body any) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
@@ -92,17 +93,7 @@ func (c *verifyCmd) Run(e *env) error {
 			return err
 		}
 	}
-	write := r.Write
-	if c.JSON {
-		write = r.WriteJSON
-	}
-	if err := write(e.stdout); err != nil {
-		return err
-	}
-	if code := r.ExitCode(); code != 0 {
-		return exitError(code)
-	}
-	return nil
+	return e.report(r, c.JSON)
 }
 
 func (c *verifyCmd) options() (o verify.Options, err error) {

@@ -75,6 +75,20 @@ func (r *run) figures(ctx context.Context) (f serverFigures, err error) {
 	return f, err
 }
 
+// askAndLook asks an engine, and then the server for its figures. ok is false where one of them did not answer; the step has ended then.
+func (r *run) askAndLook(ctx context.Context, name string, e *engine, g *group, salt string) (got []Answer, after serverFigures, ok bool) {
+	got, err := r.ask(ctx, e, g, salt)
+	if err != nil {
+		r.failed(name, err)
+		return nil, after, false
+	}
+	if after, err = r.figures(ctx); err != nil {
+		r.notTested(name, err.Error())
+		return nil, after, false
+	}
+	return got, after, true
+}
+
 // second asks an engine that has not seen the prompts: what it does not compute comes from the cache.
 func (r *run) second(ctx context.Context, g, below *group, salt string) error {
 	const name, otherSalt, tier = "restored by a second engine", "another salt, a second engine", "restored from a tier"
@@ -139,14 +153,8 @@ func (r *run) below(ctx context.Context, name string, e *engine, g *group, salt 
 		r.notTested(name, fmt.Sprintf("nothing could be removed from the pool alone: %d objects, %v", n, err))
 		return
 	}
-	got, err := r.ask(ctx, e, g, salt)
-	if err != nil {
-		r.failed(name, err)
-		return
-	}
-	after, err := r.figures(ctx)
-	if err != nil {
-		r.notTested(name, err.Error())
+	got, after, ok := r.askAndLook(ctx, name, e, g, salt)
+	if !ok {
 		return
 	}
 	var served []string
@@ -193,14 +201,8 @@ func (r *run) fill(ctx context.Context, g *group, salt string) {
 		r.notTested(name, err.Error())
 		return
 	}
-	got, err := r.ask(ctx, r.first, g, salt)
-	if err != nil {
-		r.failed(name, err)
-		return
-	}
-	after, err := r.figures(ctx)
-	if err != nil {
-		r.notTested(name, err.Error())
+	got, after, ok := r.askAndLook(ctx, name, r.first, g, salt)
+	if !ok {
 		return
 	}
 	restored := 0
