@@ -13,7 +13,7 @@ import (
 
 // Available returns the bytes that Linux estimates programs can get without swapping, or what
 // the cgroups of this process leave if that is less. ok is false where the kernel does
-// not tell.
+// not say.
 func Available() (n int64, ok bool) { return available("/") }
 
 func available(root string) (n int64, ok bool) {

@@ -21,7 +21,7 @@ var nouns = strings.Fields("anchor bridge cellar drawer engine ferry garden harb
 // tokensOfFact is about how many tokens a fact has.
 const tokensOfFact = 16
 
-// newPrompt makes a prompt of about tokens tokens that nobody has sent before, as far as rnd is random. The fact that it asks for lies anywhere
+// newPrompt makes a prompt of about tokens tokens. It is new, as far as rnd is random. The fact that it asks for lies anywhere
 // in it.
 func newPrompt(rnd *rand.Rand, tokens int) Prompt {
 	facts := max(2, tokens/tokensOfFact)

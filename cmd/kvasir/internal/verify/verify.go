@@ -194,7 +194,7 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// newSalt makes a salt that nobody has used.
+// newSalt makes a new random salt.
 func (r *run) newSalt() (string, error) {
 	tenant := fmt.Sprintf("kvasir-verify-%016x", r.rnd.Uint64())
 	r.tenants = append(r.tenants, tenant)
