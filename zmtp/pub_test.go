@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/kvasir-kv/kvasir/internal/testkit"
 )
 
 const pubWait = time.Minute // for what comes soon
@@ -199,6 +201,17 @@ func TestPubBoundsSubscriberThatNeverReads(t *testing.T) {
 	wantNext(t, changes, "+")
 	_, in := startSub(t, endpoint, "")
 	wantNext(t, changes, "+")
+	testkit.Eventually(t, "no handler runs: while one does, a queue may be twice as long", func() bool {
+		for _, peer := range p.r.peers(nil) {
+			peer.mu.Lock()
+			corked := peer.mu.corked
+			peer.mu.Unlock()
+			if corked {
+				return false
+			}
+		}
+		return true
+	})
 	body := strings.Repeat("b", size)
 	for i := 0; p.Dropped() == 0; i++ {
 		if i == 10_000 {
